@@ -1,0 +1,35 @@
+package v1alpha1
+
+const (
+	// MemberLabel on a MachineDeployment opts it in to claims; its value does not matter. The same key that
+	// karpenter-provider-cluster-api uses.
+	MemberLabel = "node.cluster.x-k8s.io/karpenter-member"
+
+	// LedgerAnnotation on a MachineDeployment holds what is in flight there: the ledger of package claims, as JSON.
+	LedgerAnnotation = Group + "/ledger"
+
+	// ClaimLabel on a Machine holds the id of the claim that the machine is bound to. It is written once, when unset, and
+	// taken off only by a hand-over.
+	ClaimLabel = Group + "/claim"
+	// ClaimNameAnnotation on a Machine holds the claim's display name (the NodeClaim's name), for people.
+	ClaimNameAnnotation = Group + "/claim-name"
+	// ClaimedAtAnnotation on a Machine holds the time at which it was bound, RFC 3339, for people.
+	ClaimedAtAnnotation = Group + "/claimed-at"
+
+	// ReleaseFinalizer holds a Machine whose instance is gone until its replica has been given back. It is added only when
+	// the Machine is being released, never to a live one.
+	ReleaseFinalizer = Group + "/release"
+	// ReleaseHookAnnotation is the pre-terminate hook that holds a Machine which somebody else began to delete before its
+	// release was asked for (finalizers cannot be added then, annotations can).
+	ReleaseHookAnnotation = "pre-terminate.delete.hook.machine.cluster.x-k8s.io/karpenter-capi-agent"
+	// PausedByAgent is the value of Cluster API's paused annotation where the agent set it. Any other value is a person's,
+	// and is left alone.
+	PausedByAgent = Group
+
+	// ClusterLabel on a MachineClaim holds the name of its Cluster.
+	ClusterLabel = Group + "/cluster"
+	// NodeGroupLabel on a MachineClaim holds the name of the MachineDeployment that it claims from.
+	NodeGroupLabel = Group + "/node-group"
+	// HolderLabel on a MachineClaim holds its holder.
+	HolderLabel = Group + "/holder"
+)

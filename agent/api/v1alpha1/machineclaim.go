@@ -1,0 +1,164 @@
+package v1alpha1
+
+import (
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// MachineClaim anchors one claim: the right of one (Cluster, claim id) to exactly one Machine of one MachineDeployment. Its
+// creation is the compare-and-swap that decides which node group a claim belongs to. The agent makes, changes and removes
+// it; people read it.
+//
+// +kubebuilder:object:root=true
+// +kubebuilder:resource:categories=cluster-api,shortName=mcl
+// +kubebuilder:subresource:status
+// +kubebuilder:printcolumn:name="Cluster",type=string,JSONPath=`.spec.clusterName`
+// +kubebuilder:printcolumn:name="Claimed By",type=string,JSONPath=`.spec.displayName`
+// +kubebuilder:printcolumn:name="Group",type=string,JSONPath=`.spec.nodeGroup`
+// +kubebuilder:printcolumn:name="Phase",type=string,JSONPath=`.status.phase`
+// +kubebuilder:printcolumn:name="Reason",type=string,JSONPath=`.status.reason`
+// +kubebuilder:printcolumn:name="Machine",type=string,JSONPath=`.status.machine.name`
+// +kubebuilder:printcolumn:name="Provider ID",type=string,JSONPath=`.status.machine.providerID`,priority=1
+// +kubebuilder:printcolumn:name="Holder",type=string,JSONPath=`.spec.holder`,priority=1
+// +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
+type MachineClaim struct {
+	metav1.TypeMeta   `json:",inline"`
+	metav1.ObjectMeta `json:"metadata,omitempty"`
+
+	// spec is what was asked for.
+	// +required
+	Spec MachineClaimSpec `json:"spec,omitzero"`
+	// status is how far it is.
+	// +optional
+	Status MachineClaimStatus `json:"status,omitzero"`
+}
+
+// MachineClaimSpec is what was asked for.
+type MachineClaimSpec struct {
+	// clusterName names the Cluster, in the MachineClaim's namespace. Immutable.
+	// +required
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="clusterName is immutable"
+	ClusterName string `json:"clusterName"`
+	// claimID is the caller's id, unique in the Cluster. Immutable.
+	// +required
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=63
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="claimID is immutable"
+	ClaimID string `json:"claimID"`
+	// holder keeps the claim alive and may collect it. Immutable.
+	// +required
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=63
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="holder is immutable"
+	Holder string `json:"holder"`
+	// displayName is what the caller calls the claim: the NodeClaim's name.
+	// +optional
+	DisplayName string `json:"displayName,omitempty"`
+	// candidates are the names of the MachineDeployments that would do, best first.
+	// +optional
+	// +listType=atomic
+	// +kubebuilder:validation:MaxItems=1000
+	Candidates []string `json:"candidates,omitempty"`
+	// nodeGroup is the name of the MachineDeployment that the claim belongs to now. It moves to the next candidate only while
+	// the claim has never been entered in a ledger.
+	// +required
+	// +kubebuilder:validation:MinLength=1
+	NodeGroup string `json:"nodeGroup"`
+}
+
+// Phase is how far a claim is. The empty phase of a new MachineClaim means Pending.
+// +kubebuilder:validation:Enum="";Pending;Bound;Releasing;Ended
+type Phase string
+
+const (
+	// PhasePending means that the claim is durable and its Machine is not known yet.
+	PhasePending Phase = "Pending"
+	// PhaseBound means that the claim has its Machine.
+	PhaseBound Phase = "Bound"
+	// PhaseReleasing means that the release was asked for and is not complete. It keeps its Machine if it has one.
+	PhaseReleasing Phase = "Releasing"
+	// PhaseEnded is terminal: the claim has no Machine any more, and its id is never used again.
+	PhaseEnded Phase = "Ended"
+)
+
+// MachineClaimStatus is how far a claim is. The phase changes only by compare-and-swap on the whole object.
+type MachineClaimStatus struct {
+	// phase is Pending, Bound, Releasing or Ended; empty means Pending.
+	// +optional
+	Phase Phase `json:"phase,omitempty"`
+	// reason is why, in one CamelCase word.
+	// +optional
+	Reason string `json:"reason,omitempty"`
+	// message is the reason in a sentence.
+	// +optional
+	Message string `json:"message,omitempty"`
+	// machine is the Machine that the claim is bound to. Set once; stays, as last seen, after the end.
+	// +optional
+	Machine *MachineReference `json:"machine,omitempty"`
+	// drained says that whoever asked for the release has drained the Node.
+	// +optional
+	Drained bool `json:"drained,omitempty"`
+	// releasedAt is when the release was asked for.
+	// +optional
+	ReleasedAt *metav1.Time `json:"releasedAt,omitempty"`
+	// endedAt is when the claim ended.
+	// +optional
+	EndedAt *metav1.Time `json:"endedAt,omitempty"`
+	// history is what happened, oldest first; the last 32 entries are kept.
+	// +optional
+	// +listType=atomic
+	// +kubebuilder:validation:MaxItems=32
+	History []Event `json:"history,omitempty"`
+}
+
+// MachineReference names one Machine object, in the MachineClaim's namespace.
+type MachineReference struct {
+	// name of the Machine.
+	// +required
+	Name string `json:"name"`
+	// uid of the Machine.
+	// +required
+	UID types.UID `json:"uid"`
+	// providerID of the Machine, once known. For people: the Machine itself is what counts.
+	// +optional
+	ProviderID string `json:"providerID,omitempty"`
+	// nodeName of the Machine, once known. For people.
+	// +optional
+	NodeName string `json:"nodeName,omitempty"`
+}
+
+// Event is one thing that happened to a claim.
+type Event struct {
+	// time at which it happened.
+	// +required
+	Time metav1.Time `json:"time"`
+	// reason is what happened, in one CamelCase word.
+	// +required
+	Reason string `json:"reason"`
+	// message is the same in a sentence.
+	// +optional
+	Message string `json:"message,omitempty"`
+}
+
+// MachineClaimList is a list of MachineClaims.
+//
+// +kubebuilder:object:root=true
+type MachineClaimList struct {
+	metav1.TypeMeta `json:",inline"`
+	metav1.ListMeta `json:"metadata,omitempty"`
+	Items           []MachineClaim `json:"items"`
+}
+
+// CurrentPhase returns the claim's phase, Pending for a new object.
+func (c *MachineClaim) CurrentPhase() Phase {
+	if c.Status.Phase == "" {
+		return PhasePending
+	}
+	return c.Status.Phase
+}
+
+// ObjectName returns the name of the MachineClaim object of a claim. Claim ids contain no dots, so the name is unambiguous.
+func ObjectName(clusterName, claimID string) string {
+	return clusterName + "." + claimID
+}
