@@ -1,0 +1,132 @@
+# Everything that people and CI run; `make` alone lists it. Nothing is needed but Go, a C compiler (for the race detector),
+# git, make and the Go module proxy: every tool and every foreign binary is built from a Go module into bin/.
+
+SHELL        := bash
+.SHELLFLAGS  := -euo pipefail -c
+MAKEFLAGS    += --no-builtin-rules --no-print-directory
+.SUFFIXES:
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+BIN := bin
+
+# The machine's Go may be older than the one that go.mod asks for; it then fetches the right one.
+export GOTOOLCHAIN := auto
+# The version is stamped below instead: git's own stamping fails where the checkout belongs to another user.
+export GOFLAGS     := $(filter-out -buildvcs=%,$(GOFLAGS)) -buildvcs=false
+# Where envtest finds etcd and kube-apiserver.
+export KUBEBUILDER_ASSETS := $(abspath $(BIN))
+
+# The workspace says which modules are ours.
+MODULES  := $(shell sed -n 's|^[[:space:]]*\./||p' go.work)
+PACKAGES := $(addprefix ./,$(addsuffix /...,$(MODULES)))
+COMMANDS := $(patsubst %/main.go,%,$(wildcard agent/cmd/*/main.go shim/cmd/*/main.go deploy/sandbox/cmd/*/main.go test/cmd/*/main.go))
+
+VERSION ?= $(or $(shell git describe --tags --exact-match 2>/dev/null),devel)
+COMMIT  ?= $(shell git rev-parse HEAD 2>/dev/null)
+LDFLAGS  = -s -w
+
+include deploy/tools/tools.mk
+-include deploy/tools/sandbox.mk
+
+##@ General
+
+.PHONY: help
+help: ## List the targets
+	@awk 'BEGIN {FS = ":.*## "} \
+		/^##@ / {printf "\n%s\n", substr($$0, 5)} \
+		/^[a-zA-Z0-9_-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' Makefile
+
+##@ Build
+
+.PHONY: build
+build: $(addprefix $(BIN)/,$(notdir $(COMMANDS))) ## Build our own binaries into bin/
+
+# Go knows best whether one of our own binaries is up to date, so it is always asked.
+define command
+$(BIN)/$(notdir $(1)): FORCE
+	@mkdir -p $$(@D); start=$$$$(date +%s); \
+	CGO_ENABLED=0 go build -trimpath -ldflags '$$(LDFLAGS)' -o $$@ ./$(1) && echo "built    $$@ in $$$$(( $$$$(date +%s) - start )) s"
+endef
+$(foreach c,$(COMMANDS),$(eval $(call command,$(c))))
+
+.PHONY: FORCE
+FORCE:
+
+.PHONY: tools
+tools: $(TOOLS) $(SANDBOX_FOREIGN_BINARIES) $(SANDBOX_CAPI_MANIFESTS) ## Build every tool and the sandbox's control planes (minutes on a cold cache)
+
+.PHONY: clean
+clean: ## Remove bin/ and what tests left behind; running sandboxes are left alone
+	rm -rf $(BIN) .test
+
+##@ Generate and check
+
+.PHONY: generate
+generate: generate-proto generate-go ## Write all generated files anew: Go from protos, deep copies, CRDs, reference docs
+
+.PHONY: generate-proto
+generate-proto: $(BUF) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC)
+	$(PRINT_PROTO) proto/third_party/protovalidate
+	$(BUF) generate
+
+.PHONY: generate-go
+generate-go: $(CONTROLLER_GEN)
+	cd agent && $(abspath $(CONTROLLER_GEN)) object crd paths=./api/... output:crd:dir=../deploy/charts/agent/crds
+
+.PHONY: verify
+verify: verify-generated verify-modules verify-imports lint ## Check that generated files are current, modules tidy, imports allowed; all linters
+
+# In a copy, so that a check never changes the tree that it checks.
+.PHONY: verify-generated
+verify-generated: $(GENERATORS)
+	@echo "verify: generated files are current"
+	@dir=$$(mktemp -d) && trap 'rm -rf "$$dir"' EXIT && mkdir "$$dir/is" "$$dir/should" && \
+	tar -c --exclude=./$(BIN) --exclude=./.git --exclude=./.sandbox --exclude=./.test . | tar -x -C "$$dir/is" && cp -a "$$dir/is/." "$$dir/should" && \
+	ln -s $(abspath $(BIN)) "$$dir/should/$(BIN)" && $(MAKE) -C "$$dir/should" generate >/dev/null && rm "$$dir/should/$(BIN)" && \
+	diff -ruN "$$dir/is" "$$dir/should" || { echo "generated files are not current: run make generate" >&2; exit 1; }
+
+.PHONY: verify-modules
+verify-modules:
+	@for module in $(MODULES) $(patsubst %/main.go,%,$(wildcard deploy/tools/*/main.go)); do \
+		echo "verify: $$module/go.mod is tidy"; \
+		(cd $$module && GOWORK=off go mod tidy -diff) || { echo "run go mod tidy in $$module" >&2; exit 1; }; \
+	done
+
+# What a module must not even import through others; golangci-lint's depguard says it for direct imports.
+.PHONY: verify-imports
+verify-imports:
+	@$(call must_not_import,proto,k8s.io/ sigs.k8s.io/)
+	@$(call must_not_import,pkg,sigs.k8s.io/cluster-api sigs.k8s.io/karpenter)
+	@$(call must_not_import,agent,sigs.k8s.io/karpenter)
+	@$(call must_not_import,shim,sigs.k8s.io/cluster-api)
+
+# $(call must_not_import,<module>,<import path prefixes>)
+define must_not_import
+echo "verify: $(1) imports nothing of $(2)"; \
+deps=$$(go list -test -deps -f '{{.ImportPath}}' ./$(1)/...); \
+for prefix in $(2); do ! grep "^$$prefix" <<<"$$deps" || { echo "$(1) must not import $$prefix" >&2; exit 1; }; done
+endef
+
+.PHONY: lint
+lint: lint-proto lint-go lint-charts ## Run the linters of the protos, the Go code and the charts
+
+.PHONY: lint-proto
+lint-proto: $(BUF)
+	@echo "lint: protos"
+	@$(BUF) lint
+
+.PHONY: lint-go
+lint-go: $(GOLANGCI_LINT)
+	@echo "lint: Go"
+	@$(GOLANGCI_LINT) run $(PACKAGES)
+
+.PHONY: lint-charts
+lint-charts: $(HELM)
+	@for chart in deploy/charts/*/Chart.yaml; do echo "lint: $${chart%/Chart.yaml}"; $(HELM) lint --strict --quiet "$${chart%/Chart.yaml}"; done
+
+##@ Test
+
+.PHONY: test
+test: verify $(SANDBOX_FOREIGN_BINARIES) ## Check and test everything, with the race detector
+	CGO_ENABLED=1 go test -race $(PACKAGES)

@@ -1,0 +1,40 @@
+# The tools that generate, check and talk to the product. Each comes from a small module of its own in deploy/tools, outside
+# the workspace, so that its pins bind nothing of ours, and is rebuilt when that module changes.
+# Included by the top-level Makefile.
+
+BUF              := $(BIN)/buf
+CONTROLLER_GEN   := $(BIN)/controller-gen
+GOLANGCI_LINT    := $(BIN)/golangci-lint
+GOTESTSUM        := $(BIN)/gotestsum
+GRPCURL          := $(BIN)/grpcurl
+HELM             := $(BIN)/helm
+PRINT_PROTO      := $(BIN)/print-proto
+PROTOC_GEN_GO    := $(BIN)/protoc-gen-go
+PROTOC_GEN_GRPC  := $(BIN)/protoc-gen-go-grpc
+
+GENERATORS := $(BUF) $(CONTROLLER_GEN) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC)
+TOOLS      := $(GENERATORS) $(GOLANGCI_LINT) $(GOTESTSUM) $(GRPCURL) $(HELM)
+
+# $(call tool,<binary>,<module folder>,<package>[,<ldflags>]): the rule that builds a binary, saying what and how long.
+define tool
+$(1): deploy/tools/$(2)/go.mod $(wildcard deploy/tools/$(2)/go.sum deploy/tools/$(2)/*.go deploy/tools/$(2)/*.tmpl)
+	@mkdir -p $$(@D); echo "building $$@"; start=$$$$(date +%s); out=$$(abspath $$@); \
+	(cd deploy/tools/$(2) && GOWORK=off CGO_ENABLED=0 go build -trimpath -ldflags '-s -w $(4)' -o "$$$$out.tmp" $(3)) && \
+	mv "$$$$out.tmp" "$$$$out" && echo "built    $$@ in $$$$(( $$$$(date +%s) - start )) s"
+endef
+
+# $(call tool_version,<module folder>,<module>): the version of a module that a tools module pins.
+tool_version = $(shell sed -n 's|^\t*$(2) \(v[^ ]*\).*|\1|p' deploy/tools/$(1)/go.mod)
+
+$(eval $(call tool,$(BUF),buf,github.com/bufbuild/buf/cmd/buf))
+$(eval $(call tool,$(CONTROLLER_GEN),controller-gen,sigs.k8s.io/controller-tools/cmd/controller-gen))
+$(eval $(call tool,$(GOLANGCI_LINT),golangci-lint,github.com/golangci/golangci-lint/v2/cmd/golangci-lint,\
+	-X main.version=$(call tool_version,golangci-lint,github.com/golangci/golangci-lint/v2)))
+$(eval $(call tool,$(GOTESTSUM),gotestsum,gotest.tools/gotestsum))
+$(eval $(call tool,$(GRPCURL),grpcurl,github.com/fullstorydev/grpcurl/cmd/grpcurl,\
+	-X main.version=$(call tool_version,grpcurl,github.com/fullstorydev/grpcurl)))
+$(eval $(call tool,$(HELM),helm,helm.sh/helm/v3/cmd/helm,\
+	-X helm.sh/helm/v3/internal/version.version=$(call tool_version,helm,helm.sh/helm/v3)))
+$(eval $(call tool,$(PRINT_PROTO),print-proto,.))
+$(eval $(call tool,$(PROTOC_GEN_GO),protoc-gen-go,google.golang.org/protobuf/cmd/protoc-gen-go))
+$(eval $(call tool,$(PROTOC_GEN_GRPC),protoc-gen-go,google.golang.org/grpc/cmd/protoc-gen-go-grpc))
