@@ -11,8 +11,9 @@ HELM             := $(BIN)/helm
 PRINT_PROTO      := $(BIN)/print-proto
 PROTOC_GEN_GO    := $(BIN)/protoc-gen-go
 PROTOC_GEN_GRPC  := $(BIN)/protoc-gen-go-grpc
+PROTOC_GEN_DOCS  := $(BIN)/protoc-gen-api-docs
 
-GENERATORS := $(BUF) $(CONTROLLER_GEN) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC)
+GENERATORS := $(BUF) $(CONTROLLER_GEN) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC) $(PROTOC_GEN_DOCS)
 TOOLS      := $(GENERATORS) $(GOLANGCI_LINT) $(GOTESTSUM) $(GRPCURL) $(HELM)
 
 # $(call tool,<binary>,<module folder>,<package>[,<ldflags>]): the rule that builds a binary, saying what and how long.
@@ -38,3 +39,4 @@ $(eval $(call tool,$(HELM),helm,helm.sh/helm/v3/cmd/helm,\
 $(eval $(call tool,$(PRINT_PROTO),print-proto,.))
 $(eval $(call tool,$(PROTOC_GEN_GO),protoc-gen-go,google.golang.org/protobuf/cmd/protoc-gen-go))
 $(eval $(call tool,$(PROTOC_GEN_GRPC),protoc-gen-go,google.golang.org/grpc/cmd/protoc-gen-go-grpc))
+$(eval $(call tool,$(PROTOC_GEN_DOCS),api-docs,.))
