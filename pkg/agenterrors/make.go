@@ -1,0 +1,216 @@
+package agenterrors
+
+import (
+	"fmt"
+	"strings"
+	"time"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/protoadapt"
+	"google.golang.org/protobuf/types/known/durationpb"
+)
+
+// Rejection says why one candidate of a CreateClaim cannot be had.
+type Rejection struct {
+	// NodeGroup is the candidate's id.
+	NodeGroup string
+	// Reason is [ReasonNoRoom], [ReasonNotOpen] or [ReasonNodeGroupNotFound].
+	Reason Reason
+	// Unavailable is why, as NodeGroup.availability would say. UNSPECIFIED for a node group that was not found.
+	Unavailable agentv1alpha1.UnavailableReason
+	// Message is the same in a sentence, for people.
+	Message string
+	// RetryAt is when it may be worth asking again; zero when unknown.
+	RetryAt time.Time
+}
+
+// FieldViolation names one field of a request and what is wrong with it.
+type FieldViolation struct {
+	// Field is the field's path, for example `cluster.namespace` or `candidates[2]`.
+	Field string
+	// Description is what is wrong, for people.
+	Description string
+}
+
+// Rejected is the answer to a CreateClaim of which no candidate can be had: RESOURCE_EXHAUSTED when one of them merely has no
+// room, else FAILED_PRECONDITION when one exists, else NOT_FOUND. It carries an ErrorInfo for each rejection, in their order,
+// and RetryInfo when a retry time is known. now is the agent's clock, for the delay in RetryInfo. Without rejections it is
+// NOT_FOUND.
+func Rejected(now time.Time, rejections ...Rejection) error {
+	code := codes.NotFound
+	var retryAt time.Time
+	details := make([]protoadapt.MessageV1, 0, len(rejections)+1)
+	sentences := make([]string, 0, len(rejections))
+	for _, r := range rejections {
+		switch r.Reason {
+		case ReasonNoRoom:
+			code = codes.ResourceExhausted
+		case ReasonNotOpen:
+			if code == codes.NotFound {
+				code = codes.FailedPrecondition
+			}
+		}
+		metadata := map[string]string{MetadataNodeGroup: r.NodeGroup}
+		if r.Unavailable != agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_UNSPECIFIED {
+			metadata[MetadataReason] = r.Unavailable.String()
+		}
+		if r.Message != "" {
+			metadata[MetadataMessage] = r.Message
+		}
+		if !r.RetryAt.IsZero() {
+			metadata[MetadataRetryAt] = r.RetryAt.UTC().Format(time.RFC3339Nano)
+			if retryAt.IsZero() || r.RetryAt.Before(retryAt) {
+				retryAt = r.RetryAt
+			}
+		}
+		details = append(details, errorInfo(r.Reason, metadata))
+		sentences = append(sentences, strings.TrimSuffix(r.NodeGroup+": "+r.Message, ": "))
+	}
+	if !retryAt.IsZero() {
+		details = append(details, retryInfo(retryAt.Sub(now)))
+	}
+	message := "no candidate exists"
+	switch code {
+	case codes.ResourceExhausted:
+		message = "no candidate has room"
+	case codes.FailedPrecondition:
+		message = "no candidate is open to claims"
+	}
+	if len(sentences) > 0 {
+		message += ": " + abridge(sentences)
+	}
+	return made(code, message, details...)
+}
+
+// InvalidArgument says which fields of the request are malformed.
+func InvalidArgument(violations ...FieldViolation) error {
+	return invalidArgument(ReasonInvalidField, violations...)
+}
+
+// InvalidToken says that a SyncClaims token was not made by ListClaims for this Cluster and holder.
+func InvalidToken(description string) error {
+	return invalidArgument(ReasonInvalidToken, FieldViolation{Field: "token", Description: description})
+}
+
+// StaleToken says that a SyncClaims token is too old or was made from an incomplete view.
+func StaleToken(message string) error {
+	return made(codes.FailedPrecondition, message, errorInfo(ReasonStaleToken, nil))
+}
+
+// Unauthenticated says that the caller presented no usable identity.
+func Unauthenticated(message string) error {
+	return made(codes.Unauthenticated, message, errorInfo(ReasonUnauthenticated, nil))
+}
+
+// PermissionDenied says that the identity may not do this. The message must not reveal whether the Cluster exists.
+func PermissionDenied(message string) error {
+	return made(codes.PermissionDenied, message, errorInfo(ReasonPermissionDenied, nil))
+}
+
+// ClusterNotFound says that the Cluster does not exist.
+func ClusterNotFound(cluster *agentv1alpha1.ClusterRef) error {
+	return made(codes.NotFound, fmt.Sprintf("cluster %s/%s does not exist", cluster.GetNamespace(), cluster.GetName()),
+		errorInfo(ReasonClusterNotFound, nil))
+}
+
+// NodeGroupNotFound says that the Cluster has no such node group, or that it has not opted in.
+func NodeGroupNotFound(id string) error {
+	return made(codes.NotFound, fmt.Sprintf("node group %q does not exist in this cluster or has not opted in", id),
+		errorInfo(ReasonNodeGroupNotFound, map[string]string{MetadataNodeGroup: id}))
+}
+
+// ClaimNotFound says, with certainty, that the claim was never made or that its end is no longer remembered.
+func ClaimNotFound(claimID string) error {
+	return made(codes.NotFound, fmt.Sprintf("claim %q was never made, or its end is no longer remembered", claimID),
+		errorInfo(ReasonClaimNotFound, map[string]string{MetadataClaimID: claimID}))
+}
+
+// MachineNotFound says that the Cluster's node groups have no such machine.
+func MachineNotFound(name string) error {
+	return made(codes.NotFound, fmt.Sprintf("machine %q does not exist in this cluster's node groups", name),
+		errorInfo(ReasonMachineNotFound, nil))
+}
+
+// ClaimEnded says that the claim's id has ended or is being released, and how, from the claim's phase, reason and message.
+func ClaimEnded(claim *agentv1alpha1.Claim) error {
+	phase := strings.TrimPrefix(claim.GetPhase().String(), "CLAIM_PHASE_")
+	metadata := map[string]string{MetadataClaimID: claim.GetClaimId(), MetadataPhase: phase}
+	message := fmt.Sprintf("claim %q is %s and its id is never used again", claim.GetClaimId(), strings.ToLower(phase))
+	if reason := claim.GetReason(); reason != "" {
+		metadata[MetadataReason] = reason
+		message += ": " + reason
+	}
+	if text := claim.GetMessage(); text != "" {
+		metadata[MetadataMessage] = text
+		message += ": " + text
+	}
+	return made(codes.Aborted, message, errorInfo(ReasonClaimEnded, metadata))
+}
+
+// Conflict says that a race against another writer was lost: repeat at once with the same id.
+func Conflict(message string) error {
+	return made(codes.Aborted, message, errorInfo(ReasonConflict, nil))
+}
+
+// NotSynced says that the agent's view of the hub is not complete yet.
+func NotSynced(message string) error {
+	return made(codes.Unavailable, message, errorInfo(ReasonNotSynced, nil))
+}
+
+// ShuttingDown says that the agent is about to end.
+func ShuttingDown() error {
+	return made(codes.Unavailable, "the agent is shutting down", errorInfo(ReasonShuttingDown, nil))
+}
+
+// HubUnreachable says that the hub's API server did not answer. What was asked for may have happened.
+func HubUnreachable(message string) error {
+	return made(codes.Unavailable, message, errorInfo(ReasonHubUnreachable, nil))
+}
+
+func invalidArgument(reason Reason, violations ...FieldViolation) error {
+	badRequest := &errdetails.BadRequest{}
+	sentences := make([]string, 0, len(violations))
+	for _, v := range violations {
+		badRequest.FieldViolations = append(badRequest.FieldViolations, &errdetails.BadRequest_FieldViolation{
+			Field:       v.Field,
+			Description: v.Description,
+		})
+		sentences = append(sentences, v.Field+": "+v.Description)
+	}
+	return made(codes.InvalidArgument, "invalid request: "+abridge(sentences), errorInfo(reason, nil), badRequest)
+}
+
+func errorInfo(reason Reason, metadata map[string]string) *errdetails.ErrorInfo {
+	return &errdetails.ErrorInfo{Reason: string(reason), Domain: Domain, Metadata: metadata}
+}
+
+func retryInfo(delay time.Duration) *errdetails.RetryInfo {
+	return &errdetails.RetryInfo{RetryDelay: durationpb.New(max(delay, 0))}
+}
+
+func made(code codes.Code, message string, details ...protoadapt.MessageV1) error {
+	s := status.New(code, valid(message))
+	detailed, err := s.WithDetails(details...)
+	if err != nil {
+		// Only a message that cannot be marshalled gets here: the code and the message still tell what to do.
+		return s.Err()
+	}
+	return detailed.Err()
+}
+
+// valid replaces what protobuf strings cannot hold: callers' messages may quote what users wrote.
+func valid(s string) string {
+	return strings.ToValidUTF8(s, "\uFFFD")
+}
+
+// abridge joins sentences for a message that people read; programs read the details, which are complete.
+func abridge(sentences []string) string {
+	const shown = 5
+	if len(sentences) <= shown {
+		return strings.Join(sentences, "; ")
+	}
+	return fmt.Sprintf("%s; and %d more", strings.Join(sentences[:shown], "; "), len(sentences)-shown)
+}

@@ -1,0 +1,66 @@
+package agenterrors
+
+// Domain is the domain of every ErrorInfo of the agent's API.
+const Domain = "agent.karpenter.cluster.x-k8s.io"
+
+// Reason is the reason of an ErrorInfo: what happened, as a constant that programs can compare.
+type Reason string
+
+const (
+	// ReasonInvalidField comes with INVALID_ARGUMENT: fields are malformed, and [FieldViolations] names them.
+	ReasonInvalidField Reason = "INVALID_FIELD"
+	// ReasonInvalidToken comes with INVALID_ARGUMENT: the token was not made by ListClaims for this Cluster and holder.
+	ReasonInvalidToken Reason = "INVALID_TOKEN"
+	// ReasonStaleToken comes with FAILED_PRECONDITION: the token is too old, or was made from an incomplete view.
+	ReasonStaleToken Reason = "STALE_TOKEN"
+
+	// ReasonUnauthenticated comes with UNAUTHENTICATED: the caller presented no usable identity.
+	ReasonUnauthenticated Reason = "UNAUTHENTICATED"
+	// ReasonPermissionDenied comes with PERMISSION_DENIED: the identity may not do this, or not for this Cluster.
+	ReasonPermissionDenied Reason = "PERMISSION_DENIED"
+
+	// ReasonClusterNotFound comes with NOT_FOUND.
+	ReasonClusterNotFound Reason = "CLUSTER_NOT_FOUND"
+	// ReasonNodeGroupNotFound comes with NOT_FOUND, or describes one candidate among others.
+	ReasonNodeGroupNotFound Reason = "NODE_GROUP_NOT_FOUND"
+	// ReasonClaimNotFound comes with NOT_FOUND.
+	ReasonClaimNotFound Reason = "CLAIM_NOT_FOUND"
+	// ReasonMachineNotFound comes with NOT_FOUND.
+	ReasonMachineNotFound Reason = "MACHINE_NOT_FOUND"
+
+	// ReasonNoRoom describes one candidate that is at its max size or was left alone after a failure. It comes with
+	// RESOURCE_EXHAUSTED.
+	ReasonNoRoom Reason = "NO_ROOM"
+	// ReasonNotOpen describes one candidate that is paused, being deleted or not open to claims. When all candidates are, it
+	// comes with FAILED_PRECONDITION.
+	ReasonNotOpen Reason = "NOT_OPEN"
+
+	// ReasonClaimEnded comes with ABORTED: the claim id has ended or is being released, and must not be used again.
+	ReasonClaimEnded Reason = "CLAIM_ENDED"
+	// ReasonConflict comes with ABORTED: a race against another writer was lost, and the call may be repeated at once.
+	ReasonConflict Reason = "CONFLICT"
+
+	// ReasonNotSynced comes with UNAVAILABLE: the agent's view of the hub is not complete yet.
+	ReasonNotSynced Reason = "NOT_SYNCED"
+	// ReasonShuttingDown comes with UNAVAILABLE.
+	ReasonShuttingDown Reason = "SHUTTING_DOWN"
+	// ReasonHubUnreachable comes with UNAVAILABLE: the hub's API server did not answer.
+	ReasonHubUnreachable Reason = "HUB_UNREACHABLE"
+)
+
+// Keys of the metadata of an ErrorInfo.
+const (
+	// MetadataNodeGroup holds the id of the node group that the ErrorInfo describes.
+	MetadataNodeGroup = "node_group"
+	// MetadataReason holds why in more detail: the name of an UnavailableReason for a candidate, the reason of the claim's
+	// end for a claim.
+	MetadataReason = "reason"
+	// MetadataMessage holds the same in a sentence, for people.
+	MetadataMessage = "message"
+	// MetadataRetryAt holds when it may be worth asking again, RFC 3339. Absent when unknown.
+	MetadataRetryAt = "retry_at"
+	// MetadataClaimID holds the id of the claim that the ErrorInfo describes.
+	MetadataClaimID = "claim_id"
+	// MetadataPhase holds the phase of that claim, `ENDED` or `RELEASING`.
+	MetadataPhase = "phase"
+)

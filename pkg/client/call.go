@@ -1,0 +1,109 @@
+package client
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"path"
+	"time"
+
+	"github.com/go-logr/logr"
+	"github.com/google/uuid"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
+)
+
+// RequestIDKey is the metadata key of a call's request id. A caller that has an id already sets it in the outgoing context;
+// every other call gets a random UUID.
+const RequestIDKey = "x-request-id"
+
+// RequestID returns the id of the call that failed with err, under which the agent logged it, or "" when err does not come
+// from a call of a [Client].
+func RequestID(err error) string {
+	var failed *callError
+	if errors.As(err, &failed) {
+		return failed.requestID
+	}
+	return ""
+}
+
+// callError is an error of one call. It reads as the gRPC status that it wraps.
+type callError struct {
+	err       error
+	method    string
+	requestID string
+}
+
+func (e *callError) Error() string {
+	return fmt.Sprintf("%s: %v (request %s)", e.method, e.err, e.requestID)
+}
+
+func (e *callError) Unwrap() error { return e.err }
+
+func (e *callError) GRPCStatus() *status.Status { return status.Convert(e.err) }
+
+// caller adds to a connection what each call needs.
+type caller struct {
+	conn    grpc.ClientConnInterface
+	timeout time.Duration
+	logger  logr.Logger
+}
+
+func (c *caller) Invoke(ctx context.Context, method string, args, reply any, opts ...grpc.CallOption) error {
+	ctx, requestID := withRequestID(ctx)
+	if _, bounded := ctx.Deadline(); !bounded && c.timeout > 0 {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, c.timeout)
+		defer cancel()
+	}
+	start := time.Now()
+	err := c.conn.Invoke(ctx, method, args, reply, opts...)
+	log := c.logger.WithValues("method", path.Base(method), "requestID", requestID, "duration", time.Since(start).String(),
+		"code", status.Code(err).String())
+	if err != nil {
+		log.V(1).Info("agent call failed", "error", err.Error())
+		return &callError{err: err, method: path.Base(method), requestID: requestID}
+	}
+	log.V(4).Info("agent call")
+	return nil
+}
+
+func (c *caller) NewStream(
+	ctx context.Context, desc *grpc.StreamDesc, method string, opts ...grpc.CallOption,
+) (grpc.ClientStream, error) {
+	ctx, requestID := withRequestID(ctx)
+	c.logger.V(4).Info("agent stream", "method", path.Base(method), "requestID", requestID)
+	stream, err := c.conn.NewStream(ctx, desc, method, opts...)
+	if err != nil {
+		return nil, &callError{err: err, method: path.Base(method), requestID: requestID}
+	}
+	return &identifiedStream{ClientStream: stream, method: path.Base(method), requestID: requestID}, nil
+}
+
+// identifiedStream adds the request id to the error that ends a stream.
+type identifiedStream struct {
+	grpc.ClientStream
+
+	method    string
+	requestID string
+}
+
+func (s *identifiedStream) RecvMsg(m any) error {
+	err := s.ClientStream.RecvMsg(m)
+	if err == nil || errors.Is(err, io.EOF) {
+		return err
+	}
+	return &callError{err: err, method: s.method, requestID: s.requestID}
+}
+
+func withRequestID(ctx context.Context) (context.Context, string) {
+	if outgoing, ok := metadata.FromOutgoingContext(ctx); ok {
+		if ids := outgoing.Get(RequestIDKey); len(ids) > 0 && ids[0] != "" {
+			return ctx, ids[0]
+		}
+	}
+	id := uuid.NewString()
+	return metadata.AppendToOutgoingContext(ctx, RequestIDKey, id), id
+}

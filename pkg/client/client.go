@@ -1,0 +1,113 @@
+package client
+
+import (
+	"errors"
+	"fmt"
+	"time"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/keepalive"
+)
+
+// Client calls one agent. It is safe for concurrent use.
+type Client struct {
+	// NodeGroups shows what can be claimed.
+	NodeGroups agentv1alpha1.NodeGroupServiceClient
+	// Claims claims and releases machines.
+	Claims agentv1alpha1.ClaimServiceClient
+	// Machines shows the machines behind the node groups.
+	Machines agentv1alpha1.MachineServiceClient
+	// Status says what the agent is and what this identity may do.
+	Status agentv1alpha1.StatusServiceClient
+
+	options Options
+	conn    grpc.ClientConnInterface
+	close   []func() error
+}
+
+// New returns a client of the agent at options.Address. It never waits for the network: an agent that cannot be reached shows
+// as UNAVAILABLE in calls, and calls succeed once it can. An error means that the options cannot work.
+func New(options Options) (*Client, error) {
+	options = options.withDefaults()
+	if err := options.validate(); err != nil {
+		return nil, err
+	}
+
+	creds := insecure.NewCredentials()
+	stopTLS := func() {}
+	dialOptions := []grpc.DialOption{
+		grpc.WithDefaultServiceConfig(retryServiceConfig()),
+		grpc.WithKeepaliveParams(keepalive.ClientParameters{
+			Time:                KeepaliveTime,
+			Timeout:             KeepaliveTimeout,
+			PermitWithoutStream: true,
+		}),
+		grpc.WithConnectParams(grpc.ConnectParams{
+			Backoff:           backoff.Config{BaseDelay: 200 * time.Millisecond, Multiplier: 1.6, Jitter: 0.2, MaxDelay: 3 * time.Second},
+			MinConnectTimeout: 5 * time.Second,
+		}),
+		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(MaxReceiveBytes)),
+	}
+	if options.UserAgent != "" {
+		dialOptions = append(dialOptions, grpc.WithUserAgent(options.UserAgent))
+	}
+	if options.TLS != nil {
+		var (
+			mutual credentials.TransportCredentials
+			err    error
+		)
+		mutual, stopTLS, err = mutualTLS(*options.TLS)
+		if err != nil {
+			return nil, err
+		}
+		creds = mutual
+		if options.TLS.ServerName != "" {
+			dialOptions = append(dialOptions, grpc.WithAuthority(options.TLS.ServerName))
+		}
+	}
+
+	conn, err := grpc.NewClient(options.Address, append(dialOptions, grpc.WithTransportCredentials(creds))...)
+	if err != nil {
+		stopTLS()
+		return nil, fmt.Errorf("agent address %s: %w", options.Address, err)
+	}
+	c := fromConn(conn, options)
+	c.close = []func() error{conn.Close, func() error { stopTLS(); return nil }}
+	return c, nil
+}
+
+// FromConn returns a client over a connection that the caller made and closes. What depends on the connection (TLS, keepalive,
+// repetition of calls, message size) is as the caller made it; of the options only Timeout, HeartbeatInterval, Logger and
+// Clock are used.
+func FromConn(conn grpc.ClientConnInterface, options Options) *Client {
+	return fromConn(conn, options.withDefaults())
+}
+
+func fromConn(conn grpc.ClientConnInterface, options Options) *Client {
+	wrapped := &caller{conn: conn, timeout: options.Timeout, logger: options.Logger}
+	return &Client{
+		NodeGroups: agentv1alpha1.NewNodeGroupServiceClient(wrapped),
+		Claims:     agentv1alpha1.NewClaimServiceClient(wrapped),
+		Machines:   agentv1alpha1.NewMachineServiceClient(wrapped),
+		Status:     agentv1alpha1.NewStatusServiceClient(wrapped),
+		options:    options,
+		conn:       wrapped,
+	}
+}
+
+// Conn returns the connection underneath, with request ids, deadlines and logging, for other services that the agent serves,
+// such as health and reflection.
+func (c *Client) Conn() grpc.ClientConnInterface { return c.conn }
+
+// Close ends every call and mirror of the client, and its connection unless it came with [FromConn].
+func (c *Client) Close() error {
+	var errs []error
+	for _, f := range c.close {
+		errs = append(errs, f())
+	}
+	return errors.Join(errs...)
+}

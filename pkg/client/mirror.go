@@ -1,0 +1,406 @@
+package client
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"io"
+	"maps"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/go-logr/logr"
+	"google.golang.org/protobuf/proto"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/utils/clock"
+)
+
+// errSilent ends a stream that carried nothing, not even heartbeats, for [missedHeartbeats] intervals.
+var errSilent = errors.New("the agent's stream went silent: three heartbeats are missing")
+
+// errEnded ends a stream that the agent closed without an error.
+var errEnded = errors.New("the agent ended the stream")
+
+const missedHeartbeats = 3
+
+// Mirror keeps a complete local copy of what the agent streams. It is safe for concurrent use.
+//
+// The copy is either empty (before the first snapshot is complete) or complete: a new snapshot, after a reconnection or a
+// resync, replaces the whole view at its end, and the old view is served until then. While the agent is away the last known
+// view stays.
+//
+// Objects that a mirror returns are shared and must not be changed.
+type Mirror[T proto.Message] struct {
+	name              string
+	key               func(T) string
+	open              func(context.Context) (receive func() (event[T], error), err error)
+	clock             clock.Clock
+	logger            logr.Logger
+	heartbeatInterval time.Duration
+	backoff           wait.Backoff
+	synced            chan struct{}
+
+	mu            sync.RWMutex
+	view          map[string]T
+	sorted        []T // view, ordered by key; nil when it has to be made again
+	generation    uint64
+	state         State
+	subscriptions map[*Subscription]struct{}
+}
+
+// State is how good a mirror's view is.
+type State struct {
+	// Synced is true once a complete view has been received, for the mirror's whole life.
+	Synced bool
+	// Connected is true while the view follows the agent: a snapshot is complete on the present stream, and the stream lives.
+	Connected bool
+	// LastError is what ended the last stream, or kept it from opening. Kept while connected, for people. Nil when nothing
+	// went wrong so far.
+	LastError error
+	// Since is when Connected took its value. Zero before [Mirror.Run].
+	Since time.Time
+	// LastEvent is when the agent was heard last, heartbeats included. Zero when never.
+	LastEvent time.Time
+}
+
+// kind is what an event of a stream says.
+type kind int
+
+const (
+	unknown kind = iota // an event of a newer agent: proof of life, and nothing else
+	upsert
+	removed
+	synced
+	heartbeat
+	resync
+)
+
+type event[T proto.Message] struct {
+	kind   kind
+	object T      // upsert
+	key    string // removed
+	reason string // resync
+}
+
+func newMirror[T proto.Message](
+	c *Client, name string, key func(T) string, open func(context.Context) (func() (event[T], error), error),
+) *Mirror[T] {
+	return &Mirror[T]{
+		name:              name,
+		key:               key,
+		open:              open,
+		clock:             c.options.Clock,
+		logger:            c.options.Logger.WithValues("mirror", name),
+		heartbeatInterval: c.options.HeartbeatInterval,
+		backoff:           wait.Backoff{Duration: 200 * time.Millisecond, Factor: 2, Jitter: 0.5, Steps: 10, Cap: 5 * time.Second},
+		synced:            make(chan struct{}),
+		view:              map[string]T{},
+		subscriptions:     map[*Subscription]struct{}{},
+	}
+}
+
+// Run keeps the view up to date until ctx is done, and then returns nil. It connects again, with backoff, whatever ends a
+// stream. Call it once.
+func (m *Mirror[T]) Run(ctx context.Context) error {
+	m.mu.Lock()
+	m.state.Since = m.clock.Now()
+	m.mu.Unlock()
+	backoff := m.backoff
+	for {
+		reachedSynced, err := m.follow(ctx)
+		m.disconnected(err)
+		if ctx.Err() != nil {
+			return nil
+		}
+		if reachedSynced {
+			backoff = m.backoff
+		}
+		delay := backoff.Step()
+		m.logger.V(1).Info("stream ended, connecting again", "error", err.Error(), "delay", delay.String())
+		timer := m.clock.NewTimer(delay)
+		select {
+		case <-ctx.Done():
+			timer.Stop()
+			return nil
+		case <-timer.C():
+		}
+	}
+}
+
+// follow applies one stream until it ends, and says why it ended and whether it got as far as a complete snapshot.
+func (m *Mirror[T]) follow(ctx context.Context) (reachedSynced bool, err error) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+
+	heard := make(chan struct{}, 1)
+	var watchdog sync.WaitGroup
+	watchdog.Go(func() { m.watchSilence(ctx, heard, cancel) })
+	defer watchdog.Wait()
+	defer cancel(nil)
+
+	receive, err := m.open(ctx)
+	if err != nil {
+		return false, because(ctx, err)
+	}
+	snapshot := map[string]T{} // nil once it is complete
+	for {
+		e, err := receive()
+		if err != nil {
+			return reachedSynced, because(ctx, err)
+		}
+		select {
+		case heard <- struct{}{}:
+		default:
+		}
+		switch e.kind {
+		case upsert:
+			if snapshot != nil {
+				snapshot[m.key(e.object)] = e.object
+				m.heard()
+			} else {
+				m.put(m.key(e.object), e.object)
+			}
+		case removed:
+			if snapshot != nil {
+				delete(snapshot, e.key)
+				m.heard()
+			} else {
+				m.remove(e.key)
+			}
+		case synced:
+			if snapshot != nil {
+				m.replace(snapshot)
+				snapshot, reachedSynced = nil, true
+			} else {
+				m.heard()
+			}
+		case resync:
+			m.logger.V(1).Info("the agent dropped changes and starts over", "reason", e.reason)
+			snapshot = map[string]T{}
+			m.heard()
+		case heartbeat, unknown:
+			m.heard()
+		}
+	}
+}
+
+// because prefers the reason why the stream was cut to the cancellation that it shows as.
+func because(ctx context.Context, err error) error {
+	if errors.Is(err, io.EOF) {
+		return errEnded
+	}
+	if cause := context.Cause(ctx); cause != nil && errors.Is(cause, errSilent) {
+		return cause
+	}
+	return err
+}
+
+// watchSilence cancels the stream when nothing was heard for too long.
+func (m *Mirror[T]) watchSilence(ctx context.Context, heard <-chan struct{}, cancel context.CancelCauseFunc) {
+	limit := missedHeartbeats * m.heartbeatInterval
+	timer := m.clock.NewTimer(limit)
+	defer timer.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-heard:
+			timer.Stop()
+			timer = m.clock.NewTimer(limit)
+		case <-timer.C():
+			cancel(errSilent)
+			return
+		}
+	}
+}
+
+func (m *Mirror[T]) heard() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.state.LastEvent = m.clock.Now()
+}
+
+func (m *Mirror[T]) put(key string, object T) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.state.LastEvent = m.clock.Now()
+	if old, ok := m.view[key]; ok && proto.Equal(old, object) {
+		return
+	}
+	m.view[key] = object
+	m.changed(key)
+}
+
+func (m *Mirror[T]) remove(key string) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.state.LastEvent = m.clock.Now()
+	if _, ok := m.view[key]; !ok {
+		return
+	}
+	delete(m.view, key)
+	m.changed(key)
+}
+
+// replace makes a complete snapshot the view.
+func (m *Mirror[T]) replace(snapshot map[string]T) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	var keys []string
+	for key, object := range snapshot {
+		if old, ok := m.view[key]; !ok || !proto.Equal(old, object) {
+			keys = append(keys, key)
+		}
+	}
+	for key := range m.view {
+		if _, ok := snapshot[key]; !ok {
+			keys = append(keys, key)
+		}
+	}
+	now := m.clock.Now()
+	m.view = snapshot
+	m.state.LastEvent = now
+	if !m.state.Connected {
+		m.state.Connected, m.state.Since = true, now
+	}
+	if !m.state.Synced {
+		m.state.Synced = true
+		close(m.synced)
+	}
+	if len(keys) > 0 {
+		m.changed(keys...)
+	}
+}
+
+// changed is called with the lock held.
+func (m *Mirror[T]) changed(keys ...string) {
+	m.sorted = nil
+	m.generation++
+	for s := range m.subscriptions {
+		s.add(keys)
+	}
+}
+
+func (m *Mirror[T]) disconnected(err error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.state.LastError = err
+	if m.state.Connected {
+		m.state.Connected, m.state.Since = false, m.clock.Now()
+	}
+}
+
+// Get returns the object with the key, and false when the view has none. The keys are node group ids, claim ids and Machine
+// names.
+func (m *Mirror[T]) Get(key string) (T, bool) {
+	m.mu.RLock()
+	defer m.mu.RUnlock()
+	object, ok := m.view[key]
+	return object, ok
+}
+
+// List returns every object of the view, ordered by key, and the generation it was taken at. Neither the slice nor the objects
+// may be changed.
+func (m *Mirror[T]) List() ([]T, uint64) {
+	m.mu.RLock()
+	sorted, generation := m.sorted, m.generation
+	m.mu.RUnlock()
+	if sorted != nil {
+		return sorted, generation
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.sorted == nil {
+		m.sorted = make([]T, 0, len(m.view))
+		for _, key := range slices.SortedFunc(maps.Keys(m.view), cmp.Compare) {
+			m.sorted = append(m.sorted, m.view[key])
+		}
+	}
+	return m.sorted, m.generation
+}
+
+// Generation counts the changes of the view. Equal generations mean an equal view; a re-sent object that did not change does
+// not count.
+func (m *Mirror[T]) Generation() uint64 {
+	m.mu.RLock()
+	defer m.mu.RUnlock()
+	return m.generation
+}
+
+// State returns how good the view is now.
+func (m *Mirror[T]) State() State {
+	m.mu.RLock()
+	defer m.mu.RUnlock()
+	return m.state
+}
+
+// Synced is closed once the first complete view has been received.
+func (m *Mirror[T]) Synced() <-chan struct{} { return m.synced }
+
+// WaitForSync waits for the first complete view. It returns ctx's error, and what kept the mirror from connecting, when ctx
+// ends before.
+func (m *Mirror[T]) WaitForSync(ctx context.Context) error {
+	select {
+	case <-m.synced:
+		return nil
+	case <-ctx.Done():
+		return errors.Join(context.Cause(ctx), m.State().LastError)
+	}
+}
+
+// Subscribe returns a subscription to the keys of changed objects. Objects that the view holds already count as changed, so
+// that nothing is missed between a List and a Subscribe.
+func (m *Mirror[T]) Subscribe() *Subscription {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	s := &Subscription{signal: make(chan struct{}, 1), keys: map[string]struct{}{}}
+	s.stop = func() {
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		delete(m.subscriptions, s)
+	}
+	m.subscriptions[s] = struct{}{}
+	if len(m.view) > 0 {
+		s.add(slices.Collect(maps.Keys(m.view)))
+	}
+	return s
+}
+
+// Subscription collects the keys of objects that appeared, changed or went away in a [Mirror], each once however often it
+// changed. It never holds the mirror up.
+type Subscription struct {
+	signal chan struct{}
+	stop   func()
+
+	mu   sync.Mutex
+	keys map[string]struct{}
+}
+
+// Changed receives a value when there are keys to take. It is never closed.
+func (s *Subscription) Changed() <-chan struct{} { return s.signal }
+
+// Take returns the keys that changed since the last Take, in order. Read the objects from the mirror; one that is not there
+// is gone.
+func (s *Subscription) Take() []string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	keys := slices.Sorted(maps.Keys(s.keys))
+	clear(s.keys)
+	return keys
+}
+
+// Close ends the subscription. Keys collected so far can still be taken.
+func (s *Subscription) Close() { s.stop() }
+
+func (s *Subscription) add(keys []string) {
+	s.mu.Lock()
+	for _, key := range keys {
+		s.keys[key] = struct{}{}
+	}
+	s.mu.Unlock()
+	select {
+	case s.signal <- struct{}{}:
+	default:
+	}
+}

@@ -1,0 +1,88 @@
+package client
+
+import (
+	"context"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"google.golang.org/grpc"
+	"google.golang.org/protobuf/proto"
+)
+
+// MirrorNodeGroups returns a mirror of the Cluster's node groups, by their ids.
+func (c *Client) MirrorNodeGroups(cluster *agentv1alpha1.ClusterRef) *Mirror[*agentv1alpha1.NodeGroup] {
+	return newMirror(c, "nodegroups", (*agentv1alpha1.NodeGroup).GetId,
+		watch(c.NodeGroups.WatchNodeGroups, &agentv1alpha1.WatchNodeGroupsRequest{Cluster: cluster},
+			func(r *agentv1alpha1.WatchNodeGroupsResponse) event[*agentv1alpha1.NodeGroup] {
+				if e, ok := r.GetEvent().(*agentv1alpha1.WatchNodeGroupsResponse_RemovedId); ok {
+					return event[*agentv1alpha1.NodeGroup]{kind: removed, key: e.RemovedId}
+				}
+				return decode(r, r.GetUpsert(), r.GetUpsert() != nil)
+			}))
+}
+
+// MirrorClaims returns a mirror of the Cluster's claims that the holder keeps alive, or of all its claims when holder is
+// empty, by their ids. Ended claims stay in it while the agent remembers them.
+func (c *Client) MirrorClaims(cluster *agentv1alpha1.ClusterRef, holder string) *Mirror[*agentv1alpha1.Claim] {
+	return newMirror(c, "claims", (*agentv1alpha1.Claim).GetClaimId,
+		watch(c.Claims.WatchClaims, &agentv1alpha1.WatchClaimsRequest{Cluster: cluster, Holder: holder},
+			func(r *agentv1alpha1.WatchClaimsResponse) event[*agentv1alpha1.Claim] {
+				if e, ok := r.GetEvent().(*agentv1alpha1.WatchClaimsResponse_RemovedId); ok {
+					return event[*agentv1alpha1.Claim]{kind: removed, key: e.RemovedId}
+				}
+				return decode(r, r.GetUpsert(), r.GetUpsert() != nil)
+			}))
+}
+
+// MirrorMachines returns a mirror of the machines of the Cluster's node groups, by the names of the Machine objects.
+func (c *Client) MirrorMachines(cluster *agentv1alpha1.ClusterRef) *Mirror[*agentv1alpha1.Machine] {
+	return newMirror(c, "machines", (*agentv1alpha1.Machine).GetName,
+		watch(c.Machines.WatchMachines, &agentv1alpha1.WatchMachinesRequest{Cluster: cluster},
+			func(r *agentv1alpha1.WatchMachinesResponse) event[*agentv1alpha1.Machine] {
+				if e, ok := r.GetEvent().(*agentv1alpha1.WatchMachinesResponse_RemovedName); ok {
+					return event[*agentv1alpha1.Machine]{kind: removed, key: e.RemovedName}
+				}
+				return decode(r, r.GetUpsert(), r.GetUpsert() != nil)
+			}))
+}
+
+// markers are the events that every stream has besides its objects.
+type markers interface {
+	GetSynced() *agentv1alpha1.Synced
+	GetHeartbeat() *agentv1alpha1.Heartbeat
+	GetResync() *agentv1alpha1.Resync
+}
+
+func decode[T proto.Message](response markers, object T, isUpsert bool) event[T] {
+	switch {
+	case isUpsert:
+		return event[T]{kind: upsert, object: object}
+	case response.GetSynced() != nil:
+		return event[T]{kind: synced}
+	case response.GetHeartbeat() != nil:
+		return event[T]{kind: heartbeat}
+	case response.GetResync() != nil:
+		return event[T]{kind: resync, reason: response.GetResync().GetReason()}
+	}
+	return event[T]{kind: unknown}
+}
+
+// watch opens a stream of responses and reads them as events.
+func watch[Request proto.Message, Response any, T proto.Message](
+	call func(context.Context, Request, ...grpc.CallOption) (grpc.ServerStreamingClient[Response], error),
+	request Request,
+	read func(*Response) event[T],
+) func(context.Context) (func() (event[T], error), error) {
+	return func(ctx context.Context) (func() (event[T], error), error) {
+		stream, err := call(ctx, request)
+		if err != nil {
+			return nil, err
+		}
+		return func() (event[T], error) {
+			response, err := stream.Recv()
+			if err != nil {
+				return event[T]{}, err
+			}
+			return read(response), nil
+		}, nil
+	}
+}

@@ -1,0 +1,81 @@
+package wire
+
+import (
+	"fmt"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+// CapacityTypeLabel is Karpenter's well-known node label for how a machine is paid for.
+const CapacityTypeLabel = "karpenter.sh/capacity-type"
+
+// Values of [CapacityTypeLabel].
+const (
+	CapacityTypeOnDemand = "on-demand"
+	CapacityTypeSpot     = "spot"
+	CapacityTypeReserved = "reserved"
+)
+
+// CapacityType returns the value of [CapacityTypeLabel] for a capacity type: on-demand for one that is not set, or that only a
+// newer agent knows, as nothing may be assumed of it.
+func CapacityType(t agentv1alpha1.CapacityType) string {
+	switch t {
+	case agentv1alpha1.CapacityType_CAPACITY_TYPE_SPOT:
+		return CapacityTypeSpot
+	case agentv1alpha1.CapacityType_CAPACITY_TYPE_RESERVED:
+		return CapacityTypeReserved
+	}
+	return CapacityTypeOnDemand
+}
+
+// ParseCapacityType returns the capacity type for a value of [CapacityTypeLabel].
+func ParseCapacityType(value string) (agentv1alpha1.CapacityType, error) {
+	switch value {
+	case CapacityTypeOnDemand:
+		return agentv1alpha1.CapacityType_CAPACITY_TYPE_ON_DEMAND, nil
+	case CapacityTypeSpot:
+		return agentv1alpha1.CapacityType_CAPACITY_TYPE_SPOT, nil
+	case CapacityTypeReserved:
+		return agentv1alpha1.CapacityType_CAPACITY_TYPE_RESERVED, nil
+	}
+	return agentv1alpha1.CapacityType_CAPACITY_TYPE_UNSPECIFIED,
+		fmt.Errorf("capacity type %q is none of %s, %s, %s", value, CapacityTypeOnDemand, CapacityTypeSpot, CapacityTypeReserved)
+}
+
+// Names of claim phases, as people and the MachineClaim resource write them.
+const (
+	PhasePending   = "Pending"
+	PhaseBound     = "Bound"
+	PhaseReleasing = "Releasing"
+	PhaseEnded     = "Ended"
+)
+
+// ClaimPhase returns the name of a claim's phase, or "Unknown" for one that is not set or that only a newer agent knows.
+func ClaimPhase(phase agentv1alpha1.ClaimPhase) string {
+	switch phase {
+	case agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING:
+		return PhasePending
+	case agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND:
+		return PhaseBound
+	case agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING:
+		return PhaseReleasing
+	case agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED:
+		return PhaseEnded
+	}
+	return "Unknown"
+}
+
+// ParseClaimPhase returns the phase with the name.
+func ParseClaimPhase(name string) (agentv1alpha1.ClaimPhase, error) {
+	switch name {
+	case PhasePending:
+		return agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING, nil
+	case PhaseBound:
+		return agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, nil
+	case PhaseReleasing:
+		return agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING, nil
+	case PhaseEnded:
+		return agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED, nil
+	}
+	return agentv1alpha1.ClaimPhase_CLAIM_PHASE_UNSPECIFIED, fmt.Errorf("%q is no phase of a claim", name)
+}

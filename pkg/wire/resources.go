@@ -1,0 +1,84 @@
+package wire
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strconv"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+)
+
+// maxQuantityLength and maxExponent bound what is parsed: a quantity such as `1e1000000000` is short, valid, and takes
+// memory by the gigabyte to calculate with.
+const (
+	maxQuantityLength = 64
+	maxExponent       = 24
+)
+
+// ResourceList converts quantities in Kubernetes notation, by resource name. It returns the quantities that can be used, never
+// nil, and an error that names each key that cannot: unparsable, or negative.
+func ResourceList(quantities map[string]string) (corev1.ResourceList, error) {
+	list := make(corev1.ResourceList, len(quantities))
+	var errs []error
+	for _, name := range slices.Sorted(maps.Keys(quantities)) {
+		quantity, err := Quantity(quantities[name])
+		if err != nil {
+			errs = append(errs, fmt.Errorf("resource %q: %w", name, err))
+			continue
+		}
+		list[corev1.ResourceName(name)] = quantity
+	}
+	return list, errors.Join(errs...)
+}
+
+// Quantity parses one amount in Kubernetes notation, for example `4`, `500m` or `16Gi`. Negative amounts are refused: nothing
+// has less than nothing.
+func Quantity(s string) (resource.Quantity, error) {
+	s = strings.TrimSpace(s)
+	if s == "" {
+		return resource.Quantity{}, errors.New("the quantity is empty")
+	}
+	if len(s) > maxQuantityLength || exponent(s) > maxExponent {
+		return resource.Quantity{}, fmt.Errorf("%.64q is no quantity that a machine has", s)
+	}
+	quantity, err := resource.ParseQuantity(s)
+	if err != nil {
+		return resource.Quantity{}, fmt.Errorf("%q is no quantity (write for example 4, 500m or 16Gi): %w", s, err)
+	}
+	if quantity.Sign() < 0 {
+		return resource.Quantity{}, fmt.Errorf("%q is negative", s)
+	}
+	return quantity, nil
+}
+
+// exponent returns the absolute decimal exponent written in s, 0 when it has none.
+func exponent(s string) int {
+	i := strings.IndexAny(s, "eE")
+	if i < 0 || i == len(s)-1 {
+		return 0 // `E` alone is the suffix exa
+	}
+	n, err := strconv.Atoi(s[i+1:])
+	switch {
+	case errors.Is(err, strconv.ErrRange):
+		return maxExponent + 1
+	case err != nil:
+		return 0 // such as `Ei`; or no number, which the parser says better
+	}
+	return max(n, -n)
+}
+
+// Quantities converts a resource list to quantities in Kubernetes notation. It returns nil for an empty list.
+func Quantities(list corev1.ResourceList) map[string]string {
+	if len(list) == 0 {
+		return nil
+	}
+	quantities := make(map[string]string, len(list))
+	for name, quantity := range list {
+		quantities[string(name)] = quantity.String()
+	}
+	return quantities
+}
