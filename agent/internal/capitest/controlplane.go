@@ -1,0 +1,188 @@
+package capitest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"sync/atomic"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	apiruntime "k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/kubernetes/scheme"
+	"k8s.io/client-go/rest"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/envtest"
+	"sigs.k8s.io/yaml"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+)
+
+// AssetsVariable names the environment variable with the folder that holds etcd and kube-apiserver.
+const AssetsVariable = "KUBEBUILDER_ASSETS"
+
+// ControlPlane is a running API server.
+type ControlPlane struct {
+	// Config reaches it as an administrator.
+	Config *rest.Config
+	// Scheme knows core, Cluster API's and this module's types.
+	Scheme *apiruntime.Scheme
+	// Client reads and writes live, past every cache.
+	Client client.WithWatch
+
+	environment *envtest.Environment
+	namespaces  atomic.Int64
+}
+
+// StartControlPlane starts etcd and kube-apiserver on loopback and installs the CRDs. Share one per test binary, from
+// TestMain, and give each test a namespace of its own: it takes seconds. The caller must call Stop.
+func StartControlPlane() (*ControlPlane, error) {
+	top, err := repository()
+	if err != nil {
+		return nil, err
+	}
+	assets := os.Getenv(AssetsVariable)
+	if assets == "" {
+		assets = filepath.Join(top, "bin")
+	}
+	for _, binary := range []string{"etcd", "kube-apiserver"} {
+		if _, err := os.Stat(filepath.Join(assets, binary)); err != nil {
+			return nil, fmt.Errorf("%s is needed to run these tests: build the sandbox's tools (make tools), or set %s to a folder that holds it: %w",
+				binary, AssetsVariable, err)
+		}
+	}
+	crds, err := crds(top)
+	if err != nil {
+		return nil, err
+	}
+	environment := &envtest.Environment{
+		Scheme:                Scheme(),
+		BinaryAssetsDirectory: assets,
+		CRDInstallOptions:     envtest.CRDInstallOptions{CRDs: crds},
+	}
+	config, err := environment.Start()
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("starting the API server: %w", err), environment.Stop())
+	}
+	config.QPS, config.Burst = 1000, 1000
+	c, err := client.NewWithWatch(config, client.Options{Scheme: environment.Scheme})
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("making a client: %w", err), environment.Stop())
+	}
+	return &ControlPlane{Config: config, Scheme: environment.Scheme, Client: c, environment: environment}, nil
+}
+
+// Stop ends the API server and etcd and removes their data.
+func (p *ControlPlane) Stop() error { return p.environment.Stop() }
+
+// Namespace makes a new, empty namespace.
+func (p *ControlPlane) Namespace(tb testing.TB) string {
+	tb.Helper()
+	name := fmt.Sprintf("test-%d", p.namespaces.Add(1))
+	if err := p.Client.Create(context.Background(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name}}); err != nil {
+		tb.Fatalf("creating namespace %s: %v", name, err)
+	}
+	return name
+}
+
+// Scheme returns a new scheme with core, Cluster API's and this module's types.
+func Scheme() *apiruntime.Scheme {
+	s := apiruntime.NewScheme()
+	for _, add := range []func(*apiruntime.Scheme) error{
+		scheme.AddToScheme, apiextensionsv1.AddToScheme, clusterv1.AddToScheme, v1alpha1.AddToScheme,
+	} {
+		if err := add(s); err != nil {
+			panic(err) // Only two types with one name can bring this about.
+		}
+	}
+	return s
+}
+
+func repository() (string, error) {
+	_, file, _, ok := runtime.Caller(0)
+	if !ok {
+		return "", errors.New("the sources' folder is not known")
+	}
+	return filepath.Abs(filepath.Join(filepath.Dir(file), "..", "..", ".."))
+}
+
+func crds(top string) ([]*apiextensionsv1.CustomResourceDefinition, error) {
+	list := exec.Command("go", "list", "-m", "-f", "{{.Dir}}", "sigs.k8s.io/cluster-api")
+	list.Dir = filepath.Join(top, "agent")
+	out, err := list.Output()
+	if err != nil {
+		return nil, fmt.Errorf("finding the module sigs.k8s.io/cluster-api: %w", err)
+	}
+	bases := filepath.Join(strings.TrimSpace(string(out)), "core", "config", "crd", "bases")
+	files := []string{filepath.Join(top, "deploy", "charts", "agent", "crds", "agent.karpenter.cluster.x-k8s.io_machineclaims.yaml")}
+	for _, kind := range []string{"clusters", "machinedeployments", "machinesets", "machines", "machinehealthchecks"} {
+		files = append(files, filepath.Join(bases, "cluster.x-k8s.io_"+kind+".yaml"))
+	}
+	all := []*apiextensionsv1.CustomResourceDefinition{infrastructureTemplateCRD()}
+	for _, file := range files {
+		content, err := os.ReadFile(file)
+		if err != nil {
+			return nil, fmt.Errorf("reading a CRD: %w", err)
+		}
+		crd := &apiextensionsv1.CustomResourceDefinition{}
+		if err := yaml.UnmarshalStrict(content, crd); err != nil {
+			return nil, fmt.Errorf("parsing %s: %w", file, err)
+		}
+		// Older versions need a conversion webhook, and there is none here.
+		crd.Spec.Versions = newest(crd.Spec.Versions)
+		crd.Spec.Conversion = nil
+		all = append(all, crd)
+	}
+	return all, nil
+}
+
+func newest(versions []apiextensionsv1.CustomResourceDefinitionVersion) []apiextensionsv1.CustomResourceDefinitionVersion {
+	for _, version := range versions {
+		if version.Storage {
+			return []apiextensionsv1.CustomResourceDefinitionVersion{version}
+		}
+	}
+	return versions
+}
+
+// The infrastructure template kind that the model's machine templates refer to. It has no meaning to the model.
+const (
+	InfrastructureGroup        = "infrastructure.cluster.x-k8s.io"
+	InfrastructureVersion      = "v1alpha7"
+	InfrastructureTemplateKind = "TestMachineTemplate"
+	InfrastructureMachineKind  = "TestMachine"
+)
+
+func infrastructureTemplateCRD() *apiextensionsv1.CustomResourceDefinition {
+	preserve := true
+	return &apiextensionsv1.CustomResourceDefinition{
+		ObjectMeta: metav1.ObjectMeta{
+			Name: "testmachinetemplates." + InfrastructureGroup,
+			// The version that belongs to the contract is named here, and only here.
+			Labels: map[string]string{"cluster.x-k8s.io/v1beta2": InfrastructureVersion},
+		},
+		Spec: apiextensionsv1.CustomResourceDefinitionSpec{
+			Group: InfrastructureGroup,
+			Names: apiextensionsv1.CustomResourceDefinitionNames{
+				Kind: InfrastructureTemplateKind, ListKind: InfrastructureTemplateKind + "List",
+				Plural: "testmachinetemplates", Singular: "testmachinetemplate",
+			},
+			Scope: apiextensionsv1.NamespaceScoped,
+			Versions: []apiextensionsv1.CustomResourceDefinitionVersion{{
+				Name: InfrastructureVersion, Served: true, Storage: true,
+				Schema: &apiextensionsv1.CustomResourceValidation{OpenAPIV3Schema: &apiextensionsv1.JSONSchemaProps{
+					Type: "object", XPreserveUnknownFields: &preserve,
+				}},
+				Subresources: &apiextensionsv1.CustomResourceSubresources{Status: &apiextensionsv1.CustomResourceSubresourceStatus{}},
+			}},
+		},
+	}
+}
