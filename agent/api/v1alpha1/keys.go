@@ -26,6 +26,10 @@ const (
 	// and is left alone.
 	PausedByAgent = Group
 
+	// ReleasedAnnotation on a MachineSet holds the UIDs of the Machines that it was last lowered for while its
+	// MachineDeployment was paused, comma-separated; written together with its replicas, so that the step can be repeated.
+	ReleasedAnnotation = Group + "/released"
+
 	// ClusterLabel on a MachineClaim holds the name of its Cluster.
 	ClusterLabel = Group + "/cluster"
 	// NodeGroupLabel on a MachineClaim holds the name of the MachineDeployment that it claims from.

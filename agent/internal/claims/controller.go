@@ -1,0 +1,83 @@
+package claims
+
+import (
+	"context"
+	"fmt"
+
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+)
+
+// concurrentGroups is how many node groups are brought forward at once.
+const concurrentGroups = 16
+
+// SetupWithManager connects the engine to the hub's events: each change of a MachineDeployment, of its claims, Machines or
+// MachineSets brings that node group forward.
+func (e *Engine) SetupWithManager(mgr ctrl.Manager) error {
+	needLeaderElection := false // every agent may do every step; see the package's documentation
+	err := ctrl.NewControllerManagedBy(mgr).
+		Named("claims").
+		For(&clusterv1.MachineDeployment{}).
+		Watches(&v1alpha1.MachineClaim{}, handler.EnqueueRequestsFromMapFunc(groupOfClaim)).
+		Watches(&clusterv1.Machine{}, handler.EnqueueRequestsFromMapFunc(groupOfMember)).
+		Watches(&clusterv1.MachineSet{}, handler.EnqueueRequestsFromMapFunc(groupOfMember)).
+		WithOptions(controller.Options{MaxConcurrentReconciles: concurrentGroups, NeedLeaderElection: &needLeaderElection}).
+		Complete(e)
+	if err != nil {
+		return fmt.Errorf("setting up the claim controller: %w", err)
+	}
+	return nil
+}
+
+func groupOfClaim(_ context.Context, object client.Object) []reconcile.Request {
+	c, ok := object.(*v1alpha1.MachineClaim)
+	if !ok {
+		return nil
+	}
+	return []reconcile.Request{{NamespacedName: types.NamespacedName{Namespace: c.Namespace, Name: c.Spec.NodeGroup}}}
+}
+
+func groupOfMember(_ context.Context, object client.Object) []reconcile.Request {
+	name := object.GetLabels()[clusterv1.MachineDeploymentNameLabel]
+	if name == "" {
+		return nil
+	}
+	return []reconcile.Request{{NamespacedName: types.NamespacedName{Namespace: object.GetNamespace(), Name: name}}}
+}
+
+// Reconcile brings one node group forward. It looks at the caches first: only when they show something to do is the API
+// server read.
+func (e *Engine) Reconcile(ctx context.Context, r reconcile.Request) (reconcile.Result, error) {
+	g := e.group(r.Namespace, r.Name)
+	s, err := e.read(ctx, e.Client, r.NamespacedName)
+	if err != nil {
+		return reconcile.Result{}, err
+	}
+	if s != nil {
+		if d := g.glance(s); d.ledger == nil && len(d.actions) == 0 {
+			return reconcile.Result{RequeueAfter: d.again}, nil
+		}
+	}
+	again, err := g.run(ctx)
+	if err != nil {
+		return reconcile.Result{}, err
+	}
+	return reconcile.Result{RequeueAfter: again}, nil
+}
+
+// glance decides from a cached snapshot, without doing anything.
+func (g *group) glance(s *snapshot) *decision {
+	g.lock <- struct{}{}
+	defer func() { <-g.lock }()
+	s.spareSince = g.spareSince
+	d := decide(s)
+	g.noteSpare(d)
+	return d
+}

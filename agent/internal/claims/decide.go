@@ -1,0 +1,784 @@
+package claims
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
+)
+
+// decision is what the protocol asks for in a snapshot. It is computed by [decide], which has no side effects.
+type decision struct {
+	// ledger is the content to write, with the seq of the snapshot's; nil when the ledger is as it should be.
+	ledger *Ledger
+	// replicas is spec.replicas to write in the same patch.
+	replicas int32
+	// pause is the change to make in the same patch to Cluster API's paused annotation.
+	pause pauseChange
+	// urgent says that somebody waits for the ledger write; the others are coalesced.
+	urgent bool
+	// refused are the pending claims that cannot be entered here, by claim id.
+	refused map[string]eligibility.Refusal
+	// actions are the writes on other objects that the snapshot's ledger permits. They are not to be done when the ledger
+	// has changed since.
+	actions []action
+	// spare is whether there is a spare now, for the grace period.
+	spare bool
+	// again is when to look again without being told; zero for not.
+	again time.Duration
+}
+
+type pauseChange int
+
+const (
+	pauseKeep pauseChange = iota
+	pauseSet
+	pauseRemove
+)
+
+// action is one write on one object.
+type action struct {
+	kind    actionKind
+	claim   *v1alpha1.MachineClaim
+	machine *clusterv1.Machine
+	set     *clusterv1.MachineSet
+	release Release
+	uids    []types.UID
+	event   v1alpha1.Event
+}
+
+type actionKind string
+
+const (
+	// markEntered notes on the claim that its replica is accounted for.
+	markEntered actionKind = "mark-entered"
+	// bind moves the claim from Pending to Bound and then labels its Machine.
+	bind actionKind = "bind"
+	// label finishes a binding that stopped before the label.
+	label actionKind = "label"
+	// unbind takes the label off: the Machine is handed over to whoever comes next.
+	unbind actionKind = "unbind"
+	// end moves the claim to Ended.
+	end actionKind = "end"
+	// noteMachine copies provider ID and Node name to the claim, for people.
+	noteMachine actionKind = "note-machine"
+	// forget deletes the MachineClaim of a claim that ended long ago.
+	forget actionKind = "forget"
+	// hold puts the finalizer on the Machine and deletes it.
+	hold actionKind = "hold"
+	// letGo takes the finalizer off.
+	letGo actionKind = "let-go"
+	// lowerSet lowers one MachineSet while the MachineDeployment is paused.
+	lowerSet actionKind = "lower-set"
+)
+
+// Reasons of claims, as reported in [v1alpha1.MachineClaimStatus].
+const (
+	ReasonCreated           = "Created"
+	ReasonWaitingForMachine = "WaitingForMachine"
+	ReasonMoved             = "Moved"
+	ReasonBound             = "Bound"
+	ReasonNodeJoined        = "NodeJoined"
+	ReasonReleaseRequested  = "ReleaseRequested"
+	ReasonCollected         = "Collected"
+	ReasonReleased          = "Released"
+	ReasonHandedOver        = "HandedOver"
+	ReasonCancelled         = "Cancelled"
+	ReasonMachineLost       = "MachineLost"
+	ReasonNoRoom            = "NoRoom"
+	ReasonRefused           = "Refused"
+	ReasonNodeGroupGone     = "NodeGroupGone"
+)
+
+// decide computes the next step of the protocol. It depends on nothing but the snapshot.
+func decide(s *snapshot) *decision {
+	s.sortForDecision()
+	d := &decision{replicas: s.group.Replicas, refused: map[string]eligibility.Refusal{}}
+	next := s.fold()
+
+	s.dropEntries(next)
+	s.unname(next)
+	s.startReleases(next)
+	s.giveBack(d, next)
+	spare := s.account(d, next)
+	spare = s.enter(d, next, spare)
+	s.name(next)
+	s.coverShortage(d, next)
+	spare = s.releaseSpare(d, next, spare)
+
+	next.Spare = max(0, spare)
+	next.LastReplicas = d.replicas
+	d.spare = spare > 0
+	s.decideWrite(d, next)
+	s.actOnClaims(d)
+	s.actOnMachines(d)
+	return d
+}
+
+// fold returns a copy of the ledger into which changes by others are folded: a human (or GitOps) who raised replicas raised
+// the floor, one who lowered them lowered it.
+func (s *snapshot) fold() *Ledger {
+	if s.ledger == nil {
+		return s.rebuild()
+	}
+	next := s.ledger.clone()
+	next.Floor = max(0, next.Floor+s.group.Replicas-next.LastReplicas)
+	next.LastReplicas = s.group.Replicas
+	return next
+}
+
+// rebuild makes a ledger for a MachineDeployment that has none: because no claim was ever made on it, or because somebody
+// wiped it. Claims that had been entered say so themselves, so their replicas are not taken for the user's. Nothing is
+// deleted on the strength of a rebuilt ledger: what it cannot explain is the floor.
+func (s *snapshot) rebuild() *Ledger {
+	l := (&Ledger{Version: ledgerVersion}).clone()
+	var ours int32
+	for _, m := range s.machines {
+		if claimOf(m) != "" {
+			ours++
+		}
+	}
+	for _, c := range s.claims {
+		entered := c.Status.Phase == v1alpha1.PhasePending ||
+			(c.Status.Phase == v1alpha1.PhaseBound || c.Status.Phase == v1alpha1.PhaseReleasing) && c.Status.Machine != nil
+		if !entered || s.labelled(c.Spec.ClaimID) != nil {
+			continue
+		}
+		named := Named{}
+		if ref := c.Status.Machine; ref != nil {
+			if m := s.machine(ref.UID); m == nil || !alive(m) {
+				continue
+			}
+			named = Named{Machine: ref.Name, UID: ref.UID}
+		}
+		l.Pending[c.Spec.ClaimID] = named
+		ours++
+	}
+	l.Floor = max(0, s.group.Replicas-ours)
+	l.LastReplicas = s.group.Replicas
+	return l
+}
+
+// dropEntries removes pending entries that have done their service: the claim's Machine is labelled, or the claim needs
+// none any more. The replica of the latter becomes a spare by accounting.
+func (s *snapshot) dropEntries(next *Ledger) {
+	for id, named := range next.Pending {
+		c := s.claim(id)
+		if c == nil {
+			delete(next.Pending, id)
+			continue
+		}
+		var promised *clusterv1.Machine
+		if c.Status.Machine != nil {
+			promised = s.machine(c.Status.Machine.UID)
+		}
+		switch c.CurrentPhase() {
+		case v1alpha1.PhasePending:
+			// Still waiting.
+		case v1alpha1.PhaseBound, v1alpha1.PhaseReleasing:
+			switch {
+			case promised == nil:
+				delete(next.Pending, id) // cancelled before it had a Machine, or its Machine is gone
+			case named.UID != promised.UID:
+				delete(next.Pending, id)
+			case claimOf(promised) == id:
+				delete(next.Pending, id)
+			case claimOf(promised) != "" || !alive(promised) || held(promised):
+				delete(next.Pending, id) // it died before it was labelled
+			}
+		case v1alpha1.PhaseEnded:
+			delete(next.Pending, id)
+		}
+	}
+}
+
+// unname takes a promise back whose Machine died before the claim became Bound.
+func (s *snapshot) unname(next *Ledger) {
+	for id, named := range next.Pending {
+		if named.UID == "" {
+			continue
+		}
+		if c := s.claim(id); c == nil || c.CurrentPhase() != v1alpha1.PhasePending {
+			continue
+		}
+		m := s.machine(named.UID)
+		if m == nil || !alive(m) || held(m) || claimOf(m) != "" && claimOf(m) != id {
+			next.Pending[id] = Named{}
+		}
+	}
+}
+
+// startReleases enters the Machines of claims that are being released and that cannot be handed over. A record that names a
+// Machine whose claim is not being released (somebody edited the ledger) is dropped: no claimed Machine is ever deleted.
+func (s *snapshot) startReleases(next *Ledger) {
+	for uid, r := range next.Releasing {
+		m := s.machine(uid)
+		if m == nil || !alive(m) || r.GivenBack || s.orphaned(claimOf(m)) {
+			continue
+		}
+		if c := s.claim(claimOf(m)); c == nil || c.CurrentPhase() != v1alpha1.PhaseReleasing {
+			delete(next.Releasing, uid)
+		}
+	}
+	for _, c := range s.claims {
+		if c.CurrentPhase() != v1alpha1.PhaseReleasing || c.Status.Machine == nil {
+			continue
+		}
+		m := s.machine(c.Status.Machine.UID)
+		if m == nil || !alive(m) || claimOf(m) != c.Spec.ClaimID || s.handsOver(m) {
+			continue
+		}
+		if _, begun := next.Releasing[m.UID]; !begun {
+			next.Releasing[m.UID] = Release{Machine: m.Name, Claim: c.Spec.ClaimID, Drained: c.Status.Drained}
+		}
+	}
+}
+
+// handsOver reports whether a Machine whose claim is released should be kept for the next claim instead of being deleted:
+// it is on its way and has no Node yet.
+func (s *snapshot) handsOver(m *clusterv1.Machine) bool {
+	if !alive(m) || held(m) || hasNode(m) || outdated(m) {
+		return false
+	}
+	_, marked := m.Annotations[clusterv1.DeleteMachineAnnotation]
+	return !marked
+}
+
+// giveBack lowers replicas for the Machines whose instance is gone and that are held by our finalizer only, and drops the
+// records of Machines that are gone.
+func (s *snapshot) giveBack(d *decision, next *Ledger) {
+	var ready []types.UID
+	for uid, r := range next.Releasing {
+		m := s.machine(uid)
+		switch {
+		case m == nil:
+			// Marked: done. Not marked: somebody else removed it, its replacement is a spare. Under pause the lowering
+			// is completed below all the same, as the MachineSet may have been lowered already.
+			if r.GivenBack || r.Set == "" {
+				delete(next.Releasing, uid)
+			} else {
+				ready = append(ready, uid)
+			}
+		case !r.GivenBack && deletionCompleted(m):
+			ready = append(ready, uid)
+		}
+	}
+	if len(ready) == 0 {
+		return
+	}
+	slices.Sort(ready)
+
+	active := s.activeSets()
+	sole := len(active) == 1 && !slices.ContainsFunc(ready, func(uid types.UID) bool {
+		m := s.machine(uid)
+		return m == nil || next.Releasing[uid].Set != "" || m.Labels[clusterv1.MachineSetNameLabel] != active[0].Name
+	})
+	if sole {
+		if s.md.Status.ObservedGeneration < s.md.Generation {
+			return // a template change that is not observed yet would make it the wrong variant
+		}
+		n := min(int32(len(ready)), d.replicas)
+		d.replicas -= n
+		for _, uid := range ready[:n] {
+			r := next.Releasing[uid]
+			r.GivenBack, r.Generation = true, s.md.Generation+1
+			next.Releasing[uid] = r
+		}
+		d.urgent = d.urgent || n > 0
+		return
+	}
+	s.giveBackPaused(d, next, ready)
+}
+
+// giveBackPaused is the variant for several active MachineSets, where lowering the MachineDeployment could be charged to
+// another one: pause, lower the right MachineSet, then lower the MachineDeployment and unpause in one write. Every step
+// can be repeated, and whoever finds it half done completes it.
+func (s *snapshot) giveBackPaused(d *decision, next *Ledger, ready []types.UID) {
+	begun := slices.DeleteFunc(slices.Clone(ready), func(uid types.UID) bool { return next.Releasing[uid].Set == "" })
+	started := len(begun) > 0
+	begun = slices.DeleteFunc(begun, func(uid types.UID) bool {
+		// Somebody took our finalizer off before its MachineSet was lowered: it is being replaced, so nothing may be lowered.
+		lost := s.machine(uid) == nil && !s.lowered(next.Releasing[uid].Set, uid)
+		if lost {
+			delete(next.Releasing, uid)
+		}
+		return lost
+	})
+	value, paused := s.md.Annotations[clusterv1.PausedAnnotation]
+	ours := paused && value == v1alpha1.PausedByAgent
+	if started && len(begun) == 0 {
+		if ours {
+			d.pause, d.urgent = pauseRemove, true
+		}
+		return
+	}
+	if len(begun) == 0 {
+		if paused {
+			return // somebody else paused it; wait for them
+		}
+		for _, uid := range ready {
+			m := s.machine(uid)
+			if m == nil || m.Labels[clusterv1.MachineSetNameLabel] == "" {
+				continue
+			}
+			r := next.Releasing[uid]
+			r.Set = m.Labels[clusterv1.MachineSetNameLabel]
+			next.Releasing[uid] = r
+		}
+		d.pause, d.urgent = pauseSet, true
+		return
+	}
+	if !ours {
+		if !paused {
+			d.pause, d.urgent = pauseSet, true // our pause was removed; put it back and go on
+		}
+		return
+	}
+	if !isPaused(s.md) {
+		return
+	}
+	// Which Machines' replicas has each MachineSet given back already?
+	missing := map[string][]types.UID{}
+	for _, uid := range begun {
+		if name := next.Releasing[uid].Set; !s.lowered(name, uid) {
+			missing[name] = append(missing[name], uid)
+		}
+	}
+	if len(missing) > 0 {
+		for _, set := range s.sets {
+			if uids := missing[set.Name]; len(uids) > 0 {
+				d.actions = append(d.actions, action{kind: lowerSet, set: set, uids: uids})
+			}
+		}
+		return
+	}
+	for _, uid := range begun {
+		if set := s.set(next.Releasing[uid].Set); set != nil && set.Status.ObservedGeneration < set.Generation {
+			return
+		}
+	}
+	n := min(int32(len(begun)), d.replicas)
+	d.replicas -= n
+	for _, uid := range begun {
+		r := next.Releasing[uid]
+		r.GivenBack, r.Generation = true, s.md.Generation+1
+		next.Releasing[uid] = r
+	}
+	d.pause, d.urgent = pauseRemove, true
+}
+
+func (s *snapshot) set(name string) *clusterv1.MachineSet {
+	for _, set := range s.sets {
+		if set.Name == name {
+			return set
+		}
+	}
+	return nil
+}
+
+// lowered reports whether the MachineSet has given the Machine's replica back under pause; one that is gone has.
+func (s *snapshot) lowered(set string, uid types.UID) bool {
+	found := s.set(set)
+	return found == nil || slices.Contains(releasedFrom(found), uid)
+}
+
+func isPaused(md *clusterv1.MachineDeployment) bool {
+	for i := range md.Status.Conditions {
+		if c := &md.Status.Conditions[i]; c.Type == clusterv1.PausedCondition {
+			return c.Status == "True"
+		}
+	}
+	return false
+}
+
+// floor is the number of machines that are not the claims' to have: what the user owns, and at least the min size.
+func (s *snapshot) floor(next *Ledger) int32 {
+	return max(next.Floor, s.group.Min)
+}
+
+// account returns the spare: the replicas that are neither the floor's, nor accounted for by a claim, nor held by a release.
+// It is computed anew each time, never added up. When there are fewer replicas than owners, replicas are raised; nothing is
+// ever lowered here.
+func (s *snapshot) account(d *decision, next *Ledger) int32 {
+	used := s.floor(next) + int32(len(next.Pending))
+	for _, r := range next.Releasing {
+		if !r.GivenBack {
+			used++
+		}
+	}
+	for _, m := range s.machines {
+		id := claimOf(m)
+		if id == "" {
+			continue
+		}
+		if _, releasing := next.Releasing[m.UID]; releasing {
+			continue
+		}
+		if _, pending := next.Pending[id]; pending {
+			continue
+		}
+		if alive(m) && s.orphaned(id) {
+			continue // its claim has ended or never was: nobody's
+		}
+		used++
+	}
+	spare := d.replicas - used
+	if spare < 0 {
+		raised := used
+		if s.group.Max != nil {
+			raised = min(raised, max(d.replicas, *s.group.Max))
+		}
+		if raised > d.replicas {
+			d.replicas, d.urgent = raised, true
+		}
+		spare = d.replicas - used
+	}
+	return spare
+}
+
+// orphaned reports whether a label, possibly empty, names no claim that has a right to a Machine.
+func (s *snapshot) orphaned(claimID string) bool {
+	if s.elsewhere[claimID] {
+		return false
+	}
+	c := s.claim(claimID)
+	return c == nil || c.Status.Phase == v1alpha1.PhaseEnded
+}
+
+// enter accounts for the claims that have no entry yet, oldest first: from the spare, else by raising replicas. It returns
+// the spare that is left.
+func (s *snapshot) enter(d *decision, next *Ledger, spare int32) int32 {
+	spendable := spare - s.unusable(next)
+	for _, c := range s.claims {
+		id := c.Spec.ClaimID
+		if c.CurrentPhase() != v1alpha1.PhasePending {
+			continue
+		}
+		if _, entered := next.Pending[id]; entered {
+			continue
+		}
+		switch {
+		case s.group.Refusal != nil:
+			d.refused[id] = *s.group.Refusal
+			continue
+		case spendable > 0:
+			spendable--
+			spare--
+		case s.group.Max == nil || d.replicas < *s.group.Max:
+			d.replicas++
+		default:
+			d.refused[id] = eligibility.Refusal{
+				NodeGroup: s.md.Name,
+				Reason:    eligibility.AtMaxSize,
+				Message:   fmt.Sprintf("replicas are at the max size %d", *s.group.Max),
+			}
+			continue
+		}
+		next.Pending[id] = Named{}
+		d.urgent = true
+	}
+	return spare
+}
+
+// free returns the Machines that nobody has: alive, without a claim, a promise or a release.
+func (s *snapshot) free(next *Ledger) []*clusterv1.Machine {
+	var free []*clusterv1.Machine
+	for _, m := range s.machines {
+		if !alive(m) || held(m) || next.names(m.UID) {
+			continue
+		}
+		if !s.orphaned(claimOf(m)) {
+			continue
+		}
+		if _, releasing := next.Releasing[m.UID]; releasing {
+			continue
+		}
+		free = append(free, m)
+	}
+	return free
+}
+
+// usable reports whether a free Machine may be given to a claim: nothing can run on it yet. Choosing by count alone could
+// take the user's own Node.
+func (s *snapshot) usable(m *clusterv1.Machine) bool {
+	if _, marked := m.Annotations[clusterv1.DeleteMachineAnnotation]; marked || claimOf(m) != "" || outdated(m) {
+		return false
+	}
+	return !hasNode(m) || m.Spec.ProviderID != "" && s.unregistered(m.Spec.ProviderID)
+}
+
+// unusable counts the free Machines beyond the floor that no claim may have, because something may run on them.
+func (s *snapshot) unusable(next *Ledger) int32 {
+	var n int32
+	for _, m := range s.free(next) {
+		if !s.usable(m) {
+			n++
+		}
+	}
+	return max(0, n-s.floor(next))
+}
+
+// name promises free Machines to the claims that wait, oldest first, and leaves the floor as many as it owns.
+func (s *snapshot) name(next *Ledger) {
+	free := s.free(next)
+	give := len(free) - int(s.floor(next))
+	usable := slices.DeleteFunc(slices.Clone(free), func(m *clusterv1.Machine) bool { return !s.usable(m) })
+	// The one that is furthest on comes first.
+	slices.SortStableFunc(usable, func(a, b *clusterv1.Machine) int {
+		return progress(b) - progress(a)
+	})
+	for _, c := range s.claims {
+		if give <= 0 || len(usable) == 0 {
+			return
+		}
+		named, pending := next.Pending[c.Spec.ClaimID]
+		if !pending || named.UID != "" || c.CurrentPhase() != v1alpha1.PhasePending {
+			continue
+		}
+		m := usable[0]
+		usable, give = usable[1:], give-1
+		next.Pending[c.Spec.ClaimID] = Named{Machine: m.Name, UID: m.UID}
+	}
+}
+
+func progress(m *clusterv1.Machine) int {
+	switch {
+	case hasNode(m):
+		return 2
+	case m.Spec.ProviderID != "":
+		return 1
+	}
+	return 0
+}
+
+// coverShortage raises replicas when Cluster API has made every Machine it was asked for and claims still wait: the Machine
+// that was meant for them joined before it could be promised, and is nobody's now.
+func (s *snapshot) coverShortage(d *decision, next *Ledger) {
+	waiting := next.unnamed()
+	if waiting == 0 || d.replicas != s.group.Replicas || !s.settled() || s.group.Refusal != nil {
+		return
+	}
+	free := s.free(next)
+	usable := 0
+	for _, m := range free {
+		if s.usable(m) {
+			usable++
+		}
+	}
+	floorNeeds := max(0, int(s.floor(next))-(len(free)-usable))
+	short := int32(waiting - (usable - floorNeeds))
+	if s.group.Max != nil {
+		short = min(short, *s.group.Max-d.replicas)
+	}
+	if short > 0 {
+		d.replicas += short
+		d.urgent = true
+	}
+}
+
+// releaseSpare begins to remove Machines that nobody has wanted for the grace period: only where one MachineSet is active
+// and nothing rolls out, never while a claim waits, and never the floor's.
+func (s *snapshot) releaseSpare(d *decision, next *Ledger, spare int32) int32 {
+	if spare <= 0 || next.unnamed() > 0 {
+		return spare
+	}
+	if s.spareSince.IsZero() || s.now.Sub(s.spareSince) < s.spareGrace {
+		d.wake(s.spareGrace)
+		if !s.spareSince.IsZero() {
+			d.wake(s.spareGrace - s.now.Sub(s.spareSince))
+		}
+		return spare
+	}
+	if len(s.activeSets()) > 1 || !s.observed(s.md.Generation) || s.group.Refusal != nil && s.group.Refusal.Reason == eligibility.Paused {
+		return spare
+	}
+	free := s.free(next)
+	surplus := min(len(free)-int(s.floor(next)), int(spare))
+	if surplus <= 0 {
+		return spare
+	}
+	// Without a Node first, then the newest.
+	slices.SortStableFunc(free, func(a, b *clusterv1.Machine) int {
+		if c := progress(a) - progress(b); c != 0 {
+			return c
+		}
+		return b.CreationTimestamp.Compare(a.CreationTimestamp.Time)
+	})
+	for _, m := range free[:surplus] {
+		if outdated(m) {
+			continue
+		}
+		next.Releasing[m.UID] = Release{Machine: m.Name, Claim: claimOf(m)}
+		spare--
+	}
+	return spare
+}
+
+// wake asks for another look after a while, the soonest of those asked for.
+func (d *decision) wake(after time.Duration) {
+	after = max(after, 10*time.Millisecond)
+	if d.again == 0 || after < d.again {
+		d.again = after
+	}
+}
+
+// decideWrite keeps the next ledger if it says something new.
+func (s *snapshot) decideWrite(d *decision, next *Ledger) {
+	if s.ledger == nil {
+		// A ledger is begun by the first claim, not by being looked at.
+		if len(next.Pending) == 0 && len(next.Releasing) == 0 {
+			d.replicas = s.group.Replicas
+			return
+		}
+		d.ledger = next
+		return
+	}
+	if d.replicas != s.group.Replicas || d.pause != pauseKeep || !next.same(s.ledger) {
+		d.ledger = next
+	}
+}
+
+// actOnClaims lists the writes on claims, and on the Machines that they bind, that the snapshot's ledger permits.
+func (s *snapshot) actOnClaims(d *decision) {
+	if s.ledger == nil {
+		s.expire(d)
+		return
+	}
+	for _, c := range s.claims {
+		id := c.Spec.ClaimID
+		named, entered := s.ledger.Pending[id]
+		var m *clusterv1.Machine
+		if c.Status.Machine != nil {
+			m = s.machine(c.Status.Machine.UID)
+		}
+		switch c.Status.Phase {
+		case "":
+			if entered {
+				s.actOnPending(d, c, named)
+			}
+		case v1alpha1.PhasePending:
+			if entered {
+				s.actOnPending(d, c, named)
+			}
+		case v1alpha1.PhaseBound:
+			switch {
+			case m == nil || !alive(m):
+				d.end(c, ReasonMachineLost, "its Machine was deleted by somebody else")
+			case claimOf(m) == "" && entered && named.UID == m.UID && !held(m):
+				d.actions = append(d.actions, action{kind: label, claim: c, machine: m})
+			case claimOf(m) == "" && !entered:
+				d.end(c, ReasonMachineLost, "somebody removed the claim's label from its Machine")
+			case claimOf(m) != "" && claimOf(m) != id:
+				d.end(c, ReasonMachineLost, "its Machine carries another claim's label")
+			case hasNode(m) && c.Status.Machine.NodeName != m.Status.NodeRef.Name:
+				d.actions = append(d.actions, action{kind: noteMachine, claim: c, machine: m, event: v1alpha1.Event{
+					Reason: ReasonNodeJoined, Message: "Node " + m.Status.NodeRef.Name + " joined",
+				}})
+			}
+		case v1alpha1.PhaseReleasing:
+			s.actOnReleasing(d, c, m, named, entered)
+		}
+	}
+	s.expire(d)
+}
+
+func (s *snapshot) actOnPending(d *decision, c *v1alpha1.MachineClaim, named Named) {
+	m := s.machine(named.UID)
+	switch {
+	case named.UID != "" && m != nil && alive(m) && !held(m) && claimOf(m) == "":
+		d.actions = append(d.actions, action{kind: bind, claim: c, machine: m})
+	case c.Status.Phase == "":
+		d.actions = append(d.actions, action{kind: markEntered, claim: c, event: v1alpha1.Event{
+			Reason:  ReasonWaitingForMachine,
+			Message: fmt.Sprintf("a replica of MachineDeployment %s is accounted for; its Machine is on its way", c.Spec.NodeGroup),
+		}})
+	}
+}
+
+func (s *snapshot) actOnReleasing(d *decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine, named Named, entered bool) {
+	id := c.Spec.ClaimID
+	labelled := s.labelled(id)
+	switch {
+	case c.Status.Machine == nil:
+		if !entered && labelled == nil {
+			d.end(c, ReasonCancelled, "released before it had a Machine; the replica goes to the next claim or is given back")
+		}
+	case m != nil && alive(m) && entered && named.UID == m.UID && claimOf(m) == "" && !held(m):
+		// The label first: what is released must be recognisable as this claim's.
+		d.actions = append(d.actions, action{kind: label, claim: c, machine: m})
+	case m != nil && alive(m) && !entered && claimOf(m) == id && s.handsOver(m) && !s.releasing(m.UID):
+		d.actions = append(d.actions, action{kind: unbind, claim: c, machine: m})
+	case !entered && (labelled == nil || !alive(labelled) && deletionCompleted(labelled)):
+		reason, message := ReasonReleased, "its instance and its Node are gone"
+		if m != nil && alive(m) {
+			reason, message = ReasonHandedOver, "its Machine had no Node yet and was kept for the next claim"
+		}
+		d.end(c, reason, message)
+	}
+}
+
+func (s *snapshot) releasing(uid types.UID) bool {
+	_, yes := s.ledger.Releasing[uid]
+	return yes
+}
+
+func (d *decision) end(c *v1alpha1.MachineClaim, reason, message string) {
+	d.actions = append(d.actions, action{kind: end, claim: c, event: v1alpha1.Event{Reason: reason, Message: message}})
+}
+
+// expire forgets claims that ended long ago.
+func (s *snapshot) expire(d *decision) {
+	for _, c := range s.claims {
+		if c.Status.Phase != v1alpha1.PhaseEnded || c.Status.EndedAt == nil {
+			continue
+		}
+		left := s.retention - s.now.Sub(c.Status.EndedAt.Time)
+		switch {
+		case left > 0:
+			d.wake(left)
+		case s.labelled(c.Spec.ClaimID) == nil:
+			d.actions = append(d.actions, action{kind: forget, claim: c})
+		}
+	}
+}
+
+// actOnMachines lists the writes on Machines that are being released, as the snapshot's ledger permits.
+func (s *snapshot) actOnMachines(d *decision) {
+	for _, m := range s.machines {
+		var r Release
+		recorded := false
+		if s.ledger != nil {
+			r, recorded = s.ledger.Releasing[m.UID]
+		}
+		switch {
+		case recorded && !r.GivenBack && alive(m) && s.mayDelete(m):
+			d.actions = append(d.actions, action{kind: hold, machine: m, release: r})
+		case recorded && r.GivenBack && held(m) && s.observed(r.Generation):
+			d.actions = append(d.actions, action{kind: letGo, machine: m})
+		case !recorded && held(m) && deletionCompleted(m):
+			// Held by a ledger that is lost. Whether its replica was given back is not known, so it is not lowered; if it
+			// was not, the replacement is a spare.
+			d.actions = append(d.actions, action{kind: letGo, machine: m})
+		}
+	}
+}
+
+// mayDelete reports whether no live claim has the Machine: its own was released, or there is none.
+func (s *snapshot) mayDelete(m *clusterv1.Machine) bool {
+	id := claimOf(m)
+	if s.orphaned(id) {
+		return true
+	}
+	c := s.claim(id)
+	return c != nil && c.CurrentPhase() == v1alpha1.PhaseReleasing
+}
+
+// releasedFrom returns the UIDs of the Machines that a MachineSet was lowered for under pause.
+func releasedFrom(set *clusterv1.MachineSet) []types.UID {
+	return splitUIDs(set.Annotations[v1alpha1.ReleasedAnnotation])
+}

@@ -1,0 +1,523 @@
+// Package claims is the claim engine: it gives each claim exactly one Machine and takes back exactly that Machine, by
+// compare-and-swap on Kubernetes objects alone.
+//
+// # State
+//
+// Nothing that matters is in this process. The MachineClaim anchors a claim: its creation decides which node group the
+// claim belongs to, its phase who wins a race between binding and releasing. The [Ledger], an annotation of the
+// MachineDeployment, says what is in flight there and changes only together with spec.replicas. The label on a Machine is
+// the lasting binding.
+//
+// # One step
+//
+// A node group is brought forward one step at a time: read the MachineDeployment, then its claims, Machines and
+// MachineSets; [decide] what the protocol asks for; write the ledger, or do the writes on other objects that the ledger
+// permits; again, until there is nothing to do. Every event, every call and every restart leads to the same step, so that
+// there is no separate recovery. Steps of one node group do not overlap within a process; between processes the ledger's
+// compare-and-swap orders them.
+//
+// # Group commit
+//
+// A call that adds a claim waits for the step that enters it. While a step is under way, further calls gather, and the next
+// step takes all of them in one write.
+package claims
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/tools/events"
+	"k8s.io/utils/clock"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
+)
+
+// Config is what an [Engine] needs.
+type Config struct {
+	// Client reads from caches and writes. REQUIRED.
+	Client client.Client
+	// Reader reads from the API server itself, consistently. REQUIRED.
+	Reader client.Reader
+	// Recorder takes the events that people see. Nil means none.
+	Recorder events.EventRecorder
+	// Clock is the time. Nil means the real one.
+	Clock clock.Clock
+	// SpareGrace is how long a Machine that nobody claims is kept for the next claim. Zero means one minute.
+	SpareGrace time.Duration
+	// TombstoneRetention is how long an ended claim is remembered; it must be longer than any caller retries. Zero means
+	// 24 hours.
+	TombstoneRetention time.Duration
+	// CollectGrace is how much older than its token a claim must be to be collected by [Engine.Sync]; it covers the
+	// difference between the clocks of the agent and of the API server. Zero means 30 seconds.
+	CollectGrace time.Duration
+	// Coalesce is the shortest time between two writes of one ledger that nobody waits for. Zero means one second.
+	Coalesce time.Duration
+}
+
+// Key names a claim.
+type Key struct {
+	Namespace, Cluster, ID string
+}
+
+func (k Key) object() types.NamespacedName {
+	return types.NamespacedName{Namespace: k.Namespace, Name: v1alpha1.ObjectName(k.Cluster, k.ID)}
+}
+
+// Request asks for one Machine.
+type Request struct {
+	// Namespace and Cluster name the Cluster object; ID is the caller's id for the claim.
+	Namespace, Cluster, ID string
+	// Holder keeps the claim alive and may collect it.
+	Holder string
+	// DisplayName is what the caller calls it; may be empty.
+	DisplayName string
+	// Candidates are names of MachineDeployments in Namespace, best first.
+	Candidates []string
+	// ValidateOnly checks against the caches and writes nothing.
+	ValidateOnly bool
+}
+
+// ReleaseOptions qualify a release.
+type ReleaseOptions struct {
+	// Drained says that the caller has drained the Node.
+	Drained bool
+	// Reason is for the claim's history; may be empty.
+	Reason string
+}
+
+// Engine makes, binds and releases claims. It is safe for concurrent use, and several may run against one hub.
+type Engine struct {
+	Config
+
+	mu           sync.Mutex
+	groups       map[types.NamespacedName]*group
+	unregistered map[string]time.Time // provider IDs whose Node is unregistered, by when that was reported
+}
+
+// New returns an engine that is driven by calls alone until [Engine.SetupWithManager] connects it to the hub's events.
+func New(c Config) *Engine {
+	if c.Clock == nil {
+		c.Clock = clock.RealClock{}
+	}
+	if c.SpareGrace == 0 {
+		c.SpareGrace = time.Minute
+	}
+	if c.TombstoneRetention == 0 {
+		c.TombstoneRetention = 24 * time.Hour
+	}
+	if c.CollectGrace == 0 {
+		c.CollectGrace = 30 * time.Second
+	}
+	if c.Coalesce == 0 {
+		c.Coalesce = time.Second
+	}
+	return &Engine{Config: c, groups: map[types.NamespacedName]*group{}, unregistered: map[string]time.Time{}}
+}
+
+// Create makes the claim durable and returns it. The same id again returns the claim that there is. Errors:
+// [*EndedError], [*NoRoomError], [*RefusedError], [*UnknownGroupError], [ErrUnknownCluster], [ErrConflict]; any other
+// error comes from the API server, and the claim may or may not exist.
+func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim, error) {
+	defer observeCreate(e.Clock, e.Clock.Now())
+	cluster, err := e.cluster(ctx, r.Namespace, r.Cluster)
+	if err != nil {
+		return nil, err
+	}
+	if cluster == nil {
+		return nil, ErrUnknownCluster
+	}
+	key := Key{Namespace: r.Namespace, Cluster: r.Cluster, ID: r.ID}
+	first, refusals, err := e.firstOpen(ctx, r.Namespace, cluster, r.Candidates)
+	if err != nil {
+		return nil, err
+	}
+	if first == "" || r.ValidateOnly {
+		existing, err := e.Get(ctx, key)
+		switch {
+		case err == nil:
+			return e.follow(ctx, existing)
+		case !errors.Is(err, ErrNotFound):
+			return nil, err
+		case first == "":
+			return nil, refusedAll(refusals)
+		}
+	}
+
+	c := e.newClaim(r, cluster, first)
+	if r.ValidateOnly {
+		return c, nil
+	}
+	if err := e.Client.Create(ctx, c); apierrors.IsAlreadyExists(err) {
+		existing, err := e.Get(ctx, key)
+		if err != nil {
+			return nil, err
+		}
+		return e.follow(ctx, existing)
+	} else if err != nil {
+		return nil, fmt.Errorf("creating MachineClaim %s: %w", c.Name, err)
+	}
+	return e.enter(ctx, c)
+}
+
+func (e *Engine) newClaim(r Request, cluster *clusterv1.Cluster, nodeGroup string) *v1alpha1.MachineClaim {
+	return &v1alpha1.MachineClaim{
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: r.Namespace,
+			Name:      v1alpha1.ObjectName(r.Cluster, r.ID),
+			Labels: map[string]string{
+				v1alpha1.ClusterLabel:   r.Cluster,
+				v1alpha1.NodeGroupLabel: nodeGroup,
+				v1alpha1.HolderLabel:    r.Holder,
+			},
+			OwnerReferences: []metav1.OwnerReference{{
+				APIVersion: clusterv1.GroupVersion.String(), Kind: "Cluster", Name: cluster.Name, UID: cluster.UID,
+			}},
+		},
+		Spec: v1alpha1.MachineClaimSpec{
+			ClusterName: r.Cluster,
+			ClaimID:     r.ID,
+			Holder:      r.Holder,
+			DisplayName: r.DisplayName,
+			Candidates:  r.Candidates,
+			NodeGroup:   nodeGroup,
+		},
+	}
+}
+
+// firstOpen returns the first candidate that would take a claim now, as far as the caches tell, or "", and why those before
+// it would not.
+func (e *Engine) firstOpen(ctx context.Context, namespace string, cluster *clusterv1.Cluster, candidates []string) (string, []eligibility.Refusal, error) {
+	var refusals []eligibility.Refusal
+	for _, name := range candidates {
+		refusal, err := e.refusal(ctx, types.NamespacedName{Namespace: namespace, Name: name}, cluster)
+		if err != nil {
+			return "", nil, err
+		}
+		if refusal == nil {
+			return name, refusals, nil
+		}
+		refusals = append(refusals, *refusal)
+	}
+	return "", refusals, nil
+}
+
+// refusal says why the group would not take a claim now, as far as the caches tell; nil when it would.
+func (e *Engine) refusal(ctx context.Context, key types.NamespacedName, cluster *clusterv1.Cluster) (*eligibility.Refusal, error) {
+	gone := &eligibility.Refusal{NodeGroup: key.Name, Reason: eligibility.Gone, Message: "no such node group in this Cluster"}
+	var md clusterv1.MachineDeployment
+	if err := e.Client.Get(ctx, key, &md); apierrors.IsNotFound(err) {
+		return gone, nil
+	} else if err != nil {
+		return nil, fmt.Errorf("reading the MachineDeployment: %w", err)
+	}
+	if md.Spec.ClusterName != cluster.Name {
+		return gone, nil
+	}
+	group := eligibility.Of(&md, cluster)
+	if group.Refusal != nil || !group.Full() {
+		return group.Refusal, nil
+	}
+	s, err := e.read(ctx, e.Client, key)
+	if err != nil {
+		return nil, err
+	}
+	if s != nil && decide(s).spare {
+		return nil, nil
+	}
+	return &eligibility.Refusal{
+		NodeGroup: key.Name, Reason: eligibility.AtMaxSize,
+		Message: fmt.Sprintf("replicas are at the max size %d", *group.Max),
+	}, nil
+}
+
+// follow answers a repeated call: with the claim that there is, once it is entered in the ledger.
+func (e *Engine) follow(ctx context.Context, c *v1alpha1.MachineClaim) (*v1alpha1.MachineClaim, error) {
+	switch c.Status.Phase {
+	case v1alpha1.PhaseEnded, v1alpha1.PhaseReleasing:
+		return nil, &EndedError{Reason: c.Status.Reason, Message: c.Status.Message}
+	case v1alpha1.PhaseBound, v1alpha1.PhasePending:
+		return c, nil
+	default:
+		return e.enter(ctx, c)
+	}
+}
+
+// enter waits until the claim is in its group's ledger, and moves it on from groups that have no room.
+func (e *Engine) enter(ctx context.Context, c *v1alpha1.MachineClaim) (*v1alpha1.MachineClaim, error) {
+	var refusals []eligibility.Refusal
+	for {
+		refusal, err := e.group(c.Namespace, c.Spec.NodeGroup).enter(ctx, c.Spec.ClaimID)
+		if err != nil {
+			return nil, err
+		}
+		if refusal == nil {
+			return c, nil
+		}
+		refusals = append(refusals, *refusal)
+
+		next, skipped, err := e.nextCandidate(ctx, c)
+		if err != nil {
+			return nil, err
+		}
+		refusals = append(refusals, skipped...)
+		if next == "" {
+			return nil, e.endUnplaced(ctx, c, refusals)
+		}
+		moved := c.DeepCopy()
+		moved.Spec.NodeGroup = next
+		moved.Labels[v1alpha1.NodeGroupLabel] = next
+		if err := e.Client.Update(ctx, moved); err != nil {
+			return nil, conflictOr(err, "moving the claim to its next candidate")
+		}
+		c = moved
+	}
+}
+
+// nextCandidate returns the first open candidate after the one that the claim is at, or "", and why those between are not.
+func (e *Engine) nextCandidate(ctx context.Context, c *v1alpha1.MachineClaim) (string, []eligibility.Refusal, error) {
+	at := slices.Index(c.Spec.Candidates, c.Spec.NodeGroup)
+	cluster, err := e.cluster(ctx, c.Namespace, c.Spec.ClusterName)
+	if err != nil || at < 0 || cluster == nil {
+		return "", nil, err
+	}
+	return e.firstOpen(ctx, c.Namespace, cluster, c.Spec.Candidates[at+1:])
+}
+
+// endUnplaced ends a claim that no candidate took, and says why.
+func (e *Engine) endUnplaced(ctx context.Context, c *v1alpha1.MachineClaim, refusals []eligibility.Refusal) error {
+	cause := refusedAll(refusals)
+	reason := ReasonRefused
+	if noRoom := (*NoRoomError)(nil); errors.As(cause, &noRoom) {
+		reason = ReasonNoRoom
+	}
+	if err := e.endClaim(ctx, c, v1alpha1.Event{Reason: reason, Message: cause.Error()}); err != nil {
+		return conflictOr(err, "ending a claim that no candidate took")
+	}
+	return cause
+}
+
+// Release asks for the claim's end and returns it, or nil when it is unknown. Errors: [ErrConflict], or the API server's.
+func (e *Engine) Release(ctx context.Context, key Key, o ReleaseOptions) (*v1alpha1.MachineClaim, error) {
+	reason := v1alpha1.Event{Reason: ReasonReleaseRequested, Message: o.Reason}
+	if reason.Message == "" {
+		reason.Message = "the holder released it"
+	}
+	return e.release(ctx, key, o.Drained, reason)
+}
+
+func (e *Engine) release(ctx context.Context, key Key, drained bool, why v1alpha1.Event) (*v1alpha1.MachineClaim, error) {
+	for attempt := 0; ; attempt++ {
+		c, err := e.Get(ctx, key)
+		if errors.Is(err, ErrNotFound) {
+			return nil, nil
+		}
+		if err != nil {
+			return nil, err
+		}
+		if c.Status.Phase == v1alpha1.PhaseEnded || c.Status.Phase == v1alpha1.PhaseReleasing && (c.Status.Drained || !drained) {
+			e.group(c.Namespace, c.Spec.NodeGroup).kick()
+			return c, nil
+		}
+		first := c.Status.Phase != v1alpha1.PhaseReleasing
+		c.Status.Phase = v1alpha1.PhaseReleasing
+		c.Status.Drained = drained
+		if first {
+			now := metav1.NewTime(e.Clock.Now())
+			c.Status.ReleasedAt = &now
+			e.note(c, why)
+		}
+		err = e.Client.Status().Update(ctx, c)
+		switch {
+		case err == nil:
+			e.group(c.Namespace, c.Spec.NodeGroup).kick()
+			return c, nil
+		case apierrors.IsNotFound(err):
+			return nil, nil
+		case apierrors.IsConflict(err) && attempt < 5:
+			continue
+		default:
+			return nil, conflictOr(err, "releasing the claim")
+		}
+	}
+}
+
+// Get returns the claim as the API server has it, or [ErrNotFound].
+func (e *Engine) Get(ctx context.Context, key Key) (*v1alpha1.MachineClaim, error) {
+	var c v1alpha1.MachineClaim
+	if err := e.Reader.Get(ctx, key.object(), &c); apierrors.IsNotFound(err) {
+		return nil, ErrNotFound
+	} else if err != nil {
+		return nil, fmt.Errorf("reading the claim: %w", err)
+	}
+	return &c, nil
+}
+
+// ListOptions select claims.
+type ListOptions struct {
+	Namespace, Cluster string
+	// Holder selects one holder's claims; empty means all.
+	Holder string
+	// IncludeEnded also selects ended claims that are still remembered.
+	IncludeEnded bool
+}
+
+// List returns the claims as the API server has them, oldest first, and, for one holder, a token for [Engine.Sync].
+func (e *Engine) List(ctx context.Context, o ListOptions) ([]v1alpha1.MachineClaim, string, error) {
+	begun := e.Clock.Now()
+	selector := client.MatchingLabels{v1alpha1.ClusterLabel: o.Cluster}
+	if o.Holder != "" {
+		selector[v1alpha1.HolderLabel] = o.Holder
+	}
+	var list v1alpha1.MachineClaimList
+	if err := e.Reader.List(ctx, &list, client.InNamespace(o.Namespace), selector); err != nil {
+		return nil, "", fmt.Errorf("listing claims: %w", err)
+	}
+	items := slices.DeleteFunc(list.Items, func(c v1alpha1.MachineClaim) bool {
+		return c.Spec.ClusterName != o.Cluster || !o.IncludeEnded && c.Status.Phase == v1alpha1.PhaseEnded
+	})
+	slices.SortFunc(items, func(a, b v1alpha1.MachineClaim) int {
+		if c := a.CreationTimestamp.Compare(b.CreationTimestamp.Time); c != 0 {
+			return c
+		}
+		return compareNames(a.Name, b.Name)
+	})
+	if o.Holder == "" {
+		return items, "", nil
+	}
+	return items, token{Namespace: o.Namespace, Cluster: o.Cluster, Holder: o.Holder, Time: begun}.encode(), nil
+}
+
+// SyncRequest is a holder's complete set of live claims.
+type SyncRequest struct {
+	Namespace, Cluster, Holder string
+	// Token is from [Engine.List]; only claims older than it can be collected.
+	Token string
+	// Live are the ids of the claims whose owner lives.
+	Live []string
+	// Nodes are what the holder's Nodes look like; may be nil.
+	Nodes []NodeReport
+}
+
+// NodeReport is what one real Node looks like.
+type NodeReport struct {
+	ProviderID            string
+	Capacity, Allocatable corev1.ResourceList
+	// Unregistered says that nothing runs on the Node yet.
+	Unregistered bool
+}
+
+// SyncResult says what [Engine.Sync] concluded.
+type SyncResult struct {
+	// Collected are the ids of claims that are being released now, because their owner is gone.
+	Collected []string
+	// Unknown are ids of the live set that there is no live claim for.
+	Unknown []string
+}
+
+// Sync releases the holder's claims that are older than the token and not in the live set. Errors: [ErrInvalidToken],
+// [ErrStaleToken], or the API server's; then some may have been released, and the call can be repeated.
+func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
+	taken, err := parseToken(r.Token, r.Namespace, r.Cluster, r.Holder, e.Clock.Now())
+	if err != nil {
+		return SyncResult{}, err
+	}
+	e.learn(r.Nodes)
+
+	claims, _, err := e.List(ctx, ListOptions{Namespace: r.Namespace, Cluster: r.Cluster, Holder: r.Holder})
+	if err != nil {
+		return SyncResult{}, err
+	}
+	live := make(map[string]bool, len(r.Live))
+	for _, id := range r.Live {
+		live[id] = true
+	}
+	var result SyncResult
+	known := make(map[string]bool, len(claims))
+	for i := range claims {
+		c := &claims[i]
+		known[c.Spec.ClaimID] = c.Status.Phase != v1alpha1.PhaseReleasing
+		if live[c.Spec.ClaimID] || c.Status.Phase == v1alpha1.PhaseReleasing || !c.CreationTimestamp.Add(e.CollectGrace).Before(taken) {
+			continue
+		}
+		key := Key{Namespace: c.Namespace, Cluster: r.Cluster, ID: c.Spec.ClaimID}
+		why := v1alpha1.Event{Reason: ReasonCollected, Message: "its owner is gone: it was not in the live set of " + r.Holder}
+		if _, err := e.release(ctx, key, false, why); err != nil {
+			return result, err
+		}
+		log.FromContext(ctx).Info("collected a claim whose owner is gone", "claim", c.Spec.ClaimID, "name", c.Spec.DisplayName)
+		result.Collected = append(result.Collected, c.Spec.ClaimID)
+	}
+	for _, id := range r.Live {
+		if !known[id] {
+			result.Unknown = append(result.Unknown, id)
+		}
+	}
+	return result, nil
+}
+
+// unregisteredLife is how long a report of an unregistered Node is believed without being renewed.
+const unregisteredLife = 2 * time.Minute
+
+// learn remembers which Nodes nothing runs on yet.
+func (e *Engine) learn(reports []NodeReport) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	now := e.Clock.Now()
+	for id, at := range e.unregistered {
+		if now.Sub(at) > unregisteredLife {
+			delete(e.unregistered, id)
+		}
+	}
+	for _, r := range reports {
+		if r.Unregistered {
+			e.unregistered[r.ProviderID] = now
+		} else {
+			delete(e.unregistered, r.ProviderID)
+		}
+	}
+}
+
+func (e *Engine) isUnregistered(providerID string) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	at, reported := e.unregistered[providerID]
+	return reported && e.Clock.Since(at) <= unregisteredLife
+}
+
+// cluster returns the Cluster from the cache, or nil when there is none.
+func (e *Engine) cluster(ctx context.Context, namespace, name string) (*clusterv1.Cluster, error) {
+	var cluster clusterv1.Cluster
+	if err := e.Client.Get(ctx, types.NamespacedName{Namespace: namespace, Name: name}, &cluster); apierrors.IsNotFound(err) {
+		return nil, nil
+	} else if err != nil {
+		return nil, fmt.Errorf("reading the Cluster: %w", err)
+	}
+	return &cluster, nil
+}
+
+func (e *Engine) event(object runtime.Object, reason, action, message string) {
+	if e.Recorder != nil {
+		e.Recorder.Eventf(object, nil, corev1.EventTypeNormal, reason, action, "%s", message)
+	}
+}
+
+// conflictOr turns a lost race into [ErrConflict] and wraps any other error.
+func conflictOr(err error, doing string) error {
+	if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
+		return fmt.Errorf("%s: %w", doing, ErrConflict)
+	}
+	return fmt.Errorf("%s: %w", doing, err)
+}

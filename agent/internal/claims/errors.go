@@ -1,0 +1,91 @@
+package claims
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
+)
+
+var (
+	// ErrNotFound means that the API server was asked and has no such claim.
+	ErrNotFound = errors.New("no such claim")
+	// ErrConflict means that another writer was faster; the call can be repeated at once.
+	ErrConflict = errors.New("lost a race against another writer")
+	// ErrStaleToken means that a token is too old to conclude anything from.
+	ErrStaleToken = errors.New("the token is too old; take a new one from ListClaims")
+	// ErrInvalidToken means that a token was not made for this Cluster and holder.
+	ErrInvalidToken = errors.New("the token was not made by ListClaims for this Cluster and holder")
+	// ErrUnknownCluster means that the Cluster does not exist.
+	ErrUnknownCluster = errors.New("the Cluster does not exist")
+)
+
+// EndedError means that a claim id has ended, or is being released, and can never be used again.
+type EndedError struct {
+	// Reason is how it ended, one of the Reason constants.
+	Reason string
+	// Message is the reason in a sentence.
+	Message string
+}
+
+func (e *EndedError) Error() string {
+	return fmt.Sprintf("the claim has ended: %s: %s", e.Reason, e.Message)
+}
+
+// NoRoomError means that no candidate has room. At least one of them would be open to claims if it had.
+type NoRoomError struct {
+	// Candidates has one entry for each candidate, in the caller's order.
+	Candidates []eligibility.Refusal
+}
+
+func (e *NoRoomError) Error() string {
+	return "no candidate has room: " + describe(e.Candidates)
+}
+
+// RefusedError means that every candidate is closed to claims until somebody acts.
+type RefusedError struct {
+	// Candidates has one entry for each candidate, in the caller's order.
+	Candidates []eligibility.Refusal
+}
+
+func (e *RefusedError) Error() string {
+	return "no candidate is open to claims: " + describe(e.Candidates)
+}
+
+// UnknownGroupError means that none of the candidates exists in the Cluster.
+type UnknownGroupError struct {
+	// Candidates are their names.
+	Candidates []string
+}
+
+func (e *UnknownGroupError) Error() string {
+	return "no such node group in this Cluster: " + strings.Join(e.Candidates, ", ")
+}
+
+func describe(refusals []eligibility.Refusal) string {
+	parts := make([]string, 0, len(refusals))
+	for _, r := range refusals {
+		parts = append(parts, fmt.Sprintf("%s: %s (%s)", r.NodeGroup, r.Message, r.Reason))
+	}
+	return strings.Join(parts, "; ")
+}
+
+// refusedAll makes the error for candidates that all refused.
+func refusedAll(refusals []eligibility.Refusal) error {
+	names := make([]string, 0, len(refusals))
+	gone, full := true, false
+	for _, r := range refusals {
+		names = append(names, r.NodeGroup)
+		gone = gone && (r.Reason == eligibility.Gone || r.Reason == eligibility.NotMember)
+		full = full || r.Reason == eligibility.AtMaxSize || r.Reason == eligibility.CoolingDown
+	}
+	switch {
+	case gone:
+		return &UnknownGroupError{Candidates: names}
+	case full:
+		return &NoRoomError{Candidates: refusals}
+	default:
+		return &RefusedError{Candidates: refusals}
+	}
+}

@@ -1,0 +1,412 @@
+package claims
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
+)
+
+const (
+	// stepTimeout bounds one run of steps; the calls that wait for it have deadlines of their own.
+	stepTimeout = time.Minute
+	// maxSteps bounds one run; a group that has more to do is looked at again at once.
+	maxSteps = 24
+	// maxConflicts is how many lost races in a row end a run.
+	maxConflicts = 8
+)
+
+// group is what the process holds about one MachineDeployment: a lock, the calls that wait, and times. All of it can be lost.
+type group struct {
+	engine *Engine
+	key    types.NamespacedName
+	lock   chan struct{} // held during a run
+
+	mu      sync.Mutex
+	kicked  bool
+	waiters map[string][]chan outcome
+
+	// Used under lock only.
+	spareSince time.Time
+	lastQuiet  time.Time // when the ledger was last written for nobody in particular
+}
+
+type outcome struct {
+	refusal *eligibility.Refusal
+	err     error
+}
+
+func (e *Engine) group(namespace, name string) *group {
+	key := types.NamespacedName{Namespace: namespace, Name: name}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	g := e.groups[key]
+	if g == nil {
+		g = &group{engine: e, key: key, lock: make(chan struct{}, 1), waiters: map[string][]chan outcome{}}
+		e.groups[key] = g
+	}
+	return g
+}
+
+// enter waits until the claim is in the ledger (nil, nil) or was refused.
+func (g *group) enter(ctx context.Context, claimID string) (*eligibility.Refusal, error) {
+	done := make(chan outcome, 1)
+	g.mu.Lock()
+	g.waiters[claimID] = append(g.waiters[claimID], done)
+	g.mu.Unlock()
+	g.kick()
+	select {
+	case o := <-done:
+		return o.refusal, o.err
+	case <-ctx.Done():
+		return nil, fmt.Errorf("waiting for the claim to be entered: %w", ctx.Err())
+	}
+}
+
+// kick starts a run, or makes sure that one starts when the present one ends.
+func (g *group) kick() {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.kicked {
+		return
+	}
+	g.kicked = true
+	go func() {
+		// Not the caller's context: others' claims are in the same run.
+		ctx, cancel := context.WithTimeout(log.IntoContext(context.Background(), log.Log.WithName("claims").WithValues("nodeGroup", g.key)), stepTimeout)
+		defer cancel()
+		if _, err := g.run(ctx); err != nil {
+			log.FromContext(ctx).V(1).Info("node group not brought forward; it is tried again", "cause", err.Error())
+		}
+	}()
+}
+
+// run brings the group forward until there is nothing to do, and returns when to look again (zero for not).
+func (g *group) run(ctx context.Context) (time.Duration, error) {
+	select {
+	case g.lock <- struct{}{}:
+		defer func() { <-g.lock }()
+	case <-ctx.Done():
+		return 0, ctx.Err()
+	}
+	g.mu.Lock()
+	g.kicked = false
+	waiting := maps.Clone(g.waiters)
+	g.mu.Unlock()
+
+	again, err := g.steps(ctx)
+	unanswered := err
+	if unanswered == nil {
+		unanswered = ErrConflict // the claim went elsewhere while the run was under way
+	}
+	for id, waiters := range waiting {
+		g.giveUp(id, waiters, outcome{err: unanswered})
+	}
+	return again, err
+}
+
+// giveUp answers those of the waiters that have had no answer yet.
+func (g *group) giveUp(claimID string, waiters []chan outcome, o outcome) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	left := slices.DeleteFunc(slices.Clone(g.waiters[claimID]), func(w chan outcome) bool {
+		gone := slices.Contains(waiters, w)
+		if gone {
+			w <- o
+		}
+		return gone
+	})
+	if len(left) == 0 {
+		delete(g.waiters, claimID)
+	} else {
+		g.waiters[claimID] = left
+	}
+}
+
+func (g *group) answer(claimID string, o outcome) {
+	g.mu.Lock()
+	waiters := g.waiters[claimID]
+	delete(g.waiters, claimID)
+	g.mu.Unlock()
+	for _, w := range waiters {
+		w <- o
+	}
+}
+
+func (g *group) steps(ctx context.Context) (time.Duration, error) {
+	e := g.engine
+	conflicts := 0
+	for range maxSteps {
+		s, err := e.read(ctx, e.Reader, g.key)
+		if err != nil {
+			return 0, err
+		}
+		if s == nil {
+			return 0, g.settleGone(ctx)
+		}
+		s.spareSince = g.spareSince
+		d := decide(s)
+		g.noteSpare(d)
+
+		wait := time.Duration(0)
+		if d.ledger != nil {
+			wait = g.coalesce(d)
+			if wait == 0 {
+				err := e.writeLedger(ctx, s, d)
+				if errors.Is(err, ErrConflict) {
+					if conflicts++; conflicts >= maxConflicts {
+						return 0, err
+					}
+					continue
+				}
+				if err != nil {
+					return 0, err
+				}
+				conflicts = 0
+				if !d.urgent {
+					g.lastQuiet = e.Clock.Now()
+				}
+				g.answerFrom(s, d, d.ledger)
+				continue
+			}
+		}
+		g.answerFrom(s, d, s.ledger)
+
+		if len(d.actions) == 0 {
+			if wait > 0 {
+				d.wake(wait)
+			}
+			return d.again, nil
+		}
+		// Rule R2: the ledger is read again after the objects that the actions change.
+		if current, err := e.ledgerText(ctx, g.key); err != nil {
+			return 0, err
+		} else if current != s.md.Annotations[v1alpha1.LedgerAnnotation] {
+			continue
+		}
+		progress, err := e.perform(ctx, s, d.actions)
+		if err != nil {
+			return 0, err
+		}
+		if !progress {
+			// Every write lost its race: the events of the winners' writes bring us back, at the latest this does.
+			return time.Second, nil
+		}
+	}
+	return 10 * time.Millisecond, nil
+}
+
+// answerFrom tells the calls that wait what became of their claims.
+func (g *group) answerFrom(s *snapshot, d *decision, in *Ledger) {
+	for _, c := range s.claims {
+		id := c.Spec.ClaimID
+		if refusal, refused := d.refused[id]; refused {
+			g.answer(id, outcome{refusal: &refusal})
+			continue
+		}
+		if in == nil {
+			continue
+		}
+		if _, entered := in.Pending[id]; entered || c.Status.Machine != nil {
+			g.answer(id, outcome{})
+		}
+	}
+}
+
+// coalesce returns how long a ledger write that nobody waits for is put off; zero means write now.
+func (g *group) coalesce(d *decision) time.Duration {
+	if d.urgent {
+		return 0
+	}
+	return max(0, g.engine.Coalesce-g.engine.Clock.Since(g.lastQuiet))
+}
+
+func (g *group) noteSpare(d *decision) {
+	switch {
+	case !d.spare:
+		g.spareSince = time.Time{}
+	case g.spareSince.IsZero():
+		g.spareSince = g.engine.Clock.Now()
+	}
+}
+
+// settleGone ends the claims of a MachineDeployment that no longer exists. Cluster API removes its Machines.
+func (g *group) settleGone(ctx context.Context) error {
+	e := g.engine
+	s := &snapshot{md: &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: g.key.Namespace, Name: g.key.Name}}, now: e.Clock.Now(), retention: e.TombstoneRetention}
+	if err := e.readParts(ctx, e.Reader, g.key, s); err != nil {
+		return err
+	}
+	d := &decision{}
+	for _, c := range s.claims {
+		switch c.CurrentPhase() {
+		case v1alpha1.PhasePending:
+			g.answer(c.Spec.ClaimID, outcome{refusal: &eligibility.Refusal{
+				NodeGroup: g.key.Name, Reason: eligibility.Gone, Message: "the MachineDeployment was deleted",
+			}})
+			if c.Status.Phase == v1alpha1.PhasePending {
+				d.end(c, ReasonNodeGroupGone, "its MachineDeployment was deleted")
+			}
+		case v1alpha1.PhaseBound, v1alpha1.PhaseReleasing:
+			if c.Status.Machine == nil || s.machine(c.Status.Machine.UID) == nil {
+				d.end(c, ReasonNodeGroupGone, "its MachineDeployment was deleted, and its Machine with it")
+			}
+		case v1alpha1.PhaseEnded:
+		}
+	}
+	s.expire(d)
+	s.actOnMachines(d)
+	_, err := e.perform(ctx, s, d.actions)
+	return err
+}
+
+// read takes a snapshot through the given reader: the MachineDeployment first, then the rest (rule R1). It returns nil when
+// the MachineDeployment does not exist.
+func (e *Engine) read(ctx context.Context, from client.Reader, key types.NamespacedName) (*snapshot, error) {
+	var md clusterv1.MachineDeployment
+	if err := from.Get(ctx, key, &md); apierrors.IsNotFound(err) {
+		return nil, nil
+	} else if err != nil {
+		return nil, fmt.Errorf("reading the MachineDeployment: %w", err)
+	}
+	cluster, err := e.cluster(ctx, key.Namespace, md.Spec.ClusterName)
+	if err != nil {
+		return nil, err
+	}
+	s := &snapshot{
+		md:           &md,
+		group:        eligibility.Of(&md, cluster),
+		now:          e.Clock.Now(),
+		unregistered: e.isUnregistered,
+		spareGrace:   e.SpareGrace,
+		retention:    e.TombstoneRetention,
+	}
+	if text, present := md.Annotations[v1alpha1.LedgerAnnotation]; present {
+		if s.ledger, err = parseLedger(text); errors.Is(err, ErrNewerLedger) {
+			return nil, fmt.Errorf("MachineDeployment %s: %w", key, err)
+		} else if err != nil {
+			// Edited by hand into something else: rebuilt, like one that was wiped.
+			log.FromContext(ctx).Error(err, "the ledger is not readable; it is rebuilt", "machineDeployment", key)
+			s.ledger = nil
+		}
+	}
+	if err := e.readParts(ctx, from, key, s); err != nil {
+		return nil, err
+	}
+	return s, nil
+}
+
+func (e *Engine) readParts(ctx context.Context, from client.Reader, key types.NamespacedName, s *snapshot) error {
+	var claims v1alpha1.MachineClaimList
+	if err := from.List(ctx, &claims, client.InNamespace(key.Namespace), client.MatchingLabels{v1alpha1.NodeGroupLabel: key.Name}); err != nil {
+		return fmt.Errorf("listing claims: %w", err)
+	}
+	for i := range claims.Items {
+		if claims.Items[i].Spec.NodeGroup == key.Name {
+			s.claims = append(s.claims, &claims.Items[i])
+		}
+	}
+	selector := client.MatchingLabels{clusterv1.MachineDeploymentNameLabel: key.Name}
+	var machines clusterv1.MachineList
+	if err := from.List(ctx, &machines, client.InNamespace(key.Namespace), selector); err != nil {
+		return fmt.Errorf("listing Machines: %w", err)
+	}
+	for i := range machines.Items {
+		s.machines = append(s.machines, &machines.Items[i])
+	}
+	if s.ledger != nil || len(s.claims) > 0 {
+		var sets clusterv1.MachineSetList
+		if err := from.List(ctx, &sets, client.InNamespace(key.Namespace), selector); err != nil {
+			return fmt.Errorf("listing MachineSets: %w", err)
+		}
+		for i := range sets.Items {
+			s.sets = append(s.sets, &sets.Items[i])
+		}
+	}
+	return e.readStrays(ctx, key, s)
+}
+
+// readStrays looks at what the lists leave out, before anything is concluded from its absence (rule R3): claims that Machines
+// are labelled with and that belong to another group, and Machines of claims that left the group.
+func (e *Engine) readStrays(ctx context.Context, key types.NamespacedName, s *snapshot) error {
+	s.elsewhere = map[string]bool{}
+	for _, m := range s.machines {
+		id := claimOf(m)
+		if id == "" || s.claim(id) != nil {
+			continue
+		}
+		c, err := e.Get(ctx, Key{Namespace: key.Namespace, Cluster: m.Spec.ClusterName, ID: id})
+		if errors.Is(err, ErrNotFound) {
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		s.elsewhere[id] = c.Status.Phase != v1alpha1.PhaseEnded && c.Spec.NodeGroup != key.Name
+		if c.Spec.NodeGroup == key.Name {
+			s.claims = append(s.claims, c) // its label was edited
+		}
+	}
+	for _, c := range s.claims {
+		ref := c.Status.Machine
+		if ref == nil || c.Status.Phase == v1alpha1.PhaseEnded || s.machine(ref.UID) != nil {
+			continue
+		}
+		var m clusterv1.Machine
+		err := e.Reader.Get(ctx, types.NamespacedName{Namespace: key.Namespace, Name: ref.Name}, &m)
+		if err != nil && !apierrors.IsNotFound(err) {
+			return fmt.Errorf("reading Machine %s: %w", ref.Name, err)
+		}
+		if err == nil && m.UID == ref.UID {
+			s.machines = append(s.machines, &m)
+		}
+	}
+	return nil
+}
+
+// ledgerText reads the ledger annotation from the API server, "" when there is none.
+func (e *Engine) ledgerText(ctx context.Context, key types.NamespacedName) (string, error) {
+	var md clusterv1.MachineDeployment
+	if err := e.Reader.Get(ctx, key, &md); apierrors.IsNotFound(err) {
+		return "", nil
+	} else if err != nil {
+		return "", fmt.Errorf("reading the ledger: %w", err)
+	}
+	return md.Annotations[v1alpha1.LedgerAnnotation], nil
+}
+
+func compareNames(a, b string) int { return cmp.Compare(a, b) }
+
+func splitUIDs(text string) []types.UID {
+	var uids []types.UID
+	for part := range strings.SplitSeq(text, ",") {
+		if part != "" {
+			uids = append(uids, types.UID(part))
+		}
+	}
+	return uids
+}
+
+func joinUIDs(uids []types.UID) string {
+	parts := make([]string, 0, len(uids))
+	for _, uid := range uids {
+		parts = append(parts, string(uid))
+	}
+	slices.Sort(parts)
+	return strings.Join(parts, ",")
+}

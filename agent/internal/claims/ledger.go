@@ -1,0 +1,118 @@
+package claims
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// ledgerVersion is the newest format of the ledger that this agent reads, and the one it writes.
+const ledgerVersion = 1
+
+// ErrNewerLedger means that a newer agent wrote the ledger: this one must not touch the node group.
+var ErrNewerLedger = errors.New("the ledger was written by a newer agent")
+
+// Ledger is what is in flight on one MachineDeployment. It is kept as JSON in an annotation there, and changes only in the
+// same write as spec.replicas, by compare-and-swap.
+type Ledger struct {
+	// Version of the format.
+	Version int `json:"v"`
+	// Seq is raised by every write and never goes back: it tells two ledgers of the same content apart.
+	Seq int64 `json:"seq"`
+	// Floor is the number of machines that the user owns.
+	Floor int32 `json:"floor"`
+	// LastReplicas is spec.replicas as the agent last wrote or accounted for it; any difference is somebody else's change.
+	LastReplicas int32 `json:"lastReplicas"`
+	// Spare is the number of replicas that are nobody's. Derived; kept for people and for the next write's check.
+	Spare int32 `json:"spare"`
+	// Pending holds the claims whose replica is accounted for and whose Machine is not labelled yet, by claim id.
+	Pending map[string]Named `json:"pending,omitempty"`
+	// Releasing holds the Machines that are being removed, by UID.
+	Releasing map[types.UID]Release `json:"releasing,omitempty"`
+}
+
+// Named is a pending claim's entry: the Machine promised to it, or nothing yet.
+type Named struct {
+	Machine string    `json:"m,omitempty"`
+	UID     types.UID `json:"u,omitempty"`
+}
+
+// Release is the removal of one Machine.
+type Release struct {
+	// Machine is the Machine's name.
+	Machine string `json:"m"`
+	// Claim is the claim that had it; empty for a machine that nobody claimed.
+	Claim string `json:"c,omitempty"`
+	// Drained says that the Node need not be drained.
+	Drained bool `json:"drained,omitempty"`
+	// Set is the MachineSet whose replicas are being lowered under pause; empty in the ordinary case.
+	Set string `json:"set,omitempty"`
+	// GivenBack says that replicas were lowered for it.
+	GivenBack bool `json:"back,omitempty"`
+	// Generation of the MachineDeployment that the lowering made. The Machine is let go once Cluster API observed it.
+	Generation int64 `json:"gen,omitempty"`
+}
+
+// parseLedger reads a ledger annotation. A text that is no ledger is an error, and so is a newer version.
+func parseLedger(text string) (*Ledger, error) {
+	var l Ledger
+	if err := json.Unmarshal([]byte(text), &l); err != nil {
+		return nil, fmt.Errorf("ledger is not readable: %w", err)
+	}
+	if l.Version > ledgerVersion {
+		return nil, fmt.Errorf("%w (format %d, this agent knows %d)", ErrNewerLedger, l.Version, ledgerVersion)
+	}
+	if l.Version < 1 || l.Floor < 0 || l.LastReplicas < 0 || l.Seq < 0 {
+		return nil, fmt.Errorf("ledger is not readable: impossible numbers in %q", text)
+	}
+	return &l, nil
+}
+
+// encode returns the annotation's value.
+func (l *Ledger) encode() string {
+	text, err := json.Marshal(l)
+	if err != nil {
+		panic(err) // strings, numbers and maps of them always encode
+	}
+	return string(text)
+}
+
+// clone returns a deep copy with non-nil maps.
+func (l *Ledger) clone() *Ledger {
+	c := *l
+	c.Pending = make(map[string]Named, len(l.Pending))
+	maps.Copy(c.Pending, l.Pending)
+	c.Releasing = make(map[types.UID]Release, len(l.Releasing))
+	maps.Copy(c.Releasing, l.Releasing)
+	return &c
+}
+
+// same reports whether two ledgers say the same, whatever their seq and the derived spare.
+func (l *Ledger) same(other *Ledger) bool {
+	return l.Floor == other.Floor && l.LastReplicas == other.LastReplicas &&
+		maps.Equal(l.Pending, other.Pending) && maps.Equal(l.Releasing, other.Releasing)
+}
+
+// unnamed counts the pending claims that no Machine has been named for.
+func (l *Ledger) unnamed() int {
+	n := 0
+	for _, named := range l.Pending {
+		if named.UID == "" {
+			n++
+		}
+	}
+	return n
+}
+
+// names reports whether the Machine is promised to a pending claim.
+func (l *Ledger) names(uid types.UID) bool {
+	for _, named := range l.Pending {
+		if named.UID == uid {
+			return true
+		}
+	}
+	return false
+}

@@ -1,0 +1,59 @@
+package claims
+
+import (
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"k8s.io/utils/clock"
+	"sigs.k8s.io/controller-runtime/pkg/metrics"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+)
+
+var (
+	createSeconds = prometheus.NewHistogram(prometheus.HistogramOpts{
+		Name:    "capi_agent_claim_create_seconds",
+		Help:    "Time that a claim took to become durable, in seconds.",
+		Buckets: prometheus.ExponentialBuckets(0.005, 2, 12),
+	})
+	boundSeconds = prometheus.NewHistogram(prometheus.HistogramOpts{
+		Name:    "capi_agent_claim_bound_seconds",
+		Help:    "Time from a claim's creation to its Machine, in seconds.",
+		Buckets: prometheus.ExponentialBuckets(0.25, 2, 14),
+	})
+	endedTotal = prometheus.NewCounterVec(prometheus.CounterOpts{
+		Name: "capi_agent_claims_ended_total",
+		Help: "Claims that ended, by reason.",
+	}, []string{"reason"})
+	writesTotal = prometheus.NewCounterVec(prometheus.CounterOpts{
+		Name: "capi_agent_ledger_writes_total",
+		Help: "Writes of ledgers, by kind (replicas: with a change of replicas; ledger: without) and result.",
+	}, []string{"kind", "result"})
+	actionsTotal = prometheus.NewCounterVec(prometheus.CounterOpts{
+		Name: "capi_agent_claim_actions_total",
+		Help: "Writes of the claim protocol on claims, Machines and MachineSets, by kind and result.",
+	}, []string{"kind", "result"})
+)
+
+func init() {
+	metrics.Registry.MustRegister(createSeconds, boundSeconds, endedTotal, writesTotal, actionsTotal)
+}
+
+func result(err error) string {
+	if err != nil {
+		return "refused"
+	}
+	return "ok"
+}
+
+func observeCreate(c clock.Clock, begun time.Time) { createSeconds.Observe(c.Since(begun).Seconds()) }
+
+func observeBound(c clock.Clock, claim *v1alpha1.MachineClaim) {
+	boundSeconds.Observe(c.Since(claim.CreationTimestamp.Time).Seconds())
+}
+
+func countEnded(reason string)          { endedTotal.WithLabelValues(reason).Inc() }
+func countWrite(kind string, err error) { writesTotal.WithLabelValues(kind, result(err)).Inc() }
+func countAction(kind actionKind, err error) {
+	actionsTotal.WithLabelValues(string(kind), result(err)).Inc()
+}

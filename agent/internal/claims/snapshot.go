@@ -1,0 +1,167 @@
+package claims
+
+import (
+	"slices"
+	"strings"
+	"time"
+
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
+)
+
+// snapshot is one reading of a node group. The MachineDeployment, and with it the ledger, was read first; claims, Machines
+// and MachineSets after it (rule R1).
+type snapshot struct {
+	md       *clusterv1.MachineDeployment
+	group    eligibility.Group
+	ledger   *Ledger // nil when the MachineDeployment has none
+	claims   []*v1alpha1.MachineClaim
+	machines []*clusterv1.Machine
+	sets     []*clusterv1.MachineSet
+	now      time.Time
+	// elsewhere holds the ids of live claims that Machines of this group are labelled with but that belong to another
+	// group: somebody moved something by hand. They are respected.
+	elsewhere map[string]bool
+
+	// unregistered reports whether the holder said that this provider ID's Node still carries the unregistered taint.
+	unregistered func(providerID string) bool
+	// spareSince is when this process first saw the spare that there is now; zero when there was none.
+	spareSince time.Time
+	// spareGrace is how long a spare is kept for the next claim.
+	spareGrace time.Duration
+	// retention is how long an ended claim is remembered.
+	retention time.Duration
+}
+
+// sortForDecision orders what the decision depends on, so that two agents decide alike.
+func (s *snapshot) sortForDecision() {
+	slices.SortFunc(s.claims, func(a, b *v1alpha1.MachineClaim) int {
+		if c := a.CreationTimestamp.Compare(b.CreationTimestamp.Time); c != 0 {
+			return c
+		}
+		return strings.Compare(a.Name, b.Name)
+	})
+	slices.SortFunc(s.machines, func(a, b *clusterv1.Machine) int {
+		if c := a.CreationTimestamp.Compare(b.CreationTimestamp.Time); c != 0 {
+			return c
+		}
+		return strings.Compare(a.Name, b.Name)
+	})
+}
+
+func (s *snapshot) machine(uid types.UID) *clusterv1.Machine {
+	for _, m := range s.machines {
+		if m.UID == uid {
+			return m
+		}
+	}
+	return nil
+}
+
+func (s *snapshot) claim(id string) *v1alpha1.MachineClaim {
+	for _, c := range s.claims {
+		if c.Spec.ClaimID == id {
+			return c
+		}
+	}
+	return nil
+}
+
+// labelled returns the Machine that carries the claim's label, or nil.
+func (s *snapshot) labelled(claimID string) *clusterv1.Machine {
+	for _, m := range s.machines {
+		if m.Labels[v1alpha1.ClaimLabel] == claimID {
+			return m
+		}
+	}
+	return nil
+}
+
+// activeSets returns the MachineSets that have replicas or are asked to.
+func (s *snapshot) activeSets() []*clusterv1.MachineSet {
+	var active []*clusterv1.MachineSet
+	for _, set := range s.sets {
+		if replicasOf(set) > 0 {
+			active = append(active, set)
+		}
+	}
+	return active
+}
+
+// observed reports whether Cluster API has carried generation g of the MachineDeployment through to all its MachineSets.
+func (s *snapshot) observed(g int64) bool {
+	if s.md.Status.ObservedGeneration < g {
+		return false
+	}
+	var sum int32
+	for _, set := range s.sets {
+		if set.Status.ObservedGeneration < set.Generation {
+			return false
+		}
+		sum += replicasOf(set)
+	}
+	return s.md.Spec.Replicas != nil && sum == *s.md.Spec.Replicas
+}
+
+// settled reports whether nothing is under way in Cluster API: everything observed, one active MachineSet at most, as many
+// Machines as replicas and none of them being deleted.
+func (s *snapshot) settled() bool {
+	if !s.observed(s.md.Generation) || len(s.activeSets()) > 1 || len(s.machines) != int(s.group.Replicas) {
+		return false
+	}
+	return !slices.ContainsFunc(s.machines, func(m *clusterv1.Machine) bool { return !alive(m) || outdated(m) })
+}
+
+func replicasOf(set *clusterv1.MachineSet) int32 {
+	if set.Spec.Replicas == nil {
+		return 0
+	}
+	return *set.Spec.Replicas
+}
+
+func alive(m *clusterv1.Machine) bool {
+	return m.DeletionTimestamp.IsZero()
+}
+
+func hasNode(m *clusterv1.Machine) bool {
+	return m.Status.NodeRef.Name != ""
+}
+
+func claimOf(m *clusterv1.Machine) string {
+	return m.Labels[v1alpha1.ClaimLabel]
+}
+
+func held(m *clusterv1.Machine) bool {
+	return slices.Contains(m.Finalizers, v1alpha1.ReleaseFinalizer)
+}
+
+// outdated reports whether Cluster API wants the Machine replaced, because of a template change.
+func outdated(m *clusterv1.Machine) bool {
+	for i := range m.Status.Conditions {
+		c := &m.Status.Conditions[i]
+		if c.Type == clusterv1.MachineUpToDateCondition {
+			return c.Status == "False" && c.Reason == clusterv1.MachineNotUpToDateReason
+		}
+	}
+	return false
+}
+
+// deletionCompleted reports whether the Machine's instance and Node are gone and only the agent's finalizer keeps the object.
+func deletionCompleted(m *clusterv1.Machine) bool {
+	if alive(m) || len(m.Finalizers) != 1 || m.Finalizers[0] != v1alpha1.ReleaseFinalizer {
+		return false
+	}
+	return deletingReason(m) == clusterv1.MachineDeletingDeletionCompletedReason
+}
+
+func deletingReason(m *clusterv1.Machine) string {
+	for i := range m.Status.Conditions {
+		if m.Status.Conditions[i].Type == clusterv1.MachineDeletingCondition {
+			return m.Status.Conditions[i].Reason
+		}
+	}
+	return ""
+}

@@ -1,0 +1,287 @@
+package claims
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+)
+
+const (
+	// fieldOwner names the agent in managed fields.
+	fieldOwner = client.FieldOwner("karpenter-capi-agent")
+	// historyLength is how many entries of a claim's history are kept.
+	historyLength = 32
+	// parallelWrites bounds the writes that one step does at once.
+	parallelWrites = 16
+	// releasedKept is how many UIDs a MachineSet remembers; far more than are released under one pause.
+	releasedKept = 64
+)
+
+// operation is one operation of a JSON patch (RFC 6902). The value is written even when it is zero; "remove" ignores it.
+type operation struct {
+	Op    string `json:"op"`
+	Path  string `json:"path"`
+	Value any    `json:"value"`
+}
+
+func test(path string, value any) operation { return operation{Op: "test", Path: path, Value: value} }
+
+func put(path string, value any) operation { return operation{Op: "add", Path: path, Value: value} }
+
+func annotationPath(key string) string {
+	return "/metadata/annotations/" + strings.ReplaceAll(key, "/", "~1")
+}
+
+// writeLedger writes the decision's ledger and replicas in one patch that tests what the decision was made from: it fails
+// with [ErrConflict] when the ledger or the replicas have changed, and does not mind changes of status.
+func (e *Engine) writeLedger(ctx context.Context, s *snapshot, d *decision) error {
+	next := d.ledger.clone()
+	next.Version = ledgerVersion
+	var ops []operation
+	if s.ledger == nil {
+		// There is nothing of ours to test, and an absent key cannot be tested: the object as a whole is.
+		ops = append(ops, test("/metadata/resourceVersion", s.md.ResourceVersion))
+		next.Seq = 1
+		if text, broken := s.md.Annotations[v1alpha1.LedgerAnnotation]; broken {
+			ops = append(ops, test(annotationPath(v1alpha1.LedgerAnnotation), text))
+		}
+		if s.md.Annotations == nil {
+			ops = append(ops, put("/metadata/annotations", map[string]string{}))
+		}
+	} else {
+		ops = append(ops, test(annotationPath(v1alpha1.LedgerAnnotation), s.md.Annotations[v1alpha1.LedgerAnnotation]))
+		next.Seq = s.ledger.Seq + 1
+	}
+	ops = append(ops, test("/spec/replicas", s.group.Replicas))
+	if d.gaveBack(s.ledger) {
+		// Which MachineSet is charged depends on the template: no rollout may begin unseen.
+		ops = append(ops, test("/metadata/generation", s.md.Generation))
+	}
+	ops = append(ops, put(annotationPath(v1alpha1.LedgerAnnotation), next.encode()))
+	kind := "ledger"
+	if d.replicas != s.group.Replicas {
+		kind = "replicas"
+		ops = append(ops, operation{Op: "replace", Path: "/spec/replicas", Value: d.replicas})
+	}
+	switch d.pause {
+	case pauseSet:
+		ops = append(ops, put(annotationPath(clusterv1.PausedAnnotation), v1alpha1.PausedByAgent))
+	case pauseRemove:
+		if s.md.Annotations[clusterv1.PausedAnnotation] == v1alpha1.PausedByAgent {
+			ops = append(ops,
+				test(annotationPath(clusterv1.PausedAnnotation), v1alpha1.PausedByAgent),
+				operation{Op: "remove", Path: annotationPath(clusterv1.PausedAnnotation)})
+		}
+	case pauseKeep:
+	}
+	patch, err := json.Marshal(ops)
+	if err != nil {
+		return fmt.Errorf("encoding the ledger's patch: %w", err)
+	}
+	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: s.md.Namespace, Name: s.md.Name}}
+	err = e.Client.Patch(ctx, md, client.RawPatch(types.JSONPatchType, patch), fieldOwner)
+	countWrite(kind, err)
+	switch {
+	case err == nil:
+		log.FromContext(ctx).V(1).Info("wrote the ledger", "machineDeployment", s.md.Name, "replicas", d.replicas, "was", s.group.Replicas,
+			"seq", next.Seq, "pending", len(next.Pending), "releasing", len(next.Releasing), "floor", next.Floor)
+		return nil
+	case apierrors.IsInvalid(err), apierrors.IsConflict(err), apierrors.IsNotFound(err):
+		// A failed test is reported as Invalid, like a refusal by a webhook; both lead to a new reading, and a refusal that
+		// stays ends the run with its text.
+		return fmt.Errorf("writing the ledger: %w: %w", ErrConflict, err)
+	default:
+		return fmt.Errorf("writing the ledger: %w", err)
+	}
+}
+
+// gaveBack reports whether the decision lowers replicas for Machines that are gone.
+func (d *decision) gaveBack(before *Ledger) bool {
+	if before == nil {
+		return false
+	}
+	for uid, r := range d.ledger.Releasing {
+		if r.GivenBack && !before.Releasing[uid].GivenBack {
+			return true
+		}
+	}
+	return false
+}
+
+// perform does the actions, several at once, and reports whether any of them changed something. A write that lost a race
+// against another writer is left to the next step.
+func (e *Engine) perform(ctx context.Context, s *snapshot, actions []action) (bool, error) {
+	var progress atomic.Bool
+	work, ctx := errgroup.WithContext(ctx)
+	work.SetLimit(parallelWrites)
+	for _, a := range actions {
+		work.Go(func() error {
+			err := e.do(ctx, a)
+			countAction(a.kind, err)
+			switch {
+			case err == nil:
+				progress.Store(true)
+				return nil
+			case apierrors.IsConflict(err), apierrors.IsNotFound(err), apierrors.IsInvalid(err):
+				log.FromContext(ctx).V(1).Info("lost a race; the next step looks again", "action", a.kind, "cause", err.Error())
+				return nil
+			default:
+				return fmt.Errorf("%s on node group %s: %w", a.kind, s.md.Name, err)
+			}
+		})
+	}
+	err := work.Wait()
+	return progress.Load(), err
+}
+
+func (e *Engine) do(ctx context.Context, a action) error {
+	switch a.kind {
+	case markEntered:
+		c := a.claim.DeepCopy()
+		c.Status.Phase = v1alpha1.PhasePending
+		e.note(c, a.event)
+		return e.Client.Status().Update(ctx, c)
+	case bind:
+		return e.bind(ctx, a)
+	case label:
+		return e.label(ctx, a.claim, a.machine)
+	case unbind:
+		return e.unbind(ctx, a)
+	case end:
+		return e.endClaim(ctx, a.claim, a.event)
+	case noteMachine:
+		c := a.claim.DeepCopy()
+		c.Status.Machine.ProviderID = a.machine.Spec.ProviderID
+		c.Status.Machine.NodeName = a.machine.Status.NodeRef.Name
+		e.note(c, a.event)
+		return e.Client.Status().Update(ctx, c)
+	case forget:
+		return e.Client.Delete(ctx, a.claim, preconditions(a.claim.UID, a.claim.ResourceVersion))
+	case hold:
+		return e.hold(ctx, a)
+	case letGo:
+		m := a.machine.DeepCopy()
+		controllerutil.RemoveFinalizer(m, v1alpha1.ReleaseFinalizer)
+		return e.patchMachine(ctx, a.machine, m)
+	case lowerSet:
+		return e.lowerSet(ctx, a)
+	}
+	panic("unknown action " + a.kind)
+}
+
+// bind decides the race between binding and releasing by the claim's phase, and then labels the Machine.
+func (e *Engine) bind(ctx context.Context, a action) error {
+	c := a.claim.DeepCopy()
+	c.Status.Phase = v1alpha1.PhaseBound
+	c.Status.Machine = &v1alpha1.MachineReference{Name: a.machine.Name, UID: a.machine.UID, ProviderID: a.machine.Spec.ProviderID}
+	e.note(c, v1alpha1.Event{Reason: ReasonBound, Message: "bound to Machine " + a.machine.Name})
+	if err := e.Client.Status().Update(ctx, c); err != nil {
+		return err
+	}
+	return e.label(ctx, c, a.machine)
+}
+
+// label writes the lasting binding, on the Machine exactly as it was read.
+func (e *Engine) label(ctx context.Context, c *v1alpha1.MachineClaim, machine *clusterv1.Machine) error {
+	m := machine.DeepCopy()
+	metav1.SetMetaDataLabel(&m.ObjectMeta, v1alpha1.ClaimLabel, c.Spec.ClaimID)
+	metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.ClaimNameAnnotation, c.Spec.DisplayName)
+	metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.ClaimedAtAnnotation, e.Clock.Now().UTC().Format(time.RFC3339))
+	if err := e.patchMachine(ctx, machine, m); err != nil {
+		return err
+	}
+	observeBound(e.Clock, c)
+	e.event(c, ReasonBound, "Bind", "bound to Machine "+machine.Name)
+	return nil
+}
+
+// unbind takes the label off a Machine that the next claim may have.
+func (e *Engine) unbind(ctx context.Context, a action) error {
+	m := a.machine.DeepCopy()
+	delete(m.Labels, v1alpha1.ClaimLabel)
+	delete(m.Annotations, v1alpha1.ClaimNameAnnotation)
+	delete(m.Annotations, v1alpha1.ClaimedAtAnnotation)
+	return e.patchMachine(ctx, a.machine, m)
+}
+
+// hold marks the Machine, puts the finalizer on it and deletes it. Replicas stay: the slot is kept until the Machine is gone.
+func (e *Engine) hold(ctx context.Context, a action) error {
+	m := a.machine.DeepCopy()
+	controllerutil.AddFinalizer(m, v1alpha1.ReleaseFinalizer)
+	metav1.SetMetaDataAnnotation(&m.ObjectMeta, clusterv1.DeleteMachineAnnotation, v1alpha1.Group)
+	if a.release.Drained {
+		metav1.SetMetaDataAnnotation(&m.ObjectMeta, clusterv1.ExcludeNodeDrainingAnnotation, v1alpha1.Group)
+		metav1.SetMetaDataAnnotation(&m.ObjectMeta, clusterv1.ExcludeWaitForNodeVolumeDetachAnnotation, v1alpha1.Group)
+	}
+	if err := e.patchMachine(ctx, a.machine, m); err != nil {
+		return err
+	}
+	return e.Client.Delete(ctx, m, preconditions(m.UID, ""))
+}
+
+// lowerSet lowers a MachineSet and notes, in the same write, for which Machines.
+func (e *Engine) lowerSet(ctx context.Context, a action) error {
+	set := a.set.DeepCopy()
+	replicas := max(0, replicasOf(set)-int32(len(a.uids)))
+	set.Spec.Replicas = &replicas
+	uids := slices.Concat(releasedFrom(set), a.uids)
+	if extra := len(uids) - releasedKept; extra > 0 && extra <= len(uids)-len(a.uids) {
+		uids = uids[extra:]
+	}
+	metav1.SetMetaDataAnnotation(&set.ObjectMeta, v1alpha1.ReleasedAnnotation, joinUIDs(uids))
+	return e.Client.Patch(ctx, set, client.MergeFromWithOptions(a.set, client.MergeFromWithOptimisticLock{}), fieldOwner)
+}
+
+// patchMachine writes the difference, if the Machine is still as it was read.
+func (e *Engine) patchMachine(ctx context.Context, before, after *clusterv1.Machine) error {
+	return e.Client.Patch(ctx, after, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), fieldOwner)
+}
+
+// endClaim moves the claim to Ended, if it is still as it was read.
+func (e *Engine) endClaim(ctx context.Context, claim *v1alpha1.MachineClaim, why v1alpha1.Event) error {
+	c := claim.DeepCopy()
+	c.Status.Phase = v1alpha1.PhaseEnded
+	now := metav1.NewTime(e.Clock.Now())
+	c.Status.EndedAt = &now
+	e.note(c, why)
+	if err := e.Client.Status().Update(ctx, c); err != nil {
+		return err
+	}
+	countEnded(why.Reason)
+	e.event(c, why.Reason, "End", why.Message)
+	log.FromContext(ctx).Info("claim ended", "claim", c.Spec.ClaimID, "name", c.Spec.DisplayName, "reason", why.Reason)
+	return nil
+}
+
+// note adds to the claim's history and makes it the present reason.
+func (e *Engine) note(c *v1alpha1.MachineClaim, event v1alpha1.Event) {
+	event.Time = metav1.NewTime(e.Clock.Now())
+	c.Status.Reason, c.Status.Message = event.Reason, event.Message
+	c.Status.History = append(c.Status.History, event)
+	if extra := len(c.Status.History) - historyLength; extra > 0 {
+		c.Status.History = c.Status.History[extra:]
+	}
+}
+
+func preconditions(uid types.UID, resourceVersion string) client.Preconditions {
+	p := client.Preconditions{UID: &uid}
+	if resourceVersion != "" {
+		p.ResourceVersion = &resourceVersion
+	}
+	return p
+}
