@@ -27,6 +27,9 @@ endef
 # $(call tool_version,<module folder>,<module>): the version of a module that a tools module pins.
 tool_version = $(shell sed -n 's|^\t*$(2) \(v[^ ]*\).*|\1|p' deploy/tools/$(1)/go.mod)
 
+# The Kubernetes minor version that helm assumes where it has no cluster to ask: that of its client-go.
+helm_kubernetes_minor := $(word 2,$(subst ., ,$(call tool_version,helm,k8s.io/client-go)))
+
 $(eval $(call tool,$(BUF),buf,github.com/bufbuild/buf/cmd/buf))
 $(eval $(call tool,$(CONTROLLER_GEN),controller-gen,sigs.k8s.io/controller-tools/cmd/controller-gen))
 $(eval $(call tool,$(GOLANGCI_LINT),golangci-lint,github.com/golangci/golangci-lint/v2/cmd/golangci-lint,\
@@ -35,7 +38,9 @@ $(eval $(call tool,$(GOTESTSUM),gotestsum,gotest.tools/gotestsum))
 $(eval $(call tool,$(GRPCURL),grpcurl,github.com/fullstorydev/grpcurl/cmd/grpcurl,\
 	-X main.version=$(call tool_version,grpcurl,github.com/fullstorydev/grpcurl)))
 $(eval $(call tool,$(HELM),helm,helm.sh/helm/v3/cmd/helm,\
-	-X helm.sh/helm/v3/internal/version.version=$(call tool_version,helm,helm.sh/helm/v3)))
+	-X helm.sh/helm/v3/internal/version.version=$(call tool_version,helm,helm.sh/helm/v3) \
+	$(foreach package,chartutil lint/rules,$(foreach part,Major=1 Minor=$(helm_kubernetes_minor),\
+		-X helm.sh/helm/v3/pkg/$(package).k8sVersion$(part)))))
 $(eval $(call tool,$(PRINT_PROTO),print-proto,.))
 $(eval $(call tool,$(PROTOC_GEN_GO),protoc-gen-go,google.golang.org/protobuf/cmd/protoc-gen-go))
 $(eval $(call tool,$(PROTOC_GEN_GRPC),protoc-gen-go,google.golang.org/grpc/cmd/protoc-gen-go-grpc))

@@ -1,0 +1,101 @@
+{{- define "capi-agent.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "capi-agent.fullname" -}}
+{{- if .Values.fullnameOverride }}
+{{- .Values.fullnameOverride | trunc 63 | trimSuffix "-" }}
+{{- else if contains (include "capi-agent.name" .) .Release.Name }}
+{{- .Release.Name | trunc 63 | trimSuffix "-" }}
+{{- else }}
+{{- printf "%s-%s" .Release.Name (include "capi-agent.name" .) | trunc 63 | trimSuffix "-" }}
+{{- end }}
+{{- end }}
+
+{{- define "capi-agent.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "capi-agent.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "capi-agent.labels" -}}
+{{ include "capi-agent.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: karpenter-capi
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "capi-agent.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create }}
+{{- default (include "capi-agent.fullname" .) .Values.serviceAccount.name }}
+{{- else }}
+{{- required "serviceAccount.name is required when serviceAccount.create is false" .Values.serviceAccount.name }}
+{{- end }}
+{{- end }}
+
+{{- define "capi-agent.image" -}}
+{{- if .Values.image.digest }}
+{{- printf "%s@%s" .Values.image.repository .Values.image.digest }}
+{{- else }}
+{{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) }}
+{{- end }}
+{{- end }}
+
+{{- define "capi-agent.tlsSecretName" -}}
+{{- default (printf "%s-tls" (include "capi-agent.fullname" .)) .Values.tls.secretName }}
+{{- end }}
+
+{{- define "capi-agent.issuerRef" -}}
+{{- with .Values.tls.certManager.issuer -}}
+{{- if .create -}}
+name: {{ include "capi-agent.fullname" $ }}-ca
+kind: Issuer
+group: cert-manager.io
+{{- else -}}
+name: {{ required "tls.certManager.issuer.name is required when issuer.create is false" .name }}
+kind: {{ .kind }}
+group: {{ .group }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* The namespaces that the agent is confined to, as a JSON list; empty when it sees all. */}}
+{{- define "capi-agent.namespaces" -}}
+{{- $namespaces := .Values.namespaces }}
+{{- range .Values.clusters }}
+{{- $namespaces = append $namespaces (splitList "/" . | first) }}
+{{- end }}
+{{- $namespaces | uniq | sortAlpha | toJson }}
+{{- end }}
+
+{{/* What the agent may do where its Clusters are. */}}
+{{- define "capi-agent.rules" -}}
+- apiGroups: [cluster.x-k8s.io]
+  resources: [clusters]
+  verbs: [get, list, watch]
+- apiGroups: [cluster.x-k8s.io]
+  resources: [machinedeployments, machinesets]
+  verbs: [get, list, watch, patch]
+- apiGroups: [cluster.x-k8s.io]
+  resources: [machines]
+  verbs: [get, list, watch, patch, delete]
+- apiGroups: [agent.karpenter.cluster.x-k8s.io]
+  resources: [machineclaims]
+  verbs: [get, list, watch, create, update, patch, delete]
+- apiGroups: [agent.karpenter.cluster.x-k8s.io]
+  resources: [machineclaims/status]
+  verbs: [update, patch]
+{{- with .Values.rbac }}
+{{- if .infrastructureGroups }}
+- apiGroups: {{ toJson .infrastructureGroups }}
+  resources: {{ toJson .infrastructureResources }}
+  verbs: [get, list, watch]
+{{- end }}
+{{- end }}
+- apiGroups: ["", events.k8s.io]
+  resources: [events]
+  verbs: [create, patch]
+{{- end }}
