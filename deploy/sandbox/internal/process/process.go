@@ -1,0 +1,294 @@
+// Package process runs programs as a kubelet runs containers: their output goes to a file, they are probed for
+// readiness, and they are started again when they die, with a growing delay.
+//
+// No program outlives this process, however that ends: on Linux the kernel kills each with its parent.
+package process
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"sync"
+	"syscall"
+	"time"
+)
+
+const (
+	// shortestBackoff and longestBackoff bound the wait before a program that has died is started again.
+	shortestBackoff = 500 * time.Millisecond
+	longestBackoff  = 10 * time.Second
+	// healthyAfter is how long a program must have run for its next death to count as its first.
+	healthyAfter = 20 * time.Second
+	// hopelessAfter is how many times a program may die before it is first ready.
+	hopelessAfter = 3
+	// probeInterval is how often a program that is not ready is probed, probeIntervalReady one that is.
+	probeInterval      = 100 * time.Millisecond
+	probeIntervalReady = 2 * time.Second
+	probeTimeout       = 3 * time.Second
+)
+
+// ErrHopeless says that a program dies again and again before it is ready.
+var ErrHopeless = errors.New("does not stay up")
+
+// Spec describes a program.
+type Spec struct {
+	// Name identifies the program among its fellows.
+	Name string
+	// Path of the executable; Args follow it.
+	Path string
+	Args []string
+	// Env is the whole environment.
+	Env []string
+	// Dir is the working directory.
+	Dir string
+	// Log is the file that output is appended to.
+	Log string
+	// Grace is how long the program has between being asked and being forced to end.
+	Grace time.Duration
+	// Ready reports nil once the program does its job. It is asked again for as long as the program runs.
+	Ready func(context.Context) error
+	// Changed is called after each change of [Process.Status], from several goroutines. It must not block.
+	Changed func()
+}
+
+// Status is what is known of a program at one moment.
+type Status struct {
+	Name string `json:"name"`
+	// PID is 0 while the program is not running.
+	PID int `json:"pid,omitempty"`
+	// Ready is whether the last probe succeeded.
+	Ready bool `json:"ready"`
+	// Restarts counts the starts after the first that nobody asked for.
+	Restarts int `json:"restarts"`
+	// StartedAt is when the running program was started.
+	StartedAt time.Time `json:"startedAt,omitzero"`
+	// LastExit is how the program ended last; empty if it never has.
+	LastExit string `json:"lastExit,omitempty"`
+	// Log is the file that output goes to.
+	Log string `json:"log"`
+}
+
+// Process is a supervised program. Its methods are safe for concurrent use.
+type Process struct {
+	spec Spec
+
+	// control serialises Start and Stop.
+	control sync.Mutex
+	cancel  context.CancelFunc
+	ended   chan struct{} // closed when the supervision that cancel stops has ended
+
+	mu      sync.Mutex
+	status  Status
+	deaths  int // since it was last ready or started on request
+	running *os.Process
+	changed chan struct{} // closed and replaced at each change
+}
+
+// New returns a program that is not started.
+func New(spec Spec) *Process {
+	return &Process{spec: spec, status: Status{Name: spec.Name, Log: spec.Log}, changed: make(chan struct{})}
+}
+
+// Start runs the program and keeps it running until [Process.Stop]. It returns once the program has been started for the first
+// time, and does nothing if it is already supervised.
+func (p *Process) Start() error {
+	p.control.Lock()
+	defer p.control.Unlock()
+	if p.ended != nil {
+		return nil
+	}
+	if err := os.MkdirAll(filepath.Dir(p.spec.Log), 0o750); err != nil {
+		return err
+	}
+	p.update(func() { p.deaths = 0 })
+	cmd, err := p.spawn()
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan struct{})
+	p.cancel, p.ended = cancel, ended
+	go func() {
+		defer close(ended)
+		p.supervise(ctx, cmd)
+	}()
+	return nil
+}
+
+// Stop asks the program to end, forces it after its grace period, and returns when it is gone. A program that is not
+// supervised is fine.
+func (p *Process) Stop() {
+	p.control.Lock()
+	defer p.control.Unlock()
+	if p.ended == nil {
+		return
+	}
+	p.cancel()
+	<-p.ended
+	p.cancel, p.ended = nil, nil
+}
+
+// Kill ends the program at once, as kill -9 does. It is started again, unless it is not supervised.
+func (p *Process) Kill() error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.running == nil {
+		return fmt.Errorf("%s is not running", p.spec.Name)
+	}
+	return p.running.Signal(syscall.SIGKILL)
+}
+
+// Status returns what is known of the program now.
+func (p *Process) Status() Status {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.status
+}
+
+// WaitReady waits until the program is ready. It fails with [ErrHopeless] if the program keeps dying instead.
+func (p *Process) WaitReady(ctx context.Context) error {
+	for {
+		p.mu.Lock()
+		status, deaths, changed := p.status, p.deaths, p.changed
+		p.mu.Unlock()
+		switch {
+		case status.Ready:
+			return nil
+		case deaths >= hopelessAfter:
+			return fmt.Errorf("%s %w: %s; see %s", p.spec.Name, ErrHopeless, status.LastExit, p.spec.Log)
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return fmt.Errorf("%s is not ready: %w; see %s", p.spec.Name, ctx.Err(), p.spec.Log)
+		}
+	}
+}
+
+// update changes the status and tells whoever waits.
+func (p *Process) update(change func()) {
+	p.mu.Lock()
+	before := p.status
+	change()
+	if different := p.status != before; different {
+		close(p.changed)
+		p.changed = make(chan struct{})
+	}
+	p.mu.Unlock()
+	if p.spec.Changed != nil {
+		p.spec.Changed()
+	}
+}
+
+func (p *Process) spawn() (*exec.Cmd, error) {
+	log, err := os.OpenFile(p.spec.Log, os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	defer log.Close() // the program has its own descriptor
+	cmd := exec.Command(p.spec.Path, p.spec.Args...)
+	cmd.Env, cmd.Dir, cmd.Stdout, cmd.Stderr = p.spec.Env, p.spec.Dir, log, log
+	if err := startChild(cmd); err != nil {
+		return nil, fmt.Errorf("starting %s: %w", p.spec.Name, err)
+	}
+	p.update(func() {
+		p.running = cmd.Process
+		p.status.PID, p.status.StartedAt = cmd.Process.Pid, time.Now()
+	})
+	return cmd, nil
+}
+
+// supervise keeps the program running until the context ends.
+func (p *Process) supervise(ctx context.Context, cmd *exec.Cmd) {
+	backoff := shortestBackoff
+	for {
+		if cmd != nil {
+			started := time.Now()
+			p.runOnce(ctx, cmd)
+			if time.Since(started) > healthyAfter {
+				backoff = shortestBackoff
+			}
+		}
+		if ctx.Err() != nil {
+			return
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(backoff):
+		}
+		backoff = min(2*backoff, longestBackoff)
+		var err error
+		if cmd, err = p.spawn(); err != nil {
+			p.update(func() { p.deaths++; p.status.LastExit = err.Error() })
+			continue
+		}
+		p.update(func() { p.status.Restarts++ })
+	}
+}
+
+// runOnce waits for the program to end, and sees to it when the context ends. It probes it meanwhile.
+func (p *Process) runOnce(ctx context.Context, cmd *exec.Cmd) {
+	probing, stopProbing := context.WithCancel(ctx)
+	probed := make(chan struct{})
+	go func() {
+		defer close(probed)
+		p.probe(probing)
+	}()
+	exited := make(chan struct{})
+	go func() {
+		defer close(exited)
+		_ = cmd.Wait()
+	}()
+
+	select {
+	case <-exited:
+	case <-ctx.Done():
+		_ = cmd.Process.Signal(syscall.SIGTERM)
+		select {
+		case <-exited:
+		case <-time.After(p.spec.Grace):
+			_ = cmd.Process.Kill()
+			<-exited
+		}
+	}
+	stopProbing()
+	<-probed
+	p.update(func() {
+		p.running = nil
+		p.deaths++
+		p.status.PID, p.status.Ready, p.status.StartedAt = 0, false, time.Time{}
+		p.status.LastExit = cmd.ProcessState.String()
+	})
+}
+
+func (p *Process) probe(ctx context.Context) {
+	for {
+		attempt, cancel := context.WithTimeout(ctx, probeTimeout)
+		err := p.spec.Ready(attempt)
+		cancel()
+		if ctx.Err() != nil {
+			return
+		}
+		interval := probeInterval
+		if err == nil {
+			interval = probeIntervalReady
+		}
+		if p.Status().Ready != (err == nil) {
+			p.update(func() {
+				p.status.Ready = err == nil
+				if err == nil {
+					p.deaths = 0
+				}
+			})
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(interval):
+		}
+	}
+}

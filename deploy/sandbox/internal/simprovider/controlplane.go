@@ -1,0 +1,68 @@
+package simprovider
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/samber/lo"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/ptr"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
+)
+
+// controlPlanePoll is how often a control plane that does not answer yet is asked again.
+const controlPlanePoll = time.Second
+
+// controlPlaneReconciler reports on control planes that somebody else runs.
+type controlPlaneReconciler struct {
+	hub       client.Client
+	workloads *workloads
+}
+
+func (r *controlPlaneReconciler) setup(mgr ctrl.Manager) error {
+	return ctrl.NewControllerManagedBy(mgr).For(&simv1.SimControlPlane{}).Complete(r)
+}
+
+// Reconcile declares the control plane initialized once its API server has answered with its version. It never takes
+// that back, as the contract demands.
+func (r *controlPlaneReconciler) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
+	cp := &simv1.SimControlPlane{}
+	if err := r.hub.Get(ctx, req.NamespacedName, cp); err != nil {
+		return reconcile.Result{}, client.IgnoreNotFound(err)
+	}
+	if cp.DeletionTimestamp != nil {
+		return reconcile.Result{}, nil
+	}
+	cluster, owned := lo.Find(cp.OwnerReferences, func(o metav1.OwnerReference) bool { return o.Kind == "Cluster" })
+	if !owned {
+		return reconcile.Result{}, nil // The Cluster controller's write of the owner reference brings us back.
+	}
+
+	patch := client.MergeFrom(cp.DeepCopy())
+	cp.Status.ExternalManagedControlPlane = ptr.To(true)
+	version, err := r.workloads.serverVersion(ctx, client.ObjectKey{Namespace: cp.Namespace, Name: cluster.Name})
+	condition := metav1.Condition{
+		Type: clusterv1.AvailableCondition, Status: metav1.ConditionTrue, Reason: clusterv1.AvailableReason,
+		ObservedGeneration: cp.Generation,
+	}
+	result := reconcile.Result{}
+	if err != nil {
+		condition.Status, condition.Reason, condition.Message = metav1.ConditionFalse, clusterv1.NotAvailableReason, err.Error()
+		result.RequeueAfter = controlPlanePoll
+	} else {
+		cp.Status.Version = version
+		cp.Status.Initialization.ControlPlaneInitialized = ptr.To(true)
+	}
+	meta.SetStatusCondition(&cp.Status.Conditions, condition)
+	if err := r.hub.Status().Patch(ctx, cp, patch); err != nil {
+		return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("writing the status: %w", err))
+	}
+	return result, nil
+}

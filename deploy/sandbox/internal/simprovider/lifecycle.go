@@ -1,0 +1,63 @@
+package simprovider
+
+import (
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
+)
+
+// action is what the provider does next to an instance.
+type action int
+
+const (
+	// actionNone: nothing until the spec changes or, where a wait is given, until it has passed.
+	actionNone action = iota
+	// actionOrder: record that the boot begins now.
+	actionOrder
+	// actionProvision: the instance exists from now on; publish its providerID.
+	actionProvision
+	// actionJoin: register the Node.
+	actionJoin
+	// actionStop: silence the kubelet.
+	actionStop
+	// actionRelease: the instance is gone; drop the finalizer.
+	actionRelease
+)
+
+// lifecycle says what happens next to an instance at the time now, and, where that is [actionNone], how long until
+// something does (0: not by itself). The Machine and its bootstrap data are known to be there, unless it is being deleted.
+func lifecycle(m *simv1.SimMachine, now time.Time) (action, time.Duration) {
+	spec, status := &m.Spec, &m.Status
+	if m.DeletionTimestamp != nil {
+		switch {
+		case status.StoppedAt == nil:
+			return actionStop, 0
+		case spec.StuckAt == simv1.StageTermination:
+			return actionNone, 0
+		default:
+			return after(status.StoppedAt, spec.TerminationDelay, now, actionRelease)
+		}
+	}
+	switch {
+	case status.BootedAt == nil && (spec.Failure != nil || spec.StuckAt == simv1.StageBoot):
+		return actionNone, 0
+	case status.BootStartedAt == nil:
+		return actionOrder, 0
+	case status.BootedAt == nil:
+		return after(status.BootStartedAt, spec.BootDelay, now, actionProvision)
+	case status.JoinedAt != nil || spec.StuckAt == simv1.StageJoin:
+		return actionNone, 0
+	default:
+		return after(status.BootedAt, spec.JoinDelay, now, actionJoin)
+	}
+}
+
+// after gives the action if the delay has passed since the given time, else how much of it is left.
+func after(since *metav1.MicroTime, delay metav1.Duration, now time.Time, then action) (action, time.Duration) {
+	if left := since.Add(delay.Duration).Sub(now); left > 0 {
+		return actionNone, left
+	}
+	return then, 0
+}

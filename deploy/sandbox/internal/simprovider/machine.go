@@ -1,0 +1,320 @@
+package simprovider
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/clock"
+	"k8s.io/utils/ptr"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
+)
+
+const (
+	// bootstrapPoll is how often the bootstrap Secret is looked for: the provider watches no Secrets.
+	bootstrapPoll = time.Second
+	// silencePatience bounds how long a stopping instance waits for its workload cluster to hear of it. A machine that
+	// loses its power does not wait either.
+	silencePatience = 20 * time.Second
+)
+
+// machineReconciler moves simulated instances through their life.
+type machineReconciler struct {
+	hub       client.Client
+	workloads *workloads
+	clock     clock.Clock
+}
+
+func (r *machineReconciler) setup(mgr ctrl.Manager) error {
+	return ctrl.NewControllerManagedBy(mgr).
+		For(&simv1.SimMachine{}).
+		// The owner reference, the bootstrap data's name and the pausing of a Cluster all show up on these two.
+		Watches(&clusterv1.Machine{}, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
+			ref := o.(*clusterv1.Machine).Spec.InfrastructureRef
+			if ref.APIGroup != simv1.GroupVersion.Group || ref.Kind != "SimMachine" {
+				return nil
+			}
+			return []reconcile.Request{{NamespacedName: types.NamespacedName{Namespace: o.GetNamespace(), Name: ref.Name}}}
+		})).
+		Watches(&clusterv1.Cluster{}, handler.EnqueueRequestsFromMapFunc(r.machinesOf)).
+		WithOptions(controller.Options{MaxConcurrentReconciles: 20}).
+		Complete(r)
+}
+
+// machinesOf lists the instances of a Cluster.
+func (r *machineReconciler) machinesOf(ctx context.Context, cluster client.Object) []reconcile.Request {
+	machines := &simv1.SimMachineList{}
+	if err := r.hub.List(ctx, machines, client.InNamespace(cluster.GetNamespace()),
+		client.MatchingLabels{clusterv1.ClusterNameLabel: cluster.GetName()}); err != nil {
+		log.FromContext(ctx).Error(err, "listing the instances of a Cluster")
+		return nil
+	}
+	return lo.Map(machines.Items, func(m simv1.SimMachine, _ int) reconcile.Request {
+		return reconcile.Request{NamespacedName: client.ObjectKeyFromObject(&m)}
+	})
+}
+
+// Reconcile takes the instance's next step, if it is time for one.
+func (r *machineReconciler) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
+	m := &simv1.SimMachine{}
+	if err := r.hub.Get(ctx, req.NamespacedName, m); err != nil {
+		return reconcile.Result{}, client.IgnoreNotFound(err)
+	}
+	stored := m.DeepCopy()
+	result, err := r.reconcile(ctx, m)
+	if apierrors.IsNotFound(err) && m.DeletionTimestamp != nil {
+		return reconcile.Result{}, nil
+	}
+	if conflict := new(conflictError); errors.As(err, conflict) || apierrors.IsConflict(err) {
+		return reconcile.Result{RequeueAfter: 50 * time.Millisecond}, nil
+	}
+	if controllerutil.ContainsFinalizer(stored, simv1.MachineFinalizer) && !controllerutil.ContainsFinalizer(m, simv1.MachineFinalizer) {
+		return result, err // gone: there is no status to write
+	}
+	base := m.DeepCopy()
+	base.Status = stored.Status
+	patch := client.MergeFrom(base)
+	if patchErr := r.hub.Status().Patch(ctx, m, patch); client.IgnoreNotFound(patchErr) != nil {
+		err = errors.Join(err, fmt.Errorf("writing the status: %w", patchErr))
+	}
+	return result, err
+}
+
+// conflictError says that somebody else has written the object in between.
+type conflictError struct{ error }
+
+func (r *machineReconciler) reconcile(ctx context.Context, m *simv1.SimMachine) (reconcile.Result, error) {
+	now := r.clock.Now()
+	machine, cluster, err := r.owners(ctx, m)
+	if err != nil {
+		return reconcile.Result{}, err
+	}
+	if isPaused(cluster, m) {
+		r.notReady(m, simv1.ReasonPaused, "the Cluster or this object is paused")
+		return reconcile.Result{}, nil
+	}
+
+	if m.DeletionTimestamp == nil {
+		if machine == nil || cluster == nil {
+			r.notReady(m, simv1.ReasonWaitingForMachine, "waiting for the owner reference to a Machine of a Cluster")
+			return reconcile.Result{}, nil
+		}
+		if !controllerutil.ContainsFinalizer(m, simv1.MachineFinalizer) {
+			if err := r.patchObject(ctx, m, func() { controllerutil.AddFinalizer(m, simv1.MachineFinalizer) }); err != nil {
+				return reconcile.Result{}, fmt.Errorf("adding the finalizer: %w", err)
+			}
+		}
+		if m.Status.BootedAt == nil {
+			ready, err := r.bootstrapDataReady(ctx, machine)
+			if err != nil {
+				return reconcile.Result{}, err
+			}
+			if !ready {
+				r.notReady(m, simv1.ReasonWaitingForBootstrapData, "waiting for the bootstrap data Secret")
+				return reconcile.Result{RequeueAfter: bootstrapPoll}, nil
+			}
+		}
+	}
+
+	for {
+		next, wait := lifecycle(m, now)
+		r.report(m)
+		if next == actionNone {
+			return reconcile.Result{RequeueAfter: wait}, nil
+		}
+		if done, err := r.act(ctx, m, machine, cluster, next, now); done || err != nil {
+			return reconcile.Result{}, err
+		}
+	}
+}
+
+// act takes one step and records it in m. Done means that m is no more.
+func (r *machineReconciler) act(
+	ctx context.Context, m *simv1.SimMachine, machine *clusterv1.Machine, cluster *clusterv1.Cluster, next action, now time.Time,
+) (done bool, err error) {
+	at := ptr.To(metav1.NewMicroTime(now))
+	switch next {
+	case actionOrder:
+		m.Status.BootStartedAt = at
+
+	case actionProvision:
+		id := fmt.Sprintf("sim://%s/%s", machine.Spec.ClusterName, machine.Name)
+		if err := r.patchObject(ctx, m, func() { m.Spec.ProviderID = id }); err != nil {
+			return false, fmt.Errorf("writing the providerID: %w", err)
+		}
+		m.Status.BootedAt = at
+		m.Status.Initialization.Provisioned = ptr.To(true)
+		m.Status.FailureDomain = zone(m, machine)
+		m.Status.Addresses = []clusterv1.MachineAddress{
+			{Type: clusterv1.MachineInternalIP, Address: nodeAddress(machine.Name)},
+			{Type: clusterv1.MachineHostName, Address: machine.Name},
+		}
+		log.FromContext(ctx).Info("instance exists", "providerID", id)
+
+	case actionJoin:
+		workload, err := r.workloads.client(ctx, client.ObjectKeyFromObject(cluster))
+		if err != nil {
+			return false, err
+		}
+		version := machine.Spec.Version
+		if version == "" {
+			if version, err = r.workloads.serverVersion(ctx, client.ObjectKeyFromObject(cluster)); err != nil {
+				return false, err
+			}
+		}
+		node := newNode(m, machine.Name, zone(m, machine))
+		if err := registerNode(ctx, workload, node, nodeStatus(m, machine.Name, version, now)); err != nil {
+			return false, err
+		}
+		m.Status.JoinedAt = at
+		log.FromContext(ctx).Info("node joined", "node", node.Name)
+
+	case actionStop:
+		if m.Status.JoinedAt != nil && cluster != nil {
+			if err := r.silence(ctx, m, client.ObjectKeyFromObject(cluster), now); err != nil {
+				if now.Sub(m.DeletionTimestamp.Time) < silencePatience {
+					return false, err
+				}
+				log.FromContext(ctx).Error(err, "stopping although the workload cluster does not answer")
+			}
+		}
+		m.Status.StoppedAt = at
+		log.FromContext(ctx).Info("instance stops")
+
+	case actionRelease:
+		if err := r.patchObject(ctx, m, func() { controllerutil.RemoveFinalizer(m, simv1.MachineFinalizer) }); err != nil {
+			return false, fmt.Errorf("removing the finalizer: %w", err)
+		}
+		log.FromContext(ctx).Info("instance is gone")
+		return true, nil
+
+	case actionNone:
+	}
+	return false, nil
+}
+
+func (r *machineReconciler) silence(ctx context.Context, m *simv1.SimMachine, cluster client.ObjectKey, now time.Time) error {
+	workload, err := r.workloads.client(ctx, cluster)
+	if err != nil {
+		return client.IgnoreNotFound(err)
+	}
+	if len(m.Status.Addresses) == 0 {
+		return nil
+	}
+	// The Node is named for the Machine, as the instance's host name says also when the Machine is gone.
+	host, _ := lo.Find(m.Status.Addresses, func(a clusterv1.MachineAddress) bool { return a.Type == clusterv1.MachineHostName })
+	return silenceNode(ctx, workload, host.Address, now)
+}
+
+// owners finds the Machine and the Cluster the instance belongs to; each is nil where it is not (or no longer) there.
+func (r *machineReconciler) owners(ctx context.Context, m *simv1.SimMachine) (*clusterv1.Machine, *clusterv1.Cluster, error) {
+	var machine *clusterv1.Machine
+	owner, found := lo.Find(m.OwnerReferences, func(o metav1.OwnerReference) bool {
+		return o.Kind == "Machine" && o.Controller != nil && *o.Controller
+	})
+	if found {
+		machine = &clusterv1.Machine{}
+		if err := r.hub.Get(ctx, client.ObjectKey{Namespace: m.Namespace, Name: owner.Name}, machine); err != nil {
+			if !apierrors.IsNotFound(err) {
+				return nil, nil, fmt.Errorf("reading the Machine: %w", err)
+			}
+			machine = nil
+		}
+	}
+	name := m.Labels[clusterv1.ClusterNameLabel]
+	if machine != nil {
+		name = machine.Spec.ClusterName
+	}
+	if name == "" {
+		return machine, nil, nil
+	}
+	cluster := &clusterv1.Cluster{}
+	if err := r.hub.Get(ctx, client.ObjectKey{Namespace: m.Namespace, Name: name}, cluster); err != nil {
+		if !apierrors.IsNotFound(err) {
+			return nil, nil, fmt.Errorf("reading the Cluster: %w", err)
+		}
+		cluster = nil
+	}
+	return machine, cluster, nil
+}
+
+func (r *machineReconciler) bootstrapDataReady(ctx context.Context, machine *clusterv1.Machine) (bool, error) {
+	if machine.Spec.Bootstrap.DataSecretName == nil {
+		return false, nil
+	}
+	key := client.ObjectKey{Namespace: machine.Namespace, Name: *machine.Spec.Bootstrap.DataSecretName}
+	if err := r.hub.Get(ctx, key, &corev1.Secret{}); err != nil {
+		if apierrors.IsNotFound(err) {
+			return false, nil
+		}
+		return false, fmt.Errorf("reading the bootstrap data: %w", err)
+	}
+	return true, nil
+}
+
+// patchObject writes what change does to metadata and spec, and keeps the status that m has in memory. It fails with a
+// conflict if the object has changed since it was read.
+func (r *machineReconciler) patchObject(ctx context.Context, m *simv1.SimMachine, change func()) error {
+	base := m.DeepCopy()
+	status := m.Status.DeepCopy()
+	change()
+	err := r.hub.Patch(ctx, m, client.MergeFromWithOptions(base, client.MergeFromWithOptimisticLock{}))
+	m.Status = *status
+	if apierrors.IsConflict(err) {
+		return conflictError{err}
+	}
+	return err
+}
+
+// report sets the Ready condition from what the status says.
+func (r *machineReconciler) report(m *simv1.SimMachine) {
+	switch {
+	case m.DeletionTimestamp != nil:
+		r.notReady(m, simv1.ReasonTerminating, "the instance is being terminated")
+	case m.Status.BootedAt != nil:
+		r.ready(m, metav1.ConditionTrue, simv1.ReasonRunning, "the instance is running")
+	case m.Spec.Failure != nil:
+		r.notReady(m, m.Spec.Failure.Reason, m.Spec.Failure.Message)
+	default:
+		r.notReady(m, simv1.ReasonBooting, "the instance is booting")
+	}
+}
+
+func (r *machineReconciler) notReady(m *simv1.SimMachine, reason, message string) {
+	r.ready(m, metav1.ConditionFalse, reason, message)
+}
+
+func (r *machineReconciler) ready(m *simv1.SimMachine, status metav1.ConditionStatus, reason, message string) {
+	meta.SetStatusCondition(&m.Status.Conditions, metav1.Condition{
+		Type: clusterv1.ReadyCondition, Status: status, Reason: reason, Message: message,
+		ObservedGeneration: m.Generation, LastTransitionTime: metav1.NewTime(r.clock.Now()),
+	})
+}
+
+// zone is where the instance runs: where its Machine was asked to be, else where its spec says.
+func zone(m *simv1.SimMachine, machine *clusterv1.Machine) string {
+	return lo.CoalesceOrEmpty(machine.Spec.FailureDomain, m.Spec.Zone)
+}
+
+func isPaused(cluster *clusterv1.Cluster, o client.Object) bool {
+	if _, ok := o.GetAnnotations()[clusterv1.PausedAnnotation]; ok {
+		return true
+	}
+	return cluster != nil && ptr.Deref(cluster.Spec.Paused, false)
+}

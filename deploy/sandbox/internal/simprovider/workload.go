@@ -1,0 +1,80 @@
+package simprovider
+
+import (
+	"context"
+	"fmt"
+	"sync"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/client-go/discovery"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+)
+
+// workloads hands out clients to workload clusters, made from the kubeconfig Secrets that Cluster API uses as well. Safe
+// for concurrent use.
+type workloads struct {
+	hub client.Reader
+
+	mu      sync.Mutex
+	configs map[client.ObjectKey]workload
+}
+
+// workload is a cluster's connection, for as long as the Secret it was made from is unchanged.
+type workload struct {
+	version string
+	config  *rest.Config
+	client  client.Client
+}
+
+func newWorkloads(hub client.Reader) *workloads {
+	return &workloads{hub: hub, configs: map[client.ObjectKey]workload{}}
+}
+
+// client returns an uncached client to the cluster. The error is NotFound if the cluster has no kubeconfig Secret.
+func (w *workloads) client(ctx context.Context, cluster client.ObjectKey) (client.Client, error) {
+	connection, err := w.connection(ctx, cluster)
+	return connection.client, err
+}
+
+// serverVersion returns what the cluster's API server says it is, such as v1.36.3.
+func (w *workloads) serverVersion(ctx context.Context, cluster client.ObjectKey) (string, error) {
+	connection, err := w.connection(ctx, cluster)
+	if err != nil {
+		return "", err
+	}
+	d, err := discovery.NewDiscoveryClientForConfig(connection.config)
+	if err != nil {
+		return "", err
+	}
+	version, err := d.ServerVersion()
+	if err != nil {
+		return "", fmt.Errorf("asking cluster %s for its version: %w", cluster, err)
+	}
+	return version.GitVersion, nil
+}
+
+func (w *workloads) connection(ctx context.Context, cluster client.ObjectKey) (workload, error) {
+	secret := &corev1.Secret{}
+	if err := w.hub.Get(ctx, client.ObjectKey{Namespace: cluster.Namespace, Name: cluster.Name + "-kubeconfig"}, secret); err != nil {
+		return workload{}, fmt.Errorf("reading the kubeconfig of cluster %s: %w", cluster, err)
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if known, ok := w.configs[cluster]; ok && known.version == secret.ResourceVersion {
+		return known, nil
+	}
+	config, err := clientcmd.RESTConfigFromKubeConfig(secret.Data["value"])
+	if err != nil {
+		return workload{}, fmt.Errorf("parsing the kubeconfig of cluster %s: %w", cluster, err)
+	}
+	config.UserAgent = "sim-provider"
+	config.QPS, config.Burst = 100, 200
+	c, err := client.New(config, client.Options{})
+	if err != nil {
+		return workload{}, fmt.Errorf("connecting to cluster %s: %w", cluster, err)
+	}
+	w.configs[cluster] = workload{version: secret.ResourceVersion, config: config, client: c}
+	return w.configs[cluster], nil
+}
