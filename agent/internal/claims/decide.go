@@ -581,8 +581,8 @@ func (s *snapshot) coverShortage(d *decision, next *Ledger) {
 	}
 }
 
-// releaseSpare begins to remove Machines that nobody has wanted for the grace period: only where one MachineSet is active
-// and nothing rolls out, never while a claim waits, and never the floor's.
+// releaseSpare begins to remove Machines that nobody has wanted for the grace period: never during a rollout, whose surge
+// Machines would be taken for spares, never while a claim waits, and never the floor's.
 func (s *snapshot) releaseSpare(d *decision, next *Ledger, spare int32) int32 {
 	if spare <= 0 || next.unnamed() > 0 {
 		return spare
@@ -594,7 +594,7 @@ func (s *snapshot) releaseSpare(d *decision, next *Ledger, spare int32) int32 {
 		}
 		return spare
 	}
-	if len(s.activeSets()) > 1 || !s.observed(s.md.Generation) || s.group.Refusal != nil && s.group.Refusal.Reason == eligibility.Paused {
+	if s.rollingOut() || !s.observed(s.md.Generation) || s.group.Refusal != nil && s.group.Refusal.Reason == eligibility.Paused {
 		return spare
 	}
 	free := s.free(next)
@@ -610,9 +610,6 @@ func (s *snapshot) releaseSpare(d *decision, next *Ledger, spare int32) int32 {
 		return b.CreationTimestamp.Compare(a.CreationTimestamp.Time)
 	})
 	for _, m := range free[:surplus] {
-		if outdated(m) {
-			continue
-		}
 		next.Releasing[m.UID] = Release{Machine: m.Name, Claim: claimOf(m)}
 		spare--
 	}

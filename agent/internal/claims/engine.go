@@ -101,6 +101,8 @@ type ReleaseOptions struct {
 // Engine makes, binds and releases claims. It is safe for concurrent use, and several may run against one hub.
 type Engine struct {
 	Config
+	spawn    func(func()) // runs a group outside its caller; tests run it in place
+	parallel int          // writes that one step does at once
 
 	mu           sync.Mutex
 	groups       map[types.NamespacedName]*group
@@ -124,7 +126,10 @@ func New(c Config) *Engine {
 	if c.Coalesce == 0 {
 		c.Coalesce = time.Second
 	}
-	return &Engine{Config: c, groups: map[types.NamespacedName]*group{}, unregistered: map[string]time.Time{}}
+	return &Engine{
+		Config: c, spawn: func(run func()) { go run() }, parallel: parallelWrites,
+		groups: map[types.NamespacedName]*group{}, unregistered: map[string]time.Time{},
+	}
 }
 
 // Create makes the claim durable and returns it. The same id again returns the claim that there is. Errors:

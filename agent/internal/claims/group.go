@@ -81,19 +81,20 @@ func (g *group) enter(ctx context.Context, claimID string) (*eligibility.Refusal
 // kick starts a run, or makes sure that one starts when the present one ends.
 func (g *group) kick() {
 	g.mu.Lock()
-	defer g.mu.Unlock()
-	if g.kicked {
+	already := g.kicked
+	g.kicked = true
+	g.mu.Unlock()
+	if already {
 		return
 	}
-	g.kicked = true
-	go func() {
+	g.engine.spawn(func() {
 		// Not the caller's context: others' claims are in the same run.
 		ctx, cancel := context.WithTimeout(log.IntoContext(context.Background(), log.Log.WithName("claims").WithValues("nodeGroup", g.key)), stepTimeout)
 		defer cancel()
 		if _, err := g.run(ctx); err != nil {
 			log.FromContext(ctx).V(1).Info("node group not brought forward; it is tried again", "cause", err.Error())
 		}
-	}()
+	})
 }
 
 // run brings the group forward until there is nothing to do, and returns when to look again (zero for not).

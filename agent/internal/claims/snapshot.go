@@ -106,13 +106,22 @@ func (s *snapshot) observed(g int64) bool {
 	return s.md.Spec.Replicas != nil && sum == *s.md.Spec.Replicas
 }
 
-// settled reports whether nothing is under way in Cluster API: everything observed, one active MachineSet at most, as many
-// Machines as replicas and none of them being deleted.
-func (s *snapshot) settled() bool {
-	if !s.observed(s.md.Generation) || len(s.activeSets()) > 1 || len(s.machines) != int(s.group.Replicas) {
+// rollingOut reports whether Cluster API is replacing Machines by itself, which makes Machines beyond replicas and charges
+// replicas to MachineSets as it sees fit. Under OnDelete it never does.
+func (s *snapshot) rollingOut() bool {
+	if s.md.Spec.Rollout.Strategy.Type == clusterv1.OnDeleteMachineDeploymentStrategyType {
 		return false
 	}
-	return !slices.ContainsFunc(s.machines, func(m *clusterv1.Machine) bool { return !alive(m) || outdated(m) })
+	return len(s.activeSets()) > 1 || slices.ContainsFunc(s.machines, outdated)
+}
+
+// settled reports whether nothing is under way in Cluster API: everything observed, no rollout, as many Machines as replicas
+// and none of them being deleted.
+func (s *snapshot) settled() bool {
+	if !s.observed(s.md.Generation) || s.rollingOut() || len(s.machines) != int(s.group.Replicas) {
+		return false
+	}
+	return !slices.ContainsFunc(s.machines, func(m *clusterv1.Machine) bool { return !alive(m) })
 }
 
 func replicasOf(set *clusterv1.MachineSet) int32 {

@@ -128,7 +128,7 @@ func (d *decision) gaveBack(before *Ledger) bool {
 func (e *Engine) perform(ctx context.Context, s *snapshot, actions []action) (bool, error) {
 	var progress atomic.Bool
 	work, ctx := errgroup.WithContext(ctx)
-	work.SetLimit(parallelWrites)
+	work.SetLimit(e.parallel)
 	for _, a := range actions {
 		work.Go(func() error {
 			err := e.do(ctx, a)
