@@ -42,11 +42,12 @@ help: ## List the targets
 .PHONY: build
 build: $(addprefix $(BIN)/,$(notdir $(COMMANDS))) ## Build our own binaries into bin/
 
-# Go knows best whether one of our own binaries is up to date, so it is always asked.
+# Go knows best whether one of our own binaries is up to date, so it is always asked. Same flags as the linters' and none
+# that only a release needs (-trimpath), so that both use one build cache.
 define command
 $(BIN)/$(notdir $(1)): FORCE
 	@mkdir -p $$(@D); start=$$$$(date +%s); \
-	CGO_ENABLED=0 go build -trimpath -ldflags '$$(LDFLAGS)' -o $$@ ./$(1) && echo "built    $$@ in $$$$(( $$$$(date +%s) - start )) s"
+	CGO_ENABLED=0 go build -ldflags '$$(LDFLAGS)' -o $$@ ./$(1) && echo "built    $$@ in $$$$(( $$$$(date +%s) - start )) s"
 endef
 $(foreach c,$(COMMANDS),$(eval $(call command,$(c))))
 
@@ -119,7 +120,7 @@ lint-proto: $(BUF)
 .PHONY: lint-go
 lint-go: $(GOLANGCI_LINT)
 	@echo "lint: Go"
-	@$(GOLANGCI_LINT) run $(PACKAGES)
+	@CGO_ENABLED=0 $(GOLANGCI_LINT) run $(PACKAGES)
 
 .PHONY: lint-charts
 lint-charts: $(HELM)
@@ -127,6 +128,22 @@ lint-charts: $(HELM)
 
 ##@ Test
 
+# The end-to-end suites live in the module test; the others' tests need no more than etcd and kube-apiserver.
+UNIT_PACKAGES = $(filter-out ./test/...,$(PACKAGES))
+
 .PHONY: test
-test: verify $(SANDBOX_FOREIGN_BINARIES) ## Check and test everything, with the race detector
-	CGO_ENABLED=1 go test -race $(PACKAGES)
+test: verify test-unit ## Check and test everything: verify, then unit and integration tests
+
+.PHONY: test-unit
+test-unit: $(GOTESTSUM) $(BIN)/etcd $(BIN)/kube-apiserver ## Unit and integration tests of every module, with the race detector
+	@$(call go_test,$(UNIT_PACKAGES),)
+
+# $(call go_test,<packages>,<flags>): runs tests, showing each package as it ends, and closes with the numbers.
+define go_test
+echo "test: $(1)"; out=$$(mktemp); trap 'rm -f "$$out"' EXIT; start=$$(date +%s); result=PASS; \
+CGO_ENABLED=1 $(GOTESTSUM) --format pkgname --format-hide-empty-pkg --jsonfile "$$out" -- -race -timeout 20m $(2) $(1) || result=FAIL; \
+awk -v result=$$result -v seconds=$$(( $$(date +%s) - start )) \
+	'/"Test":/ && /"Action":"pass"/ {passed++} /"Test":/ && /"Action":"fail"/ {failed++} /"Test":/ && /"Action":"skip"/ {skipped++} \
+	END {printf "test: %s %d passed, %d failed, %d skipped, seconds=%d\n", result, passed, failed, skipped, seconds}' "$$out"; \
+test $$result = PASS
+endef
