@@ -1,0 +1,275 @@
+package fakeagent
+
+import (
+	"cmp"
+	"slices"
+	"time"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"google.golang.org/protobuf/types/known/timestamppb"
+)
+
+// maxHistory is how many events of a claim are remembered.
+const maxHistory = 32
+
+type claim struct {
+	cluster         clusterKey
+	id, holder      string
+	displayName     string
+	groupID         string
+	phase           agentv1alpha1.ClaimPhase
+	reason, message string
+	machine         *machine
+	lastSeen        *agentv1alpha1.Machine // machine as it was at the end
+	sequence        int64
+	createdAt       time.Time
+	releasedAt      time.Time
+	endedAt         time.Time
+	history         []*agentv1alpha1.ClaimEvent
+}
+
+func (c *claim) live() bool {
+	return c.phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING || c.phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND
+}
+
+func (c *claim) happened(now time.Time, reason, message string) {
+	c.history = append(c.history, &agentv1alpha1.ClaimEvent{Time: timestamppb.New(now), Reason: reason, Message: message})
+	if excess := len(c.history) - maxHistory; excess > 0 {
+		c.history = slices.Clone(c.history[excess:])
+	}
+}
+
+// Claim returns the claim as callers see it, or nil.
+func (a *Agent) Claim(cluster *agentv1alpha1.ClusterRef, claimID string) *agentv1alpha1.Claim {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	object, ok := a.claimFeed.get(keyOf(cluster), claimID)
+	if !ok {
+		return nil
+	}
+	return object
+}
+
+// Forget makes the agent forget a claim that has ended, as it does by itself after a long time. It does nothing to any other.
+func (a *Agent) Forget(cluster *agentv1alpha1.ClusterRef, claimID string) {
+	a.edit(func() {
+		c, ok := a.claims[keyOf(cluster)][claimID]
+		if ok && c.phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
+			delete(a.claims[c.cluster], claimID)
+			a.touchClaim(c)
+		}
+	})
+}
+
+// NodeReports returns what the last SyncClaims of the Cluster said about its Nodes. It must not be changed.
+func (a *Agent) NodeReports(cluster *agentv1alpha1.ClusterRef) []*agentv1alpha1.NodeReport {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.reports[keyOf(cluster)]
+}
+
+// choose returns the first candidate that has room, or the error that says why none has.
+func (a *Agent) choose(cluster clusterKey, candidates []string) (*group, error) {
+	now := a.now()
+	rejections := make([]agenterrors.Rejection, 0, len(candidates))
+	for _, id := range candidates {
+		g, ok := a.groups[id]
+		if !ok || g.cluster != cluster {
+			rejections = append(rejections, agenterrors.Rejection{
+				NodeGroup: id,
+				Reason:    agenterrors.ReasonNodeGroupNotFound,
+				Message:   "does not exist in this cluster or has not opted in",
+			})
+			continue
+		}
+		availability := g.availability(now)
+		if availability.GetAvailable() {
+			return g, nil
+		}
+		rejections = append(rejections, g.rejection(availability))
+	}
+	return nil, agenterrors.Rejected(now, rejections...)
+}
+
+// newClaim returns a claim on the group that is not made yet.
+func (a *Agent) newClaim(request *agentv1alpha1.CreateClaimRequest, g *group) *claim {
+	c := &claim{
+		cluster:     keyOf(request.GetCluster()),
+		id:          request.GetClaimId(),
+		holder:      request.GetHolder(),
+		displayName: request.GetDisplayName(),
+		groupID:     g.id,
+		phase:       agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING,
+		reason:      "WaitingForMachine",
+		message:     "a machine of " + g.id + " is on its way",
+		createdAt:   a.now(),
+	}
+	c.happened(c.createdAt, "Claimed", "claimed a machine of "+g.id)
+	return c
+}
+
+// make makes the claim durable: the group has a machine, or one on its way, for it.
+func (a *Agent) make(c *claim, g *group) {
+	if a.claims[c.cluster] == nil {
+		a.claims[c.cluster] = map[string]*claim{}
+	}
+	a.sequence++
+	c.sequence = a.sequence
+	a.claims[c.cluster][c.id] = c
+	spare := g.spares() > 0
+	g.pending++
+	a.touchClaim(c)
+	a.touch(g)
+	if !spare {
+		a.addMachine(g)
+	}
+}
+
+// release begins the release of a claim that is live, and completes it where nothing is to be waited for.
+func (a *Agent) release(c *claim, why string) {
+	c.releasedAt = a.now()
+	c.happened(c.releasedAt, "ReleaseRequested", why)
+	a.touchClaim(c)
+	g := a.groups[c.groupID]
+	m := c.machine
+	switch {
+	case m == nil:
+		a.end(c, "Cancelled", "released before it had a machine")
+	case m.nodeName == "" && m.failureReason == "" && m.deletedAt.IsZero():
+		// The hand-over: the machine stays, for the next claim.
+		m.claim = nil
+		m.spareSince = a.now()
+		a.touchMachine(m)
+		a.end(c, "Released", "the machine was handed over before it had a Node")
+	default:
+		if m.failureReason != "" && m.nodeName == "" && a.settings.coolDown > 0 && g != nil {
+			a.block(g, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_COOLING_DOWN,
+				m.failureReason+": "+m.failureMessage, a.now().Add(a.settings.coolDown))
+		}
+		c.phase = agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING
+		c.reason, c.message = "Deleting", "machine "+m.name+" is being deleted"
+		a.terminate(m)
+	}
+	if g != nil {
+		a.touch(g)
+		a.reconcile(g)
+	}
+}
+
+// end is the end of the claim.
+func (a *Agent) end(c *claim, reason, message string) {
+	if c.phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING {
+		if g := a.groups[c.groupID]; g != nil {
+			g.pending--
+		}
+	}
+	c.phase = agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED
+	c.reason, c.message, c.endedAt = reason, message, a.now()
+	if c.machine != nil {
+		c.lastSeen = c.machine.render()
+		c.lastSeen.ClaimId = c.id // also after a hand-over
+	}
+	c.happened(c.endedAt, reason, message)
+	a.touchClaim(c)
+}
+
+// claimsOf returns the group's claims, oldest first.
+func (a *Agent) claimsOf(g *group) []*claim {
+	var claims []*claim
+	for _, c := range a.claims[g.cluster] {
+		if c.groupID == g.id {
+			claims = append(claims, c)
+		}
+	}
+	slices.SortFunc(claims, func(x, y *claim) int { return cmp.Compare(x.sequence, y.sequence) })
+	return claims
+}
+
+// reconcile binds waiting claims to machines, and takes away machines that nobody waits for.
+func (a *Agent) reconcile(g *group) {
+	if a.groups[g.id] != g {
+		return
+	}
+	if g.pending > 0 {
+		for _, c := range a.claimsOf(g) {
+			if c.phase != agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING {
+				continue
+			}
+			free := slices.IndexFunc(g.machines, (*machine).usable)
+			if free < 0 {
+				break
+			}
+			a.bind(c, g.machines[free])
+		}
+	}
+	now := a.now()
+	for _, m := range surplus(g) {
+		if m.spareSince.IsZero() {
+			m.spareSince = now
+		}
+		if left := m.spareSince.Add(a.settings.spareGrace).Sub(now); left > 0 {
+			a.after(left, func() { a.reconcile(g) })
+			continue
+		}
+		a.terminate(m)
+	}
+}
+
+// surplus returns the machines that no claim can use or waits for: those with a Node, then those that have not even appeared,
+// then the newest.
+func surplus(g *group) []*machine {
+	var joined, awaited, idle []*machine
+	for _, m := range slices.Backward(g.machines) {
+		switch {
+		case m.owned || m.claim != nil || !m.deletedAt.IsZero():
+		case m.nodeName != "":
+			joined = append(joined, m)
+		case m.awaited():
+			awaited = append(awaited, m)
+		case m.usable():
+			idle = append(idle, m)
+		}
+	}
+	spares := append(awaited, idle...)
+	return append(joined, spares[:max(0, min(g.spares(), len(spares)))]...)
+}
+
+func (a *Agent) bind(c *claim, m *machine) {
+	m.group.pending--
+	m.claim, m.spareSince = c, time.Time{}
+	c.machine = m
+	c.phase, c.reason, c.message = agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, "Bound", "bound to machine "+m.name
+	c.happened(a.now(), "Bound", c.message)
+	a.touchMachine(m)
+	a.touchClaim(c)
+	a.touch(m.group)
+}
+
+func (c *claim) render() *agentv1alpha1.Claim {
+	object := &agentv1alpha1.Claim{
+		Cluster:     c.cluster.ref(),
+		ClaimId:     c.id,
+		Holder:      c.holder,
+		DisplayName: c.displayName,
+		NodeGroupId: c.groupID,
+		Phase:       c.phase,
+		Reason:      c.reason,
+		Message:     c.message,
+		CreatedAt:   timestamppb.New(c.createdAt),
+		History:     slices.Clone(c.history),
+	}
+	switch {
+	case c.lastSeen != nil:
+		object.Machine = c.lastSeen
+	case c.machine != nil:
+		object.Machine = c.machine.render()
+	}
+	if !c.releasedAt.IsZero() {
+		object.ReleasedAt = timestamppb.New(c.releasedAt)
+	}
+	if !c.endedAt.IsZero() {
+		object.EndedAt = timestamppb.New(c.endedAt)
+	}
+	return object
+}

@@ -1,0 +1,217 @@
+package fakeagent
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/timestamppb"
+)
+
+// group is a node group and its replicas, each of which is a machine, whether its Machine object exists yet or not.
+type group struct {
+	id        string
+	cluster   clusterKey
+	described *agentv1alpha1.NodeGroup // as the test described it
+	machines  []*machine               // oldest first; their number is the replicas
+	pending   int                      // claims that wait for a machine
+	blocked   *agentv1alpha1.Availability
+}
+
+// AddNodeGroup adds a node group as the API shows it, and returns its id. Only Name is REQUIRED; Cluster is [DefaultCluster]
+// when unset, and replicas are machines of the user's own, running and not to be claimed. What is unset of capacity, instance
+// type, architecture, operating system and capacity type gets a plain value. It panics when the group exists.
+func (a *Agent) AddNodeGroup(described *agentv1alpha1.NodeGroup) string {
+	described = proto.CloneOf(described)
+	if described.GetName() == "" {
+		panic("fakeagent: a node group needs a name")
+	}
+	if described.GetCluster() == nil {
+		described.Cluster = DefaultCluster()
+	}
+	cluster := keyOf(described.GetCluster())
+	described.Id = cluster.namespace + "/" + described.GetName()
+	if described.GetInstanceType() == "" {
+		described.InstanceType = described.GetName()
+	}
+	if described.GetCapacity() == nil {
+		described.Capacity = map[string]string{"cpu": "4", "memory": "16Gi", "pods": "110"}
+	}
+	if described.GetArchitecture() == "" {
+		described.Architecture = "amd64"
+	}
+	if described.GetOperatingSystem() == "" {
+		described.OperatingSystem = "linux"
+	}
+	if described.GetCapacityType() == agentv1alpha1.CapacityType_CAPACITY_TYPE_UNSPECIFIED {
+		described.CapacityType = agentv1alpha1.CapacityType_CAPACITY_TYPE_ON_DEMAND
+	}
+	if described.GetRolloutStrategy() == agentv1alpha1.RolloutStrategy_ROLLOUT_STRATEGY_UNSPECIFIED {
+		described.RolloutStrategy = agentv1alpha1.RolloutStrategy_ROLLOUT_STRATEGY_ROLLING_UPDATE
+	}
+	a.edit(func() {
+		if _, ok := a.groups[described.GetId()]; ok {
+			panic(fmt.Sprintf("fakeagent: node group %s exists", described.GetId()))
+		}
+		if described.GetCreatedAt() == nil {
+			described.CreatedAt = timestamppb.New(a.now())
+		}
+		a.clusters[cluster] = struct{}{}
+		g := &group{id: described.GetId(), cluster: cluster, described: described}
+		if availability := described.GetAvailability(); availability.GetReason() != 0 && !availability.GetAvailable() {
+			g.blocked = availability
+		}
+		a.groups[g.id] = g
+		for range described.GetReplicas() {
+			a.addOwned(g)
+		}
+		a.touch(g)
+	})
+	return described.GetId()
+}
+
+// UpdateNodeGroup changes a node group. f gets a copy with the present replicas; when it changes them, machines of the user's
+// own come or go. Id, name and Cluster stay. It panics when there is no such group.
+func (a *Agent) UpdateNodeGroup(id string, f func(*agentv1alpha1.NodeGroup)) {
+	a.edit(func() {
+		g := a.mustGroup(id)
+		next := proto.CloneOf(g.described)
+		next.Replicas = g.replicas()
+		f(next)
+		next.Id, next.Name, next.Cluster = g.described.GetId(), g.described.GetName(), g.described.GetCluster()
+		g.described = next
+		for range next.GetReplicas() - g.replicas() {
+			a.addOwned(g)
+		}
+		for range g.replicas() - next.GetReplicas() {
+			owned := slices.IndexFunc(g.machines, func(m *machine) bool { return m.owned && m.deletedAt.IsZero() })
+			if owned < 0 {
+				break
+			}
+			a.remove(g.machines[owned])
+		}
+		a.touch(g)
+		a.reconcile(g)
+	})
+}
+
+// RemoveNodeGroup takes a node group away with its machines; their claims end. It panics when there is no such group.
+func (a *Agent) RemoveNodeGroup(id string) {
+	a.edit(func() {
+		g := a.mustGroup(id)
+		delete(a.groups, id)
+		for _, m := range slices.Clone(g.machines) {
+			a.remove(m)
+		}
+		for _, c := range a.claimsOf(g) {
+			if c.live() {
+				a.end(c, "Failed", "the node group was deleted")
+			}
+		}
+		a.touch(g)
+	})
+}
+
+// Block keeps claims off a node group for the reason, until retryAt or, when that is zero, until [Agent.Unblock]. It panics
+// when there is no such group.
+func (a *Agent) Block(id string, reason agentv1alpha1.UnavailableReason, message string, retryAt time.Time) {
+	a.edit(func() { a.block(a.mustGroup(id), reason, message, retryAt) })
+}
+
+// Unblock ends what [Agent.Block] began.
+func (a *Agent) Unblock(id string) {
+	a.edit(func() {
+		g := a.mustGroup(id)
+		g.blocked = nil
+		a.touch(g)
+	})
+}
+
+// NodeGroup returns the node group as callers see it, or nil.
+func (a *Agent) NodeGroup(id string) *agentv1alpha1.NodeGroup {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	g, ok := a.groups[id]
+	if !ok {
+		return nil
+	}
+	object, _ := a.groupFeed.get(g.cluster, id)
+	return object
+}
+
+func (a *Agent) mustGroup(id string) *group {
+	g, ok := a.groups[id]
+	if !ok {
+		panic(fmt.Sprintf("fakeagent: no node group %s", id))
+	}
+	return g
+}
+
+func (a *Agent) block(g *group, reason agentv1alpha1.UnavailableReason, message string, retryAt time.Time) {
+	g.blocked = &agentv1alpha1.Availability{Reason: reason, Message: message}
+	if !retryAt.IsZero() {
+		g.blocked.RetryAt = timestamppb.New(retryAt)
+		if wait := retryAt.Sub(a.now()); wait > 0 {
+			a.after(wait, func() { a.touch(g) })
+		}
+	}
+	a.touch(g)
+}
+
+func (g *group) replicas() int32 {
+	return int32(len(g.machines)) //nolint:gosec // A test's machines fit in memory.
+}
+
+// availability says whether a claim would be accepted now.
+func (g *group) availability(now time.Time) *agentv1alpha1.Availability {
+	if g.blocked != nil && (g.blocked.GetRetryAt() == nil || now.Before(g.blocked.GetRetryAt().AsTime())) {
+		return g.blocked
+	}
+	if g.described.MaxSize != nil && g.replicas() >= g.described.GetMaxSize() && g.spares() <= 0 {
+		return &agentv1alpha1.Availability{
+			Reason:  agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE,
+			Message: fmt.Sprintf("%d of at most %d machines", g.replicas(), g.described.GetMaxSize()),
+		}
+	}
+	return &agentv1alpha1.Availability{Available: true}
+}
+
+// spares counts the machines that the next claims get before replicas are raised.
+func (g *group) spares() int {
+	spares := 0
+	for _, m := range g.machines {
+		if m.usable() || m.awaited() {
+			spares++
+		}
+	}
+	return spares - g.pending
+}
+
+// rejection says why a claim cannot be had, from an availability that is false.
+func (g *group) rejection(availability *agentv1alpha1.Availability) agenterrors.Rejection {
+	r := agenterrors.Rejection{
+		NodeGroup:   g.id,
+		Reason:      agenterrors.ReasonNotOpen,
+		Unavailable: availability.GetReason(),
+		Message:     availability.GetMessage(),
+	}
+	switch availability.GetReason() {
+	case agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE,
+		agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_COOLING_DOWN:
+		r.Reason = agenterrors.ReasonNoRoom
+	}
+	if availability.GetRetryAt() != nil {
+		r.RetryAt = availability.GetRetryAt().AsTime()
+	}
+	return r
+}
+
+func (g *group) render(now time.Time) *agentv1alpha1.NodeGroup {
+	object := proto.CloneOf(g.described)
+	object.Replicas = g.replicas()
+	object.Availability = g.availability(now)
+	return object
+}

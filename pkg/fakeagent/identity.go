@@ -1,0 +1,102 @@
+package fakeagent
+
+import (
+	"context"
+	"fmt"
+	"net"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/peer"
+	"google.golang.org/grpc/test/bufconn"
+)
+
+// TrustDomain is the trust domain of the identities that [Agent.ClientFor] gives.
+const TrustDomain = "karpenter-capi"
+
+// identity is what a connection may do: everything when cluster is nil.
+type identity struct {
+	credentials.CommonAuthInfo
+
+	name    string
+	cluster *clusterKey
+}
+
+func localIdentity() identity { return identity{name: "loopback"} }
+
+func clusterIdentity(key clusterKey) identity {
+	return identity{
+		name:    fmt.Sprintf("spiffe://%s/cluster/%s/%s", TrustDomain, key.namespace, key.name),
+		cluster: &key,
+	}
+}
+
+func (identity) AuthType() string { return "fake" }
+
+func (i identity) mayActFor(key clusterKey) bool { return i.cluster == nil || *i.cluster == key }
+
+func callerOf(ctx context.Context) (identity, error) {
+	if p, ok := peer.FromContext(ctx); ok {
+		if i, ok := p.AuthInfo.(identity); ok {
+			return i, nil
+		}
+	}
+	return identity{}, agenterrors.Unauthenticated("the connection has no identity")
+}
+
+// identifiedListener gives every connection that it accepts one identity.
+type identifiedListener struct {
+	*bufconn.Listener
+
+	identity identity
+}
+
+func (l identifiedListener) Accept() (net.Conn, error) {
+	conn, err := l.Listener.Accept()
+	if err != nil {
+		return nil, err
+	}
+	return identifiedConn{Conn: conn, identity: l.identity}, nil
+}
+
+type identifiedConn struct {
+	net.Conn
+
+	identity identity
+}
+
+// identityCredentials let a connection be what its listener says, and any other one local. Nothing goes over the wire.
+type identityCredentials struct{}
+
+func (identityCredentials) ServerHandshake(conn net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	if identified, ok := conn.(identifiedConn); ok {
+		return conn, identified.identity, nil
+	}
+	return conn, localIdentity(), nil
+}
+
+func (identityCredentials) ClientHandshake(
+	_ context.Context, _ string, conn net.Conn,
+) (net.Conn, credentials.AuthInfo, error) {
+	return conn, localIdentity(), nil
+}
+
+func (identityCredentials) Info() credentials.ProtocolInfo {
+	return credentials.ProtocolInfo{SecurityProtocol: "fake"}
+}
+
+func (c identityCredentials) Clone() credentials.TransportCredentials { return c }
+
+func (identityCredentials) OverrideServerName(string) error { return nil }
+
+// clusterKey is a ClusterRef that can be compared.
+type clusterKey struct{ namespace, name string }
+
+func keyOf(ref *agentv1alpha1.ClusterRef) clusterKey {
+	return clusterKey{namespace: ref.GetNamespace(), name: ref.GetName()}
+}
+
+func (k clusterKey) ref() *agentv1alpha1.ClusterRef {
+	return &agentv1alpha1.ClusterRef{Namespace: k.namespace, Name: k.name}
+}

@@ -1,0 +1,305 @@
+package fakeagent
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/google/uuid"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"google.golang.org/protobuf/types/known/timestamppb"
+)
+
+// machine is one replica of a group.
+type machine struct {
+	group          *group
+	name, uid      string
+	owned          bool // the user's own: never claimed, never taken away
+	appeared       bool // the Machine object exists
+	claim          *claim
+	providerID     string
+	nodeName       string
+	failureReason  string
+	failureMessage string
+	createdAt      time.Time
+	deletedAt      time.Time
+	spareSince     time.Time
+	gone           bool
+}
+
+// usable reports that a claim may be bound to the machine now.
+func (m *machine) usable() bool {
+	return m.appeared && !m.owned && m.claim == nil && m.nodeName == "" && m.deletedAt.IsZero() && !m.gone
+}
+
+// awaited reports that the Machine object is still to come.
+func (m *machine) awaited() bool { return !m.appeared && !m.owned && !m.gone }
+
+// Appear lets every Machine object that the node group waits for appear. It panics when there is no such group.
+func (a *Agent) Appear(groupID string) {
+	a.edit(func() {
+		g := a.mustGroup(groupID)
+		for _, m := range slices.Clone(g.machines) {
+			a.appear(m)
+		}
+		a.reconcile(g)
+	})
+}
+
+// Provision makes the machine of the claim ready with the provider ID; an empty one stands for one made from the machine's
+// name. It lets the Machine object appear if need be. It panics when the claim has no machine then.
+func (a *Agent) Provision(cluster *agentv1alpha1.ClusterRef, claimID, providerID string) *agentv1alpha1.Machine {
+	var m *machine
+	a.edit(func() {
+		m = a.machineOf(cluster, claimID)
+		a.provision(m, providerID)
+	})
+	return a.Machine(cluster, m.name)
+}
+
+// Join makes the machine's Node join under the name; an empty one stands for the machine's own. It panics when there is no
+// such machine.
+func (a *Agent) Join(cluster *agentv1alpha1.ClusterRef, machineName, nodeName string) *agentv1alpha1.Machine {
+	a.edit(func() { a.join(a.mustMachine(cluster, machineName), nodeName) })
+	return a.Machine(cluster, machineName)
+}
+
+// FailMachine makes the machine's infrastructure report a failure. It panics when there is no such machine.
+func (a *Agent) FailMachine(cluster *agentv1alpha1.ClusterRef, machineName, reason, message string) {
+	a.edit(func() {
+		m := a.mustMachine(cluster, machineName)
+		m.failureReason, m.failureMessage = reason, message
+		a.touchMachine(m)
+	})
+}
+
+// LoseMachine takes the machine away behind the agent's back, as a person or remediation does: its claim ends, and the group
+// makes another. It panics when there is no such machine.
+func (a *Agent) LoseMachine(cluster *agentv1alpha1.ClusterRef, machineName string) {
+	a.edit(func() {
+		m := a.mustMachine(cluster, machineName)
+		g := m.group
+		a.remove(m)
+		if m.owned {
+			a.addOwned(g)
+		} else {
+			a.addMachine(g)
+		}
+		a.reconcile(g)
+	})
+}
+
+// Terminate completes the deletion of the machine. It panics when there is no such machine or it is not being deleted.
+func (a *Agent) Terminate(cluster *agentv1alpha1.ClusterRef, machineName string) {
+	a.edit(func() {
+		m := a.mustMachine(cluster, machineName)
+		if m.deletedAt.IsZero() {
+			panic(fmt.Sprintf("fakeagent: machine %s is not being deleted", machineName))
+		}
+		a.terminated(m)
+	})
+}
+
+// SetInfrastructure changes how machines get on by themselves from here: steps that have begun keep their delay.
+func (a *Agent) SetInfrastructure(infrastructure Infrastructure) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.steps = infrastructure
+}
+
+// Machine returns the machine as callers see it, or nil.
+func (a *Agent) Machine(cluster *agentv1alpha1.ClusterRef, name string) *agentv1alpha1.Machine {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	object, ok := a.machineFeed.get(keyOf(cluster), name)
+	if !ok {
+		return nil
+	}
+	return object
+}
+
+func (a *Agent) mustMachine(cluster *agentv1alpha1.ClusterRef, name string) *machine {
+	for _, g := range a.groups {
+		if g.cluster != keyOf(cluster) {
+			continue
+		}
+		for _, m := range g.machines {
+			if m.name == name && m.appeared {
+				return m
+			}
+		}
+	}
+	panic(fmt.Sprintf("fakeagent: no machine %s in cluster %s/%s", name, cluster.GetNamespace(), cluster.GetName()))
+}
+
+// machineOf returns the claim's machine, letting Machine objects appear until it has one.
+func (a *Agent) machineOf(cluster *agentv1alpha1.ClusterRef, claimID string) *machine {
+	c, ok := a.claims[keyOf(cluster)][claimID]
+	if !ok {
+		panic(fmt.Sprintf("fakeagent: no claim %s", claimID))
+	}
+	if g := a.groups[c.groupID]; g != nil && c.machine == nil {
+		for _, m := range slices.Clone(g.machines) {
+			if c.machine == nil && m.awaited() {
+				a.appear(m)
+				a.reconcile(g)
+			}
+		}
+	}
+	if c.machine == nil || c.machine.gone {
+		panic(fmt.Sprintf("fakeagent: claim %s has no machine", claimID))
+	}
+	return c.machine
+}
+
+// addMachine raises the group's replicas by one.
+func (a *Agent) addMachine(g *group) {
+	m := a.newMachine(g)
+	a.after(a.steps.Appear, func() {
+		a.appear(m)
+		a.reconcile(g)
+	})
+}
+
+// addOwned adds a machine of the user's own, running.
+func (a *Agent) addOwned(g *group) {
+	m := a.newMachine(g)
+	m.owned, m.appeared = true, true
+	m.providerID, m.nodeName = providerIDOf(m), m.name
+	a.touchMachine(m)
+}
+
+func (a *Agent) newMachine(g *group) *machine {
+	a.names++
+	m := &machine{
+		group: g,
+		name:  fmt.Sprintf("%s-%05d", g.described.GetName(), a.names),
+		uid:   uuid.NewString(),
+	}
+	m.createdAt = a.now()
+	g.machines = append(g.machines, m)
+	a.touch(g)
+	return m
+}
+
+func (a *Agent) appear(m *machine) {
+	if m.appeared || m.gone {
+		return
+	}
+	m.appeared, m.createdAt = true, a.now()
+	a.touchMachine(m)
+	a.after(a.steps.Provision, func() { a.provision(m, "") })
+}
+
+func (a *Agent) provision(m *machine, providerID string) {
+	if m.gone || !m.deletedAt.IsZero() || m.providerID != "" {
+		return
+	}
+	if providerID == "" {
+		providerID = providerIDOf(m)
+	}
+	m.providerID = providerID
+	m.failureReason, m.failureMessage = "", ""
+	if m.claim != nil {
+		m.claim.happened(a.now(), "Provisioned", "the machine has the provider ID "+providerID)
+	}
+	a.touchMachine(m)
+	a.after(a.steps.Join, func() { a.join(m, "") })
+}
+
+func (a *Agent) join(m *machine, nodeName string) {
+	if m.gone || !m.deletedAt.IsZero() || m.nodeName != "" {
+		return
+	}
+	a.provision(m, "")
+	if nodeName == "" {
+		nodeName = m.name
+	}
+	m.nodeName = nodeName
+	if m.claim != nil {
+		m.claim.happened(a.now(), "Joined", "the machine's Node "+nodeName+" has joined")
+	}
+	a.touchMachine(m)
+	a.touch(m.group)
+}
+
+// terminate begins the deletion of the machine.
+func (a *Agent) terminate(m *machine) {
+	if m.gone || !m.deletedAt.IsZero() {
+		return
+	}
+	if !m.appeared {
+		a.remove(m)
+		return
+	}
+	m.deletedAt = a.now()
+	a.touchMachine(m)
+	a.after(a.steps.Terminate, func() { a.terminated(m) })
+}
+
+func (a *Agent) terminated(m *machine) {
+	a.remove(m)
+	a.reconcile(m.group)
+}
+
+// remove makes the machine gone, and its replica with it.
+func (a *Agent) remove(m *machine) {
+	if m.gone {
+		return
+	}
+	if m.deletedAt.IsZero() {
+		m.deletedAt = a.now()
+	}
+	m.gone = true
+	m.group.machines = slices.DeleteFunc(m.group.machines, func(other *machine) bool { return other == m })
+	if c := m.claim; c != nil {
+		if c.phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING {
+			a.end(c, "Released", "the instance and its Node are gone")
+		} else {
+			a.end(c, "MachineLost", fmt.Sprintf("machine %s was deleted by somebody else", m.name))
+		}
+	}
+	a.touchMachine(m)
+	a.touch(m.group)
+}
+
+func providerIDOf(m *machine) string {
+	return fmt.Sprintf("fake:///%s/%s/%s", m.group.cluster.namespace, m.group.cluster.name, m.name)
+}
+
+func (m *machine) phase() string {
+	switch {
+	case !m.deletedAt.IsZero():
+		return "Deleting"
+	case m.nodeName != "":
+		return "Running"
+	case m.providerID != "":
+		return "Provisioned"
+	}
+	return "Provisioning"
+}
+
+func (m *machine) render() *agentv1alpha1.Machine {
+	object := &agentv1alpha1.Machine{
+		Cluster:               m.group.cluster.ref(),
+		Name:                  m.name,
+		Uid:                   m.uid,
+		NodeGroupId:           m.group.id,
+		ProviderId:            m.providerID,
+		NodeName:              m.nodeName,
+		Zone:                  m.group.described.GetZone(),
+		KubernetesVersion:     m.group.described.GetKubernetesVersion(),
+		Phase:                 m.phase(),
+		CreatedAt:             timestamppb.New(m.createdAt),
+		UpToDate:              true,
+		InfrastructureReason:  m.failureReason,
+		InfrastructureMessage: m.failureMessage,
+	}
+	if m.claim != nil {
+		object.ClaimId = m.claim.id
+	}
+	if !m.deletedAt.IsZero() {
+		object.DeletedAt = timestamppb.New(m.deletedAt)
+	}
+	return object
+}

@@ -1,0 +1,190 @@
+package fakeagent
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	corev1 "k8s.io/api/core/v1"
+)
+
+// Annotations of a MachineDeployment that describe a node group.
+const (
+	annotationMinSize  = "cluster.x-k8s.io/cluster-api-autoscaler-node-group-min-size"
+	annotationMaxSize  = "cluster.x-k8s.io/cluster-api-autoscaler-node-group-max-size"
+	annotationCapacity = "capacity.cluster-autoscaler.kubernetes.io/"
+)
+
+// capacityResources are the resources that annotations describe, by the annotation's name after [annotationCapacity].
+var capacityResources = map[string]corev1.ResourceName{
+	"cpu":            corev1.ResourceCPU,
+	"memory":         corev1.ResourceMemory,
+	"maxPods":        corev1.ResourcePods,
+	"ephemeral-disk": corev1.ResourceEphemeralStorage,
+}
+
+// maxProblemValue is how much of a bad value a problem quotes.
+const maxProblemValue = 128
+
+// MachineDeployment is a node group as a user writes it.
+type MachineDeployment struct {
+	// Name of the MachineDeployment. REQUIRED.
+	Name string
+	// Cluster that it belongs to. Nil means [DefaultCluster].
+	Cluster *agentv1alpha1.ClusterRef
+	// Labels of the MachineDeployment itself.
+	Labels map[string]string
+	// Annotations: the min and max size, and the capacity annotations cpu, memory, maxPods, ephemeral-disk, labels and taints.
+	// One that cannot be used shows in the node group's problems, and the group is shown without it.
+	Annotations map[string]string
+	// Replicas that the user asked for.
+	Replicas int32
+	// FailureDomain of the machine template.
+	FailureDomain string
+	// Version of Kubernetes in the machine template.
+	Version string
+}
+
+// AddMachineDeployment adds a node group as a user writes it, and returns its id. It panics when the group exists.
+func (a *Agent) AddMachineDeployment(deployment MachineDeployment) string {
+	return a.AddNodeGroup(deployment.describe())
+}
+
+// UpdateMachineDeployment describes an existing node group anew. Replicas other than the present ones change the machines of
+// the user's own. It panics when there is no such group.
+func (a *Agent) UpdateMachineDeployment(deployment MachineDeployment) {
+	described := deployment.describe()
+	id := described.GetCluster().GetNamespace() + "/" + described.GetName()
+	a.UpdateNodeGroup(id, func(group *agentv1alpha1.NodeGroup) {
+		group.Labels = described.GetLabels()
+		group.InstanceType = described.GetInstanceType()
+		group.Capacity = described.GetCapacity()
+		group.NodeLabels = described.GetNodeLabels()
+		group.Taints = described.GetTaints()
+		group.Zone = described.GetZone()
+		group.CapacityType = described.GetCapacityType()
+		group.MinSize = described.GetMinSize()
+		group.MaxSize = described.MaxSize
+		group.KubernetesVersion = described.GetKubernetesVersion()
+		group.Problems = described.GetProblems()
+		group.Sources = described.GetSources()
+		group.Replicas += described.GetReplicas() - group.GetReplicas()
+	})
+}
+
+func (d MachineDeployment) describe() *agentv1alpha1.NodeGroup {
+	group := &agentv1alpha1.NodeGroup{
+		Name:              d.Name,
+		Cluster:           d.Cluster,
+		Labels:            d.Labels,
+		InstanceType:      d.Name,
+		Capacity:          map[string]string{},
+		NodeLabels:        map[string]string{},
+		Architecture:      "amd64",
+		OperatingSystem:   "linux",
+		Zone:              d.FailureDomain,
+		CapacityType:      agentv1alpha1.CapacityType_CAPACITY_TYPE_ON_DEMAND,
+		Replicas:          d.Replicas,
+		KubernetesVersion: d.Version,
+		Sources:           map[string]*agentv1alpha1.ValueSource{},
+	}
+	if group.GetCluster() == nil {
+		group.Cluster = DefaultCluster()
+	}
+	problem := func(key string, err error) {
+		value := d.Annotations[key]
+		if len(value) > maxProblemValue {
+			value = strings.ToValidUTF8(value[:maxProblemValue], "")
+		}
+		group.Problems = append(group.Problems, &agentv1alpha1.Problem{
+			Field:   fmt.Sprintf("metadata.annotations[%s]", key),
+			Value:   value,
+			Message: err.Error(),
+		})
+	}
+	for _, key := range slices.Sorted(maps.Keys(d.Annotations)) {
+		var err error
+		value := d.Annotations[key]
+		name, isCapacity := strings.CutPrefix(key, annotationCapacity)
+		resourceName, isResource := capacityResources[name]
+		switch {
+		case key == annotationMinSize:
+			group.MinSize, err = size(value)
+		case key == annotationMaxSize:
+			var limit int32
+			if limit, err = size(value); err == nil {
+				group.MaxSize = &limit
+			}
+		case isCapacity && isResource:
+			quantity, parseErr := wire.Quantity(value)
+			if err = parseErr; err == nil {
+				field := string(resourceName)
+				group.Capacity[field] = quantity.String()
+				group.Sources["capacity."+field] = &agentv1alpha1.ValueSource{
+					Kind: agentv1alpha1.SourceKind_SOURCE_KIND_ANNOTATION, Detail: key,
+				}
+			}
+		case isCapacity && name == "labels":
+			err = labelNodes(group, value)
+		case isCapacity && name == "taints":
+			group.Taints, err = parseTaints(value)
+		}
+		if err != nil {
+			problem(key, err)
+		}
+	}
+	return group
+}
+
+func size(value string) (int32, error) {
+	n, err := strconv.ParseInt(value, 10, 32)
+	if err != nil || n < 0 {
+		return 0, fmt.Errorf("%.64q is no size: write a number of machines, 0 or more", value)
+	}
+	return int32(n), nil
+}
+
+// labelNodes reads `key=value,…` and what well-known labels mean for the group.
+func labelNodes(group *agentv1alpha1.NodeGroup, value string) error {
+	for pair := range strings.SplitSeq(value, ",") {
+		key, label, ok := strings.Cut(pair, "=")
+		if !ok || key == "" {
+			return fmt.Errorf("%.64q is no label: write key=value", pair)
+		}
+		group.NodeLabels[key] = label
+		switch key {
+		case corev1.LabelInstanceTypeStable:
+			group.InstanceType = label
+		case corev1.LabelArchStable:
+			group.Architecture = label
+		case corev1.LabelTopologyZone:
+			group.Zone = label
+		case wire.CapacityTypeLabel:
+			capacityType, err := wire.ParseCapacityType(label)
+			if err != nil {
+				return err
+			}
+			group.CapacityType = capacityType
+		}
+	}
+	return nil
+}
+
+// parseTaints reads `key=value:effect,…`.
+func parseTaints(value string) ([]*agentv1alpha1.Taint, error) {
+	var taints []*agentv1alpha1.Taint
+	for text := range strings.SplitSeq(value, ",") {
+		rest, effect, _ := strings.Cut(text, ":")
+		key, taintValue, _ := strings.Cut(rest, "=")
+		taint := &agentv1alpha1.Taint{Key: key, Value: taintValue, Effect: effect}
+		if _, err := wire.Taint(taint); err != nil {
+			return nil, fmt.Errorf("%.64q is no taint: write key=value:effect: %w", text, err)
+		}
+		taints = append(taints, taint)
+	}
+	return taints, nil
+}

@@ -1,0 +1,150 @@
+package fakeagent
+
+import (
+	"context"
+	"path"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/protobuf/proto"
+	"k8s.io/utils/clock"
+)
+
+// Always, as a number of calls, means every call until the script is changed.
+const Always = -1
+
+// maxRequests bounds what [Agent.Requests] remembers of each method.
+const maxRequests = 4096
+
+// script is what the test wants calls to meet, by method name.
+type script struct {
+	clock clock.Clock
+
+	mu      sync.Mutex
+	methods map[string]*methodScript
+}
+
+type methodScript struct {
+	before, after failure
+	delay         time.Duration
+	calls         int
+	requests      []proto.Message
+}
+
+type failure struct {
+	left int // calls that still fail, or Always
+	err  error
+}
+
+// take returns the error that the next call meets, if any.
+func (f *failure) take() error {
+	if f.left == 0 {
+		return nil
+	}
+	if f.left > 0 {
+		f.left--
+	}
+	return f.err
+}
+
+// Fail answers the next calls of the method with the error, and they have no effect. The method is named without its service,
+// for example `CreateClaim`. calls may be [Always]; 0 ends it.
+func (a *Agent) Fail(method string, calls int, err error) {
+	a.script.change(method, func(m *methodScript) { m.before = failure{left: calls, err: err} })
+}
+
+// FailAfter lets the next calls of the method take effect and then answers them with the error: the reply is lost.
+func (a *Agent) FailAfter(method string, calls int, err error) {
+	a.script.change(method, func(m *methodScript) { m.after = failure{left: calls, err: err} })
+}
+
+// Delay makes every call of the method wait before it has any effect. A call whose caller goes away while it waits has none.
+func (a *Agent) Delay(method string, delay time.Duration) {
+	a.script.change(method, func(m *methodScript) { m.delay = delay })
+}
+
+// Calls returns how often the method was called, failed calls included.
+func (a *Agent) Calls(method string) int {
+	var calls int
+	a.script.change(method, func(m *methodScript) { calls = m.calls })
+	return calls
+}
+
+// Requests returns the requests of the unary method, oldest first, at most the last 4096. They must not be changed.
+func (a *Agent) Requests(method string) []proto.Message {
+	var requests []proto.Message
+	a.script.change(method, func(m *methodScript) { requests = append(requests, m.requests...) })
+	return requests
+}
+
+func (s *script) change(method string, f func(*methodScript)) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	m, ok := s.methods[method]
+	if !ok {
+		m = &methodScript{}
+		s.methods[method] = m
+	}
+	f(m)
+}
+
+// enter counts the call and applies what the script has for it. The returned function gives the error that replaces its reply.
+func (s *script) enter(ctx context.Context, fullMethod string, request any) (leave func() error, err error) {
+	method := path.Base(fullMethod)
+	var delay time.Duration
+	s.change(method, func(m *methodScript) {
+		m.calls++
+		if message, ok := request.(proto.Message); ok {
+			if len(m.requests) == maxRequests {
+				m.requests = m.requests[1:]
+			}
+			m.requests = append(m.requests, message)
+		}
+		delay = m.delay
+		err = m.before.take()
+	})
+	if delay > 0 {
+		timer := s.clock.NewTimer(delay)
+		defer timer.Stop()
+		select {
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		case <-timer.C():
+		}
+	}
+	if err != nil {
+		return nil, err
+	}
+	return func() error {
+		var lost error
+		s.change(method, func(m *methodScript) { lost = m.after.take() })
+		return lost
+	}, nil
+}
+
+func (s *script) unary() grpc.UnaryServerInterceptor {
+	return func(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+		leave, err := s.enter(ctx, info.FullMethod, request)
+		if err != nil {
+			return nil, err
+		}
+		response, err := handler(ctx, request)
+		if err != nil {
+			return nil, err
+		}
+		if lost := leave(); lost != nil {
+			return nil, lost
+		}
+		return response, nil
+	}
+}
+
+func (s *script) stream() grpc.StreamServerInterceptor {
+	return func(server any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
+		if _, err := s.enter(stream.Context(), info.FullMethod, nil); err != nil {
+			return err
+		}
+		return handler(server, stream)
+	}
+}

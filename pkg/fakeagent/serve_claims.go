@@ -1,0 +1,245 @@
+package fakeagent
+
+import (
+	"cmp"
+	"context"
+	"encoding/base64"
+	"encoding/json"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"google.golang.org/grpc"
+)
+
+type claimService struct {
+	agentv1alpha1.UnimplementedClaimServiceServer
+
+	agent *Agent
+}
+
+func (s claimService) CreateClaim(
+	ctx context.Context, request *agentv1alpha1.CreateClaimRequest,
+) (*agentv1alpha1.CreateClaimResponse, error) {
+	a, cluster := s.agent, keyOf(request.GetCluster())
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if err := a.readable(ctx, cluster); err != nil {
+		return nil, err
+	}
+	if err := sameNamespace(cluster, request.GetCandidates()); err != nil {
+		return nil, err
+	}
+	if c, ok := a.claims[cluster][request.GetClaimId()]; ok {
+		if !c.live() {
+			return nil, agenterrors.ClaimEnded(c.render())
+		}
+		return &agentv1alpha1.CreateClaimResponse{Claim: c.render()}, nil
+	}
+	g, err := a.choose(cluster, request.GetCandidates())
+	if err != nil {
+		return nil, err
+	}
+	c := a.newClaim(request, g)
+	// The answer is the claim as it was made durable: what its machine does is seen later, here as with a real hub.
+	response := &agentv1alpha1.CreateClaimResponse{Claim: c.render()}
+	if !request.GetValidateOnly() {
+		a.make(c, g)
+		a.reconcile(g)
+		a.publish()
+	}
+	return response, nil
+}
+
+func sameNamespace(cluster clusterKey, candidates []string) error {
+	var violations []agenterrors.FieldViolation
+	for i, id := range candidates {
+		if namespace, _, _ := strings.Cut(id, "/"); namespace != cluster.namespace {
+			violations = append(violations, agenterrors.FieldViolation{
+				Field:       fmt.Sprintf("candidates[%d]", i),
+				Description: fmt.Sprintf("node group %q is not in the cluster's namespace %q", id, cluster.namespace),
+			})
+		}
+	}
+	if len(violations) > 0 {
+		return agenterrors.InvalidArgument(violations...)
+	}
+	return nil
+}
+
+func (s claimService) ReleaseClaim(
+	ctx context.Context, request *agentv1alpha1.ReleaseClaimRequest,
+) (*agentv1alpha1.ReleaseClaimResponse, error) {
+	a, cluster := s.agent, keyOf(request.GetCluster())
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if err := a.readable(ctx, cluster); err != nil {
+		return nil, err
+	}
+	c, ok := a.claims[cluster][request.GetClaimId()]
+	if !ok {
+		return &agentv1alpha1.ReleaseClaimResponse{}, nil
+	}
+	if c.live() {
+		why := cmp.Or(request.GetReason(), "the holder asked for it")
+		if request.GetDrained() {
+			why += " (drained)"
+		}
+		a.release(c, why)
+		a.publish()
+	}
+	return &agentv1alpha1.ReleaseClaimResponse{Claim: c.render()}, nil
+}
+
+func (s claimService) GetClaim(
+	ctx context.Context, request *agentv1alpha1.GetClaimRequest,
+) (*agentv1alpha1.GetClaimResponse, error) {
+	a, cluster := s.agent, keyOf(request.GetCluster())
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if err := a.readable(ctx, cluster); err != nil {
+		return nil, err
+	}
+	claim, ok := a.claimFeed.get(cluster, request.GetClaimId())
+	if !ok {
+		return nil, agenterrors.ClaimNotFound(request.GetClaimId())
+	}
+	return &agentv1alpha1.GetClaimResponse{Claim: claim}, nil
+}
+
+func (s claimService) ListClaims(
+	ctx context.Context, request *agentv1alpha1.ListClaimsRequest,
+) (*agentv1alpha1.ListClaimsResponse, error) {
+	a, cluster := s.agent, keyOf(request.GetCluster())
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if err := a.readable(ctx, cluster); err != nil {
+		return nil, err
+	}
+	response := &agentv1alpha1.ListClaimsResponse{
+		Claims: a.claimFeed.list(cluster, func(c *agentv1alpha1.Claim) bool {
+			return heldBy(request.GetHolder())(c) &&
+				(request.GetIncludeEnded() || c.GetPhase() != agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED)
+		}),
+	}
+	slices.SortStableFunc(response.Claims, func(x, y *agentv1alpha1.Claim) int {
+		return cmp.Compare(a.claims[cluster][x.GetClaimId()].sequence, a.claims[cluster][y.GetClaimId()].sequence)
+	})
+	if request.GetHolder() != "" {
+		response.Token = token{
+			Agent: a.id, Namespace: cluster.namespace, Name: cluster.name, Holder: request.GetHolder(),
+			Sequence: a.sequence, Taken: a.now(),
+		}.encode()
+	}
+	return response, nil
+}
+
+func (s claimService) WatchClaims(
+	request *agentv1alpha1.WatchClaimsRequest, stream grpc.ServerStreamingServer[agentv1alpha1.WatchClaimsResponse],
+) error {
+	return serve(stream.Context(), s.agent, request.GetCluster(), s.agent.claimFeed, heldBy(request.GetHolder()),
+		encoding[*agentv1alpha1.Claim]{
+			upsert: func(claim *agentv1alpha1.Claim) error {
+				return stream.Send(&agentv1alpha1.WatchClaimsResponse{
+					Event: &agentv1alpha1.WatchClaimsResponse_Upsert{Upsert: claim},
+				})
+			},
+			removed: func(key string) error {
+				return stream.Send(&agentv1alpha1.WatchClaimsResponse{
+					Event: &agentv1alpha1.WatchClaimsResponse_RemovedId{RemovedId: key},
+				})
+			},
+			synced: func(marker *agentv1alpha1.Synced) error {
+				return stream.Send(&agentv1alpha1.WatchClaimsResponse{
+					Event: &agentv1alpha1.WatchClaimsResponse_Synced{Synced: marker},
+				})
+			},
+			heartbeat: func(marker *agentv1alpha1.Heartbeat) error {
+				return stream.Send(&agentv1alpha1.WatchClaimsResponse{
+					Event: &agentv1alpha1.WatchClaimsResponse_Heartbeat{Heartbeat: marker},
+				})
+			},
+			resync: func(marker *agentv1alpha1.Resync) error {
+				return stream.Send(&agentv1alpha1.WatchClaimsResponse{
+					Event: &agentv1alpha1.WatchClaimsResponse_Resync{Resync: marker},
+				})
+			},
+		})
+}
+
+func (s claimService) SyncClaims(
+	ctx context.Context, request *agentv1alpha1.SyncClaimsRequest,
+) (*agentv1alpha1.SyncClaimsResponse, error) {
+	a, cluster := s.agent, keyOf(request.GetCluster())
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if err := a.readable(ctx, cluster); err != nil {
+		return nil, err
+	}
+	t, err := decodeToken(request.GetToken())
+	if err != nil {
+		return nil, agenterrors.InvalidToken("the token was not made by ListClaims")
+	}
+	if t.Namespace != cluster.namespace || t.Name != cluster.name || t.Holder != request.GetHolder() {
+		return nil, agenterrors.InvalidToken("the token was made for another cluster or holder")
+	}
+	if t.Agent != a.id || a.now().Sub(t.Taken) > a.settings.tokenLifetime {
+		return nil, agenterrors.StaleToken("the token is too old: take a new one")
+	}
+	alive := make(map[string]struct{}, len(request.GetLiveClaimIds()))
+	response := &agentv1alpha1.SyncClaimsResponse{}
+	for _, id := range request.GetLiveClaimIds() {
+		alive[id] = struct{}{}
+		if c, ok := a.claims[cluster][id]; !ok || !c.live() {
+			response.UnknownClaimIds = append(response.UnknownClaimIds, id)
+		}
+	}
+	var orphans []*claim
+	for id, c := range a.claims[cluster] {
+		if _, ok := alive[id]; !ok && c.live() && c.holder == request.GetHolder() && c.sequence <= t.Sequence {
+			orphans = append(orphans, c)
+		}
+	}
+	slices.SortFunc(orphans, func(x, y *claim) int { return cmp.Compare(x.sequence, y.sequence) })
+	for _, c := range orphans {
+		response.CollectedClaimIds = append(response.CollectedClaimIds, c.id)
+		a.release(c, "its owner is gone: it is not in the holder's live set")
+	}
+	a.reports[cluster] = request.GetNodes()
+	a.publish()
+	return response, nil
+}
+
+func heldBy(holder string) func(*agentv1alpha1.Claim) bool {
+	return func(c *agentv1alpha1.Claim) bool { return holder == "" || c.GetHolder() == holder }
+}
+
+// token says up to which claim a listing was complete.
+type token struct {
+	Agent, Namespace, Name, Holder string
+	Sequence                       int64
+	Taken                          time.Time
+}
+
+func (t token) encode() string {
+	text, err := json.Marshal(t)
+	if err != nil {
+		panic(err) // Strings, numbers and times of this century marshal.
+	}
+	return base64.RawURLEncoding.EncodeToString(text)
+}
+
+func decodeToken(s string) (token, error) {
+	text, err := base64.RawURLEncoding.DecodeString(s)
+	if err != nil {
+		return token{}, err
+	}
+	var t token
+	if err := json.Unmarshal(text, &t); err != nil {
+		return token{}, err
+	}
+	return t, nil
+}
