@@ -1,0 +1,316 @@
+// Package charts_test renders the Helm charts with the values in their ci folders and checks the result against a real API
+// server, the Pod Security Standards and itself.
+package charts_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	. "github.com/onsi/gomega"
+	"github.com/samber/lo"
+	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
+	policyv1 "k8s.io/api/policy/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/util/yaml"
+	podsecurityapi "k8s.io/pod-security-admission/api"
+	"k8s.io/pod-security-admission/policy"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/envtest"
+)
+
+// Objects of these groups are rendered for operators that the API server of the tests does not have.
+var foreignGroups = []string{"cert-manager.io", "monitoring.coreos.com"}
+
+// chart is one of ours, as a user installs it.
+type chart struct {
+	name      string
+	release   string
+	namespace string
+}
+
+var charts = []chart{
+	{name: "agent", release: "capi-agent", namespace: "capi-agent-system"},
+	{name: "shim", release: "karpenter", namespace: "karpenter"},
+}
+
+func TestRenderedManifests(t *testing.T) {
+	server := startAPIServer(t)
+
+	forEachValues(t, func(t *testing.T, c chart, values string) {
+		t.Helper()
+		objects := render(t, c, values)
+
+		t.Run("are accepted by the API server", func(t *testing.T) {
+			for _, object := range objects {
+				dryRun(t, server, object)
+			}
+		})
+		t.Run("meet the restricted Pod Security Standard", func(t *testing.T) {
+			g := NewWithT(t)
+			evaluator, err := policy.NewEvaluator(policy.DefaultChecks(), nil)
+			g.Expect(err).NotTo(HaveOccurred())
+			for _, deployment := range of[appsv1.Deployment](t, objects, "Deployment") {
+				template := deployment.Spec.Template
+				restricted := podsecurityapi.LevelVersion{Level: podsecurityapi.LevelRestricted, Version: podsecurityapi.LatestVersion()}
+				result := policy.AggregateCheckResults(evaluator.EvaluatePod(restricted, &template.ObjectMeta, &template.Spec))
+				g.Expect(result.Allowed).To(BeTrue(), result.ForbiddenDetail())
+			}
+		})
+		t.Run("select their own pods", func(t *testing.T) {
+			g := NewWithT(t)
+			deployments := of[appsv1.Deployment](t, objects, "Deployment")
+			g.Expect(deployments).To(HaveLen(1))
+			pod := deployments[0].Spec.Template
+			ports := lo.FlatMap(pod.Spec.Containers, func(c corev1.Container, _ int) []corev1.ContainerPort { return c.Ports })
+			for _, service := range of[corev1.Service](t, objects, "Service") {
+				g.Expect(labels.SelectorFromSet(service.Spec.Selector).Matches(labels.Set(pod.Labels))).To(BeTrue(), service.Name)
+				for _, port := range service.Spec.Ports {
+					g.Expect(lo.ContainsBy(ports, func(p corev1.ContainerPort) bool { return p.Name == port.TargetPort.StrVal })).
+						To(BeTrue(), "service %s names the port %q", service.Name, port.TargetPort.StrVal)
+				}
+			}
+			for _, budget := range of[policyv1.PodDisruptionBudget](t, objects, "PodDisruptionBudget") {
+				g.Expect(labels.SelectorFromSet(budget.Spec.Selector.MatchLabels).Matches(labels.Set(pod.Labels))).To(BeTrue())
+			}
+		})
+		t.Run("bind their roles to the pods' service account", func(t *testing.T) {
+			g := NewWithT(t)
+			account := of[appsv1.Deployment](t, objects, "Deployment")[0].Spec.Template.Spec.ServiceAccountName
+			g.Expect(lo.Map(of[corev1.ServiceAccount](t, objects, "ServiceAccount"), func(a corev1.ServiceAccount, _ int) string { return a.Name })).
+				To(ConsistOf(account))
+			subject := rbacv1.Subject{Kind: rbacv1.ServiceAccountKind, Name: account, Namespace: c.namespace}
+			for _, binding := range of[rbacv1.ClusterRoleBinding](t, objects, "ClusterRoleBinding") {
+				g.Expect(binding.Subjects).To(ConsistOf(subject))
+				g.Expect(names(objects, binding.RoleRef.Kind, "")).To(ContainElement(binding.RoleRef.Name))
+			}
+			for _, binding := range of[rbacv1.RoleBinding](t, objects, "RoleBinding") {
+				g.Expect(binding.Subjects).To(ConsistOf(subject))
+				g.Expect(names(objects, binding.RoleRef.Kind, binding.Namespace)).To(ContainElement(binding.RoleRef.Name))
+			}
+		})
+		t.Run("grant no secrets, no wildcards but for reading, nothing that grants more", func(t *testing.T) {
+			g := NewWithT(t)
+			for _, rule := range rules(t, objects) {
+				g.Expect(rule.Verbs).NotTo(ContainElement(BeElementOf("*", "bind", "escalate", "impersonate")))
+				g.Expect(rule.APIGroups).NotTo(ContainElement("*"))
+				g.Expect(rule.Resources).NotTo(ContainElement("secrets"))
+				if lo.Contains(rule.Resources, "*") {
+					g.Expect(rule.Verbs).To(ConsistOf("get", "list", "watch"))
+				}
+			}
+		})
+		t.Run("pass only flags that exist", func(t *testing.T) {
+			g := NewWithT(t)
+			options, err := os.ReadFile(filepath.Join(root(t), "docs", "options.md"))
+			g.Expect(err).NotTo(HaveOccurred())
+			for _, deployment := range of[appsv1.Deployment](t, objects, "Deployment") {
+				for _, container := range deployment.Spec.Template.Spec.Containers {
+					for _, arg := range container.Args {
+						flag, _, _ := strings.Cut(arg, "=")
+						g.Expect(string(options)).To(ContainSubstring("`"+flag+"`"), "in docs/options.md")
+					}
+				}
+			}
+		})
+	})
+}
+
+func TestAgentConfinedToNamespacesGetsNoClusterWideRights(t *testing.T) {
+	g := NewWithT(t)
+	objects := render(t, charts[0], filepath.Join(root(t), "deploy/charts/agent/ci/confined-values.yaml"))
+
+	for _, role := range of[rbacv1.ClusterRole](t, objects, "ClusterRole") {
+		for _, rule := range role.Rules {
+			g.Expect(rule.APIGroups).To(ConsistOf("apiextensions.k8s.io"))
+		}
+	}
+	g.Expect(lo.Map(of[rbacv1.Role](t, objects, "Role"), func(r rbacv1.Role, _ int) string { return r.Namespace })).
+		To(ConsistOf("team-a", "team-b"))
+}
+
+func TestShimsFeatureGatesBringTheirRules(t *testing.T) {
+	g := NewWithT(t)
+	resources := func(values string) []string {
+		objects := render(t, charts[1], filepath.Join(root(t), "deploy/charts/shim/ci", values))
+		return lo.FlatMap(rules(t, objects), func(r rbacv1.PolicyRule, _ int) []string { return r.Resources })
+	}
+	featured := []string{"nodeoverlays", "capacitybuffers", "podtemplates"}
+	g.Expect(resources("defaults-values.yaml")).NotTo(ContainElement(BeElementOf(featured)))
+	g.Expect(resources("everything-values.yaml")).To(ContainElements(featured))
+}
+
+func TestValuesThatCannotWorkAreRefused(t *testing.T) {
+	for _, tc := range []struct {
+		name  string
+		chart chart
+		set   string
+		says  string
+	}{
+		{"a value that does not exist", charts[0], "replica=3", "replica"},
+		{"a Cluster without its namespace", charts[0], "clusters={production}", "clusters"},
+		{"a duration without a unit", charts[0], "tls.certManager.duration=90", "duration"},
+		{"an issuer that is neither made nor named", charts[0], "tls.certManager.issuer.create=false", "tls.certManager.issuer.name is required"},
+		{"no agent", charts[1], "cluster.namespace=n,cluster.name=c", "agent.address is required"},
+		{"no Cluster", charts[1], "agent.address=a:8443", "cluster.namespace is required"},
+		{"a feature gate that Karpenter does not have", charts[1], "settings.featureGates.Fly=true", "Fly"},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			g := NewWithT(t)
+			_, stderr, err := helm(t, "template", tc.chart.release, chartPath(t, tc.chart), "--set", tc.set)
+			g.Expect(err).To(HaveOccurred())
+			g.Expect(stderr).To(ContainSubstring(tc.says))
+		})
+	}
+}
+
+// forEachValues runs a test for each file of values of each chart.
+func forEachValues(t *testing.T, test func(t *testing.T, c chart, values string)) {
+	t.Helper()
+	for _, c := range charts {
+		files, err := filepath.Glob(filepath.Join(chartPath(t, c), "ci", "*-values.yaml"))
+		if err != nil || len(files) == 0 {
+			t.Fatalf("no values to test the chart %s with: %v", c.name, err)
+		}
+		for _, values := range files {
+			t.Run(c.name+"/"+strings.TrimSuffix(filepath.Base(values), "-values.yaml"), func(t *testing.T) { test(t, c, values) })
+		}
+	}
+}
+
+// startAPIServer runs a kube-apiserver for the time of the test.
+func startAPIServer(t *testing.T) client.Client {
+	t.Helper()
+	g := NewWithT(t)
+	environment := &envtest.Environment{CRDDirectoryPaths: lo.Map(charts, func(c chart, _ int) string { return filepath.Join(chartPath(t, c), "crds") })}
+	config, err := environment.Start()
+	g.Expect(err).NotTo(HaveOccurred())
+	t.Cleanup(func() {
+		if err := environment.Stop(); err != nil {
+			t.Errorf("stopping the API server: %v", err)
+		}
+	})
+	server, err := client.New(config, client.Options{})
+	g.Expect(err).NotTo(HaveOccurred())
+	return client.WithFieldValidation(server, metav1.FieldValidationStrict)
+}
+
+// dryRun asks the API server whether it would take the object, and fails the test if not.
+func dryRun(t *testing.T, server client.Client, object *unstructured.Unstructured) {
+	t.Helper()
+	g := NewWithT(t)
+	if lo.Contains(foreignGroups, object.GroupVersionKind().Group) {
+		return
+	}
+	if namespace := object.GetNamespace(); namespace != "" {
+		err := server.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: namespace}})
+		g.Expect(lo.Ternary(apierrors.IsAlreadyExists(err), nil, err)).NotTo(HaveOccurred())
+	}
+	err := server.Apply(t.Context(), client.ApplyConfigurationFromUnstructured(object), client.DryRunAll, client.FieldOwner("charts-test"))
+	g.Expect(err).NotTo(HaveOccurred(), "%s %s", object.GetKind(), object.GetName())
+}
+
+// render returns what the chart is with the values in a file, in the order of installation.
+func render(t *testing.T, c chart, values string) []*unstructured.Unstructured {
+	t.Helper()
+	stdout, stderr, err := helm(t, "template", c.release, chartPath(t, c), "--namespace", c.namespace, "--values", values)
+	if err != nil {
+		t.Fatalf("helm template: %v\n%s", err, stderr)
+	}
+	var objects []*unstructured.Unstructured
+	decoder := yaml.NewYAMLOrJSONDecoder(strings.NewReader(stdout), 4096)
+	for {
+		object := &unstructured.Unstructured{}
+		if err := decoder.Decode(object); errors.Is(err, io.EOF) {
+			return objects
+		} else if err != nil {
+			t.Fatalf("decoding what helm rendered: %v", err)
+		}
+		if len(object.Object) > 0 {
+			objects = append(objects, object)
+		}
+	}
+}
+
+func helm(t *testing.T, args ...string) (string, string, error) {
+	t.Helper()
+	var stdout, stderr bytes.Buffer
+	command := exec.CommandContext(context.Background(), filepath.Join(root(t), "bin", "helm"), args...)
+	command.Stdout, command.Stderr = &stdout, &stderr
+	err := command.Run()
+	if errors.Is(err, fs.ErrNotExist) {
+		t.Fatal("no bin/helm: run make bin/helm")
+	}
+	return stdout.String(), stderr.String(), err
+}
+
+// of returns the objects of a kind.
+func of[T any](t *testing.T, objects []*unstructured.Unstructured, kind string) []T {
+	t.Helper()
+	var found []T
+	for _, object := range objects {
+		if object.GetKind() != kind {
+			continue
+		}
+		var typed T
+		if err := runtime.DefaultUnstructuredConverter.FromUnstructuredWithValidation(object.Object, &typed, true); err != nil {
+			t.Fatalf("%s %s: %v", kind, object.GetName(), err)
+		}
+		found = append(found, typed)
+	}
+	return found
+}
+
+// rules are those of all roles.
+func rules(t *testing.T, objects []*unstructured.Unstructured) []rbacv1.PolicyRule {
+	t.Helper()
+	var found []rbacv1.PolicyRule
+	for _, role := range of[rbacv1.ClusterRole](t, objects, "ClusterRole") {
+		found = append(found, role.Rules...)
+	}
+	for _, role := range of[rbacv1.Role](t, objects, "Role") {
+		found = append(found, role.Rules...)
+	}
+	return found
+}
+
+func names(objects []*unstructured.Unstructured, kind, namespace string) []string {
+	return lo.FilterMap(objects, func(o *unstructured.Unstructured, _ int) (string, bool) {
+		return o.GetName(), o.GetKind() == kind && o.GetNamespace() == namespace
+	})
+}
+
+func chartPath(t *testing.T, c chart) string {
+	t.Helper()
+	return filepath.Join(root(t), "deploy", "charts", c.name)
+}
+
+// root is the repository's.
+func root(t *testing.T) string {
+	t.Helper()
+	dir, err := os.Getwd()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for ; dir != filepath.Dir(dir); dir = filepath.Dir(dir) {
+		if _, err := os.Stat(filepath.Join(dir, "go.work")); err == nil {
+			return dir
+		}
+	}
+	t.Fatal("not below a go.work")
+	return ""
+}
+
