@@ -627,8 +627,8 @@ func (d *decision) wake(after time.Duration) {
 // decideWrite keeps the next ledger if it says something new.
 func (s *snapshot) decideWrite(d *decision, next *Ledger) {
 	if s.ledger == nil {
-		// A ledger is begun by the first claim, not by being looked at.
-		if len(next.Pending) == 0 && len(next.Releasing) == 0 {
+		// A ledger is begun by the first claim, not by being looked at; one that was wiped is rebuilt.
+		if len(next.Pending) == 0 && len(next.Releasing) == 0 && !slices.ContainsFunc(s.claims, hasMachine) {
 			d.replicas = s.group.Replicas
 			return
 		}
@@ -640,15 +640,20 @@ func (s *snapshot) decideWrite(d *decision, next *Ledger) {
 	}
 }
 
+// hasMachine reports whether a claim has, or is giving back, a Machine.
+func hasMachine(c *v1alpha1.MachineClaim) bool {
+	return c.Status.Machine != nil && c.Status.Phase != v1alpha1.PhaseEnded
+}
+
 // actOnClaims lists the writes on claims, and on the Machines that they bind, that the snapshot's ledger permits.
 func (s *snapshot) actOnClaims(d *decision) {
-	if s.ledger == nil {
-		s.expire(d)
-		return
+	ledger := s.ledger
+	if ledger == nil {
+		ledger = &Ledger{}
 	}
 	for _, c := range s.claims {
 		id := c.Spec.ClaimID
-		named, entered := s.ledger.Pending[id]
+		named, entered := ledger.Pending[id]
 		var m *clusterv1.Machine
 		if c.Status.Machine != nil {
 			m = s.machine(c.Status.Machine.UID)
@@ -668,7 +673,7 @@ func (s *snapshot) actOnClaims(d *decision) {
 				d.end(c, ReasonMachineLost, "its Machine was deleted by somebody else")
 			case claimOf(m) == "" && entered && named.UID == m.UID && !held(m):
 				d.actions = append(d.actions, action{kind: label, claim: c, machine: m})
-			case claimOf(m) == "" && !entered:
+			case claimOf(m) == "" && !entered && s.ledger != nil:
 				d.end(c, ReasonMachineLost, "somebody removed the claim's label from its Machine")
 			case claimOf(m) != "" && claimOf(m) != id:
 				d.end(c, ReasonMachineLost, "its Machine carries another claim's label")
@@ -720,6 +725,9 @@ func (s *snapshot) actOnReleasing(d *decision, c *v1alpha1.MachineClaim, m *clus
 }
 
 func (s *snapshot) releasing(uid types.UID) bool {
+	if s.ledger == nil {
+		return false
+	}
 	_, yes := s.ledger.Releasing[uid]
 	return yes
 }

@@ -567,7 +567,7 @@ func (w *world) settle() {
 			l, err := parseLedger(text)
 			must(w.t, err)
 			if len(l.Releasing) > 0 || len(l.Pending) > 0 && live == 0 {
-				w.t.Fatalf("ledger of %s holds on to something: %s", group, text)
+				w.t.Fatalf("ledger of %s holds on to something: %s\n%s", group, text, w.describe())
 			}
 		}
 		for _, m := range w.machines(group) {
