@@ -1,0 +1,158 @@
+package eligibility_test
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/ptr"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
+)
+
+func deployment(change func(*clusterv1.MachineDeployment)) *clusterv1.MachineDeployment {
+	md := &clusterv1.MachineDeployment{
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: "fleet", Name: "small",
+			Labels:      map[string]string{v1alpha1.MemberLabel: ""},
+			Annotations: map[string]string{},
+		},
+		Spec: clusterv1.MachineDeploymentSpec{ClusterName: "spoke", Replicas: ptr.To(int32(2))},
+	}
+	if change != nil {
+		change(md)
+	}
+	return md
+}
+
+func cluster(change func(*clusterv1.Cluster)) *clusterv1.Cluster {
+	c := &clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: "fleet", Name: "spoke"}}
+	if change != nil {
+		change(c)
+	}
+	return c
+}
+
+func TestAnOpenGroupHasNoRefusal(t *testing.T) {
+	group := eligibility.Of(deployment(func(md *clusterv1.MachineDeployment) {
+		md.Annotations[clusterv1.AutoscalerMinSizeAnnotation] = "1"
+		md.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] = "5"
+	}), cluster(nil))
+	assert.Nil(t, group.Refusal)
+	assert.Empty(t, group.Problems)
+	assert.Equal(t, int32(1), group.Min)
+	assert.Equal(t, int32(5), *group.Max)
+	assert.Equal(t, int32(2), group.Replicas)
+	assert.False(t, group.Full())
+}
+
+func TestFullMeansReplicasAtTheMaxSize(t *testing.T) {
+	for text, full := range map[string]bool{"1": true, "2": true, "3": false, "": false} {
+		group := eligibility.Of(deployment(func(md *clusterv1.MachineDeployment) {
+			if text != "" {
+				md.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] = text
+			}
+		}), cluster(nil))
+		assert.Equal(t, full, group.Full(), "max size %q", text)
+	}
+}
+
+func TestClosedGroupsSayWhy(t *testing.T) {
+	deleted := metav1.Now()
+	for name, test := range map[string]struct {
+		md      func(*clusterv1.MachineDeployment)
+		cluster *clusterv1.Cluster
+		reason  eligibility.Reason
+	}{
+		"deployment deleted": {md: func(md *clusterv1.MachineDeployment) { md.DeletionTimestamp = &deleted }, cluster: cluster(nil), reason: eligibility.Deleting},
+		"no cluster":         {reason: eligibility.Deleting},
+		"cluster deleted": {
+			cluster: cluster(func(c *clusterv1.Cluster) { c.DeletionTimestamp = &deleted }), reason: eligibility.Deleting,
+		},
+		"not opted in": {md: func(md *clusterv1.MachineDeployment) { md.Labels = nil }, cluster: cluster(nil), reason: eligibility.NotMember},
+		"spec.paused":  {md: func(md *clusterv1.MachineDeployment) { md.Spec.Paused = ptr.To(true) }, cluster: cluster(nil), reason: eligibility.Paused},
+		"paused by hand": {
+			md: func(md *clusterv1.MachineDeployment) { md.Annotations[clusterv1.PausedAnnotation] = "" }, cluster: cluster(nil), reason: eligibility.Paused,
+		},
+		"cluster paused": {cluster: cluster(func(c *clusterv1.Cluster) { c.Spec.Paused = ptr.To(true) }), reason: eligibility.Paused},
+		"replicas unset": {md: func(md *clusterv1.MachineDeployment) { md.Spec.Replicas = nil }, cluster: cluster(nil), reason: eligibility.Invalid},
+		"max size not a number": {
+			md:      func(md *clusterv1.MachineDeployment) { md.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] = "many" },
+			cluster: cluster(nil), reason: eligibility.Invalid,
+		},
+		"max size negative": {
+			md:      func(md *clusterv1.MachineDeployment) { md.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] = "-1" },
+			cluster: cluster(nil), reason: eligibility.Invalid,
+		},
+		"min above max": {
+			md: func(md *clusterv1.MachineDeployment) {
+				md.Annotations[clusterv1.AutoscalerMinSizeAnnotation] = "4"
+				md.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] = "3"
+			},
+			cluster: cluster(nil), reason: eligibility.Invalid,
+		},
+		"topology sets replicas": {
+			md: func(md *clusterv1.MachineDeployment) {
+				md.Labels[clusterv1.ClusterTopologyMachineDeploymentNameLabel] = "workers"
+			},
+			cluster: cluster(func(c *clusterv1.Cluster) {
+				c.Spec.Topology.Workers.MachineDeployments = []clusterv1.MachineDeploymentTopology{{Name: "workers", Replicas: ptr.To(int32(3))}}
+			}),
+			reason: eligibility.ReplicasOwned,
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			group := eligibility.Of(deployment(test.md), test.cluster)
+			require.NotNil(t, group.Refusal)
+			assert.Equal(t, test.reason, group.Refusal.Reason)
+			assert.Equal(t, "small", group.Refusal.NodeGroup)
+			assert.NotEmpty(t, group.Refusal.Message)
+		})
+	}
+}
+
+func TestTheAgentsOwnPauseClosesNothing(t *testing.T) {
+	group := eligibility.Of(deployment(func(md *clusterv1.MachineDeployment) {
+		md.Annotations[clusterv1.PausedAnnotation] = v1alpha1.PausedByAgent
+	}), cluster(nil))
+	assert.Nil(t, group.Refusal)
+}
+
+func TestATopologyWithoutReplicasClosesNothing(t *testing.T) {
+	group := eligibility.Of(deployment(func(md *clusterv1.MachineDeployment) {
+		md.Labels[clusterv1.ClusterTopologyMachineDeploymentNameLabel] = "workers"
+	}), cluster(func(c *clusterv1.Cluster) {
+		c.Spec.Topology.Workers.MachineDeployments = []clusterv1.MachineDeploymentTopology{{Name: "workers"}}
+	}))
+	assert.Nil(t, group.Refusal)
+}
+
+func TestProblemsNameTheField(t *testing.T) {
+	group := eligibility.Of(deployment(func(md *clusterv1.MachineDeployment) {
+		md.Annotations[clusterv1.AutoscalerMinSizeAnnotation] = "-3"
+	}), cluster(nil))
+	require.Len(t, group.Problems, 1)
+	assert.Contains(t, group.Problems[0].Field, clusterv1.AutoscalerMinSizeAnnotation)
+	assert.Equal(t, "-3", group.Problems[0].Value)
+	assert.Equal(t, int32(0), group.Min)
+	assert.Nil(t, group.Refusal, "a bad min size is no reason to refuse claims")
+}
+
+// FuzzOf shows that no annotation value can crash the agent, and that sizes are never negative.
+func FuzzOf(f *testing.F) {
+	f.Add("0", "10")
+	f.Add("-1", "9999999999999999999")
+	f.Add("", "1e3")
+	f.Fuzz(func(t *testing.T, low, high string) {
+		group := eligibility.Of(deployment(func(md *clusterv1.MachineDeployment) {
+			md.Annotations[clusterv1.AutoscalerMinSizeAnnotation] = low
+			md.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] = high
+		}), cluster(nil))
+		if group.Min < 0 || group.Max != nil && (*group.Max < 0 || group.Min > *group.Max) {
+			t.Fatalf("impossible sizes: %+v", group)
+		}
+	})
+}
