@@ -13,6 +13,21 @@ import (
 // maxHistory is how many events of a claim are remembered.
 const maxHistory = 32
 
+// Reasons of claims and of the events in their history: the agent's own words.
+const (
+	reasonCreated           = "Created"
+	reasonWaitingForMachine = "WaitingForMachine"
+	reasonBound             = "Bound"
+	reasonNodeJoined        = "NodeJoined"
+	reasonReleaseRequested  = "ReleaseRequested"
+	reasonCollected         = "Collected"
+	reasonReleased          = "Released"
+	reasonHandedOver        = "HandedOver"
+	reasonCancelled         = "Cancelled"
+	reasonMachineLost       = "MachineLost"
+	reasonNodeGroupGone     = "NodeGroupGone"
+)
+
 type claim struct {
 	cluster         clusterKey
 	id, holder      string
@@ -101,11 +116,11 @@ func (a *Agent) newClaim(request *agentv1alpha1.CreateClaimRequest, g *group) *c
 		displayName: request.GetDisplayName(),
 		groupID:     g.id,
 		phase:       agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING,
-		reason:      "WaitingForMachine",
+		reason:      reasonWaitingForMachine,
 		message:     "a machine of " + g.id + " is on its way",
 		createdAt:   a.now(),
 	}
-	c.happened(c.createdAt, "Claimed", "claimed a machine of "+g.id)
+	c.happened(c.createdAt, reasonCreated, "claimed a machine of "+g.id)
 	return c
 }
 
@@ -127,28 +142,28 @@ func (a *Agent) make(c *claim, g *group) {
 }
 
 // release begins the release of a claim that is live, and completes it where nothing is to be waited for.
-func (a *Agent) release(c *claim, why string) {
+func (a *Agent) release(c *claim, reason, why string) {
 	c.releasedAt = a.now()
-	c.happened(c.releasedAt, "ReleaseRequested", why)
+	c.reason, c.message = reason, why
+	c.happened(c.releasedAt, reason, why)
 	a.touchClaim(c)
 	g := a.groups[c.groupID]
 	m := c.machine
 	switch {
 	case m == nil:
-		a.end(c, "Cancelled", "released before it had a machine")
+		a.end(c, reasonCancelled, "released before it had a machine")
 	case m.nodeName == "" && m.failureReason == "" && m.deletedAt.IsZero():
 		// The hand-over: the machine stays, for the next claim.
 		m.claim = nil
 		m.spareSince = a.now()
 		a.touchMachine(m)
-		a.end(c, "Released", "the machine was handed over before it had a Node")
+		a.end(c, reasonHandedOver, "the machine was handed over before it had a Node")
 	default:
 		if m.failureReason != "" && m.nodeName == "" && a.settings.coolDown > 0 && g != nil {
 			a.block(g, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_COOLING_DOWN,
 				m.failureReason+": "+m.failureMessage, a.now().Add(a.settings.coolDown))
 		}
 		c.phase = agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING
-		c.reason, c.message = "Deleting", "machine "+m.name+" is being deleted"
 		a.terminate(m)
 	}
 	if g != nil {
@@ -239,8 +254,8 @@ func (a *Agent) bind(c *claim, m *machine) {
 	m.group.pending--
 	m.claim, m.spareSince = c, time.Time{}
 	c.machine = m
-	c.phase, c.reason, c.message = agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, "Bound", "bound to machine "+m.name
-	c.happened(a.now(), "Bound", c.message)
+	c.phase, c.reason, c.message = agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, reasonBound, "bound to machine "+m.name
+	c.happened(a.now(), reasonBound, c.message)
 	a.touchMachine(m)
 	a.touchClaim(c)
 	a.touch(m.group)

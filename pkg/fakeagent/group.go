@@ -60,10 +60,8 @@ func (a *Agent) AddNodeGroup(described *agentv1alpha1.NodeGroup) string {
 			described.CreatedAt = timestamppb.New(a.now())
 		}
 		a.clusters[cluster] = struct{}{}
-		g := &group{id: described.GetId(), cluster: cluster, described: described}
-		if availability := described.GetAvailability(); availability.GetReason() != 0 && !availability.GetAvailable() {
-			g.blocked = availability
-		}
+		g := &group{id: described.GetId(), cluster: cluster}
+		g.describe(described)
 		a.groups[g.id] = g
 		for range described.GetReplicas() {
 			a.addOwned(g)
@@ -74,15 +72,15 @@ func (a *Agent) AddNodeGroup(described *agentv1alpha1.NodeGroup) string {
 }
 
 // UpdateNodeGroup changes a node group. f gets a copy with the present replicas; when it changes them, machines of the user's
-// own come or go. Id, name and Cluster stay. It panics when there is no such group.
+// own come or go. Its availability is nil, or what [Agent.Block] set. Id, name and Cluster stay. It panics when there is no such group.
 func (a *Agent) UpdateNodeGroup(id string, f func(*agentv1alpha1.NodeGroup)) {
 	a.edit(func() {
 		g := a.mustGroup(id)
 		next := proto.CloneOf(g.described)
-		next.Replicas = g.replicas()
+		next.Replicas, next.Availability = g.replicas(), g.blocked
 		f(next)
 		next.Id, next.Name, next.Cluster = g.described.GetId(), g.described.GetName(), g.described.GetCluster()
-		g.described = next
+		g.describe(next)
 		for range next.GetReplicas() - g.replicas() {
 			a.addOwned(g)
 		}
@@ -104,11 +102,14 @@ func (a *Agent) RemoveNodeGroup(id string) {
 		g := a.mustGroup(id)
 		delete(a.groups, id)
 		for _, m := range slices.Clone(g.machines) {
+			if c := m.claim; c != nil {
+				a.end(c, reasonNodeGroupGone, "the node group was deleted, and its machine with it")
+			}
 			a.remove(m)
 		}
 		for _, c := range a.claimsOf(g) {
 			if c.live() {
-				a.end(c, "Failed", "the node group was deleted")
+				a.end(c, reasonNodeGroupGone, "the node group was deleted")
 			}
 		}
 		a.touch(g)
@@ -140,6 +141,14 @@ func (a *Agent) NodeGroup(id string) *agentv1alpha1.NodeGroup {
 	}
 	object, _ := a.groupFeed.get(g.cluster, id)
 	return object
+}
+
+// describe takes over a description. Its availability counts only where it says that the group is not available.
+func (g *group) describe(described *agentv1alpha1.NodeGroup) {
+	g.described, g.blocked = described, nil
+	if availability := described.GetAvailability(); availability != nil && !availability.GetAvailable() {
+		g.blocked = availability
+	}
 }
 
 func (a *Agent) mustGroup(id string) *group {

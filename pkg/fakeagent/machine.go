@@ -200,9 +200,6 @@ func (a *Agent) provision(m *machine, providerID string) {
 	}
 	m.providerID = providerID
 	m.failureReason, m.failureMessage = "", ""
-	if m.claim != nil {
-		m.claim.happened(a.now(), "Provisioned", "the machine has the provider ID "+providerID)
-	}
 	a.touchMachine(m)
 	a.after(a.steps.Join, func() { a.join(m, "") })
 }
@@ -217,7 +214,7 @@ func (a *Agent) join(m *machine, nodeName string) {
 	}
 	m.nodeName = nodeName
 	if m.claim != nil {
-		m.claim.happened(a.now(), "Joined", "the machine's Node "+nodeName+" has joined")
+		m.claim.happened(a.now(), reasonNodeJoined, "Node "+nodeName+" joined")
 	}
 	a.touchMachine(m)
 	a.touch(m.group)
@@ -252,11 +249,11 @@ func (a *Agent) remove(m *machine) {
 	}
 	m.gone = true
 	m.group.machines = slices.DeleteFunc(m.group.machines, func(other *machine) bool { return other == m })
-	if c := m.claim; c != nil {
+	if c := m.claim; c != nil && c.phase != agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
 		if c.phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING {
-			a.end(c, "Released", "the instance and its Node are gone")
+			a.end(c, reasonReleased, "the instance and its Node are gone")
 		} else {
-			a.end(c, "MachineLost", fmt.Sprintf("machine %s was deleted by somebody else", m.name))
+			a.end(c, reasonMachineLost, fmt.Sprintf("machine %s was deleted by somebody else", m.name))
 		}
 	}
 	a.touchMachine(m)

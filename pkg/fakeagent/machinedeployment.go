@@ -10,6 +10,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/utils/ptr"
 )
 
 // Annotations of a MachineDeployment that describe a node group.
@@ -41,8 +42,8 @@ type MachineDeployment struct {
 	// Annotations: the min and max size, and the capacity annotations cpu, memory, maxPods, ephemeral-disk, labels and taints.
 	// One that cannot be used shows in the node group's problems, and the group is shown without it.
 	Annotations map[string]string
-	// Replicas that the user asked for.
-	Replicas int32
+	// Replicas that the user asks for. Nil means none for a new group, and as many as there are for an existing one.
+	Replicas *int32
 	// FailureDomain of the machine template.
 	FailureDomain string
 	// Version of Kubernetes in the machine template.
@@ -54,8 +55,7 @@ func (a *Agent) AddMachineDeployment(deployment MachineDeployment) string {
 	return a.AddNodeGroup(deployment.describe())
 }
 
-// UpdateMachineDeployment describes an existing node group anew. Replicas other than the present ones change the machines of
-// the user's own. It panics when there is no such group.
+// UpdateMachineDeployment describes an existing node group anew. It panics when there is no such group.
 func (a *Agent) UpdateMachineDeployment(deployment MachineDeployment) {
 	described := deployment.describe()
 	id := described.GetCluster().GetNamespace() + "/" + described.GetName()
@@ -72,7 +72,10 @@ func (a *Agent) UpdateMachineDeployment(deployment MachineDeployment) {
 		group.KubernetesVersion = described.GetKubernetesVersion()
 		group.Problems = described.GetProblems()
 		group.Sources = described.GetSources()
-		group.Replicas += described.GetReplicas() - group.GetReplicas()
+		group.Availability = described.GetAvailability()
+		if deployment.Replicas != nil {
+			group.Replicas = *deployment.Replicas
+		}
 	})
 }
 
@@ -88,7 +91,7 @@ func (d MachineDeployment) describe() *agentv1alpha1.NodeGroup {
 		OperatingSystem:   "linux",
 		Zone:              d.FailureDomain,
 		CapacityType:      agentv1alpha1.CapacityType_CAPACITY_TYPE_ON_DEMAND,
-		Replicas:          d.Replicas,
+		Replicas:          ptr.Deref(d.Replicas, 0),
 		KubernetesVersion: d.Version,
 		Sources:           map[string]*agentv1alpha1.ValueSource{},
 	}
@@ -118,6 +121,12 @@ func (d MachineDeployment) describe() *agentv1alpha1.NodeGroup {
 			var limit int32
 			if limit, err = size(value); err == nil {
 				group.MaxSize = &limit
+			} else {
+				// No limit would be a guess, and an expensive one.
+				group.Availability = &agentv1alpha1.Availability{
+					Reason:  agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_INVALID,
+					Message: key + ": " + err.Error(),
+				}
 			}
 		case isCapacity && isResource:
 			quantity, parseErr := wire.Quantity(value)

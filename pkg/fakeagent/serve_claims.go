@@ -88,7 +88,7 @@ func (s claimService) ReleaseClaim(
 		if request.GetDrained() {
 			why += " (drained)"
 		}
-		a.release(c, why)
+		a.release(c, reasonReleaseRequested, why)
 		a.publish()
 	}
 	return &agentv1alpha1.ReleaseClaimResponse{Claim: c.render()}, nil
@@ -206,7 +206,7 @@ func (s claimService) SyncClaims(
 	slices.SortFunc(orphans, func(x, y *claim) int { return cmp.Compare(x.sequence, y.sequence) })
 	for _, c := range orphans {
 		response.CollectedClaimIds = append(response.CollectedClaimIds, c.id)
-		a.release(c, "its owner is gone: it is not in the holder's live set")
+		a.release(c, reasonCollected, "its owner is gone: it is not in the live set of "+c.holder)
 	}
 	a.reports[cluster] = request.GetNodes()
 	a.publish()

@@ -1,0 +1,110 @@
+package conformance_test
+
+import (
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	"github.com/karpenter-capi/karpenter-capi/pkg/conformance"
+	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/stretchr/testify/require"
+	"k8s.io/utils/clock"
+)
+
+func TestFakeAgentConforms(t *testing.T) {
+	conformance.Run(t, func(t *testing.T) conformance.Env {
+		t.Helper()
+		ahead := &aheadClock{}
+		agent := fakeagent.New(fakeagent.WithHeartbeatInterval(50*time.Millisecond), fakeagent.WithClock(ahead))
+		t.Cleanup(agent.Close)
+		stranger := &agentv1alpha1.ClusterRef{Namespace: "default", Name: "stranger"}
+		agent.AddCluster(stranger)
+		return &fakeEnv{
+			agent: agent, clock: ahead,
+			client: agent.ClientFor(fakeagent.DefaultCluster()), stranger: agent.ClientFor(stranger),
+		}
+	})
+}
+
+// aheadClock is the real clock, some time ahead.
+type aheadClock struct {
+	clock.RealClock
+
+	ahead atomic.Int64
+}
+
+func (c *aheadClock) Now() time.Time {
+	return c.RealClock.Now().Add(time.Duration(c.ahead.Load()))
+}
+
+type fakeEnv struct {
+	agent            *fakeagent.Agent
+	clock            *aheadClock
+	client, stranger *client.Client
+}
+
+func (e *fakeEnv) Cluster() *agentv1alpha1.ClusterRef { return fakeagent.DefaultCluster() }
+
+func (e *fakeEnv) Client() *client.Client { return e.client }
+
+func (e *fakeEnv) Stranger() *client.Client { return e.stranger }
+
+func (e *fakeEnv) Patience() time.Duration { return 10 * time.Second }
+
+func (e *fakeEnv) CreateNodeGroup(_ *testing.T, d conformance.MachineDeployment) string {
+	return e.agent.AddMachineDeployment(translated(d))
+}
+
+func (e *fakeEnv) UpdateNodeGroup(_ *testing.T, d conformance.MachineDeployment) {
+	e.agent.UpdateMachineDeployment(translated(d))
+}
+
+func translated(d conformance.MachineDeployment) fakeagent.MachineDeployment {
+	return fakeagent.MachineDeployment{
+		Name: d.Name, Labels: d.Labels, Annotations: d.Annotations, Replicas: d.Replicas,
+		FailureDomain: d.FailureDomain, Version: d.Version,
+	}
+}
+
+func (e *fakeEnv) DeleteNodeGroup(_ *testing.T, name string) {
+	e.agent.RemoveNodeGroup("default/" + name)
+}
+
+func (e *fakeEnv) HoldMachines(_ *testing.T, name string, hold bool) {
+	infrastructure := fakeagent.Infrastructure{Provision: fakeagent.Manual, Join: fakeagent.Manual}
+	if hold {
+		infrastructure.Appear = fakeagent.Manual
+	}
+	e.agent.SetInfrastructure(infrastructure)
+	if !hold {
+		e.agent.Appear("default/" + name)
+	}
+}
+
+func (e *fakeEnv) ProvisionMachine(_ *testing.T, claimID string) {
+	e.agent.Provision(e.Cluster(), claimID, "")
+}
+
+func (e *fakeEnv) JoinNode(_ *testing.T, machineName string) {
+	e.agent.Join(e.Cluster(), machineName, "node-of-"+machineName)
+}
+
+func (e *fakeEnv) LoseMachine(_ *testing.T, machineName string) {
+	e.agent.LoseMachine(e.Cluster(), machineName)
+}
+
+func (e *fakeEnv) StaleToken(t *testing.T, holder string) string {
+	t.Helper()
+	response, err := e.client.Claims.ListClaims(t.Context(),
+		&agentv1alpha1.ListClaimsRequest{Cluster: e.Cluster(), Holder: holder})
+	require.NoError(t, err)
+	e.clock.ahead.Add(int64(2 * time.Hour))
+	return response.GetToken()
+}
+
+var (
+	_ conformance.Env    = &fakeEnv{}
+	_ conformance.Ageing = &fakeEnv{}
+)

@@ -1,0 +1,174 @@
+package conformance
+
+import (
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/stretchr/testify/require"
+)
+
+var releaseCases = []testCase{
+	{"before there is a machine: the claim ends and the replica is given back", func(s *suite) {
+		id := s.group(deployment("workers"))
+		s.HoldMachines(s.T, "workers", true)
+		s.mustCreate("a-claim", id)
+		s.untilReplicas(id, 1)
+		s.mustRelease("a-claim")
+		ended := s.untilEnded("a-claim")
+		require.Nil(s, ended.GetMachine())
+		require.NotEmpty(s, ended.GetReason())
+		s.HoldMachines(s.T, "workers", false)
+		s.untilReplicas(id, 0)
+		s.machinesOnceThereAre(id, 0)
+	}},
+
+	{"before there is a machine: the next claim uses the replica", func(s *suite) {
+		id := s.group(deployment("workers", maxSize(1)))
+		s.HoldMachines(s.T, "workers", true)
+		s.mustCreate("first", id)
+		s.mustRelease("first")
+		s.untilEnded("first")
+		s.eventually("the next claim is accepted", func() error {
+			_, err := s.create(s.Client(), &agentv1alpha1.CreateClaimRequest{ClaimId: "second", Candidates: []string{id}})
+			return err
+		})
+		require.EqualValues(s, 1, s.nodeGroup(id).GetReplicas())
+		s.HoldMachines(s.T, "workers", false)
+		s.untilBound("second")
+		require.EqualValues(s, 1, s.nodeGroup(id).GetReplicas())
+	}},
+
+	{"before the machine has a Node: it goes to a claim that waits", func(s *suite) {
+		id := s.group(deployment("workers"))
+		s.mustCreate("first", id)
+		machine := s.untilBound("first").GetMachine()
+		s.HoldMachines(s.T, "workers", true)
+		s.mustCreate("second", id)
+		s.mustRelease("first")
+		s.untilEnded("first")
+		second := s.untilBound("second")
+		require.Equal(s, machine.GetUid(), second.GetMachine().GetUid())
+		require.Equal(s, "second", second.GetMachine().GetClaimId())
+		s.HoldMachines(s.T, "workers", false)
+		s.untilReplicas(id, 1)
+		require.Equal(s, machine.GetUid(), s.mustGet("second").GetMachine().GetUid())
+		require.Equal(s, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, s.mustGet("second").GetPhase())
+	}},
+
+	{"before the machine has a Node, and nobody waits: it goes", func(s *suite) {
+		id := s.group(deployment("workers"))
+		s.mustCreate("a-claim", id)
+		machine := s.untilBound("a-claim").GetMachine()
+		s.mustRelease("a-claim")
+		require.Equal(s, machine.GetUid(), s.untilEnded("a-claim").GetMachine().GetUid())
+		s.untilReplicas(id, 0)
+		s.machinesOnceThereAre(id, 0)
+	}},
+
+	{"with a Node: that machine goes and no other", func(s *suite) {
+		id := s.group(deployment("workers", replicas(1)))
+		owned := s.machines(id)
+		require.Len(s, owned, 1)
+		first, second, third := s.running("first", id), s.running("second", id), s.running("third", id)
+		s.untilReplicas(id, 4)
+
+		released := s.mustRelease("second")
+		require.Contains(s, []agentv1alpha1.ClaimPhase{
+			agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING, agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED,
+		}, released.GetPhase())
+		require.NotNil(s, released.GetReleasedAt())
+		ended := s.untilEnded("second")
+		require.Equal(s, "Released", ended.GetReason())
+		require.NotNil(s, ended.GetEndedAt())
+		require.Equal(s, second.GetMachine().GetUid(), ended.GetMachine().GetUid())
+		require.Equal(s, second.GetMachine().GetProviderId(), ended.GetMachine().GetProviderId())
+		requireHistory(s, ended)
+
+		s.untilReplicas(id, 3)
+		uids := map[string]bool{}
+		for _, machine := range s.machinesOnceThereAre(id, 3) {
+			uids[machine.GetUid()] = true
+		}
+		require.Equal(s, map[string]bool{
+			owned[0].GetUid(): true, first.GetMachine().GetUid(): true, third.GetMachine().GetUid(): true,
+		}, uids)
+		for _, name := range []string{"first", "third"} {
+			require.Equal(s, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, s.mustGet(name).GetPhase())
+		}
+	}},
+
+	{"not drained by the caller works as well", func(s *suite) {
+		id := s.group(deployment("workers"))
+		s.running("a-claim", id)
+		_, err := s.release("a-claim", false)
+		require.NoError(s, err)
+		require.Equal(s, "Released", s.untilEnded("a-claim").GetReason())
+		s.untilReplicas(id, 0)
+	}},
+
+	{"room that a release makes can be claimed again", func(s *suite) {
+		id := s.group(deployment("workers", maxSize(1)))
+		s.running("first", id)
+		s.mustRelease("first")
+		s.untilEnded("first")
+		attempt := 0
+		s.eventually("the next claim is accepted", func() error {
+			attempt++
+			// Another id each time: an answer that there was no room may have ended the last.
+			_, err := s.create(s.Client(), &agentv1alpha1.CreateClaimRequest{
+				ClaimId: "second-" + string(rune('a'+attempt%26)) + "x", Candidates: []string{id},
+			})
+			return err
+		})
+	}},
+
+	{"again, or after the end, or of an unknown claim is OK", func(s *suite) {
+		id := s.group(deployment("workers"))
+		s.running("a-claim", id)
+		s.mustRelease("a-claim")
+		s.mustRelease("a-claim")
+		s.untilEnded("a-claim")
+		require.Equal(s, agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED, s.mustRelease("a-claim").GetPhase())
+
+		unknown, err := s.release("never-made", true)
+		require.NoError(s, err)
+		require.Nil(s, unknown)
+		_, err = s.get("never-made")
+		require.True(s, agenterrors.IsNotFound(err), "a release makes no claim: %v", err)
+	}},
+
+	{"an id that ended is never used again", func(s *suite) {
+		id := s.group(deployment("workers"))
+		s.running("a-claim", id)
+		s.mustRelease("a-claim")
+		_, err := s.create(s.Client(), &agentv1alpha1.CreateClaimRequest{ClaimId: "a-claim", Candidates: []string{id}})
+		require.True(s, agenterrors.IsEnded(err), "while it is being released: %v", err)
+		s.untilEnded("a-claim")
+		_, err = s.create(s.Client(), &agentv1alpha1.CreateClaimRequest{ClaimId: "a-claim", Candidates: []string{id}})
+		require.True(s, agenterrors.IsEnded(err), "%v", err)
+		end, ok := agenterrors.EndedAs(err)
+		require.True(s, ok)
+		require.Equal(s, "a-claim", end.ClaimID)
+		require.False(s, end.Releasing)
+		require.Equal(s, "Released", end.Reason)
+		s.untilReplicas(id, 0)
+	}},
+
+	{"an ended claim is remembered with its history", func(s *suite) {
+		id := s.group(deployment("workers"))
+		s.running("a-claim", id)
+		s.mustRelease("a-claim")
+		ended := s.untilEnded("a-claim")
+		requireHistory(s, ended)
+		require.GreaterOrEqual(s, len(ended.GetHistory()), 3)
+		require.Equal(s, id, ended.GetNodeGroupId())
+		require.NotNil(s, ended.GetCreatedAt())
+		require.NotNil(s, ended.GetReleasedAt())
+		require.NotNil(s, ended.GetEndedAt())
+	}},
+
+	{"a claim that was never made is NOT_FOUND", func(s *suite) {
+		_, err := s.get("never-made")
+		require.True(s, agenterrors.IsNotFound(err), "%v", err)
+		require.Equal(s, agenterrors.ReasonClaimNotFound, agenterrors.ReasonOf(err))
+	}},
+}

@@ -1,0 +1,278 @@
+package conformance
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+)
+
+var requestCases = []testCase{
+	{"a malformed field is INVALID_ARGUMENT and is named", func(s *suite) {
+		for _, m := range malformed() {
+			s.Run(m.method+" "+m.what, func(t *testing.T) {
+				request := valid(m.method, s.Cluster())
+				m.change(request)
+				err := call(s.bounded(), s.Client(), m.method, request)
+				requireViolation(t, err, m.field)
+			})
+		}
+	}},
+
+	{"every call says INVALID_ARGUMENT without a Cluster", func(s *suite) {
+		for _, method := range methods() {
+			request := valid(method, nil)
+			requireViolation(s, call(s.bounded(), s.Client(), method, request), "cluster")
+		}
+	}},
+
+	{"another Cluster is PERMISSION_DENIED in every call, whether it exists or not", func(s *suite) {
+		s.group(deployment("workers"))
+		absent := &agentv1alpha1.ClusterRef{Namespace: s.Cluster().GetNamespace(), Name: "no-such-cluster"}
+		for _, method := range methods() {
+			err := call(s.bounded(), s.Stranger(), method, valid(method, s.Cluster()))
+			require.True(s, agenterrors.IsPermissionDenied(err), "%s: %v", method, err)
+			require.Equal(s, agenterrors.ReasonPermissionDenied, agenterrors.ReasonOf(err), method)
+			missing := call(s.bounded(), s.Stranger(), method, valid(method, absent))
+			require.True(s, agenterrors.IsPermissionDenied(missing), "%s: %v", method, missing)
+			require.Equal(s, anonymous(err, s.Cluster()), anonymous(missing, absent), "%s tells which Clusters exist", method)
+		}
+	}},
+}
+
+// anonymous is the message of err without the Cluster's name.
+func anonymous(err error, cluster *agentv1alpha1.ClusterRef) string {
+	return strings.ReplaceAll(innermost(err).Message(), cluster.GetName(), "…")
+}
+
+// innermost is the status as it came over the wire, without what the client wrote around it.
+func innermost(err error) *status.Status {
+	for {
+		inner := errors.Unwrap(err)
+		if inner == nil {
+			return status.Convert(err)
+		}
+		err = inner
+	}
+}
+
+// methods are the names of every method that names a Cluster.
+func methods() []string {
+	return []string{
+		"ListNodeGroups", "GetNodeGroup", "WatchNodeGroups",
+		"CreateClaim", "ReleaseClaim", "GetClaim", "ListClaims", "WatchClaims", "SyncClaims",
+		"GetMachine", "ListMachines", "WatchMachines",
+	}
+}
+
+// valid returns a request that only its Cluster may make invalid.
+func valid(method string, cluster *agentv1alpha1.ClusterRef) proto.Message {
+	cluster = proto.CloneOf(cluster)
+	group := "default/workers"
+	if cluster != nil {
+		group = cluster.GetNamespace() + "/workers"
+	}
+	switch method {
+	case "ListNodeGroups":
+		return &agentv1alpha1.ListNodeGroupsRequest{Cluster: cluster}
+	case "GetNodeGroup":
+		return &agentv1alpha1.GetNodeGroupRequest{Cluster: cluster, Id: group}
+	case "WatchNodeGroups":
+		return &agentv1alpha1.WatchNodeGroupsRequest{Cluster: cluster}
+	case "CreateClaim":
+		return &agentv1alpha1.CreateClaimRequest{Cluster: cluster, ClaimId: "a-claim", Holder: holder, Candidates: []string{group}}
+	case "ReleaseClaim":
+		return &agentv1alpha1.ReleaseClaimRequest{Cluster: cluster, ClaimId: "a-claim"}
+	case "GetClaim":
+		return &agentv1alpha1.GetClaimRequest{Cluster: cluster, ClaimId: "a-claim"}
+	case "ListClaims":
+		return &agentv1alpha1.ListClaimsRequest{Cluster: cluster}
+	case "WatchClaims":
+		return &agentv1alpha1.WatchClaimsRequest{Cluster: cluster}
+	case "SyncClaims":
+		return &agentv1alpha1.SyncClaimsRequest{Cluster: cluster, Holder: holder, Token: "token"}
+	case "GetMachine":
+		return &agentv1alpha1.GetMachineRequest{Cluster: cluster, Name: "a-machine"}
+	case "ListMachines":
+		return &agentv1alpha1.ListMachinesRequest{Cluster: cluster}
+	case "WatchMachines":
+		return &agentv1alpha1.WatchMachinesRequest{Cluster: cluster}
+	}
+	panic("no method " + method)
+}
+
+// call makes the call, and for a stream waits for its first event.
+func call(ctx context.Context, c *client.Client, method string, request proto.Message) error {
+	switch r := request.(type) {
+	case *agentv1alpha1.ListNodeGroupsRequest:
+		return unary(ctx, r, c.NodeGroups.ListNodeGroups)
+	case *agentv1alpha1.GetNodeGroupRequest:
+		return unary(ctx, r, c.NodeGroups.GetNodeGroup)
+	case *agentv1alpha1.WatchNodeGroupsRequest:
+		return firstEvent(ctx, r, c.NodeGroups.WatchNodeGroups)
+	case *agentv1alpha1.CreateClaimRequest:
+		return unary(ctx, r, c.Claims.CreateClaim)
+	case *agentv1alpha1.ReleaseClaimRequest:
+		return unary(ctx, r, c.Claims.ReleaseClaim)
+	case *agentv1alpha1.GetClaimRequest:
+		return unary(ctx, r, c.Claims.GetClaim)
+	case *agentv1alpha1.ListClaimsRequest:
+		return unary(ctx, r, c.Claims.ListClaims)
+	case *agentv1alpha1.WatchClaimsRequest:
+		return firstEvent(ctx, r, c.Claims.WatchClaims)
+	case *agentv1alpha1.SyncClaimsRequest:
+		return unary(ctx, r, c.Claims.SyncClaims)
+	case *agentv1alpha1.GetMachineRequest:
+		return unary(ctx, r, c.Machines.GetMachine)
+	case *agentv1alpha1.ListMachinesRequest:
+		return unary(ctx, r, c.Machines.ListMachines)
+	case *agentv1alpha1.WatchMachinesRequest:
+		return firstEvent(ctx, r, c.Machines.WatchMachines)
+	}
+	return fmt.Errorf("%s takes no %T", method, request)
+}
+
+func unary[Request, Response any](
+	ctx context.Context, request Request, method func(context.Context, Request, ...grpc.CallOption) (Response, error),
+) error {
+	_, err := method(ctx, request)
+	return err
+}
+
+func firstEvent[Request, Response any](
+	ctx context.Context, request Request,
+	method func(context.Context, Request, ...grpc.CallOption) (grpc.ServerStreamingClient[Response], error),
+) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	stream, err := method(ctx, request)
+	if err != nil {
+		return err
+	}
+	if _, err = stream.Recv(); errors.Is(err, io.EOF) {
+		return errors.New("the stream ended without an event")
+	}
+	return err
+}
+
+// malformation makes one field of a valid request malformed.
+type malformation struct {
+	method, what, field string
+	change              func(proto.Message)
+}
+
+// with makes a malformation of the request type that change takes.
+func with[Request proto.Message](method, what, field string, change func(Request)) malformation {
+	return malformation{method: method, what: what, field: field, change: func(request proto.Message) {
+		r, ok := request.(Request)
+		if !ok {
+			panic(fmt.Sprintf("%s takes %T", method, request))
+		}
+		change(r)
+	}}
+}
+
+// text makes malformations of a string field: what each of the values breaks.
+func text[Request proto.Message](method, field string, set func(Request, string), values map[string]string) []malformation {
+	var all []malformation
+	for what, value := range values {
+		all = append(all, with(method, field+": "+what, field, func(r Request) { set(r, value) }))
+	}
+	return all
+}
+
+func malformed() []malformation {
+	label := map[string]string{
+		"empty": "", "upper case": "Claim", "a slash": "a/b", "a dot": "a.b", "a leading hyphen": "-a", "a trailing hyphen": "a-",
+		"64 characters": strings.Repeat("a", 64),
+	}
+	name := map[string]string{
+		"empty": "", "upper case": "Name", "a slash": "a/b", "a leading hyphen": "-a", "64 characters": strings.Repeat("a", 64),
+	}
+	type (
+		create   = *agentv1alpha1.CreateClaimRequest
+		release  = *agentv1alpha1.ReleaseClaimRequest
+		get      = *agentv1alpha1.GetClaimRequest
+		sync     = *agentv1alpha1.SyncClaimsRequest
+		group    = *agentv1alpha1.GetNodeGroupRequest
+		machine  = *agentv1alpha1.GetMachineRequest
+		machines = *agentv1alpha1.ListMachinesRequest
+		list     = *agentv1alpha1.ListClaimsRequest
+		watch    = *agentv1alpha1.WatchClaimsRequest
+		groups   = *agentv1alpha1.ListNodeGroupsRequest
+	)
+	return slices.Concat(
+		text("ListNodeGroups", "cluster.namespace", func(r groups, v string) { r.Cluster.Namespace = v }, label),
+		text("ListNodeGroups", "cluster.name", func(r groups, v string) { r.Cluster.Name = v }, name),
+		text("GetNodeGroup", "id", func(r group, v string) { r.Id = v },
+			map[string]string{"empty": "", "318 characters": strings.Repeat("a", 318)}),
+
+		text("CreateClaim", "claim_id", func(r create, v string) { r.ClaimId = v }, label),
+		text("CreateClaim", "holder", func(r create, v string) { r.Holder = v }, label),
+		text("CreateClaim", "display_name", func(r create, v string) { r.DisplayName = v },
+			map[string]string{"254 characters": strings.Repeat("a", 254)}),
+		text("CreateClaim", "candidates[0]", func(r create, v string) { r.Candidates = []string{v} },
+			map[string]string{
+				"empty": "", "no namespace": "/workers", "no name": "default/", "no slash": "workers", "two slashes": "a/b/c",
+				"318 characters": "a/" + strings.Repeat("b", 316),
+			}),
+		[]malformation{
+			with("CreateClaim", "no candidates", "candidates", func(r create) { r.Candidates = nil }),
+			with("CreateClaim", "a candidate twice", "candidates", func(r create) {
+				r.Candidates = append(r.Candidates, r.Candidates[0])
+			}),
+			with("CreateClaim", "1001 candidates", "candidates", func(r create) {
+				r.Candidates = nil
+				for i := range 1001 {
+					r.Candidates = append(r.Candidates, fmt.Sprintf("%s/g%d", r.GetCluster().GetNamespace(), i))
+				}
+			}),
+		},
+
+		text("ReleaseClaim", "claim_id", func(r release, v string) { r.ClaimId = v }, label),
+		text("ReleaseClaim", "reason", func(r release, v string) { r.Reason = v },
+			map[string]string{"1025 characters": strings.Repeat("a", 1025)}),
+		text("GetClaim", "claim_id", func(r get, v string) { r.ClaimId = v }, label),
+		text("ListClaims", "holder", func(r list, v string) { r.Holder = v },
+			map[string]string{"64 characters": strings.Repeat("a", 64)}),
+		text("WatchClaims", "holder", func(r watch, v string) { r.Holder = v },
+			map[string]string{"64 characters": strings.Repeat("a", 64)}),
+
+		text("SyncClaims", "holder", func(r sync, v string) { r.Holder = v }, label),
+		text("SyncClaims", "token", func(r sync, v string) { r.Token = v },
+			map[string]string{"empty": "", "1025 characters": strings.Repeat("a", 1025)}),
+		text("SyncClaims", "live_claim_ids[1]", func(r sync, v string) { r.LiveClaimIds = []string{"ok", v} },
+			map[string]string{"empty": "", "64 characters": strings.Repeat("a", 64)}),
+		text("SyncClaims", "nodes[0].provider_id", func(r sync, v string) {
+			r.Nodes = []*agentv1alpha1.NodeReport{{ProviderId: v}}
+		}, map[string]string{"empty": "", "2049 characters": strings.Repeat("a", 2049)}),
+
+		text("GetMachine", "name", func(r machine, v string) { r.Name = v },
+			map[string]string{"empty": "", "254 characters": strings.Repeat("a", 254)}),
+		text("ListMachines", "node_group_id", func(r machines, v string) { r.NodeGroupId = v },
+			map[string]string{"318 characters": strings.Repeat("a", 318)}),
+	)
+}
+
+// requireViolation asserts that err is INVALID_ARGUMENT and names the field.
+func requireViolation(t require.TestingT, err error, field string) {
+	if helper, ok := t.(interface{ Helper() }); ok {
+		helper.Helper()
+	}
+	require.True(t, agenterrors.IsInvalidArgument(err), "%s: %v", field, err)
+	violations := agenterrors.FieldViolations(err)
+	i := slices.IndexFunc(violations, func(v agenterrors.FieldViolation) bool { return v.Field == field })
+	require.GreaterOrEqual(t, i, 0, "%s is not among %v", field, violations)
+	require.NotEmpty(t, violations[i].Description)
+}

@@ -1,0 +1,115 @@
+package conformance
+
+import (
+	"fmt"
+	"slices"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/stretchr/testify/require"
+)
+
+var syncCases = []testCase{
+	{"collects what is not in the live set, of this holder alone", func(s *suite) {
+		id := s.group(deployment("workers"))
+		s.mustCreate("alive", id)
+		s.mustCreate("orphan", id)
+		s.mustCreateFor(otherHolder, "theirs", id)
+		s.eventually("the orphan is collected", func() error {
+			response, err := s.sync(holder, s.list(holder, false).GetToken(), "alive")
+			require.NoError(s, err)
+			require.NotContains(s, response.GetCollectedClaimIds(), "alive")
+			require.NotContains(s, response.GetCollectedClaimIds(), "theirs")
+			require.Empty(s, response.GetUnknownClaimIds())
+			if !slices.Contains(response.GetCollectedClaimIds(), "orphan") {
+				return fmt.Errorf("collected %v", response.GetCollectedClaimIds())
+			}
+			return nil
+		})
+		s.untilEnded("orphan")
+		for _, name := range []string{"alive", "theirs"} {
+			require.Less(s, s.mustGet(name).GetPhase(), agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING, name)
+		}
+		s.untilReplicas(id, 2)
+	}},
+
+	{"never collects a claim that is younger than the token", func(s *suite) {
+		id := s.group(deployment("workers"))
+		token := s.list(holder, false).GetToken()
+		s.mustCreate("young", id)
+		response, err := s.sync(holder, token)
+		require.NoError(s, err)
+		require.Empty(s, response.GetCollectedClaimIds())
+		require.Less(s, s.mustGet("young").GetPhase(), agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING)
+	}},
+
+	{"says which members of the set it does not know", func(s *suite) {
+		id := s.group(deployment("workers"))
+		s.mustCreate("alive", id)
+		s.mustCreate("ended", id)
+		s.mustRelease("ended")
+		s.untilEnded("ended")
+		response, err := s.sync(holder, s.list(holder, false).GetToken(), "alive", "ended", "never-made")
+		require.NoError(s, err)
+		require.Empty(s, response.GetCollectedClaimIds())
+		require.ElementsMatch(s, []string{"ended", "never-made"}, response.GetUnknownClaimIds())
+	}},
+
+	{"takes reports about Nodes", func(s *suite) {
+		id := s.group(deployment("workers"))
+		claim := s.running("alive", id)
+		_, err := s.Client().Claims.SyncClaims(s.bounded(), &agentv1alpha1.SyncClaimsRequest{
+			Cluster: s.Cluster(), Holder: holder, Token: s.list(holder, false).GetToken(), LiveClaimIds: []string{"alive"},
+			Nodes: []*agentv1alpha1.NodeReport{
+				{
+					ProviderId:  claim.GetMachine().GetProviderId(),
+					Capacity:    map[string]string{"cpu": "4", "memory": "16Gi"},
+					Allocatable: map[string]string{"cpu": "3900m", "memory": "15Gi"},
+				},
+				{ProviderId: "strange://node", Capacity: map[string]string{"cpu": "lots", "": "-1"}, Unregistered: true},
+			},
+		})
+		require.NoError(s, err)
+		require.Equal(s, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, s.mustGet("alive").GetPhase())
+	}},
+
+	{"refuses a token of another holder", func(s *suite) {
+		id := s.group(deployment("workers"))
+		s.mustCreate("alive", id)
+		_, err := s.sync(holder, s.list(otherHolder, false).GetToken())
+		requireViolation(s, err, "token")
+		require.Equal(s, agenterrors.ReasonInvalidToken, agenterrors.ReasonOf(err))
+	}},
+
+	{"refuses a token that ListClaims did not make", func(s *suite) {
+		id := s.group(deployment("workers"))
+		s.mustCreate("alive", id)
+		for _, token := range []string{"made-up", "e30", "bnVsbA", "%%%"} {
+			_, err := s.sync(holder, token)
+			require.True(s, agenterrors.IsInvalidArgument(err), "%s: %v", token, err)
+			requireViolation(s, err, "token")
+		}
+		require.Less(s, s.mustGet("alive").GetPhase(), agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING)
+	}},
+
+	{"refuses a token that is too old", func(s *suite) {
+		ageing, ok := s.Env.(Ageing)
+		if !ok {
+			s.Skip("this environment cannot age tokens")
+		}
+		id := s.group(deployment("workers"))
+		s.mustCreate("alive", id)
+		_, err := s.sync(holder, ageing.StaleToken(s.T, holder))
+		require.True(s, agenterrors.IsRefused(err), "%v", err)
+		require.True(s, agenterrors.IsStaleToken(err), "%v", err)
+		require.Less(s, s.mustGet("alive").GetPhase(), agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING)
+	}},
+}
+
+func (s *suite) sync(holder, token string, live ...string) (*agentv1alpha1.SyncClaimsResponse, error) {
+	return repeat(s, func() (*agentv1alpha1.SyncClaimsResponse, error) {
+		return s.Client().Claims.SyncClaims(s.bounded(), &agentv1alpha1.SyncClaimsRequest{
+			Cluster: s.Cluster(), Holder: holder, Token: token, LiveClaimIds: live,
+		})
+	})
+}
