@@ -1,0 +1,342 @@
+package sandbox
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"path/filepath"
+	"strconv"
+	"time"
+
+	"k8s.io/client-go/rest"
+
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox/internal/pki"
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox/internal/process"
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox/internal/simprovider"
+)
+
+// Names of the components, for [Sandbox.Kill] and its like.
+const (
+	HubEtcd                = "hub-etcd"
+	HubAPIServer           = "hub-apiserver"
+	HubControllerManager   = "hub-controller-manager"
+	ClusterAPI             = "cluster-api"
+	SimProvider            = "sim-provider"
+	Agent                  = "agent"
+	SpokeEtcd              = "spoke-etcd"
+	SpokeAPIServer         = "spoke-apiserver"
+	SpokeControllerManager = "spoke-controller-manager"
+	SpokeScheduler         = "spoke-scheduler"
+	SpokeKwok              = "spoke-kwok"
+	Shim                   = "shim"
+)
+
+const (
+	// graceOfControlPlanes is short, as what they hold is thrown away; graceOfOurs lets ours show that they end in order.
+	graceOfControlPlanes = 2 * time.Second
+	graceOfOurs          = 15 * time.Second
+)
+
+// address is a host:port on loopback.
+func address(port int) string { return net.JoinHostPort("127.0.0.1", strconv.Itoa(port)) }
+
+// healthy is a probe that asks for 200 at a URL.
+func healthy(client *http.Client, url string) func(context.Context) error {
+	return func(ctx context.Context) error {
+		request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+		if err != nil {
+			return err
+		}
+		response, err := client.Do(request)
+		if err != nil {
+			return err
+		}
+		defer response.Body.Close()
+		_, _ = io.Copy(io.Discard, response.Body) // so that the connection is used again
+		if response.StatusCode != http.StatusOK {
+			return fmt.Errorf("%s answers %s", url, response.Status)
+		}
+		return nil
+	}
+}
+
+// trusting returns an HTTP client for servers whose certificate the authority signed.
+func trusting(ca []byte) *http.Client {
+	pool := x509.NewCertPool()
+	pool.AppendCertsFromPEM(ca)
+	return &http.Client{Transport: &http.Transport{TLSClientConfig: &tls.Config{RootCAs: pool, MinVersion: tls.VersionTLS12}}}
+}
+
+// component starts a supervised process and waits until it is ready.
+func (s *Sandbox) component(ctx context.Context, spec process.Spec) error {
+	spec.Log = filepath.Join(s.state.Paths.Logs, spec.Name+".log")
+	spec.Dir = s.options.StateDir
+	spec.Changed = s.touch
+	// HOME keeps programs from reading the user's own configuration.
+	spec.Env = append(spec.Env, s.mark(), "HOME="+s.options.StateDir, "PATH=/usr/bin:/bin", "TMPDIR="+s.options.StateDir)
+	p := process.New(spec)
+	s.mu.Lock()
+	s.components = append(s.components, p)
+	s.mu.Unlock()
+	if err := p.Start(); err != nil {
+		return err
+	}
+	return p.WaitReady(ctx)
+}
+
+// controlPlane is an etcd with an API server.
+type controlPlane struct {
+	name   string // hub or spoke
+	dir    string
+	ca     *pki.CA
+	port   int          // of the API server
+	server string       // its URL
+	admin  *rest.Config // as system:masters
+	// kubeconfig of that administrator: its path and its content.
+	kubeconfigFile string
+	kubeconfigData []byte
+	// Files for whoever signs or checks ServiceAccount tokens, and for serving on loopback.
+	serviceAccountKey, caFile, certFile, keyFile string
+}
+
+func (s *Sandbox) etcd(ctx context.Context, name, dir string) (url string, err error) {
+	clients, err := s.port()
+	if err != nil {
+		return "", err
+	}
+	peers, err := s.port()
+	if err != nil {
+		return "", err
+	}
+	url = "http://" + address(clients)
+	peerURL := "http://" + address(peers)
+	return url, s.component(ctx, process.Spec{
+		Name: name,
+		Path: s.options.binary("etcd"),
+		Args: []string{
+			"--name=" + name,
+			"--data-dir=" + dir,
+			"--listen-client-urls=" + url,
+			"--advertise-client-urls=" + url,
+			"--listen-peer-urls=" + peerURL,
+			"--initial-advertise-peer-urls=" + peerURL,
+			"--initial-cluster=" + name + "=" + peerURL,
+			// What it holds need not survive the machine, only the process.
+			"--unsafe-no-fsync",
+			"--log-level=warn",
+		},
+		Grace: graceOfControlPlanes,
+		Ready: healthy(http.DefaultClient, url+"/readyz"),
+	})
+}
+
+// apiServer starts an API server whose certificates and kubeconfig c already has.
+func (s *Sandbox) apiServer(ctx context.Context, c *controlPlane, etcd string) error {
+	client, err := rest.HTTPClientFor(c.admin)
+	if err != nil {
+		return err
+	}
+	return s.component(ctx, process.Spec{
+		Name: c.name + "-apiserver",
+		Path: s.options.binary("kube-apiserver"),
+		Args: []string{
+			"--etcd-servers=" + etcd,
+			"--bind-address=127.0.0.1",
+			"--advertise-address=127.0.0.1",
+			"--secure-port=" + strconv.Itoa(c.port),
+			// Endpoints of the service "kubernetes" may not be on loopback, and nobody uses them.
+			"--endpoint-reconciler-type=none",
+			"--service-cluster-ip-range=10.96.0.0/16",
+			"--tls-cert-file=" + c.certFile,
+			"--tls-private-key-file=" + c.keyFile,
+			"--client-ca-file=" + c.caFile,
+			"--service-account-issuer=https://kubernetes.default.svc",
+			"--service-account-key-file=" + c.serviceAccountKey,
+			"--service-account-signing-key-file=" + c.serviceAccountKey,
+			"--authorization-mode=RBAC",
+			"--allow-privileged=true",
+			"--profiling=false",
+		},
+		Grace: graceOfControlPlanes,
+		Ready: healthy(client, c.server+"/readyz"),
+	})
+}
+
+func (s *Sandbox) controllerManager(ctx context.Context, c *controlPlane, args ...string) error {
+	port, err := s.port()
+	if err != nil {
+		return err
+	}
+	return s.component(ctx, process.Spec{
+		Name: c.name + "-controller-manager",
+		Path: s.options.binary("kube-controller-manager"),
+		Args: append([]string{
+			"--kubeconfig=" + c.kubeconfigFile,
+			"--bind-address=127.0.0.1",
+			"--secure-port=" + strconv.Itoa(port),
+			"--tls-cert-file=" + c.certFile,
+			"--tls-private-key-file=" + c.keyFile,
+			"--root-ca-file=" + c.caFile,
+			"--service-account-private-key-file=" + c.serviceAccountKey,
+			"--leader-elect=false",
+			"--profiling=false",
+			"--kube-api-qps=200",
+			"--kube-api-burst=400",
+		}, args...),
+		Grace: graceOfControlPlanes,
+		Ready: healthy(trusting(c.ca.PEM), "https://"+address(port)+"/healthz"),
+	})
+}
+
+func (s *Sandbox) scheduler(ctx context.Context, c *controlPlane) error {
+	port, err := s.port()
+	if err != nil {
+		return err
+	}
+	return s.component(ctx, process.Spec{
+		Name: c.name + "-scheduler",
+		Path: s.options.binary("kube-scheduler"),
+		Args: []string{
+			"--kubeconfig=" + c.kubeconfigFile,
+			"--bind-address=127.0.0.1",
+			"--secure-port=" + strconv.Itoa(port),
+			"--tls-cert-file=" + c.certFile,
+			"--tls-private-key-file=" + c.keyFile,
+			"--leader-elect=false",
+			"--profiling=false",
+			"--kube-api-qps=200",
+			"--kube-api-burst=400",
+		},
+		Grace: graceOfControlPlanes,
+		Ready: healthy(trusting(c.ca.PEM), "https://"+address(port)+"/healthz"),
+	})
+}
+
+func (s *Sandbox) kwok(ctx context.Context, c *controlPlane, stages string) error {
+	port, err := s.port()
+	if err != nil {
+		return err
+	}
+	return s.component(ctx, process.Spec{
+		Name: c.name + "-kwok",
+		Path: s.options.binary("kwok"),
+		Args: []string{
+			"--kubeconfig=" + c.kubeconfigFile,
+			"--config=" + stages,
+			"--manage-nodes-with-label-selector=" + simprovider.KubeletLabel + "=" + simprovider.KubeletLabelValue,
+			"--node-lease-duration-seconds=40",
+			"--server-address=" + address(port),
+			"--node-ip=127.0.0.1",
+			"--cidr=10.200.0.0/16",
+		},
+		Grace: graceOfControlPlanes,
+		Ready: healthy(http.DefaultClient, "http://"+address(port)+"/healthz"),
+	})
+}
+
+// clusterAPI starts the manager; its webhook server listens at the given port.
+func (s *Sandbox) clusterAPI(ctx context.Context, hub *controlPlane, webhookPort int, webhookCerts string) error {
+	health, err := s.port()
+	if err != nil {
+		return err
+	}
+	diagnostics, err := s.port()
+	if err != nil {
+		return err
+	}
+	return s.component(ctx, process.Spec{
+		Name: ClusterAPI,
+		Path: s.options.binary("capi-core-manager"),
+		Args: append([]string{
+			"--kubeconfig=" + hub.kubeconfigFile,
+			"--webhook-port=" + strconv.Itoa(webhookPort),
+			"--webhook-cert-dir=" + webhookCerts,
+			"--health-addr=" + address(health),
+			"--diagnostics-address=" + address(diagnostics),
+			"--insecure-diagnostics",
+			"--feature-gates=ClusterTopology=true",
+		}, s.options.ClusterAPIArgs...),
+		Grace: graceOfControlPlanes,
+		Ready: healthy(http.DefaultClient, "http://"+address(health)+"/readyz"),
+	})
+}
+
+func (s *Sandbox) simProvider(ctx context.Context, hub *controlPlane) error {
+	health, err := s.port()
+	if err != nil {
+		return err
+	}
+	return s.component(ctx, process.Spec{
+		Name: SimProvider,
+		Path: s.options.binary("sim-provider"),
+		Args: []string{
+			"--kubeconfig=" + hub.kubeconfigFile,
+			"--health-probe-bind-address=" + address(health),
+		},
+		Grace: graceOfControlPlanes,
+		Ready: healthy(http.DefaultClient, "http://"+address(health)+"/readyz"),
+	})
+}
+
+func (s *Sandbox) agent(ctx context.Context, kubeconfigFile, certFile, keyFile, policyFile string) error {
+	health, err := s.port()
+	if err != nil {
+		return err
+	}
+	metrics, err := s.port()
+	if err != nil {
+		return err
+	}
+	return s.component(ctx, process.Spec{
+		Name: Agent,
+		Path: s.options.binary("capi-agent"),
+		Args: append([]string{
+			"--kubeconfig=" + kubeconfigFile,
+			"--listen-address=" + s.state.AgentAddress,
+			"--tls-cert-file=" + certFile,
+			"--tls-key-file=" + keyFile,
+			"--client-ca-file=" + s.state.Paths.AgentCA,
+			"--trust-domain=" + trustDomain,
+			"--policy-file=" + policyFile,
+			"--namespaces=" + ClusterNamespace,
+			"--metrics-bind-address=" + address(metrics),
+			"--health-probe-bind-address=" + address(health),
+		}, s.options.AgentArgs...),
+		Grace: graceOfOurs,
+		Ready: healthy(http.DefaultClient, "http://"+address(health)+"/readyz"),
+	})
+}
+
+func (s *Sandbox) shim(ctx context.Context, kubeconfigFile string) error {
+	health, err := s.port()
+	if err != nil {
+		return err
+	}
+	metrics, err := s.port()
+	if err != nil {
+		return err
+	}
+	return s.component(ctx, process.Spec{
+		Name: Shim,
+		Path: s.options.binary("karpenter"),
+		Env: append([]string{
+			"KUBECONFIG=" + kubeconfigFile,
+			"AGENT_ADDRESS=" + s.state.AgentAddress,
+			"AGENT_CA_FILE=" + s.state.Paths.AgentCA,
+			"AGENT_TLS_CERT_FILE=" + s.state.Paths.ClientCertificate,
+			"AGENT_TLS_KEY_FILE=" + s.state.Paths.ClientKey,
+			"CLUSTER_NAMESPACE=" + ClusterNamespace,
+			"CLUSTER_NAME=" + ClusterName,
+			"METRICS_BIND_ADDRESS=" + address(metrics),
+			"HEALTH_PROBE_BIND_ADDRESS=" + address(health),
+			// One replica: nobody to take over from.
+			"DISABLE_LEADER_ELECTION=true",
+		}, s.options.ShimEnv...),
+		Grace: graceOfOurs,
+		Ready: healthy(http.DefaultClient, "http://"+address(health)+"/readyz"),
+	})
+}

@@ -1,0 +1,100 @@
+package sandbox
+
+import (
+	"context"
+	"fmt"
+	"net/url"
+	"strconv"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/client-go/discovery"
+	"k8s.io/utils/ptr"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox/internal/manifests"
+)
+
+const (
+	// ClusterNamespace and ClusterName name the Cluster in the hub that is the spoke.
+	ClusterNamespace = "fleet"
+	ClusterName      = "spoke"
+	// BootstrapSecret is a Secret beside the Cluster that MachineDeployments name as their bootstrap data.
+	BootstrapSecret = "spoke-bootstrap"
+)
+
+// createFleet tells the hub of the spoke, and waits until Cluster API has connected to it.
+func createFleet(ctx context.Context, hub client.Client, spoke *controlPlane) error {
+	discover, err := discovery.NewDiscoveryClientForConfig(spoke.admin)
+	if err != nil {
+		return err
+	}
+	version, err := discover.ServerVersion()
+	if err != nil {
+		return fmt.Errorf("asking the spoke for its version: %w", err)
+	}
+	endpoint, err := url.Parse(spoke.server)
+	if err != nil {
+		return err
+	}
+	port, err := strconv.ParseInt(endpoint.Port(), 10, 32)
+	if err != nil {
+		return err
+	}
+	metadata := func(name string) metav1.ObjectMeta {
+		return metav1.ObjectMeta{
+			Namespace: ClusterNamespace, Name: name,
+			Labels: map[string]string{clusterv1.ClusterNameLabel: ClusterName},
+		}
+	}
+	cluster := &clusterv1.Cluster{
+		ObjectMeta: metav1.ObjectMeta{Namespace: ClusterNamespace, Name: ClusterName},
+		Spec: clusterv1.ClusterSpec{
+			ControlPlaneRef: clusterv1.ContractVersionedObjectReference{
+				APIGroup: simv1.GroupVersion.Group, Kind: "SimControlPlane", Name: ClusterName,
+			},
+		},
+	}
+	if err := manifests.Create(ctx, hub,
+		&corev1.Secret{
+			ObjectMeta: metadata(ClusterName + "-kubeconfig"),
+			Type:       clusterv1.ClusterSecretType,
+			Data:       map[string][]byte{"value": spoke.kubeconfigData},
+		},
+		&corev1.Secret{
+			ObjectMeta: metadata(BootstrapSecret),
+			Type:       clusterv1.ClusterSecretType,
+			Data:       map[string][]byte{"value": []byte("simulated machines need no bootstrap data"), "format": []byte("cloud-config")},
+		},
+		&simv1.SimControlPlane{
+			ObjectMeta: metadata(ClusterName),
+			Spec: simv1.SimControlPlaneSpec{
+				Version:              version.GitVersion,
+				ControlPlaneEndpoint: clusterv1.APIEndpoint{Host: endpoint.Hostname(), Port: int32(port)},
+			},
+		},
+		cluster,
+	); err != nil {
+		return err
+	}
+
+	var state string
+	err = wait.PollUntilContextCancel(ctx, 100*time.Millisecond, true, func(ctx context.Context) (bool, error) {
+		if err := hub.Get(ctx, client.ObjectKeyFromObject(cluster), cluster); err != nil {
+			return false, err
+		}
+		initialized := ptr.Deref(cluster.Status.Initialization.ControlPlaneInitialized, false)
+		connected := meta.IsStatusConditionTrue(cluster.Status.Conditions, clusterv1.ClusterRemoteConnectionProbeCondition)
+		state = fmt.Sprintf("control plane initialized: %t, connected: %t", initialized, connected)
+		return initialized && connected, nil
+	})
+	if err != nil {
+		return fmt.Errorf("waiting for Cluster %s/%s (%s): %w", ClusterNamespace, ClusterName, state, err)
+	}
+	return nil
+}

@@ -1,0 +1,124 @@
+package sandbox
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+
+	"github.com/samber/lo"
+)
+
+// DefaultName is the name of a sandbox that was given none.
+const DefaultName = "default"
+
+// Options say what to bring up. The zero value is a full sandbox of the default name in the repository around the working
+// directory.
+type Options struct {
+	// Name tells sandboxes apart that run at the same time: a DNS label. Empty means [DefaultName].
+	Name string
+	// Root is the repository's folder, where bin, deploy/charts and .sandbox are. Empty means the closest one around the
+	// working directory.
+	Root string
+	// StateDir is the folder of this sandbox. Empty means .sandbox/<name> in the repository. What it holds is replaced.
+	StateDir string
+
+	// WithoutAgent leaves out the agent, and with it the shim.
+	WithoutAgent bool
+	// WithoutShim leaves out the shim.
+	WithoutShim bool
+
+	// AgentArgs are added to the agent's command line; of two equal flags the later one counts.
+	AgentArgs []string
+	// ShimEnv is added to the shim's environment, as NAME=value.
+	ShimEnv []string
+	// ClusterAPIArgs are added to the command line of the Cluster API manager.
+	ClusterAPIArgs []string
+
+	// OnChange, if set, is called with the state after it changed, one call at a time. Changes that follow each other
+	// quickly may be told together.
+	OnChange func(State)
+}
+
+var validName = regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$`)
+
+// complete fills in what is empty.
+func (o *Options) complete() error {
+	if o.Name == "" {
+		o.Name = DefaultName
+	}
+	if !validName.MatchString(o.Name) {
+		return fmt.Errorf("the name %q is not a DNS label of at most 40 characters", o.Name)
+	}
+	if o.Root == "" {
+		root, err := findRoot()
+		if err != nil {
+			return err
+		}
+		o.Root = root
+	}
+	if o.StateDir == "" {
+		o.StateDir = filepath.Join(o.Root, ".sandbox", o.Name)
+	}
+	for _, path := range []*string{&o.Root, &o.StateDir} {
+		absolute, err := filepath.Abs(*path)
+		if err != nil {
+			return err
+		}
+		*path = absolute
+	}
+	o.WithoutShim = o.WithoutShim || o.WithoutAgent
+	return nil
+}
+
+// findRoot walks up from the working directory to the repository.
+func findRoot() (string, error) {
+	dir, err := os.Getwd()
+	if err != nil {
+		return "", err
+	}
+	for {
+		if _, err := os.Stat(filepath.Join(dir, "deploy", "sandbox", "go.mod")); err == nil {
+			return dir, nil
+		}
+		parent := filepath.Dir(dir)
+		if parent == dir {
+			return "", errors.New("not inside the karpenter-capi repository: name its folder")
+		}
+		dir = parent
+	}
+}
+
+func (o *Options) binary(name string) string { return filepath.Join(o.Root, "bin", name) }
+
+func (o *Options) clusterAPIManifests() string { return o.binary("capi-core-manifests") }
+
+func (o *Options) chart(name string) string { return filepath.Join(o.Root, "deploy", "charts", name) }
+
+// ErrNotBuilt says that binaries are missing.
+var ErrNotBuilt = errors.New("not built")
+
+// checkBuilt names everything that is missing at once.
+func (o *Options) checkBuilt() error {
+	files := []string{
+		"etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kwok",
+		"capi-core-manager", "capi-core-manifests/webhooks.yaml", "sim-provider",
+	}
+	if !o.WithoutAgent {
+		files = append(files, "helm", "capi-agent")
+	}
+	if !o.WithoutShim {
+		files = append(files, "karpenter")
+	}
+	missing := lo.Filter(files, func(file string, _ int) bool {
+		_, err := os.Stat(o.binary(file))
+		return errors.Is(err, fs.ErrNotExist)
+	})
+	if len(missing) > 0 {
+		return fmt.Errorf("%w: %s in %s; run `make tools build`", ErrNotBuilt, strings.Join(missing, ", "), filepath.Join(o.Root, "bin"))
+	}
+	return nil
+}

@@ -1,0 +1,668 @@
+package sandbox
+
+import (
+	"context"
+	_ "embed"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/gofrs/flock"
+	"github.com/samber/lo"
+	"golang.org/x/sync/errgroup"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox/internal/manifests"
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox/internal/pki"
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox/internal/ports"
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox/internal/process"
+)
+
+const (
+	trustDomain = "karpenter-capi"
+	// Where agent and shim would be installed: the namespaces of their ServiceAccounts.
+	agentNamespace = "karpenter-capi-system"
+	shimNamespace  = "karpenter"
+	// marker is in the environment of every process of a sandbox; its value is the sandbox's folder.
+	marker = "KARPENTER_CAPI_SANDBOX"
+)
+
+//go:embed stages.yaml
+var stages []byte
+
+// ErrRunning says that a sandbox of that name is up.
+var ErrRunning = errors.New("is running already")
+
+// Sandbox is a running hub and spoke. Its methods are safe for concurrent use.
+type Sandbox struct {
+	options Options
+	lock    *flock.Flock
+
+	mu         sync.Mutex
+	state      State // without the components' status, which they know themselves
+	components []*process.Process
+	ports      ports.Pool
+	agentCA    *pki.CA
+
+	hub, spoke *controlPlane
+
+	touched   chan struct{} // something has changed
+	publisher sync.WaitGroup
+	stop      sync.Once
+	stopped   chan struct{}
+}
+
+// Start brings a sandbox up and returns when all of it is ready. If that fails or the context ends first, everything has
+// been stopped when it returns; the logs stay. The context bounds the start only.
+//
+// The error is [ErrNotBuilt] if binaries are missing and [ErrRunning] if a sandbox of that name is up.
+func Start(ctx context.Context, options Options) (*Sandbox, error) {
+	if err := options.complete(); err != nil {
+		return nil, err
+	}
+	if err := options.checkBuilt(); err != nil {
+		return nil, err
+	}
+	lock, err := acquire(options)
+	if err != nil {
+		return nil, err
+	}
+	s := &Sandbox{
+		options: options,
+		lock:    lock,
+		state: State{
+			Name: options.Name, Phase: Starting, PID: os.Getpid(), StartedAt: time.Now(), Paths: pathsIn(options.StateDir),
+		},
+		touched: make(chan struct{}, 1),
+		stopped: make(chan struct{}),
+	}
+	if err := s.prepare(); err != nil {
+		_ = lock.Unlock()
+		return nil, err
+	}
+	s.publisher.Go(s.publish)
+	if err := s.start(ctx); err != nil {
+		// What began a failure is told, not what it entailed.
+		err = lo.Ternary(ctx.Err() != nil, fmt.Errorf("interrupted: %w", context.Cause(ctx)), err)
+		s.end(Failed, err)
+		return nil, err
+	}
+	s.update(func(state *State) { state.Phase, state.ReadyAt = Ready, time.Now() })
+	return s, nil
+}
+
+// lockFile is beside the sandbox's folder, which is replaced while the lock is held.
+func lockFile(options Options) string { return options.StateDir + ".lock" }
+
+// acquire makes this process the one that holds the sandbox.
+func acquire(options Options) (*flock.Flock, error) {
+	if err := os.MkdirAll(filepath.Dir(options.StateDir), 0o750); err != nil {
+		return nil, err
+	}
+	lock := flock.New(lockFile(options))
+	locked, err := lock.TryLock()
+	if err != nil {
+		return nil, fmt.Errorf("locking %s: %w", lock.Path(), err)
+	}
+	if !locked {
+		return nil, fmt.Errorf("sandbox %q %w", options.Name, ErrRunning)
+	}
+	return lock, nil
+}
+
+// Running says whether a process holds the sandbox that the options name, ready or not.
+func Running(options Options) (bool, error) {
+	if err := options.complete(); err != nil {
+		return false, err
+	}
+	if _, err := os.Stat(lockFile(options)); errors.Is(err, fs.ErrNotExist) {
+		return false, nil
+	}
+	lock, err := acquire(options)
+	if errors.Is(err, ErrRunning) {
+		return true, nil
+	} else if err != nil {
+		return false, err
+	}
+	return false, lock.Unlock()
+}
+
+// Remnants returns the processes of the sandbox that the options name, its holder not counted. On systems other than Linux
+// it is [errors.ErrUnsupported].
+func Remnants(options Options) ([]int, error) {
+	if err := options.complete(); err != nil {
+		return nil, err
+	}
+	return process.WithEnvironment(marker + "=" + options.StateDir)
+}
+
+func (s *Sandbox) mark() string { return marker + "=" + s.options.StateDir }
+
+// prepare makes the folder.
+func (s *Sandbox) prepare() error {
+	if err := os.RemoveAll(s.options.StateDir); err != nil {
+		return err
+	}
+	for _, dir := range []string{s.state.Paths.Logs, filepath.Dir(s.state.Paths.AgentCA)} {
+		if err := os.MkdirAll(dir, 0o700); err != nil {
+			return err
+		}
+	}
+	return s.state.write(s.options.StateDir)
+}
+
+// start brings everything up, as parallel as it depends on each other.
+func (s *Sandbox) start(ctx context.Context) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+
+	if err := s.step(ctx, "certificates", s.makeCertificates); err != nil {
+		return err
+	}
+	group, groupContext := errgroup.WithContext(ctx)
+	group.Go(func() error { return s.startHub(groupContext) })
+	group.Go(func() error { return s.startSpoke(groupContext) })
+	if err := group.Wait(); err != nil {
+		return err
+	}
+	hub, err := s.HubClient()
+	if err != nil {
+		return err
+	}
+	group, groupContext = errgroup.WithContext(ctx)
+	group.Go(func() error {
+		return s.step(groupContext, "Cluster "+ClusterNamespace+"/"+ClusterName, func(ctx context.Context) error {
+			return createFleet(ctx, hub, s.spoke)
+		})
+	})
+	if !s.options.WithoutAgent {
+		group.Go(func() error { return s.startAgentAndShim(groupContext) })
+	}
+	if err := group.Wait(); err != nil {
+		return err
+	}
+	return s.writeEnv()
+}
+
+// makeCertificates makes what is made before any process runs.
+func (s *Sandbox) makeCertificates(context.Context) error {
+	var err error
+	if s.hub, err = s.newControlPlane("hub", s.state.Paths.HubKubeconfig); err != nil {
+		return err
+	}
+	if s.spoke, err = s.newControlPlane("spoke", s.state.Paths.SpokeKubeconfig); err != nil {
+		return err
+	}
+	if s.agentCA, err = pki.NewCA("agent"); err != nil {
+		return err
+	}
+	return os.WriteFile(s.state.Paths.AgentCA, s.agentCA.PEM, 0o600)
+}
+
+// newControlPlane makes the certificates and the administrator's kubeconfig of a control plane.
+func (s *Sandbox) newControlPlane(name, kubeconfigFile string) (*controlPlane, error) {
+	c := &controlPlane{name: name, dir: filepath.Join(s.options.StateDir, name), kubeconfigFile: kubeconfigFile}
+	if err := os.MkdirAll(c.dir, 0o700); err != nil {
+		return nil, err
+	}
+	var err error
+	if c.ca, err = pki.NewCA(name); err != nil {
+		return nil, err
+	}
+	c.caFile = filepath.Join(c.dir, "ca.crt")
+	if err := os.WriteFile(c.caFile, c.ca.PEM, 0o600); err != nil {
+		return nil, err
+	}
+	serving, err := c.ca.Server(name)
+	if err != nil {
+		return nil, err
+	}
+	if c.certFile, c.keyFile, err = serving.Write(c.dir, "serving"); err != nil {
+		return nil, err
+	}
+	key, err := pki.ServiceAccountKey()
+	if err != nil {
+		return nil, err
+	}
+	c.serviceAccountKey = filepath.Join(c.dir, "service-account.key")
+	if err := os.WriteFile(c.serviceAccountKey, key, 0o600); err != nil {
+		return nil, err
+	}
+	admin, err := c.ca.User("admin", "system:masters")
+	if err != nil {
+		return nil, err
+	}
+	if c.port, err = s.port(); err != nil {
+		return nil, err
+	}
+	c.server = "https://" + address(c.port)
+	if c.kubeconfigData, err = kubeconfig(name, c.server, c.ca.PEM, certificateUser(admin)); err != nil {
+		return nil, err
+	}
+	if err := os.WriteFile(c.kubeconfigFile, c.kubeconfigData, 0o600); err != nil {
+		return nil, err
+	}
+	if c.admin, err = clientcmd.RESTConfigFromKubeConfig(c.kubeconfigData); err != nil {
+		return nil, err
+	}
+	c.admin.QPS, c.admin.Burst = 100, 200
+	return c, nil
+}
+
+// startAPI starts etcd and the API server of a control plane.
+func (s *Sandbox) startAPI(ctx context.Context, c *controlPlane) error {
+	return s.step(ctx, c.name+" API server", func(ctx context.Context) error {
+		etcd, err := s.etcd(ctx, c.name+"-etcd", filepath.Join(c.dir, "etcd"))
+		if err != nil {
+			return err
+		}
+		return s.apiServer(ctx, c, etcd)
+	})
+}
+
+func (s *Sandbox) startHub(ctx context.Context) error {
+	if err := s.startAPI(ctx, s.hub); err != nil {
+		return err
+	}
+	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error {
+		return s.step(ctx, "hub controllers", func(ctx context.Context) error {
+			// Nothing runs in the hub but the owners of Cluster API's objects have to be tidied up after.
+			return s.controllerManager(ctx, s.hub, "--controllers=garbage-collector-controller,namespace-controller,serviceaccount-controller")
+		})
+	})
+	group.Go(func() error {
+		return s.step(ctx, "Cluster API", s.startClusterAPI)
+	})
+	return group.Wait()
+}
+
+// startClusterAPI installs and starts Cluster API and the infrastructure provider.
+func (s *Sandbox) startClusterAPI(ctx context.Context) error {
+	ca, err := pki.NewCA("webhooks")
+	if err != nil {
+		return err
+	}
+	serving, err := ca.Server("webhooks")
+	if err != nil {
+		return err
+	}
+	certs := filepath.Join(s.hub.dir, "webhooks")
+	if err := os.MkdirAll(certs, 0o700); err != nil {
+		return err
+	}
+	if _, _, err := serving.Write(certs, "tls"); err != nil {
+		return err
+	}
+	port, err := s.port()
+	if err != nil {
+		return err
+	}
+	objects, err := manifests.ClusterAPI(s.options.clusterAPIManifests(), manifests.Webhooks{Address: address(port), CA: ca.PEM})
+	if err != nil {
+		return fmt.Errorf("reading Cluster API's manifests: %w", err)
+	}
+	provider, err := manifests.CRDs(simv1.CRDs)
+	if err != nil {
+		return fmt.Errorf("reading the provider's CRDs: %w", err)
+	}
+	c, err := client.New(s.hub.admin, client.Options{Scheme: manifests.Scheme()})
+	if err != nil {
+		return err
+	}
+	if err := manifests.Create(ctx, c, append(objects, provider...)...); err != nil {
+		return err
+	}
+	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error { return s.clusterAPI(ctx, s.hub, port, certs) })
+	group.Go(func() error { return s.simProvider(ctx, s.hub) })
+	return group.Wait()
+}
+
+func (s *Sandbox) startSpoke(ctx context.Context) error {
+	if err := s.startAPI(ctx, s.spoke); err != nil {
+		return err
+	}
+	file := filepath.Join(s.spoke.dir, "stages.yaml")
+	if err := os.WriteFile(file, stages, 0o600); err != nil {
+		return err
+	}
+	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error {
+		return s.step(ctx, "spoke controllers", func(ctx context.Context) error { return s.controllerManager(ctx, s.spoke) })
+	})
+	group.Go(func() error {
+		return s.step(ctx, "spoke scheduler", func(ctx context.Context) error { return s.scheduler(ctx, s.spoke) })
+	})
+	group.Go(func() error {
+		return s.step(ctx, "spoke kubelets", func(ctx context.Context) error { return s.kwok(ctx, s.spoke, file) })
+	})
+	return group.Wait()
+}
+
+func (s *Sandbox) startAgentAndShim(ctx context.Context) error {
+	if err := s.step(ctx, "agent", s.startAgent); err != nil {
+		return err
+	}
+	if s.options.WithoutShim {
+		return nil
+	}
+	return s.step(ctx, "shim", s.startShim)
+}
+
+func (s *Sandbox) startAgent(ctx context.Context) error {
+	kubeconfigFile, err := s.install(ctx, s.hub, manifests.Chart{
+		Helm: s.options.binary("helm"), Dir: s.options.chart("agent"), Release: "capi-agent", Namespace: agentNamespace,
+		Values: []string{"namespaces={" + ClusterNamespace + "}"},
+	})
+	if err != nil {
+		return err
+	}
+	serving, err := s.agentCA.Server("agent")
+	if err != nil {
+		return err
+	}
+	certFile, keyFile, err := serving.Write(filepath.Dir(s.state.Paths.AgentCA), "agent")
+	if err != nil {
+		return err
+	}
+	if _, _, err := s.AgentCertificate("spoke", ClusterIdentity(ClusterNamespace, ClusterName)); err != nil {
+		return err
+	}
+	if _, _, err := s.AgentCertificate("admin", adminIdentity); err != nil {
+		return err
+	}
+	policyFile := filepath.Join(s.options.StateDir, "agent-policy.yaml")
+	if err := os.WriteFile(policyFile, []byte(agentPolicy), 0o600); err != nil {
+		return err
+	}
+	port, err := s.port()
+	if err != nil {
+		return err
+	}
+	s.update(func(state *State) { state.AgentAddress = address(port) })
+	return s.agent(ctx, kubeconfigFile, certFile, keyFile, policyFile)
+}
+
+func (s *Sandbox) startShim(ctx context.Context) error {
+	kubeconfigFile, err := s.install(ctx, s.spoke, manifests.Chart{
+		Helm: s.options.binary("helm"), Dir: s.options.chart("shim"), Release: "karpenter", Namespace: shimNamespace,
+		Values: []string{
+			"agent.address=" + s.state.AgentAddress, "cluster.namespace=" + ClusterNamespace, "cluster.name=" + ClusterName,
+		},
+	})
+	if err != nil {
+		return err
+	}
+	return s.shim(ctx, kubeconfigFile)
+}
+
+// install creates a chart's CRDs and permissions and returns a kubeconfig of its ServiceAccount.
+func (s *Sandbox) install(ctx context.Context, c *controlPlane, chart manifests.Chart) (kubeconfigFile string, err error) {
+	crds, err := manifests.CRDs(os.DirFS(filepath.Join(chart.Dir, "crds")))
+	if err != nil {
+		return "", fmt.Errorf("reading the CRDs of the chart %s: %w", chart.Dir, err)
+	}
+	account, objects, err := chart.Permissions(ctx)
+	if err != nil {
+		return "", err
+	}
+	admin, err := client.New(c.admin, client.Options{Scheme: manifests.Scheme()})
+	if err != nil {
+		return "", err
+	}
+	if err := manifests.Create(ctx, admin, append(crds, objects...)...); err != nil {
+		return "", err
+	}
+	user, err := serviceAccountUser(ctx, c.admin, account)
+	if err != nil {
+		return "", err
+	}
+	data, err := kubeconfig(chart.Release, c.server, c.ca.PEM, user)
+	if err != nil {
+		return "", err
+	}
+	kubeconfigFile = filepath.Join(s.options.StateDir, chart.Release+".kubeconfig")
+	return kubeconfigFile, os.WriteFile(kubeconfigFile, data, 0o600)
+}
+
+// ClusterIdentity is the SPIFFE ID that may act for a Cluster.
+func ClusterIdentity(namespace, name string) string {
+	return "spiffe://" + trustDomain + "/cluster/" + namespace + "/" + name
+}
+
+// AgentCertificate issues a client certificate that the agent trusts, for the given SPIFFE ID, and returns the files it is
+// stored in, named for name. Whether that identity may do anything is the agent's policy.
+func (s *Sandbox) AgentCertificate(name, id string) (certFile, keyFile string, err error) {
+	pair, err := s.agentCA.Workload(id)
+	if err != nil {
+		return "", "", err
+	}
+	return pair.Write(filepath.Dir(s.state.Paths.AgentCA), name)
+}
+
+// HubConfig returns an administrator's configuration.
+func (s *Sandbox) HubConfig() *rest.Config { return rest.CopyConfig(s.hub.admin) }
+
+// SpokeConfig returns an administrator's configuration.
+func (s *Sandbox) SpokeConfig() *rest.Config { return rest.CopyConfig(s.spoke.admin) }
+
+// HubClient returns a client, as administrator and without a cache, that knows Cluster API's core kinds, those of the
+// simulated provider and CustomResourceDefinitions.
+func (s *Sandbox) HubClient() (client.Client, error) {
+	scheme := manifests.Scheme()
+	lo.Must0(clusterv1.AddToScheme(scheme))
+	lo.Must0(simv1.AddToScheme(scheme))
+	return client.New(s.hub.admin, client.Options{Scheme: scheme})
+}
+
+// SpokeClient returns a client, as administrator and without a cache, that knows the built-in kinds and
+// CustomResourceDefinitions.
+func (s *Sandbox) SpokeClient() (client.Client, error) {
+	return client.New(s.spoke.admin, client.Options{Scheme: manifests.Scheme()})
+}
+
+// State returns what is known of the sandbox now.
+func (s *Sandbox) State() State {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	state := s.state
+	state.Steps = slices.Clone(state.Steps)
+	state.Components = lo.Map(s.components, func(p *process.Process, _ int) ComponentStatus { return p.Status() })
+	return state
+}
+
+// Kill ends a component as kill -9 does. It is started again by itself.
+func (s *Sandbox) Kill(component string) error {
+	p, err := s.find(component)
+	if err != nil {
+		return err
+	}
+	return p.Kill()
+}
+
+// StopComponent asks a component to end and keeps it down. It returns when the component is gone; one that is down is fine.
+func (s *Sandbox) StopComponent(component string) error {
+	p, err := s.find(component)
+	if err != nil {
+		return err
+	}
+	p.Stop()
+	return nil
+}
+
+// StartComponent starts a component that was stopped and waits until it is ready.
+func (s *Sandbox) StartComponent(ctx context.Context, component string) error {
+	p, err := s.find(component)
+	if err != nil {
+		return err
+	}
+	if err := p.Start(); err != nil {
+		return err
+	}
+	return p.WaitReady(ctx)
+}
+
+// WaitReady waits until a component is ready.
+func (s *Sandbox) WaitReady(ctx context.Context, component string) error {
+	p, err := s.find(component)
+	if err != nil {
+		return err
+	}
+	return p.WaitReady(ctx)
+}
+
+func (s *Sandbox) find(component string) (*process.Process, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, p := range s.components {
+		if p.Status().Name == component {
+			return p, nil
+		}
+	}
+	return nil, fmt.Errorf("there is no component %q", component)
+}
+
+// Stop ends every process and removes all files but the logs. When it returns nothing is left running. Calling it again
+// does nothing.
+func (s *Sandbox) Stop() { s.end(Stopping, nil) }
+
+// end stops everything; the phase and the cause are what remains to be read of a sandbox that failed.
+func (s *Sandbox) end(phase Phase, cause error) {
+	s.stop.Do(func() {
+		s.update(func(state *State) { state.Phase = Stopping })
+		s.mu.Lock()
+		components := slices.Clone(s.components)
+		s.mu.Unlock()
+		// Ours first, while there is somebody to say goodbye to; the databases last.
+		for _, wave := range [][]string{{Shim, Agent}, {ClusterAPI, SimProvider, SpokeKwok, SpokeScheduler, SpokeControllerManager, HubControllerManager}, nil} {
+			var stopping sync.WaitGroup
+			for _, p := range components {
+				if wave == nil || slices.Contains(wave, p.Status().Name) {
+					stopping.Go(p.Stop)
+				}
+			}
+			stopping.Wait()
+		}
+		if cause != nil {
+			s.update(func(state *State) { state.Phase, state.Error = phase, cause.Error() })
+		}
+		close(s.stopped)
+		s.publisher.Wait()
+		s.ports.Release()
+		s.clean(cause != nil)
+		// The file stays: whoever has opened it must not lock what nobody else sees.
+		_ = s.lock.Unlock()
+	})
+}
+
+// clean removes everything but the logs and, of a sandbox that failed, what it failed of.
+func (s *Sandbox) clean(keepState bool) {
+	keep := []string{filepath.Base(s.state.Paths.Logs)}
+	if keepState {
+		keep = append(keep, filepath.Base(stateFile(s.options.StateDir)))
+	}
+	entries, err := os.ReadDir(s.options.StateDir)
+	if err != nil {
+		return
+	}
+	for _, entry := range entries {
+		if !slices.Contains(keep, entry.Name()) {
+			_ = os.RemoveAll(filepath.Join(s.options.StateDir, entry.Name()))
+		}
+	}
+}
+
+// step runs a part of the start and records how long it took.
+func (s *Sandbox) step(ctx context.Context, name string, run func(context.Context) error) error {
+	var i int
+	s.update(func(state *State) {
+		i = len(state.Steps)
+		state.Steps = append(state.Steps, Step{Name: name, StartedAt: time.Now()})
+	})
+	err := run(ctx)
+	if err != nil {
+		err = fmt.Errorf("%s: %w", name, err)
+	}
+	s.update(func(state *State) {
+		state.Steps[i].DoneAt = time.Now()
+		if err != nil {
+			state.Steps[i].Error = err.Error()
+		}
+	})
+	return err
+}
+
+func (s *Sandbox) update(change func(*State)) {
+	s.mu.Lock()
+	change(&s.state)
+	s.mu.Unlock()
+	s.touch()
+}
+
+// touch makes the publisher look.
+func (s *Sandbox) touch() {
+	select {
+	case s.touched <- struct{}{}:
+	default:
+	}
+}
+
+// publish writes the state down and tells whoever listens, whenever it has changed.
+func (s *Sandbox) publish() {
+	tell := func() {
+		state := s.State()
+		// A disk that is full must not end the sandbox.
+		_ = state.write(s.options.StateDir)
+		if s.options.OnChange != nil {
+			s.options.OnChange(state)
+		}
+	}
+	for {
+		select {
+		case <-s.touched:
+			tell()
+		case <-s.stopped:
+			tell()
+			return
+		}
+	}
+}
+
+// port reserves a port for as long as the sandbox lives.
+func (s *Sandbox) port() (int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.ports.Reserve()
+}
+
+// writeEnv writes the file that a shell sources.
+func (s *Sandbox) writeEnv() error {
+	var b strings.Builder
+	set := func(name, value string) {
+		fmt.Fprintf(&b, "export %s='%s'\n", name, strings.ReplaceAll(value, "'", `'\''`))
+	}
+	state := s.State()
+	set("HUB_KUBECONFIG", state.Paths.HubKubeconfig)
+	set("SPOKE_KUBECONFIG", state.Paths.SpokeKubeconfig)
+	set("SANDBOX_LOGS", state.Paths.Logs)
+	if state.AgentAddress != "" {
+		set("AGENT_ADDRESS", state.AgentAddress)
+		set("AGENT_CA", state.Paths.AgentCA)
+		set("AGENT_CERT", state.Paths.ClientCertificate)
+		set("AGENT_KEY", state.Paths.ClientKey)
+		set("AGENT_ADMIN_CERT", state.Paths.AdminCertificate)
+		set("AGENT_ADMIN_KEY", state.Paths.AdminKey)
+	}
+	return os.WriteFile(state.Paths.Env, []byte(b.String()), 0o600)
+}
