@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"slices"
@@ -145,6 +146,15 @@ func Remnants(options Options) ([]int, error) {
 	}
 	return process.WithEnvironment(marker + "=" + options.StateDir)
 }
+
+// Dir returns the folder of the sandbox that the options name, there or not.
+func Dir(options Options) (string, error) {
+	err := options.complete()
+	return options.StateDir, err
+}
+
+// Listeners returns the TCP addresses that a process listens on. On systems other than Linux it is [errors.ErrUnsupported].
+func Listeners(pid int) ([]netip.AddrPort, error) { return process.Listeners(pid) }
 
 func (s *Sandbox) mark() string { return marker + "=" + s.options.StateDir }
 

@@ -24,7 +24,6 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox/internal/process"
 )
 
 // startTimeout allows for a machine that does other things as well.
@@ -121,7 +120,7 @@ func TestSandbox(t *testing.T) {
 
 func everyListenerIsOnLoopback(t *testing.T, s *sandbox.Sandbox) {
 	for _, component := range s.State().Components {
-		listeners, err := process.Listeners(component.PID)
+		listeners, err := sandbox.Listeners(component.PID)
 		if errors.Is(err, errors.ErrUnsupported) {
 			t.Skip("sockets are known on Linux only")
 		} else if err != nil {
