@@ -1,0 +1,8 @@
+// Package v1alpha1 holds the objects that a user of the shim writes in the workload cluster, and the keys that the shim
+// leaves on objects there.
+//
+// Importing it registers ClusterAPINodeClass and its list in client-go's scheme, where Karpenter core looks node classes up.
+//
+// +kubebuilder:object:generate=true
+// +groupName=karpenter.cluster.x-k8s.io
+package v1alpha1

@@ -1,0 +1,163 @@
+// Command karpenter runs Karpenter core in a workload cluster, with machines that an agent in the management cluster hands out.
+package main
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"os"
+
+	"github.com/samber/lo"
+	controllerruntime "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/cloudprovider/metrics"
+	"sigs.k8s.io/karpenter/pkg/cloudprovider/overlay"
+	"sigs.k8s.io/karpenter/pkg/controllers"
+	"sigs.k8s.io/karpenter/pkg/controllers/node/health"
+	"sigs.k8s.io/karpenter/pkg/controllers/nodeclaim/lifecycle"
+	"sigs.k8s.io/karpenter/pkg/controllers/state"
+	coreoperator "sigs.k8s.io/karpenter/pkg/operator"
+	coreoptions "sigs.k8s.io/karpenter/pkg/operator/options"
+
+	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/agentstate"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/cloudprovider"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/claimsync"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/failedmachine"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/nodeclass"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/providerid"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/operator"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/options"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/registration"
+)
+
+func main() {
+	ctx, err := parse(context.Background(), os.Args[1:])
+	if err != nil {
+		fmt.Fprintf(os.Stderr, "karpenter: %v\n", err)
+		os.Exit(2)
+	}
+	ctx = operator.Signals(operator.Logger(ctx))
+	if err := run(ctx); err != nil {
+		log.FromContext(ctx).Error(err, "ending")
+		os.Exit(1)
+	}
+}
+
+// parse reads core's and the shim's flags, as core does, but returns what is wrong instead of panicking with it.
+func parse(ctx context.Context, args []string) (context.Context, error) {
+	flags := &coreoptions.FlagSet{FlagSet: flag.NewFlagSet("karpenter", flag.ContinueOnError)}
+	for _, injectable := range coreoptions.Injectables {
+		injectable.AddFlags(flags)
+	}
+	for _, injectable := range coreoptions.Injectables {
+		if err := injectable.Parse(flags, args...); err != nil {
+			return nil, err
+		}
+		ctx = injectable.ToContext(ctx)
+	}
+	return ctx, nil
+}
+
+func run(ctx context.Context) error {
+	opts := options.FromContext(ctx)
+	logger := log.FromContext(ctx)
+
+	// Core reads these while its controllers run, so they are set before any exists.
+	lifecycle.LaunchTimeout = opts.LaunchTimeout
+	karpv1.WellKnownLabels.Insert(opts.NodeLabelKeys()...)
+	instancetype.Reservations()
+
+	agent, err := agentclient.New(agentOptions(ctx, opts))
+	if err != nil {
+		return fmt.Errorf("making the agent's client: %w", err)
+	}
+	defer func() { _ = agent.Close() }()
+	cluster := &agentv1alpha1.ClusterRef{Namespace: opts.ClusterNamespace, Name: opts.ClusterName}
+	nodeGroups := agent.MirrorNodeGroups(cluster)
+	claims := agent.MirrorClaims(cluster, v1alpha1.Holder)
+
+	config, err := controllerruntime.GetConfig()
+	if err != nil {
+		return fmt.Errorf("finding the workload cluster: %w", err)
+	}
+	op, err := operator.New(ctx, config)
+	if err != nil {
+		return err
+	}
+	catalogue := catalogue.New(nodeGroups, op.GetClient(), opts.UnavailableOfferingTTL)
+	if err := catalogue.Watch(ctx, op.GetCache()); err != nil {
+		return err
+	}
+	for _, runnable := range []manager.Runnable{
+		everywhere(nodeGroups.Run), everywhere(claims.Run), catalogue,
+		agentstate.New(map[string]agentstate.Mirror{"nodegroups": nodeGroups, "claims": claims}),
+	} {
+		if err := op.Add(runnable); err != nil {
+			return fmt.Errorf("adding to the manager: %w", err)
+		}
+	}
+
+	provider := cloudprovider.New(cloudprovider.Config{
+		Cluster:   cluster,
+		Client:    agent,
+		Claims:    claims,
+		Catalogue: catalogue,
+		Overlays:  op.InstanceTypeStore,
+		Timeout:   opts.AgentTimeout,
+	})
+	undecorated := metrics.Decorate(provider)
+	decorated := overlay.Decorate(undecorated, op.GetClient(), op.InstanceTypeStore)
+	repairPolicies, err := health.NewRepairPolicyMatcher(ctx, decorated)
+	if err != nil {
+		return fmt.Errorf("compiling the repair policies: %w", err)
+	}
+	clusterState := state.NewCluster(op.Clock, op.GetClient(), decorated, state.WithRepairPolicyMatcher(repairPolicies))
+	op.WithControllers(ctx, controllers.NewControllers(
+		ctx, op.Manager, op.Clock, op.GetClient(), op.EventRecorder, decorated, undecorated, clusterState,
+		op.InstanceTypeStore, op.PredictionStore, controllers.WithRegistrationHook(registration.NewZone(op.GetClient(), catalogue)),
+	)...)
+	op.WithControllers(ctx,
+		providerid.New(op.GetClient(), op.GetAPIReader(), decorated, claims, cluster, op.EventRecorder),
+		failedmachine.New(op.Clock, op.GetClient(), op.GetAPIReader(), decorated, claims, agent.Claims, cluster, op.EventRecorder,
+			opts.MachineFailureReasons, opts.MachineProgressDeadline, opts.AgentTimeout),
+		nodeclass.New(op.Clock, op.GetClient(), catalogue, nodeGroups, cluster, op.EventRecorder, opts.HubUnreachableGracePeriod),
+		claimsync.New(op.Clock, op.GetClient(), op.GetAPIReader(), decorated, agent.Claims, cluster, opts.ClaimSyncInterval, opts.AgentTimeout),
+	)
+
+	logger.Info("starting", "version", coreoperator.Version, "cluster", cluster.GetNamespace()+"/"+cluster.GetName(), "agent", opts.AgentAddress)
+	if err := op.Manager.Start(ctx); err != nil {
+		return fmt.Errorf("running: %w", err)
+	}
+	logger.Info("ended")
+	return nil
+}
+
+func agentOptions(ctx context.Context, opts *options.Options) agentclient.Options {
+	return agentclient.Options{
+		Address: opts.AgentAddress,
+		TLS: lo.Ternary(opts.AgentTLSCertFile == "", nil, &agentclient.TLS{
+			CertFile:   opts.AgentTLSCertFile,
+			KeyFile:    opts.AgentTLSKeyFile,
+			CAFile:     opts.AgentCAFile,
+			ServerName: opts.AgentServerName,
+		}),
+		PlaintextLoopback: opts.AgentPlaintextLoopback,
+		Timeout:           opts.AgentTimeout,
+		UserAgent:         fmt.Sprintf("%s/%s", coreoperator.AppName, coreoperator.Version),
+		Logger:            log.FromContext(ctx).WithName("agent"),
+	}
+}
+
+// everywhere runs in every process, not only in the leader, so that a new leader knows everything at once.
+type everywhere func(context.Context) error
+
+func (f everywhere) Start(ctx context.Context) error { return f(ctx) }
+
+func (everywhere) NeedLeaderElection() bool { return false }

@@ -1,0 +1,298 @@
+// Package catalogue keeps what Karpenter core may schedule on: for each ClusterAPINodeClass, the node groups that its selector
+// matches, as instance types.
+//
+// One goroutine ([Catalogue.Start]) makes an immutable snapshot whenever something it depends on changes: a node group as the
+// agent streams it, a node class, a group that turned out to be full, a zone that a machine turned out to be in. Readers load
+// the newest snapshot from an atomic pointer and do nothing else, as core asks several times a second, sequentially, and once
+// under a lock of its own. While the agent is away the last snapshot stays.
+package catalogue
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/patrickmn/go-cache"
+	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/util/sets"
+	toolscache "k8s.io/client-go/tools/cache"
+	ctrlcache "sigs.k8s.io/controller-runtime/pkg/cache"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+
+	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
+)
+
+// ErrNotSynced says that the agent has not been heard of since the process started, so nothing is known.
+var ErrNotSynced = errors.New("the agent's node groups are not known yet")
+
+// NodeGroups is a mirror of the agent's node groups.
+type NodeGroups interface {
+	List() ([]*agentv1alpha1.NodeGroup, uint64)
+	State() agentclient.State
+	Subscribe() *agentclient.Subscription
+}
+
+// Catalogue answers what can be scheduled on. It is safe for concurrent use.
+type Catalogue struct {
+	nodeGroups  NodeGroups
+	kube        client.Reader
+	unavailable *cache.Cache
+	snapshot    atomic.Pointer[Snapshot]
+	wake        chan struct{}
+
+	mu        sync.Mutex
+	zones     map[string]sets.Set[string]
+	listeners []chan struct{}
+
+	// Used by the building goroutine alone.
+	groups map[*agentv1alpha1.NodeGroup]prepared
+	built  instancetype.Built
+}
+
+type prepared struct {
+	group *instancetype.Group
+	err   error
+}
+
+// New returns a catalogue of the node groups in the mirror. kube reads ClusterAPINodeClasses and NodeClaims, from a cache.
+// unavailableTTL is how long a group is left alone after [Catalogue.MarkUnavailable].
+func New(nodeGroups NodeGroups, kube client.Reader, unavailableTTL time.Duration) *Catalogue {
+	c := &Catalogue{
+		nodeGroups:  nodeGroups,
+		kube:        kube,
+		unavailable: cache.New(unavailableTTL, min(unavailableTTL, time.Second)),
+		wake:        make(chan struct{}, 1),
+		zones:       map[string]sets.Set[string]{},
+		groups:      map[*agentv1alpha1.NodeGroup]prepared{},
+		built:       instancetype.Built{},
+	}
+	c.unavailable.OnEvicted(func(string, any) { c.Refresh() })
+	return c
+}
+
+// Snapshot returns the newest snapshot, and nil before the first one.
+func (c *Catalogue) Snapshot() *Snapshot { return c.snapshot.Load() }
+
+// MarkUnavailable leaves the groups alone for a while, so that core, which has no memory of failed launches, does not ask for
+// them again at once. The agent says the same soon after, through its node groups' availability; this covers the time until
+// then.
+func (c *Catalogue) MarkUnavailable(groupIDs ...string) {
+	for _, id := range groupIDs {
+		c.unavailable.SetDefault(id, struct{}{})
+	}
+	c.Refresh()
+}
+
+// Available reports whether a claim on the group may succeed now.
+func (c *Catalogue) Available(group *instancetype.Group) bool {
+	if !group.Available {
+		return false
+	}
+	_, marked := c.unavailable.Get(group.ID)
+	return !marked
+}
+
+// ObserveZone records the zone that a machine of a group which names none turned out to be in.
+func (c *Catalogue) ObserveZone(groupID, zone string) {
+	if zone == instancetype.ZoneNone {
+		return
+	}
+	c.mu.Lock()
+	known, ok := c.zones[groupID]
+	if !ok {
+		known = sets.New[string]()
+		c.zones[groupID] = known
+	}
+	isNew := !known.Has(zone)
+	known.Insert(zone)
+	c.mu.Unlock()
+	if isNew {
+		c.Refresh()
+	}
+}
+
+// Refresh asks for a new snapshot, soon.
+func (c *Catalogue) Refresh() {
+	select {
+	case c.wake <- struct{}{}:
+	default:
+	}
+}
+
+// Changes returns a channel that receives a value after a snapshot that differs from the one before. It is never closed.
+func (c *Catalogue) Changes() <-chan struct{} {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	listener := make(chan struct{}, 1)
+	c.listeners = append(c.listeners, listener)
+	return listener
+}
+
+// Watch makes changes of node classes refresh the catalogue.
+func (c *Catalogue) Watch(ctx context.Context, informers ctrlcache.Informers) error {
+	informer, err := informers.GetInformer(ctx, &v1alpha1.ClusterAPINodeClass{}, ctrlcache.BlockUntilSynced(false))
+	if err != nil {
+		return fmt.Errorf("watching node classes: %w", err)
+	}
+	_, err = informer.AddEventHandler(toolscache.ResourceEventHandlerFuncs{
+		AddFunc: func(any) { c.Refresh() },
+		UpdateFunc: func(before, after any) {
+			// The shim itself writes the status, which says nothing new here.
+			if before.(client.Object).GetGeneration() != after.(client.Object).GetGeneration() {
+				c.Refresh()
+			}
+		},
+		DeleteFunc: func(any) { c.Refresh() },
+	})
+	return err
+}
+
+// NeedLeaderElection makes the manager run the catalogue in every process, so that a new leader starts with a full one.
+func (c *Catalogue) NeedLeaderElection() bool { return false }
+
+// Start makes snapshots until ctx is done.
+func (c *Catalogue) Start(ctx context.Context) error {
+	subscription := c.nodeGroups.Subscribe()
+	defer subscription.Close()
+	const retryDelay = time.Second
+	retry := time.NewTimer(0)
+	defer retry.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-subscription.Changed():
+			subscription.Take()
+		case <-c.wake:
+		case <-retry.C:
+		}
+		switch err := c.rebuild(ctx); {
+		case errors.Is(err, ErrNotSynced):
+			// A mirror does not say when an empty view becomes complete.
+			retry.Reset(retryDelay)
+		case err != nil && ctx.Err() == nil:
+			log.FromContext(ctx).Error(err, "making the catalogue of node groups")
+			retry.Reset(retryDelay)
+		}
+	}
+}
+
+func (c *Catalogue) rebuild(ctx context.Context) error {
+	if !c.nodeGroups.State().Synced {
+		return ErrNotSynced
+	}
+	start := time.Now()
+	classes := &v1alpha1.ClusterAPINodeClassList{}
+	if err := c.kube.List(ctx, classes); err != nil {
+		return fmt.Errorf("listing node classes: %w", err)
+	}
+	zones, err := c.observedZones(ctx)
+	if err != nil {
+		return err
+	}
+	groups, unusable, invalid := c.prepare(ctx)
+	snapshot := newSnapshot(groups, unusable, invalid, instancetype.Conditions{
+		Available:     c.frozenAvailability(groups),
+		ObservedZones: func(g *instancetype.Group) []string { return zones[g.ID] },
+	})
+	built := instancetype.Built{}
+	for i := range classes.Items {
+		snapshot.add(&classes.Items[i], c.snapshot.Load(), c.built, built)
+	}
+	changed := len(built) != len(c.built) || c.snapshot.Load() == nil || !snapshot.equal(c.snapshot.Load())
+	c.built = built
+	c.snapshot.Store(snapshot)
+	rebuildSeconds.Observe(time.Since(start).Seconds(), nil)
+	nodeGroups.Set(float64(len(groups)), nil)
+	nodeGroupsUnusable.Set(float64(len(unusable)), nil)
+	if changed {
+		c.notify()
+	}
+	return nil
+}
+
+// prepare returns the usable groups and the unusable ones, each ordered by id, and by id what is wrong with groups of both
+// kinds.
+func (c *Catalogue) prepare(ctx context.Context) (
+	groups []*instancetype.Group, unusable []*agentv1alpha1.NodeGroup, invalid map[string]error,
+) {
+	sources, _ := c.nodeGroups.List()
+	known := make(map[*agentv1alpha1.NodeGroup]prepared, len(sources))
+	groups = make([]*instancetype.Group, 0, len(sources))
+	invalid = map[string]error{}
+	for _, source := range sources {
+		p, ok := c.groups[source]
+		if !ok {
+			p.group, p.err = instancetype.NewGroup(source)
+			if p.err != nil {
+				log.FromContext(ctx).Info("part of a node group's description cannot be used", "node-group", source.GetId(), "usable", p.group != nil, "reason", p.err.Error())
+			}
+		}
+		known[source] = p
+		if p.group != nil {
+			groups = append(groups, p.group)
+		} else {
+			unusable = append(unusable, source)
+		}
+		if p.err != nil {
+			invalid[source.GetId()] = p.err
+		}
+	}
+	c.groups = known
+	return groups, unusable, invalid
+}
+
+// frozenAvailability is what [Catalogue.Available] says now: a snapshot never changes its mind.
+func (c *Catalogue) frozenAvailability(groups []*instancetype.Group) func(*instancetype.Group) bool {
+	available := make(map[string]bool, len(groups))
+	for _, g := range groups {
+		available[g.ID] = c.Available(g)
+	}
+	return func(g *instancetype.Group) bool { return available[g.ID] }
+}
+
+// observedZones returns, by node group, the zones that its machines are in: those told since the process started, and those
+// that NodeClaims remember.
+func (c *Catalogue) observedZones(ctx context.Context) (map[string][]string, error) {
+	claims := &karpv1.NodeClaimList{}
+	if err := c.kube.List(ctx, claims, client.UnsafeDisableDeepCopy); err != nil {
+		return nil, fmt.Errorf("listing node claims: %w", err)
+	}
+	zones := map[string]sets.Set[string]{}
+	for i := range claims.Items {
+		group, zone := claims.Items[i].Annotations[v1alpha1.NodeGroupAnnotation], claims.Items[i].Labels[corev1.LabelTopologyZone]
+		if group == "" || zone == instancetype.ZoneNone {
+			continue
+		}
+		if zones[group] == nil {
+			zones[group] = sets.New[string]()
+		}
+		zones[group].Insert(zone)
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for group, observed := range c.zones {
+		zones[group] = zones[group].Union(observed)
+	}
+	return lo.MapValues(zones, func(z sets.Set[string], _ string) []string { return sets.List(z) }), nil
+}
+
+func (c *Catalogue) notify() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, listener := range c.listeners {
+		select {
+		case listener <- struct{}{}:
+		default:
+		}
+	}
+}

@@ -1,0 +1,24 @@
+package catalogue
+
+import (
+	opmetrics "github.com/awslabs/operatorpkg/metrics"
+	"github.com/prometheus/client_golang/prometheus"
+	crmetrics "sigs.k8s.io/controller-runtime/pkg/metrics"
+	"sigs.k8s.io/karpenter/pkg/metrics"
+)
+
+var (
+	nodeGroups = opmetrics.NewPrometheusGauge(crmetrics.Registry, prometheus.GaugeOpts{
+		Namespace: metrics.Namespace, Subsystem: "capi_catalogue", Name: "node_groups",
+		Help: "Node groups that can be scheduled on.",
+	}, nil, opmetrics.Alpha)
+	nodeGroupsUnusable = opmetrics.NewPrometheusGauge(crmetrics.Registry, prometheus.GaugeOpts{
+		Namespace: metrics.Namespace, Subsystem: "capi_catalogue", Name: "node_groups_unusable",
+		Help: "Node groups that cannot be scheduled on, as a value in their description cannot be a node label.",
+	}, nil, opmetrics.Alpha)
+	rebuildSeconds = opmetrics.NewPrometheusHistogram(crmetrics.Registry, prometheus.HistogramOpts{
+		Namespace: metrics.Namespace, Subsystem: "capi_catalogue", Name: "rebuild_duration_seconds",
+		Help:    "How long making a snapshot of the catalogue took.",
+		Buckets: prometheus.ExponentialBuckets(0.0005, 2, 14),
+	}, nil, opmetrics.Alpha)
+)

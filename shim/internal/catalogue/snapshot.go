@@ -1,0 +1,259 @@
+package catalogue
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+
+	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/labels"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/cloudprovider"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
+)
+
+// Snapshot is what can be scheduled on at one moment. It never changes.
+type Snapshot struct {
+	groups     []*instancetype.Group
+	byID       map[string]*instancetype.Group
+	unusable   []*agentv1alpha1.NodeGroup
+	invalid    map[string]error
+	classes    map[string]*Class
+	conditions instancetype.Conditions
+}
+
+func newSnapshot(
+	groups []*instancetype.Group, unusable []*agentv1alpha1.NodeGroup, invalid map[string]error, conditions instancetype.Conditions,
+) *Snapshot {
+	return &Snapshot{
+		unusable:   unusable,
+		groups:     groups,
+		byID:       lo.KeyBy(groups, func(g *instancetype.Group) string { return g.ID }),
+		invalid:    invalid,
+		classes:    map[string]*Class{},
+		conditions: conditions,
+	}
+}
+
+// Group returns the node group with the id.
+func (s *Snapshot) Group(id string) (*instancetype.Group, bool) {
+	group, ok := s.byID[id]
+	return group, ok
+}
+
+// Len returns how many usable node groups the Cluster has.
+func (s *Snapshot) Len() int { return len(s.groups) }
+
+// Class returns what the ClusterAPINodeClass with the name selects, and false when there was no such node class.
+func (s *Snapshot) Class(name string) (*Class, bool) {
+	class, ok := s.classes[name]
+	return class, ok
+}
+
+// Available reports whether a claim on the group could succeed when the snapshot was made.
+func (s *Snapshot) Available(group *instancetype.Group) bool { return s.conditions.Available(group) }
+
+// Class is what one ClusterAPINodeClass selects. It never changes.
+type Class struct {
+	// Name is the node class's name.
+	Name string
+	// Generation is the generation of the node class whose selector was used.
+	Generation int64
+	// Groups are the usable node groups that the selector matches, ordered by id.
+	Groups []*instancetype.Group
+	// Problems are what is wrong with the descriptions of selected groups, in sentences, ordered: what the agent could not
+	// use, what the shim could not use, and instance types whose groups do not have the same resources.
+	Problems []string
+	// SelectorError says why the selector cannot be used; it selects nothing then.
+	SelectorError error
+
+	conditions instancetype.Conditions
+	// taints are the taints that some groups have. A NodePool that does not declare a group's taints cannot use the group.
+	taints   []corev1.Taint
+	variants atomic.Pointer[map[taintSet][]*cloudprovider.InstanceType]
+	mu       sync.Mutex // held to add a variant
+}
+
+// taintSet says which of a class's taints are meant, a bit for each.
+type taintSet uint64
+
+const maxTaints = 64
+
+// add makes the class of a node class.
+func (s *Snapshot) add(nodeClass *v1alpha1.ClusterAPINodeClass, before *Snapshot, previous, next instancetype.Built) {
+	class := &Class{Name: nodeClass.Name, Generation: nodeClass.Generation, conditions: s.conditions}
+	selector, err := selectorOf(nodeClass)
+	if err != nil {
+		class.SelectorError = err
+		selector = labels.Nothing()
+	}
+	for _, g := range s.groups {
+		if selector.Matches(labels.Set(g.Source.GetLabels())) {
+			class.Groups = append(class.Groups, g)
+		}
+	}
+	class.taints = taintsOf(class.Groups)
+	class.Problems = s.problems(class.Groups, selector)
+	variants := map[taintSet][]*cloudprovider.InstanceType{}
+	for _, declared := range declaredBefore(before, nodeClass.Name) {
+		set := class.declaredBy(declared)
+		variants[set] = class.build(set, previous, next)
+	}
+	class.variants.Store(&variants)
+	s.classes[class.Name] = class
+}
+
+// selectorOf returns the selector of a node class: an absent or empty one selects everything.
+func selectorOf(nodeClass *v1alpha1.ClusterAPINodeClass) (labels.Selector, error) {
+	if nodeClass.Spec.ScalableResourceSelector == nil {
+		return labels.Everything(), nil
+	}
+	selector, err := metav1.LabelSelectorAsSelector(nodeClass.Spec.ScalableResourceSelector)
+	if err != nil {
+		return nil, fmt.Errorf("spec.scalableResourceSelector: %w", err)
+	}
+	return selector, nil
+}
+
+func taintsOf(groups []*instancetype.Group) []corev1.Taint {
+	var taints []corev1.Taint
+	for _, g := range groups {
+		for _, taint := range g.Taints {
+			if !slices.Contains(taints, taint) && len(taints) < maxTaints {
+				taints = append(taints, taint)
+			}
+		}
+	}
+	return taints
+}
+
+func (s *Snapshot) problems(groups []*instancetype.Group, selector labels.Selector) []string {
+	var problems []string
+	describe := func(source *agentv1alpha1.NodeGroup) {
+		for _, p := range source.GetProblems() {
+			problems = append(problems, fmt.Sprintf("%s: %s=%q: %s", source.GetId(), p.GetField(), p.GetValue(), p.GetMessage()))
+		}
+		if err := s.invalid[source.GetId()]; err != nil {
+			problems = append(problems, err.Error())
+		}
+	}
+	for _, g := range groups {
+		describe(g.Source)
+	}
+	for _, source := range s.unusable {
+		if selector.Matches(labels.Set(source.GetLabels())) {
+			describe(source)
+		}
+	}
+	problems = append(problems, instancetype.Mismatches(groups)...)
+	slices.Sort(problems)
+	return problems
+}
+
+// declaredBefore returns the sets of taints that NodePools of the class declared while the snapshot before was in use. The
+// next snapshot is made with them, so that callers find everything ready.
+func declaredBefore(before *Snapshot, name string) [][]corev1.Taint {
+	sets := [][]corev1.Taint{nil}
+	if before == nil {
+		return sets
+	}
+	class, ok := before.classes[name]
+	if !ok {
+		return sets
+	}
+	for set := range *class.variants.Load() {
+		sets = append(sets, lo.Filter(class.taints, func(_ corev1.Taint, i int) bool { return set&(1<<i) != 0 }))
+	}
+	return sets
+}
+
+// InstanceTypes returns the instance types for NodePools with these taints. Neither the slice nor the objects may be changed.
+// It allocates nothing when it was asked for the same taints before.
+func (c *Class) InstanceTypes(taints, startupTaints []corev1.Taint) []*cloudprovider.InstanceType {
+	set := c.declaredBy(taints) | c.declaredBy(startupTaints)
+	if types, ok := (*c.variants.Load())[set]; ok {
+		return types
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	known := *c.variants.Load()
+	if types, ok := known[set]; ok {
+		return types
+	}
+	more := maps.Clone(known)
+	more[set] = c.build(set, instancetype.Built{}, instancetype.Built{})
+	c.variants.Store(&more)
+	return more[set]
+}
+
+func (c *Class) declaredBy(taints []corev1.Taint) taintSet {
+	var set taintSet
+	for i := range c.taints {
+		for j := range taints {
+			if taints[j].Key == c.taints[i].Key && taints[j].Value == c.taints[i].Value && taints[j].Effect == c.taints[i].Effect {
+				set |= 1 << i
+			}
+		}
+	}
+	return set
+}
+
+func (c *Class) build(declared taintSet, previous, next instancetype.Built) []*cloudprovider.InstanceType {
+	usable := lo.Filter(c.Groups, func(g *instancetype.Group, _ int) bool {
+		return lo.EveryBy(g.Taints, func(taint corev1.Taint) bool {
+			i := slices.Index(c.taints, taint)
+			return i >= 0 && declared&(1<<i) != 0
+		})
+	})
+	return instancetype.Build(usable, c.conditions, previous, next)
+}
+
+// Has reports whether the selector matches the group with the id.
+func (c *Class) Has(groupID string) bool {
+	_, ok := slices.BinarySearchFunc(c.Groups, groupID, func(g *instancetype.Group, id string) int { return strings.Compare(g.ID, id) })
+	return ok
+}
+
+// Zones returns how many failure domains the class's groups name.
+func (c *Class) Zones() int {
+	return len(lo.Uniq(lo.FilterMap(c.Groups, func(g *instancetype.Group, _ int) (string, bool) {
+		return g.Zone, g.Zone != instancetype.ZoneNone
+	})))
+}
+
+// InstanceTypeNames returns how many instance types the class's groups offer, to whatever NodePool.
+func (c *Class) InstanceTypeNames() int {
+	return len(lo.UniqBy(c.Groups, func(g *instancetype.Group) string { return g.InstanceType }))
+}
+
+// equal reports whether core and people see the same in both snapshots.
+func (s *Snapshot) equal(other *Snapshot) bool {
+	return maps.EqualFunc(s.classes, other.classes, func(a, b *Class) bool {
+		return a.Generation == b.Generation &&
+			slices.Equal(a.Problems, b.Problems) &&
+			fmt.Sprint(a.SelectorError) == fmt.Sprint(b.SelectorError) &&
+			slices.EqualFunc(a.Groups, b.Groups, func(x, y *instancetype.Group) bool { return x.ID == y.ID }) &&
+			slices.Equal((*a.variants.Load())[0], (*b.variants.Load())[0])
+	})
+}
+
+// InstanceTypesFor returns the instance types for a NodePool, and false when its node class does not exist.
+func (s *Snapshot) InstanceTypesFor(nodePool *karpv1.NodePool) ([]*cloudprovider.InstanceType, bool) {
+	template := &nodePool.Spec.Template.Spec
+	if template.NodeClassRef == nil {
+		return nil, false
+	}
+	class, ok := s.classes[template.NodeClassRef.Name]
+	if !ok {
+		return nil, false
+	}
+	return class.InstanceTypes(template.Taints, template.StartupTaints), true
+}

@@ -1,0 +1,299 @@
+// Package cloudprovider is Karpenter core's CloudProvider for machines that an agent hands out.
+//
+// It only translates: what exists is in package catalogue, what a node group looks like to core in package instancetype, and
+// machines are the agent's. Every call to the agent is bounded, and nothing is concluded from an answer that did not come.
+package cloudprovider
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/awslabs/operatorpkg/status"
+	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/cloudprovider"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/placeholder"
+)
+
+// Name is the provider's name in core's metrics.
+const Name = "clusterapi"
+
+// Claims is a mirror of the shim's claims, ended ones included while the agent remembers them.
+type Claims interface {
+	Get(claimID string) (*agentv1alpha1.Claim, bool)
+	List() ([]*agentv1alpha1.Claim, uint64)
+	State() agentclient.State
+}
+
+// Overlays adjusts instance types as NodeOverlays say. Core's InstanceTypeStore is one.
+type Overlays interface {
+	ApplyAll(nodePool string, instanceTypes []*cloudprovider.InstanceType) ([]*cloudprovider.InstanceType, error)
+}
+
+// Config is what a CloudProvider works with. Every field but Overlays is REQUIRED.
+type Config struct {
+	// Cluster is the hub's Cluster that this workload cluster is.
+	Cluster *agentv1alpha1.ClusterRef
+	// Client calls the agent.
+	Client *agentclient.Client
+	// Claims mirrors the shim's claims.
+	Claims Claims
+	// Catalogue says what can be scheduled on.
+	Catalogue *catalogue.Catalogue
+	// Overlays is what core's overlay decorator uses, so that Create picks by the prices that core planned with. Used only
+	// while the feature gate NodeOverlay is on. Nil means none.
+	Overlays Overlays
+	// Timeout bounds one method's calls to the agent.
+	Timeout time.Duration
+}
+
+// CloudProvider implements core's interface. It is safe for concurrent use.
+type CloudProvider struct {
+	Config
+}
+
+var _ cloudprovider.CloudProvider = (*CloudProvider)(nil)
+
+// New returns a CloudProvider.
+func New(config Config) *CloudProvider { return &CloudProvider{Config: config} }
+
+// Name returns the provider's name.
+func (c *CloudProvider) Name() string { return Name }
+
+// GetSupportedNodeClasses returns a new object each time: core reads node classes into it.
+func (c *CloudProvider) GetSupportedNodeClasses() []status.Object {
+	return []status.Object{&v1alpha1.ClusterAPINodeClass{}}
+}
+
+// GetInstanceTypes answers from the catalogue's newest snapshot. A NodePool of another provider has none. Before the agent
+// was heard of for the first time, and for a node class that does not exist, it is an error: an empty answer would make core
+// take the NodePool's nodes for drifted.
+func (c *CloudProvider) GetInstanceTypes(_ context.Context, nodePool *karpv1.NodePool) ([]*cloudprovider.InstanceType, error) {
+	if nodePool == nil || !isOurs(nodePool.Spec.Template.Spec.NodeClassRef) {
+		return nil, nil
+	}
+	snapshot := c.Catalogue.Snapshot()
+	if snapshot == nil {
+		return nil, catalogue.ErrNotSynced
+	}
+	types, ok := snapshot.InstanceTypesFor(nodePool)
+	if !ok {
+		return nil, fmt.Errorf("ClusterAPINodeClass %q does not exist", nodePool.Spec.Template.Spec.NodeClassRef.Name)
+	}
+	return types, nil
+}
+
+func isOurs(ref *karpv1.NodeClassReference) bool {
+	return ref != nil && ref.Group == v1alpha1.Group && ref.Kind == "ClusterAPINodeClass"
+}
+
+// Delete releases the NodeClaim's claim, whichever provider ID it carries: the claim is found by the NodeClaim's UID. It
+// returns a NodeClaimNotFoundError once the agent says that the instance is gone, or that it knows of no such claim.
+func (c *CloudProvider) Delete(ctx context.Context, nodeClaim *karpv1.NodeClaim) error {
+	ctx, cancel := context.WithTimeout(ctx, c.Timeout)
+	defer cancel()
+	response, err := c.Client.Claims.ReleaseClaim(ctx, &agentv1alpha1.ReleaseClaimRequest{
+		Cluster: c.Cluster,
+		ClaimId: string(nodeClaim.UID),
+		Drained: drained(nodeClaim),
+		Reason:  releaseReason(nodeClaim),
+	})
+	if err != nil {
+		return fmt.Errorf("releasing the claim: %w", err)
+	}
+	if claim := response.GetClaim(); claim == nil || claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
+		return cloudprovider.NewNodeClaimNotFoundError(fmt.Errorf("claim %s has no machine any more", nodeClaim.UID))
+	}
+	return nil
+}
+
+// drained reports whether core has emptied the Node, so that Cluster API need not. When the NodeClaim's termination grace
+// period ran out before the volumes were detached, the user wanted no more waiting either.
+func drained(nodeClaim *karpv1.NodeClaim) bool {
+	conditions := nodeClaim.StatusConditions()
+	if !conditions.Get(karpv1.ConditionTypeDrained).IsTrue() {
+		return false
+	}
+	detached := conditions.Get(karpv1.ConditionTypeVolumesDetached)
+	return detached.IsTrue() || detached.IsFalse()
+}
+
+func releaseReason(nodeClaim *karpv1.NodeClaim) string {
+	reason := fmt.Sprintf("NodeClaim %s was deleted", nodeClaim.Name)
+	if why := nodeClaim.StatusConditions().Get(karpv1.ConditionTypeDisruptionReason); why.IsTrue() {
+		reason += " (" + why.Reason + ")"
+	}
+	return reason
+}
+
+// Get returns the machine with the provider ID, which may be a claim's placeholder. The agent is asked each time: core takes a
+// NodeClaimNotFoundError for leave to drop the Node without draining it.
+func (c *CloudProvider) Get(ctx context.Context, providerID string) (*karpv1.NodeClaim, error) {
+	if providerID == "" {
+		return nil, errors.New("a Node without a provider ID cannot be looked up")
+	}
+	ctx, cancel := context.WithTimeout(ctx, c.Timeout)
+	defer cancel()
+	claim, err := c.find(ctx, providerID)
+	if err != nil {
+		return nil, err
+	}
+	if claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
+		return nil, cloudprovider.NewNodeClaimNotFoundError(fmt.Errorf("the claim on the machine with provider ID %s has ended: %s", providerID, claim.GetReason()))
+	}
+	return c.nodeClaimOf(claim, providerID), nil
+}
+
+func (c *CloudProvider) find(ctx context.Context, providerID string) (*agentv1alpha1.Claim, error) {
+	if claimID, ok := c.claimIDOf(providerID); ok {
+		response, err := c.Client.Claims.GetClaim(ctx, &agentv1alpha1.GetClaimRequest{Cluster: c.Cluster, ClaimId: claimID})
+		switch {
+		case err == nil:
+			return response.GetClaim(), nil
+		case !agenterrors.IsNotFound(err):
+			return nil, fmt.Errorf("getting the claim: %w", err)
+		}
+		return nil, cloudprovider.NewNodeClaimNotFoundError(err)
+	}
+	if placeholder.Is(providerID) {
+		return nil, cloudprovider.NewNodeClaimNotFoundError(fmt.Errorf("%s is a claim of another cluster", providerID))
+	}
+	// The mirror does not know it, but may lag behind: ask for everything before saying that there is no such machine.
+	response, err := c.Client.Claims.ListClaims(ctx, &agentv1alpha1.ListClaimsRequest{Cluster: c.Cluster})
+	if err != nil {
+		return nil, fmt.Errorf("listing the claims: %w", err)
+	}
+	claim, ok := lo.Find(response.GetClaims(), func(claim *agentv1alpha1.Claim) bool {
+		return claim.GetMachine().GetProviderId() == providerID
+	})
+	if !ok {
+		return nil, cloudprovider.NewNodeClaimNotFoundError(fmt.Errorf("no claim has the machine with provider ID %s", providerID))
+	}
+	return claim, nil
+}
+
+// claimIDOf returns the claim behind a provider ID, as far as that can be known without asking the agent.
+func (c *CloudProvider) claimIDOf(providerID string) (string, bool) {
+	if namespace, name, claimID, ok := placeholder.Parse(providerID); ok {
+		return claimID, namespace == c.Cluster.GetNamespace() && name == c.Cluster.GetName()
+	}
+	claims, _ := c.Claims.List()
+	// A live claim before an ended one: infrastructure may give a provider ID out again.
+	var ended string
+	for _, claim := range claims {
+		if claim.GetMachine().GetProviderId() != providerID {
+			continue
+		}
+		if claim.GetPhase() != agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
+			return claim.GetClaimId(), true
+		}
+		ended = claim.GetClaimId()
+	}
+	return ended, ended != ""
+}
+
+// List returns each machine twice once it has a real provider ID: under that and under the placeholder. Core deletes the
+// NodeClaims of healthy Nodes whose ID is not in the list, and which of the two a NodeClaim carries is, for moments, up to
+// races. It is complete, or an error.
+func (c *CloudProvider) List(ctx context.Context) ([]*karpv1.NodeClaim, error) {
+	ctx, cancel := context.WithTimeout(ctx, c.Timeout)
+	defer cancel()
+	response, err := c.Client.Claims.ListClaims(ctx, &agentv1alpha1.ListClaimsRequest{Cluster: c.Cluster, Holder: v1alpha1.Holder})
+	if err != nil {
+		return nil, fmt.Errorf("listing the claims: %w", err)
+	}
+	nodeClaims := make([]*karpv1.NodeClaim, 0, 2*len(response.GetClaims()))
+	for _, claim := range response.GetClaims() {
+		if claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
+			continue
+		}
+		nodeClaims = append(nodeClaims, c.nodeClaimOf(claim, c.placeholderOf(claim.GetClaimId())))
+		if real := claim.GetMachine().GetProviderId(); real != "" {
+			nodeClaims = append(nodeClaims, c.nodeClaimOf(claim, real))
+		}
+	}
+	return nodeClaims, nil
+}
+
+func (c *CloudProvider) placeholderOf(claimID string) string {
+	return placeholder.ProviderID(c.Cluster.GetNamespace(), c.Cluster.GetName(), claimID)
+}
+
+// Drift reasons. They end up in a condition, which allows letters, digits, and `_,:`.
+const (
+	// DriftNodeGroupNotSelected means that the NodeClaim's node class does not select its node group any more.
+	DriftNodeGroupNotSelected cloudprovider.DriftReason = "NodeGroupNotSelected"
+	// DriftMachineNotUpToDate means that the machine's template changed and that Cluster API waits for somebody to replace
+	// the machine.
+	DriftMachineNotUpToDate cloudprovider.DriftReason = "MachineNotUpToDate"
+)
+
+// IsDrifted answers from the local mirrors, last known good while the agent is away. What Cluster API replaces by itself, by a
+// rolling update, is no drift: core would race it.
+func (c *CloudProvider) IsDrifted(_ context.Context, nodeClaim *karpv1.NodeClaim) (cloudprovider.DriftReason, error) {
+	if !isOurs(nodeClaim.Spec.NodeClassRef) {
+		return "", nil
+	}
+	snapshot := c.Catalogue.Snapshot()
+	if snapshot == nil || !c.Claims.State().Synced {
+		return "", catalogue.ErrNotSynced
+	}
+	claim, known := c.Claims.Get(string(nodeClaim.UID))
+	groupID := nodeClaim.Annotations[v1alpha1.NodeGroupAnnotation]
+	if known {
+		groupID = claim.GetNodeGroupId()
+	}
+	group, ok := snapshot.Group(groupID)
+	if !ok {
+		return "", nil // Gone, or not told yet; core itself notices instance types that are no more.
+	}
+	if class, ok := snapshot.Class(nodeClaim.Spec.NodeClassRef.Name); ok && class.SelectorError == nil && !class.Has(groupID) {
+		return DriftNodeGroupNotSelected, nil
+	}
+	machine := claim.GetMachine()
+	if machine != nil && !machine.GetUpToDate() && machine.GetDeletedAt() == nil &&
+		group.Source.GetRolloutStrategy() == agentv1alpha1.RolloutStrategy_ROLLOUT_STRATEGY_ON_DELETE {
+		return DriftMachineNotUpToDate, nil
+	}
+	return "", nil
+}
+
+// Reboot is not offered: Cluster API has no such operation.
+func (c *CloudProvider) Reboot(context.Context, *karpv1.NodeClaim, string) error {
+	return cloudprovider.NewNodeRebootNotImplementedError()
+}
+
+// unhealthyFor is how long a Node may be unhealthy before core replaces it, with the feature gate NodeRepair on. It is longer
+// than the time-outs that people give MachineHealthChecks, so that a Cluster that has one heals first.
+const unhealthyFor = 30 * time.Minute
+
+// RepairPolicies returns the policies for the kubelet's own health. They do nothing unless the feature gate NodeRepair is on.
+func (c *CloudProvider) RepairPolicies() []cloudprovider.RepairPolicy {
+	return []cloudprovider.RepairPolicy{
+		{
+			ConditionType:      corev1.NodeReady,
+			ConditionStatus:    corev1.ConditionFalse,
+			TolerationDuration: unhealthyFor,
+			Action:             cloudprovider.ReplaceNode,
+		},
+		{
+			ConditionType:   corev1.NodeReady,
+			ConditionStatus: corev1.ConditionUnknown,
+			// Core allows one policy without an expression, the fallback above.
+			ReasonRegex:        ".*",
+			TolerationDuration: unhealthyFor,
+			// The kubelet is silent: no pod there would ever confirm its eviction.
+			TerminationGracePeriod: new(time.Duration(0)),
+			Action:                 cloudprovider.ReplaceNode,
+		},
+	}
+}

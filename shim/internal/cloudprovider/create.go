@@ -1,0 +1,244 @@
+package cloudprovider
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/cloudprovider"
+	coreoptions "sigs.k8s.io/karpenter/pkg/operator/options"
+	"sigs.k8s.io/karpenter/pkg/scheduling"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
+)
+
+const (
+	// maxCandidates is what the agent's API allows in one claim.
+	maxCandidates = 1000
+	// conflictAttempts is how often a claim that lost a race in the hub is repeated at once.
+	conflictAttempts = 4
+)
+
+// Create claims a machine for the NodeClaim and returns as soon as the claim is durable in the hub, with the claim's
+// placeholder for a provider ID: core stops provisioning and disrupting for the whole cluster while any NodeClaim has none.
+//
+// It is idempotent by the NodeClaim's UID: after a crash, a lost reply or a failed status patch, the same claim comes back,
+// whatever the candidates are by then.
+//
+// Where core chose a value for a node label at random, because the NodePool only says that the label exists or gives several
+// values, the passed NodeClaim's label is set to the value that the machine will really have. Core stores that.
+func (c *CloudProvider) Create(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*karpv1.NodeClaim, error) {
+	ctx, cancel := context.WithTimeout(ctx, c.Timeout)
+	defer cancel()
+	created, err := c.create(ctx, nodeClaim)
+	claimsTotal.Inc(map[string]string{resultLabel: resultOf(err)})
+	return created, err
+}
+
+func (c *CloudProvider) create(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*karpv1.NodeClaim, error) {
+	snapshot := c.Catalogue.Snapshot()
+	if snapshot == nil {
+		return nil, createError(catalogue.ErrNotSynced, ReasonCatalogueNotSynced)
+	}
+	if nodeClaim.Spec.NodeClassRef == nil {
+		return nil, createError(errors.New("spec.nodeClassRef is not set"), ReasonNodeClassNotFound)
+	}
+	class, ok := snapshot.Class(nodeClaim.Spec.NodeClassRef.Name)
+	if !ok {
+		return nil, createError(fmt.Errorf("ClusterAPINodeClass %q does not exist", nodeClaim.Spec.NodeClassRef.Name), ReasonNodeClassNotFound)
+	}
+	groups, err := c.overlaid(ctx, nodeClaim, class)
+	if err != nil {
+		return nil, createError(err, ReasonOverlaysNotReady)
+	}
+	candidates, refused := c.candidates(nodeClaim, groups)
+
+	claim, err := c.claim(ctx, nodeClaim, candidates)
+	if err != nil {
+		return nil, c.explain(err, candidates, refused)
+	}
+	if phase := claim.GetPhase(); phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING || phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
+		return nil, c.explain(agenterrors.ClaimEnded(claim), nil, nil)
+	}
+	group, err := c.groupOf(ctx, claim, groups)
+	if err != nil {
+		return nil, createError(err, ReasonNodeGroupUnknown)
+	}
+	created := c.launched(claim, group)
+	correctChosenLabels(nodeClaim, created.Labels)
+	log.FromContext(ctx).Info("claimed a machine", "node-group", group.ID, "claim-phase", claim.GetPhase().String(), "candidates", len(candidates))
+	return created, nil
+}
+
+// candidates returns the groups that would do, best first, and why the others would not.
+func (c *CloudProvider) candidates(nodeClaim *karpv1.NodeClaim, groups []*instancetype.Group) (candidates []*instancetype.Group, refused map[string]error) {
+	requirements := scheduling.NewNodeSelectorRequirementsWithMinValues(nodeClaim.Spec.Requirements...)
+	declared := slices.Concat(nodeClaim.Spec.Taints, nodeClaim.Spec.StartupTaints)
+	refused = map[string]error{}
+	for _, g := range groups {
+		if err := g.Accepts(requirements, nodeClaim.Spec.Resources.Requests, declared); err != nil {
+			refused[g.ID] = err
+			continue
+		}
+		candidates = append(candidates, g)
+	}
+	// Groups without room come last, not never: what is known about room may be old, and the agent decides.
+	return lo.Slice(instancetype.Order(candidates, c.Catalogue.Available), 0, maxCandidates), refused
+}
+
+// overlaid returns the class's groups with the prices and resources that NodeOverlays give them.
+func (c *CloudProvider) overlaid(ctx context.Context, nodeClaim *karpv1.NodeClaim, class *catalogue.Class) ([]*instancetype.Group, error) {
+	nodePool := nodeClaim.Labels[karpv1.NodePoolLabelKey]
+	if c.Overlays == nil || nodePool == "" || !coreoptions.FromContext(ctx).FeatureGates.NodeOverlay {
+		return class.Groups, nil
+	}
+	types, err := c.Overlays.ApplyAll(nodePool, class.InstanceTypes(nodeClaim.Spec.Taints, nodeClaim.Spec.StartupTaints))
+	if err != nil {
+		return nil, fmt.Errorf("applying node overlays: %w", err)
+	}
+	byName := lo.KeyBy(types, func(t *cloudprovider.InstanceType) string { return t.Name })
+	return lo.Map(class.Groups, func(g *instancetype.Group, _ int) *instancetype.Group {
+		if instanceType, ok := byName[g.InstanceType]; ok {
+			return g.Overlaid(instanceType)
+		}
+		return g
+	}), nil
+}
+
+// claim makes the claim. Without candidates it only looks for one that was made before: a reply may have been lost when there
+// still were candidates.
+func (c *CloudProvider) claim(ctx context.Context, nodeClaim *karpv1.NodeClaim, candidates []*instancetype.Group) (*agentv1alpha1.Claim, error) {
+	if len(candidates) == 0 {
+		response, err := c.Client.Claims.GetClaim(ctx, &agentv1alpha1.GetClaimRequest{Cluster: c.Cluster, ClaimId: string(nodeClaim.UID)})
+		if agenterrors.IsNotFound(err) {
+			return nil, errNoCandidate
+		}
+		return response.GetClaim(), err
+	}
+	request := &agentv1alpha1.CreateClaimRequest{
+		Cluster:     c.Cluster,
+		ClaimId:     string(nodeClaim.UID),
+		Holder:      v1alpha1.Holder,
+		Candidates:  lo.Map(candidates, func(g *instancetype.Group, _ int) string { return g.ID }),
+		DisplayName: nodeClaim.Name,
+	}
+	for attempt := 1; ; attempt++ {
+		response, err := c.Client.Claims.CreateClaim(ctx, request)
+		if err == nil || !agenterrors.IsConflict(err) || attempt == conflictAttempts {
+			return response.GetClaim(), err
+		}
+	}
+}
+
+// groupOf returns the group that the agent chose. It need not be a candidate: a repeated call gets its first answer.
+func (c *CloudProvider) groupOf(ctx context.Context, claim *agentv1alpha1.Claim, groups []*instancetype.Group) (*instancetype.Group, error) {
+	id := claim.GetNodeGroupId()
+	if group, ok := lo.Find(groups, func(g *instancetype.Group) bool { return g.ID == id }); ok {
+		return group, nil
+	}
+	if group, ok := c.Catalogue.Snapshot().Group(id); ok {
+		return group, nil
+	}
+	response, err := c.Client.NodeGroups.GetNodeGroup(ctx, &agentv1alpha1.GetNodeGroupRequest{Cluster: c.Cluster, Id: id})
+	if err != nil {
+		return nil, fmt.Errorf("getting the claimed node group %s: %w", id, err)
+	}
+	group, err := instancetype.NewGroup(response.GetNodeGroup())
+	if group == nil {
+		return nil, err
+	}
+	return group, nil
+}
+
+func (c *CloudProvider) launched(claim *agentv1alpha1.Claim, group *instancetype.Group) *karpv1.NodeClaim {
+	labels := maps.Clone(group.Labels)
+	if zone := claim.GetMachine().GetZone(); group.Zone == instancetype.ZoneNone && zone != instancetype.ZoneNone {
+		c.Catalogue.ObserveZone(group.ID, zone)
+		labels[corev1.LabelTopologyZone] = zone
+	}
+	return &karpv1.NodeClaim{
+		ObjectMeta: metav1.ObjectMeta{
+			Name:        claim.GetDisplayName(),
+			UID:         types.UID(claim.GetClaimId()),
+			Labels:      labels,
+			Annotations: map[string]string{v1alpha1.NodeGroupAnnotation: group.ID},
+		},
+		Status: karpv1.NodeClaimStatus{
+			// Always the placeholder, also when the real one is known: then one controller alone decides when it changes.
+			ProviderID:  c.placeholderOf(claim.GetClaimId()),
+			Capacity:    maps.Clone(group.Capacity),
+			Allocatable: maps.Clone(group.Allocatable),
+		},
+	}
+}
+
+// correctChosenLabels replaces values that core picked out of several by the machine's.
+func correctChosenLabels(nodeClaim *karpv1.NodeClaim, labels map[string]string) {
+	for _, requirement := range nodeClaim.Spec.Requirements {
+		chosen, ok := nodeClaim.Labels[requirement.Key]
+		actual, known := labels[requirement.Key]
+		if ok && known && chosen != actual && !karpv1.WellKnownLabels.Has(requirement.Key) {
+			nodeClaim.Labels[requirement.Key] = actual
+		}
+	}
+}
+
+// nodeClaimOf describes a claim's machine to core, under one of its provider IDs.
+func (c *CloudProvider) nodeClaimOf(claim *agentv1alpha1.Claim, providerID string) *karpv1.NodeClaim {
+	nodeClaim := &karpv1.NodeClaim{
+		ObjectMeta: metav1.ObjectMeta{
+			Name:        claim.GetDisplayName(),
+			UID:         types.UID(claim.GetClaimId()),
+			Annotations: map[string]string{v1alpha1.NodeGroupAnnotation: claim.GetNodeGroupId()},
+		},
+		Status: karpv1.NodeClaimStatus{ProviderID: providerID, NodeName: claim.GetMachine().GetNodeName()},
+	}
+	if created := claim.GetCreatedAt(); created != nil {
+		nodeClaim.CreationTimestamp = metav1.NewTime(created.AsTime())
+	}
+	// Core counts what is being deleted as gone.
+	switch {
+	case claim.GetReleasedAt() != nil:
+		nodeClaim.DeletionTimestamp = &metav1.Time{Time: claim.GetReleasedAt().AsTime()}
+	case claim.GetMachine().GetDeletedAt() != nil:
+		nodeClaim.DeletionTimestamp = &metav1.Time{Time: claim.GetMachine().GetDeletedAt().AsTime()}
+	}
+	if snapshot := c.Catalogue.Snapshot(); snapshot != nil {
+		if group, ok := snapshot.Group(claim.GetNodeGroupId()); ok {
+			nodeClaim.Labels = maps.Clone(group.Labels)
+			nodeClaim.Status.Capacity = maps.Clone(group.Capacity)
+			nodeClaim.Status.Allocatable = maps.Clone(group.Allocatable)
+		}
+	}
+	return nodeClaim
+}
+
+// summary says, in one sentence, why groups were refused; the most common reasons first.
+func summary(refused map[string]error) string {
+	if len(refused) == 0 {
+		return "the node class selects no usable node group"
+	}
+	counts := lo.CountValues(lo.MapToSlice(refused, func(_ string, err error) string { return err.Error() }))
+	reasons := slices.SortedFunc(maps.Keys(counts), func(a, b string) int {
+		if counts[a] != counts[b] {
+			return counts[b] - counts[a]
+		}
+		return strings.Compare(a, b)
+	})
+	return fmt.Sprintf("none of %d node groups fits: %s", len(refused), strings.Join(lo.Map(lo.Slice(reasons, 0, 3), func(reason string, _ int) string {
+		return fmt.Sprintf("%s (%d)", reason, counts[reason])
+	}), "; "))
+}

@@ -1,0 +1,155 @@
+// Package claimsync tells the agent, regularly, which NodeClaims exist, so that it can release the claims of those that do
+// not: core forgets a NodeClaim that was deleted while it was being launched, and nobody else would give the machine back.
+//
+// The order is what makes this safe: first a token from the agent, then the NodeClaims, read from the API server itself, then
+// both to the agent. A claim that was made after the token was taken is not collected, whatever the set says.
+package claimsync
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/awslabs/operatorpkg/reconciler"
+	"github.com/awslabs/operatorpkg/singleton"
+	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/utils/clock"
+	controllerruntime "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/cloudprovider"
+	"sigs.k8s.io/karpenter/pkg/operator/injection"
+	nodeclaimutils "sigs.k8s.io/karpenter/pkg/utils/nodeclaim"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/placeholder"
+)
+
+const name = "nodeclaim.claimsync"
+
+// maxNodeReports keeps the message under gRPC's usual limit of 4 MiB. Reports only teach the agent what a group's machines are
+// like, for which some are as good as all, and which of its unclaimed machines are in use.
+const maxNodeReports = 5000
+
+// Controller is the controller.
+type Controller struct {
+	clock         clock.PassiveClock
+	kube          client.Reader
+	live          client.Reader
+	cloudProvider cloudprovider.CloudProvider
+	agent         agentv1alpha1.ClaimServiceClient
+	cluster       *agentv1alpha1.ClusterRef
+	interval      time.Duration
+	timeout       time.Duration
+}
+
+// New returns the controller. kube reads Nodes from a cache; live reads NodeClaims from the API server. timeout bounds each
+// call to the agent.
+func New(
+	clk clock.PassiveClock, kube, live client.Reader, cloudProvider cloudprovider.CloudProvider,
+	agent agentv1alpha1.ClaimServiceClient, cluster *agentv1alpha1.ClusterRef, interval, timeout time.Duration,
+) *Controller {
+	return &Controller{
+		clock: clk, kube: kube, live: live, cloudProvider: cloudProvider,
+		agent: agent, cluster: cluster, interval: interval, timeout: timeout,
+	}
+}
+
+// Reconcile does one round. After an error the next comes with backoff, and starts over with a new token.
+func (c *Controller) Reconcile(ctx context.Context) (reconciler.Result, error) {
+	ctx = injection.WithControllerName(ctx, name)
+	if err := c.sync(ctx); err != nil {
+		errorsTotal.Inc(nil)
+		return reconciler.Result{}, fmt.Errorf("syncing claims: %w", err)
+	}
+	lastSuccess.Set(float64(c.clock.Now().Unix()), nil)
+	return reconciler.Result{RequeueAfter: c.interval}, nil
+}
+
+func (c *Controller) sync(ctx context.Context) error {
+	token, err := c.token(ctx)
+	if err != nil {
+		return err
+	}
+	// Not from the cache: one NodeClaim missing there, and its machine goes.
+	nodeClaims := &karpv1.NodeClaimList{}
+	if err := c.live.List(ctx, nodeClaims); err != nil {
+		return fmt.Errorf("listing NodeClaims: %w", err)
+	}
+	if nodeClaims.Continue != "" {
+		return fmt.Errorf("the list of NodeClaims is incomplete: %d came, and there are more", len(nodeClaims.Items))
+	}
+	nodes := &corev1.NodeList{}
+	if err := c.kube.List(ctx, nodes, client.UnsafeDisableDeepCopy); err != nil {
+		return fmt.Errorf("listing Nodes: %w", err)
+	}
+	request := &agentv1alpha1.SyncClaimsRequest{
+		Cluster: c.cluster,
+		Holder:  v1alpha1.Holder,
+		Token:   token,
+		// NodeClaims that are being deleted count: their machines go when core has drained them.
+		LiveClaimIds: lo.FilterMap(nodeClaims.Items, func(nc karpv1.NodeClaim, _ int) (string, bool) {
+			return string(nc.UID), nodeclaimutils.IsManaged(&nc, c.cloudProvider)
+		}),
+		Nodes: reports(nodes.Items),
+	}
+	ctx, cancel := context.WithTimeout(ctx, c.timeout)
+	defer cancel()
+	response, err := c.agent.SyncClaims(ctx, request)
+	if err != nil {
+		return fmt.Errorf("telling the agent: %w", err)
+	}
+	collectedTotal.Add(float64(len(response.GetCollectedClaimIds())), nil)
+	unknownClaims.Set(float64(len(response.GetUnknownClaimIds())), nil)
+	if collected := response.GetCollectedClaimIds(); len(collected) > 0 {
+		log.FromContext(ctx).Info("the agent releases claims that no NodeClaim owns", "claims", collected)
+	}
+	if unknown := response.GetUnknownClaimIds(); len(unknown) > 0 {
+		log.FromContext(ctx).Info("NodeClaims without a claim in the management cluster", "claims", unknown)
+	}
+	return nil
+}
+
+func (c *Controller) token(ctx context.Context) (string, error) {
+	ctx, cancel := context.WithTimeout(ctx, c.timeout)
+	defer cancel()
+	response, err := c.agent.ListClaims(ctx, &agentv1alpha1.ListClaimsRequest{Cluster: c.cluster, Holder: v1alpha1.Holder})
+	if err != nil {
+		return "", fmt.Errorf("taking a token: %w", err)
+	}
+	return response.GetToken(), nil
+}
+
+// reports describes the Nodes that have a provider ID, the newest first when there are too many: the others have been
+// described before.
+func reports(nodes []corev1.Node) []*agentv1alpha1.NodeReport {
+	nodes = lo.Filter(nodes, func(node corev1.Node, _ int) bool {
+		return node.Spec.ProviderID != "" && !placeholder.Is(node.Spec.ProviderID)
+	})
+	if len(nodes) > maxNodeReports {
+		nodes = newest(nodes, maxNodeReports)
+	}
+	return lo.Map(nodes, func(node corev1.Node, _ int) *agentv1alpha1.NodeReport {
+		return &agentv1alpha1.NodeReport{
+			ProviderId:  node.Spec.ProviderID,
+			Capacity:    wire.Quantities(node.Status.Capacity),
+			Allocatable: wire.Quantities(node.Status.Allocatable),
+			Unregistered: lo.ContainsBy(node.Spec.Taints, func(taint corev1.Taint) bool {
+				return taint.MatchTaint(&karpv1.UnregisteredNoExecuteTaint)
+			}),
+		}
+	})
+}
+
+// Register adds the controller to the manager.
+func (c *Controller) Register(_ context.Context, m manager.Manager) error {
+	return controllerruntime.NewControllerManagedBy(m).
+		Named(name).
+		WatchesRawSource(singleton.Source()).
+		Complete(singleton.AsReconciler(c))
+}

@@ -1,0 +1,287 @@
+// Package failedmachine gives up NodeClaims whose machine will not come: its claim has ended, its infrastructure reports a
+// failure, or it makes no progress. Core
+// would wait a quarter of an hour for each; and where a machine is slow but gets on, core would give it up too early, so the
+// same controller makes core wait longer.
+//
+// It never acts on silence. That a claim has ended or is unknown is asked of the agent itself before anything is deleted, and
+// while the agent cannot be reached nothing is. A registered NodeClaim whose Node is Ready is left alone in any case: somebody
+// is running there, whatever the management cluster says.
+package failedmachine
+
+import (
+	"context"
+	"fmt"
+	"regexp"
+	"sync"
+	"time"
+
+	"github.com/awslabs/operatorpkg/status"
+	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/clock"
+	controllerruntime "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/cloudprovider"
+	"sigs.k8s.io/karpenter/pkg/events"
+	"sigs.k8s.io/karpenter/pkg/metrics"
+	"sigs.k8s.io/karpenter/pkg/operator/injection"
+	nodeutils "sigs.k8s.io/karpenter/pkg/utils/node"
+	nodeclaimutils "sigs.k8s.io/karpenter/pkg/utils/nodeclaim"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/claimsource"
+)
+
+const (
+	name        = "nodeclaim.failedmachine"
+	concurrency = 50
+	// look is how often NodeClaims that wait for something are looked at.
+	look = 30 * time.Second
+	// claimLag is how long a claim may take from the agent's answer to Create until the mirror shows it, before the agent is
+	// asked for it.
+	claimLag = 10 * time.Second
+
+	// registrationTimeout is when core gives a NodeClaim up that has no Node: this long after the condition Registered last
+	// changed its status. It cannot be set.
+	registrationTimeout = 15 * time.Minute
+	// extendAfter is the age of that condition at which it is rewritten, to make core wait longer.
+	extendAfter = registrationTimeout - 2*time.Minute
+	// totalDeadlines is how many progress deadlines a NodeClaim gets altogether, however often its machine seems to get on.
+	totalDeadlines = 4
+)
+
+// Claims is a mirror of the shim's claims.
+type Claims interface {
+	claimsource.Claims
+	State() agentclient.State
+}
+
+// Controller is the controller.
+type Controller struct {
+	clock         clock.PassiveClock
+	kube          client.Client
+	live          client.Reader
+	cloudProvider cloudprovider.CloudProvider
+	claims        Claims
+	agent         agentv1alpha1.ClaimServiceClient
+	cluster       *agentv1alpha1.ClusterRef
+	recorder      events.Recorder
+	failures      *regexp.Regexp
+	deadline      time.Duration
+	timeout       time.Duration
+
+	mu    sync.Mutex
+	steps map[types.UID]reached
+}
+
+// reached is the furthest step that a machine was seen at, and since when.
+type reached struct {
+	step step
+	at   time.Time
+}
+
+// New returns the controller. kube reads from a cache with an index on Nodes' spec.providerID; live reads from the API server.
+// failures matches the reasons with which infrastructure providers say that a machine will not come; nil matches none. deadline
+// is how long a NodeClaim may stay without a registered Node after its machine's last step; timeout bounds each call to the
+// agent.
+func New(
+	clk clock.PassiveClock, kube client.Client, live client.Reader, cloudProvider cloudprovider.CloudProvider, claims Claims,
+	agent agentv1alpha1.ClaimServiceClient, cluster *agentv1alpha1.ClusterRef, recorder events.Recorder,
+	failures *regexp.Regexp, deadline, timeout time.Duration,
+) *Controller {
+	return &Controller{
+		clock: clk, kube: kube, live: live, cloudProvider: cloudProvider, claims: claims, agent: agent, cluster: cluster,
+		recorder: recorder, failures: failures, deadline: deadline, timeout: timeout, steps: map[types.UID]reached{},
+	}
+}
+
+// Reconcile looks at one NodeClaim.
+func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
+	ctx = injection.WithControllerName(ctx, name)
+	if !nodeclaimutils.IsManaged(nodeClaim, c.cloudProvider) || !nodeClaim.DeletionTimestamp.IsZero() {
+		c.forget(nodeClaim.UID)
+		return reconcile.Result{}, nil
+	}
+	launched := nodeClaim.StatusConditions().Get(karpv1.ConditionTypeLaunched)
+	if !launched.IsTrue() {
+		return reconcile.Result{}, nil // Core is still asking for a machine, and has its own time-out.
+	}
+	if !c.claims.State().Synced {
+		return reconcile.Result{RequeueAfter: look}, nil
+	}
+	registered := nodeClaim.StatusConditions().Get(karpv1.ConditionTypeRegistered).IsTrue()
+	claim, known := c.claims.Get(string(nodeClaim.UID))
+	switch {
+	case !known && c.clock.Since(launched.LastTransitionTime.Time) < claimLag:
+		return reconcile.Result{RequeueAfter: claimLag}, nil
+	case !known, claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED:
+		return c.lost(ctx, nodeClaim, registered)
+	case registered:
+		c.forget(nodeClaim.UID)
+		return reconcile.Result{}, nil
+	}
+	return c.awaitRegistration(ctx, nodeClaim, claim)
+}
+
+// lost handles a NodeClaim whose claim has ended or is not known, as far as the mirror says.
+func (c *Controller) lost(ctx context.Context, nodeClaim *karpv1.NodeClaim, registered bool) (reconcile.Result, error) {
+	if registered {
+		ready, err := c.hasReadyNode(ctx, nodeClaim)
+		if err != nil {
+			return reconcile.Result{}, err
+		}
+		if ready {
+			return reconcile.Result{RequeueAfter: look}, nil
+		}
+	}
+	claim, known, err := c.ask(ctx, nodeClaim)
+	switch {
+	case err != nil:
+		return c.unanswered(ctx, err), nil
+	case !known:
+		return c.giveUp(ctx, nodeClaim, "ClaimUnknown", "The management cluster has no claim of this NodeClaim.")
+	case claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED:
+		reason := lo.CoalesceOrEmpty(claim.GetReason(), "ClaimEnded")
+		return c.giveUp(ctx, nodeClaim, reason, fmt.Sprintf("The claim on a machine of node group %s has ended: %s", claim.GetNodeGroupId(),
+			lo.CoalesceOrEmpty(claim.GetMessage(), reason)))
+	}
+	return reconcile.Result{RequeueAfter: look}, nil // The mirror was behind.
+}
+
+// awaitRegistration handles a NodeClaim that has a claim and no registered Node yet.
+func (c *Controller) awaitRegistration(ctx context.Context, nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Claim) (reconcile.Result, error) {
+	now := c.clock.Now()
+	if remaining := c.deadlineOf(nodeClaim, claim, now).Sub(now); remaining > 0 && !c.failed(claim) {
+		if err := c.extendRegistration(ctx, nodeClaim, now); err != nil {
+			return reconcile.Result{}, err
+		}
+		return reconcile.Result{RequeueAfter: min(remaining, look)}, nil
+	}
+	// Failed or late as far as the mirror knows, which may have missed the news.
+	claim, known, err := c.ask(ctx, nodeClaim)
+	switch {
+	case err != nil:
+		return c.unanswered(ctx, err), nil
+	case !known:
+		return c.giveUp(ctx, nodeClaim, "ClaimUnknown", "The management cluster has no claim of this NodeClaim.")
+	case c.failed(claim):
+		return c.giveUp(ctx, nodeClaim, "MachineFailed", fmt.Sprintf("The infrastructure of machine %s reports a failure: %s.", claim.GetMachine().GetName(), infrastructure(claim)))
+	case c.deadlineOf(nodeClaim, claim, now).After(now):
+		return reconcile.Result{RequeueAfter: look}, nil
+	}
+	return c.giveUp(ctx, nodeClaim, "MachineProgressDeadlineExceeded", stuck(claim, c.deadline))
+}
+
+// ask reads the claim from the agent. known is false only when the agent is certain that there is none.
+func (c *Controller) ask(ctx context.Context, nodeClaim *karpv1.NodeClaim) (claim *agentv1alpha1.Claim, known bool, err error) {
+	ctx, cancel := context.WithTimeout(ctx, c.timeout)
+	defer cancel()
+	response, err := c.agent.GetClaim(ctx, &agentv1alpha1.GetClaimRequest{Cluster: c.cluster, ClaimId: string(nodeClaim.UID)})
+	if agenterrors.IsNotFound(err) && agenterrors.ReasonOf(err) == agenterrors.ReasonClaimNotFound {
+		return nil, false, nil
+	}
+	return response.GetClaim(), err == nil, err
+}
+
+// unanswered waits. This is ordinary while the management cluster is away, and so no error.
+func (c *Controller) unanswered(ctx context.Context, err error) reconcile.Result {
+	log.FromContext(ctx).V(1).Info("nothing is deleted, as the agent did not answer", "reason", err.Error())
+	return reconcile.Result{RequeueAfter: look}
+}
+
+func (c *Controller) hasReadyNode(ctx context.Context, nodeClaim *karpv1.NodeClaim) (bool, error) {
+	nodes, err := nodeclaimutils.AllNodesForNodeClaim(ctx, c.kube, nodeClaim)
+	if err != nil {
+		return false, err
+	}
+	if nodeClaim.Status.NodeName != "" {
+		// The NodeClaim may carry the placeholder for a moment, which no Node has.
+		node := &corev1.Node{}
+		if err := c.kube.Get(ctx, client.ObjectKey{Name: nodeClaim.Status.NodeName}, node); err == nil {
+			nodes = append(nodes, node)
+		} else if !apierrors.IsNotFound(err) {
+			return false, fmt.Errorf("getting Node %s: %w", nodeClaim.Status.NodeName, err)
+		}
+	}
+	return lo.ContainsBy(nodes, func(node *corev1.Node) bool {
+		return nodeutils.GetCondition(node, corev1.NodeReady).Status == corev1.ConditionTrue
+	}), nil
+}
+
+func (c *Controller) giveUp(ctx context.Context, nodeClaim *karpv1.NodeClaim, reason, message string) (reconcile.Result, error) {
+	if err := c.kube.Delete(ctx, nodeClaim, client.Preconditions{UID: &nodeClaim.UID}); err != nil {
+		return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("deleting the NodeClaim: %w", err))
+	}
+	c.forget(nodeClaim.UID)
+	log.FromContext(ctx).Info("gave up a NodeClaim", "reason", reason, "message", message)
+	c.recorder.Publish(events.Event{
+		InvolvedObject: nodeClaim,
+		Type:           corev1.EventTypeWarning,
+		Reason:         reason,
+		Message:        lo.Substring(message, 0, 1024),
+		DedupeValues:   []string{string(nodeClaim.UID)},
+	})
+	givenUpTotal.Inc(map[string]string{reasonLabel: reason})
+	metrics.NodeClaimsDisruptedTotal.Inc(map[string]string{
+		metrics.ReasonLabel:              "machine_failed",
+		metrics.NodePoolLabel:            nodeClaim.Labels[karpv1.NodePoolLabelKey],
+		metrics.CapacityTypeLabel:        nodeClaim.Labels[karpv1.CapacityTypeLabelKey],
+		metrics.ConsolidationPolicyLabel: "",
+		metrics.TerminationModeLabel:     nodeclaimutils.DisruptionTerminationMode(nodeClaim),
+	})
+	return reconcile.Result{}, nil
+}
+
+// extendRegistration makes core wait for the Node beyond its own time-out, by giving the condition that it counts from a new
+// date. Core writes the whole list of conditions without a lock, so the old date may come back; the next look finds it.
+func (c *Controller) extendRegistration(ctx context.Context, nodeClaim *karpv1.NodeClaim, now time.Time) error {
+	if condition := nodeClaim.StatusConditions().Get(karpv1.ConditionTypeRegistered); condition == nil || now.Sub(condition.LastTransitionTime.Time) < extendAfter {
+		return nil
+	}
+	current := &karpv1.NodeClaim{}
+	if err := c.live.Get(ctx, client.ObjectKeyFromObject(nodeClaim), current); err != nil {
+		return client.IgnoreNotFound(err)
+	}
+	condition := current.StatusConditions().Get(karpv1.ConditionTypeRegistered)
+	if current.UID != nodeClaim.UID || condition.IsTrue() || now.Sub(condition.LastTransitionTime.Time) < extendAfter {
+		return nil
+	}
+	stored := current.DeepCopy()
+	current.SetConditions(lo.Map(current.GetConditions(), func(each status.Condition, _ int) status.Condition {
+		if each.Type == karpv1.ConditionTypeRegistered {
+			each.LastTransitionTime = metav1.NewTime(now)
+		}
+		return each
+	}))
+	err := c.kube.Status().Patch(ctx, current, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{}))
+	if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("extending the time for registration: %w", err)
+	}
+	extensionsTotal.Inc(nil)
+	log.FromContext(ctx).Info("the machine is slow but gets on, waiting longer for its Node")
+	return nil
+}
+
+// Register adds the controller to the manager.
+func (c *Controller) Register(_ context.Context, m manager.Manager) error {
+	return controllerruntime.NewControllerManagedBy(m).
+		Named(name).
+		For(&karpv1.NodeClaim{}, builder.WithPredicates(nodeclaimutils.IsManagedPredicateFuncs(c.cloudProvider))).
+		WatchesRawSource(claimsource.NodeClaims(c.claims)).
+		WithOptions(controller.Options{MaxConcurrentReconciles: concurrency}).
+		Complete(reconcile.AsReconciler(m.GetClient(), c))
+}

@@ -1,0 +1,21 @@
+package failedmachine
+
+import (
+	opmetrics "github.com/awslabs/operatorpkg/metrics"
+	"github.com/prometheus/client_golang/prometheus"
+	crmetrics "sigs.k8s.io/controller-runtime/pkg/metrics"
+	"sigs.k8s.io/karpenter/pkg/metrics"
+)
+
+const reasonLabel = "reason"
+
+var (
+	givenUpTotal = opmetrics.NewPrometheusCounter(crmetrics.Registry, prometheus.CounterOpts{
+		Namespace: metrics.Namespace, Subsystem: "capi", Name: "node_claims_given_up_total",
+		Help: "NodeClaims that were deleted because their machine will not come.",
+	}, []opmetrics.Label{{Name: reasonLabel, Help: "How the claim ended, or what was exceeded."}}, opmetrics.Alpha)
+	extensionsTotal = opmetrics.NewPrometheusCounter(crmetrics.Registry, prometheus.CounterOpts{
+		Namespace: metrics.Namespace, Subsystem: "capi", Name: "registration_extensions_total",
+		Help: "Times core was made to wait longer for the Node of a slow machine.",
+	}, nil, opmetrics.Alpha)
+)

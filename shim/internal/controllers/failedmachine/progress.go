@@ -1,0 +1,118 @@
+package failedmachine
+
+import (
+	"fmt"
+	"strings"
+	"time"
+
+	"k8s.io/apimachinery/pkg/types"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+// step is how far a machine is, from the claim to the Node.
+type step int
+
+const (
+	claimed step = iota
+	bound
+	provisioned
+	joined
+)
+
+func stepOf(claim *agentv1alpha1.Claim) step {
+	machine := claim.GetMachine()
+	switch {
+	case machine.GetNodeName() != "":
+		return joined
+	case machine.GetProviderId() != "":
+		return provisioned
+	case machine != nil:
+		return bound
+	}
+	return claimed
+}
+
+// deadlineOf returns when the NodeClaim is given up unless its machine gets on. It counts from the machine's last step: as the
+// claim's history tells it, or as this process saw it. A restart forgets what was seen and thus gives more time, never less;
+// the total is bounded from the NodeClaim's creation.
+func (c *Controller) deadlineOf(nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Claim, now time.Time) time.Time {
+	last := nodeClaim.CreationTimestamp.Time
+	for _, at := range []time.Time{
+		claim.GetCreatedAt().AsTime(), claim.GetMachine().GetCreatedAt().AsTime(), c.observe(nodeClaim.UID, stepOf(claim), now),
+	} {
+		if at.After(last) {
+			last = at
+		}
+	}
+	for _, event := range claim.GetHistory() {
+		if at := event.GetTime().AsTime(); at.After(last) {
+			last = at
+		}
+	}
+	deadline := last.Add(c.deadline)
+	if final := nodeClaim.CreationTimestamp.Add(totalDeadlines * c.deadline); deadline.After(final) {
+		return final
+	}
+	return deadline
+}
+
+// observe returns since when the machine has been known to be at its step; the zero time for the first step seen, as it may
+// have been reached long ago.
+func (c *Controller) observe(uid types.UID, step step, now time.Time) time.Time {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	before, ok := c.steps[uid]
+	switch {
+	case !ok:
+		c.steps[uid] = reached{step: step}
+	case step > before.step:
+		c.steps[uid] = reached{step: step, at: now}
+	}
+	return c.steps[uid].at
+}
+
+func (c *Controller) forget(uid types.UID) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	delete(c.steps, uid)
+}
+
+// stuck says what the machine was waiting for.
+func stuck(claim *agentv1alpha1.Claim, deadline time.Duration) string {
+	machine := claim.GetMachine()
+	var what string
+	switch stepOf(claim) {
+	case claimed:
+		what = fmt.Sprintf("node group %s has not made a machine for it", claim.GetNodeGroupId())
+	case bound:
+		what = fmt.Sprintf("machine %s has no provider ID", machine.GetName())
+	case provisioned:
+		what = fmt.Sprintf("machine %s has not joined the cluster", machine.GetName())
+	case joined:
+		what = fmt.Sprintf("Node %s of machine %s has not been registered", machine.GetNodeName(), machine.GetName())
+	}
+	why := infrastructure(claim)
+	if why == "" {
+		why = strings.Trim(strings.Join([]string{claim.GetReason(), claim.GetMessage()}, ": "), ": ")
+	}
+	if why != "" {
+		what += " (" + why + ")"
+	}
+	return fmt.Sprintf("No progress for %s: %s.", deadline, what)
+}
+
+// failed reports whether the infrastructure provider says that the machine will not come. Cluster API itself knows no final
+// failure, so this goes by the reasons that providers give.
+func (c *Controller) failed(claim *agentv1alpha1.Claim) bool {
+	machine := claim.GetMachine()
+	reason := machine.GetInfrastructureReason()
+	return c.failures != nil && reason != "" && machine.GetNodeName() == "" && c.failures.MatchString(reason)
+}
+
+// infrastructure returns what the infrastructure provider says about the machine, or "".
+func infrastructure(claim *agentv1alpha1.Claim) string {
+	machine := claim.GetMachine()
+	return strings.Trim(machine.GetInfrastructureReason()+": "+machine.GetInfrastructureMessage(), ": ")
+}

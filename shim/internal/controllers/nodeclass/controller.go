@@ -1,0 +1,308 @@
+// Package nodeclass says on each ClusterAPINodeClass what it selects and whether it can be used, and keeps it while NodeClaims
+// refer to it.
+//
+// Core launches nothing from a NodePool whose node class is not Ready. So Ready is False when the selector matches nothing, and
+// when the agent has been silent for the grace period; and it stays as it was during shorter silences, in which the last known
+// catalogue is good enough.
+package nodeclass
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/awslabs/operatorpkg/status"
+	"github.com/samber/lo"
+	"google.golang.org/grpc/codes"
+	grpcstatus "google.golang.org/grpc/status"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/util/workqueue"
+	"k8s.io/utils/clock"
+	controllerruntime "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	"sigs.k8s.io/controller-runtime/pkg/source"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/events"
+	"sigs.k8s.io/karpenter/pkg/operator/injection"
+	nodeclaimutils "sigs.k8s.io/karpenter/pkg/utils/nodeclaim"
+
+	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
+)
+
+const (
+	name        = "nodeclass"
+	concurrency = 10
+	// look is how often the connection to the agent is looked at; nothing announces its changes.
+	look = 5 * time.Second
+	// terminating is how often a node class that is being deleted is looked at.
+	terminating = 5 * time.Second
+	// shownProblems is how many problems a condition spells out.
+	shownProblems = 3
+)
+
+// Reasons of the conditions.
+const (
+	reasonNotSynced       = "CatalogueNotSynced"
+	reasonPending         = "AwaitingCatalogue"
+	reasonSelectorInvalid = "SelectorInvalid"
+	reasonNoNodeGroups    = "NoNodeGroups"
+	reasonConnecting      = "Connecting"
+	reasonUnreachable     = "AgentUnreachable"
+	reasonRefused         = "AgentRefused"
+	reasonProblems        = "ProblemsReported"
+)
+
+// Connection tells how well the agent can be reached. The mirror of node groups is one.
+type Connection interface {
+	State() agentclient.State
+}
+
+// Controller is the controller.
+type Controller struct {
+	clock      clock.Clock
+	kube       client.Client
+	catalogue  *catalogue.Catalogue
+	connection Connection
+	cluster    *agentv1alpha1.ClusterRef
+	recorder   events.Recorder
+	grace      time.Duration
+	started    time.Time
+}
+
+// New returns the controller. kube reads from a cache with indexes on NodeClaims' spec.nodeClassRef. grace is how long the
+// agent may be silent before node classes stop being Ready.
+func New(
+	clk clock.Clock, kube client.Client, catalogue *catalogue.Catalogue, connection Connection,
+	cluster *agentv1alpha1.ClusterRef, recorder events.Recorder, grace time.Duration,
+) *Controller {
+	return &Controller{
+		clock: clk, kube: kube, catalogue: catalogue, connection: connection, cluster: cluster, recorder: recorder, grace: grace,
+		started: clk.Now(),
+	}
+}
+
+// Reconcile looks at one node class.
+func (c *Controller) Reconcile(ctx context.Context, nodeClass *v1alpha1.ClusterAPINodeClass) (reconcile.Result, error) {
+	ctx = injection.WithControllerName(ctx, name)
+	if !nodeClass.DeletionTimestamp.IsZero() {
+		return c.finalize(ctx, nodeClass)
+	}
+	if !controllerutil.ContainsFinalizer(nodeClass, v1alpha1.NodeClassFinalizer) {
+		stored := nodeClass.DeepCopy()
+		controllerutil.AddFinalizer(nodeClass, v1alpha1.NodeClassFinalizer)
+		// The patch replaces the list of finalizers, which must be the one that was read.
+		if err := c.kube.Patch(ctx, nodeClass, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{})); err != nil {
+			return retryConflict(fmt.Errorf("adding the finalizer: %w", err))
+		}
+	}
+	stored := nodeClass.DeepCopy()
+	c.describe(nodeClass)
+	if equality.Semantic.DeepEqual(stored.Status, nodeClass.Status) {
+		return reconcile.Result{RequeueAfter: look}, nil
+	}
+	if err := c.kube.Status().Patch(ctx, nodeClass, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{})); err != nil {
+		return retryConflict(fmt.Errorf("patching the status: %w", err))
+	}
+	c.announce(ctx, stored, nodeClass)
+	return reconcile.Result{RequeueAfter: look}, nil
+}
+
+func retryConflict(err error) (reconcile.Result, error) {
+	if apierrors.IsConflict(err) {
+		return reconcile.Result{RequeueAfter: time.Millisecond}, nil
+	}
+	return reconcile.Result{}, client.IgnoreNotFound(err)
+}
+
+// describe sets the status.
+func (c *Controller) describe(nodeClass *v1alpha1.ClusterAPINodeClass) {
+	conditions := nodeClass.StatusConditions(status.WithClock(c.clock))
+	c.describeConnection(nodeClass, conditions)
+
+	snapshot := c.catalogue.Snapshot()
+	if snapshot == nil {
+		if before := conditions.Get(v1alpha1.ConditionNodeGroupsFound); !before.IsUnknown() && c.clock.Since(c.started) < c.grace {
+			conditions.Set(*before) // A restart is no news.
+			return
+		}
+		conditions.SetUnknownWithReason(v1alpha1.ConditionNodeGroupsFound, reasonNotSynced, "the agent's node groups are not known yet")
+		return
+	}
+	class, ok := snapshot.Class(nodeClass.Name)
+	if !ok || class.Generation != nodeClass.Generation {
+		conditions.SetUnknownWithReason(v1alpha1.ConditionNodeGroupsFound, reasonPending, "the selector has not been evaluated yet")
+		return
+	}
+	nodeClass.Status.NodeGroups = int32(len(class.Groups))
+	nodeClass.Status.InstanceTypes = int32(class.InstanceTypeNames())
+	nodeClass.Status.Zones = int32(class.Zones())
+	nodeClass.Status.Problems = int32(len(class.Problems))
+	switch {
+	case class.SelectorError != nil:
+		conditions.SetFalse(v1alpha1.ConditionNodeGroupsFound, reasonSelectorInvalid, class.SelectorError.Error())
+	case len(class.Groups) == 0:
+		conditions.SetFalse(v1alpha1.ConditionNodeGroupsFound, reasonNoNodeGroups, c.nothingFound(nodeClass, snapshot))
+	default:
+		conditions.SetTrue(v1alpha1.ConditionNodeGroupsFound)
+	}
+	if len(class.Problems) > 0 {
+		message := strings.Join(lo.Slice(class.Problems, 0, shownProblems), "; ")
+		if more := len(class.Problems) - shownProblems; more > 0 {
+			message += fmt.Sprintf("; and %d more", more)
+		}
+		conditions.SetFalse(v1alpha1.ConditionNodeGroupsValid, reasonProblems, message)
+	} else {
+		conditions.SetTrue(v1alpha1.ConditionNodeGroupsValid)
+	}
+}
+
+func (c *Controller) nothingFound(nodeClass *v1alpha1.ClusterAPINodeClass, snapshot *catalogue.Snapshot) string {
+	cluster := c.cluster.GetNamespace() + "/" + c.cluster.GetName()
+	if snapshot.Len() == 0 {
+		return fmt.Sprintf("Cluster %s has no usable node groups: give MachineDeployments the label node.cluster.x-k8s.io/karpenter-member", cluster)
+	}
+	return fmt.Sprintf("spec.scalableResourceSelector (%s) matches none of the %d node groups of Cluster %s: correct it, or the labels of the MachineDeployments",
+		metav1.FormatLabelSelector(nodeClass.Spec.ScalableResourceSelector), snapshot.Len(), cluster)
+}
+
+func (c *Controller) describeConnection(nodeClass *v1alpha1.ClusterAPINodeClass, conditions status.ConditionSet) {
+	state := c.connection.State()
+	if state.Connected {
+		conditions.SetTrue(v1alpha1.ConditionAgentReachable)
+		return
+	}
+	since := state.Since
+	if since.IsZero() {
+		since = c.started
+	}
+	before := conditions.Get(v1alpha1.ConditionAgentReachable)
+	if c.clock.Since(since) < c.grace {
+		// A silence that may well be short: what was true stays, for the new generation too.
+		if before.IsUnknown() {
+			conditions.SetUnknownWithReason(v1alpha1.ConditionAgentReachable, reasonConnecting, "connecting to the agent")
+		} else {
+			conditions.Set(*before)
+		}
+		return
+	}
+	reason := reasonUnreachable
+	if code := grpcstatus.Code(state.LastError); code == codes.PermissionDenied || code == codes.Unauthenticated {
+		reason = reasonRefused
+	}
+	message := fmt.Sprintf("no connection to the agent since %s", since.UTC().Format(time.RFC3339))
+	if state.LastError != nil {
+		message += ": " + explain(state.LastError)
+	}
+	conditions.SetFalse(v1alpha1.ConditionAgentReachable, reason, message)
+}
+
+// explain leaves out what differs from attempt to attempt, such as the request's id, as every change of a condition is a write.
+func explain(err error) string {
+	var status interface{ GRPCStatus() *grpcstatus.Status }
+	if errors.As(err, &status) {
+		return fmt.Sprintf("%s: %s", status.GRPCStatus().Code(), status.GRPCStatus().Message())
+	}
+	return err.Error()
+}
+
+// announce tells, as events, what became worse.
+func (c *Controller) announce(ctx context.Context, before, after *v1alpha1.ClusterAPINodeClass) {
+	for _, kind := range []string{v1alpha1.ConditionNodeGroupsFound, v1alpha1.ConditionAgentReachable, v1alpha1.ConditionNodeGroupsValid} {
+		was, is := find(before, kind), find(after, kind)
+		if !is.IsFalse() || (was.IsFalse() && was.Reason == is.Reason && was.Message == is.Message) {
+			continue
+		}
+		log.FromContext(ctx).Info("ClusterAPINodeClass condition is False", "condition", kind, "reason", is.Reason, "message", is.Message)
+		c.recorder.Publish(events.Event{
+			InvolvedObject: after,
+			Type:           corev1.EventTypeWarning,
+			Reason:         is.Reason,
+			Message:        lo.Substring(is.Message, 0, 1024),
+			DedupeValues:   []string{string(after.UID), is.Message},
+		})
+	}
+}
+
+func find(nodeClass *v1alpha1.ClusterAPINodeClass, kind string) *status.Condition {
+	condition, ok := lo.Find(nodeClass.Status.Conditions, func(condition status.Condition) bool { return condition.Type == kind })
+	if !ok {
+		return nil
+	}
+	return &condition
+}
+
+// finalize lets a node class go once no NodeClaim refers to it.
+func (c *Controller) finalize(ctx context.Context, nodeClass *v1alpha1.ClusterAPINodeClass) (reconcile.Result, error) {
+	if !controllerutil.ContainsFinalizer(nodeClass, v1alpha1.NodeClassFinalizer) {
+		return reconcile.Result{}, nil
+	}
+	nodeClaims := &karpv1.NodeClaimList{}
+	if err := c.kube.List(ctx, nodeClaims, nodeclaimutils.ForNodeClass(nodeClass), client.UnsafeDisableDeepCopy); err != nil {
+		return reconcile.Result{}, fmt.Errorf("listing the NodeClaims that refer to the node class: %w", err)
+	}
+	if len(nodeClaims.Items) > 0 {
+		names := lo.Map(lo.Slice(nodeClaims.Items, 0, 5), func(nc karpv1.NodeClaim, _ int) string { return nc.Name })
+		c.recorder.Publish(events.Event{
+			InvolvedObject: nodeClass,
+			Type:           corev1.EventTypeNormal,
+			Reason:         "WaitingOnNodeClaims",
+			Message:        fmt.Sprintf("Waiting for %d NodeClaims that refer to the node class, such as %s.", len(nodeClaims.Items), strings.Join(names, ", ")),
+			DedupeValues:   []string{string(nodeClass.UID)},
+		})
+		return reconcile.Result{RequeueAfter: terminating}, nil
+	}
+	stored := nodeClass.DeepCopy()
+	controllerutil.RemoveFinalizer(nodeClass, v1alpha1.NodeClassFinalizer)
+	if err := c.kube.Patch(ctx, nodeClass, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{})); err != nil {
+		return retryConflict(fmt.Errorf("removing the finalizer: %w", err))
+	}
+	return reconcile.Result{}, nil
+}
+
+// Register adds the controller to the manager.
+func (c *Controller) Register(_ context.Context, m manager.Manager) error {
+	return controllerruntime.NewControllerManagedBy(m).
+		Named(name).
+		For(&v1alpha1.ClusterAPINodeClass{}).
+		WatchesRawSource(c.catalogueChanges()).
+		WithOptions(controller.Options{MaxConcurrentReconciles: concurrency}).
+		Complete(reconcile.AsReconciler(m.GetClient(), c))
+}
+
+// catalogueChanges enqueues every node class when the catalogue changes.
+func (c *Controller) catalogueChanges() source.Source {
+	return source.Func(func(ctx context.Context, queue workqueue.TypedRateLimitingInterface[reconcile.Request]) error {
+		changes := c.catalogue.Changes()
+		go func() {
+			for {
+				select {
+				case <-ctx.Done():
+					return
+				case <-changes:
+				}
+				nodeClasses := &v1alpha1.ClusterAPINodeClassList{}
+				if err := c.kube.List(ctx, nodeClasses); err != nil {
+					log.FromContext(ctx).Error(err, "listing node classes")
+					continue
+				}
+				for i := range nodeClasses.Items {
+					queue.Add(reconcile.Request{NamespacedName: client.ObjectKeyFromObject(&nodeClasses.Items[i])})
+				}
+			}
+		}()
+		return nil
+	})
+}

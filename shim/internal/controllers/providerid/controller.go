@@ -1,0 +1,173 @@
+// Package providerid gives each NodeClaim the provider ID of its machine, and keeps it.
+//
+// Create leaves a placeholder, so that core never waits. This controller puts the real ID there once the agent reports it. It
+// does so for the NodeClaim's whole life, not once: core can write the placeholder back, when its cache lags, or when it had
+// not written it yet when the real one came; its writes take no lock. A NodeClaim that keeps the placeholder is one that core
+// believes to have no Node.
+package providerid
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/types"
+	controllerruntime "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/cloudprovider"
+	"sigs.k8s.io/karpenter/pkg/events"
+	"sigs.k8s.io/karpenter/pkg/operator/injection"
+	nodeclaimutils "sigs.k8s.io/karpenter/pkg/utils/nodeclaim"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/claimsource"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/placeholder"
+)
+
+const (
+	name = "nodeclaim.providerid"
+	// resync is well under the 2 minutes after which core's garbage collection looks at provider IDs again.
+	resync = 30 * time.Second
+	// notLaunched is how soon to look again at a NodeClaim whose launch core has not recorded yet.
+	notLaunched = time.Second
+	concurrency = 100
+)
+
+// Controller is the controller.
+type Controller struct {
+	kube          client.Client
+	live          client.Reader
+	cloudProvider cloudprovider.CloudProvider
+	claims        claimsource.Claims
+	cluster       *agentv1alpha1.ClusterRef
+	recorder      events.Recorder
+}
+
+// New returns the controller. kube reads from a cache with an index on status.providerID; live reads from the API server.
+func New(
+	kube client.Client, live client.Reader, cloudProvider cloudprovider.CloudProvider, claims claimsource.Claims,
+	cluster *agentv1alpha1.ClusterRef, recorder events.Recorder,
+) *Controller {
+	return &Controller{kube: kube, live: live, cloudProvider: cloudProvider, claims: claims, cluster: cluster, recorder: recorder}
+}
+
+// Reconcile looks at one NodeClaim.
+func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
+	ctx = injection.WithControllerName(ctx, name)
+	if !nodeclaimutils.IsManaged(nodeClaim, c.cloudProvider) {
+		return reconcile.Result{}, nil
+	}
+	real, ok := c.providerID(nodeClaim.UID)
+	if !ok || nodeClaim.Status.ProviderID == real {
+		return reconcile.Result{RequeueAfter: resync}, nil
+	}
+
+	// The cache may be behind, and so may be what it would make us do.
+	current := &karpv1.NodeClaim{}
+	if err := c.live.Get(ctx, client.ObjectKeyFromObject(nodeClaim), current); err != nil {
+		return reconcile.Result{}, client.IgnoreNotFound(err)
+	}
+	switch {
+	case current.UID != nodeClaim.UID:
+		return reconcile.Result{}, nil
+	case current.Status.ProviderID == real:
+		return reconcile.Result{RequeueAfter: resync}, nil
+	case !current.StatusConditions().Get(karpv1.ConditionTypeLaunched).IsTrue(), current.Status.ProviderID == "":
+		// Core is about to write the placeholder, over whatever is there.
+		return reconcile.Result{RequeueAfter: notLaunched}, nil
+	case current.Status.ProviderID != c.placeholder(current.UID):
+		conflictsTotal.Inc(nil)
+		log.FromContext(ctx).Error(nil, "NodeClaim has another provider ID than its machine, leaving it", "provider-id", current.Status.ProviderID, "machine-provider-id", real)
+		c.recorder.Publish(conflictEvent(current, fmt.Sprintf("The NodeClaim has provider ID %s, but its machine has %s.", current.Status.ProviderID, real)))
+		return reconcile.Result{RequeueAfter: resync}, nil
+	}
+	if other, err := c.otherOwner(ctx, current, real); err != nil || other != "" {
+		if err != nil {
+			return reconcile.Result{}, err
+		}
+		// Core's bookkeeping breaks when two NodeClaims share a provider ID.
+		conflictsTotal.Inc(nil)
+		log.FromContext(ctx).Error(nil, "another NodeClaim has the machine's provider ID already", "other", other, "machine-provider-id", real)
+		c.recorder.Publish(conflictEvent(current, fmt.Sprintf("NodeClaim %s already has the provider ID %s of this NodeClaim's machine.", other, real)))
+		return reconcile.Result{RequeueAfter: resync}, nil
+	}
+	return c.patch(ctx, current, real)
+}
+
+// providerID returns the provider ID of the machine of a claim that still has one.
+func (c *Controller) providerID(uid types.UID) (string, bool) {
+	claim, ok := c.claims.Get(string(uid))
+	if !ok || claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
+		return "", false
+	}
+	id := claim.GetMachine().GetProviderId()
+	return id, id != ""
+}
+
+func (c *Controller) placeholder(uid types.UID) string {
+	return placeholder.ProviderID(c.cluster.GetNamespace(), c.cluster.GetName(), string(uid))
+}
+
+func (c *Controller) otherOwner(ctx context.Context, nodeClaim *karpv1.NodeClaim, providerID string) (string, error) {
+	owners := &karpv1.NodeClaimList{}
+	if err := c.kube.List(ctx, owners, nodeclaimutils.ForProviderID(providerID), client.UnsafeDisableDeepCopy); err != nil {
+		return "", fmt.Errorf("listing the NodeClaims with provider ID %s: %w", providerID, err)
+	}
+	for i := range owners.Items {
+		if owners.Items[i].UID != nodeClaim.UID {
+			return owners.Items[i].Name, nil
+		}
+	}
+	return "", nil
+}
+
+// patch writes the provider ID and nothing else, and only over the state that was read.
+func (c *Controller) patch(ctx context.Context, nodeClaim *karpv1.NodeClaim, providerID string) (reconcile.Result, error) {
+	patch, err := json.Marshal(map[string]any{
+		"metadata": map[string]any{"resourceVersion": nodeClaim.ResourceVersion},
+		"status":   map[string]any{"providerID": providerID},
+	})
+	if err != nil {
+		return reconcile.Result{}, fmt.Errorf("encoding the patch: %w", err)
+	}
+	registered := nodeClaim.StatusConditions().Get(karpv1.ConditionTypeRegistered).IsTrue()
+	if err := c.kube.Status().Patch(ctx, nodeClaim, client.RawPatch(types.MergePatchType, patch)); err != nil {
+		if apierrors.IsConflict(err) {
+			return reconcile.Result{RequeueAfter: time.Millisecond}, nil
+		}
+		return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("patching the provider ID: %w", err))
+	}
+	patchesTotal.Inc(map[string]string{registeredLabel: fmt.Sprint(registered)})
+	log.FromContext(ctx).Info("gave the NodeClaim its machine's provider ID", "provider-id", providerID, "registered", registered)
+	return reconcile.Result{RequeueAfter: resync}, nil
+}
+
+func conflictEvent(nodeClaim *karpv1.NodeClaim, message string) events.Event {
+	return events.Event{
+		InvolvedObject: nodeClaim,
+		Type:           corev1.EventTypeWarning,
+		Reason:         "ProviderIDConflict",
+		Message:        message,
+		DedupeValues:   []string{string(nodeClaim.UID)},
+		DedupeTimeout:  10 * time.Minute,
+	}
+}
+
+// Register adds the controller to the manager.
+func (c *Controller) Register(_ context.Context, m manager.Manager) error {
+	return controllerruntime.NewControllerManagedBy(m).
+		Named(name).
+		For(&karpv1.NodeClaim{}, builder.WithPredicates(nodeclaimutils.IsManagedPredicateFuncs(c.cloudProvider))).
+		WatchesRawSource(claimsource.NodeClaims(c.claims)).
+		WithOptions(controller.Options{MaxConcurrentReconciles: concurrency}).
+		Complete(reconcile.AsReconciler(m.GetClient(), c))
+}

@@ -1,0 +1,218 @@
+package instancetype
+
+import (
+	"maps"
+	"math"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/cloudprovider"
+	"sigs.k8s.io/karpenter/pkg/scheduling"
+
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+)
+
+// Reservations tells core which label names a reservation. Call it before core's controllers are made.
+func Reservations() {
+	cloudprovider.ReservationIDLabel = v1alpha1.ReservationLabel
+	cloudprovider.ReservedCapacityLabels.Insert(v1alpha1.ReservationLabel)
+	karpv1.WellKnownLabels.Insert(v1alpha1.ReservationLabel)
+}
+
+// Conditions are what changes about a group without the agent saying so.
+type Conditions struct {
+	// Available says whether a claim on the group may succeed now.
+	Available func(*Group) bool
+	// ObservedZones are the zones that machines of a group turned out to be in although the group names none. Their
+	// offerings are never available, but must exist: core looks prices up in them, and takes a Node without an offering for
+	// drifted.
+	ObservedZones func(*Group) []string
+}
+
+// Built remembers what instance types were made from, so that the next [Build] returns the same objects for the same input:
+// core's memoized results stay, and callers see by the pointer that nothing changed.
+type Built map[string]*cloudprovider.InstanceType
+
+// Build returns one InstanceType for each name, ordered by name. It looks for reusable ones in previous and adds to next what
+// it returned. Neither the slice nor the objects may be changed.
+func Build(groups []*Group, conditions Conditions, previous, next Built) []*cloudprovider.InstanceType {
+	byName := lo.GroupBy(groups, func(g *Group) string { return g.InstanceType })
+	types := make([]*cloudprovider.InstanceType, 0, len(byName))
+	for _, name := range slices.Sorted(maps.Keys(byName)) {
+		members := byName[name]
+		slices.SortFunc(members, func(a, b *Group) int { return strings.Compare(a.ID, b.ID) })
+		key := keyOf(name, members, conditions)
+		instanceType, ok := next[key]
+		if !ok {
+			if instanceType, ok = previous[key]; !ok {
+				instanceType = build(name, members, conditions)
+			}
+			next[key] = instanceType
+		}
+		types = append(types, instanceType)
+	}
+	return types
+}
+
+func keyOf(name string, groups []*Group, conditions Conditions) string {
+	var key strings.Builder
+	key.WriteString(name)
+	for _, g := range groups {
+		key.WriteByte('|')
+		key.WriteString(strconv.FormatUint(g.fingerprint, 36))
+		key.WriteString(lo.Ternary(conditions.Available(g), "+", "-"))
+		for _, zone := range conditions.ObservedZones(g) {
+			key.WriteByte(',')
+			key.WriteString(zone)
+		}
+	}
+	return key.String()
+}
+
+func build(name string, groups []*Group, conditions Conditions) *cloudprovider.InstanceType {
+	capacity := smallest(groups)
+	return &cloudprovider.InstanceType{
+		Name:         name,
+		Requirements: typeRequirements(groups),
+		Offerings:    offerings(groups, conditions),
+		Capacity:     capacity,
+		Overhead:     overheadOf(capacity),
+	}
+}
+
+// smallest returns, of each resource, what every group has. Promising more than the machine that comes would make core launch
+// another for the pods that did not fit, and so on.
+func smallest(groups []*Group) corev1.ResourceList {
+	least := maps.Clone(groups[0].Capacity)
+	for _, g := range groups[1:] {
+		maps.DeleteFunc(least, func(name corev1.ResourceName, _ resource.Quantity) bool {
+			_, ok := g.Capacity[name]
+			return !ok
+		})
+		for name, quantity := range least {
+			if other := g.Capacity[name]; other.Cmp(quantity) < 0 {
+				least[name] = other
+			}
+		}
+	}
+	return least
+}
+
+// typeRequirements is the union of what the groups have. A well-known label that no group has is said to be missing; another
+// label that some group lacks is not spoken of, as core would put it on such a group's Nodes by itself.
+func typeRequirements(groups []*Group) scheduling.Requirements {
+	requirements := scheduling.NewRequirements()
+	keys := map[string]bool{}
+	for _, g := range groups {
+		for key := range g.Requirements {
+			keys[key] = true
+		}
+	}
+	for key := range keys {
+		values, lacking := valuesOf(groups, key)
+		switch {
+		case len(values) == 0:
+			requirements.Add(scheduling.NewRequirement(key, corev1.NodeSelectorOpDoesNotExist))
+		case !lacking || karpv1.WellKnownLabels.Has(key):
+			requirements.Add(scheduling.NewRequirement(key, corev1.NodeSelectorOpIn, values...))
+		}
+	}
+	return requirements
+}
+
+func valuesOf(groups []*Group, key string) (values []string, lacking bool) {
+	for _, g := range groups {
+		value, ok := g.Labels[key]
+		if !ok {
+			lacking = true
+			continue
+		}
+		values = append(values, value)
+	}
+	return lo.Uniq(values), lacking
+}
+
+// offerings returns one offering for each zone, capacity type, reservation, and value of a well-known label in which the
+// groups differ.
+func offerings(groups []*Group, conditions Conditions) cloudprovider.Offerings {
+	distinguishing := distinguishingKeys(groups)
+	made := map[string]*cloudprovider.Offering{}
+	var keys []string
+	for _, g := range groups {
+		key := offeringKey(g, g.Zone, distinguishing)
+		offering, ok := made[key]
+		if !ok {
+			offering = &cloudprovider.Offering{
+				Requirements: offeringRequirements(g, g.Zone, distinguishing),
+				Price:        math.Inf(1),
+			}
+			made[key] = offering
+			keys = append(keys, key)
+		}
+		available := conditions.Available(g)
+		switch {
+		case available && !offering.Available:
+			offering.Available, offering.Price = true, g.Price
+		case available == offering.Available:
+			offering.Price = min(offering.Price, g.Price)
+		}
+		offering.ReservationCapacity += g.Left
+	}
+	for _, g := range groups {
+		if g.Zone != ZoneNone {
+			continue
+		}
+		for _, zone := range conditions.ObservedZones(g) {
+			key := offeringKey(g, zone, distinguishing)
+			if _, ok := made[key]; !ok {
+				made[key] = &cloudprovider.Offering{Requirements: offeringRequirements(g, zone, distinguishing), Price: g.Price}
+				keys = append(keys, key)
+			}
+		}
+	}
+	return lo.Map(keys, func(key string, _ int) *cloudprovider.Offering { return made[key] })
+}
+
+func distinguishingKeys(groups []*Group) []string {
+	always := []string{karpv1.CapacityTypeLabelKey, v1alpha1.ReservationLabel}
+	var differing []string
+	for key := range karpv1.WellKnownLabels {
+		if key == corev1.LabelTopologyZone || key == corev1.LabelInstanceTypeStable || slices.Contains(always, key) {
+			continue
+		}
+		if values, lacking := valuesOf(groups, key); len(values) > 1 || (lacking && len(values) > 0) {
+			differing = append(differing, key)
+		}
+	}
+	slices.Sort(differing)
+	return append(always, differing...)
+}
+
+func offeringKey(g *Group, zone string, keys []string) string {
+	var key strings.Builder
+	key.WriteString(zone)
+	for _, k := range keys {
+		key.WriteByte('|')
+		if value, ok := g.Labels[k]; ok {
+			key.WriteString("=" + value)
+		}
+	}
+	return key.String()
+}
+
+func offeringRequirements(g *Group, zone string, keys []string) scheduling.Requirements {
+	requirements := scheduling.NewRequirements(scheduling.NewRequirement(corev1.LabelTopologyZone, corev1.NodeSelectorOpIn, zone))
+	for _, key := range keys {
+		if value, ok := g.Labels[key]; ok {
+			requirements.Add(scheduling.NewRequirement(key, corev1.NodeSelectorOpIn, value))
+		} else {
+			requirements.Add(scheduling.NewRequirement(key, corev1.NodeSelectorOpDoesNotExist))
+		}
+	}
+	return requirements
+}

@@ -1,0 +1,345 @@
+// Package instancetype turns the agent's node groups into what Karpenter core schedules on.
+//
+// A node group becomes a [Group]; the groups that share an instance type become one InstanceType of core ([Build]), with an
+// offering for each zone and capacity type. Groups of one instance type that differ in another label which core knows (its
+// well-known labels, see [Group.Requirements]) get an offering each, so that core never picks a combination that no group has.
+//
+// Everything here is pure and what it returns is never changed afterwards: core keeps the objects, and memoizes inside them.
+package instancetype
+
+import (
+	"errors"
+	"fmt"
+	"hash/fnv"
+	"io"
+	"maps"
+	"math"
+	"slices"
+	"strings"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	"k8s.io/apimachinery/pkg/util/validation"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/cloudprovider"
+	"sigs.k8s.io/karpenter/pkg/scheduling"
+	"sigs.k8s.io/karpenter/pkg/utils/resources"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+)
+
+// ZoneNone is the zone of a node group that names none. Core needs one on every offering and on every Node that it may
+// consolidate. The empty string is a valid label value, names no real zone that a volume could ask for, and reads as "no
+// zone" in kube-scheduler and in the node lifecycle controller.
+const ZoneNone = ""
+
+// DefaultPods is the kubelet's default for how many pods fit on a machine.
+const DefaultPods = 110
+
+// unlimitedReservation is how many machines a reserved group without a max size is taken to have left: more than core plans
+// at once.
+const unlimitedReservation = 1000
+
+// evictionMemory and evictionNodefs are the kubelet's default hard eviction thresholds on Linux.
+var (
+	evictionMemory = resource.MustParse("100Mi")
+	evictionNodefs = 0.10
+)
+
+// Group is a node group as the scheduler sees it. Immutable.
+type Group struct {
+	// ID is the node group's id.
+	ID string
+	// Source is what the agent said.
+	Source *agentv1alpha1.NodeGroup
+	// InstanceType is the name of the instance type.
+	InstanceType string
+	// Zone is the failure domain, or [ZoneNone].
+	Zone string
+	// CapacityType is core's name for how machines are paid for.
+	CapacityType string
+	// Labels are the labels that a Node of the group has, well-known ones included.
+	Labels map[string]string
+	// Requirements say the same as Labels, and for each well-known label that the Nodes lack, that they lack it: core reads
+	// a missing key as "any value".
+	Requirements scheduling.Requirements
+	// Taints keep pods away for good: those with the effect NoSchedule or NoExecute that nobody removes.
+	Taints []corev1.Taint
+	// Capacity is what a machine has, without zero quantities.
+	Capacity corev1.ResourceList
+	// Overhead is what the kubelet keeps back. Never nil.
+	Overhead *cloudprovider.InstanceTypeOverhead
+	// Allocatable is what pods can have.
+	Allocatable corev1.ResourceList
+	// Price orders offerings: per hour, in whatever currency, never negative.
+	Price float64
+	// Available says whether the agent would accept a claim now.
+	Available bool
+	// Left is how many machines of a reservation are left; 0 for other capacity types.
+	Left int
+
+	fingerprint uint64
+}
+
+// NewGroup prepares a node group. It returns nil and why, when core could do nothing with it: a name or a value that cannot be
+// a label. Labels and quantities that cannot be used are left out and named in the error, next to a usable group.
+func NewGroup(source *agentv1alpha1.NodeGroup) (*Group, error) {
+	var errs []error
+	capacity, err := capacityOf(source)
+	errs = append(errs, err)
+	group := &Group{
+		ID:           source.GetId(),
+		Source:       source,
+		InstanceType: source.GetInstanceType(),
+		Zone:         source.GetZone(),
+		CapacityType: wire.CapacityType(source.GetCapacityType()),
+		Capacity:     capacity,
+		Overhead:     overheadOf(capacity),
+		Available:    source.GetAvailability().GetAvailable(),
+	}
+	for _, must := range []struct{ field, value string }{
+		{"instance_type", group.InstanceType},
+		{"zone", group.Zone},
+		{"region", source.GetRegion()},
+		{"architecture", source.GetArchitecture()},
+		{"operating_system", source.GetOperatingSystem()},
+	} {
+		if problems := validation.IsValidLabelValue(must.value); len(problems) > 0 {
+			return nil, fmt.Errorf("node group %s: %s %q cannot be a label value: %s", group.ID, must.field, must.value, strings.Join(problems, "; "))
+		}
+	}
+	if group.InstanceType == "" {
+		return nil, fmt.Errorf("node group %s: instance_type is empty", group.ID)
+	}
+	if group.CapacityType == karpv1.CapacityTypeReserved {
+		group.Left = reservationLeft(source)
+	}
+	group.Labels, err = labelsOf(source, group)
+	errs = append(errs, err)
+	group.Requirements = requirementsOf(group.Labels)
+	taints, err := wire.Taints(source.GetTaints())
+	errs = append(errs, err)
+	group.Taints = lastingTaints(taints)
+	group.Allocatable = allocatableOf(group.Capacity, group.Overhead)
+	group.Price = priceOf(source, group)
+	group.fingerprint = group.hash()
+	if err := errors.Join(errs...); err != nil {
+		return group, fmt.Errorf("node group %s: %w", group.ID, err)
+	}
+	return group, nil
+}
+
+func capacityOf(source *agentv1alpha1.NodeGroup) (corev1.ResourceList, error) {
+	capacity, err := wire.ResourceList(source.GetCapacity())
+	maps.DeleteFunc(capacity, func(name corev1.ResourceName, quantity resource.Quantity) bool {
+		return quantity.IsZero() || len(validation.IsQualifiedName(string(name))) > 0
+	})
+	if _, ok := capacity[corev1.ResourcePods]; !ok {
+		capacity[corev1.ResourcePods] = *resource.NewQuantity(DefaultPods, resource.DecimalSI)
+	}
+	return capacity, err
+}
+
+func overheadOf(capacity corev1.ResourceList) *cloudprovider.InstanceTypeOverhead {
+	eviction := corev1.ResourceList{}
+	if memory, ok := capacity[corev1.ResourceMemory]; ok {
+		eviction[corev1.ResourceMemory] = evictionMemory.DeepCopy()
+		if memory.Cmp(evictionMemory) < 0 {
+			// A negative allocatable amount would make core believe that not even an empty pod fits.
+			eviction[corev1.ResourceMemory] = memory.DeepCopy()
+		}
+	}
+	if storage, ok := capacity[corev1.ResourceEphemeralStorage]; ok {
+		eviction[corev1.ResourceEphemeralStorage] = *resource.NewQuantity(
+			int64(math.Ceil(float64(storage.Value())*evictionNodefs)), resource.BinarySI)
+	}
+	return &cloudprovider.InstanceTypeOverhead{EvictionThreshold: eviction}
+}
+
+func allocatableOf(capacity corev1.ResourceList, overhead *cloudprovider.InstanceTypeOverhead) corev1.ResourceList {
+	// Computed by core itself, so that what Create promises is what the scheduler planned with.
+	allocatable := (&cloudprovider.InstanceType{Capacity: capacity, Overhead: overhead}).Allocatable()
+	maps.DeleteFunc(allocatable, func(_ corev1.ResourceName, quantity resource.Quantity) bool { return quantity.IsZero() })
+	return allocatable
+}
+
+func labelsOf(source *agentv1alpha1.NodeGroup, group *Group) (map[string]string, error) {
+	labels := make(map[string]string, len(source.GetNodeLabels())+8)
+	var errs []error
+	for _, key := range slices.Sorted(maps.Keys(source.GetNodeLabels())) {
+		value := source.GetNodeLabels()[key]
+		problems := append(validation.IsQualifiedName(key), validation.IsValidLabelValue(value)...)
+		if len(problems) > 0 {
+			errs = append(errs, fmt.Errorf("node label %q=%q: %s", key, value, strings.Join(problems, "; ")))
+			continue
+		}
+		if karpv1.IsRestrictedLabel(key) != nil || key == karpv1.NodePoolLabelKey {
+			continue // Karpenter's own, or the host name: not the group's to say.
+		}
+		labels[key] = value
+	}
+	for key, value := range map[string]string{
+		corev1.LabelInstanceTypeStable: group.InstanceType,
+		corev1.LabelTopologyRegion:     source.GetRegion(),
+		corev1.LabelArchStable:         source.GetArchitecture(),
+		corev1.LabelOSStable:           source.GetOperatingSystem(),
+		karpv1.CapacityTypeLabelKey:    group.CapacityType,
+	} {
+		if value != "" {
+			labels[key] = value
+		}
+	}
+	labels[corev1.LabelTopologyZone] = group.Zone
+	delete(labels, v1alpha1.ReservationLabel)
+	if group.CapacityType == karpv1.CapacityTypeReserved {
+		labels[v1alpha1.ReservationLabel] = reservationName(source)
+	}
+	return labels, errors.Join(errs...)
+}
+
+func requirementsOf(labels map[string]string) scheduling.Requirements {
+	requirements := scheduling.NewLabelRequirements(labels)
+	for key := range karpv1.WellKnownLabels {
+		if key == karpv1.NodePoolLabelKey || requirements.Has(key) {
+			continue
+		}
+		requirements.Add(scheduling.NewRequirement(key, corev1.NodeSelectorOpDoesNotExist))
+	}
+	return requirements
+}
+
+// lastingTaints leaves out what does not keep pods away, and what core itself puts on and takes off.
+func lastingTaints(taints []corev1.Taint) []corev1.Taint {
+	return slices.DeleteFunc(taints, func(taint corev1.Taint) bool {
+		return taint.Effect == corev1.TaintEffectPreferNoSchedule ||
+			taint.MatchTaint(&karpv1.UnregisteredNoExecuteTaint) ||
+			taint.MatchTaint(&karpv1.DisruptedNoScheduleTaint)
+	})
+}
+
+// reservationName names the reservation behind a reserved group, as a label value: the MachineDeployment's name, which is
+// unique in the Cluster's namespace, shortened when it is too long for a label.
+func reservationName(source *agentv1alpha1.NodeGroup) string {
+	name := source.GetName()
+	if name == "" {
+		_, name, _ = strings.Cut(source.GetId(), "/")
+	}
+	if len(validation.IsValidLabelValue(name)) == 0 && name != "" {
+		return name
+	}
+	sum := fnv.New64a()
+	_, _ = io.WriteString(sum, source.GetId())
+	return fmt.Sprintf("reservation-%016x", sum.Sum64())
+}
+
+func reservationLeft(source *agentv1alpha1.NodeGroup) int {
+	if source.MaxSize == nil {
+		return unlimitedReservation
+	}
+	return int(max(source.GetMaxSize()-source.GetReplicas(), 0))
+}
+
+// priceOf returns the agent's price, or an estimate that grows with what a machine has, so that consolidation prefers less
+// when nobody said what machines cost.
+func priceOf(source *agentv1alpha1.NodeGroup, group *Group) float64 {
+	if source.GetPrice() != nil {
+		if price := source.GetPrice().GetPerHour(); price >= 0 && !math.IsInf(price, 1) {
+			return price
+		}
+	}
+	const (
+		perMachine = 0.001
+		perCPU     = 0.03
+		perGiB     = 0.004
+		perOther   = 0.5
+		spotShare  = 0.5
+	)
+	price := perMachine
+	for name, quantity := range group.Capacity {
+		amount := quantity.AsApproximateFloat64()
+		switch name {
+		case corev1.ResourceCPU:
+			price += perCPU * amount
+		case corev1.ResourceMemory:
+			price += perGiB * amount / (1 << 30)
+		case corev1.ResourcePods, corev1.ResourceEphemeralStorage:
+		default:
+			if strings.Contains(string(name), "/") { // devices; not hugepages, which are memory
+				price += perOther * amount
+			}
+		}
+	}
+	if group.CapacityType == karpv1.CapacityTypeSpot {
+		price *= spotShare
+	}
+	return price
+}
+
+// hash covers everything that reaches core.
+func (g *Group) hash() uint64 {
+	sum := fnv.New64a()
+	write := func(parts ...string) {
+		for _, part := range parts {
+			_, _ = io.WriteString(sum, part)
+			_, _ = sum.Write([]byte{0})
+		}
+	}
+	write(g.ID, g.InstanceType, g.Zone, g.CapacityType, fmt.Sprint(g.Price, g.Left))
+	for _, key := range slices.Sorted(maps.Keys(g.Labels)) {
+		write(key, g.Labels[key])
+	}
+	for _, name := range slices.Sorted(maps.Keys(g.Capacity)) {
+		quantity := g.Capacity[name]
+		write(string(name), quantity.String())
+	}
+	for _, taint := range g.Taints {
+		write(taint.Key, taint.Value, string(taint.Effect))
+	}
+	return sum.Sum64()
+}
+
+// Accepts reports whether a machine of the group serves a NodeClaim: its requirements, its resource requests, and its taints,
+// which must include every taint that the group's machines have, or no pod that core planned for would run there.
+func (g *Group) Accepts(requirements scheduling.Requirements, requests corev1.ResourceList, declared []corev1.Taint) error {
+	// Intersects, not Compatible: a label that the group has and the NodeClaim does not speak of is no reason to refuse.
+	if err := g.Requirements.Intersects(requirements); err != nil {
+		return fmt.Errorf("requirements: %w", err)
+	}
+	if !resources.Fits(requests, g.Allocatable) {
+		return errors.New("not enough resources")
+	}
+	for _, taint := range g.Taints {
+		if !declares(declared, taint) {
+			return fmt.Errorf("taint %s is not in the NodePool", taint.ToString())
+		}
+	}
+	return nil
+}
+
+func declares(declared []corev1.Taint, taint corev1.Taint) bool {
+	return slices.ContainsFunc(declared, func(d corev1.Taint) bool {
+		return d.Key == taint.Key && d.Value == taint.Value && d.Effect == taint.Effect
+	})
+}
+
+// Overlaid returns the group with what a NodeOverlay changed about its instance type: more resources, another price.
+func (g *Group) Overlaid(instanceType *cloudprovider.InstanceType) *Group {
+	overlaid := *g
+	if instanceType.IsCapacityOverlayApplied() {
+		overlaid.Capacity = maps.Clone(g.Capacity)
+		for name, quantity := range instanceType.Capacity {
+			if _, ok := g.Capacity[name]; !ok {
+				overlaid.Capacity[name] = quantity
+			}
+		}
+		overlaid.Allocatable = allocatableOf(overlaid.Capacity, overlaid.Overhead)
+	}
+	for _, offering := range instanceType.Offerings {
+		if offering.IsPriceOverlaid() && g.Requirements.Intersects(offering.Requirements) == nil {
+			overlaid.Price = offering.Price
+		}
+	}
+	return &overlaid
+}

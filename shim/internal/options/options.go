@@ -1,0 +1,295 @@
+// Package options holds the shim's own flags. Each is also an environment variable: upper case, underscores for dashes
+// (`--agent-address`, `AGENT_ADDRESS`).
+//
+// Importing it adds them to Karpenter core's flags, which core parses from the command line. Read them with [FromContext]
+// in every context that core made.
+package options
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"net"
+	"os"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+
+	"k8s.io/apimachinery/pkg/util/validation"
+	"sigs.k8s.io/karpenter/pkg/operator/options"
+)
+
+func init() {
+	options.Injectables = append(options.Injectables, &Options{})
+}
+
+const unixScheme = "unix://"
+
+// DefaultMachineFailureReasons matches what the common infrastructure providers report when an instance could not be made, such
+// as InsufficientCapacity, InstanceProvisionFailed or VMCreateFailed.
+const DefaultMachineFailureReasons = `(?i)(insufficient|outof|no).*capacity|quotaexceeded|failed$`
+
+// Options is what the shim was started with.
+type Options struct {
+	// AgentAddress is where the agent listens: host:port, or unix:///path.
+	AgentAddress string
+	// AgentTLSCertFile and AgentTLSKeyFile are the client certificate, PEM. Re-read when they change.
+	AgentTLSCertFile string
+	AgentTLSKeyFile  string
+	// AgentCAFile holds the authorities that may have signed the agent's certificate, PEM. Re-read when it changes.
+	AgentCAFile string
+	// AgentServerName is the name expected in the agent's certificate; empty means the host of AgentAddress.
+	AgentServerName string
+	// AgentPlaintextLoopback allows a connection without TLS, to a loopback address only.
+	AgentPlaintextLoopback bool
+	// AgentTimeout bounds each call to the agent.
+	AgentTimeout time.Duration
+
+	// ClusterNamespace and ClusterName name the Cluster object in the hub that this workload cluster is.
+	ClusterNamespace string
+	ClusterName      string
+
+	// LaunchTimeout is how long a NodeClaim may stay without a claim in the hub before core gives it up.
+	LaunchTimeout time.Duration
+	// ClaimSyncInterval is how often the complete set of NodeClaims is told to the agent.
+	ClaimSyncInterval time.Duration
+	// HubUnreachableGracePeriod is how long the agent may be silent before node classes stop being Ready.
+	HubUnreachableGracePeriod time.Duration
+	// MachineProgressDeadline is how long a NodeClaim may stay without a registered Node after its machine's last step
+	// forward.
+	MachineProgressDeadline time.Duration
+	// MachineFailureReasons matches the reasons with which infrastructure providers say that a machine will not come; nil
+	// matches none.
+	MachineFailureReasons *regexp.Regexp
+	// UnavailableOfferingTTL is how long an offering is left alone after the agent had no room for it.
+	UnavailableOfferingTTL time.Duration
+
+	// MetricsBindAddress and HealthProbeBindAddress are host:port; empty means all addresses and core's port flags.
+	MetricsBindAddress     string
+	HealthProbeBindAddress string
+
+	nodeLabelKeys         string
+	machineFailureReasons string
+	// names are the flags of this package, for their environment variables.
+	names []string
+}
+
+// NodeLabelKeys are keys of node labels that pods and NodePools may select on although no NodePool names them.
+func (o *Options) NodeLabelKeys() []string {
+	return slices.DeleteFunc(strings.Split(o.nodeLabelKeys, ","), func(key string) bool { return key == "" })
+}
+
+// AddFlags registers the flags.
+func (o *Options) AddFlags(fs *options.FlagSet) {
+	others := map[string]bool{}
+	fs.VisitAll(func(f *flag.Flag) { others[f.Name] = true })
+	fs.StringVar(&o.AgentAddress, "agent-address", "", "Address of the agent in the management cluster: host:port, or unix:///path. Required.")
+	fs.StringVar(&o.AgentTLSCertFile, "agent-tls-cert-file", "", "Client certificate (PEM) that identifies this cluster to the agent. Re-read when it changes. Required, except over a unix socket or with --agent-plaintext-loopback.")
+	fs.StringVar(&o.AgentTLSKeyFile, "agent-tls-key-file", "", "Key (PEM) of --agent-tls-cert-file.")
+	fs.StringVar(&o.AgentCAFile, "agent-ca-file", "", "Certificate authorities (PEM) of the agent's certificate. Re-read when it changes.")
+	fs.StringVar(&o.AgentServerName, "agent-server-name", "", "Name expected in the agent's certificate. Defaults to the host of --agent-address.")
+	fs.BoolVar(&o.AgentPlaintextLoopback, "agent-plaintext-loopback", false, "Talk to the agent without TLS. Only to a loopback address.")
+	fs.DurationVar(&o.AgentTimeout, "agent-timeout", 10*time.Second, "How long one call to the agent may take.")
+	fs.StringVar(&o.ClusterNamespace, "cluster-namespace", "", "Namespace, in the management cluster, of the Cluster object of this workload cluster. Required.")
+	fs.StringVar(&o.ClusterName, "cluster-name", "", "Name, in the management cluster, of the Cluster object of this workload cluster. Required.")
+	fs.DurationVar(&o.LaunchTimeout, "launch-timeout", 5*time.Minute, "How long a NodeClaim may stay without a claim in the management cluster before it is given up.")
+	fs.DurationVar(&o.ClaimSyncInterval, "claim-sync-interval", time.Minute, "How often the complete set of NodeClaims is told to the agent, which releases claims that nobody owns.")
+	fs.DurationVar(&o.HubUnreachableGracePeriod, "hub-unreachable-grace-period", 2*time.Minute, "How long the agent may be unreachable before ClusterAPINodeClasses stop being Ready and nothing new is launched.")
+	fs.DurationVar(&o.MachineProgressDeadline, "machine-progress-deadline", 15*time.Minute, "How long a NodeClaim may stay without a registered Node after the last step forward of its machine (claimed, bound, provisioned, joined).")
+	fs.StringVar(&o.machineFailureReasons, "machine-failure-reasons", DefaultMachineFailureReasons, "Regular expression over the reasons with which infrastructure providers report that a machine is not ready. A NodeClaim whose machine has no Node and reports a matching reason is given up at once. Empty matches none.")
+	fs.DurationVar(&o.UnavailableOfferingTTL, "unavailable-offering-ttl", 30*time.Second, "How long node groups are left alone after the agent had no room in them and named no time.")
+	fs.StringVar(&o.MetricsBindAddress, "metrics-bind-address", "", "host:port of the metrics endpoint, or 0 for none. Defaults to --metrics-port on all addresses.")
+	fs.StringVar(&o.HealthProbeBindAddress, "health-probe-bind-address", "", "host:port of the health endpoint, or 0 for none. Defaults to --health-probe-port on all addresses.")
+	fs.StringVar(&o.nodeLabelKeys, "node-label-keys", "", "Comma-separated keys of node labels that differ between node groups and that pods may select on without the NodePool naming them.")
+	o.names = nil
+	fs.VisitAll(func(f *flag.Flag) {
+		if !others[f.Name] {
+			o.names = append(o.names, f.Name)
+		}
+	})
+}
+
+// EnvironmentVariable returns the name of the environment variable that stands for a flag of this package.
+func EnvironmentVariable(flagName string) string {
+	return strings.ToUpper(strings.ReplaceAll(flagName, "-", "_"))
+}
+
+// Parse parses and validates. The error names every flag at fault and what to do.
+func (o *Options) Parse(fs *options.FlagSet, args ...string) error {
+	if err := fs.Parse(args); err != nil {
+		if errors.Is(err, flag.ErrHelp) {
+			os.Exit(0)
+		}
+		return fmt.Errorf("parsing flags, %w", err)
+	}
+	if err := o.parseEnvironment(fs); err != nil {
+		return fmt.Errorf("parsing the environment, %w", err)
+	}
+	if err := o.Validate(); err != nil {
+		return fmt.Errorf("validating flags, %w", err)
+	}
+	return nil
+}
+
+// parseEnvironment gives flags that are not on the command line their value from the environment. Unlike core's own, a value
+// that cannot be used is an error here: silently falling back to a default hides a typing error for months.
+func (o *Options) parseEnvironment(fs *options.FlagSet) error {
+	given := map[string]bool{}
+	fs.Visit(func(f *flag.Flag) { given[f.Name] = true })
+	var errs []error
+	for _, name := range o.names {
+		variable := EnvironmentVariable(name)
+		value, ok := os.LookupEnv(variable)
+		if !ok || given[name] {
+			continue
+		}
+		if err := fs.Set(name, value); err != nil {
+			errs = append(errs, fmt.Errorf("%s=%q (--%s): %w", variable, value, name, err))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// Validate returns everything that is wrong, joined.
+func (o *Options) Validate() error {
+	return errors.Join(
+		o.validateAgent(), o.validateCluster(), o.validateTimes(), o.validateAddresses(), o.validateKeys(), o.validateReasons(),
+	)
+}
+
+func (o *Options) validateReasons() error {
+	o.MachineFailureReasons = nil
+	if o.machineFailureReasons == "" {
+		return nil
+	}
+	expression, err := regexp.Compile(o.machineFailureReasons)
+	if err != nil {
+		return fmt.Errorf("--machine-failure-reasons: write a regular expression, or leave it empty: %w", err)
+	}
+	o.MachineFailureReasons = expression
+	return nil
+}
+
+func (o *Options) validateAgent() error {
+	if o.AgentAddress == "" {
+		return errors.New("--agent-address is required: host:port or unix:///path of the agent in the management cluster")
+	}
+	if path, ok := strings.CutPrefix(o.AgentAddress, unixScheme); ok {
+		if !strings.HasPrefix(path, "/") {
+			return fmt.Errorf("--agent-address %q: a unix socket needs an absolute path, as in unix:///run/agent.sock", o.AgentAddress)
+		}
+		return nil
+	}
+	host, _, err := net.SplitHostPort(o.AgentAddress)
+	if err != nil {
+		return fmt.Errorf("--agent-address %q: write host:port or unix:///path: %w", o.AgentAddress, err)
+	}
+	if o.AgentPlaintextLoopback {
+		if ip := net.ParseIP(host); host != "localhost" && (ip == nil || !ip.IsLoopback()) {
+			return fmt.Errorf("--agent-plaintext-loopback: %q is not a loopback address; use TLS, or 127.0.0.1", host)
+		}
+		return nil
+	}
+	var errs []error
+	for _, file := range []struct{ flag, path string }{
+		{"--agent-tls-cert-file", o.AgentTLSCertFile},
+		{"--agent-tls-key-file", o.AgentTLSKeyFile},
+		{"--agent-ca-file", o.AgentCAFile},
+	} {
+		if file.path == "" {
+			errs = append(errs, fmt.Errorf("%s is required to reach the agent at %s over TLS", file.flag, o.AgentAddress))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func (o *Options) validateCluster() error {
+	var errs []error
+	for _, name := range []struct{ flag, value string }{
+		{"--cluster-namespace", o.ClusterNamespace},
+		{"--cluster-name", o.ClusterName},
+	} {
+		if name.value == "" {
+			errs = append(errs, fmt.Errorf("%s is required: it names the Cluster object in the management cluster", name.flag))
+			continue
+		}
+		problems := validation.IsDNS1123Subdomain(name.value)
+		if name.flag == "--cluster-namespace" {
+			problems = validation.IsDNS1123Label(name.value)
+		}
+		if len(name.value) > validation.DNS1123LabelMaxLength {
+			problems = append(problems, fmt.Sprintf("must be no more than %d characters", validation.DNS1123LabelMaxLength))
+		}
+		if len(problems) > 0 {
+			errs = append(errs, fmt.Errorf("%s %q: %s", name.flag, name.value, strings.Join(problems, "; ")))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func (o *Options) validateTimes() error {
+	var errs []error
+	for _, d := range []struct {
+		flag  string
+		value time.Duration
+		least time.Duration
+	}{
+		{"--agent-timeout", o.AgentTimeout, 100 * time.Millisecond},
+		{"--launch-timeout", o.LaunchTimeout, 30 * time.Second},
+		{"--claim-sync-interval", o.ClaimSyncInterval, time.Second},
+		{"--hub-unreachable-grace-period", o.HubUnreachableGracePeriod, 0},
+		{"--machine-progress-deadline", o.MachineProgressDeadline, 30 * time.Second},
+		{"--unavailable-offering-ttl", o.UnavailableOfferingTTL, time.Second},
+	} {
+		if d.value < d.least {
+			errs = append(errs, fmt.Errorf("%s %s: must be at least %s", d.flag, d.value, d.least))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func (o *Options) validateAddresses() error {
+	var errs []error
+	for _, address := range []struct{ flag, value string }{
+		{"--metrics-bind-address", o.MetricsBindAddress},
+		{"--health-probe-bind-address", o.HealthProbeBindAddress},
+	} {
+		if address.value == "" || address.value == "0" {
+			continue
+		}
+		if _, _, err := net.SplitHostPort(address.value); err != nil {
+			errs = append(errs, fmt.Errorf("%s %q: write host:port, as in 127.0.0.1:8080, or 0 for none: %w", address.flag, address.value, err))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func (o *Options) validateKeys() error {
+	var errs []error
+	for _, key := range o.NodeLabelKeys() {
+		if problems := validation.IsQualifiedName(key); len(problems) > 0 {
+			errs = append(errs, fmt.Errorf("--node-label-keys: %q is not a label key: %s", key, strings.Join(problems, "; ")))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// ToContext puts the options into a context.
+func (o *Options) ToContext(ctx context.Context) context.Context {
+	return ToContext(ctx, o)
+}
+
+type contextKey struct{}
+
+// ToContext puts the options into a context.
+func ToContext(ctx context.Context, o *Options) context.Context {
+	return context.WithValue(ctx, contextKey{}, o)
+}
+
+// FromContext returns the options of a context, or nil when it has none.
+func FromContext(ctx context.Context) *Options {
+	o, _ := ctx.Value(contextKey{}).(*Options)
+	return o
+}
