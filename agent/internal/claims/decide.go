@@ -2,6 +2,8 @@ package claims
 
 import (
 	"fmt"
+	"maps"
+	"math"
 	"slices"
 	"time"
 
@@ -276,13 +278,13 @@ func (s *snapshot) giveBack(d *decision, next *Ledger) {
 	active := s.activeSets()
 	sole := len(active) == 1 && !slices.ContainsFunc(ready, func(uid types.UID) bool {
 		m := s.machine(uid)
-		return m == nil || next.Releasing[uid].Set != "" || m.Labels[clusterv1.MachineSetNameLabel] != active[0].Name
+		return m == nil || next.Releasing[uid].Set != "" || setOf(m) != active[0].Name
 	})
 	if sole {
 		if s.md.Status.ObservedGeneration < s.md.Generation {
 			return // a template change that is not observed yet would make it the wrong variant
 		}
-		n := min(int32(len(ready)), d.replicas)
+		n := min(count(ready), d.replicas)
 		d.replicas -= n
 		for _, uid := range ready[:n] {
 			r := next.Releasing[uid]
@@ -299,8 +301,15 @@ func (s *snapshot) giveBack(d *decision, next *Ledger) {
 // another one: pause, lower the right MachineSet, then lower the MachineDeployment and unpause in one write. Every step
 // can be repeated, and whoever finds it half done completes it.
 func (s *snapshot) giveBackPaused(d *decision, next *Ledger, ready []types.UID) {
+	value, paused := s.md.Annotations[clusterv1.PausedAnnotation]
+	ours := paused && value == v1alpha1.PausedByAgent
 	begun := slices.DeleteFunc(slices.Clone(ready), func(uid types.UID) bool { return next.Releasing[uid].Set == "" })
-	started := len(begun) > 0
+	if len(begun) == 0 {
+		if !paused { // else somebody else paused it: wait for them
+			s.beginPause(d, next, ready)
+		}
+		return
+	}
 	begun = slices.DeleteFunc(begun, func(uid types.UID) bool {
 		// Somebody took our finalizer off before its MachineSet was lowered: it is being replaced, so nothing may be lowered.
 		lost := s.machine(uid) == nil && !s.lowered(next.Releasing[uid].Set, uid)
@@ -309,67 +318,57 @@ func (s *snapshot) giveBackPaused(d *decision, next *Ledger, ready []types.UID) 
 		}
 		return lost
 	})
-	value, paused := s.md.Annotations[clusterv1.PausedAnnotation]
-	ours := paused && value == v1alpha1.PausedByAgent
-	if started && len(begun) == 0 {
+	switch {
+	case len(begun) == 0:
 		if ours {
 			d.pause, d.urgent = pauseRemove, true
 		}
-		return
-	}
-	if len(begun) == 0 {
-		if paused {
-			return // somebody else paused it; wait for them
-		}
-		for _, uid := range ready {
-			m := s.machine(uid)
-			if m == nil || m.Labels[clusterv1.MachineSetNameLabel] == "" {
-				continue
-			}
+	case !paused:
+		d.pause, d.urgent = pauseSet, true // our pause was removed; put it back and go on
+	case ours && isPaused(s.md) && s.setsLowered(d, next, begun):
+		d.replicas -= min(count(begun), d.replicas)
+		for _, uid := range begun {
 			r := next.Releasing[uid]
-			r.Set = m.Labels[clusterv1.MachineSetNameLabel]
+			r.GivenBack, r.Generation = true, s.md.Generation+1
 			next.Releasing[uid] = r
 		}
-		d.pause, d.urgent = pauseSet, true
-		return
+		d.pause, d.urgent = pauseRemove, true
 	}
-	if !ours {
-		if !paused {
-			d.pause, d.urgent = pauseSet, true // our pause was removed; put it back and go on
+}
+
+// beginPause notes which MachineSet each Machine's replica belongs to, and pauses the MachineDeployment in the same write.
+func (s *snapshot) beginPause(d *decision, next *Ledger, ready []types.UID) {
+	for _, uid := range ready {
+		if m := s.machine(uid); m != nil && setOf(m) != "" {
+			r := next.Releasing[uid]
+			r.Set = setOf(m)
+			next.Releasing[uid] = r
+			d.pause, d.urgent = pauseSet, true
 		}
-		return
 	}
-	if !isPaused(s.md) {
-		return
-	}
-	// Which Machines' replicas has each MachineSet given back already?
+}
+
+// setsLowered reports whether every MachineSet has given the replicas back and observed it; until then it asks for it.
+func (s *snapshot) setsLowered(d *decision, next *Ledger, begun []types.UID) bool {
 	missing := map[string][]types.UID{}
+	done := true
 	for _, uid := range begun {
-		if name := next.Releasing[uid].Set; !s.lowered(name, uid) {
+		name := next.Releasing[uid].Set
+		set := s.set(name)
+		switch {
+		case !s.lowered(name, uid):
 			missing[name] = append(missing[name], uid)
+			done = false
+		case set != nil && set.Status.ObservedGeneration < set.Generation:
+			done = false
 		}
 	}
-	if len(missing) > 0 {
-		for _, set := range s.sets {
-			if uids := missing[set.Name]; len(uids) > 0 {
-				d.actions = append(d.actions, action{kind: lowerSet, set: set, uids: uids})
-			}
-		}
-		return
-	}
-	for _, uid := range begun {
-		if set := s.set(next.Releasing[uid].Set); set != nil && set.Status.ObservedGeneration < set.Generation {
-			return
+	for _, set := range s.sets {
+		if uids := missing[set.Name]; len(uids) > 0 {
+			d.actions = append(d.actions, action{kind: lowerSet, set: set, uids: uids})
 		}
 	}
-	n := min(int32(len(begun)), d.replicas)
-	d.replicas -= n
-	for _, uid := range begun {
-		r := next.Releasing[uid]
-		r.GivenBack, r.Generation = true, s.md.Generation+1
-		next.Releasing[uid] = r
-	}
-	d.pause, d.urgent = pauseRemove, true
+	return done
 }
 
 func (s *snapshot) set(name string) *clusterv1.MachineSet {
@@ -396,6 +395,11 @@ func isPaused(md *clusterv1.MachineDeployment) bool {
 	return false
 }
 
+// count is a length as a number of replicas.
+func count[T any](items []T) int32 { return clamp(len(items)) }
+
+func clamp(n int) int32 { return int32(max(math.MinInt32, min(math.MaxInt32, n))) }
+
 // floor is the number of machines that are not the claims' to have: what the user owns, and at least the min size.
 func (s *snapshot) floor(next *Ledger) int32 {
 	return max(next.Floor, s.group.Min)
@@ -405,7 +409,7 @@ func (s *snapshot) floor(next *Ledger) int32 {
 // It is computed anew each time, never added up. When there are fewer replicas than owners, replicas are raised; nothing is
 // ever lowered here.
 func (s *snapshot) account(d *decision, next *Ledger) int32 {
-	used := s.floor(next) + int32(len(next.Pending))
+	used := s.floor(next) + count(slices.Collect(maps.Keys(next.Pending)))
 	for _, r := range next.Releasing {
 		if !r.GivenBack {
 			used++
@@ -571,7 +575,7 @@ func (s *snapshot) coverShortage(d *decision, next *Ledger) {
 		}
 	}
 	floorNeeds := max(0, int(s.floor(next))-(len(free)-usable))
-	short := int32(waiting - (usable - floorNeeds))
+	short := clamp(waiting - (usable - floorNeeds))
 	if s.group.Max != nil {
 		short = min(short, *s.group.Max-d.replicas)
 	}
@@ -684,6 +688,7 @@ func (s *snapshot) actOnClaims(d *decision) {
 			}
 		case v1alpha1.PhaseReleasing:
 			s.actOnReleasing(d, c, m, named, entered)
+		case v1alpha1.PhaseEnded:
 		}
 	}
 	s.expire(d)

@@ -204,7 +204,9 @@ func (e *Engine) newClaim(r Request, cluster *clusterv1.Cluster, nodeGroup strin
 
 // firstOpen returns the first candidate that would take a claim now, as far as the caches tell, or "", and why those before
 // it would not.
-func (e *Engine) firstOpen(ctx context.Context, namespace string, cluster *clusterv1.Cluster, candidates []string) (string, []eligibility.Refusal, error) {
+func (e *Engine) firstOpen(
+	ctx context.Context, namespace string, cluster *clusterv1.Cluster, candidates []string,
+) (string, []eligibility.Refusal, error) {
 	var refusals []eligibility.Refusal
 	for _, name := range candidates {
 		refusal, err := e.refusal(ctx, types.NamespacedName{Namespace: namespace, Name: name}, cluster)

@@ -79,7 +79,7 @@ func (g *group) enter(ctx context.Context, claimID string) (*eligibility.Refusal
 }
 
 // kick starts a run, or makes sure that one starts when the present one ends.
-func (g *group) kick() {
+func (g *group) kick() { //nolint:contextcheck // a run serves many calls and outlives each of them
 	g.mu.Lock()
 	already := g.kicked
 	g.kicked = true
@@ -89,8 +89,9 @@ func (g *group) kick() {
 	}
 	g.engine.spawn(func() {
 		// Not the caller's context: others' claims are in the same run.
-		ctx, cancel := context.WithTimeout(log.IntoContext(context.Background(), log.Log.WithName("claims").WithValues("nodeGroup", g.key)), stepTimeout)
+		ctx, cancel := context.WithTimeout(context.Background(), stepTimeout)
 		defer cancel()
+		ctx = log.IntoContext(ctx, log.Log.WithName("claims").WithValues("nodeGroup", g.key))
 		if _, err := g.run(ctx); err != nil {
 			log.FromContext(ctx).V(1).Info("node group not brought forward; it is tried again", "cause", err.Error())
 		}
@@ -149,6 +150,7 @@ func (g *group) answer(claimID string, o outcome) {
 	}
 }
 
+// steps does one step after the other until there is nothing to do.
 func (g *group) steps(ctx context.Context) (time.Duration, error) {
 	e := g.engine
 	conflicts := 0
@@ -164,32 +166,22 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 		d := decide(s)
 		g.noteSpare(d)
 
-		wait := time.Duration(0)
-		if d.ledger != nil {
-			wait = g.coalesce(d)
-			if wait == 0 {
-				err := e.writeLedger(ctx, s, d)
-				if errors.Is(err, ErrConflict) {
-					if conflicts++; conflicts >= maxConflicts {
-						return 0, err
-					}
-					continue
-				}
-				if err != nil {
-					return 0, err
-				}
+		wait := g.coalesce(d)
+		if d.ledger != nil && wait == 0 {
+			err := g.commit(ctx, s, d)
+			if !errors.Is(err, ErrConflict) {
 				conflicts = 0
-				if !d.urgent {
-					g.lastQuiet = e.Clock.Now()
-				}
-				g.answerFrom(s, d, d.ledger)
+			} else if conflicts++; conflicts < maxConflicts {
 				continue
 			}
+			if err != nil {
+				return 0, err
+			}
+			continue
 		}
 		g.answerFrom(s, d, s.ledger)
-
 		if len(d.actions) == 0 {
-			if wait > 0 {
+			if d.ledger != nil {
 				d.wake(wait)
 			}
 			return d.again, nil
@@ -212,6 +204,18 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 	return 10 * time.Millisecond, nil
 }
 
+// commit writes the ledger and answers the calls whose claims it enters.
+func (g *group) commit(ctx context.Context, s *snapshot, d *decision) error {
+	if err := g.engine.writeLedger(ctx, s, d); err != nil {
+		return err
+	}
+	if !d.urgent {
+		g.lastQuiet = g.engine.Clock.Now()
+	}
+	g.answerFrom(s, d, d.ledger)
+	return nil
+}
+
 // answerFrom tells the calls that wait what became of their claims.
 func (g *group) answerFrom(s *snapshot, d *decision, in *Ledger) {
 	for _, c := range s.claims {
@@ -231,7 +235,7 @@ func (g *group) answerFrom(s *snapshot, d *decision, in *Ledger) {
 
 // coalesce returns how long a ledger write that nobody waits for is put off; zero means write now.
 func (g *group) coalesce(d *decision) time.Duration {
-	if d.urgent {
+	if d.urgent || d.ledger == nil {
 		return 0
 	}
 	return max(0, g.engine.Coalesce-g.engine.Clock.Since(g.lastQuiet))
@@ -249,7 +253,8 @@ func (g *group) noteSpare(d *decision) {
 // settleGone ends the claims of a MachineDeployment that no longer exists. Cluster API removes its Machines.
 func (g *group) settleGone(ctx context.Context) error {
 	e := g.engine
-	s := &snapshot{md: &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: g.key.Namespace, Name: g.key.Name}}, now: e.Clock.Now(), retention: e.TombstoneRetention}
+	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: g.key.Namespace, Name: g.key.Name}}
+	s := &snapshot{md: md, now: e.Clock.Now(), retention: e.TombstoneRetention}
 	if err := e.readParts(ctx, e.Reader, g.key, s); err != nil {
 		return err
 	}
@@ -314,7 +319,8 @@ func (e *Engine) read(ctx context.Context, from client.Reader, key types.Namespa
 
 func (e *Engine) readParts(ctx context.Context, from client.Reader, key types.NamespacedName, s *snapshot) error {
 	var claims v1alpha1.MachineClaimList
-	if err := from.List(ctx, &claims, client.InNamespace(key.Namespace), client.MatchingLabels{v1alpha1.NodeGroupLabel: key.Name}); err != nil {
+	inGroup := client.MatchingLabels{v1alpha1.NodeGroupLabel: key.Name}
+	if err := from.List(ctx, &claims, client.InNamespace(key.Namespace), inGroup); err != nil {
 		return fmt.Errorf("listing claims: %w", err)
 	}
 	for i := range claims.Items {

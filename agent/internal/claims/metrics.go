@@ -35,7 +35,7 @@ var (
 	}, []string{"kind", "result"})
 )
 
-func init() {
+func init() { //nolint:gochecknoinits // the metrics registry is a global of controller-runtime's
 	metrics.Registry.MustRegister(createSeconds, boundSeconds, endedTotal, writesTotal, actionsTotal)
 }
 

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -62,7 +63,8 @@ func newWorld(t *rapid.T, groups int, floor int32, maximum string) *world {
 	must(t, v1alpha1.AddToScheme(scheme))
 	w := &world{
 		t: t, clock: testclock.NewFakeClock(time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)), crash: -1,
-		seen: map[types.UID]bool{}, released: map[string]bool{}, outsiders: map[types.UID]bool{}, owned: map[string]int32{}, templates: map[string]int{},
+		seen: map[types.UID]bool{}, released: map[string]bool{}, outsiders: map[types.UID]bool{},
+		owned: map[string]int32{}, templates: map[string]int{},
 	}
 	base := fake.NewClientBuilder().WithScheme(scheme).
 		WithStatusSubresource(&v1alpha1.MachineClaim{}, &clusterv1.MachineDeployment{}, &clusterv1.MachineSet{}, &clusterv1.Machine{}).
@@ -91,7 +93,9 @@ func newWorld(t *rapid.T, groups int, floor int32, maximum string) *world {
 			return w.write(func() error { return c.SubResource(sub).Update(ctx, o, opts...) })
 		},
 	})
-	must(t, base.Create(t.Context(), &clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: clusterName, UID: "cluster"}}))
+	must(t, base.Create(t.Context(), &clusterv1.Cluster{
+		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: clusterName, UID: "cluster"},
+	}))
 	for i := range groups {
 		name := fmt.Sprintf("group-%d", i)
 		annotations := map[string]string{}
@@ -168,13 +172,15 @@ func (w *world) spec(ctx context.Context, c client.Client, o client.Object) stri
 	case *clusterv1.MachineSet:
 		var set clusterv1.MachineSet
 		if c.Get(ctx, client.ObjectKeyFromObject(o), &set) == nil {
-			return fmt.Sprint(*set.Spec.Replicas)
+			return strconv.Itoa(int(*set.Spec.Replicas))
 		}
 	}
 	return ""
 }
 
-func must(t interface{ Fatalf(string, ...any) }, err error) {
+func must(t interface {
+	Fatalf(format string, args ...any)
+}, err error) {
 	if err != nil {
 		t.Fatalf("unexpected: %v", err)
 	}
@@ -212,7 +218,9 @@ func (w *world) asAgent(e int, f func(context.Context, *Engine) error) {
 
 func (w *world) create(e int, id string, candidates []string) {
 	w.asAgent(e, func(ctx context.Context, agent *Engine) error {
-		_, err := agent.Create(ctx, Request{Namespace: namespace, Cluster: clusterName, ID: id, Holder: "karpenter", DisplayName: "nc-" + id, Candidates: candidates})
+		_, err := agent.Create(ctx, Request{
+			Namespace: namespace, Cluster: clusterName, ID: id, Holder: "karpenter", DisplayName: "nc-" + id, Candidates: candidates,
+		})
 		return err
 	})
 }
@@ -234,9 +242,13 @@ func (w *world) md(name string) *clusterv1.MachineDeployment {
 	return &md
 }
 
+func ofGroup(group string) client.MatchingLabels {
+	return client.MatchingLabels{clusterv1.MachineDeploymentNameLabel: group}
+}
+
 func (w *world) machines(group string) []*clusterv1.Machine {
 	var list clusterv1.MachineList
-	must(w.t, w.client.List(context.Background(), &list, client.InNamespace(namespace), client.MatchingLabels{clusterv1.MachineDeploymentNameLabel: group}))
+	must(w.t, w.client.List(context.Background(), &list, client.InNamespace(namespace), ofGroup(group)))
 	out := make([]*clusterv1.Machine, 0, len(list.Items))
 	for i := range list.Items {
 		out = append(out, &list.Items[i])
@@ -246,7 +258,7 @@ func (w *world) machines(group string) []*clusterv1.Machine {
 
 func (w *world) sets(group string) []*clusterv1.MachineSet {
 	var list clusterv1.MachineSetList
-	must(w.t, w.client.List(context.Background(), &list, client.InNamespace(namespace), client.MatchingLabels{clusterv1.MachineDeploymentNameLabel: group}))
+	must(w.t, w.client.List(context.Background(), &list, client.InNamespace(namespace), ofGroup(group)))
 	out := make([]*clusterv1.MachineSet, 0, len(list.Items))
 	for i := range list.Items {
 		out = append(out, &list.Items[i])
@@ -360,7 +372,7 @@ func (w *world) deploymentStep(group string, pick func(n int) int) bool {
 }
 
 // setStep is one reconcile of the MachineSet controller, on what its cache shows.
-func (w *world) setStep(s *clusterv1.MachineSet, pick func(n int) int) bool {
+func (w *world) setStep(s *clusterv1.MachineSet, pick func(n int) int) {
 	ctx := context.Background()
 	group := s.Labels[clusterv1.MachineDeploymentNameLabel]
 	var mine []*clusterv1.Machine
@@ -369,19 +381,22 @@ func (w *world) setStep(s *clusterv1.MachineSet, pick func(n int) int) bool {
 			mine = append(mine, m)
 		}
 	}
-	changed := false
 	diff := len(mine) - int(replicasOf(s))
 	for ; diff < 0; diff++ {
 		w.created++
 		m := &clusterv1.Machine{
 			ObjectMeta: metav1.ObjectMeta{
 				Namespace: namespace, Name: fmt.Sprintf("%s-%d", s.Name, w.created), Finalizers: []string{capiHolds},
-				Labels: map[string]string{clusterv1.MachineDeploymentNameLabel: group, clusterv1.MachineSetNameLabel: s.Name, clusterv1.ClusterNameLabel: clusterName},
+				Labels: map[string]string{
+					clusterv1.MachineDeploymentNameLabel: group, clusterv1.MachineSetNameLabel: s.Name, clusterv1.ClusterNameLabel: clusterName,
+				},
+				OwnerReferences: []metav1.OwnerReference{{
+					APIVersion: clusterv1.GroupVersion.String(), Kind: "MachineSet", Name: s.Name, UID: s.UID, Controller: new(true),
+				}},
 			},
 			Spec: clusterv1.MachineSpec{ClusterName: clusterName},
 		}
 		must(w.t, w.client.Create(ctx, m))
-		changed = true
 	}
 	if diff > 0 {
 		// Already deleting first, as the cache knows; after that the adversary's choice, which is wider than Cluster API's.
@@ -399,7 +414,6 @@ func (w *world) setStep(s *clusterv1.MachineSet, pick func(n int) int) bool {
 			if alive(others[i]) {
 				w.victim(others[i])
 				must(w.t, client.IgnoreNotFound(w.client.Delete(ctx, others[i])))
-				changed = true
 			}
 			others = slices.Delete(others, i, i+1)
 		}
@@ -409,13 +423,11 @@ func (w *world) setStep(s *clusterv1.MachineSet, pick func(n int) int) bool {
 		must(w.t, w.client.Get(ctx, client.ObjectKeyFromObject(s), &now))
 		now.Status.ObservedGeneration = now.Generation
 		must(w.t, w.client.Status().Update(ctx, &now))
-		changed = true
 	}
-	return changed
 }
 
 // machineStep is one step of the Machine controller and of the infrastructure behind it.
-func (w *world) machineStep(m *clusterv1.Machine) bool {
+func (w *world) machineStep(m *clusterv1.Machine) {
 	ctx := context.Background()
 	switch {
 	case alive(m) && m.Spec.ProviderID == "":
@@ -428,15 +440,14 @@ func (w *world) machineStep(m *clusterv1.Machine) bool {
 	case !alive(m) && !w.seen[m.UID]:
 		w.seen[m.UID] = true // the manager's cache catches up
 	case !alive(m) && slices.Contains(m.Finalizers, capiHolds):
-		m.Status.Conditions = []metav1.Condition{{Type: clusterv1.MachineDeletingCondition, Status: "True", Reason: clusterv1.MachineDeletingDeletionCompletedReason}}
+		m.Status.Conditions = []metav1.Condition{{
+			Type: clusterv1.MachineDeletingCondition, Status: "True", Reason: clusterv1.MachineDeletingDeletionCompletedReason,
+		}}
 		must(w.t, w.client.Status().Update(ctx, m))
 		before := m.DeepCopy()
 		m.Finalizers = slices.DeleteFunc(m.Finalizers, func(f string) bool { return f == capiHolds })
 		must(w.t, w.client.Patch(ctx, m, client.MergeFrom(before)))
-	default:
-		return false
 	}
-	return true
 }
 
 // --- what must hold ---
@@ -488,7 +499,8 @@ func (w *world) check() {
 	byMachine := map[types.UID]string{}
 	for id, c := range claims {
 		if c.Status.Machine != nil && c.Status.Phase != v1alpha1.PhaseEnded {
-			if other, taken := byMachine[c.Status.Machine.UID]; taken && claims[other].Status.Phase == v1alpha1.PhaseBound && c.Status.Phase == v1alpha1.PhaseBound {
+			other, taken := byMachine[c.Status.Machine.UID]
+			if taken && claims[other].Status.Phase == v1alpha1.PhaseBound && c.Status.Phase == v1alpha1.PhaseBound {
 				w.t.Fatalf("I1: claims %s and %s are bound to one Machine", id, other)
 			}
 			byMachine[c.Status.Machine.UID] = id
@@ -519,7 +531,6 @@ func (w *world) check() {
 
 // settle lets everything run fairly until nothing changes, and checks I2.
 func (w *world) settle() {
-	ctx := context.Background()
 	w.crash = -1
 	for round := range 400 {
 		before := w.fingerprint()
@@ -558,7 +569,8 @@ func (w *world) settle() {
 		md := w.md(group)
 		want := w.owned[group] + live
 		if *md.Spec.Replicas != want || len(w.machines(group)) != int(want) {
-			w.t.Fatalf("I2: group %s: replicas %d, Machines %d, floor %d + live claims %d\n%s", group, *md.Spec.Replicas, len(w.machines(group)), w.owned[group], live, w.describe())
+			w.t.Fatalf("I2: group %s: replicas %d, Machines %d, floor %d + live claims %d\n%s",
+				group, *md.Spec.Replicas, len(w.machines(group)), w.owned[group], live, w.describe())
 		}
 		if _, paused := md.Annotations[clusterv1.PausedAnnotation]; paused {
 			w.t.Fatalf("group %s was left paused", group)
@@ -576,7 +588,6 @@ func (w *world) settle() {
 			}
 		}
 	}
-	_ = ctx
 }
 
 func (w *world) fingerprint() string { return w.describe() }
@@ -585,12 +596,15 @@ func (w *world) describe() string {
 	var b strings.Builder
 	for _, group := range w.groups {
 		md := w.md(group)
-		fmt.Fprintf(&b, "%s replicas=%d gen=%d/%d owned=%d paused=%v ledger=%s\n", group, *md.Spec.Replicas, md.Generation, md.Status.ObservedGeneration, w.owned[group], md.Annotations[clusterv1.PausedAnnotation], stripSeq(md.Annotations[v1alpha1.LedgerAnnotation]))
+		fmt.Fprintf(&b, "%s replicas=%d gen=%d/%d owned=%d paused=%v ledger=%s\n",
+			group, *md.Spec.Replicas, md.Generation, md.Status.ObservedGeneration, w.owned[group],
+			md.Annotations[clusterv1.PausedAnnotation], stripSeq(md.Annotations[v1alpha1.LedgerAnnotation]))
 		for _, s := range w.sets(group) {
 			fmt.Fprintf(&b, "  set %s replicas=%d gen=%d/%d\n", s.Name, replicasOf(s), s.Generation, s.Status.ObservedGeneration)
 		}
 		for _, m := range w.machines(group) {
-			fmt.Fprintf(&b, "  machine %s set=%s claim=%q alive=%v node=%q finalizers=%v\n", m.Name, m.Labels[clusterv1.MachineSetNameLabel], claimOf(m), alive(m), m.Status.NodeRef.Name, m.Finalizers)
+			fmt.Fprintf(&b, "  machine %s set=%s claim=%q alive=%v node=%q finalizers=%v\n",
+				m.Name, setOf(m), claimOf(m), alive(m), m.Status.NodeRef.Name, m.Finalizers)
 		}
 	}
 	claims := w.allClaims()
@@ -601,7 +615,8 @@ func (w *world) describe() string {
 	slices.Sort(ids)
 	for _, id := range ids {
 		c := claims[id]
-		fmt.Fprintf(&b, "  claim %s group=%s phase=%s reason=%s machine=%v\n", id, c.Spec.NodeGroup, c.Status.Phase, c.Status.Reason, c.Status.Machine)
+		fmt.Fprintf(&b, "  claim %s group=%s phase=%s reason=%s machine=%v\n",
+			id, c.Spec.NodeGroup, c.Status.Phase, c.Status.Reason, c.Status.Machine)
 	}
 	return b.String()
 }

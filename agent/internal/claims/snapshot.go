@@ -139,6 +139,16 @@ func hasNode(m *clusterv1.Machine) bool {
 	return m.Status.NodeRef.Name != ""
 }
 
+// setOf returns the name of the Machine's MachineSet, "" when it has none. The label of that name may hold a hash.
+func setOf(m *clusterv1.Machine) string {
+	for i := range m.OwnerReferences {
+		if owner := &m.OwnerReferences[i]; owner.Kind == "MachineSet" && owner.Controller != nil && *owner.Controller {
+			return owner.Name
+		}
+	}
+	return ""
+}
+
 func claimOf(m *clusterv1.Machine) string {
 	return m.Labels[v1alpha1.ClaimLabel]
 }

@@ -6,7 +6,6 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/utils/ptr"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
@@ -20,7 +19,7 @@ func deployment(change func(*clusterv1.MachineDeployment)) *clusterv1.MachineDep
 			Labels:      map[string]string{v1alpha1.MemberLabel: ""},
 			Annotations: map[string]string{},
 		},
-		Spec: clusterv1.MachineDeploymentSpec{ClusterName: "spoke", Replicas: ptr.To(int32(2))},
+		Spec: clusterv1.MachineDeploymentSpec{ClusterName: "spoke", Replicas: new(int32(2))},
 	}
 	if change != nil {
 		change(md)
@@ -67,18 +66,25 @@ func TestClosedGroupsSayWhy(t *testing.T) {
 		cluster *clusterv1.Cluster
 		reason  eligibility.Reason
 	}{
-		"deployment deleted": {md: func(md *clusterv1.MachineDeployment) { md.DeletionTimestamp = &deleted }, cluster: cluster(nil), reason: eligibility.Deleting},
-		"no cluster":         {reason: eligibility.Deleting},
+		"deployment deleted": {
+			md: func(md *clusterv1.MachineDeployment) { md.DeletionTimestamp = &deleted }, cluster: cluster(nil), reason: eligibility.Deleting,
+		},
+		"no cluster": {reason: eligibility.Deleting},
 		"cluster deleted": {
 			cluster: cluster(func(c *clusterv1.Cluster) { c.DeletionTimestamp = &deleted }), reason: eligibility.Deleting,
 		},
 		"not opted in": {md: func(md *clusterv1.MachineDeployment) { md.Labels = nil }, cluster: cluster(nil), reason: eligibility.NotMember},
-		"spec.paused":  {md: func(md *clusterv1.MachineDeployment) { md.Spec.Paused = ptr.To(true) }, cluster: cluster(nil), reason: eligibility.Paused},
-		"paused by hand": {
-			md: func(md *clusterv1.MachineDeployment) { md.Annotations[clusterv1.PausedAnnotation] = "" }, cluster: cluster(nil), reason: eligibility.Paused,
+		"spec.paused": {
+			md: func(md *clusterv1.MachineDeployment) { md.Spec.Paused = new(true) }, cluster: cluster(nil), reason: eligibility.Paused,
 		},
-		"cluster paused": {cluster: cluster(func(c *clusterv1.Cluster) { c.Spec.Paused = ptr.To(true) }), reason: eligibility.Paused},
-		"replicas unset": {md: func(md *clusterv1.MachineDeployment) { md.Spec.Replicas = nil }, cluster: cluster(nil), reason: eligibility.Invalid},
+		"paused by hand": {
+			md:      func(md *clusterv1.MachineDeployment) { md.Annotations[clusterv1.PausedAnnotation] = "" },
+			cluster: cluster(nil), reason: eligibility.Paused,
+		},
+		"cluster paused": {cluster: cluster(func(c *clusterv1.Cluster) { c.Spec.Paused = new(true) }), reason: eligibility.Paused},
+		"replicas unset": {
+			md: func(md *clusterv1.MachineDeployment) { md.Spec.Replicas = nil }, cluster: cluster(nil), reason: eligibility.Invalid,
+		},
 		"max size not a number": {
 			md:      func(md *clusterv1.MachineDeployment) { md.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] = "many" },
 			cluster: cluster(nil), reason: eligibility.Invalid,
@@ -99,7 +105,9 @@ func TestClosedGroupsSayWhy(t *testing.T) {
 				md.Labels[clusterv1.ClusterTopologyMachineDeploymentNameLabel] = "workers"
 			},
 			cluster: cluster(func(c *clusterv1.Cluster) {
-				c.Spec.Topology.Workers.MachineDeployments = []clusterv1.MachineDeploymentTopology{{Name: "workers", Replicas: ptr.To(int32(3))}}
+				c.Spec.Topology.Workers.MachineDeployments = []clusterv1.MachineDeploymentTopology{
+					{Name: "workers", Replicas: new(int32(3))},
+				}
 			}),
 			reason: eligibility.ReplicasOwned,
 		},
