@@ -64,7 +64,7 @@ clean: ## Remove bin/ and what tests left behind; running sandboxes are left alo
 ##@ Generate and check
 
 .PHONY: generate
-generate: generate-proto generate-go ## Write all generated files anew: Go from protos, deep copies, CRDs, reference docs
+generate: generate-proto generate-go sandbox-generate ## Write all generated files anew: Go from protos, deep copies, CRDs, reference docs
 
 .PHONY: generate-proto
 generate-proto: $(BUF) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC) $(PROTOC_GEN_DOCS)
@@ -126,16 +126,35 @@ lint-go: $(GOLANGCI_LINT)
 lint-charts: $(HELM)
 	@for chart in deploy/charts/*/Chart.yaml; do echo "lint: $${chart%/Chart.yaml}"; $(HELM) lint --strict --quiet "$${chart%/Chart.yaml}"; done
 
+##@ Sandbox
+
+# The sandbox's name: several can run at once.
+SANDBOX ?= default
+# What a sandbox runs and what its user needs.
+SANDBOX_BINARIES = $(addprefix $(BIN)/,sandbox sim-provider capi-agent karpenter) $(SANDBOX_FOREIGN_BINARIES) $(SANDBOX_CAPI_MANIFESTS) $(HELM) $(GRPCURL)
+
+.PHONY: sandbox-up
+sandbox-up: $(SANDBOX_BINARIES) ## Bring a hub and a spoke up on this machine and say what to try (SANDBOX=name for another one)
+	@$(BIN)/sandbox up --name=$(SANDBOX)
+
+.PHONY: sandbox-status
+sandbox-status: $(BIN)/sandbox ## Say what runs in the sandbox
+	@$(BIN)/sandbox status --name=$(SANDBOX)
+
+.PHONY: sandbox-down
+sandbox-down: $(BIN)/sandbox ## Take the sandbox down
+	@$(BIN)/sandbox down --name=$(SANDBOX)
+
 ##@ Test
 
 # The end-to-end suites live in the module test; the others' tests need no more than etcd and kube-apiserver.
-UNIT_PACKAGES = $(filter-out ./test/...,$(PACKAGES))
+UNIT_PACKAGES = $(filter-out ./test/...,$(PACKAGES)) ./test/charts/...
 
 .PHONY: test
 test: verify test-unit ## Check and test everything: verify, then unit and integration tests
 
 .PHONY: test-unit
-test-unit: $(GOTESTSUM) $(BIN)/etcd $(BIN)/kube-apiserver ## Unit and integration tests of every module, with the race detector
+test-unit: $(GOTESTSUM) $(HELM) $(BIN)/etcd $(BIN)/kube-apiserver ## Unit and integration tests of every module, with the race detector
 	@$(call go_test,$(UNIT_PACKAGES),)
 
 # $(call go_test,<packages>,<flags>): runs tests, showing each package as it ends, and closes with the numbers.
