@@ -386,11 +386,12 @@ func (s *Sandbox) startAgent(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if _, _, err := s.AgentCertificate("spoke", ClusterIdentity(ClusterNamespace, ClusterName)); err != nil {
-		return err
-	}
-	if _, _, err := s.AgentCertificate("admin", adminIdentity); err != nil {
-		return err
+	for name, id := range map[string]string{
+		"spoke": ClusterIdentity(ClusterNamespace, ClusterName), "admin": AdminIdentity, "reader": ReaderIdentity,
+	} {
+		if _, _, err := s.AgentCertificate(name, id); err != nil {
+			return err
+		}
 	}
 	policyFile := filepath.Join(s.options.StateDir, "agent-policy.yaml")
 	if err := os.WriteFile(policyFile, []byte(agentPolicy), 0o600); err != nil {

@@ -72,6 +72,9 @@ type Paths struct {
 	// AdminCertificate and AdminKey identify an administrator of the agent.
 	AdminCertificate string `json:"adminCertificate"`
 	AdminKey         string `json:"adminKey"`
+	// ReaderCertificate and ReaderKey identify somebody who may read everything.
+	ReaderCertificate string `json:"readerCertificate"`
+	ReaderKey         string `json:"readerKey"`
 	// Env is a file for a shell to source: it sets the paths and addresses of this struct as variables.
 	Env string `json:"env"`
 	// Logs holds one file per component.
@@ -89,6 +92,8 @@ func pathsIn(dir string) Paths {
 		ClientKey:         filepath.Join(certs, "spoke.key"),
 		AdminCertificate:  filepath.Join(certs, "admin.crt"),
 		AdminKey:          filepath.Join(certs, "admin.key"),
+		ReaderCertificate: filepath.Join(certs, "reader.crt"),
+		ReaderKey:         filepath.Join(certs, "reader.key"),
 		Env:               filepath.Join(dir, "env"),
 		Logs:              filepath.Join(dir, "logs"),
 	}

@@ -23,7 +23,7 @@ const controlPlanePoll = time.Second
 // controlPlaneReconciler reports on control planes that somebody else runs.
 type controlPlaneReconciler struct {
 	hub       client.Client
-	workloads *workloads
+	workloads clusters
 }
 
 func (r *controlPlaneReconciler) setup(mgr ctrl.Manager) error {

@@ -37,7 +37,7 @@ const (
 // machineReconciler moves simulated instances through their life.
 type machineReconciler struct {
 	hub       client.Client
-	workloads *workloads
+	workloads clusters
 	clock     clock.Clock
 }
 

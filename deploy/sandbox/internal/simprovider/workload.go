@@ -12,6 +12,14 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
+// clusters gives access to workload clusters.
+type clusters interface {
+	// client returns an uncached client to the cluster. The error is NotFound if the cluster has no kubeconfig Secret.
+	client(ctx context.Context, cluster client.ObjectKey) (client.Client, error)
+	// serverVersion returns what the cluster's API server says it is, such as v1.36.3.
+	serverVersion(ctx context.Context, cluster client.ObjectKey) (string, error)
+}
+
 // workloads hands out clients to workload clusters, made from the kubeconfig Secrets that Cluster API uses as well. Safe
 // for concurrent use.
 type workloads struct {
@@ -32,13 +40,11 @@ func newWorkloads(hub client.Reader) *workloads {
 	return &workloads{hub: hub, configs: map[client.ObjectKey]workload{}}
 }
 
-// client returns an uncached client to the cluster. The error is NotFound if the cluster has no kubeconfig Secret.
 func (w *workloads) client(ctx context.Context, cluster client.ObjectKey) (client.Client, error) {
 	connection, err := w.connection(ctx, cluster)
 	return connection.client, err
 }
 
-// serverVersion returns what the cluster's API server says it is, such as v1.36.3.
 func (w *workloads) serverVersion(ctx context.Context, cluster client.ObjectKey) (string, error) {
 	connection, err := w.connection(ctx, cluster)
 	if err != nil {

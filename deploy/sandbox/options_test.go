@@ -1,0 +1,49 @@
+package sandbox
+
+import (
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+func TestOptionsAreCompleted(t *testing.T) {
+	t.Chdir("internal/pki")
+	root, err := filepath.Abs("../../../..")
+	if err != nil {
+		t.Fatal(err)
+	}
+	options := Options{WithoutAgent: true}
+	if err := options.complete(); err != nil {
+		t.Fatal(err)
+	}
+	if options.Name != DefaultName || options.Root != root || options.StateDir != filepath.Join(root, ".sandbox", DefaultName) {
+		t.Errorf("got %+v", options)
+	}
+	if !options.WithoutShim {
+		t.Error("a shim without its agent")
+	}
+}
+
+func TestOptionsOutsideOfTheRepository(t *testing.T) {
+	t.Chdir(t.TempDir())
+	if err := new(Options).complete(); err == nil {
+		t.Error("a repository was found")
+	}
+	options := Options{Root: t.TempDir(), StateDir: "relative"}
+	if err := options.complete(); err != nil || !filepath.IsAbs(options.StateDir) {
+		t.Errorf("got %+v, %v", options, err)
+	}
+}
+
+func TestNamesThatCannotBeAFolderAreRefused(t *testing.T) {
+	for _, name := range []string{"a/b", "..", "A", "-a", "a-", "a b", strings.Repeat("a", 41)} {
+		options := Options{Name: name, Root: t.TempDir()}
+		if err := options.complete(); err == nil || !strings.Contains(err.Error(), name) {
+			t.Errorf("%q: got %v", name, err)
+		}
+	}
+	options := Options{Name: strings.Repeat("a", 40), Root: t.TempDir()}
+	if err := options.complete(); err != nil {
+		t.Error(err)
+	}
+}
