@@ -1,0 +1,116 @@
+package invariants
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"strconv"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+
+	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+)
+
+// State is one reading of a hub and a spoke. The reading is not atomic: where things move, two of its parts can be of
+// different moments.
+type State struct {
+	// Of the hub, those of one Cluster only.
+	Deployments []clusterv1.MachineDeployment
+	Machines    []clusterv1.Machine
+	Claims      []agentv1.MachineClaim
+	// Of the spoke.
+	NodeClaims []karpenterv1.NodeClaim
+	Nodes      []corev1.Node
+}
+
+// Read reads everything that belongs to a Cluster.
+func Read(ctx context.Context, hub, spoke client.Reader, cluster types.NamespacedName) (State, error) {
+	var (
+		state       State
+		deployments clusterv1.MachineDeploymentList
+		machines    clusterv1.MachineList
+		claims      agentv1.MachineClaimList
+		nodeClaims  karpenterv1.NodeClaimList
+		nodes       corev1.NodeList
+	)
+	for _, list := range []client.ObjectList{&deployments, &machines, &claims} {
+		if err := hub.List(ctx, list, client.InNamespace(cluster.Namespace)); err != nil {
+			return State{}, fmt.Errorf("reading the hub: %w", err)
+		}
+	}
+	for _, list := range []client.ObjectList{&nodeClaims, &nodes} {
+		if err := spoke.List(ctx, list); err != nil {
+			return State{}, fmt.Errorf("reading the spoke: %w", err)
+		}
+	}
+	for i := range deployments.Items {
+		if deployments.Items[i].Spec.ClusterName == cluster.Name {
+			state.Deployments = append(state.Deployments, deployments.Items[i])
+		}
+	}
+	for i := range machines.Items {
+		if machines.Items[i].Spec.ClusterName == cluster.Name {
+			state.Machines = append(state.Machines, machines.Items[i])
+		}
+	}
+	for i := range claims.Items {
+		if claims.Items[i].Spec.ClusterName == cluster.Name {
+			state.Claims = append(state.Claims, claims.Items[i])
+		}
+	}
+	state.NodeClaims, state.Nodes = nodeClaims.Items, nodes.Items
+	return state, nil
+}
+
+// ledger is what the agent keeps in the annotation of a MachineDeployment, as far as it is checked.
+type ledger struct {
+	Floor        int32                         `json:"floor"`
+	LastReplicas int32                         `json:"lastReplicas"`
+	Pending      map[string]json.RawMessage    `json:"pending"`
+	Releasing    map[types.UID]json.RawMessage `json:"releasing"`
+}
+
+// ledgerOf returns nil, nil where there is none.
+func ledgerOf(md *clusterv1.MachineDeployment) (*ledger, error) {
+	text, ok := md.Annotations[agentv1.LedgerAnnotation]
+	if !ok {
+		return nil, nil
+	}
+	var l ledger
+	if err := json.Unmarshal([]byte(text), &l); err != nil {
+		return nil, err
+	}
+	return &l, nil
+}
+
+// Floor returns how many machines of a MachineDeployment are the user's: what the agent noted, with what people have
+// changed since, and at least the min size. Without a ledger all of them are.
+func Floor(md *clusterv1.MachineDeployment) (int32, error) {
+	var replicas int32
+	if md.Spec.Replicas != nil {
+		replicas = *md.Spec.Replicas
+	}
+	l, err := ledgerOf(md)
+	if err != nil {
+		return 0, fmt.Errorf("the ledger is not readable: %w", err)
+	}
+	if l == nil {
+		return replicas, nil
+	}
+	return max(l.Floor+replicas-l.LastReplicas, size(md, clusterv1.AutoscalerMinSizeAnnotation, 0), 0), nil
+}
+
+// size reads a size annotation; what cannot be read counts as absent.
+func size(md *clusterv1.MachineDeployment, key string, absent int32) int32 {
+	n, err := strconv.ParseInt(md.Annotations[key], 10, 32)
+	if err != nil || n < 0 {
+		return absent
+	}
+	return int32(n)
+}
+
+func live(c *agentv1.MachineClaim) bool { return c.CurrentPhase() != agentv1.PhaseEnded }

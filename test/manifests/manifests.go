@@ -1,0 +1,95 @@
+// Package manifests holds what users of the product write, and applies it as they do: no more than kubectl would know.
+package manifests
+
+import (
+	"bytes"
+	"context"
+	"embed"
+	"errors"
+	"fmt"
+	"io"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/util/yaml"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+)
+
+//go:embed fleet peer
+var files embed.FS
+
+// The files. Fleet is the demo's; Peer is what a user of karpenter-provider-cluster-api brings along.
+const (
+	FleetHub      = "fleet/hub.yaml"
+	FleetSpoke    = "fleet/spoke.yaml"
+	FleetWorkload = "fleet/workload.yaml"
+	PeerHub       = "peer/hub.yaml"
+	PeerSpoke     = "peer/spoke.yaml"
+	PeerWorkload  = "peer/workload.yaml"
+)
+
+const owner = client.FieldOwner("kubectl")
+
+// Load returns the objects of a file, in its order.
+func Load(file string) ([]*unstructured.Unstructured, error) {
+	data, err := files.ReadFile(file)
+	if err != nil {
+		return nil, err
+	}
+	objects, err := Parse(data)
+	if err != nil {
+		return nil, fmt.Errorf("reading %s: %w", file, err)
+	}
+	return objects, nil
+}
+
+// Parse returns the objects of a YAML stream.
+func Parse(data []byte) ([]*unstructured.Unstructured, error) {
+	var objects []*unstructured.Unstructured
+	decoder := yaml.NewYAMLOrJSONDecoder(bytes.NewReader(data), 4096)
+	for {
+		object := &unstructured.Unstructured{}
+		switch err := decoder.Decode(object); {
+		case errors.Is(err, io.EOF):
+			return objects, nil
+		case err != nil:
+			return nil, err
+		case len(object.Object) > 0:
+			objects = append(objects, object)
+		}
+	}
+}
+
+// Apply does what kubectl apply --server-side does with the file, with field names checked strictly.
+func Apply(ctx context.Context, c client.Client, file string) error {
+	objects, err := Load(file)
+	if err != nil {
+		return err
+	}
+	return ApplyObjects(ctx, c, objects...)
+}
+
+// ApplyObjects does the same with objects. They are not changed.
+func ApplyObjects(ctx context.Context, c client.Client, objects ...*unstructured.Unstructured) error {
+	strict := client.WithFieldValidation(c, metav1.FieldValidationStrict)
+	for _, object := range objects {
+		if err := strict.Apply(ctx, client.ApplyConfigurationFromUnstructured(object.DeepCopy()), owner); err != nil {
+			return fmt.Errorf("applying %s %s: %w", object.GetKind(), object.GetName(), err)
+		}
+	}
+	return nil
+}
+
+// Delete deletes what the file names; what is gone is fine.
+func Delete(ctx context.Context, c client.Client, file string) error {
+	objects, err := Load(file)
+	if err != nil {
+		return err
+	}
+	for _, object := range objects {
+		if err := client.IgnoreNotFound(c.Delete(ctx, object)); err != nil {
+			return fmt.Errorf("deleting %s %s: %w", object.GetKind(), object.GetName(), err)
+		}
+	}
+	return nil
+}

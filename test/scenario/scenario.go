@@ -1,0 +1,384 @@
+// Package scenario is the product's main job from end to end: pods that need nodes get them, fewer pods are consolidated
+// onto fewer nodes, no pods leave nothing behind. The demo shows it, the end-to-end tests assert it.
+package scenario
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/samber/lo"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	"github.com/karpenter-capi/karpenter-capi/test/invariants"
+	"github.com/karpenter-capi/karpenter-capi/test/journey"
+	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/world"
+)
+
+const (
+	// The longest that each part may take, on a slow machine.
+	readyWithin       = time.Minute
+	scaleUpWithin     = 3 * time.Minute
+	consolidateWithin = 3 * time.Minute
+	scaleDownWithin   = 3 * time.Minute
+	settleWithin      = 2 * time.Minute
+	restartWithin     = time.Minute
+
+	// quietFor is how long a wait may be silent.
+	quietFor = 5 * time.Second
+)
+
+// Load is how many pods the Deployments of the fleet's workload have, and how many claimed nodes each node group needs for
+// them, as the pods' requests and the machines' sizes have it.
+type Load struct {
+	Pods  map[string]int32
+	Nodes map[string]int
+}
+
+// TotalPods is the sum over the Deployments.
+func (l Load) TotalPods() int { return int(lo.Sum(lo.Values(l.Pods))) }
+
+// TotalNodes is the sum over the node groups.
+func (l Load) TotalNodes() int { return lo.Sum(lo.Values(l.Nodes)) }
+
+// Loads of the fleet in package manifests. Two pods of web fit on a small machine, six of data on a large one, one of batch
+// on a small one.
+var (
+	Full = Load{
+		Pods:  map[string]int32{"web": 12, "data": 12, "batch": 4},
+		Nodes: map[string]int{"small-a": 6, "large-b": 2, "small-b-spot": 4},
+	}
+	Reduced = Load{
+		Pods:  map[string]int32{"web": 3, "data": 4, "batch": 1},
+		Nodes: map[string]int{"small-a": 2, "large-b": 1, "small-b-spot": 1},
+	}
+	Nothing = Load{Pods: map[string]int32{"web": 0, "data": 0, "batch": 0}}
+)
+
+// Options say how to run it.
+type Options struct {
+	// Chaos kills the shim and the agent, as kill -9 does, while nodes are being made.
+	Chaos bool
+	// Title is called when a part begins.
+	Title func(format string, args ...any)
+	// Note is called for what is worth telling: what is waited for, every few seconds, and what was done.
+	Note func(format string, args ...any)
+}
+
+// Result is what happened.
+type Result struct {
+	// Pods that ran at once, and Nodes made for them.
+	Pods, Nodes int
+	// Consolidated is how many nodes Karpenter removed because the pods fit on fewer.
+	Consolidated int
+	// FinalReplicas of the MachineDeployments, which are those they began with.
+	FinalReplicas map[string]int32
+	// Launch is the time from a NodeClaim's creation to its being launched.
+	Launch journey.Latency
+	// Join is the time from a NodeClaim's creation to pods being able to run on its Node.
+	Join journey.Latency
+	// Killed is how many processes were killed on the way.
+	Killed int
+}
+
+type run struct {
+	*world.World
+	Options
+
+	result Result
+	start  map[string]int32 // replicas at the start
+}
+
+// Run applies the fleet's manifests and does everything once. On return without an error all invariants hold and all
+// numbers are what they were at the start.
+func Run(ctx context.Context, w *world.World, options Options) (Result, error) {
+	r := &run{World: w, Options: options}
+	for _, part := range []func(context.Context) error{r.prepare, r.scaleUp, r.consolidate, r.scaleToZero} {
+		if err := part(ctx); err != nil {
+			return r.result, err
+		}
+	}
+	return r.result, nil
+}
+
+// prepare installs what the users wrote and waits until the user's own machines are there.
+func (r *run) prepare(ctx context.Context) error {
+	r.Title("Applying three MachineDeployments to the hub; a ClusterAPINodeClass, a NodePool and three Deployments without pods to the spoke")
+	if err := manifests.Apply(ctx, r.Hub, manifests.FleetHub); err != nil {
+		return err
+	}
+	for _, file := range []string{manifests.FleetSpoke, manifests.FleetWorkload} {
+		if err := manifests.Apply(ctx, r.Spoke, file); err != nil {
+			return err
+		}
+	}
+	objects, err := manifests.Load(manifests.FleetHub)
+	if err != nil {
+		return err
+	}
+	r.start = map[string]int32{}
+	for _, o := range objects {
+		if o.GetKind() == "MachineDeployment" {
+			replicas, _ := o.Object["spec"].(map[string]any)["replicas"].(int64)
+			r.start[o.GetName()] = int32(replicas)
+		}
+	}
+	if err := r.await(ctx, readyWithin, func(s journey.State) string {
+		for _, name := range slices.Sorted(maps.Keys(r.start)) {
+			want := int(r.start[name])
+			group, _ := lo.Find(s.Groups, func(g journey.Group) bool { return g.Name == name })
+			if group.Machines != want {
+				return fmt.Sprintf("%d Machines of %s, which has %d", want, name, group.Machines)
+			}
+		}
+		return ""
+	}); err != nil {
+		return err
+	}
+	ready, cancel := context.WithTimeout(ctx, readyWithin)
+	defer cancel()
+	if err := r.AwaitNodePool(ready, "default"); err != nil {
+		return err
+	}
+	r.Note("NodePool and ClusterAPINodeClass are ready; replicas: %s", Replicas(r.start))
+	return nil
+}
+
+func (r *run) load(ctx context.Context, l Load) error {
+	for _, name := range slices.Sorted(maps.Keys(l.Pods)) {
+		if err := r.Scale(ctx, types.NamespacedName{Namespace: "default", Name: name}, l.Pods[name]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (r *run) scaleUp(ctx context.Context) error {
+	r.Title("Scaling up: %d pods, which need %d nodes", Full.TotalPods(), Full.TotalNodes())
+	if err := r.load(ctx, Full); err != nil {
+		return err
+	}
+	if r.Chaos {
+		if err := r.chaos(ctx); err != nil {
+			return err
+		}
+	}
+	if err := r.await(ctx, scaleUpWithin, func(s journey.State) string {
+		live := s.Live()
+		initialized := lo.CountBy(live, func(j journey.Journey) bool { return j.Reached(journey.Initialized) })
+		if s.Pods.Running == Full.TotalPods() && s.Pods.Total() == Full.TotalPods() && initialized == len(live) {
+			return ""
+		}
+		return fmt.Sprintf("%d pods to run (%d do) on %d nodes (%d of %d are initialized)",
+			Full.TotalPods(), s.Pods.Running, Full.TotalNodes(), initialized, len(live))
+	}); err != nil {
+		return r.withPending(ctx, err)
+	}
+	if err := r.settle(ctx); err != nil {
+		return err
+	}
+	state := r.Recorder.State()
+	r.result.Pods, r.result.Nodes = state.Pods.Running, len(state.Live())
+	r.result.Launch = journey.LatencyOf(state.Journeys, journey.Created, journey.Launched)
+	r.result.Join = journey.LatencyOf(state.Journeys, journey.Created, journey.Initialized)
+	r.Note("%d pods run on %d nodes made for them; NodeClaim to launched: median %s, 99th percentile %s; to a node that takes pods: median %s, 99th percentile %s",
+		r.result.Pods, r.result.Nodes, round(r.result.Launch.Median), round(r.result.Launch.P99), round(r.result.Join.Median), round(r.result.Join.P99))
+	if r.result.Nodes != Full.TotalNodes() {
+		return fmt.Errorf("%d nodes were made for the pods, %d would do: %s", r.result.Nodes, Full.TotalNodes(), perGroup(state))
+	}
+	return nil
+}
+
+// chaos kills the shim when NodeClaims begin to appear and the agent when the first claim has its Machine, and waits until
+// both are back.
+func (r *run) chaos(ctx context.Context) error {
+	for _, blow := range []struct {
+		component string
+		when      string
+		stage     journey.Stage
+	}{
+		{sandbox.Shim, "a NodeClaim to be created", journey.Created},
+		{sandbox.Agent, "a claim to be bound", journey.Bound},
+	} {
+		if err := r.await(ctx, scaleUpWithin, func(s journey.State) string {
+			return lo.Ternary(lo.ContainsBy(s.Live(), func(j journey.Journey) bool { return j.Reached(blow.stage) }), "", blow.when)
+		}); err != nil {
+			return r.withPending(ctx, err)
+		}
+		pid := r.Status(blow.component).PID
+		if err := r.Sandbox.Kill(blow.component); err != nil {
+			return err
+		}
+		r.result.Killed++
+		r.Note("kill -9 %d: the %s", pid, blow.component)
+		restarted, cancel := context.WithTimeout(ctx, restartWithin)
+		err := r.AwaitRestarted(restarted, blow.component, pid)
+		cancel()
+		if err != nil {
+			return err
+		}
+		r.Note("the %s runs again as process %d", blow.component, r.Status(blow.component).PID)
+	}
+	return nil
+}
+
+func (r *run) consolidate(ctx context.Context) error {
+	r.Title("Scaling down to %d pods, for which %d nodes suffice", Reduced.TotalPods(), Reduced.TotalNodes())
+	if err := r.load(ctx, Reduced); err != nil {
+		return err
+	}
+	if err := r.await(ctx, consolidateWithin, func(s journey.State) string {
+		live := s.Live()
+		deleting := lo.CountBy(live, func(j journey.Journey) bool { return j.Reached(journey.Deleting) })
+		if len(live) <= Reduced.TotalNodes() && deleting == 0 && s.Pods.Running == Reduced.TotalPods() && s.Pods.Total() == Reduced.TotalPods() {
+			return ""
+		}
+		return fmt.Sprintf("consolidation to %d nodes: there are %d, of which %d are going; %d of %d pods run",
+			Reduced.TotalNodes(), len(live), deleting, s.Pods.Running, Reduced.TotalPods())
+	}); err != nil {
+		return r.withPending(ctx, err)
+	}
+	if err := r.settle(ctx); err != nil {
+		return err
+	}
+	state := r.Recorder.State()
+	reasons := lo.CountValuesBy(
+		lo.Filter(state.Journeys, func(j journey.Journey, _ int) bool { return j.Disrupted != "" && j.Reached(journey.Gone) }),
+		func(j journey.Journey) string { return j.Disrupted },
+	)
+	r.result.Consolidated = lo.Sum(lo.Values(reasons))
+	r.Note("consolidated %d nodes (%s); left: %s", r.result.Consolidated, counts(reasons), perGroup(state))
+	return nil
+}
+
+func (r *run) scaleToZero(ctx context.Context) error {
+	r.Title("Scaling to zero: every MachineDeployment has to come back to where it began")
+	if err := r.load(ctx, Nothing); err != nil {
+		return err
+	}
+	if err := r.await(ctx, scaleDownWithin, func(s journey.State) string {
+		if live := s.Live(); len(live) > 0 {
+			return fmt.Sprintf("%d nodes to go (%d are going)", len(live),
+				lo.CountBy(live, func(j journey.Journey) bool { return j.Reached(journey.Deleting) }))
+		}
+		for _, group := range s.Groups {
+			if want := r.start[group.Name]; group.Replicas != want || group.Machines != int(want) {
+				return fmt.Sprintf("%s to have %d replicas and Machines (%d, %d)", group.Name, want, group.Replicas, group.Machines)
+			}
+		}
+		return ""
+	}); err != nil {
+		return err
+	}
+	if err := r.settle(ctx); err != nil {
+		return err
+	}
+	state := r.Recorder.State()
+	r.result.FinalReplicas = lo.SliceToMap(state.Groups, func(g journey.Group) (string, int32) { return g.Name, g.Replicas })
+	r.Note("replicas are %s, as at the start", Replicas(r.result.FinalReplicas))
+	return nil
+}
+
+// settle waits until every invariant holds.
+func (r *run) settle(ctx context.Context) error {
+	began := time.Now()
+	stop := r.whileWaiting(func() string { return "every invariant to hold" })
+	defer stop()
+	bounded, cancel := context.WithTimeout(ctx, settleWithin)
+	defer cancel()
+	violations, err := r.Checker.Settle(bounded)
+	if err != nil {
+		return fmt.Errorf("checking the invariants: %w", err)
+	}
+	if len(violations) > 0 {
+		return fmt.Errorf("%d invariants are violated:\n%s", len(violations), invariants.Describe(violations))
+	}
+	r.Note("every invariant holds (after %s)", round(time.Since(began)))
+	return nil
+}
+
+// await waits for the recorder's condition and tells every few seconds what is missing.
+func (r *run) await(ctx context.Context, within time.Duration, condition func(journey.State) string) error {
+	bounded, cancel := context.WithTimeout(ctx, within)
+	defer cancel()
+	var mu sync.Mutex
+	var missing string
+	stop := r.whileWaiting(func() string {
+		mu.Lock()
+		defer mu.Unlock()
+		return missing
+	})
+	defer stop()
+	return r.Recorder.Await(bounded, func(s journey.State) string {
+		mu.Lock()
+		defer mu.Unlock()
+		missing = condition(s)
+		return missing
+	})
+}
+
+// whileWaiting tells every few seconds what is waited for, until the returned function is called.
+func (r *run) whileWaiting(what func() string) (stop func()) {
+	began := time.Now()
+	ended := make(chan struct{})
+	var telling sync.WaitGroup
+	telling.Go(func() {
+		ticker := time.NewTicker(quietFor)
+		defer ticker.Stop()
+		for {
+			select {
+			case <-ended:
+				return
+			case <-ticker.C:
+				r.Note("waiting for %s (%s)", what(), time.Since(began).Round(time.Second))
+			}
+		}
+	})
+	return func() {
+		close(ended)
+		telling.Wait()
+	}
+}
+
+// withPending adds what the scheduler says of pods that wait.
+func (r *run) withPending(ctx context.Context, err error) error {
+	// The wait that failed may have failed of its context.
+	bounded, cancel := context.WithTimeout(context.WithoutCancel(ctx), quietFor)
+	defer cancel()
+	pods, listErr := r.Pending(bounded)
+	if listErr != nil || len(pods) == 0 {
+		return err
+	}
+	if len(pods) > 3 {
+		pods = append(pods[:3], fmt.Sprintf("and %d more", len(pods)-3))
+	}
+	return fmt.Errorf("%w\npods without a Node:\n  %s", err, strings.Join(pods, "\n  "))
+}
+
+// Replicas writes numbers of replicas as name:number, by name.
+func Replicas(replicas map[string]int32) string {
+	return strings.Join(lo.Map(slices.Sorted(maps.Keys(replicas)), func(name string, _ int) string {
+		return fmt.Sprintf("%s:%d", name, replicas[name])
+	}), ",")
+}
+
+func counts(n map[string]int) string {
+	return strings.Join(lo.Map(slices.Sorted(maps.Keys(n)), func(name string, _ int) string {
+		return fmt.Sprintf("%s %d", name, n[name])
+	}), ", ")
+}
+
+// perGroup writes how many live NodeClaims each node group has.
+func perGroup(s journey.State) string {
+	return counts(lo.CountValuesBy(s.Live(), func(j journey.Journey) string { return lo.CoalesceOrEmpty(j.Group, "no group") }))
+}
+
+func round(d time.Duration) time.Duration {
+	return d.Round(lo.Ternary(d < time.Second, time.Millisecond, 10*time.Millisecond))
+}
