@@ -9,6 +9,7 @@ require (
 	github.com/karpenter-capi/karpenter-capi/proto v0.0.0
 	github.com/samber/lo v1.53.0
 	github.com/stretchr/testify v1.12.1
+	go.uber.org/goleak v1.3.0
 	google.golang.org/genproto/googleapis/rpc v0.0.0-20261019180522-ce908d29299b
 	google.golang.org/grpc v1.85.0
 	google.golang.org/grpc/security/advancedtls v1.0.0

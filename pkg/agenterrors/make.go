@@ -6,6 +6,7 @@ import (
 	"time"
 
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/samber/lo"
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -175,8 +176,8 @@ func invalidArgument(reason Reason, violations ...FieldViolation) error {
 	sentences := make([]string, 0, len(violations))
 	for _, v := range violations {
 		badRequest.FieldViolations = append(badRequest.FieldViolations, &errdetails.BadRequest_FieldViolation{
-			Field:       v.Field,
-			Description: v.Description,
+			Field:       valid(v.Field),
+			Description: valid(v.Description),
 		})
 		sentences = append(sentences, v.Field+": "+v.Description)
 	}
@@ -184,7 +185,11 @@ func invalidArgument(reason Reason, violations ...FieldViolation) error {
 }
 
 func errorInfo(reason Reason, metadata map[string]string) *errdetails.ErrorInfo {
-	return &errdetails.ErrorInfo{Reason: string(reason), Domain: Domain, Metadata: metadata}
+	return &errdetails.ErrorInfo{
+		Reason:   string(reason),
+		Domain:   Domain,
+		Metadata: lo.MapValues(metadata, func(value, _ string) string { return valid(value) }),
+	}
 }
 
 func retryInfo(delay time.Duration) *errdetails.RetryInfo {
@@ -201,7 +206,7 @@ func made(code codes.Code, message string, details ...protoadapt.MessageV1) erro
 	return detailed.Err()
 }
 
-// valid replaces what protobuf strings cannot hold: callers' messages may quote what users wrote.
+// valid replaces what protobuf strings cannot hold: errors quote what users wrote.
 func valid(s string) string {
 	return strings.ToValidUTF8(s, "\uFFFD")
 }

@@ -60,13 +60,14 @@ func (c *caller) Invoke(ctx context.Context, method string, args, reply any, opt
 	}
 	start := time.Now()
 	err := c.conn.Invoke(ctx, method, args, reply, opts...)
-	log := c.logger.WithValues("method", path.Base(method), "requestID", requestID, "duration", time.Since(start).String(),
-		"code", status.Code(err).String())
 	if err != nil {
-		log.V(1).Info("agent call failed", "error", err.Error())
+		c.logger.V(1).Info("agent call failed", "method", path.Base(method), "requestID", requestID,
+			"duration", time.Since(start).String(), "code", status.Code(err).String(), "error", err.Error())
 		return &callError{err: err, method: path.Base(method), requestID: requestID}
 	}
-	log.V(4).Info("agent call")
+	if log := c.logger.V(4); log.Enabled() {
+		log.Info("agent call", "method", path.Base(method), "requestID", requestID, "duration", time.Since(start).String())
+	}
 	return nil
 }
 

@@ -131,13 +131,12 @@ func (m *Mirror[T]) Run(ctx context.Context) error {
 // follow applies one stream until it ends, and says why it ended and whether it got as far as a complete snapshot.
 func (m *Mirror[T]) follow(ctx context.Context) (reachedSynced bool, err error) {
 	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-
-	heard := make(chan struct{}, 1)
 	var watchdog sync.WaitGroup
-	watchdog.Go(func() { m.watchSilence(ctx, heard, cancel) })
-	defer watchdog.Wait()
-	defer cancel(nil)
+	watchdog.Go(func() { m.watchSilence(ctx, cancel) })
+	defer func() {
+		cancel(nil)
+		watchdog.Wait()
+	}()
 
 	receive, err := m.open(ctx)
 	if err != nil {
@@ -148,10 +147,6 @@ func (m *Mirror[T]) follow(ctx context.Context) (reachedSynced bool, err error) 
 		e, err := receive()
 		if err != nil {
 			return reachedSynced, because(ctx, err)
-		}
-		select {
-		case heard <- struct{}{}:
-		default:
 		}
 		switch e.kind {
 		case upsert:
@@ -197,20 +192,25 @@ func because(ctx context.Context, err error) error {
 }
 
 // watchSilence cancels the stream when nothing was heard for too long.
-func (m *Mirror[T]) watchSilence(ctx context.Context, heard <-chan struct{}, cancel context.CancelCauseFunc) {
+func (m *Mirror[T]) watchSilence(ctx context.Context, cancel context.CancelCauseFunc) {
 	limit := missedHeartbeats * m.heartbeatInterval
-	timer := m.clock.NewTimer(limit)
-	defer timer.Stop()
+	opened := m.clock.Now()
 	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-heard:
-			timer.Stop()
-			timer = m.clock.NewTimer(limit)
-		case <-timer.C():
+		last := m.State().LastEvent
+		if last.Before(opened) {
+			last = opened
+		}
+		silent := m.clock.Since(last)
+		if silent >= limit {
 			cancel(errSilent)
 			return
+		}
+		timer := m.clock.NewTimer(limit - silent)
+		select {
+		case <-ctx.Done():
+			timer.Stop()
+			return
+		case <-timer.C():
 		}
 	}
 }

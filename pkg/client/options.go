@@ -46,7 +46,8 @@ type Options struct {
 	HeartbeatInterval time.Duration
 	// UserAgent names the calling program in the agent's logs, for example `karpenter/v0.1.0`. OPTIONAL.
 	UserAgent string
-	// Logger gets a line for each failed call, and for each call at verbosity 4. The zero Logger logs nothing.
+	// Logger gets a line for each failed call at verbosity 1, and for each other call at verbosity 4: callers log the errors
+	// that matter to them, with the request id in their text. The zero Logger logs nothing.
 	Logger logr.Logger
 	// Clock is what mirrors measure silence and backoff with. Nil means the real one.
 	Clock clock.Clock
@@ -99,6 +100,9 @@ func (o Options) validate() error {
 	}
 	switch {
 	case isUnix(o.Address):
+		if strings.HasPrefix(o.Address, "unix://") && !strings.HasPrefix(o.Address, "unix:///") {
+			return fmt.Errorf("address %s is no unix socket: write unix:///path/to/socket", o.Address)
+		}
 		if o.TLS != nil {
 			return fmt.Errorf("address %s is a unix socket, which is used without TLS, but TLS files are given", o.Address)
 		}

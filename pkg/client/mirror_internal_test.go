@@ -1,0 +1,269 @@
+package client
+
+import (
+	"context"
+	"errors"
+	"io"
+	"testing"
+	"time"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/stretchr/testify/require"
+	clocktesting "k8s.io/utils/clock/testing"
+)
+
+type (
+	machine      = *agentv1alpha1.Machine
+	machineEvent = event[machine]
+)
+
+const patience = 10 * time.Second
+
+// scripted is a mirror whose streams the test plays.
+type scripted struct {
+	*Mirror[machine]
+
+	t       *testing.T
+	clock   *clocktesting.FakeClock
+	streams chan *stream // opened by the mirror
+}
+
+type stream struct {
+	events chan machineEvent
+	end    chan error
+	ctx    context.Context
+}
+
+func newScripted(t *testing.T) *scripted {
+	t.Helper()
+	s := &scripted{t: t, clock: clocktesting.NewFakeClock(time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)), streams: make(chan *stream)}
+	c := FromConn(nil, Options{Clock: s.clock, HeartbeatInterval: time.Second})
+	s.Mirror = newMirror(c, "test", machine.GetName, func(ctx context.Context) (func() (machineEvent, error), error) {
+		opened := &stream{events: make(chan machineEvent), end: make(chan error), ctx: ctx}
+		select {
+		case s.streams <- opened:
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+		return func() (machineEvent, error) {
+			select {
+			case e := <-opened.events:
+				return e, nil
+			case err := <-opened.end:
+				return machineEvent{}, err
+			case <-ctx.Done():
+				return machineEvent{}, ctx.Err()
+			}
+		}, nil
+	})
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error)
+	go func() { done <- s.Run(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		require.NoError(t, <-done)
+	})
+	return s
+}
+
+// open waits for the next stream, letting backoff pass.
+func (s *scripted) open() *stream {
+	s.t.Helper()
+	deadline := time.After(patience)
+	for {
+		select {
+		case opened := <-s.streams:
+			return opened
+		case <-deadline:
+			s.t.Fatal("no stream was opened")
+		case <-time.After(time.Millisecond):
+			// Less than three heartbeats, so that only backoff passes; the jitter makes its length unknown.
+			s.clock.Step(100 * time.Millisecond)
+		}
+	}
+}
+
+func (s *scripted) send(to *stream, events ...machineEvent) {
+	s.t.Helper()
+	for _, e := range events {
+		select {
+		case to.events <- e:
+		case <-time.After(patience):
+			s.t.Fatal("the mirror does not read")
+		}
+	}
+}
+
+func (s *scripted) eventually(check func() bool) {
+	s.t.Helper()
+	require.Eventually(s.t, check, patience, time.Millisecond)
+}
+
+func (s *scripted) names() []string {
+	var names []string
+	objects, _ := s.List()
+	for _, m := range objects {
+		names = append(names, m.GetName())
+	}
+	return names
+}
+
+func upserted(name, phase string) machineEvent {
+	return machineEvent{kind: upsert, object: &agentv1alpha1.Machine{Name: name, Phase: phase}}
+}
+
+func gone(name string) machineEvent { return machineEvent{kind: removed, key: name} }
+
+var marker = machineEvent{kind: synced}
+
+func TestMirrorShowsNothingBeforeTheSnapshotIsComplete(t *testing.T) {
+	s := newScripted(t)
+	stream := s.open()
+	s.send(stream, upserted("b", ""), upserted("a", ""), upserted("c", ""), gone("c"))
+	require.Empty(t, s.names())
+	require.False(t, s.State().Synced)
+	require.False(t, s.State().Connected)
+	select {
+	case <-s.Synced():
+		t.Fatal("synced too early")
+	default:
+	}
+
+	s.send(stream, marker, machineEvent{kind: heartbeat})
+	require.NoError(t, s.WaitForSync(t.Context()))
+	require.Equal(t, []string{"a", "b"}, s.names())
+	require.True(t, s.State().Connected)
+	require.Equal(t, s.clock.Now(), s.State().LastEvent)
+}
+
+func TestMirrorAppliesChanges(t *testing.T) {
+	s := newScripted(t)
+	stream := s.open()
+	s.send(stream, upserted("a", "Pending"), marker, upserted("b", "Pending"), upserted("a", "Running"), machineEvent{kind: heartbeat})
+	a, ok := s.Get("a")
+	require.True(t, ok)
+	require.Equal(t, "Running", a.GetPhase())
+	s.send(stream, gone("a"), gone("never"), machineEvent{kind: heartbeat})
+	_, ok = s.Get("a")
+	require.False(t, ok)
+	require.Equal(t, []string{"b"}, s.names())
+}
+
+func TestMirrorCountsOnlyChanges(t *testing.T) {
+	s := newScripted(t)
+	stream := s.open()
+	s.send(stream, upserted("a", ""), marker, machineEvent{kind: heartbeat})
+	generation := s.Generation()
+	s.send(stream, upserted("a", ""), machineEvent{}, marker, machineEvent{kind: heartbeat})
+	require.Equal(t, generation, s.Generation())
+	s.send(stream, upserted("a", "Running"), machineEvent{kind: heartbeat})
+	require.Greater(t, s.Generation(), generation)
+
+	before, at := s.List()
+	again, atAgain := s.List()
+	require.Equal(t, at, atAgain)
+	require.Same(t, &before[0], &again[0], "an unchanged list is not made again")
+}
+
+func TestMirrorKeepsItsViewOverReconnection(t *testing.T) {
+	s := newScripted(t)
+	first := s.open()
+	s.send(first, upserted("a", ""), upserted("b", ""), marker)
+	broken := errors.New("connection reset")
+	first.end <- broken
+	s.eventually(func() bool { return !s.State().Connected })
+	require.Equal(t, []string{"a", "b"}, s.names())
+	require.True(t, s.State().Synced)
+	require.ErrorIs(t, s.State().LastError, broken)
+
+	second := s.open()
+	subscription := s.Subscribe()
+	defer subscription.Close()
+	require.Equal(t, []string{"a", "b"}, subscription.Take(), "what is there counts as changed")
+	s.send(second, upserted("b", ""), upserted("c", ""))
+	require.Equal(t, []string{"a", "b"}, s.names(), "the old view stays until SYNCED")
+	s.send(second, marker, machineEvent{kind: heartbeat})
+	require.Equal(t, []string{"b", "c"}, s.names())
+	require.True(t, s.State().Connected)
+	require.Equal(t, []string{"a", "c"}, subscription.Take(), "what differs between the snapshots, and nothing else")
+}
+
+func TestMirrorKeepsItsViewDuringResync(t *testing.T) {
+	s := newScripted(t)
+	stream := s.open()
+	s.send(stream, upserted("a", ""), upserted("b", ""), marker)
+	s.send(stream, machineEvent{kind: resync}, upserted("c", ""), upserted("a", "Running"), machineEvent{kind: heartbeat})
+	require.Equal(t, []string{"a", "b"}, s.names())
+	a, _ := s.Get("a")
+	require.Empty(t, a.GetPhase())
+	require.True(t, s.State().Connected)
+	s.send(stream, marker, machineEvent{kind: heartbeat})
+	require.Equal(t, []string{"a", "c"}, s.names())
+}
+
+func TestMirrorDiscardsASnapshotThatBreaksOff(t *testing.T) {
+	s := newScripted(t)
+	stream := s.open()
+	s.send(stream, upserted("a", ""), marker)
+	stream.end <- io.EOF
+	second := s.open()
+	require.ErrorIs(t, s.State().LastError, errEnded)
+	s.send(second, upserted("x", ""))
+	second.end <- io.EOF
+	third := s.open()
+	s.send(third, upserted("b", ""))
+	require.Equal(t, []string{"a"}, s.names())
+	s.send(third, marker, machineEvent{kind: heartbeat})
+	require.Equal(t, []string{"b"}, s.names(), "nothing of the broken snapshot remains")
+}
+
+func TestMirrorLeavesASilentStream(t *testing.T) {
+	s := newScripted(t)
+	stream := s.open()
+	s.send(stream, marker)
+	for range 5 {
+		// Two of three intervals, again and again: heartbeats keep the stream.
+		s.clock.Step(2 * time.Second)
+		s.send(stream, machineEvent{kind: heartbeat}, machineEvent{kind: heartbeat})
+		require.NoError(t, stream.ctx.Err())
+	}
+	s.eventually(func() bool {
+		s.clock.Step(time.Second) // more than once: the watchdog may be about to set its timer
+		return stream.ctx.Err() != nil
+	})
+	s.eventually(func() bool { return errors.Is(s.State().LastError, errSilent) })
+	require.False(t, s.State().Connected)
+	s.send(s.open(), upserted("a", ""), marker, machineEvent{kind: heartbeat})
+	require.Equal(t, []string{"a"}, s.names())
+}
+
+func TestMirrorLeavesAStreamThatDoesNotOpen(t *testing.T) {
+	s := newScripted(t) // nobody accepts its streams
+	s.eventually(func() bool {
+		s.clock.Step(time.Second)
+		return errors.Is(s.State().LastError, errSilent)
+	})
+	ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
+	defer cancel()
+	err := s.WaitForSync(ctx)
+	require.ErrorIs(t, err, context.DeadlineExceeded)
+	require.ErrorIs(t, err, errSilent, "the wait says what was wrong")
+}
+
+func TestSubscriptionCollectsKeysWithoutHoldingTheStreamUp(t *testing.T) {
+	s := newScripted(t)
+	subscription := s.Subscribe()
+	stream := s.open()
+	s.send(stream, marker)
+	for range 100 {
+		s.send(stream, upserted("a", "x"), upserted("a", "y"), upserted("b", ""))
+	}
+	s.send(stream, gone("b"), machineEvent{kind: heartbeat})
+	<-subscription.Changed()
+	require.Equal(t, []string{"a", "b"}, subscription.Take())
+	require.Empty(t, subscription.Take())
+
+	subscription.Close()
+	s.send(stream, upserted("c", ""), machineEvent{kind: heartbeat})
+	require.Empty(t, subscription.Take())
+}

@@ -1,0 +1,56 @@
+package client_test
+
+import (
+	"testing"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	"github.com/stretchr/testify/require"
+)
+
+func TestOptionsThatCannotWorkAreRefused(t *testing.T) {
+	files := &client.TLS{CertFile: "/tls/tls.crt", KeyFile: "/tls/tls.key", CAFile: "/tls/ca.crt"}
+	for name, c := range map[string]struct {
+		options client.Options
+		says    string
+	}{
+		"no address":                    {client.Options{TLS: files}, "no agent address"},
+		"network without TLS":           {client.Options{Address: "agent.example:8443"}, "needs TLS"},
+		"loopback without being asked":  {client.Options{Address: "127.0.0.1:8443"}, "needs TLS"},
+		"plaintext over the network":    {client.Options{Address: "10.0.0.1:8443", PlaintextLoopback: true}, "only for loopback"},
+		"plaintext to a name":           {client.Options{Address: "dns:///agent:8443", PlaintextLoopback: true}, "only for loopback"},
+		"plaintext to a lookalike":      {client.Options{Address: "127.0.0.1.example:8443", PlaintextLoopback: true}, "only for loopback"},
+		"plaintext by another resolver": {client.Options{Address: "dns://10.0.0.1/localhost:8443", PlaintextLoopback: true}, "only for loopback"},
+		"plaintext and TLS":             {client.Options{Address: "127.0.0.1:8443", PlaintextLoopback: true, TLS: files}, "TLS files are given"},
+		"unix socket and TLS":           {client.Options{Address: "unix:///run/agent.sock", TLS: files}, "unix socket"},
+		"no key":                        {client.Options{Address: "agent:8443", TLS: &client.TLS{CertFile: "a", CAFile: "b"}}, "missing: key"},
+		"certificate and key far apart": {client.Options{Address: "agent:8443", TLS: &client.TLS{CertFile: "/a/c", KeyFile: "/b/k", CAFile: "/c"}}, "same directory"},
+		"a negative refresh":            {client.Options{Address: "agent:8443", TLS: &client.TLS{CertFile: "c", KeyFile: "k", CAFile: "ca", Refresh: -1}}, "refresh"},
+		"a negative heartbeat interval": {client.Options{Address: "unix:///run/agent.sock", HeartbeatInterval: -1}, "heartbeat"},
+		"a unix socket of another host": {client.Options{Address: "unix://host/agent.sock"}, "write unix:///"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, err := client.New(c.options)
+			require.ErrorContains(t, err, c.says)
+		})
+	}
+}
+
+func TestOptionsThatCanWorkNeedNoAgent(t *testing.T) {
+	for name, options := range map[string]client.Options{
+		"TLS with files still to come": {
+			Address: "agent.example:8443",
+			TLS:     &client.TLS{CertFile: "/nowhere/tls.crt", KeyFile: "/nowhere/tls.key", CAFile: "/elsewhere/ca.crt"},
+		},
+		"unix socket":        {Address: "unix:///nowhere/agent.sock"},
+		"IPv4 loopback":      {Address: "127.0.0.1:1", PlaintextLoopback: true},
+		"IPv6 loopback":      {Address: "[::1]:1", PlaintextLoopback: true},
+		"localhost":          {Address: "dns:///localhost:1", PlaintextLoopback: true},
+		"another 127 number": {Address: "127.1.2.3:1", PlaintextLoopback: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c, err := client.New(options)
+			require.NoError(t, err)
+			require.NoError(t, c.Close())
+		})
+	}
+}

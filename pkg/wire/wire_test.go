@@ -1,0 +1,122 @@
+package wire_test
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/stretchr/testify/require"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+)
+
+func TestResourceListKeepsWhatCanBeUsedAndNamesTheRest(t *testing.T) {
+	list, err := wire.ResourceList(map[string]string{
+		"cpu": "4", "memory": " 16Gi ", "pods": "-1", "nvidia.com/gpu": "two", "ephemeral-storage": "",
+	})
+	require.ErrorContains(t, err, `"pods"`)
+	require.ErrorContains(t, err, `"nvidia.com/gpu"`)
+	require.ErrorContains(t, err, `"ephemeral-storage"`)
+	require.NotContains(t, err.Error(), `"cpu"`)
+	require.Len(t, list, 2)
+	require.True(t, list.Cpu().Equal(resource.MustParse("4")))
+	require.True(t, list.Memory().Equal(resource.MustParse("16Gi")))
+}
+
+func TestResourceListOfNothingIsEmpty(t *testing.T) {
+	list, err := wire.ResourceList(nil)
+	require.NoError(t, err)
+	require.NotNil(t, list)
+	require.Empty(t, list)
+}
+
+func TestQuantitiesRoundTrip(t *testing.T) {
+	original := map[string]string{"cpu": "3900m", "memory": "16Gi", "pods": "110", "example.com/device": "1E"}
+	list, err := wire.ResourceList(original)
+	require.NoError(t, err)
+	require.Equal(t, original, wire.Quantities(list))
+	require.Nil(t, wire.Quantities(nil))
+}
+
+func TestQuantity(t *testing.T) {
+	for _, s := range []string{"0", "4", "+4", "500m", "16Gi", "1.5", "1e3", "1E3", "1E", "1Ei", "12E", "1e-3", "100k"} {
+		_, err := wire.Quantity(s)
+		require.NoError(t, err, s)
+	}
+	for _, s := range []string{
+		"", " ", "four", "4 Gi", "4GiB", "-1", "-0.5", "1e", "1e+", "0x10", "NaN", "1e1000000000", "1e-1000000000",
+		"1e99999999999999999999", "1E-2147483648", strings.Repeat("9", 65), "４",
+	} {
+		begun := time.Now()
+		_, err := wire.Quantity(s)
+		require.Error(t, err, s)
+		require.Less(t, time.Since(begun), time.Second, s)
+	}
+}
+
+func FuzzQuantity(f *testing.F) {
+	for _, s := range []string{"4", "16Gi", "-1", "1e-999999999", "1E", "1Ei", ".", "e", "1e+-1"} {
+		f.Add(s)
+	}
+	f.Fuzz(func(t *testing.T, s string) {
+		quantity, err := wire.Quantity(s)
+		if err != nil {
+			return
+		}
+		require.GreaterOrEqual(t, quantity.Sign(), 0)
+		again, err := wire.Quantity(quantity.String())
+		require.NoError(t, err)
+		require.Zero(t, quantity.Cmp(again))
+	})
+}
+
+func TestTaints(t *testing.T) {
+	original := []corev1.Taint{
+		{Key: "dedicated", Value: "web", Effect: corev1.TaintEffectNoSchedule},
+		{Key: "spot", Effect: corev1.TaintEffectPreferNoSchedule},
+		{Key: "gone", Effect: corev1.TaintEffectNoExecute},
+	}
+	converted, err := wire.Taints(wire.FromTaints(original))
+	require.NoError(t, err)
+	require.Equal(t, original, converted)
+	require.Nil(t, wire.FromTaints(nil))
+
+	converted, err = wire.Taints([]*agentv1alpha1.Taint{
+		nil, {Key: "odd", Effect: "Sometimes"}, {Key: "fine", Effect: "NoSchedule"}, {Effect: "NoSchedule"},
+	})
+	require.ErrorContains(t, err, `"odd"`)
+	require.ErrorContains(t, err, "no key")
+	require.Equal(t, []corev1.Taint{{Key: "fine", Effect: corev1.TaintEffectNoSchedule}}, converted)
+}
+
+func TestCapacityTypesRoundTrip(t *testing.T) {
+	for number := range agentv1alpha1.CapacityType_name {
+		capacityType := agentv1alpha1.CapacityType(number)
+		parsed, err := wire.ParseCapacityType(wire.CapacityType(capacityType))
+		require.NoError(t, err)
+		if capacityType == agentv1alpha1.CapacityType_CAPACITY_TYPE_UNSPECIFIED {
+			capacityType = agentv1alpha1.CapacityType_CAPACITY_TYPE_ON_DEMAND
+		}
+		require.Equal(t, capacityType, parsed)
+	}
+	_, err := wire.ParseCapacityType("free")
+	require.ErrorContains(t, err, `"free"`)
+	require.Equal(t, wire.CapacityTypeOnDemand, wire.CapacityType(99))
+}
+
+func TestClaimPhasesRoundTrip(t *testing.T) {
+	for number := range agentv1alpha1.ClaimPhase_name {
+		phase := agentv1alpha1.ClaimPhase(number)
+		if phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_UNSPECIFIED {
+			continue
+		}
+		parsed, err := wire.ParseClaimPhase(wire.ClaimPhase(phase))
+		require.NoError(t, err)
+		require.Equal(t, phase, parsed)
+	}
+	require.Equal(t, "Unknown", wire.ClaimPhase(99))
+	_, err := wire.ParseClaimPhase("Lost")
+	require.ErrorContains(t, err, `"Lost"`)
+}
