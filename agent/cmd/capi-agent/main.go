@@ -1,0 +1,134 @@
+// Command capi-agent runs in a Cluster API management cluster and serves its node groups, claims and machines over gRPC.
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/signal"
+	"syscall"
+
+	"github.com/go-logr/logr"
+	"github.com/spf13/pflag"
+	"go.uber.org/zap/zapcore"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+	"sigs.k8s.io/controller-runtime/pkg/log/zap"
+	"sigs.k8s.io/controller-runtime/pkg/metrics"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/agent"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/options"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/version"
+)
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	if err := run(ctx, os.Args[1:]); err != nil {
+		fmt.Fprintln(os.Stderr, "capi-agent:", err)
+		os.Exit(1)
+	}
+}
+
+func run(ctx context.Context, arguments []string) error {
+	o := options.New()
+	flags := pflag.NewFlagSet("capi-agent", pflag.ContinueOnError)
+	flags.SortFlags = false
+	o.AddFlags(flags)
+	showVersion := flags.Bool("version", false, "Print the version and exit.")
+	if err := flags.Parse(arguments); errors.Is(err, pflag.ErrHelp) {
+		return nil
+	} else if err != nil {
+		return err
+	}
+	if *showVersion {
+		fmt.Println(version.Version(), version.Commit())
+		return nil
+	}
+	if err := options.FromEnvironment(flags); err != nil {
+		return err
+	}
+	if err := o.Validate(); err != nil {
+		return err
+	}
+	logger := newLogger(o)
+	log.SetLogger(logger)
+	klog.SetLogger(logger)
+	hub, err := hubConfig(o)
+	if err != nil {
+		return err
+	}
+	a, err := agent.New(ctx, agent.Config{Options: o, Hub: hub, Log: logger, Registerer: metrics.Registry})
+	if err != nil {
+		return err
+	}
+	listeners, release, err := listen(ctx, o)
+	if err != nil {
+		return err
+	}
+	defer release()
+	logger.Info("starting", "version", version.Version(), "commit", version.Commit(), "hub", hub.Host)
+	return a.Run(ctx, listeners...)
+}
+
+func listen(ctx context.Context, o *options.Options) (listeners []server.Listener, release func(), err error) {
+	release = func() {}
+	switch {
+	case o.ListenAddress == "":
+	case o.PlaintextLoopback:
+		listener, err := server.ListenLoopback(ctx, o.ListenAddress)
+		if err != nil {
+			return nil, nil, fmt.Errorf("--listen-address: %w", err)
+		}
+		listeners = append(listeners, listener)
+	default:
+		listener, stop, err := server.ListenTLS(ctx, o.ListenAddress, server.TLSFiles{
+			CertFile: o.TLSCertFile, KeyFile: o.TLSKeyFile, ClientCAFile: o.ClientCAFile,
+		})
+		if err != nil {
+			return nil, nil, err
+		}
+		listeners, release = append(listeners, listener), stop
+	}
+	if o.ListenUnixSocket != "" {
+		listener, err := server.ListenUnix(ctx, o.ListenUnixSocket)
+		if err != nil {
+			release()
+			return nil, nil, fmt.Errorf("--listen-unix-socket: %w", err)
+		}
+		listeners = append(listeners, listener)
+	}
+	return listeners, release, nil
+}
+
+// hubConfig reaches the hub as --kubeconfig, the KUBECONFIG variable or the pod's account say.
+func hubConfig(o *options.Options) (*rest.Config, error) {
+	rules := clientcmd.NewDefaultClientConfigLoadingRules()
+	rules.ExplicitPath = o.Kubeconfig
+	config, err := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules, nil).ClientConfig()
+	if err != nil {
+		return nil, fmt.Errorf("--kubeconfig: %w", err)
+	}
+	config.UserAgent = "capi-agent/" + version.Version()
+	return config, nil
+}
+
+var levels = map[string]zapcore.Level{
+	options.LogError: zapcore.ErrorLevel,
+	options.LogInfo:  zapcore.InfoLevel,
+	options.LogDebug: zapcore.DebugLevel,
+	options.LogTrace: zapcore.Level(-4),
+}
+
+func newLogger(o *options.Options) logr.Logger {
+	encoder := zap.JSONEncoder()
+	if o.LogFormat == options.LogConsole {
+		encoder = zap.ConsoleEncoder()
+	}
+	return zap.New(zap.Level(levels[o.LogLevel]), encoder, zap.WriteTo(os.Stderr),
+		func(z *zap.Options) { z.TimeEncoder = zapcore.RFC3339NanoTimeEncoder })
+}

@@ -1,0 +1,200 @@
+// Package agent puts the agent together: the caches, the views, the claim engine and the server.
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"time"
+
+	"github.com/go-logr/logr"
+	"github.com/prometheus/client_golang/prometheus"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/rest"
+	"k8s.io/utils/clock"
+	"k8s.io/utils/ptr"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/config"
+	"sigs.k8s.io/controller-runtime/pkg/healthz"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
+	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/catalogue"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/inventory"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/options"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/version"
+)
+
+// Config is what an [Agent] needs.
+type Config struct {
+	// Options are the settings, valid. REQUIRED.
+	Options *options.Options
+	// Hub reaches the hub's API server. REQUIRED.
+	Hub *rest.Config
+	// Policy returns the policy that is valid now. Nil means that there is none.
+	Policy func() *authz.Policy
+	// Log takes what the agent has to say. Zero discards it.
+	Log logr.Logger
+	// Registerer takes the metrics. Nil registers none.
+	Registerer prometheus.Registerer
+	// Clock is the time of the claim engine. Nil means the real one.
+	Clock clock.Clock
+	// CollectGrace is how much older than its token a claim must be to be collected. Zero means the engine's own choice.
+	CollectGrace time.Duration
+}
+
+// Agent is the whole agent. Use [New].
+type Agent struct {
+	manager manager.Manager
+	server  *server.Server
+	policy  *authz.PolicyFile
+	log     logr.Logger
+}
+
+// New puts an agent together. Nothing is asked of the hub before [Agent.Run].
+func New(ctx context.Context, c Config) (*Agent, error) {
+	if c.Log.GetSink() == nil {
+		c.Log = logr.Discard()
+	}
+	o := c.Options
+	a := &Agent{log: c.Log}
+	scope := hub.NewScope(o.Namespaces, o.ClusterNames())
+	var err error
+	if a.manager, err = newManager(c, scope); err != nil {
+		return nil, err
+	}
+	if err := hub.Index(ctx, a.manager.GetFieldIndexer()); err != nil {
+		return nil, err
+	}
+	nodeGroups := newFeed(o, catalogue.Equal)
+	machines := newFeed(o, inventory.EqualMachines)
+	shownClaims := newFeed(o, inventory.EqualClaims)
+
+	groups, err := catalogue.New(catalogue.Config{
+		Feed: nodeGroups, Scope: scope, SyncedLabels: o.SyncedLabels(),
+		Recorder: a.manager.GetEventRecorder("capi-agent"), Registerer: c.Registerer,
+	})
+	if err != nil {
+		return nil, err
+	}
+	shown := inventory.New(inventory.Config{Machines: machines, Claims: shownClaims, Scope: scope})
+	engine := claims.New(claims.Config{
+		Client: a.manager.GetClient(), Reader: a.manager.GetAPIReader(), Recorder: a.manager.GetEventRecorder("capi-agent"),
+		Clock: c.Clock, SpareGrace: o.SpareGracePeriod, TombstoneRetention: o.TombstoneRetention, CollectGrace: c.CollectGrace,
+	})
+	for _, part := range []interface {
+		SetupWithManager(mgr manager.Manager) error
+	}{groups, shown, engine} {
+		if err := part.SetupWithManager(a.manager); err != nil {
+			return nil, err
+		}
+	}
+	if c.Policy == nil && o.PolicyFile != "" {
+		if a.policy, err = authz.LoadPolicyFile(o.PolicyFile, c.Log); err != nil {
+			return nil, fmt.Errorf("--policy-file: %w", err)
+		}
+		c.Policy = a.policy.Current
+	}
+	authorizer, err := authz.New(o.TrustDomain, c.Policy)
+	if err != nil {
+		return nil, err
+	}
+	a.server, err = server.New(server.Config{
+		Engine: engine, NodeGroups: nodeGroups, Machines: machines, Claims: shownClaims, Show: shown.Show,
+		ClusterExists: func(ctx context.Context, name types.NamespacedName) (bool, error) {
+			return clusterExists(ctx, a.manager.GetClient(), name)
+		},
+		Scope: scope, Authorizer: authorizer, ShutdownGrace: o.ShutdownGracePeriod,
+		Version: version.Version(), Commit: version.Commit(), Log: c.Log.WithName("grpc"), Registerer: c.Registerer,
+	})
+	if err != nil {
+		return nil, err
+	}
+	if err := a.manager.AddHealthzCheck("ping", healthz.Ping); err != nil {
+		return nil, fmt.Errorf("adding the health check: %w", err)
+	}
+	if err := a.manager.AddReadyzCheck("synced", func(*http.Request) error { return a.server.Check() }); err != nil {
+		return nil, fmt.Errorf("adding the readiness check: %w", err)
+	}
+	return a, nil
+}
+
+func newManager(c Config, scope hub.Scope) (manager.Manager, error) {
+	scheme, err := hub.Scheme()
+	if err != nil {
+		return nil, err
+	}
+	caches, err := scope.CacheOptions()
+	if err != nil {
+		return nil, err
+	}
+	rest := rest.CopyConfig(c.Hub)
+	rest.QPS, rest.Burst = c.Options.KubeAPIQPS, c.Options.KubeAPIBurst
+	mgr, err := manager.New(rest, manager.Options{
+		Scheme:                 scheme,
+		Cache:                  caches,
+		Logger:                 c.Log,
+		Metrics:                metricsserver.Options{BindAddress: c.Options.MetricsBindAddress},
+		HealthProbeBindAddress: c.Options.HealthProbeBindAddress,
+		// Every agent may do every step at any time, so there is no leader.
+		LeaderElection:          false,
+		GracefulShutdownTimeout: ptr.To(c.Options.ShutdownGracePeriod),
+		Client:                  client.Options{FieldOwner: "capi-agent"},
+		Controller:              config.Controller{SkipNameValidation: ptr.To(true), UsePriorityQueue: ptr.To(true)},
+	})
+	if err != nil {
+		return nil, fmt.Errorf("connecting to the hub: %w", err)
+	}
+	return mgr, nil
+}
+
+func newFeed[T any](o *options.Options, equal func(a, b T) bool) *feed.Feed[T] {
+	return feed.New(feed.Options[T]{Equal: equal, Buffer: o.WatchBuffer, Heartbeat: o.HeartbeatInterval})
+}
+
+func clusterExists(ctx context.Context, from client.Reader, name types.NamespacedName) (bool, error) {
+	err := from.Get(ctx, name, &clusterv1.Cluster{})
+	if apierrors.IsNotFound(err) {
+		return false, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("reading the Cluster: %w", err)
+	}
+	return true, nil
+}
+
+// Run serves on the listeners until the context ends. The server stops first, so that calls in flight still have what they
+// need.
+func (a *Agent) Run(ctx context.Context, listeners ...server.Listener) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	// Ends only after the server has.
+	background, stop := context.WithCancel(context.WithoutCancel(ctx))
+	defer stop()
+	if a.policy != nil {
+		go a.policy.Follow(background)
+	}
+	ended := make(chan error, 1)
+	go func() {
+		ended <- a.manager.Start(background)
+		cancel()
+	}()
+	served := a.server.Serve(ctx, listeners...)
+	stop()
+	managed := <-ended
+	if managed != nil {
+		managed = fmt.Errorf("following the hub: %w", managed)
+	}
+	return errors.Join(served, managed)
+}
+
+// Synced reports whether the agent's view of the hub is complete.
+func (a *Agent) Synced() bool { return a.server.Synced() }

@@ -1,0 +1,154 @@
+// Package authz says who a caller is and what it may do.
+//
+// A caller's identity is the single URI in its certificate. What it may do are its grants: a role, for some Clusters. The
+// identity of a Cluster has the role `cluster` for that Cluster by itself; a [Policy] file grants more. Which roles may call a
+// method is in the table [Methods], and a method that is not in it may be called by nobody.
+package authz
+
+import (
+	"crypto/x509"
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/spiffe/go-spiffe/v2/spiffeid"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// Role is a set of methods; see [Methods].
+type Role string
+
+const (
+	// RoleCluster is that of a Cluster's own shim.
+	RoleCluster Role = "cluster"
+	// RoleReader may read.
+	RoleReader Role = "reader"
+	// RoleAutoscaler may read, and make and release claims.
+	RoleAutoscaler Role = "autoscaler"
+	// RoleAdmin may do everything.
+	RoleAdmin Role = "admin"
+)
+
+// Names of callers that need no certificate.
+const (
+	// UnixSocket is a caller on the unix socket.
+	UnixSocket = "unix"
+	// Loopback is a caller on the loopback interface.
+	Loopback = "loopback"
+)
+
+// Grant gives a role for some Clusters.
+type Grant struct {
+	Role Role
+	// AllClusters gives it for every Cluster; Clusters names them otherwise.
+	AllClusters bool
+	Clusters    []types.NamespacedName
+}
+
+func (g Grant) covers(cluster types.NamespacedName) bool {
+	return g.AllClusters || slices.Contains(g.Clusters, cluster)
+}
+
+// Caller is somebody who calls, and what it may do.
+type Caller struct {
+	// Identity is a SPIFFE id, or [UnixSocket] or [Loopback].
+	Identity string
+	Grants   []Grant
+}
+
+// Local returns a caller that may do everything.
+func Local(identity string) Caller {
+	return Caller{Identity: identity, Grants: []Grant{{Role: RoleAdmin, AllClusters: true}}}
+}
+
+// MayCall reports whether the caller may call a method at all, for whatever Cluster.
+func (c Caller) MayCall(rule Rule) bool {
+	return rule.Anyone || rule.Everyone || slices.ContainsFunc(c.Grants, func(g Grant) bool { return slices.Contains(rule.Roles, g.Role) })
+}
+
+// MayCallFor reports whether the caller may call a method for a Cluster.
+func (c Caller) MayCallFor(rule Rule, cluster types.NamespacedName) bool {
+	return slices.ContainsFunc(c.Grants, func(g Grant) bool { return slices.Contains(rule.Roles, g.Role) && g.covers(cluster) })
+}
+
+// MaySeeAll reports whether the caller may call a method for every Cluster, so that it may also learn which do not exist.
+func (c Caller) MaySeeAll(rule Rule) bool {
+	return slices.ContainsFunc(c.Grants, func(g Grant) bool { return slices.Contains(rule.Roles, g.Role) && g.AllClusters })
+}
+
+// Roles returns the caller's roles, each once.
+func (c Caller) Roles() []string {
+	var roles []string
+	for _, g := range c.Grants {
+		if !slices.Contains(roles, string(g.Role)) {
+			roles = append(roles, string(g.Role))
+		}
+	}
+	return roles
+}
+
+// Clusters returns the Clusters that the caller's grants name, or true when one covers all of them.
+func (c Caller) Clusters() (named []types.NamespacedName, all bool) {
+	for _, g := range c.Grants {
+		if g.AllClusters {
+			return nil, true
+		}
+		for _, cluster := range g.Clusters {
+			if !slices.Contains(named, cluster) {
+				named = append(named, cluster)
+			}
+		}
+	}
+	return named, false
+}
+
+// Authorizer makes callers of identities. It is safe for concurrent use.
+type Authorizer struct {
+	trustDomain spiffeid.TrustDomain
+	policy      func() *Policy
+}
+
+// New returns an authorizer for the identities of a trust domain. The function returns the policy that is valid now; nil means
+// that there is none.
+func New(trustDomain string, policy func() *Policy) (*Authorizer, error) {
+	domain, err := spiffeid.TrustDomainFromString(trustDomain)
+	if err != nil {
+		return nil, fmt.Errorf("trust domain %q: %w", trustDomain, err)
+	}
+	if policy == nil {
+		policy = func() *Policy { return nil }
+	}
+	return &Authorizer{trustDomain: domain, policy: policy}, nil
+}
+
+// FromCertificate returns the caller that a verified client certificate belongs to. An error says why its identity cannot be
+// used.
+func (a *Authorizer) FromCertificate(certificate *x509.Certificate) (Caller, error) {
+	if len(certificate.URIs) != 1 {
+		return Caller{}, fmt.Errorf("the client certificate has %d URI names; exactly one, a SPIFFE id, is needed", len(certificate.URIs))
+	}
+	id, err := spiffeid.FromURI(certificate.URIs[0])
+	if err != nil {
+		return Caller{}, fmt.Errorf("the client certificate's URI is not a SPIFFE id: %w", err)
+	}
+	if !id.MemberOf(a.trustDomain) {
+		return Caller{}, fmt.Errorf("the client certificate's trust domain is %q, not %q", id.TrustDomain().Name(), a.trustDomain.Name())
+	}
+	caller := Caller{Identity: id.String()}
+	if cluster, ok := clusterOf(id); ok {
+		caller.Grants = append(caller.Grants, Grant{Role: RoleCluster, Clusters: []types.NamespacedName{cluster}})
+	}
+	if policy := a.policy(); policy != nil {
+		caller.Grants = append(caller.Grants, policy.grants[id.String()]...)
+	}
+	return caller, nil
+}
+
+// clusterOf returns the Cluster that an identity stands for: /cluster/<namespace>/<name>.
+func clusterOf(id spiffeid.ID) (types.NamespacedName, bool) {
+	parts := strings.Split(strings.TrimPrefix(id.Path(), "/"), "/")
+	if len(parts) != 3 || parts[0] != "cluster" {
+		return types.NamespacedName{}, false
+	}
+	return types.NamespacedName{Namespace: parts[1], Name: parts[2]}, true
+}

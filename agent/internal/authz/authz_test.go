@@ -1,0 +1,217 @@
+package authz_test
+
+import (
+	"context"
+	"crypto/x509"
+	"net/url"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/go-logr/logr"
+	. "github.com/onsi/gomega"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protoreflect"
+	"google.golang.org/protobuf/reflect/protoregistry"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+var (
+	spoke = types.NamespacedName{Namespace: "fleet", Name: "spoke"}
+	other = types.NamespacedName{Namespace: "fleet", Name: "other"}
+	read  = authz.Methods[agentv1alpha1.NodeGroupService_ListNodeGroups_FullMethodName]
+	claim = authz.Methods[agentv1alpha1.ClaimService_CreateClaim_FullMethodName]
+)
+
+func certificate(t *testing.T, uris ...string) *x509.Certificate {
+	t.Helper()
+	c := &x509.Certificate{}
+	for _, text := range uris {
+		uri, err := url.Parse(text)
+		if err != nil {
+			t.Fatal(err)
+		}
+		c.URIs = append(c.URIs, uri)
+	}
+	return c
+}
+
+func authorizer(t *testing.T, policy string) *authz.Authorizer {
+	t.Helper()
+	parsed, err := authz.ParsePolicy([]byte(policy))
+	if err != nil {
+		t.Fatal(err)
+	}
+	a, err := authz.New("karpenter-capi", func() *authz.Policy { return parsed })
+	if err != nil {
+		t.Fatal(err)
+	}
+	return a
+}
+
+func TestClusterIdentityMayActForItsClusterAlone(t *testing.T) {
+	g := NewWithT(t)
+	caller, err := authorizer(t, "").FromCertificate(certificate(t, "spiffe://karpenter-capi/cluster/fleet/spoke"))
+	g.Expect(err).NotTo(HaveOccurred())
+	g.Expect(caller.Identity).To(Equal("spiffe://karpenter-capi/cluster/fleet/spoke"))
+	g.Expect(caller.Roles()).To(Equal([]string{"cluster"}))
+	for _, rule := range []authz.Rule{read, claim} {
+		g.Expect(caller.MayCallFor(rule, spoke)).To(BeTrue())
+		g.Expect(caller.MayCallFor(rule, other)).To(BeFalse())
+		g.Expect(caller.MaySeeAll(rule)).To(BeFalse())
+	}
+	clusters, all := caller.Clusters()
+	g.Expect(all).To(BeFalse())
+	g.Expect(clusters).To(ConsistOf(spoke))
+}
+
+func TestUnusableIdentities(t *testing.T) {
+	for name, uris := range map[string][]string{
+		"none":                 {},
+		"two":                  {"spiffe://karpenter-capi/cluster/fleet/spoke", "spiffe://karpenter-capi/cluster/fleet/other"},
+		"not SPIFFE":           {"https://karpenter-capi/cluster/fleet/spoke"},
+		"another trust domain": {"spiffe://elsewhere/cluster/fleet/spoke"},
+		"with a query":         {"spiffe://karpenter-capi/cluster/fleet/spoke?x=y"},
+		"with dots":            {"spiffe://karpenter-capi/cluster/../spoke"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, err := authorizer(t, "").FromCertificate(certificate(t, uris...))
+			NewWithT(t).Expect(err).To(HaveOccurred())
+		})
+	}
+}
+
+func TestIdentityThatIsNoClusterHasWhatThePolicyGrants(t *testing.T) {
+	g := NewWithT(t)
+	a := authorizer(t, `
+identities:
+- id: spiffe://karpenter-capi/team/observability
+  roles: [reader]
+  allClusters: true
+- id: spiffe://karpenter-capi/cluster-autoscaler/a
+  roles: [autoscaler]
+  clusters: [fleet/spoke]
+- id: spiffe://karpenter-capi/cluster/fleet/other
+  roles: [reader]
+  clusters: [fleet/spoke]
+`)
+	get := func(id string) authz.Caller {
+		caller, err := a.FromCertificate(certificate(t, id))
+		g.Expect(err).NotTo(HaveOccurred())
+		return caller
+	}
+	reader := get("spiffe://karpenter-capi/team/observability")
+	g.Expect(reader.MayCallFor(read, other)).To(BeTrue())
+	g.Expect(reader.MaySeeAll(read)).To(BeTrue())
+	g.Expect(reader.MayCall(claim)).To(BeFalse())
+	autoscaler := get("spiffe://karpenter-capi/cluster-autoscaler/a")
+	g.Expect(autoscaler.MayCallFor(claim, spoke)).To(BeTrue())
+	g.Expect(autoscaler.MayCallFor(claim, other)).To(BeFalse())
+	both := get("spiffe://karpenter-capi/cluster/fleet/other")
+	g.Expect(both.MayCallFor(read, spoke)).To(BeTrue())
+	g.Expect(both.MayCallFor(claim, spoke)).To(BeFalse(), "a role holds only for the Clusters it was granted for")
+	g.Expect(both.MayCallFor(claim, other)).To(BeTrue())
+	nobody := get("spiffe://karpenter-capi/team/unknown")
+	g.Expect(nobody.MayCall(read)).To(BeFalse())
+	g.Expect(nobody.MayCall(authz.Rule{Everyone: true})).To(BeTrue())
+}
+
+func TestPolicyMistakesAreNamed(t *testing.T) {
+	for name, c := range map[string]struct{ text, want string }{
+		"no YAML":       {"identities: [", "not a policy"},
+		"unknown field": {"identities:\n- id: spiffe://d/x\n  role: reader\n", "unknown field"},
+		"no id":         {"identities:\n- roles: [reader]\n  allClusters: true\n", "id is not a SPIFFE id"},
+		"no roles":      {"identities:\n- id: spiffe://d/x\n  allClusters: true\n", "no roles"},
+		"unknown role":  {"identities:\n- id: spiffe://d/x\n  roles: [root]\n  allClusters: true\n", `role "root" is none of`},
+		"cluster role":  {"identities:\n- id: spiffe://d/x\n  roles: [cluster]\n  allClusters: true\n", `role "cluster" is none of`},
+		"no clusters":   {"identities:\n- id: spiffe://d/x\n  roles: [reader]\n", "neither clusters nor allClusters"},
+		"both":          {"identities:\n- id: spiffe://d/x\n  roles: [reader]\n  allClusters: true\n  clusters: [a/b]\n", "exclude each other"},
+		"bad cluster":   {"identities:\n- id: spiffe://d/x\n  roles: [reader]\n  clusters: [a]\n", "is not <namespace>/<name>"},
+		"twice": {"identities:\n- id: spiffe://d/x\n  roles: [reader]\n  allClusters: true\n" +
+			"- id: spiffe://d/x\n  roles: [admin]\n  allClusters: true\n", "there twice"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, err := authz.ParsePolicy([]byte(c.text))
+			NewWithT(t).Expect(err).To(MatchError(ContainSubstring(c.want)))
+		})
+	}
+}
+
+func TestPolicyFileIsFollowedAndMistakesLeaveTheLastValidOne(t *testing.T) {
+	g := NewWithT(t)
+	path := filepath.Join(t.TempDir(), "policy.yaml")
+	write := func(role string) {
+		g.Expect(os.WriteFile(path, []byte("identities:\n- id: spiffe://karpenter-capi/x\n  roles: ["+role+"]\n  allClusters: true\n"), 0o600)).To(Succeed())
+	}
+	write("reader")
+	file, err := authz.LoadPolicyFile(path, logr.Discard())
+	g.Expect(err).NotTo(HaveOccurred())
+	file.Interval = time.Millisecond
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		file.Follow(ctx)
+	}()
+	defer func() { cancel(); <-done }()
+	a, err := authz.New("karpenter-capi", file.Current)
+	g.Expect(err).NotTo(HaveOccurred())
+	roles := func() []string {
+		caller, err := a.FromCertificate(certificate(t, "spiffe://karpenter-capi/x"))
+		g.Expect(err).NotTo(HaveOccurred())
+		return caller.Roles()
+	}
+	g.Expect(roles()).To(Equal([]string{"reader"}))
+	write("nonsense")
+	g.Consistently(roles, 50*time.Millisecond).Should(Equal([]string{"reader"}))
+	write("admin")
+	g.Eventually(roles).Should(Equal([]string{"admin"}))
+}
+
+// Every method that is served has a rule, and every rule that is for a Cluster is for a request that names one.
+func TestEveryMethodHasARule(t *testing.T) {
+	g := NewWithT(t)
+	methods := map[string]protoreflect.MethodDescriptor{}
+	protoregistry.GlobalFiles.RangeFiles(func(file protoreflect.FileDescriptor) bool {
+		switch file.Package() {
+		case "capi.agent.v1alpha1", "grpc.health.v1", "grpc.reflection.v1", "grpc.reflection.v1alpha":
+		default:
+			return true
+		}
+		for i := range file.Services().Len() {
+			service := file.Services().Get(i)
+			for j := range service.Methods().Len() {
+				method := service.Methods().Get(j)
+				methods["/"+string(service.FullName())+"/"+string(method.Name())] = method
+			}
+		}
+		return true
+	})
+	g.Expect(len(methods)).To(BeNumerically(">=", 13))
+	for name, method := range methods {
+		rule, ok := authz.Methods[name]
+		g.Expect(ok).To(BeTrue(), "%s has no rule", name)
+		field := method.Input().Fields().ByName("cluster")
+		namesCluster := field != nil && field.Message() != nil && field.Message().FullName() == proto.MessageName(&agentv1alpha1.ClusterRef{})
+		g.Expect(rule.OfCluster).To(Equal(namesCluster), "%s", name)
+		if rule.OfCluster {
+			g.Expect(rule.Anyone || rule.Everyone).To(BeFalse(), "%s", name)
+			g.Expect(rule.Roles).To(ContainElement(authz.RoleAdmin), "%s", name)
+		}
+	}
+	for name := range authz.Methods {
+		g.Expect(methods).To(HaveKey(name), "a rule for a method that does not exist")
+	}
+}
+
+func FuzzParsePolicy(f *testing.F) {
+	f.Add("identities:\n- id: spiffe://d/x\n  roles: [reader]\n  clusters: [a/b]\n")
+	f.Add("identities: [{}]")
+	f.Fuzz(func(_ *testing.T, text string) {
+		_, _ = authz.ParsePolicy([]byte(text))
+	})
+}

@@ -1,0 +1,53 @@
+package authz
+
+import (
+	"google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/grpc/reflection/grpc_reflection_v1"
+	"google.golang.org/grpc/reflection/grpc_reflection_v1alpha"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+// Rule says who may call a method.
+type Rule struct {
+	// Anyone lets everybody call, with or without an identity.
+	Anyone bool
+	// Everyone lets every identity call, whatever its roles.
+	Everyone bool
+	// Roles may call.
+	Roles []Role
+	// OfCluster says that the request names a Cluster, and that the role must have been granted for it.
+	OfCluster bool
+}
+
+var (
+	readers  = []Role{RoleCluster, RoleReader, RoleAutoscaler, RoleAdmin}
+	claimers = []Role{RoleCluster, RoleAutoscaler, RoleAdmin}
+)
+
+// Methods has a rule for every method that is served, by its full name. One that is not here is refused.
+var Methods = map[string]Rule{
+	agentv1alpha1.NodeGroupService_ListNodeGroups_FullMethodName:  {Roles: readers, OfCluster: true},
+	agentv1alpha1.NodeGroupService_GetNodeGroup_FullMethodName:    {Roles: readers, OfCluster: true},
+	agentv1alpha1.NodeGroupService_WatchNodeGroups_FullMethodName: {Roles: readers, OfCluster: true},
+
+	agentv1alpha1.ClaimService_CreateClaim_FullMethodName:  {Roles: claimers, OfCluster: true},
+	agentv1alpha1.ClaimService_ReleaseClaim_FullMethodName: {Roles: claimers, OfCluster: true},
+	agentv1alpha1.ClaimService_SyncClaims_FullMethodName:   {Roles: claimers, OfCluster: true},
+	agentv1alpha1.ClaimService_GetClaim_FullMethodName:     {Roles: readers, OfCluster: true},
+	agentv1alpha1.ClaimService_ListClaims_FullMethodName:   {Roles: readers, OfCluster: true},
+	agentv1alpha1.ClaimService_WatchClaims_FullMethodName:  {Roles: readers, OfCluster: true},
+
+	agentv1alpha1.MachineService_GetMachine_FullMethodName:    {Roles: readers, OfCluster: true},
+	agentv1alpha1.MachineService_ListMachines_FullMethodName:  {Roles: readers, OfCluster: true},
+	agentv1alpha1.MachineService_WatchMachines_FullMethodName: {Roles: readers, OfCluster: true},
+
+	agentv1alpha1.StatusService_GetStatus_FullMethodName: {Everyone: true},
+
+	grpc_health_v1.Health_Check_FullMethodName: {Anyone: true},
+	grpc_health_v1.Health_List_FullMethodName:  {Anyone: true},
+	grpc_health_v1.Health_Watch_FullMethodName: {Anyone: true},
+
+	grpc_reflection_v1.ServerReflection_ServerReflectionInfo_FullMethodName:      {Everyone: true},
+	grpc_reflection_v1alpha.ServerReflection_ServerReflectionInfo_FullMethodName: {Everyone: true},
+}

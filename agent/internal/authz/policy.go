@@ -1,0 +1,162 @@
+package authz
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/go-logr/logr"
+	"github.com/spiffe/go-spiffe/v2/spiffeid"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"sigs.k8s.io/yaml"
+)
+
+// Policy grants roles to identities.
+type Policy struct {
+	grants map[string][]Grant
+}
+
+type policyFile struct {
+	Identities []policyIdentity `json:"identities"`
+}
+
+type policyIdentity struct {
+	// ID is the SPIFFE id.
+	ID string `json:"id"`
+	// Roles are reader, autoscaler or admin.
+	Roles []Role `json:"roles"`
+	// Clusters are <namespace>/<name>.
+	Clusters []string `json:"clusters,omitempty"`
+	// AllClusters stands for every Cluster.
+	AllClusters bool `json:"allClusters,omitempty"`
+}
+
+// ParsePolicy reads a policy file:
+//
+//	identities:
+//	- id: spiffe://karpenter-capi/team/observability
+//	  roles: [reader]
+//	  allClusters: true
+//	- id: spiffe://karpenter-capi/cluster-autoscaler/a
+//	  roles: [autoscaler]
+//	  clusters: [fleet/a]
+//
+// An error names every mistake.
+func ParsePolicy(content []byte) (*Policy, error) {
+	var file policyFile
+	if err := yaml.UnmarshalStrict(content, &file); err != nil {
+		return nil, fmt.Errorf("not a policy: %w", err)
+	}
+	policy := &Policy{grants: map[string][]Grant{}}
+	var errs []error
+	for i, identity := range file.Identities {
+		wrong := func(format string, args ...any) {
+			errs = append(errs, fmt.Errorf("identities[%d] %q: %s", i, identity.ID, fmt.Sprintf(format, args...)))
+		}
+		if _, err := spiffeid.FromString(identity.ID); err != nil {
+			wrong("id is not a SPIFFE id: %v", err)
+		}
+		if _, known := policy.grants[identity.ID]; known {
+			wrong("the id is there twice; put all of its roles in one entry")
+		}
+		clusters := make([]types.NamespacedName, 0, len(identity.Clusters))
+		for _, text := range identity.Clusters {
+			namespace, name, found := strings.Cut(text, "/")
+			if !found || namespace == "" || name == "" || strings.Contains(name, "/") {
+				wrong("cluster %q is not <namespace>/<name>", text)
+				continue
+			}
+			clusters = append(clusters, types.NamespacedName{Namespace: namespace, Name: name})
+		}
+		switch {
+		case identity.AllClusters && len(clusters) > 0:
+			wrong("allClusters and clusters exclude each other")
+		case !identity.AllClusters && len(identity.Clusters) == 0:
+			wrong("it has neither clusters nor allClusters")
+		}
+		if len(identity.Roles) == 0 {
+			wrong("it has no roles")
+		}
+		grants := make([]Grant, 0, len(identity.Roles))
+		for _, role := range identity.Roles {
+			if grantable := []Role{RoleReader, RoleAutoscaler, RoleAdmin}; !slices.Contains(grantable, role) {
+				wrong("role %q is none of reader, autoscaler, admin", role)
+			}
+			grants = append(grants, Grant{Role: role, AllClusters: identity.AllClusters, Clusters: clusters})
+		}
+		policy.grants[identity.ID] = grants
+	}
+	if err := errors.Join(errs...); err != nil {
+		return nil, err
+	}
+	return policy, nil
+}
+
+// PolicyFile follows a policy file.
+type PolicyFile struct {
+	// Interval is how often the file is read again. Zero means every five seconds.
+	Interval time.Duration
+
+	path    string
+	log     logr.Logger
+	content []byte
+	current atomic.Pointer[Policy]
+}
+
+// LoadPolicyFile reads a policy file, which must be valid.
+func LoadPolicyFile(path string, log logr.Logger) (*PolicyFile, error) {
+	f := &PolicyFile{path: path, log: log.WithValues("file", path)}
+	if err := f.load(); err != nil {
+		return nil, err
+	}
+	return f, nil
+}
+
+// Current returns the last valid policy of the file. It is safe for concurrent use.
+func (f *PolicyFile) Current() *Policy { return f.current.Load() }
+
+// Follow reads the file again and again, until the context ends. A file that is not valid leaves the last valid policy in force.
+func (f *PolicyFile) Follow(ctx context.Context) {
+	interval := f.Interval
+	if interval == 0 {
+		interval = 5 * time.Second
+	}
+	failed := ""
+	wait.UntilWithContext(ctx, func(context.Context) {
+		err := f.load()
+		switch {
+		case err == nil:
+			failed = ""
+		case err.Error() != failed:
+			failed = err.Error()
+			f.log.Error(err, "the policy file cannot be used; the last valid one stays in force")
+		}
+	}, interval)
+}
+
+func (f *PolicyFile) load() error {
+	content, err := os.ReadFile(f.path)
+	if err != nil {
+		return fmt.Errorf("reading the policy file: %w", err)
+	}
+	if f.current.Load() != nil && bytes.Equal(content, f.content) {
+		return nil
+	}
+	policy, err := ParsePolicy(content)
+	if err != nil {
+		return fmt.Errorf("policy file %s: %w", f.path, err)
+	}
+	if f.current.Load() != nil {
+		f.log.Info("the policy file has changed and is in force")
+	}
+	f.content = content
+	f.current.Store(policy)
+	return nil
+}

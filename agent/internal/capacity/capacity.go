@@ -1,0 +1,482 @@
+// Package capacity derives what a machine of a MachineDeployment will be, from what people and providers wrote about it.
+//
+// Each value comes from the first source that has it: the MachineDeployment's annotations, its machine template, the
+// infrastructure template's status, a default. What cannot be used is reported as a [Problem] and the next source is asked:
+// nothing that a user writes makes anything here fail.
+package capacity
+
+import (
+	"fmt"
+	"hash/fnv"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/util/validation"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	capilabels "sigs.k8s.io/cluster-api/util/labels"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
+)
+
+// Annotations of a MachineDeployment, the same keys that cluster-autoscaler reads.
+const (
+	prefix              = "capacity.cluster-autoscaler.kubernetes.io/"
+	CPUAnnotation       = prefix + "cpu"
+	MemoryAnnotation    = prefix + "memory"
+	DiskAnnotation      = prefix + "ephemeral-disk"
+	MaxPodsAnnotation   = prefix + "maxPods"
+	GPUTypeAnnotation   = prefix + "gpu-type"
+	GPUCountAnnotation  = prefix + "gpu-count"
+	LabelsAnnotation    = prefix + "labels"
+	TaintsAnnotation    = prefix + "taints"
+	defaultPods         = 110
+	defaultArchitecture = "amd64"
+	defaultOS           = "linux"
+)
+
+// SourceKind says what kind of source a value came from.
+type SourceKind string
+
+// Kinds of sources.
+const (
+	FromAnnotation             SourceKind = "Annotation"
+	FromMachineTemplate        SourceKind = "MachineTemplate"
+	FromInfrastructureTemplate SourceKind = "InfrastructureTemplate"
+	FromEstimate               SourceKind = "Estimate"
+	FromDefault                SourceKind = "Default"
+)
+
+// Source says where a value came from.
+type Source struct {
+	Kind SourceKind
+	// Detail names it, for people: the annotation's key, or the template's kind and name.
+	Detail string
+}
+
+// Problem is one value that cannot be used.
+type Problem struct {
+	// Field as the user wrote it, for example `metadata.annotations[capacity.cluster-autoscaler.kubernetes.io/cpu]`.
+	Field string
+	// Value as the user wrote it.
+	Value string
+	// Message says what is wrong and what to write instead.
+	Message string
+}
+
+// Description is what a machine will be.
+type Description struct {
+	// InstanceType is never empty, and a valid label value.
+	InstanceType string
+	// Resources is what a machine has, never nil. Nothing is subtracted.
+	Resources corev1.ResourceList
+	// Labels and Taints are what its Node will carry.
+	Labels map[string]string
+	Taints []corev1.Taint
+	// Architecture and OperatingSystem are never empty.
+	Architecture, OperatingSystem string
+	// Zone and Region may be empty.
+	Zone, Region string
+	// CapacityType is one of wire's constants, never empty.
+	CapacityType string
+	// Sources has an entry for each value, by the field's path: `capacity.cpu`, `node_labels.team`, `zone`, ….
+	Sources map[string]Source
+	// Problems are the values that could not be used, in a stable order.
+	Problems []Problem
+}
+
+// Template is an infrastructure template, or why there is none.
+type Template struct {
+	// Object is the template; nil when it could not be read.
+	Object *unstructured.Unstructured
+	// Problem is set when it could not be read.
+	Problem *Problem
+}
+
+// Describe derives everything. The label patterns are those that Cluster API's manager was given for labels that reach Nodes
+// beside the usual ones. It reads only its arguments, and keeps and changes none of them.
+func Describe(md *clusterv1.MachineDeployment, template Template, syncedLabels []*regexp.Regexp) Description {
+	d := &describer{
+		md: md, template: template,
+		Description: Description{Resources: corev1.ResourceList{}, Labels: map[string]string{}, Sources: map[string]Source{}},
+	}
+	if template.Problem != nil {
+		d.Problems = append(d.Problems, *template.Problem)
+	}
+	d.labels(syncedLabels)
+	d.resources()
+	d.taints()
+	d.placement()
+	d.kind()
+	return d.Description
+}
+
+type describer struct {
+	Description
+
+	md       *clusterv1.MachineDeployment
+	template Template
+}
+
+func (d *describer) problem(field, value, format string, args ...any) {
+	d.Problems = append(d.Problems, Problem{Field: field, Value: value, Message: fmt.Sprintf(format, args...)})
+}
+
+// AnnotationField is how a [Problem] names an annotation.
+func AnnotationField(key string) string { return "metadata.annotations[" + key + "]" }
+
+func fromAnnotation(key string) Source { return Source{FromAnnotation, key} }
+
+func (d *describer) fromTemplate(path string) Source {
+	return Source{FromInfrastructureTemplate, d.template.Object.GetKind() + "/" + d.template.Object.GetName() + " " + path}
+}
+
+// labels finds the labels of the Node: those of the machine template that Cluster API copies, and the annotation's.
+func (d *describer) labels(synced []*regexp.Regexp) {
+	for key, value := range capilabels.GetManagedLabels(d.md.Spec.Template.Labels, synced...) {
+		if key == clusterv1.ClusterNameLabel || key == clusterv1.MachineDeploymentNameLabel {
+			continue
+		}
+		if faults := append(validation.IsQualifiedName(key), validation.IsValidLabelValue(value)...); len(faults) > 0 {
+			d.problem("spec.template.metadata.labels["+key+"]", value, "is not a label: %s", strings.Join(faults, "; "))
+			continue
+		}
+		d.label(key, value, Source{FromMachineTemplate, "spec.template.metadata.labels"})
+	}
+	text, ok := d.md.Annotations[LabelsAnnotation]
+	if !ok {
+		return
+	}
+	field := AnnotationField(LabelsAnnotation)
+	for part := range strings.SplitSeq(text, ",") {
+		part = strings.TrimSpace(part)
+		if part == "" {
+			continue
+		}
+		key, value, found := strings.Cut(part, "=")
+		key, value = strings.TrimSpace(key), strings.TrimSpace(value)
+		faults := append(validation.IsQualifiedName(key), validation.IsValidLabelValue(value)...)
+		if !found {
+			faults = []string{"it has no ="}
+		}
+		if len(faults) > 0 {
+			d.problem(field, part, "is not a label: %s; write key=value,key=value", strings.Join(faults, "; "))
+			continue
+		}
+		d.label(key, value, fromAnnotation(LabelsAnnotation))
+	}
+}
+
+func (d *describer) label(key, value string, source Source) {
+	d.Labels[key] = value
+	d.Sources["node_labels."+key] = source
+}
+
+// resources finds what a machine has: the annotations over the infrastructure template's status.
+func (d *describer) resources() {
+	d.templateResources()
+	for _, r := range []struct {
+		annotation string
+		name       corev1.ResourceName
+		whole      bool
+		example    string
+	}{
+		{CPUAnnotation, corev1.ResourceCPU, false, "4 or 3500m"},
+		{MemoryAnnotation, corev1.ResourceMemory, false, "16Gi"},
+		{DiskAnnotation, corev1.ResourceEphemeralStorage, false, "100Gi"},
+		{MaxPodsAnnotation, corev1.ResourcePods, true, "110"},
+	} {
+		if quantity, ok := d.quantity(r.annotation, r.whole, r.example); ok {
+			d.resource(r.name, quantity, fromAnnotation(r.annotation))
+		}
+	}
+	d.accelerators()
+	if _, known := d.Resources[corev1.ResourcePods]; !known {
+		d.resource(corev1.ResourcePods, *resource.NewQuantity(defaultPods, resource.DecimalSI), Source{FromDefault, "the kubelet's default"})
+	}
+	for name, annotation := range map[corev1.ResourceName]string{corev1.ResourceCPU: CPUAnnotation, corev1.ResourceMemory: MemoryAnnotation} {
+		if quantity := d.Resources[name]; quantity.IsZero() && !d.reported(AnnotationField(annotation)) {
+			d.problem(AnnotationField(annotation), "",
+				"is missing, and the infrastructure template's status.capacity does not say; without it nothing can be scheduled on this node group")
+		}
+	}
+	slices.SortStableFunc(d.Problems, func(a, b Problem) int { return strings.Compare(a.Field, b.Field) })
+}
+
+func (d *describer) reported(field string) bool {
+	return slices.ContainsFunc(d.Problems, func(p Problem) bool { return p.Field == field })
+}
+
+func (d *describer) resource(name corev1.ResourceName, quantity resource.Quantity, source Source) {
+	d.Resources[name] = quantity
+	d.Sources["capacity."+string(name)] = source
+}
+
+// quantity reads an annotation that must be above zero.
+func (d *describer) quantity(annotation string, whole bool, example string) (resource.Quantity, bool) {
+	text, ok := d.md.Annotations[annotation]
+	if !ok {
+		return resource.Quantity{}, false
+	}
+	quantity, err := wire.Quantity(text)
+	switch {
+	case err != nil:
+		d.problem(AnnotationField(annotation), text, "%v; write for example %s", err, example)
+		return resource.Quantity{}, false
+	case quantity.IsZero():
+		d.problem(AnnotationField(annotation), text, "is zero; write for example %s", example)
+		return resource.Quantity{}, false
+	}
+	if n, exact := quantity.AsInt64(); whole && (!exact || n < 1) {
+		d.problem(AnnotationField(annotation), text, "is not a whole number; write for example %s", example)
+		return resource.Quantity{}, false
+	}
+	return quantity, true
+}
+
+func (d *describer) accelerators() {
+	kind, hasKind := d.md.Annotations[GPUTypeAnnotation]
+	_, hasCount := d.md.Annotations[GPUCountAnnotation]
+	if !hasKind && !hasCount {
+		return
+	}
+	count := resource.Quantity{}
+	if hasCount {
+		if text := strings.TrimSpace(d.md.Annotations[GPUCountAnnotation]); text == "0" {
+			return // said to have none
+		}
+		var ok bool
+		if count, ok = d.quantity(GPUCountAnnotation, true, "1"); !ok {
+			return
+		}
+	}
+	kind = strings.TrimSpace(kind)
+	switch faults := validation.IsQualifiedName(kind); {
+	case !hasKind:
+		d.problem(AnnotationField(GPUTypeAnnotation), "", "is missing beside gpu-count; write a resource name, for example nvidia.com/gpu")
+	case len(faults) > 0 || !strings.Contains(kind, "/"):
+		d.problem(AnnotationField(GPUTypeAnnotation), kind, "is not a resource name; write for example nvidia.com/gpu")
+	case !hasCount:
+		d.problem(AnnotationField(GPUCountAnnotation), "", "is missing beside gpu-type; write how many, for example 1")
+	default:
+		d.resource(corev1.ResourceName(kind), count, fromAnnotation(GPUCountAnnotation))
+	}
+}
+
+func (d *describer) templateResources() {
+	if d.template.Object == nil {
+		return
+	}
+	capacity, found, err := unstructured.NestedMap(d.template.Object.Object, "status", "capacity")
+	field := d.template.Object.GetKind() + "/" + d.template.Object.GetName() + " status.capacity"
+	if err != nil {
+		d.problem(field, "", "is not a map of resource names to quantities")
+		return
+	}
+	if !found {
+		return
+	}
+	for name, value := range capacity {
+		text, ok := scalar(value)
+		if !ok {
+			d.problem(field+"["+name+"]", fmt.Sprint(value), "is not a quantity")
+			continue
+		}
+		quantity, err := wire.Quantity(text)
+		if err != nil {
+			d.problem(field+"["+name+"]", text, "%v", err)
+			continue
+		}
+		if len(validation.IsQualifiedName(name)) > 0 {
+			d.problem(field+"["+name+"]", text, "is not a resource name")
+			continue
+		}
+		if quantity.IsZero() {
+			continue // not there
+		}
+		d.resource(corev1.ResourceName(name), quantity, d.fromTemplate("status.capacity"))
+	}
+}
+
+// scalar returns a quantity's text, which may be written as a number.
+func scalar(value any) (string, bool) {
+	switch value := value.(type) {
+	case string:
+		return value, true
+	case int64:
+		return strconv.FormatInt(value, 10), true
+	case float64:
+		return strconv.FormatFloat(value, 'f', -1, 64), true
+	}
+	return "", false
+}
+
+// taints finds the taints of the Node: the machine template's and the annotation's, which wins for one key and effect.
+func (d *describer) taints() {
+	type identity struct {
+		key    string
+		effect corev1.TaintEffect
+	}
+	found := map[identity]corev1.Taint{}
+	add := func(taint corev1.Taint, source Source) {
+		found[identity{taint.Key, taint.Effect}] = taint
+		d.Sources["taints."+taint.Key+":"+string(taint.Effect)] = source
+	}
+	for _, taint := range d.md.Spec.Template.Spec.Taints {
+		add(corev1.Taint{Key: taint.Key, Value: taint.Value, Effect: taint.Effect}, Source{FromMachineTemplate, "spec.template.spec.taints"})
+	}
+	for part := range strings.SplitSeq(d.md.Annotations[TaintsAnnotation], ",") {
+		part = strings.TrimSpace(part)
+		if part == "" {
+			continue
+		}
+		taint, err := parseTaint(part)
+		if err != nil {
+			d.problem(AnnotationField(TaintsAnnotation), part, "is not a taint: %v; write key=value:NoSchedule", err)
+			continue
+		}
+		add(taint, fromAnnotation(TaintsAnnotation))
+	}
+	for _, taint := range found {
+		// Cluster API takes it off as soon as it has labelled the Node.
+		if taint.Key != clusterv1.NodeUninitializedTaint.Key {
+			d.Taints = append(d.Taints, taint)
+		}
+	}
+	slices.SortFunc(d.Taints, func(a, b corev1.Taint) int {
+		return strings.Compare(a.Key+":"+string(a.Effect), b.Key+":"+string(b.Effect))
+	})
+}
+
+func parseTaint(text string) (corev1.Taint, error) {
+	i := strings.LastIndex(text, ":")
+	if i < 0 {
+		return corev1.Taint{}, fmt.Errorf("it has no effect")
+	}
+	taint := corev1.Taint{Effect: corev1.TaintEffect(text[i+1:])}
+	taint.Key, taint.Value, _ = strings.Cut(text[:i], "=")
+	switch taint.Effect {
+	case corev1.TaintEffectNoSchedule, corev1.TaintEffectPreferNoSchedule, corev1.TaintEffectNoExecute:
+	default:
+		return corev1.Taint{}, fmt.Errorf("its effect is none of NoSchedule, PreferNoSchedule, NoExecute")
+	}
+	if faults := append(validation.IsQualifiedName(taint.Key), validation.IsValidLabelValue(taint.Value)...); len(faults) > 0 {
+		return corev1.Taint{}, fmt.Errorf("%s", strings.Join(faults, "; "))
+	}
+	return taint, nil
+}
+
+// placement finds zone, region, architecture and operating system. A label in the annotation wins.
+func (d *describer) placement() {
+	d.Zone = d.value("zone", corev1.LabelTopologyZone, []candidate{
+		{d.md.Spec.Template.Spec.FailureDomain, Source{FromMachineTemplate, "spec.template.spec.failureDomain"}, "spec.template.spec.failureDomain"},
+		d.templateLabel(corev1.LabelTopologyZone),
+	})
+	d.Region = d.value("region", corev1.LabelTopologyRegion, []candidate{d.templateLabel(corev1.LabelTopologyRegion)})
+	d.Architecture = d.value("architecture", corev1.LabelArchStable, []candidate{
+		d.nodeInfo("architecture"), d.templateLabel(corev1.LabelArchStable),
+		{defaultArchitecture, Source{FromDefault, "most machines"}, ""},
+	})
+	d.OperatingSystem = d.value("operating_system", corev1.LabelOSStable, []candidate{
+		d.nodeInfo("operatingSystem"), d.templateLabel(corev1.LabelOSStable),
+		{defaultOS, Source{FromDefault, "most machines"}, ""},
+	})
+}
+
+type candidate struct {
+	value  string
+	source Source
+	field  string // where the user wrote it
+}
+
+// templateLabel is a label of the machine template. Cluster API may not copy it to the Node, but who writes it there says so
+// about the machines.
+func (d *describer) templateLabel(key string) candidate {
+	const path = "spec.template.metadata.labels"
+	return candidate{d.md.Spec.Template.Labels[key], Source{FromMachineTemplate, path}, path + "[" + key + "]"}
+}
+
+func (d *describer) nodeInfo(name string) candidate {
+	if d.template.Object == nil {
+		return candidate{}
+	}
+	path := "status.nodeInfo." + name
+	value, _, err := unstructured.NestedString(d.template.Object.Object, "status", "nodeInfo", name)
+	field := d.template.Object.GetKind() + "/" + d.template.Object.GetName() + " " + path
+	if err != nil {
+		d.problem(field, "", "is not a string")
+		return candidate{}
+	}
+	return candidate{value, d.fromTemplate(path), field}
+}
+
+// value returns the first usable candidate, the Node's label over all of them, and makes it the Node's label.
+func (d *describer) value(path, label string, candidates []candidate) string {
+	if value, labelled := d.Labels[label]; labelled && value != "" {
+		d.Sources[path] = d.Sources["node_labels."+label]
+		return value
+	}
+	for _, c := range candidates {
+		if c.value == "" {
+			continue
+		}
+		if faults := validation.IsValidLabelValue(c.value); len(faults) > 0 {
+			d.problem(c.field, c.value, "cannot be the value of the label %s: %s", label, strings.Join(faults, "; "))
+			continue
+		}
+		d.Sources[path] = c.source
+		d.label(label, c.value, c.source)
+		return c.value
+	}
+	return ""
+}
+
+// kind finds the instance type and how machines are paid for.
+func (d *describer) kind() {
+	name := candidate{d.md.Name, Source{FromDefault, "the MachineDeployment's name"}, "metadata.name"}
+	if len(validation.IsValidLabelValue(name.value)) > 0 {
+		name.value = shortened(name.value)
+	}
+	d.InstanceType = d.value("instance_type", corev1.LabelInstanceTypeStable, []candidate{
+		{d.md.Annotations[corev1.LabelInstanceTypeStable], fromAnnotation(corev1.LabelInstanceTypeStable), AnnotationField(corev1.LabelInstanceTypeStable)},
+		d.templateLabel(corev1.LabelInstanceTypeStable), name,
+	})
+
+	const label = wire.CapacityTypeLabel
+	d.CapacityType = wire.CapacityTypeOnDemand
+	d.Sources["capacity_type"] = Source{FromDefault, wire.CapacityTypeOnDemand}
+	candidates := []candidate{
+		{d.md.Annotations[label], fromAnnotation(label), AnnotationField(label)},
+		d.templateLabel(label),
+		{d.md.Labels[label], Source{FromMachineTemplate, "metadata.labels"}, "metadata.labels[" + label + "]"},
+	}
+	if value := d.Labels[label]; value != "" {
+		candidates = slices.Insert(candidates, 0, candidate{value, d.Sources["node_labels."+label], AnnotationField(LabelsAnnotation)})
+	}
+	// Karpenter's own label: it puts it on the Node.
+	delete(d.Labels, label)
+	delete(d.Sources, "node_labels."+label)
+	for _, c := range candidates {
+		if c.value == "" {
+			continue
+		}
+		if _, err := wire.ParseCapacityType(c.value); err != nil {
+			d.problem(c.field, c.value, "%v", err)
+			continue
+		}
+		d.CapacityType, d.Sources["capacity_type"] = c.value, c.source
+		return
+	}
+}
+
+// shortened makes a label value of a longer name, unique with near certainty.
+func shortened(name string) string {
+	sum := fnv.New64a()
+	_, _ = sum.Write([]byte(name))
+	cut := strings.TrimRight(name[:min(len(name), 46)], "-._")
+	return fmt.Sprintf("%s-%016x", cut, sum.Sum64())
+}

@@ -1,0 +1,212 @@
+package capacity_test
+
+import (
+	"regexp"
+	"strings"
+	"testing"
+
+	. "github.com/onsi/gomega"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/util/validation"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
+)
+
+func deployment(annotations map[string]string) *clusterv1.MachineDeployment {
+	return &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Name: "small", Annotations: annotations}}
+}
+
+func template(status map[string]any) capacity.Template {
+	object := &unstructured.Unstructured{Object: map[string]any{"status": status}}
+	object.SetKind("TestMachineTemplate")
+	object.SetName("t")
+	return capacity.Template{Object: object}
+}
+
+func quantities(list corev1.ResourceList) map[string]string {
+	texts := map[string]string{}
+	for name, quantity := range list {
+		texts[string(name)] = quantity.String()
+	}
+	return texts
+}
+
+func fields(problems []capacity.Problem) []string {
+	names := []string{}
+	for _, p := range problems {
+		names = append(names, p.Field)
+	}
+	return names
+}
+
+func TestAnnotationsWinOverTheInfrastructureTemplate(t *testing.T) {
+	g := NewWithT(t)
+	d := capacity.Describe(deployment(map[string]string{capacity.CPUAnnotation: "4", capacity.GPUTypeAnnotation: "nvidia.com/gpu", capacity.GPUCountAnnotation: "2"}),
+		template(map[string]any{
+			"capacity": map[string]any{"cpu": "2", "memory": "8Gi", "ephemeral-storage": int64(1000), "example.com/nic": 2.0},
+			"nodeInfo": map[string]any{"architecture": "arm64", "operatingSystem": "windows"},
+		}), nil)
+	g.Expect(d.Problems).To(BeEmpty())
+	g.Expect(quantities(d.Resources)).To(Equal(map[string]string{
+		"cpu": "4", "memory": "8Gi", "ephemeral-storage": "1k", "pods": "110", "nvidia.com/gpu": "2", "example.com/nic": "2",
+	}))
+	g.Expect(d.Architecture).To(Equal("arm64"))
+	g.Expect(d.OperatingSystem).To(Equal("windows"))
+	g.Expect(d.Labels).To(HaveKeyWithValue(corev1.LabelArchStable, "arm64"))
+	g.Expect(d.Sources["capacity.cpu"].Kind).To(Equal(capacity.FromAnnotation))
+	g.Expect(d.Sources["capacity.memory"]).To(Equal(capacity.Source{Kind: capacity.FromInfrastructureTemplate, Detail: "TestMachineTemplate/t status.capacity"}))
+	g.Expect(d.Sources["capacity.pods"].Kind).To(Equal(capacity.FromDefault))
+}
+
+func TestWhatCannotBeUsedIsAProblemAndTheNextSourceIsAsked(t *testing.T) {
+	for name, c := range map[string]struct{ key, value string }{
+		"megabits":             {capacity.MemoryAnnotation, "500mb"},
+		"nothing":              {capacity.MemoryAnnotation, ""},
+		"negative":             {capacity.MemoryAnnotation, "-1Gi"},
+		"zero":                 {capacity.MemoryAnnotation, "0"},
+		"huge exponent":        {capacity.MemoryAnnotation, "1e1000000000"},
+		"words":                {capacity.CPUAnnotation, "four"},
+		"half a pod":           {capacity.MaxPodsAnnotation, "1500m"},
+		"no pods":              {capacity.MaxPodsAnnotation, "0"},
+		"accelerator no name":  {capacity.GPUTypeAnnotation, "A 100"},
+		"accelerator no group": {capacity.GPUTypeAnnotation, "gpu"},
+		"accelerator count":    {capacity.GPUCountAnnotation, "-1"},
+		"label without value":  {capacity.LabelsAnnotation, "team"},
+		"label key":            {capacity.LabelsAnnotation, "a b=c"},
+		"label value":          {capacity.LabelsAnnotation, "a=b c"},
+		"taint without effect": {capacity.TaintsAnnotation, "a=b"},
+		"taint effect":         {capacity.TaintsAnnotation, "a=b:Never"},
+		"taint key":            {capacity.TaintsAnnotation, "=b:NoSchedule"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			g := NewWithT(t)
+			annotations := map[string]string{
+				c.key: c.value, capacity.GPUTypeAnnotation: "nvidia.com/gpu", capacity.GPUCountAnnotation: "1",
+			}
+			annotations[c.key] = c.value
+			d := capacity.Describe(deployment(annotations), template(map[string]any{"capacity": map[string]any{"cpu": "2", "memory": "8Gi"}}), nil)
+			g.Expect(fields(d.Problems)).To(Equal([]string{capacity.AnnotationField(c.key)}))
+			g.Expect(d.Resources.Cpu().String()).To(Equal("2"))
+			g.Expect(d.Resources.Memory().String()).To(Equal("8Gi"))
+			g.Expect(d.Resources.Pods().String()).To(Equal("110"))
+		})
+	}
+}
+
+func TestMissingCapacityIsSaid(t *testing.T) {
+	d := capacity.Describe(deployment(nil), capacity.Template{}, nil)
+	NewWithT(t).Expect(fields(d.Problems)).To(ConsistOf(capacity.AnnotationField(capacity.CPUAnnotation), capacity.AnnotationField(capacity.MemoryAnnotation)))
+}
+
+func TestLabelsAreThoseThatReachTheNode(t *testing.T) {
+	g := NewWithT(t)
+	md := deployment(map[string]string{capacity.LabelsAnnotation: "team=blue, x.node.cluster.x-k8s.io/pool=annotated"})
+	md.Spec.Template.Labels = map[string]string{
+		"node-role.kubernetes.io/gpu":           "",
+		"x.node.cluster.x-k8s.io/pool":          "propagated",
+		"node-restriction.kubernetes.io/tenant": "a",
+		"example.com/not-copied":                "x",
+		"custom.example.com/copied":             "y",
+	}
+	d := capacity.Describe(md, capacity.Template{}, []*regexp.Regexp{regexp.MustCompile(`^custom\.example\.com/`)})
+	g.Expect(d.Labels).To(Equal(map[string]string{
+		"node-role.kubernetes.io/gpu": "", "x.node.cluster.x-k8s.io/pool": "annotated", "node-restriction.kubernetes.io/tenant": "a",
+		"custom.example.com/copied": "y", "team": "blue",
+		corev1.LabelArchStable: "amd64", corev1.LabelOSStable: "linux", corev1.LabelInstanceTypeStable: "small",
+	}))
+	g.Expect(d.Sources["node_labels.team"].Kind).To(Equal(capacity.FromAnnotation))
+}
+
+func TestTaintsOfTheAnnotationWinForOneKeyAndEffect(t *testing.T) {
+	g := NewWithT(t)
+	md := deployment(map[string]string{capacity.TaintsAnnotation: "dedicated=b:NoSchedule,solo:NoExecute"})
+	md.Spec.Template.Spec.Taints = []clusterv1.MachineTaint{
+		{Key: "dedicated", Value: "a", Effect: corev1.TaintEffectNoSchedule},
+		{Key: "dedicated", Value: "a", Effect: corev1.TaintEffectNoExecute},
+		{Key: clusterv1.NodeUninitializedTaint.Key, Effect: corev1.TaintEffectNoSchedule},
+	}
+	g.Expect(capacity.Describe(md, capacity.Template{}, nil).Taints).To(Equal([]corev1.Taint{
+		{Key: "dedicated", Value: "a", Effect: corev1.TaintEffectNoExecute},
+		{Key: "dedicated", Value: "b", Effect: corev1.TaintEffectNoSchedule},
+		{Key: "solo", Effect: corev1.TaintEffectNoExecute},
+	}))
+}
+
+func TestZoneIsTheFailureDomainUnlessTheAnnotationSaysOtherwise(t *testing.T) {
+	g := NewWithT(t)
+	md := deployment(nil)
+	md.Spec.Template.Spec.FailureDomain = "zone-a"
+	g.Expect(capacity.Describe(md, capacity.Template{}, nil).Zone).To(Equal("zone-a"))
+	md.Annotations = map[string]string{capacity.LabelsAnnotation: "topology.kubernetes.io/zone=zone-b,topology.kubernetes.io/region=r"}
+	d := capacity.Describe(md, capacity.Template{}, nil)
+	g.Expect(d.Zone).To(Equal("zone-b"))
+	g.Expect(d.Region).To(Equal("r"))
+	md.Annotations, md.Spec.Template.Spec.FailureDomain = nil, "not/a label"
+	d = capacity.Describe(md, capacity.Template{}, nil)
+	g.Expect(d.Zone).To(BeEmpty())
+	g.Expect(fields(d.Problems)).To(ContainElement("spec.template.spec.failureDomain"))
+}
+
+func TestCapacityTypeComesFromTheFirstThatSaysIt(t *testing.T) {
+	const label = "karpenter.sh/capacity-type"
+	g := NewWithT(t)
+	md := deployment(nil)
+	g.Expect(capacity.Describe(md, capacity.Template{}, nil).CapacityType).To(Equal("on-demand"))
+	md.Labels = map[string]string{label: "spot"}
+	g.Expect(capacity.Describe(md, capacity.Template{}, nil).CapacityType).To(Equal("spot"))
+	md.Annotations = map[string]string{label: "reserved"}
+	g.Expect(capacity.Describe(md, capacity.Template{}, nil).CapacityType).To(Equal("reserved"))
+	md.Annotations[capacity.LabelsAnnotation] = label + "=on-demand"
+	d := capacity.Describe(md, capacity.Template{}, nil)
+	g.Expect(d.CapacityType).To(Equal("on-demand"))
+	g.Expect(d.Labels).NotTo(HaveKey(label))
+	md.Annotations[capacity.LabelsAnnotation] = label + "=cheap"
+	d = capacity.Describe(md, capacity.Template{}, nil)
+	g.Expect(d.CapacityType).To(Equal("reserved"))
+	g.Expect(fields(d.Problems)).To(ContainElement(capacity.AnnotationField(capacity.LabelsAnnotation)))
+}
+
+func TestInstanceTypeIsAlwaysALabelValue(t *testing.T) {
+	g := NewWithT(t)
+	md := deployment(nil)
+	md.Name = strings.Repeat("long-", 40) + "name"
+	d := capacity.Describe(md, capacity.Template{}, nil)
+	g.Expect(validation.IsValidLabelValue(d.InstanceType)).To(BeEmpty())
+	g.Expect(d.InstanceType).NotTo(BeEmpty())
+	md.Spec.Template.Labels = map[string]string{corev1.LabelInstanceTypeStable: "m5.large"}
+	g.Expect(capacity.Describe(md, capacity.Template{}, nil).InstanceType).To(Equal("m5.large"))
+}
+
+func FuzzDescribe(f *testing.F) {
+	f.Add("4", "16Gi", "a=b", "a=b:NoSchedule", "nvidia.com/gpu", "1", "zone-a")
+	f.Add("1e1000000000", "500mb", "=,=", ":::", "", "-1", "é")
+	f.Add("9223372036854775807", ".", "a=b=c,", "a:NoSchedule,a=b:NoSchedule", "x/y", "1e3", strings.Repeat("z", 300))
+	f.Fuzz(func(t *testing.T, cpu, memory, labels, taints, gpu, count, zone string) {
+		md := deployment(map[string]string{
+			capacity.CPUAnnotation: cpu, capacity.MemoryAnnotation: memory, capacity.LabelsAnnotation: labels, capacity.TaintsAnnotation: taints,
+			capacity.GPUTypeAnnotation: gpu, capacity.GPUCountAnnotation: count, capacity.MaxPodsAnnotation: count, capacity.DiskAnnotation: memory,
+			"karpenter.sh/capacity-type": labels,
+		})
+		md.Spec.Template.Spec.FailureDomain = zone
+		md.Spec.Template.Labels = map[string]string{"node.cluster.x-k8s.io/" + gpu: labels}
+		d := capacity.Describe(md, template(map[string]any{
+			"capacity": map[string]any{gpu: cpu, "memory": memory, "x": count, "y": nil}, "nodeInfo": map[string]any{"architecture": zone},
+		}), nil)
+		for key, value := range d.Labels {
+			if len(validation.IsQualifiedName(key)) > 0 || len(validation.IsValidLabelValue(value)) > 0 {
+				t.Errorf("label %q=%q is not valid", key, value)
+			}
+		}
+		for name, quantity := range d.Resources {
+			if quantity.Sign() <= 0 || len(validation.IsQualifiedName(string(name))) > 0 {
+				t.Errorf("resource %q=%s is not valid", name, quantity.String())
+			}
+		}
+		if d.InstanceType == "" || d.Architecture == "" || d.OperatingSystem == "" {
+			t.Error("a value that must not be empty is")
+		}
+	})
+}

@@ -1,0 +1,284 @@
+// Package catalogue keeps the node groups of every Cluster, each brought up to date by itself when something that it is made
+// from changes: its MachineDeployment, its Cluster, its infrastructure template.
+package catalogue
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"regexp"
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"google.golang.org/protobuf/proto"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/tools/events"
+	"k8s.io/utils/ptr"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
+	"sigs.k8s.io/controller-runtime/pkg/predicate"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	"sigs.k8s.io/controller-runtime/pkg/source"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/infrastructure"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/messages"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/warmup"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+// templateRetry is how soon a template that could not be read is asked for again.
+const templateRetry = 30 * time.Second
+
+// Config is what a [Catalogue] needs.
+type Config struct {
+	// Feed takes the node groups, by id. REQUIRED.
+	Feed *feed.Feed[*agentv1alpha1.NodeGroup]
+	// Scope says which Clusters are served.
+	Scope hub.Scope
+	// SyncedLabels are the patterns of further labels that reach Nodes.
+	SyncedLabels []*regexp.Regexp
+	// Recorder takes an event for each problem. REQUIRED.
+	Recorder events.EventRecorder
+	// Registerer takes the metrics. Nil registers none.
+	Registerer prometheus.Registerer
+}
+
+// Catalogue keeps the node groups. Use [New].
+type Catalogue struct {
+	Config
+
+	client    client.Client
+	templates *infrastructure.Templates
+	warmup    *warmup.Tracker
+	problems  *prometheus.GaugeVec
+
+	mu     sync.Mutex
+	groups map[types.NamespacedName]*entry
+}
+
+// entry is what is remembered about one MachineDeployment that has opted in.
+type entry struct {
+	cluster  types.NamespacedName
+	uid      types.UID
+	reported map[capacity.Problem]struct{}
+}
+
+// New returns a catalogue that fills its feed once it was set up with a manager.
+func New(c Config) (*Catalogue, error) {
+	catalogue := &Catalogue{
+		Config: c,
+		warmup: warmup.New(c.Feed.SetReady),
+		groups: map[types.NamespacedName]*entry{},
+		problems: prometheus.NewGaugeVec(prometheus.GaugeOpts{
+			Name: "capi_agent_node_group_problems",
+			Help: "Values of a node group's description that cannot be used.",
+		}, []string{"namespace", "node_group"}),
+	}
+	if c.Registerer != nil {
+		if err := c.Registerer.Register(catalogue.problems); err != nil {
+			return nil, fmt.Errorf("registering metrics: %w", err)
+		}
+	}
+	return catalogue, nil
+}
+
+// SetupWithManager makes the manager run the catalogue. The indexes of package hub must have been added.
+func (c *Catalogue) SetupWithManager(mgr manager.Manager) error {
+	c.client = mgr.GetClient()
+	changedTemplates := make(chan event.TypedGenericEvent[template], 1024)
+	c.templates = &infrastructure.Templates{
+		Reader: mgr.GetAPIReader(),
+		Cache:  mgr.GetCache(),
+		Changed: func(gk schema.GroupKind, key types.NamespacedName) {
+			changedTemplates <- event.TypedGenericEvent[template]{Object: template{gk, key}}
+		},
+	}
+	if err := mgr.Add(manager.RunnableFunc(func(ctx context.Context) error { return c.expect(ctx, mgr) })); err != nil {
+		return fmt.Errorf("adding the catalogue: %w", err)
+	}
+	err := builder.ControllerManagedBy(mgr).
+		Named("catalogue").
+		WithOptions(controller.Options{
+			NeedLeaderElection: ptr.To(false), MaxConcurrentReconciles: 8, SkipNameValidation: ptr.To(true),
+		}).
+		For(&clusterv1.MachineDeployment{}, builder.WithPredicates(statusIgnored())).
+		Watches(&clusterv1.Cluster{}, handler.EnqueueRequestsFromMapFunc(c.deploymentsOfCluster), builder.WithPredicates(clusterChanges())).
+		WatchesRawSource(source.TypedChannel(changedTemplates, handler.TypedEnqueueRequestsFromMapFunc(c.deploymentsOfTemplate))).
+		Complete(c)
+	if err != nil {
+		return fmt.Errorf("setting up the catalogue: %w", err)
+	}
+	return nil
+}
+
+// template names an infrastructure template.
+type template struct {
+	gk  schema.GroupKind
+	key types.NamespacedName
+}
+
+// expect says which MachineDeployments make the first view complete.
+func (c *Catalogue) expect(ctx context.Context, mgr manager.Manager) error {
+	if !mgr.GetCache().WaitForCacheSync(ctx) {
+		return nil // Only because ctx ended.
+	}
+	var list clusterv1.MachineDeploymentList
+	if err := c.client.List(ctx, &list); err != nil {
+		return fmt.Errorf("listing MachineDeployments: %w", err)
+	}
+	keys := make([]types.NamespacedName, 0, len(list.Items))
+	for i := range list.Items {
+		keys = append(keys, client.ObjectKeyFromObject(&list.Items[i]))
+	}
+	c.warmup.Expect(keys)
+	return nil
+}
+
+// statusIgnored leaves out updates of MachineDeployments that change only their status: it says nothing about the group.
+func statusIgnored() predicate.Predicate {
+	return predicate.Or(predicate.GenerationChangedPredicate{}, predicate.LabelChangedPredicate{}, predicate.AnnotationChangedPredicate{},
+		predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
+			return e.ObjectOld.GetDeletionTimestamp().IsZero() != e.ObjectNew.GetDeletionTimestamp().IsZero()
+		}})
+}
+
+// clusterChanges leaves out updates of Clusters that change only their status.
+func clusterChanges() predicate.Predicate {
+	return predicate.Or(predicate.GenerationChangedPredicate{}, predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
+		return e.ObjectOld.GetDeletionTimestamp().IsZero() != e.ObjectNew.GetDeletionTimestamp().IsZero()
+	}})
+}
+
+func (c *Catalogue) deploymentsOfCluster(ctx context.Context, cluster client.Object) []reconcile.Request {
+	return c.deployments(ctx, cluster.GetNamespace(), hub.DeploymentsByCluster, cluster.GetName())
+}
+
+func (c *Catalogue) deploymentsOfTemplate(ctx context.Context, t template) []reconcile.Request {
+	return c.deployments(ctx, t.key.Namespace, hub.DeploymentsByTemplate, hub.TemplateIndex(t.gk.Group, t.gk.Kind, t.key.Name))
+}
+
+func (c *Catalogue) deployments(ctx context.Context, namespace, index, value string) []reconcile.Request {
+	var list clusterv1.MachineDeploymentList
+	if err := c.client.List(ctx, &list, client.InNamespace(namespace), client.MatchingFields{index: value}); err != nil {
+		log.FromContext(ctx).Error(err, "looking up MachineDeployments", "index", index, "value", value)
+		return nil
+	}
+	requests := make([]reconcile.Request, 0, len(list.Items))
+	for i := range list.Items {
+		requests = append(requests, reconcile.Request{NamespacedName: client.ObjectKeyFromObject(&list.Items[i])})
+	}
+	return requests
+}
+
+// Reconcile brings one node group up to date.
+func (c *Catalogue) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
+	defer c.warmup.Seen(request.NamespacedName)
+	md := &clusterv1.MachineDeployment{}
+	err := c.client.Get(ctx, request.NamespacedName, md)
+	if client.IgnoreNotFound(err) != nil {
+		return reconcile.Result{}, fmt.Errorf("reading the MachineDeployment: %w", err)
+	}
+	clusterName := types.NamespacedName{Namespace: request.Namespace, Name: md.Spec.ClusterName}
+	if err != nil || !nodegroup.IsMember(md) || !c.Scope.Contains(clusterName) {
+		c.forget(request.NamespacedName)
+		return reconcile.Result{}, nil
+	}
+	cluster, err := c.cluster(ctx, clusterName)
+	if err != nil {
+		return reconcile.Result{}, err
+	}
+	object, templateErr := c.templates.Get(ctx, md.Spec.Template.Spec.InfrastructureRef, md.Namespace)
+	described := capacity.Template{Object: object}
+	if templateErr != nil {
+		ref := md.Spec.Template.Spec.InfrastructureRef
+		described.Problem = &capacity.Problem{
+			Field: "spec.template.spec.infrastructureRef", Value: ref.Kind + "." + ref.APIGroup + "/" + ref.Name, Message: templateErr.Error(),
+		}
+	}
+	group := nodegroup.Of(md, cluster, described, c.SyncedLabels)
+	c.publish(md, group)
+	if templateErr == nil {
+		return reconcile.Result{}, nil
+	}
+	if errors.Is(templateErr, infrastructure.ErrUnusable) {
+		// Nothing watches what is missing here: the CRD, its label, the agent's rights, or the template of a kind that is
+		// not watched yet.
+		return reconcile.Result{RequeueAfter: templateRetry}, nil
+	}
+	return reconcile.Result{}, templateErr
+}
+
+func (c *Catalogue) cluster(ctx context.Context, name types.NamespacedName) (*clusterv1.Cluster, error) {
+	cluster := &clusterv1.Cluster{}
+	err := c.client.Get(ctx, name, cluster)
+	if apierrors.IsNotFound(err) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("reading the Cluster: %w", err)
+	}
+	return cluster, nil
+}
+
+// publish puts a group into the feed and reports its problems, each once for as long as it lasts.
+func (c *Catalogue) publish(md *clusterv1.MachineDeployment, group nodegroup.NodeGroup) {
+	c.mu.Lock()
+	known := c.groups[group.Key]
+	if known == nil || known.uid != md.UID {
+		if known != nil && known.cluster != group.Cluster {
+			c.Feed.Remove(known.cluster, group.ID())
+		}
+		known = &entry{uid: md.UID, reported: map[capacity.Problem]struct{}{}}
+		c.groups[group.Key] = known
+	}
+	if known.cluster != group.Cluster {
+		c.Feed.Remove(known.cluster, group.ID())
+		known.cluster = group.Cluster
+	}
+	present := make(map[capacity.Problem]struct{}, len(group.Problems))
+	var fresh []capacity.Problem
+	for _, problem := range group.Problems {
+		if _, reported := known.reported[problem]; !reported {
+			fresh = append(fresh, problem)
+		}
+		present[problem] = struct{}{}
+	}
+	known.reported = present
+	c.mu.Unlock()
+
+	c.Feed.Set(group.Cluster, group.ID(), messages.NodeGroup(group))
+	c.problems.WithLabelValues(group.Key.Namespace, group.Key.Name).Set(float64(len(present)))
+	for _, problem := range fresh {
+		c.Recorder.Eventf(md, nil, corev1.EventTypeWarning, "InvalidDescription", "DescribeNodeGroup", "%s: %.256q %s",
+			problem.Field, problem.Value, problem.Message)
+	}
+}
+
+func (c *Catalogue) forget(key types.NamespacedName) {
+	c.mu.Lock()
+	known := c.groups[key]
+	delete(c.groups, key)
+	c.mu.Unlock()
+	if known == nil {
+		return
+	}
+	c.Feed.Remove(known.cluster, nodegroup.ID(key))
+	c.problems.DeleteLabelValues(key.Namespace, key.Name)
+}
+
+// Equal reports whether two node groups are the same to those who watch.
+func Equal(a, b *agentv1alpha1.NodeGroup) bool { return proto.Equal(a, b) }

@@ -1,0 +1,371 @@
+// Package feed keeps the objects of each Cluster in memory and tells subscribers about every change.
+//
+// A subscriber gets a snapshot, a marker, and then the changes, without a gap in between. What a subscriber has not read yet
+// is remembered by key, so that several changes of one object become one event, and a bounded number of keys costs a bounded
+// amount of memory however slowly it reads. When more keys than that have changed, the subscriber gets a resync marker and a
+// new snapshot on the same subscription.
+package feed
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"maps"
+	"slices"
+	"sync"
+	"time"
+
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/clock"
+)
+
+var (
+	// ErrNotReady means that the view is not complete yet.
+	ErrNotReady = errors.New("the view is not complete yet")
+	// ErrClosed means that the feed is shutting down.
+	ErrClosed = errors.New("the feed is shutting down")
+)
+
+// Kind says what an [Event] is.
+type Kind int
+
+const (
+	// Upsert carries an object as it is now: part of the snapshot, new, or changed.
+	Upsert Kind = iota + 1
+	// Removed carries the key of an object that is gone.
+	Removed
+	// Synced says that the snapshot is complete.
+	Synced
+	// Heartbeat says that nothing happened for the heartbeat interval.
+	Heartbeat
+	// Resync says that changes were dropped and a new snapshot follows.
+	Resync
+)
+
+// Event is what a subscriber reads.
+type Event[T any] struct {
+	Kind Kind
+	// Key of the object, for Upsert and Removed.
+	Key string
+	// Object, for Upsert. Shared: it must not be changed.
+	Object T
+	// Generation of the feed, for Synced.
+	Generation int64
+	// Time of the event, for Heartbeat.
+	Time time.Time
+}
+
+// Options of a [Feed].
+type Options[T any] struct {
+	// Equal reports whether two objects are the same to every subscriber. REQUIRED.
+	Equal func(a, b T) bool
+	// Buffer is how many changed keys are kept for a subscriber that does not read. REQUIRED, at least 1.
+	Buffer int
+	// Heartbeat is how long nothing happens before a heartbeat. REQUIRED, positive.
+	Heartbeat time.Duration
+	// Clock is the time. Nil means the real one.
+	Clock clock.Clock
+}
+
+// Feed keeps objects by Cluster and key. It is safe for concurrent use.
+type Feed[T any] struct {
+	options Options[T]
+
+	mu          sync.RWMutex
+	scopes      map[types.NamespacedName]map[string]T
+	subscribers map[*Subscription[T]]struct{}
+	generation  int64
+	ready       chan struct{}
+	closed      bool
+	resyncs     int64
+}
+
+// New returns an empty feed that is not ready.
+func New[T any](options Options[T]) *Feed[T] {
+	if options.Clock == nil {
+		options.Clock = clock.RealClock{}
+	}
+	options.Buffer = max(options.Buffer, 1)
+	return &Feed[T]{
+		options:     options,
+		scopes:      map[types.NamespacedName]map[string]T{},
+		subscribers: map[*Subscription[T]]struct{}{},
+		ready:       make(chan struct{}),
+	}
+}
+
+// Set stores an object, and reports whether that changed anything for subscribers. The object must not be changed any more.
+func (f *Feed[T]) Set(cluster types.NamespacedName, key string, object T) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	objects := f.scopes[cluster]
+	if objects == nil {
+		objects = map[string]T{}
+		f.scopes[cluster] = objects
+	}
+	if old, exists := objects[key]; exists && f.options.Equal(old, object) {
+		return false
+	}
+	objects[key] = object
+	f.changed(cluster, key)
+	return true
+}
+
+// Remove forgets an object, and reports whether it was there.
+func (f *Feed[T]) Remove(cluster types.NamespacedName, key string) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	objects := f.scopes[cluster]
+	if _, exists := objects[key]; !exists {
+		return false
+	}
+	delete(objects, key)
+	if len(objects) == 0 {
+		delete(f.scopes, cluster)
+	}
+	f.changed(cluster, key)
+	return true
+}
+
+func (f *Feed[T]) changed(cluster types.NamespacedName, key string) {
+	f.generation++
+	for subscriber := range f.subscribers {
+		if subscriber.cluster == cluster {
+			subscriber.note(key)
+		}
+	}
+}
+
+// SetReady says that the view is complete: reads and subscriptions are answered from now on.
+func (f *Feed[T]) SetReady() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if !f.isReady() {
+		close(f.ready)
+	}
+}
+
+func (f *Feed[T]) isReady() bool {
+	select {
+	case <-f.ready:
+		return true
+	default:
+		return false
+	}
+}
+
+// Close ends every subscription with [ErrClosed], and every later one at once.
+func (f *Feed[T]) Close() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.closed = true
+	for subscriber := range f.subscribers {
+		subscriber.wake()
+	}
+}
+
+// Ready returns a channel that is closed once the view is complete.
+func (f *Feed[T]) Ready() <-chan struct{} { return f.ready }
+
+// Generation is raised by every change of any object.
+func (f *Feed[T]) Generation() int64 {
+	f.mu.RLock()
+	defer f.mu.RUnlock()
+	return f.generation
+}
+
+// Stats are counts for metrics.
+type Stats struct {
+	Objects, Subscribers int
+	// Resyncs is how often a subscriber was too slow, since the start.
+	Resyncs int64
+}
+
+// Stats returns the present counts.
+func (f *Feed[T]) Stats() Stats {
+	f.mu.RLock()
+	defer f.mu.RUnlock()
+	s := Stats{Subscribers: len(f.subscribers), Resyncs: f.resyncs}
+	for _, objects := range f.scopes {
+		s.Objects += len(objects)
+	}
+	return s
+}
+
+// Get returns one object. Errors: [ErrNotReady], [ErrClosed].
+func (f *Feed[T]) Get(cluster types.NamespacedName, key string) (object T, found bool, err error) {
+	f.mu.RLock()
+	defer f.mu.RUnlock()
+	if err := f.usable(); err != nil {
+		return object, false, err
+	}
+	object, found = f.scopes[cluster][key]
+	return object, found, nil
+}
+
+// List returns the objects of a Cluster, ordered by key, and the generation they were taken at. Errors: [ErrNotReady],
+// [ErrClosed].
+func (f *Feed[T]) List(cluster types.NamespacedName) ([]T, int64, error) {
+	f.mu.RLock()
+	defer f.mu.RUnlock()
+	if err := f.usable(); err != nil {
+		return nil, 0, err
+	}
+	entries := f.sorted(cluster)
+	objects := make([]T, 0, len(entries))
+	for _, e := range entries {
+		objects = append(objects, e.object)
+	}
+	return objects, f.generation, nil
+}
+
+func (f *Feed[T]) usable() error {
+	switch {
+	case f.closed:
+		return ErrClosed
+	case !f.isReady():
+		return ErrNotReady
+	}
+	return nil
+}
+
+type entry[T any] struct {
+	key    string
+	object T
+}
+
+func (f *Feed[T]) sorted(cluster types.NamespacedName) []entry[T] {
+	entries := make([]entry[T], 0, len(f.scopes[cluster]))
+	for key, object := range f.scopes[cluster] {
+		entries = append(entries, entry[T]{key, object})
+	}
+	slices.SortFunc(entries, func(a, b entry[T]) int { return cmp.Compare(a.key, b.key) })
+	return entries
+}
+
+// Subscribe begins a subscription to one Cluster. The caller must Close it. Errors: [ErrNotReady], [ErrClosed].
+func (f *Feed[T]) Subscribe(cluster types.NamespacedName) (*Subscription[T], error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if err := f.usable(); err != nil {
+		return nil, err
+	}
+	s := &Subscription[T]{feed: f, cluster: cluster, woken: make(chan struct{}, 1), pending: map[string]struct{}{}}
+	s.begin()
+	f.subscribers[s] = struct{}{}
+	return s, nil
+}
+
+// Subscription is one reader's place in a feed. Next is not safe for concurrent use.
+type Subscription[T any] struct {
+	feed    *Feed[T]
+	cluster types.NamespacedName
+	woken   chan struct{}
+
+	// Guarded by feed.mu.
+	snapshot   []entry[T] // what is left of it
+	syncing    bool       // the marker is still to come
+	syncedAt   int64
+	order      []string // keys that changed, oldest first
+	pending    map[string]struct{}
+	overflowed bool
+}
+
+// begin starts a snapshot. feed.mu is held.
+func (s *Subscription[T]) begin() {
+	s.snapshot, s.syncing, s.syncedAt = s.feed.sorted(s.cluster), true, s.feed.generation
+	s.order, s.overflowed = nil, false
+	clear(s.pending)
+}
+
+// note remembers a change. feed.mu is held.
+func (s *Subscription[T]) note(key string) {
+	defer s.wake()
+	if s.overflowed {
+		return
+	}
+	if _, known := s.pending[key]; known {
+		return
+	}
+	if len(s.order) >= s.feed.options.Buffer {
+		s.overflowed = true
+		s.feed.resyncs++
+		s.order, s.snapshot = nil, nil
+		clear(s.pending)
+		return
+	}
+	s.pending[key] = struct{}{}
+	s.order = append(s.order, key)
+}
+
+func (s *Subscription[T]) wake() {
+	select {
+	case s.woken <- struct{}{}:
+	default:
+	}
+}
+
+// Next waits for the next event. Errors: [ErrClosed], or the context's.
+func (s *Subscription[T]) Next(ctx context.Context) (Event[T], error) {
+	var timer clock.Timer
+	for {
+		event, ok, err := s.take()
+		if ok || err != nil {
+			return event, err
+		}
+		if timer == nil {
+			timer = s.feed.options.Clock.NewTimer(s.feed.options.Heartbeat)
+			defer timer.Stop()
+		}
+		select {
+		case <-ctx.Done():
+			return Event[T]{}, ctx.Err()
+		case <-s.woken:
+		case now := <-timer.C():
+			return Event[T]{Kind: Heartbeat, Time: now}, nil
+		}
+	}
+}
+
+func (s *Subscription[T]) take() (Event[T], bool, error) {
+	s.feed.mu.Lock()
+	defer s.feed.mu.Unlock()
+	switch {
+	case s.feed.closed:
+		return Event[T]{}, false, ErrClosed
+	case s.overflowed:
+		s.begin()
+		return Event[T]{Kind: Resync}, true, nil
+	case len(s.snapshot) > 0:
+		e := s.snapshot[0]
+		s.snapshot = s.snapshot[1:]
+		return Event[T]{Kind: Upsert, Key: e.key, Object: e.object}, true, nil
+	case s.syncing:
+		s.syncing, s.snapshot = false, nil
+		return Event[T]{Kind: Synced, Generation: s.syncedAt}, true, nil
+	case len(s.order) > 0:
+		key := s.order[0]
+		s.order = s.order[1:]
+		delete(s.pending, key)
+		object, exists := s.feed.scopes[s.cluster][key]
+		if !exists {
+			return Event[T]{Kind: Removed, Key: key}, true, nil
+		}
+		return Event[T]{Kind: Upsert, Key: key, Object: object}, true, nil
+	}
+	return Event[T]{}, false, nil
+}
+
+// Close ends the subscription. It may be called more than once.
+func (s *Subscription[T]) Close() {
+	s.feed.mu.Lock()
+	defer s.feed.mu.Unlock()
+	delete(s.feed.subscribers, s)
+}
+
+// Clusters returns the Clusters that have objects, in no particular order.
+func (f *Feed[T]) Clusters() []types.NamespacedName {
+	f.mu.RLock()
+	defer f.mu.RUnlock()
+	return slices.Collect(maps.Keys(f.scopes))
+}

@@ -1,0 +1,181 @@
+// Package hub says how the agent sees the hub: which types, which Clusters, what its caches keep and how they are indexed.
+package hub
+
+import (
+	"context"
+	"fmt"
+	"slices"
+
+	corev1 "k8s.io/api/core/v1"
+	eventsv1 "k8s.io/api/events/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/selection"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+)
+
+// Scheme returns a scheme with the types that the agent uses.
+func Scheme() (*runtime.Scheme, error) {
+	scheme := runtime.NewScheme()
+	for _, add := range []func(*runtime.Scheme) error{
+		corev1.AddToScheme, eventsv1.AddToScheme, metav1.AddMetaToScheme, clusterv1.AddToScheme, v1alpha1.AddToScheme,
+	} {
+		if err := add(scheme); err != nil {
+			return nil, fmt.Errorf("registering types: %w", err)
+		}
+	}
+	return scheme, nil
+}
+
+// Scope says which Clusters the agent serves.
+type Scope struct {
+	namespaces map[string]bool
+	clusters   map[string][]string // names by namespace
+}
+
+// NewScope returns the scope of whole namespaces and single Clusters. With neither it has everything.
+func NewScope(namespaces []string, clusters []types.NamespacedName) Scope {
+	s := Scope{namespaces: map[string]bool{}, clusters: map[string][]string{}}
+	for _, namespace := range namespaces {
+		s.namespaces[namespace] = true
+	}
+	for _, cluster := range clusters {
+		if !s.namespaces[cluster.Namespace] && !slices.Contains(s.clusters[cluster.Namespace], cluster.Name) {
+			s.clusters[cluster.Namespace] = append(s.clusters[cluster.Namespace], cluster.Name)
+		}
+	}
+	for namespace := range s.clusters {
+		slices.Sort(s.clusters[namespace])
+	}
+	return s
+}
+
+// Contains reports whether a Cluster is served.
+func (s Scope) Contains(cluster types.NamespacedName) bool {
+	if len(s.namespaces) == 0 && len(s.clusters) == 0 {
+		return true
+	}
+	return s.namespaces[cluster.Namespace] || slices.Contains(s.clusters[cluster.Namespace], cluster.Name)
+}
+
+// CacheOptions limits the caches to the scope: by namespace, and where single Clusters are named, by the label that says
+// which Cluster an object belongs to. Managed fields are not kept.
+func (s Scope) CacheOptions() (cache.Options, error) {
+	options := cache.Options{
+		DefaultTransform: cache.TransformStripManagedFields(),
+		ByObject:         map[client.Object]cache.ByObject{},
+	}
+	if len(s.namespaces) == 0 && len(s.clusters) == 0 {
+		return options, nil
+	}
+	options.DefaultNamespaces = map[string]cache.Config{}
+	for namespace := range s.namespaces {
+		options.DefaultNamespaces[namespace] = cache.Config{}
+	}
+	for namespace := range s.clusters {
+		options.DefaultNamespaces[namespace] = cache.Config{}
+	}
+	for object, label := range map[client.Object]string{
+		&clusterv1.MachineDeployment{}: clusterv1.ClusterNameLabel,
+		&clusterv1.MachineSet{}:        clusterv1.ClusterNameLabel,
+		&clusterv1.Machine{}:           clusterv1.ClusterNameLabel,
+		&v1alpha1.MachineClaim{}:       v1alpha1.ClusterLabel,
+		&clusterv1.Cluster{}:           "",
+	} {
+		byNamespace := map[string]cache.Config{}
+		for namespace := range s.namespaces {
+			byNamespace[namespace] = cache.Config{}
+		}
+		for namespace, names := range s.clusters {
+			config := cache.Config{}
+			switch {
+			case label != "":
+				requirement, err := labels.NewRequirement(label, selection.In, names)
+				if err != nil {
+					return cache.Options{}, fmt.Errorf("selecting the Clusters %v: %w", names, err)
+				}
+				config.LabelSelector = labels.NewSelector().Add(*requirement)
+			case len(names) == 1: // a Cluster does not carry the label with its own name
+				config.FieldSelector = fields.OneTermEqualSelector("metadata.name", names[0])
+			}
+			byNamespace[namespace] = config
+		}
+		options.ByObject[object] = cache.ByObject{Namespaces: byNamespace}
+	}
+	return options, nil
+}
+
+// Names of the caches' indexes, for client.MatchingFields together with client.InNamespace.
+const (
+	// DeploymentsByCluster indexes MachineDeployments by spec.clusterName.
+	DeploymentsByCluster = "spec.clusterName"
+	// DeploymentsByTemplate indexes MachineDeployments by their infrastructure template; see [TemplateIndex].
+	DeploymentsByTemplate = "spec.template.spec.infrastructureRef"
+	// ByDeployment indexes Machines by the name of their MachineDeployment, and MachineClaims by spec.nodeGroup.
+	ByDeployment = "machineDeployment"
+	// ClaimsByMachine indexes MachineClaims by the name of their Machine.
+	ClaimsByMachine = "status.machine.name"
+)
+
+// TemplateIndex is the value of [DeploymentsByTemplate] for one template.
+func TemplateIndex(apiGroup, kind, name string) string { return kind + "." + apiGroup + "/" + name }
+
+// Index adds the indexes. Call it before the caches start.
+func Index(ctx context.Context, indexer client.FieldIndexer) error {
+	for _, index := range []struct {
+		object client.Object
+		name   string
+		value  func(client.Object) string
+	}{
+		{&clusterv1.MachineDeployment{}, DeploymentsByCluster, func(object client.Object) string {
+			md, ok := object.(*clusterv1.MachineDeployment)
+			if !ok {
+				return ""
+			}
+			return md.Spec.ClusterName
+		}},
+		{&clusterv1.MachineDeployment{}, DeploymentsByTemplate, func(object client.Object) string {
+			md, ok := object.(*clusterv1.MachineDeployment)
+			if !ok {
+				return ""
+			}
+			ref := md.Spec.Template.Spec.InfrastructureRef
+			return TemplateIndex(ref.APIGroup, ref.Kind, ref.Name)
+		}},
+		{&clusterv1.Machine{}, ByDeployment, func(object client.Object) string {
+			return object.GetLabels()[clusterv1.MachineDeploymentNameLabel]
+		}},
+		{&v1alpha1.MachineClaim{}, ByDeployment, func(object client.Object) string {
+			claim, ok := object.(*v1alpha1.MachineClaim)
+			if !ok {
+				return ""
+			}
+			return claim.Spec.NodeGroup
+		}},
+		{&v1alpha1.MachineClaim{}, ClaimsByMachine, func(object client.Object) string {
+			claim, ok := object.(*v1alpha1.MachineClaim)
+			if !ok || claim.Status.Machine == nil {
+				return ""
+			}
+			return claim.Status.Machine.Name
+		}},
+	} {
+		err := indexer.IndexField(ctx, index.object, index.name, func(object client.Object) []string {
+			if value := index.value(object); value != "" {
+				return []string{value}
+			}
+			return nil
+		})
+		if err != nil {
+			return fmt.Errorf("adding index %s: %w", index.name, err)
+		}
+	}
+	return nil
+}

@@ -1,0 +1,200 @@
+// Package infrastructure reads the infrastructure templates of any provider, without code for any.
+//
+// A reference to a template names no version; the CRD's contract labels do. Each kind is watched from the first time that it
+// is asked for, and read live until its watch has synced, or for as long as it cannot (a provider whose objects the agent may
+// only get, for example).
+package infrastructure
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/wait"
+	apimachineryversion "k8s.io/apimachinery/pkg/version"
+	toolscache "k8s.io/client-go/tools/cache"
+	"k8s.io/utils/clock"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/cluster-api/util/contract"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+)
+
+// contracts are the labels of a CRD that name its versions for a contract of Cluster API, newest first. The older one is still
+// accepted by Cluster API.
+var contracts = []string{"cluster.x-k8s.io/v1beta2", "cluster.x-k8s.io/v1beta1"}
+
+// kindLife is how long the version of a kind is remembered. Providers move to a new one with an upgrade.
+const kindLife = 5 * time.Minute
+
+// youngWatch is how long a new watch may take to sync before templates are read live instead.
+const youngWatch = 2 * time.Second
+
+// ErrUnusable means that asking again soon does not help: somebody has to change something.
+var ErrUnusable = errors.New("unusable")
+
+// Templates reads infrastructure templates. It is safe for concurrent use.
+type Templates struct {
+	// Reader reads from the API server itself. REQUIRED.
+	Reader client.Reader
+	// Cache watches. REQUIRED.
+	Cache cache.Cache
+	// Changed is called, from the watches, with each template that may have changed. It must not block. REQUIRED.
+	Changed func(gk schema.GroupKind, template types.NamespacedName)
+	// Clock is the time. Nil means the real one.
+	Clock clock.PassiveClock
+
+	mu    sync.Mutex
+	kinds map[schema.GroupKind]*kind
+}
+
+type kind struct {
+	gvk      schema.GroupVersionKind
+	resolved time.Time
+	informer cache.Informer
+	watched  time.Time
+}
+
+// Get returns the template that a reference names, in a namespace. Errors that wrap [ErrUnusable] say what somebody must
+// change; after any other, asking again soon may help. The template is shared and must not be changed.
+func (t *Templates) Get(ctx context.Context, ref clusterv1.ContractVersionedObjectReference, namespace string) (*unstructured.Unstructured, error) {
+	if ref.Kind == "" || ref.Name == "" || ref.APIGroup == "" {
+		return nil, fmt.Errorf("%w: the reference to the infrastructure template is not complete", ErrUnusable)
+	}
+	k, err := t.kind(ctx, schema.GroupKind{Group: ref.APIGroup, Kind: ref.Kind})
+	if err != nil {
+		return nil, err
+	}
+	template := &unstructured.Unstructured{}
+	template.SetGroupVersionKind(k.gvk)
+	key := types.NamespacedName{Namespace: namespace, Name: ref.Name}
+	var from client.Reader = t.Reader
+	if t.synced(ctx, k) {
+		from = t.Cache
+	}
+	err = from.Get(ctx, key, template)
+	switch {
+	case apierrors.IsNotFound(err):
+		return nil, fmt.Errorf("%w: %s %s does not exist", ErrUnusable, ref.Kind, key)
+	case apierrors.IsForbidden(err):
+		return nil, fmt.Errorf("%w: the agent may not get, list and watch %s: %w", ErrUnusable, contract.CalculateCRDName(ref.APIGroup, ref.Kind), err)
+	case err != nil:
+		return nil, fmt.Errorf("reading %s %s: %w", ref.Kind, key, err)
+	}
+	return template, nil
+}
+
+// synced waits a moment for a young watch, so that a start with many templates does not read each of them live.
+func (t *Templates) synced(ctx context.Context, k kind) bool {
+	left := youngWatch - t.Clock.Since(k.watched)
+	if k.informer.HasSynced() || left <= 0 {
+		return k.informer.HasSynced()
+	}
+	err := wait.PollUntilContextTimeout(ctx, 10*time.Millisecond, left, true, func(context.Context) (bool, error) {
+		return k.informer.HasSynced(), nil
+	})
+	return err == nil
+}
+
+// kind returns the version of a kind, and begins to watch it.
+func (t *Templates) kind(ctx context.Context, gk schema.GroupKind) (kind, error) {
+	if t.Clock == nil {
+		t.Clock = clock.RealClock{}
+	}
+	t.mu.Lock()
+	known := t.kinds[gk]
+	t.mu.Unlock()
+	if known != nil && t.Clock.Since(known.resolved) < kindLife {
+		return *known, nil
+	}
+	gvk, err := t.resolve(ctx, gk)
+	if err != nil {
+		return kind{}, err
+	}
+	fresh := &kind{gvk: gvk, resolved: t.Clock.Now()}
+	if known != nil && known.gvk == gvk {
+		fresh.informer, fresh.watched = known.informer, known.watched
+	}
+
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if current := t.kinds[gk]; current != known {
+		return *current, nil // somebody else was faster
+	}
+	if fresh.informer == nil {
+		if fresh.informer, err = t.watch(ctx, gvk); err != nil {
+			return kind{}, err
+		}
+		fresh.watched = t.Clock.Now()
+	}
+	if t.kinds == nil {
+		t.kinds = map[schema.GroupKind]*kind{}
+	}
+	t.kinds[gk] = fresh
+	return *fresh, nil
+}
+
+// resolve finds the version of a kind that keeps the newest contract.
+func (t *Templates) resolve(ctx context.Context, gk schema.GroupKind) (schema.GroupVersionKind, error) {
+	crd := &metav1.PartialObjectMetadata{}
+	crd.SetGroupVersionKind(schema.GroupVersionKind{Group: "apiextensions.k8s.io", Version: "v1", Kind: "CustomResourceDefinition"})
+	name := contract.CalculateCRDName(gk.Group, gk.Kind)
+	err := t.Reader.Get(ctx, types.NamespacedName{Name: name}, crd)
+	switch {
+	case apierrors.IsNotFound(err):
+		return schema.GroupVersionKind{}, fmt.Errorf("%w: the CustomResourceDefinition %s does not exist", ErrUnusable, name)
+	case apierrors.IsForbidden(err):
+		return schema.GroupVersionKind{}, fmt.Errorf("%w: the agent may not get CustomResourceDefinitions: %w", ErrUnusable, err)
+	case err != nil:
+		return schema.GroupVersionKind{}, fmt.Errorf("reading CustomResourceDefinition %s: %w", name, err)
+	}
+	version := newestVersion(crd.Labels)
+	if version == "" {
+		return schema.GroupVersionKind{}, fmt.Errorf("%w: the CustomResourceDefinition %s carries no contract label %s", ErrUnusable, name, contracts[0])
+	}
+	return gk.WithVersion(version), nil
+}
+
+// newestVersion returns the newest version that a CRD's labels name for a contract, "" when they name none.
+func newestVersion(labels map[string]string) string {
+	for _, label := range contracts {
+		versions := slices.DeleteFunc(strings.Split(labels[label], "_"), func(version string) bool { return version == "" })
+		if len(versions) > 0 {
+			return slices.MaxFunc(versions, apimachineryversion.CompareKubeAwareVersionStrings)
+		}
+	}
+	return ""
+}
+
+func (t *Templates) watch(ctx context.Context, gvk schema.GroupVersionKind) (cache.Informer, error) {
+	template := &unstructured.Unstructured{}
+	template.SetGroupVersionKind(gvk)
+	informer, err := t.Cache.GetInformer(ctx, template, cache.BlockUntilSynced(false))
+	if err != nil {
+		return nil, fmt.Errorf("watching %s: %w", gvk.Kind, err)
+	}
+	notify := func(object any) {
+		if gone, ok := object.(toolscache.DeletedFinalStateUnknown); ok {
+			object = gone.Obj
+		}
+		if template, ok := object.(client.Object); ok {
+			t.Changed(gvk.GroupKind(), client.ObjectKeyFromObject(template))
+		}
+	}
+	_, err = informer.AddEventHandler(toolscache.ResourceEventHandlerFuncs{
+		AddFunc: notify, UpdateFunc: func(_, object any) { notify(object) }, DeleteFunc: notify,
+	})
+	if err != nil {
+		return nil, fmt.Errorf("watching %s: %w", gvk.Kind, err)
+	}
+	return informer, nil
+}

@@ -1,0 +1,296 @@
+// Package inventory keeps the Machines and the claims of every Cluster as callers see them.
+package inventory
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"sync"
+
+	"google.golang.org/protobuf/proto"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/ptr"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
+	"sigs.k8s.io/controller-runtime/pkg/predicate"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/messages"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/warmup"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+// Config is what an [Inventory] needs.
+type Config struct {
+	// Machines takes the machines, by name. REQUIRED.
+	Machines *feed.Feed[*agentv1alpha1.Machine]
+	// Claims takes the claims, by id. REQUIRED.
+	Claims *feed.Feed[*agentv1alpha1.Claim]
+	// Scope says which Clusters are served.
+	Scope hub.Scope
+}
+
+// Inventory fills the feeds. Use [New].
+type Inventory struct {
+	Config
+
+	client client.Client
+	live   client.Reader
+}
+
+// New returns an inventory that fills its feeds once it was set up with a manager.
+func New(c Config) *Inventory { return &Inventory{Config: c} }
+
+// SetupWithManager makes the manager run the inventory. The indexes of package hub must have been added.
+func (i *Inventory) SetupWithManager(mgr manager.Manager) error {
+	i.client, i.live = mgr.GetClient(), mgr.GetAPIReader()
+	shownMachines := &machines{i, warmup.New(i.Machines.SetReady), places{of: map[types.NamespacedName]types.NamespacedName{}}}
+	shownClaims := &claims{i, warmup.New(i.Claims.SetReady)}
+	options := controller.Options{NeedLeaderElection: ptr.To(false), MaxConcurrentReconciles: 8, SkipNameValidation: ptr.To(true)}
+
+	err := builder.ControllerManagedBy(mgr).Named("inventory-machines").WithOptions(options).
+		For(&clusterv1.Machine{}).
+		Watches(&clusterv1.MachineDeployment{}, handler.EnqueueRequestsFromMapFunc(i.machinesOfDeployment), builder.WithPredicates(membershipChanges())).
+		Complete(shownMachines)
+	if err != nil {
+		return fmt.Errorf("setting up the machines' controller: %w", err)
+	}
+	err = builder.ControllerManagedBy(mgr).Named("inventory-claims").WithOptions(options).
+		For(&v1alpha1.MachineClaim{}).
+		Watches(&clusterv1.Machine{}, handler.EnqueueRequestsFromMapFunc(i.claimsOfMachine)).
+		Complete(shownClaims)
+	if err != nil {
+		return fmt.Errorf("setting up the claims' controller: %w", err)
+	}
+	err = mgr.Add(manager.RunnableFunc(func(ctx context.Context) error {
+		if !mgr.GetCache().WaitForCacheSync(ctx) {
+			return nil // Only because ctx ended.
+		}
+		return i.expect(ctx, shownMachines.warmup, shownClaims.warmup)
+	}))
+	if err != nil {
+		return fmt.Errorf("adding the inventory: %w", err)
+	}
+	return nil
+}
+
+// expect says which objects make the first views complete.
+func (i *Inventory) expect(ctx context.Context, machines, claims *warmup.Tracker) error {
+	var machineList clusterv1.MachineList
+	var claimList v1alpha1.MachineClaimList
+	if err := i.client.List(ctx, &machineList); err != nil {
+		return fmt.Errorf("listing Machines: %w", err)
+	}
+	if err := i.client.List(ctx, &claimList); err != nil {
+		return fmt.Errorf("listing MachineClaims: %w", err)
+	}
+	keys := make([]types.NamespacedName, 0, len(machineList.Items))
+	for n := range machineList.Items {
+		keys = append(keys, client.ObjectKeyFromObject(&machineList.Items[n]))
+	}
+	machines.Expect(keys)
+	keys = make([]types.NamespacedName, 0, len(claimList.Items))
+	for n := range claimList.Items {
+		keys = append(keys, client.ObjectKeyFromObject(&claimList.Items[n]))
+	}
+	claims.Expect(keys)
+	return nil
+}
+
+// membershipChanges lets pass what may change which Machines belong to a node group.
+func membershipChanges() predicate.Predicate {
+	return predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
+		_, was := e.ObjectOld.GetLabels()[v1alpha1.MemberLabel]
+		_, is := e.ObjectNew.GetLabels()[v1alpha1.MemberLabel]
+		return was != is
+	}}
+}
+
+func (i *Inventory) machinesOfDeployment(ctx context.Context, md client.Object) []reconcile.Request {
+	var list clusterv1.MachineList
+	err := i.client.List(ctx, &list, client.InNamespace(md.GetNamespace()), client.MatchingFields{hub.ByDeployment: md.GetName()})
+	if err != nil {
+		log.FromContext(ctx).Error(err, "looking up Machines", "machineDeployment", client.ObjectKeyFromObject(md))
+		return nil
+	}
+	requests := make([]reconcile.Request, 0, len(list.Items))
+	for n := range list.Items {
+		requests = append(requests, reconcile.Request{NamespacedName: client.ObjectKeyFromObject(&list.Items[n])})
+	}
+	return requests
+}
+
+// claimsOfMachine returns the claims that show a Machine: the one that it is labelled with, and those that name it.
+func (i *Inventory) claimsOfMachine(ctx context.Context, object client.Object) []reconcile.Request {
+	machine, ok := object.(*clusterv1.Machine)
+	if !ok {
+		return nil
+	}
+	keys := map[types.NamespacedName]struct{}{}
+	if id := machine.Labels[v1alpha1.ClaimLabel]; id != "" {
+		keys[types.NamespacedName{Namespace: machine.Namespace, Name: v1alpha1.ObjectName(machine.Spec.ClusterName, id)}] = struct{}{}
+	}
+	var list v1alpha1.MachineClaimList
+	err := i.client.List(ctx, &list, client.InNamespace(machine.Namespace), client.MatchingFields{hub.ClaimsByMachine: machine.Name})
+	if err != nil {
+		log.FromContext(ctx).Error(err, "looking up claims", "machine", client.ObjectKeyFromObject(machine))
+	}
+	for n := range list.Items {
+		keys[client.ObjectKeyFromObject(&list.Items[n])] = struct{}{}
+	}
+	requests := make([]reconcile.Request, 0, len(keys))
+	for key := range keys {
+		requests = append(requests, reconcile.Request{NamespacedName: key})
+	}
+	return requests
+}
+
+// places remembers which Cluster an object was shown in, for when it is gone.
+type places struct {
+	mu sync.Mutex
+	of map[types.NamespacedName]types.NamespacedName
+}
+
+func (p *places) set(key, cluster types.NamespacedName) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.of[key] = cluster
+}
+
+func (p *places) take(key types.NamespacedName) (types.NamespacedName, bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	cluster, ok := p.of[key]
+	delete(p.of, key)
+	return cluster, ok
+}
+
+type machines struct {
+	*Inventory
+
+	warmup *warmup.Tracker
+	shown  places
+}
+
+// Reconcile brings one machine up to date.
+func (m *machines) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
+	defer m.warmup.Seen(request.NamespacedName)
+	machine := &clusterv1.Machine{}
+	err := m.client.Get(ctx, request.NamespacedName, machine)
+	if client.IgnoreNotFound(err) != nil {
+		return reconcile.Result{}, fmt.Errorf("reading the Machine: %w", err)
+	}
+	cluster := types.NamespacedName{Namespace: machine.Namespace, Name: machine.Spec.ClusterName}
+	visible := err == nil && m.Scope.Contains(cluster)
+	if visible {
+		if visible, err = m.ofNodeGroup(ctx, machine); err != nil {
+			return reconcile.Result{}, err
+		}
+	}
+	if !visible {
+		if cluster, shown := m.shown.take(request.NamespacedName); shown {
+			m.Machines.Remove(cluster, request.Name)
+		}
+		return reconcile.Result{}, nil
+	}
+	m.shown.set(request.NamespacedName, cluster)
+	m.Machines.Set(cluster, machine.Name, messages.Machine(machine))
+	return reconcile.Result{}, nil
+}
+
+// ofNodeGroup reports whether a Machine belongs to a MachineDeployment that has opted in.
+func (i *Inventory) ofNodeGroup(ctx context.Context, machine *clusterv1.Machine) (bool, error) {
+	md := &clusterv1.MachineDeployment{}
+	err := i.client.Get(ctx, types.NamespacedName{
+		Namespace: machine.Namespace, Name: machine.Labels[clusterv1.MachineDeploymentNameLabel],
+	}, md)
+	if apierrors.IsNotFound(err) {
+		return machine.Labels[v1alpha1.ClaimLabel] != "", nil // its MachineDeployment went first
+	}
+	if err != nil {
+		return false, fmt.Errorf("reading the MachineDeployment: %w", err)
+	}
+	return nodegroup.IsMember(md), nil
+}
+
+type claims struct {
+	*Inventory
+
+	warmup *warmup.Tracker
+}
+
+// Reconcile brings one claim up to date.
+func (c *claims) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
+	defer c.warmup.Seen(request.NamespacedName)
+	claim := &v1alpha1.MachineClaim{}
+	err := c.client.Get(ctx, request.NamespacedName, claim)
+	if apierrors.IsNotFound(err) {
+		// A claim's id has no dots, and its Cluster is part of its name.
+		if dot := strings.LastIndex(request.Name, "."); dot >= 0 {
+			c.Claims.Remove(types.NamespacedName{Namespace: request.Namespace, Name: request.Name[:dot]}, request.Name[dot+1:])
+		}
+		return reconcile.Result{}, nil
+	}
+	if err != nil {
+		return reconcile.Result{}, fmt.Errorf("reading the claim: %w", err)
+	}
+	cluster := types.NamespacedName{Namespace: claim.Namespace, Name: claim.Spec.ClusterName}
+	if !c.Scope.Contains(cluster) || claim.Name != v1alpha1.ObjectName(cluster.Name, claim.Spec.ClaimID) {
+		return reconcile.Result{}, nil
+	}
+	machine, err := c.machine(ctx, c.client, claim)
+	if err != nil {
+		return reconcile.Result{}, err
+	}
+	c.Claims.Set(cluster, claim.Spec.ClaimID, messages.Claim(claim, machine))
+	return reconcile.Result{}, nil
+}
+
+// machine returns the Machine that a claim names, or nil.
+func (i *Inventory) machine(ctx context.Context, from client.Reader, claim *v1alpha1.MachineClaim) (*clusterv1.Machine, error) {
+	if claim.Status.Machine == nil {
+		return nil, nil
+	}
+	machine := &clusterv1.Machine{}
+	err := from.Get(ctx, types.NamespacedName{Namespace: claim.Namespace, Name: claim.Status.Machine.Name}, machine)
+	if apierrors.IsNotFound(err) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("reading Machine %s: %w", claim.Status.Machine.Name, err)
+	}
+	return machine, nil
+}
+
+// Show returns a claim, which was read live, with its machine. Where the cache does not show the binding yet, the Machine is
+// read live as well.
+func (i *Inventory) Show(ctx context.Context, claim *v1alpha1.MachineClaim) (*agentv1alpha1.Claim, error) {
+	machine, err := i.machine(ctx, i.client, claim)
+	if err != nil {
+		return nil, err
+	}
+	unproven := machine == nil || machine.Labels[v1alpha1.ClaimLabel] != claim.Spec.ClaimID
+	if claim.CurrentPhase() == v1alpha1.PhaseBound && unproven {
+		if machine, err = i.machine(ctx, i.live, claim); err != nil {
+			return nil, err
+		}
+	}
+	return messages.Claim(claim, machine), nil
+}
+
+// EqualMachines reports whether two machines are the same to those who watch.
+func EqualMachines(a, b *agentv1alpha1.Machine) bool { return proto.Equal(a, b) }
+
+// EqualClaims reports whether two claims are the same to those who watch.
+func EqualClaims(a, b *agentv1alpha1.Claim) bool { return proto.Equal(a, b) }

@@ -1,0 +1,251 @@
+// Package messages makes the API's messages from the hub's objects and the agent's own values.
+package messages
+
+import (
+	"strings"
+	"time"
+	"unicode/utf8"
+
+	"github.com/samber/lo"
+	"google.golang.org/protobuf/types/known/timestamppb"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
+	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+// Cluster names a Cluster.
+func Cluster(name types.NamespacedName) *agentv1alpha1.ClusterRef {
+	return &agentv1alpha1.ClusterRef{Namespace: name.Namespace, Name: name.Name}
+}
+
+// NodeGroup shows a node group.
+func NodeGroup(g nodegroup.NodeGroup) *agentv1alpha1.NodeGroup {
+	capacityType, err := wire.ParseCapacityType(g.Machine.CapacityType)
+	if err != nil {
+		capacityType = agentv1alpha1.CapacityType_CAPACITY_TYPE_ON_DEMAND
+	}
+	strategy := agentv1alpha1.RolloutStrategy_ROLLOUT_STRATEGY_ROLLING_UPDATE
+	if g.OnDelete {
+		strategy = agentv1alpha1.RolloutStrategy_ROLLOUT_STRATEGY_ON_DELETE
+	}
+	sources := make(map[string]*agentv1alpha1.ValueSource, len(g.Machine.Sources)+1)
+	for path, source := range g.Machine.Sources {
+		sources[text(path)] = valueSource(source)
+	}
+	sources["price"] = valueSource(g.Price.Source)
+	message := &agentv1alpha1.NodeGroup{
+		Id:                g.ID(),
+		Cluster:           Cluster(g.Cluster),
+		Name:              g.Key.Name,
+		Labels:            texts(g.Labels),
+		InstanceType:      g.Machine.InstanceType,
+		Capacity:          wire.Quantities(g.Machine.Resources),
+		NodeLabels:        texts(g.Machine.Labels),
+		Taints:            wire.FromTaints(g.Machine.Taints),
+		Architecture:      g.Machine.Architecture,
+		OperatingSystem:   g.Machine.OperatingSystem,
+		Zone:              g.Machine.Zone,
+		Region:            g.Machine.Region,
+		CapacityType:      capacityType,
+		Price:             &agentv1alpha1.Price{PerHour: g.Price.PerHour},
+		MinSize:           g.Limits.Min,
+		MaxSize:           g.Limits.Max,
+		Replicas:          g.Limits.Replicas,
+		Availability:      availability(g.Limits),
+		KubernetesVersion: text(g.KubernetesVersion),
+		TemplateRevision:  g.TemplateRevision,
+		RolloutStrategy:   strategy,
+		Sources:           sources,
+		CreatedAt:         timestamp(g.CreatedAt),
+	}
+	for _, p := range g.Problems {
+		message.Problems = append(message.Problems, &agentv1alpha1.Problem{
+			Field: text(p.Field), Value: cut(text(p.Value)), Message: text(p.Message),
+		})
+	}
+	return message
+}
+
+var sourceKinds = map[capacity.SourceKind]agentv1alpha1.SourceKind{
+	capacity.FromAnnotation:             agentv1alpha1.SourceKind_SOURCE_KIND_ANNOTATION,
+	capacity.FromMachineTemplate:        agentv1alpha1.SourceKind_SOURCE_KIND_MACHINE_TEMPLATE,
+	capacity.FromInfrastructureTemplate: agentv1alpha1.SourceKind_SOURCE_KIND_INFRASTRUCTURE_TEMPLATE,
+	capacity.FromEstimate:               agentv1alpha1.SourceKind_SOURCE_KIND_ESTIMATE,
+	capacity.FromDefault:                agentv1alpha1.SourceKind_SOURCE_KIND_DEFAULT,
+}
+
+func valueSource(source capacity.Source) *agentv1alpha1.ValueSource {
+	return &agentv1alpha1.ValueSource{Kind: sourceKinds[source.Kind], Detail: text(source.Detail)}
+}
+
+func availability(limits eligibility.Group) *agentv1alpha1.Availability {
+	switch {
+	case limits.Refusal != nil:
+		return &agentv1alpha1.Availability{
+			Reason:  UnavailableReason(limits.Refusal.Reason),
+			Message: text(limits.Refusal.Message),
+			RetryAt: timestamp(limits.Refusal.RetryAt),
+		}
+	case limits.Full():
+		return &agentv1alpha1.Availability{
+			Reason:  agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE,
+			Message: "replicas have reached the max size",
+		}
+	}
+	return &agentv1alpha1.Availability{Available: true}
+}
+
+// UnavailableReason converts why a node group refuses claims. One that says that there is no such group is UNSPECIFIED.
+func UnavailableReason(reason eligibility.Reason) agentv1alpha1.UnavailableReason {
+	switch reason {
+	case eligibility.AtMaxSize:
+		return agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE
+	case eligibility.CoolingDown:
+		return agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_COOLING_DOWN
+	case eligibility.Paused:
+		return agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED
+	case eligibility.Deleting:
+		return agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_DELETING
+	case eligibility.ReplicasOwned:
+		return agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_REPLICAS_OWNED
+	case eligibility.Invalid:
+		return agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_INVALID
+	case eligibility.NotMember, eligibility.Gone:
+	}
+	return agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_UNSPECIFIED
+}
+
+// Machine shows a Machine.
+func Machine(m *clusterv1.Machine) *agentv1alpha1.Machine {
+	message := &agentv1alpha1.Machine{
+		Cluster:           Cluster(types.NamespacedName{Namespace: m.Namespace, Name: m.Spec.ClusterName}),
+		Name:              m.Name,
+		Uid:               string(m.UID),
+		ClaimId:           m.Labels[v1alpha1.ClaimLabel],
+		ProviderId:        text(m.Spec.ProviderID),
+		NodeName:          text(m.Status.NodeRef.Name),
+		Zone:              text(m.Status.FailureDomain),
+		KubernetesVersion: text(m.Spec.Version),
+		Phase:             m.Status.Phase,
+		CreatedAt:         timestamp(m.CreationTimestamp.Time),
+		UpToDate:          true,
+	}
+	if deployment := m.Labels[clusterv1.MachineDeploymentNameLabel]; deployment != "" {
+		message.NodeGroupId = nodegroup.ID(types.NamespacedName{Namespace: m.Namespace, Name: deployment})
+	}
+	if m.DeletionTimestamp != nil {
+		message.DeletedAt = timestamp(m.DeletionTimestamp.Time)
+	}
+	// Other reasons for the condition to be false, such as a kubelet of another version, do not mean that the template changed.
+	upToDate := meta.FindStatusCondition(m.Status.Conditions, clusterv1.MachineUpToDateCondition)
+	if upToDate != nil && upToDate.Status == metav1.ConditionFalse && upToDate.Reason == clusterv1.MachineNotUpToDateReason {
+		message.UpToDate, message.NotUpToDateMessage = false, text(upToDate.Message)
+	}
+	infrastructure := meta.FindStatusCondition(m.Status.Conditions, clusterv1.MachineInfrastructureReadyCondition)
+	if infrastructure != nil && infrastructure.Status == metav1.ConditionFalse {
+		message.InfrastructureReason, message.InfrastructureMessage = text(infrastructure.Reason), text(infrastructure.Message)
+	}
+	return message
+}
+
+// BindingReason is shown for a claim whose Machine is decided and about to be labelled.
+const BindingReason = "Binding"
+
+// Claim shows a claim. The machine is the Machine that claim.Status.Machine names, as last seen, or nil when it was not found.
+//
+// The claim is shown with its machine, and as bound, only when the Machine is labelled with it: before that, the binding can
+// still be lost to a Machine that dies.
+func Claim(c *v1alpha1.MachineClaim, machine *clusterv1.Machine) *agentv1alpha1.Claim {
+	message := &agentv1alpha1.Claim{
+		Cluster:     Cluster(types.NamespacedName{Namespace: c.Namespace, Name: c.Spec.ClusterName}),
+		ClaimId:     c.Spec.ClaimID,
+		Holder:      c.Spec.Holder,
+		DisplayName: text(c.Spec.DisplayName),
+		NodeGroupId: nodegroup.ID(types.NamespacedName{Namespace: c.Namespace, Name: c.Spec.NodeGroup}),
+		Phase:       phases[c.CurrentPhase()],
+		Reason:      text(c.Status.Reason),
+		Message:     text(c.Status.Message),
+		CreatedAt:   timestamp(c.CreationTimestamp.Time),
+		History: lo.Map(c.Status.History, func(event v1alpha1.Event, _ int) *agentv1alpha1.ClaimEvent {
+			return &agentv1alpha1.ClaimEvent{Time: timestamp(event.Time.Time), Reason: text(event.Reason), Message: text(event.Message)}
+		}),
+	}
+	if c.Status.ReleasedAt != nil {
+		message.ReleasedAt = timestamp(c.Status.ReleasedAt.Time)
+	}
+	if c.Status.EndedAt != nil {
+		message.EndedAt = timestamp(c.Status.EndedAt.Time)
+	}
+	reference := c.Status.Machine
+	switch {
+	case reference == nil:
+	case machine != nil && machine.UID == reference.UID && machine.Labels[v1alpha1.ClaimLabel] == c.Spec.ClaimID:
+		message.Machine = Machine(machine)
+	case c.CurrentPhase() == v1alpha1.PhaseBound && machine != nil && machine.UID == reference.UID:
+		message.Phase, message.Reason = agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING, BindingReason
+		message.Message = "Machine " + reference.Name + " is about to be bound"
+	default:
+		message.Machine = &agentv1alpha1.Machine{
+			Cluster:     message.GetCluster(),
+			Name:        reference.Name,
+			Uid:         string(reference.UID),
+			NodeGroupId: message.GetNodeGroupId(),
+			ClaimId:     c.Spec.ClaimID,
+			ProviderId:  text(reference.ProviderID),
+			NodeName:    text(reference.NodeName),
+			UpToDate:    true,
+		}
+	}
+	return message
+}
+
+var phases = map[v1alpha1.Phase]agentv1alpha1.ClaimPhase{
+	v1alpha1.PhasePending:   agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING,
+	v1alpha1.PhaseBound:     agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND,
+	v1alpha1.PhaseReleasing: agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING,
+	v1alpha1.PhaseEnded:     agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED,
+}
+
+// timestamp converts a time; the zero time is unset.
+func timestamp(t time.Time) *timestamppb.Timestamp {
+	if t.IsZero() {
+		return nil
+	}
+	return timestamppb.New(t)
+}
+
+// text makes a string that protobuf can carry of one that somebody wrote: one that is not UTF-8 would break the whole message.
+func text(s string) string { return strings.ToValidUTF8(s, string(utf8.RuneError)) }
+
+func texts(m map[string]string) map[string]string {
+	return lo.MapEntries(m, func(key, value string) (string, string) { return text(key), text(value) })
+}
+
+// maxProblemValue is how much of a user's value is shown, in characters.
+const maxProblemValue = 128
+
+func cut(s string) string {
+	if runes := []rune(s); len(runes) > maxProblemValue {
+		return string(runes[:maxProblemValue])
+	}
+	return s
+}
+
+// EndedClaim shows a claim of which nothing is known but how it ended.
+func EndedClaim(namespace, cluster, id, reason, message string) *agentv1alpha1.Claim {
+	return &agentv1alpha1.Claim{
+		Cluster: Cluster(types.NamespacedName{Namespace: namespace, Name: cluster}),
+		ClaimId: id,
+		Phase:   agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED,
+		Reason:  text(reason),
+		Message: text(message),
+	}
+}

@@ -1,0 +1,285 @@
+// Package options holds the agent's settings: the flags, their environment variables, and what makes a set of them valid.
+package options
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/pflag"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/validation"
+)
+
+// EnvironmentPrefix begins the name of every environment variable.
+const EnvironmentPrefix = "CAPI_AGENT_"
+
+// Options are the agent's settings. Use [New] for the defaults.
+type Options struct {
+	// ListenAddress is the host:port that gRPC is served on. Empty serves none, only the unix socket.
+	ListenAddress string
+	// ListenUnixSocket is the path of a unix socket; whoever can open it is an administrator. Empty means none.
+	ListenUnixSocket string
+	// TLSCertFile, TLSKeyFile and ClientCAFile are PEM files, read again when they change.
+	TLSCertFile, TLSKeyFile, ClientCAFile string
+	// TrustDomain is the SPIFFE trust domain of the callers.
+	TrustDomain string
+	// PlaintextLoopback serves ListenAddress, which must be a loopback address, without TLS and with every right.
+	PlaintextLoopback bool
+	// PolicyFile grants roles to identities; empty grants none but what a Cluster's own identity has.
+	PolicyFile string
+
+	// Namespaces limits the agent to these. Empty, with no Clusters, means all.
+	Namespaces []string
+	// Clusters limits the agent to these, as <namespace>/<name>, beside Namespaces.
+	Clusters []string
+	// AdditionalSyncMachineLabels are the regular expressions that Cluster API's manager is started with under the flag of
+	// the same name.
+	AdditionalSyncMachineLabels []string
+
+	// Kubeconfig reaches the hub; empty means the pod's own account.
+	Kubeconfig string
+	// KubeAPIQPS and KubeAPIBurst limit the agent's requests to the hub, each second and at once.
+	KubeAPIQPS   float32
+	KubeAPIBurst int
+
+	// MetricsBindAddress and HealthProbeBindAddress are host:port; 0 serves none.
+	MetricsBindAddress, HealthProbeBindAddress string
+	// LogLevel is error, info, debug or trace. LogFormat is json or console.
+	LogLevel, LogFormat string
+
+	// SpareGracePeriod is how long a Machine that nobody claims is kept for the next claim.
+	SpareGracePeriod time.Duration
+	// TombstoneRetention is how long an ended claim is remembered.
+	TombstoneRetention time.Duration
+	// HeartbeatInterval is how long a watch stream may be quiet before a heartbeat is sent.
+	HeartbeatInterval time.Duration
+	// WatchBuffer is how many changed objects are kept for a watcher that does not read.
+	WatchBuffer int
+	// ShutdownGracePeriod is how long calls in flight may take to end.
+	ShutdownGracePeriod time.Duration
+}
+
+// New returns the defaults.
+func New() *Options {
+	return &Options{
+		ListenAddress:          ":8443",
+		TrustDomain:            "karpenter-capi",
+		KubeAPIQPS:             100,
+		KubeAPIBurst:           200,
+		MetricsBindAddress:     ":8080",
+		HealthProbeBindAddress: ":8081",
+		LogLevel:               "info",
+		LogFormat:              "json",
+		SpareGracePeriod:       time.Minute,
+		TombstoneRetention:     24 * time.Hour,
+		HeartbeatInterval:      10 * time.Second,
+		WatchBuffer:            1024,
+		ShutdownGracePeriod:    10 * time.Second,
+	}
+}
+
+// AddFlags adds a flag for each setting; the current values are the defaults.
+func (o *Options) AddFlags(flags *pflag.FlagSet) {
+	flags.StringVar(&o.ListenAddress, "listen-address", o.ListenAddress,
+		"The `host:port` to serve gRPC on, with mutual TLS. Empty serves none, only the unix socket.")
+	flags.StringVar(&o.ListenUnixSocket, "listen-unix-socket", o.ListenUnixSocket,
+		"The `path` of a unix socket to serve gRPC on as well, without TLS. Whoever can open it is an administrator. Empty means none.")
+	flags.StringVar(&o.TLSCertFile, "tls-cert-file", o.TLSCertFile,
+		"The PEM `file` with the server's certificate chain. Read again when it changes.")
+	flags.StringVar(&o.TLSKeyFile, "tls-key-file", o.TLSKeyFile,
+		"The PEM `file` with the server's private key. Read again when it changes.")
+	flags.StringVar(&o.ClientCAFile, "client-ca-file", o.ClientCAFile,
+		"The PEM `file` with the certificate authorities of the callers. Read again when it changes.")
+	flags.StringVar(&o.TrustDomain, "trust-domain", o.TrustDomain,
+		"The SPIFFE trust domain of the callers; spiffe://<trust domain>/cluster/<namespace>/<name> may act for that Cluster.")
+	flags.BoolVar(&o.PlaintextLoopback, "plaintext-loopback", o.PlaintextLoopback,
+		"Serve --listen-address without TLS. It must be a loopback address; every process that can connect is an administrator.")
+	flags.StringVar(&o.PolicyFile, "policy-file", o.PolicyFile,
+		"The YAML `file` that grants roles (reader, autoscaler, admin) to further identities. Read again when it changes.")
+	flags.StringSliceVar(&o.Namespaces, "namespaces", o.Namespaces,
+		"The hub namespaces whose Clusters are served. Empty, with no --clusters, means all.")
+	flags.StringSliceVar(&o.Clusters, "clusters", o.Clusters,
+		"The Clusters that are served, as `namespace/name`, beside those of --namespaces.")
+	flags.StringSliceVar(&o.AdditionalSyncMachineLabels, "additional-sync-machine-labels", o.AdditionalSyncMachineLabels,
+		"Regular expressions of further labels that reach Nodes. Set it to what Cluster API's manager has under the same flag.")
+	flags.StringVar(&o.Kubeconfig, "kubeconfig", o.Kubeconfig,
+		"The kubeconfig `file` of the hub. Empty means the KUBECONFIG variable, else the pod's own account.")
+	flags.Float32Var(&o.KubeAPIQPS, "kube-api-qps", o.KubeAPIQPS, "Requests to the hub's API server each second, on average.")
+	flags.IntVar(&o.KubeAPIBurst, "kube-api-burst", o.KubeAPIBurst, "Requests to the hub's API server at once.")
+	flags.StringVar(&o.MetricsBindAddress, "metrics-bind-address", o.MetricsBindAddress,
+		"The `host:port` to serve Prometheus metrics on, under /metrics. 0 serves none.")
+	flags.StringVar(&o.HealthProbeBindAddress, "health-probe-bind-address", o.HealthProbeBindAddress,
+		"The `host:port` to serve /healthz and /readyz on. 0 serves none.")
+	flags.StringVar(&o.LogLevel, "log-level", o.LogLevel, "What is logged: error, info, debug or trace.")
+	flags.StringVar(&o.LogFormat, "log-format", o.LogFormat, "How it is logged: json or console.")
+	flags.DurationVar(&o.SpareGracePeriod, "spare-grace-period", o.SpareGracePeriod,
+		"How long a Machine that nobody claims is kept for the next claim before it is released.")
+	flags.DurationVar(&o.TombstoneRetention, "tombstone-retention", o.TombstoneRetention,
+		"How long an ended claim is remembered. It must be longer than any caller retries.")
+	flags.DurationVar(&o.HeartbeatInterval, "heartbeat-interval", o.HeartbeatInterval,
+		"How long a watch stream may be quiet before a heartbeat is sent. Clients expect 10s.")
+	flags.IntVar(&o.WatchBuffer, "watch-buffer", o.WatchBuffer,
+		"How many changed objects are kept for a watcher that does not read, before it gets a new snapshot.")
+	flags.DurationVar(&o.ShutdownGracePeriod, "shutdown-grace-period", o.ShutdownGracePeriod,
+		"How long calls in flight may take to end at shutdown.")
+}
+
+// EnvironmentVariable returns the name of the environment variable for a flag.
+func EnvironmentVariable(flag string) string {
+	return EnvironmentPrefix + strings.ToUpper(strings.ReplaceAll(flag, "-", "_"))
+}
+
+// FromEnvironment sets every flag that was not set on the command line from its environment variable, where that is set.
+func FromEnvironment(flags *pflag.FlagSet) error {
+	var errs []error
+	flags.VisitAll(func(flag *pflag.Flag) {
+		name := EnvironmentVariable(flag.Name)
+		value, present := os.LookupEnv(name)
+		if flag.Changed || !present {
+			return
+		}
+		if err := flags.Set(flag.Name, value); err != nil {
+			errs = append(errs, fmt.Errorf("%s=%q: %w", name, value, err))
+		}
+	})
+	return errors.Join(errs...)
+}
+
+// Values of LogLevel and LogFormat.
+const (
+	LogError, LogInfo, LogDebug, LogTrace = "error", "info", "debug", "trace"
+	LogJSON, LogConsole                   = "json", "console"
+)
+
+// Validate returns every mistake, each with the flag's name and what to do.
+func (o *Options) Validate() error {
+	var errs []error
+	wrong := func(flag, format string, args ...any) {
+		errs = append(errs, fmt.Errorf("--%s: %s", flag, fmt.Sprintf(format, args...)))
+	}
+	o.validateListeners(wrong)
+	if !trustDomain.MatchString(o.TrustDomain) {
+		wrong("trust-domain", "%q is not a SPIFFE trust domain; use lower-case letters, digits, dots, dashes and underscores", o.TrustDomain)
+	}
+	for _, namespace := range o.Namespaces {
+		if faults := validation.IsDNS1123Label(namespace); len(faults) > 0 {
+			wrong("namespaces", "%q is not a namespace: %s", namespace, strings.Join(faults, "; "))
+		}
+	}
+	for _, cluster := range o.Clusters {
+		if _, err := parseCluster(cluster); err != nil {
+			wrong("clusters", "%v", err)
+		}
+	}
+	for _, pattern := range o.AdditionalSyncMachineLabels {
+		if _, err := regexp.Compile(pattern); err != nil {
+			wrong("additional-sync-machine-labels", "%v", err)
+		}
+	}
+	if o.KubeAPIQPS <= 0 {
+		wrong("kube-api-qps", "%v is not above 0", o.KubeAPIQPS)
+	}
+	if o.KubeAPIBurst < 1 {
+		wrong("kube-api-burst", "%d is below 1", o.KubeAPIBurst)
+	}
+	for flag, address := range map[string]string{
+		"metrics-bind-address": o.MetricsBindAddress, "health-probe-bind-address": o.HealthProbeBindAddress,
+	} {
+		if _, _, err := net.SplitHostPort(address); address != "0" && err != nil {
+			wrong(flag, "%q is neither host:port nor 0", address)
+		}
+	}
+	if levels := []string{LogError, LogInfo, LogDebug, LogTrace}; !slices.Contains(levels, o.LogLevel) {
+		wrong("log-level", "%q is none of %s", o.LogLevel, strings.Join(levels, ", "))
+	}
+	if formats := []string{LogJSON, LogConsole}; !slices.Contains(formats, o.LogFormat) {
+		wrong("log-format", "%q is none of %s", o.LogFormat, strings.Join(formats, ", "))
+	}
+	for flag, d := range map[string]time.Duration{
+		"spare-grace-period": o.SpareGracePeriod, "tombstone-retention": o.TombstoneRetention,
+		"heartbeat-interval": o.HeartbeatInterval, "shutdown-grace-period": o.ShutdownGracePeriod,
+	} {
+		if d <= 0 {
+			wrong(flag, "%s is not above 0", d)
+		}
+	}
+	if o.WatchBuffer < 1 {
+		wrong("watch-buffer", "%d is below 1", o.WatchBuffer)
+	}
+	slices.SortFunc(errs, func(a, b error) int { return strings.Compare(a.Error(), b.Error()) })
+	return errors.Join(errs...)
+}
+
+var trustDomain = regexp.MustCompile(`^[a-z0-9._-]{1,255}$`)
+
+func (o *Options) validateListeners(wrong func(flag, format string, args ...any)) {
+	if o.ListenAddress == "" {
+		if o.ListenUnixSocket == "" {
+			wrong("listen-address", "nothing would be served; set it, or --listen-unix-socket")
+		}
+		if o.PlaintextLoopback {
+			wrong("plaintext-loopback", "needs --listen-address with a loopback address")
+		}
+		return
+	}
+	host, _, err := net.SplitHostPort(o.ListenAddress)
+	if err != nil {
+		wrong("listen-address", "%q is not host:port, for example :8443", o.ListenAddress)
+	}
+	if o.PlaintextLoopback {
+		if ip := net.ParseIP(host); err == nil && host != "localhost" && (ip == nil || !ip.IsLoopback()) {
+			wrong("plaintext-loopback", "--listen-address %q is not a loopback address; listen on 127.0.0.1, or use TLS", o.ListenAddress)
+		}
+		for flag, file := range map[string]string{
+			"tls-cert-file": o.TLSCertFile, "tls-key-file": o.TLSKeyFile, "client-ca-file": o.ClientCAFile,
+		} {
+			if file != "" {
+				wrong(flag, "has no effect with --plaintext-loopback; drop one of the two")
+			}
+		}
+		return
+	}
+	for flag, file := range map[string]string{
+		"tls-cert-file": o.TLSCertFile, "tls-key-file": o.TLSKeyFile, "client-ca-file": o.ClientCAFile,
+	} {
+		if file == "" {
+			wrong(flag, "is needed to serve --listen-address with mutual TLS; set it, or --plaintext-loopback on a loopback address")
+		}
+	}
+}
+
+func parseCluster(text string) (types.NamespacedName, error) {
+	namespace, name, found := strings.Cut(text, "/")
+	if !found || len(validation.IsDNS1123Label(namespace)) > 0 || len(validation.IsDNS1123Subdomain(name)) > 0 {
+		return types.NamespacedName{}, fmt.Errorf("%q is not <namespace>/<name> of a Cluster", text)
+	}
+	return types.NamespacedName{Namespace: namespace, Name: name}, nil
+}
+
+// ClusterNames returns Clusters parsed. Validate must have passed.
+func (o *Options) ClusterNames() []types.NamespacedName {
+	clusters := make([]types.NamespacedName, 0, len(o.Clusters))
+	for _, text := range o.Clusters {
+		if cluster, err := parseCluster(text); err == nil {
+			clusters = append(clusters, cluster)
+		}
+	}
+	return clusters
+}
+
+// SyncedLabels returns AdditionalSyncMachineLabels compiled. Validate must have passed.
+func (o *Options) SyncedLabels() []*regexp.Regexp {
+	patterns := make([]*regexp.Regexp, 0, len(o.AdditionalSyncMachineLabels))
+	for _, text := range o.AdditionalSyncMachineLabels {
+		if pattern, err := regexp.Compile(text); err == nil {
+			patterns = append(patterns, pattern)
+		}
+	}
+	return patterns
+}

@@ -1,0 +1,93 @@
+package options_test
+
+import (
+	"testing"
+	"time"
+
+	. "github.com/onsi/gomega"
+	"github.com/spf13/pflag"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/options"
+)
+
+func valid() *options.Options {
+	o := options.New()
+	o.TLSCertFile, o.TLSKeyFile, o.ClientCAFile = "tls.crt", "tls.key", "ca.crt"
+	return o
+}
+
+func TestDefaultsWithCertificatesAreValid(t *testing.T) {
+	NewWithT(t).Expect(valid().Validate()).To(Succeed())
+}
+
+func TestEveryMistakeNamesItsFlag(t *testing.T) {
+	for name, c := range map[string]struct {
+		change func(*options.Options)
+		want   string
+	}{
+		"no certificate":              {func(o *options.Options) { o.TLSCertFile = "" }, "--tls-cert-file: is needed"},
+		"no key":                      {func(o *options.Options) { o.TLSKeyFile = "" }, "--tls-key-file: is needed"},
+		"no client CA":                {func(o *options.Options) { o.ClientCAFile = "" }, "--client-ca-file: is needed"},
+		"no listener":                 {func(o *options.Options) { o.ListenAddress = "" }, "--listen-address: nothing would be served"},
+		"no port":                     {func(o *options.Options) { o.ListenAddress = "localhost" }, "--listen-address: \"localhost\" is not host:port"},
+		"plaintext for everyone":      {func(o *options.Options) { o.PlaintextLoopback = true }, "--plaintext-loopback: --listen-address \":8443\" is not a loopback"},
+		"plaintext on another host":   {func(o *options.Options) { o.PlaintextLoopback, o.ListenAddress = true, "10.0.0.1:1" }, "--plaintext-loopback"},
+		"plaintext with certificates": {func(o *options.Options) { o.PlaintextLoopback, o.ListenAddress = true, "127.0.0.1:1" }, "--tls-cert-file: has no effect"},
+		"trust domain":                {func(o *options.Options) { o.TrustDomain = "Not A Domain" }, "--trust-domain"},
+		"namespace":                   {func(o *options.Options) { o.Namespaces = []string{"a/b"} }, "--namespaces"},
+		"cluster":                     {func(o *options.Options) { o.Clusters = []string{"spoke"} }, "--clusters: \"spoke\" is not <namespace>/<name>"},
+		"label pattern":               {func(o *options.Options) { o.AdditionalSyncMachineLabels = []string{"("} }, "--additional-sync-machine-labels"},
+		"qps":                         {func(o *options.Options) { o.KubeAPIQPS = 0 }, "--kube-api-qps"},
+		"burst":                       {func(o *options.Options) { o.KubeAPIBurst = 0 }, "--kube-api-burst"},
+		"metrics address":             {func(o *options.Options) { o.MetricsBindAddress = "no" }, "--metrics-bind-address"},
+		"probe address":               {func(o *options.Options) { o.HealthProbeBindAddress = "no" }, "--health-probe-bind-address"},
+		"log level":                   {func(o *options.Options) { o.LogLevel = "loud" }, "--log-level"},
+		"log format":                  {func(o *options.Options) { o.LogFormat = "xml" }, "--log-format"},
+		"negative grace":              {func(o *options.Options) { o.SpareGracePeriod = -1 }, "--spare-grace-period"},
+		"no retention":                {func(o *options.Options) { o.TombstoneRetention = 0 }, "--tombstone-retention"},
+		"no heartbeat":                {func(o *options.Options) { o.HeartbeatInterval = 0 }, "--heartbeat-interval"},
+		"no buffer":                   {func(o *options.Options) { o.WatchBuffer = 0 }, "--watch-buffer"},
+		"no time to shut down":        {func(o *options.Options) { o.ShutdownGracePeriod = 0 }, "--shutdown-grace-period"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			o := valid()
+			c.change(o)
+			NewWithT(t).Expect(o.Validate()).To(MatchError(ContainSubstring(c.want)))
+		})
+	}
+}
+
+func TestLoopbackPlaintextAndUnixSocketNeedNoCertificates(t *testing.T) {
+	g := NewWithT(t)
+	o := options.New()
+	o.PlaintextLoopback, o.ListenAddress = true, "127.0.0.1:8443"
+	g.Expect(o.Validate()).To(Succeed())
+	o = options.New()
+	o.ListenAddress, o.ListenUnixSocket = "", "/run/agent.sock"
+	g.Expect(o.Validate()).To(Succeed())
+}
+
+func TestCommandLineWinsOverEnvironment(t *testing.T) {
+	g := NewWithT(t)
+	t.Setenv("CAPI_AGENT_HEARTBEAT_INTERVAL", "3s")
+	t.Setenv("CAPI_AGENT_WATCH_BUFFER", "7")
+	t.Setenv("CAPI_AGENT_CLUSTERS", "fleet/a,fleet/b")
+	o := options.New()
+	flags := pflag.NewFlagSet("agent", pflag.ContinueOnError)
+	o.AddFlags(flags)
+	g.Expect(flags.Parse([]string{"--watch-buffer=9"})).To(Succeed())
+	g.Expect(options.FromEnvironment(flags)).To(Succeed())
+	g.Expect(o.HeartbeatInterval).To(Equal(3 * time.Second))
+	g.Expect(o.WatchBuffer).To(Equal(9))
+	g.Expect(o.ClusterNames()).To(Equal([]types.NamespacedName{{Namespace: "fleet", Name: "a"}, {Namespace: "fleet", Name: "b"}}))
+}
+
+func TestBadEnvironmentIsNamed(t *testing.T) {
+	g := NewWithT(t)
+	t.Setenv("CAPI_AGENT_WATCH_BUFFER", "many")
+	o := options.New()
+	flags := pflag.NewFlagSet("agent", pflag.ContinueOnError)
+	o.AddFlags(flags)
+	g.Expect(options.FromEnvironment(flags)).To(MatchError(ContainSubstring("CAPI_AGENT_WATCH_BUFFER")))
+}

@@ -1,0 +1,133 @@
+package server
+
+import (
+	"context"
+	"errors"
+	"net"
+	"net/url"
+
+	"github.com/samber/lo"
+	"google.golang.org/grpc/codes"
+	grpcstatus "google.golang.org/grpc/status"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/messages"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+)
+
+// answer turns an error of the agent's own packages into one of the API. The key names what was asked for; its ID may be empty.
+func (s *Server) answer(ctx context.Context, err error, key claims.Key) error {
+	var (
+		ended   *claims.EndedError
+		noRoom  *claims.NoRoomError
+		refused *claims.RefusedError
+		unknown *claims.UnknownGroupError
+	)
+	switch {
+	case err == nil:
+		return nil
+	case errors.As(err, &ended):
+		return s.answerEnded(ctx, key, ended)
+	case errors.As(err, &noRoom):
+		return s.rejected(key.Namespace, noRoom.Candidates)
+	case errors.As(err, &refused):
+		return s.rejected(key.Namespace, refused.Candidates)
+	case errors.As(err, &unknown):
+		return s.rejected(key.Namespace, lo.Map(unknown.Candidates, func(name string, _ int) eligibility.Refusal {
+			return eligibility.Refusal{NodeGroup: name, Reason: eligibility.Gone, Message: "no such node group in this Cluster"}
+		}))
+	case errors.Is(err, claims.ErrUnknownCluster):
+		return agenterrors.ClusterNotFound(messages.Cluster(types.NamespacedName{Namespace: key.Namespace, Name: key.Cluster}))
+	case errors.Is(err, claims.ErrNotFound):
+		return agenterrors.ClaimNotFound(key.ID)
+	case errors.Is(err, claims.ErrConflict):
+		return agenterrors.Conflict(err.Error())
+	case errors.Is(err, claims.ErrStaleToken):
+		return agenterrors.StaleToken(err.Error())
+	case errors.Is(err, claims.ErrInvalidToken):
+		return agenterrors.InvalidToken(err.Error())
+	}
+	return answerOther(ctx, err)
+}
+
+// answerOther is [Server.answer] for errors that do not come from the claim engine.
+func answerOther(ctx context.Context, err error) error {
+	switch {
+	case err == nil:
+		return nil
+	case errors.Is(err, feed.ErrClosed):
+		return agenterrors.ShuttingDown()
+	case errors.Is(err, feed.ErrNotReady):
+		return agenterrors.NotSynced("the agent's view of the hub is not complete yet")
+	case ctx.Err() != nil:
+		return grpcstatus.FromContextError(ctx.Err()).Err()
+	case errors.Is(err, claims.ErrNewerLedger):
+		return agenterrors.HubUnreachable("a newer agent is at work on this node group: " + err.Error())
+	case unreachable(err):
+		return agenterrors.HubUnreachable("the hub's API server did not answer: " + err.Error())
+	}
+	// The cause is for the agent's operator; it may name objects that are not the caller's.
+	log.FromContext(ctx).Error(err, "a call failed")
+	return grpcstatus.Error(codes.Internal, "internal error; the agent's log says more under this request id")
+}
+
+// unreachable reports whether an error says that the API server could not be asked, or could not answer.
+func unreachable(err error) bool {
+	if status := apierrors.APIStatus(nil); errors.As(err, &status) {
+		code := status.Status().Code
+		return code >= 500 || code == 429 || apierrors.IsTimeout(err)
+	}
+	var (
+		network net.Error
+		request *url.Error
+	)
+	return errors.As(err, &network) || errors.As(err, &request) ||
+		errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled)
+}
+
+// answerEnded says how a claim ended, from the claim as it is now.
+func (s *Server) answerEnded(ctx context.Context, key claims.Key, ended *claims.EndedError) error {
+	claim, err := s.config.Engine.Get(ctx, key)
+	if err != nil {
+		return s.answerAfter(ctx, err, key, ended)
+	}
+	shown, err := s.config.Show(ctx, claim)
+	if err != nil {
+		return s.answerAfter(ctx, err, key, ended)
+	}
+	return agenterrors.ClaimEnded(shown)
+}
+
+// answerAfter answers when more could not be learned about an ended claim.
+func (s *Server) answerAfter(ctx context.Context, err error, key claims.Key, ended *claims.EndedError) error {
+	if errors.Is(err, claims.ErrNotFound) {
+		return agenterrors.ClaimEnded(messages.EndedClaim(key.Namespace, key.Cluster, key.ID, ended.Reason, ended.Message))
+	}
+	return answerOther(ctx, err)
+}
+
+func (s *Server) rejected(namespace string, refusals []eligibility.Refusal) error {
+	return agenterrors.Rejected(s.config.Clock.Now(), lo.Map(refusals, func(r eligibility.Refusal, _ int) agenterrors.Rejection {
+		reason := agenterrors.ReasonNotOpen
+		switch r.Reason {
+		case eligibility.AtMaxSize, eligibility.CoolingDown:
+			reason = agenterrors.ReasonNoRoom
+		case eligibility.Gone, eligibility.NotMember:
+			reason = agenterrors.ReasonNodeGroupNotFound
+		case eligibility.Paused, eligibility.Deleting, eligibility.ReplicasOwned, eligibility.Invalid:
+		}
+		return agenterrors.Rejection{
+			NodeGroup:   nodegroup.ID(types.NamespacedName{Namespace: namespace, Name: r.NodeGroup}),
+			Reason:      reason,
+			Unavailable: messages.UnavailableReason(r.Reason),
+			Message:     r.Message,
+			RetryAt:     r.RetryAt,
+		}
+	})...)
+}

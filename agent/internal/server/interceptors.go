@@ -1,0 +1,287 @@
+package server
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"runtime/debug"
+	"slices"
+
+	"github.com/google/uuid"
+	middleware "github.com/grpc-ecosystem/go-grpc-middleware/v2"
+	"github.com/grpc-ecosystem/go-grpc-middleware/v2/interceptors/logging"
+	"github.com/grpc-ecosystem/go-grpc-middleware/v2/interceptors/recovery"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/peer"
+	grpcstatus "google.golang.org/grpc/status"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/pkg/validation"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+// The order: what is counted and logged includes what follows; a caller without a right learns nothing from validation; and
+// which Cluster a request is for is known only once it is valid.
+func (s *Server) unary(validator *validation.Validator) []grpc.UnaryServerInterceptor {
+	return []grpc.UnaryServerInterceptor{
+		s.metrics.UnaryServerInterceptor(),
+		s.identifyUnary,
+		logging.UnaryServerInterceptor(s.logger(), loggingOptions()...),
+		recovery.UnaryServerInterceptor(recovery.WithRecoveryHandlerContext(s.recovered)),
+		s.admitUnary,
+		validator.Unary(),
+		s.authorizeUnary,
+	}
+}
+
+func (s *Server) stream(validator *validation.Validator) []grpc.StreamServerInterceptor {
+	return []grpc.StreamServerInterceptor{
+		s.metrics.StreamServerInterceptor(),
+		s.identifyStream,
+		logging.StreamServerInterceptor(s.logger(), loggingOptions()...),
+		recovery.StreamServerInterceptor(recovery.WithRecoveryHandlerContext(s.recovered)),
+		s.admitStream,
+		validator.Stream(),
+		s.authorizeStream,
+	}
+}
+
+// requestIDKey is the metadata key of a call's request id, which the caller chooses or the agent makes.
+const requestIDKey = "x-request-id"
+
+// maxRequestID is how long a caller's request id may be; it goes into every log line of the call.
+const maxRequestID = 128
+
+type callerKey struct{}
+
+// caller is who calls, or why that is not known.
+type caller struct {
+	authz.Caller
+
+	problem string
+}
+
+func callerOf(ctx context.Context) caller {
+	c, ok := ctx.Value(callerKey{}).(caller)
+	if !ok {
+		return caller{problem: "the call has no identity"}
+	}
+	return c
+}
+
+// identify puts request id, caller and logger into the context.
+func (s *Server) identify(ctx context.Context, method string) (context.Context, string) {
+	id := ""
+	if md, ok := metadata.FromIncomingContext(ctx); ok {
+		if values := md.Get(requestIDKey); len(values) > 0 && printable(values[0]) {
+			id = values[0]
+		}
+	}
+	if id == "" {
+		id = uuid.NewString()
+	}
+	c := s.callerFrom(ctx)
+	logger := s.config.Log.WithValues("requestID", id, "method", method, "identity", c.Identity)
+	ctx = log.IntoContext(ctx, logger)
+	ctx = logging.InjectFields(ctx, logging.Fields{"requestID", id, "identity", c.Identity})
+	return context.WithValue(ctx, callerKey{}, c), id
+}
+
+func printable(id string) bool {
+	return id != "" && len(id) <= maxRequestID && !slices.ContainsFunc([]byte(id), func(b byte) bool { return b <= ' ' || b > '~' })
+}
+
+func (s *Server) callerFrom(ctx context.Context) caller {
+	p, ok := peer.FromContext(ctx)
+	if !ok || p.AuthInfo == nil {
+		return caller{problem: "the connection has no identity"}
+	}
+	switch info := p.AuthInfo.(type) {
+	case credentials.TLSInfo:
+		// Verified by the handshake, or there would be no connection.
+		if len(info.State.VerifiedChains) == 0 || len(info.State.PeerCertificates) == 0 {
+			return caller{problem: "the connection has no verified client certificate"}
+		}
+		identified, err := s.config.Authorizer.FromCertificate(info.State.PeerCertificates[0])
+		if err != nil {
+			return caller{problem: err.Error()}
+		}
+		return caller{Caller: identified}
+	default:
+		if info.AuthType() != "local" {
+			return caller{problem: "the connection has no identity"}
+		}
+		if _, unix := p.Addr.(*net.UnixAddr); unix {
+			return caller{Caller: authz.Local(authz.UnixSocket)}
+		}
+		return caller{Caller: authz.Local(authz.Loopback)}
+	}
+}
+
+func (s *Server) identifyUnary(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+	ctx, id := s.identify(ctx, info.FullMethod)
+	// Fails only when the headers have been sent.
+	_ = grpc.SetHeader(ctx, metadata.Pairs(requestIDKey, id))
+	return handler(ctx, request)
+}
+
+func (s *Server) identifyStream(service any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
+	ctx, id := s.identify(stream.Context(), info.FullMethod)
+	_ = stream.SetHeader(metadata.Pairs(requestIDKey, id))
+	if authz.Methods[info.FullMethod].Anyone {
+		// Health is watched for as long as the connection lives. The others' streams end with their feeds.
+		bounded, cancel := context.WithCancel(ctx)
+		defer cancel()
+		go func() {
+			select {
+			case <-s.stopped:
+				cancel()
+			case <-bounded.Done():
+			}
+		}()
+		ctx = bounded
+	}
+	return handler(service, &middleware.WrappedServerStream{ServerStream: stream, WrappedContext: ctx})
+}
+
+// admit refuses callers that may not call the method for any Cluster, and everybody while shutting down.
+func (s *Server) admit(ctx context.Context, method string) error {
+	rule, known := authz.Methods[method]
+	if !known {
+		return agenterrors.PermissionDenied("nobody may call this method")
+	}
+	if rule.Anyone {
+		return nil
+	}
+	c := callerOf(ctx)
+	if c.problem != "" {
+		return agenterrors.Unauthenticated(c.problem)
+	}
+	if !c.MayCall(rule) {
+		return agenterrors.PermissionDenied("this identity may not call this method")
+	}
+	if s.stopping() {
+		return agenterrors.ShuttingDown()
+	}
+	return nil
+}
+
+func (s *Server) admitUnary(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+	if err := s.admit(ctx, info.FullMethod); err != nil {
+		return nil, err
+	}
+	return handler(ctx, request)
+}
+
+func (s *Server) admitStream(service any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
+	if err := s.admit(stream.Context(), info.FullMethod); err != nil {
+		return err
+	}
+	return handler(service, stream)
+}
+
+// authorize refuses requests for Clusters that the caller may not call the method for. Whether such a Cluster exists has not
+// been looked up by then, so that the answer cannot tell.
+func (s *Server) authorize(ctx context.Context, method string, request any) error {
+	rule := authz.Methods[method]
+	if !rule.OfCluster {
+		return nil
+	}
+	scoped, ok := request.(interface {
+		GetCluster() *agentv1alpha1.ClusterRef
+	})
+	if !ok || scoped.GetCluster() == nil {
+		return agenterrors.PermissionDenied("the request names no Cluster")
+	}
+	if !callerOf(ctx).MayCallFor(rule, clusterName(scoped.GetCluster())) {
+		return agenterrors.PermissionDenied("this identity may not call this method for this Cluster")
+	}
+	return nil
+}
+
+func (s *Server) authorizeUnary(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+	if err := s.authorize(ctx, info.FullMethod, request); err != nil {
+		return nil, err
+	}
+	return handler(ctx, request)
+}
+
+func (s *Server) authorizeStream(service any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
+	return handler(service, &authorizedStream{ServerStream: stream, server: s, method: info.FullMethod})
+}
+
+// authorizedStream authorizes each message that is received.
+type authorizedStream struct {
+	grpc.ServerStream
+
+	server *Server
+	method string
+}
+
+func (a *authorizedStream) RecvMsg(message any) error {
+	if err := a.ServerStream.RecvMsg(message); err != nil {
+		return err
+	}
+	return a.server.authorize(a.Context(), a.method, message)
+}
+
+func clusterName(ref *agentv1alpha1.ClusterRef) types.NamespacedName {
+	return types.NamespacedName{Namespace: ref.GetNamespace(), Name: ref.GetName()}
+}
+
+// recovered answers a call whose handler panicked.
+func (s *Server) recovered(ctx context.Context, cause any) error {
+	log.FromContext(ctx).Error(fmt.Errorf("panic: %v", cause), "a call failed by a bug of the agent", "stack", string(debug.Stack()))
+	return grpcstatus.Error(codes.Internal, "internal error")
+}
+
+func loggingOptions() []logging.Option {
+	return []logging.Option{
+		logging.WithLogOnEvents(logging.FinishCall),
+		logging.WithDisableLoggingFields(logging.SystemTag[0], logging.ComponentFieldKey, logging.MethodTypeFieldKey),
+		logging.WithLevels(func(code codes.Code) logging.Level {
+			switch code {
+			case codes.OK, codes.Canceled:
+				return logging.LevelDebug
+			case codes.Internal, codes.Unknown, codes.DataLoss, codes.Unimplemented:
+				return logging.LevelError
+			default:
+				return logging.LevelInfo
+			}
+		}),
+	}
+}
+
+// changing are the methods whose success is worth a line for everybody.
+var changing = []string{"CreateClaim", "ReleaseClaim"}
+
+// logger writes a call's end to the agent's log.
+func (s *Server) logger() logging.Logger {
+	return logging.LoggerFunc(func(_ context.Context, level logging.Level, message string, fields ...any) {
+		logger := s.config.Log
+		switch {
+		case level >= logging.LevelError:
+			logger.Error(nil, message, fields...)
+		case level >= logging.LevelInfo || changes(fields):
+			logger.Info(message, fields...)
+		default:
+			logger.V(1).Info(message, fields...)
+		}
+	})
+}
+
+func changes(fields []any) bool {
+	for i := 0; i+1 < len(fields); i += 2 {
+		if fields[i] == logging.MethodFieldKey {
+			method, ok := fields[i+1].(string)
+			return ok && slices.Contains(changing, method)
+		}
+	}
+	return false
+}

@@ -1,0 +1,65 @@
+package server
+
+import (
+	"context"
+	"slices"
+
+	"google.golang.org/grpc"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+type machines struct {
+	agentv1alpha1.UnimplementedMachineServiceServer
+	*Server
+}
+
+func (s *machines) GetMachine(
+	ctx context.Context, request *agentv1alpha1.GetMachineRequest,
+) (*agentv1alpha1.GetMachineResponse, error) {
+	machine, found, err := s.config.Machines.Get(clusterName(request.GetCluster()), request.GetName())
+	if err != nil {
+		return nil, answerOther(ctx, err)
+	}
+	if !found {
+		return nil, agenterrors.MachineNotFound(request.GetName())
+	}
+	return &agentv1alpha1.GetMachineResponse{Machine: machine}, nil
+}
+
+func (s *machines) ListMachines(
+	ctx context.Context, request *agentv1alpha1.ListMachinesRequest,
+) (*agentv1alpha1.ListMachinesResponse, error) {
+	all, _, err := s.config.Machines.List(clusterName(request.GetCluster()))
+	if err != nil {
+		return nil, answerOther(ctx, err)
+	}
+	if group := request.GetNodeGroupId(); group != "" {
+		all = slices.DeleteFunc(all, func(machine *agentv1alpha1.Machine) bool { return machine.GetNodeGroupId() != group })
+	}
+	return &agentv1alpha1.ListMachinesResponse{Machines: all}, nil
+}
+
+func (s *machines) WatchMachines(
+	request *agentv1alpha1.WatchMachinesRequest, stream grpc.ServerStreamingServer[agentv1alpha1.WatchMachinesResponse],
+) error {
+	type response = agentv1alpha1.WatchMachinesResponse
+	return watch(stream.Context(), s.config.Machines, clusterName(request.GetCluster()), everything, sender[*agentv1alpha1.Machine]{
+		upsert: func(machine *agentv1alpha1.Machine) error {
+			return stream.Send(&response{Event: &agentv1alpha1.WatchMachinesResponse_Upsert{Upsert: machine}})
+		},
+		removed: func(name string) error {
+			return stream.Send(&response{Event: &agentv1alpha1.WatchMachinesResponse_RemovedName{RemovedName: name}})
+		},
+		synced: func(marker *agentv1alpha1.Synced) error {
+			return stream.Send(&response{Event: &agentv1alpha1.WatchMachinesResponse_Synced{Synced: marker}})
+		},
+		heartbeat: func(heartbeat *agentv1alpha1.Heartbeat) error {
+			return stream.Send(&response{Event: &agentv1alpha1.WatchMachinesResponse_Heartbeat{Heartbeat: heartbeat}})
+		},
+		resync: func(marker *agentv1alpha1.Resync) error {
+			return stream.Send(&response{Event: &agentv1alpha1.WatchMachinesResponse_Resync{Resync: marker}})
+		},
+	})
+}

@@ -1,0 +1,300 @@
+// Package server serves the agent's API over gRPC. The services are thin: what they answer comes from the feeds and the claim
+// engine; who may call is in package authz.
+package server
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/go-logr/logr"
+	"github.com/google/uuid"
+	grpcprometheus "github.com/grpc-ecosystem/go-grpc-middleware/providers/prometheus"
+	"github.com/prometheus/client_golang/prometheus"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/health"
+	"google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/grpc/keepalive"
+	"google.golang.org/grpc/reflection"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/clock"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
+	"github.com/karpenter-capi/karpenter-capi/pkg/validation"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+// Engine makes, releases and finds claims; [claims.Engine] is one.
+type Engine interface {
+	Create(ctx context.Context, request claims.Request) (*v1alpha1.MachineClaim, error)
+	Release(ctx context.Context, key claims.Key, options claims.ReleaseOptions) (*v1alpha1.MachineClaim, error)
+	Get(ctx context.Context, key claims.Key) (*v1alpha1.MachineClaim, error)
+	List(ctx context.Context, options claims.ListOptions) ([]v1alpha1.MachineClaim, string, error)
+	Sync(ctx context.Context, request claims.SyncRequest) (claims.SyncResult, error)
+}
+
+// Config is what a [Server] needs.
+type Config struct {
+	// Engine is the claim engine. REQUIRED.
+	Engine Engine
+	// NodeGroups, Machines and Claims are the views that are served. REQUIRED.
+	NodeGroups *feed.Feed[*agentv1alpha1.NodeGroup]
+	Machines   *feed.Feed[*agentv1alpha1.Machine]
+	Claims     *feed.Feed[*agentv1alpha1.Claim]
+	// Show adds its machine to a claim that was read live. REQUIRED.
+	Show func(ctx context.Context, claim *v1alpha1.MachineClaim) (*agentv1alpha1.Claim, error)
+	// ClusterExists asks the caches. It is called only once they have synced. REQUIRED.
+	ClusterExists func(ctx context.Context, cluster types.NamespacedName) (bool, error)
+	// Scope says which Clusters are served.
+	Scope hub.Scope
+	// Authorizer makes callers of certificates. REQUIRED.
+	Authorizer *authz.Authorizer
+	// ShutdownGrace is how long calls in flight may take to end. REQUIRED.
+	ShutdownGrace time.Duration
+	// Version and Commit say what the agent was built from.
+	Version, Commit string
+	// Log takes a line for each call. Zero discards them.
+	Log logr.Logger
+	// Registerer takes the metrics. Nil registers none.
+	Registerer prometheus.Registerer
+	// Clock is the time. Nil means the real one.
+	Clock clock.PassiveClock
+}
+
+// Limits of connections and messages. A SyncClaims request for five thousand nodes takes a few MiB.
+const (
+	maxMessageBytes      = 64 << 20
+	maxStreams           = 1000
+	connectionAge        = 2 * time.Hour // so that a revoked certificate does not last as long as its connection
+	connectionAgeGrace   = time.Minute
+	keepaliveTime        = 30 * time.Second
+	keepaliveTimeout     = 10 * time.Second
+	keepaliveMinimumTime = 5 * time.Second
+)
+
+// Server serves the API.
+type Server struct {
+	config  Config
+	id      string
+	health  *health.Server
+	options []grpc.ServerOption
+	metrics *grpcprometheus.ServerMetrics
+	stopped chan struct{} // closed at shutdown
+}
+
+// New returns a server.
+func New(c Config) (*Server, error) {
+	if c.Clock == nil {
+		c.Clock = clock.RealClock{}
+	}
+	if c.Log.GetSink() == nil {
+		c.Log = logr.Discard()
+	}
+	validator, err := validation.New()
+	if err != nil {
+		return nil, err
+	}
+	s := &Server{config: c, id: uuid.NewString(), health: health.NewServer(), stopped: make(chan struct{})}
+	s.metrics = grpcprometheus.NewServerMetrics(grpcprometheus.WithServerHandlingTimeHistogram(
+		grpcprometheus.WithHistogramBuckets(prometheus.ExponentialBuckets(0.001, 2, 15))))
+	if c.Registerer != nil {
+		for _, collector := range append(s.collectors(), s.metrics) {
+			if err := c.Registerer.Register(collector); err != nil {
+				return nil, fmt.Errorf("registering metrics: %w", err)
+			}
+		}
+	}
+	s.options = []grpc.ServerOption{
+		grpc.MaxRecvMsgSize(maxMessageBytes),
+		grpc.MaxSendMsgSize(maxMessageBytes),
+		grpc.MaxConcurrentStreams(maxStreams),
+		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: keepaliveMinimumTime, PermitWithoutStream: true}),
+		grpc.KeepaliveParams(keepalive.ServerParameters{
+			Time: keepaliveTime, Timeout: keepaliveTimeout, MaxConnectionAge: connectionAge, MaxConnectionAgeGrace: connectionAgeGrace,
+		}),
+		grpc.ChainUnaryInterceptor(s.unary(validator)...),
+		grpc.ChainStreamInterceptor(s.stream(validator)...),
+	}
+	for _, service := range append(services(), "") {
+		s.health.SetServingStatus(service, grpc_health_v1.HealthCheckResponse_NOT_SERVING)
+	}
+	s.health.SetServingStatus(agentv1alpha1.StatusService_ServiceDesc.ServiceName, grpc_health_v1.HealthCheckResponse_SERVING)
+	return s, nil
+}
+
+func services() []string {
+	return []string{
+		agentv1alpha1.NodeGroupService_ServiceDesc.ServiceName, agentv1alpha1.ClaimService_ServiceDesc.ServiceName,
+		agentv1alpha1.MachineService_ServiceDesc.ServiceName,
+	}
+}
+
+// Synced reports whether every view is complete.
+func (s *Server) Synced() bool {
+	for _, ready := range s.ready() {
+		select {
+		case <-ready:
+		default:
+			return false
+		}
+	}
+	return true
+}
+
+// Check says why the agent is not ready to be called; nil when it is.
+func (s *Server) Check() error {
+	switch {
+	case s.stopping():
+		return errors.New("shutting down")
+	case !s.Synced():
+		return errors.New("the view of the hub is not complete yet")
+	}
+	return nil
+}
+
+func (s *Server) stopping() bool {
+	select {
+	case <-s.stopped:
+		return true
+	default:
+		return false
+	}
+}
+
+func (s *Server) ready() []<-chan struct{} {
+	return []<-chan struct{}{s.config.NodeGroups.Ready(), s.config.Machines.Ready(), s.config.Claims.Ready()}
+}
+
+// Serve serves on every listener until the context ends, then lets calls in flight end, within the grace period, and returns
+// nil. It closes the listeners. Call it once.
+func (s *Server) Serve(ctx context.Context, listeners ...Listener) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	var running sync.WaitGroup
+	servers := make([]*grpc.Server, 0, len(listeners))
+	for _, listener := range listeners {
+		server := grpc.NewServer(append([]grpc.ServerOption{grpc.Creds(listener.Credentials)}, s.options...)...)
+		s.register(server)
+		servers = append(servers, server)
+		s.config.Log.Info("serving", "address", listener.Addr().String(), "network", listener.Addr().Network(), "security", listener.Security)
+		running.Go(func() {
+			if err := server.Serve(listener); err != nil && ctx.Err() == nil {
+				cancel(fmt.Errorf("serving on %s: %w", listener.Addr(), err))
+			}
+		})
+	}
+	running.Go(func() { s.followReadiness(ctx) })
+	<-ctx.Done()
+	s.shutDown(servers)
+	running.Wait()
+	if cause := context.Cause(ctx); !errors.Is(cause, context.Canceled) {
+		return cause
+	}
+	return nil
+}
+
+// followReadiness tells health clients when the services can be used.
+func (s *Server) followReadiness(ctx context.Context) {
+	for i, ready := range s.ready() {
+		select {
+		case <-ctx.Done():
+			return
+		case <-ready:
+			// Claims are shown with their machines, and are made on what the caches show: they need all views.
+			if i == 0 {
+				s.serving(agentv1alpha1.NodeGroupService_ServiceDesc.ServiceName)
+			}
+		}
+	}
+	s.serving(agentv1alpha1.MachineService_ServiceDesc.ServiceName)
+	s.serving(agentv1alpha1.ClaimService_ServiceDesc.ServiceName)
+	s.serving("")
+	s.config.Log.Info("the view of the hub is complete", "nodeGroups", s.config.NodeGroups.Stats().Objects,
+		"machines", s.config.Machines.Stats().Objects, "claims", s.config.Claims.Stats().Objects)
+}
+
+func (s *Server) serving(service string) {
+	s.health.SetServingStatus(service, grpc_health_v1.HealthCheckResponse_SERVING)
+}
+
+// shutDown refuses what is new, ends the streams, and waits for the calls in flight.
+func (s *Server) shutDown(servers []*grpc.Server) {
+	s.health.Shutdown()
+	close(s.stopped)
+	s.config.NodeGroups.Close()
+	s.config.Machines.Close()
+	s.config.Claims.Close()
+	drained := make(chan struct{})
+	go func() {
+		defer close(drained)
+		var all sync.WaitGroup
+		for _, server := range servers {
+			all.Go(server.GracefulStop)
+		}
+		all.Wait()
+	}()
+	grace := time.NewTimer(s.config.ShutdownGrace)
+	defer grace.Stop()
+	select {
+	case <-drained:
+	case <-grace.C:
+		s.config.Log.Info("calls in flight were cut off: the grace period has passed", "grace", s.config.ShutdownGrace.String())
+		for _, server := range servers {
+			server.Stop()
+		}
+		<-drained
+	}
+}
+
+func (s *Server) register(server *grpc.Server) {
+	agentv1alpha1.RegisterNodeGroupServiceServer(server, &nodeGroups{Server: s})
+	agentv1alpha1.RegisterClaimServiceServer(server, &claimService{Server: s})
+	agentv1alpha1.RegisterMachineServiceServer(server, &machines{Server: s})
+	agentv1alpha1.RegisterStatusServiceServer(server, &status{Server: s})
+	grpc_health_v1.RegisterHealthServer(server, s.health)
+	reflection.Register(server)
+	s.metrics.InitializeMetrics(server)
+}
+
+// collectors show the feeds.
+func (s *Server) collectors() []prometheus.Collector {
+	type view struct {
+		name  string
+		stats func() feed.Stats
+	}
+	var all []prometheus.Collector
+	for _, v := range []view{
+		{"node_groups", s.config.NodeGroups.Stats}, {"machines", s.config.Machines.Stats}, {"claims", s.config.Claims.Stats},
+	} {
+		labels := prometheus.Labels{"view": v.name}
+		all = append(all,
+			prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+				Name: "capi_agent_view_objects", Help: "Objects in a view.", ConstLabels: labels,
+			}, func() float64 { return float64(v.stats().Objects) }),
+			prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+				Name: "capi_agent_view_watchers", Help: "Watch streams on a view.", ConstLabels: labels,
+			}, func() float64 { return float64(v.stats().Subscribers) }),
+			prometheus.NewCounterFunc(prometheus.CounterOpts{
+				Name: "capi_agent_view_resyncs_total", Help: "Watch streams that were too slow and got a new snapshot.", ConstLabels: labels,
+			}, func() float64 { return float64(v.stats().Resyncs) }),
+		)
+	}
+	return append(all,
+		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+			Name: "capi_agent_catalogue_generation", Help: "Changes of any node group since the start.",
+		}, func() float64 { return float64(s.config.NodeGroups.Generation()) }),
+		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+			Name: "capi_agent_synced", Help: "1 once the view of the hub is complete.",
+		}, func() float64 {
+			if s.Synced() {
+				return 1
+			}
+			return 0
+		}))
+}

@@ -1,0 +1,37 @@
+package server
+
+import (
+	"context"
+
+	"github.com/samber/lo"
+	"google.golang.org/protobuf/types/known/timestamppb"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/messages"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+type status struct {
+	agentv1alpha1.UnimplementedStatusServiceServer
+	*Server
+}
+
+func (s *status) GetStatus(ctx context.Context, _ *agentv1alpha1.GetStatusRequest) (*agentv1alpha1.GetStatusResponse, error) {
+	c := callerOf(ctx)
+	clusters, all := c.Clusters()
+	return &agentv1alpha1.GetStatusResponse{
+		ApiVersion:          string(agentv1alpha1.File_capi_agent_v1alpha1_status_proto.Package()),
+		Version:             s.config.Version,
+		Commit:              s.config.Commit,
+		CachesSynced:        s.Synced(),
+		CatalogueGeneration: s.config.NodeGroups.Generation(),
+		AgentId:             s.id,
+		Identity:            c.Identity,
+		Roles:               c.Roles(),
+		Clusters: lo.Map(clusters, func(name types.NamespacedName, _ int) *agentv1alpha1.ClusterRef {
+			return messages.Cluster(name)
+		}),
+		AllClusters: all,
+		Time:        timestamppb.New(s.config.Clock.Now()),
+	}, nil
+}

@@ -1,0 +1,62 @@
+package server
+
+import (
+	"context"
+
+	"google.golang.org/protobuf/types/known/timestamppb"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+// sender sends the events of one stream, each as its own kind of message.
+type sender[T any] struct {
+	upsert    func(T) error
+	removed   func(key string) error
+	synced    func(*agentv1alpha1.Synced) error
+	heartbeat func(*agentv1alpha1.Heartbeat) error
+	resync    func(*agentv1alpha1.Resync) error
+}
+
+// watch sends a Cluster's objects, as far as they are wanted, until the caller goes or the agent shuts down.
+func watch[T any](ctx context.Context, objects *feed.Feed[T], cluster types.NamespacedName, wanted func(T) bool, send sender[T]) error {
+	subscription, err := objects.Subscribe(cluster)
+	if err != nil {
+		return answerOther(ctx, err)
+	}
+	defer subscription.Close()
+	shown := map[string]struct{}{}
+	for {
+		event, err := subscription.Next(ctx)
+		if err != nil {
+			return answerOther(ctx, err)
+		}
+		switch event.Kind {
+		case feed.Upsert:
+			if !wanted(event.Object) {
+				continue
+			}
+			shown[event.Key] = struct{}{}
+			err = send.upsert(event.Object)
+		case feed.Removed:
+			if _, known := shown[event.Key]; !known {
+				continue
+			}
+			delete(shown, event.Key)
+			err = send.removed(event.Key)
+		case feed.Synced:
+			err = send.synced(&agentv1alpha1.Synced{Generation: event.Generation})
+		case feed.Heartbeat:
+			err = send.heartbeat(&agentv1alpha1.Heartbeat{Time: timestamppb.New(event.Time)})
+		case feed.Resync:
+			clear(shown)
+			err = send.resync(&agentv1alpha1.Resync{Reason: "the stream was read too slowly, and changes were dropped"})
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
+
+func everything[T any](T) bool { return true }

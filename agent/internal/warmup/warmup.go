@@ -1,0 +1,61 @@
+// Package warmup says when a controller has looked at every object that existed when it started.
+package warmup
+
+import (
+	"sync"
+
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// Tracker calls a function once, when every expected object has been looked at. It is safe for concurrent use.
+type Tracker struct {
+	complete func()
+
+	mu       sync.Mutex
+	seen     map[types.NamespacedName]struct{}
+	missing  map[types.NamespacedName]struct{}
+	expected bool
+	finished bool
+}
+
+// New returns a tracker that will call complete once.
+func New(complete func()) *Tracker {
+	return &Tracker{complete: complete, seen: map[types.NamespacedName]struct{}{}}
+}
+
+// Seen says that an object has been looked at, whatever the result: one object that cannot be used does not hold up the
+// others.
+func (t *Tracker) Seen(key types.NamespacedName) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	switch {
+	case t.finished:
+	case t.expected:
+		delete(t.missing, key)
+		t.check()
+	default:
+		t.seen[key] = struct{}{}
+	}
+}
+
+// Expect says which objects existed at the start. Call it once.
+func (t *Tracker) Expect(keys []types.NamespacedName) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.expected = true
+	t.missing = make(map[types.NamespacedName]struct{}, len(keys))
+	for _, key := range keys {
+		if _, seen := t.seen[key]; !seen {
+			t.missing[key] = struct{}{}
+		}
+	}
+	t.check()
+}
+
+func (t *Tracker) check() {
+	if len(t.missing) > 0 || t.finished {
+		return
+	}
+	t.finished, t.seen, t.missing = true, nil, nil
+	t.complete()
+}
