@@ -532,6 +532,7 @@ func (w *world) check() {
 // settle lets everything run fairly until nothing changes, and checks I2.
 func (w *world) settle() {
 	w.crash = -1
+	still := 0
 	for round := range 400 {
 		before := w.fingerprint()
 		for _, group := range w.groups {
@@ -548,7 +549,10 @@ func (w *world) settle() {
 			}
 		}
 		w.clock.Step(20 * time.Second)
-		if w.fingerprint() == before && round > 8 {
+		// Longer than any grace period.
+		if still++; w.fingerprint() != before {
+			still = 0
+		} else if still > 8 {
 			break
 		}
 		if round == 399 {
