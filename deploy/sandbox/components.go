@@ -55,7 +55,7 @@ func healthy(client *http.Client, url string) func(context.Context) error {
 		if err != nil {
 			return err
 		}
-		defer response.Body.Close()
+		defer func() { _ = response.Body.Close() }()
 		_, _ = io.Copy(io.Discard, response.Body) // so that the connection is used again
 		if response.StatusCode != http.StatusOK {
 			return fmt.Errorf("%s answers %s", url, response.Status)

@@ -21,9 +21,10 @@ import (
 )
 
 const (
-	// ClusterNamespace and ClusterName name the Cluster in the hub that is the spoke.
+	// ClusterNamespace is the namespace of the Cluster in the hub that is the spoke.
 	ClusterNamespace = "fleet"
-	ClusterName      = "spoke"
+	// ClusterName is its name.
+	ClusterName = "spoke"
 	// BootstrapSecret is a Secret beside the Cluster that MachineDeployments name as their bootstrap data.
 	BootstrapSecret = "spoke-bootstrap"
 )

@@ -330,7 +330,7 @@ func (s *Sandbox) startClusterAPI(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if err := manifests.Create(ctx, c, append(objects, provider...)...); err != nil {
+	if err := manifests.Create(ctx, c, append(objects, manifests.Objects(provider)...)...); err != nil {
 		return err
 	}
 	group, ctx := errgroup.WithContext(ctx)
@@ -432,7 +432,7 @@ func (s *Sandbox) install(ctx context.Context, c *controlPlane, chart manifests.
 	if err != nil {
 		return "", err
 	}
-	if err := manifests.Create(ctx, admin, append(crds, objects...)...); err != nil {
+	if err := manifests.Create(ctx, admin, append(manifests.Objects(crds), objects...)...); err != nil {
 		return "", err
 	}
 	user, err := serviceAccountUser(ctx, c.admin, account)
@@ -556,10 +556,15 @@ func (s *Sandbox) end(phase Phase, cause error) {
 		components := slices.Clone(s.components)
 		s.mu.Unlock()
 		// Ours first, while there is somebody to say goodbye to; the databases last.
-		for _, wave := range [][]string{{Shim, Agent}, {ClusterAPI, SimProvider, SpokeKwok, SpokeScheduler, SpokeControllerManager, HubControllerManager}, nil} {
+		ours, databases := []string{Shim, Agent}, []string{HubEtcd, SpokeEtcd}
+		for _, inWave := range []func(name string) bool{
+			func(name string) bool { return slices.Contains(ours, name) },
+			func(name string) bool { return !slices.Contains(databases, name) },
+			func(string) bool { return true },
+		} {
 			var stopping sync.WaitGroup
 			for _, p := range components {
-				if wave == nil || slices.Contains(wave, p.Status().Name) {
+				if inWave(p.Status().Name) {
 					stopping.Go(p.Stop)
 				}
 			}

@@ -4,10 +4,12 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -119,6 +121,7 @@ func TestSandbox(t *testing.T) {
 }
 
 func everyListenerIsOnLoopback(t *testing.T, s *sandbox.Sandbox) {
+	t.Helper()
 	for _, component := range s.State().Components {
 		listeners, err := sandbox.Listeners(component.PID)
 		if errors.Is(err, errors.ErrUnsupported) {
@@ -138,6 +141,7 @@ func everyListenerIsOnLoopback(t *testing.T, s *sandbox.Sandbox) {
 }
 
 func bothVersionsAreServed(t *testing.T, hub client.Client) {
+	t.Helper()
 	old := &unstructured.Unstructured{}
 	old.SetGroupVersionKind(schema.GroupVersionKind{Group: clusterv1.GroupVersion.Group, Version: "v1beta1", Kind: "Cluster"})
 	if err := hub.Get(t.Context(), client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: sandbox.ClusterName}, old); err != nil {
@@ -150,6 +154,7 @@ func bothVersionsAreServed(t *testing.T, hub client.Client) {
 }
 
 func machinesBecomeNodesAndGo(t *testing.T, hub, spoke client.Client) {
+	t.Helper()
 	create(t, hub, "examples/machinedeployment.yaml", func(u *unstructured.Unstructured) {
 		if u.GetKind() == "MachineDeployment" {
 			_ = unstructured.SetNestedField(u.Object, int64(2), "spec", "replicas")
@@ -247,6 +252,7 @@ func machinesBecomeNodesAndGo(t *testing.T, hub, spoke client.Client) {
 
 // failuresShowOnTheMachine uses the MachineDeployment that is there, scaled to zero.
 func failuresShowOnTheMachine(t *testing.T, hub client.Client) {
+	t.Helper()
 	template := &simv1.SimMachineTemplate{}
 	if err := hub.Get(t.Context(), client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: "standard-4"}, template); err != nil {
 		t.Fatal(err)
@@ -296,6 +302,7 @@ func failuresShowOnTheMachine(t *testing.T, hub client.Client) {
 }
 
 func killedComponentComesBack(t *testing.T, s *sandbox.Sandbox, hub client.Client) {
+	t.Helper()
 	pid := func(name string) int {
 		for _, c := range s.State().Components {
 			if c.Name == name {
@@ -336,7 +343,7 @@ func killedComponentComesBack(t *testing.T, s *sandbox.Sandbox, hub client.Clien
 func scale(t *testing.T, hub client.Client, name string, replicas int32) {
 	t.Helper()
 	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: name}}
-	patch := client.RawPatch("application/merge-patch+json", []byte(`{"spec":{"replicas":`+resource.NewQuantity(int64(replicas), resource.DecimalSI).String()+`}}`))
+	patch := client.RawPatch("application/merge-patch+json", fmt.Appendf(nil, `{"spec":{"replicas":%d}}`, replicas))
 	if err := hub.Patch(t.Context(), md, patch); err != nil {
 		t.Fatal(err)
 	}
@@ -348,7 +355,7 @@ func TestStartSaysWhatIsNotBuilt(t *testing.T) {
 	if !errors.Is(err, sandbox.ErrNotBuilt) {
 		t.Fatalf("got %v", err)
 	}
-	if !bytes.Contains([]byte(err.Error()), []byte("make tools build")) {
+	if !strings.Contains(err.Error(), "make tools build") {
 		t.Errorf("%q does not say what to do", err)
 	}
 }

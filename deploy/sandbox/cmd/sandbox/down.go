@@ -29,7 +29,7 @@ func takeDown(ctx context.Context, out io.Writer, options sandbox.Options, keepL
 		return err
 	}
 	for _, pid := range left {
-		fmt.Fprintf(out, "Process %d had lost its supervisor, ending it.\n", pid)
+		_, _ = fmt.Fprintf(out, "Process %d had lost its supervisor, ending it.\n", pid)
 		if err := syscall.Kill(pid, syscall.SIGKILL); err != nil && !errors.Is(err, syscall.ESRCH) {
 			return fmt.Errorf("ending process %d: %w", pid, err)
 		}
@@ -39,7 +39,7 @@ func takeDown(ctx context.Context, out io.Writer, options sandbox.Options, keepL
 		return err
 	}
 	if _, err := os.Stat(dir); errors.Is(err, os.ErrNotExist) && !running {
-		fmt.Fprintf(out, "There is no sandbox %q.\n", options.Name)
+		_, _ = fmt.Fprintf(out, "There is no sandbox %q.\n", options.Name)
 		return nil
 	}
 	if !keepLogs {
@@ -47,7 +47,7 @@ func takeDown(ctx context.Context, out io.Writer, options sandbox.Options, keepL
 			return err
 		}
 	}
-	fmt.Fprintf(out, "Sandbox %q is down after %s; nothing is left running.\n", options.Name, seconds(time.Since(began)))
+	_, _ = fmt.Fprintf(out, "Sandbox %q is down after %s; nothing is left running.\n", options.Name, seconds(time.Since(began)))
 	return nil
 }
 
@@ -68,7 +68,7 @@ func endSupervisor(ctx context.Context, out io.Writer, options sandbox.Options) 
 		}
 		if time.Since(told) > silence {
 			told = time.Now()
-			fmt.Fprintf(out, "Waiting for it to end (%s) …\n", seconds(time.Since(began)))
+			_, _ = fmt.Fprintf(out, "Waiting for it to end (%s) …\n", seconds(time.Since(began)))
 		}
 		if !forced && time.Since(began) > stopPatience {
 			forced = true

@@ -26,7 +26,7 @@ func main() {
 	ctrl.SetLogger(logr.Discard())
 	if err := command().ExecuteContext(ctx); err != nil {
 		if !errors.Is(err, errNotReady) {
-			fmt.Fprintln(os.Stderr, "sandbox:", err)
+			_, _ = fmt.Fprintln(os.Stderr, "sandbox:", err)
 		}
 		os.Exit(1)
 	}

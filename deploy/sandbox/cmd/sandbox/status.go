@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net/netip"
+	"strconv"
 	"strings"
 	"text/tabwriter"
 	"time"
@@ -26,7 +27,7 @@ func tellStatus(out io.Writer, options sandbox.Options, asJSON bool) error {
 	}
 	state, err := sandbox.ReadState(options)
 	if errors.Is(err, sandbox.ErrNoState) || err == nil && !running && state.Phase != sandbox.Failed {
-		fmt.Fprintf(out, "Sandbox %q is not running.\n", options.Name)
+		_, _ = fmt.Fprintf(out, "Sandbox %q is not running.\n", options.Name)
 		return errNotReady
 	} else if err != nil {
 		return err
@@ -37,15 +38,15 @@ func tellStatus(out io.Writer, options sandbox.Options, asJSON bool) error {
 		if err != nil {
 			return err
 		}
-		fmt.Fprintln(out, string(data))
+		_, _ = fmt.Fprintln(out, string(data))
 	} else {
-		fmt.Fprintf(out, "Sandbox %q: %s", state.Name, state.Phase)
+		_, _ = fmt.Fprintf(out, "Sandbox %q: %s", state.Name, state.Phase)
 		if state.Phase == sandbox.Failed {
-			fmt.Fprintf(out, ": %s\n", state.Error)
+			_, _ = fmt.Fprintf(out, ": %s\n", state.Error)
 		} else {
-			fmt.Fprintf(out, ", started %s ago, process %d\n\n", time.Since(state.StartedAt).Round(time.Second), state.PID)
+			_, _ = fmt.Fprintf(out, ", started %s ago, process %d\n\n", time.Since(state.StartedAt).Round(time.Second), state.PID)
 			tellComponents(out, state)
-			fmt.Fprintln(out)
+			_, _ = fmt.Fprintln(out)
 			tellWhatNext(out, state)
 		}
 	}
@@ -57,16 +58,16 @@ func tellStatus(out io.Writer, options sandbox.Options, asJSON bool) error {
 
 func tellComponents(out io.Writer, state sandbox.State) {
 	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(table, "COMPONENT\tPID\tREADY\tRESTARTS\tAGE\tLISTENS ON")
+	_, _ = fmt.Fprintln(table, "COMPONENT\tPID\tREADY\tRESTARTS\tAGE\tLISTENS ON")
 	for _, c := range state.Components {
 		pid, age, listens := "-", "-", "-"
 		if c.PID != 0 {
-			pid, age = fmt.Sprint(c.PID), time.Since(c.StartedAt).Round(time.Second).String()
+			pid, age = strconv.Itoa(c.PID), time.Since(c.StartedAt).Round(time.Second).String()
 			if listeners, err := sandbox.Listeners(c.PID); err == nil {
 				listens = strings.Join(lo.Map(listeners, func(l netip.AddrPort, _ int) string { return l.String() }), " ")
 			}
 		}
-		fmt.Fprintf(table, "%s\t%s\t%t\t%d\t%s\t%s\n", c.Name, pid, c.Ready, c.Restarts, age, listens)
+		_, _ = fmt.Fprintf(table, "%s\t%s\t%t\t%d\t%s\t%s\n", c.Name, pid, c.Ready, c.Restarts, age, listens)
 	}
 	_ = table.Flush()
 }

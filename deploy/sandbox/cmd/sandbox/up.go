@@ -36,17 +36,20 @@ func bringUp(ctx context.Context, out io.Writer, options sandbox.Options) error 
 	if err != nil {
 		return err
 	}
-	exited := make(chan error, 1)
-	go func() { exited <- supervisor.Wait() }()
+	exited := make(chan struct{})
+	go func() {
+		defer close(exited)
+		_ = supervisor.Wait() // it says in the state how it ended
+	}()
 
 	state, err := follow(ctx, out, options, supervisor.Process.Pid, exited)
 	if err == nil {
-		fmt.Fprintf(out, "Sandbox %q is ready after %s.\n\n", state.Name, seconds(state.ReadyAt.Sub(state.StartedAt)))
+		_, _ = fmt.Fprintf(out, "Sandbox %q is ready after %s.\n\n", state.Name, seconds(state.ReadyAt.Sub(state.StartedAt)))
 		tellWhatNext(out, state)
 		return nil
 	}
 	if ctx.Err() != nil {
-		fmt.Fprintln(out, "Cleaning up …")
+		_, _ = fmt.Fprintln(out, "Cleaning up …")
 		_ = supervisor.Process.Signal(syscall.SIGTERM)
 		select {
 		case <-exited:
@@ -56,7 +59,8 @@ func bringUp(ctx context.Context, out io.Writer, options sandbox.Options) error 
 		}
 		return context.Cause(ctx)
 	}
-	if said, readErr := os.ReadFile(output); readErr == nil && len(said) > 0 && state.Error == "" {
+	said, readErr := os.ReadFile(output) //nolint:gosec // a file of ours
+	if readErr == nil && len(said) > 0 && state.Error == "" {
 		return fmt.Errorf("%w: %s", err, strings.TrimSpace(string(said)))
 	}
 	return err
@@ -76,11 +80,11 @@ func startSupervisor(options sandbox.Options) (cmd *exec.Cmd, output string, err
 		return nil, "", err
 	}
 	output = dir + ".log"
-	file, err := os.Create(output)
+	file, err := os.Create(output) //nolint:gosec // a file of ours
 	if err != nil {
 		return nil, "", err
 	}
-	defer file.Close() // the supervisor has its own descriptor
+	defer func() { _ = file.Close() }() // the supervisor has its own descriptor
 	args := []string{"run", "--name=" + options.Name, "--root=" + options.Root}
 	if options.WithoutAgent {
 		args = append(args, "--no-agent")
@@ -94,14 +98,14 @@ func startSupervisor(options sandbox.Options) (cmd *exec.Cmd, output string, err
 	for _, variable := range options.ShimEnv {
 		args = append(args, "--shim-env="+variable)
 	}
-	cmd = exec.Command(self, args...)
+	cmd = exec.Command(self, args...) //nolint:gosec,noctx // this program again, which outlives this one
 	cmd.Stdout, cmd.Stderr = file, file
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	return cmd, output, cmd.Start()
 }
 
 // follow prints the steps of the start as they are done, until the sandbox is ready, has failed, or the context ends.
-func follow(ctx context.Context, out io.Writer, options sandbox.Options, pid int, exited <-chan error) (sandbox.State, error) {
+func follow(ctx context.Context, out io.Writer, options sandbox.Options, pid int, exited <-chan struct{}) (sandbox.State, error) {
 	p := progress{out: out, last: time.Now(), told: map[string]bool{}}
 	ticker := time.NewTicker(pollInterval)
 	defer ticker.Stop()
@@ -118,11 +122,12 @@ func follow(ctx context.Context, out io.Writer, options sandbox.Options, pid int
 		state, err := sandbox.ReadState(options)
 		if err == nil && state.PID == pid {
 			p.tell(state)
-			switch {
-			case state.Phase == sandbox.Ready:
+			switch state.Phase {
+			case sandbox.Ready:
 				return state, nil
-			case state.Phase == sandbox.Failed:
+			case sandbox.Failed:
 				return state, fmt.Errorf("%s\nThe logs are in %s", state.Error, relative(state.Paths.Logs))
+			case sandbox.Starting, sandbox.Stopping:
 			}
 		} else if err != nil && !errors.Is(err, sandbox.ErrNoState) {
 			return sandbox.State{}, err
@@ -149,12 +154,12 @@ func (p *progress) tell(state sandbox.State) {
 		case !p.told[step.Name] && step.Error == "":
 			p.told[step.Name] = true
 			p.last = time.Now()
-			fmt.Fprintf(p.out, "  %-24s %6s\n", step.Name, seconds(step.DoneAt.Sub(step.StartedAt)))
+			_, _ = fmt.Fprintf(p.out, "  %-24s %6s\n", step.Name, seconds(step.DoneAt.Sub(step.StartedAt)))
 		}
 	}
 	if len(waiting) > 0 && time.Since(p.last) > silence {
 		p.last = time.Now()
-		fmt.Fprintf(p.out, "  waiting for %s\n", strings.Join(waiting, ", "))
+		_, _ = fmt.Fprintf(p.out, "  waiting for %s\n", strings.Join(waiting, ", "))
 	}
 }
 
@@ -163,18 +168,18 @@ func seconds(d time.Duration) string { return fmt.Sprintf("%.1f s", d.Seconds())
 // tellWhatNext prints commands that work as they stand.
 func tellWhatNext(out io.Writer, state sandbox.State) {
 	paths := state.Paths
-	fmt.Fprintf(out, `Hub:
+	_, _ = fmt.Fprintf(out, `Hub:
   bin/kubectl --kubeconfig %[1]s get clusters,machinedeployments,machines -A
   bin/kubectl --kubeconfig %[1]s apply -f deploy/sandbox/examples/machinedeployment.yaml
 Spoke:
   bin/kubectl --kubeconfig %[2]s get nodes,pods -A
 `, relative(paths.HubKubeconfig), relative(paths.SpokeKubeconfig))
 	if state.AgentAddress != "" {
-		fmt.Fprintf(out, `Agent:
+		_, _ = fmt.Fprintf(out, `Agent:
   bin/grpcurl -cacert %s -cert %s -key %s %s list
 `, relative(paths.AgentCA), relative(paths.ClientCertificate), relative(paths.ClientKey), state.AgentAddress)
 	}
-	fmt.Fprintf(out, `Variables with all of these: source %s
+	_, _ = fmt.Fprintf(out, `Variables with all of these: source %s
 Logs: %s
 `, relative(paths.Env), relative(paths.Logs))
 }

@@ -4,8 +4,6 @@ package main
 import (
 	"fmt"
 	"os"
-	"os/signal"
-	"syscall"
 
 	"github.com/spf13/cobra"
 	"k8s.io/client-go/tools/clientcmd"
@@ -13,15 +11,11 @@ import (
 	ctrl "sigs.k8s.io/controller-runtime"
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox/internal/simprovider"
-
-	"context"
 )
 
 func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	defer stop()
-	if err := command().ExecuteContext(ctx); err != nil {
-		fmt.Fprintln(os.Stderr, "sim-provider:", err)
+	if err := command().ExecuteContext(ctrl.SetupSignalHandler()); err != nil {
+		_, _ = fmt.Fprintln(os.Stderr, "sim-provider:", err)
 		os.Exit(1)
 	}
 }

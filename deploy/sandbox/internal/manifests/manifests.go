@@ -43,7 +43,7 @@ type Webhooks struct {
 }
 
 func (w Webhooks) url(path string) *string {
-	return lo.ToPtr((&url.URL{Scheme: "https", Host: w.Address, Path: path}).String())
+	return new((&url.URL{Scheme: "https", Host: w.Address, Path: path}).String())
 }
 
 // ClusterAPI reads Cluster API's manifests from dir (the folder crds and the file webhooks.yaml) and points the webhooks and
@@ -53,8 +53,7 @@ func ClusterAPI(dir string, webhooks Webhooks) ([]client.Object, error) {
 	if err != nil {
 		return nil, err
 	}
-	for _, o := range definitions {
-		crd := o.(*apiextensionsv1.CustomResourceDefinition)
+	for _, crd := range definitions {
 		if lo.CountBy(crd.Spec.Versions, func(v apiextensionsv1.CustomResourceDefinitionVersion) bool { return v.Served }) < 2 {
 			continue
 		}
@@ -67,7 +66,7 @@ func ClusterAPI(dir string, webhooks Webhooks) ([]client.Object, error) {
 		}
 	}
 
-	data, err := os.ReadFile(filepath.Join(dir, "webhooks.yaml"))
+	data, err := os.ReadFile(filepath.Join(dir, "webhooks.yaml")) //nolint:gosec // the caller's to choose
 	if err != nil {
 		return nil, err
 	}
@@ -82,7 +81,7 @@ func ClusterAPI(dir string, webhooks Webhooks) ([]client.Object, error) {
 		c.URL, c.Service, c.CABundle = webhooks.url(*c.Service.Path), nil, webhooks.CA
 		return nil
 	}
-	objects := definitions
+	objects := Objects(definitions)
 	for _, u := range configurations {
 		var object client.Object
 		var configs []*admissionv1.WebhookClientConfig
@@ -120,8 +119,8 @@ func ClusterAPI(dir string, webhooks Webhooks) ([]client.Object, error) {
 }
 
 // CRDs reads the CustomResourceDefinitions in the YAML files of a folder. A folder that is not there is an error.
-func CRDs(dir fs.FS) ([]client.Object, error) {
-	var crds []client.Object
+func CRDs(dir fs.FS) ([]*apiextensionsv1.CustomResourceDefinition, error) {
+	var crds []*apiextensionsv1.CustomResourceDefinition
 	err := fs.WalkDir(dir, ".", func(path string, entry fs.DirEntry, err error) error {
 		if err != nil || entry.IsDir() || filepath.Ext(path) != ".yaml" {
 			return err
@@ -144,6 +143,11 @@ func CRDs(dir fs.FS) ([]client.Object, error) {
 		return nil
 	})
 	return crds, err
+}
+
+// Objects returns the definitions as objects.
+func Objects(crds []*apiextensionsv1.CustomResourceDefinition) []client.Object {
+	return lo.Map(crds, func(crd *apiextensionsv1.CustomResourceDefinition, _ int) client.Object { return crd })
 }
 
 // permissions are the kinds of a chart that say who may do what.
@@ -171,7 +175,7 @@ func (c Chart) Permissions(ctx context.Context) (account client.ObjectKey, objec
 	for _, v := range c.Values {
 		args = append(args, "--set", v)
 	}
-	cmd := exec.CommandContext(ctx, c.Helm, args...)
+	cmd := exec.CommandContext(ctx, c.Helm, args...) //nolint:gosec // the caller's to choose
 	var out, problems bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &out, &problems
 	if err := cmd.Run(); err != nil {

@@ -4,6 +4,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 	"testing/fstest"
 
@@ -119,9 +120,10 @@ func TestClusterAPIPointsToTheManager(t *testing.T) {
 
 func TestClusterAPIRefusesWhatItCannotRedirect(t *testing.T) {
 	for name, configurations := range map[string]string{
-		"a webhook that is not a service": "apiVersion: admissionregistration.k8s.io/v1\nkind: MutatingWebhookConfiguration\nmetadata: {name: m}\nwebhooks: [{name: a.b.c, clientConfig: {url: 'https://elsewhere'}}]",
-		"another kind":                    "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: m}",
-		"no YAML":                         "a: [",
+		"a webhook that is not a service": strings.NewReplacer("service: {name: webhook-service, namespace: system, path: /mutate-a}", "url: 'https://a'").
+			Replace(webhookConfigurations),
+		"another kind": "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: m}",
+		"no YAML":      "a: [",
 	} {
 		t.Run(name, func(t *testing.T) {
 			if objects, err := clusterAPI(t, configurations); err == nil {

@@ -38,7 +38,7 @@ func TestAReservedPortCanBeListenedOn(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer listener.Close()
+	defer func() { _ = listener.Close() }()
 	if free(port) {
 		t.Errorf("port %d counts as free although somebody listens on it", port)
 	}

@@ -79,7 +79,7 @@ func WithEnvironment(variable string) ([]int, error) {
 	}
 	var pids []int
 	for _, file := range environments {
-		data, err := os.ReadFile(file)
+		data, err := os.ReadFile(file) //nolint:gosec // found in /proc
 		if err != nil {
 			continue // gone, or somebody else's
 		}

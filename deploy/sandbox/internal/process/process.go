@@ -188,8 +188,8 @@ func (p *Process) spawn() (*exec.Cmd, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer log.Close() // the program has its own descriptor
-	cmd := exec.Command(p.spec.Path, p.spec.Args...)
+	defer func() { _ = log.Close() }()               // the program has its own descriptor
+	cmd := exec.Command(p.spec.Path, p.spec.Args...) //nolint:gosec,noctx // the caller's to choose; ended by runOnce
 	cmd.Env, cmd.Dir, cmd.Stdout, cmd.Stderr = p.spec.Env, p.spec.Dir, log, log
 	if err := startChild(cmd); err != nil {
 		return nil, fmt.Errorf("starting %s: %w", p.spec.Name, err)

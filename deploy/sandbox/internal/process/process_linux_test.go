@@ -39,12 +39,7 @@ func TestAProgramDiesWithItsParent(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		for _, p := range pids {
-			if p == pid {
-				return false
-			}
-		}
-		return true
+		return !slices.Contains(pids, pid)
 	})
 }
 
@@ -55,7 +50,7 @@ func TestListenersFindsWhatAProcessListensOn(t *testing.T) {
 			t.Logf("without %s: %v", address, err)
 			continue
 		}
-		defer listener.Close()
+		defer func() { _ = listener.Close() }()
 		got, err := Listeners(os.Getpid())
 		if err != nil {
 			t.Fatal(err)

@@ -18,7 +18,7 @@ func TestMain(m *testing.M) {
 	case "":
 		os.Exit(m.Run())
 	case "fail":
-		os.Stderr.WriteString("cannot work\n")
+		_, _ = os.Stderr.WriteString("cannot work\n")
 		os.Exit(3)
 	case "run":
 		select {}
@@ -28,7 +28,7 @@ func TestMain(m *testing.M) {
 		if err := p.Start(); err != nil {
 			panic(err)
 		}
-		os.Stdout.WriteString(strconv.Itoa(p.Status().PID) + "\n")
+		_, _ = os.Stdout.WriteString(strconv.Itoa(p.Status().PID) + "\n")
 		select {}
 	}
 }

@@ -8,7 +8,6 @@ import (
 	"github.com/samber/lo"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/utils/ptr"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -46,7 +45,7 @@ func (r *controlPlaneReconciler) Reconcile(ctx context.Context, req reconcile.Re
 	}
 
 	patch := client.MergeFrom(cp.DeepCopy())
-	cp.Status.ExternalManagedControlPlane = ptr.To(true)
+	cp.Status.ExternalManagedControlPlane = new(true)
 	version, err := r.workloads.serverVersion(ctx, client.ObjectKey{Namespace: cp.Namespace, Name: cluster.Name})
 	condition := metav1.Condition{
 		Type: clusterv1.AvailableCondition, Status: metav1.ConditionTrue, Reason: clusterv1.AvailableReason,
@@ -58,7 +57,7 @@ func (r *controlPlaneReconciler) Reconcile(ctx context.Context, req reconcile.Re
 		result.RequeueAfter = controlPlanePoll
 	} else {
 		cp.Status.Version = version
-		cp.Status.Initialization.ControlPlaneInitialized = ptr.To(true)
+		cp.Status.Initialization.ControlPlaneInitialized = new(true)
 	}
 	meta.SetStatusCondition(&cp.Status.Conditions, condition)
 	if err := r.hub.Status().Patch(ctx, cp, patch); err != nil {

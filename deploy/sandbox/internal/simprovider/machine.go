@@ -46,7 +46,11 @@ func (r *machineReconciler) setup(mgr ctrl.Manager) error {
 		For(&simv1.SimMachine{}).
 		// The owner reference, the bootstrap data's name and the pausing of a Cluster all show up on these two.
 		Watches(&clusterv1.Machine{}, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
-			ref := o.(*clusterv1.Machine).Spec.InfrastructureRef
+			machine, ok := o.(*clusterv1.Machine)
+			if !ok {
+				return nil
+			}
+			ref := machine.Spec.InfrastructureRef
 			if ref.APIGroup != simv1.GroupVersion.Group || ref.Kind != "SimMachine" {
 				return nil
 			}
@@ -148,7 +152,7 @@ func (r *machineReconciler) reconcile(ctx context.Context, m *simv1.SimMachine) 
 func (r *machineReconciler) act(
 	ctx context.Context, m *simv1.SimMachine, machine *clusterv1.Machine, cluster *clusterv1.Cluster, next action, now time.Time,
 ) (done bool, err error) {
-	at := ptr.To(metav1.NewMicroTime(now))
+	at := new(metav1.NewMicroTime(now))
 	switch next {
 	case actionOrder:
 		m.Status.BootStartedAt = at
@@ -159,7 +163,7 @@ func (r *machineReconciler) act(
 			return false, fmt.Errorf("writing the providerID: %w", err)
 		}
 		m.Status.BootedAt = at
-		m.Status.Initialization.Provisioned = ptr.To(true)
+		m.Status.Initialization.Provisioned = new(true)
 		m.Status.FailureDomain = zone(m, machine)
 		m.Status.Addresses = []clusterv1.MachineAddress{
 			{Type: clusterv1.MachineInternalIP, Address: nodeAddress(machine.Name)},

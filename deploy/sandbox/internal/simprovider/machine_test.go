@@ -46,14 +46,14 @@ func newBench(t *testing.T, spec simv1.SimMachineSpec) *bench {
 	metadata := metav1.ObjectMeta{Namespace: "fleet", Name: "one", Labels: map[string]string{clusterv1.ClusterNameLabel: "spoke"}}
 	owned := metadata
 	owned.OwnerReferences = []metav1.OwnerReference{{
-		APIVersion: clusterv1.GroupVersion.String(), Kind: "Machine", Name: "one", UID: "1", Controller: ptr.To(true),
+		APIVersion: clusterv1.GroupVersion.String(), Kind: "Machine", Name: "one", UID: "1", Controller: new(true),
 	}}
 	return &bench{
 		t: t,
 		hub: fake.NewClientBuilder().WithScheme(scheme).WithStatusSubresource(&simv1.SimMachine{}).WithObjects(
 			&clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: "fleet", Name: "spoke"}},
 			&clusterv1.Machine{ObjectMeta: metadata, Spec: clusterv1.MachineSpec{
-				ClusterName: "spoke", Version: "v1.36.3", Bootstrap: clusterv1.Bootstrap{DataSecretName: ptr.To("bootstrap")},
+				ClusterName: "spoke", Version: "v1.36.3", Bootstrap: clusterv1.Bootstrap{DataSecretName: new("bootstrap")},
 			}},
 			&simv1.SimMachine{ObjectMeta: owned, Spec: spec},
 			&corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: "fleet", Name: "bootstrap"}},
@@ -137,7 +137,8 @@ func TestAnInstanceLivesThroughRestartsOfItsProvider(t *testing.T) {
 	b.clock.Step(10 * time.Second)
 	b.reconcile()
 	b.wantReason(simv1.ReasonRunning)
-	if m := b.instance(); m.Spec.ProviderID != "sim://spoke/one" || !ptr.Deref(m.Status.Initialization.Provisioned, false) || m.Status.FailureDomain != "a" {
+	if m := b.instance(); m.Spec.ProviderID != "sim://spoke/one" || m.Status.FailureDomain != "a" ||
+		!ptr.Deref(m.Status.Initialization.Provisioned, false) {
 		t.Errorf("booted, it is %+v", m)
 	}
 	if b.node() != nil {
@@ -239,7 +240,7 @@ func TestAnInstanceWaitsAsTheContractDemands(t *testing.T) {
 	t.Run("while its Cluster is paused", func(t *testing.T) {
 		b := newBench(t, delays(0))
 		cluster := &clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: "fleet", Name: "spoke"}}
-		b.update(cluster, func() { cluster.Spec.Paused = ptr.To(true) })
+		b.update(cluster, func() { cluster.Spec.Paused = new(true) })
 		b.reconcile()
 		b.wantReason(simv1.ReasonPaused)
 	})

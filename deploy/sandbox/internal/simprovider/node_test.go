@@ -32,7 +32,9 @@ func TestAllocatableIsWhatAKubeletWouldReport(t *testing.T) {
 			want: resources("cpu", "2", "memory", "924Mi", "pods", "110"),
 		},
 		"reserved besides": {
-			spec: simv1.SimMachineSpec{Capacity: resources("cpu", "2", "memory", "1Gi"), KubeReserved: resources("cpu", "200m", "memory", "124Mi", "gpu", "1")},
+			spec: simv1.SimMachineSpec{
+				Capacity: resources("cpu", "2", "memory", "1Gi"), KubeReserved: resources("cpu", "200m", "memory", "124Mi", "gpu", "1"),
+			},
 			want: resources("cpu", "1800m", "memory", "800Mi", "pods", "110"),
 		},
 		"never below zero": {
