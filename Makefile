@@ -24,7 +24,10 @@ COMMANDS := $(patsubst %/main.go,%,$(wildcard agent/cmd/*/main.go shim/cmd/*/mai
 
 VERSION ?= $(or $(shell git describe --tags --exact-match 2>/dev/null),devel)
 COMMIT  ?= $(shell git rev-parse HEAD 2>/dev/null)
-LDFLAGS  = -s -w
+LDFLAGS  = -s -w \
+	-X github.com/karpenter-capi/karpenter-capi/agent/internal/version.version=$(VERSION) \
+	-X github.com/karpenter-capi/karpenter-capi/agent/internal/version.commit=$(COMMIT) \
+	-X sigs.k8s.io/karpenter/pkg/operator.Version=$(VERSION)
 
 include deploy/tools/tools.mk
 -include deploy/tools/sandbox.mk
@@ -64,7 +67,7 @@ clean: ## Remove bin/ and what tests left behind; running sandboxes are left alo
 ##@ Generate and check
 
 .PHONY: generate
-generate: generate-proto generate-go sandbox-generate ## Write all generated files anew: Go from protos, deep copies, CRDs, reference docs
+generate: generate-proto generate-go generate-docs sandbox-generate ## Write all generated files anew: Go from protos, deep copies, CRDs, reference docs
 
 .PHONY: generate-proto
 generate-proto: $(BUF) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC) $(PROTOC_GEN_DOCS)
@@ -74,9 +77,19 @@ generate-proto: $(BUF) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC) $(PROT
 .PHONY: generate-go
 generate-go: $(CONTROLLER_GEN)
 	cd agent && $(abspath $(CONTROLLER_GEN)) object crd paths=./api/... output:crd:dir=../deploy/charts/agent/crds
+	cd shim && $(abspath $(CONTROLLER_GEN)) object crd paths=./apis/... output:crd:dir=../deploy/charts/shim/crds
+	cd shim && go mod download sigs.k8s.io/karpenter && \
+		install -m 0644 "$$(go list -m -f '{{.Dir}}' sigs.k8s.io/karpenter)"/pkg/apis/crds/*.yaml ../deploy/charts/shim/crds/
+
+.PHONY: generate-docs
+generate-docs: $(OPTIONS_DOCS) $(BIN)/capi-agent $(BIN)/karpenter
+	$(OPTIONS_DOCS) docs/options.md $(OPTIONS_OF)
+
+# Binaries, each with the prefix of its environment variables.
+OPTIONS_OF = $(BIN)/capi-agent:CAPI_AGENT_ $(BIN)/karpenter:
 
 .PHONY: verify
-verify: verify-generated verify-modules verify-imports lint ## Check that generated files are current, modules tidy, imports allowed; all linters
+verify: verify-generated verify-docs verify-modules verify-imports lint ## Check that generated files are current, modules tidy, imports allowed; all linters
 
 # In a copy, so that a check never changes the tree that it checks.
 .PHONY: verify-generated
@@ -84,8 +97,14 @@ verify-generated: $(GENERATORS)
 	@echo "verify: generated files are current"
 	@dir=$$(mktemp -d) && trap 'rm -rf "$$dir"' EXIT && mkdir "$$dir/is" "$$dir/should" && \
 	tar -c --exclude=./$(BIN) --exclude=./.git --exclude=./.sandbox --exclude=./.test . | tar -x -C "$$dir/is" && cp -a "$$dir/is/." "$$dir/should" && \
-	ln -s $(abspath $(BIN)) "$$dir/should/$(BIN)" && $(MAKE) -C "$$dir/should" generate >/dev/null && rm "$$dir/should/$(BIN)" && \
+	ln -s $(abspath $(BIN)) "$$dir/should/$(BIN)" && $(MAKE) -C "$$dir/should" generate-proto generate-go sandbox-generate >/dev/null && rm "$$dir/should/$(BIN)" && \
 	diff -ruN -x go.work.sum "$$dir/is" "$$dir/should" || { echo "generated files are not current: run make generate" >&2; exit 1; }
+
+.PHONY: verify-docs
+verify-docs: $(OPTIONS_DOCS) $(BIN)/capi-agent $(BIN)/karpenter
+	@echo "verify: docs/options.md is current"
+	@page=$$(mktemp) && trap 'rm -f "$$page"' EXIT && $(OPTIONS_DOCS) "$$page" $(OPTIONS_OF) && \
+	diff -u docs/options.md "$$page" || { echo "docs/options.md is not current: run make generate" >&2; exit 1; }
 
 .PHONY: verify-modules
 verify-modules:
@@ -145,24 +164,29 @@ sandbox-status: $(BIN)/sandbox ## Say what runs in the sandbox
 sandbox-down: $(BIN)/sandbox ## Take the sandbox down
 	@$(BIN)/sandbox down --name=$(SANDBOX)
 
+.PHONY: demo
+demo: $(SANDBOX_BINARIES) $(BIN)/demo ## Show pods becoming nodes and going again; CHAOS=1 kills shim and agent meanwhile
+	@$(BIN)/demo $(DEMO_FLAGS)
+DEMO_FLAGS ?=
+
 ##@ Test
 
-# The end-to-end suites live in the module test; the others' tests need no more than etcd and kube-apiserver.
-UNIT_PACKAGES = $(filter-out ./test/...,$(PACKAGES)) ./test/charts/...
-
 .PHONY: test
-test: verify test-unit ## Check and test everything: verify, then unit and integration tests
+test: verify test-unit test-e2e ## Check and test everything: verify, unit and integration tests, a short end-to-end test
 
+# Some of these bring up sandboxes of their own, hence all the binaries.
 .PHONY: test-unit
-test-unit: $(GOTESTSUM) $(HELM) $(BIN)/etcd $(BIN)/kube-apiserver ## Unit and integration tests of every module, with the race detector
-	@$(call go_test,$(UNIT_PACKAGES),)
+test-unit: $(GOTESTSUM) $(SANDBOX_BINARIES) ## Unit and integration tests of every module, with the race detector
+	@echo "test: unit and integration"; results=$$(mktemp); trap 'rm -f "$$results"' EXIT; start=$$(date +%s); verdict=PASS; \
+	CGO_ENABLED=1 $(GOTESTSUM) --format pkgname --format-hide-empty-pkg --jsonfile "$$results" -- \
+		-race -timeout 20m $(TEST_FLAGS) $(PACKAGES) || verdict=FAIL; \
+	awk -v verdict=$$verdict -v seconds=$$(( $$(date +%s) - start )) ' \
+		/"Test":/ && /"Action":"pass"/ {passed++} /"Test":/ && /"Action":"fail"/ {failed++} /"Test":/ && /"Action":"skip"/ {skipped++} \
+		END {printf "test: %s %d passed, %d failed, %d skipped, seconds=%d\n", verdict, passed, failed, skipped, seconds}' "$$results"; \
+	test $$verdict = PASS
+TEST_FLAGS ?=
 
-# $(call go_test,<packages>,<flags>): runs tests, showing each package as it ends, and closes with the numbers.
-define go_test
-echo "test: $(1)"; out=$$(mktemp); trap 'rm -f "$$out"' EXIT; start=$$(date +%s); result=PASS; \
-CGO_ENABLED=1 $(GOTESTSUM) --format pkgname --format-hide-empty-pkg --jsonfile "$$out" -- -race -timeout 20m $(2) $(1) || result=FAIL; \
-awk -v result=$$result -v seconds=$$(( $$(date +%s) - start )) \
-	'/"Test":/ && /"Action":"pass"/ {passed++} /"Test":/ && /"Action":"fail"/ {failed++} /"Test":/ && /"Action":"skip"/ {skipped++} \
-	END {printf "test: %s %d passed, %d failed, %d skipped, seconds=%d\n", result, passed, failed, skipped, seconds}' "$$out"; \
-test $$result = PASS
-endef
+# The demo's own path, under a name of its own, so that it can run beside anybody's sandbox.
+.PHONY: test-e2e
+test-e2e: $(SANDBOX_BINARIES) $(BIN)/demo ## The demo's path, end to end
+	@$(BIN)/demo --plain --name=test-$$$$

@@ -12,8 +12,10 @@ PRINT_PROTO      := $(BIN)/print-proto
 PROTOC_GEN_GO    := $(BIN)/protoc-gen-go
 PROTOC_GEN_GRPC  := $(BIN)/protoc-gen-go-grpc
 PROTOC_GEN_DOCS  := $(BIN)/protoc-gen-api-docs
+OPTIONS_DOCS     := $(BIN)/options-docs
 
-GENERATORS := $(BUF) $(CONTROLLER_GEN) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC) $(PROTOC_GEN_DOCS)
+GENERATORS := $(BUF) $(CONTROLLER_GEN) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC) $(PROTOC_GEN_DOCS) \
+              $(OPTIONS_DOCS)
 TOOLS      := $(GENERATORS) $(GOLANGCI_LINT) $(GOTESTSUM) $(GRPCURL) $(HELM)
 
 # $(call tool,<binary>,<module folder>,<package>[,<ldflags>]): the rule that builds a binary, saying what and how long.
@@ -45,3 +47,4 @@ $(eval $(call tool,$(PRINT_PROTO),print-proto,.))
 $(eval $(call tool,$(PROTOC_GEN_GO),protoc-gen-go,google.golang.org/protobuf/cmd/protoc-gen-go))
 $(eval $(call tool,$(PROTOC_GEN_GRPC),protoc-gen-go,google.golang.org/grpc/cmd/protoc-gen-go-grpc))
 $(eval $(call tool,$(PROTOC_GEN_DOCS),api-docs,.))
+$(eval $(call tool,$(OPTIONS_DOCS),options-docs,.))

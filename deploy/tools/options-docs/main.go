@@ -88,7 +88,7 @@ func parse(usage string) []option {
 			last.usage = strings.TrimSpace(last.usage + " " + text)
 		}
 	}
-	options = slices.DeleteFunc(options, func(o option) bool { return o.name == "help" })
+	options = slices.DeleteFunc(options, func(o option) bool { return o.name == "help" || o.name == "version" })
 	for i := range options {
 		if m := standard.FindStringSubmatch(options[i].usage); m != nil {
 			options[i].usage, options[i].standard = m[1], strings.Trim(m[2], `"`)

@@ -95,7 +95,7 @@ group: {{ .group }}
   verbs: [get, list, watch]
 {{- end }}
 {{- end }}
-- apiGroups: ["", events.k8s.io]
+- apiGroups: [events.k8s.io]
   resources: [events]
   verbs: [create, patch]
 {{- end }}
