@@ -8,14 +8,15 @@ import (
 	"testing"
 	"time"
 
-	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
-	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/protoadapt"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 var now = time.Date(2026, 1, 1, 12, 0, 0, 0, time.UTC)
@@ -38,11 +39,15 @@ func TestEachErrorIsReadAsItWasMade(t *testing.T) {
 		reason agenterrors.Reason
 		is     func(error) bool
 	}{
-		"invalid argument":     {agenterrors.InvalidArgument(), codes.InvalidArgument, agenterrors.ReasonInvalidField, agenterrors.IsInvalidArgument},
-		"invalid token":        {agenterrors.InvalidToken("no"), codes.InvalidArgument, agenterrors.ReasonInvalidToken, agenterrors.IsInvalidArgument},
-		"stale token":          {agenterrors.StaleToken("old"), codes.FailedPrecondition, agenterrors.ReasonStaleToken, agenterrors.IsStaleToken},
-		"unauthenticated":      {agenterrors.Unauthenticated("who"), codes.Unauthenticated, agenterrors.ReasonUnauthenticated, agenterrors.IsUnauthenticated},
-		"permission denied":    {agenterrors.PermissionDenied("no"), codes.PermissionDenied, agenterrors.ReasonPermissionDenied, agenterrors.IsPermissionDenied},
+		"invalid argument": {agenterrors.InvalidArgument(), codes.InvalidArgument, agenterrors.ReasonInvalidField, agenterrors.IsInvalidArgument},
+		"invalid token":    {agenterrors.InvalidToken("no"), codes.InvalidArgument, agenterrors.ReasonInvalidToken, agenterrors.IsInvalidArgument},
+		"stale token":      {agenterrors.StaleToken("old"), codes.FailedPrecondition, agenterrors.ReasonStaleToken, agenterrors.IsStaleToken},
+		"unauthenticated": {
+			agenterrors.Unauthenticated("who"), codes.Unauthenticated, agenterrors.ReasonUnauthenticated, agenterrors.IsUnauthenticated,
+		},
+		"permission denied": {
+			agenterrors.PermissionDenied("no"), codes.PermissionDenied, agenterrors.ReasonPermissionDenied, agenterrors.IsPermissionDenied,
+		},
 		"cluster not found":    {agenterrors.ClusterNotFound(cluster), codes.NotFound, agenterrors.ReasonClusterNotFound, agenterrors.IsNotFound},
 		"node group not found": {agenterrors.NodeGroupNotFound("fleet/a"), codes.NotFound, agenterrors.ReasonNodeGroupNotFound, agenterrors.IsNotFound},
 		"claim not found":      {agenterrors.ClaimNotFound("a"), codes.NotFound, agenterrors.ReasonClaimNotFound, agenterrors.IsNotFound},

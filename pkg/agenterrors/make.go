@@ -5,13 +5,14 @@ import (
 	"strings"
 	"time"
 
-	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/samber/lo"
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/protoadapt"
 	"google.golang.org/protobuf/types/known/durationpb"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 // Rejection says why one candidate of a CreateClaim cannot be had.
@@ -53,6 +54,7 @@ func Rejected(now time.Time, rejections ...Rejection) error {
 			if code == codes.NotFound {
 				code = codes.FailedPrecondition
 			}
+		default:
 		}
 		metadata := map[string]string{MetadataNodeGroup: r.NodeGroup}
 		if r.Unavailable != agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_UNSPECIFIED {

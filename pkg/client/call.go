@@ -22,8 +22,7 @@ const RequestIDKey = "x-request-id"
 // RequestID returns the id of the call that failed with err, under which the agent logged it, or "" when err does not come
 // from a call of a [Client].
 func RequestID(err error) string {
-	var failed *callError
-	if errors.As(err, &failed) {
+	if failed, ok := errors.AsType[*callError](err); ok {
 		return failed.requestID
 	}
 	return ""

@@ -9,16 +9,17 @@ import (
 	"time"
 
 	"github.com/go-logr/logr/funcr"
-	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
-	"github.com/karpenter-capi/karpenter-capi/pkg/client"
-	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
-	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 const patience = 20 * time.Second
@@ -26,9 +27,9 @@ const patience = 20 * time.Second
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 // onSocket serves a fake agent on a unix socket and returns options that reach it.
-func onSocket(t *testing.T, options ...fakeagent.Option) (*fakeagent.Agent, client.Options) {
+func onSocket(t *testing.T) (*fakeagent.Agent, client.Options) {
 	t.Helper()
-	agent := fakeagent.New(options...)
+	agent := fakeagent.New()
 	t.Cleanup(agent.Close)
 	socket := filepath.Join(t.TempDir(), "agent.sock")
 	listener, err := net.Listen("unix", socket)

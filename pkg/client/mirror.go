@@ -100,7 +100,7 @@ func newMirror[T proto.Message](
 	}
 }
 
-// Run keeps the view up to date until ctx is done, and then returns nil. It connects again, with backoff, whatever ends a
+// Run keeps the view up to date until ctx is done, and then returns nil: ending is no failure. It connects again, with backoff, whatever ends a
 // stream. Call it once.
 func (m *Mirror[T]) Run(ctx context.Context) error {
 	m.mu.Lock()
@@ -111,7 +111,7 @@ func (m *Mirror[T]) Run(ctx context.Context) error {
 		reachedSynced, err := m.follow(ctx)
 		m.disconnected(err)
 		if ctx.Err() != nil {
-			return nil
+			return nil //nolint:nilerr // The stream's error is that it was told to end.
 		}
 		if reachedSynced {
 			backoff = m.backoff

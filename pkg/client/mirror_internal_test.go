@@ -7,9 +7,10 @@ import (
 	"testing"
 	"time"
 
-	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/stretchr/testify/require"
 	clocktesting "k8s.io/utils/clock/testing"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 type (
@@ -31,7 +32,7 @@ type scripted struct {
 type stream struct {
 	events chan machineEvent
 	end    chan error
-	ctx    context.Context
+	ctx    context.Context //nolint:containedctx // The length of the stream, as the mirror gave it.
 }
 
 func newScripted(t *testing.T) *scripted {

@@ -3,9 +3,10 @@ package client
 import (
 	"context"
 
-	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/proto"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 // MirrorNodeGroups returns a mirror of the Cluster's node groups, by their ids.

@@ -3,9 +3,10 @@ package client
 import (
 	"encoding/json"
 
-	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/samber/lo"
 	"google.golang.org/grpc"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 // retried lists the unary calls that are repeated when the agent was unavailable: all of them are idempotent. SyncClaims is

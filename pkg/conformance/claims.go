@@ -4,10 +4,11 @@ import (
 	"fmt"
 	"sync"
 
-	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
-	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/proto"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 var claimCases = []testCase{

@@ -3,8 +3,6 @@ package conformance
 import (
 	"maps"
 	"strconv"
-
-	"k8s.io/utils/ptr"
 )
 
 // Annotations as users of Cluster API write them.
@@ -44,7 +42,7 @@ func labelled(labels map[string]string) func(*MachineDeployment) {
 }
 
 func replicas(n int32) func(*MachineDeployment) {
-	return func(d *MachineDeployment) { d.Replicas = ptr.To(n) }
+	return func(d *MachineDeployment) { d.Replicas = &n }
 }
 
 func inZone(zone string) func(*MachineDeployment) {

@@ -19,7 +19,7 @@ type Env interface {
 	Cluster() *agentv1alpha1.ClusterRef
 	// Client has the identity of Cluster, and may act for no other.
 	Client() *client.Client
-	// Stranger has the identity of another Cluster, and may not act for Cluster.
+	// Stranger has the identity of a Cluster that does not exist, and may act for no other.
 	Stranger() *client.Client
 
 	// CreateNodeGroup makes a MachineDeployment of Cluster that opted in, and returns its node group's id once the agent shows

@@ -5,12 +5,13 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+	"k8s.io/utils/clock"
+
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
 	"github.com/karpenter-capi/karpenter-capi/pkg/conformance"
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
-	"github.com/stretchr/testify/require"
-	"k8s.io/utils/clock"
 )
 
 func TestFakeAgentConforms(t *testing.T) {
@@ -20,7 +21,6 @@ func TestFakeAgentConforms(t *testing.T) {
 		agent := fakeagent.New(fakeagent.WithHeartbeatInterval(50*time.Millisecond), fakeagent.WithClock(ahead))
 		t.Cleanup(agent.Close)
 		stranger := &agentv1alpha1.ClusterRef{Namespace: "default", Name: "stranger"}
-		agent.AddCluster(stranger)
 		return &fakeEnv{
 			agent: agent, clock: ahead,
 			client: agent.ClientFor(fakeagent.DefaultCluster()), stranger: agent.ClientFor(stranger),

@@ -1,10 +1,11 @@
 package conformance
 
 import (
-	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
-	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/proto"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 var machineCases = []testCase{
@@ -78,7 +79,6 @@ var machineCases = []testCase{
 			}
 		}
 		s.mustRelease("a-claim")
-		for next().GetRemovedName() != name {
-		}
+		skipUntil(func() bool { return next().GetRemovedName() == name })
 	}},
 }

@@ -5,11 +5,12 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
-	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/proto"
 	"k8s.io/apimachinery/pkg/api/resource"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 var nodeGroupCases = []testCase{
@@ -128,17 +129,14 @@ var nodeGroupCases = []testCase{
 		require.Equal(s, map[string]bool{first: true, second: true}, snapshot)
 
 		third := s.group(deployment("third"))
-		for next().GetUpsert().GetId() != third {
-		}
+		skipUntil(func() bool { return next().GetUpsert().GetId() == third })
 		s.UpdateNodeGroup(s.T, deployment("first", maxSize(3)))
-		for {
-			if group := next().GetUpsert(); group.GetId() == first && group.GetMaxSize() == 3 {
-				break
-			}
-		}
+		skipUntil(func() bool {
+			group := next().GetUpsert()
+			return group.GetId() == first && group.GetMaxSize() == 3
+		})
 		s.DeleteNodeGroup(s.T, "second")
-		for next().GetRemovedId() != second {
-		}
+		skipUntil(func() bool { return next().GetRemovedId() == second })
 		_, err = s.Client().NodeGroups.GetNodeGroup(s.bounded(),
 			&agentv1alpha1.GetNodeGroupRequest{Cluster: s.Cluster(), Id: second})
 		require.True(s, agenterrors.IsNotFound(err), "%v", err)

@@ -1,9 +1,12 @@
 package conformance
 
 import (
+	"fmt"
+
+	"github.com/stretchr/testify/require"
+
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
-	"github.com/stretchr/testify/require"
 )
 
 var releaseCases = []testCase{
@@ -27,13 +30,10 @@ var releaseCases = []testCase{
 		s.mustCreate("first", id)
 		s.mustRelease("first")
 		s.untilEnded("first")
-		s.eventually("the next claim is accepted", func() error {
-			_, err := s.create(s.Client(), &agentv1alpha1.CreateClaimRequest{ClaimId: "second", Candidates: []string{id}})
-			return err
-		})
+		second := s.createOnceThereIsRoom("second", id)
 		require.EqualValues(s, 1, s.nodeGroup(id).GetReplicas())
 		s.HoldMachines(s.T, "workers", false)
-		s.untilBound("second")
+		s.untilBound(second)
 		require.EqualValues(s, 1, s.nodeGroup(id).GetReplicas())
 	}},
 
@@ -110,15 +110,7 @@ var releaseCases = []testCase{
 		s.running("first", id)
 		s.mustRelease("first")
 		s.untilEnded("first")
-		attempt := 0
-		s.eventually("the next claim is accepted", func() error {
-			attempt++
-			// Another id each time: an answer that there was no room may have ended the last.
-			_, err := s.create(s.Client(), &agentv1alpha1.CreateClaimRequest{
-				ClaimId: "second-" + string(rune('a'+attempt%26)) + "x", Candidates: []string{id},
-			})
-			return err
-		})
+		s.createOnceThereIsRoom("second", id)
 	}},
 
 	{"again, or after the end, or of an unknown claim is OK", func(s *suite) {
@@ -171,4 +163,22 @@ var releaseCases = []testCase{
 		require.True(s, agenterrors.IsNotFound(err), "%v", err)
 		require.Equal(s, agenterrors.ReasonClaimNotFound, agenterrors.ReasonOf(err))
 	}},
+}
+
+// createOnceThereIsRoom claims, trying again while there is no room, and returns the id of the claim. Each try has an id of its
+// own, as the answer that there is no room may have ended the last.
+func (s *suite) createOnceThereIsRoom(name, candidate string) string {
+	s.Helper()
+	var id string
+	tries := 0
+	s.eventually(name+" is claimed", func() error {
+		tries++
+		id = fmt.Sprintf("%s-%d", name, tries)
+		_, err := s.create(s.Client(), &agentv1alpha1.CreateClaimRequest{ClaimId: id, Candidates: []string{candidate}})
+		if err != nil {
+			require.True(s, agenterrors.IsNoRoom(err), "%v", err)
+		}
+		return err
+	})
+	return id
 }

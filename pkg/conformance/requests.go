@@ -9,13 +9,14 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
-	"github.com/karpenter-capi/karpenter-capi/pkg/client"
-	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 var requestCases = []testCase{
@@ -49,6 +50,32 @@ var requestCases = []testCase{
 			require.Equal(s, anonymous(err, s.Cluster()), anonymous(missing, absent), "%s tells which Clusters exist", method)
 		}
 	}},
+
+	{"the caller's own Cluster that does not exist has no node groups and no claims", func(s *suite) {
+		cluster := s.nowhere()
+		for _, method := range []string{"ListNodeGroups", "GetNodeGroup", "WatchNodeGroups"} {
+			err := call(s.bounded(), s.Stranger(), method, valid(method, cluster))
+			require.True(s, agenterrors.IsPermissionDenied(err), "%s: %v", method, err)
+		}
+		err := call(s.bounded(), s.Stranger(), "CreateClaim", valid("CreateClaim", cluster))
+		require.True(s, agenterrors.IsNotFound(err), "%v", err)
+		require.Equal(s, agenterrors.ReasonClusterNotFound, agenterrors.ReasonOf(err))
+		require.NoError(s, call(s.bounded(), s.Stranger(), "ReleaseClaim", valid("ReleaseClaim", cluster)))
+		err = call(s.bounded(), s.Stranger(), "GetClaim", valid("GetClaim", cluster))
+		require.True(s, agenterrors.IsNotFound(err), "%v", err)
+		claims, err := s.Stranger().Claims.ListClaims(s.bounded(), &agentv1alpha1.ListClaimsRequest{Cluster: cluster})
+		require.NoError(s, err)
+		require.Empty(s, claims.GetClaims())
+	}},
+}
+
+// nowhere is the Cluster that the stranger may act for.
+func (s *suite) nowhere() *agentv1alpha1.ClusterRef {
+	s.Helper()
+	response, err := s.Stranger().Status.GetStatus(s.bounded(), &agentv1alpha1.GetStatusRequest{})
+	require.NoError(s, err)
+	require.Len(s, response.GetClusters(), 1)
+	return response.GetClusters()[0]
 }
 
 // anonymous is the message of err without the Cluster's name.
@@ -230,7 +257,7 @@ func malformed() []malformation {
 		[]malformation{
 			with("CreateClaim", "no candidates", "candidates", func(r create) { r.Candidates = nil }),
 			with("CreateClaim", "a candidate twice", "candidates", func(r create) {
-				r.Candidates = append(r.Candidates, r.Candidates[0])
+				r.Candidates = append(r.Candidates, r.GetCandidates()[0])
 			}),
 			with("CreateClaim", "1001 candidates", "candidates", func(r create) {
 				r.Candidates = nil

@@ -6,10 +6,11 @@ import (
 	"testing"
 	"time"
 
-	"github.com/karpenter-capi/karpenter-capi/pkg/client"
-	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/stretchr/testify/require"
 	"k8s.io/apimachinery/pkg/util/wait"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 // Run runs every case. newEnv is called once for each, and ends what it made with the test's cleanup.
@@ -69,6 +70,15 @@ func (s *suite) eventually(what string, check func() error) {
 		return last == nil, nil
 	})
 	require.NoError(s, err, "%s: %v", what, last)
+}
+
+// skipUntil reads a stream until its next event is the one that is wanted; the stream's context bounds it.
+func skipUntil(wanted func() bool) {
+	for {
+		if wanted() {
+			return
+		}
+	}
 }
 
 // bounded is a context for one call or stream.

@@ -4,9 +4,10 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
-	"github.com/stretchr/testify/require"
 )
 
 var syncCases = []testCase{
@@ -16,7 +17,7 @@ var syncCases = []testCase{
 		s.mustCreate("orphan", id)
 		s.mustCreateFor(otherHolder, "theirs", id)
 		s.eventually("the orphan is collected", func() error {
-			response, err := s.sync(holder, s.list(holder, false).GetToken(), "alive")
+			response, err := s.sync(s.list(holder, false).GetToken(), "alive")
 			require.NoError(s, err)
 			require.NotContains(s, response.GetCollectedClaimIds(), "alive")
 			require.NotContains(s, response.GetCollectedClaimIds(), "theirs")
@@ -37,7 +38,7 @@ var syncCases = []testCase{
 		id := s.group(deployment("workers"))
 		token := s.list(holder, false).GetToken()
 		s.mustCreate("young", id)
-		response, err := s.sync(holder, token)
+		response, err := s.sync(token)
 		require.NoError(s, err)
 		require.Empty(s, response.GetCollectedClaimIds())
 		require.Less(s, s.mustGet("young").GetPhase(), agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING)
@@ -49,7 +50,7 @@ var syncCases = []testCase{
 		s.mustCreate("ended", id)
 		s.mustRelease("ended")
 		s.untilEnded("ended")
-		response, err := s.sync(holder, s.list(holder, false).GetToken(), "alive", "ended", "never-made")
+		response, err := s.sync(s.list(holder, false).GetToken(), "alive", "ended", "never-made")
 		require.NoError(s, err)
 		require.Empty(s, response.GetCollectedClaimIds())
 		require.ElementsMatch(s, []string{"ended", "never-made"}, response.GetUnknownClaimIds())
@@ -76,7 +77,7 @@ var syncCases = []testCase{
 	{"refuses a token of another holder", func(s *suite) {
 		id := s.group(deployment("workers"))
 		s.mustCreate("alive", id)
-		_, err := s.sync(holder, s.list(otherHolder, false).GetToken())
+		_, err := s.sync(s.list(otherHolder, false).GetToken())
 		requireViolation(s, err, "token")
 		require.Equal(s, agenterrors.ReasonInvalidToken, agenterrors.ReasonOf(err))
 	}},
@@ -85,7 +86,7 @@ var syncCases = []testCase{
 		id := s.group(deployment("workers"))
 		s.mustCreate("alive", id)
 		for _, token := range []string{"made-up", "e30", "bnVsbA", "%%%"} {
-			_, err := s.sync(holder, token)
+			_, err := s.sync(token)
 			require.True(s, agenterrors.IsInvalidArgument(err), "%s: %v", token, err)
 			requireViolation(s, err, "token")
 		}
@@ -99,14 +100,14 @@ var syncCases = []testCase{
 		}
 		id := s.group(deployment("workers"))
 		s.mustCreate("alive", id)
-		_, err := s.sync(holder, ageing.StaleToken(s.T, holder))
+		_, err := s.sync(ageing.StaleToken(s.T, holder))
 		require.True(s, agenterrors.IsRefused(err), "%v", err)
 		require.True(s, agenterrors.IsStaleToken(err), "%v", err)
 		require.Less(s, s.mustGet("alive").GetPhase(), agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING)
 	}},
 }
 
-func (s *suite) sync(holder, token string, live ...string) (*agentv1alpha1.SyncClaimsResponse, error) {
+func (s *suite) sync(token string, live ...string) (*agentv1alpha1.SyncClaimsResponse, error) {
 	return repeat(s, func() (*agentv1alpha1.SyncClaimsResponse, error) {
 		return s.Client().Claims.SyncClaims(s.bounded(), &agentv1alpha1.SyncClaimsRequest{
 			Cluster: s.Cluster(), Holder: holder, Token: token, LiveClaimIds: live,

@@ -8,16 +8,17 @@ import (
 	"time"
 
 	"github.com/google/uuid"
-	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
-	"github.com/karpenter-capi/karpenter-capi/pkg/client"
-	"github.com/karpenter-capi/karpenter-capi/pkg/validation"
-	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/health"
 	"google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/reflection"
 	"google.golang.org/grpc/test/bufconn"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	"github.com/karpenter-capi/karpenter-capi/pkg/validation"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 // connectionBuffer is how many bytes an in-memory connection holds.
@@ -187,22 +188,39 @@ func (a *Agent) AddCluster(cluster *agentv1alpha1.ClusterRef) {
 	a.clusters[keyOf(cluster)] = struct{}{}
 }
 
-// readable returns nil when the caller may use the cluster and the view is complete. It is called with the lock held.
+// readable returns nil when the caller may act for the cluster and the view is complete, whether the cluster exists or not. It
+// is called with the lock held.
 func (a *Agent) readable(ctx context.Context, cluster clusterKey) error {
 	caller, err := callerOf(ctx)
 	if err != nil {
 		return err
 	}
 	if !caller.mayActFor(cluster) {
-		return agenterrors.PermissionDenied("the identity may not act for this cluster")
+		return errNotYours()
 	}
 	if a.unsynced {
 		return agenterrors.NotSynced("the agent's view of the hub is not complete yet")
 	}
-	if _, ok := a.clusters[cluster]; !ok {
-		return agenterrors.ClusterNotFound(cluster.ref())
-	}
 	return nil
+}
+
+// existing is [Agent.readable] for calls about node groups, which only a Cluster that exists has. Only who may act for every
+// Cluster learns that there is none.
+func (a *Agent) existing(ctx context.Context, cluster clusterKey) error {
+	if err := a.readable(ctx, cluster); err != nil {
+		return err
+	}
+	if _, ok := a.clusters[cluster]; ok {
+		return nil
+	}
+	if caller, err := callerOf(ctx); err != nil || caller.cluster != nil {
+		return errNotYours()
+	}
+	return agenterrors.ClusterNotFound(cluster.ref())
+}
+
+func errNotYours() error {
+	return agenterrors.PermissionDenied("the identity may not act for this cluster")
 }
 
 // edit applies f to the state and then shows the result.

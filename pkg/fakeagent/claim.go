@@ -5,9 +5,10 @@ import (
 	"slices"
 	"time"
 
+	"google.golang.org/protobuf/types/known/timestamppb"
+
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
-	"google.golang.org/protobuf/types/known/timestamppb"
 )
 
 // maxHistory is how many events of a claim are remembered.
@@ -246,8 +247,8 @@ func surplus(g *group) []*machine {
 			idle = append(idle, m)
 		}
 	}
-	spares := append(awaited, idle...)
-	return append(joined, spares[:max(0, min(g.spares(), len(spares)))]...)
+	spares := slices.Concat(awaited, idle)
+	return slices.Concat(joined, spares[:max(0, min(g.spares(), len(spares)))])
 }
 
 func (a *Agent) bind(c *claim, m *machine) {

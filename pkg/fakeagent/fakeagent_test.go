@@ -3,15 +3,12 @@ package fakeagent_test
 import (
 	"context"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"net"
 	"testing"
 	"time"
 
-	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
-	"github.com/karpenter-capi/karpenter-capi/pkg/client"
-	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
-	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/samber/lo"
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
@@ -22,6 +19,11 @@ import (
 	"google.golang.org/grpc/status"
 	clocktesting "k8s.io/utils/clock/testing"
 	"k8s.io/utils/ptr"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 const (
@@ -434,7 +436,7 @@ func TestStaleTokensAreRefused(t *testing.T) {
 func TestAccountsBalance(t *testing.T) {
 	for seed := range uint64(20) {
 		t.Run(fmt.Sprintf("seed %d", seed), func(t *testing.T) {
-			random := rand.New(rand.NewPCG(seed, seed)) //nolint:gosec // A test's dice, thrown again with the same seed.
+			random := rand.New(rand.NewPCG(seed, seed))
 			agent := start(t)
 			agent.AddNodeGroup(&agentv1alpha1.NodeGroup{Name: "small", MaxSize: ptr.To[int32](4), Replicas: 1})
 			cluster := fakeagent.DefaultCluster()
@@ -485,10 +487,7 @@ func requireBalance(t *testing.T, agent *fakeagent.Agent, owned map[string]int32
 	t.Helper()
 	list, err := agent.Client().Claims.ListClaims(t.Context(), &agentv1alpha1.ListClaimsRequest{Cluster: fakeagent.DefaultCluster()})
 	require.NoError(t, err)
-	replicas, machines := map[string]int32{}, map[string]string{}
-	for group, n := range owned {
-		replicas[group] = n
-	}
+	replicas, machines := maps.Clone(owned), map[string]string{}
 	for _, claim := range list.GetClaims() {
 		replicas[claim.GetNodeGroupId()]++
 		machine := claim.GetMachine()

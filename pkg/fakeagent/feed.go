@@ -8,10 +8,11 @@ import (
 	"sync"
 	"time"
 
-	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
-	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/timestamppb"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 // feed holds the objects of one kind as callers see them, and passes changes on to streams. Objects are never changed in
@@ -140,15 +141,17 @@ type encoding[T proto.Message] struct {
 	resync    func(*agentv1alpha1.Resync) error
 }
 
-// serve sends a snapshot and every later change until the caller goes away or streams are dropped.
+// serve sends a snapshot and every later change until the caller goes away or streams are dropped. allowed is called with the
+// lock held.
 func serve[T proto.Message](
-	ctx context.Context, a *Agent, ref *agentv1alpha1.ClusterRef, f *feed[T], keep func(T) bool, send encoding[T],
+	ctx context.Context, a *Agent, ref *agentv1alpha1.ClusterRef, allowed func(context.Context, clusterKey) error,
+	f *feed[T], keep func(T) bool, send encoding[T],
 ) error {
 	cluster := keyOf(ref)
 	w := &watcher[T]{cluster: cluster, keep: keep, limit: a.settings.watchBuffer, signal: make(chan struct{}, 1)}
 
 	a.mu.Lock()
-	if err := a.readable(ctx, cluster); err != nil {
+	if err := allowed(ctx, cluster); err != nil {
 		a.mu.Unlock()
 		return err
 	}

@@ -5,10 +5,11 @@ import (
 	"slices"
 	"time"
 
-	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
-	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/timestamppb"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 // group is a node group and its replicas, each of which is a machine, whether its Machine object exists yet or not.
@@ -171,7 +172,7 @@ func (a *Agent) block(g *group, reason agentv1alpha1.UnavailableReason, message 
 }
 
 func (g *group) replicas() int32 {
-	return int32(len(g.machines)) //nolint:gosec // A test's machines fit in memory.
+	return int32(len(g.machines))
 }
 
 // availability says whether a claim would be accepted now.
@@ -211,6 +212,7 @@ func (g *group) rejection(availability *agentv1alpha1.Availability) agenterrors.
 	case agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE,
 		agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_COOLING_DOWN:
 		r.Reason = agenterrors.ReasonNoRoom
+	default:
 	}
 	if availability.GetRetryAt() != nil {
 		r.RetryAt = availability.GetRetryAt().AsTime()

@@ -6,8 +6,9 @@ import (
 	"time"
 
 	"github.com/google/uuid"
-	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"google.golang.org/protobuf/types/known/timestamppb"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 // machine is one replica of a group.

@@ -7,10 +7,11 @@ import (
 	"strconv"
 	"strings"
 
-	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
-	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/utils/ptr"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 // Annotations of a MachineDeployment that describe a node group.

@@ -4,11 +4,12 @@ import (
 	"time"
 
 	"github.com/go-logr/logr"
-	"github.com/karpenter-capi/karpenter-capi/pkg/client"
 	"k8s.io/utils/clock"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/client"
 )
 
-// Manual, as a delay of [Infrastructure], means never by itself: the test does it.
+// Manual is the delay, in [Infrastructure], of what never happens by itself: the test does it.
 const Manual time.Duration = -1
 
 // Infrastructure says how long after the step before it each step of a machine's life happens by itself. Zero is at once,

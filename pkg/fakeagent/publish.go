@@ -32,9 +32,10 @@ func (a *Agent) publish() {
 	now := a.now()
 	for g := range a.changed.groups {
 		shown := false
-		if a.groups[g.id] == g {
+		switch a.groups[g.id] {
+		case g:
 			shown = a.groupFeed.put(g.cluster, g.id, g.render(now))
-		} else if a.groups[g.id] == nil {
+		case nil:
 			shown = a.groupFeed.remove(g.cluster, g.id)
 		}
 		if shown {

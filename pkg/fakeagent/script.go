@@ -11,7 +11,7 @@ import (
 	"k8s.io/utils/clock"
 )
 
-// Always, as a number of calls, means every call until the script is changed.
+// Always is the number of calls that means every call, until the script is changed.
 const Always = -1
 
 // maxRequests bounds what [Agent.Requests] remembers of each method.

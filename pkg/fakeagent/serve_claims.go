@@ -10,9 +10,10 @@ import (
 	"strings"
 	"time"
 
+	"google.golang.org/grpc"
+
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
-	"google.golang.org/grpc"
 )
 
 type claimService struct {
@@ -32,6 +33,9 @@ func (s claimService) CreateClaim(
 	}
 	if err := sameNamespace(cluster, request.GetCandidates()); err != nil {
 		return nil, err
+	}
+	if _, ok := a.clusters[cluster]; !ok {
+		return nil, agenterrors.ClusterNotFound(request.GetCluster())
 	}
 	if c, ok := a.claims[cluster][request.GetClaimId()]; ok {
 		if !c.live() {
@@ -125,7 +129,7 @@ func (s claimService) ListClaims(
 				(request.GetIncludeEnded() || c.GetPhase() != agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED)
 		}),
 	}
-	slices.SortStableFunc(response.Claims, func(x, y *agentv1alpha1.Claim) int {
+	slices.SortStableFunc(response.GetClaims(), func(x, y *agentv1alpha1.Claim) int {
 		return cmp.Compare(a.claims[cluster][x.GetClaimId()].sequence, a.claims[cluster][y.GetClaimId()].sequence)
 	})
 	if request.GetHolder() != "" {
@@ -140,7 +144,7 @@ func (s claimService) ListClaims(
 func (s claimService) WatchClaims(
 	request *agentv1alpha1.WatchClaimsRequest, stream grpc.ServerStreamingServer[agentv1alpha1.WatchClaimsResponse],
 ) error {
-	return serve(stream.Context(), s.agent, request.GetCluster(), s.agent.claimFeed, heldBy(request.GetHolder()),
+	return serve(stream.Context(), s.agent, request.GetCluster(), s.agent.readable, s.agent.claimFeed, heldBy(request.GetHolder()),
 		encoding[*agentv1alpha1.Claim]{
 			upsert: func(claim *agentv1alpha1.Claim) error {
 				return stream.Send(&agentv1alpha1.WatchClaimsResponse{
@@ -219,9 +223,12 @@ func heldBy(holder string) func(*agentv1alpha1.Claim) bool {
 
 // token says up to which claim a listing was complete.
 type token struct {
-	Agent, Namespace, Name, Holder string
-	Sequence                       int64
-	Taken                          time.Time
+	Agent     string    `json:"agent"`
+	Namespace string    `json:"namespace"`
+	Name      string    `json:"name"`
+	Holder    string    `json:"holder"`
+	Sequence  int64     `json:"sequence"`
+	Taken     time.Time `json:"taken"`
 }
 
 func (t token) encode() string {

@@ -3,9 +3,10 @@ package fakeagent
 import (
 	"context"
 
+	"google.golang.org/grpc"
+
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
-	"google.golang.org/grpc"
 )
 
 type machineService struct {
@@ -49,7 +50,7 @@ func (s machineService) GetMachine(
 func (s machineService) WatchMachines(
 	request *agentv1alpha1.WatchMachinesRequest, stream grpc.ServerStreamingServer[agentv1alpha1.WatchMachinesResponse],
 ) error {
-	return serve(stream.Context(), s.agent, request.GetCluster(), s.agent.machineFeed, everything[*agentv1alpha1.Machine],
+	return serve(stream.Context(), s.agent, request.GetCluster(), s.agent.readable, s.agent.machineFeed, everything[*agentv1alpha1.Machine],
 		encoding[*agentv1alpha1.Machine]{
 			upsert: func(machine *agentv1alpha1.Machine) error {
 				return stream.Send(&agentv1alpha1.WatchMachinesResponse{

@@ -3,9 +3,10 @@ package fakeagent
 import (
 	"context"
 
+	"google.golang.org/grpc"
+
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
-	"google.golang.org/grpc"
 )
 
 type nodeGroupService struct {
@@ -20,7 +21,7 @@ func (s nodeGroupService) ListNodeGroups(
 	a, cluster := s.agent, keyOf(request.GetCluster())
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if err := a.readable(ctx, cluster); err != nil {
+	if err := a.existing(ctx, cluster); err != nil {
 		return nil, err
 	}
 	return &agentv1alpha1.ListNodeGroupsResponse{
@@ -35,7 +36,7 @@ func (s nodeGroupService) GetNodeGroup(
 	a, cluster := s.agent, keyOf(request.GetCluster())
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if err := a.readable(ctx, cluster); err != nil {
+	if err := a.existing(ctx, cluster); err != nil {
 		return nil, err
 	}
 	group, ok := a.groupFeed.get(cluster, request.GetId())
@@ -48,7 +49,7 @@ func (s nodeGroupService) GetNodeGroup(
 func (s nodeGroupService) WatchNodeGroups(
 	request *agentv1alpha1.WatchNodeGroupsRequest, stream grpc.ServerStreamingServer[agentv1alpha1.WatchNodeGroupsResponse],
 ) error {
-	return serve(stream.Context(), s.agent, request.GetCluster(), s.agent.groupFeed, everything[*agentv1alpha1.NodeGroup],
+	return serve(stream.Context(), s.agent, request.GetCluster(), s.agent.existing, s.agent.groupFeed, everything[*agentv1alpha1.NodeGroup],
 		encoding[*agentv1alpha1.NodeGroup]{
 			upsert: func(group *agentv1alpha1.NodeGroup) error {
 				return stream.Send(&agentv1alpha1.WatchNodeGroupsResponse{

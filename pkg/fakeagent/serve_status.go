@@ -3,8 +3,9 @@ package fakeagent
 import (
 	"context"
 
-	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"google.golang.org/protobuf/types/known/timestamppb"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 type statusService struct {

@@ -8,11 +8,12 @@ import (
 	"fmt"
 
 	"buf.build/go/protovalidate"
-	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 )
 
 // Validator checks requests. It is safe for concurrent use.

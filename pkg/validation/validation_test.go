@@ -4,12 +4,13 @@ import (
 	"context"
 	"testing"
 
-	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
-	"github.com/karpenter-capi/karpenter-capi/pkg/validation"
-	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/proto"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/pkg/validation"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 func newValidator(t *testing.T) *validation.Validator {

@@ -24,8 +24,9 @@ func CapacityType(t agentv1alpha1.CapacityType) string {
 		return CapacityTypeSpot
 	case agentv1alpha1.CapacityType_CAPACITY_TYPE_RESERVED:
 		return CapacityTypeReserved
+	default:
+		return CapacityTypeOnDemand
 	}
-	return CapacityTypeOnDemand
 }
 
 // ParseCapacityType returns the capacity type for a value of [CapacityTypeLabel].
@@ -61,8 +62,9 @@ func ClaimPhase(phase agentv1alpha1.ClaimPhase) string {
 		return PhaseReleasing
 	case agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED:
 		return PhaseEnded
+	default:
+		return "Unknown"
 	}
-	return "Unknown"
 }
 
 // ParseClaimPhase returns the phase with the name.

@@ -4,8 +4,9 @@ import (
 	"errors"
 	"fmt"
 
-	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	corev1 "k8s.io/api/core/v1"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 // Taints converts taints from the wire. It returns the taints that can be used and an error that names each that cannot.

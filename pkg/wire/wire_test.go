@@ -5,11 +5,12 @@ import (
 	"testing"
 	"time"
 
-	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
-	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 func TestResourceListKeepsWhatCanBeUsedAndNamesTheRest(t *testing.T) {
