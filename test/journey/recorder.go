@@ -23,6 +23,9 @@ import (
 	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
+// gatherPods is how long changes of pods are gathered into one event.
+const gatherPods = 300 * time.Millisecond
+
 // Event is one change that is worth a line.
 type Event struct {
 	At time.Time
@@ -57,6 +60,9 @@ type Recorder struct {
 	nodes    map[string]*corev1.Node
 	pods     map[types.NamespacedName]*corev1.Pod
 	changed  chan struct{} // closed and replaced at each change
+
+	podsTold  Pods
+	podsTimer *time.Timer // nil unless their numbers are to be told
 }
 
 // Record starts to watch, and returns once what exists has been seen. The context bounds only that; [Recorder.Stop] ends
@@ -329,10 +335,20 @@ func (r *Recorder) podGone(p *corev1.Pod) {
 	r.changePods(func() { delete(r.pods, client.ObjectKeyFromObject(p)) })
 }
 
+// changePods changes the pods and sees to it that their numbers are told soon: once for changes that follow each other.
 func (r *Recorder) changePods(change func()) {
-	before := r.countPods()
 	change()
-	if now := r.countPods(); now != before {
+	if r.podsTimer == nil {
+		r.podsTimer = time.AfterFunc(gatherPods, r.tellPods)
+	}
+}
+
+func (r *Recorder) tellPods() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.podsTimer = nil
+	if now := r.countPods(); now != r.podsTold {
+		r.podsTold = now
 		r.tell("Pods", "", "%d waiting, %d starting, %d running", now.Waiting, now.Starting, now.Running)
 	}
 }
@@ -373,6 +389,9 @@ func (r *Recorder) state() State {
 			Name: name, Replicas: replicas,
 			Machines: lo.CountBy(lo.Values(r.machines), func(m *clusterv1.Machine) bool {
 				return m.Labels[clusterv1.MachineDeploymentNameLabel] == name
+			}),
+			Running: lo.CountBy(lo.Values(r.machines), func(m *clusterv1.Machine) bool {
+				return m.Labels[clusterv1.MachineDeploymentNameLabel] == name && m.Status.GetTypedPhase() == clusterv1.MachinePhaseRunning
 			}),
 			Claims: lo.CountBy(lo.Values(r.claims), func(c *agentv1.MachineClaim) bool {
 				return c.Spec.NodeGroup == name && c.CurrentPhase() != agentv1.PhaseEnded

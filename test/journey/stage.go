@@ -77,7 +77,8 @@ func (j Journey) Took(from, to Stage) (time.Duration, bool) {
 type Group struct {
 	Name     string
 	Replicas int32
-	Machines int
+	// Machines there are, and those of them that have joined and are not being deleted.
+	Machines, Running int
 	// Claims that live.
 	Claims int
 }

@@ -133,8 +133,8 @@ func (r *run) prepare(ctx context.Context) error {
 		for _, name := range slices.Sorted(maps.Keys(r.start)) {
 			want := int(r.start[name])
 			group, _ := lo.Find(s.Groups, func(g journey.Group) bool { return g.Name == name })
-			if group.Machines != want {
-				return fmt.Sprintf("%d Machines of %s, which has %d", want, name, group.Machines)
+			if group.Machines != want || group.Running != want {
+				return fmt.Sprintf("%d Machines of %s to run (%d of %d do)", want, name, group.Running, group.Machines)
 			}
 		}
 		return ""
