@@ -87,6 +87,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	}
 	shown := inventory.New(inventory.Config{Machines: machines, Claims: shownClaims, Scope: scope})
 	engine := claims.New(claims.Config{
+		Index:  hub.ByDeployment,
 		Client: a.manager.GetClient(), Reader: a.manager.GetAPIReader(), Recorder: a.manager.GetEventRecorder("capi-agent"),
 		Clock: c.Clock, SpareGrace: o.SpareGracePeriod, TombstoneRetention: o.TombstoneRetention, CollectGrace: c.CollectGrace,
 	})

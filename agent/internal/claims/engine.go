@@ -51,6 +51,9 @@ type Config struct {
 	Client client.Client
 	// Reader reads from the API server itself, consistently. REQUIRED.
 	Reader client.Reader
+	// Index is the name of the caches' index of MachineClaims, Machines and MachineSets by the name of their
+	// MachineDeployment. Empty means that there is none, and that cached lists select by label.
+	Index string
 	// Recorder takes the events that people see. Nil means none.
 	Recorder events.EventRecorder
 	// Clock is the time. Nil means the real one.

@@ -319,8 +319,7 @@ func (e *Engine) read(ctx context.Context, from client.Reader, key types.Namespa
 
 func (e *Engine) readParts(ctx context.Context, from client.Reader, key types.NamespacedName, s *snapshot) error {
 	var claims v1alpha1.MachineClaimList
-	inGroup := client.MatchingLabels{v1alpha1.NodeGroupLabel: key.Name}
-	if err := from.List(ctx, &claims, client.InNamespace(key.Namespace), inGroup); err != nil {
+	if err := from.List(ctx, &claims, client.InNamespace(key.Namespace), e.inGroup(from, v1alpha1.NodeGroupLabel, key.Name)); err != nil {
 		return fmt.Errorf("listing claims: %w", err)
 	}
 	for i := range claims.Items {
@@ -328,7 +327,7 @@ func (e *Engine) readParts(ctx context.Context, from client.Reader, key types.Na
 			s.claims = append(s.claims, &claims.Items[i])
 		}
 	}
-	selector := client.MatchingLabels{clusterv1.MachineDeploymentNameLabel: key.Name}
+	selector := e.inGroup(from, clusterv1.MachineDeploymentNameLabel, key.Name)
 	var machines clusterv1.MachineList
 	if err := from.List(ctx, &machines, client.InNamespace(key.Namespace), selector); err != nil {
 		return fmt.Errorf("listing Machines: %w", err)
@@ -346,6 +345,14 @@ func (e *Engine) readParts(ctx context.Context, from client.Reader, key types.Na
 		}
 	}
 	return e.readStrays(ctx, key, s)
+}
+
+// inGroup selects what belongs to a node group: from the caches by index, from the API server by label.
+func (e *Engine) inGroup(from client.Reader, label, name string) client.ListOption {
+	if e.Index != "" && from == client.Reader(e.Client) {
+		return client.MatchingFields{e.Index: name}
+	}
+	return client.MatchingLabels{label: name}
 }
 
 // readStrays looks at what the lists leave out, before anything is concluded from its absence (rule R3): claims that Machines

@@ -118,7 +118,8 @@ const (
 	DeploymentsByCluster = "spec.clusterName"
 	// DeploymentsByTemplate indexes MachineDeployments by their infrastructure template; see [TemplateIndex].
 	DeploymentsByTemplate = "spec.template.spec.infrastructureRef"
-	// ByDeployment indexes Machines by the name of their MachineDeployment, and MachineClaims by spec.nodeGroup.
+	// ByDeployment indexes Machines and MachineSets by the name of their MachineDeployment, and MachineClaims by
+	// spec.nodeGroup.
 	ByDeployment = "machineDeployment"
 	// ClaimsByMachine indexes MachineClaims by the name of their Machine.
 	ClaimsByMachine = "status.machine.name"
@@ -150,6 +151,9 @@ func Index(ctx context.Context, indexer client.FieldIndexer) error {
 			return TemplateIndex(ref.APIGroup, ref.Kind, ref.Name)
 		}},
 		{&clusterv1.Machine{}, ByDeployment, func(object client.Object) string {
+			return object.GetLabels()[clusterv1.MachineDeploymentNameLabel]
+		}},
+		{&clusterv1.MachineSet{}, ByDeployment, func(object client.Object) string {
 			return object.GetLabels()[clusterv1.MachineDeploymentNameLabel]
 		}},
 		{&v1alpha1.MachineClaim{}, ByDeployment, func(object client.Object) string {

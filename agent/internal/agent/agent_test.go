@@ -1,0 +1,119 @@
+package agent_test
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"sync"
+	"testing"
+
+	"github.com/go-logr/logr"
+	"github.com/go-logr/logr/funcr"
+	"github.com/stretchr/testify/require"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/agent"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/capitest"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/options"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/testpki"
+	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+)
+
+var plane *capitest.ControlPlane
+
+func TestMain(m *testing.M) {
+	log.SetLogger(logr.Discard())
+	if os.Getenv("AGENT_TEST_LOG") != "" {
+		log.SetLogger(funcr.New(func(prefix, args string) { fmt.Fprintln(os.Stderr, prefix, args) }, funcr.Options{Verbosity: 1}))
+	}
+	var err error
+	if plane, err = capitest.StartControlPlane(); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+	code := m.Run()
+	if err := plane.Stop(); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		code = 1
+	}
+	os.Exit(code)
+}
+
+// testOptions serve one namespace, and nothing else.
+func testOptions(namespace string) *options.Options {
+	o := options.New()
+	o.Namespaces = []string{namespace}
+	o.MetricsBindAddress, o.HealthProbeBindAddress = "0", "0"
+	o.KubeAPIQPS, o.KubeAPIBurst = 1000, 1000
+	return o
+}
+
+// running is an agent that serves over mutual TLS on loopback.
+type running struct {
+	t         *testing.T
+	agent     *agent.Agent
+	address   string
+	authority *testpki.Authority
+	stop      func()
+
+	mu      sync.Mutex
+	clients map[string]*client.Client
+}
+
+// start runs an agent for the length of a test and waits until its view is complete.
+func start(t *testing.T, c agent.Config) *running {
+	t.Helper()
+	r := &running{t: t, authority: testpki.New(t), clients: map[string]*client.Client{}}
+	c.Hub = plane.Config
+	c.Log = log.Log
+	ctx, cancel := context.WithCancel(context.Background())
+	var err error
+	r.agent, err = agent.New(ctx, c)
+	require.NoError(t, err)
+	files := r.authority.Issue(t, t.TempDir(), r.authority)
+	listener, release, err := server.ListenTLS(ctx, "127.0.0.1:0", server.TLSFiles{
+		CertFile: files.CertFile, KeyFile: files.KeyFile, ClientCAFile: files.CAFile,
+	})
+	require.NoError(t, err)
+	r.address = listener.Addr().String()
+	ended := make(chan error, 1)
+	go func() { ended <- r.agent.Run(ctx, listener) }()
+	r.stop = sync.OnceFunc(func() {
+		cancel()
+		require.NoError(t, <-ended)
+		release()
+	})
+	t.Cleanup(func() {
+		for _, c := range r.clients {
+			require.NoError(t, c.Close())
+		}
+		r.stop()
+	})
+	eventually(t, "the agent's view is complete", func(context.Context) (bool, error) { return r.agent.Synced(), nil })
+	return r
+}
+
+// client has the identity of a Cluster.
+func (r *running) client(namespace, cluster string) *client.Client {
+	r.t.Helper()
+	return r.as("spiffe://karpenter-capi/cluster/" + namespace + "/" + cluster)
+}
+
+// as has the URI names.
+func (r *running) as(uris ...string) *client.Client {
+	r.t.Helper()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	key := fmt.Sprint(uris)
+	if c := r.clients[key]; c != nil {
+		return c
+	}
+	files := r.authority.Issue(r.t, r.t.TempDir(), r.authority, uris...)
+	c, err := client.New(client.Options{
+		Address: r.address, TLS: &client.TLS{CertFile: files.CertFile, KeyFile: files.KeyFile, CAFile: files.CAFile},
+	})
+	require.NoError(r.t, err)
+	r.clients[key] = c
+	return c
+}

@@ -1,0 +1,193 @@
+package agent_test
+
+import (
+	"context"
+	"maps"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/utils/clock"
+	"k8s.io/utils/ptr"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	ctrlclient "sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/agent"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/capitest"
+	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	"github.com/karpenter-capi/karpenter-capi/pkg/conformance"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+// The real agent keeps the same contract as the fake: over mutual TLS, on a real API server, with a model of Cluster API.
+func TestAgentConforms(t *testing.T) {
+	conformance.Run(t, func(t *testing.T) conformance.Env { return newEnv(t) })
+}
+
+const patience = 30 * time.Second
+
+// aheadClock is the real clock, some time ahead.
+type aheadClock struct {
+	clock.RealClock
+
+	ahead atomic.Int64
+}
+
+func (c *aheadClock) Now() time.Time {
+	return c.RealClock.Now().Add(time.Duration(c.ahead.Load()))
+}
+
+func (c *aheadClock) Since(t time.Time) time.Duration { return c.Now().Sub(t) }
+
+type env struct {
+	namespace string
+	model     *capitest.Model
+	clock     *aheadClock
+	running   *running
+
+	mu          sync.Mutex
+	free        bool // machines come by themselves
+	provisioned map[string]bool
+	joined      map[string]bool
+	applied     map[string]conformance.MachineDeployment
+}
+
+func newEnv(t *testing.T) *env {
+	t.Helper()
+	e := &env{
+		namespace: plane.Namespace(t), clock: &aheadClock{},
+		provisioned: map[string]bool{}, joined: map[string]bool{}, applied: map[string]conformance.MachineDeployment{},
+	}
+	plane.Create(t, capitest.NewCluster(e.namespace, "spoke"))
+	e.model = capitest.RunForTest(t, plane, capitest.Options{Namespaces: []string{e.namespace}, Behaviour: e.behaviour})
+	o := testOptions(e.namespace)
+	o.SpareGracePeriod, o.HeartbeatInterval = time.Second, 100*time.Millisecond
+	e.running = start(t, agent.Config{Options: o, Clock: e.clock, CollectGrace: time.Second})
+	return e
+}
+
+// behaviour provisions machines of claims that were told to, and those of the user.
+func (e *env) behaviour(machine *clusterv1.Machine) capitest.Behaviour {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return capitest.Behaviour{
+		HoldProvision: !e.free && !e.provisioned[machine.Labels[v1alpha1.ClaimLabel]],
+		HoldJoin:      !e.free && !e.joined[machine.Name],
+	}
+}
+
+func (e *env) set(change func()) {
+	e.mu.Lock()
+	change()
+	e.mu.Unlock()
+	e.model.SetBehaviour(e.behaviour)
+}
+
+func (e *env) Cluster() *agentv1alpha1.ClusterRef {
+	return &agentv1alpha1.ClusterRef{Namespace: e.namespace, Name: "spoke"}
+}
+
+func (e *env) Client() *client.Client { return e.running.client(e.namespace, "spoke") }
+
+func (e *env) Stranger() *client.Client { return e.running.client(e.namespace, "stranger") }
+
+func (e *env) Patience() time.Duration { return patience }
+
+func (e *env) CreateNodeGroup(t *testing.T, d conformance.MachineDeployment) string {
+	t.Helper()
+	md := capitest.NewMachineDeployment(e.namespace, d.Name, "spoke", ptr.Deref(d.Replicas, 0))
+	maps.Copy(md.Labels, d.Labels)
+	md.Annotations = maps.Clone(d.Annotations)
+	md.Spec.Template.Spec.FailureDomain, md.Spec.Template.Spec.Version = d.FailureDomain, d.Version
+	// A template that says nothing: all that is known is in the annotations.
+	plane.Create(t, capitest.NewInfrastructureTemplate(e.namespace, d.Name, nil))
+	e.set(func() { e.free, e.applied[d.Name] = true, d })
+	plane.Create(t, md)
+	id := e.namespace + "/" + d.Name
+	eventually(t, "the agent shows the node group and its machines", func(ctx context.Context) (bool, error) {
+		_, err := e.Client().NodeGroups.GetNodeGroup(ctx, &agentv1alpha1.GetNodeGroupRequest{Cluster: e.Cluster(), Id: id})
+		if err != nil {
+			return false, nil //nolint:nilerr // It is not there yet.
+		}
+		machines, err := e.Client().Machines.ListMachines(ctx, &agentv1alpha1.ListMachinesRequest{Cluster: e.Cluster(), NodeGroupId: id})
+		joined := lo.CountBy(machines.GetMachines(), func(machine *agentv1alpha1.Machine) bool { return machine.GetNodeName() != "" })
+		return joined == int(ptr.Deref(d.Replicas, 0)), err
+	})
+	e.set(func() { e.free = false })
+	return id
+}
+
+func (e *env) UpdateNodeGroup(t *testing.T, d conformance.MachineDeployment) {
+	t.Helper()
+	md := &clusterv1.MachineDeployment{}
+	require.NoError(t, plane.Client.Get(t.Context(), types.NamespacedName{Namespace: e.namespace, Name: d.Name}, md))
+	before := md.DeepCopy()
+	e.mu.Lock()
+	applied := e.applied[d.Name]
+	e.applied[d.Name] = d
+	e.mu.Unlock()
+	// What others wrote stays.
+	md.Labels = lo.Assign(lo.OmitByKeys(md.Labels, lo.Keys(applied.Labels)), d.Labels)
+	md.Annotations = lo.Assign(lo.OmitByKeys(md.Annotations, lo.Keys(applied.Annotations)), d.Annotations)
+	md.Spec.Template.Spec.FailureDomain, md.Spec.Template.Spec.Version = d.FailureDomain, d.Version
+	if d.Replicas != nil {
+		md.Spec.Replicas = d.Replicas
+	}
+	require.NoError(t, plane.Client.Patch(t.Context(), md, ctrlclient.MergeFrom(before)))
+}
+
+func (e *env) DeleteNodeGroup(t *testing.T, name string) {
+	t.Helper()
+	md := &clusterv1.MachineDeployment{}
+	md.Namespace, md.Name = e.namespace, name
+	require.NoError(t, plane.Client.Delete(t.Context(), md))
+}
+
+func (e *env) HoldMachines(t *testing.T, name string, hold bool) {
+	t.Helper()
+	message := ""
+	if hold {
+		message = "the test holds machines"
+	}
+	e.model.BlockCreation(types.NamespacedName{Namespace: e.namespace, Name: name}, message)
+}
+
+func (e *env) ProvisionMachine(_ *testing.T, claimID string) {
+	e.set(func() { e.provisioned[claimID] = true })
+}
+
+func (e *env) JoinNode(_ *testing.T, machineName string) {
+	e.set(func() { e.joined[machineName] = true })
+}
+
+func (e *env) LoseMachine(t *testing.T, machineName string) {
+	t.Helper()
+	machine := &clusterv1.Machine{}
+	machine.Namespace, machine.Name = e.namespace, machineName
+	require.NoError(t, plane.Client.Delete(t.Context(), machine))
+}
+
+func (e *env) StaleToken(t *testing.T, holder string) string {
+	t.Helper()
+	response, err := e.Client().Claims.ListClaims(t.Context(), &agentv1alpha1.ListClaimsRequest{Cluster: e.Cluster(), Holder: holder})
+	require.NoError(t, err)
+	e.clock.ahead.Add(int64(2 * time.Hour))
+	return response.GetToken()
+}
+
+var (
+	_ conformance.Env    = &env{}
+	_ conformance.Ageing = &env{}
+)
+
+func eventually(t *testing.T, what string, check func(ctx context.Context) (bool, error)) {
+	t.Helper()
+	err := wait.PollUntilContextTimeout(t.Context(), 10*time.Millisecond, patience, true, check)
+	require.NoError(t, err, what)
+}
