@@ -150,7 +150,8 @@ lint-charts: $(HELM)
 # The sandbox's name: several can run at once.
 SANDBOX ?= default
 # What a sandbox runs and what its user needs.
-SANDBOX_BINARIES = $(addprefix $(BIN)/,sandbox sim-provider capi-agent karpenter) $(SANDBOX_FOREIGN_BINARIES) $(SANDBOX_CAPI_MANIFESTS) $(HELM) $(GRPCURL)
+SANDBOX_BINARIES = $(addprefix $(BIN)/,sandbox sim-provider capi-agent karpenter) $(SANDBOX_FOREIGN_BINARIES) $(SANDBOX_CAPI_MANIFESTS) \
+	$(HELM) $(GRPCURL) $(JQ)
 
 .PHONY: sandbox-up
 sandbox-up: $(SANDBOX_BINARIES) ## Bring a hub and a spoke up on this machine and say what to try (SANDBOX=name for another one)

@@ -8,6 +8,7 @@ GOLANGCI_LINT    := $(BIN)/golangci-lint
 GOTESTSUM        := $(BIN)/gotestsum
 GRPCURL          := $(BIN)/grpcurl
 HELM             := $(BIN)/helm
+JQ               := $(BIN)/jq
 PRINT_PROTO      := $(BIN)/print-proto
 PROTOC_GEN_GO    := $(BIN)/protoc-gen-go
 PROTOC_GEN_GRPC  := $(BIN)/protoc-gen-go-grpc
@@ -16,7 +17,7 @@ OPTIONS_DOCS     := $(BIN)/options-docs
 
 GENERATORS := $(BUF) $(CONTROLLER_GEN) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC) $(PROTOC_GEN_DOCS) \
               $(OPTIONS_DOCS)
-TOOLS      := $(GENERATORS) $(GOLANGCI_LINT) $(GOTESTSUM) $(GRPCURL) $(HELM)
+TOOLS      := $(GENERATORS) $(GOLANGCI_LINT) $(GOTESTSUM) $(GRPCURL) $(HELM) $(JQ)
 
 # $(call tool,<binary>,<module folder>,<package>[,<ldflags>]): the rule that builds a binary, saying what and how long.
 define tool
@@ -43,6 +44,7 @@ $(eval $(call tool,$(HELM),helm,helm.sh/helm/v3/cmd/helm,\
 	-X helm.sh/helm/v3/internal/version.version=$(call tool_version,helm,helm.sh/helm/v3) \
 	$(foreach package,chartutil lint/rules,$(foreach part,Major=1 Minor=$(helm_kubernetes_minor),\
 		-X helm.sh/helm/v3/pkg/$(package).k8sVersion$(part)))))
+$(eval $(call tool,$(JQ),jq,github.com/itchyny/gojq/cmd/gojq))
 $(eval $(call tool,$(PRINT_PROTO),print-proto,.))
 $(eval $(call tool,$(PROTOC_GEN_GO),protoc-gen-go,google.golang.org/protobuf/cmd/protoc-gen-go))
 $(eval $(call tool,$(PROTOC_GEN_GRPC),protoc-gen-go,google.golang.org/grpc/cmd/protoc-gen-go-grpc))
