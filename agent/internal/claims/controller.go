@@ -78,6 +78,9 @@ func (g *group) glance(s *snapshot) *decision {
 	defer func() { <-g.lock }()
 	s.spareSince = g.spareSince
 	d := decide(s)
-	g.noteSpare(d)
+	// A decision to release the spare is not carried out here: forgetting since when there is one would undo it.
+	if d.spare {
+		g.noteSpare(d)
+	}
 	return d
 }
