@@ -5,6 +5,8 @@ import (
 	"testing"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/util/intstr"
 	"k8s.io/utils/ptr"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -110,4 +112,27 @@ func (p *ControlPlane) Machines(tb testing.TB, namespace, deployment string) []c
 		tb.Fatalf("listing machines of %s: %v", deployment, err)
 	}
 	return machines.Items
+}
+
+// NewInfrastructureTemplate returns the infrastructure template that a MachineDeployment of that name refers to, with the given
+// status; nil leaves it out.
+func NewInfrastructureTemplate(namespace, name string, status map[string]any) *unstructured.Unstructured {
+	template := &unstructured.Unstructured{Object: map[string]any{}}
+	template.SetGroupVersionKind(schema.GroupVersionKind{
+		Group: InfrastructureGroup, Version: InfrastructureVersion, Kind: InfrastructureTemplateKind,
+	})
+	template.SetNamespace(namespace)
+	template.SetName(name)
+	if status != nil {
+		template.Object["status"] = status
+	}
+	return template
+}
+
+// SetStatus writes the status of an object that exists.
+func (p *ControlPlane) SetStatus(tb testing.TB, object client.Object) {
+	tb.Helper()
+	if err := p.Client.Status().Update(context.Background(), object); err != nil {
+		tb.Fatalf("writing the status of %T %s: %v", object, object.GetName(), err)
+	}
 }

@@ -156,6 +156,9 @@ func Machine(m *clusterv1.Machine) *agentv1alpha1.Machine {
 	return message
 }
 
+// WaitingReason is shown for a claim that nothing has been noted about yet.
+const WaitingReason = "WaitingForMachine"
+
 // BindingReason is shown for a claim whose Machine is decided and about to be labelled.
 const BindingReason = "Binding"
 
@@ -183,6 +186,9 @@ func Claim(c *v1alpha1.MachineClaim, machine *clusterv1.Machine) *agentv1alpha1.
 	}
 	if c.Status.EndedAt != nil {
 		message.EndedAt = timestamp(c.Status.EndedAt.Time)
+	}
+	if message.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING && message.GetReason() == "" {
+		message.Reason, message.Message = WaitingReason, "waiting for a Machine of "+c.Spec.NodeGroup
 	}
 	reference := c.Status.Machine
 	switch {

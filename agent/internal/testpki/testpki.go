@@ -1,0 +1,102 @@
+// Package testpki makes certificates for tests.
+package testpki
+
+import (
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
+	"math/big"
+	"net"
+	"net/url"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+)
+
+// Authority signs certificates.
+type Authority struct {
+	certificate *x509.Certificate
+	key         *ecdsa.PrivateKey
+}
+
+// Files are the PEM files of one party.
+type Files struct {
+	// CertFile and KeyFile are its own; CAFile is what it trusts.
+	CertFile, KeyFile, CAFile string
+}
+
+// New makes an authority.
+func New(tb testing.TB) *Authority {
+	tb.Helper()
+	key := newKey(tb)
+	template := &x509.Certificate{
+		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "test authority"},
+		NotBefore: time.Now().Add(-time.Minute), NotAfter: time.Now().Add(time.Hour),
+		IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign,
+	}
+	der, err := x509.CreateCertificate(rand.Reader, template, template, &key.PublicKey, key)
+	if err != nil {
+		tb.Fatalf("signing the authority: %v", err)
+	}
+	certificate, err := x509.ParseCertificate(der)
+	if err != nil {
+		tb.Fatalf("parsing the authority: %v", err)
+	}
+	return &Authority{certificate: certificate, key: key}
+}
+
+// Issue writes the certificate of a party that is reached at 127.0.0.1 and has the URI names to a folder, with the certificate
+// of the authority that it trusts. Files that are there are replaced, as a rotation does.
+func (a *Authority) Issue(tb testing.TB, folder string, trusted *Authority, uris ...string) Files {
+	tb.Helper()
+	key := newKey(tb)
+	template := &x509.Certificate{
+		SerialNumber: big.NewInt(time.Now().UnixNano()), Subject: pkix.Name{CommonName: "test"},
+		NotBefore: time.Now().Add(-time.Minute), NotAfter: time.Now().Add(time.Hour),
+		KeyUsage:    x509.KeyUsageDigitalSignature,
+		ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth, x509.ExtKeyUsageServerAuth},
+		IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)},
+	}
+	for _, text := range uris {
+		uri, err := url.Parse(text)
+		if err != nil {
+			tb.Fatalf("parsing %s: %v", text, err)
+		}
+		template.URIs = append(template.URIs, uri)
+	}
+	der, err := x509.CreateCertificate(rand.Reader, template, a.certificate, &key.PublicKey, a.key)
+	if err != nil {
+		tb.Fatalf("signing a certificate: %v", err)
+	}
+	keyDER, err := x509.MarshalECPrivateKey(key)
+	if err != nil {
+		tb.Fatalf("encoding a key: %v", err)
+	}
+	files := Files{
+		CertFile: filepath.Join(folder, "tls.crt"), KeyFile: filepath.Join(folder, "tls.key"), CAFile: filepath.Join(folder, "ca.crt"),
+	}
+	write(tb, files.KeyFile, "EC PRIVATE KEY", keyDER)
+	write(tb, files.CertFile, "CERTIFICATE", der)
+	write(tb, files.CAFile, "CERTIFICATE", trusted.certificate.Raw)
+	return files
+}
+
+func newKey(tb testing.TB) *ecdsa.PrivateKey {
+	tb.Helper()
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		tb.Fatalf("making a key: %v", err)
+	}
+	return key
+}
+
+func write(tb testing.TB, path, kind string, der []byte) {
+	tb.Helper()
+	if err := os.WriteFile(path, pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der}), 0o600); err != nil {
+		tb.Fatalf("writing %s: %v", path, err)
+	}
+}
