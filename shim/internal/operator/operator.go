@@ -141,16 +141,22 @@ func profiling() map[string]http.Handler {
 	return handlers
 }
 
-// index says by which field objects of a kind are looked up.
-type index struct {
-	object client.Object
-	field  string
-	value  func(client.Object) string
+// Index says by which field objects of a kind are looked up.
+type Index struct {
+	// Object is of the kind.
+	Object client.Object
+	// Field is the name that readers give.
+	Field string
+	// Value returns an object's value.
+	Value func(client.Object) string
 }
 
-// indexes are those that core's controllers, and ours, read by.
-func indexes() []index {
-	return []index{
+// Values is Value for an indexer.
+func (i Index) Values(o client.Object) []string { return []string{i.Value(o)} }
+
+// Indexes are those that core's controllers, and ours, read by.
+func Indexes() []Index {
+	return []Index{
 		{&corev1.Pod{}, "spec.nodeName", func(o client.Object) string { return o.(*corev1.Pod).Spec.NodeName }},
 		{&corev1.Node{}, "spec.providerID", func(o client.Object) string { return o.(*corev1.Node).Spec.ProviderID }},
 		{&storagev1.VolumeAttachment{}, "spec.nodeName", func(o client.Object) string { return o.(*storagev1.VolumeAttachment).Spec.NodeName }},
@@ -165,13 +171,13 @@ func indexes() []index {
 }
 
 func addIndexes(ctx context.Context, m manager.Manager) error {
-	for _, each := range indexes() {
-		err := m.GetFieldIndexer().IndexField(ctx, each.object, each.field, func(o client.Object) []string { return []string{each.value(o)} })
+	for _, each := range Indexes() {
+		err := m.GetFieldIndexer().IndexField(ctx, each.Object, each.Field, each.Values)
 		if meta.IsNoMatchError(err) {
-			return fmt.Errorf("the CustomResourceDefinition of %T is not installed: %w", each.object, err)
+			return fmt.Errorf("the CustomResourceDefinition of %T is not installed: %w", each.Object, err)
 		}
 		if err != nil {
-			return fmt.Errorf("indexing %T by %s: %w", each.object, each.field, err)
+			return fmt.Errorf("indexing %T by %s: %w", each.Object, each.Field, err)
 		}
 	}
 	return nil

@@ -1,0 +1,43 @@
+package agentstate_test
+
+import (
+	"context"
+	"testing"
+
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	"github.com/stretchr/testify/assert"
+	crmetrics "sigs.k8s.io/controller-runtime/pkg/metrics"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/agentstate"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
+)
+
+func connected(t *testing.T) float64 {
+	t.Helper()
+	families, err := crmetrics.Registry.Gather()
+	assert.NoError(t, err)
+	for _, family := range families {
+		if family.GetName() == "karpenter_capi_agent_connected" {
+			return family.GetMetric()[0].GetGauge().GetValue()
+		}
+	}
+	return -1
+}
+
+func TestTheConnectionIsAMetric(t *testing.T) {
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
+	observer := agentstate.New(map[string]agentstate.Mirror{"nodegroups": w.NodeGroups})
+	assert.False(t, observer.NeedLeaderElection())
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- observer.Start(ctx) }()
+	w.Eventually(func() bool { return connected(t) == 1 }, "connected")
+	w.Disconnect()
+	w.Eventually(func() bool { return connected(t) == 0 }, "lost")
+	problems, err := testutil.GatherAndLint(crmetrics.Registry, "karpenter_capi_agent_connected", "karpenter_capi_agent_last_event_timestamp_seconds")
+	assert.NoError(t, err)
+	assert.Empty(t, problems)
+	cancel()
+	assert.NoError(t, <-done)
+}

@@ -1,0 +1,219 @@
+package catalogue_test
+
+import (
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/samber/lo"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/cloudprovider"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
+)
+
+func nodePool(class string, taints ...corev1.Taint) *karpv1.NodePool {
+	pool := &karpv1.NodePool{}
+	pool.Spec.Template.Spec.NodeClassRef = &karpv1.NodeClassReference{Group: v1alpha1.Group, Kind: "ClusterAPINodeClass", Name: class}
+	pool.Spec.Template.Spec.Taints = taints
+	return pool
+}
+
+func types(t testing.TB, snapshot *catalogue.Snapshot, pool *karpv1.NodePool) []*cloudprovider.InstanceType {
+	t.Helper()
+	types, ok := snapshot.InstanceTypesFor(pool)
+	require.True(t, ok)
+	return types
+}
+
+func names(types []*cloudprovider.InstanceType) []string {
+	return lo.Map(types, func(it *cloudprovider.InstanceType, _ int) string { return it.Name })
+}
+
+func TestSelectorsRunOnTheLabelsOfMachineDeployments(t *testing.T) {
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{
+		{Name: "red", Labels: map[string]string{"team": "red"}},
+		{Name: "blue", Labels: map[string]string{"team": "blue"}},
+	})
+	w.AddNodeClass("red", &metav1.LabelSelector{MatchLabels: map[string]string{"team": "red"}})
+	w.AddNodeClass("empty", &metav1.LabelSelector{})
+	w.AddNodeClass("nobody", &metav1.LabelSelector{MatchLabels: map[string]string{"team": "green"}})
+	w.AddNodeClass("broken", &metav1.LabelSelector{MatchExpressions: []metav1.LabelSelectorRequirement{{Key: "team", Operator: "Near"}}})
+
+	snapshot := w.Catalogue.Snapshot()
+	assert.Equal(t, []string{"blue", "red"}, names(types(t, snapshot, nodePool(shimtest.NodeClassName))), "no selector selects all")
+	assert.Equal(t, []string{"blue", "red"}, names(types(t, snapshot, nodePool("empty"))))
+	assert.Equal(t, []string{"red"}, names(types(t, snapshot, nodePool("red"))))
+	assert.Empty(t, types(t, snapshot, nodePool("nobody")))
+	broken, ok := snapshot.Class("broken")
+	require.True(t, ok)
+	assert.ErrorContains(t, broken.SelectorError, "spec.scalableResourceSelector")
+	assert.Empty(t, broken.Groups)
+	_, ok = snapshot.InstanceTypesFor(nodePool("missing"))
+	assert.False(t, ok)
+}
+
+func TestChangesOfNodeGroupsShowAndOthersStayTheSameObjects(t *testing.T) {
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}, {Name: "b"}})
+	before := types(t, w.Catalogue.Snapshot(), nodePool(shimtest.NodeClassName))
+	w.Agent.UpdateNodeGroup("default/a", func(g *agentv1alpha1.NodeGroup) { g.Capacity["cpu"] = "16" })
+	var after []*cloudprovider.InstanceType
+	w.Eventually(func() bool {
+		after = types(t, w.Catalogue.Snapshot(), nodePool(shimtest.NodeClassName))
+		return after[0].Capacity.Cpu().String() == "16"
+	}, "the change shows")
+	assert.Equal(t, "4", before[0].Capacity.Cpu().String(), "what was handed out does not change")
+	assert.Same(t, before[1], after[1])
+}
+
+func TestTheLastKnownGoodStaysWhileTheAgentIsAway(t *testing.T) {
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
+	w.Disconnect()
+	w.AddNodeClass("later", nil)
+	assert.Equal(t, []string{"a"}, names(types(t, w.Catalogue.Snapshot(), nodePool("later"))))
+}
+
+func TestThereIsNoSnapshotBeforeTheAgentWasHeardOf(t *testing.T) {
+	kube := shimtest.New(t, nil).Kube
+	w := shimtest.New(t, nil)
+	unheard := catalogue.New(w.Client.MirrorNodeGroups(w.Cluster), kube, time.Minute) // a mirror that nobody runs
+	go func() { _ = unheard.Start(t.Context()) }()
+	unheard.Refresh()
+	assert.Nil(t, unheard.Snapshot())
+}
+
+func TestAClusterWithoutNodeGroupsHasAnEmptyCatalogue(t *testing.T) {
+	w := shimtest.New(t, nil)
+	assert.Empty(t, types(t, w.Catalogue.Snapshot(), nodePool(shimtest.NodeClassName)))
+	w.Agent.AddNodeGroup(&agentv1alpha1.NodeGroup{Name: "first"})
+	w.Eventually(func() bool { return w.Catalogue.Snapshot().Len() == 1 }, "the first group shows")
+}
+
+func TestMarkedGroupsAreUnavailableForAWhile(t *testing.T) {
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}, {Name: "b"}}, shimtest.WithUnavailableTTL(50*time.Millisecond))
+	available := func() int {
+		return lo.CountBy(types(t, w.Catalogue.Snapshot(), nodePool(shimtest.NodeClassName)), func(it *cloudprovider.InstanceType) bool {
+			return len(it.Offerings.Available()) > 0
+		})
+	}
+	changes := w.Catalogue.Changes()
+	w.Catalogue.MarkUnavailable("default/a")
+	<-changes
+	w.Eventually(func() bool { return available() == 2 }, "the mark is forgotten")
+}
+
+func TestMarkedGroupsAreUnavailable(t *testing.T) {
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
+	w.Catalogue.MarkUnavailable("default/a")
+	w.Eventually(func() bool {
+		return len(types(t, w.Catalogue.Snapshot(), nodePool(shimtest.NodeClassName))[0].Offerings.Available()) == 0
+	}, "the mark shows")
+	group, ok := w.Catalogue.Snapshot().Group("default/a")
+	require.True(t, ok)
+	assert.False(t, w.Catalogue.Available(group))
+	assert.False(t, w.Catalogue.Snapshot().Available(group))
+}
+
+func TestTaintedGroupsAreForNodePoolsThatDeclareTheTaint(t *testing.T) {
+	taint := corev1.Taint{Key: "dedicated", Value: "gpu", Effect: corev1.TaintEffectNoSchedule}
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{
+		{Name: "plain"},
+		{Name: "gpu", Taints: []*agentv1alpha1.Taint{{Key: "dedicated", Value: "gpu", Effect: "NoSchedule"}}},
+	})
+	check := func() {
+		snapshot := w.Catalogue.Snapshot()
+		assert.Equal(t, []string{"plain"}, names(types(t, snapshot, nodePool(shimtest.NodeClassName))))
+		assert.Equal(t, []string{"gpu", "plain"}, names(types(t, snapshot, nodePool(shimtest.NodeClassName, taint))))
+		startup := nodePool(shimtest.NodeClassName)
+		startup.Spec.Template.Spec.StartupTaints = []corev1.Taint{taint}
+		assert.Equal(t, []string{"gpu", "plain"}, names(types(t, snapshot, startup)))
+	}
+	check()
+	before := types(t, w.Catalogue.Snapshot(), nodePool(shimtest.NodeClassName, taint))
+	w.Agent.UpdateNodeGroup("default/plain", func(g *agentv1alpha1.NodeGroup) { g.Capacity["cpu"] = "2" })
+	w.Eventually(func() bool {
+		group, _ := w.Catalogue.Snapshot().Group("default/plain")
+		return group.Capacity.Cpu().String() == "2"
+	}, "the change shows")
+	check()
+	assert.NotSame(t, before[1], types(t, w.Catalogue.Snapshot(), nodePool(shimtest.NodeClassName, taint))[1])
+}
+
+func TestProblemsOfSelectedGroupsAreTold(t *testing.T) {
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{
+		{Name: "good", Labels: map[string]string{"team": "red"}},
+		{Name: "odd", Labels: map[string]string{"team": "blue"}, Problems: []*agentv1alpha1.Problem{{Field: "metadata.annotations[cpu]", Value: "many", Message: "no quantity"}}},
+		{Name: "unusable", Labels: map[string]string{"team": "blue"}, InstanceType: "no label!"},
+	})
+	w.AddNodeClass("red", &metav1.LabelSelector{MatchLabels: map[string]string{"team": "red"}})
+	red, _ := w.Catalogue.Snapshot().Class("red")
+	assert.Empty(t, red.Problems)
+	all, _ := w.Catalogue.Snapshot().Class(shimtest.NodeClassName)
+	require.Len(t, all.Problems, 2)
+	assert.Contains(t, all.Problems[0], "default/odd")
+	assert.Contains(t, all.Problems[0], "metadata.annotations[cpu]")
+	assert.Contains(t, all.Problems[1], "default/unusable")
+	assert.Len(t, all.Groups, 2, "one bad group disturbs no other")
+	assert.Equal(t, 2, w.Catalogue.Snapshot().Len())
+}
+
+func TestZonesOfMachinesAreRememberedByTheirNodeClaims(t *testing.T) {
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
+	offered := func(zone string) bool {
+		_, ok := types(t, w.Catalogue.Snapshot(), nodePool(shimtest.NodeClassName))[0].OfferingPrice(zone, "on-demand")
+		return ok
+	}
+	assert.True(t, offered(instancetype.ZoneNone))
+	w.Catalogue.ObserveZone("default/a", "z1")
+	w.Eventually(func() bool { return offered("z1") }, "a zone that was told")
+	w.Create(w.NodeClaim("old", func(nc *karpv1.NodeClaim) {
+		nc.Labels[corev1.LabelTopologyZone] = "z2"
+		nc.Annotations = map[string]string{v1alpha1.NodeGroupAnnotation: "default/a"}
+	}))
+	w.Catalogue.Refresh()
+	w.Eventually(func() bool { return offered("z2") }, "a zone that a NodeClaim remembers")
+	assert.False(t, offered("z3"))
+}
+
+func manyGroups(n int) []*agentv1alpha1.NodeGroup {
+	return lo.Times(n, func(i int) *agentv1alpha1.NodeGroup {
+		return &agentv1alpha1.NodeGroup{
+			Name: fmt.Sprintf("group-%04d", i), InstanceType: fmt.Sprintf("type-%03d", i/4), Zone: fmt.Sprint("z", i%4),
+			NodeLabels: map[string]string{"team": "red"},
+		}
+	})
+}
+
+func TestAnUnchangedCatalogueIsReadWithoutAllocating(t *testing.T) {
+	w := shimtest.New(t, manyGroups(100))
+	pool := nodePool(shimtest.NodeClassName)
+	assert.Zero(t, testing.AllocsPerRun(100, func() { types(t, w.Catalogue.Snapshot(), pool) }))
+}
+
+func BenchmarkGetInstanceTypes(b *testing.B) {
+	w := shimtest.New(b, manyGroups(1000))
+	pool := nodePool(shimtest.NodeClassName)
+	b.ReportAllocs()
+	for b.Loop() {
+		if found, err := w.CloudProvider.GetInstanceTypes(b.Context(), pool); err != nil || len(found) != 250 {
+			b.Fatal(len(found), err)
+		}
+	}
+}
+
+func BenchmarkRebuildAfterOneChange(b *testing.B) {
+	w := shimtest.New(b, manyGroups(1000))
+	changes := w.Catalogue.Changes()
+	for i := range b.N {
+		w.Agent.UpdateNodeGroup("default/group-0000", func(g *agentv1alpha1.NodeGroup) { g.Capacity["cpu"] = fmt.Sprint(i%7 + 1) })
+		<-changes
+	}
+}

@@ -1,0 +1,38 @@
+package claimsource_test
+
+import (
+	"context"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"k8s.io/client-go/util/workqueue"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/claimsource"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
+)
+
+func TestNodeClaimsAreWokenByTheirClaims(t *testing.T) {
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
+	before := w.Launched("before") // known when the source starts
+	queue := workqueue.NewTypedRateLimitingQueue(workqueue.DefaultTypedControllerRateLimiter[reconcile.Request]())
+	ctx, cancel := context.WithCancel(t.Context())
+	t.Cleanup(cancel)
+	t.Cleanup(queue.ShutDown)
+	require.NoError(t, claimsource.NodeClaims(w.Claims).Start(ctx, queue))
+	next := func() string {
+		request, shutdown := queue.Get()
+		require.False(t, shutdown)
+		queue.Done(request)
+		return request.Name
+	}
+	assert.Equal(t, "before", next())
+	w.Launched("after")
+	for next() != "after" { // before may change once more, as it is bound
+	}
+	w.Provision(before, "sim:///1")
+	for next() != "before" {
+	}
+}

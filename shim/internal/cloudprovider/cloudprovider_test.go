@@ -1,0 +1,287 @@
+package cloudprovider_test
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/samber/lo"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	corecloudprovider "sigs.k8s.io/karpenter/pkg/cloudprovider"
+	"sigs.k8s.io/karpenter/pkg/controllers/node/health"
+	coreoptions "sigs.k8s.io/karpenter/pkg/operator/options"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/cloudprovider"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
+)
+
+func oneGroup() []*agentv1alpha1.NodeGroup { return []*agentv1alpha1.NodeGroup{{Name: "a"}} }
+
+func slowTermination() shimtest.Option {
+	return shimtest.WithAgent(fakeagent.WithInfrastructure(fakeagent.Infrastructure{
+		Provision: fakeagent.Manual, Join: fakeagent.Manual, Terminate: fakeagent.Manual,
+	}))
+}
+
+func notFound(t *testing.T, err error) {
+	t.Helper()
+	assert.True(t, corecloudprovider.IsNodeClaimNotFoundError(err), "%v", err)
+}
+
+func uncertain(t *testing.T, err error) {
+	t.Helper()
+	require.Error(t, err)
+	assert.False(t, corecloudprovider.IsNodeClaimNotFoundError(err), "%v", err)
+}
+
+func TestDeleteEndsOnceTheInstanceIsGone(t *testing.T) {
+	w := shimtest.New(t, oneGroup(), slowTermination())
+	nodeClaim := w.Launched("claim")
+	machine := w.Provision(nodeClaim, "sim:///1")
+	w.Agent.Join(w.Cluster, machine.GetName(), "")
+	for range 3 { // core asks every five seconds
+		require.NoError(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+	}
+	assert.EqualValues(t, 1, w.Agent.NodeGroup("default/a").GetReplicas())
+	w.Agent.Terminate(w.Cluster, machine.GetName())
+	notFound(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+	assert.EqualValues(t, 0, w.Agent.NodeGroup("default/a").GetReplicas())
+	notFound(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+}
+
+func TestDeleteKeysOnTheUIDWhateverTheProviderID(t *testing.T) {
+	w := shimtest.New(t, oneGroup())
+	for _, providerID := range []string{"", "sim:///other", "capi-claim://default/workload/somebody-else"} {
+		nodeClaim := w.Launched("claim-"+lo.RandomString(5, lo.LowerCaseLettersCharset), func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = providerID })
+		_ = w.CloudProvider.Delete(w.Context(), nodeClaim)
+		assert.Equal(t, agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED, w.Agent.Claim(w.Cluster, string(nodeClaim.UID)).GetPhase())
+	}
+}
+
+func TestDeleteOfAnUnknownClaimIsNotFound(t *testing.T) {
+	w := shimtest.New(t, oneGroup())
+	notFound(t, w.CloudProvider.Delete(w.Context(), w.NodeClaim("never")))
+}
+
+func TestNothingIsConcludedWhileTheAgentIsAway(t *testing.T) {
+	w := shimtest.New(t, oneGroup())
+	nodeClaim := w.Launched("claim")
+	w.Disconnect()
+	uncertain(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+	uncertain(t, w.CloudProvider.Delete(w.Context(), w.NodeClaim("never")))
+	_, err := w.CloudProvider.Get(w.Context(), w.Placeholder(nodeClaim.UID))
+	uncertain(t, err)
+	_, err = w.CloudProvider.Get(w.Context(), "sim:///never-seen")
+	uncertain(t, err)
+	list, err := w.CloudProvider.List(w.Context())
+	uncertain(t, err)
+	assert.Empty(t, list)
+}
+
+func TestDrainedIsWhatCoreDid(t *testing.T) {
+	for name, c := range map[string]struct {
+		conditions func(*karpv1.NodeClaim)
+		want       bool
+	}{
+		"never registered":       {func(*karpv1.NodeClaim) {}, false},
+		"draining":               {func(nc *karpv1.NodeClaim) { nc.StatusConditions().SetUnknown(karpv1.ConditionTypeDrained) }, false},
+		"drained, volumes there": {func(nc *karpv1.NodeClaim) { nc.StatusConditions().SetTrue(karpv1.ConditionTypeDrained) }, false},
+		"drained and detached": {func(nc *karpv1.NodeClaim) {
+			nc.StatusConditions().SetTrue(karpv1.ConditionTypeDrained)
+			nc.StatusConditions().SetTrue(karpv1.ConditionTypeVolumesDetached)
+		}, true},
+		"grace period over": {func(nc *karpv1.NodeClaim) {
+			nc.StatusConditions().SetTrue(karpv1.ConditionTypeDrained)
+			nc.StatusConditions().SetFalse(karpv1.ConditionTypeVolumesDetached, "TerminationGracePeriodElapsed", "")
+		}, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := shimtest.New(t, oneGroup())
+			nodeClaim := w.Launched("claim", c.conditions)
+			_ = w.CloudProvider.Delete(w.Context(), nodeClaim)
+			sent := w.Agent.Requests("ReleaseClaim")[0].(*agentv1alpha1.ReleaseClaimRequest)
+			assert.Equal(t, c.want, sent.GetDrained())
+			assert.Contains(t, sent.GetReason(), "claim")
+		})
+	}
+}
+
+func TestGetTakesPlaceholderAndRealProviderID(t *testing.T) {
+	w := shimtest.New(t, oneGroup(), slowTermination())
+	nodeClaim := w.Launched("claim")
+	w.Provision(nodeClaim, "sim:///1")
+	for _, id := range []string{w.Placeholder(nodeClaim.UID), "sim:///1"} {
+		got, err := w.CloudProvider.Get(w.Context(), id)
+		require.NoError(t, err)
+		assert.Equal(t, id, got.Status.ProviderID)
+		assert.Equal(t, nodeClaim.UID, got.UID)
+		assert.Equal(t, "claim", got.Name)
+	}
+	_, err := w.CloudProvider.Get(w.Context(), "capi-claim://default/other/"+string(nodeClaim.UID))
+	notFound(t, err)
+	_, err = w.CloudProvider.Get(w.Context(), "sim:///unheard-of")
+	notFound(t, err)
+	_, err = w.CloudProvider.Get(w.Context(), w.Placeholder("never"))
+	notFound(t, err)
+	_, err = w.CloudProvider.Get(w.Context(), "")
+	uncertain(t, err)
+}
+
+func TestGetOfAnEndedClaimIsNotFound(t *testing.T) {
+	w := shimtest.New(t, oneGroup())
+	nodeClaim := w.Launched("claim")
+	machine := w.Provision(nodeClaim, "sim:///1")
+	w.Agent.Join(w.Cluster, machine.GetName(), "")
+	_ = w.CloudProvider.Delete(w.Context(), nodeClaim)
+	for _, id := range []string{w.Placeholder(nodeClaim.UID), "sim:///1"} {
+		_, err := w.CloudProvider.Get(w.Context(), id)
+		notFound(t, err)
+	}
+}
+
+func TestListHasEachMachineUnderBothIDs(t *testing.T) {
+	w := shimtest.New(t, oneGroup())
+	pending, provisioned, ended := w.Launched("pending"), w.Launched("provisioned"), w.Launched("ended")
+	w.Provision(provisioned, "sim:///1")
+	_ = w.CloudProvider.Delete(w.Context(), ended)
+	list, err := w.CloudProvider.List(w.Context())
+	require.NoError(t, err)
+	assert.ElementsMatch(t, []string{w.Placeholder(pending.UID), w.Placeholder(provisioned.UID), "sim:///1"},
+		lo.Map(list, func(nc *karpv1.NodeClaim, _ int) string { return nc.Status.ProviderID }))
+	for _, nc := range list {
+		assert.Nil(t, nc.DeletionTimestamp)
+		assert.False(t, nc.CreationTimestamp.IsZero())
+		assert.Equal(t, "default/a", nc.Annotations[v1alpha1.NodeGroupAnnotation])
+	}
+}
+
+func TestListShowsWhatIsBeingReleased(t *testing.T) {
+	w := shimtest.New(t, oneGroup(), slowTermination())
+	nodeClaim := w.Launched("claim")
+	machine := w.Provision(nodeClaim, "sim:///1")
+	w.Agent.Join(w.Cluster, machine.GetName(), "")
+	require.NoError(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+	list, err := w.CloudProvider.List(w.Context())
+	require.NoError(t, err)
+	require.Len(t, list, 2)
+	for _, nc := range list {
+		assert.NotNil(t, nc.DeletionTimestamp)
+	}
+}
+
+func TestListLeavesOtherHoldersAlone(t *testing.T) {
+	w := shimtest.New(t, oneGroup())
+	_, err := w.Client.Claims.CreateClaim(t.Context(), &agentv1alpha1.CreateClaimRequest{
+		Cluster: w.Cluster, ClaimId: "mine", Holder: "somebody", Candidates: []string{"default/a"},
+	})
+	require.NoError(t, err)
+	list, err := w.CloudProvider.List(w.Context())
+	require.NoError(t, err)
+	assert.Empty(t, list)
+}
+
+func TestIsDriftedWhenTheNodeClassNoLongerSelectsTheGroup(t *testing.T) {
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a", Labels: map[string]string{"team": "red"}}})
+	nodeClaim := w.Launched("claim")
+	reason, err := w.CloudProvider.IsDrifted(w.Context(), nodeClaim)
+	require.NoError(t, err)
+	assert.Empty(t, reason)
+
+	nodeClass := &v1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: shimtest.NodeClassName}}
+	for selector, want := range map[string]corecloudprovider.DriftReason{"red": "", "blue": cloudprovider.DriftNodeGroupNotSelected} {
+		w.Get(nodeClass)
+		nodeClass.Spec.ScalableResourceSelector = &metav1.LabelSelector{MatchLabels: map[string]string{"team": selector}}
+		require.NoError(t, w.Kube.Update(w.Context(), nodeClass))
+		w.Catalogue.Refresh()
+		w.Eventually(func() bool {
+			reason, err := w.CloudProvider.IsDrifted(w.Context(), nodeClaim)
+			return err == nil && reason == want
+		}, "selector %s", selector)
+	}
+}
+
+func TestIsDriftedWhenTheTemplateChangedAndNobodyElseReplacesTheMachine(t *testing.T) {
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{
+		{Name: "rolling", RolloutStrategy: agentv1alpha1.RolloutStrategy_ROLLOUT_STRATEGY_ROLLING_UPDATE},
+		{Name: "ondelete", RolloutStrategy: agentv1alpha1.RolloutStrategy_ROLLOUT_STRATEGY_ON_DELETE},
+	})
+	for group, want := range map[string]corecloudprovider.DriftReason{"rolling": "", "ondelete": cloudprovider.DriftMachineNotUpToDate} {
+		nodeClaim := w.NodeClaim("claim-" + group)
+		nodeClaim.Annotations = map[string]string{v1alpha1.NodeGroupAnnotation: "default/" + group}
+		provider := *w.CloudProvider
+		provider.Claims = stale{w.Claims, &agentv1alpha1.Claim{
+			ClaimId: string(nodeClaim.UID), NodeGroupId: "default/" + group, Machine: &agentv1alpha1.Machine{Name: "m", UpToDate: false},
+		}}
+		reason, err := provider.IsDrifted(w.Context(), nodeClaim)
+		require.NoError(t, err)
+		assert.Equal(t, want, reason, group)
+		assert.Regexp(t, `^[A-Za-z]*$`, reason)
+	}
+}
+
+// stale shows one claim whatever is asked.
+type stale struct {
+	cloudprovider.Claims
+	claim *agentv1alpha1.Claim
+}
+
+func (s stale) Get(string) (*agentv1alpha1.Claim, bool) { return s.claim, true }
+
+func TestDriftIsNotDecidedWithoutKnowing(t *testing.T) {
+	w := shimtest.New(t, oneGroup())
+	nodeClaim := w.Launched("claim")
+	w.Disconnect()
+	reason, err := w.CloudProvider.IsDrifted(w.Context(), nodeClaim)
+	assert.NoError(t, err, "the last known good does")
+	assert.Empty(t, reason)
+	w.CloudProvider.Claims = w.Client.MirrorClaims(w.Cluster, v1alpha1.Holder) // never heard of
+	_, err = w.CloudProvider.IsDrifted(w.Context(), nodeClaim)
+	assert.Error(t, err)
+	foreign := w.NodeClaim("foreign", func(nc *karpv1.NodeClaim) { nc.Spec.NodeClassRef.Kind = "EC2NodeClass" })
+	reason, err = w.CloudProvider.IsDrifted(w.Context(), foreign)
+	assert.NoError(t, err)
+	assert.Empty(t, reason)
+}
+
+func TestGetInstanceTypesOfNodePoolsThatAreNotOurs(t *testing.T) {
+	w := shimtest.New(t, oneGroup())
+	foreign := &karpv1.NodePool{}
+	for _, pool := range []*karpv1.NodePool{nil, foreign} {
+		types, err := w.CloudProvider.GetInstanceTypes(w.Context(), pool)
+		assert.NoError(t, err)
+		assert.Empty(t, types)
+	}
+	foreign.Spec.Template.Spec.NodeClassRef = &karpv1.NodeClassReference{Group: "karpenter.k8s.aws", Kind: "EC2NodeClass", Name: "default"}
+	types, err := w.CloudProvider.GetInstanceTypes(w.Context(), foreign)
+	assert.NoError(t, err)
+	assert.Empty(t, types)
+	foreign.Spec.Template.Spec.NodeClassRef = &karpv1.NodeClassReference{Group: v1alpha1.Group, Kind: "ClusterAPINodeClass", Name: "missing"}
+	_, err = w.CloudProvider.GetInstanceTypes(w.Context(), foreign)
+	assert.ErrorContains(t, err, "missing")
+}
+
+func TestRepairPoliciesAreWhatCoreAccepts(t *testing.T) {
+	w := shimtest.New(t, nil)
+	ctx := coreoptions.ToContext(context.Background(), &coreoptions.Options{FeatureGates: coreoptions.FeatureGates{NodeRepair: true}})
+	matcher, err := health.NewRepairPolicyMatcher(ctx, w.CloudProvider)
+	require.NoError(t, err)
+	assert.NotNil(t, matcher)
+	for _, policy := range w.CloudProvider.RepairPolicies() {
+		assert.GreaterOrEqual(t, policy.TolerationDuration, 10*time.Minute, "MachineHealthChecks come first")
+	}
+}
+
+func TestTheRest(t *testing.T) {
+	w := shimtest.New(t, nil)
+	assert.Equal(t, "clusterapi", w.CloudProvider.Name())
+	assert.True(t, corecloudprovider.IsNodeRebootNotImplementedError(w.CloudProvider.Reboot(w.Context(), w.NodeClaim("x"), "op")))
+	first, second := w.CloudProvider.GetSupportedNodeClasses(), w.CloudProvider.GetSupportedNodeClasses()
+	require.Len(t, first, 1)
+	assert.NotSame(t, first[0], second[0], "core reads into it")
+}

@@ -1,0 +1,277 @@
+package failedmachine_test
+
+import (
+	"regexp"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	clocktesting "k8s.io/utils/clock/testing"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/failedmachine"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/options"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
+)
+
+const deadline = 15 * time.Minute
+
+type env struct {
+	*shimtest.World
+	t          *testing.T
+	clock      *clocktesting.FakeClock
+	controller *failedmachine.Controller
+}
+
+func setUp(t *testing.T, agent ...fakeagent.Option) *env {
+	t.Helper()
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}}, shimtest.WithAgent(agent...))
+	clk := clocktesting.NewFakeClock(time.Now())
+	return &env{
+		World: w, t: t, clock: clk,
+		controller: failedmachine.New(clk, w.Kube, w.Kube, w.CloudProvider, w.Claims, w.Client.Claims, w.Cluster, w.Recorder,
+			regexp.MustCompile(options.DefaultMachineFailureReasons), deadline, shimtest.Timeout),
+	}
+}
+
+func (e *env) reconcile(nodeClaim *karpv1.NodeClaim) reconcile.Result {
+	e.t.Helper()
+	e.Get(nodeClaim)
+	result, err := e.controller.Reconcile(e.Context(), nodeClaim)
+	require.NoError(e.t, err)
+	return result
+}
+
+func (e *env) phaseShows(nodeClaim *karpv1.NodeClaim, phase agentv1alpha1.ClaimPhase) {
+	e.t.Helper()
+	e.Eventually(func() bool {
+		claim, _ := e.Claims.Get(string(nodeClaim.UID))
+		return claim.GetPhase() == phase
+	}, "the mirror shows phase %s", phase)
+}
+
+func (e *env) node(nodeClaim *karpv1.NodeClaim, providerID string, ready corev1.ConditionStatus) {
+	e.t.Helper()
+	e.Create(&corev1.Node{
+		ObjectMeta: metav1.ObjectMeta{Name: "node-" + nodeClaim.Name},
+		Spec:       corev1.NodeSpec{ProviderID: providerID},
+		Status:     corev1.NodeStatus{Conditions: []corev1.NodeCondition{{Type: corev1.NodeReady, Status: ready}}},
+	})
+}
+
+// lose ends the NodeClaim's claim as a person does who deletes its Machine.
+func (e *env) lose(nodeClaim *karpv1.NodeClaim) {
+	e.t.Helper()
+	machine := e.Provision(nodeClaim, "sim:///"+nodeClaim.Name)
+	e.Agent.LoseMachine(e.Cluster, machine.GetName())
+	e.phaseShows(nodeClaim, agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED)
+}
+
+func TestAClaimThatEndsCostsItsNodeClaimAtOnce(t *testing.T) {
+	e := setUp(t)
+	nodeClaim := e.Launched("claim")
+	e.lose(nodeClaim)
+	e.reconcile(nodeClaim)
+	assert.False(t, e.Exists(nodeClaim))
+	assert.Equal(t, []string{"MachineLost"}, e.Recorder.Reasons())
+	assert.Contains(t, e.Recorder.Messages()[0], "default/a")
+}
+
+func TestAnUnknownClaimCostsItsNodeClaimOnceTheAgentIsCertain(t *testing.T) {
+	e := setUp(t)
+	nodeClaim := e.NodeClaim("claim", func(nc *karpv1.NodeClaim) {
+		nc.Status.ProviderID = e.Placeholder(nc.UID)
+		nc.StatusConditions().SetTrue(karpv1.ConditionTypeLaunched)
+	})
+	e.Create(nodeClaim)
+	e.reconcile(nodeClaim)
+	assert.True(t, e.Exists(nodeClaim), "the mirror may only be behind")
+	assert.Zero(t, e.Agent.Calls("GetClaim"))
+	e.clock.Step(time.Minute)
+	e.reconcile(nodeClaim)
+	assert.False(t, e.Exists(nodeClaim))
+	assert.Equal(t, []string{"ClaimUnknown"}, e.Recorder.Reasons())
+}
+
+func TestNothingIsDeletedWhileTheAgentIsAway(t *testing.T) {
+	e := setUp(t)
+	ended, slow, unknown := e.Launched("ended"), e.Launched("slow"), e.NodeClaim("unknown", func(nc *karpv1.NodeClaim) {
+		nc.StatusConditions().SetTrue(karpv1.ConditionTypeLaunched)
+	})
+	e.Create(unknown)
+	e.lose(ended)
+	e.Disconnect()
+	e.clock.Step(24 * time.Hour)
+	for _, nodeClaim := range []*karpv1.NodeClaim{ended, slow, unknown} {
+		result := e.reconcile(nodeClaim)
+		assert.True(t, e.Exists(nodeClaim), nodeClaim.Name)
+		assert.Positive(t, result.RequeueAfter, nodeClaim.Name)
+	}
+	assert.Empty(t, e.Recorder.Reasons())
+}
+
+func TestARegisteredNodeClaimWithAReadyNodeIsLeftAlone(t *testing.T) {
+	for name, providerID := range map[string]string{"found by provider ID": "sim:///claim", "found by name": "sim:///changed"} {
+		t.Run(name, func(t *testing.T) {
+			e := setUp(t)
+			nodeClaim := e.Launched("claim", shimtest.Registered, func(nc *karpv1.NodeClaim) {
+				nc.Status.ProviderID, nc.Status.NodeName = "sim:///claim", "node-claim"
+			})
+			e.node(nodeClaim, providerID, corev1.ConditionTrue)
+			e.lose(nodeClaim)
+			result := e.reconcile(nodeClaim)
+			assert.True(t, e.Exists(nodeClaim))
+			assert.Positive(t, result.RequeueAfter, "looked at again")
+		})
+	}
+}
+
+func TestARegisteredNodeClaimWithoutAReadyNodeGoesWithItsClaim(t *testing.T) {
+	for name, node := range map[string]func(*env, *karpv1.NodeClaim){
+		"no Node":        func(*env, *karpv1.NodeClaim) {},
+		"Node not ready": func(e *env, nc *karpv1.NodeClaim) { e.node(nc, "sim:///claim", corev1.ConditionUnknown) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			e := setUp(t)
+			nodeClaim := e.Launched("claim", shimtest.Registered, func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = "sim:///claim" })
+			node(e, nodeClaim)
+			e.lose(nodeClaim)
+			e.reconcile(nodeClaim)
+			assert.False(t, e.Exists(nodeClaim))
+		})
+	}
+}
+
+func TestTheMirrorIsNotTrustedWithADeletion(t *testing.T) {
+	e := setUp(t)
+	nodeClaim := e.Launched("claim")
+	// The mirror has never heard of the claim, the agent has.
+	fresh := e.Client.MirrorClaims(e.Cluster, "nobody-in-particular")
+	go func() { _ = fresh.Run(t.Context()) }()
+	require.NoError(t, fresh.WaitForSync(t.Context()))
+	controller := failedmachine.New(e.clock, e.Kube, e.Kube, e.CloudProvider, fresh, e.Client.Claims, e.Cluster, e.Recorder, nil, deadline, shimtest.Timeout)
+	e.clock.Step(time.Minute)
+	e.Get(nodeClaim)
+	_, err := controller.Reconcile(e.Context(), nodeClaim)
+	require.NoError(t, err)
+	assert.Equal(t, 1, e.Agent.Calls("GetClaim"))
+	assert.True(t, e.Exists(nodeClaim))
+}
+
+func TestAMachineThatFailsCostsItsNodeClaimAtOnce(t *testing.T) {
+	e := setUp(t)
+	nodeClaim := e.Launched("claim")
+	e.phaseShows(nodeClaim, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND)
+	machine := e.Agent.Claim(e.Cluster, string(nodeClaim.UID)).GetMachine()
+	shows := func(reason string) {
+		e.Agent.FailMachine(e.Cluster, machine.GetName(), reason, "the infrastructure says")
+		e.Eventually(func() bool {
+			claim, _ := e.Claims.Get(string(nodeClaim.UID))
+			return claim.GetMachine().GetInfrastructureReason() == reason
+		}, "the mirror shows %s", reason)
+	}
+	shows("WaitingForBootstrapData")
+	e.reconcile(nodeClaim)
+	assert.True(t, e.Exists(nodeClaim), "that is no failure")
+	shows("InsufficientCapacity")
+	e.reconcile(nodeClaim)
+	assert.False(t, e.Exists(nodeClaim))
+	assert.Equal(t, []string{"MachineFailed"}, e.Recorder.Reasons())
+	assert.Contains(t, e.Recorder.Messages()[0], "the infrastructure says")
+}
+
+func TestNoProgressInTimeCostsTheNodeClaim(t *testing.T) {
+	e := setUp(t, fakeagent.WithInfrastructure(fakeagent.Infrastructure{Appear: fakeagent.Manual, Provision: fakeagent.Manual, Join: fakeagent.Manual}))
+	nodeClaim := e.Launched("claim")
+	result := e.reconcile(nodeClaim)
+	assert.Positive(t, result.RequeueAfter)
+	e.clock.Step(deadline - time.Minute)
+	e.reconcile(nodeClaim)
+	require.True(t, e.Exists(nodeClaim))
+	e.clock.Step(2 * time.Minute)
+	e.reconcile(nodeClaim)
+	assert.False(t, e.Exists(nodeClaim))
+	assert.Equal(t, []string{"MachineProgressDeadlineExceeded"}, e.Recorder.Reasons())
+	assert.Contains(t, e.Recorder.Messages()[0], "node group default/a has not made a machine")
+}
+
+func TestEveryStepGivesMoreTime(t *testing.T) {
+	e := setUp(t, fakeagent.WithInfrastructure(fakeagent.Infrastructure{Appear: fakeagent.Manual, Provision: fakeagent.Manual, Join: fakeagent.Manual}))
+	nodeClaim := e.Launched("claim")
+	e.reconcile(nodeClaim)
+	e.clock.Step(deadline - time.Minute)
+	e.Agent.Appear("default/a")
+	e.phaseShows(nodeClaim, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND)
+	e.reconcile(nodeClaim) // sees that it is bound
+	e.clock.Step(deadline - time.Minute)
+	e.reconcile(nodeClaim)
+	require.True(t, e.Exists(nodeClaim), "bound late")
+	machine := e.Provision(nodeClaim, "sim:///1")
+	e.reconcile(nodeClaim)
+	e.clock.Step(deadline - time.Minute)
+	e.reconcile(nodeClaim)
+	require.True(t, e.Exists(nodeClaim), "provisioned later")
+	e.Agent.Join(e.Cluster, machine.GetName(), "node")
+	e.Eventually(func() bool {
+		claim, _ := e.Claims.Get(string(nodeClaim.UID))
+		return claim.GetMachine().GetNodeName() != ""
+	}, "the mirror shows the Node")
+	e.reconcile(nodeClaim)
+	e.clock.Step(deadline + time.Minute)
+	e.reconcile(nodeClaim)
+	assert.False(t, e.Exists(nodeClaim), "there is no further step")
+	assert.Contains(t, e.Recorder.Messages()[0], "Node node of machine")
+}
+
+func TestASlowMachineThatGetsOnIsGivenMoreTimeByCoreToo(t *testing.T) {
+	e := setUp(t, fakeagent.WithInfrastructure(fakeagent.Infrastructure{Appear: fakeagent.Manual, Provision: fakeagent.Manual, Join: fakeagent.Manual}))
+	nodeClaim := e.Launched("claim", func(nc *karpv1.NodeClaim) {
+		nc.StatusConditions().SetUnknown(karpv1.ConditionTypeRegistered)
+	})
+	registeredSince := func() time.Time {
+		e.Get(nodeClaim)
+		return nodeClaim.StatusConditions().Get(karpv1.ConditionTypeRegistered).LastTransitionTime.Time
+	}
+	before := registeredSince()
+	e.reconcile(nodeClaim)
+	e.clock.Step(12 * time.Minute)
+	e.Agent.Appear("default/a")
+	e.phaseShows(nodeClaim, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND)
+	e.reconcile(nodeClaim)
+	assert.Equal(t, before, registeredSince(), "not before it is needed")
+	e.clock.Step(2 * time.Minute)
+	result := e.reconcile(nodeClaim)
+	assert.WithinDuration(t, e.clock.Now(), registeredSince(), time.Second, "core counts 15 minutes from here")
+	assert.LessOrEqual(t, result.RequeueAfter, time.Minute, "core may write the old date back")
+	assert.True(t, nodeClaim.StatusConditions().Get(karpv1.ConditionTypeLaunched).IsTrue(), "nothing else changes")
+
+	// Core does write it back.
+	nodeClaim.Status.Conditions[0].LastTransitionTime = metav1.NewTime(before)
+	for i := range nodeClaim.Status.Conditions {
+		if nodeClaim.Status.Conditions[i].Type == karpv1.ConditionTypeRegistered {
+			nodeClaim.Status.Conditions[i].LastTransitionTime = metav1.NewTime(before)
+		}
+	}
+	require.NoError(t, e.Kube.Status().Update(e.Context(), nodeClaim))
+	e.reconcile(nodeClaim)
+	assert.WithinDuration(t, e.clock.Now(), registeredSince(), time.Second)
+}
+
+func TestWhatIsNotWaitingIsLeftAlone(t *testing.T) {
+	e := setUp(t)
+	for name, nodeClaim := range map[string]*karpv1.NodeClaim{
+		"not launched": e.Launched("launching", func(nc *karpv1.NodeClaim) { nc.StatusConditions().SetUnknown(karpv1.ConditionTypeLaunched) }),
+		"registered":   e.Launched("registered", shimtest.Registered),
+		"foreign":      e.Launched("foreign", func(nc *karpv1.NodeClaim) { nc.Spec.NodeClassRef.Kind = "EC2NodeClass" }),
+	} {
+		e.clock.Step(time.Hour)
+		assert.Zero(t, e.reconcile(nodeClaim), name)
+		assert.True(t, e.Exists(nodeClaim), name)
+	}
+}

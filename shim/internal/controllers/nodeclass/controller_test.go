@@ -1,0 +1,204 @@
+package nodeclass_test
+
+import (
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/awslabs/operatorpkg/status"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/codes"
+	grpcstatus "google.golang.org/grpc/status"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	clocktesting "k8s.io/utils/clock/testing"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+
+	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/nodeclass"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
+)
+
+const grace = 2 * time.Minute
+
+// connection is as good as the test says.
+type connection struct{ state agentclient.State }
+
+func (c *connection) State() agentclient.State { return c.state }
+
+type env struct {
+	*shimtest.World
+	t          *testing.T
+	clock      *clocktesting.FakeClock
+	connection *connection
+	controller *nodeclass.Controller
+}
+
+func setUp(t *testing.T, groups ...*agentv1alpha1.NodeGroup) *env {
+	t.Helper()
+	w := shimtest.New(t, groups)
+	e := &env{World: w, t: t, clock: clocktesting.NewFakeClock(time.Now()), connection: &connection{agentclient.State{Synced: true, Connected: true}}}
+	e.controller = e.with(w.Catalogue)
+	return e
+}
+
+func (e *env) with(c *catalogue.Catalogue) *nodeclass.Controller {
+	return nodeclass.New(e.clock, e.Kube, c, e.connection, e.Cluster, e.Recorder, grace)
+}
+
+func (e *env) reconcile(name string) *v1alpha1.ClusterAPINodeClass {
+	e.t.Helper()
+	nodeClass := &v1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: name}}
+	e.Get(nodeClass)
+	result, err := e.controller.Reconcile(e.Context(), nodeClass)
+	require.NoError(e.t, err)
+	assert.Positive(e.t, result.RequeueAfter)
+	e.Get(nodeClass)
+	return nodeClass
+}
+
+func condition(nodeClass *v1alpha1.ClusterAPINodeClass, kind string) *status.Condition {
+	return nodeClass.StatusConditions().Get(kind)
+}
+
+func TestANodeClassThatSelectsGroupsIsReady(t *testing.T) {
+	e := setUp(t,
+		&agentv1alpha1.NodeGroup{Name: "a", InstanceType: "m", Zone: "z1"},
+		&agentv1alpha1.NodeGroup{Name: "b", InstanceType: "m", Zone: "z2"},
+		&agentv1alpha1.NodeGroup{Name: "c", InstanceType: "l"},
+	)
+	nodeClass := e.reconcile(shimtest.NodeClassName)
+	assert.True(t, condition(nodeClass, status.ConditionReady).IsTrue())
+	assert.True(t, condition(nodeClass, v1alpha1.ConditionNodeGroupsFound).IsTrue())
+	assert.True(t, condition(nodeClass, v1alpha1.ConditionAgentReachable).IsTrue())
+	assert.True(t, condition(nodeClass, v1alpha1.ConditionNodeGroupsValid).IsTrue())
+	assert.Equal(t, []int32{3, 2, 2, 0}, []int32{nodeClass.Status.NodeGroups, nodeClass.Status.InstanceTypes, nodeClass.Status.Zones, nodeClass.Status.Problems})
+	assert.Contains(t, nodeClass.Finalizers, v1alpha1.NodeClassFinalizer)
+	assert.Empty(t, e.Recorder.Reasons())
+
+	version := nodeClass.ResourceVersion
+	assert.Equal(t, version, e.reconcile(shimtest.NodeClassName).ResourceVersion, "nothing is written when nothing changed")
+}
+
+func TestASelectorThatMatchesNothingIsNamed(t *testing.T) {
+	e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a"})
+	e.AddNodeClass("typo", &metav1.LabelSelector{MatchLabels: map[string]string{"team": "rde"}})
+	nodeClass := e.reconcile("typo")
+	found := condition(nodeClass, v1alpha1.ConditionNodeGroupsFound)
+	assert.True(t, found.IsFalse())
+	assert.Equal(t, "NoNodeGroups", found.Reason)
+	assert.Contains(t, found.Message, "spec.scalableResourceSelector (team=rde) matches none of the 1 node groups of Cluster default/workload")
+	assert.True(t, condition(nodeClass, status.ConditionReady).IsFalse())
+	assert.Equal(t, []string{"NoNodeGroups"}, e.Recorder.Reasons())
+}
+
+func TestAClusterWithoutNodeGroupsSaysWhatToDo(t *testing.T) {
+	e := setUp(t)
+	found := condition(e.reconcile(shimtest.NodeClassName), v1alpha1.ConditionNodeGroupsFound)
+	assert.True(t, found.IsFalse())
+	assert.Contains(t, found.Message, "node.cluster.x-k8s.io/karpenter-member")
+}
+
+func TestASelectorThatCannotBeUsedIsNamed(t *testing.T) {
+	e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a"})
+	e.AddNodeClass("broken", &metav1.LabelSelector{MatchExpressions: []metav1.LabelSelectorRequirement{{Key: "team", Operator: "Near"}}})
+	found := condition(e.reconcile("broken"), v1alpha1.ConditionNodeGroupsFound)
+	assert.Equal(t, "SelectorInvalid", found.Reason)
+	assert.Contains(t, found.Message, "spec.scalableResourceSelector")
+}
+
+func TestProblemsAreShownAndDoNotCostReadiness(t *testing.T) {
+	problem := func(field string) *agentv1alpha1.Problem {
+		return &agentv1alpha1.Problem{Field: field, Value: "many", Message: "write a quantity"}
+	}
+	e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a", Problems: []*agentv1alpha1.Problem{problem("f1"), problem("f2"), problem("f3"), problem("f4")}})
+	nodeClass := e.reconcile(shimtest.NodeClassName)
+	valid := condition(nodeClass, v1alpha1.ConditionNodeGroupsValid)
+	assert.True(t, valid.IsFalse())
+	assert.Contains(t, valid.Message, `default/a: f1="many": write a quantity`)
+	assert.Contains(t, valid.Message, "and 1 more")
+	assert.EqualValues(t, 4, nodeClass.Status.Problems)
+	assert.True(t, condition(nodeClass, status.ConditionReady).IsTrue())
+	assert.Equal(t, []string{"ProblemsReported"}, e.Recorder.Reasons())
+}
+
+func TestASilentAgentCostsReadinessAfterTheGracePeriod(t *testing.T) {
+	e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a"})
+	require.True(t, condition(e.reconcile(shimtest.NodeClassName), status.ConditionReady).IsTrue())
+
+	e.connection.state = agentclient.State{Synced: true, Since: e.clock.Now(), LastError: grpcstatus.Error(codes.Unavailable, "connection refused")}
+	e.clock.Step(grace - time.Second)
+	nodeClass := e.reconcile(shimtest.NodeClassName)
+	assert.True(t, condition(nodeClass, status.ConditionReady).IsTrue(), "a short silence is no news")
+
+	e.clock.Step(2 * time.Second)
+	nodeClass = e.reconcile(shimtest.NodeClassName)
+	reachable := condition(nodeClass, v1alpha1.ConditionAgentReachable)
+	assert.True(t, reachable.IsFalse())
+	assert.Equal(t, "AgentUnreachable", reachable.Reason)
+	assert.Contains(t, reachable.Message, "connection refused")
+	assert.True(t, condition(nodeClass, status.ConditionReady).IsFalse())
+	assert.EqualValues(t, 1, nodeClass.Status.NodeGroups, "what was known stays")
+	version := nodeClass.ResourceVersion
+	e.clock.Step(time.Hour)
+	assert.Equal(t, version, e.reconcile(shimtest.NodeClassName).ResourceVersion, "the message does not change with time")
+
+	e.connection.state = agentclient.State{Synced: true, Connected: true}
+	assert.True(t, condition(e.reconcile(shimtest.NodeClassName), status.ConditionReady).IsTrue(), "and it resumes by itself")
+}
+
+func TestAnAgentThatRefusesUsIsAnotherReason(t *testing.T) {
+	e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a"})
+	e.connection.state = agentclient.State{LastError: grpcstatus.Error(codes.PermissionDenied, "not your Cluster"), Since: e.clock.Now()}
+	e.clock.Step(grace + time.Second)
+	assert.Equal(t, "AgentRefused", condition(e.reconcile(shimtest.NodeClassName), v1alpha1.ConditionAgentReachable).Reason)
+	e.connection.state.LastError = errors.New("silent")
+	assert.Equal(t, "AgentUnreachable", condition(e.reconcile(shimtest.NodeClassName), v1alpha1.ConditionAgentReachable).Reason)
+}
+
+func TestARestartWithoutTheAgent(t *testing.T) {
+	e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a"})
+	require.True(t, condition(e.reconcile(shimtest.NodeClassName), status.ConditionReady).IsTrue())
+
+	e.connection.state = agentclient.State{Since: e.clock.Now()}
+	e.controller = e.with(catalogue.New(e.NodeGroups, e.Kube, time.Minute)) // knows nothing
+	assert.True(t, condition(e.reconcile(shimtest.NodeClassName), status.ConditionReady).IsTrue(), "a restart is no news")
+	e.clock.Step(grace + time.Second)
+	nodeClass := e.reconcile(shimtest.NodeClassName)
+	assert.True(t, condition(nodeClass, status.ConditionReady).IsFalse())
+	assert.True(t, condition(nodeClass, v1alpha1.ConditionNodeGroupsFound).IsUnknown())
+
+	fresh := e.NodeClaim("x") // only for its UID
+	e.Create(&v1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: "new", UID: fresh.UID}})
+	e.connection.state = agentclient.State{Since: e.clock.Now()}
+	assert.True(t, condition(e.reconcile("new"), status.ConditionReady).IsUnknown())
+}
+
+func TestTheSelectorOfThePresentGenerationCounts(t *testing.T) {
+	e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a"})
+	nodeClass := e.reconcile(shimtest.NodeClassName)
+	nodeClass.Generation = 2
+	_, err := e.controller.Reconcile(e.Context(), nodeClass)
+	require.NoError(t, err)
+	assert.True(t, condition(nodeClass, v1alpha1.ConditionNodeGroupsFound).IsUnknown(), "the catalogue has not seen it yet")
+}
+
+func TestANodeClassStaysWhileNodeClaimsReferToIt(t *testing.T) {
+	e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a"})
+	nodeClass := e.reconcile(shimtest.NodeClassName)
+	nodeClaim := e.NodeClaim("claim")
+	e.Create(nodeClaim)
+	e.Create(e.NodeClaim("other", func(nc *karpv1.NodeClaim) { nc.Spec.NodeClassRef.Name = "another" }))
+	require.NoError(t, e.Kube.Delete(e.Context(), nodeClass))
+	e.reconcile(shimtest.NodeClassName)
+	assert.Equal(t, []string{"WaitingOnNodeClaims"}, e.Recorder.Reasons())
+
+	require.NoError(t, e.Kube.Delete(e.Context(), nodeClaim))
+	e.Get(nodeClass)
+	_, err := e.controller.Reconcile(e.Context(), nodeClass)
+	require.NoError(t, err)
+	assert.False(t, e.Exists(nodeClass))
+}

@@ -1,0 +1,374 @@
+package instancetype_test
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"testing"
+
+	"github.com/samber/lo"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/cloudprovider"
+	"sigs.k8s.io/karpenter/pkg/scheduling"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
+)
+
+func TestMain(m *testing.M) {
+	instancetype.Reservations()
+	m.Run()
+}
+
+type change func(*agentv1alpha1.NodeGroup)
+
+func nodeGroup(name string, changes ...change) *agentv1alpha1.NodeGroup {
+	g := &agentv1alpha1.NodeGroup{
+		Id:              "fleet/" + name,
+		Name:            name,
+		InstanceType:    "m.large",
+		Capacity:        map[string]string{"cpu": "4", "memory": "16Gi", "ephemeral-storage": "100Gi", "pods": "50"},
+		Architecture:    "amd64",
+		OperatingSystem: "linux",
+		Zone:            "z1",
+		CapacityType:    agentv1alpha1.CapacityType_CAPACITY_TYPE_ON_DEMAND,
+		Price:           &agentv1alpha1.Price{PerHour: 1},
+		Availability:    &agentv1alpha1.Availability{Available: true},
+	}
+	for _, c := range changes {
+		c(g)
+	}
+	return g
+}
+
+func spot(g *agentv1alpha1.NodeGroup) { g.CapacityType = agentv1alpha1.CapacityType_CAPACITY_TYPE_SPOT }
+func reserved(g *agentv1alpha1.NodeGroup) {
+	g.CapacityType = agentv1alpha1.CapacityType_CAPACITY_TYPE_RESERVED
+}
+func full(g *agentv1alpha1.NodeGroup) { g.Availability = &agentv1alpha1.Availability{} }
+func zone(z string) change            { return func(g *agentv1alpha1.NodeGroup) { g.Zone = z } }
+func price(p float64) change          { return func(g *agentv1alpha1.NodeGroup) { g.Price.PerHour = p } }
+func label(key, value string) change {
+	return func(g *agentv1alpha1.NodeGroup) {
+		g.NodeLabels = lo.Assign(g.NodeLabels, map[string]string{key: value})
+	}
+}
+func capacity(name, quantity string) change {
+	return func(g *agentv1alpha1.NodeGroup) { g.Capacity[name] = quantity }
+}
+
+func group(t testing.TB, name string, changes ...change) *instancetype.Group {
+	t.Helper()
+	g, err := instancetype.NewGroup(nodeGroup(name, changes...))
+	require.NoError(t, err)
+	return g
+}
+
+var asSaid = instancetype.Conditions{
+	Available:     func(g *instancetype.Group) bool { return g.Available },
+	ObservedZones: func(*instancetype.Group) []string { return nil },
+}
+
+func build(groups ...*instancetype.Group) []*cloudprovider.InstanceType {
+	return instancetype.Build(groups, asSaid, nil, instancetype.Built{})
+}
+
+func requirements(pairs ...string) scheduling.Requirements {
+	r := scheduling.NewRequirements()
+	for i := 0; i < len(pairs); i += 2 {
+		r.Add(scheduling.NewRequirement(pairs[i], corev1.NodeSelectorOpIn, pairs[i+1]))
+	}
+	return r
+}
+
+func TestOneGroupIsOneInstanceTypeWithOneOffering(t *testing.T) {
+	types := build(group(t, "a", label("team", "red"), func(g *agentv1alpha1.NodeGroup) { g.Region = "eu" }))
+	require.Len(t, types, 1)
+	it := types[0]
+	assert.Equal(t, "m.large", it.Name)
+	require.Len(t, it.Offerings, 1)
+	assert.Equal(t, "z1", it.Offerings[0].Zone())
+	assert.Equal(t, karpv1.CapacityTypeOnDemand, it.Offerings[0].CapacityType())
+	assert.Equal(t, 1.0, it.Offerings[0].Price)
+	assert.True(t, it.Offerings[0].Available)
+	for key, want := range map[string]string{
+		corev1.LabelInstanceTypeStable: "m.large", corev1.LabelTopologyZone: "z1", karpv1.CapacityTypeLabelKey: "on-demand",
+		corev1.LabelArchStable: "amd64", corev1.LabelOSStable: "linux", corev1.LabelTopologyRegion: "eu", "team": "red",
+	} {
+		assert.Equal(t, []string{want}, it.Requirements.Get(key).Values(), key)
+	}
+}
+
+func TestWellKnownLabelsThatMachinesLackAreSaidToBeMissing(t *testing.T) {
+	it := build(group(t, "a"))[0]
+	for key := range karpv1.WellKnownLabels {
+		if key == karpv1.NodePoolLabelKey {
+			assert.False(t, it.Requirements.Has(key), "core owns the label")
+			continue
+		}
+		assert.True(t, it.Requirements.Has(key), "core reads a missing %s as any value", key)
+	}
+	assert.Equal(t, corev1.NodeSelectorOpDoesNotExist, it.Requirements.Get(corev1.LabelTopologyRegion).Operator())
+	assert.Equal(t, corev1.NodeSelectorOpDoesNotExist, it.Requirements.Get(corev1.LabelWindowsBuild).Operator())
+}
+
+func TestOverheadIsTheKubeletsDefault(t *testing.T) {
+	it := build(group(t, "a"))[0]
+	require.NotNil(t, it.Overhead)
+	allocatable := it.Allocatable()
+	assert.Equal(t, "4", allocatable.Cpu().String())
+	assert.Equal(t, "16284Mi", allocatable.Memory().String(), "16Gi less 100Mi of hard eviction")
+	assert.Equal(t, "90Gi", allocatable.StorageEphemeral().String(), "less 10 % of the file system")
+	assert.Equal(t, "50", allocatable.Pods().String())
+}
+
+func TestPodsDefaultToTheKubelets(t *testing.T) {
+	it := build(group(t, "a", func(g *agentv1alpha1.NodeGroup) { delete(g.Capacity, "pods") }))[0]
+	assert.Equal(t, "110", it.Capacity.Pods().String())
+}
+
+func TestTinyMachinesNeverHaveNegativeResources(t *testing.T) {
+	for _, memory := range []string{"1", "50Mi", "100Mi", "101Mi"} {
+		it := build(group(t, "a", capacity("memory", memory)))[0]
+		for name, quantity := range it.Allocatable() {
+			assert.GreaterOrEqual(t, quantity.Sign(), 0, "%s of a machine with %s", name, memory)
+		}
+	}
+}
+
+func TestGroupsOfOneTypeBecomeOfferingsByZoneAndCapacityType(t *testing.T) {
+	types := build(
+		group(t, "a", price(3)),
+		group(t, "b", price(2)), // same zone and capacity type as a, cheaper
+		group(t, "c", zone("z2"), spot, price(0.5)),
+		group(t, "d", zone("z2"), full),
+	)
+	require.Len(t, types, 1)
+	it := types[0]
+	require.Len(t, it.Offerings, 3)
+	assert.ElementsMatch(t, []string{"z1", "z2"}, it.Requirements.Get(corev1.LabelTopologyZone).Values())
+	assert.ElementsMatch(t, []string{"spot", "on-demand"}, it.Requirements.Get(karpv1.CapacityTypeLabelKey).Values())
+	merged, ok := it.OfferingPrice("z1", "on-demand")
+	assert.True(t, ok)
+	assert.Equal(t, 2.0, merged, "the cheaper of the two")
+	unavailable, _ := lo.Find(it.Offerings, func(o *cloudprovider.Offering) bool { return o.Zone() == "z2" && o.CapacityType() == "on-demand" })
+	require.NotNil(t, unavailable, "groups without room are offered, as unavailable")
+	assert.False(t, unavailable.Available)
+}
+
+func TestAMergedOfferingCostsWhatCanBeHad(t *testing.T) {
+	it := build(group(t, "a", price(1), full), group(t, "b", price(5)))[0]
+	require.Len(t, it.Offerings, 1)
+	assert.True(t, it.Offerings[0].Available)
+	assert.Equal(t, 5.0, it.Offerings[0].Price)
+}
+
+func TestAMergedTypeHasWhatEveryGroupHas(t *testing.T) {
+	groups := []*instancetype.Group{
+		group(t, "a", capacity("memory", "15Gi"), capacity("nvidia.com/gpu", "1")),
+		group(t, "b", zone("z2"), capacity("cpu", "3900m")),
+	}
+	it := build(groups...)[0]
+	assert.Equal(t, "3900m", it.Capacity.Cpu().String())
+	assert.Equal(t, "15Gi", it.Capacity.Memory().String())
+	assert.NotContains(t, it.Capacity, corev1.ResourceName("nvidia.com/gpu"))
+	mismatches := instancetype.Mismatches(groups)
+	require.Len(t, mismatches, 1)
+	assert.Contains(t, mismatches[0], "nvidia.com/gpu")
+	assert.Contains(t, mismatches[0], "fleet/a")
+}
+
+func TestGroupsThatDifferInAWellKnownLabelGetOfferingsOfTheirOwn(t *testing.T) {
+	karpv1.WellKnownLabels.Insert("example.com/rack")
+	t.Cleanup(func() { karpv1.WellKnownLabels.Delete("example.com/rack") })
+	it := build(group(t, "a", label("example.com/rack", "r1")), group(t, "b", zone("z2"), label("example.com/rack", "r2")), group(t, "c", zone("z2")))[0]
+	require.Len(t, it.Offerings, 3)
+	assert.ElementsMatch(t, []string{"r1", "r2"}, it.Requirements.Get("example.com/rack").Values())
+	wanted := requirements("example.com/rack", "r1", corev1.LabelTopologyZone, "z2")
+	assert.NoError(t, it.Requirements.Intersects(wanted), "the type has both")
+	assert.Empty(t, it.Offerings.Compatible(wanted), "but no group does")
+	assert.Len(t, it.Offerings.Compatible(requirements("example.com/rack", "r2", corev1.LabelTopologyZone, "z2")), 1)
+}
+
+func TestACustomLabelThatSomeGroupLacksIsNotSpokenOf(t *testing.T) {
+	it := build(group(t, "a", label("team", "red")), group(t, "b"))[0]
+	assert.False(t, it.Requirements.Has("team"), "core labels Nodes of group b as the NodePool says")
+	it = build(group(t, "a", label("team", "red")), group(t, "b", label("team", "blue")))[0]
+	assert.ElementsMatch(t, []string{"red", "blue"}, it.Requirements.Get("team").Values())
+	for _, offering := range it.Offerings {
+		assert.False(t, offering.Requirements.Has("team"), "core refuses offerings with requirements that are not well known")
+	}
+}
+
+func TestReservedGroupsAreReservations(t *testing.T) {
+	maxSize := int32(5)
+	it := build(
+		group(t, "r", reserved, func(g *agentv1alpha1.NodeGroup) { g.MaxSize, g.Replicas = &maxSize, 2 }),
+		group(t, "a"),
+	)[0]
+	require.Len(t, it.Offerings, 2)
+	for _, offering := range it.Offerings {
+		if offering.CapacityType() == karpv1.CapacityTypeReserved {
+			assert.Equal(t, "r", offering.ReservationID())
+			assert.Equal(t, 3, offering.ReservationCapacity)
+			assert.True(t, offering.Launchable())
+		} else {
+			assert.Equal(t, corev1.NodeSelectorOpDoesNotExist, offering.Requirements.Get(v1alpha1.ReservationLabel).Operator())
+		}
+	}
+	gone := group(t, "r", reserved, func(g *agentv1alpha1.NodeGroup) { g.MaxSize, g.Replicas = &maxSize, 9 })
+	assert.Zero(t, gone.Left, "never negative: core would panic")
+}
+
+func TestGroupsWithoutAZoneHaveOneThatNamesNone(t *testing.T) {
+	g := group(t, "a", zone(""))
+	assert.Contains(t, g.Labels, corev1.LabelTopologyZone, "a Node without the label is never consolidated")
+	it := instancetype.Build([]*instancetype.Group{g}, instancetype.Conditions{
+		Available:     asSaid.Available,
+		ObservedZones: func(*instancetype.Group) []string { return []string{"z7"} },
+	}, nil, instancetype.Built{})[0]
+	assert.Equal(t, []string{""}, it.Requirements.Get(corev1.LabelTopologyZone).Values(), "nothing can be asked for in an observed zone")
+	require.Len(t, it.Offerings.Available(), 1)
+	assert.Equal(t, "", it.Offerings.Available()[0].Zone())
+	observed, ok := it.OfferingPrice("z7", "on-demand")
+	assert.True(t, ok, "core looks up what the Nodes there cost")
+	assert.Equal(t, 1.0, observed)
+}
+
+func TestUnusableDescriptionsAreRefusedOrLeftOut(t *testing.T) {
+	for name, c := range map[string]change{
+		"instance type":       func(g *agentv1alpha1.NodeGroup) { g.InstanceType = "not a label!" },
+		"empty instance type": func(g *agentv1alpha1.NodeGroup) { g.InstanceType = "" },
+		"zone":                zone("über"),
+		"architecture":        func(g *agentv1alpha1.NodeGroup) { g.Architecture = "a/b" },
+	} {
+		g, err := instancetype.NewGroup(nodeGroup("a", c))
+		assert.Nil(t, g, name)
+		assert.ErrorContains(t, err, "fleet/a", name)
+	}
+	g, err := instancetype.NewGroup(nodeGroup("a", label("bad key", "x"), label("team", "no good"), label("good", "yes"), capacity("memory", "lots"), capacity("cpu", "-1"),
+		func(g *agentv1alpha1.NodeGroup) { g.Taints = []*agentv1alpha1.Taint{{Key: "a", Effect: "Whenever"}} }))
+	require.NotNil(t, g)
+	for _, part := range []string{"bad key", "team", "memory", "cpu", "Whenever"} {
+		assert.ErrorContains(t, err, part)
+	}
+	assert.Equal(t, "yes", g.Labels["good"])
+	assert.NotContains(t, g.Labels, "team")
+}
+
+func TestLabelsThatAreNotTheGroupsToSayAreLeftOut(t *testing.T) {
+	g := group(t, "a", label(corev1.LabelHostname, "me"), label(karpv1.NodePoolLabelKey, "p"), label("karpenter.sh/registered", "true"),
+		label(corev1.LabelInstanceTypeStable, "other"), label(v1alpha1.ReservationLabel, "mine"))
+	assert.NotContains(t, g.Labels, corev1.LabelHostname)
+	assert.NotContains(t, g.Labels, karpv1.NodePoolLabelKey)
+	assert.NotContains(t, g.Labels, "karpenter.sh/registered")
+	assert.NotContains(t, g.Labels, v1alpha1.ReservationLabel)
+	assert.Equal(t, "m.large", g.Labels[corev1.LabelInstanceTypeStable])
+}
+
+func TestWithoutAPriceAnEstimateGrowsWithTheMachine(t *testing.T) {
+	noPrice := func(g *agentv1alpha1.NodeGroup) { g.Price = nil }
+	small := group(t, "a", noPrice)
+	for name, bigger := range map[string]*instancetype.Group{
+		"cpu":    group(t, "b", noPrice, capacity("cpu", "5")),
+		"memory": group(t, "b", noPrice, capacity("memory", "17Gi")),
+		"gpu":    group(t, "b", noPrice, capacity("nvidia.com/gpu", "1")),
+	} {
+		assert.Greater(t, bigger.Price, small.Price, name)
+	}
+	assert.Greater(t, small.Price, 0.0)
+	assert.Less(t, group(t, "b", noPrice, spot).Price, small.Price)
+	assert.Positive(t, group(t, "b", noPrice, func(g *agentv1alpha1.NodeGroup) { g.Capacity = nil }).Price)
+	assert.Zero(t, group(t, "b", price(0)).Price, "what the user says is free is free")
+	for _, nonsense := range []float64{math.NaN(), math.Inf(1), -1} {
+		assert.Equal(t, small.Price, group(t, "b", price(nonsense)).Price)
+	}
+}
+
+func TestAccepts(t *testing.T) {
+	g := group(t, "a", label("team", "red"), func(g *agentv1alpha1.NodeGroup) {
+		g.Taints = []*agentv1alpha1.Taint{
+			{Key: "dedicated", Value: "red", Effect: "NoSchedule"},
+			{Key: "karpenter.sh/unregistered", Effect: "NoExecute"},
+			{Key: "soft", Effect: "PreferNoSchedule"},
+		}
+	})
+	dedicated := []corev1.Taint{{Key: "dedicated", Value: "red", Effect: corev1.TaintEffectNoSchedule}}
+	requests := corev1.ResourceList{"cpu": resource.MustParse("4"), "pods": resource.MustParse("1")}
+	assert.NoError(t, g.Accepts(requirements("team", "red"), requests, dedicated))
+	assert.NoError(t, g.Accepts(requirements("elsewhere", "x"), requests, dedicated), "a label that the group does not have is core's to write")
+	assert.Error(t, g.Accepts(requirements("team", "blue"), requests, dedicated))
+	assert.Error(t, g.Accepts(requirements(corev1.LabelTopologyRegion, "eu"), requests, dedicated), "a well-known label that the group lacks is lacking")
+	assert.Error(t, g.Accepts(requirements(), corev1.ResourceList{"cpu": resource.MustParse("4001m")}, dedicated))
+	assert.ErrorContains(t, g.Accepts(requirements(), requests, nil), "dedicated")
+	assert.Error(t, g.Accepts(requirements(), requests, []corev1.Taint{{Key: "dedicated", Value: "blue", Effect: corev1.TaintEffectNoSchedule}}))
+}
+
+func TestOrderIsRoomThenCapacityTypeThenPriceThenID(t *testing.T) {
+	groups := []*instancetype.Group{
+		group(t, "full-reserved", reserved, full), group(t, "z-cheap", price(1)), group(t, "a-cheap", price(1)),
+		group(t, "dear-spot", spot, price(9)), group(t, "dear-reserved", reserved, price(99)),
+	}
+	ids := lo.Map(instancetype.Order(groups, asSaid.Available), func(g *instancetype.Group, _ int) string { return g.Source.GetName() })
+	assert.Equal(t, []string{"dear-reserved", "dear-spot", "a-cheap", "z-cheap", "full-reserved"}, ids)
+}
+
+func TestUnchangedInputGivesTheSameObjects(t *testing.T) {
+	before := instancetype.Built{}
+	first := instancetype.Build([]*instancetype.Group{group(t, "a"), group(t, "b", func(g *agentv1alpha1.NodeGroup) { g.InstanceType = "other" })}, asSaid, nil, before)
+	// Sizes change all the time and mean nothing to core.
+	after := instancetype.Built{}
+	second := instancetype.Build([]*instancetype.Group{
+		group(t, "a", func(g *agentv1alpha1.NodeGroup) { g.Replicas = 7 }), group(t, "b", func(g *agentv1alpha1.NodeGroup) { g.InstanceType = "other" }, price(2)),
+	}, asSaid, before, after)
+	assert.Same(t, first[0], second[0])
+	assert.NotSame(t, first[1], second[1])
+	third := instancetype.Build([]*instancetype.Group{group(t, "a", full)}, asSaid, after, instancetype.Built{})
+	assert.NotSame(t, first[0], third[0])
+}
+
+// What core may launch, some group must accept; else core would launch and fail for ever.
+func TestWhateverAnOfferingPromisesSomeGroupKeeps(t *testing.T) {
+	karpv1.WellKnownLabels.Insert("example.com/rack")
+	t.Cleanup(func() { karpv1.WellKnownLabels.Delete("example.com/rack") })
+	random := rand.New(rand.NewPCG(1, 2))
+	pick := func(values ...string) string { return values[random.IntN(len(values))] }
+	for range 300 {
+		var groups []*instancetype.Group
+		for i := range 1 + random.IntN(6) {
+			changes := []change{
+				zone(pick("", "z1", "z2")), price(float64(random.IntN(5))), capacity("cpu", pick("2", "4", "8")),
+				func(g *agentv1alpha1.NodeGroup) {
+					g.InstanceType = pick("small", "large")
+					g.CapacityType = agentv1alpha1.CapacityType(1 + random.IntN(3))
+					g.Region = pick("", "eu")
+				},
+			}
+			if random.IntN(2) == 0 {
+				changes = append(changes, label("example.com/rack", pick("r1", "r2")))
+			}
+			if random.IntN(3) == 0 {
+				changes = append(changes, full)
+			}
+			groups = append(groups, group(t, fmt.Sprint("g", i), changes...))
+		}
+		for _, it := range build(groups...) {
+			seen := map[string]bool{}
+			for _, offering := range it.Offerings {
+				key := offering.Requirements.String()
+				require.False(t, seen[key], "offerings are unique: %s", key)
+				seen[key] = true
+				require.True(t, lo.ContainsBy(groups, func(g *instancetype.Group) bool {
+					reqs := scheduling.NewRequirements(offering.Requirements.Values()...)
+					reqs.Add(scheduling.NewRequirement(corev1.LabelInstanceTypeStable, corev1.NodeSelectorOpIn, it.Name))
+					return g.Accepts(reqs, it.Allocatable(), nil) == nil && (!offering.Available || g.Available)
+				}), "no group of %s keeps %s", it.Name, key)
+			}
+		}
+	}
+}

@@ -1,0 +1,105 @@
+package options_test
+
+import (
+	"flag"
+	"io"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	coreoptions "sigs.k8s.io/karpenter/pkg/operator/options"
+
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/options"
+)
+
+func parse(t *testing.T, args ...string) (*options.Options, error) {
+	t.Helper()
+	fs := &coreoptions.FlagSet{FlagSet: flag.NewFlagSet("karpenter", flag.ContinueOnError)}
+	fs.SetOutput(io.Discard)
+	core, shim := &coreoptions.Options{}, &options.Options{}
+	core.AddFlags(fs)
+	shim.AddFlags(fs)
+	return shim, shim.Parse(fs, args...)
+}
+
+var minimal = []string{"--agent-address=127.0.0.1:8443", "--agent-plaintext-loopback", "--cluster-namespace=fleet", "--cluster-name=berlin"}
+
+func TestMinimalFlagsGiveTheDefaults(t *testing.T) {
+	o, err := parse(t, minimal...)
+	require.NoError(t, err)
+	assert.Equal(t, 10*time.Second, o.AgentTimeout)
+	assert.Equal(t, 5*time.Minute, o.LaunchTimeout)
+	assert.Equal(t, time.Minute, o.ClaimSyncInterval)
+	assert.Equal(t, 2*time.Minute, o.HubUnreachableGracePeriod)
+	assert.Equal(t, 15*time.Minute, o.MachineProgressDeadline)
+	assert.Empty(t, o.NodeLabelKeys())
+}
+
+func TestEnvironmentStandsInForFlagsAndFlagsWin(t *testing.T) {
+	t.Setenv("AGENT_ADDRESS", "unix:///run/agent.sock")
+	t.Setenv("CLUSTER_NAMESPACE", "fleet")
+	t.Setenv("CLUSTER_NAME", "berlin")
+	t.Setenv("AGENT_TIMEOUT", "3s")
+	t.Setenv("NODE_LABEL_KEYS", "team,example.com/rack")
+	o, err := parse(t, "--cluster-name=paris")
+	require.NoError(t, err)
+	assert.Equal(t, "unix:///run/agent.sock", o.AgentAddress)
+	assert.Equal(t, "paris", o.ClusterName)
+	assert.Equal(t, 3*time.Second, o.AgentTimeout)
+	assert.Equal(t, []string{"team", "example.com/rack"}, o.NodeLabelKeys())
+}
+
+func TestUnusableEnvironmentIsAnErrorThatNamesIt(t *testing.T) {
+	t.Setenv("AGENT_TIMEOUT", "soon")
+	_, err := parse(t, minimal...)
+	assert.ErrorContains(t, err, `AGENT_TIMEOUT="soon" (--agent-timeout)`)
+}
+
+func TestErrorsNameTheFlagAtFault(t *testing.T) {
+	for name, c := range map[string]struct {
+		args []string
+		want []string
+	}{
+		"nothing given": {nil, []string{"--agent-address is required", "--cluster-namespace is required", "--cluster-name is required"}},
+		"no port":       {[]string{"--agent-address=agent"}, []string{`--agent-address "agent"`, "host:port"}},
+		"relative unix": {[]string{"--agent-address=unix://agent.sock"}, []string{"absolute path"}},
+		"no TLS files": {
+			[]string{"--agent-address=agent:8443"},
+			[]string{"--agent-tls-cert-file is required", "--agent-tls-key-file is required", "--agent-ca-file is required"},
+		},
+		"plaintext to elsewhere": {
+			[]string{"--agent-address=10.0.0.1:8443", "--agent-plaintext-loopback"},
+			[]string{"--agent-plaintext-loopback", "not a loopback address"},
+		},
+		"bad cluster name":    {append(minimal[:2:2], "--cluster-namespace=a.b", "--cluster-name=Berlin"), []string{`--cluster-namespace "a.b"`, `--cluster-name "Berlin"`}},
+		"time-out too short":  {append(minimal[:4:4], "--agent-timeout=1ms"), []string{"--agent-timeout 1ms: must be at least"}},
+		"negative grace":      {append(minimal[:4:4], "--hub-unreachable-grace-period=-1s"), []string{"--hub-unreachable-grace-period"}},
+		"bad bind address":    {append(minimal[:4:4], "--metrics-bind-address=localhost"), []string{"--metrics-bind-address"}},
+		"bad label key":       {append(minimal[:4:4], "--node-label-keys=a b"), []string{"--node-label-keys", `"a b"`}},
+		"bad failure reasons": {append(minimal[:4:4], "--machine-failure-reasons=("), []string{"--machine-failure-reasons"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, err := parse(t, c.args...)
+			require.Error(t, err)
+			for _, want := range c.want {
+				assert.ErrorContains(t, err, want)
+			}
+		})
+	}
+}
+
+func TestDefaultFailureReasons(t *testing.T) {
+	o, err := parse(t, minimal...)
+	require.NoError(t, err)
+	for _, reason := range []string{"InsufficientCapacity", "InsufficientInstanceCapacity", "NoCapacity", "QuotaExceeded", "InstanceProvisionFailed", "VMCreateFailed"} {
+		assert.True(t, o.MachineFailureReasons.MatchString(reason), reason)
+	}
+	for _, reason := range []string{"WaitingForBootstrapData", "InstanceBooting", "InstanceNotReady", "NotReady", "Paused", "InstanceTerminating", "NodeProvisioning"} {
+		assert.False(t, o.MachineFailureReasons.MatchString(reason), reason)
+	}
+
+	o, err = parse(t, append(minimal, "--machine-failure-reasons=")...)
+	require.NoError(t, err)
+	assert.Nil(t, o.MachineFailureReasons)
+}

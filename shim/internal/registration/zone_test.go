@@ -1,0 +1,59 @@
+package registration_test
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/registration"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
+)
+
+func TestZone(t *testing.T) {
+	uninitialized := []corev1.Taint{{Key: "node.cloudprovider.kubernetes.io/uninitialized", Value: "true", Effect: corev1.TaintEffectNoSchedule}}
+	for name, c := range map[string]struct {
+		groupZone string
+		node      *corev1.Node
+		waits     bool
+		want      string
+	}{
+		"the group has a zone": {
+			groupZone: "z1", node: &corev1.Node{ObjectMeta: metav1.ObjectMeta{Labels: map[string]string{corev1.LabelTopologyZone: "z2"}}}, want: "z1",
+		},
+		"the Node has a zone": {
+			node: &corev1.Node{ObjectMeta: metav1.ObjectMeta{Labels: map[string]string{corev1.LabelTopologyZone: "z2"}}}, want: "z2",
+		},
+		"nobody has one":                {node: &corev1.Node{}},
+		"a cloud controller is to come": {node: &corev1.Node{Spec: corev1.NodeSpec{Taints: uninitialized}}, waits: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a", Zone: c.groupZone}})
+			nodeClaim := w.Launched("claim", func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = "sim:///1" })
+			c.node.Name, c.node.Spec.ProviderID = "node", "sim:///1"
+			w.Create(c.node)
+			hook := registration.NewZone(w.Kube, w.Catalogue)
+			result, err := hook.Registered(w.Context(), nodeClaim)
+			require.NoError(t, err)
+			assert.Equal(t, c.waits, result.RequeueAfter > 0)
+			assert.Equal(t, c.want, nodeClaim.Labels[corev1.LabelTopologyZone])
+			w.Eventually(func() bool {
+				class, _ := w.Catalogue.Snapshot().Class(shimtest.NodeClassName)
+				_, ok := class.InstanceTypes(nil, nil)[0].OfferingPrice(c.want, "on-demand")
+				return ok
+			}, "core finds an offering for the Node")
+		})
+	}
+}
+
+func TestOtherNodeClaimsPass(t *testing.T) {
+	w := shimtest.New(t, nil)
+	result, err := registration.NewZone(w.Kube, w.Catalogue).Registered(w.Context(), w.NodeClaim("foreign"))
+	assert.NoError(t, err)
+	assert.Zero(t, result)
+	assert.Equal(t, "zone", registration.NewZone(w.Kube, w.Catalogue).Name())
+}

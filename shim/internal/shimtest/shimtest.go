@@ -1,0 +1,284 @@
+// Package shimtest is what the tests of the shim's packages stand on: a fake agent with its mirrors running, a catalogue, and
+// a fake API server with the indexes of the real process.
+package shimtest
+
+import (
+	"context"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/uuid"
+	"k8s.io/client-go/kubernetes/scheme"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/fake"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/events"
+	coreoptions "sigs.k8s.io/karpenter/pkg/operator/options"
+
+	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
+	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/cloudprovider"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/operator"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/placeholder"
+)
+
+// Timeout bounds calls to the agent, and how long tests wait for what happens by itself.
+const Timeout = 10 * time.Second
+
+// NodeClassName and NodePoolName are the names of the node class and the NodePool that tests use unless they say otherwise.
+const (
+	NodeClassName = "default"
+	NodePoolName  = "pool"
+)
+
+var reservations sync.Once
+
+// World is everything around the package under test. It ends with the test.
+type World struct {
+	// Agent is the fake agent.
+	Agent *fakeagent.Agent
+	// Cluster is the Cluster that the shim acts for.
+	Cluster *agentv1alpha1.ClusterRef
+	// Client calls the agent.
+	Client *agentclient.Client
+	// NodeGroups and Claims are running mirrors.
+	NodeGroups *agentclient.Mirror[*agentv1alpha1.NodeGroup]
+	Claims     *agentclient.Mirror[*agentv1alpha1.Claim]
+	// Kube is the fake API server, with status as a subresource.
+	Kube client.WithWatch
+	// Catalogue is running. Nothing tells it of node classes: see [World.AddNodeClass].
+	Catalogue *catalogue.Catalogue
+	// CloudProvider is the real one, on all of this.
+	CloudProvider *cloudprovider.CloudProvider
+	// Recorder keeps events.
+	Recorder *Recorder
+
+	t testing.TB
+}
+
+// Option changes a [World].
+type Option func(*settings)
+
+type settings struct {
+	agent       []fakeagent.Option
+	interceptor interceptor.Funcs
+	ttl         time.Duration
+}
+
+// WithAgent passes options to the fake agent.
+func WithAgent(options ...fakeagent.Option) Option {
+	return func(s *settings) { s.agent = append(s.agent, options...) }
+}
+
+// WithInterceptor disturbs the fake API server.
+func WithInterceptor(funcs interceptor.Funcs) Option {
+	return func(s *settings) { s.interceptor = funcs }
+}
+
+// WithUnavailableTTL sets how long groups without room are left alone. Default one minute.
+func WithUnavailableTTL(ttl time.Duration) Option {
+	return func(s *settings) { s.ttl = ttl }
+}
+
+// New returns a world whose agent has the node groups, and whose API server has one node class that selects all of them.
+func New(t testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *World {
+	t.Helper()
+	reservations.Do(instancetype.Reservations)
+	s := settings{ttl: time.Minute}
+	for _, option := range options {
+		option(&s)
+	}
+	agent := fakeagent.New(s.agent...)
+	t.Cleanup(agent.Close)
+	for _, g := range groups {
+		agent.AddNodeGroup(g)
+	}
+	w := &World{Agent: agent, Cluster: fakeagent.DefaultCluster(), Recorder: &Recorder{}, t: t}
+	w.Client = agent.ClientFor(w.Cluster)
+	w.NodeGroups = w.Client.MirrorNodeGroups(w.Cluster)
+	w.Claims = w.Client.MirrorClaims(w.Cluster, v1alpha1.Holder)
+	w.Kube = FakeKube(s.interceptor)
+	w.Catalogue = catalogue.New(w.NodeGroups, w.Kube, s.ttl)
+	w.CloudProvider = cloudprovider.New(cloudprovider.Config{
+		Cluster: w.Cluster, Client: w.Client, Claims: w.Claims, Catalogue: w.Catalogue, Timeout: Timeout,
+	})
+
+	ctx, cancel := context.WithCancel(w.Context())
+	var running sync.WaitGroup
+	t.Cleanup(func() { cancel(); running.Wait() })
+	for _, run := range []func(context.Context) error{w.NodeGroups.Run, w.Claims.Run, w.Catalogue.Start} {
+		running.Go(func() { _ = run(ctx) })
+	}
+	w.AddNodeClass(NodeClassName, nil)
+	return w
+}
+
+// FakeKube returns a fake API server with the real process's indexes.
+func FakeKube(funcs interceptor.Funcs) client.WithWatch {
+	builder := fake.NewClientBuilder().WithScheme(scheme.Scheme).
+		WithStatusSubresource(&karpv1.NodeClaim{}, &karpv1.NodePool{}, &v1alpha1.ClusterAPINodeClass{}, &corev1.Node{}).
+		WithInterceptorFuncs(funcs)
+	for _, index := range operator.Indexes() {
+		builder = builder.WithIndex(index.Object, index.Field, index.Values)
+	}
+	return builder.Build()
+}
+
+// Context returns a context with core's options.
+func (w *World) Context() context.Context {
+	return coreoptions.ToContext(context.Background(), &coreoptions.Options{CPURequests: 1000})
+}
+
+// AddNodeClass creates a node class and waits until the catalogue knows it.
+func (w *World) AddNodeClass(name string, selector *metav1.LabelSelector) *v1alpha1.ClusterAPINodeClass {
+	w.t.Helper()
+	nodeClass := &v1alpha1.ClusterAPINodeClass{
+		ObjectMeta: metav1.ObjectMeta{Name: name, UID: uuid.NewUUID(), Generation: 1},
+		Spec:       v1alpha1.ClusterAPINodeClassSpec{ScalableResourceSelector: selector},
+	}
+	w.Create(nodeClass)
+	w.Catalogue.Refresh()
+	w.Eventually(func() bool {
+		snapshot := w.Catalogue.Snapshot()
+		if snapshot == nil {
+			return !w.NodeGroups.State().Synced && w.NodeGroups.State().LastError != nil // an agent that cannot be reached
+		}
+		_, ok := snapshot.Class(name)
+		return ok
+	}, "the catalogue knows node class %s", name)
+	return nodeClass
+}
+
+// Eventually waits for the condition.
+func (w *World) Eventually(condition func() bool, format string, args ...any) {
+	w.t.Helper()
+	require.Eventuallyf(w.t, condition, Timeout, 5*time.Millisecond, format, args...)
+}
+
+// Create creates the object in the fake API server.
+func (w *World) Create(object client.Object) {
+	w.t.Helper()
+	require.NoError(w.t, w.Kube.Create(w.Context(), object))
+}
+
+// Get reads the object anew.
+func (w *World) Get(object client.Object) {
+	w.t.Helper()
+	require.NoError(w.t, w.Kube.Get(w.Context(), client.ObjectKeyFromObject(object), object))
+}
+
+// Exists reports whether the object is there and not being deleted.
+func (w *World) Exists(object client.Object) bool {
+	w.t.Helper()
+	err := w.Kube.Get(w.Context(), client.ObjectKeyFromObject(object), object)
+	require.NoError(w.t, client.IgnoreNotFound(err))
+	return err == nil && object.GetDeletionTimestamp().IsZero()
+}
+
+// NodeClaim returns a NodeClaim of the default NodePool and node class, changed as asked.
+func (w *World) NodeClaim(name string, changes ...func(*karpv1.NodeClaim)) *karpv1.NodeClaim {
+	nodeClaim := &karpv1.NodeClaim{
+		ObjectMeta: metav1.ObjectMeta{
+			Name: name, UID: uuid.NewUUID(), Labels: map[string]string{karpv1.NodePoolLabelKey: NodePoolName},
+			CreationTimestamp: metav1.Now(),
+		},
+		Spec: karpv1.NodeClaimSpec{NodeClassRef: &karpv1.NodeClassReference{Group: v1alpha1.Group, Kind: "ClusterAPINodeClass", Name: NodeClassName}},
+	}
+	for _, change := range changes {
+		change(nodeClaim)
+	}
+	return nodeClaim
+}
+
+// Launched creates a NodeClaim in the state that core leaves it in after Create: claimed, with the placeholder. The mirror
+// knows its claim.
+func (w *World) Launched(name string, changes ...func(*karpv1.NodeClaim)) *karpv1.NodeClaim {
+	w.t.Helper()
+	nodeClaim := w.NodeClaim(name)
+	created, err := w.CloudProvider.Create(w.Context(), nodeClaim)
+	require.NoError(w.t, err)
+	nodeClaim.Labels = lo.Assign(created.Labels, nodeClaim.Labels)
+	nodeClaim.Annotations = created.Annotations
+	nodeClaim.Status = created.Status
+	nodeClaim.StatusConditions().SetTrue(karpv1.ConditionTypeLaunched)
+	for _, change := range changes {
+		change(nodeClaim)
+	}
+	w.Create(nodeClaim)
+	w.Eventually(func() bool { _, ok := w.Claims.Get(string(nodeClaim.UID)); return ok }, "the mirror knows the claim of %s", name)
+	return nodeClaim
+}
+
+// Registered marks the NodeClaim as registered. For use with [World.Launched].
+func Registered(nodeClaim *karpv1.NodeClaim) {
+	nodeClaim.StatusConditions().SetTrue(karpv1.ConditionTypeRegistered)
+}
+
+// Placeholder returns the NodeClaim's placeholder.
+func (w *World) Placeholder(uid types.UID) string {
+	return placeholder.ProviderID(w.Cluster.GetNamespace(), w.Cluster.GetName(), string(uid))
+}
+
+// Provision gives the NodeClaim's machine a provider ID and waits until the mirror shows it.
+func (w *World) Provision(nodeClaim *karpv1.NodeClaim, providerID string) *agentv1alpha1.Machine {
+	w.t.Helper()
+	machine := w.Agent.Provision(w.Cluster, string(nodeClaim.UID), providerID)
+	w.Eventually(func() bool {
+		claim, _ := w.Claims.Get(string(nodeClaim.UID))
+		return claim.GetMachine().GetProviderId() == machine.GetProviderId()
+	}, "the mirror shows the provider ID of %s", nodeClaim.Name)
+	return machine
+}
+
+// Recorder keeps events. The zero value is ready to use.
+type Recorder struct {
+	mu     sync.Mutex
+	events []events.Event
+}
+
+// Publish keeps the events.
+func (r *Recorder) Publish(published ...events.Event) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.events = append(r.events, published...)
+}
+
+// Reasons returns the reasons of the events so far.
+func (r *Recorder) Reasons() []string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return lo.Map(r.events, func(e events.Event, _ int) string { return e.Reason })
+}
+
+// Messages returns the messages of the events so far.
+func (r *Recorder) Messages() []string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return lo.Map(r.events, func(e events.Event, _ int) string { return e.Message })
+}
+
+// Disconnect makes the agent unreachable, until [World.Reconnect].
+func (w *World) Disconnect() {
+	w.t.Helper()
+	w.Agent.SetSynced(false) // every call but GetStatus is answered UNAVAILABLE
+	w.Agent.DropStreams()
+	w.Eventually(func() bool { return !w.NodeGroups.State().Connected && !w.Claims.State().Connected }, "the streams are lost")
+}
+
+// Reconnect ends [World.Disconnect].
+func (w *World) Reconnect() {
+	w.t.Helper()
+	w.Agent.SetSynced(true)
+	w.Eventually(func() bool { return w.NodeGroups.State().Connected && w.Claims.State().Connected }, "the streams are back")
+}
