@@ -78,7 +78,7 @@ func (g *group) glance(s *snapshot) *decision {
 	defer func() { <-g.lock }()
 	s.spareSince = g.spareSince
 	d := decide(s)
-	// A decision to release the spare is not carried out here: forgetting since when there is one would undo it.
+	// A cache that lags behind must not make the grace period of a spare begin anew.
 	if d.spare {
 		g.noteSpare(d)
 	}

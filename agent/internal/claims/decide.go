@@ -29,7 +29,7 @@ type decision struct {
 	// actions are the writes on other objects that the snapshot's ledger permits. They are not to be done when the ledger
 	// has changed since.
 	actions []action
-	// spare is whether there is a spare now, for the grace period.
+	// spare is whether there is a spare now, for the grace period; also while its release is only decided.
 	spare bool
 	// again is when to look again without being told; zero for not.
 	again time.Duration
@@ -111,11 +111,11 @@ func decide(s *snapshot) *decision {
 	spare = s.enter(d, next, spare)
 	s.name(next)
 	s.coverShortage(d, next)
+	d.spare = spare > 0
 	spare = s.releaseSpare(d, next, spare)
 
 	next.Spare = max(0, spare)
 	next.LastReplicas = d.replicas
-	d.spare = spare > 0
 	s.decideWrite(d, next)
 	s.actOnClaims(d)
 	s.actOnMachines(d)
