@@ -1,0 +1,642 @@
+package server_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/url"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/go-logr/logr/funcr"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/grpc/metadata"
+	grpcstatus "google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/wait"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/messages"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/testpki"
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+const patience = 20 * time.Second
+
+var (
+	spoke    = types.NamespacedName{Namespace: "fleet", Name: "spoke"}
+	spokeRef = messages.Cluster(spoke)
+)
+
+// engine answers with one error, or with a claim.
+type engine struct {
+	err   atomic.Pointer[error]
+	claim *v1alpha1.MachineClaim
+	block chan struct{} // Create waits for it, when set
+	panic bool
+}
+
+func (e *engine) fail(err error) { e.err.Store(&err) }
+
+func (e *engine) error() error {
+	if err := e.err.Load(); err != nil {
+		return *err
+	}
+	return nil
+}
+
+func (e *engine) Create(ctx context.Context, r claims.Request) (*v1alpha1.MachineClaim, error) {
+	if e.panic {
+		panic("a bug")
+	}
+	if e.block != nil {
+		select {
+		case <-e.block:
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+	if err := e.error(); err != nil {
+		return nil, err
+	}
+	c := &v1alpha1.MachineClaim{Spec: v1alpha1.MachineClaimSpec{ClusterName: r.Cluster, ClaimID: r.ID, Holder: r.Holder, NodeGroup: r.Candidates[0]}}
+	c.Namespace = r.Namespace
+	return c, nil
+}
+
+func (e *engine) Release(context.Context, claims.Key, claims.ReleaseOptions) (*v1alpha1.MachineClaim, error) {
+	return e.claim, e.error()
+}
+
+func (e *engine) Get(context.Context, claims.Key) (*v1alpha1.MachineClaim, error) {
+	if e.claim == nil {
+		return nil, claims.ErrNotFound
+	}
+	return e.claim, nil
+}
+
+func (e *engine) List(context.Context, claims.ListOptions) ([]v1alpha1.MachineClaim, string, error) {
+	return nil, "token", e.error()
+}
+
+func (e *engine) Sync(context.Context, claims.SyncRequest) (claims.SyncResult, error) {
+	return claims.SyncResult{}, e.error()
+}
+
+// fixture is a server with empty views that are complete.
+type fixture struct {
+	*testing.T
+
+	engine     *engine
+	server     *server.Server
+	nodeGroups *feed.Feed[*agentv1alpha1.NodeGroup]
+	machines   *feed.Feed[*agentv1alpha1.Machine]
+	claims     *feed.Feed[*agentv1alpha1.Claim]
+	registry   *prometheus.Registry
+	authority  *testpki.Authority
+	serverPKI  string
+	address    string
+	socket     string
+	loopback   string
+	stop       func()
+	log        *lines
+}
+
+type lines struct {
+	mu   sync.Mutex
+	text strings.Builder
+}
+
+func (l *lines) add(prefix, arguments string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	fmt.Fprintln(&l.text, prefix, arguments)
+}
+
+func (l *lines) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.String()
+}
+
+func newFeed[M proto.Message](buffer int) *feed.Feed[M] {
+	return feed.New(feed.Options[M]{Equal: func(a, b M) bool { return proto.Equal(a, b) }, Buffer: buffer, Heartbeat: time.Minute})
+}
+
+func start(t *testing.T, changes ...func(*fixture, *server.Config)) *fixture {
+	t.Helper()
+	f := &fixture{
+		T: t, engine: &engine{}, registry: prometheus.NewRegistry(), authority: testpki.New(t), serverPKI: t.TempDir(), log: &lines{},
+		nodeGroups: newFeed[*agentv1alpha1.NodeGroup](4), machines: newFeed[*agentv1alpha1.Machine](4), claims: newFeed[*agentv1alpha1.Claim](4),
+	}
+	policy, err := authz.ParsePolicy([]byte("identities:\n- id: spiffe://karpenter-capi/reader\n  roles: [reader]\n  allClusters: true\n"))
+	require.NoError(t, err)
+	authorizer, err := authz.New("karpenter-capi", func() *authz.Policy { return policy })
+	require.NoError(t, err)
+	config := server.Config{
+		Engine: f.engine, NodeGroups: f.nodeGroups, Machines: f.machines, Claims: f.claims,
+		Show: func(_ context.Context, claim *v1alpha1.MachineClaim) (*agentv1alpha1.Claim, error) {
+			return messages.Claim(claim, nil), nil
+		},
+		ClusterExists: func(_ context.Context, name types.NamespacedName) (bool, error) { return name == spoke, nil },
+		Scope:         hub.NewScope(nil, nil),
+		Authorizer:    authorizer,
+		ShutdownGrace: patience,
+		Version:       "v1.2.3", Commit: "abc",
+		Log:        funcr.New(f.log.add, funcr.Options{Verbosity: 1}),
+		Registerer: f.registry,
+	}
+	f.SetReady()
+	for _, change := range changes {
+		change(f, &config)
+	}
+	f.server, err = server.New(config)
+	require.NoError(t, err)
+
+	ctx, cancel := context.WithCancel(context.Background())
+	files := f.authority.Issue(t, f.serverPKI, f.authority)
+	secure, release, err := server.ListenTLS(ctx, "127.0.0.1:0", server.TLSFiles{
+		CertFile: files.CertFile, KeyFile: files.KeyFile, ClientCAFile: files.CAFile, Refresh: 10 * time.Millisecond,
+	})
+	require.NoError(t, err)
+	loopback, err := server.ListenLoopback(ctx, "127.0.0.1:0")
+	require.NoError(t, err)
+	f.socket = filepath.Join(t.TempDir(), "agent.sock")
+	unix, err := server.ListenUnix(ctx, f.socket)
+	require.NoError(t, err)
+	f.address, f.loopback = secure.Addr().String(), loopback.Addr().String()
+	ended := make(chan error, 1)
+	go func() { ended <- f.server.Serve(ctx, secure, loopback, unix) }()
+	f.stop = sync.OnceFunc(func() {
+		cancel()
+		require.NoError(t, <-ended)
+		release()
+	})
+	t.Cleanup(f.stop)
+	return f
+}
+
+func (f *fixture) SetReady() {
+	f.nodeGroups.SetReady()
+	f.machines.SetReady()
+	f.claims.SetReady()
+}
+
+// as connects with a certificate of the URI names.
+func (f *fixture) as(uris ...string) *client.Client { return f.signedBy(f.authority, uris...) }
+
+func (f *fixture) signedBy(authority *testpki.Authority, uris ...string) *client.Client {
+	f.Helper()
+	files := authority.Issue(f, f.TempDir(), f.authority, uris...)
+	return f.connect(client.Options{Address: f.address, TLS: &client.TLS{CertFile: files.CertFile, KeyFile: files.KeyFile, CAFile: files.CAFile}})
+}
+
+func (f *fixture) connect(options client.Options) *client.Client {
+	f.Helper()
+	c, err := client.New(options)
+	require.NoError(f, err)
+	f.Cleanup(func() { require.NoError(f, c.Close()) })
+	return c
+}
+
+func (f *fixture) cluster() *client.Client {
+	return f.as("spiffe://karpenter-capi/cluster/fleet/spoke")
+}
+
+func (f *fixture) ctx() context.Context {
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	f.Cleanup(cancel)
+	return ctx
+}
+
+func (f *fixture) list(c *client.Client) error {
+	_, err := c.NodeGroups.ListNodeGroups(f.ctx(), &agentv1alpha1.ListNodeGroupsRequest{Cluster: spokeRef})
+	return err
+}
+
+func (f *fixture) create(c *client.Client) error {
+	_, err := c.Claims.CreateClaim(f.ctx(), &agentv1alpha1.CreateClaimRequest{
+		Cluster: spokeRef, ClaimId: "claim", Holder: "karpenter", Candidates: []string{"fleet/small"},
+	})
+	return err
+}
+
+func TestIdentitiesAndWhatTheyMayDo(t *testing.T) {
+	f := start(t)
+	cluster, other := f.cluster(), f.as("spiffe://karpenter-capi/cluster/fleet/other")
+	reader, nobody := f.as("spiffe://karpenter-capi/reader"), f.as("spiffe://karpenter-capi/nobody")
+	socket := f.connect(client.Options{Address: "unix://" + f.socket})
+	loopback := f.connect(client.Options{Address: f.loopback, PlaintextLoopback: true})
+	for _, c := range []struct {
+		name          string
+		client        *client.Client
+		list, create  codes.Code
+		identity      string
+		roles         []string
+		allClusters   bool
+		statusRefused codes.Code
+	}{
+		{name: "the Cluster itself", client: cluster, identity: "spiffe://karpenter-capi/cluster/fleet/spoke", roles: []string{"cluster"}},
+		{
+			name: "another Cluster", client: other, list: codes.PermissionDenied, create: codes.PermissionDenied,
+			identity: "spiffe://karpenter-capi/cluster/fleet/other", roles: []string{"cluster"},
+		},
+		{
+			name: "a reader", client: reader, create: codes.PermissionDenied,
+			identity: "spiffe://karpenter-capi/reader", roles: []string{"reader"}, allClusters: true,
+		},
+		{
+			name: "an identity without grants", client: nobody, list: codes.PermissionDenied, create: codes.PermissionDenied,
+			identity: "spiffe://karpenter-capi/nobody",
+		},
+		{name: "the unix socket", client: socket, identity: "unix", roles: []string{"admin"}, allClusters: true},
+		{name: "loopback", client: loopback, identity: "loopback", roles: []string{"admin"}, allClusters: true},
+		{
+			name: "two URIs", client: f.as("spiffe://karpenter-capi/reader", "spiffe://karpenter-capi/cluster/fleet/spoke"),
+			list: codes.Unauthenticated, create: codes.Unauthenticated, statusRefused: codes.Unauthenticated,
+		},
+		{
+			name: "another trust domain", client: f.as("spiffe://elsewhere/cluster/fleet/spoke"),
+			list: codes.Unauthenticated, create: codes.Unauthenticated, statusRefused: codes.Unauthenticated,
+		},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			require.Equal(t, c.list, grpcstatus.Code(f.list(c.client)))
+			require.Equal(t, c.create, grpcstatus.Code(f.create(c.client)))
+			response, err := c.client.Status.GetStatus(f.ctx(), &agentv1alpha1.GetStatusRequest{})
+			require.Equal(t, c.statusRefused, grpcstatus.Code(err))
+			require.Equal(t, c.identity, response.GetIdentity())
+			require.Equal(t, c.roles, response.GetRoles())
+			require.Equal(t, c.allClusters, response.GetAllClusters())
+			health, err := grpc_health_v1.NewHealthClient(c.client.Conn()).Check(f.ctx(), &grpc_health_v1.HealthCheckRequest{})
+			require.NoError(t, err, "health needs no identity")
+			require.Equal(t, grpc_health_v1.HealthCheckResponse_SERVING, health.GetStatus())
+		})
+	}
+}
+
+func TestCertificatesOfAnotherAuthorityDoNotConnect(t *testing.T) {
+	f := start(t)
+	err := f.list(f.signedBy(testpki.New(t), "spiffe://karpenter-capi/cluster/fleet/spoke"))
+	require.Equal(t, codes.Unavailable, grpcstatus.Code(err))
+}
+
+func TestPlaintextIsRefusedWhereTLSIsServed(t *testing.T) {
+	f := start(t)
+	require.Equal(t, codes.Unavailable, grpcstatus.Code(f.list(f.connect(client.Options{Address: f.address, PlaintextLoopback: true}))))
+}
+
+func TestOnlyWhoMaySeeAllClustersLearnsThatOneDoesNotExist(t *testing.T) {
+	f := start(t)
+	missing := &agentv1alpha1.ClusterRef{Namespace: "fleet", Name: "missing"}
+	request := &agentv1alpha1.ListNodeGroupsRequest{Cluster: missing}
+	_, err := f.as("spiffe://karpenter-capi/reader").NodeGroups.ListNodeGroups(f.ctx(), request)
+	require.Equal(t, agenterrors.ReasonClusterNotFound, agenterrors.ReasonOf(err))
+	_, own := f.as("spiffe://karpenter-capi/cluster/fleet/missing").NodeGroups.ListNodeGroups(f.ctx(), request)
+	_, foreign := f.cluster().NodeGroups.ListNodeGroups(f.ctx(), request)
+	require.True(t, agenterrors.IsPermissionDenied(own))
+	require.Equal(t, grpcstatus.Convert(foreign).Message(), grpcstatus.Convert(own).Message())
+}
+
+func TestCertificatesRotateWithoutARestart(t *testing.T) {
+	f := start(t)
+	require.NoError(t, f.list(f.cluster()))
+	old, next := f.authority, testpki.New(t)
+	// The server trusts and presents the new authority's; clients of the old one are not known any more.
+	next.Issue(t, f.serverPKI, next)
+	f.authority = next
+	err := wait.PollUntilContextTimeout(f.ctx(), 20*time.Millisecond, patience, true, func(context.Context) (bool, error) {
+		return f.list(f.cluster()) == nil, nil
+	})
+	require.NoError(t, err)
+	require.Equal(t, codes.Unavailable, grpcstatus.Code(f.list(f.signedBy(old, "spiffe://karpenter-capi/cluster/fleet/spoke"))))
+}
+
+func TestBrokenFilesLeaveTheLastUsableOnes(t *testing.T) {
+	f := start(t)
+	require.NoError(t, os.WriteFile(filepath.Join(f.serverPKI, "tls.crt"), []byte("nonsense"), 0o600))
+	require.NoError(t, os.WriteFile(filepath.Join(f.serverPKI, "ca.crt"), []byte("nonsense"), 0o600))
+	for range 5 {
+		require.NoError(t, f.list(f.cluster()))
+	}
+}
+
+func TestUnusableFilesAreNamedAtStart(t *testing.T) {
+	authority := testpki.New(t)
+	folder := t.TempDir()
+	files := authority.Issue(t, folder, authority)
+	broken := filepath.Join(folder, "broken")
+	require.NoError(t, os.WriteFile(broken, []byte("nonsense"), 0o600))
+	for _, c := range []server.TLSFiles{
+		{CertFile: broken, KeyFile: files.KeyFile, ClientCAFile: files.CAFile},
+		{CertFile: files.CertFile, KeyFile: broken, ClientCAFile: files.CAFile},
+		{CertFile: files.CertFile, KeyFile: files.KeyFile, ClientCAFile: broken},
+	} {
+		_, _, err := server.ListenTLS(t.Context(), "127.0.0.1:0", c)
+		require.ErrorContains(t, err, broken)
+	}
+}
+
+func TestSocketsAreReplacedOnlyWhenNobodyServesThem(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "agent.sock")
+	first, err := server.ListenUnix(t.Context(), path)
+	require.NoError(t, err)
+	_, err = server.ListenUnix(t.Context(), path)
+	require.ErrorContains(t, err, "another process serves")
+	// A process that is killed leaves its socket behind.
+	unix, ok := first.Listener.(*net.UnixListener)
+	require.True(t, ok)
+	unix.SetUnlinkOnClose(false)
+	require.NoError(t, unix.Close())
+	second, err := server.ListenUnix(t.Context(), path)
+	require.NoError(t, err)
+	require.NoError(t, second.Close())
+
+	require.NoError(t, os.WriteFile(path, nil, 0o600))
+	_, err = server.ListenUnix(t.Context(), path)
+	require.ErrorContains(t, err, "is not a socket")
+}
+
+func TestLoopbackListenerRefusesOtherAddresses(t *testing.T) {
+	_, err := server.ListenLoopback(t.Context(), "0.0.0.0:0")
+	require.ErrorContains(t, err, "is not a loopback address")
+}
+
+func TestNothingIsAnsweredBeforeTheViewIsComplete(t *testing.T) {
+	f := start(t, func(f *fixture, c *server.Config) {
+		f.nodeGroups, f.machines, f.claims = newFeed[*agentv1alpha1.NodeGroup](4), newFeed[*agentv1alpha1.Machine](4), newFeed[*agentv1alpha1.Claim](4)
+		c.NodeGroups, c.Machines, c.Claims = f.nodeGroups, f.machines, f.claims
+	})
+	c := f.cluster()
+	response, err := c.Status.GetStatus(f.ctx(), &agentv1alpha1.GetStatusRequest{})
+	require.NoError(t, err)
+	require.False(t, response.GetCachesSynced())
+	require.ErrorContains(t, f.server.Check(), "not complete")
+	health := grpc_health_v1.NewHealthClient(c.Conn())
+	serving := func(service string) grpc_health_v1.HealthCheckResponse_ServingStatus {
+		response, err := health.Check(f.ctx(), &grpc_health_v1.HealthCheckRequest{Service: service})
+		require.NoError(t, err)
+		return response.GetStatus()
+	}
+	require.Equal(t, grpc_health_v1.HealthCheckResponse_NOT_SERVING, serving(""))
+	require.Equal(t, grpc_health_v1.HealthCheckResponse_SERVING, serving(agentv1alpha1.StatusService_ServiceDesc.ServiceName))
+	for name, err := range map[string]error{
+		"ListNodeGroups": f.list(c),
+		"CreateClaim":    f.create(c),
+		"ListMachines": func() error {
+			_, err := c.Machines.ListMachines(f.ctx(), &agentv1alpha1.ListMachinesRequest{Cluster: spokeRef})
+			return err
+		}(),
+		"ReleaseClaim": func() error {
+			_, err := c.Claims.ReleaseClaim(f.ctx(), &agentv1alpha1.ReleaseClaimRequest{Cluster: spokeRef, ClaimId: "x"})
+			return err
+		}(),
+		"WatchClaims": func() error {
+			stream, err := c.Claims.WatchClaims(f.ctx(), &agentv1alpha1.WatchClaimsRequest{Cluster: spokeRef})
+			require.NoError(t, err)
+			_, err = stream.Recv()
+			return err
+		}(),
+	} {
+		require.Equal(t, agenterrors.ReasonNotSynced, agenterrors.ReasonOf(err), "%s: %v", name, err)
+	}
+	f.SetReady()
+	require.Eventually(t, func() bool { return serving("") == grpc_health_v1.HealthCheckResponse_SERVING }, patience, 5*time.Millisecond)
+	require.NoError(t, f.server.Check())
+	require.NoError(t, f.list(c))
+}
+
+func TestEnginesErrorsBecomeTheAPIs(t *testing.T) {
+	f := start(t)
+	retryAt := time.Now().Add(time.Minute)
+	gvr := schema.GroupResource{Group: "g", Resource: "r"}
+	for name, c := range map[string]struct {
+		err    error
+		code   codes.Code
+		reason agenterrors.Reason
+	}{
+		"no room": {&claims.NoRoomError{Candidates: []eligibility.Refusal{
+			{NodeGroup: "small", Reason: eligibility.CoolingDown, Message: "failed", RetryAt: retryAt},
+			{NodeGroup: "large", Reason: eligibility.Paused, Message: "paused"},
+		}}, codes.ResourceExhausted, agenterrors.ReasonNoRoom},
+		"refused": {&claims.RefusedError{Candidates: []eligibility.Refusal{
+			{NodeGroup: "small", Reason: eligibility.Paused, Message: "paused"},
+		}}, codes.FailedPrecondition, agenterrors.ReasonNotOpen},
+		"unknown groups":  {&claims.UnknownGroupError{Candidates: []string{"small"}}, codes.NotFound, agenterrors.ReasonNodeGroupNotFound},
+		"unknown cluster": {claims.ErrUnknownCluster, codes.NotFound, agenterrors.ReasonClusterNotFound},
+		"ended":           {&claims.EndedError{Reason: "Released", Message: "gone"}, codes.Aborted, agenterrors.ReasonClaimEnded},
+		"conflict":        {fmt.Errorf("binding: %w", claims.ErrConflict), codes.Aborted, agenterrors.ReasonConflict},
+		"API server away": {&url.Error{Op: "Get", URL: "https://hub", Err: errors.New("connection refused")}, codes.Unavailable, agenterrors.ReasonHubUnreachable},
+		"API server busy": {apierrors.NewTooManyRequests("slow down", 1), codes.Unavailable, agenterrors.ReasonHubUnreachable},
+		"API server ill":  {apierrors.NewInternalError(errors.New("etcd")), codes.Unavailable, agenterrors.ReasonHubUnreachable},
+		"newer ledger":    {fmt.Errorf("MachineDeployment x: %w", claims.ErrNewerLedger), codes.Unavailable, agenterrors.ReasonHubUnreachable},
+		"no right":        {apierrors.NewForbidden(gvr, "secret-name", errors.New("no")), codes.Internal, ""},
+		"a bug":           {errors.New("secret-name"), codes.Internal, ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f.engine.fail(c.err)
+			err := f.create(f.cluster())
+			require.Equal(t, c.code, grpcstatus.Code(err), "%v", err)
+			require.Equal(t, c.reason, agenterrors.ReasonOf(err), "%v", err)
+			require.NotContains(t, err.Error(), "secret-name")
+		})
+	}
+	f.engine.fail(&claims.NoRoomError{Candidates: []eligibility.Refusal{{NodeGroup: "small", Reason: eligibility.CoolingDown, RetryAt: retryAt}}})
+	err := f.create(f.cluster())
+	require.Equal(t, "fleet/small", agenterrors.Rejections(err)[0].NodeGroup)
+	require.Equal(t, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_COOLING_DOWN, agenterrors.Rejections(err)[0].Unavailable)
+	delay, ok := agenterrors.RetryDelay(err)
+	require.True(t, ok)
+	require.Greater(t, delay, 30*time.Second)
+
+	f.engine.fail(claims.ErrStaleToken)
+	_, err = f.cluster().Claims.SyncClaims(f.ctx(), &agentv1alpha1.SyncClaimsRequest{Cluster: spokeRef, Holder: "h", Token: "t"})
+	require.True(t, agenterrors.IsStaleToken(err))
+}
+
+func TestReleasedClaimThatIsUnknownIsOK(t *testing.T) {
+	f := start(t)
+	response, err := f.cluster().Claims.ReleaseClaim(f.ctx(), &agentv1alpha1.ReleaseClaimRequest{Cluster: spokeRef, ClaimId: "x"})
+	require.NoError(t, err)
+	require.Nil(t, response.GetClaim())
+}
+
+func TestPanicFailsOnlyItsCall(t *testing.T) {
+	f := start(t)
+	f.engine.panic = true
+	err := f.create(f.cluster())
+	require.Equal(t, codes.Internal, grpcstatus.Code(err))
+	require.NotContains(t, err.Error(), "a bug")
+	require.NoError(t, f.list(f.cluster()))
+	require.Contains(t, f.log.String(), "panic: a bug")
+}
+
+func TestRequestIDIsTheCallersOrNew(t *testing.T) {
+	f := start(t)
+	call := func(id string) string {
+		var header metadata.MD
+		ctx := f.ctx()
+		if id != "" {
+			ctx = metadata.AppendToOutgoingContext(ctx, client.RequestIDKey, id)
+		}
+		conn, err := grpc.NewClient(f.loopback, grpc.WithTransportCredentials(insecure.NewCredentials()))
+		require.NoError(t, err)
+		defer func() { require.NoError(t, conn.Close()) }()
+		_, err = agentv1alpha1.NewClaimServiceClient(conn).CreateClaim(ctx, &agentv1alpha1.CreateClaimRequest{
+			Cluster: spokeRef, ClaimId: "claim", Holder: "karpenter", Candidates: []string{"fleet/small"},
+		}, grpc.Header(&header))
+		require.NoError(t, err)
+		return header.Get(client.RequestIDKey)[0]
+	}
+	require.Equal(t, "my-id", call("my-id"))
+	require.Eventually(t, func() bool { return strings.Contains(f.log.String(), `"my-id"`) }, patience, time.Millisecond, "it is logged")
+	require.NotEmpty(t, call(""))
+	require.NotEqual(t, strings.Repeat("x", 500), call(strings.Repeat("x", 500)))
+	require.NotContains(t, call("two words"), " ")
+}
+
+func TestSlowWatcherIsResyncedAndEndsWithTheWholeView(t *testing.T) {
+	f := start(t)
+	stream, err := f.cluster().NodeGroups.WatchNodeGroups(f.ctx(), &agentv1alpha1.WatchNodeGroupsRequest{Cluster: spokeRef})
+	require.NoError(t, err)
+	first, err := stream.Recv()
+	require.NoError(t, err)
+	require.NotNil(t, first.GetSynced())
+	// More than the connection's buffers take, so that the server has to wait.
+	const groups = 400
+	for i := range groups {
+		id := fmt.Sprintf("fleet/%03d", i)
+		f.nodeGroups.Set(spoke, id, &agentv1alpha1.NodeGroup{Id: id, Labels: map[string]string{"filler": strings.Repeat("x", 10_000)}})
+	}
+	view, resynced := map[string]bool{}, false
+	for len(view) < groups {
+		event, err := stream.Recv()
+		require.NoError(t, err)
+		switch {
+		case event.GetUpsert() != nil:
+			view[event.GetUpsert().GetId()] = true
+		case event.GetResync() != nil:
+			resynced = true
+			clear(view)
+		}
+	}
+	require.True(t, resynced)
+	require.Positive(t, f.nodeGroups.Stats().Resyncs)
+}
+
+func TestShutdownEndsStreamsAndLetsCallsEnd(t *testing.T) {
+	f := start(t, func(f *fixture, _ *server.Config) { f.engine.block = make(chan struct{}) })
+	c := f.cluster()
+	watch, err := c.Machines.WatchMachines(f.ctx(), &agentv1alpha1.WatchMachinesRequest{Cluster: spokeRef})
+	require.NoError(t, err)
+	_, err = watch.Recv()
+	require.NoError(t, err)
+	health, err := grpc_health_v1.NewHealthClient(c.Conn()).Watch(f.ctx(), &grpc_health_v1.HealthCheckRequest{})
+	require.NoError(t, err)
+	_, err = health.Recv()
+	require.NoError(t, err)
+	created := make(chan error, 1)
+	go func() { created <- f.create(c) }()
+	require.Eventually(t, func() bool {
+		return testutil.CollectAndCount(f.registry, "grpc_server_started_total") > 0 && strings.Contains(startedCalls(t, f.registry), "CreateClaim")
+	}, patience, time.Millisecond)
+
+	stopped := make(chan struct{})
+	go func() {
+		defer close(stopped)
+		f.stop()
+	}()
+	_, err = watch.Recv()
+	require.Equal(t, agenterrors.ReasonShuttingDown, agenterrors.ReasonOf(err), "%v", err)
+	require.ErrorContains(t, f.server.Check(), "shutting down")
+	select {
+	case <-stopped:
+		t.Fatal("the server ended before the call in flight")
+	default:
+	}
+	close(f.engine.block)
+	require.NoError(t, <-created)
+	select {
+	case <-stopped:
+	case <-time.After(patience / 2):
+		t.Fatal("the server did not end with its last call")
+	}
+}
+
+// startedCalls returns the methods of which calls have begun.
+func startedCalls(t *testing.T, registry *prometheus.Registry) string {
+	t.Helper()
+	families, err := registry.Gather()
+	require.NoError(t, err)
+	var methods strings.Builder
+	for _, family := range families {
+		if family.GetName() != "grpc_server_started_total" {
+			continue
+		}
+		for _, metric := range family.GetMetric() {
+			for _, label := range metric.GetLabel() {
+				if label.GetName() == "grpc_method" && metric.GetCounter().GetValue() > 0 {
+					methods.WriteString(label.GetValue() + " ")
+				}
+			}
+		}
+	}
+	return methods.String()
+}
+
+func TestShutdownCutsOffCallsThatDoNotEnd(t *testing.T) {
+	f := start(t, func(f *fixture, c *server.Config) {
+		f.engine.block = make(chan struct{})
+		c.ShutdownGrace = 10 * time.Millisecond
+	})
+	c := f.cluster()
+	created := make(chan error, 1)
+	go func() { created <- f.create(c) }()
+	require.Eventually(t, func() bool { return strings.Contains(startedCalls(t, f.registry), "CreateClaim") }, patience, time.Millisecond)
+	f.stop()
+	require.Equal(t, codes.Unavailable, grpcstatus.Code(<-created))
+}
+
+func TestCreateClaimRefusesCandidatesThatAreNoNodeGroups(t *testing.T) {
+	f := start(t)
+	_, err := f.cluster().Claims.CreateClaim(f.ctx(), &agentv1alpha1.CreateClaimRequest{
+		Cluster: spokeRef, ClaimId: "claim", Holder: "karpenter", Candidates: []string{"fleet/small", "other/small"},
+	})
+	require.Equal(t, "candidates[1]", agenterrors.FieldViolations(err)[0].Field)
+}
+
+func TestMetricsShowTheViews(t *testing.T) {
+	f := start(t)
+	f.nodeGroups.Set(spoke, "fleet/a", &agentv1alpha1.NodeGroup{Id: "fleet/a"})
+	require.NoError(t, testutil.GatherAndCompare(f.registry, strings.NewReader(`
+# HELP capi_agent_catalogue_generation Changes of any node group since the start.
+# TYPE capi_agent_catalogue_generation gauge
+capi_agent_catalogue_generation 1
+# HELP capi_agent_synced 1 once the view of the hub is complete.
+# TYPE capi_agent_synced gauge
+capi_agent_synced 1
+`), "capi_agent_catalogue_generation", "capi_agent_synced"))
+}
