@@ -99,6 +99,10 @@ type MachineClaimStatus struct {
 	// drained says that whoever asked for the release has drained the Node.
 	// +optional
 	Drained bool `json:"drained,omitempty"`
+	// failedAt is when the agent gave the Machine up: its infrastructure failed, or it made no progress in its time. The
+	// claim is then released by the agent itself, and its node group cools down.
+	// +optional
+	FailedAt *metav1.Time `json:"failedAt,omitempty"`
 	// releasedAt is when the release was asked for.
 	// +optional
 	ReleasedAt *metav1.Time `json:"releasedAt,omitempty"`

@@ -111,6 +111,10 @@ func (in *MachineClaimStatus) DeepCopyInto(out *MachineClaimStatus) {
 		*out = new(MachineReference)
 		**out = **in
 	}
+	if in.FailedAt != nil {
+		in, out := &in.FailedAt, &out.FailedAt
+		*out = (*in).DeepCopy()
+	}
 	if in.ReleasedAt != nil {
 		in, out := &in.ReleasedAt, &out.ReleasedAt
 		*out = (*in).DeepCopy()

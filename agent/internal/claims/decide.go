@@ -61,6 +61,10 @@ const (
 	markEntered actionKind = "mark-entered"
 	// bind moves the claim from Pending to Bound and then labels its Machine.
 	bind actionKind = "bind"
+	// fail gives a claim's Machine up: the claim is released by the agent itself.
+	fail actionKind = "fail"
+	// explain notes on a pending claim why its Machine does not come.
+	explain actionKind = "explain"
 	// label finishes a binding that stopped before the label.
 	label actionKind = "label"
 	// unbind takes the label off: the Machine is handed over to whoever comes next.
@@ -92,6 +96,7 @@ const (
 	ReasonHandedOver        = "HandedOver"
 	ReasonCancelled         = "Cancelled"
 	ReasonMachineLost       = "MachineLost"
+	ReasonFailed            = "Failed"
 	ReasonNoRoom            = "NoRoom"
 	ReasonRefused           = "Refused"
 	ReasonNodeGroupGone     = "NodeGroupGone"
@@ -245,6 +250,9 @@ func (s *snapshot) startReleases(next *Ledger) {
 // it is on its way and has no Node yet.
 func (s *snapshot) handsOver(m *clusterv1.Machine) bool {
 	if !alive(m) || held(m) || hasNode(m) || outdated(m) {
+		return false
+	}
+	if c := s.claim(claimOf(m)); c != nil && c.Status.FailedAt != nil {
 		return false
 	}
 	_, marked := m.Annotations[clusterv1.DeleteMachineAnnotation]
@@ -663,11 +671,7 @@ func (s *snapshot) actOnClaims(d *decision) {
 			m = s.machine(c.Status.Machine.UID)
 		}
 		switch c.Status.Phase {
-		case "":
-			if entered {
-				s.actOnPending(d, c, named)
-			}
-		case v1alpha1.PhasePending:
+		case "", v1alpha1.PhasePending:
 			if entered {
 				s.actOnPending(d, c, named)
 			}
@@ -685,6 +689,8 @@ func (s *snapshot) actOnClaims(d *decision) {
 				d.actions = append(d.actions, action{kind: noteMachine, claim: c, machine: m, event: v1alpha1.Event{
 					Reason: ReasonNodeJoined, Message: "Node " + m.Status.NodeRef.Name + " joined",
 				}})
+			default:
+				s.judge(d, c, m)
 			}
 		case v1alpha1.PhaseReleasing:
 			s.actOnReleasing(d, c, m, named, entered)
@@ -699,6 +705,8 @@ func (s *snapshot) actOnPending(d *decision, c *v1alpha1.MachineClaim, named Nam
 	switch {
 	case named.UID != "" && m != nil && alive(m) && !held(m) && claimOf(m) == "":
 		d.actions = append(d.actions, action{kind: bind, claim: c, machine: m})
+	case c.Status.Phase == v1alpha1.PhasePending && named.UID == "" && s.judge(d, c, nil):
+		// It waited long enough.
 	case c.Status.Phase == "":
 		d.actions = append(d.actions, action{kind: markEntered, claim: c, event: v1alpha1.Event{
 			Reason:  ReasonWaitingForMachine,
@@ -712,7 +720,9 @@ func (s *snapshot) actOnReleasing(d *decision, c *v1alpha1.MachineClaim, m *clus
 	labelled := s.labelled(id)
 	switch {
 	case c.Status.Machine == nil:
-		if !entered && labelled == nil {
+		if !entered && labelled == nil && c.Status.FailedAt != nil {
+			d.end(c, ReasonFailed, c.Status.Message)
+		} else if !entered && labelled == nil {
 			d.end(c, ReasonCancelled, "released before it had a Machine; the replica goes to the next claim or is given back")
 		}
 	case m != nil && alive(m) && entered && named.UID == m.UID && claimOf(m) == "" && !held(m):
@@ -722,6 +732,9 @@ func (s *snapshot) actOnReleasing(d *decision, c *v1alpha1.MachineClaim, m *clus
 		d.actions = append(d.actions, action{kind: unbind, claim: c, machine: m})
 	case !entered && (labelled == nil || !alive(labelled) && deletionCompleted(labelled)):
 		reason, message := ReasonReleased, "its instance and its Node are gone"
+		if c.Status.FailedAt != nil {
+			reason, message = ReasonFailed, c.Status.Message
+		}
 		if m != nil && alive(m) {
 			reason, message = ReasonHandedOver, "its Machine had no Node yet and was kept for the next claim"
 		}

@@ -66,6 +66,8 @@ type Config struct {
 	// CollectGrace is how much older than its token a claim must be to be collected by [Engine.Sync]; it covers the
 	// difference between the clocks of the agent and of the API server. Zero means 30 seconds.
 	CollectGrace time.Duration
+	// Failure says when a Machine is given up. The zero value gives none up.
+	Failure Failure
 	// Coalesce is the shortest time between two writes of one ledger that nobody waits for. Zero means one second.
 	Coalesce time.Duration
 }
@@ -237,20 +239,46 @@ func (e *Engine) refusal(ctx context.Context, key types.NamespacedName, cluster 
 		return gone, nil
 	}
 	group := eligibility.Of(&md, cluster)
-	if group.Refusal != nil || !group.Full() {
+	if group.Refusal != nil {
 		return group.Refusal, nil
+	}
+	if !group.Full() {
+		return e.coolingDown(ctx, key)
 	}
 	s, err := e.read(ctx, e.Client, key)
 	if err != nil {
 		return nil, err
 	}
-	if s != nil && decide(s).spare {
+	if s == nil {
+		return gone, nil
+	}
+	if s.group.Refusal != nil {
+		return s.group.Refusal, nil
+	}
+	if decide(s).spare {
 		return nil, nil
 	}
 	return &eligibility.Refusal{
 		NodeGroup: key.Name, Reason: eligibility.AtMaxSize,
 		Message: fmt.Sprintf("replicas are at the max size %d", *group.Max),
 	}, nil
+}
+
+// coolingDown refuses claims on a group where one failed recently, as far as the caches tell.
+func (e *Engine) coolingDown(ctx context.Context, key types.NamespacedName) (*eligibility.Refusal, error) {
+	if e.Failure.CoolDown == 0 {
+		return nil, nil
+	}
+	var list v1alpha1.MachineClaimList
+	selector := e.inGroup(e.Client, v1alpha1.NodeGroupLabel, key.Name)
+	if err := e.Client.List(ctx, &list, client.InNamespace(key.Namespace), selector); err != nil {
+		return nil, fmt.Errorf("listing claims: %w", err)
+	}
+	claims := make([]*v1alpha1.MachineClaim, 0, len(list.Items))
+	for i := range list.Items {
+		claims = append(claims, &list.Items[i])
+	}
+	return CoolingDown(key.Name, claims, e.Clock.Now(), e.Failure.CoolDown), nil
 }
 
 // follow answers a repeated call: with the claim that there is, once it is entered in the ledger.

@@ -301,6 +301,7 @@ func (e *Engine) read(ctx context.Context, from client.Reader, key types.Namespa
 		unregistered: e.isUnregistered,
 		spareGrace:   e.SpareGrace,
 		retention:    e.TombstoneRetention,
+		failure:      e.Failure,
 	}
 	if text, present := md.Annotations[v1alpha1.LedgerAnnotation]; present {
 		if s.ledger, err = parseLedger(text); errors.Is(err, ErrNewerLedger) {
@@ -313,6 +314,9 @@ func (e *Engine) read(ctx context.Context, from client.Reader, key types.Namespa
 	}
 	if err := e.readParts(ctx, from, key, s); err != nil {
 		return nil, err
+	}
+	if s.group.Refusal == nil {
+		s.group.Refusal = s.coolingDown()
 	}
 	return s, nil
 }

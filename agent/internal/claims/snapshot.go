@@ -32,6 +32,8 @@ type snapshot struct {
 	spareSince time.Time
 	// spareGrace is how long a spare is kept for the next claim.
 	spareGrace time.Duration
+	// failure says when a Machine is given up.
+	failure Failure
 	// retention is how long an ended claim is remembered.
 	retention time.Duration
 }

@@ -156,6 +156,12 @@ func (e *Engine) do(ctx context.Context, a action) error {
 		c.Status.Phase = v1alpha1.PhasePending
 		e.note(c, a.event)
 		return e.Client.Status().Update(ctx, c)
+	case explain:
+		c := a.claim.DeepCopy()
+		e.note(c, a.event)
+		return e.Client.Status().Update(ctx, c)
+	case fail:
+		return e.failClaim(ctx, a)
 	case bind:
 		return e.bind(ctx, a)
 	case label:
@@ -250,6 +256,21 @@ func (e *Engine) lowerSet(ctx context.Context, a action) error {
 // patchMachine writes the difference, if the Machine is still as it was read.
 func (e *Engine) patchMachine(ctx context.Context, before, after *clusterv1.Machine) error {
 	return e.Client.Patch(ctx, after, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), fieldOwner)
+}
+
+// failClaim begins the release of a claim whose Machine is given up.
+func (e *Engine) failClaim(ctx context.Context, a action) error {
+	c := a.claim.DeepCopy()
+	now := metav1.NewTime(e.Clock.Now())
+	c.Status.Phase = v1alpha1.PhaseReleasing
+	c.Status.FailedAt, c.Status.ReleasedAt = &now, &now
+	e.note(c, a.event)
+	if err := e.Client.Status().Update(ctx, c); err != nil {
+		return err
+	}
+	e.event(c, a.event.Reason, "GiveUp", a.event.Message)
+	log.FromContext(ctx).Info("gave a machine up", "claim", c.Spec.ClaimID, "name", c.Spec.DisplayName, "cause", a.event.Message)
+	return nil
 }
 
 // endClaim moves the claim to Ended, if it is still as it was read.

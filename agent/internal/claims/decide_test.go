@@ -1,0 +1,269 @@
+package claims
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
+)
+
+// scene is a snapshot of a node group at rest: everything observed, one MachineSet.
+func scene(replicas int32, ledger *Ledger) *snapshot {
+	now := newTestTime()
+	return &snapshot{
+		md: &clusterv1.MachineDeployment{
+			ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "small", Generation: 3},
+			Spec:       clusterv1.MachineDeploymentSpec{ClusterName: clusterName, Replicas: &replicas},
+			Status:     clusterv1.MachineDeploymentStatus{ObservedGeneration: 3},
+		},
+		group:  eligibility.Group{Replicas: replicas},
+		ledger: ledger,
+		sets: []*clusterv1.MachineSet{{
+			ObjectMeta: metav1.ObjectMeta{Name: "small-a"}, Spec: clusterv1.MachineSetSpec{Replicas: &replicas},
+		}},
+		now:          now,
+		unregistered: func(string) bool { return false },
+		spareGrace:   time.Minute,
+		retention:    time.Hour,
+	}
+}
+
+func (s *snapshot) withMachine(name, claim string, change func(*clusterv1.Machine)) *snapshot {
+	m := &clusterv1.Machine{ObjectMeta: metav1.ObjectMeta{
+		Name: name, UID: types.UID(name), Labels: map[string]string{}, CreationTimestamp: metav1.NewTime(s.now),
+		OwnerReferences: []metav1.OwnerReference{{Kind: "MachineSet", Name: "small-a", Controller: new(true)}},
+	}}
+	if claim != "" {
+		m.Labels[v1alpha1.ClaimLabel] = claim
+	}
+	if change != nil {
+		change(m)
+	}
+	s.machines = append(s.machines, m)
+	return s
+}
+
+func (s *snapshot) withClaim(id string, phase v1alpha1.Phase, machine string) *snapshot {
+	c := &v1alpha1.MachineClaim{
+		ObjectMeta: metav1.ObjectMeta{Name: clusterName + "." + id, CreationTimestamp: metav1.NewTime(s.now)},
+		Spec:       v1alpha1.MachineClaimSpec{ClusterName: clusterName, ClaimID: id, NodeGroup: "small"},
+		Status:     v1alpha1.MachineClaimStatus{Phase: phase},
+	}
+	if machine != "" {
+		c.Status.Machine = &v1alpha1.MachineReference{Name: machine, UID: types.UID(machine)}
+	}
+	s.claims = append(s.claims, c)
+	return s
+}
+
+func kinds(d *decision) []actionKind {
+	var all []actionKind
+	for _, a := range d.actions {
+		all = append(all, a.kind)
+	}
+	return all
+}
+
+func infrastructure(reason string) func(*clusterv1.Machine) {
+	return func(m *clusterv1.Machine) {
+		m.Status.Conditions = []metav1.Condition{{
+			Type: clusterv1.MachineInfrastructureReadyCondition, Status: "False", Reason: reason, Message: "no hosts left",
+		}}
+	}
+}
+
+func node(m *clusterv1.Machine) {
+	m.Spec.ProviderID, m.Status.NodeRef.Name = "sim://"+m.Name, "node-"+m.Name
+}
+
+func TestAFirstClaimRaisesReplicasAndLeavesTheFloorAlone(t *testing.T) {
+	s := scene(2, nil).withMachine("a", "", node).withMachine("b", "", node).withClaim("c", "", "")
+	d := decide(s)
+	require.NotNil(t, d.ledger)
+	assert.Equal(t, int32(3), d.replicas)
+	assert.Equal(t, int32(2), d.ledger.Floor)
+	assert.Equal(t, map[string]Named{"c": {}}, d.ledger.Pending)
+	assert.True(t, d.urgent)
+}
+
+func TestClaimsThatWaitTogetherAreEnteredInOneWrite(t *testing.T) {
+	s := scene(0, nil)
+	for _, id := range []string{"a", "b", "c", "d"} {
+		s.withClaim(id, "", "")
+	}
+	d := decide(s)
+	assert.Equal(t, int32(4), d.replicas)
+	assert.Len(t, d.ledger.Pending, 4)
+}
+
+func TestASpareIsUsedBeforeReplicasAreRaised(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 4, LastReplicas: 1}).withMachine("a", "", nil).withClaim("c", "", "")
+	d := decide(s)
+	assert.Equal(t, int32(1), d.replicas)
+	assert.Equal(t, Named{Machine: "a", UID: "a"}, d.ledger.Pending["c"])
+}
+
+func TestAtTheMaxSizeClaimsAreRefused(t *testing.T) {
+	s := scene(3, &Ledger{Version: 1, Seq: 4, LastReplicas: 3, Floor: 3}).withClaim("c", "", "")
+	s.group.Max = new(int32(3))
+	d := decide(s)
+	assert.Nil(t, d.ledger)
+	assert.Equal(t, eligibility.AtMaxSize, d.refused["c"].Reason)
+}
+
+func TestAHumansChangeIsTheFloors(t *testing.T) {
+	up := decide(scene(5, &Ledger{Version: 1, Seq: 1, Floor: 2, LastReplicas: 3}).withClaim("c", v1alpha1.PhaseBound, "a").withMachine("a", "c", node))
+	require.NotNil(t, up.ledger)
+	assert.Equal(t, int32(4), up.ledger.Floor)
+	assert.Equal(t, int32(5), up.replicas)
+
+	down := decide(scene(2, &Ledger{Version: 1, Seq: 1, Floor: 2, LastReplicas: 3}).withClaim("c", v1alpha1.PhaseBound, "a").withMachine("a", "c", node))
+	require.NotNil(t, down.ledger)
+	assert.Equal(t, int32(1), down.ledger.Floor)
+	assert.Equal(t, int32(2), down.replicas)
+}
+
+func TestNothingIsWrittenWhenNothingChanges(t *testing.T) {
+	s := scene(2, &Ledger{Version: 1, Seq: 9, Floor: 1, LastReplicas: 2}).
+		withMachine("a", "c", node).withMachine("b", "", node).withClaim("c", v1alpha1.PhaseBound, "a")
+	s.claims[0].Status.Machine.NodeName = "node-a"
+	d := decide(s)
+	assert.Nil(t, d.ledger)
+	assert.Empty(t, d.actions)
+}
+
+func TestAUsersNodeIsNeverGivenToAClaim(t *testing.T) {
+	s := scene(2, &Ledger{Version: 1, Seq: 9, Floor: 0, LastReplicas: 2, Pending: map[string]Named{"c": {}}}).
+		withMachine("a", "", node).withClaim("c", v1alpha1.PhasePending, "")
+	d := decide(s)
+	if d.ledger != nil {
+		assert.Empty(t, d.ledger.Pending["c"].UID)
+	}
+	// Unless its holder says that nothing runs there yet.
+	s.unregistered = func(id string) bool { return id == "sim://a" }
+	d = decide(s)
+	require.NotNil(t, d.ledger)
+	assert.Equal(t, types.UID("a"), d.ledger.Pending["c"].UID)
+}
+
+func TestAReleasedMachineWithoutANodeIsHandedOver(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).withMachine("a", "c", nil).withClaim("c", v1alpha1.PhaseReleasing, "a")
+	d := decide(s)
+	assert.Equal(t, []actionKind{unbind}, kinds(d))
+	assert.Nil(t, d.ledger, "no release is begun")
+}
+
+func TestAReleasedMachineWithANodeIsHeldAndItsReplicaKept(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).withMachine("a", "c", node).withClaim("c", v1alpha1.PhaseReleasing, "a")
+	d := decide(s)
+	require.NotNil(t, d.ledger)
+	assert.Contains(t, d.ledger.Releasing, types.UID("a"))
+	assert.Equal(t, int32(1), d.replicas)
+
+	s.ledger = d.ledger
+	assert.Contains(t, kinds(decide(s)), hold)
+}
+
+func TestALedgerEditedByHandDeletesNoClaimedMachine(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Releasing: map[types.UID]Release{"a": {Machine: "a"}}}).
+		withMachine("a", "c", node).withClaim("c", v1alpha1.PhaseBound, "a")
+	d := decide(s)
+	assert.NotContains(t, kinds(d), hold)
+	require.NotNil(t, d.ledger)
+	assert.Empty(t, d.ledger.Releasing)
+}
+
+func TestAWipedLedgerIsRebuiltWithoutTakingOrLeaking(t *testing.T) {
+	s := scene(4, nil).
+		withMachine("a", "bound", node).withMachine("b", "", node).
+		withClaim("bound", v1alpha1.PhaseBound, "a").withClaim("waits", v1alpha1.PhasePending, "").withClaim("new", "", "")
+	d := decide(s)
+	require.NotNil(t, d.ledger)
+	assert.Equal(t, int32(2), d.ledger.Floor, "4 replicas less one bound and one entered claim")
+	assert.Equal(t, int32(5), d.replicas, "one more for the claim that had not been entered")
+}
+
+func TestANoCapacityReasonGivesTheMachineUpAtOnce(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
+		withMachine("a", "c", infrastructure("InsufficientCapacity")).withClaim("c", v1alpha1.PhaseBound, "a")
+	s.failure = Failure{Reasons: []string{"InsufficientCapacity"}}
+	d := decide(s)
+	require.Equal(t, []actionKind{fail}, kinds(d))
+	assert.Contains(t, d.actions[0].event.Message, "InsufficientCapacity: no hosts left")
+
+	s.machines[0].Status.Conditions[0].Reason = "WaitingForHost"
+	assert.Empty(t, kinds(decide(s)))
+}
+
+func TestAFailedClaimsMachineIsNotHandedOver(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).withMachine("a", "c", nil).withClaim("c", v1alpha1.PhaseReleasing, "a")
+	s.claims[0].Status.FailedAt = new(metav1.NewTime(s.now))
+	d := decide(s)
+	require.NotNil(t, d.ledger)
+	assert.Contains(t, d.ledger.Releasing, types.UID("a"))
+}
+
+func TestDeadlinesGiveMachinesUp(t *testing.T) {
+	failure := Failure{ObjectDeadline: time.Minute, ProviderIDDeadline: 2 * time.Minute, NodeDeadline: 3 * time.Minute}
+	ledger := func() *Ledger {
+		return &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}
+	}
+	for name, test := range map[string]struct {
+		make func() *snapshot
+		at   time.Duration
+	}{
+		"no Machine": {func() *snapshot { return scene(1, ledger()).withClaim("c", v1alpha1.PhasePending, "") }, time.Minute},
+		"no provider ID": {func() *snapshot {
+			return scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("a", "c", nil).withClaim("c", v1alpha1.PhaseBound, "a")
+		}, 2 * time.Minute},
+		"no Node": {func() *snapshot {
+			return scene(1, &Ledger{Version: 1, LastReplicas: 1}).
+				withMachine("a", "c", func(m *clusterv1.Machine) { m.Spec.ProviderID = "sim://a" }).withClaim("c", v1alpha1.PhaseBound, "a")
+		}, 3 * time.Minute},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := test.make()
+			s.failure = failure
+			s.now = s.now.Add(test.at - time.Second)
+			early := decide(s)
+			assert.NotContains(t, kinds(early), fail)
+			assert.Equal(t, time.Second, early.again, "and is looked at again in time")
+			s.now = s.now.Add(time.Second)
+			assert.Contains(t, kinds(decide(s)), fail)
+		})
+	}
+}
+
+func TestABlockedMachineSetIsExplainedOnTheClaim(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).withClaim("c", v1alpha1.PhasePending, "")
+	s.sets[0].Status.Conditions = []metav1.Condition{{
+		Type: clusterv1.MachineSetScalingUpCondition, Status: "True", Message: "Scaling up is blocked because: the control plane is upgrading",
+	}}
+	d := decide(s)
+	require.Equal(t, []actionKind{explain}, kinds(d))
+	assert.Contains(t, d.actions[0].event.Message, "the control plane is upgrading")
+
+	s.claims[0].Status.Message = d.actions[0].event.Message
+	assert.Empty(t, kinds(decide(s)), "once is enough")
+}
+
+func TestAGroupCoolsDownAfterAFailure(t *testing.T) {
+	now := newTestTime()
+	claims := []*v1alpha1.MachineClaim{
+		{Spec: v1alpha1.MachineClaimSpec{ClaimID: "old"}, Status: v1alpha1.MachineClaimStatus{FailedAt: new(metav1.NewTime(now.Add(-time.Hour)))}},
+		{Spec: v1alpha1.MachineClaimSpec{ClaimID: "new"}, Status: v1alpha1.MachineClaimStatus{FailedAt: new(metav1.NewTime(now))}},
+	}
+	refusal := CoolingDown("small", claims, now.Add(time.Minute), 3*time.Minute)
+	require.NotNil(t, refusal)
+	assert.Equal(t, eligibility.CoolingDown, refusal.Reason)
+	assert.True(t, refusal.RetryAt.Equal(now.Add(3*time.Minute)))
+	assert.Contains(t, refusal.Message, "new")
+	assert.Nil(t, CoolingDown("small", claims, now.Add(3*time.Minute), 3*time.Minute))
+}

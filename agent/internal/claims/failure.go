@@ -1,0 +1,131 @@
+package claims
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
+)
+
+// Failure says when a claim's Machine is given up, and how long its node group is left alone then. Cluster API knows no final
+// failure, so that this is a matter of configuration.
+type Failure struct {
+	// Reasons are reasons of a Machine's InfrastructureReady condition, which mirror the infrastructure provider's own, that
+	// mean the machine will not come: for example that there is no capacity.
+	Reasons []string
+	// ObjectDeadline is how long a claim waits for a Machine object; zero means for ever.
+	ObjectDeadline time.Duration
+	// ProviderIDDeadline is how long a Machine may take from its creation to its provider ID; zero means for ever.
+	ProviderIDDeadline time.Duration
+	// NodeDeadline is how long a Machine may take from its creation to its Node; zero means for ever.
+	NodeDeadline time.Duration
+	// CoolDown is how long a node group takes no claims after one failed there. It follows from the failed claims
+	// themselves, and so survives a restart; longer than they are remembered it cannot be.
+	CoolDown time.Duration
+}
+
+// judge gives the claim's Machine (nil when there is none yet) up if it failed or is too late, and reports whether it did. A
+// claim that only waits is told why, where Cluster API says why.
+func (s *snapshot) judge(d *decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine) bool {
+	if m != nil && hasNode(m) {
+		return false
+	}
+	why := ""
+	switch {
+	case m == nil:
+		why = s.late(d, c.CreationTimestamp.Time, s.failure.ObjectDeadline, "no Machine was created")
+		if blocked := s.blocked(); blocked != "" {
+			if why != "" {
+				why += ": " + blocked
+			} else if c.Status.Message != blocked {
+				d.actions = append(d.actions, action{kind: explain, claim: c, event: v1alpha1.Event{
+					Reason: ReasonWaitingForMachine, Message: blocked,
+				}})
+				return true
+			}
+		}
+	case m.Spec.ProviderID == "":
+		reason, message := infrastructureTrouble(m)
+		if slices.Contains(s.failure.Reasons, reason) {
+			why = fmt.Sprintf("the infrastructure of Machine %s reports %s: %s", m.Name, reason, message)
+			break
+		}
+		why = s.late(d, m.CreationTimestamp.Time, s.failure.ProviderIDDeadline, "Machine "+m.Name+" got no provider ID")
+		if why != "" && reason != "" {
+			why += fmt.Sprintf("; its infrastructure reports %s: %s", reason, message)
+		}
+	default:
+		why = s.late(d, m.CreationTimestamp.Time, s.failure.NodeDeadline, "no Node joined for Machine "+m.Name)
+	}
+	if why == "" {
+		return false
+	}
+	d.actions = append(d.actions, action{kind: fail, claim: c, machine: m, event: v1alpha1.Event{Reason: ReasonFailed, Message: why}})
+	return true
+}
+
+// late returns what has not happened when the time for it is over, else "" after asking to be woken in time.
+func (s *snapshot) late(d *decision, since time.Time, deadline time.Duration, what string) string {
+	if deadline == 0 {
+		return ""
+	}
+	if left := deadline - s.now.Sub(since); left > 0 {
+		d.wake(left)
+		return ""
+	}
+	return fmt.Sprintf("%s in %s", what, deadline)
+}
+
+// infrastructureTrouble returns why the Machine's infrastructure is not ready, as its provider reports it; "" when it is, or
+// when nothing is known.
+func infrastructureTrouble(m *clusterv1.Machine) (reason, message string) {
+	for i := range m.Status.Conditions {
+		if c := &m.Status.Conditions[i]; c.Type == clusterv1.MachineInfrastructureReadyCondition && c.Status == "False" {
+			return c.Reason, c.Message
+		}
+	}
+	return "", ""
+}
+
+// blocked returns why the MachineSets make no Machines, "" when they do.
+func (s *snapshot) blocked() string {
+	for _, set := range s.sets {
+		for i := range set.Status.Conditions {
+			c := &set.Status.Conditions[i]
+			if c.Type == clusterv1.MachineSetScalingUpCondition && c.Status == "True" && strings.Contains(c.Message, "blocked") {
+				return fmt.Sprintf("MachineSet %s: %s", set.Name, c.Message)
+			}
+		}
+	}
+	return ""
+}
+
+// coolingDown refuses claims while a failure on the group is recent; nil when none is.
+func (s *snapshot) coolingDown() *eligibility.Refusal {
+	return CoolingDown(s.md.Name, s.claims, s.now, s.failure.CoolDown)
+}
+
+// CoolingDown says why a node group takes no claims after one of the given claims, all of that group, failed; nil when no
+// failure is more recent than the cool-down.
+func CoolingDown(nodeGroup string, claims []*v1alpha1.MachineClaim, now time.Time, coolDown time.Duration) *eligibility.Refusal {
+	var last *v1alpha1.MachineClaim
+	for _, c := range claims {
+		if c.Status.FailedAt != nil && (last == nil || last.Status.FailedAt.Before(c.Status.FailedAt)) {
+			last = c
+		}
+	}
+	if last == nil || now.Sub(last.Status.FailedAt.Time) >= coolDown {
+		return nil
+	}
+	return &eligibility.Refusal{
+		NodeGroup: nodeGroup,
+		Reason:    eligibility.CoolingDown,
+		Message:   "claim " + last.Spec.ClaimID + " failed here: " + last.Status.Message,
+		RetryAt:   last.Status.FailedAt.Add(coolDown),
+	}
+}
