@@ -313,4 +313,3 @@ func root(t *testing.T) string {
 	t.Fatal("not below a go.work")
 	return ""
 }
-

@@ -25,7 +25,7 @@ func TestCookbook(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	dir, err := os.MkdirTemp("", "cookbook-")
+	dir, err := os.MkdirTemp("", "cookbook-") //nolint:usetesting // The logs stay if the test fails.
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -44,7 +44,7 @@ func TestCookbook(t *testing.T) {
 		}
 	})
 
-	output := run(t, ctx, root, strings.ReplaceAll(script(t, filepath.Join(root, "docs", "grpcurl.md")), ".sandbox/default", paths.Dir))
+	output := run(ctx, t, root, strings.ReplaceAll(script(t, filepath.Join(root, "docs", "grpcurl.md")), ".sandbox/default", paths.Dir))
 	for _, want := range []string{
 		"capi.agent.v1alpha1.ClaimService",                           // list
 		`"identity": "spiffe://karpenter-capi/cluster/fleet/spoke"`,  // status
@@ -84,7 +84,7 @@ func script(t *testing.T, page string) string {
 }
 
 // run runs the commands in the folder until one of them fails.
-func run(t *testing.T, ctx context.Context, dir, commands string) string {
+func run(ctx context.Context, t *testing.T, dir, commands string) string {
 	t.Helper()
 	var output bytes.Buffer
 	bash := exec.CommandContext(ctx, "bash", "-euo", "pipefail", "-c", commands)
