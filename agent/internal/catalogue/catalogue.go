@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"regexp"
+	"strings"
 	"sync"
 	"time"
 
@@ -100,13 +101,13 @@ func New(c Config) (*Catalogue, error) {
 func (c *Catalogue) SetupWithManager(mgr manager.Manager) error {
 	c.client = mgr.GetClient()
 	changedTemplates := make(chan event.TypedGenericEvent[template], 1024)
-	c.templates = &infrastructure.Templates{
+	c.templates = infrastructure.New(infrastructure.Config{
 		Reader: mgr.GetAPIReader(),
 		Cache:  mgr.GetCache(),
 		Changed: func(gk schema.GroupKind, key types.NamespacedName) {
 			changedTemplates <- event.TypedGenericEvent[template]{Object: template{gk, key}}
 		},
-	}
+	})
 	if err := mgr.Add(manager.RunnableFunc(func(ctx context.Context) error { return c.expect(ctx, mgr) })); err != nil {
 		return fmt.Errorf("adding the catalogue: %w", err)
 	}
@@ -263,9 +264,21 @@ func (c *Catalogue) publish(md *clusterv1.MachineDeployment, group nodegroup.Nod
 	c.Feed.Set(group.Cluster, group.ID(), messages.NodeGroup(group))
 	c.problems.WithLabelValues(group.Key.Namespace, group.Key.Name).Set(float64(len(present)))
 	for _, problem := range fresh {
-		c.Recorder.Eventf(md, nil, corev1.EventTypeWarning, "InvalidDescription", "DescribeNodeGroup", "%s: %.256q %s",
+		c.Recorder.Eventf(md, nil, corev1.EventTypeWarning, eventReason(problem.Field), "DescribeNodeGroup", "%s: %.256q %s",
 			problem.Field, problem.Value, problem.Message)
 	}
+}
+
+// eventReason names the field: events of one object and one reason are counted together, and only the first one's text is kept.
+func eventReason(field string) string {
+	parts := strings.FieldsFunc(field, func(r rune) bool { return strings.ContainsRune("./[] ", r) })
+	reason := "Invalid"
+	if len(parts) > 0 {
+		for word := range strings.SplitSeq(parts[len(parts)-1], "-") {
+			reason += strings.ToUpper(word[:min(1, len(word))]) + word[min(1, len(word)):]
+		}
+	}
+	return reason[:min(len(reason), 128)]
 }
 
 func (c *Catalogue) forget(key types.NamespacedName) {

@@ -42,19 +42,32 @@ const youngWatch = 2 * time.Second
 // ErrUnusable means that asking again soon does not help: somebody has to change something.
 var ErrUnusable = errors.New("unusable")
 
-// Templates reads infrastructure templates. It is safe for concurrent use.
-type Templates struct {
+// Config is what [Templates] need.
+type Config struct {
 	// Reader reads from the API server itself. REQUIRED.
 	Reader client.Reader
 	// Cache watches. REQUIRED.
 	Cache cache.Cache
-	// Changed is called, from the watches, with each template that may have changed. It must not block. REQUIRED.
+	// Changed is called, from the watches, with each template that may have changed. REQUIRED.
 	Changed func(gk schema.GroupKind, template types.NamespacedName)
 	// Clock is the time. Nil means the real one.
 	Clock clock.PassiveClock
+}
+
+// Templates reads infrastructure templates. It is safe for concurrent use.
+type Templates struct {
+	Config
 
 	mu    sync.Mutex
 	kinds map[schema.GroupKind]*kind
+}
+
+// New returns templates of which none is watched yet.
+func New(c Config) *Templates {
+	if c.Clock == nil {
+		c.Clock = clock.RealClock{}
+	}
+	return &Templates{Config: c, kinds: map[schema.GroupKind]*kind{}}
 }
 
 type kind struct {
@@ -107,9 +120,6 @@ func (t *Templates) synced(ctx context.Context, k kind) bool {
 
 // kind returns the version of a kind, and begins to watch it.
 func (t *Templates) kind(ctx context.Context, gk schema.GroupKind) (kind, error) {
-	if t.Clock == nil {
-		t.Clock = clock.RealClock{}
-	}
 	t.mu.Lock()
 	known := t.kinds[gk]
 	t.mu.Unlock()
@@ -135,9 +145,6 @@ func (t *Templates) kind(ctx context.Context, gk schema.GroupKind) (kind, error)
 			return kind{}, err
 		}
 		fresh.watched = t.Clock.Now()
-	}
-	if t.kinds == nil {
-		t.kinds = map[schema.GroupKind]*kind{}
 	}
 	t.kinds[gk] = fresh
 	return *fresh, nil

@@ -1,0 +1,318 @@
+package catalogue_test
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/go-logr/logr"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	"github.com/stretchr/testify/require"
+	eventsv1 "k8s.io/api/events/v1"
+	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/utils/ptr"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
+	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/capitest"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/catalogue"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+const patience = 20 * time.Second
+
+var plane *capitest.ControlPlane
+
+func TestMain(m *testing.M) {
+	log.SetLogger(logr.Discard())
+	var err error
+	if plane, err = capitest.StartControlPlane(); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+	code := m.Run()
+	if err := plane.Stop(); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		code = 1
+	}
+	os.Exit(code)
+}
+
+type fixture struct {
+	*testing.T
+
+	namespace string
+	cluster   types.NamespacedName
+	feed      *feed.Feed[*agentv1alpha1.NodeGroup]
+	registry  *prometheus.Registry
+}
+
+// start runs a catalogue of one new namespace, with one Cluster, and waits until its view is complete.
+func start(t *testing.T, before ...func(f *fixture)) *fixture {
+	t.Helper()
+	f := &fixture{T: t, namespace: plane.Namespace(t), registry: prometheus.NewRegistry()}
+	f.cluster = types.NamespacedName{Namespace: f.namespace, Name: "spoke"}
+	f.feed = feed.New(feed.Options[*agentv1alpha1.NodeGroup]{Equal: catalogue.Equal, Buffer: 100, Heartbeat: time.Minute})
+	plane.Create(t, capitest.NewCluster(f.namespace, "spoke"))
+	for _, do := range before {
+		do(f)
+	}
+	scheme, err := hub.Scheme()
+	require.NoError(t, err)
+	scope := hub.NewScope([]string{f.namespace}, nil)
+	caches, err := scope.CacheOptions()
+	require.NoError(t, err)
+	mgr, err := manager.New(plane.Config, manager.Options{
+		Scheme: scheme, Cache: caches, Metrics: metricsserver.Options{BindAddress: "0"}, HealthProbeBindAddress: "0", Logger: logr.Discard(),
+	})
+	require.NoError(t, err)
+	require.NoError(t, hub.Index(t.Context(), mgr.GetFieldIndexer()))
+	c, err := catalogue.New(catalogue.Config{Feed: f.feed, Scope: scope, Recorder: mgr.GetEventRecorder("test"), Registerer: f.registry})
+	require.NoError(t, err)
+	require.NoError(t, c.SetupWithManager(mgr))
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() { ended <- mgr.Start(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		require.NoError(t, <-ended)
+	})
+	select {
+	case <-f.feed.Ready():
+	case <-time.After(patience):
+		t.Fatal("the view is not complete")
+	}
+	return f
+}
+
+func (f *fixture) group(name string) *agentv1alpha1.NodeGroup {
+	group, found, err := f.feed.Get(f.cluster, f.namespace+"/"+name)
+	require.NoError(f, err)
+	if !found {
+		return nil
+	}
+	return group
+}
+
+// until waits until a node group is as wanted; nil means that there is none.
+func (f *fixture) until(name string, wanted func(*agentv1alpha1.NodeGroup) bool) *agentv1alpha1.NodeGroup {
+	f.Helper()
+	var group *agentv1alpha1.NodeGroup
+	err := wait.PollUntilContextTimeout(f.Context(), 5*time.Millisecond, patience, true, func(context.Context) (bool, error) {
+		group = f.group(name)
+		return wanted(group), nil
+	})
+	require.NoError(f, err, "%v", group)
+	return group
+}
+
+func shown(group *agentv1alpha1.NodeGroup) bool { return group != nil }
+
+func hidden(group *agentv1alpha1.NodeGroup) bool { return group == nil }
+
+func (f *fixture) change(object client.Object, change func()) {
+	f.Helper()
+	require.NoError(f, plane.Client.Get(f.Context(), client.ObjectKeyFromObject(object), object))
+	before, ok := object.DeepCopyObject().(client.Object)
+	require.True(f, ok)
+	change()
+	require.NoError(f, plane.Client.Patch(f.Context(), object, client.MergeFrom(before)))
+}
+
+func described(md *clusterv1.MachineDeployment) {
+	capitest.Annotated(capacity.CPUAnnotation, "4")(md)
+	capitest.Annotated(capacity.MemoryAnnotation, "16Gi")(md)
+}
+
+func problemFields(group *agentv1alpha1.NodeGroup) []string {
+	var fields []string
+	for _, problem := range group.GetProblems() {
+		fields = append(fields, problem.GetField())
+	}
+	return fields
+}
+
+func TestGroupsThatExistAtTheStartAreInTheFirstView(t *testing.T) {
+	f := start(t, func(f *fixture) {
+		for _, name := range []string{"a", "b", "c"} {
+			plane.Create(f.T, capitest.NewInfrastructureTemplate(f.namespace, name, nil),
+				capitest.NewMachineDeployment(f.namespace, name, "spoke", 0, described))
+		}
+		outsider := capitest.NewMachineDeployment(f.namespace, "outsider", "spoke", 0, described)
+		delete(outsider.Labels, v1alpha1.MemberLabel)
+		plane.Create(f.T, outsider)
+	})
+	groups, _, err := f.feed.List(f.cluster)
+	require.NoError(t, err)
+	require.Len(t, groups, 3)
+	for _, group := range groups {
+		require.Empty(t, group.GetProblems())
+		require.True(t, group.GetAvailability().GetAvailable())
+	}
+}
+
+func TestOptingInAndOut(t *testing.T) {
+	f := start(t)
+	md := capitest.NewMachineDeployment(f.namespace, "small", "spoke", 0, described)
+	delete(md.Labels, v1alpha1.MemberLabel)
+	plane.Create(t, capitest.NewInfrastructureTemplate(f.namespace, "small", nil), md)
+	f.change(md, func() { md.Labels[v1alpha1.MemberLabel] = "" })
+	f.until("small", shown)
+	f.change(md, func() { delete(md.Labels, v1alpha1.MemberLabel) })
+	f.until("small", hidden)
+	f.change(md, func() { md.Labels[v1alpha1.MemberLabel] = "" })
+	f.until("small", shown)
+	require.NoError(t, plane.Client.Delete(t.Context(), md))
+	f.until("small", hidden)
+}
+
+func TestInfrastructureTemplateIsFollowed(t *testing.T) {
+	f := start(t)
+	plane.Create(t, capitest.NewMachineDeployment(f.namespace, "small", "spoke", 0))
+	group := f.until("small", shown)
+	require.Contains(t, problemFields(group), "spec.template.spec.infrastructureRef")
+	require.Contains(t, problemFields(group), capacity.AnnotationField(capacity.CPUAnnotation))
+
+	template := capitest.NewInfrastructureTemplate(f.namespace, "small", nil)
+	plane.Create(t, template)
+	f.until("small", func(g *agentv1alpha1.NodeGroup) bool {
+		return !slices.Contains(problemFields(g), "spec.template.spec.infrastructureRef")
+	})
+	template.Object["status"] = map[string]any{
+		"capacity": map[string]any{"cpu": "8", "memory": "32Gi", "nvidia.com/gpu": int64(1)}, "nodeInfo": map[string]any{"architecture": "arm64"},
+	}
+	plane.SetStatus(t, template)
+	group = f.until("small", func(g *agentv1alpha1.NodeGroup) bool { return g.GetCapacity()["cpu"] == "8" })
+	require.Empty(t, group.GetProblems())
+	require.Equal(t, "1", group.GetCapacity()["nvidia.com/gpu"])
+	require.Equal(t, "arm64", group.GetArchitecture())
+	require.Equal(t, agentv1alpha1.SourceKind_SOURCE_KIND_INFRASTRUCTURE_TEMPLATE, group.GetSources()["capacity.cpu"].GetKind())
+	require.NoError(t, plane.Client.Delete(t.Context(), template))
+	f.until("small", func(g *agentv1alpha1.NodeGroup) bool {
+		return slices.Contains(problemFields(g), "spec.template.spec.infrastructureRef")
+	})
+}
+
+func TestKindsThatCannotBeResolvedAreProblemsOfTheirGroupsAlone(t *testing.T) {
+	f := start(t)
+	unlabelled := &apiextensionsv1.CustomResourceDefinition{
+		ObjectMeta: metav1.ObjectMeta{Name: "strangetemplates." + f.namespace + ".example.com"},
+		Spec: apiextensionsv1.CustomResourceDefinitionSpec{
+			Group: f.namespace + ".example.com", Scope: apiextensionsv1.NamespaceScoped,
+			Names: apiextensionsv1.CustomResourceDefinitionNames{Kind: "StrangeTemplate", ListKind: "StrangeTemplateList", Plural: "strangetemplates", Singular: "strangetemplate"},
+			Versions: []apiextensionsv1.CustomResourceDefinitionVersion{{Name: "v1", Served: true, Storage: true, Schema: &apiextensionsv1.CustomResourceValidation{
+				OpenAPIV3Schema: &apiextensionsv1.JSONSchemaProps{Type: "object"},
+			}}},
+		},
+	}
+	plane.Create(t, unlabelled)
+	missing := capitest.NewMachineDeployment(f.namespace, "missing", "spoke", 0, described)
+	missing.Spec.Template.Spec.InfrastructureRef.Kind = "AbsentTemplate"
+	strange := capitest.NewMachineDeployment(f.namespace, "strange", "spoke", 0, described)
+	strange.Spec.Template.Spec.InfrastructureRef.Kind = "StrangeTemplate"
+	strange.Spec.Template.Spec.InfrastructureRef.APIGroup = unlabelled.Spec.Group
+	plane.Create(t, missing, strange, capitest.NewInfrastructureTemplate(f.namespace, "good", nil),
+		capitest.NewMachineDeployment(f.namespace, "good", "spoke", 0, described))
+	require.Contains(t, f.until("missing", shown).GetProblems()[0].GetMessage(), "absenttemplates."+capitest.InfrastructureGroup+" does not exist")
+	require.Contains(t, f.until("strange", shown).GetProblems()[0].GetMessage(), "no contract label")
+	require.Empty(t, f.until("good", shown).GetProblems())
+	require.Equal(t, "4", f.group("missing").GetCapacity()["cpu"])
+}
+
+func TestProblemsAreReportedOnceEachAndCounted(t *testing.T) {
+	f := start(t)
+	md := capitest.NewMachineDeployment(f.namespace, "bad", "spoke", 0, described,
+		capitest.Annotated(capacity.CPUAnnotation, "lots"), capitest.Sized("-1", "x"))
+	plane.Create(t, capitest.NewInfrastructureTemplate(f.namespace, "bad", nil), md)
+	group := f.until("bad", shown)
+	require.ElementsMatch(t, []string{
+		capacity.AnnotationField(capacity.CPUAnnotation),
+		capacity.AnnotationField(clusterv1.AutoscalerMinSizeAnnotation), capacity.AnnotationField(clusterv1.AutoscalerMaxSizeAnnotation),
+	}, problemFields(group))
+	require.Equal(t, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_INVALID, group.GetAvailability().GetReason())
+	problems := func() float64 {
+		families, err := f.registry.Gather()
+		require.NoError(t, err)
+		if len(families) == 0 {
+			return 0
+		}
+		return families[0].GetMetric()[0].GetGauge().GetValue()
+	}
+	require.InDelta(t, 3, problems(), 0)
+
+	// Another change of the same object, with the same problems and a new one.
+	f.change(md, func() { md.Annotations[capacity.MemoryAnnotation] = "-1Gi" })
+	f.until("bad", func(g *agentv1alpha1.NodeGroup) bool { return len(g.GetProblems()) == 4 })
+	notes := func() []string {
+		var list eventsv1.EventList
+		require.NoError(t, plane.Client.List(t.Context(), &list, client.InNamespace(f.namespace)))
+		var texts []string
+		for _, event := range list.Items {
+			require.Equal(t, "bad", event.Regarding.Name)
+			require.Nil(t, event.Series, "the event was sent more than once: %s", event.Note)
+			texts = append(texts, event.Note)
+		}
+		return texts
+	}
+	require.Eventually(t, func() bool { return len(notes()) == 4 }, patience, 20*time.Millisecond)
+	require.True(t, slices.ContainsFunc(notes(), func(note string) bool {
+		return strings.Contains(note, capacity.CPUAnnotation) && strings.Contains(note, `"lots"`)
+	}))
+
+	f.change(md, func() {
+		md.Annotations = map[string]string{capacity.CPUAnnotation: "4", capacity.MemoryAnnotation: "16Gi"}
+	})
+	f.until("bad", func(g *agentv1alpha1.NodeGroup) bool { return len(g.GetProblems()) == 0 })
+	require.Zero(t, problems())
+	require.NoError(t, plane.Client.Delete(t.Context(), md))
+	f.until("bad", hidden)
+	require.Zero(t, testutil.CollectAndCount(f.registry, "capi_agent_node_group_problems"))
+}
+
+func TestPausedAndDeletedClusters(t *testing.T) {
+	f := start(t)
+	plane.Create(t, capitest.NewInfrastructureTemplate(f.namespace, "small", nil),
+		capitest.NewMachineDeployment(f.namespace, "small", "spoke", 0, described))
+	f.until("small", func(g *agentv1alpha1.NodeGroup) bool { return g.GetAvailability().GetAvailable() })
+	reason := func(want agentv1alpha1.UnavailableReason) func(g *agentv1alpha1.NodeGroup) bool {
+		return func(g *agentv1alpha1.NodeGroup) bool { return g.GetAvailability().GetReason() == want }
+	}
+	cluster := capitest.NewCluster(f.namespace, "spoke")
+	f.change(cluster, func() { cluster.Spec.Paused = ptr.To(true) })
+	f.until("small", reason(agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED))
+	f.change(cluster, func() { cluster.Spec.Paused = nil })
+	f.until("small", func(g *agentv1alpha1.NodeGroup) bool { return g.GetAvailability().GetAvailable() })
+	require.NoError(t, plane.Client.Delete(t.Context(), cluster))
+	f.until("small", reason(agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_DELETING))
+}
+
+func TestWhatSaysNothingNewIsNoChange(t *testing.T) {
+	f := start(t)
+	md := capitest.NewMachineDeployment(f.namespace, "small", "spoke", 0, described)
+	plane.Create(t, capitest.NewInfrastructureTemplate(f.namespace, "small", nil), md)
+	f.until("small", shown)
+	generation := f.feed.Generation()
+	f.change(md, func() { md.Annotations["example.com/note"] = "says nothing about machines" })
+	before := md.DeepCopy()
+	md.Status.Replicas = ptr.To[int32](0)
+	md.Status.ObservedGeneration = md.Generation
+	require.NoError(t, plane.Client.Status().Patch(t.Context(), md, client.MergeFrom(before)))
+	f.change(md, func() { md.Annotations[capacity.CPUAnnotation] = "8" })
+	f.until("small", func(g *agentv1alpha1.NodeGroup) bool { return g.GetCapacity()["cpu"] == "8" })
+	require.Equal(t, generation+1, f.feed.Generation())
+}
