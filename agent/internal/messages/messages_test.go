@@ -1,0 +1,105 @@
+package messages_test
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"google.golang.org/protobuf/proto"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/ptr"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/messages"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+func TestMachineDriftsOnlyWhenItsTemplateChanged(t *testing.T) {
+	for name, c := range map[string]struct {
+		condition *metav1.Condition
+		upToDate  bool
+	}{
+		"not known yet":    {nil, true},
+		"up to date":       {&metav1.Condition{Status: metav1.ConditionTrue, Reason: clusterv1.MachineUpToDateReason}, true},
+		"template changed": {&metav1.Condition{Status: metav1.ConditionFalse, Reason: clusterv1.MachineNotUpToDateReason, Message: "* version"}, false},
+		"kubelet differs":  {&metav1.Condition{Status: metav1.ConditionFalse, Reason: clusterv1.MachineUpToDateUpdatingReason}, true},
+		"unknown":          {&metav1.Condition{Status: metav1.ConditionUnknown, Reason: clusterv1.MachineNotUpToDateReason}, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			machine := &clusterv1.Machine{}
+			if c.condition != nil {
+				c.condition.Type = clusterv1.MachineUpToDateCondition
+				machine.Status.Conditions = []metav1.Condition{*c.condition}
+			}
+			shown := messages.Machine(machine)
+			require.Equal(t, c.upToDate, shown.GetUpToDate())
+			require.Equal(t, !c.upToDate, shown.GetNotUpToDateMessage() != "")
+		})
+	}
+}
+
+func TestInfrastructureFailureIsShownAsItsProviderSaysIt(t *testing.T) {
+	machine := &clusterv1.Machine{}
+	machine.Status.Conditions = []metav1.Condition{{
+		Type: clusterv1.MachineInfrastructureReadyCondition, Status: metav1.ConditionFalse, Reason: "OutOfStock", Message: "none left",
+	}}
+	shown := messages.Machine(machine)
+	require.Equal(t, "OutOfStock", shown.GetInfrastructureReason())
+	require.Equal(t, "none left", shown.GetInfrastructureMessage())
+	machine.Status.Conditions[0].Status = metav1.ConditionTrue
+	require.Empty(t, messages.Machine(machine).GetInfrastructureReason())
+}
+
+func TestAvailability(t *testing.T) {
+	retryAt := time.Unix(1000, 0)
+	for name, c := range map[string]struct {
+		limits eligibility.Group
+		want   *agentv1alpha1.Availability
+	}{
+		"open": {eligibility.Group{Replicas: 1}, &agentv1alpha1.Availability{Available: true}},
+		"full": {
+			eligibility.Group{Replicas: 1, Max: ptr.To[int32](1)},
+			&agentv1alpha1.Availability{Reason: agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE, Message: "replicas have reached the max size"},
+		},
+		"refused": {
+			eligibility.Group{Max: ptr.To[int32](0), Refusal: &eligibility.Refusal{Reason: eligibility.Paused, Message: "by hand"}},
+			&agentv1alpha1.Availability{Reason: agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED, Message: "by hand"},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			shown := messages.NodeGroup(nodegroup.NodeGroup{Limits: c.limits}).GetAvailability()
+			require.True(t, proto.Equal(c.want, shown), "%v", shown)
+		})
+	}
+	shown := messages.NodeGroup(nodegroup.NodeGroup{Limits: eligibility.Group{Refusal: &eligibility.Refusal{Reason: eligibility.CoolingDown, RetryAt: retryAt}}})
+	require.Equal(t, retryAt.UTC(), shown.GetAvailability().GetRetryAt().AsTime())
+}
+
+func TestEveryRefusalOfAGroupThatExistsHasItsReason(t *testing.T) {
+	for _, reason := range []eligibility.Reason{
+		eligibility.AtMaxSize, eligibility.CoolingDown, eligibility.Paused, eligibility.Deleting, eligibility.ReplicasOwned, eligibility.Invalid,
+	} {
+		require.NotZero(t, messages.UnavailableReason(reason), reason)
+	}
+}
+
+func TestWhatUsersWroteAlwaysFitsIntoAMessage(t *testing.T) {
+	bad := "\xff" + strings.Repeat("é", 200)
+	shown := messages.NodeGroup(nodegroup.NodeGroup{
+		Labels:   map[string]string{bad: bad},
+		Problems: []capacity.Problem{{Field: bad, Value: bad, Message: bad}},
+	})
+	_, err := proto.Marshal(shown)
+	require.NoError(t, err)
+	require.Len(t, []rune(shown.GetProblems()[0].GetValue()), 128)
+	_, err = proto.Marshal(messages.Claim(&v1alpha1.MachineClaim{
+		Spec:   v1alpha1.MachineClaimSpec{DisplayName: bad},
+		Status: v1alpha1.MachineClaimStatus{Message: bad, History: []v1alpha1.Event{{Reason: bad, Message: bad}}},
+	}, nil))
+	require.NoError(t, err)
+}
