@@ -15,10 +15,11 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-//go:embed fleet peer
+//go:embed fleet peer crowd broken
 var files embed.FS
 
-// The files. Fleet is the demo's; Peer is what a user of karpenter-provider-cluster-api brings along.
+// The files. Fleet is the demo's; Peer is what a user of karpenter-provider-cluster-api brings along; Crowd is for many
+// machines at once; Broken is full of mistakes.
 const (
 	FleetHub      = "fleet/hub.yaml"
 	FleetSpoke    = "fleet/spoke.yaml"
@@ -26,6 +27,11 @@ const (
 	PeerHub       = "peer/hub.yaml"
 	PeerSpoke     = "peer/spoke.yaml"
 	PeerWorkload  = "peer/workload.yaml"
+	CrowdHub      = "crowd/hub.yaml"
+	CrowdSpoke    = "crowd/spoke.yaml"
+	CrowdWorkload = "crowd/workload.yaml"
+	BrokenHub     = "broken/hub.yaml"
+	BrokenSpoke   = "broken/spoke.yaml"
 )
 
 const owner = client.FieldOwner("kubectl")

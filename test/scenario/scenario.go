@@ -93,12 +93,18 @@ type run struct {
 
 	result Result
 	start  map[string]int32 // replicas at the start
+	began  time.Time
+}
+
+// mine leaves out what happened before the run.
+func (r *run) mine(s journey.State) []journey.Journey {
+	return lo.Filter(s.Journeys, func(j journey.Journey, _ int) bool { return j.At(journey.Created).After(r.began) })
 }
 
 // Run applies the fleet's manifests and does everything once. On return without an error all invariants hold and all
 // numbers are what they were at the start.
 func Run(ctx context.Context, w *world.World, options Options) (Result, error) {
-	r := &run{World: w, Options: options}
+	r := &run{World: w, Options: options, began: time.Now()}
 	for _, part := range []func(context.Context) error{r.prepare, r.scaleUp, r.consolidate, r.scaleToZero} {
 		if err := part(ctx); err != nil {
 			return r.result, err
@@ -185,8 +191,8 @@ func (r *run) scaleUp(ctx context.Context) error {
 	}
 	state := r.Recorder.State()
 	r.result.Pods, r.result.Nodes = state.Pods.Running, len(state.Live())
-	r.result.Launch = journey.LatencyOf(state.Journeys, journey.Created, journey.Launched)
-	r.result.Join = journey.LatencyOf(state.Journeys, journey.Created, journey.Initialized)
+	r.result.Launch = journey.LatencyOf(r.mine(state), journey.Created, journey.Launched)
+	r.result.Join = journey.LatencyOf(r.mine(state), journey.Created, journey.Initialized)
 	r.Note("%d pods run on %d nodes made for them; NodeClaim to launched: median %s, 99th percentile %s; to a node that takes pods: median %s, 99th percentile %s",
 		r.result.Pods, r.result.Nodes, round(r.result.Launch.Median), round(r.result.Launch.P99), round(r.result.Join.Median), round(r.result.Join.P99))
 	if r.result.Nodes != Full.TotalNodes() {
@@ -249,7 +255,7 @@ func (r *run) consolidate(ctx context.Context) error {
 	}
 	state := r.Recorder.State()
 	reasons := lo.CountValuesBy(
-		lo.Filter(state.Journeys, func(j journey.Journey, _ int) bool { return j.Disrupted != "" && j.Reached(journey.Gone) }),
+		lo.Filter(r.mine(state), func(j journey.Journey, _ int) bool { return j.Disrupted != "" && j.Reached(journey.Gone) }),
 		func(j journey.Journey) string { return j.Disrupted },
 	)
 	r.result.Consolidated = lo.Sum(lo.Values(reasons))
@@ -268,7 +274,7 @@ func (r *run) scaleToZero(ctx context.Context) error {
 				lo.CountBy(live, func(j journey.Journey) bool { return j.Reached(journey.Deleting) }))
 		}
 		for _, group := range s.Groups {
-			if want := r.start[group.Name]; group.Replicas != want || group.Machines != int(want) {
+			if want, mine := r.start[group.Name]; mine && (group.Replicas != want || group.Machines != int(want)) {
 				return fmt.Sprintf("%s to have %d replicas and Machines (%d, %d)", group.Name, want, group.Replicas, group.Machines)
 			}
 		}
@@ -280,7 +286,12 @@ func (r *run) scaleToZero(ctx context.Context) error {
 		return err
 	}
 	state := r.Recorder.State()
-	r.result.FinalReplicas = lo.SliceToMap(state.Groups, func(g journey.Group) (string, int32) { return g.Name, g.Replicas })
+	r.result.FinalReplicas = map[string]int32{}
+	for _, group := range state.Groups {
+		if _, mine := r.start[group.Name]; mine {
+			r.result.FinalReplicas[group.Name] = group.Replicas
+		}
+	}
 	r.Note("replicas are %s, as at the start", Replicas(r.result.FinalReplicas))
 	return nil
 }

@@ -121,21 +121,23 @@ func (w *World) Scale(ctx context.Context, name types.NamespacedName, replicas i
 // something that is missing.
 func Poll(ctx context.Context, condition func(context.Context) (missing string, err error)) error {
 	var missing string
+	var fault error
 	err := wait.PollUntilContextCancel(ctx, pollInterval, true, func(ctx context.Context) (bool, error) {
 		now, err := condition(ctx)
-		switch {
-		case err != nil && ctx.Err() == nil:
-			now = err.Error()
-		case err != nil:
+		if fault = err; err != nil {
 			return false, nil
 		}
 		missing = now
 		return missing == "", nil
 	})
-	if err != nil {
+	switch {
+	case err == nil:
+		return nil
+	case missing == "":
+		return fmt.Errorf("%w: %w", context.Cause(ctx), fault)
+	default:
 		return fmt.Errorf("still waiting for %s: %w", missing, context.Cause(ctx))
 	}
-	return nil
 }
 
 // AwaitNodePool waits until a NodePool, and with it its NodeClass, is ready.

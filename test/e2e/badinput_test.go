@@ -1,0 +1,188 @@
+package e2e_test
+
+import (
+	"context"
+	"fmt"
+	"testing"
+
+	. "github.com/onsi/gomega"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	eventsv1 "k8s.io/api/events/v1"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	shimv1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/world"
+)
+
+const capacityPrefix = "metadata.annotations[capacity.cluster-autoscaler.kubernetes.io/"
+
+func TestBadDescriptionsOfNodeGroupsAreReportedAndHarmNobodyElse(t *testing.T) {
+	leaveAsFound(t)
+	apply(t, w.Hub, manifests.FleetHub, manifests.BrokenHub)
+	apply(t, w.Spoke, manifests.FleetSpoke, manifests.BrokenSpoke, manifests.FleetWorkload)
+
+	for _, tc := range []struct {
+		name      string
+		nodeClass string
+		// fields of the MachineDeployment of the same name that are to be named, everywhere.
+		fields []string
+	}{
+		{"a capacity that is no quantity", "broken-capacity", []string{capacityPrefix + "cpu]"}},
+		{"negative capacity and sizes", "broken-sizes", []string{
+			capacityPrefix + "memory]",
+			"metadata.annotations[" + clusterv1.AutoscalerMinSizeAnnotation + "]",
+			"metadata.annotations[" + clusterv1.AutoscalerMaxSizeAnnotation + "]",
+		}},
+		{"neither instance type nor capacity", "broken-silent", []string{capacityPrefix + "cpu]", capacityPrefix + "memory]"}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			g := NewWithT(t)
+			for _, field := range tc.fields {
+				g.Expect(world.Poll(within(t, soon), conditionSays(tc.nodeClass, shimv1.ConditionNodeGroupsValid, field))).To(Succeed())
+				g.Expect(world.Poll(within(t, soon), eventSays("MachineDeployment", tc.nodeClass, field))).To(Succeed())
+			}
+			state := w.Sandbox.State()
+			reader := agentAs(t, state.Paths.ReaderCertificate, state.Paths.ReaderKey)
+			answer, err := reader.NodeGroups.GetNodeGroup(within(t, soon), &agentv1alpha1.GetNodeGroupRequest{
+				Cluster: theCluster(), Id: sandbox.ClusterNamespace + "/" + tc.nodeClass,
+			})
+			g.Expect(err).NotTo(HaveOccurred())
+			for _, field := range tc.fields {
+				g.Expect(answer.GetNodeGroup().GetProblems()).To(ContainElement(And(
+					HaveField("Field", field), HaveField("Message", Not(BeEmpty())),
+				)))
+			}
+			g.Expect(answer.GetNodeGroup().GetInstanceType()).To(Equal(tc.nodeClass), "the MachineDeployment's name stands in")
+		})
+	}
+
+	t.Run("a selector that matches nothing", func(t *testing.T) {
+		g := NewWithT(t)
+		g.Expect(world.Poll(within(t, soon), conditionSays("matches-nothing", shimv1.ConditionNodeGroupsFound, "spec.scalableResourceSelector"))).To(Succeed())
+		g.Expect(world.Poll(within(t, soon), conditionSays("matches-nothing", "Ready", shimv1.ConditionNodeGroupsFound))).To(Succeed())
+		g.Expect(world.Poll(within(t, soon), eventInSpokeSays("ClusterAPINodeClass", "matches-nothing", "spec.scalableResourceSelector"))).To(Succeed())
+	})
+
+	t.Run("pods of the others get their nodes", func(t *testing.T) {
+		g := NewWithT(t)
+		var class shimv1.ClusterAPINodeClass
+		g.Expect(w.AwaitNodePool(within(t, soon), "default")).To(Succeed())
+		g.Expect(w.Spoke.Get(t.Context(), client.ObjectKey{Name: "default"}, &class)).To(Succeed())
+		g.Expect(class.Status.Problems).To(BeZero())
+		goHome(t, "web")
+		scale(t, "web", 1)
+		await(t, soon, running(1))
+	})
+}
+
+func TestBadCallsAreRefusedWithTheFieldNamed(t *testing.T) {
+	leaveAsFound(t)
+	state := w.Sandbox.State()
+	admin := agentAs(t, state.Paths.AdminCertificate, state.Paths.AdminKey)
+	shim := agentAs(t, state.Paths.ClientCertificate, state.Paths.ClientKey)
+	reader := agentAs(t, state.Paths.ReaderCertificate, state.Paths.ReaderKey)
+	valid := func() *agentv1alpha1.CreateClaimRequest {
+		return &agentv1alpha1.CreateClaimRequest{
+			Cluster: theCluster(), ClaimId: "e2e-bad-call", Holder: "e2e", Candidates: []string{"fleet/nowhere"},
+		}
+	}
+	elsewhere := &agentv1alpha1.ClusterRef{Namespace: sandbox.ClusterNamespace, Name: "nowhere"}
+
+	for _, tc := range []struct {
+		name   string
+		change func(*agentv1alpha1.CreateClaimRequest)
+		field  string
+	}{
+		{"no Cluster", func(r *agentv1alpha1.CreateClaimRequest) { r.Cluster = nil }, "cluster"},
+		{"a Cluster without a name", func(r *agentv1alpha1.CreateClaimRequest) { r.Cluster.Name = "" }, "cluster.name"},
+		{"a claim id with capitals", func(r *agentv1alpha1.CreateClaimRequest) { r.ClaimId = "Not-A-Label" }, "claim_id"},
+		{"no holder", func(r *agentv1alpha1.CreateClaimRequest) { r.Holder = "" }, "holder"},
+		{"no candidate", func(r *agentv1alpha1.CreateClaimRequest) { r.Candidates = nil }, "candidates"},
+		{"a candidate that is no node group's id", func(r *agentv1alpha1.CreateClaimRequest) { r.Candidates = []string{"small"} }, "candidates[0]"},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			g := NewWithT(t)
+			request := valid()
+			tc.change(request)
+			_, err := admin.Claims.CreateClaim(within(t, soon), request)
+			g.Expect(agenterrors.IsInvalidArgument(err)).To(BeTrue(), "%v", err)
+			g.Expect(agenterrors.FieldViolations(err)).To(ContainElement(HaveField("Field", tc.field)))
+		})
+	}
+	t.Run("a Cluster that does not exist", func(t *testing.T) {
+		g := NewWithT(t)
+		request := valid()
+		request.Cluster = elsewhere
+		_, err := admin.Claims.CreateClaim(within(t, soon), request)
+		g.Expect(status.Code(err)).To(Equal(codes.NotFound), "%v", err)
+		g.Expect(err).To(MatchError(ContainSubstring("fleet/nowhere")))
+	})
+	t.Run("a Cluster that is not the caller's, whether it exists or not", func(t *testing.T) {
+		g := NewWithT(t)
+		request := valid()
+		request.Cluster = elsewhere
+		_, err := shim.Claims.CreateClaim(within(t, soon), request)
+		g.Expect(agenterrors.IsPermissionDenied(err)).To(BeTrue(), "%v", err)
+	})
+	t.Run("a writing call of who may only read", func(t *testing.T) {
+		_, err := reader.Claims.CreateClaim(within(t, soon), valid())
+		NewWithT(t).Expect(agenterrors.IsPermissionDenied(err)).To(BeTrue(), "%v", err)
+	})
+	t.Run("a node group that does not exist", func(t *testing.T) {
+		g := NewWithT(t)
+		_, err := shim.Claims.CreateClaim(within(t, soon), valid())
+		g.Expect(err).To(HaveOccurred())
+		g.Expect(err).To(MatchError(ContainSubstring("nowhere")))
+	})
+}
+
+func theCluster() *agentv1alpha1.ClusterRef {
+	return &agentv1alpha1.ClusterRef{Namespace: sandbox.ClusterNamespace, Name: sandbox.ClusterName}
+}
+
+// conditionSays returns a condition for [world.Poll]: that a node class's condition is False and its message has a text.
+func conditionSays(nodeClass, kind, text string) func(context.Context) (string, error) {
+	return func(ctx context.Context) (string, error) {
+		var class shimv1.ClusterAPINodeClass
+		if err := w.Spoke.Get(ctx, client.ObjectKey{Name: nodeClass}, &class); err != nil {
+			return "", err
+		}
+		condition := class.StatusConditions().Get(kind)
+		if matched, _ := ContainSubstring(text).Match(condition.Message); condition.IsFalse() && matched {
+			return "", nil
+		}
+		return fmt.Sprintf("the condition %s of ClusterAPINodeClass %s to be False and to name %s: it is %s, %q",
+			kind, nodeClass, text, condition.Status, condition.Message), nil
+	}
+}
+
+// eventSays and eventInSpokeSays: that an event about an object has a text.
+func eventSays(kind, name, text string) func(context.Context) (string, error) {
+	return eventIn(w.Hub, kind, name, text)
+}
+
+func eventInSpokeSays(kind, name, text string) func(context.Context) (string, error) {
+	return eventIn(w.Spoke, kind, name, text)
+}
+
+func eventIn(c client.Client, kind, name, text string) func(context.Context) (string, error) {
+	return func(ctx context.Context) (string, error) {
+		var events eventsv1.EventList
+		if err := c.List(ctx, &events); err != nil {
+			return "", err
+		}
+		for i := range events.Items {
+			e := &events.Items[i]
+			if matched, _ := ContainSubstring(text).Match(e.Note); matched && e.Regarding.Kind == kind && e.Regarding.Name == name {
+				return "", nil
+			}
+		}
+		return fmt.Sprintf("an event about %s %s that names %s", kind, name, text), nil
+	}
+}

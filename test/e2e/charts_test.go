@@ -1,0 +1,89 @@
+package e2e_test
+
+import (
+	"bytes"
+	"errors"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	. "github.com/onsi/gomega"
+	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+)
+
+// operatorsGroups are of operators that the sandbox does not have: cert-manager, and Prometheus'.
+var operatorsGroups = []string{"cert-manager.io", "monitoring.coreos.com"}
+
+// That agent and shim get along with these permissions is what every test of the package shows: the sandbox runs them with
+// tokens of the charts' ServiceAccounts, and TestMain looks for refusals in their logs.
+func TestChartsAreAcceptedByTheClustersTheyAreFor(t *testing.T) {
+	for _, tc := range []struct {
+		chart, release, namespace string
+		cluster                   client.Client
+	}{
+		{"agent", "capi-agent", "capi-agent-system", w.Hub},
+		{"shim", "karpenter", "karpenter-system", w.Spoke},
+	} {
+		files, err := filepath.Glob(filepath.Join(root(t), "deploy", "charts", tc.chart, "ci", "*-values.yaml"))
+		if err != nil || len(files) == 0 {
+			t.Fatalf("no values to render the chart %s with: %v", tc.chart, err)
+		}
+		for _, values := range files {
+			t.Run(tc.chart+"/"+strings.TrimSuffix(filepath.Base(values), "-values.yaml"), func(t *testing.T) {
+				g := NewWithT(t)
+				checked := 0
+				for _, object := range template(t, tc.chart, tc.release, tc.namespace, values) {
+					if lo.Contains(operatorsGroups, object.GroupVersionKind().Group) {
+						continue
+					}
+					g.Expect(dryRun(t, tc.cluster, object)).To(Succeed(), "%s %s", object.GetKind(), object.GetName())
+					checked++
+				}
+				g.Expect(checked).To(BeNumerically(">", 3))
+			})
+		}
+	}
+}
+
+// template returns what helm renders.
+func template(t *testing.T, chart, release, namespace, values string) []*unstructured.Unstructured {
+	t.Helper()
+	var stdout, stderr bytes.Buffer
+	helm := exec.CommandContext(t.Context(), filepath.Join(root(t), "bin", "helm"), "template", release,
+		filepath.Join(root(t), "deploy", "charts", chart), "--namespace", namespace, "--values", values, "--include-crds")
+	helm.Stdout, helm.Stderr, helm.Env = &stdout, &stderr, append(os.Environ(), "HELM_PLUGINS="+t.TempDir())
+	err := helm.Run()
+	if errors.Is(err, fs.ErrNotExist) {
+		t.Fatal("no bin/helm: run make bin/helm")
+	}
+	if err != nil {
+		t.Fatalf("helm template: %v\n%s", err, stderr.String())
+	}
+	objects, err := manifests.Parse(stdout.Bytes())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return objects
+}
+
+// dryRun asks the API server whether it would take the object, field names checked strictly. Namespaces it is in are made.
+func dryRun(t *testing.T, c client.Client, object *unstructured.Unstructured) error {
+	t.Helper()
+	if name := object.GetNamespace(); name != "" {
+		namespace := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name}}
+		if err := client.IgnoreAlreadyExists(c.Create(t.Context(), namespace)); err != nil {
+			return err
+		}
+	}
+	return client.WithFieldValidation(c, metav1.FieldValidationStrict).Apply(t.Context(),
+		client.ApplyConfigurationFromUnstructured(object), client.DryRunAll, client.ForceOwnership, client.FieldOwner("helm"))
+}

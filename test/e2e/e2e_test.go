@@ -1,0 +1,251 @@
+package e2e_test
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/go-logr/logr"
+	. "github.com/onsi/gomega"
+	"github.com/samber/lo"
+	"k8s.io/klog/v2"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
+	"github.com/karpenter-capi/karpenter-capi/test/invariants"
+	"github.com/karpenter-capi/karpenter-capi/test/journey"
+	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/world"
+)
+
+const (
+	startWithin  = 5 * time.Minute
+	settleWithin = 2 * time.Minute
+	// soon bounds what should take a few seconds.
+	soon = time.Minute
+	// gracePeriod is how long the shim bears with a silent agent; the product's default is minutes.
+	gracePeriod = 10 * time.Second
+)
+
+// w is the sandbox that all tests share.
+var w *world.World
+
+func TestMain(m *testing.M) {
+	klog.LogToStderr(false)
+	klog.SetOutput(io.Discard)
+	ctrl.SetLogger(logr.Discard())
+	flag.Parse()
+	os.Exit(run(m))
+}
+
+func run(m *testing.M) int {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	starting, cancel := context.WithTimeout(ctx, startWithin)
+	defer cancel()
+	say("e2e: bringing a sandbox up")
+	began := time.Now()
+	var err error
+	w, err = world.Start(starting, sandbox.Options{
+		Name:    "e2e",
+		ShimEnv: []string{"HUB_UNREACHABLE_GRACE_PERIOD=" + gracePeriod.String(), "CLAIM_SYNC_INTERVAL=10s"},
+	}, nil)
+	if err != nil {
+		say("e2e: %v", err)
+		if errors.Is(err, sandbox.ErrNotBuilt) {
+			say("e2e: `make e2e` builds what is missing")
+		}
+		return 1
+	}
+	say("e2e: the sandbox is up after %.0f s", time.Since(began).Seconds())
+	go func() {
+		// The testing package knows no way to stop early; the sandbox must not stay.
+		<-ctx.Done()
+		if errors.Is(ctx.Err(), context.Canceled) && starting.Err() != nil {
+			w.Stop()
+			os.Exit(130)
+		}
+	}()
+
+	code := m.Run()
+	faults := faultsInLogs()
+	for _, fault := range faults {
+		say("e2e: FAIL %s", fault)
+	}
+	if code != 0 || len(faults) > 0 {
+		say("e2e: look at the logs in %s", w.Sandbox.State().Paths.Logs)
+		code = max(code, 1)
+	}
+	w.Stop()
+	return code
+}
+
+func say(format string, args ...any) { fmt.Fprintf(os.Stdout, format+"\n", args...) }
+
+// faults are what must not be in the logs of agent and shim, whatever the tests did: permissions that the charts lack,
+// and crashes.
+var faults = regexp.MustCompile(`(?i)is forbidden:|"reason":"Forbidden"|panic:|runtime error|nil pointer dereference|DATA RACE`)
+
+func faultsInLogs() []string {
+	var found []string
+	for _, component := range []string{sandbox.Agent, sandbox.Shim} {
+		data, err := os.ReadFile(w.Status(component).Log)
+		if err != nil {
+			found = append(found, err.Error())
+			continue
+		}
+		lines := lo.Filter(strings.Split(string(data), "\n"), func(line string, _ int) bool { return faults.MatchString(line) })
+		if len(lines) > 0 {
+			found = append(found, fmt.Sprintf("%s.log has %d lines like: %.600s", component, len(lines), lines[0]))
+		}
+	}
+	return found
+}
+
+// within returns a context that ends with the test or after a while.
+func within(t *testing.T, d time.Duration) context.Context {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), d)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+// leaveAsFound checks, at the end of the test and after what it cleans up, that all invariants hold, no claim is left and
+// neither agent nor shim has died of itself.
+func leaveAsFound(t *testing.T) {
+	t.Helper()
+	restarts := func() map[string]int {
+		return map[string]int{sandbox.Agent: w.Status(sandbox.Agent).Restarts, sandbox.Shim: w.Status(sandbox.Shim).Restarts}
+	}
+	before := restarts()
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Logf("logs: %s", w.Sandbox.State().Paths.Logs)
+		}
+		ctx, cancel := context.WithTimeout(context.Background(), settleWithin)
+		defer cancel()
+		if err := w.Recorder.Await(ctx, nothingLives); err != nil {
+			t.Error(err)
+		}
+		violations, err := w.Checker.Settle(ctx)
+		if err != nil {
+			t.Errorf("checking the invariants: %v", err)
+		}
+		if len(violations) > 0 {
+			t.Errorf("invariants are violated:\n%s", invariants.Describe(violations))
+		}
+		if after := restarts(); !lo.ElementsMatch(lo.Entries(after), lo.Entries(before)) && !killed[t.Name()] {
+			t.Errorf("agent or shim died: restarts were %v and are %v", before, after)
+		}
+	})
+}
+
+// killed are the tests that end processes themselves.
+var killed = map[string]bool{}
+
+func nothingLives(s journey.State) string {
+	if live := s.Live(); len(live) > 0 {
+		return fmt.Sprintf("%d NodeClaims to go, such as %s", len(live), live[0].NodeClaim)
+	}
+	return ""
+}
+
+// running returns a condition: so many pods run, and no others are left.
+func running(pods int) func(journey.State) string {
+	return func(s journey.State) string {
+		if s.Pods.Running == pods && s.Pods.Total() == pods {
+			return ""
+		}
+		return fmt.Sprintf("%d pods to run: %d of %d do", pods, s.Pods.Running, s.Pods.Total())
+	}
+}
+
+// await fails the test when the recorder does not see the condition in time.
+func await(t *testing.T, d time.Duration, condition func(journey.State) string) {
+	t.Helper()
+	if err := w.Recorder.Await(within(t, d), condition); err != nil {
+		pending, _ := w.Pending(context.Background())
+		t.Fatalf("%v\npods without a Node:\n  %s", err, strings.Join(lo.Slice(pending, 0, 3), "\n  "))
+	}
+}
+
+// apply applies files, and deletes at the end of the test what they name.
+func apply(t *testing.T, c client.Client, files ...string) {
+	t.Helper()
+	for _, file := range files {
+		if err := manifests.Apply(within(t, soon), c, file); err != nil {
+			t.Fatal(err)
+		}
+	}
+	t.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), soon)
+		defer cancel()
+		for i := len(files) - 1; i >= 0; i-- {
+			if err := manifests.Delete(ctx, c, files[i]); err != nil {
+				t.Error(err)
+			}
+		}
+	})
+}
+
+// scale sets how many pods a Deployment has, and goes back to none at the end of the test and waits for that.
+func scale(t *testing.T, deployment string, replicas int32) {
+	t.Helper()
+	name := client.ObjectKey{Namespace: "default", Name: deployment}
+	if err := w.Scale(within(t, soon), name, replicas); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// goHome scales Deployments to zero at the end of the test, and waits until no NodeClaim is left.
+func goHome(t *testing.T, deployments ...string) {
+	t.Helper()
+	t.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), 4*time.Minute)
+		defer cancel()
+		for _, d := range deployments {
+			if err := w.Scale(ctx, client.ObjectKey{Namespace: "default", Name: d}, 0); err != nil {
+				t.Error(err)
+			}
+		}
+		if err := w.Recorder.Await(ctx, nothingLives); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// agentAs returns a client of the agent that identifies itself with a certificate.
+func agentAs(t *testing.T, certificate, key string) *agentclient.Client {
+	t.Helper()
+	g := NewWithT(t)
+	state := w.Sandbox.State()
+	c, err := agentclient.New(agentclient.Options{
+		Address: state.AgentAddress,
+		TLS:     &agentclient.TLS{CertFile: certificate, KeyFile: key, CAFile: state.Paths.AgentCA},
+	})
+	g.Expect(err).NotTo(HaveOccurred())
+	t.Cleanup(func() {
+		if err := c.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return c
+}
+
+// root is the repository's folder.
+func root(t *testing.T) string {
+	t.Helper()
+	return filepath.Dir(filepath.Dir(w.Sandbox.State().Paths.Dir))
+}

@@ -1,0 +1,116 @@
+package e2e_test
+
+import (
+	"bufio"
+	"encoding/binary"
+	"encoding/hex"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+
+	. "github.com/onsi/gomega"
+	"github.com/samber/lo"
+)
+
+func TestEveryServerListensOnLoopbackOnly(t *testing.T) {
+	g := NewWithT(t)
+	var all []netip.AddrPort
+	for _, component := range w.Sandbox.State().Components {
+		listening, err := listeners(component.PID)
+		g.Expect(err).NotTo(HaveOccurred(), component.Name)
+		for _, address := range listening {
+			g.Expect(address.Addr().IsLoopback()).To(BeTrue(), "%s listens on %s", component.Name, address)
+		}
+		all = append(all, listening...)
+	}
+	g.Expect(len(all)).To(BeNumerically(">", len(w.Sandbox.State().Components)), "the test has to see what it is looking for")
+}
+
+// The test's own eyes are tested: a socket that listens everywhere is seen as such.
+func TestListenersAreSeen(t *testing.T) {
+	g := NewWithT(t)
+	var config net.ListenConfig
+	listener, err := config.Listen(t.Context(), "tcp", ":0") //nolint:gosec // it has to listen everywhere, for a moment
+	g.Expect(err).NotTo(HaveOccurred())
+	defer listener.Close()
+	port := listener.Addr().(*net.TCPAddr).Port
+	g.Expect(listeners(os.Getpid())).To(ContainElement(And(
+		HaveField("Port()", uint16(port)), HaveField("Addr().IsLoopback()", BeFalse()),
+	)))
+}
+
+// listeners returns the TCP addresses that a process listens on.
+func listeners(pid int) ([]netip.AddrPort, error) {
+	proc := filepath.Join("/proc", strconv.Itoa(pid))
+	descriptors, err := os.ReadDir(filepath.Join(proc, "fd"))
+	if err != nil {
+		return nil, err
+	}
+	mine := map[string]bool{}
+	for _, d := range descriptors {
+		// A descriptor may be closed meanwhile.
+		target, err := os.Readlink(filepath.Join(proc, "fd", d.Name()))
+		if inode, socket := strings.CutPrefix(target, "socket:["); err == nil && socket {
+			mine[strings.TrimSuffix(inode, "]")] = true
+		}
+	}
+	var found []netip.AddrPort
+	for _, table := range []string{"tcp", "tcp6"} {
+		addresses, err := listening(filepath.Join(proc, "net", table), mine)
+		if err != nil {
+			return nil, err
+		}
+		found = append(found, addresses...)
+	}
+	return found, nil
+}
+
+// listening reads a table of sockets as the kernel shows it, and returns the addresses of those that listen and have one
+// of the inodes.
+func listening(table string, inodes map[string]bool) ([]netip.AddrPort, error) {
+	const stateListen = "0A"
+	file, err := os.Open(table)
+	if err != nil {
+		return nil, err
+	}
+	defer file.Close()
+	var found []netip.AddrPort
+	for lines := bufio.NewScanner(file); lines.Scan(); {
+		fields := strings.Fields(lines.Text())
+		if len(fields) < 10 || fields[3] != stateListen || !inodes[fields[9]] {
+			continue
+		}
+		address, err := parseAddress(fields[1])
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", table, err)
+		}
+		found = append(found, address)
+	}
+	return found, nil
+}
+
+// parseAddress reads an address as the kernel writes it: words of four bytes in the machine's order, a colon, the port.
+func parseAddress(text string) (netip.AddrPort, error) {
+	address, port, _ := strings.Cut(text, ":")
+	words, err := hex.DecodeString(address)
+	if err != nil {
+		return netip.AddrPort{}, err
+	}
+	n, err := strconv.ParseUint(port, 16, 16)
+	if err != nil {
+		return netip.AddrPort{}, err
+	}
+	bytes := lo.FlatMap(lo.Chunk(words, 4), func(word []byte, _ int) []byte {
+		return binary.NativeEndian.AppendUint32(nil, binary.BigEndian.Uint32(word))
+	})
+	addr, ok := netip.AddrFromSlice(bytes)
+	if !ok {
+		return netip.AddrPort{}, fmt.Errorf("%q is no address", text)
+	}
+	return netip.AddrPortFrom(addr.Unmap(), uint16(n)), nil
+}

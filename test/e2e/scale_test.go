@@ -1,0 +1,127 @@
+package e2e_test
+
+import (
+	"context"
+	"fmt"
+	"testing"
+	"time"
+
+	. "github.com/onsi/gomega"
+	"github.com/samber/lo"
+	"golang.org/x/sync/errgroup"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	shimv1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/test/journey"
+	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/world"
+)
+
+const (
+	// The product promises 1 s at the median for one, 3 s at the 99th percentile for a hundred, 10 s to ready. What is
+	// measured is printed; the tests' bounds are loose, as other things run on the machine too.
+	oneWithin     = 3 * time.Second
+	hundredWithin = 10 * time.Second
+	readyWithin   = 30 * time.Second
+
+	singles    = 5
+	crowd      = 100
+	nodeGroups = 300
+)
+
+func TestAHundredPodsGetAHundredNodes(t *testing.T) {
+	if testing.Short() {
+		t.Skip("not in the short run: about numbers")
+	}
+	g := NewWithT(t)
+	leaveAsFound(t)
+	apply(t, w.Hub, manifests.CrowdHub)
+	apply(t, w.Spoke, manifests.CrowdSpoke, manifests.CrowdWorkload)
+	g.Expect(w.AwaitNodePool(within(t, soon), "crowd")).To(Succeed())
+	goHome(t, "crowd")
+
+	known := len(w.Recorder.State().Journeys)
+	for pods := range int32(singles) {
+		scale(t, "crowd", pods+1)
+		await(t, soon, running(int(pods+1)))
+	}
+	one := journey.LatencyOf(w.Recorder.State().Journeys[known:], journey.Created, journey.Launched)
+	say("NodeClaim created to launched, one at a time: median %v, max %v (n=%d)", one.Median, one.Max, one.Count)
+	g.Expect(one.Count).To(Equal(singles))
+	g.Expect(one.Median).To(BeNumerically("<", oneWithin))
+
+	known = len(w.Recorder.State().Journeys)
+	began := time.Now()
+	scale(t, "crowd", singles+crowd)
+	await(t, 5*time.Minute, running(singles+crowd))
+	state := w.Recorder.State()
+	hundred := journey.LatencyOf(state.Journeys[known:], journey.Created, journey.Launched)
+	nodes := journey.LatencyOf(state.Journeys[known:], journey.Created, journey.Initialized)
+	say("NodeClaim created to launched, %d at once: median %v, p99 %v, max %v; to a node: median %v, p99 %v; all pods run after %.1f s",
+		hundred.Count, hundred.Median, hundred.P99, hundred.Max, nodes.Median, nodes.P99, time.Since(began).Seconds())
+	g.Expect(state.Live()).To(HaveLen(singles+crowd), "a node for each pod and no more")
+	g.Expect(hundred.Count).To(Equal(crowd))
+	g.Expect(hundred.P99).To(BeNumerically("<", hundredWithin))
+	g.Expect(w.Checker.Settle(within(t, settleWithin))).To(BeEmpty())
+}
+
+func TestTheShimStartsQuicklyWithManyNodeGroups(t *testing.T) {
+	if testing.Short() {
+		t.Skip("not in the short run: about numbers")
+	}
+	g := NewWithT(t)
+	leaveAsFound(t)
+	apply(t, w.Hub, manifests.CrowdHub)
+	apply(t, w.Spoke, manifests.CrowdSpoke)
+	objects, err := manifests.Load(manifests.CrowdHub)
+	g.Expect(err).NotTo(HaveOccurred())
+	crowd, found := lo.Find(objects, func(o *unstructured.Unstructured) bool { return o.GetKind() == "MachineDeployment" })
+	g.Expect(found).To(BeTrue())
+	many := lo.Times(nodeGroups-1, func(i int) *unstructured.Unstructured {
+		o := crowd.DeepCopy()
+		o.SetName(fmt.Sprintf("crowd-%03d", i))
+		labels := map[string]string{"cluster.x-k8s.io/deployment-name": o.GetName()}
+		g.Expect(unstructured.SetNestedStringMap(o.Object, labels, "spec", "selector", "matchLabels")).To(Succeed())
+		g.Expect(unstructured.SetNestedStringMap(o.Object, labels, "spec", "template", "metadata", "labels")).To(Succeed())
+		return o
+	})
+	t.Cleanup(func() {
+		g.Expect(each(many, func(o *unstructured.Unstructured) error { return w.Hub.Delete(context.Background(), o) })).To(Succeed())
+	})
+	g.Expect(each(many, func(o *unstructured.Unstructured) error { return manifests.ApplyObjects(t.Context(), w.Hub, o) })).To(Succeed())
+	g.Expect(world.Poll(within(t, 2*time.Minute), selects("crowd", nodeGroups))).To(Succeed())
+
+	g.Expect(w.Sandbox.StopComponent(sandbox.Shim)).To(Succeed())
+	began := time.Now()
+	g.Expect(w.Sandbox.StartComponent(within(t, 2*time.Minute), sandbox.Shim)).To(Succeed())
+	ready := time.Since(began)
+	say("shim started to ready with %d node groups: %v", nodeGroups, ready.Round(time.Millisecond))
+	g.Expect(ready).To(BeNumerically("<", readyWithin))
+	g.Expect(world.Poll(within(t, soon), selects("crowd", nodeGroups))).To(Succeed())
+}
+
+// each does something with all objects, several at a time.
+func each(objects []*unstructured.Unstructured, do func(*unstructured.Unstructured) error) error {
+	var group errgroup.Group
+	group.SetLimit(8)
+	for _, o := range objects {
+		group.Go(func() error { return do(o) })
+	}
+	return group.Wait()
+}
+
+// selects returns a condition for [world.Poll]: that a node class selects so many node groups and is ready.
+func selects(nodeClass string, groups int32) func(context.Context) (string, error) {
+	return func(ctx context.Context) (string, error) {
+		var class shimv1.ClusterAPINodeClass
+		if err := w.Spoke.Get(ctx, client.ObjectKey{Name: nodeClass}, &class); err != nil {
+			return "", err
+		}
+		if class.Status.NodeGroups == groups && class.StatusConditions().Root().IsTrue() {
+			return "", nil
+		}
+		return fmt.Sprintf("%d node groups to be selected (%d are) and to be ready", groups, class.Status.NodeGroups), nil
+	}
+}
