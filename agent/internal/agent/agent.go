@@ -78,19 +78,21 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	machines := newFeed(o, inventory.EqualMachines)
 	shownClaims := newFeed(o, inventory.EqualClaims)
 
+	engine := claims.New(claims.Config{
+		Index:  hub.ByDeployment,
+		Client: a.manager.GetClient(), Reader: a.manager.GetAPIReader(), Recorder: a.manager.GetEventRecorder("capi-agent"),
+		Clock: c.Clock, SpareGrace: o.SpareGracePeriod, TombstoneRetention: o.TombstoneRetention, CollectGrace: c.CollectGrace,
+		Failure: o.Failure(),
+	})
 	groups, err := catalogue.New(catalogue.Config{
 		Feed: nodeGroups, Scope: scope, SyncedLabels: o.SyncedLabels(),
 		Recorder: a.manager.GetEventRecorder("capi-agent"), Registerer: c.Registerer,
+		CoolingDown: engine.CoolingDown, Clock: engine.Clock,
 	})
 	if err != nil {
 		return nil, err
 	}
 	shown := inventory.New(inventory.Config{Machines: machines, Claims: shownClaims, Scope: scope})
-	engine := claims.New(claims.Config{
-		Index:  hub.ByDeployment,
-		Client: a.manager.GetClient(), Reader: a.manager.GetAPIReader(), Recorder: a.manager.GetEventRecorder("capi-agent"),
-		Clock: c.Clock, SpareGrace: o.SpareGracePeriod, TombstoneRetention: o.TombstoneRetention, CollectGrace: c.CollectGrace,
-	})
 	for _, part := range []interface {
 		SetupWithManager(mgr manager.Manager) error
 	}{groups, shown, engine} {

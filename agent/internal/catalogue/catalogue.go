@@ -18,6 +18,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/events"
+	"k8s.io/utils/clock"
 	"k8s.io/utils/ptr"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
@@ -31,7 +32,9 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 	"sigs.k8s.io/controller-runtime/pkg/source"
 
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/infrastructure"
@@ -56,6 +59,10 @@ type Config struct {
 	Recorder events.EventRecorder
 	// Registerer takes the metrics. Nil registers none.
 	Registerer prometheus.Registerer
+	// CoolingDown says why a group takes no claims for a while after one failed there; nil when it takes them. REQUIRED.
+	CoolingDown func(ctx context.Context, group types.NamespacedName) (*eligibility.Refusal, error)
+	// Clock tells when a cool-down is over. REQUIRED.
+	Clock clock.PassiveClock
 }
 
 // Catalogue keeps the node groups. Use [New].
@@ -118,6 +125,7 @@ func (c *Catalogue) SetupWithManager(mgr manager.Manager) error {
 		}).
 		For(&clusterv1.MachineDeployment{}, builder.WithPredicates(statusIgnored())).
 		Watches(&clusterv1.Cluster{}, handler.EnqueueRequestsFromMapFunc(c.deploymentsOfCluster), builder.WithPredicates(clusterChanges())).
+		Watches(&v1alpha1.MachineClaim{}, handler.EnqueueRequestsFromMapFunc(deploymentOfFailedClaim)).
 		WatchesRawSource(source.TypedChannel(changedTemplates, handler.TypedEnqueueRequestsFromMapFunc(c.deploymentsOfTemplate))).
 		Complete(c)
 	if err != nil {
@@ -162,6 +170,15 @@ func clusterChanges() predicate.Predicate {
 	return predicate.Or(predicate.GenerationChangedPredicate{}, predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
 		return e.ObjectOld.GetDeletionTimestamp().IsZero() != e.ObjectNew.GetDeletionTimestamp().IsZero()
 	}})
+}
+
+// deploymentOfFailedClaim names the group that cools down because of the claim; claims that did not fail concern nobody here.
+func deploymentOfFailedClaim(_ context.Context, object client.Object) []reconcile.Request {
+	claim, ok := object.(*v1alpha1.MachineClaim)
+	if !ok || claim.Status.FailedAt == nil {
+		return nil
+	}
+	return []reconcile.Request{{NamespacedName: types.NamespacedName{Namespace: claim.Namespace, Name: claim.Spec.NodeGroup}}}
 }
 
 func (c *Catalogue) deploymentsOfCluster(ctx context.Context, cluster client.Object) []reconcile.Request {
@@ -211,14 +228,26 @@ func (c *Catalogue) Reconcile(ctx context.Context, request reconcile.Request) (r
 		}
 	}
 	group := nodegroup.Of(md, cluster, described, c.SyncedLabels)
+	var again time.Duration
+	if group.Limits.Refusal == nil {
+		if group.Limits.Refusal, err = c.CoolingDown(ctx, request.NamespacedName); err != nil {
+			return reconcile.Result{}, err
+		}
+		if refusal := group.Limits.Refusal; refusal != nil {
+			again = max(time.Second, refusal.RetryAt.Sub(c.Clock.Now()))
+		}
+	}
 	c.publish(md, group)
 	if templateErr == nil {
-		return reconcile.Result{}, nil
+		return reconcile.Result{RequeueAfter: again}, nil
 	}
 	if errors.Is(templateErr, infrastructure.ErrUnusable) {
 		// Nothing watches what is missing here: the CRD, its label, the agent's rights, or the template of a kind that is
 		// not watched yet.
-		return reconcile.Result{RequeueAfter: templateRetry}, nil
+		if again == 0 || templateRetry < again {
+			again = templateRetry
+		}
+		return reconcile.Result{RequeueAfter: again}, nil
 	}
 	return reconcile.Result{}, templateErr
 }

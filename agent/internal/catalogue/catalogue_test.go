@@ -29,6 +29,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capitest"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/catalogue"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -82,7 +83,13 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	})
 	require.NoError(t, err)
 	require.NoError(t, hub.Index(t.Context(), mgr.GetFieldIndexer()))
-	c, err := catalogue.New(catalogue.Config{Feed: f.feed, Scope: scope, Recorder: mgr.GetEventRecorder("test"), Registerer: f.registry})
+	engine := claims.New(claims.Config{
+		Client: mgr.GetClient(), Reader: mgr.GetAPIReader(), Index: hub.ByDeployment, Failure: claims.Failure{CoolDown: coolDown},
+	})
+	c, err := catalogue.New(catalogue.Config{
+		Feed: f.feed, Scope: scope, Recorder: mgr.GetEventRecorder("test"), Registerer: f.registry,
+		CoolingDown: engine.CoolingDown, Clock: engine.Clock,
+	})
 	require.NoError(t, err)
 	require.NoError(t, c.SetupWithManager(mgr))
 	ctx, cancel := context.WithCancel(context.Background())
@@ -98,6 +105,33 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 		t.Fatal("the view is not complete")
 	}
 	return f
+}
+
+// coolDown is long enough to be seen and short enough to be waited for.
+const coolDown = 2 * time.Second
+
+func TestAGroupIsUnavailableWhileItCoolsDown(t *testing.T) {
+	f := start(t)
+	plane.Create(t, capitest.NewMachineDeployment(f.namespace, "small", "spoke", 0))
+	available := func() *agentv1alpha1.Availability { return f.group("small").GetAvailability() }
+	require.Eventually(t, func() bool { return available().GetAvailable() }, patience, 10*time.Millisecond)
+
+	claim := &v1alpha1.MachineClaim{
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: f.namespace, Name: v1alpha1.ObjectName("spoke", "a"), Labels: map[string]string{v1alpha1.NodeGroupLabel: "small"},
+		},
+		Spec: v1alpha1.MachineClaimSpec{ClusterName: "spoke", ClaimID: "a", Holder: "karpenter", NodeGroup: "small"},
+	}
+	plane.Create(t, claim)
+	claim.Status.FailedAt = new(metav1.Now())
+	claim.Status.Message = "no hosts left"
+	require.NoError(t, plane.Client.Status().Update(t.Context(), claim))
+
+	require.Eventually(t, func() bool { return !available().GetAvailable() }, patience, 10*time.Millisecond)
+	require.Equal(t, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_COOLING_DOWN, available().GetReason())
+	require.Contains(t, available().GetMessage(), "no hosts left")
+	require.NotNil(t, available().GetRetryAt())
+	require.Eventually(t, func() bool { return available().GetAvailable() }, patience, 10*time.Millisecond, "and available again by itself")
 }
 
 func (f *fixture) group(name string) *agentv1alpha1.NodeGroup {

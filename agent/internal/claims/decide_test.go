@@ -260,10 +260,10 @@ func TestAGroupCoolsDownAfterAFailure(t *testing.T) {
 		{Spec: v1alpha1.MachineClaimSpec{ClaimID: "old"}, Status: v1alpha1.MachineClaimStatus{FailedAt: new(metav1.NewTime(now.Add(-time.Hour)))}},
 		{Spec: v1alpha1.MachineClaimSpec{ClaimID: "new"}, Status: v1alpha1.MachineClaimStatus{FailedAt: new(metav1.NewTime(now))}},
 	}
-	refusal := CoolingDown("small", claims, now.Add(time.Minute), 3*time.Minute)
+	refusal := coolDownOf("small", claims, now.Add(time.Minute), 3*time.Minute)
 	require.NotNil(t, refusal)
 	assert.Equal(t, eligibility.CoolingDown, refusal.Reason)
 	assert.True(t, refusal.RetryAt.Equal(now.Add(3*time.Minute)))
 	assert.Contains(t, refusal.Message, "new")
-	assert.Nil(t, CoolingDown("small", claims, now.Add(3*time.Minute), 3*time.Minute))
+	assert.Nil(t, coolDownOf("small", claims, now.Add(3*time.Minute), 3*time.Minute))
 }

@@ -243,7 +243,7 @@ func (e *Engine) refusal(ctx context.Context, key types.NamespacedName, cluster 
 		return group.Refusal, nil
 	}
 	if !group.Full() {
-		return e.coolingDown(ctx, key)
+		return e.CoolingDown(ctx, key)
 	}
 	s, err := e.read(ctx, e.Client, key)
 	if err != nil {
@@ -264,8 +264,9 @@ func (e *Engine) refusal(ctx context.Context, key types.NamespacedName, cluster 
 	}, nil
 }
 
-// coolingDown refuses claims on a group where one failed recently, as far as the caches tell.
-func (e *Engine) coolingDown(ctx context.Context, key types.NamespacedName) (*eligibility.Refusal, error) {
+// CoolingDown says why the group takes no claims because one failed there recently, as far as the caches tell; nil when it
+// does not cool down.
+func (e *Engine) CoolingDown(ctx context.Context, key types.NamespacedName) (*eligibility.Refusal, error) {
 	if e.Failure.CoolDown == 0 {
 		return nil, nil
 	}
@@ -278,7 +279,7 @@ func (e *Engine) coolingDown(ctx context.Context, key types.NamespacedName) (*el
 	for i := range list.Items {
 		claims = append(claims, &list.Items[i])
 	}
-	return CoolingDown(key.Name, claims, e.Clock.Now(), e.Failure.CoolDown), nil
+	return coolDownOf(key.Name, claims, e.Clock.Now(), e.Failure.CoolDown), nil
 }
 
 // follow answers a repeated call: with the claim that there is, once it is entered in the ledger.

@@ -107,12 +107,12 @@ func (s *snapshot) blocked() string {
 
 // coolingDown refuses claims while a failure on the group is recent; nil when none is.
 func (s *snapshot) coolingDown() *eligibility.Refusal {
-	return CoolingDown(s.md.Name, s.claims, s.now, s.failure.CoolDown)
+	return coolDownOf(s.md.Name, s.claims, s.now, s.failure.CoolDown)
 }
 
-// CoolingDown says why a node group takes no claims after one of the given claims, all of that group, failed; nil when no
+// coolDownOf says why a node group takes no claims after one of the given claims, all of that group, failed; nil when no
 // failure is more recent than the cool-down.
-func CoolingDown(nodeGroup string, claims []*v1alpha1.MachineClaim, now time.Time, coolDown time.Duration) *eligibility.Refusal {
+func coolDownOf(nodeGroup string, claims []*v1alpha1.MachineClaim, now time.Time, coolDown time.Duration) *eligibility.Refusal {
 	var last *v1alpha1.MachineClaim
 	for _, c := range claims {
 		if c.Status.FailedAt != nil && (last == nil || last.Status.FailedAt.Before(c.Status.FailedAt)) {

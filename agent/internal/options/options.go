@@ -14,6 +14,8 @@ import (
 	"github.com/spf13/pflag"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/validation"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 )
 
 // EnvironmentPrefix begins the name of every environment variable.
@@ -57,6 +59,13 @@ type Options struct {
 	SpareGracePeriod time.Duration
 	// TombstoneRetention is how long an ended claim is remembered.
 	TombstoneRetention time.Duration
+	// FailureReasons are the reasons of a Machine's InfrastructureReady condition that give the machine up.
+	FailureReasons []string
+	// MachineObjectDeadline, MachineProviderIDDeadline and MachineNodeDeadline are how long a claim waits for its Machine, and
+	// the Machine may take to its provider ID and to its Node; 0 waits for ever.
+	MachineObjectDeadline, MachineProviderIDDeadline, MachineNodeDeadline time.Duration
+	// FailureCoolDown is how long a node group takes no claims after one failed there; 0 for not.
+	FailureCoolDown time.Duration
 	// HeartbeatInterval is how long a watch stream may be quiet before a heartbeat is sent.
 	HeartbeatInterval time.Duration
 	// WatchBuffer is how many changed objects are kept for a watcher that does not read.
@@ -78,9 +87,17 @@ func New() *Options {
 		LogFormat:              "json",
 		SpareGracePeriod:       time.Minute,
 		TombstoneRetention:     24 * time.Hour,
-		HeartbeatInterval:      10 * time.Second,
-		WatchBuffer:            1024,
-		ShutdownGracePeriod:    10 * time.Second,
+		FailureReasons: []string{
+			"InsufficientCapacity", "InsufficientInstanceCapacity", "InsufficientHostCapacity", "InsufficientResources",
+			"OutOfCapacity", "QuotaExceeded", "ZoneResourcePoolExhausted", "SkuNotAvailable", "AllocationFailed", "NoAvailableHost",
+		},
+		MachineObjectDeadline:     5 * time.Minute,
+		MachineProviderIDDeadline: 20 * time.Minute,
+		MachineNodeDeadline:       30 * time.Minute,
+		FailureCoolDown:           3 * time.Minute,
+		HeartbeatInterval:         10 * time.Second,
+		WatchBuffer:               1024,
+		ShutdownGracePeriod:       10 * time.Second,
 	}
 }
 
@@ -122,6 +139,16 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 		"How long a Machine that nobody claims is kept for the next claim before it is released.")
 	flags.DurationVar(&o.TombstoneRetention, "tombstone-retention", o.TombstoneRetention,
 		"How long an ended claim is remembered. It must be longer than any caller retries.")
+	flags.StringSliceVar(&o.FailureReasons, "failure-reasons", o.FailureReasons,
+		"Reasons of a Machine's InfrastructureReady condition that mean it will not come, as the infrastructure provider writes them.")
+	flags.DurationVar(&o.MachineObjectDeadline, "machine-object-deadline", o.MachineObjectDeadline,
+		"How long a claim waits for its Machine object before it fails. 0 waits for ever.")
+	flags.DurationVar(&o.MachineProviderIDDeadline, "machine-provider-id-deadline", o.MachineProviderIDDeadline,
+		"How long a Machine may take to its provider ID before its claim fails. 0 waits for ever.")
+	flags.DurationVar(&o.MachineNodeDeadline, "machine-node-deadline", o.MachineNodeDeadline,
+		"How long a Machine may take to its Node before its claim fails. 0 waits for ever.")
+	flags.DurationVar(&o.FailureCoolDown, "failure-cool-down", o.FailureCoolDown,
+		"How long a node group takes no claims after one failed there. 0 for not. At most --tombstone-retention.")
 	flags.DurationVar(&o.HeartbeatInterval, "heartbeat-interval", o.HeartbeatInterval,
 		"How long a watch stream may be quiet before a heartbeat is sent. Clients expect 10s.")
 	flags.IntVar(&o.WatchBuffer, "watch-buffer", o.WatchBuffer,
@@ -209,11 +236,34 @@ func (o *Options) Validate() error {
 			wrong(flag, "%s is not above 0", d)
 		}
 	}
+	for flag, d := range map[string]time.Duration{
+		"machine-object-deadline": o.MachineObjectDeadline, "machine-provider-id-deadline": o.MachineProviderIDDeadline,
+		"machine-node-deadline": o.MachineNodeDeadline, "failure-cool-down": o.FailureCoolDown,
+	} {
+		if d < 0 {
+			wrong(flag, "%s is below 0", d)
+		}
+	}
+	if o.FailureCoolDown > o.TombstoneRetention {
+		wrong("failure-cool-down", "%s is above --tombstone-retention %s: the failed claims that it follows from are forgotten by then",
+			o.FailureCoolDown, o.TombstoneRetention)
+	}
 	if o.WatchBuffer < 1 {
 		wrong("watch-buffer", "%d is below 1", o.WatchBuffer)
 	}
 	slices.SortFunc(errs, func(a, b error) int { return strings.Compare(a.Error(), b.Error()) })
 	return errors.Join(errs...)
+}
+
+// Failure returns when machines are given up.
+func (o *Options) Failure() claims.Failure {
+	return claims.Failure{
+		Reasons:            o.FailureReasons,
+		ObjectDeadline:     o.MachineObjectDeadline,
+		ProviderIDDeadline: o.MachineProviderIDDeadline,
+		NodeDeadline:       o.MachineNodeDeadline,
+		CoolDown:           o.FailureCoolDown,
+	}
 }
 
 var trustDomain = regexp.MustCompile(`^[a-z0-9._-]{1,255}$`)
