@@ -1,0 +1,441 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/awslabs/operatorpkg/status"
+	"github.com/go-logr/logr"
+	"github.com/samber/lo"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes/scheme"
+	"k8s.io/client-go/util/retry"
+	"k8s.io/utils/ptr"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/envtest"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/placeholder"
+)
+
+// asKarpenter in the environment makes the test binary be karpenter.
+const asKarpenter = "TEST_AS_KARPENTER"
+
+// patience bounds every wait.
+const patience = 60 * time.Second
+
+func TestMain(m *testing.M) {
+	if os.Getenv(asKarpenter) != "" {
+		main()
+		os.Exit(0)
+	}
+	log.SetLogger(logr.Discard())
+	os.Exit(m.Run())
+}
+
+// spoke is a workload cluster's API server, with a fake agent for a hub, and karpenter as a process of its own.
+type spoke struct {
+	client.Client
+
+	t          *testing.T
+	agent      *fakeagent.Agent
+	address    string // of the agent
+	kubeconfig string
+	metrics    string
+	health     string
+	process    *exec.Cmd
+	exited     chan error
+	log        string
+}
+
+func newSpoke(t *testing.T, groups ...*agentv1alpha1.NodeGroup) *spoke {
+	t.Helper()
+	if os.Getenv("KUBEBUILDER_ASSETS") == "" {
+		assets, err := filepath.Abs("../../../bin")
+		require.NoError(t, err)
+		t.Setenv("KUBEBUILDER_ASSETS", assets)
+	}
+	if _, err := os.Stat(filepath.Join(os.Getenv("KUBEBUILDER_ASSETS"), "kube-apiserver")); err != nil {
+		t.Skipf("needs etcd and kube-apiserver in KUBEBUILDER_ASSETS; make tools builds them: %v", err)
+	}
+	env := &envtest.Environment{CRDDirectoryPaths: []string{"../../../deploy/charts/shim/crds"}, ErrorIfCRDPathMissing: true}
+	config, err := env.Start()
+	require.NoError(t, err)
+	t.Cleanup(func() { assert.NoError(t, env.Stop()) })
+	user, err := env.AddUser(envtest.User{Name: "karpenter", Groups: []string{"system:masters"}}, nil)
+	require.NoError(t, err)
+	kubeconfig, err := user.KubeConfig()
+	require.NoError(t, err)
+	s := &spoke{t: t, kubeconfig: filepath.Join(t.TempDir(), "kubeconfig"), metrics: freeAddress(t), health: freeAddress(t), address: freeAddress(t)}
+	require.NoError(t, os.WriteFile(s.kubeconfig, kubeconfig, 0o600))
+	s.Client, err = client.New(config, client.Options{Scheme: scheme.Scheme})
+	require.NoError(t, err)
+
+	s.agent = fakeagent.New()
+	t.Cleanup(s.agent.Close)
+	for _, g := range groups {
+		s.agent.AddNodeGroup(g)
+	}
+	return s
+}
+
+func freeAddress(t *testing.T) string {
+	t.Helper()
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer func() { require.NoError(t, listener.Close()) }()
+	return listener.Addr().String()
+}
+
+// listen lets the agent be reached.
+func (s *spoke) listen() {
+	s.t.Helper()
+	listener, err := net.Listen("tcp", s.address)
+	require.NoError(s.t, err)
+	s.agent.Serve(listener)
+}
+
+// start runs karpenter.
+func (s *spoke) start() {
+	s.t.Helper()
+	logFile, err := os.Create(filepath.Join(s.t.TempDir(), "karpenter.log"))
+	require.NoError(s.t, err)
+	s.log = logFile.Name()
+	cluster := fakeagent.DefaultCluster()
+	s.process = exec.Command(os.Args[0],
+		"--agent-address="+s.address, "--agent-plaintext-loopback",
+		"--cluster-namespace="+cluster.GetNamespace(), "--cluster-name="+cluster.GetName(),
+		"--metrics-bind-address="+s.metrics, "--health-probe-bind-address="+s.health,
+		"--hub-unreachable-grace-period=3s", "--claim-sync-interval=2s", "--batch-idle-duration=100ms",
+		"--leader-election-namespace=default",
+	)
+	s.process.Env = append(os.Environ(), asKarpenter+"=1", "KUBECONFIG="+s.kubeconfig)
+	s.process.Stdout, s.process.Stderr = logFile, logFile
+	require.NoError(s.t, s.process.Start())
+	exited := make(chan error, 1)
+	s.exited = exited
+	process := s.process
+	go func() { exited <- process.Wait(); close(exited); _ = logFile.Close() }()
+	s.t.Cleanup(func() {
+		_ = process.Process.Kill()
+		<-exited
+		if s.t.Failed() {
+			text, _ := os.ReadFile(logFile.Name())
+			s.t.Logf("karpenter's log:\n%s", lo.Substring(string(text), -20000, 20000))
+		}
+	})
+	s.eventually(func() bool { return s.probe("readyz") == http.StatusOK }, "karpenter is ready")
+}
+
+func (s *spoke) probe(path string) int {
+	response, err := http.Get("http://" + s.health + "/" + path)
+	if err != nil {
+		return 0
+	}
+	defer func() { _ = response.Body.Close() }()
+	return response.StatusCode
+}
+
+func (s *spoke) eventually(condition func() bool, format string, args ...any) {
+	s.t.Helper()
+	require.Eventuallyf(s.t, condition, patience, 50*time.Millisecond, format, args...)
+}
+
+func (s *spoke) create(object client.Object) {
+	s.t.Helper()
+	require.NoError(s.t, s.Create(context.Background(), object))
+}
+
+func (s *spoke) get(object client.Object) error {
+	return s.Get(context.Background(), client.ObjectKeyFromObject(object), object)
+}
+
+func (s *spoke) nodeClass() *v1alpha1.ClusterAPINodeClass {
+	nodeClass := &v1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: "default"}}
+	assert.NoError(s.t, s.get(nodeClass))
+	return nodeClass
+}
+
+func (s *spoke) nodeClaims() []karpv1.NodeClaim {
+	list := &karpv1.NodeClaimList{}
+	assert.NoError(s.t, s.List(context.Background(), list))
+	return list.Items
+}
+
+// pool creates a node class and a NodePool as a user would.
+func (s *spoke) pool() {
+	s.t.Helper()
+	s.create(&v1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: "default"}})
+	nodePool := &karpv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: "default"}}
+	nodePool.Spec.Template.Spec.NodeClassRef = &karpv1.NodeClassReference{Group: v1alpha1.Group, Kind: "ClusterAPINodeClass", Name: "default"}
+	nodePool.Spec.Template.Spec.Requirements = []karpv1.NodeSelectorRequirementWithMinValues{}
+	nodePool.Spec.Template.Spec.ExpireAfter = karpv1.MustParseNillableDuration("Never")
+	nodePool.Spec.Disruption.ConsolidateAfter = karpv1.MustParseNillableDuration("Never")
+	s.create(nodePool)
+}
+
+// pod creates a pod that kube-scheduler found no node for.
+func (s *spoke) pod(name string) {
+	s.t.Helper()
+	pod := &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{Name: name, Namespace: "default"},
+		Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: "c", Image: "i", Resources: corev1.ResourceRequirements{
+			Requests: corev1.ResourceList{"cpu": resource.MustParse("3")},
+		}}}},
+	}
+	s.create(pod)
+	pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Reason: corev1.PodReasonUnschedulable, LastTransitionTime: metav1.Now()}}
+	require.NoError(s.t, s.Status().Update(context.Background(), pod))
+}
+
+// launched waits for one NodeClaim more than those known, launched.
+func (s *spoke) launched(known ...string) *karpv1.NodeClaim {
+	s.t.Helper()
+	var nodeClaim karpv1.NodeClaim
+	s.eventually(func() bool {
+		var ok bool
+		nodeClaim, ok = lo.Find(s.nodeClaims(), func(nc karpv1.NodeClaim) bool {
+			return !lo.Contains(known, nc.Name) && nc.StatusConditions().Get(karpv1.ConditionTypeLaunched).IsTrue()
+		})
+		return ok
+	}, "a NodeClaim is launched")
+	return &nodeClaim
+}
+
+// provisioned gives the NodeClaim's machine a provider ID and waits until the NodeClaim has it.
+func (s *spoke) provisioned(nodeClaim *karpv1.NodeClaim) *agentv1alpha1.Machine {
+	s.t.Helper()
+	machine := s.agent.Provision(fakeagent.DefaultCluster(), string(nodeClaim.UID), "")
+	s.eventually(func() bool {
+		return assert.NoError(s.t, s.get(nodeClaim)) && nodeClaim.Status.ProviderID == machine.GetProviderId()
+	}, "the NodeClaim has the provider ID")
+	return machine
+}
+
+// registered lets the machine's Node join and waits until core knows it.
+func (s *spoke) registered(nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.Machine) *corev1.Node {
+	s.t.Helper()
+	node := &corev1.Node{
+		ObjectMeta: metav1.ObjectMeta{Name: machine.GetName()},
+		Spec:       corev1.NodeSpec{ProviderID: machine.GetProviderId(), Taints: []corev1.Taint{karpv1.UnregisteredNoExecuteTaint}},
+	}
+	s.create(node)
+	s.update(node, s.Status(), func() {
+		node.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue, Reason: "KubeletReady", LastHeartbeatTime: metav1.Now(), LastTransitionTime: metav1.Now()}}
+		node.Status.Capacity, node.Status.Allocatable = nodeClaim.Status.Capacity, nodeClaim.Status.Allocatable
+	})
+	// The API server's admission taints every new Node; taking that off is the node lifecycle controller's part.
+	s.update(node, clientWriter{s}, func() {
+		node.Spec.Taints = lo.Reject(node.Spec.Taints, func(taint corev1.Taint, _ int) bool { return taint.Key == corev1.TaintNodeNotReady })
+	})
+	s.agent.Join(fakeagent.DefaultCluster(), machine.GetName(), node.Name)
+	s.eventually(func() bool {
+		return assert.NoError(s.t, s.get(nodeClaim)) && nodeClaim.StatusConditions().Get(karpv1.ConditionTypeInitialized).IsTrue()
+	}, "the NodeClaim is registered and initialized")
+	require.NoError(s.t, s.get(node))
+	return node
+}
+
+type updater interface {
+	Update(ctx context.Context, object client.Object, options ...client.SubResourceUpdateOption) error
+}
+
+// clientWriter updates an object as the client's status writer updates its status.
+type clientWriter struct{ client.Writer }
+
+func (w clientWriter) Update(ctx context.Context, object client.Object, _ ...client.SubResourceUpdateOption) error {
+	return w.Writer.Update(ctx, object)
+}
+
+// update changes the object whatever karpenter writes at the same time.
+func (s *spoke) update(object client.Object, writer updater, change func()) {
+	s.t.Helper()
+	require.NoError(s.t, retry.RetryOnConflict(retry.DefaultBackoff, func() error {
+		if err := s.get(object); err != nil {
+			return err
+		}
+		change()
+		return writer.Update(context.Background(), object)
+	}))
+}
+
+func (s *spoke) ready(want metav1.ConditionStatus) {
+	s.t.Helper()
+	s.eventually(func() bool {
+		return s.nodeClass().StatusConditions().Get(status.ConditionReady).GetStatus() == want
+	}, "the node class's Ready is %s", want)
+}
+
+func group(name string) *agentv1alpha1.NodeGroup {
+	return &agentv1alpha1.NodeGroup{
+		Name: name, InstanceType: "m.large", Zone: "z1", NodeLabels: map[string]string{"team": "red"},
+		Capacity: map[string]string{"cpu": "4", "memory": "16Gi", "pods": "110"},
+	}
+}
+
+func TestPodsBecomeNodesThroughKillsAndOutages(t *testing.T) {
+	s := newSpoke(t, group("a"))
+	s.listen()
+	s.pool()
+	s.start()
+	s.ready(metav1.ConditionTrue)
+	assert.EqualValues(t, 1, s.nodeClass().Status.NodeGroups)
+
+	t.Log("a pod becomes a node")
+	s.pod("one")
+	first := s.launched()
+	assert.Equal(t, placeholder.ProviderID("default", "workload", string(first.UID)), first.Status.ProviderID)
+	assert.Less(t, first.StatusConditions().Get(karpv1.ConditionTypeLaunched).LastTransitionTime.Sub(first.CreationTimestamp.Time), 3*time.Second)
+	node := s.registered(first, s.provisioned(first))
+	for key, want := range map[string]string{
+		corev1.LabelInstanceTypeStable: "m.large", corev1.LabelTopologyZone: "z1", karpv1.CapacityTypeLabelKey: "on-demand", "team": "red",
+		karpv1.NodeRegisteredLabelKey: "true",
+	} {
+		assert.Equal(t, want, node.Labels[key], key)
+	}
+	assert.Equal(t, "default/a", node.Annotations[v1alpha1.NodeGroupAnnotation])
+
+	t.Log("killed while a machine is on its way")
+	s.pod("two")
+	second := s.launched(first.Name)
+	require.NoError(t, s.process.Process.Kill())
+	<-s.exited
+	machine := s.agent.Provision(fakeagent.DefaultCluster(), string(second.UID), "")
+	s.start()
+	s.eventually(func() bool {
+		return assert.NoError(t, s.get(second)) && second.Status.ProviderID == machine.GetProviderId()
+	}, "the next process takes over")
+	s.registered(second, machine)
+	assert.Len(t, s.nodeClaims(), 2)
+	assert.EqualValues(t, 2, s.agent.NodeGroup("default/a").GetReplicas())
+
+	t.Log("the hub goes away")
+	s.agent.SetSynced(false)
+	s.agent.DropStreams()
+	s.ready(metav1.ConditionFalse)
+	assert.Equal(t, http.StatusOK, s.probe("healthz"))
+	assert.Equal(t, http.StatusOK, s.probe("readyz"))
+	// The pod goes too, or core would launch another node for it.
+	require.NoError(t, s.Delete(context.Background(), &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "two"}}, client.GracePeriodSeconds(0)))
+	require.NoError(t, s.Delete(context.Background(), second))
+	deleting := func() bool {
+		assert.NoError(t, s.get(second))
+		return second.StatusConditions().Get(karpv1.ConditionTypeDrained).IsTrue()
+	}
+	s.eventually(deleting, "the Node is drained")
+	require.Never(t, func() bool {
+		return s.get(second) != nil || s.get(node) != nil || s.get(first) != nil || !first.DeletionTimestamp.IsZero()
+	}, 3*time.Second, 100*time.Millisecond, "termination waits, and nothing else is deleted")
+
+	t.Log("and comes back")
+	s.agent.SetSynced(true)
+	s.ready(metav1.ConditionTrue)
+	s.eventually(func() bool { return client.IgnoreNotFound(s.get(second)) == nil && len(s.nodeClaims()) == 1 }, "the termination ends")
+	s.eventually(func() bool { return s.agent.NodeGroup("default/a").GetReplicas() == 1 }, "the machine is given back")
+
+	t.Log("a claim that nobody owns is collected")
+	_, err := s.agent.Client().Claims.CreateClaim(t.Context(), &agentv1alpha1.CreateClaimRequest{
+		Cluster: fakeagent.DefaultCluster(), ClaimId: "leaked", Holder: v1alpha1.Holder, Candidates: []string{"default/a"},
+	})
+	require.NoError(t, err)
+	s.eventually(func() bool {
+		return s.agent.Claim(fakeagent.DefaultCluster(), "leaked").GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED
+	}, "the leaked claim is collected")
+
+	t.Log("told to end")
+	lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "karpenter-leader-election"}}
+	require.NoError(t, s.get(lease))
+	assert.NotEmpty(t, ptr.Deref(lease.Spec.HolderIdentity, ""))
+	require.NoError(t, s.process.Process.Signal(syscall.SIGTERM))
+	select {
+	case err := <-s.exited:
+		assert.NoError(t, err, "exit status 0")
+	case <-time.After(patience):
+		t.Fatal("karpenter did not end")
+	}
+	require.NoError(t, s.get(lease))
+	assert.Empty(t, ptr.Deref(lease.Spec.HolderIdentity, ""), "the lease is released")
+	text, err := os.ReadFile(s.log)
+	require.NoError(t, err)
+	assert.NotContains(t, string(text), "panic")
+}
+
+func TestWithoutAHubTheProcessIsHealthyAndGoesOnWhenThereIsOne(t *testing.T) {
+	s := newSpoke(t, group("a"))
+	s.pool()
+	s.start()
+	s.ready(metav1.ConditionFalse)
+	reachable := s.nodeClass().StatusConditions().Get(v1alpha1.ConditionAgentReachable)
+	assert.Equal(t, "AgentUnreachable", reachable.Reason)
+	assert.Equal(t, http.StatusOK, s.probe("healthz"))
+	s.pod("one")
+	s.listen()
+	s.ready(metav1.ConditionTrue)
+	nodeClaim := s.launched()
+	s.registered(nodeClaim, s.provisioned(nodeClaim))
+}
+
+func TestWrongFlagsAreToldAndNotPanicked(t *testing.T) {
+	process := exec.Command(os.Args[0], "--agent-timeout=soon")
+	process.Env = append(os.Environ(), asKarpenter+"=1")
+	output, err := process.CombinedOutput()
+	var exit *exec.ExitError
+	require.ErrorAs(t, err, &exit)
+	assert.Equal(t, 2, exit.ExitCode())
+	assert.NotContains(t, string(output), "goroutine")
+	assert.Contains(t, string(output), "agent-timeout")
+
+	process = exec.Command(os.Args[0])
+	process.Env = []string{asKarpenter + "=1"}
+	output, err = process.CombinedOutput()
+	require.Error(t, err)
+	for _, want := range []string{"--agent-address is required", "--cluster-name is required"} {
+		assert.Contains(t, string(output), want)
+	}
+	assert.False(t, strings.Contains(string(output), "goroutine"), fmt.Sprint(string(output)))
+}
+
+func TestTheNodeClassIsValidated(t *testing.T) {
+	s := newSpoke(t)
+	for name, c := range map[string]struct {
+		expression metav1.LabelSelectorRequirement
+		want       string
+	}{
+		"operator": {metav1.LabelSelectorRequirement{Key: "team", Operator: "Near", Values: []string{"red"}}, "operator must be one of In, NotIn, Exists, DoesNotExist"},
+		"values":   {metav1.LabelSelectorRequirement{Key: "team", Operator: metav1.LabelSelectorOpIn}, "values must be set"},
+	} {
+		err := s.Create(t.Context(), &v1alpha1.ClusterAPINodeClass{
+			ObjectMeta: metav1.ObjectMeta{Name: name},
+			Spec:       v1alpha1.ClusterAPINodeClassSpec{ScalableResourceSelector: &metav1.LabelSelector{MatchExpressions: []metav1.LabelSelectorRequirement{c.expression}}},
+		})
+		assert.ErrorContains(t, err, c.want)
+	}
+	for name, selector := range map[string]*metav1.LabelSelector{
+		"absent": nil, "empty": {}, "labels": {MatchLabels: map[string]string{"team": "red"}},
+		"expressions": {MatchExpressions: []metav1.LabelSelectorRequirement{
+			{Key: "team", Operator: metav1.LabelSelectorOpIn, Values: []string{"red"}}, {Key: "old", Operator: metav1.LabelSelectorOpDoesNotExist},
+		}},
+	} {
+		assert.NoError(t, s.Create(t.Context(), &v1alpha1.ClusterAPINodeClass{
+			ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: v1alpha1.ClusterAPINodeClassSpec{ScalableResourceSelector: selector},
+		}), name)
+	}
+}
