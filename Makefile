@@ -172,22 +172,42 @@ DEMO_FLAGS ?=
 
 ##@ Test
 
+# Both suites run even if the first fails.
 .PHONY: test
-test: verify test-unit test-e2e ## Check and test everything: verify, unit and integration tests, a short end-to-end test
+test: verify ## Check and test everything: verify, test-unit, test-e2e
+	@results=$$(mktemp); trap 'rm -f "$$results"' EXIT; verdict=PASS; start=$$(date +%s); \
+	for suite in test-unit test-e2e; do $(MAKE) $$suite RESULTS="$$results" || verdict=FAIL; done; \
+	$(call tally,test,$$verdict,$$start,$$results); test $$verdict = PASS
 
 # Some of these bring up sandboxes of their own, hence all the binaries.
 .PHONY: test-unit
 test-unit: $(GOTESTSUM) $(SANDBOX_BINARIES) ## Unit and integration tests of every module, with the race detector
-	@echo "test: unit and integration"; results=$$(mktemp); trap 'rm -f "$$results"' EXIT; start=$$(date +%s); verdict=PASS; \
-	CGO_ENABLED=1 $(GOTESTSUM) --format pkgname --format-hide-empty-pkg --jsonfile "$$results" -- \
-		-race -timeout 20m $(TEST_FLAGS) $(PACKAGES) || verdict=FAIL; \
-	awk -v verdict=$$verdict -v seconds=$$(( $$(date +%s) - start )) ' \
-		/"Test":/ && /"Action":"pass"/ {passed++} /"Test":/ && /"Action":"fail"/ {failed++} /"Test":/ && /"Action":"skip"/ {skipped++} \
-		END {printf "test: %s %d passed, %d failed, %d skipped, seconds=%d\n", verdict, passed, failed, skipped, seconds}' "$$results"; \
-	test $$verdict = PASS
-TEST_FLAGS ?=
+	@$(call go_test,$@,-timeout 20m $$(go list $(PACKAGES) | grep -v /test/e2e))
 
-# The demo's own path, under a name of its own, so that it can run beside anybody's sandbox.
 .PHONY: test-e2e
-test-e2e: $(SANDBOX_BINARIES) $(BIN)/demo ## The demo's path, end to end
-	@$(BIN)/demo --plain --name=test-$$$$
+test-e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) ## A short end-to-end test: the demo's path, with processes killed on the way
+	@$(call go_test,$@,-short -timeout 20m ./test/e2e/...)
+
+.PHONY: e2e
+e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) ## All end-to-end tests
+	@$(call go_test,$@,-timeout 60m ./test/e2e/...)
+
+# More flags for go test, for example TEST_FLAGS='-run Catalogue -v'.
+TEST_FLAGS ?=
+# A file to add the results to.
+RESULTS ?=
+
+# $(call go_test,<name>,<flags and packages>): runs tests, shows each package as it ends, and closes with the numbers.
+define go_test
+echo "$(1): go test $(TEST_FLAGS)"; results=$$(mktemp); trap 'rm -f "$$results"' EXIT; verdict=PASS; start=$$(date +%s); \
+CGO_ENABLED=1 $(GOTESTSUM) --format pkgname --format-hide-empty-pkg --jsonfile "$$results" -- -race $(TEST_FLAGS) $(2) || verdict=FAIL; \
+if [ -n "$(RESULTS)" ]; then cat "$$results" >>"$(RESULTS)"; fi; \
+$(call tally,$(1),$$verdict,$$start,$$results); test $$verdict = PASS
+endef
+
+# $(call tally,<name>,<verdict>,<start>,<file of test events>): one line about them.
+define tally
+awk -v name=$(1) -v verdict="$(2)" -v seconds=$$(( $$(date +%s) - $(3) )) \
+	'/"Test":/ {if (/"Action":"pass"/) passed++; else if (/"Action":"fail"/) failed++; else if (/"Action":"skip"/) skipped++} \
+	END {printf "%s: %s %d passed, %d failed, %d skipped, seconds=%d\n", name, verdict, passed, failed, skipped, seconds}' "$(4)"
+endef
