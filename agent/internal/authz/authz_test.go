@@ -55,7 +55,7 @@ func authorizer(t *testing.T, policy string) *authz.Authorizer {
 
 func TestClusterIdentityMayActForItsClusterAlone(t *testing.T) {
 	g := NewWithT(t)
-	caller, err := authorizer(t, "").FromCertificate(certificate(t, "spiffe://karpenter-capi/cluster/fleet/spoke"))
+	caller, err := authorizer(t, "identities: []").FromCertificate(certificate(t, "spiffe://karpenter-capi/cluster/fleet/spoke"))
 	g.Expect(err).NotTo(HaveOccurred())
 	g.Expect(caller.Identity).To(Equal("spiffe://karpenter-capi/cluster/fleet/spoke"))
 	g.Expect(caller.Roles()).To(Equal([]string{"cluster"}))
@@ -79,7 +79,7 @@ func TestUnusableIdentities(t *testing.T) {
 		"with dots":            {"spiffe://karpenter-capi/cluster/../spoke"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			_, err := authorizer(t, "").FromCertificate(certificate(t, uris...))
+			_, err := authorizer(t, "identities: []").FromCertificate(certificate(t, uris...))
 			NewWithT(t).Expect(err).To(HaveOccurred())
 		})
 	}
@@ -122,6 +122,7 @@ identities:
 
 func TestPolicyMistakesAreNamed(t *testing.T) {
 	for name, c := range map[string]struct{ text, want string }{
+		"nothing":       {" \n", "it is empty"},
 		"no YAML":       {"identities: [", "not a policy"},
 		"unknown field": {"identities:\n- id: spiffe://d/x\n  role: reader\n", "unknown field"},
 		"no id":         {"identities:\n- roles: [reader]\n  allClusters: true\n", "id is not a SPIFFE id"},
@@ -145,7 +146,8 @@ func TestPolicyFileIsFollowedAndMistakesLeaveTheLastValidOne(t *testing.T) {
 	g := NewWithT(t)
 	path := filepath.Join(t.TempDir(), "policy.yaml")
 	write := func(role string) {
-		g.Expect(os.WriteFile(path, []byte("identities:\n- id: spiffe://karpenter-capi/x\n  roles: ["+role+"]\n  allClusters: true\n"), 0o600)).To(Succeed())
+		text := "identities:\n- id: spiffe://karpenter-capi/x\n  roles: [" + role + "]\n  allClusters: true\n"
+		g.Expect(os.WriteFile(path, []byte(text), 0o600)).To(Succeed())
 	}
 	write("reader")
 	file, err := authz.LoadPolicyFile(path, logr.Discard())

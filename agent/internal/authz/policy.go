@@ -50,6 +50,10 @@ type policyIdentity struct {
 //
 // An error names every mistake.
 func ParsePolicy(content []byte) (*Policy, error) {
+	if len(bytes.TrimSpace(content)) == 0 {
+		// More likely a file that is just being written than one that takes everybody's roles away.
+		return nil, errors.New("not a policy: it is empty; write `identities: []` to grant nothing")
+	}
 	var file policyFile
 	if err := yaml.UnmarshalStrict(content, &file); err != nil {
 		return nil, fmt.Errorf("not a policy: %w", err)

@@ -6,6 +6,7 @@
 package capacity
 
 import (
+	"errors"
 	"fmt"
 	"hash/fnv"
 	"regexp"
@@ -355,14 +356,14 @@ func (d *describer) taints() {
 func parseTaint(text string) (corev1.Taint, error) {
 	i := strings.LastIndex(text, ":")
 	if i < 0 {
-		return corev1.Taint{}, fmt.Errorf("it has no effect")
+		return corev1.Taint{}, errors.New("it has no effect")
 	}
 	taint := corev1.Taint{Effect: corev1.TaintEffect(text[i+1:])}
 	taint.Key, taint.Value, _ = strings.Cut(text[:i], "=")
 	switch taint.Effect {
 	case corev1.TaintEffectNoSchedule, corev1.TaintEffectPreferNoSchedule, corev1.TaintEffectNoExecute:
 	default:
-		return corev1.Taint{}, fmt.Errorf("its effect is none of NoSchedule, PreferNoSchedule, NoExecute")
+		return corev1.Taint{}, errors.New("its effect is none of NoSchedule, PreferNoSchedule, NoExecute")
 	}
 	if faults := append(validation.IsQualifiedName(taint.Key), validation.IsValidLabelValue(taint.Value)...); len(faults) > 0 {
 		return corev1.Taint{}, fmt.Errorf("%s", strings.Join(faults, "; "))

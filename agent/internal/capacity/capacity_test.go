@@ -44,7 +44,10 @@ func fields(problems []capacity.Problem) []string {
 
 func TestAnnotationsWinOverTheInfrastructureTemplate(t *testing.T) {
 	g := NewWithT(t)
-	d := capacity.Describe(deployment(map[string]string{capacity.CPUAnnotation: "4", capacity.GPUTypeAnnotation: "nvidia.com/gpu", capacity.GPUCountAnnotation: "2"}),
+	md := deployment(map[string]string{
+		capacity.CPUAnnotation: "4", capacity.GPUTypeAnnotation: "nvidia.com/gpu", capacity.GPUCountAnnotation: "2",
+	})
+	d := capacity.Describe(md,
 		template(map[string]any{
 			"capacity": map[string]any{"cpu": "2", "memory": "8Gi", "ephemeral-storage": int64(1000), "example.com/nic": 2.0},
 			"nodeInfo": map[string]any{"architecture": "arm64", "operatingSystem": "windows"},
@@ -57,7 +60,9 @@ func TestAnnotationsWinOverTheInfrastructureTemplate(t *testing.T) {
 	g.Expect(d.OperatingSystem).To(Equal("windows"))
 	g.Expect(d.Labels).To(HaveKeyWithValue(corev1.LabelArchStable, "arm64"))
 	g.Expect(d.Sources["capacity.cpu"].Kind).To(Equal(capacity.FromAnnotation))
-	g.Expect(d.Sources["capacity.memory"]).To(Equal(capacity.Source{Kind: capacity.FromInfrastructureTemplate, Detail: "TestMachineTemplate/t status.capacity"}))
+	g.Expect(d.Sources["capacity.memory"]).To(Equal(capacity.Source{
+		Kind: capacity.FromInfrastructureTemplate, Detail: "TestMachineTemplate/t status.capacity",
+	}))
 	g.Expect(d.Sources["capacity.pods"].Kind).To(Equal(capacity.FromDefault))
 }
 
@@ -98,7 +103,8 @@ func TestWhatCannotBeUsedIsAProblemAndTheNextSourceIsAsked(t *testing.T) {
 
 func TestMissingCapacityIsSaid(t *testing.T) {
 	d := capacity.Describe(deployment(nil), capacity.Template{}, nil)
-	NewWithT(t).Expect(fields(d.Problems)).To(ConsistOf(capacity.AnnotationField(capacity.CPUAnnotation), capacity.AnnotationField(capacity.MemoryAnnotation)))
+	NewWithT(t).Expect(fields(d.Problems)).To(ConsistOf(
+		capacity.AnnotationField(capacity.CPUAnnotation), capacity.AnnotationField(capacity.MemoryAnnotation)))
 }
 
 func TestLabelsAreThoseThatReachTheNode(t *testing.T) {

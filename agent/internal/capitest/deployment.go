@@ -12,6 +12,7 @@ import (
 	"strings"
 
 	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
 	apiequality "k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -137,7 +138,7 @@ func (r *deployments) ensureCurrent(ctx context.Context, md *clusterv1.MachineDe
 func plan(md *clusterv1.MachineDeployment, current *clusterv1.MachineSet, old []*clusterv1.MachineSet) {
 	want := ptr.Deref(md.Spec.Replicas, 0)
 	if spec(current) > want {
-		current.Spec.Replicas = ptr.To(want)
+		current.Spec.Replicas = new(want)
 	}
 	onDelete := md.Spec.Rollout.Strategy.Type == clusterv1.OnDeleteMachineDeploymentStrategyType
 	surge, unavailable := int32(0), int32(0)
@@ -149,7 +150,7 @@ func plan(md *clusterv1.MachineDeployment, current *clusterv1.MachineSet, old []
 	occupied := lo.SumBy(append(slices.Clone(old), current), func(ms *clusterv1.MachineSet) int32 { return max(spec(ms), observed(ms)) })
 	switch {
 	case len(activeSets(old)) == 0 && !onDelete:
-		current.Spec.Replicas = ptr.To(want)
+		current.Spec.Replicas = new(want)
 	case spec(current) < want && occupied < want+surge:
 		current.Spec.Replicas = ptr.To(min(want, spec(current)+want+surge-occupied))
 	}
@@ -188,7 +189,8 @@ func decorate(md *clusterv1.MachineDeployment, ms *clusterv1.MachineSet, current
 	}
 	for key, value := range md.Annotations {
 		switch key {
-		case clusterv1.RevisionAnnotation, clusterv1.DesiredReplicasAnnotation, clusterv1.PausedAnnotation, "kubectl.kubernetes.io/last-applied-configuration":
+		case clusterv1.RevisionAnnotation, clusterv1.DesiredReplicasAnnotation, clusterv1.PausedAnnotation,
+			corev1.LastAppliedConfigAnnotation:
 		default:
 			annotations[key] = value
 		}
@@ -260,10 +262,16 @@ func scaled(value *intstr.IntOrString, otherwise int, of int32, up bool) int32 {
 
 // templateHash identifies what makes a new MachineSet necessary; other changes of the template are made in place.
 func templateHash(template *clusterv1.MachineTemplateSpec) string {
+	compared := clusterv1.MachineSpec{
+		Version: template.Spec.Version, Bootstrap: template.Spec.Bootstrap,
+		InfrastructureRef: template.Spec.InfrastructureRef, FailureDomain: template.Spec.FailureDomain,
+	}
+	text, err := json.Marshal(compared)
+	if err != nil {
+		panic(err) // Strings always encode.
+	}
 	hash := fnv.New32a()
-	_ = json.NewEncoder(hash).Encode([]any{
-		template.Spec.Version, template.Spec.Bootstrap, template.Spec.InfrastructureRef, template.Spec.FailureDomain,
-	})
+	_, _ = hash.Write(text)
 	return rand.SafeEncodeString(strconv.FormatUint(uint64(hash.Sum32()), 10))
 }
 

@@ -82,7 +82,8 @@ func (r *machines) live(ctx context.Context, before, machine *clusterv1.Machine,
 		machine.Status.Initialization.InfrastructureProvisioned = ptr.To(true)
 		machine.Status.Initialization.BootstrapDataSecretCreated = ptr.To(true)
 		machine.Status.FailureDomain = machine.Spec.FailureDomain
-		setCondition(conditions, clusterv1.MachineInfrastructureReadyCondition, true, clusterv1.MachineInfrastructureReadyReason, "", "", machine.Generation)
+		setCondition(conditions, clusterv1.MachineInfrastructureReadyCondition, true,
+			clusterv1.MachineInfrastructureReadyReason, "", "", machine.Generation)
 		due, left := passed(&at.provisioned, b.Join)
 		again = left
 		if due && !b.HoldJoin {
@@ -93,9 +94,12 @@ func (r *machines) live(ctx context.Context, before, machine *clusterv1.Machine,
 	if joined {
 		machine.Status.Phase = string(clusterv1.MachinePhaseRunning)
 	}
-	setCondition(conditions, clusterv1.MachineNodeReadyCondition, joined, clusterv1.MachineNodeReadyReason, clusterv1.MachineNodeDoesNotExistReason, "", machine.Generation)
-	setCondition(conditions, clusterv1.MachineReadyCondition, joined, clusterv1.MachineReadyReason, clusterv1.MachineNotReadyReason, "", machine.Generation)
-	setCondition(conditions, clusterv1.MachineAvailableCondition, joined, clusterv1.MachineAvailableReason, clusterv1.NotAvailableReason, "", machine.Generation)
+	setCondition(conditions, clusterv1.MachineNodeReadyCondition, joined,
+		clusterv1.MachineNodeReadyReason, clusterv1.MachineNodeDoesNotExistReason, "", machine.Generation)
+	setCondition(conditions, clusterv1.MachineReadyCondition, joined,
+		clusterv1.MachineReadyReason, clusterv1.MachineNotReadyReason, "", machine.Generation)
+	setCondition(conditions, clusterv1.MachineAvailableCondition, joined,
+		clusterv1.MachineAvailableReason, clusterv1.NotAvailableReason, "", machine.Generation)
 	return reconcile.Result{RequeueAfter: again}, r.status(ctx, before, machine)
 }
 

@@ -29,7 +29,9 @@ func NewCluster(namespace, name string) *clusterv1.Cluster {
 
 // NewMachineDeployment returns a MachineDeployment that has opted in, strategy OnDelete, with everything set that Cluster
 // API's webhooks would default.
-func NewMachineDeployment(namespace, name, cluster string, replicas int32, options ...func(*clusterv1.MachineDeployment)) *clusterv1.MachineDeployment {
+func NewMachineDeployment(
+	namespace, name, cluster string, replicas int32, options ...func(*clusterv1.MachineDeployment),
+) *clusterv1.MachineDeployment {
 	labels := map[string]string{
 		clusterv1.ClusterNameLabel:           cluster,
 		clusterv1.MachineDeploymentNameLabel: name,

@@ -144,7 +144,7 @@ func (r *sets) create(ctx context.Context, ms *clusterv1.MachineSet) error {
 	if err := r.client.Create(ctx, machine); err != nil {
 		return fmt.Errorf("creating a Machine of %s: %w", ms.Name, err)
 	}
-	return r.seen(ctx, machine, func(cached *clusterv1.Machine, found bool) bool { return found })
+	return r.seen(ctx, machine, func(_ *clusterv1.Machine, found bool) bool { return found })
 }
 
 func (r *sets) delete(ctx context.Context, machine *clusterv1.Machine) error {

@@ -2,8 +2,8 @@ package feed_test
 
 import (
 	"context"
-	"fmt"
 	"math/rand/v2"
+	"strconv"
 	"sync"
 	"testing"
 	"time"
@@ -102,11 +102,11 @@ func TestSlowSubscriberIsResyncedOnTheSameSubscription(t *testing.T) {
 	defer s.Close()
 	g.Expect(next(g, s).Kind).To(Equal(feed.Synced))
 	for i := range 5 {
-		f.Set(spoke, fmt.Sprint(i), i)
+		f.Set(spoke, strconv.Itoa(i), i)
 	}
 	g.Expect(next(g, s).Kind).To(Equal(feed.Resync))
 	for i := range 5 {
-		g.Expect(next(g, s)).To(Equal(feed.Event[int]{Kind: feed.Upsert, Key: fmt.Sprint(i), Object: i}))
+		g.Expect(next(g, s)).To(Equal(feed.Event[int]{Kind: feed.Upsert, Key: strconv.Itoa(i), Object: i}))
 	}
 	g.Expect(next(g, s).Kind).To(Equal(feed.Synced))
 	g.Expect(f.Stats().Resyncs).To(BeEquivalentTo(1))
@@ -162,8 +162,7 @@ func TestEveryReaderEndsWithTheWritersView(t *testing.T) {
 		readers.Go(func() {
 			defer s.Close()
 			view, building := map[string]int{}, map[string]int{}
-			target := view
-			target = building
+			target := building
 			for target["end"] != 1 || building != nil {
 				switch event := next(g, s); event.Kind {
 				case feed.Upsert:
@@ -184,7 +183,7 @@ func TestEveryReaderEndsWithTheWritersView(t *testing.T) {
 	}
 	want := map[string]int{}
 	for i := range 5000 {
-		key := fmt.Sprint(rand.IntN(20))
+		key := strconv.Itoa(rand.IntN(20))
 		if rand.IntN(3) == 0 {
 			f.Remove(spoke, key)
 			delete(want, key)

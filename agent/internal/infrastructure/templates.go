@@ -90,7 +90,7 @@ func (t *Templates) Get(ctx context.Context, ref clusterv1.ContractVersionedObje
 	template := &unstructured.Unstructured{}
 	template.SetGroupVersionKind(k.gvk)
 	key := types.NamespacedName{Namespace: namespace, Name: ref.Name}
-	var from client.Reader = t.Reader
+	from := t.Reader
 	if t.synced(ctx, k) {
 		from = t.Cache
 	}

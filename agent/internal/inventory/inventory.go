@@ -10,7 +10,6 @@ import (
 	"google.golang.org/protobuf/proto"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/utils/ptr"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -57,7 +56,7 @@ func (i *Inventory) SetupWithManager(mgr manager.Manager) error {
 	i.client, i.live = mgr.GetClient(), mgr.GetAPIReader()
 	shownMachines := &machines{i, warmup.New(i.Machines.SetReady), places{of: map[types.NamespacedName]types.NamespacedName{}}}
 	shownClaims := &claims{i, warmup.New(i.Claims.SetReady)}
-	options := controller.Options{NeedLeaderElection: ptr.To(false), MaxConcurrentReconciles: 8, SkipNameValidation: ptr.To(true)}
+	options := controller.Options{NeedLeaderElection: new(false), MaxConcurrentReconciles: 8, SkipNameValidation: new(true)}
 
 	err := builder.ControllerManagedBy(mgr).Named("inventory-machines").WithOptions(options).
 		For(&clusterv1.Machine{}).

@@ -76,7 +76,8 @@ func TestAvailability(t *testing.T) {
 			require.True(t, proto.Equal(c.want, shown), "%v", shown)
 		})
 	}
-	shown := messages.NodeGroup(nodegroup.NodeGroup{Limits: eligibility.Group{Refusal: &eligibility.Refusal{Reason: eligibility.CoolingDown, RetryAt: retryAt}}})
+	coolingDown := eligibility.Group{Refusal: &eligibility.Refusal{Reason: eligibility.CoolingDown, RetryAt: retryAt}}
+	shown := messages.NodeGroup(nodegroup.NodeGroup{Limits: coolingDown})
 	require.Equal(t, retryAt.UTC(), shown.GetAvailability().GetRetryAt().AsTime())
 }
 

@@ -449,7 +449,10 @@ func TestEnginesErrorsBecomeTheAPIs(t *testing.T) {
 		"unknown cluster": {claims.ErrUnknownCluster, codes.NotFound, agenterrors.ReasonClusterNotFound},
 		"ended":           {&claims.EndedError{Reason: "Released", Message: "gone"}, codes.Aborted, agenterrors.ReasonClaimEnded},
 		"conflict":        {fmt.Errorf("binding: %w", claims.ErrConflict), codes.Aborted, agenterrors.ReasonConflict},
-		"API server away": {&url.Error{Op: "Get", URL: "https://hub", Err: errors.New("connection refused")}, codes.Unavailable, agenterrors.ReasonHubUnreachable},
+		"API server away": {
+			&url.Error{Op: "Get", URL: "https://hub", Err: errors.New("connection refused")},
+			codes.Unavailable, agenterrors.ReasonHubUnreachable,
+		},
 		"API server busy": {apierrors.NewTooManyRequests("slow down", 1), codes.Unavailable, agenterrors.ReasonHubUnreachable},
 		"API server ill":  {apierrors.NewInternalError(errors.New("etcd")), codes.Unavailable, agenterrors.ReasonHubUnreachable},
 		"newer ledger":    {fmt.Errorf("MachineDeployment x: %w", claims.ErrNewerLedger), codes.Unavailable, agenterrors.ReasonHubUnreachable},
