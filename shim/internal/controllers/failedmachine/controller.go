@@ -176,7 +176,7 @@ func (c *Controller) awaitRegistration(ctx context.Context, nodeClaim *karpv1.No
 	case !known:
 		return c.giveUp(ctx, nodeClaim, "ClaimUnknown", "The management cluster has no claim of this NodeClaim.")
 	case c.failed(claim):
-		return c.giveUp(ctx, nodeClaim, "MachineFailed", fmt.Sprintf("The infrastructure of machine %s reports a failure: %s.", claim.GetMachine().GetName(), infrastructure(claim)))
+		return c.giveUp(ctx, nodeClaim, "MachineFailed", failure(claim))
 	case c.deadlineOf(nodeClaim, claim, now).After(now):
 		return reconcile.Result{RequeueAfter: look}, nil
 	}

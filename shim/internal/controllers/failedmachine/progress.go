@@ -103,12 +103,26 @@ func stuck(claim *agentv1alpha1.Claim, deadline time.Duration) string {
 	return fmt.Sprintf("No progress for %s: %s.", deadline, what)
 }
 
-// failed reports whether the infrastructure provider says that the machine will not come. Cluster API itself knows no final
-// failure, so this goes by the reasons that providers give.
+// reasonFailed is the reason of a claim that the agent itself gave up; it says so before the machine is gone.
+const reasonFailed = "Failed"
+
+// failed reports whether the machine will not come: the agent gave it up, or the infrastructure provider says so. Cluster API
+// itself knows no final failure, so the latter goes by the reasons that providers give.
 func (c *Controller) failed(claim *agentv1alpha1.Claim) bool {
+	if claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING && claim.GetReason() == reasonFailed {
+		return true
+	}
 	machine := claim.GetMachine()
 	reason := machine.GetInfrastructureReason()
 	return c.failures != nil && reason != "" && machine.GetNodeName() == "" && c.failures.MatchString(reason)
+}
+
+// failure says why the machine will not come.
+func failure(claim *agentv1alpha1.Claim) string {
+	if claim.GetReason() == reasonFailed {
+		return fmt.Sprintf("The management cluster gave up a machine of node group %s: %s.", claim.GetNodeGroupId(), claim.GetMessage())
+	}
+	return fmt.Sprintf("The infrastructure of machine %s reports a failure: %s.", claim.GetMachine().GetName(), infrastructure(claim))
 }
 
 // infrastructure returns what the infrastructure provider says about the machine, or "".

@@ -2,6 +2,7 @@ package failedmachine
 
 import (
 	"math/rand/v2"
+	"strings"
 	"testing"
 	"time"
 
@@ -41,4 +42,20 @@ func TestStepsAreCountedForwardOnly(t *testing.T) {
 	assert.Equal(t, start.Add(1), c.observe("uid", provisioned, start.Add(3)))
 	c.forget("uid")
 	assert.Empty(t, c.steps)
+}
+
+func TestAClaimThatTheAgentGaveUpHasFailedBeforeItsMachineIsGone(t *testing.T) {
+	releasing := &agentv1alpha1.Claim{
+		NodeGroupId: "fleet/small", Phase: agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING, Reason: "Failed", Message: "no hosts left",
+	}
+	if c := (&Controller{}); !c.failed(releasing) {
+		t.Error("the claim has failed")
+	}
+	if text := failure(releasing); !strings.Contains(text, "fleet/small") || !strings.Contains(text, "no hosts left") {
+		t.Errorf("says neither where nor why: %q", text)
+	}
+	releasing.Reason = "ReleaseRequested"
+	if c := (&Controller{}); c.failed(releasing) {
+		t.Error("a release that somebody asked for is no failure")
+	}
 }
