@@ -14,7 +14,6 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
 	"k8s.io/utils/clock"
-	"k8s.io/utils/ptr"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/config"
@@ -149,9 +148,9 @@ func newManager(c Config, scope hub.Scope) (manager.Manager, error) {
 		HealthProbeBindAddress: c.Options.HealthProbeBindAddress,
 		// Every agent may do every step at any time, so there is no leader.
 		LeaderElection:          false,
-		GracefulShutdownTimeout: ptr.To(c.Options.ShutdownGracePeriod),
+		GracefulShutdownTimeout: new(c.Options.ShutdownGracePeriod),
 		Client:                  client.Options{FieldOwner: "capi-agent"},
-		Controller:              config.Controller{SkipNameValidation: ptr.To(true), UsePriorityQueue: ptr.To(true)},
+		Controller:              config.Controller{SkipNameValidation: new(true), UsePriorityQueue: new(true)},
 	})
 	if err != nil {
 		return nil, fmt.Errorf("connecting to the hub: %w", err)

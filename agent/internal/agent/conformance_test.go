@@ -27,7 +27,10 @@ import (
 
 // The real agent keeps the same contract as the fake: over mutual TLS, on a real API server, with a model of Cluster API.
 func TestAgentConforms(t *testing.T) {
-	conformance.Run(t, func(t *testing.T) conformance.Env { return newEnv(t) })
+	conformance.Run(t, func(t *testing.T) conformance.Env {
+		t.Helper()
+		return newEnv(t)
+	})
 }
 
 const patience = 30 * time.Second

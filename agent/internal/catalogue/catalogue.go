@@ -19,7 +19,6 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/events"
 	"k8s.io/utils/clock"
-	"k8s.io/utils/ptr"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -43,6 +42,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/warmup"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
+
+// maxEventReason is how long an event's reason may be.
+const maxEventReason = 128
 
 // templateRetry is how soon a template that could not be read is asked for again.
 const templateRetry = 30 * time.Second
@@ -121,7 +123,7 @@ func (c *Catalogue) SetupWithManager(mgr manager.Manager) error {
 	err := builder.ControllerManagedBy(mgr).
 		Named("catalogue").
 		WithOptions(controller.Options{
-			NeedLeaderElection: ptr.To(false), MaxConcurrentReconciles: 8, SkipNameValidation: ptr.To(true),
+			NeedLeaderElection: new(false), MaxConcurrentReconciles: 8, SkipNameValidation: new(true),
 		}).
 		For(&clusterv1.MachineDeployment{}, builder.WithPredicates(statusIgnored())).
 		Watches(&clusterv1.Cluster{}, handler.EnqueueRequestsFromMapFunc(c.deploymentsOfCluster), builder.WithPredicates(clusterChanges())).
@@ -301,13 +303,14 @@ func (c *Catalogue) publish(md *clusterv1.MachineDeployment, group nodegroup.Nod
 // eventReason names the field: events of one object and one reason are counted together, and only the first one's text is kept.
 func eventReason(field string) string {
 	parts := strings.FieldsFunc(field, func(r rune) bool { return strings.ContainsRune("./[] ", r) })
-	reason := "Invalid"
+	var reason strings.Builder
+	reason.WriteString("Invalid")
 	if len(parts) > 0 {
 		for word := range strings.SplitSeq(parts[len(parts)-1], "-") {
-			reason += strings.ToUpper(word[:min(1, len(word))]) + word[min(1, len(word)):]
+			reason.WriteString(strings.ToUpper(word[:min(1, len(word))]) + word[min(1, len(word)):])
 		}
 	}
-	return reason[:min(len(reason), 128)]
+	return reason.String()[:min(reason.Len(), maxEventReason)]
 }
 
 func (c *Catalogue) forget(key types.NamespacedName) {

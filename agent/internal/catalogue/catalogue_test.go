@@ -248,10 +248,13 @@ func TestKindsThatCannotBeResolvedAreProblemsOfTheirGroupsAlone(t *testing.T) {
 		ObjectMeta: metav1.ObjectMeta{Name: "strangetemplates." + f.namespace + ".example.com"},
 		Spec: apiextensionsv1.CustomResourceDefinitionSpec{
 			Group: f.namespace + ".example.com", Scope: apiextensionsv1.NamespaceScoped,
-			Names: apiextensionsv1.CustomResourceDefinitionNames{Kind: "StrangeTemplate", ListKind: "StrangeTemplateList", Plural: "strangetemplates", Singular: "strangetemplate"},
-			Versions: []apiextensionsv1.CustomResourceDefinitionVersion{{Name: "v1", Served: true, Storage: true, Schema: &apiextensionsv1.CustomResourceValidation{
-				OpenAPIV3Schema: &apiextensionsv1.JSONSchemaProps{Type: "object"},
-			}}},
+			Names: apiextensionsv1.CustomResourceDefinitionNames{
+				Kind: "StrangeTemplate", ListKind: "StrangeTemplateList", Plural: "strangetemplates", Singular: "strangetemplate",
+			},
+			Versions: []apiextensionsv1.CustomResourceDefinitionVersion{{
+				Name: "v1", Served: true, Storage: true,
+				Schema: &apiextensionsv1.CustomResourceValidation{OpenAPIV3Schema: &apiextensionsv1.JSONSchemaProps{Type: "object"}},
+			}},
 		},
 	}
 	plane.Create(t, unlabelled)

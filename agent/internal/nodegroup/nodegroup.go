@@ -94,19 +94,14 @@ func Of(md *clusterv1.MachineDeployment, cluster *clusterv1.Cluster, template ca
 // revision covers what Cluster API compares to tell whether a machine is up to date. Everything else changes in place.
 func revision(md *clusterv1.MachineDeployment) string {
 	spec := &md.Spec.Template.Spec
-	text, err := json.Marshal(struct {
-		Template clusterv1.MachineSpec
-		After    string
-	}{
-		Template: clusterv1.MachineSpec{
-			Version: spec.Version, Bootstrap: spec.Bootstrap, InfrastructureRef: spec.InfrastructureRef, FailureDomain: spec.FailureDomain,
-		},
-		After: md.Spec.Rollout.After.UTC().String(),
+	text, err := json.Marshal(clusterv1.MachineSpec{
+		Version: spec.Version, Bootstrap: spec.Bootstrap, InfrastructureRef: spec.InfrastructureRef, FailureDomain: spec.FailureDomain,
 	})
 	if err != nil {
 		return "" // Strings always encode.
 	}
 	sum := fnv.New64a()
 	_, _ = sum.Write(text)
+	_, _ = sum.Write([]byte(md.Spec.Rollout.After.UTC().String()))
 	return fmt.Sprintf("%016x", sum.Sum64())
 }

@@ -178,10 +178,18 @@ func FromEnvironment(flags *pflag.FlagSet) error {
 	return errors.Join(errs...)
 }
 
-// Values of LogLevel and LogFormat.
+// Values of LogLevel.
 const (
-	LogError, LogInfo, LogDebug, LogTrace = "error", "info", "debug", "trace"
-	LogJSON, LogConsole                   = "json", "console"
+	LogError = "error"
+	LogInfo  = "info"
+	LogDebug = "debug"
+	LogTrace = "trace"
+)
+
+// Values of LogFormat.
+const (
+	LogJSON    = "json"
+	LogConsole = "console"
 )
 
 // Validate returns every mistake, each with the flag's name and what to do.
