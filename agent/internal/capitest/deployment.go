@@ -152,16 +152,16 @@ func plan(md *clusterv1.MachineDeployment, current *clusterv1.MachineSet, old []
 	case len(activeSets(old)) == 0 && !onDelete:
 		current.Spec.Replicas = new(want)
 	case spec(current) < want && occupied < want+surge:
-		current.Spec.Replicas = ptr.To(min(want, spec(current)+want+surge-occupied))
+		current.Spec.Replicas = new(min(want, spec(current)+want+surge-occupied))
 	}
 	if onDelete {
 		for _, ms := range old {
-			ms.Spec.Replicas = ptr.To(min(spec(ms), observed(ms)))
+			ms.Spec.Replicas = new(min(spec(ms), observed(ms)))
 		}
 		excess := spec(current) + lo.SumBy(old, spec) - want
 		for _, ms := range old {
 			take := min(max(excess, 0), spec(ms))
-			ms.Spec.Replicas = ptr.To(spec(ms) - take)
+			ms.Spec.Replicas = new(spec(ms) - take)
 			excess -= take
 		}
 		return
@@ -174,7 +174,7 @@ func plan(md *clusterv1.MachineDeployment, current *clusterv1.MachineSet, old []
 		missing := max(spec(ms)-ptr.Deref(ms.Status.AvailableReplicas, 0), 0)
 		take := min(spec(ms), missing+spareAvailable)
 		spareAvailable -= max(take-missing, 0)
-		ms.Spec.Replicas = ptr.To(spec(ms) - take)
+		ms.Spec.Replicas = new(spec(ms) - take)
 	}
 }
 

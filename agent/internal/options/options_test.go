@@ -33,7 +33,7 @@ func TestEveryMistakeNamesItsFlag(t *testing.T) {
 		"no port":                     {func(o *options.Options) { o.ListenAddress = "localhost" }, "--listen-address: \"localhost\" is not host:port"},
 		"plaintext for everyone":      {func(o *options.Options) { o.PlaintextLoopback = true }, "--listen-address \":8443\" is not a loopback"},
 		"plaintext on another host":   {func(o *options.Options) { o.PlaintextLoopback, o.ListenAddress = true, "10.0.0.1:1" }, "--plaintext-loopback"},
-		"plaintext with certificates": {func(o *options.Options) { o.PlaintextLoopback, o.ListenAddress = true, "[::1]:1" }, "--tls-cert-file: has no effect"},
+		"plaintext with certificates": {func(o *options.Options) { o.PlaintextLoopback, o.ListenAddress = true, "[::1]:1" }, "--tls-cert-file: has no"},
 		"trust domain":                {func(o *options.Options) { o.TrustDomain = "Not A Domain" }, "--trust-domain"},
 		"namespace":                   {func(o *options.Options) { o.Namespaces = []string{"a/b"} }, "--namespaces"},
 		"cluster":                     {func(o *options.Options) { o.Clusters = []string{"spoke"} }, "--clusters: \"spoke\" is not <namespace>/<name>"},
