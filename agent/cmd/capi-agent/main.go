@@ -125,10 +125,10 @@ var levels = map[string]zapcore.Level{
 }
 
 func newLogger(o *options.Options) logr.Logger {
-	encoder := zap.JSONEncoder()
+	times := func(c *zapcore.EncoderConfig) { c.EncodeTime = zapcore.RFC3339NanoTimeEncoder }
+	encoder := zap.JSONEncoder(times)
 	if o.LogFormat == options.LogConsole {
-		encoder = zap.ConsoleEncoder()
+		encoder = zap.ConsoleEncoder(times)
 	}
-	return zap.New(zap.Level(levels[o.LogLevel]), encoder, zap.WriteTo(os.Stderr),
-		func(z *zap.Options) { z.TimeEncoder = zapcore.RFC3339NanoTimeEncoder })
+	return zap.New(zap.Level(levels[o.LogLevel]), encoder, zap.WriteTo(os.Stderr))
 }

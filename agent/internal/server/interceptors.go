@@ -193,6 +193,7 @@ func (s *Server) authorize(ctx context.Context, method string, request any) erro
 	if !rule.OfCluster {
 		return nil
 	}
+	describe(ctx, request)
 	scoped, ok := request.(interface {
 		GetCluster() *agentv1alpha1.ClusterRef
 	})
@@ -229,6 +230,18 @@ func (a *authorizedStream) RecvMsg(message any) error {
 		return err
 	}
 	return a.server.authorize(a.Context(), a.method, message)
+}
+
+// describe adds what a valid request is about to the call's log line.
+func describe(ctx context.Context, request any) {
+	if r, ok := request.(interface {
+		GetCluster() *agentv1alpha1.ClusterRef
+	}); ok {
+		logging.AddFields(ctx, logging.Fields{"cluster", clusterName(r.GetCluster()).String()})
+	}
+	if r, ok := request.(interface{ GetClaimId() string }); ok {
+		logging.AddFields(ctx, logging.Fields{"claim", r.GetClaimId()})
+	}
 }
 
 func clusterName(ref *agentv1alpha1.ClusterRef) types.NamespacedName {

@@ -8,6 +8,7 @@ import (
 	"net/url"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -515,7 +516,12 @@ func TestRequestIDIsTheCallersOrNew(t *testing.T) {
 		return header.Get(client.RequestIDKey)[0]
 	}
 	require.Equal(t, "my-id", call("my-id"))
-	require.Eventually(t, func() bool { return strings.Contains(f.log.String(), `"my-id"`) }, patience, time.Millisecond, "it is logged")
+	require.Eventually(t, func() bool {
+		return slices.ContainsFunc(strings.Split(f.log.String(), "\n"), func(line string) bool {
+			return strings.Contains(line, `"requestID"="my-id"`) && strings.Contains(line, `"cluster"="fleet/spoke"`) &&
+				strings.Contains(line, `"claim"="claim"`) && strings.Contains(line, `"identity"="loopback"`)
+		})
+	}, patience, time.Millisecond, "it is logged, with what the call was about: %s", f.log)
 	require.NotEmpty(t, call(""))
 	require.NotEqual(t, strings.Repeat("x", 500), call(strings.Repeat("x", 500)))
 	require.NotContains(t, call("two words"), " ")
