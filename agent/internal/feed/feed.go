@@ -32,11 +32,11 @@ type Kind int
 const (
 	// Upsert carries an object as it is now: part of the snapshot, new, or changed.
 	Upsert Kind = iota + 1
-	// Removed carries the key of an object that is gone.
+	// Removed carries the key of an object that the subscriber was shown, and that is gone or no longer wanted.
 	Removed
 	// Synced says that the snapshot is complete.
 	Synced
-	// Heartbeat says that nothing happened for the heartbeat interval.
+	// Heartbeat says that nothing was there to read for the heartbeat interval.
 	Heartbeat
 	// Resync says that changes were dropped and a new snapshot follows.
 	Resync
@@ -61,7 +61,7 @@ type Options[T any] struct {
 	Equal func(a, b T) bool
 	// Buffer is how many changed keys are kept for a subscriber that does not read. REQUIRED, at least 1.
 	Buffer int
-	// Heartbeat is how long nothing happens before a heartbeat. REQUIRED, positive.
+	// Heartbeat is how long a subscriber waits for something to read before it gets a heartbeat. REQUIRED, positive.
 	Heartbeat time.Duration
 	// Clock is the time. Nil means the real one.
 	Clock clock.Clock
@@ -243,14 +243,18 @@ func (f *Feed[T]) sorted(cluster types.NamespacedName) []entry[T] {
 	return entries
 }
 
-// Subscribe begins a subscription to one Cluster. The caller must Close it. Errors: [ErrNotReady], [ErrClosed].
-func (f *Feed[T]) Subscribe(cluster types.NamespacedName) (*Subscription[T], error) {
+// Subscribe begins a subscription to one Cluster's objects, as far as they are wanted; nil wants all. wanted must be quick, and
+// must neither change the object nor call the feed. The caller must Close the subscription. Errors: [ErrNotReady], [ErrClosed].
+func (f *Feed[T]) Subscribe(cluster types.NamespacedName, wanted func(T) bool) (*Subscription[T], error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if err := f.usable(); err != nil {
 		return nil, err
 	}
-	s := &Subscription[T]{feed: f, cluster: cluster, woken: make(chan struct{}, 1), pending: map[string]struct{}{}}
+	s := &Subscription[T]{
+		feed: f, cluster: cluster, wanted: wanted, woken: make(chan struct{}, 1),
+		pending: map[string]struct{}{}, shown: map[string]struct{}{},
+	}
 	s.begin()
 	f.subscribers[s] = struct{}{}
 	return s, nil
@@ -260,6 +264,7 @@ func (f *Feed[T]) Subscribe(cluster types.NamespacedName) (*Subscription[T], err
 type Subscription[T any] struct {
 	feed    *Feed[T]
 	cluster types.NamespacedName
+	wanted  func(T) bool
 	woken   chan struct{}
 
 	// Guarded by feed.mu.
@@ -268,6 +273,7 @@ type Subscription[T any] struct {
 	syncedAt   int64
 	order      []string // keys that changed, oldest first
 	pending    map[string]struct{}
+	shown      map[string]struct{} // keys that the reader has
 	overflowed bool
 }
 
@@ -276,6 +282,7 @@ func (s *Subscription[T]) begin() {
 	s.snapshot, s.syncing, s.syncedAt = s.feed.sorted(s.cluster), true, s.feed.generation
 	s.order, s.overflowed = nil, false
 	clear(s.pending)
+	clear(s.shown)
 }
 
 // note remembers a change. feed.mu is held.
@@ -305,7 +312,8 @@ func (s *Subscription[T]) wake() {
 	}
 }
 
-// Next waits for the next event. Errors: [ErrClosed], or the context's.
+// Next waits for the next event. Changes of objects that are not wanted neither end the wait nor put the heartbeat off, which
+// comes when the call has waited for the heartbeat interval. Errors: [ErrClosed], or the context's.
 func (s *Subscription[T]) Next(ctx context.Context) (Event[T], error) {
 	var timer clock.Timer
 	for {
@@ -327,33 +335,51 @@ func (s *Subscription[T]) Next(ctx context.Context) (Event[T], error) {
 	}
 }
 
+// take returns the next event that is there already, if any.
 func (s *Subscription[T]) take() (Event[T], bool, error) {
 	s.feed.mu.Lock()
 	defer s.feed.mu.Unlock()
-	switch {
-	case s.feed.closed:
-		return Event[T]{}, false, ErrClosed
-	case s.overflowed:
-		s.begin()
-		return Event[T]{Kind: Resync}, true, nil
-	case len(s.snapshot) > 0:
-		e := s.snapshot[0]
-		s.snapshot = s.snapshot[1:]
-		return Event[T]{Kind: Upsert, Key: e.key, Object: e.object}, true, nil
-	case s.syncing:
-		s.syncing, s.snapshot = false, nil
-		return Event[T]{Kind: Synced, Generation: s.syncedAt}, true, nil
-	case len(s.order) > 0:
-		key := s.order[0]
-		s.order = s.order[1:]
-		delete(s.pending, key)
-		object, exists := s.feed.scopes[s.cluster][key]
-		if !exists {
-			return Event[T]{Kind: Removed, Key: key}, true, nil
+	for {
+		var key string
+		var object T
+		exists := true
+		switch {
+		case s.feed.closed:
+			return Event[T]{}, false, ErrClosed
+		case s.overflowed:
+			s.begin()
+			return Event[T]{Kind: Resync}, true, nil
+		case len(s.snapshot) > 0:
+			key, object = s.snapshot[0].key, s.snapshot[0].object
+			s.snapshot = s.snapshot[1:]
+		case s.syncing:
+			s.syncing, s.snapshot = false, nil
+			return Event[T]{Kind: Synced, Generation: s.syncedAt}, true, nil
+		case len(s.order) > 0:
+			key = s.order[0]
+			s.order = s.order[1:]
+			delete(s.pending, key)
+			object, exists = s.feed.scopes[s.cluster][key]
+		default:
+			return Event[T]{}, false, nil
 		}
-		return Event[T]{Kind: Upsert, Key: key, Object: object}, true, nil
+		if event, ok := s.show(key, object, exists); ok {
+			return event, true, nil
+		}
 	}
-	return Event[T]{}, false, nil
+}
+
+// show returns what the reader must be told of an object, if anything. feed.mu is held.
+func (s *Subscription[T]) show(key string, object T, exists bool) (Event[T], bool) {
+	if exists && (s.wanted == nil || s.wanted(object)) {
+		s.shown[key] = struct{}{}
+		return Event[T]{Kind: Upsert, Key: key, Object: object}, true
+	}
+	if _, shown := s.shown[key]; !shown {
+		return Event[T]{}, false
+	}
+	delete(s.shown, key)
+	return Event[T]{Kind: Removed, Key: key}, true
 }
 
 // Close ends the subscription. It may be called more than once.

@@ -42,7 +42,7 @@ func TestNothingIsAnsweredBeforeTheViewIsComplete(t *testing.T) {
 	g.Expect(err).To(MatchError(feed.ErrNotReady))
 	_, _, err = f.Get(spoke, "a")
 	g.Expect(err).To(MatchError(feed.ErrNotReady))
-	_, err = f.Subscribe(spoke)
+	_, err = f.Subscribe(spoke, nil)
 	g.Expect(err).To(MatchError(feed.ErrNotReady))
 }
 
@@ -53,7 +53,7 @@ func TestSubscriberGetsSnapshotThenMarkerThenChanges(t *testing.T) {
 	f.Set(spoke, "a", 1)
 	f.Set(other, "c", 3)
 	f.SetReady()
-	s, err := f.Subscribe(spoke)
+	s, err := f.Subscribe(spoke, nil)
 	g.Expect(err).NotTo(HaveOccurred())
 	defer s.Close()
 	f.Set(spoke, "a", 4) // between snapshot and reading
@@ -80,7 +80,7 @@ func TestSeveralChangesOfOneObjectBecomeOneEvent(t *testing.T) {
 	g := NewWithT(t)
 	f := newFeed(1)
 	f.SetReady()
-	s, err := f.Subscribe(spoke)
+	s, err := f.Subscribe(spoke, nil)
 	g.Expect(err).NotTo(HaveOccurred())
 	defer s.Close()
 	g.Expect(next(g, s).Kind).To(Equal(feed.Synced))
@@ -97,7 +97,7 @@ func TestSlowSubscriberIsResyncedOnTheSameSubscription(t *testing.T) {
 	g := NewWithT(t)
 	f := newFeed(2)
 	f.SetReady()
-	s, err := f.Subscribe(spoke)
+	s, err := f.Subscribe(spoke, nil)
 	g.Expect(err).NotTo(HaveOccurred())
 	defer s.Close()
 	g.Expect(next(g, s).Kind).To(Equal(feed.Synced))
@@ -117,7 +117,7 @@ func TestQuietSubscriberGetsHeartbeats(t *testing.T) {
 	fake := clocktesting.NewFakeClock(time.Unix(1000, 0))
 	f := feed.New(feed.Options[int]{Equal: func(a, b int) bool { return a == b }, Buffer: 1, Heartbeat: time.Minute, Clock: fake})
 	f.SetReady()
-	s, err := f.Subscribe(spoke)
+	s, err := f.Subscribe(spoke, nil)
 	g.Expect(err).NotTo(HaveOccurred())
 	defer s.Close()
 	g.Expect(next(g, s).Kind).To(Equal(feed.Synced))
@@ -128,11 +128,57 @@ func TestQuietSubscriberGetsHeartbeats(t *testing.T) {
 	g.Eventually(events).Should(Receive(Equal(feed.Event[int]{Kind: feed.Heartbeat, Time: time.Unix(1060, 0)})))
 }
 
+func TestSubscriberGetsOnlyWhatItWants(t *testing.T) {
+	g := NewWithT(t)
+	f := newFeed(10)
+	f.Set(spoke, "a", 1)
+	f.Set(spoke, "b", 2)
+	f.SetReady()
+	even := func(i int) bool { return i%2 == 0 }
+	s, err := f.Subscribe(spoke, even)
+	g.Expect(err).NotTo(HaveOccurred())
+	defer s.Close()
+	g.Expect(next(g, s)).To(Equal(feed.Event[int]{Kind: feed.Upsert, Key: "b", Object: 2}))
+	g.Expect(next(g, s)).To(Equal(feed.Event[int]{Kind: feed.Synced, Generation: 2}))
+	f.Remove(spoke, "a") // never shown
+	f.Set(spoke, "c", 3)
+	f.Set(spoke, "b", 5) // no longer wanted
+	f.Set(spoke, "d", 4)
+	g.Expect(next(g, s)).To(Equal(feed.Event[int]{Kind: feed.Removed, Key: "b"}))
+	g.Expect(next(g, s)).To(Equal(feed.Event[int]{Kind: feed.Upsert, Key: "d", Object: 4}))
+	f.Remove(spoke, "b") // shown once, but gone for the subscriber since
+	f.Set(spoke, "c", 6)
+	g.Expect(next(g, s)).To(Equal(feed.Event[int]{Kind: feed.Upsert, Key: "c", Object: 6}))
+}
+
+func TestChangesThatNobodyWantsDoNotPutTheHeartbeatOff(t *testing.T) {
+	g := NewWithT(t)
+	fake := clocktesting.NewFakeClock(time.Unix(1000, 0))
+	f := feed.New(feed.Options[int]{Equal: func(a, b int) bool { return a == b }, Buffer: 1, Heartbeat: time.Minute, Clock: fake})
+	f.SetReady()
+	looked := make(chan int)
+	s, err := f.Subscribe(spoke, func(i int) bool { looked <- i; return false })
+	g.Expect(err).NotTo(HaveOccurred())
+	defer s.Close()
+	g.Expect(next(g, s).Kind).To(Equal(feed.Synced))
+	events := make(chan feed.Event[int], 1)
+	go func() { events <- next(g, s) }()
+	g.Eventually(fake.HasWaiters).Should(BeTrue())
+	for i := range 5 {
+		fake.Step(10 * time.Second)
+		f.Set(spoke, "foreign", i)
+		g.Eventually(looked).Should(Receive(Equal(i)))
+	}
+	g.Expect(events).NotTo(Receive())
+	fake.Step(10 * time.Second)
+	g.Eventually(events).Should(Receive(Equal(feed.Event[int]{Kind: feed.Heartbeat, Time: time.Unix(1060, 0)})))
+}
+
 func TestCloseEndsSubscriptions(t *testing.T) {
 	g := NewWithT(t)
 	f := newFeed(1)
 	f.SetReady()
-	s, err := f.Subscribe(spoke)
+	s, err := f.Subscribe(spoke, nil)
 	g.Expect(err).NotTo(HaveOccurred())
 	g.Expect(next(g, s).Kind).To(Equal(feed.Synced))
 	ended := make(chan error)
@@ -142,7 +188,7 @@ func TestCloseEndsSubscriptions(t *testing.T) {
 	}()
 	f.Close()
 	g.Eventually(ended).Should(Receive(MatchError(feed.ErrClosed)))
-	_, err = f.Subscribe(spoke)
+	_, err = f.Subscribe(spoke, nil)
 	g.Expect(err).To(MatchError(feed.ErrClosed))
 	s.Close()
 	s.Close()
@@ -157,7 +203,7 @@ func TestEveryReaderEndsWithTheWritersView(t *testing.T) {
 	var readers sync.WaitGroup
 	views := make([]map[string]int, 8)
 	for i := range views {
-		s, err := f.Subscribe(spoke)
+		s, err := f.Subscribe(spoke, nil)
 		g.Expect(err).NotTo(HaveOccurred())
 		readers.Go(func() {
 			defer s.Close()

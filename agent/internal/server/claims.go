@@ -162,7 +162,7 @@ func (s *claimService) WatchClaims(
 	if err := s.usable(request.GetCluster()); err != nil {
 		return err
 	}
-	wanted := everything[*agentv1alpha1.Claim]
+	var wanted func(*agentv1alpha1.Claim) bool
 	if holder := request.GetHolder(); holder != "" {
 		wanted = func(claim *agentv1alpha1.Claim) bool { return claim.GetHolder() == holder }
 	}

@@ -45,7 +45,7 @@ func (s *machines) WatchMachines(
 	request *agentv1alpha1.WatchMachinesRequest, stream grpc.ServerStreamingServer[agentv1alpha1.WatchMachinesResponse],
 ) error {
 	type response = agentv1alpha1.WatchMachinesResponse
-	return watch(stream.Context(), s.config.Machines, clusterName(request.GetCluster()), everything, sender[*agentv1alpha1.Machine]{
+	return watch(stream.Context(), s.config.Machines, clusterName(request.GetCluster()), nil, sender[*agentv1alpha1.Machine]{
 		upsert: func(machine *agentv1alpha1.Machine) error {
 			return stream.Send(&response{Event: &agentv1alpha1.WatchMachinesResponse_Upsert{Upsert: machine}})
 		},

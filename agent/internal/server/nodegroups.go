@@ -75,7 +75,7 @@ func (s *nodeGroups) WatchNodeGroups(
 		return err
 	}
 	type response = agentv1alpha1.WatchNodeGroupsResponse
-	return watch(ctx, s.config.NodeGroups, clusterName(request.GetCluster()), everything, sender[*agentv1alpha1.NodeGroup]{
+	return watch(ctx, s.config.NodeGroups, clusterName(request.GetCluster()), nil, sender[*agentv1alpha1.NodeGroup]{
 		upsert: func(group *agentv1alpha1.NodeGroup) error {
 			return stream.Send(&response{Event: &agentv1alpha1.WatchNodeGroupsResponse_Upsert{Upsert: group}})
 		},

@@ -30,6 +30,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
+	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
@@ -525,6 +526,41 @@ func TestRequestIDIsTheCallersOrNew(t *testing.T) {
 	require.NotEmpty(t, call(""))
 	require.NotEqual(t, strings.Repeat("x", 500), call(strings.Repeat("x", 500)))
 	require.NotContains(t, call("two words"), " ")
+}
+
+func TestWatcherOfOneHolderSeesOnlyItsClaimsAndHeartbeatsBetweenTheOthers(t *testing.T) {
+	fake := clocktesting.NewFakeClock(time.Unix(1000, 0))
+	f := start(t, func(f *fixture, c *server.Config) {
+		f.claims = feed.New(feed.Options[*agentv1alpha1.Claim]{
+			Equal: func(a, b *agentv1alpha1.Claim) bool { return proto.Equal(a, b) }, Buffer: 4, Heartbeat: time.Minute, Clock: fake,
+		})
+		f.claims.SetReady()
+		c.Claims = f.claims
+	})
+	set := func(id, holder, message string) {
+		f.claims.Set(spoke, id, &agentv1alpha1.Claim{ClaimId: id, Holder: holder, Message: message})
+	}
+	set("foreign", "somebody", "")
+	set("own", "karpenter", "")
+	stream, err := f.cluster().Claims.WatchClaims(f.ctx(), &agentv1alpha1.WatchClaimsRequest{Cluster: spokeRef, Holder: "karpenter"})
+	require.NoError(t, err)
+	receive := func() *agentv1alpha1.WatchClaimsResponse {
+		t.Helper()
+		event, err := stream.Recv()
+		require.NoError(t, err)
+		return event
+	}
+	require.Equal(t, "own", receive().GetUpsert().GetClaimId())
+	require.NotNil(t, receive().GetSynced())
+	require.Eventually(t, fake.HasWaiters, patience, time.Millisecond)
+	for i := range 6 {
+		set("foreign", "somebody", fmt.Sprint("change ", i))
+		fake.Step(10 * time.Second)
+	}
+	require.EqualValues(t, 1060, receive().GetHeartbeat().GetTime().GetSeconds())
+	f.claims.Remove(spoke, "foreign")
+	f.claims.Remove(spoke, "own")
+	require.Equal(t, "own", receive().GetRemovedId())
 }
 
 func TestSlowWatcherIsResyncedAndEndsWithTheWholeView(t *testing.T) {

@@ -19,14 +19,13 @@ type sender[T any] struct {
 	resync    func(*agentv1alpha1.Resync) error
 }
 
-// watch sends a Cluster's objects, as far as they are wanted, until the caller goes or the agent shuts down.
+// watch sends a Cluster's objects, as far as they are wanted (nil wants all), until the caller goes or the agent shuts down.
 func watch[T any](ctx context.Context, objects *feed.Feed[T], cluster types.NamespacedName, wanted func(T) bool, send sender[T]) error {
-	subscription, err := objects.Subscribe(cluster)
+	subscription, err := objects.Subscribe(cluster, wanted)
 	if err != nil {
 		return answerOther(ctx, err)
 	}
 	defer subscription.Close()
-	shown := map[string]struct{}{}
 	for {
 		event, err := subscription.Next(ctx)
 		if err != nil {
@@ -34,23 +33,14 @@ func watch[T any](ctx context.Context, objects *feed.Feed[T], cluster types.Name
 		}
 		switch event.Kind {
 		case feed.Upsert:
-			if !wanted(event.Object) {
-				continue
-			}
-			shown[event.Key] = struct{}{}
 			err = send.upsert(event.Object)
 		case feed.Removed:
-			if _, known := shown[event.Key]; !known {
-				continue
-			}
-			delete(shown, event.Key)
 			err = send.removed(event.Key)
 		case feed.Synced:
 			err = send.synced(&agentv1alpha1.Synced{Generation: event.Generation})
 		case feed.Heartbeat:
 			err = send.heartbeat(&agentv1alpha1.Heartbeat{Time: timestamppb.New(event.Time)})
 		case feed.Resync:
-			clear(shown)
 			err = send.resync(&agentv1alpha1.Resync{Reason: "the stream was read too slowly, and changes were dropped"})
 		}
 		if err != nil {
@@ -58,5 +48,3 @@ func watch[T any](ctx context.Context, objects *feed.Feed[T], cluster types.Name
 		}
 	}
 }
-
-func everything[T any](T) bool { return true }
