@@ -16,7 +16,6 @@ import (
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/cloudprovider"
 
-	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
@@ -153,52 +152,61 @@ func (c *CloudProvider) Get(ctx context.Context, providerID string) (*karpv1.Nod
 	return c.nodeClaimOf(claim, providerID), nil
 }
 
+// find returns the claim behind a provider ID. It may have ended if that is a placeholder.
 func (c *CloudProvider) find(ctx context.Context, providerID string) (*agentv1alpha1.Claim, error) {
-	if claimID, ok := c.claimIDOf(providerID); ok {
-		response, err := c.Client.Claims.GetClaim(ctx, &agentv1alpha1.GetClaimRequest{Cluster: c.Cluster, ClaimId: claimID})
-		switch {
-		case err == nil:
-			return response.GetClaim(), nil
-		case !agenterrors.IsNotFound(err):
-			return nil, fmt.Errorf("getting the claim: %w", err)
-		}
-		return nil, cloudprovider.NewNodeClaimNotFoundError(err)
-	}
 	if placeholder.Is(providerID) {
-		return nil, cloudprovider.NewNodeClaimNotFoundError(fmt.Errorf("%s is a claim of another cluster", providerID))
+		namespace, name, claimID, ok := placeholder.Parse(providerID)
+		if !ok || namespace != c.Cluster.GetNamespace() || name != c.Cluster.GetName() {
+			return nil, cloudprovider.NewNodeClaimNotFoundError(fmt.Errorf("%s is a claim of another cluster", providerID))
+		}
+		claim, err := c.ask(ctx, claimID)
+		if isClaimNotFound(err) {
+			return nil, cloudprovider.NewNodeClaimNotFoundError(err)
+		}
+		return claim, err
 	}
-	// The mirror does not know it, but may lag behind: ask for everything before saying that there is no such machine.
+	if claimID, ok := c.liveClaimOf(providerID); ok {
+		claim, err := c.ask(ctx, claimID)
+		switch {
+		case err != nil && !isClaimNotFound(err):
+			return nil, err
+		case err == nil && claim.GetPhase() != agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED:
+			return claim, nil
+		}
+	}
+	// The mirror may lag behind, and infrastructure may give the provider ID of a machine that is gone out again: ask for
+	// everything before saying that there is no such machine.
 	response, err := c.Client.Claims.ListClaims(ctx, &agentv1alpha1.ListClaimsRequest{Cluster: c.Cluster})
 	if err != nil {
 		return nil, fmt.Errorf("listing the claims: %w", err)
 	}
-	claim, ok := lo.Find(response.GetClaims(), func(claim *agentv1alpha1.Claim) bool {
-		return claim.GetMachine().GetProviderId() == providerID
-	})
+	claim, ok := liveClaimWith(response.GetClaims(), providerID)
 	if !ok {
 		return nil, cloudprovider.NewNodeClaimNotFoundError(fmt.Errorf("no claim has the machine with provider ID %s", providerID))
 	}
 	return claim, nil
 }
 
-// claimIDOf returns the claim behind a provider ID, as far as that can be known without asking the agent.
-func (c *CloudProvider) claimIDOf(providerID string) (string, bool) {
-	if namespace, name, claimID, ok := placeholder.Parse(providerID); ok {
-		return claimID, namespace == c.Cluster.GetNamespace() && name == c.Cluster.GetName()
+// ask reads a claim from the agent; see [isClaimNotFound] for the errors.
+func (c *CloudProvider) ask(ctx context.Context, claimID string) (*agentv1alpha1.Claim, error) {
+	response, err := c.Client.Claims.GetClaim(ctx, &agentv1alpha1.GetClaimRequest{Cluster: c.Cluster, ClaimId: claimID})
+	if err != nil {
+		return nil, fmt.Errorf("getting the claim: %w", err)
 	}
+	return response.GetClaim(), nil
+}
+
+// liveClaimOf returns the claim that, as far as the mirror knows, has the machine with the provider ID.
+func (c *CloudProvider) liveClaimOf(providerID string) (claimID string, ok bool) {
 	claims, _ := c.Claims.List()
-	// A live claim before an ended one: infrastructure may give a provider ID out again.
-	var ended string
-	for _, claim := range claims {
-		if claim.GetMachine().GetProviderId() != providerID {
-			continue
-		}
-		if claim.GetPhase() != agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
-			return claim.GetClaimId(), true
-		}
-		ended = claim.GetClaimId()
-	}
-	return ended, ended != ""
+	claim, ok := liveClaimWith(claims, providerID)
+	return claim.GetClaimId(), ok
+}
+
+func liveClaimWith(claims []*agentv1alpha1.Claim, providerID string) (*agentv1alpha1.Claim, bool) {
+	return lo.Find(claims, func(claim *agentv1alpha1.Claim) bool {
+		return claim.GetMachine().GetProviderId() == providerID && claim.GetPhase() != agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED
+	})
 }
 
 // List returns each machine twice once it has a real provider ID: under that and under the placeholder. Core deletes the

@@ -14,6 +14,7 @@ import (
 	"sigs.k8s.io/karpenter/pkg/controllers/node/health"
 	coreoptions "sigs.k8s.io/karpenter/pkg/operator/options"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
@@ -142,6 +143,58 @@ func TestGetOfAnEndedClaimIsNotFound(t *testing.T) {
 	for _, id := range []string{w.Placeholder(nodeClaim.UID), "sim:///1"} {
 		_, err := w.CloudProvider.Get(w.Context(), id)
 		notFound(t, err)
+	}
+}
+
+func TestGetFindsTheLiveClaimOnAProviderIDThatWasGivenOutAgain(t *testing.T) {
+	for name, mirrored := range map[string]agentv1alpha1.ClaimPhase{
+		"the mirror knows only the ended claim":      agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED,
+		"the mirror has not heard of the end either": agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND,
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := shimtest.New(t, oneGroup())
+			before := w.Launched("before")
+			w.Provision(before, "sim:///1")
+			notFound(t, w.CloudProvider.Delete(w.Context(), before))
+			after := w.Launched("after")
+			w.Provision(after, "sim:///1")
+			w.CloudProvider.Claims = behind{w.Claims, &agentv1alpha1.Claim{
+				ClaimId: string(before.UID), Phase: mirrored, Machine: &agentv1alpha1.Machine{ProviderId: "sim:///1"},
+			}}
+
+			got, err := w.CloudProvider.Get(w.Context(), "sim:///1")
+			require.NoError(t, err, "its Node must be drained")
+			assert.Equal(t, after.UID, got.UID)
+
+			w.Agent.Forget(w.Cluster, string(before.UID))
+			got, err = w.CloudProvider.Get(w.Context(), "sim:///1")
+			require.NoError(t, err)
+			assert.Equal(t, after.UID, got.UID)
+
+			w.Agent.Fail("ListClaims", 1, agenterrors.NotSynced("later"))
+			_, err = w.CloudProvider.Get(w.Context(), "sim:///1")
+			uncertain(t, err)
+		})
+	}
+}
+
+// behind lists one claim, whatever the agent has by now.
+type behind struct {
+	cloudprovider.Claims
+	claim *agentv1alpha1.Claim
+}
+
+func (b behind) List() ([]*agentv1alpha1.Claim, uint64) { return []*agentv1alpha1.Claim{b.claim}, 1 }
+
+func TestNothingIsConcludedFromAMissingCluster(t *testing.T) {
+	w := shimtest.New(t, oneGroup())
+	nodeClaim := w.Launched("claim")
+	w.Provision(nodeClaim, "sim:///1")
+	for _, id := range []string{w.Placeholder(nodeClaim.UID), "sim:///1"} {
+		w.Agent.Fail("GetClaim", 1, agenterrors.ClusterNotFound(w.Cluster))
+		_, err := w.CloudProvider.Get(w.Context(), id)
+		uncertain(t, err)
+		assert.ErrorContains(t, err, "cluster", "the failure was the one meant")
 	}
 }
 

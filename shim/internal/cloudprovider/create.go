@@ -122,11 +122,11 @@ func (c *CloudProvider) overlaid(ctx context.Context, nodeClaim *karpv1.NodeClai
 // still were candidates.
 func (c *CloudProvider) claim(ctx context.Context, nodeClaim *karpv1.NodeClaim, candidates []*instancetype.Group) (*agentv1alpha1.Claim, error) {
 	if len(candidates) == 0 {
-		response, err := c.Client.Claims.GetClaim(ctx, &agentv1alpha1.GetClaimRequest{Cluster: c.Cluster, ClaimId: string(nodeClaim.UID)})
-		if agenterrors.IsNotFound(err) {
+		claim, err := c.ask(ctx, string(nodeClaim.UID))
+		if isClaimNotFound(err) {
 			return nil, errNoCandidate
 		}
-		return response.GetClaim(), err
+		return claim, err
 	}
 	request := &agentv1alpha1.CreateClaimRequest{
 		Cluster:     c.Cluster,

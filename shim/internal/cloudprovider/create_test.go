@@ -236,6 +236,13 @@ func TestNothingFitsIsNoCapacityWithTheReasons(t *testing.T) {
 	assert.Zero(t, w.Agent.Calls("CreateClaim"))
 }
 
+func TestAMissingClusterIsNoReasonToGiveTheNodeClaimUp(t *testing.T) {
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
+	w.Agent.Fail("GetClaim", 1, agenterrors.ClusterNotFound(w.Cluster))
+	_, err := w.CloudProvider.Create(w.Context(), w.NodeClaim("big", requests("cpu", "1000")))
+	assertCreateError(t, err, cloudprovider.ReasonNodeGroupsNotFound)
+}
+
 func TestAnEndedClaimIsNeverMadeAgain(t *testing.T) {
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
 	nodeClaim := w.NodeClaim("claim")

@@ -87,6 +87,12 @@ func createError(err error, reason string) error {
 	return cloudprovider.NewCreateError(err, reason, lo.Substring(err.Error(), 0, maxConditionMessage))
 }
 
+// isClaimNotFound reports that the agent is certain that there is no such claim. That it knows no such Cluster does not say so:
+// a mistake in a setting, or a hub that is being restored, must not end Nodes.
+func isClaimNotFound(err error) bool {
+	return agenterrors.IsNotFound(err) && agenterrors.ReasonOf(err) == agenterrors.ReasonClaimNotFound
+}
+
 // resultOf is the label value of [claimsTotal].
 func resultOf(err error) string {
 	var create *cloudprovider.CreateError
