@@ -13,6 +13,8 @@ const (
 	ClaimLabel = Group + "/claim"
 	// ClaimNameAnnotation on a Machine holds the claim's display name (the NodeClaim's name), for people.
 	ClaimNameAnnotation = Group + "/claim-name"
+	// ClaimHolderAnnotation on a Machine holds the claim's holder, so that a lost MachineClaim can be made again.
+	ClaimHolderAnnotation = Group + "/claim-holder"
 	// ClaimedAtAnnotation on a Machine holds the time at which it was bound, RFC 3339, for people.
 	ClaimedAtAnnotation = Group + "/claimed-at"
 

@@ -61,7 +61,11 @@ func (e *Engine) Reconcile(ctx context.Context, r reconcile.Request) (reconcile.
 		return reconcile.Result{}, err
 	}
 	if s != nil {
-		if d := g.glance(s); d.ledger == nil && len(d.actions) == 0 {
+		d, err := g.glance(ctx, s)
+		if err != nil {
+			return reconcile.Result{}, err
+		}
+		if d.ledger == nil && len(d.actions) == 0 {
 			return reconcile.Result{RequeueAfter: d.again}, nil
 		}
 	}
@@ -69,12 +73,17 @@ func (e *Engine) Reconcile(ctx context.Context, r reconcile.Request) (reconcile.
 	if err != nil {
 		return reconcile.Result{}, err
 	}
+	if s == nil {
+		e.forget(g)
+	}
 	return reconcile.Result{RequeueAfter: again}, nil
 }
 
 // glance decides from a cached snapshot, without doing anything.
-func (g *group) glance(s *snapshot) *decision {
-	g.lock <- struct{}{}
+func (g *group) glance(ctx context.Context, s *snapshot) (*decision, error) {
+	if err := g.acquire(ctx); err != nil {
+		return nil, err
+	}
 	defer func() { <-g.lock }()
 	s.spareSince = g.spareSince
 	d := decide(s)
@@ -82,5 +91,16 @@ func (g *group) glance(s *snapshot) *decision {
 	if d.spare {
 		g.noteSpare(d)
 	}
-	return d
+	return d, nil
+}
+
+// forget drops what is held about a group that is gone, unless somebody waits for it.
+func (e *Engine) forget(g *group) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if len(g.waiters) == 0 && !g.kicked && e.groups[g.key] == g {
+		delete(e.groups, g.key)
+	}
 }

@@ -31,6 +31,8 @@ type decision struct {
 	actions []action
 	// spare is whether there is a spare now, for the grace period; also while its release is only decided.
 	spare bool
+	// spendable is whether there is a spare that a further claim may have.
+	spendable bool
 	// again is when to look again without being told; zero for not.
 	again time.Duration
 }
@@ -65,6 +67,10 @@ const (
 	fail actionKind = "fail"
 	// explain notes on a pending claim why its Machine does not come.
 	explain actionKind = "explain"
+	// recreate makes the MachineClaim of a claim again whose object was lost, from its Machine.
+	recreate actionKind = "recreate"
+	// restore makes a claim Bound again that lost its status, or its object, while its Machine still carries its label.
+	restore actionKind = "restore"
 	// label finishes a binding that stopped before the label.
 	label actionKind = "label"
 	// unbind takes the label off: the Machine is handed over to whoever comes next.
@@ -95,6 +101,7 @@ const (
 	ReasonReleased          = "Released"
 	ReasonHandedOver        = "HandedOver"
 	ReasonCancelled         = "Cancelled"
+	ReasonMachineDeleting   = "MachineDeleting"
 	ReasonMachineLost       = "MachineLost"
 	ReasonFailed            = "Failed"
 	ReasonNoRoom            = "NoRoom"
@@ -104,7 +111,7 @@ const (
 
 // decide computes the next step of the protocol. It depends on nothing but the snapshot.
 func decide(s *snapshot) *decision {
-	s.sortForDecision()
+	s.prepare()
 	d := &decision{replicas: s.group.Replicas, refused: map[string]eligibility.Refusal{}}
 	next := s.fold()
 
@@ -116,11 +123,12 @@ func decide(s *snapshot) *decision {
 	spare = s.enter(d, next, spare)
 	s.name(next)
 	s.coverShortage(d, next)
-	d.spare = spare > 0
+	d.spare, d.spendable = spare > 0, spare > s.unusable(next)
 	spare = s.releaseSpare(d, next, spare)
 
 	next.Spare = max(0, spare)
 	next.LastReplicas = d.replicas
+	s.dateGiveBacks(d, next)
 	s.decideWrite(d, next)
 	s.actOnClaims(d)
 	s.actOnMachines(d)
@@ -252,7 +260,7 @@ func (s *snapshot) handsOver(m *clusterv1.Machine) bool {
 	if !alive(m) || held(m) || hasNode(m) || outdated(m) {
 		return false
 	}
-	if c := s.claim(claimOf(m)); c != nil && c.Status.FailedAt != nil {
+	if c := s.claim(claimOf(m)); c != nil && c.Status.FailedAt != nil || s.hopeless(m) {
 		return false
 	}
 	_, marked := m.Annotations[clusterv1.DeleteMachineAnnotation]
@@ -296,13 +304,29 @@ func (s *snapshot) giveBack(d *decision, next *Ledger) {
 		d.replicas -= n
 		for _, uid := range ready[:n] {
 			r := next.Releasing[uid]
-			r.GivenBack, r.Generation = true, s.md.Generation+1
+			r.GivenBack = true
 			next.Releasing[uid] = r
 		}
 		d.urgent = d.urgent || n > 0
 		return
 	}
 	s.giveBackPaused(d, next, ready)
+}
+
+// dateGiveBacks notes which generation carries the replicas that this decision gives back. When claims entered in the same
+// write take as many, spec does not change and no new generation comes: the present one is right then, as the MachineSets
+// need not change either.
+func (s *snapshot) dateGiveBacks(d *decision, next *Ledger) {
+	generation := s.md.Generation
+	if d.replicas != s.group.Replicas {
+		generation++
+	}
+	for uid, r := range next.Releasing {
+		if r.GivenBack && (s.ledger == nil || !s.ledger.Releasing[uid].GivenBack) {
+			r.Generation = generation
+			next.Releasing[uid] = r
+		}
+	}
 }
 
 // giveBackPaused is the variant for several active MachineSets, where lowering the MachineDeployment could be charged to
@@ -337,7 +361,7 @@ func (s *snapshot) giveBackPaused(d *decision, next *Ledger, ready []types.UID) 
 		d.replicas -= min(count(begun), d.replicas)
 		for _, uid := range begun {
 			r := next.Releasing[uid]
-			r.GivenBack, r.Generation = true, s.md.Generation+1
+			r.GivenBack = true
 			next.Releasing[uid] = r
 		}
 		d.pause, d.urgent = pauseRemove, true
@@ -453,13 +477,15 @@ func (s *snapshot) account(d *decision, next *Ledger) int32 {
 	return spare
 }
 
-// orphaned reports whether a label, possibly empty, names no claim that has a right to a Machine.
+// orphaned reports whether a label, possibly empty, names no claim that has a right to a Machine. A claim that the agent has
+// no object of is no such claim: an ended one is not forgotten while a Machine carries its label, so its object was lost (by
+// a restore, a move, a reinstalled CRD), and the claim is restored from the label.
 func (s *snapshot) orphaned(claimID string) bool {
-	if s.elsewhere[claimID] {
-		return false
+	if claimID == "" {
+		return true
 	}
 	c := s.claim(claimID)
-	return c == nil || c.Status.Phase == v1alpha1.PhaseEnded
+	return c != nil && c.Status.Phase == v1alpha1.PhaseEnded
 }
 
 // enter accounts for the claims that have no entry yet, oldest first: from the spare, else by raising replicas. It returns
@@ -471,8 +497,8 @@ func (s *snapshot) enter(d *decision, next *Ledger, spare int32) int32 {
 		if c.CurrentPhase() != v1alpha1.PhasePending {
 			continue
 		}
-		if _, entered := next.Pending[id]; entered {
-			continue
+		if _, entered := next.Pending[id]; entered || s.labelled(id) != nil {
+			continue // a claim that lost its status has its Machine already
 		}
 		switch {
 		case s.group.Refusal != nil:
@@ -518,7 +544,7 @@ func (s *snapshot) free(next *Ledger) []*clusterv1.Machine {
 // usable reports whether a free Machine may be given to a claim: nothing can run on it yet. Choosing by count alone could
 // take the user's own Node.
 func (s *snapshot) usable(m *clusterv1.Machine) bool {
-	if _, marked := m.Annotations[clusterv1.DeleteMachineAnnotation]; marked || claimOf(m) != "" || outdated(m) {
+	if _, marked := m.Annotations[clusterv1.DeleteMachineAnnotation]; marked || claimOf(m) != "" || outdated(m) || s.hopeless(m) {
 		return false
 	}
 	return !hasNode(m) || m.Spec.ProviderID != "" && s.unregistered(m.Spec.ProviderID)
@@ -663,7 +689,22 @@ func (s *snapshot) actOnClaims(d *decision) {
 	if ledger == nil {
 		ledger = &Ledger{}
 	}
+	for id, m := range s.lost {
+		if alive(m) {
+			d.actions = append(d.actions, action{kind: recreate, machine: m, event: v1alpha1.Event{
+				Message: "claim " + id + " had no object any more and was made again from its Machine's label",
+			}})
+		}
+	}
+	for _, c := range s.foreign {
+		if c.Status.Phase == v1alpha1.PhasePending {
+			d.end(c, ReasonNodeGroupGone, "its MachineDeployment was deleted; one of another Cluster has its name now")
+		}
+	}
 	for _, c := range s.claims {
+		if c.Status.Phase == v1alpha1.PhaseEnded {
+			continue
+		}
 		id := c.Spec.ClaimID
 		named, entered := ledger.Pending[id]
 		var m *clusterv1.Machine
@@ -672,13 +713,22 @@ func (s *snapshot) actOnClaims(d *decision) {
 		}
 		switch c.Status.Phase {
 		case "", v1alpha1.PhasePending:
-			if entered {
+			if owned := s.labelled(id); owned != nil && alive(owned) && !entered {
+				d.actions = append(d.actions, action{kind: restore, claim: c, machine: owned})
+			} else if entered {
 				s.actOnPending(d, c, named)
 			}
 		case v1alpha1.PhaseBound:
 			switch {
-			case m == nil || !alive(m):
+			case m == nil || deletionCompleted(m):
 				d.end(c, ReasonMachineLost, "its Machine was deleted by somebody else")
+			case !alive(m):
+				// Being deleted by somebody else. Until it is gone the instance may run, and the claim has it.
+				if c.Status.Reason != ReasonMachineDeleting {
+					d.actions = append(d.actions, action{kind: explain, claim: c, event: v1alpha1.Event{
+						Reason: ReasonMachineDeleting, Message: "somebody else is deleting its Machine",
+					}})
+				}
 			case claimOf(m) == "" && entered && named.UID == m.UID && !held(m):
 				d.actions = append(d.actions, action{kind: label, claim: c, machine: m})
 			case claimOf(m) == "" && !entered && s.ledger != nil:
@@ -719,6 +769,8 @@ func (s *snapshot) actOnReleasing(d *decision, c *v1alpha1.MachineClaim, m *clus
 	id := c.Spec.ClaimID
 	labelled := s.labelled(id)
 	switch {
+	case c.Status.Machine == nil && labelled != nil:
+		d.actions = append(d.actions, action{kind: restore, claim: c, machine: labelled}) // its status was lost before its release
 	case c.Status.Machine == nil:
 		if !entered && labelled == nil && c.Status.FailedAt != nil {
 			d.end(c, ReasonFailed, c.Status.Message)
@@ -781,7 +833,7 @@ func (s *snapshot) actOnMachines(d *decision) {
 		switch {
 		case recorded && !r.GivenBack && alive(m) && s.mayDelete(m):
 			d.actions = append(d.actions, action{kind: hold, machine: m, release: r})
-		case recorded && r.GivenBack && held(m) && s.observed(r.Generation):
+		case recorded && r.GivenBack && held(m) && s.carriedThrough(r.Generation):
 			d.actions = append(d.actions, action{kind: letGo, machine: m})
 		case !recorded && held(m) && deletionCompleted(m):
 			// Held by a ledger that is lost. Whether its replica was given back is not known, so it is not lowered; if it

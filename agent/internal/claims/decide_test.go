@@ -267,3 +267,74 @@ func TestAGroupCoolsDownAfterAFailure(t *testing.T) {
 	assert.Contains(t, refusal.Message, "new")
 	assert.Nil(t, coolDownOf("small", claims, now.Add(3*time.Minute), 3*time.Minute))
 }
+
+func completed(m *clusterv1.Machine) {
+	m.DeletionTimestamp = new(metav1.NewTime(newTestTime()))
+	m.Finalizers = []string{v1alpha1.ReleaseFinalizer}
+	m.Status.Conditions = []metav1.Condition{{
+		Type: clusterv1.MachineDeletingCondition, Status: "True", Reason: clusterv1.MachineDeletingDeletionCompletedReason,
+	}}
+}
+
+func TestAReplicaIsGivenBackWhenTheInstanceIsGone(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Releasing: map[types.UID]Release{"a": {Machine: "a"}}}).withMachine("a", "", completed)
+	d := decide(s)
+	require.NotNil(t, d.ledger)
+	assert.Equal(t, int32(0), d.replicas)
+	assert.Equal(t, Release{Machine: "a", GivenBack: true, Generation: 4}, d.ledger.Releasing["a"])
+}
+
+func TestAReplicaThatANewClaimTakesAtOnceWaitsForNoNewGeneration(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Releasing: map[types.UID]Release{"a": {Machine: "a"}}}).
+		withMachine("a", "", completed).withClaim("c", "", "")
+	d := decide(s)
+	require.NotNil(t, d.ledger)
+	assert.Equal(t, int32(1), d.replicas, "one given back, one taken")
+	assert.Equal(t, int64(3), d.ledger.Releasing["a"].Generation, "spec does not change, so no generation 4 comes")
+
+	s.ledger = d.ledger
+	assert.Contains(t, kinds(decide(s)), letGo)
+}
+
+func TestAMachineWhoseClaimsObjectWasLostKeepsItsClaim(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).withMachine("a", "c", node)
+	s.lost = map[string]*clusterv1.Machine{"c": s.machines[0]}
+	s.spareSince = s.now.Add(-time.Hour)
+	d := decide(s)
+	assert.Nil(t, d.ledger, "it is no spare")
+	assert.Equal(t, []actionKind{recreate}, kinds(d))
+}
+
+func TestAClaimThatLostItsStatusGetsItsOwnMachineBack(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).withMachine("a", "c", node).withClaim("c", "", "")
+	d := decide(s)
+	assert.Nil(t, d.ledger, "and no second one")
+	assert.Equal(t, []actionKind{restore}, kinds(d))
+}
+
+func TestAFailingMachineIsNobodysNext(t *testing.T) {
+	failing := Failure{Reasons: []string{"InsufficientCapacity"}}
+	released := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
+		withMachine("a", "c", infrastructure("InsufficientCapacity")).withClaim("c", v1alpha1.PhaseReleasing, "a")
+	released.failure = failing
+	d := decide(released)
+	require.NotNil(t, d.ledger, "it is released, not handed over")
+	assert.Contains(t, d.ledger.Releasing, types.UID("a"))
+
+	waiting := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).
+		withMachine("a", "", infrastructure("InsufficientCapacity")).withClaim("c", v1alpha1.PhasePending, "")
+	waiting.failure = failing
+	if d := decide(waiting); d.ledger != nil {
+		assert.Empty(t, d.ledger.Pending["c"].UID)
+	}
+}
+
+func TestAClaimLastsUntilItsMachineIsGone(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
+		withMachine("a", "c", func(m *clusterv1.Machine) { m.DeletionTimestamp = new(metav1.NewTime(newTestTime())) }).
+		withClaim("c", v1alpha1.PhaseBound, "a")
+	assert.Equal(t, []actionKind{explain}, kinds(decide(s)), "its instance may still run")
+
+	s.machines = nil
+	assert.Equal(t, []actionKind{end}, kinds(decide(s)))
+}

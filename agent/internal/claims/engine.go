@@ -111,7 +111,7 @@ type Engine struct {
 
 	mu           sync.Mutex
 	groups       map[types.NamespacedName]*group
-	unregistered map[string]time.Time // provider IDs whose Node is unregistered, by when that was reported
+	unregistered map[types.NamespacedName]unregistered // by Cluster
 }
 
 // New returns an engine that is driven by calls alone until [Engine.SetupWithManager] connects it to the hub's events.
@@ -133,7 +133,7 @@ func New(c Config) *Engine {
 	}
 	return &Engine{
 		Config: c, spawn: func(run func()) { go run() }, parallel: parallelWrites,
-		groups: map[types.NamespacedName]*group{}, unregistered: map[string]time.Time{},
+		groups: map[types.NamespacedName]*group{}, unregistered: map[types.NamespacedName]unregistered{},
 	}
 }
 
@@ -230,10 +230,10 @@ func (e *Engine) firstOpen(
 func (e *Engine) refusal(ctx context.Context, key types.NamespacedName, cluster *clusterv1.Cluster) (*eligibility.Refusal, error) {
 	gone := &eligibility.Refusal{NodeGroup: key.Name, Reason: eligibility.Gone, Message: "no such node group in this Cluster"}
 	var md clusterv1.MachineDeployment
-	if err := e.Client.Get(ctx, key, &md); apierrors.IsNotFound(err) {
+	if found, err := e.get(ctx, key, &md); err != nil {
+		return nil, err
+	} else if !found {
 		return gone, nil
-	} else if err != nil {
-		return nil, fmt.Errorf("reading the MachineDeployment: %w", err)
 	}
 	if md.Spec.ClusterName != cluster.Name {
 		return gone, nil
@@ -255,7 +255,7 @@ func (e *Engine) refusal(ctx context.Context, key types.NamespacedName, cluster 
 	if s.group.Refusal != nil {
 		return s.group.Refusal, nil
 	}
-	if decide(s).spare {
+	if decide(s).spendable {
 		return nil, nil
 	}
 	return &eligibility.Refusal{
@@ -473,7 +473,7 @@ func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
 	if err != nil {
 		return SyncResult{}, err
 	}
-	e.learn(r.Nodes)
+	e.learn(types.NamespacedName{Namespace: r.Namespace, Name: r.Cluster}, r.Nodes)
 
 	claims, _, err := e.List(ctx, ListOptions{Namespace: r.Namespace, Cluster: r.Cluster, Holder: r.Holder})
 	if err != nil {
@@ -507,44 +507,63 @@ func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
 	return result, nil
 }
 
-// unregisteredLife is how long a report of an unregistered Node is believed without being renewed.
+// unregistered is what one Cluster's holder last reported: the provider IDs of Nodes that nothing runs on yet.
+type unregistered struct {
+	ids map[string]bool
+	at  time.Time
+}
+
+// unregisteredLife is how long a report of unregistered Nodes is believed without being renewed.
 const unregisteredLife = 2 * time.Minute
 
-// learn remembers which Nodes nothing runs on yet.
-func (e *Engine) learn(reports []NodeReport) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	now := e.Clock.Now()
-	for id, at := range e.unregistered {
-		if now.Sub(at) > unregisteredLife {
-			delete(e.unregistered, id)
-		}
-	}
+// learn remembers which Nodes of the Cluster nothing runs on yet, in place of what was reported before.
+func (e *Engine) learn(cluster types.NamespacedName, reports []NodeReport) {
+	ids := map[string]bool{}
 	for _, r := range reports {
 		if r.Unregistered {
-			e.unregistered[r.ProviderID] = now
-		} else {
-			delete(e.unregistered, r.ProviderID)
+			ids[r.ProviderID] = true
 		}
 	}
-}
-
-func (e *Engine) isUnregistered(providerID string) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	at, reported := e.unregistered[providerID]
-	return reported && e.Clock.Since(at) <= unregisteredLife
+	e.unregistered[cluster] = unregistered{ids: ids, at: e.Clock.Now()}
 }
 
-// cluster returns the Cluster from the cache, or nil when there is none.
+// unregisteredIn tells which provider IDs of the Cluster's Nodes were reported as unregistered.
+func (e *Engine) unregisteredIn(namespace, cluster string) func(providerID string) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	report := e.unregistered[types.NamespacedName{Namespace: namespace, Name: cluster}]
+	if e.Clock.Since(report.at) > unregisteredLife {
+		delete(e.unregistered, types.NamespacedName{Namespace: namespace, Name: cluster})
+		return func(string) bool { return false }
+	}
+	return func(providerID string) bool { return report.ids[providerID] } // never written after it was made
+}
+
+// cluster returns the Cluster, or nil when there is none. That is concluded only from the API server's own word (rule R3).
 func (e *Engine) cluster(ctx context.Context, namespace, name string) (*clusterv1.Cluster, error) {
 	var cluster clusterv1.Cluster
-	if err := e.Client.Get(ctx, types.NamespacedName{Namespace: namespace, Name: name}, &cluster); apierrors.IsNotFound(err) {
-		return nil, nil
-	} else if err != nil {
-		return nil, fmt.Errorf("reading the Cluster: %w", err)
+	found, err := e.get(ctx, types.NamespacedName{Namespace: namespace, Name: name}, &cluster)
+	if err != nil || !found {
+		return nil, err
 	}
 	return &cluster, nil
+}
+
+// get reads an object from the cache, and from the API server when the cache does not have it.
+func (e *Engine) get(ctx context.Context, key types.NamespacedName, object client.Object) (bool, error) {
+	err := e.Client.Get(ctx, key, object)
+	if apierrors.IsNotFound(err) {
+		err = e.Reader.Get(ctx, key, object)
+	}
+	if apierrors.IsNotFound(err) {
+		return false, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("reading %T %s: %w", object, key, err)
+	}
+	return true, nil
 }
 
 func (e *Engine) event(object runtime.Object, reason, action, message string) {

@@ -69,6 +69,16 @@ func (s *snapshot) judge(d *decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 	return true
 }
 
+// hopeless reports whether the Machine is known not to come: no claim should be given it.
+func (s *snapshot) hopeless(m *clusterv1.Machine) bool {
+	if hasNode(m) || m.Spec.ProviderID != "" {
+		return false
+	}
+	reason, _ := infrastructureTrouble(m)
+	late := s.failure.ProviderIDDeadline > 0 && s.now.Sub(m.CreationTimestamp.Time) >= s.failure.ProviderIDDeadline
+	return late || reason != "" && slices.Contains(s.failure.Reasons, reason)
+}
+
 // late returns what has not happened when the time for it is over, else "" after asking to be woken in time.
 func (s *snapshot) late(d *decision, since time.Time, deadline time.Duration, what string) string {
 	if deadline == 0 {

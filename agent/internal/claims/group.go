@@ -93,9 +93,7 @@ func (g *group) kick() { //nolint:contextcheck // a run serves many calls and ou
 	}
 	g.engine.spawn(func() {
 		// Not the caller's context: others' claims are in the same run.
-		ctx, cancel := context.WithTimeout(context.Background(), stepTimeout)
-		defer cancel()
-		ctx = log.IntoContext(ctx, log.Log.WithName("claims").WithValues("nodeGroup", g.key))
+		ctx := log.IntoContext(context.Background(), log.Log.WithName("claims").WithValues("nodeGroup", g.key))
 		if _, err := g.run(ctx); err != nil {
 			log.FromContext(ctx).V(1).Info("node group not brought forward; it is tried again", "cause", err.Error())
 		}
@@ -104,12 +102,12 @@ func (g *group) kick() { //nolint:contextcheck // a run serves many calls and ou
 
 // run brings the group forward until there is nothing to do, and returns when to look again (zero for not).
 func (g *group) run(ctx context.Context) (time.Duration, error) {
-	select {
-	case g.lock <- struct{}{}:
-		defer func() { <-g.lock }()
-	case <-ctx.Done():
-		return 0, ctx.Err()
+	if err := g.acquire(ctx); err != nil {
+		return 0, err
 	}
+	defer func() { <-g.lock }()
+	ctx, cancel := context.WithTimeout(ctx, stepTimeout)
+	defer cancel()
 	g.mu.Lock()
 	g.kicked = false
 	waiting := maps.Clone(g.waiters)
@@ -124,6 +122,16 @@ func (g *group) run(ctx context.Context) (time.Duration, error) {
 		g.giveUp(id, waiters, outcome{err: unanswered})
 	}
 	return again, err
+}
+
+// acquire takes the lock that is held during a run, unless ctx ends first.
+func (g *group) acquire(ctx context.Context) error {
+	select {
+	case g.lock <- struct{}{}:
+		return nil
+	case <-ctx.Done():
+		return fmt.Errorf("waiting for another run: %w", ctx.Err())
+	}
 }
 
 // giveUp answers those of the waiters that have had no answer yet.
@@ -282,6 +290,7 @@ func (g *group) settleGone(ctx context.Context) error {
 	if err := e.readParts(ctx, e.Reader, g.key, s); err != nil {
 		return err
 	}
+	s.prepare()
 	d := &decision{}
 	for _, c := range s.claims {
 		switch c.CurrentPhase() {
@@ -289,12 +298,21 @@ func (g *group) settleGone(ctx context.Context) error {
 			g.answer(c.Spec.ClaimID, outcome{refusal: &eligibility.Refusal{
 				NodeGroup: g.key.Name, Reason: eligibility.Gone, Message: "the MachineDeployment was deleted",
 			}})
-			if c.Status.Phase == v1alpha1.PhasePending {
+			// A call that was just refused moves its claim on; one whose caller is gone ends.
+			if c.Status.Phase == v1alpha1.PhasePending || e.Clock.Since(c.CreationTimestamp.Time) > stepTimeout {
 				d.end(c, ReasonNodeGroupGone, "its MachineDeployment was deleted")
 			}
 		case v1alpha1.PhaseBound, v1alpha1.PhaseReleasing:
-			if c.Status.Machine == nil || s.machine(c.Status.Machine.UID) == nil {
+			var m *clusterv1.Machine
+			if c.Status.Machine != nil {
+				m = s.machine(c.Status.Machine.UID)
+			}
+			switch {
+			case m == nil || deletionCompleted(m):
 				d.end(c, ReasonNodeGroupGone, "its MachineDeployment was deleted, and its Machine with it")
+			case c.Status.Phase == v1alpha1.PhaseReleasing && alive(m):
+				// The Machine was left behind (deleted with cascade=orphan). There are no replicas to give back.
+				d.actions = append(d.actions, action{kind: hold, machine: m, release: Release{Drained: c.Status.Drained}})
 			}
 		case v1alpha1.PhaseEnded:
 		}
@@ -322,7 +340,7 @@ func (e *Engine) read(ctx context.Context, from client.Reader, key types.Namespa
 		md:           &md,
 		group:        eligibility.Of(&md, cluster),
 		now:          e.Clock.Now(),
-		unregistered: e.isUnregistered,
+		unregistered: e.unregisteredIn(key.Namespace, md.Spec.ClusterName),
 		spareGrace:   e.SpareGrace,
 		retention:    e.TombstoneRetention,
 		failure:      e.Failure,
@@ -351,19 +369,18 @@ func (e *Engine) readParts(ctx context.Context, from client.Reader, key types.Na
 		return fmt.Errorf("listing claims: %w", err)
 	}
 	for i := range claims.Items {
-		if claims.Items[i].Spec.NodeGroup == key.Name {
-			s.claims = append(s.claims, &claims.Items[i])
+		c := &claims.Items[i]
+		switch {
+		case c.Spec.NodeGroup != key.Name:
+		case s.md.Spec.ClusterName != "" && c.Spec.ClusterName != s.md.Spec.ClusterName:
+			s.foreign = append(s.foreign, c) // the name was used before, for another Cluster
+		default:
+			s.claims = append(s.claims, c)
 		}
 	}
 	selector := e.inGroup(from, clusterv1.MachineDeploymentNameLabel, key.Name)
-	var machines clusterv1.MachineList
-	if err := from.List(ctx, &machines, client.InNamespace(key.Namespace), selector); err != nil {
-		return fmt.Errorf("listing Machines: %w", err)
-	}
-	for i := range machines.Items {
-		s.machines = append(s.machines, &machines.Items[i])
-	}
 	if s.ledger != nil || len(s.claims) > 0 {
+		// Before the Machines: what a paused MachineSet has made is seen then.
 		var sets clusterv1.MachineSetList
 		if err := from.List(ctx, &sets, client.InNamespace(key.Namespace), selector); err != nil {
 			return fmt.Errorf("listing MachineSets: %w", err)
@@ -371,6 +388,13 @@ func (e *Engine) readParts(ctx context.Context, from client.Reader, key types.Na
 		for i := range sets.Items {
 			s.sets = append(s.sets, &sets.Items[i])
 		}
+	}
+	var machines clusterv1.MachineList
+	if err := from.List(ctx, &machines, client.InNamespace(key.Namespace), selector); err != nil {
+		return fmt.Errorf("listing Machines: %w", err)
+	}
+	for i := range machines.Items {
+		s.machines = append(s.machines, &machines.Items[i])
 	}
 	return e.readStrays(ctx, key, s)
 }
@@ -386,27 +410,35 @@ func (e *Engine) inGroup(from client.Reader, label, name string) client.ListOpti
 // readStrays looks at what the lists leave out, before anything is concluded from its absence (rule R3): claims that Machines
 // are labelled with and that belong to another group, and Machines of claims that left the group.
 func (e *Engine) readStrays(ctx context.Context, key types.NamespacedName, s *snapshot) error {
-	s.elsewhere = map[string]bool{}
+	known := make(map[string]bool, len(s.claims))
+	for _, c := range s.claims {
+		known[c.Spec.ClaimID] = true
+	}
 	for _, m := range s.machines {
 		id := claimOf(m)
-		if id == "" || s.claim(id) != nil {
+		if id == "" || known[id] {
 			continue
 		}
 		c, err := e.Get(ctx, Key{Namespace: key.Namespace, Cluster: m.Spec.ClusterName, ID: id})
-		if errors.Is(err, ErrNotFound) {
-			continue
-		}
-		if err != nil {
+		switch {
+		case errors.Is(err, ErrNotFound):
+			if s.lost == nil {
+				s.lost = map[string]*clusterv1.Machine{}
+			}
+			s.lost[id] = m
+		case err != nil:
 			return err
+		case c.Spec.NodeGroup == key.Name || c.Status.Phase == v1alpha1.PhaseEnded:
+			s.claims = append(s.claims, c) // its label was edited, or it is only remembered
 		}
-		s.elsewhere[id] = c.Status.Phase != v1alpha1.PhaseEnded && c.Spec.NodeGroup != key.Name
-		if c.Spec.NodeGroup == key.Name {
-			s.claims = append(s.claims, c) // its label was edited
-		}
+	}
+	listed := make(map[types.UID]bool, len(s.machines))
+	for _, m := range s.machines {
+		listed[m.UID] = true
 	}
 	for _, c := range s.claims {
 		ref := c.Status.Machine
-		if ref == nil || c.Status.Phase == v1alpha1.PhaseEnded || s.machine(ref.UID) != nil {
+		if ref == nil || c.Status.Phase == v1alpha1.PhaseEnded || listed[ref.UID] {
 			continue
 		}
 		var m clusterv1.Machine

@@ -450,6 +450,33 @@ func (w *world) machineStep(m *clusterv1.Machine) {
 	}
 }
 
+// loseClaim deletes the object of a claim that has a Machine, or only its status, as a careless restore does.
+func (w *world) loseClaim(pick func(n int) int, onlyStatus bool) {
+	var bound []*v1alpha1.MachineClaim
+	for _, id := range w.claims {
+		if c := w.allClaims()[id]; c != nil && c.Status.Phase == v1alpha1.PhaseBound && w.carries(c) {
+			bound = append(bound, c)
+		}
+	}
+	if len(bound) == 0 {
+		return
+	}
+	c := bound[pick(len(bound))]
+	if onlyStatus {
+		c.Status = v1alpha1.MachineClaimStatus{}
+		must(w.t, w.client.Status().Update(context.Background(), c))
+	} else {
+		must(w.t, w.client.Delete(context.Background(), c))
+	}
+}
+
+// carries reports whether a living Machine carries the claim's label.
+func (w *world) carries(c *v1alpha1.MachineClaim) bool {
+	return slices.ContainsFunc(w.machines(c.Spec.NodeGroup), func(m *clusterv1.Machine) bool {
+		return alive(m) && claimOf(m) == c.Spec.ClaimID
+	})
+}
+
 // --- what must hold ---
 
 func (w *world) allClaims() map[string]*v1alpha1.MachineClaim {
@@ -715,6 +742,11 @@ func TestProtocolAgainstAdversary(t *testing.T) {
 			"rollout": func(*rapid.T) {
 				if rapid.IntRange(0, 4).Draw(t, "rarely") == 0 {
 					w.rollout(group())
+				}
+			},
+			"claim object lost": func(*rapid.T) {
+				if rapid.IntRange(0, 5).Draw(t, "rarely") == 0 {
+					w.loseClaim(pick, rapid.Bool().Draw(t, "only status"))
 				}
 			},
 			"time": func(*rapid.T) { w.clock.Step(time.Duration(rapid.IntRange(1, 90).Draw(t, "seconds")) * time.Second) },

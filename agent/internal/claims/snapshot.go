@@ -22,10 +22,16 @@ type snapshot struct {
 	machines []*clusterv1.Machine
 	sets     []*clusterv1.MachineSet
 	now      time.Time
-	// elsewhere holds the ids of live claims that Machines of this group are labelled with but that belong to another
-	// group: somebody moved something by hand. They are respected.
-	elsewhere map[string]bool
 
+	// lost holds Machines by the id of the claim that they are labelled with and that has no object any more.
+	lost map[string]*clusterv1.Machine
+	// foreign are claims of a MachineDeployment of another Cluster that had this one's name before.
+	foreign []*v1alpha1.MachineClaim
+
+	// Filled by index, to look things up by.
+	byUID   map[types.UID]*clusterv1.Machine
+	byLabel map[string]*clusterv1.Machine
+	byID    map[string]*v1alpha1.MachineClaim
 	// unregistered reports whether the holder said that this provider ID's Node still carries the unregistered taint.
 	unregistered func(providerID string) bool
 	// spareSince is when this process first saw the spare that there is now; zero when there was none.
@@ -38,8 +44,9 @@ type snapshot struct {
 	retention time.Duration
 }
 
-// sortForDecision orders what the decision depends on, so that two agents decide alike.
-func (s *snapshot) sortForDecision() {
+// prepare orders what the decision depends on, so that two agents decide alike, and makes it known by id.
+func (s *snapshot) prepare() {
+	defer s.index()
 	slices.SortFunc(s.claims, func(a, b *v1alpha1.MachineClaim) int {
 		if c := a.CreationTimestamp.Compare(b.CreationTimestamp.Time); c != 0 {
 			return c
@@ -54,33 +61,28 @@ func (s *snapshot) sortForDecision() {
 	})
 }
 
-func (s *snapshot) machine(uid types.UID) *clusterv1.Machine {
+// index makes claims and Machines known by their ids.
+func (s *snapshot) index() {
+	s.byUID = make(map[types.UID]*clusterv1.Machine, len(s.machines))
+	s.byLabel = make(map[string]*clusterv1.Machine, len(s.machines))
 	for _, m := range s.machines {
-		if m.UID == uid {
-			return m
+		s.byUID[m.UID] = m
+		if id := claimOf(m); id != "" && s.byLabel[id] == nil {
+			s.byLabel[id] = m
 		}
 	}
-	return nil
+	s.byID = make(map[string]*v1alpha1.MachineClaim, len(s.claims))
+	for _, c := range s.claims {
+		s.byID[c.Spec.ClaimID] = c
+	}
 }
 
-func (s *snapshot) claim(id string) *v1alpha1.MachineClaim {
-	for _, c := range s.claims {
-		if c.Spec.ClaimID == id {
-			return c
-		}
-	}
-	return nil
-}
+func (s *snapshot) machine(uid types.UID) *clusterv1.Machine { return s.byUID[uid] }
+
+func (s *snapshot) claim(id string) *v1alpha1.MachineClaim { return s.byID[id] }
 
 // labelled returns the Machine that carries the claim's label, or nil.
-func (s *snapshot) labelled(claimID string) *clusterv1.Machine {
-	for _, m := range s.machines {
-		if m.Labels[v1alpha1.ClaimLabel] == claimID {
-			return m
-		}
-	}
-	return nil
-}
+func (s *snapshot) labelled(claimID string) *clusterv1.Machine { return s.byLabel[claimID] }
 
 // activeSets returns the MachineSets that have replicas or are asked to.
 func (s *snapshot) activeSets() []*clusterv1.MachineSet {
@@ -95,17 +97,23 @@ func (s *snapshot) activeSets() []*clusterv1.MachineSet {
 
 // observed reports whether Cluster API has carried generation g of the MachineDeployment through to all its MachineSets.
 func (s *snapshot) observed(g int64) bool {
-	if s.md.Status.ObservedGeneration < g {
+	if !s.carriedThrough(g) {
 		return false
 	}
 	var sum int32
 	for _, set := range s.sets {
-		if set.Status.ObservedGeneration < set.Generation {
-			return false
-		}
 		sum += replicasOf(set)
 	}
 	return s.md.Spec.Replicas != nil && sum == *s.md.Spec.Replicas
+}
+
+// carriedThrough reports whether every MachineSet has acted on generation g of the MachineDeployment, whatever a rollout
+// makes of the numbers meanwhile.
+func (s *snapshot) carriedThrough(g int64) bool {
+	if s.md.Status.ObservedGeneration < g {
+		return false
+	}
+	return !slices.ContainsFunc(s.sets, func(set *clusterv1.MachineSet) bool { return set.Status.ObservedGeneration < set.Generation })
 }
 
 // rollingOut reports whether Cluster API is replacing Machines by itself, which makes Machines beyond replicas and charges

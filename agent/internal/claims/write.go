@@ -1,8 +1,10 @@
 package claims
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -28,6 +30,8 @@ const (
 	historyLength = 32
 	// parallelWrites bounds the writes that one step does at once.
 	parallelWrites = 16
+	// unknownHolder holds a claim that was made again from a Machine that does not say whose it was. Nobody collects it.
+	unknownHolder = "unknown"
 	// releasedKept is how many UIDs a MachineSet remembers; far more than are released under one pause.
 	releasedKept = 64
 )
@@ -127,9 +131,12 @@ func (d *decision) gaveBack(before *Ledger) bool {
 // against another writer is left to the next step.
 func (e *Engine) perform(ctx context.Context, s *snapshot, actions []action) (bool, error) {
 	var progress atomic.Bool
-	work, ctx := errgroup.WithContext(ctx)
+	var (
+		work errgroup.Group // not one that stops at the first error: each write concerns another claim
+		errs = make([]error, len(actions))
+	)
 	work.SetLimit(e.parallel)
-	for _, a := range actions {
+	for i, a := range actions {
 		work.Go(func() error {
 			err := e.do(ctx, a)
 			countAction(a.kind, err)
@@ -137,16 +144,17 @@ func (e *Engine) perform(ctx context.Context, s *snapshot, actions []action) (bo
 			case err == nil:
 				progress.Store(true)
 				return nil
-			case apierrors.IsConflict(err), apierrors.IsNotFound(err), apierrors.IsInvalid(err):
+			case apierrors.IsConflict(err), apierrors.IsNotFound(err), apierrors.IsAlreadyExists(err):
 				log.FromContext(ctx).V(1).Info("lost a race; the next step looks again", "action", a.kind, "cause", err.Error())
 				return nil
 			default:
-				return fmt.Errorf("%s on node group %s: %w", a.kind, s.md.Name, err)
+				errs[i] = fmt.Errorf("%s on node group %s: %w", a.kind, s.md.Name, err)
+				return nil
 			}
 		})
 	}
-	err := work.Wait()
-	return progress.Load(), err
+	_ = work.Wait() // the errors are in errs
+	return progress.Load(), errors.Join(errs...)
 }
 
 func (e *Engine) do(ctx context.Context, a action) error {
@@ -160,6 +168,10 @@ func (e *Engine) do(ctx context.Context, a action) error {
 		c := a.claim.DeepCopy()
 		e.note(c, a.event)
 		return e.Client.Status().Update(ctx, c)
+	case recreate:
+		return e.recreate(ctx, a)
+	case restore:
+		return e.restore(ctx, a)
 	case fail:
 		return e.failClaim(ctx, a)
 	case bind:
@@ -202,11 +214,45 @@ func (e *Engine) bind(ctx context.Context, a action) error {
 	return e.label(ctx, c, a.machine)
 }
 
+// recreate makes a MachineClaim again from what its Machine says. Its status comes with the next step.
+func (e *Engine) recreate(ctx context.Context, a action) error {
+	m := a.machine
+	cluster, err := e.cluster(ctx, m.Namespace, m.Spec.ClusterName)
+	if err != nil || cluster == nil {
+		return err
+	}
+	group := m.Labels[clusterv1.MachineDeploymentNameLabel]
+	c := e.newClaim(Request{
+		Namespace: m.Namespace, Cluster: m.Spec.ClusterName, ID: claimOf(m), Candidates: []string{group},
+		Holder:      cmp.Or(m.Annotations[v1alpha1.ClaimHolderAnnotation], unknownHolder),
+		DisplayName: m.Annotations[v1alpha1.ClaimNameAnnotation],
+	}, cluster, group)
+	if err := e.Client.Create(ctx, c); err != nil {
+		return err
+	}
+	log.FromContext(ctx).Info(a.event.Message, "machine", m.Name)
+	return nil
+}
+
+// restore makes a claim Bound to the Machine that carries its label, or goes on releasing that one.
+func (e *Engine) restore(ctx context.Context, a action) error {
+	c := a.claim.DeepCopy()
+	if c.Status.Phase != v1alpha1.PhaseReleasing {
+		c.Status.Phase = v1alpha1.PhaseBound
+	}
+	c.Status.Machine = &v1alpha1.MachineReference{
+		Name: a.machine.Name, UID: a.machine.UID, ProviderID: a.machine.Spec.ProviderID, NodeName: a.machine.Status.NodeRef.Name,
+	}
+	e.note(c, v1alpha1.Event{Reason: ReasonBound, Message: "its status was lost; bound to Machine " + a.machine.Name + " by that one's label"})
+	return e.Client.Status().Update(ctx, c)
+}
+
 // label writes the lasting binding, on the Machine exactly as it was read.
 func (e *Engine) label(ctx context.Context, c *v1alpha1.MachineClaim, machine *clusterv1.Machine) error {
 	m := machine.DeepCopy()
 	metav1.SetMetaDataLabel(&m.ObjectMeta, v1alpha1.ClaimLabel, c.Spec.ClaimID)
 	metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.ClaimNameAnnotation, c.Spec.DisplayName)
+	metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.ClaimHolderAnnotation, c.Spec.Holder)
 	metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.ClaimedAtAnnotation, e.Clock.Now().UTC().Format(time.RFC3339))
 	if err := e.patchMachine(ctx, machine, m); err != nil {
 		return err
@@ -221,6 +267,7 @@ func (e *Engine) unbind(ctx context.Context, a action) error {
 	m := a.machine.DeepCopy()
 	delete(m.Labels, v1alpha1.ClaimLabel)
 	delete(m.Annotations, v1alpha1.ClaimNameAnnotation)
+	delete(m.Annotations, v1alpha1.ClaimHolderAnnotation)
 	delete(m.Annotations, v1alpha1.ClaimedAtAnnotation)
 	return e.patchMachine(ctx, a.machine, m)
 }
