@@ -15,7 +15,7 @@ var GroupVersion = schema.GroupVersion{Group: Group, Version: "v1alpha1"}
 
 // Karpenter core resolves the kind of a node class through client-go's scheme and panics on a type that is not there, so
 // registration cannot be left to the binary.
-func init() {
+func init() { //nolint:gochecknoinits // Karpenter core demands it
 	AddToScheme(scheme.Scheme)
 }
 

@@ -60,7 +60,7 @@ func parse(ctx context.Context, args []string) (context.Context, error) {
 		if err := injectable.Parse(flags, args...); err != nil {
 			return nil, err
 		}
-		ctx = injectable.ToContext(ctx)
+		ctx = injectable.ToContext(ctx) //nolint:fatcontext // one value for each injectable, of which there are two
 	}
 	return ctx, nil
 }

@@ -6,6 +6,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	crmetrics "sigs.k8s.io/controller-runtime/pkg/metrics"
 
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -35,8 +36,12 @@ func TestTheConnectionIsAMetric(t *testing.T) {
 	w.Eventually(func() bool { return connected(t) == 1 }, "connected")
 	w.Disconnect()
 	w.Eventually(func() bool { return connected(t) == 0 }, "lost")
-	problems, err := testutil.GatherAndLint(crmetrics.Registry, "karpenter_capi_agent_connected", "karpenter_capi_agent_last_event_timestamp_seconds")
-	assert.NoError(t, err)
+	problems, err := testutil.GatherAndLint(
+		crmetrics.Registry,
+		"karpenter_capi_agent_connected",
+		"karpenter_capi_agent_last_event_timestamp_seconds",
+	)
+	require.NoError(t, err)
 	assert.Empty(t, problems)
 	cancel()
 	assert.NoError(t, <-done)

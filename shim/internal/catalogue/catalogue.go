@@ -147,7 +147,9 @@ func (c *Catalogue) Watch(ctx context.Context, informers ctrlcache.Informers) er
 		AddFunc: func(any) { c.Refresh() },
 		UpdateFunc: func(before, after any) {
 			// The shim itself writes the status, which says nothing new here.
-			if before.(client.Object).GetGeneration() != after.(client.Object).GetGeneration() {
+			was, wasOne := before.(client.Object)
+			is, isOne := after.(client.Object)
+			if !wasOne || !isOne || was.GetGeneration() != is.GetGeneration() {
 				c.Refresh()
 			}
 		},
@@ -234,7 +236,17 @@ func (c *Catalogue) prepare(ctx context.Context) (
 		if !ok {
 			p.group, p.err = instancetype.NewGroup(source)
 			if p.err != nil {
-				log.FromContext(ctx).Info("part of a node group's description cannot be used", "node-group", source.GetId(), "usable", p.group != nil, "reason", p.err.Error())
+				log.FromContext(
+					ctx,
+				).Info(
+					"part of a node group's description cannot be used",
+					"node-group",
+					source.GetId(),
+					"usable",
+					p.group != nil,
+					"reason",
+					p.err.Error(),
+				)
 			}
 		}
 		known[source] = p

@@ -2,6 +2,7 @@ package catalogue_test
 
 import (
 	"fmt"
+	"strconv"
 	"testing"
 	"time"
 
@@ -27,11 +28,12 @@ func nodePool(class string, taints ...corev1.Taint) *karpv1.NodePool {
 	return pool
 }
 
-func types(t testing.TB, snapshot *catalogue.Snapshot, pool *karpv1.NodePool) []*cloudprovider.InstanceType {
-	t.Helper()
-	types, ok := snapshot.InstanceTypesFor(pool)
-	require.True(t, ok)
-	return types
+func types(tb testing.TB, snapshot *catalogue.Snapshot, pool *karpv1.NodePool) []*cloudprovider.InstanceType {
+	tb.Helper()
+	template := &pool.Spec.Template.Spec
+	class, ok := snapshot.Class(template.NodeClassRef.Name)
+	require.True(tb, ok)
+	return class.InstanceTypes(template.Taints, template.StartupTaints)
 }
 
 func names(types []*cloudprovider.InstanceType) []string {
@@ -55,9 +57,9 @@ func TestSelectorsRunOnTheLabelsOfMachineDeployments(t *testing.T) {
 	assert.Empty(t, types(t, snapshot, nodePool("nobody")))
 	broken, ok := snapshot.Class("broken")
 	require.True(t, ok)
-	assert.ErrorContains(t, broken.SelectorError, "spec.scalableResourceSelector")
+	require.ErrorContains(t, broken.SelectorError, "spec.scalableResourceSelector")
 	assert.Empty(t, broken.Groups)
-	_, ok = snapshot.InstanceTypesFor(nodePool("missing"))
+	_, ok = snapshot.Class("missing")
 	assert.False(t, ok)
 }
 
@@ -150,7 +152,11 @@ func TestTaintedGroupsAreForNodePoolsThatDeclareTheTaint(t *testing.T) {
 func TestProblemsOfSelectedGroupsAreTold(t *testing.T) {
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{
 		{Name: "good", Labels: map[string]string{"team": "red"}},
-		{Name: "odd", Labels: map[string]string{"team": "blue"}, Problems: []*agentv1alpha1.Problem{{Field: "metadata.annotations[cpu]", Value: "many", Message: "no quantity"}}},
+		{
+			Name:     "odd",
+			Labels:   map[string]string{"team": "blue"},
+			Problems: []*agentv1alpha1.Problem{{Field: "metadata.annotations[cpu]", Value: "many", Message: "no quantity"}},
+		},
 		{Name: "unusable", Labels: map[string]string{"team": "blue"}, InstanceType: "no label!"},
 	})
 	w.AddNodeClass("red", &metav1.LabelSelector{MatchLabels: map[string]string{"team": "red"}})
@@ -213,7 +219,7 @@ func BenchmarkRebuildAfterOneChange(b *testing.B) {
 	w := shimtest.New(b, manyGroups(1000))
 	changes := w.Catalogue.Changes()
 	for i := range b.N {
-		w.Agent.UpdateNodeGroup("default/group-0000", func(g *agentv1alpha1.NodeGroup) { g.Capacity["cpu"] = fmt.Sprint(i%7 + 1) })
+		w.Agent.UpdateNodeGroup("default/group-0000", func(g *agentv1alpha1.NodeGroup) { g.Capacity["cpu"] = strconv.Itoa(i%7 + 1) })
 		<-changes
 	}
 }

@@ -12,7 +12,6 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
-	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/cloudprovider"
 
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -243,17 +242,4 @@ func (s *Snapshot) equal(other *Snapshot) bool {
 			slices.EqualFunc(a.Groups, b.Groups, func(x, y *instancetype.Group) bool { return x.ID == y.ID }) &&
 			slices.Equal((*a.variants.Load())[0], (*b.variants.Load())[0])
 	})
-}
-
-// InstanceTypesFor returns the instance types for a NodePool, and false when its node class does not exist.
-func (s *Snapshot) InstanceTypesFor(nodePool *karpv1.NodePool) ([]*cloudprovider.InstanceType, bool) {
-	template := &nodePool.Spec.Template.Spec
-	if template.NodeClassRef == nil {
-		return nil, false
-	}
-	class, ok := s.classes[template.NodeClassRef.Name]
-	if !ok {
-		return nil, false
-	}
-	return class.InstanceTypes(template.Taints, template.StartupTaints), true
 }

@@ -30,9 +30,12 @@ func TestNodeClaimsAreWokenByTheirClaims(t *testing.T) {
 	}
 	assert.Equal(t, "before", next())
 	w.Launched("after")
-	for next() != "after" { // before may change once more, as it is bound
+	until := func(name string) { // the other may change once more, as it is bound
+		for found := next(); found != name; found = next() {
+			t.Logf("%s woke too", found)
+		}
 	}
+	until("after")
 	w.Provision(before, "sim:///1")
-	for next() != "before" {
-	}
+	until("before")
 }

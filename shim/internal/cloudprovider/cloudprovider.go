@@ -74,8 +74,8 @@ func (c *CloudProvider) GetSupportedNodeClasses() []status.Object {
 }
 
 // GetInstanceTypes answers from the catalogue's newest snapshot. A NodePool of another provider has none. Before the agent
-// was heard of for the first time, and for a node class that does not exist, it is an error: an empty answer would make core
-// take the NodePool's nodes for drifted.
+// was heard of for the first time, and for a node class that does not exist or selects nothing, it is an error: an empty
+// answer would make core take the NodePool's nodes for drifted, for a typing error in a selector.
 func (c *CloudProvider) GetInstanceTypes(_ context.Context, nodePool *karpv1.NodePool) ([]*cloudprovider.InstanceType, error) {
 	if nodePool == nil || !isOurs(nodePool.Spec.Template.Spec.NodeClassRef) {
 		return nil, nil
@@ -84,11 +84,14 @@ func (c *CloudProvider) GetInstanceTypes(_ context.Context, nodePool *karpv1.Nod
 	if snapshot == nil {
 		return nil, catalogue.ErrNotSynced
 	}
-	types, ok := snapshot.InstanceTypesFor(nodePool)
+	class, ok := snapshot.Class(nodePool.Spec.Template.Spec.NodeClassRef.Name)
 	if !ok {
 		return nil, fmt.Errorf("ClusterAPINodeClass %q does not exist", nodePool.Spec.Template.Spec.NodeClassRef.Name)
 	}
-	return types, nil
+	if len(class.Groups) == 0 {
+		return nil, fmt.Errorf("ClusterAPINodeClass %q selects no node group", class.Name)
+	}
+	return class.InstanceTypes(nodePool.Spec.Template.Spec.Taints, nodePool.Spec.Template.Spec.StartupTaints), nil
 }
 
 func isOurs(ref *karpv1.NodeClassReference) bool {
@@ -147,7 +150,9 @@ func (c *CloudProvider) Get(ctx context.Context, providerID string) (*karpv1.Nod
 		return nil, err
 	}
 	if claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
-		return nil, cloudprovider.NewNodeClaimNotFoundError(fmt.Errorf("the claim on the machine with provider ID %s has ended: %s", providerID, claim.GetReason()))
+		return nil, cloudprovider.NewNodeClaimNotFoundError(
+			fmt.Errorf("the claim on the machine with provider ID %s has ended: %s", providerID, claim.GetReason()),
+		)
 	}
 	return c.nodeClaimOf(claim, providerID), nil
 }
@@ -225,8 +230,8 @@ func (c *CloudProvider) List(ctx context.Context) ([]*karpv1.NodeClaim, error) {
 			continue
 		}
 		nodeClaims = append(nodeClaims, c.nodeClaimOf(claim, c.placeholderOf(claim.GetClaimId())))
-		if real := claim.GetMachine().GetProviderId(); real != "" {
-			nodeClaims = append(nodeClaims, c.nodeClaimOf(claim, real))
+		if id := claim.GetMachine().GetProviderId(); id != "" {
+			nodeClaims = append(nodeClaims, c.nodeClaimOf(claim, id))
 		}
 	}
 	return nodeClaims, nil
@@ -264,7 +269,8 @@ func (c *CloudProvider) IsDrifted(_ context.Context, nodeClaim *karpv1.NodeClaim
 	if !ok {
 		return "", nil // Gone, or not told yet; core itself notices instance types that are no more.
 	}
-	if class, ok := snapshot.Class(nodeClaim.Spec.NodeClassRef.Name); ok && class.SelectorError == nil && !class.Has(groupID) {
+	// A selector that matches nothing at all is taken for a mistake, not for the wish to replace every node.
+	if class, ok := snapshot.Class(nodeClaim.Spec.NodeClassRef.Name); ok && len(class.Groups) > 0 && !class.Has(groupID) {
 		return DriftNodeGroupNotSelected, nil
 	}
 	machine := claim.GetMachine()

@@ -59,7 +59,10 @@ func TestDeleteEndsOnceTheInstanceIsGone(t *testing.T) {
 func TestDeleteKeysOnTheUIDWhateverTheProviderID(t *testing.T) {
 	w := shimtest.New(t, oneGroup())
 	for _, providerID := range []string{"", "sim:///other", "capi-claim://default/workload/somebody-else"} {
-		nodeClaim := w.Launched("claim-"+lo.RandomString(5, lo.LowerCaseLettersCharset), func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = providerID })
+		nodeClaim := w.Launched(
+			"claim-"+lo.RandomString(5, lo.LowerCaseLettersCharset),
+			func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = providerID },
+		)
 		_ = w.CloudProvider.Delete(w.Context(), nodeClaim)
 		assert.Equal(t, agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED, w.Agent.Claim(w.Cluster, string(nodeClaim.UID)).GetPhase())
 	}
@@ -106,7 +109,7 @@ func TestDrainedIsWhatCoreDid(t *testing.T) {
 			w := shimtest.New(t, oneGroup())
 			nodeClaim := w.Launched("claim", c.conditions)
 			_ = w.CloudProvider.Delete(w.Context(), nodeClaim)
-			sent := w.Agent.Requests("ReleaseClaim")[0].(*agentv1alpha1.ReleaseClaimRequest)
+			sent, _ := w.Agent.Requests("ReleaseClaim")[0].(*agentv1alpha1.ReleaseClaimRequest)
 			assert.Equal(t, c.want, sent.GetDrained())
 			assert.Contains(t, sent.GetReason(), "claim")
 		})
@@ -240,14 +243,22 @@ func TestListLeavesOtherHoldersAlone(t *testing.T) {
 }
 
 func TestIsDriftedWhenTheNodeClassNoLongerSelectsTheGroup(t *testing.T) {
-	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a", Labels: map[string]string{"team": "red"}}})
-	nodeClaim := w.Launched("claim")
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{
+		{Name: "a", Labels: map[string]string{"team": "red"}}, {Name: "b", Labels: map[string]string{"team": "blue"}},
+	})
+	nodeClaim := w.NodeClaim("claim", requiring("node.kubernetes.io/instance-type", "a"))
+	created, err := w.CloudProvider.Create(w.Context(), nodeClaim)
+	require.NoError(t, err)
+	nodeClaim.Annotations = created.Annotations
 	reason, err := w.CloudProvider.IsDrifted(w.Context(), nodeClaim)
 	require.NoError(t, err)
 	assert.Empty(t, reason)
 
 	nodeClass := &v1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: shimtest.NodeClassName}}
-	for selector, want := range map[string]corecloudprovider.DriftReason{"red": "", "blue": cloudprovider.DriftNodeGroupNotSelected} {
+	for selector, want := range map[string]corecloudprovider.DriftReason{
+		"red": "", "blue": cloudprovider.DriftNodeGroupNotSelected,
+		"typo": "", // selects nothing, which nobody can mean
+	} {
 		w.Get(nodeClass)
 		nodeClass.Spec.ScalableResourceSelector = &metav1.LabelSelector{MatchLabels: map[string]string{"team": selector}}
 		require.NoError(t, w.Kube.Update(w.Context(), nodeClass))
@@ -291,14 +302,14 @@ func TestDriftIsNotDecidedWithoutKnowing(t *testing.T) {
 	nodeClaim := w.Launched("claim")
 	w.Disconnect()
 	reason, err := w.CloudProvider.IsDrifted(w.Context(), nodeClaim)
-	assert.NoError(t, err, "the last known good does")
+	require.NoError(t, err, "the last known good does")
 	assert.Empty(t, reason)
 	w.CloudProvider.Claims = w.Client.MirrorClaims(w.Cluster, v1alpha1.Holder) // never heard of
 	_, err = w.CloudProvider.IsDrifted(w.Context(), nodeClaim)
-	assert.Error(t, err)
+	require.Error(t, err)
 	foreign := w.NodeClaim("foreign", func(nc *karpv1.NodeClaim) { nc.Spec.NodeClassRef.Kind = "EC2NodeClass" })
 	reason, err = w.CloudProvider.IsDrifted(w.Context(), foreign)
-	assert.NoError(t, err)
+	require.NoError(t, err)
 	assert.Empty(t, reason)
 }
 
@@ -307,16 +318,21 @@ func TestGetInstanceTypesOfNodePoolsThatAreNotOurs(t *testing.T) {
 	foreign := &karpv1.NodePool{}
 	for _, pool := range []*karpv1.NodePool{nil, foreign} {
 		types, err := w.CloudProvider.GetInstanceTypes(w.Context(), pool)
-		assert.NoError(t, err)
+		require.NoError(t, err)
 		assert.Empty(t, types)
 	}
 	foreign.Spec.Template.Spec.NodeClassRef = &karpv1.NodeClassReference{Group: "karpenter.k8s.aws", Kind: "EC2NodeClass", Name: "default"}
 	types, err := w.CloudProvider.GetInstanceTypes(w.Context(), foreign)
-	assert.NoError(t, err)
+	require.NoError(t, err)
 	assert.Empty(t, types)
 	foreign.Spec.Template.Spec.NodeClassRef = &karpv1.NodeClassReference{Group: v1alpha1.Group, Kind: "ClusterAPINodeClass", Name: "missing"}
 	_, err = w.CloudProvider.GetInstanceTypes(w.Context(), foreign)
-	assert.ErrorContains(t, err, "missing")
+	require.ErrorContains(t, err, "missing")
+
+	w.AddNodeClass("typo", &metav1.LabelSelector{MatchLabels: map[string]string{"team": "rde"}})
+	foreign.Spec.Template.Spec.NodeClassRef.Name = "typo"
+	_, err = w.CloudProvider.GetInstanceTypes(w.Context(), foreign)
+	assert.ErrorContains(t, err, "selects no node group", "an empty answer would make core take nodes for drifted")
 }
 
 func TestRepairPoliciesAreWhatCoreAccepts(t *testing.T) {

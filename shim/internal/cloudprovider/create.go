@@ -84,7 +84,10 @@ func (c *CloudProvider) create(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 }
 
 // candidates returns the groups that would do, best first, and why the others would not.
-func (c *CloudProvider) candidates(nodeClaim *karpv1.NodeClaim, groups []*instancetype.Group) (candidates []*instancetype.Group, refused map[string]error) {
+func (c *CloudProvider) candidates(
+	nodeClaim *karpv1.NodeClaim,
+	groups []*instancetype.Group,
+) (candidates []*instancetype.Group, refused map[string]error) {
 	requirements := scheduling.NewNodeSelectorRequirementsWithMinValues(nodeClaim.Spec.Requirements...)
 	declared := slices.Concat(nodeClaim.Spec.Taints, nodeClaim.Spec.StartupTaints)
 	refused = map[string]error{}
@@ -238,7 +241,11 @@ func summary(refused map[string]error) string {
 		}
 		return strings.Compare(a, b)
 	})
-	return fmt.Sprintf("none of %d node groups fits: %s", len(refused), strings.Join(lo.Map(lo.Slice(reasons, 0, 3), func(reason string, _ int) string {
-		return fmt.Sprintf("%s (%d)", reason, counts[reason])
-	}), "; "))
+	return fmt.Sprintf(
+		"none of %d node groups fits: %s",
+		len(refused),
+		strings.Join(lo.Map(lo.Slice(reasons, 0, 3), func(reason string, _ int) string {
+			return fmt.Sprintf("%s (%d)", reason, counts[reason])
+		}), "; "),
+	)
 }

@@ -47,7 +47,8 @@ func requests(name corev1.ResourceName, quantity string) func(*karpv1.NodeClaim)
 
 func candidates(w *shimtest.World) []string {
 	sent := w.Agent.Requests("CreateClaim")
-	return sent[len(sent)-1].(*agentv1alpha1.CreateClaimRequest).GetCandidates()
+	request, _ := sent[len(sent)-1].(*agentv1alpha1.CreateClaimRequest)
+	return request.GetCandidates()
 }
 
 func TestCreateClaimsAndReturnsAtOnceWithThePlaceholder(t *testing.T) {
@@ -128,7 +129,10 @@ func TestCandidatesFitAndAreOrderedReservedSpotOnDemandThenByPriceThenByID(t *te
 	require.NoError(t, err)
 	assert.Equal(t, []string{"default/prepaid", "default/spot", "default/cheap-a", "default/cheap-b", "default/dear"}, candidates(w))
 
-	_, err = w.CloudProvider.Create(w.Context(), w.NodeClaim("od", requiring(karpv1.CapacityTypeLabelKey, "on-demand"), requiring(corev1.LabelArchStable, "amd64"), requests("cpu", "2")))
+	_, err = w.CloudProvider.Create(
+		w.Context(),
+		w.NodeClaim("od", requiring(karpv1.CapacityTypeLabelKey, "on-demand"), requiring(corev1.LabelArchStable, "amd64"), requests("cpu", "2")),
+	)
 	require.NoError(t, err)
 	assert.Equal(t, []string{"default/cheap-a", "default/cheap-b", "default/dear"}, candidates(w))
 }
@@ -173,21 +177,25 @@ func assertCreateError(t *testing.T, err error, reason string) {
 // The table of explain's comment.
 func TestWhatCoreIsToldWhenTheAgentSaysNo(t *testing.T) {
 	cluster := &agentv1alpha1.ClusterRef{Namespace: "default", Name: "workload"}
+	malformed := agenterrors.InvalidArgument(agenterrors.FieldViolation{Field: "claim_id"})
+	rejected := func(reason agenterrors.Reason) error {
+		return agenterrors.Rejected(time.Now(), agenterrors.Rejection{NodeGroup: "default/a", Reason: reason})
+	}
 	for name, c := range map[string]struct {
 		err    error
 		reason string // of a CreateError; empty means InsufficientCapacity
 	}{
-		"RESOURCE_EXHAUSTED":    {err: agenterrors.Rejected(time.Now(), agenterrors.Rejection{NodeGroup: "default/a", Reason: agenterrors.ReasonNoRoom})},
-		"FAILED_PRECONDITION":   {err: agenterrors.Rejected(time.Now(), agenterrors.Rejection{NodeGroup: "default/a", Reason: agenterrors.ReasonNotOpen})},
+		"RESOURCE_EXHAUSTED":    {err: rejected(agenterrors.ReasonNoRoom)},
+		"FAILED_PRECONDITION":   {err: rejected(agenterrors.ReasonNotOpen)},
 		"ABORTED, claim ended":  {err: agenterrors.ClaimEnded(&agentv1alpha1.Claim{Phase: agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED})},
 		"ABORTED, conflict":     {err: agenterrors.Conflict("again"), reason: cloudprovider.ReasonClaimConflict},
-		"NOT_FOUND, candidates": {err: agenterrors.Rejected(time.Now(), agenterrors.Rejection{NodeGroup: "default/a", Reason: agenterrors.ReasonNodeGroupNotFound}), reason: cloudprovider.ReasonNodeGroupsNotFound},
+		"NOT_FOUND, candidates": {err: rejected(agenterrors.ReasonNodeGroupNotFound), reason: cloudprovider.ReasonNodeGroupsNotFound},
 		"NOT_FOUND, Cluster":    {err: agenterrors.ClusterNotFound(cluster), reason: cloudprovider.ReasonNodeGroupsNotFound},
 		"UNAVAILABLE":           {err: agenterrors.NotSynced("soon"), reason: cloudprovider.ReasonAgentUnreachable},
 		"DEADLINE_EXCEEDED":     {err: status.Error(codes.DeadlineExceeded, "slow"), reason: cloudprovider.ReasonAgentUnreachable},
 		"UNAUTHENTICATED":       {err: agenterrors.Unauthenticated("who"), reason: cloudprovider.ReasonAgentRefused},
 		"PERMISSION_DENIED":     {err: agenterrors.PermissionDenied("no"), reason: cloudprovider.ReasonAgentRefused},
-		"INVALID_ARGUMENT":      {err: agenterrors.InvalidArgument(agenterrors.FieldViolation{Field: "claim_id"}), reason: cloudprovider.ReasonClaimRejected},
+		"INVALID_ARGUMENT":      {err: malformed, reason: cloudprovider.ReasonClaimRejected},
 		"INTERNAL":              {err: status.Error(codes.Internal, "oops"), reason: cloudprovider.ReasonClaimFailed},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -232,7 +240,7 @@ func TestNothingFitsIsNoCapacityWithTheReasons(t *testing.T) {
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}, {Name: "b"}})
 	_, err := w.CloudProvider.Create(w.Context(), w.NodeClaim("big", requests("cpu", "1000")))
 	assert.True(t, corecloudprovider.IsInsufficientCapacityError(err))
-	assert.ErrorContains(t, err, "none of 2 node groups fits: not enough resources (2)")
+	require.ErrorContains(t, err, "none of 2 node groups fits: not enough resources (2)")
 	assert.Zero(t, w.Agent.Calls("CreateClaim"))
 }
 
@@ -263,10 +271,10 @@ func TestEveryCallIsBounded(t *testing.T) {
 	_, err := w.CloudProvider.Create(w.Context(), nodeClaim)
 	assertCreateError(t, err, cloudprovider.ReasonAgentUnreachable)
 	err = w.CloudProvider.Delete(w.Context(), nodeClaim)
-	assert.Error(t, err)
+	require.Error(t, err)
 	assert.False(t, corecloudprovider.IsNodeClaimNotFoundError(err))
 	_, err = w.CloudProvider.Get(w.Context(), w.Placeholder(nodeClaim.UID))
-	assert.Error(t, err)
+	require.Error(t, err)
 	assert.False(t, corecloudprovider.IsNodeClaimNotFoundError(err))
 	_, err = w.CloudProvider.List(w.Context())
 	assert.Error(t, err)

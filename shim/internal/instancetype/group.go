@@ -17,7 +17,6 @@ import (
 	"slices"
 	"strings"
 
-	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/apimachinery/pkg/util/validation"
@@ -25,6 +24,8 @@ import (
 	"sigs.k8s.io/karpenter/pkg/cloudprovider"
 	"sigs.k8s.io/karpenter/pkg/scheduling"
 	"sigs.k8s.io/karpenter/pkg/utils/resources"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
@@ -153,7 +154,8 @@ func overheadOf(capacity corev1.ResourceList) *cloudprovider.InstanceTypeOverhea
 	}
 	if storage, ok := capacity[corev1.ResourceEphemeralStorage]; ok {
 		eviction[corev1.ResourceEphemeralStorage] = *resource.NewQuantity(
-			int64(math.Ceil(float64(storage.Value())*evictionNodefs)), resource.BinarySI)
+			int64(math.Ceil(float64(storage.Value())*evictionNodefs)), resource.BinarySI,
+		)
 	}
 	return &cloudprovider.InstanceTypeOverhead{EvictionThreshold: eviction}
 }
@@ -177,6 +179,9 @@ func labelsOf(source *agentv1alpha1.NodeGroup, group *Group) (map[string]string,
 		}
 		if karpv1.IsRestrictedLabel(key) != nil || key == karpv1.NodePoolLabelKey {
 			continue // Karpenter's own, or the host name: not the group's to say.
+		}
+		if _, ok := karpv1.NormalizedLabels[key]; ok {
+			continue // An old name of a well-known label, which core reads as that label; the group says it by itself.
 		}
 		labels[key] = value
 	}

@@ -47,25 +47,28 @@ func nodeGroup(name string, changes ...change) *agentv1alpha1.NodeGroup {
 }
 
 func spot(g *agentv1alpha1.NodeGroup) { g.CapacityType = agentv1alpha1.CapacityType_CAPACITY_TYPE_SPOT }
+
 func reserved(g *agentv1alpha1.NodeGroup) {
 	g.CapacityType = agentv1alpha1.CapacityType_CAPACITY_TYPE_RESERVED
 }
 func full(g *agentv1alpha1.NodeGroup) { g.Availability = &agentv1alpha1.Availability{} }
 func zone(z string) change            { return func(g *agentv1alpha1.NodeGroup) { g.Zone = z } }
 func price(p float64) change          { return func(g *agentv1alpha1.NodeGroup) { g.Price.PerHour = p } }
+
 func label(key, value string) change {
 	return func(g *agentv1alpha1.NodeGroup) {
-		g.NodeLabels = lo.Assign(g.NodeLabels, map[string]string{key: value})
+		g.NodeLabels = lo.Assign(g.GetNodeLabels(), map[string]string{key: value})
 	}
 }
+
 func capacity(name, quantity string) change {
 	return func(g *agentv1alpha1.NodeGroup) { g.Capacity[name] = quantity }
 }
 
-func group(t testing.TB, name string, changes ...change) *instancetype.Group {
-	t.Helper()
+func group(tb testing.TB, name string, changes ...change) *instancetype.Group {
+	tb.Helper()
 	g, err := instancetype.NewGroup(nodeGroup(name, changes...))
-	require.NoError(t, err)
+	require.NoError(tb, err)
 	return g
 }
 
@@ -94,7 +97,7 @@ func TestOneGroupIsOneInstanceTypeWithOneOffering(t *testing.T) {
 	require.Len(t, it.Offerings, 1)
 	assert.Equal(t, "z1", it.Offerings[0].Zone())
 	assert.Equal(t, karpv1.CapacityTypeOnDemand, it.Offerings[0].CapacityType())
-	assert.Equal(t, 1.0, it.Offerings[0].Price)
+	assert.InDelta(t, 1.0, it.Offerings[0].Price, 0)
 	assert.True(t, it.Offerings[0].Available)
 	for key, want := range map[string]string{
 		corev1.LabelInstanceTypeStable: "m.large", corev1.LabelTopologyZone: "z1", karpv1.CapacityTypeLabelKey: "on-demand",
@@ -128,7 +131,7 @@ func TestOverheadIsTheKubeletsDefault(t *testing.T) {
 }
 
 func TestPodsDefaultToTheKubelets(t *testing.T) {
-	it := build(group(t, "a", func(g *agentv1alpha1.NodeGroup) { delete(g.Capacity, "pods") }))[0]
+	it := build(group(t, "a", func(g *agentv1alpha1.NodeGroup) { delete(g.GetCapacity(), "pods") }))[0]
 	assert.Equal(t, "110", it.Capacity.Pods().String())
 }
 
@@ -155,7 +158,7 @@ func TestGroupsOfOneTypeBecomeOfferingsByZoneAndCapacityType(t *testing.T) {
 	assert.ElementsMatch(t, []string{"spot", "on-demand"}, it.Requirements.Get(karpv1.CapacityTypeLabelKey).Values())
 	merged, ok := it.OfferingPrice("z1", "on-demand")
 	assert.True(t, ok)
-	assert.Equal(t, 2.0, merged, "the cheaper of the two")
+	assert.InDelta(t, 2.0, merged, 0, "the cheaper of the two")
 	unavailable, _ := lo.Find(it.Offerings, func(o *cloudprovider.Offering) bool { return o.Zone() == "z2" && o.CapacityType() == "on-demand" })
 	require.NotNil(t, unavailable, "groups without room are offered, as unavailable")
 	assert.False(t, unavailable.Available)
@@ -165,7 +168,7 @@ func TestAMergedOfferingCostsWhatCanBeHad(t *testing.T) {
 	it := build(group(t, "a", price(1), full), group(t, "b", price(5)))[0]
 	require.Len(t, it.Offerings, 1)
 	assert.True(t, it.Offerings[0].Available)
-	assert.Equal(t, 5.0, it.Offerings[0].Price)
+	assert.InDelta(t, 5.0, it.Offerings[0].Price, 0)
 }
 
 func TestAMergedTypeHasWhatEveryGroupHas(t *testing.T) {
@@ -190,7 +193,7 @@ func TestGroupsThatDifferInAWellKnownLabelGetOfferingsOfTheirOwn(t *testing.T) {
 	require.Len(t, it.Offerings, 3)
 	assert.ElementsMatch(t, []string{"r1", "r2"}, it.Requirements.Get("example.com/rack").Values())
 	wanted := requirements("example.com/rack", "r1", corev1.LabelTopologyZone, "z2")
-	assert.NoError(t, it.Requirements.Intersects(wanted), "the type has both")
+	require.NoError(t, it.Requirements.Intersects(wanted), "the type has both")
 	assert.Empty(t, it.Offerings.Compatible(wanted), "but no group does")
 	assert.Len(t, it.Offerings.Compatible(requirements("example.com/rack", "r2", corev1.LabelTopologyZone, "z2")), 1)
 }
@@ -234,10 +237,10 @@ func TestGroupsWithoutAZoneHaveOneThatNamesNone(t *testing.T) {
 	}, nil, instancetype.Built{})[0]
 	assert.Equal(t, []string{""}, it.Requirements.Get(corev1.LabelTopologyZone).Values(), "nothing can be asked for in an observed zone")
 	require.Len(t, it.Offerings.Available(), 1)
-	assert.Equal(t, "", it.Offerings.Available()[0].Zone())
+	assert.Empty(t, it.Offerings.Available()[0].Zone())
 	observed, ok := it.OfferingPrice("z7", "on-demand")
 	assert.True(t, ok, "core looks up what the Nodes there cost")
-	assert.Equal(t, 1.0, observed)
+	assert.InDelta(t, 1.0, observed, 0)
 }
 
 func TestUnusableDescriptionsAreRefusedOrLeftOut(t *testing.T) {
@@ -249,13 +252,15 @@ func TestUnusableDescriptionsAreRefusedOrLeftOut(t *testing.T) {
 	} {
 		g, err := instancetype.NewGroup(nodeGroup("a", c))
 		assert.Nil(t, g, name)
-		assert.ErrorContains(t, err, "fleet/a", name)
+		require.ErrorContains(t, err, "fleet/a", name)
 	}
-	g, err := instancetype.NewGroup(nodeGroup("a", label("bad key", "x"), label("team", "no good"), label("good", "yes"), capacity("memory", "lots"), capacity("cpu", "-1"),
-		func(g *agentv1alpha1.NodeGroup) { g.Taints = []*agentv1alpha1.Taint{{Key: "a", Effect: "Whenever"}} }))
+	g, err := instancetype.NewGroup(
+		nodeGroup("a", label("bad key", "x"), label("team", "no good"), label("good", "yes"), capacity("memory", "lots"), capacity("cpu", "-1"),
+			func(g *agentv1alpha1.NodeGroup) { g.Taints = []*agentv1alpha1.Taint{{Key: "a", Effect: "Whenever"}} }),
+	)
 	require.NotNil(t, g)
 	for _, part := range []string{"bad key", "team", "memory", "cpu", "Whenever"} {
-		assert.ErrorContains(t, err, part)
+		require.ErrorContains(t, err, part)
 	}
 	assert.Equal(t, "yes", g.Labels["good"])
 	assert.NotContains(t, g.Labels, "team")
@@ -263,11 +268,13 @@ func TestUnusableDescriptionsAreRefusedOrLeftOut(t *testing.T) {
 
 func TestLabelsThatAreNotTheGroupsToSayAreLeftOut(t *testing.T) {
 	g := group(t, "a", label(corev1.LabelHostname, "me"), label(karpv1.NodePoolLabelKey, "p"), label("karpenter.sh/registered", "true"),
-		label(corev1.LabelInstanceTypeStable, "other"), label(v1alpha1.ReservationLabel, "mine"))
+		label(corev1.LabelFailureDomainBetaZone, "z9"), label(corev1.LabelInstanceTypeStable, "other"), label(v1alpha1.ReservationLabel, "mine"))
 	assert.NotContains(t, g.Labels, corev1.LabelHostname)
 	assert.NotContains(t, g.Labels, karpv1.NodePoolLabelKey)
 	assert.NotContains(t, g.Labels, "karpenter.sh/registered")
 	assert.NotContains(t, g.Labels, v1alpha1.ReservationLabel)
+	assert.NotContains(t, g.Labels, corev1.LabelFailureDomainBetaZone)
+	require.NoError(t, g.Accepts(requirements(corev1.LabelTopologyZone, "z1"), nil, nil))
 	assert.Equal(t, "m.large", g.Labels[corev1.LabelInstanceTypeStable])
 }
 
@@ -286,7 +293,7 @@ func TestWithoutAPriceAnEstimateGrowsWithTheMachine(t *testing.T) {
 	assert.Positive(t, group(t, "b", noPrice, func(g *agentv1alpha1.NodeGroup) { g.Capacity = nil }).Price)
 	assert.Zero(t, group(t, "b", price(0)).Price, "what the user says is free is free")
 	for _, nonsense := range []float64{math.NaN(), math.Inf(1), -1} {
-		assert.Equal(t, small.Price, group(t, "b", price(nonsense)).Price)
+		assert.InDelta(t, small.Price, group(t, "b", price(nonsense)).Price, 0)
 	}
 }
 
@@ -302,10 +309,14 @@ func TestAccepts(t *testing.T) {
 	requests := corev1.ResourceList{"cpu": resource.MustParse("4"), "pods": resource.MustParse("1")}
 	assert.NoError(t, g.Accepts(requirements("team", "red"), requests, dedicated))
 	assert.NoError(t, g.Accepts(requirements("elsewhere", "x"), requests, dedicated), "a label that the group does not have is core's to write")
-	assert.Error(t, g.Accepts(requirements("team", "blue"), requests, dedicated))
-	assert.Error(t, g.Accepts(requirements(corev1.LabelTopologyRegion, "eu"), requests, dedicated), "a well-known label that the group lacks is lacking")
-	assert.Error(t, g.Accepts(requirements(), corev1.ResourceList{"cpu": resource.MustParse("4001m")}, dedicated))
-	assert.ErrorContains(t, g.Accepts(requirements(), requests, nil), "dedicated")
+	require.Error(t, g.Accepts(requirements("team", "blue"), requests, dedicated))
+	require.Error(
+		t,
+		g.Accepts(requirements(corev1.LabelTopologyRegion, "eu"), requests, dedicated),
+		"a well-known label that the group lacks is lacking",
+	)
+	require.Error(t, g.Accepts(requirements(), corev1.ResourceList{"cpu": resource.MustParse("4001m")}, dedicated))
+	require.ErrorContains(t, g.Accepts(requirements(), requests, nil), "dedicated")
 	assert.Error(t, g.Accepts(requirements(), requests, []corev1.Taint{{Key: "dedicated", Value: "blue", Effect: corev1.TaintEffectNoSchedule}}))
 }
 
@@ -320,11 +331,21 @@ func TestOrderIsRoomThenCapacityTypeThenPriceThenID(t *testing.T) {
 
 func TestUnchangedInputGivesTheSameObjects(t *testing.T) {
 	before := instancetype.Built{}
-	first := instancetype.Build([]*instancetype.Group{group(t, "a"), group(t, "b", func(g *agentv1alpha1.NodeGroup) { g.InstanceType = "other" })}, asSaid, nil, before)
+	first := instancetype.Build(
+		[]*instancetype.Group{group(t, "a"), group(t, "b", func(g *agentv1alpha1.NodeGroup) { g.InstanceType = "other" })},
+		asSaid,
+		nil,
+		before,
+	)
 	// Sizes change all the time and mean nothing to core.
 	after := instancetype.Built{}
 	second := instancetype.Build([]*instancetype.Group{
-		group(t, "a", func(g *agentv1alpha1.NodeGroup) { g.Replicas = 7 }), group(t, "b", func(g *agentv1alpha1.NodeGroup) { g.InstanceType = "other" }, price(2)),
+		group(
+			t,
+			"a",
+			func(g *agentv1alpha1.NodeGroup) { g.Replicas = 7 },
+		),
+		group(t, "b", func(g *agentv1alpha1.NodeGroup) { g.InstanceType = "other" }, price(2)),
 	}, asSaid, before, after)
 	assert.Same(t, first[0], second[0])
 	assert.NotSame(t, first[1], second[1])

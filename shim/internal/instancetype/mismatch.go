@@ -29,7 +29,8 @@ func Mismatches(groups []*Group) []string {
 				slices.Sort(extra)
 				mismatches = append(mismatches, fmt.Sprintf(
 					"%s: other node groups of instance type %q lack %s, which is ignored; give the groups different instance types",
-					g.ID, name, strings.Join(extra, ", ")))
+					g.ID, name, strings.Join(extra, ", "),
+				))
 			}
 		}
 	}

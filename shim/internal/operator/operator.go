@@ -26,7 +26,6 @@ import (
 	"k8s.io/client-go/tools/leaderelection/resourcelock"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
-	"k8s.io/utils/ptr"
 	controllerruntime "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/apiutil"
@@ -87,10 +86,11 @@ func New(ctx context.Context, config *rest.Config) (*coreoperator.Operator, erro
 	if err := addChecks(m); err != nil {
 		return nil, err
 	}
+	recorder := m.GetEventRecorderFor(coreoperator.AppName) //nolint:staticcheck // core's recorder takes the older interface
 	return &coreoperator.Operator{
 		Manager:             m,
 		KubernetesInterface: kubernetesInterface,
-		EventRecorder:       events.NewRecorder(m.GetEventRecorderFor(coreoperator.AppName)), //nolint:staticcheck // core's recorder takes the older interface
+		EventRecorder:       events.NewRecorder(recorder),
 		Clock:               clock.RealClock{},
 		InstanceTypeStore:   nodeoverlay.NewInstanceTypeStore(),
 		PredictionStore:     prediction.NewStore(),
@@ -111,7 +111,7 @@ func managerOptions(ctx context.Context, leaderConfig *rest.Config) manager.Opti
 		HealthProbeBindAddress:        bindAddress(shim.HealthProbeBindAddress, core.HealthProbePort),
 		BaseContext:                   func() context.Context { return context.WithoutCancel(ctx) },
 		Controller: ctrlconfig.Controller{
-			EnableWarmup: ptr.To(!core.DisableLeaderElection && !core.DisableControllerWarmup),
+			EnableWarmup: new(!core.DisableLeaderElection && !core.DisableControllerWarmup),
 		},
 	}
 	if core.EnableProfiling {
@@ -147,26 +147,35 @@ type Index struct {
 	Object client.Object
 	// Field is the name that readers give.
 	Field string
-	// Value returns an object's value.
-	Value func(client.Object) string
+	// Values returns an object's value; it is the indexer.
+	Values client.IndexerFunc
 }
 
-// Values is Value for an indexer.
-func (i Index) Values(o client.Object) []string { return []string{i.Value(o)} }
+func index[T client.Object](object T, field string, value func(T) string) Index {
+	return Index{Object: object, Field: field, Values: func(o client.Object) []string {
+		if typed, ok := o.(T); ok {
+			return []string{value(typed)}
+		}
+		return nil
+	}}
+}
 
 // Indexes are those that core's controllers, and ours, read by.
 func Indexes() []Index {
+	nodeClaim, nodePool := &karpv1.NodeClaim{}, &karpv1.NodePool{}
+	claimed := func(nc *karpv1.NodeClaim) *karpv1.NodeClassReference { return nc.Spec.NodeClassRef }
+	pooled := func(np *karpv1.NodePool) *karpv1.NodeClassReference { return np.Spec.Template.Spec.NodeClassRef }
 	return []Index{
-		{&corev1.Pod{}, "spec.nodeName", func(o client.Object) string { return o.(*corev1.Pod).Spec.NodeName }},
-		{&corev1.Node{}, "spec.providerID", func(o client.Object) string { return o.(*corev1.Node).Spec.ProviderID }},
-		{&storagev1.VolumeAttachment{}, "spec.nodeName", func(o client.Object) string { return o.(*storagev1.VolumeAttachment).Spec.NodeName }},
-		{&karpv1.NodeClaim{}, "status.providerID", func(o client.Object) string { return o.(*karpv1.NodeClaim).Status.ProviderID }},
-		{&karpv1.NodeClaim{}, "spec.nodeClassRef.group", func(o client.Object) string { return o.(*karpv1.NodeClaim).Spec.NodeClassRef.Group }},
-		{&karpv1.NodeClaim{}, "spec.nodeClassRef.kind", func(o client.Object) string { return o.(*karpv1.NodeClaim).Spec.NodeClassRef.Kind }},
-		{&karpv1.NodeClaim{}, "spec.nodeClassRef.name", func(o client.Object) string { return o.(*karpv1.NodeClaim).Spec.NodeClassRef.Name }},
-		{&karpv1.NodePool{}, "spec.template.spec.nodeClassRef.group", func(o client.Object) string { return o.(*karpv1.NodePool).Spec.Template.Spec.NodeClassRef.Group }},
-		{&karpv1.NodePool{}, "spec.template.spec.nodeClassRef.kind", func(o client.Object) string { return o.(*karpv1.NodePool).Spec.Template.Spec.NodeClassRef.Kind }},
-		{&karpv1.NodePool{}, "spec.template.spec.nodeClassRef.name", func(o client.Object) string { return o.(*karpv1.NodePool).Spec.Template.Spec.NodeClassRef.Name }},
+		index(&corev1.Pod{}, "spec.nodeName", func(p *corev1.Pod) string { return p.Spec.NodeName }),
+		index(&corev1.Node{}, "spec.providerID", func(n *corev1.Node) string { return n.Spec.ProviderID }),
+		index(&storagev1.VolumeAttachment{}, "spec.nodeName", func(a *storagev1.VolumeAttachment) string { return a.Spec.NodeName }),
+		index(nodeClaim, "status.providerID", func(nc *karpv1.NodeClaim) string { return nc.Status.ProviderID }),
+		index(nodeClaim, "spec.nodeClassRef.group", func(nc *karpv1.NodeClaim) string { return claimed(nc).Group }),
+		index(nodeClaim, "spec.nodeClassRef.kind", func(nc *karpv1.NodeClaim) string { return claimed(nc).Kind }),
+		index(nodeClaim, "spec.nodeClassRef.name", func(nc *karpv1.NodeClaim) string { return claimed(nc).Name }),
+		index(nodePool, "spec.template.spec.nodeClassRef.group", func(np *karpv1.NodePool) string { return pooled(np).Group }),
+		index(nodePool, "spec.template.spec.nodeClassRef.kind", func(np *karpv1.NodePool) string { return pooled(np).Kind }),
+		index(nodePool, "spec.template.spec.nodeClassRef.name", func(np *karpv1.NodePool) string { return pooled(np).Name }),
 	}
 }
 
@@ -215,20 +224,9 @@ func addChecks(m manager.Manager) error {
 	)
 }
 
-// Signals returns a context with ctx's values that ends with SIGTERM or SIGINT; a second signal ends the process at once.
+// Signals returns a context below ctx that also ends with SIGTERM or SIGINT; a second signal ends the process at once.
 func Signals(ctx context.Context) context.Context {
-	return signalled{Context: controllerruntime.SetupSignalHandler(), values: ctx}
-}
-
-type signalled struct {
-	context.Context
-
-	values context.Context
-}
-
-func (s signalled) Value(key any) any {
-	if value := s.values.Value(key); value != nil {
-		return value
-	}
-	return s.Context.Value(key)
+	ctx, cancel := context.WithCancel(ctx)
+	context.AfterFunc(controllerruntime.SetupSignalHandler(), cancel)
+	return ctx
 }

@@ -21,7 +21,7 @@ import (
 	"sigs.k8s.io/karpenter/pkg/operator/options"
 )
 
-func init() {
+func init() { //nolint:gochecknoinits // Karpenter core's registry of flags demands it
 	options.Injectables = append(options.Injectables, &Options{})
 }
 
@@ -85,24 +85,44 @@ func (o *Options) NodeLabelKeys() []string {
 func (o *Options) AddFlags(fs *options.FlagSet) {
 	others := map[string]bool{}
 	fs.VisitAll(func(f *flag.Flag) { others[f.Name] = true })
-	fs.StringVar(&o.AgentAddress, "agent-address", "", "Address of the agent in the management cluster: host:port, or unix:///path. Required.")
-	fs.StringVar(&o.AgentTLSCertFile, "agent-tls-cert-file", "", "Client certificate (PEM) that identifies this cluster to the agent. Re-read when it changes. Required, except over a unix socket or with --agent-plaintext-loopback.")
+	fs.StringVar(&o.AgentAddress, "agent-address", "",
+		"Address of the agent in the management cluster: host:port, or unix:///path. Required.")
+	fs.StringVar(&o.AgentTLSCertFile, "agent-tls-cert-file", "",
+		"Client certificate (PEM) that identifies this cluster to the agent. Re-read when it changes. Required, except "+
+			"over a unix socket or with --agent-plaintext-loopback.")
 	fs.StringVar(&o.AgentTLSKeyFile, "agent-tls-key-file", "", "Key (PEM) of --agent-tls-cert-file.")
-	fs.StringVar(&o.AgentCAFile, "agent-ca-file", "", "Certificate authorities (PEM) of the agent's certificate. Re-read when it changes.")
-	fs.StringVar(&o.AgentServerName, "agent-server-name", "", "Name expected in the agent's certificate. Defaults to the host of --agent-address.")
-	fs.BoolVar(&o.AgentPlaintextLoopback, "agent-plaintext-loopback", false, "Talk to the agent without TLS. Only to a loopback address.")
+	fs.StringVar(&o.AgentCAFile, "agent-ca-file", "",
+		"Certificate authorities (PEM) of the agent's certificate. Re-read when it changes.")
+	fs.StringVar(&o.AgentServerName, "agent-server-name", "",
+		"Name expected in the agent's certificate. Defaults to the host of --agent-address.")
+	fs.BoolVar(&o.AgentPlaintextLoopback, "agent-plaintext-loopback", false,
+		"Talk to the agent without TLS. Only to a loopback address.")
 	fs.DurationVar(&o.AgentTimeout, "agent-timeout", 10*time.Second, "How long one call to the agent may take.")
-	fs.StringVar(&o.ClusterNamespace, "cluster-namespace", "", "Namespace, in the management cluster, of the Cluster object of this workload cluster. Required.")
-	fs.StringVar(&o.ClusterName, "cluster-name", "", "Name, in the management cluster, of the Cluster object of this workload cluster. Required.")
-	fs.DurationVar(&o.LaunchTimeout, "launch-timeout", 5*time.Minute, "How long a NodeClaim may stay without a claim in the management cluster before it is given up.")
-	fs.DurationVar(&o.ClaimSyncInterval, "claim-sync-interval", time.Minute, "How often the complete set of NodeClaims is told to the agent, which releases claims that nobody owns.")
-	fs.DurationVar(&o.HubUnreachableGracePeriod, "hub-unreachable-grace-period", 2*time.Minute, "How long the agent may be unreachable before ClusterAPINodeClasses stop being Ready and nothing new is launched.")
-	fs.DurationVar(&o.MachineProgressDeadline, "machine-progress-deadline", 15*time.Minute, "How long a NodeClaim may stay without a registered Node after the last step forward of its machine (claimed, bound, provisioned, joined).")
-	fs.StringVar(&o.machineFailureReasons, "machine-failure-reasons", DefaultMachineFailureReasons, "Regular expression over the reasons with which infrastructure providers report that a machine is not ready. A NodeClaim whose machine has no Node and reports a matching reason is given up at once. Empty matches none.")
-	fs.DurationVar(&o.UnavailableOfferingTTL, "unavailable-offering-ttl", 30*time.Second, "How long node groups are left alone after the agent had no room in them and named no time.")
-	fs.StringVar(&o.MetricsBindAddress, "metrics-bind-address", "", "host:port of the metrics endpoint, or 0 for none. Defaults to --metrics-port on all addresses.")
-	fs.StringVar(&o.HealthProbeBindAddress, "health-probe-bind-address", "", "host:port of the health endpoint, or 0 for none. Defaults to --health-probe-port on all addresses.")
-	fs.StringVar(&o.nodeLabelKeys, "node-label-keys", "", "Comma-separated keys of node labels that differ between node groups and that pods may select on without the NodePool naming them.")
+	fs.StringVar(&o.ClusterNamespace, "cluster-namespace", "",
+		"Namespace, in the management cluster, of the Cluster object of this workload cluster. Required.")
+	fs.StringVar(&o.ClusterName, "cluster-name", "",
+		"Name, in the management cluster, of the Cluster object of this workload cluster. Required.")
+	fs.DurationVar(&o.LaunchTimeout, "launch-timeout", 5*time.Minute,
+		"How long a NodeClaim may stay without a claim in the management cluster before it is given up.")
+	fs.DurationVar(&o.ClaimSyncInterval, "claim-sync-interval", time.Minute,
+		"How often the complete set of NodeClaims is told to the agent, which releases claims that nobody owns.")
+	fs.DurationVar(&o.HubUnreachableGracePeriod, "hub-unreachable-grace-period", 2*time.Minute,
+		"How long the agent may be unreachable before ClusterAPINodeClasses stop being Ready and nothing new is launched.")
+	fs.DurationVar(&o.MachineProgressDeadline, "machine-progress-deadline", 15*time.Minute,
+		"How long a NodeClaim may stay without a registered Node after the last step forward of its machine (claimed, "+
+			"bound, provisioned, joined).")
+	fs.StringVar(&o.machineFailureReasons, "machine-failure-reasons", DefaultMachineFailureReasons,
+		"Regular expression over the reasons with which infrastructure providers report that a machine is not ready. A "+
+			"NodeClaim whose machine has no Node and reports a matching reason is given up at once. Empty matches none.")
+	fs.DurationVar(&o.UnavailableOfferingTTL, "unavailable-offering-ttl", 30*time.Second,
+		"How long node groups are left alone after the agent had no room in them and named no time.")
+	fs.StringVar(&o.MetricsBindAddress, "metrics-bind-address", "",
+		"host:port of the metrics endpoint, or 0 for none. Defaults to --metrics-port on all addresses.")
+	fs.StringVar(&o.HealthProbeBindAddress, "health-probe-bind-address", "",
+		"host:port of the health endpoint, or 0 for none. Defaults to --health-probe-port on all addresses.")
+	fs.StringVar(&o.nodeLabelKeys, "node-label-keys", "",
+		"Comma-separated keys of node labels that differ between node groups and that pods may select on without the "+
+			"NodePool naming them.")
 	o.names = nil
 	fs.VisitAll(func(f *flag.Flag) {
 		if !others[f.Name] {

@@ -72,7 +72,10 @@ func TestErrorsNameTheFlagAtFault(t *testing.T) {
 			[]string{"--agent-address=10.0.0.1:8443", "--agent-plaintext-loopback"},
 			[]string{"--agent-plaintext-loopback", "not a loopback address"},
 		},
-		"bad cluster name":    {append(minimal[:2:2], "--cluster-namespace=a.b", "--cluster-name=Berlin"), []string{`--cluster-namespace "a.b"`, `--cluster-name "Berlin"`}},
+		"bad cluster name": {
+			append(minimal[:2:2], "--cluster-namespace=a.b", "--cluster-name=Berlin"),
+			[]string{`--cluster-namespace "a.b"`, `--cluster-name "Berlin"`},
+		},
 		"time-out too short":  {append(minimal[:4:4], "--agent-timeout=1ms"), []string{"--agent-timeout 1ms: must be at least"}},
 		"negative grace":      {append(minimal[:4:4], "--hub-unreachable-grace-period=-1s"), []string{"--hub-unreachable-grace-period"}},
 		"bad bind address":    {append(minimal[:4:4], "--metrics-bind-address=localhost"), []string{"--metrics-bind-address"}},
@@ -92,10 +95,14 @@ func TestErrorsNameTheFlagAtFault(t *testing.T) {
 func TestDefaultFailureReasons(t *testing.T) {
 	o, err := parse(t, minimal...)
 	require.NoError(t, err)
-	for _, reason := range []string{"InsufficientCapacity", "InsufficientInstanceCapacity", "NoCapacity", "QuotaExceeded", "InstanceProvisionFailed", "VMCreateFailed"} {
+	for _, reason := range []string{
+		"InsufficientCapacity", "InsufficientInstanceCapacity", "NoCapacity", "QuotaExceeded", "InstanceProvisionFailed", "VMCreateFailed",
+	} {
 		assert.True(t, o.MachineFailureReasons.MatchString(reason), reason)
 	}
-	for _, reason := range []string{"WaitingForBootstrapData", "InstanceBooting", "InstanceNotReady", "NotReady", "Paused", "InstanceTerminating", "NodeProvisioning"} {
+	for _, reason := range []string{
+		"WaitingForBootstrapData", "InstanceBooting", "InstanceNotReady", "NotReady", "Paused", "InstanceTerminating", "NodeProvisioning",
+	} {
 		assert.False(t, o.MachineFailureReasons.MatchString(reason), reason)
 	}
 

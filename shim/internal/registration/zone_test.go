@@ -53,7 +53,7 @@ func TestZone(t *testing.T) {
 func TestOtherNodeClaimsPass(t *testing.T) {
 	w := shimtest.New(t, nil)
 	result, err := registration.NewZone(w.Kube, w.Catalogue).Registered(w.Context(), w.NodeClaim("foreign"))
-	assert.NoError(t, err)
+	require.NoError(t, err)
 	assert.Zero(t, result)
 	assert.Equal(t, "zone", registration.NewZone(w.Kube, w.Catalogue).Name())
 }

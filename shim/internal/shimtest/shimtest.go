@@ -92,19 +92,19 @@ func WithUnavailableTTL(ttl time.Duration) Option {
 }
 
 // New returns a world whose agent has the node groups, and whose API server has one node class that selects all of them.
-func New(t testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *World {
-	t.Helper()
+func New(tb testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *World {
+	tb.Helper()
 	reservations.Do(instancetype.Reservations)
 	s := settings{ttl: time.Minute}
 	for _, option := range options {
 		option(&s)
 	}
 	agent := fakeagent.New(s.agent...)
-	t.Cleanup(agent.Close)
+	tb.Cleanup(agent.Close)
 	for _, g := range groups {
 		agent.AddNodeGroup(g)
 	}
-	w := &World{Agent: agent, Cluster: fakeagent.DefaultCluster(), Recorder: &Recorder{}, t: t}
+	w := &World{Agent: agent, Cluster: fakeagent.DefaultCluster(), Recorder: &Recorder{}, t: tb}
 	w.Client = agent.ClientFor(w.Cluster)
 	w.NodeGroups = w.Client.MirrorNodeGroups(w.Cluster)
 	w.Claims = w.Client.MirrorClaims(w.Cluster, v1alpha1.Holder)
@@ -116,7 +116,7 @@ func New(t testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *Wo
 
 	ctx, cancel := context.WithCancel(w.Context())
 	var running sync.WaitGroup
-	t.Cleanup(func() { cancel(); running.Wait() })
+	tb.Cleanup(func() { cancel(); running.Wait() })
 	for _, run := range []func(context.Context) error{w.NodeGroups.Run, w.Claims.Run, w.Catalogue.Start} {
 		running.Go(func() { _ = run(ctx) })
 	}

@@ -104,7 +104,7 @@ func TestNoSetNoCollection(t *testing.T) {
 	require.NoError(t, w.Kube.Delete(w.Context(), orphan))
 	fail = true
 	_, err := c.Reconcile(w.Context())
-	assert.Error(t, err)
+	require.Error(t, err)
 	assert.Zero(t, w.Agent.Calls("SyncClaims"))
 	assert.NotEqual(t, agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED, phase(w, orphan))
 }
@@ -120,7 +120,7 @@ func TestAnIncompleteSetIsNotSent(t *testing.T) {
 		},
 	}))
 	_, err := c.Reconcile(w.Context())
-	assert.ErrorContains(t, err, "incomplete")
+	require.ErrorContains(t, err, "incomplete")
 	assert.Zero(t, w.Agent.Calls("SyncClaims"))
 }
 
@@ -128,11 +128,11 @@ func TestTheAgentBeingAwayIsAnErrorAndTheNextRoundTakesANewToken(t *testing.T) {
 	w, c := world(t)
 	w.Disconnect()
 	_, err := c.Reconcile(w.Context())
-	assert.Error(t, err)
+	require.Error(t, err)
 	w.Reconnect()
 	w.Agent.Fail("SyncClaims", 1, agenterrors.StaleToken("too old"))
 	_, err = c.Reconcile(w.Context())
-	assert.Error(t, err)
+	require.Error(t, err)
 	before := w.Agent.Calls("ListClaims")
 	sync(t, w, c)
 	assert.Equal(t, before+1, w.Agent.Calls("ListClaims"))
@@ -143,7 +143,7 @@ func TestForeignNodeClaimsAreNotInTheSet(t *testing.T) {
 	ours := w.Launched("ours")
 	w.Create(w.NodeClaim("foreign", func(nc *karpv1.NodeClaim) { nc.Spec.NodeClassRef.Kind = "EC2NodeClass" }))
 	sync(t, w, c)
-	sent := w.Agent.Requests("SyncClaims")[0].(*agentv1alpha1.SyncClaimsRequest)
+	sent, _ := w.Agent.Requests("SyncClaims")[0].(*agentv1alpha1.SyncClaimsRequest)
 	assert.Equal(t, []string{string(ours.UID)}, sent.GetLiveClaimIds())
 	assert.Equal(t, "karpenter", sent.GetHolder())
 }

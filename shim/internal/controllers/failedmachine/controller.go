@@ -246,7 +246,10 @@ func (c *Controller) giveUp(ctx context.Context, nodeClaim *karpv1.NodeClaim, re
 // extendRegistration makes core wait for the Node beyond its own time-out, by giving the condition that it counts from a new
 // date. Core writes the whole list of conditions without a lock, so the old date may come back; the next look finds it.
 func (c *Controller) extendRegistration(ctx context.Context, nodeClaim *karpv1.NodeClaim, now time.Time) error {
-	if condition := nodeClaim.StatusConditions().Get(karpv1.ConditionTypeRegistered); condition == nil || now.Sub(condition.LastTransitionTime.Time) < extendAfter {
+	if condition := nodeClaim.StatusConditions().Get(
+		karpv1.ConditionTypeRegistered,
+	); condition == nil ||
+		now.Sub(condition.LastTransitionTime.Time) < extendAfter {
 		return nil
 	}
 	current := &karpv1.NodeClaim{}

@@ -155,7 +155,19 @@ func TestTheMirrorIsNotTrustedWithADeletion(t *testing.T) {
 	fresh := e.Client.MirrorClaims(e.Cluster, "nobody-in-particular")
 	go func() { _ = fresh.Run(t.Context()) }()
 	require.NoError(t, fresh.WaitForSync(t.Context()))
-	controller := failedmachine.New(e.clock, e.Kube, e.Kube, e.CloudProvider, fresh, e.Client.Claims, e.Cluster, e.Recorder, nil, deadline, shimtest.Timeout)
+	controller := failedmachine.New(
+		e.clock,
+		e.Kube,
+		e.Kube,
+		e.CloudProvider,
+		fresh,
+		e.Client.Claims,
+		e.Cluster,
+		e.Recorder,
+		nil,
+		deadline,
+		shimtest.Timeout,
+	)
 	e.clock.Step(time.Minute)
 	e.Get(nodeClaim)
 	_, err := controller.Reconcile(e.Context(), nodeClaim)
@@ -187,7 +199,10 @@ func TestAMachineThatFailsCostsItsNodeClaimAtOnce(t *testing.T) {
 }
 
 func TestNoProgressInTimeCostsTheNodeClaim(t *testing.T) {
-	e := setUp(t, fakeagent.WithInfrastructure(fakeagent.Infrastructure{Appear: fakeagent.Manual, Provision: fakeagent.Manual, Join: fakeagent.Manual}))
+	e := setUp(
+		t,
+		fakeagent.WithInfrastructure(fakeagent.Infrastructure{Appear: fakeagent.Manual, Provision: fakeagent.Manual, Join: fakeagent.Manual}),
+	)
 	nodeClaim := e.Launched("claim")
 	result := e.reconcile(nodeClaim)
 	assert.Positive(t, result.RequeueAfter)
@@ -202,7 +217,10 @@ func TestNoProgressInTimeCostsTheNodeClaim(t *testing.T) {
 }
 
 func TestEveryStepGivesMoreTime(t *testing.T) {
-	e := setUp(t, fakeagent.WithInfrastructure(fakeagent.Infrastructure{Appear: fakeagent.Manual, Provision: fakeagent.Manual, Join: fakeagent.Manual}))
+	e := setUp(
+		t,
+		fakeagent.WithInfrastructure(fakeagent.Infrastructure{Appear: fakeagent.Manual, Provision: fakeagent.Manual, Join: fakeagent.Manual}),
+	)
 	nodeClaim := e.Launched("claim")
 	e.reconcile(nodeClaim)
 	e.clock.Step(deadline - time.Minute)
@@ -230,7 +248,10 @@ func TestEveryStepGivesMoreTime(t *testing.T) {
 }
 
 func TestASlowMachineThatGetsOnIsGivenMoreTimeByCoreToo(t *testing.T) {
-	e := setUp(t, fakeagent.WithInfrastructure(fakeagent.Infrastructure{Appear: fakeagent.Manual, Provision: fakeagent.Manual, Join: fakeagent.Manual}))
+	e := setUp(
+		t,
+		fakeagent.WithInfrastructure(fakeagent.Infrastructure{Appear: fakeagent.Manual, Provision: fakeagent.Manual, Join: fakeagent.Manual}),
+	)
 	nodeClaim := e.Launched("claim", func(nc *karpv1.NodeClaim) {
 		nc.StatusConditions().SetUnknown(karpv1.ConditionTypeRegistered)
 	})

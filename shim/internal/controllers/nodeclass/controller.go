@@ -130,7 +130,7 @@ func retryConflict(err error) (reconcile.Result, error) {
 // describe sets the status.
 func (c *Controller) describe(nodeClass *v1alpha1.ClusterAPINodeClass) {
 	conditions := nodeClass.StatusConditions(status.WithClock(c.clock))
-	c.describeConnection(nodeClass, conditions)
+	c.describeConnection(conditions)
 
 	snapshot := c.catalogue.Snapshot()
 	if snapshot == nil {
@@ -174,11 +174,15 @@ func (c *Controller) nothingFound(nodeClass *v1alpha1.ClusterAPINodeClass, snaps
 	if snapshot.Len() == 0 {
 		return fmt.Sprintf("Cluster %s has no usable node groups: give MachineDeployments the label node.cluster.x-k8s.io/karpenter-member", cluster)
 	}
-	return fmt.Sprintf("spec.scalableResourceSelector (%s) matches none of the %d node groups of Cluster %s: correct it, or the labels of the MachineDeployments",
-		metav1.FormatLabelSelector(nodeClass.Spec.ScalableResourceSelector), snapshot.Len(), cluster)
+	return fmt.Sprintf(
+		"spec.scalableResourceSelector (%s) matches none of the %d node groups of Cluster %s: correct it, or the labels of the MachineDeployments",
+		metav1.FormatLabelSelector(nodeClass.Spec.ScalableResourceSelector),
+		snapshot.Len(),
+		cluster,
+	)
 }
 
-func (c *Controller) describeConnection(nodeClass *v1alpha1.ClusterAPINodeClass, conditions status.ConditionSet) {
+func (c *Controller) describeConnection(conditions status.ConditionSet) {
 	state := c.connection.State()
 	if state.Connected {
 		conditions.SetTrue(v1alpha1.ConditionAgentReachable)
@@ -259,8 +263,12 @@ func (c *Controller) finalize(ctx context.Context, nodeClass *v1alpha1.ClusterAP
 			InvolvedObject: nodeClass,
 			Type:           corev1.EventTypeNormal,
 			Reason:         "WaitingOnNodeClaims",
-			Message:        fmt.Sprintf("Waiting for %d NodeClaims that refer to the node class, such as %s.", len(nodeClaims.Items), strings.Join(names, ", ")),
-			DedupeValues:   []string{string(nodeClass.UID)},
+			Message: fmt.Sprintf(
+				"Waiting for %d NodeClaims that refer to the node class, such as %s.",
+				len(nodeClaims.Items),
+				strings.Join(names, ", "),
+			),
+			DedupeValues: []string{string(nodeClass.UID)},
 		})
 		return reconcile.Result{RequeueAfter: terminating}, nil
 	}

@@ -40,7 +40,12 @@ type env struct {
 func setUp(t *testing.T, groups ...*agentv1alpha1.NodeGroup) *env {
 	t.Helper()
 	w := shimtest.New(t, groups)
-	e := &env{World: w, t: t, clock: clocktesting.NewFakeClock(time.Now()), connection: &connection{agentclient.State{Synced: true, Connected: true}}}
+	e := &env{
+		World:      w,
+		t:          t,
+		clock:      clocktesting.NewFakeClock(time.Now()),
+		connection: &connection{agentclient.State{Synced: true, Connected: true}},
+	}
 	e.controller = e.with(w.Catalogue)
 	return e
 }
@@ -75,7 +80,11 @@ func TestANodeClassThatSelectsGroupsIsReady(t *testing.T) {
 	assert.True(t, condition(nodeClass, v1alpha1.ConditionNodeGroupsFound).IsTrue())
 	assert.True(t, condition(nodeClass, v1alpha1.ConditionAgentReachable).IsTrue())
 	assert.True(t, condition(nodeClass, v1alpha1.ConditionNodeGroupsValid).IsTrue())
-	assert.Equal(t, []int32{3, 2, 2, 0}, []int32{nodeClass.Status.NodeGroups, nodeClass.Status.InstanceTypes, nodeClass.Status.Zones, nodeClass.Status.Problems})
+	assert.Equal(
+		t,
+		[]int32{3, 2, 2, 0},
+		[]int32{nodeClass.Status.NodeGroups, nodeClass.Status.InstanceTypes, nodeClass.Status.Zones, nodeClass.Status.Problems},
+	)
 	assert.Contains(t, nodeClass.Finalizers, v1alpha1.NodeClassFinalizer)
 	assert.Empty(t, e.Recorder.Reasons())
 
@@ -114,7 +123,10 @@ func TestProblemsAreShownAndDoNotCostReadiness(t *testing.T) {
 	problem := func(field string) *agentv1alpha1.Problem {
 		return &agentv1alpha1.Problem{Field: field, Value: "many", Message: "write a quantity"}
 	}
-	e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a", Problems: []*agentv1alpha1.Problem{problem("f1"), problem("f2"), problem("f3"), problem("f4")}})
+	e := setUp(
+		t,
+		&agentv1alpha1.NodeGroup{Name: "a", Problems: []*agentv1alpha1.Problem{problem("f1"), problem("f2"), problem("f3"), problem("f4")}},
+	)
 	nodeClass := e.reconcile(shimtest.NodeClassName)
 	valid := condition(nodeClass, v1alpha1.ConditionNodeGroupsValid)
 	assert.True(t, valid.IsFalse())

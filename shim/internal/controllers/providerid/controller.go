@@ -10,6 +10,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"strconv"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -66,8 +67,8 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	if !nodeclaimutils.IsManaged(nodeClaim, c.cloudProvider) {
 		return reconcile.Result{}, nil
 	}
-	real, ok := c.providerID(nodeClaim.UID)
-	if !ok || nodeClaim.Status.ProviderID == real {
+	providerID, ok := c.providerID(nodeClaim.UID)
+	if !ok || nodeClaim.Status.ProviderID == providerID {
 		return reconcile.Result{RequeueAfter: resync}, nil
 	}
 
@@ -79,28 +80,25 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	switch {
 	case current.UID != nodeClaim.UID:
 		return reconcile.Result{}, nil
-	case current.Status.ProviderID == real:
+	case current.Status.ProviderID == providerID:
 		return reconcile.Result{RequeueAfter: resync}, nil
 	case !current.StatusConditions().Get(karpv1.ConditionTypeLaunched).IsTrue(), current.Status.ProviderID == "":
 		// Core is about to write the placeholder, over whatever is there.
 		return reconcile.Result{RequeueAfter: notLaunched}, nil
 	case current.Status.ProviderID != c.placeholder(current.UID):
-		conflictsTotal.Inc(nil)
-		log.FromContext(ctx).Error(nil, "NodeClaim has another provider ID than its machine, leaving it", "provider-id", current.Status.ProviderID, "machine-provider-id", real)
-		c.recorder.Publish(conflictEvent(current, fmt.Sprintf("The NodeClaim has provider ID %s, but its machine has %s.", current.Status.ProviderID, real)))
-		return reconcile.Result{RequeueAfter: resync}, nil
+		return c.refuse(ctx, current, fmt.Sprintf("The NodeClaim has provider ID %s, but its machine has %s.",
+			current.Status.ProviderID, providerID)), nil
 	}
-	if other, err := c.otherOwner(ctx, current, real); err != nil || other != "" {
-		if err != nil {
-			return reconcile.Result{}, err
-		}
+	other, err := c.otherOwner(ctx, current, providerID)
+	if err != nil {
+		return reconcile.Result{}, err
+	}
+	if other != "" {
 		// Core's bookkeeping breaks when two NodeClaims share a provider ID.
-		conflictsTotal.Inc(nil)
-		log.FromContext(ctx).Error(nil, "another NodeClaim has the machine's provider ID already", "other", other, "machine-provider-id", real)
-		c.recorder.Publish(conflictEvent(current, fmt.Sprintf("NodeClaim %s already has the provider ID %s of this NodeClaim's machine.", other, real)))
-		return reconcile.Result{RequeueAfter: resync}, nil
+		return c.refuse(ctx, current, fmt.Sprintf("NodeClaim %s already has the provider ID %s of this NodeClaim's machine.",
+			other, providerID)), nil
 	}
-	return c.patch(ctx, current, real)
+	return c.patch(ctx, current, providerID)
 }
 
 // providerID returns the provider ID of the machine of a claim that still has one.
@@ -146,20 +144,24 @@ func (c *Controller) patch(ctx context.Context, nodeClaim *karpv1.NodeClaim, pro
 		}
 		return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("patching the provider ID: %w", err))
 	}
-	patchesTotal.Inc(map[string]string{registeredLabel: fmt.Sprint(registered)})
+	patchesTotal.Inc(map[string]string{registeredLabel: strconv.FormatBool(registered)})
 	log.FromContext(ctx).Info("gave the NodeClaim its machine's provider ID", "provider-id", providerID, "registered", registered)
 	return reconcile.Result{RequeueAfter: resync}, nil
 }
 
-func conflictEvent(nodeClaim *karpv1.NodeClaim, message string) events.Event {
-	return events.Event{
+// refuse leaves a NodeClaim as it is, and tells.
+func (c *Controller) refuse(ctx context.Context, nodeClaim *karpv1.NodeClaim, message string) reconcile.Result {
+	conflictsTotal.Inc(nil)
+	log.FromContext(ctx).Error(nil, "the NodeClaim cannot be given its machine's provider ID", "reason", message)
+	c.recorder.Publish(events.Event{
 		InvolvedObject: nodeClaim,
 		Type:           corev1.EventTypeWarning,
 		Reason:         "ProviderIDConflict",
 		Message:        message,
 		DedupeValues:   []string{string(nodeClaim.UID)},
 		DedupeTimeout:  10 * time.Minute,
-	}
+	})
+	return reconcile.Result{RequeueAfter: resync}
 }
 
 // Register adds the controller to the manager.

@@ -20,32 +20,37 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
 )
 
-const real = "sim:///1"
+const machineID = "sim:///1"
+
+// onStatusPatch calls f with each patch of a status before it reaches the API server; an error keeps it from there.
+func onStatusPatch(f func(ctx context.Context, c client.Client, object client.Object, patch client.Patch) error) interceptor.Funcs {
+	return interceptor.Funcs{SubResourcePatch: func(
+		ctx context.Context, c client.Client, sub string, object client.Object, patch client.Patch, options ...client.SubResourcePatchOption,
+	) error {
+		if err := f(ctx, c, object, patch); err != nil {
+			return err
+		}
+		return c.SubResource(sub).Patch(ctx, object, patch, options...)
+	}}
+}
 
 // patches records the status patches that reach the API server.
 type patches struct{ sent []map[string]any }
 
-func (p *patches) funcs() interceptor.Funcs {
-	return interceptor.Funcs{
-		SubResourcePatch: func(ctx context.Context, c client.Client, sub string, object client.Object, patch client.Patch, options ...client.SubResourcePatchOption) error {
-			data, err := patch.Data(object)
-			if err != nil {
-				return err
-			}
-			content := map[string]any{}
-			if err := json.Unmarshal(data, &content); err != nil {
-				return err
-			}
-			p.sent = append(p.sent, content)
-			return c.SubResource(sub).Patch(ctx, object, patch, options...)
-		},
+func (p *patches) record(_ context.Context, _ client.Client, object client.Object, patch client.Patch) error {
+	data, err := patch.Data(object)
+	if err != nil {
+		return err
 	}
+	content := map[string]any{}
+	p.sent = append(p.sent, content)
+	return json.Unmarshal(data, &content)
 }
 
 func world(t *testing.T) (*shimtest.World, *patches, func(*karpv1.NodeClaim) reconcile.Result) {
 	t.Helper()
 	recorded := &patches{}
-	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}}, shimtest.WithInterceptor(recorded.funcs()))
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}}, shimtest.WithInterceptor(onStatusPatch(recorded.record)))
 	controller := providerid.New(w.Kube, w.Kube, w.CloudProvider, w.Claims, w.Cluster, w.Recorder)
 	return w, recorded, func(nodeClaim *karpv1.NodeClaim) reconcile.Result {
 		t.Helper()
@@ -67,14 +72,15 @@ func TestThePlaceholderStaysUntilTheMachineHasAnID(t *testing.T) {
 func TestTheRealIDReplacesThePlaceholder(t *testing.T) {
 	w, recorded, reconcile := world(t)
 	nodeClaim := w.Launched("claim")
-	w.Provision(nodeClaim, real)
+	w.Provision(nodeClaim, machineID)
 	reconcile(nodeClaim.DeepCopy())
 	w.Get(nodeClaim)
-	assert.Equal(t, real, nodeClaim.Status.ProviderID)
+	assert.Equal(t, machineID, nodeClaim.Status.ProviderID)
 	require.Len(t, recorded.sent, 1)
+	metadata, _ := recorded.sent[0]["metadata"].(map[string]any)
 	assert.Equal(t, []string{"metadata", "status"}, keys(recorded.sent[0]))
-	assert.Equal(t, []string{"resourceVersion"}, keys(recorded.sent[0]["metadata"].(map[string]any)), "the lock, and nothing else")
-	assert.Equal(t, map[string]any{"providerID": real}, recorded.sent[0]["status"])
+	assert.Equal(t, []string{"resourceVersion"}, keys(metadata), "the lock, and nothing else")
+	assert.Equal(t, map[string]any{"providerID": machineID}, recorded.sent[0]["status"])
 	assert.NotEmpty(t, nodeClaim.Status.Conditions, "the rest of the status is untouched")
 
 	reconcile(nodeClaim)
@@ -99,11 +105,11 @@ func TestItIsPutBackAfterCoreWroteThePlaceholderAgain(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			w, recorded, reconcile := world(t)
 			nodeClaim := w.Launched("claim", change)
-			w.Provision(nodeClaim, real)
+			w.Provision(nodeClaim, machineID)
 			for range 2 {
 				reconcile(nodeClaim.DeepCopy())
 				w.Get(nodeClaim)
-				require.Equal(t, real, nodeClaim.Status.ProviderID)
+				require.Equal(t, machineID, nodeClaim.Status.ProviderID)
 				nodeClaim.Status.ProviderID = w.Placeholder(nodeClaim.UID)
 				require.NoError(t, w.Kube.Status().Update(w.Context(), nodeClaim))
 			}
@@ -115,12 +121,12 @@ func TestItIsPutBackAfterCoreWroteThePlaceholderAgain(t *testing.T) {
 func TestANodeClaimThatIsBeingDeletedGetsItToo(t *testing.T) {
 	w, _, reconcile := world(t)
 	nodeClaim := w.Launched("claim", func(nc *karpv1.NodeClaim) { nc.Finalizers = []string{karpv1.TerminationFinalizer} })
-	w.Provision(nodeClaim, real)
+	w.Provision(nodeClaim, machineID)
 	require.NoError(t, w.Kube.Delete(w.Context(), nodeClaim))
 	w.Get(nodeClaim)
 	reconcile(nodeClaim)
 	w.Get(nodeClaim)
-	assert.Equal(t, real, nodeClaim.Status.ProviderID, "or core would not find its Node, and not drain it")
+	assert.Equal(t, machineID, nodeClaim.Status.ProviderID, "or core would not find its Node, and not drain it")
 }
 
 func TestItWaitsUntilCoreHasRecordedTheLaunch(t *testing.T) {
@@ -131,7 +137,7 @@ func TestItWaitsUntilCoreHasRecordedTheLaunch(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			w, recorded, reconcile := world(t)
 			nodeClaim := w.Launched("claim", change)
-			w.Provision(nodeClaim, real)
+			w.Provision(nodeClaim, machineID)
 			result := reconcile(nodeClaim)
 			assert.Empty(t, recorded.sent, "core would write the placeholder over it")
 			assert.LessOrEqual(t, result.RequeueAfter, 2*time.Second)
@@ -142,10 +148,10 @@ func TestItWaitsUntilCoreHasRecordedTheLaunch(t *testing.T) {
 func TestTheDecisionIsMadeOnTheAPIServersState(t *testing.T) {
 	w, recorded, reconcile := world(t)
 	nodeClaim := w.Launched("claim")
-	w.Provision(nodeClaim, real)
+	w.Provision(nodeClaim, machineID)
 	cached := nodeClaim.DeepCopy()
 	w.Get(nodeClaim)
-	nodeClaim.Status.ProviderID = real
+	nodeClaim.Status.ProviderID = machineID
 	require.NoError(t, w.Kube.Status().Update(w.Context(), nodeClaim))
 	reconcile(cached)
 	assert.Empty(t, recorded.sent)
@@ -158,17 +164,16 @@ func TestTheDecisionIsMadeOnTheAPIServersState(t *testing.T) {
 
 func TestALostRaceIsTriedAgain(t *testing.T) {
 	fail := true
-	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}}, shimtest.WithInterceptor(interceptor.Funcs{
-		SubResourcePatch: func(ctx context.Context, c client.Client, sub string, object client.Object, patch client.Patch, options ...client.SubResourcePatchOption) error {
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}}, shimtest.WithInterceptor(onStatusPatch(
+		func(_ context.Context, _ client.Client, object client.Object, _ client.Patch) error {
 			if fail {
 				return apierrors.NewConflict(schema.GroupResource{}, object.GetName(), nil)
 			}
-			return c.SubResource(sub).Patch(ctx, object, patch, options...)
-		},
-	}))
+			return nil
+		})))
 	controller := providerid.New(w.Kube, w.Kube, w.CloudProvider, w.Claims, w.Cluster, w.Recorder)
 	nodeClaim := w.Launched("claim")
-	w.Provision(nodeClaim, real)
+	w.Provision(nodeClaim, machineID)
 	result, err := controller.Reconcile(w.Context(), nodeClaim.DeepCopy())
 	require.NoError(t, err)
 	assert.Positive(t, result.RequeueAfter)
@@ -177,27 +182,27 @@ func TestALostRaceIsTriedAgain(t *testing.T) {
 	_, err = controller.Reconcile(w.Context(), nodeClaim.DeepCopy())
 	require.NoError(t, err)
 	w.Get(nodeClaim)
-	assert.Equal(t, real, nodeClaim.Status.ProviderID)
+	assert.Equal(t, machineID, nodeClaim.Status.ProviderID)
 }
 
 func TestTheLockIsHonoured(t *testing.T) {
-	var w *shimtest.World
 	racing := true
-	w = shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}}, shimtest.WithInterceptor(interceptor.Funcs{
-		SubResourcePatch: func(ctx context.Context, c client.Client, sub string, object client.Object, patch client.Patch, options ...client.SubResourcePatchOption) error {
-			if racing { // somebody writes between our read and our write
-				racing = false
-				current := &karpv1.NodeClaim{}
-				require.NoError(t, c.Get(ctx, client.ObjectKeyFromObject(object), current))
-				current.Status.NodeName = "raced"
-				require.NoError(t, c.SubResource(sub).Update(ctx, current))
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}}, shimtest.WithInterceptor(onStatusPatch(
+		func(ctx context.Context, c client.Client, object client.Object, _ client.Patch) error {
+			if !racing {
+				return nil
 			}
-			return c.SubResource(sub).Patch(ctx, object, patch, options...)
-		},
-	}))
+			racing = false // somebody writes between our read and our write
+			current := &karpv1.NodeClaim{}
+			if err := c.Get(ctx, client.ObjectKeyFromObject(object), current); err != nil {
+				return err
+			}
+			current.Status.NodeName = "raced"
+			return c.SubResource("status").Update(ctx, current)
+		})))
 	controller := providerid.New(w.Kube, w.Kube, w.CloudProvider, w.Claims, w.Cluster, w.Recorder)
 	nodeClaim := w.Launched("claim")
-	w.Provision(nodeClaim, real)
+	w.Provision(nodeClaim, machineID)
 	_, err := controller.Reconcile(w.Context(), nodeClaim.DeepCopy())
 	require.NoError(t, err)
 	w.Get(nodeClaim)
@@ -206,9 +211,9 @@ func TestTheLockIsHonoured(t *testing.T) {
 
 func TestOneRealIDNeverGoesToTwoNodeClaims(t *testing.T) {
 	w, recorded, reconcile := world(t)
-	owner := w.Launched("owner", func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = real })
+	owner := w.Launched("owner", func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = machineID })
 	nodeClaim := w.Launched("claim")
-	w.Provision(nodeClaim, real)
+	w.Provision(nodeClaim, machineID)
 	reconcile(nodeClaim)
 	assert.Empty(t, recorded.sent)
 	assert.Equal(t, []string{"ProviderIDConflict"}, w.Recorder.Reasons())
@@ -219,7 +224,7 @@ func TestAnIDThatIsNotTheNodeClaimsOwnPlaceholderStays(t *testing.T) {
 	for _, id := range []string{"sim:///2", "capi-claim://default/workload/somebody-else"} {
 		w, recorded, reconcile := world(t)
 		nodeClaim := w.Launched("claim", func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = id })
-		w.Provision(nodeClaim, real)
+		w.Provision(nodeClaim, machineID)
 		reconcile(nodeClaim)
 		assert.Empty(t, recorded.sent)
 		assert.Equal(t, []string{"ProviderIDConflict"}, w.Recorder.Reasons())
@@ -229,7 +234,7 @@ func TestAnIDThatIsNotTheNodeClaimsOwnPlaceholderStays(t *testing.T) {
 func TestEndedClaimsGiveNoID(t *testing.T) {
 	w, recorded, reconcile := world(t)
 	nodeClaim := w.Launched("claim")
-	machine := w.Provision(nodeClaim, real)
+	machine := w.Provision(nodeClaim, machineID)
 	w.Agent.LoseMachine(w.Cluster, machine.GetName())
 	w.Eventually(func() bool {
 		claim, _ := w.Claims.Get(string(nodeClaim.UID))
@@ -242,7 +247,7 @@ func TestEndedClaimsGiveNoID(t *testing.T) {
 func TestForeignNodeClaimsAreLeftAlone(t *testing.T) {
 	w, recorded, reconcile := world(t)
 	nodeClaim := w.Launched("claim", func(nc *karpv1.NodeClaim) { nc.Spec.NodeClassRef.Kind = "EC2NodeClass" })
-	w.Provision(nodeClaim, real)
+	w.Provision(nodeClaim, machineID)
 	result := reconcile(nodeClaim)
 	assert.Empty(t, recorded.sent)
 	assert.Zero(t, result)
