@@ -213,14 +213,14 @@ func decorate(md *clusterv1.MachineDeployment, ms *clusterv1.MachineSet, current
 func summarize(md *clusterv1.MachineDeployment, current *clusterv1.MachineSet, old []*clusterv1.MachineSet) {
 	all := append(slices.Clone(old), current)
 	sum := func(count func(*clusterv1.MachineSet) *int32) *int32 {
-		return ptr.To(lo.SumBy(all, func(ms *clusterv1.MachineSet) int32 { return ptr.Deref(count(ms), 0) }))
+		return new(lo.SumBy(all, func(ms *clusterv1.MachineSet) int32 { return ptr.Deref(count(ms), 0) }))
 	}
 	status := &md.Status
 	status.ObservedGeneration = md.Generation
 	status.Replicas = sum(func(ms *clusterv1.MachineSet) *int32 { return ms.Status.Replicas })
 	status.ReadyReplicas = sum(func(ms *clusterv1.MachineSet) *int32 { return ms.Status.ReadyReplicas })
 	status.AvailableReplicas = sum(func(ms *clusterv1.MachineSet) *int32 { return ms.Status.AvailableReplicas })
-	status.UpToDateReplicas = ptr.To(observed(current))
+	status.UpToDateReplicas = new(observed(current))
 	setPaused(&status.Conditions, false, md.Generation)
 	want, have := ptr.Deref(md.Spec.Replicas, 0), ptr.Deref(status.Replicas, 0)
 	setCondition(&status.Conditions, clusterv1.MachineDeploymentScalingUpCondition, have < want,
@@ -253,7 +253,7 @@ func revision(ms *clusterv1.MachineSet) int {
 }
 
 func scaled(value *intstr.IntOrString, otherwise int, of int32, up bool) int32 {
-	n, err := intstr.GetScaledValueFromIntOrPercent(ptr.To(ptr.Deref(value, intstr.FromInt(otherwise))), int(of), up)
+	n, err := intstr.GetScaledValueFromIntOrPercent(new(ptr.Deref(value, intstr.FromInt(otherwise))), int(of), up)
 	if err != nil {
 		return int32(otherwise)
 	}
