@@ -145,9 +145,6 @@ func (s State) liveMachines(f *findings) {
 		if controllerutil.ContainsFinalizer(m, agentv1.ReleaseFinalizer) && markedForRelease(m) {
 			f.add(FinalizerOnLive, "Machine", m.Name, "carries %s and is not being deleted", agentv1.ReleaseFinalizer)
 		}
-		if _, hooked := m.Annotations[agentv1.ReleaseHookAnnotation]; hooked {
-			f.add(FinalizerOnLive, "Machine", m.Name, "carries the hook %s", agentv1.ReleaseHookAnnotation)
-		}
 		if id := m.Spec.ProviderID; id != "" {
 			if other, taken := byProviderID[id]; taken {
 				f.add(OneClaimOneMachine, "Machine", m.Name, "has the provider ID %s, and so has Machine %s", id, other)

@@ -255,9 +255,6 @@ func TestEachViolationIsCaught(t *testing.T) {
 			s.own.Finalizers = append(s.own.Finalizers, agentv1.ReleaseFinalizer)
 			s.own.Annotations = map[string]string{clusterv1.DeleteMachineAnnotation: agentv1.Group}
 		}, invariants.FinalizerOnLive, "Machine own", false},
-		{"a Machine keeps the agent's hook", func(s *scene) {
-			s.own.Annotations = map[string]string{agentv1.ReleaseHookAnnotation: ""}
-		}, invariants.FinalizerOnLive, "Machine own", false},
 		{"a Machine is being deleted for ever", func(s *scene) {
 			s.own.DeletionTimestamp = &now
 		}, invariants.NothingInFlight, "Machine own", false},

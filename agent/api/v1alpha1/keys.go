@@ -21,9 +21,6 @@ const (
 	// ReleaseFinalizer holds a Machine whose instance is gone until its replica has been given back. It is added only when
 	// the Machine is being released, never to a live one.
 	ReleaseFinalizer = Group + "/release"
-	// ReleaseHookAnnotation is the pre-terminate hook that holds a Machine which somebody else began to delete before its
-	// release was asked for (finalizers cannot be added then, annotations can).
-	ReleaseHookAnnotation = "pre-terminate.delete.hook.machine.cluster.x-k8s.io/karpenter-capi-agent"
 	// PausedByAgent is the value of Cluster API's paused annotation where the agent set it. Any other value is a person's,
 	// and is left alone.
 	PausedByAgent = Group
