@@ -835,6 +835,9 @@ func (s *snapshot) actOnMachines(d *decision) {
 			d.actions = append(d.actions, action{kind: hold, machine: m, release: r})
 		case recorded && r.GivenBack && held(m) && s.carriedThrough(r.Generation):
 			d.actions = append(d.actions, action{kind: letGo, machine: m})
+		case held(m) && deletionCompleted(m) && !s.md.DeletionTimestamp.IsZero():
+			// Cluster API deletes the whole group, makes nothing anew, and waits for this Machine.
+			d.actions = append(d.actions, action{kind: letGo, machine: m})
 		case !recorded && held(m) && deletionCompleted(m):
 			// Held by a ledger that is lost. Whether its replica was given back is not known, so it is not lowered; if it
 			// was not, the replacement is a spare.

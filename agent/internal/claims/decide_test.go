@@ -296,6 +296,18 @@ func TestAReplicaThatANewClaimTakesAtOnceWaitsForNoNewGeneration(t *testing.T) {
 	assert.Contains(t, kinds(decide(s)), letGo)
 }
 
+func TestAMachineOfAGroupThatIsBeingDeletedIsLetGo(t *testing.T) {
+	for name, back := range map[string]Release{"given back": {Machine: "a", GivenBack: true, Generation: 4}, "not given back": {Machine: "a"}} {
+		t.Run(name, func(t *testing.T) {
+			s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Releasing: map[types.UID]Release{"a": back}}).withMachine("a", "", completed)
+			s.md.DeletionTimestamp = new(metav1.NewTime(s.now))
+			s.md.Generation = 4 // Cluster API does not observe generations of what it deletes
+			s.group.Refusal = &eligibility.Refusal{Reason: eligibility.Deleting}
+			assert.Contains(t, kinds(decide(s)), letGo)
+		})
+	}
+}
+
 func TestAMachineWhoseClaimsObjectWasLostKeepsItsClaim(t *testing.T) {
 	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).withMachine("a", "c", node)
 	s.lost = map[string]*clusterv1.Machine{"c": s.machines[0]}
