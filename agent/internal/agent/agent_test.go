@@ -2,6 +2,7 @@ package agent_test
 
 import (
 	"context"
+	"flag"
 	"fmt"
 	"os"
 	"sync"
@@ -23,6 +24,7 @@ import (
 var plane *capitest.ControlPlane
 
 func TestMain(m *testing.M) {
+	flag.Parse() // before anything is started: a flag that does not exist ends the process
 	log.SetLogger(logr.Discard())
 	if os.Getenv("AGENT_TEST_LOG") != "" {
 		log.SetLogger(funcr.New(func(prefix, args string) { fmt.Fprintln(os.Stderr, prefix, args) }, funcr.Options{Verbosity: 1}))

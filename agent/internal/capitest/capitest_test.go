@@ -2,6 +2,7 @@ package capitest_test
 
 import (
 	"context"
+	"flag"
 	"fmt"
 	"os"
 	"testing"
@@ -24,6 +25,7 @@ import (
 var plane *capitest.ControlPlane
 
 func TestMain(m *testing.M) {
+	flag.Parse() // before anything is started: a flag that does not exist ends the process
 	log.SetLogger(logr.Discard())
 	var err error
 	if plane, err = capitest.StartControlPlane(); err != nil {

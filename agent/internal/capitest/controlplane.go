@@ -39,6 +39,7 @@ type ControlPlane struct {
 	Client client.WithWatch
 
 	environment *envtest.Environment
+	guard       *guard
 	namespaces  atomic.Int64
 }
 
@@ -72,16 +73,21 @@ func StartControlPlane() (*ControlPlane, error) {
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("starting the API server: %w", err), environment.Stop())
 	}
+	guard, err := guardChildren()
+	if err != nil {
+		return nil, errors.Join(err, environment.Stop())
+	}
 	config.QPS, config.Burst = 1000, 1000
 	c, err := client.NewWithWatch(config, client.Options{Scheme: environment.Scheme})
 	if err != nil {
-		return nil, errors.Join(fmt.Errorf("making a client: %w", err), environment.Stop())
+		return nil, errors.Join(fmt.Errorf("making a client: %w", err), environment.Stop(), guard.dismiss())
 	}
-	return &ControlPlane{Config: config, Scheme: environment.Scheme, Client: c, environment: environment}, nil
+	return &ControlPlane{Config: config, Scheme: environment.Scheme, Client: c, environment: environment, guard: guard}, nil
 }
 
-// Stop ends the API server and etcd and removes their data.
-func (p *ControlPlane) Stop() error { return p.environment.Stop() }
+// Stop ends the API server and etcd and removes their data. Should the process end without it, they end too, but their data
+// stays in the temporary folder.
+func (p *ControlPlane) Stop() error { return errors.Join(p.environment.Stop(), p.guard.dismiss()) }
 
 // Namespace makes a new, empty namespace.
 func (p *ControlPlane) Namespace(tb testing.TB) string {

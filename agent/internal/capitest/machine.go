@@ -12,7 +12,6 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/utils/ptr"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
@@ -79,8 +78,8 @@ func (r *machines) live(ctx context.Context, before, machine *clusterv1.Machine,
 	}
 	if machine.Spec.ProviderID != "" {
 		machine.Status.Phase = string(clusterv1.MachinePhaseProvisioned)
-		machine.Status.Initialization.InfrastructureProvisioned = ptr.To(true)
-		machine.Status.Initialization.BootstrapDataSecretCreated = ptr.To(true)
+		machine.Status.Initialization.InfrastructureProvisioned = new(true)
+		machine.Status.Initialization.BootstrapDataSecretCreated = new(true)
 		machine.Status.FailureDomain = machine.Spec.FailureDomain
 		setCondition(conditions, clusterv1.MachineInfrastructureReadyCondition, true,
 			clusterv1.MachineInfrastructureReadyReason, "", "", machine.Generation)

@@ -92,9 +92,9 @@ func Run(ctx context.Context, plane *ControlPlane, options Options) (*Model, err
 		HealthProbeBindAddress:  "0",
 		Cache:                   cache.Options{DefaultNamespaces: namespaces},
 		Client:                  client.Options{FieldOwner: "capitest"},
-		GracefulShutdownTimeout: ptr.To(10 * time.Second),
+		GracefulShutdownTimeout: new(10 * time.Second),
 		Controller: config.Controller{
-			SkipNameValidation: ptr.To(true), MaxConcurrentReconciles: 4, UsePriorityQueue: ptr.To(true),
+			SkipNameValidation: new(true), MaxConcurrentReconciles: 4, UsePriorityQueue: new(true),
 		},
 	})
 	if err != nil {

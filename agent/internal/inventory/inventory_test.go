@@ -2,6 +2,7 @@ package inventory_test
 
 import (
 	"context"
+	"flag"
 	"fmt"
 	"os"
 	"testing"
@@ -33,6 +34,7 @@ const patience = 20 * time.Second
 var plane *capitest.ControlPlane
 
 func TestMain(m *testing.M) {
+	flag.Parse() // before anything is started: a flag that does not exist ends the process
 	log.SetLogger(logr.Discard())
 	var err error
 	if plane, err = capitest.StartControlPlane(); err != nil {
