@@ -63,7 +63,7 @@ func names(machines []clusterv1.Machine) []string {
 func scale(g Gomega, md *clusterv1.MachineDeployment, replicas int32) {
 	g.Expect(plane.Client.Get(context.Background(), client.ObjectKeyFromObject(md), md)).To(Succeed())
 	before := md.DeepCopy()
-	md.Spec.Replicas = ptr.To(replicas)
+	md.Spec.Replicas = new(replicas)
 	g.Expect(plane.Client.Patch(context.Background(), md, client.MergeFrom(before))).To(Succeed())
 }
 

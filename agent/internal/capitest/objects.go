@@ -8,7 +8,6 @@ import (
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/util/intstr"
-	"k8s.io/utils/ptr"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -43,7 +42,7 @@ func NewMachineDeployment(
 		},
 		Spec: clusterv1.MachineDeploymentSpec{
 			ClusterName: cluster,
-			Replicas:    ptr.To(replicas),
+			Replicas:    new(replicas),
 			Rollout: clusterv1.MachineDeploymentRolloutSpec{
 				Strategy: clusterv1.MachineDeploymentRolloutStrategy{Type: clusterv1.OnDeleteMachineDeploymentStrategyType},
 			},
@@ -53,7 +52,7 @@ func NewMachineDeployment(
 				Spec: clusterv1.MachineSpec{
 					ClusterName: cluster,
 					Version:     "v1.36.3",
-					Bootstrap:   clusterv1.Bootstrap{DataSecretName: ptr.To("bootstrap")},
+					Bootstrap:   clusterv1.Bootstrap{DataSecretName: new("bootstrap")},
 					InfrastructureRef: clusterv1.ContractVersionedObjectReference{
 						APIGroup: InfrastructureGroup, Kind: InfrastructureTemplateKind, Name: name,
 					},
@@ -72,7 +71,7 @@ func RollingUpdate(md *clusterv1.MachineDeployment) {
 	md.Spec.Rollout.Strategy = clusterv1.MachineDeploymentRolloutStrategy{
 		Type: clusterv1.RollingUpdateMachineDeploymentStrategyType,
 		RollingUpdate: clusterv1.MachineDeploymentRolloutStrategyRollingUpdate{
-			MaxSurge: ptr.To(intstr.FromInt32(1)), MaxUnavailable: ptr.To(intstr.FromInt32(0)),
+			MaxSurge: new(intstr.FromInt32(1)), MaxUnavailable: new(intstr.FromInt32(0)),
 		},
 	}
 }

@@ -16,7 +16,6 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/rand"
 	"k8s.io/apimachinery/pkg/util/wait"
-	"k8s.io/utils/ptr"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
@@ -178,7 +177,7 @@ func (r *sets) seen(ctx context.Context, machine *clusterv1.Machine, shows func(
 
 func (r *sets) summarize(ms *clusterv1.MachineSet, owned []*clusterv1.Machine, blocked string) {
 	count := func(is func(*clusterv1.Machine) bool) *int32 {
-		return ptr.To(int32(lo.CountBy(owned, is)))
+		return new(int32(lo.CountBy(owned, is)))
 	}
 	holds := func(condition string) func(*clusterv1.Machine) bool {
 		return func(machine *clusterv1.Machine) bool {
@@ -187,7 +186,7 @@ func (r *sets) summarize(ms *clusterv1.MachineSet, owned []*clusterv1.Machine, b
 	}
 	status := &ms.Status
 	status.ObservedGeneration = ms.Generation
-	status.Replicas = ptr.To(int32(len(owned)))
+	status.Replicas = new(int32(len(owned)))
 	status.ReadyReplicas = count(holds(clusterv1.MachineReadyCondition))
 	status.AvailableReplicas = count(holds(clusterv1.MachineAvailableCondition))
 	status.UpToDateReplicas = count(holds(clusterv1.MachineUpToDateCondition))
