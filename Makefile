@@ -94,7 +94,7 @@ verify: verify-generated verify-docs verify-modules verify-imports lint ## Check
 # In a copy, so that a check never changes the tree that it checks.
 .PHONY: verify-generated
 verify-generated: $(GENERATORS)
-	@echo "verify: generated files are current"
+	@echo "verify: generated files"
 	@dir=$$(mktemp -d) && trap 'rm -rf "$$dir"' EXIT && mkdir "$$dir/is" "$$dir/should" && \
 	tar -c --exclude=./$(BIN) --exclude=./.git --exclude=./.sandbox --exclude=./.test . | tar -x -C "$$dir/is" && cp -a "$$dir/is/." "$$dir/should" && \
 	ln -s $(abspath $(BIN)) "$$dir/should/$(BIN)" && $(MAKE) -C "$$dir/should" generate-proto generate-go sandbox-generate >/dev/null && rm "$$dir/should/$(BIN)" && \
@@ -102,14 +102,14 @@ verify-generated: $(GENERATORS)
 
 .PHONY: verify-docs
 verify-docs: $(OPTIONS_DOCS) $(BIN)/capi-agent $(BIN)/karpenter
-	@echo "verify: docs/options.md is current"
+	@echo "verify: docs/options.md"
 	@page=$$(mktemp) && trap 'rm -f "$$page"' EXIT && $(OPTIONS_DOCS) "$$page" $(OPTIONS_OF) && \
 	diff -u docs/options.md "$$page" || { echo "docs/options.md is not current: run make generate" >&2; exit 1; }
 
 .PHONY: verify-modules
 verify-modules:
 	@for module in $(MODULES) $(patsubst %/main.go,%,$(wildcard deploy/tools/*/main.go)); do \
-		echo "verify: $$module/go.mod is tidy"; \
+		echo "verify: $$module/go.mod"; \
 		(cd $$module && GOWORK=off go mod tidy -diff) || { echo "run go mod tidy in $$module" >&2; exit 1; }; \
 	done
 
@@ -123,7 +123,7 @@ verify-imports:
 
 # $(call must_not_import,<module>,<import path prefixes>)
 define must_not_import
-echo "verify: $(1) imports nothing of $(2)"; \
+echo "verify: imports of $(1)"; \
 deps=$$(go list -test -deps -f '{{.ImportPath}}' ./$(1)/...); \
 for prefix in $(2); do ! grep "^$$prefix" <<<"$$deps" || { echo "$(1) must not import $$prefix" >&2; exit 1; }; done
 endef
