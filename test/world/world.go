@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/samber/lo"
@@ -121,23 +122,25 @@ func (w *World) Scale(ctx context.Context, name types.NamespacedName, replicas i
 // something that is missing.
 func Poll(ctx context.Context, condition func(context.Context) (missing string, err error)) error {
 	var missing string
-	var fault error
 	err := wait.PollUntilContextCancel(ctx, pollInterval, true, func(ctx context.Context) (bool, error) {
 		now, err := condition(ctx)
-		if fault = err; err != nil {
-			return false, nil
+		switch {
+		case err == nil:
+			missing = now
+		case missing == "" || !timeIsUp(err): // which must not hide what was seen before
+			missing = err.Error()
 		}
-		missing = now
-		return missing == "", nil
+		return err == nil && missing == "", nil
 	})
-	switch {
-	case err == nil:
-		return nil
-	case missing == "":
-		return fmt.Errorf("%w: %w", context.Cause(ctx), fault)
-	default:
+	if err != nil {
 		return fmt.Errorf("still waiting for %s: %w", missing, context.Cause(ctx))
 	}
+	return nil
+}
+
+// timeIsUp: the clients' rate limiter says so in text only.
+func timeIsUp(err error) bool {
+	return errors.Is(err, context.DeadlineExceeded) || strings.Contains(err.Error(), "would exceed context deadline")
 }
 
 // AwaitNodePool waits until a NodePool, and with it its NodeClass, is ready.
