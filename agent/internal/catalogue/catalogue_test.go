@@ -332,7 +332,7 @@ func TestPausedAndDeletedClusters(t *testing.T) {
 		return func(g *agentv1alpha1.NodeGroup) bool { return g.GetAvailability().GetReason() == want }
 	}
 	cluster := capitest.NewCluster(f.namespace, "spoke")
-	f.change(cluster, func() { cluster.Spec.Paused = ptr.To(true) })
+	f.change(cluster, func() { cluster.Spec.Paused = new(true) })
 	f.until("small", reason(agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED))
 	f.change(cluster, func() { cluster.Spec.Paused = nil })
 	f.until("small", func(g *agentv1alpha1.NodeGroup) bool { return g.GetAvailability().GetAvailable() })

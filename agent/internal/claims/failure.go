@@ -35,7 +35,7 @@ func (s *snapshot) judge(d *decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 	if m != nil && hasNode(m) {
 		return false
 	}
-	why := ""
+	var why string
 	switch {
 	case m == nil:
 		why = s.late(d, c.CreationTimestamp.Time, s.failure.ObjectDeadline, "no Machine was created")

@@ -180,7 +180,8 @@ func (w *world) spec(ctx context.Context, c client.Client, o client.Object) stri
 
 func must(t interface {
 	Fatalf(format string, args ...any)
-}, err error) {
+}, err error,
+) {
 	if err != nil {
 		t.Fatalf("unexpected: %v", err)
 	}

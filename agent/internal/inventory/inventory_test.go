@@ -13,7 +13,6 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
-	"k8s.io/utils/ptr"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/log"
@@ -106,7 +105,7 @@ func (f *fixture) machine(name string, changes ...func(*clusterv1.Machine)) *clu
 			clusterv1.ClusterNameLabel: "spoke", clusterv1.MachineDeploymentNameLabel: "small",
 		}},
 		Spec: clusterv1.MachineSpec{
-			ClusterName: "spoke", Bootstrap: clusterv1.Bootstrap{DataSecretName: ptr.To("x")},
+			ClusterName: "spoke", Bootstrap: clusterv1.Bootstrap{DataSecretName: new("x")},
 			InfrastructureRef: clusterv1.ContractVersionedObjectReference{APIGroup: "g.io", Kind: "K", Name: name},
 		},
 	}

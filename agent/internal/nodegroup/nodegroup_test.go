@@ -35,7 +35,7 @@ func TestRevisionChangesWithWhatRollsMachinesOut(t *testing.T) {
 	for name, change := range map[string]func(*clusterv1.MachineDeployment){
 		"version":        func(md *clusterv1.MachineDeployment) { md.Spec.Template.Spec.Version = "v1.37.0" },
 		"template":       func(md *clusterv1.MachineDeployment) { md.Spec.Template.Spec.InfrastructureRef.Name = "t2" },
-		"bootstrap":      func(md *clusterv1.MachineDeployment) { md.Spec.Template.Spec.Bootstrap.DataSecretName = ptr.To("x") },
+		"bootstrap":      func(md *clusterv1.MachineDeployment) { md.Spec.Template.Spec.Bootstrap.DataSecretName = new("x") },
 		"failure domain": func(md *clusterv1.MachineDeployment) { md.Spec.Template.Spec.FailureDomain = "a" },
 		"rollout after":  func(md *clusterv1.MachineDeployment) { md.Spec.Rollout.After = metav1.NewTime(time.Unix(1, 0)) },
 	} {
