@@ -64,7 +64,8 @@ func TestBadDescriptionsOfNodeGroupsAreReportedAndHarmNobodyElse(t *testing.T) {
 
 	t.Run("a selector that matches nothing", func(t *testing.T) {
 		g := NewWithT(t)
-		g.Expect(world.Poll(within(t, soon), conditionSays("matches-nothing", shimv1.ConditionNodeGroupsFound, "spec.scalableResourceSelector"))).To(Succeed())
+		g.Expect(world.Poll(within(t, soon),
+			conditionSays("matches-nothing", shimv1.ConditionNodeGroupsFound, "spec.scalableResourceSelector"))).To(Succeed())
 		g.Expect(world.Poll(within(t, soon), conditionSays("matches-nothing", "Ready", shimv1.ConditionNodeGroupsFound))).To(Succeed())
 		g.Expect(world.Poll(within(t, soon), eventInSpokeSays("ClusterAPINodeClass", "matches-nothing", "spec.scalableResourceSelector"))).To(Succeed())
 	})

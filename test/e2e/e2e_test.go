@@ -10,6 +10,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -206,8 +207,8 @@ func apply(t *testing.T, c client.Client, files ...string) {
 	t.Cleanup(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), soon)
 		defer cancel()
-		for i := len(files) - 1; i >= 0; i-- {
-			if err := manifests.Delete(ctx, c, files[i]); err != nil {
+		for _, file := range slices.Backward(files) {
+			if err := manifests.Delete(ctx, c, file); err != nil {
 				t.Error(err)
 			}
 		}

@@ -170,7 +170,7 @@ func (r *Recorder) reach(j *Journey, stage Stage) bool {
 	return true
 }
 
-func (j *Journey) since(stage Stage) string {
+func (j Journey) since(stage Stage) string {
 	if !j.Reached(stage) {
 		return ""
 	}

@@ -193,7 +193,8 @@ func (r *run) scaleUp(ctx context.Context) error {
 	r.result.Pods, r.result.Nodes = state.Pods.Running, len(state.Live())
 	r.result.Launch = journey.LatencyOf(r.mine(state), journey.Created, journey.Launched)
 	r.result.Join = journey.LatencyOf(r.mine(state), journey.Created, journey.Initialized)
-	r.Note("%d pods run on %d nodes made for them; NodeClaim to launched: median %s, 99th percentile %s; to a node that takes pods: median %s, 99th percentile %s",
+	r.Note("%d pods run on %d nodes made for them; NodeClaim to launched: median %s, 99th percentile %s; "+
+		"to a node that takes pods: median %s, 99th percentile %s",
 		r.result.Pods, r.result.Nodes, round(r.result.Launch.Median), round(r.result.Launch.P99), round(r.result.Join.Median), round(r.result.Join.P99))
 	if r.result.Nodes != Full.TotalNodes() {
 		return fmt.Errorf("%d nodes were made for the pods, %d would do: %s", r.result.Nodes, Full.TotalNodes(), perGroup(state))

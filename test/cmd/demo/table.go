@@ -3,6 +3,7 @@ package main
 import (
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -134,7 +135,8 @@ func (m *model) View() string {
 	}
 	state := m.recorder.State()
 	pods := fmt.Sprintf("pods  %s waiting  %s starting  %s running    nodes %d",
-		going.Render(fmt.Sprint(state.Pods.Waiting)), going.Render(fmt.Sprint(state.Pods.Starting)), good.Render(fmt.Sprint(state.Pods.Running)), state.Nodes)
+		going.Render(strconv.Itoa(state.Pods.Waiting)), going.Render(strconv.Itoa(state.Pods.Starting)),
+		good.Render(strconv.Itoa(state.Pods.Running)), state.Nodes)
 	groups := strings.Join(lo.Map(state.Groups, func(g journey.Group, _ int) string {
 		return fmt.Sprintf("%s %s", g.Name, faint.Render(fmt.Sprintf("replicas %d, machines %d, claims %d", g.Replicas, g.Machines, g.Claims)))
 	}), "    ")
