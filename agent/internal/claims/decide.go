@@ -7,6 +7,7 @@ import (
 	"slices"
 	"time"
 
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
@@ -85,6 +86,10 @@ const (
 	hold actionKind = "hold"
 	// letGo takes the finalizer off.
 	letGo actionKind = "let-go"
+	// pauseMachineSet and unpauseMachineSet keep a MachineSet from making Machines while replicas are lowered for those that
+	// it has not made.
+	pauseMachineSet   actionKind = "pause-machine-set"
+	unpauseMachineSet actionKind = "unpause-machine-set"
 	// lowerSet lowers one MachineSet while the MachineDeployment is paused.
 	lowerSet actionKind = "lower-set"
 )
@@ -125,6 +130,7 @@ func decide(s *snapshot) *decision {
 	s.coverShortage(d, next)
 	d.spare, d.spendable = spare > 0, spare > s.unusable(next)
 	spare = s.releaseSpare(d, next, spare)
+	spare = s.shrink(d, next, spare)
 
 	next.Spare = max(0, spare)
 	next.LastReplicas = d.replicas
@@ -419,12 +425,11 @@ func (s *snapshot) lowered(set string, uid types.UID) bool {
 }
 
 func isPaused(md *clusterv1.MachineDeployment) bool {
-	for i := range md.Status.Conditions {
-		if c := &md.Status.Conditions[i]; c.Type == clusterv1.PausedCondition {
-			return c.Status == "True"
-		}
-	}
-	return false
+	return conditionTrue(md.Status.Conditions, clusterv1.PausedCondition)
+}
+
+func conditionTrue(conditions []metav1.Condition, kind string) bool {
+	return slices.ContainsFunc(conditions, func(c metav1.Condition) bool { return c.Type == kind && c.Status == metav1.ConditionTrue })
 }
 
 // count is a length as a number of replicas.
@@ -622,14 +627,7 @@ func (s *snapshot) coverShortage(d *decision, next *Ledger) {
 // releaseSpare begins to remove Machines that nobody has wanted for the grace period: never during a rollout, whose surge
 // Machines would be taken for spares, never while a claim waits, and never the floor's.
 func (s *snapshot) releaseSpare(d *decision, next *Ledger, spare int32) int32 {
-	if spare <= 0 || next.unnamed() > 0 {
-		return spare
-	}
-	if s.spareSince.IsZero() || s.now.Sub(s.spareSince) < s.spareGrace {
-		d.wake(s.spareGrace)
-		if !s.spareSince.IsZero() {
-			d.wake(s.spareGrace - s.now.Sub(s.spareSince))
-		}
+	if spare <= 0 || next.unnamed() > 0 || !s.graceOver(d) {
 		return spare
 	}
 	if s.rollingOut() || !s.observed(s.md.Generation) || s.group.Refusal != nil && s.group.Refusal.Reason == eligibility.Paused {
@@ -650,6 +648,54 @@ func (s *snapshot) releaseSpare(d *decision, next *Ledger, spare int32) int32 {
 	for _, m := range free[:surplus] {
 		next.Releasing[m.UID] = Release{Machine: m.Name, Claim: claimOf(m)}
 		spare--
+	}
+	return spare
+}
+
+// graceOver reports whether the spare has been there for the grace period, and asks to be woken then.
+func (s *snapshot) graceOver(d *decision) bool {
+	if s.spareSince.IsZero() {
+		d.wake(s.spareGrace)
+		return false
+	}
+	left := s.spareGrace - s.now.Sub(s.spareSince)
+	if left > 0 {
+		d.wake(left)
+	}
+	return left <= 0
+}
+
+// shrink gives spares back whose Machines never came, because their MachineSet is blocked. Lowering replicas while the
+// MachineSet may be making them after all would make it delete others, so it is paused first and its Machines are counted
+// then. It is unpaused once the lowered number has reached it, or when the spare found another use.
+func (s *snapshot) shrink(d *decision, next *Ledger, spare int32) int32 {
+	// Spares that are Machines are released, not counted down.
+	missing := min(s.group.Replicas-count(s.machines), spare-max(0, count(s.free(next))-s.floor(next)))
+	active := s.activeSets()
+	paused := s.group.Refusal != nil && s.group.Refusal.Reason == eligibility.Paused
+	if missing > 0 && len(active) == 1 && !s.rollingOut() && !paused && s.graceOver(d) {
+		value, marked := active[0].Annotations[clusterv1.PausedAnnotation]
+		switch {
+		case !marked && s.observed(s.md.Generation):
+			d.actions = append(d.actions, action{kind: pauseMachineSet, set: active[0]})
+		case value == v1alpha1.PausedByAgent && conditionTrue(active[0].Status.Conditions, clusterv1.PausedCondition):
+			d.replicas -= missing
+			d.urgent = true
+			return spare - missing
+		}
+		return spare
+	}
+	var sum int32
+	for _, set := range s.sets {
+		sum += replicasOf(set)
+	}
+	if s.md.Status.ObservedGeneration < s.md.Generation || sum != s.group.Replicas || d.replicas != s.group.Replicas {
+		return spare
+	}
+	for _, set := range s.sets {
+		if set.Annotations[clusterv1.PausedAnnotation] == v1alpha1.PausedByAgent {
+			d.actions = append(d.actions, action{kind: unpauseMachineSet, set: set})
+		}
 	}
 	return spare
 }
@@ -717,6 +763,8 @@ func (s *snapshot) actOnClaims(d *decision) {
 				d.actions = append(d.actions, action{kind: restore, claim: c, machine: owned})
 			} else if entered {
 				s.actOnPending(d, c, named)
+			} else if refusal, refused := d.refused[id]; refused {
+				s.endAbandoned(d, c, refusal)
 			}
 		case v1alpha1.PhaseBound:
 			switch {
@@ -748,6 +796,22 @@ func (s *snapshot) actOnClaims(d *decision) {
 		}
 	}
 	s.expire(d)
+}
+
+// abandonedAfter is how long a claim that no group has entered is left to the call that makes it, which moves it on or ends it.
+const abandonedAfter = 2 * time.Minute
+
+// endAbandoned ends a claim that has no room and whose call is gone, together with the agent that served it.
+func (s *snapshot) endAbandoned(d *decision, c *v1alpha1.MachineClaim, refusal eligibility.Refusal) {
+	if left := abandonedAfter - s.now.Sub(c.CreationTimestamp.Time); left > 0 {
+		d.wake(left)
+		return
+	}
+	reason := ReasonRefused
+	if refusal.Reason == eligibility.AtMaxSize || refusal.Reason == eligibility.CoolingDown {
+		reason = ReasonNoRoom
+	}
+	d.end(c, reason, refusal.Message)
 }
 
 func (s *snapshot) actOnPending(d *decision, c *v1alpha1.MachineClaim, named Named) {

@@ -198,6 +198,14 @@ func (e *Engine) do(ctx context.Context, a action) error {
 		return e.patchMachine(ctx, a.machine, m)
 	case lowerSet:
 		return e.lowerSet(ctx, a)
+	case pauseMachineSet:
+		set := a.set.DeepCopy()
+		metav1.SetMetaDataAnnotation(&set.ObjectMeta, clusterv1.PausedAnnotation, v1alpha1.PausedByAgent)
+		return e.patchSet(ctx, a.set, set)
+	case unpauseMachineSet:
+		set := a.set.DeepCopy()
+		delete(set.Annotations, clusterv1.PausedAnnotation)
+		return e.patchSet(ctx, a.set, set)
 	}
 	panic("unknown action " + a.kind)
 }
@@ -297,7 +305,12 @@ func (e *Engine) lowerSet(ctx context.Context, a action) error {
 		uids = uids[extra:]
 	}
 	metav1.SetMetaDataAnnotation(&set.ObjectMeta, v1alpha1.ReleasedAnnotation, joinUIDs(uids))
-	return e.Client.Patch(ctx, set, client.MergeFromWithOptions(a.set, client.MergeFromWithOptimisticLock{}), fieldOwner)
+	return e.patchSet(ctx, a.set, set)
+}
+
+// patchSet writes the difference, if the MachineSet is still as it was read.
+func (e *Engine) patchSet(ctx context.Context, before, after *clusterv1.MachineSet) error {
+	return e.Client.Patch(ctx, after, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), fieldOwner)
 }
 
 // patchMachine writes the difference, if the Machine is still as it was read.
