@@ -73,16 +73,14 @@ func run(m *testing.M) int {
 		return 1
 	}
 	say("e2e: the sandbox is up after %.0f s", time.Since(began).Seconds())
-	ended := make(chan struct{})
-	defer close(ended)
+	stop()
+	interrupts := make(chan os.Signal, 1)
+	signal.Notify(interrupts, os.Interrupt, syscall.SIGTERM)
 	go func() {
-		select {
-		case <-ended:
-		case <-ctx.Done():
-			// The testing package knows no way to stop early, and the sandbox must not stay.
-			w.Stop()
-			os.Exit(interrupted)
-		}
+		// The testing package knows no way to stop early, and the sandbox must not stay.
+		<-interrupts
+		w.Stop()
+		os.Exit(interrupted)
 	}()
 
 	code := m.Run()

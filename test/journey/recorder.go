@@ -23,8 +23,12 @@ import (
 	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// gatherPods is how long changes of pods are gathered into one event.
-const gatherPods = 300 * time.Millisecond
+const (
+	// gatherPods is how long changes of pods are gathered into one event.
+	gatherPods = 300 * time.Millisecond
+	// gatherChanges is how often a condition is asked at most.
+	gatherChanges = 50 * time.Millisecond
+)
 
 // Event is one change that is worth a line.
 type Event struct {
@@ -413,10 +417,16 @@ func (r *Recorder) Await(ctx context.Context, condition func(State) (missing str
 		if missing == "" {
 			return nil
 		}
+		// Changes come by the hundred: they are looked at a few at a time.
+		last := time.Now()
 		select {
 		case <-changed:
 		case <-ctx.Done():
 			return fmt.Errorf("still waiting for %s: %w", missing, context.Cause(ctx))
+		}
+		select {
+		case <-time.After(gatherChanges - time.Since(last)):
+		case <-ctx.Done():
 		}
 	}
 }
