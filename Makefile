@@ -143,7 +143,9 @@ lint-go: $(GOLANGCI_LINT)
 
 .PHONY: lint-charts
 lint-charts: $(HELM)
-	@for chart in deploy/charts/*/Chart.yaml; do echo "lint: $${chart%/Chart.yaml}"; $(HELM) lint --strict --quiet "$${chart%/Chart.yaml}"; done
+	@for values in deploy/charts/*/ci/*-values.yaml; do \
+		echo "lint: $${values%%/ci/*} with $${values##*/}"; $(HELM) lint --strict --quiet --values "$$values" "$${values%%/ci/*}"; \
+	done
 
 ##@ Sandbox
 
