@@ -363,7 +363,7 @@ func (s *snapshot) giveBackPaused(d *decision, next *Ledger, ready []types.UID) 
 		}
 	case !paused:
 		d.pause, d.urgent = pauseSet, true // our pause was removed; put it back and go on
-	case ours && isPaused(s.md) && s.setsLowered(d, next, begun):
+	case ours && isPaused(s.md.Status.Conditions) && s.setsLowered(d, next, begun):
 		d.replicas -= min(count(begun), d.replicas)
 		for _, uid := range begun {
 			r := next.Releasing[uid]
@@ -424,12 +424,11 @@ func (s *snapshot) lowered(set string, uid types.UID) bool {
 	return found == nil || slices.Contains(releasedFrom(found), uid)
 }
 
-func isPaused(md *clusterv1.MachineDeployment) bool {
-	return conditionTrue(md.Status.Conditions, clusterv1.PausedCondition)
-}
-
-func conditionTrue(conditions []metav1.Condition, kind string) bool {
-	return slices.ContainsFunc(conditions, func(c metav1.Condition) bool { return c.Type == kind && c.Status == metav1.ConditionTrue })
+// isPaused reports whether Cluster API says that it leaves the object of these conditions alone.
+func isPaused(conditions []metav1.Condition) bool {
+	return slices.ContainsFunc(conditions, func(c metav1.Condition) bool {
+		return c.Type == clusterv1.PausedCondition && c.Status == metav1.ConditionTrue
+	})
 }
 
 // count is a length as a number of replicas.
@@ -678,7 +677,7 @@ func (s *snapshot) shrink(d *decision, next *Ledger, spare int32) int32 {
 		switch {
 		case !marked && s.observed(s.md.Generation):
 			d.actions = append(d.actions, action{kind: pauseMachineSet, set: active[0]})
-		case value == v1alpha1.PausedByAgent && conditionTrue(active[0].Status.Conditions, clusterv1.PausedCondition):
+		case value == v1alpha1.PausedByAgent && isPaused(active[0].Status.Conditions):
 			d.replicas -= missing
 			d.urgent = true
 			return spare - missing

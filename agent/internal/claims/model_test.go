@@ -306,7 +306,7 @@ func (w *world) deploymentStep(group string, pick func(n int) int) bool {
 	ctx := context.Background()
 	md := w.md(group)
 	_, paused := md.Annotations[clusterv1.PausedAnnotation]
-	if paused != isPaused(md) {
+	if paused != isPaused(md.Status.Conditions) {
 		md.Status.Conditions = []metav1.Condition{{Type: clusterv1.PausedCondition, Status: "False", Reason: "NotPaused"}}
 		if paused {
 			md.Status.Conditions[0].Status = "True"
@@ -377,8 +377,8 @@ func (w *world) deploymentStep(group string, pick func(n int) int) bool {
 func (w *world) setStep(s *clusterv1.MachineSet, pick func(n int) int) {
 	ctx := context.Background()
 	group := s.Labels[clusterv1.MachineDeploymentNameLabel]
-	if _, paused := s.Annotations[clusterv1.PausedAnnotation]; paused || conditionTrue(s.Status.Conditions, clusterv1.PausedCondition) {
-		if paused == conditionTrue(s.Status.Conditions, clusterv1.PausedCondition) {
+	if _, paused := s.Annotations[clusterv1.PausedAnnotation]; paused || isPaused(s.Status.Conditions) {
+		if paused == isPaused(s.Status.Conditions) {
 			return
 		}
 		s.Status.Conditions = nil
