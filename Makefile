@@ -186,6 +186,9 @@ test: ## Check and test everything: verify, test-unit, test-e2e
 test-unit: $(GOTESTSUM) $(SANDBOX_BINARIES) ## Unit and integration tests of every module, with the race detector
 	@$(call go_test,$@,-timeout 20m $$(go list $(PACKAGES) | grep -v /test/e2e))
 
+# They take minutes and say what they are at.
+test-e2e e2e: TEST_FORMAT := standard-verbose
+
 .PHONY: test-e2e
 test-e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) ## A short end-to-end test: the demo's path, with processes killed on the way
 	@$(call go_test,$@,-short -timeout 20m ./test/e2e/...)
@@ -196,13 +199,15 @@ e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) ## All end-to-end tests
 
 # More flags for go test, for example TEST_FLAGS='-run Catalogue -v'.
 TEST_FLAGS ?=
+# How gotestsum shows them.
+TEST_FORMAT ?= pkgname
 # A file to add the results to.
 RESULTS ?=
 
 # $(call go_test,<name>,<flags and packages>): runs tests, shows each package as it ends, and closes with the numbers.
 define go_test
 echo "$(1): go test $(TEST_FLAGS)"; results=$$(mktemp); trap 'rm -f "$$results"' EXIT; verdict=PASS; start=$$(date +%s); \
-CGO_ENABLED=1 $(GOTESTSUM) --format pkgname --format-hide-empty-pkg --jsonfile "$$results" -- -race $(TEST_FLAGS) $(2) || verdict=FAIL; \
+CGO_ENABLED=1 $(GOTESTSUM) --format $(TEST_FORMAT) --format-hide-empty-pkg --jsonfile "$$results" -- -race $(TEST_FLAGS) $(2) || verdict=FAIL; \
 if [ -n "$(RESULTS)" ]; then cat "$$results" >>"$(RESULTS)"; fi; \
 $(call tally,$(1),$$verdict,$$start,$$results); test $$verdict = PASS
 endef

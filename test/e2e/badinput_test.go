@@ -17,7 +17,6 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	shimv1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
 const capacityPrefix = "metadata.annotations[capacity.cluster-autoscaler.kubernetes.io/"
@@ -44,8 +43,8 @@ func TestBadDescriptionsOfNodeGroupsAreReportedAndHarmNobodyElse(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			g := NewWithT(t)
 			for _, field := range tc.fields {
-				g.Expect(world.Poll(within(t, soon), conditionSays(tc.nodeClass, shimv1.ConditionNodeGroupsValid, field))).To(Succeed())
-				g.Expect(world.Poll(within(t, soon), eventSays("MachineDeployment", tc.nodeClass, field))).To(Succeed())
+				poll(t, soon, conditionSays(tc.nodeClass, shimv1.ConditionNodeGroupsValid, field))
+				poll(t, soon, eventSays("MachineDeployment", tc.nodeClass, field))
 			}
 			state := w.Sandbox.State()
 			reader := agentAs(t, state.Paths.ReaderCertificate, state.Paths.ReaderKey)
@@ -63,11 +62,9 @@ func TestBadDescriptionsOfNodeGroupsAreReportedAndHarmNobodyElse(t *testing.T) {
 	}
 
 	t.Run("a selector that matches nothing", func(t *testing.T) {
-		g := NewWithT(t)
-		g.Expect(world.Poll(within(t, soon),
-			conditionSays("matches-nothing", shimv1.ConditionNodeGroupsFound, "spec.scalableResourceSelector"))).To(Succeed())
-		g.Expect(world.Poll(within(t, soon), conditionSays("matches-nothing", "Ready", shimv1.ConditionNodeGroupsFound))).To(Succeed())
-		g.Expect(world.Poll(within(t, soon), eventInSpokeSays("ClusterAPINodeClass", "matches-nothing", "spec.scalableResourceSelector"))).To(Succeed())
+		poll(t, soon, conditionSays("matches-nothing", shimv1.ConditionNodeGroupsFound, "spec.scalableResourceSelector"))
+		poll(t, soon, conditionSays("matches-nothing", "Ready", shimv1.ConditionNodeGroupsFound))
+		poll(t, soon, eventInSpokeSays("ClusterAPINodeClass", "matches-nothing", "spec.scalableResourceSelector"))
 	})
 
 	t.Run("pods of the others get their nodes", func(t *testing.T) {
@@ -147,7 +144,7 @@ func theCluster() *agentv1alpha1.ClusterRef {
 	return &agentv1alpha1.ClusterRef{Namespace: sandbox.ClusterNamespace, Name: sandbox.ClusterName}
 }
 
-// conditionSays returns a condition for [world.Poll]: that a node class's condition is False and its message has a text.
+// conditionSays returns a condition for poll: that a node class's condition is False and its message has a text.
 func conditionSays(nodeClass, kind, text string) func(context.Context) (string, error) {
 	return func(ctx context.Context) (string, error) {
 		var class shimv1.ClusterAPINodeClass

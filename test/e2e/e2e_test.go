@@ -194,7 +194,15 @@ func await(t *testing.T, d time.Duration, condition func(journey.State) string) 
 	}
 }
 
-// apply applies files, and deletes at the end of the test what they name.
+// poll fails the test when the condition, as [world.Poll] has it, does not come true in time.
+func poll(t *testing.T, d time.Duration, condition func(context.Context) (string, error)) {
+	t.Helper()
+	if err := world.Poll(within(t, d), condition); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// apply applies files, and deletes at the end of the test what they name and waits for that.
 func apply(t *testing.T, c client.Client, files ...string) {
 	t.Helper()
 	for _, file := range files {

@@ -16,7 +16,6 @@ import (
 	shimv1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
 // outage is how long the hub is away: longer than the grace period and several rounds of every controller.
@@ -53,9 +52,9 @@ func TestNothingIsLostWhileTheHubIsAway(t *testing.T) {
 	await(t, soon, running(2))
 	scale(t, "batch", 1)
 
-	g.Expect(world.Poll(within(t, soon), conditionSays("default", shimv1.ConditionAgentReachable, "no connection to the agent"))).To(Succeed())
+	poll(t, soon, conditionSays("default", shimv1.ConditionAgentReachable, "no connection to the agent"))
 	g.Expect(time.Since(away)).To(BeNumerically(">=", gracePeriod), "a short silence is no news")
-	g.Expect(world.Poll(within(t, soon), conditionSays("default", "Ready", shimv1.ConditionAgentReachable))).To(Succeed())
+	poll(t, soon, conditionSays("default", "Ready", shimv1.ConditionAgentReachable))
 
 	g.Consistently(func(g Gomega) {
 		g.Expect(uids(t, &karpenterv1.NodeClaimList{})).To(ContainElements(nodeClaims))

@@ -16,7 +16,6 @@ import (
 	shimv1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
 const (
@@ -94,7 +93,7 @@ func TestTheShimStartsQuicklyWithManyNodeGroups(t *testing.T) {
 		g.Expect(each(many, func(o *unstructured.Unstructured) error { return w.Hub.Delete(context.Background(), o) })).To(Succeed())
 	})
 	g.Expect(each(many, func(o *unstructured.Unstructured) error { return manifests.ApplyObjects(t.Context(), w.Hub, o) })).To(Succeed())
-	g.Expect(world.Poll(within(t, 2*time.Minute), selects("crowd", nodeGroups))).To(Succeed())
+	poll(t, 2*time.Minute, selects("crowd", nodeGroups))
 
 	g.Expect(w.Sandbox.StopComponent(sandbox.Shim)).To(Succeed())
 	began := time.Now()
@@ -102,7 +101,7 @@ func TestTheShimStartsQuicklyWithManyNodeGroups(t *testing.T) {
 	ready := time.Since(began)
 	say("shim started to ready with %d node groups: %v", nodeGroups, ready.Round(time.Millisecond))
 	g.Expect(ready).To(BeNumerically("<", readyWithin))
-	g.Expect(world.Poll(within(t, soon), selects("crowd", nodeGroups))).To(Succeed())
+	poll(t, soon, selects("crowd", nodeGroups))
 }
 
 // each does something with all objects, several at a time.
@@ -115,7 +114,7 @@ func each(objects []*unstructured.Unstructured, do func(*unstructured.Unstructur
 	return group.Wait()
 }
 
-// selects returns a condition for [world.Poll]: that a node class selects so many node groups and is ready.
+// selects returns a condition for poll: that a node class selects so many node groups and is ready.
 func selects(nodeClass string, groups int32) func(context.Context) (string, error) {
 	return func(ctx context.Context) (string, error) {
 		var class shimv1.ClusterAPINodeClass

@@ -8,9 +8,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"time"
 
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/apimachinery/pkg/util/yaml"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
@@ -34,7 +37,10 @@ const (
 	BrokenSpoke   = "broken/spoke.yaml"
 )
 
-const owner = client.FieldOwner("kubectl")
+const (
+	owner        = client.FieldOwner("kubectl")
+	pollInterval = 200 * time.Millisecond
+)
 
 // Load returns the objects of a file, in its order.
 func Load(file string) ([]*unstructured.Unstructured, error) {
@@ -86,7 +92,7 @@ func ApplyObjects(ctx context.Context, c client.Client, objects ...*unstructured
 	return nil
 }
 
-// Delete deletes what the file names; what is gone is fine.
+// Delete deletes what the file names, and waits until it is gone; what is gone already is fine.
 func Delete(ctx context.Context, c client.Client, file string) error {
 	objects, err := Load(file)
 	if err != nil {
@@ -95,6 +101,15 @@ func Delete(ctx context.Context, c client.Client, file string) error {
 	for _, object := range objects {
 		if err := client.IgnoreNotFound(c.Delete(ctx, object)); err != nil {
 			return fmt.Errorf("deleting %s %s: %w", object.GetKind(), object.GetName(), err)
+		}
+	}
+	for _, object := range objects {
+		err := wait.PollUntilContextCancel(ctx, pollInterval, true, func(ctx context.Context) (bool, error) {
+			err := c.Get(ctx, client.ObjectKeyFromObject(object), object)
+			return apierrors.IsNotFound(err), client.IgnoreNotFound(err)
+		})
+		if err != nil {
+			return fmt.Errorf("waiting until %s %s is gone: %w", object.GetKind(), object.GetName(), err)
 		}
 	}
 	return nil
