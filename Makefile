@@ -61,8 +61,8 @@ FORCE:
 tools: $(TOOLS) $(SANDBOX_FOREIGN_BINARIES) $(SANDBOX_CAPI_MANIFESTS) ## Build every tool and the sandbox's control planes (minutes on a cold cache)
 
 .PHONY: clean
-clean: ## Remove bin/ and what tests left behind; running sandboxes are left alone
-	rm -rf $(BIN) .test
+clean: ## Remove bin/; sandboxes are left alone
+	rm -rf $(BIN)
 
 ##@ Generate and check
 
@@ -96,7 +96,7 @@ verify: verify-generated verify-docs verify-modules verify-imports lint ## Check
 verify-generated: $(GENERATORS)
 	@echo "verify: generated files"
 	@dir=$$(mktemp -d) && trap 'rm -rf "$$dir"' EXIT && mkdir "$$dir/is" "$$dir/should" && \
-	tar -c --exclude=./$(BIN) --exclude=./.git --exclude=./.sandbox --exclude=./.test . | tar -x -C "$$dir/is" && cp -a "$$dir/is/." "$$dir/should" && \
+	tar -c --exclude=./$(BIN) --exclude=./.git --exclude=./.sandbox . | tar -x -C "$$dir/is" && cp -a "$$dir/is/." "$$dir/should" && \
 	ln -s $(abspath $(BIN)) "$$dir/should/$(BIN)" && $(MAKE) -C "$$dir/should" generate-proto generate-go sandbox-generate >/dev/null && rm "$$dir/should/$(BIN)" && \
 	diff -ruN -x go.work.sum "$$dir/is" "$$dir/should" || { echo "generated files are not current: run make generate" >&2; exit 1; }
 
