@@ -8,7 +8,9 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"time"
 
@@ -25,6 +27,7 @@ const (
 	HubAPIServer           = "hub-apiserver"
 	HubControllerManager   = "hub-controller-manager"
 	ClusterAPI             = "cluster-api"
+	ClusterAPIWebhooks     = "cluster-api-webhooks"
 	SimProvider            = "sim-provider"
 	Agent                  = "agent"
 	SpokeEtcd              = "spoke-etcd"
@@ -40,6 +43,14 @@ const (
 	graceOfControlPlanes = 2 * time.Second
 	graceOfOurs          = 15 * time.Second
 )
+
+// AgentName is the component's name of the i-th agent, counted from 0.
+func AgentName(i int) string {
+	if i == 0 {
+		return Agent
+	}
+	return Agent + "-" + strconv.Itoa(i+1)
+}
 
 // address is a host:port on loopback.
 func address(port int) string { return net.JoinHostPort("127.0.0.1", strconv.Itoa(port)) }
@@ -99,6 +110,8 @@ type controlPlane struct {
 	// kubeconfig of that administrator: its path and its content.
 	kubeconfigFile string
 	kubeconfigData []byte
+	// auditLog is the file that every request is logged in; empty for none.
+	auditLog string
 	// Files for whoever signs or checks ServiceAccount tokens, and for serving on loopback.
 	serviceAccountKey, caFile, certFile, keyFile string
 }
@@ -140,10 +153,18 @@ func (s *Sandbox) apiServer(ctx context.Context, c *controlPlane, etcd string) e
 	if err != nil {
 		return err
 	}
+	var audit []string
+	if c.auditLog != "" {
+		policy := filepath.Join(c.dir, "audit-policy.yaml")
+		if err := os.WriteFile(policy, auditPolicy, 0o600); err != nil {
+			return err
+		}
+		audit = []string{"--audit-policy-file=" + policy, "--audit-log-path=" + c.auditLog, "--audit-log-mode=blocking-strict"}
+	}
 	return s.component(ctx, process.Spec{
 		Name: c.name + "-apiserver",
 		Path: s.options.binary("kube-apiserver"),
-		Args: []string{
+		Args: append([]string{
 			"--etcd-servers=" + etcd,
 			"--bind-address=127.0.0.1",
 			"--advertise-address=127.0.0.1",
@@ -160,7 +181,7 @@ func (s *Sandbox) apiServer(ctx context.Context, c *controlPlane, etcd string) e
 			"--authorization-mode=RBAC",
 			"--allow-privileged=true",
 			"--profiling=false",
-		},
+		}, audit...),
 		Grace: graceOfControlPlanes,
 		Ready: healthy(client, c.server+"/readyz"),
 	})
@@ -238,8 +259,11 @@ func (s *Sandbox) kwok(ctx context.Context, c *controlPlane, stages string) erro
 	})
 }
 
-// clusterAPI starts the manager; its webhook server listens at the given port.
-func (s *Sandbox) clusterAPI(ctx context.Context, hub *controlPlane, webhookPort int, webhookCerts string) error {
+// noObject is a filter label's value that no object has: a manager that watches for it only serves webhooks.
+const noObject = "none"
+
+// clusterAPI starts a manager; its webhook server listens at the given port.
+func (s *Sandbox) clusterAPI(ctx context.Context, name string, hub *controlPlane, webhookPort int, webhookCerts string, args ...string) error {
 	health, err := s.port()
 	if err != nil {
 		return err
@@ -249,9 +273,9 @@ func (s *Sandbox) clusterAPI(ctx context.Context, hub *controlPlane, webhookPort
 		return err
 	}
 	return s.component(ctx, process.Spec{
-		Name: ClusterAPI,
+		Name: name,
 		Path: s.options.binary("capi-core-manager"),
-		Args: append([]string{
+		Args: slices.Concat([]string{
 			"--kubeconfig=" + hub.kubeconfigFile,
 			"--webhook-port=" + strconv.Itoa(webhookPort),
 			"--webhook-cert-dir=" + webhookCerts,
@@ -259,7 +283,7 @@ func (s *Sandbox) clusterAPI(ctx context.Context, hub *controlPlane, webhookPort
 			"--diagnostics-address=" + address(diagnostics),
 			"--insecure-diagnostics",
 			"--feature-gates=ClusterTopology=true",
-		}, s.options.ClusterAPIArgs...),
+		}, s.options.ClusterAPIArgs, args),
 		Grace: graceOfControlPlanes,
 		Ready: healthy(http.DefaultClient, "http://"+address(health)+"/readyz"),
 	})
@@ -282,7 +306,8 @@ func (s *Sandbox) simProvider(ctx context.Context, hub *controlPlane) error {
 	})
 }
 
-func (s *Sandbox) agent(ctx context.Context, kubeconfigFile, certFile, keyFile, policyFile string) error {
+// agent starts an agent that serves gRPC at the given port.
+func (s *Sandbox) agent(ctx context.Context, name string, port int, kubeconfigFile, certFile, keyFile, policyFile string) error {
 	health, err := s.port()
 	if err != nil {
 		return err
@@ -291,12 +316,15 @@ func (s *Sandbox) agent(ctx context.Context, kubeconfigFile, certFile, keyFile, 
 	if err != nil {
 		return err
 	}
+	if name == Agent {
+		s.update(func(state *State) { state.AgentMetrics = "http://" + address(metrics) + "/metrics" })
+	}
 	return s.component(ctx, process.Spec{
-		Name: Agent,
-		Path: s.options.binary("capi-agent"),
+		Name: name,
+		Path: s.options.AgentBinary,
 		Args: append([]string{
 			"--kubeconfig=" + kubeconfigFile,
-			"--listen-address=" + s.state.AgentAddress,
+			"--listen-address=" + address(port),
 			"--tls-cert-file=" + certFile,
 			"--tls-key-file=" + keyFile,
 			"--client-ca-file=" + s.state.Paths.AgentCA,
@@ -306,8 +334,9 @@ func (s *Sandbox) agent(ctx context.Context, kubeconfigFile, certFile, keyFile, 
 			"--metrics-bind-address=" + address(metrics),
 			"--health-probe-bind-address=" + address(health),
 		}, s.options.AgentArgs...),
-		Grace: graceOfOurs,
-		Ready: healthy(http.DefaultClient, "http://"+address(health)+"/readyz"),
+		Grace:        graceOfOurs,
+		RestartAfter: s.options.RestartAfter,
+		Ready:        healthy(http.DefaultClient, "http://"+address(health)+"/readyz"),
 	})
 }
 
@@ -336,7 +365,8 @@ func (s *Sandbox) shim(ctx context.Context, kubeconfigFile string) error {
 			// One replica: nobody to take over from.
 			"DISABLE_LEADER_ELECTION=true",
 		}, s.options.ShimEnv...),
-		Grace: graceOfOurs,
-		Ready: healthy(http.DefaultClient, "http://"+address(health)+"/readyz"),
+		Grace:        graceOfOurs,
+		RestartAfter: s.options.RestartAfter,
+		Ready:        healthy(http.DefaultClient, "http://"+address(health)+"/readyz"),
 	})
 }

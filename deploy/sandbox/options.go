@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+	"time"
 
 	"github.com/samber/lo"
 )
@@ -31,16 +32,39 @@ type Options struct {
 	// WithoutShim leaves out the shim.
 	WithoutShim bool
 
-	// AgentArgs are added to the agent's command line; of two equal flags the later one counts.
+	// Agents is how many agents run, all of them active: the first is [Agent], the others are named by [AgentName]. Zero means
+	// one. The shim calls the first.
+	Agents int
+	// AgentBinary is the agent's executable. Empty means bin/capi-agent.
+	AgentBinary string
+	// AgentArgs are added to the agents' command lines; of two equal flags the later one counts.
 	AgentArgs []string
+	// AgentHub, if set, says where an agent finds the hub's API server: it is given the real one and may put itself between.
+	AgentHub func(agent string, hub Endpoint) (Endpoint, error)
+	// RestartAfter is how long after its death an agent or the shim is started again. Zero means a delay that grows.
+	RestartAfter time.Duration
 	// ShimEnv is added to the shim's environment, as NAME=value.
 	ShimEnv []string
 	// ClusterAPIArgs are added to the command line of the Cluster API manager.
 	ClusterAPIArgs []string
+	// SeparateWebhooks serves Cluster API's webhooks from a process of their own, [ClusterAPIWebhooks], so that they answer
+	// while the controllers are suspended.
+	SeparateWebhooks bool
+
+	// AuditHub makes the hub's API server log every request before it is answered, in [Paths].HubAudit.
+	AuditHub bool
 
 	// OnChange, if set, is called with the state after it changed, one call at a time. Changes that follow each other
 	// quickly may be told together.
 	OnChange func(State)
+}
+
+// Endpoint is an API server as a client sees it.
+type Endpoint struct {
+	// URL of the server.
+	URL string
+	// CA is the authority of its certificate, PEM.
+	CA []byte
 }
 
 var validName = regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$`)
@@ -63,7 +87,10 @@ func (o *Options) complete() error {
 	if o.StateDir == "" {
 		o.StateDir = filepath.Join(o.Root, ".sandbox", o.Name)
 	}
-	for _, path := range []*string{&o.Root, &o.StateDir} {
+	for _, path := range []*string{&o.Root, &o.StateDir, &o.AgentBinary} {
+		if *path == "" {
+			continue
+		}
 		absolute, err := filepath.Abs(*path)
 		if err != nil {
 			return err
@@ -71,6 +98,10 @@ func (o *Options) complete() error {
 		*path = absolute
 	}
 	o.WithoutShim = o.WithoutShim || o.WithoutAgent
+	o.Agents = max(o.Agents, 1)
+	if o.AgentBinary == "" {
+		o.AgentBinary = o.binary("capi-agent")
+	}
 	return nil
 }
 
@@ -108,13 +139,16 @@ func (o *Options) checkBuilt() error {
 		"capi-core-manager", "capi-core-manifests/webhooks.yaml", "sim-provider",
 	}
 	if !o.WithoutAgent {
-		files = append(files, "helm", "capi-agent")
+		files = append(files, "helm", o.AgentBinary)
 	}
 	if !o.WithoutShim {
 		files = append(files, "karpenter")
 	}
 	missing := lo.Filter(files, func(file string, _ int) bool {
-		_, err := os.Stat(o.binary(file))
+		if !filepath.IsAbs(file) {
+			file = o.binary(file)
+		}
+		_, err := os.Stat(file)
 		return errors.Is(err, fs.ErrNotExist)
 	})
 	if len(missing) > 0 {

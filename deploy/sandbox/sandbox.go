@@ -19,6 +19,7 @@ import (
 	"golang.org/x/sync/errgroup"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
+	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -40,6 +41,9 @@ const (
 
 //go:embed stages.yaml
 var stages []byte
+
+//go:embed audit-policy.yaml
+var auditPolicy []byte
 
 // ErrRunning says that a sandbox of that name is up.
 var ErrRunning = errors.New("is running already")
@@ -210,6 +214,9 @@ func (s *Sandbox) makeCertificates(context.Context) error {
 	if s.hub, err = s.newControlPlane("hub", s.state.Paths.HubKubeconfig); err != nil {
 		return err
 	}
+	if s.options.AuditHub {
+		s.hub.auditLog = s.state.Paths.HubAudit
+	}
 	if s.spoke, err = s.newControlPlane("spoke", s.state.Paths.SpokeKubeconfig); err != nil {
 		return err
 	}
@@ -334,7 +341,14 @@ func (s *Sandbox) startClusterAPI(ctx context.Context) error {
 		return err
 	}
 	group, ctx := errgroup.WithContext(ctx)
-	group.Go(func() error { return s.clusterAPI(ctx, s.hub, port, certs) })
+	controllers := port
+	if s.options.SeparateWebhooks {
+		if controllers, err = s.port(); err != nil {
+			return err
+		}
+		group.Go(func() error { return s.clusterAPI(ctx, ClusterAPIWebhooks, s.hub, port, certs, "--watch-filter="+noObject) })
+	}
+	group.Go(func() error { return s.clusterAPI(ctx, ClusterAPI, s.hub, controllers, certs) })
 	group.Go(func() error { return s.simProvider(ctx, s.hub) })
 	return group.Wait()
 }
@@ -361,7 +375,7 @@ func (s *Sandbox) startSpoke(ctx context.Context) error {
 }
 
 func (s *Sandbox) startAgentAndShim(ctx context.Context) error {
-	if err := s.step(ctx, "agent", s.startAgent); err != nil {
+	if err := s.step(ctx, "agent", s.startAgents); err != nil {
 		return err
 	}
 	if s.options.WithoutShim {
@@ -370,8 +384,8 @@ func (s *Sandbox) startAgentAndShim(ctx context.Context) error {
 	return s.step(ctx, "shim", s.startShim)
 }
 
-func (s *Sandbox) startAgent(ctx context.Context) error {
-	kubeconfigFile, err := s.install(ctx, s.hub, manifests.Chart{
+func (s *Sandbox) startAgents(ctx context.Context) error {
+	user, err := s.install(ctx, s.hub, manifests.Chart{
 		Helm: s.options.binary("helm"), Dir: s.options.chart("agent"), Release: "capi-agent", Namespace: agentNamespace,
 		Values: []string{"namespaces={" + ClusterNamespace + "}"},
 	})
@@ -397,16 +411,34 @@ func (s *Sandbox) startAgent(ctx context.Context) error {
 	if err := os.WriteFile(policyFile, []byte(agentPolicy), 0o600); err != nil {
 		return err
 	}
-	port, err := s.port()
-	if err != nil {
-		return err
+	group, ctx := errgroup.WithContext(ctx)
+	for i := range s.options.Agents {
+		name := AgentName(i)
+		port, err := s.port()
+		if err != nil {
+			return err
+		}
+		s.update(func(state *State) {
+			state.AgentAddresses = append(state.AgentAddresses, address(port))
+			state.AgentAddress = state.AgentAddresses[0]
+		})
+		hub := Endpoint{URL: s.hub.server, CA: s.hub.ca.PEM}
+		if s.options.AgentHub != nil {
+			if hub, err = s.options.AgentHub(name, hub); err != nil {
+				return err
+			}
+		}
+		kubeconfigFile := filepath.Join(s.options.StateDir, name+".kubeconfig")
+		if err := writeKubeconfig(kubeconfigFile, name, hub, user); err != nil {
+			return err
+		}
+		group.Go(func() error { return s.agent(ctx, name, port, kubeconfigFile, certFile, keyFile, policyFile) })
 	}
-	s.update(func(state *State) { state.AgentAddress = address(port) })
-	return s.agent(ctx, kubeconfigFile, certFile, keyFile, policyFile)
+	return group.Wait()
 }
 
 func (s *Sandbox) startShim(ctx context.Context) error {
-	kubeconfigFile, err := s.install(ctx, s.spoke, manifests.Chart{
+	user, err := s.install(ctx, s.spoke, manifests.Chart{
 		Helm: s.options.binary("helm"), Dir: s.options.chart("shim"), Release: "karpenter", Namespace: shimNamespace,
 		Values: []string{
 			"agent.address=" + s.state.AgentAddress, "cluster.namespace=" + ClusterNamespace, "cluster.name=" + ClusterName,
@@ -415,36 +447,31 @@ func (s *Sandbox) startShim(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	kubeconfigFile := filepath.Join(s.options.StateDir, "karpenter.kubeconfig")
+	if err := writeKubeconfig(kubeconfigFile, "karpenter", Endpoint{URL: s.spoke.server, CA: s.spoke.ca.PEM}, user); err != nil {
+		return err
+	}
 	return s.shim(ctx, kubeconfigFile)
 }
 
-// install creates a chart's CRDs and permissions and returns a kubeconfig of its ServiceAccount.
-func (s *Sandbox) install(ctx context.Context, c *controlPlane, chart manifests.Chart) (kubeconfigFile string, err error) {
+// install creates a chart's CRDs and permissions and returns what identifies its ServiceAccount.
+func (s *Sandbox) install(ctx context.Context, c *controlPlane, chart manifests.Chart) (user clientcmdapi.AuthInfo, err error) {
 	crds, err := manifests.CRDs(os.DirFS(filepath.Join(chart.Dir, "crds")))
 	if err != nil {
-		return "", fmt.Errorf("reading the CRDs of the chart %s: %w", chart.Dir, err)
+		return user, fmt.Errorf("reading the CRDs of the chart %s: %w", chart.Dir, err)
 	}
 	account, objects, err := chart.Permissions(ctx)
 	if err != nil {
-		return "", err
+		return user, err
 	}
 	admin, err := client.New(c.admin, client.Options{Scheme: manifests.Scheme()})
 	if err != nil {
-		return "", err
+		return user, err
 	}
 	if err := manifests.Create(ctx, admin, append(manifests.Objects(crds), objects...)...); err != nil {
-		return "", err
+		return user, err
 	}
-	user, err := serviceAccountUser(ctx, c.admin, account)
-	if err != nil {
-		return "", err
-	}
-	data, err := kubeconfig(chart.Release, c.server, c.ca.PEM, user)
-	if err != nil {
-		return "", err
-	}
-	kubeconfigFile = filepath.Join(s.options.StateDir, chart.Release+".kubeconfig")
-	return kubeconfigFile, os.WriteFile(kubeconfigFile, data, 0o600)
+	return serviceAccountUser(ctx, c.admin, account)
 }
 
 // ClusterIdentity is the SPIFFE ID that may act for a Cluster.
@@ -502,6 +529,24 @@ func (s *Sandbox) Kill(component string) error {
 	return p.Kill()
 }
 
+// Suspend stops a component where it is, as kill -STOP does. Its connections stay open and nothing answers.
+func (s *Sandbox) Suspend(component string) error {
+	p, err := s.find(component)
+	if err != nil {
+		return err
+	}
+	return p.Suspend()
+}
+
+// Resume lets a suspended component go on.
+func (s *Sandbox) Resume(component string) error {
+	p, err := s.find(component)
+	if err != nil {
+		return err
+	}
+	return p.Resume()
+}
+
 // StopComponent asks a component to end and keeps it down. It returns when the component is gone; one that is down is fine.
 func (s *Sandbox) StopComponent(component string) error {
 	p, err := s.find(component)
@@ -556,7 +601,10 @@ func (s *Sandbox) end(phase Phase, cause error) {
 		components := slices.Clone(s.components)
 		s.mu.Unlock()
 		// Ours first, while there is somebody to say goodbye to; the databases last.
-		ours, databases := []string{Shim, Agent}, []string{HubEtcd, SpokeEtcd}
+		ours, databases := []string{Shim}, []string{HubEtcd, SpokeEtcd}
+		for i := range s.options.Agents {
+			ours = append(ours, AgentName(i))
+		}
 		for _, inWave := range []func(name string) bool{
 			func(name string) bool { return slices.Contains(ours, name) },
 			func(name string) bool { return !slices.Contains(databases, name) },

@@ -40,6 +40,10 @@ type State struct {
 	Components []ComponentStatus `json:"components"`
 	// AgentAddress is the host:port at which the agent serves gRPC; empty without an agent.
 	AgentAddress string `json:"agentAddress,omitempty"`
+	// AgentAddresses are those of all agents; the first is AgentAddress.
+	AgentAddresses []string `json:"agentAddresses,omitempty"`
+	// AgentMetrics is the URL of the agent's metrics; empty without an agent.
+	AgentMetrics string `json:"agentMetrics,omitempty"`
 	// Paths of the files that its users need.
 	Paths Paths `json:"paths"`
 }
@@ -79,10 +83,13 @@ type Paths struct {
 	Env string `json:"env"`
 	// Logs holds one file per component.
 	Logs string `json:"logs"`
+	// HubAudit is the audit log of the hub's API server, if it was asked for: one audit.k8s.io/v1 Event a line, and those of
+	// changes to MachineDeployments with what was sent.
+	HubAudit string `json:"hubAudit"`
 }
 
 func pathsIn(dir string) Paths {
-	certs := filepath.Join(dir, "certs")
+	certs, logs := filepath.Join(dir, "certs"), filepath.Join(dir, "logs")
 	return Paths{
 		Dir:               dir,
 		HubKubeconfig:     filepath.Join(dir, "hub.kubeconfig"),
@@ -95,7 +102,8 @@ func pathsIn(dir string) Paths {
 		ReaderCertificate: filepath.Join(certs, "reader.crt"),
 		ReaderKey:         filepath.Join(certs, "reader.key"),
 		Env:               filepath.Join(dir, "env"),
-		Logs:              filepath.Join(dir, "logs"),
+		Logs:              logs,
+		HubAudit:          filepath.Join(logs, "hub-audit.log"),
 	}
 }
 

@@ -1,0 +1,347 @@
+// Package rush asks a sandbox's agent for many machines at once and watches the hub while they come and go. It is what the
+// tests of cost and the benchmarks share.
+package rush
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/samber/lo"
+	"golang.org/x/sync/errgroup"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/rest"
+	toolscache "k8s.io/client-go/tools/cache"
+	"k8s.io/utils/ptr"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
+	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/test/world"
+)
+
+// Holder keeps the claims of this package.
+const Holder = "rush"
+
+// version of the simulated machines' kubelets; the sandbox's own.
+const version = "v1.36.3"
+
+// callTimeout bounds one call. It is longer than any caller of the product would wait, as the machine may be busy.
+const callTimeout = time.Minute
+
+// Site is a sandbox with an agent and nobody but this package that calls it. Its methods are safe for concurrent use.
+type Site struct {
+	Sandbox *sandbox.Sandbox
+	// Hub is an administrator's client, without a cache.
+	Hub      client.Client
+	Agent    *agentclient.Client
+	machines *machines
+}
+
+// Start brings a sandbox up without a shim. The context bounds the start only; [Site.Stop] ends it.
+func Start(ctx context.Context, options sandbox.Options) (*Site, error) {
+	options.WithoutShim = true
+	box, err := sandbox.Start(ctx, options)
+	if err != nil {
+		return nil, err
+	}
+	s := &Site{Sandbox: box}
+	if err := s.connect(ctx); err != nil {
+		s.Stop()
+		return nil, err
+	}
+	return s, nil
+}
+
+func (s *Site) connect(ctx context.Context) error {
+	config := s.Sandbox.HubConfig()
+	config.QPS, config.Burst = 1000, 1000
+	var err error
+	if s.Hub, err = client.New(config, client.Options{Scheme: world.Scheme()}); err != nil {
+		return err
+	}
+	state := s.Sandbox.State()
+	s.Agent, err = agentclient.New(agentclient.Options{
+		Address: state.AgentAddress, Timeout: callTimeout,
+		TLS: &agentclient.TLS{CertFile: state.Paths.ClientCertificate, KeyFile: state.Paths.ClientKey, CAFile: state.Paths.AgentCA},
+	})
+	if err != nil {
+		return err
+	}
+	s.machines, err = watchMachines(ctx, config)
+	return err
+}
+
+// Stop ends everything.
+func (s *Site) Stop() {
+	if s.machines != nil {
+		s.machines.stop()
+	}
+	if s.Agent != nil {
+		_ = s.Agent.Close() // nobody waits for it
+	}
+	s.Sandbox.Stop()
+}
+
+// Group is a node group to make.
+type Group struct {
+	Name string
+	// Max is its max size; zero means none.
+	Max int
+	// Boot, Join and Termination are how long the infrastructure takes.
+	Boot, Join, Termination time.Duration
+}
+
+// CreateGroup makes a node group without machines and waits until the agent knows it.
+func (s *Site) CreateGroup(ctx context.Context, g Group) error {
+	delay := func(d time.Duration) metav1.Duration { return metav1.Duration{Duration: d} }
+	meta := metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: g.Name}
+	template := &simv1.SimMachineTemplate{ObjectMeta: meta}
+	template.Spec.Template.Spec = simv1.SimMachineSpec{
+		InstanceType: g.Name, Zone: "zone-a",
+		Capacity: corev1.ResourceList{
+			corev1.ResourceCPU: resource.MustParse("2"), corev1.ResourceMemory: resource.MustParse("4Gi"), corev1.ResourcePods: resource.MustParse("110"),
+		},
+		BootDelay: delay(g.Boot), JoinDelay: delay(g.Join), TerminationDelay: delay(g.Termination),
+		NodeTaints: []corev1.Taint{{Key: "karpenter.sh/unregistered", Effect: corev1.TaintEffectNoExecute}},
+	}
+	selector := map[string]string{clusterv1.MachineDeploymentNameLabel: g.Name}
+	md := &clusterv1.MachineDeployment{ObjectMeta: *meta.DeepCopy()}
+	md.Labels = map[string]string{agentv1.MemberLabel: ""}
+	md.Annotations = map[string]string{clusterv1.AutoscalerMinSizeAnnotation: "0"}
+	if g.Max > 0 {
+		md.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] = fmt.Sprint(g.Max)
+	}
+	md.Spec = clusterv1.MachineDeploymentSpec{
+		ClusterName: sandbox.ClusterName, Replicas: ptr.To[int32](0),
+		Selector: metav1.LabelSelector{MatchLabels: selector},
+		Template: clusterv1.MachineTemplateSpec{
+			ObjectMeta: clusterv1.ObjectMeta{Labels: selector},
+			Spec: clusterv1.MachineSpec{
+				ClusterName: sandbox.ClusterName, Version: version,
+				Bootstrap: clusterv1.Bootstrap{DataSecretName: ptr.To(sandbox.BootstrapSecret)},
+				InfrastructureRef: clusterv1.ContractVersionedObjectReference{
+					APIGroup: simv1.GroupVersion.Group, Kind: "SimMachineTemplate", Name: g.Name,
+				},
+			},
+		},
+	}
+	for _, object := range []client.Object{template, md} {
+		if err := s.Hub.Create(ctx, object); err != nil {
+			return fmt.Errorf("creating %T %s: %w", object, g.Name, err)
+		}
+	}
+	return world.Poll(ctx, func(ctx context.Context) (string, error) {
+		r, err := s.Agent.NodeGroups.GetNodeGroup(ctx, &agentv1alpha1.GetNodeGroupRequest{Cluster: cluster(), Id: groupID(g.Name)})
+		available := r.GetNodeGroup().GetAvailability()
+		return lo.Ternary(available.GetAvailable(), "", fmt.Sprintf("node group %s to be available: %s", g.Name, available.GetMessage())), err
+	})
+}
+
+func cluster() *agentv1alpha1.ClusterRef {
+	return &agentv1alpha1.ClusterRef{Namespace: sandbox.ClusterNamespace, Name: sandbox.ClusterName}
+}
+
+func groupID(name string) string { return sandbox.ClusterNamespace + "/" + name }
+
+// Wish is one claim to make.
+type Wish struct {
+	ID string
+	// Groups are the names of the node groups that would do, best first.
+	Groups []string
+}
+
+// Claim makes the claims, all at once, and returns how long each call took.
+func (s *Site) Claim(ctx context.Context, wishes []Wish) ([]time.Duration, error) {
+	return AtOnce(ctx, wishes, func(ctx context.Context, w Wish) error {
+		_, err := s.Agent.Claims.CreateClaim(ctx, &agentv1alpha1.CreateClaimRequest{
+			Cluster: cluster(), ClaimId: w.ID, Holder: Holder, DisplayName: w.ID,
+			Candidates: lo.Map(w.Groups, func(name string, _ int) string { return groupID(name) }),
+		})
+		return err
+	})
+}
+
+// Release gives the claims back, all at once, and returns how long each call took.
+func (s *Site) Release(ctx context.Context, wishes []Wish) ([]time.Duration, error) {
+	return AtOnce(ctx, wishes, func(ctx context.Context, w Wish) error {
+		_, err := s.Agent.Claims.ReleaseClaim(ctx, &agentv1alpha1.ReleaseClaimRequest{Cluster: cluster(), ClaimId: w.ID, Drained: true})
+		return err
+	})
+}
+
+// AtOnce makes all the calls at the same time and returns how long each took.
+func AtOnce[T any](ctx context.Context, items []T, call func(context.Context, T) error) ([]time.Duration, error) {
+	took := make([]time.Duration, len(items))
+	var calls errgroup.Group
+	for i, item := range items {
+		calls.Go(func() error {
+			began := time.Now()
+			err := call(ctx, item)
+			took[i] = time.Since(began)
+			return err
+		})
+	}
+	return took, calls.Wait()
+}
+
+// Claims returns the claims of this package that live, as the agent tells them.
+func (s *Site) Claims(ctx context.Context) ([]*agentv1alpha1.Claim, error) {
+	r, err := s.Agent.Claims.ListClaims(ctx, &agentv1alpha1.ListClaimsRequest{Cluster: cluster(), Holder: Holder})
+	return r.GetClaims(), err
+}
+
+// AwaitServed waits until the agent reports each of the claims Bound, with a provider ID.
+func (s *Site) AwaitServed(ctx context.Context, wishes []Wish) error {
+	wanted := lo.SliceToMap(wishes, func(w Wish) (string, bool) { return w.ID, true })
+	// The hub's Machines first: watching them costs the agent nothing.
+	err := s.AwaitMachines(ctx, func(machines []Machine) string {
+		served := lo.CountBy(machines, func(m Machine) bool { return wanted[m.Claim] && m.ProviderID != "" })
+		return lo.Ternary(served == len(wishes), "", fmt.Sprintf("every claim to have a Machine with a provider ID: %d of %d have", served, len(wishes)))
+	})
+	if err != nil {
+		return err
+	}
+	return world.Poll(ctx, func(ctx context.Context) (string, error) {
+		claims, err := s.Claims(ctx)
+		bound := lo.CountBy(claims, func(c *agentv1alpha1.Claim) bool {
+			return wanted[c.GetClaimId()] && c.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND && c.GetMachine().GetProviderId() != ""
+		})
+		return lo.Ternary(bound == len(wishes), "", fmt.Sprintf("every claim to be told as Bound: %d of %d are", bound, len(wishes))), err
+	})
+}
+
+// AwaitGone waits until the agent knows no live claim and the node groups have neither Machines nor replicas.
+func (s *Site) AwaitGone(ctx context.Context, groups ...string) error {
+	if err := s.AwaitMachines(ctx, func(machines []Machine) string {
+		left := lo.CountBy(machines, func(m Machine) bool { return lo.Contains(groups, m.Group) })
+		return lo.Ternary(left == 0, "", fmt.Sprintf("%d Machines to go", left))
+	}); err != nil {
+		return err
+	}
+	return world.Poll(ctx, func(ctx context.Context) (string, error) {
+		claims, err := s.Claims(ctx)
+		if err != nil || len(claims) > 0 {
+			return fmt.Sprintf("%d claims to end", len(claims)), err
+		}
+		for _, name := range groups {
+			md, err := s.Deployment(ctx, name)
+			if err != nil || ptr.Deref(md.Spec.Replicas, 0) != 0 || ptr.Deref(md.Status.Replicas, 0) != 0 {
+				return "replicas of " + name + " to be zero", err
+			}
+		}
+		return "", nil
+	})
+}
+
+// Deployment reads a node group's MachineDeployment.
+func (s *Site) Deployment(ctx context.Context, name string) (*clusterv1.MachineDeployment, error) {
+	md := &clusterv1.MachineDeployment{}
+	err := s.Hub.Get(ctx, client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: name}, md)
+	return md, err
+}
+
+// Machine is what is watched of a Machine.
+type Machine struct {
+	Name, Group, Claim, ProviderID, Node string
+	Deleting                             bool
+}
+
+// AwaitMachines waits until the condition says that nothing is missing of the hub's Machines.
+func (s *Site) AwaitMachines(ctx context.Context, missing func([]Machine) string) error {
+	return s.machines.await(ctx, missing)
+}
+
+// machines follows the hub's Machines, also when the API server ends its watches, as it does when a CRD changes.
+type machines struct {
+	stop func()
+
+	mu      sync.Mutex
+	known   map[string]Machine
+	changed chan struct{} // closed and replaced at every change
+}
+
+func watchMachines(ctx context.Context, config *rest.Config) (*machines, error) {
+	follower, err := cache.New(config, cache.Options{
+		Scheme: world.Scheme(), DefaultNamespaces: map[string]cache.Config{sandbox.ClusterNamespace: {}},
+	})
+	if err != nil {
+		return nil, err
+	}
+	m := &machines{known: map[string]Machine{}, changed: make(chan struct{})}
+	// It outlives the start.
+	following, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	var running sync.WaitGroup
+	running.Go(func() { _ = follower.Start(following) }) // it fails only where it was started twice
+	m.stop = func() {
+		cancel()
+		running.Wait()
+	}
+	informer, err := follower.GetInformer(ctx, &clusterv1.Machine{})
+	if err == nil {
+		_, err = informer.AddEventHandler(toolscache.ResourceEventHandlerFuncs{
+			AddFunc:    m.set,
+			UpdateFunc: func(_, now any) { m.set(now) },
+			DeleteFunc: m.remove,
+		})
+	}
+	if err != nil {
+		m.stop()
+		return nil, fmt.Errorf("watching Machines: %w", err)
+	}
+	return m, nil
+}
+
+func (m *machines) set(object any) {
+	machine, ok := object.(*clusterv1.Machine)
+	if !ok {
+		return
+	}
+	m.update(func() {
+		m.known[machine.Name] = Machine{
+			Name: machine.Name, Group: machine.Labels[clusterv1.MachineDeploymentNameLabel], Claim: machine.Labels[agentv1.ClaimLabel],
+			ProviderID: machine.Spec.ProviderID, Node: machine.Status.NodeRef.Name, Deleting: !machine.DeletionTimestamp.IsZero(),
+		}
+	})
+}
+
+func (m *machines) remove(object any) {
+	if last, ok := object.(toolscache.DeletedFinalStateUnknown); ok {
+		object = last.Obj
+	}
+	if machine, ok := object.(*clusterv1.Machine); ok {
+		m.update(func() { delete(m.known, machine.Name) })
+	}
+}
+
+func (m *machines) update(change func()) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	change()
+	close(m.changed)
+	m.changed = make(chan struct{})
+}
+
+func (m *machines) await(ctx context.Context, missing func([]Machine) string) error {
+	for {
+		m.mu.Lock()
+		reason, changed := missing(lo.Values(m.known)), m.changed
+		m.mu.Unlock()
+		if reason == "" {
+			return nil
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return fmt.Errorf("still waiting for %s: %w", reason, context.Cause(ctx))
+		}
+	}
+}
