@@ -21,6 +21,9 @@ const (
 	// ReleaseFinalizer holds a Machine whose instance is gone until its replica has been given back. It is added only when
 	// the Machine is being released, never to a live one.
 	ReleaseFinalizer = Group + "/release"
+	// ReleaseHook holds a Machine that somebody else began to delete, before its instance is removed, until its replica has been
+	// given back: a finalizer cannot be added any more then. It is one of Cluster API's pre-terminate hooks.
+	ReleaseHook = "pre-terminate.delete.hook.machine.cluster.x-k8s.io/karpenter-capi"
 	// PausedByAgent is the value of Cluster API's paused annotation where the agent set it. Any other value is a person's,
 	// and is left alone.
 	PausedByAgent = Group

@@ -12,6 +12,7 @@ import (
 // +kubebuilder:object:root=true
 // +kubebuilder:resource:categories=cluster-api,shortName=mcl
 // +kubebuilder:subresource:status
+// +kubebuilder:selectablefield:JSONPath=`.status.phase`
 // +kubebuilder:printcolumn:name="Cluster",type=string,JSONPath=`.spec.clusterName`
 // +kubebuilder:printcolumn:name="Claimed By",type=string,JSONPath=`.spec.displayName`
 // +kubebuilder:printcolumn:name="Group",type=string,JSONPath=`.spec.nodeGroup`
@@ -61,10 +62,15 @@ type MachineClaimSpec struct {
 	// +kubebuilder:validation:MaxItems=1000
 	Candidates []string `json:"candidates,omitempty"`
 	// nodeGroup is the name of the MachineDeployment that the claim belongs to now. It moves to the next candidate only while
-	// the claim has never been entered in a ledger.
-	// +required
-	// +kubebuilder:validation:MinLength=1
-	NodeGroup string `json:"nodeGroup"`
+	// the claim has never been entered in a ledger. Empty means that the claim was released before it was made: the object
+	// is a tombstone from its creation on, so that a call to make it that comes late is refused.
+	// +optional
+	NodeGroup string `json:"nodeGroup,omitempty"`
+	// adopt is the name of an existing Machine of nodeGroup that the claim takes over, instead of a new one. Immutable.
+	// +optional
+	// +kubebuilder:validation:MaxLength=253
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="adopt is immutable"
+	Adopt string `json:"adopt,omitempty"`
 }
 
 // Phase is how far a claim is. The empty phase of a new MachineClaim means Pending.
@@ -154,9 +160,12 @@ type MachineClaimList struct {
 	Items           []MachineClaim `json:"items"`
 }
 
-// CurrentPhase returns the claim's phase, Pending for a new object.
+// CurrentPhase returns the claim's phase: Pending for a new object, Ended for one that belongs to no node group.
 func (c *MachineClaim) CurrentPhase() Phase {
-	if c.Status.Phase == "" {
+	switch {
+	case c.Spec.NodeGroup == "":
+		return PhaseEnded
+	case c.Status.Phase == "":
 		return PhasePending
 	}
 	return c.Status.Phase

@@ -78,7 +78,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	shownClaims := newFeed(o, inventory.EqualClaims)
 
 	engine := claims.New(claims.Config{
-		Index:  hub.ByDeployment,
+		Index: hub.ByDeployment, FailedIndex: hub.FailedByDeployment, Live: hub.LiveClaims(),
 		Client: a.manager.GetClient(), Reader: a.manager.GetAPIReader(), Recorder: a.manager.GetEventRecorder("capi-agent"),
 		Clock: c.Clock, SpareGrace: o.SpareGracePeriod, TombstoneRetention: o.TombstoneRetention, CollectGrace: c.CollectGrace,
 		Failure: o.Failure(),

@@ -33,12 +33,12 @@ func (e *Engine) SetupWithManager(mgr ctrl.Manager) error {
 	if err != nil {
 		return fmt.Errorf("setting up the claim controller: %w", err)
 	}
-	return nil
+	return tombstones{e}.setupWithManager(mgr)
 }
 
 func groupOfClaim(_ context.Context, object client.Object) []reconcile.Request {
 	c, ok := object.(*v1alpha1.MachineClaim)
-	if !ok {
+	if !ok || c.Spec.NodeGroup == "" {
 		return nil
 	}
 	return []reconcile.Request{{NamespacedName: types.NamespacedName{Namespace: c.Namespace, Name: c.Spec.NodeGroup}}}
@@ -56,7 +56,7 @@ func groupOfMember(_ context.Context, object client.Object) []reconcile.Request 
 // server read.
 func (e *Engine) Reconcile(ctx context.Context, r reconcile.Request) (reconcile.Result, error) {
 	g := e.group(r.Namespace, r.Name)
-	s, err := e.read(ctx, e.Client, r.NamespacedName)
+	s, err := e.read(ctx, cached, r.NamespacedName)
 	if err != nil {
 		return reconcile.Result{}, err
 	}

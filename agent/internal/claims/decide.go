@@ -32,8 +32,6 @@ type decision struct {
 	actions []action
 	// spare is whether there is a spare now, for the grace period; also while its release is only decided.
 	spare bool
-	// spendable is whether there is a spare that a further claim may have.
-	spendable bool
 	// again is when to look again without being told; zero for not.
 	again time.Duration
 }
@@ -80,11 +78,11 @@ const (
 	end actionKind = "end"
 	// noteMachine copies provider ID and Node name to the claim, for people.
 	noteMachine actionKind = "note-machine"
-	// forget deletes the MachineClaim of a claim that ended long ago.
-	forget actionKind = "forget"
 	// hold puts the finalizer on the Machine and deletes it.
 	hold actionKind = "hold"
-	// letGo takes the finalizer off.
+	// hook puts the pre-terminate hook on a Machine that somebody else is deleting.
+	hook actionKind = "hook"
+	// letGo takes the finalizer and the hook off.
 	letGo actionKind = "let-go"
 	// pauseMachineSet and unpauseMachineSet keep a MachineSet from making Machines while replicas are lowered for those that
 	// it has not made.
@@ -112,6 +110,7 @@ const (
 	ReasonNoRoom            = "NoRoom"
 	ReasonRefused           = "Refused"
 	ReasonNodeGroupGone     = "NodeGroupGone"
+	ReasonNeverMade         = "NeverMade"
 )
 
 // decide computes the next step of the protocol. It depends on nothing but the snapshot.
@@ -125,10 +124,11 @@ func decide(s *snapshot) *decision {
 	s.startReleases(next)
 	s.giveBack(d, next)
 	spare := s.account(d, next)
+	spare = s.adopt(d, next, spare)
 	spare = s.enter(d, next, spare)
 	s.name(next)
 	s.coverShortage(d, next)
-	d.spare, d.spendable = spare > 0, spare > s.unusable(next)
+	d.spare = spare > 0
 	spare = s.releaseSpare(d, next, spare)
 	spare = s.shrink(d, next, spare)
 
@@ -176,6 +176,8 @@ func (s *snapshot) rebuild() *Ledger {
 				continue
 			}
 			named = Named{Machine: ref.Name, UID: ref.UID}
+		} else if m := s.named(c.Spec.Adopt); m != nil {
+			named = Named{Machine: m.Name, UID: m.UID, Adopted: true}
 		}
 		l.Pending[c.Spec.ClaimID] = named
 		ours++
@@ -188,10 +190,16 @@ func (s *snapshot) rebuild() *Ledger {
 // dropEntries removes pending entries that have done their service: the claim's Machine is labelled, or the claim needs
 // none any more. The replica of the latter becomes a spare by accounting.
 func (s *snapshot) dropEntries(next *Ledger) {
+	drop := func(id string, named Named) {
+		delete(next.Pending, id)
+		if named.Adopted && s.labelled(id) == nil {
+			next.Floor++ // the claim never got the user's Machine: it, or what replaces it, is the user's again
+		}
+	}
 	for id, named := range next.Pending {
 		c := s.claim(id)
 		if c == nil {
-			delete(next.Pending, id)
+			drop(id, named)
 			continue
 		}
 		var promised *clusterv1.Machine
@@ -204,16 +212,16 @@ func (s *snapshot) dropEntries(next *Ledger) {
 		case v1alpha1.PhaseBound, v1alpha1.PhaseReleasing:
 			switch {
 			case promised == nil:
-				delete(next.Pending, id) // cancelled before it had a Machine, or its Machine is gone
+				drop(id, named) // cancelled before it had a Machine, or its Machine is gone
 			case named.UID != promised.UID:
-				delete(next.Pending, id)
+				drop(id, named)
 			case claimOf(promised) == id:
-				delete(next.Pending, id)
+				drop(id, named)
 			case claimOf(promised) != "" || !alive(promised) || held(promised):
-				delete(next.Pending, id) // it died before it was labelled
+				drop(id, named) // it died before it was labelled
 			}
 		case v1alpha1.PhaseEnded:
-			delete(next.Pending, id)
+			drop(id, named)
 		}
 	}
 }
@@ -229,7 +237,8 @@ func (s *snapshot) unname(next *Ledger) {
 		}
 		m := s.machine(named.UID)
 		if m == nil || !alive(m) || held(m) || claimOf(m) != "" && claimOf(m) != id {
-			next.Pending[id] = Named{}
+			named.Machine, named.UID = "", ""
+			next.Pending[id] = named
 		}
 	}
 }
@@ -239,7 +248,14 @@ func (s *snapshot) unname(next *Ledger) {
 func (s *snapshot) startReleases(next *Ledger) {
 	for uid, r := range next.Releasing {
 		m := s.machine(uid)
-		if m == nil || !alive(m) || r.GivenBack || s.orphaned(claimOf(m)) {
+		if m == nil || r.GivenBack {
+			continue
+		}
+		if !alive(m) {
+			s.overtake(next, uid, r, m)
+			continue
+		}
+		if s.orphaned(claimOf(m)) {
 			continue
 		}
 		if c := s.claim(claimOf(m)); c == nil || c.CurrentPhase() != v1alpha1.PhaseReleasing {
@@ -251,12 +267,30 @@ func (s *snapshot) startReleases(next *Ledger) {
 			continue
 		}
 		m := s.machine(c.Status.Machine.UID)
-		if m == nil || !alive(m) || claimOf(m) != c.Spec.ClaimID || s.handsOver(m) {
+		if m == nil || claimOf(m) != c.Spec.ClaimID || s.handsOver(m) {
 			continue
 		}
-		if _, begun := next.Releasing[m.UID]; !begun {
-			next.Releasing[m.UID] = Release{Machine: m.Name, Claim: c.Spec.ClaimID, Drained: c.Status.Drained}
+		if _, begun := next.Releasing[m.UID]; begun {
+			continue
 		}
+		if alive(m) || stoppable(m) && !held(m) {
+			next.Releasing[m.UID] = Release{Machine: m.Name, Claim: c.Spec.ClaimID, Drained: c.Status.Drained, Hook: !alive(m)}
+		}
+	}
+}
+
+// overtake deals with a Machine that is being released and that somebody else began to delete before our finalizer was on it:
+// a hook holds it instead, as long as its instance is there. Once it is not, the Machine goes as it does without us, and its
+// replacement is a spare.
+func (s *snapshot) overtake(next *Ledger, uid types.UID, r Release, m *clusterv1.Machine) {
+	switch {
+	case held(m) || r.Set != "":
+		// Held as it should be, or its replica is being given back already.
+	case !r.Hook && stoppable(m):
+		r.Hook = true
+		next.Releasing[uid] = r
+	case !hooked(m) && !stoppable(m):
+		delete(next.Releasing, uid)
 	}
 }
 
@@ -273,8 +307,8 @@ func (s *snapshot) handsOver(m *clusterv1.Machine) bool {
 	return !marked
 }
 
-// giveBack lowers replicas for the Machines whose instance is gone and that are held by our finalizer only, and drops the
-// records of Machines that are gone.
+// giveBack lowers replicas for the Machines that are held by our finalizer only, their instance gone, or by our hook, and drops
+// the records of Machines that are gone.
 func (s *snapshot) giveBack(d *decision, next *Ledger) {
 	var ready []types.UID
 	for uid, r := range next.Releasing {
@@ -288,7 +322,7 @@ func (s *snapshot) giveBack(d *decision, next *Ledger) {
 			} else {
 				ready = append(ready, uid)
 			}
-		case !r.GivenBack && deletionCompleted(m):
+		case !r.GivenBack && (deletionCompleted(m) || r.Hook && waitsForHook(m)):
 			ready = append(ready, uid)
 		}
 	}
@@ -498,7 +532,7 @@ func (s *snapshot) enter(d *decision, next *Ledger, spare int32) int32 {
 	spendable := spare - s.unusable(next)
 	for _, c := range s.claims {
 		id := c.Spec.ClaimID
-		if c.CurrentPhase() != v1alpha1.PhasePending {
+		if c.CurrentPhase() != v1alpha1.PhasePending || c.Spec.Adopt != "" {
 			continue
 		}
 		if _, entered := next.Pending[id]; entered || s.labelled(id) != nil {
@@ -514,17 +548,82 @@ func (s *snapshot) enter(d *decision, next *Ledger, spare int32) int32 {
 		case s.group.Max == nil || d.replicas < *s.group.Max:
 			d.replicas++
 		default:
-			d.refused[id] = eligibility.Refusal{
-				NodeGroup: s.md.Name,
-				Reason:    eligibility.AtMaxSize,
-				Message:   fmt.Sprintf("replicas are at the max size %d", *s.group.Max),
-			}
+			d.refused[id] = s.full()
 			continue
 		}
 		next.Pending[id] = Named{}
 		d.urgent = true
 	}
 	return spare
+}
+
+// adopt enters the claims that take an existing Machine over, and names it for them in the same write: a spare's, else the
+// user's, who then owns one less. It returns the spare that is left.
+func (s *snapshot) adopt(d *decision, next *Ledger, spare int32) int32 {
+	for _, c := range s.claims {
+		id := c.Spec.ClaimID
+		if c.CurrentPhase() != v1alpha1.PhasePending || c.Spec.Adopt == "" {
+			continue
+		}
+		if _, entered := next.Pending[id]; entered || s.labelled(id) != nil {
+			continue
+		}
+		m, refusal := s.adoptable(c, next)
+		if refusal != nil {
+			d.refused[id] = *refusal
+			continue
+		}
+		named := Named{Machine: m.Name, UID: m.UID}
+		switch {
+		case spare > 0:
+			spare--
+		case next.Floor > s.group.Min:
+			named.Adopted = true
+			next.Floor--
+		case s.group.Max == nil || d.replicas < *s.group.Max:
+			d.replicas++ // the user is still to have the min size
+		default:
+			d.refused[id] = s.full()
+			continue
+		}
+		next.Pending[id] = named
+		d.urgent = true
+	}
+	return spare
+}
+
+// adoptable returns the Machine that a claim is to take over, or why it cannot have it.
+func (s *snapshot) adoptable(c *v1alpha1.MachineClaim, next *Ledger) (*clusterv1.Machine, *eligibility.Refusal) {
+	if s.group.Refusal != nil && s.group.Refusal.Reason != eligibility.CoolingDown {
+		return nil, s.group.Refusal
+	}
+	refuse := func(format string, arguments ...any) (*clusterv1.Machine, *eligibility.Refusal) {
+		return nil, &eligibility.Refusal{
+			NodeGroup: s.md.Name, Reason: eligibility.NotAdoptable, Message: fmt.Sprintf("Machine %s ", c.Spec.Adopt) + fmt.Sprintf(format, arguments...),
+		}
+	}
+	m := s.named(c.Spec.Adopt)
+	if m == nil {
+		return refuse("does not exist in this node group")
+	}
+	_, marked := m.Annotations[clusterv1.DeleteMachineAnnotation]
+	switch _, releasing := next.Releasing[m.UID]; {
+	case !s.orphaned(claimOf(m)) || next.names(m.UID):
+		return refuse("has a claim already")
+	case releasing || held(m) || !alive(m) || marked:
+		return refuse("is being deleted")
+	case claimOf(m) != "":
+		return refuse("still carries the label of a claim that has ended; take the label off first")
+	}
+	return m, nil
+}
+
+func (s *snapshot) full() eligibility.Refusal {
+	return eligibility.Refusal{
+		NodeGroup: s.md.Name,
+		Reason:    eligibility.AtMaxSize,
+		Message:   fmt.Sprintf("replicas are at the max size %d", *s.group.Max),
+	}
 }
 
 // free returns the Machines that nobody has: alive, without a claim, a promise or a release.
@@ -579,13 +678,24 @@ func (s *snapshot) name(next *Ledger) {
 			return
 		}
 		named, pending := next.Pending[c.Spec.ClaimID]
-		if !pending || named.UID != "" || c.CurrentPhase() != v1alpha1.PhasePending {
+		if !pending || named.UID != "" || c.CurrentPhase() != v1alpha1.PhasePending || c.Spec.Adopt != "" {
 			continue
 		}
 		m := usable[0]
 		usable, give = usable[1:], give-1
 		next.Pending[c.Spec.ClaimID] = Named{Machine: m.Name, UID: m.UID}
 	}
+}
+
+// waiting counts the claims that a Machine is still to be named for.
+func (s *snapshot) waiting(next *Ledger) int {
+	n := 0
+	for id, named := range next.Pending {
+		if c := s.claim(id); named.UID == "" && c != nil && c.Spec.Adopt == "" {
+			n++
+		}
+	}
+	return n
 }
 
 func progress(m *clusterv1.Machine) int {
@@ -601,7 +711,7 @@ func progress(m *clusterv1.Machine) int {
 // coverShortage raises replicas when Cluster API has made every Machine it was asked for and claims still wait: the Machine
 // that was meant for them joined before it could be promised, and is nobody's now.
 func (s *snapshot) coverShortage(d *decision, next *Ledger) {
-	waiting := next.unnamed()
+	waiting := s.waiting(next)
 	if waiting == 0 || d.replicas != s.group.Replicas || !s.settled() || s.group.Refusal != nil {
 		return
 	}
@@ -794,7 +904,6 @@ func (s *snapshot) actOnClaims(d *decision) {
 		case v1alpha1.PhaseEnded:
 		}
 	}
-	s.expire(d)
 }
 
 // abandonedAfter is how long a claim that no group has entered is left to the call that makes it, which moves it on or ends it.
@@ -818,6 +927,8 @@ func (s *snapshot) actOnPending(d *decision, c *v1alpha1.MachineClaim, named Nam
 	switch {
 	case named.UID != "" && m != nil && alive(m) && !held(m) && claimOf(m) == "":
 		d.actions = append(d.actions, action{kind: bind, claim: c, machine: m})
+	case c.Spec.Adopt != "" && named.UID == "":
+		d.end(c, ReasonMachineLost, "the Machine that it was to take over was deleted before that")
 	case c.Status.Phase == v1alpha1.PhasePending && named.UID == "" && s.judge(d, c, nil):
 		// It waited long enough.
 	case c.Status.Phase == "":
@@ -869,22 +980,6 @@ func (d *decision) end(c *v1alpha1.MachineClaim, reason, message string) {
 	d.actions = append(d.actions, action{kind: end, claim: c, event: v1alpha1.Event{Reason: reason, Message: message}})
 }
 
-// expire forgets claims that ended long ago.
-func (s *snapshot) expire(d *decision) {
-	for _, c := range s.claims {
-		if c.Status.Phase != v1alpha1.PhaseEnded || c.Status.EndedAt == nil {
-			continue
-		}
-		left := s.retention - s.now.Sub(c.Status.EndedAt.Time)
-		switch {
-		case left > 0:
-			d.wake(left)
-		case s.labelled(c.Spec.ClaimID) == nil:
-			d.actions = append(d.actions, action{kind: forget, claim: c})
-		}
-	}
-}
-
 // actOnMachines lists the writes on Machines that are being released, as the snapshot's ledger permits.
 func (s *snapshot) actOnMachines(d *decision) {
 	for _, m := range s.machines {
@@ -893,15 +988,19 @@ func (s *snapshot) actOnMachines(d *decision) {
 		if s.ledger != nil {
 			r, recorded = s.ledger.Releasing[m.UID]
 		}
+		ours := held(m) || hooked(m)
+		stopped := held(m) && deletionCompleted(m) || hooked(m) && !held(m)
 		switch {
 		case recorded && !r.GivenBack && alive(m) && s.mayDelete(m):
 			d.actions = append(d.actions, action{kind: hold, machine: m, release: r})
-		case recorded && r.GivenBack && held(m) && s.carriedThrough(r.Generation):
+		case recorded && !r.GivenBack && r.Hook && !ours && stoppable(m) && s.md.DeletionTimestamp.IsZero():
+			d.actions = append(d.actions, action{kind: hook, machine: m, release: r})
+		case recorded && r.GivenBack && ours && s.carriedThrough(r.Generation):
 			d.actions = append(d.actions, action{kind: letGo, machine: m})
-		case held(m) && deletionCompleted(m) && !s.md.DeletionTimestamp.IsZero():
+		case stopped && !s.md.DeletionTimestamp.IsZero():
 			// Cluster API deletes the whole group, makes nothing anew, and waits for this Machine.
 			d.actions = append(d.actions, action{kind: letGo, machine: m})
-		case !recorded && held(m) && deletionCompleted(m):
+		case !recorded && stopped:
 			// Held by a ledger that is lost. Whether its replica was given back is not known, so it is not lowered; if it
 			// was not, the replacement is a spare.
 			d.actions = append(d.actions, action{kind: letGo, machine: m})

@@ -31,7 +31,6 @@ func scene(replicas int32, ledger *Ledger) *snapshot {
 		now:          now,
 		unregistered: func(string) bool { return false },
 		spareGrace:   time.Minute,
-		retention:    time.Hour,
 	}
 }
 

@@ -23,6 +23,7 @@
 package claims
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -51,9 +52,13 @@ type Config struct {
 	Client client.Client
 	// Reader reads from the API server itself, consistently. REQUIRED.
 	Reader client.Reader
-	// Index is the name of the caches' index of MachineClaims, Machines and MachineSets by the name of their
-	// MachineDeployment. Empty means that there is none, and that cached lists select by label.
+	// Index is the name of the caches' index of Machines, MachineSets and those MachineClaims that have not ended, by the name
+	// of their MachineDeployment. Empty means that there is none, and that cached lists select by label.
 	Index string
+	// FailedIndex is the name of the caches' index of MachineClaims that failed, in the same way.
+	FailedIndex string
+	// Live leaves ended claims out of lists that Reader answers. Nil lists them too, which is only slower.
+	Live client.ListOption
 	// Recorder takes the events that people see. Nil means none.
 	Recorder events.EventRecorder
 	// Clock is the time. Nil means the real one.
@@ -91,6 +96,8 @@ type Request struct {
 	DisplayName string
 	// Candidates are names of MachineDeployments in Namespace, best first.
 	Candidates []string
+	// Adopt is the name of an existing Machine of the only candidate that the claim takes over; empty for a new Machine.
+	Adopt string
 	// ValidateOnly checks against the caches and writes nothing.
 	ValidateOnly bool
 }
@@ -150,7 +157,7 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 		return nil, ErrUnknownCluster
 	}
 	key := Key{Namespace: r.Namespace, Cluster: r.Cluster, ID: r.ID}
-	first, refusals, err := e.firstOpen(ctx, r.Namespace, cluster, r.Candidates)
+	first, refusals, err := e.firstOpen(ctx, r, cluster, r.Candidates)
 	if err != nil {
 		return nil, err
 	}
@@ -203,6 +210,7 @@ func (e *Engine) newClaim(r Request, cluster *clusterv1.Cluster, nodeGroup strin
 			DisplayName: r.DisplayName,
 			Candidates:  r.Candidates,
 			NodeGroup:   nodeGroup,
+			Adopt:       r.Adopt,
 		},
 	}
 }
@@ -210,11 +218,11 @@ func (e *Engine) newClaim(r Request, cluster *clusterv1.Cluster, nodeGroup strin
 // firstOpen returns the first candidate that would take a claim now, as far as the caches tell, or "", and why those before
 // it would not.
 func (e *Engine) firstOpen(
-	ctx context.Context, namespace string, cluster *clusterv1.Cluster, candidates []string,
+	ctx context.Context, r Request, cluster *clusterv1.Cluster, candidates []string,
 ) (string, []eligibility.Refusal, error) {
 	var refusals []eligibility.Refusal
 	for _, name := range candidates {
-		refusal, err := e.refusal(ctx, types.NamespacedName{Namespace: namespace, Name: name}, cluster)
+		refusal, err := e.refusal(ctx, r, cluster, name)
 		if err != nil {
 			return "", nil, err
 		}
@@ -226,9 +234,10 @@ func (e *Engine) firstOpen(
 	return "", refusals, nil
 }
 
-// refusal says why the group would not take a claim now, as far as the caches tell; nil when it would.
-func (e *Engine) refusal(ctx context.Context, key types.NamespacedName, cluster *clusterv1.Cluster) (*eligibility.Refusal, error) {
-	gone := &eligibility.Refusal{NodeGroup: key.Name, Reason: eligibility.Gone, Message: "no such node group in this Cluster"}
+// refusal says why a group would not take the claim now, as far as the caches tell; nil when it would.
+func (e *Engine) refusal(ctx context.Context, r Request, cluster *clusterv1.Cluster, name string) (*eligibility.Refusal, error) {
+	key := types.NamespacedName{Namespace: r.Namespace, Name: name}
+	gone := &eligibility.Refusal{NodeGroup: name, Reason: eligibility.Gone, Message: "no such node group in this Cluster"}
 	var md clusterv1.MachineDeployment
 	if found, err := e.get(ctx, key, &md); err != nil {
 		return nil, err
@@ -239,29 +248,28 @@ func (e *Engine) refusal(ctx context.Context, key types.NamespacedName, cluster 
 		return gone, nil
 	}
 	group := eligibility.Of(&md, cluster)
-	if group.Refusal != nil {
+	switch {
+	case group.Refusal != nil:
 		return group.Refusal, nil
-	}
-	if !group.Full() {
+	case r.Adopt == "" && !group.Full():
 		return e.CoolingDown(ctx, key)
 	}
-	s, err := e.read(ctx, e.Client, key)
+	// Whether there is a spare, or the Machine to adopt can be had, takes the whole view of the group: what would be decided if
+	// the claim were there already?
+	s, err := e.read(ctx, cached, key)
 	if err != nil {
 		return nil, err
 	}
 	if s == nil {
 		return gone, nil
 	}
-	if s.group.Refusal != nil {
-		return s.group.Refusal, nil
+	asked := e.newClaim(r, cluster, name)
+	asked.CreationTimestamp = metav1.NewTime(s.now) // behind those that wait already
+	s.claims = append(s.claims, asked)
+	if refusal, refused := decide(s).refused[r.ID]; refused {
+		return &refusal, nil
 	}
-	if decide(s).spendable {
-		return nil, nil
-	}
-	return &eligibility.Refusal{
-		NodeGroup: key.Name, Reason: eligibility.AtMaxSize,
-		Message: fmt.Sprintf("replicas are at the max size %d", *group.Max),
-	}, nil
+	return nil, nil
 }
 
 // CoolingDown says why the group takes no claims because one failed there recently, as far as the caches tell; nil when it
@@ -271,9 +279,12 @@ func (e *Engine) CoolingDown(ctx context.Context, key types.NamespacedName) (*el
 		return nil, nil
 	}
 	var list v1alpha1.MachineClaimList
-	selector := e.inGroup(e.Client, v1alpha1.NodeGroupLabel, key.Name)
+	var selector client.ListOption = client.MatchingLabels{v1alpha1.NodeGroupLabel: key.Name}
+	if e.FailedIndex != "" {
+		selector = client.MatchingFields{e.FailedIndex: key.Name}
+	}
 	if err := e.Client.List(ctx, &list, client.InNamespace(key.Namespace), selector); err != nil {
-		return nil, fmt.Errorf("listing claims: %w", err)
+		return nil, fmt.Errorf("listing failed claims: %w", err)
 	}
 	claims := make([]*v1alpha1.MachineClaim, 0, len(list.Items))
 	for i := range list.Items {
@@ -284,14 +295,17 @@ func (e *Engine) CoolingDown(ctx context.Context, key types.NamespacedName) (*el
 
 // follow answers a repeated call: with the claim that there is, once it is entered in the ledger.
 func (e *Engine) follow(ctx context.Context, c *v1alpha1.MachineClaim) (*v1alpha1.MachineClaim, error) {
-	switch c.Status.Phase {
+	switch c.CurrentPhase() {
 	case v1alpha1.PhaseEnded, v1alpha1.PhaseReleasing:
-		return nil, &EndedError{Reason: c.Status.Reason, Message: c.Status.Message}
-	case v1alpha1.PhaseBound, v1alpha1.PhasePending:
+		return nil, &EndedError{Reason: cmp.Or(c.Status.Reason, ReasonNeverMade), Message: cmp.Or(c.Status.Message, neverMade)}
+	case v1alpha1.PhaseBound:
 		return c, nil
-	default:
-		return e.enter(ctx, c)
+	case v1alpha1.PhasePending:
+		if c.Status.Phase == v1alpha1.PhasePending {
+			return c, nil
+		}
 	}
+	return e.enter(ctx, c)
 }
 
 // enter waits until the claim is in its group's ledger, and moves it on from groups that have no room.
@@ -332,7 +346,8 @@ func (e *Engine) nextCandidate(ctx context.Context, c *v1alpha1.MachineClaim) (s
 	if err != nil || at < 0 || cluster == nil {
 		return "", nil, err
 	}
-	return e.firstOpen(ctx, c.Namespace, cluster, c.Spec.Candidates[at+1:])
+	r := Request{Namespace: c.Namespace, Cluster: c.Spec.ClusterName, ID: c.Spec.ClaimID, Holder: c.Spec.Holder, Adopt: c.Spec.Adopt}
+	return e.firstOpen(ctx, r, cluster, c.Spec.Candidates[at+1:])
 }
 
 // endUnplaced ends a claim that no candidate took, and says why.
@@ -348,7 +363,8 @@ func (e *Engine) endUnplaced(ctx context.Context, c *v1alpha1.MachineClaim, refu
 	return cause
 }
 
-// Release asks for the claim's end and returns it, or nil when it is unknown. Errors: [ErrConflict], or the API server's.
+// Release asks for the claim's end and returns it. Of a claim that is unknown it makes a tombstone, so that a call to make the
+// claim that comes late is refused; nil when the Cluster does not exist either. Errors: [ErrConflict], or the API server's.
 func (e *Engine) Release(ctx context.Context, key Key, o ReleaseOptions) (*v1alpha1.MachineClaim, error) {
 	reason := v1alpha1.Event{Reason: ReasonReleaseRequested, Message: o.Reason}
 	if reason.Message == "" {
@@ -361,12 +377,19 @@ func (e *Engine) release(ctx context.Context, key Key, drained bool, why v1alpha
 	for attempt := 0; ; attempt++ {
 		c, err := e.Get(ctx, key)
 		if errors.Is(err, ErrNotFound) {
-			return nil, nil
+			c, err := e.bury(ctx, key, why.Message)
+			if errors.Is(err, ErrConflict) && attempt < 5 {
+				continue // it was made just now
+			}
+			return c, err
 		}
 		if err != nil {
 			return nil, err
 		}
-		if c.Status.Phase == v1alpha1.PhaseEnded || c.Status.Phase == v1alpha1.PhaseReleasing && (c.Status.Drained || !drained) {
+		if c.CurrentPhase() == v1alpha1.PhaseEnded {
+			return c, nil
+		}
+		if c.Status.Phase == v1alpha1.PhaseReleasing && (c.Status.Drained || !drained) {
 			e.group(c.Namespace, c.Spec.NodeGroup).kick()
 			return c, nil
 		}
@@ -383,9 +406,7 @@ func (e *Engine) release(ctx context.Context, key Key, drained bool, why v1alpha
 		case err == nil:
 			e.group(c.Namespace, c.Spec.NodeGroup).kick()
 			return c, nil
-		case apierrors.IsNotFound(err):
-			return nil, nil
-		case apierrors.IsConflict(err) && attempt < 5:
+		case (apierrors.IsConflict(err) || apierrors.IsNotFound(err)) && attempt < 5:
 			continue
 		default:
 			return nil, conflictOr(err, "releasing the claim")
@@ -420,12 +441,16 @@ func (e *Engine) List(ctx context.Context, o ListOptions) ([]v1alpha1.MachineCla
 	if o.Holder != "" {
 		selector[v1alpha1.HolderLabel] = o.Holder
 	}
+	options := []client.ListOption{client.InNamespace(o.Namespace), selector}
+	if !o.IncludeEnded {
+		options = e.liveOnly(options)
+	}
 	var list v1alpha1.MachineClaimList
-	if err := e.Reader.List(ctx, &list, client.InNamespace(o.Namespace), selector); err != nil {
+	if err := e.Reader.List(ctx, &list, options...); err != nil {
 		return nil, "", fmt.Errorf("listing claims: %w", err)
 	}
 	items := slices.DeleteFunc(list.Items, func(c v1alpha1.MachineClaim) bool {
-		return c.Spec.ClusterName != o.Cluster || !o.IncludeEnded && c.Status.Phase == v1alpha1.PhaseEnded
+		return c.Spec.ClusterName != o.Cluster || !o.IncludeEnded && c.CurrentPhase() == v1alpha1.PhaseEnded
 	})
 	slices.SortFunc(items, func(a, b v1alpha1.MachineClaim) int {
 		if c := a.CreationTimestamp.Compare(b.CreationTimestamp.Time); c != 0 {
@@ -437,6 +462,14 @@ func (e *Engine) List(ctx context.Context, o ListOptions) ([]v1alpha1.MachineCla
 		return items, "", nil
 	}
 	return items, token{Namespace: o.Namespace, Cluster: o.Cluster, Holder: o.Holder, Time: begun}.encode(), nil
+}
+
+// liveOnly adds to the options of a list from the API server that ended claims are left out.
+func (e *Engine) liveOnly(options []client.ListOption) []client.ListOption {
+	if e.Live != nil {
+		options = append(options, e.Live)
+	}
+	return options
 }
 
 // SyncRequest is a holder's complete set of live claims.

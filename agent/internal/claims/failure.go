@@ -115,11 +115,6 @@ func (s *snapshot) blocked() string {
 	return ""
 }
 
-// coolingDown refuses claims while a failure on the group is recent; nil when none is.
-func (s *snapshot) coolingDown() *eligibility.Refusal {
-	return coolDownOf(s.md.Name, s.claims, s.now, s.failure.CoolDown)
-}
-
 // coolDownOf says why a node group takes no claims after one of the given claims, all of that group, failed; nil when no
 // failure is more recent than the cool-down.
 func coolDownOf(nodeGroup string, claims []*v1alpha1.MachineClaim, now time.Time, coolDown time.Duration) *eligibility.Refusal {

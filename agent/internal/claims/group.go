@@ -167,7 +167,7 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 	e := g.engine
 	conflicts, yields := 0, 0
 	for range maxSteps {
-		s, err := e.read(ctx, e.Reader, g.key)
+		s, err := e.read(ctx, live, g.key)
 		if err != nil {
 			return 0, err
 		}
@@ -286,8 +286,8 @@ func (g *group) noteSpare(d *decision) {
 func (g *group) settleGone(ctx context.Context) error {
 	e := g.engine
 	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: g.key.Namespace, Name: g.key.Name}}
-	s := &snapshot{md: md, now: e.Clock.Now(), retention: e.TombstoneRetention}
-	if err := e.readParts(ctx, e.Reader, g.key, s); err != nil {
+	s := &snapshot{md: md, now: e.Clock.Now()}
+	if err := e.readParts(ctx, live, g.key, s); err != nil {
 		return err
 	}
 	s.prepare()
@@ -317,17 +317,33 @@ func (g *group) settleGone(ctx context.Context) error {
 		case v1alpha1.PhaseEnded:
 		}
 	}
-	s.expire(d)
 	s.actOnMachines(d)
 	_, err := e.perform(ctx, s, d.actions)
 	return err
 }
 
-// read takes a snapshot through the given reader: the MachineDeployment first, then the rest (rule R1). It returns nil when
+// view says where a snapshot is read from.
+type view int
+
+const (
+	// cached is quick and may lag behind: good for finding out whether there is something to do, and for nothing else.
+	cached view = iota
+	// live is the API server's own, consistent word.
+	live
+)
+
+func (e *Engine) reader(from view) client.Reader {
+	if from == cached {
+		return e.Client
+	}
+	return e.Reader
+}
+
+// read takes a snapshot from the given view: the MachineDeployment first, then the rest (rule R1). It returns nil when
 // the MachineDeployment does not exist.
-func (e *Engine) read(ctx context.Context, from client.Reader, key types.NamespacedName) (*snapshot, error) {
+func (e *Engine) read(ctx context.Context, from view, key types.NamespacedName) (*snapshot, error) {
 	var md clusterv1.MachineDeployment
-	if err := from.Get(ctx, key, &md); apierrors.IsNotFound(err) {
+	if err := e.reader(from).Get(ctx, key, &md); apierrors.IsNotFound(err) {
 		return nil, nil
 	} else if err != nil {
 		return nil, fmt.Errorf("reading the MachineDeployment: %w", err)
@@ -342,7 +358,6 @@ func (e *Engine) read(ctx context.Context, from client.Reader, key types.Namespa
 		now:          e.Clock.Now(),
 		unregistered: e.unregisteredIn(key.Namespace, md.Spec.ClusterName),
 		spareGrace:   e.SpareGrace,
-		retention:    e.TombstoneRetention,
 		failure:      e.Failure,
 	}
 	if text, present := md.Annotations[v1alpha1.LedgerAnnotation]; present {
@@ -358,20 +373,26 @@ func (e *Engine) read(ctx context.Context, from client.Reader, key types.Namespa
 		return nil, err
 	}
 	if s.group.Refusal == nil {
-		s.group.Refusal = s.coolingDown()
+		if s.group.Refusal, err = e.CoolingDown(ctx, key); err != nil {
+			return nil, err
+		}
 	}
 	return s, nil
 }
 
-func (e *Engine) readParts(ctx context.Context, from client.Reader, key types.NamespacedName, s *snapshot) error {
+func (e *Engine) readParts(ctx context.Context, from view, key types.NamespacedName, s *snapshot) error {
+	options := []client.ListOption{client.InNamespace(key.Namespace), e.inGroup(from, v1alpha1.NodeGroupLabel, key.Name)}
+	if from == live {
+		options = e.liveOnly(options)
+	}
 	var claims v1alpha1.MachineClaimList
-	if err := from.List(ctx, &claims, client.InNamespace(key.Namespace), e.inGroup(from, v1alpha1.NodeGroupLabel, key.Name)); err != nil {
+	if err := e.reader(from).List(ctx, &claims, options...); err != nil {
 		return fmt.Errorf("listing claims: %w", err)
 	}
 	for i := range claims.Items {
 		c := &claims.Items[i]
 		switch {
-		case c.Spec.NodeGroup != key.Name:
+		case c.Spec.NodeGroup != key.Name, c.CurrentPhase() == v1alpha1.PhaseEnded:
 		case s.md.Spec.ClusterName != "" && c.Spec.ClusterName != s.md.Spec.ClusterName:
 			s.foreign = append(s.foreign, c) // the name was used before, for another Cluster
 		default:
@@ -382,7 +403,7 @@ func (e *Engine) readParts(ctx context.Context, from client.Reader, key types.Na
 	if s.ledger != nil || len(s.claims) > 0 {
 		// Before the Machines: what a paused MachineSet has made is seen then.
 		var sets clusterv1.MachineSetList
-		if err := from.List(ctx, &sets, client.InNamespace(key.Namespace), selector); err != nil {
+		if err := e.reader(from).List(ctx, &sets, client.InNamespace(key.Namespace), selector); err != nil {
 			return fmt.Errorf("listing MachineSets: %w", err)
 		}
 		for i := range sets.Items {
@@ -390,7 +411,7 @@ func (e *Engine) readParts(ctx context.Context, from client.Reader, key types.Na
 		}
 	}
 	var machines clusterv1.MachineList
-	if err := from.List(ctx, &machines, client.InNamespace(key.Namespace), selector); err != nil {
+	if err := e.reader(from).List(ctx, &machines, client.InNamespace(key.Namespace), selector); err != nil {
 		return fmt.Errorf("listing Machines: %w", err)
 	}
 	for i := range machines.Items {
@@ -400,15 +421,15 @@ func (e *Engine) readParts(ctx context.Context, from client.Reader, key types.Na
 }
 
 // inGroup selects what belongs to a node group: from the caches by index, from the API server by label.
-func (e *Engine) inGroup(from client.Reader, label, name string) client.ListOption {
-	if e.Index != "" && from == client.Reader(e.Client) {
+func (e *Engine) inGroup(from view, label, name string) client.ListOption {
+	if e.Index != "" && from == cached {
 		return client.MatchingFields{e.Index: name}
 	}
 	return client.MatchingLabels{label: name}
 }
 
 // readStrays looks at what the lists leave out, before anything is concluded from its absence (rule R3): claims that Machines
-// are labelled with and that belong to another group, and Machines of claims that left the group.
+// are labelled with and that have ended or belong to another group, and Machines of claims that left the group.
 func (e *Engine) readStrays(ctx context.Context, key types.NamespacedName, s *snapshot) error {
 	known := make(map[string]bool, len(s.claims))
 	for _, c := range s.claims {
@@ -428,8 +449,9 @@ func (e *Engine) readStrays(ctx context.Context, key types.NamespacedName, s *sn
 			s.lost[id] = m
 		case err != nil:
 			return err
-		case c.Spec.NodeGroup == key.Name || c.Status.Phase == v1alpha1.PhaseEnded:
+		case c.Spec.NodeGroup == key.Name || c.CurrentPhase() == v1alpha1.PhaseEnded:
 			s.claims = append(s.claims, c) // its label was edited, or it is only remembered
+			known[id] = true
 		}
 	}
 	listed := make(map[types.UID]bool, len(s.machines))

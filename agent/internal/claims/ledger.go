@@ -38,6 +38,8 @@ type Ledger struct {
 type Named struct {
 	Machine string    `json:"m,omitempty"`
 	UID     types.UID `json:"u,omitempty"`
+	// Adopted says that the Machine was the user's: the floor was lowered for it.
+	Adopted bool `json:"adopted,omitempty"`
 }
 
 // Release is the removal of one Machine.
@@ -48,6 +50,9 @@ type Release struct {
 	Claim string `json:"c,omitempty"`
 	// Drained says that the Node need not be drained.
 	Drained bool `json:"drained,omitempty"`
+	// Hook says that the Machine was being deleted by somebody else already, so that a pre-terminate hook holds it, before its
+	// instance is gone, where else our finalizer does, after.
+	Hook bool `json:"hook,omitempty"`
 	// Set is the MachineSet whose replicas are being lowered under pause; empty in the ordinary case.
 	Set string `json:"set,omitempty"`
 	// GivenBack says that replicas were lowered for it.

@@ -56,6 +56,7 @@ type world struct {
 	owned     map[string]int32   // what the user owns in each group, as far as the user knows
 	templates map[string]int
 	blocked   map[string]bool // groups whose MachineSets can make no Machines
+	buried    map[string]bool // claims that were released before they were made
 }
 
 func newWorld(t *rapid.T, groups int, floor int32, maximum string) *world {
@@ -66,6 +67,7 @@ func newWorld(t *rapid.T, groups int, floor int32, maximum string) *world {
 		t: t, clock: testclock.NewFakeClock(time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)), crash: -1,
 		seen: map[types.UID]bool{}, released: map[string]bool{}, outsiders: map[types.UID]bool{},
 		owned: map[string]int32{}, templates: map[string]int{}, blocked: map[string]bool{},
+		buried: map[string]bool{},
 	}
 	base := fake.NewClientBuilder().WithScheme(scheme).
 		WithStatusSubresource(&v1alpha1.MachineClaim{}, &clusterv1.MachineDeployment{}, &clusterv1.MachineSet{}, &clusterv1.Machine{}).
@@ -85,10 +87,20 @@ func newWorld(t *rapid.T, groups int, floor int32, maximum string) *world {
 			if m, ok := o.(*clusterv1.Machine); ok && w.inAgent {
 				w.checkDelete(m)
 			}
+			if c, ok := o.(*v1alpha1.MachineClaim); ok && w.inAgent {
+				w.checkForget(c)
+			}
 			return w.write(func() error { return c.Delete(ctx, o, opts...) })
 		},
 		Patch: func(ctx context.Context, c client.WithWatch, o client.Object, p client.Patch, opts ...client.PatchOption) error {
-			return w.write(func() error { return w.patch(ctx, c, o, p, opts...) })
+			return w.write(func() error {
+				before := w.claimOn(ctx, c, o)
+				err := w.patch(ctx, c, o, p, opts...)
+				if err == nil && before == "" {
+					w.noteAdoption(ctx, c, o)
+				}
+				return err
+			})
 		},
 		SubResourceUpdate: func(ctx context.Context, c client.Client, sub string, o client.Object, opts ...client.SubResourceUpdateOption) error {
 			return w.write(func() error { return c.SubResource(sub).Update(ctx, o, opts...) })
@@ -230,12 +242,59 @@ func (w *world) create(e int, id string, candidates []string) {
 func (w *world) release(e int, id string) {
 	w.released[id] = true
 	w.asAgent(e, func(ctx context.Context, agent *Engine) error {
-		_, err := agent.Release(ctx, Key{namespace, clusterName, id}, ReleaseOptions{Drained: true})
+		c, err := agent.Release(ctx, Key{namespace, clusterName, id}, ReleaseOptions{Drained: true})
 		if err != nil {
 			w.released[id] = false
+		} else if c.Spec.NodeGroup == "" {
+			w.buried[id] = true
 		}
 		return err
 	})
+}
+
+// adopt claims a Machine that exists and that nobody has.
+func (w *world) adopt(e int, id string, m *clusterv1.Machine) {
+	w.asAgent(e, func(ctx context.Context, agent *Engine) error {
+		_, err := agent.Create(ctx, Request{
+			Namespace: namespace, Cluster: clusterName, ID: id, Holder: "karpenter", DisplayName: "nc-" + id,
+			Candidates: []string{m.Labels[clusterv1.MachineDeploymentNameLabel]}, Adopt: m.Name,
+		})
+		return err
+	})
+}
+
+// expire lets an agent forget the claims that ended long ago.
+func (w *world) expire(e int) {
+	w.asAgent(e, func(ctx context.Context, agent *Engine) error {
+		for _, c := range w.allClaims() {
+			if _, err := (tombstones{agent}).forget(ctx, c); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
+// claimOn returns the claim that the Machine carries in the API, "" when it carries none or when o is no Machine.
+func (w *world) claimOn(ctx context.Context, c client.Client, o client.Object) string {
+	var m clusterv1.Machine
+	if _, ok := o.(*clusterv1.Machine); !ok || c.Get(ctx, client.ObjectKeyFromObject(o), &m) != nil {
+		return ""
+	}
+	return claimOf(&m)
+}
+
+// noteAdoption follows what the user owns: a claim that took over one of the user's Machines left the user with one less.
+func (w *world) noteAdoption(ctx context.Context, c client.Client, o client.Object) {
+	id := w.claimOn(ctx, c, o)
+	if id == "" {
+		return
+	}
+	group := o.GetLabels()[clusterv1.MachineDeploymentNameLabel]
+	l, err := parseLedger(w.md(group).Annotations[v1alpha1.LedgerAnnotation])
+	if err == nil && l.Pending[id].Adopted {
+		w.owned[group]--
+	}
 }
 
 func (w *world) md(name string) *clusterv1.MachineDeployment {
@@ -453,14 +512,40 @@ func (w *world) machineStep(m *clusterv1.Machine) {
 	case !alive(m) && !w.seen[m.UID]:
 		w.seen[m.UID] = true // the manager's cache catches up
 	case !alive(m) && slices.Contains(m.Finalizers, capiHolds):
-		m.Status.Conditions = []metav1.Condition{{
-			Type: clusterv1.MachineDeletingCondition, Status: "True", Reason: clusterv1.MachineDeletingDeletionCompletedReason,
-		}}
-		must(w.t, w.client.Status().Update(ctx, m))
+		deleting := func(reason string) bool {
+			if deletingReason(m) == reason {
+				return false
+			}
+			m.Status.Conditions = []metav1.Condition{{Type: clusterv1.MachineDeletingCondition, Status: "True", Reason: reason}}
+			must(w.t, w.client.Status().Update(ctx, m))
+			return true
+		}
+		if hooked(m) {
+			deleting(clusterv1.MachineDeletingWaitingForPreTerminateHookReason)
+			return
+		}
+		if deleting(clusterv1.MachineDeletingWaitingForInfrastructureDeletionReason) {
+			return
+		}
+		deleting(clusterv1.MachineDeletingDeletionCompletedReason)
 		before := m.DeepCopy()
 		m.Finalizers = slices.DeleteFunc(m.Finalizers, func(f string) bool { return f == capiHolds })
 		must(w.t, w.client.Patch(ctx, m, client.MergeFrom(before)))
 	}
+}
+
+// dying returns the bound claims whose Machine somebody is deleting, by id.
+func (w *world) dying() []*v1alpha1.MachineClaim {
+	var dying []*v1alpha1.MachineClaim
+	for _, c := range w.allClaims() {
+		if c.Status.Phase == v1alpha1.PhaseBound && slices.ContainsFunc(w.machines(c.Spec.NodeGroup), func(m *clusterv1.Machine) bool {
+			return m.UID == c.Status.Machine.UID && !alive(m)
+		}) {
+			dying = append(dying, c)
+		}
+	}
+	slices.SortFunc(dying, func(a, b *v1alpha1.MachineClaim) int { return strings.Compare(a.Name, b.Name) })
+	return dying
 }
 
 // loseClaim deletes the object of a claim that has a Machine, or only its status, as a careless restore does.
@@ -522,6 +607,18 @@ func (w *world) checkDelete(target *clusterv1.Machine) {
 	}
 }
 
+// checkForget is I1 over time: an id must not be used again while a caller may still retry.
+func (w *world) checkForget(target *v1alpha1.MachineClaim) {
+	c := w.allClaims()[target.Spec.ClaimID]
+	if c == nil {
+		return
+	}
+	if c.Status.EndedAt == nil || w.clock.Since(c.Status.EndedAt.Time) < 24*time.Hour {
+		w.t.Fatalf("I1: claim %s was forgotten while its id may still be used", target.Spec.ClaimID)
+	}
+	delete(w.buried, target.Spec.ClaimID)
+}
+
 // victim is I3 for what a MachineSet deletes: only where a human lowered replicas, or a Machine was already going.
 func (w *world) victim(m *clusterv1.Machine) {
 	if w.humanLowered(m.Labels[clusterv1.MachineDeploymentNameLabel]) {
@@ -536,6 +633,11 @@ func (w *world) humanLowered(group string) bool { return w.owned[group+"/lowered
 // check is what must hold after every step.
 func (w *world) check() {
 	claims := w.allClaims()
+	for id := range w.buried {
+		if c := claims[id]; c == nil || c.CurrentPhase() != v1alpha1.PhaseEnded {
+			w.t.Fatalf("fence: claim %s was released before it was made, and lives", id)
+		}
+	}
 	byMachine := map[types.UID]string{}
 	for id, c := range claims {
 		if c.Status.Machine != nil && c.Status.Phase != v1alpha1.PhaseEnded {
@@ -593,7 +695,7 @@ func (w *world) settle() {
 func (w *world) live(group string) int32 {
 	var live int32
 	for _, c := range w.allClaims() {
-		if c.Spec.NodeGroup == group && c.Status.Phase != v1alpha1.PhaseEnded {
+		if c.Spec.NodeGroup == group && c.CurrentPhase() != v1alpha1.PhaseEnded {
 			live++
 		}
 	}
@@ -663,8 +765,8 @@ func (w *world) checkRest() {
 			}
 		}
 		for _, m := range w.machines(group) {
-			if held(m) {
-				w.t.Fatalf("Machine %s kept our finalizer", m.Name)
+			if held(m) || hooked(m) {
+				w.t.Fatalf("Machine %s kept our finalizer or our hook", m.Name)
 			}
 		}
 	}
@@ -751,10 +853,42 @@ func TestProtocolAgainstAdversary(t *testing.T) {
 					w.create(agent(), rapid.SampledFrom(w.claims).Draw(t, "claim"), rapid.Permutation(w.groups).Draw(t, "candidates"))
 				}
 			},
+			"release early": func(*rapid.T) {
+				if len(w.claims) >= 6 || rapid.IntRange(0, 3).Draw(t, "rarely") > 0 {
+					return
+				}
+				id := fmt.Sprintf("c%d", len(w.claims))
+				w.claims = append(w.claims, id)
+				mayCrash()
+				w.release(agent(), id)
+			},
+			"adopt": func(*rapid.T) {
+				m := machine()
+				if m == nil || len(w.claims) >= 6 {
+					return
+				}
+				id := fmt.Sprintf("c%d", len(w.claims))
+				w.claims = append(w.claims, id)
+				mayCrash()
+				w.adopt(agent(), id, m)
+			},
+			"expire": func(*rapid.T) {
+				if rapid.IntRange(0, 3).Draw(t, "rarely") == 0 {
+					w.clock.Step(time.Duration(rapid.IntRange(1, 30).Draw(t, "hours")) * time.Hour)
+				}
+				mayCrash()
+				w.expire(agent())
+			},
 			"release": func(*rapid.T) {
 				if len(w.claims) > 0 {
 					mayCrash()
 					w.release(agent(), rapid.SampledFrom(w.claims).Draw(t, "claim"))
+				}
+			},
+			"release dying": func(*rapid.T) {
+				for _, c := range w.dying() {
+					mayCrash()
+					w.release(agent(), c.Spec.ClaimID)
 				}
 			},
 			"deployment": func(*rapid.T) { w.deploymentStep(group(), pick) },

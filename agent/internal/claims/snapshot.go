@@ -17,8 +17,8 @@ import (
 type snapshot struct {
 	md       *clusterv1.MachineDeployment
 	group    eligibility.Group
-	ledger   *Ledger // nil when the MachineDeployment has none
-	claims   []*v1alpha1.MachineClaim
+	ledger   *Ledger                  // nil when the MachineDeployment has none
+	claims   []*v1alpha1.MachineClaim // those that have not ended, and ended ones that a Machine is still labelled with
 	machines []*clusterv1.Machine
 	sets     []*clusterv1.MachineSet
 	now      time.Time
@@ -40,8 +40,6 @@ type snapshot struct {
 	spareGrace time.Duration
 	// failure says when a Machine is given up.
 	failure Failure
-	// retention is how long an ended claim is remembered.
-	retention time.Duration
 }
 
 // prepare orders what the decision depends on, so that two agents decide alike, and makes it known by id.
@@ -78,6 +76,14 @@ func (s *snapshot) index() {
 }
 
 func (s *snapshot) machine(uid types.UID) *clusterv1.Machine { return s.byUID[uid] }
+
+// named returns the Machine of that name, or nil.
+func (s *snapshot) named(name string) *clusterv1.Machine {
+	if i := slices.IndexFunc(s.machines, func(m *clusterv1.Machine) bool { return m.Name == name }); i >= 0 {
+		return s.machines[i]
+	}
+	return nil
+}
 
 func (s *snapshot) claim(id string) *v1alpha1.MachineClaim { return s.byID[id] }
 
@@ -165,6 +171,27 @@ func claimOf(m *clusterv1.Machine) string {
 
 func held(m *clusterv1.Machine) bool {
 	return slices.Contains(m.Finalizers, v1alpha1.ReleaseFinalizer)
+}
+
+// hooked reports whether the agent's pre-terminate hook is on the Machine.
+func hooked(m *clusterv1.Machine) bool {
+	_, yes := m.Annotations[v1alpha1.ReleaseHook]
+	return yes
+}
+
+// stoppable reports whether a pre-terminate hook still comes in time for a Machine that is being deleted.
+func stoppable(m *clusterv1.Machine) bool {
+	switch deletingReason(m) {
+	case clusterv1.MachineDeletingWaitingForInfrastructureDeletionReason, clusterv1.MachineDeletingWaitingForBootstrapDeletionReason,
+		clusterv1.MachineDeletingDeletingNodeReason, clusterv1.MachineDeletingDeletionCompletedReason:
+		return false
+	}
+	return !alive(m)
+}
+
+// waitsForHook reports whether Cluster API has stopped the Machine's deletion before its instance because of our hook.
+func waitsForHook(m *clusterv1.Machine) bool {
+	return !alive(m) && hooked(m) && deletingReason(m) == clusterv1.MachineDeletingWaitingForPreTerminateHookReason
 }
 
 // outdated reports whether Cluster API wants the Machine replaced, because of a template change.

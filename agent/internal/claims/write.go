@@ -188,13 +188,17 @@ func (e *Engine) do(ctx context.Context, a action) error {
 		c.Status.Machine.NodeName = a.machine.Status.NodeRef.Name
 		e.note(c, a.event)
 		return e.Client.Status().Update(ctx, c)
-	case forget:
-		return e.Client.Delete(ctx, a.claim, preconditions(a.claim.UID, a.claim.ResourceVersion))
 	case hold:
 		return e.hold(ctx, a)
+	case hook:
+		m := a.machine.DeepCopy()
+		metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.ReleaseHook, "")
+		spareDraining(m, a.release)
+		return e.patchMachine(ctx, a.machine, m)
 	case letGo:
 		m := a.machine.DeepCopy()
 		controllerutil.RemoveFinalizer(m, v1alpha1.ReleaseFinalizer)
+		delete(m.Annotations, v1alpha1.ReleaseHook)
 		return e.patchMachine(ctx, a.machine, m)
 	case lowerSet:
 		return e.lowerSet(ctx, a)
@@ -285,14 +289,19 @@ func (e *Engine) hold(ctx context.Context, a action) error {
 	m := a.machine.DeepCopy()
 	controllerutil.AddFinalizer(m, v1alpha1.ReleaseFinalizer)
 	metav1.SetMetaDataAnnotation(&m.ObjectMeta, clusterv1.DeleteMachineAnnotation, v1alpha1.Group)
-	if a.release.Drained {
-		metav1.SetMetaDataAnnotation(&m.ObjectMeta, clusterv1.ExcludeNodeDrainingAnnotation, v1alpha1.Group)
-		metav1.SetMetaDataAnnotation(&m.ObjectMeta, clusterv1.ExcludeWaitForNodeVolumeDetachAnnotation, v1alpha1.Group)
-	}
+	spareDraining(m, a.release)
 	if err := e.patchMachine(ctx, a.machine, m); err != nil {
 		return err
 	}
 	return e.Client.Delete(ctx, m, preconditions(m.UID, ""))
+}
+
+// spareDraining tells Cluster API not to drain a Node that the caller has drained.
+func spareDraining(m *clusterv1.Machine, r Release) {
+	if r.Drained {
+		metav1.SetMetaDataAnnotation(&m.ObjectMeta, clusterv1.ExcludeNodeDrainingAnnotation, v1alpha1.Group)
+		metav1.SetMetaDataAnnotation(&m.ObjectMeta, clusterv1.ExcludeWaitForNodeVolumeDetachAnnotation, v1alpha1.Group)
+	}
 }
 
 // lowerSet lowers a MachineSet and notes, in the same write, for which Machines.

@@ -29,6 +29,8 @@ const (
 	Invalid Reason = "Invalid"
 	// NotMember means that the MachineDeployment did not opt in.
 	NotMember Reason = "NotMember"
+	// NotAdoptable means that the Machine that a claim is to take over cannot be had.
+	NotAdoptable Reason = "NotAdoptable"
 	// Gone means that the MachineDeployment does not exist.
 	Gone Reason = "Gone"
 )

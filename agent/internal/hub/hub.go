@@ -118,12 +118,19 @@ const (
 	DeploymentsByCluster = "spec.clusterName"
 	// DeploymentsByTemplate indexes MachineDeployments by their infrastructure template; see [TemplateIndex].
 	DeploymentsByTemplate = "spec.template.spec.infrastructureRef"
-	// ByDeployment indexes Machines and MachineSets by the name of their MachineDeployment, and MachineClaims by
-	// spec.nodeGroup.
+	// ByDeployment indexes Machines and MachineSets by the name of their MachineDeployment, and the MachineClaims that have
+	// not ended by spec.nodeGroup.
 	ByDeployment = "machineDeployment"
+	// FailedByDeployment indexes the MachineClaims that failed, ended ones included, by spec.nodeGroup.
+	FailedByDeployment = "failed.machineDeployment"
 	// ClaimsByMachine indexes MachineClaims by the name of their Machine.
 	ClaimsByMachine = "status.machine.name"
 )
+
+// LiveClaims leaves out of a list of MachineClaims from the API server those that have ended.
+func LiveClaims() client.ListOption {
+	return client.MatchingFieldsSelector{Selector: fields.OneTermNotEqualSelector("status.phase", string(v1alpha1.PhaseEnded))}
+}
 
 // TemplateIndex is the value of [DeploymentsByTemplate] for one template.
 func TemplateIndex(apiGroup, kind, name string) string { return kind + "." + apiGroup + "/" + name }
@@ -158,7 +165,14 @@ func Index(ctx context.Context, indexer client.FieldIndexer) error {
 		}},
 		{&v1alpha1.MachineClaim{}, ByDeployment, func(object client.Object) string {
 			claim, ok := object.(*v1alpha1.MachineClaim)
-			if !ok {
+			if !ok || claim.CurrentPhase() == v1alpha1.PhaseEnded {
+				return ""
+			}
+			return claim.Spec.NodeGroup
+		}},
+		{&v1alpha1.MachineClaim{}, FailedByDeployment, func(object client.Object) string {
+			claim, ok := object.(*v1alpha1.MachineClaim)
+			if !ok || claim.Status.FailedAt == nil {
 				return ""
 			}
 			return claim.Spec.NodeGroup

@@ -118,7 +118,7 @@ func UnavailableReason(reason eligibility.Reason) agentv1alpha1.UnavailableReaso
 		return agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_REPLICAS_OWNED
 	case eligibility.Invalid:
 		return agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_INVALID
-	case eligibility.NotMember, eligibility.Gone:
+	case eligibility.NotMember, eligibility.Gone, eligibility.NotAdoptable:
 	}
 	return agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_UNSPECIFIED
 }
@@ -172,7 +172,6 @@ func Claim(c *v1alpha1.MachineClaim, machine *clusterv1.Machine) *agentv1alpha1.
 		ClaimId:     c.Spec.ClaimID,
 		Holder:      c.Spec.Holder,
 		DisplayName: text(c.Spec.DisplayName),
-		NodeGroupId: nodegroup.ID(types.NamespacedName{Namespace: c.Namespace, Name: c.Spec.NodeGroup}),
 		Phase:       phases[c.CurrentPhase()],
 		Reason:      text(c.Status.Reason),
 		Message:     text(c.Status.Message),
@@ -180,6 +179,9 @@ func Claim(c *v1alpha1.MachineClaim, machine *clusterv1.Machine) *agentv1alpha1.
 		History: lo.Map(c.Status.History, func(event v1alpha1.Event, _ int) *agentv1alpha1.ClaimEvent {
 			return &agentv1alpha1.ClaimEvent{Time: timestamp(event.Time.Time), Reason: text(event.Reason), Message: text(event.Message)}
 		}),
+	}
+	if c.Spec.NodeGroup != "" {
+		message.NodeGroupId = nodegroup.ID(types.NamespacedName{Namespace: c.Namespace, Name: c.Spec.NodeGroup})
 	}
 	if c.Status.ReleasedAt != nil {
 		message.ReleasedAt = timestamp(c.Status.ReleasedAt.Time)

@@ -1,0 +1,122 @@
+package claims
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/predicate"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+)
+
+// neverMade is what a tombstone says whose status was not written.
+const neverMade = "it was released before it was made"
+
+// bury makes the tombstone of a claim that nobody knows: a MachineClaim that belongs to no node group. Nil when the Cluster
+// does not exist. [ErrConflict] means that the claim exists after all.
+func (e *Engine) bury(ctx context.Context, key Key, why string) (*v1alpha1.MachineClaim, error) {
+	cluster, err := e.cluster(ctx, key.Namespace, key.Cluster)
+	if err != nil || cluster == nil {
+		return nil, err
+	}
+	c := e.newClaim(Request{Namespace: key.Namespace, Cluster: key.Cluster, ID: key.ID, Holder: unknownHolder}, cluster, "")
+	if err := e.Client.Create(ctx, c); apierrors.IsAlreadyExists(err) {
+		return nil, fmt.Errorf("making a tombstone: %w", ErrConflict)
+	} else if err != nil {
+		return nil, fmt.Errorf("making a tombstone: %w", err)
+	}
+	// The object alone is the tombstone; the status is for people and for the lists. Should the agent die here, the
+	// tombstones' controller writes it.
+	if why != "" {
+		why = neverMade + ": " + why
+	}
+	return e.engrave(ctx, c, why)
+}
+
+// engrave writes the status of a tombstone that has none.
+func (e *Engine) engrave(ctx context.Context, c *v1alpha1.MachineClaim, why string) (*v1alpha1.MachineClaim, error) {
+	if why == "" {
+		why = neverMade
+	}
+	now := metav1.NewTime(e.Clock.Now())
+	c = c.DeepCopy()
+	c.Status.Phase = v1alpha1.PhaseEnded
+	c.Status.ReleasedAt, c.Status.EndedAt = &now, &now
+	e.note(c, v1alpha1.Event{Reason: ReasonNeverMade, Message: why})
+	if err := e.Client.Status().Update(ctx, c); err != nil && !apierrors.IsConflict(err) {
+		return nil, fmt.Errorf("writing a tombstone's status: %w", err)
+	}
+	return c, nil
+}
+
+// tombstones forgets claims that ended long ago.
+type tombstones struct{ *Engine }
+
+func (t tombstones) setupWithManager(mgr ctrl.Manager) error {
+	needLeaderElection := false
+	err := ctrl.NewControllerManagedBy(mgr).
+		Named("tombstones").
+		For(&v1alpha1.MachineClaim{}, builder.WithPredicates(predicate.NewPredicateFuncs(func(object client.Object) bool {
+			c, ok := object.(*v1alpha1.MachineClaim)
+			return ok && c.CurrentPhase() == v1alpha1.PhaseEnded
+		}))).
+		WithOptions(controller.Options{NeedLeaderElection: &needLeaderElection}).
+		Complete(t)
+	if err != nil {
+		return fmt.Errorf("setting up the tombstones' controller: %w", err)
+	}
+	return nil
+}
+
+// Reconcile deletes the tombstone when its time is over.
+func (t tombstones) Reconcile(ctx context.Context, r reconcile.Request) (reconcile.Result, error) {
+	var c v1alpha1.MachineClaim
+	if err := t.Client.Get(ctx, r.NamespacedName, &c); err != nil {
+		return reconcile.Result{}, client.IgnoreNotFound(err)
+	}
+	left, err := t.forget(ctx, &c)
+	if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
+		return reconcile.Result{}, nil // it changed: there will be an event
+	}
+	return reconcile.Result{RequeueAfter: left}, err
+}
+
+// forget deletes the claim if it ended long enough ago, and returns how long that is still to come; zero when it did, or when
+// the claim has not ended.
+func (t tombstones) forget(ctx context.Context, c *v1alpha1.MachineClaim) (time.Duration, error) {
+	if c.CurrentPhase() != v1alpha1.PhaseEnded {
+		return 0, nil
+	}
+	if c.Status.EndedAt == nil {
+		engraved, err := t.engrave(ctx, c, c.Status.Message)
+		if err != nil {
+			return 0, err
+		}
+		c = engraved
+	}
+	if left := t.TombstoneRetention - t.Clock.Since(c.Status.EndedAt.Time); left > 0 {
+		return left, nil
+	}
+	// A claim that a Machine is labelled with and that has no object counts as lost, and would be made again.
+	var labelled clusterv1.MachineList
+	err := t.Reader.List(ctx, &labelled, client.InNamespace(c.Namespace), client.MatchingLabels{v1alpha1.ClaimLabel: c.Spec.ClaimID})
+	if err != nil {
+		return 0, fmt.Errorf("looking for a Machine of an ended claim: %w", err)
+	}
+	if len(labelled.Items) > 0 {
+		return time.Minute, nil
+	}
+	if err := t.Client.Delete(ctx, c, preconditions(c.UID, c.ResourceVersion)); err != nil {
+		return 0, fmt.Errorf("forgetting a claim that ended long ago: %w", err)
+	}
+	return 0, nil
+}
