@@ -3,6 +3,7 @@ package sandbox
 import (
 	"context"
 	"fmt"
+	"os"
 
 	authenticationv1 "k8s.io/api/authentication/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -27,6 +28,15 @@ func kubeconfig(name, server string, ca []byte, user clientcmdapi.AuthInfo) ([]b
 	config.Contexts[name] = &clientcmdapi.Context{Cluster: name, AuthInfo: name}
 	config.CurrentContext = name
 	return clientcmd.Write(*config)
+}
+
+// writeKubeconfig writes a kubeconfig with one user of the given server.
+func writeKubeconfig(file, name string, server Endpoint, user clientcmdapi.AuthInfo) error {
+	data, err := kubeconfig(name, server.URL, server.CA, user)
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(file, data, 0o600)
 }
 
 func certificateUser(pair pki.Pair) clientcmdapi.AuthInfo {

@@ -48,6 +48,8 @@ type Spec struct {
 	Log string
 	// Grace is how long the program has between being asked and being forced to end.
 	Grace time.Duration
+	// RestartAfter is how long after its death the program is started again. Zero means a delay that grows with each death.
+	RestartAfter time.Duration
 	// Ready reports nil once the program does its job. It is asked again for as long as the program runs.
 	Ready func(context.Context) error
 	// Changed is called after each change of [Process.Status], from several goroutines. It must not block.
@@ -132,13 +134,21 @@ func (p *Process) Stop() {
 }
 
 // Kill ends the program at once, as kill -9 does. It is started again, unless it is not supervised.
-func (p *Process) Kill() error {
+func (p *Process) Kill() error { return p.signal(syscall.SIGKILL) }
+
+// Suspend stops the program where it is, as kill -STOP does, until [Process.Resume] or its end.
+func (p *Process) Suspend() error { return p.signal(syscall.SIGSTOP) }
+
+// Resume lets a suspended program go on; one that runs is fine.
+func (p *Process) Resume() error { return p.signal(syscall.SIGCONT) }
+
+func (p *Process) signal(s syscall.Signal) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.running == nil {
 		return fmt.Errorf("%s is not running", p.spec.Name)
 	}
-	return p.running.Signal(syscall.SIGKILL)
+	return p.running.Signal(s)
 }
 
 // Status returns what is known of the program now.
@@ -215,12 +225,15 @@ func (p *Process) supervise(ctx context.Context, cmd *exec.Cmd) {
 		if ctx.Err() != nil {
 			return
 		}
+		delay := p.spec.RestartAfter
+		if delay == 0 {
+			delay, backoff = backoff, min(2*backoff, longestBackoff)
+		}
 		select {
 		case <-ctx.Done():
 			return
-		case <-time.After(backoff):
+		case <-time.After(delay):
 		}
-		backoff = min(2*backoff, longestBackoff)
 		var err error
 		if cmd, err = p.spawn(); err != nil {
 			p.update(func() { p.deaths++; p.status.LastExit = err.Error() })
