@@ -346,7 +346,9 @@ func (s *Sandbox) startClusterAPI(ctx context.Context) error {
 		if controllers, err = s.port(); err != nil {
 			return err
 		}
-		group.Go(func() error { return s.clusterAPI(ctx, ClusterAPIWebhooks, s.hub, port, certs, "--watch-filter="+noObject) })
+		group.Go(func() error {
+			return s.clusterAPI(ctx, ClusterAPIWebhooks, s.hub, port, certs, "--watch-filter="+noObject)
+		})
 	}
 	group.Go(func() error { return s.clusterAPI(ctx, ClusterAPI, s.hub, controllers, certs) })
 	group.Go(func() error { return s.simProvider(ctx, s.hub) })
