@@ -121,11 +121,23 @@ var releaseCases = []testCase{
 		s.untilEnded("a-claim")
 		require.Equal(s, agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED, s.mustRelease("a-claim").GetPhase())
 
-		unknown, err := s.release("never-made", true)
-		require.NoError(s, err)
-		require.Nil(s, unknown)
-		_, err = s.get("never-made")
-		require.True(s, agenterrors.IsNotFound(err), "a release makes no claim: %v", err)
+		require.Equal(s, agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED, s.mustRelease("never-made").GetPhase())
+		require.Equal(s, agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED, s.mustRelease("never-made").GetPhase())
+	}},
+
+	{"a claim that was released before it was made is never made", func(s *suite) {
+		id := s.group(deployment("workers"))
+		released := s.mustRelease("overtaken")
+		require.Equal(s, "NeverMade", released.GetReason())
+		require.Empty(s, released.GetNodeGroupId())
+		_, err := s.create(s.Client(), &agentv1alpha1.CreateClaimRequest{ClaimId: "overtaken", Candidates: []string{id}})
+		require.True(s, agenterrors.IsEnded(err), "a call that comes late: %v", err)
+		end, ok := agenterrors.EndedAs(err)
+		require.True(s, ok)
+		require.Equal(s, "NeverMade", end.Reason)
+		requireHistory(s, s.mustGet("overtaken"))
+		require.NotContains(s, claimIDs(s.list("", false)), "overtaken")
+		require.Zero(s, s.nodeGroup(id).GetReplicas())
 	}},
 
 	{"an id that ended is never used again", func(s *suite) {

@@ -23,6 +23,7 @@ func Run(t *testing.T, newEnv func(t *testing.T) Env) {
 		{"NodeGroups", nodeGroupCases},
 		{"Claims", claimCases},
 		{"Release", releaseCases},
+		{"Adopt", adoptCases},
 		{"Listing", listingCases},
 		{"SyncClaims", syncCases},
 		{"Machines", machineCases},

@@ -2,6 +2,7 @@ package fakeagent
 
 import (
 	"cmp"
+	"fmt"
 	"slices"
 	"time"
 
@@ -27,13 +28,18 @@ const (
 	reasonCancelled         = "Cancelled"
 	reasonMachineLost       = "MachineLost"
 	reasonNodeGroupGone     = "NodeGroupGone"
+	reasonNeverMade         = "NeverMade"
 )
+
+// unknownHolder is whose the tombstone of a claim is that was never made.
+const unknownHolder = "unknown"
 
 type claim struct {
 	cluster         clusterKey
 	id, holder      string
 	displayName     string
 	groupID         string
+	adopts          string // name of the machine that it was made to take over
 	phase           agentv1alpha1.ClaimPhase
 	reason, message string
 	machine         *machine
@@ -116,6 +122,7 @@ func (a *Agent) newClaim(request *agentv1alpha1.CreateClaimRequest, g *group) *c
 		holder:      request.GetHolder(),
 		displayName: request.GetDisplayName(),
 		groupID:     g.id,
+		adopts:      request.GetAdoptMachine(),
 		phase:       agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING,
 		reason:      reasonWaitingForMachine,
 		message:     "a machine of " + g.id + " is on its way",
@@ -125,17 +132,74 @@ func (a *Agent) newClaim(request *agentv1alpha1.CreateClaimRequest, g *group) *c
 	return c
 }
 
-// make makes the claim durable: the group has a machine, or one on its way, for it.
-func (a *Agent) make(c *claim, g *group) {
+// remember makes the claim known.
+func (a *Agent) remember(c *claim) {
 	if a.claims[c.cluster] == nil {
 		a.claims[c.cluster] = map[string]*claim{}
 	}
 	a.sequence++
 	c.sequence = a.sequence
 	a.claims[c.cluster][c.id] = c
+	a.touchClaim(c)
+}
+
+// bury remembers that a claim was released before it was made.
+func (a *Agent) bury(cluster clusterKey, id string) *claim {
+	now := a.now()
+	c := &claim{
+		cluster: cluster, id: id, holder: unknownHolder, phase: agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED,
+		reason: reasonNeverMade, message: "it was released before it was made", createdAt: now, releasedAt: now, endedAt: now,
+	}
+	c.happened(now, c.reason, c.message)
+	a.remember(c)
+	return c
+}
+
+// adoptable returns the machine of the group that a claim is to take over, or the error that says why it cannot.
+func (a *Agent) adoptable(g *group, name string) (*machine, error) {
+	refuse := func(why string) (*machine, error) {
+		return nil, agenterrors.Rejected(a.now(), agenterrors.Rejection{
+			NodeGroup: g.id, Reason: agenterrors.ReasonNotOpen, Message: fmt.Sprintf("Machine %s %s", name, why),
+		})
+	}
+	i := slices.IndexFunc(g.machines, func(m *machine) bool { return m.name == name && m.appeared })
+	if i < 0 {
+		return refuse("does not exist in this node group")
+	}
+	m := g.machines[i]
+	switch {
+	case m.claim != nil:
+		return refuse("has a claim already")
+	case !m.deletedAt.IsZero() || m.gone:
+		return refuse("is being deleted")
+	case !m.owned && g.spares() <= 0:
+		return refuse("is promised to another claim")
+	case m.owned && g.owned() <= int(g.described.GetMinSize()) && g.described.MaxSize != nil && g.replicas() >= g.described.GetMaxSize():
+		return nil, agenterrors.Rejected(a.now(), agenterrors.Rejection{
+			NodeGroup: g.id, Reason: agenterrors.ReasonNoRoom,
+			Unavailable: agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE, Message: "replicas have reached the max size",
+		})
+	}
+	return m, nil
+}
+
+// adopt makes the claim durable and gives it the machine.
+func (a *Agent) adopt(c *claim, m *machine) {
+	a.remember(c)
+	g := m.group
+	if m.owned && g.owned() <= int(g.described.GetMinSize()) {
+		a.addOwned(g) // the user is still to have the min size
+	}
+	m.owned = false
+	g.pending++
+	a.bind(c, m)
+}
+
+// make makes the claim durable: the group has a machine, or one on its way, for it.
+func (a *Agent) make(c *claim, g *group) {
+	a.remember(c)
 	spare := g.spares() > 0
 	g.pending++
-	a.touchClaim(c)
 	a.touch(g)
 	if !spare {
 		a.addMachine(g)
@@ -264,16 +328,17 @@ func (a *Agent) bind(c *claim, m *machine) {
 
 func (c *claim) render() *agentv1alpha1.Claim {
 	object := &agentv1alpha1.Claim{
-		Cluster:     c.cluster.ref(),
-		ClaimId:     c.id,
-		Holder:      c.holder,
-		DisplayName: c.displayName,
-		NodeGroupId: c.groupID,
-		Phase:       c.phase,
-		Reason:      c.reason,
-		Message:     c.message,
-		CreatedAt:   timestamppb.New(c.createdAt),
-		History:     slices.Clone(c.history),
+		Cluster:      c.cluster.ref(),
+		ClaimId:      c.id,
+		Holder:       c.holder,
+		DisplayName:  c.displayName,
+		NodeGroupId:  c.groupID,
+		AdoptMachine: c.adopts,
+		Phase:        c.phase,
+		Reason:       c.reason,
+		Message:      c.message,
+		CreatedAt:    timestamppb.New(c.createdAt),
+		History:      slices.Clone(c.history),
 	}
 	switch {
 	case c.lastSeen != nil:

@@ -200,6 +200,17 @@ func (g *group) spares() int {
 	return spares - g.pending
 }
 
+// owned counts the machines of the user's own that stay.
+func (g *group) owned() int {
+	owned := 0
+	for _, m := range g.machines {
+		if m.owned && m.deletedAt.IsZero() {
+			owned++
+		}
+	}
+	return owned
+}
+
 // rejection says why a claim cannot be had, from an availability that is false.
 func (g *group) rejection(availability *agentv1alpha1.Availability) agenterrors.Rejection {
 	r := agenterrors.Rejection{

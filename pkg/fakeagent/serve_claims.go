@@ -43,6 +43,9 @@ func (s claimService) CreateClaim(
 		}
 		return &agentv1alpha1.CreateClaimResponse{Claim: c.render()}, nil
 	}
+	if request.GetAdoptMachine() != "" {
+		return a.createAdopting(cluster, request)
+	}
 	g, err := a.choose(cluster, request.GetCandidates())
 	if err != nil {
 		return nil, err
@@ -74,6 +77,31 @@ func sameNamespace(cluster clusterKey, candidates []string) error {
 	return nil
 }
 
+// createAdopting makes a claim that takes an existing machine over.
+func (a *Agent) createAdopting(
+	cluster clusterKey, request *agentv1alpha1.CreateClaimRequest,
+) (*agentv1alpha1.CreateClaimResponse, error) {
+	id := request.GetCandidates()[0]
+	g, ok := a.groups[id]
+	if !ok || g.cluster != cluster {
+		return nil, agenterrors.Rejected(a.now(), agenterrors.Rejection{
+			NodeGroup: id, Reason: agenterrors.ReasonNodeGroupNotFound, Message: "does not exist in this cluster or has not opted in",
+		})
+	}
+	m, err := a.adoptable(g, request.GetAdoptMachine())
+	if err != nil {
+		return nil, err
+	}
+	c := a.newClaim(request, g)
+	response := &agentv1alpha1.CreateClaimResponse{Claim: c.render()}
+	if !request.GetValidateOnly() {
+		a.adopt(c, m)
+		a.reconcile(g)
+		a.publish()
+	}
+	return response, nil
+}
+
 func (s claimService) ReleaseClaim(
 	ctx context.Context, request *agentv1alpha1.ReleaseClaimRequest,
 ) (*agentv1alpha1.ReleaseClaimResponse, error) {
@@ -85,7 +113,11 @@ func (s claimService) ReleaseClaim(
 	}
 	c, ok := a.claims[cluster][request.GetClaimId()]
 	if !ok {
-		return &agentv1alpha1.ReleaseClaimResponse{}, nil
+		if _, ok := a.clusters[cluster]; !ok {
+			return &agentv1alpha1.ReleaseClaimResponse{}, nil
+		}
+		c = a.bury(cluster, request.GetClaimId())
+		a.publish()
 	}
 	if c.live() {
 		why := cmp.Or(request.GetReason(), "the holder asked for it")

@@ -168,14 +168,15 @@ const BindingReason = "Binding"
 // still be lost to a Machine that dies.
 func Claim(c *v1alpha1.MachineClaim, machine *clusterv1.Machine) *agentv1alpha1.Claim {
 	message := &agentv1alpha1.Claim{
-		Cluster:     Cluster(types.NamespacedName{Namespace: c.Namespace, Name: c.Spec.ClusterName}),
-		ClaimId:     c.Spec.ClaimID,
-		Holder:      c.Spec.Holder,
-		DisplayName: text(c.Spec.DisplayName),
-		Phase:       phases[c.CurrentPhase()],
-		Reason:      text(c.Status.Reason),
-		Message:     text(c.Status.Message),
-		CreatedAt:   timestamp(c.CreationTimestamp.Time),
+		Cluster:      Cluster(types.NamespacedName{Namespace: c.Namespace, Name: c.Spec.ClusterName}),
+		ClaimId:      c.Spec.ClaimID,
+		Holder:       c.Spec.Holder,
+		DisplayName:  text(c.Spec.DisplayName),
+		AdoptMachine: text(c.Spec.Adopt),
+		Phase:        phases[c.CurrentPhase()],
+		Reason:       text(c.Status.Reason),
+		Message:      text(c.Status.Message),
+		CreatedAt:    timestamp(c.CreationTimestamp.Time),
 		History: lo.Map(c.Status.History, func(event v1alpha1.Event, _ int) *agentv1alpha1.ClaimEvent {
 			return &agentv1alpha1.ClaimEvent{Time: timestamp(event.Time.Time), Reason: text(event.Reason), Message: text(event.Message)}
 		}),

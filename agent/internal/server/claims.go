@@ -59,6 +59,7 @@ func (s *claimService) CreateClaim(
 		Holder:       request.GetHolder(),
 		DisplayName:  request.GetDisplayName(),
 		Candidates:   candidates,
+		Adopt:        request.GetAdoptMachine(),
 		ValidateOnly: request.GetValidateOnly(),
 	})
 	if err != nil {

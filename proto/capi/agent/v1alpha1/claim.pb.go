@@ -100,7 +100,12 @@ type CreateClaimRequest struct {
 	// What the caller calls the claim, shown to people in the hub: the NodeClaim's name. OPTIONAL.
 	DisplayName string `protobuf:"bytes,5,opt,name=display_name,json=displayName,proto3" json:"display_name,omitempty"`
 	// Only check that the claim could be made now; nothing is written. OPTIONAL.
-	ValidateOnly  bool `protobuf:"varint,6,opt,name=validate_only,json=validateOnly,proto3" json:"validate_only,omitempty"`
+	ValidateOnly bool `protobuf:"varint,6,opt,name=validate_only,json=validateOnly,proto3" json:"validate_only,omitempty"`
+	// The name of an existing Machine in the Cluster's namespace that the claim takes over as it is, instead of getting a new one:
+	// to bring nodes under this API without replacing them. OPTIONAL. The Machine must belong to the only candidate, be claimed by
+	// nobody and not be on its way out. It is taken from a spare if the node group has one, else from what the user owns: replicas
+	// stay the same, but for a group at its min size, where they are raised by one. Releasing the claim removes the Machine.
+	AdoptMachine  string `protobuf:"bytes,7,opt,name=adopt_machine,json=adoptMachine,proto3" json:"adopt_machine,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -175,6 +180,13 @@ func (x *CreateClaimRequest) GetValidateOnly() bool {
 		return x.ValidateOnly
 	}
 	return false
+}
+
+func (x *CreateClaimRequest) GetAdoptMachine() string {
+	if x != nil {
+		return x.AdoptMachine
+	}
+	return ""
 }
 
 // CreateClaimResponse holds the durable claim.
@@ -300,7 +312,7 @@ func (x *ReleaseClaimRequest) GetReason() string {
 // ReleaseClaimResponse says how far the release is.
 type ReleaseClaimResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The claim. Unset when the claim is unknown: never made, or its end is no longer remembered.
+	// The claim. One that was unknown is ENDED with reason `NeverMade`. Unset when the Cluster does not exist.
 	Claim         *Claim `protobuf:"bytes,1,opt,name=claim,proto3" json:"claim,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -978,12 +990,12 @@ type Claim struct {
 	Holder string `protobuf:"bytes,3,opt,name=holder,proto3" json:"holder,omitempty"`
 	// What the caller calls it. May be empty.
 	DisplayName string `protobuf:"bytes,4,opt,name=display_name,json=displayName,proto3" json:"display_name,omitempty"`
-	// The node group that the machine comes from.
+	// The node group that the machine comes from. Empty for a claim that was released before it was made.
 	NodeGroupId string `protobuf:"bytes,5,opt,name=node_group_id,json=nodeGroupId,proto3" json:"node_group_id,omitempty"`
 	// How far it is.
 	Phase ClaimPhase `protobuf:"varint,6,opt,name=phase,proto3,enum=capi.agent.v1alpha1.ClaimPhase" json:"phase,omitempty"`
 	// Why it is in this phase, one CamelCase word: while PENDING what it waits for (`WaitingForMachine`), when ENDED how it
-	// ended (`Released`, `Cancelled`, `MachineLost`, `NoRoom`, `Failed`).
+	// ended (`Released`, `HandedOver`, `Cancelled`, `MachineLost`, `NoRoom`, `Refused`, `Failed`, `NodeGroupGone`, `NeverMade`).
 	Reason string `protobuf:"bytes,7,opt,name=reason,proto3" json:"reason,omitempty"`
 	// The reason in a sentence, for people.
 	Message string `protobuf:"bytes,8,opt,name=message,proto3" json:"message,omitempty"`
@@ -996,7 +1008,9 @@ type Claim struct {
 	// When it ended. Unset before.
 	EndedAt *timestamppb.Timestamp `protobuf:"bytes,12,opt,name=ended_at,json=endedAt,proto3" json:"ended_at,omitempty"`
 	// What happened to it, oldest first; at most the last 32 entries.
-	History       []*ClaimEvent `protobuf:"bytes,13,rep,name=history,proto3" json:"history,omitempty"`
+	History []*ClaimEvent `protobuf:"bytes,13,rep,name=history,proto3" json:"history,omitempty"`
+	// The name of the existing Machine that it was made to take over. Empty for a claim to a new machine.
+	AdoptMachine  string `protobuf:"bytes,14,opt,name=adopt_machine,json=adoptMachine,proto3" json:"adopt_machine,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1122,6 +1136,13 @@ func (x *Claim) GetHistory() []*ClaimEvent {
 	return nil
 }
 
+func (x *Claim) GetAdoptMachine() string {
+	if x != nil {
+		return x.AdoptMachine
+	}
+	return ""
+}
+
 // ClaimEvent is one thing that happened to a claim.
 type ClaimEvent struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1190,7 +1211,7 @@ var File_capi_agent_v1alpha1_claim_proto protoreflect.FileDescriptor
 
 const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\n" +
-	"\x1fcapi/agent/v1alpha1/claim.proto\x12\x13capi.agent.v1alpha1\x1a\x1bbuf/validate/validate.proto\x1a capi/agent/v1alpha1/common.proto\x1a!capi/agent/v1alpha1/machine.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xfd\x02\n" +
+	"\x1fcapi/agent/v1alpha1/claim.proto\x12\x13capi.agent.v1alpha1\x1a\x1bbuf/validate/validate.proto\x1a capi/agent/v1alpha1/common.proto\x1a!capi/agent/v1alpha1/machine.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x86\x05\n" +
 	"\x12CreateClaimRequest\x12A\n" +
 	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\x12F\n" +
 	"\bclaim_id\x18\x02 \x01(\tB+\xbaH(\xc8\x01\x01r#\x18?2\x1f^[a-z0-9]([-a-z0-9]*[a-z0-9])?$R\aclaimId\x12C\n" +
@@ -1199,7 +1220,9 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"candidates\x18\x04 \x03(\tB%\xbaH\"\x92\x01\x1f\b\x01\x10\xe8\a\x18\x01\"\x16r\x14\x10\x03\x18\xbd\x022\r^[^/]+/[^/]+$R\n" +
 	"candidates\x12+\n" +
 	"\fdisplay_name\x18\x05 \x01(\tB\b\xbaH\x05r\x03\x18\xfd\x01R\vdisplayName\x12#\n" +
-	"\rvalidate_only\x18\x06 \x01(\bR\fvalidateOnly\"G\n" +
+	"\rvalidate_only\x18\x06 \x01(\bR\fvalidateOnly\x12R\n" +
+	"\radopt_machine\x18\a \x01(\tB-\xbaH*r(\x18\xfd\x012#^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$R\fadoptMachine:\xb2\x01\xbaH\xae\x01\x1a\xab\x01\n" +
+	"\x1acreate_claim.adopt_machine\x12Uadopt_machine needs exactly one candidate, the node group that the Machine belongs to\x1a6this.adopt_machine == '' || size(this.candidates) == 1\"G\n" +
 	"\x13CreateClaimResponse\x120\n" +
 	"\x05claim\x18\x01 \x01(\v2\x1a.capi.agent.v1alpha1.ClaimR\x05claim\"\xdc\x01\n" +
 	"\x13ReleaseClaimRequest\x12A\n" +
@@ -1254,7 +1277,7 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"p\n" +
 	"\x12SyncClaimsResponse\x12.\n" +
 	"\x13collected_claim_ids\x18\x01 \x03(\tR\x11collectedClaimIds\x12*\n" +
-	"\x11unknown_claim_ids\x18\x02 \x03(\tR\x0funknownClaimIds\"\xc7\x04\n" +
+	"\x11unknown_claim_ids\x18\x02 \x03(\tR\x0funknownClaimIds\"\xec\x04\n" +
 	"\x05Claim\x129\n" +
 	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefR\acluster\x12\x19\n" +
 	"\bclaim_id\x18\x02 \x01(\tR\aclaimId\x12\x16\n" +
@@ -1271,7 +1294,8 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\vreleased_at\x18\v \x01(\v2\x1a.google.protobuf.TimestampR\n" +
 	"releasedAt\x125\n" +
 	"\bended_at\x18\f \x01(\v2\x1a.google.protobuf.TimestampR\aendedAt\x129\n" +
-	"\ahistory\x18\r \x03(\v2\x1f.capi.agent.v1alpha1.ClaimEventR\ahistory\"n\n" +
+	"\ahistory\x18\r \x03(\v2\x1f.capi.agent.v1alpha1.ClaimEventR\ahistory\x12#\n" +
+	"\radopt_machine\x18\x0e \x01(\tR\fadoptMachine\"n\n" +
 	"\n" +
 	"ClaimEvent\x12.\n" +
 	"\x04time\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x12\x16\n" +

@@ -49,7 +49,7 @@ type ClaimServiceClient interface {
 	// | not this identity's Cluster | PERMISSION_DENIED | use the right identity |
 	// | the Cluster does not exist; or none of the candidates exists | NOT_FOUND | list the node groups |
 	// | no candidate has room | RESOURCE_EXHAUSTED, one ErrorInfo for each candidate; RetryInfo when known | use other candidates, or wait |
-	// | all candidates are paused, being deleted or not open to claims | FAILED_PRECONDITION | use other candidates; someone has to act |
+	// | all candidates are paused, being deleted or not open to claims; or the Machine to adopt cannot be had | FAILED_PRECONDITION | use other candidates; someone has to act |
 	// | the id has ended, or is being released (ErrorInfo reason CLAIM_ENDED; how, in its metadata) | ABORTED | never repeat this id |
 	// | lost a race against another writer (ErrorInfo reason CONFLICT) | ABORTED | repeat at once with the same id |
 	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | repeat with the same id, with backoff |
@@ -58,7 +58,7 @@ type ClaimServiceClient interface {
 	CreateClaim(ctx context.Context, in *CreateClaimRequest, opts ...grpc.CallOption) (*CreateClaimResponse, error)
 	// ReleaseClaim gives a claim's machine back. It returns at once; the claim's phase tells the rest (ENDED: the instance and
 	// its Node are gone, or the machine was handed over before it had a Node). Idempotent; releasing an unknown or ended claim
-	// is OK.
+	// is OK. Releasing an unknown claim ends its id: a CreateClaim that comes later, delayed on its way, is refused.
 	//
 	// | condition | code | caller's recovery |
 	// |---|---|---|
@@ -194,7 +194,7 @@ type ClaimServiceServer interface {
 	// | not this identity's Cluster | PERMISSION_DENIED | use the right identity |
 	// | the Cluster does not exist; or none of the candidates exists | NOT_FOUND | list the node groups |
 	// | no candidate has room | RESOURCE_EXHAUSTED, one ErrorInfo for each candidate; RetryInfo when known | use other candidates, or wait |
-	// | all candidates are paused, being deleted or not open to claims | FAILED_PRECONDITION | use other candidates; someone has to act |
+	// | all candidates are paused, being deleted or not open to claims; or the Machine to adopt cannot be had | FAILED_PRECONDITION | use other candidates; someone has to act |
 	// | the id has ended, or is being released (ErrorInfo reason CLAIM_ENDED; how, in its metadata) | ABORTED | never repeat this id |
 	// | lost a race against another writer (ErrorInfo reason CONFLICT) | ABORTED | repeat at once with the same id |
 	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | repeat with the same id, with backoff |
@@ -203,7 +203,7 @@ type ClaimServiceServer interface {
 	CreateClaim(context.Context, *CreateClaimRequest) (*CreateClaimResponse, error)
 	// ReleaseClaim gives a claim's machine back. It returns at once; the claim's phase tells the rest (ENDED: the instance and
 	// its Node are gone, or the machine was handed over before it had a Node). Idempotent; releasing an unknown or ended claim
-	// is OK.
+	// is OK. Releasing an unknown claim ends its id: a CreateClaim that comes later, delayed on its way, is refused.
 	//
 	// | condition | code | caller's recovery |
 	// |---|---|---|
