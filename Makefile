@@ -197,6 +197,11 @@ test-e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) ## A short end-to-end test: the demo'
 e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) ## All end-to-end tests
 	@$(call go_test,$@,-timeout 60m ./test/e2e/...)
 
+.PHONY: mutants
+mutants: ## Break the claim engine deliberately, one rule at a time, and ask that the model test catches each (MUTANTS_FLAGS='-run=R5')
+	@go run ./agent/internal/claims/mutants $(MUTANTS_FLAGS)
+MUTANTS_FLAGS ?=
+
 # More flags for go test, for example TEST_FLAGS='-run Catalogue -v'.
 TEST_FLAGS ?=
 # How gotestsum shows them.

@@ -1,0 +1,125 @@
+// Command mutants shows that the model test of package claims is able to find mistakes: it breaks the engine deliberately, one
+// rule at a time, and asks that the test violates an invariant each time, and that it does not with the engine as it is. The
+// last line of its output says how it went, and so does its exit status.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"regexp"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+)
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	err := run(ctx, os.Args[1:], os.Stdout)
+	stop()
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+}
+
+func run(ctx context.Context, args []string, out io.Writer) error {
+	flags := flag.NewFlagSet("mutants", flag.ContinueOnError)
+	source := flags.String("source", "agent/internal/claims", "folder of the package to mutate")
+	only := flags.String("run", "", "regular expression that selects mutants by name")
+	budget := flags.Duration("budget", 5*time.Minute, "longest time that the histories of one mutant may take")
+	parallel := flags.Int("parallel", 2, "mutants that are tried at once")
+	if err := flags.Parse(args); err != nil {
+		return err
+	}
+	selected, err := regexp.Compile(*only)
+	if err != nil {
+		return fmt.Errorf("-run: %w", err)
+	}
+	var chosen []mutant
+	for _, m := range mutants {
+		if selected.MatchString(m.name) {
+			chosen = append(chosen, m)
+		}
+	}
+	if len(chosen) == 0 {
+		return errors.New("-run selects no mutant")
+	}
+	folder, err := filepath.Abs(*source)
+	if err != nil {
+		return fmt.Errorf("-source: %w", err)
+	}
+	return tryAll(ctx, runner{source: folder, budget: *budget, rounds: rounds}, chosen, *parallel, out)
+}
+
+// tryAll tries the control and the mutants, prints a row for each and a verdict.
+func tryAll(ctx context.Context, r runner, chosen []mutant, parallel int, out io.Writer) error {
+	start := time.Now()
+	var (
+		mu     sync.Mutex
+		caught int
+		sound  bool
+		work   errgroup.Group
+	)
+	row := func(name, verdict string, histories int, took time.Duration) {
+		fmt.Fprintf(out, "%-52s %7d %6.0f  %s\n", name, histories, took.Seconds(), verdict)
+	}
+	fmt.Fprintf(out, "%-52s %7s %6s  %s\n", "mutant", "histories", "seconds", "caught by")
+	work.SetLimit(max(1, parallel))
+	work.Go(func() error {
+		begun := time.Now()
+		found, err := r.control(ctx)
+		mu.Lock()
+		defer mu.Unlock()
+		sound = errors.Is(err, errSurvived)
+		verdict := "control: nothing to catch"
+		if err == nil {
+			verdict = "FAIL control violates " + found.invariant
+		} else if !sound {
+			verdict = "FAIL " + err.Error()
+		}
+		row("(none)", verdict, found.histories, time.Since(begun))
+		return nil
+	})
+	for _, m := range chosen {
+		work.Go(func() error {
+			begun := time.Now()
+			found, err := r.try(ctx, m)
+			mu.Lock()
+			defer mu.Unlock()
+			if err != nil {
+				row(m.name, "FAIL "+err.Error(), found.histories, time.Since(begun))
+				return nil
+			}
+			caught++
+			row(m.name, found.invariant, found.histories, time.Since(begun))
+			return nil
+		})
+	}
+	_ = work.Wait() // what went wrong is in the table
+	verdict := "PASS"
+	if caught < len(chosen) || !sound {
+		verdict = "FAIL"
+	}
+	fmt.Fprintf(out, "mutants: %s %d of %d caught, seconds=%.0f\n", verdict, caught, len(chosen), time.Since(start).Seconds())
+	if verdict != "PASS" {
+		return errors.New("a mutant was not caught, or the control is not sound")
+	}
+	return nil
+}
+
+// control runs the engine as it is through the rounds that catch most mutants.
+func (r runner) control(ctx context.Context) (catch, error) {
+	r.rounds = r.rounds[:min(len(r.rounds), controlRounds)]
+	return r.try(ctx, mutant{name: "(none)"})
+}
+
+// controlRounds is how many of the rounds the control goes through.
+const controlRounds = 3

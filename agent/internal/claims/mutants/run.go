@@ -1,0 +1,157 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// modelTest is the property test that random histories of the protocol are checked by.
+const modelTest = "TestProtocolAgainstAdversary"
+
+// round is one run of a test: so many random histories, all of them made from one seed.
+type round struct {
+	seed      uint64
+	histories int
+	steps     int
+}
+
+// rounds are tried one after the other until a mutant is caught. They are fixed, so that a run can be repeated: short histories
+// first, as most breakages show in a few steps, then more and longer ones.
+var rounds = []round{
+	{seed: 1, histories: 100, steps: 30},
+	{seed: 2, histories: 400, steps: 40},
+	{seed: 3, histories: 1500, steps: 50},
+	{seed: 4, histories: 6000, steps: 60},
+	{seed: 5, histories: 12000, steps: 80},
+}
+
+var (
+	errSurvived = errors.New("not caught")
+	errHang     = errors.New("hangs, which is no catch")
+)
+
+// catch is how a mutant was found out.
+type catch struct {
+	// invariant is what the test said was violated.
+	invariant string
+	// histories is how many were needed.
+	histories int
+}
+
+// runner builds and runs the tests of package claims, mutated or not.
+type runner struct {
+	source string        // the folder of package claims
+	budget time.Duration // for the histories of one mutant
+	rounds []round
+}
+
+// try compiles the engine with the mutant's edits and runs histories until the test fails. Errors: [errSurvived], [errHang],
+// or why there is no verdict, as when the mutant does not compile.
+func (r runner) try(ctx context.Context, m mutant) (catch, error) {
+	dir, err := os.MkdirTemp("", "mutant-")
+	if err != nil {
+		return catch{}, fmt.Errorf("making a folder: %w", err)
+	}
+	defer func() { _ = os.RemoveAll(dir) }()
+	binary, err := r.compile(ctx, m, dir)
+	if err != nil {
+		return catch{}, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, r.budget)
+	defer cancel()
+	total := 0
+	for _, round := range r.rounds {
+		found, err := r.run(ctx, binary, dir, m, round)
+		found.histories += total
+		if err == nil || !errors.Is(err, errSurvived) {
+			return found, err
+		}
+		total = found.histories
+		if ctx.Err() != nil || m.test != "" {
+			break // a test of its own needs no second round
+		}
+	}
+	return catch{histories: total}, errSurvived
+}
+
+// compile builds the test binary of the mutated package.
+func (r runner) compile(ctx context.Context, m mutant, dir string) (string, error) {
+	replace, err := m.overlay(r.source, dir)
+	if err != nil {
+		return "", err
+	}
+	data, err := json.Marshal(map[string]any{"Replace": replace})
+	if err != nil {
+		return "", fmt.Errorf("encoding the overlay: %w", err)
+	}
+	overlay := filepath.Join(dir, "overlay.json")
+	if err := os.WriteFile(overlay, data, 0o600); err != nil {
+		return "", fmt.Errorf("writing the overlay: %w", err)
+	}
+	binary := filepath.Join(dir, "claims.test")
+	//nolint:gosec // the flags are ours
+	cmd := exec.CommandContext(ctx, "go", "test", "-c", "-vet=off", "-ldflags=-s -w", "-overlay", overlay, "-o", binary, ".")
+	cmd.Dir = r.source
+	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return "", fmt.Errorf("mutant %q does not compile: %w\n%s", m.name, err, out)
+	}
+	return binary, nil
+}
+
+var (
+	// failed is what rapid says of a history that a test rejected; the message begins with the invariant.
+	failed = regexp.MustCompile(`\[rapid\] failed after (\d+) tests: (I\d: .*)`)
+	// said is the message of an ordinary test.
+	said = regexp.MustCompile(`(?m)^\s+\S+_test\.go:\d+: (.+)$`)
+)
+
+// run runs one round. A failure counts only when an invariant was violated, or an assertion of the mutant's own test failed: a
+// panic or an error is a mistake of the mutant's.
+func (r runner) run(ctx context.Context, binary, dir string, m mutant, round round) (catch, error) {
+	name := m.test
+	if name == "" {
+		name = modelTest
+	}
+	//nolint:gosec // the binary was just built
+	cmd := exec.CommandContext(ctx, binary, "-test.run=^"+name+"$", "-test.v", "-test.timeout=0",
+		"-rapid.nofailfile", "-rapid.shrinktime=0s",
+		fmt.Sprintf("-rapid.seed=%d", round.seed), fmt.Sprintf("-rapid.checks=%d", round.histories), fmt.Sprintf("-rapid.steps=%d", round.steps))
+	cmd.Dir = dir // where no histories of earlier failures are
+	data, err := cmd.CombinedOutput()
+	out := string(data)
+	switch {
+	case err == nil && !strings.Contains(out, "--- PASS: "+name):
+		return catch{}, fmt.Errorf("mutant %q: there is no test %s", m.name, name)
+	case err == nil:
+		return catch{histories: round.histories}, errSurvived
+	case ctx.Err() != nil && !strings.Contains(out, "--- FAIL: "):
+		return catch{}, fmt.Errorf("%w: no verdict on seed %d within the time", errHang, round.seed)
+	}
+	if found := failed.FindStringSubmatch(out); found != nil {
+		histories, err := strconv.Atoi(found[1])
+		if err != nil {
+			return catch{}, fmt.Errorf("reading the test's output: %w", err)
+		}
+		return catch{invariant: strings.TrimSpace(found[2]), histories: histories + 1}, nil
+	}
+	if found := said.FindStringSubmatch(out); m.test != "" && found != nil && strings.Contains(out, "--- FAIL: "+name) {
+		return catch{invariant: name, histories: 1}, nil
+	}
+	return catch{}, fmt.Errorf("mutant %q fails without violating an invariant: %w\n%s", m.name, err, first(out, 40))
+}
+
+// first returns the first lines of a text.
+func first(text string, lines int) string {
+	parts := strings.SplitN(text, "\n", lines+1)
+	return strings.Join(parts[:min(len(parts), lines)], "\n")
+}

@@ -1,0 +1,377 @@
+package main
+
+// mutants are the deliberate breakages. Each leaves one rule of the protocol out; the rules R1 to R5 are those of the package's
+// documentation.
+var mutants = []mutant{
+	// The anchor: a claim belongs to one node group.
+	{name: "no anchor: each group has an object for the claim", edits: []edit{
+		{"engine.go", "v1alpha1.ObjectName(r.Cluster, r.ID),\n", "v1alpha1.ObjectName(r.Cluster, r.ID+nodeGroup),\n"},
+	}},
+	{name: "anchor not followed: a repeated call moves the claim", edits: []edit{
+		{
+			"engine.go",
+			"	case v1alpha1.PhaseBound:\n		return c, nil\n	case v1alpha1.PhasePending:\n",
+			"	case v1alpha1.PhaseBound, v1alpha1.PhasePending:\n" +
+				"		moved := c.DeepCopy()\n" +
+				"		moved.Spec.NodeGroup = c.Spec.Candidates[len(c.Spec.Candidates)-1]\n" +
+				"		moved.Labels[v1alpha1.NodeGroupLabel] = moved.Spec.NodeGroup\n" +
+				"		_ = e.Client.Update(ctx, moved)\n" +
+				"		if true {\n			return e.enter(ctx, moved)\n		}\n",
+		},
+	}},
+	{name: "an ended id is used again", edits: []edit{
+		{
+			"engine.go",
+			"		return nil, &EndedError{Reason: cmp.Or(c.Status.Reason, ReasonNeverMade), Message: cmp.Or(c.Status.Message, neverMade)}\n",
+			"		_ = e.Client.Delete(ctx, c)\n		return nil, &EndedError{Reason: cmp.Or(c.Status.Reason, ReasonNeverMade), Message: neverMade}\n",
+		},
+	}},
+	{name: "tombstone dropped early", edits: []edit{
+		{"tombstone.go", "t.TombstoneRetention - t.Clock.Since(c.Status.EndedAt.Time)", "time.Second - t.Clock.Since(c.Status.EndedAt.Time)"},
+	}},
+	{name: "no tombstone for an unknown claim", edits: []edit{
+		{
+			"tombstone.go", "	if err := e.Client.Create(ctx, c); apierrors.IsAlreadyExists(err) {",
+			"	return c, nil\n	if err := e.Client.Create(ctx, c); apierrors.IsAlreadyExists(err) {",
+		},
+	}},
+
+	// The ledger: a compare-and-swap.
+	{name: "no seq: two ledgers of the same content are one", edits: []edit{
+		{"write.go", "		next.Seq = s.ledger.Seq + 1\n", "		next.Seq = s.ledger.Seq\n"},
+	}},
+	{name: "the ledger is written without its test", edits: []edit{
+		{
+			"write.go", "		ops = append(ops, test(annotationPath(v1alpha1.LedgerAnnotation), s.md.Annotations[v1alpha1.LedgerAnnotation]))\n", "",
+		},
+	}},
+	{name: "replicas are written without their test", edits: []edit{
+		{"write.go", "	ops = append(ops, test(\"/spec/replicas\", s.group.Replicas))\n", ""},
+	}},
+	{name: "give-back without the generation test", edits: []edit{
+		{"write.go", "		ops = append(ops, test(\"/metadata/generation\", s.md.Generation))\n", ""},
+	}},
+	{name: "floor inferred from stale Machines", edits: []edit{
+		{
+			"decide.go", "	next.Floor = max(0, next.Floor+s.group.Replicas-next.LastReplicas)\n",
+			"	next.Floor = 0\n" +
+				"	for _, m := range s.machines {\n" +
+				"		if s.orphaned(claimOf(m)) && !next.names(m.UID) {\n" +
+				"			next.Floor++\n" +
+				"		}\n" +
+				"	}\n" +
+				"	next.Floor = min(max(0, next.Floor-clamp(next.unnamed())), s.group.Replicas)\n",
+		},
+	}},
+	{name: "a human's raise is not the floor's", edits: []edit{
+		{
+			"decide.go", "	next.Floor = max(0, next.Floor+s.group.Replicas-next.LastReplicas)\n",
+			"	next.Floor = max(0, next.Floor+min(0, s.group.Replicas-next.LastReplicas))\n",
+		},
+	}},
+	{name: "a human's lowering is not the floor's", edits: []edit{
+		{
+			"decide.go", "	next.Floor = max(0, next.Floor+s.group.Replicas-next.LastReplicas)\n",
+			"	next.Floor = max(0, next.Floor+max(0, s.group.Replicas-next.LastReplicas))\n",
+		},
+	}},
+	{name: "a lost ledger is rebuilt without the claims that wait", edits: []edit{
+		{"decide.go", "		entered := c.Status.Phase == v1alpha1.PhasePending ||\n", "		entered := false &&\n"},
+	}},
+	{name: "a shortage is not made good", edits: []edit{
+		{"decide.go", "			d.replicas, d.urgent = raised, true\n", "			d.urgent = true\n"},
+	}},
+	{name: "max size ignored when a claim is entered", edits: []edit{
+		{"decide.go", "		case s.group.Max == nil || d.replicas < *s.group.Max:\n			d.replicas++\n		default:\n			d.refused[id] = s.full()\n			continue\n		}\n		next.Pending[id] = Named{}", "		default:\n			d.replicas++\n		}\n		next.Pending[id] = Named{}"},
+	}},
+	{name: "max size ignored when a shortage is made good", edits: []edit{
+		{"decide.go", "			raised = min(raised, max(d.replicas, *s.group.Max))\n", ""},
+	}},
+	{name: "min size ignored", edits: []edit{
+		{"decide.go", "	return max(next.Floor, s.group.Min)\n", "	return next.Floor\n"},
+	}},
+
+	// Rule R1: the ledger first, all else live after it.
+	{name: "R1: Machines before the ledger", edits: []edit{
+		{
+			"group.go", "	var md clusterv1.MachineDeployment\n	if err := e.reader(from).Get(ctx, key, &md); apierrors.IsNotFound(err) {\n",
+			"	var md clusterv1.MachineDeployment\n" +
+				"	var early clusterv1.MachineList\n" +
+				"	if err := e.reader(from).List(ctx, &early, client.InNamespace(key.Namespace), e.inGroup(from, clusterv1.MachineDeploymentNameLabel, key.Name)); err != nil {\n" +
+				"		return nil, err\n" +
+				"	}\n" +
+				"	if err := e.reader(from).Get(ctx, key, &md); apierrors.IsNotFound(err) {\n",
+		},
+		{
+			"group.go", "	if err := e.readParts(ctx, from, key, s); err != nil {\n		return nil, err\n	}\n",
+			"	if err := e.readParts(ctx, from, key, s); err != nil {\n		return nil, err\n	}\n" +
+				"	s.machines = nil\n" +
+				"	for i := range early.Items {\n" +
+				"		s.machines = append(s.machines, &early.Items[i])\n" +
+				"	}\n",
+		},
+	}},
+	{name: "R1: claims before the ledger", edits: []edit{
+		{
+			"group.go", "	var md clusterv1.MachineDeployment\n	if err := e.reader(from).Get(ctx, key, &md); apierrors.IsNotFound(err) {\n",
+			"	var md clusterv1.MachineDeployment\n" +
+				"	var early v1alpha1.MachineClaimList\n" +
+				"	if err := e.reader(from).List(ctx, &early, client.InNamespace(key.Namespace), e.inGroup(from, v1alpha1.NodeGroupLabel, key.Name)); err != nil {\n" +
+				"		return nil, err\n" +
+				"	}\n" +
+				"	if err := e.reader(from).Get(ctx, key, &md); apierrors.IsNotFound(err) {\n",
+		},
+		{
+			"group.go", "	if err := e.readParts(ctx, from, key, s); err != nil {\n		return nil, err\n	}\n",
+			"	if err := e.readParts(ctx, from, key, s); err != nil {\n		return nil, err\n	}\n" +
+				"	s.claims = nil\n" +
+				"	for i := range early.Items {\n" +
+				"		s.claims = append(s.claims, &early.Items[i])\n" +
+				"	}\n",
+		},
+	}},
+	{name: "R1: claims from the cache", edits: []edit{
+		{"group.go", "	if err := e.reader(from).List(ctx, &claims, options...); err != nil {\n", "	if err := e.Client.List(ctx, &claims, options...); err != nil {\n"},
+	}},
+	{name: "R1: Machines from the cache", edits: []edit{
+		{
+			"group.go", "	if err := e.reader(from).List(ctx, &machines, client.InNamespace(key.Namespace), selector); err != nil {\n",
+			"	if err := e.Client.List(ctx, &machines, client.InNamespace(key.Namespace), selector); err != nil {\n",
+		},
+	}},
+	{name: "R1: MachineSets from the cache", edits: []edit{
+		{
+			"group.go", "		if err := e.reader(from).List(ctx, &sets, client.InNamespace(key.Namespace), selector); err != nil {\n",
+			"		if err := e.Client.List(ctx, &sets, client.InNamespace(key.Namespace), selector); err != nil {\n",
+		},
+	}},
+
+	// Rule R2: the object, then the ledger live, then the patch of exactly that object.
+	{name: "R2: the ledger is not read again before other writes", edits: []edit{
+		{"group.go", "		} else if current != s.md.Annotations[v1alpha1.LedgerAnnotation] {\n", "		} else if false && current != \"\" {\n"},
+	}},
+	{name: "R2: Machines are patched whatever became of them", edits: []edit{
+		{
+			"write.go", "	return e.Client.Patch(ctx, after, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), fieldOwner)\n}\n\n// failClaim",
+			"	return e.Client.Patch(ctx, after, client.MergeFrom(before), fieldOwner)\n}\n\n// failClaim",
+		},
+	}},
+	{name: "binding without the unset check", edits: []edit{
+		{
+			"write.go", "	if err := e.patchMachine(ctx, machine, m); err != nil {\n		return err\n	}\n	observeBound",
+			"	if err := e.Client.Patch(ctx, m, client.MergeFrom(machine), fieldOwner); err != nil {\n		return err\n	}\n	observeBound",
+		},
+		{
+			"decide.go", "	case named.UID != \"\" && m != nil && alive(m) && !held(m) && claimOf(m) == \"\":\n		d.actions = append(d.actions, action{kind: bind",
+			"	case named.UID != \"\" && m != nil && alive(m) && !held(m):\n		d.actions = append(d.actions, action{kind: bind",
+		},
+	}},
+
+	// Rule R3: not in the cache is never gone.
+	{name: "R3: a Machine that the cache lacks is gone", edits: []edit{
+		{
+			"group.go", "	if err := e.reader(from).List(ctx, &machines, client.InNamespace(key.Namespace), selector); err != nil {\n",
+			"	if err := e.Client.List(ctx, &machines, client.InNamespace(key.Namespace), selector); err != nil {\n",
+		},
+		{"group.go", "		err := e.Reader.Get(ctx, types.NamespacedName{Namespace: key.Namespace, Name: ref.Name}, &m)\n", "		err := e.Client.Get(ctx, types.NamespacedName{Namespace: key.Namespace, Name: ref.Name}, &m)\n"},
+	}},
+	{name: "R3: a claim that the cache lacks is gone", edits: []edit{
+		{
+			"engine.go", "	if err := e.Reader.Get(ctx, key.object(), &c); apierrors.IsNotFound(err) {\n		return nil, ErrNotFound\n",
+			"	if err := e.Client.Get(ctx, key.object(), &c); apierrors.IsNotFound(err) {\n		return nil, ErrNotFound\n",
+		},
+	}},
+	{name: "R3: a Cluster that the cache lacks is gone", edits: []edit{
+		{"engine.go", "		err = e.Reader.Get(ctx, key, object)\n", ""},
+	}},
+
+	// Rule R4: "released" only when it is.
+	{name: "R4: a claim ends while it is in the ledger", edits: []edit{
+		{"decide.go", "	case !entered && (labelled == nil || !alive(labelled)", "	case (labelled == nil || !alive(labelled)"},
+	}},
+	{name: "R4: a claim ends before its instance is gone", edits: []edit{
+		{"decide.go", "(labelled == nil || !alive(labelled) && deletionCompleted(labelled)):\n", "(labelled == nil || !alive(labelled)):\n"},
+	}},
+	{name: "R4: a claim ends before its Machine is deleted", edits: []edit{
+		{"decide.go", "	case !entered && (labelled == nil || !alive(labelled) && deletionCompleted(labelled)):\n", "	case !entered:\n"},
+	}},
+
+	// Rule R5: wait for what the own write made.
+	{name: "R5: a Machine is let go before the lowering is observed", edits: []edit{
+		{"decide.go", "		case recorded && r.GivenBack && ours && s.carriedThrough(r.Generation):\n", "		case recorded && r.GivenBack && ours:\n"},
+	}},
+	{name: "R5: numbers that look right instead of the generation", edits: []edit{
+		{"decide.go", "		case recorded && r.GivenBack && ours && s.carriedThrough(r.Generation):\n", "		case recorded && r.GivenBack && ours && s.observed(0):\n"},
+	}},
+	{name: "R5: only the MachineDeployment is waited for", edits: []edit{
+		{
+			"snapshot.go", "	return !slices.ContainsFunc(s.sets, func(set *clusterv1.MachineSet) bool { return set.Status.ObservedGeneration < set.Generation })\n",
+			"	return true\n",
+		},
+	}},
+
+	// Binding.
+	{name: "label before Bound", edits: []edit{
+		{
+			"write.go", "	if err := e.Client.Status().Update(ctx, c); err != nil {\n		return err\n	}\n	return e.label(ctx, c, a.machine)\n",
+			"	if err := e.label(ctx, c, a.machine); err != nil {\n		return err\n	}\n	return e.Client.Status().Update(ctx, c)\n",
+		},
+	}},
+	{name: "a dead Machine stays named", edits: []edit{
+		{"decide.go", "	s.unname(next)\n", ""},
+	}},
+	{name: "a Machine is named twice", edits: []edit{
+		{"decide.go", "		if !alive(m) || held(m) || next.names(m.UID) {\n", "		if !alive(m) || held(m) {\n"},
+	}},
+	{name: "a Node in use is given to a claim", edits: []edit{
+		{"decide.go", "	return !hasNode(m) || m.Spec.ProviderID != \"\" && s.unregistered(m.Spec.ProviderID)\n", "	return true\n"},
+	}},
+	{name: "the floor's Machines are given to claims", edits: []edit{
+		{"decide.go", "	give := len(free) - int(s.floor(next))\n", "	give := len(free)\n"},
+	}},
+	{name: "a claim whose Machine joined too early waits for ever", edits: []edit{
+		{"decide.go", "	s.coverShortage(d, next)\n", ""},
+	}},
+	{name: "an entry is dropped while its Machine has no label", edits: []edit{
+		{"decide.go", "			case claimOf(promised) == id:\n				drop(id, named)\n", "			default:\n				drop(id, named)\n"},
+	}},
+
+	// Cancelling and handing over.
+	{name: "cancel ignores a named Machine", edits: []edit{
+		{
+			"decide.go", "	case m != nil && alive(m) && entered && named.UID == m.UID && claimOf(m) == \"\" && !held(m):\n		// The label first",
+			"	case m != nil && alive(m) && entered && named.UID == m.UID && claimOf(m) == \"\" && !held(m):\n		d.end(c, ReasonCancelled, \"\")\n	case false:\n		// The label first",
+		},
+	}},
+	{name: "replicas lowered at cancel", edits: []edit{
+		{
+			"decide.go", "	s.dropEntries(next)\n",
+			"	before := len(next.Pending)\n" +
+				"	s.dropEntries(next)\n" +
+				"	for id := range s.byID {\n" +
+				"		if c := s.claim(id); before > len(next.Pending) && c.Status.Phase == v1alpha1.PhaseReleasing && c.Status.Machine == nil && d.replicas > 0 {\n" +
+				"			before--\n" +
+				"			d.replicas--\n" +
+				"		}\n" +
+				"	}\n",
+		},
+	}},
+	{name: "a Machine with a Node is handed over", edits: []edit{
+		{"decide.go", "	if !alive(m) || held(m) || hasNode(m) || outdated(m) {\n		return false\n	}\n	if c :=", "	if !alive(m) || held(m) || outdated(m) {\n		return false\n	}\n	if c :="},
+	}},
+	{name: "unbound before its entry is dropped", edits: []edit{
+		{"decide.go", "	case m != nil && alive(m) && !entered && claimOf(m) == id && s.handsOver(m)", "	case m != nil && alive(m) && claimOf(m) == id && s.handsOver(m)"},
+	}},
+
+	// Releasing one Machine.
+	{name: "spare handed out while its release runs", edits: []edit{
+		{"decide.go", "		if _, releasing := next.Releasing[m.UID]; releasing {\n			continue\n		}\n		free = append(free, m)\n", "		free = append(free, m)\n"},
+	}},
+	{name: "replicas lowered before the deletion is complete", edits: []edit{
+		{"decide.go", "		case !r.GivenBack && (deletionCompleted(m) || r.Hook && waitsForHook(m)):\n", "		case !r.GivenBack && !alive(m):\n"},
+	}},
+	{name: "replicas lowered before the Machine is deleted", edits: []edit{
+		{"decide.go", "		case !r.GivenBack && (deletionCompleted(m) || r.Hook && waitsForHook(m)):\n", "		case !r.GivenBack:\n"},
+	}},
+	{name: "a Machine that somebody else removed is given back", edits: []edit{
+		{
+			"decide.go", "			if r.GivenBack || r.Set == \"\" {\n",
+			"			if !r.GivenBack && r.Set == \"\" && d.replicas > 0 {\n				d.replicas--\n			}\n			if r.GivenBack || r.Set == \"\" {\n",
+		},
+	}},
+	{name: "deleted without our finalizer", edits: []edit{
+		{"write.go", "	controllerutil.AddFinalizer(m, v1alpha1.ReleaseFinalizer)\n", ""},
+	}},
+	{name: "a replica is given back twice", edits: []edit{
+		{"decide.go", "		case !r.GivenBack && (deletionCompleted(m) || r.Hook && waitsForHook(m)):\n", "		case deletionCompleted(m) || r.Hook && waitsForHook(m):\n"},
+	}},
+	{name: "an edited ledger's release is believed", edits: []edit{
+		{"decide.go", "		if c := s.claim(claimOf(m)); c == nil || c.CurrentPhase() != v1alpha1.PhaseReleasing {\n			delete(next.Releasing, uid)\n", "		if false {\n			delete(next.Releasing, uid)\n"},
+		{"decide.go", "	return c != nil && c.CurrentPhase() == v1alpha1.PhaseReleasing\n", "	return true || c != nil\n"},
+	}},
+
+	// Several MachineSets.
+	{name: "no paused variant", edits: []edit{
+		{"decide.go", "	sole := len(active) == 1 && !slices", "	sole := true || !slices"},
+	}},
+	{name: "paused step not repeatable", edits: []edit{
+		{
+			"write.go", "	metav1.SetMetaDataAnnotation(&set.ObjectMeta, v1alpha1.ReleasedAnnotation, joinUIDs(uids))\n",
+			"	if err := e.patchSet(ctx, a.set, set.DeepCopy()); err != nil {\n		return err\n	}\n" +
+				"	if err := e.Client.Get(ctx, client.ObjectKeyFromObject(set), a.set); err != nil {\n		return err\n	}\n" +
+				"	set = a.set.DeepCopy()\n" +
+				"	metav1.SetMetaDataAnnotation(&set.ObjectMeta, v1alpha1.ReleasedAnnotation, joinUIDs(uids))\n",
+		},
+	}},
+	{name: "recovery merely un-pauses", edits: []edit{
+		{"group.go", "	spareSince time.Time\n	lastQuiet", "	recovered  bool\n	spareSince time.Time\n	lastQuiet"},
+		{
+			"group.go", "		s.spareSince = g.spareSince\n		d := decide(s)\n		g.noteSpare(d)\n",
+			"		s.spareSince = g.spareSince\n		d := decide(s)\n" +
+				"		if !g.recovered && s.ledger != nil && s.md.Annotations[clusterv1.PausedAnnotation] == v1alpha1.PausedByAgent {\n" +
+				"			d = &decision{ledger: s.ledger.clone(), replicas: s.group.Replicas, pause: pauseRemove, urgent: true}\n" +
+				"			for uid, r := range d.ledger.Releasing {\n" +
+				"				if !r.GivenBack {\n" +
+				"					r.Set = \"\"\n" +
+				"					d.ledger.Releasing[uid] = r\n" +
+				"				}\n" +
+				"			}\n" +
+				"		}\n" +
+				"		g.recovered = true\n" +
+				"		g.noteSpare(d)\n",
+		},
+	}},
+	{name: "a MachineSet is lowered before the pause is observed", edits: []edit{
+		{"decide.go", "	case ours && isPaused(s.md.Status.Conditions) && s.setsLowered(d, next, begun):\n", "	case ours && s.setsLowered(d, next, begun):\n"},
+	}},
+	{name: "a lowered MachineSet is not waited for", edits: []edit{
+		{"decide.go", "		case set != nil && set.Status.ObservedGeneration < set.Generation:\n			done = false\n", ""},
+	}},
+
+	// Machines that nobody claims.
+	{name: "unbound surge Machine released during a rollout", edits: []edit{
+		{"decide.go", "	if s.rollingOut() || !s.observed(s.md.Generation) ||", "	if"},
+	}},
+	{name: "the floor's Machines are released as spares", edits: []edit{
+		{"decide.go", "	surplus := min(len(free)-int(s.floor(next)), int(spare))\n", "	surplus := min(len(free), int(spare)+1)\n"},
+		{"decide.go", "	if spare <= 0 || next.unnamed() > 0 || !s.graceOver(d) {\n", "	if next.unnamed() > 0 || !s.graceOver(d) {\n"},
+	}},
+	{name: "spares are never released", edits: []edit{
+		{"decide.go", "	spare = s.releaseSpare(d, next, spare)\n", ""},
+	}},
+	{name: "blocked replicas are never given back", edits: []edit{
+		{"decide.go", "	spare = s.shrink(d, next, spare)\n", ""},
+	}},
+	{name: "blocked spares are counted down without a pause", edits: []edit{
+		{
+			"decide.go", "		switch {\n		case !marked && s.observed(s.md.Generation):\n",
+			"		switch {\n		case true:\n			d.replicas -= missing\n			d.urgent = true\n			return spare - missing\n		case !marked && s.observed(s.md.Generation):\n",
+		},
+	}},
+	{name: "blocked spares are counted before the pause is observed", edits: []edit{
+		{"decide.go", "		case value == v1alpha1.PausedByAgent && isPaused(active[0].Status.Conditions):\n", "		case value == v1alpha1.PausedByAgent:\n"},
+	}},
+	{name: "a MachineSet is unpaused before it was lowered", edits: []edit{
+		{"decide.go", "	if s.md.Status.ObservedGeneration < s.md.Generation || sum != s.group.Replicas || d.replicas != s.group.Replicas {\n		return spare\n	}\n", ""},
+	}},
+
+	// Lost objects.
+	{name: "a claim whose object was lost has no right any more", edits: []edit{
+		{"decide.go", "	c := s.claim(claimID)\n	return c != nil && c.Status.Phase == v1alpha1.PhaseEnded\n", "	c := s.claim(claimID)\n	return c == nil || c.Status.Phase == v1alpha1.PhaseEnded\n"},
+	}},
+	{name: "a lost claim is made again without its holder", edits: []edit{
+		{"write.go", "cmp.Or(m.Annotations[v1alpha1.ClaimHolderAnnotation], unknownHolder),\n", "cmp.Or(\"\", unknownHolder),\n"},
+	}},
+	{name: "a claim that lost its status gets a second Machine", edits: []edit{
+		{"decide.go", "		if _, entered := next.Pending[id]; entered || s.labelled(id) != nil {\n			continue // a claim", "		if _, entered := next.Pending[id]; entered {\n			continue // a claim"},
+		{"decide.go", "owned != nil && alive(owned) && !entered {\n", "owned != nil && false {\n"},
+	}},
+
+	// Collection.
+	{name: "collection without a token", edits: []edit{
+		{"engine.go", " || !c.CreationTimestamp.Add(e.CollectGrace).Before(taken) {\n", " {\n			_ = taken\n"},
+	}},
+	{name: "collection of claims that are as old as the token", edits: []edit{
+		{"engine.go", "!c.CreationTimestamp.Add(e.CollectGrace).Before(taken)", "c.CreationTimestamp.Add(-e.CollectGrace).After(taken)"},
+	}},
+}
