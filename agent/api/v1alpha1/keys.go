@@ -13,6 +13,9 @@ const (
 	ClaimLabel = Group + "/claim"
 	// ClaimNameAnnotation on a Machine holds the claim's display name (the NodeClaim's name), for people.
 	ClaimNameAnnotation = Group + "/claim-name"
+	// ClaimNameLabel on a Machine holds the same, where it can be a label's value, so that
+	// `kubectl get machines -L agent.karpenter.cluster.x-k8s.io/claim-name` shows it.
+	ClaimNameLabel = ClaimNameAnnotation
 	// ClaimHolderAnnotation on a Machine holds the claim's holder, so that a lost MachineClaim can be made again.
 	ClaimHolderAnnotation = Group + "/claim-holder"
 	// ClaimedAtAnnotation on a Machine holds the time at which it was bound, RFC 3339, for people.

@@ -15,6 +15,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/validation"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
@@ -264,6 +265,9 @@ func (e *Engine) label(ctx context.Context, c *v1alpha1.MachineClaim, machine *c
 	m := machine.DeepCopy()
 	metav1.SetMetaDataLabel(&m.ObjectMeta, v1alpha1.ClaimLabel, c.Spec.ClaimID)
 	metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.ClaimNameAnnotation, c.Spec.DisplayName)
+	if c.Spec.DisplayName != "" && len(validation.IsValidLabelValue(c.Spec.DisplayName)) == 0 {
+		metav1.SetMetaDataLabel(&m.ObjectMeta, v1alpha1.ClaimNameLabel, c.Spec.DisplayName)
+	}
 	metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.ClaimHolderAnnotation, c.Spec.Holder)
 	metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.ClaimedAtAnnotation, e.Clock.Now().UTC().Format(time.RFC3339))
 	if err := e.patchMachine(ctx, machine, m); err != nil {
@@ -278,6 +282,7 @@ func (e *Engine) label(ctx context.Context, c *v1alpha1.MachineClaim, machine *c
 func (e *Engine) unbind(ctx context.Context, a action) error {
 	m := a.machine.DeepCopy()
 	delete(m.Labels, v1alpha1.ClaimLabel)
+	delete(m.Labels, v1alpha1.ClaimNameLabel)
 	delete(m.Annotations, v1alpha1.ClaimNameAnnotation)
 	delete(m.Annotations, v1alpha1.ClaimHolderAnnotation)
 	delete(m.Annotations, v1alpha1.ClaimedAtAnnotation)

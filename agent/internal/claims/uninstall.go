@@ -1,0 +1,301 @@
+package claims
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+)
+
+// closedLedger takes a ledger's place while a node group is withdrawn. Agents take it for one of a newer agent, and keep their
+// hands off the group.
+const closedLedger = `{"v":2147483647,"closed":"by capi-agent uninstall"}`
+
+// uninstallInterval is how often a node group is looked at that Cluster API has to finish something for.
+const uninstallInterval = time.Second
+
+// UninstallOptions say how far [Engine.Uninstall] goes.
+type UninstallOptions struct {
+	// Serves says which Clusters are withdrawn. Nil means all.
+	Serves func(types.NamespacedName) bool
+	// Force does not wait for releases that are under way: their Machines are let go of as they are, so that Cluster API may
+	// replace them.
+	Force bool
+	// Report takes a line for people about each thing that is done or waited for. Nil means none.
+	Report func(format string, arguments ...any)
+}
+
+// Uninstall removes everything that agents ever wrote from the hub: ledgers, marks, finalizers and hooks, MachineClaims.
+// Releases under way are finished first, for which Cluster API must run. Every other Machine stays, and becomes the user's.
+// Agents that run meanwhile leave the node groups alone that are being withdrawn, but make new ledgers for new claims: stop
+// them first. It can be repeated, and goes on where it stopped.
+func (e *Engine) Uninstall(ctx context.Context, o UninstallOptions) error {
+	if o.Report == nil {
+		o.Report = func(string, ...any) {}
+	}
+	if o.Serves == nil {
+		o.Serves = func(types.NamespacedName) bool { return true }
+	}
+	groups, err := e.touchedGroups(ctx, o)
+	if err != nil {
+		return err
+	}
+	for said := map[types.NamespacedName]string{}; len(groups) > 0; {
+		for _, key := range slices.Clone(groups) {
+			waiting, err := e.withdraw(ctx, key, o.Force)
+			switch {
+			case err != nil && !errors.Is(err, ErrConflict) && !apierrors.IsConflict(err):
+				return fmt.Errorf("MachineDeployment %s: %w", key, err)
+			case err != nil:
+				continue
+			case waiting == "":
+				o.Report("MachineDeployment %s: withdrawn", key)
+				groups = slices.DeleteFunc(groups, func(k types.NamespacedName) bool { return k == key })
+			case said[key] != waiting:
+				o.Report("MachineDeployment %s: %s", key, waiting)
+				said[key] = waiting
+			}
+		}
+		if len(groups) == 0 {
+			break
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("%d node groups are not withdrawn yet, for example %s; repeat, or give --force: %w", len(groups), groups[0], ctx.Err())
+		case <-e.Clock.After(uninstallInterval):
+		}
+	}
+	return e.deleteClaims(ctx, o)
+}
+
+// touchedGroups returns the MachineDeployments that something of the agent's is on, or on their MachineSets or Machines.
+func (e *Engine) touchedGroups(ctx context.Context, o UninstallOptions) ([]types.NamespacedName, error) {
+	touched := map[types.NamespacedName]bool{}
+	var deployments clusterv1.MachineDeploymentList
+	if err := e.Reader.List(ctx, &deployments); err != nil {
+		return nil, fmt.Errorf("listing MachineDeployments: %w", err)
+	}
+	for i := range deployments.Items {
+		md := &deployments.Items[i]
+		_, ledger := md.Annotations[v1alpha1.LedgerAnnotation]
+		if (ledger || pausedByAgent(md)) && o.Serves(types.NamespacedName{Namespace: md.Namespace, Name: md.Spec.ClusterName}) {
+			touched[client.ObjectKeyFromObject(md)] = true
+		}
+	}
+	add := func(object client.Object, clusterName string, ours bool) {
+		group := object.GetLabels()[clusterv1.MachineDeploymentNameLabel]
+		if ours && group != "" && o.Serves(types.NamespacedName{Namespace: object.GetNamespace(), Name: clusterName}) {
+			touched[types.NamespacedName{Namespace: object.GetNamespace(), Name: group}] = true
+		}
+	}
+	var sets clusterv1.MachineSetList
+	if err := e.Reader.List(ctx, &sets); err != nil {
+		return nil, fmt.Errorf("listing MachineSets: %w", err)
+	}
+	for i := range sets.Items {
+		set := &sets.Items[i]
+		add(set, set.Spec.ClusterName, cleaned(set) != nil)
+	}
+	var machines clusterv1.MachineList
+	if err := e.Reader.List(ctx, &machines); err != nil {
+		return nil, fmt.Errorf("listing Machines: %w", err)
+	}
+	for i := range machines.Items {
+		m := &machines.Items[i]
+		add(m, m.Spec.ClusterName, cleaned(m) != nil)
+	}
+	keys := slices.Collect(maps.Keys(touched))
+	slices.SortFunc(keys, func(a, b types.NamespacedName) int { return strings.Compare(a.String(), b.String()) })
+	return keys, nil
+}
+
+// withdraw takes the agent's hands off one node group: it finishes what is being released, closes the ledger, removes every
+// mark and, last, the ledger. It returns what it waits for, "" when it is done.
+func (e *Engine) withdraw(ctx context.Context, key types.NamespacedName, force bool) (waiting string, err error) {
+	var md clusterv1.MachineDeployment
+	if err := e.Reader.Get(ctx, key, &md); apierrors.IsNotFound(err) {
+		return "", e.clean(ctx, key)
+	} else if err != nil {
+		return "", fmt.Errorf("reading the MachineDeployment: %w", err)
+	}
+	text, begun := md.Annotations[v1alpha1.LedgerAnnotation]
+	if begun && text != closedLedger {
+		if _, err := e.group(key.Namespace, key.Name).run(ctx); err != nil && !force {
+			return "", err
+		}
+		s, err := e.read(ctx, live, key)
+		if err != nil || s == nil {
+			return "", err
+		}
+		if waiting := s.underWay(); waiting != "" && !force {
+			return waiting, nil
+		}
+		text, begun = s.md.Annotations[v1alpha1.LedgerAnnotation]
+		if begun {
+			if err := e.closeLedger(ctx, key, text); err != nil {
+				return "", err
+			}
+		}
+	}
+	if err := e.clean(ctx, key); err != nil {
+		return "", err
+	}
+	return "", e.openLedger(ctx, key)
+}
+
+// underWay says what Cluster API still has to do for releases of this group, "" when there is nothing.
+func (s *snapshot) underWay() string {
+	n := 0
+	for _, c := range s.claims {
+		if c.CurrentPhase() == v1alpha1.PhaseReleasing {
+			n++
+		}
+	}
+	if s.ledger != nil {
+		n = max(n, len(s.ledger.Releasing))
+	}
+	switch {
+	case n > 0:
+		return fmt.Sprintf("waiting for %d releases", n)
+	case pausedByAgent(s.md), slices.ContainsFunc(s.sets, func(set *clusterv1.MachineSet) bool { return pausedByAgent(set) }):
+		return "waiting for Cluster API to observe a pause"
+	}
+	return ""
+}
+
+func (e *Engine) closeLedger(ctx context.Context, key types.NamespacedName, text string) error {
+	return e.patchAnnotations(ctx, key, []operation{
+		test(annotationPath(v1alpha1.LedgerAnnotation), text), put(annotationPath(v1alpha1.LedgerAnnotation), closedLedger),
+	})
+}
+
+// openLedger removes the closed ledger, and a pause of ours: the last of what is on the group.
+func (e *Engine) openLedger(ctx context.Context, key types.NamespacedName) error {
+	var md clusterv1.MachineDeployment
+	if err := e.Reader.Get(ctx, key, &md); err != nil {
+		return client.IgnoreNotFound(err)
+	}
+	var operations []operation
+	for annotation, value := range map[string]string{
+		v1alpha1.LedgerAnnotation: closedLedger, clusterv1.PausedAnnotation: v1alpha1.PausedByAgent,
+	} {
+		if md.Annotations[annotation] == value {
+			operations = append(operations, test(annotationPath(annotation), value), operation{Op: "remove", Path: annotationPath(annotation)})
+		}
+	}
+	if len(operations) == 0 {
+		return nil
+	}
+	return e.patchAnnotations(ctx, key, operations)
+}
+
+func (e *Engine) patchAnnotations(ctx context.Context, key types.NamespacedName, operations []operation) error {
+	patch, err := json.Marshal(operations)
+	if err != nil {
+		return fmt.Errorf("encoding a patch: %w", err)
+	}
+	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: key.Namespace, Name: key.Name}}
+	if err := e.Client.Patch(ctx, md, client.RawPatch(types.JSONPatchType, patch), fieldOwner); err != nil {
+		if apierrors.IsInvalid(err) || apierrors.IsNotFound(err) {
+			return fmt.Errorf("withdrawing: %w: %w", ErrConflict, err)
+		}
+		return fmt.Errorf("withdrawing: %w", err)
+	}
+	return nil
+}
+
+// clean removes every mark from the group's MachineSets and Machines.
+func (e *Engine) clean(ctx context.Context, key types.NamespacedName) error {
+	ofGroup := []client.ListOption{client.InNamespace(key.Namespace), client.MatchingLabels{clusterv1.MachineDeploymentNameLabel: key.Name}}
+	var sets clusterv1.MachineSetList
+	if err := e.Reader.List(ctx, &sets, ofGroup...); err != nil {
+		return fmt.Errorf("listing MachineSets: %w", err)
+	}
+	for i := range sets.Items {
+		if after := cleaned(&sets.Items[i]); after != nil {
+			if err := e.patchSet(ctx, &sets.Items[i], after); client.IgnoreNotFound(err) != nil {
+				return fmt.Errorf("cleaning MachineSet %s: %w", after.Name, err)
+			}
+		}
+	}
+	var machines clusterv1.MachineList
+	if err := e.Reader.List(ctx, &machines, ofGroup...); err != nil {
+		return fmt.Errorf("listing Machines: %w", err)
+	}
+	for i := range machines.Items {
+		if after := cleaned(&machines.Items[i]); after != nil {
+			if err := e.patchMachine(ctx, &machines.Items[i], after); client.IgnoreNotFound(err) != nil {
+				return fmt.Errorf("cleaning Machine %s: %w", after.Name, err)
+			}
+		}
+	}
+	return nil
+}
+
+// cleaned returns a copy of the object without anything of the agent's, or nil when there is nothing of it.
+func cleaned[T interface {
+	client.Object
+	DeepCopy() T
+}](object T) T {
+	after := object.DeepCopy()
+	labels, annotations := after.GetLabels(), after.GetAnnotations()
+	before := len(labels) + len(annotations) + len(after.GetFinalizers())
+	for _, key := range []string{v1alpha1.ClaimLabel, v1alpha1.ClaimNameLabel} {
+		delete(labels, key)
+	}
+	for _, key := range []string{
+		v1alpha1.ClaimNameAnnotation, v1alpha1.ClaimHolderAnnotation, v1alpha1.ClaimedAtAnnotation, v1alpha1.ReleasedAnnotation, v1alpha1.ReleaseHook,
+	} {
+		delete(annotations, key)
+	}
+	if pausedByAgent(after) {
+		delete(annotations, clusterv1.PausedAnnotation)
+	}
+	if after.GetDeletionTimestamp().IsZero() && annotations[clusterv1.DeleteMachineAnnotation] == v1alpha1.Group {
+		delete(annotations, clusterv1.DeleteMachineAnnotation) // it was marked and lives: it is to stay
+	}
+	controllerutil.RemoveFinalizer(after, v1alpha1.ReleaseFinalizer)
+	if len(labels)+len(annotations)+len(after.GetFinalizers()) == before {
+		var none T
+		return none
+	}
+	return after
+}
+
+func pausedByAgent(object client.Object) bool {
+	return object.GetAnnotations()[clusterv1.PausedAnnotation] == v1alpha1.PausedByAgent
+}
+
+// deleteClaims deletes every MachineClaim.
+func (e *Engine) deleteClaims(ctx context.Context, o UninstallOptions) error {
+	var list v1alpha1.MachineClaimList
+	if err := e.Reader.List(ctx, &list); err != nil {
+		return fmt.Errorf("listing MachineClaims: %w", err)
+	}
+	deleted := 0
+	for i := range list.Items {
+		c := &list.Items[i]
+		if !o.Serves(types.NamespacedName{Namespace: c.Namespace, Name: c.Spec.ClusterName}) {
+			continue
+		}
+		if err := e.Client.Delete(ctx, c, preconditions(c.UID, "")); client.IgnoreNotFound(err) != nil {
+			return fmt.Errorf("deleting MachineClaim %s/%s: %w", c.Namespace, c.Name, err)
+		}
+		deleted++
+	}
+	o.Report("deleted %d MachineClaims", deleted)
+	return nil
+}
