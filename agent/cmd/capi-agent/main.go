@@ -35,15 +35,24 @@ func main() {
 func run(arguments []string) error {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
+	if len(arguments) > 0 && arguments[0] == "uninstall" {
+		return uninstall(ctx, arguments[1:], os.Stdout)
+	}
 	o := options.New()
 	flags := pflag.NewFlagSet("capi-agent", pflag.ContinueOnError)
 	flags.SortFlags = false
+	flags.Usage = func() {
+		fmt.Fprintf(flags.Output(), "Usage: capi-agent [flags]\n       capi-agent uninstall [flags]\n\n%s", flags.FlagUsages())
+	}
 	o.AddFlags(flags)
 	showVersion := flags.Bool("version", false, "Print the version and exit.")
 	if err := flags.Parse(arguments); errors.Is(err, pflag.ErrHelp) {
 		return nil
 	} else if err != nil {
 		return err
+	}
+	if flags.NArg() > 0 {
+		return fmt.Errorf("%q is no command; there is only uninstall", flags.Arg(0))
 	}
 	if *showVersion {
 		fmt.Println(version.Version(), version.Commit())

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
-	"time"
 
 	"github.com/go-logr/logr"
 	"github.com/prometheus/client_golang/prometheus"
@@ -46,8 +45,6 @@ type Config struct {
 	Registerer prometheus.Registerer
 	// Clock is the time of the claim engine. Nil means the real one.
 	Clock clock.Clock
-	// CollectGrace is how much older than its token a claim must be to be collected. Zero means the engine's own choice.
-	CollectGrace time.Duration
 }
 
 // Agent is the whole agent. Use [New].
@@ -80,9 +77,15 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	engine := claims.New(claims.Config{
 		Index: hub.ByDeployment, FailedIndex: hub.FailedByDeployment, Live: hub.LiveClaims(),
 		Client: a.manager.GetClient(), Reader: a.manager.GetAPIReader(), Recorder: a.manager.GetEventRecorder("capi-agent"),
-		Clock: c.Clock, SpareGrace: o.SpareGracePeriod, TombstoneRetention: o.TombstoneRetention, CollectGrace: c.CollectGrace,
+		Clock: c.Clock, SpareGrace: o.SpareGracePeriod, TombstoneRetention: o.TombstoneRetention,
+		CollectGrace: o.CollectGracePeriod, TokenLife: o.SyncTokenLifetime,
 		Failure: o.Failure(),
 	})
+	if c.Registerer != nil {
+		if err := c.Registerer.Register(engine.Collector()); err != nil {
+			return nil, fmt.Errorf("registering the claims' metrics: %w", err)
+		}
+	}
 	groups, err := catalogue.New(catalogue.Config{
 		Feed: nodeGroups, Scope: scope, SyncedLabels: o.SyncedLabels(),
 		Recorder: a.manager.GetEventRecorder("capi-agent"), Registerer: c.Registerer,

@@ -71,7 +71,8 @@ func newEnv(t *testing.T) *env {
 	e.model = capitest.RunForTest(t, plane, capitest.Options{Namespaces: []string{e.namespace}, Behaviour: e.behaviour})
 	o := testOptions(e.namespace)
 	o.SpareGracePeriod, o.HeartbeatInterval = time.Second, 100*time.Millisecond
-	e.running = start(t, agent.Config{Options: o, Clock: e.clock, CollectGrace: time.Second})
+	o.CollectGracePeriod = time.Second
+	e.running = start(t, agent.Config{Options: o, Clock: e.clock})
 	return e
 }
 

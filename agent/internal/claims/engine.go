@@ -71,6 +71,9 @@ type Config struct {
 	// CollectGrace is how much older than its token a claim must be to be collected by [Engine.Sync]; it covers the
 	// difference between the clocks of the agent and of the API server. Zero means 30 seconds.
 	CollectGrace time.Duration
+	// TokenLife is how long after the listing that made it a token may be used: a holder reads its live set right after it
+	// took the token, and one that needs longer has a problem of its own. Zero means ten minutes.
+	TokenLife time.Duration
 	// Failure says when a Machine is given up. The zero value gives none up.
 	Failure Failure
 	// Coalesce is the shortest time between two writes of one ledger that nobody waits for. Zero means one second.
@@ -134,6 +137,9 @@ func New(c Config) *Engine {
 	}
 	if c.CollectGrace == 0 {
 		c.CollectGrace = 30 * time.Second
+	}
+	if c.TokenLife == 0 {
+		c.TokenLife = 10 * time.Minute
 	}
 	if c.Coalesce == 0 {
 		c.Coalesce = time.Second
@@ -502,7 +508,7 @@ type SyncResult struct {
 // Sync releases the holder's claims that are older than the token and not in the live set. Errors: [ErrInvalidToken],
 // [ErrStaleToken], or the API server's; then some may have been released, and the call can be repeated.
 func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
-	taken, err := parseToken(r.Token, r.Namespace, r.Cluster, r.Holder, e.Clock.Now())
+	taken, err := parseToken(r.Token, r.Namespace, r.Cluster, r.Holder, e.Clock.Now(), e.TokenLife)
 	if err != nil {
 		return SyncResult{}, err
 	}

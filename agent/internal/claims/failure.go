@@ -16,7 +16,8 @@ import (
 // failure, so that this is a matter of configuration.
 type Failure struct {
 	// Reasons are reasons of a Machine's InfrastructureReady condition, which mirror the infrastructure provider's own, that
-	// mean the machine will not come: for example that there is no capacity.
+	// mean the machine will not come: for example that there is no capacity. One with the kind of the infrastructure before it
+	// and a slash between holds for that kind only.
 	Reasons []string
 	// ObjectDeadline is how long a claim waits for a Machine object; zero means for ever.
 	ObjectDeadline time.Duration
@@ -27,6 +28,11 @@ type Failure struct {
 	// CoolDown is how long a node group takes no claims after one failed there. It follows from the failed claims
 	// themselves, and so survives a restart; longer than they are remembered it cannot be.
 	CoolDown time.Duration
+}
+
+// final reports whether a reason that the Machine's infrastructure gives means that it will not come.
+func (f Failure) final(m *clusterv1.Machine, reason string) bool {
+	return reason != "" && (slices.Contains(f.Reasons, reason) || slices.Contains(f.Reasons, m.Spec.InfrastructureRef.Kind+"/"+reason))
 }
 
 // judge gives the claim's Machine (nil when there is none yet) up if it failed or is too late, and reports whether it did. A
@@ -51,7 +57,7 @@ func (s *snapshot) judge(d *decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 		}
 	case m.Spec.ProviderID == "":
 		reason, message := infrastructureTrouble(m)
-		if slices.Contains(s.failure.Reasons, reason) {
+		if s.failure.final(m, reason) {
 			why = fmt.Sprintf("the infrastructure of Machine %s reports %s: %s", m.Name, reason, message)
 			break
 		}
@@ -76,7 +82,7 @@ func (s *snapshot) hopeless(m *clusterv1.Machine) bool {
 	}
 	reason, _ := infrastructureTrouble(m)
 	late := s.failure.ProviderIDDeadline > 0 && s.now.Sub(m.CreationTimestamp.Time) >= s.failure.ProviderIDDeadline
-	return late || reason != "" && slices.Contains(s.failure.Reasons, reason)
+	return late || s.failure.final(m, reason)
 }
 
 // late returns what has not happened when the time for it is over, else "" after asking to be woken in time.

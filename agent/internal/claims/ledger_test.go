@@ -50,20 +50,21 @@ func FuzzParseLedger(f *testing.F) {
 }
 
 func TestTokensAreBoundToTheirHolderAndTime(t *testing.T) {
+	const life = 10 * time.Minute
 	w := newTestTime()
 	text := token{Namespace: "fleet", Cluster: "spoke", Holder: "karpenter", Time: w}.encode()
 
-	at, err := parseToken(text, "fleet", "spoke", "karpenter", w.Add(tokenLife))
+	at, err := parseToken(text, "fleet", "spoke", "karpenter", w.Add(life), life)
 	require.NoError(t, err)
 	assert.True(t, at.Equal(w))
 
-	_, err = parseToken(text, "fleet", "spoke", "somebody", w)
+	_, err = parseToken(text, "fleet", "spoke", "somebody", w, life)
 	require.ErrorIs(t, err, ErrInvalidToken)
-	_, err = parseToken(text, "fleet", "other", "karpenter", w)
+	_, err = parseToken(text, "fleet", "other", "karpenter", w, life)
 	require.ErrorIs(t, err, ErrInvalidToken)
-	_, err = parseToken("nonsense", "fleet", "spoke", "karpenter", w)
+	_, err = parseToken("nonsense", "fleet", "spoke", "karpenter", w, life)
 	require.ErrorIs(t, err, ErrInvalidToken)
-	_, err = parseToken(text, "fleet", "spoke", "karpenter", w.Add(tokenLife+1))
+	_, err = parseToken(text, "fleet", "spoke", "karpenter", w.Add(life+1), life)
 	require.ErrorIs(t, err, ErrStaleToken)
 }
 

@@ -6,10 +6,6 @@ import (
 	"time"
 )
 
-// tokenLife is how long a token may be used. A holder reads its live set right after it took the token; one that needs
-// longer than this has a problem of its own.
-const tokenLife = 10 * time.Minute
-
 // token remembers when a holder's claims were listed. It is no secret: it only limits what its own holder can collect.
 type token struct {
 	Namespace string    `json:"n"`
@@ -26,8 +22,8 @@ func (t token) encode() string {
 	return base64.RawURLEncoding.EncodeToString(text)
 }
 
-// parseToken returns the time of the listing that the token was made by.
-func parseToken(text, namespace, cluster, holder string, now time.Time) (time.Time, error) {
+// parseToken returns the time of the listing that the token was made by, no longer ago than life.
+func parseToken(text, namespace, cluster, holder string, now time.Time, life time.Duration) (time.Time, error) {
 	data, err := base64.RawURLEncoding.DecodeString(text)
 	if err != nil {
 		return time.Time{}, ErrInvalidToken
@@ -39,7 +35,7 @@ func parseToken(text, namespace, cluster, holder string, now time.Time) (time.Ti
 	if t.Namespace != namespace || t.Cluster != cluster || t.Holder != holder || t.Time.IsZero() {
 		return time.Time{}, ErrInvalidToken
 	}
-	if age := now.Sub(t.Time); age > tokenLife || age < -time.Minute {
+	if age := now.Sub(t.Time); age > life || age < -time.Minute {
 		return time.Time{}, ErrStaleToken
 	}
 	return t.Time, nil

@@ -59,7 +59,12 @@ type Options struct {
 	SpareGracePeriod time.Duration
 	// TombstoneRetention is how long an ended claim is remembered.
 	TombstoneRetention time.Duration
-	// FailureReasons are the reasons of a Machine's InfrastructureReady condition that give the machine up.
+	// CollectGracePeriod is how much older than a holder's live set a claim must be to be collected.
+	CollectGracePeriod time.Duration
+	// SyncTokenLifetime is how long after a listing of claims a live set may arrive.
+	SyncTokenLifetime time.Duration
+	// FailureReasons are the reasons of a Machine's InfrastructureReady condition that give the machine up, of any infrastructure
+	// or, as <kind>/<reason>, of one.
 	FailureReasons []string
 	// MachineObjectDeadline, MachineProviderIDDeadline and MachineNodeDeadline are how long a claim waits for its Machine, and
 	// the Machine may take to its provider ID and to its Node; 0 waits for ever.
@@ -87,6 +92,8 @@ func New() *Options {
 		LogFormat:              "json",
 		SpareGracePeriod:       time.Minute,
 		TombstoneRetention:     24 * time.Hour,
+		CollectGracePeriod:     30 * time.Second,
+		SyncTokenLifetime:      10 * time.Minute,
 		FailureReasons: []string{
 			"InsufficientCapacity", "InsufficientInstanceCapacity", "InsufficientHostCapacity", "InsufficientResources",
 			"OutOfCapacity", "QuotaExceeded", "ZoneResourcePoolExhausted", "SkuNotAvailable", "AllocationFailed", "NoAvailableHost",
@@ -119,14 +126,9 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 		"Serve --listen-address without TLS. It must be a loopback address; every process that can connect is an administrator.")
 	flags.StringVar(&o.PolicyFile, "policy-file", o.PolicyFile,
 		"The YAML `file` that grants roles (reader, autoscaler, admin) to further identities. Read again when it changes.")
-	flags.StringSliceVar(&o.Namespaces, "namespaces", o.Namespaces,
-		"The hub namespaces whose Clusters are served. Empty, with no --clusters, means all.")
-	flags.StringSliceVar(&o.Clusters, "clusters", o.Clusters,
-		"The Clusters that are served, as `namespace/name`, beside those of --namespaces.")
+	o.AddScopeFlags(flags)
 	flags.StringSliceVar(&o.AdditionalSyncMachineLabels, "additional-sync-machine-labels", o.AdditionalSyncMachineLabels,
 		"Regular expressions of further labels that reach Nodes. Set it to what Cluster API's manager has under the same flag.")
-	flags.StringVar(&o.Kubeconfig, "kubeconfig", o.Kubeconfig,
-		"The kubeconfig `file` of the hub. Empty means the KUBECONFIG variable, else the pod's own account.")
 	flags.Float32Var(&o.KubeAPIQPS, "kube-api-qps", o.KubeAPIQPS, "Requests to the hub's API server each second, on average.")
 	flags.IntVar(&o.KubeAPIBurst, "kube-api-burst", o.KubeAPIBurst, "Requests to the hub's API server at once.")
 	flags.StringVar(&o.MetricsBindAddress, "metrics-bind-address", o.MetricsBindAddress,
@@ -139,8 +141,13 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 		"How long a Machine that nobody claims is kept for the next claim before it is released.")
 	flags.DurationVar(&o.TombstoneRetention, "tombstone-retention", o.TombstoneRetention,
 		"How long an ended claim is remembered. It must be longer than any caller retries.")
+	flags.DurationVar(&o.CollectGracePeriod, "collect-grace-period", o.CollectGracePeriod,
+		"How much older than its holder's live set a claim that is not in it must be to be collected.")
+	flags.DurationVar(&o.SyncTokenLifetime, "sync-token-lifetime", o.SyncTokenLifetime,
+		"How long after a holder listed its claims its live set may arrive.")
 	flags.StringSliceVar(&o.FailureReasons, "failure-reasons", o.FailureReasons,
-		"Reasons of a Machine's InfrastructureReady condition that mean it will not come, as the infrastructure provider writes them.")
+		"Reasons of a Machine's InfrastructureReady condition that mean it will not come, as the infrastructure provider writes them. "+
+			"AWSMachine/InsufficientCapacity holds for Machines of that kind of infrastructure only.")
 	flags.DurationVar(&o.MachineObjectDeadline, "machine-object-deadline", o.MachineObjectDeadline,
 		"How long a claim waits for its Machine object before it fails. 0 waits for ever.")
 	flags.DurationVar(&o.MachineProviderIDDeadline, "machine-provider-id-deadline", o.MachineProviderIDDeadline,
@@ -155,6 +162,16 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 		"How many changed objects are kept for a watcher that does not read, before it gets a new snapshot.")
 	flags.DurationVar(&o.ShutdownGracePeriod, "shutdown-grace-period", o.ShutdownGracePeriod,
 		"How long calls in flight may take to end at shutdown.")
+}
+
+// AddScopeFlags adds the flags that say which hub, and what of it, is meant.
+func (o *Options) AddScopeFlags(flags *pflag.FlagSet) {
+	flags.StringVar(&o.Kubeconfig, "kubeconfig", o.Kubeconfig,
+		"The kubeconfig `file` of the hub. Empty means the KUBECONFIG variable, else the pod's own account.")
+	flags.StringSliceVar(&o.Namespaces, "namespaces", o.Namespaces,
+		"The hub namespaces whose Clusters are served. Empty, with no --clusters, means all.")
+	flags.StringSliceVar(&o.Clusters, "clusters", o.Clusters,
+		"The Clusters that are served, as `namespace/name`, beside those of --namespaces.")
 }
 
 // EnvironmentVariable returns the name of the environment variable for a flag.
@@ -202,16 +219,7 @@ func (o *Options) Validate() error {
 	if !trustDomain.MatchString(o.TrustDomain) {
 		wrong("trust-domain", "%q is not a SPIFFE trust domain; use lower-case letters, digits, dots, dashes and underscores", o.TrustDomain)
 	}
-	for _, namespace := range o.Namespaces {
-		if faults := validation.IsDNS1123Label(namespace); len(faults) > 0 {
-			wrong("namespaces", "%q is not a namespace: %s", namespace, strings.Join(faults, "; "))
-		}
-	}
-	for _, cluster := range o.Clusters {
-		if _, err := parseCluster(cluster); err != nil {
-			wrong("clusters", "%v", err)
-		}
-	}
+	o.validateScope(wrong)
 	for _, pattern := range o.AdditionalSyncMachineLabels {
 		if _, err := regexp.Compile(pattern); err != nil {
 			wrong("additional-sync-machine-labels", "%v", err)
@@ -239,6 +247,7 @@ func (o *Options) Validate() error {
 	for flag, d := range map[string]time.Duration{
 		"spare-grace-period": o.SpareGracePeriod, "tombstone-retention": o.TombstoneRetention,
 		"heartbeat-interval": o.HeartbeatInterval, "shutdown-grace-period": o.ShutdownGracePeriod,
+		"collect-grace-period": o.CollectGracePeriod, "sync-token-lifetime": o.SyncTokenLifetime,
 	} {
 		if d <= 0 {
 			wrong(flag, "%s is not above 0", d)
@@ -252,6 +261,11 @@ func (o *Options) Validate() error {
 			wrong(flag, "%s is below 0", d)
 		}
 	}
+	for _, reason := range o.FailureReasons {
+		if !failureReason.MatchString(reason) {
+			wrong("failure-reasons", "%q is neither a condition's reason nor <kind>/<reason>", reason)
+		}
+	}
 	if o.FailureCoolDown > o.TombstoneRetention {
 		wrong("failure-cool-down", "%s is above --tombstone-retention %s: the failed claims that it follows from are forgotten by then",
 			o.FailureCoolDown, o.TombstoneRetention)
@@ -261,6 +275,28 @@ func (o *Options) Validate() error {
 	}
 	slices.SortFunc(errs, func(a, b error) int { return strings.Compare(a.Error(), b.Error()) })
 	return errors.Join(errs...)
+}
+
+// ValidateScope returns every mistake in the flags of [Options.AddScopeFlags].
+func (o *Options) ValidateScope() error {
+	var errs []error
+	o.validateScope(func(flag, format string, args ...any) {
+		errs = append(errs, fmt.Errorf("--%s: %s", flag, fmt.Sprintf(format, args...)))
+	})
+	return errors.Join(errs...)
+}
+
+func (o *Options) validateScope(wrong func(flag, format string, args ...any)) {
+	for _, namespace := range o.Namespaces {
+		if faults := validation.IsDNS1123Label(namespace); len(faults) > 0 {
+			wrong("namespaces", "%q is not a namespace: %s", namespace, strings.Join(faults, "; "))
+		}
+	}
+	for _, cluster := range o.Clusters {
+		if _, err := parseCluster(cluster); err != nil {
+			wrong("clusters", "%v", err)
+		}
+	}
 }
 
 // Failure returns when machines are given up.
@@ -273,6 +309,9 @@ func (o *Options) Failure() claims.Failure {
 		CoolDown:           o.FailureCoolDown,
 	}
 }
+
+// failureReason is a condition's reason as Kubernetes defines it, after the kind of an object or not.
+var failureReason = regexp.MustCompile(`^([A-Za-z][A-Za-z0-9]*/)?[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$`)
 
 var trustDomain = regexp.MustCompile(`^[a-z0-9._-]{1,255}$`)
 

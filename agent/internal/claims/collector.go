@@ -1,0 +1,119 @@
+package claims
+
+import (
+	"context"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+)
+
+// collectTimeout bounds the reading of the caches for one scrape.
+const collectTimeout = 5 * time.Second
+
+// collector shows what the ledgers and the claims say, from the caches, at each scrape: it holds no state that could lag or
+// be left behind when a node group goes.
+type collector struct {
+	reader client.Reader
+}
+
+// Collector returns the metrics of every ledger quantity and of the claims by phase. It reads Client.
+func (e *Engine) Collector() prometheus.Collector { return collector{reader: e.Client} }
+
+var (
+	ledgerDescription = prometheus.NewDesc("capi_agent_ledger_machines",
+		"Machines of a node group by who has them, as its ledger says: floor (the user's), spare (nobody's), pending (accounted for, "+
+			"their Machine not named yet), named (Machine named, not bound yet), releasing (being removed, replica held), "+
+			"given_back (being removed, replica given back).",
+		[]string{"namespace", "machine_deployment", "part"}, nil)
+	replicasDescription = prometheus.NewDesc("capi_agent_node_group_replicas",
+		"spec.replicas of the MachineDeployment of a node group that has a ledger.", []string{"namespace", "machine_deployment"}, nil)
+	sequenceDescription = prometheus.NewDesc("capi_agent_ledger_sequence",
+		"How often the ledger of a node group was written.", []string{"namespace", "machine_deployment"}, nil)
+	unreadableDescription = prometheus.NewDesc("capi_agent_ledger_unreadable",
+		"1 for a node group whose ledger this agent cannot read: a newer agent's, or edited by hand.",
+		[]string{"namespace", "machine_deployment"}, nil)
+	claimsDescription = prometheus.NewDesc("capi_agent_claims",
+		"Claims by node group and phase; ended ones while they are remembered.", []string{"namespace", "machine_deployment", "phase"}, nil)
+)
+
+func (c collector) Describe(descriptions chan<- *prometheus.Desc) {
+	for _, d := range []*prometheus.Desc{ledgerDescription, replicasDescription, sequenceDescription, unreadableDescription, claimsDescription} {
+		descriptions <- d
+	}
+}
+
+func (c collector) Collect(metrics chan<- prometheus.Metric) {
+	ctx, cancel := context.WithTimeout(context.Background(), collectTimeout)
+	defer cancel()
+	gauge := func(d *prometheus.Desc, value int64, labels ...string) {
+		metrics <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, float64(value), labels...)
+	}
+	var deployments clusterv1.MachineDeploymentList
+	if err := c.reader.List(ctx, &deployments, client.UnsafeDisableDeepCopy); err != nil {
+		log.Log.WithName("claims").Error(err, "listing MachineDeployments for the metrics")
+		return
+	}
+	for i := range deployments.Items {
+		md := &deployments.Items[i]
+		text, present := md.Annotations[v1alpha1.LedgerAnnotation]
+		if !present {
+			continue
+		}
+		l, err := parseLedger(text)
+		if err != nil {
+			gauge(unreadableDescription, 1, md.Namespace, md.Name)
+			continue
+		}
+		if md.Spec.Replicas != nil {
+			gauge(replicasDescription, int64(*md.Spec.Replicas), md.Namespace, md.Name)
+		}
+		gauge(sequenceDescription, l.Seq, md.Namespace, md.Name)
+		for part, n := range l.parts() {
+			gauge(ledgerDescription, n, md.Namespace, md.Name, part)
+		}
+	}
+	var claims v1alpha1.MachineClaimList
+	if err := c.reader.List(ctx, &claims, client.UnsafeDisableDeepCopy); err != nil {
+		log.Log.WithName("claims").Error(err, "listing claims for the metrics")
+		return
+	}
+	type group struct {
+		namespace, name string
+		phase           v1alpha1.Phase
+	}
+	counts := map[group]int64{}
+	for i := range claims.Items {
+		claim := &claims.Items[i]
+		counts[group{claim.Namespace, claim.Spec.NodeGroup, claim.CurrentPhase()}]++
+	}
+	for g, n := range counts {
+		gauge(claimsDescription, n, g.namespace, g.name, string(g.phase))
+	}
+}
+
+// parts counts the Machines of the ledger by who has them. Bound claims are not in the ledger.
+func (l *Ledger) parts() map[string]int64 {
+	parts := map[string]int64{
+		"floor": int64(l.Floor), "spare": int64(l.Spare), "pending": 0, "named": 0, "releasing": 0, "given_back": 0,
+	}
+	for _, named := range l.Pending {
+		if named.UID == "" {
+			parts["pending"]++
+		} else {
+			parts["named"]++
+		}
+	}
+	for _, r := range l.Releasing {
+		if r.GivenBack {
+			parts["given_back"]++
+		} else {
+			parts["releasing"]++
+		}
+	}
+	return parts
+}

@@ -1,0 +1,69 @@
+package claims
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client/fake"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+)
+
+func TestCollectorShowsEveryPartOfTheLedger(t *testing.T) {
+	scheme := runtime.NewScheme()
+	must(t, clusterv1.AddToScheme(scheme))
+	must(t, v1alpha1.AddToScheme(scheme))
+	l := Ledger{
+		Version: ledgerVersion, Seq: 7, Floor: 2, LastReplicas: 8, Spare: 1,
+		Pending:   map[string]Named{"a": {}, "b": {Machine: "m", UID: "u"}, "c": {}},
+		Releasing: map[types.UID]Release{"x": {Machine: "x"}, "y": {Machine: "y", GivenBack: true}},
+	}
+	deployment := func(name, ledger string) *clusterv1.MachineDeployment {
+		return &clusterv1.MachineDeployment{
+			ObjectMeta: metav1.ObjectMeta{Namespace: "fleet", Name: name, Annotations: map[string]string{v1alpha1.LedgerAnnotation: ledger}},
+			Spec:       clusterv1.MachineDeploymentSpec{Replicas: new(int32(8))},
+		}
+	}
+	claim := func(id string, phase v1alpha1.Phase) *v1alpha1.MachineClaim {
+		return &v1alpha1.MachineClaim{
+			ObjectMeta: metav1.ObjectMeta{Namespace: "fleet", Name: "spoke." + id},
+			Spec:       v1alpha1.MachineClaimSpec{ClusterName: "spoke", ClaimID: id, NodeGroup: "workers"},
+			Status:     v1alpha1.MachineClaimStatus{Phase: phase},
+		}
+	}
+	c := fake.NewClientBuilder().WithScheme(scheme).WithObjects(
+		deployment("workers", l.encode()), deployment("broken", "{"),
+		&clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: "fleet", Name: "untouched"}},
+		claim("a", ""), claim("b", v1alpha1.PhaseBound), claim("c", v1alpha1.PhasePending), claim("d", v1alpha1.PhaseEnded),
+	).Build()
+	err := testutil.CollectAndCompare((&Engine{Config: Config{Client: c}}).Collector(), strings.NewReader(`
+# HELP capi_agent_claims Claims by node group and phase; ended ones while they are remembered.
+# TYPE capi_agent_claims gauge
+capi_agent_claims{machine_deployment="workers",namespace="fleet",phase="Bound"} 1
+capi_agent_claims{machine_deployment="workers",namespace="fleet",phase="Ended"} 1
+capi_agent_claims{machine_deployment="workers",namespace="fleet",phase="Pending"} 2
+# HELP capi_agent_ledger_machines Machines of a node group by who has them, as its ledger says: floor (the user's), spare (nobody's), pending (accounted for, their Machine not named yet), named (Machine named, not bound yet), releasing (being removed, replica held), given_back (being removed, replica given back).
+# TYPE capi_agent_ledger_machines gauge
+capi_agent_ledger_machines{machine_deployment="workers",namespace="fleet",part="floor"} 2
+capi_agent_ledger_machines{machine_deployment="workers",namespace="fleet",part="given_back"} 1
+capi_agent_ledger_machines{machine_deployment="workers",namespace="fleet",part="named"} 1
+capi_agent_ledger_machines{machine_deployment="workers",namespace="fleet",part="pending"} 2
+capi_agent_ledger_machines{machine_deployment="workers",namespace="fleet",part="releasing"} 1
+capi_agent_ledger_machines{machine_deployment="workers",namespace="fleet",part="spare"} 1
+# HELP capi_agent_ledger_sequence How often the ledger of a node group was written.
+# TYPE capi_agent_ledger_sequence gauge
+capi_agent_ledger_sequence{machine_deployment="workers",namespace="fleet"} 7
+# HELP capi_agent_ledger_unreadable 1 for a node group whose ledger this agent cannot read: a newer agent's, or edited by hand.
+# TYPE capi_agent_ledger_unreadable gauge
+capi_agent_ledger_unreadable{machine_deployment="broken",namespace="fleet"} 1
+# HELP capi_agent_node_group_replicas spec.replicas of the MachineDeployment of a node group that has a ledger.
+# TYPE capi_agent_node_group_replicas gauge
+capi_agent_node_group_replicas{machine_deployment="workers",namespace="fleet"} 8
+`))
+	must(t, err)
+}
