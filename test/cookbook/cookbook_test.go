@@ -54,6 +54,8 @@ func TestCookbook(t *testing.T) {
 		"CLAIM_PHASE_RELEASING",                                      // release
 		"by-hand-1\tme\tCLAIM_PHASE_ENDED\tReleased",                 // list of claims
 		`Message: claim "by-hand-1" is ended and its id is never us`, // an id that has ended
+		"CLAIM_PHASE_ENDED\tNeverMade",                               // released before it was made
+		`"adoptMachine": "standard-4-`,                               // taking over
 		"Message: invalid request: claim_id:",                        // a mistake
 		"Code: PermissionDenied",                                     // somebody else's Cluster
 	} {
