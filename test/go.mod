@@ -74,7 +74,7 @@ require (
 	github.com/go-openapi/swag v0.26.0 // indirect
 	github.com/google/gnostic-models v0.7.1 // indirect
 	github.com/google/go-cmp v0.7.0 // indirect
-	github.com/google/uuid v1.6.0 // indirect
+	github.com/google/uuid v1.6.0
 	github.com/json-iterator/go v1.1.12 // indirect
 	github.com/karpenter-capi/karpenter-capi/agent v0.0.0
 	github.com/karpenter-capi/karpenter-capi/deploy/sandbox v0.0.0

@@ -55,6 +55,8 @@ type Violation struct {
 	Object string
 	// Message says how.
 	Message string
+	// Count is how many machines, claims or other things it is about.
+	Count int
 }
 
 func (v Violation) String() string {
@@ -68,8 +70,10 @@ func Describe(violations []Violation) string {
 
 type findings []Violation
 
-func (f *findings) add(rule Rule, kind, name, format string, args ...any) {
-	*f = append(*f, Violation{Rule: rule, Object: kind + " " + name, Message: fmt.Sprintf(format, args...)})
+func (f *findings) add(rule Rule, kind, name, format string, args ...any) { f.count(1, rule, kind, name, format, args...) }
+
+func (f *findings) count(n int32, rule Rule, kind, name, format string, args ...any) {
+	*f = append(*f, Violation{Rule: rule, Object: kind + " " + name, Message: fmt.Sprintf(format, args...), Count: int(n)})
 }
 
 // Always returns what may not be even for a moment. As a reading is not atomic, it looks only at what is written in one
@@ -289,6 +293,8 @@ type Checker struct {
 	Hub, Spoke client.Reader
 	// Cluster is the hub's name for the spoke.
 	Cluster types.NamespacedName
+	// Expected, if set, is what people and holders know at the moment; see [State.Against].
+	Expected func() Expected
 }
 
 // Settle looks again and again until nothing violates an invariant, twice in a row, and returns nothing then. When the
@@ -316,6 +322,9 @@ func (c Checker) Settle(ctx context.Context) ([]Violation, error) {
 			return true, nil
 		}
 		last = state.AtRest()
+		if c.Expected != nil {
+			last = append(last, state.Against(c.Expected())...)
+		}
 		clean = lo.Ternary(len(last) == 0, clean+1, 0)
 		return clean >= 2, nil
 	})

@@ -1,0 +1,260 @@
+package chaos
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/samber/lo"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+const (
+	// holder of all claims that are not Karpenter's.
+	holder = "chaos"
+	// attemptWithin bounds one call; a caller repeats it until it has a word to go by.
+	attemptWithin = 6 * time.Second
+	// pause between two attempts.
+	pause = 150 * time.Millisecond
+)
+
+// claim is one claim as its holder knows it.
+type claim struct {
+	id string
+	// wanted is true from before the first call that makes it until before the first call that releases it.
+	wanted bool
+	// accepted says that an agent said yes.
+	accepted bool
+	// released says that an agent took the release.
+	released bool
+	// providerID is that of its machine, as an agent said; empty before.
+	providerID string
+}
+
+// callers are the holders of claims: they call the agents, repeat calls whose answer is lost, and know which claims are
+// theirs. Safe for concurrent use.
+type callers struct {
+	mu     sync.Mutex
+	agents []*client.Client // those that are called
+	claims map[string]*claim
+	// strange are answers that no agent may give.
+	strange []string
+}
+
+func newCallers() *callers { return &callers{claims: map[string]*claim{}} }
+
+func clusterRef() *agentv1alpha1.ClusterRef {
+	return &agentv1alpha1.ClusterRef{Namespace: sandbox.ClusterNamespace, Name: sandbox.ClusterName}
+}
+
+// use says which agents are called from now on.
+func (c *callers) use(agents ...*client.Client) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.agents = agents
+}
+
+func (c *callers) anyone() *client.Client {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return lo.Sample(c.agents)
+}
+
+func (c *callers) wanted() []string {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return lo.FilterMap(lo.Values(c.claims), func(k *claim, _ int) (string, bool) { return k.id, k.wanted })
+}
+
+func (c *callers) wants(id string) (wanted, known bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	k := c.claims[id]
+	return k != nil && k.wanted, k != nil
+}
+
+// drop takes a claim for gone: something other than its holder ended it.
+func (c *callers) drop(id string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.claims[id].wanted = false
+}
+
+// totals are how many claims were accepted and how many releases were taken.
+func (c *callers) totals() (claims, releases int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, k := range c.claims {
+		claims += lo.Ternary(k.accepted, 1, 0)
+		releases += lo.Ternary(k.accepted && k.released, 1, 0)
+	}
+	return claims, releases
+}
+
+func (c *callers) oddities() []string {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return slices.Clone(c.strange)
+}
+
+func (c *callers) odd(format string, args ...any) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.strange = append(c.strange, fmt.Sprintf(format, args...))
+}
+
+// request asks for a machine of the first of the node groups that has room.
+func request(id string, groups ...string) *agentv1alpha1.CreateClaimRequest {
+	return &agentv1alpha1.CreateClaimRequest{
+		Cluster: clusterRef(), ClaimId: id, Holder: holder, DisplayName: "chaos-" + id[:8],
+		Candidates: lo.Map(groups, func(g string, _ int) string { return sandbox.ClusterNamespace + "/" + g }),
+	}
+}
+
+// create makes a claim and returns its id, or "" when the agents say that there is no room. The error is the context's.
+func (c *callers) create(ctx context.Context, groups ...string) (string, error) {
+	return c.make(ctx, request(uuid.NewString(), groups...))
+}
+
+func (c *callers) make(ctx context.Context, r *agentv1alpha1.CreateClaimRequest) (string, error) {
+	k := &claim{id: r.GetClaimId(), wanted: true}
+	c.mu.Lock()
+	c.claims[k.id] = k
+	c.mu.Unlock()
+	for {
+		yes, final := c.attempt(ctx, r)
+		if yes {
+			c.mu.Lock()
+			k.accepted = true
+			c.mu.Unlock()
+			return k.id, nil
+		}
+		if final {
+			// It may have been made all the same, by a call whose answer is lost: whoever does not want a claim says so.
+			return "", c.release(ctx, k.id, false)
+		}
+		if err := wait(ctx, pause); err != nil {
+			return k.id, err
+		}
+	}
+}
+
+// attempt calls once, or, as a network may, twice at the same time.
+func (c *callers) attempt(ctx context.Context, r *agentv1alpha1.CreateClaimRequest) (yes, final bool) {
+	call := func() (bool, bool) {
+		bounded, cancel := context.WithTimeout(ctx, attemptWithin)
+		defer cancel()
+		_, err := c.anyone().Claims.CreateClaim(bounded, r)
+		switch {
+		case err == nil:
+			return true, true
+		case agenterrors.IsNoRoom(err), agenterrors.IsRefused(err), agenterrors.IsEnded(err):
+			return false, true
+		case agenterrors.IsInvalidArgument(err), agenterrors.IsPermissionDenied(err), agenterrors.IsUnauthenticated(err):
+			c.odd("CreateClaim: %v", err)
+			return false, true
+		}
+		return false, false
+	}
+	if rand.IntN(8) > 0 { //nolint:gosec // no secret
+		return call()
+	}
+	var both sync.WaitGroup
+	var otherYes, otherFinal bool
+	both.Go(func() { otherYes, otherFinal = call() })
+	yes, final = call()
+	both.Wait()
+	return yes || otherYes, final && otherFinal
+}
+
+// release gives a claim back. The error is the context's.
+func (c *callers) release(ctx context.Context, id string, drained bool) error {
+	c.mu.Lock()
+	if k := c.claims[id]; k != nil {
+		k.wanted = false
+	}
+	c.mu.Unlock()
+	for {
+		bounded, cancel := context.WithTimeout(ctx, attemptWithin)
+		_, err := c.anyone().Claims.ReleaseClaim(bounded, &agentv1alpha1.ReleaseClaimRequest{
+			Cluster: clusterRef(), ClaimId: id, Drained: drained, Reason: "the caller is done with it",
+		})
+		cancel()
+		if err == nil {
+			c.mu.Lock()
+			if k := c.claims[id]; k != nil {
+				k.released = true
+			}
+			c.mu.Unlock()
+			return nil
+		}
+		if code := status.Code(err); code == codes.InvalidArgument || code == codes.PermissionDenied || code == codes.NotFound {
+			c.odd("ReleaseClaim: %v", err)
+			return nil
+		}
+		if err := wait(ctx, pause); err != nil {
+			return err
+		}
+	}
+}
+
+// get asks an agent for a claim until it answers.
+func (c *callers) get(ctx context.Context, id string) (*agentv1alpha1.Claim, error) {
+	for {
+		bounded, cancel := context.WithTimeout(ctx, attemptWithin)
+		response, err := c.anyone().Claims.GetClaim(bounded, &agentv1alpha1.GetClaimRequest{Cluster: clusterRef(), ClaimId: id})
+		cancel()
+		if err == nil {
+			return response.GetClaim(), nil
+		}
+		if agenterrors.IsNotFound(err) {
+			return nil, err
+		}
+		if err := wait(ctx, pause); err != nil {
+			return nil, err
+		}
+	}
+}
+
+// wait returns after a while, or with the context's error when that ends first.
+func wait(ctx context.Context, d time.Duration) error {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// between is a random duration.
+func between(least, most time.Duration) time.Duration {
+	return least + time.Duration(rand.Int64N(int64(most-least)+1)) //nolint:gosec // no secret
+}
+
+// takes notes which machine an agent says that a claim has. Two claims with one machine are what no agent may say.
+func (c *callers) takes(id, providerID string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	k := c.claims[id]
+	if providerID == "" || !k.wanted {
+		return
+	}
+	for _, other := range c.claims {
+		if other != k && other.wanted && other.providerID == providerID {
+			c.strange = append(c.strange, fmt.Sprintf("claims %s and %s both have %s", id, other.id, providerID))
+		}
+	}
+	k.providerID = providerID
+}

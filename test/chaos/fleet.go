@@ -1,0 +1,307 @@
+package chaos
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"strconv"
+	"time"
+
+	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/ptr"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/test/world"
+)
+
+const (
+	kubernetesVersion = "v1.36.3"
+	// blockedVersion is newer than the control plane: Cluster API's preflight checks make no Machine of it.
+	blockedVersion = "v1.37.0"
+
+	readyWithin = 90 * time.Second
+	goneWithin  = 2 * time.Minute
+)
+
+// group is a node group.
+type group struct {
+	name     string
+	own      int32 // replicas of the user
+	max      int32
+	onDelete bool
+	version  string
+	boot     time.Duration
+	failure  *simv1.MachineFailure
+	revision int
+	labels   map[string]string
+}
+
+// newGroup returns a group whose instances come and go quickly.
+func newGroup(name string, own, limit int32) *group {
+	return &group{name: name, own: own, max: limit, version: kubernetesVersion, boot: 300 * time.Millisecond}
+}
+
+func (g *group) template() string { return fmt.Sprintf("%s-r%d", g.name, g.revision) }
+
+func (g *group) key() types.NamespacedName {
+	return types.NamespacedName{Namespace: sandbox.ClusterNamespace, Name: g.name}
+}
+
+func (g *group) machineTemplate() *simv1.SimMachineTemplate {
+	delay := func(d time.Duration) metav1.Duration { return metav1.Duration{Duration: d} }
+	return &simv1.SimMachineTemplate{
+		ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: g.template()},
+		Spec: simv1.SimMachineTemplateSpec{Template: simv1.SimMachineTemplateResource{Spec: simv1.SimMachineSpec{
+			InstanceType: "chaos",
+			Zone:         "zone-a",
+			Capacity: corev1.ResourceList{
+				corev1.ResourceCPU: resource.MustParse("2"), corev1.ResourceMemory: resource.MustParse("4Gi"), corev1.ResourcePods: resource.MustParse("110"),
+			},
+			BootDelay: delay(g.boot), JoinDelay: delay(200 * time.Millisecond), TerminationDelay: delay(200 * time.Millisecond),
+			Failure:    g.failure,
+			NodeTaints: []corev1.Taint{{Key: "karpenter.sh/unregistered", Effect: corev1.TaintEffectNoExecute}},
+		}}},
+	}
+}
+
+func (g *group) deployment() *clusterv1.MachineDeployment {
+	labels := map[string]string{clusterv1.MachineDeploymentNameLabel: g.name}
+	md := &clusterv1.MachineDeployment{
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: sandbox.ClusterNamespace, Name: g.name,
+			Labels: lo.Assign(map[string]string{agentv1.MemberLabel: ""}, g.labels),
+			Annotations: map[string]string{
+				clusterv1.AutoscalerMinSizeAnnotation: "0",
+				clusterv1.AutoscalerMaxSizeAnnotation: strconv.Itoa(int(g.max)),
+			},
+		},
+		Spec: clusterv1.MachineDeploymentSpec{
+			ClusterName: sandbox.ClusterName, Replicas: new(g.own),
+			Selector: metav1.LabelSelector{MatchLabels: labels},
+			Template: clusterv1.MachineTemplateSpec{
+				ObjectMeta: clusterv1.ObjectMeta{Labels: labels},
+				Spec: clusterv1.MachineSpec{
+					ClusterName: sandbox.ClusterName, Version: g.version,
+					Bootstrap: clusterv1.Bootstrap{DataSecretName: new(sandbox.BootstrapSecret)},
+					InfrastructureRef: clusterv1.ContractVersionedObjectReference{
+						APIGroup: simv1.GroupVersion.Group, Kind: "SimMachineTemplate", Name: g.template(),
+					},
+				},
+			},
+		},
+	}
+	if g.onDelete {
+		md.Spec.Rollout.Strategy.Type = clusterv1.OnDeleteMachineDeploymentStrategyType
+	}
+	return md
+}
+
+// build makes node groups and waits until the users' own machines run.
+func (s *stage) build(ctx context.Context, groups ...*group) error {
+	for _, g := range groups {
+		s.people.share(g.name, g.own, 0)
+		if err := s.Hub.Create(ctx, g.machineTemplate()); err != nil {
+			return err
+		}
+		if err := s.Hub.Create(ctx, g.deployment()); err != nil {
+			return err
+		}
+	}
+	bounded, cancel := context.WithTimeout(ctx, readyWithin)
+	defer cancel()
+	for _, g := range groups {
+		if g.own == 0 || g.version == blockedVersion {
+			continue
+		}
+		if err := s.awaitNodes(bounded, g, int(g.own)); err != nil {
+			return err
+		}
+		machines, err := s.machines(ctx, g)
+		if err != nil {
+			return err
+		}
+		s.people.update(func() {
+			for i := range machines {
+				s.people.own[machines[i].UID] = g.name
+			}
+		})
+	}
+	return nil
+}
+
+// awaitNodes waits until so many Machines of a group have a Node.
+func (s *stage) awaitNodes(ctx context.Context, g *group, n int) error {
+	return world.Poll(ctx, func(ctx context.Context) (string, error) {
+		machines, err := s.machines(ctx, g)
+		if err != nil {
+			return "", err
+		}
+		joined := lo.CountBy(machines, func(m clusterv1.Machine) bool { return m.Status.NodeRef.Name != "" })
+		return lo.Ternary(joined >= n, "", fmt.Sprintf("%d Machines of %s with a Node (%d of %d have one)", n, g.name, joined, len(machines))), nil
+	})
+}
+
+func (s *stage) machines(ctx context.Context, g *group) ([]clusterv1.Machine, error) {
+	var list clusterv1.MachineList
+	err := s.Hub.List(ctx, &list, client.InNamespace(sandbox.ClusterNamespace), client.MatchingLabels{clusterv1.MachineDeploymentNameLabel: g.name})
+	return list.Items, err
+}
+
+// machineOf returns the Machine that a claim is bound to, nil when it is gone.
+func (s *stage) machineOf(ctx context.Context, claimID string) (*clusterv1.Machine, error) {
+	record := s.witness.Claim(claimID)
+	if record == nil || record.Machine.Name == "" {
+		return nil, nil
+	}
+	var m clusterv1.Machine
+	err := s.Hub.Get(ctx, client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: record.Machine.Name}, &m)
+	if apierrors.IsNotFound(err) || err == nil && m.UID != record.Machine.UID {
+		return nil, nil
+	}
+	return &m, err
+}
+
+// raze deletes node groups whose claims are released, and waits until nothing is left of them.
+func (s *stage) raze(ctx context.Context, groups ...*group) error {
+	s.people.update(func() {
+		for _, g := range groups {
+			s.people.torn[g.name] = true
+			delete(s.people.shares, g.name)
+		}
+	})
+	bounded, cancel := context.WithTimeout(ctx, goneWithin)
+	defer cancel()
+	for _, g := range groups {
+		md := g.deployment()
+		if err := client.IgnoreNotFound(s.Hub.Delete(bounded, md)); err != nil {
+			return err
+		}
+	}
+	for _, g := range groups {
+		if err := world.Poll(bounded, func(ctx context.Context) (string, error) {
+			machines, err := s.machines(ctx, g)
+			if err != nil || len(machines) > 0 {
+				return fmt.Sprintf("%d Machines of %s to go", len(machines), g.name), err
+			}
+			err = s.Hub.Get(ctx, g.key(), &clusterv1.MachineDeployment{})
+			return lo.Ternary(apierrors.IsNotFound(err), "", "MachineDeployment "+g.name+" to go"), client.IgnoreNotFound(err)
+		}); err != nil {
+			return err
+		}
+		for r := range g.revision + 1 {
+			t := &simv1.SimMachineTemplate{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: fmt.Sprintf("%s-r%d", g.name, r)}}
+			if err := client.IgnoreNotFound(s.Hub.Delete(bounded, t)); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// rollOut gives the group a new template: under OnDelete its next Machines are of a new MachineSet.
+func (s *stage) rollOut(ctx context.Context, g *group) error {
+	g.revision++
+	if err := s.Hub.Create(ctx, g.machineTemplate()); err != nil {
+		return err
+	}
+	return s.useTemplate(ctx, g, g.template())
+}
+
+func (s *stage) useTemplate(ctx context.Context, g *group, template string) error {
+	patch, err := json.Marshal([]map[string]any{
+		{"op": "replace", "path": "/spec/template/spec/infrastructureRef/name", "value": template},
+	})
+	if err != nil {
+		return err
+	}
+	return s.Hub.Patch(ctx, &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: g.key().Namespace, Name: g.name}},
+		client.RawPatch(types.JSONPatchType, patch))
+}
+
+// scale changes replicas as a person does who looks at them and writes another number, and takes note of whose they are.
+// It writes only what it saw to be so: how many machines a person asked for is known exactly then.
+func (s *stage) scale(ctx context.Context, g *group, by int32) error {
+	return s.rewrite(ctx, g, func(md *clusterv1.MachineDeployment) edit {
+		replicas := ptr.Deref(md.Spec.Replicas, 0)
+		now := max(0, replicas+by)
+		lowered := int(max(0, replicas-now))
+		return edit{
+			patch: []operation{test("/spec/replicas", replicas), replace("/spec/replicas", now)},
+			// Cluster API may act on it before the answer is here.
+			begin: func() {
+				s.people.update(func() { s.people.lowered[g.name] += lowered })
+				if lowered > 0 {
+					s.people.disown(g.name)
+				}
+			},
+			end: func(applied bool) {
+				if applied {
+					s.people.share(g.name, now-replicas, 0)
+				} else {
+					s.people.update(func() { s.people.lowered[g.name] -= lowered })
+				}
+			},
+		}
+	})
+}
+
+// operation is one of a JSON patch.
+type operation struct {
+	Op    string `json:"op"`
+	Path  string `json:"path"`
+	Value any    `json:"value"`
+}
+
+func test(path string, value any) operation    { return operation{"test", path, value} }
+func replace(path string, value any) operation { return operation{"replace", path, value} }
+
+// edit is a person's change of a MachineDeployment.
+type edit struct {
+	patch []operation
+	// begin is called before the patch is sent, end when it was applied or refused. Both may be nil.
+	begin func()
+	end   func(applied bool)
+}
+
+// rewrite changes a group's MachineDeployment by what it reads there, again until it is not overtaken.
+func (s *stage) rewrite(ctx context.Context, g *group, change func(*clusterv1.MachineDeployment) edit) error {
+	for {
+		var md clusterv1.MachineDeployment
+		if err := s.Hub.Get(ctx, g.key(), &md); err != nil {
+			return err
+		}
+		e := change(&md)
+		patch, err := json.Marshal(e.patch)
+		if err != nil {
+			return err
+		}
+		if e.begin != nil {
+			e.begin()
+		}
+		err = s.Hub.Patch(ctx, &md, client.RawPatch(types.JSONPatchType, patch))
+		if e.end != nil {
+			e.end(err == nil)
+		}
+		switch {
+		case err == nil:
+			s.journal.add("person: MachineDeployment %s %.1500s", g.name, patch)
+			return nil
+		case apierrors.IsInvalid(err), apierrors.IsConflict(err):
+		case apierrors.IsInternalError(err), apierrors.IsServerTimeout(err), apierrors.IsTimeout(err):
+			if err := wait(ctx, time.Second); err != nil {
+				return err
+			}
+		default:
+			return err
+		}
+	}
+}

@@ -1,0 +1,30 @@
+package chaos
+
+import (
+	"encoding/json"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// inFlight is how many machines only the ledger knows not to be the user's, at most.
+func inFlight(text string) int32 {
+	var l struct {
+		Spare     int32                         `json:"spare"`
+		Pending   map[string]json.RawMessage    `json:"pending"`
+		Releasing map[types.UID]json.RawMessage `json:"releasing"`
+	}
+	if json.Unmarshal([]byte(text), &l) != nil {
+		return 0
+	}
+	return l.Spare + int32(len(l.Pending)) + int32(len(l.Releasing)) //nolint:gosec // a handful
+}
+
+// uidIn returns the UID that a deletion is only meant for, "" for none.
+func uidIn(body []byte) types.UID {
+	var o metav1.DeleteOptions
+	if json.Unmarshal(body, &o) != nil || o.Preconditions == nil || o.Preconditions.UID == nil {
+		return ""
+	}
+	return *o.Preconditions.UID
+}

@@ -1,0 +1,135 @@
+package chaos
+
+import (
+	"context"
+	"errors"
+	"math/rand/v2"
+	"sync"
+	"time"
+
+	"github.com/samber/lo"
+
+	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+// load is a number of callers that make claims, have them for a while, and release them, on and on.
+type load struct {
+	r       *run
+	stopped chan struct{}
+	working sync.WaitGroup
+
+	mu   sync.Mutex
+	kept []string
+}
+
+// mix says what claims are like.
+type mix struct {
+	// workers is how many callers there are at once.
+	workers int
+	// choices are lists of candidates; each claim has one of them.
+	choices [][]string
+	// hold is how long a claim is had at most, once it is Bound.
+	hold time.Duration
+	// pace is how long a caller waits between two claims, at most.
+	pace time.Duration
+}
+
+// on returns the choices of claims that allow one group each.
+func on(groups ...*group) [][]string {
+	return lo.Map(groups, func(g *group, _ int) []string { return []string{g.name} })
+}
+
+// startLoad lets callers work until [load.finish].
+func (r *run) startLoad(ctx context.Context, m mix) *load {
+	l := &load{r: r, stopped: make(chan struct{})}
+	for range m.workers {
+		l.working.Go(func() {
+			for !l.done() && ctx.Err() == nil {
+				l.life(ctx, m)
+			}
+		})
+	}
+	return l
+}
+
+func (l *load) done() bool {
+	select {
+	case <-l.stopped:
+		return true
+	default:
+		return false
+	}
+}
+
+// finish lets the callers end what they are at. About half of those that have a claim keep it.
+func (l *load) finish() {
+	close(l.stopped)
+	l.working.Wait()
+}
+
+// life is one claim's.
+func (l *load) life(ctx context.Context, m mix) {
+	r := l.r
+	id, err := r.calls.create(ctx, lo.Sample(m.choices)...)
+	if err != nil {
+		return
+	}
+	if id == "" { // no room
+		l.sleep(ctx, between(100*time.Millisecond, 500*time.Millisecond))
+		return
+	}
+	roll := rand.IntN(10) //nolint:gosec // no secret
+	if roll >= 2 {
+		if !l.bound(ctx, id) {
+			return
+		}
+		if roll >= 4 {
+			l.sleep(ctx, between(0, m.hold))
+		}
+	}
+	if l.done() && roll%2 == 0 {
+		l.mu.Lock()
+		l.kept = append(l.kept, id)
+		l.mu.Unlock()
+		return
+	}
+	if err := r.calls.release(ctx, id, roll%3 > 0); err != nil {
+		return
+	}
+	if roll%3 == 0 {
+		bounded, cancel := context.WithTimeout(ctx, 10*time.Second)
+		defer cancel()
+		_ = r.witness.Await(bounded, func() bool { return l.done() || r.phase(id) == agentv1.PhaseEnded })
+	}
+	l.sleep(ctx, between(0, m.pace))
+}
+
+// bound waits until the claim has its Machine and checks what the agents say of it. It returns false when the claim is gone.
+func (l *load) bound(ctx context.Context, id string) bool {
+	r := l.r
+	err := r.witness.Await(ctx, func() bool { return l.done() || r.phase(id) != agentv1.PhasePending })
+	if err != nil || r.phase(id) == agentv1.PhaseEnded {
+		r.forgive()
+		return false
+	}
+	if l.done() {
+		return true
+	}
+	claim, err := r.calls.get(ctx, id)
+	if err == nil && claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND {
+		r.calls.takes(id, claim.GetMachine().GetProviderId())
+	}
+	return !errors.Is(err, context.Canceled)
+}
+
+// sleep returns after a while or when the load is to end.
+func (l *load) sleep(ctx context.Context, d time.Duration) {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-l.stopped:
+	case <-ctx.Done():
+	}
+}

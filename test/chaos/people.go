@@ -1,0 +1,121 @@
+package chaos
+
+import (
+	"context"
+	"sync"
+	"time"
+
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/karpenter-capi/karpenter-capi/test/invariants"
+)
+
+// people is the memory of everybody who acts on the hub besides Cluster API: who did what, and what is whose. It is what the
+// agents' accounting is compared with. Safe for concurrent use.
+type people struct {
+	calls *callers
+
+	mu      sync.Mutex
+	spoke   client.Reader
+	shares  map[string]invariants.Share // by node group
+	own     map[types.UID]string        // Machines that the users' own replicas were made for, with their group
+	deleted map[types.UID]bool          // Machines that a person deleted, or had deleted
+	asked   map[types.UID]bool          // Machines that an agent asked the API server to delete
+	lowered map[string]int              // by node group: Machines that Cluster API may choose because a person lowered replicas
+	torn    map[string]bool             // node groups that a person deleted
+}
+
+func newPeople(calls *callers) *people {
+	return &people{
+		calls: calls, shares: map[string]invariants.Share{}, own: map[types.UID]string{}, deleted: map[types.UID]bool{},
+		asked: map[types.UID]bool{}, lowered: map[string]int{}, torn: map[string]bool{},
+	}
+}
+
+func (p *people) update(change func()) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	change()
+}
+
+// share changes what a group's user owns.
+func (p *people) share(group string, own, unclear int32) {
+	p.update(func() {
+		s := p.shares[group]
+		s.Own, s.Unclear = max(0, s.Own+own), s.Unclear+unclear
+		p.shares[group] = s
+	})
+}
+
+// disown forgets which Machines of a group are the user's: he no longer has as many as were made for him.
+func (p *people) disown(group string) {
+	p.update(func() {
+		for uid, of := range p.own {
+			if of == group {
+				delete(p.own, uid)
+			}
+		}
+	})
+}
+
+// expected is what there has to be at rest.
+func (p *people) expected() invariants.Expected {
+	e := invariants.Expected{Shares: map[string]invariants.Share{}, Wanted: p.calls.wanted(), Holder: holder}
+	p.update(func() {
+		for group, share := range p.shares {
+			e.Shares[group] = share
+		}
+	})
+	return e
+}
+
+// AskedBy implements [invariants.Judge].
+func (p *people) AskedBy(m *clusterv1.Machine) invariants.Asker {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	group := m.Labels[clusterv1.MachineDeploymentNameLabel]
+	switch {
+	case p.torn[group], p.deleted[m.UID]:
+		return invariants.Person
+	case p.asked[m.UID]:
+		return invariants.Agent
+	case p.lowered[group] > 0:
+		p.lowered[group]--
+		return invariants.Person
+	}
+	return invariants.Nobody
+}
+
+// Released implements [invariants.Judge].
+func (p *people) Released(claimID string) bool {
+	if wanted, known := p.calls.wants(claimID); known {
+		return !wanted
+	}
+	// A NodeClaim's: Karpenter gives it up by deleting it.
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	p.mu.Lock()
+	spoke := p.spoke
+	p.mu.Unlock()
+	var list karpenterv1.NodeClaimList
+	if err := spoke.List(ctx, &list); err != nil {
+		return false
+	}
+	for i := range list.Items {
+		if string(list.Items[i].UID) == claimID {
+			return !list.Items[i].DeletionTimestamp.IsZero()
+		}
+	}
+	return true
+}
+
+// Owns implements [invariants.Judge].
+func (p *people) Owns(m *clusterv1.Machine) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.own[m.UID] != ""
+}

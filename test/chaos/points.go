@@ -1,0 +1,438 @@
+package chaos
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"sync"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/samber/lo"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/test/faults"
+)
+
+// core are the steps that every claim goes through: those of the short form.
+var core = []faults.Class{
+	faults.ClaimCreated, faults.ReplicasRaised, faults.ClaimEntered, faults.MachineNamed, faults.ClaimBound, faults.MachineLabelled,
+	faults.LedgerTidied, faults.ClaimReleasing, faults.ReleaseBegun, faults.MachineHeld, faults.MachineDeleted,
+	faults.ReplicasLowered, faults.MachineLetGo, faults.ClaimEnded,
+}
+
+const (
+	// hitWithin bounds the search for fail points.
+	hitWithin      = 12 * time.Minute
+	hitShortWithin = 4 * time.Minute
+	// provokeWithin bounds one provocation: the agent dies in the middle of most.
+	provokeWithin = 45 * time.Second
+)
+
+// provocation makes writes of some classes happen.
+type provocation struct {
+	classes []faults.Class
+	groups  []*group
+	round   func(ctx context.Context, r *run) error
+}
+
+func failPoints(ctx context.Context, r *run) error {
+	return r.killAtPoints(ctx, faults.Classes, hitWithin, provocations())
+}
+
+func failPointsShort(ctx context.Context, r *run) error {
+	return r.killAtPoints(ctx, core, hitShortWithin, nil)
+}
+
+// killAtPoints kills the agent at each fail point of the classes, while claims come and go and the provocations see to it
+// that each write is made. What was not hit in time is the report's to tell.
+func (r *run) killAtPoints(ctx context.Context, classes []faults.Class, within time.Duration, provoke []*provocation) error {
+	usual := []*group{newGroup("points-a", 1, 10), newGroup("points-b", 0, 5)}
+	usual[0].boot = time.Second // long enough for claims to be taken back before the Node is there
+	groups := append([]*group(nil), usual...)
+	for _, p := range provoke {
+		groups = append(groups, p.groups...)
+	}
+	return r.with(ctx, groups, func() error {
+		r.points.Arm(faults.PointsOf(classes...)...)
+		l := r.startLoad(ctx, mix{workers: 6, choices: on(usual...), hold: 2 * time.Second, pace: 500 * time.Millisecond})
+		searching, stop := context.WithTimeout(ctx, within)
+		defer stop()
+		var working sync.WaitGroup
+		for _, p := range provoke {
+			working.Go(func() {
+				for searching.Err() == nil && len(r.points.Left()) > 0 {
+					if !lo.SomeBy(r.points.Left(), func(q faults.Point) bool { return lo.Contains(p.classes, q.Class) }) {
+						_ = wait(searching, time.Second)
+						continue
+					}
+					bounded, cancel := context.WithTimeout(searching, provokeWithin)
+					_ = p.round(bounded, r) // the agent dies in it: what is left is released in the end
+					cancel()
+				}
+			})
+		}
+		for searching.Err() == nil && len(r.points.Left()) > 0 {
+			_ = wait(searching, 200*time.Millisecond)
+		}
+		stop()
+		if left := r.points.Left(); len(left) > 0 {
+			r.say("not hit: %s", pointsLeft(left))
+		}
+		working.Wait()
+		l.finish()
+		return ctx.Err()
+	})
+}
+
+// provocations make those writes happen that are rare.
+func provocations() []*provocation {
+	tight, roomy := newGroup("points-tight", 0, 1), newGroup("points-roomy", 0, 4)
+	wiped := newGroup("points-wiped", 1, 4)
+	adopted := newGroup("points-adopted", 2, 6)
+	broken := newGroup("points-broken", 0, 4)
+	broken.failure = &simv1.MachineFailure{Reason: "InsufficientCapacity", Message: "none left"}
+	deleted := newGroup("points-deleted", 0, 4)
+	rolled := newGroup("points-rolled", 1, 10)
+	rolled.onDelete = true
+	blocked := newGroup("points-blocked", 0, 4)
+	blocked.version = blockedVersion
+	lost := newGroup("points-lost", 0, 4)
+	return []*provocation{
+		{[]faults.Class{faults.ClaimMoved}, []*group{tight, roomy}, func(ctx context.Context, r *run) error {
+			return r.moveOn(ctx, tight, roomy)
+		}},
+		{[]faults.Class{faults.LedgerBegun}, []*group{wiped}, func(ctx context.Context, r *run) error { return r.wipeAtRest(ctx, wiped) }},
+		{[]faults.Class{faults.AdoptEntered}, []*group{adopted}, func(ctx context.Context, r *run) error { return r.adopt(ctx, adopted) }},
+		{[]faults.Class{faults.ClaimFailed}, []*group{broken}, func(ctx context.Context, r *run) error { return r.failOn(ctx, broken) }},
+		{[]faults.Class{faults.HookPut, faults.HookRemoved}, []*group{deleted}, func(ctx context.Context, r *run) error {
+			return r.deleteThenRelease(ctx, deleted)
+		}},
+		{[]faults.Class{faults.PausePut, faults.SetLowered, faults.PauseRemoved}, []*group{rolled}, func(ctx context.Context, r *run) error {
+			return r.releaseFromTwoSets(ctx, rolled)
+		}},
+		{[]faults.Class{faults.ClaimExplained, faults.SetPaused, faults.SetUnpaused}, []*group{blocked}, func(ctx context.Context, r *run) error {
+			return r.claimBlocked(ctx, blocked)
+		}},
+		{[]faults.Class{faults.ClaimRemade, faults.ClaimRestored}, []*group{lost}, func(ctx context.Context, r *run) error {
+			return r.loseClaim(ctx, lost)
+		}},
+		{[]faults.Class{faults.TombstoneCreated, faults.TombstoneEngraved, faults.ClaimForgotten}, nil, func(ctx context.Context, r *run) error {
+			return r.releaseUnknown(ctx, roomy)
+		}},
+	}
+}
+
+// claimBound makes a claim and waits until it has a Machine with a Node.
+func (r *run) claimBound(ctx context.Context, groups ...*group) (string, *clusterv1.Machine, error) {
+	names := lo.Map(groups, func(g *group, _ int) string { return g.name })
+	id, err := r.calls.create(ctx, names...)
+	if err != nil || id == "" {
+		return "", nil, fmt.Errorf("no claim on %v: %w", names, err)
+	}
+	for {
+		m, err := r.machineOf(ctx, id)
+		if err == nil && m != nil && m.Status.NodeRef.Name != "" && m.Labels[agentv1.ClaimLabel] == id {
+			return id, m, nil
+		}
+		if err := wait(ctx, pause); err != nil {
+			return id, nil, err
+		}
+	}
+}
+
+// awaitEnd releases a claim and waits until that is complete.
+func (r *run) awaitEnd(ctx context.Context, id string) error {
+	if err := r.calls.release(ctx, id, true); err != nil {
+		return err
+	}
+	return r.witness.Await(ctx, func() bool { return r.phase(id) == agentv1.PhaseEnded })
+}
+
+// moveOn makes more claims at once than their first candidate has room for.
+func (r *run) moveOn(ctx context.Context, tight, roomy *group) error {
+	var making sync.WaitGroup
+	for range 3 {
+		making.Go(func() {
+			if id, err := r.calls.create(ctx, tight.name, roomy.name); err == nil && id != "" {
+				_ = wait(ctx, between(0, time.Second))
+				_ = r.awaitEnd(ctx, id)
+			}
+		})
+	}
+	making.Wait()
+	return nil
+}
+
+// wipeAtRest takes the ledger off a group where nothing is in flight.
+func (r *run) wipeAtRest(ctx context.Context, g *group) error {
+	id, _, err := r.claimBound(ctx, g)
+	if err != nil {
+		return err
+	}
+	for range 3 {
+		if err := r.wipe(ctx, g); err != nil {
+			return err
+		}
+		if err := wait(ctx, between(time.Second, 3*time.Second)); err != nil {
+			return err
+		}
+	}
+	return r.awaitEnd(ctx, id)
+}
+
+// wipe takes the ledger off a group, as kubectl replace does. What only the ledger knew becomes the user's.
+func (r *run) wipe(ctx context.Context, g *group) error {
+	r.fault("wiping the ledger of %s", g.name)
+	path := "/metadata/annotations/" + "agent.karpenter.cluster.x-k8s.io~1ledger"
+	return r.rewrite(ctx, g, func(md *clusterv1.MachineDeployment) edit {
+		text, there := md.Annotations[agentv1.LedgerAnnotation]
+		if !there {
+			return edit{patch: []operation{}}
+		}
+		unclear := inFlight(text)
+		return edit{
+			patch: []operation{test(path, text), {Op: "remove", Path: path}},
+			begin: func() { r.people.share(g.name, 0, unclear) },
+			end: func(applied bool) {
+				if !applied {
+					r.people.share(g.name, 0, -unclear)
+				}
+			},
+		}
+	})
+}
+
+// adopt lets a claim take one of the user's Machines over, and gives the user a new one afterwards.
+func (r *run) adopt(ctx context.Context, g *group) error {
+	machines, err := r.machines(ctx, g)
+	if err != nil {
+		return err
+	}
+	m, found := lo.Find(machines, func(m clusterv1.Machine) bool {
+		return m.DeletionTimestamp.IsZero() && m.Labels[agentv1.ClaimLabel] == "" && m.Status.NodeRef.Name != ""
+	})
+	if !found {
+		return wait(ctx, time.Second)
+	}
+	call := request(uuid.NewString(), g.name)
+	call.AdoptMachine = m.Name
+	// The user has one Machine less as soon as a claim has it.
+	r.people.share(g.name, -1, 0)
+	id, err := r.calls.make(ctx, call)
+	if err != nil {
+		return err
+	}
+	if id == "" {
+		r.people.share(g.name, 1, 0)
+		return nil
+	}
+	for {
+		now, err := r.machineOf(ctx, id)
+		if err == nil && now != nil && now.Labels[agentv1.ClaimLabel] == id {
+			break
+		}
+		if err := wait(ctx, pause); err != nil {
+			return err
+		}
+	}
+	if err := r.awaitEnd(ctx, id); err != nil {
+		return err
+	}
+	return r.scale(ctx, g, 1)
+}
+
+// failOn makes claims on a group whose infrastructure has nothing left.
+func (r *run) failOn(ctx context.Context, g *group) error {
+	id, err := r.calls.create(ctx, g.name)
+	if err != nil {
+		return err
+	}
+	if id == "" { // it cools down
+		return wait(ctx, time.Second)
+	}
+	err = r.witness.Await(ctx, func() bool { return r.phase(id) == agentv1.PhaseEnded })
+	r.forgive()
+	return err
+}
+
+// preDrainHook keeps Cluster API from going on with a deletion.
+const preDrainHook = clusterv1.PreDrainDeleteHookAnnotationPrefix + "/person"
+
+// deleteThenRelease deletes a claimed Machine as a person does, and has the claim released while the instance still runs.
+func (r *run) deleteThenRelease(ctx context.Context, g *group) error {
+	id, m, err := r.claimBound(ctx, g)
+	if err != nil {
+		return err
+	}
+	hook := func(value string) error {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), attemptWithin) // it must not stay
+		defer cancel()
+		patch := fmt.Sprintf(`{"metadata":{"annotations":{%q:%s}}}`, preDrainHook, value)
+		return client.IgnoreNotFound(r.Hub.Patch(ctx, m.DeepCopy(), client.RawPatch(types.MergePatchType, []byte(patch))))
+	}
+	if err := hook(`""`); err != nil {
+		return err
+	}
+	defer func() { _ = hook("null") }()
+	if err := r.deleteMachine(ctx, m); err != nil {
+		return err
+	}
+	if err := wait(ctx, between(0, time.Second)); err != nil {
+		return err
+	}
+	if err := r.calls.release(ctx, id, true); err != nil {
+		return err
+	}
+	bounded, cancel := context.WithTimeout(ctx, 15*time.Second)
+	defer cancel()
+	for {
+		now, err := r.machineOf(bounded, id)
+		if err != nil {
+			break
+		}
+		if now == nil || now.Annotations[agentv1.ReleaseHook] != "" || hasHook(now) {
+			break
+		}
+		if wait(bounded, pause) != nil {
+			break
+		}
+	}
+	if err := hook("null"); err != nil {
+		return err
+	}
+	return r.awaitEnd(ctx, id)
+}
+
+func hasHook(m *clusterv1.Machine) bool {
+	_, there := m.Annotations[agentv1.ReleaseHook]
+	return there
+}
+
+// deleteMachine deletes a Machine as a person does.
+func (r *run) deleteMachine(ctx context.Context, m *clusterv1.Machine) error {
+	r.fault("a person deletes Machine %s", m.Name)
+	r.people.update(func() { r.people.deleted[m.UID] = true })
+	return client.IgnoreNotFound(r.Hub.Delete(ctx, m))
+}
+
+// releaseFromTwoSets makes claims on two MachineSets and releases them.
+func (r *run) releaseFromTwoSets(ctx context.Context, g *group) error {
+	if g.revision == 0 {
+		if err := r.rollOut(ctx, g); err != nil {
+			return err
+		}
+	}
+	var ids []string
+	for revision := range 2 {
+		if err := r.useTemplate(ctx, g, fmt.Sprintf("%s-r%d", g.name, revision)); err != nil {
+			return err
+		}
+		for range 2 {
+			id, err := r.calls.create(ctx, g.name)
+			if err != nil {
+				return err
+			}
+			ids = append(ids, id)
+		}
+		if err := r.witness.Await(ctx, func() bool {
+			return lo.EveryBy(ids, func(id string) bool { return id == "" || r.phase(id) != agentv1.PhasePending })
+		}); err != nil {
+			return err
+		}
+		// A Machine without a Node would be handed over.
+		if err := r.awaitNodes(ctx, g, len(ids)); err != nil {
+			return err
+		}
+	}
+	rand.Shuffle(len(ids), func(i, j int) { ids[i], ids[j] = ids[j], ids[i] })
+	for _, id := range ids {
+		if err := r.calls.release(ctx, id, true); err != nil {
+			return err
+		}
+		if err := wait(ctx, between(0, time.Second)); err != nil {
+			return err
+		}
+	}
+	return r.witness.Await(ctx, func() bool {
+		return lo.EveryBy(ids, func(id string) bool { return id == "" || r.phase(id) == agentv1.PhaseEnded })
+	})
+}
+
+// claimBlocked makes claims on a group whose Machines never come, and takes them back.
+func (r *run) claimBlocked(ctx context.Context, g *group) error {
+	id, err := r.calls.create(ctx, g.name)
+	if err != nil || id == "" {
+		return err
+	}
+	if err := wait(ctx, between(2*time.Second, 4*time.Second)); err != nil {
+		return err
+	}
+	if err := r.awaitEnd(ctx, id); err != nil {
+		return err
+	}
+	return wait(ctx, spareGrace+between(time.Second, 3*time.Second))
+}
+
+// loseClaim destroys the MachineClaim of a claim, or its status, as a restore from an old backup does.
+func (r *run) loseClaim(ctx context.Context, g *group) error {
+	id, _, err := r.claimBound(ctx, g)
+	if err != nil {
+		return err
+	}
+	c := &agentv1.MachineClaim{ObjectMeta: metav1.ObjectMeta{
+		Namespace: sandbox.ClusterNamespace, Name: agentv1.ObjectName(sandbox.ClusterName, id),
+	}}
+	r.fault("the MachineClaim of %s, or its status, is lost", id)
+	if rand.IntN(2) == 0 { //nolint:gosec // no secret
+		r.memory.Lose(c.Namespace, c.Name)
+		err = r.Hub.Delete(ctx, c)
+	} else {
+		err = r.Hub.Status().Patch(ctx, c, client.RawPatch(types.MergePatchType, []byte(`{"status":null}`)))
+	}
+	if err != nil {
+		return err
+	}
+	for {
+		var now agentv1.MachineClaim
+		err := r.Hub.Get(ctx, client.ObjectKeyFromObject(c), &now)
+		if err == nil && now.Status.Phase == agentv1.PhaseBound {
+			break
+		}
+		if err := wait(ctx, pause); err != nil {
+			return err
+		}
+	}
+	return r.awaitEnd(ctx, id)
+}
+
+// releaseUnknown releases a claim that was never made, and has the call that makes it come late.
+func (r *run) releaseUnknown(ctx context.Context, g *group) error {
+	late := request(uuid.NewString(), g.name)
+	if err := r.calls.release(ctx, late.GetClaimId(), false); err != nil {
+		return err
+	}
+	for {
+		bounded, cancel := context.WithTimeout(ctx, attemptWithin)
+		_, err := r.calls.anyone().Claims.CreateClaim(bounded, late)
+		cancel()
+		if agenterrors.IsEnded(err) {
+			break
+		}
+		if err == nil {
+			r.calls.odd("a claim was made that had been released before: %s", late.GetClaimId())
+			break
+		}
+		if err := wait(ctx, pause); err != nil {
+			return err
+		}
+	}
+	return wait(ctx, between(0, 2*time.Second))
+}

@@ -1,0 +1,339 @@
+package chaos
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/samber/lo"
+	"golang.org/x/sync/errgroup"
+
+	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/test/faults"
+	"github.com/karpenter-capi/karpenter-capi/test/invariants"
+)
+
+const (
+	// settleWithin is how long after the last fault everything has to be at rest.
+	settleWithin = 120 * time.Second
+	// scenarioWithin bounds one scenario: none hangs for ever.
+	scenarioWithin = 20 * time.Minute
+)
+
+// Options say what to run.
+type Options struct {
+	// Name of the sandbox.
+	Name string
+	// Scenarios by name; empty for all.
+	Scenarios []string
+	// Short is the form that fits into a few minutes.
+	Short bool
+	// Rounds is how often each scenario runs; zero for once.
+	Rounds int
+	// Agent is the agent's executable; empty for bin/capi-agent.
+	Agent string
+	// Say is told what happens. REQUIRED.
+	Say func(format string, args ...any)
+}
+
+// Row is what came of one scenario.
+type Row struct {
+	Scenario string
+	Runs     int
+	// Kills are those of agents and shims; Faults are other ones: requests that failed, processes that were suspended, things
+	// that people did.
+	Kills, Faults    int
+	Claims, Releases int
+	// What may not be.
+	Leaked, Duplicated, Innocent, Unsettled int
+	Took                                    time.Duration
+	// Notes are further figures.
+	Notes []string
+	// Violations say what is wrong, and Err why the scenario could not be carried out.
+	Violations []invariants.Violation
+	Err        error
+}
+
+// Good reports whether nothing is wrong.
+func (r *Row) Good() bool {
+	return r.Err == nil && r.Leaked+r.Duplicated+r.Innocent+r.Unsettled == 0
+}
+
+// scenario is one thing that goes wrong.
+type scenario struct {
+	name string
+	// about says what goes wrong, in a sentence.
+	about string
+	run   func(ctx context.Context, r *run) error
+	// short is the scenario's part in the short form; nil for none.
+	short func(ctx context.Context, r *run) error
+	// losses are the reasons for which claims may end that their holder wants: somebody else took the Machine.
+	losses []string
+}
+
+// run is one run of one scenario.
+type run struct {
+	*stage
+	options  Options
+	scenario *scenario
+	row      *Row
+	short    bool
+}
+
+// say tells something about the scenario.
+func (r *run) say(format string, args ...any) {
+	r.options.Say("  "+format, args...)
+}
+
+// phase returns how far the claim is, by the witness.
+func (r *run) phase(id string) agentv1.Phase {
+	if c := r.witness.Claim(id); c != nil {
+		return c.Phase
+	}
+	return agentv1.PhasePending
+}
+
+// forgive takes the claims for gone that ended for a reason that the scenario makes.
+func (r *run) forgive() {
+	for _, id := range r.calls.wanted() {
+		if c := r.witness.Claim(id); c != nil && c.Phase == agentv1.PhaseEnded && lo.Contains(r.scenario.losses, c.Reason) {
+			r.calls.drop(id)
+		}
+	}
+}
+
+// fault counts a fault that is no kill.
+func (r *run) fault(format string, args ...any) {
+	r.count.Add(1)
+	r.journal.add("fault: "+format, args...)
+}
+
+// rest ends all faults and waits until everything holds. What does not within the time is what the row says.
+func (r *run) rest(ctx context.Context) error {
+	r.points.Disarm()
+	r.plans(nil)
+	for _, p := range r.proxies {
+		p.Thaw()
+	}
+	began := time.Now()
+	r.journal.add("the last fault is over")
+	bounded, cancel := context.WithTimeout(ctx, settleWithin)
+	defer cancel()
+	r.Checker.Expected = func() invariants.Expected {
+		r.forgive()
+		return r.people.expected()
+	}
+	violations, err := r.Checker.Settle(bounded)
+	if err != nil {
+		return fmt.Errorf("checking what is there: %w", err)
+	}
+	if len(violations) > 0 {
+		r.row.Violations = append(r.row.Violations, violations...)
+		r.row.Unsettled++
+		return fmt.Errorf("not at rest %s after the last fault", settleWithin)
+	}
+	r.journal.add("at rest after %s", time.Since(began))
+	return nil
+}
+
+// releaseAll releases every claim that is wanted, many at once.
+func (r *run) releaseAll(ctx context.Context) error {
+	var group errgroup.Group
+	group.SetLimit(16)
+	for i, id := range r.calls.wanted() {
+		group.Go(func() error { return r.calls.release(ctx, id, i%2 == 0) })
+	}
+	return group.Wait()
+}
+
+// settle checks twice: with the claims that are still wanted, and after they were released.
+func (r *run) settle(ctx context.Context) error {
+	if err := r.rest(ctx); err != nil {
+		return err
+	}
+	if err := r.releaseAll(ctx); err != nil {
+		return err
+	}
+	return r.rest(ctx)
+}
+
+// with builds groups, does something with them, and takes them down when all has come to rest.
+func (r *run) with(ctx context.Context, groups []*group, do func() error) error {
+	if err := r.build(ctx, groups...); err != nil {
+		return fmt.Errorf("building node groups: %w", err)
+	}
+	if err := do(); err != nil {
+		return err
+	}
+	if err := r.settle(ctx); err != nil {
+		return err
+	}
+	if err := r.raze(ctx, groups...); err != nil {
+		return fmt.Errorf("taking node groups down: %w", err)
+	}
+	return nil
+}
+
+// killing kills one of the components every now and then, until the returned function is called.
+func (r *run) killing(ctx context.Context, least, most time.Duration, components ...string) (stop func()) {
+	ctx, cancel := context.WithCancel(ctx)
+	var working sync.WaitGroup
+	working.Go(func() {
+		for wait(ctx, between(least, most)) == nil {
+			_ = r.kill(lo.Sample(components)) // one that is dead already is fine
+		}
+	})
+	return func() {
+		cancel()
+		working.Wait()
+	}
+}
+
+// awaitAgents waits until the agents that are called are ready.
+func (r *run) awaitAgents(ctx context.Context) error {
+	bounded, cancel := context.WithTimeout(ctx, restartWithin)
+	defer cancel()
+	for _, name := range r.running() {
+		if err := r.Sandbox.WaitReady(bounded, name); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// counts are the totals at one moment.
+type counts struct {
+	kills, faults, claims, releases, violations, odd, strange int
+}
+
+func (s *stage) counts() counts {
+	return counts{
+		kills: int(s.kills.Load()), faults: int(s.count.Load()),
+		claims: s.witness.Count(func(c invariants.ClaimRecord) bool { return c.Group != "" && (c.Entered || c.Releasing) }),
+		releases: s.witness.Count(func(c invariants.ClaimRecord) bool {
+			return c.Group != "" && c.Releasing && c.Phase == agentv1.PhaseEnded
+		}),
+		violations: len(s.witness.Violations()), odd: len(s.calls.oddities()), strange: len(s.strangeWrites()),
+	}
+}
+
+// tally sorts what was violated into the row's columns.
+func (r *Row) tally() {
+	for _, v := range r.Violations {
+		switch v.Rule {
+		case invariants.NothingLeaked, invariants.UnwantedClaims, invariants.MaxSize:
+			r.Leaked += v.Count
+		case invariants.OneClaimOneMachine, invariants.OneProviderID:
+			r.Duplicated += v.Count
+		case invariants.NothingTaken, invariants.WantedClaims:
+			r.Innocent += v.Count
+		default: // something is still under way, or the numbers do not agree; counted once for each time that rest was not reached
+		}
+	}
+}
+
+// Run brings everything up, runs the scenarios and takes everything down. The error says what kept it from running; what the
+// product did wrong is in the report.
+func Run(ctx context.Context, o Options) (*Report, error) {
+	chosen, err := choose(o)
+	if err != nil {
+		return nil, err
+	}
+	began := time.Now()
+	s, err := newStage(ctx, o)
+	if err != nil {
+		return nil, err
+	}
+	defer s.stop()
+	report := &Report{Logs: s.Sandbox.State().Paths.Logs, points: s.points, short: o.Short, full: len(o.Scenarios) == 0}
+	o.Say("chaos: the sandbox is up after %.0f s", time.Since(began).Seconds())
+	for _, scenario := range chosen {
+		row := s.play(ctx, o, scenario)
+		report.Rows = append(report.Rows, row)
+		if row.Err != nil {
+			o.Say("  %v", row.Err)
+		}
+		for _, v := range row.Violations {
+			o.Say("  %s", v)
+		}
+		if row.Err != nil {
+			break // what is left of it would be taken for the next one's
+		}
+	}
+	report.Took = time.Since(began)
+	report.Strange = append(s.strangeWrites(), s.calls.oddities()...)
+	return report, context.Cause(ctx)
+}
+
+// choose returns the scenarios that are asked for.
+func choose(o Options) ([]*scenario, error) {
+	all := lo.Filter(scenarios(), func(s *scenario, _ int) bool { return !o.Short || s.short != nil })
+	if len(o.Scenarios) == 0 {
+		return all, nil
+	}
+	var chosen []*scenario
+	for _, name := range o.Scenarios {
+		s, found := lo.Find(all, func(s *scenario) bool { return s.name == name })
+		if !found {
+			return nil, fmt.Errorf("there is no scenario %q; there are: %s", name,
+				strings.Join(lo.Map(all, func(s *scenario, _ int) string { return s.name }), ", "))
+		}
+		chosen = append(chosen, s)
+	}
+	return chosen, nil
+}
+
+// play runs one scenario as often as asked for.
+func (s *stage) play(ctx context.Context, o Options, scenario *scenario) *Row {
+	row := &Row{Scenario: scenario.name}
+	began, before := time.Now(), s.counts()
+	o.Say("chaos: %s: %s", scenario.name, scenario.about)
+	s.journal.add("SCENARIO %s", scenario.name)
+	for range max(1, o.Rounds) {
+		bounded, cancel := context.WithTimeoutCause(ctx, scenarioWithin, errors.New("the scenario takes too long"))
+		do := scenario.run
+		if o.Short {
+			do = scenario.short
+		}
+		r := &run{stage: s, options: o, scenario: scenario, row: row, short: o.Short}
+		err := do(bounded, r)
+		if cause := context.Cause(bounded); err != nil && cause != nil {
+			err = errors.Join(err, cause)
+		}
+		cancel()
+		row.Runs++
+		if row.Err = err; err != nil {
+			break
+		}
+	}
+	after := s.counts()
+	row.Took = time.Since(began)
+	row.Kills, row.Faults = after.kills-before.kills, after.faults-before.faults
+	row.Claims, row.Releases = after.claims-before.claims, after.releases-before.releases
+	row.Violations = append(row.Violations, s.witness.Violations()[before.violations:]...)
+	row.tally()
+	if odd := s.calls.oddities()[before.odd:]; len(odd) > 0 && row.Err == nil {
+		row.Err = fmt.Errorf("%d answers that no agent may give, such as: %s", len(odd), odd[0])
+	}
+	if strange := s.strangeWrites()[before.strange:]; len(strange) > 0 && row.Err == nil {
+		row.Err = fmt.Errorf("%d writes of no known class, such as: %s", len(strange), strange[0])
+	}
+	o.Say("  %s", row)
+	return row
+}
+
+// pointsLeft lists fail points.
+func pointsLeft(points []faults.Point) string {
+	return strings.Join(lo.Map(points, func(p faults.Point, _ int) string { return fmt.Sprintf("%s %q", p.When, string(p.Class)) }), ", ")
+}
+
+// List writes the scenarios with what they are about.
+func List(w io.Writer) {
+	for _, s := range scenarios() {
+		_, _ = fmt.Fprintf(w, "%s%s: %s\n", s.name, lo.Ternary(s.short != nil, " (also in the short form)", ""), s.about)
+	}
+}

@@ -1,0 +1,662 @@
+package chaos
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/ptr"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/test/faults"
+)
+
+// Reasons for which a claim ends that its holder wants.
+const (
+	machineLost = "MachineLost"
+	failed      = "Failed"
+)
+
+// scenarios are all that there are, in the order of the table.
+func scenarios() []*scenario {
+	return []*scenario{
+		{
+			name: "calm", about: "nothing goes wrong: what the others are to be compared with",
+			run: calm,
+		},
+		{
+			name: "fail points", about: "the agent is killed before, after and while it makes each write of the protocol",
+			run: failPoints, short: failPointsShort, losses: []string{failed, machineLost},
+		},
+		{
+			name: "random kills", about: "the agent is killed every few seconds while claims come and go",
+			run: randomKills,
+		},
+		{
+			name: "two agents", about: "two agents are active at once and killed at random; callers call either",
+			run: twoAgents, short: twoAgentsShort,
+		},
+		{
+			name: "Karpenter", about: "agent and shim are killed every few seconds while Karpenter scales up and down",
+			run: karpenterScales,
+		},
+		{
+			name: "controllers stopped", about: "Cluster API's controllers are suspended for 90 s in the middle of it; its webhooks answer",
+			run: func(ctx context.Context, r *run) error {
+				return r.suspended(ctx, 90*time.Second, sandbox.ClusterAPI)
+			},
+		},
+		{
+			name: "Cluster API stopped", about: "controllers and webhooks are suspended for 45 s: no write on its objects succeeds",
+			run: func(ctx context.Context, r *run) error {
+				return r.suspended(ctx, 45*time.Second, sandbox.ClusterAPI, sandbox.ClusterAPIWebhooks)
+			},
+		},
+		{
+			name: "API refuses", about: "a tenth of the agent's requests is answered with 429 and Retry-After, 500 or 503",
+			run: func(ctx context.Context, r *run) error { return r.apiFaults(ctx, refusals, apiFor) },
+		},
+		{
+			name: "API loses answers", about: "writes are applied and answered with a timeout or not at all; connections are reset before a request arrives",
+			run:   func(ctx context.Context, r *run) error { return r.apiFaults(ctx, losses, apiFor) },
+			short: func(ctx context.Context, r *run) error { return r.apiFaults(ctx, losses, apiForShort) },
+		},
+		{
+			name: "stale watches", about: "the agent's watches stall for seconds, and go on where they were",
+			run: staleWatches,
+		},
+		{
+			name: "compaction", about: "the agent's watches and their renewal are answered with 410 Gone",
+			run: compaction,
+		},
+		{
+			name: "rollout", about: "claims are released from three MachineSets of an OnDelete rollout; the agent is killed meanwhile",
+			run: rollout,
+		},
+		{
+			name: "health checks", about: "a MachineHealthCheck remediates claimed and unclaimed Machines; the agent is killed meanwhile",
+			run: healthChecks, losses: []string{machineLost},
+		},
+		{
+			name: "human scales", about: "a person scales the node groups up and down while claims come and go",
+			run: humanScales, losses: []string{machineLost},
+		},
+		{
+			name: "ledger wiped", about: "the ledger is removed again and again, as kubectl replace does, while claims come and go",
+			run: ledgerWiped, short: ledgerWipedShort,
+		},
+		{
+			name: "ledger edited", about: "a person edits the ledger: broken text, forgotten entries, invented ones, another floor",
+			run: ledgerEdited,
+		},
+		{
+			name: "no capacity", about: "five claims allow a node group without capacity and a good one",
+			run: noCapacity, losses: []string{failed},
+		},
+		{
+			name: "blocked", about: "Cluster API's preflight checks block a node group; its claims are taken back",
+			run: blockedGroups, losses: []string{failed},
+		},
+	}
+}
+
+const (
+	// loadFor is how long claims come and go in most scenarios.
+	loadFor = 60 * time.Second
+	// loadForShort is the same in the short form.
+	loadForShort = 12 * time.Second
+	apiFor       = 35 * time.Second
+	apiForShort  = 12 * time.Second
+)
+
+// usual is the load of most scenarios.
+func usual(groups ...*group) mix {
+	choices := on(groups...)
+	if len(groups) > 1 {
+		choices = append(choices, lo.Map(groups, func(g *group, _ int) string { return g.name }))
+	}
+	return mix{workers: 14, choices: choices, hold: 2 * time.Second, pace: 300 * time.Millisecond}
+}
+
+func calm(ctx context.Context, r *run) error {
+	a, b := newGroup("calm-a", 1, 20), newGroup("calm-b", 0, 12)
+	return r.with(ctx, []*group{a, b}, func() error {
+		l := r.startLoad(ctx, usual(a, b))
+		defer l.finish()
+		return wait(ctx, loadFor/2)
+	})
+}
+
+func randomKills(ctx context.Context, r *run) error {
+	a, b := newGroup("kills-a", 1, 20), newGroup("kills-b", 0, 12)
+	return r.with(ctx, []*group{a, b}, func() error {
+		l := r.startLoad(ctx, usual(a, b))
+		stop := r.killing(ctx, time.Second, 4*time.Second, sandbox.Agent)
+		err := wait(ctx, loadFor)
+		stop()
+		l.finish()
+		return err
+	})
+}
+
+func twoAgents(ctx context.Context, r *run) error      { return r.active(ctx, loadFor) }
+func twoAgentsShort(ctx context.Context, r *run) error { return r.active(ctx, loadForShort) }
+
+// active runs two agents at once.
+func (r *run) active(ctx context.Context, d time.Duration) error {
+	if err := r.useAgents(ctx, agents); err != nil {
+		return err
+	}
+	a, b := newGroup("two-a", 1, 20), newGroup("two-b", 0, 12)
+	return errors.Join(r.with(ctx, []*group{a, b}, func() error {
+		l := r.startLoad(ctx, usual(a, b))
+		stop := r.killing(ctx, time.Second, 3*time.Second, lo.Times(agents, sandbox.AgentName)...)
+		err := wait(ctx, d)
+		stop()
+		l.finish()
+		return err
+	}), r.useAgents(ctx, 1))
+}
+
+// suspended stops components where they are, in the middle of the load.
+func (r *run) suspended(ctx context.Context, d time.Duration, components ...string) error {
+	a, b := newGroup("stopped-a", 1, 14), newGroup("stopped-b", 0, 8)
+	return r.with(ctx, []*group{a, b}, func() error {
+		l := r.startLoad(ctx, usual(a, b))
+		defer l.finish()
+		stop := r.killing(ctx, 3*time.Second, 9*time.Second, sandbox.Agent)
+		defer stop()
+		if err := wait(ctx, 12*time.Second); err != nil {
+			return err
+		}
+		for _, c := range components {
+			r.fault("%s is suspended", c)
+			if err := r.Sandbox.Suspend(c); err != nil {
+				return err
+			}
+		}
+		err := wait(ctx, d)
+		for _, c := range components {
+			if err := r.Sandbox.Resume(c); err != nil {
+				return err
+			}
+		}
+		r.journal.add("resumed: %v", components)
+		if err != nil {
+			return err
+		}
+		return wait(ctx, 12*time.Second)
+	})
+}
+
+// apiFaults has the agent's requests go wrong.
+func (r *run) apiFaults(ctx context.Context, plan func(*faults.Request) faults.Fault, d time.Duration) error {
+	a, b := newGroup("api-a", 1, 20), newGroup("api-b", 0, 12)
+	return r.with(ctx, []*group{a, b}, func() error {
+		var mu sync.Mutex
+		seen := map[string]int{}
+		r.plans(func(_ string, q *faults.Request) faults.Fault {
+			fault := plan(q)
+			if fault.Kind != faults.None {
+				mu.Lock()
+				defer mu.Unlock()
+				seen[fault.Kind.String()]++
+			}
+			return fault
+		})
+		l := r.startLoad(ctx, usual(a, b))
+		err := wait(ctx, d)
+		r.plans(nil)
+		l.finish()
+		mu.Lock()
+		defer mu.Unlock()
+		r.row.Notes = append(r.row.Notes, strings.Join(lo.Map(slices.Sorted(maps.Keys(seen)), func(k string, _ int) string {
+			return fmt.Sprintf("%s %d", k, seen[k])
+		}), ", "))
+		return err
+	})
+}
+
+func refusals(q *faults.Request) faults.Fault {
+	if q.Verb == "" || rand.IntN(10) > 0 { //nolint:gosec // no secret
+		return faults.Fault{}
+	}
+	return faults.Fault{Kind: lo.Sample([]faults.Kind{faults.TooMany, faults.InternalError, faults.Unavailable})}
+}
+
+func losses(q *faults.Request) faults.Fault {
+	roll := rand.IntN(100) //nolint:gosec // no secret
+	switch {
+	case q.Write() && q.Class != faults.Ignored && roll < 10:
+		return faults.Fault{Kind: faults.TimeoutAfter}
+	case q.Write() && q.Class != faults.Ignored && roll < 16:
+		return faults.Fault{Kind: faults.Cut}
+	case q.Verb != "" && q.Verb != "watch" && roll >= 97:
+		return faults.Fault{Kind: faults.Reset}
+	case q.Write() && roll >= 90:
+		return faults.Fault{Kind: faults.Slow, Delay: between(0, 3*time.Second)}
+	}
+	return faults.Fault{}
+}
+
+func staleWatches(ctx context.Context, r *run) error {
+	if err := r.useAgents(ctx, agents); err != nil { // what one does is what the other does not see
+		return err
+	}
+	a, b := newGroup("stale-a", 1, 20), newGroup("stale-b", 0, 12)
+	return errors.Join(r.with(ctx, []*group{a, b}, func() error {
+		l := r.startLoad(ctx, usual(a, b))
+		defer l.finish()
+		for began := time.Now(); time.Since(began) < loadFor; {
+			name := lo.Sample(lo.Keys(r.proxies))
+			r.fault("the watches of %s stall", name)
+			r.proxies[name].Freeze()
+			err := wait(ctx, between(2*time.Second, 12*time.Second))
+			r.proxies[name].Thaw()
+			if err != nil {
+				return err
+			}
+			if err := wait(ctx, between(0, 3*time.Second)); err != nil {
+				return err
+			}
+		}
+		return nil
+	}), r.useAgents(ctx, 1))
+}
+
+func compaction(ctx context.Context, r *run) error {
+	a, b := newGroup("gone-a", 1, 20), newGroup("gone-b", 0, 12)
+	return r.with(ctx, []*group{a, b}, func() error {
+		r.plans(func(_ string, q *faults.Request) faults.Fault {
+			if q.Verb == "watch" && rand.IntN(2) == 0 { //nolint:gosec // no secret
+				return faults.Fault{Kind: faults.Expired}
+			}
+			return faults.Fault{}
+		})
+		l := r.startLoad(ctx, usual(a, b))
+		defer l.finish()
+		for began := time.Now(); time.Since(began) < apiFor; {
+			if err := wait(ctx, between(500*time.Millisecond, 4*time.Second)); err != nil {
+				return err
+			}
+			r.fault("watches expire")
+			r.proxies[sandbox.Agent].ExpireWatches()
+			if rand.IntN(3) == 0 { //nolint:gosec // no secret
+				r.proxies[sandbox.Agent].ResetConnections()
+			}
+		}
+		return nil
+	})
+}
+
+// rollout has claims on three MachineSets, and releases them while the template goes back and forth.
+func rollout(ctx context.Context, r *run) error {
+	g := newGroup("rollout", 1, 24)
+	g.onDelete = true
+	return r.with(ctx, []*group{g}, func() error {
+		for revision := range 3 {
+			if revision > 0 {
+				if err := r.rollOut(ctx, g); err != nil {
+					return err
+				}
+			}
+			for range 4 {
+				if _, err := r.calls.create(ctx, g.name); err != nil {
+					return err
+				}
+			}
+			if err := r.awaitNodes(ctx, g, 1+4*(revision+1)); err != nil {
+				return err
+			}
+		}
+		old := r.calls.wanted()
+		l := r.startLoad(ctx, mix{workers: 6, choices: on(g), hold: 2 * time.Second, pace: time.Second})
+		defer l.finish()
+		stop := r.killing(ctx, 2*time.Second, 6*time.Second, sandbox.Agent)
+		defer stop()
+		began := time.Now()
+		for i := 0; time.Since(began) < loadFor+30*time.Second; i++ {
+			if i < len(old) {
+				if err := r.calls.release(ctx, old[i], i%2 == 0); err != nil {
+					return err
+				}
+			}
+			if err := wait(ctx, between(time.Second, 4*time.Second)); err != nil {
+				return err
+			}
+			if i%3 == 0 {
+				r.fault("the template changes")
+				if err := r.useTemplate(ctx, g, fmt.Sprintf("%s-r%d", g.name, rand.IntN(3))); err != nil { //nolint:gosec // no secret
+					return err
+				}
+			}
+		}
+		return nil
+	})
+}
+
+// healthChecks has Cluster API's own controller of MachineHealthChecks replace Machines.
+func healthChecks(ctx context.Context, r *run) error {
+	g := newGroup("health", 2, 14)
+	check := &clusterv1.MachineHealthCheck{
+		ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: g.name},
+		Spec: clusterv1.MachineHealthCheckSpec{
+			ClusterName: sandbox.ClusterName,
+			Selector:    metav1.LabelSelector{MatchLabels: map[string]string{clusterv1.MachineDeploymentNameLabel: g.name}},
+			Checks: clusterv1.MachineHealthCheckChecks{UnhealthyNodeConditions: []clusterv1.UnhealthyNodeCondition{
+				{Type: corev1.NodeReady, Status: corev1.ConditionFalse, TimeoutSeconds: new(int32(0))},
+			}},
+		},
+	}
+	return r.with(ctx, []*group{g}, func() error {
+		if err := r.Hub.Create(ctx, check); err != nil {
+			return err
+		}
+		l := r.startLoad(ctx, mix{workers: 8, choices: on(g), hold: 6 * time.Second, pace: 500 * time.Millisecond})
+		stop := r.killing(ctx, 2*time.Second, 8*time.Second, sandbox.Agent)
+		remediated := 0
+		for began := time.Now(); time.Since(began) < loadFor+15*time.Second; {
+			if err := wait(ctx, between(time.Second, 3*time.Second)); err != nil {
+				break
+			}
+			hurt, err := r.hurt(ctx, g)
+			if err != nil {
+				stop()
+				l.finish()
+				return err
+			}
+			remediated += lo.Ternary(hurt, 1, 0)
+		}
+		stop()
+		l.finish()
+		r.row.Notes = append(r.row.Notes, fmt.Sprintf("%d Machines made unhealthy", remediated))
+		// Its last remediations are under way, and are no longer the scenario's to wait for.
+		return client.IgnoreNotFound(r.Hub.Delete(ctx, check))
+	})
+}
+
+// hurt makes one Machine unhealthy, by its Node: not ready, or gone.
+func (r *run) hurt(ctx context.Context, g *group) (bool, error) {
+	machines, err := r.machines(ctx, g)
+	if err != nil {
+		return false, err
+	}
+	healthy := lo.Filter(machines, func(m clusterv1.Machine, _ int) bool {
+		return m.DeletionTimestamp.IsZero() && m.Status.NodeRef.Name != ""
+	})
+	if len(healthy) == 0 {
+		return false, nil
+	}
+	m := lo.Sample(healthy)
+	r.fault("Node %s of Machine %s is unhealthy", m.Status.NodeRef.Name, m.Name)
+	// Cluster API deletes it, as its user asked for with the MachineHealthCheck.
+	r.people.update(func() { r.people.deleted[m.UID] = true })
+	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: m.Status.NodeRef.Name}}
+	if rand.IntN(4) == 0 { //nolint:gosec // no secret
+		return true, client.IgnoreNotFound(r.Spoke.Delete(ctx, node))
+	}
+	patch := []byte(`{"status":{"conditions":[{"type":"Ready","status":"False","reason":"Chaos","message":"made so by the test"}]}}`)
+	return true, client.IgnoreNotFound(r.Spoke.Status().Patch(ctx, node, client.RawPatch(types.StrategicMergePatchType, patch)))
+}
+
+// humanScales has a person change replicas.
+func humanScales(ctx context.Context, r *run) error {
+	a, b := newGroup("human-a", 2, 14), newGroup("human-b", 0, 10)
+	return r.with(ctx, []*group{a, b}, func() error {
+		l := r.startLoad(ctx, usual(a, b))
+		defer l.finish()
+		stop := r.killing(ctx, 3*time.Second, 9*time.Second, sandbox.Agent)
+		defer stop()
+		given := map[string]int32{a.name: a.own, b.name: b.own}
+		for began := time.Now(); time.Since(began) < loadFor; {
+			if err := wait(ctx, between(time.Second, 4*time.Second)); err != nil {
+				return err
+			}
+			g := lo.Sample([]*group{a, b})
+			by := int32(rand.IntN(3) + 1) //nolint:gosec // no secret
+			// Nobody takes back more than is his: that would be a claim's.
+			if given[g.name] >= by && (rand.IntN(2) == 0 || given[g.name] > 3) { //nolint:gosec // no secret
+				by = -by
+			}
+			if given[g.name]+by > 4 {
+				continue
+			}
+			r.fault("a person scales %s by %d", g.name, by)
+			if err := r.scale(ctx, g, by); err != nil {
+				return err
+			}
+			given[g.name] += by
+		}
+		return nil
+	})
+}
+
+func ledgerWiped(ctx context.Context, r *run) error { return r.ledgers(ctx, loadFor, (*run).wipe) }
+func ledgerWipedShort(ctx context.Context, r *run) error {
+	return r.ledgers(ctx, loadForShort, (*run).wipe)
+}
+func ledgerEdited(ctx context.Context, r *run) error {
+	return r.ledgers(ctx, loadFor, (*run).editLedger)
+}
+
+// ledgers has a person do something to the ledgers, now and then, and in the end set replicas to what is the user's.
+func (r *run) ledgers(ctx context.Context, d time.Duration, do func(*run, context.Context, *group) error) error {
+	a, b := newGroup("ledger-a", 2, 20), newGroup("ledger-b", 1, 20)
+	return r.with(ctx, []*group{a, b}, func() error {
+		l := r.startLoad(ctx, usual(a, b))
+		stop := r.killing(ctx, 4*time.Second, 12*time.Second, sandbox.Agent)
+		var err error
+		for began := time.Now(); time.Since(began) < d && err == nil; {
+			if err = wait(ctx, between(time.Second, 5*time.Second)); err == nil {
+				err = do(r, ctx, lo.Sample([]*group{a, b}))
+			}
+		}
+		stop()
+		l.finish()
+		if err != nil {
+			return err
+		}
+		if err := r.settle(ctx); err != nil {
+			return err
+		}
+		// What the ledger's loss made the user's, the user gives back; then the numbers are exact again.
+		for _, g := range []*group{a, b} {
+			if err := r.takeBack(ctx, g); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
+// takeBack sets replicas of a group without claims to what is the user's.
+func (r *run) takeBack(ctx context.Context, g *group) error {
+	return r.rewrite(ctx, g, func(md *clusterv1.MachineDeployment) edit {
+		replicas := ptr.Deref(md.Spec.Replicas, 0)
+		share := r.people.expected().Shares[g.name]
+		surplus := replicas - share.Own
+		r.row.Notes = append(r.row.Notes, fmt.Sprintf("%s: %d of at most %d machines had become the user's", g.name, surplus, share.Unclear))
+		return edit{
+			patch: []operation{test("/spec/replicas", replicas), replace("/spec/replicas", share.Own)},
+			begin: func() {
+				r.people.update(func() { r.people.lowered[g.name] += int(surplus) })
+				r.people.share(g.name, 0, -share.Unclear)
+			},
+		}
+	})
+}
+
+// editLedger changes the ledger as somebody does who thinks to know better.
+func (r *run) editLedger(ctx context.Context, g *group) error {
+	path := "/metadata/annotations/" + strings.ReplaceAll(agentv1.LedgerAnnotation, "/", "~1")
+	kind := rand.IntN(5) //nolint:gosec // no secret
+	r.fault("editing the ledger of %s: %d", g.name, kind)
+	return r.rewrite(ctx, g, func(md *clusterv1.MachineDeployment) edit {
+		text, there := md.Annotations[agentv1.LedgerAnnotation]
+		var l map[string]any
+		if !there || json.Unmarshal([]byte(text), &l) != nil {
+			return edit{patch: []operation{}}
+		}
+		var own, unclear int32
+		switch kind {
+		case 0: // no ledger any more
+			l, unclear = nil, inFlight(text)
+		case 1: // claims that wait are forgotten
+			delete(l, "pending")
+		case 2: // releases are forgotten
+			delete(l, "releasing")
+		case 3: // a release is invented, of a Machine that a claim has
+			invent(l, r.claimed(g))
+		case 4: // the user owns one more
+			floor, _ := l["floor"].(float64)
+			l["floor"], own = floor+1, 1
+			if last, _ := l["lastReplicas"].(float64); floor+1 > last {
+				return edit{patch: []operation{}}
+			}
+		}
+		edited := "{ this is not a ledger"
+		if l != nil {
+			data, err := json.Marshal(l)
+			if err != nil {
+				panic(err) // it was decoded from JSON
+			}
+			edited = string(data)
+		}
+		return edit{
+			patch: []operation{test(path, text), replace(path, edited)},
+			begin: func() { r.people.share(g.name, own, unclear) },
+			end: func(applied bool) {
+				if !applied {
+					r.people.share(g.name, -own, -unclear)
+				}
+			},
+		}
+	})
+}
+
+// invent adds a release to a ledger.
+func invent(l map[string]any, m *clusterv1.Machine) {
+	if m == nil {
+		return
+	}
+	releasing, _ := l["releasing"].(map[string]any)
+	if releasing == nil {
+		releasing = map[string]any{}
+	}
+	releasing[string(m.UID)] = map[string]any{"m": m.Name}
+	l["releasing"] = releasing
+}
+
+// claimed returns a Machine of the group that a wanted claim has, nil when there is none.
+func (r *run) claimed(g *group) *clusterv1.Machine {
+	ctx, cancel := context.WithTimeout(context.Background(), attemptWithin)
+	defer cancel()
+	for _, id := range r.calls.wanted() {
+		if c := r.witness.Claim(id); c == nil || c.Group != g.name || c.Phase != agentv1.PhaseBound {
+			continue
+		}
+		if m, err := r.machineOf(ctx, id); err == nil && m != nil {
+			return m
+		}
+	}
+	return nil
+}
+
+// onTheGoodOneWithin is how long claims that allow a failing group and a good one may take to a Machine of the good one.
+const onTheGoodOneWithin = 15 * time.Second
+
+// noCapacity has five callers ask for a machine of either of two groups; the first has none. A claim that fails is made
+// again, under another id, as Karpenter makes another NodeClaim.
+func noCapacity(ctx context.Context, r *run) error {
+	bad, good := newGroup("capacity-bad", 0, 10), newGroup("capacity-good", 0, 20)
+	bad.failure = &simv1.MachineFailure{Reason: "InsufficientCapacity", Message: "the zone has none left"}
+	return r.with(ctx, []*group{bad, good}, func() error {
+		rounds := lo.Ternary(r.short, 1, 3)
+		for round := range rounds {
+			began := time.Now()
+			var asking sync.WaitGroup
+			took := make([]time.Duration, 5)
+			for i := range took {
+				asking.Go(func() {
+					for ctx.Err() == nil {
+						id, err := r.calls.create(ctx, bad.name, good.name)
+						if err != nil || id == "" {
+							continue
+						}
+						if r.joins(ctx, id) {
+							took[i] = time.Since(began)
+							return
+						}
+					}
+				})
+			}
+			asking.Wait()
+			slowest := slices.Max(took)
+			r.row.Notes = append(r.row.Notes, fmt.Sprintf("round %d: five claims had a machine of the good group after %.1f s", round+1, slowest.Seconds()))
+			if slowest > onTheGoodOneWithin {
+				return fmt.Errorf("five claims took %s to the good node group", slowest)
+			}
+			if err := r.releaseAll(ctx); err != nil {
+				return err
+			}
+			if err := wait(ctx, coolDown+time.Second); err != nil { // so that the next round begins with the bad one again
+				return err
+			}
+		}
+		return nil
+	})
+}
+
+// joins waits until the claim has a Machine with a provider ID; false when it ended.
+func (r *run) joins(ctx context.Context, id string) bool {
+	for ctx.Err() == nil {
+		if r.phase(id) == agentv1.PhaseEnded || r.phase(id) == agentv1.PhaseReleasing {
+			r.calls.drop(id)
+			return false
+		}
+		if m, err := r.machineOf(ctx, id); err == nil && m != nil && m.Spec.ProviderID != "" {
+			return true
+		}
+		_ = wait(ctx, pause)
+	}
+	return false
+}
+
+// blockedGroups has claims on a group that Cluster API makes no Machines of, and takes them back.
+func blockedGroups(ctx context.Context, r *run) error {
+	bad, good := newGroup("blocked-bad", 0, 10), newGroup("blocked-good", 1, 10)
+	bad.version = blockedVersion
+	return r.with(ctx, []*group{bad, good}, func() error {
+		l := r.startLoad(ctx, mix{workers: 4, choices: on(good), hold: time.Second, pace: time.Second})
+		defer l.finish()
+		stop := r.killing(ctx, 2*time.Second, 7*time.Second, sandbox.Agent)
+		defer stop()
+		var asking sync.WaitGroup
+		ending, cancel := context.WithTimeout(ctx, 45*time.Second)
+		defer cancel()
+		for range 4 {
+			asking.Go(func() {
+				for ending.Err() == nil {
+					_ = r.claimBlocked(ending, bad)
+				}
+			})
+		}
+		asking.Wait()
+		return ctx.Err()
+	})
+}

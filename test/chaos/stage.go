@@ -1,0 +1,285 @@
+package chaos
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/samber/lo"
+
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	"github.com/karpenter-capi/karpenter-capi/test/faults"
+	"github.com/karpenter-capi/karpenter-capi/test/invariants"
+	"github.com/karpenter-capi/karpenter-capi/test/world"
+)
+
+const (
+	startWithin   = 5 * time.Minute
+	restartWithin = time.Minute
+	// agents that a stage has. Only the first runs in most scenarios.
+	agents = 2
+
+	spareGrace = 3 * time.Second
+	coolDown   = 5 * time.Second
+	// retention of tombstones is longer than any caller here repeats a call that makes a claim.
+	retention = 45 * time.Second
+	// restartAfter makes a killed agent's successor come at once.
+	restartAfter = 50 * time.Millisecond
+)
+
+// stage is a sandbox whose agents reach the hub through proxies, and all who act on it.
+type stage struct {
+	*world.World
+	calls   *callers
+	people  *people
+	witness *invariants.Witness
+	points  *faults.Points
+	proxies map[string]*faults.Proxy
+	clients map[string]*client.Client
+	journal *journal
+	memory  *faults.Memory
+
+	plan  atomic.Pointer[func(agent string, r *faults.Request) faults.Fault]
+	kills atomic.Int64
+	count atomic.Int64 // faults other than kills
+
+	mu      sync.Mutex
+	box     *sandbox.Sandbox // nil before it runs
+	strange []string         // writes of no known class
+}
+
+// newStage brings everything up, with the first agent running.
+func newStage(ctx context.Context, o Options) (*stage, error) {
+	calls := newCallers()
+	s := &stage{
+		calls: calls, people: newPeople(calls), points: faults.NewPoints(1500 * time.Millisecond),
+		proxies: map[string]*faults.Proxy{}, clients: map[string]*client.Client{}, journal: &journal{}, memory: &faults.Memory{},
+	}
+	starting, cancel := context.WithTimeout(ctx, startWithin)
+	defer cancel()
+	w, err := world.Start(starting, sandbox.Options{
+		Name: o.Name, Agents: agents, AgentBinary: o.Agent, SeparateWebhooks: true, RestartAfter: restartAfter,
+		AgentArgs: []string{
+			"--spare-grace-period=" + spareGrace.String(), "--failure-cool-down=" + coolDown.String(),
+			"--tombstone-retention=" + retention.String(), "--log-level=debug",
+		},
+		ShimEnv: []string{"CLAIM_SYNC_INTERVAL=10s"},
+		AgentHub: func(agent string, hub sandbox.Endpoint) (sandbox.Endpoint, error) {
+			proxy, err := s.proxy(agent, hub)
+			if err != nil {
+				return sandbox.Endpoint{}, err
+			}
+			return proxy.Endpoint(), nil
+		},
+	}, nil)
+	if err != nil {
+		s.closeProxies()
+		return nil, err
+	}
+	s.World = w
+	s.mu.Lock()
+	s.box = w.Sandbox
+	s.mu.Unlock()
+	if err := s.dress(ctx); err != nil {
+		s.stop()
+		return nil, err
+	}
+	return s, nil
+}
+
+func (s *stage) proxy(agent string, hub sandbox.Endpoint) (*faults.Proxy, error) {
+	proxy, err := faults.NewProxy(faults.Options{
+		Server: hub, Memory: s.memory,
+		Kill: func() error { return s.kill(agent) },
+		Plan: func(r *faults.Request) faults.Fault {
+			fault := s.points.Plan(agent, r)
+			if plan := s.plan.Load(); fault.Kind == faults.None && plan != nil {
+				fault = (*plan)(agent, r)
+			}
+			if fault.Kind != faults.None {
+				s.journal.add("%s: FAULT %s at %s %s %s %s", agent, fault.Kind, r.Verb, r.Resource, r.Name, r.Class)
+				if !fault.Kind.Kills() {
+					s.count.Add(1)
+				}
+			}
+			return fault
+		},
+		Seen: func(r *faults.Request) { s.see(agent, r) },
+		Strange: func(err error) {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			s.strange = append(s.strange, err.Error())
+		},
+	})
+	if err != nil {
+		return nil, err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.proxies[agent] = proxy
+	return proxy, nil
+}
+
+// dress adds what the sandbox lacks, and stops what only some scenarios need.
+func (s *stage) dress(ctx context.Context) error {
+	state := s.Sandbox.State()
+	if err := s.journal.open(filepath.Join(state.Paths.Logs, "journal.log")); err != nil {
+		return err
+	}
+	for i, address := range state.AgentAddresses {
+		c, err := client.New(client.Options{
+			Address: address,
+			TLS:     &client.TLS{CertFile: state.Paths.AdminCertificate, KeyFile: state.Paths.AdminKey, CAFile: state.Paths.AgentCA},
+			Timeout: attemptWithin, UserAgent: "chaos",
+		})
+		if err != nil {
+			return err
+		}
+		s.clients[sandbox.AgentName(i)] = c
+	}
+	s.people.update(func() { s.people.spoke = s.Spoke })
+	var err error
+	s.witness, err = invariants.Watch(ctx, s.Sandbox.HubConfig(), s.Hub, world.Scheme(), sandbox.ClusterNamespace, s.people)
+	if err != nil {
+		return err
+	}
+	s.Checker.Expected = s.people.expected
+	// Nothing runs on the machines but in the scenario with Karpenter.
+	for _, component := range karpenter {
+		if err := s.Sandbox.StopComponent(component); err != nil {
+			return err
+		}
+	}
+	return s.useAgents(ctx, 1)
+}
+
+// karpenter are the components that only Karpenter needs.
+var karpenter = []string{
+	sandbox.Shim, sandbox.SpokeScheduler, sandbox.SpokeKwok, sandbox.SpokeControllerManager,
+}
+
+// useAgents runs the first n agents, and makes the callers call all of them.
+func (s *stage) useAgents(ctx context.Context, n int) error {
+	var called []*client.Client
+	for i := range agents {
+		name := sandbox.AgentName(i)
+		if i >= n {
+			if err := s.Sandbox.StopComponent(name); err != nil {
+				return err
+			}
+			continue
+		}
+		if err := s.Sandbox.StartComponent(ctx, name); err != nil {
+			return err
+		}
+		called = append(called, s.clients[name])
+	}
+	s.calls.use(called...)
+	return nil
+}
+
+// kill ends a component as kill -9 does.
+func (s *stage) kill(component string) error {
+	s.mu.Lock()
+	box := s.box
+	s.mu.Unlock()
+	if box == nil {
+		return fmt.Errorf("%s is not started yet", component)
+	}
+	if err := box.Kill(component); err != nil {
+		return err
+	}
+	s.kills.Add(1)
+	s.journal.add("%s: KILLED", component)
+	return nil
+}
+
+// see notes a write before it is sent on.
+func (s *stage) see(agent string, r *faults.Request) {
+	if r.Class == faults.Ignored {
+		return
+	}
+	if r.Class == faults.MachineDeleted {
+		if uid := uidIn(r.Body); uid != "" {
+			s.people.update(func() { s.people.asked[uid] = true })
+		}
+	}
+	s.journal.add("%s: %s %s %s %.1500s", agent, r.Class, r.Resource, r.Name, r.Body)
+}
+
+// plans sets what happens to the agents' requests, besides fail points; nil for nothing.
+func (s *stage) plans(plan func(agent string, r *faults.Request) faults.Fault) {
+	if plan == nil {
+		s.plan.Store(nil)
+		return
+	}
+	s.plan.Store(&plan)
+}
+
+func (s *stage) strangeWrites() []string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return append([]string(nil), s.strange...)
+}
+
+func (s *stage) closeProxies() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, p := range s.proxies {
+		p.Close()
+	}
+}
+
+// stop takes everything down. Logs stay.
+func (s *stage) stop() {
+	for _, c := range s.clients {
+		_ = c.Close()
+	}
+	if s.witness != nil {
+		s.witness.Stop()
+	}
+	s.World.Stop()
+	s.closeProxies()
+	s.journal.close()
+}
+
+// running are the agents that are called.
+func (s *stage) running() []string {
+	return lo.Filter(lo.Times(agents, sandbox.AgentName), func(name string, _ int) bool { return s.Status(name).PID != 0 })
+}
+
+// journal is a file with a line for each write and each fault. The zero value forgets them.
+type journal struct {
+	mu   sync.Mutex
+	file *os.File
+}
+
+func (j *journal) open(path string) error {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	var err error
+	j.file, err = os.OpenFile(path, os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600) //nolint:gosec // in the sandbox's own folder
+	return err
+}
+
+func (j *journal) add(format string, args ...any) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if j.file != nil {
+		_, _ = fmt.Fprintf(j.file, time.Now().UTC().Format("15:04:05.000 ")+format+"\n", args...)
+	}
+}
+
+func (j *journal) close() {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if j.file != nil {
+		_ = j.file.Close()
+		j.file = nil
+	}
+}

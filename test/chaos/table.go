@@ -1,0 +1,151 @@
+package chaos
+
+import (
+	"fmt"
+	"io"
+	"strconv"
+	"text/tabwriter"
+	"time"
+
+	"github.com/samber/lo"
+
+	"github.com/karpenter-capi/karpenter-capi/test/faults"
+)
+
+// Report is what came of all scenarios.
+type Report struct {
+	Rows []*Row
+	Took time.Duration
+	// Logs is the folder of the components' logs; journal.log there has a line for each write and each fault.
+	Logs string
+	// Strange are writes of no known class and answers that no agent may give.
+	Strange []string
+
+	points *faults.Points
+	short  bool
+	full   bool
+}
+
+// Hits is how often an agent was killed at the fail point.
+func (r *Report) Hits(p faults.Point) int { return r.points.Hits(p) }
+
+// Missed are the fail points that were to be hit and were not.
+func (r *Report) Missed() []faults.Point {
+	if !r.full {
+		return nil
+	}
+	return lo.Filter(r.Points(), func(p faults.Point, _ int) bool { return r.points.Hits(p) == 0 })
+}
+
+// Points are the fail points that have to be hit.
+func (r *Report) Points() []faults.Point {
+	if r.short {
+		return faults.PointsOf(core...)
+	}
+	return faults.PointsOf(faults.Classes...)
+}
+
+// Good reports whether nothing is wrong.
+func (r *Report) Good() bool {
+	return lo.EveryBy(r.Rows, (*Row).Good) && len(r.Strange) == 0 && len(r.Missed()) == 0
+}
+
+// Total is the sum of all rows.
+func (r *Report) Total() *Row {
+	sum := &Row{Scenario: "all", Took: r.Took}
+	for _, row := range r.Rows {
+		sum.Runs += row.Runs
+		sum.Kills += row.Kills
+		sum.Faults += row.Faults
+		sum.Claims += row.Claims
+		sum.Releases += row.Releases
+		sum.Leaked += row.Leaked
+		sum.Duplicated += row.Duplicated
+		sum.Innocent += row.Innocent
+		sum.Unsettled += row.Unsettled
+	}
+	return sum
+}
+
+func (r *Row) cells() []string {
+	cells := []string{r.Scenario}
+	for _, n := range []int{r.Runs, r.Kills, r.Faults, r.Claims, r.Releases, r.Leaked, r.Duplicated, r.Innocent, r.Unsettled} {
+		cells = append(cells, strconv.Itoa(n))
+	}
+	return append(cells, fmt.Sprintf("%.0f", r.Took.Seconds()))
+}
+
+var header = []string{
+	"scenario", "runs", "kills", "faults", "claims", "releases", "leaked", "duplicated", "innocent", "unsettled", "seconds",
+}
+
+func (r *Row) String() string {
+	text := ""
+	for i, cell := range r.cells()[1:] {
+		text += lo.Ternary(i == 0, "", " ") + header[i+1] + "=" + cell
+	}
+	for _, note := range r.Notes {
+		text += "; " + note
+	}
+	return text
+}
+
+// Write prints the tables and, as the last line, the verdict.
+func (r *Report) Write(w io.Writer) {
+	table := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
+	line := func(first string, cells []string) {
+		_, _ = fmt.Fprintf(table, "%s\t", first)
+		for _, c := range cells {
+			_, _ = fmt.Fprintf(table, "%s\t", c)
+		}
+		_, _ = fmt.Fprintln(table)
+	}
+	_, _ = fmt.Fprintln(w)
+	line(header[0], header[1:])
+	for _, row := range append(r.Rows, r.Total()) {
+		cells := row.cells()
+		line(cells[0], cells[1:])
+	}
+	_ = table.Flush()
+	for _, row := range r.Rows {
+		for _, note := range row.Notes {
+			_, _ = fmt.Fprintf(w, "%s: %s\n", row.Scenario, note)
+		}
+	}
+
+	_, _ = fmt.Fprintln(w)
+	line("fail point: the agent is killed at this write", []string{"writes", "before", "after", "late"})
+	for _, class := range faults.Classes {
+		cells := []string{strconv.Itoa(r.points.Seen(class))}
+		for _, when := range []faults.When{faults.Before, faults.After, faults.Late} {
+			cells = append(cells, strconv.Itoa(r.points.Hits(faults.Point{Class: class, When: when})))
+		}
+		line(string(class), cells)
+	}
+	_ = table.Flush()
+	_, _ = fmt.Fprintln(w)
+
+	for _, row := range r.Rows {
+		if row.Err != nil {
+			_, _ = fmt.Fprintf(w, "%s: %v\n", row.Scenario, row.Err)
+		}
+		for _, v := range row.Violations {
+			_, _ = fmt.Fprintf(w, "%s: %s\n", row.Scenario, v)
+		}
+	}
+	for _, s := range r.Strange {
+		_, _ = fmt.Fprintln(w, s)
+	}
+	if missed := r.Missed(); len(missed) > 0 {
+		_, _ = fmt.Fprintf(w, "fail points that were not hit: %s\n", pointsLeft(missed))
+	}
+	if !r.Good() {
+		_, _ = fmt.Fprintf(w, "logs: %s\n", r.Logs)
+	}
+	sum := r.Total()
+	points := r.Points()
+	hit := lo.CountBy(points, func(p faults.Point) bool { return r.points.Hits(p) > 0 })
+	_, _ = fmt.Fprintf(w, "chaos: %s claims=%d releases=%d kills=%d fail-points=%d/%d leaked=%d duplicated=%d innocent=%d unsettled=%d seconds=%.0f\n",
+		lo.Ternary(r.Good(), "PASS", "FAIL"), sum.Claims, sum.Releases, sum.Kills, hit, len(points),
+		sum.Leaked, sum.Duplicated, sum.Innocent, sum.Unsettled, r.Took.Seconds())
+}

@@ -1,0 +1,73 @@
+// Command chaos runs the product on real control planes while what it depends on is made to fail; see package chaos. The last
+// line of its output says how it went, and so does its exit status.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/go-logr/logr"
+	"k8s.io/klog/v2"
+	ctrl "sigs.k8s.io/controller-runtime"
+
+	"github.com/karpenter-capi/karpenter-capi/test/chaos"
+)
+
+func main() {
+	// The clients' own chatter is not for here; what matters is in the components' logs.
+	klog.LogToStderr(false)
+	klog.SetOutput(io.Discard)
+	ctrl.SetLogger(logr.Discard())
+	os.Exit(command(os.Args[1:]))
+}
+
+func command(args []string) int {
+	var only string
+	var list bool
+	began := time.Now()
+	o := chaos.Options{Say: func(format string, args ...any) {
+		fmt.Printf("%6.1f s  "+format+"\n", append([]any{time.Since(began).Seconds()}, args...)...)
+	}}
+	flags := flag.NewFlagSet("chaos", flag.ContinueOnError)
+	flags.StringVar(&o.Name, "name", "chaos", "name of the sandbox")
+	flags.StringVar(&only, "scenarios", "", "the scenarios to run, separated by commas; empty for all")
+	flags.IntVar(&o.Rounds, "rounds", 1, "how often each scenario runs")
+	flags.BoolVar(&o.Short, "short", false, "the short form, as in the tests")
+	flags.StringVar(&o.Agent, "agent", "", "the agent's executable; empty for bin/capi-agent")
+	flags.BoolVar(&list, "list", false, "list the scenarios and exit")
+	switch err := flags.Parse(args); {
+	case errors.Is(err, flag.ErrHelp):
+		return 0
+	case err != nil:
+		return 2
+	}
+	if list {
+		chaos.List(os.Stdout)
+		return 0
+	}
+	if only != "" {
+		o.Scenarios = strings.Split(only, ",")
+	}
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
+	defer stop()
+	report, err := chaos.Run(ctx, o)
+	if report != nil {
+		report.Write(os.Stdout)
+	}
+	switch {
+	case err != nil:
+		fmt.Printf("chaos: FAIL %v\n", err)
+		return 1
+	case !report.Good():
+		return 1
+	}
+	return 0
+}

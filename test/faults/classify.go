@@ -1,0 +1,387 @@
+package faults
+
+import (
+	"encoding/json"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+
+	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+)
+
+// Class is a kind of write of the claim protocol.
+type Class string
+
+// The classes, in the order in which a claim meets them.
+const (
+	ClaimCreated      Class = "claim created"
+	ClaimMoved        Class = "claim moved to its next candidate"
+	LedgerBegun       Class = "ledger begun or rebuilt"
+	ReplicasRaised    Class = "replicas raised, claims entered"
+	SpareEntered      Class = "claims entered without a raise"
+	AdoptEntered      Class = "claim entered for an existing Machine"
+	ClaimEntered      Class = "claim marked as entered"
+	ClaimExplained    Class = "claim's wait explained"
+	MachineNamed      Class = "Machine named in the ledger"
+	ClaimBound        Class = "claim Bound"
+	MachineLabelled   Class = "Machine labelled"
+	LedgerTidied      Class = "entries dropped from the ledger"
+	NodeNoted         Class = "Node noted on the claim"
+	ClaimReleasing    Class = "claim Releasing"
+	ClaimFailed       Class = "claim failed"
+	ReleaseBegun      Class = "release noted in the ledger"
+	MachineHeld       Class = "finalizer and annotations put on the Machine"
+	MachineDeleted    Class = "Machine deleted"
+	HookPut           Class = "pre-terminate hook put"
+	ReplicasLowered   Class = "replicas lowered"
+	PausePut          Class = "MachineDeployment paused"
+	SetLowered        Class = "MachineSet lowered"
+	PauseRemoved      Class = "MachineDeployment lowered and unpaused"
+	MachineLetGo      Class = "finalizer taken off"
+	HookRemoved       Class = "pre-terminate hook removed"
+	MachineUnlabelled Class = "label taken off for a hand-over"
+	ClaimEnded        Class = "claim Ended"
+	SetPaused         Class = "MachineSet paused"
+	SetUnpaused       Class = "MachineSet unpaused"
+	ClaimRemade       Class = "lost claim made again"
+	ClaimRestored     Class = "lost status restored"
+	TombstoneCreated  Class = "tombstone created"
+	TombstoneEngraved Class = "tombstone's status written"
+	ClaimForgotten    Class = "claim forgotten"
+
+	// Ignored writes are no part of the protocol: events.
+	Ignored Class = "ignored"
+	// Unknown writes are none that the proxy knows.
+	Unknown Class = "unknown"
+)
+
+// Classes are all steps of the protocol.
+var Classes = []Class{
+	ClaimCreated, ClaimMoved, LedgerBegun, ReplicasRaised, SpareEntered, AdoptEntered, ClaimEntered, ClaimExplained, MachineNamed,
+	ClaimBound, MachineLabelled, LedgerTidied, NodeNoted, ClaimReleasing, ClaimFailed, ReleaseBegun, MachineHeld, MachineDeleted,
+	HookPut, ReplicasLowered, PausePut, SetLowered, PauseRemoved, MachineLetGo, HookRemoved, MachineUnlabelled, ClaimEnded,
+	SetPaused, SetUnpaused, ClaimRemade, ClaimRestored, TombstoneCreated, TombstoneEngraved, ClaimForgotten,
+}
+
+// HookPrefix begins the annotations that keep Cluster API from terminating an instance.
+const HookPrefix = clusterv1.PreTerminateDeleteHookAnnotationPrefix
+
+// Memory is what classifying needs to know besides the write itself. It is shared by the proxies of all agents; the zero value
+// is ready to use.
+type Memory struct {
+	mu     sync.Mutex
+	lost   map[string]bool // MachineClaims whose object somebody destroyed, by namespace/name
+	adopts map[string]bool // ids of claims that take an existing Machine over
+}
+
+// Lose tells that somebody destroys a MachineClaim: whoever makes it next makes it again.
+func (m *Memory) Lose(namespace, name string) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.lost == nil {
+		m.lost = map[string]bool{}
+	}
+	m.lost[namespace+"/"+name] = true
+}
+
+func (m *Memory) wasLost(namespace, name string) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.lost[namespace+"/"+name]
+}
+
+func (m *Memory) adopt(id string) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.adopts == nil {
+		m.adopts = map[string]bool{}
+	}
+	m.adopts[id] = true
+}
+
+func (m *Memory) isAdoption(id string) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.adopts[id]
+}
+
+// Classify says which step of the protocol a write is: [Unknown] when it is none, with the reason. It returns "" for requests
+// that change nothing.
+func (m *Memory) Classify(r *Request) (Class, error) {
+	if !r.Write() {
+		return "", nil
+	}
+	var class Class
+	var err error
+	switch {
+	case r.Resource == "events":
+		return Ignored, nil
+	case r.Group == agentv1.Group && r.Resource == "machineclaims":
+		class, err = m.claim(r)
+	case r.Group == clusterv1.GroupVersion.Group && r.Verb == "patch" && r.Subresource == "":
+		switch r.Resource {
+		case "machinedeployments":
+			class, err = m.deployment(r.Body)
+		case "machines":
+			class, err = machine(r.Body)
+		case "machinesets":
+			class, err = machineSet(r.Body)
+		}
+	case r.Group == clusterv1.GroupVersion.Group && r.Verb == "delete" && r.Resource == "machines":
+		class = MachineDeleted
+	}
+	if class == "" || err != nil {
+		if err == nil {
+			err = fmt.Errorf("%s %s/%s %s: %.500s", r.Verb, r.Resource, r.Subresource, r.Name, r.Body)
+		}
+		return Unknown, err
+	}
+	return class, nil
+}
+
+func (m *Memory) claim(r *Request) (Class, error) {
+	if r.Verb == "delete" {
+		return ClaimForgotten, nil
+	}
+	var c agentv1.MachineClaim
+	if err := json.Unmarshal(r.Body, &c); err != nil {
+		return "", err
+	}
+	if c.Spec.Adopt != "" {
+		m.adopt(c.Spec.ClaimID)
+	}
+	switch {
+	case r.Verb == "create" && c.Spec.NodeGroup == "":
+		return TombstoneCreated, nil
+	case r.Verb == "create" && m.wasLost(r.Namespace, c.Name):
+		return ClaimRemade, nil
+	case r.Verb == "create":
+		return ClaimCreated, nil
+	case r.Verb == "update" && r.Subresource == "":
+		return ClaimMoved, nil
+	case r.Verb != "update" || r.Subresource != "status":
+		return "", nil
+	}
+	return claimStatus(&c), nil
+}
+
+func claimStatus(c *agentv1.MachineClaim) Class {
+	s := &c.Status
+	switch s.Phase {
+	case agentv1.PhasePending:
+		if len(s.History) > 1 {
+			return ClaimExplained
+		}
+		return ClaimEntered
+	case agentv1.PhaseBound:
+		switch {
+		case s.Reason == "MachineDeleting":
+			return ClaimExplained
+		case s.Reason == "NodeJoined":
+			return NodeNoted
+		case s.Reason == "Bound" && strings.Contains(s.Message, "lost"):
+			return ClaimRestored
+		case s.Reason == "Bound":
+			return ClaimBound
+		}
+	case agentv1.PhaseReleasing:
+		switch s.Reason {
+		case "ReleaseRequested", "Collected":
+			return ClaimReleasing
+		case "Failed":
+			return ClaimFailed
+		case "Bound":
+			return ClaimRestored // its status was lost while it was being released
+		}
+	case agentv1.PhaseEnded:
+		if s.Reason == "NeverMade" {
+			return TombstoneEngraved
+		}
+		return ClaimEnded
+	}
+	return ""
+}
+
+// operation is one of a JSON patch.
+type operation struct {
+	Op    string          `json:"op"`
+	Path  string          `json:"path"`
+	Value json.RawMessage `json:"value"`
+}
+
+// ledger is what a ledger says, as far as classifying needs it.
+type ledger struct {
+	Pending map[string]struct {
+		UID types.UID `json:"u"`
+	} `json:"pending"`
+	Releasing map[types.UID]json.RawMessage `json:"releasing"`
+}
+
+func annotationPath(key string) string {
+	return "/metadata/annotations/" + strings.ReplaceAll(key, "/", "~1")
+}
+
+// deployment classifies a JSON patch of a MachineDeployment: it tests what was and puts what shall be.
+func (m *Memory) deployment(body []byte) (Class, error) {
+	var operations []operation
+	if err := json.Unmarshal(body, &operations); err != nil {
+		return "", err
+	}
+	var before, after *ledger
+	var was, shall *int32
+	pause := ""
+	for _, o := range operations {
+		var err error
+		switch o.Path {
+		case annotationPath(agentv1.LedgerAnnotation):
+			if o.Op == "test" {
+				before, _ = decodeLedger(o.Value) // one that is not readable is rebuilt
+			} else {
+				after, err = decodeLedger(o.Value)
+			}
+		case "/spec/replicas":
+			n := new(int32)
+			err = json.Unmarshal(o.Value, n)
+			if o.Op == "test" {
+				was = n
+			} else {
+				shall = n
+			}
+		case annotationPath(clusterv1.PausedAnnotation):
+			if o.Op != "test" {
+				pause = o.Op
+			}
+		}
+		if err != nil {
+			return "", err
+		}
+	}
+	switch {
+	case after == nil || was == nil:
+		return "", nil
+	case before == nil:
+		return LedgerBegun, nil
+	case pause == "add":
+		return PausePut, nil
+	case pause == "remove":
+		return PauseRemoved, nil
+	case shall != nil && *shall < *was:
+		return ReplicasLowered, nil
+	}
+	return m.entries(before, after, shall != nil), nil
+}
+
+// entries classifies a write by what it changes in the ledger; the most consequential counts.
+func (m *Memory) entries(before, after *ledger, raised bool) Class {
+	var entered, adopted, named bool
+	for id, entry := range after.Pending {
+		old, known := before.Pending[id]
+		switch {
+		case !known && m.isAdoption(id):
+			adopted = true
+		case !known:
+			entered = true
+		case old.UID == "" && entry.UID != "":
+			named = true
+		}
+	}
+	begun := false
+	for uid := range after.Releasing {
+		if _, known := before.Releasing[uid]; !known {
+			begun = true
+		}
+	}
+	switch {
+	case adopted:
+		return AdoptEntered
+	case raised:
+		return ReplicasRaised
+	case entered:
+		return SpareEntered
+	case begun:
+		return ReleaseBegun
+	case named:
+		return MachineNamed
+	}
+	return LedgerTidied
+}
+
+func decodeLedger(value json.RawMessage) (*ledger, error) {
+	var text string
+	if err := json.Unmarshal(value, &text); err != nil {
+		return nil, err
+	}
+	var l ledger
+	if err := json.Unmarshal([]byte(text), &l); err != nil {
+		return nil, err
+	}
+	return &l, nil
+}
+
+// patch is a merge patch, as far as classifying needs it. A null is a nil pointer in a map that has the key.
+type patch struct {
+	Metadata struct {
+		Labels      map[string]*string `json:"labels"`
+		Annotations map[string]*string `json:"annotations"`
+		Finalizers  json.RawMessage    `json:"finalizers"`
+	} `json:"metadata"`
+	Spec struct {
+		Replicas *int32 `json:"replicas"`
+	} `json:"spec"`
+}
+
+func machine(body []byte) (Class, error) {
+	var p patch
+	if err := json.Unmarshal(body, &p); err != nil {
+		return "", err
+	}
+	if label, touched := p.Metadata.Labels[agentv1.ClaimLabel]; touched {
+		if label == nil {
+			return MachineUnlabelled, nil
+		}
+		return MachineLabelled, nil
+	}
+	for key, value := range p.Metadata.Annotations {
+		if strings.HasPrefix(key, HookPrefix) {
+			if value == nil {
+				return HookRemoved, nil
+			}
+			return HookPut, nil
+		}
+	}
+	if len(p.Metadata.Finalizers) == 0 {
+		if len(p.Metadata.Labels) == 0 && len(p.Metadata.Annotations) == 0 {
+			return MachineHeld, nil // repeated, and in place already
+		}
+		return "", nil
+	}
+	var finalizers []string
+	if err := json.Unmarshal(p.Metadata.Finalizers, &finalizers); err != nil {
+		return "", err
+	}
+	if slices.Contains(finalizers, agentv1.ReleaseFinalizer) {
+		return MachineHeld, nil
+	}
+	return MachineLetGo, nil
+}
+
+func machineSet(body []byte) (Class, error) {
+	var p patch
+	if err := json.Unmarshal(body, &p); err != nil {
+		return "", err
+	}
+	paused, touched := p.Metadata.Annotations[clusterv1.PausedAnnotation]
+	switch {
+	case p.Spec.Replicas != nil:
+		return SetLowered, nil
+	case touched && paused != nil:
+		return SetPaused, nil
+	case touched:
+		return SetUnpaused, nil
+	}
+	return "", nil
+}

@@ -1,0 +1,503 @@
+package faults
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log"
+	"net"
+	"net/http"
+	"net/http/httputil"
+	"net/url"
+	"strconv"
+	"sync"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/util/cert"
+
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+)
+
+// Kind is what goes wrong with a request.
+type Kind int
+
+// The kinds.
+const (
+	// None: nothing.
+	None Kind = iota
+	// KillBefore: the caller is killed, and the request never arrives.
+	KillBefore
+	// KillAfter: the request is carried out, and the caller killed before it has the answer. A request that is refused is
+	// answered instead.
+	KillAfter
+	// KillLate: the caller is killed, and the request arrives a while later, when the caller's successor is at work.
+	KillLate
+	// TooMany: refused with 429, to be tried again after a second.
+	TooMany
+	// InternalError: refused with 500.
+	InternalError
+	// Unavailable: refused with 503.
+	Unavailable
+	// Reset: the connection is reset before the request arrives, and with it all that shares it.
+	Reset
+	// Cut: the request is carried out, and the connection reset before the answer.
+	Cut
+	// TimeoutAfter: the request is carried out, and answered with 504.
+	TimeoutAfter
+	// Expired: refused with 410, as when what was asked for has been compacted.
+	Expired
+	// Slow: the request arrives late.
+	Slow
+)
+
+var kinds = [...]string{
+	"none", "kill before", "kill after", "kill, then late", "429", "500", "503", "reset", "answer cut", "504 after", "410", "slow",
+}
+
+func (k Kind) String() string { return kinds[k] }
+
+// Kills reports whether the caller dies of it.
+func (k Kind) Kills() bool { return k == KillBefore || k == KillAfter || k == KillLate }
+
+// Fault is what happens to one request.
+type Fault struct {
+	Kind Kind
+	// Delay of [KillLate] and [Slow].
+	Delay time.Duration
+	// Done, if set, is called when it has happened.
+	Done func()
+}
+
+// Options say what a [Proxy] does.
+type Options struct {
+	// Server is the API server behind it.
+	Server sandbox.Endpoint
+	// Memory is shared by the proxies of one server. REQUIRED.
+	Memory *Memory
+	// Kill ends the caller at once.
+	Kill func() error
+	// Plan says what happens to a request; nil for nothing. It must not block.
+	Plan func(*Request) Fault
+	// Seen is called for each write before it is sent on.
+	Seen func(*Request)
+	// Strange is called for writes that are of no known class.
+	Strange func(error)
+}
+
+// Proxy is an API server that fails as it is told to. It serves until [Proxy.Close].
+type Proxy struct {
+	options   Options
+	endpoint  sandbox.Endpoint
+	server    *http.Server
+	transport *http.Transport
+	ended     sync.WaitGroup
+
+	mu      sync.Mutex
+	thawed  chan struct{} // closed while watches flow
+	expired chan struct{} // closed and replaced when watches expire
+	conns   map[net.Conn]struct{}
+}
+
+var (
+	// errAbort ends a request without an answer, errReset its connection too.
+	errAbort = errors.New("no answer")
+	errReset = errors.New("connection reset")
+)
+
+// killPatience bounds the wait for a killed caller's connection to go down.
+const killPatience = 10 * time.Second
+
+type connKey struct{}
+
+// NewProxy listens on loopback and serves.
+func NewProxy(options Options) (*Proxy, error) {
+	target, err := url.Parse(options.Server.URL)
+	if err != nil {
+		return nil, err
+	}
+	pool := x509.NewCertPool()
+	if !pool.AppendCertsFromPEM(options.Server.CA) {
+		return nil, errors.New("the server's CA holds no certificate")
+	}
+	certificate, key, err := cert.GenerateSelfSignedCertKey("127.0.0.1", []net.IP{net.IPv4(127, 0, 0, 1)}, nil)
+	if err != nil {
+		return nil, err
+	}
+	pair, err := tls.X509KeyPair(certificate, key)
+	if err != nil {
+		return nil, err
+	}
+	listener, err := (&net.ListenConfig{}).Listen(context.Background(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		return nil, err
+	}
+	p := &Proxy{
+		options:  options,
+		endpoint: sandbox.Endpoint{URL: "https://" + listener.Addr().String(), CA: certificate},
+		transport: &http.Transport{
+			TLSClientConfig:     &tls.Config{RootCAs: pool, MinVersion: tls.VersionTLS12},
+			ForceAttemptHTTP2:   true,
+			DisableCompression:  true, // what comes compressed is sent on as it is
+			MaxIdleConnsPerHost: 100,
+		},
+		thawed:  make(chan struct{}),
+		expired: make(chan struct{}),
+		conns:   map[net.Conn]struct{}{},
+	}
+	close(p.thawed)
+	forward := &httputil.ReverseProxy{
+		Rewrite:       func(r *httputil.ProxyRequest) { r.SetURL(target) },
+		Transport:     roundTripper(p.roundTrip),
+		FlushInterval: -1,
+		ErrorLog:      log.New(io.Discard, "", 0),
+		ErrorHandler:  p.fail,
+	}
+	p.server = &http.Server{
+		Handler:           forward,
+		TLSConfig:         &tls.Config{Certificates: []tls.Certificate{pair}, MinVersion: tls.VersionTLS12},
+		ErrorLog:          log.New(io.Discard, "", 0), // aborted requests are what it is for
+		ReadHeaderTimeout: time.Minute,
+		ConnContext:       func(ctx context.Context, c net.Conn) context.Context { return context.WithValue(ctx, connKey{}, c) },
+		ConnState:         p.track,
+	}
+	p.ended.Go(func() { _ = p.server.ServeTLS(listener, "", "") })
+	return p, nil
+}
+
+// Endpoint is what its callers connect to.
+func (p *Proxy) Endpoint() sandbox.Endpoint { return p.endpoint }
+
+// Close ends all connections.
+func (p *Proxy) Close() {
+	p.Thaw()
+	_ = p.server.Close()
+	p.ended.Wait()
+	p.transport.CloseIdleConnections()
+}
+
+// Freeze holds every watch event back until [Proxy.Thaw]: the caller's caches go stale, and it does not know.
+func (p *Proxy) Freeze() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	select {
+	case <-p.thawed:
+		p.thawed = make(chan struct{})
+	default:
+	}
+}
+
+// Thaw lets watches flow again.
+func (p *Proxy) Thaw() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	select {
+	case <-p.thawed:
+	default:
+		close(p.thawed)
+	}
+}
+
+// ExpireWatches ends every open watch as the API server does when what it should go on from has been compacted.
+func (p *Proxy) ExpireWatches() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	close(p.expired)
+	p.expired = make(chan struct{})
+}
+
+// ResetConnections resets every connection of the caller, in the middle of whatever they carry.
+func (p *Proxy) ResetConnections() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for c := range p.conns {
+		reset(c)
+	}
+}
+
+func (p *Proxy) track(c net.Conn, state http.ConnState) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	switch state {
+	case http.StateNew, http.StateActive, http.StateIdle:
+		p.conns[c] = struct{}{}
+	case http.StateClosed, http.StateHijacked:
+		delete(p.conns, c)
+	}
+}
+
+// reset makes the caller see ECONNRESET rather than an orderly end.
+func reset(c net.Conn) {
+	if wrapped, ok := c.(*tls.Conn); ok {
+		c = wrapped.NetConn()
+	}
+	if tcp, ok := c.(*net.TCPConn); ok {
+		_ = tcp.SetLinger(0)
+	}
+	_ = c.Close()
+}
+
+func (p *Proxy) fail(_ http.ResponseWriter, r *http.Request, err error) {
+	if errors.Is(err, errReset) {
+		if c, ok := r.Context().Value(connKey{}).(net.Conn); ok {
+			reset(c)
+		}
+	}
+	// Also when the API server itself does not answer: an answer of the proxy's own would be none of a real server.
+	panic(http.ErrAbortHandler)
+}
+
+type roundTripper func(*http.Request) (*http.Response, error)
+
+func (f roundTripper) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
+
+func (p *Proxy) roundTrip(r *http.Request) (*http.Response, error) {
+	q := parse(r)
+	if q.Write() {
+		if err := p.inspect(r, q); err != nil {
+			return nil, err
+		}
+	}
+	var fault Fault
+	if p.options.Plan != nil {
+		fault = p.options.Plan(q)
+	}
+	done := func() {
+		if fault.Done != nil {
+			fault.Done()
+		}
+	}
+	switch fault.Kind {
+	case KillBefore:
+		if err := p.kill(r.Context()); err == nil {
+			done()
+		}
+		return nil, errAbort
+	case KillLate:
+		if err := p.kill(r.Context()); err == nil {
+			done()
+		}
+		time.Sleep(fault.Delay) // the request has been under way for so long
+		return p.drop(p.send(detached(r)))
+	case TooMany:
+		done()
+		return refusal(r, http.StatusTooManyRequests, metav1.StatusReasonTooManyRequests), nil
+	case InternalError:
+		done()
+		return refusal(r, http.StatusInternalServerError, metav1.StatusReasonInternalError), nil
+	case Unavailable:
+		done()
+		return refusal(r, http.StatusServiceUnavailable, metav1.StatusReasonServiceUnavailable), nil
+	case Expired:
+		done()
+		return refusal(r, http.StatusGone, metav1.StatusReasonExpired), nil
+	case Reset:
+		done()
+		return nil, errReset
+	case Slow:
+		done()
+		select {
+		case <-time.After(fault.Delay):
+		case <-r.Context().Done():
+			return nil, errAbort
+		}
+	case KillAfter, Cut, TimeoutAfter:
+		return p.after(r, fault.Kind, done)
+	case None:
+	}
+	response, err := p.send(r)
+	if err == nil && q.Verb == "watch" && response.StatusCode == http.StatusOK {
+		response.Body = p.watched(r.Context(), response.Body)
+	}
+	return response, err
+}
+
+// inspect reads the body of a write and tells what it is.
+func (p *Proxy) inspect(r *http.Request, q *Request) error {
+	if r.Body != nil {
+		body, err := io.ReadAll(r.Body)
+		if err != nil {
+			return err
+		}
+		r.Body, r.ContentLength = io.NopCloser(bytes.NewReader(body)), int64(len(body))
+		r.GetBody = func() (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(body)), nil }
+		q.Body = body
+	}
+	var err error
+	if q.Class, err = p.options.Memory.Classify(q); err != nil && p.options.Strange != nil {
+		p.options.Strange(err)
+	}
+	if p.options.Seen != nil {
+		p.options.Seen(q)
+	}
+	return nil
+}
+
+// after carries the request out and lets the answer get lost. A write that was refused is answered: nothing was applied.
+func (p *Proxy) after(r *http.Request, kind Kind, done func()) (*http.Response, error) {
+	response, err := p.send(detached(r))
+	if err != nil || response.StatusCode >= http.StatusBadRequest {
+		return response, err
+	}
+	switch kind {
+	case KillAfter:
+		if err := p.kill(r.Context()); err == nil {
+			done()
+		}
+		return p.drop(response, nil)
+	case TimeoutAfter:
+		done()
+		_, _ = p.drop(response, nil)
+		return refusal(r, http.StatusGatewayTimeout, metav1.StatusReasonTimeout), nil
+	default:
+		done()
+		_, _ = p.drop(response, nil)
+		return nil, errReset
+	}
+}
+
+// send sends the request on.
+func (p *Proxy) send(r *http.Request) (*http.Response, error) { return p.transport.RoundTrip(r) }
+
+// drop throws an answer away.
+func (p *Proxy) drop(response *http.Response, err error) (*http.Response, error) {
+	if err == nil {
+		_, _ = io.Copy(io.Discard, response.Body)
+		_ = response.Body.Close()
+	}
+	return nil, errAbort
+}
+
+// detached makes the request outlive its caller.
+func detached(r *http.Request) *http.Request {
+	return r.WithContext(context.WithoutCancel(r.Context()))
+}
+
+// kill ends the caller and returns when its connections are down. It fails when it was dead already.
+func (p *Proxy) kill(ctx context.Context) error {
+	if ctx.Err() != nil {
+		return ctx.Err()
+	}
+	if err := p.options.Kill(); err != nil {
+		return err
+	}
+	select {
+	case <-ctx.Done():
+		return nil
+	case <-time.After(killPatience):
+		return errors.New("the caller did not die")
+	}
+}
+
+// refusal is an answer of the API server's kind that it never gave.
+func refusal(r *http.Request, code int, reason metav1.StatusReason) *http.Response {
+	status := metav1.Status{
+		TypeMeta: metav1.TypeMeta{Kind: "Status", APIVersion: "v1"},
+		Status:   metav1.StatusFailure, Code: int32(code), Reason: reason, Message: "injected by the test",
+	}
+	header := http.Header{"Content-Type": {"application/json"}}
+	if code == http.StatusTooManyRequests {
+		header.Set("Retry-After", "1")
+		status.Details = &metav1.StatusDetails{RetryAfterSeconds: 1}
+	}
+	body, err := json.Marshal(status)
+	if err != nil {
+		panic(err) // a struct of strings and numbers always encodes
+	}
+	header.Set("Content-Length", strconv.Itoa(len(body)))
+	return &http.Response{
+		Status: fmt.Sprintf("%d %s", code, http.StatusText(code)), StatusCode: code,
+		Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1,
+		Header: header, ContentLength: int64(len(body)), Body: io.NopCloser(bytes.NewReader(body)), Request: r,
+	}
+}
+
+// gone is the event that ends a watch whose start has been compacted.
+var gone = []byte(`{"type":"ERROR","object":{"kind":"Status","apiVersion":"v1","metadata":{},"status":"Failure",` +
+	`"message":"too old resource version: injected by the test","reason":"Expired","code":410}}` + "\n")
+
+// watched passes the events of a watch on, one line each, except while frozen, and until it expires.
+func (p *Proxy) watched(ctx context.Context, body io.ReadCloser) io.ReadCloser {
+	out, in := io.Pipe()
+	lines := make(chan []byte)
+	ended := make(chan struct{})
+	p.ended.Go(func() {
+		defer close(lines)
+		reader := bufio.NewReader(body)
+		for {
+			line, err := reader.ReadBytes('\n')
+			if len(line) > 0 {
+				select {
+				case lines <- line:
+				case <-ended:
+					return
+				}
+			}
+			if err != nil {
+				return
+			}
+		}
+	})
+	p.ended.Go(func() {
+		defer func() {
+			close(ended)
+			_ = body.Close()
+			_ = in.Close()
+		}()
+		for {
+			p.mu.Lock()
+			thawed, expired := p.thawed, p.expired
+			p.mu.Unlock()
+			select {
+			case <-thawed:
+			case <-ctx.Done():
+				return
+			}
+			select {
+			case line, more := <-lines:
+				if !more {
+					return
+				}
+				if p.frozen() {
+					p.awaitThaw(ctx)
+				}
+				if _, err := in.Write(line); err != nil {
+					return
+				}
+			case <-expired:
+				_, _ = in.Write(gone)
+				return
+			case <-ctx.Done():
+				return
+			}
+		}
+	})
+	return out
+}
+
+func (p *Proxy) frozen() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	select {
+	case <-p.thawed:
+		return false
+	default:
+		return true
+	}
+}
+
+func (p *Proxy) awaitThaw(ctx context.Context) {
+	p.mu.Lock()
+	thawed := p.thawed
+	p.mu.Unlock()
+	select {
+	case <-thawed:
+	case <-ctx.Done():
+	}
+}
