@@ -89,7 +89,7 @@ generate-docs: $(OPTIONS_DOCS) $(BIN)/capi-agent $(BIN)/karpenter
 OPTIONS_OF = $(BIN)/capi-agent:CAPI_AGENT_ $(BIN)/karpenter:
 
 .PHONY: verify
-verify: verify-generated verify-docs verify-modules verify-imports lint ## Check that generated files are current, modules tidy, imports allowed; all linters
+verify: verify-generated verify-docs verify-modules verify-imports verify-api lint ## Check that generated files are current, modules tidy, imports allowed; all linters
 
 # In a copy, so that a check never changes the tree that it checks.
 .PHONY: verify-generated
@@ -112,6 +112,19 @@ verify-modules:
 		echo "verify: $$module/go.mod"; \
 		(cd $$module && GOWORK=off go mod tidy -diff) || { echo "run go mod tidy in $$module" >&2; exit 1; }; \
 	done
+
+# The API as it was last agreed on. What is in it may be added to, and not changed: callers of any later build rely on it.
+API_BASELINE := proto/baseline.binpb
+
+.PHONY: verify-api
+verify-api: $(BUF)
+	@echo "verify: the API is compatible with $(API_BASELINE)"
+	@image=$$(mktemp --suffix=.binpb) && trap 'rm -f "$$image"' EXIT && \
+	$(BUF) build proto -o "$$image" && $(BUF) breaking "$$image" --against $(API_BASELINE)
+
+.PHONY: api-baseline
+api-baseline: $(BUF) verify-api ## Agree on the API as it is: later changes must be compatible with it
+	$(BUF) build proto --exclude-source-info -o $(API_BASELINE)
 
 # What a module must not even import through others; golangci-lint's depguard says it for direct imports.
 .PHONY: verify-imports
