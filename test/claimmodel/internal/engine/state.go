@@ -1,0 +1,282 @@
+// Package engine is the model of the claim protocol as the agent's claim engine does it: a snapshot read in a fixed order, one
+// decision from it, one ledger write or the writes on other objects that the ledger permits.
+//
+// [Protocol.decide] follows decide in the agent's package claims function by function and name by name; the test Agreement
+// there compares the two on the snapshots that the explorer reaches. Around it the model has what the process around decide
+// has: the order of the reads, what each write tests, calls that move a claim to its next candidate, and a second agent that
+// acts late on all of it.
+package engine
+
+import (
+	"hash/maphash"
+	"math/bits"
+)
+
+// Bounds of the model: what an array holds. Unused elements cost only memory.
+const (
+	maxGroups   = 2
+	maxMachines = 6 // in one group
+	maxClaims   = 3
+	maxSets     = 3
+)
+
+// phase is how far a Machine is.
+type phase uint8
+
+const (
+	absent      phase = iota // never made
+	fresh                    // made, no Node yet
+	joined                   // has a Node
+	deleting                 // has a deletion timestamp; its instance is still to be stopped
+	waiting                  // the same, and Cluster API reports that it waits for the pre-terminate hook
+	terminating              // its instance is being stopped
+	held                     // torn down; our finalizer is what is left
+	gone
+)
+
+// Flags of a Machine.
+const (
+	finalized uint8 = 1 << iota // our finalizer and the delete annotation, written together
+	hooked                      // our pre-terminate hook
+	outdated                    // Cluster API says that it is not up to date
+)
+
+type machine struct {
+	phase phase
+	set   uint8 // the number of its MachineSet
+	label uint8 // the claim that it is labelled with, from 1
+	flags uint8
+}
+
+func (m machine) has(flag uint8) bool { return m.flags&flag != 0 }
+func (m machine) alive() bool         { return m.phase == fresh || m.phase == joined }
+func (m machine) exists() bool        { return m.phase >= fresh && m.phase <= held }
+
+// Phases of a claim; fresh objects have no status yet.
+type claimPhase uint8
+
+const (
+	unmade claimPhase = iota
+	made              // the object is there, no agent has marked it as entered
+	pending
+	bound
+	releasing
+	ended
+)
+
+type claim struct {
+	phase   claimPhase
+	machine uint8 // its Machine, from 1
+	group   uint8
+	adopt   uint8 // the Machine that it takes over, from 1
+}
+
+// live reports whether the claim has a right to a Machine.
+func (c claim) live() bool { return c.phase >= made && c.phase <= bound }
+
+// current is the phase that the protocol sees: an object without a status is pending.
+func (c claim) current() claimPhase {
+	if c.phase == made {
+		return pending
+	}
+	return c.phase
+}
+
+// Who paused an object.
+const (
+	notPaused uint8 = iota
+	byAgent
+	byHuman
+)
+
+type machineSet struct {
+	exists   uint8
+	replicas uint8
+	saw      uint8 // what its controller acts on
+	observed uint8 // its status says that it observed the present spec
+	foreign  uint8 // the present spec was written by an agent, and Cluster API's cache does not show it yet
+	paused   uint8
+	isPaused uint8 // its status says so
+	released uint8 // mask: Machines that it was lowered for under pause
+}
+
+// deployment is a MachineDeployment without its ledger.
+type deployment struct {
+	replicas uint8
+	template uint8 // the number of the MachineSet of the present template
+	paused   uint8
+	isPaused uint8
+	observed uint8 // its status says that it observed the present generation
+	carried  uint8 // mask: releases whose lowering it has observed
+}
+
+// Entries of pending claims in the ledger.
+const (
+	noEntry uint8 = 0
+	unnamed uint8 = 1
+	named   uint8 = 2 // plus the Machine's number
+)
+
+// ledger is the annotation. Everything about a release but its Machine and whether replicas were lowered is in masks.
+type ledger struct {
+	present             uint8
+	floor, lastReplicas uint8
+	pending             [maxClaims]uint8
+	adopted             uint8 // mask of claims: the floor was lowered for it
+	releasing           uint8 // masks of Machines
+	givenBack           uint8
+	underPause          uint8 // its MachineSet is lowered under pause
+	hook                uint8
+	shrinks             uint8 // the MachineSet, from 1, that is paused while spares that never came are given back
+	shrunk              uint8 // that was done, or is not to be done any more
+}
+
+func bit(i int) uint8 { return 1 << uint(i) }
+
+func (l *ledger) names(m int) bool {
+	for _, entry := range l.pending {
+		if entry == named+uint8(m) {
+			return true
+		}
+	}
+	return false
+}
+
+func (l *ledger) drop(m int) {
+	l.releasing &^= bit(m)
+	l.givenBack &^= bit(m)
+	l.underPause &^= bit(m)
+	l.hook &^= bit(m)
+}
+
+// seenMachine is a Machine in Cluster API's cache.
+type seenMachine struct {
+	phase phase
+	flags uint8
+}
+
+type group struct {
+	md       deployment
+	ledger   ledger
+	sets     [maxSets]machineSet
+	machines [maxMachines]machine
+	seen     [maxMachines]seenMachine
+
+	owned   uint8 // what the user owns, as far as the user knows
+	mercy   uint8 // how many Machines may still go because a human lowered replicas
+	peak    uint8 // the largest number of replicas that a human asked for
+	blocked uint8 // its MachineSets can make no Machines
+}
+
+// snapshot is what one agent has read of a group.
+type snapshot struct {
+	md       deployment
+	ledger   ledger
+	claims   [maxClaims]claim // of this group, not ended; and ended ones that a Machine is labelled with
+	sets     [maxSets]machineSet
+	machines [maxMachines]machine
+}
+
+// Steps of one reading, in the order of the engine's.
+const (
+	nothingRead uint8 = iota
+	deploymentRead
+	claimsRead
+	setsRead
+	allRead
+	ledgerChecked // the ledger was read again after all of it, and was the same
+)
+
+// reader is a stale agent: what it read, and what of that is still so.
+type reader struct {
+	step  uint8
+	group uint8
+	s     snapshot
+
+	ledgerFresh     uint8 // the seq is as it was read
+	generationFresh uint8
+	objectFresh     uint8 // the MachineDeployment's resourceVersion
+	claimsFresh     uint8 // masks: the resourceVersions
+	setsFresh       uint8
+	machinesFresh   uint8
+	labels          uint8 // mask of claims: it has just bound them, and is about to label their Machines
+	deletes         uint8 // mask of Machines: it has just put the finalizer on them, and is about to delete them
+	hooks           uint8
+}
+
+// state holds nothing but bytes, so that it can be hashed as they are.
+type state struct {
+	groups [maxGroups]group
+	claims [maxClaims]claim
+	// refused holds, for each claim, the groups that refused it in a call that has not acted on that yet.
+	refused [maxClaims]uint8
+	agents  [2]reader
+
+	used   uint8 // mask: claims that were made once
+	asked  uint8 // mask: claims whose release was asked for
+	repeat uint8 // mask: claims whose first call may still arrive once more
+	left   counters
+}
+
+// counters are what is left of the bounded moves.
+type counters struct {
+	outsiders, raises, lowers, rollouts, wipes, pauses, blocks uint8
+}
+
+var seed = maphash.MakeSeed()
+
+// Key is the state's own: claims and Machines are told apart by their age.
+func (p *Protocol) Key(s *state) uint64 {
+	if p.StaleAgents == 2 {
+		t := *s
+		t.agents[0], t.agents[1] = t.agents[1], t.agents[0]
+		return min(maphash.Comparable(seed, *s), maphash.Comparable(seed, t))
+	}
+	return maphash.Comparable(seed, *s)
+}
+
+// of is the instant's snapshot of a group.
+func (s *state) of(g int) snapshot {
+	at := &s.groups[g]
+	out := snapshot{md: at.md, ledger: at.ledger, sets: at.sets}
+	out.claims = s.claimsOf(g)
+	s.readMachines(g, &out)
+	return out
+}
+
+// claimsOf lists the group's claims that have not ended.
+func (s *state) claimsOf(g int) [maxClaims]claim {
+	var list [maxClaims]claim
+	for c, x := range s.claims {
+		if int(x.group) == g && x.phase != ended {
+			list[c] = x
+		}
+	}
+	return list
+}
+
+// readMachines lists the Machines, and looks at the claims that they are labelled with and that the list of claims left out.
+func (s *state) readMachines(g int, into *snapshot) {
+	for i, m := range s.groups[g].machines {
+		if !m.exists() {
+			into.machines[i] = machine{set: m.set} // the ledger knows the MachineSet of a Machine that is gone
+			continue
+		}
+		into.machines[i] = m
+		if m.label == 0 || into.claims[m.label-1].phase != unmade {
+			continue
+		}
+		if c := s.claims[m.label-1]; c.phase == ended || c.phase != unmade && int(c.group) == g {
+			into.claims[m.label-1] = c
+		}
+	}
+}
+
+func count(mask uint8) uint8 { return uint8(bits.OnesCount8(mask)) }
+
+func b(yes bool) uint8 {
+	if yes {
+		return 1
+	}
+	return 0
+}

@@ -1,0 +1,427 @@
+package engine
+
+import "github.com/karpenter-capi/karpenter-capi/test/claimmodel/internal/explore"
+
+type emitter func(next *state, what, x, y int, violation string)
+
+// controllers are Cluster API's and the infrastructure's, for one group. They are wider than the real ones where those depend
+// on what the model does not have: a lowered MachineDeployment may charge any of its MachineSets, one replica at a time.
+func (p *Protocol) controllers(s *state, g int, emit explore.Emit[state]) {
+	move := func(next *state, what, x, y int, violation string) { emit(next, act(nobody, g, what, x, y), violation) }
+	p.deployment(s, g, move)
+	for i := range maxSets {
+		if s.groups[g].sets[i].exists != 0 {
+			p.machineSet(s, g, i, move)
+		}
+	}
+	for i := range p.machines() {
+		p.machine(s, g, i, move)
+	}
+}
+
+// deployment is one reconcile of the MachineDeployment.
+func (p *Protocol) deployment(s *state, g int, move emitter) {
+	at := &s.groups[g]
+	if paused := b(at.md.paused != notPaused); paused != at.md.isPaused {
+		next := *s
+		next.groups[g].md.isPaused = paused
+		move(&next, deploymentPaused, int(paused), 0, "")
+		return
+	} else if paused != 0 {
+		return
+	}
+	newest := int(at.md.template)
+	if at.sets[newest].exists == 0 {
+		next := *s
+		next.groups[g].sets[newest] = machineSet{exists: 1, observed: 1}
+		move(&next, setMade, newest, 0, "")
+		return
+	}
+	// It computes from its cache, and writes what it computed over whatever is there.
+	var basis [maxSets]int
+	sum := 0
+	old := 0
+	for i, set := range at.sets {
+		basis[i] = int(set.replicas)
+		if set.foreign != 0 {
+			basis[i] = int(set.saw)
+		}
+		if i != newest && !p.RollingUpdate {
+			basis[i] = min(basis[i], at.seenOf(i))
+		}
+		sum += basis[i]
+		if i != newest {
+			old += basis[i]
+		}
+	}
+	replicas := int(at.md.replicas)
+	write := func(to [maxSets]int, observed bool) {
+		next := *s
+		md := &next.groups[g].md
+		changed, x := false, newest
+		for i := range to {
+			set := &next.groups[g].sets[i]
+			if set.exists != 0 && int(set.replicas) != to[i] {
+				set.replicas, set.observed, set.foreign = uint8(to[i]), 0, 0
+				changed, x = true, i
+			}
+		}
+		if observed && (md.observed == 0 || md.carried != next.groups[g].ledger.givenBack) {
+			md.observed, md.carried = 1, next.groups[g].ledger.givenBack
+			if !changed {
+				move(&next, deploymentObserves, 0, 0, "")
+				return
+			}
+			changed = true
+		}
+		if changed {
+			move(&next, deploymentScales, x, to[x], "")
+		}
+	}
+	change := func(i, by int) [maxSets]int {
+		to := basis
+		to[i] += by
+		return to
+	}
+	if !p.RollingUpdate || old == 0 {
+		switch {
+		case sum < replicas:
+			write(change(newest, replicas-sum), true)
+		case sum == replicas:
+			write(basis, true)
+		default:
+			for i := range basis {
+				if basis[i] > 0 {
+					write(change(i, -1), sum-1 == replicas)
+				}
+			}
+		}
+		return
+	}
+	// A rollout: one more than replicas at most, never fewer.
+	switch {
+	case basis[newest] > replicas:
+		write(change(newest, replicas-basis[newest]), true)
+		return
+	case sum < replicas:
+		write(change(newest, min(replicas-sum, replicas-basis[newest])), true)
+		return
+	}
+	if sum <= replicas && basis[newest] < replicas {
+		write(change(newest, 1), true)
+	}
+	if sum > replicas {
+		for i := range basis {
+			if i != newest && basis[i] > 0 {
+				write(change(i, -1), true)
+			}
+		}
+	}
+}
+
+// seenOf counts the Machines of a MachineSet that Cluster API's cache shows.
+func (at *group) seenOf(set int) int {
+	n := 0
+	for i, m := range at.seen {
+		if int(at.machines[i].set) == set && m.phase >= fresh && m.phase <= held {
+			n++
+		}
+	}
+	return n
+}
+
+// machineSet is one step of a MachineSet's controller.
+func (p *Protocol) machineSet(s *state, g, i int, move emitter) {
+	at := &s.groups[g]
+	set := at.sets[i]
+	if set.saw != set.replicas || set.observed == 0 || set.foreign != 0 {
+		next := *s
+		to := &next.groups[g].sets[i]
+		to.saw, to.foreign, to.observed = set.replicas, 0, 1
+		move(&next, setObserves, i, int(set.replicas), "")
+	}
+	if paused := b(set.paused != notPaused); paused != set.isPaused {
+		next := *s
+		to := &next.groups[g].sets[i]
+		to.isPaused = paused
+		to.saw, to.foreign = set.replicas, 0 // the same object's: it is seen together
+		move(&next, setPaused, i, int(paused), "")
+	}
+	if set.isPaused != 0 {
+		return
+	}
+	total, going := 0, 0
+	for j, m := range at.seen {
+		if int(at.machines[j].set) == i && m.phase >= fresh && m.phase <= held {
+			total++
+			if m.phase > joined {
+				going++
+			}
+		}
+	}
+	creates := p.RollingUpdate || i == int(at.md.template)
+	if total < int(set.saw) && creates && at.blocked == 0 {
+		for j := range p.machines() {
+			if at.machines[j].phase != absent {
+				continue
+			}
+			next := *s
+			next.groups[g].machines[j] = machine{phase: fresh, set: uint8(i)}
+			next.groups[g].seen[j] = seenMachine{phase: fresh}
+			move(&next, setCreates, i, j, "")
+			break
+		}
+	}
+	if total-int(set.saw) > going && total > going {
+		p.victims(s, g, i, move)
+	}
+}
+
+// victims emits every Machine that a MachineSet may delete, by priority.
+func (p *Protocol) victims(s *state, g, set int, move emitter) {
+	at := &s.groups[g]
+	priority := func(j int) int {
+		m := at.seen[j]
+		switch {
+		case int(at.machines[j].set) != set || m.phase != fresh && m.phase != joined:
+			return 0
+		case m.flags&finalized != 0: // with the delete annotation
+			return 3
+		case m.phase == fresh:
+			return 2
+		}
+		return 1
+	}
+	best := 0
+	for j := range at.seen {
+		best = max(best, priority(j))
+	}
+	for j := range at.seen {
+		if best == 0 || priority(j) != best {
+			continue
+		}
+		next := *s
+		to := &next.groups[g]
+		violation := ""
+		if at.machines[j].alive() {
+			to.machines[j].phase = deleting
+			switch {
+			case at.ledger.releasing&bit(j) != 0:
+			case p.RollingUpdate && set != int(at.md.template):
+			case at.mercy > 0:
+				to.mercy--
+			default:
+				violation = "I3 a MachineSet deletes a Machine that nobody released"
+			}
+		}
+		to.seen[j].phase = deleting
+		move(&next, setDeletes, set, j, violation)
+	}
+}
+
+// machine is one step of the Machine's controller, its infrastructure, and Cluster API's cache.
+func (p *Protocol) machine(s *state, g, i int, move emitter) {
+	at := &s.groups[g]
+	m := at.machines[i]
+	if m.phase == absent {
+		return
+	}
+	want := seenMachine{phase: m.phase, flags: m.flags & finalized}
+	if at.seen[i] != want {
+		next := *s
+		next.groups[g].seen[i] = want
+		move(&next, setSees, i, 0, "")
+	}
+	if !m.exists() {
+		return
+	}
+	to := func(phase phase, what int) {
+		next := *s
+		x := &next.groups[g].machines[i]
+		x.phase = phase
+		if phase == gone {
+			x.flags, x.label = 0, 0
+		}
+		move(&next, what, i, 0, "")
+	}
+	if m.alive() && (m.set != at.md.template) != m.has(outdated) && p.Rollouts > 0 {
+		next := *s
+		next.groups[g].machines[i].flags ^= outdated
+		move(&next, machineOutdated, i, 0, "")
+	}
+	last := held
+	if !m.has(finalized) {
+		last = gone
+	}
+	switch known := at.seen[i].phase >= deleting; {
+	case m.phase == fresh:
+		to(joined, nodeJoins)
+	case m.phase == deleting && known && m.has(hooked):
+		to(waiting, hookReached)
+	case m.phase == deleting && known && p.Hooks:
+		to(terminating, teardown)
+	case m.phase == deleting && known, m.phase == terminating:
+		to(last, tornDown)
+	}
+}
+
+// outside are callers, people and failures.
+func (p *Protocol) outside(s *state, emit explore.Emit[state]) {
+	move := func(next *state, g, what, x, y int) { emit(next, act(nobody, g, what, x, y), "") }
+	p.calls(s, move)
+	for g := range p.Groups {
+		at := &s.groups[g]
+		if s.left.outsiders > 0 {
+			for i, m := range at.machines {
+				if m.alive() {
+					next := *s
+					next.groups[g].machines[i].phase = deleting
+					next.left.outsiders--
+					move(&next, g, outsiderDeletes, i, 0)
+				}
+			}
+		}
+		if s.left.raises > 0 {
+			next := *s
+			to := &next.groups[g]
+			to.md.replicas++
+			to.owned++
+			to.peak = max(to.peak, to.md.replicas)
+			to.md.observed = 0
+			next.left.raises--
+			move(&next, g, humanRaises, int(to.md.replicas), 0)
+		}
+		if s.left.lowers > 0 && at.owned > 0 && at.md.replicas > 0 {
+			next := *s
+			to := &next.groups[g]
+			to.md.replicas--
+			to.owned--
+			to.mercy++
+			to.md.observed = 0
+			next.left.lowers--
+			move(&next, g, humanLowers, int(to.md.replicas), 0)
+		}
+		if s.left.rollouts > 0 && int(at.md.template) < maxSets-1 {
+			next := *s
+			next.groups[g].md.template++
+			next.groups[g].md.observed = 0
+			next.left.rollouts--
+			move(&next, g, humanRollsOut, int(at.md.template)+1, 0)
+		}
+		if s.left.wipes > 0 && at.ledger.present != 0 {
+			next := *s
+			next.groups[g].ledger = ledger{}
+			next.groups[g].md.carried = 0
+			next.left.wipes--
+			move(&next, g, somebodyWipes, 0, 0)
+		}
+		switch {
+		case at.md.paused == byHuman:
+			next := *s
+			next.groups[g].md.paused = notPaused
+			move(&next, g, humanUnpauses, 0, 0)
+		case s.left.pauses > 0 && at.md.paused == notPaused:
+			next := *s
+			next.groups[g].md.paused = byHuman
+			next.left.pauses--
+			move(&next, g, humanPauses, 0, 0)
+		}
+		switch {
+		case at.blocked != 0 && !p.BlockedForGood:
+			next := *s
+			next.groups[g].blocked = 0
+			move(&next, g, somethingUnblocks, 0, 0)
+		case s.left.blocks > 0 && at.blocked == 0:
+			next := *s
+			next.groups[g].blocked = 1
+			next.left.blocks--
+			move(&next, g, somethingBlocks, 0, 0)
+		}
+	}
+}
+
+// calls are CreateClaim and ReleaseClaim, and what a call does after a group refused its claim.
+func (p *Protocol) calls(s *state, move func(next *state, g, what, x, y int)) {
+	for c := range p.Claims {
+		x := s.claims[c]
+		switch {
+		case x.phase == unmade && s.used&bit(c) == 0 && (c == 0 || s.used&bit(c-1) != 0):
+			// Claims are told apart by their age: the lower number is the older one.
+			p.make(s, c, createClaim, move)
+			if p.Repeat && s.asked&bit(c) == 0 {
+				next := *s
+				next.asked |= bit(c)
+				if !p.without(Tombstone) {
+					next.claims[c].phase = ended
+				}
+				move(&next, 0, buryClaim, c, 0)
+			}
+		case x.phase == unmade && s.repeat&bit(c) != 0:
+			p.make(s, c, repeatCreate, move)
+		case x.live():
+			next := *s
+			next.claims[c].phase = releasing
+			next.asked |= bit(c)
+			next.refused[c] = 0
+			move(&next, int(x.group), releaseClaim, c, 0)
+		}
+		if x.phase == ended && s.used&bit(c) == 0 && (c == 0 || s.used&bit(c-1) != 0) { // the call finds the tombstone
+			next := *s
+			next.used |= bit(c)
+			move(&next, 0, createClaim, c, 0)
+		}
+		if s.repeat&bit(c) != 0 && x.phase != unmade { // it finds the claim, or was lost on the way
+			next := *s
+			next.repeat &^= bit(c)
+			move(&next, 0, repeatCreate, c, 0)
+		}
+		if p.Forget && x.phase == ended && (s.used&bit(c) != 0 && s.repeat&bit(c) == 0 || p.without(LateForget)) && !s.carries(c) {
+			next := *s
+			next.claims[c] = claim{}
+			move(&next, 0, forgetClaim, c, 0)
+		}
+		g := int(x.group)
+		if x.phase == made && s.refused[c]&bit(g) != 0 {
+			next := *s
+			next.claims[c].phase = ended
+			next.refused[c] = 0
+			move(&next, g, callEnds, c, 0)
+			if g+1 < p.Groups {
+				next := *s
+				next.claims[c].group++
+				next.refused[c] &^= bit(g)
+				move(&next, g+1, callMoves, c, 0)
+			}
+		}
+	}
+}
+
+// carries reports whether a Machine carries the claim's label.
+func (s *state) carries(c int) bool {
+	for g := range s.groups {
+		for _, m := range s.groups[g].machines {
+			if m.exists() && int(m.label) == c+1 {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// make is a CreateClaim that finds no claim: any of the candidates may look open to it.
+func (p *Protocol) make(s *state, c, what int, move func(next *state, g, what, x, y int)) {
+	for g := range p.Groups {
+		next := *s
+		next.claims[c] = claim{phase: made, group: uint8(g)}
+		if p.Adopt && c == p.Claims-1 {
+			next.claims[c].adopt = 1
+		}
+		next.used |= bit(c)
+		if p.Repeat && what == createClaim {
+			next.repeat |= bit(c)
+		} else {
+			next.repeat &^= bit(c)
+		}
+		move(&next, g, what, c, 0)
+	}
+}
