@@ -21,6 +21,10 @@ const (
 	// ClaimedAtAnnotation on a Machine holds the time at which it was bound, RFC 3339, for people.
 	ClaimedAtAnnotation = Group + "/claimed-at"
 
+	// HandedOverAnnotation on a Machine holds the id of the claim that last gave it up before it had a Node. As no id is used
+	// twice, it tells a Machine that was never claimed from one that was meanwhile.
+	HandedOverAnnotation = Group + "/handed-over-by"
+
 	// ReleaseFinalizer holds a Machine whose instance is gone until its replica has been given back. It is added only when
 	// the Machine is being released, never to a live one.
 	ReleaseFinalizer = Group + "/release"

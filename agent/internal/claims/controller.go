@@ -91,6 +91,10 @@ func (g *group) glance(ctx context.Context, s *snapshot) (*decision, error) {
 	if d.spare {
 		g.noteSpare(d)
 	}
+	if wait := g.coalesce(s, d); wait > 0 {
+		d.ledger = nil
+		d.wake(wait)
+	}
 	return d, nil
 }
 

@@ -48,6 +48,8 @@ type group struct {
 	// Used under lock only.
 	spareSince time.Time
 	lastQuiet  time.Time // when the ledger was last written for nobody in particular
+	wanted     time.Time // since when such a write is put off; zero when none is
+	unfinished int       // how many such writes in a row left something for another one
 }
 
 type outcome struct {
@@ -178,7 +180,7 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 		d := decide(s)
 		g.noteSpare(d)
 
-		wait := g.coalesce(d)
+		wait := g.coalesce(s, d)
 		if d.ledger != nil && wait == 0 {
 			err := g.commit(ctx, s, d)
 			if !errors.Is(err, ErrConflict) {
@@ -241,8 +243,13 @@ func (g *group) commit(ctx context.Context, s *snapshot, d *decision) error {
 	if err := g.engine.writeLedger(ctx, s, d); err != nil {
 		return err
 	}
-	if !d.urgent {
-		g.lastQuiet = g.engine.Clock.Now()
+	g.wanted = time.Time{}
+	switch {
+	case d.urgent:
+	case d.finishes(s.ledger):
+		g.lastQuiet, g.unfinished = g.engine.Clock.Now(), 0
+	default:
+		g.lastQuiet, g.unfinished = g.engine.Clock.Now(), g.unfinished+1
 	}
 	g.answerFrom(s, d, d.ledger)
 	return nil
@@ -265,12 +272,58 @@ func (g *group) answerFrom(s *snapshot, d *decision, in *Ledger) {
 	}
 }
 
-// coalesce returns how long a ledger write that nobody waits for is put off; zero means write now.
-func (g *group) coalesce(d *decision) time.Duration {
-	if d.urgent || d.ledger == nil {
+// slowest is how many times [Config.Coalesce] a ledger write gathers at most.
+const slowest = 32
+
+// coalesce returns how long a ledger write that nobody waits for is put off; zero means write now. One that will be followed
+// by another gathers the longer, the more such there were before it: each makes Cluster API look at all Machines of the group
+// again. But a Machine that has its provider ID is named soon: once its Node has joined, no claim can have it.
+func (g *group) coalesce(s *snapshot, d *decision) time.Duration {
+	clock := g.engine.Clock
+	switch {
+	case d.ledger == nil:
+		g.wanted = time.Time{}
 		return 0
+	case d.urgent:
+		return 0
+	case g.wanted.IsZero():
+		g.wanted = clock.Now()
 	}
-	return max(0, g.engine.Coalesce-g.engine.Clock.Since(g.lastQuiet))
+	if d.finishes(s.ledger) {
+		return max(0, g.engine.Coalesce-clock.Since(g.lastQuiet))
+	}
+	gather := g.engine.Coalesce
+	if !s.readyNamed(d.ledger) {
+		gather *= time.Duration(min(1<<min(g.unfinished, 16), slowest))
+	}
+	return max(0, gather-clock.Since(g.wanted))
+}
+
+// finishes reports whether no further write of pending entries follows soon: all claims have their Machine's name now, or
+// their label. Changes of releases are not put off for it.
+func (d *decision) finishes(before *Ledger) bool {
+	if before == nil || len(d.ledger.Pending) == 0 || !maps.Equal(d.ledger.Releasing, before.Releasing) {
+		return true
+	}
+	if d.ledger.unnamed() > 0 {
+		return false
+	}
+	for id, named := range d.ledger.Pending {
+		if before.Pending[id] != named {
+			return true
+		}
+	}
+	return false
+}
+
+// readyNamed reports whether the ledger names a Machine that has its provider ID, and that the snapshot's does not name.
+func (s *snapshot) readyNamed(next *Ledger) bool {
+	for id, named := range next.Pending {
+		if m := s.machine(named.UID); m != nil && m.Spec.ProviderID != "" && s.ledger.Pending[id] != named {
+			return true
+		}
+	}
+	return false
 }
 
 func (g *group) noteSpare(d *decision) {
@@ -440,7 +493,7 @@ func (e *Engine) readStrays(ctx context.Context, key types.NamespacedName, s *sn
 		if id == "" || known[id] {
 			continue
 		}
-		c, err := e.Get(ctx, Key{Namespace: key.Namespace, Cluster: m.Spec.ClusterName, ID: id})
+		c, err := e.claimNamed(ctx, Key{Namespace: key.Namespace, Cluster: m.Spec.ClusterName, ID: id})
 		switch {
 		case errors.Is(err, ErrNotFound):
 			if s.lost == nil {
@@ -473,6 +526,15 @@ func (e *Engine) readStrays(ctx context.Context, key types.NamespacedName, s *sn
 		}
 	}
 	return nil
+}
+
+// claimNamed returns a claim: from the cache where it has ended there, as that is for good, else as the API server has it.
+func (e *Engine) claimNamed(ctx context.Context, key Key) (*v1alpha1.MachineClaim, error) {
+	var c v1alpha1.MachineClaim
+	if err := e.Client.Get(ctx, key.object(), &c); err == nil && c.Status.Phase == v1alpha1.PhaseEnded {
+		return &c, nil
+	}
+	return e.Get(ctx, key)
 }
 
 // ledgerText reads the ledger annotation from the API server, "" when there is none.

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sync/errgroup"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/validation"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -51,6 +52,8 @@ func put(path string, value any) operation { return operation{Op: "add", Path: p
 func annotationPath(key string) string {
 	return "/metadata/annotations/" + strings.ReplaceAll(key, "/", "~1")
 }
+
+func labelPath(key string) string { return "/metadata/labels/" + strings.ReplaceAll(key, "/", "~1") }
 
 // writeLedger writes the decision's ledger and replicas in one patch that tests what the decision was made from: it fails
 // with [ErrConflict] when the ledger or the replicas have changed, and does not mind changes of status.
@@ -260,7 +263,7 @@ func (e *Engine) restore(ctx context.Context, a action) error {
 	return e.Client.Status().Update(ctx, c)
 }
 
-// label writes the lasting binding, on the Machine exactly as it was read.
+// label writes the lasting binding, if the Machine has no claim and had none since it was read.
 func (e *Engine) label(ctx context.Context, c *v1alpha1.MachineClaim, machine *clusterv1.Machine) error {
 	m := machine.DeepCopy()
 	metav1.SetMetaDataLabel(&m.ObjectMeta, v1alpha1.ClaimLabel, c.Spec.ClaimID)
@@ -286,7 +289,9 @@ func (e *Engine) unbind(ctx context.Context, a action) error {
 	delete(m.Annotations, v1alpha1.ClaimNameAnnotation)
 	delete(m.Annotations, v1alpha1.ClaimHolderAnnotation)
 	delete(m.Annotations, v1alpha1.ClaimedAtAnnotation)
-	return e.patchMachine(ctx, a.machine, m)
+	metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.HandedOverAnnotation, claimOf(a.machine))
+	// Exactly as it was read: it must have no Node.
+	return e.Client.Patch(ctx, m, client.MergeFromWithOptions(a.machine, client.MergeFromWithOptimisticLock{}), fieldOwner)
 }
 
 // hold marks the Machine, puts the finalizer on it and deletes it. Replicas stay: the slot is kept until the Machine is gone.
@@ -327,9 +332,72 @@ func (e *Engine) patchSet(ctx context.Context, before, after *clusterv1.MachineS
 	return e.Client.Patch(ctx, after, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), fieldOwner)
 }
 
-// patchMachine writes the difference, if the Machine is still as it was read.
+// patchMachine writes the difference of labels, annotations and finalizers, if of all that the protocol reads there the
+// Machine is still as it was read: it is the same one, has the same claim and had no other meanwhile, and nobody has begun to
+// delete it. It is not refused for what else Cluster API writes, which is much while a Machine is new or going.
 func (e *Engine) patchMachine(ctx context.Context, before, after *clusterv1.Machine) error {
-	return e.Client.Patch(ctx, after, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), fieldOwner)
+	ops := []operation{test("/metadata/uid", before.UID)}
+	if alive(before) {
+		ops = append(ops, test("/metadata/deletionTimestamp", nil)) // nil: there is none
+	}
+	ops = append(ops, change(labelPath, before.Labels, after.Labels, v1alpha1.ClaimLabel)...)
+	ops = append(ops, change(annotationPath, before.Annotations, after.Annotations,
+		v1alpha1.HandedOverAnnotation, clusterv1.DeleteMachineAnnotation)...)
+	if !slices.Equal(before.Finalizers, after.Finalizers) {
+		const path = "/metadata/finalizers"
+		if len(before.Finalizers) == 0 {
+			ops = append(ops, test(path, nil), put(path, after.Finalizers))
+		} else {
+			ops = append(ops, test(path, before.Finalizers), put(path, after.Finalizers))
+		}
+	}
+	patch, err := json.Marshal(ops)
+	if err != nil {
+		return fmt.Errorf("encoding a Machine's patch: %w", err)
+	}
+	err = e.Client.Patch(ctx, after, client.RawPatch(types.JSONPatchType, patch), fieldOwner)
+	if apierrors.IsInvalid(err) { // so a failed test is reported
+		return apierrors.NewConflict(schema.GroupResource{Group: clusterv1.GroupVersion.Group, Resource: "machines"}, before.Name, err)
+	}
+	return err
+}
+
+// change returns the operations that make one map of an object's metadata into another, and test those keys and the further
+// ones before.
+func change(path func(key string) string, before, after map[string]string, further ...string) []operation {
+	changed := map[string]bool{}
+	for _, values := range []map[string]string{before, after} {
+		for key := range values {
+			old, had := before[key]
+			if value, has := after[key]; had != has || old != value {
+				changed[key] = true
+			}
+		}
+	}
+	var tests, changes []operation
+	if before == nil {
+		if len(changed) == 0 {
+			return nil
+		}
+		whole := strings.TrimSuffix(path(""), "/")
+		tests = append(tests, test(whole, nil), put(whole, map[string]string{}))
+	}
+	for key := range changed {
+		if value, has := after[key]; has {
+			changes = append(changes, put(path(key), value))
+		} else {
+			changes = append(changes, operation{Op: "remove", Path: path(key)})
+		}
+		further = append(further, key)
+	}
+	for _, key := range further {
+		if value, had := before[key]; had {
+			tests = append(tests, test(path(key), value))
+		} else {
+			tests = append(tests, test(path(key), nil))
+		}
+	}
+	return append(tests, changes...)
 }
 
 // failClaim begins the release of a claim whose Machine is given up.

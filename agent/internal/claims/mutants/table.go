@@ -152,8 +152,13 @@ var mutants = []mutant{
 	}},
 	{name: "R2: Machines are patched whatever became of them", edits: []edit{
 		{
-			"write.go", "	return e.Client.Patch(ctx, after, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), fieldOwner)\n}\n\n// failClaim",
-			"	return e.Client.Patch(ctx, after, client.MergeFrom(before), fieldOwner)\n}\n\n// failClaim",
+			"write.go", "	ops := []operation{test(\"/metadata/uid\", before.UID)}\n",
+			"	if true {\n		return e.Client.Patch(ctx, after, client.MergeFrom(before), fieldOwner)\n	}\n" +
+				"	ops := []operation{test(\"/metadata/uid\", before.UID)}\n",
+		},
+		{
+			"write.go", "	return e.Client.Patch(ctx, m, client.MergeFromWithOptions(a.machine, client.MergeFromWithOptimisticLock{}), fieldOwner)\n",
+			"	return e.Client.Patch(ctx, m, client.MergeFrom(a.machine), fieldOwner)\n",
 		},
 	}},
 	{name: "binding without the unset check", edits: []edit{

@@ -1,0 +1,119 @@
+package claims
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/utils/clock"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/fake"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+)
+
+// A Machine is bound as it was read: what happened to it since decides whether the write goes through.
+func TestBindingTestsWhatCounts(t *testing.T) {
+	for _, test := range []struct {
+		name string
+		// meanwhile happens between the reading and the write.
+		meanwhile func(m *clusterv1.Machine)
+		refused   bool
+	}{
+		{"nothing happened", func(*clusterv1.Machine) {}, false},
+		{"Cluster API wrote spec, annotations and finalizers", func(m *clusterv1.Machine) {
+			m.Spec.ProviderID = "sim://1"
+			m.Annotations["cluster.x-k8s.io/whatever"] = "x"
+			m.Finalizers = append(m.Finalizers, clusterv1.MachineFinalizer)
+		}, false},
+		{"another claim has it", func(m *clusterv1.Machine) { m.Labels[v1alpha1.ClaimLabel] = "other" }, true},
+		{"another claim had it and gave it up", func(m *clusterv1.Machine) {
+			m.Annotations[v1alpha1.HandedOverAnnotation] = "other"
+		}, true},
+		{"somebody marked it for deletion", func(m *clusterv1.Machine) {
+			m.Annotations[clusterv1.DeleteMachineAnnotation] = ""
+		}, true},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			e, read := engineWithMachine(t)
+			now := read.DeepCopy()
+			metav1.SetMetaDataAnnotation(&now.ObjectMeta, "cluster.x-k8s.io/churn", "1")
+			test.meanwhile(now)
+			require.NoError(t, e.Client.Update(t.Context(), now))
+
+			err := e.label(t.Context(), &v1alpha1.MachineClaim{Spec: v1alpha1.MachineClaimSpec{ClaimID: "mine"}}, read)
+
+			require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(read), now))
+			if test.refused {
+				require.True(t, apierrors.IsConflict(err), "%v", err)
+				require.NotEqual(t, "mine", claimOf(now))
+				return
+			}
+			require.NoError(t, err)
+			require.Equal(t, "mine", claimOf(now))
+			require.Equal(t, "1", now.Annotations["cluster.x-k8s.io/churn"], "what others wrote stays")
+		})
+	}
+}
+
+func TestBindingAMachineThatIsBeingDeletedIsRefused(t *testing.T) {
+	e, read := engineWithMachine(t)
+	require.NoError(t, e.Client.Delete(t.Context(), read.DeepCopy()))
+	err := e.label(t.Context(), &v1alpha1.MachineClaim{Spec: v1alpha1.MachineClaimSpec{ClaimID: "mine"}}, read)
+	require.True(t, apierrors.IsConflict(err), "%v", err)
+}
+
+func TestAMachineWithoutAnnotationsIsBound(t *testing.T) {
+	e, read := engineWithMachine(t)
+	read.Annotations = nil
+	require.NoError(t, e.Client.Update(t.Context(), read))
+	require.NoError(t, e.label(t.Context(), &v1alpha1.MachineClaim{Spec: v1alpha1.MachineClaimSpec{ClaimID: "mine"}}, read.DeepCopy()))
+	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(read), read))
+	require.Equal(t, "mine", claimOf(read))
+}
+
+// A Machine that was handed over says by whom, so that a binding that was decided before does not go through.
+func TestHandingOverLeavesATrace(t *testing.T) {
+	e, read := engineWithMachine(t)
+	claim := &v1alpha1.MachineClaim{Spec: v1alpha1.MachineClaimSpec{ClaimID: "first"}}
+	require.NoError(t, e.label(t.Context(), claim, read))
+	labelled := &clusterv1.Machine{}
+	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(read), labelled))
+	require.NoError(t, e.unbind(t.Context(), action{kind: unbind, claim: claim, machine: labelled}))
+
+	err := e.label(t.Context(), claim, read)
+
+	require.True(t, apierrors.IsConflict(err), "%v", err)
+}
+
+// engineWithMachine returns an engine and its hub's one Machine, which nobody claims.
+func engineWithMachine(t *testing.T) (*Engine, *clusterv1.Machine) {
+	t.Helper()
+	scheme := runtime.NewScheme()
+	require.NoError(t, clusterv1.AddToScheme(scheme))
+	base := fake.NewClientBuilder().WithScheme(scheme).WithObjects(&clusterv1.Machine{ObjectMeta: metav1.ObjectMeta{
+		Namespace: "fleet", Name: "machine", UID: "uid", CreationTimestamp: metav1.NewTime(time.Unix(0, 0)),
+		Labels: map[string]string{clusterv1.ClusterNameLabel: "spoke"}, Annotations: map[string]string{"example.com/note": "x"},
+		Finalizers: []string{"example.com/somebody"},
+	}}).Build()
+	hub := interceptor.NewClient(base, interceptor.Funcs{
+		// As the API server reports it.
+		Patch: func(ctx context.Context, c client.WithWatch, o client.Object, p client.Patch, opts ...client.PatchOption) error {
+			err := c.Patch(ctx, o, p, opts...)
+			if err != nil && apierrors.ReasonForError(err) == metav1.StatusReasonUnknown {
+				return apierrors.NewInvalid(schema.GroupKind{Kind: "Machine"}, o.GetName(), nil)
+			}
+			return err
+		},
+	})
+	m := &clusterv1.Machine{}
+	require.NoError(t, hub.Get(t.Context(), client.ObjectKey{Namespace: "fleet", Name: "machine"}, m))
+	return &Engine{Config: Config{Client: hub, Reader: hub, Clock: clock.RealClock{}}}, m
+}
