@@ -13,6 +13,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
 	toolscache "k8s.io/client-go/tools/cache"
 	"k8s.io/utils/ptr"
@@ -98,6 +99,8 @@ type Group struct {
 	Max int
 	// Boot, Join and Termination are how long the infrastructure takes.
 	Boot, Join, Termination time.Duration
+	// Held keeps every machine from booting until [Site.Unhold].
+	Held bool
 }
 
 // CreateGroup makes a node group without machines and waits until the agent knows it.
@@ -112,6 +115,9 @@ func (s *Site) CreateGroup(ctx context.Context, g Group) error {
 		},
 		BootDelay: delay(g.Boot), JoinDelay: delay(g.Join), TerminationDelay: delay(g.Termination),
 		NodeTaints: []corev1.Taint{{Key: "karpenter.sh/unregistered", Effect: corev1.TaintEffectNoExecute}},
+	}
+	if g.Held {
+		template.Spec.Template.Spec.StuckAt = simv1.StageBoot
 	}
 	selector := map[string]string{clusterv1.MachineDeploymentNameLabel: g.Name}
 	md := &clusterv1.MachineDeployment{ObjectMeta: *meta.DeepCopy()}
@@ -144,6 +150,18 @@ func (s *Site) CreateGroup(ctx context.Context, g Group) error {
 		available := r.GetNodeGroup().GetAvailability()
 		return lo.Ternary(available.GetAvailable(), "", fmt.Sprintf("node group %s to be available: %s", g.Name, available.GetMessage())), err
 	})
+}
+
+// Unhold lets the machines boot that were made so far.
+func (s *Site) Unhold(ctx context.Context) error {
+	var list simv1.SimMachineList
+	if err := s.Hub.List(ctx, &list, client.InNamespace(sandbox.ClusterNamespace)); err != nil {
+		return err
+	}
+	_, err := AtOnce(ctx, list.Items, func(ctx context.Context, m simv1.SimMachine) error {
+		return s.Hub.Patch(ctx, &m, client.RawPatch(types.MergePatchType, []byte(`{"spec":{"stuckAt":null}}`)))
+	})
+	return err
 }
 
 func cluster() *agentv1alpha1.ClusterRef {
@@ -199,9 +217,22 @@ func (s *Site) Claims(ctx context.Context) ([]*agentv1alpha1.Claim, error) {
 	return r.GetClaims(), err
 }
 
+// AwaitBound waits until each of the claims has its label on a Machine.
+func (s *Site) AwaitBound(ctx context.Context, wishes []Wish) error {
+	wanted := set(wishes)
+	return s.AwaitMachines(ctx, func(machines []Machine) string {
+		bound := lo.CountBy(machines, func(m Machine) bool { return wanted[m.Claim] })
+		return lo.Ternary(bound == len(wishes), "", fmt.Sprintf("every claim to have a Machine: %d of %d have", bound, len(wishes)))
+	})
+}
+
+func set(wishes []Wish) map[string]bool {
+	return lo.SliceToMap(wishes, func(w Wish) (string, bool) { return w.ID, true })
+}
+
 // AwaitServed waits until the agent reports each of the claims Bound, with a provider ID.
 func (s *Site) AwaitServed(ctx context.Context, wishes []Wish) error {
-	wanted := lo.SliceToMap(wishes, func(w Wish) (string, bool) { return w.ID, true })
+	wanted := set(wishes)
 	// The hub's Machines first: watching them costs the agent nothing.
 	err := s.AwaitMachines(ctx, func(machines []Machine) string {
 		served := lo.CountBy(machines, func(m Machine) bool { return wanted[m.Claim] && m.ProviderID != "" })
@@ -247,6 +278,12 @@ func (s *Site) Deployment(ctx context.Context, name string) (*clusterv1.MachineD
 	md := &clusterv1.MachineDeployment{}
 	err := s.Hub.Get(ctx, client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: name}, md)
 	return md, err
+}
+
+// Scale sets a node group's replicas, as a person would.
+func (s *Site) Scale(ctx context.Context, name string, replicas int) error {
+	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: name}}
+	return s.Hub.Patch(ctx, md, client.RawPatch(types.MergePatchType, fmt.Appendf(nil, `{"spec":{"replicas":%d}}`, replicas)))
 }
 
 // Machine is what is watched of a Machine.

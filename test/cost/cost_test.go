@@ -1,0 +1,342 @@
+package cost_test
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"maps"
+	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/go-logr/logr"
+	"github.com/samber/lo"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	"github.com/karpenter-capi/karpenter-capi/test/cost"
+	"github.com/karpenter-capi/karpenter-capi/test/rush"
+	"github.com/karpenter-capi/karpenter-capi/test/world"
+)
+
+const (
+	group  = "crowd"
+	claims = 100
+	// patience is for a machine that has other things to do.
+	patience = 8 * time.Minute
+)
+
+// What 100 claims may cost, at most, in writes to their one MachineDeployment. The rest is exact.
+const (
+	maxRaises     = 10
+	maxLedgerOnly = 10
+	maxLowerings  = 15
+	maxReleasing  = 15
+)
+
+func TestMain(m *testing.M) {
+	ctrl.SetLogger(logr.Discard())
+	os.Exit(m.Run())
+}
+
+// TestWhatAHundredClaimsCost runs one story, as each part of it begins where the one before ended.
+func TestWhatAHundredClaimsCost(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), 3*patience)
+	defer cancel()
+	s, log := start(ctx, t)
+	must(t, s.CreateGroup(ctx, rush.Group{Name: group, Max: claims, Held: true, Termination: time.Second}))
+	wishes := lo.Times(claims, func(i int) rush.Wish {
+		return rush.Wish{ID: fmt.Sprintf("claim-%03d", i), Groups: []string{group}}
+	})
+	next(t, log) // what it took to get here
+
+	if _, err := s.Claim(ctx, wishes); err != nil {
+		t.Fatal(err)
+	}
+	// Infrastructure is slower than Cluster API.
+	must(t, s.AwaitBound(ctx, wishes))
+	must(t, s.Unhold(ctx))
+	must(t, s.AwaitServed(ctx, wishes))
+	must(t, world.Poll(ctx, inFlight(s)))
+	must(t, world.Poll(ctx, everyNodeIsNoted(s)))
+	claiming := next(t, log)
+	report(t, "claiming", claiming)
+	t.Run("no write of a claim is refused", func(t *testing.T) { nothingRefused(t, claiming) })
+	t.Run("claiming writes the MachineDeployment seldom", func(t *testing.T) {
+		raises, lowerings, ledgerOnly := ledgerWrites(t, claiming)
+		if raises == 0 || raises > maxRaises || lowerings > 0 || ledgerOnly > maxLedgerOnly {
+			t.Errorf("replicas were raised in %d writes (1 to %d), lowered in %d (none), and there were %d ledger-only writes (at most %d)",
+				raises, maxRaises, lowerings, ledgerOnly, maxLedgerOnly)
+		}
+	})
+	t.Run("each Machine is bound by one write", func(t *testing.T) { eachMachineOnce(t, s, claiming) })
+	t.Run("each claim is made by one write", func(t *testing.T) {
+		if made := count(claiming, "create", "machineclaims"); made != claims {
+			t.Errorf("%d claims took %d creations", claims, made)
+		}
+	})
+
+	t.Run("nothing is written when nothing changes", func(t *testing.T) {
+		idle(ctx, t, s)
+		if written := lo.Filter(next(t, log), func(r cost.Request, _ int) bool { return r.Writes() }); len(written) > 0 {
+			t.Errorf("%d writes, such as %v", len(written), written[0])
+		}
+	})
+
+	if _, err := s.Release(ctx, wishes); err != nil {
+		t.Fatal(err)
+	}
+	must(t, s.AwaitGone(ctx, group))
+	must(t, world.Poll(ctx, inFlight(s)))
+	releasing := next(t, log)
+	report(t, "releasing", releasing)
+	t.Run("no write of a release is refused", func(t *testing.T) { nothingRefused(t, releasing) })
+	t.Run("releasing writes the MachineDeployment seldom", func(t *testing.T) {
+		raises, lowerings, ledgerOnly := ledgerWrites(t, releasing)
+		if raises > 0 || lowerings == 0 || lowerings > maxLowerings || ledgerOnly > maxReleasing {
+			t.Errorf("replicas were raised in %d writes (none), lowered in %d (1 to %d), and there were %d ledger-only writes (at most %d)",
+				raises, lowerings, maxLowerings, ledgerOnly, maxReleasing)
+		}
+	})
+	t.Run("each Machine is marked, deleted and let go by one write each", func(t *testing.T) {
+		if marked, deleted := count(releasing, "patch", "machines"), count(releasing, "delete", "machines"); marked != 2*claims || deleted != claims {
+			t.Errorf("%d Machines took %d patches and %d deletions", claims, marked, deleted)
+		}
+	})
+	t.Run("nothing is written when nothing is left", func(t *testing.T) {
+		idle(ctx, t, s)
+		if written := lo.Filter(next(t, log), func(r cost.Request, _ int) bool { return r.Writes() }); len(written) > 0 {
+			t.Errorf("%d writes, such as %v", len(written), written[0])
+		}
+	})
+}
+
+// TestWhatOneClaimCosts prints what the whole life of a claim takes that has the node group for itself.
+func TestWhatOneClaimCosts(t *testing.T) {
+	if testing.Short() {
+		t.Skip("it prints a table and asserts little that the other test does not")
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	s, log := start(ctx, t)
+	must(t, s.CreateGroup(ctx, rush.Group{Name: group, Boot: time.Second, Join: time.Second, Termination: time.Second}))
+	wishes := []rush.Wish{{ID: "claim", Groups: []string{group}}}
+	next(t, log)
+	if _, err := s.Claim(ctx, wishes); err != nil {
+		t.Fatal(err)
+	}
+	must(t, s.AwaitServed(ctx, wishes))
+	must(t, world.Poll(ctx, everyNodeIsNoted(s)))
+	must(t, world.Poll(ctx, inFlight(s)))
+	all := next(t, log)
+	report(t, "claiming", all)
+	if _, err := s.Release(ctx, wishes); err != nil {
+		t.Fatal(err)
+	}
+	must(t, s.AwaitGone(ctx, group))
+	must(t, world.Poll(ctx, inFlight(s)))
+	releasing := next(t, log)
+	report(t, "releasing", releasing)
+	nothingRefused(t, append(all, releasing...))
+	raises, lowerings, _ := ledgerWrites(t, append(all, releasing...))
+	if raises != 1 || lowerings != 1 {
+		t.Errorf("replicas were raised in %d writes and lowered in %d", raises, lowerings)
+	}
+}
+
+func start(ctx context.Context, t *testing.T) (*rush.Site, *cost.Log) {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "cost-") //nolint:usetesting // The logs stay if the test fails.
+	must(t, err)
+	s, err := rush.Start(ctx, sandbox.Options{StateDir: filepath.Join(dir, "sandbox"), AuditHub: true})
+	must(t, err)
+	t.Cleanup(func() {
+		s.Stop()
+		if t.Failed() {
+			t.Logf("the sandbox's logs are in %s", s.Sandbox.State().Paths.Logs)
+		} else if err := os.RemoveAll(dir); err != nil {
+			t.Error(err)
+		}
+	})
+	log, err := cost.Open(s.Sandbox.State().Paths.HubAudit)
+	must(t, err)
+	return s, log
+}
+
+func must(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// next returns what the agent asked for since the last call.
+func next(t *testing.T, log *cost.Log) []cost.Request {
+	t.Helper()
+	requests, err := log.Next(cost.AgentUser)
+	must(t, err)
+	return requests
+}
+
+func count(requests []cost.Request, verb, resource string) int {
+	return lo.CountBy(requests, func(r cost.Request) bool { return r.Verb == verb && r.Resource == resource })
+}
+
+// report prints how often what was asked.
+func report(t *testing.T, what string, requests []cost.Request) {
+	t.Helper()
+	counts := lo.CountValuesBy(requests, func(r cost.Request) string {
+		return fmt.Sprintf("%-8s %-24s %d", r.Verb, r.Resource, r.Code)
+	})
+	var b strings.Builder
+	for _, key := range slices.Sorted(maps.Keys(counts)) {
+		fmt.Fprintf(&b, "\n  %5d %s", counts[key], key)
+	}
+	raises, lowerings, ledgerOnly := ledgerWrites(t, requests)
+	t.Logf("%s: replicas raised in %d writes, lowered in %d, %d ledger-only writes%s", what, raises, lowerings, ledgerOnly, b.String())
+}
+
+// ledgerWrites sorts the writes to MachineDeployments.
+func ledgerWrites(t *testing.T, requests []cost.Request) (raises, lowerings, ledgerOnly int) {
+	t.Helper()
+	for _, r := range requests {
+		if !r.Writes() || !strings.HasPrefix(r.Resource, "machinedeployments") {
+			continue
+		}
+		by, err := cost.ReplicasBy(r)
+		must(t, err)
+		switch {
+		case by > 0:
+			raises++
+		case by < 0:
+			lowerings++
+		default:
+			ledgerOnly++
+		}
+	}
+	return raises, lowerings, ledgerOnly
+}
+
+func nothingRefused(t *testing.T, requests []cost.Request) {
+	t.Helper()
+	refused := lo.Filter(requests, func(r cost.Request, _ int) bool { return r.Writes() && r.Refused() })
+	if len(refused) > 0 {
+		t.Errorf("%d writes were refused:\n  %s", len(refused), strings.Join(lo.Map(refused, func(r cost.Request, _ int) string { return r.String() }), "\n  "))
+	}
+}
+
+// eachMachineOnce checks that every Machine was written to once, and by that has its claim.
+func eachMachineOnce(t *testing.T, s *rush.Site, requests []cost.Request) {
+	t.Helper()
+	writes := lo.CountValuesBy(
+		lo.Filter(requests, func(r cost.Request, _ int) bool { return r.Writes() && strings.HasPrefix(r.Resource, "machines") }),
+		func(r cost.Request) string { return r.Verb + " " + r.Resource + " " + r.Name },
+	)
+	var machines clusterv1.MachineList
+	must(t, s.Hub.List(t.Context(), &machines, client.InNamespace(sandbox.ClusterNamespace)))
+	if len(machines.Items) != claims || len(writes) != claims {
+		t.Errorf("%d claims brought %d Machines, written to in %d ways", claims, len(machines.Items), len(writes))
+	}
+	for i := range machines.Items {
+		m := &machines.Items[i]
+		if n := writes["patch machines "+m.Name]; n != 1 || m.Labels[agentv1.ClaimLabel] == "" {
+			t.Errorf("Machine %s has claim %q after %d writes", m.Name, m.Labels[agentv1.ClaimLabel], n)
+		}
+	}
+}
+
+// inFlight says what the ledger still holds.
+func inFlight(s *rush.Site) func(context.Context) (string, error) {
+	return func(ctx context.Context) (string, error) {
+		md, err := s.Deployment(ctx, group)
+		if err != nil {
+			return "", err
+		}
+		var ledger struct {
+			Pending, Releasing map[string]json.RawMessage
+		}
+		if err := json.Unmarshal([]byte(md.Annotations[agentv1.LedgerAnnotation]), &ledger); err != nil {
+			return "", err
+		}
+		if p, r := len(ledger.Pending), len(ledger.Releasing); p+r > 0 {
+			return fmt.Sprintf("%d pending and %d releasing entries to leave the ledger", p, r), nil
+		}
+		return "", nil
+	}
+}
+
+// everyNodeIsNoted says which claims do not name their Node yet: the last thing that is written of one that lives.
+func everyNodeIsNoted(s *rush.Site) func(context.Context) (string, error) {
+	return func(ctx context.Context) (string, error) {
+		var list agentv1.MachineClaimList
+		if err := s.Hub.List(ctx, &list, client.InNamespace(sandbox.ClusterNamespace)); err != nil {
+			return "", err
+		}
+		without := lo.CountBy(list.Items, func(c agentv1.MachineClaim) bool { return c.Status.Machine == nil || c.Status.Machine.NodeName == "" })
+		return lo.Ternary(without == 0, "", fmt.Sprintf("%d claims to name their Node", without)), nil
+	}
+}
+
+// idle makes the agent look at the node group many times although there is nothing to do: somebody else writes what does
+// not concern it, and the agent's own metrics say when it has looked.
+func idle(ctx context.Context, t *testing.T, s *rush.Site) {
+	t.Helper()
+	url := s.Sandbox.State().AgentMetrics
+	md, err := s.Deployment(ctx, group)
+	must(t, err)
+	for i := range 10 {
+		before, err := looks(ctx, url)
+		must(t, err)
+		patch := fmt.Sprintf(`{"metadata":{"annotations":{"example.com/touched":"%d"}}}`, i)
+		must(t, s.Hub.Patch(ctx, md, client.RawPatch(types.MergePatchType, []byte(patch))))
+		must(t, world.Poll(ctx, func(ctx context.Context) (string, error) {
+			now, err := looks(ctx, url)
+			return lo.Ternary(now > before, "", "the agent to look at the node group"), err
+		}))
+	}
+	// Callers that only read change nothing either.
+	for range 10 {
+		_, err := s.Claims(ctx)
+		must(t, err)
+	}
+}
+
+// looks returns how often the agent's claim controller has looked at a node group.
+func looks(ctx context.Context, url string) (int, error) {
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	if err != nil {
+		return 0, err
+	}
+	response, err := http.DefaultClient.Do(request)
+	if err != nil {
+		return 0, err
+	}
+	defer func() { _ = response.Body.Close() }()
+	text, err := io.ReadAll(response.Body)
+	if err != nil {
+		return 0, err
+	}
+	total, found := 0, false
+	for line := range strings.Lines(string(text)) {
+		var value float64
+		if name, rest, ok := strings.Cut(line, "} "); ok && strings.HasPrefix(name, `controller_runtime_reconcile_total{controller="claims"`) {
+			if _, err := fmt.Sscan(rest, &value); err != nil {
+				return 0, err
+			}
+			total, found = total+int(value), true
+		}
+	}
+	if !found {
+		return 0, fmt.Errorf("%s does not tell how often the claim controller has looked", url)
+	}
+	return total, nil
+}
