@@ -53,7 +53,7 @@ func testOptions(namespace string) *options.Options {
 
 // running is an agent that serves over mutual TLS on loopback.
 type running struct {
-	t         *testing.T
+	t         testing.TB
 	agent     *agent.Agent
 	address   string
 	authority *testpki.Authority
@@ -64,7 +64,7 @@ type running struct {
 }
 
 // start runs an agent for the length of a test and waits until its view is complete.
-func start(t *testing.T, c agent.Config) *running {
+func start(t testing.TB, c agent.Config) *running {
 	t.Helper()
 	r := &running{t: t, authority: testpki.New(t), clients: map[string]*client.Client{}}
 	c.Hub = plane.Config

@@ -190,7 +190,7 @@ var (
 	_ conformance.Ageing = &env{}
 )
 
-func eventually(t *testing.T, what string, check func(ctx context.Context) (bool, error)) {
+func eventually(t testing.TB, what string, check func(ctx context.Context) (bool, error)) {
 	t.Helper()
 	err := wait.PollUntilContextTimeout(t.Context(), 10*time.Millisecond, patience, true, check)
 	require.NoError(t, err, what)

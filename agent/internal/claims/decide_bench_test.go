@@ -1,0 +1,33 @@
+package claims
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+)
+
+// BenchmarkDecide decides on a group of which one half of the claims waits and the other half is bound.
+func BenchmarkDecide(b *testing.B) {
+	for _, claims := range []int{1, 100, 1000} {
+		b.Run(fmt.Sprintf("claims=%d", claims), func(b *testing.B) {
+			ledger := (&Ledger{Version: ledgerVersion, LastReplicas: int32(claims)}).clone()
+			s := scene(int32(claims), ledger)
+			for i := range claims {
+				id, machine := fmt.Sprintf("claim-%04d", i), fmt.Sprintf("machine-%04d", i)
+				if i%2 == 0 {
+					ledger.Pending[id] = Named{}
+					s.withClaim(id, v1alpha1.PhasePending, "").withMachine(machine, "", nil)
+				} else {
+					s.withClaim(id, v1alpha1.PhaseBound, machine).withMachine(machine, id, nil)
+				}
+			}
+			b.ReportAllocs()
+			for b.Loop() {
+				if d := decide(s); d.ledger == nil {
+					b.Fatal("no Machine was named")
+				}
+			}
+		})
+	}
+}

@@ -1,0 +1,243 @@
+// Command bench measures, on a sandbox of its own, how much longer machines take through claims than by a raise of replicas
+// by hand, which is as fast as Cluster API makes them. Both are done in turns, in one run, on the same node groups.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"os/signal"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/go-logr/logr"
+	"github.com/samber/lo"
+	ctrl "sigs.k8s.io/controller-runtime"
+
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	"github.com/karpenter-capi/karpenter-capi/test/rush"
+)
+
+const (
+	// limit is what claims may take, as a multiple of what Cluster API takes without them.
+	limit = 1.10
+	// join is how long a machine takes from its provider ID to its Node; nothing here waits for Nodes.
+	join = 5 * time.Second
+	// patience bounds one round.
+	patience = 10 * time.Minute
+)
+
+type settings struct {
+	name             string
+	machines, rounds int
+	serial           int
+	boots            []time.Duration
+}
+
+func main() {
+	var s settings
+	boots := flag.String("boot", "0s,2s", "the `delays` from a machine's order to its provider ID, comma-separated")
+	flag.StringVar(&s.name, "name", "bench", "the sandbox's name")
+	flag.IntVar(&s.machines, "machines", 100, "how many machines are asked for at once")
+	flag.IntVar(&s.rounds, "rounds", 3, "how often each way is measured")
+	flag.IntVar(&s.serial, "serial", 10, "how many machines are asked for one after the other, each after the one before has its provider ID; 0 for none")
+	flag.Parse()
+	ctrl.SetLogger(logr.Discard())
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	if err := run(ctx, s, strings.Split(*boots, ",")); err != nil {
+		fmt.Fprintln(os.Stdout, "bench: FAIL", err)
+		stop()
+		os.Exit(1) //nolint:gocritic // nothing but stop is deferred
+	}
+}
+
+func run(ctx context.Context, s settings, boots []string) error {
+	for _, boot := range boots {
+		d, err := time.ParseDuration(boot)
+		if err != nil {
+			return fmt.Errorf("--boot: %w", err)
+		}
+		s.boots = append(s.boots, d)
+	}
+	site, err := rush.Start(ctx, sandbox.Options{Name: s.name})
+	if err != nil {
+		return err
+	}
+	defer site.Stop()
+	worst := map[int]float64{}
+	say("%d machines, median of %d rounds each\n", s.machines, s.rounds)
+	say("%-12s %6s  %10s %10s %6s   %s", "node groups", "boot", "by hand", "by claims", "ratio", "CreateClaim p50, p99")
+	for _, boot := range s.boots {
+		for _, groups := range []int{1, 5} {
+			c := course{site: site, machines: s.machines}
+			for i := range groups {
+				c.groups = append(c.groups, fmt.Sprintf("bench-%d-%d-%s", groups, i, boot))
+			}
+			hand, claims, calls, err := c.measure(ctx, s.rounds, boot)
+			if err != nil {
+				return fmt.Errorf("%d node groups, boot %s: %w", groups, boot, err)
+			}
+			ratio := median(claims).Seconds() / median(hand).Seconds()
+			worst[groups] = max(worst[groups], ratio)
+			say("%-12d %6s  %10s %10s %6.2f   %s, %s   (by hand %s; by claims %s)", groups, boot, round(median(hand)), round(median(claims)), ratio,
+				round(percentile(calls, 50)), round(percentile(calls, 99)), all(hand), all(claims))
+			if groups == 1 && s.serial > 0 {
+				took, err := c.serial(ctx, s.serial)
+				if err != nil {
+					return fmt.Errorf("one after the other, boot %s: %w", boot, err)
+				}
+				say("%-12s %6s  %10s for %d machines, one after the other", "", boot, round(took), s.serial)
+			}
+		}
+	}
+	verdict := lo.Ternary(worst[1] <= limit && worst[5] <= limit, "PASS", "FAIL")
+	say("bench: %s ratio-1=%.2f ratio-5=%.2f", verdict, worst[1], worst[5])
+	if verdict != "PASS" {
+		return errors.New("machines take too long through claims")
+	}
+	return nil
+}
+
+// course is what is run over and over: machines on some node groups.
+type course struct {
+	site     *rush.Site
+	machines int
+	groups   []string
+	claimed  int
+}
+
+// measure takes turns, so that what else the machine does hits both ways alike.
+func (c *course) measure(ctx context.Context, rounds int, boot time.Duration) (hand, claims, calls []time.Duration, err error) {
+	for _, name := range c.groups {
+		if err := c.site.CreateGroup(ctx, rush.Group{Name: name, Boot: boot, Join: join}); err != nil {
+			return nil, nil, nil, err
+		}
+	}
+	ways := []func(context.Context) error{
+		func(ctx context.Context) error {
+			took, err := c.byHand(ctx)
+			hand = append(hand, took)
+			return err
+		},
+		func(ctx context.Context) error {
+			took, each, err := c.byClaims(ctx)
+			claims, calls = append(claims, took), append(calls, each...)
+			return err
+		},
+	}
+	for range rounds {
+		for _, way := range ways {
+			bounded, cancel := context.WithTimeout(ctx, patience)
+			err := way(bounded)
+			cancel()
+			if err != nil {
+				return nil, nil, nil, err
+			}
+		}
+		slices.Reverse(ways) // nobody always comes second
+	}
+	return hand, claims, calls, nil
+}
+
+// byHand raises replicas and returns how long it took until every Machine had its provider ID.
+func (c *course) byHand(ctx context.Context) (time.Duration, error) {
+	began := time.Now()
+	if err := c.scale(ctx, c.machines/len(c.groups)); err != nil {
+		return 0, err
+	}
+	err := c.site.AwaitMachines(ctx, func(machines []rush.Machine) string {
+		served := lo.CountBy(machines, func(m rush.Machine) bool { return slices.Contains(c.groups, m.Group) && m.ProviderID != "" })
+		return lo.Ternary(served == c.machines, "", fmt.Sprintf("%d Machines to have a provider ID: %d have", c.machines, served))
+	})
+	took := time.Since(began)
+	if err != nil {
+		return 0, err
+	}
+	if err := c.scale(ctx, 0); err != nil {
+		return 0, err
+	}
+	return took, c.site.AwaitGone(ctx, c.groups...)
+}
+
+func (c *course) scale(ctx context.Context, replicas int) error {
+	_, err := rush.AtOnce(ctx, c.groups, func(ctx context.Context, name string) error { return c.site.Scale(ctx, name, replicas) })
+	return err
+}
+
+// byClaims claims as many machines and returns how long it took until the agent reported every provider ID, and how long each
+// call took.
+func (c *course) byClaims(ctx context.Context) (took time.Duration, calls []time.Duration, err error) {
+	wishes := c.wishes(c.machines)
+	began := time.Now()
+	if calls, err = c.site.Claim(ctx, wishes); err != nil {
+		return 0, nil, err
+	}
+	if err := c.site.AwaitServed(ctx, wishes); err != nil {
+		return 0, nil, err
+	}
+	took = time.Since(began)
+	return took, calls, c.giveBack(ctx, wishes)
+}
+
+// serial claims machines one after the other, as somebody would who waits for each raise of replicas before the next.
+func (c *course) serial(ctx context.Context, machines int) (time.Duration, error) {
+	wishes := c.wishes(machines)
+	began := time.Now()
+	for _, w := range wishes {
+		if _, err := c.site.Claim(ctx, []rush.Wish{w}); err != nil {
+			return 0, err
+		}
+		if err := c.site.AwaitServed(ctx, []rush.Wish{w}); err != nil {
+			return 0, err
+		}
+	}
+	took := time.Since(began)
+	return took, c.giveBack(ctx, wishes)
+}
+
+func (c *course) giveBack(ctx context.Context, wishes []rush.Wish) error {
+	// A Machine without its Node would be handed over instead of going.
+	ids := lo.SliceToMap(wishes, func(w rush.Wish) (string, bool) { return w.ID, true })
+	if err := c.site.AwaitMachines(ctx, func(machines []rush.Machine) string {
+		joined := lo.CountBy(machines, func(m rush.Machine) bool { return ids[m.Claim] && m.Node != "" })
+		return lo.Ternary(joined == len(wishes), "", fmt.Sprintf("%d Nodes to join: %d have", len(wishes), joined))
+	}); err != nil {
+		return err
+	}
+	if _, err := c.site.Release(ctx, wishes); err != nil {
+		return err
+	}
+	return c.site.AwaitGone(ctx, c.groups...)
+}
+
+// wishes spreads claims, with ids that were not used before, over the node groups.
+func (c *course) wishes(n int) []rush.Wish {
+	c.claimed += n
+	return lo.Times(n, func(i int) rush.Wish {
+		group := c.groups[i%len(c.groups)]
+		return rush.Wish{ID: fmt.Sprintf("%s-%d", group, c.claimed-i), Groups: []string{group}}
+	})
+}
+
+func median(d []time.Duration) time.Duration { return percentile(d, 50) }
+
+// percentile is the smallest value that p percent are not above.
+func percentile(d []time.Duration, p int) time.Duration {
+	sorted := slices.Sorted(slices.Values(d))
+	return sorted[max(0, (len(sorted)*p+99)/100-1)]
+}
+
+func all(d []time.Duration) string {
+	return strings.Join(lo.Map(d, func(d time.Duration, _ int) string { return round(d).String() }), " ")
+}
+
+func round(d time.Duration) time.Duration {
+	return d.Round(lo.Ternary(d < time.Second, time.Millisecond, 10*time.Millisecond))
+}
+
+func say(format string, args ...any) { fmt.Fprintf(os.Stdout, format+"\n", args...) }
