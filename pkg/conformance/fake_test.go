@@ -18,7 +18,7 @@ func TestFakeAgentConforms(t *testing.T) {
 	conformance.Run(t, func(t *testing.T) conformance.Env {
 		t.Helper()
 		ahead := &aheadClock{}
-		agent := fakeagent.New(fakeagent.WithHeartbeatInterval(50*time.Millisecond), fakeagent.WithClock(ahead))
+		agent := fakeagent.New(fakeagent.WithCoolDown(time.Minute), fakeagent.WithHeartbeatInterval(50*time.Millisecond), fakeagent.WithClock(ahead))
 		t.Cleanup(agent.Close)
 		stranger := &agentv1alpha1.ClusterRef{Namespace: "default", Name: "stranger"}
 		return &fakeEnv{

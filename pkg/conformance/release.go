@@ -105,6 +105,26 @@ var releaseCases = []testCase{
 		s.untilReplicas(id, 0)
 	}},
 
+	{"failed: the machine is not handed over, and its node group is left alone", func(s *suite) {
+		id := s.group(deployment("workers"))
+		s.mustCreate("a-claim", id)
+		machine := s.untilBound("a-claim").GetMachine()
+		response, err := s.Client().Claims.ReleaseClaim(s.bounded(), &agentv1alpha1.ReleaseClaimRequest{
+			Cluster: s.Cluster(), ClaimId: "a-claim", Failed: true, Reason: "it did not come in time",
+		})
+		require.NoError(s, err)
+		require.NotNil(s, response.GetClaim())
+		ended := s.untilEnded("a-claim")
+		require.Equal(s, "Failed", ended.GetReason())
+		require.Contains(s, ended.GetMessage(), "it did not come in time")
+		require.Equal(s, machine.GetUid(), ended.GetMachine().GetUid())
+		s.untilReplicas(id, 0)
+		s.machinesOnceThereAre(id, 0)
+		s.untilUnavailable(id, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_COOLING_DOWN)
+		_, err = s.create(s.Client(), &agentv1alpha1.CreateClaimRequest{ClaimId: "next", Candidates: []string{id}})
+		require.True(s, agenterrors.IsNoRoom(err), "%v", err)
+	}},
+
 	{"room that a release makes can be claimed again", func(s *suite) {
 		id := s.group(deployment("workers", maxSize(1)))
 		s.running("first", id)

@@ -29,6 +29,7 @@ const (
 	reasonMachineLost       = "MachineLost"
 	reasonNodeGroupGone     = "NodeGroupGone"
 	reasonNeverMade         = "NeverMade"
+	reasonFailed            = "Failed"
 )
 
 // unknownHolder is whose the tombstone of a claim is that was never made.
@@ -48,6 +49,7 @@ type claim struct {
 	createdAt       time.Time
 	releasedAt      time.Time
 	endedAt         time.Time
+	failed          bool // its machine was given up
 	history         []*agentv1alpha1.ClaimEvent
 }
 
@@ -206,28 +208,33 @@ func (a *Agent) make(c *claim, g *group) {
 	}
 }
 
-// release begins the release of a claim that is live, and completes it where nothing is to be waited for.
-func (a *Agent) release(c *claim, reason, why string) {
+// release begins the release of a claim that is live, and completes it where nothing is to be waited for. A machine that
+// failed, or that the caller says failed, is not handed over, and its group cools down.
+func (a *Agent) release(c *claim, reason, why string, failed bool) {
 	c.releasedAt = a.now()
 	c.reason, c.message = reason, why
 	c.happened(c.releasedAt, reason, why)
 	a.touchClaim(c)
 	g := a.groups[c.groupID]
 	m := c.machine
+	cause := why
+	if m != nil && m.failureReason != "" && m.nodeName == "" {
+		failed, cause = true, m.failureReason+": "+m.failureMessage
+	}
+	c.failed = failed
+	if failed && a.settings.coolDown > 0 && g != nil {
+		a.block(g, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_COOLING_DOWN, cause, a.now().Add(a.settings.coolDown))
+	}
 	switch {
 	case m == nil:
 		a.end(c, reasonCancelled, "released before it had a machine")
-	case m.nodeName == "" && m.failureReason == "" && m.deletedAt.IsZero():
+	case m.nodeName == "" && !failed && m.deletedAt.IsZero():
 		// The hand-over: the machine stays, for the next claim.
 		m.claim = nil
 		m.spareSince = a.now()
 		a.touchMachine(m)
 		a.end(c, reasonHandedOver, "the machine was handed over before it had a Node")
 	default:
-		if m.failureReason != "" && m.nodeName == "" && a.settings.coolDown > 0 && g != nil {
-			a.block(g, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_COOLING_DOWN,
-				m.failureReason+": "+m.failureMessage, a.now().Add(a.settings.coolDown))
-		}
 		c.phase = agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING
 		a.terminate(m)
 	}
@@ -245,6 +252,9 @@ func (a *Agent) end(c *claim, reason, message string) {
 		}
 	}
 	c.phase = agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED
+	if c.failed {
+		reason, message = reasonFailed, c.message
+	}
 	c.reason, c.message, c.endedAt = reason, message, a.now()
 	if c.machine != nil {
 		c.lastSeen = c.machine.render()

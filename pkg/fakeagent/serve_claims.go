@@ -124,7 +124,7 @@ func (s claimService) ReleaseClaim(
 		if request.GetDrained() {
 			why += " (drained)"
 		}
-		a.release(c, reasonReleaseRequested, why)
+		a.release(c, reasonReleaseRequested, why, request.GetFailed())
 		a.publish()
 	}
 	return &agentv1alpha1.ReleaseClaimResponse{Claim: c.render()}, nil
@@ -242,7 +242,7 @@ func (s claimService) SyncClaims(
 	slices.SortFunc(orphans, func(x, y *claim) int { return cmp.Compare(x.sequence, y.sequence) })
 	for _, c := range orphans {
 		response.CollectedClaimIds = append(response.CollectedClaimIds, c.id)
-		a.release(c, reasonCollected, "its owner is gone: it is not in the live set of "+c.holder)
+		a.release(c, reasonCollected, "its owner is gone: it is not in the live set of "+c.holder, false)
 	}
 	a.reports[cluster] = request.GetNodes()
 	a.publish()

@@ -109,6 +109,8 @@ type Request struct {
 type ReleaseOptions struct {
 	// Drained says that the caller has drained the Node.
 	Drained bool
+	// Failed says that the Machine did not come or is no good: it is not handed over, and its group cools down.
+	Failed bool
 	// Reason is for the claim's history; may be empty.
 	Reason string
 }
@@ -376,10 +378,10 @@ func (e *Engine) Release(ctx context.Context, key Key, o ReleaseOptions) (*v1alp
 	if reason.Message == "" {
 		reason.Message = "the holder released it"
 	}
-	return e.release(ctx, key, o.Drained, reason)
+	return e.release(ctx, key, o.Drained, o.Failed, reason)
 }
 
-func (e *Engine) release(ctx context.Context, key Key, drained bool, why v1alpha1.Event) (*v1alpha1.MachineClaim, error) {
+func (e *Engine) release(ctx context.Context, key Key, drained, failed bool, why v1alpha1.Event) (*v1alpha1.MachineClaim, error) {
 	for attempt := 0; ; attempt++ {
 		c, err := e.Get(ctx, key)
 		if errors.Is(err, ErrNotFound) {
@@ -405,6 +407,9 @@ func (e *Engine) release(ctx context.Context, key Key, drained bool, why v1alpha
 		if first {
 			now := metav1.NewTime(e.Clock.Now())
 			c.Status.ReleasedAt = &now
+			if failed {
+				c.Status.FailedAt = &now
+			}
 			e.note(c, why)
 		}
 		err = e.Client.Status().Update(ctx, c)
@@ -532,7 +537,7 @@ func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
 		}
 		key := Key{Namespace: c.Namespace, Cluster: r.Cluster, ID: c.Spec.ClaimID}
 		why := v1alpha1.Event{Reason: ReasonCollected, Message: "its owner is gone: it was not in the live set of " + r.Holder}
-		if _, err := e.release(ctx, key, false, why); err != nil {
+		if _, err := e.release(ctx, key, false, false, why); err != nil {
 			return result, err
 		}
 		log.FromContext(ctx).Info("collected a claim whose owner is gone", "claim", c.Spec.ClaimID, "name", c.Spec.DisplayName)

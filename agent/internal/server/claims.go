@@ -103,7 +103,9 @@ func (s *claimService) ReleaseClaim(
 		return nil, err
 	}
 	key := keyOf(request.GetCluster(), request.GetClaimId())
-	claim, err := s.config.Engine.Release(ctx, key, claims.ReleaseOptions{Drained: request.GetDrained(), Reason: request.GetReason()})
+	claim, err := s.config.Engine.Release(ctx, key, claims.ReleaseOptions{
+		Drained: request.GetDrained(), Failed: request.GetFailed(), Reason: request.GetReason(),
+	})
 	if err != nil {
 		return nil, s.answer(ctx, err, key)
 	}

@@ -246,7 +246,10 @@ type ReleaseClaimRequest struct {
 	// OPTIONAL. Has no effect once the machine's deletion has begun.
 	Drained bool `protobuf:"varint,3,opt,name=drained,proto3" json:"drained,omitempty"`
 	// Why, for the claim's history. OPTIONAL.
-	Reason        string `protobuf:"bytes,4,opt,name=reason,proto3" json:"reason,omitempty"`
+	Reason string `protobuf:"bytes,4,opt,name=reason,proto3" json:"reason,omitempty"`
+	// The machine did not come, or is no good: it is removed instead of being handed over to the next claim, and its node group
+	// is left alone for a while, as after a failure that the agent notices itself. OPTIONAL.
+	Failed        bool `protobuf:"varint,5,opt,name=failed,proto3" json:"failed,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -307,6 +310,13 @@ func (x *ReleaseClaimRequest) GetReason() string {
 		return x.Reason
 	}
 	return ""
+}
+
+func (x *ReleaseClaimRequest) GetFailed() bool {
+	if x != nil {
+		return x.Failed
+	}
+	return false
 }
 
 // ReleaseClaimResponse says how far the release is.
@@ -1224,12 +1234,13 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\radopt_machine\x18\a \x01(\tB-\xbaH*r(\x18\xfd\x012#^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$R\fadoptMachine:\xb2\x01\xbaH\xae\x01\x1a\xab\x01\n" +
 	"\x1acreate_claim.adopt_machine\x12Uadopt_machine needs exactly one candidate, the node group that the Machine belongs to\x1a6this.adopt_machine == '' || size(this.candidates) == 1\"G\n" +
 	"\x13CreateClaimResponse\x120\n" +
-	"\x05claim\x18\x01 \x01(\v2\x1a.capi.agent.v1alpha1.ClaimR\x05claim\"\xdc\x01\n" +
+	"\x05claim\x18\x01 \x01(\v2\x1a.capi.agent.v1alpha1.ClaimR\x05claim\"\xf4\x01\n" +
 	"\x13ReleaseClaimRequest\x12A\n" +
 	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\x12F\n" +
 	"\bclaim_id\x18\x02 \x01(\tB+\xbaH(\xc8\x01\x01r#\x18?2\x1f^[a-z0-9]([-a-z0-9]*[a-z0-9])?$R\aclaimId\x12\x18\n" +
 	"\adrained\x18\x03 \x01(\bR\adrained\x12 \n" +
-	"\x06reason\x18\x04 \x01(\tB\b\xbaH\x05r\x03\x18\x80\bR\x06reason\"H\n" +
+	"\x06reason\x18\x04 \x01(\tB\b\xbaH\x05r\x03\x18\x80\bR\x06reason\x12\x16\n" +
+	"\x06failed\x18\x05 \x01(\bR\x06failed\"H\n" +
 	"\x14ReleaseClaimResponse\x120\n" +
 	"\x05claim\x18\x01 \x01(\v2\x1a.capi.agent.v1alpha1.ClaimR\x05claim\"\x9c\x01\n" +
 	"\x0fGetClaimRequest\x12A\n" +

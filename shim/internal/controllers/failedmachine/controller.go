@@ -176,11 +176,11 @@ func (c *Controller) awaitRegistration(ctx context.Context, nodeClaim *karpv1.No
 	case !known:
 		return c.giveUp(ctx, nodeClaim, "ClaimUnknown", "The management cluster has no claim of this NodeClaim.")
 	case c.failed(claim):
-		return c.giveUp(ctx, nodeClaim, "MachineFailed", failure(claim))
+		return c.fail(ctx, nodeClaim, "MachineFailed", failure(claim))
 	case c.deadlineOf(nodeClaim, claim, now).After(now):
 		return reconcile.Result{RequeueAfter: look}, nil
 	}
-	return c.giveUp(ctx, nodeClaim, "MachineProgressDeadlineExceeded", stuck(claim, c.deadline))
+	return c.fail(ctx, nodeClaim, "MachineProgressDeadlineExceeded", stuck(claim, c.deadline))
 }
 
 // ask reads the claim from the agent. known is false only when the agent is certain that there is none.
@@ -217,6 +217,19 @@ func (c *Controller) hasReadyNode(ctx context.Context, nodeClaim *karpv1.NodeCla
 	return lo.ContainsBy(nodes, func(node *corev1.Node) bool {
 		return nodeutils.GetCondition(node, corev1.NodeReady).Status == corev1.ConditionTrue
 	}), nil
+}
+
+// fail tells the agent that the claim's machine is no good, so that no other NodeClaim gets it, and then gives the NodeClaim up.
+func (c *Controller) fail(ctx context.Context, nodeClaim *karpv1.NodeClaim, reason, message string) (reconcile.Result, error) {
+	callCtx, cancel := context.WithTimeout(ctx, c.timeout)
+	defer cancel()
+	_, err := c.agent.ReleaseClaim(callCtx, &agentv1alpha1.ReleaseClaimRequest{
+		Cluster: c.cluster, ClaimId: string(nodeClaim.UID), Failed: true, Reason: lo.Substring(message, 0, 1024),
+	})
+	if err != nil {
+		return c.unanswered(ctx, err), nil
+	}
+	return c.giveUp(ctx, nodeClaim, reason, message)
 }
 
 func (c *Controller) giveUp(ctx context.Context, nodeClaim *karpv1.NodeClaim, reason, message string) (reconcile.Result, error) {

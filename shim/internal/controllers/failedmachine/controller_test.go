@@ -196,6 +196,9 @@ func TestAMachineThatFailsCostsItsNodeClaimAtOnce(t *testing.T) {
 	assert.False(t, e.Exists(nodeClaim))
 	assert.Equal(t, []string{"MachineFailed"}, e.Recorder.Reasons())
 	assert.Contains(t, e.Recorder.Messages()[0], "the infrastructure says")
+	released := e.Agent.Requests("ReleaseClaim")
+	require.Len(t, released, 1)
+	assert.True(t, released[0].(*agentv1alpha1.ReleaseClaimRequest).GetFailed(), "or the next NodeClaim would get that machine") //nolint:forcetypeassert // By its name.
 }
 
 func TestNoProgressInTimeCostsTheNodeClaim(t *testing.T) {
