@@ -868,7 +868,8 @@ func (s *snapshot) actOnClaims(d *decision) {
 		}
 		switch c.Status.Phase {
 		case "", v1alpha1.PhasePending:
-			if owned := s.labelled(id); owned != nil && alive(owned) && !entered {
+			if owned := s.labelled(id); owned != nil && alive(owned) {
+				// Its status was lost; also when that was before its entry was dropped.
 				d.actions = append(d.actions, action{kind: restore, claim: c, machine: owned})
 			} else if entered {
 				s.actOnPending(d, c, named)

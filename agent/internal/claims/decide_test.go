@@ -323,6 +323,12 @@ func TestAClaimThatLostItsStatusGetsItsOwnMachineBack(t *testing.T) {
 	assert.Equal(t, []actionKind{restore}, kinds(d))
 }
 
+func TestAClaimThatLostItsStatusBeforeItsEntryWasDroppedIsRestored(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, LastReplicas: 1, Pending: map[string]Named{"c": {Machine: "m", UID: "m"}}}).
+		withMachine("m", "c", nil).withClaim("c", v1alpha1.PhasePending, "")
+	assert.Equal(t, []actionKind{restore}, kinds(decide(s)))
+}
+
 func TestAFailingMachineIsNobodysNext(t *testing.T) {
 	failing := Failure{Reasons: []string{"InsufficientCapacity"}}
 	released := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
