@@ -1,6 +1,7 @@
 package claims
 
 import (
+	"cmp"
 	"fmt"
 	"maps"
 	"math"
@@ -126,7 +127,7 @@ func decide(s *snapshot) *decision {
 	spare := s.account(d, next)
 	spare = s.adopt(d, next, spare)
 	spare = s.enter(d, next, spare)
-	s.name(next)
+	s.name(d, next)
 	s.coverShortage(d, next)
 	d.spare = spare > 0
 	spare = s.releaseSpare(d, next, spare)
@@ -664,25 +665,44 @@ func (s *snapshot) unusable(next *Ledger) int32 {
 	return max(0, n-s.floor(next))
 }
 
-// name promises free Machines to the claims that wait, oldest first, and leaves the floor as many as it owns.
-func (s *snapshot) name(next *Ledger) {
+// name promises free Machines to the claims that wait, oldest first, and leaves the floor as many as it owns. A claim for which
+// there is none gets one that is known not to come, if it was made after the claim: the claim fails with it then, at once.
+func (s *snapshot) name(d *decision, next *Ledger) {
 	free := s.free(next)
 	give := len(free) - int(s.floor(next))
-	usable := slices.DeleteFunc(slices.Clone(free), func(m *clusterv1.Machine) bool { return !s.usable(m) })
+	var usable, hopeless []*clusterv1.Machine
+	for _, m := range free {
+		switch {
+		case s.usable(m):
+			usable = append(usable, m)
+		case s.hopeless(m) && claimOf(m) == "" && !outdated(m):
+			hopeless = append(hopeless, m)
+		}
+	}
 	// The one that is furthest on comes first.
 	slices.SortStableFunc(usable, func(a, b *clusterv1.Machine) int {
 		return progress(b) - progress(a)
 	})
 	for _, c := range s.claims {
-		if give <= 0 || len(usable) == 0 {
+		if give <= 0 {
 			return
 		}
 		named, pending := next.Pending[c.Spec.ClaimID]
 		if !pending || named.UID != "" || c.CurrentPhase() != v1alpha1.PhasePending || c.Spec.Adopt != "" {
 			continue
 		}
-		m := usable[0]
-		usable, give = usable[1:], give-1
+		var m *clusterv1.Machine
+		if len(usable) > 0 {
+			m, usable = usable[0], usable[1:]
+		} else if i := slices.IndexFunc(hopeless, func(m *clusterv1.Machine) bool {
+			return !m.CreationTimestamp.Before(&c.CreationTimestamp)
+		}); i >= 0 {
+			m, d.urgent = hopeless[i], true
+			hopeless = slices.Delete(hopeless, i, i+1)
+		} else {
+			continue
+		}
+		give--
 		next.Pending[c.Spec.ClaimID] = Named{Machine: m.Name, UID: m.UID}
 	}
 }
@@ -966,7 +986,27 @@ func (s *snapshot) actOnReleasing(d *decision, c *v1alpha1.MachineClaim, m *clus
 			reason, message = ReasonHandedOver, "its Machine had no Node yet and was kept for the next claim"
 		}
 		d.end(c, reason, message)
+	case m != nil && !alive(m):
+		s.explainDeletion(d, c, m)
 	}
+}
+
+// slowDeletion is how long a deletion may take before the claim says what it waits for.
+const slowDeletion = time.Minute
+
+// explainDeletion notes on the claim what Cluster API says that the deletion of its Machine waits for, once that takes long.
+func (s *snapshot) explainDeletion(d *decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine) {
+	reason, message := deletingReason(m), deletingMessage(m)
+	if reason == "" || held(m) && deletionCompleted(m) || reason == c.Status.Reason {
+		return
+	}
+	if left := slowDeletion - s.now.Sub(m.DeletionTimestamp.Time); left > 0 {
+		d.wake(left)
+		return
+	}
+	d.actions = append(d.actions, action{kind: explain, claim: c, event: v1alpha1.Event{
+		Reason: reason, Message: "the deletion of Machine " + m.Name + " takes long: " + cmp.Or(message, reason),
+	}})
 }
 
 func (s *snapshot) releasing(uid types.UID) bool {

@@ -341,6 +341,7 @@ func TestAFailingMachineIsNobodysNext(t *testing.T) {
 	waiting := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).
 		withMachine("a", "", infrastructure("InsufficientCapacity")).withClaim("c", v1alpha1.PhasePending, "")
 	waiting.failure = failing
+	waiting.machines[0].CreationTimestamp = metav1.NewTime(waiting.now.Add(-time.Minute)) // it failed somebody else
 	if d := decide(waiting); d.ledger != nil {
 		assert.Empty(t, d.ledger.Pending["c"].UID)
 	}
@@ -354,4 +355,188 @@ func TestAClaimLastsUntilItsMachineIsGone(t *testing.T) {
 
 	s.machines = nil
 	assert.Equal(t, []actionKind{end}, kinds(decide(s)))
+}
+
+func deleting(reason string) func(*clusterv1.Machine) {
+	return func(m *clusterv1.Machine) {
+		node(m)
+		m.DeletionTimestamp = new(metav1.NewTime(newTestTime()))
+		m.Status.Conditions = []metav1.Condition{{
+			Type: clusterv1.MachineDeletingCondition, Status: "True", Reason: reason, Message: "cannot evict pod default/web-0",
+		}}
+	}
+}
+
+func releasingLedger(r Release) *Ledger {
+	return &Ledger{Version: 1, Seq: 4, LastReplicas: 1, Releasing: map[types.UID]Release{"a": r}}
+}
+
+func TestAMachineThatSomebodyElseDeletesIsHeldByAHook(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 4, LastReplicas: 1}).
+		withMachine("a", "c", deleting(clusterv1.MachineDeletingDrainingNodeReason)).withClaim("c", v1alpha1.PhaseReleasing, "a")
+	s.claims[0].Status.Drained = true
+	d := decide(s)
+	require.NotNil(t, d.ledger)
+	assert.Equal(t, Release{Machine: "a", Claim: "c", Drained: true, Hook: true}, d.ledger.Releasing["a"])
+	assert.Equal(t, int32(1), d.replicas)
+}
+
+func TestTheHookIsPutOnAndTheReplicaIsGivenBackWhenItHolds(t *testing.T) {
+	s := scene(1, releasingLedger(Release{Machine: "a", Claim: "c", Hook: true})).
+		withMachine("a", "c", deleting(clusterv1.MachineDeletingDrainingNodeReason)).withClaim("c", v1alpha1.PhaseReleasing, "a")
+	d := decide(s)
+	assert.Nil(t, d.ledger)
+	assert.Contains(t, kinds(d), hook)
+
+	s = scene(1, releasingLedger(Release{Machine: "a", Claim: "c", Hook: true})).
+		withMachine("a", "c", deleting(clusterv1.MachineDeletingWaitingForPreTerminateHookReason)).withClaim("c", v1alpha1.PhaseReleasing, "a")
+	s.machines[0].Annotations = map[string]string{v1alpha1.ReleaseHook: ""}
+	d = decide(s)
+	require.NotNil(t, d.ledger)
+	assert.Equal(t, int32(0), d.replicas)
+	assert.True(t, d.ledger.Releasing["a"].GivenBack)
+	assert.NotContains(t, kinds(d), letGo, "not before Cluster API has seen it")
+}
+
+func TestAHookOfSomebodyElseHoldsNothingOfOurs(t *testing.T) {
+	s := scene(1, releasingLedger(Release{Machine: "a", Claim: "c", Hook: true})).
+		withMachine("a", "c", deleting(clusterv1.MachineDeletingWaitingForPreTerminateHookReason)).withClaim("c", v1alpha1.PhaseReleasing, "a")
+	d := decide(s)
+	assert.Equal(t, int32(1), d.replicas)
+	assert.Contains(t, kinds(d), hook)
+}
+
+func TestAReleaseThatIsOvertakenGoesOnWithAHook(t *testing.T) {
+	s := scene(1, releasingLedger(Release{Machine: "a", Claim: "c"})).
+		withMachine("a", "c", deleting("")).withClaim("c", v1alpha1.PhaseReleasing, "a")
+	d := decide(s)
+	require.NotNil(t, d.ledger)
+	assert.True(t, d.ledger.Releasing["a"].Hook)
+	assert.NotContains(t, kinds(d), hold, "a finalizer cannot be added any more")
+}
+
+func TestAHookThatComesTooLateIsGivenUp(t *testing.T) {
+	for _, r := range []Release{{Machine: "a", Claim: "c"}, {Machine: "a", Claim: "c", Hook: true}} {
+		s := scene(1, releasingLedger(r)).
+			withMachine("a", "c", deleting(clusterv1.MachineDeletingWaitingForInfrastructureDeletionReason)).withClaim("c", v1alpha1.PhaseReleasing, "a")
+		d := decide(s)
+		require.NotNil(t, d.ledger)
+		assert.Empty(t, d.ledger.Releasing)
+		assert.Equal(t, int32(1), d.replicas, "its replacement is a spare")
+	}
+}
+
+func TestAHookThatNobodyKnowsOfIsTakenOff(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 4, LastReplicas: 1}).
+		withMachine("a", "", deleting(clusterv1.MachineDeletingWaitingForPreTerminateHookReason))
+	s.machines[0].Annotations = map[string]string{v1alpha1.ReleaseHook: ""}
+	assert.Contains(t, kinds(decide(s)), letGo)
+}
+
+func TestADeletionThatTakesLongIsExplained(t *testing.T) {
+	s := scene(1, releasingLedger(Release{Machine: "a", Claim: "c"})).
+		withMachine("a", "c", deleting(clusterv1.MachineDeletingDrainingNodeReason)).withClaim("c", v1alpha1.PhaseReleasing, "a")
+	s.machines[0].Finalizers = []string{clusterv1.MachineFinalizer, v1alpha1.ReleaseFinalizer}
+	d := decide(s)
+	assert.Empty(t, d.actions)
+	assert.Equal(t, slowDeletion, d.again)
+	s.now = s.now.Add(slowDeletion)
+	d = decide(s)
+	require.Equal(t, []actionKind{explain}, kinds(d))
+	assert.Equal(t, clusterv1.MachineDeletingDrainingNodeReason, d.actions[0].event.Reason)
+	assert.Contains(t, d.actions[0].event.Message, "cannot evict pod default/web-0")
+	s.claims[0].Status.Reason = clusterv1.MachineDeletingDrainingNodeReason
+	assert.Empty(t, decide(s).actions, "once")
+}
+
+func TestAdoptingTakesASpareElseTheUsers(t *testing.T) {
+	for name, test := range map[string]struct {
+		floor, replicas, minimum int32
+		maximum                  *int32
+		wantFloor, wantReplicas  int32
+		wantAdopted, wantRefusal bool
+	}{
+		"a spare":                             {floor: 1, replicas: 2, wantFloor: 1, wantReplicas: 2},
+		"the user's":                          {floor: 2, replicas: 2, wantFloor: 1, wantReplicas: 2, wantAdopted: true},
+		"at the min size replicas are raised": {floor: 2, replicas: 2, minimum: 2, wantFloor: 2, wantReplicas: 3},
+		"at the min and the max size":         {floor: 2, replicas: 2, minimum: 2, maximum: new(int32(2)), wantRefusal: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := scene(test.replicas, &Ledger{Version: 1, Seq: 4, LastReplicas: test.replicas, Floor: test.floor}).
+				withMachine("a", "", node).withMachine("b", "", node).withClaim("c", "", "")
+			s.claims[0].Spec.Adopt = "b"
+			s.group.Min, s.group.Max = test.minimum, test.maximum
+			d := decide(s)
+			if test.wantRefusal {
+				assert.Equal(t, eligibility.AtMaxSize, d.refused["c"].Reason)
+				assert.Nil(t, d.ledger)
+				return
+			}
+			require.NotNil(t, d.ledger)
+			assert.Equal(t, Named{Machine: "b", UID: "b", Adopted: test.wantAdopted}, d.ledger.Pending["c"])
+			assert.Equal(t, test.wantFloor, d.ledger.Floor)
+			assert.Equal(t, test.wantReplicas, d.replicas)
+		})
+	}
+}
+
+func TestWhatCannotBeAdoptedIsRefusedWithTheReason(t *testing.T) {
+	for name, test := range map[string]struct {
+		scene *snapshot
+		want  string
+	}{
+		"missing": {scene(1, nil).withMachine("b", "", node), "does not exist"},
+		"claimed": {scene(1, nil).withMachine("a", "other", node).withClaim("other", v1alpha1.PhaseBound, "a"), "has a claim already"},
+		"promised": {
+			scene(1, &Ledger{Version: 1, LastReplicas: 1, Pending: map[string]Named{"other": {Machine: "a", UID: "a"}}}).
+				withMachine("a", "", nil).withClaim("other", v1alpha1.PhasePending, ""), "has a claim already",
+		},
+		"going": {scene(1, nil).withMachine("a", "", deleting("")), "is being deleted"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := test.scene.withClaim("c", "", "")
+			s.claims[len(s.claims)-1].Spec.Adopt = "a"
+			d := decide(s)
+			assert.Equal(t, eligibility.NotAdoptable, d.refused["c"].Reason)
+			assert.Contains(t, d.refused["c"].Message, test.want)
+		})
+	}
+}
+
+func TestAnAdoptionThatIsTakenBackLeavesTheMachineWithTheUser(t *testing.T) {
+	s := scene(2, &Ledger{
+		Version: 1, Seq: 4, LastReplicas: 2, Floor: 1, Pending: map[string]Named{"c": {Machine: "b", UID: "b", Adopted: true}},
+	}).withMachine("a", "", node).withMachine("b", "", node).withClaim("c", v1alpha1.PhaseReleasing, "")
+	s.claims[0].Spec.Adopt = "b"
+	d := decide(s)
+	require.NotNil(t, d.ledger)
+	assert.Equal(t, int32(2), d.ledger.Floor)
+	assert.Empty(t, d.ledger.Pending)
+	assert.Equal(t, int32(2), d.replicas)
+	assert.False(t, d.spare)
+}
+
+func TestAnAdoptionWhoseMachineDiesEnds(t *testing.T) {
+	s := scene(2, &Ledger{
+		Version: 1, Seq: 4, LastReplicas: 2, Floor: 1, Pending: map[string]Named{"c": {Adopted: true}},
+	}).withMachine("a", "", node).withMachine("d", "", nil).withClaim("c", v1alpha1.PhasePending, "")
+	s.claims[0].Spec.Adopt = "b"
+	d := decide(s)
+	assert.Equal(t, []actionKind{end}, kinds(d), "it gets no other Machine")
+}
+
+func TestAClaimFailsWithAMachineThatWillNotCome(t *testing.T) {
+	s := scene(2, &Ledger{Version: 1, Seq: 4, LastReplicas: 2, Pending: map[string]Named{"b": {}, "c": {}}})
+	s.failure = Failure{Reasons: []string{"NoCapacity"}}
+	s.withMachine("bad", "", infrastructure("NoCapacity")).withMachine("good", "", nil).
+		withClaim("b", v1alpha1.PhasePending, "").withClaim("c", v1alpha1.PhasePending, "")
+	d := decide(s)
+	require.NotNil(t, d.ledger)
+	assert.Equal(t, "good", d.ledger.Pending["b"].Machine)
+	assert.Equal(t, "bad", d.ledger.Pending["c"].Machine)
+	assert.True(t, d.urgent)
+	assert.Equal(t, int32(2), d.replicas, "no further Machine is asked for where they fail")
+
+	s.machines[0].CreationTimestamp = metav1.NewTime(s.now.Add(-time.Hour))
+	assert.Empty(t, decide(s).ledger.Pending["c"], "one that failed before the claim was made is not its Machine")
 }

@@ -5,6 +5,7 @@ import (
 	"strings"
 	"time"
 
+	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
@@ -213,11 +214,18 @@ func deletionCompleted(m *clusterv1.Machine) bool {
 	return deletingReason(m) == clusterv1.MachineDeletingDeletionCompletedReason
 }
 
+// deletingReason returns what the deletion of the Machine is at, in Cluster API's words, "" when it says nothing.
 func deletingReason(m *clusterv1.Machine) string {
-	for i := range m.Status.Conditions {
-		if m.Status.Conditions[i].Type == clusterv1.MachineDeletingCondition {
-			return m.Status.Conditions[i].Reason
-		}
+	if c := meta.FindStatusCondition(m.Status.Conditions, clusterv1.MachineDeletingCondition); c != nil {
+		return c.Reason
+	}
+	return ""
+}
+
+// deletingMessage returns the same in a sentence.
+func deletingMessage(m *clusterv1.Machine) string {
+	if c := meta.FindStatusCondition(m.Status.Conditions, clusterv1.MachineDeletingCondition); c != nil {
+		return c.Message
 	}
 	return ""
 }
