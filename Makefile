@@ -215,6 +215,13 @@ mutants: ## Break the claim engine deliberately, one rule at a time, and ask tha
 	@go run ./agent/internal/claims/mutants $(MUTANTS_FLAGS)
 MUTANTS_FLAGS ?=
 
+.PHONY: bench
+bench: $(SANDBOX_BINARIES) $(BIN)/bench ## Measure: claims per second, and machines through claims against replicas raised by hand (BENCH_FLAGS='-rounds=5')
+	@go test -run '^$$' -bench . ./agent/internal/claims
+	@go test -run '^$$' -bench . -benchtime 300x -timeout 20m ./agent/internal/agent
+	@$(BIN)/bench $(BENCH_FLAGS)
+BENCH_FLAGS ?=
+
 # More flags for go test, for example TEST_FLAGS='-run Catalogue -v'.
 TEST_FLAGS ?=
 # How gotestsum shows them.
