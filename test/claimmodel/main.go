@@ -9,6 +9,7 @@
 package main
 
 import (
+	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
@@ -46,6 +47,7 @@ func run(arguments []string, out io.Writer) error {
 		seed      = flags.Uint64("seed", 1, "seed of the random runs")
 		first     = flags.Bool("first", false, "stop at the first violation")
 		ignore    = flags.String("ignore", "", "kinds of violations that are not reported, by their first word, separated by commas")
+		cases     = flags.Int("cases", 0, "instead of a run of the engine: this many snapshots and decisions, as JSON")
 		without   = flags.String("without", "", "rules that are left out, separated by commas")
 	)
 	var (
@@ -86,6 +88,9 @@ func run(arguments []string, out io.Writer) error {
 		var err error
 		if p.Without, err = engine.ParseRules(*without); err != nil {
 			return err
+		}
+		if *cases > 0 {
+			return json.NewEncoder(out).Encode(p.Cases(*cases, *seed))
 		}
 		r = search(&p, o)
 	case "section5":

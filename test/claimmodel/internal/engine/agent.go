@@ -80,12 +80,13 @@ func (w *writer) done(next *state) {
 func (w *writer) commit(d *decision) {
 	at := &w.s.groups[w.g]
 	gaveBack := d.ledger.givenBack&^w.from.ledger.givenBack != 0
+	shrinks := d.ledger.shrunk != 0 && w.from.ledger.shrunk == 0 && !w.p.without(ShrinkAsObserved)
 	if w.v != nil {
 		fresh := w.v.ledgerFresh != 0
 		if w.from.ledger.present == 0 {
 			fresh = w.v.objectFresh != 0
 		}
-		if !fresh || at.md.replicas != w.from.md.replicas || gaveBack && w.v.generationFresh == 0 && !w.p.without(ObserveTemplate) {
+		if !fresh || at.md.replicas != w.from.md.replicas || (gaveBack && !w.p.without(ObserveTemplate) || shrinks) && w.v.generationFresh == 0 {
 			return
 		}
 		if d.pause == pauseSet && w.v.objectFresh == 0 && !w.p.without(TestPause) {

@@ -762,7 +762,7 @@ func (t *step) shrink(spare int) {
 			t.d.do(action{kind: pauseMachineSet, set: uint8(i)})
 		}
 	case t.next.shrunk == 0 && may && active == bit(i) && set.paused == byAgent:
-		if set.isPaused != 0 {
+		if set.isPaused != 0 && (t.observed() || t.p.without(ShrinkAsObserved)) {
 			t.d.replicas -= uint8(missing)
 			t.d.urgent = true
 			t.next.shrunk = 1
@@ -836,7 +836,7 @@ func (t *step) actOnClaims() {
 		its := action{claim: uint8(c), machine: x.machine - 1}
 		switch x.phase {
 		case made, pending:
-			if i := t.labelled(c); i >= 0 && t.s.machines[i].alive() && entry == noEntry {
+			if i := t.labelled(c); i >= 0 && t.s.machines[i].alive() {
 				t.d.do(action{kind: restore, claim: uint8(c), machine: uint8(i)})
 			} else if entry != noEntry {
 				t.actOnPending(c, x, entry)
