@@ -24,21 +24,27 @@ type collector struct {
 // Collector returns the metrics of every ledger quantity and of the claims by phase. It reads Client.
 func (e *Engine) Collector() prometheus.Collector { return collector{reader: e.Client} }
 
+// Labels of the metrics.
+const (
+	namespaceLabel  = "namespace"
+	deploymentLabel = "machine_deployment"
+)
+
 var (
 	ledgerDescription = prometheus.NewDesc("capi_agent_ledger_machines",
 		"Machines of a node group by who has them, as its ledger says: floor (the user's), spare (nobody's), pending (accounted for, "+
 			"their Machine not named yet), named (Machine named, not bound yet), releasing (being removed, replica held), "+
 			"given_back (being removed, replica given back).",
-		[]string{"namespace", "machine_deployment", "part"}, nil)
+		[]string{namespaceLabel, deploymentLabel, "part"}, nil)
 	replicasDescription = prometheus.NewDesc("capi_agent_node_group_replicas",
-		"spec.replicas of the MachineDeployment of a node group that has a ledger.", []string{"namespace", "machine_deployment"}, nil)
+		"spec.replicas of the MachineDeployment of a node group that has a ledger.", []string{namespaceLabel, deploymentLabel}, nil)
 	sequenceDescription = prometheus.NewDesc("capi_agent_ledger_sequence",
-		"How often the ledger of a node group was written.", []string{"namespace", "machine_deployment"}, nil)
+		"How often the ledger of a node group was written.", []string{namespaceLabel, deploymentLabel}, nil)
 	unreadableDescription = prometheus.NewDesc("capi_agent_ledger_unreadable",
 		"1 for a node group whose ledger this agent cannot read: a newer agent's, or edited by hand.",
-		[]string{"namespace", "machine_deployment"}, nil)
+		[]string{namespaceLabel, deploymentLabel}, nil)
 	claimsDescription = prometheus.NewDesc("capi_agent_claims",
-		"Claims by node group and phase; ended ones while they are remembered.", []string{"namespace", "machine_deployment", "phase"}, nil)
+		"Claims by node group and phase; ended ones while they are remembered.", []string{namespaceLabel, deploymentLabel, "phase"}, nil)
 )
 
 func (c collector) Describe(descriptions chan<- *prometheus.Desc) {

@@ -124,6 +124,7 @@ func decide(s *snapshot) *decision {
 	s.unname(next)
 	s.startReleases(next)
 	s.giveBack(d, next)
+	s.unpause(d, next)
 	spare := s.account(d, next)
 	spare = s.adopt(d, next, spare)
 	spare = s.enter(d, next, spare)
@@ -155,25 +156,35 @@ func (s *snapshot) fold() *Ledger {
 }
 
 // rebuild makes a ledger for a MachineDeployment that has none: because no claim was ever made on it, or because somebody
-// wiped it. Claims that had been entered say so themselves, so their replicas are not taken for the user's. Nothing is
-// deleted on the strength of a rebuilt ledger: what it cannot explain is the floor.
+// wiped it. Claims that had been entered say so themselves, so their replicas are not taken for the user's. No Machine of the
+// user's is deleted on the strength of a rebuilt ledger: what it cannot explain is the floor.
 func (s *snapshot) rebuild() *Ledger {
 	l := (&Ledger{Version: ledgerVersion}).clone()
 	var ours int32
 	for _, m := range s.machines {
-		if claimOf(m) != "" {
+		switch {
+		case held(m) || hooked(m):
+			// Its release goes on, unless it got so far that its replica may have been given back.
+			if !deletionCompleted(m) && !waitsForHook(m) {
+				l.Releasing[m.UID] = Release{Machine: m.Name, Claim: claimOf(m), Hook: !held(m)}
+				ours++
+			}
+		case claimOf(m) != "":
 			ours++
 		}
 	}
 	for _, c := range s.claims {
-		entered := c.Status.Phase == v1alpha1.PhasePending ||
-			(c.Status.Phase == v1alpha1.PhaseBound || c.Status.Phase == v1alpha1.PhaseReleasing) && c.Status.Machine != nil
+		// A claim that is Releasing counts by its label alone: without it, its Machine may have been handed over to a claim
+		// that is counted itself.
+		entered := c.Status.Phase == v1alpha1.PhasePending || c.Status.Phase == v1alpha1.PhaseBound && c.Status.Machine != nil
 		if !entered || s.labelled(c.Spec.ClaimID) != nil {
 			continue
 		}
 		named := Named{}
 		if ref := c.Status.Machine; ref != nil {
-			if m := s.machine(ref.UID); m == nil || !alive(m) {
+			m := s.machine(ref.UID)
+			_, releasing := l.Releasing[ref.UID]
+			if m == nil || !alive(m) || claimOf(m) != "" || releasing {
 				continue
 			}
 			named = Named{Machine: ref.Name, UID: ref.UID}
@@ -391,6 +402,9 @@ func (s *snapshot) giveBackPaused(d *decision, next *Ledger, ready []types.UID) 
 		}
 		return lost
 	})
+	if ours && isPaused(s.md.Status.Conditions) {
+		begun = s.dropReplaced(d, next, begun)
+	}
 	switch {
 	case len(begun) == 0:
 		if ours {
@@ -407,6 +421,59 @@ func (s *snapshot) giveBackPaused(d *decision, next *Ledger, ready []types.UID) 
 		}
 		d.pause, d.urgent = pauseRemove, true
 	}
+}
+
+// dropReplaced drops the records of Machines whose replica is taken already, by a rollout or by a human's lowering: nothing is
+// lowered for those, and what replaces them is a spare. It returns the others. Nothing changes the numbers meanwhile, as the
+// MachineDeployment is paused.
+func (s *snapshot) dropReplaced(d *decision, next *Ledger, begun []types.UID) []types.UID {
+	lowered := func(uid types.UID) bool { return s.lowered(next.Releasing[uid].Set, uid) }
+	after, excess := map[string]int32{}, map[string]int32{} // by MachineSet: replicas once all is lowered; Machines beyond them
+	for _, set := range s.sets {
+		after[set.Name], excess[set.Name] = replicasOf(set), -replicasOf(set)
+	}
+	for _, m := range s.machines {
+		if !slices.Contains(begun, m.UID) || !lowered(m.UID) {
+			excess[setOf(m)]++
+		}
+	}
+	left := slices.DeleteFunc(slices.Clone(begun), func(uid types.UID) bool {
+		name := next.Releasing[uid].Set
+		switch {
+		case lowered(uid):
+			return false
+		case excess[name] > 0 && s.machine(uid) != nil:
+			excess[name]--
+			delete(next.Releasing, uid)
+			return true
+		}
+		after[name]--
+		return false
+	})
+	// Cluster API cuts a MachineSet that has more replicas than the MachineDeployment down to them, whoever's Machines it has.
+	for _, uid := range slices.Clone(left) {
+		name := next.Releasing[uid].Set
+		most := slices.Max(append(slices.Collect(maps.Values(after)), 0))
+		if !lowered(uid) && most > d.replicas-count(left) {
+			after[name]++
+			delete(next.Releasing, uid)
+			left = slices.DeleteFunc(left, func(other types.UID) bool { return other == uid })
+		}
+	}
+	return left
+}
+
+// unpause takes off our pause where no release needs it: the ledger that did is lost.
+func (s *snapshot) unpause(d *decision, next *Ledger) {
+	if s.md.Annotations[clusterv1.PausedAnnotation] != v1alpha1.PausedByAgent || d.pause != pauseKeep {
+		return
+	}
+	for _, r := range next.Releasing {
+		if r.Set != "" && !r.GivenBack {
+			return
+		}
+	}
+	d.pause, d.urgent = pauseRemove, true
 }
 
 // beginPause notes which MachineSet each Machine's replica belongs to, and pauses the MachineDeployment in the same write.
@@ -598,9 +665,9 @@ func (s *snapshot) adoptable(c *v1alpha1.MachineClaim, next *Ledger) (*clusterv1
 	if s.group.Refusal != nil && s.group.Refusal.Reason != eligibility.CoolingDown {
 		return nil, s.group.Refusal
 	}
-	refuse := func(format string, arguments ...any) (*clusterv1.Machine, *eligibility.Refusal) {
+	refuse := func(why string) (*clusterv1.Machine, *eligibility.Refusal) {
 		return nil, &eligibility.Refusal{
-			NodeGroup: s.md.Name, Reason: eligibility.NotAdoptable, Message: fmt.Sprintf("Machine %s ", c.Spec.Adopt) + fmt.Sprintf(format, arguments...),
+			NodeGroup: s.md.Name, Reason: eligibility.NotAdoptable, Message: "Machine " + c.Spec.Adopt + " " + why,
 		}
 	}
 	m := s.named(c.Spec.Adopt)
@@ -796,37 +863,61 @@ func (s *snapshot) graceOver(d *decision) bool {
 
 // shrink gives spares back whose Machines never came, because their MachineSet is blocked. Lowering replicas while the
 // MachineSet may be making them after all would make it delete others, so it is paused first and its Machines are counted
-// then. It is unpaused once the lowered number has reached it, or when the spare found another use.
+// then. It is unpaused once the lowered number has reached it, or when the spare found another use. Which of the two it is
+// paused for is in the ledger, so that no agent unpauses it while another one counts.
 func (s *snapshot) shrink(d *decision, next *Ledger, spare int32) int32 {
 	// Spares that are Machines are released, not counted down.
 	missing := min(s.group.Replicas-count(s.machines), spare-max(0, count(s.free(next))-s.floor(next)))
 	active := s.activeSets()
 	paused := s.group.Refusal != nil && s.group.Refusal.Reason == eligibility.Paused
-	if missing > 0 && len(active) == 1 && !s.rollingOut() && !paused && s.graceOver(d) {
-		value, marked := active[0].Annotations[clusterv1.PausedAnnotation]
-		switch {
-		case !marked && s.observed(s.md.Generation):
-			d.actions = append(d.actions, action{kind: pauseMachineSet, set: active[0]})
-		case value == v1alpha1.PausedByAgent && isPaused(active[0].Status.Conditions):
-			d.replicas -= missing
-			d.urgent = true
-			return spare - missing
+	may := missing > 0 && len(active) == 1 && !s.rollingOut() && !paused
+	if next.Shrink == nil {
+		for _, set := range s.sets {
+			if set.Annotations[clusterv1.PausedAnnotation] == v1alpha1.PausedByAgent {
+				next.Shrink = &Shrink{Set: set.Name, Done: true} // nobody knows why
+				return spare
+			}
+		}
+		if may && s.graceOver(d) && s.observed(s.md.Generation) && !marked(active[0]) {
+			next.Shrink = &Shrink{Set: active[0].Name}
 		}
 		return spare
 	}
-	var sum int32
-	for _, set := range s.sets {
-		sum += replicasOf(set)
-	}
-	if s.md.Status.ObservedGeneration < s.md.Generation || sum != s.group.Replicas || d.replicas != s.group.Replicas {
-		return spare
-	}
-	for _, set := range s.sets {
-		if set.Annotations[clusterv1.PausedAnnotation] == v1alpha1.PausedByAgent {
+	set := s.set(next.Shrink.Set)
+	ours := set != nil && set.Annotations[clusterv1.PausedAnnotation] == v1alpha1.PausedByAgent
+	may = may && active[0] == set
+	switch {
+	case !next.Shrink.Done && may && !marked(set):
+		if s.observed(s.md.Generation) {
+			d.actions = append(d.actions, action{kind: pauseMachineSet, set: set})
+		}
+	case !next.Shrink.Done && may && ours:
+		if isPaused(set.Status.Conditions) && s.observed(s.md.Generation) {
+			d.replicas -= missing
+			d.urgent = true
+			next.Shrink = &Shrink{Set: set.Name, Done: true}
+			return spare - missing
+		}
+	case !next.Shrink.Done:
+		next.Shrink = &Shrink{Set: next.Shrink.Set, Done: true} // the spare found another use
+	case !ours:
+		next.Shrink = nil
+	default:
+		var sum int32
+		for _, set := range s.sets {
+			sum += replicasOf(set)
+		}
+		if s.md.Status.ObservedGeneration >= s.md.Generation && sum == s.group.Replicas && d.replicas == s.group.Replicas {
 			d.actions = append(d.actions, action{kind: unpauseMachineSet, set: set})
 		}
 	}
 	return spare
+}
+
+// marked reports whether somebody wants the MachineSet paused.
+func marked(set *clusterv1.MachineSet) bool {
+	_, yes := set.Annotations[clusterv1.PausedAnnotation]
+	return yes
 }
 
 // wake asks for another look after a while, the soonest of those asked for.
@@ -841,7 +932,8 @@ func (d *decision) wake(after time.Duration) {
 func (s *snapshot) decideWrite(d *decision, next *Ledger) {
 	if s.ledger == nil {
 		// A ledger is begun by the first claim, not by being looked at; one that was wiped is rebuilt.
-		if len(next.Pending) == 0 && len(next.Releasing) == 0 && !slices.ContainsFunc(s.claims, hasMachine) {
+		quiet := len(next.Pending) == 0 && len(next.Releasing) == 0 && next.Shrink == nil && d.pause == pauseKeep
+		if quiet && !slices.ContainsFunc(s.claims, hasMachine) {
 			d.replicas = s.group.Replicas
 			return
 		}
@@ -1041,7 +1133,7 @@ func (s *snapshot) actOnMachines(d *decision) {
 		case stopped && !s.md.DeletionTimestamp.IsZero():
 			// Cluster API deletes the whole group, makes nothing anew, and waits for this Machine.
 			d.actions = append(d.actions, action{kind: letGo, machine: m})
-		case !recorded && stopped:
+		case !recorded && stopped && s.carriedThrough(s.md.Generation):
 			// Held by a ledger that is lost. Whether its replica was given back is not known, so it is not lowered; if it
 			// was not, the replacement is a spare.
 			d.actions = append(d.actions, action{kind: letGo, machine: m})

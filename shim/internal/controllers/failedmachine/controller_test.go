@@ -198,7 +198,9 @@ func TestAMachineThatFailsCostsItsNodeClaimAtOnce(t *testing.T) {
 	assert.Contains(t, e.Recorder.Messages()[0], "the infrastructure says")
 	released := e.Agent.Requests("ReleaseClaim")
 	require.Len(t, released, 1)
-	assert.True(t, released[0].(*agentv1alpha1.ReleaseClaimRequest).GetFailed(), "or the next NodeClaim would get that machine") //nolint:forcetypeassert // By its name.
+	request, ok := released[0].(*agentv1alpha1.ReleaseClaimRequest)
+	require.True(t, ok)
+	assert.True(t, request.GetFailed(), "or the next NodeClaim would get that machine")
 }
 
 func TestNoProgressInTimeCostsTheNodeClaim(t *testing.T) {
