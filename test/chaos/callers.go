@@ -87,7 +87,14 @@ func (c *callers) wants(id string) (wanted, known bool) {
 func (c *callers) drop(id string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.claims[id].wanted = false
+	c.claims[id].wanted, c.claims[id].released = false, true
+}
+
+// unreleased are the claims whose release no agent has taken yet, and whose holder has given them up.
+func (c *callers) unreleased() []string {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return lo.FilterMap(lo.Values(c.claims), func(k *claim, _ int) (string, bool) { return k.id, !k.wanted && !k.released })
 }
 
 // totals are how many claims were accepted and how many releases were taken.
@@ -131,7 +138,7 @@ func (c *callers) make(ctx context.Context, r *agentv1alpha1.CreateClaimRequest)
 	c.mu.Lock()
 	c.claims[k.id] = k
 	c.mu.Unlock()
-	for {
+	for doubt := false; ; doubt = true {
 		yes, final := c.attempt(ctx, r)
 		if yes {
 			c.mu.Lock()
@@ -139,8 +146,14 @@ func (c *callers) make(ctx context.Context, r *agentv1alpha1.CreateClaimRequest)
 			c.mu.Unlock()
 			return k.id, nil
 		}
+		if final && !doubt && rand.IntN(8) > 0 { //nolint:gosec // no secret
+			c.mu.Lock()
+			k.wanted, k.released = false, true
+			c.mu.Unlock()
+			return "", nil
+		}
 		if final {
-			// It may have been made all the same, by a call whose answer is lost: whoever does not want a claim says so.
+			// A call whose answer is lost may have made it: whoever does not want a claim says so.
 			return "", c.release(ctx, k.id, false)
 		}
 		if err := wait(ctx, pause); err != nil {
@@ -174,7 +187,7 @@ func (c *callers) attempt(ctx context.Context, r *agentv1alpha1.CreateClaimReque
 	both.Go(func() { otherYes, otherFinal = call() })
 	yes, final = call()
 	both.Wait()
-	return yes || otherYes, final && otherFinal
+	return yes || otherYes, final && otherFinal && yes == otherYes
 }
 
 // release gives a claim back. The error is the context's.

@@ -340,10 +340,12 @@ func (r *run) releaseFromTwoSets(ctx context.Context, g *group) error {
 			if err != nil {
 				return err
 			}
-			ids = append(ids, id)
+			if id != "" {
+				ids = append(ids, id)
+			}
 		}
 		if err := r.witness.Await(ctx, func() bool {
-			return lo.EveryBy(ids, func(id string) bool { return id == "" || r.phase(id) != agentv1.PhasePending })
+			return lo.EveryBy(ids, func(id string) bool { return r.phase(id) != agentv1.PhasePending })
 		}); err != nil {
 			return err
 		}
@@ -362,7 +364,7 @@ func (r *run) releaseFromTwoSets(ctx context.Context, g *group) error {
 		}
 	}
 	return r.witness.Await(ctx, func() bool {
-		return lo.EveryBy(ids, func(id string) bool { return id == "" || r.phase(id) == agentv1.PhaseEnded })
+		return lo.EveryBy(ids, func(id string) bool { return r.phase(id) == agentv1.PhaseEnded })
 	})
 }
 

@@ -123,6 +123,13 @@ func (r *run) rest(ctx context.Context) error {
 	r.journal.add("the last fault is over")
 	bounded, cancel := context.WithTimeout(ctx, settleWithin)
 	defer cancel()
+	// Callers that were interrupted say what they have to say.
+	for _, id := range r.calls.unreleased() {
+		if err := r.calls.release(bounded, id, false); err != nil {
+			r.row.Unsettled++
+			return fmt.Errorf("no agent takes a release %s after the last fault", settleWithin)
+		}
+	}
 	r.Checker.Expected = func() invariants.Expected {
 		r.forgive()
 		return r.people.expected()

@@ -95,7 +95,8 @@ func newStage(ctx context.Context, o Options) (*stage, error) {
 func (s *stage) proxy(agent string, hub sandbox.Endpoint) (*faults.Proxy, error) {
 	proxy, err := faults.NewProxy(faults.Options{
 		Server: hub, Memory: s.memory,
-		Kill: func() error { return s.kill(agent) },
+		Kill:      func() error { return s.kill(agent) },
+		Succeeded: func() { s.awaitSuccessor(agent) },
 		Plan: func(r *faults.Request) faults.Fault {
 			fault := s.points.Plan(agent, r)
 			if plan := s.plan.Load(); fault.Kind == faults.None && plan != nil {
@@ -197,6 +198,18 @@ func (s *stage) kill(component string) error {
 	s.kills.Add(1)
 	s.journal.add("%s: KILLED", component)
 	return nil
+}
+
+// awaitSuccessor returns when an agent that was killed just now is ready again, or after a while.
+func (s *stage) awaitSuccessor(agent string) {
+	s.mu.Lock()
+	box := s.box
+	s.mu.Unlock()
+	ctx, cancel := context.WithTimeout(context.Background(), restartWithin/2)
+	defer cancel()
+	_ = wait(ctx, 2*restartAfter) // until it is known to be dead
+	_ = box.WaitReady(ctx, agent)
+	_ = wait(ctx, between(0, time.Second))
 }
 
 // see notes a write before it is sent on.

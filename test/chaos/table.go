@@ -133,7 +133,7 @@ func (r *Report) Write(w io.Writer) {
 			_, _ = fmt.Fprintf(w, "%s: %s\n", row.Scenario, v)
 		}
 	}
-	for _, s := range r.Strange {
+	for _, s := range lo.Slice(lo.Uniq(r.Strange), 0, 20) {
 		_, _ = fmt.Fprintln(w, s)
 	}
 	if missed := r.Missed(); len(missed) > 0 {

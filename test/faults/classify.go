@@ -1,6 +1,7 @@
 package faults
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
 	"slices"
@@ -183,7 +184,7 @@ func claimStatus(c *agentv1.MachineClaim) Class {
 			return ClaimExplained
 		case s.Reason == "NodeJoined":
 			return NodeNoted
-		case s.Reason == "Bound" && strings.Contains(s.Message, "lost"):
+		case s.Reason == "Bound" && strings.HasPrefix(s.Message, "its status was lost"):
 			return ClaimRestored
 		case s.Reason == "Bound":
 			return ClaimBound
@@ -322,30 +323,98 @@ func decodeLedger(value json.RawMessage) (*ledger, error) {
 	return &l, nil
 }
 
-// patch is a merge patch, as far as classifying needs it. A null is a nil pointer in a map that has the key.
-type patch struct {
-	Metadata struct {
-		Labels      map[string]*string `json:"labels"`
-		Annotations map[string]*string `json:"annotations"`
-		Finalizers  json.RawMessage    `json:"finalizers"`
-	} `json:"metadata"`
-	Spec struct {
-		Replicas *int32 `json:"replicas"`
-	} `json:"spec"`
+// changes are what a patch does, as far as classifying needs it. A nil value of a map says that the key is taken away.
+type changes struct {
+	labels, annotations map[string]*string
+	// finalizers is nil when they are left as they are.
+	finalizers *[]string
+	replicas   bool
+	// other says that there is something else.
+	other bool
+}
+
+// changesOf reads a merge patch or a JSON patch.
+func changesOf(body []byte) (changes, error) {
+	if bytes.HasPrefix(bytes.TrimSpace(body), []byte("[")) {
+		return jsonPatch(body)
+	}
+	var p struct {
+		Metadata struct {
+			Labels      map[string]*string `json:"labels"`
+			Annotations map[string]*string `json:"annotations"`
+			Finalizers  json.RawMessage    `json:"finalizers"`
+		} `json:"metadata"`
+		Spec struct {
+			Replicas *int32 `json:"replicas"`
+		} `json:"spec"`
+	}
+	if err := json.Unmarshal(body, &p); err != nil {
+		return changes{}, err
+	}
+	c := changes{labels: p.Metadata.Labels, annotations: p.Metadata.Annotations, replicas: p.Spec.Replicas != nil}
+	if len(p.Metadata.Finalizers) > 0 {
+		c.finalizers = new([]string)
+		if err := json.Unmarshal(p.Metadata.Finalizers, c.finalizers); err != nil {
+			return changes{}, err
+		}
+	}
+	return c, nil
+}
+
+func jsonPatch(body []byte) (changes, error) {
+	var operations []operation
+	if err := json.Unmarshal(body, &operations); err != nil {
+		return changes{}, err
+	}
+	c := changes{labels: map[string]*string{}, annotations: map[string]*string{}}
+	for _, o := range operations {
+		if o.Op == "test" {
+			continue
+		}
+		label, isLabel := strings.CutPrefix(o.Path, "/metadata/labels/")
+		annotation, isAnnotation := strings.CutPrefix(o.Path, "/metadata/annotations/")
+		var value *string
+		if (isLabel || isAnnotation) && o.Op != "remove" {
+			value = new(string)
+			if err := json.Unmarshal(o.Value, value); err != nil {
+				return changes{}, err
+			}
+		}
+		unescape := strings.NewReplacer("~1", "/", "~0", "~")
+		switch {
+		case isLabel:
+			c.labels[unescape.Replace(label)] = value
+		case isAnnotation:
+			c.annotations[unescape.Replace(annotation)] = value
+		case o.Path == "/metadata/finalizers":
+			c.finalizers = new([]string)
+			if o.Op != "remove" {
+				if err := json.Unmarshal(o.Value, c.finalizers); err != nil {
+					return changes{}, err
+				}
+			}
+		case o.Path == "/spec/replicas":
+			c.replicas = true
+		case o.Path == "/metadata/labels", o.Path == "/metadata/annotations": // made for the keys that follow
+		default:
+			c.other = true
+		}
+	}
+	return c, nil
 }
 
 func machine(body []byte) (Class, error) {
-	var p patch
-	if err := json.Unmarshal(body, &p); err != nil {
+	c, err := changesOf(body)
+	if err != nil || c.other || c.replicas {
 		return "", err
 	}
-	if label, touched := p.Metadata.Labels[agentv1.ClaimLabel]; touched {
+	if label, touched := c.labels[agentv1.ClaimLabel]; touched {
 		if label == nil {
 			return MachineUnlabelled, nil
 		}
 		return MachineLabelled, nil
 	}
-	for key, value := range p.Metadata.Annotations {
+	for key, value := range c.annotations {
 		if strings.HasPrefix(key, HookPrefix) {
 			if value == nil {
 				return HookRemoved, nil
@@ -353,30 +422,25 @@ func machine(body []byte) (Class, error) {
 			return HookPut, nil
 		}
 	}
-	if len(p.Metadata.Finalizers) == 0 {
-		if len(p.Metadata.Labels) == 0 && len(p.Metadata.Annotations) == 0 {
-			return MachineHeld, nil // repeated, and in place already
-		}
-		return "", nil
-	}
-	var finalizers []string
-	if err := json.Unmarshal(p.Metadata.Finalizers, &finalizers); err != nil {
-		return "", err
-	}
-	if slices.Contains(finalizers, agentv1.ReleaseFinalizer) {
+	switch {
+	case c.finalizers != nil && slices.Contains(*c.finalizers, agentv1.ReleaseFinalizer):
 		return MachineHeld, nil
+	case c.finalizers != nil:
+		return MachineLetGo, nil
+	case len(c.labels) == 0 && len(c.annotations) == 0:
+		return MachineHeld, nil // repeated, and in place already
 	}
-	return MachineLetGo, nil
+	return "", nil
 }
 
 func machineSet(body []byte) (Class, error) {
-	var p patch
-	if err := json.Unmarshal(body, &p); err != nil {
+	c, err := changesOf(body)
+	if err != nil || c.other {
 		return "", err
 	}
-	paused, touched := p.Metadata.Annotations[clusterv1.PausedAnnotation]
+	paused, touched := c.annotations[clusterv1.PausedAnnotation]
 	switch {
-	case p.Spec.Replicas != nil:
+	case c.replicas:
 		return SetLowered, nil
 	case touched && paused != nil:
 		return SetPaused, nil

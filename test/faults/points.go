@@ -36,8 +36,8 @@ func PointsOf(classes ...Class) []Point {
 	})
 }
 
-// lateness is how long a late write is under way: an agent is ready again in about a second.
-const lateness = 2500 * time.Millisecond
+// attemptPatience is how long a fail point may take to come about; a late one waits for an agent to start.
+const attemptPatience = 45 * time.Second
 
 // Points kills agents at fail points, a given number of times at each. Safe for concurrent use.
 type Points struct {
@@ -130,10 +130,9 @@ func (p *Points) Plan(agent string, r *Request) Fault {
 		}
 	}
 	// What does not come about (the write was refused, or the agent was dead already) is tried again.
-	time.AfterFunc(2*killPatience, func() { finish(false) })
+	time.AfterFunc(attemptPatience, func() { finish(false) })
 	return Fault{
-		Kind:  map[When]Kind{Before: KillBefore, After: KillAfter, Late: KillLate}[point.When],
-		Delay: lateness,
-		Done:  func() { finish(true) },
+		Kind: map[When]Kind{Before: KillBefore, After: KillAfter, Late: KillLate}[point.When],
+		Done: func() { finish(true) },
 	}
 }

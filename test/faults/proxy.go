@@ -37,7 +37,7 @@ const (
 	// KillAfter: the request is carried out, and the caller killed before it has the answer. A request that is refused is
 	// answered instead.
 	KillAfter
-	// KillLate: the caller is killed, and the request arrives a while later, when the caller's successor is at work.
+	// KillLate: the caller is killed, and the request arrives when the caller's successor is at work.
 	KillLate
 	// TooMany: refused with 429, to be tried again after a second.
 	TooMany
@@ -69,7 +69,7 @@ func (k Kind) Kills() bool { return k == KillBefore || k == KillAfter || k == Ki
 // Fault is what happens to one request.
 type Fault struct {
 	Kind Kind
-	// Delay of [KillLate] and [Slow].
+	// Delay of [Slow].
 	Delay time.Duration
 	// Done, if set, is called when it has happened.
 	Done func()
@@ -83,6 +83,8 @@ type Options struct {
 	Memory *Memory
 	// Kill ends the caller at once.
 	Kill func() error
+	// Succeeded returns when the successor of a caller that was killed is at work.
+	Succeeded func()
 	// Plan says what happens to a request; nil for nothing. It must not block.
 	Plan func(*Request) Fault
 	// Seen is called for each write before it is sent on.
@@ -281,9 +283,9 @@ func (p *Proxy) roundTrip(r *http.Request) (*http.Response, error) {
 		return nil, errAbort
 	case KillLate:
 		if err := p.kill(r.Context()); err == nil {
+			p.options.Succeeded() // so long has the request been under way
 			done()
 		}
-		time.Sleep(fault.Delay) // the request has been under way for so long
 		return p.drop(p.send(detached(r)))
 	case TooMany:
 		done()
