@@ -32,6 +32,17 @@ type Ledger struct {
 	Pending map[string]Named `json:"pending,omitempty"`
 	// Releasing holds the Machines that are being removed, by UID.
 	Releasing map[types.UID]Release `json:"releasing,omitempty"`
+	// Shrink says that a MachineSet is paused to give spares back whose Machines never came; nil for none. It is replaced,
+	// never changed.
+	Shrink *Shrink `json:"shrink,omitempty"`
+}
+
+// Shrink is a MachineSet that the agent has paused, or is about to.
+type Shrink struct {
+	// Set is its name.
+	Set string `json:"set"`
+	// Done says that replicas were lowered, or need not be any more: the MachineSet is to be unpaused, and nothing else.
+	Done bool `json:"done,omitempty"`
 }
 
 // Named is a pending claim's entry: the Machine promised to it, or nothing yet.
@@ -98,7 +109,8 @@ func (l *Ledger) clone() *Ledger {
 // same reports whether two ledgers say the same, whatever their seq and the derived spare.
 func (l *Ledger) same(other *Ledger) bool {
 	return l.Floor == other.Floor && l.LastReplicas == other.LastReplicas &&
-		maps.Equal(l.Pending, other.Pending) && maps.Equal(l.Releasing, other.Releasing)
+		maps.Equal(l.Pending, other.Pending) && maps.Equal(l.Releasing, other.Releasing) &&
+		(l.Shrink == nil) == (other.Shrink == nil) && (l.Shrink == nil || *l.Shrink == *other.Shrink)
 }
 
 // unnamed counts the pending claims that no Machine has been named for.

@@ -76,7 +76,7 @@ func (e *Engine) writeLedger(ctx context.Context, s *snapshot, d *decision) erro
 		next.Seq = s.ledger.Seq + 1
 	}
 	ops = append(ops, test("/spec/replicas", s.group.Replicas))
-	if d.gaveBack(s.ledger) {
+	if d.gaveBack(s.ledger) || d.shrank(s.ledger) {
 		// Which MachineSet is charged depends on the template: no rollout may begin unseen.
 		ops = append(ops, test("/metadata/generation", s.md.Generation))
 	}
@@ -88,6 +88,8 @@ func (e *Engine) writeLedger(ctx context.Context, s *snapshot, d *decision) erro
 	}
 	switch d.pause {
 	case pauseSet:
+		// That nobody else has paused it cannot be tested by itself.
+		ops = append(ops, test("/metadata/resourceVersion", s.md.ResourceVersion))
 		ops = append(ops, put(annotationPath(clusterv1.PausedAnnotation), v1alpha1.PausedByAgent))
 	case pauseRemove:
 		if s.md.Annotations[clusterv1.PausedAnnotation] == v1alpha1.PausedByAgent {
@@ -131,6 +133,11 @@ func (d *decision) gaveBack(before *Ledger) bool {
 	return false
 }
 
+// shrank reports whether the decision lowers replicas for spares whose Machines never came.
+func (d *decision) shrank(before *Ledger) bool {
+	return before != nil && before.Shrink != nil && !before.Shrink.Done && d.ledger.Shrink != nil && d.ledger.Shrink.Done
+}
+
 // perform does the actions, several at once, and reports whether any of them changed something. A write that lost a race
 // against another writer is left to the next step.
 func (e *Engine) perform(ctx context.Context, s *snapshot, actions []action) (bool, error) {
@@ -141,7 +148,7 @@ func (e *Engine) perform(ctx context.Context, s *snapshot, actions []action) (bo
 	)
 	work.SetLimit(e.parallel)
 	for i, a := range actions {
-		work.Go(func() error {
+		write := func() error {
 			err := e.do(ctx, a)
 			countAction(a.kind, err)
 			switch {
@@ -155,7 +162,12 @@ func (e *Engine) perform(ctx context.Context, s *snapshot, actions []action) (bo
 				errs[i] = fmt.Errorf("%s on node group %s: %w", a.kind, s.md.Name, err)
 				return nil
 			}
-		})
+		}
+		if e.parallel == 1 {
+			_ = write() // in place
+		} else {
+			work.Go(write)
+		}
 	}
 	_ = work.Wait() // the errors are in errs
 	return progress.Load(), errors.Join(errs...)

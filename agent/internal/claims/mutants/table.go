@@ -76,7 +76,7 @@ var mutants = []mutant{
 		},
 	}},
 	{name: "a lost ledger is rebuilt without the claims that wait", edits: []edit{
-		{"decide.go", "		entered := c.Status.Phase == v1alpha1.PhasePending ||\n", "		entered := false &&\n"},
+		{"decide.go", "		entered := c.Status.Phase == v1alpha1.PhasePending || ", "		entered := "},
 	}},
 	{name: "a shortage is not made good", edits: []edit{
 		{"decide.go", "			d.replicas, d.urgent = raised, true\n", "			d.urgent = true\n"},
@@ -349,15 +349,44 @@ var mutants = []mutant{
 	}},
 	{name: "blocked spares are counted down without a pause", edits: []edit{
 		{
-			"decide.go", "		switch {\n		case !marked && s.observed(s.md.Generation):\n",
-			"		switch {\n		case true:\n			d.replicas -= missing\n			d.urgent = true\n			return spare - missing\n		case !marked && s.observed(s.md.Generation):\n",
+			"decide.go", "	if next.Shrink == nil {\n		for _, set",
+			"	if may && s.graceOver(d) {\n		d.replicas -= missing\n		d.urgent = true\n		return spare - missing\n	}\n	if next.Shrink == nil {\n		for _, set",
 		},
 	}},
 	{name: "blocked spares are counted before the pause is observed", edits: []edit{
-		{"decide.go", "		case value == v1alpha1.PausedByAgent && isPaused(active[0].Status.Conditions):\n", "		case value == v1alpha1.PausedByAgent:\n"},
+		{"decide.go", "		if isPaused(set.Status.Conditions) && s.observed(s.md.Generation) {\n", "		if s.observed(s.md.Generation) {\n"},
 	}},
 	{name: "a MachineSet is unpaused before it was lowered", edits: []edit{
-		{"decide.go", "	if s.md.Status.ObservedGeneration < s.md.Generation || sum != s.group.Replicas || d.replicas != s.group.Replicas {\n		return spare\n	}\n", ""},
+		{
+			"decide.go", "		if s.md.Status.ObservedGeneration >= s.md.Generation && sum == s.group.Replicas && d.replicas == s.group.Replicas {\n",
+			"		if sum >= 0 {\n",
+		},
+	}},
+	{name: "blocked spares are counted down while a template change is unseen", test: "TestAgreement", edits: []edit{
+		{"decide.go", "		if isPaused(set.Status.Conditions) && s.observed(s.md.Generation) {\n", "		if isPaused(set.Status.Conditions) {\n"},
+	}},
+	{name: "a MachineSet is unpaused by an agent whose grace period is not over", test: "TestAgreement", edits: []edit{
+		{"decide.go", "	may = may && active[0] == set\n", "	may = may && active[0] == set && s.graceOver(d)\n"},
+	}},
+	{name: "a MachineSet that nobody knows why is paused stays so", test: "TestAgreement", edits: []edit{
+		{"decide.go", "				next.Shrink = &Shrink{Set: set.Name, Done: true} // nobody knows why\n				return spare\n", ""},
+	}},
+
+	// What was lost with the ledger.
+	{name: "a lost ledger counts Machines whose replica was given back", test: "TestAgreement", edits: []edit{
+		{"decide.go", "			if !deletionCompleted(m) && !waitsForHook(m) {\n", "			{\n"},
+	}},
+	{name: "a lost ledger counts a Machine that was handed over twice", test: "TestAgreement", edits: []edit{
+		{"decide.go", " || c.Status.Phase == v1alpha1.PhaseBound && c.Status.Machine != nil\n", " || c.Status.Machine != nil\n"},
+	}},
+	{name: "a Machine that no ledger knows goes before its lowering was seen", test: "TestAgreement", edits: []edit{
+		{"decide.go", "		case !recorded && stopped && s.carriedThrough(s.md.Generation):\n", "		case !recorded && stopped:\n"},
+	}},
+	{name: "a pause that no ledger knows stays", test: "TestAgreement", edits: []edit{
+		{"decide.go", "	s.unpause(d, next)\n", ""},
+	}},
+	{name: "a replica that a rollout took is given back once more", test: "TestAgreement", edits: []edit{
+		{"decide.go", "		begun = s.dropReplaced(d, next, begun)\n", ""},
 	}},
 
 	// Lost objects.
@@ -369,7 +398,7 @@ var mutants = []mutant{
 	}},
 	{name: "a claim that lost its status gets a second Machine", edits: []edit{
 		{"decide.go", "		if _, entered := next.Pending[id]; entered || s.labelled(id) != nil {\n			continue // a claim", "		if _, entered := next.Pending[id]; entered {\n			continue // a claim"},
-		{"decide.go", "owned != nil && alive(owned) && !entered {\n", "owned != nil && false {\n"},
+		{"decide.go", "owned != nil && alive(owned) {\n", "owned != nil && false {\n"},
 	}},
 
 	// Collection.
