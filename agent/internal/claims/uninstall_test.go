@@ -2,10 +2,10 @@ package claims
 
 import (
 	"context"
-	"fmt"
 	"maps"
 	"slices"
 	"testing"
+	"time"
 
 	"k8s.io/apimachinery/pkg/types"
 	"pgregory.net/rapid"
@@ -17,48 +17,38 @@ import (
 // TestUninstallLeavesNothingAndTakesNothing uninstalls in the middle of random histories.
 func TestUninstallLeavesNothingAndTakesNothing(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		w := newWorld(t, 1, rapid.Int32Range(0, 2).Draw(t, "floor"), "")
+		w := newWorld(t, worldOptions{
+			groups: 1, floor: rapid.Int32Range(0, 2).Draw(t, "floor"), strategy: clusterv1.OnDeleteMachineDeploymentStrategyType,
+		})
 		group := w.groups[0]
-		pick := func(n int) int { return rapid.IntRange(0, n-1).Draw(t, "pick") }
 		// Short histories: what counts is what is half done when they end.
 		actions := map[string]func(){
-			"agent": func() {
-				w.crash, w.crashAfter = max(-1, rapid.IntRange(-6, 8).Draw(t, "crash")), rapid.Bool().Draw(t, "after")
-				w.agentStep(0, group)
-			},
+			"agent": func() { w.agentStep(0, group) },
 			"create": func() {
-				if len(w.claims) < 4 {
-					w.claims = append(w.claims, fmt.Sprintf("c%d", len(w.claims)))
-					w.create(0, w.claims[len(w.claims)-1], w.groups)
+				if id := w.newOwner(""); id != "" {
+					w.create(0, id, w.groups)
 				}
 			},
 			"release": func() {
-				if len(w.claims) > 0 {
-					w.release(0, rapid.SampledFrom(w.claims).Draw(t, "claim"))
+				if len(w.order) > 0 {
+					w.release(0, w.anyOwner())
 				}
 			},
-			"controllers": func() {
-				w.deploymentStep(group, pick)
-				for _, s := range w.sets(group) {
-					w.setStep(s, pick)
-				}
-				for _, m := range w.machines(group) {
-					w.machineStep(m)
-				}
-			},
+			"controllers": func() { w.controllers(group) },
 			"rollout": func() {
-				if rapid.IntRange(0, 4).Draw(t, "rarely") == 0 {
+				if w.rarely(5) {
 					w.rollout(group)
 				}
 			},
 		}
+		w.depth = 2 // nobody interrupts
 		names := slices.Sorted(maps.Keys(actions))
 		for range rapid.IntRange(0, 16).Draw(t, "actions") {
 			actions[rapid.SampledFrom(names).Draw(t, "action")]()
 			w.check()
 		}
 		going := map[types.UID]bool{}
-		for _, c := range w.allClaims() {
+		for _, c := range w.claims() {
 			if c.Status.Phase == v1alpha1.PhaseReleasing && c.Status.Machine != nil {
 				going[c.Status.Machine.UID] = true
 			}
@@ -70,40 +60,38 @@ func TestUninstallLeavesNothingAndTakesNothing(t *testing.T) {
 			}
 		}
 
-		engine := w.newAgent()
+		w.withdrawing = true
+		w.late = nil
+		p := w.newProcess()
 		key := types.NamespacedName{Namespace: namespace, Name: group}
 		for round := 0; ; round++ {
 			if round > 100 {
 				t.Fatalf("not withdrawn\n%s", w.describe())
 			}
 			// The agent dies now and then, and is started anew.
-			w.crash, w.crashAfter, w.inAgent = max(-1, rapid.IntRange(-20, 6).Draw(t, "crash")), rapid.Bool().Draw(t, "after"), true
-			waiting, err := engine.withdraw(context.Background(), key, false)
-			crashed := w.crash == 0
-			w.crash, w.inAgent = -1, false
-			if err == nil && waiting == "" && !crashed {
+			p.call = &call{fault: none, gap: -1, writes: max(-1, rapid.IntRange(-20, 6).Draw(t, "crash"))}
+			if p.call.writes >= 0 {
+				p.call.fault = rapid.SampledFrom([]fault{crashBefore, crashAfter}).Draw(t, "fault")
+			}
+			waiting, err := p.engine.withdraw(context.Background(), key, false)
+			if err == nil && waiting == "" && !p.call.dead {
 				break
 			}
-			if crashed {
-				engine = w.newAgent()
+			if p.call.dead {
+				p = w.newProcess()
 			}
-			for w.deploymentStep(group, pick) {
-			}
-			for _, s := range w.sets(group) {
-				w.setStep(s, pick)
-			}
-			for _, m := range w.machines(group) {
-				w.machineStep(m)
-			}
+			w.controllers(group)
+			w.clock.Step(time.Second)
 		}
-		must(t, engine.deleteClaims(context.Background(), UninstallOptions{
+		p.call = &call{fault: none, gap: -1, writes: -1}
+		must(t, p.engine.deleteClaims(context.Background(), UninstallOptions{
 			Serves: func(types.NamespacedName) bool { return true }, Report: func(string, ...any) {},
 		}))
-		w.claims = nil
+		w.fair = true
 		w.rest()
 
 		md := w.md(group)
-		if md.Annotations[v1alpha1.LedgerAnnotation] != "" || pausedByAgent(md) || len(w.allClaims()) > 0 {
+		if md.Annotations[v1alpha1.LedgerAnnotation] != "" || pausedByAgent(md) || len(w.claims()) > 0 {
 			t.Fatalf("something was left behind\n%s", w.describe())
 		}
 		for _, s := range w.sets(group) {

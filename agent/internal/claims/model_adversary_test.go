@@ -1,0 +1,477 @@
+package claims
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"pgregory.net/rapid"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	ctrl "sigs.k8s.io/controller-runtime"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+)
+
+// maxOwners bounds a history: more claims show nothing new.
+const maxOwners = 6
+
+// pausedByHuman is what a person writes who pauses a MachineDeployment.
+const pausedByHuman = "maintenance"
+
+func (w *world) draw(what string, from, to int) int { return rapid.IntRange(from, to).Draw(w.t, what) }
+
+// rarely is true about once in n.
+func (w *world) rarely(n int) bool { return w.draw("rarely", 1, n) == 1 }
+
+func (w *world) pick(n int) int {
+	if w.fair || n == 1 {
+		return 0
+	}
+	return w.draw("pick", 0, n-1)
+}
+
+func (w *world) anyAgent() int        { return w.draw("agent", 0, len(w.agents)-1) }
+func (w *world) anyGroup() string     { return w.groups[w.pick(len(w.groups))] }
+func (w *world) anyOwner() string     { return w.order[w.pick(len(w.order))] }
+func (w *world) candidates() []string { return rapid.Permutation(w.groups).Draw(w.t, "candidates") }
+
+func (w *world) anyMachine() *clusterv1.Machine {
+	all := w.machines(w.anyGroup())
+	if len(all) == 0 {
+		return nil
+	}
+	return all[w.pick(len(all))]
+}
+
+// interleave lets the adversary act while an agent or a controller is in the middle of something.
+func (w *world) interleave() {
+	if w.fair || w.depth >= 2 {
+		return
+	}
+	w.depth++
+	names := slices.Sorted(maps.Keys(w.actions))
+	for range w.draw("others act", 1, 4) {
+		w.act(rapid.SampledFrom(names).Draw(w.t, "meanwhile"))
+	}
+	w.depth--
+}
+
+func (w *world) act(name string) {
+	w.events++
+	w.actions[name]()
+}
+
+// plan fills the actions. Those that move a history on have several entries, so that they come more often.
+func (w *world) plan(outside bool) {
+	w.actions = map[string]func(){
+		"agent":                     func() { w.agentStep(w.anyAgent(), w.anyGroup()) },
+		"agent (again)":             func() { w.agentStep(w.anyAgent(), w.anyGroup()) },
+		"agent (still)":             func() { w.agentStep(w.anyAgent(), w.anyGroup()) },
+		"agent is told of an event": func() { w.agentReconciles(w.anyAgent(), w.anyGroup()) },
+		"agent's cache catches up": func() {
+			p := w.agents[w.anyAgent()]
+			k := allKinds[w.pick(len(allKinds))]
+			p.caches[k] = w.hub.snapshot(k)
+		},
+
+		"claim": func() {
+			if id := w.newOwner(""); id != "" && !w.rarely(4) {
+				w.create(w.anyAgent(), id, w.owners[id].candidates)
+			}
+		},
+		"claim (again)": func() {
+			if id := w.newOwner(""); id != "" {
+				w.create(w.anyAgent(), id, w.owners[id].candidates)
+			}
+		},
+		"adopt": func() {
+			if m := w.anyMachine(); m != nil && w.rarely(2) {
+				if id := w.newOwner(m.Name); id != "" {
+					w.owners[id].candidates = []string{m.Labels[clusterv1.MachineDeploymentNameLabel]}
+					w.peaceful = false
+					w.create(w.anyAgent(), id, w.owners[id].candidates)
+				}
+			}
+		},
+		"claim is repeated": func() {
+			if len(w.order) > 0 {
+				id := w.anyOwner()
+				candidates := w.owners[id].candidates
+				if w.owners[id].adopt == "" && !w.owners[id].lost {
+					candidates = w.candidates()
+				}
+				w.create(w.anyAgent(), id, candidates)
+			}
+		},
+		"release": func() {
+			if len(w.order) > 0 {
+				w.release(w.anyAgent(), w.anyOwner())
+			}
+		},
+		"release what somebody deletes": func() {
+			for _, c := range w.dying() {
+				w.release(w.anyAgent(), c.Spec.ClaimID)
+			}
+		},
+		"owner dies": func() {
+			if len(w.order) > 0 && w.rarely(3) {
+				w.owners[w.anyOwner()].alive = false
+			}
+		},
+		"holder lists":            func() { w.listClaims(w.anyAgent()) },
+		"holder reads its owners": w.readOwners,
+		"holder syncs":            func() { w.sync(w.anyAgent()) },
+		"tombstones": func() {
+			if w.depth == 0 && w.rarely(2) {
+				w.clock.Step(time.Duration(w.draw("minutes", 1, 40)) * time.Minute)
+			}
+			w.expire(w.anyAgent())
+		},
+
+		"deployment":          func() { w.deploymentStep(w.anyGroup()) },
+		"deployment (again)":  func() { w.deploymentStep(w.anyGroup()) },
+		"machine set":         w.anySetStep,
+		"machine set (again)": w.anySetStep,
+		"machine":             w.anyMachineStep,
+		"machine (again)":     w.anyMachineStep,
+		"machine (still)":     w.anyMachineStep,
+		"machines": func() {
+			for _, m := range w.machines(w.anyGroup()) {
+				w.machineStep(m)
+			}
+		},
+
+		"outsider deletes": func() {
+			if m := w.anyMachine(); outside && m != nil && len(w.outsiders) < 2 {
+				w.outsider(m)
+			}
+		},
+		"human raises": func() {
+			if w.rarely(3) {
+				w.human(w.anyGroup(), 1)
+			}
+		},
+		"human lowers": func() {
+			if outside && w.rarely(3) {
+				w.human(w.anyGroup(), -1)
+			}
+		},
+		"human pauses": func() {
+			if w.rarely(4) {
+				w.pauseByHand(w.anyGroup(), true)
+			}
+		},
+		"human unpauses": func() { w.pauseByHand(w.anyGroup(), false) },
+		"rollout": func() {
+			if w.rarely(4) {
+				w.rollout(w.anyGroup())
+			}
+		},
+		"claim object lost": func() {
+			if outside && w.rarely(4) {
+				w.loseClaim(w.rarely(2))
+			}
+		},
+		"ledger lost": func() {
+			if outside && w.rarely(6) {
+				w.loseLedger(w.anyGroup())
+			}
+		},
+		"group blocked": func() {
+			if w.rarely(3) {
+				w.blocked[w.anyGroup()] = true
+			}
+		},
+		"late write arrives": w.landOne,
+		"time":               func() { w.clock.Step(time.Duration(w.draw("seconds", 1, 90)) * time.Second) },
+	}
+}
+
+// --- agents ---
+
+func (w *world) agentStep(e int, group string) {
+	w.asAgent(e, func(ctx context.Context, agent *Engine) error {
+		_, err := agent.group(namespace, group).run(ctx)
+		return err
+	})
+}
+
+// agentReconciles lets an agent look at its caches first.
+func (w *world) agentReconciles(e int, group string) {
+	w.asAgent(e, func(ctx context.Context, agent *Engine) error {
+		_, err := agent.Reconcile(ctx, ctrl.Request{NamespacedName: types.NamespacedName{Namespace: namespace, Name: group}})
+		return err
+	})
+}
+
+// expire lets an agent forget the claims that ended long ago.
+func (w *world) expire(e int) {
+	w.asAgent(e, func(ctx context.Context, agent *Engine) error {
+		var errs []error
+		claims := w.claims()
+		for _, id := range slices.Sorted(maps.Keys(claims)) {
+			_, err := tombstones{agent}.Reconcile(ctx, ctrl.Request{NamespacedName: types.NamespacedName{Namespace: namespace, Name: claims[id].Name}})
+			errs = append(errs, err)
+		}
+		return errors.Join(errs...)
+	})
+}
+
+// --- the holder ---
+
+// newOwner makes a NodeClaim that wants a Machine, "" when there are enough.
+func (w *world) newOwner(adopt string) string {
+	if len(w.order) >= maxOwners {
+		return ""
+	}
+	id := fmt.Sprintf("c%d", len(w.order))
+	w.order = append(w.order, id)
+	w.owners[id] = &owner{candidates: w.candidates(), adopt: adopt, alive: true, born: w.clock.Now()}
+	return id
+}
+
+func (w *world) create(e int, id string, candidates []string) {
+	o := w.owners[id]
+	if w.clock.Since(o.born) > callersPatience {
+		return
+	}
+	released := o.released
+	made := w.asAgent(e, func(ctx context.Context, agent *Engine) error {
+		_, err := agent.Create(ctx, Request{
+			Namespace: namespace, Cluster: clusterName, ID: id, Holder: holder, DisplayName: "nc-" + id, Candidates: candidates, Adopt: o.adopt,
+		})
+		if err != nil && errors.Is(err, ErrUnknownCluster) {
+			w.t.Fatalf("R3: an agent says that the Cluster does not exist")
+		}
+		return err
+	})
+	if made && released {
+		w.t.Fatalf("I1: claim %s was made after its release\n%s", id, w.describe())
+	}
+	o.made = o.made || made
+}
+
+func (w *world) release(e int, id string) {
+	o := w.owners[id]
+	o.asked, o.alive = true, false
+	if w.asAgent(e, func(ctx context.Context, agent *Engine) error {
+		_, err := agent.Release(ctx, Key{namespace, clusterName, id}, ReleaseOptions{Drained: len(id)%2 == 0})
+		return err
+	}) {
+		o.released = true
+	}
+}
+
+func (w *world) listClaims(e int) {
+	w.asAgent(e, func(ctx context.Context, agent *Engine) error {
+		_, token, err := agent.List(ctx, ListOptions{Namespace: namespace, Cluster: clusterName, Holder: holder})
+		if err == nil {
+			w.session = session{token: token}
+		}
+		return err
+	})
+}
+
+// readOwners is what a holder does after it took a token: it reads its complete live set, and how its Nodes are.
+func (w *world) readOwners() {
+	if w.session.token == "" {
+		return
+	}
+	w.session.live, w.session.nodes = []string{}, nil
+	for _, id := range w.order {
+		if w.owners[id].alive {
+			w.session.live = append(w.session.live, id)
+		}
+	}
+	for _, group := range w.groups {
+		for _, m := range w.machines(group) {
+			if alive(m) && hasNode(m) && w.tainted[m.UID] {
+				w.session.nodes = append(w.session.nodes, NodeReport{ProviderID: m.Spec.ProviderID, Unregistered: true})
+				w.reported[m.Spec.ProviderID] = true
+			}
+		}
+	}
+}
+
+func (w *world) sync(e int) {
+	if w.session.live == nil {
+		return
+	}
+	s := w.session
+	w.asAgent(e, func(ctx context.Context, agent *Engine) error {
+		_, err := agent.Sync(ctx, SyncRequest{
+			Namespace: namespace, Cluster: clusterName, Holder: holder, Token: s.token, Live: s.live, Nodes: s.nodes,
+		})
+		if errors.Is(err, ErrStaleToken) {
+			w.session = session{}
+			return ErrConflict
+		}
+		return err
+	})
+}
+
+// --- Cluster API ---
+
+func (w *world) anySetStep() {
+	if sets := w.sets(w.anyGroup()); len(sets) > 0 {
+		w.setStep(sets[w.pick(len(sets))])
+	}
+}
+
+func (w *world) anyMachineStep() {
+	if m := w.anyMachine(); m != nil {
+		w.machineStep(m)
+	}
+}
+
+// --- people ---
+
+// human changes the replicas, by hand.
+func (w *world) human(group string, by int32) {
+	md := w.md(group)
+	replicas := *md.Spec.Replicas + by
+	if by < 0 && w.owned[group] == 0 {
+		return
+	}
+	md.Spec.Replicas = &replicas
+	w.must(w.hub.update(md, false))
+	w.owned[group] += by // also where the min size keeps more than that
+	if by < 0 {
+		w.licensed[group]++
+		w.peaceful = false
+	}
+}
+
+func (w *world) pauseByHand(group string, paused bool) {
+	md := w.md(group)
+	value, is := md.Annotations[clusterv1.PausedAnnotation]
+	switch {
+	case paused && !is:
+		metav1.SetMetaDataAnnotation(&md.ObjectMeta, clusterv1.PausedAnnotation, pausedByHuman)
+	case !paused && value == pausedByHuman:
+		delete(md.Annotations, clusterv1.PausedAnnotation)
+	}
+	w.must(w.hub.update(md, false))
+}
+
+// rollout changes the template.
+func (w *world) rollout(group string) {
+	if w.busy[group] {
+		return // else the controller's plan were for a template that the model has forgotten
+	}
+	md := w.md(group)
+	w.templates[group]++
+	w.peaceful = false
+	md.Spec.Template.Spec.Version = fmt.Sprintf("v1.%d.0", w.templates[group])
+	w.must(w.hub.update(md, false))
+}
+
+// outsider deletes a Machine, as a person or a health check would.
+func (w *world) outsider(m *clusterv1.Machine) {
+	if alive(m) {
+		w.peaceful = false
+		w.takenAway(m)
+		w.must(w.hub.remove(m, nil))
+	}
+}
+
+// takenAway notes that somebody else than the agent removes a Machine.
+func (w *world) takenAway(m *clusterv1.Machine) {
+	w.outsiders[m.UID] = true
+	for id, c := range w.claims() {
+		if o := w.owners[id]; o != nil && (claimOf(m) == id || c.Status.Machine != nil && c.Status.Machine.UID == m.UID || c.Spec.Adopt == m.Name) {
+			o.excused = true
+		}
+	}
+	if o := w.owners[claimOf(m)]; o != nil {
+		o.excused = true
+	}
+	if l := w.ledger(m.Labels[clusterv1.MachineDeploymentNameLabel]); l != nil {
+		for id, named := range l.Pending {
+			if named.UID == m.UID && w.owners[id] != nil {
+				w.owners[id].excused = true // it may be bound to what is gone by then
+			}
+		}
+	}
+}
+
+// loseClaim deletes the object of a claim that has a Machine, or only its status, as a careless restore does.
+func (w *world) loseClaim(onlyStatus bool) {
+	claims := w.claims()
+	var bound []*v1alpha1.MachineClaim
+	for _, id := range w.order {
+		if c := claims[id]; c != nil && c.Status.Phase == v1alpha1.PhaseBound && w.carries(c) {
+			bound = append(bound, c)
+		}
+	}
+	if len(bound) == 0 {
+		return
+	}
+	w.peaceful = false
+	c := bound[w.pick(len(bound))]
+	if onlyStatus {
+		c.Status = v1alpha1.MachineClaimStatus{}
+		w.must(w.hub.update(c, true))
+	} else {
+		o := w.owners[c.Spec.ClaimID]
+		o.lost, o.candidates = true, []string{c.Spec.NodeGroup}
+		w.must(w.hub.remove(c, nil))
+	}
+}
+
+// carries reports whether a living Machine carries the claim's label.
+func (w *world) carries(c *v1alpha1.MachineClaim) bool {
+	return slices.ContainsFunc(w.machines(c.Spec.NodeGroup), func(m *clusterv1.Machine) bool {
+		return alive(m) && claimOf(m) == c.Spec.ClaimID
+	})
+}
+
+// loseLedger wipes the ledger, as `kubectl replace` does, or writes nonsense there.
+func (w *world) loseLedger(group string) {
+	md := w.md(group)
+	if md.Annotations[v1alpha1.LedgerAnnotation] == "" {
+		return
+	}
+	w.peaceful = false
+	w.wiped[group] = true
+	for id, c := range w.claims() {
+		if c.Spec.NodeGroup == group && c.Status.Phase == "" && w.owners[id] != nil {
+			w.owners[id].excused = true // that it was entered was known to the ledger alone
+		}
+	}
+	if w.rarely(2) {
+		md.Annotations[v1alpha1.LedgerAnnotation] = "nonsense"
+	} else {
+		delete(md.Annotations, v1alpha1.LedgerAnnotation)
+	}
+	w.must(w.hub.update(md, false))
+}
+
+// dying returns the bound claims whose Machine somebody is deleting.
+func (w *world) dying() []*v1alpha1.MachineClaim {
+	claims := w.claims()
+	var dying []*v1alpha1.MachineClaim
+	for _, id := range w.order {
+		if c := claims[id]; c != nil && c.Status.Phase == v1alpha1.PhaseBound &&
+			slices.ContainsFunc(w.machines(c.Spec.NodeGroup), func(m *clusterv1.Machine) bool { return m.UID == c.Status.Machine.UID && !alive(m) }) {
+			dying = append(dying, c)
+		}
+	}
+	return dying
+}
+
+// landOne lets the oldest delayed write arrive.
+func (w *world) landOne() {
+	if len(w.late) == 0 {
+		return
+	}
+	write := w.late[0]
+	w.late = w.late[1:]
+	write()
+	w.check()
+}

@@ -1,0 +1,271 @@
+package claims
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"pgregory.net/rapid"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+)
+
+var errCrash = errors.New("the agent was killed")
+
+// retention is how long the model's agents remember ended claims, and callersPatience how long a call may be under way. The
+// first is longer than the second, as it has to be.
+const (
+	retention       = 30 * time.Minute
+	callersPatience = 20 * time.Minute
+)
+
+// process is one agent: an engine, and caches that lag behind, each kind by itself.
+type process struct {
+	engine *Engine
+	caches map[kind]objects
+	// call is what it is doing now; nil when it does nothing. One that does something is not asked for anything else.
+	call *call
+}
+
+// call is one run of an agent, and what becomes of it.
+type call struct {
+	// fault happens at the write that the countdown reaches; a gap, in which others act, before the request that its own does.
+	fault  fault
+	writes int
+	gap    int
+	// dead means that the process was killed, disturbed that a request failed that need not have.
+	dead, disturbed bool
+	// begun counts the world's events at the call's beginning.
+	begun int
+}
+
+// fault is what the adversary does to one write of an agent.
+type fault string
+
+const (
+	none        fault = "none"
+	crashBefore fault = "killed before the write"
+	crashAfter  fault = "killed after the write"
+	refuse      fault = "write refused"
+	loseReply   fault = "reply lost" // the write is done, and the agent told that it failed
+	delay       fault = "delayed"    // the agent is told that it failed, and the write is done later
+)
+
+func (w *world) newProcess() *process {
+	p := &process{caches: map[kind]objects{}}
+	for _, k := range allKinds {
+		p.caches[k] = w.hub.snapshot(k)
+	}
+	p.engine = New(Config{
+		Client: &agentClient{w: w, p: p, cached: true}, Reader: &agentClient{w: w, p: p}, Clock: w.clock,
+		SpareGrace: time.Minute, TombstoneRetention: retention, Coalesce: time.Nanosecond,
+		Live: client.MatchingFieldsSelector{Selector: fields.OneTermNotEqualSelector("status.phase", string(v1alpha1.PhaseEnded))},
+	})
+	p.engine.spawn = func(run func()) { run() }
+	p.engine.parallel = 1
+	return p
+}
+
+// asAgent lets an idle agent do something; if it is killed on the way, a new process takes its place. It reports whether the
+// call succeeded.
+func (w *world) asAgent(e int, do func(context.Context, *Engine) error) bool {
+	p := w.agents[e]
+	if p.call != nil {
+		return false
+	}
+	p.call = w.fate()
+	err := do(context.Background(), p.engine)
+	c := p.call
+	p.call = nil
+	if c.dead {
+		w.agents[e] = w.newProcess()
+	} else if err != nil && !c.disturbed && !expected(err) {
+		w.t.Fatalf("I4: the agent gives up: %v", err)
+	}
+	w.check()
+	return err == nil && !c.dead
+}
+
+// expected reports whether an undisturbed agent may answer so.
+func expected(err error) bool {
+	var (
+		noRoom  *NoRoomError
+		ended   *EndedError
+		refused *RefusedError
+	)
+	return errors.Is(err, ErrConflict) || errors.As(err, &noRoom) || errors.As(err, &ended) || errors.As(err, &refused)
+}
+
+// fate draws what becomes of a call.
+func (w *world) fate() *call {
+	c := &call{fault: none, writes: -1, gap: -1, begun: w.events}
+	if w.fair {
+		return c
+	}
+	c.fault = rapid.SampledFrom([]fault{none, none, none, none, crashBefore, crashAfter, refuse, loseReply, delay}).Draw(w.t, "fault")
+	if c.fault != none {
+		c.writes = rapid.IntRange(0, 5).Draw(w.t, "at write")
+	}
+	if w.depth < 2 {
+		c.gap = rapid.IntRange(-6, 12).Draw(w.t, "gap")
+	}
+	return c
+}
+
+// agentClient is an agent's connection to the hub: cached or live.
+type agentClient struct {
+	client.Client // for what no agent calls: it is nil
+
+	w      *world
+	p      *process
+	cached bool
+}
+
+// request is what every request begins with: others may act before it is served, and a dead process sends none.
+func (a *agentClient) request() error {
+	c := a.p.call
+	if c.gap == 0 && !c.dead {
+		c.gap = -1
+		a.w.interleave()
+	}
+	c.gap--
+	if c.dead {
+		return errCrash
+	}
+	return nil
+}
+
+func (a *agentClient) from(k kind) objects {
+	if a.cached {
+		return a.p.caches[k]
+	}
+	return a.w.hub.objects[k]
+}
+
+func (a *agentClient) Get(_ context.Context, key client.ObjectKey, into client.Object, _ ...client.GetOption) error {
+	if err := a.request(); err != nil {
+		return err
+	}
+	k := kindOf(into)
+	o, found := a.from(k)[key.Name]
+	if !found {
+		return apierrors.NewNotFound(k.resource(), key.Name)
+	}
+	assign(into, o)
+	return nil
+}
+
+func (a *agentClient) List(_ context.Context, into client.ObjectList, options ...client.ListOption) error {
+	if err := a.request(); err != nil {
+		return err
+	}
+	var o client.ListOptions
+	o.ApplyOptions(options)
+	fill(into, list(a.from(kindOfList(into)), &o))
+	return nil
+}
+
+// write sends a write, and lets its fate happen to it.
+func (a *agentClient) write(do func() error) error {
+	if err := a.request(); err != nil {
+		return err
+	}
+	w, c := a.w, a.p.call
+	checked := func() error {
+		if w.withdrawing {
+			return do()
+		}
+		before := w.look()
+		err := do()
+		if err == nil {
+			w.checkWrite(c.begun, before)
+		}
+		return err
+	}
+	at := c.writes
+	c.writes--
+	if at != 0 {
+		return checked()
+	}
+	timeout := apierrors.NewTimeoutError("the request timed out", 1)
+	switch c.fault {
+	case crashBefore:
+		c.dead = true
+		return errCrash
+	case crashAfter:
+		_ = checked()
+		c.dead = true
+		return errCrash
+	case refuse:
+		c.disturbed = true
+		return apierrors.NewInternalError(errors.New("the adversary refuses"))
+	case loseReply:
+		_ = checked()
+		c.disturbed = true
+		return timeout
+	case delay:
+		w.late = append(w.late, func() { _ = checked() })
+		c.disturbed = true
+		return timeout
+	case none:
+	}
+	return checked()
+}
+
+func (a *agentClient) Create(_ context.Context, o client.Object, _ ...client.CreateOption) error {
+	return a.write(func() error { return a.w.hub.create(o) })
+}
+
+func (a *agentClient) Update(_ context.Context, o client.Object, _ ...client.UpdateOption) error {
+	return a.write(func() error { return a.w.hub.update(o, false) })
+}
+
+func (a *agentClient) Patch(_ context.Context, o client.Object, p client.Patch, _ ...client.PatchOption) error {
+	data, err := p.Data(o)
+	if err != nil {
+		return fmt.Errorf("encoding the patch: %w", err)
+	}
+	return a.write(func() error { return a.w.hub.patch(o, p.Type(), data) })
+}
+
+func (a *agentClient) Delete(_ context.Context, o client.Object, options ...client.DeleteOption) error {
+	var d client.DeleteOptions
+	d.ApplyOptions(options)
+	return a.write(func() error {
+		if a.w.withdrawing {
+			return a.w.hub.remove(o, preconditionsOf(d))
+		}
+		switch target := o.(type) {
+		case *clusterv1.Machine:
+			a.w.checkDelete(target, preconditionsOf(d))
+		case *v1alpha1.MachineClaim:
+			a.w.checkForget(target, preconditionsOf(d))
+		}
+		return a.w.hub.remove(o, preconditionsOf(d))
+	})
+}
+
+func (a *agentClient) Status() client.SubResourceWriter { return statusWriter{agent: a} }
+
+type statusWriter struct {
+	client.SubResourceWriter // for what no agent calls: it is nil
+
+	agent *agentClient
+}
+
+func (s statusWriter) Update(_ context.Context, o client.Object, _ ...client.SubResourceUpdateOption) error {
+	return s.agent.write(func() error { return s.agent.w.hub.update(o, true) })
+}
+
+func preconditionsOf(d client.DeleteOptions) *metav1.Preconditions {
+	if d.Preconditions == nil {
+		return nil
+	}
+	return &metav1.Preconditions{UID: d.Preconditions.UID, ResourceVersion: d.Preconditions.ResourceVersion}
+}

@@ -1,0 +1,343 @@
+package claims
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+)
+
+// Cluster API's controllers, one reconcile at a time. A reconcile reads, plans and then writes what it planned, whatever
+// happened in between; reconciles of one object never overlap.
+
+// surgeSize is how many Machines a rollout may make beyond the replicas.
+const surgeSize = 1
+
+// reconcile runs one controller on one object, unless it is in the middle of that already. pause lets others act.
+func (w *world) reconcile(object string, do func(pause func()) bool) bool {
+	if w.busy[object] {
+		return false
+	}
+	w.busy[object] = true
+	before := w.hub.version
+	again := do(func() {
+		if !w.fair && w.depth < 2 && w.draw("controller waits", 0, 5) == 0 {
+			w.interleave()
+		}
+	})
+	delete(w.busy, object)
+	return again || w.hub.version != before
+}
+
+// controllers lets each controller do a step on all there is in the group.
+func (w *world) controllers(group string) {
+	for w.deploymentStep(group) {
+	}
+	for _, s := range w.sets(group) {
+		w.setStep(s)
+	}
+	for _, m := range w.machines(group) {
+		w.machineStep(m)
+	}
+}
+
+func (w *world) setStatus(o client.Object) { w.must(client.IgnoreNotFound(w.hub.update(o, true))) }
+
+func pausedCondition(paused bool) []metav1.Condition {
+	status := metav1.ConditionFalse
+	if paused {
+		status = metav1.ConditionTrue
+	}
+	return []metav1.Condition{{Type: clusterv1.PausedCondition, Status: status, Reason: "Said"}}
+}
+
+// deploymentStep is one reconcile of the MachineDeployment controller. It reports whether it changed something.
+func (w *world) deploymentStep(group string) bool {
+	return w.reconcile(group, func(pause func()) bool {
+		md := w.md(group)
+		sets := w.sets(group)
+		template := w.templates[group]
+		_, paused := md.Annotations[clusterv1.PausedAnnotation]
+		pause()
+		if paused != isPaused(md.Status.Conditions) {
+			now := w.md(group)
+			now.Status.Conditions = pausedCondition(paused)
+			w.setStatus(now)
+			return true
+		}
+		if paused {
+			return false
+		}
+		name := fmt.Sprintf("%s-%d", group, template)
+		if !slices.ContainsFunc(sets, func(s *clusterv1.MachineSet) bool { return s.Name == name }) {
+			zero := int32(0)
+			w.must(w.hub.create(&clusterv1.MachineSet{
+				ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name, Labels: map[string]string{clusterv1.MachineDeploymentNameLabel: group}},
+				Spec:       clusterv1.MachineSetSpec{ClusterName: clusterName, Replicas: &zero},
+			}))
+			return true
+		}
+		onDelete := md.Spec.Rollout.Strategy.Type == clusterv1.OnDeleteMachineDeploymentStrategyType
+		plan := map[string]int32{}
+		for _, s := range sets {
+			plan[s.Name] = replicasOf(s)
+		}
+		if onDelete {
+			w.planOnDelete(plan, name, sets, *md.Spec.Replicas)
+		} else {
+			w.planRollingUpdate(plan, name, sets, *md.Spec.Replicas)
+		}
+		pause()
+		for _, s := range sets {
+			// Forced: without a look at what others wrote meanwhile.
+			o, err := w.hub.find(machineSets, s.Name)
+			w.must(err)
+			now := o.(*clusterv1.MachineSet).DeepCopy() //nolint:forcetypeassert // of the kind
+			replicas := plan[s.Name]
+			now.Spec.Replicas = &replicas
+			delete(now.Annotations, clusterv1.DisableMachineCreateAnnotation)
+			if onDelete && s.Name != name {
+				metav1.SetMetaDataAnnotation(&now.ObjectMeta, clusterv1.DisableMachineCreateAnnotation, "true")
+			}
+			w.must(w.hub.update(now, false))
+		}
+		if md.Status.ObservedGeneration < md.Generation {
+			now := w.md(group)
+			now.Status.ObservedGeneration = md.Generation
+			w.setStatus(now)
+		}
+		return false
+	})
+}
+
+// planOnDelete follows old MachineSets down to the Machines that they have; the newest takes what is missing, and the
+// adversary says which is charged for what is too much.
+func (w *world) planOnDelete(plan map[string]int32, newest string, sets []*clusterv1.MachineSet, replicas int32) {
+	var sum int32
+	for _, s := range sets {
+		if s.Name != newest {
+			plan[s.Name] = min(plan[s.Name], count(w.machinesOf(s)))
+		}
+		sum += plan[s.Name]
+	}
+	if sum < replicas {
+		plan[newest] += replicas - sum
+	}
+	for ; sum > replicas; sum-- {
+		var charged []string
+		for _, s := range sets {
+			if plan[s.Name] > 0 {
+				charged = append(charged, s.Name)
+			}
+		}
+		plan[charged[w.pick(len(charged))]]--
+	}
+}
+
+// planRollingUpdate brings the newest MachineSet up as far as the surge allows, and the others down as far as its Machines
+// are available.
+func (w *world) planRollingUpdate(plan map[string]int32, newest string, sets []*clusterv1.MachineSet, replicas int32) {
+	var total, available, availableNew int32
+	healthy := map[string]int32{}
+	for _, s := range sets {
+		machines := w.machinesOf(s)
+		total += max(plan[s.Name], count(machines))
+		for _, m := range machines {
+			if alive(m) && hasNode(m) {
+				available++
+				healthy[s.Name]++
+				if s.Name == newest {
+					availableNew++
+				}
+			}
+		}
+	}
+	switch {
+	case plan[newest] > replicas:
+		plan[newest] = replicas
+	case plan[newest] < replicas:
+		plan[newest] += min(max(0, replicas+surgeSize-total), replicas-plan[newest])
+	}
+	var sum int32
+	for _, n := range plan {
+		sum += n
+	}
+	spare := sum - replicas - (plan[newest] - availableNew)
+	for _, s := range sets {
+		if s.Name == newest || spare <= 0 {
+			continue
+		}
+		down := min(spare, plan[s.Name]-min(plan[s.Name], healthy[s.Name])) // first those that are not healthy
+		plan[s.Name] -= down
+		spare -= down
+	}
+	down := available - replicas
+	for _, s := range sets {
+		if s.Name == newest || down <= 0 {
+			continue
+		}
+		n := min(down, plan[s.Name])
+		plan[s.Name] -= n
+		down -= n
+	}
+}
+
+func (w *world) machinesOf(s *clusterv1.MachineSet) []*clusterv1.Machine {
+	return read(w.hub, allMachines, func(m *clusterv1.Machine) bool { return setOf(m) == s.Name })
+}
+
+// setStep is one reconcile of the MachineSet controller, on what its cache shows.
+func (w *world) setStep(s *clusterv1.MachineSet) bool {
+	return w.reconcile(s.Name, func(pause func()) bool {
+		o, err := w.hub.find(machineSets, s.Name)
+		w.must(err)
+		s := o.(*clusterv1.MachineSet).DeepCopy() //nolint:forcetypeassert // of the kind
+		group := s.Labels[clusterv1.MachineDeploymentNameLabel]
+		_, paused := s.Annotations[clusterv1.PausedAnnotation]
+		if paused != isPaused(s.Status.Conditions) {
+			pause()
+			o, _ := w.hub.find(machineSets, s.Name)
+			now := o.(*clusterv1.MachineSet).DeepCopy() //nolint:forcetypeassert // of the kind
+			now.Status.Conditions = pausedCondition(paused)
+			w.setStatus(now)
+			return true
+		}
+		if paused {
+			return false
+		}
+		mine := w.machinesOf(s)
+		old := s.Name != fmt.Sprintf("%s-%d", group, w.templates[group])
+		_, mayNot := s.Annotations[clusterv1.DisableMachineCreateAnnotation]
+		missing := int(replicasOf(s)) - len(mine)
+		if mayNot || w.blocked[group] {
+			missing = min(missing, 0)
+		}
+		pause()
+		for ; missing > 0; missing-- {
+			w.makeMachine(s, group)
+		}
+		if missing < 0 {
+			w.removeMachines(s, group, mine, -missing, old)
+		}
+		o, _ = w.hub.find(machineSets, s.Name)
+		now := o.(*clusterv1.MachineSet).DeepCopy() //nolint:forcetypeassert // of the kind
+		now.Status.ObservedGeneration = s.Generation
+		w.setStatus(now)
+		return false
+	})
+}
+
+func (w *world) makeMachine(s *clusterv1.MachineSet, group string) {
+	m := &clusterv1.Machine{
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: namespace, Name: fmt.Sprintf("%s-%d", s.Name, w.hub.created+1), Finalizers: []string{capiHolds},
+			Labels: map[string]string{
+				clusterv1.MachineDeploymentNameLabel: group, clusterv1.MachineSetNameLabel: s.Name, clusterv1.ClusterNameLabel: clusterName,
+			},
+			OwnerReferences: []metav1.OwnerReference{{
+				APIVersion: clusterv1.GroupVersion.String(), Kind: "MachineSet", Name: s.Name, UID: s.UID, Controller: new(true),
+			}},
+		},
+		Spec: clusterv1.MachineSpec{ClusterName: clusterName},
+	}
+	w.must(w.hub.create(m))
+	if w.rollingOut(group) {
+		w.surge[m.UID] = true
+	}
+}
+
+// removeMachines deletes what is too much: those first that the controller's cache knows to be deleted already, and after that
+// the adversary's choice, which is wider than Cluster API's.
+func (w *world) removeMachines(s *clusterv1.MachineSet, group string, mine []*clusterv1.Machine, n int, old bool) {
+	var others []*clusterv1.Machine
+	for _, m := range mine {
+		if w.seen[m.UID] {
+			n--
+		} else {
+			others = append(others, m)
+		}
+	}
+	replaced := old && w.md(group).Spec.Rollout.Strategy.Type != clusterv1.OnDeleteMachineDeploymentStrategyType
+	for ; n > 0 && len(others) > 0; n-- {
+		i := w.pick(len(others))
+		victim := others[i]
+		others = slices.Delete(others, i, i+1)
+		w.seen[victim.UID] = true
+		o, err := w.hub.find(allMachines, victim.Name)
+		if err != nil || o.GetUID() != victim.UID || !o.GetDeletionTimestamp().IsZero() {
+			continue
+		}
+		w.checkVictim(o.(*clusterv1.Machine), replaced) //nolint:forcetypeassert // of the kind
+		w.must(w.hub.remove(victim, nil))
+	}
+}
+
+// rollingOut reports whether Cluster API replaces Machines of the group by itself now.
+func (w *world) rollingOut(group string) bool {
+	if w.md(group).Spec.Rollout.Strategy.Type == clusterv1.OnDeleteMachineDeploymentStrategyType {
+		return false
+	}
+	newest := fmt.Sprintf("%s-%d", group, w.templates[group])
+	return slices.ContainsFunc(w.sets(group), func(s *clusterv1.MachineSet) bool {
+		return s.Name != newest && replicasOf(s) > 0
+	})
+}
+
+// machineStep is one step of the Machine controller and of the infrastructure behind it.
+func (w *world) machineStep(m *clusterv1.Machine) {
+	group := m.Labels[clusterv1.MachineDeploymentNameLabel]
+	old := setOf(m) != fmt.Sprintf("%s-%d", group, w.templates[group])
+	switch {
+	case alive(m) && m.Spec.ProviderID == "":
+		m.Spec.ProviderID = "sim://" + m.Name
+		w.must(w.hub.update(m, false))
+	case alive(m) && !hasNode(m):
+		m.Status.NodeRef.Name = "node-" + m.Name
+		w.joined[m.UID] = w.events
+		w.tainted[m.UID] = w.hub.created%2 == 0
+		w.setStatus(m)
+	case alive(m) && old && !outdated(m):
+		m.Status.Conditions = []metav1.Condition{{
+			Type: clusterv1.MachineUpToDateCondition, Status: metav1.ConditionFalse, Reason: clusterv1.MachineNotUpToDateReason,
+		}}
+		w.setStatus(m)
+	case !alive(m) && !w.seen[m.UID]:
+		w.seen[m.UID] = true // the manager's cache catches up
+	case !alive(m) && slices.Contains(m.Finalizers, capiHolds):
+		w.tearDown(m)
+	}
+}
+
+// tearDown is one step of a Machine's deletion: hooks, then the infrastructure, then the Node.
+func (w *world) tearDown(m *clusterv1.Machine) {
+	say := func(reason string) bool {
+		if deletingReason(m) == reason {
+			return false
+		}
+		m.Status.Conditions = []metav1.Condition{{Type: clusterv1.MachineDeletingCondition, Status: metav1.ConditionTrue, Reason: reason}}
+		w.setStatus(m)
+		return true
+	}
+	hooks := slices.ContainsFunc(slices.Collect(maps.Keys(m.Annotations)), func(key string) bool {
+		return strings.HasPrefix(key, clusterv1.PreTerminateDeleteHookAnnotationPrefix)
+	})
+	switch {
+	case hooks && !gone(m):
+		say(clusterv1.MachineDeletingWaitingForPreTerminateHookReason)
+	case say(clusterv1.MachineDeletingWaitingForInfrastructureDeletionReason):
+	default:
+		say(clusterv1.MachineDeletingDeletionCompletedReason)
+		m.Finalizers = slices.DeleteFunc(m.Finalizers, func(f string) bool { return f == capiHolds })
+		w.must(w.hub.update(m, false))
+	}
+}
+
+// gone reports whether the Machine's instance is being removed or is gone.
+func gone(m *clusterv1.Machine) bool {
+	reason := deletingReason(m)
+	return reason == clusterv1.MachineDeletingWaitingForInfrastructureDeletionReason || reason == clusterv1.MachineDeletingDeletionCompletedReason
+}

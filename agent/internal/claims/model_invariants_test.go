@@ -1,0 +1,419 @@
+package claims
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+)
+
+// --- of each write of an agent ---
+
+// moment is what the hub holds before a write.
+type moment map[kind]objects
+
+func (w *world) look() moment {
+	return moment{allMachines: w.hub.snapshot(allMachines), allClaims: w.hub.snapshot(allClaims), deployments: w.hub.snapshot(deployments)}
+}
+
+// checkWrite looks at what one write of an agent changed. begun counts the events up to the beginning of the agent's call.
+func (w *world) checkWrite(begun int, before moment) {
+	for name, o := range w.hub.objects[allMachines] {
+		if was, existed := before[allMachines][name]; existed && was != o {
+			w.checkMachine(was.(*clusterv1.Machine), o.(*clusterv1.Machine)) //nolint:forcetypeassert // of the kind
+		}
+	}
+	for name, o := range w.hub.objects[allClaims] {
+		was, existed := before[allClaims][name]
+		switch {
+		case existed && was != o:
+			w.checkClaim(was.(*v1alpha1.MachineClaim), o.(*v1alpha1.MachineClaim)) //nolint:forcetypeassert // of the kind
+		case !existed:
+			w.checkNewClaim(o.(*v1alpha1.MachineClaim)) //nolint:forcetypeassert // of the kind
+		}
+	}
+	for name, o := range w.hub.objects[deployments] {
+		if was := before[deployments][name]; was != o {
+			w.checkDeployment(begun, was.(*clusterv1.MachineDeployment), o.(*clusterv1.MachineDeployment)) //nolint:forcetypeassert // of the kind
+		}
+	}
+}
+
+// checkMachine is I1 and I3 for labels: written when unset, for a claim that is bound to the Machine; taken off only when the
+// claim is being released and nothing can run there.
+func (w *world) checkMachine(was, is *clusterv1.Machine) {
+	from, to := claimOf(was), claimOf(is)
+	if from == to {
+		return
+	}
+	if from != "" && to != "" {
+		w.t.Fatalf("I1: Machine %s had claim %s and is given to claim %s\n%s", is.Name, from, to, w.describe())
+	}
+	if to == "" {
+		if hasNode(is) {
+			w.t.Fatalf("I3: Machine %s of claim %s has a Node and is handed over\n%s", is.Name, from, w.describe())
+		}
+		if o := w.owners[from]; o != nil && o.alive && !o.excused {
+			w.t.Fatalf("I3: Machine %s is taken from the live claim %s\n%s", is.Name, from, w.describe())
+		}
+		return
+	}
+	c := w.claims()[to]
+	if c == nil || c.Status.Phase != v1alpha1.PhaseBound && c.Status.Phase != v1alpha1.PhaseReleasing ||
+		c.Status.Machine == nil || c.Status.Machine.UID != is.UID {
+		w.t.Fatalf("I1: Machine %s is labelled with claim %s, which is not bound to it\n%s", is.Name, to, w.describe())
+	}
+	group := is.Labels[clusterv1.MachineDeploymentNameLabel]
+	if l := w.ledger(group); l != nil && l.Pending[to].Adopted {
+		w.owned[group]-- // the claim took over one of the user's
+	}
+}
+
+// checkNewClaim is I1 for the anchor.
+func (w *world) checkNewClaim(c *v1alpha1.MachineClaim) {
+	for _, o := range w.hub.objects[allClaims] {
+		other := o.(*v1alpha1.MachineClaim) //nolint:forcetypeassert // of the kind
+		if other.Name != c.Name && other.Spec.ClaimID == c.Spec.ClaimID {
+			w.t.Fatalf("I1: claim %s is on groups %s and %s", c.Spec.ClaimID, other.Spec.NodeGroup, c.Spec.NodeGroup)
+		}
+	}
+}
+
+// checkClaim is I3, I4 and I8 for the ends of claims: nobody's claim ends without its cause.
+func (w *world) checkClaim(was, is *v1alpha1.MachineClaim) {
+	id := is.Spec.ClaimID
+	o := w.owners[id]
+	if o == nil {
+		return
+	}
+	if was.Spec.NodeGroup != is.Spec.NodeGroup {
+		for _, group := range w.groups {
+			if l := w.ledger(group); l != nil {
+				if _, entered := l.Pending[id]; entered && was.Status.Phase != "" {
+					w.t.Fatalf("I1: claim %s is entered on group %s and moves from %s to %s", id, group, was.Spec.NodeGroup, is.Spec.NodeGroup)
+				}
+			}
+		}
+	}
+	from, to := was.CurrentPhase(), is.CurrentPhase()
+	if from == to {
+		return
+	}
+	if from == v1alpha1.PhaseEnded || from == v1alpha1.PhaseReleasing && to != v1alpha1.PhaseEnded {
+		w.t.Fatalf("I1: claim %s goes back from %s to %s", id, from, to)
+	}
+	switch to {
+	case v1alpha1.PhaseReleasing:
+		if o.alive {
+			w.t.Fatalf("I8: claim %s is released (%s) while its owner lives\n%s", id, is.Status.Reason, w.describe())
+		}
+	case v1alpha1.PhaseEnded:
+		w.checkEnd(o, from, is)
+	case v1alpha1.PhasePending, v1alpha1.PhaseBound:
+	}
+}
+
+func (w *world) checkEnd(o *owner, from v1alpha1.Phase, c *v1alpha1.MachineClaim) {
+	id := c.Spec.ClaimID
+	for _, group := range w.groups {
+		for _, m := range w.machines(group) {
+			if claimOf(m) == id && (alive(m) || !deletionCompleted(m)) {
+				w.t.Fatalf("I4: claim %s ends (%s) while its Machine %s is there\n%s", id, c.Status.Reason, m.Name, w.describe())
+			}
+		}
+	}
+	if !o.alive {
+		return
+	}
+	switch {
+	case c.Status.Reason == ReasonNoRoom || c.Status.Reason == ReasonRefused:
+		if from != v1alpha1.PhasePending {
+			w.t.Fatalf("I3: claim %s is refused (%s) after it was bound\n%s", id, c.Status.Reason, w.describe())
+		}
+		if o.made && !o.excused {
+			w.t.Fatalf("I4: claim %s was made and is refused later: %s\n%s", id, c.Status.Message, w.describe())
+		}
+	case !o.excused:
+		w.t.Fatalf("I3: claim %s ends (%s) though nobody asked and nobody took its Machine\n%s", id, c.Status.Reason, w.describe())
+	}
+}
+
+// checkDeployment is I6: never above the max size, never below the min size, and the floor keeps its Machines.
+func (w *world) checkDeployment(begun int, was, is *clusterv1.MachineDeployment) {
+	from, to := *was.Spec.Replicas, *is.Spec.Replicas
+	var limit int32
+	if n, _ := fmt.Sscan(is.Annotations[clusterv1.AutoscalerMaxSizeAnnotation], &limit); n == 1 && to > from && to > limit {
+		w.t.Fatalf("I6: an agent raises %s from %d to %d, above its max size\n%s", is.Name, from, to, w.describe())
+	}
+	if n, _ := fmt.Sscan(is.Annotations[clusterv1.AutoscalerMinSizeAnnotation], &limit); n == 1 && to < from && to < limit {
+		w.t.Fatalf("I6: an agent lowers %s from %d to %d, below its min size\n%s", is.Name, from, to, w.describe())
+	}
+	if value := was.Annotations[clusterv1.PausedAnnotation]; value == pausedByHuman && is.Annotations[clusterv1.PausedAnnotation] != value {
+		w.t.Fatalf("I3: an agent undoes a human's pause of %s", is.Name)
+	}
+	after, err := parseLedger(is.Annotations[v1alpha1.LedgerAnnotation])
+	if err != nil {
+		return
+	}
+	before, err := parseLedger(was.Annotations[v1alpha1.LedgerAnnotation])
+	if err != nil {
+		before = &Ledger{}
+	}
+	named := 0
+	claims := w.claims()
+	for id, n := range after.Pending {
+		if n.UID == "" || n.UID == before.Pending[id].UID || w.owners[id].adopt != "" {
+			continue
+		}
+		if c := claims[id]; c != nil && c.Status.Machine != nil && c.Status.Machine.UID == n.UID {
+			continue // a lost ledger is rebuilt
+		}
+		named++
+		if at, has := w.joined[n.UID]; has && at < begun && !w.reported["sim://"+n.Machine] {
+			w.t.Fatalf("I3: Machine %s is promised to claim %s, and something may run on its Node\n%s", n.Machine, id, w.describe())
+		}
+	}
+	released := 0
+	for uid, r := range after.Releasing {
+		if _, known := before.Releasing[uid]; !known && r.Claim == "" {
+			released++
+			if w.surge[uid] && w.rollingOut(is.Name) {
+				w.t.Fatalf("I3: Machine %s is released, which a rollout under way needs\n%s", r.Machine, w.describe())
+			}
+		}
+	}
+	if named+released > 0 && w.peaceful {
+		free := 0
+		for _, m := range w.machines(is.Name) {
+			if _, releasing := after.Releasing[m.UID]; alive(m) && claimOf(m) == "" && !releasing && !after.names(m.UID) {
+				free++
+			}
+		}
+		if free < int(w.floor(is.Name)) {
+			w.t.Fatalf("I6: an agent takes the floor's Machines of %s: %d are left\n%s", is.Name, free, w.describe())
+		}
+	}
+}
+
+// checkDelete is I3 for what an agent deletes.
+func (w *world) checkDelete(target *clusterv1.Machine, p *metav1.Preconditions) {
+	o, err := w.hub.find(allMachines, target.Name)
+	if err != nil || p != nil && p.UID != nil && *p.UID != o.GetUID() {
+		return
+	}
+	m := o.(*clusterv1.Machine) //nolint:forcetypeassert // of the kind
+	claims := w.claims()
+	for id, c := range claims {
+		mine := claimOf(m) == id || c.Status.Machine != nil && c.Status.Machine.UID == m.UID
+		if mine && (c.CurrentPhase() == v1alpha1.PhasePending || c.CurrentPhase() == v1alpha1.PhaseBound) {
+			w.t.Fatalf("I3: an agent deletes Machine %s of the live claim %s\n%s", m.Name, id, w.describe())
+		}
+	}
+	if owner := w.owners[claimOf(m)]; owner != nil && owner.alive && claims[claimOf(m)] == nil {
+		w.t.Fatalf("I3: an agent deletes Machine %s of claim %s, whose object was lost\n%s", m.Name, claimOf(m), w.describe())
+	}
+}
+
+// checkForget is I1 over time: an id must not be used again while a caller may still retry.
+func (w *world) checkForget(target *v1alpha1.MachineClaim, p *metav1.Preconditions) {
+	o, err := w.hub.find(allClaims, target.Name)
+	if err != nil || p != nil && p.ResourceVersion != nil && *p.ResourceVersion != o.GetResourceVersion() {
+		return
+	}
+	c := o.(*v1alpha1.MachineClaim) //nolint:forcetypeassert // of the kind
+	if c.Status.EndedAt == nil || w.clock.Since(c.Status.EndedAt.Time) < retention {
+		w.t.Fatalf("I1: claim %s is forgotten while its id may still be used\n%s", c.Spec.ClaimID, w.describe())
+	}
+	if owner := w.owners[c.Spec.ClaimID]; owner != nil {
+		owner.gone = true
+	}
+}
+
+// checkVictim is I3 for what a MachineSet deletes: only what a rollout replaces, or where a human lowered replicas.
+func (w *world) checkVictim(m *clusterv1.Machine, replaced bool) {
+	group := m.Labels[clusterv1.MachineDeploymentNameLabel]
+	switch {
+	case replaced:
+	case w.licensed[group] > 0:
+		w.licensed[group]--
+	default:
+		w.t.Fatalf("I3: lowering replicas made Cluster API choose Machine %s (claim %q)\n%s", m.Name, claimOf(m), w.describe())
+	}
+	w.takenAway(m)
+}
+
+// --- after every step ---
+
+func (w *world) check() {
+	claims := w.claims()
+	byMachine := map[types.UID]string{}
+	for _, id := range slices.Sorted(maps.Keys(claims)) {
+		c := claims[id]
+		if c.Status.Machine == nil || c.Status.Phase != v1alpha1.PhaseBound {
+			continue
+		}
+		if other, taken := byMachine[c.Status.Machine.UID]; taken {
+			w.t.Fatalf("I1: claims %s and %s are bound to one Machine\n%s", id, other, w.describe())
+		}
+		byMachine[c.Status.Machine.UID] = id
+	}
+	labelled := map[string]string{}
+	for _, group := range w.groups {
+		for _, m := range w.machines(group) {
+			id := claimOf(m)
+			if id == "" {
+				continue
+			}
+			if other, twice := labelled[id]; twice {
+				w.t.Fatalf("I1: Machines %s and %s both carry claim %s\n%s", m.Name, other, id, w.describe())
+			}
+			labelled[id] = m.Name
+		}
+	}
+	for id, o := range w.owners {
+		if c := claims[id]; o.released && !o.gone && !o.excused && c != nil && (c.CurrentPhase() == v1alpha1.PhasePending || c.CurrentPhase() == v1alpha1.PhaseBound) {
+			w.t.Fatalf("I1: claim %s was released and lives\n%s", id, w.describe())
+		}
+	}
+}
+
+// --- at rest ---
+
+// settle lets everything run fairly until nothing changes, and checks I2: first for the replicas of groups that are blocked,
+// then, with nothing blocked any more, for all of it.
+func (w *world) settle() {
+	w.fair = true
+	for len(w.late) > 0 {
+		w.landOne()
+	}
+	for _, group := range w.groups {
+		w.pauseByHand(group, false)
+	}
+	if len(w.blocked) > 0 {
+		w.rest()
+		for _, group := range slices.Sorted(maps.Keys(w.blocked)) {
+			w.checkBlocked(group)
+		}
+		clear(w.blocked)
+	}
+	w.rest()
+	// Every caller finishes what it began, and the holder says who lives.
+	for _, id := range w.order {
+		if o := w.owners[id]; o.asked && !o.released && !o.gone {
+			w.release(0, id)
+		}
+	}
+	w.clock.Step(time.Minute)
+	w.listClaims(0)
+	w.readOwners()
+	for e := range w.agents {
+		w.sync(e)
+	}
+	w.rest()
+	w.checkRest()
+}
+
+// checkBlocked is I2 for a group that makes no Machines: replicas that nobody is to have are given back all the same. A Machine
+// that nobody can have stays as long as a claim waits.
+func (w *world) checkBlocked(group string) {
+	active := slices.DeleteFunc(w.sets(group), func(s *clusterv1.MachineSet) bool { return replicasOf(s) == 0 })
+	l := w.ledger(group)
+	if len(active) > 1 || l == nil || l.unnamed() > 0 || w.rollingOut(group) {
+		return // not given back before one MachineSet is left; see [snapshot.shrink]
+	}
+	if live := w.live(group); *w.md(group).Spec.Replicas != w.floor(group)+live {
+		w.t.Fatalf("I2: blocked group %s has %d replicas for a floor of %d and %d live claims\n%s",
+			group, *w.md(group).Spec.Replicas, w.floor(group), live, w.describe())
+	}
+}
+
+// rest lets everything run fairly until nothing has changed for longer than any grace period.
+func (w *world) rest() {
+	still := 0
+	for range 400 {
+		before := w.hub.version
+		for _, group := range w.groups {
+			for e := range w.agents {
+				for _, k := range allKinds {
+					w.agents[e].caches[k] = w.hub.snapshot(k)
+				}
+				w.agentReconciles(e, group)
+			}
+			w.controllers(group)
+		}
+		w.clock.Step(20 * time.Second)
+		if still++; w.hub.version != before {
+			still = 0
+		} else if time.Duration(still)*20*time.Second > abandonedAfter {
+			return
+		}
+	}
+	w.t.Fatalf("I2: not quiet after 400 rounds\n%s", w.describe())
+}
+
+// checkRest is what must hold when nothing is under way.
+func (w *world) checkRest() {
+	claims := w.claims()
+	for _, id := range w.order {
+		o, c := w.owners[id], claims[id]
+		switch {
+		case c == nil:
+			if o.alive && o.made && !o.excused {
+				w.t.Fatalf("I4: claim %s is lost\n%s", id, w.describe())
+			}
+		case c.CurrentPhase() == v1alpha1.PhaseReleasing:
+			w.t.Fatalf("I2: claim %s is still being released\n%s", id, w.describe())
+		case c.CurrentPhase() == v1alpha1.PhaseEnded:
+		case !o.alive:
+			w.t.Fatalf("I2: claim %s lives and its owner does not\n%s", id, w.describe())
+		case c.CurrentPhase() == v1alpha1.PhaseBound && !w.carries(c):
+			w.t.Fatalf("I2: claim %s is bound to a Machine that does not carry it\n%s", id, w.describe())
+		case c.CurrentPhase() == v1alpha1.PhasePending && w.md(c.Spec.NodeGroup).Annotations[clusterv1.AutoscalerMaxSizeAnnotation] == "":
+			w.t.Fatalf("I2: claim %s waits for ever\n%s", id, w.describe())
+		}
+	}
+	for _, group := range w.groups {
+		w.checkGroupAtRest(group)
+	}
+}
+
+func (w *world) checkGroupAtRest(group string) {
+	live := w.live(group)
+	md := w.md(group)
+	l := w.ledger(group)
+	want := w.floor(group) + live
+	switch {
+	case w.wiped[group] && l == nil:
+		want = *md.Spec.Replicas // nobody has claimed from it since
+	case l != nil && l.unnamed() > 0 && md.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] != "":
+		// All of the group's Machines joined before they could be promised, and the max size leaves no room for others. The
+		// holder's report of its Nodes, or the deadline for Machines, ends this; here it may stay.
+		want = max(want, *md.Spec.Replicas)
+	}
+	if *md.Spec.Replicas != want || len(w.machines(group)) != int(want) {
+		w.t.Fatalf("I2: group %s: replicas %d, Machines %d, floor %d + live claims %d\n%s",
+			group, *md.Spec.Replicas, len(w.machines(group)), w.floor(group), live, w.describe())
+	}
+	if _, paused := md.Annotations[clusterv1.PausedAnnotation]; paused {
+		w.t.Fatalf("I4: group %s was left paused\n%s", group, w.describe())
+	}
+	if l != nil && (len(l.Releasing) > 0 || len(l.Pending) > 0 && live == 0) {
+		w.t.Fatalf("I2: the ledger of %s holds on to something\n%s", group, w.describe())
+	}
+	for _, set := range w.sets(group) {
+		if _, paused := set.Annotations[clusterv1.PausedAnnotation]; paused {
+			w.t.Fatalf("I4: MachineSet %s was left paused\n%s", set.Name, w.describe())
+		}
+	}
+	for _, m := range w.machines(group) {
+		if held(m) || hooked(m) {
+			w.t.Fatalf("I4: Machine %s kept our finalizer or our hook\n%s", m.Name, w.describe())
+		}
+	}
+}

@@ -1,0 +1,264 @@
+package claims
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	testclock "k8s.io/utils/clock/testing"
+	"pgregory.net/rapid"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+)
+
+const (
+	namespace   = "fleet"
+	clusterName = "spoke"
+	holder      = "karpenter"
+	capiHolds   = clusterv1.MachineFinalizer
+)
+
+// world is a hub in which Cluster API's controllers take one small step at a time, and in which the adversary decides which
+// step is next, which Machine a MachineSet deletes where Cluster API leaves it open, and what becomes of each request of an
+// agent.
+type world struct {
+	t      *rapid.T
+	hub    *hub
+	clock  *testclock.FakeClock
+	agents []*process
+	groups []string
+
+	// actions are what the adversary may do, by name; depth is how many calls are interrupted by others now.
+	actions map[string]func()
+	depth   int
+	events  int
+	// late are writes that are under way.
+	late []func()
+	// fair means that nothing is interrupted or fails any more.
+	fair bool
+	// withdrawing means that an agent is removing itself, so that what it takes off is not taken from anybody.
+	withdrawing bool
+
+	// Cluster API.
+
+	// seen is what the MachineSet controller's cache knows to be deleted; it lags behind.
+	seen map[types.UID]bool
+	// busy are the controllers, by group or MachineSet, that are in the middle of a step.
+	busy      map[string]bool
+	templates map[string]int
+	blocked   map[string]bool // groups whose MachineSets can make no Machines
+	// surge are the Machines that a rollout made while it ran.
+	surge map[types.UID]bool
+	// joined counts events up to the Node's joining; tainted Nodes still carry the unregistered taint.
+	joined  map[types.UID]int
+	tainted map[types.UID]bool
+
+	// People.
+
+	owned map[string]int32 // what the user owns in each group, as far as the user knows
+	// licensed counts the Machines that Cluster API may choose in each group because a human lowered replicas.
+	licensed map[string]int
+	// outsiders are Machines whose removal somebody else than the agent caused.
+	outsiders map[types.UID]bool
+	// peaceful means that nobody but the agents has interfered yet.
+	peaceful bool
+	// wiped are groups whose ledger somebody lost or edited: what it cannot explain is the user's from then on.
+	wiped map[string]bool
+
+	// The holder.
+
+	owners  map[string]*owner
+	order   []string // ids of the owners, in the order in which they were made
+	session session
+	// reported are provider IDs that the holder reported as unregistered, ever.
+	reported map[string]bool
+}
+
+// owner is a NodeClaim, as far as the holder knows.
+type owner struct {
+	candidates []string
+	adopt      string
+	alive      bool
+	made       bool // a call to make its claim succeeded
+	asked      bool // its release was asked for
+	released   bool // a call to release its claim succeeded
+	// excused says that its claim may end by itself, as its Machine was taken from it.
+	excused bool
+	// gone says that its tombstone has been forgotten.
+	gone bool
+	// lost says that somebody deleted its claim's object. A call that makes the claim anew on another group, before an agent has
+	// made the object again, is beyond what the protocol covers: the anchor is what was lost.
+	lost bool
+	born time.Time
+}
+
+// session is what the holder has gathered for SyncClaims.
+type session struct {
+	token string
+	live  []string // nil until it was read
+	nodes []NodeReport
+}
+
+type worldOptions struct {
+	groups           int
+	floor            int32
+	minimum, maximum string
+	strategy         clusterv1.MachineDeploymentRolloutStrategyType
+}
+
+func newWorld(t *rapid.T, o worldOptions) *world {
+	clock := testclock.NewFakeClock(time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC))
+	w := &world{
+		t: t, clock: clock, hub: newHub(clock), peaceful: true,
+		seen: map[types.UID]bool{}, busy: map[string]bool{}, templates: map[string]int{}, blocked: map[string]bool{},
+		surge: map[types.UID]bool{}, joined: map[types.UID]int{}, tainted: map[types.UID]bool{},
+		owned: map[string]int32{}, licensed: map[string]int{}, outsiders: map[types.UID]bool{}, wiped: map[string]bool{},
+		owners: map[string]*owner{}, reported: map[string]bool{},
+	}
+	w.must(w.hub.create(&clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: clusterName}}))
+	for i := range o.groups {
+		name := fmt.Sprintf("group-%d", i)
+		annotations := map[string]string{}
+		if o.maximum != "" {
+			annotations[clusterv1.AutoscalerMaxSizeAnnotation] = o.maximum
+		}
+		if o.minimum != "" {
+			annotations[clusterv1.AutoscalerMinSizeAnnotation] = o.minimum
+		}
+		w.must(w.hub.create(&clusterv1.MachineDeployment{
+			ObjectMeta: metav1.ObjectMeta{
+				Namespace: namespace, Name: name, Labels: map[string]string{v1alpha1.MemberLabel: ""}, Annotations: annotations,
+			},
+			Spec: clusterv1.MachineDeploymentSpec{
+				ClusterName: clusterName, Replicas: &o.floor,
+				Rollout: clusterv1.MachineDeploymentRolloutSpec{Strategy: clusterv1.MachineDeploymentRolloutStrategy{Type: o.strategy}},
+			},
+		}))
+		w.groups = append(w.groups, name)
+		w.owned[name] = o.floor
+	}
+	for range 2 {
+		w.agents = append(w.agents, w.newProcess())
+	}
+	return w
+}
+
+func (w *world) must(err error) {
+	if err != nil {
+		w.t.Fatalf("the model: %v", err)
+	}
+}
+
+func must(t interface {
+	Fatalf(format string, args ...any)
+}, err error,
+) {
+	if err != nil {
+		t.Fatalf("unexpected: %v", err)
+	}
+}
+
+func read[T any, P interface {
+	*T
+	client.Object
+	DeepCopy() *T
+}](h *hub, k kind, keep func(*T) bool) []*T {
+	var out []*T
+	for _, name := range slices.Sorted(maps.Keys(h.objects[k])) {
+		o := (*T)(h.objects[k][name].(P)) //nolint:forcetypeassert // of the kind
+		if keep == nil || keep(o) {
+			out = append(out, P(o).DeepCopy())
+		}
+	}
+	return out
+}
+
+func (w *world) md(name string) *clusterv1.MachineDeployment {
+	o, err := w.hub.find(deployments, name)
+	w.must(err)
+	return o.(*clusterv1.MachineDeployment).DeepCopy() //nolint:forcetypeassert // of the kind
+}
+
+func (w *world) sets(group string) []*clusterv1.MachineSet {
+	return read(w.hub, machineSets, func(s *clusterv1.MachineSet) bool { return s.Labels[clusterv1.MachineDeploymentNameLabel] == group })
+}
+
+func (w *world) machines(group string) []*clusterv1.Machine {
+	return read(w.hub, allMachines, func(m *clusterv1.Machine) bool { return m.Labels[clusterv1.MachineDeploymentNameLabel] == group })
+}
+
+func (w *world) claims() map[string]*v1alpha1.MachineClaim {
+	out := map[string]*v1alpha1.MachineClaim{}
+	for _, c := range read[v1alpha1.MachineClaim](w.hub, allClaims, nil) {
+		out[c.Spec.ClaimID] = c
+	}
+	return out
+}
+
+func (w *world) ledger(group string) *Ledger {
+	l, err := parseLedger(w.md(group).Annotations[v1alpha1.LedgerAnnotation])
+	if err != nil {
+		return nil
+	}
+	return l
+}
+
+// floor is what the user has in the group: at least the min size, once an agent has looked after it.
+func (w *world) floor(group string) int32 {
+	md := w.md(group)
+	l := w.ledger(group)
+	owned := w.owned[group]
+	if l == nil {
+		return owned
+	}
+	var minimum int32
+	_, _ = fmt.Sscan(md.Annotations[clusterv1.AutoscalerMinSizeAnnotation], &minimum)
+	if w.wiped[group] {
+		owned = max(owned, l.Floor)
+	}
+	return max(owned, minimum)
+}
+
+// live counts the group's claims that have not ended.
+func (w *world) live(group string) int32 {
+	var live int32
+	for _, c := range w.claims() {
+		if c.Spec.NodeGroup == group && c.CurrentPhase() != v1alpha1.PhaseEnded {
+			live++
+		}
+	}
+	return live
+}
+
+func (w *world) describe() string {
+	var b strings.Builder
+	for _, group := range w.groups {
+		md := w.md(group)
+		fmt.Fprintf(&b, "%s replicas=%d gen=%d/%d owned=%d paused=%v ledger=%s\n",
+			group, *md.Spec.Replicas, md.Generation, md.Status.ObservedGeneration, w.owned[group],
+			md.Annotations[clusterv1.PausedAnnotation], md.Annotations[v1alpha1.LedgerAnnotation])
+		for _, s := range w.sets(group) {
+			fmt.Fprintf(&b, "  set %s replicas=%d gen=%d/%d paused=%s released=%s\n",
+				s.Name, replicasOf(s), s.Generation, s.Status.ObservedGeneration, s.Annotations[clusterv1.PausedAnnotation], s.Annotations[v1alpha1.ReleasedAnnotation])
+		}
+		for _, m := range w.machines(group) {
+			fmt.Fprintf(&b, "  machine %s %s set=%s claim=%q alive=%v node=%q %s finalizers=%v\n",
+				m.Name, m.UID, setOf(m), claimOf(m), alive(m), m.Status.NodeRef.Name, deletingReason(m), m.Finalizers)
+		}
+	}
+	claims := w.claims()
+	for _, id := range slices.Sorted(maps.Keys(claims)) {
+		c := claims[id]
+		fmt.Fprintf(&b, "  claim %s group=%s phase=%s reason=%s machine=%v\n", id, c.Spec.NodeGroup, c.Status.Phase, c.Status.Reason, c.Status.Machine)
+	}
+	for _, id := range w.order {
+		fmt.Fprintf(&b, "  owner %s %+v\n", id, *w.owners[id])
+	}
+	return b.String()
+}
