@@ -591,7 +591,7 @@ func (s *snapshot) orphaned(claimID string) bool {
 		return true
 	}
 	c := s.claim(claimID)
-	return c != nil && c.Status.Phase == v1alpha1.PhaseEnded
+	return c != nil && c.CurrentPhase() == v1alpha1.PhaseEnded
 }
 
 // enter accounts for the claims that have no entry yet, oldest first: from the spare, else by raising replicas. It returns
@@ -892,7 +892,8 @@ func (s *snapshot) shrink(d *decision, next *Ledger, spare int32) int32 {
 			d.actions = append(d.actions, action{kind: pauseMachineSet, set: set})
 		}
 	case !next.Shrink.Done && may && ours:
-		if isPaused(set.Status.Conditions) && s.observed(s.md.Generation) {
+		// That the MachineSet has observed its replicas is not asked: paused, it never will.
+		if isPaused(set.Status.Conditions) && s.assigned() {
 			d.replicas -= missing
 			d.urgent = true
 			next.Shrink = &Shrink{Set: set.Name, Done: true}
@@ -903,11 +904,7 @@ func (s *snapshot) shrink(d *decision, next *Ledger, spare int32) int32 {
 	case !ours:
 		next.Shrink = nil
 	default:
-		var sum int32
-		for _, set := range s.sets {
-			sum += replicasOf(set)
-		}
-		if s.md.Status.ObservedGeneration >= s.md.Generation && sum == s.group.Replicas && d.replicas == s.group.Replicas {
+		if s.assigned() && d.replicas == s.group.Replicas {
 			d.actions = append(d.actions, action{kind: unpauseMachineSet, set: set})
 		}
 	}
@@ -969,7 +966,7 @@ func (s *snapshot) actOnClaims(d *decision) {
 		}
 	}
 	for _, c := range s.claims {
-		if c.Status.Phase == v1alpha1.PhaseEnded {
+		if c.CurrentPhase() == v1alpha1.PhaseEnded {
 			continue
 		}
 		id := c.Spec.ClaimID

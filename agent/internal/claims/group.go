@@ -453,15 +453,13 @@ func (e *Engine) readParts(ctx context.Context, from view, key types.NamespacedN
 		}
 	}
 	selector := e.inGroup(from, clusterv1.MachineDeploymentNameLabel, key.Name)
-	if s.ledger != nil || len(s.claims) > 0 {
-		// Before the Machines: what a paused MachineSet has made is seen then.
-		var sets clusterv1.MachineSetList
-		if err := e.reader(from).List(ctx, &sets, client.InNamespace(key.Namespace), selector); err != nil {
-			return fmt.Errorf("listing MachineSets: %w", err)
-		}
-		for i := range sets.Items {
-			s.sets = append(s.sets, &sets.Items[i])
-		}
+	// Before the Machines: what a paused MachineSet has made is seen then. Also without a ledger: a pause of ours may outlive it.
+	var sets clusterv1.MachineSetList
+	if err := e.reader(from).List(ctx, &sets, client.InNamespace(key.Namespace), selector); err != nil {
+		return fmt.Errorf("listing MachineSets: %w", err)
+	}
+	for i := range sets.Items {
+		s.sets = append(s.sets, &sets.Items[i])
 	}
 	var machines clusterv1.MachineList
 	if err := e.reader(from).List(ctx, &machines, client.InNamespace(key.Namespace), selector); err != nil {

@@ -104,14 +104,16 @@ func (s *snapshot) activeSets() []*clusterv1.MachineSet {
 
 // observed reports whether Cluster API has carried generation g of the MachineDeployment through to all its MachineSets.
 func (s *snapshot) observed(g int64) bool {
-	if !s.carriedThrough(g) {
-		return false
-	}
+	return s.carriedThrough(g) && s.assigned()
+}
+
+// assigned reports whether the MachineSets have been told all of the MachineDeployment's replicas.
+func (s *snapshot) assigned() bool {
 	var sum int32
 	for _, set := range s.sets {
 		sum += replicasOf(set)
 	}
-	return s.md.Spec.Replicas != nil && sum == *s.md.Spec.Replicas
+	return s.md.Status.ObservedGeneration >= s.md.Generation && s.md.Spec.Replicas != nil && sum == *s.md.Spec.Replicas
 }
 
 // carriedThrough reports whether every MachineSet has acted on generation g of the MachineDeployment, whatever a rollout
