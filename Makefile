@@ -210,6 +210,11 @@ test-e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) ## A short end-to-end test: the demo'
 e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) ## All end-to-end tests
 	@$(call go_test,$@,-timeout 60m ./test/e2e/...)
 
+.PHONY: model
+model: ## Explore the claim protocol exhaustively in small worlds, and without each of its rules (MODEL_FLAGS='-only wiped')
+	@go run ./test/claimmodel $(MODEL_FLAGS)
+MODEL_FLAGS ?=
+
 .PHONY: mutants
 mutants: ## Break the claim engine deliberately, one rule at a time, and ask that the model test catches each (MUTANTS_FLAGS='-run=R5')
 	@go run ./agent/internal/claims/mutants $(MUTANTS_FLAGS)

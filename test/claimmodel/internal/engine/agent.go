@@ -5,16 +5,16 @@ import "github.com/karpenter-capi/karpenter-capi/test/claimmodel/internal/explor
 // writer does what one agent decided, from one snapshot.
 type writer struct {
 	p    *Protocol
-	s    *state
+	s    *State
 	g    int
 	id   int
 	from *snapshot
 	v    *reader // nil for the agent that reads and writes in one instant
-	emit explore.Emit[state]
+	emit explore.Emit[State]
 }
 
 // liveAgent reads, decides and does one write in one instant.
-func (p *Protocol) liveAgent(s *state, g int, graceOver bool, emit explore.Emit[state]) {
+func (p *Protocol) liveAgent(s *State, g int, graceOver bool, emit explore.Emit[State]) {
 	from := s.of(g)
 	w := &writer{p: p, s: s, g: g, id: liveAgentID, from: &from, emit: emit}
 	d := p.decide(&from, graceOver)
@@ -22,7 +22,7 @@ func (p *Protocol) liveAgent(s *state, g int, graceOver bool, emit explore.Emit[
 }
 
 // staleAgent goes on from what it read.
-func (p *Protocol) staleAgent(s *state, a int, emit explore.Emit[state]) {
+func (p *Protocol) staleAgent(s *State, a int, emit explore.Emit[State]) {
 	v := &s.agents[a]
 	w := &writer{p: p, s: s, g: int(v.group), id: a, from: &v.s, v: v, emit: emit}
 	if v.step >= allRead {
@@ -70,7 +70,7 @@ func (w *writer) follow(d *decision, checked bool) {
 }
 
 // done clears the reader after a ledger write: everything is read anew.
-func (w *writer) done(next *state) {
+func (w *writer) done(next *State) {
 	if w.v != nil {
 		next.agents[w.id] = reader{}
 	}
@@ -352,14 +352,12 @@ func (w *writer) letGo(i int) {
 	next := *w.s
 	m := &next.groups[w.g].machines[i]
 	m.flags &^= finalized | hooked
-	switch {
-	case m.phase == held:
-		m.phase = gone
-	case m.phase == waiting:
+	switch m.phase {
+	case held:
+		*m = machine{phase: gone, set: m.set}
+	case waiting:
 		m.phase = deleting
-	}
-	if m.phase == gone {
-		m.flags, m.label = 0, 0
+	default:
 	}
 	w.emit(&next, act(w.id, w.g, doLetGo, i, 0), "")
 }
@@ -401,7 +399,7 @@ func (w *writer) changeSet(a action) {
 }
 
 // reads emits what a stale agent can read next. It can begin anew at any time, as after a crash.
-func (p *Protocol) reads(s *state, a int, emit explore.Emit[state]) {
+func (p *Protocol) reads(s *State, a int, emit explore.Emit[State]) {
 	v := &s.agents[a]
 	for g := range p.Groups {
 		at := &s.groups[g]

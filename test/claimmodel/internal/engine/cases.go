@@ -30,6 +30,8 @@ type CaseLedger struct {
 	Pending             map[int]int
 	Adopted             map[int]bool
 	Releasing           map[int]CaseRelease
+	Shrinks             int // the MachineSet that is paused to give spares back, -1 for none
+	Shrunk              bool
 }
 
 // CaseRelease is an entry of a release. Carried is not in the ledger: Cluster API has observed its lowering.
@@ -92,8 +94,8 @@ func (p *Protocol) Cases(n int, seed uint64) []Case {
 	for walk := 0; len(cases) < n && walk < 10*n; walk++ {
 		s := p.Initial()
 		for range 150 {
-			var options []state
-			emit := func(next *state, _ explore.Act, violation string) {
+			var options []State
+			emit := func(next *State, _ explore.Act, violation string) {
 				if violation == "" {
 					options = append(options, *next)
 				}
@@ -118,6 +120,10 @@ func (p *Protocol) Cases(n int, seed uint64) []Case {
 		}
 	}
 	return cases
+}
+
+var phaseWords = [...]string{
+	fresh: "fresh", joined: "joined", deleting: "deleting", waiting: "waiting", terminating: "terminating", held: "held",
 }
 
 func (p *Protocol) caseOf(s *snapshot, over bool) Case {
@@ -151,7 +157,7 @@ func (p *Protocol) caseOf(s *snapshot, over bool) Case {
 		if m.exists() {
 			c.Machines = append(c.Machines, CaseMachine{
 				ID: i, Set: int(m.set), Claim: int(m.label) - 1,
-				Phase:     [...]string{fresh: "fresh", joined: "joined", deleting: "deleting", waiting: "waiting", terminating: "terminating", held: "held"}[m.phase],
+				Phase:     phaseWords[m.phase],
 				Finalized: m.has(finalized), Hooked: m.has(hooked), Outdated: m.has(outdated),
 			})
 		}
@@ -172,6 +178,7 @@ func caseLedger(l *ledger, carried uint8) *CaseLedger {
 	out := &CaseLedger{
 		Floor: int(l.floor), LastReplicas: int(l.lastReplicas),
 		Pending: map[int]int{}, Adopted: map[int]bool{}, Releasing: map[int]CaseRelease{},
+		Shrinks: int(l.shrinks) - 1, Shrunk: l.shrunk != 0,
 	}
 	for c, entry := range l.pending {
 		if entry != noEntry {
@@ -224,6 +231,8 @@ func (a action) words() string {
 		return fmt.Sprintf("pause-machine-set %d", a.set)
 	case unpauseMachineSet:
 		return fmt.Sprintf("unpause-machine-set %d", a.set)
+	case lowerSet:
+		return fmt.Sprintf("lower-set %d %v", a.set, numbers(a.uids))
 	}
-	return fmt.Sprintf("lower-set %d %v", a.set, numbers(a.uids))
+	panic("an action without a kind")
 }

@@ -1,7 +1,7 @@
 package engine
 
 // Check is I1, and that nothing is claimed by nobody.
-func (p *Protocol) Check(s *state) string {
+func (p *Protocol) Check(s *State) string {
 	var labelled uint8
 	for g := range p.Groups {
 		for _, m := range s.groups[g].machines {
@@ -31,7 +31,7 @@ func (p *Protocol) Check(s *state) string {
 }
 
 // CheckAtRest is I2.
-func (p *Protocol) CheckAtRest(s *state) string {
+func (p *Protocol) CheckAtRest(s *State) string {
 	for c, x := range s.claims {
 		if x.live() && s.asked&bit(c) != 0 {
 			return "T1 a claim lives whose release was asked for"
@@ -45,7 +45,7 @@ func (p *Protocol) CheckAtRest(s *state) string {
 	return ""
 }
 
-func (p *Protocol) groupAtRest(s *state, g int) string {
+func (p *Protocol) groupAtRest(s *State, g int) string {
 	at := &s.groups[g]
 	if at.md.paused == byHuman || at.blocked != 0 && !p.BlockedForGood {
 		return "" // nothing has to come to an end meanwhile

@@ -662,8 +662,11 @@ func (t *step) sum() (sum int) {
 
 // observed reports whether Cluster API has carried the present generation through to all MachineSets.
 func (t *step) observed() bool {
-	return t.s.md.observed != 0 && t.carriedThrough() && t.sum() == int(t.s.md.replicas)
+	return t.carriedThrough() && t.assigned()
 }
+
+// assigned reports whether the MachineSets have been told all of the MachineDeployment's replicas.
+func (t *step) assigned() bool { return t.s.md.observed != 0 && t.sum() == int(t.s.md.replicas) }
 
 func (t *step) rollingOut() bool {
 	if !t.p.RollingUpdate || t.p.without(WaitForRollout) {
@@ -762,7 +765,7 @@ func (t *step) shrink(spare int) {
 			t.d.do(action{kind: pauseMachineSet, set: uint8(i)})
 		}
 	case t.next.shrunk == 0 && may && active == bit(i) && set.paused == byAgent:
-		if set.isPaused != 0 && (t.observed() || t.p.without(ShrinkAsObserved)) {
+		if set.isPaused != 0 && (t.assigned() || t.p.without(ShrinkAsObserved)) {
 			t.d.replicas -= uint8(missing)
 			t.d.urgent = true
 			t.next.shrunk = 1
@@ -771,7 +774,7 @@ func (t *step) shrink(spare int) {
 		t.next.shrunk = 1 // the spare found another use
 	case set.exists == 0 || set.paused != byAgent:
 		t.next.shrinks, t.next.shrunk = 0, 0
-	case t.s.ledger.shrunk != 0 && t.s.md.observed != 0 && t.sum() == int(t.s.md.replicas) && t.d.replicas == t.s.md.replicas:
+	case t.s.ledger.shrunk != 0 && t.assigned() && t.d.replicas == t.s.md.replicas:
 		t.d.do(action{kind: unpauseMachineSet, set: uint8(i)})
 	}
 }

@@ -161,8 +161,8 @@ func (p *Protocol) machines() int {
 }
 
 // Initial is every group at rest, of its floor alone, and without a ledger.
-func (p *Protocol) Initial() state {
-	var s state
+func (p *Protocol) Initial() State {
+	var s State
 	sets := max(1, p.Sets)
 	for g := range p.Groups {
 		at := &s.groups[g]
@@ -195,7 +195,7 @@ func (p *Protocol) Initial() state {
 }
 
 // Exhausted reports that a group has used all the Machines that it may make.
-func (p *Protocol) Exhausted(s *state) bool {
+func (p *Protocol) Exhausted(s *State) bool {
 	for g := range p.Groups {
 		if s.groups[g].machines[p.machines()-1].phase != absent {
 			return true
@@ -205,8 +205,8 @@ func (p *Protocol) Exhausted(s *state) bool {
 }
 
 // Moves emits the transitions of one mover.
-func (p *Protocol) Moves(who explore.Mover, s *state, emit explore.Emit[state]) {
-	after := func(next *state, act explore.Act, violation string) {
+func (p *Protocol) Moves(who explore.Mover, s *State, emit explore.Emit[State]) {
+	after := func(next *State, act explore.Act, violation string) {
 		p.refute(s, next)
 		emit(next, act, violation)
 	}
@@ -238,7 +238,7 @@ func (p *Protocol) Moves(who explore.Mover, s *state, emit explore.Emit[state]) 
 }
 
 // refute makes the stale agents' readings of objects that just changed unfit for a compare-and-swap.
-func (p *Protocol) refute(before, after *state) {
+func (p *Protocol) refute(before, after *State) {
 	for a := range p.StaleAgents {
 		v := &after.agents[a]
 		if v.step == nothingRead {

@@ -201,11 +201,10 @@ type reader struct {
 	machinesFresh   uint8
 	labels          uint8 // mask of claims: it has just bound them, and is about to label their Machines
 	deletes         uint8 // mask of Machines: it has just put the finalizer on them, and is about to delete them
-	hooks           uint8
 }
 
-// state holds nothing but bytes, so that it can be hashed as they are.
-type state struct {
+// State is one of the model. It holds nothing but bytes, so that it can be hashed as they are.
+type State struct {
 	groups [maxGroups]group
 	claims [maxClaims]claim
 	// refused holds, for each claim, the groups that refused it in a call that has not acted on that yet.
@@ -226,7 +225,7 @@ type counters struct {
 var seed = maphash.MakeSeed()
 
 // Key is the state's own: claims and Machines are told apart by their age.
-func (p *Protocol) Key(s *state) uint64 {
+func (p *Protocol) Key(s *State) uint64 {
 	if p.StaleAgents == 2 {
 		t := *s
 		t.agents[0], t.agents[1] = t.agents[1], t.agents[0]
@@ -236,7 +235,7 @@ func (p *Protocol) Key(s *state) uint64 {
 }
 
 // of is the instant's snapshot of a group.
-func (s *state) of(g int) snapshot {
+func (s *State) of(g int) snapshot {
 	at := &s.groups[g]
 	out := snapshot{md: at.md, ledger: at.ledger, sets: at.sets}
 	out.claims = s.claimsOf(g)
@@ -245,7 +244,7 @@ func (s *state) of(g int) snapshot {
 }
 
 // claimsOf lists the group's claims that have not ended.
-func (s *state) claimsOf(g int) [maxClaims]claim {
+func (s *State) claimsOf(g int) [maxClaims]claim {
 	var list [maxClaims]claim
 	for c, x := range s.claims {
 		if int(x.group) == g && x.phase != ended {
@@ -256,7 +255,7 @@ func (s *state) claimsOf(g int) [maxClaims]claim {
 }
 
 // readMachines lists the Machines, and looks at the claims that they are labelled with and that the list of claims left out.
-func (s *state) readMachines(g int, into *snapshot) {
+func (s *State) readMachines(g int, into *snapshot) {
 	for i, m := range s.groups[g].machines {
 		if !m.exists() {
 			into.machines[i] = machine{set: m.set} // the ledger knows the MachineSet of a Machine that is gone

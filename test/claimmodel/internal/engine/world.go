@@ -2,12 +2,12 @@ package engine
 
 import "github.com/karpenter-capi/karpenter-capi/test/claimmodel/internal/explore"
 
-type emitter func(next *state, what, x, y int, violation string)
+type emitter func(next *State, what, x, y int, violation string)
 
 // controllers are Cluster API's and the infrastructure's, for one group. They are wider than the real ones where those depend
 // on what the model does not have: a lowered MachineDeployment may charge any of its MachineSets, one replica at a time.
-func (p *Protocol) controllers(s *state, g int, emit explore.Emit[state]) {
-	move := func(next *state, what, x, y int, violation string) { emit(next, act(nobody, g, what, x, y), violation) }
+func (p *Protocol) controllers(s *State, g int, emit explore.Emit[State]) {
+	move := func(next *State, what, x, y int, violation string) { emit(next, act(nobody, g, what, x, y), violation) }
 	p.deployment(s, g, move)
 	for i := range maxSets {
 		if s.groups[g].sets[i].exists != 0 {
@@ -20,7 +20,7 @@ func (p *Protocol) controllers(s *state, g int, emit explore.Emit[state]) {
 }
 
 // deployment is one reconcile of the MachineDeployment.
-func (p *Protocol) deployment(s *state, g int, move emitter) {
+func (p *Protocol) deployment(s *State, g int, move emitter) {
 	at := &s.groups[g]
 	if paused := b(at.md.paused != notPaused); paused != at.md.isPaused {
 		next := *s
@@ -131,13 +131,16 @@ func (at *group) seenOf(set int) int {
 }
 
 // machineSet is one step of a MachineSet's controller.
-func (p *Protocol) machineSet(s *state, g, i int, move emitter) {
+func (p *Protocol) machineSet(s *State, g, i int, move emitter) {
 	at := &s.groups[g]
 	set := at.sets[i]
-	if set.saw != set.replicas || set.observed == 0 || set.foreign != 0 {
+	if set.saw != set.replicas || set.observed == 0 && set.isPaused == 0 || set.foreign != 0 {
 		next := *s
 		to := &next.groups[g].sets[i]
-		to.saw, to.foreign, to.observed = set.replicas, 0, 1
+		to.saw, to.foreign = set.replicas, 0
+		if set.isPaused == 0 { // a paused one says nothing new about itself
+			to.observed = 1
+		}
 		move(&next, setObserves, i, int(set.replicas), "")
 	}
 	if paused := b(set.paused != notPaused); paused != set.isPaused {
@@ -178,7 +181,7 @@ func (p *Protocol) machineSet(s *state, g, i int, move emitter) {
 }
 
 // victims emits every Machine that a MachineSet may delete, by priority.
-func (p *Protocol) victims(s *state, g, set int, move emitter) {
+func (p *Protocol) victims(s *State, g, set int, move emitter) {
 	at := &s.groups[g]
 	priority := func(j int) int {
 		m := at.seen[j]
@@ -220,7 +223,7 @@ func (p *Protocol) victims(s *state, g, set int, move emitter) {
 }
 
 // machine is one step of the Machine's controller, its infrastructure, and Cluster API's cache.
-func (p *Protocol) machine(s *state, g, i int, move emitter) {
+func (p *Protocol) machine(s *State, g, i int, move emitter) {
 	at := &s.groups[g]
 	m := at.machines[i]
 	if m.phase == absent {
@@ -266,8 +269,8 @@ func (p *Protocol) machine(s *state, g, i int, move emitter) {
 }
 
 // outside are callers, people and failures.
-func (p *Protocol) outside(s *state, emit explore.Emit[state]) {
-	move := func(next *state, g, what, x, y int) { emit(next, act(nobody, g, what, x, y), "") }
+func (p *Protocol) outside(s *State, emit explore.Emit[State]) {
+	move := func(next *State, g, what, x, y int) { emit(next, act(nobody, g, what, x, y), "") }
 	p.calls(s, move)
 	for g := range p.Groups {
 		at := &s.groups[g]
@@ -341,7 +344,7 @@ func (p *Protocol) outside(s *state, emit explore.Emit[state]) {
 }
 
 // calls are CreateClaim and ReleaseClaim, and what a call does after a group refused its claim.
-func (p *Protocol) calls(s *state, move func(next *state, g, what, x, y int)) {
+func (p *Protocol) calls(s *State, move func(next *State, g, what, x, y int)) {
 	for c := range p.Claims {
 		x := s.claims[c]
 		switch {
@@ -397,7 +400,7 @@ func (p *Protocol) calls(s *state, move func(next *state, g, what, x, y int)) {
 }
 
 // carries reports whether a Machine carries the claim's label.
-func (s *state) carries(c int) bool {
+func (s *State) carries(c int) bool {
 	for g := range s.groups {
 		for _, m := range s.groups[g].machines {
 			if m.exists() && int(m.label) == c+1 {
@@ -409,7 +412,7 @@ func (s *state) carries(c int) bool {
 }
 
 // make is a CreateClaim that finds no claim: any of the candidates may look open to it.
-func (p *Protocol) make(s *state, c, what int, move func(next *state, g, what, x, y int)) {
+func (p *Protocol) make(s *State, c, what int, move func(next *State, g, what, x, y int)) {
 	for g := range p.Groups {
 		next := *s
 		next.claims[c] = claim{phase: made, group: uint8(g)}

@@ -1,8 +1,8 @@
 package explore_test
 
 import (
-	"fmt"
 	"hash/maphash"
+	"strconv"
 	"testing"
 
 	"github.com/karpenter-capi/karpenter-capi/test/claimmodel/internal/explore"
@@ -19,7 +19,7 @@ func (jugs) Initial() jug                  { return jug{} }
 func (jugs) Key(s *jug) uint64             { return maphash.Comparable(seed, *s) }
 func (jugs) CheckAtRest(*jug) string       { return "" }
 func (jugs) Exhausted(*jug) bool           { return true }
-func (jugs) Describe(a explore.Act) string { return fmt.Sprint(int(a)) }
+func (jugs) Describe(a explore.Act) string { return strconv.Itoa(int(a)) }
 
 func (j jugs) Check(s *jug) string {
 	if s.large == j.forbidden {

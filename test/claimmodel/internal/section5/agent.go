@@ -5,10 +5,10 @@ import "github.com/karpenter-capi/karpenter-capi/test/claimmodel/internal/explor
 // agent generates every write that an agent can attempt from its cache.
 type agent struct {
 	p    *Protocol
-	s    *state
+	s    *State
 	v    *cache
 	id   int
-	emit explore.Emit[state]
+	emit explore.Emit[State]
 }
 
 func (a *agent) live() bool           { return a.id == liveAgent }

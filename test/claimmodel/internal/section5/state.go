@@ -101,8 +101,8 @@ type cache struct {
 	claimsAfter   uint8
 }
 
-// state holds nothing but bytes, so that it can be hashed as they are.
-type state struct {
+// State is one of the model. It holds nothing but bytes, so that it can be hashed as they are.
+type State struct {
 	ledger   ledger
 	set, saw uint8 // the MachineSet's replicas, and those that its controller acts on
 	machines [maxMachines]machine
@@ -119,7 +119,7 @@ type state struct {
 func bit(i int) uint8 { return 1 << uint(i) }
 
 // live is the cache of an agent that reads everything in the instant in which it writes.
-func (s *state) live() cache {
+func (s *State) live() cache {
 	return cache{
 		ledger: s.ledger, machines: s.machines, claims: s.claims,
 		ledgerFresh: 1, machinesFresh: 1<<maxMachines - 1, claimsFresh: 1<<maxClaims - 1, machinesAfter: 1, claimsAfter: 1,
@@ -129,7 +129,7 @@ func (s *state) live() cache {
 var seed = maphash.MakeSeed()
 
 // Key is the same for two states that differ only in which claim, or which stale agent, is which.
-func (p *Protocol) Key(s *state) uint64 {
+func (p *Protocol) Key(s *State) uint64 {
 	h := maphash.Comparable(seed, *s)
 	if p.Claims != 2 {
 		return h
@@ -158,15 +158,15 @@ func swap(l *ledger, machines *[maxMachines]machine, claims *[maxClaims]claim) {
 }
 
 // order puts two stale agents into an order that does not depend on which is which.
-func (p *Protocol) order(s *state) {
+func (p *Protocol) order(s *State) {
 	if p.StaleAgents == 2 && maphash.Comparable(seed, s.agents[0]) > maphash.Comparable(seed, s.agents[1]) {
 		s.agents[0], s.agents[1] = s.agents[1], s.agents[0]
 	}
 }
 
 // Initial is a MachineDeployment at rest, of its floor alone.
-func (p *Protocol) Initial() state {
-	var s state
+func (p *Protocol) Initial() State {
+	var s State
 	floor := uint8(p.Floor)
 	s.ledger = ledger{replicas: floor, lastReplicas: floor, floor: floor}
 	s.set, s.saw = floor, floor
@@ -181,7 +181,7 @@ func (p *Protocol) Initial() state {
 }
 
 // Exhausted reports that the run has used all the Machines that it may make.
-func (p *Protocol) Exhausted(s *state) bool {
+func (p *Protocol) Exhausted(s *State) bool {
 	for _, m := range s.machines {
 		if m.phase() == absent {
 			return false
@@ -191,8 +191,8 @@ func (p *Protocol) Exhausted(s *state) bool {
 }
 
 // Moves emits the transitions of one mover.
-func (p *Protocol) Moves(who explore.Mover, s *state, emit explore.Emit[state]) {
-	after := func(next *state, act explore.Act, violation string) {
+func (p *Protocol) Moves(who explore.Mover, s *State, emit explore.Emit[State]) {
+	after := func(next *State, act explore.Act, violation string) {
 		p.refute(s, next)
 		emit(next, act, violation)
 	}
@@ -215,7 +215,7 @@ func (p *Protocol) Moves(who explore.Mover, s *state, emit explore.Emit[state]) 
 }
 
 // refute makes the stale agents' readings of objects that just changed unfit for a compare-and-swap.
-func (p *Protocol) refute(before, after *state) {
+func (p *Protocol) refute(before, after *State) {
 	for a := range p.StaleAgents {
 		v := &after.agents[a]
 		if after.ledger != before.ledger {
@@ -239,7 +239,7 @@ func (p *Protocol) refute(before, after *state) {
 }
 
 // reads emits what a stale agent can read again.
-func (p *Protocol) reads(s *state, emit explore.Emit[state]) {
+func (p *Protocol) reads(s *State, emit explore.Emit[State]) {
 	for a := range p.StaleAgents {
 		v := &s.agents[a]
 		if v.ledger != s.ledger || v.ledgerFresh == 0 || v.machinesAfter == 1 || v.claimsAfter == 1 {

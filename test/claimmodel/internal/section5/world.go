@@ -8,8 +8,8 @@ import (
 
 // controllers are Cluster API's and the infrastructure's: the MachineDeployment copies replicas to the MachineSet, which sees
 // them later; its view of Machines lags except for its own writes; it deletes by priority, and ties are free.
-func (p *Protocol) controllers(s *state, emit explore.Emit[state]) {
-	move := func(next *state, what, x int, violation string) { emit(next, act(nobody, what, x, 0), violation) }
+func (p *Protocol) controllers(s *State, emit explore.Emit[State]) {
+	move := func(next *State, what, x int, violation string) { emit(next, act(nobody, what, x, 0), violation) }
 	if s.set != s.ledger.replicas || slices.Contains(s.fence[:], 1) {
 		next := *s
 		next.set = s.ledger.replicas
@@ -71,7 +71,7 @@ func advance(fence *[maxMachines]uint8, from uint8) {
 }
 
 // victims emits every Machine that the MachineSet may delete.
-func (p *Protocol) victims(s *state, move func(next *state, what, x int, violation string)) {
+func (p *Protocol) victims(s *State, move func(next *State, what, x int, violation string)) {
 	priority := func(m machine) int {
 		switch {
 		case !m.alive():
@@ -105,7 +105,7 @@ func (p *Protocol) victims(s *state, move func(next *state, what, x int, violati
 }
 
 // outside are callers, people and failures.
-func (p *Protocol) outside(s *state, emit explore.Emit[state]) {
+func (p *Protocol) outside(s *State, emit explore.Emit[State]) {
 	for c := range p.Claims {
 		next := *s
 		switch s.claims[c].phase() {
@@ -115,6 +115,7 @@ func (p *Protocol) outside(s *state, emit explore.Emit[state]) {
 		case pending, bound:
 			next.claims[c] = s.claims[c].in(releasing)
 			emit(&next, act(nobody, releaseClaim, c+1, 0), "")
+		default:
 		}
 	}
 	if s.outside > 0 {
@@ -137,7 +138,7 @@ func (p *Protocol) outside(s *state, emit explore.Emit[state]) {
 }
 
 // Check is I1.
-func (p *Protocol) Check(s *state) string {
+func (p *Protocol) Check(s *State) string {
 	for i := range s.machines {
 		for j := i + 1; j < maxMachines; j++ {
 			if l := s.machines[i].label(); l != 0 && l == s.machines[j].label() && s.machines[i].exists() && s.machines[j].exists() {
@@ -156,7 +157,7 @@ func (p *Protocol) Check(s *state) string {
 }
 
 // CheckAtRest is I2.
-func (p *Protocol) CheckAtRest(s *state) string {
+func (p *Protocol) CheckAtRest(s *State) string {
 	exist := 0
 	for _, m := range s.machines {
 		if m.exists() {
@@ -175,6 +176,7 @@ func (p *Protocol) CheckAtRest(s *state) string {
 			if m := s.machines[s.claims[c].machine()]; m.label() != c+1 || !m.alive() {
 				return "I2 a bound claim is without its Machine"
 			}
+		default:
 		}
 	}
 	floor := p.Floor + int(s.raised)
