@@ -1,0 +1,48 @@
+package main
+
+import (
+	"fmt"
+	"os"
+	"strings"
+	"time"
+
+	"github.com/samber/lo"
+
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+)
+
+// tick is the unit of processor times in /proc: 1/100 s on every Linux that Go runs on.
+const tick = 10 * time.Millisecond
+
+// shown are the components that do the work.
+var shown = []string{sandbox.HubAPIServer, sandbox.HubEtcd, sandbox.ClusterAPI, sandbox.SimProvider, sandbox.Agent}
+
+// processors are processor times by component. Unlike the time on the clock they hardly depend on what else the machine does.
+type processors map[string]time.Duration
+
+// used returns what the sandbox's components have used since they started; nothing on systems without /proc.
+func used(s *sandbox.Sandbox) processors {
+	times := processors{}
+	for _, component := range s.State().Components {
+		stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", component.PID))
+		if err != nil {
+			continue
+		}
+		// After the name, which is in parentheses, user and system time are the 12th and 13th field.
+		_, fields, _ := strings.Cut(string(stat), ") ")
+		var user, system time.Duration
+		if f := strings.Fields(fields); len(f) > 12 {
+			_, _ = fmt.Sscan(f[11], &user) // zero where it is no number
+			_, _ = fmt.Sscan(f[12], &system)
+		}
+		times[component.Name] = (user + system) * tick
+	}
+	return times
+}
+
+// per tells the times of one of so many rounds.
+func (p processors) per(rounds int) string {
+	n := time.Duration(rounds)
+	parts := lo.Map(shown, func(name string, _ int) string { return fmt.Sprintf("%s %.1f", name, (p[name] / n).Seconds()) })
+	return fmt.Sprintf("%.1f (%s)", (lo.Sum(lo.Values(p)) / n).Seconds(), strings.Join(parts, ", "))
+}
