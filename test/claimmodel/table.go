@@ -110,15 +110,12 @@ var (
 
 func engineTable(short bool) []row {
 	adoption := with(one, func(w *world) { w.Adopt, w.Outsiders = true, 1 })
-	blocked := with(one, func(w *world) { w.Blocks, w.BlockedForGood = 1, true })
 	paused := with(sets, func(w *world) { w.Pauses = 1 })
 	rows := []row{
 		whole("engine: 1 claim", &one),
 		whole("engine: 2 MachineSets", &sets),
 		whole("engine: 2 MachineSets, a human's pause", &paused),
 		whole("engine: 2 MachineSets, wiped ledger", &setsWiped),
-		whole("engine: wiped ledger", &wiped),
-		whole("engine: creation blocked for good", &blocked),
 		whole("engine: calls late and out of order, tombstones", &late),
 		whole("engine: adoption, 1 outsider", &adoption),
 	}
@@ -162,6 +159,8 @@ func engineLongTable() []row {
 		return &w
 	}
 	rows := []row{
+		whole("engine: wiped ledger", &wiped),
+		whole("engine: creation blocked for good", change(one, func(w *world) { w.Blocks, w.BlockedForGood = 1, true })),
 		whole("engine: 2 MachineSets, 1 outsider", change(sets, func(w *world) { w.Outsiders = 1 })),
 		whole("engine: 2 MachineSets, 1 human lowers", change(sets, func(w *world) { w.Lowers = 1 })),
 		whole("engine: 2 MachineSets, a rollout (OnDelete)", change(sets, func(w *world) { w.Rollouts = 1 })),
