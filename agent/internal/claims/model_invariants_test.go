@@ -336,6 +336,7 @@ func (w *world) checkBlocked(group string) {
 // rest lets everything run fairly until nothing has changed for longer than any grace period.
 func (w *world) rest() {
 	still := 0
+	const round = 45 * time.Second
 	for range 400 {
 		before := w.hub.version
 		for _, group := range w.groups {
@@ -347,10 +348,10 @@ func (w *world) rest() {
 			}
 			w.controllers(group)
 		}
-		w.clock.Step(20 * time.Second)
+		w.clock.Step(round)
 		if still++; w.hub.version != before {
 			still = 0
-		} else if time.Duration(still)*20*time.Second > abandonedAfter {
+		} else if time.Duration(still)*round > abandonedAfter {
 			return
 		}
 	}

@@ -13,6 +13,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -68,6 +69,12 @@ func tryAll(ctx context.Context, r runner, chosen []mutant, parallel int, out io
 		sound  bool
 		work   errgroup.Group
 	)
+	var tests []string
+	for _, m := range chosen {
+		if m.test != "" && !slices.Contains(tests, m.test) {
+			tests = append(tests, m.test)
+		}
+	}
 	row := func(name, verdict string, histories int, took time.Duration) {
 		fmt.Fprintf(out, "%-52s %7d %6.0f  %s\n", name, histories, took.Seconds(), verdict)
 	}
@@ -75,7 +82,7 @@ func tryAll(ctx context.Context, r runner, chosen []mutant, parallel int, out io
 	work.SetLimit(max(1, parallel))
 	work.Go(func() error {
 		begun := time.Now()
-		found, err := r.control(ctx)
+		found, err := r.control(ctx, tests)
 		mu.Lock()
 		defer mu.Unlock()
 		sound = errors.Is(err, errSurvived)
@@ -114,12 +121,3 @@ func tryAll(ctx context.Context, r runner, chosen []mutant, parallel int, out io
 	}
 	return nil
 }
-
-// control runs the engine as it is through the rounds that catch most mutants.
-func (r runner) control(ctx context.Context) (catch, error) {
-	r.rounds = r.rounds[:min(len(r.rounds), controlRounds)]
-	return r.try(ctx, mutant{name: "(none)"})
-}
-
-// controlRounds is how many of the rounds the control goes through.
-const controlRounds = 3

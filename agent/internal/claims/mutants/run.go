@@ -36,7 +36,7 @@ var rounds = []round{
 
 var (
 	errSurvived = errors.New("not caught")
-	errHang     = errors.New("hangs, which is no catch")
+	errTime     = errors.New("not caught in its time; a test that hangs is no catch")
 )
 
 // catch is how a mutant was found out.
@@ -47,6 +47,9 @@ type catch struct {
 	histories int
 }
 
+// controlRounds is how many of the rounds the engine as it is goes through.
+const controlRounds = 3
+
 // runner builds and runs the tests of package claims, mutated or not.
 type runner struct {
 	source string        // the folder of package claims
@@ -54,7 +57,7 @@ type runner struct {
 	rounds []round
 }
 
-// try compiles the engine with the mutant's edits and runs histories until the test fails. Errors: [errSurvived], [errHang],
+// try compiles the engine with the mutant's edits and runs histories until the test fails. Errors: [errSurvived], [errTime],
 // or why there is no verdict, as when the mutant does not compile.
 func (r runner) try(ctx context.Context, m mutant) (catch, error) {
 	dir, err := os.MkdirTemp("", "mutant-")
@@ -81,6 +84,18 @@ func (r runner) try(ctx context.Context, m mutant) (catch, error) {
 		}
 	}
 	return catch{histories: total}, errSurvived
+}
+
+// control runs the engine as it is through the first rounds, and through the other tests that mutants are judged by. It returns
+// [errSurvived] if all is well.
+func (r runner) control(ctx context.Context, tests []string) (catch, error) {
+	r.rounds = r.rounds[:min(len(r.rounds), controlRounds)]
+	for _, test := range tests {
+		if found, err := r.try(ctx, mutant{name: "(none)", test: test}); !errors.Is(err, errSurvived) {
+			return found, err
+		}
+	}
+	return r.try(ctx, mutant{name: "(none)"})
 }
 
 // compile builds the test binary of the mutated package.
@@ -110,7 +125,7 @@ func (r runner) compile(ctx context.Context, m mutant, dir string) (string, erro
 
 var (
 	// failed is what rapid says of a history that a test rejected; the message begins with the invariant.
-	failed = regexp.MustCompile(`\[rapid\] failed after (\d+) tests: (I\d: .*)`)
+	failed = regexp.MustCompile(`\[rapid\] failed after (\d+) tests: ([IR]\d: .*)`)
 	// said is the message of an ordinary test.
 	said = regexp.MustCompile(`(?m)^\s+\S+_test\.go:\d+: (.+)$`)
 )
@@ -127,6 +142,9 @@ func (r runner) run(ctx context.Context, binary, dir string, m mutant, round rou
 		"-rapid.nofailfile", "-rapid.shrinktime=0s",
 		fmt.Sprintf("-rapid.seed=%d", round.seed), fmt.Sprintf("-rapid.checks=%d", round.histories), fmt.Sprintf("-rapid.steps=%d", round.steps))
 	cmd.Dir = dir // where no histories of earlier failures are
+	if m.test != "" {
+		cmd.Dir = r.source // where such a test expects to be
+	}
 	data, err := cmd.CombinedOutput()
 	out := string(data)
 	switch {
@@ -135,7 +153,7 @@ func (r runner) run(ctx context.Context, binary, dir string, m mutant, round rou
 	case err == nil:
 		return catch{histories: round.histories}, errSurvived
 	case ctx.Err() != nil && !strings.Contains(out, "--- FAIL: "):
-		return catch{}, fmt.Errorf("%w: no verdict on seed %d within the time", errHang, round.seed)
+		return catch{}, errTime
 	}
 	if found := failed.FindStringSubmatch(out); found != nil {
 		histories, err := strconv.Atoi(found[1])

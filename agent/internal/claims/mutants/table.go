@@ -141,8 +141,8 @@ var mutants = []mutant{
 	}},
 	{name: "R1: MachineSets from the cache", edits: []edit{
 		{
-			"group.go", "		if err := e.reader(from).List(ctx, &sets, client.InNamespace(key.Namespace), selector); err != nil {\n",
-			"		if err := e.Client.List(ctx, &sets, client.InNamespace(key.Namespace), selector); err != nil {\n",
+			"group.go", "	if err := e.reader(from).List(ctx, &sets, client.InNamespace(key.Namespace), selector); err != nil {\n",
+			"	if err := e.Client.List(ctx, &sets, client.InNamespace(key.Namespace), selector); err != nil {\n",
 		},
 	}},
 
@@ -354,16 +354,16 @@ var mutants = []mutant{
 		},
 	}},
 	{name: "blocked spares are counted before the pause is observed", edits: []edit{
-		{"decide.go", "		if isPaused(set.Status.Conditions) && s.observed(s.md.Generation) {\n", "		if s.observed(s.md.Generation) {\n"},
+		{"decide.go", "		if isPaused(set.Status.Conditions) && s.assigned() {\n", "		if s.assigned() {\n"},
 	}},
 	{name: "a MachineSet is unpaused before it was lowered", edits: []edit{
 		{
-			"decide.go", "		if s.md.Status.ObservedGeneration >= s.md.Generation && sum == s.group.Replicas && d.replicas == s.group.Replicas {\n",
-			"		if sum >= 0 {\n",
+			"decide.go", "		if s.assigned() && d.replicas == s.group.Replicas {\n",
+			"		if d.replicas >= 0 {\n",
 		},
 	}},
 	{name: "blocked spares are counted down while a template change is unseen", test: "TestAgreement", edits: []edit{
-		{"decide.go", "		if isPaused(set.Status.Conditions) && s.observed(s.md.Generation) {\n", "		if isPaused(set.Status.Conditions) {\n"},
+		{"decide.go", "		if isPaused(set.Status.Conditions) && s.assigned() {\n", "		if isPaused(set.Status.Conditions) {\n"},
 	}},
 	{name: "a MachineSet is unpaused by an agent whose grace period is not over", test: "TestAgreement", edits: []edit{
 		{"decide.go", "	may = may && active[0] == set\n", "	may = may && active[0] == set && s.graceOver(d)\n"},
@@ -391,7 +391,7 @@ var mutants = []mutant{
 
 	// Lost objects.
 	{name: "a claim whose object was lost has no right any more", edits: []edit{
-		{"decide.go", "	c := s.claim(claimID)\n	return c != nil && c.Status.Phase == v1alpha1.PhaseEnded\n", "	c := s.claim(claimID)\n	return c == nil || c.Status.Phase == v1alpha1.PhaseEnded\n"},
+		{"decide.go", "	c := s.claim(claimID)\n	return c != nil && c.CurrentPhase() == v1alpha1.PhaseEnded\n", "	c := s.claim(claimID)\n	return c == nil || c.CurrentPhase() == v1alpha1.PhaseEnded\n"},
 	}},
 	{name: "a lost claim is made again without its holder", edits: []edit{
 		{"write.go", "cmp.Or(m.Annotations[v1alpha1.ClaimHolderAnnotation], unknownHolder),\n", "cmp.Or(\"\", unknownHolder),\n"},
