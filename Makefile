@@ -210,6 +210,11 @@ test-e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) ## A short end-to-end test: the demo'
 e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) ## All end-to-end tests
 	@$(call go_test,$@,-timeout 60m ./test/e2e/...)
 
+.PHONY: chaos
+chaos: $(SANDBOX_BINARIES) $(BIN)/chaos ## Make everything that the product depends on fail, and count what is lost; half an hour (CHAOS_FLAGS='-scenarios=rollout')
+	@$(BIN)/chaos $(CHAOS_FLAGS)
+CHAOS_FLAGS ?=
+
 .PHONY: model
 model: ## Explore the claim protocol exhaustively in small worlds, and without each of its rules (MODEL_FLAGS='-only wiped')
 	@go run ./test/claimmodel $(MODEL_FLAGS)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"slices"
 	"strconv"
 	"time"
 
@@ -107,6 +108,9 @@ func (g *group) deployment() *clusterv1.MachineDeployment {
 
 // build makes node groups and waits until the users' own machines run.
 func (s *stage) build(ctx context.Context, groups ...*group) error {
+	s.mu.Lock()
+	s.groups = append(s.groups, groups...)
+	s.mu.Unlock()
 	for _, g := range groups {
 		s.people.share(g.name, g.own, 0)
 		if err := s.Hub.Create(ctx, g.machineTemplate()); err != nil {
@@ -204,7 +208,29 @@ func (s *stage) raze(ctx context.Context, groups ...*group) error {
 			}
 		}
 	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.groups = lo.Without(s.groups, groups...)
 	return nil
+}
+
+// clear takes down what a scenario that failed has left, so that it is not taken for the next one's.
+func (s *stage) clear(ctx context.Context) error {
+	for _, id := range s.calls.wanted() {
+		s.calls.drop(id)
+	}
+	for _, component := range []string{sandbox.ClusterAPI, sandbox.ClusterAPIWebhooks} {
+		if err := s.Sandbox.Resume(component); err != nil {
+			return err
+		}
+	}
+	if err := s.useAgents(ctx, 1); err != nil {
+		return err
+	}
+	s.mu.Lock()
+	groups := slices.Clone(s.groups)
+	s.mu.Unlock()
+	return s.raze(ctx, groups...)
 }
 
 // rollOut gives the group a new template: under OnDelete its next Machines are of a new MachineSet.

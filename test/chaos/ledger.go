@@ -7,6 +7,15 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
+// waiting is how many claims a ledger holds that have no Machine yet.
+func waiting(text string) int {
+	var l struct {
+		Pending map[string]json.RawMessage `json:"pending"`
+	}
+	_ = json.Unmarshal([]byte(text), &l)
+	return len(l.Pending)
+}
+
 // inFlight is how many machines only the ledger knows not to be the user's, at most.
 func inFlight(text string) int32 {
 	var l struct {

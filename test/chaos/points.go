@@ -21,8 +21,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/faults"
 )
 
-// core are the steps that every claim goes through: those of the short form.
-var core = []faults.Class{
+// Core are the steps that every claim goes through: those of the short form.
+var Core = []faults.Class{
 	faults.ClaimCreated, faults.ReplicasRaised, faults.ClaimEntered, faults.MachineNamed, faults.ClaimBound, faults.MachineLabelled,
 	faults.LedgerTidied, faults.ClaimReleasing, faults.ReleaseBegun, faults.MachineHeld, faults.MachineDeleted,
 	faults.ReplicasLowered, faults.MachineLetGo, faults.ClaimEnded,
@@ -48,7 +48,7 @@ func failPoints(ctx context.Context, r *run) error {
 }
 
 func failPointsShort(ctx context.Context, r *run) error {
-	return r.killAtPoints(ctx, core, hitShortWithin, nil)
+	return r.killAtPoints(ctx, Core, hitShortWithin, nil)
 }
 
 // killAtPoints kills the agent at each fail point of the classes, while claims come and go and the provocations see to it
@@ -88,6 +88,13 @@ func (r *run) killAtPoints(ctx context.Context, classes []faults.Class, within t
 		}
 		working.Wait()
 		l.finish()
+		for _, g := range groups {
+			if g.version == blockedVersion {
+				if err := r.releaseOf(ctx, g); err != nil {
+					return err
+				}
+			}
+		}
 		return ctx.Err()
 	})
 }

@@ -157,6 +157,18 @@ func (r *run) releaseAll(ctx context.Context) error {
 	return group.Wait()
 }
 
+// releaseOf releases the claims of a group whose Machines never come: they would never be at rest.
+func (r *run) releaseOf(ctx context.Context, g *group) error {
+	for _, id := range r.calls.wanted() {
+		if c := r.witness.Claim(id); c != nil && c.Group == g.name {
+			if err := r.calls.release(ctx, id, false); err != nil {
+				return err
+			}
+		}
+	}
+	return ctx.Err()
+}
+
 // settle checks twice: with the claims that are still wanted, and after they were released.
 func (r *run) settle(ctx context.Context) error {
 	if err := r.rest(ctx); err != nil {
@@ -267,8 +279,12 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 		for _, v := range row.Violations {
 			o.Say("  %s", v)
 		}
-		if row.Err != nil {
-			break // what is left of it would be taken for the next one's
+		if row.Err == nil {
+			continue
+		}
+		if err := s.clear(ctx); err != nil {
+			o.Say("  what it left cannot be taken down, so the rest is left out: %v", err)
+			break
 		}
 	}
 	report.Took = time.Since(began)

@@ -49,6 +49,7 @@ type stage struct {
 	count atomic.Int64 // faults other than kills
 
 	mu      sync.Mutex
+	groups  []*group         // those that there are
 	box     *sandbox.Sandbox // nil before it runs
 	strange []string         // writes of no known class
 }

@@ -28,6 +28,8 @@ const (
 	PlaceholderScheme = "capi-claim://"
 
 	interval = 250 * time.Millisecond
+	// readWithin bounds one reading.
+	readWithin = 20 * time.Second
 )
 
 // Rule names what is violated.
@@ -308,12 +310,12 @@ func (c Checker) Settle(ctx context.Context) ([]Violation, error) {
 		fault error
 	)
 	_ = wait.PollUntilContextCancel(ctx, interval, true, func(ctx context.Context) (bool, error) {
-		state, err := Read(ctx, c.Hub, c.Spoke, c.Cluster)
+		// The end of the wait must not cut a reading off, and with it hide what was found before.
+		reading, cancel := context.WithTimeout(context.WithoutCancel(ctx), readWithin)
+		defer cancel()
+		state, err := Read(reading, c.Hub, c.Spoke, c.Cluster)
 		if err != nil {
-			// The end of the wait must not hide what was found before it.
-			if ctx.Err() == nil {
-				fault, clean = err, 0
-			}
+			fault, clean = err, 0
 			return false, nil
 		}
 		fault = nil

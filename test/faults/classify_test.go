@@ -1,0 +1,158 @@
+package faults_test
+
+import (
+	"encoding/json"
+	"fmt"
+	"testing"
+
+	. "github.com/onsi/gomega"
+
+	"github.com/karpenter-capi/karpenter-capi/test/faults"
+)
+
+const (
+	capi  = "cluster.x-k8s.io"
+	ours  = "agent.karpenter.cluster.x-k8s.io"
+	empty = `{"v":1,"seq":1,"floor":1,"lastReplicas":2}`
+)
+
+// ledgers is a JSON patch of a MachineDeployment: from one ledger and number of replicas to another, and what else.
+func ledgers(before, after string, was, shall int, more string) string {
+	quote := func(text string) string {
+		data, err := json.Marshal(text)
+		if err != nil {
+			panic(err)
+		}
+		return string(data)
+	}
+	const path = `"/metadata/annotations/agent.karpenter.cluster.x-k8s.io~1ledger"`
+	patch := `[`
+	if before != "" {
+		patch += fmt.Sprintf(`{"op":"test","path":%s,"value":%s},`, path, quote(before))
+	}
+	patch += fmt.Sprintf(`{"op":"test","path":"/spec/replicas","value":%d},{"op":"add","path":%s,"value":%s}`, was, path, quote(after))
+	if was != shall {
+		patch += fmt.Sprintf(`,{"op":"replace","path":"/spec/replicas","value":%d}`, shall)
+	}
+	return patch + more + `]`
+}
+
+func claim(group, status string) string {
+	return fmt.Sprintf(`{"metadata":{"name":"spoke.c"},"spec":{"clusterName":"spoke","claimID":"c","nodeGroup":%q},"status":%s}`, group, status)
+}
+
+func TestEachStepOfTheProtocolHasItsClass(t *testing.T) {
+	pending := func(entries string) string {
+		return `{"v":1,"seq":2,"floor":1,"lastReplicas":2,"pending":{` + entries + `}}`
+	}
+	releasing := `{"v":1,"seq":2,"floor":1,"lastReplicas":2,"releasing":{"u":{"m":"m"}}}`
+	const paused = `,{"op":"%s","path":"/metadata/annotations/cluster.x-k8s.io~1paused","value":"x"}`
+	for _, tc := range []struct {
+		class                              faults.Class
+		verb, group, resource, subresource string
+		body                               string
+	}{
+		{faults.ClaimCreated, "create", ours, "machineclaims", "", claim("small", "{}")},
+		{faults.TombstoneCreated, "create", ours, "machineclaims", "", claim("", "{}")},
+		{faults.ClaimMoved, "update", ours, "machineclaims", "", claim("small", "{}")},
+		{faults.ClaimForgotten, "delete", ours, "machineclaims", "", "{}"},
+		{faults.ClaimEntered, "update", ours, "machineclaims", "status", claim("small", `{"phase":"Pending","reason":"WaitingForMachine","history":[{}]}`)},
+		{faults.ClaimExplained, "update", ours, "machineclaims", "status", claim("small", `{"phase":"Pending","reason":"WaitingForMachine","history":[{},{}]}`)},
+		{faults.ClaimExplained, "update", ours, "machineclaims", "status", claim("small", `{"phase":"Bound","reason":"MachineDeleting"}`)},
+		{faults.ClaimBound, "update", ours, "machineclaims", "status", claim("small", `{"phase":"Bound","reason":"Bound","message":"bound to Machine lost"}`)},
+		{faults.ClaimRestored, "update", ours, "machineclaims", "status", claim("small", `{"phase":"Bound","reason":"Bound","message":"its status was lost; bound to m"}`)},
+		{faults.NodeNoted, "update", ours, "machineclaims", "status", claim("small", `{"phase":"Bound","reason":"NodeJoined"}`)},
+		{faults.ClaimReleasing, "update", ours, "machineclaims", "status", claim("small", `{"phase":"Releasing","reason":"ReleaseRequested"}`)},
+		{faults.ClaimReleasing, "update", ours, "machineclaims", "status", claim("small", `{"phase":"Releasing","reason":"Collected"}`)},
+		{faults.ClaimFailed, "update", ours, "machineclaims", "status", claim("small", `{"phase":"Releasing","reason":"Failed"}`)},
+		{faults.ClaimEnded, "update", ours, "machineclaims", "status", claim("small", `{"phase":"Ended","reason":"Released"}`)},
+		{faults.TombstoneEngraved, "update", ours, "machineclaims", "status", claim("", `{"phase":"Ended","reason":"NeverMade"}`)},
+
+		{faults.LedgerBegun, "patch", capi, "machinedeployments", "", ledgers("", pending(`"c":{}`), 1, 2, "")},
+		{faults.LedgerBegun, "patch", capi, "machinedeployments", "", ledgers("{ broken", empty, 2, 2, "")},
+		{faults.ReplicasRaised, "patch", capi, "machinedeployments", "", ledgers(empty, pending(`"c":{}`), 1, 2, "")},
+		{faults.SpareEntered, "patch", capi, "machinedeployments", "", ledgers(empty, pending(`"c":{"m":"m","u":"u"}`), 2, 2, "")},
+		{faults.MachineNamed, "patch", capi, "machinedeployments", "", ledgers(pending(`"c":{}`), pending(`"c":{"m":"m","u":"u"}`), 2, 2, "")},
+		{faults.LedgerTidied, "patch", capi, "machinedeployments", "", ledgers(pending(`"c":{}`), empty, 2, 2, "")},
+		{faults.ReleaseBegun, "patch", capi, "machinedeployments", "", ledgers(empty, releasing, 2, 2, "")},
+		{faults.ReplicasLowered, "patch", capi, "machinedeployments", "", ledgers(releasing, empty, 2, 1, "")},
+		{faults.PausePut, "patch", capi, "machinedeployments", "", ledgers(releasing, releasing, 2, 2, fmt.Sprintf(paused, "add"))},
+		{faults.PauseRemoved, "patch", capi, "machinedeployments", "", ledgers(releasing, empty, 2, 1, fmt.Sprintf(paused, "remove"))},
+
+		{faults.MachineLabelled, "patch", capi, "machines", "", `{"metadata":{"labels":{"agent.karpenter.cluster.x-k8s.io/claim":"c"}}}`},
+		{faults.MachineLabelled, "patch", capi, "machines", "", `[{"op":"test","path":"/metadata/uid","value":"u"},` +
+			`{"op":"add","path":"/metadata/labels/agent.karpenter.cluster.x-k8s.io~1claim","value":"c"}]`},
+		{faults.MachineUnlabelled, "patch", capi, "machines", "", `{"metadata":{"labels":{"agent.karpenter.cluster.x-k8s.io/claim":null}}}`},
+		{faults.MachineHeld, "patch", capi, "machines", "", `[{"op":"add","path":"/metadata/finalizers","value":["m","agent.karpenter.cluster.x-k8s.io/release"]}]`},
+		{faults.MachineHeld, "patch", capi, "machines", "", `{"metadata":{"resourceVersion":"7"}}`},
+		{faults.MachineLetGo, "patch", capi, "machines", "", `[{"op":"add","path":"/metadata/finalizers","value":[]}]`},
+		{faults.MachineLetGo, "patch", capi, "machines", "", `{"metadata":{"finalizers":null}}`},
+		{faults.HookPut, "patch", capi, "machines", "", `{"metadata":{"annotations":{"pre-terminate.delete.hook.machine.cluster.x-k8s.io/karpenter-capi":""}}}`},
+		{faults.HookRemoved, "patch", capi, "machines", "", `[{"op":"remove","path":"/metadata/annotations/pre-terminate.delete.hook.machine.cluster.x-k8s.io~1karpenter-capi"}]`},
+		{faults.MachineDeleted, "delete", capi, "machines", "", `{"preconditions":{"uid":"u"}}`},
+
+		{faults.SetPaused, "patch", capi, "machinesets", "", `{"metadata":{"annotations":{"cluster.x-k8s.io/paused":"x"}}}`},
+		{faults.SetUnpaused, "patch", capi, "machinesets", "", `{"metadata":{"annotations":{"cluster.x-k8s.io/paused":null}}}`},
+		{faults.SetLowered, "patch", capi, "machinesets", "", `{"metadata":{"annotations":{"x":"y"}},"spec":{"replicas":1}}`},
+
+		{faults.Ignored, "create", "events.k8s.io", "events", "", `{}`},
+	} {
+		t.Run(string(tc.class), func(t *testing.T) {
+			g := NewWithT(t)
+			class, err := new(faults.Memory).Classify(&faults.Request{
+				Verb: tc.verb, Group: tc.group, Resource: tc.resource, Subresource: tc.subresource, Namespace: "fleet", Name: "o", Body: []byte(tc.body),
+			})
+			g.Expect(err).NotTo(HaveOccurred())
+			g.Expect(class).To(Equal(tc.class))
+		})
+	}
+}
+
+func TestWhatOnlyTheMemoryKnows(t *testing.T) {
+	g := NewWithT(t)
+	var m faults.Memory
+	create := &faults.Request{Verb: "create", Group: ours, Resource: "machineclaims", Namespace: "fleet", Body: []byte(claim("small", "{}"))}
+	g.Expect(m.Classify(create)).To(Equal(faults.ClaimCreated))
+	m.Lose("fleet", "spoke.c")
+	g.Expect(m.Classify(create)).To(Equal(faults.ClaimRemade))
+
+	adopt := &faults.Request{Verb: "create", Group: ours, Resource: "machineclaims", Namespace: "fleet",
+		Body: []byte(`{"metadata":{"name":"spoke.a"},"spec":{"claimID":"a","nodeGroup":"small","adopt":"m"}}`)}
+	g.Expect(m.Classify(adopt)).To(Equal(faults.ClaimCreated))
+	enter := &faults.Request{Verb: "patch", Group: capi, Resource: "machinedeployments", Body: []byte(
+		ledgers(empty, `{"v":1,"seq":2,"floor":0,"lastReplicas":2,"pending":{"a":{"m":"m","u":"u","adopted":true}}}`, 2, 2, ""))}
+	g.Expect(m.Classify(enter)).To(Equal(faults.AdoptEntered))
+}
+
+func TestUnknownWritesAreTold(t *testing.T) {
+	for name, r := range map[string]faults.Request{
+		"another resource":          {Verb: "create", Resource: "configmaps", Body: []byte("{}")},
+		"another change of Machine": {Verb: "patch", Group: capi, Resource: "machines", Body: []byte(`{"metadata":{"annotations":{"x":"y"}}}`)},
+		"a spec":                    {Verb: "patch", Group: capi, Resource: "machines", Body: []byte(`[{"op":"add","path":"/spec/x","value":1}]`)},
+		"another phase":             {Verb: "update", Group: ours, Resource: "machineclaims", Subresource: "status", Body: []byte(claim("small", `{"phase":"Bound","reason":"New"}`))},
+		"replicas without a ledger": {Verb: "patch", Group: capi, Resource: "machinedeployments", Body: []byte(`[{"op":"replace","path":"/spec/replicas","value":1}]`)},
+		"a deletion":                {Verb: "delete", Group: capi, Resource: "machinesets", Body: []byte("{}")},
+	} {
+		t.Run(name, func(t *testing.T) {
+			g := NewWithT(t)
+			class, err := new(faults.Memory).Classify(&r)
+			g.Expect(class).To(Equal(faults.Unknown))
+			g.Expect(err).To(HaveOccurred())
+		})
+	}
+}
+
+func TestReadsHaveNoClass(t *testing.T) {
+	g := NewWithT(t)
+	g.Expect(new(faults.Memory).Classify(&faults.Request{Verb: "watch", Resource: "machines"})).To(BeEmpty())
+}
+
+func TestEachClassIsListedOnce(t *testing.T) {
+	g := NewWithT(t)
+	seen := map[faults.Class]bool{}
+	for _, c := range faults.Classes {
+		g.Expect(seen).NotTo(HaveKey(c))
+		seen[c] = true
+	}
+	g.Expect(faults.PointsOf(faults.Classes...)).To(HaveLen(3 * len(faults.Classes)))
+}
