@@ -187,6 +187,7 @@ func engineLongTable() []row {
 		in        world
 	}{
 		{engine.ShrinkInLedger, "I3", stale},
+		{engine.OnePauseAtATime, "I4", rolling},
 		{engine.TestPause, "P2", with(sets, func(w *world) { w.Pauses, w.StaleAgents = 1, 1 })},
 		{engine.LiveAfterLedger, "E2", stale},
 		{engine.CheckLedger, "E3", with(stale, func(w *world) { w.Floor = 0 })},

@@ -389,7 +389,9 @@ func (s *snapshot) giveBackPaused(d *decision, next *Ledger, ready []types.UID) 
 	ours := paused && value == v1alpha1.PausedByAgent
 	begun := slices.DeleteFunc(slices.Clone(ready), func(uid types.UID) bool { return next.Releasing[uid].Set == "" })
 	if len(begun) == 0 {
-		if !paused { // else somebody else paused it: wait for them
+		// Else somebody else paused it: wait for them. Nor while a MachineSet is paused for spares that never came: it would not
+		// say that it observed its lowering, and is not unpaused before the MachineDeployment goes on.
+		if !paused && next.Shrink == nil {
 			s.beginPause(d, next, ready)
 		}
 		return
@@ -465,15 +467,20 @@ func (s *snapshot) dropReplaced(d *decision, next *Ledger, begun []types.UID) []
 
 // unpause takes off our pause where no release needs it: the ledger that did is lost.
 func (s *snapshot) unpause(d *decision, next *Ledger) {
-	if s.md.Annotations[clusterv1.PausedAnnotation] != v1alpha1.PausedByAgent || d.pause != pauseKeep {
-		return
+	ours := s.md.Annotations[clusterv1.PausedAnnotation] == v1alpha1.PausedByAgent
+	if ours && d.pause == pauseKeep && !lowersUnderPause(next) {
+		d.pause, d.urgent = pauseRemove, true
 	}
+}
+
+// lowersUnderPause reports whether a release has, or is to have, the MachineDeployment paused.
+func lowersUnderPause(next *Ledger) bool {
 	for _, r := range next.Releasing {
 		if r.Set != "" && !r.GivenBack {
-			return
+			return true
 		}
 	}
-	d.pause, d.urgent = pauseRemove, true
+	return false
 }
 
 // beginPause notes which MachineSet each Machine's replica belongs to, and pauses the MachineDeployment in the same write.
@@ -878,7 +885,7 @@ func (s *snapshot) shrink(d *decision, next *Ledger, spare int32) int32 {
 				return spare
 			}
 		}
-		if may && s.graceOver(d) && s.observed(s.md.Generation) && !marked(active[0]) {
+		if may && s.graceOver(d) && s.observed(s.md.Generation) && !marked(active[0]) && !lowersUnderPause(next) {
 			next.Shrink = &Shrink{Set: active[0].Name}
 		}
 		return spare

@@ -372,6 +372,13 @@ var mutants = []mutant{
 		{"decide.go", "				next.Shrink = &Shrink{Set: set.Name, Done: true} // nobody knows why\n				return spare\n", ""},
 	}},
 
+	{name: "a MachineDeployment is paused while its MachineSet is", test: "TestAgreement", edits: []edit{
+		{"decide.go", "		if !paused && next.Shrink == nil {\n", "		if !paused {\n"},
+	}},
+	{name: "a MachineSet is paused while its MachineDeployment is", test: "TestAgreement", edits: []edit{
+		{"decide.go", " && !marked(active[0]) && !lowersUnderPause(next) {\n", " && !marked(active[0]) {\n"},
+	}},
+
 	// What was lost with the ledger.
 	{name: "a lost ledger counts Machines whose replica was given back", test: "TestAgreement", edits: []edit{
 		{"decide.go", "			if !deletionCompleted(m) && !waitsForHook(m) {\n", "			{\n"},

@@ -334,10 +334,14 @@ func (t *step) giveBack() {
 
 // unpauseLeftOver takes off our pause where no release needs it: the ledger that did is lost.
 func (t *step) unpauseLeftOver() {
-	needed := t.next.releasing & t.next.underPause &^ t.next.givenBack
-	if t.s.md.paused == byAgent && needed == 0 && t.d.pause == pauseKeep && !t.p.without(UnpauseLeftOver) {
+	if t.s.md.paused == byAgent && !t.lowersUnderPause() && t.d.pause == pauseKeep && !t.p.without(UnpauseLeftOver) {
 		t.d.pause, t.d.urgent = pauseRemove, true
 	}
+}
+
+// lowersUnderPause reports whether a release has, or is to have, the MachineDeployment paused.
+func (t *step) lowersUnderPause() bool {
+	return t.next.releasing&t.next.underPause&^t.next.givenBack != 0
 }
 
 func (t *step) giveBackPaused(ready uint8) {
@@ -345,7 +349,7 @@ func (t *step) giveBackPaused(ready uint8) {
 	ours := t.s.md.paused == byAgent
 	begun := ready & t.next.underPause
 	if begun == 0 {
-		if !paused {
+		if !paused && (t.next.shrinks == 0 || t.p.without(OnePauseAtATime)) {
 			t.beginPause(ready)
 		}
 		return
@@ -750,7 +754,8 @@ func (t *step) shrink(spare int) {
 			case set.paused == byAgent: // nobody knows why
 				t.next.shrinks, t.next.shrunk = uint8(i+1), 1
 				return
-			case may && t.over && active == bit(i) && set.paused == notPaused && t.observed():
+			case may && t.over && active == bit(i) && set.paused == notPaused && t.observed() &&
+				(!t.lowersUnderPause() || t.p.without(OnePauseAtATime)):
 				t.next.shrinks, t.next.shrunk = uint8(i+1), 0
 				return
 			}

@@ -89,6 +89,8 @@ const (
 	ShrinkInLedger
 	// ShrinkAsObserved gives back spares that never came only while the present template is observed, and tests it.
 	ShrinkAsObserved
+	// OnePauseAtATime pauses no MachineDeployment while one of its MachineSets is paused, and the other way round.
+	OnePauseAtATime
 	// TestPause pauses a MachineDeployment only as it was read.
 	TestPause
 	// SlotTaken lowers nothing for a Machine whose MachineSet has lost its slot already.
@@ -115,7 +117,7 @@ const (
 
 var ruleNames = strings.Fields(`seq fence deletion-complete pause-for-several-sets complete-pause observe-lowered-set released-together
 	observe-template wait-for-rollout anchor max-size keep-floor rebuild-from-claims floor-from-difference
-	pause-to-shrink keep-paused shrink-in-ledger shrink-as-observed test-pause slot-taken unpause-left-over
+	pause-to-shrink keep-paused shrink-in-ledger shrink-as-observed one-pause-at-a-time test-pause slot-taken unpause-left-over
 	fence-lost rebuild-safely rebuild-releases late-forget tombstone live-after-ledger check-ledger test-machine`)
 
 // RuleNames are the names of all rules.
