@@ -5,6 +5,7 @@ package rush
 import (
 	"context"
 	"fmt"
+	"strconv"
 	"sync"
 	"time"
 
@@ -124,7 +125,7 @@ func (s *Site) CreateGroup(ctx context.Context, g Group) error {
 	md.Labels = map[string]string{agentv1.MemberLabel: ""}
 	md.Annotations = map[string]string{clusterv1.AutoscalerMinSizeAnnotation: "0"}
 	if g.Max > 0 {
-		md.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] = fmt.Sprint(g.Max)
+		md.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] = strconv.Itoa(g.Max)
 	}
 	md.Spec = clusterv1.MachineDeploymentSpec{
 		ClusterName: sandbox.ClusterName, Replicas: ptr.To[int32](0),

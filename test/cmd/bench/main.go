@@ -46,7 +46,7 @@ func main() {
 	flag.StringVar(&s.name, "name", "bench", "the sandbox's name")
 	flag.IntVar(&s.machines, "machines", 100, "how many machines are asked for at once")
 	flag.IntVar(&s.rounds, "rounds", 3, "how often each way is measured")
-	flag.IntVar(&s.serial, "serial", 10, "how many machines are asked for one after the other, each after the one before has its provider ID; 0 for none")
+	flag.IntVar(&s.serial, "serial", 10, "how many machines are asked for one after the other, each once the one before is there; 0 for none")
 	flag.Parse()
 	ctrl.SetLogger(logr.Discard())
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)

@@ -30,12 +30,12 @@ func used(s *sandbox.Sandbox) processors {
 		}
 		// After the name, which is in parentheses, user and system time are the 12th and 13th field.
 		_, fields, _ := strings.Cut(string(stat), ") ")
-		var user, system time.Duration
+		var user, system int
 		if f := strings.Fields(fields); len(f) > 12 {
 			_, _ = fmt.Sscan(f[11], &user) // zero where it is no number
 			_, _ = fmt.Sscan(f[12], &system)
 		}
-		times[component.Name] = (user + system) * tick
+		times[component.Name] = time.Duration(user+system) * tick
 	}
 	return times
 }
