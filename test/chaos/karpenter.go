@@ -9,10 +9,11 @@ import (
 
 	"github.com/samber/lo"
 	"k8s.io/apimachinery/pkg/types"
+	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
 // karpenterFor is how long Karpenter scales up and down.
@@ -70,11 +71,16 @@ func (r *run) fleet(ctx context.Context) error {
 		}
 		total := int(lo.Sum(lo.Values(pods)))
 		waiting, cancel := context.WithTimeout(ctx, settleWithin)
-		err := r.Recorder.Await(waiting, func(s journey.State) string {
-			if s.Pods.Running == total && s.Pods.Total() == total && (total > 0 || len(s.Live()) == 0) {
-				return ""
+		err := world.Poll(waiting, func(ctx context.Context) (string, error) {
+			var nodeClaims karpenterv1.NodeClaimList
+			if err := r.Spoke.List(ctx, &nodeClaims); err != nil {
+				return "", err
 			}
-			return fmt.Sprintf("%d pods to run: %d of %d do, on %d nodes", total, s.Pods.Running, s.Pods.Total(), len(s.Live()))
+			s := r.Recorder.State()
+			if s.Pods.Running == total && s.Pods.Total() == total && (total > 0 || len(nodeClaims.Items) == 0) {
+				return "", nil
+			}
+			return fmt.Sprintf("%d pods to run: %d of %d do, on %d nodes", total, s.Pods.Running, s.Pods.Total(), len(nodeClaims.Items)), nil
 		})
 		cancel()
 		if err != nil {

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"strings"
 	"sync"
 	"time"
@@ -34,6 +35,8 @@ type Options struct {
 	Short bool
 	// Rounds is how often each scenario runs; zero for once.
 	Rounds int
+	// Claims is how many claims and releases there are to be; the scenario with random kills goes on until then.
+	Claims int
 	// Agent is the agent's executable; empty for bin/capi-agent.
 	Agent string
 	// Say is told what happens. REQUIRED.
@@ -197,15 +200,24 @@ func (r *run) with(ctx context.Context, groups []*group, do func() error) error 
 	return nil
 }
 
-// killing kills one of the components every now and then, until the returned function is called.
+// killing kills each of the components every now and then, until the returned function is called: mostly some time after it is
+// ready, sometimes while it starts.
 func (r *run) killing(ctx context.Context, least, most time.Duration, components ...string) (stop func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	var working sync.WaitGroup
-	working.Go(func() {
-		for wait(ctx, between(least, most)) == nil {
-			_ = r.kill(lo.Sample(components)) // one that is dead already is fine
-		}
-	})
+	for _, c := range components {
+		working.Go(func() {
+			for wait(ctx, between(least, most)) == nil {
+				_ = r.kill(c) // one that is dead already is fine
+				if wait(ctx, 2*restartAfter) != nil {
+					return
+				}
+				if rand.IntN(4) > 0 { //nolint:gosec // no secret
+					_ = r.Sandbox.WaitReady(ctx, c)
+				}
+			}
+		})
+	}
 	return func() {
 		cancel()
 		working.Wait()

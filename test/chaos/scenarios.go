@@ -45,10 +45,6 @@ func scenarios() []*scenario {
 			run: failPoints, short: failPointsShort, losses: []string{failed, machineLost},
 		},
 		{
-			name: "random kills", about: "the agent is killed every few seconds while claims come and go",
-			run: randomKills,
-		},
-		{
 			name: "two agents", about: "two agents are active at once and killed at random; callers call either",
 			run: twoAgents, short: twoAgentsShort,
 		},
@@ -113,6 +109,10 @@ func scenarios() []*scenario {
 			name: "blocked", about: "Cluster API's preflight checks block a node group; its claims are taken back",
 			run: blockedGroups, losses: []string{failed},
 		},
+		{
+			name: "random kills", about: "the agent is killed every few seconds while claims come and go, until there were as many as asked for",
+			run: randomKills,
+		},
 	}
 }
 
@@ -148,11 +148,27 @@ func randomKills(ctx context.Context, r *run) error {
 	return r.with(ctx, []*group{a, b}, func() error {
 		l := r.startLoad(ctx, usual(a, b))
 		stop := r.killing(ctx, time.Second, 4*time.Second, sandbox.Agent)
-		err := wait(ctx, loadFor)
-		stop()
-		l.finish()
-		return err
+		defer l.finish()
+		defer stop()
+		for began := time.Now(); time.Since(began) < loadFor || r.lacks(); {
+			if time.Since(began) > killsWithin {
+				return fmt.Errorf("%s were not enough for %d claims and releases", killsWithin, r.options.Claims)
+			}
+			if err := wait(ctx, time.Second); err != nil {
+				return err
+			}
+		}
+		return nil
 	})
+}
+
+// killsWithin bounds the time that is spent on more claims.
+const killsWithin = 15 * time.Minute
+
+// lacks reports whether there are fewer claims and releases, of all scenarios so far, than asked for.
+func (r *run) lacks() bool {
+	c := r.counts()
+	return min(c.claims, c.releases) < r.options.Claims
 }
 
 func twoAgents(ctx context.Context, r *run) error      { return r.active(ctx, loadFor) }

@@ -137,7 +137,11 @@ func (m *Memory) Classify(r *Request) (Class, error) {
 	}
 	if class == "" || err != nil {
 		if err == nil {
-			err = fmt.Errorf("%s %s/%s %s: %.500s", r.Verb, r.Resource, r.Subresource, r.Name, r.Body)
+			body := r.Body
+			if i := bytes.Index(body, []byte(`"status":`)); i >= 0 {
+				body = body[i:]
+			}
+			err = fmt.Errorf("%s %s/%s %s: %.700s", r.Verb, r.Resource, r.Subresource, r.Name, body)
 		}
 		return Unknown, err
 	}
@@ -190,12 +194,14 @@ func claimStatus(c *agentv1.MachineClaim) Class {
 			return ClaimBound
 		}
 	case agentv1.PhaseReleasing:
-		switch s.Reason {
-		case "ReleaseRequested", "Collected":
+		switch {
+		case strings.HasPrefix(s.Message, "the deletion of Machine"): // the reason is Cluster API's
+			return ClaimExplained
+		case s.Reason == "ReleaseRequested", s.Reason == "Collected":
 			return ClaimReleasing
-		case "Failed":
+		case s.Reason == "Failed":
 			return ClaimFailed
-		case "Bound":
+		case s.Reason == "Bound":
 			return ClaimRestored // its status was lost while it was being released
 		}
 	case agentv1.PhaseEnded:

@@ -59,6 +59,7 @@ func TestEachStepOfTheProtocolHasItsClass(t *testing.T) {
 		{faults.ClaimEntered, "update", ours, "machineclaims", "status", claim("small", `{"phase":"Pending","reason":"WaitingForMachine","history":[{}]}`)},
 		{faults.ClaimExplained, "update", ours, "machineclaims", "status", claim("small", `{"phase":"Pending","reason":"WaitingForMachine","history":[{},{}]}`)},
 		{faults.ClaimExplained, "update", ours, "machineclaims", "status", claim("small", `{"phase":"Bound","reason":"MachineDeleting"}`)},
+		{faults.ClaimExplained, "update", ours, "machineclaims", "status", claim("small", `{"phase":"Releasing","reason":"DrainingNode","message":"the deletion of Machine m takes long: pods"}`)},
 		{faults.ClaimBound, "update", ours, "machineclaims", "status", claim("small", `{"phase":"Bound","reason":"Bound","message":"bound to Machine lost"}`)},
 		{faults.ClaimRestored, "update", ours, "machineclaims", "status", claim("small", `{"phase":"Bound","reason":"Bound","message":"its status was lost; bound to m"}`)},
 		{faults.NodeNoted, "update", ours, "machineclaims", "status", claim("small", `{"phase":"Bound","reason":"NodeJoined"}`)},

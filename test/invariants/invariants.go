@@ -72,7 +72,9 @@ func Describe(violations []Violation) string {
 
 type findings []Violation
 
-func (f *findings) add(rule Rule, kind, name, format string, args ...any) { f.count(1, rule, kind, name, format, args...) }
+func (f *findings) add(rule Rule, kind, name, format string, args ...any) {
+	f.count(1, rule, kind, name, format, args...)
+}
 
 func (f *findings) count(n int32, rule Rule, kind, name, format string, args ...any) {
 	*f = append(*f, Violation{Rule: rule, Object: kind + " " + name, Message: fmt.Sprintf(format, args...), Count: int(n)})
