@@ -64,35 +64,35 @@ type running struct {
 }
 
 // start runs an agent for the length of a test and waits until its view is complete.
-func start(t testing.TB, c agent.Config) *running {
-	t.Helper()
-	r := &running{t: t, authority: testpki.New(t), clients: map[string]*client.Client{}}
+func start(tb testing.TB, c agent.Config) *running {
+	tb.Helper()
+	r := &running{t: tb, authority: testpki.New(tb), clients: map[string]*client.Client{}}
 	c.Hub = plane.Config
 	c.Log = log.Log
 	ctx, cancel := context.WithCancel(context.Background())
 	var err error
 	r.agent, err = agent.New(ctx, c)
-	require.NoError(t, err)
-	files := r.authority.Issue(t, t.TempDir(), r.authority)
+	require.NoError(tb, err)
+	files := r.authority.Issue(tb, tb.TempDir(), r.authority)
 	listener, release, err := server.ListenTLS(ctx, "127.0.0.1:0", server.TLSFiles{
 		CertFile: files.CertFile, KeyFile: files.KeyFile, ClientCAFile: files.CAFile,
 	})
-	require.NoError(t, err)
+	require.NoError(tb, err)
 	r.address = listener.Addr().String()
 	ended := make(chan error, 1)
 	go func() { ended <- r.agent.Run(ctx, listener) }()
 	r.stop = sync.OnceFunc(func() {
 		cancel()
-		require.NoError(t, <-ended)
+		require.NoError(tb, <-ended)
 		release()
 	})
-	t.Cleanup(func() {
+	tb.Cleanup(func() {
 		for _, c := range r.clients {
-			require.NoError(t, c.Close())
+			require.NoError(tb, c.Close())
 		}
 		r.stop()
 	})
-	eventually(t, "the agent's view is complete", func(context.Context) (bool, error) { return r.agent.Synced(), nil })
+	eventually(tb, "the agent's view is complete", func(context.Context) (bool, error) { return r.agent.Synced(), nil })
 	return r
 }
 

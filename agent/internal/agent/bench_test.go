@@ -37,6 +37,7 @@ func BenchmarkCreateClaimBesideEnded(b *testing.B) {
 }
 
 func createClaims(b *testing.B, callers, ended int) {
+	b.Helper()
 	namespace := plane.Namespace(b)
 	plane.Create(b, capitest.NewCluster(namespace, "spoke"), capitest.NewInfrastructureTemplate(namespace, "group", nil),
 		capitest.NewMachineDeployment(namespace, "group", "spoke", 0))

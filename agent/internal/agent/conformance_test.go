@@ -190,8 +190,8 @@ var (
 	_ conformance.Ageing = &env{}
 )
 
-func eventually(t testing.TB, what string, check func(ctx context.Context) (bool, error)) {
-	t.Helper()
-	err := wait.PollUntilContextTimeout(t.Context(), 10*time.Millisecond, patience, true, check)
-	require.NoError(t, err, what)
+func eventually(tb testing.TB, what string, check func(ctx context.Context) (bool, error)) {
+	tb.Helper()
+	err := wait.PollUntilContextTimeout(tb.Context(), 10*time.Millisecond, patience, true, check)
+	require.NoError(tb, err, what)
 }
