@@ -17,7 +17,7 @@ import (
 )
 
 // karpenterFor is how long Karpenter scales up and down.
-const karpenterFor = 100 * time.Second
+const karpenterFor = 120 * time.Second
 
 // most pods of each Deployment of the fleet.
 var mostPods = map[string]int32{"web": 10, "data": 10, "batch": 6}
@@ -59,7 +59,7 @@ func (r *run) fleet(ctx context.Context) error {
 	if err := r.AwaitNodePool(bounded, "default"); err != nil {
 		return err
 	}
-	stop := r.killing(ctx, 2*time.Second, 6*time.Second, sandbox.Agent, sandbox.Shim)
+	stop := r.killing(ctx, 3*time.Second, 9*time.Second, sandbox.Agent, sandbox.Shim)
 	err := r.scaleUpAndDown(ctx, karpenterFor)
 	stop()
 	if err != nil {

@@ -342,7 +342,7 @@ func rollout(ctx context.Context, r *run) error {
 			}
 		}
 		old := r.calls.wanted()
-		l := r.startLoad(ctx, mix{workers: 6, choices: on(g), hold: 2 * time.Second, pace: time.Second})
+		l := r.startLoad(ctx, mix{workers: 6, choices: on(g), hold: 4 * time.Second, pace: 4 * time.Second})
 		defer l.finish()
 		stop := r.killing(ctx, 2*time.Second, 6*time.Second, sandbox.Agent)
 		defer stop()
@@ -357,7 +357,7 @@ func rollout(ctx context.Context, r *run) error {
 				return err
 			}
 			if i%2 == 0 {
-				if err := r.flip(ctx, g, fmt.Sprintf("%s-r%d", g.name, rand.IntN(3))); err != nil { //nolint:gosec // no secret
+				if err := r.flipWhenQuiet(ctx, g, fmt.Sprintf("%s-r%d", g.name, rand.IntN(3))); err != nil { //nolint:gosec // no secret
 					return err
 				}
 			}
@@ -366,39 +366,52 @@ func rollout(ctx context.Context, r *run) error {
 	})
 }
 
-// flip changes the template of a group, unless Machines are being made: Cluster API itself deletes what an old MachineSet makes
-// after the template has changed, and whose doing a deletion is could not be told.
-func (r *run) flip(ctx context.Context, g *group, template string) error {
+// flipWhenQuiet changes the template of a group in a moment in which no Machines are being made; not at all if there is none
+// soon. Cluster API itself deletes what an old MachineSet makes after the template has changed, and whose doing a deletion is
+// could not be told.
+func (r *run) flipWhenQuiet(ctx context.Context, g *group, template string) error {
+	for range 40 {
+		if done, err := r.flip(ctx, g, template); done || err != nil {
+			return err
+		}
+		if err := wait(ctx, 100*time.Millisecond); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (r *run) flip(ctx context.Context, g *group, template string) (bool, error) {
 	var sets clusterv1.MachineSetList
 	if err := r.Hub.List(ctx, &sets, client.InNamespace(sandbox.ClusterNamespace), client.MatchingLabels{clusterv1.MachineDeploymentNameLabel: g.name}); err != nil {
-		return err
+		return false, err
 	}
 	growing := lo.SomeBy(sets.Items, func(s clusterv1.MachineSet) bool {
 		return ptr.Deref(s.Spec.Replicas, 0) > ptr.Deref(s.Status.Replicas, 0) || s.Status.ObservedGeneration < s.Generation
 	})
 	var md clusterv1.MachineDeployment
 	if err := r.Hub.Get(ctx, g.key(), &md); err != nil {
-		return err
+		return false, err
 	}
 	text := md.Annotations[agentv1.LedgerAnnotation]
 	if growing || waiting(text) > 0 || md.Status.ObservedGeneration < md.Generation {
-		return nil
+		return false, nil
 	}
 	patch, err := json.Marshal([]operation{
 		test("/metadata/annotations/"+strings.ReplaceAll(agentv1.LedgerAnnotation, "/", "~1"), text), // as no replicas are raised without it
 		replace("/spec/template/spec/infrastructureRef/name", template),
 	})
 	if err != nil {
-		return err
+		return false, err
 	}
 	switch err := r.Hub.Patch(ctx, &md, client.RawPatch(types.JSONPatchType, patch)); {
 	case apierrors.IsInvalid(err):
-		return nil
+		return false, nil
 	case err != nil:
-		return err
+		return false, err
 	}
 	r.fault("the template of %s becomes %s", g.name, template)
-	return nil
+	return true, nil
 }
 
 // healthChecks has Cluster API's own controller of MachineHealthChecks replace Machines.
