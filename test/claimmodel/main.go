@@ -62,6 +62,7 @@ func run(arguments []string, out io.Writer) error {
 	flags.IntVar(&p.Machines, "machines", 0, "engine: Machines that one group makes at most; 0 for the model's bound")
 	flags.IntVar(&p.Sets, "sets", 1, "engine: MachineSets at first")
 	flags.BoolVar(&p.RollingUpdate, "rolling", false, "engine: RollingUpdate instead of OnDelete")
+	flags.BoolVar(&p.Young, "young", false, "engine: the floor's Machines have no Node yet at first")
 	flags.BoolVar(&p.Hooks, "hooks", false, "engine: the pre-terminate hook")
 	flags.BoolVar(&p.Adopt, "adopt", false, "engine: the last claim adopts the first Machine")
 	flags.BoolVar(&p.Repeat, "repeat", false, "engine: calls arrive twice, late, or out of order")

@@ -31,6 +31,7 @@ func TestAgreement(t *testing.T) {
 		"wiped":           "-claims=2 -floor=2 -sets=2 -wipes=2 -stale=1",
 		"adoption":        "-claims=2 -floor=1 -adopt -outsiders=1 -stale=1 -wipes=1",
 		"blocked":         "-claims=2 -floor=1 -blocks=1 -stale=1",
+		"blocked rollout": "-claims=2 -floor=1 -blocks=1 -rollouts=1 -rolling -young",
 		"late, forgotten": "-claims=2 -floor=1 -repeat -forget -stale=1",
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -405,7 +405,7 @@ func (s *snapshot) giveBackPaused(d *decision, next *Ledger, ready []types.UID) 
 		return lost
 	})
 	if ours && isPaused(s.md.Status.Conditions) {
-		begun = s.dropReplaced(d, next, begun)
+		begun = s.skipReplaced(d, next, begun)
 	}
 	switch {
 	case len(begun) == 0:
@@ -425,11 +425,16 @@ func (s *snapshot) giveBackPaused(d *decision, next *Ledger, ready []types.UID) 
 	}
 }
 
-// dropReplaced drops the records of Machines whose replica is taken already, by a rollout or by a human's lowering: nothing is
-// lowered for those, and what replaces them is a spare. It returns the others. Nothing changes the numbers meanwhile, as the
+// skipReplaced counts replicas as given back that are taken already, by a rollout or by a human's lowering: nothing is lowered
+// for those Machines, and what replaces them is a spare. It returns the others. Nothing changes the numbers meanwhile, as the
 // MachineDeployment is paused.
-func (s *snapshot) dropReplaced(d *decision, next *Ledger, begun []types.UID) []types.UID {
+func (s *snapshot) skipReplaced(d *decision, next *Ledger, begun []types.UID) []types.UID {
 	lowered := func(uid types.UID) bool { return s.lowered(next.Releasing[uid].Set, uid) }
+	skip := func(uid types.UID) {
+		r := next.Releasing[uid]
+		r.GivenBack = true
+		next.Releasing[uid] = r
+	}
 	after, excess := map[string]int32{}, map[string]int32{} // by MachineSet: replicas once all is lowered; Machines beyond them
 	for _, set := range s.sets {
 		after[set.Name], excess[set.Name] = replicasOf(set), -replicasOf(set)
@@ -446,7 +451,7 @@ func (s *snapshot) dropReplaced(d *decision, next *Ledger, begun []types.UID) []
 			return false
 		case excess[name] > 0 && s.machine(uid) != nil:
 			excess[name]--
-			delete(next.Releasing, uid)
+			skip(uid)
 			return true
 		}
 		after[name]--
@@ -458,7 +463,7 @@ func (s *snapshot) dropReplaced(d *decision, next *Ledger, begun []types.UID) []
 		most := slices.Max(append(slices.Collect(maps.Values(after)), 0))
 		if !lowered(uid) && most > d.replicas-count(left) {
 			after[name]++
-			delete(next.Releasing, uid)
+			skip(uid)
 			left = slices.DeleteFunc(left, func(other types.UID) bool { return other == uid })
 		}
 	}

@@ -393,7 +393,7 @@ var mutants = []mutant{
 		{"decide.go", "	s.unpause(d, next)\n", ""},
 	}},
 	{name: "a replica that a rollout took is given back once more", test: "TestAgreement", edits: []edit{
-		{"decide.go", "		begun = s.dropReplaced(d, next, begun)\n", ""},
+		{"decide.go", "		begun = s.skipReplaced(d, next, begun)\n", ""},
 	}},
 
 	// Lost objects.

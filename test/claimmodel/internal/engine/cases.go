@@ -109,6 +109,9 @@ func (p *Protocol) Cases(n int, seed uint64) []Case {
 				continue
 			}
 			s = options[random.IntN(len(options))]
+			if random.IntN(10) > 0 {
+				continue // rather from many runs than all from a few
+			}
 			for g := range p.Groups {
 				ask(s.of(g))
 			}

@@ -384,12 +384,12 @@ func (t *step) giveBackPaused(ready uint8) {
 	}
 }
 
-// replaced drops the records of Machines whose slot is taken already, by a rollout or by a human's lowering: nothing is lowered
-// for those, and what replaces them is a spare. It returns them.
-func (t *step) replaced(begun uint8) (dropped uint8) {
-	drop := func(i int) {
-		dropped |= bit(i)
-		t.next.drop(i)
+// replaced counts replicas as given back that are taken already, by a rollout or by a human's lowering: nothing is lowered for
+// those Machines, and what replaces them is a spare. It returns them.
+func (t *step) replaced(begun uint8) (skipped uint8) {
+	skip := func(i int) {
+		skipped |= bit(i)
+		t.next.givenBack |= bit(i)
 	}
 	var after [maxSets]int // replicas, once all of it is lowered
 	for set := range t.s.sets {
@@ -405,7 +405,7 @@ func (t *step) replaced(begun uint8) (dropped uint8) {
 				continue
 			}
 			if excess > 0 && m.exists() {
-				drop(i)
+				skip(i)
 				excess--
 				continue
 			}
@@ -415,13 +415,13 @@ func (t *step) replaced(begun uint8) (dropped uint8) {
 	// A MachineSet with more replicas than the MachineDeployment is cut down to them, whoever's Machines it has: a rollout has
 	// made the replacements already.
 	for i := range maxMachines {
-		left := begun &^ dropped
+		left := begun &^ skipped
 		if left&bit(i) != 0 && !t.lowered(i) && slices.Max(after[:]) > int(t.d.replicas)-int(count(left)) {
-			drop(i)
+			skip(i)
 			after[t.setOf(i)]++
 		}
 	}
-	return dropped
+	return skipped
 }
 
 func (t *step) beginPause(ready uint8) {
