@@ -14,7 +14,6 @@ import (
 	ctrl "sigs.k8s.io/controller-runtime"
 
 	"github.com/karpenter-capi/karpenter-capi/test/chaos"
-	"github.com/karpenter-capi/karpenter-capi/test/faults"
 )
 
 func TestMain(m *testing.M) {
@@ -46,7 +45,7 @@ func TestNothingIsLostWhenTheAgentDiesAnywhere(t *testing.T) {
 	g.Expect(sum.Innocent).To(gomega.BeZero(), "innocent")
 	g.Expect(sum.Unsettled).To(gomega.BeZero(), "unsettled")
 	g.Expect(report.Strange).To(gomega.BeEmpty(), "writes and answers that are not known")
-	for _, point := range faults.PointsOf(chaos.Core...) {
+	for _, point := range chaos.CorePoints() {
 		g.Expect(report.Hits(point)).To(gomega.BeNumerically(">", 0), "the agent was killed %s %q", point.When, point.Class)
 	}
 	g.Expect(report.Good()).To(gomega.BeTrue())

@@ -21,8 +21,12 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/faults"
 )
 
-// Core are the steps that every claim goes through: those of the short form.
-var Core = []faults.Class{
+// CorePoints are the fail points of the short form: before and after each step that every claim goes through.
+func CorePoints() []faults.Point {
+	return faults.PointsAt([]faults.When{faults.Before, faults.After}, core...)
+}
+
+var core = []faults.Class{
 	faults.ClaimCreated, faults.ReplicasRaised, faults.ClaimEntered, faults.MachineNamed, faults.ClaimBound, faults.MachineLabelled,
 	faults.LedgerTidied, faults.ClaimReleasing, faults.ReleaseBegun, faults.MachineHeld, faults.MachineDeleted,
 	faults.ReplicasLowered, faults.MachineLetGo, faults.ClaimEnded,
@@ -44,16 +48,16 @@ type provocation struct {
 }
 
 func failPoints(ctx context.Context, r *run) error {
-	return r.killAtPoints(ctx, faults.Classes, hitWithin, provocations())
+	return r.killAt(ctx, faults.PointsOf(faults.Classes...), hitWithin, provocations())
 }
 
 func failPointsShort(ctx context.Context, r *run) error {
-	return r.killAtPoints(ctx, Core, hitShortWithin, nil)
+	return r.killAt(ctx, CorePoints(), hitShortWithin, nil)
 }
 
-// killAtPoints kills the agent at each fail point of the classes, while claims come and go and the provocations see to it
+// killAt kills the agent once at each of the fail points, while claims come and go and the provocations see to it
 // that each write is made. What was not hit in time is the report's to tell.
-func (r *run) killAtPoints(ctx context.Context, classes []faults.Class, within time.Duration, provoke []*provocation) error {
+func (r *run) killAt(ctx context.Context, points []faults.Point, within time.Duration, provoke []*provocation) error {
 	usual := []*group{newGroup("points-a", 1, 10), newGroup("points-b", 0, 5)}
 	usual[0].boot = time.Second // long enough for claims to be taken back before the Node is there
 	groups := append([]*group(nil), usual...)
@@ -61,7 +65,7 @@ func (r *run) killAtPoints(ctx context.Context, classes []faults.Class, within t
 		groups = append(groups, p.groups...)
 	}
 	return r.with(ctx, groups, func() error {
-		r.points.Arm(faults.PointsOf(classes...)...)
+		r.points.Arm(points...)
 		l := r.startLoad(ctx, mix{workers: 6, choices: on(usual...), hold: 2 * time.Second, pace: 500 * time.Millisecond})
 		searching, stop := context.WithTimeout(ctx, within)
 		defer stop()

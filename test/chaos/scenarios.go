@@ -95,7 +95,7 @@ func scenarios() []*scenario {
 		},
 		{
 			name: "ledger wiped", about: "the ledger is removed again and again, as kubectl replace does, while claims come and go",
-			run: ledgerWiped, short: ledgerWipedShort,
+			run: ledgerWiped,
 		},
 		{
 			name: "ledger edited", about: "a person edits the ledger: broken text, forgotten entries, invented ones, another floor",
@@ -120,9 +120,9 @@ const (
 	// loadFor is how long claims come and go in most scenarios.
 	loadFor = 60 * time.Second
 	// loadForShort is the same in the short form.
-	loadForShort = 12 * time.Second
+	loadForShort = 10 * time.Second
 	apiFor       = 35 * time.Second
-	apiForShort  = 12 * time.Second
+	apiForShort  = 10 * time.Second
 )
 
 // usual is the load of most scenarios.

@@ -40,7 +40,7 @@ func (r *Report) Missed() []faults.Point {
 // Points are the fail points that have to be hit.
 func (r *Report) Points() []faults.Point {
 	if r.short {
-		return faults.PointsOf(Core...)
+		return CorePoints()
 	}
 	return faults.PointsOf(faults.Classes...)
 }

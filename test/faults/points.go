@@ -30,9 +30,12 @@ type Point struct {
 }
 
 // PointsOf are all fail points of the given steps.
-func PointsOf(classes ...Class) []Point {
+func PointsOf(classes ...Class) []Point { return PointsAt([]When{Before, After, Late}, classes...) }
+
+// PointsAt are the fail points at the given places of the given steps.
+func PointsAt(places []When, classes ...Class) []Point {
 	return lo.FlatMap(classes, func(c Class, _ int) []Point {
-		return []Point{{c, Before}, {c, After}, {c, Late}}
+		return lo.Map(places, func(w When, _ int) Point { return Point{c, w} })
 	})
 }
 
