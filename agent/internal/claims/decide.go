@@ -916,7 +916,9 @@ func (s *snapshot) shrink(d *decision, next *Ledger, spare int32) int32 {
 	case !ours:
 		next.Shrink = nil
 	default:
-		if s.assigned() && d.replicas == s.group.Replicas {
+		// A rollout that began meanwhile waits for the MachineSet to let its Machines go.
+		overtaken := len(active) != 1 || active[0] != set
+		if overtaken || s.assigned() && d.replicas == s.group.Replicas {
 			d.actions = append(d.actions, action{kind: unpauseMachineSet, set: set})
 		}
 	}
