@@ -146,6 +146,10 @@ func (w *world) plan(outside bool) {
 			}
 		},
 
+		"things move on":         w.moveOn,
+		"things move on (again)": w.moveOn,
+		"things move on (still)": w.moveOn,
+
 		"outsider deletes": func() {
 			if m := w.anyMachine(); outside && m != nil && len(w.outsiders) < 2 {
 				w.outsider(m)
@@ -329,14 +333,33 @@ func (w *world) anyMachineStep() {
 	}
 }
 
+// moveOn lets a group's agents and controllers work for a while, so that histories get far.
+func (w *world) moveOn() {
+	group := w.anyGroup()
+	for range w.draw("rounds", 1, 4) {
+		w.agentStep(w.anyAgent(), group)
+		w.controllers(group)
+	}
+}
+
 // --- people ---
 
 // human changes the replicas, by hand.
 func (w *world) human(group string, by int32) {
 	md := w.md(group)
 	replicas := *md.Spec.Replicas + by
-	if by < 0 && w.owned[group] == 0 {
-		return
+	if by < 0 {
+		left := w.owned[group]
+		if l := w.ledger(group); l != nil {
+			for _, named := range l.Pending {
+				if named.Adopted {
+					left-- // promised to a claim
+				}
+			}
+		}
+		if left <= 0 {
+			return
+		}
 	}
 	md.Spec.Replicas = &replicas
 	w.must(w.hub.update(md, false))
@@ -440,8 +463,8 @@ func (w *world) loseLedger(group string) {
 	w.peaceful = false
 	w.wiped[group] = true
 	for id, c := range w.claims() {
-		if c.Spec.NodeGroup == group && c.Status.Phase == "" && w.owners[id] != nil {
-			w.owners[id].excused = true // that it was entered was known to the ledger alone
+		if c.Spec.NodeGroup == group && !w.carries(c) && w.owners[id] != nil {
+			w.owners[id].excused = true // that it was entered, or which Machine it was promised, may be known to the ledger alone
 		}
 	}
 	if w.rarely(2) {

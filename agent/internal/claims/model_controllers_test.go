@@ -115,12 +115,14 @@ func (w *world) deploymentStep(group string) bool {
 }
 
 // planOnDelete follows old MachineSets down to the Machines that they have; the newest takes what is missing, and the
-// adversary says which is charged for what is too much.
+// oldest that has replicas is charged for what is too much.
 func (w *world) planOnDelete(plan map[string]int32, newest string, sets []*clusterv1.MachineSet, replicas int32) {
 	var sum int32
 	for _, s := range sets {
-		if s.Name != newest {
-			plan[s.Name] = min(plan[s.Name], count(w.machinesOf(s)))
+		if have := count(w.machinesOf(s)); s.Name != newest && have < plan[s.Name] {
+			// Cluster API does not wait for Machines that the MachineSet is just making: it removes them again.
+			w.licensed[s.Name] += int(plan[s.Name] - have)
+			plan[s.Name] = have
 		}
 		sum += plan[s.Name]
 	}
@@ -128,13 +130,12 @@ func (w *world) planOnDelete(plan map[string]int32, newest string, sets []*clust
 		plan[newest] += replicas - sum
 	}
 	for ; sum > replicas; sum-- {
-		var charged []string
-		for _, s := range sets {
-			if plan[s.Name] > 0 {
-				charged = append(charged, s.Name)
-			}
+		oldest := slices.IndexFunc(sets, func(s *clusterv1.MachineSet) bool { return plan[s.Name] > 0 && s.Name != newest })
+		if oldest < 0 || plan[newest] > replicas {
+			plan[newest]--
+		} else {
+			plan[sets[oldest].Name]--
 		}
-		plan[charged[w.pick(len(charged))]]--
 	}
 }
 

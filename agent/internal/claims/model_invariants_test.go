@@ -72,6 +72,8 @@ func (w *world) checkMachine(was, is *clusterv1.Machine) {
 	group := is.Labels[clusterv1.MachineDeploymentNameLabel]
 	if l := w.ledger(group); l != nil && l.Pending[to].Adopted {
 		w.owned[group]-- // the claim took over one of the user's
+	} else if l != nil && w.wiped[group] && w.owners[to] != nil && w.owners[to].adopt != "" {
+		w.owned[group] = min(w.owned[group], l.Floor) // the same; whose it was is lost with the ledger
 	}
 }
 
@@ -235,11 +237,13 @@ func (w *world) checkForget(target *v1alpha1.MachineClaim, p *metav1.Preconditio
 	}
 }
 
-// checkVictim is I3 for what a MachineSet deletes: only what a rollout replaces, or where a human lowered replicas.
+// checkVictim is I3 for what a MachineSet deletes: only what a rollout replaces or cuts off, or where a human lowered replicas.
 func (w *world) checkVictim(m *clusterv1.Machine, replaced bool) {
 	group := m.Labels[clusterv1.MachineDeploymentNameLabel]
 	switch {
 	case replaced:
+	case w.licensed[setOf(m)] > 0:
+		w.licensed[setOf(m)]--
 	case w.licensed[group] > 0:
 		w.licensed[group]--
 	default:

@@ -62,7 +62,8 @@ type world struct {
 	// People.
 
 	owned map[string]int32 // what the user owns in each group, as far as the user knows
-	// licensed counts the Machines that Cluster API may choose in each group because a human lowered replicas.
+	// licensed counts the Machines that Cluster API may choose in each group because a human lowered replicas, and in each
+	// MachineSet because a rollout did.
 	licensed map[string]int
 	// outsiders are Machines whose removal somebody else than the agent caused.
 	outsiders map[types.UID]bool
