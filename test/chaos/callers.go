@@ -97,17 +97,6 @@ func (c *callers) unreleased() []string {
 	return lo.FilterMap(lo.Values(c.claims), func(k *claim, _ int) (string, bool) { return k.id, !k.wanted && !k.released })
 }
 
-// totals are how many claims were accepted and how many releases were taken.
-func (c *callers) totals() (claims, releases int) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	for _, k := range c.claims {
-		claims += lo.Ternary(k.accepted, 1, 0)
-		releases += lo.Ternary(k.accepted && k.released, 1, 0)
-	}
-	return claims, releases
-}
-
 func (c *callers) oddities() []string {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -146,7 +135,7 @@ func (c *callers) make(ctx context.Context, r *agentv1alpha1.CreateClaimRequest)
 			c.mu.Unlock()
 			return k.id, nil
 		}
-		if final && !doubt && rand.IntN(8) > 0 { //nolint:gosec // no secret
+		if final && !doubt && rand.IntN(8) > 0 {
 			c.mu.Lock()
 			k.wanted, k.released = false, true
 			c.mu.Unlock()
@@ -179,7 +168,7 @@ func (c *callers) attempt(ctx context.Context, r *agentv1alpha1.CreateClaimReque
 		}
 		return false, false
 	}
-	if rand.IntN(8) > 0 { //nolint:gosec // no secret
+	if rand.IntN(8) > 0 {
 		return call()
 	}
 	var both sync.WaitGroup
@@ -253,7 +242,7 @@ func wait(ctx context.Context, d time.Duration) error {
 
 // between is a random duration.
 func between(least, most time.Duration) time.Duration {
-	return least + time.Duration(rand.Int64N(int64(most-least)+1)) //nolint:gosec // no secret
+	return least + time.Duration(rand.Int64N(int64(most-least)+1))
 }
 
 // takes notes which machine an agent says that a claim has. Two claims with one machine are what no agent may say.

@@ -110,7 +110,7 @@ func (r *run) scaleUpAndDown(ctx context.Context, d time.Duration) error {
 	for began := time.Now(); time.Since(began) < d; {
 		pods := map[string]int32{}
 		for name, most := range mostPods {
-			pods[name] = rand.Int32N(most + 1) //nolint:gosec // no secret
+			pods[name] = rand.Int32N(most + 1)
 		}
 		if err := r.scalePods(ctx, pods); err != nil {
 			return err

@@ -79,7 +79,7 @@ func (l *load) life(ctx context.Context, m mix) {
 		l.sleep(ctx, between(100*time.Millisecond, 500*time.Millisecond))
 		return
 	}
-	roll := rand.IntN(10) //nolint:gosec // no secret
+	roll := rand.IntN(10)
 	if roll >= 2 {
 		if !l.bound(ctx, id) {
 			return

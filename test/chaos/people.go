@@ -2,6 +2,7 @@ package chaos
 
 import (
 	"context"
+	"maps"
 	"sync"
 	"time"
 
@@ -65,11 +66,7 @@ func (p *people) disown(group string) {
 // expected is what there has to be at rest.
 func (p *people) expected() invariants.Expected {
 	e := invariants.Expected{Shares: map[string]invariants.Share{}, Wanted: p.calls.wanted(), Holder: holder}
-	p.update(func() {
-		for group, share := range p.shares {
-			e.Shares[group] = share
-		}
-	})
+	p.update(func() { maps.Copy(e.Shares, p.shares) })
 	return e
 }
 

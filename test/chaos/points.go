@@ -404,7 +404,7 @@ func (r *run) loseClaim(ctx context.Context, g *group) error {
 		Namespace: sandbox.ClusterNamespace, Name: agentv1.ObjectName(sandbox.ClusterName, id),
 	}}
 	r.fault("the MachineClaim of %s, or its status, is lost", id)
-	if rand.IntN(2) == 0 { //nolint:gosec // no secret
+	if rand.IntN(2) == 0 {
 		r.memory.Lose(c.Namespace, c.Name)
 		err = r.Hub.Delete(ctx, c)
 	} else {

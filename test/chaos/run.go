@@ -212,7 +212,7 @@ func (r *run) killing(ctx context.Context, least, most time.Duration, components
 				if wait(ctx, 2*restartAfter) != nil {
 					return
 				}
-				if rand.IntN(4) > 0 { //nolint:gosec // no secret
+				if rand.IntN(4) > 0 {
 					_ = r.Sandbox.WaitReady(ctx, c)
 				}
 			}
@@ -222,18 +222,6 @@ func (r *run) killing(ctx context.Context, least, most time.Duration, components
 		cancel()
 		working.Wait()
 	}
-}
-
-// awaitAgents waits until the agents that are called are ready.
-func (r *run) awaitAgents(ctx context.Context) error {
-	bounded, cancel := context.WithTimeout(ctx, restartWithin)
-	defer cancel()
-	for _, name := range r.running() {
-		if err := r.Sandbox.WaitReady(bounded, name); err != nil {
-			return err
-		}
-	}
-	return nil
 }
 
 // counts are the totals at one moment.

@@ -250,14 +250,14 @@ func (r *run) apiFaults(ctx context.Context, plan func(*faults.Request) faults.F
 }
 
 func refusals(q *faults.Request) faults.Fault {
-	if q.Verb == "" || rand.IntN(10) > 0 { //nolint:gosec // no secret
+	if q.Verb == "" || rand.IntN(10) > 0 {
 		return faults.Fault{}
 	}
 	return faults.Fault{Kind: lo.Sample([]faults.Kind{faults.TooMany, faults.InternalError, faults.Unavailable})}
 }
 
 func losses(q *faults.Request) faults.Fault {
-	roll := rand.IntN(100) //nolint:gosec // no secret
+	roll := rand.IntN(100)
 	switch {
 	case q.Write() && q.Class != faults.Ignored && roll < 10:
 		return faults.Fault{Kind: faults.TimeoutAfter}
@@ -300,7 +300,7 @@ func compaction(ctx context.Context, r *run) error {
 	a, b := newGroup("gone-a", 1, 20), newGroup("gone-b", 0, 12)
 	return r.with(ctx, []*group{a, b}, func() error {
 		r.plans(func(_ string, q *faults.Request) faults.Fault {
-			if q.Verb == "watch" && rand.IntN(2) == 0 { //nolint:gosec // no secret
+			if q.Verb == "watch" && rand.IntN(2) == 0 {
 				return faults.Fault{Kind: faults.Expired}
 			}
 			return faults.Fault{}
@@ -313,7 +313,7 @@ func compaction(ctx context.Context, r *run) error {
 			}
 			r.fault("watches expire")
 			r.proxies[sandbox.Agent].ExpireWatches()
-			if rand.IntN(3) == 0 { //nolint:gosec // no secret
+			if rand.IntN(3) == 0 {
 				r.proxies[sandbox.Agent].ResetConnections()
 			}
 		}
@@ -357,7 +357,7 @@ func rollout(ctx context.Context, r *run) error {
 				return err
 			}
 			if i%2 == 0 {
-				if err := r.flipWhenQuiet(ctx, g, fmt.Sprintf("%s-r%d", g.name, rand.IntN(3))); err != nil { //nolint:gosec // no secret
+				if err := r.flipWhenQuiet(ctx, g, fmt.Sprintf("%s-r%d", g.name, rand.IntN(3))); err != nil {
 					return err
 				}
 			}
@@ -383,7 +383,8 @@ func (r *run) flipWhenQuiet(ctx context.Context, g *group, template string) erro
 
 func (r *run) flip(ctx context.Context, g *group, template string) (bool, error) {
 	var sets clusterv1.MachineSetList
-	if err := r.Hub.List(ctx, &sets, client.InNamespace(sandbox.ClusterNamespace), client.MatchingLabels{clusterv1.MachineDeploymentNameLabel: g.name}); err != nil {
+	ofGroup := client.MatchingLabels{clusterv1.MachineDeploymentNameLabel: g.name}
+	if err := r.Hub.List(ctx, &sets, client.InNamespace(sandbox.ClusterNamespace), ofGroup); err != nil {
 		return false, err
 	}
 	growing := lo.SomeBy(sets.Items, func(s clusterv1.MachineSet) bool {
@@ -471,7 +472,7 @@ func (r *run) hurt(ctx context.Context, g *group) (bool, error) {
 	// Cluster API deletes it, as its user asked for with the MachineHealthCheck.
 	r.people.update(func() { r.people.deleted[m.UID] = true })
 	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: m.Status.NodeRef.Name}}
-	if rand.IntN(4) == 0 { //nolint:gosec // no secret
+	if rand.IntN(4) == 0 {
 		return true, client.IgnoreNotFound(r.Spoke.Delete(ctx, node))
 	}
 	patch := []byte(`{"status":{"conditions":[{"type":"Ready","status":"False","reason":"Chaos","message":"made so by the test"}]}}`)
@@ -492,9 +493,9 @@ func humanScales(ctx context.Context, r *run) error {
 				return err
 			}
 			g := lo.Sample([]*group{a, b})
-			by := int32(rand.IntN(3) + 1) //nolint:gosec // no secret
+			by := int32(rand.IntN(3) + 1)
 			// Nobody takes back more than is his: that would be a claim's.
-			if given[g.name] >= by && (rand.IntN(2) == 0 || given[g.name] > 3) { //nolint:gosec // no secret
+			if given[g.name] >= by && (rand.IntN(2) == 0 || given[g.name] > 3) {
 				by = -by
 			}
 			if given[g.name]+by > 4 {
@@ -511,9 +512,6 @@ func humanScales(ctx context.Context, r *run) error {
 }
 
 func ledgerWiped(ctx context.Context, r *run) error { return r.ledgers(ctx, loadFor, (*run).wipe) }
-func ledgerWipedShort(ctx context.Context, r *run) error {
-	return r.ledgers(ctx, loadForShort, (*run).wipe)
-}
 func ledgerEdited(ctx context.Context, r *run) error {
 	return r.ledgers(ctx, loadFor, (*run).editLedger)
 }
@@ -568,7 +566,7 @@ func (r *run) takeBack(ctx context.Context, g *group) error {
 // editLedger changes the ledger as somebody does who thinks to know better.
 func (r *run) editLedger(ctx context.Context, g *group) error {
 	path := "/metadata/annotations/" + strings.ReplaceAll(agentv1.LedgerAnnotation, "/", "~1")
-	kind := rand.IntN(5) //nolint:gosec // no secret
+	kind := rand.IntN(5)
 	r.fault("editing the ledger of %s: %d", g.name, kind)
 	return r.rewrite(ctx, g, func(md *clusterv1.MachineDeployment) edit {
 		text, there := md.Annotations[agentv1.LedgerAnnotation]

@@ -9,8 +9,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/samber/lo"
-
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
 	"github.com/karpenter-capi/karpenter-capi/test/faults"
@@ -257,14 +255,9 @@ func (s *stage) stop() {
 	if s.witness != nil {
 		s.witness.Stop()
 	}
-	s.World.Stop()
+	s.Stop()
 	s.closeProxies()
 	s.journal.close()
-}
-
-// running are the agents that are called.
-func (s *stage) running() []string {
-	return lo.Filter(lo.Times(agents, sandbox.AgentName), func(name string, _ int) bool { return s.Status(name).PID != 0 })
 }
 
 // journal is a file with a line for each write and each fault. The zero value forgets them.
@@ -277,7 +270,7 @@ func (j *journal) open(path string) error {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	var err error
-	j.file, err = os.OpenFile(path, os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600) //nolint:gosec // in the sandbox's own folder
+	j.file, err = os.OpenFile(path, os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)
 	return err
 }
 

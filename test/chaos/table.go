@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"io"
 	"strconv"
+	"strings"
 	"text/tabwriter"
 	"time"
 
@@ -80,14 +81,8 @@ var header = []string{
 }
 
 func (r *Row) String() string {
-	text := ""
-	for i, cell := range r.cells()[1:] {
-		text += lo.Ternary(i == 0, "", " ") + header[i+1] + "=" + cell
-	}
-	for _, note := range r.Notes {
-		text += "; " + note
-	}
-	return text
+	cells := lo.Map(r.cells()[1:], func(cell string, i int) string { return header[i+1] + "=" + cell })
+	return strings.Join(append([]string{strings.Join(cells, " ")}, r.Notes...), "; ")
 }
 
 // Write prints the tables and, as the last line, the verdict.

@@ -3,6 +3,7 @@ package faults_test
 import (
 	"encoding/json"
 	"fmt"
+	"strings"
 	"testing"
 
 	. "github.com/onsi/gomega"
@@ -13,6 +14,7 @@ import (
 const (
 	capi  = "cluster.x-k8s.io"
 	ours  = "agent.karpenter.cluster.x-k8s.io"
+	hook  = "pre-terminate.delete.hook.machine.cluster.x-k8s.io/karpenter-capi"
 	empty = `{"v":1,"seq":1,"floor":1,"lastReplicas":2}`
 )
 
@@ -41,6 +43,17 @@ func claim(group, status string) string {
 	return fmt.Sprintf(`{"metadata":{"name":"spoke.c"},"spec":{"clusterName":"spoke","claimID":"c","nodeGroup":%q},"status":%s}`, group, status)
 }
 
+// status is that of a claim of the group small.
+func status(phase, reason, message string, events int) string {
+	history := strings.TrimSuffix(strings.Repeat("{},", events), ",")
+	return claim("small", fmt.Sprintf(`{"phase":%q,"reason":%q,"message":%q,"history":[%s]}`, phase, reason, message, history))
+}
+
+// annotation is a merge patch.
+func annotation(key, value string) string {
+	return fmt.Sprintf(`{"metadata":{"annotations":{%q:%s}}}`, key, value)
+}
+
 func TestEachStepOfTheProtocolHasItsClass(t *testing.T) {
 	pending := func(entries string) string {
 		return `{"v":1,"seq":2,"floor":1,"lastReplicas":2,"pending":{` + entries + `}}`
@@ -56,17 +69,17 @@ func TestEachStepOfTheProtocolHasItsClass(t *testing.T) {
 		{faults.TombstoneCreated, "create", ours, "machineclaims", "", claim("", "{}")},
 		{faults.ClaimMoved, "update", ours, "machineclaims", "", claim("small", "{}")},
 		{faults.ClaimForgotten, "delete", ours, "machineclaims", "", "{}"},
-		{faults.ClaimEntered, "update", ours, "machineclaims", "status", claim("small", `{"phase":"Pending","reason":"WaitingForMachine","history":[{}]}`)},
-		{faults.ClaimExplained, "update", ours, "machineclaims", "status", claim("small", `{"phase":"Pending","reason":"WaitingForMachine","history":[{},{}]}`)},
-		{faults.ClaimExplained, "update", ours, "machineclaims", "status", claim("small", `{"phase":"Bound","reason":"MachineDeleting"}`)},
-		{faults.ClaimExplained, "update", ours, "machineclaims", "status", claim("small", `{"phase":"Releasing","reason":"DrainingNode","message":"the deletion of Machine m takes long: pods"}`)},
-		{faults.ClaimBound, "update", ours, "machineclaims", "status", claim("small", `{"phase":"Bound","reason":"Bound","message":"bound to Machine lost"}`)},
-		{faults.ClaimRestored, "update", ours, "machineclaims", "status", claim("small", `{"phase":"Bound","reason":"Bound","message":"its status was lost; bound to m"}`)},
-		{faults.NodeNoted, "update", ours, "machineclaims", "status", claim("small", `{"phase":"Bound","reason":"NodeJoined"}`)},
-		{faults.ClaimReleasing, "update", ours, "machineclaims", "status", claim("small", `{"phase":"Releasing","reason":"ReleaseRequested"}`)},
-		{faults.ClaimReleasing, "update", ours, "machineclaims", "status", claim("small", `{"phase":"Releasing","reason":"Collected"}`)},
-		{faults.ClaimFailed, "update", ours, "machineclaims", "status", claim("small", `{"phase":"Releasing","reason":"Failed"}`)},
-		{faults.ClaimEnded, "update", ours, "machineclaims", "status", claim("small", `{"phase":"Ended","reason":"Released"}`)},
+		{faults.ClaimEntered, "update", ours, "machineclaims", "status", status("Pending", "WaitingForMachine", "", 1)},
+		{faults.ClaimExplained, "update", ours, "machineclaims", "status", status("Pending", "WaitingForMachine", "", 2)},
+		{faults.ClaimExplained, "update", ours, "machineclaims", "status", status("Bound", "MachineDeleting", "", 3)},
+		{faults.ClaimExplained, "update", ours, "machineclaims", "status", status("Releasing", "DrainingNode", "the deletion of Machine m takes long: pods", 4)},
+		{faults.ClaimBound, "update", ours, "machineclaims", "status", status("Bound", "Bound", "bound to Machine lost", 2)},
+		{faults.ClaimRestored, "update", ours, "machineclaims", "status", status("Bound", "Bound", "its status was lost; bound to m", 1)},
+		{faults.NodeNoted, "update", ours, "machineclaims", "status", status("Bound", "NodeJoined", "", 3)},
+		{faults.ClaimReleasing, "update", ours, "machineclaims", "status", status("Releasing", "ReleaseRequested", "", 4)},
+		{faults.ClaimReleasing, "update", ours, "machineclaims", "status", status("Releasing", "Collected", "", 4)},
+		{faults.ClaimFailed, "update", ours, "machineclaims", "status", status("Releasing", "Failed", "", 4)},
+		{faults.ClaimEnded, "update", ours, "machineclaims", "status", status("Ended", "Released", "", 5)},
 		{faults.TombstoneEngraved, "update", ours, "machineclaims", "status", claim("", `{"phase":"Ended","reason":"NeverMade"}`)},
 
 		{faults.LedgerBegun, "patch", capi, "machinedeployments", "", ledgers("", pending(`"c":{}`), 1, 2, "")},
@@ -84,12 +97,12 @@ func TestEachStepOfTheProtocolHasItsClass(t *testing.T) {
 		{faults.MachineLabelled, "patch", capi, "machines", "", `[{"op":"test","path":"/metadata/uid","value":"u"},` +
 			`{"op":"add","path":"/metadata/labels/agent.karpenter.cluster.x-k8s.io~1claim","value":"c"}]`},
 		{faults.MachineUnlabelled, "patch", capi, "machines", "", `{"metadata":{"labels":{"agent.karpenter.cluster.x-k8s.io/claim":null}}}`},
-		{faults.MachineHeld, "patch", capi, "machines", "", `[{"op":"add","path":"/metadata/finalizers","value":["m","agent.karpenter.cluster.x-k8s.io/release"]}]`},
+		{faults.MachineHeld, "patch", capi, "machines", "", `[{"op":"add","path":"/metadata/finalizers","value":["m","` + ours + `/release"]}]`},
 		{faults.MachineHeld, "patch", capi, "machines", "", `{"metadata":{"resourceVersion":"7"}}`},
 		{faults.MachineLetGo, "patch", capi, "machines", "", `[{"op":"add","path":"/metadata/finalizers","value":[]}]`},
 		{faults.MachineLetGo, "patch", capi, "machines", "", `{"metadata":{"finalizers":null}}`},
-		{faults.HookPut, "patch", capi, "machines", "", `{"metadata":{"annotations":{"pre-terminate.delete.hook.machine.cluster.x-k8s.io/karpenter-capi":""}}}`},
-		{faults.HookRemoved, "patch", capi, "machines", "", `[{"op":"remove","path":"/metadata/annotations/pre-terminate.delete.hook.machine.cluster.x-k8s.io~1karpenter-capi"}]`},
+		{faults.HookPut, "patch", capi, "machines", "", annotation(hook, `""`)},
+		{faults.HookRemoved, "patch", capi, "machines", "", `[{"op":"remove","path":"/metadata/annotations/` + strings.ReplaceAll(hook, "/", "~1") + `"}]`},
 		{faults.MachineDeleted, "delete", capi, "machines", "", `{"preconditions":{"uid":"u"}}`},
 
 		{faults.SetPaused, "patch", capi, "machinesets", "", `{"metadata":{"annotations":{"cluster.x-k8s.io/paused":"x"}}}`},
@@ -117,11 +130,13 @@ func TestWhatOnlyTheMemoryKnows(t *testing.T) {
 	m.Lose("fleet", "spoke.c")
 	g.Expect(m.Classify(create)).To(Equal(faults.ClaimRemade))
 
-	adopt := &faults.Request{Verb: "create", Group: ours, Resource: "machineclaims", Namespace: "fleet",
-		Body: []byte(`{"metadata":{"name":"spoke.a"},"spec":{"claimID":"a","nodeGroup":"small","adopt":"m"}}`)}
+	adopt := &faults.Request{
+		Verb: "create", Group: ours, Resource: "machineclaims", Namespace: "fleet",
+		Body: []byte(`{"metadata":{"name":"spoke.a"},"spec":{"claimID":"a","nodeGroup":"small","adopt":"m"}}`),
+	}
 	g.Expect(m.Classify(adopt)).To(Equal(faults.ClaimCreated))
-	enter := &faults.Request{Verb: "patch", Group: capi, Resource: "machinedeployments", Body: []byte(
-		ledgers(empty, `{"v":1,"seq":2,"floor":0,"lastReplicas":2,"pending":{"a":{"m":"m","u":"u","adopted":true}}}`, 2, 2, ""))}
+	after := `{"v":1,"seq":2,"floor":0,"lastReplicas":2,"pending":{"a":{"m":"m","u":"u","adopted":true}}}`
+	enter := &faults.Request{Verb: "patch", Group: capi, Resource: "machinedeployments", Body: []byte(ledgers(empty, after, 2, 2, ""))}
 	g.Expect(m.Classify(enter)).To(Equal(faults.AdoptEntered))
 }
 
@@ -130,9 +145,13 @@ func TestUnknownWritesAreTold(t *testing.T) {
 		"another resource":          {Verb: "create", Resource: "configmaps", Body: []byte("{}")},
 		"another change of Machine": {Verb: "patch", Group: capi, Resource: "machines", Body: []byte(`{"metadata":{"annotations":{"x":"y"}}}`)},
 		"a spec":                    {Verb: "patch", Group: capi, Resource: "machines", Body: []byte(`[{"op":"add","path":"/spec/x","value":1}]`)},
-		"another phase":             {Verb: "update", Group: ours, Resource: "machineclaims", Subresource: "status", Body: []byte(claim("small", `{"phase":"Bound","reason":"New"}`))},
-		"replicas without a ledger": {Verb: "patch", Group: capi, Resource: "machinedeployments", Body: []byte(`[{"op":"replace","path":"/spec/replicas","value":1}]`)},
-		"a deletion":                {Verb: "delete", Group: capi, Resource: "machinesets", Body: []byte("{}")},
+		"another reason": {
+			Verb: "update", Group: ours, Resource: "machineclaims", Subresource: "status", Body: []byte(status("Bound", "New", "", 1)),
+		},
+		"replicas without a ledger": {
+			Verb: "patch", Group: capi, Resource: "machinedeployments", Body: []byte(`[{"op":"replace","path":"/spec/replicas","value":1}]`),
+		},
+		"a deletion": {Verb: "delete", Group: capi, Resource: "machinesets", Body: []byte("{}")},
 	} {
 		t.Run(name, func(t *testing.T) {
 			g := NewWithT(t)

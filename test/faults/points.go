@@ -118,7 +118,7 @@ func (p *Points) Plan(agent string, r *Request) Fault {
 	}
 	point := Point{r.Class, lo.Sample(armed)}
 	p.taken[point]++
-	p.next[agent] = now.Add(time.Duration(rand.Int64N(int64(p.gap) + 1))) //nolint:gosec // no secret
+	p.next[agent] = now.Add(time.Duration(rand.Int64N(int64(p.gap) + 1)))
 	over := false
 	finish := func(hit bool) {
 		p.mu.Lock()

@@ -40,7 +40,7 @@ func command(args []string) int {
 	flags.StringVar(&o.Name, "name", "chaos", "name of the sandbox")
 	flags.StringVar(&only, "scenarios", "", "the scenarios to run, separated by commas; empty for all")
 	flags.IntVar(&o.Rounds, "rounds", 1, "how often each scenario runs")
-	flags.IntVar(&o.Claims, "claims", 2000, "how many claims and releases there are to be: the scenario with random kills, which is the last one, goes on until then; of all scenarios only")
+	flags.IntVar(&o.Claims, "claims", 2000, "how many claims and releases there are to be when all scenarios run; the last one goes on until then")
 	flags.BoolVar(&o.Short, "short", false, "the short form, as in the tests")
 	flags.StringVar(&o.Agent, "agent", "", "the agent's executable; empty for bin/capi-agent")
 	flags.BoolVar(&list, "list", false, "list the scenarios and exit")
