@@ -7,6 +7,7 @@ import (
 	"os"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/go-logr/logr"
 	"github.com/go-logr/logr/funcr"
@@ -48,6 +49,7 @@ func testOptions(namespace string) *options.Options {
 	o.Namespaces = []string{namespace}
 	o.MetricsBindAddress, o.HealthProbeBindAddress = "0", "0"
 	o.KubeAPIQPS, o.KubeAPIBurst = 1000, 1000
+	o.ShutdownGracePeriod = time.Minute // other tests may have the machine
 	return o
 }
 
