@@ -337,14 +337,18 @@ func (r *run) deleteMachine(ctx context.Context, m *clusterv1.Machine) error {
 // releaseFromTwoSets makes claims on two MachineSets and releases them.
 func (r *run) releaseFromTwoSets(ctx context.Context, g *group) error {
 	if g.revision == 0 {
-		if err := r.rollOut(ctx, g); err != nil {
+		g.revision++
+		if err := r.Hub.Create(ctx, g.machineTemplate()); err != nil {
 			return err
 		}
 	}
 	var ids []string
 	for revision := range 2 {
-		if err := r.useTemplate(ctx, g, fmt.Sprintf("%s-r%d", g.name, revision)); err != nil {
-			return err
+		for done := false; !done; {
+			var err error
+			if done, err = r.flipWhenQuiet(ctx, g, fmt.Sprintf("%s-r%d", g.name, revision)); err != nil {
+				return err
+			}
 		}
 		for range 2 {
 			id, err := r.calls.create(ctx, g.name)

@@ -357,7 +357,7 @@ func rollout(ctx context.Context, r *run) error {
 				return err
 			}
 			if i%2 == 0 {
-				if err := r.flipWhenQuiet(ctx, g, fmt.Sprintf("%s-r%d", g.name, rand.IntN(3))); err != nil {
+				if _, err := r.flipWhenQuiet(ctx, g, fmt.Sprintf("%s-r%d", g.name, rand.IntN(3))); err != nil {
 					return err
 				}
 			}
@@ -366,21 +366,22 @@ func rollout(ctx context.Context, r *run) error {
 	})
 }
 
-// flipWhenQuiet changes the template of a group in a moment in which no Machines are being made; not at all if there is none
-// soon. Cluster API itself deletes what an old MachineSet makes after the template has changed, and whose doing a deletion is
-// could not be told.
-func (r *run) flipWhenQuiet(ctx context.Context, g *group, template string) error {
+// flipWhenQuiet changes the template of a group in a moment in which no Machines are being made, and returns whether there was
+// one soon.
+func (r *run) flipWhenQuiet(ctx context.Context, g *group, template string) (bool, error) {
 	for range 40 {
 		if done, err := r.flip(ctx, g, template); done || err != nil {
-			return err
+			return done, err
 		}
 		if err := wait(ctx, 100*time.Millisecond); err != nil {
-			return err
+			return false, err
 		}
 	}
-	return nil
+	return false, nil
 }
 
+// flip changes the template of a group, unless Machines are being made. Cluster API itself deletes what an old MachineSet has
+// made when the template changes in between, and whose doing a deletion is could not be told.
 func (r *run) flip(ctx context.Context, g *group, template string) (bool, error) {
 	var sets clusterv1.MachineSetList
 	ofGroup := client.MatchingLabels{clusterv1.MachineDeploymentNameLabel: g.name}
