@@ -400,7 +400,8 @@ func (r *run) flip(ctx context.Context, g *group, template string) (bool, error)
 		return false, nil
 	}
 	patch, err := json.Marshal([]operation{
-		test("/metadata/annotations/"+strings.ReplaceAll(agentv1.LedgerAnnotation, "/", "~1"), text), // as no replicas are raised without it
+		// No replicas are raised without a change of the ledger. An absent one is null.
+		test("/metadata/annotations/"+strings.ReplaceAll(agentv1.LedgerAnnotation, "/", "~1"), lo.Ternary[any](text == "", nil, text)),
 		replace("/spec/template/spec/infrastructureRef/name", template),
 	})
 	if err != nil {
