@@ -352,14 +352,21 @@ func (s *snapshot) giveBack(d *decision, next *Ledger) {
 		if s.md.Status.ObservedGeneration < s.md.Generation {
 			return // a template change that is not observed yet would make it the wrong variant
 		}
-		n := min(count(ready), d.replicas)
-		d.replicas -= n
-		for _, uid := range ready[:n] {
+		// Those beyond the MachineSet's replicas a human's lowering has taken already: to lower once more would have Cluster API
+		// choose a Machine.
+		taken := -replicasOf(active[0])
+		for _, m := range s.machines {
+			if setOf(m) == active[0].Name && !next.Releasing[m.UID].GivenBack {
+				taken++
+			}
+		}
+		d.replicas -= min(max(0, count(ready)-max(0, taken)), d.replicas)
+		for _, uid := range ready {
 			r := next.Releasing[uid]
 			r.GivenBack = true
 			next.Releasing[uid] = r
 		}
-		d.urgent = d.urgent || n > 0
+		d.urgent = true
 		return
 	}
 	s.giveBackPaused(d, next, ready)
@@ -440,7 +447,7 @@ func (s *snapshot) skipReplaced(d *decision, next *Ledger, begun []types.UID) []
 		after[set.Name], excess[set.Name] = replicasOf(set), -replicasOf(set)
 	}
 	for _, m := range s.machines {
-		if !slices.Contains(begun, m.UID) || !lowered(m.UID) {
+		if !next.Releasing[m.UID].GivenBack && (!slices.Contains(begun, m.UID) || !lowered(m.UID)) {
 			excess[setOf(m)]++
 		}
 	}

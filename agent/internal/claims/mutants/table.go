@@ -4,7 +4,7 @@ package main
 // documentation.
 var mutants = []mutant{
 	// The anchor: a claim belongs to one node group.
-	{name: "no anchor: each group has an object for the claim", edits: []edit{
+	{name: "no anchor: each group has an object for the claim", smoke: true, edits: []edit{
 		{"engine.go", "v1alpha1.ObjectName(r.Cluster, r.ID),\n", "v1alpha1.ObjectName(r.Cluster, r.ID+nodeGroup),\n"},
 	}},
 	{name: "anchor not followed: a repeated call moves the claim", edits: []edit{
@@ -26,7 +26,7 @@ var mutants = []mutant{
 			"		_ = e.Client.Delete(ctx, c)\n		return nil, &EndedError{Reason: cmp.Or(c.Status.Reason, ReasonNeverMade), Message: neverMade}\n",
 		},
 	}},
-	{name: "tombstone dropped early", edits: []edit{
+	{name: "tombstone dropped early", smoke: true, edits: []edit{
 		{"tombstone.go", "t.TombstoneRetention - t.Clock.Since(c.Status.EndedAt.Time)", "time.Second - t.Clock.Since(c.Status.EndedAt.Time)"},
 	}},
 	{name: "no tombstone for an unknown claim", edits: []edit{
@@ -51,7 +51,7 @@ var mutants = []mutant{
 	{name: "give-back without the generation test", edits: []edit{
 		{"write.go", "		ops = append(ops, test(\"/metadata/generation\", s.md.Generation))\n", ""},
 	}},
-	{name: "floor inferred from stale Machines", edits: []edit{
+	{name: "floor inferred from stale Machines", smoke: true, edits: []edit{
 		{
 			"decide.go", "	next.Floor = max(0, next.Floor+s.group.Replicas-next.LastReplicas)\n",
 			"	next.Floor = 0\n" +
@@ -81,7 +81,7 @@ var mutants = []mutant{
 	{name: "a shortage is not made good", edits: []edit{
 		{"decide.go", "			d.replicas, d.urgent = raised, true\n", "			d.urgent = true\n"},
 	}},
-	{name: "max size ignored when a claim is entered", edits: []edit{
+	{name: "max size ignored when a claim is entered", smoke: true, edits: []edit{
 		{"decide.go", "		case s.group.Max == nil || d.replicas < *s.group.Max:\n			d.replicas++\n		default:\n			d.refused[id] = s.full()\n			continue\n		}\n		next.Pending[id] = Named{}", "		default:\n			d.replicas++\n		}\n		next.Pending[id] = Named{}"},
 	}},
 	{name: "max size ignored when a shortage is made good", edits: []edit{
@@ -216,7 +216,7 @@ var mutants = []mutant{
 	}},
 
 	// Binding.
-	{name: "label before Bound", edits: []edit{
+	{name: "label before Bound", smoke: true, edits: []edit{
 		{
 			"write.go", "	if err := e.Client.Status().Update(ctx, c); err != nil {\n		return err\n	}\n	return e.label(ctx, c, a.machine)\n",
 			"	if err := e.label(ctx, c, a.machine); err != nil {\n		return err\n	}\n	return e.Client.Status().Update(ctx, c)\n",
@@ -358,8 +358,8 @@ var mutants = []mutant{
 	}},
 	{name: "a MachineSet is unpaused before it was lowered", edits: []edit{
 		{
-			"decide.go", "		if s.assigned() && d.replicas == s.group.Replicas {\n",
-			"		if d.replicas >= 0 {\n",
+			"decide.go", "		if overtaken || s.assigned() && d.replicas == s.group.Replicas {\n",
+			"		if overtaken || d.replicas >= 0 {\n",
 		},
 	}},
 	{name: "blocked spares are counted down while a template change is unseen", test: "TestAgreement", edits: []edit{

@@ -321,15 +321,27 @@ func (t *step) giveBack() {
 	if t.s.md.observed == 0 && !t.p.without(ObserveTemplate) {
 		return
 	}
-	n := min(count(ready), t.d.replicas)
-	t.d.replicas -= n
-	for i := range maxMachines {
-		if ready&bit(i) != 0 && n > 0 {
-			t.next.givenBack |= bit(i)
-			t.d.urgent = true
-			n--
+	// Those beyond the MachineSet's replicas a human's lowering has taken already.
+	taken := 0
+	for i, set := range t.s.sets {
+		if active == bit(i) && !t.p.without(SlotTaken) {
+			taken = t.machinesOf(i) - int(set.replicas)
 		}
 	}
+	t.d.replicas -= uint8(min(max(0, int(count(ready))-max(0, taken)), int(t.d.replicas)))
+	t.next.givenBack |= ready
+	t.d.urgent = true
+}
+
+// machinesOf counts the Machines of a MachineSet whose replica was not given back.
+func (t *step) machinesOf(set int) int {
+	n := 0
+	for i, m := range t.s.machines {
+		if int(m.set) == set && m.exists() && t.next.givenBack&bit(i) == 0 {
+			n++
+		}
+	}
+	return n
 }
 
 // unpauseLeftOver takes off our pause where no release needs it: the ledger that did is lost.
@@ -396,7 +408,7 @@ func (t *step) replaced(begun uint8) (skipped uint8) {
 		after[set] = int(t.s.sets[set].replicas)
 		excess := -after[set]
 		for i, m := range t.s.machines {
-			if int(m.set) == set && m.exists() && (begun&bit(i) == 0 || !t.lowered(i)) {
+			if int(m.set) == set && m.exists() && t.next.givenBack&bit(i) == 0 && (begun&bit(i) == 0 || !t.lowered(i)) {
 				excess++
 			}
 		}
@@ -779,7 +791,7 @@ func (t *step) shrink(spare int) {
 		t.next.shrunk = 1 // the spare found another use
 	case set.exists == 0 || set.paused != byAgent:
 		t.next.shrinks, t.next.shrunk = 0, 0
-	case t.s.ledger.shrunk != 0 && t.assigned() && t.d.replicas == t.s.md.replicas:
+	case t.s.ledger.shrunk != 0 && (active != bit(i) || t.assigned() && t.d.replicas == t.s.md.replicas):
 		t.d.do(action{kind: unpauseMachineSet, set: uint8(i)})
 	}
 }
