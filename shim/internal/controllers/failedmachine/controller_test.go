@@ -32,6 +32,7 @@ type env struct {
 func setUp(t *testing.T, agent ...fakeagent.Option) *env {
 	t.Helper()
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}}, shimtest.WithAgent(agent...))
+	w.Eventually(func() bool { return w.Claims.State().Synced }, "the mirror of claims is complete")
 	clk := clocktesting.NewFakeClock(time.Now())
 	return &env{
 		World: w, t: t, clock: clk,
