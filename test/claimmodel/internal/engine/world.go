@@ -5,7 +5,7 @@ import "github.com/karpenter-capi/karpenter-capi/test/claimmodel/internal/explor
 type emitter func(next *State, what, x, y int, violation string)
 
 // controllers are Cluster API's and the infrastructure's, for one group. They are wider than the real ones where those depend
-// on what the model does not have: a lowered MachineDeployment may charge any of its MachineSets, one replica at a time.
+// on what the model does not have: a rollout takes old Machines in any order, whether the new ones are available or not.
 func (p *Protocol) controllers(s *State, g int, emit explore.Emit[State]) {
 	move := func(next *State, what, x, y int, violation string) { emit(next, act(nobody, g, what, x, y), violation) }
 	p.deployment(s, g, move)
@@ -90,11 +90,18 @@ func (p *Protocol) deployment(s *State, g int, move emitter) {
 		case sum == replicas:
 			write(basis, true)
 		default:
-			for i := range basis {
-				if basis[i] > 0 {
-					write(change(i, -1), sum-1 == replicas)
+			// The newest MachineSet is cut down to the replicas; the rest is taken from the oldest ones.
+			to := basis
+			to[newest] = min(to[newest], replicas)
+			over := sum - basis[newest] + to[newest] - replicas
+			for i := range to {
+				if i != newest {
+					less := min(to[i], over)
+					to[i] -= less
+					over -= less
 				}
 			}
+			write(to, true)
 		}
 		return
 	}
