@@ -355,7 +355,7 @@ func (w *world) rest() {
 		w.clock.Step(round)
 		if still++; w.hub.version != before {
 			still = 0
-		} else if time.Duration(still)*round > abandonedAfter {
+		} else if time.Duration(still-1)*round > abandonedAfter {
 			return
 		}
 	}

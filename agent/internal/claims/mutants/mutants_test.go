@@ -3,6 +3,7 @@ package main
 import (
 	"path/filepath"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -23,4 +24,22 @@ func TestEveryMutantApplies(t *testing.T) {
 		_, err := m.overlay(source(t), t.TempDir())
 		assert.NoError(t, err)
 	}
+}
+
+// TestTheQuickestMutantsAreCaught tries those that a few histories suffice for; `make mutants` tries all.
+func TestTheQuickestMutantsAreCaught(t *testing.T) {
+	r := runner{source: source(t), budget: 5 * time.Minute, rounds: rounds[:2]}
+	tried := 0
+	for _, m := range mutants {
+		if !m.smoke {
+			continue
+		}
+		tried++
+		t.Run(m.name, func(t *testing.T) {
+			found, err := r.try(t.Context(), m)
+			require.NoError(t, err)
+			t.Logf("caught in %d histories: %s", found.histories, found.invariant)
+		})
+	}
+	assert.GreaterOrEqual(t, tried, 4)
 }

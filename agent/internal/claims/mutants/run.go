@@ -28,10 +28,9 @@ type round struct {
 // first, as most breakages show in a few steps, then more and longer ones.
 var rounds = []round{
 	{seed: 1, histories: 100, steps: 30},
-	{seed: 2, histories: 400, steps: 40},
-	{seed: 3, histories: 1500, steps: 50},
+	{seed: 2, histories: 500, steps: 40},
+	{seed: 3, histories: 2000, steps: 50},
 	{seed: 4, histories: 6000, steps: 60},
-	{seed: 5, histories: 12000, steps: 80},
 }
 
 var (
@@ -43,12 +42,9 @@ var (
 type catch struct {
 	// invariant is what the test said was violated.
 	invariant string
-	// histories is how many were needed.
-	histories int
+	// histories is how many were needed, and rounds how many of the rounds.
+	histories, rounds int
 }
-
-// controlRounds is how many of the rounds the engine as it is goes through.
-const controlRounds = 3
 
 // runner builds and runs the tests of package claims, mutated or not.
 type runner struct {
@@ -72,9 +68,10 @@ func (r runner) try(ctx context.Context, m mutant) (catch, error) {
 	ctx, cancel := context.WithTimeout(ctx, r.budget)
 	defer cancel()
 	total := 0
-	for _, round := range r.rounds {
+	for i, round := range r.rounds {
 		found, err := r.run(ctx, binary, dir, m, round)
 		found.histories += total
+		found.rounds = i + 1
 		if err == nil || !errors.Is(err, errSurvived) {
 			return found, err
 		}
@@ -86,10 +83,14 @@ func (r runner) try(ctx context.Context, m mutant) (catch, error) {
 	return catch{histories: total}, errSurvived
 }
 
-// control runs the engine as it is through the first rounds, and through the other tests that mutants are judged by. It returns
-// [errSurvived] if all is well.
-func (r runner) control(ctx context.Context, tests []string) (catch, error) {
-	r.rounds = r.rounds[:min(len(r.rounds), controlRounds)]
+// controlBudget only ends a run that hangs.
+const controlBudget = time.Hour
+
+// control runs the engine as it is through the rounds that the mutants needed, and through the other tests that judged them: in
+// what caught them there must be nothing to catch. It returns [errSurvived] if all is well.
+func (r runner) control(ctx context.Context, tests []string, needed int) (catch, error) {
+	r.rounds = r.rounds[:max(1, min(len(r.rounds), needed))]
+	r.budget = controlBudget
 	for _, test := range tests {
 		if found, err := r.try(ctx, mutant{name: "(none)", test: test}); !errors.Is(err, errSurvived) {
 			return found, err
