@@ -72,7 +72,10 @@ func TestEachStepOfTheProtocolHasItsClass(t *testing.T) {
 		{faults.ClaimEntered, "update", ours, "machineclaims", "status", status("Pending", "WaitingForMachine", "", 1)},
 		{faults.ClaimExplained, "update", ours, "machineclaims", "status", status("Pending", "WaitingForMachine", "", 2)},
 		{faults.ClaimExplained, "update", ours, "machineclaims", "status", status("Bound", "MachineDeleting", "", 3)},
-		{faults.ClaimExplained, "update", ours, "machineclaims", "status", status("Releasing", "DrainingNode", "the deletion of Machine m takes long: pods", 4)},
+		{
+			faults.ClaimExplained, "update", ours, "machineclaims", "status",
+			status("Releasing", "DrainingNode", "the deletion of Machine m takes long: pods", 4),
+		},
 		{faults.ClaimBound, "update", ours, "machineclaims", "status", status("Bound", "Bound", "bound to Machine lost", 2)},
 		{faults.ClaimRestored, "update", ours, "machineclaims", "status", status("Bound", "Bound", "its status was lost; bound to m", 1)},
 		{faults.NodeNoted, "update", ours, "machineclaims", "status", status("Bound", "NodeJoined", "", 3)},

@@ -192,8 +192,8 @@ func (w *world) machinesOf(s *clusterv1.MachineSet) []*clusterv1.Machine {
 }
 
 // setStep is one reconcile of the MachineSet controller, on what its cache shows.
-func (w *world) setStep(s *clusterv1.MachineSet) bool {
-	return w.reconcile(s.Name, func(pause func()) bool {
+func (w *world) setStep(s *clusterv1.MachineSet) {
+	w.reconcile(s.Name, func(pause func()) bool {
 		o, err := w.hub.find(machineSets, s.Name)
 		w.must(err)
 		s := o.(*clusterv1.MachineSet).DeepCopy() //nolint:forcetypeassert // of the kind
@@ -222,7 +222,7 @@ func (w *world) setStep(s *clusterv1.MachineSet) bool {
 			w.makeMachine(s, group)
 		}
 		if missing < 0 {
-			w.removeMachines(s, group, mine, -missing, old)
+			w.removeMachines(group, mine, -missing, old)
 		}
 		o, _ = w.hub.find(machineSets, s.Name)
 		now := o.(*clusterv1.MachineSet).DeepCopy() //nolint:forcetypeassert // of the kind
@@ -253,7 +253,7 @@ func (w *world) makeMachine(s *clusterv1.MachineSet, group string) {
 
 // removeMachines deletes what is too much: those first that the controller's cache knows to be deleted already, and after that
 // the adversary's choice, which is wider than Cluster API's.
-func (w *world) removeMachines(s *clusterv1.MachineSet, group string, mine []*clusterv1.Machine, n int, old bool) {
+func (w *world) removeMachines(group string, mine []*clusterv1.Machine, n int, old bool) {
 	var others []*clusterv1.Machine
 	for _, m := range mine {
 		if w.seen[m.UID] {

@@ -2,6 +2,7 @@ package claims
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -176,7 +177,7 @@ func (h *hub) remove(o client.Object, p *metav1.Preconditions) error {
 		return err
 	}
 	if p != nil && (p.UID != nil && *p.UID != before.GetUID() || p.ResourceVersion != nil && *p.ResourceVersion != before.GetResourceVersion()) {
-		return apierrors.NewConflict(k.resource(), o.GetName(), fmt.Errorf("the precondition does not hold"))
+		return apierrors.NewConflict(k.resource(), o.GetName(), errors.New("the precondition does not hold"))
 	}
 	if !before.GetDeletionTimestamp().IsZero() {
 		return nil

@@ -281,7 +281,9 @@ func (w *world) check() {
 		}
 	}
 	for id, o := range w.owners {
-		if c := claims[id]; o.released && !o.gone && !o.excused && c != nil && (c.CurrentPhase() == v1alpha1.PhasePending || c.CurrentPhase() == v1alpha1.PhaseBound) {
+		c := claims[id]
+		if o.released && !o.gone && !o.excused && c != nil &&
+			(c.CurrentPhase() == v1alpha1.PhasePending || c.CurrentPhase() == v1alpha1.PhaseBound) {
 			w.t.Fatalf("I1: claim %s was released and lives\n%s", id, w.describe())
 		}
 	}

@@ -246,7 +246,8 @@ func (w *world) describe() string {
 			md.Annotations[clusterv1.PausedAnnotation], md.Annotations[v1alpha1.LedgerAnnotation])
 		for _, s := range w.sets(group) {
 			fmt.Fprintf(&b, "  set %s replicas=%d gen=%d/%d paused=%s released=%s\n",
-				s.Name, replicasOf(s), s.Generation, s.Status.ObservedGeneration, s.Annotations[clusterv1.PausedAnnotation], s.Annotations[v1alpha1.ReleasedAnnotation])
+				s.Name, replicasOf(s), s.Generation, s.Status.ObservedGeneration,
+				s.Annotations[clusterv1.PausedAnnotation], s.Annotations[v1alpha1.ReleasedAnnotation])
 		}
 		for _, m := range w.machines(group) {
 			fmt.Fprintf(&b, "  machine %s %s set=%s claim=%q alive=%v node=%q %s finalizers=%v\n",

@@ -55,7 +55,7 @@ func (p *Protocol) deployment(s *State, g int, move emitter) {
 		}
 	}
 	replicas := int(at.md.replicas)
-	write := func(to [maxSets]int, observed bool) {
+	write := func(to [maxSets]int) {
 		next := *s
 		md := &next.groups[g].md
 		changed, x := false, newest
@@ -66,7 +66,7 @@ func (p *Protocol) deployment(s *State, g int, move emitter) {
 				changed, x = true, i
 			}
 		}
-		if observed && (md.observed == 0 || md.carried != next.groups[g].ledger.givenBack) {
+		if md.observed == 0 || md.carried != next.groups[g].ledger.givenBack {
 			md.observed, md.carried = 1, next.groups[g].ledger.givenBack
 			if !changed {
 				move(&next, deploymentObserves, 0, 0, "")
@@ -86,9 +86,9 @@ func (p *Protocol) deployment(s *State, g int, move emitter) {
 	if !p.RollingUpdate || old == 0 {
 		switch {
 		case sum < replicas:
-			write(change(newest, replicas-sum), true)
+			write(change(newest, replicas-sum))
 		case sum == replicas:
-			write(basis, true)
+			write(basis)
 		default:
 			// The newest MachineSet is cut down to the replicas; the rest is taken from the oldest ones.
 			to := basis
@@ -101,26 +101,26 @@ func (p *Protocol) deployment(s *State, g int, move emitter) {
 					over -= less
 				}
 			}
-			write(to, true)
+			write(to)
 		}
 		return
 	}
 	// A rollout: one more than replicas at most, never fewer.
 	switch {
 	case basis[newest] > replicas:
-		write(change(newest, replicas-basis[newest]), true)
+		write(change(newest, replicas-basis[newest]))
 		return
 	case sum < replicas:
-		write(change(newest, min(replicas-sum, replicas-basis[newest])), true)
+		write(change(newest, min(replicas-sum, replicas-basis[newest])))
 		return
 	}
 	if sum <= replicas && basis[newest] < replicas {
-		write(change(newest, 1), true)
+		write(change(newest, 1))
 	}
 	if sum > replicas {
 		for i := range basis {
 			if i != newest && basis[i] > 0 {
-				write(change(i, -1), true)
+				write(change(i, -1))
 			}
 		}
 	}
