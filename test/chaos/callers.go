@@ -146,7 +146,11 @@ func (c *callers) make(ctx context.Context, r *agentv1alpha1.CreateClaimRequest)
 			return "", c.release(ctx, k.id, false)
 		}
 		if err := wait(ctx, pause); err != nil {
-			return k.id, err
+			// Whether it was made is not known; it is given up, and released before anything is checked.
+			c.mu.Lock()
+			k.wanted = false
+			c.mu.Unlock()
+			return "", err
 		}
 	}
 }

@@ -2,7 +2,6 @@ package chaos_test
 
 import (
 	"context"
-	"io"
 	"os"
 	"os/signal"
 	"syscall"
@@ -17,8 +16,7 @@ import (
 )
 
 func TestMain(m *testing.M) {
-	klog.LogToStderr(false)
-	klog.SetOutput(io.Discard)
+	klog.SetLogger(logr.Discard())
 	ctrl.SetLogger(logr.Discard())
 	os.Exit(m.Run())
 }

@@ -78,8 +78,11 @@ func (r *run) killAt(ctx context.Context, points []faults.Point, within time.Dur
 						continue
 					}
 					bounded, cancel := context.WithTimeout(searching, provokeWithin)
-					_ = p.round(bounded, r) // the agent dies in it: what is left is released in the end
+					_ = p.round(bounded, r) // the agent dies in it
 					cancel()
+					for _, g := range p.groups {
+						_ = r.releaseOf(searching, g) // or the group would fill up
+					}
 				}
 			})
 		}
@@ -231,19 +234,19 @@ func (r *run) adopt(ctx context.Context, g *group) error {
 		return m.DeletionTimestamp.IsZero() && m.Labels[agentv1.ClaimLabel] == "" && m.Status.NodeRef.Name != ""
 	})
 	if !found {
-		return wait(ctx, time.Second)
+		if err := r.scale(ctx, g, 1); err != nil {
+			return err
+		}
+		return r.awaitNodes(ctx, g, 1)
 	}
 	call := request(uuid.NewString(), g.name)
 	call.AdoptMachine = m.Name
 	// The user has one Machine less as soon as a claim has it.
 	r.people.share(g.name, -1, 0)
 	id, err := r.calls.make(ctx, call)
-	if err != nil {
+	if err != nil || id == "" {
+		r.people.share(g.name, 0, 1) // nobody knows
 		return err
-	}
-	if id == "" {
-		r.people.share(g.name, 1, 0)
-		return nil
 	}
 	for {
 		now, err := r.machineOf(ctx, id)
@@ -251,6 +254,7 @@ func (r *run) adopt(ctx context.Context, g *group) error {
 			break
 		}
 		if err := wait(ctx, pause); err != nil {
+			r.people.share(g.name, 0, 1) // it may be taken back before it has the Machine
 			return err
 		}
 	}
