@@ -339,6 +339,7 @@ func TestCertificatesRotateWithoutARestart(t *testing.T) {
 
 func TestBrokenFilesLeaveTheLastUsableOnes(t *testing.T) {
 	f := start(t)
+	require.NoError(t, f.list(f.cluster())) // the usable ones have been read
 	require.NoError(t, os.WriteFile(filepath.Join(f.serverPKI, "tls.crt"), []byte("nonsense"), 0o600))
 	require.NoError(t, os.WriteFile(filepath.Join(f.serverPKI, "ca.crt"), []byte("nonsense"), 0o600))
 	for range 5 {
