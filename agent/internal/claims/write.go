@@ -62,22 +62,25 @@ func (e *Engine) writeLedger(ctx context.Context, s *snapshot, d *decision) erro
 	next.Version = ledgerVersion
 	var ops []operation
 	if s.ledger == nil {
-		// There is nothing of ours to test, and an absent key cannot be tested: the object as a whole is.
-		ops = append(ops, test("/metadata/resourceVersion", s.md.ResourceVersion))
 		next.Seq = 1
-		if text, broken := s.md.Annotations[v1alpha1.LedgerAnnotation]; broken {
+		text, broken := s.md.Annotations[v1alpha1.LedgerAnnotation]
+		switch {
+		case broken:
 			ops = append(ops, test(annotationPath(v1alpha1.LedgerAnnotation), text))
-		}
-		if s.md.Annotations == nil {
-			ops = append(ops, put("/metadata/annotations", map[string]string{}))
+		case s.md.Annotations == nil:
+			const all = "/metadata/annotations"
+			ops = append(ops, test(all, nil), put(all, map[string]string{})) // nil: there are none
+		default:
+			ops = append(ops, test(annotationPath(v1alpha1.LedgerAnnotation), nil))
 		}
 	} else {
 		ops = append(ops, test(annotationPath(v1alpha1.LedgerAnnotation), s.md.Annotations[v1alpha1.LedgerAnnotation]))
 		next.Seq = s.ledger.Seq + 1
 	}
 	ops = append(ops, test("/spec/replicas", s.group.Replicas))
-	if d.gaveBack(s.ledger) || d.shrank(s.ledger) {
-		// Which MachineSet is charged depends on the template: no rollout may begin unseen.
+	if s.ledger == nil || d.gaveBack(s.ledger) || d.shrank(s.ledger) {
+		// Which MachineSet is charged depends on the template: no rollout may begin unseen. And a ledger that came and went
+		// since the reading left another generation, unless it changed nothing.
 		ops = append(ops, test("/metadata/generation", s.md.Generation))
 	}
 	ops = append(ops, put(annotationPath(v1alpha1.LedgerAnnotation), next.encode()))
