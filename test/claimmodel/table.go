@@ -187,7 +187,6 @@ func engineLongTable() []row {
 		in        world
 	}{
 		{engine.ShrinkInLedger, "I3", stale},
-		{engine.OnePauseAtATime, "I4", rolling},
 		{engine.TestPause, "P2", with(sets, func(w *world) { w.Pauses, w.StaleAgents = 1, 1 })},
 		{engine.LiveAfterLedger, "E2", stale},
 		{engine.CheckLedger, "E3", with(stale, func(w *world) { w.Floor = 0 })},
@@ -196,8 +195,13 @@ func engineLongTable() []row {
 		in := with(control.in, func(w *world) { w.Without = control.rule })
 		rows = append(rows, breaks("engine without "+control.rule.String(), control.violation, &in))
 	}
-	slot := with(rolling, func(w *world) { w.Claims, w.Without = 2, engine.SlotTaken })
-	return append(rows, row{name: "engine without slot-taken", violation: "I3", run: func() explore.Result {
-		return explore.Walk(&slot, explore.Options{Walks: 1_000_000, Depth: 150, Seed: 1, Until: "I3"})
-	}})
+	met := func(rule engine.Rule, violation string) { // these lie deep
+		in := with(rolling, func(w *world) { w.Claims, w.Without = 2, rule })
+		rows = append(rows, row{name: "engine without " + rule.String(), violation: violation, run: func() explore.Result {
+			return explore.Walk(&in, explore.Options{Walks: 1_000_000, Depth: 150, Seed: 1, Until: violation})
+		}})
+	}
+	met(engine.SlotTaken, "I3")
+	met(engine.OnePauseAtATime, "I4")
+	return rows
 }
