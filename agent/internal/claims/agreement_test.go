@@ -315,6 +315,9 @@ func inWords(d *decision) modelDecision {
 		if a.kind == explain || a.kind == noteMachine {
 			continue
 		}
+		if a.kind == moveOn {
+			a.kind = end // in the model only calls move claims
+		}
 		words := string(a.kind)
 		switch a.kind {
 		case markEntered, end:

@@ -33,6 +33,10 @@ type decision struct {
 	actions []action
 	// spare is whether there is a spare now, for the grace period; also while its release is only decided.
 	spare bool
+	// chose says that the decision begins to remove Machines of its own choice.
+	chose bool
+	// unmet is how many claims wait for whom the max size allows no further replica.
+	unmet int32
 	// again is when to look again without being told; zero for not.
 	again time.Duration
 }
@@ -77,6 +81,8 @@ const (
 	unbind actionKind = "unbind"
 	// end moves the claim to Ended.
 	end actionKind = "end"
+	// moveOn moves a claim whose call is gone to its next candidate, and ends it when there is none that takes it.
+	moveOn actionKind = "move-on"
 	// noteMachine copies provider ID and Node name to the claim, for people.
 	noteMachine actionKind = "note-machine"
 	// hold puts the finalizer on the Machine and deletes it.
@@ -130,8 +136,9 @@ func decide(s *snapshot) *decision {
 	spare = s.enter(d, next, spare)
 	s.name(d, next)
 	s.coverShortage(d, next)
-	d.spare = spare > 0
+	d.spare = spare > 0 || d.unmet > 0
 	spare = s.releaseSpare(d, next, spare)
+	spare = s.makeRoom(d, next, spare)
 	spare = s.shrink(d, next, spare)
 
 	next.Spare = max(0, spare)
@@ -150,6 +157,10 @@ func (s *snapshot) fold() *Ledger {
 		return s.rebuild()
 	}
 	next := s.ledger.clone()
+	if s.group.Replicas > next.LastReplicas {
+		// They ask for more than there is for them already, which the min size may have made more than they had asked for.
+		next.Floor = max(next.Floor, min(s.group.Min, next.LastReplicas))
+	}
 	next.Floor = max(0, next.Floor+s.group.Replicas-next.LastReplicas)
 	next.LastReplicas = s.group.Replicas
 	return next
@@ -169,6 +180,8 @@ func (s *snapshot) rebuild() *Ledger {
 				l.Releasing[m.UID] = Release{Machine: m.Name, Claim: claimOf(m), Hook: !held(m)}
 				ours++
 			}
+		case !alive(m) && !s.keeps(claimOf(m)):
+			// Our hook may have been taken off it, after its replica was given back.
 		case claimOf(m) != "":
 			ours++
 		}
@@ -197,6 +210,12 @@ func (s *snapshot) rebuild() *Ledger {
 	l.Floor = max(0, s.group.Replicas-ours)
 	l.LastReplicas = s.group.Replicas
 	return l
+}
+
+// keeps reports whether the claim of a label, possibly empty, has not been released.
+func (s *snapshot) keeps(claimID string) bool {
+	c := s.claim(claimID)
+	return c != nil && (c.CurrentPhase() == v1alpha1.PhasePending || c.CurrentPhase() == v1alpha1.PhaseBound)
 }
 
 // dropEntries removes pending entries that have done their service: the claim's Machine is labelled, or the claim needs
@@ -695,7 +714,7 @@ func (s *snapshot) adoptable(c *v1alpha1.MachineClaim, next *Ledger) (*clusterv1
 	}
 	_, marked := m.Annotations[clusterv1.DeleteMachineAnnotation]
 	switch _, releasing := next.Releasing[m.UID]; {
-	case !s.orphaned(claimOf(m)) || next.names(m.UID):
+	case !s.orphaned(claimOf(m)) || next.promised()[m.UID]:
 		return refuse("has a claim already")
 	case releasing || held(m) || !alive(m) || marked:
 		return refuse("is being deleted")
@@ -715,9 +734,10 @@ func (s *snapshot) full() eligibility.Refusal {
 
 // free returns the Machines that nobody has: alive, without a claim, a promise or a release.
 func (s *snapshot) free(next *Ledger) []*clusterv1.Machine {
+	promised := next.promised()
 	var free []*clusterv1.Machine
 	for _, m := range s.machines {
-		if !alive(m) || held(m) || next.names(m.UID) {
+		if !alive(m) || held(m) || promised[m.UID] {
 			continue
 		}
 		if !s.orphaned(claimOf(m)) {
@@ -830,13 +850,34 @@ func (s *snapshot) coverShortage(d *decision, next *Ledger) {
 	}
 	floorNeeds := max(0, int(s.floor(next))-(len(free)-usable))
 	short := clamp(waiting - (usable - floorNeeds))
+	room := short
 	if s.group.Max != nil {
-		short = min(short, *s.group.Max-d.replicas)
+		room = min(short, max(0, *s.group.Max-d.replicas))
 	}
-	if short > 0 {
-		d.replicas += short
+	if room > 0 {
+		d.replicas += room
 		d.urgent = true
 	}
+	d.unmet = max(0, short-room)
+}
+
+// makeRoom begins to remove Machines that no claim may have, after the grace period, when claims wait for whom the max size
+// allows no further replica: neither would ever change. The floor keeps as many as it owns. Above the max size, where a human
+// raised replicas to, what is given back would not come again.
+func (s *snapshot) makeRoom(d *decision, next *Ledger, spare int32) int32 {
+	if d.unmet == 0 || d.replicas > *s.group.Max || !s.graceOver(d) {
+		return spare
+	}
+	free := s.free(next)
+	idle := slices.DeleteFunc(slices.Clone(free), s.usable)
+	n := min(len(idle), len(free)-int(s.floor(next)), int(spare+d.unmet))
+	slices.SortStableFunc(idle, func(a, b *clusterv1.Machine) int { return b.CreationTimestamp.Compare(a.CreationTimestamp.Time) })
+	for _, m := range idle[:max(0, n)] {
+		next.Releasing[m.UID] = Release{Machine: m.Name, Claim: claimOf(m)}
+		d.chose = true
+		spare--
+	}
+	return spare
 }
 
 // releaseSpare begins to remove Machines that nobody has wanted for the grace period: never during a rollout, whose surge
@@ -862,6 +903,7 @@ func (s *snapshot) releaseSpare(d *decision, next *Ledger, spare int32) int32 {
 	})
 	for _, m := range free[:surplus] {
 		next.Releasing[m.UID] = Release{Machine: m.Name, Claim: claimOf(m)}
+		d.chose = true
 		spare--
 	}
 	return spare
@@ -974,11 +1016,9 @@ func (s *snapshot) actOnClaims(d *decision) {
 	if ledger == nil {
 		ledger = &Ledger{}
 	}
-	for id, m := range s.lost {
+	for _, m := range s.lost {
 		if alive(m) {
-			d.actions = append(d.actions, action{kind: recreate, machine: m, event: v1alpha1.Event{
-				Message: "claim " + id + " had no object any more and was made again from its Machine's label",
-			}})
+			d.actions = append(d.actions, action{kind: recreate, machine: m})
 		}
 	}
 	for _, c := range s.foreign {
@@ -1004,7 +1044,11 @@ func (s *snapshot) actOnClaims(d *decision) {
 			} else if entered {
 				s.actOnPending(d, c, named)
 			} else if refusal, refused := d.refused[id]; refused {
-				s.endAbandoned(d, c, refusal)
+				reason := ReasonRefused
+				if refusal.Reason == eligibility.AtMaxSize || refusal.Reason == eligibility.CoolingDown {
+					reason = ReasonNoRoom
+				}
+				s.moveOn(d, c, reason, refusal.Message)
 			}
 		case v1alpha1.PhaseBound:
 			switch {
@@ -1037,20 +1081,17 @@ func (s *snapshot) actOnClaims(d *decision) {
 	}
 }
 
-// abandonedAfter is how long a claim that no group has entered is left to the call that makes it, which moves it on or ends it.
+// abandonedAfter is how long after it was made a claim that no group has entered is left to its call, which moves it on or ends
+// it. A call that comes again later does not mind.
 const abandonedAfter = 2 * time.Minute
 
-// endAbandoned ends a claim that has no room and whose call is gone, together with the agent that served it.
-func (s *snapshot) endAbandoned(d *decision, c *v1alpha1.MachineClaim, refusal eligibility.Refusal) {
+// moveOn does for a claim that has no room here what its call would do, if that is gone together with the agent that served it.
+func (s *snapshot) moveOn(d *decision, c *v1alpha1.MachineClaim, reason, message string) {
 	if left := abandonedAfter - s.now.Sub(c.CreationTimestamp.Time); left > 0 {
 		d.wake(left)
 		return
 	}
-	reason := ReasonRefused
-	if refusal.Reason == eligibility.AtMaxSize || refusal.Reason == eligibility.CoolingDown {
-		reason = ReasonNoRoom
-	}
-	d.end(c, reason, refusal.Message)
+	d.actions = append(d.actions, action{kind: moveOn, claim: c, event: v1alpha1.Event{Reason: reason, Message: message}})
 }
 
 func (s *snapshot) actOnPending(d *decision, c *v1alpha1.MachineClaim, named Named) {

@@ -185,6 +185,9 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 	if r.ValidateOnly {
 		return c, nil
 	}
+	if err := e.remember(ctx, key); err != nil {
+		return nil, err
+	}
 	if err := e.Client.Create(ctx, c); apierrors.IsAlreadyExists(err) {
 		existing, err := e.Get(ctx, key)
 		if err != nil {
@@ -195,6 +198,29 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 		return nil, fmt.Errorf("creating MachineClaim %s: %w", c.Name, err)
 	}
 	return e.enter(ctx, c)
+}
+
+// remember makes a claim's object again, if it was lost while a Machine carries the claim's label: the claim must not be made
+// anew on another node group. A label that the caches do not show yet is too young for that.
+func (e *Engine) remember(ctx context.Context, key Key) error {
+	var labelled clusterv1.MachineList
+	if err := e.Client.List(ctx, &labelled, client.InNamespace(key.Namespace), client.MatchingLabels{v1alpha1.ClaimLabel: key.ID}); err != nil {
+		return fmt.Errorf("listing the claim's Machines: %w", err)
+	}
+	for i := range labelled.Items {
+		m := &labelled.Items[i]
+		if !alive(m) || m.Spec.ClusterName != key.Cluster {
+			continue
+		}
+		if _, err := e.Get(ctx, key); !errors.Is(err, ErrNotFound) {
+			return err
+		}
+		if err := e.recreate(ctx, m); err != nil && !apierrors.IsAlreadyExists(err) {
+			return fmt.Errorf("making the claim again from its Machine: %w", err)
+		}
+		return nil
+	}
+	return nil
 }
 
 func (e *Engine) newClaim(r Request, cluster *clusterv1.Cluster, nodeGroup string) *v1alpha1.MachineClaim {
@@ -337,13 +363,9 @@ func (e *Engine) enter(ctx context.Context, c *v1alpha1.MachineClaim) (*v1alpha1
 		if next == "" {
 			return nil, e.endUnplaced(ctx, c, refusals)
 		}
-		moved := c.DeepCopy()
-		moved.Spec.NodeGroup = next
-		moved.Labels[v1alpha1.NodeGroupLabel] = next
-		if err := e.Client.Update(ctx, moved); err != nil {
+		if c, err = e.moveTo(ctx, c, next); err != nil {
 			return nil, conflictOr(err, "moving the claim to its next candidate")
 		}
-		c = moved
 	}
 }
 

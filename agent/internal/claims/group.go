@@ -174,7 +174,7 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 			return 0, err
 		}
 		if s == nil {
-			return 0, g.settleGone(ctx)
+			return g.settleGone(ctx)
 		}
 		s.spareSince = g.spareSince
 		d := decide(s)
@@ -284,7 +284,7 @@ func (g *group) coalesce(s *snapshot, d *decision) time.Duration {
 	case d.ledger == nil:
 		g.wanted = time.Time{}
 		return 0
-	case d.urgent:
+	case d.urgent, d.unmet > 0: // at the max size no further Machine is coming that could be named in the same write
 		return 0
 	case g.wanted.IsZero():
 		g.wanted = clock.Now()
@@ -335,13 +335,14 @@ func (g *group) noteSpare(d *decision) {
 	}
 }
 
-// settleGone ends the claims of a MachineDeployment that no longer exists. Cluster API removes its Machines.
-func (g *group) settleGone(ctx context.Context) error {
+// settleGone ends the claims of a MachineDeployment that no longer exists, and returns when to look again. Cluster API removes
+// its Machines.
+func (g *group) settleGone(ctx context.Context) (time.Duration, error) {
 	e := g.engine
 	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: g.key.Namespace, Name: g.key.Name}}
 	s := &snapshot{md: md, now: e.Clock.Now()}
 	if err := e.readParts(ctx, live, g.key, s); err != nil {
-		return err
+		return 0, err
 	}
 	s.prepare()
 	d := &decision{}
@@ -351,9 +352,11 @@ func (g *group) settleGone(ctx context.Context) error {
 			g.answer(c.Spec.ClaimID, outcome{refusal: &eligibility.Refusal{
 				NodeGroup: g.key.Name, Reason: eligibility.Gone, Message: "the MachineDeployment was deleted",
 			}})
-			// A call that was just refused moves its claim on; one whose caller is gone ends.
-			if c.Status.Phase == v1alpha1.PhasePending || e.Clock.Since(c.CreationTimestamp.Time) > stepTimeout {
+			// A call that was just refused moves its claim on; the agent does it for one whose caller is gone.
+			if c.Status.Phase == v1alpha1.PhasePending {
 				d.end(c, ReasonNodeGroupGone, "its MachineDeployment was deleted")
+			} else {
+				s.moveOn(d, c, ReasonNodeGroupGone, "its MachineDeployment was deleted")
 			}
 		case v1alpha1.PhaseBound, v1alpha1.PhaseReleasing:
 			var m *clusterv1.Machine
@@ -372,7 +375,7 @@ func (g *group) settleGone(ctx context.Context) error {
 	}
 	s.actOnMachines(d)
 	_, err := e.perform(ctx, s, d.actions)
-	return err
+	return d.again, err
 }
 
 // view says where a snapshot is read from.

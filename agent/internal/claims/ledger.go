@@ -124,12 +124,13 @@ func (l *Ledger) unnamed() int {
 	return n
 }
 
-// names reports whether the Machine is promised to a pending claim.
-func (l *Ledger) names(uid types.UID) bool {
+// promised returns the Machines that are named for pending claims.
+func (l *Ledger) promised() map[types.UID]bool {
+	uids := make(map[types.UID]bool, len(l.Pending))
 	for _, named := range l.Pending {
-		if named.UID == uid {
-			return true
+		if named.UID != "" {
+			uids[named.UID] = true
 		}
 	}
-	return false
+	return uids
 }

@@ -361,6 +361,14 @@ func (w *world) human(group string, by int32) {
 			return
 		}
 	}
+	if l, minimum := w.ledger(group), w.minimum(group); l != nil && minimum > 0 {
+		if l.LastReplicas != *md.Spec.Replicas {
+			return // two changes in one are not their sum there
+		}
+		if by > 0 {
+			w.owned[group] = max(w.owned[group], min(minimum, l.LastReplicas))
+		}
+	}
 	md.Spec.Replicas = &replicas
 	w.must(w.hub.update(md, false))
 	w.owned[group] += by // also where the min size keeps more than that

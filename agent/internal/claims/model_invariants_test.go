@@ -193,7 +193,7 @@ func (w *world) checkDeployment(begun int, was, is *clusterv1.MachineDeployment)
 	if named+released > 0 && w.peaceful {
 		free := 0
 		for _, m := range w.machines(is.Name) {
-			if _, releasing := after.Releasing[m.UID]; alive(m) && claimOf(m) == "" && !releasing && !after.names(m.UID) {
+			if _, releasing := after.Releasing[m.UID]; alive(m) && claimOf(m) == "" && !releasing && !after.promised()[m.UID] {
 				free++
 			}
 		}

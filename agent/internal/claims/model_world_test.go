@@ -212,18 +212,21 @@ func (w *world) ledger(group string) *Ledger {
 
 // floor is what the user has in the group: at least the min size, once an agent has looked after it.
 func (w *world) floor(group string) int32 {
-	md := w.md(group)
 	l := w.ledger(group)
 	owned := w.owned[group]
 	if l == nil {
 		return owned
 	}
-	var minimum int32
-	_, _ = fmt.Sscan(md.Annotations[clusterv1.AutoscalerMinSizeAnnotation], &minimum)
 	if w.wiped[group] {
 		owned = max(owned, l.Floor)
 	}
-	return max(owned, minimum)
+	return max(owned, w.minimum(group))
+}
+
+func (w *world) minimum(group string) int32 {
+	var minimum int32
+	_, _ = fmt.Sscan(w.md(group).Annotations[clusterv1.AutoscalerMinSizeAnnotation], &minimum)
+	return minimum
 }
 
 // live counts the group's claims that have not ended.

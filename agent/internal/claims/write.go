@@ -78,8 +78,8 @@ func (e *Engine) writeLedger(ctx context.Context, s *snapshot, d *decision) erro
 		next.Seq = s.ledger.Seq + 1
 	}
 	ops = append(ops, test("/spec/replicas", s.group.Replicas))
-	if s.ledger == nil || d.gaveBack(s.ledger) || d.shrank(s.ledger) {
-		// Which MachineSet is charged depends on the template: no rollout may begin unseen. And a ledger that came and went
+	if s.ledger == nil || d.chose || d.gaveBack(s.ledger) || d.shrank(s.ledger) {
+		// Which Machines are spares, and which MachineSet is charged depend on the template: no rollout may begin unseen. And a ledger that came and went
 		// since the reading left another generation, unless it changed nothing.
 		ops = append(ops, test("/metadata/generation", s.md.Generation))
 	}
@@ -188,7 +188,7 @@ func (e *Engine) do(ctx context.Context, a action) error {
 		e.note(c, a.event)
 		return e.Client.Status().Update(ctx, c)
 	case recreate:
-		return e.recreate(ctx, a)
+		return e.recreate(ctx, a.machine)
 	case restore:
 		return e.restore(ctx, a)
 	case fail:
@@ -201,6 +201,8 @@ func (e *Engine) do(ctx context.Context, a action) error {
 		return e.unbind(ctx, a)
 	case end:
 		return e.endClaim(ctx, a.claim, a.event)
+	case moveOn:
+		return e.moveOn(ctx, a)
 	case noteMachine:
 		c := a.claim.DeepCopy()
 		c.Status.Machine.ProviderID = a.machine.Spec.ProviderID
@@ -246,8 +248,7 @@ func (e *Engine) bind(ctx context.Context, a action) error {
 }
 
 // recreate makes a MachineClaim again from what its Machine says. Its status comes with the next step.
-func (e *Engine) recreate(ctx context.Context, a action) error {
-	m := a.machine
+func (e *Engine) recreate(ctx context.Context, m *clusterv1.Machine) error {
 	cluster, err := e.cluster(ctx, m.Namespace, m.Spec.ClusterName)
 	if err != nil || cluster == nil {
 		return err
@@ -261,7 +262,7 @@ func (e *Engine) recreate(ctx context.Context, a action) error {
 	if err := e.Client.Create(ctx, c); err != nil {
 		return err
 	}
-	log.FromContext(ctx).Info(a.event.Message, "machine", m.Name)
+	log.FromContext(ctx).Info("made a claim again, whose object was lost, from its Machine's label", "claim", claimOf(m), "machine", m.Name)
 	return nil
 }
 
@@ -444,6 +445,34 @@ func (e *Engine) endClaim(ctx context.Context, claim *v1alpha1.MachineClaim, why
 	e.event(c, why.Reason, "End", why.Message)
 	log.FromContext(ctx).Info("claim ended", "claim", c.Spec.ClaimID, "name", c.Spec.DisplayName, "reason", why.Reason)
 	return nil
+}
+
+// moveOn moves a claim to its next candidate that takes it, or ends it.
+func (e *Engine) moveOn(ctx context.Context, a action) error {
+	next, _, err := e.nextCandidate(ctx, a.claim)
+	if err != nil {
+		return err
+	}
+	if next == "" {
+		return e.endClaim(ctx, a.claim, a.event)
+	}
+	moved, err := e.moveTo(ctx, a.claim, next)
+	if err != nil {
+		return err
+	}
+	e.group(moved.Namespace, next).kick()
+	return nil
+}
+
+// moveTo makes another candidate the claim's node group, if the claim is still as it was read.
+func (e *Engine) moveTo(ctx context.Context, c *v1alpha1.MachineClaim, nodeGroup string) (*v1alpha1.MachineClaim, error) {
+	moved := c.DeepCopy()
+	moved.Spec.NodeGroup = nodeGroup
+	metav1.SetMetaDataLabel(&moved.ObjectMeta, v1alpha1.NodeGroupLabel, nodeGroup)
+	if err := e.Client.Update(ctx, moved); err != nil {
+		return nil, err
+	}
+	return moved, nil
 }
 
 // note adds to the claim's history and makes it the present reason.

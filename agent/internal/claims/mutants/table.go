@@ -56,7 +56,7 @@ var mutants = []mutant{
 			"decide.go", "	next.Floor = max(0, next.Floor+s.group.Replicas-next.LastReplicas)\n",
 			"	next.Floor = 0\n" +
 				"	for _, m := range s.machines {\n" +
-				"		if s.orphaned(claimOf(m)) && !next.names(m.UID) {\n" +
+				"		if s.orphaned(claimOf(m)) && !next.promised()[m.UID] {\n" +
 				"			next.Floor++\n" +
 				"		}\n" +
 				"	}\n" +
@@ -226,7 +226,7 @@ var mutants = []mutant{
 		{"decide.go", "	s.unname(next)\n", ""},
 	}},
 	{name: "a Machine is named twice", edits: []edit{
-		{"decide.go", "		if !alive(m) || held(m) || next.names(m.UID) {\n", "		if !alive(m) || held(m) {\n"},
+		{"decide.go", "		if !alive(m) || held(m) || promised[m.UID] {\n", "		if !alive(m) || held(m) || promised[\"\"] {\n"},
 	}},
 	{name: "a Node in use is given to a claim", edits: []edit{
 		{"decide.go", "	return !hasNode(m) || m.Spec.ProviderID != \"\" && s.unregistered(m.Spec.ProviderID)\n", "	return true\n"},
@@ -382,6 +382,9 @@ var mutants = []mutant{
 	// What was lost with the ledger.
 	{name: "a lost ledger counts Machines whose replica was given back", test: "TestAgreement", edits: []edit{
 		{"decide.go", "			if !deletionCompleted(m) && !waitsForHook(m) {\n", "			{\n"},
+	}},
+	{name: "a lost ledger counts a Machine that our hook was taken off", test: "TestAgreement", edits: []edit{
+		{"decide.go", "		case !alive(m) && !s.keeps(claimOf(m)):\n", "		case false:\n"},
 	}},
 	{name: "a lost ledger counts a Machine that was handed over twice", test: "TestAgreement", edits: []edit{
 		{"decide.go", " || c.Status.Phase == v1alpha1.PhaseBound && c.Status.Machine != nil\n", " || c.Status.Machine != nil\n"},
