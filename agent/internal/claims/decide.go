@@ -35,8 +35,6 @@ type decision struct {
 	spare bool
 	// chose says that the decision begins to remove Machines of its own choice.
 	chose bool
-	// unmet is how many claims wait for whom the max size allows no further replica.
-	unmet int32
 	// again is when to look again without being told; zero for not.
 	again time.Duration
 }
@@ -136,9 +134,8 @@ func decide(s *snapshot) *decision {
 	spare = s.enter(d, next, spare)
 	s.name(d, next)
 	s.coverShortage(d, next)
-	d.spare = spare > 0 || d.unmet > 0
+	d.spare = spare > 0
 	spare = s.releaseSpare(d, next, spare)
-	spare = s.makeRoom(d, next, spare)
 	spare = s.shrink(d, next, spare)
 
 	next.Spare = max(0, spare)
@@ -850,34 +847,13 @@ func (s *snapshot) coverShortage(d *decision, next *Ledger) {
 	}
 	floorNeeds := max(0, int(s.floor(next))-(len(free)-usable))
 	short := clamp(waiting - (usable - floorNeeds))
-	room := short
 	if s.group.Max != nil {
-		room = min(short, max(0, *s.group.Max-d.replicas))
+		short = min(short, *s.group.Max-d.replicas)
 	}
-	if room > 0 {
-		d.replicas += room
+	if short > 0 {
+		d.replicas += short
 		d.urgent = true
 	}
-	d.unmet = max(0, short-room)
-}
-
-// makeRoom begins to remove Machines that no claim may have, after the grace period, when claims wait for whom the max size
-// allows no further replica: neither would ever change. The floor keeps as many as it owns. Above the max size, where a human
-// raised replicas to, what is given back would not come again.
-func (s *snapshot) makeRoom(d *decision, next *Ledger, spare int32) int32 {
-	if d.unmet == 0 || d.replicas > *s.group.Max || !s.graceOver(d) {
-		return spare
-	}
-	free := s.free(next)
-	idle := slices.DeleteFunc(slices.Clone(free), s.usable)
-	n := min(len(idle), len(free)-int(s.floor(next)), int(spare+d.unmet))
-	slices.SortStableFunc(idle, func(a, b *clusterv1.Machine) int { return b.CreationTimestamp.Compare(a.CreationTimestamp.Time) })
-	for _, m := range idle[:max(0, n)] {
-		next.Releasing[m.UID] = Release{Machine: m.Name, Claim: claimOf(m)}
-		d.chose = true
-		spare--
-	}
-	return spare
 }
 
 // releaseSpare begins to remove Machines that nobody has wanted for the grace period: never during a rollout, whose surge

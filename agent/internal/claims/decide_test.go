@@ -117,39 +117,6 @@ func TestAtTheMaxSizeClaimsAreRefused(t *testing.T) {
 	assert.Equal(t, eligibility.AtMaxSize, d.refused["c"].Reason)
 }
 
-func TestAtTheMaxSizeMachinesThatNoClaimMayHaveMakeRoomForClaimsThatWait(t *testing.T) {
-	// Their Nodes joined before anybody could be promised them.
-	full := func(spare int32, machines ...string) *snapshot {
-		replicas := int32(len(machines))
-		s := scene(replicas, &Ledger{Version: 1, LastReplicas: replicas, Spare: spare, Pending: map[string]Named{"c": {}}}).
-			withClaim("c", v1alpha1.PhasePending, "")
-		for _, name := range machines {
-			s.withMachine(name, "", node)
-		}
-		s.group.Max = &replicas
-		return s
-	}
-	for name, s := range map[string]*snapshot{
-		"one that is the claim's replica": full(0, "a"),
-		"spares beside it":                full(2, "a", "b", "c"),
-	} {
-		t.Run(name, func(t *testing.T) {
-			d := decide(s)
-			assert.Nil(t, d.ledger, "within the grace period")
-			assert.True(t, d.spare, "it has begun")
-			s.spareSince = s.now.Add(-time.Hour)
-			d = decide(s)
-			require.NotNil(t, d.ledger)
-			assert.Len(t, d.ledger.Releasing, len(s.machines))
-			assert.Equal(t, s.group.Replicas, d.replicas, "the slots are held")
-			assert.Contains(t, d.ledger.Pending, "c")
-		})
-	}
-	s := full(1, "a", "b")
-	s.ledger.Floor, s.ledger.Spare, s.spareSince = 1, 0, s.now.Add(-time.Hour)
-	assert.Len(t, decide(s).ledger.Releasing, 1, "the floor keeps its own")
-}
-
 func TestARaiseAboveTheMinSizeIsTheFloorsInFull(t *testing.T) {
 	s := scene(5, &Ledger{Version: 1, Seq: 1, Floor: 0, LastReplicas: 3})
 	s.group.Min = 3

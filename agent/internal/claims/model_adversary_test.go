@@ -194,6 +194,26 @@ func (w *world) plan(outside bool) {
 		"late write arrives": w.landOne,
 		"time":               func() { w.clock.Step(time.Duration(w.draw("seconds", 1, 90)) * time.Second) },
 	}
+	// Histories in which less can happen get further in what does.
+	for _, kind := range []struct {
+		what    string
+		actions []string
+	}{
+		{"people scale", []string{"human raises", "human lowers"}},
+		{"people pause", []string{"human pauses", "human unpauses", "group blocked"}},
+		{"people adopt", []string{"adopt"}},
+		{"people roll out", []string{"rollout"}},
+		{"things get lost", []string{"claim object lost", "ledger lost"}},
+		{"holder", []string{"owner dies", "holder lists", "holder reads its owners", "holder syncs"}},
+		{"time", []string{"tombstones", "time"}},
+		{"moving on", []string{"things move on", "things move on (again)", "things move on (still)"}},
+	} {
+		if !rapid.Bool().Draw(w.t, kind.what) {
+			for _, name := range kind.actions {
+				delete(w.actions, name)
+			}
+		}
+	}
 }
 
 // --- agents ---

@@ -72,6 +72,7 @@ func (w *world) checkMachine(was, is *clusterv1.Machine) {
 	group := is.Labels[clusterv1.MachineDeploymentNameLabel]
 	if l := w.ledger(group); l != nil && l.Pending[to].Adopted {
 		w.owned[group]-- // the claim took over one of the user's
+		w.owners[to].adopted = true
 	} else if l != nil && w.wiped[group] && w.owners[to] != nil && w.owners[to].adopt != "" {
 		w.owned[group] = min(w.owned[group], l.Floor) // the same; whose it was is lost with the ledger
 	}
@@ -159,14 +160,23 @@ func (w *world) checkDeployment(begun int, was, is *clusterv1.MachineDeployment)
 	if value := was.Annotations[clusterv1.PausedAnnotation]; value == pausedByHuman && is.Annotations[clusterv1.PausedAnnotation] != value {
 		w.t.Fatalf("I3: an agent undoes a human's pause of %s", is.Name)
 	}
-	after, err := parseLedger(is.Annotations[v1alpha1.LedgerAnnotation])
+	text := is.Annotations[v1alpha1.LedgerAnnotation]
+	after, err := parseLedger(text)
 	if err != nil {
 		return
+	}
+	if text != was.Annotations[v1alpha1.LedgerAnnotation] && !w.wiped[is.Name] {
+		written := is.Name + " " + text
+		if w.ledgers[written] {
+			w.t.Fatalf("R2: the ledger of %s is what it was before: who read it then takes it for unchanged\n%s", is.Name, w.describe())
+		}
+		w.ledgers[written] = true
 	}
 	before, err := parseLedger(was.Annotations[v1alpha1.LedgerAnnotation])
 	if err != nil {
 		before = &Ledger{}
 	}
+	w.owned[is.Name] += w.returned(from, before, after)
 	named := 0
 	claims := w.claims()
 	for id, n := range after.Pending {
@@ -185,7 +195,8 @@ func (w *world) checkDeployment(begun int, was, is *clusterv1.MachineDeployment)
 	for uid, r := range after.Releasing {
 		if _, known := before.Releasing[uid]; !known && r.Claim == "" {
 			released++
-			if w.surge[uid] && w.rollingOut(is.Name) {
+			// As long as there are no more Machines than replicas, none of them is there for the rollout.
+			if w.surge[uid] && w.rollingOut(is.Name) && len(w.machines(is.Name)) > int(to) {
 				w.t.Fatalf("I3: Machine %s is released, which a rollout under way needs\n%s", r.Machine, w.describe())
 			}
 		}
@@ -201,6 +212,29 @@ func (w *world) checkDeployment(begun int, was, is *clusterv1.MachineDeployment)
 			w.t.Fatalf("I6: an agent takes the floor's Machines of %s: %d are left\n%s", is.Name, free, w.describe())
 		}
 	}
+}
+
+// returned counts the Machines that claims took over from the user and that are the user's again: somebody removed them before
+// an agent saw the label on them.
+func (w *world) returned(replicas int32, before, after *Ledger) int32 {
+	floor := max(0, before.Floor+replicas-before.LastReplicas)
+	var taken int32
+	for id, n := range before.Pending {
+		if _, still := after.Pending[id]; !n.Adopted || still {
+			continue
+		}
+		if w.owners[id].adopted {
+			taken++
+		} else {
+			floor++
+		}
+	}
+	for id, n := range after.Pending {
+		if n.Adopted && !before.Pending[id].Adopted {
+			floor--
+		}
+	}
+	return max(0, min(taken, after.Floor-floor))
 }
 
 // checkDelete is I3 for what an agent deletes.

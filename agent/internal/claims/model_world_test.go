@@ -69,6 +69,8 @@ type world struct {
 	outsiders map[types.UID]bool
 	// peaceful means that nobody but the agents has interfered yet.
 	peaceful bool
+	// ledgers are the groups and texts of all ledgers that agents have written.
+	ledgers map[string]bool
 	// wiped are groups whose ledger somebody lost or edited: what it cannot explain is the user's from then on.
 	wiped map[string]bool
 
@@ -87,6 +89,7 @@ type owner struct {
 	adopt      string
 	alive      bool
 	made       bool // a call to make its claim succeeded
+	adopted    bool // its claim's label was put on a Machine of the user's
 	asked      bool // its release was asked for
 	released   bool // a call to release its claim succeeded
 	// excused says that its claim may end by itself, as its Machine was taken from it.
@@ -119,7 +122,7 @@ func newWorld(t *rapid.T, o worldOptions) *world {
 		t: t, clock: clock, hub: newHub(clock), peaceful: true,
 		seen: map[types.UID]bool{}, busy: map[string]bool{}, templates: map[string]int{}, blocked: map[string]bool{},
 		surge: map[types.UID]bool{}, joined: map[types.UID]int{}, tainted: map[types.UID]bool{},
-		owned: map[string]int32{}, licensed: map[string]int{}, outsiders: map[types.UID]bool{}, wiped: map[string]bool{},
+		owned: map[string]int32{}, ledgers: map[string]bool{}, licensed: map[string]int{}, outsiders: map[types.UID]bool{}, wiped: map[string]bool{},
 		owners: map[string]*owner{}, reported: map[string]bool{},
 	}
 	w.must(w.hub.create(&clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: clusterName}}))

@@ -11,7 +11,6 @@ type decision struct {
 	urgent   bool
 	refused  uint8 // mask of claims
 	spare    bool
-	unmet    int
 
 	actions [maxClaims + maxMachines + 2*maxSets]action
 	n       int
@@ -82,9 +81,8 @@ func (p *Protocol) decide(s *snapshot, graceOver bool) decision {
 	spare = t.enter(spare)
 	t.name()
 	t.coverShortage()
-	t.d.spare = spare > 0 || t.d.unmet > 0
+	t.d.spare = spare > 0
 	spare = t.releaseSpare(spare)
-	spare = t.makeRoom(spare)
 	t.shrink(spare)
 
 	t.next.lastReplicas = t.d.replicas
@@ -650,31 +648,13 @@ func (t *step) coverShortage() {
 	}
 	floorNeeds := max(0, int(t.next.floor)-(int(count(free))-usable))
 	short := waiting - (usable - floorNeeds)
-	room := short
 	if t.p.Max > 0 {
-		room = min(short, max(0, t.p.Max-int(t.d.replicas)))
+		short = min(short, t.p.Max-int(t.d.replicas))
 	}
-	if room > 0 {
-		t.d.replicas += uint8(room)
+	if short > 0 {
+		t.d.replicas += uint8(short)
 		t.d.urgent = true
 	}
-	t.d.unmet = max(0, short-room)
-}
-
-func (t *step) makeRoom(spare int) int {
-	if t.d.unmet == 0 || int(t.d.replicas) > t.p.Max || !t.over {
-		return spare
-	}
-	free := t.free()
-	n := min(int(count(free))-int(t.next.floor), spare+t.d.unmet)
-	for i := maxMachines - 1; i >= 0; i-- {
-		if n > 0 && free&bit(i) != 0 && !t.usable(i) {
-			t.next.releasing |= bit(i)
-			n--
-			spare--
-		}
-	}
-	return spare
 }
 
 func (t *step) carriedThrough() bool {
