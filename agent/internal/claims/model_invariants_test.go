@@ -305,8 +305,8 @@ func (w *world) check() {
 	for _, group := range w.groups {
 		for _, m := range w.machines(group) {
 			id := claimOf(m)
-			if id == "" {
-				continue
+			if o := w.owners[id]; id == "" || o != nil && o.lost && !alive(m) {
+				continue // made anew while a write for the claim that was lost was under way, and that Machine is going
 			}
 			if other, twice := labelled[id]; twice {
 				w.t.Fatalf("I1: Machines %s and %s both carry claim %s\n%s", m.Name, other, id, w.describe())
@@ -432,6 +432,8 @@ func (w *world) checkGroupAtRest(group string) {
 	switch {
 	case w.wiped[group] && l == nil:
 		want = *md.Spec.Replicas // nobody has claimed from it since
+	case w.wiped[group] && *md.Spec.Replicas >= w.maximum(group):
+		want = min(want, *md.Spec.Replicas) // what it cannot explain is the user's as far as the max size allows
 	case l != nil && l.unnamed() > 0 && md.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] != "":
 		// All of the group's Machines joined before they could be promised, and the max size leaves no room for others. The
 		// holder's report of its Nodes, or the deadline for Machines, ends this; here it may stay.

@@ -3,6 +3,7 @@ package claims
 import (
 	"fmt"
 	"maps"
+	"math"
 	"slices"
 	"strings"
 	"time"
@@ -230,6 +231,12 @@ func (w *world) minimum(group string) int32 {
 	var minimum int32
 	_, _ = fmt.Sscan(w.md(group).Annotations[clusterv1.AutoscalerMinSizeAnnotation], &minimum)
 	return minimum
+}
+
+func (w *world) maximum(group string) int32 {
+	maximum := int32(math.MaxInt32)
+	_, _ = fmt.Sscan(w.md(group).Annotations[clusterv1.AutoscalerMaxSizeAnnotation], &maximum)
+	return maximum
 }
 
 // live counts the group's claims that have not ended.

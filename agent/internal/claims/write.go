@@ -293,7 +293,6 @@ func (e *Engine) label(ctx context.Context, c *v1alpha1.MachineClaim, machine *c
 		return err
 	}
 	observeBound(e.Clock, c)
-	e.event(c, ReasonBound, "Bind", "bound to Machine "+machine.Name)
 	return nil
 }
 
