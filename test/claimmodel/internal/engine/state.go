@@ -39,6 +39,7 @@ const (
 	finalized uint8 = 1 << iota // our finalizer and the delete annotation, written together
 	hooked                      // our pre-terminate hook
 	outdated                    // Cluster API says that it is not up to date
+	marked                      // the delete annotation alone
 )
 
 type machine struct {
@@ -97,6 +98,7 @@ type machineSet struct {
 	foreign  uint8 // the present spec was written by an agent, and Cluster API's cache does not show it yet
 	paused   uint8
 	isPaused uint8 // its status says so
+	counted  uint8 // while it is: how many Machines its status tells
 	released uint8 // mask: Machines that it was lowered for under pause
 }
 

@@ -4,8 +4,7 @@ import "github.com/karpenter-capi/karpenter-capi/test/claimmodel/internal/explor
 
 type emitter func(next *State, what, x, y int, violation string)
 
-// controllers are Cluster API's and the infrastructure's, for one group. They are wider than the real ones where those depend
-// on what the model does not have: a rollout takes old Machines in any order, whether the new ones are available or not.
+// controllers are Cluster API's and the infrastructure's, for one group.
 func (p *Protocol) controllers(s *State, g int, emit explore.Emit[State]) {
 	move := func(next *State, what, x, y int, violation string) { emit(next, act(nobody, g, what, x, y), violation) }
 	p.deployment(s, g, move)
@@ -37,97 +36,59 @@ func (p *Protocol) deployment(s *State, g int, move emitter) {
 		move(&next, setMade, newest, 0, "")
 		return
 	}
-	// It computes from its cache, and writes what it computed over whatever is there.
-	var basis [maxSets]int
-	sum := 0
-	old := 0
-	for i, set := range at.sets {
-		basis[i] = int(set.replicas)
-		if set.foreign != 0 {
-			basis[i] = int(set.saw)
-		}
-		if i != newest && !p.RollingUpdate {
-			basis[i] = min(basis[i], at.seenOf(i))
-		}
-		sum += basis[i]
-		if i != newest {
-			old += basis[i]
+	plan := p.planOf(s, g)
+	if p.RollingUpdate {
+		p.scale(s, g, plan.rollingUpdate(), move)
+	} else {
+		p.scale(s, g, plan.onDelete(), move)
+	}
+}
+
+// scale is what a reconcile of the MachineDeployment writes, over whatever is there.
+func (p *Protocol) scale(s *State, g int, to [maxSets]int, move emitter) {
+	next := *s
+	at := &next.groups[g]
+	changed, x := false, int(at.md.template)
+	for i := range to {
+		set := &at.sets[i]
+		if set.exists != 0 && int(set.replicas) != to[i] {
+			set.replicas, set.observed, set.foreign = uint8(to[i]), 0, 0
+			changed, x = true, i
 		}
 	}
-	replicas := int(at.md.replicas)
-	write := func(to [maxSets]int) {
-		next := *s
-		md := &next.groups[g].md
-		changed, x := false, newest
-		for i := range to {
-			set := &next.groups[g].sets[i]
-			if set.exists != 0 && int(set.replicas) != to[i] {
-				set.replicas, set.observed, set.foreign = uint8(to[i]), 0, 0
-				changed, x = true, i
-			}
-		}
-		if md.observed == 0 || md.carried != next.groups[g].ledger.givenBack {
-			md.observed, md.carried = 1, next.groups[g].ledger.givenBack
-			if !changed {
-				move(&next, deploymentObserves, 0, 0, "")
-				return
-			}
-			changed = true
-		}
-		if changed {
-			move(&next, deploymentScales, x, to[x], "")
-		}
-	}
-	change := func(i, by int) [maxSets]int {
-		to := basis
-		to[i] += by
-		return to
-	}
-	if !p.RollingUpdate || old == 0 {
-		switch {
-		case sum < replicas:
-			write(change(newest, replicas-sum))
-		case sum == replicas:
-			write(basis)
-		default:
-			// The newest MachineSet is cut down to the replicas; the rest is taken from the oldest ones.
-			to := basis
-			to[newest] = min(to[newest], replicas)
-			over := sum - basis[newest] + to[newest] - replicas
-			for i := range to {
-				if i != newest {
-					less := min(to[i], over)
-					to[i] -= less
-					over -= less
-				}
-			}
-			write(to)
-		}
-		return
-	}
-	// A rollout: one more than replicas at most, never fewer.
+	observes := at.md.observed == 0 || at.md.carried != at.ledger.givenBack
+	at.md.observed, at.md.carried = 1, at.ledger.givenBack
 	switch {
-	case basis[newest] > replicas:
-		write(change(newest, replicas-basis[newest]))
-		return
-	case sum < replicas:
-		write(change(newest, min(replicas-sum, replicas-basis[newest])))
+	case changed:
+		move(&next, deploymentScales, x, to[x], "")
+	case observes:
+		move(&next, deploymentObserves, 0, 0, "")
+	}
+}
+
+// eager is what the MachineDeployment may do besides, as it sees of its MachineSets what has been: a rollout takes any Machine
+// of an old template, whether the new ones are available or not.
+func (p *Protocol) eager(s *State, g int, emit explore.Emit[State]) {
+	at := &s.groups[g]
+	plan := p.planOf(s, g)
+	if !p.RollingUpdate || at.md.paused != notPaused || at.md.isPaused != 0 || at.sets[plan.newest].exists == 0 ||
+		sum(plan.spec) <= plan.replicas || plan.spec[plan.newest] > plan.replicas {
 		return
 	}
-	if sum <= replicas && basis[newest] < replicas {
-		write(change(newest, 1))
-	}
-	if sum > replicas {
-		for i := range basis {
-			if i != newest && basis[i] > 0 {
-				write(change(i, -1))
-			}
+	for i, n := range plan.spec {
+		if i != plan.newest && n > 0 {
+			to := plan.spec
+			to[i]--
+			p.scale(s, g, to, func(next *State, what, x, y int, violation string) { emit(next, act(nobody, g, what, x, y), violation) })
 		}
 	}
 }
 
-// seenOf counts the Machines of a MachineSet that Cluster API's cache shows.
+// seenOf counts the Machines of a MachineSet that Cluster API's cache shows. A paused one does not go on counting.
 func (at *group) seenOf(set int) int {
+	if at.sets[set].isPaused != 0 {
+		return int(at.sets[set].counted)
+	}
 	n := 0
 	for i, m := range at.seen {
 		if int(at.machines[i].set) == set && m.phase >= fresh && m.phase <= held {
@@ -153,6 +114,10 @@ func (p *Protocol) machineSet(s *State, g, i int, move emitter) {
 	if paused := b(set.paused != notPaused); paused != set.isPaused {
 		next := *s
 		to := &next.groups[g].sets[i]
+		to.counted = 0
+		if paused != 0 {
+			to.counted = uint8(at.seenOf(i))
+		}
 		to.isPaused = paused
 		to.saw, to.foreign = set.replicas, 0 // the same object's: it is seen together
 		move(&next, setPaused, i, int(paused), "")
@@ -195,7 +160,7 @@ func (p *Protocol) victims(s *State, g, set int, move emitter) {
 		switch {
 		case int(at.machines[j].set) != set || m.phase != fresh && m.phase != joined:
 			return 0
-		case m.flags&finalized != 0: // with the delete annotation
+		case m.flags&(finalized|marked) != 0: // with the delete annotation
 			return 3
 		case m.phase == fresh:
 			return 2
@@ -236,7 +201,7 @@ func (p *Protocol) machine(s *State, g, i int, move emitter) {
 	if m.phase == absent {
 		return
 	}
-	want := seenMachine{phase: m.phase, flags: m.flags & finalized}
+	want := seenMachine{phase: m.phase, flags: m.flags & (finalized | marked)}
 	if at.seen[i] != want {
 		next := *s
 		next.groups[g].seen[i] = want
@@ -280,6 +245,7 @@ func (p *Protocol) outside(s *State, emit explore.Emit[State]) {
 	move := func(next *State, g, what, x, y int) { emit(next, act(nobody, g, what, x, y), "") }
 	p.calls(s, move)
 	for g := range p.Groups {
+		p.eager(s, g, emit)
 		at := &s.groups[g]
 		if s.left.outsiders > 0 {
 			for i, m := range at.machines {

@@ -1,0 +1,165 @@
+package crosscheck
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/go-logr/logr"
+	"github.com/samber/lo"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	"github.com/karpenter-capi/karpenter-capi/test/claimmodel/internal/engine"
+	"github.com/karpenter-capi/karpenter-capi/test/world"
+)
+
+// patience is for a machine that has other things to do.
+const patience = 9 * time.Minute
+
+func TestMain(m *testing.M) {
+	ctrl.SetLogger(logr.Discard())
+	os.Exit(m.Run())
+}
+
+// TestTheModelAllowsWhatClusterAPIDoes plays all scripts in one hub.
+func TestTheModelAllowsWhatClusterAPIDoes(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	scripts := Scripts()
+	played, err := Play(ctx, hub(ctx, t), scripts)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, s := range scripts {
+		t.Run(s.Name, func(t *testing.T) {
+			said, err := compare(&s, played[i])
+			t.Log(said)
+			if err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+// compare follows what became of a script through the model. It says what the model allows of each phase, and fails at the first
+// that is not among it.
+func compare(s *engine.Script, outcomes []engine.Outcome) (said string, err error) {
+	var b strings.Builder
+	from := []engine.Situation{s.Begin()}
+	for i, outcome := range outcomes {
+		allowed, err := s.Allowed(i, from)
+		if err != nil {
+			return b.String(), err
+		}
+		lines := lo.Map(lo.Keys(allowed), func(o engine.Outcome, _ int) string {
+			return fmt.Sprintf("\n    %s %s", lo.Ternary(o == outcome, ">", " "), o)
+		})
+		slices.Sort(lines)
+		fmt.Fprintf(&b, "\n  %v%s", s.Phases[i], strings.Join(lines, ""))
+		if from = allowed[outcome]; len(from) == 0 {
+			return b.String(), fmt.Errorf("phase %d: the model does not allow\n      %s", i, outcome)
+		}
+	}
+	return b.String(), nil
+}
+
+// hub brings a sandbox up in which nothing of ours runs, and returns an administrator's client for its hub.
+func hub(ctx context.Context, t *testing.T) client.Client {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "crosscheck-") // The logs stay if the test fails.
+	if err != nil {
+		t.Fatal(err)
+	}
+	box, err := sandbox.Start(ctx, sandbox.Options{StateDir: filepath.Join(dir, "sandbox"), WithoutAgent: true, ClusterAPIArgs: []string{
+		"--clustercache-client-qps=200", "--clustercache-client-burst=400", // many Nodes at the same time, in one Cluster
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		box.Stop()
+		if t.Failed() {
+			t.Logf("the sandbox's logs are in %s", box.State().Paths.Logs)
+		} else if err := os.RemoveAll(dir); err != nil {
+			t.Error(err)
+		}
+	})
+	config := box.HubConfig()
+	config.QPS, config.Burst = 1000, 1000
+	c, err := client.New(config, client.Options{Scheme: world.Scheme()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+// TestWrongOutcomesAreRefused asks that the comparison can fail.
+func TestWrongOutcomesAreRefused(t *testing.T) {
+	// outcome of one MachineSet with so many replicas, and its Machines.
+	outcome := func(replicas int, machines ...engine.Stage) engine.Outcome {
+		var out engine.Outcome
+		out.Sets[0].Replicas = replicas
+		copy(out.Machines[:], machines)
+		return out
+	}
+	const alive, held, gone = engine.Alive, engine.Held, engine.Gone
+	for _, test := range []struct {
+		name   string
+		script engine.Script
+		right  engine.Outcome
+		wrong  []engine.Outcome
+	}{
+		{
+			"the marked Machine survives",
+			engine.Script{Machines: []int{3}, Phases: []phase{{mark(1)}, {replicas(2)}}},
+			outcome(2, alive, gone, alive),
+			[]engine.Outcome{outcome(2, gone, alive, alive), outcome(2, alive, alive, alive), outcome(2, gone, gone, alive)},
+		},
+		{
+			"another dies for one that is held",
+			engine.Script{Machines: []int{2}, Phases: []phase{{hold(0), remove(0)}, {replicas(1)}}},
+			outcome(1, held, alive),
+			[]engine.Outcome{outcome(1, held, gone), outcome(1, gone, alive), outcome(2, held, alive)},
+		},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			before := []engine.Situation{test.script.Begin()}
+			first, err := test.script.Allowed(0, before)
+			if err != nil || len(first) != 1 {
+				t.Fatalf("the first phase has %d outcomes, err %v", len(first), err)
+			}
+			begun := lo.Keys(first)[0]
+			if said, err := compare(&test.script, []engine.Outcome{begun, test.right}); err != nil {
+				t.Errorf("%v%s", err, said)
+			}
+			for _, wrong := range test.wrong {
+				if _, err := compare(&test.script, []engine.Outcome{begun, wrong}); err == nil {
+					t.Errorf("the model allows %s", wrong)
+				}
+			}
+		})
+	}
+}
+
+// TestTheModelHasRoomForTheScripts follows every outcome, whether the real controllers have it or not.
+func TestTheModelHasRoomForTheScripts(t *testing.T) {
+	for _, s := range Scripts() {
+		t.Run(s.Name, func(t *testing.T) {
+			from := []engine.Situation{s.Begin()}
+			for i := range s.Phases {
+				allowed, err := s.Allowed(i, from)
+				if err != nil {
+					t.Fatal(err)
+				}
+				from = slices.Concat(lo.Values(allowed)...)
+			}
+		})
+	}
+}
