@@ -196,6 +196,7 @@ func (c *modelCase) snapshot() *snapshot {
 			uids = append(uids, types.UID(letter("m", m)))
 		}
 		x.Annotations[v1alpha1.ReleasedAnnotation] = joinUIDs(uids)
+		x.Annotations[clusterv1.RevisionAnnotation] = strconv.Itoa(set.ID)
 		s.sets = append(s.sets, x)
 	}
 	c.addMachines(s)

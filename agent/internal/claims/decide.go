@@ -942,8 +942,8 @@ func (s *snapshot) shrink(d *decision, next *Ledger, spare int32) int32 {
 		next.Shrink = nil
 	default:
 		// A rollout that began meanwhile waits for the MachineSet to let its Machines go.
-		overtaken := len(active) != 1 || active[0] != set
-		if overtaken || s.assigned() && d.replicas == s.group.Replicas {
+		overtaken := len(active) != 1 || active[0] != set || !s.onDelete() && s.newest() != set
+		if overtaken || s.allLowered() && d.replicas == s.group.Replicas {
 			d.actions = append(d.actions, action{kind: unpauseMachineSet, set: set})
 		}
 	}

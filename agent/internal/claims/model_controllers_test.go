@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strconv"
 	"strings"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -76,8 +77,11 @@ func (w *world) deploymentStep(group string) bool {
 		if !slices.ContainsFunc(sets, func(s *clusterv1.MachineSet) bool { return s.Name == name }) {
 			zero := int32(0)
 			w.must(w.hub.create(&clusterv1.MachineSet{
-				ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name, Labels: map[string]string{clusterv1.MachineDeploymentNameLabel: group}},
-				Spec:       clusterv1.MachineSetSpec{ClusterName: clusterName, Replicas: &zero},
+				ObjectMeta: metav1.ObjectMeta{
+					Namespace: namespace, Name: name, Labels: map[string]string{clusterv1.MachineDeploymentNameLabel: group},
+					Annotations: map[string]string{clusterv1.RevisionAnnotation: strconv.Itoa(w.templates[group])},
+				},
+				Spec: clusterv1.MachineSetSpec{ClusterName: clusterName, Replicas: &zero},
 			}))
 			return true
 		}

@@ -2,6 +2,7 @@ package claims
 
 import (
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -109,11 +110,39 @@ func (s *snapshot) observed(g int64) bool {
 
 // assigned reports whether the MachineSets have been told all of the MachineDeployment's replicas.
 func (s *snapshot) assigned() bool {
+	return s.allLowered() && s.sum() == *s.md.Spec.Replicas
+}
+
+// allLowered reports whether the MachineSets have been told of every lowering of the MachineDeployment's replicas. Of a raise they
+// need not have: Cluster API puts that off while a MachineSet's status counts more Machines than its spec, which is for as long
+// as it is paused.
+func (s *snapshot) allLowered() bool {
+	return s.md.Status.ObservedGeneration >= s.md.Generation && s.md.Spec.Replicas != nil && s.sum() <= *s.md.Spec.Replicas
+}
+
+func (s *snapshot) sum() int32 {
 	var sum int32
 	for _, set := range s.sets {
 		sum += replicasOf(set)
 	}
-	return s.md.Status.ObservedGeneration >= s.md.Generation && s.md.Spec.Replicas != nil && sum == *s.md.Spec.Replicas
+	return sum
+}
+
+// newest returns the MachineSet that Cluster API made, or took up again, last; nil when there is none.
+func (s *snapshot) newest() *clusterv1.MachineSet {
+	var newest *clusterv1.MachineSet
+	latest := int64(-1)
+	for _, set := range s.sets {
+		revision, _ := strconv.ParseInt(set.Annotations[clusterv1.RevisionAnnotation], 10, 64) // zero when somebody broke it
+		if revision > latest {
+			newest, latest = set, revision
+		}
+	}
+	return newest
+}
+
+func (s *snapshot) onDelete() bool {
+	return s.md.Spec.Rollout.Strategy.Type == clusterv1.OnDeleteMachineDeploymentStrategyType
 }
 
 // carriedThrough reports whether every MachineSet has acted on generation g of the MachineDeployment, whatever a rollout
@@ -128,7 +157,7 @@ func (s *snapshot) carriedThrough(g int64) bool {
 // rollingOut reports whether Cluster API is replacing Machines by itself, which makes Machines beyond replicas and charges
 // replicas to MachineSets as it sees fit. Under OnDelete it never does.
 func (s *snapshot) rollingOut() bool {
-	if s.md.Spec.Rollout.Strategy.Type == clusterv1.OnDeleteMachineDeploymentStrategyType {
+	if s.onDelete() {
 		return false
 	}
 	return len(s.activeSets()) > 1 || slices.ContainsFunc(s.machines, outdated)

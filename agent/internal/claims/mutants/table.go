@@ -358,12 +358,18 @@ var mutants = []mutant{
 	}},
 	{name: "a MachineSet is unpaused before it was lowered", edits: []edit{
 		{
-			"decide.go", "		if overtaken || s.assigned() && d.replicas == s.group.Replicas {\n",
+			"decide.go", "		if overtaken || s.allLowered() && d.replicas == s.group.Replicas {\n",
 			"		if overtaken || d.replicas >= 0 {\n",
 		},
 	}},
 	{name: "blocked spares are counted down while a template change is unseen", test: "TestAgreement", edits: []edit{
 		{"decide.go", "		if isPaused(set.Status.Conditions) && s.assigned() {\n", "		if isPaused(set.Status.Conditions) {\n"},
+	}},
+	{name: "a MachineSet stays paused until it was raised as well", test: "TestAgreement", edits: []edit{
+		{"decide.go", "		if overtaken || s.allLowered() && d.replicas == s.group.Replicas {\n", "		if overtaken || s.assigned() && d.replicas == s.group.Replicas {\n"},
+	}},
+	{name: "a MachineSet stays paused while a rollout waits for it", test: "TestAgreement", edits: []edit{
+		{"decide.go", " || !s.onDelete() && s.newest() != set\n", "\n"},
 	}},
 	{name: "a MachineSet is unpaused by an agent whose grace period is not over", test: "TestAgreement", edits: []edit{
 		{"decide.go", "	may = may && active[0] == set\n", "	may = may && active[0] == set && s.graceOver(d)\n"},

@@ -684,7 +684,18 @@ func (t *step) observed() bool {
 }
 
 // assigned reports whether the MachineSets have been told all of the MachineDeployment's replicas.
-func (t *step) assigned() bool { return t.s.md.observed != 0 && t.sum() == int(t.s.md.replicas) }
+func (t *step) assigned() bool { return t.allLowered() && t.sum() == int(t.s.md.replicas) }
+
+func (t *step) allLowered() bool { return t.s.md.observed != 0 && t.sum() <= int(t.s.md.replicas) }
+
+func (t *step) newest() int {
+	for i := maxSets - 1; i >= 0; i-- {
+		if t.s.sets[i].exists != 0 {
+			return i
+		}
+	}
+	return -1
+}
 
 func (t *step) rollingOut() bool {
 	if !t.p.RollingUpdate || t.p.without(WaitForRollout) {
@@ -793,7 +804,8 @@ func (t *step) shrink(spare int) {
 		t.next.shrunk = 1 // the spare found another use
 	case set.exists == 0 || set.paused != byAgent:
 		t.next.shrinks, t.next.shrunk = 0, 0
-	case t.s.ledger.shrunk != 0 && (active != bit(i) || t.assigned() && t.d.replicas == t.s.md.replicas):
+	case t.s.ledger.shrunk != 0 && (active != bit(i) || t.p.RollingUpdate && t.newest() != i ||
+		t.allLowered() && t.d.replicas == t.s.md.replicas):
 		t.d.do(action{kind: unpauseMachineSet, set: uint8(i)})
 	}
 }
