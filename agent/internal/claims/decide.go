@@ -6,6 +6,7 @@ import (
 	"maps"
 	"math"
 	"slices"
+	"strings"
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -177,9 +178,11 @@ func (s *snapshot) rebuild() *Ledger {
 				l.Releasing[m.UID] = Release{Machine: m.Name, Claim: claimOf(m), Hook: !held(m)}
 				ours++
 			}
+		case alive(m) && s.orphaned(claimOf(m)):
+			// Nobody's, or the user's.
 		case !alive(m) && !s.keeps(claimOf(m)):
 			// Our hook may have been taken off it, after its replica was given back.
-		case claimOf(m) != "":
+		default:
 			ours++
 		}
 	}
@@ -870,9 +873,9 @@ func (s *snapshot) releaseSpare(d *decision, next *Ledger, spare int32) int32 {
 	if surplus <= 0 {
 		return spare
 	}
-	// Without a Node first, then the newest.
+	// Those of claims that ended first, as they are certainly not the user's; then those without a Node, then the newest.
 	slices.SortStableFunc(free, func(a, b *clusterv1.Machine) int {
-		if c := progress(a) - progress(b); c != 0 {
+		if c := cmp.Or(strings.Compare(claimOf(b), "")-strings.Compare(claimOf(a), ""), progress(a)-progress(b)); c != 0 {
 			return c
 		}
 		return b.CreationTimestamp.Compare(a.CreationTimestamp.Time)

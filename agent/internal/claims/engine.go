@@ -291,6 +291,9 @@ func (e *Engine) refusal(ctx context.Context, r Request, cluster *clusterv1.Clus
 	// Whether there is a spare, or the Machine to adopt can be had, takes the whole view of the group: what would be decided if
 	// the claim were there already?
 	s, err := e.read(ctx, cached, key)
+	if err == nil && s == nil {
+		s, err = e.read(ctx, live, key)
+	}
 	if err != nil {
 		return nil, err
 	}

@@ -131,6 +131,13 @@ func (w *world) checkEnd(o *owner, from v1alpha1.Phase, c *v1alpha1.MachineClaim
 			}
 		}
 	}
+	if ref := c.Status.Machine; ref != nil && c.Status.Reason != ReasonHandedOver && !o.excused {
+		for _, m := range w.machines(c.Spec.NodeGroup) {
+			if m.UID == ref.UID && alive(m) {
+				w.t.Fatalf("I4: claim %s ends (%s) while its Machine %s lives\n%s", id, c.Status.Reason, m.Name, w.describe())
+			}
+		}
+	}
 	if !o.alive {
 		return
 	}
@@ -432,12 +439,13 @@ func (w *world) checkGroupAtRest(group string) {
 	switch {
 	case w.wiped[group] && l == nil:
 		want = *md.Spec.Replicas // nobody has claimed from it since
-	case w.wiped[group] && *md.Spec.Replicas >= w.maximum(group):
-		want = min(want, *md.Spec.Replicas) // what it cannot explain is the user's as far as the max size allows
 	case l != nil && l.unnamed() > 0 && md.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] != "":
 		// All of the group's Machines joined before they could be promised, and the max size leaves no room for others. The
 		// holder's report of its Nodes, or the deadline for Machines, ends this; here it may stay.
 		want = max(want, *md.Spec.Replicas)
+	}
+	if w.wiped[group] && *md.Spec.Replicas >= w.maximum(group) {
+		want = min(want, *md.Spec.Replicas) // what it cannot explain is the user's as far as the max size allows
 	}
 	if *md.Spec.Replicas != want || len(w.machines(group)) != int(want) {
 		w.t.Fatalf("I2: group %s: replicas %d, Machines %d, floor %d + live claims %d\n%s",

@@ -126,6 +126,9 @@ func newWorld(t *rapid.T, o worldOptions) *world {
 		owned: map[string]int32{}, ledgers: map[string]bool{}, licensed: map[string]int{}, outsiders: map[types.UID]bool{}, wiped: map[string]bool{},
 		owners: map[string]*owner{}, reported: map[string]bool{},
 	}
+	for range 2 {
+		w.agents = append(w.agents, w.newProcess()) // whose caches show nothing yet
+	}
 	w.must(w.hub.create(&clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: clusterName}}))
 	for i := range o.groups {
 		name := fmt.Sprintf("group-%d", i)
@@ -147,9 +150,6 @@ func newWorld(t *rapid.T, o worldOptions) *world {
 		}))
 		w.groups = append(w.groups, name)
 		w.owned[name] = o.floor
-	}
-	for range 2 {
-		w.agents = append(w.agents, w.newProcess())
 	}
 	return w
 }

@@ -98,7 +98,7 @@ func tryAll(ctx context.Context, r runner, chosen []mutant, parallel int, out io
 	}
 	_ = work.Wait() // what went wrong is in the table
 	begun := time.Now()
-	found, err := r.control(ctx, tests, needed)
+	found, err := r.soundness(ctx, tests, needed)
 	sound := errors.Is(err, errSurvived)
 	said := "control: nothing to catch"
 	if err == nil {

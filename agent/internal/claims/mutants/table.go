@@ -330,7 +330,7 @@ var mutants = []mutant{
 		{"decide.go", "	case ours && isPaused(s.md.Status.Conditions) && s.setsLowered(d, next, begun):\n", "	case ours && s.setsLowered(d, next, begun):\n"},
 	}},
 	{name: "a lowered MachineSet is not waited for", edits: []edit{
-		{"decide.go", "		case set != nil && set.Status.ObservedGeneration < set.Generation:\n			done = false\n", ""},
+		{"decide.go", "		case set != nil && set.Status.ObservedGeneration < set.Generation:\n", "		case set != nil && set.Status.ObservedGeneration < 0:\n"},
 	}},
 
 	// Machines that nobody claims.
@@ -390,7 +390,7 @@ var mutants = []mutant{
 		{"decide.go", "			if !deletionCompleted(m) && !waitsForHook(m) {\n", "			{\n"},
 	}},
 	{name: "a lost ledger counts a Machine that our hook was taken off", test: "TestAgreement", edits: []edit{
-		{"decide.go", "		case !alive(m) && !s.keeps(claimOf(m)):\n", "		case false:\n"},
+		{"decide.go", "		case !alive(m) && !s.keeps(claimOf(m)):\n", "		case !alive(m) && claimOf(m) == \"\":\n"},
 	}},
 	{name: "a lost ledger counts a Machine that was handed over twice", test: "TestAgreement", edits: []edit{
 		{"decide.go", " || c.Status.Phase == v1alpha1.PhaseBound && c.Status.Machine != nil\n", " || c.Status.Machine != nil\n"},

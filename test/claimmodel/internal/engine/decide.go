@@ -121,9 +121,11 @@ func (t *step) rebuild() {
 			ours++
 		case ofAgent && !t.p.without(RebuildSafely):
 			// Its replica may have been given back.
-		case m.label != 0 && !m.alive() && !t.s.claims[m.label-1].live() && !t.p.without(RebuildSafely):
+		case m.alive() && t.orphaned(m.label), m.label == 0:
+			// Nobody's, or the user's.
+		case m.exists() && !m.alive() && !t.s.claims[m.label-1].live() && !t.p.without(RebuildSafely):
 			// The same: our hook may have been taken off it since.
-		case m.label != 0:
+		default:
 			ours++
 		}
 	}
@@ -740,10 +742,14 @@ func (t *step) releaseSpare(spare int) int {
 	}
 	free := t.free()
 	surplus := min(int(count(free))-int(t.next.floor), spare)
-	// Without a Node first, then the newest.
-	for _, at := range []phase{fresh, joined} {
+	// Those of claims that ended first; then those without a Node, then the newest.
+	for _, of := range []struct {
+		labelled bool
+		at       phase
+	}{{true, fresh}, {true, joined}, {false, fresh}, {false, joined}} {
 		for i := maxMachines - 1; i >= 0; i-- {
-			if surplus > 0 && free&bit(i) != 0 && t.s.machines[i].phase == at {
+			m := t.s.machines[i]
+			if surplus > 0 && free&bit(i) != 0 && m.phase == of.at && (m.label != 0) == of.labelled {
 				t.next.releasing |= bit(i)
 				surplus--
 				spare--

@@ -1,0 +1,139 @@
+package claims
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+)
+
+// Rule R1: the ledger first, and all that is decided from after it, from the API server itself.
+func TestTheLedgerIsReadFirstAndAllElseAfterItFromTheAPIServer(t *testing.T) {
+	e := engineWith(t, groupOf("small", 1, nil), machineOf("small", "m"))
+	var read []string
+	note := func(from string) interceptor.Funcs {
+		return interceptor.Funcs{
+			Get: func(ctx context.Context, c client.WithWatch, key client.ObjectKey, o client.Object, opts ...client.GetOption) error {
+				read = append(read, fmt.Sprintf("%s %T", from, o))
+				return c.Get(ctx, key, o, opts...)
+			},
+			List: func(ctx context.Context, c client.WithWatch, o client.ObjectList, opts ...client.ListOption) error {
+				read = append(read, fmt.Sprintf("%s %T", from, o))
+				return c.List(ctx, o, opts...)
+			},
+		}
+	}
+	hub := e.Client.(client.WithWatch) //nolint:forcetypeassert // the fake is one
+	e.Client, e.Reader = interceptor.NewClient(hub, note("cache:")), interceptor.NewClient(hub, note("hub:"))
+
+	s, err := e.read(t.Context(), live, types.NamespacedName{Namespace: namespace, Name: "small"})
+
+	require.NoError(t, err)
+	require.Len(t, s.machines, 1)
+	require.NotEmpty(t, read)
+	assert.Equal(t, "hub: *v1beta2.MachineDeployment", read[0])
+	for _, list := range []string{"*v1alpha1.MachineClaimList", "*v1beta2.MachineSetList", "*v1beta2.MachineList"} {
+		assert.Contains(t, read, "hub: "+list)
+		assert.NotContains(t, read, "cache: "+list)
+	}
+	assert.Less(t, slices.Index(read, "hub: *v1beta2.MachineSetList"), slices.Index(read, "hub: *v1beta2.MachineList"),
+		"a paused MachineSet's Machines are counted")
+}
+
+// Rule R2: what was decided from a ledger is not done once that has changed.
+func TestNothingIsDoneOnTheStrengthOfALedgerThatHasChanged(t *testing.T) {
+	md := groupOf("small", 1, map[string]string{
+		v1alpha1.LedgerAnnotation: `{"v":1,"seq":1,"floor":0,"lastReplicas":1,"spare":0,"pending":{"a":{"m":"m","u":"m"}}}`,
+	})
+	claim := &v1alpha1.MachineClaim{
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: namespace, Name: v1alpha1.ObjectName(clusterName, "a"), Labels: map[string]string{v1alpha1.NodeGroupLabel: "small"},
+		},
+		Spec:   v1alpha1.MachineClaimSpec{ClusterName: clusterName, ClaimID: "a", NodeGroup: "small", Candidates: []string{"small"}},
+		Status: v1alpha1.MachineClaimStatus{Phase: v1alpha1.PhasePending},
+	}
+	for _, changes := range []bool{true, false} {
+		t.Run(fmt.Sprintf("changes=%t", changes), func(t *testing.T) {
+			e := engineWith(t, md.DeepCopy(), machineOf("small", "m"), claim.DeepCopy())
+			hub := e.Client.(client.WithWatch) //nolint:forcetypeassert // the fake is one
+			asked, bound := 0, false
+			e.Reader = interceptor.NewClient(hub, interceptor.Funcs{
+				Get: func(ctx context.Context, c client.WithWatch, key client.ObjectKey, o client.Object, opts ...client.GetOption) error {
+					if _, is := o.(*clusterv1.MachineDeployment); is {
+						if asked++; asked == 2 && changes { // another agent was here
+							other := md.DeepCopy()
+							other.Annotations[v1alpha1.LedgerAnnotation] = `{"v":1,"seq":2,"floor":0,"lastReplicas":1,"spare":0,"pending":{"a":{}}}`
+							require.NoError(t, c.Patch(ctx, other, client.MergeFrom(md)))
+						}
+						if asked > 2 {
+							return context.Canceled // enough was seen
+						}
+					}
+					return c.Get(ctx, key, o, opts...)
+				},
+			})
+			e.Client = interceptor.NewClient(hub, interceptor.Funcs{SubResourceUpdate: func(
+				ctx context.Context, c client.Client, sub string, o client.Object, opts ...client.SubResourceUpdateOption,
+			) error {
+				bound = true
+				return c.SubResource(sub).Update(ctx, o, opts...)
+			}})
+			_, err := e.group(namespace, "small").steps(t.Context())
+			require.ErrorIs(t, err, context.Canceled)
+			assert.Equal(t, !changes, bound)
+		})
+	}
+}
+
+// Which MachineSet a lowering is charged to depends on the template.
+func TestGivingBackTestsTheGeneration(t *testing.T) {
+	md := groupOf("small", 2, map[string]string{
+		v1alpha1.LedgerAnnotation: `{"v":1,"seq":1,"floor":1,"lastReplicas":2,"spare":0,"releasing":{"m":{"m":"m"}}}`,
+	})
+	e := engineWith(t, md)
+	ledger, err := parseLedger(md.Annotations[v1alpha1.LedgerAnnotation])
+	require.NoError(t, err)
+	s := scene(2, ledger)
+	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(md), s.md))
+	next := ledger.clone()
+	next.Releasing["m"] = Release{Machine: "m", GivenBack: true, Generation: 2}
+	s.md.Generation--
+
+	err = e.writeLedger(t.Context(), s, &decision{ledger: next, replicas: 1})
+
+	require.ErrorContains(t, err, "/metadata/generation")
+	s.md.Generation++
+	require.NoError(t, e.writeLedger(t.Context(), s, &decision{ledger: next, replicas: 1}))
+}
+
+// The slot of a Machine that is deleted is kept by our finalizer, and Cluster API prefers no other Machine.
+func TestADeletionIsHeldAndMarkedBeforeItBegins(t *testing.T) {
+	e := engineWith(t, groupOf("small", 1, nil), machineOf("small", "m"))
+	m := &clusterv1.Machine{}
+	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKey{Namespace: namespace, Name: "m"}, m))
+	require.NoError(t, e.hold(t.Context(), action{kind: hold, machine: m}))
+	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(m), m))
+	assert.True(t, held(m))
+	assert.Contains(t, m.Annotations, clusterv1.DeleteMachineAnnotation)
+	assert.False(t, alive(m))
+}
+
+func machineOf(group, name string) *clusterv1.Machine {
+	return &clusterv1.Machine{
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: namespace, Name: name, UID: types.UID(name),
+			Labels: map[string]string{clusterv1.MachineDeploymentNameLabel: group, clusterv1.ClusterNameLabel: clusterName},
+		},
+		Spec: clusterv1.MachineSpec{ClusterName: clusterName},
+	}
+}
