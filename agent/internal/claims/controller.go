@@ -10,6 +10,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller"
 	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/log"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
@@ -70,6 +71,10 @@ func (e *Engine) Reconcile(ctx context.Context, r reconcile.Request) (reconcile.
 		}
 	}
 	again, err := g.run(ctx)
+	if err != nil && again > 0 {
+		log.FromContext(ctx).Error(err, "some writes failed; they are tried again", "in", again)
+		return reconcile.Result{RequeueAfter: again}, nil
+	}
 	if err != nil {
 		return reconcile.Result{}, err
 	}

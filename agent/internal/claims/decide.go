@@ -173,15 +173,19 @@ func (s *snapshot) rebuild() *Ledger {
 	for _, m := range s.machines {
 		switch {
 		case held(m) || hooked(m):
-			// Its release goes on, unless it got so far that its replica may have been given back.
-			if !deletionCompleted(m) && !waitsForHook(m) {
-				l.Releasing[m.UID] = Release{Machine: m.Name, Claim: claimOf(m), Hook: !held(m)}
+			// Its release goes on. If it got so far that its replica may have been given back, that is taken for done.
+			back := deletionCompleted(m) || waitsForHook(m)
+			l.Releasing[m.UID] = Release{Machine: m.Name, Claim: claimOf(m), Hook: !held(m), GivenBack: back}
+			if !back {
 				ours++
 			}
 		case alive(m) && s.orphaned(claimOf(m)):
 			// Nobody's, or the user's.
 		case !alive(m) && !s.keeps(claimOf(m)):
 			// Our hook may have been taken off it, after its replica was given back.
+			if claimOf(m) != "" {
+				l.Releasing[m.UID] = Release{Machine: m.Name, Claim: claimOf(m), GivenBack: true}
+			}
 		default:
 			ours++
 		}
@@ -354,6 +358,11 @@ func (s *snapshot) giveBack(d *decision, next *Ledger) {
 				ready = append(ready, uid)
 			}
 		case !r.GivenBack && (deletionCompleted(m) || r.Hook && waitsForHook(m)):
+			if setOf(m) == "" && r.Set == "" { // its MachineSet was deleted and left it behind: nothing counts it
+				r.GivenBack = true
+				next.Releasing[uid] = r
+				continue
+			}
 			ready = append(ready, uid)
 		}
 	}
@@ -1000,11 +1009,7 @@ func (s *snapshot) actOnClaims(d *decision) {
 			d.actions = append(d.actions, action{kind: recreate, machine: m})
 		}
 	}
-	for _, c := range s.foreign {
-		if c.Status.Phase == v1alpha1.PhasePending {
-			d.end(c, ReasonNodeGroupGone, "its MachineDeployment was deleted; one of another Cluster has its name now")
-		}
-	}
+	s.actOnForeign(d)
 	for _, c := range s.claims {
 		if c.CurrentPhase() == v1alpha1.PhaseEnded {
 			continue
@@ -1027,10 +1032,16 @@ func (s *snapshot) actOnClaims(d *decision) {
 				if refusal.Reason == eligibility.AtMaxSize || refusal.Reason == eligibility.CoolingDown {
 					reason = ReasonNoRoom
 				}
-				s.moveOn(d, c, reason, refusal.Message)
+				if c.Status.Phase == v1alpha1.PhasePending {
+					d.end(c, reason, refusal.Message) // it was entered once, and somebody edited the ledger
+				} else {
+					s.moveOn(d, c, reason, refusal.Message)
+				}
 			}
 		case v1alpha1.PhaseBound:
-			switch {
+			switch owned := s.labelled(id); {
+			case m == nil && owned != nil && alive(owned):
+				d.actions = append(d.actions, action{kind: restore, claim: c, machine: owned}) // its status is of another Machine
 			case m == nil || deletionCompleted(m):
 				d.end(c, ReasonMachineLost, "its Machine was deleted by somebody else")
 			case !alive(m):
@@ -1056,6 +1067,23 @@ func (s *snapshot) actOnClaims(d *decision) {
 		case v1alpha1.PhaseReleasing:
 			s.actOnReleasing(d, c, m, named, entered)
 		case v1alpha1.PhaseEnded:
+		}
+	}
+}
+
+// actOnForeign ends the claims whose Machines are gone with the MachineDeployment that had this one's name before.
+func (s *snapshot) actOnForeign(d *decision) {
+	for _, c := range s.foreign {
+		var m *clusterv1.Machine
+		if c.Status.Machine != nil {
+			m = s.machine(c.Status.Machine.UID)
+		}
+		const gone = "its MachineDeployment was deleted; one of another Cluster has its name now"
+		switch {
+		case c.Status.Phase == "":
+			s.moveOn(d, c, ReasonNodeGroupGone, gone)
+		case m == nil || deletionCompleted(m):
+			d.end(c, ReasonNodeGroupGone, gone)
 		}
 	}
 }
@@ -1094,7 +1122,7 @@ func (s *snapshot) actOnReleasing(d *decision, c *v1alpha1.MachineClaim, m *clus
 	id := c.Spec.ClaimID
 	labelled := s.labelled(id)
 	switch {
-	case c.Status.Machine == nil && labelled != nil:
+	case c.Status.Machine == nil && labelled != nil, m == nil && labelled != nil && alive(labelled):
 		d.actions = append(d.actions, action{kind: restore, claim: c, machine: labelled}) // its status was lost before its release
 	case c.Status.Machine == nil:
 		if !entered && labelled == nil && c.Status.FailedAt != nil {
@@ -1107,12 +1135,15 @@ func (s *snapshot) actOnReleasing(d *decision, c *v1alpha1.MachineClaim, m *clus
 		d.actions = append(d.actions, action{kind: label, claim: c, machine: m})
 	case m != nil && alive(m) && !entered && claimOf(m) == id && s.handsOver(m) && !s.releasing(m.UID):
 		d.actions = append(d.actions, action{kind: unbind, claim: c, machine: m})
-	case !entered && (labelled == nil || !alive(labelled) && deletionCompleted(labelled)):
+	case !entered && (labelled == nil || !alive(labelled) && deletionCompleted(labelled)) && (m == nil || alive(m) || deletionCompleted(m)):
 		reason, message := ReasonReleased, "its instance and its Node are gone"
 		if c.Status.FailedAt != nil {
 			reason, message = ReasonFailed, c.Status.Message
 		}
-		if m != nil && alive(m) {
+		switch {
+		case m != nil && alive(m) && hasNode(m) && m.Annotations[v1alpha1.HandedOverAnnotation] != id:
+			reason, message = ReasonMachineLost, "somebody removed the claim's label from its Machine"
+		case m != nil && alive(m):
 			reason, message = ReasonHandedOver, "its Machine had no Node yet and was kept for the next claim"
 		}
 		d.end(c, reason, message)
@@ -1127,8 +1158,8 @@ const slowDeletion = time.Minute
 // explainDeletion notes on the claim what Cluster API says that the deletion of its Machine waits for, once that takes long.
 func (s *snapshot) explainDeletion(d *decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine) {
 	reason, message := deletingReason(m), deletingMessage(m)
-	if reason == "" || held(m) && deletionCompleted(m) || reason == c.Status.Reason {
-		return
+	if reason == "" || held(m) && deletionCompleted(m) || reason == c.Status.Reason || c.Status.FailedAt != nil {
+		return // why it failed matters more
 	}
 	if left := slowDeletion - s.now.Sub(m.DeletionTimestamp.Time); left > 0 {
 		d.wake(left)

@@ -170,13 +170,15 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 		return nil, err
 	}
 	if first == "" || r.ValidateOnly {
-		existing, err := e.Get(ctx, key)
+		existing, err := e.stored(ctx, key)
 		switch {
+		case err == nil && r.ValidateOnly:
+			return existing, ended(existing)
 		case err == nil:
 			return e.follow(ctx, existing)
 		case !errors.Is(err, ErrNotFound):
 			return nil, err
-		case first == "":
+		case first == "" && r.ValidateOnly:
 			return nil, refusedAll(refusals)
 		}
 	}
@@ -185,11 +187,16 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 	if r.ValidateOnly {
 		return c, nil
 	}
-	if err := e.remember(ctx, key); err != nil {
+	switch lost, err := e.remember(ctx, key); {
+	case err == nil:
+		return e.follow(ctx, lost)
+	case !errors.Is(err, ErrNotFound):
 		return nil, err
+	case first == "":
+		return nil, refusedAll(refusals)
 	}
 	if err := e.Client.Create(ctx, c); apierrors.IsAlreadyExists(err) {
-		existing, err := e.Get(ctx, key)
+		existing, err := e.stored(ctx, key)
 		if err != nil {
 			return nil, err
 		}
@@ -200,27 +207,25 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 	return e.enter(ctx, c)
 }
 
-// remember makes a claim's object again, if it was lost while a Machine carries the claim's label: the claim must not be made
-// anew on another node group. A label that the caches do not show yet is too young for that.
-func (e *Engine) remember(ctx context.Context, key Key) error {
+// remember makes a claim's object again, if it was lost while a Machine carries the claim's label, and returns it: the claim must
+// neither be made anew on another node group nor be taken for gone. It returns [ErrNotFound] when there is nothing to remember. A
+// label that the caches do not show yet is too young for that.
+func (e *Engine) remember(ctx context.Context, key Key) (*v1alpha1.MachineClaim, error) {
 	var labelled clusterv1.MachineList
 	if err := e.Client.List(ctx, &labelled, client.InNamespace(key.Namespace), client.MatchingLabels{v1alpha1.ClaimLabel: key.ID}); err != nil {
-		return fmt.Errorf("listing the claim's Machines: %w", err)
+		return nil, fmt.Errorf("listing the claim's Machines: %w", err)
 	}
 	for i := range labelled.Items {
 		m := &labelled.Items[i]
 		if !alive(m) || m.Spec.ClusterName != key.Cluster {
 			continue
 		}
-		if _, err := e.Get(ctx, key); !errors.Is(err, ErrNotFound) {
-			return err
-		}
 		if err := e.recreate(ctx, m); err != nil && !apierrors.IsAlreadyExists(err) {
-			return fmt.Errorf("making the claim again from its Machine: %w", err)
+			return nil, fmt.Errorf("making the claim again from its Machine: %w", err)
 		}
-		return nil
+		return e.stored(ctx, key)
 	}
-	return nil
+	return nil, ErrNotFound
 }
 
 func (e *Engine) newClaim(r Request, cluster *clusterv1.Cluster, nodeGroup string) *v1alpha1.MachineClaim {
@@ -281,6 +286,9 @@ func (e *Engine) refusal(ctx context.Context, r Request, cluster *clusterv1.Clus
 	if md.Spec.ClusterName != cluster.Name {
 		return gone, nil
 	}
+	if _, err := ledgerOf(&md); errors.Is(err, ErrNewerLedger) {
+		return newer(name, err), nil
+	}
 	group := eligibility.Of(&md, cluster)
 	switch {
 	case group.Refusal != nil:
@@ -309,6 +317,13 @@ func (e *Engine) refusal(ctx context.Context, r Request, cluster *clusterv1.Clus
 	return nil, nil
 }
 
+// newer is the refusal of a node group whose ledger this agent does not know.
+func newer(nodeGroup string, why error) *eligibility.Refusal {
+	return &eligibility.Refusal{
+		NodeGroup: nodeGroup, Reason: eligibility.Invalid, Message: why.Error() + "; use an agent of at least the version that wrote it",
+	}
+}
+
 // CoolingDown says why the group takes no claims because one failed there recently, as far as the caches tell; nil when it
 // does not cool down.
 func (e *Engine) CoolingDown(ctx context.Context, key types.NamespacedName) (*eligibility.Refusal, error) {
@@ -334,7 +349,7 @@ func (e *Engine) CoolingDown(ctx context.Context, key types.NamespacedName) (*el
 func (e *Engine) follow(ctx context.Context, c *v1alpha1.MachineClaim) (*v1alpha1.MachineClaim, error) {
 	switch c.CurrentPhase() {
 	case v1alpha1.PhaseEnded, v1alpha1.PhaseReleasing:
-		return nil, &EndedError{Reason: cmp.Or(c.Status.Reason, ReasonNeverMade), Message: cmp.Or(c.Status.Message, neverMade)}
+		return nil, ended(c)
 	case v1alpha1.PhaseBound:
 		return c, nil
 	case v1alpha1.PhasePending:
@@ -345,11 +360,23 @@ func (e *Engine) follow(ctx context.Context, c *v1alpha1.MachineClaim) (*v1alpha
 	return e.enter(ctx, c)
 }
 
+// ended is the [EndedError] of a claim that has ended or is being released, else nil.
+func ended(c *v1alpha1.MachineClaim) error {
+	if phase := c.CurrentPhase(); phase != v1alpha1.PhaseEnded && phase != v1alpha1.PhaseReleasing {
+		return nil
+	}
+	return &EndedError{Reason: cmp.Or(c.Status.Reason, ReasonNeverMade), Message: cmp.Or(c.Status.Message, neverMade)}
+}
+
 // enter waits until the claim is in its group's ledger, and moves it on from groups that have no room.
 func (e *Engine) enter(ctx context.Context, c *v1alpha1.MachineClaim) (*v1alpha1.MachineClaim, error) {
 	var refusals []eligibility.Refusal
 	for {
 		refusal, err := e.group(c.Namespace, c.Spec.NodeGroup).enter(ctx, c.Spec.ClaimID)
+		if errors.Is(err, ErrNewerLedger) && c.Status.Phase == "" {
+			// The agent that knows that ledger may enter it still; moving it on is decided by compare-and-swap.
+			refusal, err = newer(c.Spec.NodeGroup, err), nil
+		}
 		if err != nil {
 			return nil, err
 		}
@@ -450,8 +477,18 @@ func (e *Engine) release(ctx context.Context, key Key, drained, failed bool, why
 	}
 }
 
-// Get returns the claim as the API server has it, or [ErrNotFound].
+// Get returns the claim as the API server has it, or [ErrNotFound]. One whose object was lost is made again, if a Machine carries
+// its label.
 func (e *Engine) Get(ctx context.Context, key Key) (*v1alpha1.MachineClaim, error) {
+	c, err := e.stored(ctx, key)
+	if errors.Is(err, ErrNotFound) {
+		return e.remember(ctx, key)
+	}
+	return c, err
+}
+
+// stored returns the claim as the API server has it, or [ErrNotFound].
+func (e *Engine) stored(ctx context.Context, key Key) (*v1alpha1.MachineClaim, error) {
 	var c v1alpha1.MachineClaim
 	if err := e.Reader.Get(ctx, key.object(), &c); apierrors.IsNotFound(err) {
 		return nil, ErrNotFound

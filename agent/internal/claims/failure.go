@@ -77,12 +77,17 @@ func (s *snapshot) judge(d *decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 
 // hopeless reports whether the Machine is known not to come: no claim should be given it.
 func (s *snapshot) hopeless(m *clusterv1.Machine) bool {
-	if hasNode(m) || m.Spec.ProviderID != "" {
+	late := func(deadline time.Duration) bool {
+		return deadline > 0 && s.now.Sub(m.CreationTimestamp.Time) >= deadline
+	}
+	switch {
+	case hasNode(m):
 		return false
+	case m.Spec.ProviderID != "":
+		return late(s.failure.NodeDeadline)
 	}
 	reason, _ := infrastructureTrouble(m)
-	late := s.failure.ProviderIDDeadline > 0 && s.now.Sub(m.CreationTimestamp.Time) >= s.failure.ProviderIDDeadline
-	return late || s.failure.final(m, reason)
+	return late(s.failure.ProviderIDDeadline) || s.failure.final(m, reason)
 }
 
 // late returns what has not happened when the time for it is over, else "" after asking to be woken in time.

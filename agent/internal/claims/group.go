@@ -50,6 +50,7 @@ type group struct {
 	lastQuiet  time.Time // when the ledger was last written for nobody in particular
 	wanted     time.Time // since when such a write is put off; zero when none is
 	unfinished int       // how many such writes in a row left something for another one
+	failures   int       // how many runs in a row ended because a write on another object failed
 }
 
 type outcome struct {
@@ -211,14 +212,29 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 		}
 		progress, err := e.perform(ctx, s, d.actions[:min(len(d.actions), maxActions)])
 		if err != nil {
-			return 0, err
+			// What is due at a time of its own is not put off by a write that may fail for ever.
+			return g.retry(d, wait), err
 		}
+		g.failures = 0
 		if !progress {
 			// Every write lost its race: the events of the winners' writes bring us back, at the latest this does.
 			return time.Second, nil
 		}
 	}
 	return 10 * time.Millisecond, nil
+}
+
+// longestRetry is how long a run is put off at most whose writes fail.
+const longestRetry = 30 * time.Second
+
+// retry returns when to look again after a write on another object failed: sooner if something else is due.
+func (g *group) retry(d *decision, wait time.Duration) time.Duration {
+	g.failures++
+	d.wake(min(time.Second<<min(g.failures-1, 10), longestRetry))
+	if d.ledger != nil {
+		d.wake(wait)
+	}
+	return d.again
 }
 
 // overtaken reports whether calls wait whose claims the snapshot does not hold yet: entering them comes before what nobody
@@ -416,14 +432,12 @@ func (e *Engine) read(ctx context.Context, from view, key types.NamespacedName) 
 		spareGrace:   e.SpareGrace,
 		failure:      e.Failure,
 	}
-	if text, present := md.Annotations[v1alpha1.LedgerAnnotation]; present {
-		if s.ledger, err = parseLedger(text); errors.Is(err, ErrNewerLedger) {
-			return nil, fmt.Errorf("MachineDeployment %s: %w", key, err)
-		} else if err != nil {
-			// Edited by hand into something else: rebuilt, like one that was wiped.
-			log.FromContext(ctx).Error(err, "the ledger is not readable; it is rebuilt", "machineDeployment", key)
-			s.ledger = nil
-		}
+	if s.ledger, err = ledgerOf(&md); errors.Is(err, ErrNewerLedger) {
+		return nil, fmt.Errorf("MachineDeployment %s: %w", key, err)
+	} else if err != nil {
+		// Edited by hand into something else, or copied with a MachineDeployment: rebuilt, like one that was wiped.
+		log.FromContext(ctx).Error(err, "the ledger cannot be used; it is rebuilt", "machineDeployment", key)
+		s.ledger = nil
 	}
 	if err := e.readParts(ctx, from, key, s); err != nil {
 		return nil, err
@@ -461,15 +475,22 @@ func (e *Engine) readParts(ctx context.Context, from view, key types.NamespacedN
 	if err := e.reader(from).List(ctx, &sets, client.InNamespace(key.Namespace), selector); err != nil {
 		return fmt.Errorf("listing MachineSets: %w", err)
 	}
+	ofAnother := func(clusterName string) bool { // which had this MachineDeployment's name before
+		return s.md.Spec.ClusterName != "" && clusterName != s.md.Spec.ClusterName
+	}
 	for i := range sets.Items {
-		s.sets = append(s.sets, &sets.Items[i])
+		if !ofAnother(sets.Items[i].Spec.ClusterName) {
+			s.sets = append(s.sets, &sets.Items[i])
+		}
 	}
 	var machines clusterv1.MachineList
 	if err := e.reader(from).List(ctx, &machines, client.InNamespace(key.Namespace), selector); err != nil {
 		return fmt.Errorf("listing Machines: %w", err)
 	}
 	for i := range machines.Items {
-		s.machines = append(s.machines, &machines.Items[i])
+		if !ofAnother(machines.Items[i].Spec.ClusterName) {
+			s.machines = append(s.machines, &machines.Items[i])
+		}
 	}
 	return e.readStrays(ctx, key, s)
 }
@@ -508,11 +529,24 @@ func (e *Engine) readStrays(ctx context.Context, key types.NamespacedName, s *sn
 			known[id] = true
 		}
 	}
+	if s.ledger != nil {
+		for id := range s.ledger.Pending {
+			if known[id] {
+				continue
+			}
+			c, err := e.claimNamed(ctx, Key{Namespace: key.Namespace, Cluster: s.md.Spec.ClusterName, ID: id})
+			if err == nil && c.Spec.NodeGroup == key.Name && c.CurrentPhase() != v1alpha1.PhaseEnded {
+				s.claims = append(s.claims, c) // its label was edited
+			} else if err != nil && !errors.Is(err, ErrNotFound) {
+				return err
+			}
+		}
+	}
 	listed := make(map[types.UID]bool, len(s.machines))
 	for _, m := range s.machines {
 		listed[m.UID] = true
 	}
-	for _, c := range s.claims {
+	for _, c := range slices.Concat(s.claims, s.foreign) {
 		ref := c.Status.Machine
 		if ref == nil || c.Status.Phase == v1alpha1.PhaseEnded || listed[ref.UID] {
 			continue
@@ -535,7 +569,7 @@ func (e *Engine) claimNamed(ctx context.Context, key Key) (*v1alpha1.MachineClai
 	if err := e.Client.Get(ctx, key.object(), &c); err == nil && c.Status.Phase == v1alpha1.PhaseEnded {
 		return &c, nil
 	}
-	return e.Get(ctx, key)
+	return e.stored(ctx, key)
 }
 
 // ledgerText reads the ledger annotation from the API server, "" when there is none.

@@ -7,6 +7,10 @@ import (
 	"maps"
 
 	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
 // ledgerVersion is the newest format of the ledger that this agent reads, and the one it writes.
@@ -20,6 +24,8 @@ var ErrNewerLedger = errors.New("the ledger was written by a newer agent")
 type Ledger struct {
 	// Version of the format.
 	Version int `json:"v"`
+	// Of is the MachineDeployment, namespace/name: who copies one copies its annotations. Empty in ledgers of older agents.
+	Of string `json:"of,omitempty"`
 	// Seq is raised by every write and never goes back: it tells two ledgers of the same content apart.
 	Seq int64 `json:"seq"`
 	// Floor is the number of machines that the user owns.
@@ -85,6 +91,25 @@ func parseLedger(text string) (*Ledger, error) {
 		return nil, fmt.Errorf("ledger is not readable: impossible numbers in %q", text)
 	}
 	return &l, nil
+}
+
+// errOtherLedger means that the ledger was written for another MachineDeployment, and copied with it.
+var errOtherLedger = errors.New("the ledger is another MachineDeployment's")
+
+// ledgerOf returns the ledger of a MachineDeployment, nil when it has none. Errors: as [parseLedger], and errOtherLedger.
+func ledgerOf(md *clusterv1.MachineDeployment) (*Ledger, error) {
+	text, present := md.Annotations[v1alpha1.LedgerAnnotation]
+	if !present {
+		return nil, nil
+	}
+	l, err := parseLedger(text)
+	if err != nil {
+		return nil, err
+	}
+	if l.Of != "" && l.Of != client.ObjectKeyFromObject(md).String() {
+		return nil, fmt.Errorf("%w: %s", errOtherLedger, l.Of)
+	}
+	return l, nil
 }
 
 // encode returns the annotation's value.

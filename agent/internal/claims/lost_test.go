@@ -91,3 +91,89 @@ func TestAnAbandonedClaimMovesToTheNextCandidate(t *testing.T) {
 	assert.Equal(t, v1alpha1.PhaseEnded, got.Status.Phase)
 	assert.Equal(t, ReasonNoRoom, got.Status.Reason)
 }
+
+// A lost object is not a claim that has ended: its Machine runs.
+func TestAClaimWhoseObjectWasLostIsReleasedWithItsMachine(t *testing.T) {
+	m := machineOf("m")
+	m.Labels[v1alpha1.ClaimLabel] = "a"
+	key := Key{Namespace: namespace, Cluster: clusterName, ID: "a"}
+	e := engineWith(t, groupOf("small", 1, nil), m)
+	c, err := e.Get(t.Context(), key)
+	require.NoError(t, err, "and so it is shown")
+	assert.Equal(t, unknownHolder, c.Spec.Holder)
+	c, err = e.Release(t.Context(), key, ReleaseOptions{})
+	require.NoError(t, err)
+	assert.Equal(t, v1alpha1.PhaseReleasing, c.Status.Phase)
+
+	c, err = engineWith(t, groupOf("small", 1, nil), m.DeepCopy()).Release(t.Context(), key, ReleaseOptions{})
+	require.NoError(t, err)
+	assert.Equal(t, v1alpha1.PhaseReleasing, c.Status.Phase)
+}
+
+// kubectl get -o yaml | sed | kubectl create copies annotations too.
+func TestALedgerCopiedWithAMachineDeploymentIsNotBelieved(t *testing.T) {
+	ledger := (&Ledger{Version: ledgerVersion, Of: namespace + "/workers", Seq: 7, Floor: 2, LastReplicas: 6}).encode()
+	for name, others := range map[string]bool{"workers": false, "workers2": true} {
+		md := groupOf(name, 6, map[string]string{v1alpha1.LedgerAnnotation: ledger})
+		s, err := engineWith(t, md).read(t.Context(), live, client.ObjectKeyFromObject(md))
+		require.NoError(t, err)
+		assert.Equal(t, others, s.ledger == nil, name)
+		s.spareSince = s.now.Add(-24 * 60 * 60e9)
+		if others {
+			assert.Nil(t, decide(s).ledger, "nothing is anybody's but the user's")
+		}
+	}
+}
+
+// Another group's annotation costs a claim no more than that candidate.
+func TestAGroupWhoseLedgerANewerAgentWroteIsPassedOver(t *testing.T) {
+	newer := map[string]string{v1alpha1.LedgerAnnotation: `{"v":2}`}
+	e := engineWith(t, groupOf("newer", 0, newer), groupOf("open", 0, nil))
+	c, err := e.Create(t.Context(), Request{
+		Namespace: namespace, Cluster: clusterName, ID: "a", Holder: "spoke", Candidates: []string{"newer", "open"},
+	})
+	require.NoError(t, err)
+	assert.Equal(t, "open", c.Spec.NodeGroup)
+	_, err = e.Create(t.Context(), Request{Namespace: namespace, Cluster: clusterName, ID: "b", Holder: "spoke", Candidates: []string{"newer"}})
+	var refused *RefusedError
+	require.ErrorAs(t, err, &refused)
+	assert.ErrorContains(t, err, "newer agent")
+}
+
+func TestValidatingOnlyLeavesAClaimThatIsThereAlone(t *testing.T) {
+	claim := &v1alpha1.MachineClaim{
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: namespace, Name: v1alpha1.ObjectName(clusterName, "a"), Labels: map[string]string{v1alpha1.NodeGroupLabel: "open"},
+		},
+		Spec: v1alpha1.MachineClaimSpec{ClusterName: clusterName, ClaimID: "a", NodeGroup: "open", Candidates: []string{"open"}},
+	}
+	e := engineWith(t, groupOf("open", 0, nil), claim)
+	_, err := e.Create(t.Context(), Request{
+		Namespace: namespace, Cluster: clusterName, ID: "a", Holder: "spoke", Candidates: []string{"open"}, ValidateOnly: true,
+	})
+	require.NoError(t, err)
+	var md clusterv1.MachineDeployment
+	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKey{Namespace: namespace, Name: "open"}, &md))
+	assert.Zero(t, *md.Spec.Replicas)
+}
+
+// The name of a MachineDeployment may have been another Cluster's.
+func TestMachinesOfAnotherClusterAreNotTheGroups(t *testing.T) {
+	old := machineOf("old")
+	old.Spec.ClusterName = "another"
+	claim := &v1alpha1.MachineClaim{
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: namespace, Name: v1alpha1.ObjectName("another", "a"), Labels: map[string]string{v1alpha1.NodeGroupLabel: "small"},
+		},
+		Spec: v1alpha1.MachineClaimSpec{ClusterName: "another", ClaimID: "a", NodeGroup: "small", Candidates: []string{"small"}},
+		Status: v1alpha1.MachineClaimStatus{
+			Phase: v1alpha1.PhaseBound, Machine: &v1alpha1.MachineReference{Name: "gone", UID: "gone"},
+		},
+	}
+	e := engineWith(t, groupOf("small", 1, nil), old, machineOf("mine"), claim)
+	s, err := e.read(t.Context(), live, client.ObjectKey{Namespace: namespace, Name: "small"})
+	require.NoError(t, err)
+	require.Len(t, s.machines, 1)
+	assert.Equal(t, "mine", s.machines[0].Name)
+	assert.Contains(t, kinds(decide(s)), end, "its Machine is gone with its MachineDeployment")
+}

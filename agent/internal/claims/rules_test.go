@@ -19,7 +19,7 @@ import (
 
 // Rule R1: the ledger first, and all that is decided from after it, from the API server itself.
 func TestTheLedgerIsReadFirstAndAllElseAfterItFromTheAPIServer(t *testing.T) {
-	e := engineWith(t, groupOf("small", 1, nil), machineOf("small", "m"))
+	e := engineWith(t, groupOf("small", 1, nil), machineOf("m"))
 	var read []string
 	note := func(from string) interceptor.Funcs {
 		return interceptor.Funcs{
@@ -64,7 +64,7 @@ func TestNothingIsDoneOnTheStrengthOfALedgerThatHasChanged(t *testing.T) {
 	}
 	for _, changes := range []bool{true, false} {
 		t.Run(fmt.Sprintf("changes=%t", changes), func(t *testing.T) {
-			e := engineWith(t, md.DeepCopy(), machineOf("small", "m"), claim.DeepCopy())
+			e := engineWith(t, md.DeepCopy(), machineOf("m"), claim.DeepCopy())
 			hub := e.Client.(client.WithWatch) //nolint:forcetypeassert // the fake is one
 			asked, bound := 0, false
 			e.Reader = interceptor.NewClient(hub, interceptor.Funcs{
@@ -118,7 +118,7 @@ func TestGivingBackTestsTheGeneration(t *testing.T) {
 
 // The slot of a Machine that is deleted is kept by our finalizer, and Cluster API prefers no other Machine.
 func TestADeletionIsHeldAndMarkedBeforeItBegins(t *testing.T) {
-	e := engineWith(t, groupOf("small", 1, nil), machineOf("small", "m"))
+	e := engineWith(t, groupOf("small", 1, nil), machineOf("m"))
 	m := &clusterv1.Machine{}
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKey{Namespace: namespace, Name: "m"}, m))
 	require.NoError(t, e.hold(t.Context(), action{kind: hold, machine: m}))
@@ -128,11 +128,11 @@ func TestADeletionIsHeldAndMarkedBeforeItBegins(t *testing.T) {
 	assert.False(t, alive(m))
 }
 
-func machineOf(group, name string) *clusterv1.Machine {
+func machineOf(name string) *clusterv1.Machine {
 	return &clusterv1.Machine{
 		ObjectMeta: metav1.ObjectMeta{
 			Namespace: namespace, Name: name, UID: types.UID(name),
-			Labels: map[string]string{clusterv1.MachineDeploymentNameLabel: group, clusterv1.ClusterNameLabel: clusterName},
+			Labels: map[string]string{clusterv1.MachineDeploymentNameLabel: "small", clusterv1.ClusterNameLabel: clusterName},
 		},
 		Spec: clusterv1.MachineSpec{ClusterName: clusterName},
 	}

@@ -137,13 +137,17 @@ func (e *Engine) withdraw(ctx context.Context, key types.NamespacedName, force b
 			return "", err
 		}
 		s, err := e.read(ctx, live, key)
-		if err != nil || s == nil {
+		switch {
+		case err != nil && !force:
 			return "", err
+		case err == nil && s == nil:
+			return "", e.clean(ctx, key)
+		case err == nil:
+			if waiting := s.underWay(); waiting != "" && !force {
+				return waiting, nil
+			}
+			text, begun = s.md.Annotations[v1alpha1.LedgerAnnotation]
 		}
-		if waiting := s.underWay(); waiting != "" && !force {
-			return waiting, nil
-		}
-		text, begun = s.md.Annotations[v1alpha1.LedgerAnnotation]
 		if begun {
 			if err := e.closeLedger(ctx, key, text); err != nil {
 				return "", err

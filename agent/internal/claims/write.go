@@ -59,7 +59,7 @@ func labelPath(key string) string { return "/metadata/labels/" + strings.Replace
 // with [ErrConflict] when the ledger or the replicas have changed, and does not mind changes of status.
 func (e *Engine) writeLedger(ctx context.Context, s *snapshot, d *decision) error {
 	next := d.ledger.clone()
-	next.Version = ledgerVersion
+	next.Version, next.Of = ledgerVersion, client.ObjectKeyFromObject(s.md).String()
 	var ops []operation
 	if s.ledger == nil {
 		next.Seq = 1

@@ -21,9 +21,8 @@ var mutants = []mutant{
 	}},
 	{name: "an ended id is used again", edits: []edit{
 		{
-			"engine.go",
-			"		return nil, &EndedError{Reason: cmp.Or(c.Status.Reason, ReasonNeverMade), Message: cmp.Or(c.Status.Message, neverMade)}\n",
-			"		_ = e.Client.Delete(ctx, c)\n		return nil, &EndedError{Reason: cmp.Or(c.Status.Reason, ReasonNeverMade), Message: neverMade}\n",
+			"engine.go", "	case v1alpha1.PhaseEnded, v1alpha1.PhaseReleasing:\n		return nil, ended(c)\n",
+			"	case v1alpha1.PhaseEnded, v1alpha1.PhaseReleasing:\n		_ = e.Client.Delete(ctx, c)\n		return nil, ended(c)\n",
 		},
 	}},
 	{name: "tombstone dropped early", smoke: true, edits: []edit{
@@ -195,10 +194,19 @@ var mutants = []mutant{
 		{"decide.go", "	case !entered && (labelled == nil || !alive(labelled)", "	case (labelled == nil || !alive(labelled)"},
 	}},
 	{name: "R4: a claim ends before its instance is gone", edits: []edit{
-		{"decide.go", "(labelled == nil || !alive(labelled) && deletionCompleted(labelled)):\n", "(labelled == nil || !alive(labelled)):\n"},
+		{
+			"decide.go", "(labelled == nil || !alive(labelled) && deletionCompleted(labelled)) && (m == nil || alive(m) || deletionCompleted(m)):\n",
+			"(labelled == nil || !alive(labelled)):\n",
+		},
 	}},
 	{name: "R4: a claim ends before its Machine is deleted", edits: []edit{
-		{"decide.go", "	case !entered && (labelled == nil || !alive(labelled) && deletionCompleted(labelled)):\n", "	case !entered:\n"},
+		{
+			"decide.go", "	case !entered && (labelled == nil || !alive(labelled) && deletionCompleted(labelled)) && (m == nil || alive(m) || deletionCompleted(m)):\n",
+			"	case !entered:\n",
+		},
+	}},
+	{name: "R4: a claim ends while its Machine dies without its label", test: "TestAgreement", edits: []edit{
+		{"decide.go", " && (m == nil || alive(m) || deletionCompleted(m)):\n", ":\n"},
 	}},
 
 	// Rule R5: wait for what the own write made.
@@ -387,7 +395,7 @@ var mutants = []mutant{
 
 	// What was lost with the ledger.
 	{name: "a lost ledger counts Machines whose replica was given back", test: "TestAgreement", edits: []edit{
-		{"decide.go", "			if !deletionCompleted(m) && !waitsForHook(m) {\n", "			{\n"},
+		{"decide.go", "			back := deletionCompleted(m) || waitsForHook(m)\n", "			back := false\n"},
 	}},
 	{name: "a lost ledger counts a Machine that our hook was taken off", test: "TestAgreement", edits: []edit{
 		{"decide.go", "		case !alive(m) && !s.keeps(claimOf(m)):\n", "		case !alive(m) && claimOf(m) == \"\":\n"},

@@ -120,11 +120,18 @@ func (t *step) rebuild() {
 			}
 			ours++
 		case ofAgent && !t.p.without(RebuildSafely):
-			// Its replica may have been given back.
+			// Its replica may have been given back: that is taken for done.
+			l.releasing |= bit(i)
+			l.givenBack |= bit(i)
+			if !m.has(finalized) {
+				l.hook |= bit(i)
+			}
 		case m.alive() && t.orphaned(m.label), m.label == 0:
 			// Nobody's, or the user's.
 		case m.exists() && !m.alive() && !t.s.claims[m.label-1].live() && !t.p.without(RebuildSafely):
 			// The same: our hook may have been taken off it since.
+			l.releasing |= bit(i)
+			l.givenBack |= bit(i)
 		default:
 			ours++
 		}
@@ -884,7 +891,10 @@ func (t *step) actOnClaims() {
 				t.d.do(action{kind: end, claim: uint8(c)})
 			}
 		case bound:
-			switch {
+			switch i := t.labelled(c); {
+			case !m.exists() && i >= 0 && t.s.machines[i].alive():
+				its.kind, its.machine = restore, uint8(i)
+				t.d.do(its)
 			case !m.exists() || m.phase == held:
 				its.kind, its.lost = end, true
 				t.d.do(its)
@@ -923,7 +933,7 @@ func (t *step) actOnReleasing(c int, x claim, m machine, entry uint8) {
 	i := t.labelled(c)
 	its := action{claim: uint8(c), machine: x.machine - 1}
 	switch {
-	case x.machine == 0 && i >= 0:
+	case x.machine == 0 && i >= 0, x.machine != 0 && !m.exists() && i >= 0 && t.s.machines[i].alive():
 		its.kind, its.machine = restore, uint8(i)
 	case x.machine == 0:
 		if entry != noEntry {
@@ -934,7 +944,7 @@ func (t *step) actOnReleasing(c int, x claim, m machine, entry uint8) {
 		its.kind = label
 	case m.alive() && entry == noEntry && int(m.label) == c+1 && t.handsOver(m) && t.had.releasing&bit(int(x.machine)-1) == 0:
 		its.kind = unbind
-	case entry == noEntry && (i < 0 || t.s.machines[i].phase == held):
+	case entry == noEntry && (i < 0 || t.s.machines[i].phase == held) && (!m.exists() || m.alive() || m.phase == held):
 		its.kind, its.released = end, true
 	default:
 		return
