@@ -202,8 +202,9 @@ func (w *world) checkDeployment(begun int, was, is *clusterv1.MachineDeployment)
 	for uid, r := range after.Releasing {
 		if _, known := before.Releasing[uid]; !known && r.Claim == "" {
 			released++
-			// As long as there are no more Machines than replicas, none of them is there for the rollout.
-			if w.surge[uid] && w.rollingOut(is.Name) && len(w.machines(is.Name)) > int(to) {
+			// As long as no more Machines live than there are replicas, none of them is there for the rollout.
+			living := slices.DeleteFunc(w.machines(is.Name), func(m *clusterv1.Machine) bool { return !alive(m) })
+			if w.surge[uid] && w.rollingOut(is.Name) && len(living) > int(to) {
 				w.t.Fatalf("I3: Machine %s is released, which a rollout under way needs\n%s", r.Machine, w.describe())
 			}
 		}
