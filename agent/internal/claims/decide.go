@@ -36,6 +36,8 @@ type decision struct {
 	spare bool
 	// chose says that the decision begins to remove Machines of its own choice.
 	chose bool
+	// unmet is how many claims wait for whom the max size allows no further replica.
+	unmet int32
 	// again is when to look again without being told; zero for not.
 	again time.Duration
 }
@@ -859,19 +861,22 @@ func (s *snapshot) coverShortage(d *decision, next *Ledger) {
 	}
 	floorNeeds := max(0, int(s.floor(next))-(len(free)-usable))
 	short := clamp(waiting - (usable - floorNeeds))
+	room := short
 	if s.group.Max != nil {
-		short = min(short, *s.group.Max-d.replicas)
+		room = min(short, max(0, *s.group.Max-d.replicas))
 	}
-	if short > 0 {
-		d.replicas += short
+	if room > 0 {
+		d.replicas += room
 		d.urgent = true
 	}
+	d.unmet = max(0, short-room)
 }
 
 // releaseSpare begins to remove Machines that nobody has wanted for the grace period: never during a rollout, whose surge
-// Machines would be taken for spares, never while a claim waits, and never the floor's.
+// Machines would be taken for spares, and never the floor's. Nor while a claim waits, unless the max size allows no other Machine
+// for it: then those go that it may not have.
 func (s *snapshot) releaseSpare(d *decision, next *Ledger, spare int32) int32 {
-	if spare <= 0 || next.unnamed() > 0 || !s.graceOver(d) {
+	if spare <= 0 || next.unnamed() > 0 && d.unmet == 0 || !s.graceOver(d) {
 		return spare
 	}
 	if s.rollingOut() || !s.observed(s.md.Generation) || s.group.Refusal != nil && s.group.Refusal.Reason == eligibility.Paused {
@@ -879,6 +884,10 @@ func (s *snapshot) releaseSpare(d *decision, next *Ledger, spare int32) int32 {
 	}
 	free := s.free(next)
 	surplus := min(len(free)-int(s.floor(next)), int(spare))
+	if d.unmet > 0 {
+		free = slices.DeleteFunc(free, s.usable)
+		surplus = min(surplus, len(free))
+	}
 	if surplus <= 0 {
 		return spare
 	}

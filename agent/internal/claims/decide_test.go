@@ -117,6 +117,19 @@ func TestAtTheMaxSizeClaimsAreRefused(t *testing.T) {
 	assert.Equal(t, eligibility.AtMaxSize, d.refused["c"].Reason)
 }
 
+func TestAtTheMaxSizeSparesThatNoClaimMayHaveMakeRoom(t *testing.T) {
+	three := int32(3)
+	s := scene(3, &Ledger{Version: 1, Floor: 1, LastReplicas: 3, Spare: 1, Pending: map[string]Named{"c": {}}}).
+		withClaim("c", v1alpha1.PhasePending, "").withMachine("a", "", node).withMachine("b", "", node).withMachine("x", "", node)
+	s.group.Max = &three
+	assert.Nil(t, decide(s).ledger, "within the grace period")
+	s.spareSince = s.now.Add(-time.Hour)
+	d := decide(s)
+	require.NotNil(t, d.ledger)
+	assert.Len(t, d.ledger.Releasing, 1, "the spare; not what is the claim's replica or the user's")
+	assert.Contains(t, d.ledger.Pending, "c")
+}
+
 func TestARaiseAboveTheMinSizeIsTheFloorsInFull(t *testing.T) {
 	s := scene(5, &Ledger{Version: 1, Seq: 1, Floor: 0, LastReplicas: 3})
 	s.group.Min = 3

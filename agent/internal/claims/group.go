@@ -300,7 +300,7 @@ func (g *group) coalesce(s *snapshot, d *decision) time.Duration {
 	case d.ledger == nil:
 		g.wanted = time.Time{}
 		return 0
-	case d.urgent:
+	case d.urgent, d.unmet > 0: // at the max size no further Machine is coming that could be named in the same write
 		return 0
 	case g.wanted.IsZero():
 		g.wanted = clock.Now()

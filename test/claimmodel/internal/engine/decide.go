@@ -11,6 +11,7 @@ type decision struct {
 	urgent   bool
 	refused  uint8 // mask of claims
 	spare    bool
+	unmet    int
 
 	actions [maxClaims + maxMachines + 2*maxSets]action
 	n       int
@@ -657,13 +658,15 @@ func (t *step) coverShortage() {
 	}
 	floorNeeds := max(0, int(t.next.floor)-(int(count(free))-usable))
 	short := waiting - (usable - floorNeeds)
+	room := short
 	if t.p.Max > 0 {
-		short = min(short, t.p.Max-int(t.d.replicas))
+		room = min(short, max(0, t.p.Max-int(t.d.replicas)))
 	}
-	if short > 0 {
-		t.d.replicas += uint8(short)
+	if room > 0 {
+		t.d.replicas += uint8(room)
 		t.d.urgent = true
 	}
+	t.d.unmet = max(0, short-room)
 }
 
 func (t *step) carriedThrough() bool {
@@ -744,11 +747,16 @@ func (t *step) unnamed() bool {
 }
 
 func (t *step) releaseSpare(spare int) int {
-	if spare <= 0 || t.unnamed() || !t.over || t.rollingOut() || !t.observed() && !t.p.without(WaitForRollout) || t.refuses() {
+	if spare <= 0 || t.unnamed() && t.d.unmet == 0 || !t.over || t.rollingOut() || !t.observed() && !t.p.without(WaitForRollout) || t.refuses() {
 		return spare
 	}
 	free := t.free()
 	surplus := min(int(count(free))-int(t.next.floor), spare)
+	for i := range t.s.machines {
+		if t.d.unmet > 0 && free&bit(i) != 0 && t.usable(i) {
+			free &^= bit(i)
+		}
+	}
 	// Those of claims that ended first; then those without a Node, then the newest.
 	for _, of := range []struct {
 		labelled bool
