@@ -117,6 +117,15 @@ func TestAtTheMaxSizeClaimsAreRefused(t *testing.T) {
 	assert.Equal(t, eligibility.AtMaxSize, d.refused["c"].Reason)
 }
 
+func TestAShortageIsMadeGoodUpToTheMaxSize(t *testing.T) {
+	three := int32(3)
+	s := scene(2, &Ledger{Version: 1, Floor: 2, LastReplicas: 2, Pending: map[string]Named{"a": {}, "b": {}}}).
+		withClaim("a", v1alpha1.PhasePending, "").withClaim("b", v1alpha1.PhasePending, "")
+	assert.Equal(t, int32(4), decide(s).replicas)
+	s.group.Max = &three
+	assert.Equal(t, three, decide(s).replicas)
+}
+
 func TestAtTheMaxSizeSparesThatNoClaimMayHaveMakeRoom(t *testing.T) {
 	three := int32(3)
 	s := scene(3, &Ledger{Version: 1, Floor: 1, LastReplicas: 3, Spare: 1, Pending: map[string]Named{"c": {}}}).

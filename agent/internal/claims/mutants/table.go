@@ -190,9 +190,6 @@ var mutants = []mutant{
 	}},
 
 	// Rule R4: "released" only when it is.
-	{name: "R4: a claim ends while it is in the ledger", edits: []edit{
-		{"decide.go", "	case !entered && (labelled == nil || !alive(labelled)", "	case (labelled == nil || !alive(labelled)"},
-	}},
 	{name: "R4: a claim ends before its instance is gone", edits: []edit{
 		{
 			"decide.go", "(labelled == nil || !alive(labelled) && deletionCompleted(labelled)) && (m == nil || alive(m) || deletionCompleted(m)):\n",
