@@ -120,7 +120,7 @@ func (t *step) rebuild() {
 				l.hook |= bit(i)
 			}
 			ours++
-		case ofAgent && !t.p.without(RebuildSafely):
+		case ofAgent && (m.phase == waiting || m.phase == held) && !t.p.without(RebuildSafely):
 			// Its replica may have been given back: that is taken for done.
 			l.releasing |= bit(i)
 			l.givenBack |= bit(i)
