@@ -51,7 +51,7 @@ func TestAnnotationsWinOverTheInfrastructureTemplate(t *testing.T) {
 		template(map[string]any{
 			"capacity": map[string]any{"cpu": "2", "memory": "8Gi", "ephemeral-storage": int64(1000), "example.com/nic": 2.0},
 			"nodeInfo": map[string]any{"architecture": "arm64", "operatingSystem": "windows"},
-		}), nil)
+		}), capacity.Observation{}, nil)
 	g.Expect(d.Problems).To(BeEmpty())
 	g.Expect(quantities(d.Resources)).To(Equal(map[string]string{
 		"cpu": "4", "memory": "8Gi", "ephemeral-storage": "1k", "pods": "110", "nvidia.com/gpu": "2", "example.com/nic": "2",
@@ -92,7 +92,8 @@ func TestWhatCannotBeUsedIsAProblemAndTheNextSourceIsAsked(t *testing.T) {
 				c.key: c.value, capacity.GPUTypeAnnotation: "nvidia.com/gpu", capacity.GPUCountAnnotation: "1",
 			}
 			annotations[c.key] = c.value
-			d := capacity.Describe(deployment(annotations), template(map[string]any{"capacity": map[string]any{"cpu": "2", "memory": "8Gi"}}), nil)
+			status := map[string]any{"capacity": map[string]any{"cpu": "2", "memory": "8Gi"}}
+			d := capacity.Describe(deployment(annotations), template(status), capacity.Observation{}, nil)
 			g.Expect(fields(d.Problems)).To(Equal([]string{capacity.AnnotationField(c.key)}))
 			g.Expect(d.Resources.Cpu().String()).To(Equal("2"))
 			g.Expect(d.Resources.Memory().String()).To(Equal("8Gi"))
@@ -102,7 +103,7 @@ func TestWhatCannotBeUsedIsAProblemAndTheNextSourceIsAsked(t *testing.T) {
 }
 
 func TestMissingCapacityIsSaid(t *testing.T) {
-	d := capacity.Describe(deployment(nil), capacity.Template{}, nil)
+	d := capacity.Describe(deployment(nil), capacity.Template{}, capacity.Observation{}, nil)
 	NewWithT(t).Expect(fields(d.Problems)).To(ConsistOf(
 		capacity.AnnotationField(capacity.CPUAnnotation), capacity.AnnotationField(capacity.MemoryAnnotation)))
 }
@@ -117,7 +118,7 @@ func TestLabelsAreThoseThatReachTheNode(t *testing.T) {
 		"example.com/not-copied":                "x",
 		"custom.example.com/copied":             "y",
 	}
-	d := capacity.Describe(md, capacity.Template{}, []*regexp.Regexp{regexp.MustCompile(`^custom\.example\.com/`)})
+	d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, []*regexp.Regexp{regexp.MustCompile(`^custom\.example\.com/`)})
 	g.Expect(d.Labels).To(Equal(map[string]string{
 		"node-role.kubernetes.io/gpu": "", "x.node.cluster.x-k8s.io/pool": "annotated", "node-restriction.kubernetes.io/tenant": "a",
 		"custom.example.com/copied": "y", "team": "blue",
@@ -134,7 +135,7 @@ func TestTaintsOfTheAnnotationWinForOneKeyAndEffect(t *testing.T) {
 		{Key: "dedicated", Value: "a", Effect: corev1.TaintEffectNoExecute},
 		{Key: clusterv1.NodeUninitializedTaint.Key, Effect: corev1.TaintEffectNoSchedule},
 	}
-	g.Expect(capacity.Describe(md, capacity.Template{}, nil).Taints).To(Equal([]corev1.Taint{
+	g.Expect(capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).Taints).To(Equal([]corev1.Taint{
 		{Key: "dedicated", Value: "a", Effect: corev1.TaintEffectNoExecute},
 		{Key: "dedicated", Value: "b", Effect: corev1.TaintEffectNoSchedule},
 		{Key: "solo", Effect: corev1.TaintEffectNoExecute},
@@ -145,13 +146,13 @@ func TestZoneIsTheFailureDomainUnlessTheAnnotationSaysOtherwise(t *testing.T) {
 	g := NewWithT(t)
 	md := deployment(nil)
 	md.Spec.Template.Spec.FailureDomain = "zone-a"
-	g.Expect(capacity.Describe(md, capacity.Template{}, nil).Zone).To(Equal("zone-a"))
+	g.Expect(capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).Zone).To(Equal("zone-a"))
 	md.Annotations = map[string]string{capacity.LabelsAnnotation: "topology.kubernetes.io/zone=zone-b,topology.kubernetes.io/region=r"}
-	d := capacity.Describe(md, capacity.Template{}, nil)
+	d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil)
 	g.Expect(d.Zone).To(Equal("zone-b"))
 	g.Expect(d.Region).To(Equal("r"))
 	md.Annotations, md.Spec.Template.Spec.FailureDomain = nil, "not/a label"
-	d = capacity.Describe(md, capacity.Template{}, nil)
+	d = capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil)
 	g.Expect(d.Zone).To(BeEmpty())
 	g.Expect(fields(d.Problems)).To(ContainElement("spec.template.spec.failureDomain"))
 }
@@ -160,17 +161,17 @@ func TestCapacityTypeComesFromTheFirstThatSaysIt(t *testing.T) {
 	const label = "karpenter.sh/capacity-type"
 	g := NewWithT(t)
 	md := deployment(nil)
-	g.Expect(capacity.Describe(md, capacity.Template{}, nil).CapacityType).To(Equal("on-demand"))
+	g.Expect(capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).CapacityType).To(Equal("on-demand"))
 	md.Labels = map[string]string{label: "spot"}
-	g.Expect(capacity.Describe(md, capacity.Template{}, nil).CapacityType).To(Equal("spot"))
+	g.Expect(capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).CapacityType).To(Equal("spot"))
 	md.Annotations = map[string]string{label: "reserved"}
-	g.Expect(capacity.Describe(md, capacity.Template{}, nil).CapacityType).To(Equal("reserved"))
+	g.Expect(capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).CapacityType).To(Equal("reserved"))
 	md.Annotations[capacity.LabelsAnnotation] = label + "=on-demand"
-	d := capacity.Describe(md, capacity.Template{}, nil)
+	d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil)
 	g.Expect(d.CapacityType).To(Equal("on-demand"))
 	g.Expect(d.Labels).NotTo(HaveKey(label))
 	md.Annotations[capacity.LabelsAnnotation] = label + "=cheap"
-	d = capacity.Describe(md, capacity.Template{}, nil)
+	d = capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil)
 	g.Expect(d.CapacityType).To(Equal("reserved"))
 	g.Expect(fields(d.Problems)).To(ContainElement(capacity.AnnotationField(capacity.LabelsAnnotation)))
 }
@@ -179,11 +180,11 @@ func TestInstanceTypeIsAlwaysALabelValue(t *testing.T) {
 	g := NewWithT(t)
 	md := deployment(nil)
 	md.Name = strings.Repeat("long-", 40) + "name"
-	d := capacity.Describe(md, capacity.Template{}, nil)
+	d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil)
 	g.Expect(validation.IsValidLabelValue(d.InstanceType)).To(BeEmpty())
 	g.Expect(d.InstanceType).NotTo(BeEmpty())
 	md.Spec.Template.Labels = map[string]string{corev1.LabelInstanceTypeStable: "m5.large"}
-	g.Expect(capacity.Describe(md, capacity.Template{}, nil).InstanceType).To(Equal("m5.large"))
+	g.Expect(capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).InstanceType).To(Equal("m5.large"))
 }
 
 func FuzzDescribe(f *testing.F) {
@@ -200,7 +201,7 @@ func FuzzDescribe(f *testing.F) {
 		md.Spec.Template.Labels = map[string]string{"node.cluster.x-k8s.io/" + gpu: labels}
 		d := capacity.Describe(md, template(map[string]any{
 			"capacity": map[string]any{gpu: cpu, "memory": memory, "x": count, "y": nil}, "nodeInfo": map[string]any{"architecture": zone},
-		}), nil)
+		}), capacity.Observation{}, nil)
 		for key, value := range d.Labels {
 			if len(validation.IsQualifiedName(key)) > 0 || len(validation.IsValidLabelValue(value)) > 0 {
 				t.Errorf("label %q=%q is not valid", key, value)

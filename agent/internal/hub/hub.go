@@ -123,6 +123,8 @@ const (
 	ByDeployment = "machineDeployment"
 	// FailedByDeployment indexes the MachineClaims that failed, ended ones included, by spec.nodeGroup.
 	FailedByDeployment = "failed.machineDeployment"
+	// MachinesByProviderID indexes Machines by spec.providerID, which is unique only within a Cluster.
+	MachinesByProviderID = "spec.providerID"
 	// ClaimsByMachine indexes MachineClaims by the name of their Machine.
 	ClaimsByMachine = "status.machine.name"
 )
@@ -159,6 +161,13 @@ func Index(ctx context.Context, indexer client.FieldIndexer) error {
 		}},
 		{&clusterv1.Machine{}, ByDeployment, func(object client.Object) string {
 			return object.GetLabels()[clusterv1.MachineDeploymentNameLabel]
+		}},
+		{&clusterv1.Machine{}, MachinesByProviderID, func(object client.Object) string {
+			machine, ok := object.(*clusterv1.Machine)
+			if !ok {
+				return ""
+			}
+			return machine.Spec.ProviderID
 		}},
 		{&clusterv1.MachineSet{}, ByDeployment, func(object client.Object) string {
 			return object.GetLabels()[clusterv1.MachineDeploymentNameLabel]

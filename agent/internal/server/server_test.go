@@ -39,6 +39,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/messages"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/observed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/testpki"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
@@ -125,6 +126,7 @@ type fixture struct {
 	loopback   string
 	stop       func()
 	log        *lines
+	observed   []observed.Node
 }
 
 type lines struct {
@@ -162,6 +164,9 @@ func start(t *testing.T, changes ...func(*fixture, *server.Config)) *fixture {
 		Engine: f.engine, NodeGroups: f.nodeGroups, Machines: f.machines, Claims: f.claims,
 		Show: func(_ context.Context, claim *v1alpha1.MachineClaim) (*agentv1alpha1.Claim, error) {
 			return messages.Claim(claim, nil), nil
+		},
+		Observe: func(_ context.Context, cluster types.NamespacedName, nodes []observed.Node) {
+			f.observed = append(f.observed, nodes...)
 		},
 		ClusterExists: func(_ context.Context, name types.NamespacedName) (bool, error) { return name == spoke, nil },
 		Scope:         hub.NewScope(nil, nil),

@@ -718,8 +718,9 @@ type NodeGroup struct {
 	Problems []*Problem `protobuf:"bytes,23,rep,name=problems,proto3" json:"problems,omitempty"`
 	// When the MachineDeployment was created.
 	CreatedAt *timestamppb.Timestamp `protobuf:"bytes,24,opt,name=created_at,json=createdAt,proto3" json:"created_at,omitempty"`
-	// What the kubelet of a real Node of the group kept back from its capacity: resource name to quantity in Kubernetes notation.
-	// Empty until such a Node was reported (see SyncClaimsRequest.nodes).
+	// What pods cannot have of `capacity`, as real Nodes of the group showed: resource name to quantity in Kubernetes notation.
+	// `capacity` less this is never more than the allocatable of any of them. Empty until such a Node was reported (see
+	// SyncClaimsRequest.nodes).
 	Overhead map[string]string `protobuf:"bytes,25,rep,name=overhead,proto3" json:"overhead,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// How many volumes of a CSI driver can be attached to a machine, by the driver's name. A driver that is missing has no known
 	// limit.
