@@ -187,6 +187,95 @@ func TestInstanceTypeIsAlwaysALabelValue(t *testing.T) {
 	g.Expect(capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).InstanceType).To(Equal("m5.large"))
 }
 
+// usable checks what holds for every description, whatever was written.
+func usable(t *testing.T, d capacity.Description) {
+	t.Helper()
+	for key, value := range d.Labels {
+		if len(validation.IsQualifiedName(key)) > 0 || len(validation.IsValidLabelValue(value)) > 0 {
+			t.Errorf("label %q=%q is not valid", key, value)
+		}
+	}
+	for name, quantity := range d.Resources {
+		if quantity.Sign() <= 0 || len(validation.IsQualifiedName(string(name))) > 0 {
+			t.Errorf("resource %q=%s is not valid", name, quantity.String())
+		}
+	}
+	for _, taint := range d.Taints {
+		if len(validation.IsQualifiedName(taint.Key)) > 0 || len(validation.IsValidLabelValue(taint.Value)) > 0 || taint.Effect == "" {
+			t.Errorf("taint %v is not valid", taint)
+		}
+	}
+	for driver, limit := range d.AttachableVolumes {
+		if driver == "" || len(driver) > 63 || limit < 0 {
+			t.Errorf("%d volumes of %q", limit, driver)
+		}
+	}
+	for _, devices := range d.Devices {
+		if devices.Driver == "" || len(devices.Driver) > 63 || devices.Count < 1 || devices.Count > 1024 {
+			t.Errorf("devices %v", devices)
+		}
+	}
+	if d.InstanceType == "" || d.Architecture == "" || d.OperatingSystem == "" || d.CapacityType == "" {
+		t.Error("a value that must not be empty is")
+	}
+	for _, problem := range d.Problems {
+		if problem.Field == "" || problem.Message == "" {
+			t.Errorf("%+v says nothing", problem)
+		}
+	}
+}
+
+// fuzzAnnotation writes a text into one annotation.
+func fuzzAnnotation(f *testing.F, annotation string, seeds ...string) {
+	f.Helper()
+	for _, seed := range append(seeds, "", " ", ",", "=", "\x00", "é", strings.Repeat("a=b,", 100), strings.Repeat("z", 300)) {
+		f.Add(seed)
+	}
+	f.Fuzz(func(t *testing.T, text string) {
+		md := deployment(map[string]string{capacity.GPUTypeAnnotation: "nvidia.com/gpu", capacity.GPUCountAnnotation: "2"})
+		md.Annotations[annotation] = text
+		d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil)
+		usable(t, d)
+		field := capacity.AnnotationField(annotation)
+		for _, problem := range d.Problems {
+			if problem.Field == field && problem.Value != "" && !strings.Contains(text, problem.Value) {
+				t.Errorf("%q: the problem names %q, which was not written", text, problem.Value)
+			}
+		}
+	})
+}
+
+// Cluster API's own documentation writes 500mb; peers panic on what is no quantity.
+func FuzzQuantity(f *testing.F) {
+	fuzzAnnotation(f, capacity.MemoryAnnotation, "16Gi", "500mb", "500MB", "16 Gi", "1e1000000000", "-1", "0", ".", "1E", "9223372036854775808", "0x10", "1e-24")
+}
+
+func FuzzLabels(f *testing.F) {
+	fuzzAnnotation(f, capacity.LabelsAnnotation, "a=b", "a=b,c=d", "a", "=b", "a=b=c", "a/b/c=d", "karpenter.sh/capacity-type=cheap",
+		"node.kubernetes.io/instance-type=", "topology.kubernetes.io/zone=a b", "kubernetes.io/arch=-")
+}
+
+func FuzzTaints(f *testing.F) {
+	fuzzAnnotation(f, capacity.TaintsAnnotation, "a=b:NoSchedule", "a:NoExecute", "a=b", ":NoSchedule", "a=b:c:NoSchedule", "a:Never",
+		"node.cluster.x-k8s.io/uninitialized:NoSchedule", "a=b:NoSchedule,a=c:NoSchedule")
+}
+
+func FuzzGPUType(f *testing.F) {
+	fuzzAnnotation(f, capacity.GPUTypeAnnotation, "nvidia.com/gpu", "gpu", "a/b/c", "/gpu", "nvidia.com/", "cpu", "memory")
+}
+
+func FuzzGPUCount(f *testing.F) {
+	fuzzAnnotation(f, capacity.GPUCountAnnotation, "1", "0", "-1", "1.5", "1e3", "1k", "500m", "9223372036854775808")
+}
+
+func FuzzCSIDriver(f *testing.F) {
+	fuzzAnnotation(f, capacity.CSIDriverAnnotation, "ebs.csi.aws.com=25", "a=1,b=2", "a=1,a=2", "a", "=1", "a=-1", "a=2147483648", "A=1")
+}
+
+func FuzzDRADriver(f *testing.F) {
+	fuzzAnnotation(f, capacity.DRADriverAnnotation, "gpu.nvidia.com", "GPU.nvidia.com", "a,b", "a=1", ".", "-a")
+}
+
 func FuzzDescribe(f *testing.F) {
 	f.Add("4", "16Gi", "a=b", "a=b:NoSchedule", "nvidia.com/gpu", "1", "zone-a")
 	f.Add("1e1000000000", "500mb", "=,=", ":::", "", "-1", "é")
@@ -202,18 +291,6 @@ func FuzzDescribe(f *testing.F) {
 		d := capacity.Describe(md, template(map[string]any{
 			"capacity": map[string]any{gpu: cpu, "memory": memory, "x": count, "y": nil}, "nodeInfo": map[string]any{"architecture": zone},
 		}), capacity.Observation{}, nil)
-		for key, value := range d.Labels {
-			if len(validation.IsQualifiedName(key)) > 0 || len(validation.IsValidLabelValue(value)) > 0 {
-				t.Errorf("label %q=%q is not valid", key, value)
-			}
-		}
-		for name, quantity := range d.Resources {
-			if quantity.Sign() <= 0 || len(validation.IsQualifiedName(string(name))) > 0 {
-				t.Errorf("resource %q=%s is not valid", name, quantity.String())
-			}
-		}
-		if d.InstanceType == "" || d.Architecture == "" || d.OperatingSystem == "" {
-			t.Error("a value that must not be empty is")
-		}
+		usable(t, d)
 	})
 }

@@ -17,8 +17,8 @@ func Quota(quotas []corev1.ResourceQuota, nodeGroup string) *Refusal {
 	var exhausted []string
 	for i := range quotas {
 		hard, limited := quotas[i].Status.Hard[MachineCount]
-		used := quotas[i].Status.Used[MachineCount]
-		if limited && used.Cmp(hard) >= 0 {
+		used, counted := quotas[i].Status.Used[MachineCount]
+		if limited && counted && used.Cmp(hard) >= 0 {
 			exhausted = append(exhausted, fmt.Sprintf("ResourceQuota %s allows %s %s and %s are used",
 				quotas[i].Name, hard.String(), MachineCount, used.String()))
 		}
