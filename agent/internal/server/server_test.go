@@ -691,3 +691,23 @@ capi_agent_catalogue_generation 1
 capi_agent_synced 1
 `), "capi_agent_catalogue_generation", "capi_agent_synced"))
 }
+
+func TestNodesAreObservedWithoutWhatCannotBeRead(t *testing.T) {
+	f := start(t)
+	_, err := f.cluster().Claims.SyncClaims(f.ctx(), &agentv1alpha1.SyncClaimsRequest{
+		Cluster: spokeRef, Holder: "h", Token: "t", Nodes: []*agentv1alpha1.NodeReport{{
+			ProviderId: "test://a", Capacity: map[string]string{"cpu": "4", "memory": "500mb"}, Allocatable: map[string]string{"cpu": "-1"},
+			Labels: map[string]string{"kubernetes.io/arch": "arm64"}, Unregistered: true,
+		}},
+	})
+	require.NoError(t, err)
+	require.Len(t, f.observed, 1)
+	node := f.observed[0]
+	require.Equal(t, "test://a", node.ProviderID)
+	require.Len(t, node.Capacity, 1)
+	require.Equal(t, "4", node.Capacity.Cpu().String())
+	require.Empty(t, node.Allocatable)
+	require.Equal(t, map[string]string{"kubernetes.io/arch": "arm64"}, node.Labels)
+	require.True(t, node.Unregistered)
+	require.Equal(t, 2, node.Unusable)
+}
