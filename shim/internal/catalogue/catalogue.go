@@ -18,7 +18,7 @@ import (
 	"github.com/patrickmn/go-cache"
 	"github.com/samber/lo"
 	corev1 "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/apimachinery/pkg/util/sets"
 	toolscache "k8s.io/client-go/tools/cache"
 	ctrlcache "sigs.k8s.io/controller-runtime/pkg/cache"
@@ -62,11 +62,11 @@ type Catalogue struct {
 
 // view is how a node class sees groups, and what it made of each so far.
 type view struct {
-	generation int64
-	uid        types.UID
-	sees       *instancetype.View
-	err        error
-	groups     map[*instancetype.Group]*instancetype.Group
+	kubelet *v1alpha1.Kubelet
+	price   v1alpha1.PricePolicy
+	sees    *instancetype.View
+	err     error
+	groups  map[*instancetype.Group]*instancetype.Group
 }
 
 type prepared struct {
@@ -247,8 +247,8 @@ func (c *Catalogue) rebuild(ctx context.Context) error {
 // viewOf returns the view of a node class, without groups, and what it made of groups before, if it is still the same.
 func (c *Catalogue) viewOf(class *v1alpha1.ClusterAPINodeClass) (before map[*instancetype.Group]*instancetype.Group, next view) {
 	known, ok := c.views[class.Name]
-	if !ok || known.generation != class.Generation || known.uid != class.UID || class.Generation == 0 {
-		known = view{generation: class.Generation, uid: class.UID}
+	if !ok || known.price != class.Spec.Price || !equality.Semantic.DeepEqual(known.kubelet, class.Spec.Kubelet) {
+		known = view{kubelet: class.Spec.Kubelet, price: class.Spec.Price}
 		known.sees, known.err = instancetype.NewView(&class.Spec)
 	}
 	before, known.groups = known.groups, make(map[*instancetype.Group]*instancetype.Group, len(known.groups))
