@@ -247,7 +247,8 @@ func fuzzAnnotation(f *testing.F, annotation string, seeds ...string) {
 
 // Cluster API's own documentation writes 500mb; peers panic on what is no quantity.
 func FuzzQuantity(f *testing.F) {
-	fuzzAnnotation(f, capacity.MemoryAnnotation, "16Gi", "500mb", "500MB", "16 Gi", "1e1000000000", "-1", "0", ".", "1E", "9223372036854775808", "0x10", "1e-24")
+	fuzzAnnotation(f, capacity.MemoryAnnotation, "16Gi", "500mb", "500MB", "16 Gi", "1e1000000000", "-1", "0", ".", "1E",
+		"9223372036854775808", "0x10", "1e-24")
 }
 
 func FuzzLabels(f *testing.F) {
