@@ -84,6 +84,7 @@ type Catalogue struct {
 	client    client.Client
 	templates *infrastructure.Templates
 	warmup    *warmup.Tracker
+	quotas    *quotas // nil before SetupWithManager
 	problems  *prometheus.GaugeVec
 
 	mu     sync.Mutex
@@ -130,6 +131,10 @@ func (c *Catalogue) SetupWithManager(mgr manager.Manager) error {
 	if err := mgr.Add(manager.RunnableFunc(func(ctx context.Context) error { return c.expect(ctx, mgr) })); err != nil {
 		return fmt.Errorf("adding the catalogue: %w", err)
 	}
+	c.quotas = newQuotas(mgr.GetClient(), mgr.GetCache(), c.Scope.Namespaces())
+	if err := mgr.Add(c.quotas); err != nil {
+		return fmt.Errorf("adding the quotas: %w", err)
+	}
 	controlled := builder.ControllerManagedBy(mgr).
 		Named("catalogue").
 		WithOptions(controller.Options{
@@ -138,7 +143,7 @@ func (c *Catalogue) SetupWithManager(mgr manager.Manager) error {
 		For(&clusterv1.MachineDeployment{}, builder.WithPredicates(statusIgnored())).
 		Watches(&clusterv1.Cluster{}, handler.EnqueueRequestsFromMapFunc(c.deploymentsOfCluster), builder.WithPredicates(clusterChanges())).
 		Watches(&v1alpha1.MachineClaim{}, handler.EnqueueRequestsFromMapFunc(deploymentOfFailedClaim)).
-		Watches(&corev1.ResourceQuota{}, handler.EnqueueRequestsFromMapFunc(c.deploymentsOfQuota), builder.WithPredicates(quotaChanges())).
+		WatchesRawSource(source.TypedChannel(c.quotas.changes, handler.TypedEnqueueRequestsFromMapFunc(c.deploymentsOfQuota))).
 		WatchesRawSource(source.TypedChannel(changedTemplates, handler.TypedEnqueueRequestsFromMapFunc(c.deploymentsOfTemplate))).
 		WatchesRawSource(source.TypedChannel(c.Observed.Changes(), handler.TypedEnqueueRequestsFromMapFunc(itself)))
 	if c.PriceList != nil {
@@ -189,24 +194,6 @@ func rolling(object client.Object) bool {
 	return ok && nodegroup.Rolling(md)
 }
 
-// quotaChanges lets pass what changes whether, or why, a quota leaves no room for Machines.
-func quotaChanges() predicate.Predicate {
-	return predicate.Funcs{
-		CreateFunc: func(e event.CreateEvent) bool { return exhausted(e.Object) != "" },
-		UpdateFunc: func(e event.UpdateEvent) bool { return exhausted(e.ObjectOld) != exhausted(e.ObjectNew) },
-		DeleteFunc: func(e event.DeleteEvent) bool { return exhausted(e.Object) != "" },
-	}
-}
-
-func exhausted(object client.Object) string {
-	if quota, ok := object.(*corev1.ResourceQuota); ok {
-		if refusal := eligibility.Quota([]corev1.ResourceQuota{*quota}, ""); refusal != nil {
-			return refusal.Message
-		}
-	}
-	return ""
-}
-
 // clusterChanges leaves out updates of Clusters that change only their status.
 func clusterChanges() predicate.Predicate {
 	return predicate.Or(predicate.GenerationChangedPredicate{}, predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
@@ -231,8 +218,8 @@ func (c *Catalogue) deploymentsOfTemplate(ctx context.Context, t template) []rec
 	return c.deployments(ctx, t.key.Namespace, hub.DeploymentsByTemplate, hub.TemplateIndex(t.gk.Group, t.gk.Kind, t.key.Name))
 }
 
-func (c *Catalogue) deploymentsOfQuota(ctx context.Context, quota client.Object) []reconcile.Request {
-	return c.list(ctx, client.InNamespace(quota.GetNamespace()), client.HasLabels{v1alpha1.MemberLabel})
+func (c *Catalogue) deploymentsOfQuota(ctx context.Context, quota types.NamespacedName) []reconcile.Request {
+	return c.list(ctx, client.InNamespace(quota.Namespace), client.HasLabels{v1alpha1.MemberLabel})
 }
 
 func (c *Catalogue) allDeployments(ctx context.Context, _ types.NamespacedName) []reconcile.Request {
@@ -295,7 +282,7 @@ func (c *Catalogue) Reconcile(ctx context.Context, request reconcile.Request) (r
 		Observed: c.Observed.Of(request.NamespacedName, nodegroup.MachineRevision(&md.Spec.Template.Spec)),
 	})
 	if group.Limits.Refusal == nil {
-		if group.Limits.Refusal, err = c.quota(ctx, request.NamespacedName); err != nil {
+		if group.Limits.Refusal, err = c.quotas.refusal(ctx, request.NamespacedName); err != nil {
 			return reconcile.Result{}, err
 		}
 	}
@@ -333,15 +320,6 @@ func (c *Catalogue) cluster(ctx context.Context, name types.NamespacedName) (*cl
 		return nil, fmt.Errorf("reading the Cluster: %w", err)
 	}
 	return cluster, nil
-}
-
-// quota says why the namespace takes no further Machine, or nil when it does.
-func (c *Catalogue) quota(ctx context.Context, group types.NamespacedName) (*eligibility.Refusal, error) {
-	var quotas corev1.ResourceQuotaList
-	if err := c.client.List(ctx, &quotas, client.InNamespace(group.Namespace)); err != nil {
-		return nil, fmt.Errorf("listing ResourceQuotas: %w", err)
-	}
-	return eligibility.Quota(quotas.Items, group.Name), nil
 }
 
 // publish puts a group into the feed and reports its problems, each once for as long as it lasts.

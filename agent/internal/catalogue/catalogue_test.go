@@ -22,6 +22,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/client-go/rest"
 	"k8s.io/utils/ptr"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -72,12 +73,15 @@ type fixture struct {
 	registry  *prometheus.Registry
 	prices    *prometheus.Registry // metrics of the price list
 	nodes     *observed.Nodes
+	config    *rest.Config // the catalogue's account
 }
 
 // start runs a catalogue of one new namespace, with one Cluster, and waits until its view is complete.
 func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	t.Helper()
-	f := &fixture{T: t, namespace: plane.Namespace(t), registry: prometheus.NewRegistry(), prices: prometheus.NewRegistry()}
+	f := &fixture{
+		T: t, namespace: plane.Namespace(t), registry: prometheus.NewRegistry(), prices: prometheus.NewRegistry(), config: plane.Config,
+	}
 	f.cluster = types.NamespacedName{Namespace: f.namespace, Name: "spoke"}
 	f.feed = feed.New(feed.Options[*agentv1alpha1.NodeGroup]{Equal: catalogue.Equal, Buffer: 100, Heartbeat: time.Minute})
 	plane.Create(t, capitest.NewCluster(f.namespace, "spoke"))
@@ -90,7 +94,7 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	caches, err := scope.CacheOptions()
 	require.NoError(t, err)
 	pricelist.Restrict(&caches, types.NamespacedName{Namespace: f.namespace, Name: "prices"})
-	mgr, err := manager.New(plane.Config, manager.Options{
+	mgr, err := manager.New(f.config, manager.Options{
 		Scheme: scheme, Cache: caches, Metrics: metricsserver.Options{BindAddress: "0"}, HealthProbeBindAddress: "0", Logger: logr.Discard(),
 	})
 	require.NoError(t, err)

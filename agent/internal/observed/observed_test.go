@@ -11,7 +11,6 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/utils/ptr"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/fake"
@@ -76,7 +75,7 @@ func (f *fixture) machine(set, version, providerID, cluster string) {
 	require.NoError(f, client.IgnoreAlreadyExists(f.client.Create(f.Context(), ms)))
 	m := &clusterv1.Machine{ObjectMeta: metav1.ObjectMeta{
 		Namespace: group.Namespace, GenerateName: "machine-", Labels: map[string]string{clusterv1.MachineDeploymentNameLabel: group.Name},
-		OwnerReferences: []metav1.OwnerReference{{Kind: "MachineSet", Name: set, UID: "1", Controller: ptr.To(true)}},
+		OwnerReferences: []metav1.OwnerReference{{Kind: "MachineSet", Name: set, UID: "1", Controller: new(true)}},
 	}}
 	m.Spec.ClusterName, m.Spec.ProviderID = cluster, providerID
 	f.create(m)

@@ -165,7 +165,7 @@ func start(t *testing.T, changes ...func(*fixture, *server.Config)) *fixture {
 		Show: func(_ context.Context, claim *v1alpha1.MachineClaim) (*agentv1alpha1.Claim, error) {
 			return messages.Claim(claim, nil), nil
 		},
-		Observe: func(_ context.Context, cluster types.NamespacedName, nodes []observed.Node) {
+		Observe: func(_ context.Context, _ types.NamespacedName, nodes []observed.Node) {
 			f.observed = append(f.observed, nodes...)
 		},
 		ClusterExists: func(_ context.Context, name types.NamespacedName) (bool, error) { return name == spoke, nil },

@@ -83,7 +83,8 @@ price: {whenUnknown: Unavailable}`},
 		},
 		"another price policy": {spec: `price: {whenUnknown: Guess}`, says: []string{"spec.price.whenUnknown", `"Estimate", "Unavailable"`}},
 		"a selector with an operator that is none": {
-			spec: `scalableResourceSelector: {matchExpressions: [{key: team, operator: Near}]}`, says: []string{"must be one of In, NotIn, Exists, DoesNotExist"},
+			spec: `scalableResourceSelector: {matchExpressions: [{key: team, operator: Near}]}`,
+			says: []string{"must be one of In, NotIn, Exists, DoesNotExist"},
 		},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -307,7 +307,10 @@ func TestWhatTheDriftPolicyIgnoresIsNoDrift(t *testing.T) {
 		{onlyRed, v1alpha1.DriftPolicy{}, cloudprovider.DriftNodeGroupNotSelected},
 		{onlyRed, v1alpha1.DriftPolicy{NodeGroupNotSelected: v1alpha1.DriftIgnore}, cloudprovider.DriftMachineNotUpToDate},
 		{onlyRed, v1alpha1.DriftPolicy{NodeGroupNotSelected: v1alpha1.DriftIgnore, MachineNotUpToDate: v1alpha1.DriftIgnore}, ""},
-		{nil, v1alpha1.DriftPolicy{NodeGroupNotSelected: v1alpha1.DriftReplace, MachineNotUpToDate: v1alpha1.DriftReplace}, cloudprovider.DriftMachineNotUpToDate},
+		{
+			nil, v1alpha1.DriftPolicy{NodeGroupNotSelected: v1alpha1.DriftReplace, MachineNotUpToDate: v1alpha1.DriftReplace},
+			cloudprovider.DriftMachineNotUpToDate,
+		},
 	} {
 		nodeClass := &v1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: shimtest.NodeClassName}}
 		w.Get(nodeClass)

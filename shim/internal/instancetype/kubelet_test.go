@@ -389,11 +389,14 @@ func FuzzNodeGroup(f *testing.F) {
 	f.Add("hugepages-2Mi", "999Ei", "topology.kubernetes.io/zone", "", "", "no name!", int32(1<<30))
 	f.Add("cpu", "4 ", "a/b/c", "\x00", "a=b", "x", int32(0))
 	f.Fuzz(func(t *testing.T, name, quantity, key, value, zoneName, driver string, count int32) {
-		g, err := instancetype.NewGroup(nodeGroup("a", zone(zoneName), capacity(name, quantity), learned(name, quantity), label(key, value), func(g *agentv1alpha1.NodeGroup) {
+		described := func(g *agentv1alpha1.NodeGroup) {
 			g.AttachableVolumes = map[string]int32{driver: count}
 			g.Devices = []*agentv1alpha1.DeviceCount{{Driver: driver, Kind: value, Count: count}}
 			g.Taints = []*agentv1alpha1.Taint{{Key: key, Value: value, Effect: zoneName}}
-		}))
+		}
+		g, err := instancetype.NewGroup(nodeGroup(
+			"a", zone(zoneName), capacity(name, quantity), learned(name, quantity), label(key, value), described,
+		))
 		if g == nil {
 			require.Error(t, err)
 			return
