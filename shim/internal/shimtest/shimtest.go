@@ -10,7 +10,6 @@ import (
 
 	"github.com/samber/lo"
 	"github.com/stretchr/testify/require"
-	"google.golang.org/protobuf/proto"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -92,7 +91,7 @@ func WithUnavailableTTL(ttl time.Duration) Option {
 	return func(s *settings) { s.ttl = ttl }
 }
 
-// New returns a world whose agent has the node groups, at a price of 1 unless they have one, and whose API server has one node class that selects all of them.
+// New returns a world whose agent has the node groups, and whose API server has one node class that selects all of them.
 func New(tb testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *World {
 	tb.Helper()
 	reservations.Do(instancetype.Reservations)
@@ -103,10 +102,6 @@ func New(tb testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *W
 	agent := fakeagent.New(s.agent...)
 	tb.Cleanup(agent.Close)
 	for _, g := range groups {
-		if g.GetPrice() == nil {
-			g = proto.CloneOf(g)
-			g.Price = &agentv1alpha1.Price{PerHour: 1}
-		}
 		agent.AddNodeGroup(g)
 	}
 	w := &World{Agent: agent, Cluster: fakeagent.DefaultCluster(), Recorder: &Recorder{}, t: tb}
