@@ -212,8 +212,10 @@ func TestAcceleratorsAreAResourceOrDevicesOrBoth(t *testing.T) {
 			map[string]string{driver: "gpu.nvidia.com", count: "2"}, "", []capacity.Devices{{Driver: "gpu.nvidia.com", Count: 2}}, nil,
 		},
 		"both": {
-			map[string]string{driver: " gpu.nvidia.com ", kind: "nvidia.com/gpu", count: "2"}, "2",
-			[]capacity.Devices{{Driver: "gpu.nvidia.com", Count: 2, Kind: "nvidia.com/gpu"}}, nil,
+			map[string]string{driver: " gpu.nvidia.com ", kind: "nvidia.com/gpu", count: "2"},
+			"2",
+			[]capacity.Devices{{Driver: "gpu.nvidia.com", Count: 2, Kind: "nvidia.com/gpu"}},
+			nil,
 		},
 		"said to have none":       {map[string]string{driver: "gpu.nvidia.com", count: "0"}, "", nil, nil},
 		"devices, not how many":   {map[string]string{driver: "gpu.nvidia.com"}, "", nil, []string{count}},

@@ -61,7 +61,7 @@ func (q *quotas) Start(ctx context.Context) error {
 		case err != nil && ctx.Err() == nil:
 			log.FromContext(ctx).Error(err, "asking for the agent's rights on ResourceQuotas")
 		case err == nil && missing == "":
-			if err := q.follow(ctx); err != nil {
+			if err := q.follow(ctx); err != nil && ctx.Err() == nil {
 				return err
 			}
 			close(q.readable)
@@ -110,9 +110,6 @@ func (q *quotas) missing(ctx context.Context) (string, error) {
 func (q *quotas) follow(ctx context.Context) error {
 	informer, err := q.cache.GetInformer(ctx, &corev1.ResourceQuota{})
 	if err != nil {
-		if ctx.Err() != nil {
-			return nil
-		}
 		return fmt.Errorf("watching ResourceQuotas: %w", err)
 	}
 	changed := func(before, after string, object any) {

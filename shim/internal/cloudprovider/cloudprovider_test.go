@@ -308,7 +308,8 @@ func TestWhatTheDriftPolicyIgnoresIsNoDrift(t *testing.T) {
 		{onlyRed, v1alpha1.DriftPolicy{NodeGroupNotSelected: v1alpha1.DriftIgnore}, cloudprovider.DriftMachineNotUpToDate},
 		{onlyRed, v1alpha1.DriftPolicy{NodeGroupNotSelected: v1alpha1.DriftIgnore, MachineNotUpToDate: v1alpha1.DriftIgnore}, ""},
 		{
-			nil, v1alpha1.DriftPolicy{NodeGroupNotSelected: v1alpha1.DriftReplace, MachineNotUpToDate: v1alpha1.DriftReplace},
+			nil,
+			v1alpha1.DriftPolicy{NodeGroupNotSelected: v1alpha1.DriftReplace, MachineNotUpToDate: v1alpha1.DriftReplace},
 			cloudprovider.DriftMachineNotUpToDate,
 		},
 	} {
