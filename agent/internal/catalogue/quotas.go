@@ -8,6 +8,7 @@ import (
 
 	authorizationv1 "k8s.io/api/authorization/v1"
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
 	toolscache "k8s.io/client-go/tools/cache"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
@@ -95,7 +96,11 @@ func (q *quotas) missing(ctx context.Context) (string, error) {
 			review := &authorizationv1.SelfSubjectAccessReview{Spec: authorizationv1.SelfSubjectAccessReviewSpec{
 				ResourceAttributes: &authorizationv1.ResourceAttributes{Namespace: namespace, Verb: verb, Resource: "resourcequotas"},
 			}}
-			if err := q.writer.Create(ctx, review); err != nil {
+			err := q.writer.Create(ctx, review)
+			if apierrors.IsForbidden(err) {
+				return "create selfsubjectaccessreviews", nil
+			}
+			if err != nil {
 				return "", fmt.Errorf("creating a SelfSubjectAccessReview: %w", err)
 			}
 			if !review.Status.Allowed {
