@@ -63,15 +63,15 @@ func selected(group, what string, is func(shimv1.SelectedNodeGroup) bool) func(c
 	}
 }
 
-// onlyFrom returns a condition: so many pods run, and all nodes are of one group.
-func onlyFrom(group string, nodes, pods int) func(journey.State) string {
+// onOneNodeOf returns a condition: so many pods run, and there is one node, of that group.
+func onOneNodeOf(group string, pods int) func(journey.State) string {
 	return func(s journey.State) string {
 		if missing := running(pods)(s); missing != "" {
 			return missing
 		}
 		groups := lo.Map(s.Live(), func(j journey.Journey, _ int) string { return j.Group })
-		if !slices.Equal(groups, slices.Repeat([]string{group}, nodes)) {
-			return fmt.Sprintf("%d nodes from %s: they are from %v", nodes, group, groups)
+		if !slices.Equal(groups, []string{group}) {
+			return fmt.Sprintf("one node, of %s: they are of %v", group, groups)
 		}
 		return ""
 	}
@@ -80,11 +80,11 @@ func onlyFrom(group string, nodes, pods int) func(journey.State) string {
 func TestACheaperNodeReplacesAndAPriceListReversesTheChoice(t *testing.T) {
 	sizes(t)
 	scale(t, "wide", 1)
-	await(t, 2*time.Minute, onlyFrom("sizes-big", 1, 1))
+	await(t, 2*time.Minute, onOneNodeOf("sizes-big", 1))
 	scale(t, "narrow", 1)
-	await(t, 2*time.Minute, onlyFrom("sizes-big", 1, 2))
+	await(t, 2*time.Minute, onOneNodeOf("sizes-big", 2))
 	scale(t, "wide", 0)
-	await(t, consolidated, onlyFrom("sizes-small", 1, 1))
+	await(t, consolidated, onOneNodeOf("sizes-small", 1))
 
 	namespace, name, _ := strings.Cut(sandbox.PriceList, "/")
 	list := &corev1.ConfigMap{
@@ -110,23 +110,23 @@ prices:
 	}
 	// Karpenter looks again at what it found to be in order when pods come or go.
 	scale(t, "narrow", 2)
-	await(t, consolidated, onlyFrom("sizes-big", 1, 2))
+	await(t, consolidated, onOneNodeOf("sizes-big", 2))
 }
 
 func TestSpotIsPreferredWhereItIsCheaperAndAllowed(t *testing.T) {
 	sizes(t)
 	scale(t, "flexible", 1)
-	await(t, 2*time.Minute, onlyFrom("sizes-small-spot", 1, 1))
+	await(t, 2*time.Minute, onOneNodeOf("sizes-small-spot", 1))
 	scale(t, "flexible", 0)
 	await(t, 2*time.Minute, nothingLives)
 	scale(t, "narrow", 1)
-	await(t, 2*time.Minute, onlyFrom("sizes-small", 1, 1))
+	await(t, 2*time.Minute, onOneNodeOf("sizes-small", 1))
 }
 
 func TestWhatNodesShowIsLearned(t *testing.T) {
 	sizes(t)
 	scale(t, "wide", 1)
-	await(t, 2*time.Minute, onlyFrom("sizes-big", 1, 1))
+	await(t, 2*time.Minute, onOneNodeOf("sizes-big", 1))
 	state := w.Sandbox.State()
 	reader := agentAs(t, state.Paths.ReaderCertificate, state.Paths.ReaderKey)
 	poll(t, soon, func(ctx context.Context) (string, error) {

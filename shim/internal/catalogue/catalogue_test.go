@@ -100,15 +100,14 @@ func TestAClusterWithoutNodeGroupsHasAnEmptyCatalogue(t *testing.T) {
 }
 
 func TestMarkedGroupsAreUnavailableForAWhile(t *testing.T) {
-	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}, {Name: "b"}}, shimtest.WithUnavailableTTL(50*time.Millisecond))
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}, {Name: "b"}}, shimtest.WithUnavailableTTL(time.Second))
 	available := func() int {
 		return lo.CountBy(types(t, w.Catalogue.Snapshot(), nodePool(shimtest.NodeClassName)), func(it *cloudprovider.InstanceType) bool {
 			return len(it.Offerings.Available()) > 0
 		})
 	}
-	changes := w.Catalogue.Changes()
 	w.Catalogue.MarkUnavailable("default/a")
-	<-changes
+	w.Eventually(func() bool { return available() == 1 }, "the mark shows")
 	w.Eventually(func() bool { return available() == 2 }, "the mark is forgotten")
 }
 
