@@ -61,10 +61,12 @@ func Build(groups []*Group, conditions Conditions, previous, next Built) []*clou
 
 func keyOf(name string, groups []*Group, conditions Conditions) string {
 	var key strings.Builder
+	key.Grow(len(name) + 16*len(groups))
 	key.WriteString(name)
+	var digits [16]byte
 	for _, g := range groups {
 		key.WriteByte('|')
-		key.WriteString(strconv.FormatUint(g.fingerprint, 36))
+		key.Write(strconv.AppendUint(digits[:0], g.fingerprint, 36))
 		key.WriteString(lo.Ternary(conditions.Available(g), "+", "-"))
 		for _, zone := range conditions.ObservedZones(g) {
 			key.WriteByte(',')

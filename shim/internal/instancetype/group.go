@@ -82,6 +82,8 @@ type Group struct {
 	// learned is what real Nodes kept back of their capacity.
 	learned     corev1.ResourceList
 	fingerprint uint64
+	// shape is the same for groups of which [beyond] says nothing beside each other.
+	shape uint64
 }
 
 // NewGroup prepares a node group. It returns nil and why, when core could do nothing with it: a name or a value that cannot be
@@ -136,7 +138,7 @@ func NewGroup(source *agentv1alpha1.NodeGroup) (*Group, error) {
 		errs = append(errs, err)
 		group.Available, group.PriceRefused = false, err.Error()
 	}
-	group.fingerprint = group.hash()
+	group.fingerprint, group.shape = group.hash(), group.hashShape()
 	if err := errors.Join(errs...); err != nil {
 		return group, fmt.Errorf("node group %s: %w", group.ID, err)
 	}
@@ -292,6 +294,19 @@ func (g *Group) hash() uint64 {
 	}
 	for _, taint := range g.Taints {
 		write(taint.Key, taint.Value, string(taint.Effect))
+	}
+	return sum.Sum64()
+}
+
+// hashShape covers what machines of one instance type should have in common.
+func (g *Group) hashShape() uint64 {
+	sum := fnv.New64a()
+	for _, name := range slices.Sorted(maps.Keys(g.Capacity)) {
+		quantity := g.Capacity[name]
+		_, _ = fmt.Fprintf(sum, "%s=%s\x00", name, quantity.String())
+	}
+	for _, kind := range sortedKinds(g.Devices) {
+		_, _ = fmt.Fprintf(sum, "%s/%s=%d\x00", kind.Driver, kind.Kind, g.Devices[kind])
 	}
 	return sum.Sum64()
 }

@@ -20,7 +20,8 @@ func Mismatches(groups []*Group) []string {
 	var mismatches []string
 	for _, name := range slices.Sorted(maps.Keys(byName)) {
 		members := byName[name]
-		if len(members) == 1 {
+		// The usual case, in which nothing has to be compared.
+		if !slices.ContainsFunc(members, func(g *Group) bool { return g.shape != members[0].shape }) {
 			continue
 		}
 		common, devices := smallest(members), leastDevices(members)
