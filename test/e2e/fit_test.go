@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"testing"
 	texttemplate "text/template"
 	"time"
@@ -17,6 +18,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
+	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
@@ -124,7 +126,7 @@ func fitObjects(t *testing.T, from *texttemplate.Template, values map[string]any
 func fitRound(t *testing.T, random *rand.Rand, round int) (pods, nodes int) {
 	t.Helper()
 	g := NewWithT(t)
-	ctx := within(t, placedWithin+settleWithin)
+	ctx := within(t, 2*placedWithin+settleWithin)
 	groups := fitCatalogue(t, random, round)
 	g.Expect(manifests.ApplyObjects(ctx, w.Hub, groups...)).To(Succeed())
 	for set := range fitSets {
@@ -151,8 +153,8 @@ func fitRound(t *testing.T, random *rand.Rand, round int) (pods, nodes int) {
 
 	g.Expect(w.Spoke.DeleteAllOf(ctx, &corev1.Pod{}, client.InNamespace("default"), client.HasLabels{fitLabel})).To(Succeed())
 	g.Expect(w.Spoke.DeleteAllOf(ctx, &karpenterv1.NodeClaim{})).To(Succeed())
-	await(t, placedWithin, nothingLives)
-	for _, object := range groups {
+	await(t, placedWithin, noMachines)
+	for _, object := range slices.Backward(groups) {
 		g.Expect(w.Hub.Delete(ctx, object)).To(Succeed())
 	}
 	g.Expect(world.Poll(ctx, func(ctx context.Context) (string, error) {
@@ -164,6 +166,18 @@ func fitRound(t *testing.T, random *rand.Rand, round int) (pods, nodes int) {
 		return "", nil
 	})).To(Succeed())
 	return pods, nodes
+}
+
+func noMachines(s journey.State) string {
+	if missing := nothingLives(s); missing != "" {
+		return missing
+	}
+	for _, group := range s.Groups {
+		if group.Machines > 0 || group.Replicas > 0 {
+			return fmt.Sprintf("the %d Machines of %s to go", group.Machines, group.Name)
+		}
+	}
+	return ""
 }
 
 // fitCatalogue returns node groups of random sizes for each node class, one of which everything fits on.
