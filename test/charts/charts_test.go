@@ -162,6 +162,20 @@ func TestAgentMayReadQuotasWhereverItsClustersAre(t *testing.T) {
 	}
 }
 
+// As helm upgrade --reuse-values does with the values of a release that is older than they.
+func TestAgentWithoutPricingValues(t *testing.T) {
+	g := NewWithT(t)
+	values := filepath.Join(t.TempDir(), "values.yaml")
+	g.Expect(os.WriteFile(values, []byte("pricing: null\n"), 0o600)).To(Succeed())
+	g.Expect(of[rbacv1.Role](t, render(t, charts[0], values), "Role")).To(BeEmpty())
+
+	g.Expect(os.WriteFile(values, []byte("pricing: {list: 1e3/0123}\n"), 0o600)).To(Succeed())
+	roles := of[rbacv1.Role](t, render(t, charts[0], values), "Role")
+	g.Expect(roles).To(HaveLen(1), "names that look like numbers stay names")
+	g.Expect(roles[0].Namespace).To(Equal("1e3"))
+	g.Expect(roles[0].Rules[0].ResourceNames).To(ConsistOf("0123"))
+}
+
 func TestShimsFeatureGatesBringTheirRules(t *testing.T) {
 	g := NewWithT(t)
 	resources := func(values string) []string {
