@@ -5,11 +5,11 @@ package v1alpha1
 // machines' bootstrap configuration, and changing it here neither changes nor replaces a Node.
 //
 // Write what the kubelet's own configuration says, in the same notation. A resource that kubeReserved, systemReserved or
-// evictionHard speaks of is calculated from here; for one that none of them speaks of, what real Nodes of the group showed is
-// used, and the kubelet's defaults until then.
+// evictionHard speaks of is calculated from here, unless real Nodes of the group showed that less is left for pods; for one that
+// none of them speaks of, what real Nodes showed is used, and the kubelet's defaults until then.
 type Kubelet struct {
-	// maxPods is how many pods fit on a Node, as the kubelet's maxPods. It wins over the node groups' own number. Absent means
-	// the node group's number.
+	// maxPods is how many pods fit on a Node, as the kubelet's maxPods. It wins over the node groups' own number, unless
+	// their Nodes showed less than that. Absent means the node group's number.
 	// +kubebuilder:validation:Minimum=1
 	// +kubebuilder:validation:Maximum=65535
 	// +optional

@@ -183,10 +183,12 @@ func (k *Kubelet) capacity(machine corev1.ResourceList) corev1.ResourceList {
 	return capacity
 }
 
-// overhead returns what the kubelet keeps back of a Node's capacity: of each resource what the description says, else what
-// real Nodes showed, else the kubelet's defaults; and never more than there is, as core takes a negative rest for a Node that
-// not even an empty pod fits.
-func (k *Kubelet) overhead(capacity, learned corev1.ResourceList, operatingSystem string) *cloudprovider.InstanceTypeOverhead {
+// overhead returns what the kubelet keeps back of a Node's capacity: of each resource the larger of what the description says and
+// what real Nodes of such a machine showed, else the kubelet's defaults; and never more than there is, as core takes a negative
+// rest for a Node that not even an empty pod fits. What Nodes showed includes what was described of the machine and is not there,
+// for which the description of the kubelet cannot make up.
+func (k *Kubelet) overhead(machine, learned corev1.ResourceList, operatingSystem string) *cloudprovider.InstanceTypeOverhead {
+	capacity := k.capacity(machine)
 	overhead := &cloudprovider.InstanceTypeOverhead{
 		KubeReserved: corev1.ResourceList{}, SystemReserved: corev1.ResourceList{}, EvictionThreshold: corev1.ResourceList{},
 	}
@@ -202,11 +204,26 @@ func (k *Kubelet) overhead(capacity, learned corev1.ResourceList, operatingSyste
 			give(overhead.KubeReserved, name, kept, &left)
 			continue
 		}
+		var kube, system resource.Quantity
 		if k != nil {
-			give(overhead.KubeReserved, name, k.kubeReserved[name], &left)
-			give(overhead.SystemReserved, name, k.systemReserved[name], &left)
+			kube, system = k.kubeReserved[name].DeepCopy(), k.systemReserved[name].DeepCopy()
 		}
-		give(overhead.EvictionThreshold, name, thresholds[name].of(total), &left)
+		eviction := thresholds[name].of(total)
+		// Learned are less pods than the machine was said to take, and not less than the description says.
+		more := learned[name].DeepCopy()
+		if name == corev1.ResourcePods && more.Sign() > 0 {
+			more.Add(total)
+			more.Sub(machine[name])
+		}
+		for _, said := range []resource.Quantity{kube, system, eviction} {
+			more.Sub(said)
+		}
+		if more.Sign() > 0 {
+			kube.Add(more)
+		}
+		give(overhead.KubeReserved, name, kube, &left)
+		give(overhead.SystemReserved, name, system, &left)
+		give(overhead.EvictionThreshold, name, eviction, &left)
 	}
 	return overhead
 }

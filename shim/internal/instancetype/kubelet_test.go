@@ -68,10 +68,15 @@ func TestWhatPodsCanHave(t *testing.T) {
 			changes: []change{capacity("nvidia.com/gpu", "4"), learned("nvidia.com/gpu", "1")},
 			want:    map[string]string{"nvidia.com/gpu": "4"},
 		},
-		"the node class, over what Nodes showed, for each resource": {
-			changes: []change{learned("memory", "2Gi"), learned("cpu", "80m")},
+		"the node class, where it keeps back more than Nodes showed": {
+			changes: []change{learned("memory", "512Mi"), learned("cpu", "80m")},
 			kubelet: &v1alpha1.Kubelet{KubeReserved: reserving("memory", "924Mi")},
 			want:    map[string]string{"cpu": "3920m", "memory": "15Gi"},
+		},
+		"what Nodes showed, where it is more than the node class keeps back": {
+			changes: []change{learned("memory", "2Gi"), learned("cpu", "80m")},
+			kubelet: &v1alpha1.Kubelet{KubeReserved: reserving("memory", "924Mi"), SystemReserved: reserving("cpu", "100m")},
+			want:    map[string]string{"cpu": "3900m", "memory": "14Gi"},
 		},
 		"all three parts": {
 			kubelet: &v1alpha1.Kubelet{
@@ -110,9 +115,19 @@ func TestWhatPodsCanHave(t *testing.T) {
 			want:    map[string]string{"nvidia.com/gpu": "2", "example.com/license": "1"},
 		},
 		"maxPods": {
-			changes: []change{learned("pods", "20")},
+			changes: []change{learned("pods", "0")},
 			kubelet: &v1alpha1.Kubelet{MaxPods: new(int32(250))},
 			want:    map[string]string{"pods": "250"},
+		},
+		"maxPods above what Nodes showed": {
+			changes: []change{learned("pods", "20")},
+			kubelet: &v1alpha1.Kubelet{MaxPods: new(int32(250))},
+			want:    map[string]string{"pods": "30"},
+		},
+		"maxPods below what Nodes showed": {
+			changes: []change{learned("pods", "20")},
+			kubelet: &v1alpha1.Kubelet{MaxPods: new(int32(25))},
+			want:    map[string]string{"pods": "25"},
 		},
 		"podsPerCore below the group's": {
 			kubelet: &v1alpha1.Kubelet{PodsPerCore: new(int32(10))},

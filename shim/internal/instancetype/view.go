@@ -27,7 +27,7 @@ func (v *View) Of(g *Group) *Group {
 	}
 	seen := *g
 	seen.Capacity = v.kubelet.capacity(g.Capacity)
-	seen.Overhead = v.kubelet.overhead(seen.Capacity, g.learned, g.Source.GetOperatingSystem())
+	seen.Overhead = v.kubelet.overhead(g.Capacity, g.learned, g.Source.GetOperatingSystem())
 	seen.Allocatable = allocatableOf(seen.Capacity, seen.Overhead)
 	if refused {
 		seen.Available = false
