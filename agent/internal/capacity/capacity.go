@@ -457,15 +457,14 @@ func parseTaint(text string) (corev1.Taint, error) {
 	return taint, nil
 }
 
-// placement finds zone, region, architecture and operating system. A label in the annotation wins.
+// placement finds zone, region, architecture and operating system. A label in the annotation wins. Zone and region are not learned:
+// where the Nodes of a group without a failure domain are does not say where its next one will be.
 func (d *describer) placement() {
 	d.Zone = d.value("zone", corev1.LabelTopologyZone, []candidate{
 		{d.md.Spec.Template.Spec.FailureDomain, Source{FromMachineTemplate, "spec.template.spec.failureDomain"}, "spec.template.spec.failureDomain"},
-		d.templateLabel(corev1.LabelTopologyZone), d.learnedLabel(corev1.LabelTopologyZone),
+		d.templateLabel(corev1.LabelTopologyZone),
 	})
-	d.Region = d.value("region", corev1.LabelTopologyRegion, []candidate{
-		d.templateLabel(corev1.LabelTopologyRegion), d.learnedLabel(corev1.LabelTopologyRegion),
-	})
+	d.Region = d.value("region", corev1.LabelTopologyRegion, []candidate{d.templateLabel(corev1.LabelTopologyRegion)})
 	d.Architecture = d.value("architecture", corev1.LabelArchStable, []candidate{
 		d.nodeInfo("architecture"), d.templateLabel(corev1.LabelArchStable), d.learnedLabel(corev1.LabelArchStable),
 		{defaultArchitecture, Source{FromDefault, "most machines"}, ""},

@@ -12,11 +12,11 @@ import (
 // each keeps back. The zero value means that none was seen.
 type Observation struct {
 	Capacity, Allocatable, Overhead corev1.ResourceList
-	// Labels are those of [ObservedLabels] that all of the Nodes agree on.
+	// Labels are those of [ObservedLabels] that all of the Nodes agree on. Those for zone and region only contradict.
 	Labels map[string]string
 }
 
-// ObservedLabels are the labels that are learned from Nodes.
+// ObservedLabels are the labels that are looked at on Nodes.
 var ObservedLabels = []string{corev1.LabelArchStable, corev1.LabelOSStable, corev1.LabelTopologyZone, corev1.LabelTopologyRegion}
 
 // observedSource is not more exact: a source that changed with every Node would be a change of the group.
@@ -81,5 +81,9 @@ func (d *describer) contradictedLabel(field, label, value string) {
 	if shown == "" || shown == value || !slices.Contains(ObservedLabels, label) || strings.HasPrefix(field, "Nodes ") {
 		return
 	}
-	d.problem(field, value, "is not the %s %q that Nodes of the group show; write what they have, or nothing to learn it", label, shown)
+	instead := "write what they have, or nothing to learn it"
+	if label == corev1.LabelTopologyZone || label == corev1.LabelTopologyRegion {
+		instead = "write what they have, or nothing if it may be another one each time"
+	}
+	d.problem(field, value, "is not the %s %q that Nodes of the group show; %s", label, shown, instead)
 }

@@ -93,11 +93,12 @@ func TestFirstSourceThatHasALabelWins(t *testing.T) {
 	}
 }
 
-func TestZoneAndRegionAreLearned(t *testing.T) {
+func TestZoneAndRegionAreNotLearned(t *testing.T) {
 	g := NewWithT(t)
 	observed := capacity.Observation{Labels: map[string]string{corev1.LabelTopologyZone: "z", corev1.LabelTopologyRegion: "r"}}
 	d := capacity.Describe(deployment(nil), capacity.Template{}, observed, nil)
-	g.Expect([]string{d.Zone, d.Region}).To(Equal([]string{"z", "r"}))
+	g.Expect([]string{d.Zone, d.Region}).To(Equal([]string{"", ""}), "the next machine may come elsewhere")
+	g.Expect(d.Labels).NotTo(Or(HaveKey(corev1.LabelTopologyZone), HaveKey(corev1.LabelTopologyRegion)))
 	md := deployment(nil)
 	md.Spec.Template.Spec.FailureDomain = "a"
 	d = capacity.Describe(md, capacity.Template{}, observed, nil)

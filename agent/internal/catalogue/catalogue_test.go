@@ -512,12 +512,13 @@ func TestNodesTeachOnlyTheirOwnGroup(t *testing.T) {
 	group := f.until("a", func(g *agentv1alpha1.NodeGroup) bool { // the cache may not show the Machine at once
 		f.nodes.Report(t.Context(), f.cluster, []observed.Node{{
 			ProviderID: machine.Spec.ProviderID, Capacity: list("4", "16Gi"), Allocatable: list("3900m", "15Gi"),
-			Labels: map[string]string{corev1.LabelTopologyZone: "z"},
+			Labels: map[string]string{corev1.LabelArchStable: "arm64", corev1.LabelTopologyZone: "z"},
 		}})
 		return g.GetCapacity()["cpu"] == "4"
 	})
 	require.Equal(t, "1Gi", group.GetOverhead()["memory"])
-	require.Equal(t, "z", group.GetZone())
+	require.Equal(t, "arm64", group.GetArchitecture())
+	require.Empty(t, group.GetZone())
 	require.Equal(t, agentv1alpha1.SourceKind_SOURCE_KIND_LEARNED, group.GetSources()["capacity.cpu"].GetKind())
 	require.Empty(t, group.GetProblems())
 	require.Equal(t, generation+1, f.feed.Generation(), "the other group was left alone")
