@@ -85,13 +85,14 @@ func (p Policy) Of(md *clusterv1.MachineDeployment, machine capacity.Description
 
 func isPrice(perHour float64) bool { return perHour >= 0 && !math.IsInf(perHour, 1) }
 
-// priced is what an estimate is made from: the machine's resources and its devices. Extended resources that only its Nodes
-// showed are left out unless they are GPUs: a price that rises because a first Node came would send pods to another group.
+// priced is what an estimate is made from: the machine's resources and its devices. What only its Nodes showed is left out, except
+// CPU and memory, without which nothing was scheduled on the group before: a price that rises because a first Node came would send
+// pods to another group.
 func priced(machine capacity.Description) corev1.ResourceList {
 	resources := make(corev1.ResourceList, len(machine.Resources)+len(machine.Devices))
 	for name, quantity := range machine.Resources {
 		learned := machine.Sources["capacity."+string(name)].Kind == capacity.FromNodes
-		if !learned || !isExtended(name) || strings.Contains(string(name), "gpu") {
+		if !learned || name == corev1.ResourceCPU || name == corev1.ResourceMemory {
 			resources[name] = quantity
 		}
 	}

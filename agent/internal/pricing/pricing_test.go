@@ -195,10 +195,20 @@ func TestWhatOnlyNodesShowedDoesNotChangeTheEstimate(t *testing.T) {
 	g := NewWithT(t)
 	described := machine("2", "8Gi", wire.CapacityTypeOnDemand)
 	before, _ := estimates.Of(&clusterv1.MachineDeployment{}, described)
-	described.Resources["devices.kubevirt.io/kvm"] = resource.MustParse("1k")
-	described.Sources = map[string]capacity.Source{"capacity.devices.kubevirt.io/kvm": {Kind: capacity.FromNodes}}
+	described.Sources = map[string]capacity.Source{}
+	for name, quantity := range map[corev1.ResourceName]string{
+		"devices.kubevirt.io/kvm": "1k", "nvidia.com/gpu": "8", corev1.ResourceEphemeralStorage: "100Gi", "hugepages-2Mi": "1Gi",
+	} {
+		described.Resources[name] = resource.MustParse(quantity)
+		described.Sources["capacity."+string(name)] = capacity.Source{Kind: capacity.FromNodes}
+	}
 	after, _ := estimates.Of(&clusterv1.MachineDeployment{}, described)
 	g.Expect(after.PerHour).To(BeNumerically("~", before.PerHour, 1e-9))
+	for _, name := range []string{"cpu", "memory"} {
+		described.Sources["capacity."+name] = capacity.Source{Kind: capacity.FromNodes}
+	}
+	after, _ = estimates.Of(&clusterv1.MachineDeployment{}, described)
+	g.Expect(after.PerHour).To(BeNumerically("~", before.PerHour, 1e-9), "CPU and memory, of which nobody else says anything, count")
 }
 
 func FuzzAnnotation(f *testing.F) {
