@@ -41,10 +41,9 @@ const name = "nodeclaim.claimsync"
 // agent what a group's machines are like, for which some are as good as all, and which of its unclaimed machines are in use.
 const maxReportBytes = 3 << 20
 
-// reportedLabels say what a machine is and where.
-var reportedLabels = []string{
-	corev1.LabelArchStable, corev1.LabelOSStable, corev1.LabelTopologyZone, corev1.LabelTopologyRegion, corev1.LabelInstanceTypeStable,
-}
+// reportedLabels say what a machine is and where. Those for architecture and operating system are not among them: Karpenter core
+// puts on a Node what was planned, and the kubelet says what it is.
+var reportedLabels = []string{corev1.LabelTopologyZone, corev1.LabelTopologyRegion, corev1.LabelInstanceTypeStable}
 
 // Controller is the controller.
 type Controller struct {
@@ -156,6 +155,14 @@ func reports(nodes []corev1.Node) []*agentv1alpha1.NodeReport {
 }
 
 func report(node *corev1.Node) *agentv1alpha1.NodeReport {
+	labels := lo.PickByKeys(node.Labels, reportedLabels)
+	for label, is := range map[string]string{
+		corev1.LabelArchStable: node.Status.NodeInfo.Architecture, corev1.LabelOSStable: node.Status.NodeInfo.OperatingSystem,
+	} {
+		if is != "" {
+			labels[label] = is
+		}
+	}
 	return &agentv1alpha1.NodeReport{
 		ProviderId:  node.Spec.ProviderID,
 		Capacity:    wire.Quantities(node.Status.Capacity),
@@ -163,7 +170,7 @@ func report(node *corev1.Node) *agentv1alpha1.NodeReport {
 		Unregistered: lo.ContainsBy(node.Spec.Taints, func(taint corev1.Taint) bool {
 			return taint.MatchTaint(&karpv1.UnregisteredNoExecuteTaint)
 		}),
-		Labels: lo.PickByKeys(node.Labels, reportedLabels),
+		Labels: labels,
 	}
 }
 

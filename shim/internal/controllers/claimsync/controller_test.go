@@ -165,12 +165,13 @@ func TestNodesAreReported(t *testing.T) {
 	w, c := world(t)
 	w.Create(&corev1.Node{
 		ObjectMeta: metav1.ObjectMeta{Name: "joining", Labels: map[string]string{
-			corev1.LabelArchStable: "arm64", corev1.LabelTopologyZone: "z1", corev1.LabelHostname: "joining", "team": "red",
+			corev1.LabelArchStable: "amd64", corev1.LabelOSStable: "windows", corev1.LabelTopologyZone: "z1", corev1.LabelHostname: "joining",
 		}},
 		Spec: corev1.NodeSpec{ProviderID: "sim:///1", Taints: []corev1.Taint{karpv1.UnregisteredNoExecuteTaint}},
 		Status: corev1.NodeStatus{
 			Capacity:    corev1.ResourceList{"cpu": resource.MustParse("4"), "memory": resource.MustParse("15Gi")},
 			Allocatable: corev1.ResourceList{"cpu": resource.MustParse("3900m")},
+			NodeInfo:    corev1.NodeSystemInfo{Architecture: "arm64", OperatingSystem: "linux"},
 		},
 	})
 	w.Create(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "running"}, Spec: corev1.NodeSpec{ProviderID: "sim:///2"}})
@@ -182,7 +183,10 @@ func TestNodesAreReported(t *testing.T) {
 	}
 	require.Len(t, reports, 2)
 	assert.True(t, reports["sim:///1"].GetUnregistered())
-	assert.Equal(t, map[string]string{corev1.LabelArchStable: "arm64", corev1.LabelTopologyZone: "z1"}, reports["sim:///1"].GetLabels())
+	assert.Equal(t, map[string]string{
+		corev1.LabelArchStable: "arm64", corev1.LabelOSStable: "linux", corev1.LabelTopologyZone: "z1",
+	}, reports["sim:///1"].GetLabels(), "what the kubelet says the machine is")
+	assert.Empty(t, reports["sim:///2"].GetLabels())
 	assert.Equal(t, map[string]string{"cpu": "4", "memory": "15Gi"}, reports["sim:///1"].GetCapacity())
 	assert.Equal(t, map[string]string{"cpu": "3900m"}, reports["sim:///1"].GetAllocatable())
 	assert.False(t, reports["sim:///2"].GetUnregistered())
@@ -194,7 +198,7 @@ func TestTheMessageStaysBelowTheLimit(t *testing.T) {
 	for i := range 5 {
 		w.Create(&corev1.Node{
 			ObjectMeta: metav1.ObjectMeta{
-				Name: fmt.Sprint("n", i), CreationTimestamp: metav1.Unix(int64(i), 0), Labels: map[string]string{corev1.LabelArchStable: long},
+				Name: fmt.Sprint("n", i), CreationTimestamp: metav1.Unix(int64(i), 0), Labels: map[string]string{corev1.LabelTopologyZone: long},
 			},
 			Spec: corev1.NodeSpec{ProviderID: fmt.Sprint("sim:///", i)},
 		})
