@@ -1,8 +1,10 @@
 // Package observed keeps what real Nodes of each node group showed, as the holders of claims report it: what a machine really
 // has, and what its kubelet keeps back.
 //
-// Of all Nodes that were ever reported of a group's present template, the least capacity and the most overhead are kept, so that
-// what is planned with them fits on any. Nothing is stored: after a restart the next report teaches the same again.
+// Of all Nodes of a group's present template in the last report that has any, the least capacity and the most overhead are kept, so
+// that what is planned with them fits on any. A Node that was worse than the others is forgotten with the first report without it.
+// So are the oldest Nodes of a report that would be too large, which leaves them out. Nothing is stored: after a restart the next
+// report teaches the same again.
 package observed
 
 import (
@@ -15,6 +17,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -66,8 +69,6 @@ type Nodes struct {
 type shown struct {
 	revision string
 	capacity.Observation
-	// disputed are the labels that two Nodes have with different values.
-	disputed map[string]bool
 }
 
 // New returns nodes of which nothing is known.
@@ -212,50 +213,65 @@ func (r *report) template(ctx context.Context, name string) (string, error) {
 	return revision, nil
 }
 
-// learn adds what Nodes of a group show to what is known, and reports whether any of it is new.
+// learn replaces what is known of a group by what its Nodes show now, and reports whether any of it is new.
 func (n *Nodes) learn(key types.NamespacedName, group *member) bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	known := n.groups[key]
-	next := shown{revision: group.revision, Observation: capacity.Observation{
-		Capacity: corev1.ResourceList{}, Allocatable: corev1.ResourceList{}, Overhead: corev1.ResourceList{}, Labels: map[string]string{},
-	}, disputed: map[string]bool{}}
-	if known.revision == group.revision {
-		maps.Copy(next.Capacity, known.Capacity)
-		maps.Copy(next.Allocatable, known.Allocatable)
-		maps.Copy(next.Overhead, known.Overhead)
-		maps.Copy(next.Labels, known.Labels)
-		maps.Copy(next.disputed, known.disputed)
+	next := shown{revision: group.revision, Observation: observe(group.nodes)}
+	if known.revision == next.revision && equality.Semantic.DeepEqual(known.Observation, next.Observation) {
+		return false
 	}
-	changed := known.revision != group.revision
-	for _, node := range group.nodes {
-		changed = next.add(node) || changed
-	}
-	if changed {
-		n.groups[key] = next
-	}
-	return changed
+	n.groups[key] = next
+	return true
 }
 
 // reserved are the resources that kubelets keep some of.
 var reserved = []corev1.ResourceName{corev1.ResourceCPU, corev1.ResourceMemory, corev1.ResourceEphemeralStorage, corev1.ResourcePods}
 
-func (s *shown) add(node *Node) bool {
-	changed := false
+// observe returns what Nodes show, of which there is one at least.
+func observe(nodes []*Node) capacity.Observation {
+	o := capacity.Observation{
+		Capacity: corev1.ResourceList{}, Allocatable: corev1.ResourceList{}, Overhead: corev1.ResourceList{}, Labels: map[string]string{},
+	}
+	disputed := map[string]bool{}
+	for _, node := range nodes {
+		add(&o, node)
+		for _, label := range capacity.ObservedLabels {
+			value := node.Labels[label]
+			if value == "" || len(validation.IsValidLabelValue(value)) > 0 {
+				continue
+			}
+			disputed[label] = disputed[label] || o.Labels[label] != "" && o.Labels[label] != value
+			o.Labels[label] = value
+		}
+	}
+	maps.DeleteFunc(o.Labels, func(label, _ string) bool { return disputed[label] })
+	// Every machine has some of the usual resources, also where a Node does not say how much. Of another one the group has only
+	// what all of its Nodes have.
+	maps.DeleteFunc(o.Capacity, func(name corev1.ResourceName, _ resource.Quantity) bool {
+		return !slices.Contains(reserved, name) && slices.ContainsFunc(nodes, func(node *Node) bool {
+			quantity := node.Capacity[name]
+			return quantity.Sign() <= 0
+		})
+	})
+	return o
+}
+
+func add(o *capacity.Observation, node *Node) {
 	set := func(list corev1.ResourceList, name corev1.ResourceName, quantity resource.Quantity, better func(order int) bool) {
 		known, ok := list[name]
 		if !ok && len(list) >= maxResources || ok && !better(quantity.Cmp(known)) {
 			return
 		}
-		list[name], changed = quantity, true
+		list[name] = quantity
 	}
 	less := func(order int) bool { return order < 0 }
 	more := func(order int) bool { return order > 0 }
 	// In order, so that a Node with too many leaves out the same ones each time.
 	for _, name := range slices.Sorted(maps.Keys(node.Capacity)) {
-		// A young Node shows nothing, or 0, of what a device plugin has yet to announce.
 		if quantity := node.Capacity[name]; isLearned(name) && quantity.Sign() > 0 {
-			set(s.Capacity, name, quantity, less)
+			set(o.Capacity, name, quantity, less)
 		}
 	}
 	for _, name := range reserved {
@@ -263,27 +279,13 @@ func (s *shown) add(node *Node) bool {
 		if has.Sign() <= 0 || gives.Sign() <= 0 {
 			continue
 		}
-		set(s.Allocatable, name, gives, less)
+		set(o.Allocatable, name, gives, less)
 		kept := has.DeepCopy()
 		kept.Sub(gives)
 		if kept.Sign() >= 0 {
-			set(s.Overhead, name, kept, more)
+			set(o.Overhead, name, kept, more)
 		}
 	}
-	for _, label := range capacity.ObservedLabels {
-		value := node.Labels[label]
-		if value == "" || s.disputed[label] || s.Labels[label] == value || len(validation.IsValidLabelValue(value)) > 0 {
-			continue
-		}
-		changed = true
-		if s.Labels[label] == "" {
-			s.Labels[label] = value
-			continue
-		}
-		delete(s.Labels, label)
-		s.disputed[label] = true
-	}
-	return changed
 }
 
 // isLearned reports whether a resource is one that machines have, rather than one that Kubernetes counts in its own way.

@@ -126,6 +126,24 @@ func TestLeastCapacityAndMostOverheadAreKept(t *testing.T) {
 	require.Empty(t, f.report(large, small), "the same again is nothing new")
 	require.Empty(t, f.report(), "and stays known when the Nodes are gone")
 	require.Equal(t, "15Gi", texts(f.known().Capacity)["memory"])
+	require.Len(t, f.report(large), 1)
+	require.Equal(t, map[string]string{"cpu": "4", "memory": "16Gi"}, texts(f.known().Capacity), "the worse Node is gone")
+	require.Equal(t, map[string]string{"cpu": "0", "memory": "2Gi"}, texts(f.known().Overhead))
+}
+
+func TestWhatNotAllNodesHaveIsNotLearned(t *testing.T) {
+	f := start(t)
+	f.machine("present", "v1.36.3", "test://b", spoke.Name)
+	all := observed.Node{ProviderID: "test://a", Capacity: list("cpu", "4", "memory", "16Gi", "nvidia.com/gpu", "2", "hugepages-2Mi", "1Gi")}
+	f.report(all)
+	require.Len(t, f.known().Capacity, 4)
+	none := observed.Node{ProviderID: "test://b", Capacity: list("cpu", "4", "hugepages-2Mi", "0")}
+	require.Len(t, f.report(all, none), 1)
+	require.Equal(t, map[string]string{"cpu": "4", "memory": "16Gi"}, texts(f.known().Capacity))
+	require.Empty(t, f.report(none, all), "in whatever order")
+	none.Capacity = all.Capacity
+	require.Len(t, f.report(all, none), 1)
+	require.Len(t, f.known().Capacity, 4)
 }
 
 func TestOnlyRegisteredNodesOfThePresentTemplateTeach(t *testing.T) {
@@ -214,9 +232,9 @@ func TestLabelsThatAllNodesAgreeOnAreLearned(t *testing.T) {
 	}
 	f.report(node("test://a", "z1"))
 	require.Equal(t, map[string]string{corev1.LabelTopologyZone: "z1", corev1.LabelArchStable: "arm64"}, f.known().Labels)
-	require.Len(t, f.report(node("test://b", "z2")), 1)
+	require.Len(t, f.report(node("test://a", "z1"), node("test://b", "z2")), 1)
 	require.Equal(t, map[string]string{corev1.LabelArchStable: "arm64"}, f.known().Labels)
-	require.Empty(t, f.report(node("test://a", "z1"), node("test://b", "z2")), "which zone is not decided anew each time")
+	require.Empty(t, f.report(node("test://b", "z2"), node("test://a", "z1")), "in whatever order")
 }
 
 func TestWhatIsRememberedIsBounded(t *testing.T) {
