@@ -173,7 +173,7 @@ func (c *Controller) describe(nodeClass *v1alpha1.ClusterAPINodeClass) {
 	}
 	nodeClass.Status.NodeGroups = int32(len(class.Groups))
 	nodeClass.Status.AvailableNodeGroups = int32(class.Available())
-	nodeClass.Status.Selected = class.Selected
+	nodeClass.Status.Selected = slices.Clone(class.Selected)
 	nodeClass.Status.InstanceTypes = int32(class.InstanceTypeNames())
 	nodeClass.Status.Zones = int32(class.Zones())
 	nodeClass.Status.Problems = int32(len(class.Problems))
