@@ -128,7 +128,7 @@ type SelectedNodeGroup struct {
 	// available says whether a machine could be had now.
 	Available bool `json:"available"`
 	// reason is why not: AtMaxSize, CoolingDown, Paused, Deleting, ReplicasOwned, Invalid, QuotaExceeded, NoRoom, PriceUnknown,
-	// Unusable, or Other. Absent when available.
+	// NoCapacity, Unusable, or Other. Absent when available.
 	// +optional
 	Reason string `json:"reason,omitempty"`
 	// message is the same for people.
@@ -145,6 +145,8 @@ const (
 	ReasonNoRoom = "NoRoom"
 	// ReasonPriceUnknown means that spec.price does not let the node group be used, or that the agent says no price at all.
 	ReasonPriceUnknown = "PriceUnknown"
+	// ReasonNoCapacity means that pods could have no CPU or no memory of its machines.
+	ReasonNoCapacity = "NoCapacity"
 	// ReasonUnusable means that Nodes of the node group could not be described to Karpenter.
 	ReasonUnusable = "Unusable"
 	// ReasonOther means a reason that this version does not know; the message says it.

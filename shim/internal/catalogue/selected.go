@@ -64,6 +64,8 @@ func (s *Snapshot) show(g *instancetype.Group) v1alpha1.SelectedNodeGroup {
 		shown.Reason, shown.Message = reasonOf(availability.GetReason()), availability.GetMessage()
 	case g.PriceRefused != "":
 		shown.Reason, shown.Message = v1alpha1.ReasonPriceUnknown, g.PriceRefused
+	case g.NoCapacity != "":
+		shown.Reason, shown.Message = v1alpha1.ReasonNoCapacity, g.NoCapacity
 	default:
 		shown.Reason, shown.Message = v1alpha1.ReasonNoRoom, "the agent had no room when a machine was asked for; it is asked again soon"
 	}

@@ -74,7 +74,9 @@ type Group struct {
 	Price float64
 	// PriceRefused says why the group's price is not good enough to launch by, and is empty when it is.
 	PriceRefused string
-	// Available says whether the agent would accept a claim now, and the price is good enough.
+	// NoCapacity says which of CPU and memory pods could have nothing of, and is empty when there is some of both.
+	NoCapacity string
+	// Available says whether the agent would accept a claim now, the price is good enough, and there is CPU and memory.
 	Available bool
 	// Left is how many machines of a reservation are left; 0 for other capacity types.
 	Left int
@@ -138,6 +140,7 @@ func NewGroup(source *agentv1alpha1.NodeGroup) (*Group, error) {
 		errs = append(errs, err)
 		group.Available, group.PriceRefused = false, err.Error()
 	}
+	group.requireCapacity()
 	group.fingerprint, group.shape = group.hash(), group.hashShape()
 	if err := errors.Join(errs...); err != nil {
 		return group, fmt.Errorf("node group %s: %w", group.ID, err)
@@ -311,6 +314,25 @@ func (g *Group) hashShape() uint64 {
 	return sum.Sum64()
 }
 
+// requireCapacity makes a group unavailable whose machines have no CPU or no memory for pods: those that ask for none would be
+// planned there, or a NodePool's static Nodes.
+func (g *Group) requireCapacity() {
+	for _, name := range []corev1.ResourceName{corev1.ResourceCPU, corev1.ResourceMemory} {
+		if _, some := g.Allocatable[name]; some {
+			continue
+		}
+		g.Available = false
+		if has, ok := g.Capacity[name]; ok {
+			g.NoCapacity = fmt.Sprintf("all of the %s of %s is kept back, see overhead: correct spec.kubelet, or what the MachineDeployment says of %s",
+				has.String(), name, name)
+		} else {
+			g.NoCapacity = fmt.Sprintf("nobody says how much %s there is: write the annotation capacity.cluster-autoscaler.kubernetes.io/%s "+
+				"on the MachineDeployment", name, name)
+		}
+		return
+	}
+}
+
 // Accepts reports whether a machine of the group serves a NodeClaim: its requirements, its resource requests, and its taints,
 // which must include every taint that the group's machines have, or no pod that core planned for would run there.
 func (g *Group) Accepts(requirements scheduling.Requirements, requests corev1.ResourceList, declared []corev1.Taint) error {
@@ -320,6 +342,9 @@ func (g *Group) Accepts(requirements scheduling.Requirements, requests corev1.Re
 	}
 	if g.PriceRefused != "" {
 		return errors.New(g.PriceRefused)
+	}
+	if g.NoCapacity != "" {
+		return errors.New(g.NoCapacity)
 	}
 	if !resources.Fits(requests, g.Allocatable) {
 		return errors.New("not enough resources")

@@ -107,6 +107,34 @@ func TestOneGroupIsOneInstanceTypeWithOneOffering(t *testing.T) {
 	}
 }
 
+func TestGroupsWithoutCPUOrMemoryAreNotAvailable(t *testing.T) {
+	lacking := func(name string) change { return func(g *agentv1alpha1.NodeGroup) { delete(g.GetCapacity(), name) } }
+	for name, c := range map[string]struct {
+		change change
+		says   string
+	}{
+		"no CPU":                {lacking("cpu"), "kubernetes.io/cpu"},
+		"no memory":             {lacking("memory"), "kubernetes.io/memory"},
+		"no CPU in a word":      {capacity("cpu", "0"), "kubernetes.io/cpu"},
+		"all memory is kept":    {learned("memory", "20Gi"), "all of the 16Gi of memory is kept back"},
+		"less than a threshold": {capacity("memory", "50Mi"), "all of the 50Mi of memory is kept back"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			g := group(t, "a", c.change)
+			assert.False(t, g.Available)
+			assert.Contains(t, g.NoCapacity, c.says)
+			require.ErrorContains(t, g.Accepts(scheduling.NewRequirements(), nil, nil), c.says)
+			for _, offering := range build(g)[0].Offerings {
+				assert.False(t, offering.Available)
+			}
+		})
+	}
+	all := seen(t, group(t, "a"), &v1alpha1.Kubelet{KubeReserved: map[string]v1alpha1.ReservedQuantity{"cpu": "4"}})
+	assert.False(t, all.Available, "as the node class sees it")
+	assert.Contains(t, all.NoCapacity, "spec.kubelet")
+	assert.Empty(t, group(t, "a").NoCapacity)
+}
+
 func TestWellKnownLabelsThatMachinesLackAreSaidToBeMissing(t *testing.T) {
 	it := build(group(t, "a"))[0]
 	for key := range karpv1.WellKnownLabels {
@@ -159,6 +187,19 @@ func TestAMergedOfferingCostsWhatCanBeHad(t *testing.T) {
 	require.Len(t, it.Offerings, 1)
 	assert.True(t, it.Offerings[0].Available)
 	assert.InDelta(t, 5.0, it.Offerings[0].Price, 0)
+}
+
+func TestWhatOnlyNodesShowedIsNoMismatch(t *testing.T) {
+	from := func(kind agentv1alpha1.SourceKind) change {
+		return func(g *agentv1alpha1.NodeGroup) {
+			g.Sources = map[string]*agentv1alpha1.ValueSource{"capacity.nvidia.com/gpu": {Kind: kind}}
+		}
+	}
+	gpu, without := capacity("nvidia.com/gpu", "1"), group(t, "b")
+	learnedGPU := group(t, "a", gpu, from(agentv1alpha1.SourceKind_SOURCE_KIND_LEARNED))
+	assert.Empty(t, instancetype.Mismatches([]*instancetype.Group{learnedGPU, without}))
+	described := group(t, "a", gpu, from(agentv1alpha1.SourceKind_SOURCE_KIND_ANNOTATION))
+	assert.Len(t, instancetype.Mismatches([]*instancetype.Group{described, without}), 1)
 }
 
 func TestAMergedTypeHasWhatEveryGroupHas(t *testing.T) {

@@ -8,6 +8,8 @@ import (
 
 	"github.com/samber/lo"
 	corev1 "k8s.io/api/core/v1"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 // tolerance is by which share machines of one instance type may differ: firmware and file systems keep some for themselves.
@@ -48,13 +50,15 @@ func Mismatches(groups []*Group) []string {
 }
 
 // beyond returns, for people, what a group has more than what is common to all groups of its type. How many pods fit is the
-// kubelet's matter, not the machine's.
+// kubelet's matter, not the machine's; and what nobody wrote but Nodes showed is not to be corrected, and other groups' Nodes may
+// show the same yet.
 func beyond(g *Group, common corev1.ResourceList, devices map[DeviceKind]int) []string {
 	var ignored []string
 	for _, name := range slices.Sorted(maps.Keys(g.Capacity)) {
 		has := g.Capacity[name]
 		least, ok := common[name]
 		switch {
+		case g.Source.GetSources()["capacity."+string(name)].GetKind() == agentv1alpha1.SourceKind_SOURCE_KIND_LEARNED:
 		case !ok && name != corev1.ResourceEphemeralStorage:
 			ignored = append(ignored, string(name))
 		case ok && name != corev1.ResourcePods && has.AsApproximateFloat64() > (1+tolerance)*least.AsApproximateFloat64():

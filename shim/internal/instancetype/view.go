@@ -34,6 +34,7 @@ func (v *View) Of(g *Group) *Group {
 		seen.PriceRefused = "the price is an estimate, which spec.price.whenUnknown rules out; " +
 			"set the annotation or the price list in the management cluster"
 	}
+	seen.requireCapacity()
 	seen.fingerprint, seen.shape = seen.hash(), seen.hashShape()
 	return &seen
 }

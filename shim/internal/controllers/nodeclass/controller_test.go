@@ -246,6 +246,18 @@ func TestTheStatusShowsWhatWasSelected(t *testing.T) {
 	assert.EqualValues(t, 1, nodeClass.Status.AvailableNodeGroups)
 }
 
+func TestAGroupWithoutMemoryIsNotAvailable(t *testing.T) {
+	e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a", Capacity: map[string]string{"cpu": "4"}})
+	nodeClass := e.reconcile(shimtest.NodeClassName)
+	require.Len(t, nodeClass.Status.Selected, 1)
+	assert.False(t, nodeClass.Status.Selected[0].Available)
+	assert.Equal(t, v1alpha1.ReasonNoCapacity, nodeClass.Status.Selected[0].Reason)
+	assert.Contains(t, nodeClass.Status.Selected[0].Message, "write the annotation capacity.cluster-autoscaler.kubernetes.io/memory")
+	nodeClass.Status.Selected[0].Name = "mine"
+	class, _ := e.Catalogue.Snapshot().Class(shimtest.NodeClassName)
+	assert.Equal(t, "default/a", class.Selected[0].Name)
+}
+
 func TestChangesThatTurnNoConditionAreWrittenOnceInAWhile(t *testing.T) {
 	e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a"})
 	price := func() string { return e.reconcile(shimtest.NodeClassName).Status.Selected[0].Price }
