@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"strings"
+	"sync"
 	"time"
 
 	authorizationv1 "k8s.io/api/authorization/v1"
@@ -24,6 +25,8 @@ const (
 	askAgain = time.Second
 	// grantedLater is how soon they are asked for again when they were missing.
 	grantedLater = time.Minute
+	// decideWithin is how long node groups wait for the quotas to be readable or known not to be.
+	decideWithin = 10 * time.Second
 )
 
 // quotas follows the ResourceQuotas where the agent may read them. Where it may not, which is asked first, it knows none: a watch
@@ -36,45 +39,52 @@ type quotas struct {
 	changes chan event.TypedGenericEvent[types.NamespacedName]
 	// decided is closed once it is known whether the quotas can be read, readable once they are; that may be later.
 	decided, readable chan struct{}
+	decideWithin      time.Duration
 }
 
 func newQuotas(writer client.Writer, from cache.Cache, namespaces []string) *quotas {
 	return &quotas{
 		writer: writer, cache: from, namespaces: namespaces,
 		changes: make(chan event.TypedGenericEvent[types.NamespacedName], 1024),
-		decided: make(chan struct{}), readable: make(chan struct{}),
+		decided: make(chan struct{}), readable: make(chan struct{}), decideWithin: decideWithin,
 	}
 }
 
-// Start follows the quotas, as soon as the agent has the rights, until ctx is done.
+// Start follows the quotas, as soon as the agent has the rights and the API server lets it, until ctx is done. Nothing that keeps
+// it from that is an error, and after a while nobody waits for it.
 func (q *quotas) Start(ctx context.Context) error {
-	decided := false
-	decide := func() {
-		if !decided {
-			close(q.decided)
+	decide := sync.OnceFunc(func() { close(q.decided) })
+	timer := time.AfterFunc(q.decideWithin, func() {
+		select {
+		case <-q.decided:
+		default:
+			log.FromContext(ctx).Info("ResourceQuotas are not looked at until the API server lets the agent read them")
+			decide()
 		}
-		decided = true
-	}
+	})
+	defer timer.Stop()
+	told := false
 	for {
 		missing, err := q.missing(ctx)
 		wait := askAgain
 		switch {
-		case err != nil && ctx.Err() == nil:
-			log.FromContext(ctx).Error(err, "asking for the agent's rights on ResourceQuotas")
 		case err == nil && missing == "":
-			if err := q.follow(ctx); err != nil && ctx.Err() == nil {
-				return err
+			if err = q.follow(ctx); err == nil {
+				close(q.readable)
+				decide()
+				<-ctx.Done()
+				return nil
 			}
-			close(q.readable)
-			decide()
-			<-ctx.Done()
-			return nil
 		case err == nil:
-			if !decided {
+			if !told {
 				log.FromContext(ctx).Info("ResourceQuotas are not looked at: the agent lacks rights on resourcequotas", "missing", missing)
+				told = true
 			}
 			decide()
 			wait = grantedLater
+		}
+		if err != nil && ctx.Err() == nil {
+			log.FromContext(ctx).Error(err, "looking for ResourceQuotas, which is tried again")
 		}
 		select {
 		case <-ctx.Done():
