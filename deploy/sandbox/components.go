@@ -331,6 +331,7 @@ func (s *Sandbox) agent(ctx context.Context, name string, port int, kubeconfigFi
 			"--trust-domain=" + trustDomain,
 			"--policy-file=" + policyFile,
 			"--namespaces=" + ClusterNamespace,
+			"--price-list=" + PriceList,
 			"--metrics-bind-address=" + address(metrics),
 			"--health-probe-bind-address=" + address(health),
 		}, s.options.AgentArgs...),

@@ -27,6 +27,8 @@ const (
 	ClusterName = "spoke"
 	// BootstrapSecret is a Secret beside the Cluster that MachineDeployments name as their bootstrap data.
 	BootstrapSecret = "spoke-bootstrap"
+	// PriceList is the ConfigMap in the hub that the agent takes prices from, as namespace/name. At first there is none.
+	PriceList = ClusterNamespace + "/prices"
 )
 
 // createFleet tells the hub of the spoke, and waits until Cluster API has connected to it.

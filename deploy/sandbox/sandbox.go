@@ -389,7 +389,7 @@ func (s *Sandbox) startAgentAndShim(ctx context.Context) error {
 func (s *Sandbox) startAgents(ctx context.Context) error {
 	user, err := s.install(ctx, s.hub, manifests.Chart{
 		Helm: s.options.binary("helm"), Dir: s.options.chart("agent"), Release: "capi-agent", Namespace: agentNamespace,
-		Values: []string{"namespaces={" + ClusterNamespace + "}"},
+		Values: []string{"namespaces={" + ClusterNamespace + "}", "pricing.list=" + PriceList},
 	})
 	if err != nil {
 		return err

@@ -13,6 +13,7 @@ const (
 	memoryAnnotation     = "capacity.cluster-autoscaler.kubernetes.io/memory"
 	maxPodsAnnotation    = "capacity.cluster-autoscaler.kubernetes.io/maxPods"
 	nodeLabelsAnnotation = "capacity.cluster-autoscaler.kubernetes.io/labels"
+	priceAnnotation      = "cluster.x-k8s.io/machine-current-price"
 	nodeTaintsAnnotation = "capacity.cluster-autoscaler.kubernetes.io/taints"
 )
 

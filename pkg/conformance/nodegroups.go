@@ -66,6 +66,24 @@ var nodeGroupCases = []testCase{
 		require.NotEmpty(s, group.GetArchitecture())
 		require.NotEmpty(s, group.GetOperatingSystem())
 		require.True(s, group.GetAvailability().GetAvailable())
+		require.Positive(s, group.GetPrice().GetPerHour())
+		require.Equal(s, agentv1alpha1.SourceKind_SOURCE_KIND_ESTIMATE, group.GetSources()["price"].GetKind())
+	}},
+
+	{"has the price that the user wrote, and an estimate beside one that cannot be used", func(s *suite) {
+		group := s.nodeGroup(s.group(deployment("priced", annotated(priceAnnotation, "0.25"))))
+		require.InDelta(s, 0.25, group.GetPrice().GetPerHour(), 0)
+		require.Equal(s, agentv1alpha1.SourceKind_SOURCE_KIND_ANNOTATION, group.GetSources()["price"].GetKind())
+
+		for _, bad := range []string{"cheap", "-1", "NaN", "Inf"} {
+			s.UpdateNodeGroup(s.T, deployment("priced", annotated(priceAnnotation, bad)))
+			group = s.untilGroup(group.GetId(), "has a problem with "+bad, func(g *agentv1alpha1.NodeGroup) bool {
+				return len(g.GetProblems()) == 1 && g.GetProblems()[0].GetValue() == bad
+			})
+			require.Equal(s, "metadata.annotations["+priceAnnotation+"]", group.GetProblems()[0].GetField())
+			require.Positive(s, group.GetPrice().GetPerHour())
+			require.Equal(s, agentv1alpha1.SourceKind_SOURCE_KIND_ESTIMATE, group.GetSources()["price"].GetKind())
+		}
 	}},
 
 	{"lists every group, ordered by id, as Get shows it", func(s *suite) {

@@ -12,6 +12,9 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
+// plainPrice is the price of a node group that was described without one.
+const plainPrice = 1
+
 // group is a node group and its replicas, each of which is a machine, whether its Machine object exists yet or not.
 type group struct {
 	id        string
@@ -24,7 +27,8 @@ type group struct {
 
 // AddNodeGroup adds a node group as the API shows it, and returns its id. Only Name is REQUIRED; Cluster is [DefaultCluster]
 // when unset, and replicas are machines of the user's own, running and not to be claimed. What is unset of capacity, instance
-// type, architecture, operating system and capacity type gets a plain value. It panics when the group exists.
+// type, architecture, operating system and capacity type gets a plain value, and a group without a price one that says that it is
+// an estimate, as the agent shows no group without one. It panics when the group exists.
 func (a *Agent) AddNodeGroup(described *agentv1alpha1.NodeGroup) string {
 	described = proto.CloneOf(described)
 	if described.GetName() == "" {
@@ -50,6 +54,9 @@ func (a *Agent) AddNodeGroup(described *agentv1alpha1.NodeGroup) string {
 	if described.GetCapacityType() == agentv1alpha1.CapacityType_CAPACITY_TYPE_UNSPECIFIED {
 		described.CapacityType = agentv1alpha1.CapacityType_CAPACITY_TYPE_ON_DEMAND
 	}
+	if described.GetPrice() == nil {
+		estimatePrice(described)
+	}
 	if described.GetRolloutStrategy() == agentv1alpha1.RolloutStrategy_ROLLOUT_STRATEGY_UNSPECIFIED {
 		described.RolloutStrategy = agentv1alpha1.RolloutStrategy_ROLLOUT_STRATEGY_ROLLING_UPDATE
 	}
@@ -70,6 +77,14 @@ func (a *Agent) AddNodeGroup(described *agentv1alpha1.NodeGroup) string {
 		a.touch(g)
 	})
 	return described.GetId()
+}
+
+func estimatePrice(group *agentv1alpha1.NodeGroup) {
+	group.Price = &agentv1alpha1.Price{PerHour: plainPrice}
+	if group.GetSources() == nil {
+		group.Sources = map[string]*agentv1alpha1.ValueSource{}
+	}
+	group.Sources["price"] = &agentv1alpha1.ValueSource{Kind: agentv1alpha1.SourceKind_SOURCE_KIND_ESTIMATE}
 }
 
 // UpdateNodeGroup changes a node group. f gets a copy with the present replicas; when it changes them, machines of the user's

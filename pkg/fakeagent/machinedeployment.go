@@ -3,6 +3,7 @@ package fakeagent
 import (
 	"fmt"
 	"maps"
+	"math"
 	"slices"
 	"strconv"
 	"strings"
@@ -18,6 +19,7 @@ import (
 const (
 	annotationMinSize  = "cluster.x-k8s.io/cluster-api-autoscaler-node-group-min-size"
 	annotationMaxSize  = "cluster.x-k8s.io/cluster-api-autoscaler-node-group-max-size"
+	annotationPrice    = "cluster.x-k8s.io/machine-current-price"
 	annotationCapacity = "capacity.cluster-autoscaler.kubernetes.io/"
 )
 
@@ -40,7 +42,7 @@ type MachineDeployment struct {
 	Cluster *agentv1alpha1.ClusterRef
 	// Labels of the MachineDeployment itself.
 	Labels map[string]string
-	// Annotations: the min and max size, and the capacity annotations cpu, memory, maxPods, ephemeral-disk, labels and taints.
+	// Annotations: the min and max size, the price, and the capacity annotations cpu, memory, maxPods, ephemeral-disk, labels and taints.
 	// One that cannot be used shows in the node group's problems, and the group is shown without it.
 	Annotations map[string]string
 	// Replicas that the user asks for. Nil means none for a new group, and as many as there are for an existing one.
@@ -72,6 +74,7 @@ func (a *Agent) UpdateMachineDeployment(deployment MachineDeployment) {
 		group.MaxSize = described.MaxSize
 		group.KubernetesVersion = described.GetKubernetesVersion()
 		group.Problems = described.GetProblems()
+		group.Price = described.GetPrice()
 		group.Sources = described.GetSources()
 		group.Availability = described.GetAvailability()
 		if deployment.Replicas != nil {
@@ -129,6 +132,14 @@ func (d MachineDeployment) describe() *agentv1alpha1.NodeGroup {
 					Message: key + ": " + err.Error(),
 				}
 			}
+		case key == annotationPrice:
+			var perHour float64
+			if perHour, err = strconv.ParseFloat(value, 64); err != nil || !(perHour >= 0) || math.IsInf(perHour, 1) {
+				err = fmt.Errorf("%.64q is no price: write a number, 0 or more", value)
+				break
+			}
+			group.Price = &agentv1alpha1.Price{PerHour: perHour}
+			group.Sources["price"] = &agentv1alpha1.ValueSource{Kind: agentv1alpha1.SourceKind_SOURCE_KIND_ANNOTATION, Detail: key}
 		case isCapacity && isResource:
 			quantity, parseErr := wire.Quantity(value)
 			if err = parseErr; err == nil {
@@ -146,6 +157,9 @@ func (d MachineDeployment) describe() *agentv1alpha1.NodeGroup {
 		if err != nil {
 			problem(key, err)
 		}
+	}
+	if group.GetPrice() == nil {
+		estimatePrice(group)
 	}
 	return group
 }

@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -140,6 +141,39 @@ func TestAgentConfinedToNamespacesGetsNoClusterWideRights(t *testing.T) {
 	}
 	g.Expect(lo.Map(of[rbacv1.Role](t, objects, "Role"), func(r rbacv1.Role, _ int) string { return r.Namespace })).
 		To(ConsistOf("team-a", "team-b"))
+}
+
+// Where nothing is confined the right is in the ClusterRole, else in the Role of each namespace.
+func TestAgentMayReadQuotasWhereverItsClustersAre(t *testing.T) {
+	readsQuotas := func(rules []rbacv1.PolicyRule) bool {
+		return lo.ContainsBy(rules, func(r rbacv1.PolicyRule) bool {
+			return slices.Equal(r.APIGroups, []string{""}) && slices.Contains(r.Resources, "resourcequotas") &&
+				lo.Every(r.Verbs, []string{"list", "watch"})
+		})
+	}
+	g := NewWithT(t)
+	everywhere := render(t, charts[0], filepath.Join(root(t), "deploy/charts/agent/ci/defaults-values.yaml"))
+	g.Expect(lo.ContainsBy(of[rbacv1.ClusterRole](t, everywhere, "ClusterRole"), func(r rbacv1.ClusterRole) bool {
+		return readsQuotas(r.Rules)
+	})).To(BeTrue())
+	confined := render(t, charts[0], filepath.Join(root(t), "deploy/charts/agent/ci/confined-values.yaml"))
+	for _, role := range of[rbacv1.Role](t, confined, "Role") {
+		g.Expect(readsQuotas(role.Rules)).To(BeTrue(), role.Namespace)
+	}
+}
+
+// As helm upgrade --reuse-values does with the values of a release that is older than they.
+func TestAgentWithoutPricingValues(t *testing.T) {
+	g := NewWithT(t)
+	values := filepath.Join(t.TempDir(), "values.yaml")
+	g.Expect(os.WriteFile(values, []byte("pricing: null\n"), 0o600)).To(Succeed())
+	g.Expect(of[rbacv1.Role](t, render(t, charts[0], values), "Role")).To(BeEmpty())
+
+	g.Expect(os.WriteFile(values, []byte("pricing: {list: 1e3/0123}\n"), 0o600)).To(Succeed())
+	roles := of[rbacv1.Role](t, render(t, charts[0], values), "Role")
+	g.Expect(roles).To(HaveLen(1), "names that look like numbers stay names")
+	g.Expect(roles[0].Namespace).To(Equal("1e3"))
+	g.Expect(roles[0].Rules[0].ResourceNames).To(ConsistOf("0123"))
 }
 
 func TestShimsFeatureGatesBringTheirRules(t *testing.T) {

@@ -26,7 +26,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/inventory"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/observed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/options"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricelist"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/version"
 )
@@ -86,10 +88,18 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 			return nil, fmt.Errorf("registering the claims' metrics: %w", err)
 		}
 	}
+	nodes, err := observed.New(observed.Config{Client: a.manager.GetClient(), Registerer: c.Registerer})
+	if err != nil {
+		return nil, err
+	}
+	prices, err := a.followPrices(c)
+	if err != nil {
+		return nil, err
+	}
 	groups, err := catalogue.New(catalogue.Config{
 		Feed: nodeGroups, Scope: scope, SyncedLabels: o.SyncedLabels(),
 		Recorder: a.manager.GetEventRecorder("capi-agent"), Registerer: c.Registerer,
-		CoolingDown: engine.CoolingDown, Clock: engine.Clock,
+		CoolingDown: engine.CoolingDown, Clock: engine.Clock, Observed: nodes, Pricing: o.Pricing(), PriceList: prices,
 	})
 	if err != nil {
 		return nil, err
@@ -113,7 +123,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		return nil, err
 	}
 	a.server, err = server.New(server.Config{
-		Engine: engine, NodeGroups: nodeGroups, Machines: machines, Claims: shownClaims, Show: shown.Show,
+		Engine: engine, Observe: nodes.Report, NodeGroups: nodeGroups, Machines: machines, Claims: shownClaims, Show: shown.Show,
 		ClusterExists: func(ctx context.Context, name types.NamespacedName) (bool, error) {
 			return clusterExists(ctx, a.manager.GetClient(), name)
 		},
@@ -132,6 +142,20 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	return a, nil
 }
 
+// followPrices sets up the price list; nil when there is to be none.
+func (a *Agent) followPrices(c Config) (*pricelist.Follower, error) {
+	if c.Options.PriceList == "" {
+		return nil, nil
+	}
+	prices, err := pricelist.New(pricelist.Config{
+		ConfigMap: c.Options.PriceListName(), Recorder: a.manager.GetEventRecorder("capi-agent"), Registerer: c.Registerer,
+	})
+	if err != nil {
+		return nil, err
+	}
+	return prices, prices.SetupWithManager(a.manager)
+}
+
 func newManager(c Config, scope hub.Scope) (manager.Manager, error) {
 	scheme, err := hub.Scheme()
 	if err != nil {
@@ -140,6 +164,9 @@ func newManager(c Config, scope hub.Scope) (manager.Manager, error) {
 	caches, err := scope.CacheOptions()
 	if err != nil {
 		return nil, err
+	}
+	if c.Options.PriceList != "" {
+		pricelist.Restrict(&caches, c.Options.PriceListName())
 	}
 	rest := rest.CopyConfig(c.Hub)
 	rest.QPS, rest.Burst = c.Options.KubeAPIQPS, c.Options.KubeAPIBurst

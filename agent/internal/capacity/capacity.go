@@ -1,8 +1,8 @@
 // Package capacity derives what a machine of a MachineDeployment will be, from what people and providers wrote about it.
 //
 // Each value comes from the first source that has it: the MachineDeployment's annotations, its machine template, the
-// infrastructure template's status, a default. What cannot be used is reported as a [Problem] and the next source is asked:
-// nothing that a user writes makes anything here fail.
+// infrastructure template's status, what real Nodes of the group showed, a default. What cannot be used is reported as a
+// [Problem] and the next source is asked: nothing that a user writes makes anything here fail.
 package capacity
 
 import (
@@ -35,6 +35,8 @@ const (
 	GPUCountAnnotation  = prefix + "gpu-count"
 	LabelsAnnotation    = prefix + "labels"
 	TaintsAnnotation    = prefix + "taints"
+	CSIDriverAnnotation = prefix + "csi-driver"
+	DRADriverAnnotation = prefix + "dra-driver"
 	defaultPods         = 110
 	defaultArchitecture = "amd64"
 	defaultOS           = "linux"
@@ -48,6 +50,8 @@ const (
 	FromAnnotation             SourceKind = "Annotation"
 	FromMachineTemplate        SourceKind = "MachineTemplate"
 	FromInfrastructureTemplate SourceKind = "InfrastructureTemplate"
+	FromNodes                  SourceKind = "Learned"
+	FromPriceList              SourceKind = "PriceList"
 	FromEstimate               SourceKind = "Estimate"
 	FromDefault                SourceKind = "Default"
 )
@@ -75,6 +79,13 @@ type Description struct {
 	InstanceType string
 	// Resources is what a machine has, never nil. Nothing is subtracted.
 	Resources corev1.ResourceList
+	// Overhead is what a real Node's pods could not have of Resources; nil while no Node was seen. Resources less Overhead is
+	// never more than what the Nodes that were seen could give.
+	Overhead corev1.ResourceList
+	// AttachableVolumes are the limits of CSI drivers, by their names; a driver that is missing has no known limit.
+	AttachableVolumes map[string]int32
+	// Devices are what the machine offers through dynamic resource allocation, by driver.
+	Devices []Devices
 	// Labels and Taints are what its Node will carry.
 	Labels map[string]string
 	Taints []corev1.Taint
@@ -90,6 +101,14 @@ type Description struct {
 	Problems []Problem
 }
 
+// Devices are those that a machine offers through one driver for dynamic resource allocation.
+type Devices struct {
+	Driver string
+	Count  int32
+	// Kind is what the user called them; may be empty.
+	Kind string
+}
+
 // Template is an infrastructure template, or why there is none.
 type Template struct {
 	// Object is the template; nil when it could not be read.
@@ -100,9 +119,11 @@ type Template struct {
 
 // Describe derives everything. The label patterns are those that Cluster API's manager was given for labels that reach Nodes
 // beside the usual ones. It reads only its arguments, and keeps and changes none of them.
-func Describe(md *clusterv1.MachineDeployment, template Template, syncedLabels []*regexp.Regexp) Description {
+func Describe(
+	md *clusterv1.MachineDeployment, template Template, observed Observation, syncedLabels []*regexp.Regexp,
+) Description {
 	d := &describer{
-		md: md, template: template,
+		md: md, template: template, observed: observed,
 		Description: Description{Resources: corev1.ResourceList{}, Labels: map[string]string{}, Sources: map[string]Source{}},
 	}
 	if template.Problem != nil {
@@ -110,9 +131,11 @@ func Describe(md *clusterv1.MachineDeployment, template Template, syncedLabels [
 	}
 	d.labels(syncedLabels)
 	d.resources()
+	d.attachments()
 	d.taints()
 	d.placement()
 	d.kind()
+	slices.SortStableFunc(d.Problems, func(a, b Problem) int { return strings.Compare(a.Field, b.Field) })
 	return d.Description
 }
 
@@ -121,6 +144,7 @@ type describer struct {
 
 	md       *clusterv1.MachineDeployment
 	template Template
+	observed Observation
 }
 
 func (d *describer) problem(field, value, format string, args ...any) {
@@ -177,7 +201,7 @@ func (d *describer) label(key, value string, source Source) {
 	d.Sources["node_labels."+key] = source
 }
 
-// resources finds what a machine has: the annotations over the infrastructure template's status.
+// resources finds what a machine has: the annotations over the infrastructure template's status over what Nodes showed.
 func (d *describer) resources() {
 	d.templateResources()
 	for _, r := range []struct {
@@ -196,6 +220,7 @@ func (d *describer) resources() {
 		}
 	}
 	d.accelerators()
+	d.learnedResources()
 	if _, known := d.Resources[corev1.ResourcePods]; !known {
 		d.resource(corev1.ResourcePods, *resource.NewQuantity(defaultPods, resource.DecimalSI), Source{FromDefault, "the kubelet's default"})
 	}
@@ -205,7 +230,6 @@ func (d *describer) resources() {
 				"is missing, and the infrastructure template's status.capacity does not say; without it nothing can be scheduled on this node group")
 		}
 	}
-	slices.SortStableFunc(d.Problems, func(a, b Problem) int { return strings.Compare(a.Field, b.Field) })
 }
 
 func (d *describer) reported(field string) bool {
@@ -239,32 +263,94 @@ func (d *describer) quantity(annotation string, whole bool, example string) (res
 	return quantity, true
 }
 
+// accelerators reads how many there are, as an extended resource (gpu-type), as devices of a driver for dynamic resource
+// allocation (dra-driver), or as both.
 func (d *describer) accelerators() {
 	kind, hasKind := d.md.Annotations[GPUTypeAnnotation]
-	_, hasCount := d.md.Annotations[GPUCountAnnotation]
-	if !hasKind && !hasCount {
+	driver, hasDriver := d.md.Annotations[DRADriverAnnotation]
+	text, hasCount := d.md.Annotations[GPUCountAnnotation]
+	if !hasKind && !hasDriver && !hasCount || strings.TrimSpace(text) == "0" { // said to have none
 		return
 	}
-	count := resource.Quantity{}
+	kind, driver = strings.TrimSpace(kind), strings.TrimSpace(driver)
+	var count resource.Quantity
+	usable := false
 	if hasCount {
-		if text := strings.TrimSpace(d.md.Annotations[GPUCountAnnotation]); text == "0" {
-			return // said to have none
-		}
-		var ok bool
-		if count, ok = d.quantity(GPUCountAnnotation, true, "1"); !ok {
+		count, usable = d.quantity(GPUCountAnnotation, true, "1")
+	} else {
+		beside := map[bool]string{true: "gpu-type", false: "dra-driver"}[hasKind]
+		d.problem(AnnotationField(GPUCountAnnotation), "", "is missing beside %s; write how many, for example 1", beside)
+	}
+	if hasCount && !hasKind && !hasDriver {
+		d.problem(AnnotationField(GPUTypeAnnotation), "", "is missing beside gpu-count; write a resource name, for example nvidia.com/gpu")
+	}
+	if hasKind && d.resourceName(kind) && usable {
+		d.resource(corev1.ResourceName(kind), count, fromAnnotation(GPUCountAnnotation))
+	}
+	if hasDriver && d.driverName(DRADriverAnnotation, driver, driver, "write one driver's name, for example gpu.nvidia.com") && usable {
+		if count.CmpInt64(maxDevices) > 0 {
+			d.problem(AnnotationField(GPUCountAnnotation), text, "is more devices than a machine has; write at most %d", maxDevices)
 			return
 		}
+		d.Devices = []Devices{{Driver: driver, Count: int32(count.Value()), Kind: kind}}
+		d.Sources["devices."+driver] = fromAnnotation(DRADriverAnnotation)
 	}
-	kind = strings.TrimSpace(kind)
-	switch faults := validation.IsQualifiedName(kind); {
-	case !hasKind:
-		d.problem(AnnotationField(GPUTypeAnnotation), "", "is missing beside gpu-count; write a resource name, for example nvidia.com/gpu")
-	case len(faults) > 0 || !strings.Contains(kind, "/"):
+}
+
+// maxDevices bounds the devices of one driver: each becomes an object where pods are scheduled.
+const maxDevices = 1024
+
+func (d *describer) resourceName(kind string) bool {
+	if len(validation.IsQualifiedName(kind)) > 0 || !strings.Contains(kind, "/") {
 		d.problem(AnnotationField(GPUTypeAnnotation), kind, "is not a resource name; write for example nvidia.com/gpu")
-	case !hasCount:
-		d.problem(AnnotationField(GPUCountAnnotation), "", "is missing beside gpu-type; write how many, for example 1")
-	default:
-		d.resource(corev1.ResourceName(kind), count, fromAnnotation(GPUCountAnnotation))
+		return false
+	}
+	return true
+}
+
+// maxDriverName is how long Kubernetes lets a driver's name be.
+const maxDriverName = 63
+
+// driverName reports whether a name is one that Kubernetes accepts for a driver, and that it is not.
+func (d *describer) driverName(annotation, name, written, instead string) bool {
+	faults := validation.IsDNS1123Subdomain(strings.ToLower(name))
+	if len(name) > maxDriverName {
+		faults = append(faults, validation.MaxLenError(maxDriverName))
+	}
+	if len(faults) > 0 {
+		d.problem(AnnotationField(annotation), written, "is not a driver's name: %s; %s", strings.Join(faults, "; "), instead)
+	}
+	return len(faults) == 0
+}
+
+// attachments reads how many volumes of each CSI driver can be attached.
+func (d *describer) attachments() {
+	const instead = "write driver=limit,driver=limit, for example ebs.csi.aws.com=25"
+	field := AnnotationField(CSIDriverAnnotation)
+	for part := range strings.SplitSeq(d.md.Annotations[CSIDriverAnnotation], ",") {
+		part = strings.TrimSpace(part)
+		if part == "" {
+			continue
+		}
+		name, text, _ := strings.Cut(part, "=")
+		name, text = strings.TrimSpace(name), strings.TrimSpace(text)
+		if !d.driverName(CSIDriverAnnotation, name, part, instead) {
+			continue
+		}
+		limit, err := strconv.ParseInt(text, 10, 32)
+		if err != nil || limit < 0 {
+			d.problem(field, part, "has no limit that is a whole number, 0 or more; %s", instead)
+			continue
+		}
+		if _, twice := d.AttachableVolumes[name]; twice {
+			d.problem(field, part, "names a driver a second time, and the first limit holds; %s", instead)
+			continue
+		}
+		if d.AttachableVolumes == nil {
+			d.AttachableVolumes = map[string]int32{}
+		}
+		d.AttachableVolumes[name] = int32(limit)
+		d.Sources["attachable_volumes."+name] = fromAnnotation(CSIDriverAnnotation)
 	}
 }
 
@@ -371,7 +457,8 @@ func parseTaint(text string) (corev1.Taint, error) {
 	return taint, nil
 }
 
-// placement finds zone, region, architecture and operating system. A label in the annotation wins.
+// placement finds zone, region, architecture and operating system. A label in the annotation wins. Zone and region are not learned:
+// where the Nodes of a group without a failure domain are does not say where its next one will be.
 func (d *describer) placement() {
 	d.Zone = d.value("zone", corev1.LabelTopologyZone, []candidate{
 		{d.md.Spec.Template.Spec.FailureDomain, Source{FromMachineTemplate, "spec.template.spec.failureDomain"}, "spec.template.spec.failureDomain"},
@@ -379,11 +466,11 @@ func (d *describer) placement() {
 	})
 	d.Region = d.value("region", corev1.LabelTopologyRegion, []candidate{d.templateLabel(corev1.LabelTopologyRegion)})
 	d.Architecture = d.value("architecture", corev1.LabelArchStable, []candidate{
-		d.nodeInfo("architecture"), d.templateLabel(corev1.LabelArchStable),
+		d.nodeInfo("architecture"), d.templateLabel(corev1.LabelArchStable), d.learnedLabel(corev1.LabelArchStable),
 		{defaultArchitecture, Source{FromDefault, "most machines"}, ""},
 	})
 	d.OperatingSystem = d.value("operating_system", corev1.LabelOSStable, []candidate{
-		d.nodeInfo("operatingSystem"), d.templateLabel(corev1.LabelOSStable),
+		d.nodeInfo("operatingSystem"), d.templateLabel(corev1.LabelOSStable), d.learnedLabel(corev1.LabelOSStable),
 		{defaultOS, Source{FromDefault, "most machines"}, ""},
 	})
 }
@@ -418,7 +505,13 @@ func (d *describer) nodeInfo(name string) candidate {
 // value returns the first usable candidate, the Node's label over all of them, and makes it the Node's label.
 func (d *describer) value(path, label string, candidates []candidate) string {
 	if value, labelled := d.Labels[label]; labelled && value != "" {
-		d.Sources[path] = d.Sources["node_labels."+label]
+		source := d.Sources["node_labels."+label]
+		d.Sources[path] = source
+		field := "spec.template.metadata.labels[" + label + "]"
+		if source.Kind == FromAnnotation {
+			field = AnnotationField(LabelsAnnotation)
+		}
+		d.contradictedLabel(field, label, value)
 		return value
 	}
 	for _, c := range candidates {
@@ -431,6 +524,7 @@ func (d *describer) value(path, label string, candidates []candidate) string {
 		}
 		d.Sources[path] = c.source
 		d.label(label, c.value, c.source)
+		d.contradictedLabel(c.field, label, c.value)
 		return c.value
 	}
 	return ""

@@ -51,7 +51,7 @@ func TestAnnotationsWinOverTheInfrastructureTemplate(t *testing.T) {
 		template(map[string]any{
 			"capacity": map[string]any{"cpu": "2", "memory": "8Gi", "ephemeral-storage": int64(1000), "example.com/nic": 2.0},
 			"nodeInfo": map[string]any{"architecture": "arm64", "operatingSystem": "windows"},
-		}), nil)
+		}), capacity.Observation{}, nil)
 	g.Expect(d.Problems).To(BeEmpty())
 	g.Expect(quantities(d.Resources)).To(Equal(map[string]string{
 		"cpu": "4", "memory": "8Gi", "ephemeral-storage": "1k", "pods": "110", "nvidia.com/gpu": "2", "example.com/nic": "2",
@@ -92,7 +92,8 @@ func TestWhatCannotBeUsedIsAProblemAndTheNextSourceIsAsked(t *testing.T) {
 				c.key: c.value, capacity.GPUTypeAnnotation: "nvidia.com/gpu", capacity.GPUCountAnnotation: "1",
 			}
 			annotations[c.key] = c.value
-			d := capacity.Describe(deployment(annotations), template(map[string]any{"capacity": map[string]any{"cpu": "2", "memory": "8Gi"}}), nil)
+			status := map[string]any{"capacity": map[string]any{"cpu": "2", "memory": "8Gi"}}
+			d := capacity.Describe(deployment(annotations), template(status), capacity.Observation{}, nil)
 			g.Expect(fields(d.Problems)).To(Equal([]string{capacity.AnnotationField(c.key)}))
 			g.Expect(d.Resources.Cpu().String()).To(Equal("2"))
 			g.Expect(d.Resources.Memory().String()).To(Equal("8Gi"))
@@ -102,7 +103,7 @@ func TestWhatCannotBeUsedIsAProblemAndTheNextSourceIsAsked(t *testing.T) {
 }
 
 func TestMissingCapacityIsSaid(t *testing.T) {
-	d := capacity.Describe(deployment(nil), capacity.Template{}, nil)
+	d := capacity.Describe(deployment(nil), capacity.Template{}, capacity.Observation{}, nil)
 	NewWithT(t).Expect(fields(d.Problems)).To(ConsistOf(
 		capacity.AnnotationField(capacity.CPUAnnotation), capacity.AnnotationField(capacity.MemoryAnnotation)))
 }
@@ -117,7 +118,7 @@ func TestLabelsAreThoseThatReachTheNode(t *testing.T) {
 		"example.com/not-copied":                "x",
 		"custom.example.com/copied":             "y",
 	}
-	d := capacity.Describe(md, capacity.Template{}, []*regexp.Regexp{regexp.MustCompile(`^custom\.example\.com/`)})
+	d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, []*regexp.Regexp{regexp.MustCompile(`^custom\.example\.com/`)})
 	g.Expect(d.Labels).To(Equal(map[string]string{
 		"node-role.kubernetes.io/gpu": "", "x.node.cluster.x-k8s.io/pool": "annotated", "node-restriction.kubernetes.io/tenant": "a",
 		"custom.example.com/copied": "y", "team": "blue",
@@ -134,7 +135,7 @@ func TestTaintsOfTheAnnotationWinForOneKeyAndEffect(t *testing.T) {
 		{Key: "dedicated", Value: "a", Effect: corev1.TaintEffectNoExecute},
 		{Key: clusterv1.NodeUninitializedTaint.Key, Effect: corev1.TaintEffectNoSchedule},
 	}
-	g.Expect(capacity.Describe(md, capacity.Template{}, nil).Taints).To(Equal([]corev1.Taint{
+	g.Expect(capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).Taints).To(Equal([]corev1.Taint{
 		{Key: "dedicated", Value: "a", Effect: corev1.TaintEffectNoExecute},
 		{Key: "dedicated", Value: "b", Effect: corev1.TaintEffectNoSchedule},
 		{Key: "solo", Effect: corev1.TaintEffectNoExecute},
@@ -145,13 +146,13 @@ func TestZoneIsTheFailureDomainUnlessTheAnnotationSaysOtherwise(t *testing.T) {
 	g := NewWithT(t)
 	md := deployment(nil)
 	md.Spec.Template.Spec.FailureDomain = "zone-a"
-	g.Expect(capacity.Describe(md, capacity.Template{}, nil).Zone).To(Equal("zone-a"))
+	g.Expect(capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).Zone).To(Equal("zone-a"))
 	md.Annotations = map[string]string{capacity.LabelsAnnotation: "topology.kubernetes.io/zone=zone-b,topology.kubernetes.io/region=r"}
-	d := capacity.Describe(md, capacity.Template{}, nil)
+	d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil)
 	g.Expect(d.Zone).To(Equal("zone-b"))
 	g.Expect(d.Region).To(Equal("r"))
 	md.Annotations, md.Spec.Template.Spec.FailureDomain = nil, "not/a label"
-	d = capacity.Describe(md, capacity.Template{}, nil)
+	d = capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil)
 	g.Expect(d.Zone).To(BeEmpty())
 	g.Expect(fields(d.Problems)).To(ContainElement("spec.template.spec.failureDomain"))
 }
@@ -160,17 +161,17 @@ func TestCapacityTypeComesFromTheFirstThatSaysIt(t *testing.T) {
 	const label = "karpenter.sh/capacity-type"
 	g := NewWithT(t)
 	md := deployment(nil)
-	g.Expect(capacity.Describe(md, capacity.Template{}, nil).CapacityType).To(Equal("on-demand"))
+	g.Expect(capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).CapacityType).To(Equal("on-demand"))
 	md.Labels = map[string]string{label: "spot"}
-	g.Expect(capacity.Describe(md, capacity.Template{}, nil).CapacityType).To(Equal("spot"))
+	g.Expect(capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).CapacityType).To(Equal("spot"))
 	md.Annotations = map[string]string{label: "reserved"}
-	g.Expect(capacity.Describe(md, capacity.Template{}, nil).CapacityType).To(Equal("reserved"))
+	g.Expect(capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).CapacityType).To(Equal("reserved"))
 	md.Annotations[capacity.LabelsAnnotation] = label + "=on-demand"
-	d := capacity.Describe(md, capacity.Template{}, nil)
+	d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil)
 	g.Expect(d.CapacityType).To(Equal("on-demand"))
 	g.Expect(d.Labels).NotTo(HaveKey(label))
 	md.Annotations[capacity.LabelsAnnotation] = label + "=cheap"
-	d = capacity.Describe(md, capacity.Template{}, nil)
+	d = capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil)
 	g.Expect(d.CapacityType).To(Equal("reserved"))
 	g.Expect(fields(d.Problems)).To(ContainElement(capacity.AnnotationField(capacity.LabelsAnnotation)))
 }
@@ -179,11 +180,101 @@ func TestInstanceTypeIsAlwaysALabelValue(t *testing.T) {
 	g := NewWithT(t)
 	md := deployment(nil)
 	md.Name = strings.Repeat("long-", 40) + "name"
-	d := capacity.Describe(md, capacity.Template{}, nil)
+	d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil)
 	g.Expect(validation.IsValidLabelValue(d.InstanceType)).To(BeEmpty())
 	g.Expect(d.InstanceType).NotTo(BeEmpty())
 	md.Spec.Template.Labels = map[string]string{corev1.LabelInstanceTypeStable: "m5.large"}
-	g.Expect(capacity.Describe(md, capacity.Template{}, nil).InstanceType).To(Equal("m5.large"))
+	g.Expect(capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).InstanceType).To(Equal("m5.large"))
+}
+
+// usable checks what holds for every description, whatever was written.
+func usable(t *testing.T, d capacity.Description) {
+	t.Helper()
+	for key, value := range d.Labels {
+		if len(validation.IsQualifiedName(key)) > 0 || len(validation.IsValidLabelValue(value)) > 0 {
+			t.Errorf("label %q=%q is not valid", key, value)
+		}
+	}
+	for name, quantity := range d.Resources {
+		if quantity.Sign() <= 0 || len(validation.IsQualifiedName(string(name))) > 0 {
+			t.Errorf("resource %q=%s is not valid", name, quantity.String())
+		}
+	}
+	for _, taint := range d.Taints {
+		if len(validation.IsQualifiedName(taint.Key)) > 0 || len(validation.IsValidLabelValue(taint.Value)) > 0 || taint.Effect == "" {
+			t.Errorf("taint %v is not valid", taint)
+		}
+	}
+	for driver, limit := range d.AttachableVolumes {
+		if driver == "" || len(driver) > 63 || limit < 0 {
+			t.Errorf("%d volumes of %q", limit, driver)
+		}
+	}
+	for _, devices := range d.Devices {
+		if devices.Driver == "" || len(devices.Driver) > 63 || devices.Count < 1 || devices.Count > 1024 {
+			t.Errorf("devices %v", devices)
+		}
+	}
+	if d.InstanceType == "" || d.Architecture == "" || d.OperatingSystem == "" || d.CapacityType == "" {
+		t.Error("a value that must not be empty is")
+	}
+	for _, problem := range d.Problems {
+		if problem.Field == "" || problem.Message == "" {
+			t.Errorf("%+v says nothing", problem)
+		}
+	}
+}
+
+// fuzzAnnotation writes a text into one annotation.
+func fuzzAnnotation(f *testing.F, annotation string, seeds ...string) {
+	f.Helper()
+	for _, seed := range append(seeds, "", " ", ",", "=", "\x00", "é", strings.Repeat("a=b,", 100), strings.Repeat("z", 300)) {
+		f.Add(seed)
+	}
+	f.Fuzz(func(t *testing.T, text string) {
+		md := deployment(map[string]string{capacity.GPUTypeAnnotation: "nvidia.com/gpu", capacity.GPUCountAnnotation: "2"})
+		md.Annotations[annotation] = text
+		d := capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil)
+		usable(t, d)
+		field := capacity.AnnotationField(annotation)
+		for _, problem := range d.Problems {
+			if problem.Field == field && problem.Value != "" && !strings.Contains(text, problem.Value) {
+				t.Errorf("%q: the problem names %q, which was not written", text, problem.Value)
+			}
+		}
+	})
+}
+
+// Cluster API's own documentation writes 500mb; peers panic on what is no quantity.
+func FuzzQuantity(f *testing.F) {
+	fuzzAnnotation(f, capacity.MemoryAnnotation, "16Gi", "500mb", "500MB", "16 Gi", "1e1000000000", "-1", "0", ".", "1E",
+		"9223372036854775808", "0x10", "1e-24")
+}
+
+func FuzzLabels(f *testing.F) {
+	fuzzAnnotation(f, capacity.LabelsAnnotation, "a=b", "a=b,c=d", "a", "=b", "a=b=c", "a/b/c=d", "karpenter.sh/capacity-type=cheap",
+		"node.kubernetes.io/instance-type=", "topology.kubernetes.io/zone=a b", "kubernetes.io/arch=-")
+}
+
+func FuzzTaints(f *testing.F) {
+	fuzzAnnotation(f, capacity.TaintsAnnotation, "a=b:NoSchedule", "a:NoExecute", "a=b", ":NoSchedule", "a=b:c:NoSchedule", "a:Never",
+		"node.cluster.x-k8s.io/uninitialized:NoSchedule", "a=b:NoSchedule,a=c:NoSchedule")
+}
+
+func FuzzGPUType(f *testing.F) {
+	fuzzAnnotation(f, capacity.GPUTypeAnnotation, "nvidia.com/gpu", "gpu", "a/b/c", "/gpu", "nvidia.com/", "cpu", "memory")
+}
+
+func FuzzGPUCount(f *testing.F) {
+	fuzzAnnotation(f, capacity.GPUCountAnnotation, "1", "0", "-1", "1.5", "1e3", "1k", "500m", "9223372036854775808")
+}
+
+func FuzzCSIDriver(f *testing.F) {
+	fuzzAnnotation(f, capacity.CSIDriverAnnotation, "ebs.csi.aws.com=25", "a=1,b=2", "a=1,a=2", "a", "=1", "a=-1", "a=2147483648", "A=1")
+}
+
+func FuzzDRADriver(f *testing.F) {
+	fuzzAnnotation(f, capacity.DRADriverAnnotation, "gpu.nvidia.com", "GPU.nvidia.com", "a,b", "a=1", ".", "-a")
 }
 
 func FuzzDescribe(f *testing.F) {
@@ -200,19 +291,7 @@ func FuzzDescribe(f *testing.F) {
 		md.Spec.Template.Labels = map[string]string{"node.cluster.x-k8s.io/" + gpu: labels}
 		d := capacity.Describe(md, template(map[string]any{
 			"capacity": map[string]any{gpu: cpu, "memory": memory, "x": count, "y": nil}, "nodeInfo": map[string]any{"architecture": zone},
-		}), nil)
-		for key, value := range d.Labels {
-			if len(validation.IsQualifiedName(key)) > 0 || len(validation.IsValidLabelValue(value)) > 0 {
-				t.Errorf("label %q=%q is not valid", key, value)
-			}
-		}
-		for name, quantity := range d.Resources {
-			if quantity.Sign() <= 0 || len(validation.IsQualifiedName(string(name))) > 0 {
-				t.Errorf("resource %q=%s is not valid", name, quantity.String())
-			}
-		}
-		if d.InstanceType == "" || d.Architecture == "" || d.OperatingSystem == "" {
-			t.Error("a value that must not be empty is")
-		}
+		}), capacity.Observation{}, nil)
+		usable(t, d)
 	})
 }

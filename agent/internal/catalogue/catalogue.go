@@ -1,5 +1,6 @@
 // Package catalogue keeps the node groups of every Cluster, each brought up to date by itself when something that it is made
-// from changes: its MachineDeployment, its Cluster, its infrastructure template.
+// from changes: its MachineDeployment, its Cluster, its infrastructure template, what its Nodes show, the quotas of its
+// namespace, the price list.
 package catalogue
 
 import (
@@ -39,6 +40,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/infrastructure"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/messages"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/observed"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricelist"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricing"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/warmup"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
@@ -63,6 +67,12 @@ type Config struct {
 	Registerer prometheus.Registerer
 	// CoolingDown says why a group takes no claims for a while after one failed there; nil when it takes them. REQUIRED.
 	CoolingDown func(ctx context.Context, group types.NamespacedName) (*eligibility.Refusal, error)
+	// Observed knows what real Nodes showed. REQUIRED.
+	Observed *observed.Nodes
+	// Pricing says how prices are found; its list is that of PriceList.
+	Pricing pricing.Policy
+	// PriceList may be nil.
+	PriceList *pricelist.Follower
 	// Clock tells when a cool-down is over. REQUIRED.
 	Clock clock.PassiveClock
 }
@@ -74,6 +84,7 @@ type Catalogue struct {
 	client    client.Client
 	templates *infrastructure.Templates
 	warmup    *warmup.Tracker
+	quotas    *quotas // nil before SetupWithManager
 	problems  *prometheus.GaugeVec
 
 	mu     sync.Mutex
@@ -120,7 +131,11 @@ func (c *Catalogue) SetupWithManager(mgr manager.Manager) error {
 	if err := mgr.Add(manager.RunnableFunc(func(ctx context.Context) error { return c.expect(ctx, mgr) })); err != nil {
 		return fmt.Errorf("adding the catalogue: %w", err)
 	}
-	err := builder.ControllerManagedBy(mgr).
+	c.quotas = newQuotas(mgr.GetClient(), mgr.GetCache(), c.Scope.Namespaces())
+	if err := mgr.Add(c.quotas); err != nil {
+		return fmt.Errorf("adding the quotas: %w", err)
+	}
+	controlled := builder.ControllerManagedBy(mgr).
 		Named("catalogue").
 		WithOptions(controller.Options{
 			NeedLeaderElection: new(false), MaxConcurrentReconciles: 8, SkipNameValidation: new(true),
@@ -128,9 +143,14 @@ func (c *Catalogue) SetupWithManager(mgr manager.Manager) error {
 		For(&clusterv1.MachineDeployment{}, builder.WithPredicates(statusIgnored())).
 		Watches(&clusterv1.Cluster{}, handler.EnqueueRequestsFromMapFunc(c.deploymentsOfCluster), builder.WithPredicates(clusterChanges())).
 		Watches(&v1alpha1.MachineClaim{}, handler.EnqueueRequestsFromMapFunc(deploymentOfFailedClaim)).
+		WatchesRawSource(source.TypedChannel(c.quotas.changes, handler.TypedEnqueueRequestsFromMapFunc(c.deploymentsOfQuota))).
 		WatchesRawSource(source.TypedChannel(changedTemplates, handler.TypedEnqueueRequestsFromMapFunc(c.deploymentsOfTemplate))).
-		Complete(c)
-	if err != nil {
+		WatchesRawSource(source.TypedChannel(c.Observed.Changes(), handler.TypedEnqueueRequestsFromMapFunc(itself)))
+	if c.PriceList != nil {
+		controlled = controlled.
+			WatchesRawSource(source.TypedChannel(c.PriceList.Changes(), handler.TypedEnqueueRequestsFromMapFunc(c.allDeployments)))
+	}
+	if err := controlled.Complete(c); err != nil {
 		return fmt.Errorf("setting up the catalogue: %w", err)
 	}
 	return nil
@@ -159,12 +179,19 @@ func (c *Catalogue) expect(ctx context.Context, mgr manager.Manager) error {
 	return nil
 }
 
-// statusIgnored leaves out updates of MachineDeployments that change only their status: it says nothing about the group.
+// statusIgnored leaves out updates of MachineDeployments that change only their status: of it, only the beginning and the end of
+// a rollout say something about the group.
 func statusIgnored() predicate.Predicate {
 	return predicate.Or(predicate.GenerationChangedPredicate{}, predicate.LabelChangedPredicate{}, predicate.AnnotationChangedPredicate{},
 		predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
-			return e.ObjectOld.GetDeletionTimestamp().IsZero() != e.ObjectNew.GetDeletionTimestamp().IsZero()
+			return e.ObjectOld.GetDeletionTimestamp().IsZero() != e.ObjectNew.GetDeletionTimestamp().IsZero() ||
+				rolling(e.ObjectOld) != rolling(e.ObjectNew)
 		}})
+}
+
+func rolling(object client.Object) bool {
+	md, ok := object.(*clusterv1.MachineDeployment)
+	return ok && nodegroup.Rolling(md)
 }
 
 // clusterChanges leaves out updates of Clusters that change only their status.
@@ -191,10 +218,27 @@ func (c *Catalogue) deploymentsOfTemplate(ctx context.Context, t template) []rec
 	return c.deployments(ctx, t.key.Namespace, hub.DeploymentsByTemplate, hub.TemplateIndex(t.gk.Group, t.gk.Kind, t.key.Name))
 }
 
+func (c *Catalogue) deploymentsOfQuota(ctx context.Context, quota types.NamespacedName) []reconcile.Request {
+	return c.list(ctx, client.InNamespace(quota.Namespace), client.HasLabels{v1alpha1.MemberLabel})
+}
+
+func (c *Catalogue) allDeployments(ctx context.Context, _ types.NamespacedName) []reconcile.Request {
+	return c.list(ctx, client.HasLabels{v1alpha1.MemberLabel})
+}
+
+// itself is for events that name the MachineDeployment.
+func itself(_ context.Context, deployment types.NamespacedName) []reconcile.Request {
+	return []reconcile.Request{{NamespacedName: deployment}}
+}
+
 func (c *Catalogue) deployments(ctx context.Context, namespace, index, value string) []reconcile.Request {
+	return c.list(ctx, client.InNamespace(namespace), client.MatchingFields{index: value})
+}
+
+func (c *Catalogue) list(ctx context.Context, options ...client.ListOption) []reconcile.Request {
 	var list clusterv1.MachineDeploymentList
-	if err := c.client.List(ctx, &list, client.InNamespace(namespace), client.MatchingFields{index: value}); err != nil {
-		log.FromContext(ctx).Error(err, "looking up MachineDeployments", "index", index, "value", value)
+	if err := c.client.List(ctx, &list, options...); err != nil {
+		log.FromContext(ctx).Error(err, "looking up MachineDeployments")
 		return nil
 	}
 	requests := make([]reconcile.Request, 0, len(list.Items))
@@ -229,7 +273,19 @@ func (c *Catalogue) Reconcile(ctx context.Context, request reconcile.Request) (r
 			Field: "spec.template.spec.infrastructureRef", Value: ref.Kind + "." + ref.APIGroup + "/" + ref.Name, Message: templateErr.Error(),
 		}
 	}
-	group := nodegroup.Of(md, cluster, described, c.SyncedLabels)
+	prices := c.Pricing
+	if prices.List, err = c.PriceList.List(ctx); err != nil {
+		return reconcile.Result{}, err
+	}
+	group := nodegroup.Of(md, nodegroup.Sources{
+		Cluster: cluster, Template: described, SyncedLabels: c.SyncedLabels, Pricing: prices,
+		Observed: c.Observed.Of(request.NamespacedName, nodegroup.MachineRevision(&md.Spec.Template.Spec)),
+	})
+	if group.Limits.Refusal == nil {
+		if group.Limits.Refusal, err = c.quotas.refusal(ctx, request.NamespacedName); err != nil {
+			return reconcile.Result{}, err
+		}
+	}
 	var again time.Duration
 	if group.Limits.Refusal == nil {
 		if group.Limits.Refusal, err = c.CoolingDown(ctx, request.NamespacedName); err != nil {
@@ -314,6 +370,7 @@ func eventReason(field string) string {
 }
 
 func (c *Catalogue) forget(key types.NamespacedName) {
+	c.Observed.Forget(key)
 	c.mu.Lock()
 	known := c.groups[key]
 	delete(c.groups, key)

@@ -14,11 +14,15 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
+	corev1 "k8s.io/api/core/v1"
 	eventsv1 "k8s.io/api/events/v1"
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/client-go/rest"
 	"k8s.io/utils/ptr"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -31,8 +35,12 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capitest"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/catalogue"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/observed"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricelist"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricing"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -63,12 +71,17 @@ type fixture struct {
 	cluster   types.NamespacedName
 	feed      *feed.Feed[*agentv1alpha1.NodeGroup]
 	registry  *prometheus.Registry
+	prices    *prometheus.Registry // metrics of the price list
+	nodes     *observed.Nodes
+	config    *rest.Config // the catalogue's account
 }
 
 // start runs a catalogue of one new namespace, with one Cluster, and waits until its view is complete.
 func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	t.Helper()
-	f := &fixture{T: t, namespace: plane.Namespace(t), registry: prometheus.NewRegistry()}
+	f := &fixture{
+		T: t, namespace: plane.Namespace(t), registry: prometheus.NewRegistry(), prices: prometheus.NewRegistry(), config: plane.Config,
+	}
 	f.cluster = types.NamespacedName{Namespace: f.namespace, Name: "spoke"}
 	f.feed = feed.New(feed.Options[*agentv1alpha1.NodeGroup]{Equal: catalogue.Equal, Buffer: 100, Heartbeat: time.Minute})
 	plane.Create(t, capitest.NewCluster(f.namespace, "spoke"))
@@ -80,7 +93,8 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	scope := hub.NewScope([]string{f.namespace}, nil)
 	caches, err := scope.CacheOptions()
 	require.NoError(t, err)
-	mgr, err := manager.New(plane.Config, manager.Options{
+	pricelist.Restrict(&caches, types.NamespacedName{Namespace: f.namespace, Name: "prices"})
+	mgr, err := manager.New(f.config, manager.Options{
 		Scheme: scheme, Cache: caches, Metrics: metricsserver.Options{BindAddress: "0"}, HealthProbeBindAddress: "0", Logger: logr.Discard(),
 	})
 	require.NoError(t, err)
@@ -88,9 +102,18 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	engine := claims.New(claims.Config{
 		Client: mgr.GetClient(), Reader: mgr.GetAPIReader(), Index: hub.ByDeployment, Failure: claims.Failure{CoolDown: coolDown},
 	})
+	nodes, err := observed.New(observed.Config{Client: mgr.GetClient()})
+	require.NoError(t, err)
+	prices, err := pricelist.New(pricelist.Config{
+		ConfigMap: types.NamespacedName{Namespace: f.namespace, Name: "prices"}, Recorder: mgr.GetEventRecorder("test"), Registerer: f.prices,
+	})
+	require.NoError(t, err)
+	require.NoError(t, prices.SetupWithManager(mgr))
+	f.nodes = nodes
 	c, err := catalogue.New(catalogue.Config{
 		Feed: f.feed, Scope: scope, Recorder: mgr.GetEventRecorder("test"), Registerer: f.registry,
 		CoolingDown: engine.CoolingDown, Clock: engine.Clock,
+		Observed: nodes, PriceList: prices, Pricing: pricing.Policy{Coefficients: pricing.DefaultCoefficients},
 	})
 	require.NoError(t, err)
 	require.NoError(t, c.SetupWithManager(mgr))
@@ -354,4 +377,156 @@ func TestWhatSaysNothingNewIsNoChange(t *testing.T) {
 	f.change(md, func() { md.Annotations[capacity.CPUAnnotation] = "8" })
 	f.until("small", func(g *agentv1alpha1.NodeGroup) bool { return g.GetCapacity()["cpu"] == "8" })
 	require.Equal(t, generation+1, f.feed.Generation())
+}
+
+func TestRolloutsAreSeenThoughTheyAreStatus(t *testing.T) {
+	f := start(t)
+	md := capitest.NewMachineDeployment(f.namespace, "small", "spoke", 0, described, capitest.RollingUpdate)
+	plane.Create(t, capitest.NewInfrastructureTemplate(f.namespace, "small", nil), md)
+	require.False(t, f.until("small", shown).GetRollingOut())
+	condition := func(status metav1.ConditionStatus) {
+		before := md.DeepCopy()
+		meta.SetStatusCondition(&md.Status.Conditions, metav1.Condition{
+			Type: clusterv1.MachineDeploymentRollingOutCondition, Status: status, Reason: "Test",
+		})
+		require.NoError(t, plane.Client.Status().Patch(t.Context(), md, client.MergeFrom(before)))
+	}
+	condition(metav1.ConditionTrue)
+	group := f.until("small", func(g *agentv1alpha1.NodeGroup) bool { return g.GetRollingOut() })
+	require.True(t, group.GetAvailability().GetAvailable())
+	condition(metav1.ConditionFalse)
+	f.until("small", func(g *agentv1alpha1.NodeGroup) bool { return !g.GetRollingOut() })
+}
+
+func TestQuotaThatIsUsedUpMakesTheNamespacesGroupsUnavailable(t *testing.T) {
+	f := start(t)
+	for _, name := range []string{"a", "b"} {
+		plane.Create(t, capitest.NewInfrastructureTemplate(f.namespace, name, nil),
+			capitest.NewMachineDeployment(f.namespace, name, "spoke", 0, described))
+	}
+	available := func(g *agentv1alpha1.NodeGroup) bool { return g.GetAvailability().GetAvailable() }
+	f.until("a", available)
+	quota := &corev1.ResourceQuota{ObjectMeta: metav1.ObjectMeta{Namespace: f.namespace, Name: "machines"}}
+	plane.Create(t, quota)
+	used := func(used, hard string) {
+		quota.Status.Hard = corev1.ResourceList{eligibility.MachineCount: resource.MustParse(hard)}
+		quota.Status.Used = corev1.ResourceList{eligibility.MachineCount: resource.MustParse(used)}
+		plane.SetStatus(t, quota)
+	}
+	used("3", "3")
+	for _, name := range []string{"a", "b"} {
+		shown := f.until(name, func(g *agentv1alpha1.NodeGroup) bool { return !available(g) }).GetAvailability()
+		require.Equal(t, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_QUOTA_EXCEEDED, shown.GetReason())
+		require.Equal(t, "ResourceQuota machines allows 3 count/machines.cluster.x-k8s.io and 3 are used; raise spec.hard, or remove Machines",
+			shown.GetMessage())
+	}
+	used("3", "4")
+	f.until("a", available)
+	used("4", "4")
+	f.until("a", func(g *agentv1alpha1.NodeGroup) bool { return !available(g) })
+	require.NoError(t, plane.Client.Delete(t.Context(), quota))
+	f.until("b", available)
+}
+
+func TestPriceListIsFollowedAndABadOneIsNotUsed(t *testing.T) {
+	f := start(t)
+	plane.Create(t, capitest.NewInfrastructureTemplate(f.namespace, "small", nil),
+		capitest.NewMachineDeployment(f.namespace, "small", "spoke", 0, described))
+	source := func(g *agentv1alpha1.NodeGroup) *agentv1alpha1.ValueSource { return g.GetSources()["price"] }
+	require.Equal(t, agentv1alpha1.SourceKind_SOURCE_KIND_ESTIMATE, source(f.until("small", shown)).GetKind())
+
+	list := &corev1.ConfigMap{
+		ObjectMeta: metav1.ObjectMeta{Namespace: f.namespace, Name: "prices"},
+		Data:       map[string]string{pricelist.Key: "currency: EUR\nprices: [{instanceType: small, perHour: 7}]"},
+	}
+	plane.Create(t, list)
+	price := func(wanted float64) func(g *agentv1alpha1.NodeGroup) bool {
+		return func(g *agentv1alpha1.NodeGroup) bool { return g.GetPrice().GetPerHour() == wanted }
+	}
+	group := f.until("small", price(7))
+	require.Equal(t, "EUR", group.GetPrice().GetCurrency())
+	require.Equal(t, agentv1alpha1.SourceKind_SOURCE_KIND_PRICE_LIST, source(group).GetKind())
+	require.Equal(t, "ConfigMap "+f.namespace+"/prices instanceType=small", source(group).GetDetail())
+	metric := func(name string, wanted int) {
+		require.Eventually(t, func() bool {
+			return int(gauge(t, f.prices, name)) == wanted
+		}, patience, 10*time.Millisecond, name)
+	}
+	metric("capi_agent_price_list_usable", 1)
+	metric("capi_agent_price_list_entries", 1)
+
+	f.change(list, func() { list.Data[pricelist.Key] = "prices: [{instanceType: small, perHour: -1}]" })
+	metric("capi_agent_price_list_usable", 0)
+	require.Eventually(t, func() bool {
+		var events eventsv1.EventList
+		require.NoError(t, plane.Client.List(t.Context(), &events, client.InNamespace(f.namespace)))
+		return slices.ContainsFunc(events.Items, func(e eventsv1.Event) bool {
+			return e.Regarding.Kind == "ConfigMap" && e.Reason == "InvalidPriceList" && strings.Contains(e.Note, "data[prices.yaml]: prices[0].perHour: -1")
+		})
+	}, patience, 20*time.Millisecond)
+	require.True(t, price(7)(f.group("small")), "the last good list stays")
+	metric("capi_agent_price_list_entries", 1)
+
+	f.change(list, func() { list.Data[pricelist.Key] = "prices: [{instanceType: small, perHour: 8}]" })
+	f.until("small", price(8))
+	metric("capi_agent_price_list_usable", 1)
+	require.NoError(t, plane.Client.Delete(t.Context(), list))
+	f.until("small", func(g *agentv1alpha1.NodeGroup) bool {
+		return source(g).GetKind() == agentv1alpha1.SourceKind_SOURCE_KIND_ESTIMATE
+	})
+}
+
+func gauge(t *testing.T, registry *prometheus.Registry, name string) float64 {
+	t.Helper()
+	families, err := registry.Gather()
+	require.NoError(t, err)
+	for _, family := range families {
+		if family.GetName() == name {
+			return family.GetMetric()[0].GetGauge().GetValue()
+		}
+	}
+	return -1
+}
+
+func TestNodesTeachOnlyTheirOwnGroup(t *testing.T) {
+	f := start(t, func(f *fixture) {
+		capitest.RunForTest(f.T, plane, capitest.Options{Namespaces: []string{f.namespace}})
+	})
+	for _, name := range []string{"a", "b"} {
+		plane.Create(t, capitest.NewInfrastructureTemplate(f.namespace, name, nil),
+			capitest.NewMachineDeployment(f.namespace, name, "spoke", 1))
+		f.until(name, shown)
+	}
+	var machine clusterv1.Machine
+	require.Eventually(t, func() bool {
+		machines := plane.Machines(t, f.namespace, "a")
+		if len(machines) == 1 {
+			machine = machines[0]
+		}
+		return machine.Spec.ProviderID != ""
+	}, patience, 10*time.Millisecond)
+	list := func(cpu, memory string) corev1.ResourceList {
+		return corev1.ResourceList{corev1.ResourceCPU: resource.MustParse(cpu), corev1.ResourceMemory: resource.MustParse(memory)}
+	}
+	generation := f.feed.Generation()
+	group := f.until("a", func(g *agentv1alpha1.NodeGroup) bool { // the cache may not show the Machine at once
+		f.nodes.Report(t.Context(), f.cluster, []observed.Node{{
+			ProviderID: machine.Spec.ProviderID, Capacity: list("4", "16Gi"), Allocatable: list("3900m", "15Gi"),
+			Labels: map[string]string{corev1.LabelArchStable: "arm64", corev1.LabelTopologyZone: "z"},
+		}})
+		return g.GetCapacity()["cpu"] == "4"
+	})
+	require.Equal(t, "1Gi", group.GetOverhead()["memory"])
+	require.Equal(t, "arm64", group.GetArchitecture())
+	require.Empty(t, group.GetZone())
+	require.Equal(t, agentv1alpha1.SourceKind_SOURCE_KIND_LEARNED, group.GetSources()["capacity.cpu"].GetKind())
+	require.Empty(t, group.GetProblems())
+	require.Equal(t, generation+1, f.feed.Generation(), "the other group was left alone")
+	require.NotContains(t, f.group("b").GetCapacity(), "cpu")
+
+	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: f.namespace, Name: "a"}}
+	f.change(md, func() { md.Spec.Template.Spec.Version = "v1.37.0" })
+	f.until("a", func(g *agentv1alpha1.NodeGroup) bool {
+		return g.GetCapacity()["cpu"] == "" && len(g.GetOverhead()) == 0
+	})
 }

@@ -31,6 +31,8 @@ const (
 	NotMember Reason = "NotMember"
 	// NotAdoptable means that the Machine that a claim is to take over cannot be had.
 	NotAdoptable Reason = "NotAdoptable"
+	// QuotaExceeded means that a ResourceQuota leaves no room for another Machine.
+	QuotaExceeded Reason = "QuotaExceeded"
 	// Gone means that the MachineDeployment does not exist.
 	Gone Reason = "Gone"
 )

@@ -4,8 +4,10 @@ package hub
 import (
 	"context"
 	"fmt"
+	"maps"
 	"slices"
 
+	authorizationv1 "k8s.io/api/authorization/v1"
 	corev1 "k8s.io/api/core/v1"
 	eventsv1 "k8s.io/api/events/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -25,7 +27,7 @@ import (
 func Scheme() (*runtime.Scheme, error) {
 	scheme := runtime.NewScheme()
 	for _, add := range []func(*runtime.Scheme) error{
-		corev1.AddToScheme, eventsv1.AddToScheme, metav1.AddMetaToScheme, clusterv1.AddToScheme, v1alpha1.AddToScheme,
+		authorizationv1.AddToScheme, corev1.AddToScheme, eventsv1.AddToScheme, metav1.AddMetaToScheme, clusterv1.AddToScheme, v1alpha1.AddToScheme,
 	} {
 		if err := add(scheme); err != nil {
 			return nil, fmt.Errorf("registering types: %w", err)
@@ -63,6 +65,13 @@ func (s Scope) Contains(cluster types.NamespacedName) bool {
 		return true
 	}
 	return s.namespaces[cluster.Namespace] || slices.Contains(s.clusters[cluster.Namespace], cluster.Name)
+}
+
+// Namespaces returns the namespaces of the Clusters that are served, ordered; none means all.
+func (s Scope) Namespaces() []string {
+	namespaces := slices.AppendSeq(slices.Collect(maps.Keys(s.namespaces)), maps.Keys(s.clusters))
+	slices.Sort(namespaces)
+	return slices.Compact(namespaces)
 }
 
 // CacheOptions limits the caches to the scope: by namespace, and where single Clusters are named, by the label that says
@@ -123,6 +132,8 @@ const (
 	ByDeployment = "machineDeployment"
 	// FailedByDeployment indexes the MachineClaims that failed, ended ones included, by spec.nodeGroup.
 	FailedByDeployment = "failed.machineDeployment"
+	// MachinesByProviderID indexes Machines by spec.providerID, which is unique only within a Cluster.
+	MachinesByProviderID = "spec.providerID"
 	// ClaimsByMachine indexes MachineClaims by the name of their Machine.
 	ClaimsByMachine = "status.machine.name"
 )
@@ -159,6 +170,13 @@ func Index(ctx context.Context, indexer client.FieldIndexer) error {
 		}},
 		{&clusterv1.Machine{}, ByDeployment, func(object client.Object) string {
 			return object.GetLabels()[clusterv1.MachineDeploymentNameLabel]
+		}},
+		{&clusterv1.Machine{}, MachinesByProviderID, func(object client.Object) string {
+			machine, ok := object.(*clusterv1.Machine)
+			if !ok {
+				return ""
+			}
+			return machine.Spec.ProviderID
 		}},
 		{&clusterv1.MachineSet{}, ByDeployment, func(object client.Object) string {
 			return object.GetLabels()[clusterv1.MachineDeploymentNameLabel]

@@ -2,6 +2,7 @@
 package messages
 
 import (
+	"maps"
 	"strings"
 	"time"
 	"unicode/utf8"
@@ -55,7 +56,10 @@ func NodeGroup(g nodegroup.NodeGroup) *agentv1alpha1.NodeGroup {
 		Zone:              g.Machine.Zone,
 		Region:            g.Machine.Region,
 		CapacityType:      capacityType,
-		Price:             &agentv1alpha1.Price{PerHour: g.Price.PerHour},
+		Price:             &agentv1alpha1.Price{PerHour: g.Price.PerHour, Currency: g.Price.Currency},
+		Overhead:          wire.Quantities(g.Machine.Overhead),
+		AttachableVolumes: maps.Clone(g.Machine.AttachableVolumes),
+		RollingOut:        g.Rolling,
 		MinSize:           g.Limits.Min,
 		MaxSize:           g.Limits.Max,
 		Replicas:          g.Limits.Replicas,
@@ -65,6 +69,11 @@ func NodeGroup(g nodegroup.NodeGroup) *agentv1alpha1.NodeGroup {
 		RolloutStrategy:   strategy,
 		Sources:           sources,
 		CreatedAt:         timestamp(g.CreatedAt),
+	}
+	for _, devices := range g.Machine.Devices {
+		message.Devices = append(message.Devices, &agentv1alpha1.DeviceCount{
+			Driver: devices.Driver, Count: devices.Count, Kind: text(devices.Kind),
+		})
 	}
 	for _, p := range g.Problems {
 		message.Problems = append(message.Problems, &agentv1alpha1.Problem{
@@ -78,6 +87,8 @@ var sourceKinds = map[capacity.SourceKind]agentv1alpha1.SourceKind{
 	capacity.FromAnnotation:             agentv1alpha1.SourceKind_SOURCE_KIND_ANNOTATION,
 	capacity.FromMachineTemplate:        agentv1alpha1.SourceKind_SOURCE_KIND_MACHINE_TEMPLATE,
 	capacity.FromInfrastructureTemplate: agentv1alpha1.SourceKind_SOURCE_KIND_INFRASTRUCTURE_TEMPLATE,
+	capacity.FromNodes:                  agentv1alpha1.SourceKind_SOURCE_KIND_LEARNED,
+	capacity.FromPriceList:              agentv1alpha1.SourceKind_SOURCE_KIND_PRICE_LIST,
 	capacity.FromEstimate:               agentv1alpha1.SourceKind_SOURCE_KIND_ESTIMATE,
 	capacity.FromDefault:                agentv1alpha1.SourceKind_SOURCE_KIND_DEFAULT,
 }
@@ -118,6 +129,8 @@ func UnavailableReason(reason eligibility.Reason) agentv1alpha1.UnavailableReaso
 		return agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_REPLICAS_OWNED
 	case eligibility.Invalid:
 		return agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_INVALID
+	case eligibility.QuotaExceeded:
+		return agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_QUOTA_EXCEEDED
 	case eligibility.NotMember, eligibility.Gone, eligibility.NotAdoptable:
 	}
 	return agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_UNSPECIFIED

@@ -12,6 +12,7 @@ import (
 
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
+	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
@@ -36,6 +37,8 @@ type NodeGroup struct {
 	KubernetesVersion string
 	// TemplateRevision changes when new machines will differ from the present ones.
 	TemplateRevision string
+	// Rolling says that Cluster API is replacing machines that differ from the template.
+	Rolling bool
 	// OnDelete says that machines are replaced only after somebody removed them; otherwise Cluster API replaces them.
 	OnDelete bool
 	// CreatedAt is when the MachineDeployment was created.
@@ -65,21 +68,35 @@ func IsMember(md *clusterv1.MachineDeployment) bool {
 	return member
 }
 
-// Of examines a MachineDeployment. A nil cluster means that the Cluster does not exist. It reads only its arguments, keeps none
-// of them, and never fails.
-func Of(md *clusterv1.MachineDeployment, cluster *clusterv1.Cluster, template capacity.Template, syncedLabels []*regexp.Regexp) NodeGroup {
+// Sources are what a MachineDeployment is examined with.
+type Sources struct {
+	// Cluster is its Cluster; nil means that it does not exist.
+	Cluster *clusterv1.Cluster
+	// Template is its infrastructure template.
+	Template capacity.Template
+	// Observed is what its Nodes showed.
+	Observed capacity.Observation
+	// SyncedLabels are the patterns of further labels that reach Nodes.
+	SyncedLabels []*regexp.Regexp
+	// Pricing says how prices are found.
+	Pricing pricing.Policy
+}
+
+// Of examines a MachineDeployment. It reads only its arguments, changes none of them, and never fails.
+func Of(md *clusterv1.MachineDeployment, from Sources) NodeGroup {
 	g := NodeGroup{
 		Key:               types.NamespacedName{Namespace: md.Namespace, Name: md.Name},
 		Cluster:           types.NamespacedName{Namespace: md.Namespace, Name: md.Spec.ClusterName},
 		Labels:            maps.Clone(md.Labels),
-		Machine:           capacity.Describe(md, template, syncedLabels),
-		Limits:            eligibility.Of(md, cluster),
+		Machine:           capacity.Describe(md, from.Template, from.Observed, from.SyncedLabels),
+		Limits:            eligibility.Of(md, from.Cluster),
 		KubernetesVersion: md.Spec.Template.Spec.Version,
 		TemplateRevision:  revision(md),
 		OnDelete:          md.Spec.Rollout.Strategy.Type == clusterv1.OnDeleteMachineDeploymentStrategyType,
+		Rolling:           Rolling(md),
 		CreatedAt:         md.CreationTimestamp.Time,
 	}
-	price, problem := pricing.Of(md, g.Machine)
+	price, problem := from.Pricing.Of(md, g.Machine)
 	g.Price = price
 	g.Problems = append(g.Problems, g.Machine.Problems...)
 	if problem != nil {
@@ -91,17 +108,36 @@ func Of(md *clusterv1.MachineDeployment, cluster *clusterv1.Cluster, template ca
 	return g
 }
 
+// Rolling reports whether Cluster API is replacing machines. With the strategy OnDelete it waits for somebody to remove them.
+func Rolling(md *clusterv1.MachineDeployment) bool {
+	return md.Spec.Rollout.Strategy.Type != clusterv1.OnDeleteMachineDeploymentStrategyType &&
+		meta.IsStatusConditionTrue(md.Status.Conditions, clusterv1.MachineDeploymentRollingOutCondition)
+}
+
 // revision covers what Cluster API compares to tell whether a machine is up to date. Everything else changes in place.
 func revision(md *clusterv1.MachineDeployment) string {
-	spec := &md.Spec.Template.Spec
+	return hash(compared(&md.Spec.Template.Spec), []byte(md.Spec.Rollout.After.UTC().String()))
+}
+
+// MachineRevision is the same for two templates that the same machines are made from, whether a MachineDeployment's or a
+// MachineSet's.
+func MachineRevision(template *clusterv1.MachineSpec) string { return hash(compared(template)) }
+
+func compared(template *clusterv1.MachineSpec) []byte {
 	text, err := json.Marshal(clusterv1.MachineSpec{
-		Version: spec.Version, Bootstrap: spec.Bootstrap, InfrastructureRef: spec.InfrastructureRef, FailureDomain: spec.FailureDomain,
+		Version: template.Version, Bootstrap: template.Bootstrap, InfrastructureRef: template.InfrastructureRef,
+		FailureDomain: template.FailureDomain,
 	})
 	if err != nil {
-		return "" // Strings always encode.
+		return nil // Strings always encode.
 	}
+	return text
+}
+
+func hash(parts ...[]byte) string {
 	sum := fnv.New64a()
-	_, _ = sum.Write(text)
-	_, _ = sum.Write([]byte(md.Spec.Rollout.After.UTC().String()))
+	for _, part := range parts {
+		_, _ = sum.Write(part)
+	}
 	return fmt.Sprintf("%016x", sum.Sum64())
 }

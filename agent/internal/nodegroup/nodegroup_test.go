@@ -27,7 +27,7 @@ func deployment() *clusterv1.MachineDeployment {
 }
 
 func of(md *clusterv1.MachineDeployment) nodegroup.NodeGroup {
-	return nodegroup.Of(md, &clusterv1.Cluster{}, capacity.Template{}, nil)
+	return nodegroup.Of(md, nodegroup.Sources{Cluster: &clusterv1.Cluster{}})
 }
 
 func TestRevisionChangesWithWhatRollsMachinesOut(t *testing.T) {

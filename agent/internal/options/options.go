@@ -4,6 +4,7 @@ package options
 import (
 	"errors"
 	"fmt"
+	"math"
 	"net"
 	"os"
 	"regexp"
@@ -16,6 +17,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricing"
 )
 
 // EnvironmentPrefix begins the name of every environment variable.
@@ -71,6 +73,12 @@ type Options struct {
 	MachineObjectDeadline, MachineProviderIDDeadline, MachineNodeDeadline time.Duration
 	// FailureCoolDown is how long a node group takes no claims after one failed there; 0 for not.
 	FailureCoolDown time.Duration
+	// PriceList is the ConfigMap with the price list, as <namespace>/<name>. Empty means that there is none.
+	PriceList string
+	// PriceCurrency is the ISO 4217 code of prices that name none. May be empty.
+	PriceCurrency string
+	// PricePerCPU, PricePerGiB, PricePerGPU and PriceSpotShare make the estimate.
+	PricePerCPU, PricePerGiB, PricePerGPU, PriceSpotShare float64
 	// HeartbeatInterval is how long a watch stream may be quiet before a heartbeat is sent.
 	HeartbeatInterval time.Duration
 	// WatchBuffer is how many changed objects are kept for a watcher that does not read.
@@ -102,6 +110,10 @@ func New() *Options {
 		MachineProviderIDDeadline: 20 * time.Minute,
 		MachineNodeDeadline:       30 * time.Minute,
 		FailureCoolDown:           3 * time.Minute,
+		PricePerCPU:               pricing.DefaultCoefficients.PerCPU,
+		PricePerGiB:               pricing.DefaultCoefficients.PerGiB,
+		PricePerGPU:               pricing.DefaultCoefficients.PerAccelerator,
+		PriceSpotShare:            pricing.DefaultCoefficients.SpotShare,
 		HeartbeatInterval:         10 * time.Second,
 		WatchBuffer:               1024,
 		ShutdownGracePeriod:       10 * time.Second,
@@ -156,6 +168,16 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 		"How long a Machine may take to its Node before its claim fails. 0 waits for ever.")
 	flags.DurationVar(&o.FailureCoolDown, "failure-cool-down", o.FailureCoolDown,
 		"How long a node group takes no claims after one failed there. 0 for not. At most --tombstone-retention.")
+	flags.StringVar(&o.PriceList, "price-list", o.PriceList,
+		"The ConfigMap with the price list, as `namespace/name`, under the key prices.yaml. Read again when it changes. Empty means none.")
+	flags.StringVar(&o.PriceCurrency, "price-currency", o.PriceCurrency,
+		"The ISO 4217 code of prices in annotations, and of a price list that names no currency. Empty names none.")
+	flags.Float64Var(&o.PricePerCPU, "price-per-cpu", o.PricePerCPU, "What a CPU core costs each hour in an estimated price.")
+	flags.Float64Var(&o.PricePerGiB, "price-per-gib", o.PricePerGiB, "What a GiB of memory costs each hour in an estimated price.")
+	flags.Float64Var(&o.PricePerGPU, "price-per-gpu", o.PricePerGPU,
+		"What one of any extended resource, or one device, costs each hour in an estimated price.")
+	flags.Float64Var(&o.PriceSpotShare, "price-spot-share", o.PriceSpotShare,
+		"What a spot machine costs of the same machine on demand in an estimated price: above 0, at most 1.")
 	flags.DurationVar(&o.HeartbeatInterval, "heartbeat-interval", o.HeartbeatInterval,
 		"How long a watch stream may be quiet before a heartbeat is sent. Clients expect 10s.")
 	flags.IntVar(&o.WatchBuffer, "watch-buffer", o.WatchBuffer,
@@ -270,6 +292,7 @@ func (o *Options) Validate() error {
 		wrong("failure-cool-down", "%s is above --tombstone-retention %s: the failed claims that it follows from are forgotten by then",
 			o.FailureCoolDown, o.TombstoneRetention)
 	}
+	o.validatePrices(wrong)
 	if o.WatchBuffer < 1 {
 		wrong("watch-buffer", "%d is below 1", o.WatchBuffer)
 	}
@@ -293,10 +316,45 @@ func (o *Options) validateScope(wrong func(flag, format string, args ...any)) {
 		}
 	}
 	for _, cluster := range o.Clusters {
-		if _, err := parseCluster(cluster); err != nil {
-			wrong("clusters", "%v", err)
+		if _, err := parseName(cluster); err != nil {
+			wrong("clusters", "%v of a Cluster", err)
 		}
 	}
+}
+
+func (o *Options) validatePrices(wrong func(flag, format string, args ...any)) {
+	if _, err := parseName(o.PriceList); o.PriceList != "" && err != nil {
+		wrong("price-list", "%q is not <namespace>/<name> of a ConfigMap", o.PriceList)
+	}
+	if o.PriceCurrency != "" && !pricing.IsCurrency(o.PriceCurrency) {
+		wrong("price-currency", "%q is not an ISO 4217 code; write for example EUR", o.PriceCurrency)
+	}
+	for flag, price := range map[string]float64{
+		"price-per-cpu": o.PricePerCPU, "price-per-gib": o.PricePerGiB, "price-per-gpu": o.PricePerGPU,
+	} {
+		if math.IsNaN(price) || math.IsInf(price, 0) || price < 0 {
+			wrong(flag, "%v is not a price; write a number, 0 or more", price)
+		}
+	}
+	if share := o.PriceSpotShare; math.IsNaN(share) || share <= 0 || share > 1 {
+		wrong("price-spot-share", "%v is not above 0 and at most 1", share)
+	}
+}
+
+// PriceListName returns PriceList parsed. Validate must have passed.
+func (o *Options) PriceListName() types.NamespacedName {
+	name, err := parseName(o.PriceList)
+	if err != nil {
+		return types.NamespacedName{}
+	}
+	return name
+}
+
+// Pricing returns how prices are found, but for the list.
+func (o *Options) Pricing() pricing.Policy {
+	return pricing.Policy{Currency: o.PriceCurrency, Coefficients: pricing.Coefficients{
+		PerCPU: o.PricePerCPU, PerGiB: o.PricePerGiB, PerAccelerator: o.PricePerGPU, SpotShare: o.PriceSpotShare,
+	}}
 }
 
 // Failure returns when machines are given up.
@@ -351,10 +409,10 @@ func (o *Options) validateListeners(wrong func(flag, format string, args ...any)
 	}
 }
 
-func parseCluster(text string) (types.NamespacedName, error) {
+func parseName(text string) (types.NamespacedName, error) {
 	namespace, name, found := strings.Cut(text, "/")
 	if !found || len(validation.IsDNS1123Label(namespace)) > 0 || len(validation.IsDNS1123Subdomain(name)) > 0 {
-		return types.NamespacedName{}, fmt.Errorf("%q is not <namespace>/<name> of a Cluster", text)
+		return types.NamespacedName{}, fmt.Errorf("%q is not <namespace>/<name>", text)
 	}
 	return types.NamespacedName{Namespace: namespace, Name: name}, nil
 }
@@ -363,7 +421,7 @@ func parseCluster(text string) (types.NamespacedName, error) {
 func (o *Options) ClusterNames() []types.NamespacedName {
 	clusters := make([]types.NamespacedName, 0, len(o.Clusters))
 	for _, text := range o.Clusters {
-		if cluster, err := parseCluster(text); err == nil {
+		if cluster, err := parseName(text); err == nil {
 			clusters = append(clusters, cluster)
 		}
 	}

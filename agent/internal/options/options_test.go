@@ -1,6 +1,7 @@
 package options_test
 
 import (
+	"math"
 	"testing"
 	"time"
 
@@ -9,6 +10,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/options"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricing"
 )
 
 func valid() *options.Options {
@@ -48,6 +50,14 @@ func TestEveryMistakeNamesItsFlag(t *testing.T) {
 		"no retention":                {func(o *options.Options) { o.TombstoneRetention = 0 }, "--tombstone-retention"},
 		"no heartbeat":                {func(o *options.Options) { o.HeartbeatInterval = 0 }, "--heartbeat-interval"},
 		"no buffer":                   {func(o *options.Options) { o.WatchBuffer = 0 }, "--watch-buffer"},
+		"price list":                  {func(o *options.Options) { o.PriceList = "prices" }, "--price-list: \"prices\" is not <namespace>/<name>"},
+		"currency":                    {func(o *options.Options) { o.PriceCurrency = "euro" }, "--price-currency"},
+		"negative price of a CPU":     {func(o *options.Options) { o.PricePerCPU = -1 }, "--price-per-cpu"},
+		"price of memory":             {func(o *options.Options) { o.PricePerGiB = math.NaN() }, "--price-per-gib"},
+		"price of a GPU":              {func(o *options.Options) { o.PricePerGPU = math.Inf(1) }, "--price-per-gpu"},
+		"free spot machines":          {func(o *options.Options) { o.PriceSpotShare = 0 }, "--price-spot-share"},
+		"spot dearer than on demand":  {func(o *options.Options) { o.PriceSpotShare = 1.1 }, "--price-spot-share"},
+		"spot share that is none":     {func(o *options.Options) { o.PriceSpotShare = math.NaN() }, "--price-spot-share"},
 		"no time to shut down":        {func(o *options.Options) { o.ShutdownGracePeriod = 0 }, "--shutdown-grace-period"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -90,4 +100,20 @@ func TestBadEnvironmentIsNamed(t *testing.T) {
 	flags := pflag.NewFlagSet("agent", pflag.ContinueOnError)
 	o.AddFlags(flags)
 	g.Expect(options.FromEnvironment(flags)).To(MatchError(ContainSubstring("CAPI_AGENT_WATCH_BUFFER")))
+}
+
+func TestPricesAreAsTheFlagsSay(t *testing.T) {
+	g := NewWithT(t)
+	o := valid()
+	flags := pflag.NewFlagSet("agent", pflag.ContinueOnError)
+	o.AddFlags(flags)
+	g.Expect(o.Pricing().Coefficients).To(Equal(pricing.DefaultCoefficients))
+	g.Expect(flags.Parse([]string{
+		"--price-list=hub/prices", "--price-currency=EUR", "--price-per-cpu=1", "--price-per-gib=2", "--price-per-gpu=3", "--price-spot-share=0.5",
+	})).To(Succeed())
+	g.Expect(o.Validate()).To(Succeed())
+	g.Expect(o.PriceListName()).To(Equal(types.NamespacedName{Namespace: "hub", Name: "prices"}))
+	g.Expect(o.Pricing()).To(Equal(pricing.Policy{
+		Currency: "EUR", Coefficients: pricing.Coefficients{PerCPU: 1, PerGiB: 2, PerAccelerator: 3, SpotShare: 0.5},
+	}))
 }

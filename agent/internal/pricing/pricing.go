@@ -1,9 +1,11 @@
-// Package pricing says what one machine costs: what people wrote, else an estimate that grows with what the machine has, so
-// that the cheaper of two machines is also the smaller one.
+// Package pricing says what one machine costs: what people wrote about the node group, else a price list, else an estimate that
+// grows with what the machine has, so that the cheaper of two machines is also the smaller one.
 package pricing
 
 import (
+	"maps"
 	"math"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -18,64 +20,113 @@ import (
 // Annotation on a MachineDeployment holds what one of its machines costs each hour, a number.
 const Annotation = "cluster.x-k8s.io/machine-current-price"
 
-// Coefficients of the estimate, each hour. They follow the ratios between the large clouds' list prices; only the order that
-// results means anything.
+// Policy says how prices are found. The zero value has no list and makes every estimate nearly nothing.
+type Policy struct {
+	// List may be nil.
+	List *List
+	// Currency is that of annotations, and of a list that names none; may be empty.
+	Currency string
+	// Coefficients make the estimate.
+	Coefficients Coefficients
+}
+
+// Coefficients make the estimate, each hour. Only the order of the prices that result means anything. All are finite and not
+// negative.
+type Coefficients struct {
+	// PerCPU and PerGiB are the prices of a core and of a GiB of memory.
+	PerCPU, PerGiB float64
+	// PerAccelerator is the price of one of any extended resource, or of one device.
+	PerAccelerator float64
+	// SpotShare is what a spot machine costs of an on-demand one; above 0, at most 1.
+	SpotShare float64
+}
+
+// DefaultCoefficients follow the ratios between the large clouds' list prices.
+var DefaultCoefficients = Coefficients{PerCPU: 0.03, PerGiB: 0.004, PerAccelerator: 0.75, SpotShare: 0.4}
+
+// What is not worth a setting: so that two small machines cost more than one of twice the size, and that more disk costs more.
 const (
-	PerMachine     = 0.001
-	PerCPU         = 0.03
-	PerGiB         = 0.004
-	PerGiBStorage  = 0.0001
-	PerAccelerator = 0.75
-	// SpotShare is what a spot machine costs of an on-demand one.
-	SpotShare = 0.4
+	perMachine    = 0.001
+	perGiBStorage = 0.0001
 )
 
 // Price is what one machine costs.
 type Price struct {
 	// PerHour is never negative, and finite.
 	PerHour float64
+	// Currency is an ISO 4217 code, or empty.
+	Currency string
 	// Source says where it came from.
 	Source capacity.Source
 }
 
 // Of returns what a machine costs, and what is wrong with the annotation, if anything is.
-func Of(md *clusterv1.MachineDeployment, machine capacity.Description) (Price, *capacity.Problem) {
-	text, present := md.Annotations[Annotation]
+func (p Policy) Of(md *clusterv1.MachineDeployment, machine capacity.Description) (Price, *capacity.Problem) {
 	var problem *capacity.Problem
-	if present {
-		perHour, err := strconv.ParseFloat(strings.TrimSpace(text), 64)
-		if err == nil && perHour >= 0 && !math.IsInf(perHour, 1) {
-			return Price{PerHour: perHour, Source: capacity.Source{Kind: capacity.FromAnnotation, Detail: Annotation}}, nil
+	if text, present := md.Annotations[Annotation]; present {
+		if perHour, err := strconv.ParseFloat(strings.TrimSpace(text), 64); err == nil && isPrice(perHour) {
+			return Price{PerHour: perHour, Currency: p.Currency, Source: capacity.Source{Kind: capacity.FromAnnotation, Detail: Annotation}}, nil
 		}
 		problem = &capacity.Problem{
 			Field: capacity.AnnotationField(Annotation), Value: text, Message: "is not a price; write a number, 0 or more, for example 0.096",
 		}
 	}
+	if price, found := p.List.price(machine); found {
+		if price.Currency == "" {
+			price.Currency = p.Currency
+		}
+		return price, problem
+	}
 	return Price{
-		PerHour: Estimate(machine.Resources, machine.CapacityType),
+		PerHour: p.Coefficients.Estimate(priced(machine), machine.CapacityType),
 		Source:  capacity.Source{Kind: capacity.FromEstimate, Detail: "from the resources and the capacity type"},
 	}, problem
 }
 
-// Estimate returns a price for what a machine has. It grows with every resource but pods, which cost nothing.
-func Estimate(resources corev1.ResourceList, capacityType string) float64 {
+func isPrice(perHour float64) bool { return perHour >= 0 && !math.IsInf(perHour, 1) }
+
+// priced is what an estimate is made from: the machine's resources and its devices. What only its Nodes showed is left out, except
+// CPU and memory, without which nothing was scheduled on the group before: a price that rises because a first Node came would send
+// pods to another group.
+func priced(machine capacity.Description) corev1.ResourceList {
+	resources := make(corev1.ResourceList, len(machine.Resources)+len(machine.Devices))
+	for name, quantity := range machine.Resources {
+		learned := machine.Sources["capacity."+string(name)].Kind == capacity.FromNodes
+		if !learned || name == corev1.ResourceCPU || name == corev1.ResourceMemory {
+			resources[name] = quantity
+		}
+	}
+	for _, devices := range machine.Devices {
+		if _, both := machine.Resources[corev1.ResourceName(devices.Kind)]; !both {
+			resources[corev1.ResourceName("devices/"+devices.Driver)] = *resource.NewQuantity(int64(devices.Count), resource.DecimalSI)
+		}
+	}
+	return resources
+}
+
+func isExtended(name corev1.ResourceName) bool { return strings.Contains(string(name), "/") }
+
+// Estimate returns a price for what a machine has. It grows with every resource but pods, which cost nothing; it is finite and
+// not negative.
+func (c Coefficients) Estimate(resources corev1.ResourceList, capacityType string) float64 {
 	const gibibyte = 1 << 30
 	amount := func(quantity resource.Quantity) float64 { return max(quantity.AsApproximateFloat64(), 0) }
-	price := PerMachine
-	for name, quantity := range resources {
+	price := perMachine
+	for _, name := range slices.Sorted(maps.Keys(resources)) { // floats add up to the same only in the same order
+		quantity := resources[name]
 		switch {
 		case name == corev1.ResourceCPU:
-			price += PerCPU * amount(quantity)
+			price += c.PerCPU * amount(quantity)
 		case name == corev1.ResourceMemory:
-			price += PerGiB * amount(quantity) / gibibyte
+			price += c.PerGiB * amount(quantity) / gibibyte
 		case name == corev1.ResourceEphemeralStorage:
-			price += PerGiBStorage * amount(quantity) / gibibyte
-		case strings.Contains(string(name), "/"):
-			price += PerAccelerator * amount(quantity)
+			price += perGiBStorage * amount(quantity) / gibibyte
+		case isExtended(name):
+			price += c.PerAccelerator * amount(quantity)
 		}
 	}
 	if capacityType == wire.CapacityTypeSpot {
-		price *= SpotShare
+		price *= c.SpotShare
 	}
 	return min(price, math.MaxFloat64)
 }

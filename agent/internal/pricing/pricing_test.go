@@ -2,6 +2,7 @@ package pricing_test
 
 import (
 	"math"
+	"strings"
 	"testing"
 
 	. "github.com/onsi/gomega"
@@ -10,10 +11,14 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
+	"pgregory.net/rapid"
+
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricing"
 	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
 )
+
+var estimates = pricing.Policy{Coefficients: pricing.DefaultCoefficients}
 
 func machine(cpu, memory, capacityType string) capacity.Description {
 	return capacity.Description{CapacityType: capacityType, Resources: corev1.ResourceList{
@@ -25,27 +30,153 @@ func priced(text string) *clusterv1.MachineDeployment {
 	return &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{pricing.Annotation: text}}}
 }
 
-func TestAnnotationIsThePrice(t *testing.T) {
-	g := NewWithT(t)
-	price, problem := pricing.Of(priced(" 0.096 "), machine("4", "16Gi", wire.CapacityTypeOnDemand))
-	g.Expect(problem).To(BeNil())
-	g.Expect(price.PerHour).To(Equal(0.096))
-	g.Expect(price.Source.Kind).To(Equal(capacity.FromAnnotation))
-}
-
-func TestUnusableAnnotationIsAProblemAndThePriceIsEstimated(t *testing.T) {
-	for _, text := range []string{"", "free", "-1", "NaN", "Inf", "1e999"} {
+func TestUnusableAnnotationIsAProblemAndTheNextSourceIsAsked(t *testing.T) {
+	for _, text := range []string{"", "free", "-1", "NaN", "Inf", "1e999", "0,096", "$0.1"} {
 		g := NewWithT(t)
-		price, problem := pricing.Of(priced(text), machine("4", "16Gi", wire.CapacityTypeOnDemand))
+		price, problem := estimates.Of(priced(text), machine("4", "16Gi", wire.CapacityTypeOnDemand))
 		g.Expect(problem).NotTo(BeNil(), text)
 		g.Expect(price.PerHour).To(BeNumerically(">", 0))
 		g.Expect(price.Source.Kind).To(Equal(capacity.FromEstimate))
 	}
 }
 
-func TestEstimateGrowsWithResourcesAndSpotIsCheaper(t *testing.T) {
+const prices = `
+currency: EUR
+prices:
+- {instanceType: m5.large, perHour: 4}
+- {instanceType: m5.large, capacityType: spot, perHour: 3}
+- {instanceType: m5.large, zone: a, perHour: 2}
+- {instanceType: m5.large, zone: a, capacityType: spot, perHour: 1}
+- {instanceType: nobody-has-it, perHour: 9}
+`
+
+func TestAnnotationOverTheMostSpecificEntryOverEstimate(t *testing.T) {
+	for name, c := range map[string]struct {
+		annotation               string
+		instanceType, zone, kind string
+		perHour                  float64
+		currency                 string
+		source                   capacity.SourceKind
+		detail                   string
+		problems                 bool
+	}{
+		"annotation": {
+			annotation: " 0.096 ", instanceType: "m5.large", zone: "a", kind: "spot",
+			perHour: 0.096, currency: "CHF", source: capacity.FromAnnotation, detail: pricing.Annotation,
+		},
+		"zone and capacity type": {
+			instanceType: "m5.large", zone: "a", kind: "spot",
+			perHour: 1, currency: "EUR", source: capacity.FromPriceList, detail: "the list instanceType=m5.large,zone=a,capacityType=spot",
+		},
+		"zone": {
+			instanceType: "m5.large", zone: "a", kind: "reserved",
+			perHour: 2, currency: "EUR", source: capacity.FromPriceList, detail: "the list instanceType=m5.large,zone=a",
+		},
+		"capacity type": {
+			instanceType: "m5.large", zone: "b", kind: "spot",
+			perHour: 3, currency: "EUR", source: capacity.FromPriceList, detail: "the list instanceType=m5.large,capacityType=spot",
+		},
+		"instance type, no zone": {
+			instanceType: "m5.large", kind: "on-demand",
+			perHour: 4, currency: "EUR", source: capacity.FromPriceList, detail: "the list instanceType=m5.large",
+		},
+		"unusable annotation": {
+			annotation: "cheap", instanceType: "m5.large", zone: "b", kind: "on-demand",
+			perHour: 4, currency: "EUR", source: capacity.FromPriceList, detail: "the list instanceType=m5.large", problems: true,
+		},
+		"estimate": {
+			instanceType: "m5", zone: "a", kind: "on-demand",
+			perHour: 0.185, source: capacity.FromEstimate, detail: "from the resources and the capacity type",
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			g := NewWithT(t)
+			list, err := pricing.ParseList("the list", []byte(prices))
+			g.Expect(err).NotTo(HaveOccurred())
+			md := &clusterv1.MachineDeployment{}
+			if c.annotation != "" {
+				md = priced(c.annotation)
+			}
+			m := machine("4", "16Gi", c.kind)
+			m.InstanceType, m.Zone = c.instanceType, c.zone
+			price, problem := pricing.Policy{List: list, Currency: "CHF", Coefficients: pricing.DefaultCoefficients}.Of(md, m)
+			g.Expect(problem != nil).To(Equal(c.problems))
+			g.Expect(price.PerHour).To(BeNumerically("~", c.perHour, 1e-9))
+			g.Expect(price.Currency).To(Equal(c.currency))
+			g.Expect(price.Source).To(Equal(capacity.Source{Kind: c.source, Detail: c.detail}))
+		})
+	}
+}
+
+func TestListWithoutACurrencyHasTheAnnotations(t *testing.T) {
 	g := NewWithT(t)
-	estimate := func(d capacity.Description) float64 { return pricing.Estimate(d.Resources, d.CapacityType) }
+	list, err := pricing.ParseList("the list", []byte("prices: [{instanceType: a, perHour: 1}]"))
+	g.Expect(err).NotTo(HaveOccurred())
+	m := machine("1", "1Gi", wire.CapacityTypeOnDemand)
+	m.InstanceType = "a"
+	price, _ := pricing.Policy{List: list, Currency: "CHF"}.Of(&clusterv1.MachineDeployment{}, m)
+	g.Expect(price.Currency).To(Equal("CHF"))
+}
+
+func TestListThatCannotBeUsedNamesTheField(t *testing.T) {
+	for name, c := range map[string]struct{ content, want string }{
+		"not YAML":               {"prices: [", "it is not YAML"},
+		"a key twice":            {"currency: EUR\ncurrency: USD", "already set"},
+		"another form":           {"[1, 2]", "it has not the form of a price list"},
+		"unknown field":          {"prices: [{instanceType: a, perHour: 1, region: b}]", `unknown field "prices[0].region"`},
+		"misspelt case":          {"prices: [{instancetype: a, perHour: 1}]", `unknown field "prices[0].instancetype"`},
+		"currency":               {"currency: Euro", `currency: "Euro" is not an ISO 4217 code`},
+		"no instance type":       {"prices: [{perHour: 1}]", "prices[0].instanceType: is missing"},
+		"no label value":         {"prices: [{instanceType: a, perHour: 1},{instanceType: a b, perHour: 1}]", "prices[1].instanceType:"},
+		"zone":                   {"prices: [{instanceType: a, zone: a/b, perHour: 1}]", "prices[0].zone:"},
+		"capacity type":          {"prices: [{instanceType: a, capacityType: cheap, perHour: 1}]", "prices[0].capacityType:"},
+		"no price":               {"prices: [{instanceType: a}]", "prices[0].perHour: is missing"},
+		"negative":               {"prices: [{instanceType: a, perHour: -1}]", "prices[0].perHour: -1 is not a price"},
+		"a price that is a word": {"prices: [{instanceType: a, perHour: free}]", "prices.perHour"},
+		"infinite":               {"prices: [{instanceType: a, perHour: .inf}]", "json"},
+		"the same machines":      {"prices: [{instanceType: a, perHour: 1},{instanceType: a, perHour: 2}]", "prices[1]: is for the same machines"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, err := pricing.ParseList("the list", []byte(c.content))
+			NewWithT(t).Expect(err).To(MatchError(ContainSubstring(c.want)))
+		})
+	}
+}
+
+func TestEstimateGrowsWithEveryResource(t *testing.T) {
+	names := []corev1.ResourceName{
+		corev1.ResourceCPU, corev1.ResourceMemory, corev1.ResourceEphemeralStorage, corev1.ResourcePods, "nvidia.com/gpu", "example.com/nic",
+	}
+	rapid.Check(t, func(t *rapid.T) {
+		price := rapid.Float64Range(0, 1000)
+		c := pricing.Coefficients{
+			PerCPU: price.Draw(t, "perCPU"), PerGiB: price.Draw(t, "perGiB"), PerAccelerator: price.Draw(t, "perAccelerator"),
+			SpotShare: rapid.Float64Range(0.01, 1).Draw(t, "spotShare"),
+		}
+		kind := rapid.SampledFrom([]string{wire.CapacityTypeOnDemand, wire.CapacityTypeSpot, wire.CapacityTypeReserved}).Draw(t, "capacity type")
+		small, large := corev1.ResourceList{}, corev1.ResourceList{}
+		for _, name := range rapid.SliceOfDistinct(rapid.SampledFrom(names), rapid.ID).Draw(t, "resources") {
+			amount := rapid.Int64Range(0, 1<<40)
+			less, more := amount.Draw(t, "amount"), amount.Draw(t, "amount")
+			small[name] = *resource.NewQuantity(min(less, more), resource.DecimalSI)
+			large[name] = *resource.NewQuantity(max(less, more), resource.DecimalSI)
+		}
+		// What is added up last may be rounded away.
+		if low, high := c.Estimate(small, kind), c.Estimate(large, kind); low > high*(1+1e-9) || low <= 0 || math.IsInf(high, 0) {
+			t.Fatalf("%v costs %v, and %v costs %v", small, low, large, high)
+		}
+		if c.Estimate(large, wire.CapacityTypeSpot) > c.Estimate(large, wire.CapacityTypeOnDemand)*(1+1e-9) {
+			t.Fatal("spot is dearer than on demand")
+		}
+	})
+}
+
+func TestEachResourceCostsSomething(t *testing.T) {
+	g := NewWithT(t)
+	estimate := func(d capacity.Description) float64 {
+		price, _ := estimates.Of(&clusterv1.MachineDeployment{}, d)
+		return price.PerHour
+	}
 	small := estimate(machine("2", "8Gi", wire.CapacityTypeOnDemand))
 	g.Expect(estimate(machine("4", "8Gi", wire.CapacityTypeOnDemand))).To(BeNumerically(">", small))
 	g.Expect(estimate(machine("2", "16Gi", wire.CapacityTypeOnDemand))).To(BeNumerically(">", small))
@@ -53,16 +184,66 @@ func TestEstimateGrowsWithResourcesAndSpotIsCheaper(t *testing.T) {
 	gpu := machine("2", "8Gi", wire.CapacityTypeOnDemand)
 	gpu.Resources["nvidia.com/gpu"] = resource.MustParse("1")
 	g.Expect(estimate(gpu)).To(BeNumerically(">", small))
+	devices := machine("2", "8Gi", wire.CapacityTypeOnDemand)
+	devices.Devices = []capacity.Devices{{Driver: "gpu.nvidia.com", Count: 1}}
+	g.Expect(estimate(devices)).To(BeNumerically("~", estimate(gpu), 1e-9))
+	gpu.Devices = []capacity.Devices{{Driver: "gpu.nvidia.com", Count: 1, Kind: "nvidia.com/gpu"}}
+	g.Expect(estimate(gpu)).To(BeNumerically("~", estimate(devices), 1e-9), "not counted twice")
 }
 
-func FuzzOf(f *testing.F) {
-	f.Add("0.1")
-	f.Add("1e400")
-	f.Add("0x1p-2")
+func TestWhatOnlyNodesShowedDoesNotChangeTheEstimate(t *testing.T) {
+	g := NewWithT(t)
+	described := machine("2", "8Gi", wire.CapacityTypeOnDemand)
+	before, _ := estimates.Of(&clusterv1.MachineDeployment{}, described)
+	described.Sources = map[string]capacity.Source{}
+	for name, quantity := range map[corev1.ResourceName]string{
+		"devices.kubevirt.io/kvm": "1k", "nvidia.com/gpu": "8", corev1.ResourceEphemeralStorage: "100Gi", "hugepages-2Mi": "1Gi",
+	} {
+		described.Resources[name] = resource.MustParse(quantity)
+		described.Sources["capacity."+string(name)] = capacity.Source{Kind: capacity.FromNodes}
+	}
+	after, _ := estimates.Of(&clusterv1.MachineDeployment{}, described)
+	g.Expect(after.PerHour).To(BeNumerically("~", before.PerHour, 1e-9))
+	for _, name := range []string{"cpu", "memory"} {
+		described.Sources["capacity."+name] = capacity.Source{Kind: capacity.FromNodes}
+	}
+	after, _ = estimates.Of(&clusterv1.MachineDeployment{}, described)
+	g.Expect(after.PerHour).To(BeNumerically("~", before.PerHour, 1e-9), "CPU and memory, of which nobody else says anything, count")
+}
+
+func FuzzAnnotation(f *testing.F) {
+	for _, text := range []string{"0.1", "1e400", "0x1p-2", "NaN", "-0", "", " 1 ", "0,5", "1_000", strings.Repeat("9", 400)} {
+		f.Add(text)
+	}
 	f.Fuzz(func(t *testing.T, text string) {
-		price, _ := pricing.Of(priced(text), machine("4", "16Gi", wire.CapacityTypeSpot))
+		price, problem := estimates.Of(priced(text), machine("4", "16Gi", wire.CapacityTypeSpot))
 		if price.PerHour < 0 || math.IsNaN(price.PerHour) || math.IsInf(price.PerHour, 0) {
 			t.Errorf("%q became %v", text, price.PerHour)
+		}
+		if (problem == nil) != (price.Source.Kind == capacity.FromAnnotation) {
+			t.Errorf("%q: problem %v, and the price is from %s", text, problem, price.Source.Kind)
+		}
+	})
+}
+
+func FuzzParseList(f *testing.F) {
+	for _, text := range []string{
+		prices, "", "null", "prices:", "[]", "{}", "- a", "prices: [null]", "prices: [{}]", "prices: {a: 1}", "currency: 1",
+		"prices: [{instanceType: 1, perHour: 1}]", "prices: [{instanceType: a, perHour: 1e400}]", "prices: [{instanceType: a, perHour: '1'}]",
+		"a: &a [x]\nb: &b [*a,*a]\nprices: [*b]", "\x00", "prices:\n\t- x", "%YAML 9.9\n---\n{}", "--- {}\n--- {}", "? {}\n: {}",
+	} {
+		f.Add(text)
+	}
+	f.Fuzz(func(t *testing.T, text string) {
+		list, err := pricing.ParseList("the list", []byte(text))
+		if (list == nil) == (err == nil) {
+			t.Fatalf("%q: %v, %v", text, list, err)
+		}
+		m := machine("4", "16Gi", wire.CapacityTypeSpot)
+		m.InstanceType, m.Zone = "m5.large", "a"
+		price, _ := pricing.Policy{List: list}.Of(&clusterv1.MachineDeployment{}, m)
+		if price.PerHour < 0 || math.IsNaN(price.PerHour) || math.IsInf(price.PerHour, 0) || price.Currency != "" && !pricing.IsCurrency(price.Currency) {
+			t.Errorf("%q became %+v", text, price)
 		}
 	})
 }

@@ -4,12 +4,14 @@ import (
 	"context"
 	"fmt"
 
+	"github.com/samber/lo"
 	"google.golang.org/grpc"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/observed"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -196,23 +198,27 @@ func (s *claimService) SyncClaims(
 		return nil, err
 	}
 	key := keyOf(request.GetCluster(), "")
+	nodes := nodeReports(ctx, request.GetNodes())
 	result, err := s.config.Engine.Sync(ctx, claims.SyncRequest{
 		Namespace: key.Namespace,
 		Cluster:   key.Cluster,
 		Holder:    request.GetHolder(),
 		Token:     request.GetToken(),
 		Live:      request.GetLiveClaimIds(),
-		Nodes:     nodeReports(ctx, request.GetNodes()),
+		Nodes: lo.Map(nodes, func(n observed.Node, _ int) claims.NodeReport {
+			return claims.NodeReport{ProviderID: n.ProviderID, Capacity: n.Capacity, Allocatable: n.Allocatable, Unregistered: n.Unregistered}
+		}),
 	})
 	if err != nil {
 		return nil, s.answer(ctx, err, key)
 	}
+	s.config.Observe(ctx, clusterName(request.GetCluster()), nodes)
 	return &agentv1alpha1.SyncClaimsResponse{CollectedClaimIds: result.Collected, UnknownClaimIds: result.Unknown}, nil
 }
 
 // nodeReports leaves out quantities that cannot be used: one Node's mistake is no reason to keep dead claims.
-func nodeReports(ctx context.Context, nodes []*agentv1alpha1.NodeReport) []claims.NodeReport {
-	reports := make([]claims.NodeReport, 0, len(nodes))
+func nodeReports(ctx context.Context, nodes []*agentv1alpha1.NodeReport) []observed.Node {
+	reports := make([]observed.Node, 0, len(nodes))
 	for _, node := range nodes {
 		capacity, err := wire.ResourceList(node.GetCapacity())
 		if err != nil {
@@ -222,8 +228,10 @@ func nodeReports(ctx context.Context, nodes []*agentv1alpha1.NodeReport) []claim
 		if err != nil {
 			log.FromContext(ctx).V(1).Info("a Node's allocatable is not usable", "providerID", node.GetProviderId(), "cause", err.Error())
 		}
-		reports = append(reports, claims.NodeReport{
-			ProviderID: node.GetProviderId(), Capacity: capacity, Allocatable: allocatable, Unregistered: node.GetUnregistered(),
+		reports = append(reports, observed.Node{
+			ProviderID: node.GetProviderId(), Capacity: capacity, Allocatable: allocatable, Labels: node.GetLabels(),
+			Unregistered: node.GetUnregistered(),
+			Unusable:     len(node.GetCapacity()) - len(capacity) + len(node.GetAllocatable()) - len(allocatable),
 		})
 	}
 	return reports

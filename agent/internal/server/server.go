@@ -26,6 +26,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/observed"
 	"github.com/karpenter-capi/karpenter-capi/pkg/validation"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
@@ -43,6 +44,8 @@ type Engine interface {
 type Config struct {
 	// Engine is the claim engine. REQUIRED.
 	Engine Engine
+	// Observe takes what a Cluster's Nodes look like. REQUIRED.
+	Observe func(ctx context.Context, cluster types.NamespacedName, nodes []observed.Node)
 	// NodeGroups, Machines and Claims are the views that are served. REQUIRED.
 	NodeGroups *feed.Feed[*agentv1alpha1.NodeGroup]
 	Machines   *feed.Feed[*agentv1alpha1.Machine]

@@ -39,6 +39,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/messages"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/observed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/testpki"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
@@ -125,6 +126,7 @@ type fixture struct {
 	loopback   string
 	stop       func()
 	log        *lines
+	observed   []observed.Node
 }
 
 type lines struct {
@@ -162,6 +164,9 @@ func start(t *testing.T, changes ...func(*fixture, *server.Config)) *fixture {
 		Engine: f.engine, NodeGroups: f.nodeGroups, Machines: f.machines, Claims: f.claims,
 		Show: func(_ context.Context, claim *v1alpha1.MachineClaim) (*agentv1alpha1.Claim, error) {
 			return messages.Claim(claim, nil), nil
+		},
+		Observe: func(_ context.Context, _ types.NamespacedName, nodes []observed.Node) {
+			f.observed = append(f.observed, nodes...)
 		},
 		ClusterExists: func(_ context.Context, name types.NamespacedName) (bool, error) { return name == spoke, nil },
 		Scope:         hub.NewScope(nil, nil),
@@ -685,4 +690,24 @@ capi_agent_catalogue_generation 1
 # TYPE capi_agent_synced gauge
 capi_agent_synced 1
 `), "capi_agent_catalogue_generation", "capi_agent_synced"))
+}
+
+func TestNodesAreObservedWithoutWhatCannotBeRead(t *testing.T) {
+	f := start(t)
+	_, err := f.cluster().Claims.SyncClaims(f.ctx(), &agentv1alpha1.SyncClaimsRequest{
+		Cluster: spokeRef, Holder: "h", Token: "t", Nodes: []*agentv1alpha1.NodeReport{{
+			ProviderId: "test://a", Capacity: map[string]string{"cpu": "4", "memory": "500mb"}, Allocatable: map[string]string{"cpu": "-1"},
+			Labels: map[string]string{"kubernetes.io/arch": "arm64"}, Unregistered: true,
+		}},
+	})
+	require.NoError(t, err)
+	require.Len(t, f.observed, 1)
+	node := f.observed[0]
+	require.Equal(t, "test://a", node.ProviderID)
+	require.Len(t, node.Capacity, 1)
+	require.Equal(t, "4", node.Capacity.Cpu().String())
+	require.Empty(t, node.Allocatable)
+	require.Equal(t, map[string]string{"kubernetes.io/arch": "arm64"}, node.Labels)
+	require.True(t, node.Unregistered)
+	require.Equal(t, 2, node.Unusable)
 }

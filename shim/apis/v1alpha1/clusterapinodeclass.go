@@ -13,6 +13,7 @@ import (
 // +kubebuilder:subresource:status
 // +kubebuilder:printcolumn:name="Ready",type="string",JSONPath=".status.conditions[?(@.type=='Ready')].status"
 // +kubebuilder:printcolumn:name="NodeGroups",type="integer",JSONPath=".status.nodeGroups"
+// +kubebuilder:printcolumn:name="Available",type="integer",JSONPath=".status.availableNodeGroups"
 // +kubebuilder:printcolumn:name="InstanceTypes",type="integer",JSONPath=".status.instanceTypes"
 // +kubebuilder:printcolumn:name="Zones",type="integer",JSONPath=".status.zones",priority=1
 // +kubebuilder:printcolumn:name="Problems",type="integer",JSONPath=".status.problems",priority=1
@@ -38,6 +39,16 @@ type ClusterAPINodeClassSpec struct {
 	// +kubebuilder:validation:XValidation:rule="!has(self.matchExpressions) || self.matchExpressions.all(e, e.operator in ['In','NotIn'] ? has(e.values) && size(e.values) > 0 : !has(e.values) || size(e.values) == 0)",message="scalableResourceSelector.matchExpressions[].values must be set with the operators In and NotIn, and must not be set with the others"
 	// +optional
 	ScalableResourceSelector *metav1.LabelSelector `json:"scalableResourceSelector,omitempty"`
+	// kubelet describes how the kubelets of the selected node groups are configured, so that what Karpenter plans with is what
+	// Nodes will offer.
+	// +optional
+	Kubelet *Kubelet `json:"kubelet,omitempty"`
+	// drift says for which reasons Karpenter replaces Nodes.
+	// +optional
+	Drift DriftPolicy `json:"drift,omitzero"`
+	// price says which prices Karpenter may decide by.
+	// +optional
+	Price PricePolicy `json:"price,omitzero"`
 }
 
 // ClusterAPINodeClassList is a list of node classes.
@@ -65,6 +76,9 @@ type ClusterAPINodeClassStatus struct {
 	// nodeGroups is how many node groups the selector matches.
 	// +optional
 	NodeGroups int32 `json:"nodeGroups"`
+	// availableNodeGroups is how many of these a machine could be had from.
+	// +optional
+	AvailableNodeGroups int32 `json:"availableNodeGroups"`
 	// instanceTypes is how many instance types these node groups offer.
 	// +optional
 	InstanceTypes int32 `json:"instanceTypes"`
@@ -74,10 +88,70 @@ type ClusterAPINodeClassStatus struct {
 	// problems is how many values in the descriptions of these node groups could not be used.
 	// +optional
 	Problems int32 `json:"problems"`
+	// selected are the node groups that the selector matches, ordered by name; at most 50, those without room first to be shown.
+	// It follows what the agent reports within seconds.
+	// +listType=map
+	// +listMapKey=name
+	// +kubebuilder:validation:MaxItems=50
+	// +optional
+	Selected []SelectedNodeGroup `json:"selected,omitempty"`
 	// conditions are the signals for health and readiness: Ready, NodeGroupsFound, AgentReachable, NodeGroupsValid.
 	// +optional
 	Conditions []status.Condition `json:"conditions,omitempty"`
 }
+
+// MaxSelectedNodeGroups bounds [ClusterAPINodeClassStatus.Selected].
+const MaxSelectedNodeGroups = 50
+
+// SelectedNodeGroup is a node group as the node class sees it.
+type SelectedNodeGroup struct {
+	// name is the node group's id: namespace/name of its MachineDeployment in the management cluster.
+	Name string `json:"name"`
+	// instanceType is the label node.kubernetes.io/instance-type of its Nodes.
+	// +optional
+	InstanceType string `json:"instanceType,omitempty"`
+	// zone is the failure domain; absent when it has none.
+	// +optional
+	Zone string `json:"zone,omitempty"`
+	// capacityType is how its machines are paid for: on-demand, spot or reserved.
+	// +optional
+	CapacityType string `json:"capacityType,omitempty"`
+	// price is what one machine costs each hour, in currency. It is what Karpenter decides by, unless a NodeOverlay changes it.
+	// +optional
+	Price string `json:"price,omitempty"`
+	// currency is an ISO 4217 code; absent when nobody named one, as with an estimate.
+	// +optional
+	Currency string `json:"currency,omitempty"`
+	// priceSource is where the price came from: Annotation, PriceList, Estimate, or Unknown.
+	// +optional
+	PriceSource string `json:"priceSource,omitempty"`
+	// available says whether a machine could be had now.
+	Available bool `json:"available"`
+	// reason is why not: AtMaxSize, CoolingDown, Paused, Deleting, ReplicasOwned, Invalid, QuotaExceeded, NoRoom, PriceUnknown,
+	// NoCapacity, Unusable, or Other. Absent when available.
+	// +optional
+	Reason string `json:"reason,omitempty"`
+	// message is the same for people.
+	// +optional
+	Message string `json:"message,omitempty"`
+	// rollingOut says that Cluster API is replacing machines after a template change. Machines can be had meanwhile.
+	// +optional
+	RollingOut bool `json:"rollingOut,omitempty"`
+}
+
+// Reasons of a [SelectedNodeGroup] that is not available. Those that the agent gives have its names.
+const (
+	// ReasonNoRoom means that the agent refused a claim a moment ago.
+	ReasonNoRoom = "NoRoom"
+	// ReasonPriceUnknown means that spec.price does not let the node group be used, or that the agent says no price at all.
+	ReasonPriceUnknown = "PriceUnknown"
+	// ReasonNoCapacity means that pods could have no CPU or no memory of its machines.
+	ReasonNoCapacity = "NoCapacity"
+	// ReasonUnusable means that Nodes of the node group could not be described to Karpenter.
+	ReasonUnusable = "Unusable"
+	// ReasonOther means a reason that this version does not know; the message says it.
+	ReasonOther = "Other"
+)
 
 // StatusConditions returns the conditions, with Ready computed from those that it needs.
 func (in *ClusterAPINodeClass) StatusConditions(opts ...status.ForOption) status.ConditionSet {

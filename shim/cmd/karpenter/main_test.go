@@ -306,7 +306,7 @@ func (s *spoke) ready(want metav1.ConditionStatus) {
 func group(name string) *agentv1alpha1.NodeGroup {
 	return &agentv1alpha1.NodeGroup{
 		Name: name, InstanceType: "m.large", Zone: "z1", NodeLabels: map[string]string{"team": "red"},
-		Capacity: map[string]string{"cpu": "4", "memory": "16Gi", "pods": "110"},
+		Capacity: map[string]string{"cpu": "4", "memory": "16Gi", "pods": "110"}, Price: &agentv1alpha1.Price{PerHour: 1},
 	}
 }
 

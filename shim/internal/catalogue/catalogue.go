@@ -18,6 +18,7 @@ import (
 	"github.com/patrickmn/go-cache"
 	"github.com/samber/lo"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/apimachinery/pkg/util/sets"
 	toolscache "k8s.io/client-go/tools/cache"
 	ctrlcache "sigs.k8s.io/controller-runtime/pkg/cache"
@@ -55,7 +56,17 @@ type Catalogue struct {
 
 	// Used by the building goroutine alone.
 	groups map[*agentv1alpha1.NodeGroup]prepared
+	views  map[string]view
 	built  instancetype.Built
+}
+
+// view is how a node class sees groups, and what it made of each so far.
+type view struct {
+	kubelet *v1alpha1.Kubelet
+	price   v1alpha1.PricePolicy
+	sees    *instancetype.View
+	err     error
+	groups  map[*instancetype.Group]*instancetype.Group
 }
 
 type prepared struct {
@@ -73,6 +84,7 @@ func New(nodeGroups NodeGroups, kube client.Reader, unavailableTTL time.Duration
 		wake:        make(chan struct{}, 1),
 		zones:       map[string]sets.Set[string]{},
 		groups:      map[*agentv1alpha1.NodeGroup]prepared{},
+		views:       map[string]view{},
 		built:       instancetype.Built{},
 	}
 	c.unavailable.OnEvicted(func(string, any) { c.Refresh() })
@@ -206,12 +218,22 @@ func (c *Catalogue) rebuild(ctx context.Context) error {
 		Available:     c.frozenAvailability(groups),
 		ObservedZones: func(g *instancetype.Group) []string { return zones[g.ID] },
 	})
-	built := instancetype.Built{}
+	built, views := instancetype.Built{}, make(map[string]view, len(classes.Items))
 	for i := range classes.Items {
-		snapshot.add(&classes.Items[i], c.snapshot.Load(), c.built, built)
+		class := &classes.Items[i]
+		before, next := c.viewOf(class)
+		snapshot.add(class, next.sees, next.err, func(g *instancetype.Group) *instancetype.Group {
+			seen, ok := before[g]
+			if !ok {
+				seen = next.sees.Of(g)
+			}
+			next.groups[g] = seen
+			return seen
+		}, c.snapshot.Load(), c.built, built)
+		views[class.Name] = next
 	}
 	changed := len(built) != len(c.built) || c.snapshot.Load() == nil || !snapshot.equal(c.snapshot.Load())
-	c.built = built
+	c.built, c.views = built, views
 	c.snapshot.Store(snapshot)
 	rebuildSeconds.Observe(time.Since(start).Seconds(), nil)
 	nodeGroups.Set(float64(len(groups)), nil)
@@ -220,6 +242,17 @@ func (c *Catalogue) rebuild(ctx context.Context) error {
 		c.notify()
 	}
 	return nil
+}
+
+// viewOf returns the view of a node class, without groups, and what it made of groups before, if it is still the same.
+func (c *Catalogue) viewOf(class *v1alpha1.ClusterAPINodeClass) (before map[*instancetype.Group]*instancetype.Group, next view) {
+	known, ok := c.views[class.Name]
+	if !ok || known.price != class.Spec.Price || !equality.Semantic.DeepEqual(known.kubelet, class.Spec.Kubelet) {
+		known = view{kubelet: class.Spec.Kubelet, price: class.Spec.Price}
+		known.sees, known.err = instancetype.NewView(&class.Spec)
+	}
+	before, known.groups = known.groups, make(map[*instancetype.Group]*instancetype.Group, len(known.groups))
+	return before, known
 }
 
 // prepare returns the usable groups and the unusable ones, each ordered by id, and by id what is wrong with groups of both
@@ -269,7 +302,8 @@ func (c *Catalogue) frozenAvailability(groups []*instancetype.Group) func(*insta
 	for _, g := range groups {
 		available[g.ID] = c.Available(g)
 	}
-	return func(g *instancetype.Group) bool { return available[g.ID] }
+	// A node class may see the group as less available than it is, never as more.
+	return func(g *instancetype.Group) bool { return g.Available && available[g.ID] }
 }
 
 // observedZones returns, by node group, the zones that its machines are in: those told since the process started, and those

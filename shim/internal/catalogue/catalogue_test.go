@@ -100,15 +100,14 @@ func TestAClusterWithoutNodeGroupsHasAnEmptyCatalogue(t *testing.T) {
 }
 
 func TestMarkedGroupsAreUnavailableForAWhile(t *testing.T) {
-	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}, {Name: "b"}}, shimtest.WithUnavailableTTL(50*time.Millisecond))
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}, {Name: "b"}}, shimtest.WithUnavailableTTL(time.Second))
 	available := func() int {
 		return lo.CountBy(types(t, w.Catalogue.Snapshot(), nodePool(shimtest.NodeClassName)), func(it *cloudprovider.InstanceType) bool {
 			return len(it.Offerings.Available()) > 0
 		})
 	}
-	changes := w.Catalogue.Changes()
 	w.Catalogue.MarkUnavailable("default/a")
-	<-changes
+	w.Eventually(func() bool { return available() == 1 }, "the mark shows")
 	w.Eventually(func() bool { return available() == 2 }, "the mark is forgotten")
 }
 
@@ -204,6 +203,41 @@ func TestAnUnchangedCatalogueIsReadWithoutAllocating(t *testing.T) {
 	assert.Zero(t, testing.AllocsPerRun(100, func() { types(t, w.Catalogue.Snapshot(), pool) }))
 }
 
+func TestEachNodeClassSeesGroupsWithItsOwnKubelets(t *testing.T) {
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}, {Name: "b"}})
+	dense := w.AddNodeClass("dense", nil)
+	dense.Spec.Kubelet = &v1alpha1.Kubelet{MaxPods: new(int32(250))}
+	dense.Generation = 2
+	require.NoError(t, w.Kube.Update(w.Context(), dense))
+	w.Catalogue.Refresh()
+	pods := func(class string) string {
+		return types(t, w.Catalogue.Snapshot(), nodePool(class))[0].Capacity.Pods().String()
+	}
+	w.Eventually(func() bool { return pods("dense") == "250" }, "the description counts")
+	assert.Equal(t, "110", pods(shimtest.NodeClassName))
+
+	before := types(t, w.Catalogue.Snapshot(), nodePool("dense"))
+	w.Agent.UpdateNodeGroup("default/a", func(g *agentv1alpha1.NodeGroup) { g.Overhead = map[string]string{"cpu": "100m"} })
+	var after []*cloudprovider.InstanceType
+	w.Eventually(func() bool {
+		after = types(t, w.Catalogue.Snapshot(), nodePool("dense"))
+		allocatable := after[0].Allocatable()
+		return allocatable.Cpu().String() == "3900m"
+	}, "what Nodes showed counts")
+	assert.Same(t, before[1], after[1], "one group's change costs the others nothing")
+}
+
+func TestTooManyGroupsShowThoseThatNothingCanBeHadFrom(t *testing.T) {
+	groups := manyGroups(70)
+	w := shimtest.New(t, groups)
+	w.Agent.Block("default/group-0069", agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED, "paused", time.Time{})
+	w.Eventually(func() bool {
+		class, _ := w.Catalogue.Snapshot().Class(shimtest.NodeClassName)
+		last := class.Selected[len(class.Selected)-1]
+		return len(class.Selected) == v1alpha1.MaxSelectedNodeGroups && last.Name == "default/group-0069" && last.Reason == "Paused"
+	}, "the paused group is among the %d", v1alpha1.MaxSelectedNodeGroups)
+}
+
 func BenchmarkGetInstanceTypes(b *testing.B) {
 	w := shimtest.New(b, manyGroups(1000))
 	pool := nodePool(shimtest.NodeClassName)
@@ -215,11 +249,36 @@ func BenchmarkGetInstanceTypes(b *testing.B) {
 	}
 }
 
+// BenchmarkRebuildAfterOneChange is from a change in the agent to the snapshot, with the stream between them.
 func BenchmarkRebuildAfterOneChange(b *testing.B) {
 	w := shimtest.New(b, manyGroups(1000))
 	changes := w.Catalogue.Changes()
 	for i := range b.N {
 		w.Agent.UpdateNodeGroup("default/group-0000", func(g *agentv1alpha1.NodeGroup) { g.Capacity["cpu"] = strconv.Itoa(i%7 + 1) })
 		<-changes
+	}
+}
+
+// BenchmarkConvertTheWholeCatalogue is what a provider without a snapshot would do on every call.
+func BenchmarkConvertTheWholeCatalogue(b *testing.B) {
+	w := shimtest.New(b, manyGroups(1000))
+	sources, _ := w.NodeGroups.List()
+	asSaid := instancetype.Conditions{
+		Available:     func(g *instancetype.Group) bool { return g.Available },
+		ObservedZones: func(*instancetype.Group) []string { return nil },
+	}
+	b.ReportAllocs()
+	for b.Loop() {
+		groups := make([]*instancetype.Group, 0, len(sources))
+		for _, source := range sources {
+			group, err := instancetype.NewGroup(source)
+			if err != nil {
+				b.Fatal(err)
+			}
+			groups = append(groups, group)
+		}
+		if found := instancetype.Build(groups, asSaid, nil, instancetype.Built{}); len(found) != 250 {
+			b.Fatal(len(found))
+		}
 	}
 }

@@ -42,7 +42,7 @@ func newSnapshot(
 	}
 }
 
-// Group returns the node group with the id.
+// Group returns the node group with the id, as no node class in particular sees it.
 func (s *Snapshot) Group(id string) (*instancetype.Group, bool) {
 	group, ok := s.byID[id]
 	return group, ok
@@ -66,14 +66,19 @@ type Class struct {
 	Name string
 	// Generation is the generation of the node class whose selector was used.
 	Generation int64
-	// Groups are the usable node groups that the selector matches, ordered by id.
+	// Groups are the usable node groups that the selector matches, as the node class sees them, ordered by id.
 	Groups []*instancetype.Group
+	// Selected are the node groups that the selector matches, unusable ones included, as the node class's status shows them.
+	Selected []v1alpha1.SelectedNodeGroup
+	// Drift says for which reasons Nodes are replaced.
+	Drift v1alpha1.DriftPolicy
 	// Problems are what is wrong with the descriptions of selected groups, in sentences, ordered: what the agent could not
-	// use, what the shim could not use, and instance types whose groups do not have the same resources.
+	// use, what the shim could not use, of the node class's own spec too, and what keeps groups from being used beside each other.
 	Problems []string
 	// SelectorError says why the selector cannot be used; it selects nothing then.
 	SelectorError error
 
+	view       *instancetype.View
 	conditions instancetype.Conditions
 	// taints are the taints that some groups have. A NodePool that does not declare a group's taints cannot use the group.
 	taints   []corev1.Taint
@@ -86,9 +91,14 @@ type taintSet uint64
 
 const maxTaints = 64
 
-// add makes the class of a node class.
-func (s *Snapshot) add(nodeClass *v1alpha1.ClusterAPINodeClass, before *Snapshot, previous, next instancetype.Built) {
-	class := &Class{Name: nodeClass.Name, Generation: nodeClass.Generation, conditions: s.conditions}
+// add makes the class of a node class. see returns how the class's view sees a group, without work where that is known.
+func (s *Snapshot) add(
+	nodeClass *v1alpha1.ClusterAPINodeClass, view *instancetype.View, viewError error,
+	see func(*instancetype.Group) *instancetype.Group, before *Snapshot, previous, next instancetype.Built,
+) {
+	class := &Class{
+		Name: nodeClass.Name, Generation: nodeClass.Generation, Drift: nodeClass.Spec.Drift, view: view, conditions: s.conditions,
+	}
 	selector, err := selectorOf(nodeClass)
 	if err != nil {
 		class.SelectorError = err
@@ -96,11 +106,15 @@ func (s *Snapshot) add(nodeClass *v1alpha1.ClusterAPINodeClass, before *Snapshot
 	}
 	for _, g := range s.groups {
 		if selector.Matches(labels.Set(g.Source.GetLabels())) {
-			class.Groups = append(class.Groups, g)
+			class.Groups = append(class.Groups, see(g))
 		}
 	}
 	class.taints = taintsOf(class.Groups)
-	class.Problems = s.problems(class.Groups, selector)
+	unusable := lo.Filter(s.unusable, func(source *agentv1alpha1.NodeGroup, _ int) bool {
+		return selector.Matches(labels.Set(source.GetLabels()))
+	})
+	class.Problems = s.problems(class.Groups, unusable, viewError)
+	class.Selected = s.selected(class.Groups, unusable)
 	variants := map[taintSet][]*cloudprovider.InstanceType{}
 	for _, declared := range declaredBefore(before, nodeClass.Name) {
 		set := class.declaredBy(declared)
@@ -134,8 +148,11 @@ func taintsOf(groups []*instancetype.Group) []corev1.Taint {
 	return taints
 }
 
-func (s *Snapshot) problems(groups []*instancetype.Group, selector labels.Selector) []string {
+func (s *Snapshot) problems(groups []*instancetype.Group, unusable []*agentv1alpha1.NodeGroup, viewError error) []string {
 	var problems []string
+	if viewError != nil {
+		problems = append(problems, viewError.Error())
+	}
 	describe := func(source *agentv1alpha1.NodeGroup) {
 		for _, p := range source.GetProblems() {
 			problems = append(problems, fmt.Sprintf("%s: %s=%q: %s", source.GetId(), p.GetField(), p.GetValue(), p.GetMessage()))
@@ -147,10 +164,8 @@ func (s *Snapshot) problems(groups []*instancetype.Group, selector labels.Select
 	for _, g := range groups {
 		describe(g.Source)
 	}
-	for _, source := range s.unusable {
-		if selector.Matches(labels.Set(source.GetLabels())) {
-			describe(source)
-		}
+	for _, source := range unusable {
+		describe(source)
 	}
 	problems = append(problems, instancetype.Mismatches(groups)...)
 	slices.Sort(problems)
@@ -215,6 +230,12 @@ func (c *Class) build(declared taintSet, previous, next instancetype.Built) []*c
 	return instancetype.Build(usable, c.conditions, previous, next)
 }
 
+// See returns a group, which the selector need not match, as the node class sees groups.
+func (c *Class) See(group *instancetype.Group) *instancetype.Group { return c.view.Of(group) }
+
+// Available returns how many of the class's groups a machine could be had from when the snapshot was made.
+func (c *Class) Available() int { return lo.CountBy(c.Groups, c.conditions.Available) }
+
 // Has reports whether the selector matches the group with the id.
 func (c *Class) Has(groupID string) bool {
 	_, ok := slices.BinarySearchFunc(c.Groups, groupID, func(g *instancetype.Group, id string) int { return strings.Compare(g.ID, id) })
@@ -239,6 +260,7 @@ func (s *Snapshot) equal(other *Snapshot) bool {
 		return a.Generation == b.Generation &&
 			slices.Equal(a.Problems, b.Problems) &&
 			fmt.Sprint(a.SelectorError) == fmt.Sprint(b.SelectorError) &&
+			slices.Equal(a.Selected, b.Selected) &&
 			slices.EqualFunc(a.Groups, b.Groups, func(x, y *instancetype.Group) bool { return x.ID == y.ID }) &&
 			slices.Equal((*a.variants.Load())[0], (*b.variants.Load())[0])
 	})

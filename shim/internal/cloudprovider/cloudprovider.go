@@ -250,8 +250,8 @@ const (
 	DriftMachineNotUpToDate cloudprovider.DriftReason = "MachineNotUpToDate"
 )
 
-// IsDrifted answers from the local mirrors, last known good while the agent is away. What Cluster API replaces by itself, by a
-// rolling update, is no drift: core would race it.
+// IsDrifted answers from the local mirrors, last known good while the agent is away, as the node class's drift policy says. What
+// Cluster API replaces by itself, by a rolling update, is no drift: core would race it.
 func (c *CloudProvider) IsDrifted(_ context.Context, nodeClaim *karpv1.NodeClaim) (cloudprovider.DriftReason, error) {
 	if !isOurs(nodeClaim.Spec.NodeClassRef) {
 		return "", nil
@@ -269,12 +269,17 @@ func (c *CloudProvider) IsDrifted(_ context.Context, nodeClaim *karpv1.NodeClaim
 	if !ok {
 		return "", nil // Gone, or not told yet; core itself notices instance types that are no more.
 	}
+	var policy v1alpha1.DriftPolicy
+	class, ok := snapshot.Class(nodeClaim.Spec.NodeClassRef.Name)
+	if ok {
+		policy = class.Drift
+	}
 	// A selector that matches nothing at all is taken for a mistake, not for the wish to replace every node.
-	if class, ok := snapshot.Class(nodeClaim.Spec.NodeClassRef.Name); ok && len(class.Groups) > 0 && !class.Has(groupID) {
+	if ok && policy.NodeGroupNotSelected != v1alpha1.DriftIgnore && len(class.Groups) > 0 && !class.Has(groupID) {
 		return DriftNodeGroupNotSelected, nil
 	}
 	machine := claim.GetMachine()
-	if machine != nil && !machine.GetUpToDate() && machine.GetDeletedAt() == nil &&
+	if policy.MachineNotUpToDate != v1alpha1.DriftIgnore && machine != nil && !machine.GetUpToDate() && machine.GetDeletedAt() == nil &&
 		group.Source.GetRolloutStrategy() == agentv1alpha1.RolloutStrategy_ROLLOUT_STRATEGY_ON_DELETE {
 		return DriftMachineNotUpToDate, nil
 	}

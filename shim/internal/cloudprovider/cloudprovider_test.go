@@ -289,6 +289,42 @@ func TestIsDriftedWhenTheTemplateChangedAndNobodyElseReplacesTheMachine(t *testi
 	}
 }
 
+func TestWhatTheDriftPolicyIgnoresIsNoDrift(t *testing.T) {
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{
+		{Name: "a", RolloutStrategy: agentv1alpha1.RolloutStrategy_ROLLOUT_STRATEGY_ON_DELETE}, {Name: "b", Labels: map[string]string{"team": "red"}},
+	})
+	nodeClaim := w.NodeClaim("claim")
+	provider := *w.CloudProvider
+	provider.Claims = stale{w.Claims, &agentv1alpha1.Claim{
+		ClaimId: string(nodeClaim.UID), NodeGroupId: "default/a", Machine: &agentv1alpha1.Machine{Name: "m", UpToDate: false},
+	}}
+	onlyRed := &metav1.LabelSelector{MatchLabels: map[string]string{"team": "red"}}
+	for _, step := range []struct {
+		selector *metav1.LabelSelector
+		policy   v1alpha1.DriftPolicy
+		want     corecloudprovider.DriftReason
+	}{
+		{onlyRed, v1alpha1.DriftPolicy{}, cloudprovider.DriftNodeGroupNotSelected},
+		{onlyRed, v1alpha1.DriftPolicy{NodeGroupNotSelected: v1alpha1.DriftIgnore}, cloudprovider.DriftMachineNotUpToDate},
+		{onlyRed, v1alpha1.DriftPolicy{NodeGroupNotSelected: v1alpha1.DriftIgnore, MachineNotUpToDate: v1alpha1.DriftIgnore}, ""},
+		{
+			nil,
+			v1alpha1.DriftPolicy{NodeGroupNotSelected: v1alpha1.DriftReplace, MachineNotUpToDate: v1alpha1.DriftReplace},
+			cloudprovider.DriftMachineNotUpToDate,
+		},
+	} {
+		nodeClass := &v1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: shimtest.NodeClassName}}
+		w.Get(nodeClass)
+		nodeClass.Spec.ScalableResourceSelector, nodeClass.Spec.Drift = step.selector, step.policy
+		require.NoError(t, w.Kube.Update(w.Context(), nodeClass))
+		w.Catalogue.Refresh()
+		w.Eventually(func() bool {
+			reason, err := provider.IsDrifted(w.Context(), nodeClaim)
+			return err == nil && reason == step.want
+		}, "%+v", step.policy)
+	}
+}
+
 // stale shows one claim whatever is asked.
 type stale struct {
 	cloudprovider.Claims

@@ -73,7 +73,7 @@ func (c *CloudProvider) create(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	if phase := claim.GetPhase(); phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING || phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
 		return nil, c.explain(agenterrors.ClaimEnded(claim), nil, nil)
 	}
-	group, err := c.groupOf(ctx, claim, groups)
+	group, err := c.groupOf(ctx, claim, class, groups)
 	if err != nil {
 		return nil, createError(err, ReasonNodeGroupUnknown)
 	}
@@ -147,13 +147,15 @@ func (c *CloudProvider) claim(ctx context.Context, nodeClaim *karpv1.NodeClaim, 
 }
 
 // groupOf returns the group that the agent chose. It need not be a candidate: a repeated call gets its first answer.
-func (c *CloudProvider) groupOf(ctx context.Context, claim *agentv1alpha1.Claim, groups []*instancetype.Group) (*instancetype.Group, error) {
+func (c *CloudProvider) groupOf(
+	ctx context.Context, claim *agentv1alpha1.Claim, class *catalogue.Class, groups []*instancetype.Group,
+) (*instancetype.Group, error) {
 	id := claim.GetNodeGroupId()
 	if group, ok := lo.Find(groups, func(g *instancetype.Group) bool { return g.ID == id }); ok {
 		return group, nil
 	}
 	if group, ok := c.Catalogue.Snapshot().Group(id); ok {
-		return group, nil
+		return class.See(group), nil
 	}
 	response, err := c.Client.NodeGroups.GetNodeGroup(ctx, &agentv1alpha1.GetNodeGroupRequest{Cluster: c.Cluster, Id: id})
 	if err != nil {
@@ -163,7 +165,7 @@ func (c *CloudProvider) groupOf(ctx context.Context, claim *agentv1alpha1.Claim,
 	if group == nil {
 		return nil, err
 	}
-	return group, nil
+	return class.See(group), nil
 }
 
 func (c *CloudProvider) launched(claim *agentv1alpha1.Claim, group *instancetype.Group) *karpv1.NodeClaim {

@@ -342,3 +342,28 @@ func TestNodeOverlaysCountInCreate(t *testing.T) {
 	assert.Equal(t, []string{"default/dear"}, candidates(w))
 	assert.Contains(t, created.Status.Capacity, corev1.ResourceName("example.com/device"))
 }
+
+func TestCreatePromisesWhatWasPlannedForTheNodeClass(t *testing.T) {
+	w := shimtest.New(t, oneGroup())
+	nodeClass := &v1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: shimtest.NodeClassName}}
+	w.Get(nodeClass)
+	nodeClass.Spec.Kubelet = &v1alpha1.Kubelet{
+		MaxPods: new(int32(42)), KubeReserved: map[string]v1alpha1.ReservedQuantity{"cpu": "500m", "memory": "1Gi"},
+	}
+	require.NoError(t, w.Kube.Update(w.Context(), nodeClass))
+	w.Catalogue.Refresh()
+	class := func() *catalogue.Class {
+		class, _ := w.Catalogue.Snapshot().Class(shimtest.NodeClassName)
+		return class
+	}
+	w.Eventually(func() bool { return class().Groups[0].Capacity.Pods().String() == "42" }, "the description counts")
+	planned := class().InstanceTypes(nil, nil)[0].Allocatable()
+	created, err := w.CloudProvider.Create(w.Context(), w.NodeClaim("claim"))
+	require.NoError(t, err)
+	assert.Equal(t, "3500m", created.Status.Allocatable.Cpu().String())
+	assert.Equal(t, "42", created.Status.Capacity.Pods().String())
+	for name, quantity := range planned {
+		promised := created.Status.Allocatable[name]
+		assert.Zero(t, promised.Cmp(quantity), name)
+	}
+}

@@ -61,10 +61,12 @@ func Build(groups []*Group, conditions Conditions, previous, next Built) []*clou
 
 func keyOf(name string, groups []*Group, conditions Conditions) string {
 	var key strings.Builder
+	key.Grow(len(name) + 16*len(groups))
 	key.WriteString(name)
+	var digits [16]byte
 	for _, g := range groups {
 		key.WriteByte('|')
-		key.WriteString(strconv.FormatUint(g.fingerprint, 36))
+		key.Write(strconv.AppendUint(digits[:0], g.fingerprint, 36))
 		key.WriteString(lo.Ternary(conditions.Available(g), "+", "-"))
 		for _, zone := range conditions.ObservedZones(g) {
 			key.WriteByte(',')
@@ -77,11 +79,13 @@ func keyOf(name string, groups []*Group, conditions Conditions) string {
 func build(name string, groups []*Group, conditions Conditions) *cloudprovider.InstanceType {
 	capacity := smallest(groups)
 	return &cloudprovider.InstanceType{
-		Name:         name,
-		Requirements: typeRequirements(groups),
-		Offerings:    offerings(groups, conditions),
-		Capacity:     capacity,
-		Overhead:     overheadOf(capacity),
+		Name:                   name,
+		Requirements:           typeRequirements(groups),
+		Offerings:              offerings(groups, conditions),
+		Capacity:               capacity,
+		Overhead:               commonOverhead(groups, capacity),
+		VolumeAttachmentLimits: leastVolumes(groups),
+		DynamicResources:       cloudprovider.DynamicResources{ResourceSliceTemplates: sliceTemplates(leastDevices(groups))},
 	}
 }
 
@@ -98,6 +102,50 @@ func smallest(groups []*Group) corev1.ResourceList {
 			if other := g.Capacity[name]; other.Cmp(quantity) < 0 {
 				least[name] = other
 			}
+		}
+	}
+	return least
+}
+
+// commonOverhead returns the overhead with which pods can have, of each resource, what they can have on every group's machines.
+// The machine with the least to give need not be the one that has the least.
+func commonOverhead(groups []*Group, capacity corev1.ResourceList) *cloudprovider.InstanceTypeOverhead {
+	if len(groups) == 1 {
+		return groups[0].Overhead
+	}
+	common := &cloudprovider.InstanceTypeOverhead{
+		KubeReserved: corev1.ResourceList{}, SystemReserved: corev1.ResourceList{}, EvictionThreshold: corev1.ResourceList{},
+	}
+	for name, total := range capacity {
+		least := slices.MinFunc(groups, func(a, b *Group) int {
+			quantity := a.Allocatable[name]
+			return quantity.Cmp(b.Allocatable[name])
+		})
+		left := total.DeepCopy()
+		left.Sub(least.Allocatable[name])
+		if name == corev1.ResourceMemory {
+			left.Sub(hugePages(capacity))
+		}
+		give(common.KubeReserved, name, least.Overhead.KubeReserved[name], &left)
+		give(common.SystemReserved, name, least.Overhead.SystemReserved[name], &left)
+		give(common.EvictionThreshold, name, left, &left)
+	}
+	return common
+}
+
+// leastVolumes returns, of each CSI driver, the least limit of all groups. A group that knows none is left out of it: nothing
+// is known, and another's limit is the better guess.
+func leastVolumes(groups []*Group) map[string]int {
+	var least map[string]int
+	for _, g := range groups {
+		for driver, limit := range g.Volumes {
+			if known, ok := least[driver]; ok && known <= limit {
+				continue
+			}
+			if least == nil {
+				least = map[string]int{}
+			}
+			least[driver] = limit
 		}
 	}
 	return least

@@ -15,6 +15,7 @@ import (
 	"maps"
 	"math"
 	"slices"
+	"strconv"
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
@@ -36,18 +37,9 @@ import (
 // zone" in kube-scheduler and in the node lifecycle controller.
 const ZoneNone = ""
 
-// DefaultPods is the kubelet's default for how many pods fit on a machine.
-const DefaultPods = 110
-
 // unlimitedReservation is how many machines a reserved group without a max size is taken to have left: more than core plans
 // at once.
 const unlimitedReservation = 1000
-
-// evictionMemory and evictionNodefs are the kubelet's default hard eviction thresholds on Linux.
-var (
-	evictionMemory = resource.MustParse("100Mi")
-	evictionNodefs = 0.10
-)
 
 // Group is a node group as the scheduler sees it. Immutable.
 type Group struct {
@@ -68,20 +60,32 @@ type Group struct {
 	Requirements scheduling.Requirements
 	// Taints keep pods away for good: those with the effect NoSchedule or NoExecute that nobody removes.
 	Taints []corev1.Taint
-	// Capacity is what a machine has, without zero quantities.
+	// Capacity is what a Node reports of what a machine has, without zero quantities.
 	Capacity corev1.ResourceList
 	// Overhead is what the kubelet keeps back. Never nil.
 	Overhead *cloudprovider.InstanceTypeOverhead
-	// Allocatable is what pods can have.
+	// Allocatable is what pods can have, without zero quantities.
 	Allocatable corev1.ResourceList
+	// Volumes is how many volumes can be attached, by CSI driver. A driver that is missing has no known limit.
+	Volumes map[string]int
+	// Devices are those that the machine offers through dynamic resource allocation.
+	Devices map[DeviceKind]int
 	// Price orders offerings: per hour, in whatever currency, never negative.
 	Price float64
-	// Available says whether the agent would accept a claim now.
+	// PriceRefused says why the group's price is not good enough to launch by, and is empty when it is.
+	PriceRefused string
+	// NoCapacity says which of CPU and memory pods could have nothing of, and is empty when there is some of both.
+	NoCapacity string
+	// Available says whether the agent would accept a claim now, the price is good enough, and there is CPU and memory.
 	Available bool
 	// Left is how many machines of a reservation are left; 0 for other capacity types.
 	Left int
 
+	// learned is what real Nodes kept back of their capacity.
+	learned     corev1.ResourceList
 	fingerprint uint64
+	// shape is the same for groups of which [beyond] says nothing beside each other.
+	shape uint64
 }
 
 // NewGroup prepares a node group. It returns nil and why, when core could do nothing with it: a name or a value that cannot be
@@ -90,6 +94,9 @@ func NewGroup(source *agentv1alpha1.NodeGroup) (*Group, error) {
 	var errs []error
 	capacity, err := capacityOf(source)
 	errs = append(errs, err)
+	learned, err := learnedOf(source, capacity)
+	errs = append(errs, err)
+	overhead := (*Kubelet)(nil).overhead(capacity, learned, source.GetOperatingSystem())
 	group := &Group{
 		ID:           source.GetId(),
 		Source:       source,
@@ -97,7 +104,9 @@ func NewGroup(source *agentv1alpha1.NodeGroup) (*Group, error) {
 		Zone:         source.GetZone(),
 		CapacityType: wire.CapacityType(source.GetCapacityType()),
 		Capacity:     capacity,
-		Overhead:     overheadOf(capacity),
+		Overhead:     overhead,
+		Allocatable:  allocatableOf(capacity, overhead),
+		learned:      learned,
 		Available:    source.GetAvailability().GetAvailable(),
 	}
 	for _, must := range []struct{ field, value string }{
@@ -123,9 +132,16 @@ func NewGroup(source *agentv1alpha1.NodeGroup) (*Group, error) {
 	taints, err := wire.Taints(source.GetTaints())
 	errs = append(errs, err)
 	group.Taints = lastingTaints(taints)
-	group.Allocatable = allocatableOf(group.Capacity, group.Overhead)
-	group.Price = priceOf(source, group)
-	group.fingerprint = group.hash()
+	group.Volumes, err = volumesOf(source)
+	errs = append(errs, err)
+	group.Devices, err = devicesOf(source)
+	errs = append(errs, err)
+	if group.Price, err = priceOf(source); err != nil {
+		errs = append(errs, err)
+		group.Available, group.PriceRefused = false, err.Error()
+	}
+	group.requireCapacity()
+	group.fingerprint, group.shape = group.hash(), group.hashShape()
 	if err := errors.Join(errs...); err != nil {
 		return group, fmt.Errorf("node group %s: %w", group.ID, err)
 	}
@@ -143,28 +159,20 @@ func capacityOf(source *agentv1alpha1.NodeGroup) (corev1.ResourceList, error) {
 	return capacity, err
 }
 
-func overheadOf(capacity corev1.ResourceList) *cloudprovider.InstanceTypeOverhead {
-	eviction := corev1.ResourceList{}
-	if memory, ok := capacity[corev1.ResourceMemory]; ok {
-		eviction[corev1.ResourceMemory] = evictionMemory.DeepCopy()
-		if memory.Cmp(evictionMemory) < 0 {
-			// A negative allocatable amount would make core believe that not even an empty pod fits.
-			eviction[corev1.ResourceMemory] = memory.DeepCopy()
+// learnedOf returns what real Nodes kept back. Of memory that includes huge pages, which core subtracts by itself.
+func learnedOf(source *agentv1alpha1.NodeGroup, capacity corev1.ResourceList) (corev1.ResourceList, error) {
+	learned, err := wire.ResourceList(source.GetOverhead())
+	if memory, ok := learned[corev1.ResourceMemory]; ok {
+		memory.Sub(hugePages(capacity))
+		if memory.Sign() < 0 {
+			memory = resource.Quantity{}
 		}
+		learned[corev1.ResourceMemory] = memory
 	}
-	if storage, ok := capacity[corev1.ResourceEphemeralStorage]; ok {
-		eviction[corev1.ResourceEphemeralStorage] = *resource.NewQuantity(
-			int64(math.Ceil(float64(storage.Value())*evictionNodefs)), resource.BinarySI,
-		)
+	if err != nil {
+		err = fmt.Errorf("overhead: %w", err)
 	}
-	return &cloudprovider.InstanceTypeOverhead{EvictionThreshold: eviction}
-}
-
-func allocatableOf(capacity corev1.ResourceList, overhead *cloudprovider.InstanceTypeOverhead) corev1.ResourceList {
-	// Computed by core itself, so that what Create promises is what the scheduler planned with.
-	allocatable := (&cloudprovider.InstanceType{Capacity: capacity, Overhead: overhead}).Allocatable()
-	maps.DeleteFunc(allocatable, func(_ corev1.ResourceName, quantity resource.Quantity) bool { return quantity.IsZero() })
-	return allocatable
+	return learned, err
 }
 
 func labelsOf(source *agentv1alpha1.NodeGroup, group *Group) (map[string]string, error) {
@@ -246,40 +254,17 @@ func reservationLeft(source *agentv1alpha1.NodeGroup) int {
 	return int(max(source.GetMaxSize()-source.GetReplicas(), 0))
 }
 
-// priceOf returns the agent's price, or an estimate that grows with what a machine has, so that consolidation prefers less
-// when nobody said what machines cost.
-func priceOf(source *agentv1alpha1.NodeGroup, group *Group) float64 {
-	if source.GetPrice() != nil {
-		if price := source.GetPrice().GetPerHour(); price >= 0 && !math.IsInf(price, 1) {
-			return price
-		}
+// priceOf returns the agent's price. There is no estimate beside the agent's: two that differ would order groups by who made
+// them.
+func priceOf(source *agentv1alpha1.NodeGroup) (float64, error) {
+	if source.GetPrice() == nil {
+		return 0, errors.New("the agent says no price")
 	}
-	const (
-		perMachine = 0.001
-		perCPU     = 0.03
-		perGiB     = 0.004
-		perOther   = 0.5
-		spotShare  = 0.5
-	)
-	price := perMachine
-	for name, quantity := range group.Capacity {
-		amount := quantity.AsApproximateFloat64()
-		switch name {
-		case corev1.ResourceCPU:
-			price += perCPU * amount
-		case corev1.ResourceMemory:
-			price += perGiB * amount / (1 << 30)
-		case corev1.ResourcePods, corev1.ResourceEphemeralStorage:
-		default:
-			if strings.Contains(string(name), "/") { // devices; not hugepages, which are memory
-				price += perOther * amount
-			}
-		}
+	price := source.GetPrice().GetPerHour()
+	if math.IsNaN(price) || math.IsInf(price, 0) || price < 0 {
+		return 0, fmt.Errorf("the agent says %v, which is no price", price)
 	}
-	if group.CapacityType == karpv1.CapacityTypeSpot {
-		price *= spotShare
-	}
-	return price
+	return price, nil
 }
 
 // hash covers everything that reaches core.
@@ -295,14 +280,57 @@ func (g *Group) hash() uint64 {
 	for _, key := range slices.Sorted(maps.Keys(g.Labels)) {
 		write(key, g.Labels[key])
 	}
-	for _, name := range slices.Sorted(maps.Keys(g.Capacity)) {
-		quantity := g.Capacity[name]
-		write(string(name), quantity.String())
+	for _, list := range []corev1.ResourceList{
+		g.Capacity, g.Overhead.KubeReserved, g.Overhead.SystemReserved, g.Overhead.EvictionThreshold,
+	} {
+		for _, name := range slices.Sorted(maps.Keys(list)) {
+			quantity := list[name]
+			write(string(name), quantity.String())
+		}
+		write("")
+	}
+	for _, driver := range slices.Sorted(maps.Keys(g.Volumes)) {
+		write(driver, strconv.Itoa(g.Volumes[driver]))
+	}
+	for _, kind := range sortedKinds(g.Devices) {
+		write(kind.Driver, kind.Kind, strconv.Itoa(g.Devices[kind]))
 	}
 	for _, taint := range g.Taints {
 		write(taint.Key, taint.Value, string(taint.Effect))
 	}
 	return sum.Sum64()
+}
+
+// hashShape covers what machines of one instance type should have in common.
+func (g *Group) hashShape() uint64 {
+	sum := fnv.New64a()
+	for _, name := range slices.Sorted(maps.Keys(g.Capacity)) {
+		quantity := g.Capacity[name]
+		_, _ = fmt.Fprintf(sum, "%s=%s\x00", name, quantity.String())
+	}
+	for _, kind := range sortedKinds(g.Devices) {
+		_, _ = fmt.Fprintf(sum, "%s/%s=%d\x00", kind.Driver, kind.Kind, g.Devices[kind])
+	}
+	return sum.Sum64()
+}
+
+// requireCapacity makes a group unavailable whose machines have no CPU or no memory for pods: those that ask for none would be
+// planned there, or a NodePool's static Nodes.
+func (g *Group) requireCapacity() {
+	for _, name := range []corev1.ResourceName{corev1.ResourceCPU, corev1.ResourceMemory} {
+		if _, some := g.Allocatable[name]; some {
+			continue
+		}
+		g.Available = false
+		if has, ok := g.Capacity[name]; ok {
+			g.NoCapacity = fmt.Sprintf("all of the %s of %s is kept back, see overhead: correct spec.kubelet, or what the MachineDeployment says of %s",
+				has.String(), name, name)
+		} else {
+			g.NoCapacity = fmt.Sprintf("nobody says how much %s there is: write the annotation capacity.cluster-autoscaler.kubernetes.io/%s "+
+				"on the MachineDeployment", name, name)
+		}
+		return
+	}
 }
 
 // Accepts reports whether a machine of the group serves a NodeClaim: its requirements, its resource requests, and its taints,
@@ -311,6 +339,12 @@ func (g *Group) Accepts(requirements scheduling.Requirements, requests corev1.Re
 	// Intersects, not Compatible: a label that the group has and the NodeClaim does not speak of is no reason to refuse.
 	if err := g.Requirements.Intersects(requirements); err != nil {
 		return fmt.Errorf("requirements: %w", err)
+	}
+	if g.PriceRefused != "" {
+		return errors.New(g.PriceRefused)
+	}
+	if g.NoCapacity != "" {
+		return errors.New(g.NoCapacity)
 	}
 	if !resources.Fits(requests, g.Allocatable) {
 		return errors.New("not enough resources")

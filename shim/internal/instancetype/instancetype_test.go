@@ -107,6 +107,34 @@ func TestOneGroupIsOneInstanceTypeWithOneOffering(t *testing.T) {
 	}
 }
 
+func TestGroupsWithoutCPUOrMemoryAreNotAvailable(t *testing.T) {
+	lacking := func(name string) change { return func(g *agentv1alpha1.NodeGroup) { delete(g.GetCapacity(), name) } }
+	for name, c := range map[string]struct {
+		change change
+		says   string
+	}{
+		"no CPU":                {lacking("cpu"), "kubernetes.io/cpu"},
+		"no memory":             {lacking("memory"), "kubernetes.io/memory"},
+		"no CPU in a word":      {capacity("cpu", "0"), "kubernetes.io/cpu"},
+		"all memory is kept":    {learned("memory", "20Gi"), "all of the 16Gi of memory is kept back"},
+		"less than a threshold": {capacity("memory", "50Mi"), "all of the 50Mi of memory is kept back"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			g := group(t, "a", c.change)
+			assert.False(t, g.Available)
+			assert.Contains(t, g.NoCapacity, c.says)
+			require.ErrorContains(t, g.Accepts(scheduling.NewRequirements(), nil, nil), c.says)
+			for _, offering := range build(g)[0].Offerings {
+				assert.False(t, offering.Available)
+			}
+		})
+	}
+	all := seen(t, group(t, "a"), &v1alpha1.Kubelet{KubeReserved: map[string]v1alpha1.ReservedQuantity{"cpu": "4"}})
+	assert.False(t, all.Available, "as the node class sees it")
+	assert.Contains(t, all.NoCapacity, "spec.kubelet")
+	assert.Empty(t, group(t, "a").NoCapacity)
+}
+
 func TestWellKnownLabelsThatMachinesLackAreSaidToBeMissing(t *testing.T) {
 	it := build(group(t, "a"))[0]
 	for key := range karpv1.WellKnownLabels {
@@ -118,16 +146,6 @@ func TestWellKnownLabelsThatMachinesLackAreSaidToBeMissing(t *testing.T) {
 	}
 	assert.Equal(t, corev1.NodeSelectorOpDoesNotExist, it.Requirements.Get(corev1.LabelTopologyRegion).Operator())
 	assert.Equal(t, corev1.NodeSelectorOpDoesNotExist, it.Requirements.Get(corev1.LabelWindowsBuild).Operator())
-}
-
-func TestOverheadIsTheKubeletsDefault(t *testing.T) {
-	it := build(group(t, "a"))[0]
-	require.NotNil(t, it.Overhead)
-	allocatable := it.Allocatable()
-	assert.Equal(t, "4", allocatable.Cpu().String())
-	assert.Equal(t, "16284Mi", allocatable.Memory().String(), "16Gi less 100Mi of hard eviction")
-	assert.Equal(t, "90Gi", allocatable.StorageEphemeral().String(), "less 10 % of the file system")
-	assert.Equal(t, "50", allocatable.Pods().String())
 }
 
 func TestPodsDefaultToTheKubelets(t *testing.T) {
@@ -171,6 +189,19 @@ func TestAMergedOfferingCostsWhatCanBeHad(t *testing.T) {
 	assert.InDelta(t, 5.0, it.Offerings[0].Price, 0)
 }
 
+func TestWhatOnlyNodesShowedIsNoMismatch(t *testing.T) {
+	from := func(kind agentv1alpha1.SourceKind) change {
+		return func(g *agentv1alpha1.NodeGroup) {
+			g.Sources = map[string]*agentv1alpha1.ValueSource{"capacity.nvidia.com/gpu": {Kind: kind}}
+		}
+	}
+	gpu, without := capacity("nvidia.com/gpu", "1"), group(t, "b")
+	learnedGPU := group(t, "a", gpu, from(agentv1alpha1.SourceKind_SOURCE_KIND_LEARNED))
+	assert.Empty(t, instancetype.Mismatches([]*instancetype.Group{learnedGPU, without}))
+	described := group(t, "a", gpu, from(agentv1alpha1.SourceKind_SOURCE_KIND_ANNOTATION))
+	assert.Len(t, instancetype.Mismatches([]*instancetype.Group{described, without}), 1)
+}
+
 func TestAMergedTypeHasWhatEveryGroupHas(t *testing.T) {
 	groups := []*instancetype.Group{
 		group(t, "a", capacity("memory", "15Gi"), capacity("nvidia.com/gpu", "1")),
@@ -181,9 +212,26 @@ func TestAMergedTypeHasWhatEveryGroupHas(t *testing.T) {
 	assert.Equal(t, "15Gi", it.Capacity.Memory().String())
 	assert.NotContains(t, it.Capacity, corev1.ResourceName("nvidia.com/gpu"))
 	mismatches := instancetype.Mismatches(groups)
-	require.Len(t, mismatches, 1)
+	require.Len(t, mismatches, 1, "what firmware keeps for itself is no other shape")
 	assert.Contains(t, mismatches[0], "nvidia.com/gpu")
 	assert.Contains(t, mismatches[0], "fleet/a")
+}
+
+func TestShapesThatDifferUnderOneNameAreTold(t *testing.T) {
+	mismatches := instancetype.Mismatches([]*instancetype.Group{
+		group(t, "a", capacity("cpu", "8"), capacity("pods", "110")), group(t, "b"),
+		group(t, "c", func(g *agentv1alpha1.NodeGroup) { g.InstanceType = "other" }, capacity("cpu", "64")),
+	})
+	assert.Equal(t, []string{
+		`fleet/a: other node groups of instance type "m.large" lack cpu beyond 4 of 8, which is ignored; give the groups different instance types`,
+	}, mismatches)
+}
+
+func TestPricesInSeveralCurrenciesAreTold(t *testing.T) {
+	in := func(currency string) change { return func(g *agentv1alpha1.NodeGroup) { g.Price.Currency = currency } }
+	assert.Empty(t, instancetype.Mismatches([]*instancetype.Group{group(t, "a", in("EUR")), group(t, "b", in("EUR")), group(t, "c")}))
+	assert.Equal(t, []string{"prices are in EUR, USD and compared as if that were one currency; write all of them in one"},
+		instancetype.Mismatches([]*instancetype.Group{group(t, "a", in("USD")), group(t, "b", in("EUR"))}))
 }
 
 func TestGroupsThatDifferInAWellKnownLabelGetOfferingsOfTheirOwn(t *testing.T) {
@@ -278,23 +326,23 @@ func TestLabelsThatAreNotTheGroupsToSayAreLeftOut(t *testing.T) {
 	assert.Equal(t, "m.large", g.Labels[corev1.LabelInstanceTypeStable])
 }
 
-func TestWithoutAPriceAnEstimateGrowsWithTheMachine(t *testing.T) {
-	noPrice := func(g *agentv1alpha1.NodeGroup) { g.Price = nil }
-	small := group(t, "a", noPrice)
-	for name, bigger := range map[string]*instancetype.Group{
-		"cpu":    group(t, "b", noPrice, capacity("cpu", "5")),
-		"memory": group(t, "b", noPrice, capacity("memory", "17Gi")),
-		"gpu":    group(t, "b", noPrice, capacity("nvidia.com/gpu", "1")),
+func TestWithoutAPriceNothingIsLaunched(t *testing.T) {
+	for name, c := range map[string]change{
+		"none": func(g *agentv1alpha1.NodeGroup) { g.Price = nil },
+		"NaN":  price(math.NaN()), "infinite": price(math.Inf(1)), "negative": price(-1),
 	} {
-		assert.Greater(t, bigger.Price, small.Price, name)
+		g, err := instancetype.NewGroup(nodeGroup("a", c))
+		require.ErrorContains(t, err, "price", name)
+		require.NotNil(t, g, name)
+		assert.False(t, g.Available, name)
+		require.ErrorContains(t, g.Accepts(requirements(), nil, nil), "price", name)
+		it := build(g)[0]
+		require.Len(t, it.Offerings, 1, "Nodes that exist still have an offering")
+		assert.False(t, it.Offerings[0].Available, name)
+		assert.GreaterOrEqual(t, it.Offerings[0].Price, 0.0, name)
 	}
-	assert.Greater(t, small.Price, 0.0)
-	assert.Less(t, group(t, "b", noPrice, spot).Price, small.Price)
-	assert.Positive(t, group(t, "b", noPrice, func(g *agentv1alpha1.NodeGroup) { g.Capacity = nil }).Price)
-	assert.Zero(t, group(t, "b", price(0)).Price, "what the user says is free is free")
-	for _, nonsense := range []float64{math.NaN(), math.Inf(1), -1} {
-		assert.InDelta(t, small.Price, group(t, "b", price(nonsense)).Price, 0)
-	}
+	free := group(t, "a", price(0))
+	assert.True(t, free.Available, "what the user says is free is free")
 }
 
 func TestAccepts(t *testing.T) {
@@ -351,6 +399,21 @@ func TestUnchangedInputGivesTheSameObjects(t *testing.T) {
 	assert.NotSame(t, first[1], second[1])
 	third := instancetype.Build([]*instancetype.Group{group(t, "a", full)}, asSaid, after, instancetype.Built{})
 	assert.NotSame(t, first[0], third[0])
+}
+
+func TestWhateverReachesCoreMakesANewObject(t *testing.T) {
+	for name, c := range map[string]change{
+		"capacity": capacity("memory", "15Gi"), "price": price(3), "label": label("team", "red"), "availability": full,
+		"overhead": func(g *agentv1alpha1.NodeGroup) { g.Overhead = map[string]string{"memory": "1Gi"} },
+		"volumes":  func(g *agentv1alpha1.NodeGroup) { g.AttachableVolumes = map[string]int32{"disk.example.com": 7} },
+		"devices": func(g *agentv1alpha1.NodeGroup) {
+			g.Devices = []*agentv1alpha1.DeviceCount{{Driver: "gpu.example.com", Count: 1}}
+		},
+	} {
+		before := instancetype.Built{}
+		first := instancetype.Build([]*instancetype.Group{group(t, "a")}, asSaid, nil, before)
+		assert.NotSame(t, first[0], instancetype.Build([]*instancetype.Group{group(t, "a", c)}, asSaid, before, instancetype.Built{})[0], name)
+	}
 }
 
 // What core may launch, some group must accept; else core would launch and fail for ever.

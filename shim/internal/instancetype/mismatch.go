@@ -8,31 +8,67 @@ import (
 
 	"github.com/samber/lo"
 	corev1 "k8s.io/api/core/v1"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// Mismatches names, in sentences, instance types whose groups do not all have the same resources. Only what every group has
-// can be scheduled on, so a GPU of one group of several is invisible.
+// tolerance is by which share machines of one instance type may differ: firmware and file systems keep some for themselves.
+const tolerance = 0.1
+
+// Mismatches names, in sentences, what keeps groups from being used to the full beside each other: instance types whose groups
+// do not all have the same, as only what every group has can be scheduled on, and prices that cannot be compared.
 func Mismatches(groups []*Group) []string {
 	byName := lo.GroupBy(groups, func(g *Group) string { return g.InstanceType })
 	var mismatches []string
 	for _, name := range slices.Sorted(maps.Keys(byName)) {
 		members := byName[name]
-		common := smallest(members)
+		// The usual case, in which nothing has to be compared.
+		if !slices.ContainsFunc(members, func(g *Group) bool { return g.shape != members[0].shape }) {
+			continue
+		}
+		common, devices := smallest(members), leastDevices(members)
 		for _, g := range members {
-			var extra []string
-			for resource := range g.Capacity {
-				if _, ok := common[resource]; !ok && resource != corev1.ResourceEphemeralStorage {
-					extra = append(extra, string(resource))
-				}
-			}
-			if len(extra) > 0 {
-				slices.Sort(extra)
+			if ignored := beyond(g, common, devices); len(ignored) > 0 {
 				mismatches = append(mismatches, fmt.Sprintf(
 					"%s: other node groups of instance type %q lack %s, which is ignored; give the groups different instance types",
-					g.ID, name, strings.Join(extra, ", "),
+					g.ID, name, strings.Join(ignored, ", "),
 				))
 			}
 		}
 	}
+	currencies := lo.Uniq(lo.FilterMap(groups, func(g *Group, _ int) (string, bool) {
+		currency := g.Source.GetPrice().GetCurrency()
+		return currency, currency != ""
+	}))
+	if len(currencies) > 1 {
+		slices.Sort(currencies)
+		mismatches = append(mismatches, fmt.Sprintf(
+			"prices are in %s and compared as if that were one currency; write all of them in one", strings.Join(currencies, ", "),
+		))
+	}
 	return mismatches
+}
+
+// beyond returns, for people, what a group has more than what is common to all groups of its type. How many pods fit is the
+// kubelet's matter, not the machine's; and what nobody wrote but Nodes showed is not to be corrected, and other groups' Nodes may
+// show the same yet.
+func beyond(g *Group, common corev1.ResourceList, devices map[DeviceKind]int) []string {
+	var ignored []string
+	for _, name := range slices.Sorted(maps.Keys(g.Capacity)) {
+		has := g.Capacity[name]
+		least, ok := common[name]
+		switch {
+		case g.Source.GetSources()["capacity."+string(name)].GetKind() == agentv1alpha1.SourceKind_SOURCE_KIND_LEARNED:
+		case !ok && name != corev1.ResourceEphemeralStorage:
+			ignored = append(ignored, string(name))
+		case ok && name != corev1.ResourcePods && has.AsApproximateFloat64() > (1+tolerance)*least.AsApproximateFloat64():
+			ignored = append(ignored, fmt.Sprintf("%s beyond %s of %s", name, least.String(), has.String()))
+		}
+	}
+	for _, kind := range sortedKinds(g.Devices) {
+		if g.Devices[kind] > devices[kind] {
+			ignored = append(ignored, fmt.Sprintf("devices of driver %s beyond %d", kind.Driver, devices[kind]))
+		}
+	}
+	return ignored
 }

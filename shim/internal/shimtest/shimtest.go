@@ -121,6 +121,10 @@ func New(tb testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *W
 		running.Go(func() { _ = run(ctx) })
 	}
 	w.AddNodeClass(NodeClassName, nil)
+	w.Eventually(func() bool {
+		state := w.Claims.State()
+		return state.Synced || state.LastError != nil // an agent that cannot be reached
+	}, "the claims are known")
 	return w
 }
 

@@ -95,6 +95,9 @@ group: {{ .group }}
   verbs: [get, list, watch]
 {{- end }}
 {{- end }}
+- apiGroups: [""]
+  resources: [resourcequotas]
+  verbs: [get, list, watch]
 - apiGroups: [events.k8s.io]
   resources: [events]
   verbs: [create, patch]

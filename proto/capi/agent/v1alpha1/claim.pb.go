@@ -871,7 +871,9 @@ type NodeReport struct {
 	// `status.allocatable`: resource name to quantity in Kubernetes notation.
 	Allocatable map[string]string `protobuf:"bytes,3,rep,name=allocatable,proto3" json:"allocatable,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// The Node still carries the taint `karpenter.sh/unregistered`: nothing runs on it yet.
-	Unregistered  bool `protobuf:"varint,4,opt,name=unregistered,proto3" json:"unregistered,omitempty"`
+	Unregistered bool `protobuf:"varint,4,opt,name=unregistered,proto3" json:"unregistered,omitempty"`
+	// The Node's labels for architecture, operating system, zone, region and instance type. Others are ignored.
+	Labels        map[string]string `protobuf:"bytes,5,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -932,6 +934,13 @@ func (x *NodeReport) GetUnregistered() bool {
 		return x.Unregistered
 	}
 	return false
+}
+
+func (x *NodeReport) GetLabels() map[string]string {
+	if x != nil {
+		return x.Labels
+	}
+	return nil
 }
 
 // SyncClaimsResponse says what the agent concluded.
@@ -1272,18 +1281,22 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\x05token\x18\x03 \x01(\tB\v\xbaH\b\xc8\x01\x01r\x03\x18\x80\bR\x05token\x128\n" +
 	"\x0elive_claim_ids\x18\x04 \x03(\tB\x12\xbaH\x0f\x92\x01\f\x10\xa0\x8d\x06\"\x06r\x04\x10\x01\x18?R\fliveClaimIds\x12A\n" +
 	"\x05nodes\x18\x05 \x03(\v2\x1f.capi.agent.v1alpha1.NodeReportB\n" +
-	"\xbaH\a\x92\x01\x04\x10\xa0\x8d\x06R\x05nodes\"\xfa\x02\n" +
+	"\xbaH\a\x92\x01\x04\x10\xa0\x8d\x06R\x05nodes\"\x84\x04\n" +
 	"\n" +
 	"NodeReport\x12,\n" +
 	"\vprovider_id\x18\x01 \x01(\tB\v\xbaH\b\xc8\x01\x01r\x03\x18\x80\x10R\n" +
 	"providerId\x12I\n" +
 	"\bcapacity\x18\x02 \x03(\v2-.capi.agent.v1alpha1.NodeReport.CapacityEntryR\bcapacity\x12R\n" +
 	"\vallocatable\x18\x03 \x03(\v20.capi.agent.v1alpha1.NodeReport.AllocatableEntryR\vallocatable\x12\"\n" +
-	"\funregistered\x18\x04 \x01(\bR\funregistered\x1a;\n" +
+	"\funregistered\x18\x04 \x01(\bR\funregistered\x12M\n" +
+	"\x06labels\x18\x05 \x03(\v2+.capi.agent.v1alpha1.NodeReport.LabelsEntryB\b\xbaH\x05\x9a\x01\x02\x10@R\x06labels\x1a;\n" +
 	"\rCapacityEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a>\n" +
 	"\x10AllocatableEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a9\n" +
+	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"p\n" +
 	"\x12SyncClaimsResponse\x12.\n" +
@@ -1342,7 +1355,7 @@ func file_capi_agent_v1alpha1_claim_proto_rawDescGZIP() []byte {
 }
 
 var file_capi_agent_v1alpha1_claim_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_capi_agent_v1alpha1_claim_proto_msgTypes = make([]protoimpl.MessageInfo, 17)
+var file_capi_agent_v1alpha1_claim_proto_msgTypes = make([]protoimpl.MessageInfo, 18)
 var file_capi_agent_v1alpha1_claim_proto_goTypes = []any{
 	(ClaimPhase)(0),               // 0: capi.agent.v1alpha1.ClaimPhase
 	(*CreateClaimRequest)(nil),    // 1: capi.agent.v1alpha1.CreateClaimRequest
@@ -1362,56 +1375,58 @@ var file_capi_agent_v1alpha1_claim_proto_goTypes = []any{
 	(*ClaimEvent)(nil),            // 15: capi.agent.v1alpha1.ClaimEvent
 	nil,                           // 16: capi.agent.v1alpha1.NodeReport.CapacityEntry
 	nil,                           // 17: capi.agent.v1alpha1.NodeReport.AllocatableEntry
-	(*ClusterRef)(nil),            // 18: capi.agent.v1alpha1.ClusterRef
-	(*Synced)(nil),                // 19: capi.agent.v1alpha1.Synced
-	(*Heartbeat)(nil),             // 20: capi.agent.v1alpha1.Heartbeat
-	(*Resync)(nil),                // 21: capi.agent.v1alpha1.Resync
-	(*Machine)(nil),               // 22: capi.agent.v1alpha1.Machine
-	(*timestamppb.Timestamp)(nil), // 23: google.protobuf.Timestamp
+	nil,                           // 18: capi.agent.v1alpha1.NodeReport.LabelsEntry
+	(*ClusterRef)(nil),            // 19: capi.agent.v1alpha1.ClusterRef
+	(*Synced)(nil),                // 20: capi.agent.v1alpha1.Synced
+	(*Heartbeat)(nil),             // 21: capi.agent.v1alpha1.Heartbeat
+	(*Resync)(nil),                // 22: capi.agent.v1alpha1.Resync
+	(*Machine)(nil),               // 23: capi.agent.v1alpha1.Machine
+	(*timestamppb.Timestamp)(nil), // 24: google.protobuf.Timestamp
 }
 var file_capi_agent_v1alpha1_claim_proto_depIdxs = []int32{
-	18, // 0: capi.agent.v1alpha1.CreateClaimRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	19, // 0: capi.agent.v1alpha1.CreateClaimRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
 	14, // 1: capi.agent.v1alpha1.CreateClaimResponse.claim:type_name -> capi.agent.v1alpha1.Claim
-	18, // 2: capi.agent.v1alpha1.ReleaseClaimRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	19, // 2: capi.agent.v1alpha1.ReleaseClaimRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
 	14, // 3: capi.agent.v1alpha1.ReleaseClaimResponse.claim:type_name -> capi.agent.v1alpha1.Claim
-	18, // 4: capi.agent.v1alpha1.GetClaimRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	19, // 4: capi.agent.v1alpha1.GetClaimRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
 	14, // 5: capi.agent.v1alpha1.GetClaimResponse.claim:type_name -> capi.agent.v1alpha1.Claim
-	18, // 6: capi.agent.v1alpha1.ListClaimsRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	19, // 6: capi.agent.v1alpha1.ListClaimsRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
 	14, // 7: capi.agent.v1alpha1.ListClaimsResponse.claims:type_name -> capi.agent.v1alpha1.Claim
-	18, // 8: capi.agent.v1alpha1.WatchClaimsRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	19, // 8: capi.agent.v1alpha1.WatchClaimsRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
 	14, // 9: capi.agent.v1alpha1.WatchClaimsResponse.upsert:type_name -> capi.agent.v1alpha1.Claim
-	19, // 10: capi.agent.v1alpha1.WatchClaimsResponse.synced:type_name -> capi.agent.v1alpha1.Synced
-	20, // 11: capi.agent.v1alpha1.WatchClaimsResponse.heartbeat:type_name -> capi.agent.v1alpha1.Heartbeat
-	21, // 12: capi.agent.v1alpha1.WatchClaimsResponse.resync:type_name -> capi.agent.v1alpha1.Resync
-	18, // 13: capi.agent.v1alpha1.SyncClaimsRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	20, // 10: capi.agent.v1alpha1.WatchClaimsResponse.synced:type_name -> capi.agent.v1alpha1.Synced
+	21, // 11: capi.agent.v1alpha1.WatchClaimsResponse.heartbeat:type_name -> capi.agent.v1alpha1.Heartbeat
+	22, // 12: capi.agent.v1alpha1.WatchClaimsResponse.resync:type_name -> capi.agent.v1alpha1.Resync
+	19, // 13: capi.agent.v1alpha1.SyncClaimsRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
 	12, // 14: capi.agent.v1alpha1.SyncClaimsRequest.nodes:type_name -> capi.agent.v1alpha1.NodeReport
 	16, // 15: capi.agent.v1alpha1.NodeReport.capacity:type_name -> capi.agent.v1alpha1.NodeReport.CapacityEntry
 	17, // 16: capi.agent.v1alpha1.NodeReport.allocatable:type_name -> capi.agent.v1alpha1.NodeReport.AllocatableEntry
-	18, // 17: capi.agent.v1alpha1.Claim.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
-	0,  // 18: capi.agent.v1alpha1.Claim.phase:type_name -> capi.agent.v1alpha1.ClaimPhase
-	22, // 19: capi.agent.v1alpha1.Claim.machine:type_name -> capi.agent.v1alpha1.Machine
-	23, // 20: capi.agent.v1alpha1.Claim.created_at:type_name -> google.protobuf.Timestamp
-	23, // 21: capi.agent.v1alpha1.Claim.released_at:type_name -> google.protobuf.Timestamp
-	23, // 22: capi.agent.v1alpha1.Claim.ended_at:type_name -> google.protobuf.Timestamp
-	15, // 23: capi.agent.v1alpha1.Claim.history:type_name -> capi.agent.v1alpha1.ClaimEvent
-	23, // 24: capi.agent.v1alpha1.ClaimEvent.time:type_name -> google.protobuf.Timestamp
-	1,  // 25: capi.agent.v1alpha1.ClaimService.CreateClaim:input_type -> capi.agent.v1alpha1.CreateClaimRequest
-	3,  // 26: capi.agent.v1alpha1.ClaimService.ReleaseClaim:input_type -> capi.agent.v1alpha1.ReleaseClaimRequest
-	5,  // 27: capi.agent.v1alpha1.ClaimService.GetClaim:input_type -> capi.agent.v1alpha1.GetClaimRequest
-	7,  // 28: capi.agent.v1alpha1.ClaimService.ListClaims:input_type -> capi.agent.v1alpha1.ListClaimsRequest
-	9,  // 29: capi.agent.v1alpha1.ClaimService.WatchClaims:input_type -> capi.agent.v1alpha1.WatchClaimsRequest
-	11, // 30: capi.agent.v1alpha1.ClaimService.SyncClaims:input_type -> capi.agent.v1alpha1.SyncClaimsRequest
-	2,  // 31: capi.agent.v1alpha1.ClaimService.CreateClaim:output_type -> capi.agent.v1alpha1.CreateClaimResponse
-	4,  // 32: capi.agent.v1alpha1.ClaimService.ReleaseClaim:output_type -> capi.agent.v1alpha1.ReleaseClaimResponse
-	6,  // 33: capi.agent.v1alpha1.ClaimService.GetClaim:output_type -> capi.agent.v1alpha1.GetClaimResponse
-	8,  // 34: capi.agent.v1alpha1.ClaimService.ListClaims:output_type -> capi.agent.v1alpha1.ListClaimsResponse
-	10, // 35: capi.agent.v1alpha1.ClaimService.WatchClaims:output_type -> capi.agent.v1alpha1.WatchClaimsResponse
-	13, // 36: capi.agent.v1alpha1.ClaimService.SyncClaims:output_type -> capi.agent.v1alpha1.SyncClaimsResponse
-	31, // [31:37] is the sub-list for method output_type
-	25, // [25:31] is the sub-list for method input_type
-	25, // [25:25] is the sub-list for extension type_name
-	25, // [25:25] is the sub-list for extension extendee
-	0,  // [0:25] is the sub-list for field type_name
+	18, // 17: capi.agent.v1alpha1.NodeReport.labels:type_name -> capi.agent.v1alpha1.NodeReport.LabelsEntry
+	19, // 18: capi.agent.v1alpha1.Claim.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	0,  // 19: capi.agent.v1alpha1.Claim.phase:type_name -> capi.agent.v1alpha1.ClaimPhase
+	23, // 20: capi.agent.v1alpha1.Claim.machine:type_name -> capi.agent.v1alpha1.Machine
+	24, // 21: capi.agent.v1alpha1.Claim.created_at:type_name -> google.protobuf.Timestamp
+	24, // 22: capi.agent.v1alpha1.Claim.released_at:type_name -> google.protobuf.Timestamp
+	24, // 23: capi.agent.v1alpha1.Claim.ended_at:type_name -> google.protobuf.Timestamp
+	15, // 24: capi.agent.v1alpha1.Claim.history:type_name -> capi.agent.v1alpha1.ClaimEvent
+	24, // 25: capi.agent.v1alpha1.ClaimEvent.time:type_name -> google.protobuf.Timestamp
+	1,  // 26: capi.agent.v1alpha1.ClaimService.CreateClaim:input_type -> capi.agent.v1alpha1.CreateClaimRequest
+	3,  // 27: capi.agent.v1alpha1.ClaimService.ReleaseClaim:input_type -> capi.agent.v1alpha1.ReleaseClaimRequest
+	5,  // 28: capi.agent.v1alpha1.ClaimService.GetClaim:input_type -> capi.agent.v1alpha1.GetClaimRequest
+	7,  // 29: capi.agent.v1alpha1.ClaimService.ListClaims:input_type -> capi.agent.v1alpha1.ListClaimsRequest
+	9,  // 30: capi.agent.v1alpha1.ClaimService.WatchClaims:input_type -> capi.agent.v1alpha1.WatchClaimsRequest
+	11, // 31: capi.agent.v1alpha1.ClaimService.SyncClaims:input_type -> capi.agent.v1alpha1.SyncClaimsRequest
+	2,  // 32: capi.agent.v1alpha1.ClaimService.CreateClaim:output_type -> capi.agent.v1alpha1.CreateClaimResponse
+	4,  // 33: capi.agent.v1alpha1.ClaimService.ReleaseClaim:output_type -> capi.agent.v1alpha1.ReleaseClaimResponse
+	6,  // 34: capi.agent.v1alpha1.ClaimService.GetClaim:output_type -> capi.agent.v1alpha1.GetClaimResponse
+	8,  // 35: capi.agent.v1alpha1.ClaimService.ListClaims:output_type -> capi.agent.v1alpha1.ListClaimsResponse
+	10, // 36: capi.agent.v1alpha1.ClaimService.WatchClaims:output_type -> capi.agent.v1alpha1.WatchClaimsResponse
+	13, // 37: capi.agent.v1alpha1.ClaimService.SyncClaims:output_type -> capi.agent.v1alpha1.SyncClaimsResponse
+	32, // [32:38] is the sub-list for method output_type
+	26, // [26:32] is the sub-list for method input_type
+	26, // [26:26] is the sub-list for extension type_name
+	26, // [26:26] is the sub-list for extension extendee
+	0,  // [0:26] is the sub-list for field type_name
 }
 
 func init() { file_capi_agent_v1alpha1_claim_proto_init() }
@@ -1434,7 +1449,7 @@ func file_capi_agent_v1alpha1_claim_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_capi_agent_v1alpha1_claim_proto_rawDesc), len(file_capi_agent_v1alpha1_claim_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   17,
+			NumMessages:   18,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

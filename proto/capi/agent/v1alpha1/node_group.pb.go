@@ -151,6 +151,8 @@ const (
 	UnavailableReason_UNAVAILABLE_REASON_REPLICAS_OWNED UnavailableReason = 5
 	// The description is unusable; see NodeGroup.problems.
 	UnavailableReason_UNAVAILABLE_REASON_INVALID UnavailableReason = 6
+	// A ResourceQuota of the Cluster's namespace leaves no room for another Machine.
+	UnavailableReason_UNAVAILABLE_REASON_QUOTA_EXCEEDED UnavailableReason = 7
 )
 
 // Enum value maps for UnavailableReason.
@@ -163,6 +165,7 @@ var (
 		4: "UNAVAILABLE_REASON_DELETING",
 		5: "UNAVAILABLE_REASON_REPLICAS_OWNED",
 		6: "UNAVAILABLE_REASON_INVALID",
+		7: "UNAVAILABLE_REASON_QUOTA_EXCEEDED",
 	}
 	UnavailableReason_value = map[string]int32{
 		"UNAVAILABLE_REASON_UNSPECIFIED":    0,
@@ -172,6 +175,7 @@ var (
 		"UNAVAILABLE_REASON_DELETING":       4,
 		"UNAVAILABLE_REASON_REPLICAS_OWNED": 5,
 		"UNAVAILABLE_REASON_INVALID":        6,
+		"UNAVAILABLE_REASON_QUOTA_EXCEEDED": 7,
 	}
 )
 
@@ -713,7 +717,18 @@ type NodeGroup struct {
 	// What is wrong with the MachineDeployment's description: values that could not be used. The group is shown without them.
 	Problems []*Problem `protobuf:"bytes,23,rep,name=problems,proto3" json:"problems,omitempty"`
 	// When the MachineDeployment was created.
-	CreatedAt     *timestamppb.Timestamp `protobuf:"bytes,24,opt,name=created_at,json=createdAt,proto3" json:"created_at,omitempty"`
+	CreatedAt *timestamppb.Timestamp `protobuf:"bytes,24,opt,name=created_at,json=createdAt,proto3" json:"created_at,omitempty"`
+	// What pods cannot have of `capacity`, as real Nodes of the group showed: resource name to quantity in Kubernetes notation.
+	// `capacity` less this is never more than the allocatable of any of them. Empty until such a Node was reported (see
+	// SyncClaimsRequest.nodes).
+	Overhead map[string]string `protobuf:"bytes,25,rep,name=overhead,proto3" json:"overhead,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// How many volumes of a CSI driver can be attached to a machine, by the driver's name. A driver that is missing has no known
+	// limit.
+	AttachableVolumes map[string]int32 `protobuf:"bytes,26,rep,name=attachable_volumes,json=attachableVolumes,proto3" json:"attachable_volumes,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
+	// The devices that a machine offers through dynamic resource allocation.
+	Devices []*DeviceCount `protobuf:"bytes,27,rep,name=devices,proto3" json:"devices,omitempty"`
+	// Cluster API is replacing machines after a template change. Claims are accepted meanwhile.
+	RollingOut    bool `protobuf:"varint,28,opt,name=rolling_out,json=rollingOut,proto3" json:"rolling_out,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -916,6 +931,98 @@ func (x *NodeGroup) GetCreatedAt() *timestamppb.Timestamp {
 	return nil
 }
 
+func (x *NodeGroup) GetOverhead() map[string]string {
+	if x != nil {
+		return x.Overhead
+	}
+	return nil
+}
+
+func (x *NodeGroup) GetAttachableVolumes() map[string]int32 {
+	if x != nil {
+		return x.AttachableVolumes
+	}
+	return nil
+}
+
+func (x *NodeGroup) GetDevices() []*DeviceCount {
+	if x != nil {
+		return x.Devices
+	}
+	return nil
+}
+
+func (x *NodeGroup) GetRollingOut() bool {
+	if x != nil {
+		return x.RollingOut
+	}
+	return false
+}
+
+// DeviceCount is how many devices a machine offers through one driver for dynamic resource allocation.
+type DeviceCount struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The driver's name, for example `gpu.nvidia.com`.
+	Driver string `protobuf:"bytes,1,opt,name=driver,proto3" json:"driver,omitempty"`
+	// How many.
+	Count int32 `protobuf:"varint,2,opt,name=count,proto3" json:"count,omitempty"`
+	// What kind of device, as the user named it. May be empty.
+	Kind          string `protobuf:"bytes,3,opt,name=kind,proto3" json:"kind,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DeviceCount) Reset() {
+	*x = DeviceCount{}
+	mi := &file_capi_agent_v1alpha1_node_group_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DeviceCount) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DeviceCount) ProtoMessage() {}
+
+func (x *DeviceCount) ProtoReflect() protoreflect.Message {
+	mi := &file_capi_agent_v1alpha1_node_group_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DeviceCount.ProtoReflect.Descriptor instead.
+func (*DeviceCount) Descriptor() ([]byte, []int) {
+	return file_capi_agent_v1alpha1_node_group_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *DeviceCount) GetDriver() string {
+	if x != nil {
+		return x.Driver
+	}
+	return ""
+}
+
+func (x *DeviceCount) GetCount() int32 {
+	if x != nil {
+		return x.Count
+	}
+	return 0
+}
+
+func (x *DeviceCount) GetKind() string {
+	if x != nil {
+		return x.Kind
+	}
+	return ""
+}
+
 // Price is what one machine costs.
 type Price struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -929,7 +1036,7 @@ type Price struct {
 
 func (x *Price) Reset() {
 	*x = Price{}
-	mi := &file_capi_agent_v1alpha1_node_group_proto_msgTypes[7]
+	mi := &file_capi_agent_v1alpha1_node_group_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -941,7 +1048,7 @@ func (x *Price) String() string {
 func (*Price) ProtoMessage() {}
 
 func (x *Price) ProtoReflect() protoreflect.Message {
-	mi := &file_capi_agent_v1alpha1_node_group_proto_msgTypes[7]
+	mi := &file_capi_agent_v1alpha1_node_group_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -954,7 +1061,7 @@ func (x *Price) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Price.ProtoReflect.Descriptor instead.
 func (*Price) Descriptor() ([]byte, []int) {
-	return file_capi_agent_v1alpha1_node_group_proto_rawDescGZIP(), []int{7}
+	return file_capi_agent_v1alpha1_node_group_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Price) GetPerHour() float64 {
@@ -988,7 +1095,7 @@ type Availability struct {
 
 func (x *Availability) Reset() {
 	*x = Availability{}
-	mi := &file_capi_agent_v1alpha1_node_group_proto_msgTypes[8]
+	mi := &file_capi_agent_v1alpha1_node_group_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1000,7 +1107,7 @@ func (x *Availability) String() string {
 func (*Availability) ProtoMessage() {}
 
 func (x *Availability) ProtoReflect() protoreflect.Message {
-	mi := &file_capi_agent_v1alpha1_node_group_proto_msgTypes[8]
+	mi := &file_capi_agent_v1alpha1_node_group_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1013,7 +1120,7 @@ func (x *Availability) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Availability.ProtoReflect.Descriptor instead.
 func (*Availability) Descriptor() ([]byte, []int) {
-	return file_capi_agent_v1alpha1_node_group_proto_rawDescGZIP(), []int{8}
+	return file_capi_agent_v1alpha1_node_group_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Availability) GetAvailable() bool {
@@ -1057,7 +1164,7 @@ type ValueSource struct {
 
 func (x *ValueSource) Reset() {
 	*x = ValueSource{}
-	mi := &file_capi_agent_v1alpha1_node_group_proto_msgTypes[9]
+	mi := &file_capi_agent_v1alpha1_node_group_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1069,7 +1176,7 @@ func (x *ValueSource) String() string {
 func (*ValueSource) ProtoMessage() {}
 
 func (x *ValueSource) ProtoReflect() protoreflect.Message {
-	mi := &file_capi_agent_v1alpha1_node_group_proto_msgTypes[9]
+	mi := &file_capi_agent_v1alpha1_node_group_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1082,7 +1189,7 @@ func (x *ValueSource) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ValueSource.ProtoReflect.Descriptor instead.
 func (*ValueSource) Descriptor() ([]byte, []int) {
-	return file_capi_agent_v1alpha1_node_group_proto_rawDescGZIP(), []int{9}
+	return file_capi_agent_v1alpha1_node_group_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *ValueSource) GetKind() SourceKind {
@@ -1114,7 +1221,7 @@ type Problem struct {
 
 func (x *Problem) Reset() {
 	*x = Problem{}
-	mi := &file_capi_agent_v1alpha1_node_group_proto_msgTypes[10]
+	mi := &file_capi_agent_v1alpha1_node_group_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1126,7 +1233,7 @@ func (x *Problem) String() string {
 func (*Problem) ProtoMessage() {}
 
 func (x *Problem) ProtoReflect() protoreflect.Message {
-	mi := &file_capi_agent_v1alpha1_node_group_proto_msgTypes[10]
+	mi := &file_capi_agent_v1alpha1_node_group_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1139,7 +1246,7 @@ func (x *Problem) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Problem.ProtoReflect.Descriptor instead.
 func (*Problem) Descriptor() ([]byte, []int) {
-	return file_capi_agent_v1alpha1_node_group_proto_rawDescGZIP(), []int{10}
+	return file_capi_agent_v1alpha1_node_group_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Problem) GetField() string {
@@ -1191,7 +1298,7 @@ const file_capi_agent_v1alpha1_node_group_proto_rawDesc = "" +
 	"\x06synced\x18\x03 \x01(\v2\x1b.capi.agent.v1alpha1.SyncedH\x00R\x06synced\x12>\n" +
 	"\theartbeat\x18\x04 \x01(\v2\x1e.capi.agent.v1alpha1.HeartbeatH\x00R\theartbeat\x125\n" +
 	"\x06resync\x18\x05 \x01(\v2\x1b.capi.agent.v1alpha1.ResyncH\x00R\x06resyncB\a\n" +
-	"\x05event\"\xc0\v\n" +
+	"\x05event\"\xd0\x0e\n" +
 	"\tNodeGroup\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x129\n" +
 	"\acluster\x18\x02 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefR\acluster\x12\x12\n" +
@@ -1219,7 +1326,12 @@ const file_capi_agent_v1alpha1_node_group_proto_rawDesc = "" +
 	"\asources\x18\x16 \x03(\v2+.capi.agent.v1alpha1.NodeGroup.SourcesEntryR\asources\x128\n" +
 	"\bproblems\x18\x17 \x03(\v2\x1c.capi.agent.v1alpha1.ProblemR\bproblems\x129\n" +
 	"\n" +
-	"created_at\x18\x18 \x01(\v2\x1a.google.protobuf.TimestampR\tcreatedAt\x1a9\n" +
+	"created_at\x18\x18 \x01(\v2\x1a.google.protobuf.TimestampR\tcreatedAt\x12H\n" +
+	"\boverhead\x18\x19 \x03(\v2,.capi.agent.v1alpha1.NodeGroup.OverheadEntryR\boverhead\x12d\n" +
+	"\x12attachable_volumes\x18\x1a \x03(\v25.capi.agent.v1alpha1.NodeGroup.AttachableVolumesEntryR\x11attachableVolumes\x12:\n" +
+	"\adevices\x18\x1b \x03(\v2 .capi.agent.v1alpha1.DeviceCountR\adevices\x12\x1f\n" +
+	"\vrolling_out\x18\x1c \x01(\bR\n" +
+	"rollingOut\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a;\n" +
@@ -1231,8 +1343,18 @@ const file_capi_agent_v1alpha1_node_group_proto_rawDesc = "" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a\\\n" +
 	"\fSourcesEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x126\n" +
-	"\x05value\x18\x02 \x01(\v2 .capi.agent.v1alpha1.ValueSourceR\x05value:\x028\x01B\v\n" +
-	"\t_max_size\">\n" +
+	"\x05value\x18\x02 \x01(\v2 .capi.agent.v1alpha1.ValueSourceR\x05value:\x028\x01\x1a;\n" +
+	"\rOverheadEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1aD\n" +
+	"\x16AttachableVolumesEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\x05R\x05value:\x028\x01B\v\n" +
+	"\t_max_size\"O\n" +
+	"\vDeviceCount\x12\x16\n" +
+	"\x06driver\x18\x01 \x01(\tR\x06driver\x12\x14\n" +
+	"\x05count\x18\x02 \x01(\x05R\x05count\x12\x12\n" +
+	"\x04kind\x18\x03 \x01(\tR\x04kind\">\n" +
 	"\x05Price\x12\x19\n" +
 	"\bper_hour\x18\x01 \x01(\x01R\aperHour\x12\x1a\n" +
 	"\bcurrency\x18\x02 \x01(\tR\bcurrency\"\xbd\x01\n" +
@@ -1256,7 +1378,7 @@ const file_capi_agent_v1alpha1_node_group_proto_rawDesc = "" +
 	"\x0fRolloutStrategy\x12 \n" +
 	"\x1cROLLOUT_STRATEGY_UNSPECIFIED\x10\x00\x12#\n" +
 	"\x1fROLLOUT_STRATEGY_ROLLING_UPDATE\x10\x01\x12\x1e\n" +
-	"\x1aROLLOUT_STRATEGY_ON_DELETE\x10\x02*\x87\x02\n" +
+	"\x1aROLLOUT_STRATEGY_ON_DELETE\x10\x02*\xae\x02\n" +
 	"\x11UnavailableReason\x12\"\n" +
 	"\x1eUNAVAILABLE_REASON_UNSPECIFIED\x10\x00\x12\"\n" +
 	"\x1eUNAVAILABLE_REASON_AT_MAX_SIZE\x10\x01\x12#\n" +
@@ -1264,7 +1386,8 @@ const file_capi_agent_v1alpha1_node_group_proto_rawDesc = "" +
 	"\x19UNAVAILABLE_REASON_PAUSED\x10\x03\x12\x1f\n" +
 	"\x1bUNAVAILABLE_REASON_DELETING\x10\x04\x12%\n" +
 	"!UNAVAILABLE_REASON_REPLICAS_OWNED\x10\x05\x12\x1e\n" +
-	"\x1aUNAVAILABLE_REASON_INVALID\x10\x06*\xf8\x01\n" +
+	"\x1aUNAVAILABLE_REASON_INVALID\x10\x06\x12%\n" +
+	"!UNAVAILABLE_REASON_QUOTA_EXCEEDED\x10\a*\xf8\x01\n" +
 	"\n" +
 	"SourceKind\x12\x1b\n" +
 	"\x17SOURCE_KIND_UNSPECIFIED\x10\x00\x12\x1a\n" +
@@ -1293,7 +1416,7 @@ func file_capi_agent_v1alpha1_node_group_proto_rawDescGZIP() []byte {
 }
 
 var file_capi_agent_v1alpha1_node_group_proto_enumTypes = make([]protoimpl.EnumInfo, 4)
-var file_capi_agent_v1alpha1_node_group_proto_msgTypes = make([]protoimpl.MessageInfo, 15)
+var file_capi_agent_v1alpha1_node_group_proto_msgTypes = make([]protoimpl.MessageInfo, 18)
 var file_capi_agent_v1alpha1_node_group_proto_goTypes = []any{
 	(CapacityType)(0),               // 0: capi.agent.v1alpha1.CapacityType
 	(RolloutStrategy)(0),            // 1: capi.agent.v1alpha1.RolloutStrategy
@@ -1306,58 +1429,64 @@ var file_capi_agent_v1alpha1_node_group_proto_goTypes = []any{
 	(*WatchNodeGroupsRequest)(nil),  // 8: capi.agent.v1alpha1.WatchNodeGroupsRequest
 	(*WatchNodeGroupsResponse)(nil), // 9: capi.agent.v1alpha1.WatchNodeGroupsResponse
 	(*NodeGroup)(nil),               // 10: capi.agent.v1alpha1.NodeGroup
-	(*Price)(nil),                   // 11: capi.agent.v1alpha1.Price
-	(*Availability)(nil),            // 12: capi.agent.v1alpha1.Availability
-	(*ValueSource)(nil),             // 13: capi.agent.v1alpha1.ValueSource
-	(*Problem)(nil),                 // 14: capi.agent.v1alpha1.Problem
-	nil,                             // 15: capi.agent.v1alpha1.NodeGroup.LabelsEntry
-	nil,                             // 16: capi.agent.v1alpha1.NodeGroup.CapacityEntry
-	nil,                             // 17: capi.agent.v1alpha1.NodeGroup.NodeLabelsEntry
-	nil,                             // 18: capi.agent.v1alpha1.NodeGroup.SourcesEntry
-	(*ClusterRef)(nil),              // 19: capi.agent.v1alpha1.ClusterRef
-	(*Synced)(nil),                  // 20: capi.agent.v1alpha1.Synced
-	(*Heartbeat)(nil),               // 21: capi.agent.v1alpha1.Heartbeat
-	(*Resync)(nil),                  // 22: capi.agent.v1alpha1.Resync
-	(*Taint)(nil),                   // 23: capi.agent.v1alpha1.Taint
-	(*timestamppb.Timestamp)(nil),   // 24: google.protobuf.Timestamp
+	(*DeviceCount)(nil),             // 11: capi.agent.v1alpha1.DeviceCount
+	(*Price)(nil),                   // 12: capi.agent.v1alpha1.Price
+	(*Availability)(nil),            // 13: capi.agent.v1alpha1.Availability
+	(*ValueSource)(nil),             // 14: capi.agent.v1alpha1.ValueSource
+	(*Problem)(nil),                 // 15: capi.agent.v1alpha1.Problem
+	nil,                             // 16: capi.agent.v1alpha1.NodeGroup.LabelsEntry
+	nil,                             // 17: capi.agent.v1alpha1.NodeGroup.CapacityEntry
+	nil,                             // 18: capi.agent.v1alpha1.NodeGroup.NodeLabelsEntry
+	nil,                             // 19: capi.agent.v1alpha1.NodeGroup.SourcesEntry
+	nil,                             // 20: capi.agent.v1alpha1.NodeGroup.OverheadEntry
+	nil,                             // 21: capi.agent.v1alpha1.NodeGroup.AttachableVolumesEntry
+	(*ClusterRef)(nil),              // 22: capi.agent.v1alpha1.ClusterRef
+	(*Synced)(nil),                  // 23: capi.agent.v1alpha1.Synced
+	(*Heartbeat)(nil),               // 24: capi.agent.v1alpha1.Heartbeat
+	(*Resync)(nil),                  // 25: capi.agent.v1alpha1.Resync
+	(*Taint)(nil),                   // 26: capi.agent.v1alpha1.Taint
+	(*timestamppb.Timestamp)(nil),   // 27: google.protobuf.Timestamp
 }
 var file_capi_agent_v1alpha1_node_group_proto_depIdxs = []int32{
-	19, // 0: capi.agent.v1alpha1.ListNodeGroupsRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	22, // 0: capi.agent.v1alpha1.ListNodeGroupsRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
 	10, // 1: capi.agent.v1alpha1.ListNodeGroupsResponse.node_groups:type_name -> capi.agent.v1alpha1.NodeGroup
-	19, // 2: capi.agent.v1alpha1.GetNodeGroupRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	22, // 2: capi.agent.v1alpha1.GetNodeGroupRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
 	10, // 3: capi.agent.v1alpha1.GetNodeGroupResponse.node_group:type_name -> capi.agent.v1alpha1.NodeGroup
-	19, // 4: capi.agent.v1alpha1.WatchNodeGroupsRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	22, // 4: capi.agent.v1alpha1.WatchNodeGroupsRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
 	10, // 5: capi.agent.v1alpha1.WatchNodeGroupsResponse.upsert:type_name -> capi.agent.v1alpha1.NodeGroup
-	20, // 6: capi.agent.v1alpha1.WatchNodeGroupsResponse.synced:type_name -> capi.agent.v1alpha1.Synced
-	21, // 7: capi.agent.v1alpha1.WatchNodeGroupsResponse.heartbeat:type_name -> capi.agent.v1alpha1.Heartbeat
-	22, // 8: capi.agent.v1alpha1.WatchNodeGroupsResponse.resync:type_name -> capi.agent.v1alpha1.Resync
-	19, // 9: capi.agent.v1alpha1.NodeGroup.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
-	15, // 10: capi.agent.v1alpha1.NodeGroup.labels:type_name -> capi.agent.v1alpha1.NodeGroup.LabelsEntry
-	16, // 11: capi.agent.v1alpha1.NodeGroup.capacity:type_name -> capi.agent.v1alpha1.NodeGroup.CapacityEntry
-	17, // 12: capi.agent.v1alpha1.NodeGroup.node_labels:type_name -> capi.agent.v1alpha1.NodeGroup.NodeLabelsEntry
-	23, // 13: capi.agent.v1alpha1.NodeGroup.taints:type_name -> capi.agent.v1alpha1.Taint
+	23, // 6: capi.agent.v1alpha1.WatchNodeGroupsResponse.synced:type_name -> capi.agent.v1alpha1.Synced
+	24, // 7: capi.agent.v1alpha1.WatchNodeGroupsResponse.heartbeat:type_name -> capi.agent.v1alpha1.Heartbeat
+	25, // 8: capi.agent.v1alpha1.WatchNodeGroupsResponse.resync:type_name -> capi.agent.v1alpha1.Resync
+	22, // 9: capi.agent.v1alpha1.NodeGroup.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	16, // 10: capi.agent.v1alpha1.NodeGroup.labels:type_name -> capi.agent.v1alpha1.NodeGroup.LabelsEntry
+	17, // 11: capi.agent.v1alpha1.NodeGroup.capacity:type_name -> capi.agent.v1alpha1.NodeGroup.CapacityEntry
+	18, // 12: capi.agent.v1alpha1.NodeGroup.node_labels:type_name -> capi.agent.v1alpha1.NodeGroup.NodeLabelsEntry
+	26, // 13: capi.agent.v1alpha1.NodeGroup.taints:type_name -> capi.agent.v1alpha1.Taint
 	0,  // 14: capi.agent.v1alpha1.NodeGroup.capacity_type:type_name -> capi.agent.v1alpha1.CapacityType
-	11, // 15: capi.agent.v1alpha1.NodeGroup.price:type_name -> capi.agent.v1alpha1.Price
-	12, // 16: capi.agent.v1alpha1.NodeGroup.availability:type_name -> capi.agent.v1alpha1.Availability
+	12, // 15: capi.agent.v1alpha1.NodeGroup.price:type_name -> capi.agent.v1alpha1.Price
+	13, // 16: capi.agent.v1alpha1.NodeGroup.availability:type_name -> capi.agent.v1alpha1.Availability
 	1,  // 17: capi.agent.v1alpha1.NodeGroup.rollout_strategy:type_name -> capi.agent.v1alpha1.RolloutStrategy
-	18, // 18: capi.agent.v1alpha1.NodeGroup.sources:type_name -> capi.agent.v1alpha1.NodeGroup.SourcesEntry
-	14, // 19: capi.agent.v1alpha1.NodeGroup.problems:type_name -> capi.agent.v1alpha1.Problem
-	24, // 20: capi.agent.v1alpha1.NodeGroup.created_at:type_name -> google.protobuf.Timestamp
-	2,  // 21: capi.agent.v1alpha1.Availability.reason:type_name -> capi.agent.v1alpha1.UnavailableReason
-	24, // 22: capi.agent.v1alpha1.Availability.retry_at:type_name -> google.protobuf.Timestamp
-	3,  // 23: capi.agent.v1alpha1.ValueSource.kind:type_name -> capi.agent.v1alpha1.SourceKind
-	13, // 24: capi.agent.v1alpha1.NodeGroup.SourcesEntry.value:type_name -> capi.agent.v1alpha1.ValueSource
-	4,  // 25: capi.agent.v1alpha1.NodeGroupService.ListNodeGroups:input_type -> capi.agent.v1alpha1.ListNodeGroupsRequest
-	6,  // 26: capi.agent.v1alpha1.NodeGroupService.GetNodeGroup:input_type -> capi.agent.v1alpha1.GetNodeGroupRequest
-	8,  // 27: capi.agent.v1alpha1.NodeGroupService.WatchNodeGroups:input_type -> capi.agent.v1alpha1.WatchNodeGroupsRequest
-	5,  // 28: capi.agent.v1alpha1.NodeGroupService.ListNodeGroups:output_type -> capi.agent.v1alpha1.ListNodeGroupsResponse
-	7,  // 29: capi.agent.v1alpha1.NodeGroupService.GetNodeGroup:output_type -> capi.agent.v1alpha1.GetNodeGroupResponse
-	9,  // 30: capi.agent.v1alpha1.NodeGroupService.WatchNodeGroups:output_type -> capi.agent.v1alpha1.WatchNodeGroupsResponse
-	28, // [28:31] is the sub-list for method output_type
-	25, // [25:28] is the sub-list for method input_type
-	25, // [25:25] is the sub-list for extension type_name
-	25, // [25:25] is the sub-list for extension extendee
-	0,  // [0:25] is the sub-list for field type_name
+	19, // 18: capi.agent.v1alpha1.NodeGroup.sources:type_name -> capi.agent.v1alpha1.NodeGroup.SourcesEntry
+	15, // 19: capi.agent.v1alpha1.NodeGroup.problems:type_name -> capi.agent.v1alpha1.Problem
+	27, // 20: capi.agent.v1alpha1.NodeGroup.created_at:type_name -> google.protobuf.Timestamp
+	20, // 21: capi.agent.v1alpha1.NodeGroup.overhead:type_name -> capi.agent.v1alpha1.NodeGroup.OverheadEntry
+	21, // 22: capi.agent.v1alpha1.NodeGroup.attachable_volumes:type_name -> capi.agent.v1alpha1.NodeGroup.AttachableVolumesEntry
+	11, // 23: capi.agent.v1alpha1.NodeGroup.devices:type_name -> capi.agent.v1alpha1.DeviceCount
+	2,  // 24: capi.agent.v1alpha1.Availability.reason:type_name -> capi.agent.v1alpha1.UnavailableReason
+	27, // 25: capi.agent.v1alpha1.Availability.retry_at:type_name -> google.protobuf.Timestamp
+	3,  // 26: capi.agent.v1alpha1.ValueSource.kind:type_name -> capi.agent.v1alpha1.SourceKind
+	14, // 27: capi.agent.v1alpha1.NodeGroup.SourcesEntry.value:type_name -> capi.agent.v1alpha1.ValueSource
+	4,  // 28: capi.agent.v1alpha1.NodeGroupService.ListNodeGroups:input_type -> capi.agent.v1alpha1.ListNodeGroupsRequest
+	6,  // 29: capi.agent.v1alpha1.NodeGroupService.GetNodeGroup:input_type -> capi.agent.v1alpha1.GetNodeGroupRequest
+	8,  // 30: capi.agent.v1alpha1.NodeGroupService.WatchNodeGroups:input_type -> capi.agent.v1alpha1.WatchNodeGroupsRequest
+	5,  // 31: capi.agent.v1alpha1.NodeGroupService.ListNodeGroups:output_type -> capi.agent.v1alpha1.ListNodeGroupsResponse
+	7,  // 32: capi.agent.v1alpha1.NodeGroupService.GetNodeGroup:output_type -> capi.agent.v1alpha1.GetNodeGroupResponse
+	9,  // 33: capi.agent.v1alpha1.NodeGroupService.WatchNodeGroups:output_type -> capi.agent.v1alpha1.WatchNodeGroupsResponse
+	31, // [31:34] is the sub-list for method output_type
+	28, // [28:31] is the sub-list for method input_type
+	28, // [28:28] is the sub-list for extension type_name
+	28, // [28:28] is the sub-list for extension extendee
+	0,  // [0:28] is the sub-list for field type_name
 }
 
 func init() { file_capi_agent_v1alpha1_node_group_proto_init() }
@@ -1380,7 +1509,7 @@ func file_capi_agent_v1alpha1_node_group_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_capi_agent_v1alpha1_node_group_proto_rawDesc), len(file_capi_agent_v1alpha1_node_group_proto_rawDesc)),
 			NumEnums:      4,
-			NumMessages:   15,
+			NumMessages:   18,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -8,11 +8,13 @@ package claimsync
 import (
 	"context"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/awslabs/operatorpkg/reconciler"
 	"github.com/awslabs/operatorpkg/singleton"
 	"github.com/samber/lo"
+	"google.golang.org/protobuf/proto"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/client-go/util/workqueue"
 	"k8s.io/utils/clock"
@@ -35,9 +37,13 @@ import (
 
 const name = "nodeclaim.claimsync"
 
-// maxNodeReports keeps the message under gRPC's usual limit of 4 MiB. Reports only teach the agent what a group's machines are
-// like, for which some are as good as all, and which of its unclaimed machines are in use.
-const maxNodeReports = 5000
+// maxReportBytes keeps the message under gRPC's usual limit of 4 MiB, with room for the live claims. Reports only teach the
+// agent what a group's machines are like, for which some are as good as all, and which of its unclaimed machines are in use.
+const maxReportBytes = 3 << 20
+
+// reportedLabels say what a machine is and where. Those for architecture and operating system are not among them: Karpenter core
+// puts on a Node what was planned, and the kubelet says what it is.
+var reportedLabels = []string{corev1.LabelTopologyZone, corev1.LabelTopologyRegion, corev1.LabelInstanceTypeStable}
 
 // Controller is the controller.
 type Controller struct {
@@ -128,25 +134,44 @@ func (c *Controller) token(ctx context.Context) (string, error) {
 	return response.GetToken(), nil
 }
 
-// reports describes the Nodes that have a provider ID, the newest first when there are too many: the others have been
-// described before.
+// reports describes the Nodes that have a provider ID, registered or not. When they are too many the newest are: the others
+// have been described before.
 func reports(nodes []corev1.Node) []*agentv1alpha1.NodeReport {
 	nodes = lo.Filter(nodes, func(node corev1.Node, _ int) bool {
 		return node.Spec.ProviderID != "" && !placeholder.Is(node.Spec.ProviderID)
 	})
-	if len(nodes) > maxNodeReports {
-		nodes = newest(nodes, maxNodeReports)
-	}
-	return lo.Map(nodes, func(node corev1.Node, _ int) *agentv1alpha1.NodeReport {
-		return &agentv1alpha1.NodeReport{
-			ProviderId:  node.Spec.ProviderID,
-			Capacity:    wire.Quantities(node.Status.Capacity),
-			Allocatable: wire.Quantities(node.Status.Allocatable),
-			Unregistered: lo.ContainsBy(node.Spec.Taints, func(taint corev1.Taint) bool {
-				return taint.MatchTaint(&karpv1.UnregisteredNoExecuteTaint)
-			}),
+	slices.SortFunc(nodes, func(a, b corev1.Node) int { return b.CreationTimestamp.Compare(a.CreationTimestamp.Time) })
+	described := make([]*agentv1alpha1.NodeReport, 0, len(nodes))
+	size := 0
+	for i := range nodes {
+		next := report(&nodes[i])
+		// With the tag and the length of the field that it becomes.
+		if size += proto.Size(next) + 5; size > maxReportBytes {
+			break
 		}
-	})
+		described = append(described, next)
+	}
+	return described
+}
+
+func report(node *corev1.Node) *agentv1alpha1.NodeReport {
+	labels := lo.PickByKeys(node.Labels, reportedLabels)
+	for label, is := range map[string]string{
+		corev1.LabelArchStable: node.Status.NodeInfo.Architecture, corev1.LabelOSStable: node.Status.NodeInfo.OperatingSystem,
+	} {
+		if is != "" {
+			labels[label] = is
+		}
+	}
+	return &agentv1alpha1.NodeReport{
+		ProviderId:  node.Spec.ProviderID,
+		Capacity:    wire.Quantities(node.Status.Capacity),
+		Allocatable: wire.Quantities(node.Status.Allocatable),
+		Unregistered: lo.ContainsBy(node.Spec.Taints, func(taint corev1.Taint) bool {
+			return taint.MatchTaint(&karpv1.UnregisteredNoExecuteTaint)
+		}),
+		Labels: labels,
+	}
 }
 
 // Register adds the controller to the manager.

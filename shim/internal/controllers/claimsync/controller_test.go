@@ -3,12 +3,15 @@ package claimsync_test
 import (
 	"context"
 	"errors"
+	"fmt"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"google.golang.org/protobuf/proto"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -161,11 +164,14 @@ func TestForeignNodeClaimsAreNotInTheSet(t *testing.T) {
 func TestNodesAreReported(t *testing.T) {
 	w, c := world(t)
 	w.Create(&corev1.Node{
-		ObjectMeta: metav1.ObjectMeta{Name: "joining"},
-		Spec:       corev1.NodeSpec{ProviderID: "sim:///1", Taints: []corev1.Taint{karpv1.UnregisteredNoExecuteTaint}},
+		ObjectMeta: metav1.ObjectMeta{Name: "joining", Labels: map[string]string{
+			corev1.LabelArchStable: "amd64", corev1.LabelOSStable: "windows", corev1.LabelTopologyZone: "z1", corev1.LabelHostname: "joining",
+		}},
+		Spec: corev1.NodeSpec{ProviderID: "sim:///1", Taints: []corev1.Taint{karpv1.UnregisteredNoExecuteTaint}},
 		Status: corev1.NodeStatus{
 			Capacity:    corev1.ResourceList{"cpu": resource.MustParse("4"), "memory": resource.MustParse("15Gi")},
 			Allocatable: corev1.ResourceList{"cpu": resource.MustParse("3900m")},
+			NodeInfo:    corev1.NodeSystemInfo{Architecture: "arm64", OperatingSystem: "linux"},
 		},
 	})
 	w.Create(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "running"}, Spec: corev1.NodeSpec{ProviderID: "sim:///2"}})
@@ -177,7 +183,29 @@ func TestNodesAreReported(t *testing.T) {
 	}
 	require.Len(t, reports, 2)
 	assert.True(t, reports["sim:///1"].GetUnregistered())
+	assert.Equal(t, map[string]string{
+		corev1.LabelArchStable: "arm64", corev1.LabelOSStable: "linux", corev1.LabelTopologyZone: "z1",
+	}, reports["sim:///1"].GetLabels(), "what the kubelet says the machine is")
+	assert.Empty(t, reports["sim:///2"].GetLabels())
 	assert.Equal(t, map[string]string{"cpu": "4", "memory": "15Gi"}, reports["sim:///1"].GetCapacity())
 	assert.Equal(t, map[string]string{"cpu": "3900m"}, reports["sim:///1"].GetAllocatable())
 	assert.False(t, reports["sim:///2"].GetUnregistered())
+}
+
+func TestTheMessageStaysBelowTheLimit(t *testing.T) {
+	w, c := world(t)
+	long := strings.Repeat("x", 1<<20)
+	for i := range 5 {
+		w.Create(&corev1.Node{
+			ObjectMeta: metav1.ObjectMeta{
+				Name: fmt.Sprint("n", i), CreationTimestamp: metav1.Unix(int64(i), 0), Labels: map[string]string{corev1.LabelTopologyZone: long},
+			},
+			Spec: corev1.NodeSpec{ProviderID: fmt.Sprint("sim:///", i)},
+		})
+	}
+	sync(t, w, c)
+	sent, _ := w.Agent.Requests("SyncClaims")[0].(*agentv1alpha1.SyncClaimsRequest)
+	assert.Less(t, proto.Size(sent), 4<<20)
+	require.Len(t, sent.GetNodes(), 2)
+	assert.Equal(t, "sim:///4", sent.GetNodes()[0].GetProviderId(), "the newest")
 }

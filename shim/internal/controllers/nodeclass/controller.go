@@ -10,7 +10,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/awslabs/operatorpkg/status"
@@ -45,7 +47,8 @@ import (
 const (
 	name        = "nodeclass"
 	concurrency = 10
-	// look is how often the connection to the agent is looked at; nothing announces its changes.
+	// look is how often the connection to the agent is looked at; nothing announces its changes. It is also how long a status
+	// in which no condition turned stays before it is written again: prices and availability may change many times a second.
 	look = 5 * time.Second
 	// terminating is how often a node class that is being deleted is looked at.
 	terminating = 5 * time.Second
@@ -80,6 +83,9 @@ type Controller struct {
 	recorder   events.Recorder
 	grace      time.Duration
 	started    time.Time
+
+	mu      sync.Mutex
+	written map[string]time.Time // by node class, when its status was written last
 }
 
 // New returns the controller. kube reads from a cache with indexes on NodeClaims' spec.nodeClassRef. grace is how long the
@@ -90,7 +96,7 @@ func New(
 ) *Controller {
 	return &Controller{
 		clock: clk, kube: kube, catalogue: catalogue, connection: connection, cluster: cluster, recorder: recorder, grace: grace,
-		started: clk.Now(),
+		started: clk.Now(), written: map[string]time.Time{},
 	}
 }
 
@@ -113,11 +119,30 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClass *v1alpha1.ClusterA
 	if equality.Semantic.DeepEqual(stored.Status, nodeClass.Status) {
 		return reconcile.Result{RequeueAfter: look}, nil
 	}
+	if wait := c.lastWritten(nodeClass.Name).Add(look).Sub(c.clock.Now()); wait > 0 && !turned(stored, nodeClass) {
+		return reconcile.Result{RequeueAfter: wait}, nil
+	}
 	if err := c.kube.Status().Patch(ctx, nodeClass, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{})); err != nil {
 		return retryConflict(fmt.Errorf("patching the status: %w", err))
 	}
+	c.mu.Lock()
+	c.written[nodeClass.Name] = c.clock.Now()
+	c.mu.Unlock()
 	c.announce(ctx, stored, nodeClass)
 	return reconcile.Result{RequeueAfter: look}, nil
+}
+
+func (c *Controller) lastWritten(nodeClass string) time.Time {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.written[nodeClass]
+}
+
+// turned reports whether a condition says something else, in another way than by its message.
+func turned(before, after *v1alpha1.ClusterAPINodeClass) bool {
+	return !slices.EqualFunc(before.Status.Conditions, after.Status.Conditions, func(a, b status.Condition) bool {
+		return a.Type == b.Type && a.Status == b.Status && a.Reason == b.Reason && a.ObservedGeneration == b.ObservedGeneration
+	})
 }
 
 func retryConflict(err error) (reconcile.Result, error) {
@@ -147,6 +172,8 @@ func (c *Controller) describe(nodeClass *v1alpha1.ClusterAPINodeClass) {
 		return
 	}
 	nodeClass.Status.NodeGroups = int32(len(class.Groups))
+	nodeClass.Status.AvailableNodeGroups = int32(class.Available())
+	nodeClass.Status.Selected = slices.Clone(class.Selected)
 	nodeClass.Status.InstanceTypes = int32(class.InstanceTypeNames())
 	nodeClass.Status.Zones = int32(class.Zones())
 	nodeClass.Status.Problems = int32(len(class.Problems))
@@ -277,6 +304,9 @@ func (c *Controller) finalize(ctx context.Context, nodeClass *v1alpha1.ClusterAP
 	if err := c.kube.Patch(ctx, nodeClass, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{})); err != nil {
 		return retryConflict(fmt.Errorf("removing the finalizer: %w", err))
 	}
+	c.mu.Lock()
+	delete(c.written, nodeClass.Name)
+	c.mu.Unlock()
 	return reconcile.Result{}, nil
 }
 

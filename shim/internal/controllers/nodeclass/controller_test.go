@@ -214,3 +214,67 @@ func TestANodeClassStaysWhileNodeClaimsReferToIt(t *testing.T) {
 	require.NoError(t, err)
 	assert.False(t, e.Exists(nodeClass))
 }
+
+func TestTheStatusShowsWhatWasSelected(t *testing.T) {
+	e := setUp(t,
+		&agentv1alpha1.NodeGroup{
+			Name: "a", InstanceType: "m", Zone: "z1", RollingOut: true, Price: &agentv1alpha1.Price{PerHour: 0.25, Currency: "EUR"},
+			Sources: map[string]*agentv1alpha1.ValueSource{"price": {Kind: agentv1alpha1.SourceKind_SOURCE_KIND_PRICE_LIST}},
+		},
+		&agentv1alpha1.NodeGroup{
+			Name: "b", Sources: map[string]*agentv1alpha1.ValueSource{"price": {Kind: agentv1alpha1.SourceKind_SOURCE_KIND_ESTIMATE}},
+		},
+		&agentv1alpha1.NodeGroup{Name: "c", InstanceType: "no label!"},
+	)
+	e.Agent.Block("default/b", agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_QUOTA_EXCEEDED, "quota machines: 10 of 10", time.Time{})
+	e.Eventually(func() bool {
+		group, _ := e.Catalogue.Snapshot().Group("default/b")
+		return !e.Catalogue.Snapshot().Available(group)
+	}, "the quota shows")
+	nodeClass := e.reconcile(shimtest.NodeClassName)
+	selected := nodeClass.Status.Selected
+	require.Len(t, selected, 3)
+	assert.Equal(t, v1alpha1.SelectedNodeGroup{
+		Name: "default/a", InstanceType: "m", Zone: "z1", CapacityType: "on-demand", Price: "0.25", Currency: "EUR", PriceSource: "PriceList",
+		Available: true, RollingOut: true,
+	}, selected[0])
+	assert.Equal(t, v1alpha1.SelectedNodeGroup{
+		Name: "default/b", InstanceType: "b", CapacityType: "on-demand", Price: "1", PriceSource: "Estimate",
+		Reason: "QuotaExceeded", Message: "quota machines: 10 of 10",
+	}, selected[1])
+	assert.Equal(t, v1alpha1.ReasonUnusable, selected[2].Reason)
+	assert.EqualValues(t, 1, nodeClass.Status.AvailableNodeGroups)
+}
+
+func TestAGroupWithoutMemoryIsNotAvailable(t *testing.T) {
+	e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a", Capacity: map[string]string{"cpu": "4"}})
+	nodeClass := e.reconcile(shimtest.NodeClassName)
+	require.Len(t, nodeClass.Status.Selected, 1)
+	assert.False(t, nodeClass.Status.Selected[0].Available)
+	assert.Equal(t, v1alpha1.ReasonNoCapacity, nodeClass.Status.Selected[0].Reason)
+	assert.Contains(t, nodeClass.Status.Selected[0].Message, "write the annotation capacity.cluster-autoscaler.kubernetes.io/memory")
+	nodeClass.Status.Selected[0].Name = "mine"
+	class, _ := e.Catalogue.Snapshot().Class(shimtest.NodeClassName)
+	assert.Equal(t, "default/a", class.Selected[0].Name)
+}
+
+func TestChangesThatTurnNoConditionAreWrittenOnceInAWhile(t *testing.T) {
+	e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a"})
+	price := func() string { return e.reconcile(shimtest.NodeClassName).Status.Selected[0].Price }
+	become := func(perHour float64) {
+		e.Agent.UpdateNodeGroup("default/a", func(g *agentv1alpha1.NodeGroup) { g.Price.PerHour = perHour })
+		e.Eventually(func() bool {
+			group, _ := e.Catalogue.Snapshot().Group("default/a")
+			return group.Price == perHour
+		}, "the price shows")
+	}
+	assert.Equal(t, "1", price())
+	become(2)
+	assert.Equal(t, "1", price(), "it was written a moment ago")
+	become(3)
+	e.clock.Step(5 * time.Second)
+	assert.Equal(t, "3", price())
+
+	e.connection.state = agentclient.State{LastError: errors.New("silent"), Since: e.clock.Now().Add(-grace)}
+	assert.True(t, condition(e.reconcile(shimtest.NodeClassName), status.ConditionReady).IsFalse(), "a condition that turns is written at once")
+}

@@ -1,0 +1,62 @@
+package instancetype
+
+import (
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+)
+
+// View is how one ClusterAPINodeClass sees groups: with the kubelets that it describes, and by the prices that it accepts.
+// Immutable.
+type View struct {
+	kubelet         *Kubelet
+	knownPricesOnly bool
+}
+
+// NewView returns the view of a node class, and an error that names each field that cannot be used and is left out.
+func NewView(spec *v1alpha1.ClusterAPINodeClassSpec) (*View, error) {
+	kubelet, err := ParseKubelet(spec.Kubelet)
+	return &View{kubelet: kubelet, knownPricesOnly: spec.Price.WhenUnknown == v1alpha1.UnknownPriceUnavailable}, err
+}
+
+// Of returns the group as the node class sees it, which is the same object where the class has nothing to say. It costs work:
+// see to it that it is done once for each group and class.
+func (v *View) Of(g *Group) *Group {
+	refused := v.knownPricesOnly && g.PriceRefused == "" && PriceSource(g.Source) == PriceSourceEstimate
+	if v.kubelet == nil && !refused {
+		return g
+	}
+	seen := *g
+	seen.Capacity = v.kubelet.capacity(g.Capacity)
+	seen.Overhead = v.kubelet.overhead(g.Capacity, g.learned, g.Source.GetOperatingSystem())
+	seen.Allocatable = allocatableOf(seen.Capacity, seen.Overhead)
+	if refused {
+		seen.Available = false
+		seen.PriceRefused = "the price is an estimate, which spec.price.whenUnknown rules out; " +
+			"set the annotation or the price list in the management cluster"
+	}
+	seen.requireCapacity()
+	seen.fingerprint, seen.shape = seen.hash(), seen.hashShape()
+	return &seen
+}
+
+// Values of [PriceSource].
+const (
+	PriceSourceAnnotation = "Annotation"
+	PriceSourcePriceList  = "PriceList"
+	PriceSourceEstimate   = "Estimate"
+	PriceSourceUnknown    = "Unknown"
+)
+
+// PriceSource returns where a group's price came from, as people read it.
+func PriceSource(source *agentv1alpha1.NodeGroup) string {
+	switch source.GetSources()["price"].GetKind() {
+	case agentv1alpha1.SourceKind_SOURCE_KIND_ANNOTATION:
+		return PriceSourceAnnotation
+	case agentv1alpha1.SourceKind_SOURCE_KIND_PRICE_LIST:
+		return PriceSourcePriceList
+	case agentv1alpha1.SourceKind_SOURCE_KIND_ESTIMATE:
+		return PriceSourceEstimate
+	default:
+		return PriceSourceUnknown
+	}
+}

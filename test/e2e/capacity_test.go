@@ -1,0 +1,224 @@
+package e2e_test
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	. "github.com/onsi/gomega"
+	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	shimv1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/test/journey"
+	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/world"
+)
+
+// consolidated bounds a replacement: Karpenter waits by itself before and between its steps.
+const consolidated = 4 * time.Minute
+
+func sizes(t *testing.T) {
+	t.Helper()
+	if testing.Short() {
+		t.Skip("not in the short run")
+	}
+	leaveAsFound(t)
+	apply(t, w.Hub, manifests.SizesHub)
+	apply(t, w.Spoke, manifests.SizesSpoke, manifests.SizesWorkload)
+	for _, pool := range []string{"sizes", "sizes-any"} {
+		NewWithT(t).Expect(w.AwaitNodePool(within(t, soon), pool)).To(Succeed())
+	}
+	for _, group := range []string{"sizes-small", "sizes-small-spot", "sizes-big"} {
+		poll(t, soon, selected(group, "an estimated price", func(s shimv1.SelectedNodeGroup) bool {
+			return s.Available && s.PriceSource == "Estimate" && s.Price != "" && s.Currency == ""
+		}))
+	}
+	goHome(t, "wide", "narrow", "flexible")
+}
+
+// selected returns a condition for poll about a node group in the status of the node class sizes.
+func selected(group, what string, is func(shimv1.SelectedNodeGroup) bool) func(context.Context) (string, error) {
+	return func(ctx context.Context) (string, error) {
+		var class shimv1.ClusterAPINodeClass
+		if err := w.Spoke.Get(ctx, client.ObjectKey{Name: "sizes"}, &class); err != nil {
+			return "", err
+		}
+		name := sandbox.ClusterNamespace + "/" + group
+		shown, _ := lo.Find(class.Status.Selected, func(s shimv1.SelectedNodeGroup) bool { return s.Name == name })
+		if is(shown) {
+			return "", nil
+		}
+		return fmt.Sprintf("%s to have %s: it is %+v", name, what, shown), nil
+	}
+}
+
+// onOneNodeOf returns a condition: so many pods run, and there is one node, of that group.
+func onOneNodeOf(group string, pods int) func(journey.State) string {
+	return func(s journey.State) string {
+		if missing := running(pods)(s); missing != "" {
+			return missing
+		}
+		groups := lo.Map(s.Live(), func(j journey.Journey, _ int) string { return j.Group })
+		if !slices.Equal(groups, []string{group}) {
+			return fmt.Sprintf("one node, of %s: they are of %v", group, groups)
+		}
+		return ""
+	}
+}
+
+func TestACheaperNodeReplacesAndAPriceListReversesTheChoice(t *testing.T) {
+	sizes(t)
+	scale(t, "wide", 1)
+	await(t, 2*time.Minute, onOneNodeOf("sizes-big", 1))
+	scale(t, "narrow", 1)
+	await(t, 2*time.Minute, onOneNodeOf("sizes-big", 2))
+	scale(t, "wide", 0)
+	await(t, consolidated, onOneNodeOf("sizes-small", 1))
+
+	namespace, name, _ := strings.Cut(sandbox.PriceList, "/")
+	list := &corev1.ConfigMap{
+		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name},
+		Data: map[string]string{"prices.yaml": `
+currency: EUR
+prices:
+- {instanceType: sizes-small, perHour: 2.5}
+- {instanceType: sizes-big, perHour: 0.5}
+`},
+	}
+	g := NewWithT(t)
+	g.Expect(w.Hub.Create(within(t, soon), list)).To(Succeed())
+	t.Cleanup(func() {
+		if err := w.Hub.Delete(context.Background(), list); err != nil {
+			t.Error(err)
+		}
+	})
+	for group, price := range map[string]string{"sizes-small": "2.5", "sizes-big": "0.5"} {
+		poll(t, soon, selected(group, "the list's price", func(s shimv1.SelectedNodeGroup) bool {
+			return s.Price == price && s.Currency == "EUR" && s.PriceSource == "PriceList"
+		}))
+	}
+	// Karpenter looks again at what it found to be in order when pods come or go.
+	scale(t, "narrow", 2)
+	await(t, consolidated, onOneNodeOf("sizes-big", 2))
+}
+
+func TestSpotIsPreferredWhereItIsCheaperAndAllowed(t *testing.T) {
+	sizes(t)
+	scale(t, "flexible", 1)
+	await(t, 2*time.Minute, onOneNodeOf("sizes-small-spot", 1))
+	scale(t, "flexible", 0)
+	await(t, 2*time.Minute, nothingLives)
+	scale(t, "narrow", 1)
+	await(t, 2*time.Minute, onOneNodeOf("sizes-small", 1))
+}
+
+func TestWhatNodesShowIsLearned(t *testing.T) {
+	sizes(t)
+	scale(t, "wide", 1)
+	await(t, 2*time.Minute, onOneNodeOf("sizes-big", 1))
+	state := w.Sandbox.State()
+	reader := agentAs(t, state.Paths.ReaderCertificate, state.Paths.ReaderKey)
+	poll(t, soon, func(ctx context.Context) (string, error) {
+		answer, err := reader.NodeGroups.GetNodeGroup(ctx, &agentv1alpha1.GetNodeGroupRequest{
+			Cluster: theCluster(), Id: sandbox.ClusterNamespace + "/sizes-big",
+		})
+		if err != nil {
+			return "", err
+		}
+		group := answer.GetNodeGroup()
+		learned := func(path string) bool {
+			return group.GetSources()[path].GetKind() == agentv1alpha1.SourceKind_SOURCE_KIND_LEARNED
+		}
+		nic, memory := group.GetCapacity()["example.com/nic"], group.GetOverhead()["memory"]
+		// Of the 64 GiB described the kubelet has 63, and keeps 100 MiB of them.
+		if nic == "2" && learned("capacity.example.com/nic") && memory == "1124Mi" && learned("overhead.memory") && len(group.GetProblems()) == 0 {
+			return "", nil
+		}
+		return fmt.Sprintf("the agent to have learned from the Node: it has %q of example.com/nic, an overhead of %q memory, %v, %v",
+			nic, memory, group.GetSources(), group.GetProblems()), nil
+	})
+}
+
+func TestWhyNothingCanBeHadIsInTheNodeClass(t *testing.T) {
+	sizes(t)
+	g := NewWithT(t)
+	available := func(s shimv1.SelectedNodeGroup) bool { return s.Available }
+	refused := func(reason string) func(shimv1.SelectedNodeGroup) bool {
+		return func(s shimv1.SelectedNodeGroup) bool { return !s.Available && s.Reason == reason && s.Message != "" }
+	}
+	var md clusterv1.MachineDeployment
+	g.Expect(w.Hub.Get(within(t, soon), client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: "sizes-big"}, &md)).To(Succeed())
+	before := md.DeepCopy()
+	md.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] = "0"
+	g.Expect(w.Hub.Patch(within(t, soon), &md, client.MergeFrom(before))).To(Succeed())
+	poll(t, soon, selected("sizes-big", "no room for its max size", refused("AtMaxSize")))
+	poll(t, soon, selected("sizes-small", "room", available))
+
+	quota := &corev1.ResourceQuota{
+		ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: "machines"},
+		Spec:       corev1.ResourceQuotaSpec{Hard: corev1.ResourceList{"count/machines.cluster.x-k8s.io": resource.MustParse("0")}},
+	}
+	g.Expect(w.Hub.Create(within(t, soon), quota)).To(Succeed())
+	t.Cleanup(func() { _ = client.IgnoreNotFound(w.Hub.Delete(context.Background(), quota)) })
+	// The sandbox's hub has no controller that counts.
+	quota.Status = corev1.ResourceQuotaStatus{Hard: quota.Spec.Hard, Used: quota.Spec.Hard}
+	g.Expect(w.Hub.Status().Update(within(t, soon), quota)).To(Succeed())
+	poll(t, soon, selected("sizes-small", "no room for the quota", refused("QuotaExceeded")))
+	g.Expect(w.Hub.Delete(within(t, soon), quota)).To(Succeed())
+	poll(t, soon, selected("sizes-small", "room again", available))
+}
+
+// The status of a node class is written from the snapshot, at once when a condition turns, so the snapshot is older than that.
+func TestAChangeInTheHubIsInTheShimsSnapshotWithinHalfASecond(t *testing.T) {
+	sizes(t)
+	const rounds, bound = 20, 500 * time.Millisecond
+	g := NewWithT(t)
+	spoke, err := client.NewWithWatch(w.Sandbox.SpokeConfig(), client.Options{Scheme: world.Scheme()})
+	g.Expect(err).NotTo(HaveOccurred())
+	ctx := within(t, 2*time.Minute)
+	watch, err := spoke.Watch(ctx, &shimv1.ClusterAPINodeClassList{}, client.MatchingFields{"metadata.name": "sizes"})
+	g.Expect(err).NotTo(HaveOccurred())
+	defer watch.Stop()
+	until := func(valid bool) {
+		t.Helper()
+		for {
+			select {
+			case <-ctx.Done():
+				t.Fatalf("the condition %s never became %t", shimv1.ConditionNodeGroupsValid, valid)
+			case event := <-watch.ResultChan():
+				class, ok := event.Object.(*shimv1.ClusterAPINodeClass)
+				if ok && class.StatusConditions().Get(shimv1.ConditionNodeGroupsValid).IsTrue() == valid {
+					return
+				}
+			}
+		}
+	}
+	until(true)
+	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: "sizes-big"}}
+	var took []time.Duration
+	for i := range rounds {
+		value := `"many"`
+		if i%2 == 1 {
+			value = "null"
+		}
+		patch := fmt.Appendf(nil, `{"metadata":{"annotations":{"capacity.cluster-autoscaler.kubernetes.io/cpu":%s}}}`, value)
+		began := time.Now()
+		g.Expect(w.Hub.Patch(ctx, md, client.RawPatch(types.MergePatchType, patch))).To(Succeed())
+		until(i%2 == 1)
+		took = append(took, time.Since(began))
+	}
+	slices.Sort(took)
+	say("e2e: from a change in the hub to the node class's status: median %s, longest %s, of %d", took[rounds/2], took[rounds-1], rounds)
+	g.Expect(took[rounds/2]).To(BeNumerically("<", bound))
+}

@@ -1,0 +1,225 @@
+package e2e_test
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"testing"
+	texttemplate "text/template"
+	"time"
+
+	. "github.com/onsi/gomega"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+
+	"github.com/karpenter-capi/karpenter-capi/test/journey"
+	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/world"
+)
+
+const (
+	fitRounds = 10
+	fitSets   = 50 // of pods, in each round
+	fitGroups = 4  // of each node class, in each round
+	fitLabel  = "fit"
+	// placedWithin bounds what takes half a minute on a machine with nothing else to do.
+	placedWithin = 5 * time.Minute
+)
+
+// fitGroup is a node group that nobody describes but the infrastructure template.
+var fitGroup = texttemplate.Must(texttemplate.New("").Parse(`
+apiVersion: infrastructure.cluster.x-k8s.io/v1alpha1
+kind: SimMachineTemplate
+metadata: {namespace: fleet, name: {{.Name}}}
+spec:
+  template:
+    spec:
+      instanceType: {{.Name}}
+      capacity: {cpu: "{{.CPU}}", memory: {{.Memory}}Mi, ephemeral-storage: 50Gi, pods: "{{.Pods}}"}
+{{- if eq .Kubelet "reserved"}}
+      kubeReserved: {cpu: 250m, memory: 700Mi}
+{{- end}}
+      bootDelay: 1s
+      joinDelay: 1s
+      terminationDelay: 1s
+---
+apiVersion: cluster.x-k8s.io/v1beta2
+kind: MachineDeployment
+metadata:
+  namespace: fleet
+  name: {{.Name}}
+  labels: {node.cluster.x-k8s.io/karpenter-member: "", fleet.example.com/kubelet: {{.Kubelet}}}
+spec:
+  clusterName: spoke
+  replicas: 0
+  selector: {matchLabels: {cluster.x-k8s.io/deployment-name: {{.Name}}}}
+  template:
+    metadata: {labels: {cluster.x-k8s.io/deployment-name: {{.Name}}}}
+    spec:
+      clusterName: spoke
+      version: v1.36.3
+      bootstrap: {dataSecretName: spoke-bootstrap}
+      infrastructureRef: {apiGroup: infrastructure.cluster.x-k8s.io, kind: SimMachineTemplate, name: {{.Name}}}
+`))
+
+// fitPool is the NodePool of one set of pods. The pods of a set ask for the same, so that it does not matter which of the planned
+// Nodes kube-scheduler takes for which; those of several sets could take each other's room. Nothing is consolidated: what is
+// looked at are the first decisions.
+var fitPool = texttemplate.Must(texttemplate.New("").Parse(`
+apiVersion: karpenter.sh/v1
+kind: NodePool
+metadata: {name: {{.Name}}}
+spec:
+  template:
+    spec:
+      requirements: [{key: karpenter.sh/capacity-type, operator: In, values: [on-demand]}]
+      nodeClassRef: {group: karpenter.cluster.x-k8s.io, kind: ClusterAPINodeClass, name: fit-{{.Kubelet}}}
+  disruption: {consolidationPolicy: WhenEmpty, consolidateAfter: Never}
+`))
+
+// 500 random sets of pods against random catalogues: kube-scheduler finds room for all of them on the Nodes that Karpenter
+// planned, and Karpenter plans no pod twice.
+func TestPodsFitTheNodesThatWerePlannedForThem(t *testing.T) {
+	if testing.Short() {
+		t.Skip("not in the short run")
+	}
+	leaveAsFound(t)
+	apply(t, w.Spoke, manifests.FitSpoke)
+	for set := range fitSets {
+		pool := fitObjects(t, fitPool, map[string]any{"Name": fitPoolName(set), "Kubelet": fitKubelets[set%len(fitKubelets)]})
+		NewWithT(t).Expect(manifests.ApplyObjects(within(t, soon), w.Spoke, pool...)).To(Succeed())
+		t.Cleanup(func() {
+			if err := w.Spoke.Delete(context.Background(), pool[0]); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	random := rand.New(rand.NewPCG(500, 4))
+	pods, nodes := 0, 0
+	for round := range fitRounds {
+		p, n := fitRound(t, random, round)
+		pods, nodes = pods+p, nodes+n
+	}
+	say("e2e: %d random sets, %d pods, fit the %d nodes that were planned for them", fitRounds*fitSets, pods, nodes)
+}
+
+var fitKubelets = []string{"default", "reserved"}
+
+func fitPoolName(set int) string { return fmt.Sprintf("fit-%d", set) }
+
+func fitObjects(t *testing.T, from *texttemplate.Template, values map[string]any) []*unstructured.Unstructured {
+	t.Helper()
+	g := NewWithT(t)
+	var text bytes.Buffer
+	g.Expect(from.Execute(&text, values)).To(Succeed())
+	objects, err := manifests.Parse(text.Bytes())
+	g.Expect(err).NotTo(HaveOccurred())
+	return objects
+}
+
+func fitRound(t *testing.T, random *rand.Rand, round int) (pods, nodes int) {
+	t.Helper()
+	g := NewWithT(t)
+	ctx := within(t, 2*placedWithin+settleWithin)
+	groups := fitCatalogue(t, random, round)
+	g.Expect(manifests.ApplyObjects(ctx, w.Hub, groups...)).To(Succeed())
+	for set := range fitSets {
+		g.Expect(w.AwaitNodePool(ctx, fitPoolName(set))).To(Succeed())
+	}
+	wanted := map[string]int{}
+	for set := range fitSets {
+		for _, pod := range fitSet(random, fitPoolName(set), fmt.Sprintf("fit-%d-%d", round, set)) {
+			g.Expect(w.Spoke.Create(ctx, pod)).To(Succeed())
+			wanted[fitPoolName(set)]++
+			pods++
+		}
+	}
+	await(t, placedWithin, running(pods))
+
+	var claims karpenterv1.NodeClaimList
+	g.Expect(w.Spoke.List(ctx, &claims)).To(Succeed())
+	planned := map[string]int{}
+	for i := range claims.Items {
+		planned[claims.Items[i].Labels[karpenterv1.NodePoolLabelKey]] += int(claims.Items[i].Spec.Resources.Requests.Pods().Value())
+	}
+	g.Expect(planned).To(Equal(wanted), "the pods that NodeClaims were made for, by NodePool")
+	nodes = len(claims.Items)
+
+	g.Expect(w.Spoke.DeleteAllOf(ctx, &corev1.Pod{}, client.InNamespace("default"), client.HasLabels{fitLabel})).To(Succeed())
+	g.Expect(w.Spoke.DeleteAllOf(ctx, &karpenterv1.NodeClaim{})).To(Succeed())
+	await(t, placedWithin, noMachines)
+	for _, object := range slices.Backward(groups) {
+		g.Expect(w.Hub.Delete(ctx, object)).To(Succeed())
+	}
+	g.Expect(world.Poll(ctx, func(ctx context.Context) (string, error) {
+		for _, object := range groups {
+			if err := w.Hub.Get(ctx, client.ObjectKeyFromObject(object), object.DeepCopy()); client.IgnoreNotFound(err) != nil || err == nil {
+				return object.GetKind() + " " + object.GetName() + " to be gone", client.IgnoreNotFound(err)
+			}
+		}
+		return "", nil
+	})).To(Succeed())
+	return pods, nodes
+}
+
+func noMachines(s journey.State) string {
+	if missing := nothingLives(s); missing != "" {
+		return missing
+	}
+	for _, group := range s.Groups {
+		if group.Machines > 0 || group.Replicas > 0 {
+			return fmt.Sprintf("the %d Machines of %s to go", group.Machines, group.Name)
+		}
+	}
+	return ""
+}
+
+// fitCatalogue returns node groups of random sizes for each node class, one of which everything fits on.
+func fitCatalogue(t *testing.T, random *rand.Rand, round int) []*unstructured.Unstructured {
+	t.Helper()
+	var all []*unstructured.Unstructured
+	for _, kubelet := range fitKubelets {
+		for i := range fitGroups {
+			cpu := []int{2, 4, 8, 16, 32}[random.IntN(5)]
+			memory := cpu * []int{1024, 2048, 4096, 8192}[random.IntN(4)]
+			if i == 0 {
+				cpu, memory = 16, 64<<10
+			}
+			all = append(all, fitObjects(t, fitGroup, map[string]any{
+				"Name": fmt.Sprintf("fit-%d-%s-%d", round, kubelet, i), "Kubelet": kubelet,
+				"CPU": cpu, "Memory": memory - random.IntN(200), "Pods": []int{8, 30, 110}[random.IntN(3)],
+			})...)
+		}
+	}
+	return all
+}
+
+// fitSet returns one to four pods that ask for the same.
+func fitSet(random *rand.Rand, pool, name string) []*corev1.Pod {
+	requests := corev1.ResourceList{
+		corev1.ResourceCPU:    *resource.NewMilliQuantity(50+random.Int64N(7000), resource.DecimalSI),
+		corev1.ResourceMemory: *resource.NewQuantity((32+random.Int64N(14<<10))<<20, resource.BinarySI),
+	}
+	var pods []*corev1.Pod
+	for i := range 1 + random.IntN(4) {
+		pods = append(pods, &corev1.Pod{
+			ObjectMeta: metav1.ObjectMeta{
+				Namespace: "default", Name: fmt.Sprintf("%s-%d", name, i), Labels: map[string]string{fitLabel: name},
+			},
+			Spec: corev1.PodSpec{
+				TerminationGracePeriodSeconds: new(int64),
+				NodeSelector:                  map[string]string{karpenterv1.NodePoolLabelKey: pool},
+				Containers: []corev1.Container{{
+					Name: "app", Image: "registry.k8s.io/pause:3.10", Resources: corev1.ResourceRequirements{Requests: requests},
+				}},
+			},
+		})
+	}
+	return pods
+}
