@@ -302,7 +302,7 @@ var mutants = []mutant{
 
 	// Several MachineSets.
 	{name: "no paused variant", edits: []edit{
-		{"decide.go", "	sole := len(active) == 1 && !slices", "	sole := true || !slices"},
+		{"decide.go", "	sole := len(active) == 1 && !slices", "	sole := len(active) > 0 || !slices"},
 	}},
 	{name: "paused step not repeatable", edits: []edit{
 		{
