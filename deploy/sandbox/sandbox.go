@@ -37,6 +37,8 @@ const (
 	shimNamespace  = "karpenter"
 	// marker is in the environment of every process of a sandbox; its value is the sandbox's folder.
 	marker = "KARPENTER_CAPI_SANDBOX"
+	// linesOfLog is how much of a component's log is quoted in an error.
+	linesOfLog = 15
 )
 
 //go:embed stages.yaml
@@ -98,7 +100,12 @@ func Start(ctx context.Context, options Options) (*Sandbox, error) {
 	s.publisher.Go(s.publish)
 	if err := s.start(ctx); err != nil {
 		// What began a failure is told, not what it entailed.
-		err = lo.Ternary(ctx.Err() != nil, fmt.Errorf("interrupted: %w", context.Cause(ctx)), err)
+		switch cause := context.Cause(ctx); {
+		case errors.Is(cause, context.DeadlineExceeded):
+			err = fmt.Errorf("not up in time: %w%s", cause, s.unfinished())
+		case cause != nil:
+			err = fmt.Errorf("interrupted: %w", cause)
+		}
 		s.end(Failed, err)
 		return nil, err
 	}
@@ -667,6 +674,24 @@ func (s *Sandbox) step(ctx context.Context, name string, run func(context.Contex
 		}
 	})
 	return err
+}
+
+// unfinished says what a start was still waiting for, with the last that the components in question had to say.
+func (s *Sandbox) unfinished() string {
+	var b strings.Builder
+	state := s.State()
+	for _, step := range state.Steps {
+		if step.Error != "" {
+			fmt.Fprintf(&b, "\n%s (%s)", step.Error, step.DoneAt.Sub(step.StartedAt).Round(time.Second))
+		}
+	}
+	for _, component := range state.Components {
+		if !component.Ready {
+			fmt.Fprintf(&b, "\n%s was not ready (%d restarts, last exit %q), its log ends with:\n%s",
+				component.Name, component.Restarts, component.LastExit, process.Tail(component.Log, linesOfLog))
+		}
+	}
+	return b.String()
 }
 
 func (s *Sandbox) update(change func(*State)) {

@@ -368,16 +368,28 @@ func TestStartSaysWhatIsNotBuilt(t *testing.T) {
 }
 
 func TestAStartThatIsInterruptedLeavesNothing(t *testing.T) {
+	for _, cause := range []error{context.Canceled, context.DeadlineExceeded} {
+		t.Run(cause.Error(), func(t *testing.T) { interrupt(t, cause) })
+	}
+}
+
+func interrupt(t *testing.T, cause error) {
+	t.Helper()
 	options := sandbox.Options{Name: "interrupted", StateDir: filepath.Join(t.TempDir(), "sandbox"), WithoutAgent: true}
-	ctx, cancel := context.WithCancel(t.Context())
-	defer cancel()
+	ctx, cancel := context.WithCancelCause(t.Context())
+	defer cancel(nil)
 	options.OnChange = func(state sandbox.State) {
 		if len(state.Components) > 1 {
-			cancel()
+			cancel(cause)
 		}
 	}
-	if _, err := sandbox.Start(ctx, options); !errors.Is(err, context.Canceled) {
+	_, err := sandbox.Start(ctx, options)
+	if !errors.Is(err, cause) {
 		t.Fatalf("got %v", err)
+	}
+	// Whoever interrupts knows why; whoever has waited in vain wants to know for what.
+	if explained := strings.Contains(err.Error(), "etcd was not ready"); explained != errors.Is(cause, context.DeadlineExceeded) {
+		t.Errorf("got %v", err)
 	}
 	if remnants, err := sandbox.Remnants(options); err != nil && !errors.Is(err, errors.ErrUnsupported) || len(remnants) > 0 {
 		t.Errorf("left running: %v, %v", remnants, err)

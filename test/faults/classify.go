@@ -54,7 +54,7 @@ const (
 	TombstoneEngraved Class = "tombstone's status written"
 	ClaimForgotten    Class = "claim forgotten"
 
-	// Ignored writes are no part of the protocol: events.
+	// Ignored writes are no part of the protocol: events, and questions about permissions.
 	Ignored Class = "ignored"
 	// Unknown writes are none that the proxy knows.
 	Unknown Class = "unknown"
@@ -119,7 +119,7 @@ func (m *Memory) Classify(r *Request) (Class, error) {
 	var class Class
 	var err error
 	switch {
-	case r.Resource == "events":
+	case r.Resource == "events", r.Resource == "selfsubjectaccessreviews":
 		return Ignored, nil
 	case r.Group == agentv1.Group && r.Resource == "machineclaims":
 		class, err = m.claim(r)

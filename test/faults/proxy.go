@@ -315,7 +315,7 @@ func (p *Proxy) roundTrip(r *http.Request) (*http.Response, error) {
 	}
 	response, err := p.send(r)
 	if err == nil && q.Verb == "watch" && response.StatusCode == http.StatusOK {
-		response.Body = p.watched(r.Context(), response.Body)
+		response.Body = p.watched(r.Context(), framingOf(response.Header), response.Body)
 	}
 	return response, err
 }
@@ -420,23 +420,19 @@ func refusal(r *http.Request, code int, reason metav1.StatusReason) *http.Respon
 	}
 }
 
-// gone is the event that ends a watch whose start has been compacted.
-var gone = []byte(`{"type":"ERROR","object":{"kind":"Status","apiVersion":"v1","metadata":{},"status":"Failure",` +
-	`"message":"too old resource version: injected by the test","reason":"Expired","code":410}}` + "\n")
-
-// watched passes the events of a watch on, one line each, except while frozen, and until it expires.
-func (p *Proxy) watched(ctx context.Context, body io.ReadCloser) io.ReadCloser {
+// watched passes the events of a watch on, one after the other, except while frozen, and until it expires.
+func (p *Proxy) watched(ctx context.Context, framing framing, body io.ReadCloser) io.ReadCloser {
 	out, in := io.Pipe()
-	lines := make(chan []byte)
+	events := make(chan []byte)
 	ended := make(chan struct{})
 	p.ended.Go(func() {
-		defer close(lines)
+		defer close(events)
 		reader := bufio.NewReader(body)
 		for {
-			line, err := reader.ReadBytes('\n')
-			if len(line) > 0 {
+			event, err := framing.next(reader)
+			if len(event) > 0 {
 				select {
-				case lines <- line:
+				case events <- event:
 				case <-ended:
 					return
 				}
@@ -462,18 +458,18 @@ func (p *Proxy) watched(ctx context.Context, body io.ReadCloser) io.ReadCloser {
 				return
 			}
 			select {
-			case line, more := <-lines:
+			case event, more := <-events:
 				if !more {
 					return
 				}
 				if p.frozen() {
 					p.awaitThaw(ctx)
 				}
-				if _, err := in.Write(line); err != nil {
+				if _, err := in.Write(event); err != nil {
 					return
 				}
 			case <-expired:
-				_, _ = in.Write(gone)
+				_, _ = in.Write(framing.gone)
 				return
 			case <-ctx.Done():
 				return

@@ -5,6 +5,7 @@ import (
 	"context"
 	"crypto/tls"
 	"crypto/x509"
+	"encoding/binary"
 	"encoding/json"
 	"encoding/pem"
 	"fmt"
@@ -20,7 +21,14 @@ import (
 
 	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/kubernetes/scheme"
+	"k8s.io/client-go/rest"
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	"github.com/karpenter-capi/karpenter-capi/test/faults"
@@ -261,6 +269,55 @@ func TestWatchesExpire(t *testing.T) {
 	g.Expect(event.Object.Code).To(BeEquivalentTo(http.StatusGone))
 	g.Expect(event.Object.Reason).To(Equal(metav1.StatusReasonExpired))
 	g.Eventually(lines).WithTimeout(soon).Should(BeClosed())
+}
+
+// An event of a built-in kind must not be held back until the next one comes: a cache would never be filled.
+func TestBuiltInKindsAreWatchedThroughTheProxy(t *testing.T) {
+	g := NewWithT(t)
+	watching := make(chan struct{})
+	server := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		const mediaType = "application/vnd.kubernetes.protobuf"
+		info, _ := runtime.SerializerInfoForMediaType(scheme.Codecs.SupportedMediaTypes(), mediaType)
+		configMap := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "fleet", Name: "prices", ResourceVersion: "7"}}
+		body, err := runtime.Encode(scheme.Codecs.EncoderForVersion(info.Serializer, corev1.SchemeGroupVersion), configMap)
+		if err != nil {
+			t.Error(err)
+		}
+		event, err := (&metav1.WatchEvent{Type: "ADDED", Object: runtime.RawExtension{Raw: body}}).Marshal()
+		if err != nil {
+			t.Error(err)
+		}
+		w.Header().Set("Content-Type", mediaType+";stream=watch")
+		_, _ = w.Write(binary.BigEndian.AppendUint32(nil, uint32(len(event))))
+		_, _ = w.Write(event)
+		_ = http.NewResponseController(w).Flush()
+		close(watching)
+		<-r.Context().Done()
+	}))
+	t.Cleanup(server.Close)
+	proxy, err := faults.NewProxy(faults.Options{
+		Server: sandbox.Endpoint{URL: server.URL, CA: pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: server.Certificate().Raw})},
+		Memory: &faults.Memory{},
+	})
+	g.Expect(err).NotTo(HaveOccurred())
+	t.Cleanup(proxy.Close)
+	clients, err := kubernetes.NewForConfig(&rest.Config{
+		Host: proxy.Endpoint().URL, TLSClientConfig: rest.TLSClientConfig{CAData: proxy.Endpoint().CA},
+	})
+	g.Expect(err).NotTo(HaveOccurred())
+	watcher, err := clients.CoreV1().ConfigMaps("fleet").Watch(t.Context(), metav1.ListOptions{})
+	g.Expect(err).NotTo(HaveOccurred())
+	t.Cleanup(watcher.Stop)
+	g.Eventually(watching).WithTimeout(soon).Should(BeClosed())
+
+	var event watch.Event
+	g.Eventually(watcher.ResultChan()).WithTimeout(soon).Should(Receive(&event))
+	g.Expect(event.Type).To(Equal(watch.Added))
+	g.Expect(event.Object).To(HaveField("Name", "prices"))
+	proxy.ExpireWatches()
+	g.Eventually(watcher.ResultChan()).WithTimeout(soon).Should(Receive(&event))
+	g.Expect(event.Type).To(Equal(watch.Error))
+	g.Expect(apierrors.FromObject(event.Object)).To(Satisfy(apierrors.IsResourceExpired))
 }
 
 func TestConnectionsAreReset(t *testing.T) {

@@ -8,9 +8,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -181,9 +183,9 @@ func (p *Process) WaitReady(ctx context.Context) error {
 // update changes the status and tells whoever waits.
 func (p *Process) update(change func()) {
 	p.mu.Lock()
-	before := p.status
+	before, deaths := p.status, p.deaths
 	change()
-	if different := p.status != before; different {
+	if p.status != before || p.deaths != deaths {
 		close(p.changed)
 		p.changed = make(chan struct{})
 	}
@@ -276,6 +278,28 @@ func (p *Process) runOnce(ctx context.Context, cmd *exec.Cmd) {
 		p.status.PID, p.status.Ready, p.status.StartedAt = 0, false, time.Time{}
 		p.status.LastExit = cmd.ProcessState.String()
 	})
+}
+
+// Tail returns the last lines of a program's log, or why they cannot be had. It reads no more than 64 KiB.
+func Tail(log string, lines int) string {
+	const most = 64 << 10
+	file, err := os.Open(log) //nolint:gosec // the caller's to choose
+	if err != nil {
+		return err.Error()
+	}
+	defer func() { _ = file.Close() }()
+	if size, err := file.Seek(0, io.SeekEnd); err == nil {
+		_, err = file.Seek(max(0, size-most), io.SeekStart)
+		if err != nil {
+			return err.Error()
+		}
+	}
+	text, err := io.ReadAll(file)
+	if err != nil {
+		return err.Error()
+	}
+	all := strings.Split(strings.TrimRight(string(text), "\n"), "\n")
+	return strings.Join(all[max(0, len(all)-lines):], "\n")
 }
 
 func (p *Process) probe(ctx context.Context) {

@@ -1,0 +1,85 @@
+package faults
+
+import (
+	"bufio"
+	"encoding/binary"
+	"encoding/json"
+	"io"
+	"mime"
+	"net/http"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/kubernetes/scheme"
+)
+
+// framing is how the events of a watch follow each other. Built-in kinds are watched in protobuf, all others in JSON.
+type framing struct {
+	// next reads one event, with what separates it from its neighbours. At the end it may return both a part and an error.
+	next func(*bufio.Reader) ([]byte, error)
+	// gone is the event that ends a watch whose start has been compacted.
+	gone []byte
+}
+
+var (
+	linesOfJSON = framing{
+		next: func(r *bufio.Reader) ([]byte, error) { return r.ReadBytes('\n') },
+		gone: append(must(json.Marshal(expiry(must(json.Marshal(tooOld))))), '\n'),
+	}
+	framesOfProtobuf = framing{
+		next: nextFrame,
+		gone: framed(must(new(expiry(must(runtime.Encode(protobufEncoder(), tooOld)))).Marshal())),
+	}
+)
+
+// framingOf returns what a watch is answered in.
+func framingOf(header http.Header) framing {
+	if mediaType, _, err := mime.ParseMediaType(header.Get("Content-Type")); err == nil && mediaType == runtime.ContentTypeProtobuf {
+		return framesOfProtobuf
+	}
+	return linesOfJSON
+}
+
+var tooOld = &metav1.Status{
+	TypeMeta: metav1.TypeMeta{Kind: "Status", APIVersion: "v1"},
+	Status:   metav1.StatusFailure, Code: http.StatusGone, Reason: metav1.StatusReasonExpired,
+	Message: "too old resource version: injected by the test",
+}
+
+func expiry(status []byte) metav1.WatchEvent {
+	return metav1.WatchEvent{Type: string(watch.Error), Object: runtime.RawExtension{Raw: status}}
+}
+
+func protobufEncoder() runtime.Encoder {
+	info, ok := runtime.SerializerInfoForMediaType(scheme.Codecs.SupportedMediaTypes(), runtime.ContentTypeProtobuf)
+	if !ok {
+		panic("client-go knows no protobuf")
+	}
+	return scheme.Codecs.EncoderForVersion(info.Serializer, metav1.Unversioned)
+}
+
+// sizeOfLength is that of the number of bytes that precedes each frame.
+const sizeOfLength = 4
+
+func nextFrame(r *bufio.Reader) ([]byte, error) {
+	length, err := r.Peek(sizeOfLength)
+	if err != nil {
+		return nil, err
+	}
+	frame := make([]byte, sizeOfLength+int(binary.BigEndian.Uint32(length)))
+	_, err = io.ReadFull(r, frame)
+	return frame, err
+}
+
+func framed(event []byte) []byte {
+	return append(binary.BigEndian.AppendUint32(nil, uint32(len(event))), event...)
+}
+
+// must is for constants that a type system cannot express.
+func must[T any](value T, err error) T {
+	if err != nil {
+		panic(err)
+	}
+	return value
+}
