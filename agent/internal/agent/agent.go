@@ -180,7 +180,12 @@ func newManager(c Config, scope hub.Scope) (manager.Manager, error) {
 		LeaderElection:          false,
 		GracefulShutdownTimeout: new(c.Options.ShutdownGracePeriod),
 		Client:                  client.Options{FieldOwner: "capi-agent"},
-		Controller:              config.Controller{SkipNameValidation: new(true), UsePriorityQueue: new(true)},
+		Controller: config.Controller{
+			SkipNameValidation: new(true),
+			// It can deadlock when it is shut down, and the agent would not end within its grace period: controller-runtime
+			// issue 3538, in all releases that go with this Kubernetes.
+			UsePriorityQueue: new(false),
+		},
 	})
 	if err != nil {
 		return nil, fmt.Errorf("connecting to the hub: %w", err)

@@ -5,6 +5,7 @@ import (
 	"flag"
 	"fmt"
 	"os"
+	"runtime/pprof"
 	"sync"
 	"testing"
 	"time"
@@ -85,7 +86,12 @@ func start(tb testing.TB, c agent.Config) *running {
 	go func() { ended <- r.agent.Run(ctx, listener) }()
 	r.stop = sync.OnceFunc(func() {
 		cancel()
-		require.NoError(tb, <-ended)
+		err := <-ended
+		if err != nil {
+			// What hangs can only be seen now.
+			_ = pprof.Lookup("goroutine").WriteTo(tb.Output(), 1)
+		}
+		require.NoError(tb, err)
 		release()
 	})
 	tb.Cleanup(func() {

@@ -1,6 +1,9 @@
 package claims
 
 import (
+	"context"
+	"fmt"
+	"slices"
 	"testing"
 	"time"
 
@@ -9,6 +12,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
@@ -586,4 +591,77 @@ func TestAClaimFailsWithAMachineThatWillNotCome(t *testing.T) {
 
 	s.machines[0].CreationTimestamp = metav1.NewTime(s.now.Add(-time.Hour))
 	assert.Empty(t, decide(s).ledger.Pending["c"], "one that failed before the claim was made is not its Machine")
+}
+
+// A rollout waits until the MachineSet says that it let its Machines go, which it does not while it is paused.
+func TestAMachineSetThatARolloutWaitsForIsUnpaused(t *testing.T) {
+	for _, tc := range []struct {
+		name     string
+		strategy clusterv1.MachineDeploymentRolloutStrategyType
+		revision string
+		unpaused bool
+	}{
+		{name: "a rollout waits", strategy: clusterv1.RollingUpdateMachineDeploymentStrategyType, revision: "2", unpaused: true},
+		{name: "nothing is rolled out", strategy: clusterv1.RollingUpdateMachineDeploymentStrategyType, revision: "0"},
+		{name: "on deletion only", strategy: clusterv1.OnDeleteMachineDeploymentStrategyType, revision: "2"},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			s := scene(2, &Ledger{Version: 1, Seq: 1, Floor: 2, LastReplicas: 2, Shrink: &Shrink{Set: "small-a", Done: true}})
+			s.md.Spec.Rollout.Strategy.Type = tc.strategy
+			paused := s.sets[0]
+			paused.Spec.Replicas = new(int32(3)) // it has not been told of the lowering
+			paused.Annotations = map[string]string{
+				clusterv1.PausedAnnotation: v1alpha1.PausedByAgent, clusterv1.RevisionAnnotation: "1",
+			}
+			s.sets = append(s.sets, &clusterv1.MachineSet{
+				ObjectMeta: metav1.ObjectMeta{Name: "small-b", Annotations: map[string]string{clusterv1.RevisionAnnotation: tc.revision}},
+				Spec:       clusterv1.MachineSetSpec{Replicas: new(int32(0))},
+			})
+			d := decide(s.withMachine("a", "", node).withMachine("b", "", node))
+			assert.Equal(t, tc.unpaused, slices.Contains(kinds(d), unpauseMachineSet))
+		})
+	}
+}
+
+// Whoever finds the paused step half done completes it. To merely take the pause off would have Cluster API put the MachineSet's
+// replica back, and the release lower it, and the MachineDeployment, for a second Machine.
+func TestAPausedStepThatSomebodyLeftIsCompleted(t *testing.T) {
+	three := int32(3)
+	ledger := &Ledger{Version: 1, Seq: 7, Floor: 2, LastReplicas: 3, Releasing: map[types.UID]Release{
+		"gone": {Machine: "gone", Claim: "c", Set: "small-a"},
+	}}
+	md := groupOf("small", three, map[string]string{
+		v1alpha1.LedgerAnnotation: ledger.encode(), clusterv1.PausedAnnotation: v1alpha1.PausedByAgent,
+	})
+	md.Status.Conditions = []metav1.Condition{{Type: clusterv1.PausedCondition, Status: metav1.ConditionTrue}}
+	set := func(name string, replicas int32, annotations map[string]string) *clusterv1.MachineSet {
+		return &clusterv1.MachineSet{
+			ObjectMeta: metav1.ObjectMeta{
+				Namespace: namespace, Name: name, Annotations: annotations,
+				Labels: map[string]string{clusterv1.MachineDeploymentNameLabel: "small", clusterv1.ClusterNameLabel: clusterName},
+			},
+			Spec: clusterv1.MachineSetSpec{ClusterName: clusterName, Replicas: &replicas},
+		}
+	}
+	released := machineOf("gone")
+	completed(released)
+	released.Labels[v1alpha1.ClaimLabel] = "c"
+	e := engineWith(t, md, released, set("small-a", 1, map[string]string{v1alpha1.ReleasedAnnotation: "gone"}), set("small-b", 1, nil))
+	var written []string
+	e.Client = interceptor.NewClient(e.Client.(client.WithWatch), interceptor.Funcs{ //nolint:forcetypeassert // the fake is one
+		Patch: func(ctx context.Context, c client.WithWatch, o client.Object, patch client.Patch, opts ...client.PatchOption) error {
+			if err := c.Patch(ctx, o, patch, opts...); err != nil {
+				return err
+			}
+			if md, is := o.(*clusterv1.MachineDeployment); is {
+				_, paused := md.Annotations[clusterv1.PausedAnnotation]
+				written = append(written, fmt.Sprintf("replicas=%d paused=%t", *md.Spec.Replicas, paused))
+			}
+			return nil
+		},
+	})
+	_, err := e.group(namespace, "small").run(t.Context())
+	require.NoError(t, err)
+	require.NotEmpty(t, written)
+	assert.Equal(t, "replicas=2 paused=false", written[0])
 }

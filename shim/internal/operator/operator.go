@@ -112,6 +112,9 @@ func managerOptions(ctx context.Context, leaderConfig *rest.Config) manager.Opti
 		BaseContext:                   func() context.Context { return context.WithoutCancel(ctx) },
 		Controller: ctrlconfig.Controller{
 			EnableWarmup: new(!core.DisableLeaderElection && !core.DisableControllerWarmup),
+			// It can deadlock when it is shut down, and the lease would not be given back: controller-runtime issue 3538, in all
+			// releases that go with this Kubernetes.
+			UsePriorityQueue: new(false),
 		},
 	}
 	if core.EnableProfiling {

@@ -302,7 +302,7 @@ var mutants = []mutant{
 
 	// Several MachineSets.
 	{name: "no paused variant", edits: []edit{
-		{"decide.go", "	sole := len(active) == 1 && !slices", "	sole := len(active) > 0 || !slices"},
+		{"decide.go", "	sole := len(active) == 1 && !slices", "	if len(active) == 0 {\n		return\n	}\n	sole := len(active) > 0 || !slices"},
 	}},
 	{name: "paused step not repeatable", edits: []edit{
 		{
@@ -313,7 +313,7 @@ var mutants = []mutant{
 				"	metav1.SetMetaDataAnnotation(&set.ObjectMeta, v1alpha1.ReleasedAnnotation, joinUIDs(uids))\n",
 		},
 	}},
-	{name: "recovery merely un-pauses", edits: []edit{
+	{name: "recovery merely un-pauses", test: "TestAPausedStepThatSomebodyLeftIsCompleted", edits: []edit{
 		{"group.go", "	spareSince time.Time\n	lastQuiet", "	recovered  bool\n	spareSince time.Time\n	lastQuiet"},
 		{
 			"group.go", "		s.spareSince = g.spareSince\n		d := decide(s)\n		g.noteSpare(d)\n",
@@ -373,7 +373,7 @@ var mutants = []mutant{
 	{name: "a MachineSet stays paused until it was raised as well", test: "TestAgreement", edits: []edit{
 		{"decide.go", "		if overtaken || s.allLowered() && d.replicas == s.group.Replicas {\n", "		if overtaken || s.assigned() && d.replicas == s.group.Replicas {\n"},
 	}},
-	{name: "a MachineSet stays paused while a rollout waits for it", test: "TestAgreement", edits: []edit{
+	{name: "a MachineSet stays paused while a rollout waits for it", test: "TestAMachineSetThatARolloutWaitsForIsUnpaused", edits: []edit{
 		{"decide.go", " || !s.onDelete() && s.newest() != set\n", "\n"},
 	}},
 	{name: "a MachineSet is unpaused by an agent whose grace period is not over", test: "TestAgreement", edits: []edit{
