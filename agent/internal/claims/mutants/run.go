@@ -149,9 +149,9 @@ func (r runner) compile(ctx context.Context, m mutant, dir string) (string, erro
 var (
 	// failed is what rapid says of a history that a test rejected; the message begins with the invariant.
 	failed = regexp.MustCompile(`\[rapid\] failed after (\d+) tests: ([IR]\d: .*)`)
-	// failing is how an ordinary test that failed is named, and said its message.
+	// failing is how an ordinary test that failed is named, and said its message: testing's own, or testify's.
 	failing = regexp.MustCompile(`(?m)^--- FAIL: (\S+)`)
-	said    = regexp.MustCompile(`(?m)^\s+\S+_test\.go:\d+: (.+)$`)
+	said    = regexp.MustCompile(`(?m)^\s+(?:\S+_test\.go:\d+: |Error: +\t)\S.*$`)
 )
 
 // run runs one round. A failure counts only when an invariant was violated, or an assertion of the mutant's own test failed: a
