@@ -111,13 +111,13 @@ func (n *Nodes) Forget(group types.NamespacedName) {
 	delete(n.groups, group)
 }
 
-// Report takes what the Nodes of a Cluster look like now. Nodes whose Machine is not known, not of this Cluster or not of its
-// group's present template teach nothing.
+// Report takes what the Nodes of a Cluster look like now. Nodes that do not say what they have, and those whose Machine is not
+// known, not of this Cluster or not of its group's present template, teach nothing.
 func (n *Nodes) Report(ctx context.Context, cluster types.NamespacedName, nodes []Node) {
 	report := report{n: n, cluster: cluster, templates: map[types.NamespacedName]string{}, groups: map[types.NamespacedName]*member{}}
 	for i := range nodes {
 		n.unusable.Add(float64(nodes[i].Unusable))
-		if nodes[i].ProviderID == "" || nodes[i].Unregistered {
+		if nodes[i].ProviderID == "" || nodes[i].Unregistered || len(nodes[i].Capacity) == 0 {
 			continue
 		}
 		if err := report.add(ctx, &nodes[i]); err != nil {

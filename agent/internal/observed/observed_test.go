@@ -226,7 +226,7 @@ func TestLabelsThatAllNodesAgreeOnAreLearned(t *testing.T) {
 	f := start(t)
 	f.machine("present", "v1.36.3", "test://b", spoke.Name)
 	node := func(id, zone string) observed.Node {
-		return observed.Node{ProviderID: id, Labels: map[string]string{
+		return observed.Node{ProviderID: id, Capacity: list("cpu", "4"), Labels: map[string]string{
 			corev1.LabelTopologyZone: zone, corev1.LabelArchStable: "arm64", corev1.LabelTopologyRegion: "not a label", "team": "blue",
 		}}
 	}
@@ -256,4 +256,13 @@ func TestUnusableValuesAreCounted(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, 1, testutil.CollectAndCount(f.registry, "capi_agent_node_report_unusable_values_total"))
 	require.InDelta(t, 3, families[0].GetMetric()[0].GetCounter().GetValue(), 0)
+}
+
+func TestANodeThatDoesNotSayWhatItHasTeachesNothing(t *testing.T) {
+	f := start(t)
+	f.machine("present", "v1.36.3", "test://b", spoke.Name)
+	whole := observed.Node{ProviderID: "test://a", Capacity: list("cpu", "4", "nvidia.com/gpu", "1")}
+	require.Equal(t, []types.NamespacedName{group}, f.report(whole))
+	require.Empty(t, f.report(whole, observed.Node{ProviderID: "test://b"}), "its device plugin is not there yet")
+	require.Equal(t, map[string]string{"cpu": "4", "nvidia.com/gpu": "1"}, texts(f.known().Capacity))
 }

@@ -95,10 +95,8 @@ func run(ctx context.Context) error {
 	if err := catalogue.Watch(ctx, op.GetCache()); err != nil {
 		return err
 	}
-	for _, runnable := range []manager.Runnable{
-		everywhere(nodeGroups.Run), everywhere(claims.Run), catalogue,
-		agentstate.New(map[string]agentstate.Mirror{"nodegroups": nodeGroups, "claims": claims}),
-	} {
+	connection := agentstate.New(map[string]agentstate.Mirror{"nodegroups": nodeGroups, "claims": claims})
+	for _, runnable := range []manager.Runnable{everywhere(nodeGroups.Run), everywhere(claims.Run), catalogue, connection} {
 		if err := op.Add(runnable); err != nil {
 			return fmt.Errorf("adding to the manager: %w", err)
 		}
@@ -128,7 +126,8 @@ func run(ctx context.Context) error {
 		failedmachine.New(op.Clock, op.GetClient(), op.GetAPIReader(), decorated, claims, agent.Claims, cluster, op.EventRecorder,
 			opts.MachineFailureReasons, opts.MachineProgressDeadline, opts.AgentTimeout),
 		nodeclass.New(op.Clock, op.GetClient(), catalogue, nodeGroups, cluster, op.EventRecorder, opts.HubUnreachableGracePeriod),
-		claimsync.New(op.Clock, op.GetClient(), op.GetAPIReader(), decorated, agent.Claims, cluster, opts.ClaimSyncInterval, opts.AgentTimeout),
+		claimsync.New(op.Clock, op.GetClient(), op.GetAPIReader(), decorated, agent.Claims, cluster, connection.Reconnected(),
+			opts.ClaimSyncInterval, opts.AgentTimeout),
 	)
 
 	logger.Info("starting", "version", coreoperator.Version, "cluster", cluster.GetNamespace()+"/"+cluster.GetName(), "agent", opts.AgentAddress)

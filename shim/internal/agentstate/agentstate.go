@@ -7,6 +7,7 @@ import (
 
 	opmetrics "github.com/awslabs/operatorpkg/metrics"
 	"github.com/prometheus/client_golang/prometheus"
+	"sigs.k8s.io/controller-runtime/pkg/event"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 	crmetrics "sigs.k8s.io/controller-runtime/pkg/metrics"
 	"sigs.k8s.io/karpenter/pkg/metrics"
@@ -37,18 +38,24 @@ type Mirror interface {
 
 // Observer looks at mirrors.
 type Observer struct {
-	mirrors map[string]Mirror
+	mirrors     map[string]Mirror
+	reconnected chan event.GenericEvent
 }
 
 // New returns an observer of mirrors, by name.
-func New(mirrors map[string]Mirror) *Observer { return &Observer{mirrors: mirrors} }
+func New(mirrors map[string]Mirror) *Observer {
+	return &Observer{mirrors: mirrors, reconnected: make(chan event.GenericEvent, 1)}
+}
+
+// Reconnected tells that a mirror follows an agent again, which may be another one than before. It has one reader.
+func (o *Observer) Reconnected() <-chan event.GenericEvent { return o.reconnected }
 
 // NeedLeaderElection makes the manager run the observer in every process.
 func (*Observer) NeedLeaderElection() bool { return false }
 
 // Start looks until ctx is done.
 func (o *Observer) Start(ctx context.Context) error {
-	before := map[string]bool{}
+	before := map[string]agentclient.State{}
 	ticker := time.NewTicker(interval)
 	defer ticker.Stop()
 	for {
@@ -61,7 +68,7 @@ func (o *Observer) Start(ctx context.Context) error {
 	}
 }
 
-func (o *Observer) look(ctx context.Context, before map[string]bool) {
+func (o *Observer) look(ctx context.Context, before map[string]agentclient.State) {
 	for name, mirror := range o.mirrors {
 		state := mirror.State()
 		labels := map[string]string{streamLabel: name}
@@ -69,7 +76,14 @@ func (o *Observer) look(ctx context.Context, before map[string]bool) {
 		if !state.LastEvent.IsZero() {
 			lastHeard.Set(float64(state.LastEvent.Unix()), labels)
 		}
-		was, known := before[name]
+		last, known := before[name]
+		was := last.Connected
+		if state.Connected && !last.Since.IsZero() && last.Since != state.Since {
+			select {
+			case o.reconnected <- event.GenericEvent{}:
+			default: // the reader has not come to the last one yet
+			}
+		}
 		switch logger := log.FromContext(ctx).WithValues("stream", name); {
 		case state.Connected && !was:
 			logger.Info("following the agent")
@@ -79,7 +93,7 @@ func (o *Observer) look(ctx context.Context, before map[string]bool) {
 			logger.Info("cannot reach the agent yet, trying again and again", "reason", message(state.LastError))
 		}
 		if state.Connected || was || state.LastError != nil {
-			before[name] = state.Connected
+			before[name] = state
 		}
 	}
 }

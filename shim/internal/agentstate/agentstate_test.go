@@ -3,6 +3,7 @@ package agentstate_test
 import (
 	"context"
 	"testing"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/assert"
@@ -36,6 +37,13 @@ func TestTheConnectionIsAMetric(t *testing.T) {
 	w.Eventually(func() bool { return connected(t) == 1 }, "connected")
 	w.Disconnect()
 	w.Eventually(func() bool { return connected(t) == 0 }, "lost")
+	assert.Empty(t, observer.Reconnected())
+	w.Reconnect()
+	select {
+	case <-observer.Reconnected():
+	case <-time.After(10 * time.Second):
+		t.Error("nobody is told that an agent is followed again")
+	}
 	problems, err := testutil.GatherAndLint(
 		crmetrics.Registry,
 		"karpenter_capi_agent_connected",

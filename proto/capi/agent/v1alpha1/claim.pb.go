@@ -866,13 +866,15 @@ type NodeReport struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// `spec.providerID` of the Node. REQUIRED.
 	ProviderId string `protobuf:"bytes,1,opt,name=provider_id,json=providerId,proto3" json:"provider_id,omitempty"`
-	// `status.capacity`: resource name to quantity in Kubernetes notation.
+	// `status.capacity`: resource name to quantity in Kubernetes notation. Empty while the Node may not show all that it has, as
+	// before its device plugins have registered: nothing is learned from it then.
 	Capacity map[string]string `protobuf:"bytes,2,rep,name=capacity,proto3" json:"capacity,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// `status.allocatable`: resource name to quantity in Kubernetes notation.
 	Allocatable map[string]string `protobuf:"bytes,3,rep,name=allocatable,proto3" json:"allocatable,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// The Node still carries the taint `karpenter.sh/unregistered`: nothing runs on it yet.
 	Unregistered bool `protobuf:"varint,4,opt,name=unregistered,proto3" json:"unregistered,omitempty"`
-	// The Node's labels for architecture, operating system, zone, region and instance type. Others are ignored.
+	// `kubernetes.io/arch` and `kubernetes.io/os` as the kubelet reports them in `status.nodeInfo`, and the Node's labels for zone
+	// and region, which may be what the caller planned: they are only compared with the description. Others are ignored.
 	Labels        map[string]string `protobuf:"bytes,5,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -3,6 +3,9 @@
 //
 // The order is what makes this safe: first a token from the agent, then the NodeClaims, read from the API server itself, then
 // both to the agent. A claim that was made after the token was taken is not collected, whatever the set says.
+//
+// With the set goes what the Nodes look like, from which the agent learns what machines are like. It stores none of that, so it
+// is told again as soon as the shim follows another agent.
 package claimsync
 
 import (
@@ -21,9 +24,12 @@ import (
 	controllerruntime "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	"sigs.k8s.io/controller-runtime/pkg/source"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/cloudprovider"
 	"sigs.k8s.io/karpenter/pkg/operator/injection"
@@ -53,19 +59,21 @@ type Controller struct {
 	cloudProvider cloudprovider.CloudProvider
 	agent         agentv1alpha1.ClaimServiceClient
 	cluster       *agentv1alpha1.ClusterRef
+	reconnected   <-chan event.GenericEvent
 	interval      time.Duration
 	timeout       time.Duration
 }
 
-// New returns the controller. kube reads Nodes from a cache; live reads NodeClaims from the API server. timeout bounds each
-// call to the agent.
+// New returns the controller. kube reads Nodes from a cache; live reads NodeClaims from the API server. A round is done when
+// reconnected tells so, and else at each interval. timeout bounds each call to the agent.
 func New(
 	clk clock.PassiveClock, kube, live client.Reader, cloudProvider cloudprovider.CloudProvider,
-	agent agentv1alpha1.ClaimServiceClient, cluster *agentv1alpha1.ClusterRef, interval, timeout time.Duration,
+	agent agentv1alpha1.ClaimServiceClient, cluster *agentv1alpha1.ClusterRef, reconnected <-chan event.GenericEvent,
+	interval, timeout time.Duration,
 ) *Controller {
 	return &Controller{
 		clock: clk, kube: kube, live: live, cloudProvider: cloudProvider,
-		agent: agent, cluster: cluster, interval: interval, timeout: timeout,
+		agent: agent, cluster: cluster, reconnected: reconnected, interval: interval, timeout: timeout,
 	}
 }
 
@@ -163,15 +171,19 @@ func report(node *corev1.Node) *agentv1alpha1.NodeReport {
 			labels[label] = is
 		}
 	}
-	return &agentv1alpha1.NodeReport{
-		ProviderId:  node.Spec.ProviderID,
-		Capacity:    wire.Quantities(node.Status.Capacity),
-		Allocatable: wire.Quantities(node.Status.Allocatable),
+	described := &agentv1alpha1.NodeReport{
+		ProviderId: node.Spec.ProviderID,
 		Unregistered: lo.ContainsBy(node.Spec.Taints, func(taint corev1.Taint) bool {
 			return taint.MatchTaint(&karpv1.UnregisteredNoExecuteTaint)
 		}),
 		Labels: labels,
 	}
+	// Until core has found all that it waits for, a device plugin may have said nothing yet.
+	if node.Labels[karpv1.NodeRegisteredLabelKey] == "" || node.Labels[karpv1.NodeInitializedLabelKey] == "true" {
+		described.Capacity = wire.Quantities(node.Status.Capacity)
+		described.Allocatable = wire.Quantities(node.Status.Allocatable)
+	}
+	return described
 }
 
 // Register adds the controller to the manager.
@@ -179,6 +191,11 @@ func (c *Controller) Register(_ context.Context, m manager.Manager) error {
 	return controllerruntime.NewControllerManagedBy(m).
 		Named(name).
 		WatchesRawSource(singleton.Source()).
+		WatchesRawSource(source.Channel(c.reconnected, handler.Funcs{
+			GenericFunc: func(_ context.Context, _ event.GenericEvent, queue workqueue.TypedRateLimitingInterface[reconcile.Request]) {
+				queue.Add(reconcile.Request{}) // the singleton's, so that there are no two of them
+			},
+		})).
 		WithOptions(controller.Options{
 			// The default backs off for up to a quarter of an hour, which is too long after an outage.
 			RateLimiter: workqueue.NewTypedItemExponentialFailureRateLimiter[reconcile.Request](time.Second, min(c.interval, 30*time.Second)),

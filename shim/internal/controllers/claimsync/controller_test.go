@@ -31,7 +31,7 @@ const interval = time.Minute
 func world(t *testing.T, options ...shimtest.Option) (*shimtest.World, *claimsync.Controller) {
 	t.Helper()
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}}, options...)
-	return w, claimsync.New(clock.RealClock{}, w.Kube, w.Kube, w.CloudProvider, w.Client.Claims, w.Cluster, interval, shimtest.Timeout)
+	return w, claimsync.New(clock.RealClock{}, w.Kube, w.Kube, w.CloudProvider, w.Client.Claims, w.Cluster, nil, interval, shimtest.Timeout)
 }
 
 func phase(w *shimtest.World, nodeClaim *karpv1.NodeClaim) agentv1alpha1.ClaimPhase {
@@ -176,12 +176,23 @@ func TestNodesAreReported(t *testing.T) {
 	})
 	w.Create(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "running"}, Spec: corev1.NodeSpec{ProviderID: "sim:///2"}})
 	w.Create(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "nobody"}})
+	for name, labels := range map[string]map[string]string{
+		"starting": {karpv1.NodeRegisteredLabelKey: "true"},
+		"started":  {karpv1.NodeRegisteredLabelKey: "true", karpv1.NodeInitializedLabelKey: "true"},
+	} {
+		w.Create(&corev1.Node{
+			ObjectMeta: metav1.ObjectMeta{Name: name, Labels: labels}, Spec: corev1.NodeSpec{ProviderID: "sim:///" + name},
+			Status: corev1.NodeStatus{Capacity: corev1.ResourceList{"cpu": resource.MustParse("4")}},
+		})
+	}
 	sync(t, w, c)
 	reports := map[string]*agentv1alpha1.NodeReport{}
 	for _, report := range w.Agent.NodeReports(w.Cluster) {
 		reports[report.GetProviderId()] = report
 	}
-	require.Len(t, reports, 2)
+	require.Len(t, reports, 4)
+	assert.Empty(t, reports["sim:///starting"].GetCapacity(), "its device plugins may not be there yet")
+	assert.NotEmpty(t, reports["sim:///started"].GetCapacity())
 	assert.True(t, reports["sim:///1"].GetUnregistered())
 	assert.Equal(t, map[string]string{
 		corev1.LabelArchStable: "arm64", corev1.LabelOSStable: "linux", corev1.LabelTopologyZone: "z1",
