@@ -1112,8 +1112,9 @@ func (s *snapshot) moveOn(d *decision, c *v1alpha1.MachineClaim, reason, message
 
 func (s *snapshot) actOnPending(d *decision, c *v1alpha1.MachineClaim, named Named) {
 	m := s.machine(named.UID)
+	_, had := s.holders[named.UID] // by a claim that hands it over and has not ended yet
 	switch {
-	case named.UID != "" && m != nil && alive(m) && !held(m) && claimOf(m) == "":
+	case named.UID != "" && m != nil && alive(m) && !held(m) && claimOf(m) == "" && !had:
 		d.actions = append(d.actions, action{kind: bind, claim: c, machine: m})
 	case c.Spec.Adopt != "" && named.UID == "":
 		d.end(c, ReasonMachineLost, "the Machine that it was to take over was deleted before that")

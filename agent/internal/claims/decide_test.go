@@ -665,3 +665,32 @@ func TestAPausedStepThatSomebodyLeftIsCompleted(t *testing.T) {
 	require.NotEmpty(t, written)
 	assert.Equal(t, "replicas=2 paused=false", written[0])
 }
+
+// Naming is gathered, but not where that leaves Machines to nobody: each that joined too soon is released, and replaced by one that
+// may join too soon as well.
+func TestAMachineIsNamedAtOnceWhereOthersJoinedTooSoon(t *testing.T) {
+	e := engineWith(t)
+	e.Coalesce = time.Second
+	for _, missed := range []bool{false, true} {
+		s := scene(2, &Ledger{Version: 1, Seq: 4, LastReplicas: 2, Pending: map[string]Named{"a": {}, "b": {}}}).
+			withClaim("a", v1alpha1.PhasePending, "").withClaim("b", v1alpha1.PhasePending, "").withMachine("fresh", "", nil)
+		if missed {
+			s.withMachine("joined", "", node)
+		}
+		d := decide(s)
+		require.NotNil(t, d.ledger)
+		require.Equal(t, "fresh", d.ledger.Pending["a"].Machine)
+		wait := e.group(namespace, fmt.Sprintf("missed-%t", missed)).coalesce(s, d)
+		assert.Equal(t, missed, wait == 0, "%s", wait)
+	}
+}
+
+// The one that has it says so until it has ended: nobody is to read that two claims have one Machine.
+func TestAMachineIsBoundWhenTheClaimThatHandsItOverHasEnded(t *testing.T) {
+	ledger := &Ledger{Version: 1, Seq: 4, LastReplicas: 1, Pending: map[string]Named{"b": {Machine: "m", UID: "m"}}}
+	s := scene(1, ledger).withMachine("m", "", nil).
+		withClaim("a", v1alpha1.PhaseReleasing, "m").withClaim("b", v1alpha1.PhasePending, "")
+	assert.Equal(t, []actionKind{end}, kinds(decide(s)))
+	s = scene(1, ledger).withMachine("m", "", nil).withClaim("a", v1alpha1.PhaseEnded, "m").withClaim("b", v1alpha1.PhasePending, "")
+	assert.Equal(t, []actionKind{bind}, kinds(decide(s)))
+}

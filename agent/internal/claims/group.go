@@ -302,6 +302,8 @@ func (g *group) coalesce(s *snapshot, d *decision) time.Duration {
 		return 0
 	case d.urgent, d.unmet > 0: // at the max size no further Machine is coming that could be named in the same write
 		return 0
+	case len(d.ledger.Pending) > 0 && s.unusable(d.ledger) > 0: // Machines join sooner than they were named: none is left to the next write
+		return 0
 	case g.wanted.IsZero():
 		g.wanted = clock.Now()
 	}

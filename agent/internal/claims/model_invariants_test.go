@@ -301,11 +301,11 @@ func (w *world) check() {
 	byMachine := map[types.UID]string{}
 	for _, id := range slices.Sorted(maps.Keys(claims)) {
 		c := claims[id]
-		if c.Status.Machine == nil || c.Status.Phase != v1alpha1.PhaseBound {
+		if c.Status.Machine == nil || c.Status.Phase == v1alpha1.PhaseEnded {
 			continue
 		}
 		if other, taken := byMachine[c.Status.Machine.UID]; taken {
-			w.t.Fatalf("I1: claims %s and %s are bound to one Machine\n%s", id, other, w.describe())
+			w.t.Fatalf("I1: claims %s and %s have one Machine\n%s", id, other, w.describe())
 		}
 		byMachine[c.Status.Machine.UID] = id
 	}

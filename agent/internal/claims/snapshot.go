@@ -33,6 +33,7 @@ type snapshot struct {
 	// Filled by index, to look things up by.
 	byUID   map[types.UID]*clusterv1.Machine
 	byLabel map[string]*clusterv1.Machine
+	holders map[types.UID]string // ids of the claims that live and say that they have the Machine
 	byID    map[string]*v1alpha1.MachineClaim
 	// unregistered reports whether the holder said that this provider ID's Node still carries the unregistered taint.
 	unregistered func(providerID string) bool
@@ -72,8 +73,12 @@ func (s *snapshot) index() {
 		}
 	}
 	s.byID = make(map[string]*v1alpha1.MachineClaim, len(s.claims))
+	s.holders = make(map[types.UID]string, len(s.claims))
 	for _, c := range s.claims {
 		s.byID[c.Spec.ClaimID] = c
+		if hasMachine(c) {
+			s.holders[c.Status.Machine.UID] = c.Spec.ClaimID
+		}
 	}
 }
 

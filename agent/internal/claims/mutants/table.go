@@ -301,6 +301,9 @@ var mutants = []mutant{
 	}},
 
 	// Several MachineSets.
+	{name: "a Machine is bound before the claim that hands it over has ended", edits: []edit{
+		{"decide.go", " && claimOf(m) == \"\" && !had:\n", " && claimOf(m) == \"\" && (!had || true):\n"},
+	}},
 	{name: "no paused variant", edits: []edit{
 		{"decide.go", "	sole := len(active) == 1 && !slices", "	if len(active) == 0 {\n		return\n	}\n	sole := len(active) > 0 || !slices"},
 	}},

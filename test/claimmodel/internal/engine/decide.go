@@ -226,6 +226,11 @@ func (t *step) orphaned(label uint8) bool {
 	return label == 0 || t.s.claims[label-1].phase == ended
 }
 
+// isHad reports whether a claim that lives says that it has the Machine.
+func (t *step) isHad(i uint8) bool {
+	return slices.ContainsFunc(t.s.claims[:], func(x claim) bool { return x.machine == i+1 && x.phase != ended })
+}
+
 func (t *step) startReleases() {
 	for i, m := range t.s.machines {
 		if t.next.releasing&bit(i) == 0 || !m.exists() || t.next.givenBack&bit(i) != 0 {
@@ -924,7 +929,7 @@ func (t *step) actOnClaims() {
 func (t *step) actOnPending(c int, x claim, entry uint8) {
 	if entry >= named {
 		m := t.s.machines[entry-named]
-		if m.alive() && !m.has(finalized) && m.label == 0 {
+		if m.alive() && !m.has(finalized) && m.label == 0 && !t.isHad(entry-named) {
 			t.d.do(action{kind: bind, claim: uint8(c), machine: entry - named})
 			return
 		}
