@@ -23,6 +23,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/catalogue"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/inventory"
@@ -76,12 +77,16 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	machines := newFeed(o, inventory.EqualMachines)
 	shownClaims := newFeed(o, inventory.EqualClaims)
 
+	var groups *catalogue.Catalogue
 	engine := claims.New(claims.Config{
 		Index: hub.ByDeployment, FailedIndex: hub.FailedByDeployment, Live: hub.LiveClaims(),
 		Client: a.manager.GetClient(), Reader: a.manager.GetAPIReader(), Recorder: a.manager.GetEventRecorder("capi-agent"),
 		Clock: c.Clock, SpareGrace: o.SpareGracePeriod, TombstoneRetention: o.TombstoneRetention,
 		CollectGrace: o.CollectGracePeriod, TokenLife: o.SyncTokenLifetime,
 		Failure: o.Failure(),
+		Quota: func(ctx context.Context, group types.NamespacedName) (*eligibility.Refusal, error) {
+			return groups.Quota(ctx, group)
+		},
 	})
 	if c.Registerer != nil {
 		if err := c.Registerer.Register(engine.Collector()); err != nil {
@@ -96,7 +101,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	if err != nil {
 		return nil, err
 	}
-	groups, err := catalogue.New(catalogue.Config{
+	groups, err = catalogue.New(catalogue.Config{
 		Feed: nodeGroups, Scope: scope, SyncedLabels: o.SyncedLabels(),
 		Recorder: a.manager.GetEventRecorder("capi-agent"), Registerer: c.Registerer,
 		CoolingDown: engine.CoolingDown, Clock: engine.Clock, Observed: nodes, Pricing: o.Pricing(), PriceList: prices,

@@ -74,6 +74,9 @@ type Config struct {
 	// TokenLife is how long after the listing that made it a token may be used: a holder reads its live set right after it
 	// took the token, and one that needs longer has a problem of its own. Zero means ten minutes.
 	TokenLife time.Duration
+	// Quota says why no Machine can be added to a node group, because of the hub's ResourceQuotas, as far as is known; nil when
+	// one can. A group with a spare takes a claim all the same. Nil means that nothing is known.
+	Quota func(ctx context.Context, nodeGroup types.NamespacedName) (*eligibility.Refusal, error)
 	// Failure says when a Machine is given up. The zero value gives none up.
 	Failure Failure
 	// Coalesce is the shortest time between two writes of one ledger that nobody waits for. Zero means one second.
@@ -290,11 +293,18 @@ func (e *Engine) refusal(ctx context.Context, r Request, cluster *clusterv1.Clus
 		return newer(name, err), nil
 	}
 	group := eligibility.Of(&md, cluster)
+	var quota *eligibility.Refusal
 	switch {
 	case group.Refusal != nil:
 		return group.Refusal, nil
 	case r.Adopt == "" && !group.Full():
-		return e.CoolingDown(ctx, key)
+		refusal, err := e.CoolingDown(ctx, key)
+		if refusal != nil || err != nil || e.Quota == nil {
+			return refusal, err
+		}
+		if quota, err = e.Quota(ctx, key); quota == nil || err != nil {
+			return nil, err
+		}
 	}
 	// Whether there is a spare, or the Machine to adopt can be had, takes the whole view of the group: what would be decided if
 	// the claim were there already?
@@ -311,8 +321,12 @@ func (e *Engine) refusal(ctx context.Context, r Request, cluster *clusterv1.Clus
 	asked := e.newClaim(r, cluster, name)
 	asked.CreationTimestamp = metav1.NewTime(s.now) // behind those that wait already
 	s.claims = append(s.claims, asked)
-	if refusal, refused := decide(s).refused[r.ID]; refused {
+	d := decide(s)
+	if refusal, refused := d.refused[r.ID]; refused {
 		return &refusal, nil
+	}
+	if d.replicas > s.group.Replicas {
+		return quota, nil
 	}
 	return nil, nil
 }

@@ -1,18 +1,21 @@
 package claims
 
 import (
+	"context"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/utils/clock"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/fake"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
 )
 
 func groupOf(name string, replicas int32, annotations map[string]string) *clusterv1.MachineDeployment {
@@ -176,4 +179,26 @@ func TestMachinesOfAnotherClusterAreNotTheGroups(t *testing.T) {
 	require.Len(t, s.machines, 1)
 	assert.Equal(t, "mine", s.machines[0].Name)
 	assert.Contains(t, kinds(decide(s)), end, "its Machine is gone with its MachineDeployment")
+}
+
+// A claim that needs a further Machine is not left waiting in a namespace that has no room for one.
+func TestAGroupWhoseQuotaIsUsedUpTakesClaimsForSparesOnly(t *testing.T) {
+	spare := machineOf("spare")
+	spare.Labels[clusterv1.MachineDeploymentNameLabel] = "kept"
+	e := engineWith(t, groupOf("small", 0, nil), spare, groupOf("kept", 1, map[string]string{
+		v1alpha1.LedgerAnnotation: `{"v":1,"seq":1,"floor":0,"lastReplicas":1,"spare":1}`,
+	}))
+	e.Quota = func(_ context.Context, group types.NamespacedName) (*eligibility.Refusal, error) {
+		return &eligibility.Refusal{NodeGroup: group.Name, Reason: eligibility.QuotaExceeded, Message: "used up"}, nil
+	}
+	ask := func(id string, candidates ...string) (*v1alpha1.MachineClaim, error) {
+		return e.Create(t.Context(), Request{Namespace: namespace, Cluster: clusterName, ID: id, Holder: "spoke", Candidates: candidates})
+	}
+	_, err := ask("a", "small")
+	var refused *NoRoomError
+	require.ErrorAs(t, err, &refused)
+	assert.Equal(t, eligibility.QuotaExceeded, refused.Candidates[0].Reason)
+	c, err := ask("b", "small", "kept")
+	require.NoError(t, err)
+	assert.Equal(t, "kept", c.Spec.NodeGroup)
 }
