@@ -349,6 +349,11 @@ func (s *snapshot) handsOver(m *clusterv1.Machine) bool {
 func (s *snapshot) giveBack(d *decision, next *Ledger) {
 	var ready []types.UID
 	for uid, r := range next.Releasing {
+		if s.deleted() && r.Set != "" {
+			// All of it goes, and Cluster API must not be paused for that. It no longer says what it has observed either.
+			r.GivenBack = true
+			next.Releasing[uid] = r
+		}
 		m := s.machine(uid)
 		switch {
 		case m == nil:
@@ -368,7 +373,7 @@ func (s *snapshot) giveBack(d *decision, next *Ledger) {
 			ready = append(ready, uid)
 		}
 	}
-	if len(ready) == 0 {
+	if len(ready) == 0 || s.deleted() {
 		return
 	}
 	slices.Sort(ready)
@@ -928,7 +933,7 @@ func (s *snapshot) shrink(d *decision, next *Ledger, spare int32) int32 {
 	missing := min(s.group.Replicas-count(s.machines), spare-max(0, count(s.free(next))-s.floor(next)))
 	active := s.activeSets()
 	paused := s.group.Refusal != nil && s.group.Refusal.Reason == eligibility.Paused
-	may := missing > 0 && len(active) == 1 && !s.rollingOut() && !paused
+	may := missing > 0 && len(active) == 1 && !s.rollingOut() && !paused && !s.deleted()
 	if next.Shrink == nil {
 		for _, set := range s.sets {
 			if set.Annotations[clusterv1.PausedAnnotation] == v1alpha1.PausedByAgent {
@@ -962,8 +967,8 @@ func (s *snapshot) shrink(d *decision, next *Ledger, spare int32) int32 {
 	case !ours:
 		next.Shrink = nil
 	default:
-		// A rollout that began meanwhile waits for the MachineSet to let its Machines go.
-		overtaken := len(active) != 1 || active[0] != set || !s.onDelete() && s.newest() != set
+		// A rollout that began meanwhile waits for the MachineSet to let its Machines go, and so does the deletion of the group.
+		overtaken := s.deleted() || len(active) != 1 || active[0] != set || !s.onDelete() && s.newest() != set
 		if overtaken || s.allLowered() && d.replicas == s.group.Replicas {
 			d.actions = append(d.actions, action{kind: unpauseMachineSet, set: set})
 		}
@@ -1205,11 +1210,11 @@ func (s *snapshot) actOnMachines(d *decision) {
 		switch {
 		case recorded && !r.GivenBack && alive(m) && s.mayDelete(m):
 			d.actions = append(d.actions, action{kind: hold, machine: m, release: r})
-		case recorded && !r.GivenBack && r.Hook && !ours && stoppable(m) && s.md.DeletionTimestamp.IsZero():
+		case recorded && !r.GivenBack && r.Hook && !ours && stoppable(m) && !s.deleted():
 			d.actions = append(d.actions, action{kind: hook, machine: m, release: r})
 		case recorded && r.GivenBack && ours && s.carriedThrough(r.Generation):
 			d.actions = append(d.actions, action{kind: letGo, machine: m})
-		case stopped && !s.md.DeletionTimestamp.IsZero():
+		case stopped && s.deleted():
 			// Cluster API deletes the whole group, makes nothing anew, and waits for this Machine.
 			d.actions = append(d.actions, action{kind: letGo, machine: m})
 		case !recorded && stopped && s.carriedThrough(s.md.Generation):

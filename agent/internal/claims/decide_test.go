@@ -359,6 +359,36 @@ func TestAMachineOfAGroupThatIsBeingDeletedIsLetGo(t *testing.T) {
 	}
 }
 
+// Cluster API deletes nothing that is paused.
+func TestAGroupThatIsBeingDeletedIsNotKeptPaused(t *testing.T) {
+	going := func(ledger *Ledger) *snapshot {
+		s := scene(1, ledger)
+		s.md.DeletionTimestamp = new(metav1.NewTime(s.now))
+		s.md.Generation = 4 // Cluster API does not observe generations of what it deletes
+		s.group.Refusal = &eligibility.Refusal{Reason: eligibility.Deleting}
+		return s
+	}
+	t.Run("MachineSet", func(t *testing.T) {
+		for _, done := range []bool{false, true} {
+			s := going(&Ledger{Version: 1, Seq: 9, LastReplicas: 1, Spare: 1, Shrink: &Shrink{Set: "small-a", Done: done}})
+			s.sets[0].Annotations = map[string]string{clusterv1.PausedAnnotation: v1alpha1.PausedByAgent}
+			if !done {
+				s.ledger = decide(s).ledger
+				require.True(t, s.ledger.Shrink.Done)
+			}
+			assert.Contains(t, kinds(decide(s)), unpauseMachineSet)
+		}
+	})
+	t.Run("MachineDeployment", func(t *testing.T) {
+		s := going(&Ledger{Version: 1, Seq: 9, LastReplicas: 1, Releasing: map[types.UID]Release{"a": {Machine: "a", Set: "small-a"}}})
+		s.md.Annotations = map[string]string{clusterv1.PausedAnnotation: v1alpha1.PausedByAgent}
+		d := decide(s.withMachine("a", "", completed))
+		assert.Equal(t, pauseRemove, d.pause)
+		assert.Equal(t, int32(1), d.replicas)
+		assert.Contains(t, kinds(d), letGo)
+	})
+}
+
 func TestAMachineWhoseClaimsObjectWasLostKeepsItsClaim(t *testing.T) {
 	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).withMachine("a", "c", node)
 	s.lost = map[string]*clusterv1.Machine{"c": s.machines[0]}

@@ -392,6 +392,11 @@ func (g *group) settleGone(ctx context.Context) (time.Duration, error) {
 		}
 	}
 	s.actOnMachines(d)
+	for _, set := range s.sets { // left behind as well
+		if set.Annotations[clusterv1.PausedAnnotation] == v1alpha1.PausedByAgent {
+			d.actions = append(d.actions, action{kind: unpauseMachineSet, set: set})
+		}
+	}
 	_, err := e.perform(ctx, s, d.actions)
 	return d.again, err
 }

@@ -146,6 +146,9 @@ func (s *snapshot) newest() *clusterv1.MachineSet {
 	return newest
 }
 
+// deleted reports whether the MachineDeployment is being deleted, and everything with it.
+func (s *snapshot) deleted() bool { return !s.md.DeletionTimestamp.IsZero() }
+
 func (s *snapshot) onDelete() bool {
 	return s.md.Spec.Rollout.Strategy.Type == clusterv1.OnDeleteMachineDeploymentStrategyType
 }
