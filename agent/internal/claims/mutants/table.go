@@ -166,7 +166,7 @@ var mutants = []mutant{
 			"	if err := e.Client.Patch(ctx, m, client.MergeFrom(machine), fieldOwner); err != nil {\n		return err\n	}\n	observeBound",
 		},
 		{
-			"decide.go", "	case named.UID != \"\" && m != nil && alive(m) && !held(m) && claimOf(m) == \"\":\n		d.actions = append(d.actions, action{kind: bind",
+			"decide.go", "	case named.UID != \"\" && m != nil && alive(m) && !held(m) && claimOf(m) == \"\" && !had:\n		d.actions = append(d.actions, action{kind: bind",
 			"	case named.UID != \"\" && m != nil && alive(m) && !held(m):\n		d.actions = append(d.actions, action{kind: bind",
 		},
 	}},
