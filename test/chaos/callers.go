@@ -164,7 +164,7 @@ func (c *callers) attempt(ctx context.Context, r *agentv1alpha1.CreateClaimReque
 		switch {
 		case err == nil:
 			return true, true
-		case agenterrors.IsNoRoom(err), agenterrors.IsRefused(err), agenterrors.IsEnded(err):
+		case agenterrors.IsNoRoom(err), agenterrors.IsRefused(err), agenterrors.IsEnded(err), agenterrors.IsNotFound(err):
 			return false, true
 		case agenterrors.IsInvalidArgument(err), agenterrors.IsPermissionDenied(err), agenterrors.IsUnauthenticated(err):
 			c.odd("CreateClaim: %v", err)

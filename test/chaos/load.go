@@ -72,10 +72,7 @@ func (l *load) finish() {
 func (l *load) life(ctx context.Context, m mix) {
 	r := l.r
 	id, err := r.calls.create(ctx, lo.Sample(m.choices)...)
-	if err != nil {
-		return
-	}
-	if id == "" { // no room
+	if err != nil || id == "" { // no such group, or no room
 		l.sleep(ctx, between(100*time.Millisecond, 500*time.Millisecond))
 		return
 	}

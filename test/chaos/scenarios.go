@@ -31,6 +31,7 @@ import (
 const (
 	machineLost = "MachineLost"
 	failed      = "Failed"
+	groupGone   = "NodeGroupGone"
 )
 
 // scenarios are all that there are, in the order of the table.
@@ -108,6 +109,10 @@ func scenarios() []*scenario {
 		{
 			name: "blocked", about: "Cluster API's preflight checks block a node group; its claims are taken back",
 			run: blockedGroups, losses: []string{failed},
+		},
+		{
+			name: "groups deleted", about: "a person deletes node groups, some in the middle of a rollout, while claims come and go; the agent is killed",
+			run: groupsDeleted, losses: []string{machineLost, groupGone},
 		},
 		{
 			name: "random kills", about: "the agent is killed every few seconds while claims come and go, until there were as many as asked for",
@@ -578,8 +583,8 @@ func (r *run) editLedger(ctx context.Context, g *group) error {
 		}
 		var own, unclear int32
 		switch kind {
-		case 0: // no ledger any more
-			l, unclear = nil, inFlight(text)
+		case 0: // no ledger any more; what an earlier edit made it forget is not known either
+			l, unclear = nil, inFlight(text)+r.forgotten(ctx, g, text)
 		case 1: // claims that wait are forgotten
 			delete(l, "pending")
 		case 2: // releases are forgotten
@@ -611,6 +616,18 @@ func (r *run) editLedger(ctx context.Context, g *group) error {
 			},
 		}
 	})
+}
+
+// forgotten is how many Machines of the group are being deleted of which a ledger knows nothing. Whether their replicas were given
+// back is then not to be known.
+func (r *run) forgotten(ctx context.Context, g *group, ledger string) int32 {
+	machines, err := r.machines(ctx, g)
+	if err != nil {
+		return 0 // the edit fails as well
+	}
+	return int32(lo.CountBy(machines, func(m clusterv1.Machine) bool {
+		return !m.DeletionTimestamp.IsZero() && !strings.Contains(ledger, string(m.UID))
+	}))
 }
 
 // invent adds a release to a ledger.
@@ -723,4 +740,61 @@ func blockedGroups(ctx context.Context, r *run) error {
 		asking.Wait()
 		return r.releaseOf(ctx, bad)
 	})
+}
+
+func groupsDeleted(ctx context.Context, r *run) error {
+	stays := newGroup("deleted-not", 1, 10)
+	return r.with(ctx, []*group{stays}, func() error {
+		stop := r.killing(ctx, 2*time.Second, 7*time.Second, sandbox.Agent)
+		defer stop()
+		for i := range 4 {
+			if err := r.deleteBusy(ctx, fmt.Sprintf("deleted-%d", i), stays, i%2 == 1); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
+// deleteBusy makes a node group, lets claims come and go there, and deletes it while they do.
+func (r *run) deleteBusy(ctx context.Context, name string, other *group, several bool) error {
+	g := newGroup(name, 2, 14)
+	g.onDelete = several // with Machines of several MachineSets then
+	if err := r.build(ctx, g); err != nil {
+		return fmt.Errorf("building a node group: %w", err)
+	}
+	l := r.startLoad(ctx, usual(g, other))
+	defer l.finish()
+	if err := wait(ctx, between(4*time.Second, 8*time.Second)); err != nil {
+		return err
+	}
+	if several {
+		g.revision++
+		if err := r.Hub.Create(ctx, g.machineTemplate()); err != nil {
+			return err
+		}
+		if _, err := r.flipWhenQuiet(ctx, g, g.template()); err != nil {
+			return err
+		}
+		if err := wait(ctx, between(2*time.Second, 8*time.Second)); err != nil {
+			return err
+		}
+	}
+	r.fault("a person deletes %s", g.name)
+	if err := r.raze(ctx, g); err != nil {
+		return fmt.Errorf("deleting a node group: %w", err)
+	}
+	// Cluster API leaves the Nodes of Machines that it began to delete before they joined. In a cloud its controller removes them.
+	var nodes corev1.NodeList
+	if err := r.Spoke.List(ctx, &nodes); err != nil {
+		return err
+	}
+	for i := range nodes.Items {
+		if node := &nodes.Items[i]; strings.HasPrefix(node.Name, g.name+"-") {
+			if err := client.IgnoreNotFound(r.Spoke.Delete(ctx, node)); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
 }
