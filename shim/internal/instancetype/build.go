@@ -77,16 +77,24 @@ func keyOf(name string, groups []*Group, conditions Conditions) string {
 }
 
 func build(name string, groups []*Group, conditions Conditions) *cloudprovider.InstanceType {
-	capacity := smallest(groups)
+	described := withCapacity(groups)
+	capacity := smallest(described)
 	return &cloudprovider.InstanceType{
 		Name:                   name,
 		Requirements:           typeRequirements(groups),
 		Offerings:              offerings(groups, conditions),
 		Capacity:               capacity,
-		Overhead:               commonOverhead(groups, capacity),
-		VolumeAttachmentLimits: leastVolumes(groups),
-		DynamicResources:       cloudprovider.DynamicResources{ResourceSliceTemplates: sliceTemplates(leastDevices(groups))},
+		Overhead:               commonOverhead(described, capacity),
+		VolumeAttachmentLimits: leastVolumes(described),
+		DynamicResources:       cloudprovider.DynamicResources{ResourceSliceTemplates: sliceTemplates(leastDevices(described))},
 	}
+}
+
+// withCapacity leaves out the groups that nothing is launched from because nobody knows what they have: they must not take the
+// others of their instance type down. Where that are all groups, it returns all.
+func withCapacity(groups []*Group) []*Group {
+	described := lo.Filter(groups, func(g *Group, _ int) bool { return g.NoCapacity == "" })
+	return lo.Ternary(len(described) > 0, described, groups)
 }
 
 // smallest returns, of each resource, what every group has. Promising more than the machine that comes would make core launch

@@ -135,6 +135,15 @@ func TestGroupsWithoutCPUOrMemoryAreNotAvailable(t *testing.T) {
 	assert.Empty(t, group(t, "a").NoCapacity)
 }
 
+func TestAGroupWithoutCapacityTakesNothingFromTheOthersOfItsType(t *testing.T) {
+	shared := func(g *agentv1alpha1.NodeGroup) { g.InstanceType = "m.large" }
+	blank := group(t, "a", shared, func(g *agentv1alpha1.NodeGroup) { delete(g.GetCapacity(), "cpu") })
+	whole := group(t, "b", shared)
+	it := build(blank, whole)[0]
+	assert.Equal(t, build(whole)[0].Allocatable(), it.Allocatable())
+	assert.Empty(t, instancetype.Mismatches([]*instancetype.Group{blank, whole}))
+}
+
 func TestWellKnownLabelsThatMachinesLackAreSaidToBeMissing(t *testing.T) {
 	it := build(group(t, "a"))[0]
 	for key := range karpv1.WellKnownLabels {

@@ -21,7 +21,7 @@ func Mismatches(groups []*Group) []string {
 	byName := lo.GroupBy(groups, func(g *Group) string { return g.InstanceType })
 	var mismatches []string
 	for _, name := range slices.Sorted(maps.Keys(byName)) {
-		members := byName[name]
+		members := withCapacity(byName[name])
 		// The usual case, in which nothing has to be compared.
 		if !slices.ContainsFunc(members, func(g *Group) bool { return g.shape != members[0].shape }) {
 			continue
