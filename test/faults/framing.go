@@ -68,8 +68,8 @@ func nextFrame(r *bufio.Reader) ([]byte, error) {
 		return nil, err
 	}
 	frame := make([]byte, sizeOfLength+int(binary.BigEndian.Uint32(length)))
-	_, err = io.ReadFull(r, frame)
-	return frame, err
+	n, err := io.ReadFull(r, frame)
+	return frame[:n], err
 }
 
 func framed(event []byte) []byte {

@@ -350,7 +350,7 @@ func (s *snapshot) giveBack(d *decision, next *Ledger) {
 	var ready []types.UID
 	for uid, r := range next.Releasing {
 		if s.deleted() && r.Set != "" {
-			// All of it goes, and Cluster API must not be paused for that. It no longer says what it has observed either.
+			// All of it goes, and Cluster API must not be paused for that.
 			r.GivenBack = true
 			next.Releasing[uid] = r
 		}
@@ -881,18 +881,25 @@ func (s *snapshot) coverShortage(d *decision, next *Ledger) {
 // Machines would be taken for spares, and never the floor's. Nor while a claim waits, unless the max size allows no other Machine
 // for it: then those go that it may not have.
 func (s *snapshot) releaseSpare(d *decision, next *Ledger, spare int32) int32 {
-	if spare <= 0 || next.unnamed() > 0 && d.unmet == 0 || !s.graceOver(d) {
-		return spare
-	}
-	if s.rollingOut() || !s.observed(s.md.Generation) || s.group.Refusal != nil && s.group.Refusal.Reason == eligibility.Paused {
-		return spare
-	}
 	free := s.free(next)
 	surplus := min(len(free)-int(s.floor(next)), int(spare))
-	if d.unmet > 0 {
-		free = slices.DeleteFunc(free, s.usable)
-		surplus = min(surplus, len(free))
+	// A Machine without infrastructure goes whoever waits: nobody can have it, and Cluster API sees to no other one before.
+	gone := slices.DeleteFunc(slices.Clone(free), func(m *clusterv1.Machine) bool { return !s.gone(m) })
+	waits := next.unnamed() > 0 && d.unmet == 0
+	if spare <= 0 || waits && len(gone) == 0 || !s.graceOver(d) {
+		return spare
 	}
+	observed := s.observed(s.md.Generation)
+	if s.rollingOut() || !observed && len(gone) == 0 || s.group.Refusal != nil && s.group.Refusal.Reason == eligibility.Paused {
+		return spare
+	}
+	switch {
+	case waits || !observed:
+		free = gone
+	case d.unmet > 0:
+		free = slices.DeleteFunc(free, s.usable)
+	}
+	surplus = min(surplus, len(free))
 	if surplus <= 0 {
 		return spare
 	}
@@ -1056,6 +1063,8 @@ func (s *snapshot) actOnClaims(d *decision) {
 			switch owned := s.labelled(id); {
 			case m == nil && owned != nil && alive(owned):
 				d.actions = append(d.actions, action{kind: restore, claim: c, machine: owned}) // its status is of another Machine
+			case (m == nil || deletionCompleted(m)) && s.deleted():
+				d.end(c, ReasonNodeGroupGone, "its MachineDeployment is being deleted, and its Machine with it")
 			case m == nil || deletionCompleted(m):
 				d.end(c, ReasonMachineLost, "its Machine was deleted by somebody else")
 			case !alive(m):
@@ -1117,7 +1126,8 @@ func (s *snapshot) moveOn(d *decision, c *v1alpha1.MachineClaim, reason, message
 
 func (s *snapshot) actOnPending(d *decision, c *v1alpha1.MachineClaim, named Named) {
 	m := s.machine(named.UID)
-	_, had := s.holders[named.UID] // by a claim that hands it over and has not ended yet
+	holder, had := s.holders[named.UID]
+	had = had && holder != c.Spec.ClaimID // by a claim that hands it over and has not ended yet
 	switch {
 	case named.UID != "" && m != nil && alive(m) && !held(m) && claimOf(m) == "" && !had:
 		d.actions = append(d.actions, action{kind: bind, claim: c, machine: m})

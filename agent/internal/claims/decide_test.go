@@ -364,7 +364,7 @@ func TestAGroupThatIsBeingDeletedIsNotKeptPaused(t *testing.T) {
 	going := func(ledger *Ledger) *snapshot {
 		s := scene(1, ledger)
 		s.md.DeletionTimestamp = new(metav1.NewTime(s.now))
-		s.md.Generation = 4 // Cluster API does not observe generations of what it deletes
+		s.sets[0].Spec.Replicas = new(int32(2)) // Cluster API does not scale what it deletes
 		s.group.Refusal = &eligibility.Refusal{Reason: eligibility.Deleting}
 		return s
 	}
@@ -723,4 +723,40 @@ func TestAMachineIsBoundWhenTheClaimThatHandsItOverHasEnded(t *testing.T) {
 	assert.Equal(t, []actionKind{end}, kinds(decide(s)))
 	s = scene(1, ledger).withMachine("m", "", nil).withClaim("a", v1alpha1.PhaseEnded, "m").withClaim("b", v1alpha1.PhasePending, "")
 	assert.Equal(t, []actionKind{bind}, kinds(decide(s)))
+}
+
+// Cluster API removes a Machine's infrastructure when a call to create the Machine times out, also when the Machine was made, and
+// sees to no other Machine of the MachineSet as long as that one is there.
+func TestAMachineWithoutInfrastructureIsGivenUp(t *testing.T) {
+	lacks := func(since time.Duration) func(*clusterv1.Machine) {
+		return func(m *clusterv1.Machine) {
+			infrastructure(clusterv1.MachineInfrastructureDoesNotExistReason)(m)
+			m.CreationTimestamp = metav1.NewTime(newTestTime().Add(-since))
+			m.Status.Conditions[0].LastTransitionTime = m.CreationTimestamp
+		}
+	}
+	t.Run("its claim fails", func(t *testing.T) {
+		for _, since := range []time.Duration{time.Second, time.Hour} {
+			s := scene(1, &Ledger{Version: 1, Seq: 4, LastReplicas: 1}).withMachine("m", "a", lacks(since)).withClaim("a", v1alpha1.PhaseBound, "m")
+			d := decide(s)
+			assert.Equal(t, since == time.Hour, slices.Contains(kinds(d), fail), since)
+			if since < missingAfter {
+				assert.LessOrEqual(t, d.again, missingAfter, "it is looked at again")
+				assert.Positive(t, d.again)
+			}
+		}
+	})
+	t.Run("it is no claim's next", func(t *testing.T) {
+		s := scene(1, &Ledger{Version: 1, Seq: 4, LastReplicas: 1, Spare: 1}).withMachine("m", "", lacks(time.Hour)).withClaim("a", "", "")
+		assert.Empty(t, decide(s).ledger.Pending["a"].Machine)
+	})
+	t.Run("it goes although Cluster API is stuck and a claim waits", func(t *testing.T) {
+		s := scene(2, &Ledger{Version: 1, Seq: 4, LastReplicas: 2, Spare: 1, Pending: map[string]Named{"a": {}}}).
+			withMachine("m", "", lacks(time.Hour)).withClaim("a", v1alpha1.PhasePending, "")
+		s.spareSince = s.now.Add(-time.Hour)
+		s.sets[0].Generation = 7
+		d := decide(s)
+		require.NotNil(t, d.ledger)
+		assert.Contains(t, d.ledger.Releasing, types.UID("m"))
+	})
 }

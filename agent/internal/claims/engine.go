@@ -75,7 +75,7 @@ type Config struct {
 	// took the token, and one that needs longer has a problem of its own. Zero means ten minutes.
 	TokenLife time.Duration
 	// Quota says why no Machine can be added to a node group, because of the hub's ResourceQuotas, as far as is known; nil when
-	// one can. A group with a spare takes a claim all the same. Nil means that nothing is known.
+	// one can. A group with a spare Machine takes a claim all the same. Nil means that nothing is known.
 	Quota func(ctx context.Context, nodeGroup types.NamespacedName) (*eligibility.Refusal, error)
 	// Failure says when a Machine is given up. The zero value gives none up.
 	Failure Failure
@@ -325,8 +325,8 @@ func (e *Engine) refusal(ctx context.Context, r Request, cluster *clusterv1.Clus
 	if refusal, refused := d.refused[r.ID]; refused {
 		return &refusal, nil
 	}
-	if d.replicas > s.group.Replicas {
-		return quota, nil
+	if quota != nil && (d.ledger == nil || d.ledger.Pending[r.ID].UID == "") {
+		return quota, nil // a replica that nobody has is no help where no Machine can be made for it
 	}
 	return nil, nil
 }

@@ -35,6 +35,30 @@ func (f Failure) final(m *clusterv1.Machine, reason string) bool {
 	return reason != "" && (slices.Contains(f.Reasons, reason) || slices.Contains(f.Reasons, m.Spec.InfrastructureRef.Kind+"/"+reason))
 }
 
+// missingAfter is for how long Cluster API must have found no infrastructure object of a Machine for that to be final. The Machine
+// is made after that object, so a shorter time is a cache that lags behind.
+const missingAfter = time.Minute
+
+// missing says that the Machine's infrastructure object does not exist, and since when Cluster API says so; "" when it does. It is
+// not made again: somebody deleted it, or Cluster API itself did, after a call to create the Machine whose answer was lost. Nor
+// does Cluster API see to any other Machine of the MachineSet until this one goes.
+func missing(m *clusterv1.Machine) (what string, since time.Time) {
+	for i := range m.Status.Conditions {
+		c := &m.Status.Conditions[i]
+		if c.Type == clusterv1.MachineInfrastructureReadyCondition && c.Status == "False" &&
+			(c.Reason == clusterv1.MachineInfrastructureDoesNotExistReason || c.Reason == clusterv1.MachineInfrastructureDeletedReason) {
+			return fmt.Sprintf("the infrastructure of Machine %s is gone: %s", m.Name, c.Message), c.LastTransitionTime.Time
+		}
+	}
+	return "", time.Time{}
+}
+
+// gone reports whether the Machine's infrastructure object has been missing for so long that it will not come.
+func (s *snapshot) gone(m *clusterv1.Machine) bool {
+	what, since := missing(m)
+	return what != "" && !hasNode(m) && s.now.Sub(since) >= missingAfter
+}
+
 // judge gives the claim's Machine (nil when there is none yet) up if it failed or is too late, and reports whether it did. A
 // claim that only waits is told why, where Cluster API says why.
 func (s *snapshot) judge(d *decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine) bool {
@@ -55,7 +79,12 @@ func (s *snapshot) judge(d *decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 				return true
 			}
 		}
+	case s.gone(m):
+		why, _ = missing(m)
 	case m.Spec.ProviderID == "":
+		if what, since := missing(m); what != "" {
+			d.wake(missingAfter - s.now.Sub(since))
+		}
 		reason, message := infrastructureTrouble(m)
 		if s.failure.final(m, reason) {
 			why = fmt.Sprintf("the infrastructure of Machine %s reports %s: %s", m.Name, reason, message)
@@ -83,6 +112,8 @@ func (s *snapshot) hopeless(m *clusterv1.Machine) bool {
 	switch {
 	case hasNode(m):
 		return false
+	case s.gone(m):
+		return true
 	case m.Spec.ProviderID != "":
 		return late(s.failure.NodeDeadline)
 	}

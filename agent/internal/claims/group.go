@@ -264,6 +264,8 @@ func (g *group) commit(ctx context.Context, s *snapshot, d *decision) error {
 	case d.urgent:
 	case d.finishes(s.ledger):
 		g.lastQuiet, g.unfinished = g.engine.Clock.Now(), 0
+	case s.unusable(d.ledger) > 0: // it did not gather
+		g.lastQuiet = g.engine.Clock.Now()
 	default:
 		g.lastQuiet, g.unfinished = g.engine.Clock.Now(), g.unfinished+1
 	}
@@ -293,7 +295,8 @@ const slowest = 32
 
 // coalesce returns how long a ledger write that nobody waits for is put off; zero means write now. One that will be followed
 // by another gathers the longer, the more such there were before it: each makes Cluster API look at all Machines of the group
-// again. But a Machine that has its provider ID is named soon: once its Node has joined, no claim can have it.
+// again. But a Machine that has its provider ID is named soon: once its Node has joined, no claim can have it. Where that came about,
+// each is named at once.
 func (g *group) coalesce(s *snapshot, d *decision) time.Duration {
 	clock := g.engine.Clock
 	switch {
@@ -302,7 +305,7 @@ func (g *group) coalesce(s *snapshot, d *decision) time.Duration {
 		return 0
 	case d.urgent, d.unmet > 0: // at the max size no further Machine is coming that could be named in the same write
 		return 0
-	case len(d.ledger.Pending) > 0 && s.unusable(d.ledger) > 0: // Machines join sooner than they were named: none is left to the next write
+	case s.unusable(d.ledger) > 0 && s.newlyNamed(d.ledger, false): // Machines join before they are named: none is left to the next write
 		return 0
 	case g.wanted.IsZero():
 		g.wanted = clock.Now()
@@ -311,7 +314,7 @@ func (g *group) coalesce(s *snapshot, d *decision) time.Duration {
 		return max(0, g.engine.Coalesce-clock.Since(g.lastQuiet))
 	}
 	gather := g.engine.Coalesce
-	if !s.readyNamed(d.ledger) {
+	if !s.newlyNamed(d.ledger, true) {
 		gather *= time.Duration(min(1<<min(g.unfinished, 16), slowest))
 	}
 	return max(0, gather-clock.Since(g.wanted))
@@ -334,10 +337,11 @@ func (d *decision) finishes(before *Ledger) bool {
 	return false
 }
 
-// readyNamed reports whether the ledger names a Machine that has its provider ID, and that the snapshot's does not name.
-func (s *snapshot) readyNamed(next *Ledger) bool {
+// newlyNamed reports whether the ledger names a Machine that the snapshot's does not name: any, or one that has its provider ID.
+func (s *snapshot) newlyNamed(next *Ledger, ready bool) bool {
 	for id, named := range next.Pending {
-		if m := s.machine(named.UID); m != nil && m.Spec.ProviderID != "" && s.ledger.Pending[id] != named {
+		m := s.machine(named.UID)
+		if m != nil && (!ready || m.Spec.ProviderID != "") && (s.ledger == nil || s.ledger.Pending[id] != named) {
 			return true
 		}
 	}
@@ -357,8 +361,11 @@ func (g *group) noteSpare(d *decision) {
 // its Machines.
 func (g *group) settleGone(ctx context.Context) (time.Duration, error) {
 	e := g.engine
-	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: g.key.Namespace, Name: g.key.Name}}
-	s := &snapshot{md: md, now: e.Clock.Now()}
+	now := e.Clock.Now()
+	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{
+		Namespace: g.key.Namespace, Name: g.key.Name, DeletionTimestamp: new(metav1.NewTime(now)),
+	}}
+	s := &snapshot{md: md, now: now}
 	if err := e.readParts(ctx, live, g.key, s); err != nil {
 		return 0, err
 	}

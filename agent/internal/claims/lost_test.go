@@ -185,7 +185,9 @@ func TestMachinesOfAnotherClusterAreNotTheGroups(t *testing.T) {
 func TestAGroupWhoseQuotaIsUsedUpTakesClaimsForSparesOnly(t *testing.T) {
 	spare := machineOf("spare")
 	spare.Labels[clusterv1.MachineDeploymentNameLabel] = "kept"
-	e := engineWith(t, groupOf("small", 0, nil), spare, groupOf("kept", 1, map[string]string{
+	e := engineWith(t, groupOf("small", 1, map[string]string{
+		v1alpha1.LedgerAnnotation: `{"v":1,"seq":1,"floor":0,"lastReplicas":1,"spare":1}`, // of which no Machine was made
+	}), spare, groupOf("kept", 1, map[string]string{
 		v1alpha1.LedgerAnnotation: `{"v":1,"seq":1,"floor":0,"lastReplicas":1,"spare":1}`,
 	}))
 	e.Quota = func(_ context.Context, group types.NamespacedName) (*eligibility.Refusal, error) {
@@ -201,4 +203,18 @@ func TestAGroupWhoseQuotaIsUsedUpTakesClaimsForSparesOnly(t *testing.T) {
 	c, err := ask("b", "small", "kept")
 	require.NoError(t, err)
 	assert.Equal(t, "kept", c.Spec.NodeGroup)
+}
+
+// Nothing of ours stays on what outlives its MachineDeployment.
+func TestAMachineSetThatWasLeftBehindIsUnpaused(t *testing.T) {
+	set := &clusterv1.MachineSet{ObjectMeta: metav1.ObjectMeta{
+		Namespace: namespace, Name: "small-a",
+		Labels:      map[string]string{clusterv1.MachineDeploymentNameLabel: "small", clusterv1.ClusterNameLabel: clusterName},
+		Annotations: map[string]string{clusterv1.PausedAnnotation: v1alpha1.PausedByAgent},
+	}, Spec: clusterv1.MachineSetSpec{ClusterName: clusterName}}
+	e := engineWith(t, set)
+	_, err := e.group(namespace, "small").run(t.Context())
+	require.NoError(t, err)
+	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(set), set))
+	assert.NotContains(t, set.Annotations, clusterv1.PausedAnnotation)
 }

@@ -167,7 +167,7 @@ var mutants = []mutant{
 		},
 		{
 			"decide.go", "	case named.UID != \"\" && m != nil && alive(m) && !held(m) && claimOf(m) == \"\" && !had:\n		d.actions = append(d.actions, action{kind: bind",
-			"	case named.UID != \"\" && m != nil && alive(m) && !held(m):\n		d.actions = append(d.actions, action{kind: bind",
+			"	case named.UID != \"\" && m != nil && alive(m) && !held(m) && (!had || true):\n		d.actions = append(d.actions, action{kind: bind",
 		},
 	}},
 
@@ -343,11 +343,12 @@ var mutants = []mutant{
 
 	// Machines that nobody claims.
 	{name: "unbound surge Machine released during a rollout", edits: []edit{
-		{"decide.go", "	if s.rollingOut() || !s.observed(s.md.Generation) ||", "	if"},
+		{"decide.go", "	if s.rollingOut() || !observed && len(gone) == 0 ||", "	if"},
+		{"decide.go", "	case waits || !observed:\n", "	case waits || !observed && false:\n"},
 	}},
 	{name: "the floor's Machines are released as spares", edits: []edit{
 		{"decide.go", "	surplus := min(len(free)-int(s.floor(next)), int(spare))\n", "	surplus := min(len(free), int(spare)+1)\n"},
-		{"decide.go", "	if spare <= 0 || next.unnamed() > 0 && d.unmet == 0 || !s.graceOver(d) {\n", "	if next.unnamed() > 0 || !s.graceOver(d) {\n"},
+		{"decide.go", "	if spare <= 0 || waits && len(gone) == 0 || !s.graceOver(d) {\n", "	if next.unnamed() > 0 || !s.graceOver(d) {\n"},
 	}},
 	{name: "spares are never released", edits: []edit{
 		{"decide.go", "	spare = s.releaseSpare(d, next, spare)\n", ""},
