@@ -1063,10 +1063,8 @@ func (s *snapshot) actOnClaims(d *decision) {
 			switch owned := s.labelled(id); {
 			case m == nil && owned != nil && alive(owned):
 				d.actions = append(d.actions, action{kind: restore, claim: c, machine: owned}) // its status is of another Machine
-			case (m == nil || deletionCompleted(m)) && s.deleted():
-				d.end(c, ReasonNodeGroupGone, "its MachineDeployment is being deleted, and its Machine with it")
 			case m == nil || deletionCompleted(m):
-				d.end(c, ReasonMachineLost, "its Machine was deleted by somebody else")
+				s.endWithMachine(d, c)
 			case !alive(m):
 				// Being deleted by somebody else. Until it is gone the instance may run, and the claim has it.
 				if c.Status.Reason != ReasonMachineDeleting {
@@ -1092,6 +1090,15 @@ func (s *snapshot) actOnClaims(d *decision) {
 		case v1alpha1.PhaseEnded:
 		}
 	}
+}
+
+// endWithMachine ends a claim whose Machine somebody else removed.
+func (s *snapshot) endWithMachine(d *decision, c *v1alpha1.MachineClaim) {
+	if s.deleted() {
+		d.end(c, ReasonNodeGroupGone, "its MachineDeployment is being deleted, and its Machine with it")
+		return
+	}
+	d.end(c, ReasonMachineLost, "its Machine was deleted by somebody else")
 }
 
 // actOnForeign ends the claims whose Machines are gone with the MachineDeployment that had this one's name before.
