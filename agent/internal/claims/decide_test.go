@@ -760,3 +760,61 @@ func TestAMachineWithoutInfrastructureIsGivenUp(t *testing.T) {
 		assert.Contains(t, d.ledger.Releasing, types.UID("m"))
 	})
 }
+
+func pauseAsAgent(o metav1.Object) {
+	o.SetAnnotations(map[string]string{clusterv1.PausedAnnotation: v1alpha1.PausedByAgent})
+}
+
+var saysPaused = []metav1.Condition{{Type: clusterv1.PausedCondition, Status: metav1.ConditionTrue}}
+
+// A template change that Cluster API has not seen yet would make the lowering another MachineSet's.
+func TestSparesThatNeverCameAreCountedOnceTheTemplateIsSeen(t *testing.T) {
+	for _, seen := range []bool{false, true} {
+		s := scene(3, &Ledger{Version: 1, Seq: 4, Floor: 1, LastReplicas: 3, Spare: 2, Shrink: &Shrink{Set: "small-a"}}).withMachine("m", "", node)
+		pauseAsAgent(s.sets[0])
+		s.sets[0].Status.Conditions = saysPaused
+		if !seen {
+			s.md.Generation++
+		}
+		d := decide(s)
+		assert.Equal(t, seen, d.replicas == 1, "replicas %d", d.replicas)
+	}
+}
+
+// Of a MachineDeployment and its MachineSet one at a time is paused: each would wait for what the other says when it is not.
+func TestOnePauseAtATime(t *testing.T) {
+	t.Run("the MachineSet is", func(t *testing.T) {
+		for _, shrinks := range []bool{false, true} {
+			ledger := &Ledger{Version: 1, Seq: 4, Floor: 3, LastReplicas: 4, Releasing: map[types.UID]Release{"m": {Machine: "m", Claim: "c"}}}
+			s := scene(4, ledger).withMachine("m", "c", completed)
+			s.sets[0].Spec.Replicas = new(int32(3))
+			s.sets = append(s.sets, &clusterv1.MachineSet{
+				ObjectMeta: metav1.ObjectMeta{Name: "small-b"}, Spec: clusterv1.MachineSetSpec{Replicas: new(int32(1))},
+			})
+			if shrinks {
+				ledger.Shrink = &Shrink{Set: "small-b", Done: true}
+				pauseAsAgent(s.sets[1])
+			}
+			d := decide(s)
+			assert.Equal(t, !shrinks, d.pause == pauseSet)
+			assert.Equal(t, int32(4), d.replicas)
+		}
+	})
+	t.Run("the MachineDeployment is", func(t *testing.T) {
+		for _, lowers := range []bool{false, true} {
+			ledger := &Ledger{Version: 1, Seq: 4, LastReplicas: 3, Spare: 2, Releasing: map[types.UID]Release{"m": {Machine: "m", Claim: "c"}}}
+			s := scene(3, ledger).withMachine("m", "c", deleting("Draining"))
+			s.spareSince = s.now.Add(-time.Hour)
+			if lowers {
+				ledger.Releasing["m"] = Release{Machine: "m", Claim: "c", Set: "small-a"}
+				s.machines = nil
+				s.withMachine("m", "c", completed)
+				pauseAsAgent(s.md)
+				s.md.Status.Conditions = saysPaused
+			}
+			d := decide(s)
+			began := d.ledger != nil && d.ledger.Shrink != nil
+			assert.Equal(t, !lowers, began)
+		}
+	})
+}

@@ -371,7 +371,7 @@ var mutants = []mutant{
 			"		if overtaken || d.replicas >= 0 {\n",
 		},
 	}},
-	{name: "blocked spares are counted down while a template change is unseen", test: "TestAgreement", edits: []edit{
+	{name: "blocked spares are counted down while a template change is unseen", test: "TestSparesThatNeverCameAreCountedOnceTheTemplateIsSeen", edits: []edit{
 		{"decide.go", "		if isPaused(set.Status.Conditions) && s.assigned() {\n", "		if isPaused(set.Status.Conditions) {\n"},
 	}},
 	{name: "a MachineSet stays paused until it was raised as well", test: "TestAgreement", edits: []edit{
@@ -387,10 +387,10 @@ var mutants = []mutant{
 		{"decide.go", "				next.Shrink = &Shrink{Set: set.Name, Done: true} // nobody knows why\n				return spare\n", ""},
 	}},
 
-	{name: "a MachineDeployment is paused while its MachineSet is", test: "TestAgreement", edits: []edit{
+	{name: "a MachineDeployment is paused while its MachineSet is", test: "TestOnePauseAtATime", edits: []edit{
 		{"decide.go", "		if !paused && next.Shrink == nil {\n", "		if !paused {\n"},
 	}},
-	{name: "a MachineSet is paused while its MachineDeployment is", test: "TestAgreement", edits: []edit{
+	{name: "a MachineSet is paused while its MachineDeployment is", test: "TestOnePauseAtATime", edits: []edit{
 		{"decide.go", " && !marked(active[0]) && !lowersUnderPause(next) {\n", " && !marked(active[0]) {\n"},
 	}},
 
