@@ -15,7 +15,6 @@ import (
 	"k8s.io/utils/clock"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
-	"sigs.k8s.io/controller-runtime/pkg/config"
 	"sigs.k8s.io/controller-runtime/pkg/healthz"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
@@ -185,12 +184,7 @@ func newManager(c Config, scope hub.Scope) (manager.Manager, error) {
 		LeaderElection:          false,
 		GracefulShutdownTimeout: new(c.Options.ShutdownGracePeriod),
 		Client:                  client.Options{FieldOwner: "capi-agent"},
-		Controller: config.Controller{
-			SkipNameValidation: new(true),
-			// It can deadlock when it is shut down, and the agent would not end within its grace period: controller-runtime
-			// issue 3538, in all releases that go with this Kubernetes.
-			UsePriorityQueue: new(false),
-		},
+		Controller:              hub.Controllers(),
 	})
 	if err != nil {
 		return nil, fmt.Errorf("connecting to the hub: %w", err)

@@ -94,7 +94,7 @@ func Run(ctx context.Context, plane *ControlPlane, options Options) (*Model, err
 		Client:                  client.Options{FieldOwner: "capitest"},
 		GracefulShutdownTimeout: new(10 * time.Second),
 		Controller: config.Controller{
-			SkipNameValidation: new(true), MaxConcurrentReconciles: 4, UsePriorityQueue: new(false), // as the agent
+			SkipNameValidation: new(true), MaxConcurrentReconciles: 4, UsePriorityQueue: new(false), // see hub.Controllers
 		},
 	})
 	if err != nil {

@@ -96,6 +96,7 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	pricelist.Restrict(&caches, types.NamespacedName{Namespace: f.namespace, Name: "prices"})
 	mgr, err := manager.New(f.config, manager.Options{
 		Scheme: scheme, Cache: caches, Metrics: metricsserver.Options{BindAddress: "0"}, HealthProbeBindAddress: "0", Logger: logr.Discard(),
+		Controller: hub.Controllers(),
 	})
 	require.NoError(t, err)
 	require.NoError(t, hub.Index(t.Context(), mgr.GetFieldIndexer()))

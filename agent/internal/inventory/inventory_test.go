@@ -76,6 +76,7 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	require.NoError(t, err)
 	mgr, err := manager.New(plane.Config, manager.Options{
 		Scheme: scheme, Cache: caches, Metrics: metricsserver.Options{BindAddress: "0"}, HealthProbeBindAddress: "0", Logger: logr.Discard(),
+		Controller: hub.Controllers(),
 	})
 	require.NoError(t, err)
 	require.NoError(t, hub.Index(t.Context(), mgr.GetFieldIndexer()))
