@@ -199,16 +199,16 @@ test: ## Check and test everything: verify, test-unit, test-e2e
 test-unit: $(GOTESTSUM) $(SANDBOX_BINARIES) ## Unit and integration tests of every module, with the race detector
 	@$(call go_test,$@,-timeout 20m $$(go list $(PACKAGES) | grep -v /test/e2e))
 
-# They take minutes and say what they are at.
+# They take minutes and say what they are at. What they test are binaries, of which the test cache knows nothing.
 test-e2e e2e: TEST_FORMAT := standard-verbose
 
 .PHONY: test-e2e
 test-e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) ## A short end-to-end test: the demo's path, with processes killed on the way
-	@$(call go_test,$@,-short -timeout 20m ./test/e2e/...)
+	@$(call go_test,$@,-short -count=1 -timeout 20m ./test/e2e/...)
 
 .PHONY: e2e
 e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) ## All end-to-end tests
-	@$(call go_test,$@,-timeout 60m ./test/e2e/...)
+	@$(call go_test,$@,-count=1 -timeout 60m ./test/e2e/...)
 
 .PHONY: chaos
 chaos: $(SANDBOX_BINARIES) $(BIN)/chaos ## Make everything that the product depends on fail, and count what is lost; half an hour (CHAOS_FLAGS='-scenarios=rollout')
