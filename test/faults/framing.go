@@ -76,7 +76,7 @@ func framed(event []byte) []byte {
 	return append(binary.BigEndian.AppendUint32(nil, uint32(len(event))), event...)
 }
 
-// must is for constants that a type system cannot express.
+// must is for what is made of constants, and so fails in every run or in none.
 func must[T any](value T, err error) T {
 	if err != nil {
 		panic(err)

@@ -881,12 +881,15 @@ func (s *snapshot) coverShortage(d *decision, next *Ledger) {
 // Machines would be taken for spares, and never the floor's. Nor while a claim waits, unless the max size allows no other Machine
 // for it: then those go that it may not have.
 func (s *snapshot) releaseSpare(d *decision, next *Ledger, spare int32) int32 {
+	if spare <= 0 {
+		return spare
+	}
 	free := s.free(next)
 	surplus := min(len(free)-int(s.floor(next)), int(spare))
 	// A Machine without infrastructure goes whoever waits: nobody can have it, and Cluster API sees to no other one before.
 	gone := slices.DeleteFunc(slices.Clone(free), func(m *clusterv1.Machine) bool { return !s.gone(m) })
 	waits := next.unnamed() > 0 && d.unmet == 0
-	if spare <= 0 || waits && len(gone) == 0 || !s.graceOver(d) {
+	if waits && len(gone) == 0 || !s.graceOver(d) {
 		return spare
 	}
 	observed := s.observed(s.md.Generation)

@@ -348,7 +348,8 @@ var mutants = []mutant{
 	}},
 	{name: "the floor's Machines are released as spares", edits: []edit{
 		{"decide.go", "	surplus := min(len(free)-int(s.floor(next)), int(spare))\n", "	surplus := min(len(free), int(spare)+1)\n"},
-		{"decide.go", "	if spare <= 0 || waits && len(gone) == 0 || !s.graceOver(d) {\n", "	if next.unnamed() > 0 || !s.graceOver(d) {\n"},
+		{"decide.go", "	if spare <= 0 {\n		return spare\n	}\n	free := s.free(next)\n", "	free := s.free(next)\n"},
+		{"decide.go", "	if waits && len(gone) == 0 || !s.graceOver(d) {\n", "	if next.unnamed() > 0 || !s.graceOver(d) {\n"},
 	}},
 	{name: "spares are never released", edits: []edit{
 		{"decide.go", "	spare = s.releaseSpare(d, next, spare)\n", ""},
