@@ -704,6 +704,7 @@ func TestAMachineIsNamedAtOnceWhereOthersJoinedTooSoon(t *testing.T) {
 	for _, missed := range []bool{false, true} {
 		s := scene(2, &Ledger{Version: 1, Seq: 4, LastReplicas: 2, Pending: map[string]Named{"a": {}, "b": {}}}).
 			withClaim("a", v1alpha1.PhasePending, "").withClaim("b", v1alpha1.PhasePending, "").withMachine("fresh", "", nil)
+		s.sets[0].Generation++ // more Machines are being made, so that nothing is short yet
 		if missed {
 			s.withMachine("joined", "", node)
 		}
