@@ -47,11 +47,12 @@ type callers struct {
 	mu     sync.Mutex
 	agents []*client.Client // those that are called
 	claims map[string]*claim
+	going  map[string]bool // ids of node groups that somebody deletes
 	// strange are answers that no agent may give.
 	strange []string
 }
 
-func newCallers() *callers { return &callers{claims: map[string]*claim{}} }
+func newCallers() *callers { return &callers{claims: map[string]*claim{}, going: map[string]bool{}} }
 
 func clusterRef() *agentv1alpha1.ClusterRef {
 	return &agentv1alpha1.ClusterRef{Namespace: sandbox.ClusterNamespace, Name: sandbox.ClusterName}
@@ -155,6 +156,19 @@ func (c *callers) make(ctx context.Context, r *agentv1alpha1.CreateClaimRequest)
 	}
 }
 
+// goes says that somebody deletes the node group, so that calls for it may find it gone.
+func (c *callers) goes(group string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.going[sandbox.ClusterNamespace+"/"+group] = true
+}
+
+func (c *callers) anyGoes(candidates []string) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return lo.SomeBy(candidates, func(id string) bool { return c.going[id] })
+}
+
 // attempt calls once, or, as a network may, twice at the same time.
 func (c *callers) attempt(ctx context.Context, r *agentv1alpha1.CreateClaimRequest) (yes, final bool) {
 	call := func() (bool, bool) {
@@ -164,9 +178,11 @@ func (c *callers) attempt(ctx context.Context, r *agentv1alpha1.CreateClaimReque
 		switch {
 		case err == nil:
 			return true, true
-		case agenterrors.IsNoRoom(err), agenterrors.IsRefused(err), agenterrors.IsEnded(err), agenterrors.IsNotFound(err):
+		case agenterrors.IsNoRoom(err), agenterrors.IsRefused(err), agenterrors.IsEnded(err):
 			return false, true
-		case agenterrors.IsInvalidArgument(err), agenterrors.IsPermissionDenied(err), agenterrors.IsUnauthenticated(err):
+		case agenterrors.IsNotFound(err) && c.anyGoes(r.GetCandidates()):
+			return false, true
+		case agenterrors.IsNotFound(err), agenterrors.IsInvalidArgument(err), agenterrors.IsPermissionDenied(err), agenterrors.IsUnauthenticated(err):
 			c.odd("CreateClaim: %v", err)
 			return false, true
 		}

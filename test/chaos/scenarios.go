@@ -782,6 +782,7 @@ func (r *run) deleteBusy(ctx context.Context, name string, other *group, several
 			return err
 		}
 	}
+	r.calls.goes(g.name)
 	r.fault("a person deletes %s", g.name)
 	if err := r.raze(ctx, g); err != nil {
 		return fmt.Errorf("deleting a node group: %w", err)
@@ -791,11 +792,11 @@ func (r *run) deleteBusy(ctx context.Context, name string, other *group, several
 	if err := r.Spoke.List(ctx, &nodes); err != nil {
 		return err
 	}
-	for i := range nodes.Items {
-		if node := &nodes.Items[i]; strings.HasPrefix(node.Name, g.name+"-") {
-			if err := client.IgnoreNotFound(r.Spoke.Delete(ctx, node)); err != nil {
-				return err
-			}
+	left := lo.Filter(nodes.Items, func(n corev1.Node, _ int) bool { return strings.HasPrefix(n.Name, g.name+"-") })
+	r.journal.add("%d Nodes of %s are left without Machines", len(left), g.name)
+	for i := range left {
+		if err := client.IgnoreNotFound(r.Spoke.Delete(ctx, &left[i])); err != nil {
+			return err
 		}
 	}
 	return nil
