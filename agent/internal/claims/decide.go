@@ -1157,8 +1157,9 @@ func (s *snapshot) actOnReleasing(d *decision, c *v1alpha1.MachineClaim, m *clus
 	id := c.Spec.ClaimID
 	labelled := s.labelled(id)
 	switch {
-	case c.Status.Machine == nil && labelled != nil, m == nil && labelled != nil && alive(labelled):
-		d.actions = append(d.actions, action{kind: restore, claim: c, machine: labelled}) // its status was lost before its release
+	case c.Status.Machine == nil && labelled != nil, // its status was lost before its release
+		(m == nil || !entered && claimOf(m) != id) && labelled != nil && alive(labelled): // somebody put its label on another Machine
+		d.actions = append(d.actions, action{kind: restore, claim: c, machine: labelled})
 	case c.Status.Machine == nil:
 		if !entered && labelled == nil && c.Status.FailedAt != nil {
 			d.end(c, ReasonFailed, c.Status.Message)

@@ -726,6 +726,15 @@ func TestAMachineIsBoundWhenTheClaimThatHandsItOverHasEnded(t *testing.T) {
 	assert.Equal(t, []actionKind{bind}, kinds(decide(s)))
 }
 
+// A Machine with the label is the claim's, whoever put it there. The claim would wait for it for ever, and the next one for the claim.
+func TestAReleaseTakesAMachineThatSomebodyLabelledByHand(t *testing.T) {
+	s := scene(2, &Ledger{Version: 1, Seq: 4, LastReplicas: 2}).withMachine("m", "b", nil).withMachine("other", "a", nil).
+		withClaim("a", v1alpha1.PhaseReleasing, "m").withClaim("b", v1alpha1.PhaseBound, "m")
+	d := decide(s)
+	require.Equal(t, []actionKind{restore}, kinds(d))
+	assert.Equal(t, "other", d.actions[0].machine.Name)
+}
+
 // Cluster API removes a Machine's infrastructure when a call to create the Machine times out, also when the Machine was made, and
 // sees to no other Machine of the MachineSet as long as that one is there.
 func TestAMachineWithoutInfrastructureIsGivenUp(t *testing.T) {
