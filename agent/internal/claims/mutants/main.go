@@ -18,6 +18,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/samber/lo"
 	"golang.org/x/sync/errgroup"
 )
 
@@ -75,10 +76,11 @@ func tryAll(ctx context.Context, r runner, chosen []mutant, parallel int, out io
 			tests = append(tests, m.test)
 		}
 	}
+	width := len(lo.MaxBy(chosen, func(a, b mutant) bool { return len(a.name) > len(b.name) }).name)
 	row := func(name, verdict string, histories int, took time.Duration) {
-		fmt.Fprintf(out, "%-52s %7d %6.0f  %s\n", name, histories, took.Seconds(), verdict)
+		fmt.Fprintf(out, "%-*s %9d %7.0f  %s\n", width, name, histories, took.Seconds(), verdict)
 	}
-	fmt.Fprintf(out, "%-52s %7s %6s  %s\n", "mutant", "histories", "seconds", "caught by")
+	fmt.Fprintf(out, "%-*s %9s %7s  %s\n", width, "mutant", "histories", "seconds", "caught by")
 	work.SetLimit(max(1, parallel))
 	for _, m := range chosen {
 		work.Go(func() error {

@@ -295,15 +295,18 @@ var mutants = []mutant{
 	{name: "a replica is given back twice", edits: []edit{
 		{"decide.go", "		case !r.GivenBack && (deletionCompleted(m) || r.Hook && waitsForHook(m)):\n", "		case deletionCompleted(m) || r.Hook && waitsForHook(m):\n"},
 	}},
+	{name: "a Machine is bound before the claim that hands it over has ended", edits: []edit{
+		{"decide.go", " && claimOf(m) == \"\" && !had:\n", " && claimOf(m) == \"\" && (!had || true):\n"},
+	}},
+	{name: "a release overlooks the Machine that somebody labelled", test: "TestAReleaseTakesAMachineThatSomebodyLabelledByHand", edits: []edit{
+		{"decide.go", "(m == nil || !entered && claimOf(m) != id) && labelled != nil", "m == nil && labelled != nil"},
+	}},
 	{name: "an edited ledger's release is believed", edits: []edit{
 		{"decide.go", "		if c := s.claim(claimOf(m)); c == nil || c.CurrentPhase() != v1alpha1.PhaseReleasing {\n			delete(next.Releasing, uid)\n", "		if false {\n			delete(next.Releasing, uid)\n"},
 		{"decide.go", "	return c != nil && c.CurrentPhase() == v1alpha1.PhaseReleasing\n", "	return true || c != nil\n"},
 	}},
 
 	// Several MachineSets.
-	{name: "a Machine is bound before the claim that hands it over has ended", edits: []edit{
-		{"decide.go", " && claimOf(m) == \"\" && !had:\n", " && claimOf(m) == \"\" && (!had || true):\n"},
-	}},
 	{name: "no paused variant", edits: []edit{
 		{"decide.go", "	sole := len(active) == 1 && !slices", "	if len(active) == 0 {\n		return\n	}\n	sole := len(active) > 0 || !slices"},
 	}},
@@ -433,5 +436,30 @@ var mutants = []mutant{
 	}},
 	{name: "collection of claims that are as old as the token", edits: []edit{
 		{"engine.go", "!c.CreationTimestamp.Add(e.CollectGrace).Before(taken)", "c.CreationTimestamp.Add(-e.CollectGrace).After(taken)"},
+	}},
+
+	// MachineDeployments that are deleted.
+	{name: "a deleted group's MachineSet stays paused for spares", test: "TestAGroupThatIsBeingDeletedIsNotKeptPaused", edits: []edit{
+		{"decide.go", "overtaken := s.deleted() || ", "overtaken := "},
+	}},
+	{name: "a deleted group stays paused for a release", test: "TestAGroupThatIsBeingDeletedIsNotKeptPaused", edits: []edit{
+		{"decide.go", "		if s.deleted() && r.Set != \"\" {\n", "		if s.deleted() && false {\n"},
+	}},
+	{name: "the Machines of a deleted group are held until their MachineSets act", test: "TestAMachineOfAGroupThatIsBeingDeletedIsLetGo", edits: []edit{
+		{"decide.go", "		case stopped && s.deleted():\n", "		case stopped && false:\n"},
+	}},
+	{name: "a MachineSet that outlives its MachineDeployment stays paused", test: "TestAMachineSetThatWasLeftBehindIsUnpaused", edits: []edit{
+		{"group.go", "		if set.Annotations[clusterv1.PausedAnnotation] == v1alpha1.PausedByAgent {\n", "		if false {\n"},
+	}},
+
+	// Machines that will not come, or come too soon.
+	{name: "a Machine whose infrastructure is gone is waited for", test: "TestAMachineWithoutInfrastructureIsGivenUp", edits: []edit{
+		{"failure.go", "s.now.Sub(since) >= missingAfter", "s.now.Sub(since) < 0"},
+	}},
+	{name: "a used-up quota is not looked at", test: "TestAGroupWhoseQuotaIsUsedUpTakesClaimsForSparesOnly", edits: []edit{
+		{"engine.go", "if refusal != nil || err != nil || e.Quota == nil {", "if refusal != nil || err != nil || e.Quota != nil {"},
+	}},
+	{name: "Machines that join too soon are named as late as others", test: "TestAMachineIsNamedAtOnceWhereOthersJoinedTooSoon", edits: []edit{
+		{"group.go", "	case s.unusable(d.ledger) > 0 && s.newlyNamed(d.ledger, false):", "	case s.unusable(d.ledger) > 0 && false:"},
 	}},
 }

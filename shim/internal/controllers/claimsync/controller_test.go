@@ -15,9 +15,14 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/rest"
 	"k8s.io/utils/clock"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
+	"sigs.k8s.io/controller-runtime/pkg/config"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
+	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
@@ -219,4 +224,28 @@ func TestTheMessageStaysBelowTheLimit(t *testing.T) {
 	assert.Less(t, proto.Size(sent), 4<<20)
 	require.Len(t, sent.GetNodes(), 2)
 	assert.Equal(t, "sim:///4", sent.GetNodes()[0].GetProviderId(), "the newest")
+}
+
+func TestARoundIsDoneAtTheStartAndWhenAnAgentIsFollowedAgain(t *testing.T) {
+	reconnected := make(chan event.GenericEvent)
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
+	c := claimsync.New(clock.RealClock{}, w.Kube, w.Kube, w.CloudProvider, w.Client.Claims, w.Cluster, reconnected, time.Hour, shimtest.Timeout)
+	// It only runs the controller, which has its readers: no API server is asked for anything.
+	m, err := manager.New(&rest.Config{Host: "127.0.0.1:1"}, manager.Options{
+		Metrics: metricsserver.Options{BindAddress: "0"}, Controller: config.Controller{UsePriorityQueue: new(false)},
+	})
+	require.NoError(t, err)
+	require.NoError(t, c.Register(t.Context(), m))
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- m.Start(ctx) }()
+	w.Eventually(func() bool { return w.Agent.Calls("SyncClaims") == 1 }, "the first round")
+	select {
+	case reconnected <- event.GenericEvent{}:
+	case <-time.After(shimtest.Timeout):
+		t.Fatal("nobody listens")
+	}
+	w.Eventually(func() bool { return w.Agent.Calls("SyncClaims") == 2 }, "a round long before the interval is over")
+	cancel()
+	require.NoError(t, <-done)
 }
