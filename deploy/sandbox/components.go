@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"k8s.io/client-go/rest"
@@ -350,6 +351,10 @@ func (s *Sandbox) shim(ctx context.Context, kubeconfigFile string) error {
 	if err != nil {
 		return err
 	}
+	var gates []string
+	if len(s.options.FeatureGates) > 0 {
+		gates = append(gates, "FEATURE_GATES="+strings.Join(s.options.FeatureGates, "=true,")+"=true")
+	}
 	return s.component(ctx, process.Spec{
 		Name: Shim,
 		Path: s.options.binary("karpenter"),
@@ -365,7 +370,7 @@ func (s *Sandbox) shim(ctx context.Context, kubeconfigFile string) error {
 			"HEALTH_PROBE_BIND_ADDRESS=" + address(health),
 			// One replica: nobody to take over from.
 			"DISABLE_LEADER_ELECTION=true",
-		}, s.options.ShimEnv...),
+		}, slices.Concat(gates, s.options.ShimEnv)...),
 		Grace:        graceOfOurs,
 		RestartAfter: s.options.RestartAfter,
 		Ready:        healthy(http.DefaultClient, "http://"+address(health)+"/readyz"),

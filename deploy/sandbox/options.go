@@ -43,6 +43,9 @@ type Options struct {
 	AgentHub func(agent string, hub Endpoint) (Endpoint, error)
 	// RestartAfter is how long after its death an agent or the shim is started again. Zero means a delay that grows.
 	RestartAfter time.Duration
+	// FeatureGates are those of Karpenter's that are on besides its own choice, such as NodeOverlay, with the permissions that the
+	// chart gives the shim for them.
+	FeatureGates []string
 	// ShimEnv is added to the shim's environment, as NAME=value.
 	ShimEnv []string
 	// ClusterAPIArgs are added to the command line of the Cluster API manager.

@@ -449,9 +449,9 @@ func (s *Sandbox) startAgents(ctx context.Context) error {
 func (s *Sandbox) startShim(ctx context.Context) error {
 	user, err := s.install(ctx, s.spoke, manifests.Chart{
 		Helm: s.options.binary("helm"), Dir: s.options.chart("shim"), Release: "karpenter", Namespace: shimNamespace,
-		Values: []string{
+		Values: append([]string{
 			"agent.address=" + s.state.AgentAddress, "cluster.namespace=" + ClusterNamespace, "cluster.name=" + ClusterName,
-		},
+		}, lo.Map(s.options.FeatureGates, func(gate string, _ int) string { return "settings.featureGates." + gate + "=true" })...),
 	})
 	if err != nil {
 		return err

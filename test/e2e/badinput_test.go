@@ -22,6 +22,7 @@ import (
 const capacityPrefix = "metadata.annotations[capacity.cluster-autoscaler.kubernetes.io/"
 
 func TestBadDescriptionsOfNodeGroupsAreReportedAndHarmNobodyElse(t *testing.T) {
+	shows(t, "bad descriptions are reported where the user looks, and harm nobody else")
 	leaveAsFound(t)
 	apply(t, w.Hub, manifests.FleetHub, manifests.BrokenHub)
 	apply(t, w.Spoke, manifests.FleetSpoke, manifests.BrokenSpoke, manifests.FleetWorkload)
@@ -80,6 +81,7 @@ func TestBadDescriptionsOfNodeGroupsAreReportedAndHarmNobodyElse(t *testing.T) {
 }
 
 func TestBadCallsAreRefusedWithTheFieldNamed(t *testing.T) {
+	shows(t, "bad calls are refused with the field named")
 	leaveAsFound(t)
 	state := w.Sandbox.State()
 	admin := agentAs(t, state.Paths.AdminCertificate, state.Paths.AdminKey)

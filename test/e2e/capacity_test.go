@@ -13,9 +13,11 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -28,8 +30,9 @@ import (
 // consolidated bounds a replacement: Karpenter waits by itself before and between its steps.
 const consolidated = 4 * time.Minute
 
-func sizes(t *testing.T) {
+func sizes(t *testing.T, what string) (figure func(format string, args ...any)) {
 	t.Helper()
+	figure = shows(t, what)
 	if testing.Short() {
 		t.Skip("not in the short run")
 	}
@@ -45,6 +48,7 @@ func sizes(t *testing.T) {
 		}))
 	}
 	goHome(t, "wide", "narrow", "flexible")
+	return figure
 }
 
 // selected returns a condition for poll about a node group in the status of the node class sizes.
@@ -78,7 +82,7 @@ func onOneNodeOf(group string, pods int) func(journey.State) string {
 }
 
 func TestACheaperNodeReplacesAndAPriceListReversesTheChoice(t *testing.T) {
-	sizes(t)
+	sizes(t, "price: by the estimate a cheaper node replaces, a price list reverses the choice")
 	scale(t, "wide", 1)
 	await(t, 2*time.Minute, onOneNodeOf("sizes-big", 1))
 	scale(t, "narrow", 1)
@@ -113,8 +117,110 @@ prices:
 	await(t, consolidated, onOneNodeOf("sizes-big", 2))
 }
 
+func TestANodeOverlayChangesTheChoice(t *testing.T) {
+	sizes(t, "price: a NodeOverlay on top of the estimate changes the choice")
+	g := NewWithT(t)
+	overlay := &unstructured.Unstructured{Object: map[string]any{
+		"apiVersion": "karpenter.sh/v1alpha1", "kind": "NodeOverlay", "metadata": map[string]any{"name": "cheap-big"},
+		"spec": map[string]any{
+			"requirements": []any{map[string]any{
+				"key": corev1.LabelInstanceTypeStable, "operator": "In", "values": []any{"sizes-big"},
+			}},
+			"price": "0.0001",
+		},
+	}}
+	g.Expect(w.Spoke.Create(within(t, soon), overlay)).To(Succeed())
+	t.Cleanup(func() {
+		if err := w.Spoke.Delete(context.Background(), overlay); err != nil {
+			t.Error(err)
+		}
+	})
+	poll(t, soon, func(ctx context.Context) (string, error) {
+		err := w.Spoke.Get(ctx, client.ObjectKeyFromObject(overlay), overlay)
+		conditions, _, _ := unstructured.NestedSlice(overlay.Object, "status", "conditions")
+		for _, c := range conditions {
+			if is, ok := c.(map[string]any); ok && is["type"] == "Ready" && is["status"] == "True" {
+				return "", err
+			}
+		}
+		return fmt.Sprintf("the NodeOverlay to be ready: %v", conditions), err
+	})
+	scale(t, "narrow", 1)
+	await(t, 2*time.Minute, onOneNodeOf("sizes-big", 1))
+}
+
+func TestGroupsOfOneInstanceTypeAreMergedAndDifferencesReported(t *testing.T) {
+	sizes(t, "instance types: groups of one type are merged, and machines that differ are reported")
+	g := NewWithT(t)
+	var class shimv1.ClusterAPINodeClass
+	g.Expect(w.Spoke.Get(within(t, soon), client.ObjectKey{Name: "sizes"}, &class)).To(Succeed())
+	g.Expect(class.Status.NodeGroups).To(Equal(int32(3)))
+	g.Expect(class.Status.InstanceTypes).To(Equal(int32(2)), "one on demand and spot")
+
+	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: "sizes-small"}}
+	patch := func(cpu string) {
+		t.Helper()
+		annotation := fmt.Appendf(nil, `{"metadata":{"annotations":{"capacity.cluster-autoscaler.kubernetes.io/cpu":%s}}}`, cpu)
+		g.Expect(w.Hub.Patch(within(t, soon), md, client.RawPatch(types.MergePatchType, annotation))).To(Succeed())
+	}
+	patch(`"8"`)
+	poll(t, soon, conditionSays("sizes", shimv1.ConditionNodeGroupsValid,
+		`fleet/sizes-small: other node groups of instance type "sizes-small" lack cpu beyond 4 of 8`))
+	patch("null")
+	poll(t, soon, func(ctx context.Context) (string, error) {
+		err := w.Spoke.Get(ctx, client.ObjectKey{Name: "sizes"}, &class)
+		valid := class.StatusConditions().Get(shimv1.ConditionNodeGroupsValid).IsTrue()
+		return lo.Ternary(valid, "", "the condition to be True again"), err
+	})
+}
+
+// What the agent says a Node will carry is what it carries, what a label of the MachineDeployment or of the Machines says beyond
+// that stays in the hub, and pods can ask for all of it.
+func TestANodeCarriesWhatItsGroupPromises(t *testing.T) {
+	shows(t, "labels: a Node carries what its group promises, and no more")
+	if testing.Short() {
+		t.Skip("not in the short run")
+	}
+	g := NewWithT(t)
+	leaveAsFound(t)
+	apply(t, w.Hub, manifests.LabelledHub)
+	apply(t, w.Spoke, manifests.LabelledSpoke)
+	g.Expect(w.AwaitNodePool(within(t, soon), "labelled")).To(Succeed())
+	goHome(t, "labelled")
+	scale(t, "labelled", 1)
+	await(t, 2*time.Minute, onOneNodeOf("labelled", 1))
+
+	state := w.Sandbox.State()
+	answer, err := agentAs(t, state.Paths.ReaderCertificate, state.Paths.ReaderKey).NodeGroups.GetNodeGroup(within(t, soon),
+		&agentv1alpha1.GetNodeGroupRequest{Cluster: theCluster(), Id: sandbox.ClusterNamespace + "/labelled"})
+	g.Expect(err).NotTo(HaveOccurred())
+	promised := answer.GetNodeGroup()
+	g.Expect(promised.GetProblems()).To(BeEmpty())
+	g.Expect(promised.GetZone()).To(Equal("zone-b"))
+	for _, key := range []string{"fleet.example.com/rack", "node.cluster.x-k8s.io/team", "node-role.kubernetes.io/worker"} {
+		g.Expect(promised.GetNodeLabels()).To(HaveKey(key))
+	}
+	var nodes corev1.NodeList
+	g.Expect(w.Spoke.List(within(t, soon), &nodes, client.MatchingLabels{karpenterv1.NodePoolLabelKey: "labelled"})).To(Succeed())
+	g.Expect(nodes.Items).To(HaveLen(1))
+	node := nodes.Items[0]
+	for key, value := range promised.GetNodeLabels() {
+		g.Expect(node.Labels).To(HaveKeyWithValue(key, value))
+	}
+	for _, key := range []string{"fleet.example.com/stays-in-the-hub", "fleet.example.com/owner", "cluster.x-k8s.io/deployment-name"} {
+		g.Expect(promised.GetNodeLabels()).NotTo(HaveKey(key))
+		g.Expect(node.Labels).NotTo(HaveKey(key))
+	}
+	for _, taint := range promised.GetTaints() {
+		g.Expect(node.Spec.Taints).To(ContainElement(And(
+			HaveField("Key", taint.GetKey()), HaveField("Value", taint.GetValue()), HaveField("Effect", corev1.TaintEffect(taint.GetEffect())),
+		)))
+	}
+	g.Expect(promised.GetTaints()).To(HaveLen(1))
+}
+
 func TestSpotIsPreferredWhereItIsCheaperAndAllowed(t *testing.T) {
-	sizes(t)
+	sizes(t, "price: spot is preferred where it is cheaper and allowed")
 	scale(t, "flexible", 1)
 	await(t, 2*time.Minute, onOneNodeOf("sizes-small-spot", 1))
 	scale(t, "flexible", 0)
@@ -124,7 +230,7 @@ func TestSpotIsPreferredWhereItIsCheaperAndAllowed(t *testing.T) {
 }
 
 func TestWhatNodesShowIsLearned(t *testing.T) {
-	sizes(t)
+	sizes(t, "discovery: what a Node shows beyond its description is learned")
 	scale(t, "wide", 1)
 	await(t, 2*time.Minute, onOneNodeOf("sizes-big", 1))
 	state := w.Sandbox.State()
@@ -151,7 +257,7 @@ func TestWhatNodesShowIsLearned(t *testing.T) {
 }
 
 func TestWhyNothingCanBeHadIsInTheNodeClass(t *testing.T) {
-	sizes(t)
+	sizes(t, "availability: max size and quota are in the node class with reason and message")
 	g := NewWithT(t)
 	available := func(s shimv1.SelectedNodeGroup) bool { return s.Available }
 	refused := func(reason string) func(shimv1.SelectedNodeGroup) bool {
@@ -181,7 +287,7 @@ func TestWhyNothingCanBeHadIsInTheNodeClass(t *testing.T) {
 
 // The status of a node class is written from the snapshot, at once when a condition turns, so the snapshot is older than that.
 func TestAChangeInTheHubIsInTheShimsSnapshotWithinHalfASecond(t *testing.T) {
-	sizes(t)
+	figure := sizes(t, "snapshot: a change in the hub is in the shim's")
 	const rounds, bound = 20, 500 * time.Millisecond
 	g := NewWithT(t)
 	spoke, err := client.NewWithWatch(w.Sandbox.SpokeConfig(), client.Options{Scheme: world.Scheme()})
@@ -219,6 +325,6 @@ func TestAChangeInTheHubIsInTheShimsSnapshotWithinHalfASecond(t *testing.T) {
 		took = append(took, time.Since(began))
 	}
 	slices.Sort(took)
-	say("e2e: from a change in the hub to the node class's status: median %s, longest %s, of %d", took[rounds/2], took[rounds-1], rounds)
+	figure("median %s, longest %s, of %d", took[rounds/2].Round(time.Millisecond), took[rounds-1].Round(time.Millisecond), rounds)
 	g.Expect(took[rounds/2]).To(BeNumerically("<", bound))
 }

@@ -26,6 +26,7 @@ var operatorsGroups = []string{"cert-manager.io", "monitoring.coreos.com"}
 // That agent and shim get along with these permissions is what every test of the package shows: the sandbox runs them with
 // tokens of the charts' ServiceAccounts, and TestMain looks for refusals in their logs.
 func TestChartsAreAcceptedByTheClustersTheyAreFor(t *testing.T) {
+	shows(t, "the charts are accepted by the clusters that they are for")
 	for _, tc := range []struct {
 		chart, release, namespace string
 		cluster                   client.Client

@@ -14,6 +14,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"text/tabwriter"
 	"time"
 
 	"github.com/go-logr/logr"
@@ -62,8 +63,9 @@ func run(m *testing.M) int {
 	began := time.Now()
 	var err error
 	w, err = world.Start(starting, sandbox.Options{
-		Name:    "e2e",
-		ShimEnv: []string{"HUB_UNREACHABLE_GRACE_PERIOD=" + gracePeriod.String(), "CLAIM_SYNC_INTERVAL=10s"},
+		Name:         "e2e",
+		FeatureGates: []string{"NodeOverlay"},
+		ShimEnv:      []string{"HUB_UNREACHABLE_GRACE_PERIOD=" + gracePeriod.String(), "CLAIM_SYNC_INTERVAL=10s"},
 	}, nil)
 	if err != nil {
 		say("e2e: %v", err)
@@ -84,6 +86,7 @@ func run(m *testing.M) int {
 	}()
 
 	code := m.Run()
+	tellTable()
 	faults := faultsInLogs()
 	for _, fault := range faults {
 		say("e2e: FAIL %s", fault)
@@ -116,6 +119,49 @@ func faultsInLogs() []string {
 		}
 	}
 	return found
+}
+
+// row is one scenario of the table.
+type row struct {
+	shows, result string
+	figures       []string
+	took          time.Duration
+}
+
+// table has a row for each test that calls [shows]; the tests run one after the other.
+var table []*row
+
+// shows adds the test to the table and says what it shows. Called before anything is registered for clean-up, it counts that too.
+// The returned function adds a figure.
+func shows(t *testing.T, what string) (figure func(format string, args ...any)) {
+	t.Helper()
+	r := &row{shows: what}
+	table = append(table, r)
+	began := time.Now()
+	t.Cleanup(func() {
+		r.took = time.Since(began)
+		switch {
+		case t.Failed():
+			r.result = "FAIL"
+		case t.Skipped():
+			r.result = "skipped"
+		default:
+			r.result = "PASS"
+		}
+	})
+	return func(format string, args ...any) { r.figures = append(r.figures, fmt.Sprintf(format, args...)) }
+}
+
+func tellTable() {
+	if len(table) == 0 {
+		return
+	}
+	tabs := tabwriter.NewWriter(os.Stdout, 0, 0, 2, ' ', 0)
+	_, _ = fmt.Fprintln(tabs, "result\tseconds\tscenario\tfigures")
+	for _, r := range table {
+		_, _ = fmt.Fprintf(tabs, "%s\t%.0f\t%s\t%s\n", r.result, r.took.Seconds(), r.shows, strings.Join(r.figures, "; "))
+	}
+	_ = tabs.Flush()
 }
 
 // within returns a context that ends with the test or after a while.

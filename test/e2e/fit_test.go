@@ -86,6 +86,7 @@ spec:
 // 500 random sets of pods against random catalogues: kube-scheduler finds room for all of them on the Nodes that Karpenter
 // planned, and Karpenter plans no pod twice.
 func TestPodsFitTheNodesThatWerePlannedForThem(t *testing.T) {
+	figure := shows(t, "fit: pods fit the Nodes that were planned for them, and none is planned twice")
 	if testing.Short() {
 		t.Skip("not in the short run")
 	}
@@ -106,7 +107,7 @@ func TestPodsFitTheNodesThatWerePlannedForThem(t *testing.T) {
 		p, n := fitRound(t, random, round)
 		pods, nodes = pods+p, nodes+n
 	}
-	say("e2e: %d random sets, %d pods, fit the %d nodes that were planned for them", fitRounds*fitSets, pods, nodes)
+	figure("%d random sets, %d pods, %d nodes", fitRounds*fitSets, pods, nodes)
 }
 
 var fitKubelets = []string{"default", "reserved"}

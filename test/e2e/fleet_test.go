@@ -14,6 +14,7 @@ import (
 )
 
 func TestPodsBecomeNodesAndGoAgain(t *testing.T) {
+	shows(t, "pods become nodes, which are consolidated and go again")
 	if testing.Short() {
 		t.Skip("the next test does the same, and kills processes on the way")
 	}
@@ -22,6 +23,7 @@ func TestPodsBecomeNodesAndGoAgain(t *testing.T) {
 }
 
 func TestPodsBecomeNodesAlthoughShimAndAgentAreKilled(t *testing.T) {
+	shows(t, "the same, with shim and agent killed meanwhile")
 	killed[t.Name()] = true
 	leaveAsFound(t)
 	result := runScenario(t, true)
@@ -45,6 +47,7 @@ func runScenario(t *testing.T, chaos bool) scenario.Result {
 }
 
 func TestManifestsOfThePeersUsersWorkUnchanged(t *testing.T) {
+	shows(t, "discovery: manifests of the peer's users work unchanged")
 	if testing.Short() {
 		t.Skip("not in the short run")
 	}

@@ -18,6 +18,7 @@ import (
 )
 
 func TestEveryServerListensOnLoopbackOnly(t *testing.T) {
+	shows(t, "every server listens on loopback only")
 	g := NewWithT(t)
 	var all []netip.AddrPort
 	for _, component := range w.Sandbox.State().Components {

@@ -22,6 +22,7 @@ import (
 const outage = 35 * time.Second
 
 func TestNothingIsLostWhileTheHubIsAway(t *testing.T) {
+	shows(t, "nothing is lost while the hub is away")
 	if testing.Short() {
 		t.Skip("not in the short run: an outage takes its time")
 	}

@@ -31,6 +31,7 @@ const (
 )
 
 func TestAHundredPodsGetAHundredNodes(t *testing.T) {
+	figure := shows(t, "a hundred pods get a hundred nodes")
 	if testing.Short() {
 		t.Skip("not in the short run: about numbers")
 	}
@@ -47,7 +48,7 @@ func TestAHundredPodsGetAHundredNodes(t *testing.T) {
 		await(t, soon, running(int(pods+1)))
 	}
 	one := journey.LatencyOf(w.Recorder.State().Journeys[known:], journey.Created, journey.Launched)
-	say("NodeClaim created to launched, one at a time: median %v, max %v (n=%d)", one.Median, one.Max, one.Count)
+	figure("NodeClaim created to launched, one at a time: median %v, max %v (n=%d)", one.Median, one.Max, one.Count)
 	g.Expect(one.Count).To(Equal(singles))
 	g.Expect(one.Median).To(BeNumerically("<", oneWithin))
 
@@ -57,7 +58,7 @@ func TestAHundredPodsGetAHundredNodes(t *testing.T) {
 	await(t, 5*time.Minute, running(singles+crowd))
 	state := w.Recorder.State()
 	hundred := journey.LatencyOf(state.Journeys[known:], journey.Created, journey.Launched)
-	say("NodeClaim created to launched, %d at once: median %v, p99 %v, max %v", hundred.Count, hundred.Median, hundred.P99, hundred.Max)
+	figure("%d at once: median %v, p99 %v, max %v", hundred.Count, hundred.Median, hundred.P99, hundred.Max)
 	for _, stage := range []journey.Stage{journey.Claimed, journey.Bound, journey.Provisioned, journey.Registered, journey.Initialized} {
 		took := journey.LatencyOf(state.Journeys[known:], journey.Created, stage)
 		say("  to %s: median %v, p99 %v", stage, took.Median, took.P99)
@@ -70,6 +71,7 @@ func TestAHundredPodsGetAHundredNodes(t *testing.T) {
 }
 
 func TestTheShimStartsQuicklyWithManyNodeGroups(t *testing.T) {
+	figure := shows(t, "the shim starts quickly with many node groups")
 	if testing.Short() {
 		t.Skip("not in the short run: about numbers")
 	}
@@ -99,7 +101,7 @@ func TestTheShimStartsQuicklyWithManyNodeGroups(t *testing.T) {
 	began := time.Now()
 	g.Expect(w.Sandbox.StartComponent(within(t, 2*time.Minute), sandbox.Shim)).To(Succeed())
 	ready := time.Since(began)
-	say("shim started to ready with %d node groups: %v", nodeGroups, ready.Round(time.Millisecond))
+	figure("ready with %d node groups after %v", nodeGroups, ready.Round(time.Millisecond))
 	g.Expect(ready).To(BeNumerically("<", readyWithin))
 	poll(t, soon, selects("crowd", nodeGroups))
 }

@@ -18,12 +18,12 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-//go:embed fleet peer crowd broken sizes fit
+//go:embed fleet peer crowd broken sizes fit labelled
 var files embed.FS
 
 // The files. Fleet is the demo's; Peer is what a user of karpenter-provider-cluster-api brings along; Crowd is for many
 // machines at once; Broken is full of mistakes; Sizes are for choices by price; Fit for random machines and
-// pods.
+// pods; Labelled for what Nodes are told.
 const (
 	FleetHub      = "fleet/hub.yaml"
 	FleetSpoke    = "fleet/spoke.yaml"
@@ -36,6 +36,8 @@ const (
 	CrowdWorkload = "crowd/workload.yaml"
 	BrokenHub     = "broken/hub.yaml"
 	BrokenSpoke   = "broken/spoke.yaml"
+	LabelledHub   = "labelled/hub.yaml"
+	LabelledSpoke = "labelled/spoke.yaml"
 	FitSpoke      = "fit/spoke.yaml"
 	SizesHub      = "sizes/hub.yaml"
 	SizesSpoke    = "sizes/spoke.yaml"

@@ -100,6 +100,7 @@ func startFlags(cmd *cobra.Command, options *sandbox.Options) {
 	cmd.Flags().BoolVar(&options.WithoutShim, "no-shim", false, "leave out the shim")
 	cmd.Flags().BoolVar(&options.WithoutAgent, "no-agent", false, "leave out the agent, and with it the shim")
 	cmd.Flags().StringArrayVar(&options.AgentArgs, "agent-arg", nil, "flag to add to the agent's command line; may be repeated")
+	cmd.Flags().StringArrayVar(&options.FeatureGates, "feature-gate", nil, "feature gate of Karpenter to turn on; may be repeated")
 	cmd.Flags().StringArrayVar(&options.ShimEnv, "shim-env", nil, "NAME=value to add to the shim's environment; may be repeated")
 }
 

@@ -95,6 +95,9 @@ func startSupervisor(options sandbox.Options) (cmd *exec.Cmd, output string, err
 	for _, arg := range options.AgentArgs {
 		args = append(args, "--agent-arg="+arg)
 	}
+	for _, gate := range options.FeatureGates {
+		args = append(args, "--feature-gate="+gate)
+	}
 	for _, variable := range options.ShimEnv {
 		args = append(args, "--shim-env="+variable)
 	}
