@@ -72,8 +72,13 @@ type Endpoint struct {
 
 var validName = regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$`)
 
+// buildVariable names the environment variable that identifies our executables and charts. The go command repeats the result of a
+// test whose inputs are the same, and counts the variables that it reads among these, but no files outside its module.
+const buildVariable = "SANDBOX_BUILD"
+
 // complete fills in what is empty.
 func (o *Options) complete() error {
+	_ = os.Getenv(buildVariable)
 	if o.Name == "" {
 		o.Name = DefaultName
 	}
