@@ -135,12 +135,13 @@ type row struct {
 }
 
 func runTable(rows []row, match *regexp.Regexp, out io.Writer) error {
-	failed := 0
+	ran, failed := 0, 0
 	fmt.Fprintf(out, "%-64s %12s %9s %9s  %s\n", "run", "states", "complete", "seconds", "violations")
 	for _, row := range rows {
 		if !match.MatchString(row.name) {
 			continue
 		}
+		ran++
 		begun := time.Now()
 		r := row.run()
 		var kinds []string
@@ -164,8 +165,12 @@ func runTable(rows []row, match *regexp.Regexp, out io.Writer) error {
 			r.Report(out)
 		}
 	}
-	if failed > 0 {
-		return fmt.Errorf("%d runs did not end as they must", failed)
+	if ran == 0 {
+		return errors.New("-only selects no run")
 	}
+	if failed > 0 {
+		return fmt.Errorf("FAIL %d of %d runs did not end as they must", failed, ran)
+	}
+	fmt.Fprintf(out, "claimmodel: PASS %d runs\n", ran)
 	return nil
 }
