@@ -194,12 +194,15 @@ test: ## Check and test everything: verify, test-unit, test-e2e
 	for suite in verify test-unit test-e2e; do $(MAKE) $$suite RESULTS="$$results" || failed+=" $$suite"; done; \
 	verdict="$${failed:+FAIL:$$failed;}"; $(call tally,test,$${verdict:-PASS},$$start,$$results); test -z "$$failed"
 
-# Some of these bring up sandboxes of their own, hence all the binaries. The test cache knows neither these nor files of other
-# modules, but it knows the variables that a test reads: a sandbox reads this one.
+# What tests use from outside their module: what a sandbox runs, charts, pages, the explored model. The test cache does not know
+# these files, but it knows the variables that a test reads, and those tests read this one.
+TESTED_FILES = find agent deploy pkg proto shim test/claimmodel docs/grpcurl.md docs/options.md -type f ! -name '*_test.go' -print0 | \
+	LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -c-16
+
+# Some of these bring up sandboxes of their own, hence all the binaries.
 .PHONY: test-unit
 test-unit: $(GOTESTSUM) $(SANDBOX_BINARIES) ## Unit and integration tests of every module, with the race detector
-	@export SANDBOX_BUILD=$$(cat $(addprefix $(BIN)/,sandbox sim-provider capi-agent karpenter) \
-		docs/grpcurl.md $$(find deploy/charts -type f | sort) | sha256sum | cut -c-16); \
+	@TESTED_FILES=$$($(TESTED_FILES)); export TESTED_FILES; \
 	$(call go_test,$@,-timeout 20m $$(go list $(PACKAGES) | grep -v /test/e2e))
 
 # They take minutes and say what they are at. What they test are binaries, of which the test cache knows nothing.

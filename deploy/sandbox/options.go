@@ -72,13 +72,13 @@ type Endpoint struct {
 
 var validName = regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$`)
 
-// buildVariable names the environment variable that identifies our executables and charts. The go command repeats the result of a
-// test whose inputs are the same, and counts the variables that it reads among these, but no files outside its module.
-const buildVariable = "SANDBOX_BUILD"
+// testedFiles names the environment variable that identifies the files that tests use from outside their module. The go command
+// repeats a test's result while its inputs are the same, and counts the variables that it reads among these, but not such files.
+const testedFiles = "TESTED_FILES"
 
 // complete fills in what is empty.
 func (o *Options) complete() error {
-	_ = os.Getenv(buildVariable)
+	_ = os.Getenv(testedFiles)
 	if o.Name == "" {
 		o.Name = DefaultName
 	}

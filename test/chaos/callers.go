@@ -156,7 +156,8 @@ func (c *callers) make(ctx context.Context, r *agentv1alpha1.CreateClaimRequest)
 	}
 }
 
-// goes says that somebody deletes the node group, so that calls for it may find it gone.
+// goes says that somebody deletes the node group, so that calls for it may find it gone. Calls that name others besides may, too: of
+// those that are full an agent does not say so when the last one is gone.
 func (c *callers) goes(group string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

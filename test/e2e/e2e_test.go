@@ -63,8 +63,9 @@ func run(m *testing.M) int {
 	began := time.Now()
 	var err error
 	w, err = world.Start(starting, sandbox.Options{
-		Name:         "e2e",
-		FeatureGates: []string{"NodeOverlay"},
+		Name: "e2e",
+		// The short run is with what the charts grant by themselves.
+		FeatureGates: lo.Ternary(testing.Short(), nil, []string{"NodeOverlay"}),
 		ShimEnv:      []string{"HUB_UNREACHABLE_GRACE_PERIOD=" + gracePeriod.String(), "CLAIM_SYNC_INTERVAL=10s"},
 	}, nil)
 	if err != nil {

@@ -3,6 +3,7 @@ package claims
 import (
 	"encoding/json"
 	"fmt"
+	"os"
 	"os/exec"
 	"slices"
 	"strconv"
@@ -23,6 +24,7 @@ import (
 // TestAgreement asks that this package decides as the explored model does (test/claimmodel), on snapshots that the model
 // reaches: of what holds in every state of the model, nothing follows for an engine that decides otherwise.
 func TestAgreement(t *testing.T) {
+	_ = os.Getenv("TESTED_FILES") // says to the test cache that the explored model is used here
 	for name, world := range map[string]string{
 		"one MachineSet":  "-claims=3 -floor=1 -stale=1 -outsiders=1 -raises=1 -lowers=1",
 		"several":         "-claims=2 -floor=2 -sets=2 -stale=1 -outsiders=1 -rollouts=1 -pauses=1",

@@ -1157,9 +1157,8 @@ func (s *snapshot) actOnReleasing(d *decision, c *v1alpha1.MachineClaim, m *clus
 	id := c.Spec.ClaimID
 	labelled := s.labelled(id)
 	switch {
-	case c.Status.Machine == nil && labelled != nil, // its status was lost before its release
-		(m == nil || !entered && claimOf(m) != id) && labelled != nil && alive(labelled): // somebody put its label on another Machine
-		d.actions = append(d.actions, action{kind: restore, claim: c, machine: labelled})
+	case c.Status.Machine == nil && labelled != nil, m == nil && labelled != nil && alive(labelled):
+		d.actions = append(d.actions, action{kind: restore, claim: c, machine: labelled}) // its status was lost before its release
 	case c.Status.Machine == nil:
 		if !entered && labelled == nil && c.Status.FailedAt != nil {
 			d.end(c, ReasonFailed, c.Status.Message)
@@ -1171,7 +1170,9 @@ func (s *snapshot) actOnReleasing(d *decision, c *v1alpha1.MachineClaim, m *clus
 		d.actions = append(d.actions, action{kind: label, claim: c, machine: m})
 	case m != nil && alive(m) && !entered && claimOf(m) == id && s.handsOver(m) && !s.releasing(m.UID):
 		d.actions = append(d.actions, action{kind: unbind, claim: c, machine: m})
-	case !entered && (labelled == nil || !alive(labelled) && deletionCompleted(labelled)) && (m == nil || alive(m) || deletionCompleted(m)):
+	case !entered && (labelled == nil || m != nil && alive(m) && claimOf(m) != id || !alive(labelled) && deletionCompleted(labelled)) &&
+		(m == nil || alive(m) || deletionCompleted(m)):
+		// A Machine that somebody else gave the label to, while this claim's own has the next claim, is not waited for.
 		reason, message := ReasonReleased, "its instance and its Node are gone"
 		if c.Status.FailedAt != nil {
 			reason, message = ReasonFailed, c.Status.Message

@@ -275,7 +275,9 @@ func (e *Engine) restore(ctx context.Context, a action) error {
 	c.Status.Machine = &v1alpha1.MachineReference{
 		Name: a.machine.Name, UID: a.machine.UID, ProviderID: a.machine.Spec.ProviderID, NodeName: a.machine.Status.NodeRef.Name,
 	}
-	e.note(c, v1alpha1.Event{Reason: ReasonBound, Message: "its status was lost; bound to Machine " + a.machine.Name + " by that one's label"})
+	if c.Status.FailedAt == nil { // why it failed matters more
+		e.note(c, v1alpha1.Event{Reason: ReasonBound, Message: "its status was lost; bound to Machine " + a.machine.Name + " by that one's label"})
+	}
 	return e.Client.Status().Update(ctx, c)
 }
 

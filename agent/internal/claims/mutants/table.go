@@ -298,8 +298,8 @@ var mutants = []mutant{
 	{name: "a Machine is bound before the claim that hands it over has ended", edits: []edit{
 		{"decide.go", " && claimOf(m) == \"\" && !had:\n", " && claimOf(m) == \"\" && (!had || true):\n"},
 	}},
-	{name: "a release overlooks the Machine that somebody labelled", test: "TestAReleaseTakesAMachineThatSomebodyLabelledByHand", edits: []edit{
-		{"decide.go", "(m == nil || !entered && claimOf(m) != id) && labelled != nil", "m == nil && labelled != nil"},
+	{name: "a release waits for a Machine that somebody labelled", test: "TestAReleaseDoesNotWaitForAMachineThatSomebodyLabelled", edits: []edit{
+		{"decide.go", "(labelled == nil || m != nil && alive(m) && claimOf(m) != id || ", "(labelled == nil || "},
 	}},
 	{name: "an edited ledger's release is believed", edits: []edit{
 		{"decide.go", "		if c := s.claim(claimOf(m)); c == nil || c.CurrentPhase() != v1alpha1.PhaseReleasing {\n			delete(next.Releasing, uid)\n", "		if false {\n			delete(next.Releasing, uid)\n"},
@@ -452,7 +452,7 @@ var mutants = []mutant{
 		{"group.go", "		if set.Annotations[clusterv1.PausedAnnotation] == v1alpha1.PausedByAgent {\n", "		if false {\n"},
 	}},
 
-	// Machines that will not come, or come too soon.
+	// Machines that will not come, come too soon, or have no room.
 	{name: "a Machine whose infrastructure is gone is waited for", test: "TestAMachineWithoutInfrastructureIsGivenUp", edits: []edit{
 		{"failure.go", "s.now.Sub(since) >= missingAfter", "s.now.Sub(since) < 0"},
 	}},
