@@ -66,6 +66,16 @@ func selected(group, what string, is func(shimv1.SelectedNodeGroup) bool) func(c
 	}
 }
 
+// described returns a node group as the agent shows it.
+func described(t *testing.T, group string) *agentv1alpha1.NodeGroup {
+	t.Helper()
+	state := w.Sandbox.State()
+	answer, err := agentAs(t, state.Paths.ReaderCertificate, state.Paths.ReaderKey).NodeGroups.GetNodeGroup(within(t, soon),
+		&agentv1alpha1.GetNodeGroupRequest{Cluster: theCluster(), Id: sandbox.ClusterNamespace + "/" + group})
+	NewWithT(t).Expect(err).NotTo(HaveOccurred())
+	return answer.GetNodeGroup()
+}
+
 // onOneNodeOf returns a condition: so many pods run, and there is one node, of that group.
 func onOneNodeOf(group string, pods int) func(journey.State) string {
 	return func(s journey.State) string {
@@ -111,6 +121,10 @@ prices:
 			return s.Price == price && s.Currency == "EUR" && s.PriceSource == "PriceList"
 		}))
 	}
+	big := described(t, "sizes-big")
+	g.Expect(big.GetPrice().GetPerHour()).To(Equal(0.5))
+	g.Expect(big.GetPrice().GetCurrency()).To(Equal("EUR"))
+	g.Expect(big.GetSources()["price"].GetKind()).To(Equal(agentv1alpha1.SourceKind_SOURCE_KIND_PRICE_LIST))
 	// Karpenter looks again at what it found to be in order when pods come or go.
 	scale(t, "narrow", 2)
 	await(t, consolidated, onOneNodeOf("sizes-big", 2))
@@ -185,11 +199,7 @@ func TestANodeCarriesWhatItsGroupPromises(t *testing.T) {
 	apply(t, w.Hub, manifests.LabelledHub)
 	apply(t, w.Spoke, manifests.LabelledSpoke)
 	g.Expect(w.AwaitNodePool(within(t, soon), "labelled")).To(Succeed())
-	state := w.Sandbox.State()
-	answer, err := agentAs(t, state.Paths.ReaderCertificate, state.Paths.ReaderKey).NodeGroups.GetNodeGroup(within(t, soon),
-		&agentv1alpha1.GetNodeGroupRequest{Cluster: theCluster(), Id: sandbox.ClusterNamespace + "/labelled"})
-	g.Expect(err).NotTo(HaveOccurred())
-	promised := answer.GetNodeGroup()
+	promised := described(t, "labelled")
 	g.Expect(promised.GetProblems()).To(BeEmpty())
 	g.Expect(promised.GetZone()).To(Equal("zone-b"))
 	g.Expect(promised.GetTaints()).To(HaveLen(1))
@@ -284,19 +294,26 @@ func TestWhatNodesShowIsLearned(t *testing.T) {
 }
 
 func TestWhyNothingCanBeHadIsInTheNodeClass(t *testing.T) {
-	sizes(t, "availability: max size and quota are in the node class with reason and message")
+	sizes(t, "availability: max size, pause and quota are in the node class with reason and message")
 	g := NewWithT(t)
 	available := func(s shimv1.SelectedNodeGroup) bool { return s.Available }
 	refused := func(reason string) func(shimv1.SelectedNodeGroup) bool {
 		return func(s shimv1.SelectedNodeGroup) bool { return !s.Available && s.Reason == reason && s.Message != "" }
 	}
-	var md clusterv1.MachineDeployment
-	g.Expect(w.Hub.Get(within(t, soon), client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: "sizes-big"}, &md)).To(Succeed())
-	before := md.DeepCopy()
-	md.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] = "0"
-	g.Expect(w.Hub.Patch(within(t, soon), &md, client.MergeFrom(before))).To(Succeed())
+	annotate := func(group, annotation, value string) {
+		t.Helper()
+		md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: group}}
+		patch := fmt.Appendf(nil, `{"metadata":{"annotations":{%q:%s}}}`, annotation, value)
+		g.Expect(w.Hub.Patch(within(t, soon), md, client.RawPatch(types.MergePatchType, patch))).To(Succeed())
+	}
+	annotate("sizes-big", clusterv1.AutoscalerMaxSizeAnnotation, `"0"`)
+	annotate("sizes-small-spot", clusterv1.PausedAnnotation, `"true"`)
+	poll(t, soon, selected("sizes-small-spot", "no room while it is paused", refused("Paused")))
 	poll(t, soon, selected("sizes-big", "no room for its max size", refused("AtMaxSize")))
 	poll(t, soon, selected("sizes-small", "room", available))
+	g.Expect(described(t, "sizes-big").GetAvailability().GetReason()).To(Equal(agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE))
+	annotate("sizes-small-spot", clusterv1.PausedAnnotation, "null")
+	poll(t, soon, selected("sizes-small-spot", "room again", available))
 
 	quota := &corev1.ResourceQuota{
 		ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: "machines"},
