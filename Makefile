@@ -196,7 +196,8 @@ test: ## Check and test everything: verify, test-unit, test-e2e
 
 # What tests use from outside their module: what a sandbox runs, charts, pages, the explored model. The test cache does not know
 # these files, but it knows the variables that a test reads, and those tests read this one.
-TESTED_FILES = find agent deploy pkg proto shim test/claimmodel docs/grpcurl.md docs/options.md -type f ! -name '*_test.go' -print0 | \
+TESTED_FILES = find agent deploy pkg proto shim test/claimmodel test/go.mod test/go.sum go.work docs/grpcurl.md docs/options.md -type f \
+		! -name '*_test.go' -print0 | \
 	LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -c-16
 
 # Some of these bring up sandboxes of their own, hence all the binaries.

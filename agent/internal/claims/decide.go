@@ -1170,9 +1170,7 @@ func (s *snapshot) actOnReleasing(d *decision, c *v1alpha1.MachineClaim, m *clus
 		d.actions = append(d.actions, action{kind: label, claim: c, machine: m})
 	case m != nil && alive(m) && !entered && claimOf(m) == id && s.handsOver(m) && !s.releasing(m.UID):
 		d.actions = append(d.actions, action{kind: unbind, claim: c, machine: m})
-	case !entered && (labelled == nil || m != nil && alive(m) && claimOf(m) != id || !alive(labelled) && deletionCompleted(labelled)) &&
-		(m == nil || alive(m) || deletionCompleted(m)):
-		// A Machine that somebody else gave the label to, while this claim's own has the next claim, is not waited for.
+	case !entered && (labelled == nil || !alive(labelled) && deletionCompleted(labelled)) && (m == nil || alive(m) || deletionCompleted(m)):
 		reason, message := ReasonReleased, "its instance and its Node are gone"
 		if c.Status.FailedAt != nil {
 			reason, message = ReasonFailed, c.Status.Message

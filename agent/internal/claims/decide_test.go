@@ -7,7 +7,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/samber/lo"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -727,49 +726,6 @@ func TestAMachineIsBoundWhenTheClaimThatHandsItOverHasEnded(t *testing.T) {
 	assert.Equal(t, []actionKind{bind}, kinds(decide(s)))
 }
 
-// The next claim waits until the one that hands its Machine over has ended, and that one must not wait for what is not its own.
-func TestAReleaseDoesNotWaitForAMachineThatSomebodyLabelled(t *testing.T) {
-	mine := func(handedOver bool) func(*clusterv1.Machine) {
-		return func(m *clusterv1.Machine) {
-			if handedOver {
-				m.Annotations = map[string]string{v1alpha1.HandedOverAnnotation: "a"}
-			} else {
-				node(m)
-			}
-		}
-	}
-	for name, tc := range map[string]struct {
-		claim  string // that the claim's own Machine is labelled with
-		handed bool
-		ledger *Ledger
-		want   string
-	}{
-		"handed over": {handed: true, want: ReasonHandedOver, ledger: &Ledger{
-			Version: 1, Seq: 4, LastReplicas: 2, Floor: 1, Pending: map[string]Named{"b": {Machine: "m", UID: "m"}},
-		}},
-		"handed over and bound": {claim: "b", handed: true, want: ReasonHandedOver, ledger: &Ledger{Version: 1, Seq: 4, LastReplicas: 2, Floor: 1}},
-		"the label was moved":   {want: ReasonMachineLost, ledger: &Ledger{Version: 1, Seq: 4, LastReplicas: 2, Floor: 1}},
-	} {
-		t.Run(name, func(t *testing.T) {
-			s := scene(2, tc.ledger).withMachine("m", tc.claim, mine(tc.handed)).withMachine("other", "a", node).
-				withClaim("a", v1alpha1.PhaseReleasing, "m").withClaim("b", v1alpha1.PhasePending, "")
-			if tc.claim != "" {
-				s.claims[1].Status = v1alpha1.MachineClaimStatus{Phase: v1alpha1.PhaseBound, Machine: &v1alpha1.MachineReference{Name: "m", UID: "m"}}
-			}
-			d := decide(s)
-			ended, found := lo.Find(d.actions, func(a action) bool { return a.kind == end && a.claim.Spec.ClaimID == "a" })
-			require.True(t, found, "%v", kinds(d))
-			assert.Equal(t, tc.want, ended.event.Reason)
-			for _, a := range d.actions {
-				assert.NotContains(t, []actionKind{restore, hold}, a.kind, "what somebody labelled is left alone")
-			}
-		})
-	}
-	entered := scene(2, &Ledger{Version: 1, Seq: 4, LastReplicas: 2, Floor: 1, Pending: map[string]Named{"a": {Machine: "m", UID: "m"}}}).
-		withMachine("m", "", nil).withMachine("other", "a", node).withClaim("a", v1alpha1.PhaseReleasing, "m")
-	assert.NotContains(t, kinds(decide(entered)), end, "its own is about to be labelled")
-}
-
 func TestARestoredClaimThatFailedKeepsItsReason(t *testing.T) {
 	claim := &v1alpha1.MachineClaim{
 		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: v1alpha1.ObjectName(clusterName, "a")},
@@ -783,7 +739,9 @@ func TestARestoredClaimThatFailedKeepsItsReason(t *testing.T) {
 	require.NoError(t, e.restore(t.Context(), action{kind: restore, claim: claim, machine: machineOf("m")}))
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(claim), claim))
 	assert.Equal(t, "m", claim.Status.Machine.Name)
+	assert.Equal(t, "NoCapacity", claim.Status.Reason)
 	assert.Equal(t, "no hosts left", claim.Status.Message)
+	assert.Equal(t, v1alpha1.PhaseReleasing, claim.Status.Phase)
 }
 
 // Cluster API removes a Machine's infrastructure when a call to create the Machine times out, also when the Machine was made, and

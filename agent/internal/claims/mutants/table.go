@@ -298,9 +298,6 @@ var mutants = []mutant{
 	{name: "a Machine is bound before the claim that hands it over has ended", edits: []edit{
 		{"decide.go", " && claimOf(m) == \"\" && !had:\n", " && claimOf(m) == \"\" && (!had || true):\n"},
 	}},
-	{name: "a release waits for a Machine that somebody labelled", test: "TestAReleaseDoesNotWaitForAMachineThatSomebodyLabelled", edits: []edit{
-		{"decide.go", "(labelled == nil || m != nil && alive(m) && claimOf(m) != id || ", "(labelled == nil || "},
-	}},
 	{name: "an edited ledger's release is believed", edits: []edit{
 		{"decide.go", "		if c := s.claim(claimOf(m)); c == nil || c.CurrentPhase() != v1alpha1.PhaseReleasing {\n			delete(next.Releasing, uid)\n", "		if false {\n			delete(next.Releasing, uid)\n"},
 		{"decide.go", "	return c != nil && c.CurrentPhase() == v1alpha1.PhaseReleasing\n", "	return true || c != nil\n"},
@@ -436,6 +433,10 @@ var mutants = []mutant{
 	}},
 	{name: "collection of claims that are as old as the token", edits: []edit{
 		{"engine.go", "!c.CreationTimestamp.Add(e.CollectGrace).Before(taken)", "c.CreationTimestamp.Add(-e.CollectGrace).After(taken)"},
+	}},
+
+	{name: "a claim that is restored forgets why it failed", test: "TestARestoredClaimThatFailedKeepsItsReason", edits: []edit{
+		{"write.go", "	if c.Status.FailedAt == nil { // why it failed matters more\n", "	{\n"},
 	}},
 
 	// MachineDeployments that are deleted.
