@@ -379,6 +379,6 @@ func TestAChangeInTheHubIsInTheShimsSnapshotWithinHalfASecond(t *testing.T) {
 		took = append(took, time.Since(began))
 	}
 	slices.Sort(took)
-	figure("median %s, longest %s, of %d", took[rounds/2].Round(time.Millisecond), took[rounds-1].Round(time.Millisecond), rounds)
+	figure("median %s, longest %s, of %d", rounded(took[rounds/2]), rounded(took[rounds-1]), rounds)
 	g.Expect(took[rounds/2]).To(BeNumerically("<", bound))
 }

@@ -48,7 +48,7 @@ func TestAHundredPodsGetAHundredNodes(t *testing.T) {
 		await(t, soon, running(int(pods+1)))
 	}
 	one := journey.LatencyOf(w.Recorder.State().Journeys[known:], journey.Created, journey.Launched)
-	figure("NodeClaim created to launched, one at a time: median %v, max %v (n=%d)", one.Median, one.Max, one.Count)
+	figure("NodeClaim created to launched, one at a time: median %v, max %v (n=%d)", rounded(one.Median), rounded(one.Max), one.Count)
 	g.Expect(one.Count).To(Equal(singles))
 	g.Expect(one.Median).To(BeNumerically("<", oneWithin))
 
@@ -58,10 +58,10 @@ func TestAHundredPodsGetAHundredNodes(t *testing.T) {
 	await(t, 5*time.Minute, running(singles+crowd))
 	state := w.Recorder.State()
 	hundred := journey.LatencyOf(state.Journeys[known:], journey.Created, journey.Launched)
-	figure("%d at once: median %v, p99 %v, max %v", hundred.Count, hundred.Median, hundred.P99, hundred.Max)
+	figure("%d at once: median %v, p99 %v, max %v", hundred.Count, rounded(hundred.Median), rounded(hundred.P99), rounded(hundred.Max))
 	for _, stage := range []journey.Stage{journey.Claimed, journey.Bound, journey.Provisioned, journey.Registered, journey.Initialized} {
 		took := journey.LatencyOf(state.Journeys[known:], journey.Created, stage)
-		say("  to %s: median %v, p99 %v", stage, took.Median, took.P99)
+		say("  to %s: median %v, p99 %v", stage, rounded(took.Median), rounded(took.P99))
 	}
 	say("  all pods run after %.1f s", time.Since(began).Seconds())
 	g.Expect(state.Live()).To(HaveLen(singles+crowd), "a node for each pod and no more")
@@ -101,10 +101,12 @@ func TestTheShimStartsQuicklyWithManyNodeGroups(t *testing.T) {
 	began := time.Now()
 	g.Expect(w.Sandbox.StartComponent(within(t, 2*time.Minute), sandbox.Shim)).To(Succeed())
 	ready := time.Since(began)
-	figure("ready with %d node groups after %v", nodeGroups, ready.Round(time.Millisecond))
+	figure("ready with %d node groups after %v", nodeGroups, rounded(ready))
 	g.Expect(ready).To(BeNumerically("<", readyWithin))
 	poll(t, soon, selects("crowd", nodeGroups))
 }
+
+func rounded(d time.Duration) time.Duration { return d.Round(time.Millisecond) }
 
 // each does something with all objects, several at a time.
 func each(objects []*unstructured.Unstructured, do func(*unstructured.Unstructured) error) error {
