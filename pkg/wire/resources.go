@@ -3,6 +3,7 @@ package wire
 import (
 	"errors"
 	"fmt"
+	"math"
 	"maps"
 	"slices"
 	"strconv"
@@ -36,7 +37,7 @@ func ResourceList(quantities map[string]string) (corev1.ResourceList, error) {
 }
 
 // Quantity parses one amount in Kubernetes notation, for example `4`, `500m` or `16Gi`. Negative amounts are refused: nothing
-// has less than nothing.
+// has less than nothing. Those above the largest int64 are cut there, as Kubernetes does.
 func Quantity(s string) (resource.Quantity, error) {
 	s = strings.TrimSpace(s)
 	if s == "" {
@@ -52,8 +53,14 @@ func Quantity(s string) (resource.Quantity, error) {
 	if quantity.Sign() < 0 {
 		return resource.Quantity{}, fmt.Errorf("%q is negative", s)
 	}
+	if quantity.Cmp(largest) > 0 {
+		return largest.DeepCopy(), nil
+	}
 	return quantity, nil
 }
+
+// largest is what Kubernetes cuts a quantity at, unless it is written with zeros in front.
+var largest = *resource.NewQuantity(math.MaxInt64, resource.DecimalSI)
 
 // exponent returns the absolute decimal exponent written in s, 0 when it has none.
 func exponent(s string) int {
