@@ -47,18 +47,13 @@ func TestBadDescriptionsOfNodeGroupsAreReportedAndHarmNobodyElse(t *testing.T) {
 				poll(t, soon, conditionSays(tc.nodeClass, shimv1.ConditionNodeGroupsValid, field))
 				poll(t, soon, eventSays("MachineDeployment", tc.nodeClass, field))
 			}
-			state := w.Sandbox.State()
-			reader := agentAs(t, state.Paths.ReaderCertificate, state.Paths.ReaderKey)
-			answer, err := reader.NodeGroups.GetNodeGroup(within(t, soon), &agentv1alpha1.GetNodeGroupRequest{
-				Cluster: theCluster(), Id: sandbox.ClusterNamespace + "/" + tc.nodeClass,
-			})
-			g.Expect(err).NotTo(HaveOccurred())
+			group := described(t, tc.nodeClass)
 			for _, field := range tc.fields {
-				g.Expect(answer.GetNodeGroup().GetProblems()).To(ContainElement(And(
+				g.Expect(group.GetProblems()).To(ContainElement(And(
 					HaveField("Field", field), HaveField("Message", Not(BeEmpty())),
 				)))
 			}
-			g.Expect(answer.GetNodeGroup().GetInstanceType()).To(Equal(tc.nodeClass), "the MachineDeployment's name stands in")
+			g.Expect(group.GetInstanceType()).To(Equal(tc.nodeClass), "the MachineDeployment's name stands in")
 		})
 	}
 

@@ -66,6 +66,23 @@ func selected(group, what string, is func(shimv1.SelectedNodeGroup) bool) func(c
 	}
 }
 
+const cpuAnnotation = "capacity.cluster-autoscaler.kubernetes.io/cpu"
+
+// annotate sets an annotation of a node group's MachineDeployment to a JSON string, or takes it away with null.
+func annotate(t *testing.T, group, annotation, value string) {
+	t.Helper()
+	patchGroup(t, group, fmt.Sprintf(`{"metadata":{"annotations":{%q:%s}}}`, annotation, value))
+}
+
+// patchGroup merges JSON into a node group's MachineDeployment. Clean-ups may call it.
+func patchGroup(t *testing.T, group, patch string) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), soon)
+	defer cancel()
+	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: group}}
+	NewWithT(t).Expect(w.Hub.Patch(ctx, md, client.RawPatch(types.MergePatchType, []byte(patch)))).To(Succeed())
+}
+
 // described returns a node group as the agent shows it.
 func described(t *testing.T, group string) *agentv1alpha1.NodeGroup {
 	t.Helper()
@@ -170,16 +187,10 @@ func TestGroupsOfOneInstanceTypeAreMergedAndDifferencesReported(t *testing.T) {
 	g.Expect(class.Status.NodeGroups).To(Equal(int32(3)))
 	g.Expect(class.Status.InstanceTypes).To(Equal(int32(2)), "one on demand and spot")
 
-	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: "sizes-small"}}
-	patch := func(cpu string) {
-		t.Helper()
-		annotation := fmt.Appendf(nil, `{"metadata":{"annotations":{"capacity.cluster-autoscaler.kubernetes.io/cpu":%s}}}`, cpu)
-		g.Expect(w.Hub.Patch(within(t, soon), md, client.RawPatch(types.MergePatchType, annotation))).To(Succeed())
-	}
-	patch(`"8"`)
+	annotate(t, "sizes-small", cpuAnnotation, `"8"`)
 	poll(t, soon, conditionSays("sizes", shimv1.ConditionNodeGroupsValid,
 		`fleet/sizes-small: other node groups of instance type "sizes-small" lack cpu beyond 4 of 8`))
-	patch("null")
+	annotate(t, "sizes-small", cpuAnnotation, "null")
 	poll(t, soon, func(ctx context.Context) (string, error) {
 		err := w.Spoke.Get(ctx, client.ObjectKey{Name: "sizes"}, &class)
 		valid := class.StatusConditions().Get(shimv1.ConditionNodeGroupsValid).IsTrue()
@@ -214,9 +225,7 @@ func TestANodeCarriesWhatItsGroupPromises(t *testing.T) {
 	// Karpenter puts on its own Nodes what it was promised. On this one there is what the kubelet and Cluster API put there.
 	raise := func(replicas int) {
 		t.Helper()
-		md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: "labelled"}}
-		patch := client.RawPatch(types.MergePatchType, fmt.Appendf(nil, `{"spec":{"replicas":%d}}`, replicas))
-		g.Expect(w.Hub.Patch(context.Background(), md, patch)).To(Succeed())
+		patchGroup(t, "labelled", fmt.Sprintf(`{"spec":{"replicas":%d}}`, replicas))
 	}
 	raise(1)
 	t.Cleanup(func() {
@@ -300,24 +309,18 @@ func TestWhyNothingCanBeHadIsInTheNodeClass(t *testing.T) {
 	refused := func(reason string) func(shimv1.SelectedNodeGroup) bool {
 		return func(s shimv1.SelectedNodeGroup) bool { return !s.Available && s.Reason == reason && s.Message != "" }
 	}
-	annotate := func(group, annotation, value string) {
-		t.Helper()
-		md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: group}}
-		patch := fmt.Appendf(nil, `{"metadata":{"annotations":{%q:%s}}}`, annotation, value)
-		g.Expect(w.Hub.Patch(context.Background(), md, client.RawPatch(types.MergePatchType, patch))).To(Succeed())
-	}
-	annotate("sizes-big", clusterv1.AutoscalerMaxSizeAnnotation, `"0"`)
+	annotate(t, "sizes-big", clusterv1.AutoscalerMaxSizeAnnotation, `"0"`)
 	t.Cleanup(func() { // what is paused is not deleted
 		if t.Failed() {
-			annotate("sizes-small-spot", clusterv1.PausedAnnotation, "null")
+			annotate(t, "sizes-small-spot", clusterv1.PausedAnnotation, "null")
 		}
 	})
-	annotate("sizes-small-spot", clusterv1.PausedAnnotation, `"true"`)
+	annotate(t, "sizes-small-spot", clusterv1.PausedAnnotation, `"true"`)
 	poll(t, soon, selected("sizes-small-spot", "no room while it is paused", refused("Paused")))
 	poll(t, soon, selected("sizes-big", "no room for its max size", refused("AtMaxSize")))
 	poll(t, soon, selected("sizes-small", "room", available))
 	g.Expect(described(t, "sizes-big").GetAvailability().GetReason()).To(Equal(agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE))
-	annotate("sizes-small-spot", clusterv1.PausedAnnotation, "null")
+	annotate(t, "sizes-small-spot", clusterv1.PausedAnnotation, "null")
 	poll(t, soon, selected("sizes-small-spot", "room again", available))
 
 	quota := &corev1.ResourceQuota{
@@ -365,16 +368,14 @@ func TestAChangeInTheHubIsInTheShimsSnapshotWithinHalfASecond(t *testing.T) {
 		}
 	}
 	until(true)
-	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: "sizes-big"}}
 	var took []time.Duration
 	for i := range rounds {
 		value := `"many"`
 		if i%2 == 1 {
 			value = "null"
 		}
-		patch := fmt.Appendf(nil, `{"metadata":{"annotations":{"capacity.cluster-autoscaler.kubernetes.io/cpu":%s}}}`, value)
 		began := time.Now()
-		g.Expect(w.Hub.Patch(ctx, md, client.RawPatch(types.MergePatchType, patch))).To(Succeed())
+		annotate(t, "sizes-big", cpuAnnotation, value)
 		until(i%2 == 1)
 		took = append(took, time.Since(began))
 	}
