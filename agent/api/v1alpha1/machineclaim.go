@@ -105,6 +105,14 @@ type MachineClaimStatus struct {
 	// drained says that whoever asked for the release has drained the Node.
 	// +optional
 	Drained bool `json:"drained,omitempty"`
+	// nodeRegisteredAt is when the holder first reported the Machine's Node as registered: pods may run on it, whatever Cluster
+	// API has seen. Set once.
+	// +optional
+	NodeRegisteredAt *metav1.Time `json:"nodeRegisteredAt,omitempty"`
+	// nodeAbsentAt is when the holder last read a complete list of its Nodes that lacked the Machine's, noted only once the
+	// Machine is past its node deadline. Unset while there is no such statement.
+	// +optional
+	NodeAbsentAt *metav1.Time `json:"nodeAbsentAt,omitempty"`
 	// failedAt is when the agent gave the Machine up: its infrastructure failed, or it made no progress in its time. The
 	// claim is then released by the agent itself, and its node group cools down.
 	// +optional

@@ -111,6 +111,14 @@ func (in *MachineClaimStatus) DeepCopyInto(out *MachineClaimStatus) {
 		*out = new(MachineReference)
 		**out = **in
 	}
+	if in.NodeRegisteredAt != nil {
+		in, out := &in.NodeRegisteredAt, &out.NodeRegisteredAt
+		*out = (*in).DeepCopy()
+	}
+	if in.NodeAbsentAt != nil {
+		in, out := &in.NodeAbsentAt, &out.NodeAbsentAt
+		*out = (*in).DeepCopy()
+	}
 	if in.FailedAt != nil {
 		in, out := &in.FailedAt, &out.FailedAt
 		*out = (*in).DeepCopy()
