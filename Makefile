@@ -194,9 +194,9 @@ test: ## Check and test everything: verify, test-unit, test-e2e
 	for suite in verify test-unit test-e2e; do $(MAKE) $$suite RESULTS="$$results" || failed+=" $$suite"; done; \
 	verdict="$${failed:+FAIL:$$failed;}"; $(call tally,test,$${verdict:-PASS},$$start,$$results); test -z "$$failed"
 
-# What tests use from outside their module: what a sandbox runs, charts, pages, the explored model. The test cache does not know
+# What tests use from outside their module: what a sandbox runs, charts, pages and what they name, the explored model. The test cache does not know
 # these files, but it knows the variables that a test reads, and those tests read this one.
-TESTED_FILES = find agent deploy pkg proto shim test/claimmodel test/go.mod test/go.sum go.work docs/grpcurl.md docs/options.md -type f \
+TESTED_FILES = find agent deploy pkg proto shim test/claimmodel test/go.mod test/go.sum go.work README.md docs Makefile -type f \
 		! -name '*_test.go' -print0 | \
 	LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -c-16
 

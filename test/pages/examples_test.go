@@ -1,0 +1,128 @@
+package pages_test
+
+import (
+	"errors"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	. "github.com/onsi/gomega"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/util/yaml"
+
+	"github.com/karpenter-capi/karpenter-capi/test/pages"
+)
+
+// A user who keeps such an example in Git has every sync write the number back, and Cluster API delete machines for it.
+func TestNoExampleSetsTheReplicasOfANodeGroup(t *testing.T) {
+	g := NewWithT(t)
+	documents := 0
+	for source, text := range examples(t) {
+		objects, err := decode(text)
+		g.Expect(err).NotTo(HaveOccurred(), source)
+		for _, object := range objects {
+			documents++
+			g.Expect(setsReplicas(object)).To(BeEmpty(), "%s: %s", source, object.GetKind())
+		}
+	}
+	g.Expect(documents).To(BeNumerically(">", 10), "manifests were found")
+}
+
+func TestReplicasOfANodeGroupAreFoundWhereverTheyAre(t *testing.T) {
+	for name, tc := range map[string]struct {
+		manifest string
+		found    []string
+	}{
+		"MachineDeployment":                {"{kind: MachineDeployment, spec: {replicas: 0}}", []string{"spec.replicas"}},
+		"MachineDeployment without":        {"{kind: MachineDeployment, spec: {clusterName: a}}", nil},
+		"topology":                         {"{kind: Cluster, spec: {topology: {workers: {machineDeployments: [{replicas: 1}]}}}}", []string{"spec.topology.workers.machineDeployments"}},
+		"topology without":                 {"{kind: Cluster, spec: {topology: {workers: {machineDeployments: [{class: a}]}}}}", nil},
+		"a Deployment's are its own":       {"{kind: Deployment, spec: {replicas: 2}}", nil},
+		"the control plane of the cluster": {"{kind: Cluster, spec: {topology: {controlPlane: {replicas: 3}}}}", nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			g := NewWithT(t)
+			objects, err := decode(tc.manifest)
+			g.Expect(err).NotTo(HaveOccurred())
+			g.Expect(objects).To(HaveLen(1))
+			g.Expect(setsReplicas(objects[0])).To(Equal(tc.found))
+		})
+	}
+}
+
+// setsReplicas says in which fields of a manifest the replicas of a node group are set.
+func setsReplicas(object *unstructured.Unstructured) []string {
+	var found []string
+	switch object.GetKind() {
+	case "MachineDeployment":
+		if _, set, _ := unstructured.NestedFieldNoCopy(object.Object, "spec", "replicas"); set {
+			found = append(found, "spec.replicas")
+		}
+	case "Cluster":
+		path := []string{"spec", "topology", "workers", "machineDeployments"}
+		groups, _, _ := unstructured.NestedSlice(object.Object, path...)
+		for _, group := range groups {
+			if group, ok := group.(map[string]any); ok && group["replicas"] != nil {
+				found = append(found, strings.Join(path, "."))
+			}
+		}
+	}
+	return found
+}
+
+// A manifest in a command, as in `kubectl apply -f - <<'YAML'`.
+var heredoc = regexp.MustCompile("(?s)<<-?'?YAML'?\n(.*?)\nYAML\n")
+
+// examples are all manifests that a reader may copy, by where they are.
+func examples(t *testing.T) map[string]string {
+	t.Helper()
+	g := NewWithT(t)
+	found := map[string]string{}
+
+	all, err := pages.All(root(t))
+	g.Expect(err).NotTo(HaveOccurred())
+	for _, page := range all {
+		for _, block := range page.Blocks() {
+			if block.Language == "yaml" {
+				found[at(page, block)] = block.Code
+			}
+			for _, match := range heredoc.FindAllStringSubmatch(block.Code, -1) {
+				found[at(page, block)+" <<YAML"] = match[1]
+			}
+		}
+	}
+	// What the charts render is theirs; their CRDs are no manifests of a user's.
+	err = filepath.WalkDir(filepath.Join(root(t), "deploy"), func(path string, entry fs.DirEntry, err error) error {
+		if err == nil && entry.IsDir() && slices.Contains([]string{"templates", "crds"}, entry.Name()) {
+			return fs.SkipDir
+		}
+		if err != nil || entry.IsDir() || !slices.Contains([]string{".yaml", ".yml"}, filepath.Ext(path)) {
+			return err
+		}
+		text, err := os.ReadFile(path)
+		found[path] = string(text)
+		return err
+	})
+	g.Expect(err).NotTo(HaveOccurred())
+	return found
+}
+
+// decode reads YAML documents. Those that are no Kubernetes objects, as Helm values are not, have no kind.
+func decode(text string) ([]*unstructured.Unstructured, error) {
+	var objects []*unstructured.Unstructured
+	decoder := yaml.NewYAMLOrJSONDecoder(strings.NewReader(text), 4096)
+	for {
+		var object map[string]any
+		if err := decoder.Decode(&object); errors.Is(err, io.EOF) {
+			return objects, nil
+		} else if err != nil {
+			return nil, err
+		}
+		objects = append(objects, &unstructured.Unstructured{Object: object})
+	}
+}

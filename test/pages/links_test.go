@@ -1,0 +1,126 @@
+package pages_test
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	. "github.com/onsi/gomega"
+
+	"github.com/karpenter-capi/karpenter-capi/test/pages"
+)
+
+func TestEveryLinkLeadsToAFileAndAHeading(t *testing.T) {
+	g := NewWithT(t)
+	all, err := pages.All(root(t))
+	g.Expect(err).NotTo(HaveOccurred())
+	headings := map[string][]string{}
+	for _, page := range all {
+		headings[page.Path] = anchors(page)
+	}
+	links := 0
+	for _, page := range all {
+		for _, link := range linksOf(page) {
+			links++
+			path, anchor, _ := strings.Cut(link, "#")
+			target := page.Path
+			if path != "" {
+				target = filepath.Join(filepath.Dir(page.Path), path)
+			}
+			_, err := os.Stat(filepath.Join(root(t), target))
+			g.Expect(err).NotTo(HaveOccurred(), "%s links to %s", page.Path, link)
+			if anchor != "" {
+				g.Expect(headings[target]).To(ContainElement(anchor), "%s links to %s", page.Path, link)
+			}
+		}
+	}
+	g.Expect(links).To(BeNumerically(">", 20), "links were found")
+}
+
+func TestTheReadmeLinksToEveryPage(t *testing.T) {
+	g := NewWithT(t)
+	all, err := pages.All(root(t))
+	g.Expect(err).NotTo(HaveOccurred())
+	readme := all[slices.IndexFunc(all, func(p pages.Page) bool { return p.Path == "README.md" })]
+	for _, page := range all {
+		if page.Path != readme.Path {
+			g.Expect(linksOf(readme)).To(ContainElement(page.Path))
+		}
+	}
+}
+
+// Everything that a page tells its reader to make can be made.
+func TestEveryMakeTargetOfAPageExists(t *testing.T) {
+	g := NewWithT(t)
+	makefile, err := os.ReadFile(filepath.Join(root(t), "Makefile"))
+	g.Expect(err).NotTo(HaveOccurred())
+	all, err := pages.All(root(t))
+	g.Expect(err).NotTo(HaveOccurred())
+	targets := 0
+	for _, page := range all {
+		for _, match := range makeTarget.FindAllStringSubmatch(page.Text, -1) {
+			for target := range strings.FieldsSeq(match[1]) {
+				targets++
+				if strings.HasPrefix(target, "bin/") {
+					continue // one for each command and tool
+				}
+				g.Expect(string(makefile)).To(MatchRegexp(`(?m)^([a-z -]+ )?%s( [a-z -]+)?:`, regexp.QuoteMeta(target)), "%s: make %s", page.Path, target)
+			}
+		}
+	}
+	g.Expect(targets).To(BeNumerically(">", 10), "targets were found")
+}
+
+var (
+	// In code only: after a prompt, or in backquotes.
+	makeTarget = regexp.MustCompile("(?m)(?:^ *\\$ |`)(?:[A-Z]+=\\S+ )?make ((?:[a-z/-]+ ?)+)")
+	inlineLink = regexp.MustCompile(`\]\(([^)\s]+)\)`)
+	inlineCode = regexp.MustCompile("`[^`]*`")
+	notInSlugs = regexp.MustCompile(`[^\p{L}\p{N}_ -]`)
+)
+
+// linksOf are the page's links into the repository.
+func linksOf(page pages.Page) []string {
+	var found []string
+	for _, line := range prose(page) {
+		for _, match := range inlineLink.FindAllStringSubmatch(inlineCode.ReplaceAllString(line, ""), -1) {
+			if !strings.Contains(match[1], "://") {
+				found = append(found, match[1])
+			}
+		}
+	}
+	return found
+}
+
+// anchors are what GitHub makes of the page's headings.
+func anchors(page pages.Page) []string {
+	var found []string
+	for _, line := range prose(page) {
+		if heading := strings.TrimLeft(line, "#"); strings.HasPrefix(heading, " ") && heading != line {
+			slug := strings.ReplaceAll(notInSlugs.ReplaceAllString(strings.ToLower(strings.TrimSpace(heading)), ""), " ", "-")
+			if again := strings.Count(fmt.Sprintf("%q", found), fmt.Sprintf("%q", slug)); again > 0 {
+				slug = fmt.Sprintf("%s-%d", slug, again)
+			}
+			found = append(found, slug)
+		}
+	}
+	return found
+}
+
+// prose are the page's lines outside of code.
+func prose(page pages.Page) []string {
+	var lines []string
+	code := false
+	for _, line := range strings.Split(page.Text, "\n") {
+		if strings.HasPrefix(strings.TrimSpace(line), "```") {
+			code = !code
+		} else if !code {
+			lines = append(lines, line)
+		}
+	}
+	return lines
+}

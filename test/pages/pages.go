@@ -1,0 +1,108 @@
+// Package pages reads the documentation as its readers do: by section, and with the code that each section shows.
+package pages
+
+import (
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+)
+
+// Page is a Markdown page.
+type Page struct {
+	// Path is relative to the repository's root.
+	Path string
+	Text string
+}
+
+// Block is fenced code of a page.
+type Block struct {
+	// Language is what follows the fence: sh for commands that the tests run as they stand, console for those that the reader
+	// adapts, yaml for manifests.
+	Language string
+	Code     string
+	// Section is the heading of the second level that the block is below; empty before the first one.
+	Section string
+	// Line is that of the code's first line.
+	Line int
+}
+
+var fence = regexp.MustCompile("^( *)```([a-z]*)$")
+
+// Read reads a page, by its path relative to the root.
+func Read(root, path string) (Page, error) {
+	text, err := os.ReadFile(filepath.Join(root, path))
+	if err != nil {
+		return Page{}, fmt.Errorf("reading a page: %w", err)
+	}
+	return Page{Path: path, Text: string(text)}, nil
+}
+
+// All are the README and the pages in docs, in lexical order.
+func All(root string) ([]Page, error) {
+	var pages []Page
+	for _, start := range []string{"README.md", "docs"} {
+		err := filepath.WalkDir(filepath.Join(root, start), func(path string, entry fs.DirEntry, err error) error {
+			if err != nil || entry.IsDir() || filepath.Ext(path) != ".md" {
+				return err
+			}
+			relative, err := filepath.Rel(root, path)
+			if err != nil {
+				return err
+			}
+			page, err := Read(root, relative)
+			pages = append(pages, page)
+			return err
+		})
+		if err != nil {
+			return nil, fmt.Errorf("looking for pages: %w", err)
+		}
+	}
+	return pages, nil
+}
+
+// Blocks are the fenced code of the page, in its order. The indentation of a block in a list is taken off.
+func (p Page) Blocks() []Block {
+	var (
+		blocks  []Block
+		section string
+		open    *Block
+		indent  string
+	)
+	for number, line := range strings.Split(p.Text, "\n") {
+		match := fence.FindStringSubmatch(line)
+		switch {
+		case open == nil && match != nil:
+			indent, open = match[1], &Block{Language: match[2], Section: section, Line: number + 2}
+		case open != nil && match != nil && match[2] == "":
+			blocks, open = append(blocks, *open), nil
+		case open != nil:
+			open.Code += strings.TrimPrefix(line, indent) + "\n"
+		case strings.HasPrefix(line, "## "):
+			section = strings.TrimPrefix(line, "## ")
+		}
+	}
+	return blocks
+}
+
+// Script is every command of the page that the tests run: its blocks marked sh, or those of them that are below one of the
+// sections where sections are given, in the order of the sections. It is empty when there is none.
+func (p Page) Script(sections ...string) string {
+	var script strings.Builder
+	write := func(section string, every bool) {
+		for _, block := range p.Blocks() {
+			if block.Language == "sh" && (every || block.Section == section) {
+				script.WriteString(block.Code)
+			}
+		}
+	}
+	if len(sections) == 0 {
+		write("", true)
+	}
+	for _, section := range sections {
+		write(section, false)
+	}
+	return script.String()
+}

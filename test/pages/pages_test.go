@@ -1,0 +1,41 @@
+// Package pages_test holds the documentation to what is true: its manifests, its links, and its commands, which are run as they
+// stand.
+package pages_test
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"testing"
+
+	. "github.com/onsi/gomega"
+
+	"github.com/karpenter-capi/karpenter-capi/test/pages"
+)
+
+func TestBlocksHaveTheirSectionAndNoIndentation(t *testing.T) {
+	g := NewWithT(t)
+	page := pages.Page{Text: "# Title\n```sh\na\n```\n## One\n1. text\n\n   ```sh\n   b\n     c\n   ```\n### Below\n```yaml\nd: 1\n```\n## Two\n```sh\ne\n```\n"}
+
+	g.Expect(page.Blocks()).To(Equal([]pages.Block{
+		{Language: "sh", Code: "a\n", Line: 3},
+		{Language: "sh", Code: "b\n  c\n", Section: "One", Line: 9},
+		{Language: "yaml", Code: "d: 1\n", Section: "One", Line: 14},
+		{Language: "sh", Code: "e\n", Section: "Two", Line: 18},
+	}))
+	g.Expect(page.Script()).To(Equal("a\nb\n  c\ne\n"))
+	g.Expect(page.Script("Two", "One")).To(Equal("e\nb\n  c\n"))
+}
+
+func at(page pages.Page, block pages.Block) string { return fmt.Sprintf("%s:%d", page.Path, block.Line) }
+
+// root is the repository's.
+func root(t *testing.T) string {
+	t.Helper()
+	_ = os.Getenv("TESTED_FILES") // says to the test cache that files of the whole repository are used here
+	dir, err := filepath.Abs("../..")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return dir
+}
