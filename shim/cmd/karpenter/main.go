@@ -73,6 +73,7 @@ func run(ctx context.Context) error {
 	lifecycle.LaunchTimeout = opts.LaunchTimeout
 	karpv1.WellKnownLabels.Insert(opts.NodeLabelKeys()...)
 	instancetype.Reservations()
+	registration.ExpectTaints()
 
 	agent, err := agentclient.New(agentOptions(ctx, opts))
 	if err != nil {

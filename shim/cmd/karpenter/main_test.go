@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -36,6 +37,9 @@ import (
 
 // asKarpenter in the environment makes the test binary be karpenter.
 const asKarpenter = "TEST_AS_KARPENTER"
+
+// byClusterAPI is the key of the taint that Cluster API removes from new Nodes.
+const byClusterAPI = "node.cluster.x-k8s.io/uninitialized"
 
 // patience bounds every wait.
 const patience = 60 * time.Second
@@ -247,7 +251,10 @@ func (s *spoke) registered(nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.M
 	s.t.Helper()
 	node := &corev1.Node{
 		ObjectMeta: metav1.ObjectMeta{Name: machine.GetName()},
-		Spec:       corev1.NodeSpec{ProviderID: machine.GetProviderId(), Taints: []corev1.Taint{karpv1.UnregisteredNoExecuteTaint}},
+		Spec: corev1.NodeSpec{
+			ProviderID: machine.GetProviderId(),
+			Taints:     []corev1.Taint{karpv1.UnregisteredNoExecuteTaint, {Key: byClusterAPI, Effect: corev1.TaintEffectNoSchedule}},
+		},
 	}
 	s.create(node)
 	s.update(node, s.Status(), func() {
@@ -267,6 +274,16 @@ func (s *spoke) registered(nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.M
 		node.Spec.Taints = lo.Reject(node.Spec.Taints, func(taint corev1.Taint, _ int) bool { return taint.Key == corev1.TaintNodeNotReady })
 	})
 	s.agent.Join(fakeagent.DefaultCluster(), machine.GetName(), node.Name)
+	s.eventually(func() bool {
+		if err := s.get(nodeClaim); err != nil {
+			return false
+		}
+		initialized := nodeClaim.StatusConditions().Get(karpv1.ConditionTypeInitialized)
+		return initialized != nil && strings.Contains(initialized.Message, byClusterAPI)
+	}, "the NodeClaim is registered and waits for Cluster API")
+	s.update(node, clientWriter{s}, func() {
+		node.Spec.Taints = lo.Reject(node.Spec.Taints, func(taint corev1.Taint, _ int) bool { return taint.Key == byClusterAPI })
+	})
 	s.eventually(func() bool {
 		return assert.NoError(s.t, s.get(nodeClaim)) && nodeClaim.StatusConditions().Get(karpv1.ConditionTypeInitialized).IsTrue()
 	}, "the NodeClaim is registered and initialized")

@@ -223,11 +223,12 @@ func requirementsOf(labels map[string]string) scheduling.Requirements {
 	return requirements
 }
 
-// lastingTaints leaves out what does not keep pods away, and what core itself puts on and takes off.
+// lastingTaints leaves out what does not keep pods away, what core itself puts on and takes off, and what core expects to be
+// removed from every new Node.
 func lastingTaints(taints []corev1.Taint) []corev1.Taint {
 	return slices.DeleteFunc(taints, func(taint corev1.Taint) bool {
 		return taint.Effect == corev1.TaintEffectPreferNoSchedule ||
-			taint.MatchTaint(&karpv1.UnregisteredNoExecuteTaint) ||
+			scheduling.IsKnownEphemeralTaint(&taint) ||
 			taint.MatchTaint(&karpv1.DisruptedNoScheduleTaint)
 	})
 }

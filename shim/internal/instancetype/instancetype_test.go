@@ -359,6 +359,7 @@ func TestAccepts(t *testing.T) {
 		g.Taints = []*agentv1alpha1.Taint{
 			{Key: "dedicated", Value: "red", Effect: "NoSchedule"},
 			{Key: "karpenter.sh/unregistered", Effect: "NoExecute"},
+			{Key: "node.cloudprovider.kubernetes.io/uninitialized", Value: "true", Effect: "NoSchedule"},
 			{Key: "soft", Effect: "PreferNoSchedule"},
 		}
 	})

@@ -1,0 +1,111 @@
+package shimtest
+
+import (
+	"context"
+	"maps"
+
+	"github.com/stretchr/testify/require"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/uuid"
+	"k8s.io/utils/clock"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/controllers/provisioning"
+	"sigs.k8s.io/karpenter/pkg/controllers/provisioning/scheduling"
+	"sigs.k8s.io/karpenter/pkg/controllers/state"
+	coreoptions "sigs.k8s.io/karpenter/pkg/operator/options"
+	"sigs.k8s.io/karpenter/pkg/state/virtualpods"
+
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+)
+
+// NodePool creates a NodePool that is ready, of the default name and node class, changed as asked.
+func (w *World) NodePool(changes ...func(*karpv1.NodePool)) *karpv1.NodePool {
+	w.t.Helper()
+	nodePool := &karpv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: NodePoolName, UID: uuid.NewUUID()}}
+	nodePool.Spec.Template.Spec.NodeClassRef = &karpv1.NodeClassReference{
+		Group: v1alpha1.Group, Kind: "ClusterAPINodeClass", Name: NodeClassName,
+	}
+	nodePool.StatusConditions().SetTrue(karpv1.ConditionTypeValidationSucceeded)
+	nodePool.StatusConditions().SetTrue(karpv1.ConditionTypeNodeClassReady)
+	for _, change := range changes {
+		change(nodePool)
+	}
+	w.Create(nodePool)
+	return nodePool
+}
+
+// PendingPod creates a pod of so many CPUs that kube-scheduler found no Node for, changed as asked.
+func (w *World) PendingPod(name, cpu string, changes ...func(*corev1.Pod)) *corev1.Pod {
+	w.t.Helper()
+	pod := &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: name, UID: uuid.NewUUID()},
+		Spec: corev1.PodSpec{Containers: []corev1.Container{{
+			Name: "app", Image: "app", Resources: corev1.ResourceRequirements{Requests: corev1.ResourceList{corev1.ResourceCPU: resource.MustParse(cpu)}},
+		}}},
+		Status: corev1.PodStatus{
+			Phase:      corev1.PodPending,
+			Conditions: []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Reason: corev1.PodReasonUnschedulable}},
+		},
+	}
+	for _, change := range changes {
+		change(pod)
+	}
+	w.Create(pod)
+	return pod
+}
+
+// Node creates the Node of a NodeClaim that core has registered, with these taints left.
+func (w *World) Node(nodeClaim *karpv1.NodeClaim, taints ...corev1.Taint) *corev1.Node {
+	w.t.Helper()
+	node := &corev1.Node{
+		ObjectMeta: metav1.ObjectMeta{Name: nodeClaim.Name, Labels: map[string]string{karpv1.NodeRegisteredLabelKey: "true"}},
+		Spec:       corev1.NodeSpec{ProviderID: nodeClaim.Status.ProviderID, Taints: taints},
+		Status: corev1.NodeStatus{
+			Capacity: nodeClaim.Status.Capacity, Allocatable: nodeClaim.Status.Allocatable,
+			Conditions: []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}},
+		},
+	}
+	maps.Copy(node.Labels, nodeClaim.Labels)
+	w.Create(node)
+	return node
+}
+
+// Plan returns what core's provisioner plans for the pods that are pending, beside the NodeClaims and Nodes that there are. It
+// creates nothing.
+func (w *World) Plan() scheduling.Results {
+	w.t.Helper()
+	results, err := w.provisioner().Schedule(w.coreContext())
+	require.NoError(w.t, err)
+	return results
+}
+
+func (w *World) provisioner() *provisioning.Provisioner {
+	w.t.Helper()
+	cluster := state.NewCluster(clock.RealClock{}, w.Kube, w.CloudProvider)
+	nodeClaims, nodes := &karpv1.NodeClaimList{}, &corev1.NodeList{}
+	for _, list := range []client.ObjectList{nodeClaims, nodes} {
+		require.NoError(w.t, w.Kube.List(w.Context(), list))
+	}
+	for i := range nodeClaims.Items {
+		cluster.UpdateNodeClaim(&nodeClaims.Items[i])
+	}
+	for i := range nodes.Items {
+		require.NoError(w.t, cluster.UpdateNode(w.coreContext(), &nodes.Items[i]))
+	}
+	return provisioning.NewProvisioner(
+		w.Kube, w.Recorder, w.CloudProvider, cluster, clock.RealClock{}, nil, virtualpods.NewVirtualPodCache(w.Kube),
+	)
+}
+
+// coreContext has the options that core's scheduler goes by, as they are in a real process.
+func (w *World) coreContext() context.Context {
+	return coreoptions.ToContext(w.Context(), &coreoptions.Options{
+		CPURequests:       1000,
+		IgnoreDRARequests: true,
+		PreferencePolicy:  coreoptions.PreferencePolicyRespect,
+		MinValuesPolicy:   coreoptions.MinValuesPolicyStrict,
+	})
+}
