@@ -17,8 +17,12 @@ import (
 type Env interface {
 	// Cluster is a Cluster that exists and that no other Env uses.
 	Cluster() *agentv1alpha1.ClusterRef
-	// Client has the identity of Cluster, and may act for no other.
+	// Client has the identity of Cluster: the role cluster, for no other.
 	Client() *client.Client
+	// Autoscaler has the role autoscaler for Cluster.
+	Autoscaler() *client.Client
+	// Admin has the role admin for Cluster.
+	Admin() *client.Client
 	// Stranger has the identity of a Cluster that does not exist, and may act for no other.
 	Stranger() *client.Client
 

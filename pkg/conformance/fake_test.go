@@ -24,6 +24,7 @@ func TestFakeAgentConforms(t *testing.T) {
 		return &fakeEnv{
 			agent: agent, clock: ahead,
 			client: agent.ClientFor(fakeagent.DefaultCluster()), stranger: agent.ClientFor(stranger),
+			autoscaler: agent.AutoscalerFor(fakeagent.DefaultCluster()),
 		}
 	})
 }
@@ -43,11 +44,16 @@ type fakeEnv struct {
 	agent            *fakeagent.Agent
 	clock            *aheadClock
 	client, stranger *client.Client
+	autoscaler       *client.Client
 }
 
 func (e *fakeEnv) Cluster() *agentv1alpha1.ClusterRef { return fakeagent.DefaultCluster() }
 
 func (e *fakeEnv) Client() *client.Client { return e.client }
+
+func (e *fakeEnv) Autoscaler() *client.Client { return e.autoscaler }
+
+func (e *fakeEnv) Admin() *client.Client { return e.agent.Client() }
 
 func (e *fakeEnv) Stranger() *client.Client { return e.stranger }
 

@@ -79,7 +79,7 @@ var listingCases = []testCase{
 
 func (s *suite) mustCreateFor(holder, id string, candidates ...string) {
 	s.Helper()
-	_, err := s.create(s.Client(), &agentv1alpha1.CreateClaimRequest{ClaimId: id, Holder: holder, Candidates: candidates})
+	_, err := s.create(s.as(holder), &agentv1alpha1.CreateClaimRequest{ClaimId: id, Holder: holder, Candidates: candidates})
 	require.NoError(s, err)
 }
 

@@ -224,6 +224,7 @@ func malformed() []malformation {
 		"empty": "", "upper case": "Claim", "a slash": "a/b", "a dot": "a.b", "a leading hyphen": "-a", "a trailing hyphen": "a-",
 		"64 characters": strings.Repeat("a", 64),
 	}
+	reserved := map[string]string{"the one of claims whose holder was lost": "unknown"}
 	name := map[string]string{
 		"empty": "", "upper case": "Name", "a slash": "a/b", "a leading hyphen": "-a", "64 characters": strings.Repeat("a", 64),
 	}
@@ -247,6 +248,7 @@ func malformed() []malformation {
 
 		text("CreateClaim", "claim_id", func(r create, v string) { r.ClaimId = v }, label),
 		text("CreateClaim", "holder", func(r create, v string) { r.Holder = v }, label),
+		text("CreateClaim", "holder", func(r create, v string) { r.Holder = v }, reserved),
 		text("CreateClaim", "display_name", func(r create, v string) { r.DisplayName = v },
 			map[string]string{"254 characters": strings.Repeat("a", 254)}),
 		text("CreateClaim", "candidates[0]", func(r create, v string) { r.Candidates = []string{v} },
@@ -272,11 +274,12 @@ func malformed() []malformation {
 			map[string]string{"1025 characters": strings.Repeat("a", 1025)}),
 		text("GetClaim", "claim_id", func(r get, v string) { r.ClaimId = v }, label),
 		text("ListClaims", "holder", func(r list, v string) { r.Holder = v },
-			map[string]string{"64 characters": strings.Repeat("a", 64)}),
+			map[string]string{"64 characters": strings.Repeat("a", 64), "no label": "!"}),
 		text("WatchClaims", "holder", func(r watch, v string) { r.Holder = v },
-			map[string]string{"64 characters": strings.Repeat("a", 64)}),
+			map[string]string{"64 characters": strings.Repeat("a", 64), "no label": "!"}),
 
 		text("SyncClaims", "holder", func(r sync, v string) { r.Holder = v }, label),
+		text("SyncClaims", "holder", func(r sync, v string) { r.Holder = v }, reserved),
 		text("SyncClaims", "token", func(r sync, v string) { r.Token = v },
 			map[string]string{"empty": "", "1025 characters": strings.Repeat("a", 1025)}),
 		text("SyncClaims", "live_claim_ids[1]", func(r sync, v string) { r.LiveClaimIds = []string{"ok", v} },

@@ -26,6 +26,7 @@ func Run(t *testing.T, newEnv func(t *testing.T) Env) {
 		{"Adopt", adoptCases},
 		{"Listing", listingCases},
 		{"SyncClaims", syncCases},
+		{"Holders", holderCases},
 		{"Machines", machineCases},
 		{"Requests", requestCases},
 		{"Server", serverCases},
@@ -104,6 +105,14 @@ func (s *suite) create(c *client.Client, request *agentv1alpha1.CreateClaimReque
 		response, err := c.Claims.CreateClaim(s.bounded(), request)
 		return response.GetClaim(), err
 	})
+}
+
+// as returns the client of a role that may act as the holder.
+func (s *suite) as(held string) *client.Client {
+	if held == otherHolder {
+		return s.Autoscaler()
+	}
+	return s.Client()
 }
 
 func (s *suite) mustCreate(id string, candidates ...string) *agentv1alpha1.Claim {

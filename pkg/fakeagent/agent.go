@@ -3,6 +3,7 @@ package fakeagent
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net"
 	"sync"
 	"time"
@@ -141,6 +142,11 @@ func (a *Agent) ClientFor(cluster *agentv1alpha1.ClusterRef) *client.Client {
 	return a.connect(a.listen(clusterIdentity(keyOf(cluster))))
 }
 
+// AutoscalerFor returns a new client with the identity of an autoscaler of the Cluster, closed with the agent.
+func (a *Agent) AutoscalerFor(cluster *agentv1alpha1.ClusterRef) *client.Client {
+	return a.connect(a.listen(autoscalerIdentity(keyOf(cluster))))
+}
+
 // Dial returns a bare connection that may act for every Cluster, for gRPC's WithContextDialer.
 func (a *Agent) Dial(ctx context.Context) (net.Conn, error) { return a.local.DialContext(ctx) }
 
@@ -217,6 +223,18 @@ func (a *Agent) existing(ctx context.Context, cluster clusterKey) error {
 		return errNotYours()
 	}
 	return agenterrors.ClusterNotFound(cluster.ref())
+}
+
+// actable is [Agent.readable] for calls that act on claims of the holder.
+func (a *Agent) actable(ctx context.Context, cluster clusterKey, holder string) error {
+	if err := a.readable(ctx, cluster); err != nil {
+		return err
+	}
+	caller, err := callerOf(ctx)
+	if err == nil && !caller.mayActAs(holder) {
+		return agenterrors.PermissionDenied(fmt.Sprintf("the identity may not act as the holder %q", holder))
+	}
+	return err
 }
 
 func errNotYours() error {

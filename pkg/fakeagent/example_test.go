@@ -21,7 +21,7 @@ func Example() {
 
 	c := agent.ClientFor(cluster)
 	created, err := c.Claims.CreateClaim(ctx, &agentv1alpha1.CreateClaimRequest{
-		Cluster: cluster, ClaimId: "a-claim", Holder: "example", Candidates: []string{workers},
+		Cluster: cluster, ClaimId: "a-claim", Holder: "karpenter", Candidates: []string{workers},
 	})
 	if err != nil {
 		fmt.Println(err)
@@ -66,7 +66,7 @@ func ExampleAgent_AddMachineDeployment() {
 	})
 
 	_, err := agent.Client().Claims.CreateClaim(context.Background(), &agentv1alpha1.CreateClaimRequest{
-		Cluster: fakeagent.DefaultCluster(), ClaimId: "a-claim", Holder: "example", Candidates: []string{full},
+		Cluster: fakeagent.DefaultCluster(), ClaimId: "a-claim", Holder: "karpenter", Candidates: []string{full},
 	})
 	if agenterrors.IsNoRoom(err) {
 		for _, rejection := range agenterrors.Rejections(err) {
@@ -85,7 +85,7 @@ func ExampleAgent_FailAfter() {
 	agent.FailAfter("CreateClaim", 1, agenterrors.HubUnreachable("the reply was lost"))
 
 	request := &agentv1alpha1.CreateClaimRequest{
-		Cluster: fakeagent.DefaultCluster(), ClaimId: "a-claim", Holder: "example", Candidates: []string{workers},
+		Cluster: fakeagent.DefaultCluster(), ClaimId: "a-claim", Holder: "karpenter", Candidates: []string{workers},
 	}
 	_, err := agent.Client().Claims.CreateClaim(context.Background(), request)
 	fmt.Println("unavailable:", agenterrors.IsUnavailable(err))

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"net"
+	"strings"
 
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/peer"
@@ -20,8 +21,9 @@ const TrustDomain = "karpenter-capi"
 type identity struct {
 	credentials.CommonAuthInfo
 
-	name    string
-	cluster *clusterKey
+	name       string
+	cluster    *clusterKey
+	autoscaler bool // and not the Cluster's own
 }
 
 func localIdentity() identity { return identity{name: "loopback"} }
@@ -33,7 +35,29 @@ func clusterIdentity(key clusterKey) identity {
 	}
 }
 
+func autoscalerIdentity(key clusterKey) identity {
+	return identity{
+		name:    fmt.Sprintf("spiffe://%s/cluster-autoscaler/%s/%s", TrustDomain, key.namespace, key.name),
+		cluster: &key, autoscaler: true,
+	}
+}
+
 func (identity) AuthType() string { return "fake" }
+
+// shimHolder is the holder of the Cluster's own identity, and the only one that reports Nodes.
+const shimHolder = "karpenter"
+
+// mayActAs reports whether claims of the holder may be made, collected and released.
+func (i identity) mayActAs(holder string) bool {
+	switch {
+	case i.cluster == nil:
+		return true
+	case i.autoscaler:
+		return holder == "cluster-autoscaler" || strings.HasPrefix(holder, "cluster-autoscaler-")
+	default:
+		return holder == shimHolder || holder == unknownHolder
+	}
+}
 
 func (i identity) mayActFor(key clusterKey) bool { return i.cluster == nil || *i.cluster == key }
 

@@ -28,7 +28,7 @@ func (s claimService) CreateClaim(
 	a, cluster := s.agent, keyOf(request.GetCluster())
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if err := a.readable(ctx, cluster); err != nil {
+	if err := a.actable(ctx, cluster, request.GetHolder()); err != nil {
 		return nil, err
 	}
 	if err := sameNamespace(cluster, request.GetCandidates()); err != nil {
@@ -40,6 +40,9 @@ func (s claimService) CreateClaim(
 	if c, ok := a.claims[cluster][request.GetClaimId()]; ok {
 		if !c.live() {
 			return nil, agenterrors.ClaimEnded(c.render())
+		}
+		if err := a.actable(ctx, cluster, c.holder); err != nil {
+			return nil, err
 		}
 		return &agentv1alpha1.CreateClaimResponse{Claim: c.render()}, nil
 	}
@@ -120,6 +123,9 @@ func (s claimService) ReleaseClaim(
 		a.publish()
 	}
 	if c.live() {
+		if err := a.actable(ctx, cluster, c.holder); err != nil {
+			return nil, err
+		}
 		why := cmp.Or(request.GetReason(), "the holder asked for it")
 		if request.GetDrained() {
 			why += " (drained)"
@@ -212,8 +218,12 @@ func (s claimService) SyncClaims(
 	a, cluster := s.agent, keyOf(request.GetCluster())
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if err := a.readable(ctx, cluster); err != nil {
+	if err := a.actable(ctx, cluster, request.GetHolder()); err != nil {
 		return nil, err
+	}
+	reports := request.GetHolder() == shimHolder
+	if !reports && len(request.GetNodes()) > 0 {
+		return nil, agenterrors.PermissionDenied("Nodes are reported by the Cluster's own shim alone")
 	}
 	t, err := decodeToken(request.GetToken())
 	if err != nil {
@@ -244,7 +254,9 @@ func (s claimService) SyncClaims(
 		response.CollectedClaimIds = append(response.CollectedClaimIds, c.id)
 		a.release(c, reasonCollected, "its owner is gone: it is not in the live set of "+c.holder, false)
 	}
-	a.reports[cluster] = request.GetNodes()
+	if reports {
+		a.reports[cluster] = request.GetNodes()
+	}
 	a.publish()
 	return response, nil
 }

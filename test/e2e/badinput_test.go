@@ -84,7 +84,7 @@ func TestBadCallsAreRefusedWithTheFieldNamed(t *testing.T) {
 	reader := agentAs(t, state.Paths.ReaderCertificate, state.Paths.ReaderKey)
 	valid := func() *agentv1alpha1.CreateClaimRequest {
 		return &agentv1alpha1.CreateClaimRequest{
-			Cluster: theCluster(), ClaimId: "e2e-bad-call", Holder: "e2e", Candidates: []string{"fleet/nowhere"},
+			Cluster: theCluster(), ClaimId: "e2e-bad-call", Holder: "karpenter", Candidates: []string{"fleet/nowhere"},
 		}
 	}
 	elsewhere := &agentv1alpha1.ClusterRef{Namespace: sandbox.ClusterNamespace, Name: "nowhere"}
@@ -128,6 +128,14 @@ func TestBadCallsAreRefusedWithTheFieldNamed(t *testing.T) {
 	t.Run("a writing call of who may only read", func(t *testing.T) {
 		_, err := reader.Claims.CreateClaim(within(t, soon), valid())
 		NewWithT(t).Expect(agenterrors.IsPermissionDenied(err)).To(BeTrue(), "%v", err)
+	})
+	t.Run("a holder that is not the caller's", func(t *testing.T) {
+		g := NewWithT(t)
+		request := valid()
+		request.Holder = "cluster-autoscaler"
+		_, err := shim.Claims.CreateClaim(within(t, soon), request)
+		g.Expect(agenterrors.IsPermissionDenied(err)).To(BeTrue(), "%v", err)
+		g.Expect(err).To(MatchError(ContainSubstring("cluster-autoscaler")))
 	})
 	t.Run("a node group that does not exist", func(t *testing.T) {
 		g := NewWithT(t)

@@ -30,7 +30,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
-// Holder keeps the claims of this package.
+// Holder keeps the claims of this package. Only an administrator may act as it.
 const Holder = "rush"
 
 // version of the simulated machines' kubelets; the sandbox's own.
@@ -73,7 +73,7 @@ func (s *Site) connect(ctx context.Context) error {
 	state := s.Sandbox.State()
 	s.Agent, err = agentclient.New(agentclient.Options{
 		Address: state.AgentAddress, Timeout: callTimeout,
-		TLS: &agentclient.TLS{CertFile: state.Paths.ClientCertificate, KeyFile: state.Paths.ClientKey, CAFile: state.Paths.AgentCA},
+		TLS: &agentclient.TLS{CertFile: state.Paths.AdminCertificate, KeyFile: state.Paths.AdminKey, CAFile: state.Paths.AgentCA},
 	})
 	if err != nil {
 		return err

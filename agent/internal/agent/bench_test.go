@@ -67,7 +67,7 @@ func createClaims(b *testing.B, callers, ended int) {
 				}
 				began := time.Now()
 				_, err := client.Claims.CreateClaim(b.Context(), &agentv1alpha1.CreateClaimRequest{
-					Cluster: ref, ClaimId: fmt.Sprintf("claim-%d", n), Holder: "benchmark", Candidates: []string{namespace + "/group"},
+					Cluster: ref, ClaimId: fmt.Sprintf("claim-%d", n), Holder: "karpenter", Candidates: []string{namespace + "/group"},
 				})
 				if err != nil {
 					return err
@@ -97,9 +97,9 @@ func remember(b *testing.B, namespace string, claims int) {
 			c := &v1alpha1.MachineClaim{
 				ObjectMeta: metav1.ObjectMeta{
 					Namespace: namespace, Name: v1alpha1.ObjectName("spoke", id),
-					Labels: map[string]string{v1alpha1.ClusterLabel: "spoke", v1alpha1.NodeGroupLabel: "group", v1alpha1.HolderLabel: "benchmark"},
+					Labels: map[string]string{v1alpha1.ClusterLabel: "spoke", v1alpha1.NodeGroupLabel: "group", v1alpha1.HolderLabel: "karpenter"},
 				},
-				Spec: v1alpha1.MachineClaimSpec{ClusterName: "spoke", ClaimID: id, Holder: "benchmark", NodeGroup: "group"},
+				Spec: v1alpha1.MachineClaimSpec{ClusterName: "spoke", ClaimID: id, Holder: "karpenter", NodeGroup: "group"},
 			}
 			if err := plane.Client.Create(b.Context(), c); err != nil {
 				return err

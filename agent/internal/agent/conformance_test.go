@@ -2,6 +2,7 @@ package agent_test
 
 import (
 	"context"
+	"fmt"
 	"maps"
 	"sync"
 	"sync/atomic"
@@ -19,6 +20,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/agent"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capitest"
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
 	"github.com/karpenter-capi/karpenter-capi/pkg/conformance"
@@ -72,7 +74,16 @@ func newEnv(t *testing.T) *env {
 	o := testOptions(e.namespace)
 	o.SpareGracePeriod, o.HeartbeatInterval = time.Second, 100*time.Millisecond
 	o.CollectGracePeriod = time.Second
-	e.running = start(t, agent.Config{Options: o, Clock: e.clock})
+	policy, err := authz.ParsePolicy(fmt.Appendf(nil, `identities:
+- id: spiffe://karpenter-capi/cluster-autoscaler/%[1]s
+  roles: [autoscaler]
+  clusters: [%[1]s/spoke]
+- id: spiffe://karpenter-capi/admin
+  roles: [admin]
+  allClusters: true
+`, e.namespace))
+	require.NoError(t, err)
+	e.running = start(t, agent.Config{Options: o, Clock: e.clock, Policy: func() *authz.Policy { return policy }})
 	return e
 }
 
@@ -98,6 +109,12 @@ func (e *env) Cluster() *agentv1alpha1.ClusterRef {
 }
 
 func (e *env) Client() *client.Client { return e.running.client(e.namespace, "spoke") }
+
+func (e *env) Autoscaler() *client.Client {
+	return e.running.as("spiffe://karpenter-capi/cluster-autoscaler/" + e.namespace)
+}
+
+func (e *env) Admin() *client.Client { return e.running.as("spiffe://karpenter-capi/admin") }
 
 func (e *env) Stranger() *client.Client { return e.running.client(e.namespace, "stranger") }
 

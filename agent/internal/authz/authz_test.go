@@ -6,6 +6,7 @@ import (
 	"net/url"
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
 	"time"
 
@@ -67,6 +68,42 @@ func TestClusterIdentityMayActForItsClusterAlone(t *testing.T) {
 	clusters, all := caller.Clusters()
 	g.Expect(all).To(BeFalse())
 	g.Expect(clusters).To(ConsistOf(spoke))
+}
+
+func TestRolesActAsTheirHoldersAlone(t *testing.T) {
+	a := authorizer(t, `
+identities:
+- id: spiffe://karpenter-capi/cluster-autoscaler/a
+  roles: [reader, autoscaler]
+  clusters: [fleet/spoke]
+- id: spiffe://karpenter-capi/cluster/fleet/other
+  roles: [autoscaler]
+  clusters: [fleet/spoke]
+- id: spiffe://karpenter-capi/admin
+  roles: [admin]
+  clusters: [fleet/spoke]
+`)
+	for id, want := range map[string]map[string]bool{
+		"cluster/fleet/spoke": {
+			"karpenter": true, "unknown": true, "cluster-autoscaler": false, "karpenter-a": false, "a-person": false, "": false,
+		},
+		"cluster-autoscaler/a": {
+			"cluster-autoscaler": true, "cluster-autoscaler-a": true, "cluster-autoscalers": false, "karpenter": false, "unknown": false,
+		},
+		"cluster/fleet/other": {"cluster-autoscaler": true, "karpenter": false}, // its own role is for another Cluster
+		"admin":               {"karpenter": true, "cluster-autoscaler": true, "unknown": true, "a-person": true},
+		"nobody":              {"karpenter": false, "cluster-autoscaler": false},
+	} {
+		caller, err := a.FromCertificate(certificate(t, "spiffe://karpenter-capi/"+id))
+		NewWithT(t).Expect(err).NotTo(HaveOccurred())
+		for holder, may := range want {
+			t.Run(id+" as "+holder, func(t *testing.T) {
+				g := NewWithT(t)
+				g.Expect(caller.Holders(claim, spoke).Has(holder)).To(Equal(may))
+				g.Expect(caller.Holders(claim, types.NamespacedName{Namespace: "fleet", Name: "third"}).Has(holder)).To(BeFalse())
+			})
+		}
+	}
 }
 
 func TestUnusableIdentities(t *testing.T) {
@@ -203,6 +240,15 @@ func TestEveryMethodHasARule(t *testing.T) {
 		if rule.OfCluster {
 			g.Expect(rule.Anyone || rule.Everyone).To(BeFalse(), "%s", name)
 			g.Expect(rule.Roles).To(ContainElement(authz.RoleAdmin), "%s", name)
+		}
+		// What a reader may not call acts on claims: as the holder that the request names, if it names one.
+		acts := rule.OfCluster && !slices.Contains(rule.Roles, authz.RoleReader)
+		namesHolder := method.Input().Fields().ByName("holder") != nil
+		g.Expect(rule.AsHolder).To(Equal(acts && namesHolder), "%s", name)
+		for _, role := range rule.Roles {
+			if acts {
+				g.Expect(authz.Holders).To(HaveKey(role), "%s may call %s and act as no holder", role, name)
+			}
 		}
 	}
 	for name := range authz.Methods {

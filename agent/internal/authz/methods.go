@@ -18,6 +18,8 @@ type Rule struct {
 	Roles []Role
 	// OfCluster says that the request names a Cluster, and that the role must have been granted for it.
 	OfCluster bool
+	// AsHolder says that the request names the holder that the caller acts as, which one of its roles must allow; see [Holders].
+	AsHolder bool
 }
 
 var (
@@ -31,9 +33,9 @@ var Methods = map[string]Rule{
 	agentv1alpha1.NodeGroupService_GetNodeGroup_FullMethodName:    {Roles: readers, OfCluster: true},
 	agentv1alpha1.NodeGroupService_WatchNodeGroups_FullMethodName: {Roles: readers, OfCluster: true},
 
-	agentv1alpha1.ClaimService_CreateClaim_FullMethodName:  {Roles: claimers, OfCluster: true},
+	agentv1alpha1.ClaimService_CreateClaim_FullMethodName:  {Roles: claimers, OfCluster: true, AsHolder: true},
 	agentv1alpha1.ClaimService_ReleaseClaim_FullMethodName: {Roles: claimers, OfCluster: true},
-	agentv1alpha1.ClaimService_SyncClaims_FullMethodName:   {Roles: claimers, OfCluster: true},
+	agentv1alpha1.ClaimService_SyncClaims_FullMethodName:   {Roles: claimers, OfCluster: true, AsHolder: true},
 	agentv1alpha1.ClaimService_GetClaim_FullMethodName:     {Roles: readers, OfCluster: true},
 	agentv1alpha1.ClaimService_ListClaims_FullMethodName:   {Roles: readers, OfCluster: true},
 	agentv1alpha1.ClaimService_WatchClaims_FullMethodName:  {Roles: readers, OfCluster: true},

@@ -68,8 +68,8 @@ type Config struct {
 	// TombstoneRetention is how long an ended claim is remembered; it must be longer than any caller retries. Zero means
 	// 24 hours.
 	TombstoneRetention time.Duration
-	// CollectGrace is how much older than its token a claim must be to be collected by [Engine.Sync]; it covers the
-	// difference between the clocks of the agent and of the API server. Zero means 30 seconds.
+	// CollectGrace is how much older than its token a claim must be to be collected by [Engine.Sync], and how far ahead of this
+	// agent's clock that of the agent that made the token may be. Zero means 30 seconds.
 	CollectGrace time.Duration
 	// TokenLife is how long after the listing that made it a token may be used: a holder reads its live set right after it
 	// took the token, and one that needs longer has a problem of its own. Zero means ten minutes.
@@ -106,6 +106,19 @@ type Request struct {
 	Adopt string
 	// ValidateOnly checks against the caches and writes nothing.
 	ValidateOnly bool
+	// Holders are those that the caller may act as: the id of another's claim is refused to it.
+	Holders Holders
+}
+
+// Holders reports whether a caller may act as a holder. Nil means as any.
+type Holders func(holder string) bool
+
+// check returns [ErrForeignHolder] when the claim is another holder's. One that has ended is only remembered, and nobody's.
+func (h Holders) check(c *v1alpha1.MachineClaim) error {
+	if h == nil || c.CurrentPhase() == v1alpha1.PhaseEnded || h(c.Spec.Holder) {
+		return nil
+	}
+	return ErrForeignHolder
 }
 
 // ReleaseOptions qualify a release.
@@ -116,6 +129,8 @@ type ReleaseOptions struct {
 	Failed bool
 	// Reason is for the claim's history; may be empty.
 	Reason string
+	// Holders are those that the caller may act as: another's claim is not released.
+	Holders Holders
 }
 
 // Engine makes, binds and releases claims. It is safe for concurrent use, and several may run against one hub.
@@ -156,7 +171,7 @@ func New(c Config) *Engine {
 }
 
 // Create makes the claim durable and returns it. The same id again returns the claim that there is. Errors:
-// [*EndedError], [*NoRoomError], [*RefusedError], [*UnknownGroupError], [ErrUnknownCluster], [ErrConflict]; any other
+// [ErrForeignHolder], [*EndedError], [*NoRoomError], [*RefusedError], [*UnknownGroupError], [ErrUnknownCluster], [ErrConflict]; any other
 // error comes from the API server, and the claim may or may not exist.
 func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim, error) {
 	defer observeCreate(e.Clock, e.Clock.Now())
@@ -176,9 +191,12 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 		existing, err := e.stored(ctx, key)
 		switch {
 		case err == nil && r.ValidateOnly:
+			if err := r.Holders.check(existing); err != nil {
+				return nil, err
+			}
 			return existing, ended(existing)
 		case err == nil:
-			return e.follow(ctx, existing)
+			return e.follow(ctx, existing, r.Holders)
 		case !errors.Is(err, ErrNotFound):
 			return nil, err
 		case first == "" && r.ValidateOnly:
@@ -192,7 +210,7 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 	}
 	switch lost, err := e.remember(ctx, key); {
 	case err == nil:
-		return e.follow(ctx, lost)
+		return e.follow(ctx, lost, r.Holders)
 	case !errors.Is(err, ErrNotFound):
 		return nil, err
 	case first == "":
@@ -203,7 +221,7 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 		if err != nil {
 			return nil, err
 		}
-		return e.follow(ctx, existing)
+		return e.follow(ctx, existing, r.Holders)
 	} else if err != nil {
 		return nil, fmt.Errorf("creating MachineClaim %s: %w", c.Name, err)
 	}
@@ -360,7 +378,10 @@ func (e *Engine) CoolingDown(ctx context.Context, key types.NamespacedName) (*el
 }
 
 // follow answers a repeated call: with the claim that there is, once it is entered in the ledger.
-func (e *Engine) follow(ctx context.Context, c *v1alpha1.MachineClaim) (*v1alpha1.MachineClaim, error) {
+func (e *Engine) follow(ctx context.Context, c *v1alpha1.MachineClaim, may Holders) (*v1alpha1.MachineClaim, error) {
+	if err := may.check(c); err != nil {
+		return nil, err
+	}
 	switch c.CurrentPhase() {
 	case v1alpha1.PhaseEnded, v1alpha1.PhaseReleasing:
 		return nil, ended(c)
@@ -438,16 +459,17 @@ func (e *Engine) endUnplaced(ctx context.Context, c *v1alpha1.MachineClaim, refu
 }
 
 // Release asks for the claim's end and returns it. Of a claim that is unknown it makes a tombstone, so that a call to make the
-// claim that comes late is refused; nil when the Cluster does not exist either. Errors: [ErrConflict], or the API server's.
+// claim that comes late is refused; nil when the Cluster does not exist either. Errors: [ErrForeignHolder], [ErrConflict], or the API
+// server's.
 func (e *Engine) Release(ctx context.Context, key Key, o ReleaseOptions) (*v1alpha1.MachineClaim, error) {
 	reason := v1alpha1.Event{Reason: ReasonReleaseRequested, Message: o.Reason}
 	if reason.Message == "" {
 		reason.Message = "the holder released it"
 	}
-	return e.release(ctx, key, o.Drained, o.Failed, reason)
+	return e.release(ctx, key, o, reason)
 }
 
-func (e *Engine) release(ctx context.Context, key Key, drained, failed bool, why v1alpha1.Event) (*v1alpha1.MachineClaim, error) {
+func (e *Engine) release(ctx context.Context, key Key, o ReleaseOptions, why v1alpha1.Event) (*v1alpha1.MachineClaim, error) {
 	for attempt := 0; ; attempt++ {
 		c, err := e.Get(ctx, key)
 		if errors.Is(err, ErrNotFound) {
@@ -463,17 +485,20 @@ func (e *Engine) release(ctx context.Context, key Key, drained, failed bool, why
 		if c.CurrentPhase() == v1alpha1.PhaseEnded {
 			return c, nil
 		}
-		if c.Status.Phase == v1alpha1.PhaseReleasing && (c.Status.Drained || !drained) {
+		if err := o.Holders.check(c); err != nil {
+			return nil, err
+		}
+		if c.Status.Phase == v1alpha1.PhaseReleasing && (c.Status.Drained || !o.Drained) {
 			e.group(c.Namespace, c.Spec.NodeGroup).kick()
 			return c, nil
 		}
 		first := c.Status.Phase != v1alpha1.PhaseReleasing
 		c.Status.Phase = v1alpha1.PhaseReleasing
-		c.Status.Drained = drained
+		c.Status.Drained = o.Drained
 		if first {
 			now := metav1.NewTime(e.Clock.Now())
 			c.Status.ReleasedAt = &now
-			if failed {
+			if o.Failed {
 				c.Status.FailedAt = &now
 			}
 			e.note(c, why)
@@ -537,7 +562,8 @@ func (e *Engine) List(ctx context.Context, o ListOptions) ([]v1alpha1.MachineCla
 		return nil, "", fmt.Errorf("listing claims: %w", err)
 	}
 	items := slices.DeleteFunc(list.Items, func(c v1alpha1.MachineClaim) bool {
-		return c.Spec.ClusterName != o.Cluster || !o.IncludeEnded && c.CurrentPhase() == v1alpha1.PhaseEnded
+		return c.Spec.ClusterName != o.Cluster || o.Holder != "" && c.Spec.Holder != o.Holder ||
+			!o.IncludeEnded && c.CurrentPhase() == v1alpha1.PhaseEnded
 	})
 	slices.SortFunc(items, func(a, b v1alpha1.MachineClaim) int {
 		if c := a.CreationTimestamp.Compare(b.CreationTimestamp.Time); c != 0 {
@@ -548,7 +574,7 @@ func (e *Engine) List(ctx context.Context, o ListOptions) ([]v1alpha1.MachineCla
 	if o.Holder == "" {
 		return items, "", nil
 	}
-	return items, token{Namespace: o.Namespace, Cluster: o.Cluster, Holder: o.Holder, Time: begun}.encode(), nil
+	return items, newToken(o, begun, items).encode(), nil
 }
 
 // liveOnly adds to the options of a list from the API server that ended claims are left out.
@@ -566,7 +592,8 @@ type SyncRequest struct {
 	Token string
 	// Live are the ids of the claims whose owner lives.
 	Live []string
-	// Nodes are what the holder's Nodes look like; may be nil.
+	// Nodes are what the Cluster's Nodes look like, all of them. Nil means that this holder reports none, which says nothing about
+	// them; empty means that there are none.
 	Nodes []NodeReport
 }
 
@@ -586,19 +613,22 @@ type SyncResult struct {
 	Unknown []string
 }
 
-// Sync releases the holder's claims that are older than the token and not in the live set. Errors: [ErrInvalidToken],
-// [ErrStaleToken], or the API server's; then some may have been released, and the call can be repeated.
+// Sync releases the holder's claims that the token's listing held, that are older than it, and that are not in the live set.
+// Errors: [ErrInvalidToken], [ErrStaleToken], or the API server's; then some may have been released, and the call can be repeated.
 func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
-	taken, err := parseToken(r.Token, r.Namespace, r.Cluster, r.Holder, e.Clock.Now(), e.TokenLife)
+	taken, err := e.parseToken(r)
 	if err != nil {
 		return SyncResult{}, err
 	}
-	e.learn(types.NamespacedName{Namespace: r.Namespace, Name: r.Cluster}, r.Nodes)
+	if r.Nodes != nil {
+		e.learn(types.NamespacedName{Namespace: r.Namespace, Name: r.Cluster}, r.Nodes)
+	}
 
 	claims, _, err := e.List(ctx, ListOptions{Namespace: r.Namespace, Cluster: r.Cluster, Holder: r.Holder})
 	if err != nil {
 		return SyncResult{}, err
 	}
+	listed := taken.listed(claims)
 	live := make(map[string]bool, len(r.Live))
 	for _, id := range r.Live {
 		live[id] = true
@@ -608,12 +638,15 @@ func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
 	for i := range claims {
 		c := &claims[i]
 		known[c.Spec.ClaimID] = c.Status.Phase != v1alpha1.PhaseReleasing
-		if live[c.Spec.ClaimID] || c.Status.Phase == v1alpha1.PhaseReleasing || !c.CreationTimestamp.Add(e.CollectGrace).Before(taken) {
+		if live[c.Spec.ClaimID] || c.Status.Phase == v1alpha1.PhaseReleasing {
+			continue
+		}
+		if !listed(c) || !c.CreationTimestamp.Add(e.CollectGrace).Before(taken.Time) {
 			continue
 		}
 		key := Key{Namespace: c.Namespace, Cluster: r.Cluster, ID: c.Spec.ClaimID}
 		why := v1alpha1.Event{Reason: ReasonCollected, Message: "its owner is gone: it was not in the live set of " + r.Holder}
-		if _, err := e.release(ctx, key, false, false, why); err != nil {
+		if _, err := e.release(ctx, key, ReleaseOptions{}, why); err != nil {
 			return result, err
 		}
 		log.FromContext(ctx).Info("collected a claim whose owner is gone", "claim", c.Spec.ClaimID, "name", c.Spec.DisplayName)

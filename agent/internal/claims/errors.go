@@ -17,6 +17,8 @@ var (
 	ErrStaleToken = errors.New("the token is too old; take a new one from ListClaims")
 	// ErrInvalidToken means that a token was not made for this Cluster and holder.
 	ErrInvalidToken = errors.New("the token was not made by ListClaims for this Cluster and holder")
+	// ErrForeignHolder means that the claim has a holder that the caller may not act as.
+	ErrForeignHolder = errors.New("the claim is another holder's, which this identity may not act as")
 	// ErrUnknownCluster means that the Cluster does not exist.
 	ErrUnknownCluster = errors.New("the Cluster does not exist")
 )

@@ -6,7 +6,11 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	clocktesting "k8s.io/utils/clock/testing"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
 func TestLedgerSurvivesItsEncoding(t *testing.T) {
@@ -50,22 +54,64 @@ func FuzzParseLedger(f *testing.F) {
 }
 
 func TestTokensAreBoundToTheirHolderAndTime(t *testing.T) {
-	const life = 10 * time.Minute
+	const life, grace = 10 * time.Minute, 30 * time.Second
 	w := newTestTime()
 	text := token{Namespace: "fleet", Cluster: "spoke", Holder: "karpenter", Time: w}.encode()
+	parse := func(text, cluster, holder string, now time.Time) error {
+		e := New(Config{Clock: clocktesting.NewFakeClock(now), TokenLife: life, CollectGrace: grace})
+		parsed, err := e.parseToken(SyncRequest{Namespace: "fleet", Cluster: cluster, Holder: holder, Token: text})
+		if err == nil {
+			assert.True(t, parsed.Time.Equal(w))
+		}
+		return err
+	}
 
-	at, err := parseToken(text, "fleet", "spoke", "karpenter", w.Add(life), life)
-	require.NoError(t, err)
-	assert.True(t, at.Equal(w))
+	require.NoError(t, parse(text, "spoke", "karpenter", w.Add(life)))
+	require.NoError(t, parse(text, "spoke", "karpenter", w.Add(-grace)))
+	require.ErrorIs(t, parse(text, "spoke", "somebody", w), ErrInvalidToken)
+	require.ErrorIs(t, parse(text, "other", "karpenter", w), ErrInvalidToken)
+	require.ErrorIs(t, parse("nonsense", "spoke", "karpenter", w), ErrInvalidToken)
+	require.ErrorIs(t, parse(text, "spoke", "karpenter", w.Add(life+1)), ErrStaleToken)
+	require.ErrorIs(t, parse(text, "spoke", "karpenter", w.Add(-grace-1)), ErrStaleToken, "from a clock that is ahead")
+}
 
-	_, err = parseToken(text, "fleet", "spoke", "somebody", w, life)
-	require.ErrorIs(t, err, ErrInvalidToken)
-	_, err = parseToken(text, "fleet", "other", "karpenter", w, life)
-	require.ErrorIs(t, err, ErrInvalidToken)
-	_, err = parseToken("nonsense", "fleet", "spoke", "karpenter", w, life)
-	require.ErrorIs(t, err, ErrInvalidToken)
-	_, err = parseToken(text, "fleet", "spoke", "karpenter", w.Add(life+1), life)
-	require.ErrorIs(t, err, ErrStaleToken)
+// Whether a claim was made before the listing is told by the API server's clock alone, however wrong the agent's is.
+func TestATokenKnowsWhichClaimsItsListingHeld(t *testing.T) {
+	w := newTestTime()
+	claim := func(id string, made time.Time) v1alpha1.MachineClaim {
+		return v1alpha1.MachineClaim{
+			ObjectMeta: metav1.ObjectMeta{CreationTimestamp: metav1.NewTime(made)}, Spec: v1alpha1.MachineClaimSpec{ClaimID: id},
+		}
+	}
+	older, newest := claim("older", w.Add(-time.Second)), claim("newest", w)
+	sameSecond, later := claim("same-second", w), claim("later", w.Add(time.Second))
+	type set = []v1alpha1.MachineClaim
+	for name, c := range map[string]struct {
+		then, now set
+		want      []string
+	}{
+		"all of the listing":                   {set{older, newest}, set{older, newest}, []string{"older", "newest"}},
+		"none that is newer":                   {set{older, newest}, set{older, newest, later}, []string{"older", "newest"}},
+		"none of a second that has grown":      {set{older, newest}, set{older, newest, sameSecond}, []string{"older"}},
+		"none that took the place of another":  {set{newest}, set{sameSecond}, nil},
+		"older ones though the newest is gone": {set{older, newest}, set{older}, []string{"older"}},
+		"none of an empty listing":             {nil, set{older}, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			text := newToken(ListOptions{Namespace: "fleet", Cluster: "spoke", Holder: "karpenter"}, w.Add(time.Hour), c.then).encode()
+			e := New(Config{Clock: clocktesting.NewFakeClock(w.Add(time.Hour))})
+			parsed, err := e.parseToken(SyncRequest{Namespace: "fleet", Cluster: "spoke", Holder: "karpenter", Token: text})
+			require.NoError(t, err)
+			listed := parsed.listed(c.now)
+			var got []string
+			for i := range c.now {
+				if listed(&c.now[i]) {
+					got = append(got, c.now[i].Spec.ClaimID)
+				}
+			}
+			assert.Equal(t, c.want, got)
+		})
+	}
 }
 
 func newTestTime() time.Time { return time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC) }

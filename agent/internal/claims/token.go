@@ -1,42 +1,91 @@
 package claims
 
 import (
+	"crypto/sha256"
 	"encoding/base64"
 	"encoding/json"
+	"slices"
+	"strings"
 	"time"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// token remembers when a holder's claims were listed. It is no secret: it only limits what its own holder can collect.
+// token remembers when a holder's claims were listed, and which of them there were. It is no secret: it only limits what its own
+// holder can collect.
 type token struct {
-	Namespace string    `json:"n"`
-	Cluster   string    `json:"c"`
-	Holder    string    `json:"h"`
-	Time      time.Time `json:"t"`
+	Namespace string `json:"n"`
+	Cluster   string `json:"c"`
+	Holder    string `json:"h"`
+	// Time is when the listing began, by the clock of the agent that made the token.
+	Time time.Time `json:"t"`
+	// Newest is when the newest of the listed claims was made, by the API server's clock; zero when there was none.
+	Newest time.Time `json:"l,omitzero"`
+	// Last is the digest of those claims that were made at Newest: the API server's clock shows seconds, and more may have been
+	// made in that second after the listing.
+	Last string `json:"d,omitempty"`
+}
+
+func newToken(o ListOptions, begun time.Time, listed []v1alpha1.MachineClaim) token {
+	t := token{Namespace: o.Namespace, Cluster: o.Cluster, Holder: o.Holder, Time: begun}
+	for i := range listed {
+		if made := listed[i].CreationTimestamp.Time; made.After(t.Newest) {
+			t.Newest = made
+		}
+	}
+	if !t.Newest.IsZero() {
+		t.Last = digestAt(t.Newest, listed)
+	}
+	return t
+}
+
+// digestAt names the claims that were made at a time.
+func digestAt(made time.Time, claims []v1alpha1.MachineClaim) string {
+	var names []string
+	for i := range claims {
+		if claims[i].CreationTimestamp.Time.Equal(made) {
+			names = append(names, claims[i].Spec.ClaimID)
+		}
+	}
+	slices.Sort(names)
+	sum := sha256.Sum256([]byte(strings.Join(names, " ")))
+	return base64.RawURLEncoding.EncodeToString(sum[:])
+}
+
+// listed returns whether one of the claims there are now was certainly in the token's listing. Only the API server's clock is
+// asked. Of the listing's last second that is certain only while its claims are still the same; else the next listing tells.
+func (t token) listed(now []v1alpha1.MachineClaim) func(*v1alpha1.MachineClaim) bool {
+	same := !t.Newest.IsZero() && digestAt(t.Newest, now) == t.Last
+	return func(c *v1alpha1.MachineClaim) bool {
+		made := c.CreationTimestamp.Time
+		return made.Before(t.Newest) || same && made.Equal(t.Newest)
+	}
 }
 
 func (t token) encode() string {
 	text, err := json.Marshal(t)
 	if err != nil {
-		panic(err) // strings and a time always encode
+		panic(err) // strings and times always encode
 	}
 	return base64.RawURLEncoding.EncodeToString(text)
 }
 
-// parseToken returns the time of the listing that the token was made by, no longer ago than life.
-func parseToken(text, namespace, cluster, holder string, now time.Time, life time.Duration) (time.Time, error) {
-	data, err := base64.RawURLEncoding.DecodeString(text)
+// parseToken returns the token of a request. It must have been made for the same Cluster and holder, no longer ago than TokenLife,
+// and by a clock that is no further ahead than CollectGrace covers.
+func (e *Engine) parseToken(r SyncRequest) (token, error) {
+	data, err := base64.RawURLEncoding.DecodeString(r.Token)
 	if err != nil {
-		return time.Time{}, ErrInvalidToken
+		return token{}, ErrInvalidToken
 	}
 	var t token
 	if err := json.Unmarshal(data, &t); err != nil {
-		return time.Time{}, ErrInvalidToken
+		return token{}, ErrInvalidToken
 	}
-	if t.Namespace != namespace || t.Cluster != cluster || t.Holder != holder || t.Time.IsZero() {
-		return time.Time{}, ErrInvalidToken
+	if t.Namespace != r.Namespace || t.Cluster != r.Cluster || t.Holder != r.Holder || t.Time.IsZero() {
+		return token{}, ErrInvalidToken
 	}
-	if age := now.Sub(t.Time); age > life || age < -time.Minute {
-		return time.Time{}, ErrStaleToken
+	if age := e.Clock.Now().Sub(t.Time); age > e.TokenLife || age < -e.CollectGrace {
+		return token{}, ErrStaleToken
 	}
-	return t.Time, nil
+	return t, nil
 }

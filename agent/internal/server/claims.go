@@ -9,6 +9,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/observed"
@@ -63,6 +64,7 @@ func (s *claimService) CreateClaim(
 		Candidates:   candidates,
 		Adopt:        request.GetAdoptMachine(),
 		ValidateOnly: request.GetValidateOnly(),
+		Holders:      holdersFor(ctx, agentv1alpha1.ClaimService_CreateClaim_FullMethodName, request.GetCluster()),
 	})
 	if err != nil {
 		return nil, s.answer(ctx, err, key)
@@ -107,6 +109,7 @@ func (s *claimService) ReleaseClaim(
 	key := keyOf(request.GetCluster(), request.GetClaimId())
 	claim, err := s.config.Engine.Release(ctx, key, claims.ReleaseOptions{
 		Drained: request.GetDrained(), Failed: request.GetFailed(), Reason: request.GetReason(),
+		Holders: holdersFor(ctx, agentv1alpha1.ClaimService_ReleaseClaim_FullMethodName, request.GetCluster()),
 	})
 	if err != nil {
 		return nil, s.answer(ctx, err, key)
@@ -197,22 +200,32 @@ func (s *claimService) SyncClaims(
 	if err := s.usable(request.GetCluster()); err != nil {
 		return nil, err
 	}
+	reports := authz.ReportsNodes(request.GetHolder())
+	if !reports && len(request.GetNodes()) > 0 {
+		return nil, agenterrors.PermissionDenied(fmt.Sprintf(
+			"nodes: Nodes are reported by the Cluster's own shim alone, not by the holder %q; leave them out", request.GetHolder()))
+	}
 	key := keyOf(request.GetCluster(), "")
 	nodes := nodeReports(ctx, request.GetNodes())
-	result, err := s.config.Engine.Sync(ctx, claims.SyncRequest{
+	sync := claims.SyncRequest{
 		Namespace: key.Namespace,
 		Cluster:   key.Cluster,
 		Holder:    request.GetHolder(),
 		Token:     request.GetToken(),
 		Live:      request.GetLiveClaimIds(),
-		Nodes: lo.Map(nodes, func(n observed.Node, _ int) claims.NodeReport {
+	}
+	if reports {
+		sync.Nodes = lo.Map(nodes, func(n observed.Node, _ int) claims.NodeReport {
 			return claims.NodeReport{ProviderID: n.ProviderID, Capacity: n.Capacity, Allocatable: n.Allocatable, Unregistered: n.Unregistered}
-		}),
-	})
+		})
+	}
+	result, err := s.config.Engine.Sync(ctx, sync)
 	if err != nil {
 		return nil, s.answer(ctx, err, key)
 	}
-	s.config.Observe(ctx, clusterName(request.GetCluster()), nodes)
+	if reports {
+		s.config.Observe(ctx, clusterName(request.GetCluster()), nodes)
+	}
 	return &agentv1alpha1.SyncClaimsResponse{CollectedClaimIds: result.Collected, UnknownClaimIds: result.Unknown}, nil
 }
 

@@ -46,6 +46,8 @@ func (s *Server) answer(ctx context.Context, err error, key claims.Key) error {
 		return agenterrors.ClusterNotFound(messages.Cluster(types.NamespacedName{Namespace: key.Namespace, Name: key.Cluster}))
 	case errors.Is(err, claims.ErrNotFound):
 		return agenterrors.ClaimNotFound(key.ID)
+	case errors.Is(err, claims.ErrForeignHolder):
+		return agenterrors.PermissionDenied(err.Error())
 	case errors.Is(err, claims.ErrConflict):
 		return agenterrors.Conflict(err.Error())
 	case errors.Is(err, claims.ErrStaleToken):

@@ -21,6 +21,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/validation"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -200,10 +201,26 @@ func (s *Server) authorize(ctx context.Context, method string, request any) erro
 	if !ok || scoped.GetCluster() == nil {
 		return agenterrors.PermissionDenied("the request names no Cluster")
 	}
-	if !callerOf(ctx).MayCallFor(rule, clusterName(scoped.GetCluster())) {
+	cluster := clusterName(scoped.GetCluster())
+	if !callerOf(ctx).MayCallFor(rule, cluster) {
 		return agenterrors.PermissionDenied("this identity may not call this method for this Cluster")
 	}
+	if !rule.AsHolder {
+		return nil
+	}
+	held, ok := request.(interface{ GetHolder() string })
+	if !ok {
+		return agenterrors.PermissionDenied("the request names no holder")
+	}
+	if may := callerOf(ctx).Holders(rule, cluster); !may.Has(held.GetHolder()) {
+		return agenterrors.PermissionDenied(fmt.Sprintf("this identity may not act as the holder %q; it may as: %s", held.GetHolder(), may))
+	}
 	return nil
+}
+
+// holdersFor returns whose claims the caller of a method may act on.
+func holdersFor(ctx context.Context, method string, cluster *agentv1alpha1.ClusterRef) claims.Holders {
+	return callerOf(ctx).Holders(authz.Methods[method], clusterName(cluster)).Has
 }
 
 func (s *Server) authorizeUnary(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {

@@ -60,6 +60,9 @@ type engine struct {
 	claim *v1alpha1.MachineClaim
 	block chan struct{} // Create waits for it, when set
 	panic bool
+
+	released claims.ReleaseOptions // of the last call
+	synced   claims.SyncRequest
 }
 
 func (e *engine) fail(err error) { e.err.Store(&err) }
@@ -90,7 +93,8 @@ func (e *engine) Create(ctx context.Context, r claims.Request) (*v1alpha1.Machin
 	return c, nil
 }
 
-func (e *engine) Release(context.Context, claims.Key, claims.ReleaseOptions) (*v1alpha1.MachineClaim, error) {
+func (e *engine) Release(_ context.Context, _ claims.Key, o claims.ReleaseOptions) (*v1alpha1.MachineClaim, error) {
+	e.released = o
 	return e.claim, e.error()
 }
 
@@ -105,7 +109,8 @@ func (e *engine) List(context.Context, claims.ListOptions) ([]v1alpha1.MachineCl
 	return nil, "token", e.error()
 }
 
-func (e *engine) Sync(context.Context, claims.SyncRequest) (claims.SyncResult, error) {
+func (e *engine) Sync(_ context.Context, r claims.SyncRequest) (claims.SyncResult, error) {
+	e.synced = r
 	return claims.SyncResult{}, e.error()
 }
 
@@ -484,7 +489,7 @@ func TestEnginesErrorsBecomeTheAPIs(t *testing.T) {
 	require.Greater(t, delay, 30*time.Second)
 
 	f.engine.fail(claims.ErrStaleToken)
-	_, err = f.cluster().Claims.SyncClaims(f.ctx(), &agentv1alpha1.SyncClaimsRequest{Cluster: spokeRef, Holder: "h", Token: "t"})
+	_, err = f.cluster().Claims.SyncClaims(f.ctx(), &agentv1alpha1.SyncClaimsRequest{Cluster: spokeRef, Holder: "karpenter", Token: "t"})
 	require.True(t, agenterrors.IsStaleToken(err))
 }
 
@@ -692,10 +697,39 @@ capi_agent_synced 1
 `), "capi_agent_catalogue_generation", "capi_agent_synced"))
 }
 
+func TestCallersActAsTheHoldersOfTheirRole(t *testing.T) {
+	f := start(t)
+	sync := func(c *client.Client, holder string, nodes ...*agentv1alpha1.NodeReport) error {
+		_, err := c.Claims.SyncClaims(f.ctx(), &agentv1alpha1.SyncClaimsRequest{Cluster: spokeRef, Holder: holder, Token: "t", Nodes: nodes})
+		return err
+	}
+	cluster, socket := f.cluster(), f.connect(client.Options{Address: "unix://" + f.socket})
+	require.NoError(t, sync(cluster, "karpenter"))
+	require.NotNil(t, f.engine.synced.Nodes, "an empty report is a report")
+	err := sync(cluster, "cluster-autoscaler")
+	require.True(t, agenterrors.IsPermissionDenied(err), "%v", err)
+	require.ErrorContains(t, err, `"cluster-autoscaler"`)
+	require.NoError(t, sync(socket, "cluster-autoscaler"))
+	require.Nil(t, f.engine.synced.Nodes, "no report")
+	err = sync(socket, "cluster-autoscaler", &agentv1alpha1.NodeReport{ProviderId: "test://a"})
+	require.True(t, agenterrors.IsPermissionDenied(err), "%v", err)
+	require.Empty(t, f.observed)
+
+	for c, may := range map[*client.Client]bool{cluster: false, socket: true} {
+		_, err := c.Claims.ReleaseClaim(f.ctx(), &agentv1alpha1.ReleaseClaimRequest{Cluster: spokeRef, ClaimId: "x"})
+		require.NoError(t, err)
+		require.True(t, f.engine.released.Holders("karpenter"))
+		require.Equal(t, may, f.engine.released.Holders("cluster-autoscaler"))
+	}
+	f.engine.fail(claims.ErrForeignHolder)
+	_, err = cluster.Claims.ReleaseClaim(f.ctx(), &agentv1alpha1.ReleaseClaimRequest{Cluster: spokeRef, ClaimId: "x"})
+	require.True(t, agenterrors.IsPermissionDenied(err), "%v", err)
+}
+
 func TestNodesAreObservedWithoutWhatCannotBeRead(t *testing.T) {
 	f := start(t)
 	_, err := f.cluster().Claims.SyncClaims(f.ctx(), &agentv1alpha1.SyncClaimsRequest{
-		Cluster: spokeRef, Holder: "h", Token: "t", Nodes: []*agentv1alpha1.NodeReport{{
+		Cluster: spokeRef, Holder: "karpenter", Token: "t", Nodes: []*agentv1alpha1.NodeReport{{
 			ProviderId: "test://a", Capacity: map[string]string{"cpu": "4", "memory": "500mb"}, Allocatable: map[string]string{"cpu": "-1"},
 			Labels: map[string]string{"kubernetes.io/arch": "arm64"}, Unregistered: true,
 		}},

@@ -233,7 +233,7 @@ func TestListShowsWhatIsBeingReleased(t *testing.T) {
 
 func TestListLeavesOtherHoldersAlone(t *testing.T) {
 	w := shimtest.New(t, oneGroup())
-	_, err := w.Client.Claims.CreateClaim(t.Context(), &agentv1alpha1.CreateClaimRequest{
+	_, err := w.Agent.Client().Claims.CreateClaim(t.Context(), &agentv1alpha1.CreateClaimRequest{
 		Cluster: w.Cluster, ClaimId: "mine", Holder: "somebody", Candidates: []string{"default/a"},
 	})
 	require.NoError(t, err)

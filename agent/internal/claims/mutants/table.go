@@ -429,10 +429,19 @@ var mutants = []mutant{
 
 	// Collection.
 	{name: "collection without a token", edits: []edit{
-		{"engine.go", " || !c.CreationTimestamp.Add(e.CollectGrace).Before(taken) {\n", " {\n			_ = taken\n"},
+		{"engine.go", "if !listed(c) || !c.CreationTimestamp.Add(e.CollectGrace).Before(taken.Time) {", "if listed == nil {"},
 	}},
 	{name: "collection of claims that are as old as the token", edits: []edit{
-		{"engine.go", "!c.CreationTimestamp.Add(e.CollectGrace).Before(taken)", "c.CreationTimestamp.Add(-e.CollectGrace).After(taken)"},
+		{
+			"engine.go", "if !listed(c) || !c.CreationTimestamp.Add(e.CollectGrace).Before(taken.Time) {",
+			"if listed == nil || c.CreationTimestamp.Add(-e.CollectGrace).After(taken.Time) {",
+		},
+	}},
+	{name: "collection by the agent's clock alone", test: "TestAClaimMadeAfterTheListingIsNotCollectedByAClockThatIsAhead", edits: []edit{
+		{"engine.go", "if !listed(c) || ", "if listed == nil || "},
+	}},
+	{name: "any holder's claim is released", test: "TestAnotherHoldersClaimIsNeitherReleasedNorFollowed", edits: []edit{
+		{"engine.go", "c.CurrentPhase() == v1alpha1.PhaseEnded || h(c.Spec.Holder) {\n", "c.CurrentPhase() == v1alpha1.PhaseEnded || true {\n"},
 	}},
 
 	{name: "a claim that is restored forgets why it failed", test: "TestARestoredClaimThatFailedKeepsItsReason", edits: []edit{

@@ -92,8 +92,9 @@ type CreateClaimRequest struct {
 	// The caller's id for the claim, unique in the Cluster and never reused: the NodeClaim's UID. REQUIRED. A lower-case DNS
 	// label of at most 63 characters.
 	ClaimId string `protobuf:"bytes,2,opt,name=claim_id,json=claimId,proto3" json:"claim_id,omitempty"`
-	// Who keeps the claim alive, and may collect it with SyncClaims: `karpenter` for a shim, `cluster-autoscaler`, a person's
-	// name. REQUIRED. A lower-case DNS label of at most 63 characters.
+	// Who keeps the claim alive, and may collect it with SyncClaims. REQUIRED. A lower-case DNS label of at most 63 characters,
+	// and not `unknown`. A Cluster's own identity may act as `karpenter`, an autoscaler as `cluster-autoscaler` and whatever begins
+	// with `cluster-autoscaler-`, an administrator as any.
 	Holder string `protobuf:"bytes,3,opt,name=holder,proto3" json:"holder,omitempty"`
 	// Ids of the node groups that would do, best first. REQUIRED, 1 to 1000, each once.
 	Candidates []string `protobuf:"bytes,4,rep,name=candidates,proto3" json:"candidates,omitempty"`
@@ -784,13 +785,13 @@ type SyncClaimsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The Cluster. REQUIRED.
 	Cluster *ClusterRef `protobuf:"bytes,1,opt,name=cluster,proto3" json:"cluster,omitempty"`
-	// The holder whose set this is. REQUIRED.
+	// The holder whose set this is, as in CreateClaimRequest. REQUIRED.
 	Holder string `protobuf:"bytes,2,opt,name=holder,proto3" json:"holder,omitempty"`
 	// From a ListClaims answer that arrived before the set was read. REQUIRED.
 	Token string `protobuf:"bytes,3,opt,name=token,proto3" json:"token,omitempty"`
 	// The ids of all claims whose owner lives, read from the owner's API server itself, not from a cache. May be empty.
 	LiveClaimIds []string `protobuf:"bytes,4,rep,name=live_claim_ids,json=liveClaimIds,proto3" json:"live_claim_ids,omitempty"`
-	// What the holder's real Nodes look like. OPTIONAL.
+	// What the Cluster's real Nodes look like. OPTIONAL, and only for the holder of the Cluster's own identity: `karpenter`.
 	Nodes         []*NodeReport `protobuf:"bytes,5,rep,name=nodes,proto3" json:"nodes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1232,11 +1233,11 @@ var File_capi_agent_v1alpha1_claim_proto protoreflect.FileDescriptor
 
 const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\n" +
-	"\x1fcapi/agent/v1alpha1/claim.proto\x12\x13capi.agent.v1alpha1\x1a\x1bbuf/validate/validate.proto\x1a capi/agent/v1alpha1/common.proto\x1a!capi/agent/v1alpha1/machine.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x86\x05\n" +
+	"\x1fcapi/agent/v1alpha1/claim.proto\x12\x13capi.agent.v1alpha1\x1a\x1bbuf/validate/validate.proto\x1a capi/agent/v1alpha1/common.proto\x1a!capi/agent/v1alpha1/machine.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x8f\x05\n" +
 	"\x12CreateClaimRequest\x12A\n" +
 	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\x12F\n" +
-	"\bclaim_id\x18\x02 \x01(\tB+\xbaH(\xc8\x01\x01r#\x18?2\x1f^[a-z0-9]([-a-z0-9]*[a-z0-9])?$R\aclaimId\x12C\n" +
-	"\x06holder\x18\x03 \x01(\tB+\xbaH(\xc8\x01\x01r#\x18?2\x1f^[a-z0-9]([-a-z0-9]*[a-z0-9])?$R\x06holder\x12E\n" +
+	"\bclaim_id\x18\x02 \x01(\tB+\xbaH(\xc8\x01\x01r#\x18?2\x1f^[a-z0-9]([-a-z0-9]*[a-z0-9])?$R\aclaimId\x12L\n" +
+	"\x06holder\x18\x03 \x01(\tB4\xbaH1\xc8\x01\x01r,\x18?2\x1f^[a-z0-9]([-a-z0-9]*[a-z0-9])?$Z\aunknownR\x06holder\x12E\n" +
 	"\n" +
 	"candidates\x18\x04 \x03(\tB%\xbaH\"\x92\x01\x1f\b\x01\x10\xe8\a\x18\x01\"\x16r\x14\x10\x03\x18\xbd\x022\r^[^/]+/[^/]+$R\n" +
 	"candidates\x12+\n" +
@@ -1258,17 +1259,17 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\x12F\n" +
 	"\bclaim_id\x18\x02 \x01(\tB+\xbaH(\xc8\x01\x01r#\x18?2\x1f^[a-z0-9]([-a-z0-9]*[a-z0-9])?$R\aclaimId\"D\n" +
 	"\x10GetClaimResponse\x120\n" +
-	"\x05claim\x18\x01 \x01(\v2\x1a.capi.agent.v1alpha1.ClaimR\x05claim\"\x9c\x01\n" +
+	"\x05claim\x18\x01 \x01(\v2\x1a.capi.agent.v1alpha1.ClaimR\x05claim\"\xc0\x01\n" +
 	"\x11ListClaimsRequest\x12A\n" +
-	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\x12\x1f\n" +
-	"\x06holder\x18\x02 \x01(\tB\a\xbaH\x04r\x02\x18?R\x06holder\x12#\n" +
+	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\x12C\n" +
+	"\x06holder\x18\x02 \x01(\tB+\xbaH(r&\x18?2\"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$R\x06holder\x12#\n" +
 	"\rinclude_ended\x18\x03 \x01(\bR\fincludeEnded\"^\n" +
 	"\x12ListClaimsResponse\x122\n" +
 	"\x06claims\x18\x01 \x03(\v2\x1a.capi.agent.v1alpha1.ClaimR\x06claims\x12\x14\n" +
-	"\x05token\x18\x02 \x01(\tR\x05token\"x\n" +
+	"\x05token\x18\x02 \x01(\tR\x05token\"\x9c\x01\n" +
 	"\x12WatchClaimsRequest\x12A\n" +
-	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\x12\x1f\n" +
-	"\x06holder\x18\x02 \x01(\tB\a\xbaH\x04r\x02\x18?R\x06holder\"\xa3\x02\n" +
+	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\x12C\n" +
+	"\x06holder\x18\x02 \x01(\tB+\xbaH(r&\x18?2\"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$R\x06holder\"\xa3\x02\n" +
 	"\x13WatchClaimsResponse\x124\n" +
 	"\x06upsert\x18\x01 \x01(\v2\x1a.capi.agent.v1alpha1.ClaimH\x00R\x06upsert\x12\x1f\n" +
 	"\n" +
@@ -1276,10 +1277,10 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\x06synced\x18\x03 \x01(\v2\x1b.capi.agent.v1alpha1.SyncedH\x00R\x06synced\x12>\n" +
 	"\theartbeat\x18\x04 \x01(\v2\x1e.capi.agent.v1alpha1.HeartbeatH\x00R\theartbeat\x125\n" +
 	"\x06resync\x18\x05 \x01(\v2\x1b.capi.agent.v1alpha1.ResyncH\x00R\x06resyncB\a\n" +
-	"\x05event\"\xbb\x02\n" +
+	"\x05event\"\xc4\x02\n" +
 	"\x11SyncClaimsRequest\x12A\n" +
-	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\x12C\n" +
-	"\x06holder\x18\x02 \x01(\tB+\xbaH(\xc8\x01\x01r#\x18?2\x1f^[a-z0-9]([-a-z0-9]*[a-z0-9])?$R\x06holder\x12!\n" +
+	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\x12L\n" +
+	"\x06holder\x18\x02 \x01(\tB4\xbaH1\xc8\x01\x01r,\x18?2\x1f^[a-z0-9]([-a-z0-9]*[a-z0-9])?$Z\aunknownR\x06holder\x12!\n" +
 	"\x05token\x18\x03 \x01(\tB\v\xbaH\b\xc8\x01\x01r\x03\x18\x80\bR\x05token\x128\n" +
 	"\x0elive_claim_ids\x18\x04 \x03(\tB\x12\xbaH\x0f\x92\x01\f\x10\xa0\x8d\x06\"\x06r\x04\x10\x01\x18?R\fliveClaimIds\x12A\n" +
 	"\x05nodes\x18\x05 \x03(\v2\x1f.capi.agent.v1alpha1.NodeReportB\n" +

@@ -46,7 +46,7 @@ type ClaimServiceClient interface {
 	// | condition | code | caller's recovery |
 	// |---|---|---|
 	// | a field is malformed, or a candidate is in another namespace than the Cluster | INVALID_ARGUMENT, field named | fix the request |
-	// | not this identity's Cluster | PERMISSION_DENIED | use the right identity |
+	// | not this identity's Cluster; a holder that it may not act as, or a claim of one | PERMISSION_DENIED | use the right identity |
 	// | the Cluster does not exist; or none of the candidates exists | NOT_FOUND | list the node groups |
 	// | no candidate has room | RESOURCE_EXHAUSTED, one ErrorInfo for each candidate; RetryInfo when known | use other candidates, or wait |
 	// | all candidates are paused, being deleted or not open to claims; or the Machine to adopt cannot be had | FAILED_PRECONDITION | use other candidates; someone has to act |
@@ -63,7 +63,7 @@ type ClaimServiceClient interface {
 	// | condition | code | caller's recovery |
 	// |---|---|---|
 	// | a field is malformed | INVALID_ARGUMENT | fix the request |
-	// | not this identity's Cluster | PERMISSION_DENIED | use the right identity |
+	// | not this identity's Cluster; or the claim's holder is one that it may not act as | PERMISSION_DENIED | use the right identity |
 	// | lost a race against another writer | ABORTED | repeat at once |
 	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | repeat with backoff |
 	ReleaseClaim(ctx context.Context, in *ReleaseClaimRequest, opts ...grpc.CallOption) (*ReleaseClaimResponse, error)
@@ -90,7 +90,7 @@ type ClaimServiceClient interface {
 	// |---|---|---|
 	// | a field is malformed, or the token was not made by ListClaims for this Cluster and holder | INVALID_ARGUMENT | take a new token |
 	// | the token is too old, or was made by an agent whose view was not complete | FAILED_PRECONDITION | take a new token |
-	// | not this identity's Cluster | PERMISSION_DENIED | use the right identity |
+	// | not this identity's Cluster; a holder that it may not act as; or Nodes of a holder that reports none | PERMISSION_DENIED | use the right identity; leave the Nodes out |
 	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | retry later, with a new token |
 	SyncClaims(ctx context.Context, in *SyncClaimsRequest, opts ...grpc.CallOption) (*SyncClaimsResponse, error)
 }
@@ -191,7 +191,7 @@ type ClaimServiceServer interface {
 	// | condition | code | caller's recovery |
 	// |---|---|---|
 	// | a field is malformed, or a candidate is in another namespace than the Cluster | INVALID_ARGUMENT, field named | fix the request |
-	// | not this identity's Cluster | PERMISSION_DENIED | use the right identity |
+	// | not this identity's Cluster; a holder that it may not act as, or a claim of one | PERMISSION_DENIED | use the right identity |
 	// | the Cluster does not exist; or none of the candidates exists | NOT_FOUND | list the node groups |
 	// | no candidate has room | RESOURCE_EXHAUSTED, one ErrorInfo for each candidate; RetryInfo when known | use other candidates, or wait |
 	// | all candidates are paused, being deleted or not open to claims; or the Machine to adopt cannot be had | FAILED_PRECONDITION | use other candidates; someone has to act |
@@ -208,7 +208,7 @@ type ClaimServiceServer interface {
 	// | condition | code | caller's recovery |
 	// |---|---|---|
 	// | a field is malformed | INVALID_ARGUMENT | fix the request |
-	// | not this identity's Cluster | PERMISSION_DENIED | use the right identity |
+	// | not this identity's Cluster; or the claim's holder is one that it may not act as | PERMISSION_DENIED | use the right identity |
 	// | lost a race against another writer | ABORTED | repeat at once |
 	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | repeat with backoff |
 	ReleaseClaim(context.Context, *ReleaseClaimRequest) (*ReleaseClaimResponse, error)
@@ -235,7 +235,7 @@ type ClaimServiceServer interface {
 	// |---|---|---|
 	// | a field is malformed, or the token was not made by ListClaims for this Cluster and holder | INVALID_ARGUMENT | take a new token |
 	// | the token is too old, or was made by an agent whose view was not complete | FAILED_PRECONDITION | take a new token |
-	// | not this identity's Cluster | PERMISSION_DENIED | use the right identity |
+	// | not this identity's Cluster; a holder that it may not act as; or Nodes of a holder that reports none | PERMISSION_DENIED | use the right identity; leave the Nodes out |
 	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | retry later, with a new token |
 	SyncClaims(context.Context, *SyncClaimsRequest) (*SyncClaimsResponse, error)
 	mustEmbedUnimplementedClaimServiceServer()

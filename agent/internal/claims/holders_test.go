@@ -1,0 +1,102 @@
+package claims
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	clocktesting "k8s.io/utils/clock/testing"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+)
+
+// heldClaim is a claim of node group a that waits for its Machine, made at the time.
+func heldClaim(id, holder string, made time.Time) *v1alpha1.MachineClaim {
+	return &v1alpha1.MachineClaim{
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: namespace, Name: v1alpha1.ObjectName(clusterName, id), UID: types.UID(id), CreationTimestamp: metav1.NewTime(made),
+			Labels: map[string]string{
+				v1alpha1.ClusterLabel: clusterName, v1alpha1.NodeGroupLabel: "a", v1alpha1.HolderLabel: holder,
+			},
+		},
+		Spec:   v1alpha1.MachineClaimSpec{ClusterName: clusterName, ClaimID: id, Holder: holder, NodeGroup: "a"},
+		Status: v1alpha1.MachineClaimStatus{Phase: v1alpha1.PhasePending},
+	}
+}
+
+// quiet has no runs in the background.
+func quiet(e *Engine) *Engine {
+	e.spawn = func(func()) {}
+	return e
+}
+
+func only(holder string) Holders { return func(h string) bool { return h == holder } }
+
+func TestAnotherHoldersClaimIsNeitherReleasedNorFollowed(t *testing.T) {
+	e := quiet(engineWith(t, groupOf("a", 1, nil), heldClaim("theirs", "karpenter", newTestTime())))
+	key := Key{Namespace: namespace, Cluster: clusterName, ID: "theirs"}
+	ask := Request{Namespace: namespace, Cluster: clusterName, ID: "theirs", Holder: "mine", Candidates: []string{"a"}, Holders: only("mine")}
+
+	_, err := e.Release(t.Context(), key, ReleaseOptions{Failed: true, Holders: only("mine")})
+	require.ErrorIs(t, err, ErrForeignHolder)
+	_, err = e.Create(t.Context(), ask)
+	require.ErrorIs(t, err, ErrForeignHolder)
+	ask.ValidateOnly = true
+	_, err = e.Create(t.Context(), ask)
+	require.ErrorIs(t, err, ErrForeignHolder)
+	c, err := e.Get(t.Context(), key)
+	require.NoError(t, err)
+	assert.Equal(t, v1alpha1.PhasePending, c.Status.Phase)
+
+	c, err = e.Release(t.Context(), key, ReleaseOptions{Holders: only("karpenter")})
+	require.NoError(t, err)
+	assert.Equal(t, v1alpha1.PhaseReleasing, c.Status.Phase)
+}
+
+// What has ended is nobody's: its release is repeated by whoever likes, and its id is refused to all alike.
+func TestAnEndedClaimIsNoHoldersAnyMore(t *testing.T) {
+	gone := heldClaim("gone", "karpenter", newTestTime())
+	gone.Status.Phase = v1alpha1.PhaseEnded
+	e := quiet(engineWith(t, groupOf("a", 1, nil), gone))
+	_, err := e.Release(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "gone"}, ReleaseOptions{Holders: only("mine")})
+	require.NoError(t, err)
+	_, err = e.Create(t.Context(), Request{
+		Namespace: namespace, Cluster: clusterName, ID: "gone", Holder: "mine", Candidates: []string{"a"}, Holders: only("mine"),
+	})
+	var ended *EndedError
+	require.ErrorAs(t, err, &ended)
+}
+
+// The grace period covers small differences between the clocks; beyond it only the API server's clock counts.
+func TestAClaimMadeAfterTheListingIsNotCollectedByAClockThatIsAhead(t *testing.T) {
+	now := newTestTime()
+	e := quiet(engineWith(t, groupOf("a", 2, nil), heldClaim("orphan", "karpenter", now.Add(-time.Hour))))
+	e.Clock = clocktesting.NewFakeClock(now.Add(time.Hour))
+	list := ListOptions{Namespace: namespace, Cluster: clusterName, Holder: "karpenter"}
+	_, token, err := e.List(t.Context(), list)
+	require.NoError(t, err)
+	require.NoError(t, e.Client.Create(t.Context(), heldClaim("young", "karpenter", now)))
+	result, err := e.Sync(t.Context(), SyncRequest{Namespace: namespace, Cluster: clusterName, Holder: "karpenter", Token: token})
+	require.NoError(t, err)
+	assert.Equal(t, []string{"orphan"}, result.Collected)
+}
+
+// A holder that reports no Nodes says nothing about them: what the shim reported stays.
+func TestNodesAreForgottenOnlyByAReport(t *testing.T) {
+	e := quiet(engineWith(t))
+	e.Clock = clocktesting.NewFakeClock(newTestTime())
+	sync := func(holder string, nodes []NodeReport) {
+		_, token, err := e.List(t.Context(), ListOptions{Namespace: namespace, Cluster: clusterName, Holder: holder})
+		require.NoError(t, err)
+		_, err = e.Sync(t.Context(), SyncRequest{Namespace: namespace, Cluster: clusterName, Holder: holder, Token: token, Nodes: nodes})
+		require.NoError(t, err)
+	}
+	sync("karpenter", []NodeReport{{ProviderID: "x", Unregistered: true}})
+	sync("cluster-autoscaler", nil)
+	assert.True(t, e.unregisteredIn(namespace, clusterName)("x"))
+	sync("karpenter", []NodeReport{})
+	assert.False(t, e.unregisteredIn(namespace, clusterName)("x"))
+}

@@ -1,0 +1,137 @@
+package conformance
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+// role is a kind of caller and the holders that it may act as.
+type role struct {
+	name    string
+	client  func(*suite) *client.Client
+	holders []string
+}
+
+// heldBy are all holders that the cases below try.
+var heldBy = []string{holder, otherHolder, otherHolder + "-a", "cluster-autoscalers", "a-person"}
+
+var roles = []role{
+	{"cluster", func(s *suite) *client.Client { return s.Client() }, []string{holder}},
+	{"autoscaler", func(s *suite) *client.Client { return s.Autoscaler() }, []string{otherHolder, otherHolder + "-a"}},
+	{"admin", func(s *suite) *client.Client { return s.Admin() }, heldBy},
+}
+
+// eachRoleAndHolder runs the case for every role and holder. Its result is whether the role may.
+func eachRoleAndHolder(s *suite, try func(t *testing.T, caller *client.Client, held, id string) error) {
+	for _, r := range roles {
+		for _, held := range heldBy {
+			s.Run(r.name+" as "+held, func(t *testing.T) {
+				err := try(t, r.client(s), held, fmt.Sprintf("%s-as-%s", r.name, held))
+				if lo.Contains(r.holders, held) {
+					require.NoError(t, err)
+				} else {
+					require.True(t, agenterrors.IsPermissionDenied(err), "%v", err)
+				}
+			})
+		}
+	}
+}
+
+var holderCases = []testCase{
+	{"a claim is made only under a holder of the caller's role", func(s *suite) {
+		group := s.group(deployment("workers"))
+		eachRoleAndHolder(s, func(_ *testing.T, caller *client.Client, held, id string) error {
+			_, err := s.create(caller, &agentv1alpha1.CreateClaimRequest{ClaimId: id, Holder: held, Candidates: []string{group}})
+			return err
+		})
+	}},
+
+	{"a Machine is adopted only under a holder of the caller's role", func(s *suite) {
+		pairs := int32(len(roles) * len(heldBy))
+		group := s.group(deployment("workers", replicas(pairs)))
+		free := s.machinesOnceThereAre(group, int(pairs))
+		eachRoleAndHolder(s, func(_ *testing.T, caller *client.Client, held, id string) error {
+			machine := free[0].GetName()
+			free = free[1:]
+			_, err := s.create(caller, &agentv1alpha1.CreateClaimRequest{
+				ClaimId: id, Holder: held, Candidates: []string{group}, AdoptMachine: machine,
+			})
+			return err
+		})
+	}},
+
+	{"the id of another holder's claim is refused", func(s *suite) {
+		group := s.group(deployment("workers"))
+		s.mustCreate("a-claim", group)
+		request := &agentv1alpha1.CreateClaimRequest{ClaimId: "a-claim", Holder: otherHolder, Candidates: []string{group}}
+		_, err := s.create(s.Autoscaler(), request)
+		require.True(s, agenterrors.IsPermissionDenied(err), "%v", err)
+		request.ValidateOnly = true
+		_, err = s.create(s.Autoscaler(), request)
+		require.True(s, agenterrors.IsPermissionDenied(err), "%v", err)
+		require.Equal(s, holder, s.mustGet("a-claim").GetHolder())
+	}},
+
+	{"only a claim of a holder of the caller's role is released", func(s *suite) {
+		group := s.group(deployment("workers"))
+		eachRoleAndHolder(s, func(t *testing.T, caller *client.Client, held, id string) error {
+			t.Helper()
+			_, err := s.create(s.Admin(), &agentv1alpha1.CreateClaimRequest{ClaimId: id, Holder: held, Candidates: []string{group}})
+			require.NoError(t, err)
+			_, err = repeat(s, func() (*agentv1alpha1.ReleaseClaimResponse, error) {
+				return caller.Claims.ReleaseClaim(s.bounded(), &agentv1alpha1.ReleaseClaimRequest{Cluster: s.Cluster(), ClaimId: id})
+			})
+			if err != nil {
+				require.Less(t, s.mustGet(id).GetPhase(), agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING)
+			}
+			return err
+		})
+	}},
+
+	{"releasing an unknown or ended claim is OK whatever the role", func(s *suite) {
+		group := s.group(deployment("workers"))
+		s.mustCreate("ended", group)
+		s.mustRelease("ended")
+		s.untilEnded("ended")
+		for _, r := range roles {
+			for _, id := range []string{"ended", "never-made-" + r.name} {
+				_, err := r.client(s).Claims.ReleaseClaim(s.bounded(), &agentv1alpha1.ReleaseClaimRequest{Cluster: s.Cluster(), ClaimId: id})
+				require.NoError(s, err, "%s %s", r.name, id)
+			}
+		}
+	}},
+
+	{"only claims of a holder of the caller's role are collected", func(s *suite) {
+		eachRoleAndHolder(s, func(_ *testing.T, caller *client.Client, held, _ string) error {
+			_, err := repeat(s, func() (*agentv1alpha1.SyncClaimsResponse, error) {
+				return caller.Claims.SyncClaims(s.bounded(), &agentv1alpha1.SyncClaimsRequest{
+					Cluster: s.Cluster(), Holder: held, Token: s.list(held, false).GetToken(),
+				})
+			})
+			return err
+		})
+	}},
+
+	{"only the Cluster's own shim reports Nodes", func(s *suite) {
+		for _, r := range roles {
+			for _, held := range r.holders {
+				_, err := r.client(s).Claims.SyncClaims(s.bounded(), &agentv1alpha1.SyncClaimsRequest{
+					Cluster: s.Cluster(), Holder: held, Token: s.list(held, false).GetToken(),
+					Nodes: []*agentv1alpha1.NodeReport{{ProviderId: "strange://node"}},
+				})
+				if held == holder {
+					require.NoError(s, err, "%s as %s", r.name, held)
+				} else {
+					require.True(s, agenterrors.IsPermissionDenied(err), "%s as %s: %v", r.name, held, err)
+				}
+			}
+		}
+	}},
+}
