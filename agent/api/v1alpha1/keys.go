@@ -25,6 +25,11 @@ const (
 	// twice, it tells a Machine that was never claimed from one that was meanwhile.
 	HandedOverAnnotation = Group + "/handed-over-by"
 
+	// NodeRegisteredAtAnnotation on a Machine that no claim of the reporting holder has is when that holder first reported the
+	// Machine's Node as registered, RFC 3339: pods may run on it, whatever Cluster API has seen. Set once. A claim keeps the same in
+	// its status.
+	NodeRegisteredAtAnnotation = Group + "/node-registered-at"
+
 	// ReleaseFinalizer holds a Machine whose instance is gone until its replica has been given back. It is added only when
 	// the Machine is being released, never to a live one.
 	ReleaseFinalizer = Group + "/release"

@@ -595,6 +595,8 @@ type SyncRequest struct {
 	// Nodes are what the Cluster's Nodes look like, all of them. Nil means that this holder reports none, which says nothing about
 	// them; empty means that there are none.
 	Nodes []NodeReport
+	// NodesComplete reports that Nodes has every Node with a provider ID, read consistently after the token was taken.
+	NodesComplete bool
 }
 
 // NodeReport is what one real Node looks like.
@@ -629,6 +631,9 @@ func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
 		return SyncResult{}, err
 	}
 	listed := taken.listed(claims)
+	if err := e.noteNodes(ctx, r, taken.Time, claims); err != nil {
+		return SyncResult{}, err
+	}
 	live := make(map[string]bool, len(r.Live))
 	for _, id := range r.Live {
 		live[id] = true

@@ -215,6 +215,7 @@ func (s *claimService) SyncClaims(
 		Live:      request.GetLiveClaimIds(),
 	}
 	if reports {
+		sync.NodesComplete = request.GetNodesComplete()
 		sync.Nodes = lo.Map(nodes, func(n observed.Node, _ int) claims.NodeReport {
 			return claims.NodeReport{ProviderID: n.ProviderID, Capacity: n.Capacity, Allocatable: n.Allocatable, Unregistered: n.Unregistered}
 		})

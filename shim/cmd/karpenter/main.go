@@ -127,7 +127,7 @@ func run(ctx context.Context) error {
 		failedmachine.New(op.Clock, op.GetClient(), op.GetAPIReader(), decorated, claims, agent.Claims, cluster, op.EventRecorder,
 			opts.MachineFailureReasons, opts.MachineProgressDeadline, opts.AgentTimeout),
 		nodeclass.New(op.Clock, op.GetClient(), catalogue, nodeGroups, cluster, op.EventRecorder, opts.HubUnreachableGracePeriod),
-		claimsync.New(op.Clock, op.GetClient(), op.GetAPIReader(), decorated, agent.Claims, cluster, connection.Reconnected(),
+		claimsync.New(op.Clock, op.GetAPIReader(), decorated, agent.Claims, cluster, connection.Reconnected(),
 			opts.ClaimSyncInterval, opts.AgentTimeout),
 	)
 

@@ -792,7 +792,10 @@ type SyncClaimsRequest struct {
 	// The ids of all claims whose owner lives, read from the owner's API server itself, not from a cache. May be empty.
 	LiveClaimIds []string `protobuf:"bytes,4,rep,name=live_claim_ids,json=liveClaimIds,proto3" json:"live_claim_ids,omitempty"`
 	// What the Cluster's real Nodes look like. OPTIONAL, and only for the holder of the Cluster's own identity: `karpenter`.
-	Nodes         []*NodeReport `protobuf:"bytes,5,rep,name=nodes,proto3" json:"nodes,omitempty"`
+	Nodes []*NodeReport `protobuf:"bytes,5,rep,name=nodes,proto3" json:"nodes,omitempty"`
+	// `nodes` has every Node of the holder's cluster that has a provider ID, read from its API server itself after the token was
+	// taken. Only then does a Node that is missing there count as absent. OPTIONAL; false concludes nothing from what is missing.
+	NodesComplete bool `protobuf:"varint,6,opt,name=nodes_complete,json=nodesComplete,proto3" json:"nodes_complete,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -860,6 +863,13 @@ func (x *SyncClaimsRequest) GetNodes() []*NodeReport {
 		return x.Nodes
 	}
 	return nil
+}
+
+func (x *SyncClaimsRequest) GetNodesComplete() bool {
+	if x != nil {
+		return x.NodesComplete
+	}
+	return false
 }
 
 // NodeReport is what one real Node looks like.
@@ -1277,14 +1287,15 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\x06synced\x18\x03 \x01(\v2\x1b.capi.agent.v1alpha1.SyncedH\x00R\x06synced\x12>\n" +
 	"\theartbeat\x18\x04 \x01(\v2\x1e.capi.agent.v1alpha1.HeartbeatH\x00R\theartbeat\x125\n" +
 	"\x06resync\x18\x05 \x01(\v2\x1b.capi.agent.v1alpha1.ResyncH\x00R\x06resyncB\a\n" +
-	"\x05event\"\xc4\x02\n" +
+	"\x05event\"\xeb\x02\n" +
 	"\x11SyncClaimsRequest\x12A\n" +
 	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\x12L\n" +
 	"\x06holder\x18\x02 \x01(\tB4\xbaH1\xc8\x01\x01r,\x18?2\x1f^[a-z0-9]([-a-z0-9]*[a-z0-9])?$Z\aunknownR\x06holder\x12!\n" +
 	"\x05token\x18\x03 \x01(\tB\v\xbaH\b\xc8\x01\x01r\x03\x18\x80\bR\x05token\x128\n" +
 	"\x0elive_claim_ids\x18\x04 \x03(\tB\x12\xbaH\x0f\x92\x01\f\x10\xa0\x8d\x06\"\x06r\x04\x10\x01\x18?R\fliveClaimIds\x12A\n" +
 	"\x05nodes\x18\x05 \x03(\v2\x1f.capi.agent.v1alpha1.NodeReportB\n" +
-	"\xbaH\a\x92\x01\x04\x10\xa0\x8d\x06R\x05nodes\"\x84\x04\n" +
+	"\xbaH\a\x92\x01\x04\x10\xa0\x8d\x06R\x05nodes\x12%\n" +
+	"\x0enodes_complete\x18\x06 \x01(\bR\rnodesComplete\"\x84\x04\n" +
 	"\n" +
 	"NodeReport\x12,\n" +
 	"\vprovider_id\x18\x01 \x01(\tB\v\xbaH\b\xc8\x01\x01r\x03\x18\x80\x10R\n" +

@@ -4,8 +4,9 @@
 // The order is what makes this safe: first a token from the agent, then the NodeClaims, read from the API server itself, then
 // both to the agent. A claim that was made after the token was taken is not collected, whatever the set says.
 //
-// With the set goes what the Nodes look like, from which the agent learns what machines are like. It stores none of that, so it
-// is told again as soon as the shim follows another agent.
+// With the set goes what the Nodes look like, from which the agent learns what machines are like, and that they are there: the list
+// is complete, and read from the API server itself, so that a Node that is missing there is absent. The agent is told again as soon
+// as the shim follows another one.
 package claimsync
 
 import (
@@ -43,9 +44,14 @@ import (
 
 const name = "nodeclaim.claimsync"
 
-// maxReportBytes keeps the message under gRPC's usual limit of 4 MiB, with room for the live claims. Reports only teach the
-// agent what a group's machines are like, for which some are as good as all, and which of its unclaimed machines are in use.
-const maxReportBytes = 3 << 20
+const (
+	// maxReportBytes keeps the message under gRPC's usual limit of 4 MiB, with room for the live claims.
+	maxReportBytes = 3 << 20
+	// maxReports and maxProviderID are the API's limits of the number of reports and of a provider ID's length.
+	maxReports, maxProviderID = 100_000, 2048
+	// nodesPerPage is how many Nodes are read and kept whole at once.
+	nodesPerPage = 500
+)
 
 // reportedLabels say what a machine is and where. Those for architecture and operating system are not among them: Karpenter core
 // puts on a Node what was planned, and the kubelet says what it is.
@@ -54,7 +60,6 @@ var reportedLabels = []string{corev1.LabelTopologyZone, corev1.LabelTopologyRegi
 // Controller is the controller.
 type Controller struct {
 	clock         clock.PassiveClock
-	kube          client.Reader
 	live          client.Reader
 	cloudProvider cloudprovider.CloudProvider
 	agent         agentv1alpha1.ClaimServiceClient
@@ -64,15 +69,15 @@ type Controller struct {
 	timeout       time.Duration
 }
 
-// New returns the controller. kube reads Nodes from a cache; live reads NodeClaims from the API server. A round is done when
-// reconnected tells so, and else at each interval. timeout bounds each call to the agent.
+// New returns the controller. live reads from the API server. A round is done when reconnected tells so, and else at each
+// interval. timeout bounds each call to the agent.
 func New(
-	clk clock.PassiveClock, kube, live client.Reader, cloudProvider cloudprovider.CloudProvider,
+	clk clock.PassiveClock, live client.Reader, cloudProvider cloudprovider.CloudProvider,
 	agent agentv1alpha1.ClaimServiceClient, cluster *agentv1alpha1.ClusterRef, reconnected <-chan event.GenericEvent,
 	interval, timeout time.Duration,
 ) *Controller {
 	return &Controller{
-		clock: clk, kube: kube, live: live, cloudProvider: cloudProvider,
+		clock: clk, live: live, cloudProvider: cloudProvider,
 		agent: agent, cluster: cluster, reconnected: reconnected, interval: interval, timeout: timeout,
 	}
 }
@@ -101,10 +106,11 @@ func (c *Controller) sync(ctx context.Context) error {
 	if nodeClaims.Continue != "" {
 		return fmt.Errorf("the list of NodeClaims is incomplete: %d came, and there are more", len(nodeClaims.Items))
 	}
-	nodes := &corev1.NodeList{}
-	if err := c.kube.List(ctx, nodes, client.UnsafeDisableDeepCopy); err != nil {
-		return fmt.Errorf("listing Nodes: %w", err)
+	nodes, err := c.nodes(ctx)
+	if err != nil {
+		return err
 	}
+	reports, complete := fitting(nodes)
 	request := &agentv1alpha1.SyncClaimsRequest{
 		Cluster: c.cluster,
 		Holder:  v1alpha1.Holder,
@@ -113,7 +119,8 @@ func (c *Controller) sync(ctx context.Context) error {
 		LiveClaimIds: lo.FilterMap(nodeClaims.Items, func(nc karpv1.NodeClaim, _ int) (string, bool) {
 			return string(nc.UID), nodeclaimutils.IsManaged(&nc, c.cloudProvider)
 		}),
-		Nodes: reports(nodes.Items),
+		Nodes:         reports,
+		NodesComplete: complete,
 	}
 	ctx, cancel := context.WithTimeout(ctx, c.timeout)
 	defer cancel()
@@ -142,25 +149,63 @@ func (c *Controller) token(ctx context.Context) (string, error) {
 	return response.GetToken(), nil
 }
 
-// reports describes the Nodes that have a provider ID, registered or not. When they are too many the newest are: the others
-// have been described before.
-func reports(nodes []corev1.Node) []*agentv1alpha1.NodeReport {
-	nodes = lo.Filter(nodes, func(node corev1.Node, _ int) bool {
-		return node.Spec.ProviderID != "" && !placeholder.Is(node.Spec.ProviderID)
-	})
-	slices.SortFunc(nodes, func(a, b corev1.Node) int { return b.CreationTimestamp.Compare(a.CreationTimestamp.Time) })
-	described := make([]*agentv1alpha1.NodeReport, 0, len(nodes))
-	size := 0
-	for i := range nodes {
-		next := report(&nodes[i])
-		// With the tag and the length of the field that it becomes.
-		if size += proto.Size(next) + 5; size > maxReportBytes {
+// nodes describes all Nodes that have a provider ID, registered or not, newest first. They are read from the API server itself, as
+// the agent concludes something also from a Node that is missing.
+func (c *Controller) nodes(ctx context.Context) ([]described, error) {
+	var all []described
+	for next := ""; ; {
+		page := &corev1.NodeList{} // a new one, as what a later page lacks stays in one that is read into again
+		if err := c.live.List(ctx, page, client.Limit(nodesPerPage), client.Continue(next)); err != nil {
+			return nil, fmt.Errorf("listing Nodes: %w", err)
+		}
+		for i := range page.Items {
+			if node := &page.Items[i]; reported(node.Spec.ProviderID) {
+				all = append(all, described{report: report(node), created: node.CreationTimestamp.Time})
+			}
+		}
+		if next = page.Continue; next == "" {
 			break
 		}
-		described = append(described, next)
 	}
-	return described
+	slices.SortStableFunc(all, func(a, b described) int { return b.created.Compare(a.created) })
+	return all, nil
 }
+
+// reported reports whether a Node with that provider ID can be a Machine's. Cluster API allows Machines less than the agent's API
+// does, and one Node whose ID is longer must not make the whole message invalid.
+func reported(providerID string) bool {
+	return providerID != "" && len(providerID) <= maxProviderID && !placeholder.Is(providerID)
+}
+
+// described is one Node.
+type described struct {
+	report  *agentv1alpha1.NodeReport
+	created time.Time
+}
+
+// fitting returns what of the reports goes into one message, and whether each Node is in it. That the Nodes are there comes
+// first. What they look like is left out of the oldest when it is too much: the agent was told before.
+func fitting(nodes []described) (reports []*agentv1alpha1.NodeReport, complete bool) {
+	reports = make([]*agentv1alpha1.NodeReport, 0, len(nodes))
+	size := 0
+	for _, node := range nodes {
+		bare := &agentv1alpha1.NodeReport{ProviderId: node.report.GetProviderId(), Unregistered: node.report.GetUnregistered()}
+		if size += sizeOf(bare); size > maxReportBytes || len(reports) == maxReports {
+			return reports, false
+		}
+		reports = append(reports, bare)
+	}
+	for i, node := range nodes {
+		if size += sizeOf(node.report) - sizeOf(reports[i]); size > maxReportBytes {
+			break
+		}
+		reports[i] = node.report
+	}
+	return reports, true
+}
+
+// sizeOf is what a report takes up in the message, with the tag and the length of its field.
+func sizeOf(report *agentv1alpha1.NodeReport) int { return proto.Size(report) + 5 }
 
 func report(node *corev1.Node) *agentv1alpha1.NodeReport {
 	labels := lo.PickByKeys(node.Labels, reportedLabels)

@@ -36,7 +36,7 @@ const interval = time.Minute
 func world(t *testing.T, options ...shimtest.Option) (*shimtest.World, *claimsync.Controller) {
 	t.Helper()
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}}, options...)
-	return w, claimsync.New(clock.RealClock{}, w.Kube, w.Kube, w.CloudProvider, w.Client.Claims, w.Cluster, nil, interval, shimtest.Timeout)
+	return w, claimsync.New(clock.RealClock{}, w.Kube, w.CloudProvider, w.Client.Claims, w.Cluster, nil, interval, shimtest.Timeout)
 }
 
 func phase(w *shimtest.World, nodeClaim *karpv1.NodeClaim) agentv1alpha1.ClaimPhase {
@@ -208,6 +208,15 @@ func TestNodesAreReported(t *testing.T) {
 	assert.False(t, reports["sim:///2"].GetUnregistered())
 }
 
+func lastSync(t *testing.T, w *shimtest.World) *agentv1alpha1.SyncClaimsRequest {
+	t.Helper()
+	requests := w.Agent.Requests("SyncClaims")
+	require.NotEmpty(t, requests)
+	sent, ok := requests[len(requests)-1].(*agentv1alpha1.SyncClaimsRequest)
+	require.True(t, ok)
+	return sent
+}
+
 func TestTheMessageStaysBelowTheLimit(t *testing.T) {
 	w, c := world(t)
 	long := strings.Repeat("x", 1<<20)
@@ -216,20 +225,116 @@ func TestTheMessageStaysBelowTheLimit(t *testing.T) {
 			ObjectMeta: metav1.ObjectMeta{
 				Name: fmt.Sprint("n", i), CreationTimestamp: metav1.Unix(int64(i), 0), Labels: map[string]string{corev1.LabelTopologyZone: long},
 			},
-			Spec: corev1.NodeSpec{ProviderID: fmt.Sprint("sim:///", i)},
+			Spec: corev1.NodeSpec{ProviderID: fmt.Sprint("sim:///", i), Taints: []corev1.Taint{karpv1.UnregisteredNoExecuteTaint}},
 		})
 	}
 	sync(t, w, c)
-	sent, _ := w.Agent.Requests("SyncClaims")[0].(*agentv1alpha1.SyncClaimsRequest)
+	sent := lastSync(t, w)
 	assert.Less(t, proto.Size(sent), 4<<20)
-	require.Len(t, sent.GetNodes(), 2)
-	assert.Equal(t, "sim:///4", sent.GetNodes()[0].GetProviderId(), "the newest")
+	require.Len(t, sent.GetNodes(), 5)
+	assert.True(t, sent.GetNodesComplete(), "each of them is there")
+	for i, node := range sent.GetNodes() {
+		assert.Equal(t, fmt.Sprint("sim:///", 4-i), node.GetProviderId())
+		assert.True(t, node.GetUnregistered())
+		assert.Equal(t, i < 2, len(node.GetLabels()) > 0, "the newest are described")
+	}
+}
+
+func listing(nodes ...corev1.Node) shimtest.Option {
+	return shimtest.WithInterceptor(interceptor.Funcs{
+		List: func(ctx context.Context, under client.WithWatch, list client.ObjectList, options ...client.ListOption) error {
+			if into, ok := list.(*corev1.NodeList); ok {
+				into.Items = nodes
+				return nil
+			}
+			return under.List(ctx, list, options...)
+		},
+	})
+}
+
+func nodeWith(providerID string) corev1.Node {
+	return corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n"}, Spec: corev1.NodeSpec{ProviderID: providerID}}
+}
+
+// A Node that did not fit is not one that is absent.
+func TestAListOfNodesThatIsCutOffIsNotCalledComplete(t *testing.T) {
+	nodes := make([]corev1.Node, 1800)
+	for i := range nodes {
+		nodes[i] = nodeWith(fmt.Sprint(i, strings.Repeat("x", 2000)))
+	}
+	w, c := world(t, listing(nodes...))
+	sync(t, w, c)
+	sent := lastSync(t, w)
+	assert.Less(t, proto.Size(sent), 4<<20)
+	assert.Less(t, len(sent.GetNodes()), len(nodes))
+	assert.NotEmpty(t, sent.GetNodes())
+	assert.False(t, sent.GetNodesComplete())
+}
+
+// One odd Node does not keep the agent from hearing of all others.
+func TestANodeWhoseProviderIDTheAPIDoesNotAllowIsLeftOut(t *testing.T) {
+	w, c := world(t, listing(nodeWith(strings.Repeat("x", 2049)), nodeWith("sim:///1")))
+	sync(t, w, c)
+	sent := lastSync(t, w)
+	require.Len(t, sent.GetNodes(), 1)
+	assert.Equal(t, "sim:///1", sent.GetNodes()[0].GetProviderId())
+	assert.True(t, sent.GetNodesComplete(), "no Machine can have it")
+}
+
+// Absence is concluded from the list: a cache that lags behind must not be what it is read from, nor the first page alone.
+func TestNodesAreReadPageByPageWithTheTokenAtHand(t *testing.T) {
+	var pages, early atomic.Int32
+	var begun atomic.Pointer[shimtest.World]
+	w, c := world(t, shimtest.WithInterceptor(interceptor.Funcs{
+		List: func(ctx context.Context, under client.WithWatch, list client.ObjectList, options ...client.ListOption) error {
+			nodes, ok := list.(*corev1.NodeList)
+			if !ok {
+				return under.List(ctx, list, options...)
+			}
+			if w := begun.Load(); w == nil || w.Agent.Calls("ListClaims") == 0 {
+				early.Add(1)
+			}
+			var o client.ListOptions
+			o.ApplyOptions(options)
+			assert.NotZero(t, o.Limit)
+			page := pages.Add(1)
+			assert.Equal(t, map[int32]string{1: "", 2: "next"}[page], o.Continue)
+			*nodes = corev1.NodeList{Items: []corev1.Node{{
+				ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint("n", page)}, Spec: corev1.NodeSpec{ProviderID: fmt.Sprint("sim:///", page)},
+			}}}
+			if page == 1 {
+				nodes.Continue = "next"
+			}
+			return nil
+		},
+	}))
+	begun.Store(w)
+	sync(t, w, c)
+	sent := lastSync(t, w)
+	assert.Len(t, sent.GetNodes(), 2)
+	assert.True(t, sent.GetNodesComplete())
+	assert.Zero(t, early.Load(), "not before the token")
+}
+
+// A page that cannot be had makes no complete list.
+func TestNodesThatCannotBeReadAreNotReportedAsNone(t *testing.T) {
+	w, c := world(t, shimtest.WithInterceptor(interceptor.Funcs{
+		List: func(ctx context.Context, under client.WithWatch, list client.ObjectList, options ...client.ListOption) error {
+			if _, ok := list.(*corev1.NodeList); ok {
+				return errors.New("the API server is away")
+			}
+			return under.List(ctx, list, options...)
+		},
+	}))
+	_, err := c.Reconcile(w.Context())
+	require.ErrorContains(t, err, "listing Nodes")
+	assert.Zero(t, w.Agent.Calls("SyncClaims"))
 }
 
 func TestARoundIsDoneAtTheStartAndWhenAnAgentIsFollowedAgain(t *testing.T) {
 	reconnected := make(chan event.GenericEvent)
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
-	c := claimsync.New(clock.RealClock{}, w.Kube, w.Kube, w.CloudProvider, w.Client.Claims, w.Cluster, reconnected, time.Hour, shimtest.Timeout)
+	c := claimsync.New(clock.RealClock{}, w.Kube, w.CloudProvider, w.Client.Claims, w.Cluster, reconnected, time.Hour, shimtest.Timeout)
 	// It only runs the controller, which has its readers: no API server is asked for anything.
 	m, err := manager.New(&rest.Config{Host: "127.0.0.1:1"}, manager.Options{
 		Metrics: metricsserver.Options{BindAddress: "0"},

@@ -1,0 +1,176 @@
+package claims
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+)
+
+const (
+	// notesPerSync bounds the writes of one [Engine.Sync] that keep what it reports of Nodes. What is left over comes with the
+	// next report.
+	notesPerSync = 200
+	// absenceRenewed is how much later a statement of absence must be to replace the one that a claim has.
+	absenceRenewed = time.Minute
+)
+
+// nodesOf is what one report says of the Nodes with each provider ID: false for one that nothing runs on yet. A Node that is not
+// in it is absent if the report is complete, else unknown.
+func nodesOf(reports []NodeReport) map[string]bool {
+	registered := make(map[string]bool, len(reports))
+	for _, r := range reports {
+		// Of two Nodes with one provider ID the one counts that pods may run on.
+		registered[r.ProviderID] = registered[r.ProviderID] || !r.Unregistered
+	}
+	return registered
+}
+
+// noteNodes keeps what the holder reports of its Nodes where every agent reads it, also one that was not running then: on the
+// claims, and on Machines that none of these claims has. It changes the claims in place as it writes them. A write that fails
+// is left to the next report.
+func (e *Engine) noteNodes(ctx context.Context, r SyncRequest, taken time.Time, claims []v1alpha1.MachineClaim) error {
+	var machines clusterv1.MachineList
+	err := e.Client.List(ctx, &machines, client.InNamespace(r.Namespace), client.MatchingLabels{clusterv1.ClusterNameLabel: r.Cluster},
+		client.UnsafeDisableDeepCopy)
+	if err != nil {
+		return fmt.Errorf("listing the Cluster's Machines: %w", err)
+	}
+	nodes := nodesOf(r.Nodes)
+	byID := make(map[string]*v1alpha1.MachineClaim, len(claims))
+	noted := map[*v1alpha1.MachineClaim]bool{}
+	for i := range claims {
+		byID[claims[i].Spec.ClaimID] = &claims[i]
+	}
+	// What protects a Machine is written first.
+	var registered, absent, renewed []note
+	for i := range machines.Items {
+		m := &machines.Items[i]
+		if m.Spec.ProviderID == "" || m.Spec.ClusterName != r.Cluster {
+			continue
+		}
+		runs, reported := nodes[m.Spec.ProviderID]
+		c := byID[claimOf(m)]
+		switch {
+		case c == nil && runs:
+			if wanted, err := e.wantsNote(ctx, m); err != nil {
+				return err
+			} else if wanted {
+				registered = append(registered, e.noteOnMachine(m))
+			}
+		case c == nil, noted[c]:
+		case runs && c.Status.NodeRegisteredAt == nil:
+			noted[c] = true
+			registered = append(registered, e.noteOnClaim(c, func(s *v1alpha1.MachineClaimStatus) {
+				now := metav1.NewTime(e.Clock.Now())
+				s.NodeRegisteredAt, s.NodeAbsentAt = &now, nil
+			}))
+		case reported && c.Status.NodeAbsentAt != nil:
+			noted[c] = true
+			registered = append(registered, e.noteOnClaim(c, func(s *v1alpha1.MachineClaimStatus) { s.NodeAbsentAt = nil }))
+		case !reported && r.NodesComplete && e.missesNode(c, m, taken):
+			noted[c] = true
+			n := e.noteOnClaim(c, func(s *v1alpha1.MachineClaimStatus) { at := metav1.NewTime(taken); s.NodeAbsentAt = &at })
+			if c.Status.NodeAbsentAt == nil {
+				absent = append(absent, n)
+			} else {
+				renewed = append(renewed, n)
+			}
+		}
+	}
+	e.writeNotes(ctx, slices.Concat(registered, absent, renewed))
+	return nil
+}
+
+// missesNode reports whether a complete list of Nodes, read after the given time, that lacks the Machine's Node says something
+// that the claim does not have yet: only of a Machine that should have joined by then and that nothing has been seen of.
+func (e *Engine) missesNode(c *v1alpha1.MachineClaim, m *clusterv1.Machine, taken time.Time) bool {
+	deadline := e.Failure.NodeDeadline
+	if deadline == 0 || hasNode(m) || c.Status.NodeRegisteredAt != nil {
+		return false
+	}
+	read := taken.Truncate(time.Second) // as it is written
+	return read.After(m.CreationTimestamp.Add(deadline)) &&
+		(c.Status.NodeAbsentAt == nil || read.Sub(c.Status.NodeAbsentAt.Time) >= absenceRenewed)
+}
+
+// wantsNote reports whether a Machine that none of the holder's claims has is told that its Node is registered: it does not show
+// that itself, and it is of a node group that the agent acts on.
+func (e *Engine) wantsNote(ctx context.Context, m *clusterv1.Machine) (bool, error) {
+	if _, has := m.Annotations[v1alpha1.NodeRegisteredAtAnnotation]; has || hasNode(m) || !alive(m) {
+		return false, nil
+	}
+	name := m.Labels[clusterv1.MachineDeploymentNameLabel]
+	if name == "" {
+		return false, nil
+	}
+	var md clusterv1.MachineDeployment
+	if err := e.Client.Get(ctx, types.NamespacedName{Namespace: m.Namespace, Name: name}, &md); apierrors.IsNotFound(err) {
+		return false, nil
+	} else if err != nil {
+		return false, fmt.Errorf("reading MachineDeployment %s: %w", name, err)
+	}
+	_, member := md.Labels[v1alpha1.MemberLabel]
+	_, ledger := md.Annotations[v1alpha1.LedgerAnnotation]
+	return member || ledger, nil
+}
+
+// note is one write of [Engine.noteNodes].
+type note struct {
+	of    client.Object
+	write func(context.Context) error
+}
+
+func (e *Engine) noteOnClaim(c *v1alpha1.MachineClaim, change func(*v1alpha1.MachineClaimStatus)) note {
+	return note{of: c, write: func(ctx context.Context) error {
+		after := c.DeepCopy()
+		change(&after.Status)
+		if err := e.Client.Status().Update(ctx, after); err != nil {
+			return err
+		}
+		*c = *after
+		return nil
+	}}
+}
+
+func (e *Engine) noteOnMachine(m *clusterv1.Machine) note {
+	return note{of: m, write: func(ctx context.Context) error {
+		after := m.DeepCopy()
+		metav1.SetMetaDataAnnotation(&after.ObjectMeta, v1alpha1.NodeRegisteredAtAnnotation, e.Clock.Now().UTC().Format(time.RFC3339))
+		return e.patchMachine(ctx, m, after)
+	}}
+}
+
+// writeNotes does the writes, as many as one report may cost.
+func (e *Engine) writeNotes(ctx context.Context, notes []note) {
+	var work errgroup.Group
+	work.SetLimit(e.parallel)
+	for _, n := range notes[:min(len(notes), notesPerSync)] {
+		write := func() error {
+			err := n.write(ctx)
+			actionsTotal.WithLabelValues("note-node", result(err)).Inc()
+			lost := apierrors.IsConflict(err) || apierrors.IsNotFound(err)
+			if err != nil && !lost && !errors.Is(err, context.Canceled) {
+				log.FromContext(ctx).Error(err, "keeping what the holder reports of a Node; the next report repeats it", "name", n.of.GetName())
+			}
+			return nil
+		}
+		if e.parallel == 1 {
+			_ = write() // in place
+		} else {
+			work.Go(write)
+		}
+	}
+	_ = work.Wait() // no write returns an error
+}
