@@ -38,9 +38,12 @@ func TestReplicasOfANodeGroupAreFoundWhereverTheyAre(t *testing.T) {
 		manifest string
 		found    []string
 	}{
-		"MachineDeployment":                {"{kind: MachineDeployment, spec: {replicas: 0}}", []string{"spec.replicas"}},
-		"MachineDeployment without":        {"{kind: MachineDeployment, spec: {clusterName: a}}", nil},
-		"topology":                         {"{kind: Cluster, spec: {topology: {workers: {machineDeployments: [{replicas: 1}]}}}}", []string{"spec.topology.workers.machineDeployments"}},
+		"MachineDeployment":         {"{kind: MachineDeployment, spec: {replicas: 0}}", []string{"spec.replicas"}},
+		"MachineDeployment without": {"{kind: MachineDeployment, spec: {clusterName: a}}", nil},
+		"topology": {
+			"{kind: Cluster, spec: {topology: {workers: {machineDeployments: [{replicas: 1}]}}}}",
+			[]string{"spec.topology.workers.machineDeployments"},
+		},
 		"topology without":                 {"{kind: Cluster, spec: {topology: {workers: {machineDeployments: [{class: a}]}}}}", nil},
 		"a Deployment's are its own":       {"{kind: Deployment, spec: {replicas: 2}}", nil},
 		"the control plane of the cluster": {"{kind: Cluster, spec: {topology: {controlPlane: {replicas: 3}}}}", nil},

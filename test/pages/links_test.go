@@ -115,7 +115,7 @@ func anchors(page pages.Page) []string {
 func prose(page pages.Page) []string {
 	var lines []string
 	code := false
-	for _, line := range strings.Split(page.Text, "\n") {
+	for line := range strings.SplitSeq(page.Text, "\n") {
 		if strings.HasPrefix(strings.TrimSpace(line), "```") {
 			code = !code
 		} else if !code {

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	. "github.com/onsi/gomega"
@@ -15,7 +16,11 @@ import (
 
 func TestBlocksHaveTheirSectionAndNoIndentation(t *testing.T) {
 	g := NewWithT(t)
-	page := pages.Page{Text: "# Title\n```sh\na\n```\n## One\n1. text\n\n   ```sh\n   b\n     c\n   ```\n### Below\n```yaml\nd: 1\n```\n## Two\n```sh\ne\n```\n"}
+	page := pages.Page{Text: strings.Join([]string{
+		"# Title", "```sh", "a", "```",
+		"## One", "1. text", "", "   ```sh", "   b", "     c", "   ```", "### Below", "```yaml", "d: 1", "```",
+		"## Two", "```sh", "e", "```", "",
+	}, "\n")}
 
 	g.Expect(page.Blocks()).To(Equal([]pages.Block{
 		{Language: "sh", Code: "a\n", Line: 3},
@@ -27,7 +32,9 @@ func TestBlocksHaveTheirSectionAndNoIndentation(t *testing.T) {
 	g.Expect(page.Script("Two", "One")).To(Equal("e\nb\n  c\n"))
 }
 
-func at(page pages.Page, block pages.Block) string { return fmt.Sprintf("%s:%d", page.Path, block.Line) }
+func at(page pages.Page, block pages.Block) string {
+	return fmt.Sprintf("%s:%d", page.Path, block.Line)
+}
 
 // root is the repository's.
 func root(t *testing.T) string {

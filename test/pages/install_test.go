@@ -1,0 +1,250 @@
+package pages_test
+
+import (
+	"context"
+	"fmt"
+	"path"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	. "github.com/onsi/gomega"
+	appsv1 "k8s.io/api/apps/v1"
+	authorizationv1 "k8s.io/api/authorization/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/karpenter-capi/karpenter-capi/test/pages"
+)
+
+// Each way to install is followed in the page's order, on API servers that have nothing but the hub's Cluster API namespace,
+// Cluster API's kubeconfig secret and cert-manager. No pod runs, but whatever one would need has to be there.
+func TestTheInstallationCanBeFollowedInItsOrder(t *testing.T) {
+	for _, way := range []struct {
+		sections []string
+		joined   bool // the spoke is the hub
+		accounts []account
+	}{
+		{
+			sections: []string{"The agent", "Hub and spoke", "What Karpenter may use", "Access for others"},
+			accounts: []account{
+				{"hub", "capi-agent-system", "capi-agent", "team-b", true},
+				{"spoke", "karpenter", "karpenter", "", true},
+			},
+		},
+		{
+			sections: []string{"The agent", "Joined", "What Karpenter may use"},
+			joined:   true,
+			accounts: []account{
+				{"hub", "capi-agent-system", "capi-agent", "team-b", true},
+				{"hub", "karpenter", "karpenter", "team-a", false},
+			},
+		},
+		{
+			sections: []string{"The agent", "Hub-hosted", "What Karpenter may use"},
+			accounts: []account{
+				{"hub", "capi-agent-system", "capi-agent", "team-a", true},
+				{"hub", "team-a", "karpenter-production", "team-a", false},
+			},
+		},
+		{
+			sections: []string{"Sidecar", "What Karpenter may use"},
+			joined:   true,
+			accounts: []account{
+				{"hub", "karpenter", "karpenter", "team-a", true},
+				{"hub", "karpenter", "karpenter", "team-b", false},
+			},
+		},
+	} {
+		t.Run(strings.Join(way.sections, ", "), func(t *testing.T) {
+			g := NewWithT(t)
+			ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
+			defer cancel()
+			page, err := pages.Read(root(t), "docs/install.md")
+			g.Expect(err).NotTo(HaveOccurred())
+			for _, section := range way.sections {
+				g.Expect(page.Script(section)).NotTo(BeEmpty(), "the commands below %q", section)
+			}
+
+			servers := map[string]*server{"hub": start(t, "testdata/cert-manager.yaml")}
+			servers["spoke"] = servers["hub"]
+			if !way.joined {
+				servers["spoke"] = start(t)
+			}
+			playHub(ctx, t, servers["hub"].client)
+			run(ctx, t, servers, page.Script(slices.Concat([]string{"Before you begin"}, way.sections)...))
+
+			for name, server := range servers {
+				everythingMountedIsThere(t, name, server.client)
+			}
+			for _, account := range way.accounts {
+				g.Expect(account.allowed(ctx, t, servers[account.in].client)).To(Equal(account.may), "%+v", account)
+			}
+			for _, kind := range []string{"ClusterAPINodeClass", "NodePool"} {
+				made := &unstructured.Unstructured{}
+				made.SetAPIVersion(map[string]string{"NodePool": "karpenter.sh/v1"}[kind])
+				if kind == "ClusterAPINodeClass" {
+					made.SetAPIVersion("karpenter.cluster.x-k8s.io/v1alpha1")
+				}
+				made.SetKind(kind)
+				g.Expect(servers["spoke"].client.Get(ctx, client.ObjectKey{Name: "default"}, made)).To(Succeed(), kind)
+			}
+		})
+	}
+}
+
+// account is one that a pod runs as: whether it may do what an agent does in a namespace, or, without a namespace, what a shim
+// does in its cluster.
+type account struct {
+	in        string
+	namespace string
+	name      string
+	inside    string
+	may       bool
+}
+
+func (a account) allowed(ctx context.Context, t *testing.T, server client.Client) bool {
+	t.Helper()
+	attributes := &authorizationv1.ResourceAttributes{Namespace: a.inside, Group: "cluster.x-k8s.io", Resource: "machines", Verb: "delete"}
+	if a.inside == "" {
+		attributes = &authorizationv1.ResourceAttributes{Group: "karpenter.sh", Resource: "nodeclaims", Verb: "create"}
+	}
+	review := &authorizationv1.SubjectAccessReview{Spec: authorizationv1.SubjectAccessReviewSpec{
+		User:               fmt.Sprintf("system:serviceaccount:%s:%s", a.namespace, a.name),
+		ResourceAttributes: attributes,
+	}}
+	if err := server.Create(ctx, review); err != nil {
+		t.Fatal(err)
+	}
+	return review.Status.Allowed
+}
+
+// playHub makes what a hub has before, and issues certificates as cert-manager does.
+func playHub(ctx context.Context, t *testing.T, hub client.Client) {
+	t.Helper()
+	for _, object := range []client.Object{
+		&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "team-a"}},
+		&corev1.Secret{
+			ObjectMeta: metav1.ObjectMeta{Namespace: "team-a", Name: "production-kubeconfig"},
+			Data:       map[string][]byte{"value": []byte("a kubeconfig")},
+		},
+	} {
+		if err := hub.Create(ctx, object); err != nil {
+			t.Fatal(err)
+		}
+	}
+	ctx, stop := context.WithCancel(ctx)
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		_ = wait.PollUntilContextCancel(ctx, 100*time.Millisecond, true, func(ctx context.Context) (bool, error) {
+			if err := issue(ctx, hub); err != nil && ctx.Err() == nil {
+				t.Errorf("issuing certificates: %v", err)
+				return true, nil
+			}
+			return false, nil
+		})
+	}()
+	t.Cleanup(func() { stop(); <-done })
+}
+
+// issue makes the secret of each certificate, and says that it is ready.
+func issue(ctx context.Context, hub client.Client) error {
+	certificates := &unstructured.UnstructuredList{}
+	certificates.SetAPIVersion("cert-manager.io/v1")
+	certificates.SetKind("CertificateList")
+	if err := hub.List(ctx, certificates); err != nil {
+		return err
+	}
+	for _, certificate := range certificates.Items {
+		if _, ready := certificate.Object["status"]; ready {
+			continue
+		}
+		name, _, err := unstructured.NestedString(certificate.Object, "spec", "secretName")
+		if err != nil {
+			return err
+		}
+		secret := &corev1.Secret{
+			ObjectMeta: metav1.ObjectMeta{Namespace: certificate.GetNamespace(), Name: name},
+			Type:       corev1.SecretTypeTLS,
+			Data:       map[string][]byte{"tls.crt": []byte("-"), "tls.key": []byte("-"), "ca.crt": []byte("-")},
+		}
+		if err := hub.Create(ctx, secret); err != nil && !apierrors.IsAlreadyExists(err) {
+			return err
+		}
+		before := certificate.DeepCopy()
+		certificate.Object["status"] = map[string]any{"conditions": []any{map[string]any{"type": "Ready", "status": "True"}}}
+		if err := hub.Patch(ctx, &certificate, client.MergeFrom(before)); client.IgnoreNotFound(err) != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// everythingMountedIsThere looks for what the pods of every Deployment mount, with the files that their flags name, and for the
+// accounts that they run as.
+func everythingMountedIsThere(t *testing.T, name string, server client.Client) {
+	t.Helper()
+	g := NewWithT(t)
+	deployments := &appsv1.DeploymentList{}
+	g.Expect(server.List(t.Context(), deployments)).To(Succeed())
+	for _, deployment := range deployments.Items {
+		if *deployment.Spec.Replicas == 0 {
+			continue
+		}
+		key := func(name string) client.ObjectKey {
+			return client.ObjectKey{Namespace: deployment.Namespace, Name: name}
+		}
+		pod := deployment.Spec.Template.Spec
+		g.Expect(server.Get(t.Context(), key(pod.ServiceAccountName), &corev1.ServiceAccount{})).To(Succeed())
+		for _, volume := range pod.Volumes {
+			var files []string
+			switch {
+			case volume.Secret != nil:
+				secret := &corev1.Secret{}
+				g.Expect(server.Get(t.Context(), key(volume.Secret.SecretName), secret)).To(Succeed(), "in the %s, for %s", name, deployment.Name)
+				for file := range secret.Data {
+					files = append(files, file)
+				}
+			case volume.ConfigMap != nil:
+				config := &corev1.ConfigMap{}
+				g.Expect(server.Get(t.Context(), key(volume.ConfigMap.Name), config)).To(Succeed(), "in the %s, for %s", name, deployment.Name)
+				for file := range config.Data {
+					files = append(files, file)
+				}
+			default:
+				continue
+			}
+			for _, file := range filesBelow(pod, volume.Name) {
+				g.Expect(files).To(ContainElement(file), "of volume %s, in the %s, for %s", volume.Name, name, deployment.Name)
+			}
+		}
+	}
+}
+
+// filesBelow are the files that the containers' flags and variables name where they mount a volume.
+func filesBelow(pod corev1.PodSpec, volume string) []string {
+	var files []string
+	for _, container := range pod.Containers {
+		for _, mount := range container.VolumeMounts {
+			if mount.Name != volume {
+				continue
+			}
+			values := slices.Clone(container.Args)
+			for _, variable := range container.Env {
+				values = append(values, "="+variable.Value)
+			}
+			for _, value := range values {
+				if _, value, _ = strings.Cut(value, "="); path.Dir(value) == mount.MountPath {
+					files = append(files, path.Base(value))
+				}
+			}
+		}
+	}
+	return files
+}
