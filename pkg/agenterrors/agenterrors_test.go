@@ -7,6 +7,7 @@ import (
 	"strings"
 	"testing"
 	"time"
+	"unicode/utf8"
 
 	"github.com/stretchr/testify/require"
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
@@ -208,4 +209,25 @@ func TestOtherErrorsAreNotTheAgents(t *testing.T) {
 			require.Empty(t, agenterrors.Rejections(err))
 		})
 	}
+}
+
+func TestErrorsStaySmallWhateverTheyQuote(t *testing.T) {
+	long := strings.Repeat("ä", 1<<20)
+	var violations []agenterrors.FieldViolation
+	var rejections []agenterrors.Rejection
+	for range 1000 {
+		violations = append(violations, agenterrors.FieldViolation{Field: long, Description: long})
+		rejections = append(rejections, agenterrors.Rejection{
+			NodeGroup: "fleet/" + strings.Repeat("a", 253), Reason: agenterrors.ReasonNoRoom, Message: long, RetryAt: time.Unix(1, 0),
+		})
+	}
+	size := func(err error) int { return proto.Size(status.Convert(err).Proto()) }
+	invalid := agenterrors.InvalidArgument(violations...)
+	require.Less(t, size(invalid), 24<<10)
+	require.Len(t, agenterrors.FieldViolations(overTheWire(t, invalid)), 16)
+	require.ErrorContains(t, invalid, "and 995 more")
+	rejected := agenterrors.Rejected(time.Unix(0, 0), rejections...)
+	require.Less(t, size(rejected), 512<<10)
+	require.Len(t, agenterrors.Rejections(overTheWire(t, rejected)), 1000, "every candidate is named")
+	require.True(t, utf8.ValidString(status.Convert(rejected).Message()))
 }

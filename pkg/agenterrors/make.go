@@ -46,7 +46,7 @@ func Rejected(now time.Time, rejections ...Rejection) error {
 	var retryAt time.Time
 	details := make([]protoadapt.MessageV1, 0, len(rejections)+1)
 	sentences := make([]string, 0, len(rejections))
-	for _, r := range rejections {
+	for i, r := range rejections {
 		switch r.Reason {
 		case ReasonNoRoom:
 			code = codes.ResourceExhausted
@@ -60,8 +60,8 @@ func Rejected(now time.Time, rejections ...Rejection) error {
 		if r.Unavailable != agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_UNSPECIFIED {
 			metadata[MetadataReason] = r.Unavailable.String()
 		}
-		if r.Message != "" {
-			metadata[MetadataMessage] = r.Message
+		if r.Message != "" && i < maxRejectionMessages {
+			metadata[MetadataMessage] = bounded(r.Message, maxText)
 		}
 		if !r.RetryAt.IsZero() {
 			metadata[MetadataRetryAt] = r.RetryAt.UTC().Format(time.RFC3339Nano)
@@ -70,7 +70,7 @@ func Rejected(now time.Time, rejections ...Rejection) error {
 			}
 		}
 		details = append(details, errorInfo(r.Reason, metadata))
-		sentences = append(sentences, strings.TrimSuffix(r.NodeGroup+": "+r.Message, ": "))
+		sentences = append(sentences, bounded(strings.TrimSuffix(r.NodeGroup+": "+r.Message, ": "), maxText))
 	}
 	if !retryAt.IsZero() {
 		details = append(details, retryInfo(retryAt.Sub(now)))
@@ -91,6 +91,11 @@ func Rejected(now time.Time, rejections ...Rejection) error {
 // InvalidArgument says which fields of the request are malformed.
 func InvalidArgument(violations ...FieldViolation) error {
 	return invalidArgument(ReasonInvalidField, violations...)
+}
+
+// TooLarge says that the request has more bytes than the method takes.
+func TooLarge(message string) error {
+	return made(codes.ResourceExhausted, message, errorInfo(ReasonTooLarge, nil))
 }
 
 // InvalidToken says that a SyncClaims token was not made by ListClaims for this Cluster and holder.
@@ -176,12 +181,14 @@ func HubUnreachable(message string) error {
 func invalidArgument(reason Reason, violations ...FieldViolation) error {
 	badRequest := &errdetails.BadRequest{}
 	sentences := make([]string, 0, len(violations))
-	for _, v := range violations {
-		badRequest.FieldViolations = append(badRequest.FieldViolations, &errdetails.BadRequest_FieldViolation{
-			Field:       valid(v.Field),
-			Description: valid(v.Description),
-		})
-		sentences = append(sentences, v.Field+": "+v.Description)
+	for i, v := range violations {
+		field, description := bounded(v.Field, maxText), bounded(v.Description, maxText)
+		if i < maxViolations {
+			badRequest.FieldViolations = append(badRequest.FieldViolations, &errdetails.BadRequest_FieldViolation{
+				Field: field, Description: description,
+			})
+		}
+		sentences = append(sentences, bounded(field+": "+description, maxText))
 	}
 	return made(codes.InvalidArgument, "invalid request: "+abridge(sentences), errorInfo(reason, nil), badRequest)
 }
@@ -199,7 +206,7 @@ func retryInfo(delay time.Duration) *errdetails.RetryInfo {
 }
 
 func made(code codes.Code, message string, details ...protoadapt.MessageV1) error {
-	s := status.New(code, valid(message))
+	s := status.New(code, bounded(message, maxMessage))
 	detailed, err := s.WithDetails(details...)
 	if err != nil {
 		// Only a message that cannot be marshalled gets here: the code and the message still tell what to do.
@@ -213,7 +220,29 @@ func valid(s string) string {
 	return strings.ToValidUTF8(s, "\uFFFD")
 }
 
-// abridge joins sentences for a message that people read; programs read the details, which are complete.
+// An error travels in HTTP/2 headers, for which the other side, and each proxy in between, has a limit of its own: an error that
+// is larger breaks the connection instead of being read.
+const (
+	// maxViolations is how many malformed fields an error names.
+	maxViolations = 16
+	// maxText is the length of a text that quotes what a caller or an infrastructure provider wrote, in bytes.
+	maxText = 512
+	// maxMessage is the length of an error's message, in bytes.
+	maxMessage = 4096
+	// maxRejectionMessages is how many candidates' messages an error carries. The others' names, reasons and times are there.
+	maxRejectionMessages = 64
+)
+
+// bounded is [valid], cut to so many bytes.
+func bounded(s string, most int) string {
+	const cut = "…"
+	if len(s) <= most {
+		return valid(s)
+	}
+	return valid(s[:most-len(cut)]) + cut
+}
+
+// abridge joins sentences for a message that people read; programs read the details.
 func abridge(sentences []string) string {
 	const shown = 5
 	if len(sentences) <= shown {

@@ -9,6 +9,8 @@ type Reason string
 const (
 	// ReasonInvalidField comes with INVALID_ARGUMENT: fields are malformed, and [FieldViolations] names them.
 	ReasonInvalidField Reason = "INVALID_FIELD"
+	// ReasonTooLarge comes with RESOURCE_EXHAUSTED: the request has more bytes than the method takes.
+	ReasonTooLarge Reason = "TOO_LARGE"
 	// ReasonInvalidToken comes with INVALID_ARGUMENT: the token was not made by ListClaims for this Cluster and holder.
 	ReasonInvalidToken Reason = "INVALID_TOKEN"
 	// ReasonStaleToken comes with FAILED_PRECONDITION: the token is too old, or was made from an incomplete view.

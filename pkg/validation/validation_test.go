@@ -2,11 +2,15 @@ package validation_test
 
 import (
 	"context"
+	"slices"
+	"strconv"
 	"testing"
 
+	"buf.build/go/protovalidate"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protoreflect"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/validation"
@@ -20,18 +24,112 @@ func newValidator(t *testing.T) *validation.Validator {
 	return validator
 }
 
-func TestCheckNamesEveryField(t *testing.T) {
+func TestCheckNamesAFieldThatIsMalformed(t *testing.T) {
 	err := newValidator(t).Check(&agentv1alpha1.CreateClaimRequest{
-		Cluster: &agentv1alpha1.ClusterRef{Namespace: "Bad", Name: "fine"},
+		Cluster: &agentv1alpha1.ClusterRef{Namespace: "fine", Name: "fine"},
 		ClaimId: "fine", Holder: "karpenter", Candidates: []string{"a/b", "nothing"},
 	})
 	require.True(t, agenterrors.IsInvalidArgument(err))
-	var fields []string
-	for _, violation := range agenterrors.FieldViolations(err) {
-		require.NotEmpty(t, violation.Description)
-		fields = append(fields, violation.Field)
+	violations := agenterrors.FieldViolations(err)
+	require.Len(t, violations, 1)
+	require.Equal(t, "candidates[1]", violations[0].Field)
+	require.NotEmpty(t, violations[0].Description)
+}
+
+// oneOf returns a valid SyncClaims request.
+func oneOf(nodes ...*agentv1alpha1.NodeReport) *agentv1alpha1.SyncClaimsRequest {
+	return &agentv1alpha1.SyncClaimsRequest{
+		Cluster: &agentv1alpha1.ClusterRef{Namespace: "a", Name: "b"}, Holder: "karpenter", Token: "token", Nodes: nodes,
 	}
-	require.ElementsMatch(t, []string{"cluster.namespace", "candidates[1]"}, fields)
+}
+
+func TestCheckStopsAtTheFirstViolation(t *testing.T) {
+	request := oneOf(slices.Repeat([]*agentv1alpha1.NodeReport{{}}, 20000)...)
+	validator := newValidator(t)
+	err := validator.Check(request)
+	require.Equal(t, "nodes[0].provider_id", agenterrors.FieldViolations(err)[0].Field)
+	require.Len(t, agenterrors.FieldViolations(err), 1)
+	allocated := testing.AllocsPerRun(5, func() { _ = validator.Check(request) })
+	require.Less(t, allocated, 1000.0, "each further violation costs more than that")
+}
+
+func TestTooManyElementsAreFoundWithoutDecodingThem(t *testing.T) {
+	many := map[string]string{}
+	for i := range 129 {
+		many[strconv.Itoa(i)] = "1"
+	}
+	node := func(change func(*agentv1alpha1.NodeReport)) *agentv1alpha1.NodeReport {
+		n := &agentv1alpha1.NodeReport{ProviderId: "test://a"}
+		change(n)
+		return n
+	}
+	fits := oneOf(slices.Repeat([]*agentv1alpha1.NodeReport{{ProviderId: "test://a"}}, 20000)...)
+	for _, c := range []struct {
+		name, field string
+		request     *agentv1alpha1.SyncClaimsRequest
+	}{
+		{name: "as many as may be", request: fits},
+		{name: "one more", field: "nodes", request: oneOf(append(fits.GetNodes(), fits.GetNodes()[0])...)},
+		{name: "claims", field: "live_claim_ids", request: &agentv1alpha1.SyncClaimsRequest{LiveClaimIds: slices.Repeat([]string{"a"}, 50001)}},
+		{
+			name: "entries of a map in a list", field: "nodes[1].capacity",
+			request: oneOf(fits.GetNodes()[0], node(func(n *agentv1alpha1.NodeReport) { n.Capacity = many })),
+		},
+		{name: "labels", field: "nodes[0].labels", request: oneOf(node(func(n *agentv1alpha1.NodeReport) { n.Labels = many }))},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			encoded, err := proto.Marshal(c.request)
+			require.NoError(t, err)
+			err = newValidator(t).CheckEncoded(c.request.ProtoReflect().Descriptor(), encoded)
+			if c.field == "" {
+				require.NoError(t, err)
+				return
+			}
+			require.True(t, agenterrors.IsInvalidArgument(err), "%v", err)
+			require.Equal(t, c.field, agenterrors.FieldViolations(err)[0].Field)
+		})
+	}
+}
+
+func TestWhatCannotBeReadIsLeftToTheDecoder(t *testing.T) {
+	descriptor := (&agentv1alpha1.SyncClaimsRequest{}).ProtoReflect().Descriptor()
+	encoded, err := proto.Marshal(oneOf(&agentv1alpha1.NodeReport{ProviderId: "test://a", Capacity: map[string]string{"cpu": "1"}}))
+	require.NoError(t, err)
+	for length := range encoded {
+		require.NoError(t, newValidator(t).CheckEncoded(descriptor, encoded[:length]))
+	}
+}
+
+// TestEveryListAndMapOfARequestIsBounded walks every request of the API: an unbounded one would be decoded whatever it holds.
+func TestEveryListAndMapOfARequestIsBounded(t *testing.T) {
+	var walk func(message protoreflect.MessageDescriptor)
+	walk = func(message protoreflect.MessageDescriptor) {
+		for i := range message.Fields().Len() {
+			field := message.Fields().Get(i)
+			rules, err := protovalidate.ResolveFieldRules(field)
+			require.NoError(t, err)
+			switch {
+			case field.IsMap():
+				require.Positive(t, rules.GetMap().GetMaxPairs(), "%s has no max_pairs", field.FullName())
+			case field.IsList():
+				require.Positive(t, rules.GetRepeated().GetMaxItems(), "%s has no max_items", field.FullName())
+			}
+			if field.Message() != nil && !field.IsMap() {
+				walk(field.Message())
+			}
+		}
+	}
+	for _, file := range []protoreflect.FileDescriptor{
+		agentv1alpha1.File_capi_agent_v1alpha1_claim_proto, agentv1alpha1.File_capi_agent_v1alpha1_machine_proto,
+		agentv1alpha1.File_capi_agent_v1alpha1_node_group_proto, agentv1alpha1.File_capi_agent_v1alpha1_status_proto,
+	} {
+		for i := range file.Services().Len() {
+			methods := file.Services().Get(i).Methods()
+			for j := range methods.Len() {
+				walk(methods.Get(j).Input())
+			}
+		}
+	}
 }
 
 func TestCheckAcceptsWhatItCannotJudge(t *testing.T) {

@@ -27,18 +27,20 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// The order: what is counted and logged includes what follows; a caller without a right learns nothing from validation; and
-// which Cluster a request is for is known only once it is valid.
-func (s *Server) unary(validator *validation.Validator) []grpc.UnaryServerInterceptor {
-	return []grpc.UnaryServerInterceptor{
+// before is what a unary call goes through before its request is read: what is counted and logged includes what follows.
+func (s *Server) before() grpc.UnaryServerInterceptor {
+	return chain(
 		s.metrics.UnaryServerInterceptor(),
 		s.identifyUnary,
 		logging.UnaryServerInterceptor(s.logger(), loggingOptions()...),
 		recovery.UnaryServerInterceptor(recovery.WithRecoveryHandlerContext(s.recovered)),
 		s.admitUnary,
-		validator.Unary(),
-		s.authorizeUnary,
-	}
+	)
+}
+
+// after is what it goes through then: which Cluster a request is for is known only once it is valid.
+func (s *Server) after(validator *validation.Validator) grpc.UnaryServerInterceptor {
+	return chain(validator.Unary(), s.authorizeUnary)
 }
 
 func (s *Server) stream(validator *validation.Validator) []grpc.StreamServerInterceptor {
@@ -48,6 +50,7 @@ func (s *Server) stream(validator *validation.Validator) []grpc.StreamServerInte
 		logging.StreamServerInterceptor(s.logger(), loggingOptions()...),
 		recovery.StreamServerInterceptor(recovery.WithRecoveryHandlerContext(s.recovered)),
 		s.admitStream,
+		s.receiver.stream,
 		validator.Stream(),
 		s.authorizeStream,
 	}

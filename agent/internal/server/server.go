@@ -70,9 +70,20 @@ type Config struct {
 	Clock clock.PassiveClock
 }
 
-// Limits of connections and messages. A SyncClaims request for five thousand nodes takes a few MiB.
+// Limits of connections and messages.
 const (
-	maxMessageBytes      = 64 << 20
+	// maxAnswerBytes is what a client takes: the list of a Cluster's claims.
+	maxAnswerBytes = 64 << 20
+	// maxHeaderBytes is the size of a call's metadata.
+	maxHeaderBytes = 16 << 10
+	// streamWindow and connectionWindow are how much of a stream, and of a connection, may arrive that no handler has asked for.
+	streamWindow     = 64 << 10
+	connectionWindow = 1 << 20
+	// handshakeTimeout bounds the time until a connection has an identity.
+	handshakeTimeout = 10 * time.Second
+	// idleTimeout ends connections without calls; clients connect again when they need to.
+	idleTimeout = 15 * time.Minute
+
 	maxStreams           = 1000
 	connectionAge        = 2 * time.Hour // so that a revoked certificate does not last as long as its connection
 	connectionAgeGrace   = time.Minute
@@ -83,12 +94,13 @@ const (
 
 // Server serves the API.
 type Server struct {
-	config  Config
-	id      string
-	health  *health.Server
-	options []grpc.ServerOption
-	metrics *grpcprometheus.ServerMetrics
-	stopped chan struct{} // closed at shutdown
+	config   Config
+	id       string
+	health   *health.Server
+	options  []grpc.ServerOption
+	metrics  *grpcprometheus.ServerMetrics
+	stopped  chan struct{} // closed at shutdown
+	receiver receiver
 }
 
 // New returns a server.
@@ -103,7 +115,7 @@ func New(c Config) (*Server, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &Server{config: c, id: uuid.NewString(), health: health.NewServer(), stopped: make(chan struct{})}
+	s := &Server{config: c, id: uuid.NewString(), health: health.NewServer(), stopped: make(chan struct{}), receiver: receiver{validator: validator}}
 	s.metrics = grpcprometheus.NewServerMetrics(grpcprometheus.WithServerHandlingTimeHistogram(
 		grpcprometheus.WithHistogramBuckets(prometheus.ExponentialBuckets(0.001, 2, 15))))
 	if c.Registerer != nil {
@@ -115,13 +127,19 @@ func New(c Config) (*Server, error) {
 	}
 	s.options = []grpc.ServerOption{
 		grpc.MaxRecvMsgSize(maxMessageBytes),
-		grpc.MaxSendMsgSize(maxMessageBytes),
+		grpc.MaxSendMsgSize(maxAnswerBytes),
+		grpc.MaxHeaderListSize(maxHeaderBytes),
+		grpc.StaticStreamWindowSize(streamWindow),
+		grpc.StaticConnWindowSize(connectionWindow),
+		grpc.ConnectionTimeout(handshakeTimeout),
+		grpc.ForceServerCodecV2(newCodec()),
 		grpc.MaxConcurrentStreams(maxStreams),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: keepaliveMinimumTime, PermitWithoutStream: true}),
 		grpc.KeepaliveParams(keepalive.ServerParameters{
-			Time: keepaliveTime, Timeout: keepaliveTimeout, MaxConnectionAge: connectionAge, MaxConnectionAgeGrace: connectionAgeGrace,
+			Time: keepaliveTime, Timeout: keepaliveTimeout, MaxConnectionIdle: idleTimeout,
+			MaxConnectionAge: connectionAge, MaxConnectionAgeGrace: connectionAgeGrace,
 		}),
-		grpc.ChainUnaryInterceptor(s.unary(validator)...),
+		grpc.UnaryInterceptor(s.after(validator)),
 		grpc.ChainStreamInterceptor(s.stream(validator)...),
 	}
 	for _, service := range append(services(), "") {
@@ -183,7 +201,7 @@ func (s *Server) Serve(ctx context.Context, listeners ...Listener) error {
 	servers := make([]*grpc.Server, 0, len(listeners))
 	for _, listener := range listeners {
 		server := grpc.NewServer(append([]grpc.ServerOption{grpc.Creds(listener.Credentials)}, s.options...)...)
-		s.register(server)
+		s.register(registrar{Server: server, before: s.before(), receiver: s.receiver})
 		servers = append(servers, server)
 		s.config.Log.Info("serving", "address", listener.Addr().String(), "network", listener.Addr().Network(), "security", listener.Security)
 		running.Go(func() {
@@ -255,7 +273,7 @@ func (s *Server) shutDown(servers []*grpc.Server) {
 	}
 }
 
-func (s *Server) register(server *grpc.Server) {
+func (s *Server) register(server registrar) {
 	agentv1alpha1.RegisterNodeGroupServiceServer(server, &nodeGroups{Server: s})
 	agentv1alpha1.RegisterClaimServiceServer(server, &claimService{Server: s})
 	agentv1alpha1.RegisterMachineServiceServer(server, &machines{Server: s})

@@ -100,3 +100,10 @@ func write(tb testing.TB, path, kind string, der []byte) {
 		tb.Fatalf("writing %s: %v", path, err)
 	}
 }
+
+// Pool returns a pool with the authority's certificate.
+func (a *Authority) Pool() *x509.CertPool {
+	pool := x509.NewCertPool()
+	pool.AddCert(a.certificate)
+	return pool
+}

@@ -789,9 +789,11 @@ type SyncClaimsRequest struct {
 	Holder string `protobuf:"bytes,2,opt,name=holder,proto3" json:"holder,omitempty"`
 	// From a ListClaims answer that arrived before the set was read. REQUIRED.
 	Token string `protobuf:"bytes,3,opt,name=token,proto3" json:"token,omitempty"`
-	// The ids of all claims whose owner lives, read from the owner's API server itself, not from a cache. May be empty.
+	// The ids of all claims whose owner lives, read from the owner's API server itself, not from a cache. May be empty. At most
+	// 50,000 of at most 63 bytes each.
 	LiveClaimIds []string `protobuf:"bytes,4,rep,name=live_claim_ids,json=liveClaimIds,proto3" json:"live_claim_ids,omitempty"`
-	// What the Cluster's real Nodes look like. OPTIONAL, and only for the holder of the Cluster's own identity: `karpenter`.
+	// What the Cluster's real Nodes look like. OPTIONAL, and only for the holder of the Cluster's own identity: `karpenter`. At most
+	// 20,000, and no more than the request's 4 MiB have room for: the newest teach the agent as much as all of them.
 	Nodes []*NodeReport `protobuf:"bytes,5,rep,name=nodes,proto3" json:"nodes,omitempty"`
 	// `nodes` has every Node of the holder's cluster that has a provider ID, read from its API server itself after the token was
 	// taken. Only then does a Node that is missing there count as absent. OPTIONAL; false concludes nothing from what is missing.
@@ -878,9 +880,9 @@ type NodeReport struct {
 	// `spec.providerID` of the Node. REQUIRED.
 	ProviderId string `protobuf:"bytes,1,opt,name=provider_id,json=providerId,proto3" json:"provider_id,omitempty"`
 	// `status.capacity`: resource name to quantity in Kubernetes notation. Empty while the Node may not show all that it has, as
-	// before its device plugins have registered: nothing is learned from it then.
+	// before its device plugins have registered: nothing is learned from it then. At most 128 resources.
 	Capacity map[string]string `protobuf:"bytes,2,rep,name=capacity,proto3" json:"capacity,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// `status.allocatable`: resource name to quantity in Kubernetes notation.
+	// `status.allocatable`: resource name to quantity in Kubernetes notation. At most 128 resources.
 	Allocatable map[string]string `protobuf:"bytes,3,rep,name=allocatable,proto3" json:"allocatable,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// The Node still carries the taint `karpenter.sh/unregistered`: nothing runs on it yet.
 	Unregistered bool `protobuf:"varint,4,opt,name=unregistered,proto3" json:"unregistered,omitempty"`
@@ -1243,15 +1245,15 @@ var File_capi_agent_v1alpha1_claim_proto protoreflect.FileDescriptor
 
 const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\n" +
-	"\x1fcapi/agent/v1alpha1/claim.proto\x12\x13capi.agent.v1alpha1\x1a\x1bbuf/validate/validate.proto\x1a capi/agent/v1alpha1/common.proto\x1a!capi/agent/v1alpha1/machine.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x8f\x05\n" +
+	"\x1fcapi/agent/v1alpha1/claim.proto\x12\x13capi.agent.v1alpha1\x1a\x1bbuf/validate/validate.proto\x1a capi/agent/v1alpha1/common.proto\x1a!capi/agent/v1alpha1/machine.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x92\x05\n" +
 	"\x12CreateClaimRequest\x12A\n" +
 	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\x12F\n" +
 	"\bclaim_id\x18\x02 \x01(\tB+\xbaH(\xc8\x01\x01r#\x18?2\x1f^[a-z0-9]([-a-z0-9]*[a-z0-9])?$R\aclaimId\x12L\n" +
 	"\x06holder\x18\x03 \x01(\tB4\xbaH1\xc8\x01\x01r,\x18?2\x1f^[a-z0-9]([-a-z0-9]*[a-z0-9])?$Z\aunknownR\x06holder\x12E\n" +
 	"\n" +
 	"candidates\x18\x04 \x03(\tB%\xbaH\"\x92\x01\x1f\b\x01\x10\xe8\a\x18\x01\"\x16r\x14\x10\x03\x18\xbd\x022\r^[^/]+/[^/]+$R\n" +
-	"candidates\x12+\n" +
-	"\fdisplay_name\x18\x05 \x01(\tB\b\xbaH\x05r\x03\x18\xfd\x01R\vdisplayName\x12#\n" +
+	"candidates\x12.\n" +
+	"\fdisplay_name\x18\x05 \x01(\tB\v\xbaH\br\x06\x18\xfd\x01(\xfd\x01R\vdisplayName\x12#\n" +
 	"\rvalidate_only\x18\x06 \x01(\bR\fvalidateOnly\x12R\n" +
 	"\radopt_machine\x18\a \x01(\tB-\xbaH*r(\x18\xfd\x012#^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$R\fadoptMachine:\xb2\x01\xbaH\xae\x01\x1a\xab\x01\n" +
 	"\x1acreate_claim.adopt_machine\x12Uadopt_machine needs exactly one candidate, the node group that the Machine belongs to\x1a6this.adopt_machine == '' || size(this.candidates) == 1\"G\n" +
@@ -1287,23 +1289,23 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\x06synced\x18\x03 \x01(\v2\x1b.capi.agent.v1alpha1.SyncedH\x00R\x06synced\x12>\n" +
 	"\theartbeat\x18\x04 \x01(\v2\x1e.capi.agent.v1alpha1.HeartbeatH\x00R\theartbeat\x125\n" +
 	"\x06resync\x18\x05 \x01(\v2\x1b.capi.agent.v1alpha1.ResyncH\x00R\x06resyncB\a\n" +
-	"\x05event\"\xeb\x02\n" +
+	"\x05event\"\xf0\x02\n" +
 	"\x11SyncClaimsRequest\x12A\n" +
 	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\x12L\n" +
-	"\x06holder\x18\x02 \x01(\tB4\xbaH1\xc8\x01\x01r,\x18?2\x1f^[a-z0-9]([-a-z0-9]*[a-z0-9])?$Z\aunknownR\x06holder\x12!\n" +
-	"\x05token\x18\x03 \x01(\tB\v\xbaH\b\xc8\x01\x01r\x03\x18\x80\bR\x05token\x128\n" +
-	"\x0elive_claim_ids\x18\x04 \x03(\tB\x12\xbaH\x0f\x92\x01\f\x10\xa0\x8d\x06\"\x06r\x04\x10\x01\x18?R\fliveClaimIds\x12A\n" +
+	"\x06holder\x18\x02 \x01(\tB4\xbaH1\xc8\x01\x01r,\x18?2\x1f^[a-z0-9]([-a-z0-9]*[a-z0-9])?$Z\aunknownR\x06holder\x12$\n" +
+	"\x05token\x18\x03 \x01(\tB\x0e\xbaH\v\xc8\x01\x01r\x06\x18\x80\b(\x80\bR\x05token\x12:\n" +
+	"\x0elive_claim_ids\x18\x04 \x03(\tB\x14\xbaH\x11\x92\x01\x0e\x10І\x03\"\br\x06\x10\x01\x18?(?R\fliveClaimIds\x12A\n" +
 	"\x05nodes\x18\x05 \x03(\v2\x1f.capi.agent.v1alpha1.NodeReportB\n" +
-	"\xbaH\a\x92\x01\x04\x10\xa0\x8d\x06R\x05nodes\x12%\n" +
-	"\x0enodes_complete\x18\x06 \x01(\bR\rnodesComplete\"\x84\x04\n" +
+	"\xbaH\a\x92\x01\x04\x10\xa0\x9c\x01R\x05nodes\x12%\n" +
+	"\x0enodes_complete\x18\x06 \x01(\bR\rnodesComplete\"\xc7\x04\n" +
 	"\n" +
-	"NodeReport\x12,\n" +
-	"\vprovider_id\x18\x01 \x01(\tB\v\xbaH\b\xc8\x01\x01r\x03\x18\x80\x10R\n" +
-	"providerId\x12I\n" +
-	"\bcapacity\x18\x02 \x03(\v2-.capi.agent.v1alpha1.NodeReport.CapacityEntryR\bcapacity\x12R\n" +
-	"\vallocatable\x18\x03 \x03(\v20.capi.agent.v1alpha1.NodeReport.AllocatableEntryR\vallocatable\x12\"\n" +
-	"\funregistered\x18\x04 \x01(\bR\funregistered\x12M\n" +
-	"\x06labels\x18\x05 \x03(\v2+.capi.agent.v1alpha1.NodeReport.LabelsEntryB\b\xbaH\x05\x9a\x01\x02\x10@R\x06labels\x1a;\n" +
+	"NodeReport\x12/\n" +
+	"\vprovider_id\x18\x01 \x01(\tB\x0e\xbaH\v\xc8\x01\x01r\x06\x18\x80\x10(\x80\x10R\n" +
+	"providerId\x12b\n" +
+	"\bcapacity\x18\x02 \x03(\v2-.capi.agent.v1alpha1.NodeReport.CapacityEntryB\x17\xbaH\x14\x9a\x01\x11\x10\x80\x01\"\x05r\x03(\xbd\x02*\x05r\x03(\x80\x01R\bcapacity\x12k\n" +
+	"\vallocatable\x18\x03 \x03(\v20.capi.agent.v1alpha1.NodeReport.AllocatableEntryB\x17\xbaH\x14\x9a\x01\x11\x10\x80\x01\"\x05r\x03(\xbd\x02*\x05r\x03(\x80\x01R\vallocatable\x12\"\n" +
+	"\funregistered\x18\x04 \x01(\bR\funregistered\x12[\n" +
+	"\x06labels\x18\x05 \x03(\v2+.capi.agent.v1alpha1.NodeReport.LabelsEntryB\x16\xbaH\x13\x9a\x01\x10\x10@\"\x05r\x03(\xbd\x02*\x05r\x03(\xfd\x01R\x06labels\x1a;\n" +
 	"\rCapacityEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a>\n" +

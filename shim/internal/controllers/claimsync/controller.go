@@ -47,8 +47,9 @@ const name = "nodeclaim.claimsync"
 const (
 	// maxReportBytes keeps the message under gRPC's usual limit of 4 MiB, with room for the live claims.
 	maxReportBytes = 3 << 20
-	// maxReports and maxProviderID are the API's limits of the number of reports and of a provider ID's length.
-	maxReports, maxProviderID = 100_000, 2048
+	// maxReports, maxProviderID and maxReportResources are the API's limits of the number of reports, of a provider ID's length, and of
+	// the resources in one report.
+	maxReports, maxProviderID, maxReportResources = 20_000, 2048, 128
 	// nodesPerPage is how many Nodes are read and kept whole at once.
 	nodesPerPage = 500
 )
@@ -224,7 +225,8 @@ func report(node *corev1.Node) *agentv1alpha1.NodeReport {
 		Labels: labels,
 	}
 	// Until core has found all that it waits for, a device plugin may have said nothing yet.
-	if node.Labels[karpv1.NodeRegisteredLabelKey] == "" || node.Labels[karpv1.NodeInitializedLabelKey] == "true" {
+	learnable := max(len(node.Status.Capacity), len(node.Status.Allocatable)) <= maxReportResources
+	if learnable && (node.Labels[karpv1.NodeRegisteredLabelKey] == "" || node.Labels[karpv1.NodeInitializedLabelKey] == "true") {
 		described.Capacity = wire.Quantities(node.Status.Capacity)
 		described.Allocatable = wire.Quantities(node.Status.Allocatable)
 	}

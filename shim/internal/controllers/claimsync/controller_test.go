@@ -218,26 +218,35 @@ func lastSync(t *testing.T, w *shimtest.World) *agentv1alpha1.SyncClaimsRequest 
 }
 
 func TestTheMessageStaysBelowTheLimit(t *testing.T) {
-	w, c := world(t)
-	long := strings.Repeat("x", 1<<20)
-	for i := range 5 {
-		w.Create(&corev1.Node{
+	const nodes = 3000
+	identity := func(i int) string { return fmt.Sprintf("sim:///%04d/%s", i, strings.Repeat("x", 800)) }
+	all := make([]corev1.Node, nodes)
+	for i := range all {
+		all[i] = corev1.Node{
 			ObjectMeta: metav1.ObjectMeta{
-				Name: fmt.Sprint("n", i), CreationTimestamp: metav1.Unix(int64(i), 0), Labels: map[string]string{corev1.LabelTopologyZone: long},
+				Name: fmt.Sprint("n", i), CreationTimestamp: metav1.Unix(int64(i), 0),
+				Labels: map[string]string{corev1.LabelTopologyZone: strings.Repeat("z", 250)},
 			},
-			Spec: corev1.NodeSpec{ProviderID: fmt.Sprint("sim:///", i), Taints: []corev1.Taint{karpv1.UnregisteredNoExecuteTaint}},
-		})
+			Spec: corev1.NodeSpec{ProviderID: identity(i), Taints: []corev1.Taint{karpv1.UnregisteredNoExecuteTaint}},
+		}
 	}
+	w, c := world(t, listing(all...))
 	sync(t, w, c)
 	sent := lastSync(t, w)
 	assert.Less(t, proto.Size(sent), 4<<20)
-	require.Len(t, sent.GetNodes(), 5)
+	require.Len(t, sent.GetNodes(), nodes)
 	assert.True(t, sent.GetNodesComplete(), "each of them is there")
+	described := 0
 	for i, node := range sent.GetNodes() {
-		assert.Equal(t, fmt.Sprint("sim:///", 4-i), node.GetProviderId())
-		assert.True(t, node.GetUnregistered())
-		assert.Equal(t, i < 2, len(node.GetLabels()) > 0, "the newest are described")
+		require.Equal(t, identity(nodes-1-i), node.GetProviderId())
+		require.True(t, node.GetUnregistered())
+		if len(node.GetLabels()) > 0 {
+			require.Equal(t, i, described, "the newest are described")
+			described++
+		}
 	}
+	assert.NotZero(t, described)
+	assert.Less(t, described, nodes)
 }
 
 func listing(nodes ...corev1.Node) shimtest.Option {
@@ -329,6 +338,21 @@ func TestNodesThatCannotBeReadAreNotReportedAsNone(t *testing.T) {
 	_, err := c.Reconcile(w.Context())
 	require.ErrorContains(t, err, "listing Nodes")
 	assert.Zero(t, w.Agent.Calls("SyncClaims"))
+}
+
+func TestANodeWithMoreResourcesThanAReportHoldsIsReportedWithoutThem(t *testing.T) {
+	w, c := world(t)
+	many := corev1.ResourceList{}
+	for i := range 129 {
+		many[corev1.ResourceName(fmt.Sprint("example.com/device-", i))] = resource.MustParse("1")
+	}
+	w.Create(&corev1.Node{
+		ObjectMeta: metav1.ObjectMeta{Name: "many"}, Spec: corev1.NodeSpec{ProviderID: "sim:///many"},
+		Status: corev1.NodeStatus{Capacity: many, Allocatable: many},
+	})
+	sync(t, w, c)
+	require.Len(t, w.Agent.NodeReports(w.Cluster), 1)
+	assert.Empty(t, w.Agent.NodeReports(w.Cluster)[0].GetCapacity())
 }
 
 func TestARoundIsDoneAtTheStartAndWhenAnAgentIsFollowedAgain(t *testing.T) {

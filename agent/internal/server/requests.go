@@ -1,0 +1,142 @@
+package server
+
+import (
+	"context"
+	"fmt"
+	"slices"
+
+	middleware "github.com/grpc-ecosystem/go-grpc-middleware/v2"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/encoding"
+	protocodec "google.golang.org/grpc/encoding/proto"
+	"google.golang.org/grpc/mem"
+	grpcstatus "google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/pkg/validation"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+// The generated handlers of unary calls decode a request before they call any interceptor, and a server has one limit for the
+// messages of all its methods. So both are done here: what decides about a call by its sender and method runs before the body is
+// read, and the body is decoded only once its size and its number of elements are known to be within what the API allows.
+// grpc.InTapHandle, which runs before as well, is no place to refuse calls: it leaves the timer of each refused call running for
+// the time-out that its caller chose.
+
+const (
+	// maxMessageBytes is the size of the largest request; only those of largeRequests may have it.
+	maxMessageBytes = 4 << 20
+	// maxSmallMessageBytes is the size of all others. A CreateClaim request with a thousand candidates takes half of it.
+	maxSmallMessageBytes = 256 << 10
+)
+
+// largeRequests are the methods whose requests grow with a Cluster.
+var largeRequests = []string{agentv1alpha1.ClaimService_SyncClaims_FullMethodName}
+
+// body is a request as it came, which [codec] leaves encoded.
+type body struct{ mem.Buffer }
+
+// codec is gRPC's own, which can also leave a request encoded.
+type codec struct{ encoding.CodecV2 }
+
+func newCodec() codec { return codec{encoding.GetCodecV2(protocodec.Name)} }
+
+func (c codec) Unmarshal(data mem.BufferSlice, into any) error {
+	if raw, ok := into.(*body); ok {
+		raw.Buffer = data.MaterializeToBuffer(mem.DefaultBufferPool())
+		return nil
+	}
+	return c.CodecV2.Unmarshal(data, into)
+}
+
+// receiver reads requests.
+type receiver struct {
+	validator *validation.Validator
+}
+
+// receive reads and decodes one message. receive must be given a *body.
+func (r receiver) receive(method string, receive func(any) error, into any) error {
+	message, ok := into.(proto.Message)
+	if !ok {
+		return grpcstatus.Errorf(codes.Internal, "%T is no message", into)
+	}
+	var raw body
+	if err := receive(&raw); err != nil {
+		return err
+	}
+	defer raw.Free()
+	if size := raw.Len(); size > maxSmallMessageBytes && !slices.Contains(largeRequests, method) {
+		return agenterrors.TooLarge(fmt.Sprintf("the request has %d bytes; this method takes at most %d", size, maxSmallMessageBytes))
+	}
+	if err := r.validator.CheckEncoded(message.ProtoReflect().Descriptor(), raw.ReadOnlyData()); err != nil {
+		return err
+	}
+	if err := (proto.UnmarshalOptions{DiscardUnknown: true}).Unmarshal(raw.ReadOnlyData(), message); err != nil {
+		return grpcstatus.Error(codes.Internal, "the request is no message of this method")
+	}
+	return nil
+}
+
+// registrar registers services whose unary calls go through an interceptor before their request is read.
+type registrar struct {
+	*grpc.Server
+
+	before   grpc.UnaryServerInterceptor
+	receiver receiver
+}
+
+// RegisterService is [grpc.ServiceRegistrar]'s.
+func (r registrar) RegisterService(service *grpc.ServiceDesc, implementation any) {
+	guarded := *service
+	guarded.Methods = make([]grpc.MethodDesc, 0, len(service.Methods))
+	for _, method := range service.Methods {
+		guarded.Methods = append(guarded.Methods, grpc.MethodDesc{
+			MethodName: method.MethodName,
+			Handler:    r.guard("/"+service.ServiceName+"/"+method.MethodName, method.Handler),
+		})
+	}
+	r.Server.RegisterService(&guarded, implementation)
+}
+
+func (r registrar) guard(method string, handler grpc.MethodHandler) grpc.MethodHandler {
+	return func(
+		implementation any, ctx context.Context, receive func(any) error, after grpc.UnaryServerInterceptor,
+	) (any, error) {
+		info := &grpc.UnaryServerInfo{Server: implementation, FullMethod: method}
+		return r.before(ctx, nil, info, func(ctx context.Context, _ any) (any, error) {
+			return handler(implementation, ctx, func(into any) error { return r.receiver.receive(method, receive, into) }, after)
+		})
+	}
+}
+
+// stream makes streaming calls read their request in the same way.
+func (r receiver) stream(service any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
+	return handler(service, &receivingStream{
+		WrappedServerStream: &middleware.WrappedServerStream{ServerStream: stream, WrappedContext: stream.Context()},
+		receiver:            r, method: info.FullMethod,
+	})
+}
+
+type receivingStream struct {
+	*middleware.WrappedServerStream
+
+	receiver receiver
+	method   string
+}
+
+func (s *receivingStream) RecvMsg(into any) error {
+	return s.receiver.receive(s.method, s.WrappedServerStream.RecvMsg, into)
+}
+
+// chain makes one interceptor of several; the first is the outermost.
+func chain(interceptors ...grpc.UnaryServerInterceptor) grpc.UnaryServerInterceptor {
+	return func(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+		for _, interceptor := range slices.Backward(interceptors) {
+			next := handler
+			handler = func(ctx context.Context, request any) (any, error) { return interceptor(ctx, request, info, next) }
+		}
+		return handler(ctx, request)
+	}
+}

@@ -1,0 +1,195 @@
+package server_test
+
+import (
+	"bytes"
+	"context"
+	"crypto/tls"
+	"runtime"
+	"strconv"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/mem"
+	"google.golang.org/grpc/metadata"
+	grpcstatus "google.golang.org/grpc/status"
+	"google.golang.org/protobuf/encoding/protowire"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+const mebibyte = 1 << 20
+
+// encoded is a message that is sent as it is.
+type encoded []byte
+
+// asItIs sends [encoded], and takes any answer.
+type asItIs struct{}
+
+func (asItIs) Name() string { return "proto" }
+
+func (asItIs) Marshal(message any) (mem.BufferSlice, error) {
+	bytes, _ := message.(encoded)
+	return mem.BufferSlice{mem.SliceBuffer(bytes)}, nil
+}
+
+func (asItIs) Unmarshal(mem.BufferSlice, any) error { return nil }
+
+// raw connects with a certificate of the URI name, and without all that [client.Client] does.
+func (f *fixture) raw(uris ...string) *grpc.ClientConn {
+	f.Helper()
+	files := f.authority.Issue(f, f.TempDir(), f.authority, uris...)
+	pair, err := tls.LoadX509KeyPair(files.CertFile, files.KeyFile)
+	require.NoError(f, err)
+	conn, err := grpc.NewClient(f.address, grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{
+		MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{pair}, RootCAs: f.authority.Pool(),
+	})))
+	require.NoError(f, err)
+	f.Cleanup(func() { require.NoError(f, conn.Close()) })
+	return conn
+}
+
+func (f *fixture) send(conn *grpc.ClientConn, method string, request encoded) error {
+	f.Helper()
+	return conn.Invoke(f.ctx(), method, request, &struct{}{}, grpc.ForceCodecV2(asItIs{}))
+}
+
+// allocated returns how many bytes f allocates in all, which bounds how many it holds at once.
+func allocated(f func()) uint64 {
+	var before, after runtime.MemStats
+	runtime.GC()
+	runtime.ReadMemStats(&before)
+	f()
+	runtime.ReadMemStats(&after)
+	return after.TotalAlloc - before.TotalAlloc
+}
+
+// syncOf begins a SyncClaims request of the spoke, encoded.
+func syncOf(t *testing.T) encoded {
+	t.Helper()
+	request, err := proto.Marshal(&agentv1alpha1.SyncClaimsRequest{Cluster: spokeRef, Holder: "karpenter", Token: "token"})
+	require.NoError(t, err)
+	return request
+}
+
+// emptyReports are so many bytes of NodeReports with nothing in them: two bytes each on the wire, a hundred in memory.
+func emptyReports(size int) encoded {
+	return bytes.Repeat(protowire.AppendBytes(protowire.AppendTag(nil, 5, protowire.BytesType), nil), size/2)
+}
+
+func TestARequestOfMillionsOfElementsCostsNoMoreThanItsBytes(t *testing.T) {
+	f := start(t)
+	conn := f.raw("spiffe://karpenter-capi/cluster/fleet/spoke")
+	require.Error(t, f.send(conn, agentv1alpha1.ClaimService_GetClaim_FullMethodName, nil), "connected, and all is warm")
+	request := append(syncOf(t), emptyReports(3*mebibyte)...)
+	var err error
+	took := allocated(func() { err = f.send(conn, agentv1alpha1.ClaimService_SyncClaims_FullMethodName, request) })
+	require.Equal(t, codes.InvalidArgument, grpcstatus.Code(err), "%v", err)
+	require.Len(t, agenterrors.FieldViolations(err), 1)
+	require.Equal(t, "nodes", agenterrors.FieldViolations(err)[0].Field)
+	require.Less(t, proto.Size(grpcstatus.Convert(err).Proto()), 4096)
+	t.Logf("%d bytes on the wire took %.1f MiB on both sides", len(request), float64(took)/mebibyte)
+	require.Less(t, took, uint64(8*len(request)), "on both sides")
+	require.NoError(t, f.list(f.cluster()), "the agent serves on")
+}
+
+func TestMessagesAreBoundedByMethod(t *testing.T) {
+	f := start(t)
+	conn := f.raw("spiffe://karpenter-capi/cluster/fleet/spoke")
+	for _, c := range []struct {
+		method string
+		size   int
+		code   codes.Code
+	}{
+		{agentv1alpha1.ClaimService_SyncClaims_FullMethodName, 4*mebibyte + 1, codes.ResourceExhausted},
+		{agentv1alpha1.ClaimService_SyncClaims_FullMethodName, 4 * mebibyte, codes.InvalidArgument},
+		{agentv1alpha1.ClaimService_CreateClaim_FullMethodName, mebibyte/4 + 1, codes.ResourceExhausted},
+		{agentv1alpha1.ClaimService_CreateClaim_FullMethodName, mebibyte / 4, codes.InvalidArgument},
+		{agentv1alpha1.StatusService_GetStatus_FullMethodName, mebibyte/4 + 1, codes.ResourceExhausted},
+		{"/grpc.health.v1.Health/Check", mebibyte/4 + 1, codes.ResourceExhausted},
+	} {
+		// One unknown field that fills the message.
+		filled := protowire.AppendTag(nil, 1000, protowire.BytesType)
+		filled = protowire.AppendBytes(filled, make([]byte, c.size-len(filled)-protowire.SizeVarint(uint64(c.size))))
+		filled = append(filled, make([]byte, c.size-len(filled))...)
+		require.Equal(t, c.code, grpcstatus.Code(f.send(conn, c.method, filled)), "%s with %d bytes", c.method, c.size)
+	}
+}
+
+// TestNothingIsReadOfACallerWithoutARight sends headers alone: an answer comes although the body never does.
+func TestNothingIsReadOfACallerWithoutARight(t *testing.T) {
+	f := start(t)
+	for _, c := range []struct {
+		name, identity string
+		code           codes.Code
+	}{
+		{name: "no right", identity: "spiffe://karpenter-capi/nobody", code: codes.PermissionDenied},
+		{name: "no usable identity", identity: "spiffe://elsewhere/cluster/fleet/spoke", code: codes.Unauthenticated},
+	} {
+		for _, method := range []string{
+			agentv1alpha1.ClaimService_SyncClaims_FullMethodName, agentv1alpha1.NodeGroupService_WatchNodeGroups_FullMethodName,
+		} {
+			t.Run(c.name+method, func(t *testing.T) {
+				stream, err := f.raw(c.identity).NewStream(f.ctx(), &grpc.StreamDesc{ClientStreams: true, ServerStreams: true}, method)
+				require.NoError(t, err)
+				require.Equal(t, c.code, grpcstatus.Code(stream.RecvMsg(&struct{}{})))
+			})
+		}
+	}
+}
+
+// worstSync is the legal SyncClaims request that takes the most memory: as many entries of maps as 4 MiB hold.
+func worstSync(t *testing.T) *agentv1alpha1.SyncClaimsRequest {
+	t.Helper()
+	entries := map[string]string{}
+	for i := range 128 {
+		entries[strconv.FormatInt(int64(i), 36)] = "1"
+	}
+	labels := map[string]string{}
+	for i := range 64 {
+		labels[strconv.FormatInt(int64(i), 36)] = ""
+	}
+	node := &agentv1alpha1.NodeReport{ProviderId: "a", Capacity: entries, Allocatable: entries, Labels: labels}
+	request := &agentv1alpha1.SyncClaimsRequest{Cluster: spokeRef, Holder: "karpenter", Token: "token"}
+	for size := proto.Size(request); size+proto.Size(node)+4 <= 4*mebibyte; size += proto.Size(node) + 4 {
+		request.Nodes = append(request.Nodes, node)
+	}
+	return request
+}
+
+func TestMemoryOfTheWorstLegalRequest(t *testing.T) {
+	f := start(t)
+	conn := f.raw("spiffe://karpenter-capi/cluster/fleet/spoke")
+	encodedRequest, err := proto.Marshal(worstSync(t))
+	require.NoError(t, err)
+	require.Greater(t, len(encodedRequest), 4*mebibyte-10000)
+	require.Error(t, f.send(conn, agentv1alpha1.ClaimService_GetClaim_FullMethodName, nil))
+	took := allocated(func() {
+		require.NoError(t, f.send(conn, agentv1alpha1.ClaimService_SyncClaims_FullMethodName, encodedRequest))
+	})
+	t.Logf("%.1f MiB on the wire took %.0f MiB in all", float64(len(encodedRequest))/mebibyte, float64(took)/mebibyte)
+	require.Less(t, took, uint64(100*len(encodedRequest)))
+}
+
+func TestHeadersAreBounded(t *testing.T) {
+	f := start(t)
+	ctx, cancel := context.WithCancel(f.ctx())
+	defer cancel()
+	stream, err := f.raw("spiffe://karpenter-capi/cluster/fleet/spoke").NewStream(
+		withHeader(ctx, "x-filler", strings.Repeat("a", 32<<10)),
+		&grpc.StreamDesc{ClientStreams: true, ServerStreams: true}, agentv1alpha1.StatusService_GetStatus_FullMethodName)
+	if err == nil {
+		err = stream.RecvMsg(&struct{}{})
+	}
+	require.Equal(t, codes.Internal, grpcstatus.Code(err), "%v", err)
+	require.ErrorContains(t, err, "header list size")
+}
+
+func withHeader(ctx context.Context, key, value string) context.Context {
+	return metadata.AppendToOutgoingContext(ctx, key, value)
+}
