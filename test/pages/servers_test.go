@@ -46,7 +46,7 @@ func start(t *testing.T, crds ...string) *server {
 
 // run runs commands as a user with an administrator's kubeconfig does, at the root of the repository, until one of them fails. The
 // servers are the contexts of the kubeconfig; the one named spoke is the current one.
-func run(ctx context.Context, t *testing.T, servers map[string]*server, commands string) {
+func run(ctx context.Context, t *testing.T, servers map[string]*server, commands string) string {
 	t.Helper()
 	var output bytes.Buffer
 	bash := exec.CommandContext(ctx, "bash", "-euo", "pipefail", "-c", commands)
@@ -61,6 +61,7 @@ func run(ctx context.Context, t *testing.T, servers map[string]*server, commands
 	if err := bash.Run(); err != nil {
 		t.Fatalf("%v\n%s", err, output.String())
 	}
+	return output.String()
 }
 
 func kubeconfig(t *testing.T, servers map[string]*server) string {

@@ -13,7 +13,6 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
-	"k8s.io/apimachinery/pkg/util/yaml"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/karpenter-capi/karpenter-capi/test/pages"
@@ -39,25 +38,19 @@ func TestTheRemovalTouchesOnlyWhatIsOurs(t *testing.T) {
 	run(ctx, t, servers, `helm install karpenter deploy/charts/shim --namespace karpenter --create-namespace \
 		--set agent.address=agent:8443,cluster.namespace=team-a,cluster.name=production`)
 
-	create := func(manifest string) *unstructured.Unstructured {
-		object := &unstructured.Unstructured{}
-		g.Expect(yaml.NewYAMLOrJSONDecoder(strings.NewReader(manifest), 4096).Decode(object)).To(Succeed())
-		g.Expect(spoke.client.Create(ctx, object)).To(Succeed())
-		return object
-	}
-	nodeClass := create("{apiVersion: karpenter.cluster.x-k8s.io/v1alpha1, kind: ClusterAPINodeClass, spec: {}, " +
+	nodeClass := create(ctx, t, spoke.client, "{apiVersion: karpenter.cluster.x-k8s.io/v1alpha1, kind: ClusterAPINodeClass, spec: {}, "+
 		"metadata: {name: default, finalizers: [karpenter.cluster.x-k8s.io/termination]}}")
 	const (
 		ourClass   = "{group: karpenter.cluster.x-k8s.io, kind: ClusterAPINodeClass, name: default}"
 		theirClass = "{group: karpenter.k8s.aws, kind: EC2NodeClass, name: default}"
 	)
 	nodePool := func(name, class string) *unstructured.Unstructured {
-		return create("{apiVersion: karpenter.sh/v1, kind: NodePool, metadata: {name: " + name + "}, " +
-			"spec: {template: {spec: {nodeClassRef: " + class + ", requirements: []}}}}")
+		return create(ctx, t, spoke.client, "{apiVersion: karpenter.sh/v1, kind: NodePool, metadata: {name: "+name+"}, "+
+			"spec: {template: {spec: {nodeClassRef: "+class+", requirements: []}}}}")
 	}
 	nodeClaim := func(name, class string) *unstructured.Unstructured {
-		return create("{apiVersion: karpenter.sh/v1, kind: NodeClaim, metadata: {name: " + name + ", finalizers: [" + termination + "]}, " +
-			"spec: {nodeClassRef: " + class + ", requirements: []}}")
+		return create(ctx, t, spoke.client, "{apiVersion: karpenter.sh/v1, kind: NodeClaim, metadata: {name: "+name+", finalizers: ["+termination+"]}, "+
+			"spec: {nodeClassRef: "+class+", requirements: []}}")
 	}
 	node := func(name string, labels map[string]string, owner *unstructured.Unstructured) *corev1.Node {
 		n := &corev1.Node{
