@@ -8,6 +8,10 @@ const (
 	// LedgerAnnotation on a MachineDeployment holds what is in flight there: the ledger of package claims, as JSON.
 	LedgerAnnotation = Group + "/ledger"
 
+	// ReplicasLoweredAnnotation on a MachineDeployment says that another writer set spec.replicas below what is claimed, by whom,
+	// and what to change. The agent writes it; the node group is frozen for as long as it is there, and a person removes it.
+	ReplicasLoweredAnnotation = Group + "/replicas-lowered"
+
 	// ClaimLabel on a Machine holds the id of the claim that the machine is bound to. It is written once, when unset, and
 	// taken off only by a hand-over.
 	ClaimLabel = Group + "/claim"

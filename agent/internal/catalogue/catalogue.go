@@ -281,19 +281,18 @@ func (c *Catalogue) Reconcile(ctx context.Context, request reconcile.Request) (r
 		Cluster: cluster, Template: described, SyncedLabels: c.SyncedLabels, Pricing: prices,
 		Observed: c.Observed.Of(request.NamespacedName, nodegroup.MachineRevision(&md.Spec.Template.Spec)),
 	})
-	if group.Limits.Refusal == nil {
-		if group.Limits.Refusal, err = c.quotas.refusal(ctx, request.NamespacedName); err != nil {
-			return reconcile.Result{}, err
-		}
+	quota, err := c.quotas.refusal(ctx, request.NamespacedName)
+	if err != nil {
+		return reconcile.Result{}, err
 	}
+	cooling, err := c.CoolingDown(ctx, request.NamespacedName)
+	if err != nil {
+		return reconcile.Result{}, err
+	}
+	group.Limits = group.Limits.With(quota).With(cooling)
 	var again time.Duration
-	if group.Limits.Refusal == nil {
-		if group.Limits.Refusal, err = c.CoolingDown(ctx, request.NamespacedName); err != nil {
-			return reconcile.Result{}, err
-		}
-		if refusal := group.Limits.Refusal; refusal != nil {
-			again = max(time.Second, refusal.RetryAt.Sub(c.Clock.Now()))
-		}
+	if cooling != nil {
+		again = max(time.Second, cooling.RetryAt.Sub(c.Clock.Now()))
 	}
 	c.publish(md, group)
 	if templateErr == nil {

@@ -150,7 +150,7 @@ func (c *modelCase) snapshot() *snapshot {
 		s.group.Max = new(int32(c.Max))
 	}
 	if c.PausedBy == 2 {
-		s.group.Refusal = &eligibility.Refusal{Reason: eligibility.Paused}
+		s.group.Refusals = []eligibility.Refusal{{Reason: eligibility.Paused}}
 	}
 	if c.GraceOver {
 		s.spareSince = s.now.Add(-time.Hour)

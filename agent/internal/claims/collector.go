@@ -43,12 +43,17 @@ var (
 	unreadableDescription = prometheus.NewDesc("capi_agent_ledger_unreadable",
 		"1 for a node group whose ledger this agent cannot read: a newer agent's, or edited by hand.",
 		[]string{namespaceLabel, deploymentLabel}, nil)
+	frozenDescription = prometheus.NewDesc("capi_agent_node_group_frozen",
+		"1 for a node group that is frozen because another writer set its replicas below what is claimed.",
+		[]string{namespaceLabel, deploymentLabel}, nil)
 	claimsDescription = prometheus.NewDesc("capi_agent_claims",
 		"Claims by node group and phase; ended ones while they are remembered.", []string{namespaceLabel, deploymentLabel, "phase"}, nil)
 )
 
 func (c collector) Describe(descriptions chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{ledgerDescription, replicasDescription, sequenceDescription, unreadableDescription, claimsDescription} {
+	for _, d := range []*prometheus.Desc{
+		ledgerDescription, replicasDescription, sequenceDescription, unreadableDescription, frozenDescription, claimsDescription,
+	} {
 		descriptions <- d
 	}
 }
@@ -79,6 +84,9 @@ func (c collector) Collect(metrics chan<- prometheus.Metric) {
 			gauge(replicasDescription, int64(*md.Spec.Replicas), md.Namespace, md.Name)
 		}
 		gauge(sequenceDescription, l.Seq, md.Namespace, md.Name)
+		if l.Lowered {
+			gauge(frozenDescription, 1, md.Namespace, md.Name)
+		}
 		for part, n := range l.parts() {
 			gauge(ledgerDescription, n, md.Namespace, md.Name, part)
 		}

@@ -2,10 +2,12 @@ package claims
 
 import (
 	"cmp"
+	"encoding/json"
 	"fmt"
 	"maps"
 	"math"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -25,6 +27,8 @@ type decision struct {
 	replicas int32
 	// pause is the change to make in the same patch to Cluster API's paused annotation.
 	pause pauseChange
+	// lowered says that the group is frozen with the ledger write, and why; empty when it is not.
+	lowered string
 	// urgent says that somebody waits for the ledger write; the others are coalesced.
 	urgent bool
 	// refused are the pending claims that cannot be entered here, by claim id.
@@ -121,11 +125,15 @@ const (
 	ReasonNeverMade         = "NeverMade"
 )
 
+// ReasonReplicasLowered is the reason of the Warning event on a MachineDeployment whose replicas another writer set below what is
+// claimed.
+const ReasonReplicasLowered = "ReplicasLoweredBelowClaims"
+
 // decide computes the next step of the protocol. It depends on nothing but the snapshot.
 func decide(s *snapshot) *decision {
 	s.prepare()
 	d := &decision{replicas: s.group.Replicas, refused: map[string]eligibility.Refusal{}}
-	next := s.fold()
+	next := s.fold(d)
 
 	s.dropEntries(next)
 	s.unname(next)
@@ -142,7 +150,12 @@ func decide(s *snapshot) *decision {
 	spare = s.shrink(d, next, spare)
 
 	next.Spare = max(0, spare)
-	next.LastReplicas = d.replicas
+	if next.Lowered {
+		next.LastReplicas -= min(next.LastReplicas-next.Floor, s.group.Replicas-d.replicas) // given back: a difference of others' making stays
+	} else {
+		next.LastReplicas = d.replicas
+		next.Floor = min(next.Floor, next.LastReplicas)
+	}
 	s.dateGiveBacks(d, next)
 	s.decideWrite(d, next)
 	s.actOnClaims(d)
@@ -151,19 +164,94 @@ func decide(s *snapshot) *decision {
 }
 
 // fold returns a copy of the ledger into which changes by others are folded: a human (or GitOps) who raised replicas raised
-// the floor, one who lowered them lowered it.
-func (s *snapshot) fold() *Ledger {
+// the floor, one who lowered them lowered it, and one who lowered them below what is claimed froze the group.
+func (s *snapshot) fold(d *decision) *Ledger {
+	marked := s.group.Has(eligibility.ReplicasLowered)
+	var next *Ledger
 	if s.ledger == nil {
-		return s.rebuild()
+		next = s.rebuild()
+		next.Lowered = marked
+	} else {
+		next = s.ledger.clone()
 	}
-	next := s.ledger.clone()
+	if s.group.SizesUsable() {
+		next.Min = s.group.Min
+	}
+	switch {
+	case marked:
+		next.Lowered = true
+		return next
+	case next.Lowered:
+		// A person cleared it. What the user owns was not lowered with it: that replicas went below what is claimed tells nothing
+		// about how many of the rest were meant.
+		next.Lowered, next.LastReplicas = false, s.group.Replicas
+		return next
+	case s.group.Replicas < s.claimed(next) && (s.ledger == nil || s.group.Replicas < next.LastReplicas):
+		next.Lowered = true
+		d.lowered, d.urgent = s.describeLowering(next), true
+		return next
+	}
 	if s.group.Replicas > next.LastReplicas {
 		// They ask for more than there is for them already, which the min size may have made more than they had asked for.
-		next.Floor = max(next.Floor, min(s.group.Min, next.LastReplicas))
+		next.Floor = max(next.Floor, min(next.Min, next.LastReplicas))
 	}
 	next.Floor = max(0, next.Floor+s.group.Replicas-next.LastReplicas)
 	next.LastReplicas = s.group.Replicas
 	return next
+}
+
+// claimed counts the claims that have, or are accounted for, a replica of this group and have not been released. One whose Machine
+// is being deleted, or is gone, counts: replicas may have been lowered before the agent looked. Without a ledger only claims with a
+// Machine count, as those that wait may have been entered since the MachineDeployment was read.
+func (s *snapshot) claimed(next *Ledger) int32 {
+	var n int32
+	for _, c := range s.claims {
+		_, entered := next.Pending[c.Spec.ClaimID]
+		waits := entered && s.ledger != nil && c.CurrentPhase() == v1alpha1.PhasePending
+		if waits || c.CurrentPhase() == v1alpha1.PhaseBound && c.Status.Machine != nil {
+			n++
+		}
+	}
+	return n
+}
+
+// describeLowering says what is wrong, who did it, as far as the API server knows, and what to do.
+func (s *snapshot) describeLowering(next *Ledger) string {
+	by := "another writer"
+	if manager := s.replicasManager(); manager != "" {
+		by = "field manager " + strconv.Quote(manager)
+	}
+	return fmt.Sprintf("%s set spec.replicas to %d, below the %d machines that are claimed, so Cluster API removed machines of its own choice; "+
+		"the node group is frozen: take replicas out of the manifest, or have the tool ignore the field, then remove the annotation %s",
+		by, s.group.Replicas, s.claimed(next), v1alpha1.ReplicasLoweredAnnotation)
+}
+
+// replicasManager returns the field manager that wrote spec.replicas last, "" when only the agent itself is known to have.
+func (s *snapshot) replicasManager() string {
+	var last *metav1.ManagedFieldsEntry
+	for i := range s.md.ManagedFields {
+		entry := &s.md.ManagedFields[i]
+		if entry.Manager == string(fieldOwner) || entry.FieldsV1 == nil || !ownsSpecReplicas(entry.FieldsV1.GetRawBytes()) {
+			continue
+		}
+		if last == nil || entry.Time != nil && (last.Time == nil || last.Time.Before(entry.Time)) {
+			last = entry
+		}
+	}
+	if last == nil {
+		return ""
+	}
+	return last.Manager
+}
+
+// ownsSpecReplicas reports whether a set of managed fields contains spec.replicas.
+func ownsSpecReplicas(fields []byte) bool {
+	var owned struct {
+		Spec struct {
+			Replicas *struct{} `json:"f:replicas"`
+		} `json:"f:spec"`
+	}
+	return json.Unmarshal(fields, &owned) == nil && owned.Spec.Replicas != nil
 }
 
 // rebuild makes a ledger for a MachineDeployment that has none: because no claim was ever made on it, or because somebody
@@ -594,7 +682,7 @@ func clamp(n int) int32 { return int32(max(math.MinInt32, min(math.MaxInt32, n))
 
 // floor is the number of machines that are not the claims' to have: what the user owns, and at least the min size.
 func (s *snapshot) floor(next *Ledger) int32 {
-	return max(next.Floor, s.group.Min)
+	return max(next.Floor, next.Min)
 }
 
 // account returns the spare: the replicas that are neither the floor's, nor accounted for by a claim, nor held by a release.
@@ -624,7 +712,7 @@ func (s *snapshot) account(d *decision, next *Ledger) int32 {
 		used++
 	}
 	spare := d.replicas - used
-	if spare < 0 {
+	if spare < 0 && s.group.MayGrow() && !next.Lowered {
 		raised := used
 		if s.group.Max != nil {
 			raised = min(raised, max(d.replicas, *s.group.Max))
@@ -651,6 +739,7 @@ func (s *snapshot) orphaned(claimID string) bool {
 // enter accounts for the claims that have no entry yet, oldest first: from the spare, else by raising replicas. It returns
 // the spare that is left.
 func (s *snapshot) enter(d *decision, next *Ledger, spare int32) int32 {
+	refusal := s.refusal(d)
 	spendable := spare - s.unusable(next)
 	for _, c := range s.claims {
 		id := c.Spec.ClaimID
@@ -661,8 +750,8 @@ func (s *snapshot) enter(d *decision, next *Ledger, spare int32) int32 {
 			continue // a claim that lost its status has its Machine already
 		}
 		switch {
-		case s.group.Refusal != nil:
-			d.refused[id] = *s.group.Refusal
+		case refusal != nil:
+			d.refused[id] = *refusal
 			continue
 		case spendable > 0:
 			spendable--
@@ -679,6 +768,14 @@ func (s *snapshot) enter(d *decision, next *Ledger, spare int32) int32 {
 	return spare
 }
 
+// refusal says why no claim may be made here; nil when claims may be made.
+func (s *snapshot) refusal(d *decision) *eligibility.Refusal {
+	if d.lowered != "" { // what the annotation says from this write on
+		return &eligibility.Refusal{NodeGroup: s.md.Name, Reason: eligibility.ReplicasLowered, Message: d.lowered}
+	}
+	return s.group.Refusal()
+}
+
 // adopt enters the claims that take an existing Machine over, and names it for them in the same write: a spare's, else the
 // user's, who then owns one less. It returns the spare that is left.
 func (s *snapshot) adopt(d *decision, next *Ledger, spare int32) int32 {
@@ -690,7 +787,7 @@ func (s *snapshot) adopt(d *decision, next *Ledger, spare int32) int32 {
 		if _, entered := next.Pending[id]; entered || s.labelled(id) != nil {
 			continue
 		}
-		m, refusal := s.adoptable(c, next)
+		m, refusal := s.adoptable(c, d, next)
 		if refusal != nil {
 			d.refused[id] = *refusal
 			continue
@@ -699,7 +796,7 @@ func (s *snapshot) adopt(d *decision, next *Ledger, spare int32) int32 {
 		switch {
 		case spare > 0:
 			spare--
-		case next.Floor > s.group.Min:
+		case next.Floor > next.Min:
 			named.Adopted = true
 			next.Floor--
 		case s.group.Max == nil || d.replicas < *s.group.Max:
@@ -715,9 +812,9 @@ func (s *snapshot) adopt(d *decision, next *Ledger, spare int32) int32 {
 }
 
 // adoptable returns the Machine that a claim is to take over, or why it cannot have it.
-func (s *snapshot) adoptable(c *v1alpha1.MachineClaim, next *Ledger) (*clusterv1.Machine, *eligibility.Refusal) {
-	if s.group.Refusal != nil && s.group.Refusal.Reason != eligibility.CoolingDown {
-		return nil, s.group.Refusal
+func (s *snapshot) adoptable(c *v1alpha1.MachineClaim, d *decision, next *Ledger) (*clusterv1.Machine, *eligibility.Refusal) {
+	if refusal := s.refusal(d); refusal != nil && (!s.group.MayGrow() || d.lowered != "") {
+		return nil, refusal
 	}
 	refuse := func(why string) (*clusterv1.Machine, *eligibility.Refusal) {
 		return nil, &eligibility.Refusal{
@@ -854,7 +951,7 @@ func progress(m *clusterv1.Machine) int {
 // that was meant for them joined before it could be promised, and is nobody's now.
 func (s *snapshot) coverShortage(d *decision, next *Ledger) {
 	waiting := s.waiting(next)
-	if waiting == 0 || d.replicas != s.group.Replicas || !s.settled() || s.group.Refusal != nil {
+	if waiting == 0 || d.replicas != s.group.Replicas || !s.settled() || s.refusal(d) != nil {
 		return
 	}
 	free := s.free(next)
@@ -881,7 +978,7 @@ func (s *snapshot) coverShortage(d *decision, next *Ledger) {
 // Machines would be taken for spares, and never the floor's. Nor while a claim waits, unless the max size allows no other Machine
 // for it: then those go that it may not have.
 func (s *snapshot) releaseSpare(d *decision, next *Ledger, spare int32) int32 {
-	if spare <= 0 {
+	if spare <= 0 || !s.mayShrink(next) {
 		return spare
 	}
 	free := s.free(next)
@@ -893,7 +990,7 @@ func (s *snapshot) releaseSpare(d *decision, next *Ledger, spare int32) int32 {
 		return spare
 	}
 	observed := s.observed(s.md.Generation)
-	if s.rollingOut() || !observed && len(gone) == 0 || s.group.Refusal != nil && s.group.Refusal.Reason == eligibility.Paused {
+	if s.rollingOut() || !observed && len(gone) == 0 {
 		return spare
 	}
 	switch {
@@ -921,6 +1018,9 @@ func (s *snapshot) releaseSpare(d *decision, next *Ledger, spare int32) int32 {
 	return spare
 }
 
+// mayShrink reports whether Machines, or replicas, that nobody claims may be removed.
+func (s *snapshot) mayShrink(next *Ledger) bool { return s.group.MayShrink() && !next.Lowered }
+
 // graceOver reports whether the spare has been there for the grace period, and asks to be woken then.
 func (s *snapshot) graceOver(d *decision) bool {
 	if s.spareSince.IsZero() {
@@ -942,8 +1042,7 @@ func (s *snapshot) shrink(d *decision, next *Ledger, spare int32) int32 {
 	// Spares that are Machines are released, not counted down.
 	missing := min(s.group.Replicas-count(s.machines), spare-max(0, count(s.free(next))-s.floor(next)))
 	active := s.activeSets()
-	paused := s.group.Refusal != nil && s.group.Refusal.Reason == eligibility.Paused
-	may := missing > 0 && len(active) == 1 && !s.rollingOut() && !paused && !s.deleted()
+	may := missing > 0 && len(active) == 1 && !s.rollingOut() && s.mayShrink(next) && !s.deleted()
 	if next.Shrink == nil {
 		for _, set := range s.sets {
 			if set.Annotations[clusterv1.PausedAnnotation] == v1alpha1.PausedByAgent {
@@ -1004,7 +1103,8 @@ func (d *decision) wake(after time.Duration) {
 func (s *snapshot) decideWrite(d *decision, next *Ledger) {
 	if s.ledger == nil {
 		// A ledger is begun by the first claim, not by being looked at; one that was wiped is rebuilt.
-		quiet := len(next.Pending) == 0 && len(next.Releasing) == 0 && next.Shrink == nil && d.pause == pauseKeep
+		quiet := len(next.Pending) == 0 && len(next.Releasing) == 0 && next.Shrink == nil && d.pause == pauseKeep && !next.Lowered &&
+			d.replicas <= s.group.Replicas // a min size is raised to without a claim
 		if quiet && !slices.ContainsFunc(s.claims, hasMachine) {
 			d.replicas = s.group.Replicas
 			return

@@ -353,7 +353,7 @@ func TestAMachineOfAGroupThatIsBeingDeletedIsLetGo(t *testing.T) {
 			s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Releasing: map[types.UID]Release{"a": back}}).withMachine("a", "", completed)
 			s.md.DeletionTimestamp = new(metav1.NewTime(s.now))
 			s.md.Generation = 4 // Cluster API does not observe generations of what it deletes
-			s.group.Refusal = &eligibility.Refusal{Reason: eligibility.Deleting}
+			s.group.Refusals = []eligibility.Refusal{{Reason: eligibility.Deleting}}
 			assert.Contains(t, kinds(decide(s)), letGo)
 		})
 	}
@@ -365,7 +365,7 @@ func TestAGroupThatIsBeingDeletedIsNotKeptPaused(t *testing.T) {
 		s := scene(1, ledger)
 		s.md.DeletionTimestamp = new(metav1.NewTime(s.now))
 		s.sets[0].Spec.Replicas = new(int32(2)) // Cluster API does not scale what it deletes
-		s.group.Refusal = &eligibility.Refusal{Reason: eligibility.Deleting}
+		s.group.Refusals = []eligibility.Refusal{{Reason: eligibility.Deleting}}
 		return s
 	}
 	t.Run("MachineSet", func(t *testing.T) {
@@ -544,7 +544,7 @@ func TestAdoptingTakesASpareElseTheUsers(t *testing.T) {
 		"at the min and the max size":         {floor: 2, replicas: 2, minimum: 2, maximum: new(int32(2)), wantRefusal: true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := scene(test.replicas, &Ledger{Version: 1, Seq: 4, LastReplicas: test.replicas, Floor: test.floor}).
+			s := scene(test.replicas, &Ledger{Version: 1, Seq: 4, LastReplicas: test.replicas, Floor: test.floor, Min: test.minimum}).
 				withMachine("a", "", node).withMachine("b", "", node).withClaim("c", "", "")
 			s.claims[0].Spec.Adopt = "b"
 			s.group.Min, s.group.Max = test.minimum, test.maximum

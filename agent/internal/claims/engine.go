@@ -312,9 +312,9 @@ func (e *Engine) refusal(ctx context.Context, r Request, cluster *clusterv1.Clus
 	}
 	group := eligibility.Of(&md, cluster)
 	var quota *eligibility.Refusal
-	switch {
-	case group.Refusal != nil:
-		return group.Refusal, nil
+	switch refusal := group.Refusal(); {
+	case refusal != nil:
+		return refusal, nil
 	case r.Adopt == "" && !group.Full():
 		refusal, err := e.CoolingDown(ctx, key)
 		if refusal != nil || err != nil || e.Quota == nil {

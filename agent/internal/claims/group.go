@@ -456,11 +456,11 @@ func (e *Engine) read(ctx context.Context, from view, key types.NamespacedName) 
 	if err := e.readParts(ctx, from, key, s); err != nil {
 		return nil, err
 	}
-	if s.group.Refusal == nil {
-		if s.group.Refusal, err = e.CoolingDown(ctx, key); err != nil {
-			return nil, err
-		}
+	cooling, err := e.CoolingDown(ctx, key)
+	if err != nil {
+		return nil, err
 	}
+	s.group = s.group.With(cooling)
 	return s, nil
 }
 

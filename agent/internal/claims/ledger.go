@@ -32,6 +32,11 @@ type Ledger struct {
 	Floor int32 `json:"floor"`
 	// LastReplicas is spec.replicas as the agent last wrote or accounted for it; any difference is somebody else's change.
 	LastReplicas int32 `json:"lastReplicas"`
+	// Min is the min size as last read without a problem; it stays in force while the annotation cannot be used.
+	Min int32 `json:"min,omitempty"`
+	// Lowered says that another writer set replicas below what is claimed. Floor and LastReplicas stay as they were, and the group
+	// is frozen, until a person takes [v1alpha1.ReplicasLoweredAnnotation] off.
+	Lowered bool `json:"lowered,omitempty"`
 	// Spare is the number of replicas that are nobody's. Derived; kept for people and for the next write's check.
 	Spare int32 `json:"spare"`
 	// Pending holds the claims whose replica is accounted for and whose Machine is not labelled yet, by claim id.
@@ -87,7 +92,7 @@ func parseLedger(text string) (*Ledger, error) {
 	if l.Version > ledgerVersion {
 		return nil, fmt.Errorf("%w (format %d, this agent knows %d)", ErrNewerLedger, l.Version, ledgerVersion)
 	}
-	if l.Version < 1 || l.Floor < 0 || l.Floor > l.LastReplicas || l.Seq < 0 {
+	if l.Version < 1 || l.Floor < 0 || l.Floor > l.LastReplicas || l.Seq < 0 || l.Min < 0 {
 		return nil, fmt.Errorf("ledger is not readable: impossible numbers in %q", text)
 	}
 	return &l, nil
@@ -133,7 +138,7 @@ func (l *Ledger) clone() *Ledger {
 
 // same reports whether two ledgers say the same, whatever their seq and the derived spare.
 func (l *Ledger) same(other *Ledger) bool {
-	return l.Floor == other.Floor && l.LastReplicas == other.LastReplicas &&
+	return l.Floor == other.Floor && l.LastReplicas == other.LastReplicas && l.Min == other.Min && l.Lowered == other.Lowered &&
 		maps.Equal(l.Pending, other.Pending) && maps.Equal(l.Releasing, other.Releasing) &&
 		(l.Shrink == nil) == (other.Shrink == nil) && (l.Shrink == nil || *l.Shrink == *other.Shrink)
 }

@@ -29,6 +29,10 @@ var (
 		Name: "capi_agent_ledger_writes_total",
 		Help: "Writes of ledgers, by kind (replicas: with a change of replicas; ledger: without) and result.",
 	}, []string{"kind", "result"})
+	loweringsTotal = prometheus.NewCounterVec(prometheus.CounterOpts{
+		Name: "capi_agent_replicas_lowered_total",
+		Help: "How often another writer set the replicas of a node group below what is claimed, which froze the group.",
+	}, []string{namespaceLabel, deploymentLabel})
 	actionsTotal = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "capi_agent_claim_actions_total",
 		Help: "Writes of the claim protocol on claims, Machines and MachineSets, by kind and result.",
@@ -36,7 +40,7 @@ var (
 )
 
 func init() { //nolint:gochecknoinits // the metrics registry is a global of controller-runtime's
-	metrics.Registry.MustRegister(createSeconds, boundSeconds, endedTotal, writesTotal, actionsTotal)
+	metrics.Registry.MustRegister(createSeconds, boundSeconds, endedTotal, writesTotal, loweringsTotal, actionsTotal)
 }
 
 func result(err error) string {
@@ -54,6 +58,10 @@ func observeBound(c clock.Clock, claim *v1alpha1.MachineClaim) {
 
 func countEnded(reason string)          { endedTotal.WithLabelValues(reason).Inc() }
 func countWrite(kind string, err error) { writesTotal.WithLabelValues(kind, result(err)).Inc() }
+func countLowering(namespace, deployment string) {
+	loweringsTotal.WithLabelValues(namespace, deployment).Inc()
+}
+
 func countAction(kind actionKind, err error) {
 	actionsTotal.WithLabelValues(string(kind), result(err)).Inc()
 }

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
+	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
@@ -89,6 +90,9 @@ func (e *Engine) writeLedger(ctx context.Context, s *snapshot, d *decision) erro
 		kind = "replicas"
 		ops = append(ops, operation{Op: "replace", Path: "/spec/replicas", Value: d.replicas})
 	}
+	if d.lowered != "" {
+		ops = append(ops, put(annotationPath(v1alpha1.ReplicasLoweredAnnotation), d.lowered))
+	}
 	switch d.pause {
 	case pauseSet:
 		// That nobody else has paused it cannot be tested by itself.
@@ -113,6 +117,9 @@ func (e *Engine) writeLedger(ctx context.Context, s *snapshot, d *decision) erro
 	case err == nil:
 		log.FromContext(ctx).V(1).Info("wrote the ledger", "machineDeployment", s.md.Name, "replicas", d.replicas, "was", s.group.Replicas,
 			"seq", next.Seq, "pending", len(next.Pending), "releasing", len(next.Releasing), "floor", next.Floor)
+		if d.lowered != "" {
+			e.reportLowering(ctx, s, d)
+		}
 		return nil
 	case apierrors.IsInvalid(err), apierrors.IsConflict(err), apierrors.IsNotFound(err):
 		// A failed test is reported as Invalid, like a refusal by a webhook; both lead to a new reading, and a refusal that
@@ -121,6 +128,16 @@ func (e *Engine) writeLedger(ctx context.Context, s *snapshot, d *decision) erro
 	default:
 		return fmt.Errorf("writing the ledger: %w", err)
 	}
+}
+
+// reportLowering says on the MachineDeployment that it is frozen, and why.
+func (e *Engine) reportLowering(ctx context.Context, s *snapshot, d *decision) {
+	countLowering(s.md.Namespace, s.md.Name)
+	if e.Recorder != nil {
+		e.Recorder.Eventf(s.md, nil, corev1.EventTypeWarning, ReasonReplicasLowered, "Freeze", "%s", d.lowered)
+	}
+	log.FromContext(ctx).Info("froze a node group whose replicas were lowered below what is claimed",
+		"machineDeployment", s.md.Name, "replicas", s.group.Replicas, "cause", d.lowered)
 }
 
 // gaveBack reports whether the decision lowers replicas for Machines that are gone.

@@ -3,7 +3,9 @@ package eligibility
 
 import (
 	"fmt"
+	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -25,6 +27,9 @@ const (
 	Deleting Reason = "Deleting"
 	// ReplicasOwned means that somebody else owns the replicas.
 	ReplicasOwned Reason = "ReplicasOwned"
+	// ReplicasLowered means that another writer set replicas below what is claimed, and that the node group is frozen until a
+	// person clears [v1alpha1.ReplicasLoweredAnnotation].
+	ReplicasLowered Reason = "ReplicasLowered"
 	// Invalid means that the MachineDeployment's description cannot be used.
 	Invalid Reason = "Invalid"
 	// NotMember means that the MachineDeployment did not opt in.
@@ -61,15 +66,15 @@ type Problem struct {
 
 // Group is what a MachineDeployment allows.
 type Group struct {
-	// Min is the size never to go below; at least 0.
+	// Min is the size never to go below; at least 0. Not meaningful when a size is unusable: see [Group.SizesUsable].
 	Min int32
 	// Max is the size never to be raised above by claims; nil means no limit.
 	Max *int32
-	// Replicas is spec.replicas; 0 when unset (then Refusal is set).
+	// Replicas is spec.replicas; 0 when unset (then there is a refusal).
 	Replicas int32
-	// Refusal is set when no claim may be made, whatever the size. A group at its max size has none: its machines can
-	// still be handed from one claim to another; see [Group.Full].
-	Refusal *Refusal
+	// Refusals are all reasons why no claim may be made, whatever the size, the one that outlasts the others first. A group at
+	// its max size has none: its machines can still be handed from one claim to another; see [Group.Full].
+	Refusals []Refusal
 	// Problems are the values that could not be used.
 	Problems []Problem
 }
@@ -79,14 +84,61 @@ func (g Group) Full() bool {
 	return g.Max != nil && g.Replicas >= *g.Max
 }
 
+// Has reports whether one of the refusals is for that reason.
+func (g Group) Has(reason Reason) bool {
+	return slices.ContainsFunc(g.Refusals, func(r Refusal) bool { return r.Reason == reason })
+}
+
+// With returns the group with one more reason why no claim may be made; a nil refusal adds nothing.
+func (g Group) With(refusal *Refusal) Group {
+	if refusal != nil {
+		g.Refusals = append(slices.Clone(g.Refusals), *refusal)
+	}
+	return g
+}
+
+// Refusal combines all refusals: the first one's reason and retry time, and every message. It is nil when claims may be made.
+func (g Group) Refusal() *Refusal {
+	if len(g.Refusals) == 0 {
+		return nil
+	}
+	combined := g.Refusals[0]
+	if len(g.Refusals) == 1 {
+		return &combined
+	}
+	messages := make([]string, 0, len(g.Refusals))
+	for _, r := range g.Refusals {
+		messages = append(messages, r.Message)
+	}
+	combined.Message = strings.Join(messages, "; ")
+	combined.RetryAt = time.Time{} // the others may outlast it
+	return &combined
+}
+
+// MayGrow reports whether the agent may raise replicas for what it owes: claims that it took, and the min size. A cool-down and a
+// used-up quota refuse new claims only.
+func (g Group) MayGrow() bool {
+	return !slices.ContainsFunc(g.Refusals, func(r Refusal) bool {
+		return r.Reason != CoolingDown && r.Reason != QuotaExceeded
+	})
+}
+
+// MayShrink reports whether the agent may remove Machines that nobody claims, of its own choice. It must not while a person has
+// paused the group, while another writer sets its replicas, or while the sizes cannot be used: which Machines are the user's is
+// not certain then. Machines of released claims go in any case.
+func (g Group) MayShrink() bool {
+	return !g.Has(Paused) && !g.Has(ReplicasOwned) && !g.Has(ReplicasLowered) && !g.Has(Invalid)
+}
+
+// SizesUsable reports whether Min and Max are what the user wrote, or the defaults where the user wrote nothing.
+func (g Group) SizesUsable() bool { return !g.Has(Invalid) }
+
 // Of examines a MachineDeployment and its Cluster. A nil cluster means that the Cluster does not exist. It reads only its
-// arguments and never fails: what cannot be used is a problem, and refuses claims where guessing would be unsafe.
+// arguments and never fails: what cannot be used is a problem and a refusal, and every reason is kept.
 func Of(md *clusterv1.MachineDeployment, cluster *clusterv1.Cluster) Group {
 	var g Group
 	refuse := func(reason Reason, format string, args ...any) {
-		if g.Refusal == nil {
-			g.Refusal = &Refusal{NodeGroup: md.Name, Reason: reason, Message: fmt.Sprintf(format, args...)}
-		}
+		g = g.With(&Refusal{NodeGroup: md.Name, Reason: reason, Message: fmt.Sprintf(format, args...)})
 	}
 	if md.Spec.Replicas != nil {
 		g.Replicas = *md.Spec.Replicas
@@ -110,32 +162,39 @@ func Of(md *clusterv1.MachineDeployment, cluster *clusterv1.Cluster) Group {
 	if ownsReplicas(md, cluster) {
 		refuse(ReplicasOwned, "the topology of Cluster %s sets the replicas; remove them from spec.topology.workers", cluster.Name)
 	}
+	if why, lowered := md.Annotations[v1alpha1.ReplicasLoweredAnnotation]; lowered {
+		refuse(ReplicasLowered, "%s", why)
+	}
 	if md.Spec.Replicas == nil {
 		refuse(Invalid, "spec.replicas is not set yet")
 	}
+	readSizes(&g, md, refuse)
+	return g
+}
 
-	if n, problem := size(md, clusterv1.AutoscalerMinSizeAnnotation); problem != nil {
+// readSizes reads the sizes that the user wrote. One that cannot be read, or that contradicts the other, is a problem.
+func readSizes(g *Group, md *clusterv1.MachineDeployment, refuse func(reason Reason, format string, args ...any)) {
+	report := func(problem *Problem) {
 		g.Problems = append(g.Problems, *problem)
-	} else if n != nil {
-		g.Min = *n
+		refuse(Invalid, "%s: %q %s", problem.Field, problem.Value, problem.Message)
 	}
-	if n, problem := size(md, clusterv1.AutoscalerMaxSizeAnnotation); problem != nil {
-		g.Problems = append(g.Problems, *problem)
-		refuse(Invalid, "%s: %s", problem.Field, problem.Message)
-	} else {
-		g.Max = n
+	smallest, problem := size(md, clusterv1.AutoscalerMinSizeAnnotation)
+	switch {
+	case problem != nil:
+		report(problem)
+	case smallest != nil:
+		g.Min = *smallest
 	}
-	if g.Max != nil && g.Min > *g.Max {
-		problem := Problem{
+	if g.Max, problem = size(md, clusterv1.AutoscalerMaxSizeAnnotation); problem != nil {
+		report(problem)
+	}
+	if smallest != nil && g.Max != nil && *smallest > *g.Max {
+		report(&Problem{
 			Field:   annotationField(clusterv1.AutoscalerMinSizeAnnotation),
 			Value:   md.Annotations[clusterv1.AutoscalerMinSizeAnnotation],
-			Message: fmt.Sprintf("is above the max size %d; write a number from 0 to %d", *g.Max, *g.Max),
-		}
-		g.Problems = append(g.Problems, problem)
-		refuse(Invalid, "%s: %s", problem.Field, problem.Message)
-		g.Min = *g.Max
+			Message: fmt.Sprintf("is above the max size %d; write a number from 0 to %d, or raise the max size", *g.Max, *g.Max),
+		})
 	}
-	return g
 }
 
 // pausedBy says who paused the group, or "" when nobody but the agent itself did.

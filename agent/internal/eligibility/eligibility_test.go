@@ -40,7 +40,7 @@ func TestAnOpenGroupHasNoRefusal(t *testing.T) {
 		md.Annotations[clusterv1.AutoscalerMinSizeAnnotation] = "1"
 		md.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] = "5"
 	}), cluster(nil))
-	assert.Nil(t, group.Refusal)
+	assert.Nil(t, group.Refusal())
 	assert.Empty(t, group.Problems)
 	assert.Equal(t, int32(1), group.Min)
 	assert.Equal(t, int32(5), *group.Max)
@@ -93,12 +93,22 @@ func TestClosedGroupsSayWhy(t *testing.T) {
 			md:      func(md *clusterv1.MachineDeployment) { md.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] = "-1" },
 			cluster: cluster(nil), reason: eligibility.Invalid,
 		},
+		"min size not a number": {
+			md:      func(md *clusterv1.MachineDeployment) { md.Annotations[clusterv1.AutoscalerMinSizeAnnotation] = "three" },
+			cluster: cluster(nil), reason: eligibility.Invalid,
+		},
 		"min above max": {
 			md: func(md *clusterv1.MachineDeployment) {
 				md.Annotations[clusterv1.AutoscalerMinSizeAnnotation] = "4"
 				md.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] = "3"
 			},
 			cluster: cluster(nil), reason: eligibility.Invalid,
+		},
+		"replicas lowered below what is claimed": {
+			md: func(md *clusterv1.MachineDeployment) {
+				md.Annotations[v1alpha1.ReplicasLoweredAnnotation] = "argocd-controller set replicas to 0"
+			},
+			cluster: cluster(nil), reason: eligibility.ReplicasLowered,
 		},
 		"topology sets replicas": {
 			md: func(md *clusterv1.MachineDeployment) {
@@ -114,10 +124,12 @@ func TestClosedGroupsSayWhy(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			group := eligibility.Of(deployment(test.md), test.cluster)
-			require.NotNil(t, group.Refusal)
-			assert.Equal(t, test.reason, group.Refusal.Reason)
-			assert.Equal(t, "small", group.Refusal.NodeGroup)
-			assert.NotEmpty(t, group.Refusal.Message)
+			refusal := group.Refusal()
+			require.NotNil(t, refusal)
+			assert.Equal(t, test.reason, refusal.Reason)
+			assert.Equal(t, "small", refusal.NodeGroup)
+			assert.NotEmpty(t, refusal.Message)
+			assert.False(t, group.MayGrow())
 		})
 	}
 }
@@ -126,7 +138,7 @@ func TestTheAgentsOwnPauseClosesNothing(t *testing.T) {
 	group := eligibility.Of(deployment(func(md *clusterv1.MachineDeployment) {
 		md.Annotations[clusterv1.PausedAnnotation] = v1alpha1.PausedByAgent
 	}), cluster(nil))
-	assert.Nil(t, group.Refusal)
+	assert.Nil(t, group.Refusal())
 }
 
 func TestATopologyWithoutReplicasClosesNothing(t *testing.T) {
@@ -135,7 +147,7 @@ func TestATopologyWithoutReplicasClosesNothing(t *testing.T) {
 	}), cluster(func(c *clusterv1.Cluster) {
 		c.Spec.Topology.Workers.MachineDeployments = []clusterv1.MachineDeploymentTopology{{Name: "workers"}}
 	}))
-	assert.Nil(t, group.Refusal)
+	assert.Nil(t, group.Refusal())
 }
 
 func TestProblemsNameTheField(t *testing.T) {
@@ -145,8 +157,42 @@ func TestProblemsNameTheField(t *testing.T) {
 	require.Len(t, group.Problems, 1)
 	assert.Contains(t, group.Problems[0].Field, clusterv1.AutoscalerMinSizeAnnotation)
 	assert.Equal(t, "-3", group.Problems[0].Value)
-	assert.Equal(t, int32(0), group.Min)
-	assert.Nil(t, group.Refusal, "a bad min size is no reason to refuse claims")
+	assert.False(t, group.SizesUsable())
+}
+
+// What a person did must be respected whatever else is wrong, so no reason may hide another.
+func TestEveryReasonIsKept(t *testing.T) {
+	group := eligibility.Of(deployment(func(md *clusterv1.MachineDeployment) {
+		md.Labels = nil
+		md.Annotations[clusterv1.PausedAnnotation] = ""
+		md.Annotations[clusterv1.AutoscalerMinSizeAnnotation] = "three"
+	}), cluster(nil))
+	assert.True(t, group.Has(eligibility.NotMember))
+	assert.True(t, group.Has(eligibility.Paused))
+	assert.True(t, group.Has(eligibility.Invalid))
+	assert.Equal(t, eligibility.NotMember, group.Refusal().Reason)
+	assert.Contains(t, group.Refusal().Message, clusterv1.PausedAnnotation)
+	assert.Contains(t, group.Refusal().Message, "three", "the value that cannot be read")
+}
+
+func TestWhatStopsGrowingAndShrinking(t *testing.T) {
+	for reason, may := range map[eligibility.Reason]struct{ grow, shrink bool }{
+		eligibility.Deleting:        {grow: false, shrink: true},
+		eligibility.NotMember:       {grow: false, shrink: true},
+		eligibility.Paused:          {},
+		eligibility.ReplicasOwned:   {},
+		eligibility.ReplicasLowered: {},
+		eligibility.Invalid:         {},
+		eligibility.CoolingDown:     {grow: true, shrink: true},
+		eligibility.QuotaExceeded:   {grow: true, shrink: true},
+	} {
+		group := eligibility.Group{}.With(&eligibility.Refusal{Reason: reason})
+		assert.Equal(t, may.grow, group.MayGrow(), "%s: grow", reason)
+		assert.Equal(t, may.shrink, group.MayShrink(), "%s: shrink", reason)
+	}
+	var open eligibility.Group
+	assert.True(t, open.MayGrow())
+	assert.True(t, open.MayShrink())
 }
 
 // FuzzOf shows that no annotation value can crash the agent, and that sizes are never negative.
@@ -159,7 +205,7 @@ func FuzzOf(f *testing.F) {
 			md.Annotations[clusterv1.AutoscalerMinSizeAnnotation] = low
 			md.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] = high
 		}), cluster(nil))
-		if group.Min < 0 || group.Max != nil && (*group.Max < 0 || group.Min > *group.Max) {
+		if group.Min < 0 || group.Max != nil && (*group.Max < 0 || group.Min > *group.Max && group.SizesUsable()) {
 			t.Fatalf("impossible sizes: %+v", group)
 		}
 	})

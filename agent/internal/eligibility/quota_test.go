@@ -62,9 +62,9 @@ func FuzzSizes(f *testing.F) {
 	f.Fuzz(func(t *testing.T, least, most string) {
 		md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{
 			clusterv1.AutoscalerMinSizeAnnotation: least, clusterv1.AutoscalerMaxSizeAnnotation: most,
-		}}}
+		}}, Spec: clusterv1.MachineDeploymentSpec{Replicas: new(int32(1))}}
 		group := eligibility.Of(md, &clusterv1.Cluster{})
-		if group.Min < 0 || group.Max != nil && (*group.Max < 0 || group.Min > *group.Max) {
+		if group.Min < 0 || group.Max != nil && (*group.Max < 0 || group.Min > *group.Max && group.SizesUsable()) {
 			t.Errorf("%q and %q became %d and %v", least, most, group.Min, group.Max)
 		}
 	})

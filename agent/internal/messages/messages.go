@@ -98,12 +98,13 @@ func valueSource(source capacity.Source) *agentv1alpha1.ValueSource {
 }
 
 func availability(limits eligibility.Group) *agentv1alpha1.Availability {
+	refusal := limits.Refusal()
 	switch {
-	case limits.Refusal != nil:
+	case refusal != nil:
 		return &agentv1alpha1.Availability{
-			Reason:  UnavailableReason(limits.Refusal.Reason),
-			Message: text(limits.Refusal.Message),
-			RetryAt: timestamp(limits.Refusal.RetryAt),
+			Reason:  UnavailableReason(refusal.Reason),
+			Message: text(refusal.Message),
+			RetryAt: timestamp(refusal.RetryAt),
 		}
 	case limits.Full():
 		return &agentv1alpha1.Availability{
@@ -127,6 +128,8 @@ func UnavailableReason(reason eligibility.Reason) agentv1alpha1.UnavailableReaso
 		return agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_DELETING
 	case eligibility.ReplicasOwned:
 		return agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_REPLICAS_OWNED
+	case eligibility.ReplicasLowered:
+		return agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_REPLICAS_LOWERED
 	case eligibility.Invalid:
 		return agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_INVALID
 	case eligibility.QuotaExceeded:

@@ -67,7 +67,7 @@ func TestAvailability(t *testing.T) {
 			&agentv1alpha1.Availability{Reason: agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE, Message: "replicas have reached the max size"},
 		},
 		"refused": {
-			eligibility.Group{Max: ptr.To[int32](0), Refusal: &eligibility.Refusal{Reason: eligibility.Paused, Message: "by hand"}},
+			eligibility.Group{Max: ptr.To[int32](0), Refusals: []eligibility.Refusal{{Reason: eligibility.Paused, Message: "by hand"}}},
 			&agentv1alpha1.Availability{Reason: agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED, Message: "by hand"},
 		},
 	} {
@@ -76,14 +76,15 @@ func TestAvailability(t *testing.T) {
 			require.True(t, proto.Equal(c.want, shown), "%v", shown)
 		})
 	}
-	coolingDown := eligibility.Group{Refusal: &eligibility.Refusal{Reason: eligibility.CoolingDown, RetryAt: retryAt}}
+	coolingDown := eligibility.Group{Refusals: []eligibility.Refusal{{Reason: eligibility.CoolingDown, RetryAt: retryAt}}}
 	shown := messages.NodeGroup(nodegroup.NodeGroup{Limits: coolingDown})
 	require.Equal(t, retryAt.UTC(), shown.GetAvailability().GetRetryAt().AsTime())
 }
 
 func TestEveryRefusalOfAGroupThatExistsHasItsReason(t *testing.T) {
 	for _, reason := range []eligibility.Reason{
-		eligibility.AtMaxSize, eligibility.CoolingDown, eligibility.Paused, eligibility.Deleting, eligibility.ReplicasOwned, eligibility.Invalid,
+		eligibility.AtMaxSize, eligibility.CoolingDown, eligibility.Paused, eligibility.Deleting, eligibility.ReplicasOwned,
+		eligibility.ReplicasLowered, eligibility.Invalid,
 	} {
 		require.NotZero(t, messages.UnavailableReason(reason), reason)
 	}

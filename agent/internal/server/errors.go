@@ -122,7 +122,8 @@ func (s *Server) rejected(namespace string, refusals []eligibility.Refusal) erro
 			reason = agenterrors.ReasonNoRoom
 		case eligibility.Gone, eligibility.NotMember:
 			reason = agenterrors.ReasonNodeGroupNotFound
-		case eligibility.Paused, eligibility.Deleting, eligibility.ReplicasOwned, eligibility.Invalid, eligibility.NotAdoptable:
+		case eligibility.Paused, eligibility.Deleting, eligibility.ReplicasOwned, eligibility.ReplicasLowered, eligibility.Invalid,
+			eligibility.NotAdoptable:
 		}
 		return agenterrors.Rejection{
 			NodeGroup:   nodegroup.ID(types.NamespacedName{Namespace: namespace, Name: r.NodeGroup}),

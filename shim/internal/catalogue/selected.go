@@ -85,6 +85,8 @@ func reasonOf(reason agentv1alpha1.UnavailableReason) string {
 		return "Deleting"
 	case agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_REPLICAS_OWNED:
 		return "ReplicasOwned"
+	case agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_REPLICAS_LOWERED:
+		return "ReplicasLowered"
 	case agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_INVALID:
 		return "Invalid"
 	case agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_QUOTA_EXCEEDED:

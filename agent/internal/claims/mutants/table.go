@@ -472,4 +472,27 @@ var mutants = []mutant{
 	{name: "Machines that join too soon are named as late as others", test: "TestAMachineIsNamedAtOnceWhereOthersJoinedTooSoon", edits: []edit{
 		{"group.go", "	case s.unusable(d.ledger) > 0 && s.newlyNamed(d.ledger, false):", "	case s.unusable(d.ledger) > 0 && false:"},
 	}},
+
+	// Sizes that cannot be used, and other writers of replicas.
+	{name: "Machines are removed while a size cannot be used", test: "TestAMistypedSizeRemovesNoMachine", edits: []edit{
+		{"decide.go", "return s.group.MayShrink() && !next.Lowered", "return !s.group.Has(eligibility.Paused) && !next.Lowered"},
+	}},
+	{name: "an unusable min size is taken for none", test: "TestTheLastGoodMinSizeStaysInForce", edits: []edit{
+		{"decide.go", "	if s.group.SizesUsable() {\n", "	if true {\n"},
+	}},
+	{name: "another reason hides a pause", test: "TestAPauseIsRespectedWhateverElseIsWrong", edits: []edit{
+		{"decide.go", "return s.group.MayShrink() && !next.Lowered", "return (len(s.group.Refusals) != 1 || s.group.MayShrink()) && !next.Lowered"},
+	}},
+	{name: "replicas are raised where a topology sets them", test: "TestNothingIsRaisedWhereAnotherOwnerSetsTheReplicas", edits: []edit{
+		{"decide.go", "	if spare < 0 && s.group.MayGrow() && !next.Lowered {\n", "	if spare < 0 && !next.Lowered {\n"},
+	}},
+	{name: "replicas that were lowered below what is claimed are raised again", test: "TestReplicasLoweredBelowWhatIsClaimedFreezeTheGroup", edits: []edit{
+		{"decide.go", "	case s.group.Replicas < s.claimed(next) && (", "	case false && ("},
+	}},
+	{name: "a frozen group's replicas are raised", test: "TestReplicasLoweredBelowWhatIsClaimedFreezeTheGroup", edits: []edit{
+		{"decide.go", "	if spare < 0 && s.group.MayGrow() && !next.Lowered {\n", "	if spare < 0 && s.group.MayGrow() {\n"},
+	}},
+	{name: "clearing a frozen group lowers the floor", test: "TestWhenAPersonClearsItTheUserHasTheFloorThatTheUserHad", edits: []edit{
+		{"decide.go", "		next.Lowered, next.LastReplicas = false, s.group.Replicas\n		return next\n", "		next.Lowered = false\n"},
+	}},
 }

@@ -153,6 +153,9 @@ const (
 	UnavailableReason_UNAVAILABLE_REASON_INVALID UnavailableReason = 6
 	// A ResourceQuota of the Cluster's namespace leaves no room for another Machine.
 	UnavailableReason_UNAVAILABLE_REASON_QUOTA_EXCEEDED UnavailableReason = 7
+	// Another writer set the replicas below what is claimed. The group is frozen until a person has seen to it; the message names
+	// the writer and what to change.
+	UnavailableReason_UNAVAILABLE_REASON_REPLICAS_LOWERED UnavailableReason = 8
 )
 
 // Enum value maps for UnavailableReason.
@@ -166,16 +169,18 @@ var (
 		5: "UNAVAILABLE_REASON_REPLICAS_OWNED",
 		6: "UNAVAILABLE_REASON_INVALID",
 		7: "UNAVAILABLE_REASON_QUOTA_EXCEEDED",
+		8: "UNAVAILABLE_REASON_REPLICAS_LOWERED",
 	}
 	UnavailableReason_value = map[string]int32{
-		"UNAVAILABLE_REASON_UNSPECIFIED":    0,
-		"UNAVAILABLE_REASON_AT_MAX_SIZE":    1,
-		"UNAVAILABLE_REASON_COOLING_DOWN":   2,
-		"UNAVAILABLE_REASON_PAUSED":         3,
-		"UNAVAILABLE_REASON_DELETING":       4,
-		"UNAVAILABLE_REASON_REPLICAS_OWNED": 5,
-		"UNAVAILABLE_REASON_INVALID":        6,
-		"UNAVAILABLE_REASON_QUOTA_EXCEEDED": 7,
+		"UNAVAILABLE_REASON_UNSPECIFIED":      0,
+		"UNAVAILABLE_REASON_AT_MAX_SIZE":      1,
+		"UNAVAILABLE_REASON_COOLING_DOWN":     2,
+		"UNAVAILABLE_REASON_PAUSED":           3,
+		"UNAVAILABLE_REASON_DELETING":         4,
+		"UNAVAILABLE_REASON_REPLICAS_OWNED":   5,
+		"UNAVAILABLE_REASON_INVALID":          6,
+		"UNAVAILABLE_REASON_QUOTA_EXCEEDED":   7,
+		"UNAVAILABLE_REASON_REPLICAS_LOWERED": 8,
 	}
 )
 
@@ -1378,7 +1383,7 @@ const file_capi_agent_v1alpha1_node_group_proto_rawDesc = "" +
 	"\x0fRolloutStrategy\x12 \n" +
 	"\x1cROLLOUT_STRATEGY_UNSPECIFIED\x10\x00\x12#\n" +
 	"\x1fROLLOUT_STRATEGY_ROLLING_UPDATE\x10\x01\x12\x1e\n" +
-	"\x1aROLLOUT_STRATEGY_ON_DELETE\x10\x02*\xae\x02\n" +
+	"\x1aROLLOUT_STRATEGY_ON_DELETE\x10\x02*\xd7\x02\n" +
 	"\x11UnavailableReason\x12\"\n" +
 	"\x1eUNAVAILABLE_REASON_UNSPECIFIED\x10\x00\x12\"\n" +
 	"\x1eUNAVAILABLE_REASON_AT_MAX_SIZE\x10\x01\x12#\n" +
@@ -1387,7 +1392,8 @@ const file_capi_agent_v1alpha1_node_group_proto_rawDesc = "" +
 	"\x1bUNAVAILABLE_REASON_DELETING\x10\x04\x12%\n" +
 	"!UNAVAILABLE_REASON_REPLICAS_OWNED\x10\x05\x12\x1e\n" +
 	"\x1aUNAVAILABLE_REASON_INVALID\x10\x06\x12%\n" +
-	"!UNAVAILABLE_REASON_QUOTA_EXCEEDED\x10\a*\xf8\x01\n" +
+	"!UNAVAILABLE_REASON_QUOTA_EXCEEDED\x10\a\x12'\n" +
+	"#UNAVAILABLE_REASON_REPLICAS_LOWERED\x10\b*\xf8\x01\n" +
 	"\n" +
 	"SourceKind\x12\x1b\n" +
 	"\x17SOURCE_KIND_UNSPECIFIED\x10\x00\x12\x1a\n" +
