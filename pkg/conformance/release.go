@@ -101,7 +101,9 @@ var releaseCases = []testCase{
 		s.running("a-claim", id)
 		_, err := s.release("a-claim", false)
 		require.NoError(s, err)
-		require.Equal(s, "Released", s.untilEnded("a-claim").GetReason())
+		ended := s.untilEnded("a-claim")
+		require.Equal(s, "Released", ended.GetReason())
+		require.Nil(s, ended.GetFailedAt())
 		s.untilReplicas(id, 0)
 	}},
 
@@ -116,6 +118,7 @@ var releaseCases = []testCase{
 		require.NotNil(s, response.GetClaim())
 		ended := s.untilEnded("a-claim")
 		require.Equal(s, "Failed", ended.GetReason())
+		require.NotNil(s, ended.GetFailedAt())
 		require.Contains(s, ended.GetMessage(), "it did not come in time")
 		require.Equal(s, machine.GetUid(), ended.GetMachine().GetUid())
 		s.untilReplicas(id, 0)

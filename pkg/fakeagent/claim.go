@@ -30,6 +30,7 @@ const (
 	reasonNodeGroupGone     = "NodeGroupGone"
 	reasonNeverMade         = "NeverMade"
 	reasonFailed            = "Failed"
+	reasonLate              = "Late"
 )
 
 // unknownHolder is whose the tombstone of a claim is that was never made.
@@ -49,7 +50,7 @@ type claim struct {
 	createdAt       time.Time
 	releasedAt      time.Time
 	endedAt         time.Time
-	failed          bool // its machine was given up
+	failedAt        time.Time // when its machine was given up
 	history         []*agentv1alpha1.ClaimEvent
 }
 
@@ -73,6 +74,26 @@ func (a *Agent) Claim(cluster *agentv1alpha1.ClusterRef, claimID string) *agentv
 		return nil
 	}
 	return object
+}
+
+// GiveUp has the agent judge that the claim's machine failed: the claim is released, its machine is removed, and its node group
+// cools down. It panics when there is no such claim, or it is not live.
+func (a *Agent) GiveUp(cluster *agentv1alpha1.ClusterRef, claimID, message string) {
+	a.edit(func() { a.release(a.mustLive(cluster, claimID), reasonFailed, message, true) })
+}
+
+// TimeOut has the agent judge that the claim's machine is late: the claim is released, and a machine without a Node is handed
+// over. It panics when there is no such claim, or it is not live.
+func (a *Agent) TimeOut(cluster *agentv1alpha1.ClusterRef, claimID, message string) {
+	a.edit(func() { a.release(a.mustLive(cluster, claimID), reasonLate, message, false) })
+}
+
+func (a *Agent) mustLive(cluster *agentv1alpha1.ClusterRef, claimID string) *claim {
+	c, ok := a.claims[keyOf(cluster)][claimID]
+	if !ok || !c.live() {
+		panic(fmt.Sprintf("fakeagent: no live claim %s", claimID))
+	}
+	return c
 }
 
 // Forget makes the agent forget a claim that has ended, as it does by itself after a long time. It does nothing to any other.
@@ -209,7 +230,7 @@ func (a *Agent) make(c *claim, g *group) {
 }
 
 // release begins the release of a claim that is live, and completes it where nothing is to be waited for. A machine that
-// failed, or that the caller says failed, is not handed over, and its group cools down.
+// failed is not handed over, and its group cools down.
 func (a *Agent) release(c *claim, reason, why string, failed bool) {
 	c.releasedAt = a.now()
 	c.reason, c.message = reason, why
@@ -217,13 +238,11 @@ func (a *Agent) release(c *claim, reason, why string, failed bool) {
 	a.touchClaim(c)
 	g := a.groups[c.groupID]
 	m := c.machine
-	cause := why
-	if m != nil && m.failureReason != "" && m.nodeName == "" {
-		failed, cause = true, m.failureReason+": "+m.failureMessage
+	if failed {
+		c.failedAt = c.releasedAt
 	}
-	c.failed = failed
 	if failed && a.settings.coolDown > 0 && g != nil {
-		a.block(g, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_COOLING_DOWN, cause, a.now().Add(a.settings.coolDown))
+		a.block(g, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_COOLING_DOWN, why, a.now().Add(a.settings.coolDown))
 	}
 	switch {
 	case m == nil:
@@ -252,7 +271,7 @@ func (a *Agent) end(c *claim, reason, message string) {
 		}
 	}
 	c.phase = agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED
-	if c.failed {
+	if !c.failedAt.IsZero() {
 		reason, message = reasonFailed, c.message
 	}
 	c.reason, c.message, c.endedAt = reason, message, a.now()
@@ -361,6 +380,9 @@ func (c *claim) render() *agentv1alpha1.Claim {
 	}
 	if !c.endedAt.IsZero() {
 		object.EndedAt = timestamppb.New(c.endedAt)
+	}
+	if !c.failedAt.IsZero() {
+		object.FailedAt = timestamppb.New(c.failedAt)
 	}
 	return object
 }

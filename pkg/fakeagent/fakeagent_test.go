@@ -213,7 +213,8 @@ func TestAFailedMachineCoolsItsGroupDown(t *testing.T) {
 	agent.FailMachine(fakeagent.DefaultCluster(), machine, "InsufficientCapacity", "no more of these in zone-a")
 	require.Equal(t, "InsufficientCapacity", claimOf(agent, "a-claim").GetMachine().GetInfrastructureReason())
 
-	release(t, agent, "a-claim")
+	agent.GiveUp(fakeagent.DefaultCluster(), "a-claim", "no more of these in zone-a")
+	require.NotNil(t, claimOf(agent, "a-claim").GetFailedAt())
 	err := create(t, agent, "b-claim")
 	require.True(t, agenterrors.IsNoRoom(err), "%v", err)
 	rejection := agenterrors.Rejections(err)[0]
@@ -226,6 +227,18 @@ func TestAFailedMachineCoolsItsGroupDown(t *testing.T) {
 	clock.Step(time.Minute)
 	eventually(t, func() bool { return agent.NodeGroup(workers).GetAvailability().GetAvailable() })
 	require.NoError(t, create(t, agent, "c-claim"))
+}
+
+func TestALateMachineGoesToTheNextClaim(t *testing.T) {
+	agent := start(t, fakeagent.WithClock(fakeClock()), fakeagent.WithCoolDown(time.Minute), fakeagent.WithSpareGracePeriod(time.Minute))
+	require.NoError(t, create(t, agent, "a-claim"))
+	machine := claimOf(agent, "a-claim").GetMachine()
+	agent.FailMachine(fakeagent.DefaultCluster(), machine.GetName(), "InstanceProvisionFailed", "request limit exceeded")
+	agent.TimeOut(fakeagent.DefaultCluster(), "a-claim", "no provider ID in 15m")
+	require.Equal(t, "HandedOver", claimOf(agent, "a-claim").GetReason())
+	require.Nil(t, claimOf(agent, "a-claim").GetFailedAt())
+	require.NoError(t, create(t, agent, "b-claim"))
+	require.Equal(t, machine.GetUid(), claimOf(agent, "b-claim").GetMachine().GetUid())
 }
 
 func TestASpareWaitsForTheNextClaim(t *testing.T) {

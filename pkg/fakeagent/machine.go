@@ -65,7 +65,8 @@ func (a *Agent) Join(cluster *agentv1alpha1.ClusterRef, machineName, nodeName st
 	return a.Machine(cluster, machineName)
 }
 
-// FailMachine makes the machine's infrastructure report a failure. It panics when there is no such machine.
+// FailMachine makes the machine's infrastructure report why it is not ready. What that means is for the agent to judge, which this
+// one does only when told: see [Agent.GiveUp]. It panics when there is no such machine.
 func (a *Agent) FailMachine(cluster *agentv1alpha1.ClusterRef, machineName, reason, message string) {
 	a.edit(func() {
 		m := a.mustMachine(cluster, machineName)

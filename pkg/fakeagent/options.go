@@ -84,7 +84,7 @@ func WithSpareGracePeriod(period time.Duration) Option {
 }
 
 // WithCoolDown sets how long a node group is left alone after a claim was released whose machine had failed
-// ([Agent.FailMachine], or as the release said). Default 0: not at all.
+// ([Agent.GiveUp], or as the release said). Default 0: not at all.
 func WithCoolDown(period time.Duration) Option {
 	return func(s *settings) { s.coolDown = period }
 }

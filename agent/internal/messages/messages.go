@@ -206,6 +206,9 @@ func Claim(c *v1alpha1.MachineClaim, machine *clusterv1.Machine) *agentv1alpha1.
 	if c.Status.EndedAt != nil {
 		message.EndedAt = timestamp(c.Status.EndedAt.Time)
 	}
+	if c.Status.FailedAt != nil {
+		message.FailedAt = timestamp(c.Status.FailedAt.Time)
+	}
 	if message.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING && message.GetReason() == "" {
 		message.Reason, message.Message = WaitingReason, "waiting for a Machine of "+c.Spec.NodeGroup
 	}

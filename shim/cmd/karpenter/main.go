@@ -68,6 +68,9 @@ func parse(ctx context.Context, args []string) (context.Context, error) {
 func run(ctx context.Context) error {
 	opts := options.FromContext(ctx)
 	logger := log.FromContext(ctx)
+	for _, warning := range opts.Deprecated() {
+		logger.Info("a deprecated setting is ignored", "warning", warning)
+	}
 
 	// Core reads these while its controllers run, so they are set before any exists.
 	lifecycle.LaunchTimeout = opts.LaunchTimeout
@@ -125,7 +128,7 @@ func run(ctx context.Context) error {
 	op.WithControllers(ctx,
 		providerid.New(op.GetClient(), op.GetAPIReader(), decorated, claims, cluster, op.EventRecorder),
 		failedmachine.New(op.Clock, op.GetClient(), op.GetAPIReader(), decorated, claims, agent.Claims, cluster, op.EventRecorder,
-			opts.MachineFailureReasons, opts.MachineProgressDeadline, opts.AgentTimeout),
+			opts.MachineProgressDeadline, opts.AgentTimeout),
 		nodeclass.New(op.Clock, op.GetClient(), catalogue, nodeGroups, cluster, op.EventRecorder, opts.HubUnreachableGracePeriod),
 		claimsync.New(op.Clock, op.GetAPIReader(), decorated, agent.Claims, cluster, connection.Reconnected(),
 			opts.ClaimSyncInterval, opts.AgentTimeout),

@@ -12,7 +12,6 @@ import (
 	"fmt"
 	"net"
 	"os"
-	"regexp"
 	"slices"
 	"strings"
 	"time"
@@ -26,10 +25,6 @@ func init() { //nolint:gochecknoinits // Karpenter core's registry of flags dema
 }
 
 const unixScheme = "unix://"
-
-// DefaultMachineFailureReasons matches what the common infrastructure providers report when an instance could not be made, such
-// as InsufficientCapacity, InstanceProvisionFailed or VMCreateFailed.
-const DefaultMachineFailureReasons = `(?i)(insufficient|outof|no).*capacity|quotaexceeded|failed$`
 
 // Options is what the shim was started with.
 type Options struct {
@@ -60,9 +55,6 @@ type Options struct {
 	// MachineProgressDeadline is how long a NodeClaim may stay without a registered Node after its machine's last step
 	// forward.
 	MachineProgressDeadline time.Duration
-	// MachineFailureReasons matches the reasons with which infrastructure providers say that a machine will not come; nil
-	// matches none.
-	MachineFailureReasons *regexp.Regexp
 	// UnavailableOfferingTTL is how long an offering is left alone after the agent had no room for it.
 	UnavailableOfferingTTL time.Duration
 
@@ -70,7 +62,8 @@ type Options struct {
 	MetricsBindAddress     string
 	HealthProbeBindAddress string
 
-	nodeLabelKeys         string
+	nodeLabelKeys string
+	// machineFailureReasons is accepted, whatever it is, and has no effect.
 	machineFailureReasons string
 	// names are the flags of this package, for their environment variables.
 	names []string
@@ -79,6 +72,17 @@ type Options struct {
 // NodeLabelKeys are keys of node labels that pods and NodePools may select on although no NodePool names them.
 func (o *Options) NodeLabelKeys() []string {
 	return slices.DeleteFunc(strings.Split(o.nodeLabelKeys, ","), func(key string) bool { return key == "" })
+}
+
+// Deprecated returns a warning for each flag that was given and has no effect any more.
+func (o *Options) Deprecated() []string {
+	if o.machineFailureReasons == "" {
+		return nil
+	}
+	return []string{
+		"--machine-failure-reasons (MACHINE_FAILURE_REASONS) has no effect any more and will be removed: " +
+			"set --failure-reasons of the agent instead",
+	}
 }
 
 // AddFlags registers the flags.
@@ -111,9 +115,8 @@ func (o *Options) AddFlags(fs *options.FlagSet) {
 	fs.DurationVar(&o.MachineProgressDeadline, "machine-progress-deadline", 15*time.Minute,
 		"How long a NodeClaim may stay without a registered Node after the last step forward of its machine (claimed, "+
 			"bound, provisioned, joined).")
-	fs.StringVar(&o.machineFailureReasons, "machine-failure-reasons", DefaultMachineFailureReasons,
-		"Regular expression over the reasons with which infrastructure providers report that a machine is not ready. A "+
-			"NodeClaim whose machine has no Node and reports a matching reason is given up at once. Empty matches none.")
+	fs.StringVar(&o.machineFailureReasons, "machine-failure-reasons", "",
+		"Deprecated: has no effect. The agent alone judges whether a machine failed: see its --failure-reasons.")
 	fs.DurationVar(&o.UnavailableOfferingTTL, "unavailable-offering-ttl", 30*time.Second,
 		"How long node groups are left alone after the agent had no room in them and named no time.")
 	fs.StringVar(&o.MetricsBindAddress, "metrics-bind-address", "",
@@ -174,22 +177,7 @@ func (o *Options) parseEnvironment(fs *options.FlagSet) error {
 
 // Validate returns everything that is wrong, joined.
 func (o *Options) Validate() error {
-	return errors.Join(
-		o.validateAgent(), o.validateCluster(), o.validateTimes(), o.validateAddresses(), o.validateKeys(), o.validateReasons(),
-	)
-}
-
-func (o *Options) validateReasons() error {
-	o.MachineFailureReasons = nil
-	if o.machineFailureReasons == "" {
-		return nil
-	}
-	expression, err := regexp.Compile(o.machineFailureReasons)
-	if err != nil {
-		return fmt.Errorf("--machine-failure-reasons: write a regular expression, or leave it empty: %w", err)
-	}
-	o.MachineFailureReasons = expression
-	return nil
+	return errors.Join(o.validateAgent(), o.validateCluster(), o.validateTimes(), o.validateAddresses(), o.validateKeys())
 }
 
 func (o *Options) validateAgent() error {

@@ -76,11 +76,10 @@ func TestErrorsNameTheFlagAtFault(t *testing.T) {
 			append(minimal[:2:2], "--cluster-namespace=a.b", "--cluster-name=Berlin"),
 			[]string{`--cluster-namespace "a.b"`, `--cluster-name "Berlin"`},
 		},
-		"time-out too short":  {append(minimal[:4:4], "--agent-timeout=1ms"), []string{"--agent-timeout 1ms: must be at least"}},
-		"negative grace":      {append(minimal[:4:4], "--hub-unreachable-grace-period=-1s"), []string{"--hub-unreachable-grace-period"}},
-		"bad bind address":    {append(minimal[:4:4], "--metrics-bind-address=localhost"), []string{"--metrics-bind-address"}},
-		"bad label key":       {append(minimal[:4:4], "--node-label-keys=a b"), []string{"--node-label-keys", `"a b"`}},
-		"bad failure reasons": {append(minimal[:4:4], "--machine-failure-reasons=("), []string{"--machine-failure-reasons"}},
+		"time-out too short": {append(minimal[:4:4], "--agent-timeout=1ms"), []string{"--agent-timeout 1ms: must be at least"}},
+		"negative grace":     {append(minimal[:4:4], "--hub-unreachable-grace-period=-1s"), []string{"--hub-unreachable-grace-period"}},
+		"bad bind address":   {append(minimal[:4:4], "--metrics-bind-address=localhost"), []string{"--metrics-bind-address"}},
+		"bad label key":      {append(minimal[:4:4], "--node-label-keys=a b"), []string{"--node-label-keys", `"a b"`}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := parse(t, c.args...)
@@ -92,21 +91,18 @@ func TestErrorsNameTheFlagAtFault(t *testing.T) {
 	}
 }
 
-func TestDefaultFailureReasons(t *testing.T) {
+func TestASettingWithoutEffectIsAcceptedWithAWarning(t *testing.T) {
+	for name, value := range map[string]string{"an expression": "failed$", "what never was one": "("} {
+		t.Run(name, func(t *testing.T) {
+			t.Setenv("MACHINE_FAILURE_REASONS", value)
+			o, err := parse(t, minimal...)
+			require.NoError(t, err)
+			require.Len(t, o.Deprecated(), 1)
+			assert.Contains(t, o.Deprecated()[0], "--machine-failure-reasons")
+			assert.Contains(t, o.Deprecated()[0], "--failure-reasons of the agent")
+		})
+	}
 	o, err := parse(t, minimal...)
 	require.NoError(t, err)
-	for _, reason := range []string{
-		"InsufficientCapacity", "InsufficientInstanceCapacity", "NoCapacity", "QuotaExceeded", "InstanceProvisionFailed", "VMCreateFailed",
-	} {
-		assert.True(t, o.MachineFailureReasons.MatchString(reason), reason)
-	}
-	for _, reason := range []string{
-		"WaitingForBootstrapData", "InstanceBooting", "InstanceNotReady", "NotReady", "Paused", "InstanceTerminating", "NodeProvisioning",
-	} {
-		assert.False(t, o.MachineFailureReasons.MatchString(reason), reason)
-	}
-
-	o, err = parse(t, append(minimal, "--machine-failure-reasons=")...)
-	require.NoError(t, err)
-	assert.Nil(t, o.MachineFailureReasons)
+	assert.Empty(t, o.Deprecated())
 }

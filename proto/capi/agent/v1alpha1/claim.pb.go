@@ -1028,7 +1028,8 @@ type Claim struct {
 	NodeGroupId string `protobuf:"bytes,5,opt,name=node_group_id,json=nodeGroupId,proto3" json:"node_group_id,omitempty"`
 	// How far it is.
 	Phase ClaimPhase `protobuf:"varint,6,opt,name=phase,proto3,enum=capi.agent.v1alpha1.ClaimPhase" json:"phase,omitempty"`
-	// Why it is in this phase, one CamelCase word: while PENDING what it waits for (`WaitingForMachine`), when ENDED how it
+	// Why it is in this phase, one CamelCase word: while PENDING what it waits for (`WaitingForMachine`), while RELEASING why it
+	// is released (`ReleaseRequested`, `Collected`, `Late`, `Failed`), when ENDED how it
 	// ended (`Released`, `HandedOver`, `Cancelled`, `MachineLost`, `NoRoom`, `Refused`, `Failed`, `NodeGroupGone`, `NeverMade`).
 	Reason string `protobuf:"bytes,7,opt,name=reason,proto3" json:"reason,omitempty"`
 	// The reason in a sentence, for people.
@@ -1044,7 +1045,10 @@ type Claim struct {
 	// What happened to it, oldest first; at most the last 32 entries.
 	History []*ClaimEvent `protobuf:"bytes,13,rep,name=history,proto3" json:"history,omitempty"`
 	// The name of the existing Machine that it was made to take over. Empty for a claim to a new machine.
-	AdoptMachine  string `protobuf:"bytes,14,opt,name=adopt_machine,json=adoptMachine,proto3" json:"adopt_machine,omitempty"`
+	AdoptMachine string `protobuf:"bytes,14,opt,name=adopt_machine,json=adoptMachine,proto3" json:"adopt_machine,omitempty"`
+	// When its machine was given up as failed, by the agent or by the caller that released it with `failed`: the machine is
+	// removed, and its node group cools down. The claim is RELEASING or ENDED then. Unset otherwise; being late is no failure.
+	FailedAt      *timestamppb.Timestamp `protobuf:"bytes,15,opt,name=failed_at,json=failedAt,proto3" json:"failed_at,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1175,6 +1179,13 @@ func (x *Claim) GetAdoptMachine() string {
 		return x.AdoptMachine
 	}
 	return ""
+}
+
+func (x *Claim) GetFailedAt() *timestamppb.Timestamp {
+	if x != nil {
+		return x.FailedAt
+	}
+	return nil
 }
 
 // ClaimEvent is one thing that happened to a claim.
@@ -1317,7 +1328,7 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"p\n" +
 	"\x12SyncClaimsResponse\x12.\n" +
 	"\x13collected_claim_ids\x18\x01 \x03(\tR\x11collectedClaimIds\x12*\n" +
-	"\x11unknown_claim_ids\x18\x02 \x03(\tR\x0funknownClaimIds\"\xec\x04\n" +
+	"\x11unknown_claim_ids\x18\x02 \x03(\tR\x0funknownClaimIds\"\xa5\x05\n" +
 	"\x05Claim\x129\n" +
 	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefR\acluster\x12\x19\n" +
 	"\bclaim_id\x18\x02 \x01(\tR\aclaimId\x12\x16\n" +
@@ -1335,7 +1346,8 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"releasedAt\x125\n" +
 	"\bended_at\x18\f \x01(\v2\x1a.google.protobuf.TimestampR\aendedAt\x129\n" +
 	"\ahistory\x18\r \x03(\v2\x1f.capi.agent.v1alpha1.ClaimEventR\ahistory\x12#\n" +
-	"\radopt_machine\x18\x0e \x01(\tR\fadoptMachine\"n\n" +
+	"\radopt_machine\x18\x0e \x01(\tR\fadoptMachine\x127\n" +
+	"\tfailed_at\x18\x0f \x01(\v2\x1a.google.protobuf.TimestampR\bfailedAt\"n\n" +
 	"\n" +
 	"ClaimEvent\x12.\n" +
 	"\x04time\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x12\x16\n" +
@@ -1425,24 +1437,25 @@ var file_capi_agent_v1alpha1_claim_proto_depIdxs = []int32{
 	24, // 22: capi.agent.v1alpha1.Claim.released_at:type_name -> google.protobuf.Timestamp
 	24, // 23: capi.agent.v1alpha1.Claim.ended_at:type_name -> google.protobuf.Timestamp
 	15, // 24: capi.agent.v1alpha1.Claim.history:type_name -> capi.agent.v1alpha1.ClaimEvent
-	24, // 25: capi.agent.v1alpha1.ClaimEvent.time:type_name -> google.protobuf.Timestamp
-	1,  // 26: capi.agent.v1alpha1.ClaimService.CreateClaim:input_type -> capi.agent.v1alpha1.CreateClaimRequest
-	3,  // 27: capi.agent.v1alpha1.ClaimService.ReleaseClaim:input_type -> capi.agent.v1alpha1.ReleaseClaimRequest
-	5,  // 28: capi.agent.v1alpha1.ClaimService.GetClaim:input_type -> capi.agent.v1alpha1.GetClaimRequest
-	7,  // 29: capi.agent.v1alpha1.ClaimService.ListClaims:input_type -> capi.agent.v1alpha1.ListClaimsRequest
-	9,  // 30: capi.agent.v1alpha1.ClaimService.WatchClaims:input_type -> capi.agent.v1alpha1.WatchClaimsRequest
-	11, // 31: capi.agent.v1alpha1.ClaimService.SyncClaims:input_type -> capi.agent.v1alpha1.SyncClaimsRequest
-	2,  // 32: capi.agent.v1alpha1.ClaimService.CreateClaim:output_type -> capi.agent.v1alpha1.CreateClaimResponse
-	4,  // 33: capi.agent.v1alpha1.ClaimService.ReleaseClaim:output_type -> capi.agent.v1alpha1.ReleaseClaimResponse
-	6,  // 34: capi.agent.v1alpha1.ClaimService.GetClaim:output_type -> capi.agent.v1alpha1.GetClaimResponse
-	8,  // 35: capi.agent.v1alpha1.ClaimService.ListClaims:output_type -> capi.agent.v1alpha1.ListClaimsResponse
-	10, // 36: capi.agent.v1alpha1.ClaimService.WatchClaims:output_type -> capi.agent.v1alpha1.WatchClaimsResponse
-	13, // 37: capi.agent.v1alpha1.ClaimService.SyncClaims:output_type -> capi.agent.v1alpha1.SyncClaimsResponse
-	32, // [32:38] is the sub-list for method output_type
-	26, // [26:32] is the sub-list for method input_type
-	26, // [26:26] is the sub-list for extension type_name
-	26, // [26:26] is the sub-list for extension extendee
-	0,  // [0:26] is the sub-list for field type_name
+	24, // 25: capi.agent.v1alpha1.Claim.failed_at:type_name -> google.protobuf.Timestamp
+	24, // 26: capi.agent.v1alpha1.ClaimEvent.time:type_name -> google.protobuf.Timestamp
+	1,  // 27: capi.agent.v1alpha1.ClaimService.CreateClaim:input_type -> capi.agent.v1alpha1.CreateClaimRequest
+	3,  // 28: capi.agent.v1alpha1.ClaimService.ReleaseClaim:input_type -> capi.agent.v1alpha1.ReleaseClaimRequest
+	5,  // 29: capi.agent.v1alpha1.ClaimService.GetClaim:input_type -> capi.agent.v1alpha1.GetClaimRequest
+	7,  // 30: capi.agent.v1alpha1.ClaimService.ListClaims:input_type -> capi.agent.v1alpha1.ListClaimsRequest
+	9,  // 31: capi.agent.v1alpha1.ClaimService.WatchClaims:input_type -> capi.agent.v1alpha1.WatchClaimsRequest
+	11, // 32: capi.agent.v1alpha1.ClaimService.SyncClaims:input_type -> capi.agent.v1alpha1.SyncClaimsRequest
+	2,  // 33: capi.agent.v1alpha1.ClaimService.CreateClaim:output_type -> capi.agent.v1alpha1.CreateClaimResponse
+	4,  // 34: capi.agent.v1alpha1.ClaimService.ReleaseClaim:output_type -> capi.agent.v1alpha1.ReleaseClaimResponse
+	6,  // 35: capi.agent.v1alpha1.ClaimService.GetClaim:output_type -> capi.agent.v1alpha1.GetClaimResponse
+	8,  // 36: capi.agent.v1alpha1.ClaimService.ListClaims:output_type -> capi.agent.v1alpha1.ListClaimsResponse
+	10, // 37: capi.agent.v1alpha1.ClaimService.WatchClaims:output_type -> capi.agent.v1alpha1.WatchClaimsResponse
+	13, // 38: capi.agent.v1alpha1.ClaimService.SyncClaims:output_type -> capi.agent.v1alpha1.SyncClaimsResponse
+	33, // [33:39] is the sub-list for method output_type
+	27, // [27:33] is the sub-list for method input_type
+	27, // [27:27] is the sub-list for extension type_name
+	27, // [27:27] is the sub-list for extension extendee
+	0,  // [0:27] is the sub-list for field type_name
 }
 
 func init() { file_capi_agent_v1alpha1_claim_proto_init() }

@@ -1,7 +1,9 @@
-// Package failedmachine gives up NodeClaims whose machine will not come: its claim has ended, its infrastructure reports a
-// failure, or it makes no progress. Core
-// would wait a quarter of an hour for each; and where a machine is slow but gets on, core would give it up too early, so the
-// same controller makes core wait longer.
+// Package failedmachine gives up NodeClaims whose machine will not come, as the agent judges: it has taken the claim back, or the
+// claim has ended. Core would wait a quarter of an hour for each; and where a machine is slow but gets on, core would give it up
+// too early, so the same controller makes core wait longer.
+//
+// A NodeClaim whose machine makes no progress is given up too. That is no judgement of the machine: its claim is released
+// like any other, and the agent hands a machine that is still on its way over to the next claim.
 //
 // It never acts on silence. That a claim has ended or is unknown is asked of the agent itself before anything is deleted, and
 // while the agent cannot be reached nothing is. A registered NodeClaim whose Node is Ready is left alone in any case: somebody
@@ -11,7 +13,6 @@ package failedmachine
 import (
 	"context"
 	"fmt"
-	"regexp"
 	"sync"
 	"time"
 
@@ -77,7 +78,6 @@ type Controller struct {
 	agent         agentv1alpha1.ClaimServiceClient
 	cluster       *agentv1alpha1.ClusterRef
 	recorder      events.Recorder
-	failures      *regexp.Regexp
 	deadline      time.Duration
 	timeout       time.Duration
 
@@ -92,17 +92,16 @@ type reached struct {
 }
 
 // New returns the controller. kube reads from a cache with an index on Nodes' spec.providerID; live reads from the API server.
-// failures matches the reasons with which infrastructure providers say that a machine will not come; nil matches none. deadline
-// is how long a NodeClaim may stay without a registered Node after its machine's last step; timeout bounds each call to the
-// agent.
+// deadline is how long a NodeClaim may stay without a registered Node after its machine's last step; timeout bounds each call to
+// the agent.
 func New(
 	clk clock.PassiveClock, kube client.Client, live client.Reader, cloudProvider cloudprovider.CloudProvider, claims Claims,
 	agent agentv1alpha1.ClaimServiceClient, cluster *agentv1alpha1.ClusterRef, recorder events.Recorder,
-	failures *regexp.Regexp, deadline, timeout time.Duration,
+	deadline, timeout time.Duration,
 ) *Controller {
 	return &Controller{
 		clock: clk, kube: kube, live: live, cloudProvider: cloudProvider, claims: claims, agent: agent, cluster: cluster,
-		recorder: recorder, failures: failures, deadline: deadline, timeout: timeout, steps: map[types.UID]reached{},
+		recorder: recorder, deadline: deadline, timeout: timeout, steps: map[types.UID]reached{},
 	}
 }
 
@@ -152,9 +151,8 @@ func (c *Controller) lost(ctx context.Context, nodeClaim *karpv1.NodeClaim, regi
 	case !known:
 		return c.giveUp(ctx, nodeClaim, "ClaimUnknown", "The management cluster has no claim of this NodeClaim.")
 	case claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED:
-		reason := lo.CoalesceOrEmpty(claim.GetReason(), "ClaimEnded")
-		return c.giveUp(ctx, nodeClaim, reason, fmt.Sprintf("The claim on a machine of node group %s has ended: %s", claim.GetNodeGroupId(),
-			lo.CoalesceOrEmpty(claim.GetMessage(), reason)))
+		reason, message := verdict(claim)
+		return c.giveUp(ctx, nodeClaim, reason, message)
 	}
 	return reconcile.Result{RequeueAfter: look}, nil // The mirror was behind.
 }
@@ -162,25 +160,26 @@ func (c *Controller) lost(ctx context.Context, nodeClaim *karpv1.NodeClaim, regi
 // awaitRegistration handles a NodeClaim that has a claim and no registered Node yet.
 func (c *Controller) awaitRegistration(ctx context.Context, nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Claim) (reconcile.Result, error) {
 	now := c.clock.Now()
-	if remaining := c.deadlineOf(nodeClaim, claim, now).Sub(now); remaining > 0 && !c.failed(claim) {
+	if remaining := c.deadlineOf(nodeClaim, claim, now).Sub(now); remaining > 0 && !released(claim) {
 		if err := c.extendRegistration(ctx, nodeClaim, now); err != nil {
 			return reconcile.Result{}, err
 		}
 		return reconcile.Result{RequeueAfter: min(remaining, look)}, nil
 	}
-	// Failed or late as far as the mirror knows, which may have missed the news.
+	// Taken back or late as far as the mirror knows, which may have missed the news.
 	claim, known, err := c.ask(ctx, nodeClaim)
 	switch {
 	case err != nil:
 		return c.unanswered(ctx, err), nil
 	case !known:
 		return c.giveUp(ctx, nodeClaim, "ClaimUnknown", "The management cluster has no claim of this NodeClaim.")
-	case c.failed(claim):
-		return c.fail(ctx, nodeClaim, "MachineFailed", failure(claim))
+	case released(claim):
+		reason, message := verdict(claim)
+		return c.giveUp(ctx, nodeClaim, reason, message)
 	case c.deadlineOf(nodeClaim, claim, now).After(now):
 		return reconcile.Result{RequeueAfter: look}, nil
 	}
-	return c.fail(ctx, nodeClaim, "MachineProgressDeadlineExceeded", stuck(claim, c.deadline))
+	return c.release(ctx, nodeClaim, "MachineProgressDeadlineExceeded", stuck(claim, c.deadline))
 }
 
 // ask reads the claim from the agent. known is false only when the agent is certain that there is none.
@@ -219,12 +218,13 @@ func (c *Controller) hasReadyNode(ctx context.Context, nodeClaim *karpv1.NodeCla
 	}), nil
 }
 
-// fail tells the agent that the claim's machine is no good, so that no other NodeClaim gets it, and then gives the NodeClaim up.
-func (c *Controller) fail(ctx context.Context, nodeClaim *karpv1.NodeClaim, reason, message string) (reconcile.Result, error) {
+// release gives the NodeClaim up after its claim, so that the claim's history has the reason. The machine is late, not failed: the
+// next claim may have it.
+func (c *Controller) release(ctx context.Context, nodeClaim *karpv1.NodeClaim, reason, message string) (reconcile.Result, error) {
 	callCtx, cancel := context.WithTimeout(ctx, c.timeout)
 	defer cancel()
 	_, err := c.agent.ReleaseClaim(callCtx, &agentv1alpha1.ReleaseClaimRequest{
-		Cluster: c.cluster, ClaimId: string(nodeClaim.UID), Failed: true, Reason: lo.Substring(message, 0, 1024),
+		Cluster: c.cluster, ClaimId: string(nodeClaim.UID), Reason: lo.Substring(message, 0, 1024),
 	})
 	if err != nil {
 		return c.unanswered(ctx, err), nil

@@ -1,7 +1,6 @@
 package failedmachine_test
 
 import (
-	"regexp"
 	"testing"
 	"time"
 
@@ -16,7 +15,6 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/failedmachine"
-	"github.com/karpenter-capi/karpenter-capi/shim/internal/options"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
 )
 
@@ -37,7 +35,7 @@ func setUp(t *testing.T, agent ...fakeagent.Option) *env {
 	return &env{
 		World: w, t: t, clock: clk,
 		controller: failedmachine.New(clk, w.Kube, w.Kube, w.CloudProvider, w.Claims, w.Client.Claims, w.Cluster, w.Recorder,
-			regexp.MustCompile(options.DefaultMachineFailureReasons), deadline, shimtest.Timeout),
+			deadline, shimtest.Timeout),
 	}
 }
 
@@ -165,7 +163,6 @@ func TestTheMirrorIsNotTrustedWithADeletion(t *testing.T) {
 		e.Client.Claims,
 		e.Cluster,
 		e.Recorder,
-		nil,
 		deadline,
 		shimtest.Timeout,
 	)
@@ -177,31 +174,73 @@ func TestTheMirrorIsNotTrustedWithADeletion(t *testing.T) {
 	assert.True(t, e.Exists(nodeClaim))
 }
 
-func TestAMachineThatFailsCostsItsNodeClaimAtOnce(t *testing.T) {
+func TestAMachineThatTheAgentGivesUpCostsItsNodeClaimAtOnce(t *testing.T) {
+	e := setUp(t, fakeagent.WithInfrastructure(fakeagent.Infrastructure{
+		Provision: fakeagent.Manual, Join: fakeagent.Manual, Terminate: fakeagent.Manual,
+	}))
+	nodeClaim := e.Launched("claim")
+	e.phaseShows(nodeClaim, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND)
+	e.Agent.GiveUp(e.Cluster, string(nodeClaim.UID), "InsufficientCapacity: the zone is full")
+	e.phaseShows(nodeClaim, agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING)
+	e.reconcile(nodeClaim)
+	assert.False(t, e.Exists(nodeClaim), "before its machine is gone")
+	assert.Equal(t, []string{"MachineFailed"}, e.Recorder.Reasons())
+	assert.Contains(t, e.Recorder.Messages()[0], "the zone is full")
+}
+
+func TestAMachineThatTheAgentCallsLateCostsItsNodeClaimAtOnce(t *testing.T) {
 	e := setUp(t)
 	nodeClaim := e.Launched("claim")
 	e.phaseShows(nodeClaim, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND)
-	machine := e.Agent.Claim(e.Cluster, string(nodeClaim.UID)).GetMachine()
-	shows := func(reason string) {
-		e.Agent.FailMachine(e.Cluster, machine.GetName(), reason, "the infrastructure says")
-		e.Eventually(func() bool {
-			claim, _ := e.Claims.Get(string(nodeClaim.UID))
-			return claim.GetMachine().GetInfrastructureReason() == reason
-		}, "the mirror shows %s", reason)
-	}
-	shows("WaitingForBootstrapData")
-	e.reconcile(nodeClaim)
-	assert.True(t, e.Exists(nodeClaim), "that is no failure")
-	shows("InsufficientCapacity")
+	e.Agent.TimeOut(e.Cluster, string(nodeClaim.UID), "no provider ID in 20m")
+	e.phaseShows(nodeClaim, agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED)
 	e.reconcile(nodeClaim)
 	assert.False(t, e.Exists(nodeClaim))
-	assert.Equal(t, []string{"MachineFailed"}, e.Recorder.Reasons())
-	assert.Contains(t, e.Recorder.Messages()[0], "the infrastructure says")
+	assert.Equal(t, []string{"HandedOver"}, e.Recorder.Reasons())
+}
+
+// Providers set these on every error, throttled calls included, and try again.
+func TestWhatAnInfrastructureProviderReportsAloneGivesNothingUp(t *testing.T) {
+	for _, reason := range []string{
+		"InstanceProvisionFailed", "VMProvisionFailed", "VMCreateFailed", "Failed", "QuotaExceeded", "WaitingForBootstrapData", "Unheard0f",
+	} {
+		t.Run(reason, func(t *testing.T) {
+			e := setUp(t)
+			nodeClaim := e.Launched("claim")
+			e.phaseShows(nodeClaim, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND)
+			machine := e.Agent.Claim(e.Cluster, string(nodeClaim.UID)).GetMachine()
+			e.Agent.FailMachine(e.Cluster, machine.GetName(), reason, "the infrastructure says")
+			e.Eventually(func() bool {
+				claim, _ := e.Claims.Get(string(nodeClaim.UID))
+				return claim.GetMachine().GetInfrastructureReason() == reason
+			}, "the mirror shows %s", reason)
+			e.reconcile(nodeClaim)
+			assert.True(t, e.Exists(nodeClaim))
+			assert.Zero(t, e.Agent.Calls("ReleaseClaim"))
+			assert.Empty(t, e.Recorder.Reasons())
+		})
+	}
+}
+
+func TestALateMachineIsLeftToTheNextClaim(t *testing.T) {
+	e := setUp(t, fakeagent.WithSpareGracePeriod(time.Hour), fakeagent.WithCoolDown(time.Hour))
+	nodeClaim := e.Launched("claim")
+	e.phaseShows(nodeClaim, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND)
+	machine := e.Agent.Claim(e.Cluster, string(nodeClaim.UID)).GetMachine()
+	e.clock.Step(deadline + time.Minute)
+	e.reconcile(nodeClaim)
+	assert.False(t, e.Exists(nodeClaim))
 	released := e.Agent.Requests("ReleaseClaim")
 	require.Len(t, released, 1)
 	request, ok := released[0].(*agentv1alpha1.ReleaseClaimRequest)
 	require.True(t, ok)
-	assert.True(t, request.GetFailed(), "or the next NodeClaim would get that machine")
+	assert.False(t, request.GetFailed(), "it is late")
+	assert.Contains(t, request.GetReason(), "has no provider ID", "for the claim's history")
+	assert.True(t, e.Agent.NodeGroup("default/a").GetAvailability().GetAvailable(), "the group does not cool down")
+
+	next := e.Launched("next")
+	e.phaseShows(next, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND)
+	assert.Equal(t, machine.GetUid(), e.Agent.Claim(e.Cluster, string(next.UID)).GetMachine().GetUid())
 }
 
 func TestNoProgressInTimeCostsTheNodeClaim(t *testing.T) {

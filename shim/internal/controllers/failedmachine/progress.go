@@ -5,6 +5,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/samber/lo"
 	"k8s.io/apimachinery/pkg/types"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
@@ -103,26 +104,28 @@ func stuck(claim *agentv1alpha1.Claim, deadline time.Duration) string {
 	return fmt.Sprintf("No progress for %s: %s.", deadline, what)
 }
 
-// reasonFailed is the reason of a claim that the agent itself gave up; it says so before the machine is gone.
-const reasonFailed = "Failed"
-
-// failed reports whether the machine will not come: the agent gave it up, or the infrastructure provider says so. Cluster API
-// itself knows no final failure, so the latter goes by the reasons that providers give.
-func (c *Controller) failed(claim *agentv1alpha1.Claim) bool {
-	if claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING && claim.GetReason() == reasonFailed {
-		return true
-	}
-	machine := claim.GetMachine()
-	reason := machine.GetInfrastructureReason()
-	return c.failures != nil && reason != "" && machine.GetNodeName() == "" && c.failures.MatchString(reason)
+// released reports whether the agent has taken the claim back: it will get no Node any more.
+func released(claim *agentv1alpha1.Claim) bool {
+	phase := claim.GetPhase()
+	return phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING || phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED
 }
 
-// failure says why the machine will not come.
-func failure(claim *agentv1alpha1.Claim) string {
-	if claim.GetReason() == reasonFailed {
-		return fmt.Sprintf("The management cluster gave up a machine of node group %s: %s.", claim.GetNodeGroupId(), claim.GetMessage())
+// verdict says why a claim that was taken back is of no use to its NodeClaim: the reason for the event, and a sentence.
+func verdict(claim *agentv1alpha1.Claim) (reason, message string) {
+	why := lo.CoalesceOrEmpty(claim.GetMessage(), claim.GetReason(), "it says nothing more")
+	switch {
+	case claim.GetFailedAt() != nil:
+		message = fmt.Sprintf("The management cluster gave up a machine of node group %s: %s.", claim.GetNodeGroupId(), why)
+		if report := infrastructure(claim); report != "" && !strings.Contains(why, report) {
+			message = fmt.Sprintf("%s Its infrastructure reports %s.", message, report)
+		}
+		return "MachineFailed", message
+	case claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED:
+		message = fmt.Sprintf("The claim on a machine of node group %s has ended: %s", claim.GetNodeGroupId(), why)
+		return lo.CoalesceOrEmpty(claim.GetReason(), "ClaimEnded"), message
 	}
-	return fmt.Sprintf("The infrastructure of machine %s reports a failure: %s.", claim.GetMachine().GetName(), infrastructure(claim))
+	message = fmt.Sprintf("The claim on a machine of node group %s was released: %s", claim.GetNodeGroupId(), why)
+	return lo.CoalesceOrEmpty(claim.GetReason(), "ClaimReleased"), message
 }
 
 // infrastructure returns what the infrastructure provider says about the machine, or "".

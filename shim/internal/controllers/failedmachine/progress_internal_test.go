@@ -2,7 +2,6 @@ package failedmachine
 
 import (
 	"math/rand/v2"
-	"strings"
 	"testing"
 	"time"
 
@@ -44,18 +43,41 @@ func TestStepsAreCountedForwardOnly(t *testing.T) {
 	assert.Empty(t, c.steps)
 }
 
-func TestAClaimThatTheAgentGaveUpHasFailedBeforeItsMachineIsGone(t *testing.T) {
-	releasing := &agentv1alpha1.Claim{
-		NodeGroupId: "fleet/small", Phase: agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING, Reason: "Failed", Message: "no hosts left",
+func TestTheVerdictNamesWhereAndWhy(t *testing.T) {
+	now := timestamppb.Now()
+	for name, c := range map[string]struct {
+		claim  *agentv1alpha1.Claim
+		reason string
+		says   []string
+	}{
+		"failed": {
+			&agentv1alpha1.Claim{
+				Phase: agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING, FailedAt: now, Message: "no hosts left",
+				Machine: &agentv1alpha1.Machine{InfrastructureReason: "OutOfCapacity", InfrastructureMessage: "rack 7"},
+			},
+			"MachineFailed",
+			[]string{"fleet/small", "no hosts left", "OutOfCapacity: rack 7"},
+		},
+		"late": {
+			&agentv1alpha1.Claim{Phase: agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING, Reason: "Late", Message: "no Node in 30m0s"},
+			"Late",
+			[]string{"fleet/small", "no Node in 30m0s"},
+		},
+		"ended, and nothing more is known": {
+			&agentv1alpha1.Claim{Phase: agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED},
+			"ClaimEnded",
+			[]string{"fleet/small", "has ended"},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c.claim.NodeGroupId = "fleet/small"
+			assert.True(t, released(c.claim))
+			reason, message := verdict(c.claim)
+			assert.Equal(t, c.reason, reason)
+			for _, text := range c.says {
+				assert.Contains(t, message, text)
+			}
+		})
 	}
-	if c := (&Controller{}); !c.failed(releasing) {
-		t.Error("the claim has failed")
-	}
-	if text := failure(releasing); !strings.Contains(text, "fleet/small") || !strings.Contains(text, "no hosts left") {
-		t.Errorf("says neither where nor why: %q", text)
-	}
-	releasing.Reason = "ReleaseRequested"
-	if c := (&Controller{}); c.failed(releasing) {
-		t.Error("a release that somebody asked for is no failure")
-	}
+	assert.False(t, released(&agentv1alpha1.Claim{Phase: agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND}))
 }
