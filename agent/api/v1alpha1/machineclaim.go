@@ -113,8 +113,11 @@ type MachineClaimStatus struct {
 	// Machine is past its node deadline. Unset while there is no such statement.
 	// +optional
 	NodeAbsentAt *metav1.Time `json:"nodeAbsentAt,omitempty"`
-	// failedAt is when the agent gave the Machine up: its infrastructure failed, or it made no progress in its time. The
-	// claim is then released by the agent itself, and its node group cools down.
+	// boundAt is when the claim was bound to its Machine: from then on it waits for the Machine's Node.
+	// +optional
+	BoundAt *metav1.Time `json:"boundAt,omitempty"`
+	// failedAt is when the agent gave the Machine up: its infrastructure failed, or it took several times the time for it. The
+	// claim is then released by the agent itself, and its node group cools down. Unset for one that is merely late.
 	// +optional
 	FailedAt *metav1.Time `json:"failedAt,omitempty"`
 	// releasedAt is when the release was asked for.

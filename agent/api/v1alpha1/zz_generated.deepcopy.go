@@ -119,6 +119,10 @@ func (in *MachineClaimStatus) DeepCopyInto(out *MachineClaimStatus) {
 		in, out := &in.NodeAbsentAt, &out.NodeAbsentAt
 		*out = (*in).DeepCopy()
 	}
+	if in.BoundAt != nil {
+		in, out := &in.BoundAt, &out.BoundAt
+		*out = (*in).DeepCopy()
+	}
 	if in.FailedAt != nil {
 		in, out := &in.FailedAt, &out.FailedAt
 		*out = (*in).DeepCopy()

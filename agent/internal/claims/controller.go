@@ -92,9 +92,10 @@ func (g *group) glance(ctx context.Context, s *snapshot) (*decision, error) {
 	defer func() { <-g.lock }()
 	s.spareSince = g.spareSince
 	d := decide(s)
-	// A cache that lags behind must not make the grace period of a spare begin anew.
-	if d.spare {
-		g.noteSpare(d)
+	// A cache that lags behind must not make the grace period of a spare begin anew. One that shows a later ledger does not lag: the
+	// spare went to a claim, which another agent may have served, and the next spare has a grace period of its own.
+	if d.spare || s.seq() > g.spareSeq {
+		g.noteSpare(s, d)
 	}
 	if wait := g.coalesce(s, d); wait > 0 {
 		d.ledger = nil

@@ -74,6 +74,8 @@ const (
 	bind actionKind = "bind"
 	// fail gives a claim's Machine up: the claim is released by the agent itself.
 	fail actionKind = "fail"
+	// timeOut releases a claim whose Machine is late, which the next claim may have.
+	timeOut actionKind = "time-out"
 	// explain notes on a pending claim why its Machine does not come.
 	explain actionKind = "explain"
 	// recreate makes the MachineClaim of a claim again whose object was lost, from its Machine.
@@ -119,6 +121,7 @@ const (
 	ReasonMachineDeleting   = "MachineDeleting"
 	ReasonMachineLost       = "MachineLost"
 	ReasonFailed            = "Failed"
+	ReasonLate              = "Late"
 	ReasonNoRoom            = "NoRoom"
 	ReasonRefused           = "Refused"
 	ReasonNodeGroupGone     = "NodeGroupGone"
@@ -1280,6 +1283,9 @@ func (s *snapshot) actOnReleasing(d *decision, c *v1alpha1.MachineClaim, m *clus
 			reason, message = ReasonMachineLost, "somebody removed the claim's label from its Machine"
 		case m != nil && alive(m):
 			reason, message = ReasonHandedOver, "its Machine had no Node yet and was kept for the next claim"
+			if c.Status.Reason == ReasonLate {
+				message = c.Status.Message + "; the Machine is kept for the next claim"
+			}
 		}
 		d.end(c, reason, message)
 	case m != nil && !alive(m):

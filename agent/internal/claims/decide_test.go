@@ -249,8 +249,10 @@ func TestANoCapacityReasonGivesTheMachineUpAtOnce(t *testing.T) {
 	require.Equal(t, []actionKind{fail}, kinds(d))
 	assert.Contains(t, d.actions[0].event.Message, "InsufficientCapacity: no hosts left")
 
-	s.machines[0].Status.Conditions[0].Reason = "WaitingForHost"
-	assert.Empty(t, kinds(decide(s)))
+	for _, reason := range []string{"WaitingForHost", "InstanceProvisionFailed", "VMProvisionFailed", "Failed", "InsufficientCapacityMaybe"} {
+		s.machines[0].Status.Conditions[0].Reason = reason
+		assert.Empty(t, kinds(decide(s)), reason)
+	}
 }
 
 func TestAFailedClaimsMachineIsNotHandedOver(t *testing.T) {
@@ -261,34 +263,64 @@ func TestAFailedClaimsMachineIsNotHandedOver(t *testing.T) {
 	assert.Contains(t, d.ledger.Releasing, types.UID("a"))
 }
 
-func TestDeadlinesGiveMachinesUp(t *testing.T) {
+func TestALateMachineIsReleasedAndOneThatTakesSeveralDeadlinesFails(t *testing.T) {
 	failure := Failure{ObjectDeadline: time.Minute, ProviderIDDeadline: 2 * time.Minute, NodeDeadline: 3 * time.Minute}
-	ledger := func() *Ledger {
-		return &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}
+	provisioned := func(m *clusterv1.Machine) { m.Spec.ProviderID = "sim://a" }
+	bound := func(change func(*clusterv1.Machine), since time.Duration) func() *snapshot {
+		return func() *snapshot {
+			s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("a", "c", change).withClaim("c", v1alpha1.PhaseBound, "a")
+			s.claims[0].Status.BoundAt = new(metav1.NewTime(s.now.Add(since)))
+			return s
+		}
 	}
 	for name, test := range map[string]struct {
 		make func() *snapshot
-		at   time.Duration
+		at   time.Duration // from when the Machine was made
+		then actionKind
 	}{
-		"no Machine": {func() *snapshot { return scene(1, ledger()).withClaim("c", v1alpha1.PhasePending, "") }, time.Minute},
-		"no provider ID": {func() *snapshot {
-			return scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("a", "c", nil).withClaim("c", v1alpha1.PhaseBound, "a")
-		}, 2 * time.Minute},
-		"no Node": {func() *snapshot {
-			return scene(1, &Ledger{Version: 1, LastReplicas: 1}).
-				withMachine("a", "c", func(m *clusterv1.Machine) { m.Spec.ProviderID = "sim://a" }).withClaim("c", v1alpha1.PhaseBound, "a")
-		}, 3 * time.Minute},
+		"no Machine": {func() *snapshot {
+			return scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).
+				withClaim("c", v1alpha1.PhasePending, "")
+		}, time.Minute, fail},
+		"no provider ID": {bound(nil, 0), 2 * time.Minute, timeOut},
+		"no Node":        {bound(provisioned, 0), 3 * time.Minute, timeOut},
+		"no provider ID, and the claim came later": {bound(nil, time.Minute), 3 * time.Minute, timeOut},
+		"no Node, and the claim came later":        {bound(provisioned, 5*time.Minute), 8 * time.Minute, timeOut},
+		"no provider ID after three claims' time":  {bound(nil, 5*time.Minute), 6 * time.Minute, fail},
+		"no Node after three claims' time":         {bound(provisioned, 8*time.Minute), 9 * time.Minute, fail},
+		"a claim that does not say when it was bound": {func() *snapshot {
+			s := bound(nil, 0)()
+			s.claims[0].Status.BoundAt = nil
+			return s
+		}, 2 * time.Minute, timeOut},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := test.make()
 			s.failure = failure
 			s.now = s.now.Add(test.at - time.Second)
 			early := decide(s)
-			assert.NotContains(t, kinds(early), fail)
+			assert.Empty(t, kinds(early))
 			assert.Equal(t, time.Second, early.again, "and is looked at again in time")
 			s.now = s.now.Add(time.Second)
-			assert.Contains(t, kinds(decide(s)), fail)
+			assert.Equal(t, []actionKind{test.then}, kinds(decide(s)))
 		})
+	}
+}
+
+func TestALateMachineIsTheNextClaimsUntilItHasTakenSeveralDeadlines(t *testing.T) {
+	at := func(age time.Duration) *decision {
+		s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).
+			withMachine("a", "", nil).withClaim("c", v1alpha1.PhasePending, "")
+		s.failure = Failure{ProviderIDDeadline: 2 * time.Minute}
+		s.now = s.now.Add(age)
+		s.claims[0].CreationTimestamp = metav1.NewTime(s.now)
+		return decide(s)
+	}
+	late := at(6*time.Minute - time.Second)
+	require.NotNil(t, late.ledger)
+	assert.Equal(t, "a", late.ledger.Pending["c"].Machine)
+	if hopeless := at(6 * time.Minute); hopeless.ledger != nil {
+		assert.Empty(t, hopeless.ledger.Pending["c"].Machine)
 	}
 }
 

@@ -21,14 +21,19 @@ type Failure struct {
 	Reasons []string
 	// ObjectDeadline is how long a claim waits for a Machine object; zero means for ever.
 	ObjectDeadline time.Duration
-	// ProviderIDDeadline is how long a Machine may take from its creation to its provider ID; zero means for ever.
+	// ProviderIDDeadline is how long a claim that is bound waits for its Machine's provider ID; zero means for ever.
 	ProviderIDDeadline time.Duration
-	// NodeDeadline is how long a Machine may take from its creation to its Node; zero means for ever.
+	// NodeDeadline is how long a claim that is bound waits for its Machine's Node; zero means for ever.
 	NodeDeadline time.Duration
 	// CoolDown is how long a node group takes no claims after one failed there. It follows from the failed claims
 	// themselves, and so survives a restart; longer than they are remembered it cannot be.
 	CoolDown time.Duration
 }
+
+// patience is how many deadlines a Machine may take from its creation. Until then it is late for a claim that it keeps waiting,
+// and goes to the next one, so that machines that are slow, but come, are not thrown away. After that it has failed. By default
+// that is an hour to the provider ID, which is also how long the shim waits for a machine that gets on.
+const patience = 3
 
 // final reports whether a reason that the Machine's infrastructure gives means that it will not come.
 func (f Failure) final(m *clusterv1.Machine, reason string) bool {
@@ -59,13 +64,15 @@ func (s *snapshot) gone(m *clusterv1.Machine) bool {
 	return what != "" && !hasNode(m) && s.now.Sub(since) >= missingAfter
 }
 
-// judge gives the claim's Machine (nil when there is none yet) up if it failed or is too late, and reports whether it did. A
-// claim that only waits is told why, where Cluster API says why.
+// judge releases the claim if its Machine (nil when there is none yet) failed or is late, and reports whether it did. A claim that
+// only waits is told why, where Cluster API says why. A Machine that is late goes to the next claim; that no Machine object was
+// made is a failure, as there is nothing to hand over.
 func (s *snapshot) judge(d *decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine) bool {
 	if m != nil && hasNode(m) {
 		return false
 	}
 	var why string
+	verdict, reason := fail, ReasonFailed
 	switch {
 	case m == nil:
 		why = s.late(d, c.CreationTimestamp.Time, s.failure.ObjectDeadline, "no Machine was created")
@@ -81,44 +88,60 @@ func (s *snapshot) judge(d *decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 		}
 	case s.gone(m):
 		why, _ = missing(m)
-	case m.Spec.ProviderID == "":
+	default:
 		if what, since := missing(m); what != "" {
 			d.wake(missingAfter - s.now.Sub(since))
 		}
-		reason, message := infrastructureTrouble(m)
-		if s.failure.final(m, reason) {
-			why = fmt.Sprintf("the infrastructure of Machine %s reports %s: %s", m.Name, reason, message)
+		trouble, message := infrastructureTrouble(m)
+		if m.Spec.ProviderID == "" && s.failure.final(m, trouble) {
+			why = fmt.Sprintf("the infrastructure of Machine %s reports %s: %s", m.Name, trouble, message)
 			break
 		}
-		why = s.late(d, m.CreationTimestamp.Time, s.failure.ProviderIDDeadline, "Machine "+m.Name+" got no provider ID")
-		if why != "" && reason != "" {
-			why += fmt.Sprintf("; its infrastructure reports %s: %s", reason, message)
+		what, deadline := s.awaited(m)
+		if why = s.late(d, m.CreationTimestamp.Time, patience*deadline, what); why == "" {
+			verdict, reason = timeOut, ReasonLate
+			why = s.late(d, boundAt(c, m), deadline, what)
 		}
-	default:
-		why = s.late(d, m.CreationTimestamp.Time, s.failure.NodeDeadline, "no Node joined for Machine "+m.Name)
+		if why != "" && trouble != "" {
+			why += fmt.Sprintf("; its infrastructure reports %s: %s", trouble, message)
+		}
 	}
 	if why == "" {
 		return false
 	}
-	d.actions = append(d.actions, action{kind: fail, claim: c, machine: m, event: v1alpha1.Event{Reason: ReasonFailed, Message: why}})
+	d.actions = append(d.actions, action{kind: verdict, claim: c, machine: m, event: v1alpha1.Event{Reason: reason, Message: why}})
 	return true
+}
+
+// awaited says what the Machine has not got yet, and how long a claim waits for it.
+func (s *snapshot) awaited(m *clusterv1.Machine) (what string, deadline time.Duration) {
+	if m.Spec.ProviderID == "" {
+		return "Machine " + m.Name + " got no provider ID", s.failure.ProviderIDDeadline
+	}
+	return "no Node joined for Machine " + m.Name, s.failure.NodeDeadline
+}
+
+// boundAt returns since when the claim waits for the Machine: since it was bound to one that had been made for another claim.
+func boundAt(c *v1alpha1.MachineClaim, m *clusterv1.Machine) time.Time {
+	if at := c.Status.BoundAt; at != nil && at.After(m.CreationTimestamp.Time) {
+		return at.Time
+	}
+	return m.CreationTimestamp.Time
 }
 
 // hopeless reports whether the Machine is known not to come: no claim should be given it.
 func (s *snapshot) hopeless(m *clusterv1.Machine) bool {
-	late := func(deadline time.Duration) bool {
-		return deadline > 0 && s.now.Sub(m.CreationTimestamp.Time) >= deadline
-	}
 	switch {
 	case hasNode(m):
 		return false
 	case s.gone(m):
 		return true
-	case m.Spec.ProviderID != "":
-		return late(s.failure.NodeDeadline)
+	}
+	if _, deadline := s.awaited(m); deadline > 0 && s.now.Sub(m.CreationTimestamp.Time) >= patience*deadline {
+		return true
 	}
 	reason, _ := infrastructureTrouble(m)
-	return late(s.failure.ProviderIDDeadline) || s.failure.final(m, reason)
+	return m.Spec.ProviderID == "" && s.failure.final(m, reason)
 }
 
 // late returns what has not happened when the time for it is over, else "" after asking to be woken in time.

@@ -51,6 +51,7 @@ type group struct {
 	wanted     time.Time // since when such a write is put off; zero when none is
 	unfinished int       // how many such writes in a row left something for another one
 	failures   int       // how many runs in a row ended because a write on another object failed
+	spareSeq   int64     // the ledger's, when the spare was first seen
 }
 
 type outcome struct {
@@ -179,7 +180,7 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 		}
 		s.spareSince = g.spareSince
 		d := decide(s)
-		g.noteSpare(d)
+		g.noteSpare(s, d)
 
 		wait := g.coalesce(s, d)
 		if d.ledger != nil && wait == 0 {
@@ -348,12 +349,12 @@ func (s *snapshot) newlyNamed(next *Ledger, ready bool) bool {
 	return false
 }
 
-func (g *group) noteSpare(d *decision) {
+func (g *group) noteSpare(s *snapshot, d *decision) {
 	switch {
 	case !d.spare:
 		g.spareSince = time.Time{}
 	case g.spareSince.IsZero():
-		g.spareSince = g.engine.Clock.Now()
+		g.spareSince, g.spareSeq = g.engine.Clock.Now(), s.seq()
 	}
 }
 

@@ -297,6 +297,7 @@ func (w *world) machineStep(m *clusterv1.Machine) {
 	group := m.Labels[clusterv1.MachineDeploymentNameLabel]
 	old := setOf(m) != fmt.Sprintf("%s-%d", group, w.templates[group])
 	switch {
+	case alive(m) && w.slow != nil && w.slow(m):
 	case alive(m) && m.Spec.ProviderID == "":
 		m.Spec.ProviderID = "sim://" + m.Name
 		w.must(w.hub.update(m, false))

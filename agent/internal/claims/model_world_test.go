@@ -54,6 +54,8 @@ type world struct {
 	busy      map[string]bool
 	templates map[string]int
 	blocked   map[string]bool // groups whose MachineSets can make no Machines
+	// slow reports whether a Machine's infrastructure still takes its time; nil is never.
+	slow func(*clusterv1.Machine) bool
 	// surge are the Machines that a rollout made while it ran.
 	surge map[types.UID]bool
 	// joined counts events up to the Node's joining; tainted Nodes still carry the unregistered taint.

@@ -82,6 +82,14 @@ func (s *snapshot) index() {
 	}
 }
 
+// seq returns the ledger's, zero when there is none.
+func (s *snapshot) seq() int64 {
+	if s.ledger == nil {
+		return 0
+	}
+	return s.ledger.Seq
+}
+
 func (s *snapshot) machine(uid types.UID) *clusterv1.Machine { return s.byUID[uid] }
 
 // named returns the Machine of that name, or nil.

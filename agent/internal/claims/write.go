@@ -208,8 +208,8 @@ func (e *Engine) do(ctx context.Context, a action) error {
 		return e.recreate(ctx, a.machine)
 	case restore:
 		return e.restore(ctx, a)
-	case fail:
-		return e.failClaim(ctx, a)
+	case fail, timeOut:
+		return e.takeBack(ctx, a)
 	case bind:
 		return e.bind(ctx, a)
 	case label:
@@ -257,6 +257,7 @@ func (e *Engine) bind(ctx context.Context, a action) error {
 	c := a.claim.DeepCopy()
 	c.Status.Phase = v1alpha1.PhaseBound
 	c.Status.Machine = &v1alpha1.MachineReference{Name: a.machine.Name, UID: a.machine.UID, ProviderID: a.machine.Spec.ProviderID}
+	c.Status.BoundAt = new(metav1.NewTime(e.Clock.Now()))
 	e.note(c, v1alpha1.Event{Reason: ReasonBound, Message: "bound to Machine " + a.machine.Name})
 	if err := e.Client.Status().Update(ctx, c); err != nil {
 		return err
@@ -291,6 +292,9 @@ func (e *Engine) restore(ctx context.Context, a action) error {
 	}
 	c.Status.Machine = &v1alpha1.MachineReference{
 		Name: a.machine.Name, UID: a.machine.UID, ProviderID: a.machine.Spec.ProviderID, NodeName: a.machine.Status.NodeRef.Name,
+	}
+	if c.Status.BoundAt == nil {
+		c.Status.BoundAt = new(metav1.NewTime(e.Clock.Now()))
 	}
 	if c.Status.FailedAt == nil { // why it failed matters more
 		e.note(c, v1alpha1.Event{Reason: ReasonBound, Message: "its status was lost; bound to Machine " + a.machine.Name + " by that one's label"})
@@ -434,18 +438,23 @@ func change(path func(key string) string, before, after map[string]string, furth
 	return append(tests, changes...)
 }
 
-// failClaim begins the release of a claim whose Machine is given up.
-func (e *Engine) failClaim(ctx context.Context, a action) error {
+// takeBack begins the release of a claim whose Machine failed or is late. Only a failure keeps the Machine from the next claim and
+// cools the node group down.
+func (e *Engine) takeBack(ctx context.Context, a action) error {
 	c := a.claim.DeepCopy()
 	now := metav1.NewTime(e.Clock.Now())
 	c.Status.Phase = v1alpha1.PhaseReleasing
-	c.Status.FailedAt, c.Status.ReleasedAt = &now, &now
+	c.Status.ReleasedAt = &now
+	if a.kind == fail {
+		c.Status.FailedAt = &now
+	}
 	e.note(c, a.event)
 	if err := e.Client.Status().Update(ctx, c); err != nil {
 		return err
 	}
 	e.event(c, a.event.Reason, "GiveUp", a.event.Message)
-	log.FromContext(ctx).Info("gave a machine up", "claim", c.Spec.ClaimID, "name", c.Spec.DisplayName, "cause", a.event.Message)
+	log.FromContext(ctx).Info("took a claim back", "claim", c.Spec.ClaimID, "name", c.Spec.DisplayName, "reason", a.event.Reason,
+		"cause", a.event.Message)
 	return nil
 }
 

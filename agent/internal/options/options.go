@@ -68,8 +68,8 @@ type Options struct {
 	// FailureReasons are the reasons of a Machine's InfrastructureReady condition that give the machine up, of any infrastructure
 	// or, as <kind>/<reason>, of one.
 	FailureReasons []string
-	// MachineObjectDeadline, MachineProviderIDDeadline and MachineNodeDeadline are how long a claim waits for its Machine, and
-	// the Machine may take to its provider ID and to its Node; 0 waits for ever.
+	// MachineObjectDeadline, MachineProviderIDDeadline and MachineNodeDeadline are how long a claim waits for its Machine, for that
+	// Machine's provider ID and for its Node; 0 waits for ever.
 	MachineObjectDeadline, MachineProviderIDDeadline, MachineNodeDeadline time.Duration
 	// FailureCoolDown is how long a node group takes no claims after one failed there; 0 for not.
 	FailureCoolDown time.Duration
@@ -104,7 +104,7 @@ func New() *Options {
 		SyncTokenLifetime:      10 * time.Minute,
 		FailureReasons: []string{
 			"InsufficientCapacity", "InsufficientInstanceCapacity", "InsufficientHostCapacity", "InsufficientResources",
-			"OutOfCapacity", "QuotaExceeded", "ZoneResourcePoolExhausted", "SkuNotAvailable", "AllocationFailed", "NoAvailableHost",
+			"OutOfCapacity", "QuotaExceeded", "ZoneResourcePoolExhausted", "SkuNotAvailable", "AzureMachine/AllocationFailed", "NoAvailableHost",
 		},
 		MachineObjectDeadline:     5 * time.Minute,
 		MachineProviderIDDeadline: 20 * time.Minute,
@@ -159,13 +159,16 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 		"How long after a holder listed its claims its live set may arrive.")
 	flags.StringSliceVar(&o.FailureReasons, "failure-reasons", o.FailureReasons,
 		"Reasons of a Machine's InfrastructureReady condition that mean it will not come, as the infrastructure provider writes them. "+
-			"AWSMachine/InsufficientCapacity holds for Machines of that kind of infrastructure only.")
+			"AWSMachine/InsufficientCapacity holds for Machines of that kind of infrastructure only. Any other reason, such as "+
+			"InstanceProvisionFailed, which stands for errors that pass as well, gives nothing up.")
 	flags.DurationVar(&o.MachineObjectDeadline, "machine-object-deadline", o.MachineObjectDeadline,
 		"How long a claim waits for its Machine object before it fails. 0 waits for ever.")
 	flags.DurationVar(&o.MachineProviderIDDeadline, "machine-provider-id-deadline", o.MachineProviderIDDeadline,
-		"How long a Machine may take to its provider ID before its claim fails. 0 waits for ever.")
+		"How long a claim waits for its Machine's provider ID before it is released as late; the next claim gets the Machine then. A "+
+			"Machine that takes three times as long fails. 0 waits for ever.")
 	flags.DurationVar(&o.MachineNodeDeadline, "machine-node-deadline", o.MachineNodeDeadline,
-		"How long a Machine may take to its Node before its claim fails. 0 waits for ever.")
+		"How long a claim waits for its Machine's Node before it is released as late; the next claim gets the Machine then. A Machine "+
+			"that takes three times as long fails. 0 waits for ever.")
 	flags.DurationVar(&o.FailureCoolDown, "failure-cool-down", o.FailureCoolDown,
 		"How long a node group takes no claims after one failed there. 0 for not. At most --tombstone-retention.")
 	flags.StringVar(&o.PriceList, "price-list", o.PriceList,

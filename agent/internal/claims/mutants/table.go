@@ -319,7 +319,7 @@ var mutants = []mutant{
 	{name: "recovery merely un-pauses", test: "TestAPausedStepThatSomebodyLeftIsCompleted", edits: []edit{
 		{"group.go", "	spareSince time.Time\n	lastQuiet", "	recovered  bool\n	spareSince time.Time\n	lastQuiet"},
 		{
-			"group.go", "		s.spareSince = g.spareSince\n		d := decide(s)\n		g.noteSpare(d)\n",
+			"group.go", "		s.spareSince = g.spareSince\n		d := decide(s)\n		g.noteSpare(s, d)\n",
 			"		s.spareSince = g.spareSince\n		d := decide(s)\n" +
 				"		if !g.recovered && s.ledger != nil && s.md.Annotations[clusterv1.PausedAnnotation] == v1alpha1.PausedByAgent {\n" +
 				"			d = &decision{ledger: s.ledger.clone(), replicas: s.group.Replicas, pause: pauseRemove, urgent: true}\n" +
@@ -331,7 +331,7 @@ var mutants = []mutant{
 				"			}\n" +
 				"		}\n" +
 				"		g.recovered = true\n" +
-				"		g.noteSpare(d)\n",
+				"		g.noteSpare(s, d)\n",
 		},
 	}},
 	{name: "a MachineSet is lowered before the pause is observed", edits: []edit{
@@ -444,6 +444,22 @@ var mutants = []mutant{
 		{"engine.go", "c.CurrentPhase() == v1alpha1.PhaseEnded || h(c.Spec.Holder) {\n", "c.CurrentPhase() == v1alpha1.PhaseEnded || true {\n"},
 	}},
 
+	{name: "a late Machine fails its claim", test: "TestALateMachineComesInTheEnd", edits: []edit{
+		{"failure.go", "			verdict, reason = timeOut, ReasonLate\n", ""},
+	}},
+	{name: "a Machine that was handed over is late for its next claim at once", test: "TestALateMachineIsReleasedAndOneThatTakesSeveralDeadlinesFails", edits: []edit{
+		{"failure.go", "at != nil && at.After(m.CreationTimestamp.Time)", "at != nil && at.Before(&m.CreationTimestamp)"},
+	}},
+	{name: "a late Machine is nobody's next", test: "TestALateMachineIsTheNextClaimsUntilItHasTakenSeveralDeadlines", edits: []edit{
+		{"failure.go", "deadline > 0 && s.now.Sub(m.CreationTimestamp.Time) >= patience*deadline", "deadline > 0 && s.now.Sub(m.CreationTimestamp.Time) >= deadline"},
+	}},
+	{name: "a Machine that never comes is always late", test: "TestAMachineThatNeverComesIsGivenUpInTheEnd", edits: []edit{
+		{"failure.go", "if why = s.late(d, m.CreationTimestamp.Time, patience*deadline, what); why == \"\" {", "{"},
+		{"failure.go", ">= patience*deadline {", "< 0 {"},
+	}},
+	{name: "a spare has the grace period of the one before it", test: "TestALateMachineComesInTheEnd", edits: []edit{
+		{"controller.go", "if d.spare || s.seq() > g.spareSeq {", "if d.spare {"},
+	}},
 	{name: "a claim that is restored forgets why it failed", test: "TestARestoredClaimThatFailedKeepsItsReason", edits: []edit{
 		{"write.go", "	if c.Status.FailedAt == nil { // why it failed matters more\n", "	{\n"},
 	}},

@@ -1,0 +1,150 @@
+package claims
+
+import (
+	"context"
+	"fmt"
+	"testing"
+	"time"
+
+	"pgregory.net/rapid"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+)
+
+// slowWorld is a hub whose machines take their time, and a caller that wants one of them: whenever its claim is taken back it makes
+// another one, as Karpenter does.
+type slowWorld struct {
+	*world
+	deadline time.Duration
+	// patient is how long the caller itself waits before it releases its claim; zero leaves that to the agent.
+	patient time.Duration
+	claim   string
+	made    time.Time
+	count   int
+}
+
+func newSlowWorld(t *rapid.T, takes func(*clusterv1.Machine) time.Duration) *slowWorld {
+	w := &slowWorld{
+		world:    newWorld(t, worldOptions{groups: 1, strategy: clusterv1.RollingUpdateMachineDeploymentStrategyType}),
+		deadline: 15 * time.Minute,
+	}
+	if rapid.Bool().Draw(t, "the caller releases") {
+		w.patient = w.deadline
+	}
+	w.fair = true
+	w.slow = func(m *clusterv1.Machine) bool {
+		// One that joins between two claims is the next one's only where its holder reports it as unregistered.
+		return w.clock.Since(m.CreationTimestamp.Time) < takes(m) || claimOf(m) == ""
+	}
+	for _, p := range w.agents {
+		p.engine.Failure = Failure{ProviderIDDeadline: w.deadline, NodeDeadline: w.deadline, CoolDown: 3 * time.Minute}
+	}
+	return w
+}
+
+// tick is how long callers take to come again: less than the grace period of a spare.
+const tick = 40 * time.Second
+
+// pass lets a tick pass, with two agents.
+func (w *slowWorld) pass() {
+	if c := w.claims()[w.claim]; c == nil || !w.waits(c) {
+		w.count++
+		w.claim, w.made = fmt.Sprintf("c%d", w.count), w.clock.Now()
+		w.owners[w.claim] = &owner{excused: true} // its claim may be taken back
+		w.asAgent(w.count%2, func(ctx context.Context, agent *Engine) error {
+			_, err := agent.Create(ctx, Request{
+				Namespace: namespace, Cluster: clusterName, ID: w.claim, Holder: holder, Candidates: []string{w.groups[0]},
+			})
+			return err
+		})
+	} else if w.patient > 0 && !w.served() && w.clock.Since(w.made) >= w.patient {
+		w.asAgent(w.count%2, func(ctx context.Context, agent *Engine) error {
+			_, err := agent.Release(ctx, Key{namespace, clusterName, w.claim}, ReleaseOptions{})
+			return err
+		})
+	}
+	for e := range w.agents {
+		for _, k := range allKinds {
+			w.agents[e].caches[k] = w.hub.snapshot(k)
+		}
+		w.agentReconciles(e, w.groups[0])
+	}
+	w.controllers(w.groups[0])
+	w.clock.Step(tick)
+}
+
+func (w *slowWorld) waits(c *v1alpha1.MachineClaim) bool {
+	phase := c.CurrentPhase()
+	return phase == v1alpha1.PhasePending || phase == v1alpha1.PhaseBound
+}
+
+func (w *slowWorld) failed() int {
+	n := 0
+	for _, c := range w.claims() {
+		if c.Status.FailedAt != nil {
+			n++
+		}
+	}
+	return n
+}
+
+func (w *slowWorld) served() bool {
+	for _, m := range w.machines(w.groups[0]) {
+		if hasNode(m) && claimOf(m) == w.claim {
+			return true
+		}
+	}
+	return false
+}
+
+// A machine that takes longer than a claim waits is kept for the claims that come next, until it comes: 25 minutes with a deadline
+// of 15, and whatever else takes less than [patience] deadlines.
+func TestALateMachineComesInTheEnd(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		takes := time.Duration(rapid.IntRange(1, patience*15-3).Draw(t, "minutes")) * time.Minute
+		w := newSlowWorld(t, func(*clusterv1.Machine) time.Duration { return takes })
+		for range takes/tick + 6 {
+			w.pass()
+		}
+		if !w.served() {
+			t.Fatalf("a machine that takes %s serves nobody after %d claims\n%s", takes, w.count, w.describe())
+		}
+		if machines := w.machines(w.groups[0]); len(machines) != 1 || w.failed() != 0 {
+			t.Fatalf("there are %d machines, and %d claims failed\n%s", len(machines), w.failed(), w.describe())
+		}
+	})
+}
+
+// A machine that never comes is removed in bounded time, its node group cools down, and the next claim gets another machine.
+func TestAMachineThatNeverComesIsGivenUpInTheEnd(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		const never = 1000 * time.Hour
+		provisioned := rapid.Bool().Draw(t, "it has a provider ID")
+		var first *clusterv1.Machine
+		w := newSlowWorld(t, func(m *clusterv1.Machine) time.Duration {
+			if first == nil {
+				first = m
+			}
+			if m.UID != first.UID || provisioned && m.Spec.ProviderID == "" {
+				return 0
+			}
+			return never
+		})
+		w.pass()
+		for w.clock.Since(first.CreationTimestamp.Time) < patience*w.deadline+10*time.Minute {
+			w.pass()
+		}
+		for _, m := range w.machines(w.groups[0]) {
+			if m.UID == first.UID {
+				t.Fatalf("it is still there after %d claims\n%s", w.count, w.describe())
+			}
+		}
+		if w.failed() != 1 {
+			t.Fatalf("%d claims failed with it\n%s", w.failed(), w.describe())
+		}
+		if !w.served() {
+			t.Fatalf("no other machine came in its place\n%s", w.describe())
+		}
+	})
+}
