@@ -95,7 +95,7 @@ func run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	catalogue := catalogue.New(nodeGroups, op.GetClient(), opts.UnavailableOfferingTTL)
+	catalogue := catalogue.New(op.Clock, nodeGroups, op.GetClient(), opts.UnavailableOfferingTTL)
 	if err := catalogue.Watch(ctx, op.GetCache()); err != nil {
 		return err
 	}
@@ -113,6 +113,7 @@ func run(ctx context.Context) error {
 		Catalogue: catalogue,
 		Overlays:  op.InstanceTypeStore,
 		Timeout:   opts.AgentTimeout,
+		Clock:     op.Clock,
 	})
 	undecorated := metrics.Decorate(provider)
 	decorated := overlay.Decorate(undecorated, op.GetClient(), op.InstanceTypeStore)

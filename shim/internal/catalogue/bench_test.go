@@ -9,6 +9,7 @@ import (
 
 	"google.golang.org/protobuf/proto"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/clock"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
@@ -52,7 +53,7 @@ func BenchmarkRebuild(b *testing.B) {
 					Availability: &agentv1alpha1.Availability{Available: true},
 				})
 			}
-			c := New(mirror, cached{}, time.Minute)
+			c := New(clock.RealClock{}, mirror, cached{}, time.Minute)
 			if err := c.rebuild(b.Context()); err != nil {
 				b.Fatal(err)
 			}

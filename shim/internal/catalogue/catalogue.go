@@ -21,6 +21,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/apimachinery/pkg/util/sets"
 	toolscache "k8s.io/client-go/tools/cache"
+	"k8s.io/utils/clock"
 	ctrlcache "sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/log"
@@ -44,6 +45,7 @@ type NodeGroups interface {
 
 // Catalogue answers what can be scheduled on. It is safe for concurrent use.
 type Catalogue struct {
+	clock       clock.PassiveClock
 	nodeGroups  NodeGroups
 	kube        client.Reader
 	unavailable *cache.Cache
@@ -58,6 +60,8 @@ type Catalogue struct {
 	groups map[*agentv1alpha1.NodeGroup]prepared
 	views  map[string]view
 	built  instancetype.Built
+	gone   map[string]time.Time
+	prices map[string]float64
 }
 
 // view is how a node class sees groups, and what it made of each so far.
@@ -76,8 +80,9 @@ type prepared struct {
 
 // New returns a catalogue of the node groups in the mirror. kube reads ClusterAPINodeClasses and NodeClaims, from a cache.
 // unavailableTTL is how long a group is left alone after [Catalogue.MarkUnavailable].
-func New(nodeGroups NodeGroups, kube client.Reader, unavailableTTL time.Duration) *Catalogue {
+func New(clk clock.PassiveClock, nodeGroups NodeGroups, kube client.Reader, unavailableTTL time.Duration) *Catalogue {
 	c := &Catalogue{
+		clock:       clk,
 		nodeGroups:  nodeGroups,
 		kube:        kube,
 		unavailable: cache.New(unavailableTTL, min(unavailableTTL, time.Second)),
@@ -86,6 +91,8 @@ func New(nodeGroups NodeGroups, kube client.Reader, unavailableTTL time.Duration
 		groups:      map[*agentv1alpha1.NodeGroup]prepared{},
 		views:       map[string]view{},
 		built:       instancetype.Built{},
+		gone:        map[string]time.Time{},
+		prices:      map[string]float64{},
 	}
 	c.unavailable.OnEvicted(func(string, any) { c.Refresh() })
 	return c
@@ -149,8 +156,11 @@ func (c *Catalogue) Changes() <-chan struct{} {
 	return listener
 }
 
-// Watch makes changes of node classes refresh the catalogue.
+// Watch makes changes of node classes refresh the catalogue, and NodeClaims that remember what none has remembered before.
 func (c *Catalogue) Watch(ctx context.Context, informers ctrlcache.Informers) error {
+	if err := c.watchNodeClaims(ctx, informers); err != nil {
+		return fmt.Errorf("watching node claims: %w", err)
+	}
 	informer, err := informers.GetInformer(ctx, &v1alpha1.ClusterAPINodeClass{}, ctrlcache.BlockUntilSynced(false))
 	if err != nil {
 		return fmt.Errorf("watching node classes: %w", err)
@@ -167,6 +177,26 @@ func (c *Catalogue) Watch(ctx context.Context, informers ctrlcache.Informers) er
 		},
 		DeleteFunc: func(any) { c.Refresh() },
 	})
+	return err
+}
+
+func (c *Catalogue) watchNodeClaims(ctx context.Context, informers ctrlcache.Informers) error {
+	informer, err := informers.GetInformer(ctx, &karpv1.NodeClaim{}, ctrlcache.BlockUntilSynced(false))
+	if err != nil {
+		return err
+	}
+	known := sets.New[memory]() // an informer calls its handlers one after the other
+	look := func(object any) {
+		nodeClaim, ok := object.(*karpv1.NodeClaim)
+		if !ok {
+			return
+		}
+		if m, some := memoryOf(nodeClaim); some && !known.Has(m) {
+			known.Insert(m)
+			c.Refresh()
+		}
+	}
+	_, err = informer.AddEventHandler(toolscache.ResourceEventHandlerFuncs{AddFunc: look, UpdateFunc: func(_, now any) { look(now) }})
 	return err
 }
 
@@ -209,15 +239,17 @@ func (c *Catalogue) rebuild(ctx context.Context) error {
 	if err := c.kube.List(ctx, classes); err != nil {
 		return fmt.Errorf("listing node classes: %w", err)
 	}
-	zones, err := c.observedZones(ctx)
-	if err != nil {
-		return err
+	claims := &karpv1.NodeClaimList{}
+	if err := c.kube.List(ctx, claims, client.UnsafeDisableDeepCopy); err != nil {
+		return fmt.Errorf("listing node claims: %w", err)
 	}
+	zones := c.observedZones(claims.Items)
 	groups, unusable, invalid := c.prepare(ctx)
 	snapshot := newSnapshot(groups, unusable, invalid, instancetype.Conditions{
 		Available:     c.frozenAvailability(groups),
 		ObservedZones: func(g *instancetype.Group) []string { return zones[g.ID] },
 	})
+	c.remember(snapshot, claims.Items)
 	built, views := instancetype.Built{}, make(map[string]view, len(classes.Items))
 	for i := range classes.Items {
 		class := &classes.Items[i]
@@ -306,16 +338,66 @@ func (c *Catalogue) frozenAvailability(groups []*instancetype.Group) func(*insta
 	return func(g *instancetype.Group) bool { return g.Available && available[g.ID] }
 }
 
+// memory is what a NodeClaim remembers of where its machine came from.
+type memory struct {
+	nodeClass, nodeGroup             string
+	instanceType, zone, capacityType string
+}
+
+// memoryOf returns what the NodeClaim remembers, and false while it has no machine yet.
+func memoryOf(nodeClaim *karpv1.NodeClaim) (memory, bool) {
+	ref := nodeClaim.Spec.NodeClassRef
+	if ref == nil || ref.Group != v1alpha1.Group || nodeClaim.Annotations[v1alpha1.NodeGroupAnnotation] == "" {
+		return memory{}, false
+	}
+	m := memory{
+		nodeClass:    ref.Name,
+		nodeGroup:    nodeClaim.Annotations[v1alpha1.NodeGroupAnnotation],
+		instanceType: nodeClaim.Labels[corev1.LabelInstanceTypeStable],
+		zone:         nodeClaim.Labels[corev1.LabelTopologyZone],
+		capacityType: nodeClaim.Labels[karpv1.CapacityTypeLabelKey],
+	}
+	return m, m.instanceType != "" && m.capacityType != ""
+}
+
+// remember puts into the snapshot what NodeClaims remember, with the last price that was known of each node group, and since when
+// the agent has not known the group any more.
+func (c *Catalogue) remember(snapshot *Snapshot, nodeClaims []karpv1.NodeClaim) {
+	gone, prices := map[string]time.Time{}, map[string]float64{}
+	memories := map[memory]bool{}
+	for i := range nodeClaims {
+		if m, ok := memoryOf(&nodeClaims[i]); ok {
+			memories[m] = true
+		}
+	}
+	for m := range memories {
+		if price, ok := c.prices[m.nodeGroup]; ok {
+			prices[m.nodeGroup] = price
+		}
+		if group, ok := snapshot.Group(m.nodeGroup); ok && group.PriceRefused == "" {
+			prices[m.nodeGroup] = group.Price
+		}
+		if _, ok := snapshot.Source(m.nodeGroup); !ok {
+			since, before := c.gone[m.nodeGroup]
+			gone[m.nodeGroup] = lo.Ternary(before, since, c.clock.Now())
+		}
+		snapshot.remembered[m.nodeClass] = append(snapshot.remembered[m.nodeClass], instancetype.Remembered{
+			InstanceType: m.instanceType, Zone: m.zone, CapacityType: m.capacityType, Price: prices[m.nodeGroup],
+		})
+	}
+	for nodeClass, remembered := range snapshot.remembered {
+		snapshot.remembered[nodeClass] = instancetype.Remember(remembered)
+	}
+	snapshot.gone = gone
+	c.gone, c.prices = gone, prices
+}
+
 // observedZones returns, by node group, the zones that its machines are in: those told since the process started, and those
 // that NodeClaims remember.
-func (c *Catalogue) observedZones(ctx context.Context) (map[string][]string, error) {
-	claims := &karpv1.NodeClaimList{}
-	if err := c.kube.List(ctx, claims, client.UnsafeDisableDeepCopy); err != nil {
-		return nil, fmt.Errorf("listing node claims: %w", err)
-	}
+func (c *Catalogue) observedZones(nodeClaims []karpv1.NodeClaim) map[string][]string {
 	zones := map[string]sets.Set[string]{}
-	for i := range claims.Items {
-		group, zone := claims.Items[i].Annotations[v1alpha1.NodeGroupAnnotation], claims.Items[i].Labels[corev1.LabelTopologyZone]
+	for i := range nodeClaims {
+		group, zone := nodeClaims[i].Annotations[v1alpha1.NodeGroupAnnotation], nodeClaims[i].Labels[corev1.LabelTopologyZone]
 		if group == "" || zone == instancetype.ZoneNone {
 			continue
 		}
@@ -329,7 +411,7 @@ func (c *Catalogue) observedZones(ctx context.Context) (map[string][]string, err
 	for group, observed := range c.zones {
 		zones[group] = zones[group].Union(observed)
 	}
-	return lo.MapValues(zones, func(z sets.Set[string], _ string) []string { return sets.List(z) }), nil
+	return lo.MapValues(zones, func(z sets.Set[string], _ string) []string { return sets.List(z) })
 }
 
 func (c *Catalogue) notify() {

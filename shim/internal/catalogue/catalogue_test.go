@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/clock"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/cloudprovider"
 
@@ -86,7 +87,7 @@ func TestTheLastKnownGoodStaysWhileTheAgentIsAway(t *testing.T) {
 func TestThereIsNoSnapshotBeforeTheAgentWasHeardOf(t *testing.T) {
 	kube := shimtest.New(t, nil).Kube
 	w := shimtest.New(t, nil)
-	unheard := catalogue.New(w.Client.MirrorNodeGroups(w.Cluster), kube, time.Minute) // a mirror that nobody runs
+	unheard := catalogue.New(clock.RealClock{}, w.Client.MirrorNodeGroups(w.Cluster), kube, time.Minute) // a mirror that nobody runs
 	go func() { _ = unheard.Start(t.Context()) }()
 	unheard.Refresh()
 	assert.Nil(t, unheard.Snapshot())

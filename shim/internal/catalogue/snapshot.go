@@ -4,9 +4,9 @@ import (
 	"fmt"
 	"maps"
 	"slices"
-	"strings"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/samber/lo"
 	corev1 "k8s.io/api/core/v1"
@@ -23,22 +23,36 @@ import (
 type Snapshot struct {
 	groups     []*instancetype.Group
 	byID       map[string]*instancetype.Group
+	sources    map[string]*agentv1alpha1.NodeGroup
 	unusable   []*agentv1alpha1.NodeGroup
 	invalid    map[string]error
 	classes    map[string]*Class
 	conditions instancetype.Conditions
+	// remembered is what NodeClaims remember, by node class.
+	remembered map[string][]instancetype.Remembered
+	// gone says of node groups that NodeClaims remember, and that the agent does not know, since when it does not.
+	gone map[string]time.Time
 }
 
 func newSnapshot(
 	groups []*instancetype.Group, unusable []*agentv1alpha1.NodeGroup, invalid map[string]error, conditions instancetype.Conditions,
 ) *Snapshot {
+	sources := make(map[string]*agentv1alpha1.NodeGroup, len(groups)+len(unusable))
+	for _, g := range groups {
+		sources[g.ID] = g.Source
+	}
+	for _, source := range unusable {
+		sources[source.GetId()] = source
+	}
 	return &Snapshot{
 		unusable:   unusable,
 		groups:     groups,
 		byID:       lo.KeyBy(groups, func(g *instancetype.Group) string { return g.ID }),
 		invalid:    invalid,
+		sources:    sources,
 		classes:    map[string]*Class{},
 		conditions: conditions,
+		remembered: map[string][]instancetype.Remembered{},
 	}
 }
 
@@ -46,6 +60,19 @@ func newSnapshot(
 func (s *Snapshot) Group(id string) (*instancetype.Group, bool) {
 	group, ok := s.byID[id]
 	return group, ok
+}
+
+// Source returns what the agent says of the node group with the id, whether or not it can be used, and false when it knows none.
+func (s *Snapshot) Source(id string) (*agentv1alpha1.NodeGroup, bool) {
+	source, ok := s.sources[id]
+	return source, ok
+}
+
+// GoneSince returns since when, as far as this process knows, the agent has not known the node group, and false when it does, or when
+// no NodeClaim remembers the group. A MachineDeployment goes by being deleted or by losing its opt-in label.
+func (s *Snapshot) GoneSince(id string) (time.Time, bool) {
+	since, ok := s.gone[id]
+	return since, ok
 }
 
 // Len returns how many usable node groups the Cluster has.
@@ -79,6 +106,7 @@ type Class struct {
 	SelectorError error
 
 	view       *instancetype.View
+	selector   labels.Selector
 	conditions instancetype.Conditions
 	// taints are the taints that some groups have. A NodePool that does not declare a group's taints cannot use the group.
 	taints   []corev1.Taint
@@ -99,11 +127,13 @@ func (s *Snapshot) add(
 	class := &Class{
 		Name: nodeClass.Name, Generation: nodeClass.Generation, Drift: nodeClass.Spec.Drift, view: view, conditions: s.conditions,
 	}
+	class.conditions.Remembered = s.remembered[nodeClass.Name]
 	selector, err := selectorOf(nodeClass)
 	if err != nil {
 		class.SelectorError = err
 		selector = labels.Nothing()
 	}
+	class.selector = selector
 	for _, g := range s.groups {
 		if selector.Matches(labels.Set(g.Source.GetLabels())) {
 			class.Groups = append(class.Groups, see(g))
@@ -236,10 +266,9 @@ func (c *Class) See(group *instancetype.Group) *instancetype.Group { return c.vi
 // Available returns how many of the class's groups a machine could be had from when the snapshot was made.
 func (c *Class) Available() int { return lo.CountBy(c.Groups, c.conditions.Available) }
 
-// Has reports whether the selector matches the group with the id.
-func (c *Class) Has(groupID string) bool {
-	_, ok := slices.BinarySearchFunc(c.Groups, groupID, func(g *instancetype.Group, id string) int { return strings.Compare(g.ID, id) })
-	return ok
+// Selects reports whether the selector matches the node group, be it usable or not.
+func (c *Class) Selects(source *agentv1alpha1.NodeGroup) bool {
+	return c.selector.Matches(labels.Set(source.GetLabels()))
 }
 
 // Zones returns how many failure domains the class's groups name.

@@ -13,6 +13,7 @@ import (
 	"github.com/awslabs/operatorpkg/status"
 	"github.com/samber/lo"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/utils/clock"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/cloudprovider"
 
@@ -53,6 +54,8 @@ type Config struct {
 	Overlays Overlays
 	// Timeout bounds one method's calls to the agent.
 	Timeout time.Duration
+	// Clock tells how long node groups have been gone.
+	Clock clock.PassiveClock
 }
 
 // CloudProvider implements core's interface. It is safe for concurrent use.
@@ -265,25 +268,36 @@ func (c *CloudProvider) IsDrifted(_ context.Context, nodeClaim *karpv1.NodeClaim
 	if known {
 		groupID = claim.GetNodeGroupId()
 	}
-	group, ok := snapshot.Group(groupID)
-	if !ok {
-		return "", nil // Gone, or not told yet; core itself notices instance types that are no more.
-	}
+	group, ok := snapshot.Source(groupID)
 	var policy v1alpha1.DriftPolicy
-	class, ok := snapshot.Class(nodeClaim.Spec.NodeClassRef.Name)
-	if ok {
+	class, exists := snapshot.Class(nodeClaim.Spec.NodeClassRef.Name)
+	if exists {
 		policy = class.Drift
 	}
 	// A selector that matches nothing at all is taken for a mistake, not for the wish to replace every node.
-	if ok && policy.NodeGroupNotSelected != v1alpha1.DriftIgnore && len(class.Groups) > 0 && !class.Has(groupID) {
+	if exists && policy.NodeGroupNotSelected != v1alpha1.DriftIgnore && len(class.Groups) > 0 && c.deselected(snapshot, class, groupID) {
 		return DriftNodeGroupNotSelected, nil
 	}
 	machine := claim.GetMachine()
-	if policy.MachineNotUpToDate != v1alpha1.DriftIgnore && machine != nil && !machine.GetUpToDate() && machine.GetDeletedAt() == nil &&
-		group.Source.GetRolloutStrategy() == agentv1alpha1.RolloutStrategy_ROLLOUT_STRATEGY_ON_DELETE {
+	if ok && policy.MachineNotUpToDate != v1alpha1.DriftIgnore && machine != nil && !machine.GetUpToDate() && machine.GetDeletedAt() == nil &&
+		group.GetRolloutStrategy() == agentv1alpha1.RolloutStrategy_ROLLOUT_STRATEGY_ON_DELETE {
 		return DriftMachineNotUpToDate, nil
 	}
 	return "", nil
+}
+
+// goneFor is how long the agent must not have known a node group before its Nodes count as not selected. It is longer than a hub
+// takes to be moved or restored, when MachineDeployments are away for a while.
+const goneFor = time.Hour
+
+// deselected reports whether the node class's selector does not match the group, or the group has not been there for long: a
+// MachineDeployment without the opt-in label is selected by none.
+func (c *CloudProvider) deselected(snapshot *catalogue.Snapshot, class *catalogue.Class, groupID string) bool {
+	if group, ok := snapshot.Source(groupID); ok {
+		return !class.Selects(group)
+	}
+	since, gone := snapshot.GoneSince(groupID)
+	return gone && c.Clock.Since(since) >= goneFor
 }
 
 // Reboot is not offered: Cluster API has no such operation.

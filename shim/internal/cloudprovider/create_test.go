@@ -12,6 +12,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/clock"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	corecloudprovider "sigs.k8s.io/karpenter/pkg/cloudprovider"
 	coreoptions "sigs.k8s.io/karpenter/pkg/operator/options"
@@ -282,7 +283,7 @@ func TestEveryCallIsBounded(t *testing.T) {
 
 func TestCreateBeforeTheAgentWasHeardOfIsRetried(t *testing.T) {
 	w := shimtest.New(t, nil)
-	w.CloudProvider.Catalogue = catalogue.New(w.NodeGroups, w.Kube, time.Minute) // not running
+	w.CloudProvider.Catalogue = catalogue.New(clock.RealClock{}, w.NodeGroups, w.Kube, time.Minute) // not running
 	_, err := w.CloudProvider.Create(w.Context(), w.NodeClaim("claim"))
 	assertCreateError(t, err, cloudprovider.ReasonCatalogueNotSynced)
 	_, err = w.CloudProvider.GetInstanceTypes(w.Context(), &karpv1.NodePool{Spec: karpv1.NodePoolSpec{Template: karpv1.NodeClaimTemplate{

@@ -2,7 +2,6 @@ package instancetype
 
 import (
 	"maps"
-	"math"
 	"slices"
 	"strconv"
 	"strings"
@@ -32,6 +31,9 @@ type Conditions struct {
 	// offerings are never available, but must exist: core looks prices up in them, and takes a Node without an offering for
 	// drifted.
 	ObservedZones func(*Group) []string
+	// Remembered is what NodeClaims remember, from [Remember]. It stays in the instance types as offerings that are not available:
+	// core takes a Node without an offering for drifted, whatever drift policy says otherwise, and never consolidates it.
+	Remembered []Remembered
 }
 
 // Built remembers what instance types were made from, so that the next [Build] returns the same objects for the same input:
@@ -42,15 +44,19 @@ type Built map[string]*cloudprovider.InstanceType
 // it returned. Neither the slice nor the objects may be changed.
 func Build(groups []*Group, conditions Conditions, previous, next Built) []*cloudprovider.InstanceType {
 	byName := lo.GroupBy(groups, func(g *Group) string { return g.InstanceType })
+	remembered := lo.GroupBy(conditions.Remembered, func(r Remembered) string { return r.InstanceType })
+	for name := range remembered {
+		byName[name] = append([]*Group(nil), byName[name]...)
+	}
 	types := make([]*cloudprovider.InstanceType, 0, len(byName))
 	for _, name := range slices.Sorted(maps.Keys(byName)) {
 		members := byName[name]
 		slices.SortFunc(members, func(a, b *Group) int { return strings.Compare(a.ID, b.ID) })
-		key := keyOf(name, members, conditions)
+		key := keyOf(name, members, remembered[name], conditions)
 		instanceType, ok := next[key]
 		if !ok {
 			if instanceType, ok = previous[key]; !ok {
-				instanceType = build(name, members, conditions)
+				instanceType = build(name, members, remembered[name], conditions)
 			}
 			next[key] = instanceType
 		}
@@ -59,7 +65,7 @@ func Build(groups []*Group, conditions Conditions, previous, next Built) []*clou
 	return types
 }
 
-func keyOf(name string, groups []*Group, conditions Conditions) string {
+func keyOf(name string, groups []*Group, remembered []Remembered, conditions Conditions) string {
 	var key strings.Builder
 	key.Grow(len(name) + 16*len(groups))
 	key.WriteString(name)
@@ -73,16 +79,22 @@ func keyOf(name string, groups []*Group, conditions Conditions) string {
 			key.WriteString(zone)
 		}
 	}
+	for _, r := range remembered {
+		key.WriteString(r.key())
+	}
 	return key.String()
 }
 
-func build(name string, groups []*Group, conditions Conditions) *cloudprovider.InstanceType {
+func build(name string, groups []*Group, remembered []Remembered, conditions Conditions) *cloudprovider.InstanceType {
+	if len(groups) == 0 {
+		return gone(name, remembered)
+	}
 	described := withCapacity(groups)
 	capacity := smallest(described)
 	return &cloudprovider.InstanceType{
 		Name:                   name,
 		Requirements:           typeRequirements(groups),
-		Offerings:              offerings(groups, conditions),
+		Offerings:              offerings(groups, remembered, conditions),
 		Capacity:               capacity,
 		Overhead:               commonOverhead(described, capacity),
 		VolumeAttachmentLimits: leastVolumes(described),
@@ -194,51 +206,87 @@ func valuesOf(groups []*Group, key string) (values []string, lacking bool) {
 }
 
 // offerings returns one offering for each zone, capacity type, reservation, and value of a well-known label in which the
-// groups differ.
-func offerings(groups []*Group, conditions Conditions) cloudprovider.Offerings {
+// groups differ; then those of zones that machines turned out to be in, and those that NodeClaims remember.
+func offerings(groups []*Group, remembered []Remembered, conditions Conditions) cloudprovider.Offerings {
 	distinguishing := distinguishingKeys(groups)
+	prices := pricesOf(groups, conditions)
 	made := map[string]*cloudprovider.Offering{}
-	var keys []string
+	var all cloudprovider.Offerings
 	for _, g := range groups {
 		key := offeringKey(g, g.Zone, distinguishing)
 		offering, ok := made[key]
 		if !ok {
 			offering = &cloudprovider.Offering{
-				Requirements: offeringRequirements(g, g.Zone, distinguishing),
-				Price:        math.Inf(1),
+				Requirements: offeringRequirements(g, g.Zone, distinguishing), Price: prices[priceKey{g.Zone, g.CapacityType}],
 			}
 			made[key] = offering
-			keys = append(keys, key)
+			all = append(all, offering)
 		}
-		available := conditions.Available(g)
-		switch {
-		case available && !offering.Available:
-			offering.Available, offering.Price = true, g.Price
-		case available == offering.Available:
-			offering.Price = min(offering.Price, g.Price)
-		}
+		offering.Available = offering.Available || conditions.Available(g)
 		offering.ReservationCapacity += g.Left
 	}
 	for _, g := range groups {
-		if g.Zone != ZoneNone {
-			continue
-		}
-		for _, zone := range conditions.ObservedZones(g) {
+		for _, zone := range observedZones(g, conditions) {
 			key := offeringKey(g, zone, distinguishing)
-			if _, ok := made[key]; !ok {
-				made[key] = &cloudprovider.Offering{Requirements: offeringRequirements(g, zone, distinguishing), Price: g.Price}
-				keys = append(keys, key)
+			if _, ok := made[key]; ok {
+				continue
 			}
+			made[key] = &cloudprovider.Offering{
+				Requirements: offeringRequirements(g, zone, distinguishing), Price: prices[priceKey{zone, g.CapacityType}],
+				// Core takes the least that any offering of a reservation has left.
+				ReservationCapacity: g.Left,
+			}
+			all = append(all, made[key])
 		}
 	}
-	return lo.Map(keys, func(key string, _ int) *cloudprovider.Offering { return made[key] })
+	for _, r := range remembered {
+		price, offered := prices[priceKey{r.Zone, r.CapacityType}]
+		if offered && len(distinguishing) == len(alwaysDistinguishing) {
+			continue // it says the same as one of the others
+		}
+		all = append(all, r.offering(lo.Ternary(offered, price, r.Price)))
+	}
+	return all
 }
 
+// priceKey is what core looks prices of Nodes up by.
+type priceKey struct{ zone, capacityType string }
+
+// pricesOf returns, by zone and capacity type, the lowest price of the groups that a machine may be had from at some time. It goes
+// neither by what is available now nor by other labels: a Node must not seem dearer because the group that it came from is full,
+// or core would replace it by a cheaper one, and that one again as soon as there is room.
+func pricesOf(groups []*Group, conditions Conditions) map[priceKey]float64 {
+	usable := lo.Filter(groups, func(g *Group, _ int) bool { return g.PriceRefused == "" && g.NoCapacity == "" })
+	prices := map[priceKey]float64{}
+	for _, some := range [][]*Group{usable, groups} {
+		found := map[priceKey]float64{}
+		for _, g := range some {
+			for _, zone := range append(observedZones(g, conditions), g.Zone) {
+				key := priceKey{zone, g.CapacityType}
+				if price, ok := found[key]; !ok || g.Price < price {
+					found[key] = g.Price
+				}
+			}
+		}
+		prices = lo.Assign(found, prices)
+	}
+	return prices
+}
+
+func observedZones(g *Group, conditions Conditions) []string {
+	if g.Zone != ZoneNone {
+		return nil
+	}
+	return slices.Clone(conditions.ObservedZones(g))
+}
+
+// alwaysDistinguishing are the labels, besides the zone, that every offering says something about.
+var alwaysDistinguishing = []string{karpv1.CapacityTypeLabelKey, v1alpha1.ReservationLabel}
+
 func distinguishingKeys(groups []*Group) []string {
-	always := []string{karpv1.CapacityTypeLabelKey, v1alpha1.ReservationLabel}
 	var differing []string
 	for key := range karpv1.WellKnownLabels {
-		if key == corev1.LabelTopologyZone || key == corev1.LabelInstanceTypeStable || slices.Contains(always, key) {
+		if key == corev1.LabelTopologyZone || key == corev1.LabelInstanceTypeStable || slices.Contains(alwaysDistinguishing, key) {
 			continue
 		}
 		if values, lacking := valuesOf(groups, key); len(values) > 1 || (lacking && len(values) > 0) {
@@ -246,7 +294,7 @@ func distinguishingKeys(groups []*Group) []string {
 		}
 	}
 	slices.Sort(differing)
-	return append(always, differing...)
+	return slices.Concat(alwaysDistinguishing, differing)
 }
 
 func offeringKey(g *Group, zone string, keys []string) string {

@@ -191,11 +191,91 @@ func TestGroupsOfOneTypeBecomeOfferingsByZoneAndCapacityType(t *testing.T) {
 	assert.False(t, unavailable.Available)
 }
 
-func TestAMergedOfferingCostsWhatCanBeHad(t *testing.T) {
-	it := build(group(t, "a", price(1), full), group(t, "b", price(5)))[0]
-	require.Len(t, it.Offerings, 1)
-	assert.True(t, it.Offerings[0].Available)
-	assert.InDelta(t, 5.0, it.Offerings[0].Price, 0)
+func TestThePriceOfAMergedOfferingDoesNotFollowAvailability(t *testing.T) {
+	for name, changes := range map[string][2][]change{
+		"both are available":    {{price(1)}, {price(5)}},
+		"the cheaper is full":   {{price(1), full}, {price(5)}},
+		"the dearer is full":    {{price(1)}, {price(5), full}},
+		"both are full":         {{price(1), full}, {price(5), full}},
+		"they differ otherwise": {{price(5), label(corev1.LabelTopologyRegion, "eu"), full}, {price(1)}},
+	} {
+		it := build(group(t, "a", changes[0]...), group(t, "b", changes[1]...))[0]
+		cost, ok := it.OfferingPrice("z1", "on-demand")
+		assert.True(t, ok, name)
+		assert.InDelta(t, 1.0, cost, 0, name)
+	}
+}
+
+func TestAGroupThatNothingIsEverLaunchedFromSetsNoPrice(t *testing.T) {
+	dear := group(t, "dear", price(5))
+	unpriced, err := instancetype.NewGroup(nodeGroup("unpriced", func(g *agentv1alpha1.NodeGroup) { g.Price = nil }))
+	require.Error(t, err)
+	blank := group(t, "blank", price(0.1), func(g *agentv1alpha1.NodeGroup) { delete(g.GetCapacity(), "cpu") })
+	cost, ok := build(dear, unpriced, blank)[0].OfferingPrice("z1", "on-demand")
+	assert.True(t, ok)
+	assert.InDelta(t, 5.0, cost, 0)
+}
+
+func TestDifferentPricesOfWhatKarpenterCannotTellApartAreTold(t *testing.T) {
+	estimated := func(g *agentv1alpha1.NodeGroup) {
+		g.Sources = map[string]*agentv1alpha1.ValueSource{"price": {Kind: agentv1alpha1.SourceKind_SOURCE_KIND_ESTIMATE}}
+	}
+	assert.Equal(t, []string{
+		`fleet/b costs 3 and fleet/a 1, and both are instance type "m.large" of one zone and capacity type, which Karpenter takes to ` +
+			`cost 1; give the groups different instance types, or one price`,
+	}, instancetype.Mismatches([]*instancetype.Group{group(t, "a", full), group(t, "b", price(3))}))
+	for name, groups := range map[string][]*instancetype.Group{
+		"one price":             {group(t, "a"), group(t, "b")},
+		"two zones":             {group(t, "a"), group(t, "b", price(3), zone("z2"))},
+		"two capacity types":    {group(t, "a"), group(t, "b", price(3), spot)},
+		"estimates, nearly one": {group(t, "a", estimated), group(t, "b", price(1.05), estimated)},
+	} {
+		assert.Empty(t, instancetype.Mismatches(groups), name)
+	}
+	assert.Len(t, instancetype.Mismatches([]*instancetype.Group{group(t, "a", estimated), group(t, "b", price(3), estimated)}), 1)
+}
+
+func TestWhatNodeClaimsRememberStaysAndIsNotAvailable(t *testing.T) {
+	remembered := instancetype.Remember([]instancetype.Remembered{
+		{InstanceType: "old", Zone: "z9", CapacityType: "on-demand", Price: 4},
+		{InstanceType: "old", Zone: "z9", CapacityType: "on-demand", Price: 3},
+		{InstanceType: "m.large", Zone: "z1", CapacityType: "on-demand", Price: 9},
+		{InstanceType: "m.large", Zone: "z9", CapacityType: "spot", Price: 2},
+	})
+	require.Len(t, remembered, 3)
+	types := instancetype.Build([]*instancetype.Group{group(t, "a")}, instancetype.Conditions{
+		Available: asSaid.Available, ObservedZones: asSaid.ObservedZones, Remembered: remembered,
+	}, nil, instancetype.Built{})
+	require.Len(t, types, 2)
+	current, old := types[0], types[1]
+	assert.Equal(t, "old", old.Name)
+	assert.Empty(t, old.Offerings.Available())
+	assert.Empty(t, old.Requirements.Get(corev1.LabelTopologyZone).Values(), "pods that spread over zones must not wait for it")
+	assert.Empty(t, old.Allocatable())
+	require.Len(t, current.Offerings, 2, "what a group still offers is there once")
+	assert.Len(t, current.Offerings.Available(), 1)
+	assert.Equal(t, []string{"z1"}, current.Requirements.Get(corev1.LabelTopologyZone).Values())
+	for zone, want := range map[*cloudprovider.InstanceType][3]any{old: {"z9", "on-demand", 3.0}, current: {"z9", "spot", 2.0}} {
+		cost, ok := zone.OfferingPrice(want[0].(string), want[1].(string)) //nolint:forcetypeassert // they are strings, as above
+		assert.True(t, ok)
+		assert.InDelta(t, want[2], cost, 0)
+	}
+}
+
+func TestAReservationWithMachinesInAZoneThatItDoesNotNameIsNotFull(t *testing.T) {
+	maxSize := int32(5)
+	g := group(t, "r", reserved, zone(""), func(g *agentv1alpha1.NodeGroup) { g.MaxSize, g.Replicas = &maxSize, 2 })
+	it := instancetype.Build([]*instancetype.Group{g}, instancetype.Conditions{
+		Available:     asSaid.Available,
+		ObservedZones: func(*instancetype.Group) []string { return []string{"z7"} },
+		Remembered:    []instancetype.Remembered{{InstanceType: "m.large", Zone: "z8", CapacityType: "reserved"}},
+	}, nil, instancetype.Built{})[0]
+	require.Len(t, it.Offerings, 3)
+	for _, offering := range it.Offerings {
+		if offering.ReservationID() == "r" {
+			assert.Equal(t, 3, offering.ReservationCapacity, "core takes the least of them")
+		}
+	}
 }
 
 func TestWhatOnlyNodesShowedIsNoMismatch(t *testing.T) {

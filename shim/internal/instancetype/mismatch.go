@@ -1,6 +1,7 @@
 package instancetype
 
 import (
+	"cmp"
 	"fmt"
 	"maps"
 	"slices"
@@ -36,6 +37,7 @@ func Mismatches(groups []*Group) []string {
 			}
 		}
 	}
+	mismatches = append(mismatches, differentPrices(groups)...)
 	currencies := lo.Uniq(lo.FilterMap(groups, func(g *Group, _ int) (string, bool) {
 		currency := g.Source.GetPrice().GetCurrency()
 		return currency, currency != ""
@@ -47,6 +49,31 @@ func Mismatches(groups []*Group) []string {
 		))
 	}
 	return mismatches
+}
+
+// differentPrices names groups that Karpenter cannot tell apart and that cost differently. Estimates differ by a little as soon as
+// Nodes have shown what the machines really have.
+func differentPrices(groups []*Group) []string {
+	type key struct{ instanceType, zone, capacityType string }
+	var different []string
+	for k, members := range lo.GroupBy(groups, func(g *Group) key { return key{g.InstanceType, g.Zone, g.CapacityType} }) {
+		priced := lo.Filter(members, func(g *Group, _ int) bool { return g.PriceRefused == "" && g.NoCapacity == "" })
+		if len(priced) < 2 {
+			continue
+		}
+		byPrice := func(a, b *Group) int { return cmp.Or(cmp.Compare(a.Price, b.Price), strings.Compare(a.ID, b.ID)) }
+		cheapest, dearest := slices.MinFunc(priced, byPrice), slices.MaxFunc(priced, byPrice)
+		estimates := lo.EveryBy(priced, func(g *Group) bool { return PriceSource(g.Source) == PriceSourceEstimate })
+		if dearest.Price > cheapest.Price*lo.Ternary(estimates, 1+tolerance, 1) {
+			different = append(different, fmt.Sprintf(
+				"%s costs %g and %s %g, and both are instance type %q of one zone and capacity type, which Karpenter takes to cost %g; "+
+					"give the groups different instance types, or one price",
+				dearest.ID, dearest.Price, cheapest.ID, cheapest.Price, k.instanceType, cheapest.Price,
+			))
+		}
+	}
+	slices.Sort(different)
+	return different
 }
 
 // beyond returns, for people, what a group has more than what is common to all groups of its type. How many pods fit is the

@@ -9,7 +9,6 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/uuid"
-	"k8s.io/utils/clock"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/controllers/provisioning"
@@ -84,7 +83,7 @@ func (w *World) Plan() scheduling.Results {
 
 func (w *World) provisioner() *provisioning.Provisioner {
 	w.t.Helper()
-	cluster := state.NewCluster(clock.RealClock{}, w.Kube, w.CloudProvider)
+	cluster := state.NewCluster(w.Clock, w.Kube, w.CloudProvider)
 	nodeClaims, nodes := &karpv1.NodeClaimList{}, &corev1.NodeList{}
 	for _, list := range []client.ObjectList{nodeClaims, nodes} {
 		require.NoError(w.t, w.Kube.List(w.Context(), list))
@@ -96,7 +95,7 @@ func (w *World) provisioner() *provisioning.Provisioner {
 		require.NoError(w.t, cluster.UpdateNode(w.coreContext(), &nodes.Items[i]))
 	}
 	return provisioning.NewProvisioner(
-		w.Kube, w.Recorder, w.CloudProvider, cluster, clock.RealClock{}, nil, virtualpods.NewVirtualPodCache(w.Kube),
+		w.Kube, w.Recorder, w.CloudProvider, cluster, w.Clock, nil, virtualpods.NewVirtualPodCache(w.Kube),
 	)
 }
 

@@ -15,6 +15,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/uuid"
 	"k8s.io/client-go/kubernetes/scheme"
+	"k8s.io/utils/clock"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/fake"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
@@ -63,6 +64,8 @@ type World struct {
 	CloudProvider *cloudprovider.CloudProvider
 	// Recorder keeps events.
 	Recorder *Recorder
+	// Clock is that of [WithClock].
+	Clock clock.Clock
 
 	t testing.TB
 }
@@ -74,6 +77,7 @@ type settings struct {
 	agent       []fakeagent.Option
 	interceptor interceptor.Funcs
 	ttl         time.Duration
+	clock       clock.Clock
 }
 
 // WithAgent passes options to the fake agent.
@@ -91,11 +95,16 @@ func WithUnavailableTTL(ttl time.Duration) Option {
 	return func(s *settings) { s.ttl = ttl }
 }
 
+// WithClock sets the catalogue's, the CloudProvider's and core's clock. Default is the real one.
+func WithClock(clk clock.Clock) Option {
+	return func(s *settings) { s.clock = clk }
+}
+
 // New returns a world whose agent has the node groups, and whose API server has one node class that selects all of them.
 func New(tb testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *World {
 	tb.Helper()
 	reservations.Do(instancetype.Reservations)
-	s := settings{ttl: time.Minute}
+	s := settings{ttl: time.Minute, clock: clock.RealClock{}}
 	for _, option := range options {
 		option(&s)
 	}
@@ -104,14 +113,14 @@ func New(tb testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *W
 	for _, g := range groups {
 		agent.AddNodeGroup(g)
 	}
-	w := &World{Agent: agent, Cluster: fakeagent.DefaultCluster(), Recorder: &Recorder{}, t: tb}
+	w := &World{Agent: agent, Cluster: fakeagent.DefaultCluster(), Recorder: &Recorder{}, Clock: s.clock, t: tb}
 	w.Client = agent.ClientFor(w.Cluster)
 	w.NodeGroups = w.Client.MirrorNodeGroups(w.Cluster)
 	w.Claims = w.Client.MirrorClaims(w.Cluster, v1alpha1.Holder)
 	w.Kube = FakeKube(s.interceptor)
-	w.Catalogue = catalogue.New(w.NodeGroups, w.Kube, s.ttl)
+	w.Catalogue = catalogue.New(s.clock, w.NodeGroups, w.Kube, s.ttl)
 	w.CloudProvider = cloudprovider.New(cloudprovider.Config{
-		Cluster: w.Cluster, Client: w.Client, Claims: w.Claims, Catalogue: w.Catalogue, Timeout: Timeout,
+		Cluster: w.Cluster, Client: w.Client, Claims: w.Claims, Catalogue: w.Catalogue, Timeout: Timeout, Clock: s.clock,
 	})
 
 	ctx, cancel := context.WithCancel(w.Context())
@@ -174,6 +183,12 @@ func (w *World) Eventually(condition func() bool, format string, args ...any) {
 func (w *World) Create(object client.Object) {
 	w.t.Helper()
 	require.NoError(w.t, w.Kube.Create(w.Context(), object))
+}
+
+// Update writes the object to the fake API server.
+func (w *World) Update(object client.Object) {
+	w.t.Helper()
+	require.NoError(w.t, w.Kube.Update(w.Context(), object))
 }
 
 // Get reads the object anew.

@@ -176,7 +176,7 @@ func TestARestartWithoutTheAgent(t *testing.T) {
 	require.True(t, condition(e.reconcile(shimtest.NodeClassName), status.ConditionReady).IsTrue())
 
 	e.connection.state = agentclient.State{Since: e.clock.Now()}
-	e.controller = e.with(catalogue.New(e.NodeGroups, e.Kube, time.Minute)) // knows nothing
+	e.controller = e.with(catalogue.New(e.clock, e.NodeGroups, e.Kube, time.Minute)) // knows nothing
 	assert.True(t, condition(e.reconcile(shimtest.NodeClassName), status.ConditionReady).IsTrue(), "a restart is no news")
 	e.clock.Step(grace + time.Second)
 	nodeClass := e.reconcile(shimtest.NodeClassName)
