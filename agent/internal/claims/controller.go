@@ -2,6 +2,7 @@ package claims
 
 import (
 	"context"
+	"errors"
 	"fmt"
 
 	"k8s.io/apimachinery/pkg/types"
@@ -91,7 +92,17 @@ func (g *group) glance(ctx context.Context, s *snapshot) (*decision, error) {
 	}
 	defer func() { <-g.lock }()
 	s.spareSince = g.spareSince
-	d := decide(s)
+	if left, _ := g.rest(); left > 0 {
+		return &decision{again: left}, nil
+	}
+	var d *decision
+	err := recovered(ctx, func() error {
+		d = g.engine.decide(s)
+		return nil
+	})
+	if bug, panicked := errors.AsType[*panicError](err); panicked {
+		return &decision{again: g.notePanic(bug)}, nil
+	}
 	// A cache that lags behind must not make the grace period of a spare begin anew. One that shows a later ledger does not lag: the
 	// spare went to a claim, which another agent may have served, and the next spare has a grace period of its own.
 	if d.spare || s.seq() > g.spareSeq {

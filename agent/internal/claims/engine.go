@@ -138,6 +138,7 @@ type Engine struct {
 	Config
 	spawn    func(func()) // runs a group outside its caller; tests run it in place
 	parallel int          // writes that one step does at once
+	decide   func(*snapshot) *decision
 
 	mu           sync.Mutex
 	groups       map[types.NamespacedName]*group
@@ -165,7 +166,7 @@ func New(c Config) *Engine {
 		c.Coalesce = time.Second
 	}
 	return &Engine{
-		Config: c, spawn: func(run func()) { go run() }, parallel: parallelWrites,
+		Config: c, spawn: func(run func()) { go run() }, parallel: parallelWrites, decide: decide,
 		groups: map[types.NamespacedName]*group{}, unregistered: map[types.NamespacedName]unregistered{},
 	}
 }
@@ -282,8 +283,17 @@ func (e *Engine) firstOpen(
 ) (string, []eligibility.Refusal, error) {
 	var refusals []eligibility.Refusal
 	for _, name := range candidates {
-		refusal, err := e.refusal(ctx, r, cluster, name)
-		if err != nil {
+		var refusal *eligibility.Refusal
+		logged := log.IntoContext(ctx, log.FromContext(ctx).WithValues("nodeGroup", name))
+		err := recovered(logged, func() (err error) {
+			refusal, err = e.refusal(ctx, r, cluster, name)
+			return err
+		})
+		if _, panicked := errors.AsType[*panicError](err); panicked {
+			refusal = &eligibility.Refusal{
+				NodeGroup: name, Reason: eligibility.Invalid, Message: "a bug of the agent: the agent's log has this node group's name and a stack",
+			}
+		} else if err != nil {
 			return "", nil, err
 		}
 		if refusal == nil {
@@ -339,7 +349,7 @@ func (e *Engine) refusal(ctx context.Context, r Request, cluster *clusterv1.Clus
 	asked := e.newClaim(r, cluster, name)
 	asked.CreationTimestamp = metav1.NewTime(s.now) // behind those that wait already
 	s.claims = append(s.claims, asked)
-	d := decide(s)
+	d := e.decide(s)
 	if refusal, refused := d.refused[r.ID]; refused {
 		return &refusal, nil
 	}

@@ -52,6 +52,9 @@ type group struct {
 	unfinished int       // how many such writes in a row left something for another one
 	failures   int       // how many runs in a row ended because a write on another object failed
 	spareSeq   int64     // the ledger's, when the spare was first seen
+	panics     int       // how many runs in a row panicked
+	resting    time.Time // until when the group is left alone because of that
+	panicked   *panicError
 }
 
 type outcome struct {
@@ -117,7 +120,7 @@ func (g *group) run(ctx context.Context) (time.Duration, error) {
 	waiting := maps.Clone(g.waiters)
 	g.mu.Unlock()
 
-	again, err := g.steps(ctx)
+	again, err := g.guardedSteps(ctx)
 	unanswered := err
 	if unanswered == nil {
 		unanswered = ErrConflict // the claim went elsewhere while the run was under way
@@ -125,6 +128,22 @@ func (g *group) run(ctx context.Context) (time.Duration, error) {
 	for id, waiters := range waiting {
 		g.giveUp(id, waiters, outcome{err: unanswered})
 	}
+	return again, err
+}
+
+// guardedSteps is [group.steps], from which a panic is an error that leaves this group alone for a while. lock is held.
+func (g *group) guardedSteps(ctx context.Context) (again time.Duration, err error) {
+	if left, err := g.rest(); left > 0 {
+		return left, err
+	}
+	err = recovered(ctx, func() (err error) {
+		again, err = g.steps(ctx)
+		return err
+	})
+	if bug, panicked := errors.AsType[*panicError](err); panicked {
+		return g.notePanic(bug), err
+	}
+	g.panics = 0
 	return again, err
 }
 
@@ -179,7 +198,7 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 			return g.settleGone(ctx)
 		}
 		s.spareSince = g.spareSince
-		d := decide(s)
+		d := e.decide(s)
 		g.noteSpare(s, d)
 
 		wait := g.coalesce(s, d)

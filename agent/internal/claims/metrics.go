@@ -33,6 +33,10 @@ var (
 		Name: "capi_agent_replicas_lowered_total",
 		Help: "How often another writer set the replicas of a node group below what is claimed, which froze the group.",
 	}, []string{namespaceLabel, deploymentLabel})
+	panicsTotal = prometheus.NewCounter(prometheus.CounterOpts{
+		Name: "capi_agent_claim_panics_total",
+		Help: "Steps of node groups that panicked: bugs. The log names the node group and has the stack.",
+	})
 	actionsTotal = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "capi_agent_claim_actions_total",
 		Help: "Writes of the claim protocol on claims, Machines and MachineSets, by kind and result.",
@@ -40,7 +44,7 @@ var (
 )
 
 func init() { //nolint:gochecknoinits // the metrics registry is a global of controller-runtime's
-	metrics.Registry.MustRegister(createSeconds, boundSeconds, endedTotal, writesTotal, loweringsTotal, actionsTotal)
+	metrics.Registry.MustRegister(createSeconds, boundSeconds, endedTotal, writesTotal, loweringsTotal, actionsTotal, panicsTotal)
 }
 
 func result(err error) string {

@@ -158,7 +158,7 @@ func (e *Engine) writeNotes(ctx context.Context, notes []note) {
 	work.SetLimit(e.parallel)
 	for _, n := range notes[:min(len(notes), notesPerSync)] {
 		write := func() error {
-			err := n.write(ctx)
+			err := recovered(ctx, func() error { return n.write(ctx) })
 			actionsTotal.WithLabelValues("note-node", result(err)).Inc()
 			lost := apierrors.IsConflict(err) || apierrors.IsNotFound(err)
 			if err != nil && !lost && !errors.Is(err, context.Canceled) {

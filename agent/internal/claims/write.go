@@ -169,7 +169,7 @@ func (e *Engine) perform(ctx context.Context, s *snapshot, actions []action) (bo
 	work.SetLimit(e.parallel)
 	for i, a := range actions {
 		write := func() error {
-			err := e.do(ctx, a)
+			err := recovered(ctx, func() error { return e.do(ctx, a) })
 			countAction(a.kind, err)
 			switch {
 			case err == nil:

@@ -319,8 +319,8 @@ var mutants = []mutant{
 	{name: "recovery merely un-pauses", test: "TestAPausedStepThatSomebodyLeftIsCompleted", edits: []edit{
 		{"group.go", "	spareSince time.Time\n	lastQuiet", "	recovered  bool\n	spareSince time.Time\n	lastQuiet"},
 		{
-			"group.go", "		s.spareSince = g.spareSince\n		d := decide(s)\n		g.noteSpare(s, d)\n",
-			"		s.spareSince = g.spareSince\n		d := decide(s)\n" +
+			"group.go", "		s.spareSince = g.spareSince\n		d := e.decide(s)\n		g.noteSpare(s, d)\n",
+			"		s.spareSince = g.spareSince\n		d := e.decide(s)\n" +
 				"		if !g.recovered && s.ledger != nil && s.md.Annotations[clusterv1.PausedAnnotation] == v1alpha1.PausedByAgent {\n" +
 				"			d = &decision{ledger: s.ledger.clone(), replicas: s.group.Replicas, pause: pauseRemove, urgent: true}\n" +
 				"			for uid, r := range d.ledger.Releasing {\n" +

@@ -1,0 +1,47 @@
+package claims
+
+import (
+	"context"
+	"fmt"
+	"runtime/debug"
+	"time"
+
+	"sigs.k8s.io/controller-runtime/pkg/log"
+)
+
+// panicError is what a bug leaves of the work that met it. Its stack is in the log.
+type panicError struct{ value any }
+
+func (e *panicError) Error() string { return fmt.Sprintf("a bug of the agent: panic: %v", e.value) }
+
+// recovered does what concerns one node group, and turns a panic into an error: one group's objects must not end the process that
+// serves all others. The context's logger names the group.
+func recovered(ctx context.Context, do func() error) (err error) {
+	defer func() {
+		if value := recover(); value != nil {
+			err = &panicError{value: value}
+			panicsTotal.Inc()
+			log.FromContext(ctx).Error(err, "work on a node group panicked", "stack", string(debug.Stack()))
+		}
+	}()
+	return do()
+}
+
+// rest is how long a group whose step panicked is left alone, and why; zero when it is not. Calls are answered with the error
+// meanwhile. lock is held.
+func (g *group) rest() (time.Duration, error) {
+	left := g.resting.Sub(g.engine.Clock.Now())
+	if left <= 0 {
+		return 0, nil
+	}
+	return left, g.panicked
+}
+
+// notePanic leaves the group alone after a panic, the longer the more steps panicked in a row. lock is held.
+func (g *group) notePanic(err *panicError) time.Duration {
+	g.panicked = err
+	g.panics++
+	pause := min(time.Second<<min(g.panics-1, 10), longestRetry)
+	g.resting = g.engine.Clock.Now().Add(pause)
+	return pause
+}
