@@ -26,6 +26,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/scheduling"
 
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -111,6 +112,32 @@ func (c *Catalogue) MarkUnavailable(groupIDs ...string) {
 	c.Refresh()
 }
 
+// MarkRefused leaves alone for a while what no node group served: for NodeClaims of this NodePool, offerings that meet the
+// requirements. Core has no memory of it either, and would plan the same Node again ten seconds later.
+func (c *Catalogue) MarkRefused(nodePool string, requirements scheduling.Requirements) {
+	if nodePool == "" {
+		return // a NodeClaim that a person made: nothing plans it again
+	}
+	c.unavailable.SetDefault("refused "+nodePool+" "+requirements.String(), refusal{nodePool, requirements})
+	c.Refresh()
+}
+
+type refusal struct {
+	nodePool     string
+	requirements scheduling.Requirements
+}
+
+// refusals returns what was refused, by NodePool.
+func (c *Catalogue) refusals() map[string][]scheduling.Requirements {
+	refused := map[string][]scheduling.Requirements{}
+	for _, item := range c.unavailable.Items() {
+		if r, ok := item.Object.(refusal); ok {
+			refused[r.nodePool] = append(refused[r.nodePool], r.requirements)
+		}
+	}
+	return refused
+}
+
 // Available reports whether a claim on the group may succeed now.
 func (c *Catalogue) Available(group *instancetype.Group) bool {
 	if !group.Available {
@@ -137,6 +164,15 @@ func (c *Catalogue) ObserveZone(groupID, zone string) {
 	if isNew {
 		c.Refresh()
 	}
+}
+
+// NodePool returns the NodePool with the name, from the cache.
+func (c *Catalogue) NodePool(ctx context.Context, name string) (*karpv1.NodePool, error) {
+	nodePool := &karpv1.NodePool{}
+	if err := c.kube.Get(ctx, client.ObjectKey{Name: name}, nodePool); err != nil {
+		return nil, fmt.Errorf("reading NodePool %s: %w", name, err)
+	}
+	return nodePool, nil
 }
 
 // Refresh asks for a new snapshot, soon.
@@ -249,6 +285,7 @@ func (c *Catalogue) rebuild(ctx context.Context) error {
 		Available:     c.frozenAvailability(groups),
 		ObservedZones: func(g *instancetype.Group) []string { return zones[g.ID] },
 	})
+	snapshot.refused = c.refusals()
 	c.remember(snapshot, claims.Items)
 	built, views := instancetype.Built{}, make(map[string]view, len(classes.Items))
 	for i := range classes.Items {

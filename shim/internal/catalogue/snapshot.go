@@ -12,7 +12,10 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/util/sets"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/cloudprovider"
+	"sigs.k8s.io/karpenter/pkg/scheduling"
 
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
@@ -30,6 +33,8 @@ type Snapshot struct {
 	conditions instancetype.Conditions
 	// remembered is what NodeClaims remember, by node class.
 	remembered map[string][]instancetype.Remembered
+	// refused is what no group served a short while ago, by NodePool.
+	refused map[string][]scheduling.Requirements
 	// gone says of node groups that NodeClaims remember, and that the agent does not know, since when it does not.
 	gone map[string]time.Time
 }
@@ -110,12 +115,25 @@ type Class struct {
 	conditions instancetype.Conditions
 	// taints are the taints that some groups have. A NodePool that does not declare a group's taints cannot use the group.
 	taints   []corev1.Taint
-	variants atomic.Pointer[map[taintSet][]*cloudprovider.InstanceType]
+	variants atomic.Pointer[map[variant][]*cloudprovider.InstanceType]
 	mu       sync.Mutex // held to add a variant
+	// custom are the keys of labels that are not well known and in which the groups differ.
+	custom func() sets.Set[string]
+	// refused is what no group served, by NodePool.
+	refused map[string][]scheduling.Requirements
 }
 
 // taintSet says which of a class's taints are meant, a bit for each.
 type taintSet uint64
+
+// variant says which of a class's instance types are meant: those for NodePools that declare the same taints, name the same custom
+// labels and were refused the same.
+type variant struct {
+	taints taintSet
+	labels string
+	// nodePool is empty unless its NodeClaims were refused a short while ago.
+	nodePool string
+}
 
 const maxTaints = 64
 
@@ -140,15 +158,17 @@ func (s *Snapshot) add(
 		}
 	}
 	class.taints = taintsOf(class.Groups)
+	class.custom = sync.OnceValue(func() sets.Set[string] { return differing(class.Groups) })
+	class.refused = s.refused
 	unusable := lo.Filter(s.unusable, func(source *agentv1alpha1.NodeGroup, _ int) bool {
 		return selector.Matches(labels.Set(source.GetLabels()))
 	})
 	class.Problems = s.problems(class.Groups, unusable, viewError)
 	class.Selected = s.selected(class.Groups, unusable)
-	variants := map[taintSet][]*cloudprovider.InstanceType{}
+	variants := map[variant][]*cloudprovider.InstanceType{}
 	for _, declared := range declaredBefore(before, nodeClass.Name) {
 		set := class.declaredBy(declared)
-		variants[set] = class.build(set, previous, next)
+		variants[variant{taints: set}] = class.build(set, class.conditions, nil, previous, next)
 	}
 	class.variants.Store(&variants)
 	s.classes[class.Name] = class
@@ -205,37 +225,105 @@ func (s *Snapshot) problems(groups []*instancetype.Group, unusable []*agentv1alp
 // declaredBefore returns the sets of taints that NodePools of the class declared while the snapshot before was in use. The
 // next snapshot is made with them, so that callers find everything ready.
 func declaredBefore(before *Snapshot, name string) [][]corev1.Taint {
-	sets := [][]corev1.Taint{nil}
+	declared := [][]corev1.Taint{nil}
 	if before == nil {
-		return sets
+		return declared
 	}
 	class, ok := before.classes[name]
 	if !ok {
-		return sets
+		return declared
 	}
-	for set := range *class.variants.Load() {
-		sets = append(sets, lo.Filter(class.taints, func(_ corev1.Taint, i int) bool { return set&(1<<i) != 0 }))
+	for v := range *class.variants.Load() {
+		declared = append(declared, lo.Filter(class.taints, func(_ corev1.Taint, i int) bool { return v.taints&(1<<i) != 0 }))
 	}
-	return sets
+	return declared
 }
 
-// InstanceTypes returns the instance types for NodePools with these taints. Neither the slice nor the objects may be changed.
-// It allocates nothing when it was asked for the same taints before.
+// InstanceTypes returns the instance types for a NodePool of which only the taints matter. See [Class.For].
 func (c *Class) InstanceTypes(taints, startupTaints []corev1.Taint) []*cloudprovider.InstanceType {
-	set := c.declaredBy(taints) | c.declaredBy(startupTaints)
-	if types, ok := (*c.variants.Load())[set]; ok {
+	return c.types(variant{taints: c.declaredBy(taints) | c.declaredBy(startupTaints)}, nil)
+}
+
+// For returns the instance types for a NodePool. Neither the slice nor the objects may be changed. It allocates nothing when it was
+// asked for the same before and the NodePool names no label in which the groups differ.
+//
+// Groups that carry another value of such a label than the NodePool wants are left out, and those that are left have offerings of
+// their own for each value. Core knows nothing of such labels by itself: it would plan Nodes in a zone in which only groups with
+// another value are, and do so again as soon as no group accepts the NodeClaim.
+func (c *Class) For(nodePool *karpv1.NodePool) []*cloudprovider.InstanceType {
+	spec := &nodePool.Spec.Template.Spec
+	v, named := variant{taints: c.declaredBy(spec.Taints) | c.declaredBy(spec.StartupTaints)}, c.named(nodePool)
+	if len(named) > 0 {
+		v.labels = named.String()
+	}
+	if len(c.refused[nodePool.Name]) > 0 {
+		v.nodePool = nodePool.Name
+	}
+	return c.types(v, named)
+}
+
+// named returns what the NodePool says of custom labels in which the groups differ; nil for nothing.
+func (c *Class) named(nodePool *karpv1.NodePool) scheduling.Requirements {
+	var named scheduling.Requirements
+	add := func(requirement *scheduling.Requirement) {
+		if named == nil {
+			named = scheduling.NewRequirements()
+		}
+		named.Add(requirement)
+	}
+	for i := range nodePool.Spec.Template.Spec.Requirements {
+		r := &nodePool.Spec.Template.Spec.Requirements[i]
+		if !karpv1.WellKnownLabels.Has(r.Key) && c.custom().Has(r.Key) {
+			add(scheduling.NewRequirement(r.Key, r.Operator, r.Values...))
+		}
+	}
+	for key, value := range nodePool.Spec.Template.Labels {
+		if !karpv1.WellKnownLabels.Has(key) && c.custom().Has(key) {
+			add(scheduling.NewRequirement(key, corev1.NodeSelectorOpIn, value))
+		}
+	}
+	return named
+}
+
+// differing returns the keys of labels that are not well known and in which groups differ.
+func differing(groups []*instancetype.Group) sets.Set[string] {
+	values, times, differ := map[string]string{}, map[string]int{}, sets.New[string]()
+	for _, g := range groups {
+		for key, value := range g.Labels {
+			if karpv1.WellKnownLabels.Has(key) {
+				continue
+			}
+			if first, ok := values[key]; ok && first != value {
+				differ.Insert(key)
+			}
+			values[key] = value
+			times[key]++
+		}
+	}
+	for key, n := range times {
+		if n < len(groups) {
+			differ.Insert(key)
+		}
+	}
+	return differ
+}
+
+func (c *Class) types(v variant, named scheduling.Requirements) []*cloudprovider.InstanceType {
+	if types, ok := (*c.variants.Load())[v]; ok {
 		return types
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	known := *c.variants.Load()
-	if types, ok := known[set]; ok {
+	if types, ok := known[v]; ok {
 		return types
 	}
 	more := maps.Clone(known)
-	more[set] = c.build(set, instancetype.Built{}, instancetype.Built{})
+	conditions := c.conditions
+	conditions.Refused = c.refused[v.nodePool]
+	more[v] = c.build(v.taints, conditions, named, instancetype.Built{}, instancetype.Built{})
 	c.variants.Store(&more)
-	return more[set]
+	return more[v]
 }
 
 func (c *Class) declaredBy(taints []corev1.Taint) taintSet {
@@ -250,14 +338,17 @@ func (c *Class) declaredBy(taints []corev1.Taint) taintSet {
 	return set
 }
 
-func (c *Class) build(declared taintSet, previous, next instancetype.Built) []*cloudprovider.InstanceType {
+func (c *Class) build(
+	declared taintSet, conditions instancetype.Conditions, named scheduling.Requirements, previous, next instancetype.Built,
+) []*cloudprovider.InstanceType {
+	conditions.Distinguished = slices.Sorted(maps.Keys(named))
 	usable := lo.Filter(c.Groups, func(g *instancetype.Group, _ int) bool {
-		return lo.EveryBy(g.Taints, func(taint corev1.Taint) bool {
+		return g.Requirements.Intersects(named) == nil && lo.EveryBy(g.Taints, func(taint corev1.Taint) bool {
 			i := slices.Index(c.taints, taint)
 			return i >= 0 && declared&(1<<i) != 0
 		})
 	})
-	return instancetype.Build(usable, c.conditions, previous, next)
+	return instancetype.Build(usable, conditions, previous, next)
 }
 
 // See returns a group, which the selector need not match, as the node class sees groups.
@@ -291,6 +382,6 @@ func (s *Snapshot) equal(other *Snapshot) bool {
 			fmt.Sprint(a.SelectorError) == fmt.Sprint(b.SelectorError) &&
 			slices.Equal(a.Selected, b.Selected) &&
 			slices.EqualFunc(a.Groups, b.Groups, func(x, y *instancetype.Group) bool { return x.ID == y.ID }) &&
-			slices.Equal((*a.variants.Load())[0], (*b.variants.Load())[0])
+			slices.Equal((*a.variants.Load())[variant{}], (*b.variants.Load())[variant{}])
 	})
 }

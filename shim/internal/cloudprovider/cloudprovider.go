@@ -94,7 +94,7 @@ func (c *CloudProvider) GetInstanceTypes(_ context.Context, nodePool *karpv1.Nod
 	if len(class.Groups) == 0 {
 		return nil, fmt.Errorf("ClusterAPINodeClass %q selects no node group", class.Name)
 	}
-	return class.InstanceTypes(nodePool.Spec.Template.Spec.Taints, nodePool.Spec.Template.Spec.StartupTaints), nil
+	return class.For(nodePool), nil
 }
 
 func isOurs(ref *karpv1.NodeClassReference) bool {

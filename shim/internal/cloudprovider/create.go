@@ -68,6 +68,12 @@ func (c *CloudProvider) create(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 
 	claim, err := c.claim(ctx, nodeClaim, candidates)
 	if err != nil {
+		if errors.Is(err, errNoCandidate) {
+			c.Catalogue.MarkRefused(
+				nodeClaim.Labels[karpv1.NodePoolLabelKey],
+				scheduling.NewNodeSelectorRequirementsWithMinValues(nodeClaim.Spec.Requirements...),
+			)
+		}
 		return nil, c.explain(err, candidates, refused)
 	}
 	if phase := claim.GetPhase(); phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING || phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
@@ -108,7 +114,12 @@ func (c *CloudProvider) overlaid(ctx context.Context, nodeClaim *karpv1.NodeClai
 	if c.Overlays == nil || nodePool == "" || !coreoptions.FromContext(ctx).FeatureGates.NodeOverlay {
 		return class.Groups, nil
 	}
-	types, err := c.Overlays.ApplyAll(nodePool, class.InstanceTypes(nodeClaim.Spec.Taints, nodeClaim.Spec.StartupTaints))
+	// Core knows offerings by what the NodePool sees in them.
+	pool, err := c.Catalogue.NodePool(ctx, nodePool)
+	if err != nil {
+		return nil, err
+	}
+	types, err := c.Overlays.ApplyAll(nodePool, class.For(pool))
 	if err != nil {
 		return nil, fmt.Errorf("applying node overlays: %w", err)
 	}

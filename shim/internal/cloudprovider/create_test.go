@@ -318,8 +318,13 @@ func (o overlays) ApplyAll(pool string, types []*corecloudprovider.InstanceType)
 
 func TestNodeOverlaysCountInCreate(t *testing.T) {
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{
-		{Name: "cheap", Price: &agentv1alpha1.Price{PerHour: 1}}, {Name: "dear", Price: &agentv1alpha1.Price{PerHour: 2}},
+		{Name: "cheap", Price: &agentv1alpha1.Price{PerHour: 1}},
+		{
+			Name: "dear", Price: &agentv1alpha1.Price{PerHour: 2},
+			Capacity: map[string]string{"cpu": "4", "memory": "16Gi", "pods": "110", "example.com/shared": "1"},
+		},
 	})
+	w.NodePool()
 	w.CloudProvider.Overlays = overlays{func(pool string, types []*corecloudprovider.InstanceType) ([]*corecloudprovider.InstanceType, error) {
 		assert.Equal(t, shimtest.NodePoolName, pool)
 		var out []*corecloudprovider.InstanceType
@@ -327,7 +332,9 @@ func TestNodeOverlaysCountInCreate(t *testing.T) {
 			overlaid := &corecloudprovider.InstanceType{}
 			it.DeepCopyInto(overlaid)
 			if it.Name == "dear" {
-				overlaid.ApplyCapacityOverlay(corev1.ResourceList{"example.com/device": resource.MustParse("1")})
+				overlaid.ApplyCapacityOverlay(corev1.ResourceList{
+					"example.com/device": resource.MustParse("1"), "example.com/shared": resource.MustParse("8"),
+				})
 				overlaid.Offerings[0].ApplyPriceOverlay("0.5")
 			}
 			out = append(out, overlaid)
@@ -342,6 +349,9 @@ func TestNodeOverlaysCountInCreate(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, []string{"default/dear"}, candidates(w))
 	assert.Contains(t, created.Status.Capacity, corev1.ResourceName("example.com/device"))
+	created, err = w.CloudProvider.Create(ctx, w.NodeClaim("shared", requests("example.com/shared", "8")))
+	require.NoError(t, err, "core planned with the NodeOverlay's number")
+	assert.Equal(t, resource.MustParse("8"), created.Status.Capacity["example.com/shared"])
 }
 
 func TestCreatePromisesWhatWasPlannedForTheNodeClass(t *testing.T) {

@@ -44,7 +44,7 @@ const maxConditionMessage = 1024
 // explain turns the agent's answer to a claim into what core acts on:
 //
 //	agent                          | core                     | effect
-//	no candidate in the catalogue  | InsufficientCapacity     | NodeClaim deleted, pods scheduled anew
+//	no candidate in the catalogue  | InsufficientCapacity     | NodeClaim deleted, pods scheduled anew; the NodePool does without for a while
 //	RESOURCE_EXHAUSTED             | InsufficientCapacity     | the same; the candidates are left alone for a while
 //	FAILED_PRECONDITION            | InsufficientCapacity     | the same: paused or closed groups are of no use to this NodeClaim
 //	ABORTED, claim ended           | InsufficientCapacity     | NodeClaim deleted: its id can never be claimed again

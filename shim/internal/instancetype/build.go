@@ -34,6 +34,18 @@ type Conditions struct {
 	// Remembered is what NodeClaims remember, from [Remember]. It stays in the instance types as offerings that are not available:
 	// core takes a Node without an offering for drifted, whatever drift policy says otherwise, and never consolidates it.
 	Remembered []Remembered
+	// Distinguished are keys of labels that are not well known and that the NodePool names: groups of one instance type with
+	// different values of them have offerings of their own. Core accepts such a key in an offering only for a NodePool that names it.
+	Distinguished []string
+	// Refused are requirements that no group served a short while ago. Offerings that meet one of them are not available.
+	Refused []scheduling.Requirements
+}
+
+// refuses reports whether a NodeClaim that was refused would have taken the offering.
+func (c Conditions) refuses(instanceType string, offering *cloudprovider.Offering) bool {
+	return slices.ContainsFunc(c.Refused, func(refused scheduling.Requirements) bool {
+		return refused.Get(corev1.LabelInstanceTypeStable).Has(instanceType) && offering.Requirements.Intersects(refused) == nil
+	})
 }
 
 // Built remembers what instance types were made from, so that the next [Build] returns the same objects for the same input:
@@ -208,7 +220,7 @@ func valuesOf(groups []*Group, key string) (values []string, lacking bool) {
 // offerings returns one offering for each zone, capacity type, reservation, and value of a well-known label in which the
 // groups differ; then those of zones that machines turned out to be in, and those that NodeClaims remember.
 func offerings(groups []*Group, remembered []Remembered, conditions Conditions) cloudprovider.Offerings {
-	distinguishing := distinguishingKeys(groups)
+	distinguishing := distinguishingKeys(groups, conditions.Distinguished)
 	prices := pricesOf(groups, conditions)
 	made := map[string]*cloudprovider.Offering{}
 	var all cloudprovider.Offerings
@@ -222,7 +234,7 @@ func offerings(groups []*Group, remembered []Remembered, conditions Conditions) 
 			made[key] = offering
 			all = append(all, offering)
 		}
-		offering.Available = offering.Available || conditions.Available(g)
+		offering.Available = offering.Available || conditions.Available(g) && !conditions.refuses(g.InstanceType, offering)
 		offering.ReservationCapacity += g.Left
 	}
 	for _, g := range groups {
@@ -283,9 +295,9 @@ func observedZones(g *Group, conditions Conditions) []string {
 // alwaysDistinguishing are the labels, besides the zone, that every offering says something about.
 var alwaysDistinguishing = []string{karpv1.CapacityTypeLabelKey, v1alpha1.ReservationLabel}
 
-func distinguishingKeys(groups []*Group) []string {
+func distinguishingKeys(groups []*Group, distinguished []string) []string {
 	var differing []string
-	for key := range karpv1.WellKnownLabels {
+	for _, key := range append(karpv1.WellKnownLabels.UnsortedList(), distinguished...) {
 		if key == corev1.LabelTopologyZone || key == corev1.LabelInstanceTypeStable || slices.Contains(alwaysDistinguishing, key) {
 			continue
 		}
@@ -314,7 +326,8 @@ func offeringRequirements(g *Group, zone string, keys []string) scheduling.Requi
 	for _, key := range keys {
 		if value, ok := g.Labels[key]; ok {
 			requirements.Add(scheduling.NewRequirement(key, corev1.NodeSelectorOpIn, value))
-		} else {
+		} else if karpv1.WellKnownLabels.Has(key) {
+			// Another label that the group lacks is core's to write.
 			requirements.Add(scheduling.NewRequirement(key, corev1.NodeSelectorOpDoesNotExist))
 		}
 	}

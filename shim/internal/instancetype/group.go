@@ -364,13 +364,22 @@ func declares(declared []corev1.Taint, taint corev1.Taint) bool {
 	})
 }
 
+func isExtended(name corev1.ResourceName) bool {
+	switch name {
+	case corev1.ResourceCPU, corev1.ResourceMemory, corev1.ResourceEphemeralStorage, corev1.ResourcePods:
+		return false
+	}
+	return true
+}
+
 // Overlaid returns the group with what a NodeOverlay changed about its instance type: more resources, another price.
 func (g *Group) Overlaid(instanceType *cloudprovider.InstanceType) *Group {
 	overlaid := *g
 	if instanceType.IsCapacityOverlayApplied() {
 		overlaid.Capacity = maps.Clone(g.Capacity)
+		// A NodeOverlay changes extended resources only. Of those that it leaves alone the type has no more than the group.
 		for name, quantity := range instanceType.Capacity {
-			if _, ok := g.Capacity[name]; !ok {
+			if _, ok := g.Capacity[name]; !ok || isExtended(name) {
 				overlaid.Capacity[name] = quantity
 			}
 		}

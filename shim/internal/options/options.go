@@ -118,7 +118,8 @@ func (o *Options) AddFlags(fs *options.FlagSet) {
 	fs.StringVar(&o.machineFailureReasons, "machine-failure-reasons", "",
 		"Deprecated: has no effect. The agent alone judges whether a machine failed: see its --failure-reasons.")
 	fs.DurationVar(&o.UnavailableOfferingTTL, "unavailable-offering-ttl", 30*time.Second,
-		"How long node groups are left alone after the agent had no room in them and named no time.")
+		"How long node groups are left alone after the agent had no room in them and named no time, and how long a NodePool does "+
+			"without offerings after no node group served its NodeClaim.")
 	fs.StringVar(&o.MetricsBindAddress, "metrics-bind-address", "",
 		"host:port of the metrics endpoint, or 0 for none. Defaults to --metrics-port on all addresses.")
 	fs.StringVar(&o.HealthProbeBindAddress, "health-probe-bind-address", "",

@@ -1,0 +1,152 @@
+package cloudprovider_test
+
+import (
+	"testing"
+	"time"
+
+	"github.com/samber/lo"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/uuid"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	corecloudprovider "sigs.k8s.io/karpenter/pkg/cloudprovider"
+	coresched "sigs.k8s.io/karpenter/pkg/controllers/provisioning/scheduling"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
+)
+
+// redInZone1BlueInZone2 are machines of one type. A label that core does not know by itself goes with the zone.
+func redInZone1BlueInZone2() []*agentv1alpha1.NodeGroup {
+	group := func(team, zone string) *agentv1alpha1.NodeGroup {
+		return &agentv1alpha1.NodeGroup{
+			Name: team, InstanceType: "m5", Zone: zone, NodeLabels: map[string]string{"team": team},
+			Capacity: map[string]string{"cpu": "4", "memory": "16Gi", "pods": "110"},
+		}
+	}
+	return []*agentv1alpha1.NodeGroup{group("red", "z1"), group("blue", "z2")}
+}
+
+func wants(key string, operator corev1.NodeSelectorOperator, values ...string) func(*karpv1.NodePool) {
+	return func(np *karpv1.NodePool) {
+		np.Spec.Template.Spec.Requirements = append(np.Spec.Template.Spec.Requirements, karpv1.NodeSelectorRequirementWithMinValues{
+			Key: key, Operator: operator, Values: values,
+		})
+	}
+}
+
+func spread(pod *corev1.Pod) {
+	pod.Labels = map[string]string{"app": "web"}
+	pod.Spec.TopologySpreadConstraints = []corev1.TopologySpreadConstraint{{
+		MaxSkew: 1, TopologyKey: corev1.LabelTopologyZone, WhenUnsatisfiable: corev1.DoNotSchedule,
+		LabelSelector: &metav1.LabelSelector{MatchLabels: pod.Labels},
+	}}
+}
+
+// launch creates what core planned, and returns the groups.
+func launch(t *testing.T, w *shimtest.World, planned []*coresched.NodeClaim) []string {
+	t.Helper()
+	return lo.Map(planned, func(p *coresched.NodeClaim, _ int) string {
+		nodeClaim := p.ToNodeClaim()
+		nodeClaim.Name, nodeClaim.UID = "claim-"+string(uuid.NewUUID()), uuid.NewUUID()
+		created, err := w.CloudProvider.Create(w.Context(), nodeClaim)
+		require.NoError(t, err, "core planned what no node group serves, and would do so again and again")
+		return created.Annotations["karpenter.cluster.x-k8s.io/node-group"]
+	})
+}
+
+func TestCorePlansNothingThatNoNodeGroupServes(t *testing.T) {
+	for name, c := range map[string]struct {
+		pool func(*karpv1.NodePool)
+		want []string
+	}{
+		"the NodePool requires one value": {
+			pool: wants("team", corev1.NodeSelectorOpIn, "red"), want: []string{"default/red", "default/red"},
+		},
+		"the NodePool has it as a label": {
+			pool: func(np *karpv1.NodePool) { np.Spec.Template.Labels = map[string]string{"team": "red"} },
+			want: []string{"default/red", "default/red"},
+		},
+		"the NodePool excludes a value": {
+			pool: wants("team", corev1.NodeSelectorOpNotIn, "blue"), want: []string{"default/red", "default/red"},
+		},
+		"the NodePool allows both": {
+			pool: wants("team", corev1.NodeSelectorOpIn, "red", "blue"), want: []string{"default/blue", "default/red"},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := shimtest.New(t, redInZone1BlueInZone2())
+			w.NodePool(c.pool)
+			w.PendingPod("one", "3", spread)
+			w.PendingPod("two", "3", spread)
+			results := w.Plan()
+			assert.ElementsMatch(t, c.want, launch(t, w, results.NewNodeClaims))
+			assert.Empty(t, results.PodErrors)
+		})
+	}
+}
+
+// Core knows that there is a second zone, and not that none of its machines is red. It may want that zone for a pod, and must see then
+// that there is nothing to be had.
+func TestCorePlansNothingThatNoNodeGroupServesWherePodsChooseALabel(t *testing.T) {
+	w := shimtest.New(t, redInZone1BlueInZone2())
+	w.NodePool(wants("team", corev1.NodeSelectorOpExists))
+	for _, name := range []string{"one", "two"} {
+		w.PendingPod(name, "3", spread, func(pod *corev1.Pod) { pod.Spec.NodeSelector = map[string]string{"team": "red"} })
+	}
+	results := w.Plan()
+	assert.Subset(t, []string{"default/red"}, launch(t, w, results.NewNodeClaims))
+	assert.NotEmpty(t, results.PodErrors, "the event of the pod says why it waits")
+}
+
+func TestAFullGroupIsNotPlannedForTheSakeOfAnotherValueOfItsLabel(t *testing.T) {
+	groups := redInZone1BlueInZone2()
+	groups[1].Zone = "z1"
+	w := shimtest.New(t, groups)
+	w.NodePool(wants("team", corev1.NodeSelectorOpExists))
+	w.PendingPod("one", "3", func(pod *corev1.Pod) { pod.Spec.NodeSelector = map[string]string{"team": "red"} })
+	require.Len(t, w.Plan().NewNodeClaims, 1)
+	w.Agent.Block("default/red", agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE, "full", time.Time{})
+	w.Eventually(func() bool { return len(w.Plan().NewNodeClaims) == 0 }, "the full group shows")
+}
+
+func TestNodesOfGroupsThatTheNodePoolToldApartAreFoundByTheirLabels(t *testing.T) {
+	w := shimtest.New(t, redInZone1BlueInZone2())
+	pool := w.NodePool(wants("team", corev1.NodeSelectorOpExists))
+	types, err := w.CloudProvider.GetInstanceTypes(w.Context(), pool)
+	require.NoError(t, err)
+	require.Len(t, types, 1)
+	assert.Len(t, types[0].Offerings.Available(), 2)
+	again, err := w.CloudProvider.GetInstanceTypes(w.Context(), pool)
+	require.NoError(t, err)
+	assert.Same(t, types[0], again[0], "the same objects for the same question")
+	without, err := w.CloudProvider.GetInstanceTypes(w.Context(), nodePoolOf("other"))
+	require.NoError(t, err)
+	for _, offering := range without[0].Offerings {
+		assert.False(t, offering.Requirements.Has("team"), "core refuses a label there that this NodePool does not name")
+	}
+}
+
+func TestWhatWasRefusedIsLeftAloneForAWhile(t *testing.T) {
+	w := shimtest.New(t, redInZone1BlueInZone2(), shimtest.WithUnavailableTTL(2*time.Second))
+	available := func(nodePool string) []string {
+		types, err := w.CloudProvider.GetInstanceTypes(w.Context(), nodePoolOf(nodePool))
+		require.NoError(t, err)
+		return lo.Map(types[0].Offerings.Available(), func(o *corecloudprovider.Offering, _ int) string { return o.Zone() })
+	}
+	tooMuch := w.NodeClaim("claim", requiring(corev1.LabelTopologyZone, "z1"), requests("cpu", "64"))
+	_, err := w.CloudProvider.Create(w.Context(), tooMuch)
+	require.True(t, corecloudprovider.IsInsufficientCapacityError(err), "%v", err)
+	w.Eventually(func() bool { return !lo.Contains(available(shimtest.NodePoolName), "z1") }, "core does not plan it again")
+	assert.Equal(t, []string{"z2"}, available(shimtest.NodePoolName), "nothing else is left alone")
+	assert.ElementsMatch(t, []string{"z1", "z2"}, available("another"), "nor for other NodePools")
+	w.Eventually(func() bool { return len(available(shimtest.NodePoolName)) == 2 }, "it is tried again later")
+}
+
+func nodePoolOf(name string) *karpv1.NodePool {
+	nodePool := &karpv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: name}}
+	nodePool.Spec.Template.Spec.NodeClassRef = (&shimtest.World{}).NodeClaim("").Spec.NodeClassRef
+	return nodePool
+}
