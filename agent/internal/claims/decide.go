@@ -33,6 +33,10 @@ type decision struct {
 	urgent bool
 	// refused are the pending claims that cannot be entered here, by claim id.
 	refused map[string]eligibility.Refusal
+	// queued are the ids of the pending claims that are entered once others have left the ledger.
+	queued map[string]bool
+	// budget is how much may still be added to the ledger.
+	budget *budget
 	// actions are the writes on other objects that the snapshot's ledger permits. They are not to be done when the ledger
 	// has changed since.
 	actions []action
@@ -61,8 +65,9 @@ type action struct {
 	machine *clusterv1.Machine
 	set     *clusterv1.MachineSet
 	release Release
-	uids    []types.UID
-	event   v1alpha1.Event
+	// uids are the Machines that a MachineSet is lowered for, counts all those that the ledger lowers under pause.
+	uids, counts []types.UID
+	event        v1alpha1.Event
 }
 
 type actionKind string
@@ -126,6 +131,7 @@ const (
 	ReasonRefused           = "Refused"
 	ReasonNodeGroupGone     = "NodeGroupGone"
 	ReasonNeverMade         = "NeverMade"
+	ReasonWriteRefused      = "WriteRefused"
 )
 
 // ReasonReplicasLowered is the reason of the Warning event on a MachineDeployment whose replicas another writer set below what is
@@ -135,12 +141,13 @@ const ReasonReplicasLowered = "ReplicasLoweredBelowClaims"
 // decide computes the next step of the protocol. It depends on nothing but the snapshot.
 func decide(s *snapshot) *decision {
 	s.prepare()
-	d := &decision{replicas: s.group.Replicas, refused: map[string]eligibility.Refusal{}}
+	d := &decision{replicas: s.group.Replicas, refused: map[string]eligibility.Refusal{}, queued: map[string]bool{}}
 	next := s.fold(d)
 
 	s.dropEntries(next)
 	s.unname(next)
-	s.startReleases(next)
+	d.budget = s.newBudget(next, cmp.Or(s.ledgerBudget, ledgerBudget))
+	s.startReleases(d, next)
 	s.giveBack(d, next)
 	s.unpause(d, next)
 	spare := s.account(d, next)
@@ -262,13 +269,16 @@ func ownsSpecReplicas(fields []byte) bool {
 // user's is deleted on the strength of a rebuilt ledger: what it cannot explain is the floor.
 func (s *snapshot) rebuild() *Ledger {
 	l := (&Ledger{Version: ledgerVersion}).clone()
+	room := s.newBudget(l, math.MaxInt) // what had entries before fits again
 	var ours int32
 	for _, m := range s.machines {
 		switch {
 		case held(m) || hooked(m):
 			// Its release goes on. If it got so far that its replica may have been given back, that is taken for done.
 			back := deletionCompleted(m) || waitsForHook(m)
-			l.Releasing[m.UID] = Release{Machine: m.Name, Claim: claimOf(m), Hook: !held(m), GivenBack: back}
+			if r := (Release{Machine: m.Name, Claim: claimOf(m), Hook: !held(m), GivenBack: back}); room.release(m.UID, r) {
+				l.Releasing[m.UID] = r
+			}
 			if !back {
 				ours++
 			}
@@ -276,8 +286,8 @@ func (s *snapshot) rebuild() *Ledger {
 			// Nobody's, or the user's.
 		case !alive(m) && !s.keeps(claimOf(m)):
 			// Our hook may have been taken off it, after its replica was given back.
-			if claimOf(m) != "" {
-				l.Releasing[m.UID] = Release{Machine: m.Name, Claim: claimOf(m), GivenBack: true}
+			if r := (Release{Machine: m.Name, Claim: claimOf(m), GivenBack: true}); r.Claim != "" && room.release(m.UID, r) {
+				l.Releasing[m.UID] = r
 			}
 		default:
 			ours++
@@ -301,7 +311,9 @@ func (s *snapshot) rebuild() *Ledger {
 		} else if m := s.named(c.Spec.Adopt); m != nil {
 			named = Named{Machine: m.Name, UID: m.UID, Adopted: true}
 		}
-		l.Pending[c.Spec.ClaimID] = named
+		if room.claim(c.Spec.ClaimID, named) {
+			l.Pending[c.Spec.ClaimID] = named
+		}
 		ours++
 	}
 	l.Floor = max(0, s.group.Replicas-ours)
@@ -373,7 +385,7 @@ func (s *snapshot) unname(next *Ledger) {
 
 // startReleases enters the Machines of claims that are being released and that cannot be handed over. A record that names a
 // Machine whose claim is not being released (somebody edited the ledger) is dropped: no claimed Machine is ever deleted.
-func (s *snapshot) startReleases(next *Ledger) {
+func (s *snapshot) startReleases(d *decision, next *Ledger) {
 	for uid, r := range next.Releasing {
 		m := s.machine(uid)
 		if m == nil || r.GivenBack {
@@ -401,8 +413,9 @@ func (s *snapshot) startReleases(next *Ledger) {
 		if _, begun := next.Releasing[m.UID]; begun {
 			continue
 		}
-		if alive(m) || stoppable(m) && !held(m) {
-			next.Releasing[m.UID] = Release{Machine: m.Name, Claim: c.Spec.ClaimID, Drained: c.Status.Drained, Hook: !alive(m)}
+		r := Release{Machine: m.Name, Claim: c.Spec.ClaimID, Drained: c.Status.Drained, Hook: !alive(m)}
+		if (alive(m) || stoppable(m) && !held(m)) && d.budget.release(m.UID, r) {
+			next.Releasing[m.UID] = r
 		}
 	}
 }
@@ -650,7 +663,7 @@ func (s *snapshot) setsLowered(d *decision, next *Ledger, begun []types.UID) boo
 	}
 	for _, set := range s.sets {
 		if uids := missing[set.Name]; len(uids) > 0 {
-			d.actions = append(d.actions, action{kind: lowerSet, set: set, uids: uids})
+			d.actions = append(d.actions, action{kind: lowerSet, set: set, uids: uids, counts: begun})
 		}
 	}
 	return done
@@ -744,6 +757,8 @@ func (s *snapshot) orphaned(claimID string) bool {
 func (s *snapshot) enter(d *decision, next *Ledger, spare int32) int32 {
 	refusal := s.refusal(d)
 	spendable := spare - s.unusable(next)
+	size := d.replicas // with those for which there is no room in the ledger yet
+	crowded := s.crowded()
 	for _, c := range s.claims {
 		id := c.Spec.ClaimID
 		if c.CurrentPhase() != v1alpha1.PhasePending || c.Spec.Adopt != "" {
@@ -756,17 +771,22 @@ func (s *snapshot) enter(d *decision, next *Ledger, spare int32) int32 {
 		case refusal != nil:
 			d.refused[id] = *refusal
 			continue
+		case crowded != nil:
+			d.refused[id] = *crowded
+			continue
 		case spendable > 0:
 			spendable--
-			spare--
-		case s.group.Max == nil || d.replicas < *s.group.Max:
-			d.replicas++
+			if d.admit(next, id, Named{}) {
+				spare--
+			}
+		case s.group.Max == nil || size < *s.group.Max:
+			size++
+			if d.admit(next, id, Named{}) {
+				d.replicas++
+			}
 		default:
 			d.refused[id] = s.full()
-			continue
 		}
-		next.Pending[id] = Named{}
-		d.urgent = true
 	}
 	return spare
 }
@@ -777,6 +797,17 @@ func (s *snapshot) refusal(d *decision) *eligibility.Refusal {
 		return &eligibility.Refusal{NodeGroup: s.md.Name, Reason: eligibility.ReplicasLowered, Message: d.lowered}
 	}
 	return s.group.Refusal()
+}
+
+// admit enters a claim, or has it wait when there is no room in the ledger. It reports which.
+func (d *decision) admit(next *Ledger, claimID string, named Named) bool {
+	if !d.budget.claim(claimID, named) {
+		d.queued[claimID] = true
+		return false
+	}
+	next.Pending[claimID] = named
+	d.urgent = true
+	return true
 }
 
 // adopt enters the claims that take an existing Machine over, and names it for them in the same write: a spare's, else the
@@ -798,18 +829,21 @@ func (s *snapshot) adopt(d *decision, next *Ledger, spare int32) int32 {
 		named := Named{Machine: m.Name, UID: m.UID}
 		switch {
 		case spare > 0:
-			spare--
+			if d.admit(next, id, named) {
+				spare--
+			}
 		case next.Floor > next.Min:
 			named.Adopted = true
-			next.Floor--
+			if d.admit(next, id, named) {
+				next.Floor--
+			}
 		case s.group.Max == nil || d.replicas < *s.group.Max:
-			d.replicas++ // the user is still to have the min size
+			if d.admit(next, id, named) {
+				d.replicas++ // the user is still to have the min size
+			}
 		default:
 			d.refused[id] = s.full()
-			continue
 		}
-		next.Pending[id] = named
-		d.urgent = true
 	}
 	return spare
 }
@@ -988,7 +1022,7 @@ func (s *snapshot) releaseSpare(d *decision, next *Ledger, spare int32) int32 {
 	surplus := min(len(free)-int(s.floor(next)), int(spare))
 	// A Machine without infrastructure goes whoever waits: nobody can have it, and Cluster API sees to no other one before.
 	gone := slices.DeleteFunc(slices.Clone(free), func(m *clusterv1.Machine) bool { return !s.gone(m) })
-	waits := next.unnamed() > 0 && d.unmet == 0
+	waits := (next.unnamed() > 0 || len(d.queued) > 0) && d.unmet == 0
 	if waits && len(gone) == 0 || !s.graceOver(d) {
 		return spare
 	}
@@ -1014,7 +1048,11 @@ func (s *snapshot) releaseSpare(d *decision, next *Ledger, spare int32) int32 {
 		return b.CreationTimestamp.Compare(a.CreationTimestamp.Time)
 	})
 	for _, m := range free[:surplus] {
-		next.Releasing[m.UID] = Release{Machine: m.Name, Claim: claimOf(m)}
+		r := Release{Machine: m.Name, Claim: claimOf(m)}
+		if !d.budget.release(m.UID, r) {
+			break
+		}
+		next.Releasing[m.UID] = r
 		d.chose = true
 		spare--
 	}
@@ -1045,7 +1083,7 @@ func (s *snapshot) shrink(d *decision, next *Ledger, spare int32) int32 {
 	// Spares that are Machines are released, not counted down.
 	missing := min(s.group.Replicas-count(s.machines), spare-max(0, count(s.free(next))-s.floor(next)))
 	active := s.activeSets()
-	may := missing > 0 && len(active) == 1 && !s.rollingOut() && s.mayShrink(next) && !s.deleted()
+	may := missing > 0 && len(active) == 1 && !s.rollingOut() && s.mayShrink(next) && !s.deleted() && len(d.queued) == 0
 	if next.Shrink == nil {
 		for _, set := range s.sets {
 			if set.Annotations[clusterv1.PausedAnnotation] == v1alpha1.PausedByAgent {

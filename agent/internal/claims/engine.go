@@ -139,6 +139,8 @@ type Engine struct {
 	spawn    func(func()) // runs a group outside its caller; tests run it in place
 	parallel int          // writes that one step does at once
 	decide   func(*snapshot) *decision
+	// ledgerBudget is how many bytes all entries of one ledger may take; zero means [ledgerBudget]. Tests lower it.
+	ledgerBudget int
 
 	mu           sync.Mutex
 	groups       map[types.NamespacedName]*group
@@ -421,6 +423,9 @@ func (e *Engine) enter(ctx context.Context, c *v1alpha1.MachineClaim) (*v1alpha1
 		if errors.Is(err, ErrNewerLedger) && c.Status.Phase == "" {
 			// The agent that knows that ledger may enter it still; moving it on is decided by compare-and-swap.
 			refusal, err = newer(c.Spec.NodeGroup, err), nil
+		}
+		if errors.Is(err, ErrWriteRefused) && c.Status.Phase == "" {
+			refusal, err = &eligibility.Refusal{NodeGroup: c.Spec.NodeGroup, Reason: eligibility.Invalid, Message: err.Error()}, nil
 		}
 		if err != nil {
 			return nil, err
@@ -737,6 +742,13 @@ func (e *Engine) get(ctx context.Context, key types.NamespacedName, object clien
 func (e *Engine) event(object runtime.Object, reason, action, message string) {
 	if e.Recorder != nil {
 		e.Recorder.Eventf(object, nil, corev1.EventTypeNormal, reason, action, "%s", message)
+	}
+}
+
+// warn makes a Warning event.
+func (e *Engine) warn(object runtime.Object, reason, action, message string) {
+	if e.Recorder != nil {
+		e.Recorder.Eventf(object, nil, corev1.EventTypeWarning, reason, action, "%s", message)
 	}
 }
 

@@ -13,6 +13,9 @@ var (
 	ErrNotFound = errors.New("no such claim")
 	// ErrConflict means that another writer was faster; the call can be repeated at once.
 	ErrConflict = errors.New("lost a race against another writer")
+	// ErrWriteRefused means that the API server or an admission policy refuses what the agent writes, whoever is faster: repeating
+	// the call helps only after a person has acted.
+	ErrWriteRefused = errors.New("the hub refuses the write")
 	// ErrStaleToken means that a token is too old to conclude anything from.
 	ErrStaleToken = errors.New("the token is too old; take a new one from ListClaims")
 	// ErrInvalidToken means that a token was not made for this Cluster and holder.

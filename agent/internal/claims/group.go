@@ -50,11 +50,13 @@ type group struct {
 	lastQuiet  time.Time // when the ledger was last written for nobody in particular
 	wanted     time.Time // since when such a write is put off; zero when none is
 	unfinished int       // how many such writes in a row left something for another one
-	failures   int       // how many runs in a row ended because a write on another object failed
+	failures   int       // how many runs in a row ended because a write failed
 	spareSeq   int64     // the ledger's, when the spare was first seen
 	panics     int       // how many runs in a row panicked
 	resting    time.Time // until when the group is left alone because of that
 	panicked   *panicError
+	// queued are the ids of the claims that the last step found no room in the ledger for.
+	queued map[string]bool
 }
 
 type outcome struct {
@@ -74,7 +76,8 @@ func (e *Engine) group(namespace, name string) *group {
 	return g
 }
 
-// enter waits until the claim is in the ledger (nil, nil) or was refused.
+// enter waits until the claim is in the ledger (nil, nil) or was refused. While the ledger has no room for the claim it waits as
+// long as ctx allows: until then nothing is promised, and a repeated call waits again.
 func (g *group) enter(ctx context.Context, claimID string) (*eligibility.Refusal, error) {
 	done := make(chan outcome, 1)
 	g.mu.Lock()
@@ -84,8 +87,15 @@ func (g *group) enter(ctx context.Context, claimID string) (*eligibility.Refusal
 	select {
 	case o := <-done:
 		return o.refusal, o.err
+	default:
+	}
+	select {
+	case o := <-done:
+		return o.refusal, o.err
 	case <-ctx.Done():
-		return nil, fmt.Errorf("waiting for the claim to be entered: %w", ctx.Err())
+		err := fmt.Errorf("waiting for the claim to be entered: %w", ctx.Err())
+		g.giveUp(claimID, []chan outcome{done}, outcome{err: err})
+		return nil, err
 	}
 }
 
@@ -126,6 +136,9 @@ func (g *group) run(ctx context.Context) (time.Duration, error) {
 		unanswered = ErrConflict // the claim went elsewhere while the run was under way
 	}
 	for id, waiters := range waiting {
+		if err == nil && g.queued[id] {
+			continue // the run that finds room for it answers
+		}
 		g.giveUp(id, waiters, outcome{err: unanswered})
 	}
 	return again, err
@@ -189,6 +202,7 @@ func (g *group) answer(claimID string, o outcome) {
 func (g *group) steps(ctx context.Context) (time.Duration, error) {
 	e := g.engine
 	conflicts, yields := 0, 0
+	g.queued = nil
 	for range maxSteps {
 		s, err := e.read(ctx, live, g.key)
 		if err != nil {
@@ -200,22 +214,32 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 		s.spareSince = g.spareSince
 		d := e.decide(s)
 		g.noteSpare(s, d)
+		g.queued = d.queued
 
 		wait := g.coalesce(s, d)
+		var refused error
 		if d.ledger != nil && wait == 0 {
 			err := g.commit(ctx, s, d)
-			if !errors.Is(err, ErrConflict) {
+			switch {
+			case err == nil:
 				conflicts = 0
-			} else if conflicts++; conflicts < maxConflicts {
 				continue
-			}
-			if err != nil {
+			case errors.Is(err, ErrConflict):
+				if conflicts++; conflicts < maxConflicts {
+					continue
+				}
+				return 0, err
+			case errors.Is(err, ErrWriteRefused):
+				refused = err // what the ledger permits as it is goes on
+			default:
 				return 0, err
 			}
-			continue
 		}
 		g.answerFrom(s, d, s.ledger)
 		if len(d.actions) == 0 {
+			if refused != nil {
+				return g.retry(d, 0), refused
+			}
 			if d.ledger != nil {
 				d.wake(wait)
 			}
@@ -233,7 +257,10 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 		progress, err := e.perform(ctx, s, d.actions[:min(len(d.actions), maxActions)])
 		if err != nil {
 			// What is due at a time of its own is not put off by a write that may fail for ever.
-			return g.retry(d, wait), err
+			return g.retry(d, wait), errors.Join(refused, err)
+		}
+		if refused != nil {
+			return g.retry(d, 0), refused
 		}
 		g.failures = 0
 		if !progress {
@@ -247,11 +274,12 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 // longestRetry is how long a run is put off at most whose writes fail.
 const longestRetry = 30 * time.Second
 
-// retry returns when to look again after a write on another object failed: sooner if something else is due.
+// retry returns when to look again after a write failed: sooner if something else is due, among it a ledger write that is put off
+// for that long (zero: for nothing).
 func (g *group) retry(d *decision, wait time.Duration) time.Duration {
 	g.failures++
 	d.wake(min(time.Second<<min(g.failures-1, 10), longestRetry))
-	if d.ledger != nil {
+	if d.ledger != nil && wait > 0 {
 		d.wake(wait)
 	}
 	return d.again
@@ -465,6 +493,7 @@ func (e *Engine) read(ctx context.Context, from view, key types.NamespacedName) 
 		unregistered: e.unregisteredIn(key.Namespace, md.Spec.ClusterName),
 		spareGrace:   e.SpareGrace,
 		failure:      e.Failure,
+		ledgerBudget: e.ledgerBudget,
 	}
 	if s.ledger, err = ledgerOf(&md); errors.Is(err, ErrNewerLedger) {
 		return nil, fmt.Errorf("MachineDeployment %s: %w", key, err)

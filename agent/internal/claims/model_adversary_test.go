@@ -266,6 +266,8 @@ func (w *world) create(e int, id string, candidates []string) {
 	}
 	released := o.released
 	made := w.asAgent(e, func(ctx context.Context, agent *Engine) error {
+		ctx, cancel := context.WithCancel(ctx)
+		cancel() // it does not wait for room in the ledger
 		_, err := agent.Create(ctx, Request{
 			Namespace: namespace, Cluster: clusterName, ID: id, Holder: holder, DisplayName: "nc-" + id, Candidates: candidates, Adopt: o.adopt,
 		})

@@ -69,6 +69,7 @@ func (w *world) newProcess() *process {
 	})
 	p.engine.spawn = func(run func()) { run() }
 	p.engine.parallel = 1
+	p.engine.ledgerBudget = w.ledgerBudget
 	return p
 }
 
@@ -85,7 +86,7 @@ func (w *world) asAgent(e int, do func(context.Context, *Engine) error) bool {
 	p.call = nil
 	if c.dead {
 		w.agents[e] = w.newProcess()
-	} else if err != nil && !c.disturbed && !expected(err) {
+	} else if err != nil && !c.disturbed && !expected(err) && (w.ledgerBudget == 0 || !errors.Is(err, context.Canceled)) {
 		w.t.Fatalf("I4: the agent gives up: %v", err)
 	}
 	w.check()

@@ -10,6 +10,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
 // Cluster API's controllers, one reconcile at a time. A reconcile reads, plans and then writes what it planned, whatever
@@ -104,6 +106,9 @@ func (w *world) deploymentStep(group string) bool {
 			replicas := plan[s.Name]
 			now.Spec.Replicas = &replicas
 			delete(now.Annotations, clusterv1.DisableMachineCreateAnnotation)
+			if ledger := md.Annotations[v1alpha1.LedgerAnnotation]; w.copies && ledger != "" {
+				metav1.SetMetaDataAnnotation(&now.ObjectMeta, v1alpha1.LedgerAnnotation, ledger)
+			}
 			if onDelete && s.Name != name {
 				metav1.SetMetaDataAnnotation(&now.ObjectMeta, clusterv1.DisableMachineCreateAnnotation, "true")
 			}

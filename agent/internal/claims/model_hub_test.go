@@ -11,11 +11,13 @@ import (
 	jsonpatch "gopkg.in/evanphx/json-patch.v4"
 	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/validation"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/validation/field"
 	"k8s.io/utils/clock"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -120,6 +122,9 @@ func (h *hub) update(o client.Object, status bool) error {
 		after = copyOf(o)
 		copyStatus(after, before)
 	}
+	if err := valid(after); err != nil {
+		return err
+	}
 	h.replace(before, after)
 	if now, found := h.objects[k][o.GetName()]; found {
 		o.SetResourceVersion(now.GetResourceVersion())
@@ -162,11 +167,24 @@ func (h *hub) patch(o client.Object, patchType types.PatchType, data []byte) err
 		return apierrors.NewConflict(k.resource(), o.GetName(), fmt.Errorf("version %s is not current", after.GetResourceVersion()))
 	}
 	copyStatus(after, before)
+	if err := valid(after); err != nil {
+		return err
+	}
 	h.replace(before, after)
 	if now, found := h.objects[k][o.GetName()]; found {
 		assign(o, now)
 	}
 	return nil
+}
+
+// valid says, as the real one does, that an object's annotations are too long; nil when they are not.
+func valid(o client.Object) error {
+	if validation.ValidateAnnotationsSize(o.GetAnnotations()) == nil {
+		return nil
+	}
+	return apierrors.NewInvalid(schema.GroupKind{Kind: string(kindOf(o))}, o.GetName(), field.ErrorList{
+		field.TooLong(field.NewPath("metadata", "annotations"), "", validation.TotalAnnotationSizeLimitB),
+	})
 }
 
 // remove begins an object's deletion, and completes it when no finalizer is left.

@@ -45,6 +45,11 @@ type world struct {
 	fair bool
 	// withdrawing means that an agent is removing itself, so that what it takes off is not taken from anybody.
 	withdrawing bool
+	// copies means that MachineSets get a copy of the MachineDeployment's ledger, as Cluster API makes it.
+	copies bool
+
+	// ledgerBudget is the agents'; zero means more than histories need.
+	ledgerBudget int
 
 	// Cluster API.
 
@@ -117,12 +122,14 @@ type worldOptions struct {
 	floor            int32
 	minimum, maximum string
 	strategy         clusterv1.MachineDeploymentRolloutStrategyType
+	// ledgerBudget is how many bytes a ledger's entries may take; zero means the engine's own bound.
+	ledgerBudget int
 }
 
 func newWorld(t *rapid.T, o worldOptions) *world {
 	clock := testclock.NewFakeClock(time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC))
 	w := &world{
-		t: t, clock: clock, hub: newHub(clock), peaceful: true,
+		t: t, clock: clock, hub: newHub(clock), peaceful: true, ledgerBudget: o.ledgerBudget,
 		seen: map[types.UID]bool{}, busy: map[string]bool{}, templates: map[string]int{}, blocked: map[string]bool{},
 		surge: map[types.UID]bool{}, joined: map[types.UID]int{}, tainted: map[types.UID]bool{},
 		owned: map[string]int32{}, ledgers: map[string]bool{}, licensed: map[string]int{}, outsiders: map[types.UID]bool{}, wiped: map[string]bool{},

@@ -43,6 +43,8 @@ type snapshot struct {
 	spareGrace time.Duration
 	// failure says when a Machine is given up.
 	failure Failure
+	// ledgerBudget is how many bytes all entries of the ledger may take; zero means [ledgerBudget].
+	ledgerBudget int
 }
 
 // prepare orders what the decision depends on, so that two agents decide alike, and makes it known by id.

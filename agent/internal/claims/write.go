@@ -35,7 +35,7 @@ const (
 	parallelWrites = 16
 	// unknownHolder holds a claim that was made again from a Machine that does not say whose it was. Nobody collects it.
 	unknownHolder = "unknown"
-	// releasedKept is how many UIDs a MachineSet remembers; far more than are released under one pause.
+	// releasedKept is how many UIDs a MachineSet remembers beyond those that the ledger counts on.
 	releasedKept = 64
 )
 
@@ -121,13 +121,38 @@ func (e *Engine) writeLedger(ctx context.Context, s *snapshot, d *decision) erro
 			e.reportLowering(ctx, s, d)
 		}
 		return nil
-	case apierrors.IsInvalid(err), apierrors.IsConflict(err), apierrors.IsNotFound(err):
-		// A failed test is reported as Invalid, like a refusal by a webhook; both lead to a new reading, and a refusal that
-		// stays ends the run with its text.
+	case testFailed(err), apierrors.IsConflict(err), apierrors.IsNotFound(err):
 		return fmt.Errorf("writing the ledger: %w: %w", ErrConflict, err)
+	case refusedForGood(err):
+		e.warn(s.md, ReasonWriteRefused, "WriteLedger", "claims and releases of this node group are held up: "+err.Error())
+		return fmt.Errorf("writing the ledger of MachineDeployment %s: %w: %w", s.md.Name, ErrWriteRefused, err)
 	default:
 		return fmt.Errorf("writing the ledger: %w", err)
 	}
+}
+
+// testFailed reports whether the API server says that a test of a JSON patch failed. It is Invalid, as what validation or a policy
+// refuses is; those name causes, or say that they denied the request.
+func testFailed(err error) bool {
+	var status apierrors.APIStatus
+	if !apierrors.IsInvalid(err) || !errors.As(err, &status) {
+		return false
+	}
+	details := status.Status().Details
+	return (details == nil || len(details.Causes) == 0) && !denied(status)
+}
+
+// refusedForGood reports whether the API server or an admission policy refuses a write for its content.
+func refusedForGood(err error) bool {
+	var status apierrors.APIStatus
+	return errors.As(err, &status) &&
+		(apierrors.IsInvalid(err) || apierrors.IsForbidden(err) || apierrors.IsBadRequest(err) || denied(status)) && !testFailed(err)
+}
+
+// denied reports whether a webhook or a ValidatingAdmissionPolicy refused a request.
+func denied(err apierrors.APIStatus) bool {
+	message := err.Status().Message
+	return strings.Contains(message, "denied the request") || strings.Contains(message, "denied request")
 }
 
 // reportLowering says on the MachineDeployment that it is frozen, and why.
@@ -357,10 +382,16 @@ func (e *Engine) lowerSet(ctx context.Context, a action) error {
 	set := a.set.DeepCopy()
 	replicas := max(0, replicasOf(set)-int32(len(a.uids)))
 	set.Spec.Replicas = &replicas
-	uids := slices.Concat(releasedFrom(set), a.uids)
-	if extra := len(uids) - releasedKept; extra > 0 && extra <= len(uids)-len(a.uids) {
-		uids = uids[extra:]
+	var before []types.UID // which nothing depends on any more
+	uids := slices.Clone(a.uids)
+	for _, uid := range releasedFrom(set) {
+		if slices.Contains(a.counts, uid) {
+			uids = append(uids, uid)
+		} else {
+			before = append(before, uid)
+		}
 	}
+	uids = append(uids, before[max(0, len(before)-releasedKept):]...)
 	metav1.SetMetaDataAnnotation(&set.ObjectMeta, v1alpha1.ReleasedAnnotation, joinUIDs(uids))
 	return e.patchSet(ctx, a.set, set)
 }
@@ -394,7 +425,7 @@ func (e *Engine) patchMachine(ctx context.Context, before, after *clusterv1.Mach
 		return fmt.Errorf("encoding a Machine's patch: %w", err)
 	}
 	err = e.Client.Patch(ctx, after, client.RawPatch(types.JSONPatchType, patch), fieldOwner)
-	if apierrors.IsInvalid(err) { // so a failed test is reported
+	if testFailed(err) {
 		return apierrors.NewConflict(schema.GroupResource{Group: clusterv1.GroupVersion.Group, Resource: "machines"}, before.Name, err)
 	}
 	return err

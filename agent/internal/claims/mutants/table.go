@@ -81,13 +81,51 @@ var mutants = []mutant{
 		{"decide.go", "			d.replicas, d.urgent = raised, true\n", "			d.urgent = true\n"},
 	}},
 	{name: "max size ignored when a claim is entered", smoke: true, edits: []edit{
-		{"decide.go", "		case s.group.Max == nil || d.replicas < *s.group.Max:\n			d.replicas++\n		default:\n			d.refused[id] = s.full()\n			continue\n		}\n		next.Pending[id] = Named{}", "		default:\n			d.replicas++\n		}\n		next.Pending[id] = Named{}"},
+		{"decide.go", "		case s.group.Max == nil || size < *s.group.Max:\n", "		case true || size > 0:\n"},
 	}},
 	{name: "max size ignored when a shortage is made good", edits: []edit{
 		{"decide.go", "			raised = min(raised, max(d.replicas, *s.group.Max))\n", ""},
 	}},
 	{name: "min size ignored", edits: []edit{
 		{"decide.go", "	return max(next.Floor, s.group.Min)\n", "	return next.Floor\n"},
+	}},
+
+	// The ledger's budget.
+	{name: "the ledger has no budget", test: "TestNoLedgerOutgrowsItsAnnotation", edits: []edit{
+		{"budget.go", "	if size > b.left || size > *share {\n", "	if size < 0 {\n"},
+	}},
+	{name: "an entry counts with its present size", test: "TestNoLedgerOutgrowsItsAnnotation", edits: []edit{
+		{"budget.go", " + max(longestName, len(named.Machine)) + max(uidLength, len(named.UID))\n", " + len(named.Machine)\n"},
+		{"budget.go", "func (s *snapshot) newBudget(l *Ledger, limit int) *budget {\n", "func (s *snapshot) newBudget(l *Ledger, limit int) *budget {\n	limit = math.MaxInt\n"},
+		{"budget.go", "	\"maps\"\n", "	\"maps\"\n	\"math\"\n"},
+	}},
+	{name: "the annotations beside the ledger are not counted", test: "TestNoLedgerOutgrowsItsAnnotation", edits: []edit{
+		{"budget.go", "len(v1alpha1.LedgerAnnotation) - beside\n", "len(v1alpha1.LedgerAnnotation) - 0*beside\n"},
+	}},
+	{name: "a claim overtakes those that wait for room in the ledger", test: "TestWhatTheLedgerHasNoRoomForWaitsInOrder", edits: []edit{
+		{"budget.go", "		*share = 0\n", ""},
+	}},
+	{name: "releases keep claims out of the ledger", test: "TestWhatTheLedgerHasNoRoomForWaitsInOrder", edits: []edit{
+		{"budget.go", "	share := limit / 4 * 3\n", "	share := limit\n"},
+	}},
+	{name: "claims that wait for room in the ledger are not counted at the max size", test: "TestWhatTheLedgerHasNoRoomForWaitsInOrder", edits: []edit{
+		{"decide.go", "			size++\n", "			size = d.replicas\n"},
+	}},
+	{name: "spares go while claims wait for room in the ledger", test: "TestWhatTheLedgerHasNoRoomForWaitsInOrder", edits: []edit{
+		{"decide.go", "	waits := (next.unnamed() > 0 || len(d.queued) > 0) && d.unmet == 0\n", "	waits := next.unnamed() > 0 && d.unmet == 0\n"},
+	}},
+	{name: "a call whose claim waits for room in the ledger is answered", test: "TestACallWaitsUntilTheLedgerHasRoomForItsClaim", edits: []edit{
+		{"group.go", "		if err == nil && g.queued[id] {\n", "		if err != nil && g.queued[id] {\n"},
+	}},
+	{name: "a refused write is a lost race", test: "TestALedgerThatTheHubRefusesIsNotRetriedAsALostRace", edits: []edit{
+		{"write.go", "	return (details == nil || len(details.Causes) == 0) && !denied(status)\n", "	return details == nil || !denied(nil) || true\n"},
+		{"write.go", "	message := err.Status().Message\n", "	if err == nil {\n		return false\n	}\n	message := err.Status().Message\n"},
+	}},
+	{name: "a refused ledger holds everything up", test: "TestARefusedLedgerHoldsUpNothingElse", edits: []edit{
+		{"group.go", "				refused = err // what the ledger permits as it is goes on\n", "				return g.retry(d, 0), err\n"},
+	}},
+	{name: "a MachineSet forgets Machines that still count", test: "TestAMachineSetForgetsTheMachinesThatWereReleasedLongAgo", edits: []edit{
+		{"write.go", "		if slices.Contains(a.counts, uid) {\n", "		if slices.Contains(a.uids, uid) {\n"},
 	}},
 
 	// Rule R1: the ledger first, all else live after it.

@@ -1,0 +1,135 @@
+package claims
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"slices"
+
+	"k8s.io/apimachinery/pkg/api/validation"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
+)
+
+const (
+	// ledgerBudget is how many bytes all entries of one ledger may take. Every write of a MachineDeployment and of its MachineSets
+	// carries the whole ledger, so it stays well below what Kubernetes allows; it is enough for about 700 claims or 350 releases.
+	ledgerBudget = 160 << 10
+	// annotationMargin is left for the annotations that Cluster API adds to a MachineDeployment and to its MachineSets.
+	annotationMargin = 8 << 10
+	// ledgerHeader bounds the size of a ledger without entries.
+	ledgerHeader = 1 << 10
+	// longestName bounds the name of a Machine that Cluster API generates.
+	longestName = 63
+	// uidLength is the length of a UID that an API server generates.
+	uidLength = 36
+)
+
+// budget is how many bytes the entries of one decision may still add to the ledger. An entry counts with the size that it can
+// grow to, so that no later step of a claim or a release is held up.
+type budget struct {
+	left int
+	// claims and releases are what is left of either kind's share. Neither may use all of the budget, so that releases that take
+	// long do not keep claims out, nor the other way round.
+	claims, releases int
+	// longestSet is the length of the longest name of a MachineSet.
+	longestSet int
+}
+
+// newBudget returns what a ledger may grow by, if all its entries may take so many bytes.
+func (s *snapshot) newBudget(l *Ledger, limit int) *budget {
+	limit = max(0, min(limit, s.ledgerLimit()-ledgerHeader))
+	share := limit / 4 * 3
+	b := &budget{left: limit, claims: share, releases: share}
+	for _, set := range s.sets {
+		b.longestSet = max(b.longestSet, len(set.Name))
+	}
+	for id, named := range l.Pending {
+		size := sizeOfClaim(id, named)
+		b.left -= size
+		b.claims -= size
+	}
+	for uid, r := range l.Releasing {
+		size := b.sizeOfRelease(uid, r)
+		b.left -= size
+		b.releases -= size
+	}
+	return b
+}
+
+// claim reports whether there is room for a claim's entry, and takes it. After one for which there is none the others wait as
+// well, so that they are served in order.
+func (b *budget) claim(id string, named Named) bool {
+	return b.take(&b.claims, sizeOfClaim(id, named))
+}
+
+// release reports whether there is room for a release's record, and takes it, in order as [budget.claim] does.
+func (b *budget) release(uid types.UID, r Release) bool {
+	return b.take(&b.releases, b.sizeOfRelease(uid, r))
+}
+
+func (b *budget) take(share *int, size int) bool {
+	if size > b.left || size > *share {
+		*share = 0
+		return false
+	}
+	b.left -= size
+	*share -= size
+	return true
+}
+
+// sizeOfClaim is the size of a pending claim's entry once a Machine is named for it.
+func sizeOfClaim(id string, named Named) int {
+	return len(`"":{"m":"","u":"","adopted":true},`) + len(id) + max(longestName, len(named.Machine)) + max(uidLength, len(named.UID))
+}
+
+// sizeOfRelease is the size of a release's record once its replica was given back under pause, with its part of the MachineSet's
+// [v1alpha1.ReleasedAnnotation].
+func (b *budget) sizeOfRelease(uid types.UID, r Release) int {
+	const rest = `"":{"m":"","c":"","drained":true,"hook":true,"set":"","back":true,"gen":9223372036854775807},,`
+	return len(rest) + 2*len(uid) + len(r.Machine) + len(r.Claim) + max(b.longestSet, len(r.Set))
+}
+
+// ledgerLimit is how long the ledger's text may be. Kubernetes bounds all annotations of an object together, and Cluster API copies
+// the MachineDeployment's to its MachineSets, beside their own.
+func (s *snapshot) ledgerLimit() int {
+	beside := annotationBytes(s.md.Annotations, nil)
+	for _, set := range s.sets {
+		beside = max(beside, annotationBytes(s.md.Annotations, set.Annotations))
+	}
+	return validation.TotalAnnotationSizeLimitB - annotationMargin - len(v1alpha1.LedgerAnnotation) - beside
+}
+
+// annotationBytes is the size of the annotations in either map, without those that grow with the ledger.
+func annotationBytes(a, b map[string]string) int {
+	size := 0
+	for key, value := range a {
+		if key != v1alpha1.LedgerAnnotation {
+			size += len(key) + max(len(value), len(b[key]))
+		}
+	}
+	for key, value := range b {
+		if _, both := a[key]; !both && key != v1alpha1.LedgerAnnotation && key != v1alpha1.ReleasedAnnotation {
+			size += len(key) + len(value)
+		}
+	}
+	return size
+}
+
+// crowded is the refusal of a group whose annotations leave no room for a ledger; nil when they do.
+func (s *snapshot) crowded() *eligibility.Refusal {
+	if s.ledgerLimit() >= 8*ledgerHeader { // so that a release still finds room beside as many claims as there may be
+		return nil
+	}
+	key := slices.MaxFunc(append(slices.Collect(maps.Keys(s.md.Annotations)), ""), func(a, b string) int {
+		return cmp.Or(cmp.Compare(len(s.md.Annotations[a]), len(s.md.Annotations[b])), cmp.Compare(a, b))
+	})
+	return &eligibility.Refusal{
+		NodeGroup: s.md.Name, Reason: eligibility.Invalid,
+		Message: fmt.Sprintf("the annotations of the MachineDeployment and its MachineSets leave no room for the ledger of claims "+
+			"(Kubernetes allows %d bytes for all of an object's); remove some, or shorten metadata.annotations[%s]",
+			validation.TotalAnnotationSizeLimitB, key),
+	}
+}

@@ -1,0 +1,395 @@
+package claims
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/validation"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/validation/field"
+	"k8s.io/client-go/tools/events"
+	"pgregory.net/rapid"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
+)
+
+// The annotations of a MachineSet are the MachineDeployment's and its own; whatever is asked of a group, none of it may be refused.
+func TestNoLedgerOutgrowsItsAnnotation(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		pad := func(what string, n, length int) string {
+			text := fmt.Sprintf("%s-%05d-", what, n)
+			return text + strings.Repeat("x", max(0, length-len(text)))
+		}
+		length := rapid.IntRange(12, longestName).Draw(t, "length of names")
+		s := scene(rapid.Int32Range(0, 10000).Draw(t, "replicas"), nil)
+		if rapid.Bool().Draw(t, "ledger") {
+			s.ledger = (&Ledger{Version: ledgerVersion, Seq: 1, LastReplicas: s.group.Replicas}).clone()
+		}
+		s.md.Annotations = map[string]string{"example.com/note": strings.Repeat("x", rapid.IntRange(0, 250<<10).Draw(t, "note"))}
+		s.sets[0].Annotations = map[string]string{"example.com/other": strings.Repeat("x", rapid.IntRange(0, 100<<10).Draw(t, "other"))}
+		s.spareSince = s.now.Add(-time.Hour)
+		for i := range rapid.SampledFrom([]int{0, 3, 3000}).Draw(t, "pending") {
+			s.withClaim(pad("claim", i, length), rapid.SampledFrom([]v1alpha1.Phase{"", v1alpha1.PhasePending}).Draw(t, "phase"), "")
+		}
+		for i := range rapid.SampledFrom([]int{0, 3, 2000}).Draw(t, "releasing") {
+			name, id := pad("machine", i, length), pad("release", i, length)
+			change := rapid.SampledFrom([]func(*clusterv1.Machine){node, nil, completed, deleting("Draining")}).Draw(t, "machine")
+			s.withMachine(name, id, change).withClaim(id, v1alpha1.PhaseReleasing, name)
+		}
+		for i := range rapid.SampledFrom([]int{0, 3, 2000}).Draw(t, "spare") {
+			s.withMachine(pad("spare", i, length), "", node)
+		}
+		for range 3 {
+			d := decide(s)
+			if d.ledger == nil {
+				break
+			}
+			grown := d.ledger.clone()
+			for id, named := range grown.Pending {
+				grown.Pending[id] = Named{Machine: pad("named", 1, longestName), UID: types.UID(pad("uid", 1, uidLength)), Adopted: named.Adopted}
+			}
+			var released []types.UID
+			for uid, r := range grown.Releasing {
+				r.Drained, r.Hook, r.Set, r.GivenBack, r.Generation = true, true, s.sets[0].Name, true, 1<<62
+				grown.Releasing[uid] = r
+				released = append(released, uid)
+			}
+			size := annotationBytes(s.md.Annotations, s.sets[0].Annotations) + len(v1alpha1.LedgerAnnotation) + len(grown.encode()) +
+				len(v1alpha1.ReleasedAnnotation) + len(joinUIDs(released))
+			if entries := len(grown.Pending) + len(grown.Releasing); size > validation.TotalAnnotationSizeLimitB && entries > 0 {
+				t.Fatalf("%d entries, grown: %d bytes of annotations", entries, size)
+			}
+			s.ledger = d.ledger
+			s.md.Annotations[v1alpha1.LedgerAnnotation] = d.ledger.encode()
+		}
+	})
+}
+
+// roomFor is a budget that has room for so many entries of a kind.
+func roomFor(entries int) int {
+	return 4 * (entries*sizeOfClaim("c0", Named{}) + 1) / 3
+}
+
+func TestWhatTheLedgerHasNoRoomForWaitsInOrder(t *testing.T) {
+	t.Run("claims", func(t *testing.T) {
+		s := scene(2, &Ledger{Version: 1, Seq: 4, Floor: 2, LastReplicas: 2})
+		s.ledgerBudget = roomFor(2)
+		for i := range 4 {
+			s.withClaim(fmt.Sprintf("c%d", i), "", "")
+			s.claims[i].CreationTimestamp = metav1.NewTime(s.now.Add(-time.Duration(i) * time.Second))
+		}
+		d := decide(s)
+		require.NotNil(t, d.ledger)
+		assert.Equal(t, map[string]Named{"c2": {}, "c3": {}}, d.ledger.Pending, "the oldest")
+		assert.Equal(t, int32(4), d.replicas, "nothing is counted for those that wait")
+		assert.Empty(t, d.refused, "they are not refused")
+		assert.Equal(t, map[string]bool{"c0": true, "c1": true}, d.queued)
+
+		s.ledger = d.ledger
+		s.withMachine("m", "c3", nil)
+		s.group.Replicas = 4
+		s.claims[0].Status = v1alpha1.MachineClaimStatus{Phase: v1alpha1.PhaseBound, Machine: &v1alpha1.MachineReference{Name: "m", UID: "m"}}
+		require.Equal(t, "c3", s.claims[0].Spec.ClaimID)
+		d = decide(s)
+		require.NotNil(t, d.ledger)
+		assert.Contains(t, d.ledger.Pending, "c1", "what left the ledger makes room for the next")
+		assert.NotContains(t, d.ledger.Pending, "c0")
+	})
+	t.Run("one that would fit behind one that does not", func(t *testing.T) {
+		s := scene(0, nil)
+		s.ledgerBudget = roomFor(1)
+		s.withClaim(strings.Repeat("long", 10), "", "").withClaim("c0", "", "")
+		s.claims[1].CreationTimestamp = metav1.NewTime(s.now.Add(time.Second))
+		d := decide(s)
+		assert.Len(t, d.queued, 2)
+		assert.Nil(t, d.ledger)
+	})
+	t.Run("claims at the max size", func(t *testing.T) {
+		s := scene(0, nil)
+		s.ledgerBudget = roomFor(1)
+		s.group.Max = new(int32(2))
+		d := decide(s.withClaim("a", "", "").withClaim("b", "", "").withClaim("c", "", ""))
+		assert.Contains(t, d.ledger.Pending, "a")
+		assert.Contains(t, d.queued, "b")
+		assert.Equal(t, eligibility.AtMaxSize, d.refused["c"].Reason, "as if the one before it were in the ledger")
+	})
+	t.Run("releases", func(t *testing.T) {
+		s := scene(3, &Ledger{Version: 1, Seq: 4, LastReplicas: 3})
+		s.ledgerBudget = 4 * (s.newBudget(&Ledger{}, 0).sizeOfRelease("a", Release{Machine: "a", Claim: "a"}) + 1) / 3
+		for _, id := range []string{"a", "b", "c"} {
+			s.withMachine(id, id, node).withClaim(id, v1alpha1.PhaseReleasing, id)
+		}
+		d := decide(s)
+		require.NotNil(t, d.ledger)
+		assert.Len(t, d.ledger.Releasing, 1)
+		assert.Contains(t, d.ledger.Releasing, types.UID("a"))
+	})
+	t.Run("releases do not keep claims out", func(t *testing.T) {
+		ledger := (&Ledger{Version: 1, Seq: 4, LastReplicas: 3000}).clone()
+		s := scene(3000, ledger)
+		for i := range 3000 {
+			id := fmt.Sprintf("machine-%04d", i)
+			s.withMachine(id, id, node).withClaim(id, v1alpha1.PhaseReleasing, id)
+		}
+		d := decide(s.withClaim("new", "", ""))
+		require.NotNil(t, d.ledger)
+		assert.Contains(t, d.ledger.Pending, "new")
+		assert.Greater(t, len(d.ledger.Releasing), 300)
+		assert.Less(t, len(d.ledger.Releasing), 3000)
+	})
+	t.Run("spares are kept for them", func(t *testing.T) {
+		s := scene(1, &Ledger{Version: 1, Seq: 4, LastReplicas: 1, Spare: 1})
+		s.ledgerBudget, s.spareSince = 1, s.now.Add(-time.Hour)
+		d := decide(s.withMachine("m", "", nil).withClaim("a", "", ""))
+		assert.Contains(t, d.queued, "a")
+		assert.Nil(t, d.ledger)
+	})
+}
+
+func TestAGroupWhoseAnnotationsLeaveNoRoomRefusesClaims(t *testing.T) {
+	s := scene(0, nil).withClaim("a", "", "")
+	s.md.Annotations = map[string]string{"example.com/large": strings.Repeat("x", 250<<10), "example.com/small": "x"}
+	d := decide(s)
+	assert.Equal(t, eligibility.Invalid, d.refused["a"].Reason)
+	assert.Contains(t, d.refused["a"].Message, "metadata.annotations[example.com/large]")
+}
+
+func TestACallWaitsUntilTheLedgerHasRoomForItsClaim(t *testing.T) {
+	md := groupOf("small", 1, map[string]string{
+		v1alpha1.LedgerAnnotation: `{"v":1,"seq":1,"floor":0,"lastReplicas":1,"spare":0,"pending":{"first":{}}}`,
+	})
+	claim := &v1alpha1.MachineClaim{
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: namespace, Name: v1alpha1.ObjectName(clusterName, "first"), Labels: map[string]string{v1alpha1.NodeGroupLabel: "small"},
+		},
+		Spec:   v1alpha1.MachineClaimSpec{ClusterName: clusterName, ClaimID: "first", NodeGroup: "small", Candidates: []string{"small"}},
+		Status: v1alpha1.MachineClaimStatus{Phase: v1alpha1.PhasePending},
+	}
+	e := engineWith(t, md, claim)
+	e.ledgerBudget = roomFor(1) + 10
+	e.spawn = func(run func()) { run() }
+	ask := func(ctx context.Context) error {
+		_, err := e.Create(ctx, Request{Namespace: namespace, Cluster: clusterName, ID: "second", Holder: "spoke", Candidates: []string{"small"}})
+		return err
+	}
+	over, cancel := context.WithCancel(t.Context())
+	cancel()
+	err := ask(over)
+	require.ErrorIs(t, err, context.Canceled, "until its time is over; the claim is neither refused nor lost")
+	assert.Empty(t, e.group(namespace, "small").waiters)
+
+	answered := make(chan error, 1)
+	waits := make(chan struct{})
+	e.spawn = func(run func()) { run(); close(waits); e.spawn = func(run func()) { run() } }
+	go func() { answered <- ask(t.Context()) }()
+	<-waits
+	_, err = e.Release(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "first"}, ReleaseOptions{})
+	require.NoError(t, err)
+	require.NoError(t, <-answered)
+	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(md), md))
+	l, err := ledgerOf(md)
+	require.NoError(t, err)
+	assert.Contains(t, l.Pending, "second")
+	assert.Equal(t, int32(1), *md.Spec.Replicas, "it took the place of the one that went")
+}
+
+// A refusal is not a race that another attempt could win.
+func TestALedgerThatTheHubRefusesIsNotRetriedAsALostRace(t *testing.T) {
+	for name, refusal := range map[string]error{
+		"annotations that are too long": apierrors.NewInvalid(schema.GroupKind{Kind: "MachineDeployment"}, "small", field.ErrorList{
+			field.TooLong(field.NewPath("metadata", "annotations"), "", validation.TotalAnnotationSizeLimitB),
+		}),
+		"a webhook": &apierrors.StatusError{ErrStatus: metav1.Status{
+			Status: metav1.StatusFailure, Code: 422, Reason: metav1.StatusReasonInvalid,
+			Message: `admission webhook "freeze.example.com" denied the request: frozen until Monday`,
+		}},
+		"a policy": apierrors.NewForbidden(schema.GroupResource{Resource: "machinedeployments"}, "small", errors.New(
+			"ValidatingAdmissionPolicy 'freeze' with binding 'all' denied request: frozen until Monday")),
+	} {
+		t.Run(name, func(t *testing.T) {
+			e := engineWith(t, groupOf("small", 0, nil), groupOf("other", 0, nil))
+			recorder := events.NewFakeRecorder(10)
+			e.Recorder = recorder
+			tries := 0
+			e.Client = interceptor.NewClient(e.Client.(client.WithWatch), interceptor.Funcs{ //nolint:forcetypeassert // the fake is one
+				Patch: func(ctx context.Context, c client.WithWatch, o client.Object, p client.Patch, opts ...client.PatchOption) error {
+					if o.GetName() == "small" {
+						tries++
+						return refusal
+					}
+					return c.Patch(ctx, o, p, opts...)
+				},
+			})
+			request := Request{Namespace: namespace, Cluster: clusterName, ID: "a", Holder: "spoke", Candidates: []string{"small", "other"}}
+			c, err := e.Create(t.Context(), request)
+			require.NoError(t, err)
+			assert.Equal(t, "other", c.Spec.NodeGroup, "it costs the claim no more than that candidate")
+			assert.Equal(t, 1, tries)
+
+			request.ID, request.Candidates = "b", []string{"small"}
+			_, err = e.Create(t.Context(), request)
+			var refused *RefusedError
+			require.ErrorAs(t, err, &refused)
+			assert.ErrorContains(t, err, refusal.Error())
+			assert.Contains(t, <-recorder.Events, "Warning WriteRefused")
+		})
+	}
+}
+
+// What the ledger permits as it is does not wait for a ledger that is refused.
+func TestARefusedLedgerHoldsUpNothingElse(t *testing.T) {
+	md := groupOf("small", 1, map[string]string{
+		v1alpha1.LedgerAnnotation: `{"v":1,"seq":1,"floor":0,"lastReplicas":1,"spare":0,"releasing":{"m":{"m":"m","c":"a"}}}`,
+	})
+	m := machineOf("m")
+	m.Status.NodeRef.Name = "node"
+	m.Labels[v1alpha1.ClaimLabel] = "a"
+	claimed := func(id string, status v1alpha1.MachineClaimStatus) *v1alpha1.MachineClaim {
+		return &v1alpha1.MachineClaim{
+			ObjectMeta: metav1.ObjectMeta{
+				Namespace: namespace, Name: v1alpha1.ObjectName(clusterName, id), Labels: map[string]string{v1alpha1.NodeGroupLabel: "small"},
+			},
+			Spec:   v1alpha1.MachineClaimSpec{ClusterName: clusterName, ClaimID: id, NodeGroup: "small", Candidates: []string{"small"}},
+			Status: status,
+		}
+	}
+	e := engineWith(t, md, m, claimed("b", v1alpha1.MachineClaimStatus{}), claimed("a", v1alpha1.MachineClaimStatus{
+		Phase: v1alpha1.PhaseReleasing, Machine: &v1alpha1.MachineReference{Name: "m", UID: "m"},
+	}))
+	e.Client = interceptor.NewClient(e.Client.(client.WithWatch), interceptor.Funcs{ //nolint:forcetypeassert // the fake is one
+		Patch: func(ctx context.Context, c client.WithWatch, o client.Object, p client.Patch, opts ...client.PatchOption) error {
+			if o.GetName() == "small" {
+				return apierrors.NewForbidden(schema.GroupResource{Resource: "machinedeployments"}, "small", errors.New("frozen"))
+			}
+			return c.Patch(ctx, o, p, opts...)
+		},
+	})
+	again, err := e.group(namespace, "small").run(t.Context())
+	require.ErrorIs(t, err, ErrWriteRefused)
+	assert.GreaterOrEqual(t, again, time.Second, "it is tried again, later")
+	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(m), m))
+	assert.True(t, held(m))
+	assert.False(t, alive(m))
+}
+
+// What a MachineSet remembers of released Machines does not grow with their number, and forgets none that still counts.
+func TestAMachineSetForgetsTheMachinesThatWereReleasedLongAgo(t *testing.T) {
+	set := &clusterv1.MachineSet{
+		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "small-a"},
+		Spec:       clusterv1.MachineSetSpec{ClusterName: clusterName, Replicas: new(int32(1000))},
+	}
+	e := engineWith(t, set)
+	var counts []types.UID
+	for round := range 5 {
+		var uids []types.UID
+		for i := range 150 {
+			uids = append(uids, types.UID(fmt.Sprintf("%03d-%d", i, round)))
+		}
+		require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(set), set))
+		require.NoError(t, e.lowerSet(t.Context(), action{kind: lowerSet, set: set, uids: uids, counts: counts}))
+		require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(set), set))
+		assert.Subset(t, releasedFrom(set), uids)
+		assert.Subset(t, releasedFrom(set), counts)
+		assert.LessOrEqual(t, len(releasedFrom(set)), len(uids)+len(counts)+releasedKept)
+		counts = uids[:3]
+	}
+	assert.Equal(t, int32(250), *set.Spec.Replicas)
+}
+
+// TestThousandsOfClaimsAndReleasesAtOnce takes one group to 2,000 claims and back, with several times as much at once as
+// its ledger has room for.
+func TestThousandsOfClaimsAndReleasesAtOnce(t *testing.T) {
+	for name, several := range map[string]bool{"one MachineSet": false, "several MachineSets": true} {
+		t.Run(name, func(t *testing.T) {
+			run := false
+			rapid.Check(t, func(t *rapid.T) {
+				if !run { // there is nothing random
+					run = true
+					crowd(t, several)
+				}
+			})
+		})
+	}
+}
+
+func crowd(t *rapid.T, several bool) {
+	claims := 2000
+	if several {
+		claims = 1200 // each release takes more of the ledger
+	}
+	w := newWorld(t, worldOptions{groups: 1, floor: 3, strategy: clusterv1.OnDeleteMachineDeploymentStrategyType})
+	// The invariants are not looked at after every write, but at the end.
+	w.fair, w.withdrawing, w.copies = true, true, true
+	group := w.groups[0]
+	most := 0
+	until := func(what string, done func() bool) {
+		for range 200 {
+			for e := range w.agents {
+				for _, k := range allKinds {
+					w.agents[e].caches[k] = w.hub.snapshot(k)
+				}
+				w.agentReconciles(e, group)
+				most = max(most, len(w.md(group).Annotations[v1alpha1.LedgerAnnotation]))
+			}
+			w.controllers(group)
+			w.clock.Step(2 * time.Second)
+			if done() {
+				return
+			}
+		}
+		w.t.Fatalf("I2: not all claims are %s", what)
+	}
+	all := func(phase v1alpha1.Phase) func() bool {
+		return func() bool {
+			for _, o := range w.hub.objects[allClaims] {
+				if c := o.(*v1alpha1.MachineClaim); c.Status.Phase != phase { //nolint:forcetypeassert // of the kind
+					return false
+				}
+			}
+			return true
+		}
+	}
+	w.controllers(group)
+	w.controllers(group)
+	w.controllers(group)
+	for i := range claims {
+		id := fmt.Sprintf("%08d-0000-4000-8000-000000000000", i)
+		w.must(w.hub.create(w.agents[0].engine.newClaim(Request{
+			Namespace: namespace, Cluster: clusterName, ID: id, Holder: holder, DisplayName: "nc", Candidates: w.groups,
+		}, &clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Name: clusterName}}, group)))
+		if several && i == claims/2 {
+			until("bound", all(v1alpha1.PhaseBound))
+			w.rollout(group) // which replaces nothing, but has the rest made by another MachineSet
+			w.controllers(group)
+		}
+	}
+	until("bound", all(v1alpha1.PhaseBound))
+	for _, c := range w.claims() {
+		c.Status.Phase, c.Status.Drained = v1alpha1.PhaseReleasing, true
+		w.must(w.hub.update(c, true))
+	}
+	until("ended", all(v1alpha1.PhaseEnded))
+	until("let go", func() bool { return len(w.machines(group)) == 3 })
+	until("at rest", func() bool { l := w.ledger(group); return *w.md(group).Spec.Replicas == 3 && len(l.Releasing) == 0 })
+	if limit := ledgerBudget + ledgerHeader; most > limit || most < limit/4 {
+		w.t.Fatalf("the ledger had up to %d bytes", most)
+	}
+	for _, m := range w.machines(group) {
+		if w.joined[m.UID] > 0 || !alive(m) || held(m) {
+			w.t.Fatalf("I6: the floor's Machines are gone\n%s", w.describe())
+		}
+	}
+}
