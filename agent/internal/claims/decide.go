@@ -103,6 +103,8 @@ const (
 	hook actionKind = "hook"
 	// letGo takes the finalizer and the hook off.
 	letGo actionKind = "let-go"
+	// keep takes what [hold] put there off a Machine that its claim has after all.
+	keep actionKind = "keep"
 	// pauseMachineSet and unpauseMachineSet keep a MachineSet from making Machines while replicas are lowered for those that
 	// it has not made.
 	pauseMachineSet   actionKind = "pause-machine-set"
@@ -415,6 +417,25 @@ func (s *snapshot) startReleases(d *decision, next *Ledger) {
 		}
 		r := Release{Machine: m.Name, Claim: c.Spec.ClaimID, Drained: c.Status.Drained, Hook: !alive(m)}
 		if (alive(m) || stoppable(m) && !held(m)) && d.budget.release(m.UID, r) {
+			next.Releasing[m.UID] = r
+		}
+	}
+	s.resumeReleases(d, next)
+}
+
+// resumeReleases enters the Machines that no claim has and that the finalizer says were being released, although they live and the
+// ledger does not record them: a move or a restore makes Machines again without their deletion and under another UID. Nothing
+// else would ever take them, as nothing but their release takes that finalizer off.
+func (s *snapshot) resumeReleases(d *decision, next *Ledger) {
+	if s.group.Refusal != nil && s.group.Refusal.Reason == eligibility.Paused {
+		return
+	}
+	for _, m := range s.machines {
+		if !alive(m) || !held(m) || !s.orphaned(claimOf(m)) {
+			continue
+		}
+		r := Release{Machine: m.Name, Claim: claimOf(m)}
+		if _, recorded := next.Releasing[m.UID]; !recorded && d.budget.release(m.UID, r) {
 			next.Releasing[m.UID] = r
 		}
 	}
@@ -1372,6 +1393,8 @@ func (s *snapshot) actOnMachines(d *decision) {
 		ours := held(m) || hooked(m)
 		stopped := held(m) && deletionCompleted(m) || hooked(m) && !held(m)
 		switch {
+		case !recorded && s.ledger != nil && alive(m) && held(m) && s.boundTo(m) != nil:
+			d.actions = append(d.actions, action{kind: keep, claim: s.boundTo(m), machine: m})
 		case recorded && !r.GivenBack && alive(m) && s.mayDelete(m):
 			d.actions = append(d.actions, action{kind: hold, machine: m, release: r})
 		case recorded && !r.GivenBack && r.Hook && !ours && stoppable(m) && !s.deleted():
@@ -1387,6 +1410,15 @@ func (s *snapshot) actOnMachines(d *decision) {
 			d.actions = append(d.actions, action{kind: letGo, machine: m})
 		}
 	}
+}
+
+// boundTo returns the claim that has the Machine for good, nil when there is none or its release was asked for.
+func (s *snapshot) boundTo(m *clusterv1.Machine) *v1alpha1.MachineClaim {
+	c := s.claim(claimOf(m))
+	if c == nil || c.CurrentPhase() != v1alpha1.PhaseBound || c.Status.Machine == nil || c.Status.Machine.UID != m.UID {
+		return nil
+	}
+	return c
 }
 
 // mayDelete reports whether no live claim has the Machine: its own was released, or there is none.

@@ -222,6 +222,80 @@ func TestAReleasedMachineWithANodeIsHeldAndItsReplicaKept(t *testing.T) {
 	assert.Contains(t, kinds(decide(s)), hold)
 }
 
+// remade is a Machine that was being released and that a move or a restore made again: without its deletion, under another UID.
+func remade(m *clusterv1.Machine) {
+	node(m)
+	m.Finalizers = []string{v1alpha1.ReleaseFinalizer}
+	m.Annotations = map[string]string{
+		clusterv1.DeleteMachineAnnotation: v1alpha1.Group, clusterv1.ExcludeNodeDrainingAnnotation: v1alpha1.Group, "example.com/note": "x",
+	}
+}
+
+func TestTheReleaseOfAMachineThatWasMadeAgainGoesOn(t *testing.T) {
+	for name, claim := range map[string]string{"of no claim": "", "of a claim that ended": "c"} {
+		t.Run(name, func(t *testing.T) {
+			ledger := &Ledger{Version: 1, Seq: 9, Floor: 1, LastReplicas: 2, Releasing: map[types.UID]Release{"before": {Machine: "m"}}}
+			s := scene(2, ledger).withMachine("m", claim, remade).withMachine("user's", "", node).withClaim("c", v1alpha1.PhaseEnded, "")
+			d := decide(s)
+			require.NotNil(t, d.ledger)
+			assert.Equal(t, map[types.UID]Release{"m": {Machine: "m", Claim: claim}}, d.ledger.Releasing)
+			assert.Equal(t, int32(1), d.ledger.Floor)
+			assert.Equal(t, int32(2), d.replicas)
+			s.ledger = d.ledger
+			assert.Equal(t, []actionKind{hold}, kinds(decide(s)))
+
+			s.ledger, s.group.Refusal = ledger, &eligibility.Refusal{Reason: eligibility.Paused}
+			d = decide(s)
+			require.NotNil(t, d.ledger)
+			assert.Empty(t, d.ledger.Releasing, "not while it is paused, as for a move")
+		})
+	}
+}
+
+func TestAClaimKeepsItsMachineThatWasMadeAgainDuringItsRelease(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).withMachine("m", "c", remade).withClaim("c", v1alpha1.PhaseBound, "m")
+	s.claims[0].Status.Machine.NodeName = "node-m"
+	d := decide(s)
+	assert.Nil(t, d.ledger)
+	require.Equal(t, []actionKind{keep}, kinds(d))
+
+	s.claims[0].Status.Phase = v1alpha1.PhaseReleasing
+	d = decide(s)
+	require.NotNil(t, d.ledger)
+	assert.Contains(t, d.ledger.Releasing, types.UID("m"))
+	assert.NotContains(t, kinds(d), keep)
+
+	m := machineOf("m")
+	remade(m)
+	e := engineWith(t, m)
+	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(m), m))
+	require.NoError(t, e.do(t.Context(), action{kind: keep, machine: m.DeepCopy()}))
+	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(m), m))
+	assert.False(t, held(m))
+	assert.Equal(t, map[string]string{"example.com/note": "x"}, m.Annotations)
+}
+
+// A Machine is deleted only with our finalizer on it, also when that was there before.
+func TestAMachineThatIsKeptMeanwhileIsNotDeleted(t *testing.T) {
+	m := machineOf("m")
+	remade(m)
+	e := engineWith(t, m)
+	hub := e.Client.(client.WithWatch) //nolint:forcetypeassert // the fake is one
+	require.NoError(t, hub.Get(t.Context(), client.ObjectKeyFromObject(m), m))
+	e.Client = interceptor.NewClient(hub, interceptor.Funcs{
+		Delete: func(ctx context.Context, c client.WithWatch, o client.Object, opts ...client.DeleteOption) error {
+			now := &clusterv1.Machine{}
+			require.NoError(t, c.Get(ctx, client.ObjectKeyFromObject(o), now))
+			now.Finalizers = []string{clusterv1.MachineFinalizer}
+			require.NoError(t, c.Update(ctx, now))
+			return c.Delete(ctx, o, opts...)
+		},
+	})
+	require.Error(t, e.do(t.Context(), action{kind: hold, machine: m.DeepCopy()}))
+	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(m), m))
+	assert.True(t, alive(m))
+}
+
 func TestALedgerEditedByHandDeletesNoClaimedMachine(t *testing.T) {
 	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Releasing: map[types.UID]Release{"a": {Machine: "a"}}}).
 		withMachine("a", "c", node).withClaim("c", v1alpha1.PhaseBound, "a")

@@ -263,6 +263,8 @@ func (e *Engine) do(ctx context.Context, a action) error {
 		controllerutil.RemoveFinalizer(m, v1alpha1.ReleaseFinalizer)
 		delete(m.Annotations, v1alpha1.ReleaseHook)
 		return e.patchMachine(ctx, a.machine, m)
+	case keep:
+		return e.keep(ctx, a.machine)
 	case lowerSet:
 		return e.lowerSet(ctx, a)
 	case pauseMachineSet:
@@ -366,7 +368,26 @@ func (e *Engine) hold(ctx context.Context, a action) error {
 	if err := e.patchMachine(ctx, a.machine, m); err != nil {
 		return err
 	}
-	return e.Client.Delete(ctx, m, preconditions(m.UID, ""))
+	version := ""
+	if held(a.machine) {
+		version = m.ResourceVersion // the patch did not test that the finalizer stays
+	}
+	return e.Client.Delete(ctx, m, preconditions(m.UID, version))
+}
+
+// keep undoes what hold did to a Machine that lives. The MachineSet controller may put the finalizer back from its cache, as it writes
+// the whole list for Machines that live; it is taken off as often as it is seen.
+func (e *Engine) keep(ctx context.Context, machine *clusterv1.Machine) error {
+	m := machine.DeepCopy()
+	controllerutil.RemoveFinalizer(m, v1alpha1.ReleaseFinalizer)
+	for _, key := range []string{
+		clusterv1.DeleteMachineAnnotation, clusterv1.ExcludeNodeDrainingAnnotation, clusterv1.ExcludeWaitForNodeVolumeDetachAnnotation,
+	} {
+		if m.Annotations[key] == v1alpha1.Group {
+			delete(m.Annotations, key)
+		}
+	}
+	return e.patchMachine(ctx, machine, m)
 }
 
 // spareDraining tells Cluster API not to drain a Node that the caller has drained.

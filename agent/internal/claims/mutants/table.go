@@ -465,6 +465,20 @@ var mutants = []mutant{
 		{"decide.go", "owned != nil && alive(owned) {\n", "owned != nil && false {\n"},
 	}},
 
+	// Machines that are made again.
+	{name: "a Machine that was being released and was made again stays for ever", test: "TestTheReleaseOfAMachineThatWasMadeAgainGoesOn", edits: []edit{
+		{"decide.go", "		if !alive(m) || !held(m) || !s.orphaned(claimOf(m)) {\n", "		if true || !s.orphaned(claimOf(m)) {\n"},
+	}},
+	{name: "a Machine that was made again is released while its Cluster is paused", test: "TestTheReleaseOfAMachineThatWasMadeAgainGoesOn", edits: []edit{
+		{"decide.go", "	if s.group.Refusal != nil && s.group.Refusal.Reason == eligibility.Paused {\n		return\n	}\n", ""},
+	}},
+	{name: "a claim's Machine that was made again stays marked", test: "TestAClaimKeepsItsMachineThatWasMadeAgainDuringItsRelease", edits: []edit{
+		{"decide.go", "alive(m) && held(m) && s.boundTo(m) != nil:\n", "false && s.boundTo(m) != nil:\n"},
+	}},
+	{name: "a Machine is deleted though its finalizer was taken off", test: "TestAMachineThatIsKeptMeanwhileIsNotDeleted", edits: []edit{
+		{"write.go", "		version = m.ResourceVersion // the patch did not test that the finalizer stays\n", "		_ = m\n"},
+	}},
+
 	// Collection.
 	{name: "collection without a token", edits: []edit{
 		{"engine.go", "if !listed(c) || !c.CreationTimestamp.Add(e.CollectGrace).Before(taken.Time) {", "if listed == nil {"},

@@ -263,6 +263,11 @@ func (t *step) startReleases() {
 			}
 		}
 	}
+	for i, m := range t.s.machines {
+		if m.exists() && m.alive() && m.has(finalized) && t.orphaned(m.label) && !t.refuses() {
+			t.next.releasing |= bit(i)
+		}
+	}
 }
 
 // stoppable reports whether the instance of a Machine that is being deleted is still there.
