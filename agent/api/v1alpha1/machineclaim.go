@@ -102,6 +102,10 @@ type MachineClaimStatus struct {
 	// machine is the Machine that the claim is bound to. Set once; stays, as last seen, after the end.
 	// +optional
 	Machine *MachineReference `json:"machine,omitempty"`
+	// nodeGroupUID is the UID of the MachineDeployment in whose ledger the claim was entered. A MachineDeployment that has the
+	// name of nodeGroup and another UID was made again, and has no replica for the claim.
+	// +optional
+	NodeGroupUID types.UID `json:"nodeGroupUID,omitempty"`
 	// drained says that whoever asked for the release has drained the Node.
 	// +optional
 	Drained bool `json:"drained,omitempty"`

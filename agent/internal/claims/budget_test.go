@@ -243,7 +243,7 @@ func TestALedgerThatTheHubRefusesIsNotRetriedAsALostRace(t *testing.T) {
 			_, err = e.Create(t.Context(), request)
 			var refused *RefusedError
 			require.ErrorAs(t, err, &refused)
-			assert.ErrorContains(t, err, refusal.Error())
+			require.ErrorContains(t, err, refusal.Error())
 			assert.Contains(t, <-recorder.Events, "Warning WriteRefused")
 		})
 	}

@@ -62,6 +62,7 @@ const (
 type action struct {
 	kind    actionKind
 	claim   *v1alpha1.MachineClaim
+	group   types.UID // the MachineDeployment's
 	machine *clusterv1.Machine
 	set     *clusterv1.MachineSet
 	release Release
@@ -220,7 +221,7 @@ func (s *snapshot) claimed(next *Ledger) int32 {
 	for _, c := range s.claims {
 		_, entered := next.Pending[c.Spec.ClaimID]
 		waits := entered && s.ledger != nil && c.CurrentPhase() == v1alpha1.PhasePending
-		if waits || c.CurrentPhase() == v1alpha1.PhaseBound && c.Status.Machine != nil {
+		if waits || c.CurrentPhase() == v1alpha1.PhaseBound && c.Status.Machine != nil && !s.leftBehind(c) {
 			n++
 		}
 	}
@@ -427,7 +428,7 @@ func (s *snapshot) startReleases(d *decision, next *Ledger) {
 // ledger does not record them: a move or a restore makes Machines again without their deletion and under another UID. Nothing
 // else would ever take them, as nothing but their release takes that finalizer off.
 func (s *snapshot) resumeReleases(d *decision, next *Ledger) {
-	if s.group.Refusal != nil && s.group.Refusal.Reason == eligibility.Paused {
+	if !s.mayShrink(next) {
 		return
 	}
 	for _, m := range s.machines {
@@ -1196,6 +1197,9 @@ func (s *snapshot) actOnClaims(d *decision) {
 		}
 	}
 	s.actOnForeign(d)
+	for _, c := range s.former {
+		d.end(c, ReasonNodeGroupGone, "its MachineDeployment was deleted; another one has its name now")
+	}
 	for _, c := range s.claims {
 		if c.CurrentPhase() == v1alpha1.PhaseEnded {
 			continue
@@ -1302,13 +1306,13 @@ func (s *snapshot) actOnPending(d *decision, c *v1alpha1.MachineClaim, named Nam
 	had = had && holder != c.Spec.ClaimID // by a claim that hands it over and has not ended yet
 	switch {
 	case named.UID != "" && m != nil && alive(m) && !held(m) && claimOf(m) == "" && !had:
-		d.actions = append(d.actions, action{kind: bind, claim: c, machine: m})
+		d.actions = append(d.actions, action{kind: bind, claim: c, group: s.md.UID, machine: m})
 	case c.Spec.Adopt != "" && named.UID == "":
 		d.end(c, ReasonMachineLost, "the Machine that it was to take over was deleted before that")
 	case c.Status.Phase == v1alpha1.PhasePending && named.UID == "" && s.judge(d, c, nil):
 		// It waited long enough.
 	case c.Status.Phase == "":
-		d.actions = append(d.actions, action{kind: markEntered, claim: c, event: v1alpha1.Event{
+		d.actions = append(d.actions, action{kind: markEntered, claim: c, group: s.md.UID, event: v1alpha1.Event{
 			Reason:  ReasonWaitingForMachine,
 			Message: fmt.Sprintf("a replica of MachineDeployment %s is accounted for; its Machine is on its way", c.Spec.NodeGroup),
 		}})
@@ -1384,7 +1388,7 @@ func (d *decision) end(c *v1alpha1.MachineClaim, reason, message string) {
 
 // actOnMachines lists the writes on Machines that are being released, as the snapshot's ledger permits.
 func (s *snapshot) actOnMachines(d *decision) {
-	for _, m := range s.machines {
+	for _, m := range slices.Concat(s.machines, s.strays) {
 		var r Release
 		recorded := false
 		if s.ledger != nil {

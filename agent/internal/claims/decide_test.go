@@ -244,7 +244,7 @@ func TestTheReleaseOfAMachineThatWasMadeAgainGoesOn(t *testing.T) {
 			s.ledger = d.ledger
 			assert.Equal(t, []actionKind{hold}, kinds(decide(s)))
 
-			s.ledger, s.group.Refusal = ledger, &eligibility.Refusal{Reason: eligibility.Paused}
+			s.ledger, s.group = ledger, s.group.With(&eligibility.Refusal{Reason: eligibility.Paused})
 			d = decide(s)
 			require.NotNil(t, d.ledger)
 			assert.Empty(t, d.ledger.Releasing, "not while it is paused, as for a move")

@@ -249,9 +249,9 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 			continue
 		}
 		// Rule R2: the ledger is read again after the objects that the actions change.
-		if current, err := e.ledgerText(ctx, g.key); err != nil {
+		if same, err := e.sameLedger(ctx, s.md); err != nil {
 			return 0, err
-		} else if current != s.md.Annotations[v1alpha1.LedgerAnnotation] {
+		} else if !same {
 			continue
 		}
 		progress, err := e.perform(ctx, s, d.actions[:min(len(d.actions), maxActions)])
@@ -505,6 +505,10 @@ func (e *Engine) read(ctx context.Context, from view, key types.NamespacedName) 
 	if err := e.readParts(ctx, from, key, s); err != nil {
 		return nil, err
 	}
+	if s.madeAgain() {
+		log.FromContext(ctx).Info("the MachineDeployment was made again with the ledger of the one before it; it is rebuilt", "machineDeployment", key)
+		s.ledger = nil
+	}
 	cooling, err := e.CoolingDown(ctx, key)
 	if err != nil {
 		return nil, err
@@ -605,25 +609,37 @@ func (e *Engine) readStrays(ctx context.Context, key types.NamespacedName, s *sn
 			}
 		}
 	}
-	listed := make(map[types.UID]bool, len(s.machines))
-	for _, m := range s.machines {
-		listed[m.UID] = true
+	var err error
+	if s.machines, err = e.readUnlisted(ctx, key, s.claims, s.machines); err != nil {
+		return err
 	}
-	for _, c := range slices.Concat(s.claims, s.foreign) {
+	s.strays, err = e.readUnlisted(ctx, key, s.foreign, nil)
+	return err
+}
+
+// readUnlisted adds to the listed Machines those that claims say they have.
+func (e *Engine) readUnlisted(
+	ctx context.Context, key types.NamespacedName, claims []*v1alpha1.MachineClaim, listed []*clusterv1.Machine,
+) ([]*clusterv1.Machine, error) {
+	known := make(map[types.UID]bool, len(listed))
+	for _, m := range listed {
+		known[m.UID] = true
+	}
+	for _, c := range claims {
 		ref := c.Status.Machine
-		if ref == nil || c.Status.Phase == v1alpha1.PhaseEnded || listed[ref.UID] {
+		if ref == nil || c.Status.Phase == v1alpha1.PhaseEnded || known[ref.UID] {
 			continue
 		}
 		var m clusterv1.Machine
 		err := e.Reader.Get(ctx, types.NamespacedName{Namespace: key.Namespace, Name: ref.Name}, &m)
 		if err != nil && !apierrors.IsNotFound(err) {
-			return fmt.Errorf("reading Machine %s: %w", ref.Name, err)
+			return nil, fmt.Errorf("reading Machine %s: %w", ref.Name, err)
 		}
 		if err == nil && m.UID == ref.UID {
-			s.machines = append(s.machines, &m)
+			listed = append(listed, &m)
 		}
 	}
-	return nil
+	return listed, nil
 }
 
 // claimNamed returns a claim: from the cache where it has ended there, as that is for good, else as the API server has it.
@@ -635,15 +651,16 @@ func (e *Engine) claimNamed(ctx context.Context, key Key) (*v1alpha1.MachineClai
 	return e.stored(ctx, key)
 }
 
-// ledgerText reads the ledger annotation from the API server, "" when there is none.
-func (e *Engine) ledgerText(ctx context.Context, key types.NamespacedName) (string, error) {
+// sameLedger asks the API server whether the MachineDeployment still is the one that was read, with the ledger that was read; none is
+// a ledger as well.
+func (e *Engine) sameLedger(ctx context.Context, read *clusterv1.MachineDeployment) (bool, error) {
 	var md clusterv1.MachineDeployment
-	if err := e.Reader.Get(ctx, key, &md); apierrors.IsNotFound(err) {
-		return "", nil
-	} else if err != nil {
-		return "", fmt.Errorf("reading the ledger: %w", err)
+	if err := e.Reader.Get(ctx, client.ObjectKeyFromObject(read), &md); client.IgnoreNotFound(err) != nil {
+		return false, fmt.Errorf("reading the ledger: %w", err)
+	} else if err == nil && md.UID != read.UID {
+		return false, nil
 	}
-	return md.Annotations[v1alpha1.LedgerAnnotation], nil
+	return md.Annotations[v1alpha1.LedgerAnnotation] == read.Annotations[v1alpha1.LedgerAnnotation], nil
 }
 
 func compareNames(a, b string) int { return cmp.Compare(a, b) }

@@ -26,6 +26,8 @@ type Ledger struct {
 	Version int `json:"v"`
 	// Of is the MachineDeployment, namespace/name: who copies one copies its annotations. Empty in ledgers of older agents.
 	Of string `json:"of,omitempty"`
+	// UID is that MachineDeployment's; empty in ledgers of older agents.
+	UID types.UID `json:"uid,omitempty"`
 	// Seq is raised by every write and never goes back: it tells two ledgers of the same content apart.
 	Seq int64 `json:"seq"`
 	// Floor is the number of machines that the user owns.

@@ -186,6 +186,11 @@ func (w *world) plan(outside bool) {
 				w.loseLedger(w.anyGroup())
 			}
 		},
+		"group made again": func() {
+			if outside && w.rarely(6) {
+				w.makeAgain(w.anyGroup())
+			}
+		},
 		"group blocked": func() {
 			if w.rarely(3) {
 				w.blocked[w.anyGroup()] = true
@@ -204,6 +209,7 @@ func (w *world) plan(outside bool) {
 		{"people adopt", []string{"adopt"}},
 		{"people roll out", []string{"rollout"}},
 		{"things get lost", []string{"claim object lost", "ledger lost"}},
+		{"people replace groups", []string{"group made again"}},
 		{"holder", []string{"owner dies", "holder lists", "holder reads its owners", "holder syncs"}},
 		{"time", []string{"tombstones", "time"}},
 		{"moving on", []string{"things move on", "things move on (again)", "things move on (still)"}},
@@ -503,6 +509,41 @@ func (w *world) loseLedger(group string) {
 		delete(md.Annotations, v1alpha1.LedgerAnnotation)
 	}
 	w.must(w.hub.update(md, false))
+}
+
+// makeAgain deletes the MachineDeployment with all that belongs to it and makes it again, as `kubectl replace --force` does: agents need
+// not see that it was away.
+func (w *world) makeAgain(group string) {
+	if len(w.busy) > 0 {
+		return // else a controller's plan were for what the model has forgotten
+	}
+	w.peaceful = false
+	for id, c := range w.claims() {
+		if c.Spec.NodeGroup == group && w.owners[id] != nil {
+			w.owners[id].excused = true
+		}
+	}
+	for _, m := range w.machines(group) {
+		w.takenAway(m)
+		delete(w.hub.objects[allMachines], m.Name)
+	}
+	for _, s := range w.sets(group) {
+		delete(w.hub.objects[machineSets], s.Name)
+		delete(w.licensed, s.Name)
+	}
+	md := w.md(group)
+	delete(w.hub.objects[deployments], group)
+	owned := int32(w.draw("floor", 0, 2))
+	annotations := md.Annotations
+	delete(annotations, v1alpha1.LedgerAnnotation)
+	delete(annotations, clusterv1.PausedAnnotation)
+	w.must(w.hub.create(&clusterv1.MachineDeployment{
+		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: group, Labels: md.Labels, Annotations: annotations},
+		Spec: clusterv1.MachineDeploymentSpec{
+			ClusterName: clusterName, Replicas: &owned, Template: md.Spec.Template, Rollout: md.Spec.Rollout,
+		},
+	}))
+	w.owned[group], w.wiped[group], w.licensed[group] = owned, false, 0
 }
 
 // dying returns the bound claims whose Machine somebody is deleting.

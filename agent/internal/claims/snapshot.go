@@ -30,6 +30,11 @@ type snapshot struct {
 	// foreign are claims of a MachineDeployment of another Cluster that had this one's name before.
 	foreign []*v1alpha1.MachineClaim
 
+	// former are claims that were entered for a MachineDeployment that had this one's name before and of which nothing is left.
+	former []*v1alpha1.MachineClaim
+	// strays are Machines of the foreign claims: none of the group's.
+	strays []*clusterv1.Machine
+
 	// Filled by index, to look things up by.
 	byUID   map[types.UID]*clusterv1.Machine
 	byLabel map[string]*clusterv1.Machine
@@ -49,7 +54,10 @@ type snapshot struct {
 
 // prepare orders what the decision depends on, so that two agents decide alike, and makes it known by id.
 func (s *snapshot) prepare() {
-	defer s.index()
+	defer func() {
+		s.index()
+		s.separate()
+	}()
 	slices.SortFunc(s.claims, func(a, b *v1alpha1.MachineClaim) int {
 		if c := a.CreationTimestamp.Compare(b.CreationTimestamp.Time); c != 0 {
 			return c
@@ -66,7 +74,10 @@ func (s *snapshot) prepare() {
 
 // index makes claims and Machines known by their ids.
 func (s *snapshot) index() {
-	s.byUID = make(map[types.UID]*clusterv1.Machine, len(s.machines))
+	s.byUID = make(map[types.UID]*clusterv1.Machine, len(s.machines)+len(s.strays))
+	for _, m := range s.strays {
+		s.byUID[m.UID] = m
+	}
 	s.byLabel = make(map[string]*clusterv1.Machine, len(s.machines))
 	for _, m := range s.machines {
 		s.byUID[m.UID] = m
@@ -90,6 +101,45 @@ func (s *snapshot) seq() int64 {
 		return 0
 	}
 	return s.ledger.Seq
+}
+
+// separate takes out the claims that wait for a MachineDeployment that is no more: one that has its name was made, with replicas that
+// are not theirs.
+func (s *snapshot) separate() {
+	if s.md.UID == "" {
+		return // it is gone, and no other one is there
+	}
+	s.claims = slices.DeleteFunc(s.claims, func(c *v1alpha1.MachineClaim) bool {
+		id := c.Spec.ClaimID
+		if c.Status.Phase != v1alpha1.PhasePending || c.Status.NodeGroupUID == "" || c.Status.NodeGroupUID == s.md.UID || s.labelled(id) != nil {
+			return false
+		}
+		if s.ledger != nil {
+			if _, entered := s.ledger.Pending[id]; entered {
+				return false // that MachineDeployment was moved, and this is it
+			}
+		}
+		s.former = append(s.former, c)
+		delete(s.byID, id)
+		return true
+	})
+}
+
+// leftBehind reports whether a claim had its Machine from a MachineDeployment that is no more, and lost it with that.
+func (s *snapshot) leftBehind(c *v1alpha1.MachineClaim) bool {
+	return c.Status.NodeGroupUID != "" && c.Status.NodeGroupUID != s.md.UID && s.machine(c.Status.Machine.UID) == nil
+}
+
+// madeAgain reports whether the ledger is one that was put on a MachineDeployment when that was made again in place of another:
+// claims that were entered in the other one's are still there. Of a MachineDeployment that was moved, or restored, there are none: its
+// ledger is its own.
+func (s *snapshot) madeAgain() bool {
+	if s.ledger == nil || s.ledger.UID == "" || s.ledger.UID == s.md.UID {
+		return false
+	}
+	return slices.ContainsFunc(s.claims, func(c *v1alpha1.MachineClaim) bool {
+		return c.CurrentPhase() != v1alpha1.PhaseEnded && c.Status.NodeGroupUID == s.ledger.UID
+	})
 }
 
 func (s *snapshot) machine(uid types.UID) *clusterv1.Machine { return s.byUID[uid] }

@@ -60,8 +60,11 @@ func labelPath(key string) string { return "/metadata/labels/" + strings.Replace
 // with [ErrConflict] when the ledger or the replicas have changed, and does not mind changes of status.
 func (e *Engine) writeLedger(ctx context.Context, s *snapshot, d *decision) error {
 	next := d.ledger.clone()
-	next.Version, next.Of = ledgerVersion, client.ObjectKeyFromObject(s.md).String()
+	next.Version, next.Of, next.UID = ledgerVersion, client.ObjectKeyFromObject(s.md).String(), s.md.UID
 	var ops []operation
+	if s.md.UID != "" {
+		ops = append(ops, test("/metadata/uid", s.md.UID)) // not one that was made again under its name
+	}
 	if s.ledger == nil {
 		next.Seq = 1
 		text, broken := s.md.Annotations[v1alpha1.LedgerAnnotation]
@@ -222,7 +225,7 @@ func (e *Engine) do(ctx context.Context, a action) error {
 	switch a.kind {
 	case markEntered:
 		c := a.claim.DeepCopy()
-		c.Status.Phase = v1alpha1.PhasePending
+		c.Status.Phase, c.Status.NodeGroupUID = v1alpha1.PhasePending, a.group
 		e.note(c, a.event)
 		return e.Client.Status().Update(ctx, c)
 	case explain:
@@ -282,7 +285,7 @@ func (e *Engine) do(ctx context.Context, a action) error {
 // bind decides the race between binding and releasing by the claim's phase, and then labels the Machine.
 func (e *Engine) bind(ctx context.Context, a action) error {
 	c := a.claim.DeepCopy()
-	c.Status.Phase = v1alpha1.PhaseBound
+	c.Status.Phase, c.Status.NodeGroupUID = v1alpha1.PhaseBound, a.group
 	c.Status.Machine = &v1alpha1.MachineReference{Name: a.machine.Name, UID: a.machine.UID, ProviderID: a.machine.Spec.ProviderID}
 	c.Status.BoundAt = new(metav1.NewTime(e.Clock.Now()))
 	e.note(c, v1alpha1.Event{Reason: ReasonBound, Message: "bound to Machine " + a.machine.Name})

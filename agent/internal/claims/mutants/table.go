@@ -185,7 +185,7 @@ var mutants = []mutant{
 
 	// Rule R2: the object, then the ledger live, then the patch of exactly that object.
 	{name: "R2: the ledger is not read again before other writes", edits: []edit{
-		{"group.go", "		} else if current != s.md.Annotations[v1alpha1.LedgerAnnotation] {\n", "		} else if false && current != \"\" {\n"},
+		{"group.go", "		} else if !same {\n", "		} else if false && !same {\n"},
 	}},
 	{name: "R2: Machines are patched whatever became of them", edits: []edit{
 		{
@@ -470,13 +470,32 @@ var mutants = []mutant{
 		{"decide.go", "		if !alive(m) || !held(m) || !s.orphaned(claimOf(m)) {\n", "		if true || !s.orphaned(claimOf(m)) {\n"},
 	}},
 	{name: "a Machine that was made again is released while its Cluster is paused", test: "TestTheReleaseOfAMachineThatWasMadeAgainGoesOn", edits: []edit{
-		{"decide.go", "	if s.group.Refusal != nil && s.group.Refusal.Reason == eligibility.Paused {\n		return\n	}\n", ""},
+		{"decide.go", "	if !s.mayShrink(next) {\n		return\n	}\n	for _, m := range s.machines {\n", "	for _, m := range s.machines {\n"},
 	}},
 	{name: "a claim's Machine that was made again stays marked", test: "TestAClaimKeepsItsMachineThatWasMadeAgainDuringItsRelease", edits: []edit{
 		{"decide.go", "alive(m) && held(m) && s.boundTo(m) != nil:\n", "false && s.boundTo(m) != nil:\n"},
 	}},
 	{name: "a Machine is deleted though its finalizer was taken off", test: "TestAMachineThatIsKeptMeanwhileIsNotDeleted", edits: []edit{
 		{"write.go", "		version = m.ResourceVersion // the patch did not test that the finalizer stays\n", "		_ = m\n"},
+	}},
+
+	{name: "claims of a MachineDeployment that is no more take the replicas of the next one", edits: []edit{
+		{"snapshot.go", "c.Status.NodeGroupUID == s.md.UID || s.labelled(id) != nil {\n", "true || s.labelled(id) != nil {\n"},
+	}},
+	{name: "claims of a MachineDeployment that is no more freeze the next one", test: "TestAMachineDeploymentThatWasMadeAgainIsNotFrozen", edits: []edit{
+		{"decide.go", " && c.Status.Machine != nil && !s.leftBehind(c) {\n", " && c.Status.Machine != nil {\n"},
+	}},
+	{name: "a ledger is believed that came with a MachineDeployment that was made again", test: "TestAMachineDeploymentThatWasMadeAgainKeepsItsFloor", edits: []edit{
+		{"group.go", "	if s.madeAgain() {\n", "	if s.madeAgain() && false {\n"},
+	}},
+	{name: "the ledger of a MachineDeployment that was moved is not believed", test: "TestAMachineDeploymentThatWasMovedKeepsItsLedger", edits: []edit{
+		{"snapshot.go", "c.CurrentPhase() != v1alpha1.PhaseEnded && c.Status.NodeGroupUID == s.ledger.UID\n	})", "false\n	}) || true"},
+	}},
+	{name: "a ledger is written to a MachineDeployment that was made again", test: "TestWhatWasDecidedForAMachineDeploymentIsNotDoneToTheNextOne", edits: []edit{
+		{"write.go", "		ops = append(ops, test(\"/metadata/uid\", s.md.UID)) // not one", "		_ = s.md.UID // not one"},
+	}},
+	{name: "what a ledger permitted is done after its MachineDeployment was made again", test: "TestWhatWasDecidedForAMachineDeploymentIsNotDoneToTheNextOne", edits: []edit{
+		{"group.go", "	} else if err == nil && md.UID != read.UID {\n", "	} else if false && md.UID != read.UID {\n"},
 	}},
 
 	// Collection.

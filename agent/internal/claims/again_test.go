@@ -1,0 +1,166 @@
+package claims
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+)
+
+// What a MachineDeployment's name stands for may be another object than before: it was deleted and made again, or moved to another
+// hub. The first has nothing to do with the claims of the one before it; the second is the same one, under another UID.
+
+// claimIn is a claim on the group "small" that was entered in the ledger of the MachineDeployment of that UID; empty for not.
+func claimIn(uid types.UID, id string, phase v1alpha1.Phase, machine string) *v1alpha1.MachineClaim {
+	c := scene(0, nil).withClaim(id, phase, machine).claims[0]
+	c.Namespace, c.Labels = namespace, map[string]string{v1alpha1.NodeGroupLabel: "small"}
+	c.Spec.Candidates, c.Status.NodeGroupUID = []string{"small"}, uid
+	return c
+}
+
+func groupWith(uid types.UID, replicas int32, ledger *Ledger) *clusterv1.MachineDeployment {
+	var annotations map[string]string
+	if ledger != nil {
+		annotations = map[string]string{v1alpha1.LedgerAnnotation: ledger.encode()}
+	}
+	md := groupOf("small", replicas, annotations)
+	md.UID = uid
+	return md
+}
+
+func readSmall(t *testing.T, objects ...client.Object) *snapshot {
+	t.Helper()
+	s, err := engineWith(t, objects...).read(t.Context(), live, client.ObjectKey{Namespace: namespace, Name: "small"})
+	require.NoError(t, err)
+	s.sets = scene(s.group.Replicas, nil).sets
+	return s
+}
+
+func TestAMachineDeploymentThatWasMadeAgainKeepsItsFloor(t *testing.T) {
+	old := &Ledger{Version: 1, Of: namespace + "/small", UID: "old", Seq: 7, Floor: 1, LastReplicas: 3, Pending: map[string]Named{"a": {}, "b": {}}}
+	for name, ledger := range map[string]*Ledger{"from its manifest": nil, "from an export, ledger and all": old} {
+		t.Run(name, func(t *testing.T) {
+			s := readSmall(t, groupWith("new", 3, ledger),
+				claimIn("old", "a", v1alpha1.PhasePending, ""), claimIn("old", "b", v1alpha1.PhasePending, ""), claimIn("", "c", "", ""))
+			d := decide(s)
+			require.NotNil(t, d.ledger)
+			assert.Equal(t, int32(3), d.ledger.Floor, "all three are the user's")
+			assert.Equal(t, int32(4), d.replicas, "and one is for the claim that came after")
+			assert.Equal(t, map[string]Named{"c": {}}, d.ledger.Pending)
+			require.Equal(t, []actionKind{end, end}, kinds(d), "the others have nothing to wait for")
+			assert.Equal(t, ReasonNodeGroupGone, d.actions[0].event.Reason)
+		})
+	}
+}
+
+// Claims that lost their Machines with the one before are not claims on this one, which would be frozen for them.
+func TestAMachineDeploymentThatWasMadeAgainIsNotFrozen(t *testing.T) {
+	objects := []client.Object{groupWith("new", 1, nil), claimIn("", "new", "", "")}
+	for _, id := range []string{"a", "b", "c"} {
+		objects = append(objects, claimIn("old", id, v1alpha1.PhaseBound, "gone-"+id))
+	}
+	d := decide(readSmall(t, objects...))
+	require.NotNil(t, d.ledger)
+	assert.False(t, d.ledger.Lowered)
+	assert.Equal(t, int32(1), d.ledger.Floor)
+	assert.Equal(t, int32(2), d.replicas)
+	assert.Equal(t, []actionKind{end, end, end}, kinds(d))
+}
+
+func TestAMachineDeploymentThatWasMovedKeepsItsLedger(t *testing.T) {
+	ledger := &Ledger{
+		Version: 1, Of: namespace + "/small", UID: "source", Seq: 7, Floor: 1, LastReplicas: 3, Pending: map[string]Named{"waits": {}},
+	}
+	bound, users := machineOf("bound"), machineOf("user's")
+	bound.Labels[v1alpha1.ClaimLabel] = "a"
+	for _, m := range []*clusterv1.Machine{bound, users} {
+		node(m)
+	}
+	s := readSmall(t, groupWith("target", 3, ledger), bound, users) // claims are not moved
+	s.spareSince = s.now.Add(-time.Hour)
+	d := decide(s)
+	require.NotNil(t, d.ledger)
+	assert.Equal(t, int32(1), d.ledger.Floor, "the floor is what it was")
+	assert.Equal(t, int32(3), d.replicas)
+	assert.Empty(t, d.ledger.Releasing)
+	assert.Equal(t, []actionKind{recreate}, kinds(d), "the claim is made again from its Machine, and nothing is removed")
+}
+
+func TestWhatWasDecidedForAMachineDeploymentIsNotDoneToTheNextOne(t *testing.T) {
+	ledger := &Ledger{Version: 1, Of: namespace + "/small", Seq: 1, LastReplicas: 1, Pending: map[string]Named{"a": {Machine: "m", UID: "m"}}}
+	again := func(t *testing.T, e *Engine) {
+		t.Helper()
+		require.NoError(t, e.Client.Delete(t.Context(), groupWith("old", 1, nil)))
+		require.NoError(t, e.Client.Create(t.Context(), groupWith("new", 1, ledger)))
+	}
+	t.Run("its ledger", func(t *testing.T) {
+		e := engineWith(t, groupWith("old", 1, ledger))
+		s, err := e.read(t.Context(), live, client.ObjectKey{Namespace: namespace, Name: "small"})
+		require.NoError(t, err)
+		again(t, e)
+		require.ErrorContains(t, e.writeLedger(t.Context(), s, &decision{ledger: s.ledger.clone(), replicas: 1}), "/metadata/uid")
+	})
+	t.Run("what the ledger permitted", func(t *testing.T) {
+		e := engineWith(t, groupWith("old", 1, ledger), machineOf("m"), claimIn("old", "a", v1alpha1.PhasePending, ""))
+		hub := e.Client.(client.WithWatch) //nolint:forcetypeassert // the fake is one
+		asked, bound := 0, false
+		e.Reader = interceptor.NewClient(hub, interceptor.Funcs{
+			Get: func(ctx context.Context, c client.WithWatch, key client.ObjectKey, o client.Object, opts ...client.GetOption) error {
+				if _, is := o.(*clusterv1.MachineDeployment); is {
+					if asked++; asked == 2 {
+						again(t, e)
+					}
+					if asked > 2 {
+						return context.Canceled // enough was seen
+					}
+				}
+				return c.Get(ctx, key, o, opts...)
+			},
+		})
+		e.Client = interceptor.NewClient(hub, interceptor.Funcs{SubResourceUpdate: func(
+			ctx context.Context, c client.Client, sub string, o client.Object, opts ...client.SubResourceUpdateOption,
+		) error {
+			bound = true
+			return c.SubResource(sub).Update(ctx, o, opts...)
+		}})
+		_, err := e.group(namespace, "small").run(t.Context())
+		require.ErrorIs(t, err, context.Canceled)
+		assert.False(t, bound)
+	})
+}
+
+func TestAClaimKnowsTheMachineDeploymentThatItWasEnteredFor(t *testing.T) {
+	e := engineWith(t, groupWith("uid", 0, nil))
+	e.spawn = func(run func()) { run() }
+	c, err := e.Create(t.Context(), Request{Namespace: namespace, Cluster: clusterName, ID: "a", Holder: "spoke", Candidates: []string{"small"}})
+	require.NoError(t, err)
+	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(c), c))
+	assert.Equal(t, types.UID("uid"), c.Status.NodeGroupUID)
+	s, err := e.read(t.Context(), live, client.ObjectKey{Namespace: namespace, Name: "small"})
+	require.NoError(t, err)
+	assert.Equal(t, types.UID("uid"), s.ledger.UID)
+}
+
+// The Machine of a claim of another Cluster is no reason to raise replicas.
+func TestAMachineOfTheOneBeforeIsNotCounted(t *testing.T) {
+	ledger := &Ledger{Version: 1, Of: namespace + "/small", Seq: 7, Floor: 1, LastReplicas: 1}
+	other := claimIn("", "a", v1alpha1.PhaseBound, "other")
+	other.Name, other.Spec.ClusterName = "another.a", "another"
+	theirs := machineOf("other")
+	theirs.Spec.ClusterName = "another"
+	theirs.Labels = map[string]string{v1alpha1.ClaimLabel: "a"}
+	theirs.CreationTimestamp = metav1.NewTime(newTestTime())
+	d := decide(readSmall(t, groupWith("", 1, ledger), other, theirs))
+	assert.Equal(t, int32(1), d.replicas)
+	assert.Nil(t, d.ledger)
+	assert.Empty(t, kinds(d), "it lives, and so its claim does")
+}
