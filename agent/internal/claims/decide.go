@@ -1197,9 +1197,6 @@ func (s *snapshot) actOnClaims(d *decision) {
 		}
 	}
 	s.actOnForeign(d)
-	for _, c := range s.former {
-		d.end(c, ReasonNodeGroupGone, "its MachineDeployment was deleted; another one has its name now")
-	}
 	for _, c := range s.claims {
 		if c.CurrentPhase() == v1alpha1.PhaseEnded {
 			continue
@@ -1270,8 +1267,11 @@ func (s *snapshot) endWithMachine(d *decision, c *v1alpha1.MachineClaim) {
 	d.end(c, ReasonMachineLost, "its Machine was deleted by somebody else")
 }
 
-// actOnForeign ends the claims whose Machines are gone with the MachineDeployment that had this one's name before.
+// actOnForeign ends the claims that lost their Machines, or wait for one, with the MachineDeployment that had this one's name before.
 func (s *snapshot) actOnForeign(d *decision) {
+	for _, c := range s.former {
+		d.end(c, ReasonNodeGroupGone, "its MachineDeployment was deleted; another one has its name now")
+	}
 	for _, c := range s.foreign {
 		var m *clusterv1.Machine
 		if c.Status.Machine != nil {

@@ -264,7 +264,7 @@ func (t *step) startReleases() {
 		}
 	}
 	for i, m := range t.s.machines {
-		if m.exists() && m.alive() && m.has(finalized) && t.orphaned(m.label) && !t.refuses() {
+		if m.exists() && m.alive() && m.has(finalized) && t.orphaned(m.label) && !t.refuses() && !t.p.without(RebuildReleases) {
 			t.next.releasing |= bit(i)
 		}
 	}

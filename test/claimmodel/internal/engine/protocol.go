@@ -101,7 +101,7 @@ const (
 	FenceLost
 	// RebuildSafely does not count a held Machine, whose replica may have been given back, when the ledger is rebuilt.
 	RebuildSafely
-	// RebuildReleases goes on with the releases that Machines show when the ledger is rebuilt.
+	// RebuildReleases goes on with the releases that Machines show and that the ledger does not, as when it is rebuilt.
 	RebuildReleases
 	// LateForget keeps ended claims until no call for them can arrive any more.
 	LateForget
