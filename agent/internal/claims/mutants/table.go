@@ -87,7 +87,7 @@ var mutants = []mutant{
 		{"decide.go", "			raised = min(raised, max(d.replicas, *s.group.Max))\n", ""},
 	}},
 	{name: "min size ignored", edits: []edit{
-		{"decide.go", "	return max(next.Floor, s.group.Min)\n", "	return next.Floor\n"},
+		{"decide.go", "	return max(next.Floor, next.Min)\n", "	return next.Floor\n"},
 	}},
 
 	// The ledger's budget.
@@ -381,12 +381,12 @@ var mutants = []mutant{
 
 	// Machines that nobody claims.
 	{name: "unbound surge Machine released during a rollout", edits: []edit{
-		{"decide.go", "	if s.rollingOut() || !observed && len(gone) == 0 ||", "	if"},
+		{"decide.go", "	if s.rollingOut() || !observed && len(gone) == 0 {\n", "	if false {\n"},
 		{"decide.go", "	case waits || !observed:\n", "	case waits || !observed && false:\n"},
 	}},
 	{name: "the floor's Machines are released as spares", edits: []edit{
 		{"decide.go", "	surplus := min(len(free)-int(s.floor(next)), int(spare))\n", "	surplus := min(len(free), int(spare)+1)\n"},
-		{"decide.go", "	if spare <= 0 {\n		return spare\n	}\n	free := s.free(next)\n", "	free := s.free(next)\n"},
+		{"decide.go", "	if spare <= 0 || !s.mayShrink(next) {\n		return spare\n	}\n	free := s.free(next)\n", "	free := s.free(next)\n"},
 		{"decide.go", "	if waits && len(gone) == 0 || !s.graceOver(d) {\n", "	if next.unnamed() > 0 || !s.graceOver(d) {\n"},
 	}},
 	{name: "spares are never released", edits: []edit{
