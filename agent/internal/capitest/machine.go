@@ -93,8 +93,16 @@ func (r *machines) live(ctx context.Context, before, machine *clusterv1.Machine,
 	if joined {
 		machine.Status.Phase = string(clusterv1.MachinePhaseRunning)
 	}
+	awaited := ""
+	switch {
+	case joined:
+	case machine.Spec.ProviderID == "":
+		awaited = "Waiting for " + machine.Spec.InfrastructureRef.Kind + " to report spec.providerID"
+	default:
+		awaited = "Waiting for a Node with spec.providerID " + machine.Spec.ProviderID + " to exist"
+	}
 	setCondition(conditions, clusterv1.MachineNodeReadyCondition, joined,
-		clusterv1.MachineNodeReadyReason, clusterv1.MachineNodeDoesNotExistReason, "", machine.Generation)
+		clusterv1.MachineNodeReadyReason, clusterv1.MachineNodeInspectionFailedReason, awaited, machine.Generation)
 	setCondition(conditions, clusterv1.MachineReadyCondition, joined,
 		clusterv1.MachineReadyReason, clusterv1.MachineNotReadyReason, "", machine.Generation)
 	setCondition(conditions, clusterv1.MachineAvailableCondition, joined,

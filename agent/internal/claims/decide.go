@@ -130,6 +130,7 @@ const (
 	ReasonMachineLost       = "MachineLost"
 	ReasonFailed            = "Failed"
 	ReasonLate              = "Late"
+	ReasonNodeNotSeen       = "NodeNotSeen"
 	ReasonNoRoom            = "NoRoom"
 	ReasonRefused           = "Refused"
 	ReasonNodeGroupGone     = "NodeGroupGone"
@@ -458,12 +459,12 @@ func (s *snapshot) overtake(next *Ledger, uid types.UID, r Release, m *clusterv1
 }
 
 // handsOver reports whether a Machine whose claim is released should be kept for the next claim instead of being deleted:
-// it is on its way and has no Node yet.
+// it is on its way and certainly has no Node yet. That its Node was drained proves that there is one.
 func (s *snapshot) handsOver(m *clusterv1.Machine) bool {
-	if !alive(m) || held(m) || hasNode(m) || outdated(m) {
+	if !alive(m) || held(m) || !s.nodeless(m) || outdated(m) || s.hopeless(m) {
 		return false
 	}
-	if c := s.claim(claimOf(m)); c != nil && c.Status.FailedAt != nil || s.hopeless(m) {
+	if c := s.claim(claimOf(m)); c != nil && (c.Status.FailedAt != nil || c.Status.Drained) {
 		return false
 	}
 	_, marked := m.Annotations[clusterv1.DeleteMachineAnnotation]
@@ -929,7 +930,7 @@ func (s *snapshot) usable(m *clusterv1.Machine) bool {
 	if _, marked := m.Annotations[clusterv1.DeleteMachineAnnotation]; marked || claimOf(m) != "" || outdated(m) || s.hopeless(m) {
 		return false
 	}
-	return !hasNode(m) || m.Spec.ProviderID != "" && s.unregistered(m.Spec.ProviderID)
+	return s.nodeless(m) || m.Spec.ProviderID != "" && !s.registered(m) && s.unregistered(m.Spec.ProviderID)
 }
 
 // unusable counts the free Machines beyond the floor that no claim may have, because something may run on them.
@@ -959,7 +960,7 @@ func (s *snapshot) name(d *decision, next *Ledger) {
 	}
 	// The one that is furthest on comes first.
 	slices.SortStableFunc(usable, func(a, b *clusterv1.Machine) int {
-		return progress(b) - progress(a)
+		return s.progress(b) - s.progress(a)
 	})
 	for _, c := range s.claims {
 		if give <= 0 {
@@ -996,14 +997,15 @@ func (s *snapshot) waiting(next *Ledger) int {
 	return n
 }
 
-func progress(m *clusterv1.Machine) int {
+// progress orders Machines by how far they are: no instance yet, no Node yet, and those that may have one.
+func (s *snapshot) progress(m *clusterv1.Machine) int {
 	switch {
-	case hasNode(m):
-		return 2
-	case m.Spec.ProviderID != "":
+	case m.Spec.ProviderID == "" && !hasNode(m):
+		return 0
+	case s.nodeless(m):
 		return 1
 	}
-	return 0
+	return 2
 }
 
 // coverShortage raises replicas when Cluster API has made every Machine it was asked for and claims still wait: the Machine
@@ -1016,7 +1018,8 @@ func (s *snapshot) coverShortage(d *decision, next *Ledger) {
 	free := s.free(next)
 	usable := 0
 	for _, m := range free {
-		if s.usable(m) {
+		// One that may have a Node that Cluster API has not seen is waited for: it is usable, or not, once that is stated.
+		if s.usable(m) || !hasNode(m) && m.Spec.ProviderID != "" && !s.registered(m) && !s.hopeless(m) {
 			usable++
 		}
 	}
@@ -1064,7 +1067,7 @@ func (s *snapshot) releaseSpare(d *decision, next *Ledger, spare int32) int32 {
 	}
 	// Those of claims that ended first, as they are certainly not the user's; then those without a Node, then the newest.
 	slices.SortStableFunc(free, func(a, b *clusterv1.Machine) int {
-		if c := cmp.Or(strings.Compare(claimOf(b), "")-strings.Compare(claimOf(a), ""), progress(a)-progress(b)); c != 0 {
+		if c := cmp.Or(strings.Compare(claimOf(b), "")-strings.Compare(claimOf(a), ""), s.progress(a)-s.progress(b)); c != 0 {
 			return c
 		}
 		return b.CreationTimestamp.Compare(a.CreationTimestamp.Time)
@@ -1380,6 +1383,13 @@ func (s *snapshot) releasing(uid types.UID) bool {
 	}
 	_, yes := s.ledger.Releasing[uid]
 	return yes
+}
+
+// explainOnce notes on the claim what it waits for, unless the claim says so already.
+func (d *decision) explainOnce(c *v1alpha1.MachineClaim, reason, message string) {
+	if c.Status.Reason != reason || c.Status.Message != message {
+		d.actions = append(d.actions, action{kind: explain, claim: c, event: v1alpha1.Event{Reason: reason, Message: message}})
+	}
 }
 
 func (d *decision) end(c *v1alpha1.MachineClaim, reason, message string) {

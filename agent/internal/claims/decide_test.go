@@ -87,6 +87,12 @@ func node(m *clusterv1.Machine) {
 	m.Spec.ProviderID, m.Status.NodeRef.Name = "sim://"+m.Name, "node-"+m.Name
 }
 
+// booting is a Machine with an instance whose Node Cluster API looks for in vain.
+func booting(m *clusterv1.Machine) {
+	m.Spec.ProviderID = "sim://" + m.Name
+	inspect(m)
+}
+
 func TestAFirstClaimRaisesReplicasAndLeavesTheFloorAlone(t *testing.T) {
 	s := scene(2, nil).withMachine("a", "", node).withMachine("b", "", node).withClaim("c", "", "")
 	d := decide(s)
@@ -339,11 +345,11 @@ func TestAFailedClaimsMachineIsNotHandedOver(t *testing.T) {
 
 func TestALateMachineIsReleasedAndOneThatTakesSeveralDeadlinesFails(t *testing.T) {
 	failure := Failure{ObjectDeadline: time.Minute, ProviderIDDeadline: 2 * time.Minute, NodeDeadline: 3 * time.Minute}
-	provisioned := func(m *clusterv1.Machine) { m.Spec.ProviderID = "sim://a" }
 	bound := func(change func(*clusterv1.Machine), since time.Duration) func() *snapshot {
 		return func() *snapshot {
 			s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("a", "c", change).withClaim("c", v1alpha1.PhaseBound, "a")
 			s.claims[0].Status.BoundAt = new(metav1.NewTime(s.now.Add(since)))
+			s.claims[0].Status.NodeAbsentAt = new(metav1.NewTime(s.now.Add(time.Hour))) // whenever it is looked at
 			return s
 		}
 	}
@@ -357,11 +363,11 @@ func TestALateMachineIsReleasedAndOneThatTakesSeveralDeadlinesFails(t *testing.T
 				withClaim("c", v1alpha1.PhasePending, "")
 		}, time.Minute, fail},
 		"no provider ID": {bound(nil, 0), 2 * time.Minute, timeOut},
-		"no Node":        {bound(provisioned, 0), 3 * time.Minute, timeOut},
+		"no Node":        {bound(booting, 0), 3 * time.Minute, timeOut},
 		"no provider ID, and the claim came later": {bound(nil, time.Minute), 3 * time.Minute, timeOut},
-		"no Node, and the claim came later":        {bound(provisioned, 5*time.Minute), 8 * time.Minute, timeOut},
+		"no Node, and the claim came later":        {bound(booting, 5*time.Minute), 8 * time.Minute, timeOut},
 		"no provider ID after three claims' time":  {bound(nil, 5*time.Minute), 6 * time.Minute, fail},
-		"no Node after three claims' time":         {bound(provisioned, 8*time.Minute), 9 * time.Minute, fail},
+		"no Node after three claims' time":         {bound(booting, 8*time.Minute), 9 * time.Minute, fail},
 		"a claim that does not say when it was bound": {func() *snapshot {
 			s := bound(nil, 0)()
 			s.claims[0].Status.BoundAt = nil

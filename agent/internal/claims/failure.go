@@ -61,14 +61,14 @@ func missing(m *clusterv1.Machine) (what string, since time.Time) {
 // gone reports whether the Machine's infrastructure object has been missing for so long that it will not come.
 func (s *snapshot) gone(m *clusterv1.Machine) bool {
 	what, since := missing(m)
-	return what != "" && !hasNode(m) && s.now.Sub(since) >= missingAfter
+	return what != "" && s.nodeless(m) && s.now.Sub(since) >= missingAfter
 }
 
 // judge releases the claim if its Machine (nil when there is none yet) failed or is late, and reports whether it did. A claim that
 // only waits is told why, where Cluster API says why. A Machine that is late goes to the next claim; that no Machine object was
 // made is a failure, as there is nothing to hand over.
 func (s *snapshot) judge(d *decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine) bool {
-	if m != nil && hasNode(m) {
+	if m != nil && hasNode(m) || s.paused(m) {
 		return false
 	}
 	var why string
@@ -98,9 +98,15 @@ func (s *snapshot) judge(d *decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 			break
 		}
 		what, deadline := s.awaited(m)
-		if why = s.late(d, m.CreationTimestamp.Time, patience*deadline, what); why == "" {
+		since, given := latest(m.CreationTimestamp.Time, unpausedAt(m)), patience*deadline
+		if why = s.late(d, since, given, what); why == "" {
 			verdict, reason = timeOut, ReasonLate
-			why = s.late(d, boundAt(c, m), deadline, what)
+			since, given = latest(boundAt(c, m), unpausedAt(m)), deadline
+			why = s.late(d, since, given, what)
+		}
+		if unseen := s.unseen(c, m, since.Add(given)); why != "" && unseen != "" {
+			d.explainOnce(c, ReasonNodeNotSeen, why+"; the Machine is kept, as "+unseen)
+			return false
 		}
 		if why != "" && trouble != "" {
 			why += fmt.Sprintf("; its infrastructure reports %s: %s", trouble, message)
@@ -132,7 +138,7 @@ func boundAt(c *v1alpha1.MachineClaim, m *clusterv1.Machine) time.Time {
 // hopeless reports whether the Machine is known not to come: no claim should be given it.
 func (s *snapshot) hopeless(m *clusterv1.Machine) bool {
 	switch {
-	case hasNode(m):
+	case m.Spec.ProviderID != "" && !s.nodeless(m):
 		return false
 	case s.gone(m):
 		return true

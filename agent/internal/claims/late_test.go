@@ -68,10 +68,33 @@ func (w *slowWorld) pass() {
 		for _, k := range allKinds {
 			w.agents[e].caches[k] = w.hub.snapshot(k)
 		}
+	}
+	w.report()
+	for e := range w.agents {
 		w.agentReconciles(e, w.groups[0])
 	}
 	w.controllers(w.groups[0])
 	w.clock.Step(tick)
+}
+
+// report has the holder list all of its Nodes for one of the agents.
+func (w *slowWorld) report() {
+	w.asAgent(w.count%2, func(ctx context.Context, agent *Engine) error {
+		_, token, err := agent.List(ctx, ListOptions{Namespace: namespace, Cluster: clusterName, Holder: holder})
+		if err != nil {
+			return err
+		}
+		r := SyncRequest{
+			Namespace: namespace, Cluster: clusterName, Holder: holder, Token: token, Live: []string{w.claim}, NodesComplete: true,
+		}
+		for _, m := range w.machines(w.groups[0]) {
+			if hasNode(m) {
+				r.Nodes = append(r.Nodes, NodeReport{ProviderID: m.Spec.ProviderID, Unregistered: claimOf(m) == ""})
+			}
+		}
+		_, err = agent.Sync(ctx, r)
+		return err
+	})
 }
 
 func (w *slowWorld) waits(c *v1alpha1.MachineClaim) bool {

@@ -7,6 +7,7 @@ import (
 	"strconv"
 	"strings"
 
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -306,8 +307,11 @@ func (w *world) machineStep(m *clusterv1.Machine) {
 	case alive(m) && m.Spec.ProviderID == "":
 		m.Spec.ProviderID = "sim://" + m.Name
 		w.must(w.hub.update(m, false))
+		inspect(m)
+		w.setStatus(m)
 	case alive(m) && !hasNode(m):
 		m.Status.NodeRef.Name = "node-" + m.Name
+		meta.RemoveStatusCondition(&m.Status.Conditions, clusterv1.MachineNodeReadyCondition)
 		w.joined[m.UID] = w.events
 		w.tainted[m.UID] = w.hub.created%2 == 0
 		w.setStatus(m)
@@ -321,6 +325,14 @@ func (w *world) machineStep(m *clusterv1.Machine) {
 	case !alive(m) && slices.Contains(m.Finalizers, capiHolds):
 		w.tearDown(m)
 	}
+}
+
+// inspect has Cluster API state that it looked for the Machine's Node, as it does while there is none.
+func inspect(m *clusterv1.Machine) {
+	meta.SetStatusCondition(&m.Status.Conditions, metav1.Condition{
+		Type: clusterv1.MachineNodeReadyCondition, Status: metav1.ConditionUnknown, Reason: clusterv1.MachineNodeInspectionFailedReason,
+		Message: "Waiting for a Node with spec.providerID " + m.Spec.ProviderID + " to exist",
+	})
 }
 
 // tearDown is one step of a Machine's deletion: hooks, then the infrastructure, then the Node.

@@ -582,4 +582,27 @@ var mutants = []mutant{
 	{name: "clearing a frozen group lowers the floor", test: "TestWhenAPersonClearsItTheUserHasTheFloorThatTheUserHad", edits: []edit{
 		{"decide.go", "		next.Lowered, next.LastReplicas = false, s.group.Replicas\n		return next\n", "		next.Lowered = false\n"},
 	}},
+
+	// Nodes that Cluster API has not seen.
+	{name: "a Machine whose Node is unseen is promised", test: "TestAMachineWhoseNodeIsUnseenIsNotPromised", edits: []edit{
+		{"nodeless.go", "	return inspected(m)\n", "	return true\n"},
+	}},
+	{name: "Cluster API's wait for the Cluster is taken for a statement about the Node", test: "TestAMachineWhoseNodeIsUnseenIsNotHandedOver", edits: []edit{
+		{"nodeless.go", " && strings.Contains(c.Message, m.Spec.ProviderID)", " && strings.Contains(c.Message, \"\")"},
+	}},
+	{name: "what the holder reported is forgotten", test: "TestAMachineWhoseNodeIsUnseenIsNotHandedOver", edits: []edit{
+		{"nodeless.go", "	case hasNode(m), s.registered(m):\n", "	case hasNode(m):\n"},
+	}},
+	{name: "a drained Machine is handed over", test: "TestWhatWasDrainedIsNeverHandedOver", edits: []edit{
+		{"decide.go", "(c.Status.FailedAt != nil || c.Status.Drained)", "c.Status.FailedAt != nil"},
+	}},
+	{name: "a node deadline needs no report of the holder", test: "TestANodeDeadlineNeedsBothStatements", edits: []edit{
+		{"nodeless.go", "	case absent == nil || absent.Time.Before(due.Truncate(time.Second)) || s.now.Sub(absent.Time) > absenceLife:\n", "	case false && absent == nil:\n"},
+	}},
+	{name: "the time of a pause counts", test: "TestTheTimeOfAPauseDoesNotCount", edits: []edit{
+		{"failure.go", "latest(boundAt(c, m), unpausedAt(m))", "latest(boundAt(c, m), boundAt(c, m))"},
+	}},
+	{name: "what was stated before a pause counts after it", test: "TestRightAfterAPauseNothingIsStated", edits: []edit{
+		{"nodeless.go", "> unpauseSettles && s.now", "> 1000*unpauseSettles && s.now"},
+	}},
 }

@@ -1,0 +1,192 @@
+package claims
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
+)
+
+// unseenNodes are Machines whose Nodes run pods, although status.nodeRef is empty, each with what Cluster API states of it.
+func unseenNodes() map[string]func(*snapshot) {
+	machine := func(change func(*clusterv1.Machine)) func(*snapshot) {
+		return func(s *snapshot) {
+			m := s.machines[len(s.machines)-1]
+			m.Spec.ProviderID = "sim://" + m.Name
+			change(m)
+		}
+	}
+	nodeReady := func(reason, message string) func(*snapshot) {
+		return machine(func(m *clusterv1.Machine) {
+			m.Status.Conditions = append(m.Status.Conditions, metav1.Condition{
+				Type: clusterv1.MachineNodeReadyCondition, Status: metav1.ConditionUnknown, Reason: reason, Message: message,
+			})
+		})
+	}
+	return map[string]func(*snapshot){
+		"Cluster API cannot reach the cluster": nodeReady(clusterv1.MachineNodeConnectionDownReason, "Remote connection down"),
+		"a move or a restore emptied its status": machine(func(m *clusterv1.Machine) {
+			m.Status = clusterv1.MachineStatus{}
+		}),
+		"a move emptied the Cluster's status": nodeReady(clusterv1.MachineNodeInspectionFailedReason,
+			"Waiting for Cluster control plane to be initialized"),
+		"Cluster API failed to look": nodeReady(clusterv1.MachineNodeInternalErrorReason, "Please check controller logs for errors"),
+		"the Cluster is paused": func(s *snapshot) {
+			booting(s.machines[len(s.machines)-1])
+			s.group.Refusals = []eligibility.Refusal{{Reason: eligibility.Paused}}
+		},
+		"the Machine is paused": machine(func(m *clusterv1.Machine) {
+			inspect(m)
+			m.Status.Conditions = append(m.Status.Conditions, metav1.Condition{Type: clusterv1.PausedCondition, Status: metav1.ConditionTrue})
+		}),
+		"the holder reported the Node": machine(func(m *clusterv1.Machine) {
+			inspect(m)
+			m.Annotations = map[string]string{v1alpha1.NodeRegisteredAtAnnotation: "2026-01-01T00:00:00Z"}
+		}),
+	}
+}
+
+func TestAMachineWhoseNodeIsUnseenIsNotPromised(t *testing.T) {
+	for name, change := range unseenNodes() {
+		t.Run(name, func(t *testing.T) {
+			s := scene(2, &Ledger{Version: 1, Floor: 1, LastReplicas: 2, Pending: map[string]Named{"c": {}}}).
+				withMachine("new", "", nil).withMachine("floor", "", nil).withClaim("c", v1alpha1.PhasePending, "")
+			change(s)
+			d := decide(s)
+			require.NotNil(t, d.ledger)
+			assert.Equal(t, "new", d.ledger.Pending["c"].Machine)
+		})
+	}
+}
+
+func TestAMachineWhoseNodeIsUnseenIsNotHandedOver(t *testing.T) {
+	for name, change := range unseenNodes() {
+		t.Run(name, func(t *testing.T) {
+			s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "c", nil).withClaim("c", v1alpha1.PhaseReleasing, "m")
+			change(s)
+			d := decide(s)
+			assert.NotContains(t, kinds(d), unbind)
+			require.NotNil(t, d.ledger)
+			assert.Contains(t, d.ledger.Releasing, types.UID("m"), "its own claim is released, so it goes")
+		})
+	}
+}
+
+func TestAMachineWhoseNodeIsUnseenIsNotGivenUp(t *testing.T) {
+	for name, change := range unseenNodes() {
+		t.Run(name, func(t *testing.T) {
+			s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "c", nil).withClaim("c", v1alpha1.PhaseBound, "m")
+			change(s)
+			s.failure = Failure{NodeDeadline: time.Minute}
+			s.claims[0].Status.NodeAbsentAt = new(metav1.NewTime(s.now.Add(2 * time.Hour)))
+			s.now = s.now.Add(2 * time.Hour)
+			got := kinds(decide(s))
+			assert.NotContains(t, got, fail)
+			assert.NotContains(t, got, timeOut)
+		})
+	}
+}
+
+// Of a spare and a Machine of the user's whose Node is unseen, the spare goes.
+func TestAMachineWhoseNodeIsUnseenIsTheLastToBeTakenForASpare(t *testing.T) {
+	for name, change := range unseenNodes() {
+		if name == "the Cluster is paused" {
+			continue // nothing goes then
+		}
+		t.Run(name, func(t *testing.T) {
+			s := scene(2, &Ledger{Version: 1, Floor: 1, LastReplicas: 2, Spare: 1}).withMachine("spare", "", booting).withMachine("floor", "", nil)
+			change(s)
+			s.spareSince = s.now.Add(-time.Hour)
+			d := decide(s)
+			require.NotNil(t, d.ledger)
+			assert.Contains(t, d.ledger.Releasing, types.UID("spare"))
+			assert.NotContains(t, d.ledger.Releasing, types.UID("floor"))
+		})
+	}
+}
+
+func TestWhatWasDrainedIsNeverHandedOver(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "c", booting).withClaim("c", v1alpha1.PhaseReleasing, "m")
+	assert.Contains(t, kinds(decide(s)), unbind, "it has no Node, and nothing says otherwise")
+	s.claims[0].Status.Drained = true
+	d := decide(s)
+	assert.NotContains(t, kinds(d), unbind)
+	require.NotNil(t, d.ledger)
+	assert.Contains(t, d.ledger.Releasing, types.UID("m"))
+}
+
+// Cluster API's own statement may be from before its restart: the holder must have listed its Nodes since the deadline as well.
+func TestANodeDeadlineNeedsBothStatements(t *testing.T) {
+	deadline := 30 * time.Minute
+	at := func(absent *time.Duration, registered bool) []actionKind {
+		s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "c", booting).withClaim("c", v1alpha1.PhaseBound, "m")
+		s.failure = Failure{NodeDeadline: deadline}
+		made := s.now
+		s.now = made.Add(deadline + 2*time.Minute)
+		if absent != nil {
+			s.claims[0].Status.NodeAbsentAt = new(metav1.NewTime(made.Add(*absent)))
+		}
+		if registered {
+			s.claims[0].Status.NodeRegisteredAt = new(metav1.NewTime(made))
+		}
+		d := decide(s)
+		if len(d.actions) == 1 && d.actions[0].kind == explain {
+			assert.Equal(t, ReasonNodeNotSeen, d.actions[0].event.Reason)
+			s.claims[0].Status.Reason, s.claims[0].Status.Message = d.actions[0].event.Reason, d.actions[0].event.Message
+			assert.Empty(t, decide(s).actions, "once")
+		}
+		return kinds(d)
+	}
+	since := func(d time.Duration) *time.Duration { return &d }
+	assert.Equal(t, []actionKind{explain}, at(nil, false), "the holder has listed nothing")
+	assert.Equal(t, []actionKind{explain}, at(since(deadline-time.Second), false), "it listed its Nodes before the deadline")
+	assert.Equal(t, []actionKind{explain}, at(since(deadline+time.Minute), true), "it reported the Node as registered once")
+	assert.Equal(t, []actionKind{timeOut}, at(since(deadline+time.Minute), false))
+}
+
+func TestTheTimeOfAPauseDoesNotCount(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "c", nil).withClaim("c", v1alpha1.PhaseBound, "m")
+	s.failure = Failure{ProviderIDDeadline: 10 * time.Minute}
+	unpaused := s.now.Add(time.Hour)
+	s.machines[0].Status.Conditions = []metav1.Condition{{
+		Type: clusterv1.PausedCondition, Status: metav1.ConditionFalse, LastTransitionTime: metav1.NewTime(unpaused),
+	}}
+	s.now = unpaused.Add(9 * time.Minute)
+	assert.Empty(t, kinds(decide(s)))
+	s.now = unpaused.Add(10 * time.Minute)
+	assert.Equal(t, []actionKind{timeOut}, kinds(decide(s)))
+}
+
+// What Cluster API stated before a pause stands until it has looked again.
+func TestRightAfterAPauseNothingIsStated(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "", booting)
+	m := s.machines[0]
+	s.prepare()
+	assert.True(t, s.nodeless(m))
+	m.Status.Conditions = append(m.Status.Conditions, metav1.Condition{
+		Type: clusterv1.PausedCondition, Status: metav1.ConditionFalse, LastTransitionTime: metav1.NewTime(s.now.Add(time.Hour)),
+	})
+	s.now = s.now.Add(time.Hour + time.Second)
+	assert.False(t, s.nodeless(m))
+	s.now = s.now.Add(unpauseSettles)
+	assert.True(t, s.nodeless(m))
+}
+
+// While it is not known whether a Machine may be used, no further one is ordered in its place.
+func TestNothingIsOrderedForAClaimThatAnUnseenMachineMayServe(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).
+		withMachine("m", "", func(m *clusterv1.Machine) { m.Spec.ProviderID = "sim://m" }).withClaim("c", v1alpha1.PhasePending, "")
+	d := decide(s)
+	assert.Nil(t, d.ledger)
+	inspect(s.machines[0])
+	d = decide(s)
+	require.NotNil(t, d.ledger)
+	assert.Equal(t, "m", d.ledger.Pending["c"].Machine)
+}
