@@ -1,10 +1,12 @@
 package client_test
 
 import (
+	"bytes"
 	"context"
 	"net"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -13,6 +15,7 @@ import (
 	"go.uber.org/goleak"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/grpclog"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 
@@ -24,7 +27,30 @@ import (
 
 const patience = 20 * time.Second
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+// grpcLog is what gRPC logs, at every severity.
+var grpcLog logged
+
+type logged struct {
+	mu   sync.Mutex
+	text bytes.Buffer
+}
+
+func (l *logged) Write(text []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.Write(text)
+}
+
+func (l *logged) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.String()
+}
+
+func TestMain(m *testing.M) {
+	grpclog.SetLoggerV2(grpclog.NewLoggerV2WithVerbosity(&grpcLog, &grpcLog, &grpcLog, 99))
+	goleak.VerifyTestMain(m)
+}
 
 // onSocket serves a fake agent on a unix socket and returns options that reach it.
 func onSocket(t *testing.T) (*fakeagent.Agent, client.Options) {

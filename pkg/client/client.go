@@ -7,10 +7,10 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
-	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/keepalive"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/certificates"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -28,6 +28,7 @@ type Client struct {
 	options Options
 	conn    grpc.ClientConnInterface
 	close   []func() error
+	files   *certificates.Follower // nil without TLS
 }
 
 // New returns a client of the agent at options.Address. It never waits for the network: an agent that cannot be reached shows
@@ -40,6 +41,7 @@ func New(options Options) (*Client, error) {
 
 	creds := insecure.NewCredentials()
 	stopTLS := func() {}
+	var files *certificates.Follower
 	dialOptions := []grpc.DialOption{
 		grpc.WithDefaultServiceConfig(retryServiceConfig()),
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{
@@ -57,15 +59,8 @@ func New(options Options) (*Client, error) {
 		dialOptions = append(dialOptions, grpc.WithUserAgent(options.UserAgent))
 	}
 	if options.TLS != nil {
-		var (
-			mutual credentials.TransportCredentials
-			err    error
-		)
-		mutual, stopTLS, err = mutualTLS(*options.TLS)
-		if err != nil {
-			return nil, err
-		}
-		creds = mutual
+		mutual := newMutualTLS(*options.TLS, options.Logger)
+		creds, stopTLS, files = mutual, mutual.files.Close, mutual.files
 		if options.TLS.ServerName != "" {
 			dialOptions = append(dialOptions, grpc.WithAuthority(options.TLS.ServerName))
 		}
@@ -77,6 +72,7 @@ func New(options Options) (*Client, error) {
 		return nil, fmt.Errorf("agent address %s: %w", options.Address, err)
 	}
 	c := fromConn(conn, options)
+	c.files = files
 	c.close = []func() error{conn.Close, func() error { stopTLS(); return nil }}
 	return c, nil
 }
@@ -111,4 +107,13 @@ func (c *Client) Close() error {
 		errs = append(errs, f())
 	}
 	return errors.Join(errs...)
+}
+
+// Certificates returns when the client's certificate and the authorities that it trusts end, and how often their files could not
+// be used, for metrics. It is zero without TLS.
+func (c *Client) Certificates() certificates.Stats {
+	if c.files == nil {
+		return certificates.Stats{}
+	}
+	return c.files.Stats()
 }

@@ -58,7 +58,7 @@ type Options struct {
 type TLS struct {
 	// CertFile holds the client's certificate chain, PEM. REQUIRED.
 	CertFile string
-	// KeyFile holds the certificate's private key, PEM, in the same folder as CertFile. REQUIRED.
+	// KeyFile holds the certificate's private key, PEM. REQUIRED.
 	KeyFile string
 	// CAFile holds the certificates that sign the agent's, PEM. REQUIRED.
 	CAFile string

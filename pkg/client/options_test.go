@@ -24,9 +24,6 @@ func TestOptionsThatCannotWorkAreRefused(t *testing.T) {
 		"plaintext and TLS":             {client.Options{Address: "127.0.0.1:8443", PlaintextLoopback: true, TLS: files}, "TLS files are given"},
 		"unix socket and TLS":           {client.Options{Address: "unix:///run/agent.sock", TLS: files}, "unix socket"},
 		"no key":                        {client.Options{Address: "agent:8443", TLS: &client.TLS{CertFile: "a", CAFile: "b"}}, "missing: key"},
-		"certificate and key far apart": {
-			client.Options{Address: "agent:8443", TLS: &client.TLS{CertFile: "/a/c", KeyFile: "/b/k", CAFile: "/c"}}, "same directory",
-		},
 		"a negative refresh": {
 			client.Options{Address: "agent:8443", TLS: &client.TLS{CertFile: "c", KeyFile: "k", CAFile: "ca", Refresh: -1}}, "refresh",
 		},

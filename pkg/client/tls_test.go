@@ -13,10 +13,12 @@ import (
 	"net/url"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 	"testing"
 	"time"
 
+	"github.com/go-logr/logr/funcr"
 	"github.com/stretchr/testify/require"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
@@ -251,4 +253,39 @@ func TestFilesMayComeLater(t *testing.T) {
 
 	install(t, ca, files, 9)
 	require.Eventually(t, func() bool { return getStatus(t.Context(), c) == nil }, patience, 10*time.Millisecond)
+}
+
+func TestFilesThatAreReplacedAreLoggedWithoutTheirContent(t *testing.T) {
+	ca := newAuthority(t)
+	agent, files := serveTLS(t, ca), inFolder(t)
+	install(t, ca, files, 7)
+	var lines logged
+	c := connect(t, client.Options{Address: agent.address, TLS: files, Logger: funcr.New(func(_, line string) {
+		_, _ = lines.Write([]byte(line))
+	}, funcr.Options{Verbosity: 9})})
+	require.NoError(t, getStatus(t.Context(), c))
+	require.WithinDuration(t, time.Now().Add(time.Hour), c.Certificates().CertificateNotAfter, time.Minute)
+	require.WithinDuration(t, time.Now().Add(time.Hour), c.Certificates().AuthoritiesNotAfter, time.Minute)
+	// The key is there already, its certificate is not.
+	_, key := ca.issue(8, "")
+	write(t, files.KeyFile, key)
+	require.Eventually(t, func() bool { return c.Certificates().CertificateErrors > 0 }, patience, time.Millisecond)
+	agent.disconnect()
+	require.Eventually(t, func() bool { return getStatus(t.Context(), c) == nil }, patience, 10*time.Millisecond)
+	require.EqualValues(t, 7, agent.lastSeen(), "the last usable ones stay in force")
+	require.Contains(t, lines.String(), files.KeyFile, "which files cannot be used is logged")
+	secret := strings.Split(string(key), "\n")[1]
+	require.NotContains(t, lines.String(), secret)
+	require.NotContains(t, grpcLog.String(), secret)
+	require.NotContains(t, grpcLog.String(), "PRIVATE KEY-")
+}
+
+func TestTLSBefore13IsRefused(t *testing.T) {
+	ca := newAuthority(t)
+	agent, files := serveTLS(t, ca), inFolder(t)
+	agent.config.MaxVersion = tls.VersionTLS12
+	install(t, ca, files, 7)
+	err := getStatus(t.Context(), connect(t, client.Options{Address: agent.address, TLS: files}))
+	require.ErrorContains(t, err, "protocol version")
+	require.True(t, agenterrors.IsUnavailable(err))
 }

@@ -97,6 +97,7 @@ func listen(ctx context.Context, o *options.Options) (listeners []server.Listene
 	default:
 		listener, stop, err := server.ListenTLS(ctx, o.ListenAddress, server.TLSFiles{
 			CertFile: o.TLSCertFile, KeyFile: o.TLSKeyFile, ClientCAFile: o.ClientCAFile,
+			Log: log.Log.WithName("tls"), Registerer: metrics.Registry,
 		})
 		if err != nil {
 			return nil, nil, err

@@ -10,10 +10,12 @@ import (
 	"os"
 	"time"
 
+	"github.com/go-logr/logr"
+	"github.com/prometheus/client_golang/prometheus"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/local"
-	"google.golang.org/grpc/credentials/tls/certprovider"
-	"google.golang.org/grpc/credentials/tls/certprovider/pemfile"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/certificates"
 )
 
 // Listener accepts connections, and knows who is on the other side.
@@ -31,12 +33,16 @@ type TLSFiles struct {
 	CertFile, KeyFile, ClientCAFile string
 	// Refresh is how often they are read. Zero means every five seconds.
 	Refresh time.Duration
+	// Log takes a line when they cannot be used. Zero discards it.
+	Log logr.Logger
+	// Registerer takes metrics of their end. Nil registers none.
+	Registerer prometheus.Registerer
 }
 
 // ListenTLS listens on a TCP address, with TLS 1.3 and client certificates. The files are read now, and must be usable; later
 // ones that are not leave the last usable ones in force. The function that is returned stops reading them.
 func ListenTLS(ctx context.Context, address string, files TLSFiles) (Listener, func(), error) {
-	config, stop, err := mutualTLS(ctx, files)
+	config, stop, err := mutualTLS(files)
 	if err != nil {
 		return Listener{}, nil, err
 	}
@@ -93,59 +99,81 @@ func listen(ctx context.Context, network, address string) (net.Listener, error) 
 	return listener, nil
 }
 
-// materialWait bounds how long a handshake waits for files that were never usable.
-const materialWait = 2 * time.Second
-
 // mutualTLS returns a configuration whose certificate and client authorities follow the files.
-func mutualTLS(ctx context.Context, files TLSFiles) (*tls.Config, func(), error) {
+func mutualTLS(files TLSFiles) (*tls.Config, func(), error) {
 	if files.Refresh == 0 {
 		files.Refresh = 5 * time.Second
 	}
-	// Reading them here says what is wrong; the providers only log it.
-	if _, err := tls.LoadX509KeyPair(files.CertFile, files.KeyFile); err != nil {
-		return nil, nil, fmt.Errorf("the server's certificate %s and key %s cannot be used: %w", files.CertFile, files.KeyFile, err)
-	}
-	identity, err := pemfile.NewProvider(pemfile.Options{CertFile: files.CertFile, KeyFile: files.KeyFile, RefreshDuration: files.Refresh})
-	if err != nil {
-		return nil, nil, fmt.Errorf("following the server's certificate: %w", err)
-	}
-	roots, err := pemfile.NewProvider(pemfile.Options{RootFile: files.ClientCAFile, RefreshDuration: files.Refresh})
-	if err != nil {
-		identity.Close()
-		return nil, nil, fmt.Errorf("following the client certificate authorities: %w", err)
-	}
-	stop := func() {
-		identity.Close()
-		roots.Close()
-	}
-	if _, err := material(ctx, roots); err != nil {
+	followed := certificates.Follow(certificates.Files{
+		CertFile: files.CertFile, KeyFile: files.KeyFile, CAFile: files.ClientCAFile, Refresh: files.Refresh, Logger: files.Log,
+	})
+	stop := followed.Close
+	if _, err := followed.Certificate(); err != nil {
 		stop()
-		return nil, nil, fmt.Errorf("the client certificate authorities %s cannot be used: %w", files.ClientCAFile, err)
+		return nil, nil, fmt.Errorf("the server's %w", err)
+	}
+	if _, err := followed.Authorities(); err != nil {
+		stop()
+		return nil, nil, fmt.Errorf("the client %w", err)
+	}
+	if files.Registerer != nil {
+		for _, collector := range certificateMetrics(followed) {
+			if err := files.Registerer.Register(collector); err != nil {
+				stop()
+				return nil, nil, fmt.Errorf("registering the certificates' metrics: %w", err)
+			}
+		}
 	}
 	return &tls.Config{
 		MinVersion: tls.VersionTLS13,
-		GetConfigForClient: func(hello *tls.ClientHelloInfo) (*tls.Config, error) {
-			own, err := material(hello.Context(), identity)
+		GetConfigForClient: func(*tls.ClientHelloInfo) (*tls.Config, error) {
+			own, err := followed.Certificate()
 			if err != nil {
-				return nil, fmt.Errorf("the server's certificate cannot be used: %w", err)
+				return nil, fmt.Errorf("the server's %w", err)
 			}
-			callers, err := material(hello.Context(), roots)
+			callers, err := followed.Authorities()
 			if err != nil {
-				return nil, fmt.Errorf("the client certificate authorities cannot be used: %w", err)
+				return nil, fmt.Errorf("the client %w", err)
 			}
 			return &tls.Config{
 				MinVersion:   tls.VersionTLS13,
 				NextProtos:   []string{"h2"},
-				Certificates: own.Certs,
+				Certificates: []tls.Certificate{*own},
 				ClientAuth:   tls.RequireAndVerifyClientCert,
-				ClientCAs:    callers.Roots,
+				ClientCAs:    callers,
+				// Each connection presents its certificate anew.
+				SessionTicketsDisabled: true,
 			}, nil
 		},
 	}, stop, nil
 }
 
-func material(ctx context.Context, provider certprovider.Provider) (*certprovider.KeyMaterial, error) {
-	ctx, cancel := context.WithTimeout(ctx, materialWait)
-	defer cancel()
-	return provider.KeyMaterial(ctx)
+func certificateMetrics(followed *certificates.Follower) []prometheus.Collector {
+	var all []prometheus.Collector
+	for _, of := range []struct {
+		name     string
+		notAfter func(certificates.Stats) time.Time
+		errors   func(certificates.Stats) int64
+	}{
+		{
+			"server", func(s certificates.Stats) time.Time { return s.CertificateNotAfter },
+			func(s certificates.Stats) int64 { return s.CertificateErrors },
+		},
+		{
+			"client-ca", func(s certificates.Stats) time.Time { return s.AuthoritiesNotAfter },
+			func(s certificates.Stats) int64 { return s.AuthoritiesErrors },
+		},
+	} {
+		labels := prometheus.Labels{"certificate": of.name}
+		all = append(all,
+			prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+				Name: "capi_agent_certificate_not_after_seconds", ConstLabels: labels,
+				Help: "When the certificate in use ends, of several the first, in seconds since 1970.",
+			}, func() float64 { return float64(of.notAfter(followed.Stats()).Unix()) }),
+			prometheus.NewCounterFunc(prometheus.CounterOpts{
+				Name: "capi_agent_certificate_reload_errors_total", ConstLabels: labels,
+				Help: "How often files were read that could not be used; those that were usable last stay in force.",
+			}, func() float64 { return float64(of.errors(followed.Stats())) }))
+	}
+	return all
 }

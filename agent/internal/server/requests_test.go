@@ -4,15 +4,19 @@ import (
 	"bytes"
 	"context"
 	"crypto/tls"
+	"os"
+	"path/filepath"
 	"runtime"
 	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/grpclog"
 	"google.golang.org/grpc/mem"
 	"google.golang.org/grpc/metadata"
 	grpcstatus "google.golang.org/grpc/status"
@@ -192,4 +196,48 @@ func TestHeadersAreBounded(t *testing.T) {
 
 func withHeader(ctx context.Context, key, value string) context.Context {
 	return metadata.AppendToOutgoingContext(ctx, key, value)
+}
+
+func TestReplacedFilesShowInMetricsAndNotInLogs(t *testing.T) {
+	f := start(t)
+	metric := func(name, of string) float64 {
+		families, err := f.registry.Gather()
+		require.NoError(t, err)
+		for _, family := range families {
+			for _, m := range family.GetMetric() {
+				if family.GetName() == name && m.GetLabel()[0].GetValue() == of {
+					return m.GetGauge().GetValue() + m.GetCounter().GetValue()
+				}
+			}
+		}
+		return -1
+	}
+	for _, of := range []string{"server", "client-ca"} {
+		require.InDelta(t, time.Now().Add(time.Hour).Unix(), metric("capi_agent_certificate_not_after_seconds", of), 120)
+	}
+	require.NoError(t, f.list(f.cluster()))
+	key, err := os.ReadFile(f.authority.Issue(t, t.TempDir(), f.authority).KeyFile)
+	require.NoError(t, err)
+	// The key is there already, its certificate is not.
+	require.NoError(t, os.WriteFile(filepath.Join(f.serverPKI, "tls.key"), key, 0o600))
+	require.Eventually(t, func() bool { return metric("capi_agent_certificate_reload_errors_total", "server") > 0 }, patience, time.Millisecond)
+	require.NoError(t, f.list(f.cluster()), "the last usable ones stay in force")
+	secret := strings.Split(string(key), "\n")[1]
+	require.Contains(t, f.log.String(), "tls.key")
+	for _, log := range []string{f.log.String(), grpcLog.String()} {
+		require.NotContains(t, log, secret)
+	}
+}
+
+// grpcLog is what gRPC logs, at every severity.
+var grpcLog lines
+
+func (l *lines) Write(text []byte) (int, error) {
+	l.add("grpc", string(text))
+	return len(text), nil
+}
+
+func TestMain(m *testing.M) {
+	grpclog.SetLoggerV2(grpclog.NewLoggerV2WithVerbosity(&grpcLog, &grpcLog, &grpcLog, 99))
+	os.Exit(m.Run())
 }

@@ -192,6 +192,7 @@ func start(t *testing.T, changes ...func(*fixture, *server.Config)) *fixture {
 	files := f.authority.Issue(t, f.serverPKI, f.authority)
 	secure, release, err := server.ListenTLS(ctx, "127.0.0.1:0", server.TLSFiles{
 		CertFile: files.CertFile, KeyFile: files.KeyFile, ClientCAFile: files.CAFile, Refresh: 10 * time.Millisecond,
+		Log: config.Log, Registerer: f.registry,
 	})
 	require.NoError(t, err)
 	loopback, err := server.ListenLoopback(ctx, "127.0.0.1:0")

@@ -11,6 +11,7 @@ import (
 	controllerruntime "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
+	crmetrics "sigs.k8s.io/controller-runtime/pkg/metrics"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/cloudprovider/metrics"
 	"sigs.k8s.io/karpenter/pkg/cloudprovider/overlay"
@@ -83,6 +84,9 @@ func run(ctx context.Context) error {
 		return fmt.Errorf("making the agent's client: %w", err)
 	}
 	defer func() { _ = agent.Close() }()
+	if err := agentstate.RegisterCertificates(crmetrics.Registry, agent.Certificates); err != nil {
+		return err
+	}
 	cluster := &agentv1alpha1.ClusterRef{Namespace: opts.ClusterNamespace, Name: opts.ClusterName}
 	nodeGroups := agent.MirrorNodeGroups(cluster)
 	claims := agent.MirrorClaims(cluster, v1alpha1.Holder)

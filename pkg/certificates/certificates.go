@@ -1,0 +1,193 @@
+// Package certificates follows the PEM files of a certificate, its key, and the certificate authorities of the other side, which
+// may be replaced at any time.
+//
+// Nothing of what is in the files is ever logged or part of an error: grpc-go's own provider logs both files, the private key
+// included, when they do not belong together, as happens while they are being replaced.
+package certificates
+
+import (
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+	"time"
+
+	"github.com/go-logr/logr"
+)
+
+// Files are the files that are followed.
+type Files struct {
+	// CertFile holds the certificate chain, KeyFile its private key, CAFile the authorities of the other side. REQUIRED.
+	CertFile, KeyFile, CAFile string
+	// Refresh is how often they are read. REQUIRED, positive.
+	Refresh time.Duration
+	// Logger takes a line when files cannot be used, and when they can again. The zero Logger logs nothing.
+	Logger logr.Logger
+}
+
+// Stats are numbers for metrics.
+type Stats struct {
+	// CertificateNotAfter and AuthoritiesNotAfter are when what is in use ends, for authorities the first of them. Zero when there
+	// is none.
+	CertificateNotAfter, AuthoritiesNotAfter time.Time
+	// CertificateErrors and AuthoritiesErrors count how often the files were read and could not be used.
+	CertificateErrors, AuthoritiesErrors int64
+}
+
+// Follower has what the files held when they were last usable. It is safe for concurrent use.
+type Follower struct {
+	files Files
+	stop  chan struct{}
+	done  chan struct{}
+	close sync.Once
+
+	mu               sync.Mutex
+	certificate      *tls.Certificate
+	authorities      *x509.CertPool
+	certificateError error // of the last reading; nil when it succeeded
+	authoritiesError error
+	stats            Stats
+}
+
+// Follow reads the files, which need not be usable yet, and goes on reading them until [Follower.Close].
+func Follow(files Files) *Follower {
+	if files.Logger.GetSink() == nil {
+		files.Logger = logr.Discard()
+	}
+	f := &Follower{files: files, stop: make(chan struct{}), done: make(chan struct{})}
+	f.Read()
+	go func() {
+		defer close(f.done)
+		ticker := time.NewTicker(files.Refresh)
+		defer ticker.Stop()
+		for {
+			select {
+			case <-f.stop:
+				return
+			case <-ticker.C:
+				f.Read()
+			}
+		}
+	}()
+	return f
+}
+
+// Close stops the reading. It may be called more than once.
+func (f *Follower) Close() {
+	f.close.Do(func() { close(f.stop) })
+	<-f.done
+}
+
+// Certificate returns the certificate as it was last usable. An error says why there has never been one.
+func (f *Follower) Certificate() (*tls.Certificate, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.certificate == nil {
+		f.readCertificate() // it may have come since
+	}
+	if f.certificate == nil {
+		return nil, f.certificateError
+	}
+	return f.certificate, nil
+}
+
+// Authorities returns the authorities as they were last usable. An error says why there have never been any.
+func (f *Follower) Authorities() (*x509.CertPool, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.authorities == nil {
+		f.readAuthorities()
+	}
+	if f.authorities == nil {
+		return nil, f.authoritiesError
+	}
+	return f.authorities, nil
+}
+
+// Stats returns the present numbers.
+func (f *Follower) Stats() Stats {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.stats
+}
+
+// Read reads the files now.
+func (f *Follower) Read() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.readCertificate()
+	f.readAuthorities()
+}
+
+// readCertificate is called with the lock held.
+func (f *Follower) readCertificate() {
+	certificate, err := loadCertificate(f.files.CertFile, f.files.KeyFile)
+	f.log(err, f.certificateError, "certificate", f.files.CertFile, "key", f.files.KeyFile)
+	if f.certificateError = err; err != nil {
+		f.stats.CertificateErrors++
+		return
+	}
+	f.certificate, f.stats.CertificateNotAfter = certificate, certificate.Leaf.NotAfter
+}
+
+// readAuthorities is called with the lock held.
+func (f *Follower) readAuthorities() {
+	pool, notAfter, err := loadAuthorities(f.files.CAFile)
+	f.log(err, f.authoritiesError, "authorities", f.files.CAFile)
+	if f.authoritiesError = err; err != nil {
+		f.stats.AuthoritiesErrors++
+		return
+	}
+	f.authorities, f.stats.AuthoritiesNotAfter = pool, notAfter
+}
+
+// log says when what was read begins, or ceases, to be usable.
+func (f *Follower) log(err, before error, about ...any) {
+	switch {
+	case err != nil && (before == nil || before.Error() != err.Error()):
+		f.files.Logger.Error(err, "files cannot be used; those that were usable last stay in force", about...)
+	case err == nil && before != nil:
+		f.files.Logger.Info("files can be used again", about...)
+	}
+}
+
+// loadCertificate returns errors that hold nothing of the files.
+func loadCertificate(certFile, keyFile string) (*tls.Certificate, error) {
+	certificate, err := tls.LoadX509KeyPair(certFile, keyFile)
+	if err != nil {
+		return nil, fmt.Errorf("certificate %s and key %s cannot be used: %w", certFile, keyFile, err)
+	}
+	return &certificate, nil
+}
+
+func loadAuthorities(file string) (*x509.CertPool, time.Time, error) {
+	fail := func(err error) (*x509.CertPool, time.Time, error) {
+		return nil, time.Time{}, fmt.Errorf("certificate authorities %s cannot be used: %w", file, err)
+	}
+	content, err := os.ReadFile(file)
+	if err != nil {
+		return fail(err)
+	}
+	pool := x509.NewCertPool()
+	var first time.Time
+	for block, rest := pem.Decode(content); block != nil; block, rest = pem.Decode(rest) {
+		if block.Type != "CERTIFICATE" {
+			continue
+		}
+		certificate, err := x509.ParseCertificate(block.Bytes)
+		if err != nil {
+			return fail(err)
+		}
+		pool.AddCert(certificate)
+		if first.IsZero() || certificate.NotAfter.Before(first) {
+			first = certificate.NotAfter
+		}
+	}
+	if first.IsZero() {
+		return fail(errors.New("there is no certificate in it"))
+	}
+	return pool, first, nil
+}
