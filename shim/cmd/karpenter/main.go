@@ -128,7 +128,7 @@ func run(ctx context.Context) error {
 	clusterState := state.NewCluster(op.Clock, op.GetClient(), decorated, state.WithRepairPolicyMatcher(repairPolicies))
 	op.WithControllers(ctx, controllers.NewControllers(
 		ctx, op.Manager, op.Clock, op.GetClient(), op.EventRecorder, decorated, undecorated, clusterState,
-		op.InstanceTypeStore, op.PredictionStore, controllers.WithRegistrationHook(registration.NewZone(op.GetClient(), catalogue)),
+		op.InstanceTypeStore, op.PredictionStore, controllers.WithRegistrationHook(registration.NewLabels(op.GetClient(), catalogue)),
 	)...)
 	op.WithControllers(ctx,
 		providerid.New(op.GetClient(), op.GetAPIReader(), decorated, claims, cluster, op.EventRecorder),

@@ -175,6 +175,16 @@ func (c *Catalogue) NodePool(ctx context.Context, name string) (*karpv1.NodePool
 	return nodePool, nil
 }
 
+// GroupLabels returns the labels that Nodes of a node group have, nil when the group is not known. They may not be changed.
+func (c *Catalogue) GroupLabels(groupID string) map[string]string {
+	if snapshot := c.Snapshot(); snapshot != nil {
+		if group, ok := snapshot.Group(groupID); ok {
+			return group.Labels
+		}
+	}
+	return nil
+}
+
 // Refresh asks for a new snapshot, soon.
 func (c *Catalogue) Refresh() {
 	select {

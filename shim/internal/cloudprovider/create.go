@@ -84,7 +84,7 @@ func (c *CloudProvider) create(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 		return nil, createError(err, ReasonNodeGroupUnknown)
 	}
 	created := c.launched(claim, group)
-	correctChosenLabels(nodeClaim, created.Labels)
+	instancetype.CorrectChosenLabels(nodeClaim, created.Labels)
 	log.FromContext(ctx).Info("claimed a machine", "node-group", group.ID, "claim-phase", claim.GetPhase().String(), "candidates", len(candidates))
 	return created, nil
 }
@@ -198,17 +198,6 @@ func (c *CloudProvider) launched(claim *agentv1alpha1.Claim, group *instancetype
 			Capacity:    maps.Clone(group.Capacity),
 			Allocatable: maps.Clone(group.Allocatable),
 		},
-	}
-}
-
-// correctChosenLabels replaces values that core picked out of several by the machine's.
-func correctChosenLabels(nodeClaim *karpv1.NodeClaim, labels map[string]string) {
-	for _, requirement := range nodeClaim.Spec.Requirements {
-		chosen, ok := nodeClaim.Labels[requirement.Key]
-		actual, known := labels[requirement.Key]
-		if ok && known && chosen != actual && !karpv1.WellKnownLabels.Has(requirement.Key) {
-			nodeClaim.Labels[requirement.Key] = actual
-		}
 	}
 }
 

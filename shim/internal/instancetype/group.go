@@ -364,6 +364,18 @@ func declares(declared []corev1.Taint, taint corev1.Taint) bool {
 	})
 }
 
+// CorrectChosenLabels replaces values that core picked out of several for a NodeClaim by the machine's.
+func CorrectChosenLabels(nodeClaim *karpv1.NodeClaim, labels map[string]string) {
+	for i := range nodeClaim.Spec.Requirements {
+		key := nodeClaim.Spec.Requirements[i].Key
+		chosen, ok := nodeClaim.Labels[key]
+		actual, known := labels[key]
+		if ok && known && chosen != actual && !karpv1.WellKnownLabels.Has(key) {
+			nodeClaim.Labels[key] = actual
+		}
+	}
+}
+
 func isExtended(name corev1.ResourceName) bool {
 	switch name {
 	case corev1.ResourceCPU, corev1.ResourceMemory, corev1.ResourceEphemeralStorage, corev1.ResourcePods:

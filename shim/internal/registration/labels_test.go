@@ -36,7 +36,7 @@ func TestZone(t *testing.T) {
 			nodeClaim := w.Launched("claim", func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = "sim:///1" })
 			c.node.Name, c.node.Spec.ProviderID = "node", "sim:///1"
 			w.Create(c.node)
-			hook := registration.NewZone(w.Kube, w.Catalogue)
+			hook := registration.NewLabels(w.Kube, w.Catalogue)
 			result, err := hook.Registered(w.Context(), nodeClaim)
 			require.NoError(t, err)
 			assert.Equal(t, c.waits, result.RequeueAfter > 0)
@@ -52,8 +52,23 @@ func TestZone(t *testing.T) {
 
 func TestOtherNodeClaimsPass(t *testing.T) {
 	w := shimtest.New(t, nil)
-	result, err := registration.NewZone(w.Kube, w.Catalogue).Registered(w.Context(), w.NodeClaim("foreign"))
+	result, err := registration.NewLabels(w.Kube, w.Catalogue).Registered(w.Context(), w.NodeClaim("foreign"))
 	require.NoError(t, err)
 	assert.Zero(t, result)
-	assert.Equal(t, "zone", registration.NewZone(w.Kube, w.Catalogue).Name())
+	assert.Equal(t, "labels", registration.NewLabels(w.Kube, w.Catalogue).Name())
+}
+
+func TestALabelThatCoreChoseAtRandomIsCorrectedOnceMore(t *testing.T) {
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a", Zone: "z1", NodeLabels: map[string]string{"team": "red"}}})
+	nodeClaim := w.Launched("claim", func(nc *karpv1.NodeClaim) {
+		nc.Spec.Requirements = []karpv1.NodeSelectorRequirementWithMinValues{
+			{Key: "team", Operator: corev1.NodeSelectorOpExists}, {Key: "use", Operator: corev1.NodeSelectorOpExists},
+		}
+		nc.Labels["team"], nc.Labels["use"] = "4711", "4712" // as after a patch of the NodeClaim that failed
+	})
+	result, err := registration.NewLabels(w.Kube, w.Catalogue).Registered(w.Context(), nodeClaim)
+	require.NoError(t, err)
+	assert.Zero(t, result)
+	assert.Equal(t, "red", nodeClaim.Labels["team"])
+	assert.Equal(t, "4712", nodeClaim.Labels["use"], "what the group does not say is core's to choose")
 }
