@@ -33,7 +33,9 @@ func TestOnlyTheDriftPolicyDecidesWhetherANodeIsReplacedForItsNodeGroup(t *testi
 				spec.ScalableResourceSelector = &metav1.LabelSelector{MatchLabels: map[string]string{"team": "blue"}}
 			})
 		}, string(cloudprovider.DriftNodeGroupNotSelected)},
-		"the opt-in label is gone":       {func(w *shimtest.World) { w.Agent.RemoveNodeGroup("default/a") }, string(cloudprovider.DriftNodeGroupNotSelected)},
+		"the opt-in label is gone": {
+			func(w *shimtest.World) { w.Agent.RemoveNodeGroup("default/a") }, string(cloudprovider.DriftNodeGroupNotSelected),
+		},
 		"the instance type is corrected": {group(func(g *agentv1alpha1.NodeGroup) { g.InstanceType = "m5.large" }), ""},
 		"the zone is corrected":          {group(func(g *agentv1alpha1.NodeGroup) { g.Zone = "z2" }), ""},
 		"the capacity type is corrected": {group(func(g *agentv1alpha1.NodeGroup) { g.CapacityType = spot }), ""},
@@ -95,7 +97,8 @@ func TestANodeGroupThatIsAwayForAWhileDriftsNothing(t *testing.T) {
 func TestANodeKeepsItsPriceWhenItsNodeGroupGoes(t *testing.T) {
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a", Zone: "z1", Price: &agentv1alpha1.Price{PerHour: 0.5}}, {Name: "b"}})
 	pool := w.NodePool()
-	nodeClaim := w.Launched("claim", shimtest.Registered, func(nc *karpv1.NodeClaim) { require.Equal(t, "a", nc.Labels["node.kubernetes.io/instance-type"]) })
+	nodeClaim := w.Launched("claim", shimtest.Registered)
+	require.Equal(t, "a", nodeClaim.Labels["node.kubernetes.io/instance-type"])
 	refreshed(w)
 	w.Agent.RemoveNodeGroup(nodeClaim.Annotations[v1alpha1.NodeGroupAnnotation])
 	w.Eventually(func() bool { return w.Catalogue.Snapshot().Len() == 1 }, "the group is gone")

@@ -29,10 +29,10 @@ func redInZone1BlueInZone2() []*agentv1alpha1.NodeGroup {
 	return []*agentv1alpha1.NodeGroup{group("red", "z1"), group("blue", "z2")}
 }
 
-func wants(key string, operator corev1.NodeSelectorOperator, values ...string) func(*karpv1.NodePool) {
+func wantsTeam(operator corev1.NodeSelectorOperator, values ...string) func(*karpv1.NodePool) {
 	return func(np *karpv1.NodePool) {
 		np.Spec.Template.Spec.Requirements = append(np.Spec.Template.Spec.Requirements, karpv1.NodeSelectorRequirementWithMinValues{
-			Key: key, Operator: operator, Values: values,
+			Key: "team", Operator: operator, Values: values,
 		})
 	}
 }
@@ -63,17 +63,17 @@ func TestCorePlansNothingThatNoNodeGroupServes(t *testing.T) {
 		want []string
 	}{
 		"the NodePool requires one value": {
-			pool: wants("team", corev1.NodeSelectorOpIn, "red"), want: []string{"default/red", "default/red"},
+			pool: wantsTeam(corev1.NodeSelectorOpIn, "red"), want: []string{"default/red", "default/red"},
 		},
 		"the NodePool has it as a label": {
 			pool: func(np *karpv1.NodePool) { np.Spec.Template.Labels = map[string]string{"team": "red"} },
 			want: []string{"default/red", "default/red"},
 		},
 		"the NodePool excludes a value": {
-			pool: wants("team", corev1.NodeSelectorOpNotIn, "blue"), want: []string{"default/red", "default/red"},
+			pool: wantsTeam(corev1.NodeSelectorOpNotIn, "blue"), want: []string{"default/red", "default/red"},
 		},
 		"the NodePool allows both": {
-			pool: wants("team", corev1.NodeSelectorOpIn, "red", "blue"), want: []string{"default/blue", "default/red"},
+			pool: wantsTeam(corev1.NodeSelectorOpIn, "red", "blue"), want: []string{"default/blue", "default/red"},
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -92,7 +92,7 @@ func TestCorePlansNothingThatNoNodeGroupServes(t *testing.T) {
 // that there is nothing to be had.
 func TestCorePlansNothingThatNoNodeGroupServesWherePodsChooseALabel(t *testing.T) {
 	w := shimtest.New(t, redInZone1BlueInZone2())
-	w.NodePool(wants("team", corev1.NodeSelectorOpExists))
+	w.NodePool(wantsTeam(corev1.NodeSelectorOpExists))
 	for _, name := range []string{"one", "two"} {
 		w.PendingPod(name, "3", spread, func(pod *corev1.Pod) { pod.Spec.NodeSelector = map[string]string{"team": "red"} })
 	}
@@ -105,7 +105,7 @@ func TestAFullGroupIsNotPlannedForTheSakeOfAnotherValueOfItsLabel(t *testing.T) 
 	groups := redInZone1BlueInZone2()
 	groups[1].Zone = "z1"
 	w := shimtest.New(t, groups)
-	w.NodePool(wants("team", corev1.NodeSelectorOpExists))
+	w.NodePool(wantsTeam(corev1.NodeSelectorOpExists))
 	w.PendingPod("one", "3", func(pod *corev1.Pod) { pod.Spec.NodeSelector = map[string]string{"team": "red"} })
 	require.Len(t, w.Plan().NewNodeClaims, 1)
 	w.Agent.Block("default/red", agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE, "full", time.Time{})
@@ -114,7 +114,7 @@ func TestAFullGroupIsNotPlannedForTheSakeOfAnotherValueOfItsLabel(t *testing.T) 
 
 func TestNodesOfGroupsThatTheNodePoolToldApartAreFoundByTheirLabels(t *testing.T) {
 	w := shimtest.New(t, redInZone1BlueInZone2())
-	pool := w.NodePool(wants("team", corev1.NodeSelectorOpExists))
+	pool := w.NodePool(wantsTeam(corev1.NodeSelectorOpExists))
 	types, err := w.CloudProvider.GetInstanceTypes(w.Context(), pool)
 	require.NoError(t, err)
 	require.Len(t, types, 1)

@@ -377,11 +377,9 @@ func CorrectChosenLabels(nodeClaim *karpv1.NodeClaim, labels map[string]string) 
 }
 
 func isExtended(name corev1.ResourceName) bool {
-	switch name {
-	case corev1.ResourceCPU, corev1.ResourceMemory, corev1.ResourceEphemeralStorage, corev1.ResourcePods:
-		return false
-	}
-	return true
+	return !slices.Contains([]corev1.ResourceName{
+		corev1.ResourceCPU, corev1.ResourceMemory, corev1.ResourceEphemeralStorage, corev1.ResourcePods,
+	}, name)
 }
 
 // Overlaid returns the group with what a NodeOverlay changed about its instance type: more resources, another price.
