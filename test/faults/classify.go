@@ -199,7 +199,7 @@ func claimStatus(c *agentv1.MachineClaim) Class {
 			return ClaimExplained
 		case s.Reason == "ReleaseRequested", s.Reason == "Collected":
 			return ClaimReleasing
-		case s.Reason == "Failed":
+		case s.Reason == "Failed", s.Reason == "Late": // one write of the agent, with or without a date of the failure
 			return ClaimFailed
 		case s.Reason == "Bound":
 			return ClaimRestored // its status was lost while it was being released

@@ -82,6 +82,7 @@ func TestEachStepOfTheProtocolHasItsClass(t *testing.T) {
 		{faults.ClaimReleasing, "update", ours, "machineclaims", "status", status("Releasing", "ReleaseRequested", "", 4)},
 		{faults.ClaimReleasing, "update", ours, "machineclaims", "status", status("Releasing", "Collected", "", 4)},
 		{faults.ClaimFailed, "update", ours, "machineclaims", "status", status("Releasing", "Failed", "", 4)},
+		{faults.ClaimFailed, "update", ours, "machineclaims", "status", status("Releasing", "Late", "", 4)},
 		{faults.ClaimEnded, "update", ours, "machineclaims", "status", status("Ended", "Released", "", 5)},
 		{faults.TombstoneEngraved, "update", ours, "machineclaims", "status", claim("", `{"phase":"Ended","reason":"NeverMade"}`)},
 

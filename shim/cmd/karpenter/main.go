@@ -36,6 +36,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/operator"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/options"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/registration"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/unclaimed"
 )
 
 func main() {
@@ -110,12 +111,15 @@ func run(ctx context.Context) error {
 		}
 	}
 
+	finder := unclaimed.New(op.Clock, agent, claims, cluster, opts.AgentTimeout)
 	provider := cloudprovider.New(cloudprovider.Config{
 		Cluster:   cluster,
 		Client:    agent,
 		Claims:    claims,
 		Catalogue: catalogue,
 		Overlays:  op.InstanceTypeStore,
+		Unclaimed: finder,
+		Recorder:  op.EventRecorder,
 		Timeout:   opts.AgentTimeout,
 		Clock:     op.Clock,
 	})
@@ -133,7 +137,7 @@ func run(ctx context.Context) error {
 	op.WithControllers(ctx,
 		providerid.New(op.GetClient(), op.GetAPIReader(), decorated, claims, cluster, op.EventRecorder),
 		failedmachine.New(op.Clock, op.GetClient(), op.GetAPIReader(), decorated, claims, agent.Claims, cluster, op.EventRecorder,
-			opts.MachineProgressDeadline, opts.AgentTimeout),
+			finder, opts.MachineProgressDeadline, opts.AgentTimeout),
 		nodeclass.New(op.Clock, op.GetClient(), catalogue, nodeGroups, cluster, op.EventRecorder, opts.HubUnreachableGracePeriod),
 		claimsync.New(op.Clock, op.GetAPIReader(), decorated, agent.Claims, cluster, connection.Reconnected(),
 			opts.ClaimSyncInterval, opts.AgentTimeout),

@@ -16,12 +16,14 @@ import (
 	"k8s.io/utils/clock"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/cloudprovider"
+	"sigs.k8s.io/karpenter/pkg/events"
 
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/placeholder"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/unclaimed"
 )
 
 // Name is the provider's name in core's metrics.
@@ -52,6 +54,10 @@ type Config struct {
 	// Overlays is what core's overlay decorator uses, so that Create picks by the prices that core planned with. Used only
 	// while the feature gate NodeOverlay is on. Nil means none.
 	Overlays Overlays
+	// Unclaimed finds the Machines of NodeClaims that never had a claim.
+	Unclaimed *unclaimed.Finder
+	// Recorder takes events about NodeClaims.
+	Recorder events.Recorder
 	// Timeout bounds one method's calls to the agent.
 	Timeout time.Duration
 	// Clock tells how long node groups have been gone.
@@ -103,9 +109,23 @@ func isOurs(ref *karpv1.NodeClassReference) bool {
 
 // Delete releases the NodeClaim's claim, whichever provider ID it carries: the claim is found by the NodeClaim's UID. It
 // returns a NodeClaimNotFoundError once the agent says that the instance is gone, or that it knows of no such claim.
+//
+// A NodeClaim that never had a claim and that runs on a Machine of this Cluster waits, with an error and an event, until that
+// Machine is gone or a claim has taken it over. Core has drained the Node by then: it asks no provider before that.
 func (c *CloudProvider) Delete(ctx context.Context, nodeClaim *karpv1.NodeClaim) error {
 	ctx, cancel := context.WithTimeout(ctx, c.Timeout)
 	defer cancel()
+	// Before the release, after which nothing could be claimed under this UID any more.
+	switch machine, err := c.Unclaimed.Of(ctx, nodeClaim); {
+	case err != nil:
+		return fmt.Errorf("looking for a machine without a claim: %w", err)
+	case machine.GetDeletedAt() != nil:
+		return nil
+	case machine != nil:
+		c.Recorder.Publish(c.Unclaimed.Event(nodeClaim, machine))
+		return fmt.Errorf("the NodeClaim has no claim, and its machine %s is there: delete that in the management cluster, or adopt it",
+			machine.GetName())
+	}
 	response, err := c.Client.Claims.ReleaseClaim(ctx, &agentv1alpha1.ReleaseClaimRequest{
 		Cluster: c.Cluster,
 		ClaimId: string(nodeClaim.UID),
@@ -160,7 +180,8 @@ func (c *CloudProvider) Get(ctx context.Context, providerID string) (*karpv1.Nod
 	return c.nodeClaimOf(claim, providerID), nil
 }
 
-// find returns the claim behind a provider ID. It may have ended if that is a placeholder.
+// find returns the claim behind a provider ID, as if there were one for a Machine that has none. It may have ended if that is a
+// placeholder.
 func (c *CloudProvider) find(ctx context.Context, providerID string) (*agentv1alpha1.Claim, error) {
 	if placeholder.Is(providerID) {
 		namespace, name, claimID, ok := placeholder.Parse(providerID)
@@ -189,10 +210,24 @@ func (c *CloudProvider) find(ctx context.Context, providerID string) (*agentv1al
 		return nil, fmt.Errorf("listing the claims: %w", err)
 	}
 	claim, ok := liveClaimWith(response.GetClaims(), providerID)
-	if !ok {
-		return nil, cloudprovider.NewNodeClaimNotFoundError(fmt.Errorf("no claim has the machine with provider ID %s", providerID))
+	if ok {
+		return claim, nil
 	}
-	return claim, nil
+	machine, err := c.Unclaimed.With(ctx, providerID)
+	if err != nil {
+		return nil, fmt.Errorf("looking for a machine without a claim: %w", err)
+	}
+	if machine == nil {
+		return nil, cloudprovider.NewNodeClaimNotFoundError(fmt.Errorf("no machine has the provider ID %s", providerID))
+	}
+	return asClaimed(machine), nil
+}
+
+// asClaimed shows a Machine without a claim to core, which knows no such thing.
+func asClaimed(machine *agentv1alpha1.Machine) *agentv1alpha1.Claim {
+	return &agentv1alpha1.Claim{
+		Phase: agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, NodeGroupId: machine.GetNodeGroupId(), Machine: machine, CreatedAt: machine.GetCreatedAt(),
+	}
 }
 
 // ask reads a claim from the agent; see [isClaimNotFound] for the errors.
@@ -219,7 +254,7 @@ func liveClaimWith(claims []*agentv1alpha1.Claim, providerID string) (*agentv1al
 
 // List returns each machine twice once it has a real provider ID: under that and under the placeholder. Core deletes the
 // NodeClaims of healthy Nodes whose ID is not in the list, and which of the two a NodeClaim carries is, for moments, up to
-// races. It is complete, or an error.
+// races. Machines without a claim are in it: there may be NodeClaims that never had one. It is complete, or an error.
 func (c *CloudProvider) List(ctx context.Context) ([]*karpv1.NodeClaim, error) {
 	ctx, cancel := context.WithTimeout(ctx, c.Timeout)
 	defer cancel()
@@ -236,6 +271,14 @@ func (c *CloudProvider) List(ctx context.Context) ([]*karpv1.NodeClaim, error) {
 		if id := claim.GetMachine().GetProviderId(); id != "" {
 			nodeClaims = append(nodeClaims, c.nodeClaimOf(claim, id))
 		}
+	}
+	// After the claims, so that a Machine that is adopted in between is in one of the two.
+	machines, err := c.Unclaimed.Machines(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("looking for machines without a claim: %w", err)
+	}
+	for _, machine := range machines {
+		nodeClaims = append(nodeClaims, c.nodeClaimOf(asClaimed(machine), machine.GetProviderId()))
 	}
 	return nodeClaims, nil
 }

@@ -32,6 +32,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/operator"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/placeholder"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/unclaimed"
 )
 
 // Timeout bounds calls to the agent, and how long tests wait for what happens by itself.
@@ -62,6 +63,8 @@ type World struct {
 	Catalogue *catalogue.Catalogue
 	// CloudProvider is the real one, on all of this.
 	CloudProvider *cloudprovider.CloudProvider
+	// Unclaimed finds Machines without a claim.
+	Unclaimed *unclaimed.Finder
 	// Recorder keeps events.
 	Recorder *Recorder
 	// Clock is that of [WithClock].
@@ -119,8 +122,10 @@ func New(tb testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *W
 	w.Claims = w.Client.MirrorClaims(w.Cluster, v1alpha1.Holder)
 	w.Kube = FakeKube(s.interceptor)
 	w.Catalogue = catalogue.New(s.clock, w.NodeGroups, w.Kube, s.ttl)
+	w.Unclaimed = unclaimed.New(s.clock, w.Client, w.Claims, w.Cluster, Timeout)
 	w.CloudProvider = cloudprovider.New(cloudprovider.Config{
-		Cluster: w.Cluster, Client: w.Client, Claims: w.Claims, Catalogue: w.Catalogue, Timeout: Timeout, Clock: s.clock,
+		Cluster: w.Cluster, Client: w.Client, Claims: w.Claims, Catalogue: w.Catalogue, Unclaimed: w.Unclaimed, Recorder: w.Recorder,
+		Timeout: Timeout, Clock: s.clock,
 	})
 
 	ctx, cancel := context.WithCancel(w.Context())

@@ -6,8 +6,8 @@
 // like any other, and the agent hands a machine that is still on its way over to the next claim.
 //
 // It never acts on silence. That a claim has ended or is unknown is asked of the agent itself before anything is deleted, and
-// while the agent cannot be reached nothing is. A registered NodeClaim whose Node is Ready is left alone in any case: somebody
-// is running there, whatever the management cluster says.
+// while the agent cannot be reached nothing is. A NodeClaim that never had a claim stays as long as its Machine does. A registered
+// NodeClaim whose Node is Ready is left alone in any case: somebody is running there, whatever the management cluster says.
 package failedmachine
 
 import (
@@ -42,6 +42,7 @@ import (
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/claimsource"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/unclaimed"
 )
 
 const (
@@ -78,6 +79,7 @@ type Controller struct {
 	agent         agentv1alpha1.ClaimServiceClient
 	cluster       *agentv1alpha1.ClusterRef
 	recorder      events.Recorder
+	unclaimed     *unclaimed.Finder
 	deadline      time.Duration
 	timeout       time.Duration
 
@@ -96,12 +98,12 @@ type reached struct {
 // the agent.
 func New(
 	clk clock.PassiveClock, kube client.Client, live client.Reader, cloudProvider cloudprovider.CloudProvider, claims Claims,
-	agent agentv1alpha1.ClaimServiceClient, cluster *agentv1alpha1.ClusterRef, recorder events.Recorder,
+	agent agentv1alpha1.ClaimServiceClient, cluster *agentv1alpha1.ClusterRef, recorder events.Recorder, finder *unclaimed.Finder,
 	deadline, timeout time.Duration,
 ) *Controller {
 	return &Controller{
 		clock: clk, kube: kube, live: live, cloudProvider: cloudProvider, claims: claims, agent: agent, cluster: cluster,
-		recorder: recorder, deadline: deadline, timeout: timeout, steps: map[types.UID]reached{},
+		recorder: recorder, unclaimed: finder, deadline: deadline, timeout: timeout, steps: map[types.UID]reached{},
 	}
 }
 
@@ -141,6 +143,7 @@ func (c *Controller) lost(ctx context.Context, nodeClaim *karpv1.NodeClaim, regi
 			return reconcile.Result{}, err
 		}
 		if ready {
+			c.warn(ctx, nodeClaim)
 			return reconcile.Result{RequeueAfter: look}, nil
 		}
 	}
@@ -149,7 +152,7 @@ func (c *Controller) lost(ctx context.Context, nodeClaim *karpv1.NodeClaim, regi
 	case err != nil:
 		return c.unanswered(ctx, err), nil
 	case !known:
-		return c.giveUp(ctx, nodeClaim, "ClaimUnknown", "The management cluster has no claim of this NodeClaim.")
+		return c.unknown(ctx, nodeClaim)
 	case claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED:
 		reason, message := verdict(claim)
 		return c.giveUp(ctx, nodeClaim, reason, message)
@@ -172,7 +175,7 @@ func (c *Controller) awaitRegistration(ctx context.Context, nodeClaim *karpv1.No
 	case err != nil:
 		return c.unanswered(ctx, err), nil
 	case !known:
-		return c.giveUp(ctx, nodeClaim, "ClaimUnknown", "The management cluster has no claim of this NodeClaim.")
+		return c.unknown(ctx, nodeClaim)
 	case released(claim):
 		reason, message := verdict(claim)
 		return c.giveUp(ctx, nodeClaim, reason, message)
@@ -180,6 +183,27 @@ func (c *Controller) awaitRegistration(ctx context.Context, nodeClaim *karpv1.No
 		return reconcile.Result{RequeueAfter: look}, nil
 	}
 	return c.release(ctx, nodeClaim, "MachineProgressDeadlineExceeded", stuck(claim, c.deadline))
+}
+
+// unknown handles a NodeClaim that the agent is certain to have no claim of.
+func (c *Controller) unknown(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
+	switch machine, err := c.unclaimed.Of(ctx, nodeClaim); {
+	case err != nil:
+		return c.unanswered(ctx, err), nil
+	case machine != nil:
+		c.recorder.Publish(c.unclaimed.Event(nodeClaim, machine))
+		return reconcile.Result{RequeueAfter: look}, nil
+	}
+	return c.giveUp(ctx, nodeClaim, "ClaimUnknown", "The management cluster has no claim of this NodeClaim.")
+}
+
+// warn publishes an event about a running NodeClaim that has no claim, before anything disrupts it.
+func (c *Controller) warn(ctx context.Context, nodeClaim *karpv1.NodeClaim) {
+	machine, err := c.unclaimed.Of(ctx, nodeClaim)
+	if err != nil || machine == nil {
+		return // it is asked again
+	}
+	c.recorder.Publish(c.unclaimed.Event(nodeClaim, machine))
 }
 
 // ask reads the claim from the agent. known is false only when the agent is certain that there is none.

@@ -29,13 +29,13 @@ type env struct {
 
 func setUp(t *testing.T, agent ...fakeagent.Option) *env {
 	t.Helper()
-	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}}, shimtest.WithAgent(agent...))
-	w.Eventually(func() bool { return w.Claims.State().Synced }, "the mirror of claims is complete")
 	clk := clocktesting.NewFakeClock(time.Now())
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}}, shimtest.WithAgent(agent...), shimtest.WithClock(clk))
+	w.Eventually(func() bool { return w.Claims.State().Synced }, "the mirror of claims is complete")
 	return &env{
 		World: w, t: t, clock: clk,
 		controller: failedmachine.New(clk, w.Kube, w.Kube, w.CloudProvider, w.Claims, w.Client.Claims, w.Cluster, w.Recorder,
-			deadline, shimtest.Timeout),
+			w.Unclaimed, deadline, shimtest.Timeout),
 	}
 }
 
@@ -96,6 +96,36 @@ func TestAnUnknownClaimCostsItsNodeClaimOnceTheAgentIsCertain(t *testing.T) {
 	e.reconcile(nodeClaim)
 	assert.False(t, e.Exists(nodeClaim))
 	assert.Equal(t, []string{"ClaimUnknown"}, e.Recorder.Reasons())
+}
+
+func TestANodeClaimThatNeverHadAClaimStaysAsLongAsItsMachine(t *testing.T) {
+	for name, ready := range map[string]corev1.ConditionStatus{"Node ready": corev1.ConditionTrue, "Node not ready": corev1.ConditionFalse} {
+		t.Run(name, func(t *testing.T) {
+			e := setUp(t)
+			e.Agent.AddNodeGroup(&agentv1alpha1.NodeGroup{Name: "left", Replicas: 1})
+			response, err := e.Client.Machines.ListMachines(e.Context(), &agentv1alpha1.ListMachinesRequest{Cluster: e.Cluster})
+			require.NoError(t, err)
+			machine := response.GetMachines()[0]
+			nodeClaim := e.NodeClaim("left", shimtest.Registered, func(nc *karpv1.NodeClaim) {
+				nc.Status.ProviderID = machine.GetProviderId()
+				nc.StatusConditions().SetTrue(karpv1.ConditionTypeLaunched)
+			})
+			e.Create(nodeClaim)
+			e.node(nodeClaim, machine.GetProviderId(), ready)
+			e.clock.Step(time.Hour)
+			result := e.reconcile(nodeClaim)
+			assert.True(t, e.Exists(nodeClaim))
+			assert.Positive(t, result.RequeueAfter, "looked at again")
+			assert.Equal(t, []string{"MachineWithoutClaim"}, e.Recorder.Reasons())
+
+			if ready == corev1.ConditionFalse {
+				e.Agent.LoseMachine(e.Cluster, machine.GetName())
+				e.clock.Step(time.Minute)
+				e.reconcile(nodeClaim)
+				assert.False(t, e.Exists(nodeClaim))
+			}
+		})
+	}
 }
 
 func TestNothingIsDeletedWhileTheAgentIsAway(t *testing.T) {
@@ -163,6 +193,7 @@ func TestTheMirrorIsNotTrustedWithADeletion(t *testing.T) {
 		e.Client.Claims,
 		e.Cluster,
 		e.Recorder,
+		e.Unclaimed,
 		deadline,
 		shimtest.Timeout,
 	)

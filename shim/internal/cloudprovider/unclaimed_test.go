@@ -1,0 +1,134 @@
+package cloudprovider_test
+
+import (
+	"testing"
+	"time"
+
+	"github.com/samber/lo"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	clocktesting "k8s.io/utils/clock/testing"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
+)
+
+type world struct {
+	*shimtest.World
+	clock *clocktesting.FakeClock
+}
+
+// leftBehind returns a world with a NodeClaim that another provider left, and the Machine that it runs on.
+func leftBehind(t *testing.T) (*world, *karpv1.NodeClaim, *agentv1alpha1.Machine) {
+	t.Helper()
+	w := &world{clock: clocktesting.NewFakeClock(time.Now())}
+	w.World = shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a", Replicas: 1}}, shimtest.WithClock(w.clock),
+		shimtest.WithAgent(fakeagent.WithInfrastructure(fakeagent.Infrastructure{Terminate: fakeagent.Manual})))
+	response, err := w.Client.Machines.ListMachines(w.Context(), &agentv1alpha1.ListMachinesRequest{Cluster: w.Cluster})
+	require.NoError(t, err)
+	require.Len(t, response.GetMachines(), 1)
+	machine := response.GetMachines()[0]
+	require.NotEmpty(t, machine.GetProviderId())
+	nodeClaim := w.NodeClaim("left", shimtest.Registered, func(nc *karpv1.NodeClaim) {
+		nc.Status.ProviderID = machine.GetProviderId()
+		nc.StatusConditions().SetTrue(karpv1.ConditionTypeLaunched)
+	})
+	w.Create(nodeClaim)
+	return w, nodeClaim, machine
+}
+
+func TestDeleteOfANodeClaimThatNeverHadAClaimWaitsForItsMachine(t *testing.T) {
+	w, nodeClaim, machine := leftBehind(t)
+	uncertain(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+	assert.Nil(t, w.Agent.Claim(w.Cluster, string(nodeClaim.UID)), "or it could not be adopted any more")
+	require.Equal(t, []string{"MachineWithoutClaim"}, w.Recorder.Reasons())
+	for _, what := range []string{
+		machine.GetName(), machine.GetProviderId(), "kubectl delete machine -n default", "claim_id " + string(nodeClaim.UID), "adopt_machine",
+	} {
+		assert.Contains(t, w.Recorder.Messages()[0], what)
+	}
+
+	w.Agent.LoseMachine(w.Cluster, machine.GetName())
+	w.clock.Step(time.Minute)
+	notFound(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+}
+
+func TestAdoptingTheMachineLetsTheNodeClaimEnd(t *testing.T) {
+	w, nodeClaim, machine := leftBehind(t)
+	uncertain(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+	_, err := w.Client.Claims.CreateClaim(w.Context(), &agentv1alpha1.CreateClaimRequest{
+		Cluster: w.Cluster, ClaimId: string(nodeClaim.UID), Holder: v1alpha1.Holder, Candidates: []string{machine.GetNodeGroupId()},
+		AdoptMachine: machine.GetName(),
+	})
+	require.NoError(t, err)
+	require.NoError(t, w.CloudProvider.Delete(w.Context(), nodeClaim), "it is being released")
+	assert.NotNil(t, w.Agent.Machine(w.Cluster, machine.GetName()).GetDeletedAt())
+	w.Agent.Terminate(w.Cluster, machine.GetName())
+	notFound(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+}
+
+func TestWhatAnotherShimBuriedWaitsAsWell(t *testing.T) {
+	w, nodeClaim, _ := leftBehind(t)
+	_, err := w.Client.Claims.ReleaseClaim(w.Context(), &agentv1alpha1.ReleaseClaimRequest{Cluster: w.Cluster, ClaimId: string(nodeClaim.UID)})
+	require.NoError(t, err)
+	uncertain(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+}
+
+func TestANodeClaimThatNeverGotAMachineEndsAtOnce(t *testing.T) {
+	for name, providerID := range map[string]func(*world, *karpv1.NodeClaim) string{
+		"a placeholder": func(w *world, nc *karpv1.NodeClaim) string { return w.Placeholder(nc.UID) },
+		"no machine of this Cluster": func(*world, *karpv1.NodeClaim) string {
+			return "aws:///us-west-2a/i-0123"
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w, nodeClaim, _ := leftBehind(t)
+			nodeClaim.Status.ProviderID = providerID(w, nodeClaim)
+			notFound(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+			assert.Empty(t, w.Recorder.Reasons())
+		})
+	}
+}
+
+func TestNothingIsConcludedAboutUnclaimedMachinesWhileTheAgentIsAway(t *testing.T) {
+	w, nodeClaim, _ := leftBehind(t)
+	w.Disconnect()
+	uncertain(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+	_, err := w.CloudProvider.List(w.Context())
+	uncertain(t, err)
+	_, err = w.CloudProvider.Get(w.Context(), nodeClaim.Status.ProviderID)
+	uncertain(t, err)
+}
+
+// Core drops the Node of what Get does not find without a drain, and collects the NodeClaims of Nodes that List lacks.
+func TestGetAndListShowMachinesWithoutAClaim(t *testing.T) {
+	w, nodeClaim, machine := leftBehind(t)
+	got, err := w.CloudProvider.Get(w.Context(), nodeClaim.Status.ProviderID)
+	require.NoError(t, err)
+	assert.Equal(t, machine.GetProviderId(), got.Status.ProviderID)
+	ids := func() []string {
+		listed, err := w.CloudProvider.List(w.Context())
+		require.NoError(t, err)
+		return lo.Map(listed, func(nc *karpv1.NodeClaim, _ int) string { return nc.Status.ProviderID })
+	}
+	assert.Equal(t, []string{machine.GetProviderId()}, ids())
+
+	w.Agent.LoseMachine(w.Cluster, machine.GetName())
+	w.clock.Step(time.Minute)
+	assert.NotContains(t, ids(), machine.GetProviderId())
+	_, err = w.CloudProvider.Get(w.Context(), nodeClaim.Status.ProviderID)
+	notFound(t, err)
+}
+
+// Core asks for each NodeClaim every few seconds.
+func TestManyQuestionsAboutUnclaimedMachinesAreOneCall(t *testing.T) {
+	w, nodeClaim, _ := leftBehind(t)
+	before := w.Agent.Calls("ListMachines")
+	for range 20 {
+		uncertain(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+	}
+	assert.Equal(t, 1, w.Agent.Calls("ListMachines")-before)
+}

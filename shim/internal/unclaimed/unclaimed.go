@@ -1,0 +1,152 @@
+// Package unclaimed finds the Machines behind NodeClaims that never had a claim, such as those that another provider for Cluster
+// API left behind in a workload cluster. Ending such a NodeClaim releases nothing: its Machine would go on running and be paid
+// for, and nothing would show it in this cluster any more. So what ends NodeClaims asks here first.
+package unclaimed
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/samber/lo"
+	"golang.org/x/sync/singleflight"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/utils/clock"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/events"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/placeholder"
+)
+
+// freshFor is how long a listing of Machines serves further questions: core asks for each NodeClaim every few seconds.
+const freshFor = 5 * time.Second
+
+// Claims is a mirror of the shim's claims.
+type Claims interface {
+	Get(claimID string) (*agentv1alpha1.Claim, bool)
+}
+
+// Finder finds Machines without a claim. It is safe for concurrent use.
+type Finder struct {
+	clock   clock.PassiveClock
+	agent   *agentclient.Client
+	claims  Claims
+	cluster *agentv1alpha1.ClusterRef
+	timeout time.Duration
+	calls   singleflight.Group
+
+	mu       sync.Mutex
+	machines []*agentv1alpha1.Machine
+	readAt   time.Time
+}
+
+// New returns a Finder. timeout bounds each call to the agent.
+func New(
+	clk clock.PassiveClock, agent *agentclient.Client, claims Claims, cluster *agentv1alpha1.ClusterRef, timeout time.Duration,
+) *Finder {
+	return &Finder{clock: clk, agent: agent, claims: claims, cluster: cluster, timeout: timeout}
+}
+
+// Machines returns the Machines of the Cluster that have a provider ID and no claim, as they were a moment ago: completely, or an
+// error.
+func (f *Finder) Machines(ctx context.Context) ([]*agentv1alpha1.Machine, error) {
+	f.mu.Lock()
+	machines, readAt := f.machines, f.readAt
+	f.mu.Unlock()
+	if !readAt.IsZero() && f.clock.Since(readAt) < freshFor {
+		return machines, nil
+	}
+	// One call for all who ask, which the first of them cannot cancel for the others.
+	call := f.calls.DoChan("", func() (any, error) { return f.list(context.WithoutCancel(ctx)) })
+	select {
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	case result := <-call:
+		if result.Err != nil {
+			return nil, result.Err
+		}
+		machines, _ = result.Val.([]*agentv1alpha1.Machine)
+		return machines, nil
+	}
+}
+
+func (f *Finder) list(ctx context.Context) ([]*agentv1alpha1.Machine, error) {
+	ctx, cancel := context.WithTimeout(ctx, f.timeout)
+	defer cancel()
+	readAt := f.clock.Now()
+	response, err := f.agent.Machines.ListMachines(ctx, &agentv1alpha1.ListMachinesRequest{Cluster: f.cluster})
+	if err != nil {
+		return nil, fmt.Errorf("listing the machines: %w", err)
+	}
+	machines := lo.Filter(response.GetMachines(), func(m *agentv1alpha1.Machine, _ int) bool {
+		return m.GetProviderId() != "" && m.GetClaimId() == ""
+	})
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.machines, f.readAt = machines, readAt
+	return machines, nil
+}
+
+// With returns the Machine without a claim that has the provider ID; nil when there is none.
+func (f *Finder) With(ctx context.Context, providerID string) (*agentv1alpha1.Machine, error) {
+	machines, err := f.Machines(ctx)
+	if err != nil {
+		return nil, err
+	}
+	machine, _ := lo.Find(machines, func(m *agentv1alpha1.Machine) bool { return m.GetProviderId() == providerID })
+	return machine, nil
+}
+
+// Of returns the Machine that the NodeClaim runs on without ever having had a claim; nil when it has or had one, or no machine.
+func (f *Finder) Of(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*agentv1alpha1.Machine, error) {
+	id := nodeClaim.Status.ProviderID
+	if id == "" || placeholder.Is(id) {
+		return nil, nil //nolint:nilnil // documented
+	}
+	if claim, known := f.claims.Get(string(nodeClaim.UID)); known && !neverMade(claim) {
+		return nil, nil //nolint:nilnil // documented
+	}
+	callCtx, cancel := context.WithTimeout(ctx, f.timeout)
+	defer cancel()
+	// The mirror may lag behind, and it does not show claims of other holders.
+	response, err := f.agent.Claims.GetClaim(callCtx, &agentv1alpha1.GetClaimRequest{Cluster: f.cluster, ClaimId: string(nodeClaim.UID)})
+	switch {
+	case agenterrors.IsNotFound(err) && agenterrors.ReasonOf(err) == agenterrors.ReasonClaimNotFound:
+	case err != nil:
+		return nil, fmt.Errorf("getting the claim: %w", err)
+	case !neverMade(response.GetClaim()):
+		return nil, nil //nolint:nilnil // documented
+	}
+	return f.With(ctx, id)
+}
+
+// neverMade reports whether the claim is what the agent remembers of a release of a claim that did not exist.
+func neverMade(claim *agentv1alpha1.Claim) bool {
+	return claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED && claim.GetNodeGroupId() == ""
+}
+
+// Event tells the user of the Machine and what to do about it.
+func (f *Finder) Event(nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.Machine) events.Event {
+	namespace := f.cluster.GetNamespace()
+	ways := []string{fmt.Sprintf("delete that Machine (kubectl delete machine -n %s %s)", namespace, machine.GetName())}
+	if machine.GetNodeGroupId() != "" {
+		ways = append(ways, fmt.Sprintf("adopt it with a claim (CreateClaim with claim_id %s, holder %s, candidates [%s], adopt_machine %s)",
+			nodeClaim.UID, v1alpha1.Holder, machine.GetNodeGroupId(), machine.GetName()))
+	}
+	return events.Event{
+		InvolvedObject: nodeClaim,
+		Type:           corev1.EventTypeWarning,
+		Reason:         "MachineWithoutClaim",
+		Message: fmt.Sprintf("Machine %s/%s of the management cluster, with provider ID %s, has no claim, so that Karpenter cannot remove "+
+			"it, and waits with the end of this NodeClaim. In the management cluster, either %s", namespace, machine.GetName(),
+			machine.GetProviderId(), strings.Join(ways, ", or ")),
+		DedupeValues:  []string{string(nodeClaim.UID)},
+		DedupeTimeout: 10 * time.Minute,
+	}
+}
