@@ -93,6 +93,11 @@ func InvalidArgument(violations ...FieldViolation) error {
 	return invalidArgument(ReasonInvalidField, violations...)
 }
 
+// Throttled says that the caller has too much open, or calls too often, and when to call again. Nothing was done.
+func Throttled(message string, after time.Duration) error {
+	return made(codes.ResourceExhausted, message, errorInfo(ReasonThrottled, nil), retryInfo(after))
+}
+
 // TooLarge says that the request has more bytes than the method takes.
 func TooLarge(message string) error {
 	return made(codes.ResourceExhausted, message, errorInfo(ReasonTooLarge, nil))

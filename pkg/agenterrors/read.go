@@ -60,10 +60,13 @@ func IsPermissionDenied(err error) bool { return is(err, codes.PermissionDenied)
 func IsInvalidArgument(err error) bool { return is(err, codes.InvalidArgument) }
 
 // IsUnavailable reports that the agent gave no answer that anything may be concluded from: unreachable, not synced, shutting
-// down, or too slow. What was asked for may have happened. Repeat with backoff.
+// down, too slow, or asked too often ([IsThrottled]). What was asked for may have happened. Repeat with backoff.
 func IsUnavailable(err error) bool {
-	return is(err, codes.Unavailable) || is(err, codes.DeadlineExceeded)
+	return is(err, codes.Unavailable) || is(err, codes.DeadlineExceeded) || IsThrottled(err)
 }
+
+// IsThrottled reports that the caller asks for too much at once. Nothing was done; [RetryDelay] tells when to call again.
+func IsThrottled(err error) bool { return ReasonOf(err) == ReasonThrottled }
 
 // Rejections returns why each candidate of a CreateClaim cannot be had, best first. Empty for any other error.
 func Rejections(err error) []Rejection {

@@ -9,6 +9,9 @@ type Reason string
 const (
 	// ReasonInvalidField comes with INVALID_ARGUMENT: fields are malformed, and [FieldViolations] names them.
 	ReasonInvalidField Reason = "INVALID_FIELD"
+	// ReasonThrottled comes with RESOURCE_EXHAUSTED: the caller has too much open, or calls too often. Nothing was done;
+	// [RetryDelay] tells when to call again.
+	ReasonThrottled Reason = "THROTTLED"
 	// ReasonTooLarge comes with RESOURCE_EXHAUSTED: the request has more bytes than the method takes.
 	ReasonTooLarge Reason = "TOO_LARGE"
 	// ReasonInvalidToken comes with INVALID_ARGUMENT: the token was not made by ListClaims for this Cluster and holder.

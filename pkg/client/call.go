@@ -13,6 +13,10 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/utils/clock"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 )
 
 // RequestIDKey is the metadata key of a call's request id. A caller that has an id already sets it in the outgoing context;
@@ -48,6 +52,7 @@ type caller struct {
 	conn    grpc.ClientConnInterface
 	timeout time.Duration
 	logger  logr.Logger
+	clock   clock.Clock
 }
 
 func (c *caller) Invoke(ctx context.Context, method string, args, reply any, opts ...grpc.CallOption) error {
@@ -59,6 +64,12 @@ func (c *caller) Invoke(ctx context.Context, method string, args, reply any, opt
 	}
 	start := time.Now()
 	err := c.conn.Invoke(ctx, method, args, reply, opts...)
+	for range throttledAttempts {
+		if !agenterrors.IsThrottled(err) || !c.await(ctx, err) {
+			break
+		}
+		err = c.conn.Invoke(ctx, method, args, reply, opts...)
+	}
 	if err != nil {
 		c.logger.V(1).Info("agent call failed", "method", path.Base(method), "requestID", requestID,
 			"duration", time.Since(start).String(), "code", status.Code(err).String(), "error", err.Error())
@@ -68,6 +79,27 @@ func (c *caller) Invoke(ctx context.Context, method string, args, reply any, opt
 		log.Info("agent call", "method", path.Base(method), "requestID", requestID, "duration", time.Since(start).String())
 	}
 	return nil
+}
+
+// throttledAttempts is how often a call is repeated that the agent refused because the caller asked for too much at once.
+const throttledAttempts = 5
+
+// await waits as long as the agent asked for, and reports whether the call has that long. Every call may be repeated, as nothing was
+// done.
+func (c *caller) await(ctx context.Context, err error) bool {
+	delay, ok := agenterrors.RetryDelay(err)
+	if deadline, bounded := ctx.Deadline(); !ok || bounded && time.Until(deadline) <= delay {
+		return false
+	}
+	// Callers that were refused together do not come again together.
+	timer := c.clock.NewTimer(wait.Jitter(delay, 0.2))
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+		return false
+	case <-timer.C():
+		return true
+	}
 }
 
 func (c *caller) NewStream(

@@ -206,3 +206,23 @@ func TestEveryCallHasARequestID(t *testing.T) {
 	}
 	require.Empty(t, client.RequestID(context.Canceled))
 }
+
+func TestACallThatWasRefusedForItsNumberIsRepeatedWhenTheAgentAsksFor(t *testing.T) {
+	agent, options := onSocket(t)
+	c := connect(t, options)
+	// Nothing was done, so this one may be repeated as well.
+	agent.Fail("SyncClaims", 2, agenterrors.Throttled("too often", time.Millisecond))
+	token, err := c.Claims.ListClaims(t.Context(), &agentv1alpha1.ListClaimsRequest{Cluster: fakeagent.DefaultCluster(), Holder: "karpenter"})
+	require.NoError(t, err)
+	_, err = c.Claims.SyncClaims(t.Context(), &agentv1alpha1.SyncClaimsRequest{
+		Cluster: fakeagent.DefaultCluster(), Holder: "karpenter", Token: token.GetToken(),
+	})
+	require.NoError(t, err)
+	require.Equal(t, 3, agent.Calls("SyncClaims"))
+
+	agent.Fail("GetStatus", fakeagent.Always, agenterrors.Throttled("too often", time.Hour))
+	err = getStatus(t.Context(), c)
+	require.True(t, agenterrors.IsThrottled(err), "%v", err)
+	require.True(t, agenterrors.IsUnavailable(err), "callers repeat it with backoff")
+	require.Equal(t, 1, agent.Calls("GetStatus"), "the call does not last until then")
+}

@@ -85,7 +85,7 @@ func FromConn(conn grpc.ClientConnInterface, options Options) *Client {
 }
 
 func fromConn(conn grpc.ClientConnInterface, options Options) *Client {
-	wrapped := &caller{conn: conn, timeout: options.Timeout, logger: options.Logger}
+	wrapped := &caller{conn: conn, timeout: options.Timeout, logger: options.Logger, clock: options.Clock}
 	return &Client{
 		NodeGroups: agentv1alpha1.NewNodeGroupServiceClient(wrapped),
 		Claims:     agentv1alpha1.NewClaimServiceClient(wrapped),

@@ -14,6 +14,8 @@ import (
 	"google.golang.org/protobuf/proto"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/utils/clock"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 )
 
 // errSilent ends a stream that carried nothing, not even heartbeats, for [missedHeartbeats] intervals.
@@ -117,6 +119,9 @@ func (m *Mirror[T]) Run(ctx context.Context) error {
 			backoff = m.backoff
 		}
 		delay := backoff.Step()
+		if asked, ok := agenterrors.RetryDelay(err); ok {
+			delay = max(delay, asked)
+		}
 		m.logger.V(1).Info("stream ended, connecting again", "error", err.Error(), "delay", delay.String())
 		timer := m.clock.NewTimer(delay)
 		select {

@@ -131,7 +131,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		ClusterExists: func(ctx context.Context, name types.NamespacedName) (bool, error) {
 			return clusterExists(ctx, a.manager.GetClient(), name)
 		},
-		Scope: scope, Authorizer: authorizer, ShutdownGrace: o.ShutdownGracePeriod,
+		Scope: scope, Authorizer: authorizer, ShutdownGrace: o.ShutdownGracePeriod, Limits: o.Limits,
 		Version: version.Version(), Commit: version.Commit(), Log: c.Log.WithName("grpc"), Registerer: c.Registerer,
 	})
 	if err != nil {

@@ -17,6 +17,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricing"
 )
 
@@ -85,6 +86,8 @@ type Options struct {
 	WatchBuffer int
 	// ShutdownGracePeriod is how long calls in flight may take to end.
 	ShutdownGracePeriod time.Duration
+	// Limits bound what one caller may ask for at once.
+	Limits limits.Options
 }
 
 // New returns the defaults.
@@ -117,6 +120,7 @@ func New() *Options {
 		HeartbeatInterval:         10 * time.Second,
 		WatchBuffer:               1024,
 		ShutdownGracePeriod:       10 * time.Second,
+		Limits:                    limits.Defaults(),
 	}
 }
 
@@ -187,6 +191,22 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 		"How many changed objects are kept for a watcher that does not read, before it gets a new snapshot.")
 	flags.DurationVar(&o.ShutdownGracePeriod, "shutdown-grace-period", o.ShutdownGracePeriod,
 		"How long calls in flight may take to end at shutdown.")
+	o.addLimitFlags(flags)
+}
+
+func (o *Options) addLimitFlags(flags *pflag.FlagSet) {
+	flags.Float64Var(&o.Limits.CallsPerSecond, "limit-calls-per-second", o.Limits.CallsPerSecond,
+		"Calls that one identity may begin each second, on average. A request counts once more for each 16 KiB.")
+	flags.IntVar(&o.Limits.CallBurst, "limit-call-burst", o.Limits.CallBurst, "Calls that one identity may begin at once.")
+	flags.IntVar(&o.Limits.CallsAtOnce, "limit-calls-at-once", o.Limits.CallsAtOnce, "Calls that one identity may have open.")
+	flags.IntVar(&o.Limits.WatchesAtOnce, "limit-watches-at-once", o.Limits.WatchesAtOnce, "Streams that one identity may have open.")
+	flags.IntVar(&o.Limits.HubCallsAtOnce, "limit-hub-calls-at-once", o.Limits.HubCallsAtOnce,
+		"Calls of one identity that may ask the hub's API server at once. Others of it wait.")
+	flags.DurationVar(&o.Limits.RequestTimeout, "limit-request-timeout", o.Limits.RequestTimeout, "How long a request may take to arrive.")
+	flags.DurationVar(&o.Limits.CallTimeout, "limit-call-timeout", o.Limits.CallTimeout, "The deadline of calls that have none. Streams need none.")
+	flags.DurationVar(&o.Limits.MaxCallTimeout, "limit-max-call-timeout", o.Limits.MaxCallTimeout, "The longest deadline that a call may have.")
+	flags.DurationVar(&o.Limits.SendTimeout, "limit-send-timeout", o.Limits.SendTimeout,
+		"How long the reader of a stream may leave what was sent unread before the stream is ended.")
 }
 
 // AddScopeFlags adds the flags that say which hub, and what of it, is meant.
@@ -296,6 +316,7 @@ func (o *Options) Validate() error {
 			o.FailureCoolDown, o.TombstoneRetention)
 	}
 	o.validatePrices(wrong)
+	o.validateLimits(wrong)
 	if o.WatchBuffer < 1 {
 		wrong("watch-buffer", "%d is below 1", o.WatchBuffer)
 	}
@@ -341,6 +362,28 @@ func (o *Options) validatePrices(wrong func(flag, format string, args ...any)) {
 	}
 	if share := o.PriceSpotShare; math.IsNaN(share) || share <= 0 || share > 1 {
 		wrong("price-spot-share", "%v is not above 0 and at most 1", share)
+	}
+}
+
+func (o *Options) validateLimits(wrong func(flag, format string, args ...any)) {
+	if rate := o.Limits.CallsPerSecond; !(rate > 0) || math.IsInf(rate, 0) {
+		wrong("limit-calls-per-second", "%v is not above 0", rate)
+	}
+	for flag, n := range map[string]int{
+		"limit-call-burst": o.Limits.CallBurst, "limit-calls-at-once": o.Limits.CallsAtOnce,
+		"limit-watches-at-once": o.Limits.WatchesAtOnce, "limit-hub-calls-at-once": o.Limits.HubCallsAtOnce,
+	} {
+		if n < 1 {
+			wrong(flag, "%d is below 1", n)
+		}
+	}
+	for flag, d := range map[string]time.Duration{
+		"limit-request-timeout": o.Limits.RequestTimeout, "limit-call-timeout": o.Limits.CallTimeout,
+		"limit-max-call-timeout": o.Limits.MaxCallTimeout, "limit-send-timeout": o.Limits.SendTimeout,
+	} {
+		if d <= 0 {
+			wrong(flag, "%s is not above 0", d)
+		}
 	}
 }
 

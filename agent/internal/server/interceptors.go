@@ -35,12 +35,13 @@ func (s *Server) before() grpc.UnaryServerInterceptor {
 		logging.UnaryServerInterceptor(s.logger(), loggingOptions()...),
 		recovery.UnaryServerInterceptor(recovery.WithRecoveryHandlerContext(s.recovered)),
 		s.admitUnary,
+		s.limitUnary,
 	)
 }
 
 // after is what it goes through then: which Cluster a request is for is known only once it is valid.
 func (s *Server) after(validator *validation.Validator) grpc.UnaryServerInterceptor {
-	return chain(validator.Unary(), s.authorizeUnary)
+	return chain(validator.Unary(), s.authorizeUnary, limitAtHub)
 }
 
 func (s *Server) stream(validator *validation.Validator) []grpc.StreamServerInterceptor {
@@ -50,6 +51,7 @@ func (s *Server) stream(validator *validation.Validator) []grpc.StreamServerInte
 		logging.StreamServerInterceptor(s.logger(), loggingOptions()...),
 		recovery.StreamServerInterceptor(recovery.WithRecoveryHandlerContext(s.recovered)),
 		s.admitStream,
+		s.limitStream,
 		s.receiver.stream,
 		validator.Stream(),
 		s.authorizeStream,

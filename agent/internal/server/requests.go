@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"slices"
+	"time"
 
 	middleware "github.com/grpc-ecosystem/go-grpc-middleware/v2"
 	"google.golang.org/grpc"
@@ -54,16 +55,18 @@ func (c codec) Unmarshal(data mem.BufferSlice, into any) error {
 // receiver reads requests.
 type receiver struct {
 	validator *validation.Validator
+	// timeout is how long a request may take to arrive.
+	timeout time.Duration
 }
 
 // receive reads and decodes one message. receive must be given a *body.
-func (r receiver) receive(method string, receive func(any) error, into any) error {
+func (r receiver) receive(ctx context.Context, method string, receive func(any) error, into any) error {
 	message, ok := into.(proto.Message)
 	if !ok {
 		return grpcstatus.Errorf(codes.Internal, "%T is no message", into)
 	}
-	var raw body
-	if err := receive(&raw); err != nil {
+	raw, err := r.read(ctx, method, receive)
+	if err != nil {
 		return err
 	}
 	defer raw.Free()
@@ -77,6 +80,27 @@ func (r receiver) receive(method string, receive func(any) error, into any) erro
 		return grpcstatus.Error(codes.Internal, "the request is no message of this method")
 	}
 	return nil
+}
+
+// read reads one message when it is the call's turn.
+func (r receiver) read(ctx context.Context, method string, receive func(any) error) (*body, error) {
+	call := callOf(ctx)
+	done, err := call.Read(ctx, slices.Contains(largeRequests, method))
+	if err != nil {
+		return nil, throttled(err)
+	}
+	defer done()
+	timer := time.AfterFunc(r.timeout, func() { cut(ctx) })
+	defer timer.Stop()
+	var raw body
+	if err := receive(&raw); err != nil {
+		return nil, err
+	}
+	if err := call.Hold(raw.Len()); err != nil {
+		raw.Free()
+		return nil, throttled(err)
+	}
+	return &raw, nil
 }
 
 // registrar registers services whose unary calls go through an interceptor before their request is read.
@@ -106,7 +130,7 @@ func (r registrar) guard(method string, handler grpc.MethodHandler) grpc.MethodH
 	) (any, error) {
 		info := &grpc.UnaryServerInfo{Server: implementation, FullMethod: method}
 		return r.before(ctx, nil, info, func(ctx context.Context, _ any) (any, error) {
-			return handler(implementation, ctx, func(into any) error { return r.receiver.receive(method, receive, into) }, after)
+			return handler(implementation, ctx, func(into any) error { return r.receiver.receive(ctx, method, receive, into) }, after)
 		})
 	}
 }
@@ -127,7 +151,7 @@ type receivingStream struct {
 }
 
 func (s *receivingStream) RecvMsg(into any) error {
-	return s.receiver.receive(s.method, s.WrappedServerStream.RecvMsg, into)
+	return s.receiver.receive(s.Context(), s.method, s.WrappedServerStream.RecvMsg, into)
 }
 
 // chain makes one interceptor of several; the first is the outermost.

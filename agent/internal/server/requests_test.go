@@ -241,3 +241,12 @@ func TestMain(m *testing.M) {
 	grpclog.SetLoggerV2(grpclog.NewLoggerV2WithVerbosity(&grpcLog, &grpcLog, &grpcLog, 99))
 	os.Exit(m.Run())
 }
+
+func encodedCreate(t *testing.T) encoded {
+	t.Helper()
+	request, err := proto.Marshal(&agentv1alpha1.CreateClaimRequest{
+		Cluster: spokeRef, ClaimId: "claim", Holder: "karpenter", Candidates: []string{"fleet/small"},
+	})
+	require.NoError(t, err)
+	return request
+}

@@ -26,6 +26,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/observed"
 	"github.com/karpenter-capi/karpenter-capi/pkg/validation"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -68,6 +69,8 @@ type Config struct {
 	Registerer prometheus.Registerer
 	// Clock is the time. Nil means the real one.
 	Clock clock.PassiveClock
+	// Limits bound what one caller may ask for at once. The zero value means [limits.Defaults].
+	Limits limits.Options
 }
 
 // Limits of connections and messages.
@@ -101,6 +104,7 @@ type Server struct {
 	metrics  *grpcprometheus.ServerMetrics
 	stopped  chan struct{} // closed at shutdown
 	receiver receiver
+	limits   *limits.Limiter
 }
 
 // New returns a server.
@@ -111,11 +115,17 @@ func New(c Config) (*Server, error) {
 	if c.Log.GetSink() == nil {
 		c.Log = logr.Discard()
 	}
+	if c.Limits == (limits.Options{}) {
+		c.Limits = limits.Defaults()
+	}
 	validator, err := validation.New()
 	if err != nil {
 		return nil, err
 	}
-	s := &Server{config: c, id: uuid.NewString(), health: health.NewServer(), stopped: make(chan struct{}), receiver: receiver{validator: validator}}
+	s := &Server{config: c, id: uuid.NewString(), health: health.NewServer(), stopped: make(chan struct{}), receiver: receiver{validator: validator, timeout: c.Limits.RequestTimeout}}
+	if s.limits, err = limits.New(c.Limits, c.Clock, c.Registerer); err != nil {
+		return nil, err
+	}
 	s.metrics = grpcprometheus.NewServerMetrics(grpcprometheus.WithServerHandlingTimeHistogram(
 		grpcprometheus.WithHistogramBuckets(prometheus.ExponentialBuckets(0.001, 2, 15))))
 	if c.Registerer != nil {
@@ -132,6 +142,7 @@ func New(c Config) (*Server, error) {
 		grpc.StaticStreamWindowSize(streamWindow),
 		grpc.StaticConnWindowSize(connectionWindow),
 		grpc.ConnectionTimeout(handshakeTimeout),
+		grpc.InTapHandle(cuttable),
 		grpc.ForceServerCodecV2(newCodec()),
 		grpc.MaxConcurrentStreams(maxStreams),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: keepaliveMinimumTime, PermitWithoutStream: true}),

@@ -1,0 +1,251 @@
+// Package limits bounds what one caller, and all of them together, may ask of the agent at once. What is queued waits for others of
+// the same caller; what is refused has not begun.
+package limits
+
+import (
+	"context"
+	"fmt"
+	"math"
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"golang.org/x/sync/semaphore"
+	"golang.org/x/time/rate"
+	"k8s.io/utils/clock"
+)
+
+// Options are the limits. Each must be positive.
+type Options struct {
+	// CallsPerSecond and CallBurst are how many calls a caller may begin, on average and at once. A request counts once more for
+	// each [BytesPerCall] that it has.
+	CallsPerSecond float64
+	CallBurst      int
+	// CallsAtOnce and WatchesAtOnce are how many unary calls, and watch streams, a caller may have open.
+	CallsAtOnce, WatchesAtOnce int
+	// HubCallsAtOnce is how many of a caller's calls may ask the hub's API server at once. Others wait.
+	HubCallsAtOnce int
+	// RequestTimeout is how long a request may take to arrive.
+	RequestTimeout time.Duration
+	// CallTimeout is the deadline of a unary call that has none, MaxCallTimeout the longest that one may have.
+	CallTimeout, MaxCallTimeout time.Duration
+	// SendTimeout is how long a watcher may leave an event unread.
+	SendTimeout time.Duration
+}
+
+// Defaults returns the default limits. docs/limits.md has the reasons.
+func Defaults() Options {
+	return Options{
+		CallsPerSecond: 100, CallBurst: 10000, CallsAtOnce: 2000, WatchesAtOnce: 1000, HubCallsAtOnce: 128,
+		RequestTimeout: 10 * time.Second, CallTimeout: 30 * time.Second, MaxCallTimeout: 2 * time.Minute, SendTimeout: 30 * time.Second,
+	}
+}
+
+const (
+	// BytesPerCall is how many bytes of a request count as one call.
+	BytesPerCall = 16 << 10
+	// readsOfCaller and readsInAll are how many requests are read at once; each may have 4 MiB. Others wait.
+	readsOfCaller, readsInAll = 8, 32
+	// largeOfCaller and largeInAll are how many large requests are handled at once; one may take 200 MiB. Others wait.
+	largeOfCaller, largeInAll = 1, 3
+	// bytesOfCaller and bytesInAll bound the requests that are being handled.
+	bytesOfCaller, bytesInAll = 16 << 20, 64 << 20
+	// enough is how many callers are remembered before those that did nothing lately are forgotten.
+	enough = 1000
+)
+
+// Refused says why a call is refused.
+type Refused struct {
+	// Reason is one word.
+	Reason string
+	// Message is the same in a sentence.
+	Message string
+	// RetryAfter is when it is worth asking again.
+	RetryAfter time.Duration
+}
+
+func (r *Refused) Error() string { return r.Message }
+
+// Reasons of [Refused].
+const (
+	ReasonRate     = "rate"
+	ReasonCalls    = "calls"
+	ReasonWatches  = "watches"
+	ReasonInFlight = "bytes"
+)
+
+// Limiter knows what callers have open. It is safe for concurrent use.
+type Limiter struct {
+	Options
+	clock        clock.PassiveClock
+	refused      *prometheus.CounterVec
+	reads, large *semaphore.Weighted
+
+	mu      sync.Mutex
+	callers map[string]*caller
+	bytes   int64
+}
+
+type caller struct {
+	rate                *rate.Limiter
+	calls, watches      int
+	bytes               int64
+	reads, large, atHub *semaphore.Weighted
+}
+
+// New returns a limiter. A nil registerer registers no metrics.
+func New(o Options, c clock.PassiveClock, registerer prometheus.Registerer) (*Limiter, error) {
+	l := &Limiter{
+		Options: o, clock: c, callers: map[string]*caller{},
+		reads: semaphore.NewWeighted(readsInAll), large: semaphore.NewWeighted(largeInAll),
+		refused: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "capi_agent_calls_refused_total",
+			Help: "Calls refused because their caller had too much open or called too often, by reason and method.",
+		}, []string{"reason", "method"}),
+	}
+	if registerer != nil {
+		if err := registerer.Register(l.refused); err != nil {
+			return nil, fmt.Errorf("registering the limits' metrics: %w", err)
+		}
+	}
+	return l, nil
+}
+
+// Call is a call that has been let in. It must be ended.
+type Call struct {
+	limiter *Limiter
+	caller  *caller
+	method  string
+	watch   bool
+	held    int64
+	free    []func()
+}
+
+// Begin lets a call in. The error is a [*Refused].
+func (l *Limiter) Begin(identity, method string, watch bool) (*Call, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	now := l.clock.Now()
+	c := l.callers[identity]
+	if c == nil {
+		l.forget(now)
+		c = &caller{
+			rate:  rate.NewLimiter(rate.Limit(l.CallsPerSecond), l.CallBurst),
+			reads: semaphore.NewWeighted(readsOfCaller), large: semaphore.NewWeighted(largeOfCaller),
+			atHub: semaphore.NewWeighted(int64(l.HubCallsAtOnce)),
+		}
+		l.callers[identity] = c
+	}
+	switch {
+	case !watch && c.calls >= l.CallsAtOnce:
+		return nil, l.refuse(method, ReasonCalls, time.Second, "this identity has %d calls open, as many as it may", c.calls)
+	case watch && c.watches >= l.WatchesAtOnce:
+		return nil, l.refuse(method, ReasonWatches, 5*time.Second, "this identity has %d streams open, as many as it may", c.watches)
+	}
+	if err := l.spend(c, method, 1); err != nil {
+		return nil, err
+	}
+	if watch {
+		c.watches++
+	} else {
+		c.calls++
+	}
+	return &Call{limiter: l, caller: c, method: method, watch: watch}, nil
+}
+
+// spend takes tokens. l.mu is held.
+func (l *Limiter) spend(c *caller, method string, tokens int) error {
+	now := l.clock.Now()
+	if c.rate.AllowN(now, min(tokens, l.CallBurst)) {
+		return nil
+	}
+	missing := float64(min(tokens, l.CallBurst)) - c.rate.TokensAt(now)
+	wait := time.Duration(math.Ceil(missing/l.CallsPerSecond*1000)) * time.Millisecond
+	return l.refuse(method, ReasonRate, wait, "this identity calls more often than %v times a second", l.CallsPerSecond)
+}
+
+func (l *Limiter) refuse(method, reason string, after time.Duration, format string, args ...any) error {
+	l.refused.WithLabelValues(reason, method).Inc()
+	return &Refused{Reason: reason, RetryAfter: after, Message: fmt.Sprintf(format, args...)}
+}
+
+// forget forgets callers that have nothing open and could burst, if there are many. l.mu is held.
+func (l *Limiter) forget(now time.Time) {
+	if len(l.callers) < enough {
+		return
+	}
+	for identity, c := range l.callers {
+		if c.calls+c.watches == 0 && c.rate.TokensAt(now) >= float64(l.CallBurst) {
+			delete(l.callers, identity)
+		}
+	}
+}
+
+// Read waits until the call's request may be read, and returns what to do once it has been. Errors: the context's.
+func (c *Call) Read(ctx context.Context, large bool) (done func(), err error) {
+	if large {
+		// Of the caller first: who waits for itself takes nothing from others.
+		if err := c.keep(ctx, c.caller.large); err != nil {
+			return nil, err
+		}
+		if err := c.keep(ctx, c.limiter.large); err != nil {
+			return nil, err
+		}
+	}
+	if err := c.caller.reads.Acquire(ctx, 1); err != nil {
+		return nil, err
+	}
+	if err := c.limiter.reads.Acquire(ctx, 1); err != nil {
+		c.caller.reads.Release(1)
+		return nil, err
+	}
+	return func() {
+		c.limiter.reads.Release(1)
+		c.caller.reads.Release(1)
+	}, nil
+}
+
+// keep holds one of the semaphore until the call ends.
+func (c *Call) keep(ctx context.Context, s *semaphore.Weighted) error {
+	if err := s.Acquire(ctx, 1); err != nil {
+		return err
+	}
+	c.free = append(c.free, func() { s.Release(1) })
+	return nil
+}
+
+// Hold accounts for the request's bytes until the call ends. The error is a [*Refused].
+func (c *Call) Hold(bytes int) error {
+	l := c.limiter
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if c.caller.bytes+int64(bytes) > bytesOfCaller || l.bytes+int64(bytes) > bytesInAll {
+		return l.refuse(c.method, ReasonInFlight, time.Second, "requests of too many bytes are being handled")
+	}
+	if err := l.spend(c.caller, c.method, bytes/BytesPerCall); err != nil {
+		return err
+	}
+	c.held += int64(bytes)
+	c.caller.bytes += int64(bytes)
+	l.bytes += int64(bytes)
+	return nil
+}
+
+// AskHub waits until the call may ask the hub's API server. Errors: the context's.
+func (c *Call) AskHub(ctx context.Context) error { return c.keep(ctx, c.caller.atHub) }
+
+// End ends the call.
+func (c *Call) End() {
+	for _, free := range c.free {
+		free()
+	}
+	c.limiter.mu.Lock()
+	defer c.limiter.mu.Unlock()
+	c.caller.bytes -= c.held
+	c.limiter.bytes -= c.held
+	if c.watch {
+		c.caller.watches--
+	} else {
+		c.caller.calls--
+	}
+}

@@ -1,0 +1,140 @@
+package limits_test
+
+import (
+	"errors"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	"github.com/stretchr/testify/require"
+	clocktesting "k8s.io/utils/clock/testing"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
+)
+
+func limiter(t *testing.T, change func(*limits.Options)) (*limits.Limiter, *clocktesting.FakeClock, *prometheus.Registry) {
+	t.Helper()
+	o := limits.Defaults()
+	change(&o)
+	clock, registry := clocktesting.NewFakeClock(time.Unix(1000, 0)), prometheus.NewRegistry()
+	l, err := limits.New(o, clock, registry)
+	require.NoError(t, err)
+	return l, clock, registry
+}
+
+func begin(t *testing.T, l *limits.Limiter, identity string, watch bool) *limits.Call {
+	t.Helper()
+	call, err := l.Begin(identity, "/m", watch)
+	require.NoError(t, err)
+	return call
+}
+
+func requireRefused(t *testing.T, err error, reason string, after time.Duration) {
+	t.Helper()
+	refused, ok := errors.AsType[*limits.Refused](err)
+	require.True(t, ok, "%v", err)
+	require.Equal(t, reason, refused.Reason)
+	require.Equal(t, after, refused.RetryAfter)
+}
+
+func TestACallerThatCallsTooOftenIsRefusedAndNoOther(t *testing.T) {
+	l, clock, registry := limiter(t, func(o *limits.Options) { o.CallsPerSecond, o.CallBurst = 2, 3 })
+	for range 3 {
+		begin(t, l, "a", false).End()
+	}
+	_, err := l.Begin("a", "/m", false)
+	requireRefused(t, err, limits.ReasonRate, 500*time.Millisecond)
+	begin(t, l, "b", false).End()
+	clock.Step(500 * time.Millisecond)
+	begin(t, l, "a", false).End()
+	require.NoError(t, testutil.GatherAndCompare(registry, strings.NewReader(`
+# HELP capi_agent_calls_refused_total Calls refused because their caller had too much open or called too often, by reason and method.
+# TYPE capi_agent_calls_refused_total counter
+capi_agent_calls_refused_total{method="/m",reason="rate"} 1
+`)))
+}
+
+func TestWhatACallerHasOpenIsBounded(t *testing.T) {
+	l, _, _ := limiter(t, func(o *limits.Options) { o.CallsAtOnce, o.WatchesAtOnce = 1, 1 })
+	call, watch := begin(t, l, "a", false), begin(t, l, "a", true)
+	_, err := l.Begin("a", "/m", false)
+	requireRefused(t, err, limits.ReasonCalls, time.Second)
+	_, err = l.Begin("a", "/m", true)
+	requireRefused(t, err, limits.ReasonWatches, 5*time.Second)
+	begin(t, l, "b", false).End()
+	call.End()
+	watch.End()
+	begin(t, l, "a", false).End()
+	begin(t, l, "a", true).End()
+}
+
+func TestBytesInFlightAreBoundedForOneCallerAndForAll(t *testing.T) {
+	const mebibyte = 1 << 20
+	l, _, _ := limiter(t, func(*limits.Options) {})
+	var calls []*limits.Call
+	for _, identity := range []string{"a", "b", "c", "d"} {
+		for range 4 {
+			call := begin(t, l, identity, false)
+			require.NoError(t, call.Hold(4*mebibyte))
+			calls = append(calls, call)
+		}
+		call := begin(t, l, identity, false)
+		requireRefused(t, call.Hold(1), limits.ReasonInFlight, time.Second)
+		call.End()
+	}
+	late := begin(t, l, "e", false)
+	requireRefused(t, late.Hold(1), limits.ReasonInFlight, time.Second)
+	calls[0].End()
+	require.NoError(t, late.Hold(1))
+}
+
+func TestALargeRequestCountsAsManyCalls(t *testing.T) {
+	l, _, _ := limiter(t, func(o *limits.Options) { o.CallsPerSecond, o.CallBurst = 1, 10 })
+	call := begin(t, l, "a", false)
+	require.NoError(t, call.Hold(9*limits.BytesPerCall))
+	call.End()
+	_, err := l.Begin("a", "/m", false)
+	requireRefused(t, err, limits.ReasonRate, time.Second)
+}
+
+func TestOneLargeRequestOfACallerIsHandledAtATime(t *testing.T) {
+	l, _, _ := limiter(t, func(*limits.Options) {})
+	first, second, other := begin(t, l, "a", false), begin(t, l, "a", false), begin(t, l, "b", false)
+	done, err := first.Read(t.Context(), true)
+	require.NoError(t, err)
+	done()
+	waited := make(chan error, 1)
+	go func() {
+		_, err := second.Read(t.Context(), true)
+		waited <- err
+	}()
+	_, err = other.Read(t.Context(), true)
+	require.NoError(t, err)
+	select {
+	case <-waited:
+		t.Fatal("two large requests of one caller")
+	default:
+	}
+	first.End()
+	require.NoError(t, <-waited)
+}
+
+// The worst that a shim of 5,000 Nodes does: it claims all of them, releases half of them at once, and reports the rest.
+func TestAShimOfFiveThousandNodesIsNeverRefused(t *testing.T) {
+	l, _, _ := limiter(t, func(*limits.Options) {})
+	open := make([]*limits.Call, 0, 1000)
+	for range 15 {
+		for range 500 {
+			open = append(open, begin(t, l, "shim", false))
+		}
+		for _, call := range open {
+			call.End()
+		}
+		open = open[:0]
+	}
+	sync := begin(t, l, "shim", false)
+	require.NoError(t, sync.Hold(3<<20))
+	sync.End()
+}

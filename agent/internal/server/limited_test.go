@@ -1,0 +1,80 @@
+package server_test
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	grpcstatus "google.golang.org/grpc/status"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+func limited(change func(*limits.Options)) func(*fixture, *server.Config) {
+	return func(_ *fixture, c *server.Config) {
+		c.Limits = limits.Defaults()
+		change(&c.Limits)
+	}
+}
+
+func TestACallerThatAsksForTooMuchIsToldWhenToComeBack(t *testing.T) {
+	f := start(t, limited(func(o *limits.Options) { o.CallsPerSecond, o.CallBurst = 0.001, 2 }))
+	conn := f.raw("spiffe://karpenter-capi/cluster/fleet/spoke")
+	var err error
+	for range 3 {
+		err = f.send(conn, agentv1alpha1.StatusService_GetStatus_FullMethodName, nil)
+	}
+	require.Equal(t, codes.ResourceExhausted, grpcstatus.Code(err), "%v", err)
+	require.True(t, agenterrors.IsThrottled(err))
+	delay, ok := agenterrors.RetryDelay(err)
+	require.True(t, ok)
+	require.Greater(t, delay, 500*time.Second)
+	require.False(t, agenterrors.IsNoRoom(err))
+	require.NoError(t, f.list(f.as("spiffe://karpenter-capi/reader")), "others are not concerned")
+}
+
+func TestACallWithoutADeadlineGetsOne(t *testing.T) {
+	f := start(t, limited(func(o *limits.Options) { o.CallTimeout = 50 * time.Millisecond }), func(f *fixture, _ *server.Config) {
+		f.engine.block = make(chan struct{}) // Create waits for it, or for its deadline
+	})
+	request := encodedCreate(t)
+	err := f.raw("spiffe://karpenter-capi/cluster/fleet/spoke").Invoke(
+		context.Background(), agentv1alpha1.ClaimService_CreateClaim_FullMethodName, request, &struct{}{}, grpc.ForceCodecV2(asItIs{}))
+	require.Contains(t, []codes.Code{codes.DeadlineExceeded, codes.Canceled, codes.Unavailable}, grpcstatus.Code(err), "%v", err)
+}
+
+func TestARequestThatNeverArrivesIsCutOff(t *testing.T) {
+	f := start(t, limited(func(o *limits.Options) { o.RequestTimeout = 50 * time.Millisecond }))
+	for _, method := range []string{
+		agentv1alpha1.ClaimService_SyncClaims_FullMethodName, agentv1alpha1.NodeGroupService_WatchNodeGroups_FullMethodName,
+	} {
+		stream, err := f.raw("spiffe://karpenter-capi/cluster/fleet/spoke").NewStream(
+			context.Background(), &grpc.StreamDesc{ClientStreams: true, ServerStreams: true}, method)
+		require.NoError(t, err)
+		require.Error(t, stream.RecvMsg(&struct{}{}))
+	}
+	require.NoError(t, f.list(f.cluster()))
+}
+
+func TestAWatcherThatNeverReadsIsCutOff(t *testing.T) {
+	f := start(t, limited(func(o *limits.Options) { o.SendTimeout = 50 * time.Millisecond }))
+	large := make([]byte, 16<<10)
+	for i := range large {
+		large[i] = 'a'
+	}
+	for i := range 100 {
+		id := "fleet/" + string(rune('a'+i%26)) + time.Duration(i).String()
+		f.nodeGroups.Set(spoke, id, &agentv1alpha1.NodeGroup{Id: id, Name: string(large)})
+	}
+	stream, err := f.cluster().NodeGroups.WatchNodeGroups(context.Background(), &agentv1alpha1.WatchNodeGroupsRequest{Cluster: spokeRef})
+	require.NoError(t, err)
+	require.Eventually(t, func() bool { return f.nodeGroups.Stats().Subscribers == 1 }, patience, time.Millisecond)
+	require.Eventually(t, func() bool { return f.nodeGroups.Stats().Subscribers == 0 }, patience, time.Millisecond, "nobody reads")
+	_ = stream
+}
