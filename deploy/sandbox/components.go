@@ -351,6 +351,7 @@ func (s *Sandbox) shim(ctx context.Context, kubeconfigFile string) error {
 	if err != nil {
 		return err
 	}
+	s.update(func(state *State) { state.ShimMetrics = "http://" + address(metrics) + "/metrics" })
 	var gates []string
 	if len(s.options.FeatureGates) > 0 {
 		gates = append(gates, "FEATURE_GATES="+strings.Join(s.options.FeatureGates, "=true,")+"=true")

@@ -197,6 +197,16 @@ func machinesBecomeNodesAndGo(t *testing.T, hub, spoke client.Client) {
 		if !slices.Contains(node.Spec.Taints, unregistered) {
 			t.Errorf("Node %s has the taints %v", node.Name, node.Spec.Taints)
 		}
+		instance := &simv1.SimMachine{}
+		if err := hub.Get(t.Context(), client.ObjectKey{Namespace: m.Namespace, Name: m.Spec.InfrastructureRef.Name}, instance); err != nil {
+			t.Fatal(err)
+		}
+		if !slices.Contains(instance.Spec.NodeTaints, clusterv1.NodeUninitializedTaint) {
+			t.Errorf("Node %s joined with the taints %v, and not as kubeadm's do", node.Name, instance.Spec.NodeTaints)
+		}
+		if slices.Contains(node.Spec.Taints, clusterv1.NodeUninitializedTaint) {
+			t.Errorf("Cluster API left its taint on Node %s", node.Name)
+		}
 		if got, want := node.Status.Allocatable.Memory().Value(), int64(16<<30-100<<20); got != want {
 			t.Errorf("Node %s has %d bytes of memory allocatable, want %d", node.Name, got, want)
 		}

@@ -44,6 +44,8 @@ type State struct {
 	AgentAddresses []string `json:"agentAddresses,omitempty"`
 	// AgentMetrics is the URL of the agent's metrics; empty without an agent.
 	AgentMetrics string `json:"agentMetrics,omitempty"`
+	// ShimMetrics is the URL of the shim's metrics; empty without a shim.
+	ShimMetrics string `json:"shimMetrics,omitempty"`
 	// Paths of the files that its users need.
 	Paths Paths `json:"paths"`
 }

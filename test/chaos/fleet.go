@@ -68,8 +68,7 @@ func (g *group) machineTemplate() *simv1.SimMachineTemplate {
 				corev1.ResourceCPU: resource.MustParse("2"), corev1.ResourceMemory: resource.MustParse("4Gi"), corev1.ResourcePods: resource.MustParse("110"),
 			},
 			BootDelay: delay(g.boot), JoinDelay: delay(200 * time.Millisecond), TerminationDelay: delay(200 * time.Millisecond),
-			Failure:    g.failure,
-			NodeTaints: []corev1.Taint{{Key: "karpenter.sh/unregistered", Effect: corev1.TaintEffectNoExecute}},
+			Failure: g.failure,
 		}}},
 	}
 }

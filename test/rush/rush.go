@@ -115,7 +115,6 @@ func (s *Site) CreateGroup(ctx context.Context, g Group) error {
 			corev1.ResourceCPU: resource.MustParse("2"), corev1.ResourceMemory: resource.MustParse("4Gi"), corev1.ResourcePods: resource.MustParse("110"),
 		},
 		BootDelay: delay(g.Boot), JoinDelay: delay(g.Join), TerminationDelay: delay(g.Termination),
-		NodeTaints: []corev1.Taint{{Key: "karpenter.sh/unregistered", Effect: corev1.TaintEffectNoExecute}},
 	}
 	if g.Held {
 		template.Spec.Template.Spec.StuckAt = simv1.StageBoot

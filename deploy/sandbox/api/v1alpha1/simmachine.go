@@ -107,10 +107,11 @@ type SimMachineSpec struct {
 	// +optional
 	NodeLabels map[string]string `json:"nodeLabels,omitempty"`
 	// nodeTaints the kubelet registers with. Absent: karpenter.sh/unregistered:NoExecute, which Karpenter expects of
-	// every machine it may claim and takes off; an empty list registers without.
+	// every machine it may claim and removes, and node.cluster.x-k8s.io/uninitialized:NoSchedule, with which kubeadm's
+	// machines join and which Cluster API's Machine controller removes. An empty list registers without.
 	//
 	// +optional
-	// +kubebuilder:default={{key: "karpenter.sh/unregistered", effect: "NoExecute"}}
+	// +kubebuilder:default={{key: "karpenter.sh/unregistered", effect: "NoExecute"}, {key: "node.cluster.x-k8s.io/uninitialized", effect: "NoSchedule"}}
 	NodeTaints []corev1.Taint `json:"nodeTaints"`
 
 	// bootDelay is how long the instance takes from the order to its providerID.

@@ -117,9 +117,11 @@ func delays(d time.Duration) simv1.SimMachineSpec {
 	delay := metav1.Duration{Duration: d}
 	return simv1.SimMachineSpec{
 		BootDelay: delay, JoinDelay: delay, TerminationDelay: delay, InstanceType: "small", Zone: "a",
-		Capacity:   resources("cpu", "4", "memory", "8Gi"),
-		NodeInfo:   simv1.NodeInfo{Architecture: "arm64", OperatingSystem: "linux"},
-		NodeTaints: []corev1.Taint{{Key: "karpenter.sh/unregistered", Effect: corev1.TaintEffectNoExecute}},
+		Capacity: resources("cpu", "4", "memory", "8Gi"),
+		NodeInfo: simv1.NodeInfo{Architecture: "arm64", OperatingSystem: "linux"},
+		NodeTaints: []corev1.Taint{
+			{Key: "karpenter.sh/unregistered", Effect: corev1.TaintEffectNoExecute}, clusterv1.NodeUninitializedTaint,
+		},
 	}
 }
 
@@ -152,7 +154,7 @@ func TestAnInstanceLivesThroughRestartsOfItsProvider(t *testing.T) {
 		t.Fatal("the kubelet did not join")
 	}
 	if node.Spec.ProviderID != "sim://spoke/one" || node.Status.NodeInfo.KubeletVersion != "v1.36.3" || len(node.Status.Conditions) != 4 ||
-		node.Labels[corev1.LabelArchStable] != "arm64" || node.Labels[KubeletLabel] != KubeletLabelValue || len(node.Spec.Taints) != 1 {
+		node.Labels[corev1.LabelArchStable] != "arm64" || node.Labels[KubeletLabel] != KubeletLabelValue || len(node.Spec.Taints) != 2 {
 		t.Errorf("the Node is %+v", node)
 	}
 

@@ -1,0 +1,139 @@
+package e2e_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	. "github.com/onsi/gomega"
+	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/cluster-api/util/conditions"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/test/journey"
+	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+)
+
+// plannings is how often Karpenter looks at the pods anew before the test believes that it plans no more Nodes for them. It does so
+// every ten seconds.
+const plannings = 3
+
+// TestNodesThatWaitForClusterAPIArePlannedOnce has Nodes join as kubeadm's do, with a taint that Cluster API removes, and keeps
+// Cluster API from removing it.
+func TestNodesThatWaitForClusterAPIArePlannedOnce(t *testing.T) {
+	shows(t, "pods get one Node each although Cluster API is late to initialize it")
+	g := NewWithT(t)
+	leaveAsFound(t)
+	apply(t, w.Hub, manifests.CrowdHub)
+	apply(t, w.Spoke, manifests.CrowdSpoke, manifests.CrowdWorkload)
+	g.Expect(w.AwaitNodePool(within(t, soon), "crowd")).To(Succeed())
+	goHome(t, "crowd")
+	template := &simv1.SimMachineTemplate{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: "crowd"}}
+	g.Expect(w.Hub.Patch(t.Context(), template, mergePatch(`{"spec":{"template":{"spec":{"stuckAt":"Join"}}}}`))).To(Succeed())
+
+	const pods = 8
+	known := len(w.Recorder.State().Journeys)
+	scale(t, "crowd", pods)
+	await(t, 2*time.Minute, reached(pods, journey.Provisioned))
+	pause := func(ctx context.Context, patch string) error {
+		return eachMachine(ctx, "crowd", func(m *clusterv1.Machine) error { return w.Hub.Patch(ctx, m, mergePatch(patch)) })
+	}
+	t.Cleanup(func() {
+		if err := pause(context.Background(), `{"metadata":{"annotations":{"cluster.x-k8s.io/paused":null}}}`); err != nil {
+			t.Error(err)
+		}
+	})
+	g.Expect(pause(t.Context(), `{"metadata":{"annotations":{"cluster.x-k8s.io/paused":""}}}`)).To(Succeed())
+	poll(t, soon, func(ctx context.Context) (string, error) {
+		return "", eachMachine(ctx, "crowd", func(m *clusterv1.Machine) error {
+			return lo.Ternary(conditions.IsTrue(m, clusterv1.PausedCondition), nil, errors.New("Machine "+m.Name+" to be paused"))
+		})
+	})
+
+	var instances simv1.SimMachineList
+	g.Expect(w.Hub.List(t.Context(), &instances, client.InNamespace(sandbox.ClusterNamespace))).To(Succeed())
+	for i := range instances.Items {
+		g.Expect(w.Hub.Patch(t.Context(), &instances.Items[i], mergePatch(`{"spec":{"stuckAt":null}}`))).To(Succeed())
+	}
+	await(t, soon, reached(pods, journey.Registered))
+	before, err := timesPlanned(t.Context())
+	g.Expect(err).NotTo(HaveOccurred())
+	poll(t, 2*soon, func(ctx context.Context) (string, error) {
+		now, err := timesPlanned(ctx)
+		return lo.Ternary(now >= before+plannings, "", fmt.Sprintf("Karpenter to look %d times at the pods: it did %d times", plannings, now-before)), err
+	})
+	state := w.Recorder.State()
+	g.Expect(state.Journeys[known:]).To(HaveLen(pods), "one NodeClaim for each pod, and no more")
+	g.Expect(lo.Filter(state.Live(), func(j journey.Journey, _ int) bool { return j.Reached(journey.Initialized) })).To(BeEmpty())
+	var nodes corev1.NodeList
+	g.Expect(w.Spoke.List(t.Context(), &nodes, client.MatchingLabels{corev1.LabelInstanceTypeStable: "crowd"})).To(Succeed())
+	for _, node := range nodes.Items {
+		g.Expect(node.Spec.Taints).To(ContainElement(clusterv1.NodeUninitializedTaint))
+	}
+
+	g.Expect(pause(t.Context(), `{"metadata":{"annotations":{"cluster.x-k8s.io/paused":null}}}`)).To(Succeed())
+	await(t, 2*time.Minute, running(pods))
+	g.Expect(w.Recorder.State().Journeys[known:]).To(HaveLen(pods), "no Node is replaced either")
+}
+
+func mergePatch(patch string) client.Patch {
+	return client.RawPatch(types.MergePatchType, []byte(patch))
+}
+
+// reached returns a condition: so many NodeClaims live, and all of them have come that far.
+func reached(nodeClaims int, stage journey.Stage) func(journey.State) string {
+	return func(s journey.State) string {
+		live := s.Live()
+		have := lo.CountBy(live, func(j journey.Journey) bool { return j.Reached(stage) })
+		if have >= nodeClaims && have == len(live) {
+			return ""
+		}
+		return fmt.Sprintf("%d NodeClaims to be %s: %d of %d are", nodeClaims, stage, have, len(live))
+	}
+}
+
+// eachMachine does something with each Machine of a node group.
+func eachMachine(ctx context.Context, group string, do func(*clusterv1.Machine) error) error {
+	var machines clusterv1.MachineList
+	err := w.Hub.List(ctx, &machines, client.InNamespace(sandbox.ClusterNamespace), client.MatchingLabels{clusterv1.MachineDeploymentNameLabel: group})
+	for i := range machines.Items {
+		err = errors.Join(err, client.IgnoreNotFound(do(&machines.Items[i])))
+	}
+	return err
+}
+
+// timesPlanned returns how often Karpenter has planned Nodes for pods.
+func timesPlanned(ctx context.Context) (int, error) {
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, w.Sandbox.State().ShimMetrics, http.NoBody)
+	if err != nil {
+		return 0, err
+	}
+	response, err := http.DefaultClient.Do(request)
+	if err != nil {
+		return 0, err
+	}
+	defer func() { _ = response.Body.Close() }()
+	text, err := io.ReadAll(response.Body)
+	if err != nil {
+		return 0, err
+	}
+	for line := range strings.Lines(string(text)) {
+		if value, ok := strings.CutPrefix(line, `karpenter_scheduler_scheduling_duration_seconds_count{controller="provisioner"} `); ok {
+			var times int
+			_, err := fmt.Sscan(value, &times)
+			return times, err
+		}
+	}
+	return 0, fmt.Errorf("%s does not tell how often Karpenter has planned", request.URL)
+}
