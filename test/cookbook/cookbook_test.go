@@ -1,4 +1,4 @@
-// Package cookbook_test runs the commands that docs/grpcurl.md shows, as they stand, against a sandbox.
+// Package cookbook_test runs the commands that the pages show for a sandbox, as they stand.
 package cookbook_test
 
 import (
@@ -7,16 +7,14 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"regexp"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	"github.com/karpenter-capi/karpenter-capi/test/pages"
 )
-
-// Commands are in fences marked sh; what a person has done before, or only may do, is marked console.
-var fence = regexp.MustCompile("(?ms)^```sh\n(.*?)^```$")
 
 func TestCookbook(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Minute)
@@ -44,10 +42,10 @@ func TestCookbook(t *testing.T) {
 		}
 	})
 
-	output := run(ctx, t, root, strings.ReplaceAll(script(t, filepath.Join(root, "docs", "grpcurl.md")), ".sandbox/default", paths.Dir))
+	output := run(ctx, t, root, strings.ReplaceAll(script(t, root), ".sandbox/default", paths.Dir))
 	for _, want := range []string{
 		"capi.agent.v1alpha1.ClaimService",                           // list
-		`"identity": "spiffe://karpenter-capi/cluster/fleet/spoke"`,  // status
+		`"identity": "spiffe://karpenter-capi/admin"`,                // status
 		"fleet/standard-4\tstandard-4\t4\t16Gi",                      // node groups
 		`"synced"`,                                                   // watch
 		`"phase": "CLAIM_PHASE_BOUND"`,                               // claim
@@ -57,7 +55,7 @@ func TestCookbook(t *testing.T) {
 		"CLAIM_PHASE_ENDED\tNeverMade",                               // released before it was made
 		`"adoptMachine": "standard-4-`,                               // taking over
 		"Message: invalid request: claim_id:",                        // a mistake
-		"Code: PermissionDenied",                                     // somebody else's Cluster
+		"Code: PermissionDenied",                                     // another Cluster
 	} {
 		if !strings.Contains(output, want) {
 			t.Errorf("the output lacks %q", want)
@@ -66,21 +64,81 @@ func TestCookbook(t *testing.T) {
 	if t.Failed() {
 		t.Log(output)
 	}
+
+	t.Run("absent replicas are filled in as docs/gitops.md says", func(t *testing.T) {
+		got := strings.Fields(run(ctx, t, root, "source "+paths.Env+"\n"+replicasFilledIn))
+		want := []string{
+			"new:1", "new-with-sizes:2", "applied:5", "applied-on-the-server:5", "field-given-up:4", "replaced:4",
+			"replaced-above-max:3", "replaced-without-max:1", "not-a-number:refused",
+		}
+		if !slices.Equal(got, want) {
+			t.Errorf("replicas are %v, want %v", got, want)
+		}
+	})
 }
 
-// script is every command of the page, in order.
-func script(t *testing.T, page string) string {
+// replicasFilledIn writes a MachineDeployment in every way that docs/gitops.md speaks of, and shows the replicas after each. It is
+// paused, so that no Machines are made.
+const replicasFilledIn = `
+hub() { bin/kubectl --kubeconfig "$HUB_KUBECONFIG" --namespace fleet "$@"; }
+size=cluster.x-k8s.io/cluster-api-autoscaler-node-group
+# sizes <min> [max]: annotations
+sizes() { echo "{cluster.x-k8s.io/paused: '', $size-min-size: '$1'${2:+, $size-max-size: '$2'}}"; }
+# manifest <annotations> [replicas]
+manifest() { cat <<YAML
+apiVersion: cluster.x-k8s.io/v1beta2
+kind: MachineDeployment
+metadata: {name: $name, namespace: fleet, annotations: $1}
+spec:
+  clusterName: spoke
+  ${2:+replicas: $2}
+  template:
+    spec:
+      clusterName: spoke
+      bootstrap: {dataSecretName: spoke-bootstrap}
+      infrastructureRef: {apiGroup: infrastructure.cluster.x-k8s.io, kind: SimMachineTemplate, name: standard-4}
+YAML
+}
+show() { echo "$1:$(hub get machinedeployment "$name" -o jsonpath='{.spec.replicas}')"; }
+quietly() { "$@" >/dev/null; }
+
+name=in-git-without-sizes
+manifest "{cluster.x-k8s.io/paused: ''}" | quietly hub create -f -
+show new
+
+name=in-git
+manifest "$(sizes 2 9)" | quietly hub apply -f -
+show new-with-sizes
+quietly hub scale machinedeployment "$name" --replicas=5
+manifest "$(sizes 2 9)" | quietly hub apply -f -
+show applied
+manifest "$(sizes 2 9)" | quietly hub apply --server-side --force-conflicts --field-manager=git -f -
+show applied-on-the-server
+manifest "$(sizes 2 9)" 4 | quietly hub apply --server-side --force-conflicts --field-manager=git -f -
+manifest "$(sizes 2 9)" | quietly hub apply --server-side --force-conflicts --field-manager=git -f -
+show field-given-up
+manifest "$(sizes 2 9)" | quietly hub replace -f -
+show replaced
+manifest "$(sizes 2 3)" | quietly hub replace -f -
+show replaced-above-max
+manifest "$(sizes 2)" | quietly hub replace -f -
+show replaced-without-max
+manifest "$(sizes three 9)" | quietly hub replace -f - 2>/dev/null || echo not-a-number:refused
+`
+
+// script is every command of the pages that are about a sandbox, in order. The cookbook comes first: it makes the node group.
+func script(t *testing.T, root string) string {
 	t.Helper()
-	text, err := os.ReadFile(page)
-	if err != nil {
-		t.Fatal(err)
-	}
 	var commands strings.Builder
-	for _, match := range fence.FindAllSubmatch(text, -1) {
-		commands.Write(match[1])
-	}
-	if commands.Len() == 0 {
-		t.Fatalf("%s shows no commands", page)
+	for _, path := range []string{"docs/grpcurl.md", "README.md", "docs/gitops.md"} {
+		page, err := pages.Read(root, path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if page.Script() == "" {
+			t.Fatalf("%s shows no commands", path)
+		}
+		commands.WriteString("( : " + path + "\n" + page.Script() + ")\n")
 	}
 	return commands.String()
 }
