@@ -281,6 +281,9 @@ func (c *Catalogue) Reconcile(ctx context.Context, request reconcile.Request) (r
 		Cluster: cluster, Template: described, SyncedLabels: c.SyncedLabels, Pricing: prices,
 		Observed: c.Observed.Of(request.NamespacedName, nodegroup.MachineRevision(&md.Spec.Template.Spec)),
 	})
+	if stranded := c.Observed.Stranded(request.NamespacedName); stranded != nil {
+		group.Problems = append(group.Problems, *stranded)
+	}
 	quota, err := c.quotas.refusal(ctx, request.NamespacedName)
 	if err != nil {
 		return reconcile.Result{}, err

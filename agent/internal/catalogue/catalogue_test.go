@@ -23,6 +23,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/rest"
+	clocktesting "k8s.io/utils/clock/testing"
 	"k8s.io/utils/ptr"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -73,7 +74,8 @@ type fixture struct {
 	registry  *prometheus.Registry
 	prices    *prometheus.Registry // metrics of the price list
 	nodes     *observed.Nodes
-	config    *rest.Config // the catalogue's account
+	clock     *clocktesting.FakePassiveClock // that nodes are observed by
+	config    *rest.Config                   // the catalogue's account
 }
 
 // start runs a catalogue of one new namespace, with one Cluster, and waits until its view is complete.
@@ -103,7 +105,8 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	engine := claims.New(claims.Config{
 		Client: mgr.GetClient(), Reader: mgr.GetAPIReader(), Index: hub.ByDeployment, Failure: claims.Failure{CoolDown: coolDown},
 	})
-	nodes, err := observed.New(observed.Config{Client: mgr.GetClient()})
+	f.clock = clocktesting.NewFakePassiveClock(time.Now())
+	nodes, err := observed.New(observed.Config{Client: mgr.GetClient(), Clock: f.clock})
 	require.NoError(t, err)
 	prices, err := pricelist.New(pricelist.Config{
 		ConfigMap: types.NamespacedName{Namespace: f.namespace, Name: "prices"}, Recorder: mgr.GetEventRecorder("test"), Registerer: f.prices,
@@ -487,6 +490,48 @@ func gauge(t *testing.T, registry *prometheus.Registry, name string) float64 {
 		}
 	}
 	return -1
+}
+
+func TestNodesThatNoClaimWillRegisterAreAProblemOfTheirGroupUntilTheirTaintIsGone(t *testing.T) {
+	f := start(t, func(f *fixture) {
+		capitest.RunForTest(f.T, plane, capitest.Options{Namespaces: []string{f.namespace}})
+	})
+	plane.Create(t, capitest.NewInfrastructureTemplate(f.namespace, "floor", nil),
+		capitest.NewMachineDeployment(f.namespace, "floor", "spoke", 1, described))
+	f.until("floor", shown)
+	var machine clusterv1.Machine
+	require.Eventually(t, func() bool {
+		machines := plane.Machines(t, f.namespace, "floor")
+		if len(machines) == 1 {
+			machine = machines[0]
+		}
+		return machine.Spec.ProviderID != ""
+	}, patience, 10*time.Millisecond)
+	report := func(unregistered bool) {
+		f.nodes.Report(t.Context(), f.cluster, []observed.Node{{ProviderID: machine.Spec.ProviderID, Unregistered: unregistered}})
+	}
+	report(true)
+	require.Empty(t, f.group("floor").GetProblems())
+
+	f.clock.SetTime(f.clock.Now().Add(time.Hour))
+	group := f.until("floor", func(g *agentv1alpha1.NodeGroup) bool { // the cache may not show the Machine at once
+		report(true)
+		return len(g.GetProblems()) > 0
+	})
+	require.Equal(t, machine.Name, group.GetProblems()[0].GetValue())
+	require.Contains(t, group.GetProblems()[0].GetMessage(), "karpenter.sh/unregistered")
+	require.True(t, group.GetAvailability().GetAvailable(), "claims get Machines of their own")
+	require.Eventually(t, func() bool {
+		var list eventsv1.EventList
+		require.NoError(t, plane.Client.List(t.Context(), &list, client.InNamespace(f.namespace)))
+		return slices.ContainsFunc(list.Items, func(e eventsv1.Event) bool {
+			return e.Regarding.Kind == "MachineDeployment" && e.Type == corev1.EventTypeWarning && e.Reason == "InvalidBootstrap" &&
+				strings.Contains(e.Note, machine.Name)
+		})
+	}, patience, 20*time.Millisecond)
+
+	report(false)
+	f.until("floor", func(g *agentv1alpha1.NodeGroup) bool { return len(g.GetProblems()) == 0 })
 }
 
 func TestNodesTeachOnlyTheirOwnGroup(t *testing.T) {

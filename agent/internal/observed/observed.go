@@ -22,13 +22,13 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/validation"
+	"k8s.io/utils/clock"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/event"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
 )
 
@@ -52,6 +52,8 @@ type Config struct {
 	Client client.Reader
 	// Registerer takes the metrics. Nil registers none.
 	Registerer prometheus.Registerer
+	// Clock tells for how long a Node has been unregistered. Nil means the real one.
+	Clock clock.PassiveClock
 }
 
 // Nodes remembers what Nodes showed. It is safe for concurrent use.
@@ -63,6 +65,11 @@ type Nodes struct {
 
 	mu     sync.Mutex
 	groups map[types.NamespacedName]shown
+	// Of Nodes that are unregistered: since when, by Cluster; the Machines of those that are stranded, by group; which groups of
+	// a Cluster have such Machines.
+	waiting    map[types.NamespacedName]waiting
+	stranded   map[types.NamespacedName][]string
+	strandedOf map[types.NamespacedName]map[types.NamespacedName]bool
 }
 
 // shown is what the Nodes of one group showed, of one revision of its template. It is not changed, but replaced.
@@ -73,10 +80,16 @@ type shown struct {
 
 // New returns nodes of which nothing is known.
 func New(c Config) (*Nodes, error) {
+	if c.Clock == nil {
+		c.Clock = clock.RealClock{}
+	}
 	n := &Nodes{
-		Config:  c,
-		changes: make(chan event.TypedGenericEvent[types.NamespacedName], 1024),
-		groups:  map[types.NamespacedName]shown{},
+		Config:     c,
+		changes:    make(chan event.TypedGenericEvent[types.NamespacedName], 1024),
+		groups:     map[types.NamespacedName]shown{},
+		waiting:    map[types.NamespacedName]waiting{},
+		stranded:   map[types.NamespacedName][]string{},
+		strandedOf: map[types.NamespacedName]map[types.NamespacedName]bool{},
 		unusable: prometheus.NewCounter(prometheus.CounterOpts{
 			Name: "capi_agent_node_report_unusable_values_total",
 			Help: "Quantities in reports about Nodes that could not be read and were ignored.",
@@ -109,6 +122,7 @@ func (n *Nodes) Forget(group types.NamespacedName) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	delete(n.groups, group)
+	delete(n.stranded, group)
 }
 
 // Report takes what the Nodes of a Cluster look like now. Nodes that do not say what they have, and those whose Machine is not
@@ -126,12 +140,17 @@ func (n *Nodes) Report(ctx context.Context, cluster types.NamespacedName, nodes 
 	}
 	for key, group := range report.groups {
 		if len(group.nodes) > 0 && n.learn(key, group) {
-			select {
-			case n.changes <- event.TypedGenericEvent[types.NamespacedName]{Object: key}:
-			case <-ctx.Done():
-				return
-			}
+			n.tell(ctx, key)
 		}
+	}
+	n.reportStranded(ctx, &report, nodes)
+}
+
+// tell says that something new is known about a group, unless the call has ended.
+func (n *Nodes) tell(ctx context.Context, group types.NamespacedName) {
+	select {
+	case n.changes <- event.TypedGenericEvent[types.NamespacedName]{Object: group}:
+	case <-ctx.Done():
 	}
 }
 
@@ -150,21 +169,15 @@ type report struct {
 }
 
 func (r *report) add(ctx context.Context, node *Node) error {
-	var machines clusterv1.MachineList
-	err := r.n.Client.List(ctx, &machines, client.InNamespace(r.cluster.Namespace),
-		client.MatchingFields{hub.MachinesByProviderID: node.ProviderID}, client.UnsafeDisableDeepCopy)
-	if err != nil {
-		return fmt.Errorf("looking up the Machine: %w", err)
+	machine, err := r.machine(ctx, node.ProviderID)
+	if err != nil || machine == nil {
+		return err
 	}
-	ours := slices.DeleteFunc(slices.Clone(machines.Items), func(m clusterv1.Machine) bool { return m.Spec.ClusterName != r.cluster.Name })
-	if len(ours) != 1 {
-		return nil
-	}
-	group, err := r.group(ctx, ours[0].Labels[clusterv1.MachineDeploymentNameLabel])
+	group, err := r.group(ctx, machine.Labels[clusterv1.MachineDeploymentNameLabel])
 	if err != nil || group.revision == "" {
 		return err
 	}
-	owner := metav1.GetControllerOf(&ours[0])
+	owner := metav1.GetControllerOf(machine)
 	if owner == nil || owner.Kind != "MachineSet" {
 		return nil
 	}

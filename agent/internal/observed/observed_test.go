@@ -3,6 +3,7 @@ package observed_test
 import (
 	"fmt"
 	"testing"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
@@ -11,6 +12,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	clocktesting "k8s.io/utils/clock/testing"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/fake"
@@ -33,6 +35,7 @@ type fixture struct {
 	client   client.Client
 	nodes    *observed.Nodes
 	registry *prometheus.Registry
+	clock    *clocktesting.FakeClock
 	revision string
 }
 
@@ -47,9 +50,10 @@ func start(t *testing.T) *fixture {
 			require.True(t, ok)
 			return []string{machine.Spec.ProviderID}
 		}).Build()
-	nodes, err := observed.New(observed.Config{Client: hub, Registerer: registry})
+	clk := clocktesting.NewFakeClock(time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC))
+	nodes, err := observed.New(observed.Config{Client: hub, Registerer: registry, Clock: clk})
 	require.NoError(t, err)
-	f := &fixture{T: t, client: hub, nodes: nodes, registry: registry}
+	f := &fixture{T: t, client: hub, nodes: nodes, registry: registry, clock: clk}
 	md := &clusterv1.MachineDeployment{
 		ObjectMeta: metav1.ObjectMeta{Namespace: group.Namespace, Name: group.Name, Labels: map[string]string{v1alpha1.MemberLabel: ""}},
 	}

@@ -1,0 +1,141 @@
+package observed
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
+)
+
+const (
+	// strandedAfter is how long the Node of a Machine that no claim has must have been reported as unregistered to be a problem:
+	// it may be booting, or be a spare that is about to be given to a claim or removed.
+	strandedAfter = 10 * time.Minute
+	// strandedShown is how many of these Machines a problem names.
+	strandedShown = 3
+)
+
+// waiting is since when the Nodes of one Cluster have been reported as unregistered, by provider ID. A restart of the agent, or a
+// report that left a Node out, begins anew.
+type waiting map[string]time.Time
+
+// Stranded says that Machines of the group that no claim has joined with Karpenter's taint for Nodes that are not registered, and
+// kept it; nil when there are none. Only the registration of a NodeClaim takes that taint off, so no pod ever runs there.
+func (n *Nodes) Stranded(group types.NamespacedName) *capacity.Problem {
+	n.mu.Lock()
+	names := n.stranded[group]
+	n.mu.Unlock()
+	if len(names) == 0 {
+		return nil
+	}
+	shown := names[:min(len(names), strandedShown)]
+	value := strings.Join(shown, ", ")
+	if len(names) > len(shown) {
+		value += ", …" // no number: each would be another problem, and another event
+	}
+	return &capacity.Problem{
+		Field: "spec.template.spec.bootstrap", Value: value,
+		Message: "the Nodes of these Machines keep the taint karpenter.sh/unregistered, so that no pod runs on them: their Machines have no " +
+			"claim, and only the registration of a NodeClaim takes the taint off. Take it off these Nodes (kubectl taint node <name> " +
+			"karpenter.sh/unregistered-), or keep machines of your own in a group whose bootstrap template does not set it, and let this one " +
+			"go down to 0",
+	}
+}
+
+// reportStranded takes which Nodes of a Cluster are unregistered, and tells of the groups for which that makes a difference.
+func (n *Nodes) reportStranded(ctx context.Context, r *report, nodes []Node) {
+	now := n.Clock.Now()
+	n.mu.Lock()
+	before := n.waiting[r.cluster]
+	n.mu.Unlock()
+	next := waiting{}
+	found := map[types.NamespacedName][]string{}
+	for i := range nodes {
+		id := nodes[i].ProviderID
+		if id == "" || !nodes[i].Unregistered {
+			continue
+		}
+		since, known := before[id]
+		if !known {
+			since = now
+		}
+		next[id] = since
+		if now.Sub(since) < strandedAfter {
+			continue
+		}
+		key, name, err := r.unclaimed(ctx, id)
+		if err != nil {
+			log.FromContext(ctx).Error(err, "an unregistered Node is not looked at", "providerID", id)
+		} else if name != "" {
+			found[key] = append(found[key], name)
+		}
+	}
+	for _, key := range n.replaceStranded(r.cluster, next, found) {
+		n.tell(ctx, key)
+	}
+}
+
+// replaceStranded keeps what a report showed, and returns the groups of which something else is known now.
+func (n *Nodes) replaceStranded(cluster types.NamespacedName, next waiting, found map[types.NamespacedName][]string) []types.NamespacedName {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.waiting[cluster] = next
+	changed := map[types.NamespacedName]bool{}
+	for key := range n.strandedOf[cluster] {
+		if len(found[key]) == 0 {
+			delete(n.stranded, key)
+			changed[key] = true
+		}
+	}
+	groups := map[types.NamespacedName]bool{}
+	for key, names := range found {
+		slices.Sort(names)
+		groups[key] = true
+		if !slices.Equal(n.stranded[key], names) {
+			n.stranded[key] = names
+			changed[key] = true
+		}
+	}
+	n.strandedOf[cluster] = groups
+	return slices.Collect(maps.Keys(changed))
+}
+
+// unclaimed returns the Machine with the provider ID, and its node group, if no claim has it; "" when there is none.
+func (r *report) unclaimed(ctx context.Context, providerID string) (group types.NamespacedName, machine string, err error) {
+	m, err := r.machine(ctx, providerID)
+	if err != nil || m == nil || !m.DeletionTimestamp.IsZero() || m.Labels[v1alpha1.ClaimLabel] != "" {
+		return types.NamespacedName{}, "", err
+	}
+	name := m.Labels[clusterv1.MachineDeploymentNameLabel]
+	known, err := r.group(ctx, name)
+	if err != nil || known.revision == "" {
+		return types.NamespacedName{}, "", err
+	}
+	return types.NamespacedName{Namespace: r.cluster.Namespace, Name: name}, m.Name, nil
+}
+
+// machine returns the Cluster's only Machine with the provider ID, or nil. It must not be changed.
+func (r *report) machine(ctx context.Context, providerID string) (*clusterv1.Machine, error) {
+	var machines clusterv1.MachineList
+	err := r.n.Client.List(ctx, &machines, client.InNamespace(r.cluster.Namespace),
+		client.MatchingFields{hub.MachinesByProviderID: providerID}, client.UnsafeDisableDeepCopy)
+	if err != nil {
+		return nil, fmt.Errorf("looking up the Machine: %w", err)
+	}
+	ours := slices.DeleteFunc(slices.Clone(machines.Items), func(m clusterv1.Machine) bool { return m.Spec.ClusterName != r.cluster.Name })
+	if len(ours) != 1 {
+		return nil, nil //nolint:nilnil // documented
+	}
+	return &ours[0], nil
+}
