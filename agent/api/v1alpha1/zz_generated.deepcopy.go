@@ -111,6 +111,10 @@ func (in *MachineClaimStatus) DeepCopyInto(out *MachineClaimStatus) {
 		*out = new(MachineReference)
 		**out = **in
 	}
+	if in.WaitingSince != nil {
+		in, out := &in.WaitingSince, &out.WaitingSince
+		*out = (*in).DeepCopy()
+	}
 	if in.NodeRegisteredAt != nil {
 		in, out := &in.NodeRegisteredAt, &out.NodeRegisteredAt
 		*out = (*in).DeepCopy()

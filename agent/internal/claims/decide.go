@@ -84,6 +84,8 @@ const (
 	timeOut actionKind = "time-out"
 	// explain notes on a pending claim why its Machine does not come.
 	explain actionKind = "explain"
+	// waitAnew has a claim's wait for a Machine count from now on.
+	waitAnew actionKind = "wait-anew"
 	// recreate makes the MachineClaim of a claim again whose object was lost, from its Machine.
 	recreate actionKind = "recreate"
 	// restore makes a claim Bound again that lost its status, or its object, while its Machine still carries its label.

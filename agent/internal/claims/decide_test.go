@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -407,14 +408,26 @@ func TestALateMachineIsTheNextClaimsUntilItHasTakenSeveralDeadlines(t *testing.T
 func TestABlockedMachineSetIsExplainedOnTheClaim(t *testing.T) {
 	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).withClaim("c", v1alpha1.PhasePending, "")
 	s.sets[0].Status.Conditions = []metav1.Condition{{
-		Type: clusterv1.MachineSetScalingUpCondition, Status: "True", Message: "Scaling up is blocked because: the control plane is upgrading",
+		Type: clusterv1.MachineSetScalingUpCondition, Status: "True",
+		Message: "Scaling up from 0 to 1 replicas is blocked because:\n* the control plane is upgrading\n* KubeadmBootstrapTemplate does not exist",
 	}}
 	d := decide(s)
 	require.Equal(t, []actionKind{explain}, kinds(d))
-	assert.Contains(t, d.actions[0].event.Message, "the control plane is upgrading")
+	const why = "MachineSet small-a makes no Machines: the control plane is upgrading; KubeadmBootstrapTemplate does not exist"
+	assert.Equal(t, why, d.actions[0].event.Message)
 
-	s.claims[0].Status.Message = d.actions[0].event.Message
-	assert.Empty(t, kinds(decide(s)), "once is enough")
+	entered := v1alpha1.Event{Time: metav1.NewTime(s.now), Reason: ReasonWaitingForMachine, Message: "entered"}
+	s.claims[0].Status.Reason, s.claims[0].Status.Message = ReasonWaitingForMachine, why
+	s.claims[0].Status.History = []v1alpha1.Event{entered, {Time: metav1.NewTime(s.now), Reason: ReasonWaitingForMachine, Message: why}}
+	s.sets[0].Status.Conditions[0].Message = strings.ReplaceAll(s.sets[0].Status.Conditions[0].Message, "from 0 to 1", "from 0 to 200")
+	assert.Empty(t, kinds(decide(s)), "once is enough, whatever else is claimed")
+
+	s.sets[0].Status.Conditions[0].Message = "Scaling up from 0 to 200 replicas is blocked because:\n* KubeadmBootstrapTemplate does not exist"
+	d = decide(s)
+	assert.Empty(t, kinds(d), "nor more than once a minute")
+	assert.Equal(t, explainEvery, d.again)
+	s.now = s.now.Add(explainEvery)
+	assert.Equal(t, []actionKind{explain}, kinds(decide(s)))
 }
 
 func TestAGroupCoolsDownAfterAFailure(t *testing.T) {

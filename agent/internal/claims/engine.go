@@ -139,6 +139,7 @@ type Engine struct {
 	spawn    func(func()) // runs a group outside its caller; tests run it in place
 	parallel int          // writes that one step does at once
 	decide   func(*snapshot) *decision
+	started  time.Time
 	// ledgerBudget is how many bytes all entries of one ledger may take; zero means [ledgerBudget]. Tests lower it.
 	ledgerBudget int
 
@@ -168,7 +169,7 @@ func New(c Config) *Engine {
 		c.Coalesce = time.Second
 	}
 	return &Engine{
-		Config: c, spawn: func(run func()) { go run() }, parallel: parallelWrites, decide: decide,
+		Config: c, started: c.Clock.Now(), spawn: func(run func()) { go run() }, parallel: parallelWrites, decide: decide,
 		groups: map[types.NamespacedName]*group{}, unregistered: map[types.NamespacedName]unregistered{},
 	}
 }

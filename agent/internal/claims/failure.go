@@ -3,7 +3,6 @@ package claims
 import (
 	"fmt"
 	"slices"
-	"strings"
 	"time"
 
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -75,16 +74,10 @@ func (s *snapshot) judge(d *decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 	verdict, reason := fail, ReasonFailed
 	switch {
 	case m == nil:
-		why = s.late(d, c.CreationTimestamp.Time, s.failure.ObjectDeadline, "no Machine was created")
-		if blocked := s.blocked(); blocked != "" {
-			if why != "" {
-				why += ": " + blocked
-			} else if c.Status.Message != blocked {
-				d.actions = append(d.actions, action{kind: explain, claim: c, event: v1alpha1.Event{
-					Reason: ReasonWaitingForMachine, Message: blocked,
-				}})
-				return true
-			}
+		if why = s.unmade(d, c); why == "" {
+			s.explainBlocked(d, c)
+		} else if blocked := s.blocked(); blocked != "" {
+			why += ": " + blocked
 		}
 	case s.gone(m):
 		why, _ = missing(m)
@@ -171,19 +164,6 @@ func infrastructureTrouble(m *clusterv1.Machine) (reason, message string) {
 		}
 	}
 	return "", ""
-}
-
-// blocked returns why the MachineSets make no Machines, "" when they do.
-func (s *snapshot) blocked() string {
-	for _, set := range s.sets {
-		for i := range set.Status.Conditions {
-			c := &set.Status.Conditions[i]
-			if c.Type == clusterv1.MachineSetScalingUpCondition && c.Status == "True" && strings.Contains(c.Message, "blocked") {
-				return fmt.Sprintf("MachineSet %s: %s", set.Name, c.Message)
-			}
-		}
-	}
-	return ""
 }
 
 // coolDownOf says why a node group takes no claims after one of the given claims, all of that group, failed; nil when no

@@ -493,6 +493,7 @@ func (e *Engine) read(ctx context.Context, from view, key types.NamespacedName) 
 		unregistered: e.unregisteredIn(key.Namespace, md.Spec.ClusterName),
 		spareGrace:   e.SpareGrace,
 		failure:      e.Failure,
+		started:      e.started,
 		ledgerBudget: e.ledgerBudget,
 	}
 	if s.ledger, err = ledgerOf(&md); errors.Is(err, ErrNewerLedger) {

@@ -48,6 +48,8 @@ type snapshot struct {
 	spareGrace time.Duration
 	// failure says when a Machine is given up.
 	failure Failure
+	// started is when this process began; zero means long ago.
+	started time.Time
 	// ledgerBudget is how many bytes all entries of the ledger may take; zero means [ledgerBudget].
 	ledgerBudget int
 }

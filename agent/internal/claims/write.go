@@ -226,6 +226,12 @@ func (e *Engine) do(ctx context.Context, a action) error {
 	case markEntered:
 		c := a.claim.DeepCopy()
 		c.Status.Phase, c.Status.NodeGroupUID = v1alpha1.PhasePending, a.group
+		c.Status.WaitingSince = new(metav1.NewTime(e.Clock.Now()))
+		e.note(c, a.event)
+		return e.Client.Status().Update(ctx, c)
+	case waitAnew:
+		c := a.claim.DeepCopy()
+		c.Status.WaitingSince = new(metav1.NewTime(e.Clock.Now()))
 		e.note(c, a.event)
 		return e.Client.Status().Update(ctx, c)
 	case explain:

@@ -553,6 +553,22 @@ var mutants = []mutant{
 	{name: "a Machine whose infrastructure is gone is waited for", test: "TestAMachineWithoutInfrastructureIsGivenUp", edits: []edit{
 		{"failure.go", "s.now.Sub(since) >= missingAfter", "s.now.Sub(since) < 0"},
 	}},
+	{name: "a claim fails that a Machine is being given to", test: "TestAClaimDoesNotFailWhenAMachineIsBeingGivenToIt", edits: []edit{
+		{"waiting.go", "	case d.ledger != nil && d.ledger.Pending[c.Spec.ClaimID].UID != \"\":\n", "	case false:\n"},
+	}},
+	{name: "an outage counts as waiting for a Machine", test: "TestADeadlineThatPassedWhileNoAgentLookedBeginsAnew", edits: []edit{
+		{"waiting.go", "	case overdue > punctual:\n", "	case overdue > punctual*1e6:\n"},
+	}},
+	{name: "an agent that just started lets claims fail", test: "TestAnAgentThatJustStartedLetsNoClaimFail", edits: []edit{
+		{"waiting.go", "	case overdue < 0 || unsettled > 0:\n", "	case overdue < 0:\n"},
+	}},
+	{name: "a pause counts as waiting for a Machine", test: "TestAClaimOfAPausedGroupDoesNotFail", edits: []edit{
+		{"waiting.go", "	case deadline == 0, s.group.Has(eligibility.Paused):\n", "	case deadline == 0, s.group.Has(eligibility.Paused) && false:\n"},
+	}},
+	{name: "a claim is explained anew with each number", test: "TestExplanationsOfABlockedGroupAreFew", edits: []edit{
+		{"waiting.go", "set.Name, oneLine(reasons))\n", "set.Name, oneLine(reasons)+c.Message)\n"},
+		{"waiting.go", "left > 0 {\n", "left > explainEvery {\n"},
+	}},
 	{name: "a used-up quota is not looked at", test: "TestAGroupWhoseQuotaIsUsedUpTakesClaimsForSparesOnly", edits: []edit{
 		{"engine.go", "if refusal != nil || err != nil || e.Quota == nil {", "if refusal != nil || err != nil || e.Quota != nil {"},
 	}},

@@ -1,0 +1,98 @@
+package claims
+
+import (
+	"fmt"
+	"strings"
+	"time"
+
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
+)
+
+const (
+	// settling is how long after its start an agent judges no claim that waits: what tells it which Machines may be given to the claim
+	// is not with it yet, as the holder reports its Nodes about every minute.
+	settling = 2 * time.Minute
+	// punctual is how long after a claim's deadline an agent looks at the latest, if one is there.
+	punctual = time.Minute
+	// explainEvery is the shortest time between two explanations of why one claim waits.
+	explainEvery = time.Minute
+)
+
+// unmade says that no Machine was created for the claim in its time; "" while one may still come. A claim that the pending ledger
+// write gives a Machine does not fail, nor one of a group that is paused. Only an agent that looks when the deadline passes lets it
+// count: one that looks later knows that the hub or the agents were away, and Machines may be late for that, or joined unseen. The wait
+// then begins anew, which is noted on the claim, so that every agent sees it, also after a restart.
+func (s *snapshot) unmade(d *decision, c *v1alpha1.MachineClaim) string {
+	deadline := s.failure.ObjectDeadline
+	switch {
+	case deadline == 0, s.group.Has(eligibility.Paused):
+		return ""
+	case d.ledger != nil && d.ledger.Pending[c.Spec.ClaimID].UID != "":
+		return ""
+	}
+	since := c.CreationTimestamp.Time
+	if c.Status.WaitingSince != nil {
+		since = c.Status.WaitingSince.Time
+	}
+	overdue := s.now.Sub(since) - deadline
+	unsettled := min(settling, deadline) - s.now.Sub(s.started)
+	switch {
+	case overdue < 0 || unsettled > 0:
+		d.wake(max(-overdue, unsettled))
+		return ""
+	case overdue > punctual:
+		d.actions = append(d.actions, action{kind: waitAnew, claim: c, event: v1alpha1.Event{
+			Reason:  ReasonWaitingForMachine,
+			Message: fmt.Sprintf("no agent looked when the deadline for its Machine passed; it is given another %s", deadline),
+		}})
+		return ""
+	}
+	return fmt.Sprintf("no Machine was created in %s", deadline)
+}
+
+// explainBlocked notes on a claim that waits why its Machine does not come, where Cluster API says why.
+func (s *snapshot) explainBlocked(d *decision, c *v1alpha1.MachineClaim) {
+	blocked := s.blocked()
+	if blocked == "" || c.Status.Message == blocked {
+		return
+	}
+	// The first entry is that it waits.
+	if n := len(c.Status.History); n > 1 && c.Status.Reason == ReasonWaitingForMachine {
+		if left := explainEvery - s.now.Sub(c.Status.History[n-1].Time.Time); left > 0 {
+			d.wake(left)
+			return
+		}
+	}
+	d.actions = append(d.actions, action{kind: explain, claim: c, event: v1alpha1.Event{Reason: ReasonWaitingForMachine, Message: blocked}})
+}
+
+// blocked returns why the MachineSets make no Machines, "" when they do. It leaves out the numbers of replicas that Cluster API puts
+// before the reasons: they change with each claim.
+func (s *snapshot) blocked() string {
+	for _, set := range s.sets {
+		for i := range set.Status.Conditions {
+			c := &set.Status.Conditions[i]
+			if c.Type != clusterv1.MachineSetScalingUpCondition || c.Status != "True" {
+				continue
+			}
+			if _, reasons, is := strings.Cut(c.Message, "blocked because:"); is {
+				return fmt.Sprintf("MachineSet %s makes no Machines: %s", set.Name, oneLine(reasons))
+			}
+		}
+	}
+	return ""
+}
+
+// oneLine makes a list of Cluster API's, an item a line, into one line.
+func oneLine(list string) string {
+	var items []string
+	for item := range strings.Lines(list) {
+		if item = strings.TrimSpace(strings.TrimPrefix(strings.TrimSpace(item), "*")); item != "" {
+			items = append(items, item)
+		}
+	}
+	return strings.Join(items, "; ")
+}
