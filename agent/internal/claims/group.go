@@ -55,6 +55,8 @@ type group struct {
 	panics     int       // how many runs in a row panicked
 	resting    time.Time // until when the group is left alone because of that
 	panicked   *panicError
+	// skip is how many actions of a decision come behind the others, as some of them failed.
+	skip int
 	// queued are the ids of the claims that the last step found no room in the ledger for.
 	queued map[string]bool
 }
@@ -254,8 +256,9 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 		} else if !same {
 			continue
 		}
-		progress, err := e.perform(ctx, s, d.actions[:min(len(d.actions), maxActions)])
+		progress, err := e.perform(ctx, s, g.batch(d.actions))
 		if err != nil {
+			g.skip += maxActions
 			// What is due at a time of its own is not put off by a write that may fail for ever.
 			return g.retry(d, wait), errors.Join(refused, err)
 		}
@@ -269,6 +272,15 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 		}
 	}
 	return 10 * time.Millisecond, nil
+}
+
+// batch returns the actions that come next: as many as one step does, others after some of those before failed.
+func (g *group) batch(actions []action) []action {
+	if len(actions) <= maxActions {
+		return actions
+	}
+	at := g.skip % len(actions)
+	return slices.Concat(actions[at:], actions[:at])[:maxActions]
 }
 
 // longestRetry is how long a run is put off at most whose writes fail.

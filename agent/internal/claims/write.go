@@ -207,6 +207,9 @@ func (e *Engine) perform(ctx context.Context, s *snapshot, actions []action) (bo
 				log.FromContext(ctx).V(1).Info("lost a race; the next step looks again", "action", a.kind, "cause", err.Error())
 				return nil
 			default:
+				if refusedForGood(err) {
+					e.reportRefusal(ctx, s, a, err)
+				}
 				errs[i] = fmt.Errorf("%s on node group %s: %w", a.kind, s.md.Name, err)
 				return nil
 			}
@@ -219,6 +222,30 @@ func (e *Engine) perform(ctx context.Context, s *snapshot, actions []action) (bo
 	}
 	_ = work.Wait() // the errors are in errs
 	return progress.Load(), errors.Join(errs...)
+}
+
+// reportRefusal notes on a Machine's claim that a write on the Machine is refused, and why: without the write the claim does not get on.
+func (e *Engine) reportRefusal(ctx context.Context, s *snapshot, a action, cause error) {
+	if a.machine == nil {
+		return
+	}
+	claim := a.claim
+	if claim == nil {
+		claim = s.claim(claimOf(a.machine))
+	}
+	message := fmt.Sprintf("the hub refuses a write on Machine %s (%s): %s", a.machine.Name, a.kind, cause)
+	if claim == nil || claim.CurrentPhase() == v1alpha1.PhaseEnded || claim.Status.Message == message {
+		return
+	}
+	e.warn(claim, ReasonWriteRefused, "WriteMachine", message)
+	if claim.Status.FailedAt != nil {
+		return // why it failed matters more
+	}
+	c := claim.DeepCopy()
+	e.note(c, v1alpha1.Event{Reason: ReasonWriteRefused, Message: message})
+	if err := e.Client.Status().Update(ctx, c); err != nil {
+		log.FromContext(ctx).V(1).Info("could not note on the claim that a write is refused", "claim", c.Spec.ClaimID, "cause", err.Error())
+	}
 }
 
 func (e *Engine) do(ctx context.Context, a action) error {

@@ -569,6 +569,9 @@ var mutants = []mutant{
 		{"waiting.go", "set.Name, oneLine(reasons))\n", "set.Name, oneLine(reasons)+c.Message)\n"},
 		{"waiting.go", "left > 0 {\n", "left > explainEvery {\n"},
 	}},
+	{name: "writes that fail starve the others", test: "TestWritesThatFailDoNotStarveTheOthers", edits: []edit{
+		{"group.go", "	at := g.skip % len(actions)\n", "	at := g.skip * 0\n"},
+	}},
 	{name: "a used-up quota is not looked at", test: "TestAGroupWhoseQuotaIsUsedUpTakesClaimsForSparesOnly", edits: []edit{
 		{"engine.go", "if refusal != nil || err != nil || e.Quota == nil {", "if refusal != nil || err != nil || e.Quota != nil {"},
 	}},

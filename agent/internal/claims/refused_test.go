@@ -1,0 +1,78 @@
+package claims
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+)
+
+// denying refuses to delete Machines whose name begins with that, as a policy engine does.
+func denying(e *Engine, prefix string) {
+	e.Client = interceptor.NewClient(e.Client.(client.WithWatch), interceptor.Funcs{ //nolint:forcetypeassert // the fake is one
+		Delete: func(ctx context.Context, c client.WithWatch, o client.Object, opts ...client.DeleteOption) error {
+			if strings.HasPrefix(o.GetName(), prefix) {
+				return apierrors.NewForbidden(schema.GroupResource{Resource: "machines"}, o.GetName(), errors.New("protected by policy"))
+			}
+			return c.Delete(ctx, o, opts...)
+		},
+	})
+}
+
+// releasing is a group whose Machines of these names are to be deleted for claims of the same names.
+func releasing(t *testing.T, names ...string) *Engine {
+	t.Helper()
+	ledger := (&Ledger{Version: 1, Of: namespace + "/small", Seq: 1, LastReplicas: count(names)}).clone()
+	var objects []client.Object
+	for _, name := range names {
+		m := machineOf(name)
+		node(m)
+		m.Labels[v1alpha1.ClaimLabel] = name
+		ledger.Releasing[types.UID(name)] = Release{Machine: name, Claim: name}
+		objects = append(objects, m, claimIn("", name, v1alpha1.PhaseReleasing, name))
+	}
+	return engineWith(t, append(objects, groupWith("", count(names), ledger))...)
+}
+
+func TestWritesThatFailDoNotStarveTheOthers(t *testing.T) {
+	var names []string
+	for i := range maxActions + 10 {
+		names = append(names, fmt.Sprintf("protected-%03d", i))
+	}
+	e := releasing(t, append(names, "z")...)
+	denying(e, "protected")
+	for range 2 {
+		_, err := e.group(namespace, "small").run(t.Context())
+		require.ErrorContains(t, err, "protected by policy")
+	}
+	m := &clusterv1.Machine{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "z"}}
+	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(m), m))
+	assert.False(t, alive(m), "it came behind more of those than one step takes")
+}
+
+func TestARefusedWriteOnAMachineIsNotedOnItsClaim(t *testing.T) {
+	e := releasing(t, "m")
+	denying(e, "m")
+	claim := claimIn("", "m", v1alpha1.PhaseReleasing, "m")
+	for range 3 {
+		_, err := e.group(namespace, "small").run(t.Context())
+		require.Error(t, err)
+		require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(claim), claim))
+		assert.Equal(t, ReasonWriteRefused, claim.Status.Reason)
+		assert.Contains(t, claim.Status.Message, "protected by policy")
+		assert.Len(t, claim.Status.History, 1, "once is enough")
+	}
+}
