@@ -152,10 +152,13 @@ func TestWhatTheLedgerHasNoRoomForWaitsInOrder(t *testing.T) {
 	})
 	t.Run("spares are kept for them", func(t *testing.T) {
 		s := scene(1, &Ledger{Version: 1, Seq: 4, LastReplicas: 1, Spare: 1})
-		s.ledgerBudget, s.spareSince = 1, s.now.Add(-time.Hour)
-		d := decide(s.withMachine("m", "", nil).withClaim("a", "", ""))
-		assert.Contains(t, d.queued, "a")
-		assert.Nil(t, d.ledger)
+		s.ledgerBudget, s.spareSince = 200, s.now.Add(-time.Hour)
+		id := strings.Repeat("a", 63)
+		d := decide(s.withMachine("m", "", nil).withClaim(id, "", ""))
+		assert.Contains(t, d.queued, id)
+		assert.Nil(t, d.ledger, "though there is room for a release")
+		s.claims = nil
+		require.NotNil(t, decide(s).ledger)
 	})
 }
 
