@@ -18,6 +18,7 @@ import (
 
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox/internal/manifests"
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox/internal/simprovider"
 )
 
 const (
@@ -66,6 +67,11 @@ func createFleet(ctx context.Context, hub client.Client, spoke *controlPlane) er
 	if err := manifests.Create(ctx, hub,
 		&corev1.Secret{
 			ObjectMeta: metadata(ClusterName + "-kubeconfig"),
+			Type:       clusterv1.ClusterSecretType,
+			Data:       map[string][]byte{"value": spoke.kubeconfigData},
+		},
+		&corev1.Secret{
+			ObjectMeta: metadata(simprovider.MachinesKubeconfig(ClusterName)),
 			Type:       clusterv1.ClusterSecretType,
 			Data:       map[string][]byte{"value": spoke.kubeconfigData},
 		},

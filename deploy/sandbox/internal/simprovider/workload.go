@@ -6,6 +6,7 @@ import (
 	"sync"
 
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/client-go/discovery"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
@@ -20,8 +21,12 @@ type clusters interface {
 	serverVersion(ctx context.Context, cluster client.ObjectKey) (string, error)
 }
 
-// workloads hands out clients to workload clusters, made from the kubeconfig Secrets that Cluster API uses as well. Safe
-// for concurrent use.
+// MachinesKubeconfig names the Secret, beside a Cluster, with the kubeconfig that its simulated kubelets use. Kubelets have
+// credentials of their own, so machines join and run although Cluster API has lost its access. It is optional: without it the
+// kubelets use Cluster API's.
+func MachinesKubeconfig(cluster string) string { return cluster + "-machines-kubeconfig" }
+
+// workloads hands out clients to workload clusters, made from their kubeconfig Secrets. Safe for concurrent use.
 type workloads struct {
 	hub client.Reader
 
@@ -29,7 +34,7 @@ type workloads struct {
 	configs map[client.ObjectKey]workload
 }
 
-// workload is a cluster's connection, for as long as the Secret it was made from is unchanged.
+// workload is a cluster's connection, for as long as the Secret that it was made from, named by version, is unchanged.
 type workload struct {
 	version string
 	config  *rest.Config
@@ -62,13 +67,14 @@ func (w *workloads) serverVersion(ctx context.Context, cluster client.ObjectKey)
 }
 
 func (w *workloads) connection(ctx context.Context, cluster client.ObjectKey) (workload, error) {
-	secret := &corev1.Secret{}
-	if err := w.hub.Get(ctx, client.ObjectKey{Namespace: cluster.Namespace, Name: cluster.Name + "-kubeconfig"}, secret); err != nil {
+	secret, err := w.secret(ctx, cluster)
+	if err != nil {
 		return workload{}, fmt.Errorf("reading the kubeconfig of cluster %s: %w", cluster, err)
 	}
+	version := secret.Name + "/" + secret.ResourceVersion
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if known, ok := w.configs[cluster]; ok && known.version == secret.ResourceVersion {
+	if known, ok := w.configs[cluster]; ok && known.version == version {
 		return known, nil
 	}
 	config, err := clientcmd.RESTConfigFromKubeConfig(secret.Data["value"])
@@ -81,6 +87,16 @@ func (w *workloads) connection(ctx context.Context, cluster client.ObjectKey) (w
 	if err != nil {
 		return workload{}, fmt.Errorf("connecting to cluster %s: %w", cluster, err)
 	}
-	w.configs[cluster] = workload{version: secret.ResourceVersion, config: config, client: c}
+	w.configs[cluster] = workload{version: version, config: config, client: c}
 	return w.configs[cluster], nil
+}
+
+// secret returns the Secret with the kubeconfig of the cluster's machines, else the one that Cluster API uses.
+func (w *workloads) secret(ctx context.Context, cluster client.ObjectKey) (*corev1.Secret, error) {
+	secret := &corev1.Secret{}
+	err := w.hub.Get(ctx, client.ObjectKey{Namespace: cluster.Namespace, Name: MachinesKubeconfig(cluster.Name)}, secret)
+	if apierrors.IsNotFound(err) {
+		err = w.hub.Get(ctx, client.ObjectKey{Namespace: cluster.Namespace, Name: cluster.Name + "-kubeconfig"}, secret)
+	}
+	return secret, err
 }
