@@ -39,6 +39,8 @@ const (
 	soon = time.Minute
 	// gracePeriod is how long the shim bears with a silent agent; the product's default is minutes.
 	gracePeriod = 10 * time.Second
+	// spareGrace is how long the agent keeps a Machine that nobody claims; the product's default is a minute.
+	spareGrace = 20 * time.Second
 	// interrupted is the exit status after an interrupt.
 	interrupted = 130
 )
@@ -66,6 +68,7 @@ func run(m *testing.M) int {
 		Name: "e2e",
 		// The short run is with what the charts grant by themselves.
 		FeatureGates: lo.Ternary(testing.Short(), nil, []string{"NodeOverlay"}),
+		AgentArgs:    []string{"--spare-grace-period=" + spareGrace.String()},
 		ShimEnv:      []string{"HUB_UNREACHABLE_GRACE_PERIOD=" + gracePeriod.String(), "CLAIM_SYNC_INTERVAL=10s"},
 	}, nil)
 	if err != nil {
