@@ -52,9 +52,14 @@ func sizes(t *testing.T, what string) (figure func(format string, args ...any)) 
 
 // selected returns a condition for poll about a node group in the status of the node class sizes.
 func selected(group, what string, is func(shimv1.SelectedNodeGroup) bool) func(context.Context) (string, error) {
+	return selectedBy("sizes", group, what, is)
+}
+
+// selectedBy is the same for any node class.
+func selectedBy(nodeClass, group, what string, is func(shimv1.SelectedNodeGroup) bool) func(context.Context) (string, error) {
 	return func(ctx context.Context) (string, error) {
 		var class shimv1.ClusterAPINodeClass
-		if err := w.Spoke.Get(ctx, client.ObjectKey{Name: "sizes"}, &class); err != nil {
+		if err := w.Spoke.Get(ctx, client.ObjectKey{Name: nodeClass}, &class); err != nil {
 			return "", err
 		}
 		name := sandbox.ClusterNamespace + "/" + group

@@ -1,0 +1,153 @@
+package e2e_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"testing"
+	"time"
+
+	. "github.com/onsi/gomega"
+	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	eventsv1 "k8s.io/api/events/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+
+	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	shimv1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/test/invariants"
+	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+)
+
+const (
+	// gitOps is the field manager of the writer in these tests.
+	gitOps = "argocd-controller"
+	// syncEvery is how often it writes what Git has.
+	syncEvery = time.Second
+)
+
+func TestReplicasWrittenBelowWhatIsClaimedFreezeTheGroup(t *testing.T) {
+	shows(t, "gitops: replicas written below what is claimed freeze the node group, until a person ends that")
+	if testing.Short() {
+		t.Skip("not in the short run: waits for longer than a spare is kept")
+	}
+	const floor, pods, written = 1, 3, 2
+	g := NewWithT(t)
+	leaveAsFound(t)
+	apply(t, w.Hub, manifests.CrowdHub)
+	apply(t, w.Spoke, manifests.CrowdSpoke, manifests.CrowdWorkload)
+	g.Expect(w.AwaitNodePool(within(t, soon), "crowd")).To(Succeed())
+	goHome(t, "crowd")
+	patchGroup(t, "crowd", fmt.Sprintf(`{"spec":{"replicas":%d}}`, floor))
+	await(t, 2*time.Minute, crowdRuns(floor))
+	scale(t, "crowd", pods)
+	await(t, 3*time.Minute, running(pods))
+	await(t, soon, crowdRuns(floor+pods))
+	g.Expect(w.Checker.Settle(within(t, settleWithin))).To(BeEmpty())
+
+	stopSyncing := syncReplicas(t, written)
+	poll(t, soon, func(ctx context.Context) (string, error) {
+		var md clusterv1.MachineDeployment
+		err := w.Hub.Get(ctx, client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: "crowd"}, &md)
+		why := md.Annotations[agentv1.ReplicasLoweredAnnotation]
+		named, _ := ContainSubstring(gitOps).Match(why)
+		return lo.Ternary(named, "", fmt.Sprintf("the annotation %s to name %s: it is %q", agentv1.ReplicasLoweredAnnotation, gitOps, why)), err
+	})
+	poll(t, soon, warned("crowd", "ReplicasLoweredBelowClaims", gitOps))
+	poll(t, soon, selectedBy("crowd", "crowd", "no room while it is frozen", func(s shimv1.SelectedNodeGroup) bool {
+		return !s.Available && s.Reason == "ReplicasLowered" && s.Message != ""
+	}))
+	g.Expect(described(t, "crowd").GetAvailability().GetReason()).
+		To(Equal(agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_REPLICAS_LOWERED))
+
+	// Cluster API removes what is too many for the replicas that were written. Nothing else goes, and nothing is raised back.
+	poll(t, 2*time.Minute, func(context.Context) (string, error) {
+		left := len(crowdMachines(t))
+		return lo.Ternary(left <= written, "", fmt.Sprintf("Cluster API to leave %d of %d Machines", written, left)), nil
+	})
+	left := crowdMachines(t)
+	g.Consistently(func(g Gomega) {
+		g.Expect(crowdReplicas(t)).To(BeNumerically("<=", written), "replicas are not raised back")
+		g.Expect(crowdDeployment(t).Annotations).To(HaveKey(agentv1.ReplicasLoweredAnnotation))
+		g.Expect(crowdMachines(t)).To(ConsistOf(left))
+		g.Expect(releasedUnclaimed(t)).To(BeEmpty())
+	}).WithTimeout(spareGrace + 15*time.Second).WithPolling(500 * time.Millisecond).Should(Succeed())
+	stopSyncing()
+
+	annotate(t, "crowd", agentv1.ReplicasLoweredAnnotation, "null")
+	await(t, 5*time.Minute, running(pods))
+	await(t, 2*time.Minute, crowdRuns(floor+pods))
+	g.Expect(invariants.Floor(crowdDeployment(t))).To(Equal(int32(floor)), "the user has what the user had before")
+	g.Expect(crowdDeployment(t).Annotations).NotTo(HaveKey(agentv1.ReplicasLoweredAnnotation))
+	poll(t, soon, selectedBy("crowd", "crowd", "room again", func(s shimv1.SelectedNodeGroup) bool { return s.Available }))
+	g.Expect(w.Checker.Settle(within(t, settleWithin))).To(BeEmpty())
+}
+
+// syncReplicas writes the crowd's replicas again and again, as a GitOps controller does whose manifest has them, until it is stopped.
+func syncReplicas(t *testing.T, replicas int64) (stop func()) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(t.Context())
+	desired := &unstructured.Unstructured{Object: map[string]any{
+		"apiVersion": clusterv1.GroupVersion.String(), "kind": "MachineDeployment",
+		"metadata": map[string]any{"namespace": sandbox.ClusterNamespace, "name": "crowd"},
+		"spec":     map[string]any{"replicas": replicas},
+	}}
+	write := func() error {
+		return w.Hub.Apply(ctx, client.ApplyConfigurationFromUnstructured(desired.DeepCopy()), client.FieldOwner(gitOps), client.ForceOwnership)
+	}
+	if err := write(); err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan error, 1)
+	go func() {
+		ticks := time.NewTicker(syncEvery)
+		defer ticks.Stop()
+		for {
+			select {
+			case <-ctx.Done():
+				done <- nil
+				return
+			case <-ticks.C:
+			}
+			if err := write(); err != nil && !errors.Is(err, context.Canceled) {
+				done <- err
+				return
+			}
+		}
+	}()
+	return func() {
+		t.Helper()
+		cancel()
+		if err := <-done; err != nil {
+			t.Fatalf("writing replicas: %v", err)
+		}
+	}
+}
+
+// warned returns a condition for poll: a Warning event about a MachineDeployment has that reason and a text.
+func warned(group, reason, text string) func(context.Context) (string, error) {
+	return func(ctx context.Context) (string, error) {
+		var events eventsv1.EventList
+		if err := w.Hub.List(ctx, &events, client.InNamespace(sandbox.ClusterNamespace)); err != nil {
+			return "", err
+		}
+		found := lo.ContainsBy(events.Items, func(e eventsv1.Event) bool {
+			named, _ := ContainSubstring(text).Match(e.Note)
+			return named && e.Type == corev1.EventTypeWarning && e.Reason == reason && e.Regarding.Kind == "MachineDeployment" && e.Regarding.Name == group
+		})
+		return lo.Ternary(found, "", fmt.Sprintf("a Warning %s about %s that names %s", reason, group, text)), nil
+	}
+}
+
+// releasedUnclaimed lists the crowd's Machines that the agent removes although no claim was released for them.
+func releasedUnclaimed(t *testing.T) []string {
+	t.Helper()
+	return lo.FilterMap(listCrowd(t), func(m clusterv1.Machine, _ int) (string, bool) {
+		return m.Name, controllerutil.ContainsFinalizer(&m, agentv1.ReleaseFinalizer) && m.Labels[agentv1.ClaimLabel] == ""
+	})
+}
