@@ -73,7 +73,7 @@ type Feed[T any] struct {
 
 	mu          sync.RWMutex
 	scopes      map[types.NamespacedName]map[string]T
-	subscribers map[*Subscription[T]]struct{}
+	subscribers map[types.NamespacedName]map[*Subscription[T]]struct{}
 	generation  int64
 	ready       chan struct{}
 	closed      bool
@@ -89,7 +89,7 @@ func New[T any](options Options[T]) *Feed[T] {
 	return &Feed[T]{
 		options:     options,
 		scopes:      map[types.NamespacedName]map[string]T{},
-		subscribers: map[*Subscription[T]]struct{}{},
+		subscribers: map[types.NamespacedName]map[*Subscription[T]]struct{}{},
 		ready:       make(chan struct{}),
 	}
 }
@@ -129,10 +129,8 @@ func (f *Feed[T]) Remove(cluster types.NamespacedName, key string) bool {
 
 func (f *Feed[T]) changed(cluster types.NamespacedName, key string) {
 	f.generation++
-	for subscriber := range f.subscribers {
-		if subscriber.cluster == cluster {
-			subscriber.note(key)
-		}
+	for subscriber := range f.subscribers[cluster] {
+		subscriber.note(key)
 	}
 }
 
@@ -159,8 +157,10 @@ func (f *Feed[T]) Close() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.closed = true
-	for subscriber := range f.subscribers {
-		subscriber.wake()
+	for _, subscribers := range f.subscribers {
+		for subscriber := range subscribers {
+			subscriber.wake()
+		}
 	}
 }
 
@@ -185,7 +185,10 @@ type Stats struct {
 func (f *Feed[T]) Stats() Stats {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
-	s := Stats{Subscribers: len(f.subscribers), Resyncs: f.resyncs}
+	s := Stats{Resyncs: f.resyncs}
+	for _, subscribers := range f.subscribers {
+		s.Subscribers += len(subscribers)
+	}
 	for _, objects := range f.scopes {
 		s.Objects += len(objects)
 	}
@@ -206,17 +209,25 @@ func (f *Feed[T]) Get(cluster types.NamespacedName, key string) (object T, found
 // List returns the objects of a Cluster, ordered by key, and the generation they were taken at. Errors: [ErrNotReady],
 // [ErrClosed].
 func (f *Feed[T]) List(cluster types.NamespacedName) ([]T, int64, error) {
+	entries, generation, err := f.entries(cluster)
+	if err != nil {
+		return nil, 0, err
+	}
+	order(entries)
+	objects := make([]T, 0, len(entries))
+	for _, e := range entries {
+		objects = append(objects, e.object)
+	}
+	return objects, generation, nil
+}
+
+func (f *Feed[T]) entries(cluster types.NamespacedName) ([]entry[T], int64, error) {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
 	if err := f.usable(); err != nil {
 		return nil, 0, err
 	}
-	entries := f.sorted(cluster)
-	objects := make([]T, 0, len(entries))
-	for _, e := range entries {
-		objects = append(objects, e.object)
-	}
-	return objects, f.generation, nil
+	return f.copied(cluster), f.generation, nil
 }
 
 func (f *Feed[T]) usable() error {
@@ -234,13 +245,17 @@ type entry[T any] struct {
 	object T
 }
 
-func (f *Feed[T]) sorted(cluster types.NamespacedName) []entry[T] {
+// copied returns a Cluster's objects in no particular order: the lock, which all Clusters share, is held no longer than that takes.
+func (f *Feed[T]) copied(cluster types.NamespacedName) []entry[T] {
 	entries := make([]entry[T], 0, len(f.scopes[cluster]))
 	for key, object := range f.scopes[cluster] {
 		entries = append(entries, entry[T]{key, object})
 	}
-	slices.SortFunc(entries, func(a, b entry[T]) int { return cmp.Compare(a.key, b.key) })
 	return entries
+}
+
+func order[T any](entries []entry[T]) {
+	slices.SortFunc(entries, func(a, b entry[T]) int { return cmp.Compare(a.key, b.key) })
 }
 
 // Subscribe begins a subscription to one Cluster's objects, as far as they are wanted; nil wants all. wanted must be quick, and
@@ -256,7 +271,10 @@ func (f *Feed[T]) Subscribe(cluster types.NamespacedName, wanted func(T) bool) (
 		pending: map[string]struct{}{}, shown: map[string]struct{}{},
 	}
 	s.begin()
-	f.subscribers[s] = struct{}{}
+	if f.subscribers[cluster] == nil {
+		f.subscribers[cluster] = map[*Subscription[T]]struct{}{}
+	}
+	f.subscribers[cluster][s] = struct{}{}
 	return s, nil
 }
 
@@ -268,6 +286,7 @@ type Subscription[T any] struct {
 	woken   chan struct{}
 
 	// Guarded by feed.mu.
+	unordered  []entry[T] // the snapshot before it is in order
 	snapshot   []entry[T] // what is left of it
 	syncing    bool       // the marker is still to come
 	syncedAt   int64
@@ -279,7 +298,7 @@ type Subscription[T any] struct {
 
 // begin starts a snapshot. feed.mu is held.
 func (s *Subscription[T]) begin() {
-	s.snapshot, s.syncing, s.syncedAt = s.feed.sorted(s.cluster), true, s.feed.generation
+	s.unordered, s.snapshot, s.syncing, s.syncedAt = s.feed.copied(s.cluster), nil, true, s.feed.generation
 	s.order, s.overflowed = nil, false
 	clear(s.pending)
 	clear(s.shown)
@@ -297,7 +316,7 @@ func (s *Subscription[T]) note(key string) {
 	if len(s.order) >= s.feed.options.Buffer {
 		s.overflowed = true
 		s.feed.resyncs++
-		s.order, s.snapshot = nil, nil
+		s.order, s.snapshot, s.unordered = nil, nil, nil
 		clear(s.pending)
 		return
 	}
@@ -335,8 +354,26 @@ func (s *Subscription[T]) Next(ctx context.Context) (Event[T], error) {
 	}
 }
 
+// arrange brings a new snapshot into order, without the lock that all Clusters share.
+func (s *Subscription[T]) arrange() {
+	s.feed.mu.Lock()
+	entries := s.unordered
+	s.unordered = nil
+	s.feed.mu.Unlock()
+	if entries == nil {
+		return
+	}
+	order(entries)
+	s.feed.mu.Lock()
+	defer s.feed.mu.Unlock()
+	if !s.overflowed { // or there is a new one to come
+		s.snapshot = entries
+	}
+}
+
 // take returns the next event that is there already, if any.
 func (s *Subscription[T]) take() (Event[T], bool, error) {
+	s.arrange()
 	s.feed.mu.Lock()
 	defer s.feed.mu.Unlock()
 	for {
@@ -386,7 +423,10 @@ func (s *Subscription[T]) show(key string, object T, exists bool) (Event[T], boo
 func (s *Subscription[T]) Close() {
 	s.feed.mu.Lock()
 	defer s.feed.mu.Unlock()
-	delete(s.feed.subscribers, s)
+	delete(s.feed.subscribers[s.cluster], s)
+	if len(s.feed.subscribers[s.cluster]) == 0 {
+		delete(s.feed.subscribers, s.cluster)
+	}
 }
 
 // Clusters returns the Clusters that have objects, in no particular order.
