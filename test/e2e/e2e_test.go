@@ -91,7 +91,7 @@ func run(m *testing.M) int {
 
 	code := m.Run()
 	tellTable()
-	faults := faultsInLogs()
+	faults := faultsInLogs(w, sandbox.Agent, sandbox.Shim)
 	for _, fault := range faults {
 		say("e2e: FAIL %s", fault)
 	}
@@ -109,9 +109,9 @@ func say(format string, args ...any) { fmt.Fprintf(os.Stdout, format+"\n", args.
 // and crashes.
 var faults = regexp.MustCompile(`(?i)is forbidden:|"reason":"Forbidden"|panic:|runtime error|nil pointer dereference|DATA RACE`)
 
-func faultsInLogs() []string {
+func faultsInLogs(w *world.World, components ...string) []string {
 	var found []string
-	for _, component := range []string{sandbox.Agent, sandbox.Shim} {
+	for _, component := range components {
 		data, err := os.ReadFile(w.Status(component).Log)
 		if err != nil {
 			found = append(found, err.Error())

@@ -1,0 +1,301 @@
+package e2e_test
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	. "github.com/onsi/gomega"
+	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/tools/clientcmd"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+
+	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/test/invariants"
+	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/world"
+)
+
+const (
+	// nodeDeadline is the agents' in this scenario. Machines join within seconds; the rest is for a machine that has other things to do.
+	nodeDeadline = time.Minute
+	// beyondDeadline is how much longer than that Cluster API is cut off.
+	beyondDeadline = time.Minute
+	// slowly bounds what takes several of Cluster API's attempts to connect.
+	slowly = 4 * time.Minute
+	// nowhere is an API server at which nothing answers: a port that only the system's own services may listen at.
+	nowhere = "https://127.0.0.1:1"
+)
+
+// Cluster API loses its access to the spoke and is restarted, so it knows nothing of the Nodes there. Kubelets and Karpenter go on.
+func TestNodesThatClusterAPICannotSeeSurvive(t *testing.T) {
+	shows(t, "unseen: Nodes survive that Cluster API cannot see, and are not handed to the next claim")
+	if testing.Short() {
+		t.Skip("not in the short run: lasts longer than the node deadline")
+	}
+	const before, during = 2, 2
+	g := NewWithT(t)
+	u := newUnseen(t)
+	u.apply(t, manifests.CrowdHub, u.Hub)
+	u.apply(t, manifests.CrowdSpoke, u.Spoke)
+	u.apply(t, manifests.CrowdWorkload, u.Spoke)
+	g.Expect(u.AwaitNodePool(within(t, soon), "crowd")).To(Succeed())
+	u.run(t, before)
+	g.Expect(u.Checker.Settle(within(t, settleWithin))).To(BeEmpty())
+
+	// One machine is on its way: Cluster API has looked for its Node in vain, and says so for as long as it cannot look again.
+	u.hang(t, simv1.StageJoin)
+	u.scale(t, before+1)
+	var slow clusterv1.Machine
+	u.poll(t, 2*time.Minute, func(ctx context.Context) (string, error) {
+		var machines clusterv1.MachineList
+		err := u.Hub.List(ctx, &machines, client.InNamespace(sandbox.ClusterNamespace))
+		for i := range machines.Items {
+			if m := &machines.Items[i]; m.Labels[agentv1.ClaimLabel] != "" && statesNoNode(m) {
+				slow = *m
+				return "", nil
+			}
+		}
+		return "Cluster API to state that a Machine has no Node", err
+	})
+
+	restore := u.cutOff(t)
+	u.hang(t, "", slow.Spec.InfrastructureRef.Name)
+	u.run(t, before+1)
+	u.run(t, before+1+during)
+	unseen := u.unseen(t)
+	g.Expect(unseen).To(HaveLen(1+during), "Cluster API has seen none of the Nodes that joined since")
+	g.Expect(unseen).To(HaveKey(slow.UID))
+	g.Expect(statesNoNode(new(unseen[slow.UID]))).To(BeTrue(), "what it stated before, it still states")
+
+	// Every deadline passes.
+	kept := u.uids(t)
+	youngest := slices.MaxFunc(lo.Values(unseen), func(a, b clusterv1.Machine) int { return a.CreationTimestamp.Compare(b.CreationTimestamp.Time) })
+	g.Consistently(func(g Gomega) {
+		g.Expect(u.uids(t)).To(ConsistOf(kept), "nothing is deleted, and nothing is made in its place")
+		g.Expect(u.givenUp(t)).To(BeEmpty())
+		g.Expect(u.unseen(t)).To(HaveLen(1 + during))
+	}).WithTimeout(time.Until(youngest.CreationTimestamp.Add(nodeDeadline + beyondDeadline))).WithPolling(time.Second).Should(Succeed())
+
+	// A Node is drained and its claim released. To Cluster API its Machine never had one.
+	claim := slow.Labels[agentv1.ClaimLabel]
+	u.preferDeletionOnNode(t, slow.Name)
+	u.scale(t, before+during)
+	u.poll(t, slowly, func(ctx context.Context) (string, error) {
+		var m clusterv1.Machine
+		if err := u.Hub.Get(ctx, client.ObjectKeyFromObject(&slow), &m); err != nil {
+			return "", client.IgnoreNotFound(err)
+		}
+		return lo.Ternary(m.DeletionTimestamp.IsZero(), "Machine "+slow.Name+" to be deleted", ""), nil
+	})
+	g.Expect(u.givenUp(t)).To(BeEmpty())
+
+	restore()
+	u.poll(t, slowly, func(ctx context.Context) (string, error) {
+		var c agentv1.MachineClaim
+		err := u.Hub.Get(ctx, client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: agentv1.ObjectName(sandbox.ClusterName, claim)}, &c)
+		ended := c.Status.Phase == agentv1.PhaseEnded && c.Status.Reason == "Released"
+		return lo.Ternary(ended, "", fmt.Sprintf("claim %s to end as released: it is %s (%s: %s)",
+			claim, c.Status.Phase, c.Status.Reason, c.Status.Message)), err
+	})
+	g.Expect(u.Recorder.Await(within(t, slowly), everyMachineRuns)).To(Succeed())
+	g.Expect(u.Checker.Settle(within(t, slowly))).To(BeEmpty())
+	g.Expect(u.givenUp(t)).To(BeEmpty())
+	g.Expect(u.uids(t)).To(HaveLen(len(kept)-3), "one Machine, NodeClaim and Node less")
+	g.Expect(u.unseen(t)).To(BeEmpty())
+
+	u.scale(t, 0)
+	g.Expect(u.Recorder.Await(within(t, slowly), noMachines)).To(Succeed())
+	violations, err := u.Checker.Settle(within(t, settleWithin))
+	g.Expect(err).NotTo(HaveOccurred())
+	g.Expect(violations).To(BeEmpty(), invariants.Describe(violations))
+	g.Expect(faultsInLogs(u.World, sandbox.AgentName(0), sandbox.AgentName(1), sandbox.Shim)).To(BeEmpty())
+}
+
+// unseen is a sandbox of its own, as nothing else can run while Cluster API is cut off from its spoke, with two active agents.
+type unseen struct{ *world.World }
+
+func newUnseen(t *testing.T) unseen {
+	t.Helper()
+	own, err := world.Start(within(t, startWithin), sandbox.Options{
+		Name: "e2e-unseen", Agents: 2,
+		AgentArgs: []string{"--machine-node-deadline=" + nodeDeadline.String(), "--spare-grace-period=" + spareGrace.String()},
+		ShimEnv:   []string{"CLAIM_SYNC_INTERVAL=5s"},
+	}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Logf("logs: %s", own.Sandbox.State().Paths.Logs)
+		}
+		own.Stop()
+	})
+	return unseen{own}
+}
+
+func (u unseen) apply(t *testing.T, file string, to client.Client) {
+	t.Helper()
+	NewWithT(t).Expect(manifests.Apply(within(t, soon), to, file)).To(Succeed())
+}
+
+// poll is the function of that name, with the pods that have no Node.
+func (u unseen) poll(t *testing.T, d time.Duration, condition func(context.Context) (string, error)) {
+	t.Helper()
+	if err := world.Poll(within(t, d), condition); err != nil {
+		pending, _ := u.Pending(context.Background())
+		t.Fatalf("%v\npods without a Node:\n  %s", err, strings.Join(pending, "\n  "))
+	}
+}
+
+func (u unseen) scale(t *testing.T, pods int32) {
+	t.Helper()
+	NewWithT(t).Expect(u.Scale(within(t, soon), client.ObjectKey{Namespace: "default", Name: "crowd"}, pods)).To(Succeed())
+}
+
+// run has so many pods and waits until all of them run.
+func (u unseen) run(t *testing.T, pods int32) {
+	t.Helper()
+	u.scale(t, pods)
+	if err := u.Recorder.Await(within(t, slowly), running(int(pods))); err != nil {
+		pending, _ := u.Pending(context.Background())
+		t.Fatalf("%v\npods without a Node:\n  %s", err, strings.Join(pending, "\n  "))
+	}
+}
+
+// hang sets where new machines hang, and the named ones too; "" for nowhere.
+func (u unseen) hang(t *testing.T, at simv1.Stage, machines ...string) {
+	t.Helper()
+	g := NewWithT(t)
+	template := &simv1.SimMachineTemplate{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: "crowd"}}
+	g.Expect(u.merge(t, template, map[string]any{"spec": map[string]any{"template": map[string]any{"spec": stuck(at)}}})).To(Succeed())
+	for _, name := range machines {
+		m := &simv1.SimMachine{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: name}}
+		g.Expect(u.merge(t, m, map[string]any{"spec": stuck(at)})).To(Succeed())
+	}
+}
+
+func stuck(at simv1.Stage) map[string]any {
+	if at == "" {
+		return map[string]any{"stuckAt": nil}
+	}
+	return map[string]any{"stuckAt": at}
+}
+
+func (u unseen) merge(t *testing.T, o client.Object, change map[string]any) error {
+	t.Helper()
+	patch, err := json.Marshal(change)
+	if err != nil {
+		return err
+	}
+	return u.Hub.Patch(within(t, soon), o, client.RawPatch(types.MergePatchType, patch))
+}
+
+// cutOff points Cluster API's kubeconfig of the spoke to where nothing answers and restarts it. The returned function ends that.
+func (u unseen) cutOff(t *testing.T) (restore func()) {
+	t.Helper()
+	g := NewWithT(t)
+	var secret corev1.Secret
+	key := client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: sandbox.ClusterName + "-kubeconfig"}
+	g.Expect(u.Hub.Get(within(t, soon), key, &secret)).To(Succeed())
+	working := secret.Data["value"]
+	config, err := clientcmd.Load(working)
+	g.Expect(err).NotTo(HaveOccurred())
+	for _, cluster := range config.Clusters {
+		cluster.Server = nowhere
+	}
+	broken, err := clientcmd.Write(*config)
+	g.Expect(err).NotTo(HaveOccurred())
+	write := func(kubeconfig []byte) {
+		g.Expect(u.merge(t, &secret, map[string]any{"data": map[string][]byte{"value": kubeconfig}})).To(Succeed())
+	}
+	write(broken)
+	pid := u.Status(sandbox.ClusterAPI).PID
+	g.Expect(u.Sandbox.Kill(sandbox.ClusterAPI)).To(Succeed())
+	g.Expect(u.AwaitRestarted(within(t, slowly), sandbox.ClusterAPI, pid)).To(Succeed())
+	return func() { write(working) }
+}
+
+// unseen returns the Machines whose Node is there and has run pods, and that Cluster API knows no Node of, by UID.
+func (u unseen) unseen(t *testing.T) map[types.UID]clusterv1.Machine {
+	t.Helper()
+	state := u.read(t)
+	registered := lo.SliceToMap(state.NodeClaims, func(n karpenterv1.NodeClaim) (string, bool) {
+		return n.Status.ProviderID, n.StatusConditions().IsTrue(karpenterv1.ConditionTypeRegistered)
+	})
+	return lo.SliceToMap(lo.Filter(state.Machines, func(m clusterv1.Machine, _ int) bool {
+		return !m.Status.NodeRef.IsDefined() && registered[m.Spec.ProviderID]
+	}), func(m clusterv1.Machine) (types.UID, clusterv1.Machine) { return m.UID, m })
+}
+
+// uids returns the UIDs of all Machines, NodeClaims and Nodes that are not being deleted.
+func (u unseen) uids(t *testing.T) []types.UID {
+	t.Helper()
+	var uids []types.UID
+	add := func(o metav1.Object) {
+		if o.GetDeletionTimestamp().IsZero() {
+			uids = append(uids, o.GetUID())
+		}
+	}
+	state := u.read(t)
+	for i := range state.Machines {
+		add(&state.Machines[i])
+	}
+	for i := range state.NodeClaims {
+		add(&state.NodeClaims[i])
+	}
+	for i := range state.Nodes {
+		add(&state.Nodes[i])
+	}
+	return uids
+}
+
+// givenUp lists what became of claims that the agents gave up or whose Machine they gave to another one.
+func (u unseen) givenUp(t *testing.T) []string {
+	t.Helper()
+	return lo.FlatMap(u.read(t).Claims, func(c agentv1.MachineClaim, _ int) []string {
+		return lo.FilterMap(c.Status.History, func(e agentv1.Event, _ int) (string, bool) {
+			return c.Name + ": " + e.Reason + ": " + e.Message, slices.Contains([]string{"Failed", "Late", "HandedOver", "MachineLost", "Collected"}, e.Reason)
+		})
+	})
+}
+
+func (u unseen) read(t *testing.T) invariants.State {
+	t.Helper()
+	state, err := invariants.Read(within(t, soon), u.Hub, u.Spoke, world.Cluster)
+	NewWithT(t).Expect(err).NotTo(HaveOccurred())
+	return state
+}
+
+// preferDeletionOnNode makes the pods on a Node the first that go when their Deployment has too many.
+func (u unseen) preferDeletionOnNode(t *testing.T, node string) {
+	t.Helper()
+	g := NewWithT(t)
+	var pods corev1.PodList
+	g.Expect(u.Spoke.List(within(t, soon), &pods, client.InNamespace("default"))).To(Succeed())
+	here := lo.Filter(pods.Items, func(p corev1.Pod, _ int) bool { return p.Spec.NodeName == node })
+	g.Expect(here).NotTo(BeEmpty())
+	for i := range here {
+		metav1.SetMetaDataAnnotation(&here[i].ObjectMeta, corev1.PodDeletionCost, "-1")
+		g.Expect(u.Spoke.Update(within(t, soon), &here[i])).To(Succeed())
+	}
+}
+
+// statesNoNode reports whether Cluster API states that it found no Node of a Machine whose instance exists.
+func statesNoNode(m *clusterv1.Machine) bool {
+	c := meta.FindStatusCondition(m.Status.Conditions, clusterv1.MachineNodeReadyCondition)
+	return c != nil && c.Reason == clusterv1.MachineNodeInspectionFailedReason &&
+		m.Spec.ProviderID != "" && strings.Contains(c.Message, m.Spec.ProviderID)
+}
