@@ -113,6 +113,11 @@ func StaleToken(message string) error {
 	return made(codes.FailedPrecondition, message, errorInfo(ReasonStaleToken, nil))
 }
 
+// SpokeMismatch says that a live set was read in another cluster than the one that made the holder's claims.
+func SpokeMismatch(message string) error {
+	return made(codes.FailedPrecondition, message, errorInfo(ReasonSpokeMismatch, nil))
+}
+
 // Unauthenticated says that the caller presented no usable identity.
 func Unauthenticated(message string) error {
 	return made(codes.Unauthenticated, message, errorInfo(ReasonUnauthenticated, nil))

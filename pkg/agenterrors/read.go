@@ -50,6 +50,9 @@ func IsRefused(err error) bool { return is(err, codes.FailedPrecondition) }
 // IsStaleToken reports that a SyncClaims token must be taken anew.
 func IsStaleToken(err error) bool { return ReasonOf(err) == ReasonStaleToken }
 
+// IsSpokeMismatch reports that the live set was read in another cluster than the one that made the holder's claims.
+func IsSpokeMismatch(err error) bool { return ReasonOf(err) == ReasonSpokeMismatch }
+
 // IsUnauthenticated reports that the caller presented no usable identity.
 func IsUnauthenticated(err error) bool { return is(err, codes.Unauthenticated) }
 

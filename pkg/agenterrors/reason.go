@@ -18,6 +18,8 @@ const (
 	ReasonInvalidToken Reason = "INVALID_TOKEN"
 	// ReasonStaleToken comes with FAILED_PRECONDITION: the token is too old, or was made from an incomplete view.
 	ReasonStaleToken Reason = "STALE_TOKEN"
+	// ReasonSpokeMismatch comes with FAILED_PRECONDITION: the live set was read in another cluster than the one that made the holder's claims.
+	ReasonSpokeMismatch Reason = "SPOKE_MISMATCH"
 
 	// ReasonUnauthenticated comes with UNAUTHENTICATED: the caller presented no usable identity.
 	ReasonUnauthenticated Reason = "UNAUTHENTICATED"

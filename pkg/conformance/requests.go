@@ -249,6 +249,8 @@ func malformed() []malformation {
 		text("CreateClaim", "claim_id", func(r create, v string) { r.ClaimId = v }, label),
 		text("CreateClaim", "holder", func(r create, v string) { r.Holder = v }, label),
 		text("CreateClaim", "holder", func(r create, v string) { r.Holder = v }, reserved),
+		text("CreateClaim", "spoke_id", func(r create, v string) { r.SpokeId = v },
+			map[string]string{"64 characters": strings.Repeat("a", 64), "no label": "!"}),
 		text("CreateClaim", "display_name", func(r create, v string) { r.DisplayName = v },
 			map[string]string{"254 characters": strings.Repeat("a", 254)}),
 		text("CreateClaim", "candidates[0]", func(r create, v string) { r.Candidates = []string{v} },
@@ -280,6 +282,8 @@ func malformed() []malformation {
 
 		text("SyncClaims", "holder", func(r sync, v string) { r.Holder = v }, label),
 		text("SyncClaims", "holder", func(r sync, v string) { r.Holder = v }, reserved),
+		text("SyncClaims", "spoke_id", func(r sync, v string) { r.SpokeId = v },
+			map[string]string{"64 characters": strings.Repeat("a", 64), "no label": "!"}),
 		text("SyncClaims", "token", func(r sync, v string) { r.Token = v },
 			map[string]string{"empty": "", "1025 characters": strings.Repeat("a", 1025)}),
 		text("SyncClaims", "live_claim_ids[1]", func(r sync, v string) { r.LiveClaimIds = []string{"ok", v} },

@@ -101,6 +101,7 @@ func (s *suite) create(c *client.Client, request *agentv1alpha1.CreateClaimReque
 	if request.GetHolder() == "" {
 		request.Holder = holder
 	}
+	request.SpokeId = spoke
 	return repeat(s, func() (*agentv1alpha1.Claim, error) {
 		response, err := c.Claims.CreateClaim(s.bounded(), request)
 		return response.GetClaim(), err

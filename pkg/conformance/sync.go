@@ -61,6 +61,7 @@ var syncCases = []testCase{
 		claim := s.running("alive", id)
 		_, err := s.Client().Claims.SyncClaims(s.bounded(), &agentv1alpha1.SyncClaimsRequest{
 			Cluster: s.Cluster(), Holder: holder, Token: s.list(holder, false).GetToken(), LiveClaimIds: []string{"alive"},
+			SpokeId: spoke, NodesComplete: true,
 			Nodes: []*agentv1alpha1.NodeReport{
 				{
 					ProviderId:  claim.GetMachine().GetProviderId(),
@@ -72,6 +73,59 @@ var syncCases = []testCase{
 		})
 		require.NoError(s, err)
 		require.Equal(s, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, s.mustGet("alive").GetPhase())
+	}},
+
+	{"collects nothing for a set that does not say where it was read", func(s *suite) {
+		id := s.group(deployment("workers"))
+		s.mustCreate("orphan", id)
+		s.mustCreate("another", id)
+		// Until the claims are old enough a set that does say it would not collect either.
+		s.eventually("the other orphan is collected", func() error {
+			response, err := s.syncFrom("", s.list(holder, false).GetToken())
+			require.NoError(s, err)
+			require.Empty(s, response.GetCollectedClaimIds())
+			require.Empty(s, response.GetKeptClaimIds())
+			response, err = s.sync(s.list(holder, false).GetToken(), "orphan")
+			require.NoError(s, err)
+			if !slices.Contains(response.GetCollectedClaimIds(), "another") {
+				return fmt.Errorf("collected %v", response.GetCollectedClaimIds())
+			}
+			return nil
+		})
+		require.Less(s, s.mustGet("orphan").GetPhase(), agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING)
+	}},
+
+	{"refuses a set that was read in another cluster", func(s *suite) {
+		id := s.group(deployment("workers"))
+		s.mustCreate("alive", id)
+		_, err := s.syncFrom("another-spoke", s.list(holder, false).GetToken(), "not-here")
+		require.True(s, agenterrors.IsRefused(err), "%v", err)
+		require.True(s, agenterrors.IsSpokeMismatch(err), "%v", err)
+		require.Less(s, s.mustGet("alive").GetPhase(), agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING)
+	}},
+
+	{"keeps a claim whose Node was registered, until it is released", func(s *suite) {
+		id := s.group(deployment("workers"))
+		claim := s.running("registered", id)
+		_, err := s.Client().Claims.SyncClaims(s.bounded(), &agentv1alpha1.SyncClaimsRequest{
+			Cluster: s.Cluster(), Holder: holder, Token: s.list(holder, false).GetToken(), LiveClaimIds: []string{"registered"},
+			SpokeId: spoke, Nodes: []*agentv1alpha1.NodeReport{{ProviderId: claim.GetMachine().GetProviderId()}}, NodesComplete: true,
+		})
+		require.NoError(s, err)
+		s.eventually("the claim is known to be kept", func() error {
+			response, err := s.sync(s.list(holder, false).GetToken())
+			require.NoError(s, err)
+			require.Empty(s, response.GetCollectedClaimIds())
+			if !slices.Contains(response.GetKeptClaimIds(), "registered") {
+				return fmt.Errorf("kept %v", response.GetKeptClaimIds())
+			}
+			return nil
+		})
+		kept := s.mustGet("registered")
+		require.Equal(s, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, kept.GetPhase())
+		require.Equal(s, "OwnerMissing", kept.GetReason())
+		s.mustRelease("registered")
+		s.untilEnded("registered")
 	}},
 
 	{"refuses a token of another holder", func(s *suite) {
@@ -107,10 +161,17 @@ var syncCases = []testCase{
 	}},
 }
 
+// spoke is the cluster that the suite's claims are made from.
+const spoke = "a-spoke"
+
 func (s *suite) sync(token string, live ...string) (*agentv1alpha1.SyncClaimsResponse, error) {
+	return s.syncFrom(spoke, token, live...)
+}
+
+func (s *suite) syncFrom(spoke, token string, live ...string) (*agentv1alpha1.SyncClaimsResponse, error) {
 	return repeat(s, func() (*agentv1alpha1.SyncClaimsResponse, error) {
 		return s.Client().Claims.SyncClaims(s.bounded(), &agentv1alpha1.SyncClaimsRequest{
-			Cluster: s.Cluster(), Holder: holder, Token: token, LiveClaimIds: live,
+			Cluster: s.Cluster(), Holder: holder, Token: token, LiveClaimIds: live, SpokeId: spoke,
 		})
 	})
 }

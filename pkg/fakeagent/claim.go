@@ -23,6 +23,7 @@ const (
 	reasonNodeJoined        = "NodeJoined"
 	reasonReleaseRequested  = "ReleaseRequested"
 	reasonCollected         = "Collected"
+	reasonOwnerMissing      = "OwnerMissing"
 	reasonReleased          = "Released"
 	reasonHandedOver        = "HandedOver"
 	reasonCancelled         = "Cancelled"
@@ -51,6 +52,8 @@ type claim struct {
 	releasedAt      time.Time
 	endedAt         time.Time
 	failedAt        time.Time // when its machine was given up
+	spoke           string
+	registered      bool // its machine's Node was reported as registered
 	history         []*agentv1alpha1.ClaimEvent
 }
 
@@ -144,6 +147,7 @@ func (a *Agent) newClaim(request *agentv1alpha1.CreateClaimRequest, g *group) *c
 		id:          request.GetClaimId(),
 		holder:      request.GetHolder(),
 		displayName: request.GetDisplayName(),
+		spoke:       request.GetSpokeId(),
 		groupID:     g.id,
 		adopts:      request.GetAdoptMachine(),
 		phase:       agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING,

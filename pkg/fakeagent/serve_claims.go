@@ -243,14 +243,17 @@ func (s claimService) SyncClaims(
 			response.UnknownClaimIds = append(response.UnknownClaimIds, id)
 		}
 	}
-	var orphans []*claim
-	for id, c := range a.claims[cluster] {
-		if _, ok := alive[id]; !ok && c.live() && c.holder == request.GetHolder() && c.sequence <= t.Sequence {
-			orphans = append(orphans, c)
-		}
+	set := a.liveSet(request, alive)
+	if set.foreign() {
+		return nil, agenterrors.SpokeMismatch("spoke_id: the live set was read in another cluster than the one that made the claims")
 	}
-	slices.SortFunc(orphans, func(x, y *claim) int { return cmp.Compare(x.sequence, y.sequence) })
-	for _, c := range orphans {
+	set.noteNodes()
+	for _, c := range set.orphans(t.Sequence) {
+		if why := set.keeps(c); why != "" {
+			response.KeptClaimIds = append(response.KeptClaimIds, c.id)
+			a.keep(c, why)
+			continue
+		}
 		response.CollectedClaimIds = append(response.CollectedClaimIds, c.id)
 		a.release(c, reasonCollected, "its owner is gone: it is not in the live set of "+c.holder, false)
 	}

@@ -22,6 +22,8 @@ const (
 	ClaimNameLabel = ClaimNameAnnotation
 	// ClaimHolderAnnotation on a Machine holds the claim's holder, so that a lost MachineClaim can be made again.
 	ClaimHolderAnnotation = Group + "/claim-holder"
+	// ClaimSpokeAnnotation on a Machine holds the cluster that the claim was made from, for the same reason.
+	ClaimSpokeAnnotation = Group + "/claim-spoke"
 	// ClaimedAtAnnotation on a Machine holds the time at which it was bound, RFC 3339, for people.
 	ClaimedAtAnnotation = Group + "/claimed-at"
 

@@ -53,6 +53,11 @@ type MachineClaimSpec struct {
 	// +kubebuilder:validation:MaxLength=63
 	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="holder is immutable"
 	Holder string `json:"holder"`
+	// spoke is the UID of the namespace kube-system of the cluster that the claim was made from, or that listed it as live: only a live
+	// set that was read there may collect it. Empty means that it is not known.
+	// +optional
+	// +kubebuilder:validation:MaxLength=63
+	Spoke string `json:"spoke,omitempty"`
 	// displayName is what the caller calls the claim: the NodeClaim's name.
 	// +optional
 	DisplayName string `json:"displayName,omitempty"`

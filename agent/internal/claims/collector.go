@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/log"
@@ -50,9 +51,14 @@ var (
 		"Claims by node group and phase; ended ones while they are remembered.", []string{namespaceLabel, deploymentLabel, "phase"}, nil)
 )
 
+// keptDescription is by Cluster, as no node group has anything to do with it.
+var keptDescription = prometheus.NewDesc("capi_agent_claims_owner_missing",
+	"Claims of a Cluster that are kept although their holder's live set lacks them: a person has to look.", []string{namespaceLabel, "cluster"}, nil)
+
 func (c collector) Describe(descriptions chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
 		ledgerDescription, replicasDescription, sequenceDescription, unreadableDescription, frozenDescription, claimsDescription,
+		keptDescription,
 	} {
 		descriptions <- d
 	}
@@ -101,9 +107,16 @@ func (c collector) Collect(metrics chan<- prometheus.Metric) {
 		phase           v1alpha1.Phase
 	}
 	counts := map[group]int64{}
+	kept := map[types.NamespacedName]int64{}
 	for i := range claims.Items {
 		claim := &claims.Items[i]
 		counts[group{claim.Namespace, claim.Spec.NodeGroup, claim.CurrentPhase()}]++
+		if claim.CurrentPhase() == v1alpha1.PhaseBound && claim.Status.Reason == ReasonOwnerMissing {
+			kept[types.NamespacedName{Namespace: claim.Namespace, Name: claim.Spec.ClusterName}]++
+		}
+	}
+	for cluster, n := range kept {
+		gauge(keptDescription, n, cluster.Namespace, cluster.Name)
 	}
 	for g, n := range counts {
 		gauge(claimsDescription, n, g.namespace, g.name, string(g.phase))

@@ -125,6 +125,7 @@ const (
 	ReasonNodeJoined        = "NodeJoined"
 	ReasonReleaseRequested  = "ReleaseRequested"
 	ReasonCollected         = "Collected"
+	ReasonOwnerMissing      = "OwnerMissing"
 	ReasonReleased          = "Released"
 	ReasonHandedOver        = "HandedOver"
 	ReasonCancelled         = "Cancelled"

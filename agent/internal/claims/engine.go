@@ -98,6 +98,8 @@ type Request struct {
 	Namespace, Cluster, ID string
 	// Holder keeps the claim alive and may collect it.
 	Holder string
+	// Spoke is the cluster that the claim is made from; empty when it is not known.
+	Spoke string
 	// DisplayName is what the caller calls it; may be empty.
 	DisplayName string
 	// Candidates are names of MachineDeployments in Namespace, best first.
@@ -271,6 +273,7 @@ func (e *Engine) newClaim(r Request, cluster *clusterv1.Cluster, nodeGroup strin
 			ClusterName: r.Cluster,
 			ClaimID:     r.ID,
 			Holder:      r.Holder,
+			Spoke:       r.Spoke,
 			DisplayName: r.DisplayName,
 			Candidates:  r.Candidates,
 			NodeGroup:   nodeGroup,
@@ -601,86 +604,6 @@ func (e *Engine) liveOnly(options []client.ListOption) []client.ListOption {
 	return options
 }
 
-// SyncRequest is a holder's complete set of live claims.
-type SyncRequest struct {
-	Namespace, Cluster, Holder string
-	// Token is from [Engine.List]; only claims older than it can be collected.
-	Token string
-	// Live are the ids of the claims whose owner lives.
-	Live []string
-	// Nodes are what the Cluster's Nodes look like, all of them. Nil means that this holder reports none, which says nothing about
-	// them; empty means that there are none.
-	Nodes []NodeReport
-	// NodesComplete reports that Nodes has every Node with a provider ID, read consistently after the token was taken.
-	NodesComplete bool
-}
-
-// NodeReport is what one real Node looks like.
-type NodeReport struct {
-	ProviderID            string
-	Capacity, Allocatable corev1.ResourceList
-	// Unregistered says that nothing runs on the Node yet.
-	Unregistered bool
-}
-
-// SyncResult says what [Engine.Sync] concluded.
-type SyncResult struct {
-	// Collected are the ids of claims that are being released now, because their owner is gone.
-	Collected []string
-	// Unknown are ids of the live set that there is no live claim for.
-	Unknown []string
-}
-
-// Sync releases the holder's claims that the token's listing held, that are older than it, and that are not in the live set.
-// Errors: [ErrInvalidToken], [ErrStaleToken], or the API server's; then some may have been released, and the call can be repeated.
-func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
-	taken, err := e.parseToken(r)
-	if err != nil {
-		return SyncResult{}, err
-	}
-	if r.Nodes != nil {
-		e.learn(types.NamespacedName{Namespace: r.Namespace, Name: r.Cluster}, r.Nodes)
-	}
-
-	claims, _, err := e.List(ctx, ListOptions{Namespace: r.Namespace, Cluster: r.Cluster, Holder: r.Holder})
-	if err != nil {
-		return SyncResult{}, err
-	}
-	listed := taken.listed(claims)
-	if err := e.noteNodes(ctx, r, taken.Time, claims); err != nil {
-		return SyncResult{}, err
-	}
-	live := make(map[string]bool, len(r.Live))
-	for _, id := range r.Live {
-		live[id] = true
-	}
-	var result SyncResult
-	known := make(map[string]bool, len(claims))
-	for i := range claims {
-		c := &claims[i]
-		known[c.Spec.ClaimID] = c.Status.Phase != v1alpha1.PhaseReleasing
-		if live[c.Spec.ClaimID] || c.Status.Phase == v1alpha1.PhaseReleasing {
-			continue
-		}
-		if !listed(c) || !c.CreationTimestamp.Add(e.CollectGrace).Before(taken.Time) {
-			continue
-		}
-		key := Key{Namespace: c.Namespace, Cluster: r.Cluster, ID: c.Spec.ClaimID}
-		why := v1alpha1.Event{Reason: ReasonCollected, Message: "its owner is gone: it was not in the live set of " + r.Holder}
-		if _, err := e.release(ctx, key, ReleaseOptions{}, why); err != nil {
-			return result, err
-		}
-		log.FromContext(ctx).Info("collected a claim whose owner is gone", "claim", c.Spec.ClaimID, "name", c.Spec.DisplayName)
-		result.Collected = append(result.Collected, c.Spec.ClaimID)
-	}
-	for _, id := range r.Live {
-		if !known[id] {
-			result.Unknown = append(result.Unknown, id)
-		}
-	}
-	return result, nil
-}
-
 // unregistered is what one Cluster's holder last reported: the provider IDs of Nodes that nothing runs on yet.
 type unregistered struct {
 	ids map[string]bool
@@ -746,7 +669,7 @@ func (e *Engine) event(object runtime.Object, reason, action, message string) {
 	}
 }
 
-// warn makes a Warning event.
+// warn makes an event of something that a person has to look at.
 func (e *Engine) warn(object runtime.Object, reason, action, message string) {
 	if e.Recorder != nil {
 		e.Recorder.Eventf(object, nil, corev1.EventTypeWarning, reason, action, "%s", message)

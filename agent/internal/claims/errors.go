@@ -26,6 +26,20 @@ var (
 	ErrUnknownCluster = errors.New("the Cluster does not exist")
 )
 
+// ForeignSpokeError means that a live set was read in another cluster than the one that the holder's claims were made from, and has
+// none of them.
+type ForeignSpokeError struct {
+	// Spoke is where the set was read, Recorded where claims were made.
+	Spoke, Recorded string
+}
+
+func (e *ForeignSpokeError) Error() string {
+	return fmt.Sprintf("spoke_id: the live set was read in the cluster whose namespace kube-system has the UID %s, and holds none of the claims, "+
+		"which were made from the one with the UID %s; nothing is collected. Check the kubeconfig and the Cluster's name of whoever sends "+
+		"the set. If the cluster was built anew, release the old claims, or set spec.spoke of the MachineClaims to the new UID",
+		e.Spoke, e.Recorded)
+}
+
 // EndedError means that a claim id has ended, or is being released, and can never be used again.
 type EndedError struct {
 	// Reason is how it ended, one of the Reason constants.

@@ -22,7 +22,7 @@ func heldClaim(id, holder string, made time.Time) *v1alpha1.MachineClaim {
 				v1alpha1.ClusterLabel: clusterName, v1alpha1.NodeGroupLabel: "a", v1alpha1.HolderLabel: holder,
 			},
 		},
-		Spec:   v1alpha1.MachineClaimSpec{ClusterName: clusterName, ClaimID: id, Holder: holder, NodeGroup: "a"},
+		Spec:   v1alpha1.MachineClaimSpec{ClusterName: clusterName, ClaimID: id, Holder: holder, Spoke: spoke, NodeGroup: "a"},
 		Status: v1alpha1.MachineClaimStatus{Phase: v1alpha1.PhasePending},
 	}
 }
@@ -79,7 +79,9 @@ func TestAClaimMadeAfterTheListingIsNotCollectedByAClockThatIsAhead(t *testing.T
 	_, token, err := e.List(t.Context(), list)
 	require.NoError(t, err)
 	require.NoError(t, e.Client.Create(t.Context(), heldClaim("young", "karpenter", now)))
-	result, err := e.Sync(t.Context(), SyncRequest{Namespace: namespace, Cluster: clusterName, Holder: "karpenter", Token: token})
+	result, err := e.Sync(t.Context(), SyncRequest{
+		Namespace: namespace, Cluster: clusterName, Holder: "karpenter", Token: token, Spoke: spoke,
+	})
 	require.NoError(t, err)
 	assert.Equal(t, []string{"orphan"}, result.Collected)
 }

@@ -126,6 +126,11 @@ func (w *world) plan(outside bool) {
 		"holder lists":            func() { w.listClaims(w.anyAgent()) },
 		"holder reads its owners": w.readOwners,
 		"holder syncs":            func() { w.sync(w.anyAgent()) },
+		"holder is connected to another cluster": func() {
+			if w.rarely(3) {
+				w.syncElsewhere(w.anyAgent())
+			}
+		},
 		"tombstones": func() {
 			if w.depth == 0 && w.rarely(2) {
 				w.clock.Step(time.Duration(w.draw("minutes", 1, 40)) * time.Minute)
@@ -271,11 +276,16 @@ func (w *world) create(e int, id string, candidates []string) {
 		return
 	}
 	released := o.released
+	from := spoke
+	if w.rarely(4) {
+		from = "" // a holder of an older version
+	}
 	made := w.asAgent(e, func(ctx context.Context, agent *Engine) error {
 		ctx, cancel := context.WithCancel(ctx)
 		cancel() // it does not wait for room in the ledger
 		_, err := agent.Create(ctx, Request{
 			Namespace: namespace, Cluster: clusterName, ID: id, Holder: holder, DisplayName: "nc-" + id, Candidates: candidates, Adopt: o.adopt,
+			Spoke: from,
 		})
 		if err != nil && errors.Is(err, ErrUnknownCluster) {
 			w.t.Fatalf("R3: an agent says that the Cluster does not exist")
@@ -322,9 +332,9 @@ func (w *world) readOwners() {
 	}
 	for _, group := range w.groups {
 		for _, m := range w.machines(group) {
-			if alive(m) && hasNode(m) && w.tainted[m.UID] {
-				w.session.nodes = append(w.session.nodes, NodeReport{ProviderID: m.Spec.ProviderID, Unregistered: true})
-				w.reported[m.Spec.ProviderID] = true
+			if alive(m) && hasNode(m) {
+				w.session.nodes = append(w.session.nodes, NodeReport{ProviderID: m.Spec.ProviderID, Unregistered: w.tainted[m.UID]})
+				w.reported[m.Spec.ProviderID] = w.reported[m.Spec.ProviderID] || w.tainted[m.UID]
 			}
 		}
 	}
@@ -336,11 +346,36 @@ func (w *world) sync(e int) {
 	}
 	s := w.session
 	w.asAgent(e, func(ctx context.Context, agent *Engine) error {
-		_, err := agent.Sync(ctx, SyncRequest{
-			Namespace: namespace, Cluster: clusterName, Holder: holder, Token: s.token, Live: s.live, Nodes: s.nodes,
+		result, err := agent.Sync(ctx, SyncRequest{
+			Namespace: namespace, Cluster: clusterName, Holder: holder, Token: s.token, Live: s.live, Nodes: s.nodes, NodesComplete: true,
+			Spoke: spoke,
 		})
+		for _, id := range result.Kept {
+			w.kept[id] = true
+		}
 		if errors.Is(err, ErrStaleToken) {
 			w.session = session{}
+			return ErrConflict
+		}
+		return err
+	})
+}
+
+// syncElsewhere is a holder with the right identity and the wrong kubeconfig: it reads an empty set, and no Nodes.
+func (w *world) syncElsewhere(e int) {
+	w.asAgent(e, func(ctx context.Context, agent *Engine) error {
+		_, token, err := agent.List(ctx, ListOptions{Namespace: namespace, Cluster: clusterName, Holder: holder})
+		if err != nil {
+			return err
+		}
+		w.clock.Step(time.Second)
+		result, err := agent.Sync(ctx, SyncRequest{
+			Namespace: namespace, Cluster: clusterName, Holder: holder, Token: token, NodesComplete: true, Spoke: elsewhere,
+		})
+		if len(result.Collected) > 0 {
+			w.t.Fatalf("I8: claims %v are collected by the live set of another cluster\n%s", result.Collected, w.describe())
+		}
+		if foreign := (*ForeignSpokeError)(nil); errors.As(err, &foreign) {
 			return ErrConflict
 		}
 		return err

@@ -116,6 +116,9 @@ func (w *world) checkClaim(was, is *v1alpha1.MachineClaim) {
 		if o.alive {
 			w.t.Fatalf("I8: claim %s is released (%s) while its owner lives\n%s", id, is.Status.Reason, w.describe())
 		}
+		if is.Status.Reason == ReasonCollected && was.Status.NodeRegisteredAt != nil {
+			w.t.Fatalf("I8: claim %s is collected although its Node was registered\n%s", id, w.describe())
+		}
 	case v1alpha1.PhaseEnded:
 		w.checkEnd(o, from, is)
 	case v1alpha1.PhasePending, v1alpha1.PhaseBound:
@@ -362,6 +365,13 @@ func (w *world) settle() {
 	w.readOwners()
 	for e := range w.agents {
 		w.sync(e)
+	}
+	w.rest()
+	// What the agents keep for safety's sake is for a person.
+	for _, id := range w.order {
+		if o, c := w.owners[id], w.claims()[id]; w.kept[id] && !o.alive && c != nil && c.CurrentPhase() != v1alpha1.PhaseEnded {
+			w.release(0, id)
+		}
 	}
 	w.rest()
 	w.checkRest()

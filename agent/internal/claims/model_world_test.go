@@ -87,6 +87,8 @@ type world struct {
 	owners  map[string]*owner
 	order   []string // ids of the owners, in the order in which they were made
 	session session
+	// kept are the claims that the agents would not release although their owners are gone: a person's to look at.
+	kept map[string]bool
 	// reported are provider IDs that the holder reported as unregistered, ever.
 	reported map[string]bool
 }
@@ -117,6 +119,12 @@ type session struct {
 	nodes []NodeReport
 }
 
+// spoke is the cluster that the holder runs in, and elsewhere one that has nothing to do with it.
+const (
+	spoke     = "11111111-spoke"
+	elsewhere = "22222222-elsewhere"
+)
+
 type worldOptions struct {
 	groups           int
 	floor            int32
@@ -133,7 +141,7 @@ func newWorld(t *rapid.T, o worldOptions) *world {
 		seen: map[types.UID]bool{}, busy: map[string]bool{}, templates: map[string]int{}, blocked: map[string]bool{},
 		surge: map[types.UID]bool{}, joined: map[types.UID]int{}, tainted: map[types.UID]bool{},
 		owned: map[string]int32{}, ledgers: map[string]bool{}, licensed: map[string]int{}, outsiders: map[types.UID]bool{}, wiped: map[string]bool{},
-		owners: map[string]*owner{}, reported: map[string]bool{},
+		owners: map[string]*owner{}, reported: map[string]bool{}, kept: map[string]bool{},
 	}
 	for range 2 {
 		w.agents = append(w.agents, w.newProcess()) // whose caches show nothing yet

@@ -39,17 +39,20 @@ func nodesOf(reports []NodeReport) map[string]bool {
 
 // noteNodes keeps what the holder reports of its Nodes where every agent reads it, also one that was not running then: on the
 // claims, and on Machines that none of these claims has. It changes the claims in place as it writes them. A write that fails
-// is left to the next report.
-func (e *Engine) noteNodes(ctx context.Context, r SyncRequest, taken time.Time, claims []v1alpha1.MachineClaim) error {
+// is left to the next report. running are the ids of the claims whose Nodes are registered.
+func (e *Engine) noteNodes(
+	ctx context.Context, r *liveSet, taken time.Time, claims []v1alpha1.MachineClaim,
+) (running map[string]bool, err error) {
 	var machines clusterv1.MachineList
-	err := e.Client.List(ctx, &machines, client.InNamespace(r.Namespace), client.MatchingLabels{clusterv1.ClusterNameLabel: r.Cluster},
+	err = e.Client.List(ctx, &machines, client.InNamespace(r.Namespace), client.MatchingLabels{clusterv1.ClusterNameLabel: r.Cluster},
 		client.UnsafeDisableDeepCopy)
 	if err != nil {
-		return fmt.Errorf("listing the Cluster's Machines: %w", err)
+		return nil, fmt.Errorf("listing the Cluster's Machines: %w", err)
 	}
 	nodes := nodesOf(r.Nodes)
 	byID := make(map[string]*v1alpha1.MachineClaim, len(claims))
 	noted := map[*v1alpha1.MachineClaim]bool{}
+	running = map[string]bool{}
 	for i := range claims {
 		byID[claims[i].Spec.ClaimID] = &claims[i]
 	}
@@ -62,14 +65,17 @@ func (e *Engine) noteNodes(ctx context.Context, r SyncRequest, taken time.Time, 
 		}
 		runs, reported := nodes[m.Spec.ProviderID]
 		c := byID[claimOf(m)]
+		if c != nil && runs {
+			running[c.Spec.ClaimID] = true
+		}
 		switch {
 		case c == nil && runs:
 			if wanted, err := e.wantsNote(ctx, m); err != nil {
-				return err
+				return nil, err
 			} else if wanted {
 				registered = append(registered, e.noteOnMachine(m))
 			}
-		case c == nil, noted[c]:
+		case c == nil, noted[c], !r.speaksFor(c):
 		case runs && c.Status.NodeRegisteredAt == nil:
 			noted[c] = true
 			registered = append(registered, e.noteOnClaim(c, func(s *v1alpha1.MachineClaimStatus) {
@@ -90,7 +96,7 @@ func (e *Engine) noteNodes(ctx context.Context, r SyncRequest, taken time.Time, 
 		}
 	}
 	e.writeNotes(ctx, slices.Concat(registered, absent, renewed))
-	return nil
+	return running, nil
 }
 
 // missesNode reports whether a complete list of Nodes, read after the given time, that lacks the Machine's Node says something

@@ -338,6 +338,7 @@ func (e *Engine) recreate(ctx context.Context, m *clusterv1.Machine) error {
 	c := e.newClaim(Request{
 		Namespace: m.Namespace, Cluster: m.Spec.ClusterName, ID: claimOf(m), Candidates: []string{group},
 		Holder:      cmp.Or(m.Annotations[v1alpha1.ClaimHolderAnnotation], unknownHolder),
+		Spoke:       m.Annotations[v1alpha1.ClaimSpokeAnnotation],
 		DisplayName: m.Annotations[v1alpha1.ClaimNameAnnotation],
 	}, cluster, group)
 	if err := e.Client.Create(ctx, c); err != nil {
@@ -374,6 +375,9 @@ func (e *Engine) label(ctx context.Context, c *v1alpha1.MachineClaim, machine *c
 		metav1.SetMetaDataLabel(&m.ObjectMeta, v1alpha1.ClaimNameLabel, c.Spec.DisplayName)
 	}
 	metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.ClaimHolderAnnotation, c.Spec.Holder)
+	if c.Spec.Spoke != "" {
+		metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.ClaimSpokeAnnotation, c.Spec.Spoke)
+	}
 	metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.ClaimedAtAnnotation, e.Clock.Now().UTC().Format(time.RFC3339))
 	if err := e.patchMachine(ctx, machine, m); err != nil {
 		return err
@@ -389,6 +393,7 @@ func (e *Engine) unbind(ctx context.Context, a action) error {
 	delete(m.Labels, v1alpha1.ClaimNameLabel)
 	delete(m.Annotations, v1alpha1.ClaimNameAnnotation)
 	delete(m.Annotations, v1alpha1.ClaimHolderAnnotation)
+	delete(m.Annotations, v1alpha1.ClaimSpokeAnnotation)
 	delete(m.Annotations, v1alpha1.ClaimedAtAnnotation)
 	metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.HandedOverAnnotation, claimOf(a.machine))
 	// Exactly as it was read: it must have no Node.

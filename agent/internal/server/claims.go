@@ -63,6 +63,7 @@ func (s *claimService) CreateClaim(
 		DisplayName:  request.GetDisplayName(),
 		Candidates:   candidates,
 		Adopt:        request.GetAdoptMachine(),
+		Spoke:        request.GetSpokeId(),
 		ValidateOnly: request.GetValidateOnly(),
 		Holders:      holdersFor(ctx, agentv1alpha1.ClaimService_CreateClaim_FullMethodName, request.GetCluster()),
 	})
@@ -213,6 +214,7 @@ func (s *claimService) SyncClaims(
 		Holder:    request.GetHolder(),
 		Token:     request.GetToken(),
 		Live:      request.GetLiveClaimIds(),
+		Spoke:     request.GetSpokeId(),
 	}
 	if reports {
 		sync.NodesComplete = request.GetNodesComplete()
@@ -227,7 +229,9 @@ func (s *claimService) SyncClaims(
 	if reports {
 		s.config.Observe(ctx, clusterName(request.GetCluster()), nodes)
 	}
-	return &agentv1alpha1.SyncClaimsResponse{CollectedClaimIds: result.Collected, UnknownClaimIds: result.Unknown}, nil
+	return &agentv1alpha1.SyncClaimsResponse{
+		CollectedClaimIds: result.Collected, UnknownClaimIds: result.Unknown, KeptClaimIds: result.Kept,
+	}, nil
 }
 
 // nodeReports leaves out quantities that cannot be used: one Node's mistake is no reason to keep dead claims.

@@ -28,6 +28,7 @@ func (s *Server) answer(ctx context.Context, err error, key claims.Key) error {
 		noRoom  *claims.NoRoomError
 		refused *claims.RefusedError
 		unknown *claims.UnknownGroupError
+		foreign *claims.ForeignSpokeError
 	)
 	switch {
 	case err == nil:
@@ -42,6 +43,8 @@ func (s *Server) answer(ctx context.Context, err error, key claims.Key) error {
 		return s.rejected(key.Namespace, lo.Map(unknown.Candidates, func(name string, _ int) eligibility.Refusal {
 			return eligibility.Refusal{NodeGroup: name, Reason: eligibility.Gone, Message: "no such node group in this Cluster"}
 		}))
+	case errors.As(err, &foreign):
+		return agenterrors.SpokeMismatch(err.Error())
 	case errors.Is(err, claims.ErrUnknownCluster):
 		return agenterrors.ClusterNotFound(messages.Cluster(types.NamespacedName{Namespace: key.Namespace, Name: key.Cluster}))
 	case errors.Is(err, claims.ErrNotFound):

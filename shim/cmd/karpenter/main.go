@@ -114,6 +114,7 @@ func run(ctx context.Context) error {
 	finder := unclaimed.New(op.Clock, agent, claims, cluster, opts.AgentTimeout)
 	provider := cloudprovider.New(cloudprovider.Config{
 		Cluster:   cluster,
+		Kube:      op.GetClient(),
 		Client:    agent,
 		Claims:    claims,
 		Catalogue: catalogue,
@@ -139,7 +140,7 @@ func run(ctx context.Context) error {
 		failedmachine.New(op.Clock, op.GetClient(), op.GetAPIReader(), decorated, claims, agent.Claims, cluster, op.EventRecorder,
 			finder, opts.MachineProgressDeadline, opts.AgentTimeout),
 		nodeclass.New(op.Clock, op.GetClient(), catalogue, nodeGroups, cluster, op.EventRecorder, opts.HubUnreachableGracePeriod),
-		claimsync.New(op.Clock, op.GetAPIReader(), decorated, agent.Claims, cluster, connection.Reconnected(),
+		claimsync.New(op.Clock, op.GetAPIReader(), decorated, agent.Claims, cluster, op.EventRecorder, connection.Reconnected(),
 			opts.ClaimSyncInterval, opts.AgentTimeout),
 	)
 

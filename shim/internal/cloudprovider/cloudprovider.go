@@ -14,6 +14,7 @@ import (
 	"github.com/samber/lo"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/utils/clock"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/cloudprovider"
 	"sigs.k8s.io/karpenter/pkg/events"
@@ -45,6 +46,8 @@ type Overlays interface {
 type Config struct {
 	// Cluster is the hub's Cluster that this workload cluster is.
 	Cluster *agentv1alpha1.ClusterRef
+	// Kube reads the workload cluster, from a cache.
+	Kube client.Reader
 	// Client calls the agent.
 	Client *agentclient.Client
 	// Claims mirrors the shim's claims.

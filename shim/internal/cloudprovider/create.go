@@ -23,6 +23,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/spoke"
 )
 
 const (
@@ -148,6 +149,7 @@ func (c *CloudProvider) claim(ctx context.Context, nodeClaim *karpv1.NodeClaim, 
 		Holder:      v1alpha1.Holder,
 		Candidates:  lo.Map(candidates, func(g *instancetype.Group, _ int) string { return g.ID }),
 		DisplayName: nodeClaim.Name,
+		SpokeId:     c.spoke(ctx),
 	}
 	for attempt := 1; ; attempt++ {
 		response, err := c.Client.Claims.CreateClaim(ctx, request)
@@ -155,6 +157,15 @@ func (c *CloudProvider) claim(ctx context.Context, nodeClaim *karpv1.NodeClaim, 
 			return response.GetClaim(), err
 		}
 	}
+}
+
+// spoke returns which cluster claims are made from, "" when it cannot be read now: the next claim sync says it.
+func (c *CloudProvider) spoke(ctx context.Context) string {
+	id, err := spoke.ID(ctx, c.Kube)
+	if err != nil {
+		log.FromContext(ctx).Error(err, "claiming without it")
+	}
+	return id
 }
 
 // groupOf returns the group that the agent chose. It need not be a candidate: a repeated call gets its first answer.

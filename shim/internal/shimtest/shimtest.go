@@ -44,6 +44,9 @@ const (
 	NodePoolName  = "pool"
 )
 
+// SpokeID identifies the workload cluster.
+const SpokeID = "11111111-spoke"
+
 var reservations sync.Once
 
 // World is everything around the package under test. It ends with the test.
@@ -124,7 +127,8 @@ func New(tb testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *W
 	w.Catalogue = catalogue.New(s.clock, w.NodeGroups, w.Kube, s.ttl)
 	w.Unclaimed = unclaimed.New(s.clock, w.Client, w.Claims, w.Cluster, Timeout)
 	w.CloudProvider = cloudprovider.New(cloudprovider.Config{
-		Cluster: w.Cluster, Client: w.Client, Claims: w.Claims, Catalogue: w.Catalogue, Unclaimed: w.Unclaimed, Recorder: w.Recorder,
+		Cluster: w.Cluster, Kube: w.Kube, Client: w.Client, Claims: w.Claims, Catalogue: w.Catalogue,
+		Unclaimed: w.Unclaimed, Recorder: w.Recorder,
 		Timeout: Timeout, Clock: s.clock,
 	})
 
@@ -145,6 +149,7 @@ func New(tb testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *W
 // FakeKube returns a fake API server with the real process's indexes.
 func FakeKube(funcs interceptor.Funcs) client.WithWatch {
 	builder := fake.NewClientBuilder().WithScheme(scheme.Scheme).
+		WithObjects(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: metav1.NamespaceSystem, UID: SpokeID}}).
 		WithStatusSubresource(&karpv1.NodeClaim{}, &karpv1.NodePool{}, &v1alpha1.ClusterAPINodeClass{}, &corev1.Node{}).
 		WithInterceptorFuncs(funcs)
 	for _, index := range operator.Indexes() {

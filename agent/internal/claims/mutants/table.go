@@ -500,16 +500,24 @@ var mutants = []mutant{
 
 	// Collection.
 	{name: "collection without a token", edits: []edit{
-		{"engine.go", "if !listed(c) || !c.CreationTimestamp.Add(e.CollectGrace).Before(taken.Time) {", "if listed == nil {"},
+		{"sync.go", "case !listed(c) || !c.CreationTimestamp.Add(e.CollectGrace).Before(taken.Time):", "case listed == nil:"},
 	}},
 	{name: "collection of claims that are as old as the token", edits: []edit{
 		{
-			"engine.go", "if !listed(c) || !c.CreationTimestamp.Add(e.CollectGrace).Before(taken.Time) {",
-			"if listed == nil || c.CreationTimestamp.Add(-e.CollectGrace).After(taken.Time) {",
+			"sync.go", "case !listed(c) || !c.CreationTimestamp.Add(e.CollectGrace).Before(taken.Time):",
+			"case listed == nil || c.CreationTimestamp.Add(-e.CollectGrace).After(taken.Time):",
 		},
 	}},
 	{name: "collection by the agent's clock alone", test: "TestAClaimMadeAfterTheListingIsNotCollectedByAClockThatIsAhead", edits: []edit{
-		{"engine.go", "if !listed(c) || ", "if listed == nil || "},
+		{"sync.go", "case !listed(c) || ", "case listed == nil || "},
+	}},
+	{name: "collection by the set of another cluster", edits: []edit{
+		{"sync.go", "	case !s.speaksFor(c) && c.Spec.Spoke != \"\":\n", "	case false:\n"},
+		{"sync.go", "	case !s.speaksFor(c):\n", "	case false:\n"},
+		{"sync.go", "s.Spoke == \"\" || s.matched || s.own || s.others == \"\" {", "true {"},
+	}},
+	{name: "collection of claims whose Nodes were registered", edits: []edit{
+		{"sync.go", "	case running || c.Status.NodeRegisteredAt != nil:\n", "	case running && false:\n"},
 	}},
 	{name: "any holder's claim is released", test: "TestAnotherHoldersClaimIsNeitherReleasedNorFollowed", edits: []edit{
 		{"engine.go", "c.CurrentPhase() == v1alpha1.PhaseEnded || h(c.Spec.Holder) {\n", "c.CurrentPhase() == v1alpha1.PhaseEnded || true {\n"},

@@ -106,7 +106,10 @@ type CreateClaimRequest struct {
 	// to bring nodes under this API without replacing them. OPTIONAL. The Machine must belong to the only candidate, be claimed by
 	// nobody and not be on its way out. It is taken from a spare if the node group has one, else from what the user owns: replicas
 	// stay the same, but for a group at its min size, where they are raised by one. Releasing the claim removes the Machine.
-	AdoptMachine  string `protobuf:"bytes,7,opt,name=adopt_machine,json=adoptMachine,proto3" json:"adopt_machine,omitempty"`
+	AdoptMachine string `protobuf:"bytes,7,opt,name=adopt_machine,json=adoptMachine,proto3" json:"adopt_machine,omitempty"`
+	// The cluster that the claim is made from, as in SyncClaimsRequest. OPTIONAL. A claim without it is not collected before a live set
+	// has shown whose it is.
+	SpokeId       string `protobuf:"bytes,8,opt,name=spoke_id,json=spokeId,proto3" json:"spoke_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -186,6 +189,13 @@ func (x *CreateClaimRequest) GetValidateOnly() bool {
 func (x *CreateClaimRequest) GetAdoptMachine() string {
 	if x != nil {
 		return x.AdoptMachine
+	}
+	return ""
+}
+
+func (x *CreateClaimRequest) GetSpokeId() string {
+	if x != nil {
+		return x.SpokeId
 	}
 	return ""
 }
@@ -798,6 +808,10 @@ type SyncClaimsRequest struct {
 	// `nodes` has every Node of the holder's cluster that has a provider ID, read from its API server itself after the token was
 	// taken. Only then does a Node that is missing there count as absent. OPTIONAL; false concludes nothing from what is missing.
 	NodesComplete bool `protobuf:"varint,6,opt,name=nodes_complete,json=nodesComplete,proto3" json:"nodes_complete,omitempty"`
+	// The cluster in which the set was read, which must be the one that made the claims: the UID of its namespace `kube-system`, read
+	// from the same API server as the set. OPTIONAL; without it nothing is collected. A caller that runs in no cluster of its own sends
+	// any id that stays the same.
+	SpokeId       string `protobuf:"bytes,7,opt,name=spoke_id,json=spokeId,proto3" json:"spoke_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -872,6 +886,13 @@ func (x *SyncClaimsRequest) GetNodesComplete() bool {
 		return x.NodesComplete
 	}
 	return false
+}
+
+func (x *SyncClaimsRequest) GetSpokeId() string {
+	if x != nil {
+		return x.SpokeId
+	}
+	return ""
 }
 
 // NodeReport is what one real Node looks like.
@@ -965,8 +986,12 @@ type SyncClaimsResponse struct {
 	CollectedClaimIds []string `protobuf:"bytes,1,rep,name=collected_claim_ids,json=collectedClaimIds,proto3" json:"collected_claim_ids,omitempty"`
 	// Members of the set that the agent knows no live claim for.
 	UnknownClaimIds []string `protobuf:"bytes,2,rep,name=unknown_claim_ids,json=unknownClaimIds,proto3" json:"unknown_claim_ids,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Claims that are not in the set and are kept all the same: their Machine's Node was registered, so that pods may run on it, or
+	// another cluster made them, or it is not known which. Each says so in its reason, `OwnerMissing`, and in its message. A person has
+	// to look, and to release those that are not needed.
+	KeptClaimIds  []string `protobuf:"bytes,3,rep,name=kept_claim_ids,json=keptClaimIds,proto3" json:"kept_claim_ids,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SyncClaimsResponse) Reset() {
@@ -1009,6 +1034,13 @@ func (x *SyncClaimsResponse) GetCollectedClaimIds() []string {
 func (x *SyncClaimsResponse) GetUnknownClaimIds() []string {
 	if x != nil {
 		return x.UnknownClaimIds
+	}
+	return nil
+}
+
+func (x *SyncClaimsResponse) GetKeptClaimIds() []string {
+	if x != nil {
+		return x.KeptClaimIds
 	}
 	return nil
 }
@@ -1256,7 +1288,7 @@ var File_capi_agent_v1alpha1_claim_proto protoreflect.FileDescriptor
 
 const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\n" +
-	"\x1fcapi/agent/v1alpha1/claim.proto\x12\x13capi.agent.v1alpha1\x1a\x1bbuf/validate/validate.proto\x1a capi/agent/v1alpha1/common.proto\x1a!capi/agent/v1alpha1/machine.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x92\x05\n" +
+	"\x1fcapi/agent/v1alpha1/claim.proto\x12\x13capi.agent.v1alpha1\x1a\x1bbuf/validate/validate.proto\x1a capi/agent/v1alpha1/common.proto\x1a!capi/agent/v1alpha1/machine.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xda\x05\n" +
 	"\x12CreateClaimRequest\x12A\n" +
 	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\x12F\n" +
 	"\bclaim_id\x18\x02 \x01(\tB+\xbaH(\xc8\x01\x01r#\x18?2\x1f^[a-z0-9]([-a-z0-9]*[a-z0-9])?$R\aclaimId\x12L\n" +
@@ -1266,7 +1298,8 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"candidates\x12.\n" +
 	"\fdisplay_name\x18\x05 \x01(\tB\v\xbaH\br\x06\x18\xfd\x01(\xfd\x01R\vdisplayName\x12#\n" +
 	"\rvalidate_only\x18\x06 \x01(\bR\fvalidateOnly\x12R\n" +
-	"\radopt_machine\x18\a \x01(\tB-\xbaH*r(\x18\xfd\x012#^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$R\fadoptMachine:\xb2\x01\xbaH\xae\x01\x1a\xab\x01\n" +
+	"\radopt_machine\x18\a \x01(\tB-\xbaH*r(\x18\xfd\x012#^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$R\fadoptMachine\x12F\n" +
+	"\bspoke_id\x18\b \x01(\tB+\xbaH(r&\x18?2\"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$R\aspokeId:\xb2\x01\xbaH\xae\x01\x1a\xab\x01\n" +
 	"\x1acreate_claim.adopt_machine\x12Uadopt_machine needs exactly one candidate, the node group that the Machine belongs to\x1a6this.adopt_machine == '' || size(this.candidates) == 1\"G\n" +
 	"\x13CreateClaimResponse\x120\n" +
 	"\x05claim\x18\x01 \x01(\v2\x1a.capi.agent.v1alpha1.ClaimR\x05claim\"\xf4\x01\n" +
@@ -1300,7 +1333,7 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\x06synced\x18\x03 \x01(\v2\x1b.capi.agent.v1alpha1.SyncedH\x00R\x06synced\x12>\n" +
 	"\theartbeat\x18\x04 \x01(\v2\x1e.capi.agent.v1alpha1.HeartbeatH\x00R\theartbeat\x125\n" +
 	"\x06resync\x18\x05 \x01(\v2\x1b.capi.agent.v1alpha1.ResyncH\x00R\x06resyncB\a\n" +
-	"\x05event\"\xf0\x02\n" +
+	"\x05event\"\xb8\x03\n" +
 	"\x11SyncClaimsRequest\x12A\n" +
 	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\x12L\n" +
 	"\x06holder\x18\x02 \x01(\tB4\xbaH1\xc8\x01\x01r,\x18?2\x1f^[a-z0-9]([-a-z0-9]*[a-z0-9])?$Z\aunknownR\x06holder\x12$\n" +
@@ -1308,7 +1341,8 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\x0elive_claim_ids\x18\x04 \x03(\tB\x14\xbaH\x11\x92\x01\x0e\x10І\x03\"\br\x06\x10\x01\x18?(?R\fliveClaimIds\x12A\n" +
 	"\x05nodes\x18\x05 \x03(\v2\x1f.capi.agent.v1alpha1.NodeReportB\n" +
 	"\xbaH\a\x92\x01\x04\x10\xa0\x9c\x01R\x05nodes\x12%\n" +
-	"\x0enodes_complete\x18\x06 \x01(\bR\rnodesComplete\"\xc7\x04\n" +
+	"\x0enodes_complete\x18\x06 \x01(\bR\rnodesComplete\x12F\n" +
+	"\bspoke_id\x18\a \x01(\tB+\xbaH(r&\x18?2\"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$R\aspokeId\"\xc7\x04\n" +
 	"\n" +
 	"NodeReport\x12/\n" +
 	"\vprovider_id\x18\x01 \x01(\tB\x0e\xbaH\v\xc8\x01\x01r\x06\x18\x80\x10(\x80\x10R\n" +
@@ -1325,10 +1359,11 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"p\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x96\x01\n" +
 	"\x12SyncClaimsResponse\x12.\n" +
 	"\x13collected_claim_ids\x18\x01 \x03(\tR\x11collectedClaimIds\x12*\n" +
-	"\x11unknown_claim_ids\x18\x02 \x03(\tR\x0funknownClaimIds\"\xa5\x05\n" +
+	"\x11unknown_claim_ids\x18\x02 \x03(\tR\x0funknownClaimIds\x12$\n" +
+	"\x0ekept_claim_ids\x18\x03 \x03(\tR\fkeptClaimIds\"\xa5\x05\n" +
 	"\x05Claim\x129\n" +
 	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefR\acluster\x12\x19\n" +
 	"\bclaim_id\x18\x02 \x01(\tR\aclaimId\x12\x16\n" +

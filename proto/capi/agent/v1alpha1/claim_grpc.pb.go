@@ -83,13 +83,16 @@ type ClaimServiceClient interface {
 	// changes, heartbeats. A claim is sent again whenever it or its machine changes. Errors as for ListClaims.
 	WatchClaims(ctx context.Context, in *WatchClaimsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchClaimsResponse], error)
 	// SyncClaims tells the agent the complete set of a holder's live claims. Claims of that holder that were made before the
-	// token was taken and are not in the set are released: their owner is gone. It also reports what the holder's real Nodes
+	// token was taken and are not in the set are released: their owner is gone. A set read in another cluster than the claims were made
+	// from releases none of them, nor is a claim released whose Node was ever reported as registered: that is for its owner, by
+	// ReleaseClaim, or for a person. It also reports what the holder's real Nodes
 	// look like, from which the agent learns.
 	//
 	// | condition | code | caller's recovery |
 	// |---|---|---|
 	// | a field is malformed, or the token was not made by ListClaims for this Cluster and holder | INVALID_ARGUMENT | take a new token |
 	// | the token is too old, or was made by an agent whose view was not complete | FAILED_PRECONDITION | take a new token |
+	// | the holder's claims were all made from another cluster than spoke_id (ErrorInfo reason SPOKE_MISMATCH) | FAILED_PRECONDITION | someone has to act: connect the right cluster, or hand the claims over |
 	// | not this identity's Cluster; a holder that it may not act as; or Nodes of a holder that reports none | PERMISSION_DENIED | use the right identity; leave the Nodes out |
 	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | retry later, with a new token |
 	SyncClaims(ctx context.Context, in *SyncClaimsRequest, opts ...grpc.CallOption) (*SyncClaimsResponse, error)
@@ -228,13 +231,16 @@ type ClaimServiceServer interface {
 	// changes, heartbeats. A claim is sent again whenever it or its machine changes. Errors as for ListClaims.
 	WatchClaims(*WatchClaimsRequest, grpc.ServerStreamingServer[WatchClaimsResponse]) error
 	// SyncClaims tells the agent the complete set of a holder's live claims. Claims of that holder that were made before the
-	// token was taken and are not in the set are released: their owner is gone. It also reports what the holder's real Nodes
+	// token was taken and are not in the set are released: their owner is gone. A set read in another cluster than the claims were made
+	// from releases none of them, nor is a claim released whose Node was ever reported as registered: that is for its owner, by
+	// ReleaseClaim, or for a person. It also reports what the holder's real Nodes
 	// look like, from which the agent learns.
 	//
 	// | condition | code | caller's recovery |
 	// |---|---|---|
 	// | a field is malformed, or the token was not made by ListClaims for this Cluster and holder | INVALID_ARGUMENT | take a new token |
 	// | the token is too old, or was made by an agent whose view was not complete | FAILED_PRECONDITION | take a new token |
+	// | the holder's claims were all made from another cluster than spoke_id (ErrorInfo reason SPOKE_MISMATCH) | FAILED_PRECONDITION | someone has to act: connect the right cluster, or hand the claims over |
 	// | not this identity's Cluster; a holder that it may not act as; or Nodes of a holder that reports none | PERMISSION_DENIED | use the right identity; leave the Nodes out |
 	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | retry later, with a new token |
 	SyncClaims(context.Context, *SyncClaimsRequest) (*SyncClaimsResponse, error)

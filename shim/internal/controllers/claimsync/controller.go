@@ -2,7 +2,8 @@
 // not: core forgets a NodeClaim that was deleted while it was being launched, and nobody else would give the machine back.
 //
 // The order is what makes this safe: first a token from the agent, then the NodeClaims, read from the API server itself, then
-// both to the agent. A claim that was made after the token was taken is not collected, whatever the set says.
+// both to the agent. A claim that was made after the token was taken is not collected, whatever the set says. The set says which
+// cluster it was read in, so that one read elsewhere, through a wrong kubeconfig, releases nothing.
 //
 // With the set goes what the Nodes look like, from which the agent learns what machines are like, and that they are there: the list
 // is complete, and read from the API server itself, so that a Node that is missing there is absent. The agent is told again as soon
@@ -13,11 +14,13 @@ import (
 	"context"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/awslabs/operatorpkg/reconciler"
 	"github.com/awslabs/operatorpkg/singleton"
 	"github.com/samber/lo"
+	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/client-go/util/workqueue"
@@ -33,13 +36,16 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/source"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/cloudprovider"
+	"sigs.k8s.io/karpenter/pkg/events"
 	"sigs.k8s.io/karpenter/pkg/operator/injection"
 	nodeclaimutils "sigs.k8s.io/karpenter/pkg/utils/nodeclaim"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/placeholder"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/spoke"
 )
 
 const name = "nodeclaim.claimsync"
@@ -65,6 +71,7 @@ type Controller struct {
 	cloudProvider cloudprovider.CloudProvider
 	agent         agentv1alpha1.ClaimServiceClient
 	cluster       *agentv1alpha1.ClusterRef
+	recorder      events.Recorder
 	reconnected   <-chan event.GenericEvent
 	interval      time.Duration
 	timeout       time.Duration
@@ -74,12 +81,13 @@ type Controller struct {
 // interval. timeout bounds each call to the agent.
 func New(
 	clk clock.PassiveClock, live client.Reader, cloudProvider cloudprovider.CloudProvider,
-	agent agentv1alpha1.ClaimServiceClient, cluster *agentv1alpha1.ClusterRef, reconnected <-chan event.GenericEvent,
+	agent agentv1alpha1.ClaimServiceClient, cluster *agentv1alpha1.ClusterRef, recorder events.Recorder,
+	reconnected <-chan event.GenericEvent,
 	interval, timeout time.Duration,
 ) *Controller {
 	return &Controller{
 		clock: clk, live: live, cloudProvider: cloudProvider,
-		agent: agent, cluster: cluster, reconnected: reconnected, interval: interval, timeout: timeout,
+		agent: agent, cluster: cluster, recorder: recorder, reconnected: reconnected, interval: interval, timeout: timeout,
 	}
 }
 
@@ -96,6 +104,10 @@ func (c *Controller) Reconcile(ctx context.Context) (reconciler.Result, error) {
 
 func (c *Controller) sync(ctx context.Context) error {
 	token, err := c.token(ctx)
+	if err != nil {
+		return err
+	}
+	spokeID, err := spoke.ID(ctx, c.live)
 	if err != nil {
 		return err
 	}
@@ -122,11 +134,15 @@ func (c *Controller) sync(ctx context.Context) error {
 		}),
 		Nodes:         reports,
 		NodesComplete: complete,
+		SpokeId:       spokeID,
 	}
 	ctx, cancel := context.WithTimeout(ctx, c.timeout)
 	defer cancel()
 	response, err := c.agent.SyncClaims(ctx, request)
 	if err != nil {
+		if agenterrors.IsSpokeMismatch(err) {
+			c.announce(ctx, "LiveSetRefused", "The agent takes no set of NodeClaims from this cluster: "+status.Convert(err).Message())
+		}
 		return fmt.Errorf("telling the agent: %w", err)
 	}
 	collectedTotal.Add(float64(len(response.GetCollectedClaimIds())), nil)
@@ -134,10 +150,44 @@ func (c *Controller) sync(ctx context.Context) error {
 	if collected := response.GetCollectedClaimIds(); len(collected) > 0 {
 		log.FromContext(ctx).Info("the agent releases claims that no NodeClaim owns", "claims", collected)
 	}
+	keptClaims.Set(float64(len(response.GetKeptClaimIds())), nil)
+	if kept := response.GetKeptClaimIds(); len(kept) > 0 {
+		log.FromContext(ctx).Info("claims that no NodeClaim owns and that the agent keeps, as their Nodes were registered or another cluster "+
+			"may have made them; release those that are not needed", "claims", kept)
+		c.announce(ctx, "ClaimsKept", fmt.Sprintf("%d claims in the management cluster have no NodeClaim and are kept, as their Nodes were "+
+			"registered or another cluster may have made them: %s. Each MachineClaim says why; release those that are not needed.",
+			len(kept), abridged(kept)))
+	}
 	if unknown := response.GetUnknownClaimIds(); len(unknown) > 0 {
 		log.FromContext(ctx).Info("NodeClaims without a claim in the management cluster", "claims", unknown)
 	}
 	return nil
+}
+
+// announce makes an event of what a person has to look at, on every node class: there is no object for what has no NodeClaim.
+func (c *Controller) announce(ctx context.Context, reason, message string) {
+	classes := &v1alpha1.ClusterAPINodeClassList{}
+	if err := c.live.List(ctx, classes); err != nil {
+		log.FromContext(ctx).Error(err, "listing the node classes to make an event of them", "reason", reason, "message", message)
+	}
+	for i := range classes.Items {
+		c.recorder.Publish(events.Event{
+			InvolvedObject: &classes.Items[i],
+			Type:           corev1.EventTypeWarning,
+			Reason:         reason,
+			Message:        lo.Substring(message, 0, 1024),
+			DedupeValues:   []string{string(classes.Items[i].UID), message},
+		})
+	}
+}
+
+// abridged names the first of many.
+func abridged(ids []string) string {
+	const shown = 5
+	if len(ids) <= shown {
+		return strings.Join(ids, ", ")
+	}
+	return fmt.Sprintf("%s and %d more", strings.Join(ids[:shown], ", "), len(ids)-shown)
 }
 
 func (c *Controller) token(ctx context.Context) (string, error) {

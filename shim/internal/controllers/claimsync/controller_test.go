@@ -36,7 +36,7 @@ const interval = time.Minute
 func world(t *testing.T, options ...shimtest.Option) (*shimtest.World, *claimsync.Controller) {
 	t.Helper()
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}}, options...)
-	return w, claimsync.New(clock.RealClock{}, w.Kube, w.CloudProvider, w.Client.Claims, w.Cluster, nil, interval, shimtest.Timeout)
+	return w, claimsync.New(clock.RealClock{}, w.Kube, w.CloudProvider, w.Client.Claims, w.Cluster, w.Recorder, nil, interval, shimtest.Timeout)
 }
 
 func phase(w *shimtest.World, nodeClaim *karpv1.NodeClaim) agentv1alpha1.ClaimPhase {
@@ -355,10 +355,65 @@ func TestANodeWithMoreResourcesThanAReportHoldsIsReportedWithoutThem(t *testing.
 	assert.Empty(t, w.Agent.NodeReports(w.Cluster)[0].GetCapacity())
 }
 
+// A wrong kubeconfig, or a name of another Cluster: the two are set independently of each other.
+func TestTheAgentIsToldWhereTheSetWasRead(t *testing.T) {
+	w, c := world(t)
+	w.Launched("kept")
+	sync(t, w, c)
+	assert.Equal(t, shimtest.SpokeID, lastSync(t, w).GetSpokeId())
+	for _, request := range w.Agent.Requests("CreateClaim") {
+		made, ok := request.(*agentv1alpha1.CreateClaimRequest)
+		require.True(t, ok)
+		assert.Equal(t, shimtest.SpokeID, made.GetSpokeId())
+	}
+}
+
+// An agent that collects by the set of this cluster must know that it is: without that no set is sent.
+func TestASetIsNotSentWithoutTheClustersIdentity(t *testing.T) {
+	w, c := world(t)
+	require.NoError(t, w.Kube.Delete(w.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: metav1.NamespaceSystem}}))
+	_, err := c.Reconcile(w.Context())
+	require.ErrorContains(t, err, "kube-system")
+	assert.Zero(t, w.Agent.Calls("SyncClaims"))
+	assert.NotNil(t, w.Launched("claimed").UID, "claims are made all the same")
+}
+
+func TestAShimOfAnotherClusterReleasesNothing(t *testing.T) {
+	w, c := world(t)
+	theirs := w.Launched("theirs")
+	sync(t, w, c)
+	require.NoError(t, w.Kube.Delete(w.Context(), theirs))
+	system := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: metav1.NamespaceSystem}}
+	require.NoError(t, w.Kube.Delete(w.Context(), system))
+	w.Create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: metav1.NamespaceSystem, UID: "another-cluster"}})
+	_, err := c.Reconcile(w.Context())
+	require.Error(t, err)
+	assert.True(t, agenterrors.IsSpokeMismatch(err), "%v", err)
+	assert.Equal(t, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, phase(w, theirs))
+	assert.Contains(t, w.Recorder.Reasons(), "LiveSetRefused")
+}
+
+// A cluster that was restored from a backup has lost NodeClaims whose Nodes come back, without being registered again.
+func TestClaimsWhoseNodesWereRegisteredAreReportedAndKept(t *testing.T) {
+	w, c := world(t)
+	lost := w.Launched("lost")
+	machine := w.Agent.Provision(w.Cluster, string(lost.UID), "sim:///lost")
+	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "lost"}, Spec: corev1.NodeSpec{ProviderID: machine.GetProviderId()}}
+	w.Create(node)
+	sync(t, w, c)
+	require.NoError(t, w.Kube.Delete(w.Context(), lost))
+	node.Spec.Taints = []corev1.Taint{karpv1.UnregisteredNoExecuteTaint}
+	require.NoError(t, w.Kube.Update(w.Context(), node))
+	sync(t, w, c)
+	assert.Equal(t, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, phase(w, lost))
+	assert.Contains(t, w.Recorder.Reasons(), "ClaimsKept")
+	assert.Contains(t, strings.Join(w.Recorder.Messages(), "\n"), string(lost.UID), "so that a person finds it")
+}
+
 func TestARoundIsDoneAtTheStartAndWhenAnAgentIsFollowedAgain(t *testing.T) {
 	reconnected := make(chan event.GenericEvent)
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
-	c := claimsync.New(clock.RealClock{}, w.Kube, w.CloudProvider, w.Client.Claims, w.Cluster, reconnected, time.Hour, shimtest.Timeout)
+	c := claimsync.New(clock.RealClock{}, w.Kube, w.CloudProvider, w.Client.Claims, w.Cluster, w.Recorder, reconnected, time.Hour, shimtest.Timeout)
 	// It only runs the controller, which has its readers: no API server is asked for anything.
 	m, err := manager.New(&rest.Config{Host: "127.0.0.1:1"}, manager.Options{
 		Metrics: metricsserver.Options{BindAddress: "0"},

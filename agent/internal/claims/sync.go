@@ -1,0 +1,256 @@
+package claims
+
+import (
+	"context"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+)
+
+// SyncRequest is a holder's complete set of live claims.
+type SyncRequest struct {
+	Namespace, Cluster, Holder string
+	// Token is from [Engine.List]; only claims older than it can be collected.
+	Token string
+	// Live are the ids of the claims whose owner lives.
+	Live []string
+	// Spoke is the cluster that the set was read in; empty when it is not known, and then nothing is collected.
+	Spoke string
+	// Nodes are what the Cluster's Nodes look like, all of them. Nil means that this holder reports none, which says nothing about
+	// them; empty means that there are none.
+	Nodes []NodeReport
+	// NodesComplete reports that Nodes has every Node with a provider ID, read consistently after the token was taken.
+	NodesComplete bool
+}
+
+// NodeReport is what one real Node looks like.
+type NodeReport struct {
+	ProviderID            string
+	Capacity, Allocatable corev1.ResourceList
+	// Unregistered says that nothing runs on the Node yet.
+	Unregistered bool
+}
+
+// SyncResult says what [Engine.Sync] concluded.
+type SyncResult struct {
+	// Collected are the ids of claims that are being released now, because their owner is gone.
+	Collected []string
+	// Unknown are ids of the live set that there is no live claim for.
+	Unknown []string
+	// Kept are the ids of claims that are not in the set and are not released all the same.
+	Kept []string
+}
+
+// Sync releases the holder's claims that the token's listing held, that are older than it, that are not in the live set, and that
+// nothing speaks against. Errors: [ErrInvalidToken], [ErrStaleToken], [*ForeignSpokeError], or the API server's; then some may have been
+// released, and the call can be repeated.
+func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
+	taken, err := e.parseToken(r)
+	if err != nil {
+		return SyncResult{}, err
+	}
+	claims, _, err := e.List(ctx, ListOptions{Namespace: r.Namespace, Cluster: r.Cluster, Holder: r.Holder})
+	if err != nil {
+		return SyncResult{}, err
+	}
+	set := newLiveSet(r, claims)
+	if err := set.foreign(); err != nil {
+		e.warnCluster(ctx, r, err)
+		return SyncResult{}, err
+	}
+	if r.Nodes != nil {
+		e.learn(types.NamespacedName{Namespace: r.Namespace, Name: r.Cluster}, r.Nodes)
+	}
+	listed := taken.listed(claims)
+	running, err := e.noteNodes(ctx, set, taken.Time, claims)
+	if err != nil {
+		return SyncResult{}, err
+	}
+	var (
+		result SyncResult
+		notes  []note
+	)
+	known := make(map[string]bool, len(claims))
+	for i := range claims {
+		c := &claims[i]
+		id := c.Spec.ClaimID
+		known[id] = c.Status.Phase != v1alpha1.PhaseReleasing
+		switch {
+		case set.live[id]:
+			notes = append(notes, e.noteOwner(set, c)...)
+			continue
+		case r.Spoke == "" || c.Status.Phase == v1alpha1.PhaseReleasing:
+			continue
+		case !listed(c) || !c.CreationTimestamp.Add(e.CollectGrace).Before(taken.Time):
+			continue
+		}
+		if why := set.keeps(c, running[id]); why != "" {
+			result.Kept = append(result.Kept, id)
+			notes = append(notes, e.noteKept(c, why)...)
+			continue
+		}
+		why := v1alpha1.Event{Reason: ReasonCollected, Message: "its owner is gone: it was not in the live set of " + r.Holder}
+		if _, err := e.release(ctx, Key{Namespace: c.Namespace, Cluster: r.Cluster, ID: id}, ReleaseOptions{}, why); err != nil {
+			return result, err
+		}
+		log.FromContext(ctx).Info("collected a claim whose owner is gone", "claim", id, "name", c.Spec.DisplayName)
+		result.Collected = append(result.Collected, id)
+	}
+	for _, id := range r.Live {
+		if !known[id] {
+			result.Unknown = append(result.Unknown, id)
+		}
+	}
+	e.writeNotes(ctx, notes)
+	return result, nil
+}
+
+// liveSet is a holder's live set beside the claims that the holder has.
+type liveSet struct {
+	SyncRequest
+
+	live map[string]bool
+	// matched reports that the set has a claim that there is: it was read where claims of this Cluster have their owners.
+	matched bool
+	// others is a cluster other than the set's that claims were made from, "" when there is none; own reports that the set's has made
+	// some.
+	others string
+	own    bool
+}
+
+func newLiveSet(r SyncRequest, claims []v1alpha1.MachineClaim) *liveSet {
+	s := &liveSet{SyncRequest: r, live: make(map[string]bool, len(r.Live))}
+	for _, id := range r.Live {
+		s.live[id] = true
+	}
+	for i := range claims {
+		c := &claims[i]
+		switch {
+		case s.live[c.Spec.ClaimID]:
+			s.matched = true
+		case c.Spec.Spoke == "" || c.Status.Phase == v1alpha1.PhaseReleasing:
+		case c.Spec.Spoke == r.Spoke:
+			s.own = true
+		default:
+			s.others = c.Spec.Spoke
+		}
+	}
+	return s
+}
+
+// foreign returns a [*ForeignSpokeError] when the set has nothing to do with the claims that there are.
+func (s *liveSet) foreign() error {
+	if s.Spoke == "" || s.matched || s.own || s.others == "" {
+		return nil
+	}
+	return &ForeignSpokeError{Spoke: s.Spoke, Recorded: s.others}
+}
+
+// speaksFor reports whether the set's cluster is the claim's. A claim of which that was never recorded is the set's if the set has
+// another claim, and no other cluster any: owners have the same ids in one cluster only.
+func (s *liveSet) speaksFor(c *v1alpha1.MachineClaim) bool {
+	switch {
+	case s.live[c.Spec.ClaimID]:
+		return true
+	case c.Spec.Spoke != "":
+		return c.Spec.Spoke == s.Spoke
+	case s.Spoke == "":
+		return true // of neither is known more; nothing is collected then
+	}
+	return s.matched && s.others == ""
+}
+
+// keeps says why a claim that is not in the set is kept all the same, "" when it is not. running reports that its Node is registered
+// according to the report that came with the set.
+func (s *liveSet) keeps(c *v1alpha1.MachineClaim, running bool) string {
+	const toDo = "; release it if it is not needed: see \"Claims whose owner is missing\" in docs/troubleshooting.md"
+	switch {
+	case !s.speaksFor(c) && c.Spec.Spoke != "":
+		return "it is not in the live set of cluster " + s.Spoke + ", but cluster " + c.Spec.Spoke + " made it" + toDo
+	case !s.speaksFor(c):
+		return "it is not in the live set of cluster " + s.Spoke + ", but it is not known which cluster made it" + toDo
+	case running || c.Status.NodeRegisteredAt != nil:
+		return "its owner is gone without having released it, but its Node was registered, so that pods may run on it" + toDo
+	}
+	return ""
+}
+
+// noteOwner records for a claim of the live set which cluster it is of, and that its owner is there.
+func (e *Engine) noteOwner(s *liveSet, c *v1alpha1.MachineClaim) []note {
+	var notes []note
+	record, back := s.Spoke != "" && c.Spec.Spoke != s.Spoke, c.Status.Reason == ReasonOwnerMissing
+	if record || back {
+		notes = append(notes, note{of: c, write: func(ctx context.Context) error {
+			if record {
+				if err := e.recordSpoke(ctx, c, s.Spoke); err != nil {
+					return err
+				}
+			}
+			if !back {
+				return nil
+			}
+			after := c.DeepCopy()
+			reason := ReasonWaitingForMachine
+			if c.Status.Phase == v1alpha1.PhaseBound {
+				reason = ReasonBound
+			}
+			e.note(after, v1alpha1.Event{Reason: reason, Message: "its owner is in the live set again"})
+			return e.Client.Status().Update(ctx, after)
+		}})
+	}
+	return notes
+}
+
+// recordSpoke writes the cluster to the claim, and to its Machine, from which a lost claim is made again.
+func (e *Engine) recordSpoke(ctx context.Context, c *v1alpha1.MachineClaim, spoke string) error {
+	after := c.DeepCopy()
+	after.Spec.Spoke = spoke
+	if err := e.Client.Update(ctx, after); err != nil {
+		return err
+	}
+	*c = *after
+	if c.Status.Machine == nil {
+		return nil // the label comes with it
+	}
+	var m clusterv1.Machine
+	found, err := e.get(ctx, types.NamespacedName{Namespace: c.Namespace, Name: c.Status.Machine.Name}, &m)
+	if err != nil || !found || claimOf(&m) != c.Spec.ClaimID || m.Annotations[v1alpha1.ClaimSpokeAnnotation] == spoke {
+		return err
+	}
+	marked := m.DeepCopy()
+	metav1.SetMetaDataAnnotation(&marked.ObjectMeta, v1alpha1.ClaimSpokeAnnotation, spoke)
+	return e.patchMachine(ctx, &m, marked)
+}
+
+// noteKept makes the claim say why it is kept, once. One that has no Machine, or whose Machine is being deleted, says more important
+// things.
+func (e *Engine) noteKept(c *v1alpha1.MachineClaim, why string) []note {
+	if c.Status.Phase != v1alpha1.PhaseBound || c.Status.Reason == ReasonMachineDeleting ||
+		c.Status.Reason == ReasonOwnerMissing && c.Status.Message == why {
+		return nil
+	}
+	return []note{{of: c, write: func(ctx context.Context) error {
+		after := c.DeepCopy()
+		e.note(after, v1alpha1.Event{Reason: ReasonOwnerMissing, Message: why})
+		if err := e.Client.Status().Update(ctx, after); err != nil {
+			return err
+		}
+		log.FromContext(ctx).Info("kept a claim whose owner is missing", "claim", c.Spec.ClaimID, "name", c.Spec.DisplayName, "why", why)
+		e.warn(after, ReasonOwnerMissing, "Sync", why)
+		return nil
+	}}}
+}
+
+// warnCluster makes a refused set an event of the Cluster, where those look who set it up.
+func (e *Engine) warnCluster(ctx context.Context, r SyncRequest, cause error) {
+	cluster, err := e.cluster(ctx, r.Namespace, r.Cluster)
+	if err != nil || cluster == nil {
+		return // the caller is told in any case
+	}
+	e.warn(cluster, "LiveSetRefused", "Sync", cause.Error())
+}

@@ -1,0 +1,102 @@
+package fakeagent
+
+import (
+	"cmp"
+	"slices"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+// liveSet is a holder's live set beside the claims that the holder has.
+type liveSet struct {
+	spoke string
+	alive map[string]struct{}
+	nodes []*agentv1alpha1.NodeReport
+	// claims are the holder's live ones, oldest first.
+	claims []*claim
+	// matched reports that one of the claims is in the set, own and others that one that is not was made by the set's cluster, or by
+	// another.
+	matched, own, others bool
+}
+
+func (a *Agent) liveSet(request *agentv1alpha1.SyncClaimsRequest, alive map[string]struct{}) *liveSet {
+	s := &liveSet{spoke: request.GetSpokeId(), alive: alive, nodes: request.GetNodes()}
+	for _, c := range a.claims[keyOf(request.GetCluster())] {
+		if c.live() && c.holder == request.GetHolder() {
+			s.claims = append(s.claims, c)
+		}
+	}
+	slices.SortFunc(s.claims, func(x, y *claim) int { return cmp.Compare(x.sequence, y.sequence) })
+	for _, c := range s.claims {
+		switch {
+		case s.has(c):
+			s.matched = true
+		case c.spoke == "":
+		case c.spoke == s.spoke:
+			s.own = true
+		default:
+			s.others = true
+		}
+	}
+	return s
+}
+
+func (s *liveSet) has(c *claim) bool { _, ok := s.alive[c.id]; return ok }
+
+// foreign reports whether the set has nothing to do with the claims that there are.
+func (s *liveSet) foreign() bool { return s.spoke != "" && !s.matched && !s.own && s.others }
+
+// speaksFor reports whether the set's cluster is the claim's.
+func (s *liveSet) speaksFor(c *claim) bool {
+	if c.spoke != "" || s.has(c) {
+		return s.has(c) || c.spoke == s.spoke
+	}
+	return s.spoke == "" || s.matched && !s.others
+}
+
+// noteNodes remembers which claims' Nodes are registered, and what cluster those in the set are of.
+func (s *liveSet) noteNodes() {
+	registered := map[string]bool{}
+	for _, node := range s.nodes {
+		registered[node.GetProviderId()] = registered[node.GetProviderId()] || !node.GetUnregistered()
+	}
+	for _, c := range s.claims {
+		if c.machine != nil && registered[c.machine.providerID] && s.speaksFor(c) {
+			c.registered = true
+		}
+	}
+	for _, c := range s.claims {
+		if s.has(c) && s.spoke != "" {
+			c.spoke = s.spoke
+		}
+	}
+}
+
+// orphans are the claims that are not in the set and are no younger than its token.
+func (s *liveSet) orphans(sequence int64) []*claim {
+	if s.spoke == "" {
+		return nil
+	}
+	return slices.DeleteFunc(slices.Clone(s.claims), func(c *claim) bool { return s.has(c) || c.sequence > sequence })
+}
+
+// keeps says why a claim that is not in the set is kept, "" when it is not.
+func (s *liveSet) keeps(c *claim) string {
+	switch {
+	case !s.speaksFor(c):
+		return "another cluster made it, or it is not known which did"
+	case c.registered:
+		return "its owner is gone without having released it, but its Node was registered"
+	}
+	return ""
+}
+
+// keep makes a bound claim say why it is kept.
+func (a *Agent) keep(c *claim, why string) {
+	if c.phase != agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND || c.reason == reasonOwnerMissing {
+		return
+	}
+	c.reason, c.message = reasonOwnerMissing, why
+	c.happened(a.now(), reasonOwnerMissing, why)
+	a.touchClaim(c)
+}
