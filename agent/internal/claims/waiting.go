@@ -8,7 +8,6 @@ import (
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
 )
 
 const (
@@ -22,13 +21,13 @@ const (
 )
 
 // unmade says that no Machine was created for the claim in its time; "" while one may still come. A claim that the pending ledger
-// write gives a Machine does not fail, nor one of a group that is paused. Only an agent that looks when the deadline passes lets it
-// count: one that looks later knows that the hub or the agents were away, and Machines may be late for that, or joined unseen. The wait
-// then begins anew, which is noted on the claim, so that every agent sees it, also after a restart.
+// write gives a Machine does not fail. Only an agent that looks when the deadline passes lets it count: one that looks later knows
+// that the hub or the agents were away, and Machines may be late for that, or joined unseen. The wait then begins anew, which is
+// noted on the claim, so that every agent sees it, also after a restart.
 func (s *snapshot) unmade(d *decision, c *v1alpha1.MachineClaim) string {
 	deadline := s.failure.ObjectDeadline
 	switch {
-	case deadline == 0, s.group.Has(eligibility.Paused):
+	case deadline == 0:
 		return ""
 	case d.ledger != nil && d.ledger.Pending[c.Spec.ClaimID].UID != "":
 		return ""

@@ -272,7 +272,7 @@ var mutants = []mutant{
 		{"decide.go", "		if !alive(m) || held(m) || promised[m.UID] {\n", "		if !alive(m) || held(m) || promised[\"\"] {\n"},
 	}},
 	{name: "a Node in use is given to a claim", edits: []edit{
-		{"decide.go", "	return !hasNode(m) || m.Spec.ProviderID != \"\" && s.unregistered(m.Spec.ProviderID)\n", "	return true\n"},
+		{"decide.go", "	return s.nodeless(m) || m.Spec.ProviderID != \"\" && !s.registered(m) && s.unregistered(m.Spec.ProviderID)\n", "	return true\n"},
 	}},
 	{name: "the floor's Machines are given to claims", edits: []edit{
 		{"decide.go", "	give := len(free) - int(s.floor(next))\n", "	give := len(free)\n"},
@@ -305,7 +305,7 @@ var mutants = []mutant{
 		},
 	}},
 	{name: "a Machine with a Node is handed over", edits: []edit{
-		{"decide.go", "	if !alive(m) || held(m) || hasNode(m) || outdated(m) {\n		return false\n	}\n	if c :=", "	if !alive(m) || held(m) || outdated(m) {\n		return false\n	}\n	if c :="},
+		{"decide.go", "	if !alive(m) || held(m) || !s.nodeless(m) || outdated(m) || s.hopeless(m) {\n		return false\n	}\n	if c :=", "	if !alive(m) || held(m) || outdated(m) || s.hopeless(m) {\n		return false\n	}\n	if c :="},
 	}},
 	{name: "unbound before its entry is dropped", edits: []edit{
 		{"decide.go", "	case m != nil && alive(m) && !entered && claimOf(m) == id && s.handsOver(m)", "	case m != nil && alive(m) && claimOf(m) == id && s.handsOver(m)"},
@@ -533,7 +533,7 @@ var mutants = []mutant{
 		{"failure.go", "deadline > 0 && s.now.Sub(m.CreationTimestamp.Time) >= patience*deadline", "deadline > 0 && s.now.Sub(m.CreationTimestamp.Time) >= deadline"},
 	}},
 	{name: "a Machine that never comes is always late", test: "TestAMachineThatNeverComesIsGivenUpInTheEnd", edits: []edit{
-		{"failure.go", "if why = s.late(d, m.CreationTimestamp.Time, patience*deadline, what); why == \"\" {", "{"},
+		{"failure.go", "if why = s.late(d, since, given, what); why == \"\" {", "{"},
 		{"failure.go", ">= patience*deadline {", "< 0 {"},
 	}},
 	{name: "a spare has the grace period of the one before it", test: "TestALateMachineComesInTheEnd", edits: []edit{
@@ -571,7 +571,7 @@ var mutants = []mutant{
 		{"waiting.go", "	case overdue < 0 || unsettled > 0:\n", "	case overdue < 0:\n"},
 	}},
 	{name: "a pause counts as waiting for a Machine", test: "TestAClaimOfAPausedGroupDoesNotFail", edits: []edit{
-		{"waiting.go", "	case deadline == 0, s.group.Has(eligibility.Paused):\n", "	case deadline == 0, s.group.Has(eligibility.Paused) && false:\n"},
+		{"failure.go", "	if m != nil && hasNode(m) || s.paused(m) {\n", "	if m != nil && (hasNode(m) || s.paused(m)) {\n"},
 	}},
 	{name: "a claim is explained anew with each number", test: "TestExplanationsOfABlockedGroupAreFew", edits: []edit{
 		{"waiting.go", "set.Name, oneLine(reasons))\n", "set.Name, oneLine(reasons)+c.Message)\n"},
