@@ -54,8 +54,8 @@ const (
 	enough = 1000
 )
 
-// Refused says why a call is refused.
-type Refused struct {
+// RefusedError says why a call is refused.
+type RefusedError struct {
 	// Reason is one word.
 	Reason string
 	// Message is the same in a sentence.
@@ -64,9 +64,9 @@ type Refused struct {
 	RetryAfter time.Duration
 }
 
-func (r *Refused) Error() string { return r.Message }
+func (r *RefusedError) Error() string { return r.Message }
 
-// Reasons of [Refused].
+// Reasons of [RefusedError].
 const (
 	ReasonRate     = "rate"
 	ReasonCalls    = "calls"
@@ -121,7 +121,7 @@ type Call struct {
 	free    []func()
 }
 
-// Begin lets a call in. The error is a [*Refused].
+// Begin lets a call in. The error is a [*RefusedError].
 func (l *Limiter) Begin(identity, method string, watch bool) (*Call, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -166,7 +166,7 @@ func (l *Limiter) spend(c *caller, method string, tokens int) error {
 
 func (l *Limiter) refuse(method, reason string, after time.Duration, format string, args ...any) error {
 	l.refused.WithLabelValues(reason, method).Inc()
-	return &Refused{Reason: reason, RetryAfter: after, Message: fmt.Sprintf(format, args...)}
+	return &RefusedError{Reason: reason, RetryAfter: after, Message: fmt.Sprintf(format, args...)}
 }
 
 // forget forgets callers that have nothing open and could burst, if there are many. l.mu is held.
@@ -214,7 +214,7 @@ func (c *Call) keep(ctx context.Context, s *semaphore.Weighted) error {
 	return nil
 }
 
-// Hold accounts for the request's bytes until the call ends. The error is a [*Refused].
+// Hold accounts for the request's bytes until the call ends. The error is a [*RefusedError].
 func (c *Call) Hold(bytes int) error {
 	l := c.limiter
 	l.mu.Lock()

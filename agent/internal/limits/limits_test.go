@@ -33,7 +33,7 @@ func begin(t *testing.T, l *limits.Limiter, identity string, watch bool) *limits
 
 func requireRefused(t *testing.T, err error, reason string, after time.Duration) {
 	t.Helper()
-	refused, ok := errors.AsType[*limits.Refused](err)
+	refused, ok := errors.AsType[*limits.RefusedError](err)
 	require.True(t, ok, "%v", err)
 	require.Equal(t, reason, refused.Reason)
 	require.Equal(t, after, refused.RetryAfter)
@@ -113,8 +113,8 @@ func TestOneLargeRequestOfACallerIsHandledAtATime(t *testing.T) {
 	_, err = other.Read(t.Context(), true)
 	require.NoError(t, err)
 	select {
-	case <-waited:
-		t.Fatal("two large requests of one caller")
+	case err := <-waited:
+		t.Fatalf("two large requests of one caller: %v", err)
 	default:
 	}
 	first.End()

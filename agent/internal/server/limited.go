@@ -66,7 +66,7 @@ func limitedAs(ctx context.Context) string {
 
 // throttled is the answer to a call that is refused by a limit.
 func throttled(err error) error {
-	if refused, ok := errors.AsType[*limits.Refused](err); ok {
+	if refused, ok := errors.AsType[*limits.RefusedError](err); ok {
 		return agenterrors.Throttled(refused.Message, refused.RetryAfter)
 	}
 	return grpcstatus.FromContextError(err).Err()

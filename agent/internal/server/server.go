@@ -122,7 +122,10 @@ func New(c Config) (*Server, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &Server{config: c, id: uuid.NewString(), health: health.NewServer(), stopped: make(chan struct{}), receiver: receiver{validator: validator, timeout: c.Limits.RequestTimeout}}
+	s := &Server{
+		config: c, id: uuid.NewString(), health: health.NewServer(), stopped: make(chan struct{}),
+		receiver: receiver{validator: validator, timeout: c.Limits.RequestTimeout},
+	}
 	if s.limits, err = limits.New(c.Limits, c.Clock, c.Registerer); err != nil {
 		return nil, err
 	}
