@@ -127,7 +127,7 @@ type SelectedNodeGroup struct {
 	PriceSource string `json:"priceSource,omitempty"`
 	// available says whether a machine could be had now.
 	Available bool `json:"available"`
-	// reason is why not: AtMaxSize, CoolingDown, Paused, Deleting, ReplicasOwned, Invalid, QuotaExceeded, NoRoom, PriceUnknown,
+	// reason is why not: AtMaxSize, CoolingDown, Paused, Deleting, ReplicasOwned, ReplicasLowered, Invalid, QuotaExceeded, NoRoom, PriceUnknown,
 	// NoCapacity, Unusable, or Other. Absent when available.
 	// +optional
 	Reason string `json:"reason,omitempty"`
