@@ -900,11 +900,11 @@ func (s *snapshot) adoptable(c *v1alpha1.MachineClaim, d *decision, next *Ledger
 	return m, nil
 }
 
-func (s *snapshot) full() eligibility.Refusal {
+func (s *snapshot) full() eligibility.Refusal { return fullGroup(s.md.Name, *s.group.Max) }
+
+func fullGroup(name string, size int32) eligibility.Refusal {
 	return eligibility.Refusal{
-		NodeGroup: s.md.Name,
-		Reason:    eligibility.AtMaxSize,
-		Message:   fmt.Sprintf("replicas are at the max size %d", *s.group.Max),
+		NodeGroup: name, Reason: eligibility.AtMaxSize, Message: fmt.Sprintf("replicas are at the max size %d", size),
 	}
 }
 

@@ -40,7 +40,6 @@ import (
 	"k8s.io/utils/clock"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
-	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
@@ -189,11 +188,11 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 		return nil, ErrUnknownCluster
 	}
 	key := Key{Namespace: r.Namespace, Cluster: r.Cluster, ID: r.ID}
-	first, refusals, err := e.firstOpen(ctx, r, cluster, r.Candidates)
+	open, err := e.choose(ctx, r, cluster, r.Candidates)
 	if err != nil {
 		return nil, err
 	}
-	if first == "" || r.ValidateOnly {
+	if open.none() || r.ValidateOnly {
 		existing, err := e.stored(ctx, key)
 		switch {
 		case err == nil && r.ValidateOnly:
@@ -205,12 +204,13 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 			return e.follow(ctx, existing, r.Holders)
 		case !errors.Is(err, ErrNotFound):
 			return nil, err
-		case first == "" && r.ValidateOnly:
-			return nil, refusedAll(refusals)
+		case open.none() && r.ValidateOnly:
+			return nil, open.refused()
 		}
 	}
 
-	c := e.newClaim(r, cluster, first)
+	r.Candidates = open.candidates
+	c := e.newClaim(r, cluster, open.first())
 	if r.ValidateOnly {
 		return c, nil
 	}
@@ -219,8 +219,8 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 		return e.follow(ctx, lost, r.Holders)
 	case !errors.Is(err, ErrNotFound):
 		return nil, err
-	case first == "":
-		return nil, refusedAll(refusals)
+	case open.none():
+		return nil, open.refused()
 	}
 	if err := e.Client.Create(ctx, c); apierrors.IsAlreadyExists(err) {
 		existing, err := e.stored(ctx, key)
@@ -282,55 +282,25 @@ func (e *Engine) newClaim(r Request, cluster *clusterv1.Cluster, nodeGroup strin
 	}
 }
 
-// firstOpen returns the first candidate that would take a claim now, as far as the caches tell, or "", and why those before
-// it would not.
-func (e *Engine) firstOpen(
-	ctx context.Context, r Request, cluster *clusterv1.Cluster, candidates []string,
-) (string, []eligibility.Refusal, error) {
-	var refusals []eligibility.Refusal
-	for _, name := range candidates {
-		var refusal *eligibility.Refusal
-		logged := log.IntoContext(ctx, log.FromContext(ctx).WithValues("nodeGroup", name))
-		err := recovered(logged, func() (err error) {
-			refusal, err = e.refusal(ctx, r, cluster, name)
-			return err
-		})
-		if _, panicked := errors.AsType[*panicError](err); panicked {
-			refusal = &eligibility.Refusal{
-				NodeGroup: name, Reason: eligibility.Invalid, Message: "a bug of the agent: the agent's log has this node group's name and a stack",
-			}
-		} else if err != nil {
-			return "", nil, err
-		}
-		if refusal == nil {
-			return name, refusals, nil
-		}
-		refusals = append(refusals, *refusal)
-	}
-	return "", refusals, nil
-}
-
 // refusal says why a group would not take the claim now, as far as the caches tell; nil when it would.
-func (e *Engine) refusal(ctx context.Context, r Request, cluster *clusterv1.Cluster, name string) (*eligibility.Refusal, error) {
-	key := types.NamespacedName{Namespace: r.Namespace, Name: name}
-	gone := &eligibility.Refusal{NodeGroup: name, Reason: eligibility.Gone, Message: "no such node group in this Cluster"}
-	var md clusterv1.MachineDeployment
-	if found, err := e.get(ctx, key, &md); err != nil {
-		return nil, err
-	} else if !found {
-		return gone, nil
-	}
-	if md.Spec.ClusterName != cluster.Name {
-		return gone, nil
-	}
-	if _, err := ledgerOf(&md); errors.Is(err, ErrNewerLedger) {
+func (e *Engine) refusal(
+	ctx context.Context, r Request, cluster *clusterv1.Cluster, md *clusterv1.MachineDeployment,
+) (*eligibility.Refusal, error) {
+	key, name := client.ObjectKeyFromObject(md), md.Name
+	gone := unknownGroup(name)
+	ledger, err := ledgerOf(md)
+	if errors.Is(err, ErrNewerLedger) {
 		return newer(name, err), nil
 	}
-	group := eligibility.Of(&md, cluster)
+	group := eligibility.Of(md, cluster)
 	var quota *eligibility.Refusal
 	switch refusal := group.Refusal(); {
 	case refusal != nil:
 		return refusal, nil
+	case r.Adopt == "" && group.Full() && ledger != nil:
+		if spare, err := e.maySpare(ctx, key, ledger, group); !spare || err != nil {
+			return new(fullGroup(name, *group.Max)), err
+		}
 	case r.Adopt == "" && !group.Full():
 		refusal, err := e.CoolingDown(ctx, key)
 		if refusal != nil || err != nil || e.Quota == nil {
@@ -383,7 +353,8 @@ func (e *Engine) CoolingDown(ctx context.Context, key types.NamespacedName) (*el
 	if e.FailedIndex != "" {
 		selector = client.MatchingFields{e.FailedIndex: key.Name}
 	}
-	if err := e.Client.List(ctx, &list, client.InNamespace(key.Namespace), selector); err != nil {
+	// They are read only, and there may be many: all that failed while ended claims are remembered.
+	if err := e.Client.List(ctx, &list, client.InNamespace(key.Namespace), selector, client.UnsafeDisableDeepCopy); err != nil {
 		return nil, fmt.Errorf("listing failed claims: %w", err)
 	}
 	claims := make([]*v1alpha1.MachineClaim, 0, len(list.Items))
@@ -439,12 +410,12 @@ func (e *Engine) enter(ctx context.Context, c *v1alpha1.MachineClaim) (*v1alpha1
 		}
 		refusals = append(refusals, *refusal)
 
-		next, skipped, err := e.nextCandidate(ctx, c)
+		next, err := e.nextCandidate(ctx, c)
 		if err != nil {
 			return nil, err
 		}
-		refusals = append(refusals, skipped...)
-		if next == "" {
+		refusals = append(refusals, next.refusals...)
+		if next.none() {
 			return nil, e.endUnplaced(ctx, c, refusals)
 		}
 		if c, err = e.moveTo(ctx, c, next); err != nil {
@@ -453,15 +424,15 @@ func (e *Engine) enter(ctx context.Context, c *v1alpha1.MachineClaim) (*v1alpha1
 	}
 }
 
-// nextCandidate returns the first open candidate after the one that the claim is at, or "", and why those between are not.
-func (e *Engine) nextCandidate(ctx context.Context, c *v1alpha1.MachineClaim) (string, []eligibility.Refusal, error) {
+// nextCandidate chooses among the candidates after the one that the claim is at.
+func (e *Engine) nextCandidate(ctx context.Context, c *v1alpha1.MachineClaim) (choice, error) {
 	at := slices.Index(c.Spec.Candidates, c.Spec.NodeGroup)
 	cluster, err := e.cluster(ctx, c.Namespace, c.Spec.ClusterName)
 	if err != nil || at < 0 || cluster == nil {
-		return "", nil, err
+		return choice{}, err
 	}
 	r := Request{Namespace: c.Namespace, Cluster: c.Spec.ClusterName, ID: c.Spec.ClaimID, Holder: c.Spec.Holder, Adopt: c.Spec.Adopt}
-	return e.firstOpen(ctx, r, cluster, c.Spec.Candidates[at+1:])
+	return e.choose(ctx, r, cluster, c.Spec.Candidates[at+1:])
 }
 
 // endUnplaced ends a claim that no candidate took, and says why.

@@ -82,6 +82,17 @@ func (e *UnknownGroupError) Error() string {
 	return "no such node group in this Cluster: " + strings.Join(e.Candidates, ", ")
 }
 
+// UnseenError means that candidates are not in the agent's view, more of them than one call looks up, and no other one is open. They
+// may exist.
+type UnseenError struct {
+	// Candidates is how many.
+	Candidates int
+}
+
+func (e *UnseenError) Error() string {
+	return fmt.Sprintf("%d candidates are not in the agent's view of the hub; list the node groups, and name those", e.Candidates)
+}
+
 func describe(refusals []eligibility.Refusal) string {
 	parts := make([]string, 0, len(refusals))
 	for _, r := range refusals {

@@ -155,7 +155,7 @@ func TestAFrozenGroupSaysSoAndEndsWhenTheAnnotationGoes(t *testing.T) {
 	assert.Equal(t, int32(0), *stored.Spec.Replicas)
 	assert.Contains(t, <-recorder.Events, "Warning "+ReasonReplicasLowered)
 	refusal, err := e.refusal(t.Context(), Request{Namespace: namespace, Cluster: clusterName, ID: "b"},
-		&clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: clusterName}}, "small")
+		&clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: clusterName}}, stored)
 	require.NoError(t, err)
 	require.NotNil(t, refusal)
 	assert.Equal(t, eligibility.ReplicasLowered, refusal.Reason)

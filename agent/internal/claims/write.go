@@ -569,26 +569,26 @@ func (e *Engine) endClaim(ctx context.Context, claim *v1alpha1.MachineClaim, why
 
 // moveOn moves a claim to its next candidate that takes it, or ends it.
 func (e *Engine) moveOn(ctx context.Context, a action) error {
-	next, _, err := e.nextCandidate(ctx, a.claim)
+	next, err := e.nextCandidate(ctx, a.claim)
 	if err != nil {
 		return err
 	}
-	if next == "" {
+	if next.none() {
 		return e.endClaim(ctx, a.claim, a.event)
 	}
 	moved, err := e.moveTo(ctx, a.claim, next)
 	if err != nil {
 		return err
 	}
-	e.group(moved.Namespace, next).kick()
+	e.group(moved.Namespace, next.first()).kick()
 	return nil
 }
 
-// moveTo makes another candidate the claim's node group, if the claim is still as it was read.
-func (e *Engine) moveTo(ctx context.Context, c *v1alpha1.MachineClaim, nodeGroup string) (*v1alpha1.MachineClaim, error) {
+// moveTo makes another candidate the claim's node group, if the claim is still as it was read. It keeps those that are left.
+func (e *Engine) moveTo(ctx context.Context, c *v1alpha1.MachineClaim, next choice) (*v1alpha1.MachineClaim, error) {
 	moved := c.DeepCopy()
-	moved.Spec.NodeGroup = nodeGroup
-	metav1.SetMetaDataLabel(&moved.ObjectMeta, v1alpha1.NodeGroupLabel, nodeGroup)
+	moved.Spec.NodeGroup, moved.Spec.Candidates = next.first(), next.candidates
+	metav1.SetMetaDataLabel(&moved.ObjectMeta, v1alpha1.NodeGroupLabel, next.first())
 	if err := e.Client.Update(ctx, moved); err != nil {
 		return nil, err
 	}

@@ -29,6 +29,7 @@ func (s *Server) answer(ctx context.Context, err error, key claims.Key) error {
 		refused *claims.RefusedError
 		unknown *claims.UnknownGroupError
 		foreign *claims.ForeignSpokeError
+		unseen  *claims.UnseenError
 	)
 	switch {
 	case err == nil:
@@ -45,6 +46,8 @@ func (s *Server) answer(ctx context.Context, err error, key claims.Key) error {
 		}))
 	case errors.As(err, &foreign):
 		return agenterrors.SpokeMismatch(err.Error())
+	case errors.As(err, &unseen):
+		return agenterrors.NotSynced(unseen.Error())
 	case errors.Is(err, claims.ErrUnknownCluster):
 		return agenterrors.ClusterNotFound(messages.Cluster(types.NamespacedName{Namespace: key.Namespace, Name: key.Cluster}))
 	case errors.Is(err, claims.ErrNotFound):

@@ -52,7 +52,7 @@ type ClaimServiceClient interface {
 	// | all candidates are paused, being deleted or not open to claims; or the Machine to adopt cannot be had | FAILED_PRECONDITION | use other candidates; someone has to act |
 	// | the id has ended, or is being released (ErrorInfo reason CLAIM_ENDED; how, in its metadata) | ABORTED | never repeat this id |
 	// | lost a race against another writer (ErrorInfo reason CONFLICT) | ABORTED | repeat at once with the same id |
-	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | repeat with the same id, with backoff |
+	// | caches not synced, shutting down, or the hub's API server did not answer; or the agent's view lacks the candidates | UNAVAILABLE | repeat with the same id, with backoff |
 	//
 	// After UNAVAILABLE, DEADLINE_EXCEEDED or a broken connection the claim may exist: repeat with the same id, or release it.
 	CreateClaim(ctx context.Context, in *CreateClaimRequest, opts ...grpc.CallOption) (*CreateClaimResponse, error)
@@ -200,7 +200,7 @@ type ClaimServiceServer interface {
 	// | all candidates are paused, being deleted or not open to claims; or the Machine to adopt cannot be had | FAILED_PRECONDITION | use other candidates; someone has to act |
 	// | the id has ended, or is being released (ErrorInfo reason CLAIM_ENDED; how, in its metadata) | ABORTED | never repeat this id |
 	// | lost a race against another writer (ErrorInfo reason CONFLICT) | ABORTED | repeat at once with the same id |
-	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | repeat with the same id, with backoff |
+	// | caches not synced, shutting down, or the hub's API server did not answer; or the agent's view lacks the candidates | UNAVAILABLE | repeat with the same id, with backoff |
 	//
 	// After UNAVAILABLE, DEADLINE_EXCEEDED or a broken connection the claim may exist: repeat with the same id, or release it.
 	CreateClaim(context.Context, *CreateClaimRequest) (*CreateClaimResponse, error)
