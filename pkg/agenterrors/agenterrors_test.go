@@ -55,9 +55,12 @@ func TestEachErrorIsReadAsItWasMade(t *testing.T) {
 		"machine not found":    {agenterrors.MachineNotFound("a"), codes.NotFound, agenterrors.ReasonMachineNotFound, agenterrors.IsNotFound},
 		"ended":                {agenterrors.ClaimEnded(&agentv1alpha1.Claim{}), codes.Aborted, agenterrors.ReasonClaimEnded, agenterrors.IsEnded},
 		"conflict":             {agenterrors.Conflict("lost"), codes.Aborted, agenterrors.ReasonConflict, agenterrors.IsConflict},
-		"not synced":           {agenterrors.NotSynced("wait"), codes.Unavailable, agenterrors.ReasonNotSynced, agenterrors.IsUnavailable},
-		"shutting down":        {agenterrors.ShuttingDown(), codes.Unavailable, agenterrors.ReasonShuttingDown, agenterrors.IsUnavailable},
-		"hub unreachable":      {agenterrors.HubUnreachable("silence"), codes.Unavailable, agenterrors.ReasonHubUnreachable, agenterrors.IsUnavailable},
+		"too many claims": {
+			agenterrors.TooManyClaims("full", time.Minute), codes.ResourceExhausted, agenterrors.ReasonTooManyClaims, agenterrors.IsTooMany,
+		},
+		"not synced":      {agenterrors.NotSynced("wait"), codes.Unavailable, agenterrors.ReasonNotSynced, agenterrors.IsUnavailable},
+		"shutting down":   {agenterrors.ShuttingDown(), codes.Unavailable, agenterrors.ReasonShuttingDown, agenterrors.IsUnavailable},
+		"hub unreachable": {agenterrors.HubUnreachable("silence"), codes.Unavailable, agenterrors.ReasonHubUnreachable, agenterrors.IsUnavailable},
 	} {
 		t.Run(name, func(t *testing.T) {
 			err := fmt.Errorf("calling the agent: %w", overTheWire(t, c.err))
@@ -68,7 +71,7 @@ func TestEachErrorIsReadAsItWasMade(t *testing.T) {
 
 			matching := 0
 			for _, is := range []func(error) bool{
-				agenterrors.IsNoRoom, agenterrors.IsEnded, agenterrors.IsConflict, agenterrors.IsNotFound, agenterrors.IsRefused,
+				agenterrors.IsNoRoom, agenterrors.IsTooMany, agenterrors.IsEnded, agenterrors.IsConflict, agenterrors.IsNotFound, agenterrors.IsRefused,
 				agenterrors.IsUnauthenticated, agenterrors.IsPermissionDenied, agenterrors.IsInvalidArgument, agenterrors.IsUnavailable,
 			} {
 				if is(err) {

@@ -128,6 +128,11 @@ func PermissionDenied(message string) error {
 	return made(codes.PermissionDenied, message, errorInfo(ReasonPermissionDenied, nil))
 }
 
+// TooManyClaims says that the Cluster has as many claims as it may have, and when it may be worth asking again.
+func TooManyClaims(message string, retryAfter time.Duration) error {
+	return made(codes.ResourceExhausted, message, errorInfo(ReasonTooManyClaims, nil), retryInfo(retryAfter))
+}
+
 // ClusterNotFound says that the Cluster does not exist.
 func ClusterNotFound(cluster *agentv1alpha1.ClusterRef) error {
 	return made(codes.NotFound, fmt.Sprintf("cluster %s/%s does not exist", cluster.GetNamespace(), cluster.GetName()),

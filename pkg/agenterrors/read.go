@@ -34,6 +34,11 @@ func ReasonOf(err error) Reason {
 // IsNoRoom reports that no candidate has room now. Use other candidates, or wait; see [Rejections] and [RetryDelay].
 func IsNoRoom(err error) bool { return is(err, codes.ResourceExhausted) && len(Rejections(err)) > 0 }
 
+// IsTooMany reports that the Cluster has as many claims as it may have. Repeat after [RetryDelay], or release claims.
+func IsTooMany(err error) bool {
+	return is(err, codes.ResourceExhausted) && ReasonOf(err) == ReasonTooManyClaims
+}
+
 // IsEnded reports that the claim's id has ended or is being released. Never repeat this id; [EndedAs] says how it ended.
 func IsEnded(err error) bool { return is(err, codes.Aborted) && ReasonOf(err) == ReasonClaimEnded }
 

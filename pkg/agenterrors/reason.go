@@ -42,6 +42,10 @@ const (
 	// comes with FAILED_PRECONDITION.
 	ReasonNotOpen Reason = "NOT_OPEN"
 
+	// ReasonTooManyClaims comes with RESOURCE_EXHAUSTED and RetryInfo: the Cluster has as many claims, or as many ended ones that are
+	// remembered, as it may have.
+	ReasonTooManyClaims Reason = "TOO_MANY_CLAIMS"
+
 	// ReasonClaimEnded comes with ABORTED: the claim id has ended or is being released, and must not be used again.
 	ReasonClaimEnded Reason = "CLAIM_ENDED"
 	// ReasonConflict comes with ABORTED: a race against another writer was lost, and the call may be repeated at once.

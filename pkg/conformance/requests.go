@@ -252,11 +252,12 @@ func malformed() []malformation {
 		text("CreateClaim", "spoke_id", func(r create, v string) { r.SpokeId = v },
 			map[string]string{"64 characters": strings.Repeat("a", 64), "no label": "!"}),
 		text("CreateClaim", "display_name", func(r create, v string) { r.DisplayName = v },
-			map[string]string{"254 characters": strings.Repeat("a", 254)}),
+			map[string]string{"254 bytes": strings.Repeat("ä", 127), "a control character": "a\x1b[2J", "two lines": "a\nb"}),
 		text("CreateClaim", "candidates[0]", func(r create, v string) { r.Candidates = []string{v} },
 			map[string]string{
 				"empty": "", "no namespace": "/workers", "no name": "default/", "no slash": "workers", "two slashes": "a/b/c",
-				"318 characters": "a/" + strings.Repeat("b", 316),
+				"318 characters": "a/" + strings.Repeat("b", 316), "dots": "fleet/..", "a trailing dot": "fleet/a.", "a percent sign": "fleet/%",
+				"upper case": "fleet/Workers", "not ASCII": "fleet/ä", "a namespace with a dot": "a.b/workers",
 			}),
 		[]malformation{
 			with("CreateClaim", "no candidates", "candidates", func(r create) { r.Candidates = nil }),

@@ -60,11 +60,13 @@ type MachineClaimSpec struct {
 	Spoke string `json:"spoke,omitempty"`
 	// displayName is what the caller calls the claim: the NodeClaim's name.
 	// +optional
+	// +kubebuilder:validation:MaxLength=253
 	DisplayName string `json:"displayName,omitempty"`
-	// candidates are the names of the MachineDeployments that would do, best first.
+	// candidates are the names of the MachineDeployments that would do, best first: nodeGroup, and the next best ones.
 	// +optional
 	// +listType=atomic
 	// +kubebuilder:validation:MaxItems=1000
+	// +kubebuilder:validation:items:MaxLength=253
 	Candidates []string `json:"candidates,omitempty"`
 	// nodeGroup is the name of the MachineDeployment that the claim belongs to now. It moves to the next candidate only while
 	// the claim has never been entered in a ledger. Empty means that the claim was released before it was made: the object
@@ -100,9 +102,11 @@ type MachineClaimStatus struct {
 	Phase Phase `json:"phase,omitempty"`
 	// reason is why, in one CamelCase word.
 	// +optional
+	// +kubebuilder:validation:MaxLength=256
 	Reason string `json:"reason,omitempty"`
 	// message is the reason in a sentence.
 	// +optional
+	// +kubebuilder:validation:MaxLength=1024
 	Message string `json:"message,omitempty"`
 	// machine is the Machine that the claim is bound to. Set once; stays, as last seen, after the end.
 	// +optional
@@ -169,9 +173,11 @@ type Event struct {
 	Time metav1.Time `json:"time"`
 	// reason is what happened, in one CamelCase word.
 	// +required
+	// +kubebuilder:validation:MaxLength=256
 	Reason string `json:"reason"`
 	// message is the same in a sentence.
 	// +optional
+	// +kubebuilder:validation:MaxLength=1024
 	Message string `json:"message,omitempty"`
 }
 

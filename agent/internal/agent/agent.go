@@ -78,11 +78,11 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 
 	var groups *catalogue.Catalogue
 	engine := claims.New(claims.Config{
-		Index: hub.ByDeployment, FailedIndex: hub.FailedByDeployment, Live: hub.LiveClaims(),
+		Index: hub.ByDeployment, FailedIndex: hub.FailedByDeployment, ClusterIndex: hub.ClaimsByCluster, Live: hub.LiveClaims(),
 		Client: a.manager.GetClient(), Reader: a.manager.GetAPIReader(), Recorder: a.manager.GetEventRecorder("capi-agent"),
 		Clock: c.Clock, SpareGrace: o.SpareGracePeriod, TombstoneRetention: o.TombstoneRetention,
 		CollectGrace: o.CollectGracePeriod, TokenLife: o.SyncTokenLifetime,
-		Failure: o.Failure(),
+		Failure: o.Failure(), Bounds: claims.Bounds{Claims: o.MaxClaimsPerCluster, Ended: o.MaxEndedClaimsPerCluster},
 		Quota: func(ctx context.Context, group types.NamespacedName) (*eligibility.Refusal, error) {
 			return groups.Quota(ctx, group)
 		},

@@ -131,7 +131,7 @@ func TestAFullGroupWithoutASpareIsRefusedWithoutReadingItsMachines(t *testing.T)
 		read   bool
 	}{
 		"the user has them":           {ledger: ledger(1)},
-		"claims have them":            {ledger: ledger(0), claims: []client.Object{heldClaim("theirs", "karpenter", newTestTime())}},
+		"claims have them":            {ledger: ledger(0), claims: []client.Object{heldClaim("theirs", newTestTime())}},
 		"one may be free":             {ledger: ledger(0), read: true},
 		"the ledger is not there yet": {read: true},
 	} {
@@ -175,4 +175,3 @@ func (c counting) List(ctx context.Context, into client.ObjectList, o ...client.
 }
 
 var _ client.Client = counting{}
-

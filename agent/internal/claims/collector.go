@@ -29,6 +29,7 @@ func (e *Engine) Collector() prometheus.Collector { return collector{reader: e.C
 const (
 	namespaceLabel  = "namespace"
 	deploymentLabel = "machine_deployment"
+	clusterLabel    = "cluster"
 )
 
 var (
@@ -49,6 +50,9 @@ var (
 		[]string{namespaceLabel, deploymentLabel}, nil)
 	claimsDescription = prometheus.NewDesc("capi_agent_claims",
 		"Claims by node group and phase; ended ones while they are remembered.", []string{namespaceLabel, deploymentLabel, "phase"}, nil)
+	clusterClaimsDescription = prometheus.NewDesc("capi_agent_cluster_claims",
+		"Claims of a Cluster by state (live; ended: those that are remembered), each of which has a limit.",
+		[]string{namespaceLabel, clusterLabel, "state"}, nil)
 )
 
 // keptDescription is by Cluster, as no node group has anything to do with it.
@@ -59,6 +63,7 @@ func (c collector) Describe(descriptions chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
 		ledgerDescription, replicasDescription, sequenceDescription, unreadableDescription, frozenDescription, claimsDescription,
 		keptDescription,
+		clusterClaimsDescription,
 	} {
 		descriptions <- d
 	}
@@ -106,7 +111,10 @@ func (c collector) Collect(metrics chan<- prometheus.Metric) {
 		namespace, name string
 		phase           v1alpha1.Phase
 	}
-	counts := map[group]int64{}
+	type state struct {
+		namespace, cluster, is string
+	}
+	counts, states := map[group]int64{}, map[state]int64{}
 	kept := map[types.NamespacedName]int64{}
 	for i := range claims.Items {
 		claim := &claims.Items[i]
@@ -114,9 +122,17 @@ func (c collector) Collect(metrics chan<- prometheus.Metric) {
 		if claim.CurrentPhase() == v1alpha1.PhaseBound && claim.Status.Reason == ReasonOwnerMissing {
 			kept[types.NamespacedName{Namespace: claim.Namespace, Name: claim.Spec.ClusterName}]++
 		}
+		is := "live"
+		if claim.CurrentPhase() == v1alpha1.PhaseEnded {
+			is = "ended"
+		}
+		states[state{claim.Namespace, claim.Spec.ClusterName, is}]++
 	}
 	for cluster, n := range kept {
 		gauge(keptDescription, n, cluster.Namespace, cluster.Name)
+	}
+	for s, n := range states {
+		gauge(clusterClaimsDescription, n, s.namespace, s.cluster, s.is)
 	}
 	for g, n := range counts {
 		gauge(claimsDescription, n, g.namespace, g.name, string(g.phase))

@@ -47,6 +47,10 @@ func TestCollectorShowsEveryPartOfTheLedger(t *testing.T) {
 capi_agent_claims{machine_deployment="workers",namespace="fleet",phase="Bound"} 1
 capi_agent_claims{machine_deployment="workers",namespace="fleet",phase="Ended"} 1
 capi_agent_claims{machine_deployment="workers",namespace="fleet",phase="Pending"} 2
+# HELP capi_agent_cluster_claims Claims of a Cluster by state (live; ended: those that are remembered), each of which has a limit.
+# TYPE capi_agent_cluster_claims gauge
+capi_agent_cluster_claims{cluster="spoke",namespace="fleet",state="ended"} 1
+capi_agent_cluster_claims{cluster="spoke",namespace="fleet",state="live"} 3
 # HELP capi_agent_ledger_machines Machines of a node group by who has them, as its ledger says: floor (the user's), spare (nobody's), pending (accounted for, their Machine not named yet), named (Machine named, not bound yet), releasing (being removed, replica held), given_back (being removed, replica given back).
 # TYPE capi_agent_ledger_machines gauge
 capi_agent_ledger_machines{machine_deployment="workers",namespace="fleet",part="floor"} 2

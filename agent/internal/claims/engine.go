@@ -56,6 +56,8 @@ type Config struct {
 	Index string
 	// FailedIndex is the name of the caches' index of MachineClaims that failed, in the same way.
 	FailedIndex string
+	// ClusterIndex is the name of the caches' index of MachineClaims by the name of their Cluster, in the same way.
+	ClusterIndex string
 	// Live leaves ended claims out of lists that Reader answers. Nil lists them too, which is only slower.
 	Live client.ListOption
 	// Recorder takes the events that people see. Nil means none.
@@ -78,6 +80,8 @@ type Config struct {
 	Quota func(ctx context.Context, nodeGroup types.NamespacedName) (*eligibility.Refusal, error)
 	// Failure says when a Machine is given up. The zero value gives none up.
 	Failure Failure
+	// Bounds limit what one Cluster can store. The zero value does not.
+	Bounds Bounds
 	// Coalesce is the shortest time between two writes of one ledger that nobody waits for. Zero means one second.
 	Coalesce time.Duration
 }
@@ -147,6 +151,7 @@ type Engine struct {
 	mu           sync.Mutex
 	groups       map[types.NamespacedName]*group
 	unregistered map[types.NamespacedName]unregistered // by Cluster
+	censuses     map[types.NamespacedName]census       // by Cluster
 }
 
 // New returns an engine that is driven by calls alone until [Engine.SetupWithManager] connects it to the hub's events.
@@ -172,12 +177,13 @@ func New(c Config) *Engine {
 	return &Engine{
 		Config: c, started: c.Clock.Now(), spawn: func(run func()) { go run() }, parallel: parallelWrites, decide: decide,
 		groups: map[types.NamespacedName]*group{}, unregistered: map[types.NamespacedName]unregistered{},
+		censuses: map[types.NamespacedName]census{},
 	}
 }
 
-// Create makes the claim durable and returns it. The same id again returns the claim that there is. Errors:
-// [ErrForeignHolder], [*EndedError], [*NoRoomError], [*RefusedError], [*UnknownGroupError], [ErrUnknownCluster], [ErrConflict]; any other
-// error comes from the API server, and the claim may or may not exist.
+// Create makes the claim durable and returns it. The same id again returns the claim that there is. Errors: [*EndedError],
+// [*NoRoomError], [*RefusedError], [*UnknownGroupError], [*UnseenError], [*TooManyError], [ErrForeignHolder],
+// [ErrUnknownCluster], [ErrConflict]; any other error comes from the API server, and the claim may or may not exist.
 func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim, error) {
 	defer observeCreate(e.Clock, e.Clock.Now())
 	cluster, err := e.cluster(ctx, r.Namespace, r.Cluster)
@@ -212,7 +218,7 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 	r.Candidates = open.candidates
 	c := e.newClaim(r, cluster, open.first())
 	if r.ValidateOnly {
-		return c, nil
+		return c, e.room(ctx, client.ObjectKeyFromObject(cluster), false)
 	}
 	switch lost, err := e.remember(ctx, key); {
 	case err == nil:
@@ -222,15 +228,25 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 	case open.none():
 		return nil, open.refused()
 	}
-	if err := e.Client.Create(ctx, c); apierrors.IsAlreadyExists(err) {
+	full := e.room(ctx, client.ObjectKeyFromObject(cluster), false)
+	if full == nil {
+		err = e.Client.Create(ctx, c)
+		full = overQuota(client.ObjectKeyFromObject(cluster), err)
+	}
+	switch {
+	case full != nil || apierrors.IsAlreadyExists(err):
 		existing, err := e.stored(ctx, key)
+		if full != nil && errors.Is(err, ErrNotFound) {
+			return nil, full
+		}
 		if err != nil {
 			return nil, err
 		}
 		return e.follow(ctx, existing, r.Holders)
-	} else if err != nil {
+	case err != nil:
 		return nil, fmt.Errorf("creating MachineClaim %s: %w", c.Name, err)
 	}
+	e.added(client.ObjectKeyFromObject(cluster), 1, 0)
 	return e.enter(ctx, c)
 }
 
@@ -449,8 +465,8 @@ func (e *Engine) endUnplaced(ctx context.Context, c *v1alpha1.MachineClaim, refu
 }
 
 // Release asks for the claim's end and returns it. Of a claim that is unknown it makes a tombstone, so that a call to make the
-// claim that comes late is refused; nil when the Cluster does not exist either. Errors: [ErrForeignHolder], [ErrConflict], or the API
-// server's.
+// claim that comes late is refused; nil when the Cluster does not exist either. Errors: [ErrForeignHolder], [*TooManyError],
+// [ErrConflict], or the API server's.
 func (e *Engine) Release(ctx context.Context, key Key, o ReleaseOptions) (*v1alpha1.MachineClaim, error) {
 	reason := v1alpha1.Event{Reason: ReasonReleaseRequested, Message: o.Reason}
 	if reason.Message == "" {

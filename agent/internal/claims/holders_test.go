@@ -13,16 +13,16 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// heldClaim is a claim of node group a that waits for its Machine, made at the time.
-func heldClaim(id, holder string, made time.Time) *v1alpha1.MachineClaim {
+// heldClaim is Karpenter's claim of node group a that waits for its Machine, made at the time.
+func heldClaim(id string, made time.Time) *v1alpha1.MachineClaim {
 	return &v1alpha1.MachineClaim{
 		ObjectMeta: metav1.ObjectMeta{
 			Namespace: namespace, Name: v1alpha1.ObjectName(clusterName, id), UID: types.UID(id), CreationTimestamp: metav1.NewTime(made),
 			Labels: map[string]string{
-				v1alpha1.ClusterLabel: clusterName, v1alpha1.NodeGroupLabel: "a", v1alpha1.HolderLabel: holder,
+				v1alpha1.ClusterLabel: clusterName, v1alpha1.NodeGroupLabel: "a", v1alpha1.HolderLabel: "karpenter",
 			},
 		},
-		Spec:   v1alpha1.MachineClaimSpec{ClusterName: clusterName, ClaimID: id, Holder: holder, Spoke: spoke, NodeGroup: "a"},
+		Spec:   v1alpha1.MachineClaimSpec{ClusterName: clusterName, ClaimID: id, Holder: "karpenter", Spoke: spoke, NodeGroup: "a"},
 		Status: v1alpha1.MachineClaimStatus{Phase: v1alpha1.PhasePending},
 	}
 }
@@ -36,7 +36,7 @@ func quiet(e *Engine) *Engine {
 func only(holder string) Holders { return func(h string) bool { return h == holder } }
 
 func TestAnotherHoldersClaimIsNeitherReleasedNorFollowed(t *testing.T) {
-	e := quiet(engineWith(t, groupOf("a", 1, nil), heldClaim("theirs", "karpenter", newTestTime())))
+	e := quiet(engineWith(t, groupOf("a", 1, nil), heldClaim("theirs", newTestTime())))
 	key := Key{Namespace: namespace, Cluster: clusterName, ID: "theirs"}
 	ask := Request{Namespace: namespace, Cluster: clusterName, ID: "theirs", Holder: "mine", Candidates: []string{"a"}, Holders: only("mine")}
 
@@ -58,7 +58,7 @@ func TestAnotherHoldersClaimIsNeitherReleasedNorFollowed(t *testing.T) {
 
 // What has ended is nobody's: its release is repeated by whoever likes, and its id is refused to all alike.
 func TestAnEndedClaimIsNoHoldersAnyMore(t *testing.T) {
-	gone := heldClaim("gone", "karpenter", newTestTime())
+	gone := heldClaim("gone", newTestTime())
 	gone.Status.Phase = v1alpha1.PhaseEnded
 	e := quiet(engineWith(t, groupOf("a", 1, nil), gone))
 	_, err := e.Release(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "gone"}, ReleaseOptions{Holders: only("mine")})
@@ -73,12 +73,12 @@ func TestAnEndedClaimIsNoHoldersAnyMore(t *testing.T) {
 // The grace period covers small differences between the clocks; beyond it only the API server's clock counts.
 func TestAClaimMadeAfterTheListingIsNotCollectedByAClockThatIsAhead(t *testing.T) {
 	now := newTestTime()
-	e := quiet(engineWith(t, groupOf("a", 2, nil), heldClaim("orphan", "karpenter", now.Add(-time.Hour))))
+	e := quiet(engineWith(t, groupOf("a", 2, nil), heldClaim("orphan", now.Add(-time.Hour))))
 	e.Clock = clocktesting.NewFakeClock(now.Add(time.Hour))
 	list := ListOptions{Namespace: namespace, Cluster: clusterName, Holder: "karpenter"}
 	_, token, err := e.List(t.Context(), list)
 	require.NoError(t, err)
-	require.NoError(t, e.Client.Create(t.Context(), heldClaim("young", "karpenter", now)))
+	require.NoError(t, e.Client.Create(t.Context(), heldClaim("young", now)))
 	result, err := e.Sync(t.Context(), SyncRequest{
 		Namespace: namespace, Cluster: clusterName, Holder: "karpenter", Token: token, Spoke: spoke,
 	})

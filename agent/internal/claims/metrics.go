@@ -4,6 +4,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/utils/clock"
 	"sigs.k8s.io/controller-runtime/pkg/metrics"
 
@@ -25,6 +26,11 @@ var (
 		Name: "capi_agent_claims_ended_total",
 		Help: "Claims that ended, by reason.",
 	}, []string{"reason"})
+	refusedTotal = prometheus.NewCounterVec(prometheus.CounterOpts{
+		Name: "capi_agent_claims_refused_total",
+		Help: "Claims, and releases of unknown ones, that were refused because the Cluster has as many as it may have, " +
+			"by limit (live: claims that have not ended; ended: ended claims that are remembered; quota: the hub's ResourceQuota).",
+	}, []string{namespaceLabel, clusterLabel, "limit"})
 	writesTotal = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "capi_agent_ledger_writes_total",
 		Help: "Writes of ledgers, by kind (replicas: with a change of replicas; ledger: without) and result.",
@@ -44,7 +50,7 @@ var (
 )
 
 func init() { //nolint:gochecknoinits // the metrics registry is a global of controller-runtime's
-	metrics.Registry.MustRegister(createSeconds, boundSeconds, endedTotal, writesTotal, loweringsTotal, actionsTotal, panicsTotal)
+	metrics.Registry.MustRegister(createSeconds, boundSeconds, endedTotal, refusedTotal, writesTotal, loweringsTotal, actionsTotal, panicsTotal)
 }
 
 func result(err error) string {
@@ -60,7 +66,10 @@ func observeBound(c clock.Clock, claim *v1alpha1.MachineClaim) {
 	boundSeconds.Observe(c.Since(claim.CreationTimestamp.Time).Seconds())
 }
 
-func countEnded(reason string)          { endedTotal.WithLabelValues(reason).Inc() }
+func countEnded(reason string) { endedTotal.WithLabelValues(reason).Inc() }
+func countRefused(cluster types.NamespacedName, limit string) {
+	refusedTotal.WithLabelValues(cluster.Namespace, cluster.Name, limit).Inc()
+}
 func countWrite(kind string, err error) { writesTotal.WithLabelValues(kind, result(err)).Inc() }
 func countLowering(namespace, deployment string) {
 	loweringsTotal.WithLabelValues(namespace, deployment).Inc()

@@ -7,6 +7,7 @@ import (
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
@@ -22,18 +23,25 @@ import (
 const neverMade = "it was released before it was made"
 
 // bury makes the tombstone of a claim that nobody knows: a MachineClaim that belongs to no node group. Nil when the Cluster
-// does not exist. [ErrConflict] means that the claim exists after all.
+// does not exist. [ErrConflict] means that the claim exists after all, [*TooManyError] that there are too many tombstones: the
+// release has not happened then, as nothing would refuse a call to make the claim that comes late.
 func (e *Engine) bury(ctx context.Context, key Key, why string) (*v1alpha1.MachineClaim, error) {
 	cluster, err := e.cluster(ctx, key.Namespace, key.Cluster)
 	if err != nil || cluster == nil {
 		return nil, err
 	}
+	if err := e.room(ctx, client.ObjectKeyFromObject(cluster), true); err != nil {
+		return nil, err
+	}
 	c := e.newClaim(Request{Namespace: key.Namespace, Cluster: key.Cluster, ID: key.ID, Holder: unknownHolder}, cluster, "")
 	if err := e.Client.Create(ctx, c); apierrors.IsAlreadyExists(err) {
 		return nil, fmt.Errorf("making a tombstone: %w", ErrConflict)
+	} else if full := overQuota(client.ObjectKeyFromObject(cluster), err); full != nil {
+		return nil, full
 	} else if err != nil {
 		return nil, fmt.Errorf("making a tombstone: %w", err)
 	}
+	e.added(client.ObjectKeyFromObject(cluster), 0, 1)
 	// The object alone is the tombstone; the status is for people and for the lists. Should the agent die here, the
 	// tombstones' controller writes it.
 	if why != "" {
@@ -58,6 +66,9 @@ func (e *Engine) engrave(ctx context.Context, c *v1alpha1.MachineClaim, why stri
 	return c, nil
 }
 
+// concurrentTombstones is how many ended claims are looked at concurrently.
+const concurrentTombstones = 4
+
 // tombstones forgets claims that ended long ago.
 type tombstones struct{ *Engine }
 
@@ -69,7 +80,7 @@ func (t tombstones) setupWithManager(mgr ctrl.Manager) error {
 			c, ok := object.(*v1alpha1.MachineClaim)
 			return ok && c.CurrentPhase() == v1alpha1.PhaseEnded
 		}))).
-		WithOptions(controller.Options{NeedLeaderElection: &needLeaderElection}).
+		WithOptions(controller.Options{NeedLeaderElection: &needLeaderElection, MaxConcurrentReconciles: concurrentTombstones}).
 		Complete(t)
 	if err != nil {
 		return fmt.Errorf("setting up the tombstones' controller: %w", err)
@@ -103,12 +114,21 @@ func (t tombstones) forget(ctx context.Context, c *v1alpha1.MachineClaim) (time.
 		}
 		c = engraved
 	}
-	if left := t.TombstoneRetention - t.Clock.Since(c.Status.EndedAt.Time); left > 0 {
+	cluster := types.NamespacedName{Namespace: c.Namespace, Name: c.Spec.ClusterName}
+	kept, err := t.remembered(ctx, cluster)
+	if err != nil {
+		return 0, err
+	}
+	if left := kept - t.Clock.Since(c.Status.EndedAt.Time); left > 0 {
+		if t.Bounds.Ended > 0 {
+			left = min(left, crowdedLook) // there may be more by then
+		}
 		return left, nil
 	}
 	// A claim that a Machine is labelled with and that has no object counts as lost, and would be made again.
 	var labelled clusterv1.MachineList
-	err := t.Reader.List(ctx, &labelled, client.InNamespace(c.Namespace), client.MatchingLabels{v1alpha1.ClaimLabel: c.Spec.ClaimID})
+	err = t.Reader.List(ctx, &labelled, client.InNamespace(c.Namespace), client.MatchingLabels{v1alpha1.ClaimLabel: c.Spec.ClaimID},
+		client.Limit(1))
 	if err != nil {
 		return 0, fmt.Errorf("looking for a Machine of an ended claim: %w", err)
 	}
@@ -118,5 +138,6 @@ func (t tombstones) forget(ctx context.Context, c *v1alpha1.MachineClaim) (time.
 	if err := t.Client.Delete(ctx, c, preconditions(c.UID, c.ResourceVersion)); err != nil {
 		return 0, fmt.Errorf("forgetting a claim that ended long ago: %w", err)
 	}
+	t.added(cluster, 0, -1)
 	return 0, nil
 }

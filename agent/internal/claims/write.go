@@ -1,7 +1,6 @@
 package claims
 
 import (
-	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -10,6 +9,7 @@ import (
 	"strings"
 	"sync/atomic"
 	"time"
+	"unicode"
 
 	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
@@ -335,11 +335,21 @@ func (e *Engine) recreate(ctx context.Context, m *clusterv1.Machine) error {
 		return err
 	}
 	group := m.Labels[clusterv1.MachineDeploymentNameLabel]
+	// What a person made of the annotations is no reason for the object to be refused.
+	holder := m.Annotations[v1alpha1.ClaimHolderAnnotation]
+	if len(validation.IsDNS1123Label(holder)) > 0 {
+		holder = unknownHolder
+	}
+	spoke := m.Annotations[v1alpha1.ClaimSpokeAnnotation]
+	if len(validation.IsDNS1123Label(spoke)) > 0 {
+		spoke = "" // not known
+	}
+	name := []rune(line(m.Annotations[v1alpha1.ClaimNameAnnotation]))
 	c := e.newClaim(Request{
 		Namespace: m.Namespace, Cluster: m.Spec.ClusterName, ID: claimOf(m), Candidates: []string{group},
-		Holder:      cmp.Or(m.Annotations[v1alpha1.ClaimHolderAnnotation], unknownHolder),
-		Spoke:       m.Annotations[v1alpha1.ClaimSpokeAnnotation],
-		DisplayName: m.Annotations[v1alpha1.ClaimNameAnnotation],
+		Holder:      holder,
+		Spoke:       spoke,
+		DisplayName: string(name[:min(len(name), validation.DNS1123SubdomainMaxLength)]),
 	}, cluster, group)
 	if err := e.Client.Create(ctx, c); err != nil {
 		return err
@@ -598,11 +608,32 @@ func (e *Engine) moveTo(ctx context.Context, c *v1alpha1.MachineClaim, next choi
 // note adds to the claim's history and makes it the present reason.
 func (e *Engine) note(c *v1alpha1.MachineClaim, event v1alpha1.Event) {
 	event.Time = metav1.NewTime(e.Clock.Now())
-	c.Status.Reason, c.Status.Message = event.Reason, event.Message
 	c.Status.History = append(c.Status.History, event)
 	if extra := len(c.Status.History) - historyLength; extra > 0 {
 		c.Status.History = c.Status.History[extra:]
 	}
+	for i := range c.Status.History { // also those that an agent wrote that did not cut them
+		c.Status.History[i].Message = line(c.Status.History[i].Message)
+	}
+	c.Status.Reason, c.Status.Message = event.Reason, line(event.Message)
+}
+
+// maxMessage is the length of a claim's messages, in bytes. The CRD allows as many characters.
+const maxMessage = 1024
+
+// line makes one line of a text that a caller or an infrastructure provider wrote, cut to [maxMessage].
+func line(text string) string {
+	text = strings.ToValidUTF8(strings.Map(func(r rune) rune {
+		if unicode.IsControl(r) {
+			return ' '
+		}
+		return r
+	}, text), "")
+	const cut = "…"
+	if len(text) <= maxMessage {
+		return text
+	}
+	return strings.ToValidUTF8(text[:maxMessage-len(cut)], "") + cut
 }
 
 func preconditions(uid types.UID, resourceVersion string) client.Preconditions {

@@ -130,6 +130,8 @@ const (
 	// ByDeployment indexes Machines and MachineSets by the name of their MachineDeployment, and the MachineClaims that have
 	// not ended by spec.nodeGroup.
 	ByDeployment = "machineDeployment"
+	// ClaimsByCluster indexes MachineClaims, ended ones included, by spec.clusterName.
+	ClaimsByCluster = "claim.clusterName"
 	// FailedByDeployment indexes the MachineClaims that failed, ended ones included, by spec.nodeGroup.
 	FailedByDeployment = "failed.machineDeployment"
 	// MachinesByProviderID indexes Machines by spec.providerID, which is unique only within a Cluster.
@@ -187,6 +189,13 @@ func Index(ctx context.Context, indexer client.FieldIndexer) error {
 				return ""
 			}
 			return claim.Spec.NodeGroup
+		}},
+		{&v1alpha1.MachineClaim{}, ClaimsByCluster, func(object client.Object) string {
+			claim, ok := object.(*v1alpha1.MachineClaim)
+			if !ok {
+				return ""
+			}
+			return claim.Spec.ClusterName
 		}},
 		{&v1alpha1.MachineClaim{}, FailedByDeployment, func(object client.Object) string {
 			claim, ok := object.(*v1alpha1.MachineClaim)

@@ -62,6 +62,9 @@ type Options struct {
 	SpareGracePeriod time.Duration
 	// TombstoneRetention is how long an ended claim is remembered.
 	TombstoneRetention time.Duration
+	// MaxClaimsPerCluster and MaxEndedClaimsPerCluster are how many claims that have not ended, and how many ended ones, one Cluster
+	// can store in the hub; 0 for no limit.
+	MaxClaimsPerCluster, MaxEndedClaimsPerCluster int
 	// CollectGracePeriod is how much older than a holder's live set a claim must be to be collected.
 	CollectGracePeriod time.Duration
 	// SyncTokenLifetime is how long after a listing of claims a live set may arrive.
@@ -103,8 +106,12 @@ func New() *Options {
 		LogFormat:              "json",
 		SpareGracePeriod:       time.Minute,
 		TombstoneRetention:     24 * time.Hour,
-		CollectGracePeriod:     30 * time.Second,
-		SyncTokenLifetime:      10 * time.Minute,
+
+		MaxClaimsPerCluster:      20000,
+		MaxEndedClaimsPerCluster: 10000,
+
+		CollectGracePeriod: 30 * time.Second,
+		SyncTokenLifetime:  10 * time.Minute,
 		FailureReasons: []string{
 			"InsufficientCapacity", "InsufficientInstanceCapacity", "InsufficientHostCapacity", "InsufficientResources",
 			"OutOfCapacity", "QuotaExceeded", "ZoneResourcePoolExhausted", "SkuNotAvailable", "AzureMachine/AllocationFailed", "NoAvailableHost",
@@ -157,6 +164,11 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 		"How long a Machine that nobody claims is kept for the next claim before it is released.")
 	flags.DurationVar(&o.TombstoneRetention, "tombstone-retention", o.TombstoneRetention,
 		"How long an ended claim is remembered. It must be longer than any caller retries.")
+	flags.IntVar(&o.MaxClaimsPerCluster, "max-claims-per-cluster", o.MaxClaimsPerCluster,
+		"Maximum number of claims of one Cluster that have not ended. Further ones are refused. 0 disables the limit.")
+	flags.IntVar(&o.MaxEndedClaimsPerCluster, "max-ended-claims-per-cluster", o.MaxEndedClaimsPerCluster,
+		"Maximum number of ended claims of one Cluster that are remembered. Near it, those that ended more than an hour ago are "+
+			"forgotten early; at it, further claims and releases of unknown claims are refused. 0 disables the limit.")
 	flags.DurationVar(&o.CollectGracePeriod, "collect-grace-period", o.CollectGracePeriod,
 		"How much older than its holder's live set a claim that is not in it must be to be collected.")
 	flags.DurationVar(&o.SyncTokenLifetime, "sync-token-lifetime", o.SyncTokenLifetime,
@@ -314,6 +326,13 @@ func (o *Options) Validate() error {
 	if o.FailureCoolDown > o.TombstoneRetention {
 		wrong("failure-cool-down", "%s is above --tombstone-retention %s: the failed claims that it follows from are forgotten by then",
 			o.FailureCoolDown, o.TombstoneRetention)
+	}
+	for flag, limit := range map[string]int{
+		"max-claims-per-cluster": o.MaxClaimsPerCluster, "max-ended-claims-per-cluster": o.MaxEndedClaimsPerCluster,
+	} {
+		if limit < 0 {
+			wrong(flag, "%d is below 0; write 0 for no limit", limit)
+		}
 	}
 	o.validatePrices(wrong)
 	o.validateLimits(wrong)

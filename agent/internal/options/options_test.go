@@ -48,6 +48,8 @@ func TestEveryMistakeNamesItsFlag(t *testing.T) {
 		"log format":                  {func(o *options.Options) { o.LogFormat = "xml" }, "--log-format"},
 		"negative grace":              {func(o *options.Options) { o.SpareGracePeriod = -1 }, "--spare-grace-period"},
 		"no retention":                {func(o *options.Options) { o.TombstoneRetention = 0 }, "--tombstone-retention"},
+		"fewer claims than none":      {func(o *options.Options) { o.MaxClaimsPerCluster = -1 }, "--max-claims-per-cluster"},
+		"fewer ended claims":          {func(o *options.Options) { o.MaxEndedClaimsPerCluster = -1 }, "--max-ended-claims-per-cluster"},
 		"no heartbeat":                {func(o *options.Options) { o.HeartbeatInterval = 0 }, "--heartbeat-interval"},
 		"no buffer":                   {func(o *options.Options) { o.WatchBuffer = 0 }, "--watch-buffer"},
 		"price list":                  {func(o *options.Options) { o.PriceList = "prices" }, "--price-list: \"prices\" is not <namespace>/<name>"},

@@ -30,6 +30,7 @@ func (s *Server) answer(ctx context.Context, err error, key claims.Key) error {
 		unknown *claims.UnknownGroupError
 		foreign *claims.ForeignSpokeError
 		unseen  *claims.UnseenError
+		tooMany *claims.TooManyError
 	)
 	switch {
 	case err == nil:
@@ -46,6 +47,8 @@ func (s *Server) answer(ctx context.Context, err error, key claims.Key) error {
 		}))
 	case errors.As(err, &foreign):
 		return agenterrors.SpokeMismatch(err.Error())
+	case errors.As(err, &tooMany):
+		return agenterrors.TooManyClaims(tooMany.Error(), tooMany.RetryAfter)
 	case errors.As(err, &unseen):
 		return agenterrors.NotSynced(unseen.Error())
 	case errors.Is(err, claims.ErrUnknownCluster):

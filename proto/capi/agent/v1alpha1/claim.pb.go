@@ -96,9 +96,9 @@ type CreateClaimRequest struct {
 	// and not `unknown`. A Cluster's own identity may act as `karpenter`, an autoscaler as `cluster-autoscaler` and whatever begins
 	// with `cluster-autoscaler-`, an administrator as any.
 	Holder string `protobuf:"bytes,3,opt,name=holder,proto3" json:"holder,omitempty"`
-	// Ids of the node groups that would do, best first. REQUIRED, 1 to 1000, each once.
+	// Ids of the node groups that would do, best first: `<namespace>/<name>`, as DNS names. REQUIRED, 1 to 1000, each once.
 	Candidates []string `protobuf:"bytes,4,rep,name=candidates,proto3" json:"candidates,omitempty"`
-	// What the caller calls the claim, shown to people in the hub: the NodeClaim's name. OPTIONAL.
+	// What the caller calls the claim, shown to people in the hub: the NodeClaim's name. OPTIONAL. Without control characters.
 	DisplayName string `protobuf:"bytes,5,opt,name=display_name,json=displayName,proto3" json:"display_name,omitempty"`
 	// Only check that the claim could be made now; nothing is written. OPTIONAL.
 	ValidateOnly bool `protobuf:"varint,6,opt,name=validate_only,json=validateOnly,proto3" json:"validate_only,omitempty"`
@@ -256,7 +256,7 @@ type ReleaseClaimRequest struct {
 	// The caller has drained the Node and detached its volumes, so Cluster API need not. Otherwise Cluster API drains it.
 	// OPTIONAL. Has no effect once the machine's deletion has begun.
 	Drained bool `protobuf:"varint,3,opt,name=drained,proto3" json:"drained,omitempty"`
-	// Why, for the claim's history. OPTIONAL.
+	// Why, for the claim's history. OPTIONAL. It is kept on one line, and cut to 1024 bytes.
 	Reason string `protobuf:"bytes,4,opt,name=reason,proto3" json:"reason,omitempty"`
 	// The machine did not come, or is no good: it is removed instead of being handed over to the next claim, and its node group
 	// is left alone for a while, as after a failure that the agent notices itself. OPTIONAL.
@@ -1288,26 +1288,26 @@ var File_capi_agent_v1alpha1_claim_proto protoreflect.FileDescriptor
 
 const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\n" +
-	"\x1fcapi/agent/v1alpha1/claim.proto\x12\x13capi.agent.v1alpha1\x1a\x1bbuf/validate/validate.proto\x1a capi/agent/v1alpha1/common.proto\x1a!capi/agent/v1alpha1/machine.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xda\x05\n" +
+	"\x1fcapi/agent/v1alpha1/claim.proto\x12\x13capi.agent.v1alpha1\x1a\x1bbuf/validate/validate.proto\x1a capi/agent/v1alpha1/common.proto\x1a!capi/agent/v1alpha1/machine.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xca\x06\n" +
 	"\x12CreateClaimRequest\x12A\n" +
 	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\x12F\n" +
 	"\bclaim_id\x18\x02 \x01(\tB+\xbaH(\xc8\x01\x01r#\x18?2\x1f^[a-z0-9]([-a-z0-9]*[a-z0-9])?$R\aclaimId\x12L\n" +
-	"\x06holder\x18\x03 \x01(\tB4\xbaH1\xc8\x01\x01r,\x18?2\x1f^[a-z0-9]([-a-z0-9]*[a-z0-9])?$Z\aunknownR\x06holder\x12E\n" +
+	"\x06holder\x18\x03 \x01(\tB4\xbaH1\xc8\x01\x01r,\x18?2\x1f^[a-z0-9]([-a-z0-9]*[a-z0-9])?$Z\aunknownR\x06holder\x12\xac\x01\n" +
 	"\n" +
-	"candidates\x18\x04 \x03(\tB%\xbaH\"\x92\x01\x1f\b\x01\x10\xe8\a\x18\x01\"\x16r\x14\x10\x03\x18\xbd\x022\r^[^/]+/[^/]+$R\n" +
-	"candidates\x12.\n" +
-	"\fdisplay_name\x18\x05 \x01(\tB\v\xbaH\br\x06\x18\xfd\x01(\xfd\x01R\vdisplayName\x12#\n" +
+	"candidates\x18\x04 \x03(\tB\x8b\x01\xbaH\x87\x01\x92\x01\x83\x01\b\x01\x10\xe8\a\x18\x01\"zrx\x10\x03(\xbd\x022q^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?/[a-z0-9]([-a-z0-9]{0,251}[a-z0-9])?([.][a-z0-9]([-a-z0-9]{0,251}[a-z0-9])?)*$R\n" +
+	"candidates\x126\n" +
+	"\fdisplay_name\x18\x05 \x01(\tB\x13\xbaH\x10r\x0e(\xfd\x012\t^\\P{Cc}*$R\vdisplayName\x12#\n" +
 	"\rvalidate_only\x18\x06 \x01(\bR\fvalidateOnly\x12R\n" +
 	"\radopt_machine\x18\a \x01(\tB-\xbaH*r(\x18\xfd\x012#^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$R\fadoptMachine\x12F\n" +
 	"\bspoke_id\x18\b \x01(\tB+\xbaH(r&\x18?2\"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$R\aspokeId:\xb2\x01\xbaH\xae\x01\x1a\xab\x01\n" +
 	"\x1acreate_claim.adopt_machine\x12Uadopt_machine needs exactly one candidate, the node group that the Machine belongs to\x1a6this.adopt_machine == '' || size(this.candidates) == 1\"G\n" +
 	"\x13CreateClaimResponse\x120\n" +
-	"\x05claim\x18\x01 \x01(\v2\x1a.capi.agent.v1alpha1.ClaimR\x05claim\"\xf4\x01\n" +
+	"\x05claim\x18\x01 \x01(\v2\x1a.capi.agent.v1alpha1.ClaimR\x05claim\"\xf7\x01\n" +
 	"\x13ReleaseClaimRequest\x12A\n" +
 	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\x12F\n" +
 	"\bclaim_id\x18\x02 \x01(\tB+\xbaH(\xc8\x01\x01r#\x18?2\x1f^[a-z0-9]([-a-z0-9]*[a-z0-9])?$R\aclaimId\x12\x18\n" +
-	"\adrained\x18\x03 \x01(\bR\adrained\x12 \n" +
-	"\x06reason\x18\x04 \x01(\tB\b\xbaH\x05r\x03\x18\x80\bR\x06reason\x12\x16\n" +
+	"\adrained\x18\x03 \x01(\bR\adrained\x12#\n" +
+	"\x06reason\x18\x04 \x01(\tB\v\xbaH\br\x06\x18\x80\b(\x80 R\x06reason\x12\x16\n" +
 	"\x06failed\x18\x05 \x01(\bR\x06failed\"H\n" +
 	"\x14ReleaseClaimResponse\x120\n" +
 	"\x05claim\x18\x01 \x01(\v2\x1a.capi.agent.v1alpha1.ClaimR\x05claim\"\x9c\x01\n" +

@@ -49,6 +49,7 @@ type ClaimServiceClient interface {
 	// | not this identity's Cluster; a holder that it may not act as, or a claim of one | PERMISSION_DENIED | use the right identity |
 	// | the Cluster does not exist; or none of the candidates exists | NOT_FOUND | list the node groups |
 	// | no candidate has room | RESOURCE_EXHAUSTED, one ErrorInfo for each candidate; RetryInfo when known | use other candidates, or wait |
+	// | the Cluster has as many claims, or ended claims that are remembered, as it may have (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | release claims, or wait; the limits are options of the agent |
 	// | all candidates are paused, being deleted or not open to claims; or the Machine to adopt cannot be had | FAILED_PRECONDITION | use other candidates; someone has to act |
 	// | the id has ended, or is being released (ErrorInfo reason CLAIM_ENDED; how, in its metadata) | ABORTED | never repeat this id |
 	// | lost a race against another writer (ErrorInfo reason CONFLICT) | ABORTED | repeat at once with the same id |
@@ -64,6 +65,7 @@ type ClaimServiceClient interface {
 	// |---|---|---|
 	// | a field is malformed | INVALID_ARGUMENT | fix the request |
 	// | not this identity's Cluster; or the claim's holder is one that it may not act as | PERMISSION_DENIED | use the right identity |
+	// | the claim is unknown, and its end cannot be remembered: the Cluster has as many ended claims as it may have (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | repeat after that time; a claim that exists is always released |
 	// | lost a race against another writer | ABORTED | repeat at once |
 	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | repeat with backoff |
 	ReleaseClaim(ctx context.Context, in *ReleaseClaimRequest, opts ...grpc.CallOption) (*ReleaseClaimResponse, error)
@@ -197,6 +199,7 @@ type ClaimServiceServer interface {
 	// | not this identity's Cluster; a holder that it may not act as, or a claim of one | PERMISSION_DENIED | use the right identity |
 	// | the Cluster does not exist; or none of the candidates exists | NOT_FOUND | list the node groups |
 	// | no candidate has room | RESOURCE_EXHAUSTED, one ErrorInfo for each candidate; RetryInfo when known | use other candidates, or wait |
+	// | the Cluster has as many claims, or ended claims that are remembered, as it may have (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | release claims, or wait; the limits are options of the agent |
 	// | all candidates are paused, being deleted or not open to claims; or the Machine to adopt cannot be had | FAILED_PRECONDITION | use other candidates; someone has to act |
 	// | the id has ended, or is being released (ErrorInfo reason CLAIM_ENDED; how, in its metadata) | ABORTED | never repeat this id |
 	// | lost a race against another writer (ErrorInfo reason CONFLICT) | ABORTED | repeat at once with the same id |
@@ -212,6 +215,7 @@ type ClaimServiceServer interface {
 	// |---|---|---|
 	// | a field is malformed | INVALID_ARGUMENT | fix the request |
 	// | not this identity's Cluster; or the claim's holder is one that it may not act as | PERMISSION_DENIED | use the right identity |
+	// | the claim is unknown, and its end cannot be remembered: the Cluster has as many ended claims as it may have (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | repeat after that time; a claim that exists is always released |
 	// | lost a race against another writer | ABORTED | repeat at once |
 	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | repeat with backoff |
 	ReleaseClaim(context.Context, *ReleaseClaimRequest) (*ReleaseClaimResponse, error)

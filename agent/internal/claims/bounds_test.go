@@ -1,0 +1,192 @@
+package claims
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+	"unicode/utf8"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
+	clocktesting "k8s.io/utils/clock/testing"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+)
+
+func endedClaim(id string, at time.Time) *v1alpha1.MachineClaim {
+	c := heldClaim(id, at)
+	c.Status.Phase, c.Status.EndedAt = v1alpha1.PhaseEnded, new(metav1.NewTime(at))
+	return c
+}
+
+// bounded is an engine whose Clusters can store so much, at a time of its own.
+func bounded(t *testing.T, b Bounds, objects ...client.Object) (*Engine, *clocktesting.FakeClock) {
+	t.Helper()
+	e := engineWith(t, append(objects, groupOf("a", 0, nil))...)
+	now := clocktesting.NewFakeClock(newTestTime())
+	e.Clock, e.Bounds = now, b
+	return e, now
+}
+
+func keyOf(id string) Key { return Key{Namespace: namespace, Cluster: clusterName, ID: id} }
+
+func requireTooMany(t *testing.T, err error, ended bool) {
+	t.Helper()
+	var tooMany *TooManyError
+	require.ErrorAs(t, err, &tooMany)
+	assert.Equal(t, ended, tooMany.Ended)
+	assert.Positive(t, tooMany.RetryAfter)
+}
+
+func TestAClusterHasNoMoreClaimsThanItMay(t *testing.T) {
+	other := heldClaim("other", newTestTime())
+	other.Spec.ClusterName, other.Labels[v1alpha1.ClusterLabel] = "another", "another"
+	e, now := bounded(t, Bounds{Claims: 2}, other, endedClaim("ended", newTestTime()))
+	e.spawn = func(run func()) { run() }
+	for _, id := range []string{"first", "second"} {
+		_, err := e.Create(t.Context(), ask(id, "a"))
+		require.NoError(t, err)
+	}
+	_, err := e.Create(t.Context(), ask("third", "a"))
+	requireTooMany(t, err, false)
+	validate := ask("third", "a")
+	validate.ValidateOnly = true
+	_, err = e.Create(t.Context(), validate)
+	requireTooMany(t, err, false)
+	_, err = e.Create(t.Context(), ask("second", "a"))
+	require.NoError(t, err, "a call that is repeated is answered as before")
+
+	_, err = e.Release(t.Context(), keyOf("first"), ReleaseOptions{})
+	require.NoError(t, err, "what there is can always be released")
+	released, err := e.Get(t.Context(), keyOf("first"))
+	require.NoError(t, err)
+	require.NoError(t, e.endClaim(t.Context(), released, v1alpha1.Event{Reason: ReasonReleased}))
+	now.Step(censusLife)
+	_, err = e.Create(t.Context(), ask("third", "a"))
+	require.NoError(t, err)
+}
+
+func TestTheHubsQuotaOfClaimsIsSaidToBeUsedUp(t *testing.T) {
+	e, _ := bounded(t, Bounds{})
+	through, ok := e.Client.(client.WithWatch)
+	require.True(t, ok)
+	e.Client = interceptor.NewClient(through, interceptor.Funcs{
+		Create: func(context.Context, client.WithWatch, client.Object, ...client.CreateOption) error {
+			return apierrors.NewForbidden(schema.GroupResource{Resource: "machineclaims"}, "x", errors.New("exceeded quota: machine-claims"))
+		},
+	})
+	_, err := e.Create(t.Context(), ask("a", "a"))
+	requireTooMany(t, err, false)
+	require.ErrorContains(t, err, "ResourceQuota")
+	_, err = e.Release(t.Context(), keyOf("unknown"), ReleaseOptions{})
+	requireTooMany(t, err, false)
+}
+
+// A release that is not remembered has not happened: a call to make the claim that comes late would not be refused.
+func TestReleasesOfUnknownClaimsAreRefusedWhenTheyCannotBeRemembered(t *testing.T) {
+	e, _ := bounded(t, Bounds{Ended: 3})
+	e = quiet(e)
+	for i := range 3 {
+		_, err := e.Release(t.Context(), keyOf(fmt.Sprintf("unknown-%d", i)), ReleaseOptions{})
+		require.NoError(t, err)
+	}
+	_, err := e.Release(t.Context(), keyOf("one-more"), ReleaseOptions{})
+	requireTooMany(t, err, true)
+	_, err = e.Release(t.Context(), keyOf("unknown-0"), ReleaseOptions{})
+	require.NoError(t, err, "it is remembered already")
+	_, err = e.Create(t.Context(), ask("new", "a"))
+	requireTooMany(t, err, true)
+	var ended *EndedError
+	_, err = e.Create(t.Context(), ask("unknown-0", "a"))
+	require.ErrorAs(t, err, &ended, "a late call is refused all the same")
+	var list v1alpha1.MachineClaimList
+	require.NoError(t, e.Client.List(t.Context(), &list))
+	assert.Len(t, list.Items, 3)
+}
+
+func TestEndedClaimsAreForgottenEarlyWhenThereAreNearlyTooMany(t *testing.T) {
+	e, now := bounded(t, Bounds{Ended: 10})
+	forget := func(id string) (time.Duration, bool) {
+		var c v1alpha1.MachineClaim
+		require.NoError(t, e.Client.Get(t.Context(), keyOf(id).object(), &c))
+		left, err := tombstones{e}.forget(t.Context(), &c)
+		require.NoError(t, err)
+		err = e.Client.Get(t.Context(), keyOf(id).object(), &c)
+		return left, client.IgnoreNotFound(err) == nil && err != nil
+	}
+	add := func(id string, age time.Duration) {
+		require.NoError(t, e.Client.Create(t.Context(), endedClaim(id, now.Now().Add(-age))))
+	}
+	add("old", 2*time.Hour)
+	add("young", 50*time.Minute)
+	left, gone := forget("old")
+	assert.False(t, gone, "there is room")
+	assert.Equal(t, crowdedLook, left, "there may be more before its time is over")
+
+	for i := range 7 {
+		add(fmt.Sprintf("more-%d", i), time.Minute)
+	}
+	now.Step(censusLife)
+	_, gone = forget("young")
+	assert.False(t, gone, "a call about it may still be on its way")
+	_, gone = forget("old")
+	assert.True(t, gone)
+	now.Step(time.Hour)
+	_, gone = forget("young")
+	assert.False(t, gone, "there is room again")
+}
+
+func TestACoolDownOutlivesTheCrowd(t *testing.T) {
+	e, _ := bounded(t, Bounds{Ended: 1}, endedClaim("ended", newTestTime()))
+	e.Failure.CoolDown = 3 * time.Hour
+	kept, err := e.remembered(t.Context(), types.NamespacedName{Namespace: namespace, Name: clusterName})
+	require.NoError(t, err)
+	assert.Equal(t, 3*time.Hour, kept)
+}
+
+func TestClaimsAreNotCountedAnewForEachCall(t *testing.T) {
+	e, now := bounded(t, Bounds{Claims: 100})
+	e = quiet(e)
+	cache := reads{}
+	e.Client = counting{Client: e.Client, Reader: cache.of(e.Client)}
+	r := ask("a", "a")
+	r.ValidateOnly = true
+	for range 10 {
+		_, err := e.Create(t.Context(), r)
+		require.NoError(t, err)
+	}
+	assert.Equal(t, 1, cache["*v1alpha1.MachineClaimList"])
+	now.Step(censusLife)
+	_, err := e.Create(t.Context(), r)
+	require.NoError(t, err)
+	assert.Equal(t, 2, cache["*v1alpha1.MachineClaimList"])
+}
+
+// What callers and infrastructure providers write is kept on one line, and short: all of it is written again with each change.
+func TestTextsOfAClaimAreCut(t *testing.T) {
+	e, _ := bounded(t, Bounds{})
+	c := heldClaim("a", newTestTime())
+	c.Status.History = []v1alpha1.Event{{Message: strings.Repeat("x", 5000)}}
+	for range 2 * historyLength {
+		e.note(c, v1alpha1.Event{Reason: "Why", Message: "two\nlines\x1b[2J" + strings.Repeat("ä", 4000)})
+	}
+	require.Len(t, c.Status.History, historyLength)
+	for _, text := range []string{c.Status.Message, c.Status.History[0].Message} {
+		assert.True(t, strings.HasPrefix(text, "two lines [2Jä"), text)
+		assert.LessOrEqual(t, len(text), maxMessage)
+		assert.True(t, utf8.ValidString(text))
+	}
+	c.Status.History = []v1alpha1.Event{{Message: strings.Repeat("x", 5000)}}
+	e.note(c, v1alpha1.Event{Reason: "Why", Message: "short"})
+	assert.LessOrEqual(t, len(c.Status.History[0].Message), maxMessage, "one of an agent that did not cut it")
+	assert.Equal(t, "short", c.Status.Message)
+}
