@@ -117,7 +117,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		}
 	}
 	if c.Policy == nil && o.PolicyFile != "" {
-		if a.policy, err = authz.LoadPolicyFile(o.PolicyFile, c.Log); err != nil {
+		if a.policy, err = authz.LoadPolicyFile(o.PolicyFile, o.TrustDomain, c.Log); err != nil {
 			return nil, fmt.Errorf("--policy-file: %w", err)
 		}
 		c.Policy = a.policy.Current

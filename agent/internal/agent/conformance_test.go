@@ -81,7 +81,7 @@ func newEnv(t *testing.T) *env {
 - id: spiffe://karpenter-capi/admin
   roles: [admin]
   allClusters: true
-`, e.namespace))
+`, e.namespace), "karpenter-capi")
 	require.NoError(t, err)
 	e.running = start(t, agent.Config{Options: o, Clock: e.clock, Policy: func() *authz.Policy { return policy }})
 	return e

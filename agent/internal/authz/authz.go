@@ -121,9 +121,10 @@ func New(trustDomain string, policy func() *Policy) (*Authorizer, error) {
 	return &Authorizer{trustDomain: domain, policy: policy}, nil
 }
 
-// FromCertificate returns the caller that a verified client certificate belongs to. An error says why its identity cannot be
-// used.
-func (a *Authorizer) FromCertificate(certificate *x509.Certificate) (Caller, error) {
+// FromChains returns the caller that a client certificate belongs to, which was verified by these chains: each begins with the
+// certificate, and there is at least one. An error says why its identity cannot be used.
+func (a *Authorizer) FromChains(chains [][]*x509.Certificate) (Caller, error) {
+	certificate := chains[0][0]
 	if len(certificate.URIs) != 1 {
 		return Caller{}, fmt.Errorf("the client certificate has %d URI names; exactly one, a SPIFFE id, is needed", len(certificate.URIs))
 	}
@@ -134,11 +135,15 @@ func (a *Authorizer) FromCertificate(certificate *x509.Certificate) (Caller, err
 	if !id.MemberOf(a.trustDomain) {
 		return Caller{}, fmt.Errorf("the client certificate's trust domain is %q, not %q", id.TrustDomain().Name(), a.trustDomain.Name())
 	}
+	policy := a.policy()
+	if err := policy.checkIssuer(id, chains); err != nil {
+		return Caller{}, err
+	}
 	caller := Caller{Identity: id.String()}
 	if cluster, ok := clusterOf(id); ok {
 		caller.Grants = append(caller.Grants, Grant{Role: RoleCluster, Clusters: []types.NamespacedName{cluster}})
 	}
-	if policy := a.policy(); policy != nil {
+	if policy != nil {
 		caller.Grants = append(caller.Grants, policy.grants[id.String()]...)
 	}
 	return caller, nil

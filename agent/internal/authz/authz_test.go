@@ -2,11 +2,14 @@ package authz_test
 
 import (
 	"context"
+	"crypto/sha256"
 	"crypto/x509"
+	"fmt"
 	"net/url"
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -28,7 +31,7 @@ var (
 	claim = authz.Methods[agentv1alpha1.ClaimService_CreateClaim_FullMethodName]
 )
 
-func certificate(t *testing.T, uris ...string) *x509.Certificate {
+func chain(t *testing.T, uris ...string) [][]*x509.Certificate {
 	t.Helper()
 	c := &x509.Certificate{}
 	for _, text := range uris {
@@ -38,12 +41,12 @@ func certificate(t *testing.T, uris ...string) *x509.Certificate {
 		}
 		c.URIs = append(c.URIs, uri)
 	}
-	return c
+	return [][]*x509.Certificate{{c}}
 }
 
 func authorizer(t *testing.T, policy string) *authz.Authorizer {
 	t.Helper()
-	parsed, err := authz.ParsePolicy([]byte(policy))
+	parsed, err := authz.ParsePolicy([]byte(policy), "karpenter-capi")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -56,7 +59,7 @@ func authorizer(t *testing.T, policy string) *authz.Authorizer {
 
 func TestClusterIdentityMayActForItsClusterAlone(t *testing.T) {
 	g := NewWithT(t)
-	caller, err := authorizer(t, "identities: []").FromCertificate(certificate(t, "spiffe://karpenter-capi/cluster/fleet/spoke"))
+	caller, err := authorizer(t, "identities: []").FromChains(chain(t, "spiffe://karpenter-capi/cluster/fleet/spoke"))
 	g.Expect(err).NotTo(HaveOccurred())
 	g.Expect(caller.Identity).To(Equal("spiffe://karpenter-capi/cluster/fleet/spoke"))
 	g.Expect(caller.Roles()).To(Equal([]string{"cluster"}))
@@ -94,7 +97,7 @@ identities:
 		"admin":               {"karpenter": true, "cluster-autoscaler": true, "unknown": true, "a-person": true},
 		"nobody":              {"karpenter": false, "cluster-autoscaler": false},
 	} {
-		caller, err := a.FromCertificate(certificate(t, "spiffe://karpenter-capi/"+id))
+		caller, err := a.FromChains(chain(t, "spiffe://karpenter-capi/"+id))
 		NewWithT(t).Expect(err).NotTo(HaveOccurred())
 		for holder, may := range want {
 			t.Run(id+" as "+holder, func(t *testing.T) {
@@ -116,7 +119,7 @@ func TestUnusableIdentities(t *testing.T) {
 		"with dots":            {"spiffe://karpenter-capi/cluster/../spoke"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			_, err := authorizer(t, "identities: []").FromCertificate(certificate(t, uris...))
+			_, err := authorizer(t, "identities: []").FromChains(chain(t, uris...))
 			NewWithT(t).Expect(err).To(HaveOccurred())
 		})
 	}
@@ -137,7 +140,7 @@ identities:
   clusters: [fleet/spoke]
 `)
 	get := func(id string) authz.Caller {
-		caller, err := a.FromCertificate(certificate(t, id))
+		caller, err := a.FromChains(chain(t, id))
 		g.Expect(err).NotTo(HaveOccurred())
 		return caller
 	}
@@ -157,7 +160,66 @@ identities:
 	g.Expect(nobody.MayCall(authz.Rule{Everyone: true})).To(BeTrue())
 }
 
+// With issuers in the policy, an authority signs what the policy lets it sign, and nothing else.
+func TestIssuersSignTheirIdentitiesAlone(t *testing.T) {
+	root, team, unnamed := &x509.Certificate{Raw: []byte("root")}, &x509.Certificate{Raw: []byte("team")}, &x509.Certificate{Raw: []byte("unnamed")}
+	sum := func(c *x509.Certificate) string { return fmt.Sprintf("%X", sha256.Sum256(c.Raw)) }
+	a := authorizer(t, `
+identities:
+- id: spiffe://karpenter-capi/admin
+  roles: [admin]
+  allClusters: true
+- id: spiffe://karpenter-capi/cluster-autoscaler/a
+  roles: [autoscaler]
+  clusters: [fleet/spoke]
+issuers:
+- fingerprints: [`+sum(root)+`]
+  allIdentities: true
+- fingerprints: [`+sum(team)+`]
+  clusters: [fleet/spoke]
+  identities: [spiffe://karpenter-capi/cluster-autoscaler/a]
+`)
+	signed := func(id string, issuers ...[]*x509.Certificate) error {
+		leaf := chain(t, "spiffe://karpenter-capi/"+id)[0][0]
+		var chains [][]*x509.Certificate
+		for _, path := range issuers {
+			chains = append(chains, append([]*x509.Certificate{leaf}, path...))
+		}
+		_, err := a.FromChains(chains)
+		return err
+	}
+	type path = []*x509.Certificate
+	for name, c := range map[string]struct {
+		id   string
+		by   []path
+		want bool
+	}{
+		"the root signs a Cluster":                   {"cluster/fleet/other", []path{{root}}, true},
+		"the root signs the administrator":           {"admin", []path{{root}}, true},
+		"a team signs its Cluster":                   {"cluster/fleet/spoke", []path{{team}}, true},
+		"and the identity that it may":               {"cluster-autoscaler/a", []path{{team}}, true},
+		"it signs no other Cluster":                  {"cluster/fleet/other", []path{{team}}, false},
+		"nor the administrator":                      {"admin", []path{{team}}, false},
+		"nor below the root":                         {"admin", []path{{team, root}}, false},
+		"nor where a second chain goes around it":    {"admin", []path{{root}, {team}}, false},
+		"its Cluster below the root":                 {"cluster/fleet/spoke", []path{{team, root}}, true},
+		"an authority that is not named signs none":  {"cluster/fleet/spoke", []path{{unnamed}}, false},
+		"but an intermediate one of a named one may": {"admin", []path{{unnamed, root}}, true},
+		"who signs itself has no issuer":             {"cluster/fleet/spoke", []path{{}}, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			err := signed(c.id, c.by...)
+			if c.want {
+				NewWithT(t).Expect(err).NotTo(HaveOccurred())
+			} else {
+				NewWithT(t).Expect(err).To(MatchError(ContainSubstring("does not let the issuer")))
+			}
+		})
+	}
+}
+
 func TestPolicyMistakesAreNamed(t *testing.T) {
+	sum := strings.TrimSuffix(strings.Repeat("AB:", 32), ":")
 	for name, c := range map[string]struct{ text, want string }{
 		"nothing":       {" \n", "it is empty"},
 		"no YAML":       {"identities: [", "not a policy"},
@@ -169,11 +231,26 @@ func TestPolicyMistakesAreNamed(t *testing.T) {
 		"no clusters":   {"identities:\n- id: spiffe://d/x\n  roles: [reader]\n", "neither clusters nor allClusters"},
 		"both":          {"identities:\n- id: spiffe://d/x\n  roles: [reader]\n  allClusters: true\n  clusters: [a/b]\n", "exclude each other"},
 		"bad cluster":   {"identities:\n- id: spiffe://d/x\n  roles: [reader]\n  clusters: [a]\n", "is not <namespace>/<name>"},
+		"another trust domain": {
+			"identities:\n- id: spiffe://e/x\n  roles: [reader]\n  allClusters: true\n", `is of the trust domain "e", and the agent's is "d"`,
+		},
+		"no fingerprint":    {"issuers:\n- allIdentities: true\n", "issuers[0]: it has no fingerprints"},
+		"a bad fingerprint": {"issuers:\n- fingerprints: [AB:CD]\n  allIdentities: true\n", `issuers[0]: fingerprint "AB:CD" is not the SHA-256`},
+		"a fingerprint twice": {
+			"issuers:\n- fingerprints: [" + sum + "]\n  allIdentities: true\n- fingerprints: [" + strings.ToLower(sum) + "]\n  clusters: [a/b]\n",
+			"is there twice",
+		},
+		"nothing to sign":  {"issuers:\n- fingerprints: [" + sum + "]\n", "neither clusters nor identities nor allIdentities"},
+		"all, and some":    {"issuers:\n- fingerprints: [" + sum + "]\n  allIdentities: true\n  clusters: [a/b]\n", "excludes"},
+		"issuer's cluster": {"issuers:\n- fingerprints: [" + sum + "]\n  clusters: [a]\n", `issuers[0]: cluster "a" is not <namespace>/<name>`},
+		"issuer's identity": {
+			"issuers:\n- fingerprints: [" + sum + "]\n  identities: [spiffe://e/x]\n", `issuers[0]: identity "spiffe://e/x" is of the trust domain`,
+		},
 		"twice": {"identities:\n- id: spiffe://d/x\n  roles: [reader]\n  allClusters: true\n" +
 			"- id: spiffe://d/x\n  roles: [admin]\n  allClusters: true\n", "there twice"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			_, err := authz.ParsePolicy([]byte(c.text))
+			_, err := authz.ParsePolicy([]byte(c.text), "d")
 			NewWithT(t).Expect(err).To(MatchError(ContainSubstring(c.want)))
 		})
 	}
@@ -187,7 +264,7 @@ func TestPolicyFileIsFollowedAndMistakesLeaveTheLastValidOne(t *testing.T) {
 		g.Expect(os.WriteFile(path, []byte(text), 0o600)).To(Succeed())
 	}
 	write("reader")
-	file, err := authz.LoadPolicyFile(path, logr.Discard())
+	file, err := authz.LoadPolicyFile(path, "karpenter-capi", logr.Discard())
 	g.Expect(err).NotTo(HaveOccurred())
 	file.Interval = time.Millisecond
 	ctx, cancel := context.WithCancel(context.Background())
@@ -200,7 +277,7 @@ func TestPolicyFileIsFollowedAndMistakesLeaveTheLastValidOne(t *testing.T) {
 	a, err := authz.New("karpenter-capi", file.Current)
 	g.Expect(err).NotTo(HaveOccurred())
 	roles := func() []string {
-		caller, err := a.FromCertificate(certificate(t, "spiffe://karpenter-capi/x"))
+		caller, err := a.FromChains(chain(t, "spiffe://karpenter-capi/x"))
 		g.Expect(err).NotTo(HaveOccurred())
 		return caller.Roles()
 	}
@@ -260,6 +337,6 @@ func FuzzParsePolicy(f *testing.F) {
 	f.Add("identities:\n- id: spiffe://d/x\n  roles: [reader]\n  clusters: [a/b]\n")
 	f.Add("identities: [{}]")
 	f.Fuzz(func(_ *testing.T, text string) {
-		_, _ = authz.ParsePolicy([]byte(text))
+		_, _ = authz.ParsePolicy([]byte(text), "d")
 	})
 }

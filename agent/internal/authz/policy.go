@@ -18,13 +18,15 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// Policy grants roles to identities.
+// Policy grants roles to identities, and says which issuers may sign which identities.
 type Policy struct {
-	grants map[string][]Grant
+	grants  map[string][]Grant
+	issuers map[fingerprint]*issuer // none: each issuer may sign every identity
 }
 
 type policyFile struct {
 	Identities []policyIdentity `json:"identities"`
+	Issuers    []policyIssuer   `json:"issuers,omitempty"`
 }
 
 type policyIdentity struct {
@@ -48,8 +50,12 @@ type policyIdentity struct {
 //	  roles: [autoscaler]
 //	  clusters: [fleet/a]
 //
-// An error names every mistake.
-func ParsePolicy(content []byte) (*Policy, error) {
+//	issuers:
+//	- fingerprints: [6A:1E:…]
+//	  clusters: [fleet/a]
+//
+// The identities must be of the trust domain. An error names every mistake.
+func ParsePolicy(content []byte, trustDomain string) (*Policy, error) {
 	if len(bytes.TrimSpace(content)) == 0 {
 		// More likely a file that is just being written than one that takes everybody's roles away.
 		return nil, errors.New("not a policy: it is empty; write `identities: []` to grant nothing")
@@ -64,21 +70,13 @@ func ParsePolicy(content []byte) (*Policy, error) {
 		wrong := func(format string, args ...any) {
 			errs = append(errs, fmt.Errorf("identities[%d] %q: %s", i, identity.ID, fmt.Sprintf(format, args...)))
 		}
-		if _, err := spiffeid.FromString(identity.ID); err != nil {
-			wrong("id is not a SPIFFE id: %v", err)
+		if err := checkID(identity.ID, trustDomain); err != nil {
+			wrong("id %v", err)
 		}
 		if _, known := policy.grants[identity.ID]; known {
 			wrong("the id is there twice; put all of its roles in one entry")
 		}
-		clusters := make([]types.NamespacedName, 0, len(identity.Clusters))
-		for _, text := range identity.Clusters {
-			namespace, name, found := strings.Cut(text, "/")
-			if !found || namespace == "" || name == "" || strings.Contains(name, "/") {
-				wrong("cluster %q is not <namespace>/<name>", text)
-				continue
-			}
-			clusters = append(clusters, types.NamespacedName{Namespace: namespace, Name: name})
-		}
+		clusters := parseClusters(identity.Clusters, wrong)
 		switch {
 		case identity.AllClusters && len(clusters) > 0:
 			wrong("allClusters and clusters exclude each other")
@@ -97,10 +95,37 @@ func ParsePolicy(content []byte) (*Policy, error) {
 		}
 		policy.grants[identity.ID] = grants
 	}
-	if err := errors.Join(errs...); err != nil {
+	issuers, err := parseIssuers(file.Issuers, trustDomain)
+	if err := errors.Join(append(errs, err)...); err != nil {
 		return nil, err
 	}
+	policy.issuers = issuers
 	return policy, nil
+}
+
+func checkID(id, trustDomain string) error {
+	parsed, err := spiffeid.FromString(id)
+	if err != nil {
+		return fmt.Errorf("is not a SPIFFE id: %w", err)
+	}
+	if parsed.TrustDomain().Name() != trustDomain {
+		return fmt.Errorf("is of the trust domain %q, and the agent's is %q", parsed.TrustDomain().Name(), trustDomain)
+	}
+	return nil
+}
+
+// parseClusters returns the Clusters that the texts name, and reports those that name none.
+func parseClusters(texts []string, wrong func(format string, args ...any)) []types.NamespacedName {
+	clusters := make([]types.NamespacedName, 0, len(texts))
+	for _, text := range texts {
+		namespace, name, found := strings.Cut(text, "/")
+		if !found || namespace == "" || name == "" || strings.Contains(name, "/") {
+			wrong("cluster %q is not <namespace>/<name>", text)
+			continue
+		}
+		clusters = append(clusters, types.NamespacedName{Namespace: namespace, Name: name})
+	}
+	return clusters
 }
 
 // PolicyFile follows a policy file.
@@ -108,15 +133,16 @@ type PolicyFile struct {
 	// Interval is how often the file is read again. Zero means every five seconds.
 	Interval time.Duration
 
-	path    string
-	log     logr.Logger
-	content []byte
-	current atomic.Pointer[Policy]
+	path        string
+	trustDomain string
+	log         logr.Logger
+	content     []byte
+	current     atomic.Pointer[Policy]
 }
 
-// LoadPolicyFile reads a policy file, which must be valid.
-func LoadPolicyFile(path string, log logr.Logger) (*PolicyFile, error) {
-	f := &PolicyFile{path: path, log: log.WithValues("file", path)}
+// LoadPolicyFile reads a policy file, which must be valid for the trust domain.
+func LoadPolicyFile(path, trustDomain string, log logr.Logger) (*PolicyFile, error) {
+	f := &PolicyFile{path: path, trustDomain: trustDomain, log: log.WithValues("file", path)}
 	if err := f.load(); err != nil {
 		return nil, err
 	}
@@ -153,7 +179,7 @@ func (f *PolicyFile) load() error {
 	if f.current.Load() != nil && bytes.Equal(content, f.content) {
 		return nil
 	}
-	policy, err := ParsePolicy(content)
+	policy, err := ParsePolicy(content, f.trustDomain)
 	if err != nil {
 		return fmt.Errorf("policy file %s: %w", f.path, err)
 	}

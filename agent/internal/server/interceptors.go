@@ -111,10 +111,10 @@ func (s *Server) callerFrom(ctx context.Context) caller {
 	switch info := p.AuthInfo.(type) {
 	case credentials.TLSInfo:
 		// Verified by the handshake, or there would be no connection.
-		if len(info.State.VerifiedChains) == 0 || len(info.State.PeerCertificates) == 0 {
+		if len(info.State.VerifiedChains) == 0 || len(info.State.VerifiedChains[0]) == 0 {
 			return caller{problem: "the connection has no verified client certificate"}
 		}
-		identified, err := s.config.Authorizer.FromCertificate(info.State.PeerCertificates[0])
+		identified, err := s.config.Authorizer.FromChains(info.State.VerifiedChains)
 		if err != nil {
 			return caller{problem: err.Error()}
 		}

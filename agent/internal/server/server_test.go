@@ -2,6 +2,8 @@ package server_test
 
 import (
 	"context"
+	"crypto/sha256"
+	"encoding/pem"
 	"errors"
 	"fmt"
 	"net"
@@ -161,7 +163,7 @@ func start(t *testing.T, changes ...func(*fixture, *server.Config)) *fixture {
 		T: t, engine: &engine{}, registry: prometheus.NewRegistry(), authority: testpki.New(t), serverPKI: t.TempDir(), log: &lines{},
 		nodeGroups: newFeed[*agentv1alpha1.NodeGroup](4), machines: newFeed[*agentv1alpha1.Machine](4), claims: newFeed[*agentv1alpha1.Claim](4),
 	}
-	policy, err := authz.ParsePolicy([]byte("identities:\n- id: spiffe://karpenter-capi/reader\n  roles: [reader]\n  allClusters: true\n"))
+	policy, err := authz.ParsePolicy([]byte("identities:\n- id: spiffe://karpenter-capi/reader\n  roles: [reader]\n  allClusters: true\n"), "karpenter-capi")
 	require.NoError(t, err)
 	authorizer, err := authz.New("karpenter-capi", func() *authz.Policy { return policy })
 	require.NoError(t, err)
@@ -696,6 +698,25 @@ capi_agent_catalogue_generation 1
 # TYPE capi_agent_synced gauge
 capi_agent_synced 1
 `), "capi_agent_catalogue_generation", "capi_agent_synced"))
+}
+
+func TestAnIssuerSignsOnlyWhatThePolicyLetsItSign(t *testing.T) {
+	f := start(t, func(f *fixture, config *server.Config) {
+		text, err := os.ReadFile(f.authority.Issue(t, t.TempDir(), f.authority).CAFile)
+		require.NoError(t, err)
+		block, _ := pem.Decode(text)
+		policy, err := authz.ParsePolicy(fmt.Appendf(nil, `
+issuers:
+- fingerprints: [%x]
+  clusters: [fleet/spoke]
+`, sha256.Sum256(block.Bytes)), "karpenter-capi")
+		require.NoError(t, err)
+		config.Authorizer, err = authz.New("karpenter-capi", func() *authz.Policy { return policy })
+		require.NoError(t, err)
+	})
+	require.NoError(t, f.create(f.cluster()))
+	err := f.create(f.as("spiffe://karpenter-capi/cluster/fleet/other"))
+	require.True(t, agenterrors.IsUnauthenticated(err), "%v", err)
 }
 
 func TestCallersActAsTheHoldersOfTheirRole(t *testing.T) {
