@@ -150,6 +150,20 @@ func TestAClaimKnowsTheMachineDeploymentThatItWasEnteredFor(t *testing.T) {
 	assert.Equal(t, types.UID("uid"), s.ledger.UID)
 }
 
+// One that is made again from its Machine's label is that group's as well; it would not be known for left behind without.
+func TestARestoredClaimKnowsItsMachineDeployment(t *testing.T) {
+	m := machineOf("m")
+	m.Labels[v1alpha1.ClaimLabel] = "a"
+	ledger := &Ledger{Version: 1, Of: namespace + "/small", UID: "uid", Seq: 1, LastReplicas: 1}
+	claim := claimIn("", "a", "", "")
+	e := engineWith(t, groupWith("uid", 1, ledger), m, claim)
+	_, err := e.group(namespace, "small").run(t.Context())
+	require.NoError(t, err)
+	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(claim), claim))
+	assert.Equal(t, v1alpha1.PhaseBound, claim.Status.Phase)
+	assert.Equal(t, types.UID("uid"), claim.Status.NodeGroupUID)
+}
+
 // The Machine of a claim of another Cluster is no reason to raise replicas.
 func TestAMachineOfTheOneBeforeIsNotCounted(t *testing.T) {
 	ledger := &Ledger{Version: 1, Of: namespace + "/small", Seq: 7, Floor: 1, LastReplicas: 1}

@@ -1217,7 +1217,7 @@ func (s *snapshot) actOnClaims(d *decision) {
 		case "", v1alpha1.PhasePending:
 			if owned := s.labelled(id); owned != nil && alive(owned) {
 				// Its status was lost; also when that was before its entry was dropped.
-				d.actions = append(d.actions, action{kind: restore, claim: c, machine: owned})
+				d.actions = append(d.actions, action{kind: restore, claim: c, group: s.md.UID, machine: owned})
 			} else if entered {
 				s.actOnPending(d, c, named)
 			} else if refusal, refused := d.refused[id]; refused {
@@ -1234,7 +1234,7 @@ func (s *snapshot) actOnClaims(d *decision) {
 		case v1alpha1.PhaseBound:
 			switch owned := s.labelled(id); {
 			case m == nil && owned != nil && alive(owned):
-				d.actions = append(d.actions, action{kind: restore, claim: c, machine: owned}) // its status is of another Machine
+				d.actions = append(d.actions, action{kind: restore, claim: c, group: s.md.UID, machine: owned}) // its status is of another Machine
 			case m == nil || deletionCompleted(m):
 				s.endWithMachine(d, c)
 			case !alive(m):
@@ -1330,7 +1330,7 @@ func (s *snapshot) actOnReleasing(d *decision, c *v1alpha1.MachineClaim, m *clus
 	labelled := s.labelled(id)
 	switch {
 	case c.Status.Machine == nil && labelled != nil, m == nil && labelled != nil && alive(labelled):
-		d.actions = append(d.actions, action{kind: restore, claim: c, machine: labelled}) // its status was lost before its release
+		d.actions = append(d.actions, action{kind: restore, claim: c, group: s.md.UID, machine: labelled}) // its status was lost before its release
 	case c.Status.Machine == nil:
 		if !entered && labelled == nil && c.Status.FailedAt != nil {
 			d.end(c, ReasonFailed, c.Status.Message)

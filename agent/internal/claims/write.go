@@ -367,6 +367,7 @@ func (e *Engine) restore(ctx context.Context, a action) error {
 	c.Status.Machine = &v1alpha1.MachineReference{
 		Name: a.machine.Name, UID: a.machine.UID, ProviderID: a.machine.Spec.ProviderID, NodeName: a.machine.Status.NodeRef.Name,
 	}
+	c.Status.NodeGroupUID = a.group
 	if c.Status.BoundAt == nil {
 		c.Status.BoundAt = new(metav1.NewTime(e.Clock.Now()))
 	}

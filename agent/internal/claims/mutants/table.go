@@ -485,6 +485,9 @@ var mutants = []mutant{
 	{name: "claims of a MachineDeployment that is no more freeze the next one", test: "TestAMachineDeploymentThatWasMadeAgainIsNotFrozen", edits: []edit{
 		{"decide.go", " && c.Status.Machine != nil && !s.leftBehind(c) {\n", " && c.Status.Machine != nil {\n"},
 	}},
+	{name: "a restored claim does not know its MachineDeployment", test: "TestARestoredClaimKnowsItsMachineDeployment", edits: []edit{
+		{"write.go", "	c.Status.NodeGroupUID = a.group\n", ""},
+	}},
 	{name: "a ledger is believed that came with a MachineDeployment that was made again", test: "TestAMachineDeploymentThatWasMadeAgainKeepsItsFloor", edits: []edit{
 		{"group.go", "	if s.madeAgain() {\n", "	if s.madeAgain() && false {\n"},
 	}},
