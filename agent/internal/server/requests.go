@@ -59,7 +59,8 @@ type receiver struct {
 	timeout time.Duration
 }
 
-// receive reads and decodes one message. receive must be given a *body.
+// receive reads one message when it is the call's turn, and decodes it into a message of the method. The argument receive reads the next
+// message of the call as it came.
 func (r receiver) receive(ctx context.Context, method string, receive func(any) error, into any) error {
 	message, ok := into.(proto.Message)
 	if !ok {
