@@ -54,6 +54,7 @@ type claim struct {
 	failedAt        time.Time // when its machine was given up
 	spoke           string
 	registered      bool // its machine's Node was reported as registered
+	drained         bool // its caller drained its machine's Node, so that there is one
 	history         []*agentv1alpha1.ClaimEvent
 }
 
@@ -251,7 +252,7 @@ func (a *Agent) release(c *claim, reason, why string, failed bool) {
 	switch {
 	case m == nil:
 		a.end(c, reasonCancelled, "released before it had a machine")
-	case m.nodeName == "" && !failed && m.deletedAt.IsZero():
+	case m.nodeName == "" && !failed && !c.drained && m.deletedAt.IsZero():
 		// The hand-over: the machine stays, for the next claim.
 		m.claim = nil
 		m.spareSince = a.now()

@@ -127,7 +127,7 @@ func (s claimService) ReleaseClaim(
 			return nil, err
 		}
 		why := cmp.Or(request.GetReason(), "the holder asked for it")
-		if request.GetDrained() {
+		if c.drained = request.GetDrained(); c.drained {
 			why += " (drained)"
 		}
 		a.release(c, reasonReleaseRequested, why, request.GetFailed())

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -196,7 +197,11 @@ func TestACallWaitsUntilTheLedgerHasRoomForItsClaim(t *testing.T) {
 
 	answered := make(chan error, 1)
 	waits := make(chan struct{})
-	e.spawn = func(run func()) { run(); close(waits); e.spawn = func(run func()) { run() } }
+	var once sync.Once
+	e.spawn = func(run func()) {
+		run()
+		once.Do(func() { close(waits) })
+	}
 	go func() { answered <- ask(t.Context()) }()
 	<-waits
 	_, err = e.Release(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "first"}, ReleaseOptions{})

@@ -168,10 +168,9 @@ func decide(s *snapshot) *decision {
 
 	next.Spare = max(0, spare)
 	if next.Lowered {
-		next.LastReplicas -= min(next.LastReplicas-next.Floor, s.group.Replicas-d.replicas) // given back: a difference of others' making stays
+		next.LastReplicas -= min(max(0, next.LastReplicas-next.Floor), s.group.Replicas-d.replicas) // given back: a difference of others' making stays
 	} else {
 		next.LastReplicas = d.replicas
-		next.Floor = min(next.Floor, next.LastReplicas)
 	}
 	s.dateGiveBacks(d, next)
 	s.decideWrite(d, next)

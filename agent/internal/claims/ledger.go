@@ -94,7 +94,7 @@ func parseLedger(text string) (*Ledger, error) {
 	if l.Version > ledgerVersion {
 		return nil, fmt.Errorf("%w (format %d, this agent knows %d)", ErrNewerLedger, l.Version, ledgerVersion)
 	}
-	if l.Version < 1 || l.Floor < 0 || l.Floor > l.LastReplicas || l.Seq < 0 || l.Min < 0 {
+	if l.Version < 1 || l.Floor < 0 || l.LastReplicas < 0 || l.Seq < 0 || l.Min < 0 {
 		return nil, fmt.Errorf("ledger is not readable: impossible numbers in %q", text)
 	}
 	return &l, nil

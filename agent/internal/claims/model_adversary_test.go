@@ -531,6 +531,9 @@ func (w *world) loseLedger(group string) {
 	if md.Annotations[v1alpha1.LedgerAnnotation] == "" {
 		return
 	}
+	if w.minimum(group) > 0 && md.Annotations[clusterv1.PausedAnnotation] == pausedByHuman {
+		return // how far a pause keeps replicas below what the user is to have is known to the ledger alone
+	}
 	w.peaceful = false
 	w.wiped[group] = true
 	for id, c := range w.claims() {
