@@ -163,7 +163,8 @@ func start(t *testing.T, changes ...func(*fixture, *server.Config)) *fixture {
 		T: t, engine: &engine{}, registry: prometheus.NewRegistry(), authority: testpki.New(t), serverPKI: t.TempDir(), log: &lines{},
 		nodeGroups: newFeed[*agentv1alpha1.NodeGroup](4), machines: newFeed[*agentv1alpha1.Machine](4), claims: newFeed[*agentv1alpha1.Claim](4),
 	}
-	policy, err := authz.ParsePolicy([]byte("identities:\n- id: spiffe://karpenter-capi/reader\n  roles: [reader]\n  allClusters: true\n"), "karpenter-capi")
+	policy, err := authz.ParsePolicy(
+		[]byte("identities:\n- id: spiffe://karpenter-capi/reader\n  roles: [reader]\n  allClusters: true\n"), "karpenter-capi")
 	require.NoError(t, err)
 	authorizer, err := authz.New("karpenter-capi", func() *authz.Policy { return policy })
 	require.NoError(t, err)
