@@ -136,6 +136,8 @@ type ReleaseOptions struct {
 	Reason string
 	// Holders are those that the caller may act as: another's claim is not released.
 	Holders Holders
+
+	unless func(*v1alpha1.MachineClaim) bool // leaves the claim as it is; nil for never
 }
 
 // Engine makes, binds and releases claims. It is safe for concurrent use, and several may run against one hub.
@@ -493,6 +495,9 @@ func (e *Engine) release(ctx context.Context, key Key, o ReleaseOptions, why v1a
 		}
 		if err := o.Holders.check(c); err != nil {
 			return nil, err
+		}
+		if o.unless != nil && o.unless(c) {
+			return c, nil
 		}
 		if c.Status.Phase == v1alpha1.PhaseReleasing && (c.Status.Drained || !o.Drained) {
 			e.group(c.Namespace, c.Spec.NodeGroup).kick()

@@ -1,6 +1,7 @@
 package claims
 
 import (
+	"context"
 	"testing"
 	"time"
 
@@ -9,6 +10,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	clocktesting "k8s.io/utils/clock/testing"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
@@ -84,6 +87,37 @@ func TestAClaimMadeAfterTheListingIsNotCollectedByAClockThatIsAhead(t *testing.T
 	})
 	require.NoError(t, err)
 	assert.Equal(t, []string{"orphan"}, result.Collected)
+}
+
+// Another agent takes a report of the claim's Node after this one listed the claims.
+func TestAClaimWhoseNodeWasRegisteredMeanwhileIsNotCollected(t *testing.T) {
+	now := newTestTime()
+	e := quiet(engineWith(t, groupOf("a", 1, nil), heldClaim("a", now.Add(-time.Hour))))
+	e.Clock = clocktesting.NewFakeClock(now)
+	_, token, err := e.List(t.Context(), ListOptions{Namespace: namespace, Cluster: clusterName, Holder: "karpenter"})
+	require.NoError(t, err)
+	through, ok := e.Client.(client.WithWatch)
+	require.True(t, ok)
+	e.Reader = interceptor.NewClient(through, interceptor.Funcs{
+		Get: func(ctx context.Context, c client.WithWatch, key client.ObjectKey, into client.Object, o ...client.GetOption) error {
+			if err := c.Get(ctx, key, into, o...); err != nil {
+				return err
+			}
+			claim, ok := into.(*v1alpha1.MachineClaim)
+			if !ok || claim.Status.NodeRegisteredAt != nil {
+				return nil
+			}
+			claim.Status.NodeRegisteredAt = new(metav1.NewTime(now))
+			return c.Status().Update(ctx, claim)
+		},
+	})
+	result, err := e.Sync(t.Context(), SyncRequest{Namespace: namespace, Cluster: clusterName, Holder: "karpenter", Token: token, Spoke: spoke})
+	require.NoError(t, err)
+	assert.Empty(t, result.Collected)
+	assert.Equal(t, []string{"a"}, result.Kept)
+	c, err := e.Get(t.Context(), keyOf("a"))
+	require.NoError(t, err)
+	assert.Equal(t, v1alpha1.PhasePending, c.Status.Phase)
 }
 
 // A holder that reports no Nodes says nothing about them: what the shim reported stays.

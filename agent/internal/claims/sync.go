@@ -89,17 +89,15 @@ func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
 		case !listed(c) || !c.CreationTimestamp.Add(e.CollectGrace).Before(taken.Time):
 			continue
 		}
-		if why := set.keeps(c, running[id]); why != "" {
-			result.Kept = append(result.Kept, id)
-			notes = append(notes, e.noteKept(c, why)...)
-			continue
-		}
-		why := v1alpha1.Event{Reason: ReasonCollected, Message: "its owner is gone: it was not in the live set of " + r.Holder}
-		if _, err := e.release(ctx, Key{Namespace: c.Namespace, Cluster: r.Cluster, ID: id}, ReleaseOptions{}, why); err != nil {
+		switch kept, err := e.collect(ctx, set, c, running[id]); {
+		case err != nil:
 			return result, err
+		case kept != "":
+			result.Kept = append(result.Kept, id)
+			notes = append(notes, e.noteKept(c, kept)...)
+		default:
+			result.Collected = append(result.Collected, id)
 		}
-		log.FromContext(ctx).Info("collected a claim whose owner is gone", "claim", id, "name", c.Spec.DisplayName)
-		result.Collected = append(result.Collected, id)
 	}
 	for _, id := range r.Live {
 		if !known[id] {
@@ -108,6 +106,24 @@ func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
 	}
 	e.writeNotes(ctx, notes)
 	return result, nil
+}
+
+// collect releases a claim whose owner is gone, or says why it is kept all the same. That is asked again of the claim that is
+// released: what another agent has noted on it since it was listed counts.
+func (e *Engine) collect(ctx context.Context, set *liveSet, c *v1alpha1.MachineClaim, running bool) (kept string, err error) {
+	if kept = set.keeps(c, running); kept != "" {
+		return kept, nil
+	}
+	o := ReleaseOptions{unless: func(now *v1alpha1.MachineClaim) bool {
+		kept = set.keeps(now, running)
+		return kept != ""
+	}}
+	why := v1alpha1.Event{Reason: ReasonCollected, Message: "its owner is gone: it was not in the live set of " + set.Holder}
+	_, err = e.release(ctx, Key{Namespace: c.Namespace, Cluster: c.Spec.ClusterName, ID: c.Spec.ClaimID}, o, why)
+	if err == nil && kept == "" {
+		log.FromContext(ctx).Info("collected a claim whose owner is gone", "claim", c.Spec.ClaimID, "name", c.Spec.DisplayName)
+	}
+	return kept, err
 }
 
 // liveSet is a holder's live set beside the claims that the holder has.
