@@ -41,6 +41,8 @@ const (
 	gracePeriod = 10 * time.Second
 	// spareGrace is how long the agent keeps a Machine that nobody claims; the product's default is a minute.
 	spareGrace = 20 * time.Second
+	// agents is how many agents run; the shim follows the first.
+	agents = 2
 	// interrupted is the exit status after an interrupt.
 	interrupted = 130
 )
@@ -65,7 +67,8 @@ func run(m *testing.M) int {
 	began := time.Now()
 	var err error
 	w, err = world.Start(starting, sandbox.Options{
-		Name: "e2e",
+		Name:   "e2e",
+		Agents: agents,
 		// The short run is with what the charts grant by themselves.
 		FeatureGates: lo.Ternary(testing.Short(), nil, []string{"NodeOverlay"}),
 		AgentArgs:    []string{"--spare-grace-period=" + spareGrace.String()},
@@ -91,7 +94,7 @@ func run(m *testing.M) int {
 
 	code := m.Run()
 	tellTable()
-	faults := faultsInLogs(w, sandbox.Agent, sandbox.Shim)
+	faults := faultsInLogs(w, append(lo.Times(agents, sandbox.AgentName), sandbox.Shim)...)
 	for _, fault := range faults {
 		say("e2e: FAIL %s", fault)
 	}
@@ -181,7 +184,9 @@ func within(t *testing.T, d time.Duration) context.Context {
 func leaveAsFound(t *testing.T) {
 	t.Helper()
 	restarts := func() map[string]int {
-		return map[string]int{sandbox.Agent: w.Status(sandbox.Agent).Restarts, sandbox.Shim: w.Status(sandbox.Shim).Restarts}
+		return lo.SliceToMap(append(lo.Times(agents, sandbox.AgentName), sandbox.Shim), func(component string) (string, int) {
+			return component, w.Status(component).Restarts
+		})
 	}
 	before := restarts()
 	t.Cleanup(func() {

@@ -2,6 +2,7 @@ package e2e_test
 
 import (
 	"context"
+	"errors"
 	"testing"
 	"time"
 
@@ -13,64 +14,130 @@ import (
 	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	shimv1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
 // outage is how long the hub is away: longer than the grace period and several rounds of every controller.
 const outage = 35 * time.Second
 
+// noticedWithin is how long a shim may take for current what a hub says that does not answer.
+const noticedWithin = 15 * time.Second
+
 func TestNothingIsLostWhileTheHubIsAway(t *testing.T) {
-	shows(t, "nothing is lost while the hub is away")
-	if testing.Short() {
-		t.Skip("not in the short run: an outage takes its time")
-	}
-	g := NewWithT(t)
-	leaveAsFound(t)
-	apply(t, w.Hub, manifests.FleetHub)
-	apply(t, w.Spoke, manifests.FleetSpoke, manifests.FleetWorkload)
-	g.Expect(w.AwaitNodePool(within(t, soon), "default")).To(Succeed())
-	goHome(t, "web", "batch")
-	// One node has room for a second pod of web.
-	scale(t, "web", 1)
-	await(t, 2*time.Minute, running(1))
-	await(t, soon, everyMachineRuns)
-	g.Expect(w.Checker.Settle(within(t, settleWithin))).To(BeEmpty())
-	nodeClaims, nodes := uids(t, &karpenterv1.NodeClaimList{}), uids(t, &corev1.NodeList{})
-	shim := w.Status(sandbox.Shim)
-
-	g.Expect(w.Sandbox.StopComponent(sandbox.Agent)).To(Succeed())
-	t.Cleanup(func() { // the other tests need it
-		if err := w.Sandbox.StartComponent(context.Background(), sandbox.Agent); err != nil {
-			t.Error(err)
+	agentsAway := func(ctx context.Context, away bool) error {
+		var errs []error
+		for _, agent := range lo.Times(agents, sandbox.AgentName) {
+			if away {
+				errs = append(errs, w.Sandbox.StopComponent(agent))
+			} else {
+				errs = append(errs, w.Sandbox.StartComponent(ctx, agent))
+			}
 		}
+		return errors.Join(errs...)
+	}
+	hangs := func(_ context.Context, away bool) error {
+		if away {
+			return w.Sandbox.Suspend(sandbox.HubAPIServer)
+		}
+		return w.Sandbox.Resume(sandbox.HubAPIServer)
+	}
+	for _, test := range []struct {
+		shows, says string
+		turn        func(ctx context.Context, away bool) error
+	}{
+		{"nothing is lost while the hub is away", "no connection to the agent", agentsAway},
+		{"nothing is lost while the hub's API server does not answer and the agents live", "API server has not answered", hangs},
+	} {
+		t.Run(test.shows, func(t *testing.T) {
+			figure := shows(t, test.shows)
+			if testing.Short() {
+				t.Skip("not in the short run: an outage takes its time")
+			}
+			g := NewWithT(t)
+			leaveAsFound(t)
+			apply(t, w.Hub, manifests.FleetHub)
+			apply(t, w.Spoke, manifests.FleetSpoke, manifests.FleetWorkload)
+			g.Expect(w.AwaitNodePool(within(t, soon), "default")).To(Succeed())
+			goHome(t, "web", "batch")
+			// One node has room for a second pod of web.
+			scale(t, "web", 1)
+			await(t, 2*time.Minute, running(1))
+			await(t, soon, everyMachineRuns)
+			g.Expect(w.Checker.Settle(within(t, settleWithin))).To(BeEmpty())
+			nodeClaims, nodes := uids(t, &karpenterv1.NodeClaimList{}), uids(t, &corev1.NodeList{})
+			shim := w.Status(sandbox.Shim)
+			connected := follow(t)
+
+			t.Cleanup(func() { // the other tests need it
+				ctx, cancel := context.WithTimeout(context.Background(), soon)
+				defer cancel()
+				if err := test.turn(ctx, false); err != nil {
+					t.Error(err)
+				}
+			})
+			g.Expect(test.turn(within(t, soon), true)).To(Succeed())
+			away := time.Now()
+
+			g.Eventually(connected).WithTimeout(noticedWithin).WithPolling(50*time.Millisecond).Should(BeZero(), "whoever follows an agent")
+			figure("noticed after %.1f s", time.Since(away).Seconds())
+			// What fits is scheduled.
+			scale(t, "web", 2)
+			await(t, soon, running(2))
+
+			poll(t, soon, conditionSays("default", shimv1.ConditionAgentReachable, test.says))
+			g.Expect(time.Since(away)).To(BeNumerically(">=", gracePeriod), "a short silence is no news")
+			poll(t, soon, conditionSays("default", "Ready", shimv1.ConditionAgentReachable))
+			// What needs a node waits.
+			scale(t, "batch", 1)
+
+			g.Consistently(func(g Gomega) {
+				g.Expect(uids(t, &karpenterv1.NodeClaimList{})).To(ConsistOf(nodeClaims), "none is made that nobody can serve")
+				g.Expect(uids(t, &corev1.NodeList{})).To(ConsistOf(nodes))
+				now := w.Status(sandbox.Shim)
+				g.Expect(now.PID).To(Equal(shim.PID), "the shim lives")
+				g.Expect(now.Ready).To(BeTrue(), "the shim is healthy")
+				g.Expect(deleted(t)).To(BeEmpty())
+			}).WithTimeout(max(0, outage-time.Since(away))).WithPolling(500 * time.Millisecond).Should(Succeed())
+
+			g.Expect(test.turn(within(t, soon), false)).To(Succeed())
+			g.Eventually(connected).WithTimeout(soon).Should(Equal(agents), "by itself")
+			g.Expect(w.AwaitNodePool(within(t, soon), "default")).To(Succeed())
+			await(t, 2*time.Minute, running(3))
+			g.Expect(uids(t, &corev1.NodeList{})).To(ContainElements(nodes))
+			g.Expect(lo.Filter(w.Recorder.State().Live(), func(j journey.Journey, _ int) bool { return j.Reached(journey.Deleting) })).To(BeEmpty())
+		})
+	}
+}
+
+// follow has each agent followed as a shim does, and returns a function that says how many of them are.
+func follow(t *testing.T) func() int {
+	t.Helper()
+	state := w.Sandbox.State()
+	cluster := &agentv1alpha1.ClusterRef{Namespace: world.Cluster.Namespace, Name: world.Cluster.Name}
+	mirrors := lo.Map(state.AgentAddresses, func(address string, _ int) *agentclient.Mirror[*agentv1alpha1.NodeGroup] {
+		c, err := agentclient.New(agentclient.Options{
+			Address: address,
+			TLS:     &agentclient.TLS{CertFile: state.Paths.AdminCertificate, KeyFile: state.Paths.AdminKey, CAFile: state.Paths.AgentCA},
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = c.Close() })
+		mirror := c.MirrorNodeGroups(cluster)
+		go func() { _ = mirror.Run(t.Context()) }()
+		if err := mirror.WaitForSync(within(t, soon)); err != nil {
+			t.Fatal(err)
+		}
+		return mirror
 	})
-	away := time.Now()
-
-	// What fits is scheduled; what needs a node waits.
-	scale(t, "web", 2)
-	await(t, soon, running(2))
-	scale(t, "batch", 1)
-
-	poll(t, soon, conditionSays("default", shimv1.ConditionAgentReachable, "no connection to the agent"))
-	g.Expect(time.Since(away)).To(BeNumerically(">=", gracePeriod), "a short silence is no news")
-	poll(t, soon, conditionSays("default", "Ready", shimv1.ConditionAgentReachable))
-
-	g.Consistently(func(g Gomega) {
-		g.Expect(uids(t, &karpenterv1.NodeClaimList{})).To(ContainElements(nodeClaims))
-		g.Expect(uids(t, &corev1.NodeList{})).To(ConsistOf(nodes))
-		now := w.Status(sandbox.Shim)
-		g.Expect(now.PID).To(Equal(shim.PID), "the shim lives")
-		g.Expect(now.Ready).To(BeTrue(), "the shim is healthy")
-		g.Expect(deleted(t)).To(BeEmpty())
-	}).WithTimeout(max(0, outage-time.Since(away))).WithPolling(500 * time.Millisecond).Should(Succeed())
-
-	g.Expect(w.Sandbox.StartComponent(within(t, soon), sandbox.Agent)).To(Succeed())
-	g.Expect(w.AwaitNodePool(within(t, soon), "default")).To(Succeed())
-	await(t, 2*time.Minute, running(3))
-	g.Expect(uids(t, &corev1.NodeList{})).To(ContainElements(nodes))
-	g.Expect(lo.Filter(w.Recorder.State().Live(), func(j journey.Journey, _ int) bool { return j.Reached(journey.Deleting) })).To(BeEmpty())
+	return func() int {
+		return lo.CountBy(mirrors, func(m *agentclient.Mirror[*agentv1alpha1.NodeGroup]) bool { return m.State().Connected })
+	}
 }
 
 // uids lists the UIDs of the spoke's objects, sorted by name as the API server does.

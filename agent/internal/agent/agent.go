@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"time"
 
 	"github.com/go-logr/logr"
 	"github.com/prometheus/client_golang/prometheus"
@@ -19,9 +20,11 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/catalogue"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/contact"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
@@ -126,8 +129,16 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	if err != nil {
 		return nil, err
 	}
+	probe, err := newProbe(c, scope, a.manager)
+	if err != nil {
+		return nil, err
+	}
+	if err := a.manager.Add(manager.RunnableFunc(probe.Run)); err != nil {
+		return nil, fmt.Errorf("adding the hub's probe: %w", err)
+	}
 	a.server, err = server.New(server.Config{
-		Engine: engine, Observe: nodes.Report, NodeGroups: nodeGroups, Machines: machines, Claims: shownClaims, Show: shown.Show,
+		Contact: probe,
+		Engine:  engine, Observe: nodes.Report, NodeGroups: nodeGroups, Machines: machines, Claims: shownClaims, Show: shown.Show,
 		ClusterExists: func(ctx context.Context, name types.NamespacedName) (bool, error) {
 			return clusterExists(ctx, a.manager.GetClient(), name)
 		},
@@ -190,6 +201,38 @@ func newManager(c Config, scope hub.Scope) (manager.Manager, error) {
 		return nil, fmt.Errorf("connecting to the hub: %w", err)
 	}
 	return mgr, nil
+}
+
+// How the hub's API server is probed. A shim hears of its absence at the latest after hubPatience, one probeInterval and one probeTimeout.
+// Two answers in a row that do not come are an absence, one that is slow is not.
+const (
+	probeInterval = 2 * time.Second
+	probeTimeout  = 3 * time.Second
+	hubPatience   = 6 * time.Second
+)
+
+// newProbe returns a probe with a connection limit of its own: waiting for the agent's other requests would look like silence.
+func newProbe(c Config, scope hub.Scope, mgr manager.Manager) (*contact.Probe, error) {
+	config := rest.CopyConfig(c.Hub)
+	config.QPS = -1
+	reader, err := client.New(config, client.Options{Scheme: mgr.GetScheme(), Mapper: mgr.GetRESTMapper()})
+	if err != nil {
+		return nil, fmt.Errorf("making the client that probes the hub: %w", err)
+	}
+	one := []client.ListOption{client.Limit(1)}
+	if namespaces := scope.Namespaces(); len(namespaces) > 0 {
+		one = append(one, client.InNamespace(namespaces[0]))
+	}
+	return contact.New(contact.Config{
+		Ask: func(ctx context.Context) error {
+			err := reader.List(ctx, &v1alpha1.MachineClaimList{}, one...)
+			if status := apierrors.APIStatus(nil); errors.As(err, &status) && status.Status().Code < http.StatusInternalServerError {
+				return nil // a refusal is an answer
+			}
+			return err
+		},
+		Interval: probeInterval, Timeout: probeTimeout, Patience: hubPatience, Log: c.Log.WithName("hub"),
+	}), nil
 }
 
 func newFeed[T any](o *options.Options, equal func(a, b T) bool) *feed.Feed[T] {

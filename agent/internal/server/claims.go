@@ -32,6 +32,9 @@ func (s *claimService) usable(cluster *agentv1alpha1.ClusterRef) error {
 	if !s.Synced() {
 		return agenterrors.NotSynced("the agent's view of the hub is not complete yet")
 	}
+	if err := s.inContact(); err != nil {
+		return err
+	}
 	if !s.config.Scope.Contains(clusterName(cluster)) {
 		// Not "gone": an agent that does serve it may know better.
 		return agenterrors.PermissionDenied("this identity may not call this method for this Cluster")
@@ -176,7 +179,7 @@ func (s *claimService) WatchClaims(
 		wanted = func(claim *agentv1alpha1.Claim) bool { return claim.GetHolder() == holder }
 	}
 	type response = agentv1alpha1.WatchClaimsResponse
-	return watch(stream.Context(), s.config.Claims, clusterName(request.GetCluster()), wanted, sender[*agentv1alpha1.Claim]{
+	return watch(stream.Context(), s.Server, s.config.Claims, clusterName(request.GetCluster()), wanted, sender[*agentv1alpha1.Claim]{
 		upsert: func(claim *agentv1alpha1.Claim) error {
 			return stream.Send(&response{Event: &agentv1alpha1.WatchClaimsResponse_Upsert{Upsert: claim}})
 		},

@@ -18,6 +18,9 @@ type machines struct {
 func (s *machines) GetMachine(
 	ctx context.Context, request *agentv1alpha1.GetMachineRequest,
 ) (*agentv1alpha1.GetMachineResponse, error) {
+	if err := s.inContact(); err != nil {
+		return nil, err
+	}
 	machine, found, err := s.config.Machines.Get(clusterName(request.GetCluster()), request.GetName())
 	if err != nil {
 		return nil, answerOther(ctx, err)
@@ -31,6 +34,9 @@ func (s *machines) GetMachine(
 func (s *machines) ListMachines(
 	ctx context.Context, request *agentv1alpha1.ListMachinesRequest,
 ) (*agentv1alpha1.ListMachinesResponse, error) {
+	if err := s.inContact(); err != nil {
+		return nil, err
+	}
 	all, _, err := s.config.Machines.List(clusterName(request.GetCluster()))
 	if err != nil {
 		return nil, answerOther(ctx, err)
@@ -45,7 +51,7 @@ func (s *machines) WatchMachines(
 	request *agentv1alpha1.WatchMachinesRequest, stream grpc.ServerStreamingServer[agentv1alpha1.WatchMachinesResponse],
 ) error {
 	type response = agentv1alpha1.WatchMachinesResponse
-	return watch(stream.Context(), s.config.Machines, clusterName(request.GetCluster()), nil, sender[*agentv1alpha1.Machine]{
+	return watch(stream.Context(), s.Server, s.config.Machines, clusterName(request.GetCluster()), nil, sender[*agentv1alpha1.Machine]{
 		upsert: func(machine *agentv1alpha1.Machine) error {
 			return stream.Send(&response{Event: &agentv1alpha1.WatchMachinesResponse_Upsert{Upsert: machine}})
 		},

@@ -20,6 +20,9 @@ func (s *nodeGroups) exists(ctx context.Context, method string, ref *agentv1alph
 	if !s.Synced() {
 		return agenterrors.NotSynced("the agent's view of the hub is not complete yet")
 	}
+	if err := s.inContact(); err != nil {
+		return err
+	}
 	name := clusterName(ref)
 	exists := false
 	if s.config.Scope.Contains(name) {
@@ -75,7 +78,7 @@ func (s *nodeGroups) WatchNodeGroups(
 		return err
 	}
 	type response = agentv1alpha1.WatchNodeGroupsResponse
-	return watch(ctx, s.config.NodeGroups, clusterName(request.GetCluster()), nil, sender[*agentv1alpha1.NodeGroup]{
+	return watch(ctx, s.Server, s.config.NodeGroups, clusterName(request.GetCluster()), nil, sender[*agentv1alpha1.NodeGroup]{
 		upsert: func(group *agentv1alpha1.NodeGroup) error {
 			return stream.Send(&response{Event: &agentv1alpha1.WatchNodeGroupsResponse_Upsert{Upsert: group}})
 		},

@@ -55,6 +55,8 @@ type Config struct {
 	Show func(ctx context.Context, claim *v1alpha1.MachineClaim) (*agentv1alpha1.Claim, error)
 	// ClusterExists asks the caches. It is called only once they have synced. REQUIRED.
 	ClusterExists func(ctx context.Context, cluster types.NamespacedName) (bool, error)
+	// Contact knows whether the hub's API server answers. Nil means that it always does.
+	Contact Contact
 	// Scope says which Clusters are served.
 	Scope hub.Scope
 	// Authorizer makes callers of certificates. REQUIRED.
@@ -190,7 +192,7 @@ func (s *Server) Check() error {
 	case !s.Synced():
 		return errors.New("the view of the hub is not complete yet")
 	}
-	return nil
+	return s.inContact()
 }
 
 func (s *Server) stopping() bool {
@@ -252,6 +254,7 @@ func (s *Server) followReadiness(ctx context.Context) {
 	s.serving("")
 	s.config.Log.Info("the view of the hub is complete", "nodeGroups", s.config.NodeGroups.Stats().Objects,
 		"machines", s.config.Machines.Stats().Objects, "claims", s.config.Claims.Stats().Objects)
+	s.followContact(ctx)
 }
 
 func (s *Server) serving(service string) {
@@ -324,6 +327,14 @@ func (s *Server) collectors() []prometheus.Collector {
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 			Name: "capi_agent_catalogue_generation", Help: "Changes of any node group since the start.",
 		}, func() float64 { return float64(s.config.NodeGroups.Generation()) }),
+		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+			Name: "capi_agent_hub_reachable", Help: "1 while the hub's API server answers.",
+		}, func() float64 {
+			if s.inContact() == nil {
+				return 1
+			}
+			return 0
+		}),
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 			Name: "capi_agent_synced", Help: "1 once the view of the hub is complete.",
 		}, func() float64 {

@@ -2,11 +2,13 @@ package server
 
 import (
 	"context"
+	"errors"
 
 	"google.golang.org/protobuf/types/known/timestamppb"
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -19,8 +21,16 @@ type sender[T any] struct {
 	resync    func(*agentv1alpha1.Resync) error
 }
 
-// watch sends a Cluster's objects, as far as they are wanted (nil wants all), until the caller goes or the agent shuts down.
-func watch[T any](ctx context.Context, objects *feed.Feed[T], cluster types.NamespacedName, wanted func(T) bool, send sender[T]) error {
+// watch sends a Cluster's objects, as far as they are wanted (nil wants all), until the caller goes, the agent shuts down, or the hub's API
+// server does not answer any more: what would be sent then, heartbeats included, would look newer than it is.
+func watch[T any](
+	ctx context.Context, s *Server, objects *feed.Feed[T], cluster types.NamespacedName, wanted func(T) bool, send sender[T],
+) error {
+	if err := s.inContact(); err != nil {
+		return err
+	}
+	ctx, stop := s.whileInContact(ctx)
+	defer stop()
 	subscription, err := objects.Subscribe(cluster, wanted)
 	if err != nil {
 		return answerOther(ctx, err)
@@ -28,6 +38,9 @@ func watch[T any](ctx context.Context, objects *feed.Feed[T], cluster types.Name
 	defer subscription.Close()
 	for {
 		event, err := subscription.Next(ctx)
+		if lost := (*lostContactError)(nil); errors.As(context.Cause(ctx), &lost) {
+			return agenterrors.HubUnreachable(lost.Error())
+		}
 		if err != nil {
 			return answerOther(ctx, err)
 		}

@@ -1,0 +1,147 @@
+package server_test
+
+import (
+	"errors"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/health/grpc_health_v1"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+// hubContact is what the test says of the hub's API server.
+type hubContact struct {
+	mu      sync.Mutex
+	lost    error
+	changed chan struct{}
+}
+
+func (c *hubContact) State() (changed <-chan struct{}, lost error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.changed, c.lost
+}
+
+func (c *hubContact) turn(lost error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	close(c.changed)
+	c.lost, c.changed = lost, make(chan struct{})
+}
+
+func startInContact(t *testing.T) (*fixture, *hubContact) {
+	t.Helper()
+	c := &hubContact{changed: make(chan struct{})}
+	return start(t, func(_ *fixture, config *server.Config) { config.Contact = c }), c
+}
+
+var errHubAway = errors.New("the hub's API server has not answered since noon")
+
+// A shim whose stream goes on takes what it has for current.
+func TestStreamsEndWhileTheHubsAPIServerDoesNotAnswer(t *testing.T) {
+	f, contact := startInContact(t)
+	watchers := map[string]func() error{}
+	nodeGroups, err := f.cluster().NodeGroups.WatchNodeGroups(f.ctx(), &agentv1alpha1.WatchNodeGroupsRequest{Cluster: spokeRef})
+	require.NoError(t, err)
+	watchers["node groups"] = func() error { _, err := nodeGroups.Recv(); return err }
+	machines, err := f.cluster().Machines.WatchMachines(f.ctx(), &agentv1alpha1.WatchMachinesRequest{Cluster: spokeRef})
+	require.NoError(t, err)
+	watchers["machines"] = func() error { _, err := machines.Recv(); return err }
+	claims, err := f.cluster().Claims.WatchClaims(f.ctx(), &agentv1alpha1.WatchClaimsRequest{Cluster: spokeRef})
+	require.NoError(t, err)
+	watchers["claims"] = func() error { _, err := claims.Recv(); return err }
+	for name, receive := range watchers {
+		require.NoError(t, receive(), "%s: synced", name)
+	}
+
+	contact.turn(errHubAway)
+	for name, receive := range watchers {
+		err := receive()
+		require.True(t, agenterrors.IsUnavailable(err), "%s: %v", name, err)
+		require.Equal(t, agenterrors.ReasonHubUnreachable, agenterrors.ReasonOf(err), name)
+		require.ErrorContains(t, err, "since noon", name)
+	}
+	again, err := f.cluster().NodeGroups.WatchNodeGroups(f.ctx(), &agentv1alpha1.WatchNodeGroupsRequest{Cluster: spokeRef})
+	require.NoError(t, err)
+	_, err = again.Recv()
+	require.Equal(t, agenterrors.ReasonHubUnreachable, agenterrors.ReasonOf(err), "new ones are refused: %v", err)
+
+	contact.turn(nil)
+	again, err = f.cluster().NodeGroups.WatchNodeGroups(f.ctx(), &agentv1alpha1.WatchNodeGroupsRequest{Cluster: spokeRef})
+	require.NoError(t, err)
+	first, err := again.Recv()
+	require.NoError(t, err)
+	require.NotNil(t, first.GetSynced())
+}
+
+// What caches would answer may be wrong by now, and what needs the hub would wait for its time-out.
+func TestCallsAreRefusedWhileTheHubsAPIServerDoesNotAnswer(t *testing.T) {
+	f, contact := startInContact(t)
+	contact.turn(errHubAway)
+	c := f.cluster()
+	for name, call := range map[string]func() error{
+		"ListNodeGroups": func() error {
+			_, err := c.NodeGroups.ListNodeGroups(f.ctx(), &agentv1alpha1.ListNodeGroupsRequest{Cluster: spokeRef})
+			return err
+		},
+		"GetMachine": func() error {
+			_, err := c.Machines.GetMachine(f.ctx(), &agentv1alpha1.GetMachineRequest{Cluster: spokeRef, Name: "m"})
+			return err
+		},
+		"ListMachines": func() error {
+			_, err := c.Machines.ListMachines(f.ctx(), &agentv1alpha1.ListMachinesRequest{Cluster: spokeRef})
+			return err
+		},
+		"ListClaims": func() error {
+			_, err := c.Claims.ListClaims(f.ctx(), &agentv1alpha1.ListClaimsRequest{Cluster: spokeRef})
+			return err
+		},
+		"ReleaseClaim": func() error {
+			_, err := c.Claims.ReleaseClaim(f.ctx(), &agentv1alpha1.ReleaseClaimRequest{Cluster: spokeRef, ClaimId: "a"})
+			return err
+		},
+	} {
+		err := call()
+		require.Equal(t, agenterrors.ReasonHubUnreachable, agenterrors.ReasonOf(err), "%s: %v", name, err)
+	}
+	_, err := c.Status.GetStatus(f.ctx(), &agentv1alpha1.GetStatusRequest{})
+	require.NoError(t, err, "the agent itself lives")
+}
+
+func TestReadinessAndMetricsShowThatTheHubsAPIServerDoesNotAnswer(t *testing.T) {
+	f, contact := startInContact(t)
+	health := func() grpc_health_v1.HealthCheckResponse_ServingStatus {
+		response, err := grpc_health_v1.NewHealthClient(f.cluster().Conn()).Check(f.ctx(), &grpc_health_v1.HealthCheckRequest{})
+		require.NoError(t, err)
+		return response.GetStatus()
+	}
+	require.Eventually(t, func() bool { return health() == grpc_health_v1.HealthCheckResponse_SERVING }, patience, time.Millisecond)
+	require.NoError(t, f.server.Check())
+	for _, away := range []bool{true, false} {
+		want, reachable := grpc_health_v1.HealthCheckResponse_SERVING, 1.0
+		if away {
+			want, reachable = grpc_health_v1.HealthCheckResponse_NOT_SERVING, 0
+			contact.turn(errHubAway)
+			require.ErrorContains(t, f.server.Check(), "since noon")
+		} else {
+			contact.turn(nil)
+			require.NoError(t, f.server.Check())
+		}
+		require.Eventually(t, func() bool { return health() == want }, patience, time.Millisecond)
+		families, err := f.registry.Gather()
+		require.NoError(t, err)
+		found := false
+		for _, family := range families {
+			if family.GetName() == "capi_agent_hub_reachable" {
+				found = true
+				require.InDelta(t, reachable, family.GetMetric()[0].GetGauge().GetValue(), 0)
+			}
+		}
+		require.True(t, found)
+	}
+}
