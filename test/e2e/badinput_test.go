@@ -157,6 +157,9 @@ func conditionSays(nodeClass, kind, text string) func(context.Context) (string, 
 			return "", err
 		}
 		condition := class.StatusConditions().Get(kind)
+		if condition == nil {
+			return fmt.Sprintf("ClusterAPINodeClass %s to have the condition %s", nodeClass, kind), nil
+		}
 		if matched, _ := ContainSubstring(text).Match(condition.Message); condition.IsFalse() && matched {
 			return "", nil
 		}
