@@ -11,6 +11,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/util/retry"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/log"
@@ -78,10 +79,7 @@ func (e *Engine) noteNodes(
 		case c == nil, noted[c], !r.speaksFor(c):
 		case runs && c.Status.NodeRegisteredAt == nil:
 			noted[c] = true
-			registered = append(registered, e.noteOnClaim(c, func(s *v1alpha1.MachineClaimStatus) {
-				now := metav1.NewTime(e.Clock.Now())
-				s.NodeRegisteredAt, s.NodeAbsentAt = &now, nil
-			}))
+			registered = append(registered, e.noteRegistered(c))
 		case reported && c.Status.NodeAbsentAt != nil:
 			noted[c] = true
 			registered = append(registered, e.noteOnClaim(c, func(s *v1alpha1.MachineClaimStatus) { s.NodeAbsentAt = nil }))
@@ -147,6 +145,32 @@ func (e *Engine) noteOnClaim(c *v1alpha1.MachineClaim, change func(*v1alpha1.Mac
 		}
 		*c = *after
 		return nil
+	}}
+}
+
+// noteRegistered keeps on the claim that its Machine's Node is registered. It is not left to the next report when it loses a race: that
+// one may come from a cluster that was restored, and the claim be collected for want of this note.
+func (e *Engine) noteRegistered(c *v1alpha1.MachineClaim) note {
+	write := e.noteOnClaim(c, func(s *v1alpha1.MachineClaimStatus) {
+		now := metav1.NewTime(e.Clock.Now())
+		s.NodeRegisteredAt, s.NodeAbsentAt = &now, nil
+	}).write
+	return note{of: c, write: func(ctx context.Context) error {
+		return retry.RetryOnConflict(retry.DefaultRetry, func() error {
+			err := write(ctx)
+			if !apierrors.IsConflict(err) {
+				return err
+			}
+			var now v1alpha1.MachineClaim
+			if failed := e.Reader.Get(ctx, client.ObjectKeyFromObject(c), &now); failed != nil {
+				return failed
+			}
+			if ref := now.Status.Machine; ref == nil || c.Status.Machine == nil || ref.UID != c.Status.Machine.UID {
+				return nil // it has another Machine, which the report says nothing about
+			}
+			*c = now
+			return err
+		})
 	}}
 }
 

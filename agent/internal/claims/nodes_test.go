@@ -308,3 +308,34 @@ func TestANoteThatCannotBeWrittenIsLeftToTheNextReport(t *testing.T) {
 	h.report(true, NodeReport{ProviderID: "sim://m"})
 	assert.NotNil(t, h.status().NodeRegisteredAt)
 }
+
+// The note protects a running Node from the next live set, which may be an older one: another write on the claim does not cost it.
+func TestANoteThatANodeIsRegisteredOutlivesALostRace(t *testing.T) {
+	m := joining("m", "a")
+	h := newHearing(t, groupOf("small", 1, nil), m, boundTo(m, "a", holder))
+	under, ok := h.Client.(client.WithWatch)
+	require.True(t, ok)
+	raced := false
+	h.Client = interceptor.NewClient(under, interceptor.Funcs{
+		SubResourceUpdate: func(
+			ctx context.Context, c client.Client, subresource string, object client.Object, options ...client.SubResourceUpdateOption,
+		) error {
+			if !raced {
+				raced = true
+				other := &v1alpha1.MachineClaim{}
+				if err := c.Get(ctx, client.ObjectKeyFromObject(object), other); err != nil {
+					return err
+				}
+				other.Status.Message = "another agent was first"
+				if err := c.SubResource(subresource).Update(ctx, other); err != nil {
+					return err
+				}
+			}
+			return c.SubResource(subresource).Update(ctx, object, options...)
+		},
+	})
+	h.report(true, NodeReport{ProviderID: "sim://m"})
+	assert.True(t, raced)
+	assert.NotNil(t, h.status().NodeRegisteredAt)
+	assert.Equal(t, "another agent was first", h.status().Message)
+}
