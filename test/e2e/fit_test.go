@@ -24,8 +24,8 @@ import (
 )
 
 const (
-	fitRounds = 10
-	fitSets   = 50 // of pods, in each round
+	fitRounds = 20
+	fitSets   = 25 // of pods, in each round
 	fitGroups = 4  // of each node class, in each round
 	fitLabel  = "fit"
 	// placedWithin bounds what takes half a minute on a machine with nothing else to do.
