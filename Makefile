@@ -235,7 +235,7 @@ MUTANTS_FLAGS ?=
 .PHONY: bench
 bench: $(SANDBOX_BINARIES) $(BIN)/bench ## Measure: catalogues, claims per second, and machines through claims against replicas raised by hand (BENCH_FLAGS='-rounds=5')
 	@go test -run '^$$' -bench . ./shim/internal/catalogue ./agent/internal/catalogue
-	@go test -run '^$$' -bench . ./agent/internal/claims
+	@go test -run '^$$' -bench . ./agent/protocol ./agent/internal/claims
 	@go test -run '^$$' -bench . -benchtime 300x -timeout 20m ./agent/internal/agent
 	@$(BIN)/bench $(BENCH_FLAGS)
 BENCH_FLAGS ?=

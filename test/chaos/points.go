@@ -113,7 +113,6 @@ func provocations() []*provocation {
 	adopted := newGroup("points-adopted", 2, 6)
 	broken := newGroup("points-broken", 0, 4)
 	broken.failure = &simv1.MachineFailure{Reason: "InsufficientCapacity", Message: "none left"}
-	deleted := newGroup("points-deleted", 0, 4)
 	rolled := newGroup("points-rolled", 1, 10)
 	rolled.onDelete = true
 	blocked := newGroup("points-blocked", 0, 4)
@@ -126,9 +125,6 @@ func provocations() []*provocation {
 		{[]faults.Class{faults.LedgerBegun}, []*group{wiped}, func(ctx context.Context, r *run) error { return r.wipeAtRest(ctx, wiped) }},
 		{[]faults.Class{faults.AdoptEntered}, []*group{adopted}, func(ctx context.Context, r *run) error { return r.adopt(ctx, adopted) }},
 		{[]faults.Class{faults.ClaimFailed}, []*group{broken}, func(ctx context.Context, r *run) error { return r.failOn(ctx, broken) }},
-		{[]faults.Class{faults.HookPut, faults.HookRemoved}, []*group{deleted}, func(ctx context.Context, r *run) error {
-			return r.deleteThenRelease(ctx, deleted)
-		}},
 		{[]faults.Class{faults.PausePut, faults.SetLowered, faults.PauseRemoved}, []*group{rolled}, func(ctx context.Context, r *run) error {
 			return r.releaseFromTwoSets(ctx, rolled)
 		}},
@@ -276,66 +272,6 @@ func (r *run) failOn(ctx context.Context, g *group) error {
 	err = r.witness.Await(ctx, func() bool { return r.phase(id) == agentv1.PhaseEnded })
 	r.forgive()
 	return err
-}
-
-// preDrainHook keeps Cluster API from going on with a deletion.
-const preDrainHook = clusterv1.PreDrainDeleteHookAnnotationPrefix + "/person"
-
-// deleteThenRelease deletes a claimed Machine as a person does, and has the claim released while the instance still runs.
-func (r *run) deleteThenRelease(ctx context.Context, g *group) error {
-	id, m, err := r.claimBound(ctx, g)
-	if err != nil {
-		return err
-	}
-	hook := func(value string) error {
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), attemptWithin) // it must not stay
-		defer cancel()
-		patch := fmt.Sprintf(`{"metadata":{"annotations":{%q:%s}}}`, preDrainHook, value)
-		return client.IgnoreNotFound(r.Hub.Patch(ctx, m.DeepCopy(), client.RawPatch(types.MergePatchType, []byte(patch))))
-	}
-	if err := hook(`""`); err != nil {
-		return err
-	}
-	defer func() { _ = hook("null") }()
-	if err := r.deleteMachine(ctx, m); err != nil {
-		return err
-	}
-	if err := wait(ctx, between(0, time.Second)); err != nil {
-		return err
-	}
-	if err := r.calls.release(ctx, id, true); err != nil {
-		return err
-	}
-	bounded, cancel := context.WithTimeout(ctx, 15*time.Second)
-	defer cancel()
-	for {
-		now, err := r.machineOf(bounded, id)
-		if err != nil {
-			break
-		}
-		if now == nil || now.Annotations[agentv1.ReleaseHook] != "" || hasHook(now) {
-			break
-		}
-		if wait(bounded, pause) != nil {
-			break
-		}
-	}
-	if err := hook("null"); err != nil {
-		return err
-	}
-	return r.awaitEnd(ctx, id)
-}
-
-func hasHook(m *clusterv1.Machine) bool {
-	_, there := m.Annotations[agentv1.ReleaseHook]
-	return there
-}
-
-// deleteMachine deletes a Machine as a person does.
-func (r *run) deleteMachine(ctx context.Context, m *clusterv1.Machine) error {
-	r.fault("a person deletes Machine %s", m.Name)
-	r.people.update(func() { r.people.deleted[m.UID] = true })
-	return client.IgnoreNotFound(r.Hub.Delete(ctx, m))
 }
 
 // releaseFromTwoSets makes claims on two MachineSets and releases them.

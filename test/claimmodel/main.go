@@ -1,15 +1,15 @@
-// Command claimmodel explores the claim protocol: every state that a small world can reach, or random runs of a larger one.
+// Command claimmodel explores the claim protocol: every state that a small world can reach, or random runs of a larger one. The
+// decisions are those of the agent's package protocol.
 //
 //	claimmodel                       # the standard table of runs
 //	claimmodel -short                # the short one, which the tests run
-//	claimmodel -only 'hook'          # those whose name matches
-//	claimmodel -model engine -claims 1 -stale 1 -outsiders 1 -without fence
+//	claimmodel -only 'wiped'         # those whose name matches
+//	claimmodel -world -claims 1 -stale 1 -outsiders 1 -without check-ledger
 //
 // See docs/model.md for what is modelled, what is not, and the results.
 package main
 
 import (
-	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
@@ -21,7 +21,6 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/test/claimmodel/internal/engine"
 	"github.com/karpenter-capi/karpenter-capi/test/claimmodel/internal/explore"
-	"github.com/karpenter-capi/karpenter-capi/test/claimmodel/internal/section5"
 )
 
 func main() {
@@ -39,77 +38,56 @@ func run(arguments []string, out io.Writer) error {
 	var (
 		short     = flags.Bool("short", false, "the short table")
 		only      = flags.String("only", "", "only the runs of the table whose name matches this regular expression")
-		model     = flags.String("model", "", "one run of this model instead of the table: engine or section5")
+		world     = flags.Bool("world", false, "one run of the world that the other flags describe, instead of the table")
 		limit     = flags.Int("states", 20_000_000, "states visited at most")
 		limitTime = flags.Duration("for", 0, "time taken at most; 0 for no limit")
 		walks     = flags.Int("walks", 0, "random runs instead of a search")
 		depth     = flags.Int("depth", 200, "steps of a random run")
 		seed      = flags.Uint64("seed", 1, "seed of the random runs")
-		first     = flags.Bool("first", false, "stop at the first violation")
+		until     = flags.String("until", "", "stop at the first violation of this kind, by its first word; \"any\" for any")
 		ignore    = flags.String("ignore", "", "kinds of violations that are not reported, by their first word, separated by commas")
-		cases     = flags.Int("cases", 0, "instead of a run of the engine: this many snapshots and decisions, as JSON")
 		without   = flags.String("without", "", "rules that are left out, separated by commas")
 	)
-	var (
-		p engine.Protocol
-		q section5.Protocol
-	)
-	flags.IntVar(&p.Groups, "groups", 1, "engine: node groups")
+	var p engine.Protocol
+	flags.IntVar(&p.Groups, "groups", 1, "node groups")
 	flags.IntVar(&p.Claims, "claims", 1, "claims")
 	flags.IntVar(&p.Floor, "floor", 1, "floor of each group")
-	flags.IntVar(&p.Max, "max", 0, "engine: max size of each group; 0 for none")
+	flags.IntVar(&p.Max, "max", 0, "max size of each group; 0 for none")
 	flags.IntVar(&p.StaleAgents, "stale", 1, "agents that act on what they read earlier")
-	flags.IntVar(&p.Machines, "machines", 0, "engine: Machines that one group makes at most; 0 for the model's bound")
-	flags.IntVar(&p.Sets, "sets", 1, "engine: MachineSets at first")
-	flags.BoolVar(&p.RollingUpdate, "rolling", false, "engine: RollingUpdate instead of OnDelete")
-	flags.BoolVar(&p.Young, "young", false, "engine: the floor's Machines have no Node yet at first")
-	flags.BoolVar(&p.Hooks, "hooks", false, "engine: the pre-terminate hook")
-	flags.BoolVar(&p.Adopt, "adopt", false, "engine: the last claim adopts the first Machine")
-	flags.BoolVar(&p.Repeat, "repeat", false, "engine: calls arrive twice, late, or out of order")
-	flags.BoolVar(&p.Forget, "forget", false, "engine: tombstones are forgotten")
-	flags.IntVar(&p.Outsiders, "outsiders", 0, "Machines that somebody else deletes")
-	flags.IntVar(&p.Raises, "raises", 0, "replicas that humans add")
-	flags.IntVar(&p.Lowers, "lowers", 0, "engine: replicas that humans take away")
-	flags.IntVar(&p.Rollouts, "rollouts", 0, "engine: changes of the template")
-	flags.IntVar(&p.Wipes, "wipes", 0, "engine: times that the ledger is wiped")
-	flags.IntVar(&p.Pauses, "pauses", 0, "engine: times that a human pauses the MachineDeployment")
-	flags.IntVar(&p.Blocks, "blocks", 0, "engine: times that creation is blocked")
-	flags.BoolVar(&p.BlockedForGood, "blocked-for-good", false, "engine: what is blocked stays so")
+	flags.IntVar(&p.Machines, "machines", 0, "Machines that one group makes at most; 0 for the model's bound")
+	flags.IntVar(&p.Sets, "sets", 1, "MachineSets at first")
+	flags.BoolVar(&p.RollingUpdate, "rolling", false, "RollingUpdate instead of OnDelete")
+	flags.BoolVar(&p.Young, "young", false, "the floor's Machines have no Node yet at first")
+	flags.BoolVar(&p.Adopt, "adopt", false, "the last claim adopts the first Machine")
+	flags.BoolVar(&p.Repeat, "repeat", false, "calls arrive twice, late, or out of order")
+	flags.BoolVar(&p.Forget, "forget", false, "tombstones are forgotten")
+	flags.IntVar(&p.Outsiders, "outsiders", 0, "Machines that another actor deletes")
+	flags.IntVar(&p.Raises, "raises", 0, "replicas that people add")
+	flags.IntVar(&p.Lowers, "lowers", 0, "replicas that people take away")
+	flags.IntVar(&p.Rollouts, "rollouts", 0, "changes of the template")
+	flags.IntVar(&p.Wipes, "wipes", 0, "times that the ledger is wiped")
+	flags.IntVar(&p.Pauses, "pauses", 0, "times that a person pauses the MachineDeployment")
+	flags.IntVar(&p.Blocks, "blocks", 0, "times that creation is blocked")
+	flags.BoolVar(&p.BlockedForGood, "blocked-for-good", false, "what is blocked stays so")
 	if err := flags.Parse(arguments); err != nil {
 		return err
 	}
-
-	o := explore.Options{
-		States: *limit, For: *limitTime, StopAtFirst: *first, Walks: *walks, Depth: *depth, Seed: *seed,
-		Ignore: strings.Split(*ignore, ","),
-	}
-	var r explore.Result
-	switch *model {
-	case "engine":
-		var err error
-		if p.Without, err = engine.ParseRules(*without); err != nil {
-			return err
-		}
-		if *cases > 0 {
-			return json.NewEncoder(out).Encode(p.Cases(*cases, *seed)) //nolint:musttag // both ends are ours and use the fields' names
-		}
-		r = search(&p, o)
-	case "section5":
-		q = section5.Protocol{Claims: p.Claims, Floor: p.Floor, StaleAgents: p.StaleAgents, Outsiders: p.Outsiders, Raises: p.Raises}
-		var err error
-		if q.Rules, err = section5.ParseRules(*without); err != nil {
-			return err
-		}
-		r = search(&q, o)
-	case "":
+	if !*world {
 		match, err := regexp.Compile(*only)
 		if err != nil {
 			return fmt.Errorf("-only: %w", err)
 		}
 		return runTable(table(*short), match, out)
-	default:
-		return fmt.Errorf("no model %q; there are engine and section5", *model)
 	}
+	var err error
+	if p.Without, err = engine.ParseRules(*without); err != nil {
+		return err
+	}
+	o := explore.Options{
+		States: *limit, For: *limitTime, StopAtFirst: *until == "any", Until: *until, Walks: *walks, Depth: *depth, Seed: *seed,
+		Ignore: strings.Split(*ignore, ","),
+	}
+	r := search(&p, o)
 	r.Report(out)
 	if len(r.Violations) > 0 {
 		return fmt.Errorf("%d kinds of violations", len(r.Violations))
@@ -117,7 +95,7 @@ func run(arguments []string, out io.Writer) error {
 	return nil
 }
 
-func search[S any](m explore.Model[S], o explore.Options) explore.Result {
+func search(m *engine.Protocol, o explore.Options) explore.Result {
 	if o.Walks > 0 {
 		return explore.Walk(m, o)
 	}

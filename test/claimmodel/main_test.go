@@ -16,9 +16,9 @@ func TestShortTable(t *testing.T) {
 func TestTableTellsFailure(t *testing.T) {
 	for _, run := range table(true) {
 		switch run.name {
-		case "engine: 1 claim":
+		case "1 claim":
 			run.violation = "I3"
-		case "engine without fence":
+		case "without tombstone":
 			run.violation = ""
 		default:
 			continue

@@ -37,13 +37,11 @@ const (
 	ReleaseBegun      Class = "release noted in the ledger"
 	MachineHeld       Class = "finalizer and annotations put on the Machine"
 	MachineDeleted    Class = "Machine deleted"
-	HookPut           Class = "pre-terminate hook put"
 	ReplicasLowered   Class = "replicas lowered"
 	PausePut          Class = "MachineDeployment paused"
 	SetLowered        Class = "MachineSet lowered"
 	PauseRemoved      Class = "MachineDeployment lowered and unpaused"
 	MachineLetGo      Class = "finalizer taken off"
-	HookRemoved       Class = "pre-terminate hook removed"
 	MachineUnlabelled Class = "label taken off for a hand-over"
 	ClaimEnded        Class = "claim Ended"
 	SetPaused         Class = "MachineSet paused"
@@ -64,12 +62,8 @@ const (
 var Classes = []Class{
 	ClaimCreated, ClaimMoved, LedgerBegun, ReplicasRaised, SpareEntered, AdoptEntered, ClaimEntered, ClaimExplained, MachineNamed,
 	ClaimBound, MachineLabelled, LedgerTidied, NodeNoted, ClaimReleasing, ClaimFailed, ReleaseBegun, MachineHeld, MachineDeleted,
-	HookPut, ReplicasLowered, PausePut, SetLowered, PauseRemoved, MachineLetGo, HookRemoved, MachineUnlabelled, ClaimEnded,
-	SetPaused, SetUnpaused, ClaimRemade, ClaimRestored, TombstoneCreated, TombstoneEngraved, ClaimForgotten,
+	ReplicasLowered, PausePut, SetLowered, PauseRemoved, MachineLetGo, MachineUnlabelled, ClaimEnded, SetPaused, SetUnpaused, ClaimRemade, ClaimRestored, TombstoneCreated, TombstoneEngraved, ClaimForgotten,
 }
-
-// HookPrefix begins the annotations that keep Cluster API from terminating an instance.
-const HookPrefix = clusterv1.PreTerminateDeleteHookAnnotationPrefix
 
 // Memory is what classifying needs to know besides the write itself. It is shared by the proxies of all agents; the zero value
 // is ready to use.
@@ -419,14 +413,6 @@ func machine(body []byte) (Class, error) {
 			return MachineUnlabelled, nil
 		}
 		return MachineLabelled, nil
-	}
-	for key, value := range c.annotations {
-		if strings.HasPrefix(key, HookPrefix) {
-			if value == nil {
-				return HookRemoved, nil
-			}
-			return HookPut, nil
-		}
 	}
 	switch {
 	case c.finalizers != nil && slices.Contains(*c.finalizers, agentv1.ReleaseFinalizer):

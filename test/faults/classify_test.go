@@ -14,7 +14,6 @@ import (
 const (
 	capi  = "cluster.x-k8s.io"
 	ours  = "agent.karpenter.cluster.x-k8s.io"
-	hook  = "pre-terminate.delete.hook.machine.cluster.x-k8s.io/karpenter-capi"
 	empty = `{"v":1,"seq":1,"floor":1,"lastReplicas":2}`
 )
 
@@ -105,8 +104,6 @@ func TestEachStepOfTheProtocolHasItsClass(t *testing.T) {
 		{faults.MachineHeld, "patch", capi, "machines", "", `{"metadata":{"resourceVersion":"7"}}`},
 		{faults.MachineLetGo, "patch", capi, "machines", "", `[{"op":"add","path":"/metadata/finalizers","value":[]}]`},
 		{faults.MachineLetGo, "patch", capi, "machines", "", `{"metadata":{"finalizers":null}}`},
-		{faults.HookPut, "patch", capi, "machines", "", annotation(hook, `""`)},
-		{faults.HookRemoved, "patch", capi, "machines", "", `[{"op":"remove","path":"/metadata/annotations/` + strings.ReplaceAll(hook, "/", "~1") + `"}]`},
 		{faults.MachineDeleted, "delete", capi, "machines", "", `{"preconditions":{"uid":"u"}}`},
 
 		{faults.SetPaused, "patch", capi, "machinesets", "", `{"metadata":{"annotations":{"cluster.x-k8s.io/paused":"x"}}}`},

@@ -1,5 +1,8 @@
 package v1alpha1
 
+// FieldManager names the agent in managed fields.
+const FieldManager = "karpenter-capi-agent"
+
 const (
 	// MemberLabel on a MachineDeployment opts it in to claims; its value does not matter. The same key that
 	// karpenter-provider-cluster-api uses.
@@ -39,8 +42,7 @@ const (
 	// ReleaseFinalizer holds a Machine whose instance is gone until its replica has been given back. It is added only when
 	// the Machine is being released, never to a live one.
 	ReleaseFinalizer = Group + "/release"
-	// ReleaseHook holds a Machine that somebody else began to delete, before its instance is removed, until its replica has been
-	// given back: a finalizer cannot be added any more then. It is one of Cluster API's pre-terminate hooks.
+	// ReleaseHook is a pre-terminate hook that earlier versions of the agent put on Machines that others delete. It is only taken off.
 	ReleaseHook = "pre-terminate.delete.hook.machine.cluster.x-k8s.io/karpenter-capi"
 	// PausedByAgent is the value of Cluster API's paused annotation where the agent set it. Any other value is a person's,
 	// and is left alone.

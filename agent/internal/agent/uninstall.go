@@ -10,6 +10,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/options"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 // Uninstall removes everything that agents wrote from the part of the hub that the options name. See [claims.Engine.Uninstall].
@@ -24,7 +25,7 @@ func Uninstall(ctx context.Context, config *rest.Config, o *options.Options, for
 	if err != nil {
 		return fmt.Errorf("connecting to the hub: %w", err)
 	}
-	engine := claims.New(claims.Config{Client: direct, Reader: direct, Live: hub.LiveClaims(), Failure: claims.Failure{}})
+	engine := claims.New(claims.Config{Client: direct, Reader: direct, Live: hub.LiveClaims(), Failure: protocol.Failure{}})
 	scope := hub.NewScope(o.Namespaces, o.ClusterNames())
 	return engine.Uninstall(ctx, claims.UninstallOptions{Serves: scope.Contains, Force: force, Report: report})
 }

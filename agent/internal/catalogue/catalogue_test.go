@@ -32,16 +32,17 @@ import (
 	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capitest"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/catalogue"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/observed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricelist"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricing"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -103,7 +104,7 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	require.NoError(t, err)
 	require.NoError(t, hub.Index(t.Context(), mgr.GetFieldIndexer()))
 	engine := claims.New(claims.Config{
-		Client: mgr.GetClient(), Reader: mgr.GetAPIReader(), Index: hub.ByDeployment, Failure: claims.Failure{CoolDown: coolDown},
+		Client: mgr.GetClient(), Reader: mgr.GetAPIReader(), Index: hub.ByDeployment, Failure: protocol.Failure{CoolDown: coolDown},
 	})
 	f.clock = clocktesting.NewFakePassiveClock(time.Now())
 	nodes, err := observed.New(observed.Config{Client: mgr.GetClient(), Clock: f.clock})

@@ -11,8 +11,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
 
+	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capitest"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
 )
 
 // withoutQuotas gives the catalogue an account that may do everything in its namespace but read ResourceQuotas.

@@ -14,6 +14,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 // What a MachineDeployment's name stands for may be another object than before: it was deleted and made again, or moved to another
@@ -21,43 +22,53 @@ import (
 
 // claimIn is a claim on the group "small" that was entered in the ledger of the MachineDeployment of that UID; empty for not.
 func claimIn(uid types.UID, id string, phase v1alpha1.Phase, machine string) *v1alpha1.MachineClaim {
-	c := scene(0, nil).withClaim(id, phase, machine).claims[0]
-	c.Namespace, c.Labels = namespace, map[string]string{v1alpha1.NodeGroupLabel: "small"}
-	c.Spec.Candidates, c.Status.NodeGroupUID = []string{"small"}, uid
+	c := &v1alpha1.MachineClaim{
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: namespace, Name: v1alpha1.ObjectName(clusterName, id), CreationTimestamp: metav1.NewTime(newTestTime()),
+			Labels: map[string]string{v1alpha1.NodeGroupLabel: "small"},
+		},
+		Spec:   v1alpha1.MachineClaimSpec{ClusterName: clusterName, ClaimID: id, NodeGroup: "small", Candidates: []string{"small"}},
+		Status: v1alpha1.MachineClaimStatus{Phase: phase, NodeGroupUID: uid},
+	}
+	if machine != "" {
+		c.Status.Machine = &v1alpha1.MachineReference{Name: machine, UID: types.UID(machine)}
+	}
 	return c
 }
 
-func groupWith(uid types.UID, replicas int32, ledger *Ledger) *clusterv1.MachineDeployment {
+func groupWith(uid types.UID, replicas int32, ledger *protocol.Ledger) *clusterv1.MachineDeployment {
 	var annotations map[string]string
 	if ledger != nil {
-		annotations = map[string]string{v1alpha1.LedgerAnnotation: ledger.encode()}
+		annotations = map[string]string{v1alpha1.LedgerAnnotation: ledger.Encode()}
 	}
 	md := groupOf("small", replicas, annotations)
 	md.UID = uid
 	return md
 }
 
-func readSmall(t *testing.T, objects ...client.Object) *snapshot {
+func readSmall(t *testing.T, objects ...client.Object) *protocol.Snapshot {
 	t.Helper()
 	s, err := engineWith(t, objects...).read(t.Context(), live, client.ObjectKey{Namespace: namespace, Name: "small"})
 	require.NoError(t, err)
-	s.sets = scene(s.group.Replicas, nil).sets
+	s.Sets = []*clusterv1.MachineSet{{
+		ObjectMeta: metav1.ObjectMeta{Name: "small-a"}, Spec: clusterv1.MachineSetSpec{Replicas: &s.Group.Replicas},
+	}}
 	return s
 }
 
 func TestAMachineDeploymentThatWasMadeAgainKeepsItsFloor(t *testing.T) {
-	old := &Ledger{Version: 1, Of: namespace + "/small", UID: "old", Seq: 7, Floor: 1, LastReplicas: 3, Pending: map[string]Named{"a": {}, "b": {}}}
-	for name, ledger := range map[string]*Ledger{"from its manifest": nil, "from an export, ledger and all": old} {
+	old := &protocol.Ledger{Version: 1, Of: namespace + "/small", UID: "old", Seq: 7, Floor: 1, LastReplicas: 3, Pending: map[string]protocol.Named{"a": {}, "b": {}}}
+	for name, ledger := range map[string]*protocol.Ledger{"from its manifest": nil, "from an export, ledger and all": old} {
 		t.Run(name, func(t *testing.T) {
 			s := readSmall(t, groupWith("new", 3, ledger),
 				claimIn("old", "a", v1alpha1.PhasePending, ""), claimIn("old", "b", v1alpha1.PhasePending, ""), claimIn("", "c", "", ""))
-			d := decide(s)
-			require.NotNil(t, d.ledger)
-			assert.Equal(t, int32(3), d.ledger.Floor, "all three are the user's")
-			assert.Equal(t, int32(4), d.replicas, "and one is for the claim that came after")
-			assert.Equal(t, map[string]Named{"c": {}}, d.ledger.Pending)
-			require.Equal(t, []actionKind{end, end}, kinds(d), "the others have nothing to wait for")
-			assert.Equal(t, ReasonNodeGroupGone, d.actions[0].event.Reason)
+			d := protocol.Decide(s)
+			require.NotNil(t, d.Ledger)
+			assert.Equal(t, int32(3), d.Ledger.Floor, "all three are the user's")
+			assert.Equal(t, int32(4), d.Replicas, "and one is for the claim that came after")
+			assert.Equal(t, map[string]protocol.Named{"c": {}}, d.Ledger.Pending)
+			require.Equal(t, []protocol.ActionKind{protocol.End, protocol.End}, kinds(d), "the others have nothing to wait for")
+			assert.Equal(t, protocol.ReasonNodeGroupGone, d.Actions[0].Event.Reason)
 		})
 	}
 }
@@ -68,35 +79,35 @@ func TestAMachineDeploymentThatWasMadeAgainIsNotFrozen(t *testing.T) {
 	for _, id := range []string{"a", "b", "c"} {
 		objects = append(objects, claimIn("old", id, v1alpha1.PhaseBound, "gone-"+id))
 	}
-	d := decide(readSmall(t, objects...))
-	require.NotNil(t, d.ledger)
-	assert.False(t, d.ledger.Lowered)
-	assert.Equal(t, int32(1), d.ledger.Floor)
-	assert.Equal(t, int32(2), d.replicas)
-	assert.Equal(t, []actionKind{end, end, end}, kinds(d))
+	d := protocol.Decide(readSmall(t, objects...))
+	require.NotNil(t, d.Ledger)
+	assert.False(t, d.Ledger.Lowered)
+	assert.Equal(t, int32(1), d.Ledger.Floor)
+	assert.Equal(t, int32(2), d.Replicas)
+	assert.Equal(t, []protocol.ActionKind{protocol.End, protocol.End, protocol.End}, kinds(d))
 }
 
 func TestAMachineDeploymentThatWasMovedKeepsItsLedger(t *testing.T) {
-	ledger := &Ledger{
-		Version: 1, Of: namespace + "/small", UID: "source", Seq: 7, Floor: 1, LastReplicas: 3, Pending: map[string]Named{"waits": {}},
+	ledger := &protocol.Ledger{
+		Version: 1, Of: namespace + "/small", UID: "source", Seq: 7, Floor: 1, LastReplicas: 3, Pending: map[string]protocol.Named{"waits": {}},
 	}
 	bound, users := machineOf("bound"), machineOf("user's")
 	bound.Labels[v1alpha1.ClaimLabel] = "a"
 	for _, m := range []*clusterv1.Machine{bound, users} {
-		node(m)
+		joins(m)
 	}
 	s := readSmall(t, groupWith("target", 3, ledger), bound, users) // claims are not moved
-	s.spareSince = s.now.Add(-time.Hour)
-	d := decide(s)
-	require.NotNil(t, d.ledger)
-	assert.Equal(t, int32(1), d.ledger.Floor, "the floor is what it was")
-	assert.Equal(t, int32(3), d.replicas)
-	assert.Empty(t, d.ledger.Releasing)
-	assert.Equal(t, []actionKind{recreate}, kinds(d), "the claim is made again from its Machine, and nothing is removed")
+	s.SpareSince = s.Now.Add(-time.Hour)
+	d := protocol.Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.Equal(t, int32(1), d.Ledger.Floor, "the floor is what it was")
+	assert.Equal(t, int32(3), d.Replicas)
+	assert.Empty(t, d.Ledger.Releasing)
+	assert.Equal(t, []protocol.ActionKind{protocol.Recreate}, kinds(d), "the claim is made again from its Machine, and nothing is removed")
 }
 
 func TestWhatWasDecidedForAMachineDeploymentIsNotDoneToTheNextOne(t *testing.T) {
-	ledger := &Ledger{Version: 1, Of: namespace + "/small", Seq: 1, LastReplicas: 1, Pending: map[string]Named{"a": {Machine: "m", UID: "m"}}}
+	ledger := &protocol.Ledger{Version: 1, Of: namespace + "/small", Seq: 1, LastReplicas: 1, Pending: map[string]protocol.Named{"a": {Machine: "m", UID: "m"}}}
 	again := func(t *testing.T, e *Engine) {
 		t.Helper()
 		require.NoError(t, e.Client.Delete(t.Context(), groupWith("old", 1, nil)))
@@ -107,7 +118,7 @@ func TestWhatWasDecidedForAMachineDeploymentIsNotDoneToTheNextOne(t *testing.T) 
 		s, err := e.read(t.Context(), live, client.ObjectKey{Namespace: namespace, Name: "small"})
 		require.NoError(t, err)
 		again(t, e)
-		require.ErrorContains(t, e.writeLedger(t.Context(), s, &decision{ledger: s.ledger.clone(), replicas: 1}), "/metadata/uid")
+		require.ErrorContains(t, e.writeLedger(t.Context(), s, &protocol.Decision{Ledger: s.Ledger.Clone(), Replicas: 1}), "/metadata/uid")
 	})
 	t.Run("what the ledger permitted", func(t *testing.T) {
 		e := engineWith(t, groupWith("old", 1, ledger), machineOf("m"), claimIn("old", "a", v1alpha1.PhasePending, ""))
@@ -147,14 +158,14 @@ func TestAClaimKnowsTheMachineDeploymentThatItWasEnteredFor(t *testing.T) {
 	assert.Equal(t, types.UID("uid"), c.Status.NodeGroupUID)
 	s, err := e.read(t.Context(), live, client.ObjectKey{Namespace: namespace, Name: "small"})
 	require.NoError(t, err)
-	assert.Equal(t, types.UID("uid"), s.ledger.UID)
+	assert.Equal(t, types.UID("uid"), s.Ledger.UID)
 }
 
 // One that is made again from its Machine's label is that group's as well; it would not be known for left behind without.
 func TestARestoredClaimKnowsItsMachineDeployment(t *testing.T) {
 	m := machineOf("m")
 	m.Labels[v1alpha1.ClaimLabel] = "a"
-	ledger := &Ledger{Version: 1, Of: namespace + "/small", UID: "uid", Seq: 1, LastReplicas: 1}
+	ledger := &protocol.Ledger{Version: 1, Of: namespace + "/small", UID: "uid", Seq: 1, LastReplicas: 1}
 	claim := claimIn("", "a", "", "")
 	e := engineWith(t, groupWith("uid", 1, ledger), m, claim)
 	_, err := e.group(namespace, "small").run(t.Context())
@@ -166,15 +177,15 @@ func TestARestoredClaimKnowsItsMachineDeployment(t *testing.T) {
 
 // The Machine of a claim of another Cluster is no reason to raise replicas.
 func TestAMachineOfTheOneBeforeIsNotCounted(t *testing.T) {
-	ledger := &Ledger{Version: 1, Of: namespace + "/small", Seq: 7, Floor: 1, LastReplicas: 1}
+	ledger := &protocol.Ledger{Version: 1, Of: namespace + "/small", Seq: 7, Floor: 1, LastReplicas: 1}
 	other := claimIn("", "a", v1alpha1.PhaseBound, "other")
 	other.Name, other.Spec.ClusterName = "another.a", "another"
 	theirs := machineOf("other")
 	theirs.Spec.ClusterName = "another"
 	theirs.Labels = map[string]string{v1alpha1.ClaimLabel: "a"}
 	theirs.CreationTimestamp = metav1.NewTime(newTestTime())
-	d := decide(readSmall(t, groupWith("", 1, ledger), other, theirs))
-	assert.Equal(t, int32(1), d.replicas)
-	assert.Nil(t, d.ledger)
+	d := protocol.Decide(readSmall(t, groupWith("", 1, ledger), other, theirs))
+	assert.Equal(t, int32(1), d.Replicas)
+	assert.Nil(t, d.Ledger)
 	assert.Empty(t, kinds(d), "it lives, and so its claim does")
 }

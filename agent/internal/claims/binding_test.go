@@ -17,6 +17,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 // A Machine is bound as it was read: what happened to it since decides whether the write goes through.
@@ -53,11 +54,11 @@ func TestBindingTestsWhatCounts(t *testing.T) {
 			require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(read), now))
 			if test.refused {
 				require.True(t, apierrors.IsConflict(err), "%v", err)
-				require.NotEqual(t, "mine", claimOf(now))
+				require.NotEqual(t, "mine", protocol.ClaimOf(now))
 				return
 			}
 			require.NoError(t, err)
-			require.Equal(t, "mine", claimOf(now))
+			require.Equal(t, "mine", protocol.ClaimOf(now))
 			require.Equal(t, "1", now.Annotations["cluster.x-k8s.io/churn"], "what others wrote stays")
 		})
 	}
@@ -76,7 +77,7 @@ func TestAMachineWithoutAnnotationsIsBound(t *testing.T) {
 	require.NoError(t, e.Client.Update(t.Context(), read))
 	require.NoError(t, e.label(t.Context(), &v1alpha1.MachineClaim{Spec: v1alpha1.MachineClaimSpec{ClaimID: "mine"}}, read.DeepCopy()))
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(read), read))
-	require.Equal(t, "mine", claimOf(read))
+	require.Equal(t, "mine", protocol.ClaimOf(read))
 }
 
 // A Machine that was handed over says by whom, so that a binding that was decided before does not go through.
@@ -86,7 +87,7 @@ func TestHandingOverLeavesATrace(t *testing.T) {
 	require.NoError(t, e.label(t.Context(), claim, read))
 	labelled := &clusterv1.Machine{}
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(read), labelled))
-	require.NoError(t, e.unbind(t.Context(), action{kind: unbind, claim: claim, machine: labelled}))
+	require.NoError(t, e.unbind(t.Context(), protocol.Action{Kind: protocol.Unbind, Claim: claim, Machine: labelled}))
 
 	err := e.label(t.Context(), claim, read)
 

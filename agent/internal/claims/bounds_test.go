@@ -20,6 +20,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 func endedClaim(id string, at time.Time) *v1alpha1.MachineClaim {
@@ -69,7 +70,7 @@ func TestAClusterHasNoMoreClaimsThanItMay(t *testing.T) {
 	require.NoError(t, err, "what there is can always be released")
 	released, err := e.Get(t.Context(), keyOf("first"))
 	require.NoError(t, err)
-	require.NoError(t, e.endClaim(t.Context(), released, v1alpha1.Event{Reason: ReasonReleased}))
+	require.NoError(t, e.endClaim(t.Context(), released, v1alpha1.Event{Reason: protocol.ReasonReleased}))
 	now.Step(censusLife)
 	_, err = e.Create(t.Context(), ask("third", "a"))
 	require.NoError(t, err)

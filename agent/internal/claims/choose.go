@@ -12,7 +12,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 const (
@@ -123,7 +124,7 @@ func unknownGroup(name string) *eligibility.Refusal {
 
 // maySpare reports whether a group may have a Machine that nobody has, as far as its ledger and the cached claims tell. It looks at
 // no Machines: for a full group among many candidates the answer is mostly no.
-func (e *Engine) maySpare(ctx context.Context, key types.NamespacedName, l *Ledger, group eligibility.Group) (bool, error) {
+func (e *Engine) maySpare(ctx context.Context, key types.NamespacedName, l *protocol.Ledger, group eligibility.Group) (bool, error) {
 	var list v1alpha1.MachineClaimList
 	err := e.Client.List(ctx, &list, client.InNamespace(key.Namespace), e.inGroup(cached, v1alpha1.NodeGroupLabel, key.Name),
 		client.UnsafeDisableDeepCopy) // read only

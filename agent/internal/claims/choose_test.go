@@ -11,7 +11,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 // reads counts what is asked of a reader, by kind.
@@ -122,8 +123,8 @@ func TestAClaimKeepsTheNextBestNodeGroupsOfItsClusterAlone(t *testing.T) {
 
 func TestAFullGroupWithoutASpareIsRefusedWithoutReadingItsMachines(t *testing.T) {
 	ledger := func(floor int32) string {
-		l := &Ledger{Version: ledgerVersion, Floor: floor, LastReplicas: 1, Of: namespace + "/full"}
-		return l.encode()
+		l := &protocol.Ledger{Version: protocol.LedgerVersion, Floor: floor, LastReplicas: 1, Of: namespace + "/full"}
+		return l.Encode()
 	}
 	for name, c := range map[string]struct {
 		ledger string

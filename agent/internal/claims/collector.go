@@ -11,6 +11,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 // collectTimeout bounds the reading of the caches for one scrape.
@@ -86,7 +87,7 @@ func (c collector) Collect(metrics chan<- prometheus.Metric) {
 		if !present {
 			continue
 		}
-		l, err := parseLedger(text)
+		l, err := protocol.ParseLedger(text)
 		if err != nil {
 			gauge(unreadableDescription, 1, md.Namespace, md.Name)
 			continue
@@ -98,7 +99,7 @@ func (c collector) Collect(metrics chan<- prometheus.Metric) {
 		if l.Lowered {
 			gauge(frozenDescription, 1, md.Namespace, md.Name)
 		}
-		for part, n := range l.parts() {
+		for part, n := range parts(l) {
 			gauge(ledgerDescription, n, md.Namespace, md.Name, part)
 		}
 	}
@@ -119,7 +120,7 @@ func (c collector) Collect(metrics chan<- prometheus.Metric) {
 	for i := range claims.Items {
 		claim := &claims.Items[i]
 		counts[group{claim.Namespace, claim.Spec.NodeGroup, claim.CurrentPhase()}]++
-		if claim.CurrentPhase() == v1alpha1.PhaseBound && claim.Status.Reason == ReasonOwnerMissing {
+		if claim.CurrentPhase() == v1alpha1.PhaseBound && claim.Status.Reason == protocol.ReasonOwnerMissing {
 			kept[types.NamespacedName{Namespace: claim.Namespace, Name: claim.Spec.ClusterName}]++
 		}
 		is := "live"
@@ -140,7 +141,7 @@ func (c collector) Collect(metrics chan<- prometheus.Metric) {
 }
 
 // parts counts the Machines of the ledger by who has them. Bound claims are not in the ledger.
-func (l *Ledger) parts() map[string]int64 {
+func parts(l *protocol.Ledger) map[string]int64 {
 	parts := map[string]int64{
 		"floor": int64(l.Floor), "spare": int64(l.Spare), "pending": 0, "named": 0, "releasing": 0, "given_back": 0,
 	}

@@ -12,16 +12,17 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client/fake"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 func TestCollectorShowsEveryPartOfTheLedger(t *testing.T) {
 	scheme := runtime.NewScheme()
 	must(t, clusterv1.AddToScheme(scheme))
 	must(t, v1alpha1.AddToScheme(scheme))
-	l := Ledger{
-		Version: ledgerVersion, Seq: 7, Floor: 2, LastReplicas: 8, Spare: 1,
-		Pending:   map[string]Named{"a": {}, "b": {Machine: "m", UID: "u"}, "c": {}},
-		Releasing: map[types.UID]Release{"x": {Machine: "x"}, "y": {Machine: "y", GivenBack: true}},
+	l := protocol.Ledger{
+		Version: protocol.LedgerVersion, Seq: 7, Floor: 2, LastReplicas: 8, Spare: 1,
+		Pending:   map[string]protocol.Named{"a": {}, "b": {Machine: "m", UID: "u"}, "c": {}},
+		Releasing: map[types.UID]protocol.Release{"x": {Machine: "x"}, "y": {Machine: "y", GivenBack: true}},
 	}
 	deployment := func(name, ledger string) *clusterv1.MachineDeployment {
 		return &clusterv1.MachineDeployment{
@@ -37,7 +38,7 @@ func TestCollectorShowsEveryPartOfTheLedger(t *testing.T) {
 		}
 	}
 	c := fake.NewClientBuilder().WithScheme(scheme).WithObjects(
-		deployment("workers", l.encode()), deployment("broken", "{"),
+		deployment("workers", l.Encode()), deployment("broken", "{"),
 		&clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: "fleet", Name: "untouched"}},
 		claim("a", ""), claim("b", v1alpha1.PhaseBound), claim("c", v1alpha1.PhasePending), claim("d", v1alpha1.PhaseEnded),
 	).Build()

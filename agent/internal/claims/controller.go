@@ -15,6 +15,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 // concurrentGroups is how many node groups are brought forward at once.
@@ -67,8 +68,8 @@ func (e *Engine) Reconcile(ctx context.Context, r reconcile.Request) (reconcile.
 		if err != nil {
 			return reconcile.Result{}, err
 		}
-		if d.ledger == nil && len(d.actions) == 0 {
-			return reconcile.Result{RequeueAfter: d.again}, nil
+		if d.Ledger == nil && len(d.Actions) == 0 {
+			return reconcile.Result{RequeueAfter: d.Again}, nil
 		}
 	}
 	again, err := g.run(ctx)
@@ -86,31 +87,31 @@ func (e *Engine) Reconcile(ctx context.Context, r reconcile.Request) (reconcile.
 }
 
 // glance decides from a cached snapshot, without doing anything.
-func (g *group) glance(ctx context.Context, s *snapshot) (*decision, error) {
+func (g *group) glance(ctx context.Context, s *protocol.Snapshot) (*protocol.Decision, error) {
 	if err := g.acquire(ctx); err != nil {
 		return nil, err
 	}
 	defer func() { <-g.lock }()
-	s.spareSince = g.spareSince
+	s.SpareSince = g.spareSince
 	if left, _ := g.rest(); left > 0 {
-		return &decision{again: left}, nil
+		return &protocol.Decision{Again: left}, nil
 	}
-	var d *decision
+	var d *protocol.Decision
 	err := recovered(ctx, func() error {
 		d = g.engine.decide(s)
 		return nil
 	})
 	if bug, panicked := errors.AsType[*panicError](err); panicked {
-		return &decision{again: g.notePanic(bug)}, nil
+		return &protocol.Decision{Again: g.notePanic(bug)}, nil
 	}
 	// A cache that lags behind must not make the grace period of a spare begin anew. One that shows a later ledger does not lag: the
 	// spare went to a claim, which another agent may have served, and the next spare has a grace period of its own.
-	if d.spare || s.seq() > g.spareSeq {
+	if d.Spare || s.Seq() > g.spareSeq {
 		g.noteSpare(s, d)
 	}
 	if wait := g.coalesce(s, d); wait > 0 {
-		d.ledger = nil
-		d.wake(wait)
+		d.Ledger = nil
+		d.Wake(wait)
 	}
 	return d, nil
 }

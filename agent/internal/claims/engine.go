@@ -42,7 +42,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 // Config is what an [Engine] needs.
@@ -79,7 +80,7 @@ type Config struct {
 	// one can. A group with a spare Machine takes a claim all the same. Nil means that nothing is known.
 	Quota func(ctx context.Context, nodeGroup types.NamespacedName) (*eligibility.Refusal, error)
 	// Failure says when a Machine is given up. The zero value gives none up.
-	Failure Failure
+	Failure protocol.Failure
 	// Bounds limit what one Cluster can store. The zero value does not.
 	Bounds Bounds
 	// Coalesce is the shortest time between two writes of one ledger that nobody waits for. Zero means one second.
@@ -145,7 +146,7 @@ type Engine struct {
 	Config
 	spawn    func(func()) // runs a group outside its caller; tests run it in place
 	parallel int          // writes that one step does at once
-	decide   func(*snapshot) *decision
+	decide   func(*protocol.Snapshot) *protocol.Decision
 	started  time.Time
 	// ledgerBudget is how many bytes all entries of one ledger may take; zero means [ledgerBudget]. Tests lower it.
 	ledgerBudget int
@@ -177,7 +178,7 @@ func New(c Config) *Engine {
 		c.Coalesce = time.Second
 	}
 	return &Engine{
-		Config: c, started: c.Clock.Now(), spawn: func(run func()) { go run() }, parallel: parallelWrites, decide: decide,
+		Config: c, started: c.Clock.Now(), spawn: func(run func()) { go run() }, parallel: parallelWrites, decide: protocol.Decide,
 		groups: map[types.NamespacedName]*group{}, unregistered: map[types.NamespacedName]unregistered{},
 		censuses: map[types.NamespacedName]census{},
 	}
@@ -262,7 +263,7 @@ func (e *Engine) remember(ctx context.Context, key Key) (*v1alpha1.MachineClaim,
 	}
 	for i := range labelled.Items {
 		m := &labelled.Items[i]
-		if !alive(m) || m.Spec.ClusterName != key.Cluster {
+		if !protocol.Alive(m) || m.Spec.ClusterName != key.Cluster {
 			continue
 		}
 		if err := e.recreate(ctx, m); err != nil && !apierrors.IsAlreadyExists(err) {
@@ -306,8 +307,8 @@ func (e *Engine) refusal(
 ) (*eligibility.Refusal, error) {
 	key, name := client.ObjectKeyFromObject(md), md.Name
 	gone := unknownGroup(name)
-	ledger, err := ledgerOf(md)
-	if errors.Is(err, ErrNewerLedger) {
+	ledger, err := protocol.LedgerOf(md)
+	if errors.Is(err, protocol.ErrNewerLedger) {
 		return newer(name, err), nil
 	}
 	group := eligibility.Of(md, cluster)
@@ -317,7 +318,7 @@ func (e *Engine) refusal(
 		return refusal, nil
 	case r.Adopt == "" && group.Full() && ledger != nil:
 		if spare, err := e.maySpare(ctx, key, ledger, group); !spare || err != nil {
-			return new(fullGroup(name, *group.Max)), err
+			return new(protocol.FullGroup(name, *group.Max)), err
 		}
 	case r.Adopt == "" && !group.Full():
 		refusal, err := e.CoolingDown(ctx, key)
@@ -341,13 +342,13 @@ func (e *Engine) refusal(
 		return gone, nil
 	}
 	asked := e.newClaim(r, cluster, name)
-	asked.CreationTimestamp = metav1.NewTime(s.now) // behind those that wait already
-	s.claims = append(s.claims, asked)
+	asked.CreationTimestamp = metav1.NewTime(s.Now) // behind those that wait already
+	s.Claims = append(s.Claims, asked)
 	d := e.decide(s)
-	if refusal, refused := d.refused[r.ID]; refused {
+	if refusal, refused := d.Refused[r.ID]; refused {
 		return &refusal, nil
 	}
-	if quota != nil && (d.ledger == nil || d.ledger.Pending[r.ID].UID == "") {
+	if quota != nil && (d.Ledger == nil || d.Ledger.Pending[r.ID].UID == "") {
 		return quota, nil // a replica that nobody has is no help where no Machine can be made for it
 	}
 	return nil, nil
@@ -379,7 +380,7 @@ func (e *Engine) CoolingDown(ctx context.Context, key types.NamespacedName) (*el
 	for i := range list.Items {
 		claims = append(claims, &list.Items[i])
 	}
-	return coolDownOf(key.Name, claims, e.Clock.Now(), e.Failure.CoolDown), nil
+	return protocol.CoolDownOf(key.Name, claims, e.Clock.Now(), e.Failure.CoolDown), nil
 }
 
 // follow answers a repeated call: with the claim that there is, once it is entered in the ledger.
@@ -405,7 +406,7 @@ func ended(c *v1alpha1.MachineClaim) error {
 	if phase := c.CurrentPhase(); phase != v1alpha1.PhaseEnded && phase != v1alpha1.PhaseReleasing {
 		return nil
 	}
-	return &EndedError{Reason: cmp.Or(c.Status.Reason, ReasonNeverMade), Message: cmp.Or(c.Status.Message, neverMade)}
+	return &EndedError{Reason: cmp.Or(c.Status.Reason, protocol.ReasonNeverMade), Message: cmp.Or(c.Status.Message, neverMade)}
 }
 
 // enter waits until the claim is in its group's ledger, and moves it on from groups that have no room.
@@ -413,7 +414,7 @@ func (e *Engine) enter(ctx context.Context, c *v1alpha1.MachineClaim) (*v1alpha1
 	var refusals []eligibility.Refusal
 	for {
 		refusal, err := e.group(c.Namespace, c.Spec.NodeGroup).enter(ctx, c.Spec.ClaimID)
-		if errors.Is(err, ErrNewerLedger) && c.Status.Phase == "" {
+		if errors.Is(err, protocol.ErrNewerLedger) && c.Status.Phase == "" {
 			// The agent that knows that ledger may enter it still; moving it on is decided by compare-and-swap.
 			refusal, err = newer(c.Spec.NodeGroup, err), nil
 		}
@@ -456,9 +457,9 @@ func (e *Engine) nextCandidate(ctx context.Context, c *v1alpha1.MachineClaim) (c
 // endUnplaced ends a claim that no candidate took, and says why.
 func (e *Engine) endUnplaced(ctx context.Context, c *v1alpha1.MachineClaim, refusals []eligibility.Refusal) error {
 	cause := refusedAll(refusals)
-	reason := ReasonRefused
+	reason := protocol.ReasonRefused
 	if noRoom := (*NoRoomError)(nil); errors.As(cause, &noRoom) {
-		reason = ReasonNoRoom
+		reason = protocol.ReasonNoRoom
 	}
 	if err := e.endClaim(ctx, c, v1alpha1.Event{Reason: reason, Message: cause.Error()}); err != nil {
 		return conflictOr(err, "ending a claim that no candidate took")
@@ -470,7 +471,7 @@ func (e *Engine) endUnplaced(ctx context.Context, c *v1alpha1.MachineClaim, refu
 // claim that comes late is refused; nil when the Cluster does not exist either. Errors: [ErrForeignHolder], [*TooManyError],
 // [ErrConflict], or the API server's.
 func (e *Engine) Release(ctx context.Context, key Key, o ReleaseOptions) (*v1alpha1.MachineClaim, error) {
-	reason := v1alpha1.Event{Reason: ReasonReleaseRequested, Message: o.Reason}
+	reason := v1alpha1.Event{Reason: protocol.ReasonReleaseRequested, Message: o.Reason}
 	if reason.Message == "" {
 		reason.Message = "the holder released it"
 	}
@@ -580,7 +581,7 @@ func (e *Engine) List(ctx context.Context, o ListOptions) ([]v1alpha1.MachineCla
 		if c := a.CreationTimestamp.Compare(b.CreationTimestamp.Time); c != 0 {
 			return c
 		}
-		return compareNames(a.Name, b.Name)
+		return cmp.Compare(a.Name, b.Name)
 	})
 	if o.Holder == "" {
 		return items, "", nil

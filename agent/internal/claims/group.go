@@ -1,25 +1,21 @@
 package claims
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"maps"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
-	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
-	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 const (
@@ -213,14 +209,14 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 		if s == nil {
 			return g.settleGone(ctx)
 		}
-		s.spareSince = g.spareSince
+		s.SpareSince = g.spareSince
 		d := e.decide(s)
 		g.noteSpare(s, d)
-		g.queued = d.queued
+		g.queued = d.Queued
 
 		wait := g.coalesce(s, d)
 		var refused error
-		if d.ledger != nil && wait == 0 {
+		if d.Ledger != nil && wait == 0 {
 			err := g.commit(ctx, s, d)
 			switch {
 			case err == nil:
@@ -237,26 +233,26 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 				return 0, err
 			}
 		}
-		g.answerFrom(s, d, s.ledger)
-		if len(d.actions) == 0 {
+		g.answerFrom(s, d, s.Ledger)
+		if len(d.Actions) == 0 {
 			if refused != nil {
 				return g.retry(d, 0), refused
 			}
-			if d.ledger != nil {
-				d.wake(wait)
+			if d.Ledger != nil {
+				d.Wake(wait)
 			}
-			return d.again, nil
+			return d.Again, nil
 		}
 		if g.overtaken(s, &yields) {
 			continue
 		}
 		// Rule R2: the ledger is read again after the objects that the actions change.
-		if same, err := e.sameLedger(ctx, s.md); err != nil {
+		if same, err := e.sameLedger(ctx, s.Deployment); err != nil {
 			return 0, err
 		} else if !same {
 			continue
 		}
-		progress, err := e.perform(ctx, s, g.batch(d.actions))
+		progress, err := e.perform(ctx, s, g.batch(d.Actions))
 		if err != nil {
 			g.skip += maxActions
 			// What is due at a time of its own is not put off by a write that may fail for ever.
@@ -275,7 +271,7 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 }
 
 // batch returns the actions that come next: as many as one step does, others after some of those before failed.
-func (g *group) batch(actions []action) []action {
+func (g *group) batch(actions []protocol.Action) []protocol.Action {
 	if len(actions) <= maxActions {
 		return actions
 	}
@@ -288,25 +284,25 @@ const longestRetry = 30 * time.Second
 
 // retry returns when to look again after a write failed: sooner if something else is due, among it a ledger write that is put off
 // for that long (zero: for nothing).
-func (g *group) retry(d *decision, wait time.Duration) time.Duration {
+func (g *group) retry(d *protocol.Decision, wait time.Duration) time.Duration {
 	g.failures++
-	d.wake(min(time.Second<<min(g.failures-1, 10), longestRetry))
-	if d.ledger != nil && wait > 0 {
-		d.wake(wait)
+	d.Wake(min(time.Second<<min(g.failures-1, 10), longestRetry))
+	if d.Ledger != nil && wait > 0 {
+		d.Wake(wait)
 	}
-	return d.again
+	return d.Again
 }
 
 // overtaken reports whether calls wait whose claims the snapshot does not hold yet: entering them comes before what nobody
 // waits for. It says so only a few times in a run, so that a stream of calls does not keep the rest from being done.
-func (g *group) overtaken(s *snapshot, yields *int) bool {
+func (g *group) overtaken(s *protocol.Snapshot, yields *int) bool {
 	if *yields >= maxYields {
 		return false
 	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	for id := range g.waiters {
-		if s.claim(id) == nil {
+		if s.Claim(id) == nil {
 			*yields++
 			return true
 		}
@@ -315,29 +311,29 @@ func (g *group) overtaken(s *snapshot, yields *int) bool {
 }
 
 // commit writes the ledger and answers the calls whose claims it enters.
-func (g *group) commit(ctx context.Context, s *snapshot, d *decision) error {
+func (g *group) commit(ctx context.Context, s *protocol.Snapshot, d *protocol.Decision) error {
 	if err := g.engine.writeLedger(ctx, s, d); err != nil {
 		return err
 	}
 	g.wanted = time.Time{}
 	switch {
-	case d.urgent:
-	case d.finishes(s.ledger):
+	case d.Urgent:
+	case d.Finishes(s.Ledger):
 		g.lastQuiet, g.unfinished = g.engine.Clock.Now(), 0
-	case s.unusable(d.ledger) > 0: // it did not gather
+	case s.Unusable(d.Ledger) > 0: // it did not gather
 		g.lastQuiet = g.engine.Clock.Now()
 	default:
 		g.lastQuiet, g.unfinished = g.engine.Clock.Now(), g.unfinished+1
 	}
-	g.answerFrom(s, d, d.ledger)
+	g.answerFrom(s, d, d.Ledger)
 	return nil
 }
 
 // answerFrom tells the calls that wait what became of their claims.
-func (g *group) answerFrom(s *snapshot, d *decision, in *Ledger) {
-	for _, c := range s.claims {
+func (g *group) answerFrom(s *protocol.Snapshot, d *protocol.Decision, in *protocol.Ledger) {
+	for _, c := range s.Claims {
 		id := c.Spec.ClaimID
-		if refusal, refused := d.refused[id]; refused {
+		if refusal, refused := d.Refused[id]; refused {
 			g.answer(id, outcome{refusal: &refusal})
 			continue
 		}
@@ -357,63 +353,35 @@ const slowest = 32
 // by another gathers the longer, the more such there were before it: each makes Cluster API look at all Machines of the group
 // again. But a Machine that has its provider ID is named soon: once its Node has joined, no claim can have it. Where that came about,
 // each is named at once.
-func (g *group) coalesce(s *snapshot, d *decision) time.Duration {
+func (g *group) coalesce(s *protocol.Snapshot, d *protocol.Decision) time.Duration {
 	clock := g.engine.Clock
 	switch {
-	case d.ledger == nil:
+	case d.Ledger == nil:
 		g.wanted = time.Time{}
 		return 0
-	case d.urgent, d.unmet > 0: // at the max size no further Machine is coming that could be named in the same write
+	case d.Urgent, d.Unmet > 0: // at the max size no further Machine is coming that could be named in the same write
 		return 0
-	case s.unusable(d.ledger) > 0 && s.newlyNamed(d.ledger, false): // Machines join before they are named: none is left to the next write
+	case s.Unusable(d.Ledger) > 0 && s.NewlyNamed(d.Ledger, false): // Machines join before they are named: none is left to the next write
 		return 0
 	case g.wanted.IsZero():
 		g.wanted = clock.Now()
 	}
-	if d.finishes(s.ledger) {
+	if d.Finishes(s.Ledger) {
 		return max(0, g.engine.Coalesce-clock.Since(g.lastQuiet))
 	}
 	gather := g.engine.Coalesce
-	if !s.newlyNamed(d.ledger, true) {
+	if !s.NewlyNamed(d.Ledger, true) {
 		gather *= time.Duration(min(1<<min(g.unfinished, 16), slowest))
 	}
 	return max(0, gather-clock.Since(g.wanted))
 }
 
-// finishes reports whether no further write of pending entries follows soon: all claims have their Machine's name now, or
-// their label. Changes of releases are not put off for it.
-func (d *decision) finishes(before *Ledger) bool {
-	if before == nil || len(d.ledger.Pending) == 0 || !maps.Equal(d.ledger.Releasing, before.Releasing) {
-		return true
-	}
-	if d.ledger.unnamed() > 0 {
-		return false
-	}
-	for id, named := range d.ledger.Pending {
-		if before.Pending[id] != named {
-			return true
-		}
-	}
-	return false
-}
-
-// newlyNamed reports whether the ledger names a Machine that the snapshot's does not name: any, or one that has its provider ID.
-func (s *snapshot) newlyNamed(next *Ledger, ready bool) bool {
-	for id, named := range next.Pending {
-		m := s.machine(named.UID)
-		if m != nil && (!ready || m.Spec.ProviderID != "") && (s.ledger == nil || s.ledger.Pending[id] != named) {
-			return true
-		}
-	}
-	return false
-}
-
-func (g *group) noteSpare(s *snapshot, d *decision) {
+func (g *group) noteSpare(s *protocol.Snapshot, d *protocol.Decision) {
 	switch {
-	case !d.spare:
+	case !d.Spare:
 		g.spareSince = time.Time{}
 	case g.spareSince.IsZero():
-		g.spareSince, g.spareSeq = g.engine.Clock.Now(), s.seq()
+		g.spareSince, g.spareSeq = g.engine.Clock.Now(), s.Seq()
 	}
 }
 
@@ -421,278 +389,14 @@ func (g *group) noteSpare(s *snapshot, d *decision) {
 // its Machines.
 func (g *group) settleGone(ctx context.Context) (time.Duration, error) {
 	e := g.engine
-	now := e.Clock.Now()
-	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{
-		Namespace: g.key.Namespace, Name: g.key.Name, DeletionTimestamp: new(metav1.NewTime(now)),
-	}}
-	s := &snapshot{md: md, now: now}
+	s := &protocol.Snapshot{Deployment: &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: g.key.Namespace, Name: g.key.Name}}, Now: e.Clock.Now()}
 	if err := e.readParts(ctx, live, g.key, s); err != nil {
 		return 0, err
 	}
-	s.prepare()
-	d := &decision{}
-	for _, c := range s.claims {
-		switch c.CurrentPhase() {
-		case v1alpha1.PhasePending:
-			g.answer(c.Spec.ClaimID, outcome{refusal: &eligibility.Refusal{
-				NodeGroup: g.key.Name, Reason: eligibility.Gone, Message: "the MachineDeployment was deleted",
-			}})
-			// A call that was just refused moves its claim on; the agent does it for one whose caller is gone.
-			if c.Status.Phase == v1alpha1.PhasePending {
-				d.end(c, ReasonNodeGroupGone, "its MachineDeployment was deleted")
-			} else {
-				s.moveOn(d, c, ReasonNodeGroupGone, "its MachineDeployment was deleted")
-			}
-		case v1alpha1.PhaseBound, v1alpha1.PhaseReleasing:
-			var m *clusterv1.Machine
-			if c.Status.Machine != nil {
-				m = s.machine(c.Status.Machine.UID)
-			}
-			switch {
-			case m == nil || deletionCompleted(m):
-				d.end(c, ReasonNodeGroupGone, "its MachineDeployment was deleted, and its Machine with it")
-			case c.Status.Phase == v1alpha1.PhaseReleasing && alive(m):
-				// The Machine was left behind (deleted with cascade=orphan). There are no replicas to give back.
-				d.actions = append(d.actions, action{kind: hold, machine: m, release: Release{Drained: c.Status.Drained}})
-			}
-		case v1alpha1.PhaseEnded:
-		}
+	d := protocol.DecideGone(s)
+	for id, refusal := range d.Refused {
+		g.answer(id, outcome{refusal: &refusal})
 	}
-	s.actOnMachines(d)
-	for _, set := range s.sets { // left behind as well
-		if set.Annotations[clusterv1.PausedAnnotation] == v1alpha1.PausedByAgent {
-			d.actions = append(d.actions, action{kind: unpauseMachineSet, set: set})
-		}
-	}
-	_, err := e.perform(ctx, s, d.actions)
-	return d.again, err
-}
-
-// view says where a snapshot is read from.
-type view int
-
-const (
-	// cached is quick and may lag behind: good for finding out whether there is something to do, and for nothing else.
-	cached view = iota
-	// live is the API server's own, consistent word.
-	live
-)
-
-func (e *Engine) reader(from view) client.Reader {
-	if from == cached {
-		return e.Client
-	}
-	return e.Reader
-}
-
-// read takes a snapshot from the given view: the MachineDeployment first, then the rest (rule R1). It returns nil when
-// the MachineDeployment does not exist.
-func (e *Engine) read(ctx context.Context, from view, key types.NamespacedName) (*snapshot, error) {
-	var md clusterv1.MachineDeployment
-	if err := e.reader(from).Get(ctx, key, &md); apierrors.IsNotFound(err) {
-		return nil, nil
-	} else if err != nil {
-		return nil, fmt.Errorf("reading the MachineDeployment: %w", err)
-	}
-	cluster, err := e.cluster(ctx, key.Namespace, md.Spec.ClusterName)
-	if err != nil {
-		return nil, err
-	}
-	s := &snapshot{
-		md:           &md,
-		group:        eligibility.Of(&md, cluster),
-		now:          e.Clock.Now(),
-		unregistered: e.unregisteredIn(key.Namespace, md.Spec.ClusterName),
-		spareGrace:   e.SpareGrace,
-		failure:      e.Failure,
-		started:      e.started,
-		ledgerBudget: e.ledgerBudget,
-	}
-	if s.ledger, err = ledgerOf(&md); errors.Is(err, ErrNewerLedger) {
-		return nil, fmt.Errorf("MachineDeployment %s: %w", key, err)
-	} else if err != nil {
-		// Edited by hand into something else, or copied with a MachineDeployment: rebuilt, like one that was wiped.
-		log.FromContext(ctx).Error(err, "the ledger cannot be used; it is rebuilt", "machineDeployment", key)
-		s.ledger = nil
-	}
-	if err := e.readParts(ctx, from, key, s); err != nil {
-		return nil, err
-	}
-	if s.madeAgain() {
-		log.FromContext(ctx).Info("the MachineDeployment was made again with the ledger of the one before it; it is rebuilt", "machineDeployment", key)
-		s.ledger = nil
-	}
-	cooling, err := e.CoolingDown(ctx, key)
-	if err != nil {
-		return nil, err
-	}
-	s.group = s.group.With(cooling)
-	return s, nil
-}
-
-func (e *Engine) readParts(ctx context.Context, from view, key types.NamespacedName, s *snapshot) error {
-	options := []client.ListOption{client.InNamespace(key.Namespace), e.inGroup(from, v1alpha1.NodeGroupLabel, key.Name)}
-	if from == live {
-		options = e.liveOnly(options)
-	}
-	var claims v1alpha1.MachineClaimList
-	if err := e.reader(from).List(ctx, &claims, options...); err != nil {
-		return fmt.Errorf("listing claims: %w", err)
-	}
-	for i := range claims.Items {
-		c := &claims.Items[i]
-		switch {
-		case c.Spec.NodeGroup != key.Name, c.CurrentPhase() == v1alpha1.PhaseEnded:
-		case s.md.Spec.ClusterName != "" && c.Spec.ClusterName != s.md.Spec.ClusterName:
-			s.foreign = append(s.foreign, c) // the name was used before, for another Cluster
-		default:
-			s.claims = append(s.claims, c)
-		}
-	}
-	selector := e.inGroup(from, clusterv1.MachineDeploymentNameLabel, key.Name)
-	// Before the Machines: what a paused MachineSet has made is seen then. Also without a ledger: a pause of ours may outlive it.
-	var sets clusterv1.MachineSetList
-	if err := e.reader(from).List(ctx, &sets, client.InNamespace(key.Namespace), selector); err != nil {
-		return fmt.Errorf("listing MachineSets: %w", err)
-	}
-	ofAnother := func(clusterName string) bool { // which had this MachineDeployment's name before
-		return s.md.Spec.ClusterName != "" && clusterName != s.md.Spec.ClusterName
-	}
-	for i := range sets.Items {
-		if !ofAnother(sets.Items[i].Spec.ClusterName) {
-			s.sets = append(s.sets, &sets.Items[i])
-		}
-	}
-	var machines clusterv1.MachineList
-	if err := e.reader(from).List(ctx, &machines, client.InNamespace(key.Namespace), selector); err != nil {
-		return fmt.Errorf("listing Machines: %w", err)
-	}
-	for i := range machines.Items {
-		if !ofAnother(machines.Items[i].Spec.ClusterName) {
-			s.machines = append(s.machines, &machines.Items[i])
-		}
-	}
-	return e.readStrays(ctx, key, s)
-}
-
-// inGroup selects what belongs to a node group: from the caches by index, from the API server by label.
-func (e *Engine) inGroup(from view, label, name string) client.ListOption {
-	if e.Index != "" && from == cached {
-		return client.MatchingFields{e.Index: name}
-	}
-	return client.MatchingLabels{label: name}
-}
-
-// readStrays looks at what the lists leave out, before anything is concluded from its absence (rule R3): claims that Machines
-// are labelled with and that have ended or belong to another group, and Machines of claims that left the group.
-func (e *Engine) readStrays(ctx context.Context, key types.NamespacedName, s *snapshot) error {
-	known := make(map[string]bool, len(s.claims))
-	for _, c := range s.claims {
-		known[c.Spec.ClaimID] = true
-	}
-	for _, m := range s.machines {
-		id := claimOf(m)
-		if id == "" || known[id] {
-			continue
-		}
-		c, err := e.claimNamed(ctx, Key{Namespace: key.Namespace, Cluster: m.Spec.ClusterName, ID: id})
-		switch {
-		case errors.Is(err, ErrNotFound):
-			if s.lost == nil {
-				s.lost = map[string]*clusterv1.Machine{}
-			}
-			s.lost[id] = m
-		case err != nil:
-			return err
-		case c.Spec.NodeGroup == key.Name || c.CurrentPhase() == v1alpha1.PhaseEnded:
-			s.claims = append(s.claims, c) // its label was edited, or it is only remembered
-			known[id] = true
-		}
-	}
-	if s.ledger != nil {
-		for id := range s.ledger.Pending {
-			if known[id] {
-				continue
-			}
-			c, err := e.claimNamed(ctx, Key{Namespace: key.Namespace, Cluster: s.md.Spec.ClusterName, ID: id})
-			if err == nil && c.Spec.NodeGroup == key.Name && c.CurrentPhase() != v1alpha1.PhaseEnded {
-				s.claims = append(s.claims, c) // its label was edited
-			} else if err != nil && !errors.Is(err, ErrNotFound) {
-				return err
-			}
-		}
-	}
-	var err error
-	if s.machines, err = e.readUnlisted(ctx, key, s.claims, s.machines); err != nil {
-		return err
-	}
-	s.strays, err = e.readUnlisted(ctx, key, s.foreign, nil)
-	return err
-}
-
-// readUnlisted adds to the listed Machines those that claims say they have.
-func (e *Engine) readUnlisted(
-	ctx context.Context, key types.NamespacedName, claims []*v1alpha1.MachineClaim, listed []*clusterv1.Machine,
-) ([]*clusterv1.Machine, error) {
-	known := make(map[types.UID]bool, len(listed))
-	for _, m := range listed {
-		known[m.UID] = true
-	}
-	for _, c := range claims {
-		ref := c.Status.Machine
-		if ref == nil || c.Status.Phase == v1alpha1.PhaseEnded || known[ref.UID] {
-			continue
-		}
-		var m clusterv1.Machine
-		err := e.Reader.Get(ctx, types.NamespacedName{Namespace: key.Namespace, Name: ref.Name}, &m)
-		if err != nil && !apierrors.IsNotFound(err) {
-			return nil, fmt.Errorf("reading Machine %s: %w", ref.Name, err)
-		}
-		if err == nil && m.UID == ref.UID {
-			listed = append(listed, &m)
-		}
-	}
-	return listed, nil
-}
-
-// claimNamed returns a claim: from the cache where it has ended there, as that is for good, else as the API server has it.
-func (e *Engine) claimNamed(ctx context.Context, key Key) (*v1alpha1.MachineClaim, error) {
-	var c v1alpha1.MachineClaim
-	if err := e.Client.Get(ctx, key.object(), &c); err == nil && c.Status.Phase == v1alpha1.PhaseEnded {
-		return &c, nil
-	}
-	return e.stored(ctx, key)
-}
-
-// sameLedger asks the API server whether the MachineDeployment still is the one that was read, with the ledger that was read; none is
-// a ledger as well.
-func (e *Engine) sameLedger(ctx context.Context, read *clusterv1.MachineDeployment) (bool, error) {
-	var md clusterv1.MachineDeployment
-	if err := e.Reader.Get(ctx, client.ObjectKeyFromObject(read), &md); client.IgnoreNotFound(err) != nil {
-		return false, fmt.Errorf("reading the ledger: %w", err)
-	} else if err == nil && md.UID != read.UID {
-		return false, nil
-	}
-	return md.Annotations[v1alpha1.LedgerAnnotation] == read.Annotations[v1alpha1.LedgerAnnotation], nil
-}
-
-func compareNames(a, b string) int { return cmp.Compare(a, b) }
-
-func splitUIDs(text string) []types.UID {
-	var uids []types.UID
-	for part := range strings.SplitSeq(text, ",") {
-		if part != "" {
-			uids = append(uids, types.UID(part))
-		}
-	}
-	return uids
-}
-
-func joinUIDs(uids []types.UID) string {
-	parts := make([]string, 0, len(uids))
-	for _, uid := range uids {
-		parts = append(parts, string(uid))
-	}
-	slices.Sort(parts)
-	return strings.Join(parts, ",")
+	_, err := e.perform(ctx, s, d.Actions)
+	return d.Again, err
 }

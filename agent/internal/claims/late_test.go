@@ -10,6 +10,7 @@ import (
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 // slowWorld is a hub whose machines take their time, and a caller that wants one of them: whenever its claim is taken back it makes
@@ -35,10 +36,10 @@ func newSlowWorld(t *rapid.T, takes func(*clusterv1.Machine) time.Duration) *slo
 	w.fair = true
 	w.slow = func(m *clusterv1.Machine) bool {
 		// One that joins between two claims is the next one's only where its holder reports it as unregistered.
-		return w.clock.Since(m.CreationTimestamp.Time) < takes(m) || claimOf(m) == ""
+		return w.clock.Since(m.CreationTimestamp.Time) < takes(m) || protocol.ClaimOf(m) == ""
 	}
 	for _, p := range w.agents {
-		p.engine.Failure = Failure{ProviderIDDeadline: w.deadline, NodeDeadline: w.deadline, CoolDown: 3 * time.Minute}
+		p.engine.Failure = protocol.Failure{ProviderIDDeadline: w.deadline, NodeDeadline: w.deadline, CoolDown: 3 * time.Minute}
 	}
 	return w
 }
@@ -88,8 +89,8 @@ func (w *slowWorld) report() {
 			Namespace: namespace, Cluster: clusterName, Holder: holder, Token: token, Live: []string{w.claim}, NodesComplete: true,
 		}
 		for _, m := range w.machines(w.groups[0]) {
-			if hasNode(m) {
-				r.Nodes = append(r.Nodes, NodeReport{ProviderID: m.Spec.ProviderID, Unregistered: claimOf(m) == ""})
+			if protocol.HasNode(m) {
+				r.Nodes = append(r.Nodes, NodeReport{ProviderID: m.Spec.ProviderID, Unregistered: protocol.ClaimOf(m) == ""})
 			}
 		}
 		_, err = agent.Sync(ctx, r)
@@ -114,7 +115,7 @@ func (w *slowWorld) failed() int {
 
 func (w *slowWorld) served() bool {
 	for _, m := range w.machines(w.groups[0]) {
-		if hasNode(m) && claimOf(m) == w.claim {
+		if protocol.HasNode(m) && protocol.ClaimOf(m) == w.claim {
 			return true
 		}
 	}
@@ -125,7 +126,7 @@ func (w *slowWorld) served() bool {
 // of 15, and whatever else takes less than [patience] deadlines.
 func TestALateMachineComesInTheEnd(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		takes := time.Duration(rapid.IntRange(1, patience*15-3).Draw(t, "minutes")) * time.Minute
+		takes := time.Duration(rapid.IntRange(1, protocol.Patience*15-3).Draw(t, "minutes")) * time.Minute
 		w := newSlowWorld(t, func(*clusterv1.Machine) time.Duration { return takes })
 		for range takes/tick + 6 {
 			w.pass()
@@ -155,7 +156,7 @@ func TestAMachineThatNeverComesIsGivenUpInTheEnd(t *testing.T) {
 			return never
 		})
 		w.pass()
-		for w.clock.Since(first.CreationTimestamp.Time) < patience*w.deadline+10*time.Minute {
+		for w.clock.Since(first.CreationTimestamp.Time) < protocol.Patience*w.deadline+10*time.Minute {
 			w.pass()
 		}
 		for _, m := range w.machines(w.groups[0]) {

@@ -15,7 +15,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client/fake"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 func groupOf(name string, replicas int32, annotations map[string]string) *clusterv1.MachineDeployment {
@@ -92,7 +93,7 @@ func TestAnAbandonedClaimMovesToTheNextCandidate(t *testing.T) {
 	got, err = e.Get(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "a"})
 	require.NoError(t, err)
 	assert.Equal(t, v1alpha1.PhaseEnded, got.Status.Phase)
-	assert.Equal(t, ReasonNoRoom, got.Status.Reason)
+	assert.Equal(t, protocol.ReasonNoRoom, got.Status.Reason)
 }
 
 // A lost object is not a claim that has ended: its Machine runs.
@@ -115,15 +116,15 @@ func TestAClaimWhoseObjectWasLostIsReleasedWithItsMachine(t *testing.T) {
 
 // kubectl get -o yaml | sed | kubectl create copies annotations too.
 func TestALedgerCopiedWithAMachineDeploymentIsNotBelieved(t *testing.T) {
-	ledger := (&Ledger{Version: ledgerVersion, Of: namespace + "/workers", Seq: 7, Floor: 2, LastReplicas: 6}).encode()
+	ledger := (&protocol.Ledger{Version: protocol.LedgerVersion, Of: namespace + "/workers", Seq: 7, Floor: 2, LastReplicas: 6}).Encode()
 	for name, others := range map[string]bool{"workers": false, "workers2": true} {
 		md := groupOf(name, 6, map[string]string{v1alpha1.LedgerAnnotation: ledger})
 		s, err := engineWith(t, md).read(t.Context(), live, client.ObjectKeyFromObject(md))
 		require.NoError(t, err)
-		assert.Equal(t, others, s.ledger == nil, name)
-		s.spareSince = s.now.Add(-24 * 60 * 60e9)
+		assert.Equal(t, others, s.Ledger == nil, name)
+		s.SpareSince = s.Now.Add(-24 * 60 * 60e9)
 		if others {
-			assert.Nil(t, decide(s).ledger, "nothing is anybody's but the user's")
+			assert.Nil(t, protocol.Decide(s).Ledger, "nothing is anybody's but the user's")
 		}
 	}
 }
@@ -176,9 +177,9 @@ func TestMachinesOfAnotherClusterAreNotTheGroups(t *testing.T) {
 	e := engineWith(t, groupOf("small", 1, nil), old, machineOf("mine"), claim)
 	s, err := e.read(t.Context(), live, client.ObjectKey{Namespace: namespace, Name: "small"})
 	require.NoError(t, err)
-	require.Len(t, s.machines, 1)
-	assert.Equal(t, "mine", s.machines[0].Name)
-	assert.Contains(t, kinds(decide(s)), end, "its Machine is gone with its MachineDeployment")
+	require.Len(t, s.Machines, 1)
+	assert.Equal(t, "mine", s.Machines[0].Name)
+	assert.Contains(t, kinds(protocol.Decide(s)), protocol.End, "its Machine is gone with its MachineDeployment")
 }
 
 // A claim that needs a further Machine is not left waiting in a namespace that has no room for one.

@@ -9,6 +9,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/metrics"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 var (
@@ -75,6 +76,6 @@ func countLowering(namespace, deployment string) {
 	loweringsTotal.WithLabelValues(namespace, deployment).Inc()
 }
 
-func countAction(kind actionKind, err error) {
+func countAction(kind protocol.ActionKind, err error) {
 	actionsTotal.WithLabelValues(string(kind), result(err)).Inc()
 }

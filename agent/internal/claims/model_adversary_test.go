@@ -15,6 +15,7 @@ import (
 	ctrl "sigs.k8s.io/controller-runtime"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 // maxOwners bounds a history: more claims show nothing new.
@@ -332,7 +333,7 @@ func (w *world) readOwners() {
 	}
 	for _, group := range w.groups {
 		for _, m := range w.machines(group) {
-			if alive(m) && hasNode(m) {
+			if protocol.Alive(m) && protocol.HasNode(m) {
 				w.session.nodes = append(w.session.nodes, NodeReport{ProviderID: m.Spec.ProviderID, Unregistered: w.tainted[m.UID]})
 				w.reported[m.Spec.ProviderID] = w.reported[m.Spec.ProviderID] || w.tainted[m.UID]
 			}
@@ -467,7 +468,7 @@ func (w *world) rollout(group string) {
 
 // outsider deletes a Machine, as a person or a health check would.
 func (w *world) outsider(m *clusterv1.Machine) {
-	if alive(m) {
+	if protocol.Alive(m) {
 		w.peaceful = false
 		w.takenAway(m)
 		w.must(w.hub.remove(m, nil))
@@ -478,11 +479,11 @@ func (w *world) outsider(m *clusterv1.Machine) {
 func (w *world) takenAway(m *clusterv1.Machine) {
 	w.outsiders[m.UID] = true
 	for id, c := range w.claims() {
-		if o := w.owners[id]; o != nil && (claimOf(m) == id || c.Status.Machine != nil && c.Status.Machine.UID == m.UID || c.Spec.Adopt == m.Name) {
+		if o := w.owners[id]; o != nil && (protocol.ClaimOf(m) == id || c.Status.Machine != nil && c.Status.Machine.UID == m.UID || c.Spec.Adopt == m.Name) {
 			o.excused = true
 		}
 	}
-	if o := w.owners[claimOf(m)]; o != nil {
+	if o := w.owners[protocol.ClaimOf(m)]; o != nil {
 		o.excused = true
 	}
 	if l := w.ledger(m.Labels[clusterv1.MachineDeploymentNameLabel]); l != nil {
@@ -521,7 +522,7 @@ func (w *world) loseClaim(onlyStatus bool) {
 // carries reports whether a living Machine carries the claim's label.
 func (w *world) carries(c *v1alpha1.MachineClaim) bool {
 	return slices.ContainsFunc(w.machines(c.Spec.NodeGroup), func(m *clusterv1.Machine) bool {
-		return alive(m) && claimOf(m) == c.Spec.ClaimID
+		return protocol.Alive(m) && protocol.ClaimOf(m) == c.Spec.ClaimID
 	})
 }
 
@@ -590,7 +591,7 @@ func (w *world) dying() []*v1alpha1.MachineClaim {
 	var dying []*v1alpha1.MachineClaim
 	for _, id := range w.order {
 		if c := claims[id]; c != nil && c.Status.Phase == v1alpha1.PhaseBound &&
-			slices.ContainsFunc(w.machines(c.Spec.NodeGroup), func(m *clusterv1.Machine) bool { return m.UID == c.Status.Machine.UID && !alive(m) }) {
+			slices.ContainsFunc(w.machines(c.Spec.NodeGroup), func(m *clusterv1.Machine) bool { return m.UID == c.Status.Machine.UID && !protocol.Alive(m) }) {
 			dying = append(dying, c)
 		}
 	}

@@ -13,6 +13,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 // Cluster API's controllers, one reconcile at a time. A reconcile reads, plans and then writes what it planned, whatever
@@ -67,7 +68,7 @@ func (w *world) deploymentStep(group string) bool {
 		template := w.templates[group]
 		_, paused := md.Annotations[clusterv1.PausedAnnotation]
 		pause()
-		if paused != isPaused(md.Status.Conditions) {
+		if paused != protocol.IsPaused(md.Status.Conditions) {
 			now := w.md(group)
 			now.Status.Conditions = pausedCondition(paused)
 			w.setStatus(now)
@@ -91,7 +92,7 @@ func (w *world) deploymentStep(group string) bool {
 		onDelete := md.Spec.Rollout.Strategy.Type == clusterv1.OnDeleteMachineDeploymentStrategyType
 		plan := map[string]int32{}
 		for _, s := range sets {
-			plan[s.Name] = replicasOf(s)
+			plan[s.Name] = protocol.ReplicasOf(s)
 		}
 		if onDelete {
 			w.planOnDelete(plan, name, sets, *md.Spec.Replicas)
@@ -129,7 +130,7 @@ func (w *world) deploymentStep(group string) bool {
 func (w *world) planOnDelete(plan map[string]int32, newest string, sets []*clusterv1.MachineSet, replicas int32) {
 	var sum int32
 	for _, s := range sets {
-		if have := count(w.machinesOf(s)); s.Name != newest && have < plan[s.Name] {
+		if have := protocol.Count(w.machinesOf(s)); s.Name != newest && have < plan[s.Name] {
 			// Cluster API does not wait for Machines that the MachineSet is just making: it removes them again.
 			w.licensed[s.Name] += int(plan[s.Name] - have)
 			plan[s.Name] = have
@@ -156,9 +157,9 @@ func (w *world) planRollingUpdate(plan map[string]int32, newest string, sets []*
 	healthy := map[string]int32{}
 	for _, s := range sets {
 		machines := w.machinesOf(s)
-		total += max(plan[s.Name], count(machines))
+		total += max(plan[s.Name], protocol.Count(machines))
 		for _, m := range machines {
-			if alive(m) && hasNode(m) {
+			if protocol.Alive(m) && protocol.HasNode(m) {
 				available++
 				healthy[s.Name]++
 				if s.Name == newest {
@@ -198,7 +199,7 @@ func (w *world) planRollingUpdate(plan map[string]int32, newest string, sets []*
 }
 
 func (w *world) machinesOf(s *clusterv1.MachineSet) []*clusterv1.Machine {
-	return read(w.hub, allMachines, func(m *clusterv1.Machine) bool { return setOf(m) == s.Name })
+	return read(w.hub, allMachines, func(m *clusterv1.Machine) bool { return protocol.SetOf(m) == s.Name })
 }
 
 // setStep is one reconcile of the MachineSet controller, on what its cache shows.
@@ -209,7 +210,7 @@ func (w *world) setStep(s *clusterv1.MachineSet) {
 		s := o.(*clusterv1.MachineSet).DeepCopy() //nolint:forcetypeassert // of the kind
 		group := s.Labels[clusterv1.MachineDeploymentNameLabel]
 		_, paused := s.Annotations[clusterv1.PausedAnnotation]
-		if paused != isPaused(s.Status.Conditions) {
+		if paused != protocol.IsPaused(s.Status.Conditions) {
 			pause()
 			o, _ := w.hub.find(machineSets, s.Name)
 			now := o.(*clusterv1.MachineSet).DeepCopy() //nolint:forcetypeassert // of the kind
@@ -223,7 +224,7 @@ func (w *world) setStep(s *clusterv1.MachineSet) {
 		mine := w.machinesOf(s)
 		old := s.Name != fmt.Sprintf("%s-%d", group, w.templates[group])
 		_, mayNot := s.Annotations[clusterv1.DisableMachineCreateAnnotation]
-		missing := int(replicasOf(s)) - len(mine)
+		missing := int(protocol.ReplicasOf(s)) - len(mine)
 		if mayNot || w.blocked[group] {
 			missing = min(missing, 0)
 		}
@@ -294,35 +295,35 @@ func (w *world) rollingOut(group string) bool {
 	}
 	newest := fmt.Sprintf("%s-%d", group, w.templates[group])
 	return slices.ContainsFunc(w.sets(group), func(s *clusterv1.MachineSet) bool {
-		return s.Name != newest && replicasOf(s) > 0
+		return s.Name != newest && protocol.ReplicasOf(s) > 0
 	})
 }
 
 // machineStep is one step of the Machine controller and of the infrastructure behind it.
 func (w *world) machineStep(m *clusterv1.Machine) {
 	group := m.Labels[clusterv1.MachineDeploymentNameLabel]
-	old := setOf(m) != fmt.Sprintf("%s-%d", group, w.templates[group])
+	old := protocol.SetOf(m) != fmt.Sprintf("%s-%d", group, w.templates[group])
 	switch {
-	case alive(m) && w.slow != nil && w.slow(m):
-	case alive(m) && m.Spec.ProviderID == "":
+	case protocol.Alive(m) && w.slow != nil && w.slow(m):
+	case protocol.Alive(m) && m.Spec.ProviderID == "":
 		m.Spec.ProviderID = "sim://" + m.Name
 		w.must(w.hub.update(m, false))
 		inspect(m)
 		w.setStatus(m)
-	case alive(m) && !hasNode(m):
+	case protocol.Alive(m) && !protocol.HasNode(m):
 		m.Status.NodeRef.Name = "node-" + m.Name
 		meta.RemoveStatusCondition(&m.Status.Conditions, clusterv1.MachineNodeReadyCondition)
 		w.joined[m.UID] = w.events
 		w.tainted[m.UID] = w.hub.created%2 == 0
 		w.setStatus(m)
-	case alive(m) && old && !outdated(m):
+	case protocol.Alive(m) && old && !protocol.Outdated(m):
 		m.Status.Conditions = []metav1.Condition{{
 			Type: clusterv1.MachineUpToDateCondition, Status: metav1.ConditionFalse, Reason: clusterv1.MachineNotUpToDateReason,
 		}}
 		w.setStatus(m)
-	case !alive(m) && !w.seen[m.UID]:
+	case !protocol.Alive(m) && !w.seen[m.UID]:
 		w.seen[m.UID] = true // the manager's cache catches up
-	case !alive(m) && slices.Contains(m.Finalizers, capiHolds):
+	case !protocol.Alive(m) && slices.Contains(m.Finalizers, capiHolds):
 		w.tearDown(m)
 	}
 }
@@ -338,7 +339,7 @@ func inspect(m *clusterv1.Machine) {
 // tearDown is one step of a Machine's deletion: hooks, then the infrastructure, then the Node.
 func (w *world) tearDown(m *clusterv1.Machine) {
 	say := func(reason string) bool {
-		if deletingReason(m) == reason {
+		if protocol.DeletingReason(m) == reason {
 			return false
 		}
 		m.Status.Conditions = []metav1.Condition{{Type: clusterv1.MachineDeletingCondition, Status: metav1.ConditionTrue, Reason: reason}}
@@ -361,6 +362,6 @@ func (w *world) tearDown(m *clusterv1.Machine) {
 
 // gone reports whether the Machine's instance is being removed or is gone.
 func gone(m *clusterv1.Machine) bool {
-	reason := deletingReason(m)
+	reason := protocol.DeletingReason(m)
 	return reason == clusterv1.MachineDeletingWaitingForInfrastructureDeletionReason || reason == clusterv1.MachineDeletingDeletionCompletedReason
 }

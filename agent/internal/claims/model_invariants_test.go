@@ -11,6 +11,7 @@ import (
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 // --- of each write of an agent ---
@@ -48,7 +49,7 @@ func (w *world) checkWrite(begun int, before moment) {
 // checkMachine is I1 and I3 for labels: written when unset, for a claim that is bound to the Machine; taken off only when the
 // claim is being released and nothing can run there.
 func (w *world) checkMachine(was, is *clusterv1.Machine) {
-	from, to := claimOf(was), claimOf(is)
+	from, to := protocol.ClaimOf(was), protocol.ClaimOf(is)
 	if from == to {
 		return
 	}
@@ -56,7 +57,7 @@ func (w *world) checkMachine(was, is *clusterv1.Machine) {
 		w.t.Fatalf("I1: Machine %s had claim %s and is given to claim %s\n%s", is.Name, from, to, w.describe())
 	}
 	if to == "" {
-		if hasNode(is) {
+		if protocol.HasNode(is) {
 			w.t.Fatalf("I3: Machine %s of claim %s has a Node and is handed over\n%s", is.Name, from, w.describe())
 		}
 		if o := w.owners[from]; o != nil && o.alive && !o.excused {
@@ -116,7 +117,7 @@ func (w *world) checkClaim(was, is *v1alpha1.MachineClaim) {
 		if o.alive {
 			w.t.Fatalf("I8: claim %s is released (%s) while its owner lives\n%s", id, is.Status.Reason, w.describe())
 		}
-		if is.Status.Reason == ReasonCollected && was.Status.NodeRegisteredAt != nil {
+		if is.Status.Reason == protocol.ReasonCollected && was.Status.NodeRegisteredAt != nil {
 			w.t.Fatalf("I8: claim %s is collected although its Node was registered\n%s", id, w.describe())
 		}
 	case v1alpha1.PhaseEnded:
@@ -129,14 +130,14 @@ func (w *world) checkEnd(o *owner, from v1alpha1.Phase, c *v1alpha1.MachineClaim
 	id := c.Spec.ClaimID
 	for _, group := range w.groups {
 		for _, m := range w.machines(group) {
-			if claimOf(m) == id && (alive(m) || !deletionCompleted(m)) {
+			if protocol.ClaimOf(m) == id && (protocol.Alive(m) || !protocol.DeletionCompleted(m)) {
 				w.t.Fatalf("I4: claim %s ends (%s) while its Machine %s is there\n%s", id, c.Status.Reason, m.Name, w.describe())
 			}
 		}
 	}
-	if ref := c.Status.Machine; ref != nil && c.Status.Reason != ReasonHandedOver && !o.excused {
+	if ref := c.Status.Machine; ref != nil && c.Status.Reason != protocol.ReasonHandedOver && !o.excused {
 		for _, m := range w.machines(c.Spec.NodeGroup) {
-			if m.UID == ref.UID && alive(m) {
+			if m.UID == ref.UID && protocol.Alive(m) {
 				w.t.Fatalf("I4: claim %s ends (%s) while its Machine %s lives\n%s", id, c.Status.Reason, m.Name, w.describe())
 			}
 		}
@@ -145,7 +146,7 @@ func (w *world) checkEnd(o *owner, from v1alpha1.Phase, c *v1alpha1.MachineClaim
 		return
 	}
 	switch {
-	case c.Status.Reason == ReasonNoRoom || c.Status.Reason == ReasonRefused:
+	case c.Status.Reason == protocol.ReasonNoRoom || c.Status.Reason == protocol.ReasonRefused:
 		if from != v1alpha1.PhasePending {
 			w.t.Fatalf("I3: claim %s is refused (%s) after it was bound\n%s", id, c.Status.Reason, w.describe())
 		}
@@ -171,7 +172,7 @@ func (w *world) checkDeployment(begun int, was, is *clusterv1.MachineDeployment)
 		w.t.Fatalf("I3: an agent undoes a human's pause of %s", is.Name)
 	}
 	text := is.Annotations[v1alpha1.LedgerAnnotation]
-	after, err := parseLedger(text)
+	after, err := protocol.ParseLedger(text)
 	if err != nil {
 		return
 	}
@@ -182,9 +183,9 @@ func (w *world) checkDeployment(begun int, was, is *clusterv1.MachineDeployment)
 		}
 		w.ledgers[written] = true
 	}
-	before, err := parseLedger(was.Annotations[v1alpha1.LedgerAnnotation])
+	before, err := protocol.ParseLedger(was.Annotations[v1alpha1.LedgerAnnotation])
 	if err != nil {
-		before = &Ledger{}
+		before = &protocol.Ledger{}
 	}
 	w.owned[is.Name] += w.returned(from, before, after)
 	named := 0
@@ -206,7 +207,7 @@ func (w *world) checkDeployment(begun int, was, is *clusterv1.MachineDeployment)
 		if _, known := before.Releasing[uid]; !known && r.Claim == "" {
 			released++
 			// As long as no more Machines live than there are replicas, none of them is there for the rollout.
-			living := slices.DeleteFunc(w.machines(is.Name), func(m *clusterv1.Machine) bool { return !alive(m) })
+			living := slices.DeleteFunc(w.machines(is.Name), func(m *clusterv1.Machine) bool { return !protocol.Alive(m) })
 			if w.surge[uid] && w.rollingOut(is.Name) && len(living) > int(to) {
 				w.t.Fatalf("I3: Machine %s is released, which a rollout under way needs\n%s", r.Machine, w.describe())
 			}
@@ -215,7 +216,7 @@ func (w *world) checkDeployment(begun int, was, is *clusterv1.MachineDeployment)
 	if named+released > 0 && w.peaceful {
 		free := 0
 		for _, m := range w.machines(is.Name) {
-			if _, releasing := after.Releasing[m.UID]; alive(m) && claimOf(m) == "" && !releasing && !after.promised()[m.UID] {
+			if _, releasing := after.Releasing[m.UID]; protocol.Alive(m) && protocol.ClaimOf(m) == "" && !releasing && !after.Promised()[m.UID] {
 				free++
 			}
 		}
@@ -227,7 +228,7 @@ func (w *world) checkDeployment(begun int, was, is *clusterv1.MachineDeployment)
 
 // returned counts the Machines that claims took over from the user and that are the user's again: somebody removed them before
 // an agent saw the label on them.
-func (w *world) returned(replicas int32, before, after *Ledger) int32 {
+func (w *world) returned(replicas int32, before, after *protocol.Ledger) int32 {
 	floor := max(0, before.Floor+replicas-before.LastReplicas)
 	var taken int32
 	for id, n := range before.Pending {
@@ -257,13 +258,13 @@ func (w *world) checkDelete(target *clusterv1.Machine, p *metav1.Preconditions) 
 	m := o.(*clusterv1.Machine) //nolint:forcetypeassert // of the kind
 	claims := w.claims()
 	for id, c := range claims {
-		mine := claimOf(m) == id || c.Status.Machine != nil && c.Status.Machine.UID == m.UID
+		mine := protocol.ClaimOf(m) == id || c.Status.Machine != nil && c.Status.Machine.UID == m.UID
 		if mine && (c.CurrentPhase() == v1alpha1.PhasePending || c.CurrentPhase() == v1alpha1.PhaseBound) {
 			w.t.Fatalf("I3: an agent deletes Machine %s of the live claim %s\n%s", m.Name, id, w.describe())
 		}
 	}
-	if owner := w.owners[claimOf(m)]; owner != nil && owner.alive && claims[claimOf(m)] == nil {
-		w.t.Fatalf("I3: an agent deletes Machine %s of claim %s, whose object was lost\n%s", m.Name, claimOf(m), w.describe())
+	if owner := w.owners[protocol.ClaimOf(m)]; owner != nil && owner.alive && claims[protocol.ClaimOf(m)] == nil {
+		w.t.Fatalf("I3: an agent deletes Machine %s of claim %s, whose object was lost\n%s", m.Name, protocol.ClaimOf(m), w.describe())
 	}
 }
 
@@ -287,12 +288,12 @@ func (w *world) checkVictim(m *clusterv1.Machine, replaced bool) {
 	group := m.Labels[clusterv1.MachineDeploymentNameLabel]
 	switch {
 	case replaced:
-	case w.licensed[setOf(m)] > 0:
-		w.licensed[setOf(m)]--
+	case w.licensed[protocol.SetOf(m)] > 0:
+		w.licensed[protocol.SetOf(m)]--
 	case w.licensed[group] > 0:
 		w.licensed[group]--
 	default:
-		w.t.Fatalf("I3: lowering replicas made Cluster API choose Machine %s (claim %q)\n%s", m.Name, claimOf(m), w.describe())
+		w.t.Fatalf("I3: lowering replicas made Cluster API choose Machine %s (claim %q)\n%s", m.Name, protocol.ClaimOf(m), w.describe())
 	}
 	w.takenAway(m)
 }
@@ -315,8 +316,8 @@ func (w *world) check() {
 	labelled := map[string]string{}
 	for _, group := range w.groups {
 		for _, m := range w.machines(group) {
-			id := claimOf(m)
-			if o := w.owners[id]; id == "" || o != nil && o.lost && !alive(m) {
+			id := protocol.ClaimOf(m)
+			if o := w.owners[id]; id == "" || o != nil && o.lost && !protocol.Alive(m) {
 				continue // made anew while a write for the claim that was lost was under way, and that Machine is going
 			}
 			if other, twice := labelled[id]; twice {
@@ -380,9 +381,9 @@ func (w *world) settle() {
 // checkBlocked is I2 for a group that makes no Machines: replicas that nobody is to have are given back all the same. A Machine
 // that nobody can have stays as long as a claim waits.
 func (w *world) checkBlocked(group string) {
-	active := slices.DeleteFunc(w.sets(group), func(s *clusterv1.MachineSet) bool { return replicasOf(s) == 0 })
+	active := slices.DeleteFunc(w.sets(group), func(s *clusterv1.MachineSet) bool { return protocol.ReplicasOf(s) == 0 })
 	l := w.ledger(group)
-	if len(active) > 1 || l == nil || l.unnamed() > 0 || w.rollingOut(group) {
+	if len(active) > 1 || l == nil || l.Unnamed() > 0 || w.rollingOut(group) {
 		return // not given back before one MachineSet is left; see [snapshot.shrink]
 	}
 	if live := w.live(group); *w.md(group).Spec.Replicas != w.floor(group)+live {
@@ -409,7 +410,7 @@ func (w *world) rest() {
 		w.clock.Step(round)
 		if still++; w.hub.version != before {
 			still = 0
-		} else if time.Duration(still-1)*round > abandonedAfter {
+		} else if time.Duration(still-1)*round > protocol.AbandonedAfter {
 			return
 		}
 	}
@@ -450,7 +451,7 @@ func (w *world) checkGroupAtRest(group string) {
 	switch {
 	case w.wiped[group] && l == nil:
 		want = *md.Spec.Replicas // nobody has claimed from it since
-	case l != nil && l.unnamed() > 0 && md.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] != "":
+	case l != nil && l.Unnamed() > 0 && md.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] != "":
 		// All of the group's Machines joined before they could be promised, and the max size leaves no room for others. The
 		// holder's report of its Nodes, or the deadline for Machines, ends this; here it may stay.
 		want = max(want, *md.Spec.Replicas)
@@ -474,8 +475,8 @@ func (w *world) checkGroupAtRest(group string) {
 		}
 	}
 	for _, m := range w.machines(group) {
-		if held(m) || hooked(m) {
-			w.t.Fatalf("I4: Machine %s kept our finalizer or our hook\n%s", m.Name, w.describe())
+		if protocol.Held(m) {
+			w.t.Fatalf("I4: Machine %s kept our finalizer\n%s", m.Name, w.describe())
 		}
 	}
 }

@@ -16,6 +16,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 const (
@@ -223,8 +224,8 @@ func (w *world) claims() map[string]*v1alpha1.MachineClaim {
 	return out
 }
 
-func (w *world) ledger(group string) *Ledger {
-	l, err := parseLedger(w.md(group).Annotations[v1alpha1.LedgerAnnotation])
+func (w *world) ledger(group string) *protocol.Ledger {
+	l, err := protocol.ParseLedger(w.md(group).Annotations[v1alpha1.LedgerAnnotation])
 	if err != nil {
 		return nil
 	}
@@ -276,12 +277,12 @@ func (w *world) describe() string {
 			md.Annotations[clusterv1.PausedAnnotation], md.Annotations[v1alpha1.LedgerAnnotation])
 		for _, s := range w.sets(group) {
 			fmt.Fprintf(&b, "  set %s replicas=%d gen=%d/%d paused=%s released=%s\n",
-				s.Name, replicasOf(s), s.Generation, s.Status.ObservedGeneration,
+				s.Name, protocol.ReplicasOf(s), s.Generation, s.Status.ObservedGeneration,
 				s.Annotations[clusterv1.PausedAnnotation], s.Annotations[v1alpha1.ReleasedAnnotation])
 		}
 		for _, m := range w.machines(group) {
 			fmt.Fprintf(&b, "  machine %s %s set=%s claim=%q alive=%v node=%q %s finalizers=%v\n",
-				m.Name, m.UID, setOf(m), claimOf(m), alive(m), m.Status.NodeRef.Name, deletingReason(m), m.Finalizers)
+				m.Name, m.UID, protocol.SetOf(m), protocol.ClaimOf(m), protocol.Alive(m), m.Status.NodeRef.Name, protocol.DeletingReason(m), m.Finalizers)
 		}
 	}
 	claims := w.claims()

@@ -17,6 +17,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 const (
@@ -65,7 +66,7 @@ func (e *Engine) noteNodes(
 			continue
 		}
 		runs, reported := nodes[m.Spec.ProviderID]
-		c := byID[claimOf(m)]
+		c := byID[protocol.ClaimOf(m)]
 		if c != nil && runs {
 			running[c.Spec.ClaimID] = true
 		}
@@ -101,7 +102,7 @@ func (e *Engine) noteNodes(
 // that the claim does not have yet: only of a Machine that should have joined by then and that nothing has been seen of.
 func (e *Engine) missesNode(c *v1alpha1.MachineClaim, m *clusterv1.Machine, taken time.Time) bool {
 	deadline := e.Failure.NodeDeadline
-	if deadline == 0 || hasNode(m) || c.Status.NodeRegisteredAt != nil {
+	if deadline == 0 || protocol.HasNode(m) || c.Status.NodeRegisteredAt != nil {
 		return false
 	}
 	read := taken.Truncate(time.Second) // as it is written
@@ -112,7 +113,7 @@ func (e *Engine) missesNode(c *v1alpha1.MachineClaim, m *clusterv1.Machine, take
 // wantsNote reports whether a Machine that none of the holder's claims has is told that its Node is registered: it does not show
 // that itself, and it is of a node group that the agent acts on.
 func (e *Engine) wantsNote(ctx context.Context, m *clusterv1.Machine) (bool, error) {
-	if _, has := m.Annotations[v1alpha1.NodeRegisteredAtAnnotation]; has || hasNode(m) || !alive(m) {
+	if _, has := m.Annotations[v1alpha1.NodeRegisteredAtAnnotation]; has || protocol.HasNode(m) || !protocol.Alive(m) {
 		return false, nil
 	}
 	name := m.Labels[clusterv1.MachineDeploymentNameLabel]

@@ -204,9 +204,14 @@ func TestAReplicaThatGotNoReportSeesWhatItSaid(t *testing.T) {
 
 	s, err := h.replica().read(t.Context(), live, client.ObjectKey{Namespace: namespace, Name: "small"})
 	require.NoError(t, err)
-	s.index()
-	assert.NotNil(t, s.claim("a").Status.NodeRegisteredAt)
-	assert.NotEmpty(t, s.named("floor").Annotations[v1alpha1.NodeRegisteredAtAnnotation])
+	require.Len(t, s.Claims, 1)
+	assert.NotNil(t, s.Claims[0].Status.NodeRegisteredAt)
+	for _, read := range s.Machines {
+		if read.Name == floor.Name {
+			assert.NotEmpty(t, read.Annotations[v1alpha1.NodeRegisteredAtAnnotation])
+		}
+	}
+	require.Len(t, s.Machines, 2)
 }
 
 // A Machine that none of the holder's claims has keeps the report itself.

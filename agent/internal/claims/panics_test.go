@@ -11,6 +11,8 @@ import (
 	clocktesting "k8s.io/utils/clock/testing"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 // panicking is an engine whose decision panics for node group broken, and that runs groups in place.
@@ -20,12 +22,12 @@ func panicking(t *testing.T) (e *Engine, clock *clocktesting.FakeClock, decision
 	clock, decisions = clocktesting.NewFakeClock(newTestTime()), new(int)
 	e.Clock = clock
 	e.spawn = func(run func()) { run() }
-	e.decide = func(s *snapshot) *decision {
-		if s.md.Name == "broken" {
+	e.decide = func(s *protocol.Snapshot) *protocol.Decision {
+		if s.Deployment.Name == "broken" {
 			*decisions++
 			panic("a bug")
 		}
-		return decide(s)
+		return protocol.Decide(s)
 	}
 	return e, clock, decisions
 }
@@ -64,7 +66,7 @@ func TestAGroupThatPanickedIsLeftAloneLongerEachTime(t *testing.T) {
 		clock.Step(time.Millisecond)
 	}
 	// Whatever made it panic has changed.
-	e.decide = decide
+	e.decide = protocol.Decide
 	_, err := e.Create(t.Context(), asking("a", "broken"))
 	require.NoError(t, err)
 	assert.Zero(t, e.group(namespace, "broken").panics)

@@ -18,6 +18,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 // denying refuses to delete Machines whose name begins with that, as a policy engine does.
@@ -35,16 +36,16 @@ func denying(e *Engine, prefix string) {
 // releasing is a group whose Machines of these names are to be deleted for claims of the same names.
 func releasing(t *testing.T, names ...string) *Engine {
 	t.Helper()
-	ledger := (&Ledger{Version: 1, Of: namespace + "/small", Seq: 1, LastReplicas: count(names)}).clone()
+	ledger := (&protocol.Ledger{Version: 1, Of: namespace + "/small", Seq: 1, LastReplicas: protocol.Count(names)}).Clone()
 	var objects []client.Object
 	for _, name := range names {
 		m := machineOf(name)
-		node(m)
+		joins(m)
 		m.Labels[v1alpha1.ClaimLabel] = name
-		ledger.Releasing[types.UID(name)] = Release{Machine: name, Claim: name}
+		ledger.Releasing[types.UID(name)] = protocol.Release{Machine: name, Claim: name}
 		objects = append(objects, m, claimIn("", name, v1alpha1.PhaseReleasing, name))
 	}
-	return engineWith(t, append(objects, groupWith("", count(names), ledger))...)
+	return engineWith(t, append(objects, groupWith("", protocol.Count(names), ledger))...)
 }
 
 func TestWritesThatFailDoNotStarveTheOthers(t *testing.T) {
@@ -60,7 +61,7 @@ func TestWritesThatFailDoNotStarveTheOthers(t *testing.T) {
 	}
 	m := &clusterv1.Machine{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "z"}}
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(m), m))
-	assert.False(t, alive(m), "it came behind more of those than one step takes")
+	assert.False(t, protocol.Alive(m), "it came behind more of those than one step takes")
 }
 
 func TestARefusedWriteOnAMachineIsNotedOnItsClaim(t *testing.T) {
@@ -71,7 +72,7 @@ func TestARefusedWriteOnAMachineIsNotedOnItsClaim(t *testing.T) {
 		_, err := e.group(namespace, "small").run(t.Context())
 		require.Error(t, err)
 		require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(claim), claim))
-		assert.Equal(t, ReasonWriteRefused, claim.Status.Reason)
+		assert.Equal(t, protocol.ReasonWriteRefused, claim.Status.Reason)
 		assert.Contains(t, claim.Status.Message, "protected by policy")
 		assert.Len(t, claim.Status.History, 1, "once is enough")
 	}

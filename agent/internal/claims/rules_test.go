@@ -15,6 +15,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 // Rule R1: the ledger first, and all that is decided from after it, from the API server itself.
@@ -39,7 +41,7 @@ func TestTheLedgerIsReadFirstAndAllElseAfterItFromTheAPIServer(t *testing.T) {
 	s, err := e.read(t.Context(), live, types.NamespacedName{Namespace: namespace, Name: "small"})
 
 	require.NoError(t, err)
-	require.Len(t, s.machines, 1)
+	require.Len(t, s.Machines, 1)
 	require.NotEmpty(t, read)
 	assert.Equal(t, "hub: *v1beta2.MachineDeployment", read[0])
 	for _, list := range []string{"*v1alpha1.MachineClaimList", "*v1beta2.MachineSetList", "*v1beta2.MachineList"} {
@@ -101,19 +103,19 @@ func TestGivingBackTestsTheGeneration(t *testing.T) {
 		v1alpha1.LedgerAnnotation: `{"v":1,"seq":1,"floor":1,"lastReplicas":2,"spare":0,"releasing":{"m":{"m":"m"}}}`,
 	})
 	e := engineWith(t, md)
-	ledger, err := parseLedger(md.Annotations[v1alpha1.LedgerAnnotation])
+	ledger, err := protocol.ParseLedger(md.Annotations[v1alpha1.LedgerAnnotation])
 	require.NoError(t, err)
-	s := scene(2, ledger)
-	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(md), s.md))
-	next := ledger.clone()
-	next.Releasing["m"] = Release{Machine: "m", GivenBack: true, Generation: 2}
-	s.md.Generation--
+	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(md), md))
+	s := &protocol.Snapshot{Deployment: md, Group: eligibility.Group{Replicas: 2}, Ledger: ledger}
+	next := ledger.Clone()
+	next.Releasing["m"] = protocol.Release{Machine: "m", GivenBack: true, Generation: 2}
+	s.Deployment.Generation--
 
-	err = e.writeLedger(t.Context(), s, &decision{ledger: next, replicas: 1})
+	err = e.writeLedger(t.Context(), s, &protocol.Decision{Ledger: next, Replicas: 1})
 
 	require.ErrorContains(t, err, "/metadata/generation")
-	s.md.Generation++
-	require.NoError(t, e.writeLedger(t.Context(), s, &decision{ledger: next, replicas: 1}))
+	s.Deployment.Generation++
+	require.NoError(t, e.writeLedger(t.Context(), s, &protocol.Decision{Ledger: next, Replicas: 1}))
 }
 
 // The slot of a Machine that is deleted is kept by our finalizer, and Cluster API prefers no other Machine.
@@ -121,11 +123,11 @@ func TestADeletionIsHeldAndMarkedBeforeItBegins(t *testing.T) {
 	e := engineWith(t, groupOf("small", 1, nil), machineOf("m"))
 	m := &clusterv1.Machine{}
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKey{Namespace: namespace, Name: "m"}, m))
-	require.NoError(t, e.hold(t.Context(), action{kind: hold, machine: m}))
+	require.NoError(t, e.hold(t.Context(), protocol.Action{Kind: protocol.Hold, Machine: m}))
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(m), m))
-	assert.True(t, held(m))
+	assert.True(t, protocol.Held(m))
 	assert.Contains(t, m.Annotations, clusterv1.DeleteMachineAnnotation)
-	assert.False(t, alive(m))
+	assert.False(t, protocol.Alive(m))
 }
 
 func machineOf(name string) *clusterv1.Machine {
@@ -136,4 +138,27 @@ func machineOf(name string) *clusterv1.Machine {
 		},
 		Spec: clusterv1.MachineSpec{ClusterName: clusterName},
 	}
+}
+
+// joins gives the Machine its Node.
+func joins(m *clusterv1.Machine) {
+	m.Spec.ProviderID, m.Status.NodeRef.Name = "sim://"+m.Name, "node-"+m.Name
+}
+
+// tornDown is a Machine whose instance is gone, so that only the agent's finalizer keeps it.
+func tornDown(m *clusterv1.Machine) {
+	m.DeletionTimestamp = new(metav1.NewTime(newTestTime()))
+	m.Finalizers = []string{v1alpha1.ReleaseFinalizer}
+	m.Status.Conditions = []metav1.Condition{{
+		Type: clusterv1.MachineDeletingCondition, Status: "True", Reason: clusterv1.MachineDeletingDeletionCompletedReason,
+	}}
+}
+
+// kinds are a decision's actions in their order.
+func kinds(d *protocol.Decision) []protocol.ActionKind {
+	all := make([]protocol.ActionKind, 0, len(d.Actions))
+	for _, a := range d.Actions {
+		all = append(all, a.Kind)
+	}
+	return all
 }

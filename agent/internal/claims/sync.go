@@ -10,6 +10,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 // SyncRequest is a holder's complete set of live claims.
@@ -118,7 +119,7 @@ func (e *Engine) collect(ctx context.Context, set *liveSet, c *v1alpha1.MachineC
 		kept = set.keeps(now, running)
 		return kept != ""
 	}}
-	why := v1alpha1.Event{Reason: ReasonCollected, Message: "its owner is gone: it was not in the live set of " + set.Holder}
+	why := v1alpha1.Event{Reason: protocol.ReasonCollected, Message: "its owner is gone: it was not in the live set of " + set.Holder}
 	_, err = e.release(ctx, Key{Namespace: c.Namespace, Cluster: c.Spec.ClusterName, ID: c.Spec.ClaimID}, o, why)
 	if err == nil && kept == "" {
 		log.FromContext(ctx).Info("collected a claim whose owner is gone", "claim", c.Spec.ClaimID, "name", c.Spec.DisplayName)
@@ -199,7 +200,7 @@ func (s *liveSet) keeps(c *v1alpha1.MachineClaim, running bool) string {
 // noteOwner records for a claim of the live set which cluster it is of, and that its owner is there.
 func (e *Engine) noteOwner(s *liveSet, c *v1alpha1.MachineClaim) []note {
 	var notes []note
-	record, back := s.Spoke != "" && c.Spec.Spoke != s.Spoke, c.Status.Reason == ReasonOwnerMissing
+	record, back := s.Spoke != "" && c.Spec.Spoke != s.Spoke, c.Status.Reason == protocol.ReasonOwnerMissing
 	if record || back {
 		notes = append(notes, note{of: c, write: func(ctx context.Context) error {
 			if record {
@@ -211,9 +212,9 @@ func (e *Engine) noteOwner(s *liveSet, c *v1alpha1.MachineClaim) []note {
 				return nil
 			}
 			after := c.DeepCopy()
-			reason := ReasonWaitingForMachine
+			reason := protocol.ReasonWaitingForMachine
 			if c.Status.Phase == v1alpha1.PhaseBound {
-				reason = ReasonBound
+				reason = protocol.ReasonBound
 			}
 			e.note(after, v1alpha1.Event{Reason: reason, Message: "its owner is in the live set again"})
 			return e.Client.Status().Update(ctx, after)
@@ -235,7 +236,7 @@ func (e *Engine) recordSpoke(ctx context.Context, c *v1alpha1.MachineClaim, spok
 	}
 	var m clusterv1.Machine
 	found, err := e.get(ctx, types.NamespacedName{Namespace: c.Namespace, Name: c.Status.Machine.Name}, &m)
-	if err != nil || !found || claimOf(&m) != c.Spec.ClaimID || m.Annotations[v1alpha1.ClaimSpokeAnnotation] == spoke {
+	if err != nil || !found || protocol.ClaimOf(&m) != c.Spec.ClaimID || m.Annotations[v1alpha1.ClaimSpokeAnnotation] == spoke {
 		return err
 	}
 	marked := m.DeepCopy()
@@ -246,18 +247,18 @@ func (e *Engine) recordSpoke(ctx context.Context, c *v1alpha1.MachineClaim, spok
 // noteKept makes the claim say why it is kept, once. One that has no Machine, or whose Machine is being deleted, says more important
 // things.
 func (e *Engine) noteKept(c *v1alpha1.MachineClaim, why string) []note {
-	if c.Status.Phase != v1alpha1.PhaseBound || c.Status.Reason == ReasonMachineDeleting ||
-		c.Status.Reason == ReasonOwnerMissing && c.Status.Message == why {
+	if c.Status.Phase != v1alpha1.PhaseBound || c.Status.Reason == protocol.ReasonMachineDeleting ||
+		c.Status.Reason == protocol.ReasonOwnerMissing && c.Status.Message == why {
 		return nil
 	}
 	return []note{{of: c, write: func(ctx context.Context) error {
 		after := c.DeepCopy()
-		e.note(after, v1alpha1.Event{Reason: ReasonOwnerMissing, Message: why})
+		e.note(after, v1alpha1.Event{Reason: protocol.ReasonOwnerMissing, Message: why})
 		if err := e.Client.Status().Update(ctx, after); err != nil {
 			return err
 		}
 		log.FromContext(ctx).Info("kept a claim whose owner is missing", "claim", c.Spec.ClaimID, "name", c.Spec.DisplayName, "why", why)
-		e.warn(after, ReasonOwnerMissing, "Sync", why)
+		e.warn(after, protocol.ReasonOwnerMissing, "Sync", why)
 		return nil
 	}}}
 }

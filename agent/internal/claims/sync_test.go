@@ -11,6 +11,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 // syncing returns an engine with bound claims a, b, … made by these clusters, each of a Machine of the same name, and a function that
@@ -127,7 +128,7 @@ func TestALiveSetCollectsOnlyWhatItsClusterMade(t *testing.T) {
 			for _, id := range test.kept {
 				c := claimNamed(t, e, id)
 				assert.Equal(t, v1alpha1.PhaseBound, c.Status.Phase, id)
-				assert.Equal(t, ReasonOwnerMissing, c.Status.Reason, id)
+				assert.Equal(t, protocol.ReasonOwnerMissing, c.Status.Reason, id)
 				assert.Contains(t, c.Status.Message, "docs/troubleshooting.md", id)
 			}
 		})
@@ -149,7 +150,7 @@ func TestAKeptClaimSaysSoUntilItsOwnerIsBack(t *testing.T) {
 	result, err := round(SyncRequest{Spoke: spoke, Live: []string{"a"}})
 	require.NoError(t, err)
 	assert.Empty(t, result.Kept)
-	assert.Equal(t, ReasonBound, claimNamed(t, e, "a").Status.Reason)
+	assert.Equal(t, protocol.ReasonBound, claimNamed(t, e, "a").Status.Reason)
 
 	_, err = e.Release(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "a"}, ReleaseOptions{Reason: "an admin looked"})
 	require.NoError(t, err)

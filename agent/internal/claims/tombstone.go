@@ -17,6 +17,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 // neverMade is what a tombstone says whose status was not written.
@@ -59,7 +60,7 @@ func (e *Engine) engrave(ctx context.Context, c *v1alpha1.MachineClaim, why stri
 	c = c.DeepCopy()
 	c.Status.Phase = v1alpha1.PhaseEnded
 	c.Status.ReleasedAt, c.Status.EndedAt = &now, &now
-	e.note(c, v1alpha1.Event{Reason: ReasonNeverMade, Message: why})
+	e.note(c, v1alpha1.Event{Reason: protocol.ReasonNeverMade, Message: why})
 	if err := e.Client.Status().Update(ctx, c); err != nil && !apierrors.IsConflict(err) {
 		return nil, fmt.Errorf("writing a tombstone's status: %w", err)
 	}

@@ -18,6 +18,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 // closedLedger takes a ledger's place while a node group is withdrawn. Agents take it for one of a newer agent, and keep their
@@ -143,10 +144,10 @@ func (e *Engine) withdraw(ctx context.Context, key types.NamespacedName, force b
 		case err == nil && s == nil:
 			return "", e.clean(ctx, key)
 		case err == nil:
-			if waiting := s.underWay(); waiting != "" && !force {
+			if waiting := underWay(s); waiting != "" && !force {
 				return waiting, nil
 			}
-			text, begun = s.md.Annotations[v1alpha1.LedgerAnnotation]
+			text, begun = s.Deployment.Annotations[v1alpha1.LedgerAnnotation]
 		}
 		if begun {
 			if err := e.closeLedger(ctx, key, text); err != nil {
@@ -161,20 +162,20 @@ func (e *Engine) withdraw(ctx context.Context, key types.NamespacedName, force b
 }
 
 // underWay says what Cluster API still has to do for releases of this group, "" when there is nothing.
-func (s *snapshot) underWay() string {
+func underWay(s *protocol.Snapshot) string {
 	n := 0
-	for _, c := range s.claims {
+	for _, c := range s.Claims {
 		if c.CurrentPhase() == v1alpha1.PhaseReleasing {
 			n++
 		}
 	}
-	if s.ledger != nil {
-		n = max(n, len(s.ledger.Releasing))
+	if s.Ledger != nil {
+		n = max(n, len(s.Ledger.Releasing))
 	}
 	switch {
 	case n > 0:
 		return fmt.Sprintf("waiting for %d releases", n)
-	case pausedByAgent(s.md), slices.ContainsFunc(s.sets, func(set *clusterv1.MachineSet) bool { return pausedByAgent(set) }):
+	case pausedByAgent(s.Deployment), slices.ContainsFunc(s.Sets, func(set *clusterv1.MachineSet) bool { return pausedByAgent(set) }):
 		return "waiting for Cluster API to observe a pause"
 	}
 	return ""

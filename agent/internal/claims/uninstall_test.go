@@ -12,6 +12,7 @@ import (
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 // TestUninstallLeavesNothingAndTakesNothing uninstalls in the middle of random histories.
@@ -55,7 +56,7 @@ func TestUninstallLeavesNothingAndTakesNothing(t *testing.T) {
 		}
 		var staying []types.UID
 		for _, m := range w.machines(group) {
-			if alive(m) && !going[m.UID] && !held(m) {
+			if protocol.Alive(m) && !going[m.UID] && !protocol.Held(m) {
 				staying = append(staying, m.UID)
 			}
 		}

@@ -24,11 +24,11 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 const (
-	// fieldOwner names the agent in managed fields.
-	fieldOwner = client.FieldOwner("karpenter-capi-agent")
+	fieldOwner = client.FieldOwner(v1alpha1.FieldManager)
 	// historyLength is how many entries of a claim's history are kept.
 	historyLength = 32
 	// parallelWrites bounds the writes that one step does at once.
@@ -58,77 +58,77 @@ func labelPath(key string) string { return "/metadata/labels/" + strings.Replace
 
 // writeLedger writes the decision's ledger and replicas in one patch that tests what the decision was made from: it fails
 // with [ErrConflict] when the ledger or the replicas have changed, and does not mind changes of status.
-func (e *Engine) writeLedger(ctx context.Context, s *snapshot, d *decision) error {
-	next := d.ledger.clone()
-	next.Version, next.Of, next.UID = ledgerVersion, client.ObjectKeyFromObject(s.md).String(), s.md.UID
+func (e *Engine) writeLedger(ctx context.Context, s *protocol.Snapshot, d *protocol.Decision) error {
+	next := d.Ledger.Clone()
+	next.Version, next.Of, next.UID = protocol.LedgerVersion, client.ObjectKeyFromObject(s.Deployment).String(), s.Deployment.UID
 	var ops []operation
-	if s.md.UID != "" {
-		ops = append(ops, test("/metadata/uid", s.md.UID)) // not one that was made again under its name
+	if s.Deployment.UID != "" {
+		ops = append(ops, test("/metadata/uid", s.Deployment.UID)) // not one that was made again under its name
 	}
-	if s.ledger == nil {
+	if s.Ledger == nil {
 		next.Seq = 1
-		text, broken := s.md.Annotations[v1alpha1.LedgerAnnotation]
+		text, broken := s.Deployment.Annotations[v1alpha1.LedgerAnnotation]
 		switch {
 		case broken:
 			ops = append(ops, test(annotationPath(v1alpha1.LedgerAnnotation), text))
-		case s.md.Annotations == nil:
+		case s.Deployment.Annotations == nil:
 			const all = "/metadata/annotations"
 			ops = append(ops, test(all, nil), put(all, map[string]string{})) // nil: there are none
 		default:
 			ops = append(ops, test(annotationPath(v1alpha1.LedgerAnnotation), nil))
 		}
 	} else {
-		ops = append(ops, test(annotationPath(v1alpha1.LedgerAnnotation), s.md.Annotations[v1alpha1.LedgerAnnotation]))
-		next.Seq = s.ledger.Seq + 1
+		ops = append(ops, test(annotationPath(v1alpha1.LedgerAnnotation), s.Deployment.Annotations[v1alpha1.LedgerAnnotation]))
+		next.Seq = s.Ledger.Seq + 1
 	}
-	ops = append(ops, test("/spec/replicas", s.group.Replicas))
-	if s.ledger == nil || d.chose || d.gaveBack(s.ledger) || d.shrank(s.ledger) {
+	ops = append(ops, test("/spec/replicas", s.Group.Replicas))
+	if s.Ledger == nil || d.Chose || d.GaveBack(s.Ledger) || d.Shrank(s.Ledger) {
 		// Which Machines are spares, and which MachineSet is charged depend on the template: no rollout may begin unseen. And a ledger that came and went
 		// since the reading left another generation, unless it changed nothing.
-		ops = append(ops, test("/metadata/generation", s.md.Generation))
+		ops = append(ops, test("/metadata/generation", s.Deployment.Generation))
 	}
-	ops = append(ops, put(annotationPath(v1alpha1.LedgerAnnotation), next.encode()))
+	ops = append(ops, put(annotationPath(v1alpha1.LedgerAnnotation), next.Encode()))
 	kind := "ledger"
-	if d.replicas != s.group.Replicas {
+	if d.Replicas != s.Group.Replicas {
 		kind = "replicas"
-		ops = append(ops, operation{Op: "replace", Path: "/spec/replicas", Value: d.replicas})
+		ops = append(ops, operation{Op: "replace", Path: "/spec/replicas", Value: d.Replicas})
 	}
-	if d.lowered != "" {
-		ops = append(ops, put(annotationPath(v1alpha1.ReplicasLoweredAnnotation), d.lowered))
+	if d.Lowered != "" {
+		ops = append(ops, put(annotationPath(v1alpha1.ReplicasLoweredAnnotation), d.Lowered))
 	}
-	switch d.pause {
-	case pauseSet:
+	switch d.Pause {
+	case protocol.PauseSet:
 		// That nobody else has paused it cannot be tested by itself.
-		ops = append(ops, test("/metadata/resourceVersion", s.md.ResourceVersion))
+		ops = append(ops, test("/metadata/resourceVersion", s.Deployment.ResourceVersion))
 		ops = append(ops, put(annotationPath(clusterv1.PausedAnnotation), v1alpha1.PausedByAgent))
-	case pauseRemove:
-		if s.md.Annotations[clusterv1.PausedAnnotation] == v1alpha1.PausedByAgent {
+	case protocol.PauseRemove:
+		if s.Deployment.Annotations[clusterv1.PausedAnnotation] == v1alpha1.PausedByAgent {
 			ops = append(ops,
 				test(annotationPath(clusterv1.PausedAnnotation), v1alpha1.PausedByAgent),
 				operation{Op: "remove", Path: annotationPath(clusterv1.PausedAnnotation)})
 		}
-	case pauseKeep:
+	case protocol.PauseKeep:
 	}
 	patch, err := json.Marshal(ops)
 	if err != nil {
 		return fmt.Errorf("encoding the ledger's patch: %w", err)
 	}
-	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: s.md.Namespace, Name: s.md.Name}}
+	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: s.Deployment.Namespace, Name: s.Deployment.Name}}
 	err = e.Client.Patch(ctx, md, client.RawPatch(types.JSONPatchType, patch), fieldOwner)
 	countWrite(kind, err)
 	switch {
 	case err == nil:
-		log.FromContext(ctx).V(1).Info("wrote the ledger", "machineDeployment", s.md.Name, "replicas", d.replicas, "was", s.group.Replicas,
+		log.FromContext(ctx).V(1).Info("wrote the ledger", "machineDeployment", s.Deployment.Name, "replicas", d.Replicas, "was", s.Group.Replicas,
 			"seq", next.Seq, "pending", len(next.Pending), "releasing", len(next.Releasing), "floor", next.Floor)
-		if d.lowered != "" {
+		if d.Lowered != "" {
 			e.reportLowering(ctx, s, d)
 		}
 		return nil
 	case testFailed(err), apierrors.IsConflict(err), apierrors.IsNotFound(err):
 		return fmt.Errorf("writing the ledger: %w: %w", ErrConflict, err)
 	case refusedForGood(err):
-		e.warn(s.md, ReasonWriteRefused, "WriteLedger", "claims and releases of this node group are held up: "+err.Error())
-		return fmt.Errorf("writing the ledger of MachineDeployment %s: %w: %w", s.md.Name, ErrWriteRefused, err)
+		e.warn(s.Deployment, protocol.ReasonWriteRefused, "WriteLedger", "claims and releases of this node group are held up: "+err.Error())
+		return fmt.Errorf("writing the ledger of MachineDeployment %s: %w: %w", s.Deployment.Name, ErrWriteRefused, err)
 	default:
 		return fmt.Errorf("writing the ledger: %w", err)
 	}
@@ -159,36 +159,18 @@ func denied(err apierrors.APIStatus) bool {
 }
 
 // reportLowering says on the MachineDeployment that it is frozen, and why.
-func (e *Engine) reportLowering(ctx context.Context, s *snapshot, d *decision) {
-	countLowering(s.md.Namespace, s.md.Name)
+func (e *Engine) reportLowering(ctx context.Context, s *protocol.Snapshot, d *protocol.Decision) {
+	countLowering(s.Deployment.Namespace, s.Deployment.Name)
 	if e.Recorder != nil {
-		e.Recorder.Eventf(s.md, nil, corev1.EventTypeWarning, ReasonReplicasLowered, "Freeze", "%s", d.lowered)
+		e.Recorder.Eventf(s.Deployment, nil, corev1.EventTypeWarning, protocol.ReasonReplicasLowered, "Freeze", "%s", d.Lowered)
 	}
 	log.FromContext(ctx).Info("froze a node group whose replicas were lowered below what is claimed",
-		"machineDeployment", s.md.Name, "replicas", s.group.Replicas, "cause", d.lowered)
-}
-
-// gaveBack reports whether the decision lowers replicas for Machines that are gone.
-func (d *decision) gaveBack(before *Ledger) bool {
-	if before == nil {
-		return false
-	}
-	for uid, r := range d.ledger.Releasing {
-		if r.GivenBack && !before.Releasing[uid].GivenBack {
-			return true
-		}
-	}
-	return false
-}
-
-// shrank reports whether the decision lowers replicas for spares whose Machines never came.
-func (d *decision) shrank(before *Ledger) bool {
-	return before != nil && before.Shrink != nil && !before.Shrink.Done && d.ledger.Shrink != nil && d.ledger.Shrink.Done
+		"machineDeployment", s.Deployment.Name, "replicas", s.Group.Replicas, "cause", d.Lowered)
 }
 
 // perform does the actions, several at once, and reports whether any of them changed something. A write that lost a race
 // against another writer is left to the next step.
-func (e *Engine) perform(ctx context.Context, s *snapshot, actions []action) (bool, error) {
+func (e *Engine) perform(ctx context.Context, s *protocol.Snapshot, actions []protocol.Action) (bool, error) {
 	var progress atomic.Bool
 	var (
 		work errgroup.Group // not one that stops at the first error: each write concerns another claim
@@ -198,19 +180,19 @@ func (e *Engine) perform(ctx context.Context, s *snapshot, actions []action) (bo
 	for i, a := range actions {
 		write := func() error {
 			err := recovered(ctx, func() error { return e.do(ctx, a) })
-			countAction(a.kind, err)
+			countAction(a.Kind, err)
 			switch {
 			case err == nil:
 				progress.Store(true)
 				return nil
 			case apierrors.IsConflict(err), apierrors.IsNotFound(err), apierrors.IsAlreadyExists(err):
-				log.FromContext(ctx).V(1).Info("lost a race; the next step looks again", "action", a.kind, "cause", err.Error())
+				log.FromContext(ctx).V(1).Info("lost a race; the next step looks again", "action", a.Kind, "cause", err.Error())
 				return nil
 			default:
 				if refusedForGood(err) {
 					e.reportRefusal(ctx, s, a, err)
 				}
-				errs[i] = fmt.Errorf("%s on node group %s: %w", a.kind, s.md.Name, err)
+				errs[i] = fmt.Errorf("%s on node group %s: %w", a.Kind, s.Deployment.Name, err)
 				return nil
 			}
 		}
@@ -225,107 +207,102 @@ func (e *Engine) perform(ctx context.Context, s *snapshot, actions []action) (bo
 }
 
 // reportRefusal notes on a Machine's claim that a write on the Machine is refused, and why: without the write the claim does not get on.
-func (e *Engine) reportRefusal(ctx context.Context, s *snapshot, a action, cause error) {
-	if a.machine == nil {
+func (e *Engine) reportRefusal(ctx context.Context, s *protocol.Snapshot, a protocol.Action, cause error) {
+	if a.Machine == nil {
 		return
 	}
-	claim := a.claim
+	claim := a.Claim
 	if claim == nil {
-		claim = s.claim(claimOf(a.machine))
+		claim = s.Claim(protocol.ClaimOf(a.Machine))
 	}
-	message := fmt.Sprintf("the hub refuses a write on Machine %s (%s): %s", a.machine.Name, a.kind, cause)
+	message := fmt.Sprintf("the hub refuses a write on Machine %s (%s): %s", a.Machine.Name, a.Kind, cause)
 	if claim == nil || claim.CurrentPhase() == v1alpha1.PhaseEnded || claim.Status.Message == message {
 		return
 	}
-	e.warn(claim, ReasonWriteRefused, "WriteMachine", message)
+	e.warn(claim, protocol.ReasonWriteRefused, "WriteMachine", message)
 	if claim.Status.FailedAt != nil {
 		return // why it failed matters more
 	}
 	c := claim.DeepCopy()
-	e.note(c, v1alpha1.Event{Reason: ReasonWriteRefused, Message: message})
+	e.note(c, v1alpha1.Event{Reason: protocol.ReasonWriteRefused, Message: message})
 	if err := e.Client.Status().Update(ctx, c); err != nil {
 		log.FromContext(ctx).V(1).Info("could not note on the claim that a write is refused", "claim", c.Spec.ClaimID, "cause", err.Error())
 	}
 }
 
-func (e *Engine) do(ctx context.Context, a action) error {
-	switch a.kind {
-	case markEntered:
-		c := a.claim.DeepCopy()
-		c.Status.Phase, c.Status.NodeGroupUID = v1alpha1.PhasePending, a.group
+func (e *Engine) do(ctx context.Context, a protocol.Action) error {
+	switch a.Kind {
+	case protocol.MarkEntered:
+		c := a.Claim.DeepCopy()
+		c.Status.Phase, c.Status.NodeGroupUID = v1alpha1.PhasePending, a.Group
 		c.Status.WaitingSince = new(metav1.NewTime(e.Clock.Now()))
-		e.note(c, a.event)
+		e.note(c, a.Event)
 		return e.Client.Status().Update(ctx, c)
-	case waitAnew:
-		c := a.claim.DeepCopy()
+	case protocol.WaitAnew:
+		c := a.Claim.DeepCopy()
 		c.Status.WaitingSince = new(metav1.NewTime(e.Clock.Now()))
-		e.note(c, a.event)
+		e.note(c, a.Event)
 		return e.Client.Status().Update(ctx, c)
-	case explain:
-		c := a.claim.DeepCopy()
-		e.note(c, a.event)
+	case protocol.Explain:
+		c := a.Claim.DeepCopy()
+		e.note(c, a.Event)
 		return e.Client.Status().Update(ctx, c)
-	case recreate:
-		return e.recreate(ctx, a.machine)
-	case restore:
+	case protocol.Recreate:
+		return e.recreate(ctx, a.Machine)
+	case protocol.Restore:
 		return e.restore(ctx, a)
-	case fail, timeOut:
+	case protocol.Fail, protocol.TimeOut:
 		return e.takeBack(ctx, a)
-	case bind:
+	case protocol.Bind:
 		return e.bind(ctx, a)
-	case label:
-		return e.label(ctx, a.claim, a.machine)
-	case unbind:
+	case protocol.Label:
+		return e.label(ctx, a.Claim, a.Machine)
+	case protocol.Unbind:
 		return e.unbind(ctx, a)
-	case end:
-		return e.endClaim(ctx, a.claim, a.event)
-	case moveOn:
+	case protocol.End:
+		return e.endClaim(ctx, a.Claim, a.Event)
+	case protocol.MoveOn:
 		return e.moveOn(ctx, a)
-	case noteMachine:
-		c := a.claim.DeepCopy()
-		c.Status.Machine.ProviderID = a.machine.Spec.ProviderID
-		c.Status.Machine.NodeName = a.machine.Status.NodeRef.Name
-		e.note(c, a.event)
+	case protocol.NoteMachine:
+		c := a.Claim.DeepCopy()
+		c.Status.Machine.ProviderID = a.Machine.Spec.ProviderID
+		c.Status.Machine.NodeName = a.Machine.Status.NodeRef.Name
+		e.note(c, a.Event)
 		return e.Client.Status().Update(ctx, c)
-	case hold:
+	case protocol.Hold:
 		return e.hold(ctx, a)
-	case hook:
-		m := a.machine.DeepCopy()
-		metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.ReleaseHook, "")
-		spareDraining(m, a.release)
-		return e.patchMachine(ctx, a.machine, m)
-	case letGo:
-		m := a.machine.DeepCopy()
+	case protocol.LetGo:
+		m := a.Machine.DeepCopy()
 		controllerutil.RemoveFinalizer(m, v1alpha1.ReleaseFinalizer)
-		delete(m.Annotations, v1alpha1.ReleaseHook)
-		return e.patchMachine(ctx, a.machine, m)
-	case keep:
-		return e.keep(ctx, a.machine)
-	case lowerSet:
+		delete(m.Annotations, v1alpha1.ReleaseHook) // of an earlier version
+		return e.patchMachine(ctx, a.Machine, m)
+	case protocol.Keep:
+		return e.keep(ctx, a.Machine)
+	case protocol.LowerSet:
 		return e.lowerSet(ctx, a)
-	case pauseMachineSet:
-		set := a.set.DeepCopy()
+	case protocol.PauseMachineSet:
+		set := a.Set.DeepCopy()
 		metav1.SetMetaDataAnnotation(&set.ObjectMeta, clusterv1.PausedAnnotation, v1alpha1.PausedByAgent)
-		return e.patchSet(ctx, a.set, set)
-	case unpauseMachineSet:
-		set := a.set.DeepCopy()
+		return e.patchSet(ctx, a.Set, set)
+	case protocol.UnpauseMachineSet:
+		set := a.Set.DeepCopy()
 		delete(set.Annotations, clusterv1.PausedAnnotation)
-		return e.patchSet(ctx, a.set, set)
+		return e.patchSet(ctx, a.Set, set)
 	}
-	panic("unknown action " + a.kind)
+	panic("unknown action " + a.Kind)
 }
 
 // bind decides the race between binding and releasing by the claim's phase, and then labels the Machine.
-func (e *Engine) bind(ctx context.Context, a action) error {
-	c := a.claim.DeepCopy()
-	c.Status.Phase, c.Status.NodeGroupUID = v1alpha1.PhaseBound, a.group
-	c.Status.Machine = &v1alpha1.MachineReference{Name: a.machine.Name, UID: a.machine.UID, ProviderID: a.machine.Spec.ProviderID}
+func (e *Engine) bind(ctx context.Context, a protocol.Action) error {
+	c := a.Claim.DeepCopy()
+	c.Status.Phase, c.Status.NodeGroupUID = v1alpha1.PhaseBound, a.Group
+	c.Status.Machine = &v1alpha1.MachineReference{Name: a.Machine.Name, UID: a.Machine.UID, ProviderID: a.Machine.Spec.ProviderID}
 	c.Status.BoundAt = new(metav1.NewTime(e.Clock.Now()))
-	e.note(c, v1alpha1.Event{Reason: ReasonBound, Message: "bound to Machine " + a.machine.Name})
+	e.note(c, v1alpha1.Event{Reason: protocol.ReasonBound, Message: "bound to Machine " + a.Machine.Name})
 	if err := e.Client.Status().Update(ctx, c); err != nil {
 		return err
 	}
-	return e.label(ctx, c, a.machine)
+	return e.label(ctx, c, a.Machine)
 }
 
 // recreate makes a MachineClaim again from what its Machine says. Its status comes with the next step.
@@ -346,7 +323,7 @@ func (e *Engine) recreate(ctx context.Context, m *clusterv1.Machine) error {
 	}
 	name := []rune(line(m.Annotations[v1alpha1.ClaimNameAnnotation]))
 	c := e.newClaim(Request{
-		Namespace: m.Namespace, Cluster: m.Spec.ClusterName, ID: claimOf(m), Candidates: []string{group},
+		Namespace: m.Namespace, Cluster: m.Spec.ClusterName, ID: protocol.ClaimOf(m), Candidates: []string{group},
 		Holder:      holder,
 		Spoke:       spoke,
 		DisplayName: string(name[:min(len(name), validation.DNS1123SubdomainMaxLength)]),
@@ -354,25 +331,25 @@ func (e *Engine) recreate(ctx context.Context, m *clusterv1.Machine) error {
 	if err := e.Client.Create(ctx, c); err != nil {
 		return err
 	}
-	log.FromContext(ctx).Info("made a claim again, whose object was lost, from its Machine's label", "claim", claimOf(m), "machine", m.Name)
+	log.FromContext(ctx).Info("made a claim again, whose object was lost, from its Machine's label", "claim", protocol.ClaimOf(m), "machine", m.Name)
 	return nil
 }
 
 // restore makes a claim Bound to the Machine that carries its label, or goes on releasing that one.
-func (e *Engine) restore(ctx context.Context, a action) error {
-	c := a.claim.DeepCopy()
+func (e *Engine) restore(ctx context.Context, a protocol.Action) error {
+	c := a.Claim.DeepCopy()
 	if c.Status.Phase != v1alpha1.PhaseReleasing {
 		c.Status.Phase = v1alpha1.PhaseBound
 	}
 	c.Status.Machine = &v1alpha1.MachineReference{
-		Name: a.machine.Name, UID: a.machine.UID, ProviderID: a.machine.Spec.ProviderID, NodeName: a.machine.Status.NodeRef.Name,
+		Name: a.Machine.Name, UID: a.Machine.UID, ProviderID: a.Machine.Spec.ProviderID, NodeName: a.Machine.Status.NodeRef.Name,
 	}
-	c.Status.NodeGroupUID = a.group
+	c.Status.NodeGroupUID = a.Group
 	if c.Status.BoundAt == nil {
 		c.Status.BoundAt = new(metav1.NewTime(e.Clock.Now()))
 	}
 	if c.Status.FailedAt == nil { // why it failed matters more
-		e.note(c, v1alpha1.Event{Reason: ReasonBound, Message: "its status was lost; bound to Machine " + a.machine.Name + " by that one's label"})
+		e.note(c, v1alpha1.Event{Reason: protocol.ReasonBound, Message: "its status was lost; bound to Machine " + a.Machine.Name + " by that one's label"})
 	}
 	return e.Client.Status().Update(ctx, c)
 }
@@ -398,30 +375,30 @@ func (e *Engine) label(ctx context.Context, c *v1alpha1.MachineClaim, machine *c
 }
 
 // unbind takes the label off a Machine that the next claim may have.
-func (e *Engine) unbind(ctx context.Context, a action) error {
-	m := a.machine.DeepCopy()
+func (e *Engine) unbind(ctx context.Context, a protocol.Action) error {
+	m := a.Machine.DeepCopy()
 	delete(m.Labels, v1alpha1.ClaimLabel)
 	delete(m.Labels, v1alpha1.ClaimNameLabel)
 	delete(m.Annotations, v1alpha1.ClaimNameAnnotation)
 	delete(m.Annotations, v1alpha1.ClaimHolderAnnotation)
 	delete(m.Annotations, v1alpha1.ClaimSpokeAnnotation)
 	delete(m.Annotations, v1alpha1.ClaimedAtAnnotation)
-	metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.HandedOverAnnotation, claimOf(a.machine))
+	metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.HandedOverAnnotation, protocol.ClaimOf(a.Machine))
 	// Exactly as it was read: it must have no Node.
-	return e.Client.Patch(ctx, m, client.MergeFromWithOptions(a.machine, client.MergeFromWithOptimisticLock{}), fieldOwner)
+	return e.Client.Patch(ctx, m, client.MergeFromWithOptions(a.Machine, client.MergeFromWithOptimisticLock{}), fieldOwner)
 }
 
 // hold marks the Machine, puts the finalizer on it and deletes it. Replicas stay: the slot is kept until the Machine is gone.
-func (e *Engine) hold(ctx context.Context, a action) error {
-	m := a.machine.DeepCopy()
+func (e *Engine) hold(ctx context.Context, a protocol.Action) error {
+	m := a.Machine.DeepCopy()
 	controllerutil.AddFinalizer(m, v1alpha1.ReleaseFinalizer)
 	metav1.SetMetaDataAnnotation(&m.ObjectMeta, clusterv1.DeleteMachineAnnotation, v1alpha1.Group)
-	spareDraining(m, a.release)
-	if err := e.patchMachine(ctx, a.machine, m); err != nil {
+	spareDraining(m, a.Release)
+	if err := e.patchMachine(ctx, a.Machine, m); err != nil {
 		return err
 	}
 	version := ""
-	if held(a.machine) {
+	if protocol.Held(a.Machine) {
 		version = m.ResourceVersion // the patch did not test that the finalizer stays
 	}
 	return e.Client.Delete(ctx, m, preconditions(m.UID, version))
@@ -443,7 +420,7 @@ func (e *Engine) keep(ctx context.Context, machine *clusterv1.Machine) error {
 }
 
 // spareDraining tells Cluster API not to drain a Node that the caller has drained.
-func spareDraining(m *clusterv1.Machine, r Release) {
+func spareDraining(m *clusterv1.Machine, r protocol.Release) {
 	if r.Drained {
 		metav1.SetMetaDataAnnotation(&m.ObjectMeta, clusterv1.ExcludeNodeDrainingAnnotation, v1alpha1.Group)
 		metav1.SetMetaDataAnnotation(&m.ObjectMeta, clusterv1.ExcludeWaitForNodeVolumeDetachAnnotation, v1alpha1.Group)
@@ -451,22 +428,22 @@ func spareDraining(m *clusterv1.Machine, r Release) {
 }
 
 // lowerSet lowers a MachineSet and notes, in the same write, for which Machines.
-func (e *Engine) lowerSet(ctx context.Context, a action) error {
-	set := a.set.DeepCopy()
-	replicas := max(0, replicasOf(set)-int32(len(a.uids)))
+func (e *Engine) lowerSet(ctx context.Context, a protocol.Action) error {
+	set := a.Set.DeepCopy()
+	replicas := max(0, protocol.ReplicasOf(set)-int32(len(a.UIDs)))
 	set.Spec.Replicas = &replicas
 	var before []types.UID // which nothing depends on any more
-	uids := slices.Clone(a.uids)
-	for _, uid := range releasedFrom(set) {
-		if slices.Contains(a.counts, uid) {
+	uids := slices.Clone(a.UIDs)
+	for _, uid := range protocol.ReleasedFrom(set) {
+		if slices.Contains(a.Counts, uid) {
 			uids = append(uids, uid)
 		} else {
 			before = append(before, uid)
 		}
 	}
 	uids = append(uids, before[max(0, len(before)-releasedKept):]...)
-	metav1.SetMetaDataAnnotation(&set.ObjectMeta, v1alpha1.ReleasedAnnotation, joinUIDs(uids))
-	return e.patchSet(ctx, a.set, set)
+	metav1.SetMetaDataAnnotation(&set.ObjectMeta, v1alpha1.ReleasedAnnotation, protocol.JoinUIDs(uids))
+	return e.patchSet(ctx, a.Set, set)
 }
 
 // patchSet writes the difference, if the MachineSet is still as it was read.
@@ -479,7 +456,7 @@ func (e *Engine) patchSet(ctx context.Context, before, after *clusterv1.MachineS
 // delete it. It is not refused for what else Cluster API writes, which is much while a Machine is new or going.
 func (e *Engine) patchMachine(ctx context.Context, before, after *clusterv1.Machine) error {
 	ops := []operation{test("/metadata/uid", before.UID)}
-	if alive(before) {
+	if protocol.Alive(before) {
 		ops = append(ops, test("/metadata/deletionTimestamp", nil)) // nil: there is none
 	}
 	ops = append(ops, change(labelPath, before.Labels, after.Labels, v1alpha1.ClaimLabel)...)
@@ -544,21 +521,21 @@ func change(path func(key string) string, before, after map[string]string, furth
 
 // takeBack begins the release of a claim whose Machine failed or is late. Only a failure keeps the Machine from the next claim and
 // cools the node group down.
-func (e *Engine) takeBack(ctx context.Context, a action) error {
-	c := a.claim.DeepCopy()
+func (e *Engine) takeBack(ctx context.Context, a protocol.Action) error {
+	c := a.Claim.DeepCopy()
 	now := metav1.NewTime(e.Clock.Now())
 	c.Status.Phase = v1alpha1.PhaseReleasing
 	c.Status.ReleasedAt = &now
-	if a.kind == fail {
+	if a.Kind == protocol.Fail {
 		c.Status.FailedAt = &now
 	}
-	e.note(c, a.event)
+	e.note(c, a.Event)
 	if err := e.Client.Status().Update(ctx, c); err != nil {
 		return err
 	}
-	e.event(c, a.event.Reason, "GiveUp", a.event.Message)
-	log.FromContext(ctx).Info("took a claim back", "claim", c.Spec.ClaimID, "name", c.Spec.DisplayName, "reason", a.event.Reason,
-		"cause", a.event.Message)
+	e.event(c, a.Event.Reason, "GiveUp", a.Event.Message)
+	log.FromContext(ctx).Info("took a claim back", "claim", c.Spec.ClaimID, "name", c.Spec.DisplayName, "reason", a.Event.Reason,
+		"cause", a.Event.Message)
 	return nil
 }
 
@@ -579,15 +556,15 @@ func (e *Engine) endClaim(ctx context.Context, claim *v1alpha1.MachineClaim, why
 }
 
 // moveOn moves a claim to its next candidate that takes it, or ends it.
-func (e *Engine) moveOn(ctx context.Context, a action) error {
-	next, err := e.nextCandidate(ctx, a.claim)
+func (e *Engine) moveOn(ctx context.Context, a protocol.Action) error {
+	next, err := e.nextCandidate(ctx, a.Claim)
 	if err != nil {
 		return err
 	}
 	if next.none() {
-		return e.endClaim(ctx, a.claim, a.event)
+		return e.endClaim(ctx, a.Claim, a.Event)
 	}
-	moved, err := e.moveTo(ctx, a.claim, next)
+	moved, err := e.moveTo(ctx, a.Claim, next)
 	if err != nil {
 		return err
 	}

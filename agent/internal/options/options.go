@@ -16,9 +16,9 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/validation"
 
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricing"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 // EnvironmentPrefix begins the name of every environment variable.
@@ -423,8 +423,8 @@ func (o *Options) Pricing() pricing.Policy {
 }
 
 // Failure returns when machines are given up.
-func (o *Options) Failure() claims.Failure {
-	return claims.Failure{
+func (o *Options) Failure() protocol.Failure {
+	return protocol.Failure{
 		Reasons:            o.FailureReasons,
 		ObjectDeadline:     o.MachineObjectDeadline,
 		ProviderIDDeadline: o.MachineProviderIDDeadline,

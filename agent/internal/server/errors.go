@@ -13,11 +13,12 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
+	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/messages"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 )
 
@@ -78,7 +79,7 @@ func answerOther(ctx context.Context, err error) error {
 		return agenterrors.NotSynced("the agent's view of the hub is not complete yet")
 	case ctx.Err() != nil:
 		return grpcstatus.FromContextError(ctx.Err()).Err()
-	case errors.Is(err, claims.ErrNewerLedger):
+	case errors.Is(err, protocol.ErrNewerLedger):
 		return agenterrors.HubUnreachable("a newer agent is at work on this node group: " + err.Error())
 	case unreachable(err):
 		return agenterrors.HubUnreachable("the hub's API server did not answer: " + err.Error())

@@ -35,15 +35,16 @@ import (
 	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/messages"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/observed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/testpki"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -472,7 +473,7 @@ func TestEnginesErrorsBecomeTheAPIs(t *testing.T) {
 		},
 		"API server busy": {apierrors.NewTooManyRequests("slow down", 1), codes.Unavailable, agenterrors.ReasonHubUnreachable},
 		"API server ill":  {apierrors.NewInternalError(errors.New("etcd")), codes.Unavailable, agenterrors.ReasonHubUnreachable},
-		"newer ledger":    {fmt.Errorf("MachineDeployment x: %w", claims.ErrNewerLedger), codes.Unavailable, agenterrors.ReasonHubUnreachable},
+		"newer ledger":    {fmt.Errorf("MachineDeployment x: %w", protocol.ErrNewerLedger), codes.Unavailable, agenterrors.ReasonHubUnreachable},
 		"no right":        {apierrors.NewForbidden(gvr, "secret-name", errors.New("no")), codes.Internal, ""},
 		"a bug":           {errors.New("secret-name"), codes.Internal, ""},
 	} {

@@ -1,6 +1,6 @@
-// Command mutants shows that the model test of package claims is able to find mistakes: it breaks the engine deliberately, one
-// rule at a time, and asks that the test violates an invariant each time, and that it does not with the engine as it is. The
-// last line of its output says how it went, and so does its exit status.
+// Command mutants shows that the model test of package claims, and the explorer, are able to find mistakes: it breaks the engine and
+// its protocol deliberately, one rule at a time, and asks that an invariant is violated each time, and that none is with the engine as
+// it is. The last line of its output says how it went, and so does its exit status.
 package main
 
 import (
@@ -34,7 +34,7 @@ func main() {
 
 func run(ctx context.Context, args []string, out io.Writer) error {
 	flags := flag.NewFlagSet("mutants", flag.ContinueOnError)
-	source := flags.String("source", "agent/internal/claims", "folder of the package to mutate")
+	source := flags.String("source", ".", "root of the repository to mutate")
 	only := flags.String("run", "", "regular expression that selects mutants by name")
 	budget := flags.Duration("budget", 15*time.Minute, "longest time that the histories of one mutant may take")
 	parallel := flags.Int("parallel", 2, "mutants that are tried at once")
@@ -58,7 +58,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	if err != nil {
 		return fmt.Errorf("-source: %w", err)
 	}
-	return tryAll(ctx, runner{source: folder, budget: *budget, rounds: rounds}, chosen, *parallel, out)
+	return tryAll(ctx, runner{root: folder, budget: *budget, rounds: rounds}, chosen, *parallel, out)
 }
 
 // tryAll tries the control and the mutants, prints a row for each and a verdict.

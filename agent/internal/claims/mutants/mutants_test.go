@@ -11,7 +11,7 @@ import (
 
 func source(t *testing.T) string {
 	t.Helper()
-	path, err := filepath.Abs("..")
+	path, err := filepath.Abs("../../../..")
 	require.NoError(t, err)
 	return path
 }
@@ -21,14 +21,18 @@ func TestEveryMutantApplies(t *testing.T) {
 	for _, m := range mutants {
 		assert.False(t, names[m.name], "two mutants are called %q", m.name)
 		names[m.name] = true
-		_, err := m.overlay(source(t), t.TempDir())
+		r := runner{root: source(t)}
+		_, err := m.overlay(r.sources(), t.TempDir())
 		assert.NoError(t, err)
+		_, err = r.home(m.test)
+		assert.NoError(t, err)
+		assert.Equal(t, m.world == "", m.violation == "", m.name)
 	}
 }
 
 // TestTheQuickestMutantsAreCaught tries those that a few histories suffice for; `make mutants` tries all.
 func TestTheQuickestMutantsAreCaught(t *testing.T) {
-	r := runner{source: source(t), budget: 5 * time.Minute, rounds: rounds[:2]}
+	r := runner{root: source(t), budget: 5 * time.Minute, rounds: rounds[:2]}
 	tried := 0
 	for _, m := range mutants {
 		if !m.smoke {

@@ -18,8 +18,8 @@ import (
 // modelTest is the property test that random histories of the protocol are checked by.
 const modelTest = "TestProtocolAgainstAdversary"
 
-// otherTests are all others of the package, among them the one that compares each decision with the explored model's. They are
-// asked when no history shows that something is broken: what is left out has a second guard, or takes a rare coincidence.
+// otherTests are all others of the package. They are asked when no history shows that something is broken: what is left out has a
+// second guard, or takes a rare coincidence.
 const otherTests = "other tests"
 
 // round is one run of a test: so many random histories, all of them made from one seed.
@@ -56,13 +56,50 @@ type catch struct {
 	histories, rounds int
 }
 
-// runner builds and runs the tests of package claims, mutated or not.
+// runner builds and runs the tests of packages claims and protocol, or the explorer, mutated or not.
 type runner struct {
-	source string        // the folder of package claims
+	root   string        // the repository's
 	budget time.Duration // for the histories of one mutant
 	rounds []round
 	// control says that what is judged is the engine as it is.
 	control bool
+}
+
+// The mutated packages. Their tests share no names.
+const (
+	claimsPackage   = "agent/internal/claims"
+	protocolPackage = "agent/protocol"
+	explorerPackage = "test/claimmodel"
+)
+
+func (r runner) folder(pkg string) string { return filepath.Join(r.root, filepath.FromSlash(pkg)) }
+
+// sources are the folders of what is mutated.
+func (r runner) sources() []string {
+	return []string{r.folder(claimsPackage), r.folder(protocolPackage)}
+}
+
+// home returns the package that a test belongs to.
+func (r runner) home(test string) (string, error) {
+	if test == "" || test == otherTests {
+		return claimsPackage, nil
+	}
+	for _, pkg := range []string{claimsPackage, protocolPackage} {
+		files, err := filepath.Glob(filepath.Join(r.folder(pkg), "*_test.go"))
+		if err != nil {
+			return "", fmt.Errorf("looking for tests: %w", err)
+		}
+		for _, file := range files {
+			text, err := os.ReadFile(file) //nolint:gosec // a file of this repository
+			if err != nil {
+				return "", fmt.Errorf("looking for tests: %w", err)
+			}
+			if strings.Contains(string(text), "\nfunc "+test+"(") {
+				return pkg, nil
+			}
+		}
+	}
+	return "", fmt.Errorf("there is no test %s", test)
 }
 
 // try compiles the engine with the mutant's edits and runs histories until the test fails. Errors: [errSurvived], [errTime],
@@ -73,12 +110,22 @@ func (r runner) try(ctx context.Context, m mutant) (catch, error) {
 		return catch{}, fmt.Errorf("making a folder: %w", err)
 	}
 	defer func() { _ = os.RemoveAll(dir) }()
-	binary, err := r.compile(ctx, m, dir)
+	pkg, err := r.home(m.test)
+	if err != nil {
+		return catch{}, fmt.Errorf("mutant %q: %w", m.name, err)
+	}
+	if m.world != "" {
+		pkg = explorerPackage
+	}
+	binary, err := r.compile(ctx, m, pkg, dir)
 	if err != nil {
 		return catch{}, err
 	}
 	ctx, cancel := context.WithTimeout(ctx, r.budget)
 	defer cancel()
+	if m.world != "" {
+		return r.explore(ctx, binary, m)
+	}
 	total := 0
 	histories := func(rounds []round) (catch, error) {
 		for _, round := range rounds {
@@ -101,7 +148,37 @@ func (r runner) try(ctx context.Context, m mutant) (catch, error) {
 	if !errors.Is(err, errSurvived) || r.control {
 		return found, err
 	}
+	if binary, err = r.compile(ctx, m, protocolPackage, dir); err != nil {
+		return catch{}, err
+	}
+	found, err = r.run(ctx, binary, dir, others, rounds[0])
+	found.histories, found.rounds = total, len(r.rounds)
+	if !errors.Is(err, errSurvived) {
+		return found, err
+	}
 	return histories(lastRounds)
+}
+
+// violated is what the explorer says of a violation.
+var violated = regexp.MustCompile(`(?m)^VIOLATION (.*) \(\d+ times\)$`)
+
+// explore runs the mutant's world until the violation is found that the mutant is to bring.
+func (r runner) explore(ctx context.Context, binary string, m mutant) (catch, error) {
+	//nolint:gosec // the binary was just built
+	cmd := exec.CommandContext(ctx, binary, append(strings.Fields(m.world), "-world", "-until", m.violation)...)
+	out, err := cmd.CombinedOutput()
+	switch {
+	case err == nil:
+		return catch{}, errSurvived
+	case ctx.Err() != nil:
+		return catch{}, errTime
+	}
+	for _, found := range violated.FindAllStringSubmatch(string(out), -1) {
+		if first, _, _ := strings.Cut(found[1], " "); first == m.violation {
+			return catch{invariant: "explored: " + found[1], histories: 1}, nil
+		}
+	}
+	return catch{}, fmt.Errorf("mutant %q brings no %s: %w\n%s", m.name, m.violation, err, first(string(out), 40))
 }
 
 // controlBudget only ends a run that hangs.
@@ -121,9 +198,9 @@ func (r runner) soundness(ctx context.Context, tests []string, needed int) (catc
 	return r.try(ctx, mutant{name: "(none)"})
 }
 
-// compile builds the test binary of the mutated package.
-func (r runner) compile(ctx context.Context, m mutant, dir string) (string, error) {
-	replace, err := m.overlay(r.source, dir)
+// compile builds the test binary of a package, or the explorer, with the mutant's edits.
+func (r runner) compile(ctx context.Context, m mutant, pkg, dir string) (string, error) {
+	replace, err := m.overlay(r.sources(), dir)
 	if err != nil {
 		return "", err
 	}
@@ -135,10 +212,14 @@ func (r runner) compile(ctx context.Context, m mutant, dir string) (string, erro
 	if err := os.WriteFile(overlay, data, 0o600); err != nil {
 		return "", fmt.Errorf("writing the overlay: %w", err)
 	}
-	binary := filepath.Join(dir, "claims.test")
+	binary := filepath.Join(dir, filepath.Base(pkg)+".test")
+	build := []string{"test", "-c", "-vet=off"}
+	if pkg == explorerPackage {
+		build = []string{"build"}
+	}
 	//nolint:gosec // the flags are ours
-	cmd := exec.CommandContext(ctx, "go", "test", "-c", "-vet=off", "-ldflags=-s -w", "-overlay", overlay, "-o", binary, ".")
-	cmd.Dir = r.source
+	cmd := exec.CommandContext(ctx, "go", append(build, "-ldflags=-s -w", "-overlay", overlay, "-o", binary, ".")...)
+	cmd.Dir = r.folder(pkg)
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
 	if out, err := cmd.CombinedOutput(); err != nil {
 		return "", fmt.Errorf("mutant %q does not compile: %w\n%s", m.name, err, out)
@@ -170,8 +251,8 @@ func (r runner) run(ctx context.Context, binary, dir string, m mutant, round rou
 		"-rapid.nofailfile", "-rapid.shrinktime=0s",
 		fmt.Sprintf("-rapid.seed=%d", round.seed), fmt.Sprintf("-rapid.checks=%d", round.histories), fmt.Sprintf("-rapid.steps=%d", round.steps))
 	cmd.Dir = dir // where no histories of earlier failures are
-	if m.test != "" {
-		cmd.Dir = r.source // where such a test expects to be
+	if pkg, err := r.home(m.test); err == nil && m.test != "" {
+		cmd.Dir = r.folder(pkg) // where such a test expects to be
 	}
 	data, err := cmd.CombinedOutput()
 	out := string(data)

@@ -278,12 +278,8 @@ func stage(m *clusterv1.Machine) engine.Stage {
 	if m.DeletionTimestamp.IsZero() {
 		return engine.Alive
 	}
-	_, hooked := m.Annotations[agentv1.ReleaseHook]
 	why := ptr.Deref(meta.FindStatusCondition(m.Status.Conditions, clusterv1.MachineDeletingCondition), metav1.Condition{}).Reason
-	switch {
-	case hooked && why == clusterv1.MachineDeletingWaitingForPreTerminateHookReason:
-		return engine.Hooked
-	case slices.Equal(m.Finalizers, []string{agentv1.ReleaseFinalizer}) && why == clusterv1.MachineDeletingDeletionCompletedReason:
+	if slices.Equal(m.Finalizers, []string{agentv1.ReleaseFinalizer}) && why == clusterv1.MachineDeletingDeletionCompletedReason {
 		return engine.Held
 	}
 	return engine.Unsettled
@@ -370,7 +366,7 @@ func (p *play) write(ctx context.Context, w engine.Write) error {
 	switch w.Verb {
 	case engine.PauseSet, engine.UnpauseSet, engine.LowerSet:
 		return p.writeSet(ctx, w)
-	case engine.Mark, engine.Hold, engine.Hook, engine.Delete, engine.LetGo:
+	case engine.Mark, engine.Hold, engine.Delete, engine.LetGo:
 		return p.writeMachine(ctx, w)
 	case engine.KeepFromBooting:
 		p.kept = true
@@ -420,10 +416,7 @@ func (p *play) writeMachine(ctx context.Context, w engine.Write) error {
 		case engine.Hold:
 			annotate(m, clusterv1.DeleteMachineAnnotation)
 			controllerutil.AddFinalizer(m, agentv1.ReleaseFinalizer)
-		case engine.Hook:
-			annotate(m, agentv1.ReleaseHook)
 		default:
-			delete(m.Annotations, agentv1.ReleaseHook)
 			controllerutil.RemoveFinalizer(m, agentv1.ReleaseFinalizer)
 		}
 	}))

@@ -13,7 +13,6 @@ func unpauseWith(n int) write { return write{Verb: engine.UnpauseWith, N: n} }
 func lowerSet(n int) write    { return write{Verb: engine.LowerSet, N: n} }
 func mark(m int) write        { return write{Verb: engine.Mark, N: m} }
 func hold(m int) write        { return write{Verb: engine.Hold, N: m} }
-func hook(m int) write        { return write{Verb: engine.Hook, N: m} }
 func remove(m int) write      { return write{Verb: engine.Delete, N: m} }
 func letGo(m int) write       { return write{Verb: engine.LetGo, N: m} }
 
@@ -108,16 +107,6 @@ func Scripts() []engine.Script {
 		}},
 		{Name: "Machines that cannot boot, and a held one", Machines: []int{2}, Phases: []phase{
 			{noBoot}, {hold(0), remove(0)}, {replicas(3)}, {replicas(2)}, {letGo(0)},
-		}},
-
-		{Name: "deleted by somebody, with a hook", Machines: []int{2}, Phases: []phase{
-			{hook(0), remove(0)}, {replicas(1)}, {letGo(0)},
-		}},
-		{Name: "hooked after somebody deleted it", Machines: []int{2}, Phases: []phase{
-			{remove(0), hook(0)}, {replicas(1)}, {letGo(0)},
-		}},
-		{Name: "the hook goes before replicas are lowered", Machines: []int{2}, Phases: []phase{
-			{hook(0), remove(0)}, {letGo(0)}, {replicas(1)},
 		}},
 
 		{Name: "a rollout", RollingUpdate: true, Machines: []int{2}, Phases: []phase{{rollout}, {replicas(1)}}},

@@ -1,6 +1,9 @@
 package engine
 
-import "github.com/karpenter-capi/karpenter-capi/test/claimmodel/internal/explore"
+import (
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
+	"github.com/karpenter-capi/karpenter-capi/test/claimmodel/internal/explore"
+)
 
 // writer does what one agent decided, from one snapshot.
 type writer struct {
@@ -80,25 +83,27 @@ func (w *writer) done(next *State) {
 func (w *writer) commit(d *decision) {
 	at := &w.s.groups[w.g]
 	gaveBack := d.ledger.givenBack&^w.from.ledger.givenBack != 0
-	shrinks := d.ledger.shrunk != 0 && w.from.ledger.shrunk == 0 && !w.p.without(ShrinkAsObserved)
+	shrank := w.from.ledger.shrinks != 0 && w.from.ledger.shrunk == 0 && d.ledger.shrunk != 0
 	if w.v != nil {
 		fresh := w.v.ledgerFresh != 0
-		if w.from.ledger.present == 0 {
-			fresh = w.v.objectFresh != 0
+		if w.from.ledger.present == 0 { // none is there, as when it was read
+			fresh = at.ledger.present == 0
 		}
-		if !fresh || at.md.replicas != w.from.md.replicas || (gaveBack && !w.p.without(ObserveTemplate) || shrinks) && w.v.generationFresh == 0 {
+		template := w.from.ledger.present == 0 || (gaveBack || d.chose || shrank) && !w.p.without(TestTemplate)
+		if !fresh || at.md.replicas != w.from.md.replicas || template && w.v.generationFresh == 0 {
 			return
 		}
-		if d.pause == pauseSet && w.v.objectFresh == 0 && !w.p.without(TestPause) {
+		if d.pause == protocol.PauseSet && w.v.objectFresh == 0 && !w.p.without(TestPause) {
 			return
 		}
-		if d.pause == pauseRemove && w.from.md.paused == byAgent && at.md.paused != byAgent {
+		if d.pause == protocol.PauseRemove && w.from.md.paused == byAgent && at.md.paused != byAgent {
 			return
 		}
 	}
 	next := *w.s
 	to := &next.groups[w.g]
 	to.ledger = d.ledger
+	to.md.frozen |= b(d.lowered)
 	for c := range maxClaims { // an adopted Machine is the user's no more once the claim has it
 		if w.from.ledger.adopted&^d.ledger.adopted&bit(c) != 0 && carriedBy(w.from, c) && to.owned > 0 {
 			to.owned--
@@ -124,16 +129,16 @@ func (w *writer) commit(d *decision) {
 		}
 	}
 	switch d.pause {
-	case pauseSet:
+	case protocol.PauseSet:
 		if at.md.paused == byHuman {
 			violation = "P2 a human's pause is taken over"
 		}
 		to.md.paused = byAgent
-	case pauseRemove:
+	case protocol.PauseRemove:
 		if w.from.md.paused == byAgent {
 			to.md.paused = notPaused
 		}
-	case pauseKeep:
+	case protocol.PauseKeep:
 	}
 	if violation == "" {
 		violation = w.takesFloor(d)
@@ -184,18 +189,18 @@ func (w *writer) perform(a action) {
 	case label:
 		w.label(c, i, false)
 	case unbind:
-		if w.machineFresh(i) {
+		if w.v == nil || w.v.machinesSame&bit(i) != 0 {
 			next := *w.s
 			next.groups[w.g].machines[i].label = 0
 			w.emit(&next, act(w.id, w.g, doUnbind, c, i), "")
 		}
 	case hold:
 		w.hold(i)
-	case hook:
+	case keep:
 		if w.machineFresh(i) {
 			next := *w.s
-			next.groups[w.g].machines[i].flags |= hooked
-			w.emit(&next, act(w.id, w.g, doHook, i, 0), "")
+			next.groups[w.g].machines[i].flags &^= finalized
+			w.emit(&next, act(w.id, w.g, doKeep, i, 0), "")
 		}
 	case letGo:
 		w.letGo(i)
@@ -250,8 +255,9 @@ func (w *writer) ends(a action, c int) string {
 		}
 	}
 	if a.released {
-		for _, m := range at.machines {
-			if int(m.label) == c+1 && m.exists() && m.phase != held {
+		for i, m := range at.machines {
+			its := int(m.label) == c+1 || x.machine == uint8(i+1) && m.label == 0 && m.phase == deleting // its label was never written
+			if its && m.exists() && m.phase != held {
 				return "E3 a release is reported done and the Machine is there"
 			}
 		}
@@ -351,13 +357,9 @@ func (w *writer) letGo(i int) {
 	}
 	next := *w.s
 	m := &next.groups[w.g].machines[i]
-	m.flags &^= finalized | hooked
-	switch m.phase {
-	case held:
+	m.flags &^= finalized
+	if m.phase == held {
 		*m = machine{phase: gone, set: m.set}
-	case waiting:
-		m.phase = deleting
-	default:
 	}
 	w.emit(&next, act(w.id, w.g, doLetGo, i, 0), "")
 }
@@ -430,7 +432,7 @@ func (p *Protocol) reads(s *State, a int, emit explore.Emit[State]) {
 		emit(&next, act(a, g, readSets, 0, 0), "")
 	case v.step == setsRead:
 		s.readMachines(g, &w.s)
-		w.machinesFresh, w.step = 1<<maxMachines-1, allRead
+		w.machinesFresh, w.machinesSame, w.step = 1<<maxMachines-1, 1<<maxMachines-1, allRead
 		emit(&next, act(a, g, readMachines, 0, 0), "")
 	case v.step == allRead && v.ledgerFresh != 0:
 		w.step = ledgerChecked

@@ -47,7 +47,7 @@ func (p *Protocol) CheckAtRest(s *State) string {
 
 func (p *Protocol) groupAtRest(s *State, g int) string {
 	at := &s.groups[g]
-	if at.md.paused == byHuman || at.blocked != 0 && !p.BlockedForGood {
+	if at.md.paused == byHuman || at.md.frozen != 0 || at.blocked != 0 && !p.BlockedForGood {
 		return "" // nothing has to come to an end meanwhile
 	}
 	live := 0
@@ -77,8 +77,8 @@ func (p *Protocol) groupAtRest(s *State, g int) string {
 			continue
 		}
 		exist++
-		if m.flags&(finalized|hooked) != 0 {
-			return "I4 a Machine keeps our finalizer or hook"
+		if m.has(finalized) {
+			return "I4 a Machine keeps our finalizer"
 		}
 	}
 	if at.md.paused == byAgent {

@@ -4,6 +4,10 @@ import (
 	"fmt"
 	"strings"
 
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 	"github.com/karpenter-capi/karpenter-capi/test/claimmodel/internal/explore"
 )
 
@@ -24,8 +28,6 @@ type Protocol struct {
 	Sets int
 	// RollingUpdate replaces Machines of old templates by itself; else nothing happens to them (OnDelete).
 	RollingUpdate bool
-	// Hooks lets the agent hold Machines that somebody else is deleting.
-	Hooks bool
 	// Adopt lets the last claim take over the first Machine.
 	Adopt bool
 	// Repeat lets the call that makes a claim arrive a second time, at any time, and calls that release one arrive before it.
@@ -36,7 +38,7 @@ type Protocol struct {
 	// How often things happen from outside.
 	Outsiders int // somebody deletes a Machine
 	Raises    int // a human raises replicas
-	Lowers    int // a human lowers replicas, never below what he owns
+	Lowers    int // a human lowers replicas, never below what is claimed
 	Rollouts  int // the template changes
 	Wipes     int // the ledger is wiped
 	Pauses    int // a human pauses a MachineDeployment, and un-pauses it at any time
@@ -46,63 +48,31 @@ type Protocol struct {
 
 	// Without leaves a rule out: each must bring a violation.
 	Without Rule
+
+	// What is remembered of the agent's decisions, and what they are made from.
+	decisions  map[question]decision
+	claims     map[keyed[claim]]*v1alpha1.MachineClaim
+	sets       map[keyed[machineSet]]*clusterv1.MachineSet
+	machinesOf map[keyed[machine]]*clusterv1.Machine
 }
 
-// Rule is one that can be left out. Several are joined by |.
+// Rule is one of those that the process around [protocol.Decide] keeps, and that can be left out. Several are joined by |. The rules of
+// the decision itself are left out as mutants of the agent's source are, see package mutants there.
 type Rule uint32
 
 // The rules.
 const (
 	// Seq tells two ledgers of the same content apart.
 	Seq Rule = 1 << iota
-	// Fence lets a Machine go only when Cluster API has observed its replica's lowering.
-	Fence
-	// DeletionComplete lowers replicas only when the Machine is torn down.
-	DeletionComplete
-	// PauseForSeveralSets lowers a Machine's own MachineSet under pause where there are several.
-	PauseForSeveralSets
-	// CompletePause completes what was begun under pause; without it recovery merely un-pauses.
-	CompletePause
-	// ObserveLoweredSet waits until the MachineSet that was lowered under pause has observed it.
-	ObserveLoweredSet
 	// ReleasedTogether notes the released Machine in the same write that lowers its MachineSet.
 	ReleasedTogether
-	// ObserveTemplate waits, before lowering a sole MachineSet, until the present template is observed, and tests it.
-	ObserveTemplate
-	// WaitForRollout leaves Machines without a claim alone while a rollout runs.
-	WaitForRollout
+	// TestTemplate writes what depends on the template only while that is as it was read: a release that is given back, a choice of
+	// spares, and spares that never came.
+	TestTemplate
 	// Anchor: a claim is one object, created once. Without it each group has its own, and claims 0 and 1 are the same one.
 	Anchor
-	// MaxSize refuses claims beyond the max size.
-	MaxSize
-	// KeepFloor leaves the floor as many Machines as it owns.
-	KeepFloor
-	// RebuildFromClaims counts claims and labelled Machines when the ledger is rebuilt; without it all replicas are floor.
-	RebuildFromClaims
-	// FloorFromDifference takes a human's change of replicas into the floor.
-	FloorFromDifference
-	// PauseToShrink pauses the MachineSet before a spare that never came is given back.
-	PauseToShrink
-	// KeepPaused keeps that MachineSet paused as long as the spare is missing, whatever another agent's grace period says.
-	KeepPaused
-	// ShrinkInLedger has the ledger say whether a paused MachineSet waits for the lowering or for its end.
-	ShrinkInLedger
-	// ShrinkAsObserved gives back spares that never came only while the present template is observed, and tests it.
-	ShrinkAsObserved
-	// OnePauseAtATime pauses no MachineDeployment while one of its MachineSets is paused, and the other way round.
-	OnePauseAtATime
 	// TestPause pauses a MachineDeployment only as it was read.
 	TestPause
-	// SlotTaken lowers nothing for a Machine whose MachineSet has lost its slot already.
-	SlotTaken
-	// UnpauseLeftOver takes off the agent's pause of which the ledger knows nothing.
-	UnpauseLeftOver
-	// FenceLost lets a Machine that the ledger does not know go only when Cluster API has observed everything.
-	FenceLost
-	// RebuildSafely does not count a held Machine, whose replica may have been given back, when the ledger is rebuilt.
-	RebuildSafely
-	// RebuildReleases goes on with the releases that Machines show and that the ledger does not, as when it is rebuilt.
-	RebuildReleases
 	// LateForget keeps ended claims until no call for them can arrive any more.
 	LateForget
 	// Tombstone remembers the release of a claim that is unknown.
@@ -115,10 +85,8 @@ const (
 	TestMachine
 )
 
-var ruleNames = strings.Fields(`seq fence deletion-complete pause-for-several-sets complete-pause observe-lowered-set released-together
-	observe-template wait-for-rollout anchor max-size keep-floor rebuild-from-claims floor-from-difference
-	pause-to-shrink keep-paused shrink-in-ledger shrink-as-observed one-pause-at-a-time test-pause slot-taken unpause-left-over
-	fence-lost rebuild-safely rebuild-releases late-forget tombstone live-after-ledger check-ledger test-machine`)
+var ruleNames = strings.Fields(`seq released-together test-template anchor test-pause late-forget tombstone live-after-ledger check-ledger
+	test-machine`)
 
 // RuleNames are the names of all rules.
 func RuleNames() []string { return ruleNames }
@@ -261,6 +229,9 @@ func (p *Protocol) refute(before, after *State) {
 		}
 		for i := range is.machines {
 			if was.machines[i] != is.machines[i] {
+				v.machinesSame &^= bit(i)
+			}
+			if was.machines[i].tested() != is.machines[i].tested() {
 				v.machinesFresh &^= bit(i)
 			}
 		}
@@ -294,6 +265,7 @@ const (
 	humanLowers
 	humanRollsOut
 	somebodyWipes
+	humanThaws
 	humanPauses
 	humanUnpauses
 	somethingBlocks
@@ -312,8 +284,6 @@ const (
 	setDeletes
 	nodeJoins
 	machineOutdated
-	hookReached
-	teardown
 	tornDown
 	readDeployment
 	readClaims
@@ -330,7 +300,7 @@ const (
 	doEnd
 	doFinalizer
 	doDelete
-	doHook
+	doKeep
 	doLetGo
 	doPauseSet
 	doUnpauseSet
@@ -342,7 +312,7 @@ const (
 var wording = [...]string{
 	createClaim: "CreateClaim c%x (group %g)", repeatCreate: "CreateClaim c%x once more (group %g)", releaseClaim: "ReleaseClaim c%x",
 	buryClaim: "ReleaseClaim c%x, unknown: a tombstone", outsiderDeletes: "somebody deletes m%x", humanRaises: "a human raises replicas to %x",
-	humanLowers: "a human lowers replicas to %x", humanRollsOut: "a human changes the template to %x", somebodyWipes: "somebody wipes the ledger",
+	humanLowers: "a human lowers replicas to %x", humanRollsOut: "a human changes the template to %x", somebodyWipes: "somebody wipes the ledger", humanThaws: "a human clears the freeze",
 	humanPauses: "a human pauses the MachineDeployment", humanUnpauses: "the human un-pauses it", somethingBlocks: "creation is blocked",
 	somethingUnblocks: "creation is possible again", callMoves: "call: c%x moves to group %g", callEnds: "call: c%x Ended (no room)",
 	forgetClaim: "the tombstone of c%x is forgotten", setMade: "MachineDeployment: makes set %x",
@@ -350,11 +320,11 @@ var wording = [...]string{
 	deploymentObserves: "MachineDeployment: observes its generation", setPaused: "set %x: condition Paused=%y",
 	setObserves: "set %x: observes replicas=%y", setSees: "Cluster API's cache shows m%x", setCreates: "set %x: creates m%y",
 	setDeletes: "set %x: DELETES m%y", nodeJoins: "m%x has a Node", machineOutdated: "m%x: condition UpToDate changes",
-	hookReached: "m%x: waits for the hook", teardown: "m%x: its instance is being stopped", tornDown: "m%x is torn down",
+	tornDown:       "m%x is torn down",
 	readDeployment: "reads MachineDeployment and ledger", readClaims: "reads claims", readSets: "reads MachineSets", readMachines: "reads Machines",
 	checkLedger: "reads the ledger again, unchanged", writeLedger: "writes the ledger", refuse: "refuses c%x", doMark: "c%x Pending",
 	doBind: "c%x Bound to m%y", doRestore: "c%x restored to m%y", doLabel: "labels m%y for c%x", doUnbind: "takes the label of c%x off m%y",
-	doEnd: "c%x Ended", doFinalizer: "finalizer on m%x", doDelete: "DELETE m%x", doHook: "hook on m%x", doLetGo: "lets m%x go",
+	doEnd: "c%x Ended", doFinalizer: "finalizer on m%x", doDelete: "DELETE m%x", doKeep: "keeps m%x: finalizer off", doLetGo: "lets m%x go",
 	doPauseSet: "pauses set %x", doUnpauseSet: "un-pauses set %x", doLowerSet: "lowers set %x to %y",
 	doNoteReleased: "notes on set %x what it was lowered for",
 }
@@ -392,6 +362,6 @@ func describeLedger(who, g int, d *decision) explore.Act {
 		names += int(b(entry >= named))
 	}
 	x := int(d.replicas)&15<<12 | int(d.ledger.floor)&7<<9 | min(entries, 3)<<7 | min(names, 3)<<5 |
-		min(int(count(d.ledger.releasing)), 3)<<3 | min(int(count(d.ledger.givenBack)), 3)<<1 | int(b(d.pause != pauseKeep))
+		min(int(count(d.ledger.releasing)), 3)<<3 | min(int(count(d.ledger.givenBack)), 3)<<1 | int(b(d.pause != protocol.PauseKeep))
 	return explore.Act(who<<28 | g<<24 | writeLedger<<16 | x)
 }

@@ -55,11 +55,9 @@ const (
 	Mark
 	// Hold Machine N: the delete annotation and a finalizer of ours.
 	Hold
-	// Hook puts a pre-terminate hook on Machine N.
-	Hook
 	// Delete Machine N.
 	Delete
-	// LetGo takes finalizer and hook off Machine N.
+	// LetGo takes the finalizer off Machine N.
 	LetGo
 	// KeepFromBooting lets no instance come into being any more, of whatever Machine.
 	KeepFromBooting
@@ -68,7 +66,7 @@ const (
 var verbs = [...]string{
 	SetReplicas: "replicas %d", ChangeTemplate: "change the template", Pause: "pause", Unpause: "un-pause",
 	UnpauseWith: "un-pause with replicas %d", PauseSet: "pause set %d", UnpauseSet: "un-pause set %d", LowerSet: "lower set %d",
-	Mark: "mark m%d", Hold: "hold m%d", Hook: "hook m%d", Delete: "delete m%d", LetGo: "let m%d go",
+	Mark: "mark m%d", Hold: "hold m%d", Delete: "delete m%d", LetGo: "let m%d go",
 	KeepFromBooting: "keep new instances from booting",
 }
 
@@ -106,8 +104,6 @@ const (
 	None Stage = iota
 	// Alive, with a Node.
 	Alive
-	// Hooked is being deleted, and waits for the hook.
-	Hooked
 	// Held is torn down but for our finalizer.
 	Held
 	// Gone altogether.
@@ -116,7 +112,7 @@ const (
 	Unsettled
 )
 
-var stages = [...]string{None: "none", Alive: "alive", Hooked: "hooked", Held: "held", Gone: "gone", Unsettled: "UNSETTLED"}
+var stages = [...]string{None: "none", Alive: "alive", Held: "held", Gone: "gone", Unsettled: "UNSETTLED"}
 
 // String says the stage in a word.
 func (s Stage) String() string { return stages[s] }
@@ -183,7 +179,7 @@ const mostStates = 1 << 20
 // with the situations that have it.
 func (s *Script) Allowed(phase int, from []Situation) (map[Outcome][]Situation, error) {
 	m := &scripted{
-		p:    &Protocol{Groups: 1, RollingUpdate: s.RollingUpdate, Hooks: true},
+		p:    &Protocol{Groups: 1, RollingUpdate: s.RollingUpdate},
 		from: from, writes: s.Phases[phase], allowed: map[Outcome][]Situation{}, met: map[uint64]bool{},
 	}
 	result := explore.Search(m, explore.Options{States: mostStates})
@@ -302,7 +298,7 @@ func (s *Situation) do(w Write) {
 		set := &at.sets[w.N]
 		set.replicas--
 		set.observed, set.foreign = 0, 1
-	case Mark, Hold, Hook, Delete, LetGo:
+	case Mark, Hold, Delete, LetGo:
 		at.machines[w.N] = at.machines[w.N].done(w.Verb)
 	case KeepFromBooting:
 		s.kept = 1
@@ -317,18 +313,12 @@ func (m machine) done(verb Verb) machine {
 		m.flags |= marked
 	case verb == Hold:
 		m.flags |= finalized
-	case verb == Hook:
-		m.flags |= hooked
 	case verb == Delete && m.alive():
 		m.phase = deleting
 	case verb == LetGo:
-		m.flags &^= finalized | hooked
-		switch m.phase {
-		case held:
+		m.flags &^= finalized
+		if m.phase == held {
 			return machine{phase: gone, set: m.set}
-		case waiting:
-			m.phase = deleting
-		default:
 		}
 	}
 	return m
@@ -341,9 +331,7 @@ func (s *Situation) outcome() Outcome {
 		out.Sets[i].Replicas, out.Sets[i].Paused = int(set.replicas), set.paused != notPaused
 	}
 	for i, m := range at.machines {
-		stage := [...]Stage{
-			absent: None, fresh: Unsettled, joined: Alive, deleting: Unsettled, waiting: Hooked, terminating: Unsettled, held: Held, gone: Gone,
-		}[m.phase]
+		stage := [...]Stage{absent: None, fresh: Unsettled, joined: Alive, deleting: Unsettled, held: Held, gone: Gone}[m.phase]
 		set := &out.Sets[m.set]
 		switch {
 		case i < int(s.first):

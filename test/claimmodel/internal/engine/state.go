@@ -1,10 +1,6 @@
-// Package engine is the model of the claim protocol as the agent's claim engine does it: a snapshot read in a fixed order, one
-// decision from it, one ledger write or the writes on other objects that the ledger permits.
-//
-// [Protocol.decide] follows decide in the agent's package claims function by function and name by name; the test Agreement
-// there compares the two on the snapshots that the explorer reaches. Around it the model has what the process around decide
-// has: the order of the reads, what each write tests, calls that move a claim to its next candidate, and a second agent that
-// acts late on all of it.
+// Package engine is the world around the claim protocol, small enough to be explored: what the process around [protocol.Decide] does,
+// Cluster API, callers and people. The decisions are the agent's own. The model has the order of the reads, what each write tests,
+// calls that move a claim to its next candidate, and a second agent that acts late on all of it.
 package engine
 
 import (
@@ -24,20 +20,17 @@ const (
 type phase uint8
 
 const (
-	absent      phase = iota // never made
-	fresh                    // made, no Node yet
-	joined                   // has a Node
-	deleting                 // has a deletion timestamp; its instance is still to be stopped
-	waiting                  // the same, and Cluster API reports that it waits for the pre-terminate hook
-	terminating              // its instance is being stopped
-	held                     // torn down; our finalizer is what is left
+	absent   phase = iota // never made
+	fresh                 // made, no Node yet
+	joined                // has a Node
+	deleting              // has a deletion timestamp; its instance is still to be stopped
+	held                  // torn down; our finalizer is what is left
 	gone
 )
 
 // Flags of a Machine.
 const (
 	finalized uint8 = 1 << iota // our finalizer and the delete annotation, written together
-	hooked                      // our pre-terminate hook
 	outdated                    // Cluster API says that it is not up to date
 	marked                      // the delete annotation alone
 )
@@ -52,6 +45,15 @@ type machine struct {
 func (m machine) has(flag uint8) bool { return m.flags&flag != 0 }
 func (m machine) alive() bool         { return m.phase == fresh || m.phase == joined }
 func (m machine) exists() bool        { return m.phase >= fresh && m.phase <= held }
+
+// tested is what the agent's patches of a Machine test: not what Cluster API reports of it.
+func (m machine) tested() machine {
+	if m.phase == joined {
+		m.phase = fresh
+	}
+	m.flags &= finalized | marked
+	return m
+}
 
 // Phases of a claim; fresh objects have no status yet.
 type claimPhase uint8
@@ -110,6 +112,7 @@ type deployment struct {
 	isPaused uint8
 	observed uint8 // its status says that it observed the present generation
 	carried  uint8 // mask: releases whose lowering it has observed
+	frozen   uint8 // the annotation that says so
 }
 
 // Entries of pending claims in the ledger.
@@ -128,7 +131,7 @@ type ledger struct {
 	releasing           uint8 // masks of Machines
 	givenBack           uint8
 	underPause          uint8 // its MachineSet is lowered under pause
-	hook                uint8
+	lowered             uint8 // the group is frozen
 	shrinks             uint8 // the MachineSet, from 1, that is paused while spares that never came are given back
 	shrunk              uint8 // that was done, or is not to be done any more
 }
@@ -142,13 +145,6 @@ func (l *ledger) names(m int) bool {
 		}
 	}
 	return false
-}
-
-func (l *ledger) drop(m int) {
-	l.releasing &^= bit(m)
-	l.givenBack &^= bit(m)
-	l.underPause &^= bit(m)
-	l.hook &^= bit(m)
 }
 
 // seenMachine is a Machine in Cluster API's cache.
@@ -200,7 +196,8 @@ type reader struct {
 	objectFresh     uint8 // the MachineDeployment's resourceVersion
 	claimsFresh     uint8 // masks: the resourceVersions
 	setsFresh       uint8
-	machinesFresh   uint8
+	machinesFresh   uint8 // masks: what a patch of the agent's tests of them, and the resourceVersions
+	machinesSame    uint8
 	labels          uint8 // mask of claims: it has just bound them, and is about to label their Machines
 	deletes         uint8 // mask of Machines: it has just put the finalizer on them, and is about to delete them
 }

@@ -231,11 +231,7 @@ func (p *Protocol) machine(s *State, g, i int, move emitter) {
 	switch known := at.seen[i].phase >= deleting; {
 	case m.phase == fresh:
 		to(joined, nodeJoins)
-	case m.phase == deleting && known && m.has(hooked):
-		to(waiting, hookReached)
-	case m.phase == deleting && known && p.Hooks:
-		to(terminating, teardown)
-	case m.phase == deleting && known, m.phase == terminating:
+	case m.phase == deleting && known:
 		to(last, tornDown)
 	}
 }
@@ -267,7 +263,7 @@ func (p *Protocol) outside(s *State, emit explore.Emit[State]) {
 			next.left.raises--
 			move(&next, g, humanRaises, int(to.md.replicas), 0)
 		}
-		if s.left.lowers > 0 && at.owned > 0 && at.md.replicas > 0 {
+		if s.left.lowers > 0 && at.owned > 0 && at.md.replicas > 0 && int(at.md.replicas) > s.claimed(g) {
 			next := *s
 			to := &next.groups[g]
 			to.md.replicas--
@@ -290,6 +286,11 @@ func (p *Protocol) outside(s *State, emit explore.Emit[State]) {
 			next.groups[g].md.carried = 0
 			next.left.wipes--
 			move(&next, g, somebodyWipes, 0, 0)
+		}
+		if at.md.frozen != 0 {
+			next := *s
+			next.groups[g].md.frozen = 0
+			move(&next, g, humanThaws, 0, 0)
 		}
 		switch {
 		case at.md.paused == byHuman:
@@ -370,6 +371,17 @@ func (p *Protocol) calls(s *State, move func(next *State, g, what, x, y int)) {
 			}
 		}
 	}
+}
+
+// claimed counts the claims that a replica of the group is for.
+func (s *State) claimed(g int) int {
+	n := 0
+	for c, x := range s.claims {
+		if int(x.group) == g && (x.phase == bound || x.live() && s.groups[g].ledger.pending[c] != noEntry) {
+			n++
+		}
+	}
+	return n
 }
 
 // carries reports whether a Machine carries the claim's label.

@@ -1,4 +1,4 @@
-package claims
+package protocol
 
 import (
 	"fmt"
@@ -11,7 +11,7 @@ import (
 func BenchmarkDecide(b *testing.B) {
 	for _, claims := range []int{1, 100, 1000} {
 		b.Run(fmt.Sprintf("claims=%d", claims), func(b *testing.B) {
-			ledger := (&Ledger{Version: ledgerVersion, LastReplicas: int32(claims)}).clone()
+			ledger := (&Ledger{Version: LedgerVersion, LastReplicas: int32(claims)}).Clone()
 			s := scene(int32(claims), ledger)
 			for i := range claims {
 				id, machine := fmt.Sprintf("claim-%04d", i), fmt.Sprintf("machine-%04d", i)
@@ -24,7 +24,7 @@ func BenchmarkDecide(b *testing.B) {
 			}
 			b.ReportAllocs()
 			for b.Loop() {
-				if d := decide(s); d.ledger == nil {
+				if d := Decide(s); d.Ledger == nil {
 					b.Fatal("no Machine was named")
 				}
 			}

@@ -1,4 +1,4 @@
-package claims
+package protocol
 
 import (
 	"fmt"
@@ -24,26 +24,26 @@ const (
 // write gives a Machine does not fail. Only an agent that looks when the deadline passes lets it count: one that looks later knows
 // that the hub or the agents were away, and Machines may be late for that, or joined unseen. The wait then begins anew, which is
 // noted on the claim, so that every agent sees it, also after a restart.
-func (s *snapshot) unmade(d *decision, c *v1alpha1.MachineClaim) string {
-	deadline := s.failure.ObjectDeadline
+func (s *Snapshot) unmade(d *Decision, c *v1alpha1.MachineClaim) string {
+	deadline := s.Failure.ObjectDeadline
 	switch {
 	case deadline == 0:
 		return ""
-	case d.ledger != nil && d.ledger.Pending[c.Spec.ClaimID].UID != "":
+	case d.Ledger != nil && d.Ledger.Pending[c.Spec.ClaimID].UID != "":
 		return ""
 	}
 	since := c.CreationTimestamp.Time
 	if c.Status.WaitingSince != nil {
 		since = c.Status.WaitingSince.Time
 	}
-	overdue := s.now.Sub(since) - deadline
-	unsettled := min(settling, deadline) - s.now.Sub(s.started)
+	overdue := s.Now.Sub(since) - deadline
+	unsettled := min(settling, deadline) - s.Now.Sub(s.Started)
 	switch {
 	case overdue < 0 || unsettled > 0:
-		d.wake(max(-overdue, unsettled))
+		d.Wake(max(-overdue, unsettled))
 		return ""
 	case overdue > punctual:
-		d.actions = append(d.actions, action{kind: waitAnew, claim: c, event: v1alpha1.Event{
+		d.Actions = append(d.Actions, Action{Kind: WaitAnew, Claim: c, Event: v1alpha1.Event{
 			Reason:  ReasonWaitingForMachine,
 			Message: fmt.Sprintf("no agent looked when the deadline for its Machine passed; it is given another %s", deadline),
 		}})
@@ -53,25 +53,25 @@ func (s *snapshot) unmade(d *decision, c *v1alpha1.MachineClaim) string {
 }
 
 // explainBlocked notes on a claim that waits why its Machine does not come, where Cluster API says why.
-func (s *snapshot) explainBlocked(d *decision, c *v1alpha1.MachineClaim) {
+func (s *Snapshot) explainBlocked(d *Decision, c *v1alpha1.MachineClaim) {
 	blocked := s.blocked()
 	if blocked == "" || c.Status.Message == blocked {
 		return
 	}
 	// The first entry is that it waits.
 	if n := len(c.Status.History); n > 1 && c.Status.Reason == ReasonWaitingForMachine {
-		if left := explainEvery - s.now.Sub(c.Status.History[n-1].Time.Time); left > 0 {
-			d.wake(left)
+		if left := explainEvery - s.Now.Sub(c.Status.History[n-1].Time.Time); left > 0 {
+			d.Wake(left)
 			return
 		}
 	}
-	d.actions = append(d.actions, action{kind: explain, claim: c, event: v1alpha1.Event{Reason: ReasonWaitingForMachine, Message: blocked}})
+	d.Actions = append(d.Actions, Action{Kind: Explain, Claim: c, Event: v1alpha1.Event{Reason: ReasonWaitingForMachine, Message: blocked}})
 }
 
 // blocked returns why the MachineSets make no Machines, "" when they do. It leaves out the numbers of replicas that Cluster API puts
 // before the reasons: they change with each claim.
-func (s *snapshot) blocked() string {
-	for _, set := range s.sets {
+func (s *Snapshot) blocked() string {
+	for _, set := range s.Sets {
 		for i := range set.Status.Conditions {
 			c := &set.Status.Conditions[i]
 			if c.Type != clusterv1.MachineSetScalingUpCondition || c.Status != "True" {

@@ -1,4 +1,4 @@
-package claims
+package protocol
 
 import (
 	"testing"
@@ -11,26 +11,26 @@ import (
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
 // unseenNodes are Machines whose Nodes run pods, although status.nodeRef is empty, each with what Cluster API states of it.
-func unseenNodes() map[string]func(*snapshot) {
-	machine := func(change func(*clusterv1.Machine)) func(*snapshot) {
-		return func(s *snapshot) {
-			m := s.machines[len(s.machines)-1]
+func unseenNodes() map[string]func(*Snapshot) {
+	machine := func(change func(*clusterv1.Machine)) func(*Snapshot) {
+		return func(s *Snapshot) {
+			m := s.Machines[len(s.Machines)-1]
 			m.Spec.ProviderID = "sim://" + m.Name
 			change(m)
 		}
 	}
-	nodeReady := func(reason, message string) func(*snapshot) {
+	nodeReady := func(reason, message string) func(*Snapshot) {
 		return machine(func(m *clusterv1.Machine) {
 			m.Status.Conditions = append(m.Status.Conditions, metav1.Condition{
 				Type: clusterv1.MachineNodeReadyCondition, Status: metav1.ConditionUnknown, Reason: reason, Message: message,
 			})
 		})
 	}
-	return map[string]func(*snapshot){
+	return map[string]func(*Snapshot){
 		"Cluster API cannot reach the cluster": nodeReady(clusterv1.MachineNodeConnectionDownReason, "Remote connection down"),
 		"a move or a restore emptied its status": machine(func(m *clusterv1.Machine) {
 			m.Status = clusterv1.MachineStatus{}
@@ -38,9 +38,9 @@ func unseenNodes() map[string]func(*snapshot) {
 		"a move emptied the Cluster's status": nodeReady(clusterv1.MachineNodeInspectionFailedReason,
 			"Waiting for Cluster control plane to be initialized"),
 		"Cluster API failed to look": nodeReady(clusterv1.MachineNodeInternalErrorReason, "Please check controller logs for errors"),
-		"the Cluster is paused": func(s *snapshot) {
-			booting(s.machines[len(s.machines)-1])
-			s.group.Refusals = []eligibility.Refusal{{Reason: eligibility.Paused}}
+		"the Cluster is paused": func(s *Snapshot) {
+			booting(s.Machines[len(s.Machines)-1])
+			s.Group.Refusals = []eligibility.Refusal{{Reason: eligibility.Paused}}
 		},
 		"the Machine is paused": machine(func(m *clusterv1.Machine) {
 			inspect(m)
@@ -59,9 +59,9 @@ func TestAMachineWhoseNodeIsUnseenIsNotPromised(t *testing.T) {
 			s := scene(2, &Ledger{Version: 1, Floor: 1, LastReplicas: 2, Pending: map[string]Named{"c": {}}}).
 				withMachine("new", "", nil).withMachine("floor", "", nil).withClaim("c", v1alpha1.PhasePending, "")
 			change(s)
-			d := decide(s)
-			require.NotNil(t, d.ledger)
-			assert.Equal(t, "new", d.ledger.Pending["c"].Machine)
+			d := Decide(s)
+			require.NotNil(t, d.Ledger)
+			assert.Equal(t, "new", d.Ledger.Pending["c"].Machine)
 		})
 	}
 }
@@ -71,10 +71,10 @@ func TestAMachineWhoseNodeIsUnseenIsNotHandedOver(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "c", nil).withClaim("c", v1alpha1.PhaseReleasing, "m")
 			change(s)
-			d := decide(s)
-			assert.NotContains(t, kinds(d), unbind)
-			require.NotNil(t, d.ledger)
-			assert.Contains(t, d.ledger.Releasing, types.UID("m"), "its own claim is released, so it goes")
+			d := Decide(s)
+			assert.NotContains(t, kinds(d), Unbind)
+			require.NotNil(t, d.Ledger)
+			assert.Contains(t, d.Ledger.Releasing, types.UID("m"), "its own claim is released, so it goes")
 		})
 	}
 }
@@ -84,12 +84,12 @@ func TestAMachineWhoseNodeIsUnseenIsNotGivenUp(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "c", nil).withClaim("c", v1alpha1.PhaseBound, "m")
 			change(s)
-			s.failure = Failure{NodeDeadline: time.Minute}
-			s.claims[0].Status.NodeAbsentAt = new(metav1.NewTime(s.now.Add(2 * time.Hour)))
-			s.now = s.now.Add(2 * time.Hour)
-			got := kinds(decide(s))
-			assert.NotContains(t, got, fail)
-			assert.NotContains(t, got, timeOut)
+			s.Failure = Failure{NodeDeadline: time.Minute}
+			s.Claims[0].Status.NodeAbsentAt = new(metav1.NewTime(s.Now.Add(2 * time.Hour)))
+			s.Now = s.Now.Add(2 * time.Hour)
+			got := kinds(Decide(s))
+			assert.NotContains(t, got, Fail)
+			assert.NotContains(t, got, TimeOut)
 		})
 	}
 }
@@ -103,79 +103,79 @@ func TestAMachineWhoseNodeIsUnseenIsTheLastToBeTakenForASpare(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			s := scene(2, &Ledger{Version: 1, Floor: 1, LastReplicas: 2, Spare: 1}).withMachine("spare", "", booting).withMachine("floor", "", nil)
 			change(s)
-			s.spareSince = s.now.Add(-time.Hour)
-			d := decide(s)
-			require.NotNil(t, d.ledger)
-			assert.Contains(t, d.ledger.Releasing, types.UID("spare"))
-			assert.NotContains(t, d.ledger.Releasing, types.UID("floor"))
+			s.SpareSince = s.Now.Add(-time.Hour)
+			d := Decide(s)
+			require.NotNil(t, d.Ledger)
+			assert.Contains(t, d.Ledger.Releasing, types.UID("spare"))
+			assert.NotContains(t, d.Ledger.Releasing, types.UID("floor"))
 		})
 	}
 }
 
 func TestWhatWasDrainedIsNeverHandedOver(t *testing.T) {
 	s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "c", booting).withClaim("c", v1alpha1.PhaseReleasing, "m")
-	assert.Contains(t, kinds(decide(s)), unbind, "it has no Node, and nothing says otherwise")
-	s.claims[0].Status.Drained = true
-	d := decide(s)
-	assert.NotContains(t, kinds(d), unbind)
-	require.NotNil(t, d.ledger)
-	assert.Contains(t, d.ledger.Releasing, types.UID("m"))
+	assert.Contains(t, kinds(Decide(s)), Unbind, "it has no node, and nothing says otherwise")
+	s.Claims[0].Status.Drained = true
+	d := Decide(s)
+	assert.NotContains(t, kinds(d), Unbind)
+	require.NotNil(t, d.Ledger)
+	assert.Contains(t, d.Ledger.Releasing, types.UID("m"))
 }
 
 // Cluster API's own statement may be from before its restart: the holder must have listed its Nodes since the deadline as well.
 func TestANodeDeadlineNeedsBothStatements(t *testing.T) {
 	deadline := 30 * time.Minute
-	at := func(absent *time.Duration, registered bool) []actionKind {
+	at := func(absent *time.Duration, registered bool) []ActionKind {
 		s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "c", booting).withClaim("c", v1alpha1.PhaseBound, "m")
-		s.failure = Failure{NodeDeadline: deadline}
-		made := s.now
-		s.now = made.Add(deadline + 2*time.Minute)
+		s.Failure = Failure{NodeDeadline: deadline}
+		made := s.Now
+		s.Now = made.Add(deadline + 2*time.Minute)
 		if absent != nil {
-			s.claims[0].Status.NodeAbsentAt = new(metav1.NewTime(made.Add(*absent)))
+			s.Claims[0].Status.NodeAbsentAt = new(metav1.NewTime(made.Add(*absent)))
 		}
 		if registered {
-			s.claims[0].Status.NodeRegisteredAt = new(metav1.NewTime(made))
+			s.Claims[0].Status.NodeRegisteredAt = new(metav1.NewTime(made))
 		}
-		d := decide(s)
-		if len(d.actions) == 1 && d.actions[0].kind == explain {
-			assert.Equal(t, ReasonNodeNotSeen, d.actions[0].event.Reason)
-			s.claims[0].Status.Reason, s.claims[0].Status.Message = d.actions[0].event.Reason, d.actions[0].event.Message
-			assert.Empty(t, decide(s).actions, "once")
+		d := Decide(s)
+		if len(d.Actions) == 1 && d.Actions[0].Kind == Explain {
+			assert.Equal(t, ReasonNodeNotSeen, d.Actions[0].Event.Reason)
+			s.Claims[0].Status.Reason, s.Claims[0].Status.Message = d.Actions[0].Event.Reason, d.Actions[0].Event.Message
+			assert.Empty(t, Decide(s).Actions, "once")
 		}
 		return kinds(d)
 	}
 	since := func(d time.Duration) *time.Duration { return &d }
-	assert.Equal(t, []actionKind{explain}, at(nil, false), "the holder has listed nothing")
-	assert.Equal(t, []actionKind{explain}, at(since(deadline-time.Second), false), "it listed its Nodes before the deadline")
-	assert.Equal(t, []actionKind{explain}, at(since(deadline+time.Minute), true), "it reported the Node as registered once")
-	assert.Equal(t, []actionKind{timeOut}, at(since(deadline+time.Minute), false))
+	assert.Equal(t, []ActionKind{Explain}, at(nil, false), "the holder has listed nothing")
+	assert.Equal(t, []ActionKind{Explain}, at(since(deadline-time.Second), false), "it listed its Nodes before the deadline")
+	assert.Equal(t, []ActionKind{Explain}, at(since(deadline+time.Minute), true), "it reported the Node as registered once")
+	assert.Equal(t, []ActionKind{TimeOut}, at(since(deadline+time.Minute), false))
 }
 
 func TestTheTimeOfAPauseDoesNotCount(t *testing.T) {
 	s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "c", nil).withClaim("c", v1alpha1.PhaseBound, "m")
-	s.failure = Failure{ProviderIDDeadline: 10 * time.Minute}
-	unpaused := s.now.Add(time.Hour)
-	s.machines[0].Status.Conditions = []metav1.Condition{{
+	s.Failure = Failure{ProviderIDDeadline: 10 * time.Minute}
+	unpaused := s.Now.Add(time.Hour)
+	s.Machines[0].Status.Conditions = []metav1.Condition{{
 		Type: clusterv1.PausedCondition, Status: metav1.ConditionFalse, LastTransitionTime: metav1.NewTime(unpaused),
 	}}
-	s.now = unpaused.Add(9 * time.Minute)
-	assert.Empty(t, kinds(decide(s)))
-	s.now = unpaused.Add(10 * time.Minute)
-	assert.Equal(t, []actionKind{timeOut}, kinds(decide(s)))
+	s.Now = unpaused.Add(9 * time.Minute)
+	assert.Empty(t, kinds(Decide(s)))
+	s.Now = unpaused.Add(10 * time.Minute)
+	assert.Equal(t, []ActionKind{TimeOut}, kinds(Decide(s)))
 }
 
 // What Cluster API stated before a pause stands until it has looked again.
 func TestRightAfterAPauseNothingIsStated(t *testing.T) {
 	s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "", booting)
-	m := s.machines[0]
+	m := s.Machines[0]
 	s.prepare()
 	assert.True(t, s.nodeless(m))
 	m.Status.Conditions = append(m.Status.Conditions, metav1.Condition{
-		Type: clusterv1.PausedCondition, Status: metav1.ConditionFalse, LastTransitionTime: metav1.NewTime(s.now.Add(time.Hour)),
+		Type: clusterv1.PausedCondition, Status: metav1.ConditionFalse, LastTransitionTime: metav1.NewTime(s.Now.Add(time.Hour)),
 	})
-	s.now = s.now.Add(time.Hour + time.Second)
+	s.Now = s.Now.Add(time.Hour + time.Second)
 	assert.False(t, s.nodeless(m))
-	s.now = s.now.Add(unpauseSettles)
+	s.Now = s.Now.Add(unpauseSettles)
 	assert.True(t, s.nodeless(m))
 }
 
@@ -183,10 +183,10 @@ func TestRightAfterAPauseNothingIsStated(t *testing.T) {
 func TestNothingIsOrderedForAClaimThatAnUnseenMachineMayServe(t *testing.T) {
 	s := scene(1, &Ledger{Version: 1, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).
 		withMachine("m", "", func(m *clusterv1.Machine) { m.Spec.ProviderID = "sim://m" }).withClaim("c", v1alpha1.PhasePending, "")
-	d := decide(s)
-	assert.Nil(t, d.ledger)
-	inspect(s.machines[0])
-	d = decide(s)
-	require.NotNil(t, d.ledger)
-	assert.Equal(t, "m", d.ledger.Pending["c"].Machine)
+	d := Decide(s)
+	assert.Nil(t, d.Ledger)
+	inspect(s.Machines[0])
+	d = Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.Equal(t, "m", d.Ledger.Pending["c"].Machine)
 }

@@ -7,51 +7,10 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
 	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
-
-func TestLedgerSurvivesItsEncoding(t *testing.T) {
-	l := &Ledger{
-		Version: 1, Seq: 7, Floor: 2, LastReplicas: 5, Spare: 1,
-		Pending:   map[string]Named{"a": {}, "b": {Machine: "m", UID: "u"}},
-		Releasing: map[types.UID]Release{"x": {Machine: "n", Claim: "c", Drained: true, GivenBack: true, Generation: 9}},
-	}
-	got, err := parseLedger(l.encode())
-	require.NoError(t, err)
-	assert.Equal(t, l, got)
-}
-
-func TestLedgerOfANewerAgentIsRefused(t *testing.T) {
-	_, err := parseLedger(`{"v":2,"seq":1}`)
-	assert.ErrorIs(t, err, ErrNewerLedger)
-}
-
-func TestLedgerClonesShareNothing(t *testing.T) {
-	l := &Ledger{Version: 1, Pending: map[string]Named{"a": {}}}
-	c := l.clone()
-	c.Pending["b"] = Named{}
-	c.Releasing["x"] = Release{}
-	assert.Len(t, l.Pending, 1)
-	assert.Empty(t, l.Releasing)
-	assert.False(t, l.same(c))
-}
-
-// FuzzParseLedger shows that whatever is in the annotation is either a ledger with possible numbers or an error.
-func FuzzParseLedger(f *testing.F) {
-	f.Add(`{"v":1,"seq":3,"floor":1,"lastReplicas":2,"spare":0,"pending":{"a":{}}}`)
-	f.Add(`{"v":1,"floor":-1}`)
-	f.Add(`[]`)
-	f.Add(``)
-	f.Fuzz(func(t *testing.T, text string) {
-		l, err := parseLedger(text)
-		if err == nil && (l.Floor < 0 || l.LastReplicas < 0 || l.Seq < 0 || l.Version != 1) {
-			t.Fatalf("accepted %q", text)
-		}
-	})
-}
 
 func TestTokensAreBoundToTheirHolderAndTime(t *testing.T) {
 	const life, grace = 10 * time.Minute, 30 * time.Second

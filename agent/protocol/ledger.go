@@ -1,4 +1,4 @@
-package claims
+package protocol
 
 import (
 	"encoding/json"
@@ -8,13 +8,12 @@ import (
 
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
-	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// ledgerVersion is the newest format of the ledger that this agent reads, and the one it writes.
-const ledgerVersion = 1
+// LedgerVersion is the newest format of the ledger that this agent reads, and the one it writes.
+const LedgerVersion = 1
 
 // ErrNewerLedger means that a newer agent wrote the ledger: this one must not touch the node group.
 var ErrNewerLedger = errors.New("the ledger was written by a newer agent")
@@ -74,9 +73,6 @@ type Release struct {
 	Claim string `json:"c,omitempty"`
 	// Drained says that the Node need not be drained.
 	Drained bool `json:"drained,omitempty"`
-	// Hook says that the Machine was being deleted by somebody else already, so that a pre-terminate hook holds it, before its
-	// instance is gone, where else our finalizer does, after.
-	Hook bool `json:"hook,omitempty"`
 	// Set is the MachineSet whose replicas are being lowered under pause; empty in the ordinary case.
 	Set string `json:"set,omitempty"`
 	// GivenBack says that replicas were lowered for it.
@@ -85,14 +81,14 @@ type Release struct {
 	Generation int64 `json:"gen,omitempty"`
 }
 
-// parseLedger reads a ledger annotation. A text that is no ledger is an error, and so is a newer version.
-func parseLedger(text string) (*Ledger, error) {
+// ParseLedger reads a ledger annotation. A text that is no ledger is an error, and so is a newer version.
+func ParseLedger(text string) (*Ledger, error) {
 	var l Ledger
 	if err := json.Unmarshal([]byte(text), &l); err != nil {
 		return nil, fmt.Errorf("ledger is not readable: %w", err)
 	}
-	if l.Version > ledgerVersion {
-		return nil, fmt.Errorf("%w (format %d, this agent knows %d)", ErrNewerLedger, l.Version, ledgerVersion)
+	if l.Version > LedgerVersion {
+		return nil, fmt.Errorf("%w (format %d, this agent knows %d)", ErrNewerLedger, l.Version, LedgerVersion)
 	}
 	if l.Version < 1 || l.Floor < 0 || l.LastReplicas < 0 || l.Seq < 0 || l.Min < 0 {
 		return nil, fmt.Errorf("ledger is not readable: impossible numbers in %q", text)
@@ -103,24 +99,24 @@ func parseLedger(text string) (*Ledger, error) {
 // errOtherLedger means that the ledger was written for another MachineDeployment, and copied with it.
 var errOtherLedger = errors.New("the ledger is another MachineDeployment's")
 
-// ledgerOf returns the ledger of a MachineDeployment, nil when it has none. Errors: as [parseLedger], and errOtherLedger.
-func ledgerOf(md *clusterv1.MachineDeployment) (*Ledger, error) {
+// LedgerOf returns the ledger of a MachineDeployment, nil when it has none. Errors: as [parseLedger], and errOtherLedger.
+func LedgerOf(md *clusterv1.MachineDeployment) (*Ledger, error) {
 	text, present := md.Annotations[v1alpha1.LedgerAnnotation]
 	if !present {
 		return nil, nil
 	}
-	l, err := parseLedger(text)
+	l, err := ParseLedger(text)
 	if err != nil {
 		return nil, err
 	}
-	if l.Of != "" && l.Of != client.ObjectKeyFromObject(md).String() {
+	if l.Of != "" && l.Of != (types.NamespacedName{Namespace: md.Namespace, Name: md.Name}).String() {
 		return nil, fmt.Errorf("%w: %s", errOtherLedger, l.Of)
 	}
 	return l, nil
 }
 
-// encode returns the annotation's value.
-func (l *Ledger) encode() string {
+// Encode returns the annotation's value.
+func (l *Ledger) Encode() string {
 	text, err := json.Marshal(l)
 	if err != nil {
 		panic(err) // strings, numbers and maps of them always encode
@@ -128,8 +124,8 @@ func (l *Ledger) encode() string {
 	return string(text)
 }
 
-// clone returns a deep copy with non-nil maps.
-func (l *Ledger) clone() *Ledger {
+// Clone returns a deep copy with non-nil maps.
+func (l *Ledger) Clone() *Ledger {
 	c := *l
 	c.Pending = make(map[string]Named, len(l.Pending))
 	maps.Copy(c.Pending, l.Pending)
@@ -145,8 +141,8 @@ func (l *Ledger) same(other *Ledger) bool {
 		(l.Shrink == nil) == (other.Shrink == nil) && (l.Shrink == nil || *l.Shrink == *other.Shrink)
 }
 
-// unnamed counts the pending claims that no Machine has been named for.
-func (l *Ledger) unnamed() int {
+// Unnamed counts the pending claims that no Machine has been named for.
+func (l *Ledger) Unnamed() int {
 	n := 0
 	for _, named := range l.Pending {
 		if named.UID == "" {
@@ -156,8 +152,8 @@ func (l *Ledger) unnamed() int {
 	return n
 }
 
-// promised returns the Machines that are named for pending claims.
-func (l *Ledger) promised() map[types.UID]bool {
+// Promised returns the Machines that are named for pending claims.
+func (l *Ledger) Promised() map[types.UID]bool {
 	uids := make(map[types.UID]bool, len(l.Pending))
 	for _, named := range l.Pending {
 		if named.UID != "" {

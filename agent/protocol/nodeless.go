@@ -1,4 +1,4 @@
-package claims
+package protocol
 
 import (
 	"strings"
@@ -9,7 +9,7 @@ import (
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
 const (
@@ -23,16 +23,16 @@ const (
 // does not see the Nodes of a cluster that it cannot reach, and a moved or restored Machine begins with an empty status. A Machine
 // without a provider ID has no instance yet. With one, Cluster API must have looked for its Node and not found it, and its holder
 // must never have reported that Node as registered. Whoever removes, hands over or promises a Machine because it has no Node asks this.
-func (s *snapshot) nodeless(m *clusterv1.Machine) bool {
+func (s *Snapshot) nodeless(m *clusterv1.Machine) bool {
 	switch {
-	case hasNode(m), s.registered(m):
+	case HasNode(m), s.registered(m):
 		return false
 	case m.Spec.ProviderID == "":
 		return true
 	case s.paused(m):
 		return false
 	}
-	if at := unpausedAt(m); at.Sub(m.CreationTimestamp.Time) > unpauseSettles && s.now.Sub(at) < unpauseSettles {
+	if at := unpausedAt(m); at.Sub(m.CreationTimestamp.Time) > unpauseSettles && s.Now.Sub(at) < unpauseSettles {
 		return false
 	}
 	return inspected(m)
@@ -46,12 +46,12 @@ func inspected(m *clusterv1.Machine) bool {
 }
 
 // registered reports whether the holder ever reported the Machine's Node as registered.
-func (s *snapshot) registered(m *clusterv1.Machine) bool {
+func (s *Snapshot) registered(m *clusterv1.Machine) bool {
 	if _, noted := m.Annotations[v1alpha1.NodeRegisteredAtAnnotation]; noted {
 		return true
 	}
-	for _, id := range []string{claimOf(m), s.holders[m.UID]} {
-		c := s.claim(id)
+	for _, id := range []string{ClaimOf(m), s.holders[m.UID]} {
+		c := s.Claim(id)
 		if c != nil && c.Status.NodeRegisteredAt != nil && c.Status.Machine != nil && c.Status.Machine.UID == m.UID {
 			return true
 		}
@@ -61,7 +61,7 @@ func (s *snapshot) registered(m *clusterv1.Machine) bool {
 
 // unseen says why the Machine's Node, due at a time that is over, may exist all the same; "" when it is certain that it does not.
 // Cluster API's statement may be old, after its restart for instance, so that the holder must have listed all of its Nodes since.
-func (s *snapshot) unseen(c *v1alpha1.MachineClaim, m *clusterv1.Machine, due time.Time) string {
+func (s *Snapshot) unseen(c *v1alpha1.MachineClaim, m *clusterv1.Machine, due time.Time) string {
 	absent := c.Status.NodeAbsentAt
 	switch {
 	case m.Spec.ProviderID == "":
@@ -70,7 +70,7 @@ func (s *snapshot) unseen(c *v1alpha1.MachineClaim, m *clusterv1.Machine, due ti
 		return "its holder reported its Node as registered"
 	case !s.nodeless(m):
 		return "Cluster API does not state that its Node does not exist"
-	case absent == nil || absent.Time.Before(due.Truncate(time.Second)) || s.now.Sub(absent.Time) > absenceLife:
+	case absent == nil || absent.Time.Before(due.Truncate(time.Second)) || s.Now.Sub(absent.Time) > absenceLife:
 		return "its holder has not listed all of its Nodes since"
 	}
 	return ""
@@ -78,15 +78,15 @@ func (s *snapshot) unseen(c *v1alpha1.MachineClaim, m *clusterv1.Machine, due ti
 
 // paused reports whether Cluster API leaves the Machine alone, or is about to: what it states about it is from before. The Machine
 // may be nil.
-func (s *snapshot) paused(m *clusterv1.Machine) bool {
-	if s.group.Has(eligibility.Paused) {
+func (s *Snapshot) paused(m *clusterv1.Machine) bool {
+	if s.Group.Has(eligibility.Paused) {
 		return true
 	}
 	if m == nil {
 		return false
 	}
 	_, marked := m.Annotations[clusterv1.PausedAnnotation]
-	return marked || isPaused(m.Status.Conditions)
+	return marked || IsPaused(m.Status.Conditions)
 }
 
 // unpausedAt returns since when Cluster API does not leave the Machine alone: its first reconcile, or the end of a pause; zero when

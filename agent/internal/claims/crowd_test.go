@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -24,152 +23,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
-
-// The annotations of a MachineSet are the MachineDeployment's and its own; whatever is asked of a group, none of it may be refused.
-func TestNoLedgerOutgrowsItsAnnotation(t *testing.T) {
-	rapid.Check(t, func(t *rapid.T) {
-		pad := func(what string, n, length int) string {
-			text := fmt.Sprintf("%s-%05d-", what, n)
-			return text + strings.Repeat("x", max(0, length-len(text)))
-		}
-		length := rapid.IntRange(12, longestName).Draw(t, "length of names")
-		s := scene(rapid.Int32Range(0, 10000).Draw(t, "replicas"), nil)
-		if rapid.Bool().Draw(t, "ledger") {
-			s.ledger = (&Ledger{Version: ledgerVersion, Seq: 1, LastReplicas: s.group.Replicas}).clone()
-		}
-		s.md.Annotations = map[string]string{"example.com/note": strings.Repeat("x", rapid.IntRange(0, 250<<10).Draw(t, "note"))}
-		s.sets[0].Annotations = map[string]string{"example.com/other": strings.Repeat("x", rapid.IntRange(0, 100<<10).Draw(t, "other"))}
-		s.spareSince = s.now.Add(-time.Hour)
-		for i := range rapid.SampledFrom([]int{0, 3, 3000}).Draw(t, "pending") {
-			s.withClaim(pad("claim", i, length), rapid.SampledFrom([]v1alpha1.Phase{"", v1alpha1.PhasePending}).Draw(t, "phase"), "")
-		}
-		for i := range rapid.SampledFrom([]int{0, 3, 2000}).Draw(t, "releasing") {
-			name, id := pad("machine", i, length), pad("release", i, length)
-			change := rapid.SampledFrom([]func(*clusterv1.Machine){node, nil, completed, deleting("Draining")}).Draw(t, "machine")
-			s.withMachine(name, id, change).withClaim(id, v1alpha1.PhaseReleasing, name)
-		}
-		for i := range rapid.SampledFrom([]int{0, 3, 2000}).Draw(t, "spare") {
-			s.withMachine(pad("spare", i, length), "", node)
-		}
-		for range 3 {
-			d := decide(s)
-			if d.ledger == nil {
-				break
-			}
-			grown := d.ledger.clone()
-			for id, named := range grown.Pending {
-				grown.Pending[id] = Named{Machine: pad("named", 1, longestName), UID: types.UID(pad("uid", 1, uidLength)), Adopted: named.Adopted}
-			}
-			var released []types.UID
-			for uid, r := range grown.Releasing {
-				r.Drained, r.Hook, r.Set, r.GivenBack, r.Generation = true, true, s.sets[0].Name, true, 1<<62
-				grown.Releasing[uid] = r
-				released = append(released, uid)
-			}
-			size := annotationBytes(s.md.Annotations, s.sets[0].Annotations) + len(v1alpha1.LedgerAnnotation) + len(grown.encode()) +
-				len(v1alpha1.ReleasedAnnotation) + len(joinUIDs(released))
-			if entries := len(grown.Pending) + len(grown.Releasing); size > validation.TotalAnnotationSizeLimitB && entries > 0 {
-				t.Fatalf("%d entries, grown: %d bytes of annotations", entries, size)
-			}
-			s.ledger = d.ledger
-			s.md.Annotations[v1alpha1.LedgerAnnotation] = d.ledger.encode()
-		}
-	})
-}
-
-// roomFor is a budget that has room for so many entries of a kind.
-func roomFor(entries int) int {
-	return 4 * (entries*sizeOfClaim("c0", Named{}) + 1) / 3
-}
-
-func TestWhatTheLedgerHasNoRoomForWaitsInOrder(t *testing.T) {
-	t.Run("claims", func(t *testing.T) {
-		s := scene(2, &Ledger{Version: 1, Seq: 4, Floor: 2, LastReplicas: 2})
-		s.ledgerBudget = roomFor(2)
-		for i := range 4 {
-			s.withClaim(fmt.Sprintf("c%d", i), "", "")
-			s.claims[i].CreationTimestamp = metav1.NewTime(s.now.Add(-time.Duration(i) * time.Second))
-		}
-		d := decide(s)
-		require.NotNil(t, d.ledger)
-		assert.Equal(t, map[string]Named{"c2": {}, "c3": {}}, d.ledger.Pending, "the oldest")
-		assert.Equal(t, int32(4), d.replicas, "nothing is counted for those that wait")
-		assert.Empty(t, d.refused, "they are not refused")
-		assert.Equal(t, map[string]bool{"c0": true, "c1": true}, d.queued)
-
-		s.ledger = d.ledger
-		s.withMachine("m", "c3", nil)
-		s.group.Replicas = 4
-		s.claims[0].Status = v1alpha1.MachineClaimStatus{Phase: v1alpha1.PhaseBound, Machine: &v1alpha1.MachineReference{Name: "m", UID: "m"}}
-		require.Equal(t, "c3", s.claims[0].Spec.ClaimID)
-		d = decide(s)
-		require.NotNil(t, d.ledger)
-		assert.Contains(t, d.ledger.Pending, "c1", "what left the ledger makes room for the next")
-		assert.NotContains(t, d.ledger.Pending, "c0")
-	})
-	t.Run("one that would fit behind one that does not", func(t *testing.T) {
-		s := scene(0, nil)
-		s.ledgerBudget = roomFor(1)
-		s.withClaim(strings.Repeat("long", 10), "", "").withClaim("c0", "", "")
-		s.claims[1].CreationTimestamp = metav1.NewTime(s.now.Add(time.Second))
-		d := decide(s)
-		assert.Len(t, d.queued, 2)
-		assert.Nil(t, d.ledger)
-	})
-	t.Run("claims at the max size", func(t *testing.T) {
-		s := scene(0, nil)
-		s.ledgerBudget = roomFor(1)
-		s.group.Max = new(int32(2))
-		d := decide(s.withClaim("a", "", "").withClaim("b", "", "").withClaim("c", "", ""))
-		assert.Contains(t, d.ledger.Pending, "a")
-		assert.Contains(t, d.queued, "b")
-		assert.Equal(t, eligibility.AtMaxSize, d.refused["c"].Reason, "as if the one before it were in the ledger")
-	})
-	t.Run("releases", func(t *testing.T) {
-		s := scene(3, &Ledger{Version: 1, Seq: 4, LastReplicas: 3})
-		s.ledgerBudget = 4 * (s.newBudget(&Ledger{}, 0).sizeOfRelease("a", Release{Machine: "a", Claim: "a"}) + 1) / 3
-		for _, id := range []string{"a", "b", "c"} {
-			s.withMachine(id, id, node).withClaim(id, v1alpha1.PhaseReleasing, id)
-		}
-		d := decide(s)
-		require.NotNil(t, d.ledger)
-		assert.Len(t, d.ledger.Releasing, 1)
-		assert.Contains(t, d.ledger.Releasing, types.UID("a"))
-	})
-	t.Run("releases do not keep claims out", func(t *testing.T) {
-		ledger := (&Ledger{Version: 1, Seq: 4, LastReplicas: 3000}).clone()
-		s := scene(3000, ledger)
-		for i := range 3000 {
-			id := fmt.Sprintf("machine-%04d", i)
-			s.withMachine(id, id, node).withClaim(id, v1alpha1.PhaseReleasing, id)
-		}
-		d := decide(s.withClaim("new", "", ""))
-		require.NotNil(t, d.ledger)
-		assert.Contains(t, d.ledger.Pending, "new")
-		assert.Greater(t, len(d.ledger.Releasing), 300)
-		assert.Less(t, len(d.ledger.Releasing), 3000)
-	})
-	t.Run("spares are kept for them", func(t *testing.T) {
-		s := scene(1, &Ledger{Version: 1, Seq: 4, LastReplicas: 1, Spare: 1})
-		s.ledgerBudget, s.spareSince = 200, s.now.Add(-time.Hour)
-		id := strings.Repeat("a", 63)
-		d := decide(s.withMachine("m", "", nil).withClaim(id, "", ""))
-		assert.Contains(t, d.queued, id)
-		assert.Nil(t, d.ledger, "though there is room for a release")
-		s.claims = nil
-		require.NotNil(t, decide(s).ledger)
-	})
-}
-
-func TestAGroupWhoseAnnotationsLeaveNoRoomRefusesClaims(t *testing.T) {
-	s := scene(0, nil).withClaim("a", "", "")
-	s.md.Annotations = map[string]string{"example.com/large": strings.Repeat("x", 250<<10), "example.com/small": "x"}
-	d := decide(s)
-	assert.Equal(t, eligibility.Invalid, d.refused["a"].Reason)
-	assert.Contains(t, d.refused["a"].Message, "metadata.annotations[example.com/large]")
-}
 
 func TestACallWaitsUntilTheLedgerHasRoomForItsClaim(t *testing.T) {
 	md := groupOf("small", 1, map[string]string{
@@ -183,7 +38,7 @@ func TestACallWaitsUntilTheLedgerHasRoomForItsClaim(t *testing.T) {
 		Status: v1alpha1.MachineClaimStatus{Phase: v1alpha1.PhasePending},
 	}
 	e := engineWith(t, md, claim)
-	e.ledgerBudget = roomFor(1) + 10
+	e.ledgerBudget = 200 // three quarters of it are for claims, and an entry takes up to 140
 	e.spawn = func(run func()) { run() }
 	ask := func(ctx context.Context) error {
 		_, err := e.Create(ctx, Request{Namespace: namespace, Cluster: clusterName, ID: "second", Holder: "spoke", Candidates: []string{"small"}})
@@ -208,7 +63,7 @@ func TestACallWaitsUntilTheLedgerHasRoomForItsClaim(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, <-answered)
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(md), md))
-	l, err := ledgerOf(md)
+	l, err := protocol.LedgerOf(md)
 	require.NoError(t, err)
 	assert.Contains(t, l.Pending, "second")
 	assert.Equal(t, int32(1), *md.Spec.Replicas, "it took the place of the one that went")
@@ -289,8 +144,8 @@ func TestARefusedLedgerHoldsUpNothingElse(t *testing.T) {
 	require.ErrorIs(t, err, ErrWriteRefused)
 	assert.GreaterOrEqual(t, again, time.Second, "it is tried again, later")
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(m), m))
-	assert.True(t, held(m))
-	assert.False(t, alive(m))
+	assert.True(t, protocol.Held(m))
+	assert.False(t, protocol.Alive(m))
 }
 
 // What a MachineSet remembers of released Machines does not grow with their number, and forgets none that still counts.
@@ -307,11 +162,11 @@ func TestAMachineSetForgetsTheMachinesThatWereReleasedLongAgo(t *testing.T) {
 			uids = append(uids, types.UID(fmt.Sprintf("%03d-%d", i, round)))
 		}
 		require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(set), set))
-		require.NoError(t, e.lowerSet(t.Context(), action{kind: lowerSet, set: set, uids: uids, counts: counts}))
+		require.NoError(t, e.lowerSet(t.Context(), protocol.Action{Kind: protocol.LowerSet, Set: set, UIDs: uids, Counts: counts}))
 		require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(set), set))
-		assert.Subset(t, releasedFrom(set), uids)
-		assert.Subset(t, releasedFrom(set), counts)
-		assert.LessOrEqual(t, len(releasedFrom(set)), len(uids)+len(counts)+releasedKept)
+		assert.Subset(t, protocol.ReleasedFrom(set), uids)
+		assert.Subset(t, protocol.ReleasedFrom(set), counts)
+		assert.LessOrEqual(t, len(protocol.ReleasedFrom(set)), len(uids)+len(counts)+releasedKept)
 		counts = uids[:3]
 	}
 	assert.Equal(t, int32(250), *set.Spec.Replicas)
@@ -392,11 +247,11 @@ func crowd(t *rapid.T, several bool) {
 	until("ended", all(v1alpha1.PhaseEnded))
 	until("let go", func() bool { return len(w.machines(group)) == 3 })
 	until("at rest", func() bool { l := w.ledger(group); return *w.md(group).Spec.Replicas == 3 && len(l.Releasing) == 0 })
-	if limit := ledgerBudget + ledgerHeader; most > limit || most < limit/4 {
+	if limit := protocol.LedgerBudget + protocol.LedgerHeader; most > limit || most < limit/4 {
 		w.t.Fatalf("the ledger had up to %d bytes", most)
 	}
 	for _, m := range w.machines(group) {
-		if w.joined[m.UID] > 0 || !alive(m) || held(m) {
+		if w.joined[m.UID] > 0 || !protocol.Alive(m) || protocol.Held(m) {
 			w.t.Fatalf("I6: the floor's Machines are gone\n%s", w.describe())
 		}
 	}

@@ -1,4 +1,4 @@
-package claims
+package protocol
 
 import (
 	"cmp"
@@ -10,17 +10,17 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
 const (
-	// ledgerBudget is how many bytes all entries of one ledger may take. Every write of a MachineDeployment and of its MachineSets
+	// LedgerBudget is how many bytes all entries of one ledger may take. Every write of a MachineDeployment and of its MachineSets
 	// carries the whole ledger, so it stays well below what Kubernetes allows; it is enough for about 700 claims or 350 releases.
-	ledgerBudget = 160 << 10
+	LedgerBudget = 160 << 10
 	// annotationMargin is left for the annotations that Cluster API adds to a MachineDeployment and to its MachineSets.
 	annotationMargin = 8 << 10
-	// ledgerHeader bounds the size of a ledger without entries.
-	ledgerHeader = 1 << 10
+	// LedgerHeader bounds the size of a ledger without entries.
+	LedgerHeader = 1 << 10
 	// longestName bounds the name of a Machine that Cluster API generates.
 	longestName = 63
 	// uidLength is the length of a UID that an API server generates.
@@ -39,11 +39,11 @@ type budget struct {
 }
 
 // newBudget returns what a ledger may grow by, if all its entries may take so many bytes.
-func (s *snapshot) newBudget(l *Ledger, limit int) *budget {
-	limit = max(0, min(limit, s.ledgerLimit()-ledgerHeader))
+func (s *Snapshot) newBudget(l *Ledger, limit int) *budget {
+	limit = max(0, min(limit, s.ledgerLimit()-LedgerHeader))
 	share := limit / 4 * 3
 	b := &budget{left: limit, claims: share, releases: share}
-	for _, set := range s.sets {
+	for _, set := range s.Sets {
 		b.longestSet = max(b.longestSet, len(set.Name))
 	}
 	for id, named := range l.Pending {
@@ -88,16 +88,16 @@ func sizeOfClaim(id string, named Named) int {
 // sizeOfRelease is the size of a release's record once its replica was given back under pause, with its part of the MachineSet's
 // [v1alpha1.ReleasedAnnotation].
 func (b *budget) sizeOfRelease(uid types.UID, r Release) int {
-	const rest = `"":{"m":"","c":"","drained":true,"hook":true,"set":"","back":true,"gen":9223372036854775807},,`
+	const rest = `"":{"m":"","c":"","drained":true,"set":"","back":true,"gen":9223372036854775807},,`
 	return len(rest) + 2*len(uid) + len(r.Machine) + len(r.Claim) + max(b.longestSet, len(r.Set))
 }
 
 // ledgerLimit is how long the ledger's text may be. Kubernetes bounds all annotations of an object together, and Cluster API copies
 // the MachineDeployment's to its MachineSets, beside their own.
-func (s *snapshot) ledgerLimit() int {
-	beside := annotationBytes(s.md.Annotations, nil)
-	for _, set := range s.sets {
-		beside = max(beside, annotationBytes(s.md.Annotations, set.Annotations))
+func (s *Snapshot) ledgerLimit() int {
+	beside := annotationBytes(s.Deployment.Annotations, nil)
+	for _, set := range s.Sets {
+		beside = max(beside, annotationBytes(s.Deployment.Annotations, set.Annotations))
 	}
 	return validation.TotalAnnotationSizeLimitB - annotationMargin - len(v1alpha1.LedgerAnnotation) - beside
 }
@@ -119,15 +119,15 @@ func annotationBytes(a, b map[string]string) int {
 }
 
 // crowded is the refusal of a group whose annotations leave no room for a ledger; nil when they do.
-func (s *snapshot) crowded() *eligibility.Refusal {
-	if s.ledgerLimit() >= 8*ledgerHeader { // so that a release still finds room beside as many claims as there may be
+func (s *Snapshot) crowded() *eligibility.Refusal {
+	if s.ledgerLimit() >= 8*LedgerHeader { // so that a release still finds room beside as many claims as there may be
 		return nil
 	}
-	key := slices.MaxFunc(append(slices.Collect(maps.Keys(s.md.Annotations)), ""), func(a, b string) int {
-		return cmp.Or(cmp.Compare(len(s.md.Annotations[a]), len(s.md.Annotations[b])), cmp.Compare(a, b))
+	key := slices.MaxFunc(append(slices.Collect(maps.Keys(s.Deployment.Annotations)), ""), func(a, b string) int {
+		return cmp.Or(cmp.Compare(len(s.Deployment.Annotations[a]), len(s.Deployment.Annotations[b])), cmp.Compare(a, b))
 	})
 	return &eligibility.Refusal{
-		NodeGroup: s.md.Name, Reason: eligibility.Invalid,
+		NodeGroup: s.Deployment.Name, Reason: eligibility.Invalid,
 		Message: fmt.Sprintf("the annotations of the MachineDeployment and its MachineSets leave no room for the ledger of claims "+
 			"(Kubernetes allows %d bytes for all of an object's); remove some, or shorten metadata.annotations[%s]",
 			validation.TotalAnnotationSizeLimitB, key),

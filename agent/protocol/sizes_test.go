@@ -1,4 +1,4 @@
-package claims
+package protocol
 
 import (
 	"testing"
@@ -9,16 +9,16 @@ import (
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
 // sized is a group of ten running Machines that nobody claims, kept by a min size of ten, with these sizes written on it now.
-func sized(sizes map[string]string) *snapshot {
+func sized(sizes map[string]string) *Snapshot {
 	s := scene(10, &Ledger{Version: 1, Seq: 1, Min: 10, LastReplicas: 10})
-	s.md.Annotations = sizes
-	s.md.Labels = map[string]string{v1alpha1.MemberLabel: ""}
-	s.group = eligibility.Of(s.md, &clusterv1.Cluster{})
-	s.spareSince = s.now.Add(-time.Hour)
+	s.Deployment.Annotations = sizes
+	s.Deployment.Labels = map[string]string{v1alpha1.MemberLabel: ""}
+	s.Group = eligibility.Of(s.Deployment, &clusterv1.Cluster{})
+	s.SpareSince = s.Now.Add(-time.Hour)
 	for _, name := range []string{"a", "b", "c", "d", "e", "f", "g", "h", "i", "j"} {
 		s.withMachine(name, "", node)
 	}
@@ -38,72 +38,72 @@ func TestAMistypedSizeRemovesNoMachine(t *testing.T) {
 		"min size raised above a max ": {minSize: "30", maxSize: "20"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			d := decide(sized(sizes))
-			assert.Nil(t, d.ledger, "nothing is removed, raised or lowered")
-			assert.Empty(t, d.actions)
+			d := Decide(sized(sizes))
+			assert.Nil(t, d.Ledger, "nothing is removed, raised or lowered")
+			assert.Empty(t, d.Actions)
 		})
 	}
 }
 
 // The control of the test above: a smaller min size that can be read is what the user wants.
 func TestASmallerMinSizeIsFollowed(t *testing.T) {
-	d := decide(sized(map[string]string{clusterv1.AutoscalerMinSizeAnnotation: "8"}))
-	require.NotNil(t, d.ledger)
-	assert.Len(t, d.ledger.Releasing, 2)
-	assert.Equal(t, int32(8), d.ledger.Min)
+	d := Decide(sized(map[string]string{clusterv1.AutoscalerMinSizeAnnotation: "8"}))
+	require.NotNil(t, d.Ledger)
+	assert.Len(t, d.Ledger.Releasing, 2)
+	assert.Equal(t, int32(8), d.Ledger.Min)
 }
 
 func TestTheLastGoodMinSizeStaysInForce(t *testing.T) {
 	s := sized(map[string]string{clusterv1.AutoscalerMinSizeAnnotation: "three"})
-	*s.md.Spec.Replicas = 12 // a person adds two
-	s.group.Replicas = 12
-	d := decide(s)
-	require.NotNil(t, d.ledger)
-	assert.Equal(t, int32(10), d.ledger.Min)
-	assert.Equal(t, int32(12), d.ledger.Floor, "two more than the ten that the min size kept")
+	*s.Deployment.Spec.Replicas = 12 // a person adds two
+	s.Group.Replicas = 12
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.Equal(t, int32(10), d.Ledger.Min)
+	assert.Equal(t, int32(12), d.Ledger.Floor, "two more than the ten that the min size kept")
 }
 
 func TestClaimsAreReleasedWhateverTheSizesAre(t *testing.T) {
 	s := scene(11, &Ledger{Version: 1, Seq: 1, Min: 10, LastReplicas: 11}).
 		withMachine("m", "c", node).withClaim("c", v1alpha1.PhaseReleasing, "m")
-	s.group.Refusals = []eligibility.Refusal{{Reason: eligibility.Invalid}}
-	d := decide(s)
-	require.NotNil(t, d.ledger)
-	assert.Contains(t, d.ledger.Releasing, s.machines[0].UID)
+	s.Group.Refusals = []eligibility.Refusal{{Reason: eligibility.Invalid}}
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.Contains(t, d.Ledger.Releasing, s.Machines[0].UID)
 }
 
 func TestAClaimIsRefusedWhileASizeCannotBeUsed(t *testing.T) {
 	s := sized(map[string]string{clusterv1.AutoscalerMinSizeAnnotation: "three"}).withClaim("c", "", "")
-	d := decide(s)
-	assert.Equal(t, eligibility.Invalid, d.refused["c"].Reason)
-	assert.Contains(t, d.refused["c"].Message, "three")
-	assert.Equal(t, int32(10), d.replicas)
+	d := Decide(s)
+	assert.Equal(t, eligibility.Invalid, d.Refused["c"].Reason)
+	assert.Contains(t, d.Refused["c"].Message, "three")
+	assert.Equal(t, int32(10), d.Replicas)
 }
 
 // A group that nobody has claimed from is brought up to its min size as well.
 func TestReplicasAreRaisedToTheMinSizeWithoutAClaim(t *testing.T) {
 	s := scene(1, nil).withMachine("a", "", node)
-	s.group.Min = 3
-	d := decide(s)
-	require.NotNil(t, d.ledger)
-	assert.Equal(t, int32(3), d.replicas)
-	assert.Equal(t, int32(3), d.ledger.Min)
+	s.Group.Min = 3
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.Equal(t, int32(3), d.Replicas)
+	assert.Equal(t, int32(3), d.Ledger.Min)
 
 	s = scene(1, nil).withMachine("a", "", node)
-	s.group.Min = 3
-	s.group.Refusals = []eligibility.Refusal{{Reason: eligibility.NotMember}}
-	assert.Nil(t, decide(s).ledger, "the group did not opt in")
+	s.Group.Min = 3
+	s.Group.Refusals = []eligibility.Refusal{{Reason: eligibility.NotMember}}
+	assert.Nil(t, Decide(s).Ledger, "the group did not opt in")
 }
 
 // The reasons against a group are independent: the user who took the opt-in label off and then paused the group has paused it.
 func TestAPauseIsRespectedWhateverElseIsWrong(t *testing.T) {
 	for _, other := range []eligibility.Reason{eligibility.NotMember, eligibility.Deleting, eligibility.CoolingDown} {
 		s := scene(1, &Ledger{Version: 1, Seq: 1, LastReplicas: 1}).withMachine("a", "", node)
-		s.spareSince = s.now.Add(-time.Hour)
-		s.group.Refusals = []eligibility.Refusal{{Reason: other}}
-		require.NotNil(t, decide(s).ledger, "%s alone: the spare is removed", other)
-		s.group.Refusals = append(s.group.Refusals, eligibility.Refusal{Reason: eligibility.Paused})
-		assert.Nil(t, decide(s).ledger, "%s and a pause", other)
+		s.SpareSince = s.Now.Add(-time.Hour)
+		s.Group.Refusals = []eligibility.Refusal{{Reason: other}}
+		require.NotNil(t, Decide(s).Ledger, "%s alone: the spare is removed", other)
+		s.Group.Refusals = append(s.Group.Refusals, eligibility.Refusal{Reason: eligibility.Paused})
+		assert.Nil(t, Decide(s).Ledger, "%s and a pause", other)
 	}
 }
 
@@ -111,8 +111,8 @@ func TestAPauseIsRespectedWhateverElseIsWrong(t *testing.T) {
 func TestNothingIsRaisedWhereAnotherOwnerSetsTheReplicas(t *testing.T) {
 	s := scene(1, &Ledger{Version: 1, Seq: 1, Floor: 1, LastReplicas: 1}).
 		withMachine("a", "", node).withMachine("m", "c", node).withClaim("c", v1alpha1.PhaseBound, "m")
-	s.claims[0].Status.Machine.NodeName = "node-m"
-	assert.Equal(t, int32(2), decide(s).replicas)
-	s.group.Refusals = []eligibility.Refusal{{Reason: eligibility.ReplicasOwned}}
-	assert.Equal(t, int32(1), decide(s).replicas)
+	s.Claims[0].Status.Machine.NodeName = "node-m"
+	assert.Equal(t, int32(2), Decide(s).Replicas)
+	s.Group.Refusals = []eligibility.Refusal{{Reason: eligibility.ReplicasOwned}}
+	assert.Equal(t, int32(1), Decide(s).Replicas)
 }

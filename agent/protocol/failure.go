@@ -1,4 +1,4 @@
-package claims
+package protocol
 
 import (
 	"fmt"
@@ -8,7 +8,7 @@ import (
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
 // Failure says when a claim's Machine is given up, and how long its node group is left alone then. Cluster API knows no final
@@ -29,10 +29,10 @@ type Failure struct {
 	CoolDown time.Duration
 }
 
-// patience is how many deadlines a Machine may take from its creation. Until then it is late for a claim that it keeps waiting,
+// Patience is how many deadlines a Machine may take from its creation. Until then it is late for a claim that it keeps waiting,
 // and goes to the next one, so that machines that are slow, but come, are not thrown away. After that it has failed. By default
 // that is an hour to the provider ID, which is also how long the shim waits for a machine that gets on.
-const patience = 3
+const Patience = 3
 
 // final reports whether a reason that the Machine's infrastructure gives means that it will not come.
 func (f Failure) final(m *clusterv1.Machine, reason string) bool {
@@ -58,20 +58,20 @@ func missing(m *clusterv1.Machine) (what string, since time.Time) {
 }
 
 // gone reports whether the Machine's infrastructure object has been missing for so long that it will not come.
-func (s *snapshot) gone(m *clusterv1.Machine) bool {
+func (s *Snapshot) gone(m *clusterv1.Machine) bool {
 	what, since := missing(m)
-	return what != "" && s.nodeless(m) && s.now.Sub(since) >= missingAfter
+	return what != "" && s.nodeless(m) && s.Now.Sub(since) >= missingAfter
 }
 
 // judge releases the claim if its Machine (nil when there is none yet) failed or is late, and reports whether it did. A claim that
 // only waits is told why, where Cluster API says why. A Machine that is late goes to the next claim; that no Machine object was
 // made is a failure, as there is nothing to hand over.
-func (s *snapshot) judge(d *decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine) bool {
-	if m != nil && hasNode(m) || s.paused(m) {
+func (s *Snapshot) judge(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine) bool {
+	if m != nil && HasNode(m) || s.paused(m) {
 		return false
 	}
 	var why string
-	verdict, reason := fail, ReasonFailed
+	verdict, reason := Fail, ReasonFailed
 	switch {
 	case m == nil:
 		if why = s.unmade(d, c); why == "" {
@@ -83,17 +83,17 @@ func (s *snapshot) judge(d *decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 		why, _ = missing(m)
 	default:
 		if what, since := missing(m); what != "" {
-			d.wake(missingAfter - s.now.Sub(since))
+			d.Wake(missingAfter - s.Now.Sub(since))
 		}
 		trouble, message := infrastructureTrouble(m)
-		if m.Spec.ProviderID == "" && s.failure.final(m, trouble) {
+		if m.Spec.ProviderID == "" && s.Failure.final(m, trouble) {
 			why = fmt.Sprintf("the infrastructure of Machine %s reports %s: %s", m.Name, trouble, message)
 			break
 		}
 		what, deadline := s.awaited(m)
-		since, given := latest(m.CreationTimestamp.Time, unpausedAt(m)), patience*deadline
+		since, given := latest(m.CreationTimestamp.Time, unpausedAt(m)), Patience*deadline
 		if why = s.late(d, since, given, what); why == "" {
-			verdict, reason = timeOut, ReasonLate
+			verdict, reason = TimeOut, ReasonLate
 			since, given = latest(boundAt(c, m), unpausedAt(m)), deadline
 			why = s.late(d, since, given, what)
 		}
@@ -108,16 +108,16 @@ func (s *snapshot) judge(d *decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 	if why == "" {
 		return false
 	}
-	d.actions = append(d.actions, action{kind: verdict, claim: c, machine: m, event: v1alpha1.Event{Reason: reason, Message: why}})
+	d.Actions = append(d.Actions, Action{Kind: verdict, Claim: c, Machine: m, Event: v1alpha1.Event{Reason: reason, Message: why}})
 	return true
 }
 
 // awaited says what the Machine has not got yet, and how long a claim waits for it.
-func (s *snapshot) awaited(m *clusterv1.Machine) (what string, deadline time.Duration) {
+func (s *Snapshot) awaited(m *clusterv1.Machine) (what string, deadline time.Duration) {
 	if m.Spec.ProviderID == "" {
-		return "Machine " + m.Name + " got no provider ID", s.failure.ProviderIDDeadline
+		return "Machine " + m.Name + " got no provider ID", s.Failure.ProviderIDDeadline
 	}
-	return "no Node joined for Machine " + m.Name, s.failure.NodeDeadline
+	return "no Node joined for Machine " + m.Name, s.Failure.NodeDeadline
 }
 
 // boundAt returns since when the claim waits for the Machine: since it was bound to one that had been made for another claim.
@@ -129,27 +129,27 @@ func boundAt(c *v1alpha1.MachineClaim, m *clusterv1.Machine) time.Time {
 }
 
 // hopeless reports whether the Machine is known not to come: no claim should be given it.
-func (s *snapshot) hopeless(m *clusterv1.Machine) bool {
+func (s *Snapshot) hopeless(m *clusterv1.Machine) bool {
 	switch {
 	case m.Spec.ProviderID != "" && !s.nodeless(m):
 		return false
 	case s.gone(m):
 		return true
 	}
-	if _, deadline := s.awaited(m); deadline > 0 && s.now.Sub(m.CreationTimestamp.Time) >= patience*deadline {
+	if _, deadline := s.awaited(m); deadline > 0 && s.Now.Sub(m.CreationTimestamp.Time) >= Patience*deadline {
 		return true
 	}
 	reason, _ := infrastructureTrouble(m)
-	return m.Spec.ProviderID == "" && s.failure.final(m, reason)
+	return m.Spec.ProviderID == "" && s.Failure.final(m, reason)
 }
 
 // late returns what has not happened when the time for it is over, else "" after asking to be woken in time.
-func (s *snapshot) late(d *decision, since time.Time, deadline time.Duration, what string) string {
+func (s *Snapshot) late(d *Decision, since time.Time, deadline time.Duration, what string) string {
 	if deadline == 0 {
 		return ""
 	}
-	if left := deadline - s.now.Sub(since); left > 0 {
-		d.wake(left)
+	if left := deadline - s.Now.Sub(since); left > 0 {
+		d.Wake(left)
 		return ""
 	}
 	return fmt.Sprintf("%s in %s", what, deadline)
@@ -166,9 +166,9 @@ func infrastructureTrouble(m *clusterv1.Machine) (reason, message string) {
 	return "", ""
 }
 
-// coolDownOf says why a node group takes no claims after one of the given claims, all of that group, failed; nil when no
+// CoolDownOf says why a node group takes no claims after one of the given claims, all of that group, failed; nil when no
 // failure is more recent than the cool-down.
-func coolDownOf(nodeGroup string, claims []*v1alpha1.MachineClaim, now time.Time, coolDown time.Duration) *eligibility.Refusal {
+func CoolDownOf(nodeGroup string, claims []*v1alpha1.MachineClaim, now time.Time, coolDown time.Duration) *eligibility.Refusal {
 	var last *v1alpha1.MachineClaim
 	for _, c := range claims {
 		if c.Status.FailedAt != nil && (last == nil || last.Status.FailedAt.Before(c.Status.FailedAt)) {

@@ -1,0 +1,225 @@
+package claims
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
+)
+
+// view says where a snapshot is read from.
+type view int
+
+const (
+	// cached is quick and may lag behind: good for finding out whether there is something to do, and for nothing else.
+	cached view = iota
+	// live is the API server's own, consistent word.
+	live
+)
+
+func (e *Engine) reader(from view) client.Reader {
+	if from == cached {
+		return e.Client
+	}
+	return e.Reader
+}
+
+// read takes a snapshot from the given view: the MachineDeployment first, then the rest (rule R1). It returns nil when
+// the MachineDeployment does not exist.
+func (e *Engine) read(ctx context.Context, from view, key types.NamespacedName) (*protocol.Snapshot, error) {
+	var md clusterv1.MachineDeployment
+	if err := e.reader(from).Get(ctx, key, &md); apierrors.IsNotFound(err) {
+		return nil, nil
+	} else if err != nil {
+		return nil, fmt.Errorf("reading the MachineDeployment: %w", err)
+	}
+	cluster, err := e.cluster(ctx, key.Namespace, md.Spec.ClusterName)
+	if err != nil {
+		return nil, err
+	}
+	s := &protocol.Snapshot{
+		Deployment:   &md,
+		Group:        eligibility.Of(&md, cluster),
+		Now:          e.Clock.Now(),
+		Unregistered: e.unregisteredIn(key.Namespace, md.Spec.ClusterName),
+		SpareGrace:   e.SpareGrace,
+		Failure:      e.Failure,
+		Started:      e.started,
+		LedgerBudget: e.ledgerBudget,
+	}
+	if s.Ledger, err = protocol.LedgerOf(&md); errors.Is(err, protocol.ErrNewerLedger) {
+		return nil, fmt.Errorf("MachineDeployment %s: %w", key, err)
+	} else if err != nil {
+		// Edited by hand into something else, or copied with a MachineDeployment: rebuilt, like one that was wiped.
+		log.FromContext(ctx).Error(err, "the ledger cannot be used; it is rebuilt", "machineDeployment", key)
+		s.Ledger = nil
+	}
+	if err := e.readParts(ctx, from, key, s); err != nil {
+		return nil, err
+	}
+	if s.MadeAgain() {
+		log.FromContext(ctx).Info("the MachineDeployment was made again with the ledger of the one before it; it is rebuilt", "machineDeployment", key)
+		s.Ledger = nil
+	}
+	cooling, err := e.CoolingDown(ctx, key)
+	if err != nil {
+		return nil, err
+	}
+	s.Group = s.Group.With(cooling)
+	return s, nil
+}
+
+func (e *Engine) readParts(ctx context.Context, from view, key types.NamespacedName, s *protocol.Snapshot) error {
+	options := []client.ListOption{client.InNamespace(key.Namespace), e.inGroup(from, v1alpha1.NodeGroupLabel, key.Name)}
+	if from == live {
+		options = e.liveOnly(options)
+	}
+	var claims v1alpha1.MachineClaimList
+	if err := e.reader(from).List(ctx, &claims, options...); err != nil {
+		return fmt.Errorf("listing claims: %w", err)
+	}
+	for i := range claims.Items {
+		c := &claims.Items[i]
+		switch {
+		case c.Spec.NodeGroup != key.Name, c.CurrentPhase() == v1alpha1.PhaseEnded:
+		case s.Deployment.Spec.ClusterName != "" && c.Spec.ClusterName != s.Deployment.Spec.ClusterName:
+			s.Foreign = append(s.Foreign, c) // the name was used before, for another Cluster
+		default:
+			s.Claims = append(s.Claims, c)
+		}
+	}
+	selector := e.inGroup(from, clusterv1.MachineDeploymentNameLabel, key.Name)
+	// Before the Machines: what a paused MachineSet has made is seen then. Also without a ledger: a pause of ours may outlive it.
+	var sets clusterv1.MachineSetList
+	if err := e.reader(from).List(ctx, &sets, client.InNamespace(key.Namespace), selector); err != nil {
+		return fmt.Errorf("listing MachineSets: %w", err)
+	}
+	ofAnother := func(clusterName string) bool { // which had this MachineDeployment's name before
+		return s.Deployment.Spec.ClusterName != "" && clusterName != s.Deployment.Spec.ClusterName
+	}
+	for i := range sets.Items {
+		if !ofAnother(sets.Items[i].Spec.ClusterName) {
+			s.Sets = append(s.Sets, &sets.Items[i])
+		}
+	}
+	var machines clusterv1.MachineList
+	if err := e.reader(from).List(ctx, &machines, client.InNamespace(key.Namespace), selector); err != nil {
+		return fmt.Errorf("listing Machines: %w", err)
+	}
+	for i := range machines.Items {
+		if !ofAnother(machines.Items[i].Spec.ClusterName) {
+			s.Machines = append(s.Machines, &machines.Items[i])
+		}
+	}
+	return e.readStrays(ctx, key, s)
+}
+
+// inGroup selects what belongs to a node group: from the caches by index, from the API server by label.
+func (e *Engine) inGroup(from view, label, name string) client.ListOption {
+	if e.Index != "" && from == cached {
+		return client.MatchingFields{e.Index: name}
+	}
+	return client.MatchingLabels{label: name}
+}
+
+// readStrays looks at what the lists leave out, before anything is concluded from its absence (rule R3): claims that Machines
+// are labelled with and that have ended or belong to another group, and Machines of claims that left the group.
+func (e *Engine) readStrays(ctx context.Context, key types.NamespacedName, s *protocol.Snapshot) error {
+	known := make(map[string]bool, len(s.Claims))
+	for _, c := range s.Claims {
+		known[c.Spec.ClaimID] = true
+	}
+	for _, m := range s.Machines {
+		id := protocol.ClaimOf(m)
+		if id == "" || known[id] {
+			continue
+		}
+		c, err := e.claimNamed(ctx, Key{Namespace: key.Namespace, Cluster: m.Spec.ClusterName, ID: id})
+		switch {
+		case errors.Is(err, ErrNotFound):
+			if s.Lost == nil {
+				s.Lost = map[string]*clusterv1.Machine{}
+			}
+			s.Lost[id] = m
+		case err != nil:
+			return err
+		case c.Spec.NodeGroup == key.Name || c.CurrentPhase() == v1alpha1.PhaseEnded:
+			s.Claims = append(s.Claims, c) // its label was edited, or it is only remembered
+			known[id] = true
+		}
+	}
+	if s.Ledger != nil {
+		for id := range s.Ledger.Pending {
+			if known[id] {
+				continue
+			}
+			c, err := e.claimNamed(ctx, Key{Namespace: key.Namespace, Cluster: s.Deployment.Spec.ClusterName, ID: id})
+			if err == nil && c.Spec.NodeGroup == key.Name && c.CurrentPhase() != v1alpha1.PhaseEnded {
+				s.Claims = append(s.Claims, c) // its label was edited
+			} else if err != nil && !errors.Is(err, ErrNotFound) {
+				return err
+			}
+		}
+	}
+	var err error
+	if s.Machines, err = e.readUnlisted(ctx, key, s.Claims, s.Machines); err != nil {
+		return err
+	}
+	s.Strays, err = e.readUnlisted(ctx, key, s.Foreign, nil)
+	return err
+}
+
+// readUnlisted adds to the listed Machines those that claims say they have.
+func (e *Engine) readUnlisted(
+	ctx context.Context, key types.NamespacedName, claims []*v1alpha1.MachineClaim, listed []*clusterv1.Machine,
+) ([]*clusterv1.Machine, error) {
+	known := make(map[types.UID]bool, len(listed))
+	for _, m := range listed {
+		known[m.UID] = true
+	}
+	for _, c := range claims {
+		ref := c.Status.Machine
+		if ref == nil || c.Status.Phase == v1alpha1.PhaseEnded || known[ref.UID] {
+			continue
+		}
+		var m clusterv1.Machine
+		err := e.Reader.Get(ctx, types.NamespacedName{Namespace: key.Namespace, Name: ref.Name}, &m)
+		if err != nil && !apierrors.IsNotFound(err) {
+			return nil, fmt.Errorf("reading Machine %s: %w", ref.Name, err)
+		}
+		if err == nil && m.UID == ref.UID {
+			listed = append(listed, &m)
+		}
+	}
+	return listed, nil
+}
+
+// claimNamed returns a claim: from the cache where it has ended there, as that is for good, else as the API server has it.
+func (e *Engine) claimNamed(ctx context.Context, key Key) (*v1alpha1.MachineClaim, error) {
+	var c v1alpha1.MachineClaim
+	if err := e.Client.Get(ctx, key.object(), &c); err == nil && c.Status.Phase == v1alpha1.PhaseEnded {
+		return &c, nil
+	}
+	return e.stored(ctx, key)
+}
+
+// sameLedger asks the API server whether the MachineDeployment still is the one that was read, with the ledger that was read; none is
+// a ledger as well.
+func (e *Engine) sameLedger(ctx context.Context, read *clusterv1.MachineDeployment) (bool, error) {
+	var md clusterv1.MachineDeployment
+	if err := e.Reader.Get(ctx, client.ObjectKeyFromObject(read), &md); client.IgnoreNotFound(err) != nil {
+		return false, fmt.Errorf("reading the ledger: %w", err)
+	} else if err == nil && md.UID != read.UID {
+		return false, nil
+	}
+	return md.Annotations[v1alpha1.LedgerAnnotation] == read.Annotations[v1alpha1.LedgerAnnotation], nil
+}

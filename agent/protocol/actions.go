@@ -1,0 +1,264 @@
+package protocol
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"time"
+
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
+)
+
+// hasMachine reports whether a claim has, or is giving back, a Machine.
+func hasMachine(c *v1alpha1.MachineClaim) bool {
+	return c.Status.Machine != nil && c.Status.Phase != v1alpha1.PhaseEnded
+}
+
+// actOnClaims lists the writes on claims, and on the Machines that they bind, that the snapshot's ledger permits.
+func (s *Snapshot) actOnClaims(d *Decision) {
+	ledger := s.Ledger
+	if ledger == nil {
+		ledger = &Ledger{}
+	}
+	for _, m := range s.Lost {
+		if Alive(m) {
+			d.Actions = append(d.Actions, Action{Kind: Recreate, Machine: m})
+		}
+	}
+	s.actOnForeign(d)
+	for _, c := range s.Claims {
+		if c.CurrentPhase() == v1alpha1.PhaseEnded {
+			continue
+		}
+		id := c.Spec.ClaimID
+		named, entered := ledger.Pending[id]
+		var m *clusterv1.Machine
+		if c.Status.Machine != nil {
+			m = s.machine(c.Status.Machine.UID)
+		}
+		switch c.Status.Phase {
+		case "", v1alpha1.PhasePending:
+			if owned := s.labelled(id); owned != nil && Alive(owned) {
+				// Its status was lost; also when that was before its entry was dropped.
+				d.Actions = append(d.Actions, Action{Kind: Restore, Claim: c, Group: s.Deployment.UID, Machine: owned})
+			} else if entered {
+				s.actOnPending(d, c, named)
+			} else if refusal, refused := d.Refused[id]; refused {
+				reason := ReasonRefused
+				if refusal.Reason == eligibility.AtMaxSize || refusal.Reason == eligibility.CoolingDown {
+					reason = ReasonNoRoom
+				}
+				if c.Status.Phase == v1alpha1.PhasePending {
+					d.end(c, reason, refusal.Message) // it was entered once, and somebody edited the ledger
+				} else {
+					s.moveOn(d, c, reason, refusal.Message)
+				}
+			}
+		case v1alpha1.PhaseBound:
+			switch owned := s.labelled(id); {
+			case m == nil && owned != nil && Alive(owned):
+				d.Actions = append(d.Actions, Action{Kind: Restore, Claim: c, Group: s.Deployment.UID, Machine: owned}) // its status is of another Machine
+			case m == nil || DeletionCompleted(m):
+				s.endWithMachine(d, c)
+			case !Alive(m):
+				// Being deleted by somebody else. Until it is gone the instance may run, and the claim has it.
+				if c.Status.Reason != ReasonMachineDeleting {
+					d.Actions = append(d.Actions, Action{Kind: Explain, Claim: c, Event: v1alpha1.Event{
+						Reason: ReasonMachineDeleting, Message: "somebody else is deleting its Machine",
+					}})
+				}
+			case ClaimOf(m) == "" && entered && named.UID == m.UID && !Held(m):
+				d.Actions = append(d.Actions, Action{Kind: Label, Claim: c, Machine: m})
+			case ClaimOf(m) == "" && !entered && s.Ledger != nil:
+				d.end(c, ReasonMachineLost, "somebody removed the claim's label from its Machine")
+			case ClaimOf(m) != "" && ClaimOf(m) != id:
+				d.end(c, ReasonMachineLost, "its Machine carries another claim's label")
+			case HasNode(m) && c.Status.Machine.NodeName != m.Status.NodeRef.Name:
+				d.Actions = append(d.Actions, Action{Kind: NoteMachine, Claim: c, Machine: m, Event: v1alpha1.Event{
+					Reason: ReasonNodeJoined, Message: "Node " + m.Status.NodeRef.Name + " joined",
+				}})
+			default:
+				s.judge(d, c, m)
+			}
+		case v1alpha1.PhaseReleasing:
+			s.actOnReleasing(d, c, m, named, entered)
+		case v1alpha1.PhaseEnded:
+		}
+	}
+}
+
+// endWithMachine ends a claim whose Machine somebody else removed.
+func (s *Snapshot) endWithMachine(d *Decision, c *v1alpha1.MachineClaim) {
+	if s.deleted() {
+		d.end(c, ReasonNodeGroupGone, "its MachineDeployment is being deleted, and its Machine with it")
+		return
+	}
+	d.end(c, ReasonMachineLost, "its Machine was deleted by somebody else")
+}
+
+// actOnForeign ends the claims that lost their Machines, or wait for one, with the MachineDeployment that had this one's name before.
+func (s *Snapshot) actOnForeign(d *Decision) {
+	for _, c := range s.former {
+		d.end(c, ReasonNodeGroupGone, "its MachineDeployment was deleted; another one has its name now")
+	}
+	for _, c := range s.Foreign {
+		var m *clusterv1.Machine
+		if c.Status.Machine != nil {
+			m = s.machine(c.Status.Machine.UID)
+		}
+		const gone = "its MachineDeployment was deleted; one of another Cluster has its name now"
+		switch {
+		case c.Status.Phase == "":
+			s.moveOn(d, c, ReasonNodeGroupGone, gone)
+		case m == nil || DeletionCompleted(m):
+			d.end(c, ReasonNodeGroupGone, gone)
+		}
+	}
+}
+
+// AbandonedAfter is how long after it was made a claim that no group has entered is left to its call, which moves it on or ends
+// it. A call that comes again later does not mind.
+const AbandonedAfter = 2 * time.Minute
+
+// moveOn does for a claim that has no room here what its call would do, if that is gone together with the agent that served it.
+func (s *Snapshot) moveOn(d *Decision, c *v1alpha1.MachineClaim, reason, message string) {
+	if left := AbandonedAfter - s.Now.Sub(c.CreationTimestamp.Time); left > 0 {
+		d.Wake(left)
+		return
+	}
+	d.Actions = append(d.Actions, Action{Kind: MoveOn, Claim: c, Event: v1alpha1.Event{Reason: reason, Message: message}})
+}
+
+func (s *Snapshot) actOnPending(d *Decision, c *v1alpha1.MachineClaim, named Named) {
+	m := s.machine(named.UID)
+	holder, had := s.holders[named.UID]
+	had = had && holder != c.Spec.ClaimID // by a claim that hands it over and has not ended yet
+	switch {
+	case named.UID != "" && m != nil && Alive(m) && !Held(m) && ClaimOf(m) == "" && !had:
+		d.Actions = append(d.Actions, Action{Kind: Bind, Claim: c, Group: s.Deployment.UID, Machine: m})
+	case c.Spec.Adopt != "" && named.UID == "":
+		d.end(c, ReasonMachineLost, "the Machine that it was to take over was deleted before that")
+	case c.Status.Phase == v1alpha1.PhasePending && named.UID == "" && s.judge(d, c, nil):
+		// It waited long enough.
+	case c.Status.Phase == "":
+		d.Actions = append(d.Actions, Action{Kind: MarkEntered, Claim: c, Group: s.Deployment.UID, Event: v1alpha1.Event{
+			Reason:  ReasonWaitingForMachine,
+			Message: fmt.Sprintf("a replica of MachineDeployment %s is accounted for; its Machine is on its way", c.Spec.NodeGroup),
+		}})
+	}
+}
+
+func (s *Snapshot) actOnReleasing(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine, named Named, entered bool) {
+	id := c.Spec.ClaimID
+	labelled := s.labelled(id)
+	switch {
+	case c.Status.Machine == nil && labelled != nil, m == nil && labelled != nil && Alive(labelled):
+		d.Actions = append(d.Actions, Action{Kind: Restore, Claim: c, Group: s.Deployment.UID, Machine: labelled}) // its status was lost before its release
+	case c.Status.Machine == nil:
+		if !entered && labelled == nil && c.Status.FailedAt != nil {
+			d.end(c, ReasonFailed, c.Status.Message)
+		} else if !entered && labelled == nil {
+			d.end(c, ReasonCancelled, "released before it had a Machine; the replica goes to the next claim or is given back")
+		}
+	case m != nil && Alive(m) && entered && named.UID == m.UID && ClaimOf(m) == "" && !Held(m):
+		// The label first: what is released must be recognisable as this claim's.
+		d.Actions = append(d.Actions, Action{Kind: Label, Claim: c, Machine: m})
+	case m != nil && Alive(m) && !entered && ClaimOf(m) == id && s.handsOver(m) && !s.releasing(m.UID):
+		d.Actions = append(d.Actions, Action{Kind: Unbind, Claim: c, Machine: m})
+	case !entered && (labelled == nil || !Alive(labelled) && DeletionCompleted(labelled)) && (m == nil || Alive(m) || DeletionCompleted(m)):
+		reason, message := ReasonReleased, "its instance and its Node are gone"
+		if c.Status.FailedAt != nil {
+			reason, message = ReasonFailed, c.Status.Message
+		}
+		switch {
+		case m != nil && Alive(m) && HasNode(m) && m.Annotations[v1alpha1.HandedOverAnnotation] != id:
+			reason, message = ReasonMachineLost, "somebody removed the claim's label from its Machine"
+		case m != nil && Alive(m):
+			reason, message = ReasonHandedOver, "its Machine had no Node yet and was kept for the next claim"
+			if c.Status.Reason == ReasonLate {
+				message = c.Status.Message + "; the Machine is kept for the next claim"
+			}
+		}
+		d.end(c, reason, message)
+	case m != nil && !Alive(m):
+		s.explainDeletion(d, c, m)
+	}
+}
+
+// slowDeletion is how long a deletion may take before the claim says what it waits for.
+const slowDeletion = time.Minute
+
+// explainDeletion notes on the claim what Cluster API says that the deletion of its Machine waits for, once that takes long.
+func (s *Snapshot) explainDeletion(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine) {
+	reason, message := DeletingReason(m), deletingMessage(m)
+	if reason == "" || Held(m) && DeletionCompleted(m) || reason == c.Status.Reason || c.Status.FailedAt != nil {
+		return // why it failed matters more
+	}
+	if left := slowDeletion - s.Now.Sub(m.DeletionTimestamp.Time); left > 0 {
+		d.Wake(left)
+		return
+	}
+	d.Actions = append(d.Actions, Action{Kind: Explain, Claim: c, Event: v1alpha1.Event{
+		Reason: reason, Message: "the deletion of Machine " + m.Name + " takes long: " + cmp.Or(message, reason),
+	}})
+}
+
+func (s *Snapshot) releasing(uid types.UID) bool {
+	if s.Ledger == nil {
+		return false
+	}
+	_, yes := s.Ledger.Releasing[uid]
+	return yes
+}
+
+// explainOnce notes on the claim what it waits for, unless the claim says so already.
+func (d *Decision) explainOnce(c *v1alpha1.MachineClaim, reason, message string) {
+	if c.Status.Reason != reason || c.Status.Message != message {
+		d.Actions = append(d.Actions, Action{Kind: Explain, Claim: c, Event: v1alpha1.Event{Reason: reason, Message: message}})
+	}
+}
+
+func (d *Decision) end(c *v1alpha1.MachineClaim, reason, message string) {
+	d.Actions = append(d.Actions, Action{Kind: End, Claim: c, Event: v1alpha1.Event{Reason: reason, Message: message}})
+}
+
+// actOnMachines lists the writes on Machines that are being released, as the snapshot's ledger permits.
+func (s *Snapshot) actOnMachines(d *Decision) {
+	for _, m := range slices.Concat(s.Machines, s.Strays) {
+		var r Release
+		recorded := false
+		if s.Ledger != nil {
+			r, recorded = s.Ledger.Releasing[m.UID]
+		}
+		ours := Held(m) || hooked(m)
+		stopped := Held(m) && DeletionCompleted(m) || hooked(m) && !Held(m)
+		switch {
+		case !recorded && s.Ledger != nil && Alive(m) && Held(m) && s.boundTo(m) != nil:
+			d.Actions = append(d.Actions, Action{Kind: Keep, Claim: s.boundTo(m), Machine: m})
+		case recorded && !r.GivenBack && Alive(m) && s.mayDelete(m):
+			d.Actions = append(d.Actions, Action{Kind: Hold, Machine: m, Release: r})
+		case recorded && r.GivenBack && ours && s.carriedThrough(r.Generation):
+			d.Actions = append(d.Actions, Action{Kind: LetGo, Machine: m})
+		case stopped && s.deleted():
+			// Cluster API deletes the whole group, makes nothing anew, and waits for this Machine.
+			d.Actions = append(d.Actions, Action{Kind: LetGo, Machine: m})
+		case !recorded && stopped && s.carriedThrough(s.Deployment.Generation):
+			// Held by a ledger that is lost. Whether its replica was given back is not known, so it is not lowered; if it
+			// was not, the replacement is a spare.
+			d.Actions = append(d.Actions, Action{Kind: LetGo, Machine: m})
+		}
+	}
+}
+
+// boundTo returns the claim that has the Machine for good, nil when there is none or its release was asked for.
+func (s *Snapshot) boundTo(m *clusterv1.Machine) *v1alpha1.MachineClaim {
+	c := s.Claim(ClaimOf(m))
+	if c == nil || c.CurrentPhase() != v1alpha1.PhaseBound || c.Status.Machine == nil || c.Status.Machine.UID != m.UID {
+		return nil
+	}
+	return c
+}

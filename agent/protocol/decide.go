@@ -1,0 +1,207 @@
+package protocol
+
+import (
+	"cmp"
+	"slices"
+	"time"
+
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
+)
+
+// Decision is what the protocol asks for in a snapshot. It is computed by [Decide], which has no side effects.
+type Decision struct {
+	// Ledger is the content to write, with the seq of the snapshot's; nil when the ledger is as it should be.
+	Ledger *Ledger
+	// Replicas is spec.replicas to write in the same patch.
+	Replicas int32
+	// Pause is the change to make in the same patch to Cluster API's paused annotation.
+	Pause PauseChange
+	// Lowered says that the group is frozen with the ledger write, and why; empty when it is not.
+	Lowered string
+	// Urgent reports that a call, or a claim, waits for the ledger write. Other writes are coalesced.
+	Urgent bool
+	// Refused are the pending claims that cannot be entered here, by claim id.
+	Refused map[string]eligibility.Refusal
+	// Queued are the ids of the pending claims that are entered once others have left the ledger.
+	Queued map[string]bool
+	// budget is how much may still be added to the ledger.
+	budget *budget
+	// Actions are the writes on other objects that the snapshot's ledger permits. They are not to be done when the ledger
+	// has changed since.
+	Actions []Action
+	// Spare is whether there is a spare now, for the grace period; also while its release is only decided.
+	Spare bool
+	// Chose says that the decision begins to remove Machines of its own choice.
+	Chose bool
+	// Unmet is how many claims wait for whom the max size allows no further replica.
+	Unmet int32
+	// Again is when to look again without being told; zero for not.
+	Again time.Duration
+}
+
+// PauseChange is what a ledger write does to Cluster API's paused annotation of the MachineDeployment.
+type PauseChange int
+
+const (
+	// PauseKeep leaves it as it is.
+	PauseKeep PauseChange = iota
+	// PauseSet pauses the MachineDeployment for the agent.
+	PauseSet
+	// PauseRemove takes the agent's pause off, and no other one.
+	PauseRemove
+)
+
+// Action is one write on one object. Which fields are set depends on the kind.
+type Action struct {
+	// Kind says what is written.
+	Kind ActionKind
+	// Claim, Machine and Set are the objects, as they were read.
+	Claim   *v1alpha1.MachineClaim
+	Machine *clusterv1.Machine
+	Set     *clusterv1.MachineSet
+	// Group is the MachineDeployment's UID, which a claim that is entered or bound remembers.
+	Group types.UID
+	// Release is the record of the Machine that is held.
+	Release Release
+	// UIDs are the Machines that a MachineSet is lowered for, Counts all those that the ledger lowers under pause.
+	UIDs, Counts []types.UID
+	// Event is added to the claim's history; its time is the writer's to set.
+	Event v1alpha1.Event
+}
+
+// ActionKind is what an action does.
+type ActionKind string
+
+const (
+	// MarkEntered notes on the claim that its replica is accounted for.
+	MarkEntered ActionKind = "mark-entered"
+	// Bind moves the claim from Pending to Bound and then labels its Machine.
+	Bind ActionKind = "bind"
+	// Fail gives a claim's Machine up: the claim is released by the agent itself.
+	Fail ActionKind = "fail"
+	// TimeOut releases a claim whose Machine is late, which the next claim may have.
+	TimeOut ActionKind = "time-out"
+	// Explain notes on a pending claim why its Machine does not come.
+	Explain ActionKind = "explain"
+	// WaitAnew has a claim's wait for a Machine count from now on.
+	WaitAnew ActionKind = "wait-anew"
+	// Recreate makes the MachineClaim of a claim again whose object was lost, from its Machine.
+	Recreate ActionKind = "recreate"
+	// Restore makes a claim Bound again that lost its status, or its object, while its Machine still carries its label.
+	Restore ActionKind = "restore"
+	// Label finishes a binding that stopped before the label.
+	Label ActionKind = "label"
+	// Unbind takes the label off: the Machine is handed over to whoever comes next.
+	Unbind ActionKind = "unbind"
+	// End moves the claim to Ended.
+	End ActionKind = "end"
+	// MoveOn moves a claim whose call is gone to its next candidate, and ends it when there is none that takes it.
+	MoveOn ActionKind = "move-on"
+	// NoteMachine copies provider ID and Node name to the claim, for people.
+	NoteMachine ActionKind = "note-machine"
+	// Hold puts the finalizer on the Machine and deletes it.
+	Hold ActionKind = "hold"
+	// LetGo takes the finalizer off.
+	LetGo ActionKind = "let-go"
+	// Keep takes what [Hold] put there off a Machine that its claim has after all.
+	Keep ActionKind = "keep"
+	// PauseMachineSet and UnpauseMachineSet keep a MachineSet from making Machines while replicas are lowered for those that
+	// it has not made.
+	PauseMachineSet   ActionKind = "pause-machine-set"
+	UnpauseMachineSet ActionKind = "unpause-machine-set"
+	// LowerSet lowers one MachineSet while the MachineDeployment is paused.
+	LowerSet ActionKind = "lower-set"
+)
+
+// Reasons of claims, as reported in [v1alpha1.MachineClaimStatus].
+const (
+	ReasonCreated           = "Created"
+	ReasonWaitingForMachine = "WaitingForMachine"
+	ReasonMoved             = "Moved"
+	ReasonBound             = "Bound"
+	ReasonNodeJoined        = "NodeJoined"
+	ReasonReleaseRequested  = "ReleaseRequested"
+	ReasonCollected         = "Collected"
+	ReasonOwnerMissing      = "OwnerMissing"
+	ReasonReleased          = "Released"
+	ReasonHandedOver        = "HandedOver"
+	ReasonCancelled         = "Cancelled"
+	ReasonMachineDeleting   = "MachineDeleting"
+	ReasonMachineLost       = "MachineLost"
+	ReasonFailed            = "Failed"
+	ReasonLate              = "Late"
+	ReasonNodeNotSeen       = "NodeNotSeen"
+	ReasonNoRoom            = "NoRoom"
+	ReasonRefused           = "Refused"
+	ReasonNodeGroupGone     = "NodeGroupGone"
+	ReasonNeverMade         = "NeverMade"
+	ReasonWriteRefused      = "WriteRefused"
+)
+
+// ReasonReplicasLowered is the reason of the Warning event on a MachineDeployment whose replicas another writer set below what is
+// claimed.
+const ReasonReplicasLowered = "ReplicasLoweredBelowClaims"
+
+// Decide computes the next step of the protocol. It depends on nothing but the snapshot.
+func Decide(s *Snapshot) *Decision {
+	s.prepare()
+	d := &Decision{Replicas: s.Group.Replicas, Refused: map[string]eligibility.Refusal{}, Queued: map[string]bool{}}
+	next := s.fold(d)
+
+	s.dropEntries(next)
+	s.unname(next)
+	d.budget = s.newBudget(next, cmp.Or(s.LedgerBudget, LedgerBudget))
+	s.startReleases(d, next)
+	s.giveBack(d, next)
+	s.unpause(d, next)
+	spare := s.account(d, next)
+	spare = s.adopt(d, next, spare)
+	spare = s.enter(d, next, spare)
+	s.name(d, next)
+	s.coverShortage(d, next)
+	d.Spare = spare > 0
+	spare = s.releaseSpare(d, next, spare)
+	spare = s.shrink(d, next, spare)
+
+	next.Spare = max(0, spare)
+	if next.Lowered {
+		next.LastReplicas -= min(max(0, next.LastReplicas-next.Floor), s.Group.Replicas-d.Replicas) // given back: a difference of others' making stays
+	} else {
+		next.LastReplicas = d.Replicas
+	}
+	s.dateGiveBacks(d, next)
+	s.decideWrite(d, next)
+	s.actOnClaims(d)
+	s.actOnMachines(d)
+	return d
+}
+
+// Wake asks for another look after a while, the soonest of those asked for.
+func (d *Decision) Wake(after time.Duration) {
+	after = max(after, 10*time.Millisecond)
+	if d.Again == 0 || after < d.Again {
+		d.Again = after
+	}
+}
+
+// decideWrite keeps the next ledger if it says something new.
+func (s *Snapshot) decideWrite(d *Decision, next *Ledger) {
+	if s.Ledger == nil {
+		// A ledger is begun by the first claim, not by being looked at; one that was wiped is rebuilt.
+		quiet := len(next.Pending) == 0 && len(next.Releasing) == 0 && next.Shrink == nil && d.Pause == PauseKeep && !next.Lowered &&
+			d.Replicas <= s.Group.Replicas // a min size is raised to without a claim
+		if quiet && !slices.ContainsFunc(s.Claims, hasMachine) {
+			d.Replicas = s.Group.Replicas
+			return
+		}
+		d.Ledger = next
+		return
+	}
+	if d.Replicas != s.Group.Replicas || d.Pause != PauseKeep || !next.same(s.Ledger) {
+		d.Ledger = next
+	}
+}

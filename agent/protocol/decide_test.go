@@ -1,0 +1,809 @@
+package protocol
+
+import (
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
+)
+
+func TestAFirstClaimRaisesReplicasAndLeavesTheFloorAlone(t *testing.T) {
+	s := scene(2, nil).withMachine("a", "", node).withMachine("b", "", node).withClaim("c", "", "")
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.Equal(t, int32(3), d.Replicas)
+	assert.Equal(t, int32(2), d.Ledger.Floor)
+	assert.Equal(t, map[string]Named{"c": {}}, d.Ledger.Pending)
+	assert.True(t, d.Urgent)
+}
+
+func TestClaimsThatWaitTogetherAreEnteredInOneWrite(t *testing.T) {
+	s := scene(0, nil)
+	for _, id := range []string{"a", "b", "c", "d"} {
+		s.withClaim(id, "", "")
+	}
+	d := Decide(s)
+	assert.Equal(t, int32(4), d.Replicas)
+	assert.Len(t, d.Ledger.Pending, 4)
+}
+
+func TestASpareIsUsedBeforeReplicasAreRaised(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 4, LastReplicas: 1}).withMachine("a", "", nil).withClaim("c", "", "")
+	d := Decide(s)
+	assert.Equal(t, int32(1), d.Replicas)
+	assert.Equal(t, Named{Machine: "a", UID: "a"}, d.Ledger.Pending["c"])
+}
+
+func TestAtTheMaxSizeClaimsAreRefused(t *testing.T) {
+	s := scene(3, &Ledger{Version: 1, Seq: 4, LastReplicas: 3, Floor: 3}).withClaim("c", "", "")
+	s.Group.Max = new(int32(3))
+	d := Decide(s)
+	assert.Nil(t, d.Ledger)
+	assert.Equal(t, eligibility.AtMaxSize, d.Refused["c"].Reason)
+}
+
+func TestAShortageIsMadeGoodUpToTheMaxSize(t *testing.T) {
+	three := int32(3)
+	s := scene(2, &Ledger{Version: 1, Floor: 2, LastReplicas: 2, Pending: map[string]Named{"a": {}, "b": {}}}).
+		withClaim("a", v1alpha1.PhasePending, "").withClaim("b", v1alpha1.PhasePending, "")
+	assert.Equal(t, int32(4), Decide(s).Replicas)
+	s.Group.Max = &three
+	assert.Equal(t, three, Decide(s).Replicas)
+}
+
+func TestAtTheMaxSizeSparesThatNoClaimMayHaveMakeRoom(t *testing.T) {
+	three := int32(3)
+	s := scene(3, &Ledger{Version: 1, Floor: 1, LastReplicas: 3, Spare: 1, Pending: map[string]Named{"c": {}}}).
+		withClaim("c", v1alpha1.PhasePending, "").withMachine("a", "", node).withMachine("b", "", node).withMachine("x", "", node)
+	s.Group.Max = &three
+	assert.Nil(t, Decide(s).Ledger, "within the grace period")
+	s.SpareSince = s.Now.Add(-time.Hour)
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.Len(t, d.Ledger.Releasing, 1, "the spare; not what is the claim's replica or the user's")
+	assert.Contains(t, d.Ledger.Pending, "c")
+}
+
+func TestARaiseAboveTheMinSizeIsTheFloorsInFull(t *testing.T) {
+	s := scene(5, &Ledger{Version: 1, Seq: 1, Floor: 0, LastReplicas: 3})
+	s.Group.Min = 3
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.Equal(t, int32(5), d.Ledger.Floor, "three by the min size, two by the human")
+	assert.Zero(t, d.Ledger.Spare)
+
+	s = scene(3, &Ledger{Version: 1, Seq: 1, Floor: 0, LastReplicas: 0})
+	s.Group.Min = 3
+	assert.Equal(t, int32(3), Decide(s).Ledger.Floor, "replicas raised together with the min size")
+}
+
+func TestAClaimWithoutRoomWhoseCallIsGoneMovesOn(t *testing.T) {
+	one := int32(1)
+	s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withClaim("a", v1alpha1.PhaseBound, "m").withMachine("m", "a", node).
+		withClaim("b", "", "")
+	s.Group.Max = &one
+	young := Decide(s)
+	assert.NotContains(t, kinds(young), MoveOn, "its call may still be there")
+	assert.Positive(t, young.Again)
+	s.Now = s.Now.Add(2 * AbandonedAfter)
+	assert.Contains(t, kinds(Decide(s)), MoveOn)
+}
+
+func TestAHumansChangeIsTheFloors(t *testing.T) {
+	up := Decide(scene(5, &Ledger{Version: 1, Seq: 1, Floor: 2, LastReplicas: 3}).withClaim("c", v1alpha1.PhaseBound, "a").withMachine("a", "c", node))
+	require.NotNil(t, up.Ledger)
+	assert.Equal(t, int32(4), up.Ledger.Floor)
+	assert.Equal(t, int32(5), up.Replicas)
+
+	down := Decide(scene(2, &Ledger{Version: 1, Seq: 1, Floor: 2, LastReplicas: 3}).withClaim("c", v1alpha1.PhaseBound, "a").withMachine("a", "c", node))
+	require.NotNil(t, down.Ledger)
+	assert.Equal(t, int32(1), down.Ledger.Floor)
+	assert.Equal(t, int32(2), down.Replicas)
+}
+
+func TestNothingIsWrittenWhenNothingChanges(t *testing.T) {
+	s := scene(2, &Ledger{Version: 1, Seq: 9, Floor: 1, LastReplicas: 2}).
+		withMachine("a", "c", node).withMachine("b", "", node).withClaim("c", v1alpha1.PhaseBound, "a")
+	s.Claims[0].Status.Machine.NodeName = "node-a"
+	d := Decide(s)
+	assert.Nil(t, d.Ledger)
+	assert.Empty(t, d.Actions)
+}
+
+func TestAUsersNodeIsNeverGivenToAClaim(t *testing.T) {
+	s := scene(2, &Ledger{Version: 1, Seq: 9, Floor: 0, LastReplicas: 2, Pending: map[string]Named{"c": {}}}).
+		withMachine("a", "", node).withClaim("c", v1alpha1.PhasePending, "")
+	d := Decide(s)
+	if d.Ledger != nil {
+		assert.Empty(t, d.Ledger.Pending["c"].UID)
+	}
+	// Unless its holder says that nothing runs there yet.
+	s.Unregistered = func(id string) bool { return id == "sim://a" }
+	d = Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.Equal(t, types.UID("a"), d.Ledger.Pending["c"].UID)
+}
+
+func TestAReleasedMachineWithoutANodeIsHandedOver(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).withMachine("a", "c", nil).withClaim("c", v1alpha1.PhaseReleasing, "a")
+	d := Decide(s)
+	assert.Equal(t, []ActionKind{Unbind}, kinds(d))
+	assert.Nil(t, d.Ledger, "no release is begun")
+}
+
+func TestAReleasedMachineWithANodeIsHeldAndItsReplicaKept(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).withMachine("a", "c", node).withClaim("c", v1alpha1.PhaseReleasing, "a")
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.Contains(t, d.Ledger.Releasing, types.UID("a"))
+	assert.Equal(t, int32(1), d.Replicas)
+
+	s.Ledger = d.Ledger
+	assert.Contains(t, kinds(Decide(s)), Hold)
+}
+
+// remade is a Machine that was being released and that a move or a restore made again: without its deletion, under another UID.
+func remade(m *clusterv1.Machine) {
+	node(m)
+	m.Finalizers = []string{v1alpha1.ReleaseFinalizer}
+	m.Annotations = map[string]string{
+		clusterv1.DeleteMachineAnnotation: v1alpha1.Group, clusterv1.ExcludeNodeDrainingAnnotation: v1alpha1.Group, "example.com/note": "x",
+	}
+}
+
+func TestTheReleaseOfAMachineThatWasMadeAgainGoesOn(t *testing.T) {
+	for name, claim := range map[string]string{"of no claim": "", "of a claim that ended": "c"} {
+		t.Run(name, func(t *testing.T) {
+			ledger := &Ledger{Version: 1, Seq: 9, Floor: 1, LastReplicas: 2, Releasing: map[types.UID]Release{"before": {Machine: "m"}}}
+			s := scene(2, ledger).withMachine("m", claim, remade).withMachine("user's", "", node).withClaim("c", v1alpha1.PhaseEnded, "")
+			d := Decide(s)
+			require.NotNil(t, d.Ledger)
+			assert.Equal(t, map[types.UID]Release{"m": {Machine: "m", Claim: claim}}, d.Ledger.Releasing)
+			assert.Equal(t, int32(1), d.Ledger.Floor)
+			assert.Equal(t, int32(2), d.Replicas)
+			s.Ledger = d.Ledger
+			assert.Equal(t, []ActionKind{Hold}, kinds(Decide(s)))
+
+			s.Ledger, s.Group = ledger, s.Group.With(&eligibility.Refusal{Reason: eligibility.Paused})
+			d = Decide(s)
+			require.NotNil(t, d.Ledger)
+			assert.Empty(t, d.Ledger.Releasing, "not while it is paused, as for a move")
+		})
+	}
+}
+
+func TestAClaimKeepsItsMachineThatWasMadeAgainDuringItsRelease(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).withMachine("m", "c", remade).withClaim("c", v1alpha1.PhaseBound, "m")
+	s.Claims[0].Status.Machine.NodeName = "node-m"
+	d := Decide(s)
+	assert.Nil(t, d.Ledger)
+	require.Equal(t, []ActionKind{Keep}, kinds(d))
+
+	s.Claims[0].Status.Phase = v1alpha1.PhaseReleasing
+	d = Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.Contains(t, d.Ledger.Releasing, types.UID("m"))
+	assert.NotContains(t, kinds(d), Keep)
+}
+
+func TestALedgerEditedByHandDeletesNoClaimedMachine(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Releasing: map[types.UID]Release{"a": {Machine: "a"}}}).
+		withMachine("a", "c", node).withClaim("c", v1alpha1.PhaseBound, "a")
+	d := Decide(s)
+	assert.NotContains(t, kinds(d), Hold)
+	require.NotNil(t, d.Ledger)
+	assert.Empty(t, d.Ledger.Releasing)
+}
+
+func TestAWipedLedgerIsRebuiltWithoutTakingOrLeaking(t *testing.T) {
+	s := scene(4, nil).
+		withMachine("a", "bound", node).withMachine("b", "", node).
+		withClaim("bound", v1alpha1.PhaseBound, "a").withClaim("waits", v1alpha1.PhasePending, "").withClaim("new", "", "")
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.Equal(t, int32(2), d.Ledger.Floor, "4 replicas less one bound and one entered claim")
+	assert.Equal(t, int32(5), d.Replicas, "one more for the claim that had not been entered")
+}
+
+// A person lowered replicas, Cluster API took the Machine of a claim that was being released, and the ledger was lost: what is left is
+// the user's.
+func TestAWipedLedgerDoesNotCountAMachineThatGoes(t *testing.T) {
+	s := scene(1, nil).withMachine("user's", "", node).withMachine("a", "c", deleting(clusterv1.MachineDeletingDrainingNodeReason)).
+		withClaim("c", v1alpha1.PhaseReleasing, "a")
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.Equal(t, int32(1), d.Ledger.Floor)
+	assert.Equal(t, int32(1), d.Replicas)
+}
+
+func TestANoCapacityReasonGivesTheMachineUpAtOnce(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
+		withMachine("a", "c", infrastructure("InsufficientCapacity")).withClaim("c", v1alpha1.PhaseBound, "a")
+	s.Failure = Failure{Reasons: []string{"InsufficientCapacity"}}
+	d := Decide(s)
+	require.Equal(t, []ActionKind{Fail}, kinds(d))
+	assert.Contains(t, d.Actions[0].Event.Message, "InsufficientCapacity: no hosts left")
+
+	for _, reason := range []string{"WaitingForHost", "InstanceProvisionFailed", "VMProvisionFailed", "Failed", "InsufficientCapacityMaybe"} {
+		s.Machines[0].Status.Conditions[0].Reason = reason
+		assert.Empty(t, kinds(Decide(s)), reason)
+	}
+}
+
+func TestAFailedClaimsMachineIsNotHandedOver(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).withMachine("a", "c", nil).withClaim("c", v1alpha1.PhaseReleasing, "a")
+	s.Claims[0].Status.FailedAt = new(metav1.NewTime(s.Now))
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.Contains(t, d.Ledger.Releasing, types.UID("a"))
+}
+
+func TestALateMachineIsReleasedAndOneThatTakesSeveralDeadlinesFails(t *testing.T) {
+	failure := Failure{ObjectDeadline: time.Minute, ProviderIDDeadline: 2 * time.Minute, NodeDeadline: 3 * time.Minute}
+	bound := func(change func(*clusterv1.Machine), since time.Duration) func() *Snapshot {
+		return func() *Snapshot {
+			s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("a", "c", change).withClaim("c", v1alpha1.PhaseBound, "a")
+			s.Claims[0].Status.BoundAt = new(metav1.NewTime(s.Now.Add(since)))
+			s.Claims[0].Status.NodeAbsentAt = new(metav1.NewTime(s.Now.Add(time.Hour))) // whenever it is looked at
+			return s
+		}
+	}
+	for name, test := range map[string]struct {
+		make func() *Snapshot
+		at   time.Duration // from when the Machine was made
+		then ActionKind
+	}{
+		"no Machine": {func() *Snapshot {
+			return scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).
+				withClaim("c", v1alpha1.PhasePending, "")
+		}, time.Minute, Fail},
+		"no provider ID": {bound(nil, 0), 2 * time.Minute, TimeOut},
+		"no Node":        {bound(booting, 0), 3 * time.Minute, TimeOut},
+		"no provider ID, and the claim came later": {bound(nil, time.Minute), 3 * time.Minute, TimeOut},
+		"no node, and the claim came later":        {bound(booting, 5*time.Minute), 8 * time.Minute, TimeOut},
+		"no provider ID after three claims' time":  {bound(nil, 5*time.Minute), 6 * time.Minute, Fail},
+		"no Node after three claims' time":         {bound(booting, 8*time.Minute), 9 * time.Minute, Fail},
+		"a claim that does not say when it was bound": {func() *Snapshot {
+			s := bound(nil, 0)()
+			s.Claims[0].Status.BoundAt = nil
+			return s
+		}, 2 * time.Minute, TimeOut},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := test.make()
+			s.Failure = failure
+			s.Now = s.Now.Add(test.at - time.Second)
+			early := Decide(s)
+			assert.Empty(t, kinds(early))
+			assert.Equal(t, time.Second, early.Again, "and is looked at again in time")
+			s.Now = s.Now.Add(time.Second)
+			assert.Equal(t, []ActionKind{test.then}, kinds(Decide(s)))
+		})
+	}
+}
+
+func TestALateMachineIsTheNextClaimsUntilItHasTakenSeveralDeadlines(t *testing.T) {
+	at := func(age time.Duration) *Decision {
+		s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).
+			withMachine("a", "", nil).withClaim("c", v1alpha1.PhasePending, "")
+		s.Failure = Failure{ProviderIDDeadline: 2 * time.Minute}
+		s.Now = s.Now.Add(age)
+		s.Claims[0].CreationTimestamp = metav1.NewTime(s.Now)
+		return Decide(s)
+	}
+	late := at(6*time.Minute - time.Second)
+	require.NotNil(t, late.Ledger)
+	assert.Equal(t, "a", late.Ledger.Pending["c"].Machine)
+	if hopeless := at(6 * time.Minute); hopeless.Ledger != nil {
+		assert.Empty(t, hopeless.Ledger.Pending["c"].Machine)
+	}
+}
+
+func TestABlockedMachineSetIsExplainedOnTheClaim(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).withClaim("c", v1alpha1.PhasePending, "")
+	s.Sets[0].Status.Conditions = []metav1.Condition{{
+		Type: clusterv1.MachineSetScalingUpCondition, Status: "True",
+		Message: "Scaling up from 0 to 1 replicas is blocked because:\n* the control plane is upgrading\n* KubeadmBootstrapTemplate does not exist",
+	}}
+	d := Decide(s)
+	require.Equal(t, []ActionKind{Explain}, kinds(d))
+	const why = "MachineSet small-a makes no Machines: the control plane is upgrading; KubeadmBootstrapTemplate does not exist"
+	assert.Equal(t, why, d.Actions[0].Event.Message)
+
+	entered := v1alpha1.Event{Time: metav1.NewTime(s.Now), Reason: ReasonWaitingForMachine, Message: "entered"}
+	s.Claims[0].Status.Reason, s.Claims[0].Status.Message = ReasonWaitingForMachine, why
+	s.Claims[0].Status.History = []v1alpha1.Event{entered, {Time: metav1.NewTime(s.Now), Reason: ReasonWaitingForMachine, Message: why}}
+	s.Sets[0].Status.Conditions[0].Message = strings.ReplaceAll(s.Sets[0].Status.Conditions[0].Message, "from 0 to 1", "from 0 to 200")
+	assert.Empty(t, kinds(Decide(s)), "once is enough, whatever else is claimed")
+
+	s.Sets[0].Status.Conditions[0].Message = "Scaling up from 0 to 200 replicas is blocked because:\n* KubeadmBootstrapTemplate does not exist"
+	d = Decide(s)
+	assert.Empty(t, kinds(d), "nor more than once a minute")
+	assert.Equal(t, explainEvery, d.Again)
+	s.Now = s.Now.Add(explainEvery)
+	assert.Equal(t, []ActionKind{Explain}, kinds(Decide(s)))
+}
+
+func TestAGroupCoolsDownAfterAFailure(t *testing.T) {
+	now := newTestTime()
+	claims := []*v1alpha1.MachineClaim{
+		{Spec: v1alpha1.MachineClaimSpec{ClaimID: "old"}, Status: v1alpha1.MachineClaimStatus{FailedAt: new(metav1.NewTime(now.Add(-time.Hour)))}},
+		{Spec: v1alpha1.MachineClaimSpec{ClaimID: "new"}, Status: v1alpha1.MachineClaimStatus{FailedAt: new(metav1.NewTime(now))}},
+	}
+	refusal := CoolDownOf("small", claims, now.Add(time.Minute), 3*time.Minute)
+	require.NotNil(t, refusal)
+	assert.Equal(t, eligibility.CoolingDown, refusal.Reason)
+	assert.True(t, refusal.RetryAt.Equal(now.Add(3*time.Minute)))
+	assert.Contains(t, refusal.Message, "new")
+	assert.Nil(t, CoolDownOf("small", claims, now.Add(3*time.Minute), 3*time.Minute))
+}
+
+func completed(m *clusterv1.Machine) {
+	m.DeletionTimestamp = new(metav1.NewTime(newTestTime()))
+	m.Finalizers = []string{v1alpha1.ReleaseFinalizer}
+	m.Status.Conditions = []metav1.Condition{{
+		Type: clusterv1.MachineDeletingCondition, Status: "True", Reason: clusterv1.MachineDeletingDeletionCompletedReason,
+	}}
+}
+
+func TestAReplicaIsGivenBackWhenTheInstanceIsGone(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Releasing: map[types.UID]Release{"a": {Machine: "a"}}}).withMachine("a", "", completed)
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.Equal(t, int32(0), d.Replicas)
+	assert.Equal(t, Release{Machine: "a", GivenBack: true, Generation: 4}, d.Ledger.Releasing["a"])
+}
+
+func TestAReplicaThatANewClaimTakesAtOnceWaitsForNoNewGeneration(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Releasing: map[types.UID]Release{"a": {Machine: "a"}}}).
+		withMachine("a", "", completed).withClaim("c", "", "")
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.Equal(t, int32(1), d.Replicas, "one given back, one taken")
+	assert.Equal(t, int64(3), d.Ledger.Releasing["a"].Generation, "spec does not change, so no generation 4 comes")
+
+	s.Ledger = d.Ledger
+	assert.Contains(t, kinds(Decide(s)), LetGo)
+}
+
+func TestAMachineOfAGroupThatIsBeingDeletedIsLetGo(t *testing.T) {
+	for name, back := range map[string]Release{"given back": {Machine: "a", GivenBack: true, Generation: 4}, "not given back": {Machine: "a"}} {
+		t.Run(name, func(t *testing.T) {
+			s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Releasing: map[types.UID]Release{"a": back}}).withMachine("a", "", completed)
+			s.Deployment.DeletionTimestamp = new(metav1.NewTime(s.Now))
+			s.Deployment.Generation = 4 // Cluster API does not observe generations of what it deletes
+			s.Group.Refusals = []eligibility.Refusal{{Reason: eligibility.Deleting}}
+			assert.Contains(t, kinds(Decide(s)), LetGo)
+		})
+	}
+}
+
+// Cluster API deletes nothing that is paused.
+func TestAGroupThatIsBeingDeletedIsNotKeptPaused(t *testing.T) {
+	going := func(ledger *Ledger) *Snapshot {
+		s := scene(1, ledger)
+		s.Deployment.DeletionTimestamp = new(metav1.NewTime(s.Now))
+		s.Sets[0].Spec.Replicas = new(int32(2)) // Cluster API does not scale what it deletes
+		s.Group.Refusals = []eligibility.Refusal{{Reason: eligibility.Deleting}}
+		return s
+	}
+	t.Run("MachineSet", func(t *testing.T) {
+		for _, done := range []bool{false, true} {
+			s := going(&Ledger{Version: 1, Seq: 9, LastReplicas: 1, Spare: 1, Shrink: &Shrink{Set: "small-a", Done: done}})
+			s.Sets[0].Annotations = map[string]string{clusterv1.PausedAnnotation: v1alpha1.PausedByAgent}
+			if !done {
+				s.Ledger = Decide(s).Ledger
+				require.True(t, s.Ledger.Shrink.Done)
+			}
+			assert.Contains(t, kinds(Decide(s)), UnpauseMachineSet)
+		}
+	})
+	t.Run("MachineDeployment", func(t *testing.T) {
+		s := going(&Ledger{Version: 1, Seq: 9, LastReplicas: 1, Releasing: map[types.UID]Release{"a": {Machine: "a", Set: "small-a"}}})
+		s.Deployment.Annotations = map[string]string{clusterv1.PausedAnnotation: v1alpha1.PausedByAgent}
+		d := Decide(s.withMachine("a", "", completed))
+		assert.Equal(t, PauseRemove, d.Pause)
+		assert.Equal(t, int32(1), d.Replicas)
+		assert.Contains(t, kinds(d), LetGo)
+	})
+}
+
+func TestAMachineWhoseClaimsObjectWasLostKeepsItsClaim(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).withMachine("a", "c", node)
+	s.Lost = map[string]*clusterv1.Machine{"c": s.Machines[0]}
+	s.SpareSince = s.Now.Add(-time.Hour)
+	d := Decide(s)
+	assert.Nil(t, d.Ledger, "it is no spare")
+	assert.Equal(t, []ActionKind{Recreate}, kinds(d))
+}
+
+func TestAClaimThatLostItsStatusGetsItsOwnMachineBack(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).withMachine("a", "c", node).withClaim("c", "", "")
+	d := Decide(s)
+	assert.Nil(t, d.Ledger, "and no second one")
+	assert.Equal(t, []ActionKind{Restore}, kinds(d))
+}
+
+func TestAClaimThatLostItsStatusBeforeItsEntryWasDroppedIsRestored(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, LastReplicas: 1, Pending: map[string]Named{"c": {Machine: "m", UID: "m"}}}).
+		withMachine("m", "c", nil).withClaim("c", v1alpha1.PhasePending, "")
+	assert.Equal(t, []ActionKind{Restore}, kinds(Decide(s)))
+}
+
+func TestAFailingMachineIsNobodysNext(t *testing.T) {
+	failing := Failure{Reasons: []string{"InsufficientCapacity"}}
+	released := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
+		withMachine("a", "c", infrastructure("InsufficientCapacity")).withClaim("c", v1alpha1.PhaseReleasing, "a")
+	released.Failure = failing
+	d := Decide(released)
+	require.NotNil(t, d.Ledger, "it is released, not handed over")
+	assert.Contains(t, d.Ledger.Releasing, types.UID("a"))
+
+	waiting := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).
+		withMachine("a", "", infrastructure("InsufficientCapacity")).withClaim("c", v1alpha1.PhasePending, "")
+	waiting.Failure = failing
+	waiting.Machines[0].CreationTimestamp = metav1.NewTime(waiting.Now.Add(-time.Minute)) // it failed somebody else
+	if d := Decide(waiting); d.Ledger != nil {
+		assert.Empty(t, d.Ledger.Pending["c"].UID)
+	}
+}
+
+func TestAClaimLastsUntilItsMachineIsGone(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
+		withMachine("a", "c", func(m *clusterv1.Machine) { m.DeletionTimestamp = new(metav1.NewTime(newTestTime())) }).
+		withClaim("c", v1alpha1.PhaseBound, "a")
+	assert.Equal(t, []ActionKind{Explain}, kinds(Decide(s)), "its instance may still run")
+
+	s.Machines = nil
+	assert.Equal(t, []ActionKind{End}, kinds(Decide(s)))
+}
+
+func deleting(reason string) func(*clusterv1.Machine) {
+	return func(m *clusterv1.Machine) {
+		node(m)
+		m.DeletionTimestamp = new(metav1.NewTime(newTestTime()))
+		m.Status.Conditions = []metav1.Condition{{
+			Type: clusterv1.MachineDeletingCondition, Status: "True", Reason: reason, Message: "cannot evict pod default/web-0",
+		}}
+	}
+}
+
+func releasingLedger(r Release) *Ledger {
+	return &Ledger{Version: 1, Seq: 4, LastReplicas: 1, Releasing: map[types.UID]Release{"a": r}}
+}
+
+// Another actor began to delete the Machine of a claim whose release was asked for: it goes without the agent, and what Cluster API
+// makes in its place is a spare.
+func TestAMachineThatAnotherActorDeletesFirstGoesWithoutTheAgent(t *testing.T) {
+	for name, ledger := range map[string]*Ledger{
+		"before its release is recorded": {Version: 1, Seq: 1, LastReplicas: 1},
+		"after that":                     releasingLedger(Release{Machine: "a", Claim: "c"}),
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := scene(1, ledger).withClaim("c", v1alpha1.PhaseReleasing, "a").
+				withMachine("a", "c", deleting(clusterv1.MachineDeletingDrainingNodeReason))
+			d := Decide(s)
+			if d.Ledger != nil {
+				s.Ledger = d.Ledger
+			}
+			assert.Empty(t, s.Ledger.Releasing)
+			assert.Empty(t, kinds(Decide(s)), "the claim ends when the Machine is gone")
+			s.Machines = nil
+			assert.Equal(t, []ActionKind{End}, kinds(Decide(s)))
+		})
+	}
+}
+
+// Earlier versions put a pre-terminate hook on such a Machine.
+func TestAHookOfAnEarlierVersionIsTakenOff(t *testing.T) {
+	hooked := func(m *clusterv1.Machine) {
+		deleting(clusterv1.MachineDeletingWaitingForPreTerminateHookReason)(m)
+		m.Annotations = map[string]string{v1alpha1.ReleaseHook: ""}
+	}
+	unlet := releasingLedger(Release{Machine: "a", Claim: "c", GivenBack: true, Generation: 4})
+	for name, ledger := range map[string]*Ledger{
+		"its replica is there":                 releasingLedger(Release{Machine: "a", Claim: "c"}),
+		"its replica was given back":           releasingLedger(Release{Machine: "a", Claim: "c", GivenBack: true, Generation: 3}),
+		"nothing is known of it":               {Version: 1, Seq: 1, LastReplicas: 1},
+		"not before the lowering was observed": unlet,
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := scene(1, ledger).withMachine("a", "c", hooked).withClaim("c", v1alpha1.PhaseReleasing, "a")
+			if d := Decide(s); d.Ledger != nil {
+				s.Ledger = d.Ledger
+			}
+			if ledger == unlet {
+				assert.Empty(t, kinds(Decide(s)))
+				return
+			}
+			assert.Equal(t, []ActionKind{LetGo}, kinds(Decide(s)))
+		})
+	}
+}
+
+func TestADeletionThatTakesLongIsExplained(t *testing.T) {
+	s := scene(1, releasingLedger(Release{Machine: "a", Claim: "c"})).
+		withMachine("a", "c", deleting(clusterv1.MachineDeletingDrainingNodeReason)).withClaim("c", v1alpha1.PhaseReleasing, "a")
+	s.Machines[0].Finalizers = []string{clusterv1.MachineFinalizer, v1alpha1.ReleaseFinalizer}
+	d := Decide(s)
+	assert.Empty(t, d.Actions)
+	assert.Equal(t, slowDeletion, d.Again)
+	s.Now = s.Now.Add(slowDeletion)
+	d = Decide(s)
+	require.Equal(t, []ActionKind{Explain}, kinds(d))
+	assert.Equal(t, clusterv1.MachineDeletingDrainingNodeReason, d.Actions[0].Event.Reason)
+	assert.Contains(t, d.Actions[0].Event.Message, "cannot evict pod default/web-0")
+	s.Claims[0].Status.Reason = clusterv1.MachineDeletingDrainingNodeReason
+	assert.Empty(t, Decide(s).Actions, "once")
+}
+
+func TestAdoptingTakesASpareElseTheUsers(t *testing.T) {
+	for name, test := range map[string]struct {
+		floor, replicas, minimum int32
+		maximum                  *int32
+		wantFloor, wantReplicas  int32
+		wantAdopted, wantRefusal bool
+	}{
+		"a spare":                             {floor: 1, replicas: 2, wantFloor: 1, wantReplicas: 2},
+		"the user's":                          {floor: 2, replicas: 2, wantFloor: 1, wantReplicas: 2, wantAdopted: true},
+		"at the min size replicas are raised": {floor: 2, replicas: 2, minimum: 2, wantFloor: 2, wantReplicas: 3},
+		"at the min and the max size":         {floor: 2, replicas: 2, minimum: 2, maximum: new(int32(2)), wantRefusal: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := scene(test.replicas, &Ledger{Version: 1, Seq: 4, LastReplicas: test.replicas, Floor: test.floor, Min: test.minimum}).
+				withMachine("a", "", node).withMachine("b", "", node).withClaim("c", "", "")
+			s.Claims[0].Spec.Adopt = "b"
+			s.Group.Min, s.Group.Max = test.minimum, test.maximum
+			d := Decide(s)
+			if test.wantRefusal {
+				assert.Equal(t, eligibility.AtMaxSize, d.Refused["c"].Reason)
+				assert.Nil(t, d.Ledger)
+				return
+			}
+			require.NotNil(t, d.Ledger)
+			assert.Equal(t, Named{Machine: "b", UID: "b", Adopted: test.wantAdopted}, d.Ledger.Pending["c"])
+			assert.Equal(t, test.wantFloor, d.Ledger.Floor)
+			assert.Equal(t, test.wantReplicas, d.Replicas)
+		})
+	}
+}
+
+func TestWhatCannotBeAdoptedIsRefusedWithTheReason(t *testing.T) {
+	for name, test := range map[string]struct {
+		scene *Snapshot
+		want  string
+	}{
+		"missing": {scene(1, nil).withMachine("b", "", node), "does not exist"},
+		"claimed": {scene(1, nil).withMachine("a", "other", node).withClaim("other", v1alpha1.PhaseBound, "a"), "has a claim already"},
+		"promised": {
+			scene(1, &Ledger{Version: 1, LastReplicas: 1, Pending: map[string]Named{"other": {Machine: "a", UID: "a"}}}).
+				withMachine("a", "", nil).withClaim("other", v1alpha1.PhasePending, ""), "has a claim already",
+		},
+		"going": {scene(1, nil).withMachine("a", "", deleting("")), "is being deleted"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := test.scene.withClaim("c", "", "")
+			s.Claims[len(s.Claims)-1].Spec.Adopt = "a"
+			d := Decide(s)
+			assert.Equal(t, eligibility.NotAdoptable, d.Refused["c"].Reason)
+			assert.Contains(t, d.Refused["c"].Message, test.want)
+		})
+	}
+}
+
+func TestAnAdoptionThatIsTakenBackLeavesTheMachineWithTheUser(t *testing.T) {
+	s := scene(2, &Ledger{
+		Version: 1, Seq: 4, LastReplicas: 2, Floor: 1, Pending: map[string]Named{"c": {Machine: "b", UID: "b", Adopted: true}},
+	}).withMachine("a", "", node).withMachine("b", "", node).withClaim("c", v1alpha1.PhaseReleasing, "")
+	s.Claims[0].Spec.Adopt = "b"
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.Equal(t, int32(2), d.Ledger.Floor)
+	assert.Empty(t, d.Ledger.Pending)
+	assert.Equal(t, int32(2), d.Replicas)
+	assert.False(t, d.Spare)
+}
+
+func TestAnAdoptionWhoseMachineDiesEnds(t *testing.T) {
+	s := scene(2, &Ledger{
+		Version: 1, Seq: 4, LastReplicas: 2, Floor: 1, Pending: map[string]Named{"c": {Adopted: true}},
+	}).withMachine("a", "", node).withMachine("d", "", nil).withClaim("c", v1alpha1.PhasePending, "")
+	s.Claims[0].Spec.Adopt = "b"
+	d := Decide(s)
+	assert.Equal(t, []ActionKind{End}, kinds(d), "it gets no other Machine")
+}
+
+func TestAClaimFailsWithAMachineThatWillNotCome(t *testing.T) {
+	s := scene(2, &Ledger{Version: 1, Seq: 4, LastReplicas: 2, Pending: map[string]Named{"b": {}, "c": {}}})
+	s.Failure = Failure{Reasons: []string{"NoCapacity"}}
+	s.withMachine("bad", "", infrastructure("NoCapacity")).withMachine("good", "", nil).
+		withClaim("b", v1alpha1.PhasePending, "").withClaim("c", v1alpha1.PhasePending, "")
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.Equal(t, "good", d.Ledger.Pending["b"].Machine)
+	assert.Equal(t, "bad", d.Ledger.Pending["c"].Machine)
+	assert.True(t, d.Urgent)
+	assert.Equal(t, int32(2), d.Replicas, "no further Machine is asked for where they fail")
+
+	s.Machines[0].CreationTimestamp = metav1.NewTime(s.Now.Add(-time.Hour))
+	assert.Empty(t, Decide(s).Ledger.Pending["c"], "one that failed before the claim was made is not its Machine")
+}
+
+// A rollout waits until the MachineSet says that it let its Machines go, which it does not while it is paused.
+func TestAMachineSetThatARolloutWaitsForIsUnpaused(t *testing.T) {
+	for _, tc := range []struct {
+		name     string
+		strategy clusterv1.MachineDeploymentRolloutStrategyType
+		revision string
+		unpaused bool
+	}{
+		{name: "a rollout waits", strategy: clusterv1.RollingUpdateMachineDeploymentStrategyType, revision: "2", unpaused: true},
+		{name: "nothing is rolled out", strategy: clusterv1.RollingUpdateMachineDeploymentStrategyType, revision: "0"},
+		{name: "on deletion only", strategy: clusterv1.OnDeleteMachineDeploymentStrategyType, revision: "2"},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			s := scene(2, &Ledger{Version: 1, Seq: 1, Floor: 2, LastReplicas: 2, Shrink: &Shrink{Set: "small-a", Done: true}})
+			s.Deployment.Spec.Rollout.Strategy.Type = tc.strategy
+			paused := s.Sets[0]
+			paused.Spec.Replicas = new(int32(3)) // it has not been told of the lowering
+			paused.Annotations = map[string]string{
+				clusterv1.PausedAnnotation: v1alpha1.PausedByAgent, clusterv1.RevisionAnnotation: "1",
+			}
+			s.Sets = append(s.Sets, &clusterv1.MachineSet{
+				ObjectMeta: metav1.ObjectMeta{Name: "small-b", Annotations: map[string]string{clusterv1.RevisionAnnotation: tc.revision}},
+				Spec:       clusterv1.MachineSetSpec{Replicas: new(int32(0))},
+			})
+			d := Decide(s.withMachine("a", "", node).withMachine("b", "", node))
+			assert.Equal(t, tc.unpaused, slices.Contains(kinds(d), UnpauseMachineSet))
+		})
+	}
+}
+
+// The one that has it says so until it has ended: nobody is to read that two claims have one Machine.
+func TestAMachineIsBoundWhenTheClaimThatHandsItOverHasEnded(t *testing.T) {
+	ledger := &Ledger{Version: 1, Seq: 4, LastReplicas: 1, Pending: map[string]Named{"b": {Machine: "m", UID: "m"}}}
+	s := scene(1, ledger).withMachine("m", "", nil).
+		withClaim("a", v1alpha1.PhaseReleasing, "m").withClaim("b", v1alpha1.PhasePending, "")
+	assert.Equal(t, []ActionKind{End}, kinds(Decide(s)))
+	s = scene(1, ledger).withMachine("m", "", nil).withClaim("a", v1alpha1.PhaseEnded, "m").withClaim("b", v1alpha1.PhasePending, "")
+	assert.Equal(t, []ActionKind{Bind}, kinds(Decide(s)))
+}
+
+// Cluster API removes a Machine's infrastructure when a call to create the Machine times out, also when the Machine was made, and
+// sees to no other Machine of the MachineSet as long as that one is there.
+func TestAMachineWithoutInfrastructureIsGivenUp(t *testing.T) {
+	lacks := func(since time.Duration) func(*clusterv1.Machine) {
+		return func(m *clusterv1.Machine) {
+			infrastructure(clusterv1.MachineInfrastructureDoesNotExistReason)(m)
+			m.CreationTimestamp = metav1.NewTime(newTestTime().Add(-since))
+			m.Status.Conditions[0].LastTransitionTime = m.CreationTimestamp
+		}
+	}
+	t.Run("its claim fails", func(t *testing.T) {
+		for _, since := range []time.Duration{time.Second, time.Hour} {
+			s := scene(1, &Ledger{Version: 1, Seq: 4, LastReplicas: 1}).withMachine("m", "a", lacks(since)).withClaim("a", v1alpha1.PhaseBound, "m")
+			d := Decide(s)
+			assert.Equal(t, since == time.Hour, slices.Contains(kinds(d), Fail), since)
+			if since < missingAfter {
+				assert.LessOrEqual(t, d.Again, missingAfter, "it is looked at again")
+				assert.Positive(t, d.Again)
+			}
+		}
+	})
+	t.Run("it is no claim's next", func(t *testing.T) {
+		s := scene(1, &Ledger{Version: 1, Seq: 4, LastReplicas: 1, Spare: 1}).withMachine("m", "", lacks(time.Hour)).withClaim("a", "", "")
+		assert.Empty(t, Decide(s).Ledger.Pending["a"].Machine)
+	})
+	t.Run("it goes although Cluster API is stuck and a claim waits", func(t *testing.T) {
+		s := scene(2, &Ledger{Version: 1, Seq: 4, LastReplicas: 2, Spare: 1, Pending: map[string]Named{"a": {}}}).
+			withMachine("m", "", lacks(time.Hour)).withClaim("a", v1alpha1.PhasePending, "")
+		s.SpareSince = s.Now.Add(-time.Hour)
+		s.Sets[0].Generation = 7
+		d := Decide(s)
+		require.NotNil(t, d.Ledger)
+		assert.Contains(t, d.Ledger.Releasing, types.UID("m"))
+	})
+}
+
+func pauseAsAgent(o metav1.Object) {
+	o.SetAnnotations(map[string]string{clusterv1.PausedAnnotation: v1alpha1.PausedByAgent})
+}
+
+var saysPaused = []metav1.Condition{{Type: clusterv1.PausedCondition, Status: metav1.ConditionTrue}}
+
+// A template change that Cluster API has not seen yet would make the lowering another MachineSet's.
+// pausedForASpare is a group of one Machine with a spare that never came, whose MachineSet the agent has paused for that.
+func pausedForASpare(shrink *Shrink) *Snapshot {
+	s := scene(2, &Ledger{Version: 1, Seq: 4, Floor: 1, LastReplicas: 2, Shrink: shrink}).withMachine("a", "", node)
+	pauseAsAgent(s.Sets[0])
+	s.Sets[0].Status.Conditions = []metav1.Condition{{Type: clusterv1.PausedCondition, Status: metav1.ConditionTrue}}
+	return s
+}
+
+// The grace period of another agent may be over, and that one counts already.
+func TestAMachineSetStaysPausedForAnAgentWhoseGracePeriodIsNotOver(t *testing.T) {
+	s := pausedForASpare(&Shrink{Set: "small-a"})
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.True(t, d.Ledger.Shrink.Done)
+	assert.Equal(t, int32(1), d.Replicas)
+	assert.NotContains(t, kinds(d), UnpauseMachineSet)
+}
+
+func TestAMachineSetThatIsPausedForAnUnknownReasonIsUnpaused(t *testing.T) {
+	s := pausedForASpare(nil)
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	require.Equal(t, &Shrink{Set: "small-a", Done: true}, d.Ledger.Shrink)
+	assert.Equal(t, int32(2), d.Replicas)
+	s.Ledger = d.Ledger
+	assert.Contains(t, kinds(Decide(s)), UnpauseMachineSet)
+}
+
+// Cluster API puts a raise off while the status of a paused MachineSet counts more Machines than its spec.
+func TestAMachineSetIsUnpausedAlthoughARaiseIsPutOff(t *testing.T) {
+	s := pausedForASpare(&Shrink{Set: "small-a", Done: true})
+	one := int32(1)
+	s.Sets[0].Spec.Replicas = &one
+	assert.Contains(t, kinds(Decide(s)), UnpauseMachineSet)
+}
+
+func TestSparesThatNeverCameAreCountedOnceTheTemplateIsSeen(t *testing.T) {
+	for _, seen := range []bool{false, true} {
+		s := scene(3, &Ledger{Version: 1, Seq: 4, Floor: 1, LastReplicas: 3, Spare: 2, Shrink: &Shrink{Set: "small-a"}}).withMachine("m", "", node)
+		pauseAsAgent(s.Sets[0])
+		s.Sets[0].Status.Conditions = saysPaused
+		if !seen {
+			s.Deployment.Generation++
+		}
+		d := Decide(s)
+		assert.Equal(t, seen, d.Replicas == 1, "replicas %d", d.Replicas)
+	}
+}
+
+// Of a MachineDeployment and its MachineSet one at a time is paused: each would wait for what the other says when it is not.
+func TestOnePauseAtATime(t *testing.T) {
+	t.Run("the MachineSet is", func(t *testing.T) {
+		for _, shrinks := range []bool{false, true} {
+			ledger := &Ledger{Version: 1, Seq: 4, Floor: 3, LastReplicas: 4, Releasing: map[types.UID]Release{"m": {Machine: "m", Claim: "c"}}}
+			s := scene(4, ledger).withMachine("m", "c", completed)
+			s.Sets[0].Spec.Replicas = new(int32(3))
+			s.Sets = append(s.Sets, &clusterv1.MachineSet{
+				ObjectMeta: metav1.ObjectMeta{Name: "small-b"}, Spec: clusterv1.MachineSetSpec{Replicas: new(int32(1))},
+			})
+			if shrinks {
+				ledger.Shrink = &Shrink{Set: "small-b", Done: true}
+				pauseAsAgent(s.Sets[1])
+			}
+			d := Decide(s)
+			assert.Equal(t, !shrinks, d.Pause == PauseSet)
+			assert.Equal(t, int32(4), d.Replicas)
+		}
+	})
+	t.Run("the MachineDeployment is", func(t *testing.T) {
+		for _, lowers := range []bool{false, true} {
+			ledger := &Ledger{Version: 1, Seq: 4, LastReplicas: 3, Spare: 2, Releasing: map[types.UID]Release{"m": {Machine: "m", Claim: "c"}}}
+			s := scene(3, ledger).withMachine("m", "c", deleting("Draining"))
+			s.SpareSince = s.Now.Add(-time.Hour)
+			if lowers {
+				ledger.Releasing["m"] = Release{Machine: "m", Claim: "c", Set: "small-a"}
+				s.Machines = nil
+				s.withMachine("m", "c", completed)
+				pauseAsAgent(s.Deployment)
+				s.Deployment.Status.Conditions = saysPaused
+			}
+			d := Decide(s)
+			began := d.Ledger != nil && d.Ledger.Shrink != nil
+			assert.Equal(t, !lowers, began)
+		}
+	})
+}

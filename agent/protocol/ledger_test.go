@@ -1,0 +1,49 @@
+package protocol
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+func TestLedgerSurvivesItsEncoding(t *testing.T) {
+	l := &Ledger{
+		Version: 1, Seq: 7, Floor: 2, LastReplicas: 5, Spare: 1,
+		Pending:   map[string]Named{"a": {}, "b": {Machine: "m", UID: "u"}},
+		Releasing: map[types.UID]Release{"x": {Machine: "n", Claim: "c", Drained: true, GivenBack: true, Generation: 9}},
+	}
+	got, err := ParseLedger(l.Encode())
+	require.NoError(t, err)
+	assert.Equal(t, l, got)
+}
+
+func TestLedgerOfANewerAgentIsRefused(t *testing.T) {
+	_, err := ParseLedger(`{"v":2,"seq":1}`)
+	assert.ErrorIs(t, err, ErrNewerLedger)
+}
+
+func TestLedgerClonesShareNothing(t *testing.T) {
+	l := &Ledger{Version: 1, Pending: map[string]Named{"a": {}}}
+	c := l.Clone()
+	c.Pending["b"] = Named{}
+	c.Releasing["x"] = Release{}
+	assert.Len(t, l.Pending, 1)
+	assert.Empty(t, l.Releasing)
+	assert.False(t, l.same(c))
+}
+
+// FuzzParseLedger shows that whatever is in the annotation is either a ledger with possible numbers or an error.
+func FuzzParseLedger(f *testing.F) {
+	f.Add(`{"v":1,"seq":3,"floor":1,"lastReplicas":2,"spare":0,"pending":{"a":{}}}`)
+	f.Add(`{"v":1,"floor":-1}`)
+	f.Add(`[]`)
+	f.Add(``)
+	f.Fuzz(func(t *testing.T, text string) {
+		l, err := ParseLedger(text)
+		if err == nil && (l.Floor < 0 || l.LastReplicas < 0 || l.Seq < 0 || l.Version != 1) {
+			t.Fatalf("accepted %q", text)
+		}
+	})
+}

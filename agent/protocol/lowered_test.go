@@ -1,0 +1,122 @@
+package protocol
+
+import (
+	"strconv"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
+)
+
+// claimedGroup is a group with a floor of running Machines and that many bound claims, whose replicas another writer has set.
+func claimedGroup(floor, claims, replicas int32) *Snapshot {
+	s := scene(replicas, &Ledger{Version: 1, Seq: 1, Floor: floor, LastReplicas: floor + claims})
+	for i := range floor {
+		s.withMachine("f"+strconv.Itoa(int(i)), "", node)
+	}
+	for i := range claims {
+		id, name := "c"+strconv.Itoa(int(i)), "m"+strconv.Itoa(int(i))
+		s.withMachine(name, id, node).withClaim(id, v1alpha1.PhaseBound, name)
+		s.Claims[i].Status.Machine.NodeName = "node-" + name
+	}
+	return s
+}
+
+func managedBy(manager string, at time.Time, fields string) metav1.ManagedFieldsEntry {
+	return metav1.ManagedFieldsEntry{
+		Manager: manager, Operation: metav1.ManagedFieldsOperationUpdate, Time: &metav1.Time{Time: at},
+		FieldsType: "FieldsV1", FieldsV1: metav1.NewFieldsV1(fields),
+	}
+}
+
+func TestReplicasLoweredBelowWhatIsClaimedFreezeTheGroup(t *testing.T) {
+	for _, replicas := range []int32{0, 3, 9} {
+		s := claimedGroup(3, 10, replicas)
+		s.SpareSince = s.Now.Add(-time.Hour)
+		s.Deployment.ManagedFields = []metav1.ManagedFieldsEntry{
+			managedBy(v1alpha1.FieldManager, s.Now, `{"f:spec":{"f:replicas":{}}}`),
+			managedBy("kubectl", s.Now.Add(-time.Hour), `{"f:spec":{"f:replicas":{}}}`),
+			managedBy("argocd-controller", s.Now.Add(-time.Minute), `{"f:spec":{"f:replicas":{},"f:template":{}}}`),
+			managedBy("manager", s.Now, `{"f:status":{"f:replicas":{}}}`),
+		}
+		d := Decide(s)
+		require.NotNil(t, d.Ledger)
+		assert.True(t, d.Ledger.Lowered)
+		assert.Equal(t, replicas, d.Replicas, "nothing is raised back")
+		assert.Equal(t, int32(3), d.Ledger.Floor, "the floor is not recomputed")
+		assert.Empty(t, d.Ledger.Releasing, "nothing is removed")
+		assert.Contains(t, d.Lowered, "argocd-controller", "the writer is named")
+		assert.Contains(t, d.Lowered, v1alpha1.ReplicasLoweredAnnotation, "and what to do")
+		assert.True(t, d.Urgent)
+	}
+}
+
+func TestOneWriteAtOrAboveWhatIsClaimedMovesTheFloor(t *testing.T) {
+	for replicas, floor := range map[int32]int32{10: 0, 11: 1, 12: 2, 13: 3, 15: 5} {
+		d := Decide(claimedGroup(3, 10, replicas))
+		if replicas == 13 {
+			assert.Nil(t, d.Ledger)
+			continue
+		}
+		require.NotNil(t, d.Ledger)
+		assert.False(t, d.Ledger.Lowered)
+		assert.Equal(t, floor, d.Ledger.Floor, "replicas set to %d", replicas)
+		assert.Equal(t, replicas, d.Replicas)
+	}
+}
+
+// frozen is the same group later: the annotation is on, and Cluster API has removed Machines of its choice.
+func frozen(floor, claims, replicas int32) *Snapshot {
+	s := claimedGroup(floor, claims, replicas)
+	s.Ledger.Lowered = true
+	s.SpareSince = s.Now.Add(-time.Hour)
+	s.Group.Refusals = []eligibility.Refusal{{Reason: eligibility.ReplicasLowered, Message: "frozen"}}
+	return s
+}
+
+func TestAFrozenGroupChangesNothingOfItsOwn(t *testing.T) {
+	for _, replicas := range []int32{0, 3, 9, 13, 20} {
+		s := frozen(3, 10, replicas).withClaim("new", "", "")
+		d := Decide(s)
+		assert.Nil(t, d.Ledger, "replicas set to %d", replicas)
+		assert.Equal(t, eligibility.ReplicasLowered, d.Refused["new"].Reason)
+	}
+}
+
+func TestAFrozenGroupStillReleasesClaims(t *testing.T) {
+	s := frozen(3, 10, 3)
+	s.Claims[0].Status.Phase = v1alpha1.PhaseReleasing
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.Equal(t, map[types.UID]Release{"m0": {Machine: "m0", Claim: "c0"}}, d.Ledger.Releasing)
+	assert.Equal(t, int32(3), d.Ledger.Floor)
+	assert.True(t, d.Ledger.Lowered)
+}
+
+func TestWhenAPersonClearsItTheUserHasTheFloorThatTheUserHad(t *testing.T) {
+	s := frozen(3, 2, 3) // eight of ten claimed Machines went, and their claims have ended
+	s.Ledger.LastReplicas = 13
+	s.Group.Refusals = nil
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.False(t, d.Ledger.Lowered)
+	assert.Equal(t, int32(3), d.Ledger.Floor)
+	assert.Equal(t, int32(5), d.Replicas, "the floor and the two claims that are left")
+	assert.Empty(t, d.Ledger.Releasing)
+}
+
+// The writer may replace the whole object, and the ledger with it.
+func TestReplicasLoweredTogetherWithALostLedgerFreezeTheGroupAsWell(t *testing.T) {
+	s := claimedGroup(0, 10, 3)
+	s.Ledger = nil
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.True(t, d.Ledger.Lowered)
+	assert.Equal(t, int32(3), d.Replicas)
+}

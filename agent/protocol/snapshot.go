@@ -1,0 +1,345 @@
+package protocol
+
+import (
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
+)
+
+// Snapshot is one reading of a node group. The MachineDeployment, and with it the ledger, was read first; claims, Machines
+// and MachineSets after it (rule R1).
+type Snapshot struct {
+	// Deployment is the MachineDeployment, Group what it and its Cluster allow.
+	Deployment *clusterv1.MachineDeployment
+	Group      eligibility.Group
+	// Ledger is the MachineDeployment's; nil when it has none that can be used.
+	Ledger *Ledger
+	// Claims are those of this node group that have not ended, and ended ones that a Machine is still labelled with.
+	Claims   []*v1alpha1.MachineClaim
+	Machines []*clusterv1.Machine
+	Sets     []*clusterv1.MachineSet
+	// Lost holds Machines by the id of the claim that they are labelled with and that has no object any more.
+	Lost map[string]*clusterv1.Machine
+	// Foreign are claims of a MachineDeployment of another Cluster that had this one's name before, Strays their Machines.
+	Foreign []*v1alpha1.MachineClaim
+	Strays  []*clusterv1.Machine
+	// Unregistered reports whether the holder reported that the Node of this provider ID still carries the unregistered taint.
+	Unregistered func(providerID string) bool
+
+	// Now is the time of the reading by the agent's clock.
+	Now time.Time
+	// Started is when this process began; zero means long ago.
+	Started time.Time
+	// SpareSince is when this process first saw the spare that there is now; zero when there was none.
+	SpareSince time.Time
+	// SpareGrace is how long a spare is kept for the next claim.
+	SpareGrace time.Duration
+	// Failure defines when a Machine is given up.
+	Failure Failure
+	// LedgerBudget is how many bytes all entries of the ledger may take; zero means [ledgerBudget].
+	LedgerBudget int
+
+	// former are claims that were entered for a MachineDeployment that had this one's name before and of which nothing is left.
+	former []*v1alpha1.MachineClaim
+	// What index makes known by its id. Holders are the claims that live and state that they have the Machine.
+	byUID   map[types.UID]*clusterv1.Machine
+	byLabel map[string]*clusterv1.Machine
+	holders map[types.UID]string
+	byID    map[string]*v1alpha1.MachineClaim
+}
+
+// prepare orders what the decision depends on, so that two agents decide alike, and makes it known by id.
+func (s *Snapshot) prepare() {
+	defer func() {
+		s.index()
+		s.separate()
+	}()
+	slices.SortFunc(s.Claims, func(a, b *v1alpha1.MachineClaim) int {
+		if c := a.CreationTimestamp.Compare(b.CreationTimestamp.Time); c != 0 {
+			return c
+		}
+		return strings.Compare(a.Name, b.Name)
+	})
+	slices.SortFunc(s.Machines, func(a, b *clusterv1.Machine) int {
+		if c := a.CreationTimestamp.Compare(b.CreationTimestamp.Time); c != 0 {
+			return c
+		}
+		return strings.Compare(a.Name, b.Name)
+	})
+}
+
+// index makes claims and Machines known by their ids.
+func (s *Snapshot) index() {
+	s.byUID = make(map[types.UID]*clusterv1.Machine, len(s.Machines)+len(s.Strays))
+	for _, m := range s.Strays {
+		s.byUID[m.UID] = m
+	}
+	s.byLabel = make(map[string]*clusterv1.Machine, len(s.Machines))
+	for _, m := range s.Machines {
+		s.byUID[m.UID] = m
+		if id := ClaimOf(m); id != "" && s.byLabel[id] == nil {
+			s.byLabel[id] = m
+		}
+	}
+	s.byID = make(map[string]*v1alpha1.MachineClaim, len(s.Claims))
+	s.holders = make(map[types.UID]string, len(s.Claims))
+	for _, c := range s.Claims {
+		s.byID[c.Spec.ClaimID] = c
+		if hasMachine(c) {
+			s.holders[c.Status.Machine.UID] = c.Spec.ClaimID
+		}
+	}
+}
+
+// Seq returns the ledger's, zero when there is none.
+func (s *Snapshot) Seq() int64 {
+	if s.Ledger == nil {
+		return 0
+	}
+	return s.Ledger.Seq
+}
+
+// separate takes out the claims that wait for a MachineDeployment that is no more: one that has its name was made, with replicas that
+// are not theirs.
+func (s *Snapshot) separate() {
+	if s.Deployment.UID == "" {
+		return // it is gone, and no other one is there
+	}
+	s.Claims = slices.DeleteFunc(s.Claims, func(c *v1alpha1.MachineClaim) bool {
+		id := c.Spec.ClaimID
+		if c.Status.Phase != v1alpha1.PhasePending || c.Status.NodeGroupUID == "" || c.Status.NodeGroupUID == s.Deployment.UID || s.labelled(id) != nil {
+			return false
+		}
+		if s.Ledger != nil {
+			if _, entered := s.Ledger.Pending[id]; entered {
+				return false // that MachineDeployment was moved, and this is it
+			}
+		}
+		s.former = append(s.former, c)
+		delete(s.byID, id)
+		return true
+	})
+}
+
+// leftBehind reports whether a claim had its Machine from a MachineDeployment that is no more, and lost it with that.
+func (s *Snapshot) leftBehind(c *v1alpha1.MachineClaim) bool {
+	return c.Status.NodeGroupUID != "" && c.Status.NodeGroupUID != s.Deployment.UID && s.machine(c.Status.Machine.UID) == nil
+}
+
+// MadeAgain reports whether the ledger is one that was put on a MachineDeployment when that was made again in place of another:
+// claims that were entered in the other one's are still there. Of a MachineDeployment that was moved, or restored, there are none: its
+// ledger is its own.
+func (s *Snapshot) MadeAgain() bool {
+	if s.Ledger == nil || s.Ledger.UID == "" || s.Ledger.UID == s.Deployment.UID {
+		return false
+	}
+	return slices.ContainsFunc(s.Claims, func(c *v1alpha1.MachineClaim) bool {
+		return c.CurrentPhase() != v1alpha1.PhaseEnded && c.Status.NodeGroupUID == s.Ledger.UID
+	})
+}
+
+func (s *Snapshot) machine(uid types.UID) *clusterv1.Machine { return s.byUID[uid] }
+
+// named returns the Machine of that name, or nil.
+func (s *Snapshot) named(name string) *clusterv1.Machine {
+	if i := slices.IndexFunc(s.Machines, func(m *clusterv1.Machine) bool { return m.Name == name }); i >= 0 {
+		return s.Machines[i]
+	}
+	return nil
+}
+
+// Claim returns the claim of that id, or nil. The snapshot was decided from before.
+func (s *Snapshot) Claim(id string) *v1alpha1.MachineClaim { return s.byID[id] }
+
+// labelled returns the Machine that carries the claim's label, or nil.
+func (s *Snapshot) labelled(claimID string) *clusterv1.Machine { return s.byLabel[claimID] }
+
+// activeSets returns the MachineSets that have replicas or are asked to.
+func (s *Snapshot) activeSets() []*clusterv1.MachineSet {
+	var active []*clusterv1.MachineSet
+	for _, set := range s.Sets {
+		if ReplicasOf(set) > 0 {
+			active = append(active, set)
+		}
+	}
+	return active
+}
+
+// observed reports whether Cluster API has carried generation g of the MachineDeployment through to all its MachineSets.
+func (s *Snapshot) observed(g int64) bool {
+	return s.carriedThrough(g) && s.assigned()
+}
+
+// assigned reports whether the MachineSets have been told all of the MachineDeployment's replicas.
+func (s *Snapshot) assigned() bool {
+	return s.allLowered() && s.sum() == *s.Deployment.Spec.Replicas
+}
+
+// allLowered reports whether the MachineSets have been told of every lowering of the MachineDeployment's replicas. Of a raise they
+// need not have: Cluster API puts that off while a MachineSet's status counts more Machines than its spec, which is for as long
+// as it is paused.
+func (s *Snapshot) allLowered() bool {
+	return s.Deployment.Status.ObservedGeneration >= s.Deployment.Generation && s.Deployment.Spec.Replicas != nil && s.sum() <= *s.Deployment.Spec.Replicas
+}
+
+func (s *Snapshot) sum() int32 {
+	var sum int32
+	for _, set := range s.Sets {
+		sum += ReplicasOf(set)
+	}
+	return sum
+}
+
+// newest returns the MachineSet that Cluster API made, or took up again, last; nil when there is none.
+func (s *Snapshot) newest() *clusterv1.MachineSet {
+	var newest *clusterv1.MachineSet
+	latest := int64(-1)
+	for _, set := range s.Sets {
+		revision, _ := strconv.ParseInt(set.Annotations[clusterv1.RevisionAnnotation], 10, 64) // zero when somebody broke it
+		if revision > latest {
+			newest, latest = set, revision
+		}
+	}
+	return newest
+}
+
+// deleted reports whether the MachineDeployment is being deleted, and everything with it.
+func (s *Snapshot) deleted() bool { return !s.Deployment.DeletionTimestamp.IsZero() }
+
+func (s *Snapshot) onDelete() bool {
+	return s.Deployment.Spec.Rollout.Strategy.Type == clusterv1.OnDeleteMachineDeploymentStrategyType
+}
+
+// carriedThrough reports whether every MachineSet has acted on generation g of the MachineDeployment, whatever a rollout
+// makes of the numbers meanwhile.
+func (s *Snapshot) carriedThrough(g int64) bool {
+	if s.Deployment.Status.ObservedGeneration < g {
+		return false
+	}
+	return !slices.ContainsFunc(s.Sets, func(set *clusterv1.MachineSet) bool { return set.Status.ObservedGeneration < set.Generation })
+}
+
+// rollingOut reports whether Cluster API is replacing Machines by itself, which makes Machines beyond replicas and charges
+// replicas to MachineSets as it sees fit. Under OnDelete it never does.
+func (s *Snapshot) rollingOut() bool {
+	if s.onDelete() {
+		return false
+	}
+	return len(s.activeSets()) > 1 || slices.ContainsFunc(s.Machines, Outdated)
+}
+
+// settled reports whether nothing is under way in Cluster API: everything observed, no rollout, as many Machines as replicas
+// and none of them being deleted.
+func (s *Snapshot) settled() bool {
+	if !s.observed(s.Deployment.Generation) || s.rollingOut() || len(s.Machines) != int(s.Group.Replicas) {
+		return false
+	}
+	return !slices.ContainsFunc(s.Machines, func(m *clusterv1.Machine) bool { return !Alive(m) })
+}
+
+// ReplicasOf returns spec.replicas of a MachineSet, 0 when unset.
+func ReplicasOf(set *clusterv1.MachineSet) int32 {
+	if set.Spec.Replicas == nil {
+		return 0
+	}
+	return *set.Spec.Replicas
+}
+
+// Alive reports whether the Machine is not being deleted.
+func Alive(m *clusterv1.Machine) bool {
+	return m.DeletionTimestamp.IsZero()
+}
+
+// HasNode reports whether Cluster API has seen the Machine's Node. That it has not says nothing: see [Snapshot.nodeless].
+func HasNode(m *clusterv1.Machine) bool {
+	return m.Status.NodeRef.Name != ""
+}
+
+// SetOf returns the name of the Machine's MachineSet, "" when it has none. The label of that name may hold a hash.
+func SetOf(m *clusterv1.Machine) string {
+	for i := range m.OwnerReferences {
+		if owner := &m.OwnerReferences[i]; owner.Kind == "MachineSet" && owner.Controller != nil && *owner.Controller {
+			return owner.Name
+		}
+	}
+	return ""
+}
+
+// ClaimOf returns the id of the claim whose label the Machine carries, "" for none.
+func ClaimOf(m *clusterv1.Machine) string {
+	return m.Labels[v1alpha1.ClaimLabel]
+}
+
+// Held reports whether the agent's finalizer is on the Machine.
+func Held(m *clusterv1.Machine) bool {
+	return slices.Contains(m.Finalizers, v1alpha1.ReleaseFinalizer)
+}
+
+// hooked reports whether the pre-terminate hook is on the Machine that earlier versions of the agent put on Machines that others delete.
+func hooked(m *clusterv1.Machine) bool {
+	_, yes := m.Annotations[v1alpha1.ReleaseHook]
+	return yes
+}
+
+// Outdated reports whether Cluster API wants the Machine replaced, because of a template change.
+func Outdated(m *clusterv1.Machine) bool {
+	for i := range m.Status.Conditions {
+		c := &m.Status.Conditions[i]
+		if c.Type == clusterv1.MachineUpToDateCondition {
+			return c.Status == "False" && c.Reason == clusterv1.MachineNotUpToDateReason
+		}
+	}
+	return false
+}
+
+// DeletionCompleted reports whether the Machine's instance and Node are gone and only the agent's finalizer keeps the object.
+func DeletionCompleted(m *clusterv1.Machine) bool {
+	if Alive(m) || len(m.Finalizers) != 1 || m.Finalizers[0] != v1alpha1.ReleaseFinalizer {
+		return false
+	}
+	return DeletingReason(m) == clusterv1.MachineDeletingDeletionCompletedReason
+}
+
+// DeletingReason returns what the deletion of the Machine is at, in Cluster API's words, "" when it says nothing.
+func DeletingReason(m *clusterv1.Machine) string {
+	if c := meta.FindStatusCondition(m.Status.Conditions, clusterv1.MachineDeletingCondition); c != nil {
+		return c.Reason
+	}
+	return ""
+}
+
+// deletingMessage returns the same in a sentence.
+func deletingMessage(m *clusterv1.Machine) string {
+	if c := meta.FindStatusCondition(m.Status.Conditions, clusterv1.MachineDeletingCondition); c != nil {
+		return c.Message
+	}
+	return ""
+}
+
+func splitUIDs(text string) []types.UID {
+	var uids []types.UID
+	for part := range strings.SplitSeq(text, ",") {
+		if part != "" {
+			uids = append(uids, types.UID(part))
+		}
+	}
+	return uids
+}
+
+// JoinUIDs writes UIDs in order, separated by commas, as an annotation holds them.
+func JoinUIDs(uids []types.UID) string {
+	parts := make([]string, 0, len(uids))
+	for _, uid := range uids {
+		parts = append(parts, string(uid))
+	}
+	slices.Sort(parts)
+	return strings.Join(parts, ",")
+}

@@ -1,0 +1,100 @@
+package protocol
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
+)
+
+// waits is a group in which two claims wait for as long as that, five minutes being their deadline.
+func waits(long time.Duration) *Snapshot {
+	s := scene(2, &Ledger{Version: 1, Seq: 9, LastReplicas: 2, Pending: map[string]Named{"a": {}, "b": {}}}).
+		withClaim("a", v1alpha1.PhasePending, "").withClaim("b", v1alpha1.PhasePending, "")
+	s.Sets[0].Generation++ // Machines are still being made
+	s.Failure = Failure{ObjectDeadline: 5 * time.Minute}
+	s.Now = s.Now.Add(long)
+	return s
+}
+
+func TestAClaimDoesNotFailWhenAMachineIsBeingGivenToIt(t *testing.T) {
+	s := waits(5*time.Minute).withMachine("m", "", nil)
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	require.Equal(t, types.UID("m"), d.Ledger.Pending["a"].UID, "by a write that may be put off for others")
+	require.Equal(t, []ActionKind{Fail}, kinds(d))
+	assert.Equal(t, "b", d.Actions[0].Claim.Spec.ClaimID)
+}
+
+func TestADeadlineThatPassedWhileNoAgentLookedBeginsAnew(t *testing.T) {
+	s := waits(time.Hour)
+	require.Equal(t, []ActionKind{WaitAnew, WaitAnew}, kinds(Decide(s)))
+
+	for _, c := range s.Claims {
+		c.Status.WaitingSince = new(metav1.NewTime(s.Now))
+	}
+	d := Decide(s)
+	assert.Empty(t, kinds(d), "another agent sees it as well")
+	assert.Equal(t, 5*time.Minute, d.Again)
+	s.Now = s.Now.Add(5 * time.Minute)
+	assert.Equal(t, []ActionKind{Fail, Fail}, kinds(Decide(s)))
+}
+
+func TestAnAgentThatJustStartedLetsNoClaimFail(t *testing.T) {
+	s := waits(5 * time.Minute)
+	s.Started = s.Now.Add(-time.Minute)
+	d := Decide(s)
+	assert.Empty(t, kinds(d), "its holder has not reported yet which Nodes a claim may have")
+	assert.Equal(t, time.Minute, d.Again)
+	s.Now = s.Now.Add(time.Minute)
+	assert.Equal(t, []ActionKind{Fail, Fail}, kinds(Decide(s)), "it has now")
+}
+
+func TestAClaimOfAPausedGroupDoesNotFail(t *testing.T) {
+	s := waits(5 * time.Minute)
+	group := s.Group
+	s.Group = group.With(&eligibility.Refusal{Reason: eligibility.Paused})
+	assert.Empty(t, kinds(Decide(s)), "Cluster API makes no Machines then")
+	s.Now, s.Group = s.Now.Add(time.Hour), group
+	assert.Equal(t, []ActionKind{WaitAnew, WaitAnew}, kinds(Decide(s)), "and has its time once it is not paused any more")
+}
+
+// A claim may have waited for room in the ledger before.
+func TestAClaimsWaitCountsFromWhenItWasEntered(t *testing.T) {
+	s := waits(5 * time.Minute)
+	for _, c := range s.Claims {
+		c.Status.WaitingSince = new(metav1.NewTime(s.Now.Add(-time.Minute)))
+	}
+	d := Decide(s)
+	assert.Empty(t, kinds(d))
+	assert.Equal(t, 4*time.Minute, d.Again)
+}
+
+// Two hundred claims that come one after the other while a MachineSet is blocked are explained once each, though Cluster API says it with
+// another number each time.
+func TestExplanationsOfABlockedGroupAreFew(t *testing.T) {
+	s := waits(time.Minute)
+	writes := 0
+	for replicas := range 200 {
+		s.Sets[0].Status.Conditions = []metav1.Condition{{
+			Type: clusterv1.MachineSetScalingUpCondition, Status: "True",
+			Message: "Scaling up from 0 to " + string(rune('0'+replicas%10)) + " replicas is blocked because:\n* the control plane is upgrading",
+		}}
+		for _, a := range Decide(s).Actions {
+			require.Equal(t, Explain, a.Kind)
+			a.Event.Time = metav1.NewTime(s.Now)
+			a.Claim.Status.History = append(a.Claim.Status.History, a.Event)
+			a.Claim.Status.Reason, a.Claim.Status.Message = a.Event.Reason, a.Event.Message
+			writes++
+		}
+		s.Now = s.Now.Add(time.Second)
+	}
+	assert.Equal(t, 2, writes)
+}
