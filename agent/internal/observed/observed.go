@@ -14,6 +14,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	corev1 "k8s.io/api/core/v1"
@@ -65,10 +66,11 @@ type Nodes struct {
 
 	mu     sync.Mutex
 	groups map[types.NamespacedName]shown
-	// Of Nodes that are unregistered: since when, by Cluster; the Machines of those that are stranded, by group; which groups of
-	// a Cluster have such Machines.
+	// Of Nodes that are unregistered: since when, and when they were last reported, by Cluster; the Machines of those that are stranded,
+	// by group; which groups of a Cluster have such Machines.
 	waiting    map[types.NamespacedName]waiting
-	stranded   map[types.NamespacedName][]string
+	reportedAt map[types.NamespacedName]time.Time
+	stranded   map[types.NamespacedName]strandedMachines
 	strandedOf map[types.NamespacedName]map[types.NamespacedName]bool
 }
 
@@ -88,7 +90,8 @@ func New(c Config) (*Nodes, error) {
 		changes:    make(chan event.TypedGenericEvent[types.NamespacedName], 1024),
 		groups:     map[types.NamespacedName]shown{},
 		waiting:    map[types.NamespacedName]waiting{},
-		stranded:   map[types.NamespacedName][]string{},
+		reportedAt: map[types.NamespacedName]time.Time{},
+		stranded:   map[types.NamespacedName]strandedMachines{},
 		strandedOf: map[types.NamespacedName]map[types.NamespacedName]bool{},
 		unusable: prometheus.NewCounter(prometheus.CounterOpts{
 			Name: "capi_agent_node_report_unusable_values_total",

@@ -22,6 +22,8 @@ const (
 	// strandedAfter is how long the Node of a Machine that no claim has must have been reported as unregistered to be a problem:
 	// it may be booting, or be a spare that is about to be given to a claim or removed.
 	strandedAfter = 10 * time.Minute
+	// reportLife is how long a report counts. Holders repeat it each minute, to one of the agents: another one's is from before.
+	reportLife = 5 * time.Minute
 	// strandedShown is how many of these Machines a problem names.
 	strandedShown = 3
 )
@@ -30,15 +32,22 @@ const (
 // report that left a Node out, begins anew.
 type waiting map[string]time.Time
 
+// strandedMachines are the names of such Machines of one group, in order, and when they were reported.
+type strandedMachines struct {
+	names []string
+	at    time.Time
+}
+
 // Stranded says that Machines of the group that no claim has joined with Karpenter's taint for Nodes that are not registered, and
 // kept it; nil when there are none. Only the registration of a NodeClaim takes that taint off, so no pod ever runs there.
 func (n *Nodes) Stranded(group types.NamespacedName) *capacity.Problem {
 	n.mu.Lock()
-	names := n.stranded[group]
+	known := n.stranded[group]
 	n.mu.Unlock()
-	if len(names) == 0 {
+	if len(known.names) == 0 || n.Clock.Since(known.at) > reportLife {
 		return nil
 	}
+	names := known.names
 	shown := names[:min(len(names), strandedShown)]
 	value := strings.Join(shown, ", ")
 	if len(names) > len(shown) {
@@ -58,6 +67,10 @@ func (n *Nodes) reportStranded(ctx context.Context, r *report, nodes []Node) {
 	now := n.Clock.Now()
 	n.mu.Lock()
 	before := n.waiting[r.cluster]
+	if now.Sub(n.reportedAt[r.cluster]) > reportLife {
+		before = nil // the Nodes may have been registered meanwhile, and others have come
+	}
+	n.reportedAt[r.cluster] = now
 	n.mu.Unlock()
 	next := waiting{}
 	found := map[types.NamespacedName][]string{}
@@ -102,10 +115,10 @@ func (n *Nodes) replaceStranded(cluster types.NamespacedName, next waiting, foun
 	for key, names := range found {
 		slices.Sort(names)
 		groups[key] = true
-		if !slices.Equal(n.stranded[key], names) {
-			n.stranded[key] = names
+		if !slices.Equal(n.stranded[key].names, names) {
 			changed[key] = true
 		}
+		n.stranded[key] = strandedMachines{names: names, at: n.Clock.Now()}
 	}
 	n.strandedOf[cluster] = groups
 	return slices.Collect(maps.Keys(changed))

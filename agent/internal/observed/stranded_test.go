@@ -15,11 +15,33 @@ import (
 
 var unregistered = observed.Node{ProviderID: "test://a", Unregistered: true}
 
+// reportFor reports the Nodes once a minute, as a holder does, for so many minutes, and returns the groups that it makes a difference for.
+func (f *fixture) reportFor(minutes int, nodes ...observed.Node) []types.NamespacedName {
+	var changed []types.NamespacedName
+	for range minutes {
+		f.clock.Step(time.Minute)
+		changed = append(changed, f.report(nodes...)...)
+	}
+	return changed
+}
+
+// The shim may report to the other agent from now on.
+func TestAnOldReportIsNoProblem(t *testing.T) {
+	f := start(t)
+	f.report(unregistered)
+	f.reportFor(10, unregistered)
+	require.NotNil(t, f.nodes.Stranded(group))
+	f.clock.Step(6 * time.Minute)
+	assert.Nil(t, f.nodes.Stranded(group))
+	f.report(unregistered)
+	f.reportFor(9, unregistered)
+	assert.Nil(t, f.nodes.Stranded(group), "its ten minutes begin anew")
+}
+
 func TestANodeThatNoClaimWillRegisterIsAProblemUntilItsTaintIsGone(t *testing.T) {
 	f := start(t)
 	assert.Empty(t, f.report(unregistered))
-	f.clock.Step(9 * time.Minute)
-	assert.Empty(t, f.report(unregistered), "it may be booting, or be about to be claimed")
+	assert.Empty(t, f.reportFor(9, unregistered), "it may be booting, or be about to be claimed")
 	require.Nil(t, f.nodes.Stranded(group))
 
 	f.clock.Step(time.Minute)
@@ -51,8 +73,7 @@ func TestANodeThatIsClaimedOrOnItsWayOutIsNoProblem(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			f := start(t)
 			f.report(unregistered)
-			f.clock.Step(time.Hour)
-			f.report(unregistered)
+			f.reportFor(60, unregistered)
 			require.NotNil(t, f.nodes.Stranded(group))
 			var machines clusterv1.MachineList
 			require.NoError(t, f.client.List(t.Context(), &machines))
@@ -73,7 +94,6 @@ func TestAProblemNamesAFewMachinesAndCountsNone(t *testing.T) {
 		nodes = append(nodes, observed.Node{ProviderID: id, Unregistered: true})
 	}
 	f.report(nodes...)
-	f.clock.Step(time.Hour)
-	f.report(nodes...)
+	f.reportFor(10, nodes...)
 	assert.Regexp(t, `^(machine-\w+, ){3}…$`, f.nodes.Stranded(group).Value)
 }
