@@ -109,9 +109,9 @@ const (
 	LetGo ActionKind = "let-go"
 	// Keep takes what [Hold] put there off a Machine that its claim has after all.
 	Keep ActionKind = "keep"
-	// PauseMachineSet and UnpauseMachineSet keep a MachineSet from making Machines while replicas are lowered for those that
-	// it has not made.
-	PauseMachineSet   ActionKind = "pause-machine-set"
+	// PauseMachineSet keeps a MachineSet from making Machines while replicas are lowered for those that it has not made.
+	PauseMachineSet ActionKind = "pause-machine-set"
+	// UnpauseMachineSet ends that.
 	UnpauseMachineSet ActionKind = "unpause-machine-set"
 	// LowerSet lowers one MachineSet while the MachineDeployment is paused.
 	LowerSet ActionKind = "lower-set"

@@ -807,3 +807,23 @@ func TestOnePauseAtATime(t *testing.T) {
 		}
 	})
 }
+
+// What a person paused is not deleted: a deletion cannot be taken back, and a move of the Cluster loses it.
+func TestReleasesWaitWhileTheGroupIsPaused(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 1, LastReplicas: 1}).withMachine("a", "c", node).withClaim("c", v1alpha1.PhaseReleasing, "a")
+	group := s.Group
+	s.Group = group.With(&eligibility.Refusal{Reason: eligibility.Paused})
+	assert.Nil(t, Decide(s).Ledger)
+	s.Ledger = releasingLedger(Release{Machine: "a", Claim: "c"})
+	assert.Empty(t, kinds(Decide(s)), "also when the release had begun")
+	s.Group = group
+	assert.Equal(t, []ActionKind{Hold}, kinds(Decide(s)))
+}
+
+func TestAReleaseWithoutRoomInTheLedgerIsExplained(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 1, LastReplicas: 1}).withMachine("a", "c", node).withClaim("c", v1alpha1.PhaseReleasing, "a")
+	s.Deployment.Annotations = map[string]string{"example.com/large": strings.Repeat("x", 250<<10)}
+	d := Decide(s)
+	require.Equal(t, []ActionKind{Explain}, kinds(d))
+	assert.Contains(t, d.Actions[0].Event.Message, "example.com/large")
+}

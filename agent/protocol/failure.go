@@ -98,7 +98,9 @@ func (s *Snapshot) judge(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 			why = s.late(d, since, given, what)
 		}
 		if unseen := s.unseen(c, m, since.Add(given)); why != "" && unseen != "" {
-			d.explainOnce(c, ReasonNodeNotSeen, why+"; the Machine is kept, as "+unseen)
+			if c.Status.Reason != ReasonOwnerMissing { // which says that it is kept as well, and is renewed with each live set
+				d.explainOnce(c, ReasonNodeNotSeen, why+"; the Machine is kept, as "+unseen)
+			}
 			return false
 		}
 		if why != "" && trouble != "" {
@@ -136,7 +138,7 @@ func (s *Snapshot) hopeless(m *clusterv1.Machine) bool {
 	case s.gone(m):
 		return true
 	}
-	if _, deadline := s.awaited(m); deadline > 0 && s.Now.Sub(m.CreationTimestamp.Time) >= Patience*deadline {
+	if _, deadline := s.awaited(m); deadline > 0 && s.Now.Sub(latest(m.CreationTimestamp.Time, unpausedAt(m))) >= Patience*deadline {
 		return true
 	}
 	reason, _ := infrastructureTrouble(m)

@@ -73,6 +73,10 @@ func TestAMachineWhoseNodeIsUnseenIsNotHandedOver(t *testing.T) {
 			change(s)
 			d := Decide(s)
 			assert.NotContains(t, kinds(d), Unbind)
+			if s.Group.Has(eligibility.Paused) {
+				assert.Nil(t, d.Ledger, "its release waits for the end of the pause")
+				return
+			}
 			require.NotNil(t, d.Ledger)
 			assert.Contains(t, d.Ledger.Releasing, types.UID("m"), "its own claim is released, so it goes")
 		})
@@ -162,6 +166,29 @@ func TestTheTimeOfAPauseDoesNotCount(t *testing.T) {
 	assert.Empty(t, kinds(Decide(s)))
 	s.Now = unpaused.Add(10 * time.Minute)
 	assert.Equal(t, []ActionKind{TimeOut}, kinds(Decide(s)))
+}
+
+func TestTheTimeOfAPauseMakesNoMachineHopeless(t *testing.T) {
+	s := scene(1, nil).withMachine("m", "", nil)
+	s.Failure = Failure{ProviderIDDeadline: time.Minute}
+	m := s.Machines[0]
+	m.CreationTimestamp = metav1.NewTime(s.Now.Add(-time.Hour))
+	s.prepare()
+	require.True(t, s.hopeless(m))
+	m.Status.Conditions = []metav1.Condition{{
+		Type: clusterv1.PausedCondition, Status: metav1.ConditionFalse, LastTransitionTime: metav1.NewTime(s.Now.Add(-time.Minute)),
+	}}
+	assert.False(t, s.hopeless(m), "it was paused until a minute ago")
+}
+
+// A kept claim says that its owner is missing; each live set renews that.
+func TestAKeptClaimIsNotExplainedInTurns(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 1, LastReplicas: 1}).withMachine("m", "c", func(m *clusterv1.Machine) { m.Spec.ProviderID = "sim://m" }).
+		withClaim("c", v1alpha1.PhaseBound, "m")
+	s.Failure, s.Now = Failure{NodeDeadline: time.Minute}, s.Now.Add(time.Hour)
+	require.Equal(t, []ActionKind{Explain}, kinds(Decide(s)))
+	s.Claims[0].Status.Reason = ReasonOwnerMissing
+	assert.Empty(t, kinds(Decide(s)))
 }
 
 // What Cluster API stated before a pause stands until it has looked again.

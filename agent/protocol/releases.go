@@ -7,6 +7,7 @@ import (
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
 // startReleases enters the Machines of claims that are being released and that cannot be handed over. A record that names a
@@ -41,9 +42,13 @@ func (s *Snapshot) startReleases(d *Decision, next *Ledger) {
 		if _, begun := next.Releasing[m.UID]; begun {
 			continue
 		}
-		r := Release{Machine: m.Name, Claim: c.Spec.ClaimID, Drained: c.Status.Drained}
-		if Alive(m) && d.budget.release(m.UID, r) {
+		if !Alive(m) || s.Group.Has(eligibility.Paused) { // a deletion could not be taken back, and a move loses it
+			continue
+		}
+		if r := (Release{Machine: m.Name, Claim: c.Spec.ClaimID, Drained: c.Status.Drained}); d.budget.release(m.UID, r) {
 			next.Releasing[m.UID] = r
+		} else if crowded := s.crowded(); crowded != nil {
+			d.explainOnce(c, ReasonReleaseRequested, crowded.Message)
 		}
 	}
 	s.resumeReleases(d, next)

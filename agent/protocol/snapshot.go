@@ -187,7 +187,8 @@ func (s *Snapshot) assigned() bool {
 // need not have: Cluster API puts that off while a MachineSet's status counts more Machines than its spec, which is for as long
 // as it is paused.
 func (s *Snapshot) allLowered() bool {
-	return s.Deployment.Status.ObservedGeneration >= s.Deployment.Generation && s.Deployment.Spec.Replicas != nil && s.sum() <= *s.Deployment.Spec.Replicas
+	md := s.Deployment
+	return md.Status.ObservedGeneration >= md.Generation && md.Spec.Replicas != nil && s.sum() <= *md.Spec.Replicas
 }
 
 func (s *Snapshot) sum() int32 {

@@ -78,7 +78,7 @@ func (s *Snapshot) blocked() string {
 				continue
 			}
 			if _, reasons, is := strings.Cut(c.Message, "blocked because:"); is {
-				return fmt.Sprintf("MachineSet %s makes no Machines: %s", set.Name, oneLine(reasons))
+				return Line(fmt.Sprintf("MachineSet %s makes no Machines: %s", set.Name, oneLine(reasons)))
 			}
 		}
 	}

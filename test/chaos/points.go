@@ -141,19 +141,19 @@ func provocations() []*provocation {
 }
 
 // claimBound makes a claim and waits until it has a Machine with a Node.
-func (r *run) claimBound(ctx context.Context, groups ...*group) (string, *clusterv1.Machine, error) {
+func (r *run) claimBound(ctx context.Context, groups ...*group) (string, error) {
 	names := lo.Map(groups, func(g *group, _ int) string { return g.name })
 	id, err := r.calls.create(ctx, names...)
 	if err != nil || id == "" {
-		return "", nil, fmt.Errorf("no claim on %v: %w", names, err)
+		return "", fmt.Errorf("no claim on %v: %w", names, err)
 	}
 	for {
 		m, err := r.machineOf(ctx, id)
 		if err == nil && m != nil && m.Status.NodeRef.Name != "" && m.Labels[agentv1.ClaimLabel] == id {
-			return id, m, nil
+			return id, nil
 		}
 		if err := wait(ctx, pause); err != nil {
-			return id, nil, err
+			return id, err
 		}
 	}
 }
@@ -183,7 +183,7 @@ func (r *run) moveOn(ctx context.Context, tight, roomy *group) error {
 
 // wipeAtRest takes the ledger off a group where nothing is in flight.
 func (r *run) wipeAtRest(ctx context.Context, g *group) error {
-	id, _, err := r.claimBound(ctx, g)
+	id, err := r.claimBound(ctx, g)
 	if err != nil {
 		return err
 	}
@@ -340,7 +340,7 @@ func (r *run) claimBlocked(ctx context.Context, g *group) error {
 
 // loseClaim destroys the MachineClaim of a claim, or its status, as a restore from an old backup does.
 func (r *run) loseClaim(ctx context.Context, g *group) error {
-	id, _, err := r.claimBound(ctx, g)
+	id, err := r.claimBound(ctx, g)
 	if err != nil {
 		return err
 	}

@@ -62,7 +62,8 @@ const (
 var Classes = []Class{
 	ClaimCreated, ClaimMoved, LedgerBegun, ReplicasRaised, SpareEntered, AdoptEntered, ClaimEntered, ClaimExplained, MachineNamed,
 	ClaimBound, MachineLabelled, LedgerTidied, NodeNoted, ClaimReleasing, ClaimFailed, ReleaseBegun, MachineHeld, MachineDeleted,
-	ReplicasLowered, PausePut, SetLowered, PauseRemoved, MachineLetGo, MachineUnlabelled, ClaimEnded, SetPaused, SetUnpaused, ClaimRemade, ClaimRestored, TombstoneCreated, TombstoneEngraved, ClaimForgotten,
+	ReplicasLowered, PausePut, SetLowered, PauseRemoved, MachineLetGo, MachineUnlabelled, ClaimEnded, SetPaused, SetUnpaused,
+	ClaimRemade, ClaimRestored, TombstoneCreated, TombstoneEngraved, ClaimForgotten,
 }
 
 // Memory is what classifying needs to know besides the write itself. It is shared by the proxies of all agents; the zero value

@@ -48,11 +48,6 @@ func status(phase, reason, message string, events int) string {
 	return claim("small", fmt.Sprintf(`{"phase":%q,"reason":%q,"message":%q,"history":[%s]}`, phase, reason, message, history))
 }
 
-// annotation is a merge patch.
-func annotation(key, value string) string {
-	return fmt.Sprintf(`{"metadata":{"annotations":{%q:%s}}}`, key, value)
-}
-
 func TestEachStepOfTheProtocolHasItsClass(t *testing.T) {
 	pending := func(entries string) string {
 		return `{"v":1,"seq":2,"floor":1,"lastReplicas":2,"pending":{` + entries + `}}`

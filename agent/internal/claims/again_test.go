@@ -57,7 +57,9 @@ func readSmall(t *testing.T, objects ...client.Object) *protocol.Snapshot {
 }
 
 func TestAMachineDeploymentThatWasMadeAgainKeepsItsFloor(t *testing.T) {
-	old := &protocol.Ledger{Version: 1, Of: namespace + "/small", UID: "old", Seq: 7, Floor: 1, LastReplicas: 3, Pending: map[string]protocol.Named{"a": {}, "b": {}}}
+	old := &protocol.Ledger{
+		Version: 1, Of: namespace + "/small", UID: "old", Seq: 7, Floor: 1, LastReplicas: 3, Pending: map[string]protocol.Named{"a": {}, "b": {}},
+	}
 	for name, ledger := range map[string]*protocol.Ledger{"from its manifest": nil, "from an export, ledger and all": old} {
 		t.Run(name, func(t *testing.T) {
 			s := readSmall(t, groupWith("new", 3, ledger),
@@ -107,7 +109,9 @@ func TestAMachineDeploymentThatWasMovedKeepsItsLedger(t *testing.T) {
 }
 
 func TestWhatWasDecidedForAMachineDeploymentIsNotDoneToTheNextOne(t *testing.T) {
-	ledger := &protocol.Ledger{Version: 1, Of: namespace + "/small", Seq: 1, LastReplicas: 1, Pending: map[string]protocol.Named{"a": {Machine: "m", UID: "m"}}}
+	ledger := &protocol.Ledger{
+		Version: 1, Of: namespace + "/small", Seq: 1, LastReplicas: 1, Pending: map[string]protocol.Named{"a": {Machine: "m", UID: "m"}},
+	}
 	again := func(t *testing.T, e *Engine) {
 		t.Helper()
 		require.NoError(t, e.Client.Delete(t.Context(), groupWith("old", 1, nil)))

@@ -183,11 +183,11 @@ func TestTextsOfAClaimAreCut(t *testing.T) {
 	require.Len(t, c.Status.History, historyLength)
 	for _, text := range []string{c.Status.Message, c.Status.History[0].Message} {
 		assert.True(t, strings.HasPrefix(text, "two lines [2Jä"), text)
-		assert.LessOrEqual(t, len(text), maxMessage)
+		assert.LessOrEqual(t, len(text), protocol.MaxMessage)
 		assert.True(t, utf8.ValidString(text))
 	}
 	c.Status.History = []v1alpha1.Event{{Message: strings.Repeat("x", 5000)}}
 	e.note(c, v1alpha1.Event{Reason: "Why", Message: "short"})
-	assert.LessOrEqual(t, len(c.Status.History[0].Message), maxMessage, "one of an agent that did not cut it")
+	assert.LessOrEqual(t, len(c.Status.History[0].Message), protocol.MaxMessage, "one of an agent that did not cut it")
 	assert.Equal(t, "short", c.Status.Message)
 }

@@ -389,7 +389,8 @@ func (g *group) noteSpare(s *protocol.Snapshot, d *protocol.Decision) {
 // its Machines.
 func (g *group) settleGone(ctx context.Context) (time.Duration, error) {
 	e := g.engine
-	s := &protocol.Snapshot{Deployment: &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: g.key.Namespace, Name: g.key.Name}}, Now: e.Clock.Now()}
+	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: g.key.Namespace, Name: g.key.Name}}
+	s := &protocol.Snapshot{Deployment: md, Now: e.Clock.Now()}
 	if err := e.readParts(ctx, live, g.key, s); err != nil {
 		return 0, err
 	}

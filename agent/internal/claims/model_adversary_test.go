@@ -479,7 +479,8 @@ func (w *world) outsider(m *clusterv1.Machine) {
 func (w *world) takenAway(m *clusterv1.Machine) {
 	w.outsiders[m.UID] = true
 	for id, c := range w.claims() {
-		if o := w.owners[id]; o != nil && (protocol.ClaimOf(m) == id || c.Status.Machine != nil && c.Status.Machine.UID == m.UID || c.Spec.Adopt == m.Name) {
+		its := protocol.ClaimOf(m) == id || c.Status.Machine != nil && c.Status.Machine.UID == m.UID || c.Spec.Adopt == m.Name
+		if o := w.owners[id]; o != nil && its {
 			o.excused = true
 		}
 	}

@@ -22,11 +22,13 @@ import (
 )
 
 // denying refuses to delete Machines whose name begins with that, as a policy engine does.
-func denying(e *Engine, prefix string) {
+func denying(e *Engine, prefix string) { denyingWith(e, prefix, "protected by policy") }
+
+func denyingWith(e *Engine, prefix, answer string) {
 	e.Client = interceptor.NewClient(e.Client.(client.WithWatch), interceptor.Funcs{ //nolint:forcetypeassert // the fake is one
 		Delete: func(ctx context.Context, c client.WithWatch, o client.Object, opts ...client.DeleteOption) error {
 			if strings.HasPrefix(o.GetName(), prefix) {
-				return apierrors.NewForbidden(schema.GroupResource{Resource: "machines"}, o.GetName(), errors.New("protected by policy"))
+				return apierrors.NewForbidden(schema.GroupResource{Resource: "machines"}, o.GetName(), errors.New(answer))
 			}
 			return c.Delete(ctx, o, opts...)
 		},
@@ -64,9 +66,17 @@ func TestWritesThatFailDoNotStarveTheOthers(t *testing.T) {
 	assert.False(t, protocol.Alive(m), "it came behind more of those than one step takes")
 }
 
+// A policy engine's answer may have several lines, and be longer than what a claim keeps of it.
 func TestARefusedWriteOnAMachineIsNotedOnItsClaim(t *testing.T) {
+	for name, answer := range map[string]string{"short": "protected by policy", "long": "protected by policy:\n" + strings.Repeat("no, ", 400)} {
+		t.Run(name, func(t *testing.T) { testARefusedWrite(t, answer) })
+	}
+}
+
+func testARefusedWrite(t *testing.T, answer string) {
+	t.Helper()
 	e := releasing(t, "m")
-	denying(e, "m")
+	denyingWith(e, "m", answer)
 	claim := claimIn("", "m", v1alpha1.PhaseReleasing, "m")
 	for range 3 {
 		_, err := e.group(namespace, "small").run(t.Context())

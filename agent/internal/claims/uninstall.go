@@ -92,7 +92,8 @@ func (e *Engine) touchedGroups(ctx context.Context, o UninstallOptions) ([]types
 	for i := range deployments.Items {
 		md := &deployments.Items[i]
 		_, ledger := md.Annotations[v1alpha1.LedgerAnnotation]
-		if (ledger || pausedByAgent(md)) && o.Serves(types.NamespacedName{Namespace: md.Namespace, Name: md.Spec.ClusterName}) {
+		_, frozen := md.Annotations[v1alpha1.ReplicasLoweredAnnotation]
+		if (ledger || frozen || pausedByAgent(md)) && o.Serves(types.NamespacedName{Namespace: md.Namespace, Name: md.Spec.ClusterName}) {
 			touched[client.ObjectKeyFromObject(md)] = true
 		}
 	}
@@ -201,6 +202,9 @@ func (e *Engine) openLedger(ctx context.Context, key types.NamespacedName) error
 			operations = append(operations, test(annotationPath(annotation), value), operation{Op: "remove", Path: annotationPath(annotation)})
 		}
 	}
+	if _, frozen := md.Annotations[v1alpha1.ReplicasLoweredAnnotation]; frozen {
+		operations = append(operations, operation{Op: "remove", Path: annotationPath(v1alpha1.ReplicasLoweredAnnotation)})
+	}
 	if len(operations) == 0 {
 		return nil
 	}
@@ -271,8 +275,10 @@ func cleaned[T interface {
 	if pausedByAgent(after) {
 		delete(annotations, clusterv1.PausedAnnotation)
 	}
-	if after.GetDeletionTimestamp().IsZero() && annotations[clusterv1.DeleteMachineAnnotation] == v1alpha1.Group {
-		delete(annotations, clusterv1.DeleteMachineAnnotation) // it was marked and lives: it is to stay
+	for _, key := range releaseMarks {
+		if after.GetDeletionTimestamp().IsZero() && annotations[key] == v1alpha1.Group { // it was marked and lives: it is to stay
+			delete(annotations, key)
+		}
 	}
 	controllerutil.RemoveFinalizer(after, v1alpha1.ReleaseFinalizer)
 	if len(labels)+len(annotations)+len(after.GetFinalizers()) == before {

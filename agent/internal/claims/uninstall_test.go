@@ -10,6 +10,10 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"pgregory.net/rapid"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
@@ -115,4 +119,35 @@ func TestUninstallLeavesNothingAndTakesNothing(t *testing.T) {
 			}
 		}
 	})
+}
+
+// Each mark of the agent's is one that its removal knows: what is left behind would freeze a group of a later installation, or have a
+// Machine deleted without a drain.
+func TestUninstallRemovesEachMark(t *testing.T) {
+	md := groupOf("small", 1, map[string]string{
+		v1alpha1.LedgerAnnotation: closedLedger, v1alpha1.ReplicasLoweredAnnotation: "frozen", "example.com/note": "x",
+	})
+	m := machineOf("m")
+	halfReleased(m)
+	m.Labels[v1alpha1.ClaimLabel], m.Labels[v1alpha1.ClaimNameLabel] = "c", "c"
+	for _, key := range []string{
+		v1alpha1.ClaimNameAnnotation, v1alpha1.ClaimHolderAnnotation, v1alpha1.ClaimSpokeAnnotation, v1alpha1.ClaimedAtAnnotation,
+		v1alpha1.HandedOverAnnotation, v1alpha1.NodeRegisteredAtAnnotation, v1alpha1.ReleaseHook,
+	} {
+		m.Annotations[key] = "x"
+	}
+	m.Annotations[clusterv1.ExcludeWaitForNodeVolumeDetachAnnotation] = v1alpha1.Group
+	frozen := groupOf("frozen", 1, map[string]string{v1alpha1.ReplicasLoweredAnnotation: "frozen"})
+	e := engineWith(t, md, m, frozen)
+	require.NoError(t, e.Uninstall(t.Context(), UninstallOptions{
+		Serves: func(types.NamespacedName) bool { return true }, Report: func(string, ...any) {},
+	}))
+	for _, object := range []client.Object{md, m, frozen} {
+		require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(object), object))
+		for key := range object.GetAnnotations() {
+			assert.Equal(t, "example.com/note", key)
+		}
+		assert.NotContains(t, object.GetLabels(), v1alpha1.ClaimLabel)
+		assert.NotContains(t, object.GetFinalizers(), v1alpha1.ReleaseFinalizer)
+	}
 }

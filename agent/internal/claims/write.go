@@ -9,7 +9,6 @@ import (
 	"strings"
 	"sync/atomic"
 	"time"
-	"unicode"
 
 	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
@@ -215,7 +214,7 @@ func (e *Engine) reportRefusal(ctx context.Context, s *protocol.Snapshot, a prot
 	if claim == nil {
 		claim = s.Claim(protocol.ClaimOf(a.Machine))
 	}
-	message := fmt.Sprintf("the hub refuses a write on Machine %s (%s): %s", a.Machine.Name, a.Kind, cause)
+	message := protocol.Line(fmt.Sprintf("the hub refuses a write on Machine %s (%s): %s", a.Machine.Name, a.Kind, cause))
 	if claim == nil || claim.CurrentPhase() == v1alpha1.PhaseEnded || claim.Status.Message == message {
 		return
 	}
@@ -321,7 +320,7 @@ func (e *Engine) recreate(ctx context.Context, m *clusterv1.Machine) error {
 	if len(validation.IsDNS1123Label(spoke)) > 0 {
 		spoke = "" // not known
 	}
-	name := []rune(line(m.Annotations[v1alpha1.ClaimNameAnnotation]))
+	name := []rune(protocol.Line(m.Annotations[v1alpha1.ClaimNameAnnotation]))
 	c := e.newClaim(Request{
 		Namespace: m.Namespace, Cluster: m.Spec.ClusterName, ID: protocol.ClaimOf(m), Candidates: []string{group},
 		Holder:      holder,
@@ -404,14 +403,17 @@ func (e *Engine) hold(ctx context.Context, a protocol.Action) error {
 	return e.Client.Delete(ctx, m, preconditions(m.UID, version))
 }
 
+// releaseMarks are the annotations that a release writes on its Machine, with the agent's group as their value.
+var releaseMarks = []string{
+	clusterv1.DeleteMachineAnnotation, clusterv1.ExcludeNodeDrainingAnnotation, clusterv1.ExcludeWaitForNodeVolumeDetachAnnotation,
+}
+
 // keep undoes what hold did to a Machine that lives. The MachineSet controller may put the finalizer back from its cache, as it writes
 // the whole list for Machines that live; it is taken off as often as it is seen.
 func (e *Engine) keep(ctx context.Context, machine *clusterv1.Machine) error {
 	m := machine.DeepCopy()
 	controllerutil.RemoveFinalizer(m, v1alpha1.ReleaseFinalizer)
-	for _, key := range []string{
-		clusterv1.DeleteMachineAnnotation, clusterv1.ExcludeNodeDrainingAnnotation, clusterv1.ExcludeWaitForNodeVolumeDetachAnnotation,
-	} {
+	for _, key := range releaseMarks {
 		if m.Annotations[key] == v1alpha1.Group {
 			delete(m.Annotations, key)
 		}
@@ -591,27 +593,9 @@ func (e *Engine) note(c *v1alpha1.MachineClaim, event v1alpha1.Event) {
 		c.Status.History = c.Status.History[extra:]
 	}
 	for i := range c.Status.History { // also those that an agent wrote that did not cut them
-		c.Status.History[i].Message = line(c.Status.History[i].Message)
+		c.Status.History[i].Message = protocol.Line(c.Status.History[i].Message)
 	}
-	c.Status.Reason, c.Status.Message = event.Reason, line(event.Message)
-}
-
-// maxMessage is the length of a claim's messages, in bytes. The CRD allows as many characters.
-const maxMessage = 1024
-
-// line makes one line of a text that a caller or an infrastructure provider wrote, cut to [maxMessage].
-func line(text string) string {
-	text = strings.ToValidUTF8(strings.Map(func(r rune) rune {
-		if unicode.IsControl(r) {
-			return ' '
-		}
-		return r
-	}, text), "")
-	const cut = "…"
-	if len(text) <= maxMessage {
-		return text
-	}
-	return strings.ToValidUTF8(text[:maxMessage-len(cut)], "") + cut
+	c.Status.Reason, c.Status.Message = event.Reason, protocol.Line(event.Message)
 }
 
 func preconditions(uid types.UID, resourceVersion string) client.Preconditions {

@@ -23,9 +23,9 @@ func TestEveryMutantApplies(t *testing.T) {
 		names[m.name] = true
 		r := runner{root: source(t)}
 		_, err := m.overlay(r.sources(), t.TempDir())
-		assert.NoError(t, err)
+		require.NoError(t, err)
 		_, err = r.home(m.test)
-		assert.NoError(t, err)
+		require.NoError(t, err)
 		assert.Equal(t, m.world == "", m.violation == "", m.name)
 	}
 }

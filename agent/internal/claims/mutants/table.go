@@ -532,7 +532,7 @@ var mutants = []mutant{
 		{"at != nil && at.After(m.CreationTimestamp.Time)", "at != nil && at.Before(&m.CreationTimestamp)"},
 	}},
 	{name: "a late Machine is nobody's next", test: "TestALateMachineIsTheNextClaimsUntilItHasTakenSeveralDeadlines", edits: []edit{
-		{"deadline > 0 && s.Now.Sub(m.CreationTimestamp.Time) >= Patience*deadline", "deadline > 0 && s.Now.Sub(m.CreationTimestamp.Time) >= deadline"},
+		{"deadline > 0 && s.Now.Sub(latest(m.CreationTimestamp.Time, unpausedAt(m))) >= Patience*deadline", "deadline > 0 && s.Now.Sub(m.CreationTimestamp.Time) >= deadline"},
 	}},
 	{name: "a Machine that never comes is always late", test: "TestAMachineThatNeverComesIsGivenUpInTheEnd", edits: []edit{
 		{"if why = s.late(d, since, given, what); why == \"\" {", "{"},
@@ -576,7 +576,7 @@ var mutants = []mutant{
 		{"	if m != nil && HasNode(m) || s.paused(m) {\n", "	if m != nil && (HasNode(m) || s.paused(m)) {\n"},
 	}},
 	{name: "a claim is explained anew with each number", test: "TestExplanationsOfABlockedGroupAreFew", edits: []edit{
-		{"set.Name, oneLine(reasons))\n", "set.Name, oneLine(reasons)+c.Message)\n"},
+		{"set.Name, oneLine(reasons)))\n", "set.Name, oneLine(reasons)+c.Message))\n"},
 		{"left := explainEvery - s.Now.Sub(c.Status.History[n-1].Time.Time); left > 0 {\n", "left := explainEvery - s.Now.Sub(c.Status.History[n-1].Time.Time); left > explainEvery {\n"},
 	}},
 	{name: "writes that fail starve the others", test: "TestWritesThatFailDoNotStarveTheOthers", edits: []edit{
@@ -628,6 +628,15 @@ var mutants = []mutant{
 	{name: "a node deadline needs no report of the holder", test: "TestANodeDeadlineNeedsBothStatements", edits: []edit{
 		{"	case absent == nil || absent.Time.Before(due.Truncate(time.Second)) || s.Now.Sub(absent.Time) > absenceLife:\n", "	case false && absent == nil:\n"},
 	}},
+	{name: "a release begins while its group is paused", test: "TestReleasesWaitWhileTheGroupIsPaused", edits: []edit{
+		{"if !Alive(m) || s.Group.Has(eligibility.Paused) {", "if !Alive(m) || s.Group.Has(\"\") {"},
+	}},
+	{name: "a Machine is deleted while its group is paused", test: "TestReleasesWaitWhileTheGroupIsPaused", edits: []edit{
+		{" && s.mayDelete(m) && !s.Group.Has(eligibility.Paused):", " && s.mayDelete(m):"},
+	}},
+	{name: "the time of a pause makes a Machine hopeless", test: "TestTheTimeOfAPauseMakesNoMachineHopeless", edits: []edit{
+		{"s.Now.Sub(latest(m.CreationTimestamp.Time, unpausedAt(m))) >= Patience*deadline", "s.Now.Sub(m.CreationTimestamp.Time) >= Patience*deadline"},
+	}},
 	{name: "the time of a pause counts", test: "TestTheTimeOfAPauseDoesNotCount", edits: []edit{
 		{"latest(boundAt(c, m), unpausedAt(m))", "latest(boundAt(c, m), boundAt(c, m))"},
 	}},
@@ -662,7 +671,6 @@ var mutants = []mutant{
 	{name: "explored: the floor's Machines are given to claims", world: "-claims=1 -floor=1 -machines=3 -stale=0 -young", violation: "I6", edits: []edit{
 		{"	give := len(free) - int(s.floor(next))\n", "	give := len(free)\n"},
 	}},
-
 
 	{name: "explored: a human's raise is not the floor's", world: "-claims=1 -floor=1 -machines=3 -stale=0 -raises=1", violation: "I2", edits: []edit{
 		{

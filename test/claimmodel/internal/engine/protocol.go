@@ -312,7 +312,8 @@ const (
 var wording = [...]string{
 	createClaim: "CreateClaim c%x (group %g)", repeatCreate: "CreateClaim c%x once more (group %g)", releaseClaim: "ReleaseClaim c%x",
 	buryClaim: "ReleaseClaim c%x, unknown: a tombstone", outsiderDeletes: "somebody deletes m%x", humanRaises: "a human raises replicas to %x",
-	humanLowers: "a human lowers replicas to %x", humanRollsOut: "a human changes the template to %x", somebodyWipes: "somebody wipes the ledger", humanThaws: "a human clears the freeze",
+	humanLowers: "a human lowers replicas to %x", humanRollsOut: "a human changes the template to %x", somebodyWipes: "somebody wipes the ledger",
+	humanThaws:  "a human clears the freeze",
 	humanPauses: "a human pauses the MachineDeployment", humanUnpauses: "the human un-pauses it", somethingBlocks: "creation is blocked",
 	somethingUnblocks: "creation is possible again", callMoves: "call: c%x moves to group %g", callEnds: "call: c%x Ended (no room)",
 	forgetClaim: "the tombstone of c%x is forgotten", setMade: "MachineDeployment: makes set %x",

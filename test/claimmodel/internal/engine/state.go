@@ -77,14 +77,6 @@ type claim struct {
 // live reports whether the claim has a right to a Machine.
 func (c claim) live() bool { return c.phase >= made && c.phase <= bound }
 
-// current is the phase that the protocol sees: an object without a status is pending.
-func (c claim) current() claimPhase {
-	if c.phase == made {
-		return pending
-	}
-	return c.phase
-}
-
 // Who paused an object.
 const (
 	notPaused uint8 = iota
