@@ -19,17 +19,16 @@ import (
 )
 
 const (
-	// The product promises 1 s at the median for one, 3 s at the 99th percentile for a hundred, 10 s to ready. What is
-	// measured is printed; the tests' bounds are loose, as other things run on the machine too.
-	oneWithin     = 3 * time.Second
-	hundredWithin = 10 * time.Second
-	readyWithin   = 30 * time.Second
+	// The product promises 10 s to ready; the bound is loose, as other things run on the machine too.
+	readyWithin = 30 * time.Second
 
 	singles    = 5
 	crowd      = 100
 	nodeGroups = 300
 )
 
+// How long that takes is printed and not judged: on two cores it depends on what else the machine does, by hand as through claims.
+// `make bench` judges the ratio of the two.
 func TestAHundredPodsGetAHundredNodes(t *testing.T) {
 	figure := shows(t, "a hundred pods get a hundred nodes")
 	if testing.Short() {
@@ -50,7 +49,6 @@ func TestAHundredPodsGetAHundredNodes(t *testing.T) {
 	one := journey.LatencyOf(w.Recorder.State().Journeys[known:], journey.Created, journey.Launched)
 	figure("NodeClaim created to launched, one at a time: median %v, max %v (n=%d)", rounded(one.Median), rounded(one.Max), one.Count)
 	g.Expect(one.Count).To(Equal(singles))
-	g.Expect(one.Median).To(BeNumerically("<", oneWithin))
 
 	known = len(w.Recorder.State().Journeys)
 	began := time.Now()
@@ -66,7 +64,6 @@ func TestAHundredPodsGetAHundredNodes(t *testing.T) {
 	say("  all pods run after %.1f s", time.Since(began).Seconds())
 	g.Expect(state.Live()).To(HaveLen(singles+crowd), "a node for each pod and no more")
 	g.Expect(hundred.Count).To(Equal(crowd))
-	g.Expect(hundred.P99).To(BeNumerically("<", hundredWithin))
 	g.Expect(w.Checker.Settle(within(t, settleWithin))).To(BeEmpty())
 }
 
