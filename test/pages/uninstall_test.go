@@ -112,8 +112,8 @@ func TestTheRemovalDetachesNodesBeforeItTouchesNodeClaims(t *testing.T) {
 	page, err := pages.Read(root(t), "docs/uninstall.md")
 	g.Expect(err).NotTo(HaveOccurred())
 	script := page.Script("1. In each spoke")
-	detached := strings.Index(script, "kubectl get nodes --selector")
-	stopped := strings.Index(script, "helm uninstall karpenter")
-	claims := strings.Index(script, "kubectl get nodeclaims -o json")
+	detached := strings.Index(script, "get nodes --selector")
+	stopped := strings.Index(script, "wait pod --for=delete")
+	claims := strings.Index(script, "get nodeclaims -o json")
 	g.Expect([]int{0, stopped, detached, claims}).To(And(HaveEach(BeNumerically(">=", 0)), Satisfy(slices.IsSorted[[]int])))
 }
