@@ -170,7 +170,7 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 		"Maximum number of ended claims of one Cluster that are remembered. Near it, those that ended more than an hour ago are "+
 			"forgotten early; at it, further claims and releases of unknown claims are refused. 0 disables the limit.")
 	flags.DurationVar(&o.CollectGracePeriod, "collect-grace-period", o.CollectGracePeriod,
-		"How much older than its holder's live set a claim that is not in it must be to be collected.")
+		"Minimum age a claim must have, relative to the holder's listing, before SyncClaims may collect it.")
 	flags.DurationVar(&o.SyncTokenLifetime, "sync-token-lifetime", o.SyncTokenLifetime,
 		"How long after a holder listed its claims its live set may arrive.")
 	flags.StringSliceVar(&o.FailureReasons, "failure-reasons", o.FailureReasons,
@@ -186,7 +186,7 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 		"How long a claim waits for its Machine's Node before it is released as late; the next claim gets the Machine then. A Machine "+
 			"that takes three times as long fails. 0 waits for ever.")
 	flags.DurationVar(&o.FailureCoolDown, "failure-cool-down", o.FailureCoolDown,
-		"How long a node group takes no claims after one failed there. 0 for not. At most --tombstone-retention.")
+		"How long a node group refuses claims after a failure. 0 disables the cool-down. At most --tombstone-retention.")
 	flags.StringVar(&o.PriceList, "price-list", o.PriceList,
 		"The ConfigMap with the price list, as `namespace/name`, under the key prices.yaml. Read again when it changes. Empty means none.")
 	flags.StringVar(&o.PriceCurrency, "price-currency", o.PriceCurrency,

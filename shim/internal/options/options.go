@@ -109,7 +109,8 @@ func (o *Options) AddFlags(fs *options.FlagSet) {
 	fs.DurationVar(&o.LaunchTimeout, "launch-timeout", 5*time.Minute,
 		"How long a NodeClaim may stay without a claim in the management cluster before it is given up.")
 	fs.DurationVar(&o.ClaimSyncInterval, "claim-sync-interval", time.Minute,
-		"How often the complete set of NodeClaims is told to the agent, which releases claims that nobody owns.")
+		"How often the shim sends its complete set of NodeClaims to the agent. The agent releases claims that have no NodeClaim, "+
+			"unless their Node was registered.")
 	fs.DurationVar(&o.HubUnreachableGracePeriod, "hub-unreachable-grace-period", 2*time.Minute,
 		"How long the agent may be unreachable before ClusterAPINodeClasses stop being Ready and nothing new is launched.")
 	fs.DurationVar(&o.MachineProgressDeadline, "machine-progress-deadline", 15*time.Minute,
