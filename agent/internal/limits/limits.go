@@ -29,7 +29,7 @@ type Options struct {
 	RequestTimeout time.Duration
 	// CallTimeout is the deadline of a unary call that has none, MaxCallTimeout the longest that one may have.
 	CallTimeout, MaxCallTimeout time.Duration
-	// SendTimeout is how long a watcher may leave an event unread.
+	// SendTimeout is how long a caller may leave an answer, or an event of a stream, unread.
 	SendTimeout time.Duration
 }
 
@@ -50,6 +50,15 @@ const (
 	largeOfCaller, largeInAll = 1, 3
 	// bytesOfCaller and bytesInAll bound the requests that are being handled.
 	bytesOfCaller, bytesInAll = 16 << 20, 64 << 20
+	// UnreadOfCaller and unreadInAll are how many bytes of answers may wait to be read before callers are refused: the caller whose they
+	// are any call, all callers lists. What was let in before may exceed them, by two lists of each caller.
+	UnreadOfCaller, unreadInAll = 32 << 20, 128 << 20
+	// listsOfCaller and listsInAll are how many lists are made at once; the claims of a large Cluster take 50 MiB. Others wait.
+	listsOfCaller, listsInAll = 2, 8
+	// ConnectionsOfCaller is how many connections a caller may have. Each can hold a thousand streams with 8 KiB of metadata.
+	ConnectionsOfCaller = 16
+	// unknownConnections is how many connections may be without an identity. A handshake takes 100 KiB and seconds at most.
+	unknownConnections = 512
 	// enough is how many callers are remembered before those that did nothing lately are forgotten.
 	enough = 1000
 )
@@ -68,29 +77,33 @@ func (r *RefusedError) Error() string { return r.Message }
 
 // Reasons of [RefusedError].
 const (
-	ReasonRate     = "rate"
-	ReasonCalls    = "calls"
-	ReasonWatches  = "watches"
-	ReasonInFlight = "bytes"
+	ReasonRate        = "rate"
+	ReasonCalls       = "calls"
+	ReasonWatches     = "watches"
+	ReasonInFlight    = "bytes"
+	ReasonUnread      = "unread"
+	ReasonConnections = "connections"
 )
 
 // Limiter knows what callers have open. It is safe for concurrent use.
 type Limiter struct {
 	Options
-	clock        clock.PassiveClock
-	refused      *prometheus.CounterVec
-	reads, large *semaphore.Weighted
+	clock               clock.PassiveClock
+	refused             *prometheus.CounterVec
+	reads, large, lists *semaphore.Weighted
+	unknown             *semaphore.Weighted
 
-	mu      sync.Mutex
-	callers map[string]*caller
-	bytes   int64
+	mu            sync.Mutex
+	callers       map[string]*caller
+	bytes, unread int64
 }
 
 type caller struct {
-	rate                *rate.Limiter
-	calls, watches      int
-	bytes               int64
-	reads, large, atHub *semaphore.Weighted
+	rate                       *rate.Limiter
+	calls, watches             int
+	connections                int
+	bytes, unread              int64
+	reads, large, lists, atHub *semaphore.Weighted
 }
 
 // New returns a limiter. A nil registerer registers no metrics.
@@ -98,9 +111,10 @@ func New(o Options, c clock.PassiveClock, registerer prometheus.Registerer) (*Li
 	l := &Limiter{
 		Options: o, clock: c, callers: map[string]*caller{},
 		reads: semaphore.NewWeighted(readsInAll), large: semaphore.NewWeighted(largeInAll),
+		lists: semaphore.NewWeighted(listsInAll), unknown: semaphore.NewWeighted(unknownConnections),
 		refused: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "capi_agent_calls_refused_total",
-			Help: "Calls refused because their caller had too much open or called too often, by reason and method.",
+			Help: "Calls and connections refused because their caller had too much open or called too often, by reason and method.",
 		}, []string{"reason", "method"}),
 	}
 	if registerer != nil {
@@ -125,18 +139,10 @@ type Call struct {
 func (l *Limiter) Begin(identity, method string, watch bool) (*Call, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	now := l.clock.Now()
-	c := l.callers[identity]
-	if c == nil {
-		l.forget(now)
-		c = &caller{
-			rate:  rate.NewLimiter(rate.Limit(l.CallsPerSecond), l.CallBurst),
-			reads: semaphore.NewWeighted(readsOfCaller), large: semaphore.NewWeighted(largeOfCaller),
-			atHub: semaphore.NewWeighted(int64(l.HubCallsAtOnce)),
-		}
-		l.callers[identity] = c
-	}
+	c := l.caller(identity)
 	switch {
+	case c.unread >= UnreadOfCaller:
+		return nil, l.refuseUnread(method)
 	case !watch && c.calls >= l.CallsAtOnce:
 		return nil, l.refuse(method, ReasonCalls, time.Second, "this identity has %d calls open, as many as it may", c.calls)
 	case watch && c.watches >= l.WatchesAtOnce:
@@ -153,6 +159,46 @@ func (l *Limiter) Begin(identity, method string, watch bool) (*Call, error) {
 	return &Call{limiter: l, caller: c, method: method, watch: watch}, nil
 }
 
+// caller returns what is known of an identity. l.mu is held.
+func (l *Limiter) caller(identity string) *caller {
+	c := l.callers[identity]
+	if c == nil {
+		l.forget(l.clock.Now())
+		c = &caller{
+			rate:  rate.NewLimiter(rate.Limit(l.CallsPerSecond), l.CallBurst),
+			reads: semaphore.NewWeighted(readsOfCaller), large: semaphore.NewWeighted(largeOfCaller),
+			lists: semaphore.NewWeighted(listsOfCaller), atHub: semaphore.NewWeighted(int64(l.HubCallsAtOnce)),
+		}
+		l.callers[identity] = c
+	}
+	return c
+}
+
+// Accept lets in a connection whose identity is not known yet, and reports whether it may. The function that is returned is called
+// when the identity is known, or when there is no more connection.
+func (l *Limiter) Accept() (known func(), ok bool) {
+	if !l.unknown.TryAcquire(1) {
+		return nil, false
+	}
+	return func() { l.unknown.Release(1) }, true
+}
+
+// Connect lets in a connection of an identity. The function that is returned is called when it has ended. The error is a [*RefusedError].
+func (l *Limiter) Connect(identity string) (ended func(), err error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	c := l.caller(identity)
+	if c.connections >= ConnectionsOfCaller {
+		return nil, l.refuse("", ReasonConnections, time.Second, "this identity has %d connections, as many as it may", c.connections)
+	}
+	c.connections++
+	return func() {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		c.connections--
+	}, nil
+}
+
 // spend takes tokens. l.mu is held.
 func (l *Limiter) spend(c *caller, method string, tokens int) error {
 	now := l.clock.Now()
@@ -162,6 +208,10 @@ func (l *Limiter) spend(c *caller, method string, tokens int) error {
 	missing := float64(min(tokens, l.CallBurst)) - c.rate.TokensAt(now)
 	wait := time.Duration(math.Ceil(missing/l.CallsPerSecond*1000)) * time.Millisecond
 	return l.refuse(method, ReasonRate, wait, "this identity calls more often than %v times a second", l.CallsPerSecond)
+}
+
+func (l *Limiter) refuseUnread(method string) error {
+	return l.refuse(method, ReasonUnread, time.Second, "too many bytes of answers have not been read yet")
 }
 
 func (l *Limiter) refuse(method, reason string, after time.Duration, format string, args ...any) error {
@@ -175,7 +225,7 @@ func (l *Limiter) forget(now time.Time) {
 		return
 	}
 	for identity, c := range l.callers {
-		if c.calls+c.watches == 0 && c.rate.TokensAt(now) >= float64(l.CallBurst) {
+		if c.calls+c.watches+c.connections == 0 && c.unread == 0 && c.rate.TokensAt(now) >= float64(l.CallBurst) {
 			delete(l.callers, identity)
 		}
 	}
@@ -233,6 +283,49 @@ func (c *Call) Hold(bytes int) error {
 
 // AskHub waits until the call may ask the hub's API server. Errors: the context's.
 func (c *Call) AskHub(ctx context.Context) error { return c.keep(ctx, c.caller.atHub) }
+
+// List waits until the call may make a list. The error is the context's, or a [*RefusedError].
+func (c *Call) List(ctx context.Context) error {
+	if err := c.keep(ctx, c.caller.lists); err != nil {
+		return err
+	}
+	if err := c.keep(ctx, c.limiter.lists); err != nil {
+		return err
+	}
+	// The lists before it may have filled what there is.
+	c.limiter.mu.Lock()
+	defer c.limiter.mu.Unlock()
+	if c.caller.unread >= UnreadOfCaller || c.limiter.unread >= unreadInAll {
+		return c.limiter.refuseUnread(c.method)
+	}
+	return nil
+}
+
+// Send accounts for the bytes of an answer until the function that is returned is called, once, which may be after the call's end: when
+// the answer has been sent or dropped. It refuses nothing, as the work has been done; what the caller does next is refused.
+func (c *Call) Send(bytes int) (gone func()) {
+	l := c.limiter
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	c.caller.unread += int64(bytes)
+	l.unread += int64(bytes)
+	return func() {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		c.caller.unread -= int64(bytes)
+		l.unread -= int64(bytes)
+	}
+}
+
+// Next lets a stream send its next event. The error is a [*RefusedError].
+func (c *Call) Next() error {
+	c.limiter.mu.Lock()
+	defer c.limiter.mu.Unlock()
+	if c.caller.unread >= UnreadOfCaller {
+		return c.limiter.refuseUnread(c.method)
+	}
+	return nil
+}
 
 // End ends the call.
 func (c *Call) End() {

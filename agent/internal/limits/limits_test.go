@@ -50,7 +50,7 @@ func TestACallerThatCallsTooOftenIsRefusedAndNoOther(t *testing.T) {
 	clock.Step(500 * time.Millisecond)
 	begin(t, l, "a", false).End()
 	require.NoError(t, testutil.GatherAndCompare(registry, strings.NewReader(`
-# HELP capi_agent_calls_refused_total Calls refused because their caller had too much open or called too often, by reason and method.
+# HELP capi_agent_calls_refused_total Calls and connections refused because their caller had too much open or called too often, by reason and method.
 # TYPE capi_agent_calls_refused_total counter
 capi_agent_calls_refused_total{method="/m",reason="rate"} 1
 `)))
@@ -88,6 +88,66 @@ func TestBytesInFlightAreBoundedForOneCallerAndForAll(t *testing.T) {
 	requireRefused(t, late.Hold(1), limits.ReasonInFlight, time.Second)
 	calls[0].End()
 	require.NoError(t, late.Hold(1))
+}
+
+func TestAnswersCountUntilTheyAreGone(t *testing.T) {
+	l, _, _ := limiter(t, func(*limits.Options) {})
+	call, stream := begin(t, l, "a", false), begin(t, l, "a", true)
+	gone := call.Send(limits.UnreadOfCaller)
+	call.End()
+	_, err := l.Begin("a", "/m", false)
+	requireRefused(t, err, limits.ReasonUnread, time.Second)
+	requireRefused(t, stream.Next(), limits.ReasonUnread, time.Second)
+	begin(t, l, "b", false).End()
+	gone()
+	begin(t, l, "a", false).End()
+	require.NoError(t, stream.Next())
+}
+
+func TestUnreadAnswersOfAllCallersKeepListsFromBeingMade(t *testing.T) {
+	l, _, _ := limiter(t, func(*limits.Options) {})
+	var gone []func()
+	for _, identity := range []string{"a", "b", "c", "d"} {
+		gone = append(gone, begin(t, l, identity, false).Send(limits.UnreadOfCaller))
+	}
+	refused := begin(t, l, "e", false)
+	requireRefused(t, refused.List(t.Context()), limits.ReasonUnread, time.Second)
+	refused.End()
+	gone[0]()
+	require.NoError(t, begin(t, l, "e", false).List(t.Context()))
+}
+
+func TestListsOfOneCallerAreMadeTwoAtATime(t *testing.T) {
+	l, _, _ := limiter(t, func(*limits.Options) {})
+	first, second, third := begin(t, l, "a", false), begin(t, l, "a", false), begin(t, l, "a", false)
+	require.NoError(t, first.List(t.Context()))
+	require.NoError(t, second.List(t.Context()))
+	waited := make(chan error, 1)
+	go func() { waited <- third.List(t.Context()) }()
+	require.NoError(t, begin(t, l, "b", false).List(t.Context()))
+	select {
+	case err := <-waited:
+		t.Fatalf("three lists of one caller: %v", err)
+	default:
+	}
+	first.End()
+	require.NoError(t, <-waited)
+}
+
+func TestConnectionsWithoutAnIdentityAreBounded(t *testing.T) {
+	l, _, _ := limiter(t, func(*limits.Options) {})
+	var known []func()
+	for {
+		one, ok := l.Accept()
+		if !ok {
+			break
+		}
+		known = append(known, one)
+	}
+	require.Len(t, known, 512)
+	known[0]()
+	_, ok := l.Accept()
+	require.True(t, ok)
 }
 
 func TestALargeRequestCountsAsManyCalls(t *testing.T) {

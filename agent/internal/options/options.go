@@ -218,7 +218,7 @@ func (o *Options) addLimitFlags(flags *pflag.FlagSet) {
 	flags.DurationVar(&o.Limits.CallTimeout, "limit-call-timeout", o.Limits.CallTimeout, "The deadline of calls that have none. Streams need none.")
 	flags.DurationVar(&o.Limits.MaxCallTimeout, "limit-max-call-timeout", o.Limits.MaxCallTimeout, "The longest deadline that a call may have.")
 	flags.DurationVar(&o.Limits.SendTimeout, "limit-send-timeout", o.Limits.SendTimeout,
-		"How long the reader of a stream may leave what was sent unread before the stream is ended.")
+		"How long a caller may leave an answer, or an event of a stream, unread before its connection is closed.")
 }
 
 // AddScopeFlags adds the flags that say which hub, and what of it, is meant.

@@ -92,7 +92,10 @@ func (s *Server) identify(ctx context.Context, method string) (context.Context, 
 	if id == "" {
 		id = uuid.NewString()
 	}
-	c := s.callerFrom(ctx)
+	c := caller{problem: "the connection has no identity"}
+	if p, ok := peer.FromContext(ctx); ok {
+		c = s.callerOn(p.AuthInfo, p.Addr)
+	}
 	logger := s.config.Log.WithValues("requestID", id, "method", method, "identity", c.Identity)
 	ctx = log.IntoContext(ctx, logger)
 	ctx = logging.InjectFields(ctx, logging.Fields{"requestID", id, "identity", c.Identity})
@@ -103,12 +106,14 @@ func printable(id string) bool {
 	return id != "" && len(id) <= maxRequestID && !slices.ContainsFunc([]byte(id), func(b byte) bool { return b <= ' ' || b > '~' })
 }
 
-func (s *Server) callerFrom(ctx context.Context) caller {
-	p, ok := peer.FromContext(ctx)
-	if !ok || p.AuthInfo == nil {
-		return caller{problem: "the connection has no identity"}
+// callerOn says who calls on a connection, from its handshake and the address of the other side.
+func (s *Server) callerOn(handshake credentials.AuthInfo, address net.Addr) caller {
+	if of, ok := handshake.(connectionInfo); ok {
+		handshake = of.AuthInfo
 	}
-	switch info := p.AuthInfo.(type) {
+	switch info := handshake.(type) {
+	case nil:
+		return caller{problem: "the connection has no identity"}
 	case credentials.TLSInfo:
 		// Verified by the handshake, or there would be no connection.
 		if len(info.State.VerifiedChains) == 0 || len(info.State.VerifiedChains[0]) == 0 {
@@ -123,7 +128,7 @@ func (s *Server) callerFrom(ctx context.Context) caller {
 		if info.AuthType() != "local" {
 			return caller{problem: "the connection has no identity"}
 		}
-		if _, unix := p.Addr.(*net.UnixAddr); unix {
+		if _, unix := address.(*net.UnixAddr); unix {
 			return caller{Caller: authz.Local(authz.UnixSocket)}
 		}
 		return caller{Caller: authz.Local(authz.Loopback)}

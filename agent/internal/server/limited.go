@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"time"
 
 	middleware "github.com/grpc-ecosystem/go-grpc-middleware/v2"
 	"google.golang.org/grpc"
@@ -27,13 +26,19 @@ var askingHub = []string{
 	agentv1alpha1.ClaimService_SyncClaims_FullMethodName,
 }
 
+// lists are the methods whose answers grow with a Cluster.
+var lists = []string{
+	agentv1alpha1.ClaimService_ListClaims_FullMethodName, agentv1alpha1.MachineService_ListMachines_FullMethodName,
+	agentv1alpha1.NodeGroupService_ListNodeGroups_FullMethodName,
+}
+
 type (
 	cutKey  struct{}
 	callKey struct{}
 )
 
-// cuttable gives each call a way to be cut off: what a handler's own context ends neither the reading of a request nor the sending
-// of an answer, which depend on the context that this returns.
+// cuttable gives each call a way to be cut off: what a handler's own context ends does not end the reading of a request, which depends on
+// the context that this returns.
 func cuttable(ctx context.Context, _ *tap.Info) (context.Context, error) {
 	ctx, cut := context.WithCancel(ctx)
 	return context.WithValue(ctx, cutKey{}, cut), nil
@@ -52,16 +57,30 @@ func callOf(ctx context.Context) *limits.Call {
 }
 
 // limitedAs names the caller whose limits hold. Certificates without a usable identity are told apart by their content.
-func limitedAs(ctx context.Context) string {
-	if c := callerOf(ctx); c.problem == "" {
+func limitedAs(c caller, handshake credentials.AuthInfo) string {
+	if c.problem == "" {
 		return c.Identity
 	}
-	if p, ok := peer.FromContext(ctx); ok {
-		if info, ok := p.AuthInfo.(credentials.TLSInfo); ok && len(info.State.PeerCertificates) > 0 {
-			return fmt.Sprintf("certificate %x", sha256.Sum256(info.State.PeerCertificates[0].Raw))
-		}
+	if of, ok := handshake.(connectionInfo); ok {
+		handshake = of.AuthInfo
+	}
+	if info, ok := handshake.(credentials.TLSInfo); ok && len(info.State.PeerCertificates) > 0 {
+		return fmt.Sprintf("certificate %x", sha256.Sum256(info.State.PeerCertificates[0].Raw))
 	}
 	return ""
+}
+
+// begin lets a call in, and puts it into the context.
+func (s *Server) begin(ctx context.Context, method string, watch bool) (context.Context, *limits.Call, error) {
+	var handshake credentials.AuthInfo
+	if p, ok := peer.FromContext(ctx); ok {
+		handshake = p.AuthInfo
+	}
+	call, err := s.limits.Begin(limitedAs(callerOf(ctx), handshake), method, watch)
+	if err != nil {
+		return nil, nil, throttled(err)
+	}
+	return context.WithValue(ctx, callKey{}, call), call, nil
 }
 
 // throttled is the answer to a call that is refused by a limit.
@@ -73,20 +92,29 @@ func throttled(err error) error {
 }
 
 func (s *Server) limitUnary(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
-	call, err := s.limits.Begin(limitedAs(ctx), info.FullMethod, false)
+	limited, call, err := s.begin(ctx, info.FullMethod, false)
 	if err != nil {
-		return nil, throttled(err)
+		return nil, err
 	}
 	defer call.End()
 	longest := s.limits.MaxCallTimeout
 	if _, bounded := ctx.Deadline(); !bounded {
 		longest = s.limits.CallTimeout
 	}
-	bounded, cancel := context.WithTimeout(context.WithValue(ctx, callKey{}, call), longest)
+	bounded, cancel := context.WithTimeout(limited, longest)
 	defer cancel()
 	stop := context.AfterFunc(bounded, func() { cut(ctx) })
 	defer stop()
-	return handler(bounded, request)
+	if slices.Contains(lists, info.FullMethod) {
+		if err := call.List(bounded); err != nil {
+			return nil, throttled(err)
+		}
+	}
+	response, err := handler(bounded, request)
+	if err != nil {
+		return nil, err
+	}
+	return s.outgoing(bounded, response)
 }
 
 // limitAtHub runs once the request is known to be valid and allowed.
@@ -100,27 +128,30 @@ func limitAtHub(ctx context.Context, request any, info *grpc.UnaryServerInfo, ha
 }
 
 func (s *Server) limitStream(service any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
-	ctx := stream.Context()
-	call, err := s.limits.Begin(limitedAs(ctx), info.FullMethod, true)
+	limited, call, err := s.begin(stream.Context(), info.FullMethod, true)
 	if err != nil {
-		return throttled(err)
+		return err
 	}
 	defer call.End()
 	return handler(service, &limitedStream{
-		WrappedServerStream: &middleware.WrappedServerStream{ServerStream: stream, WrappedContext: context.WithValue(ctx, callKey{}, call)},
-		sendTimeout:         s.limits.SendTimeout,
+		WrappedServerStream: &middleware.WrappedServerStream{ServerStream: stream, WrappedContext: limited}, server: s,
 	})
 }
 
-// limitedStream is cut off when what it sends is not taken.
+// limitedStream accounts for what it sends.
 type limitedStream struct {
 	*middleware.WrappedServerStream
 
-	sendTimeout time.Duration
+	server *Server
 }
 
 func (s *limitedStream) SendMsg(message any) error {
-	timer := time.AfterFunc(s.sendTimeout, func() { cut(s.Context()) })
-	defer timer.Stop()
-	return s.WrappedServerStream.SendMsg(message)
+	if err := callOf(s.Context()).Next(); err != nil {
+		return throttled(err)
+	}
+	sent, err := s.server.outgoing(s.Context(), message)
+	if err != nil {
+		return err
+	}
+	return s.WrappedServerStream.SendMsg(sent)
 }

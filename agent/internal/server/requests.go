@@ -39,7 +39,7 @@ var largeRequests = []string{agentv1alpha1.ClaimService_SyncClaims_FullMethodNam
 // body is a request as it came, which [codec] leaves encoded.
 type body struct{ mem.Buffer }
 
-// codec is gRPC's own, which can also leave a request encoded.
+// codec is gRPC's own, which can also leave a request encoded, and takes an answer that is.
 type codec struct{ encoding.CodecV2 }
 
 func newCodec() codec { return codec{encoding.GetCodecV2(protocodec.Name)} }
@@ -50,6 +50,13 @@ func (c codec) Unmarshal(data mem.BufferSlice, into any) error {
 		return nil
 	}
 	return c.CodecV2.Unmarshal(data, into)
+}
+
+func (c codec) Marshal(message any) (mem.BufferSlice, error) {
+	if encoded, ok := message.(mem.BufferSlice); ok {
+		return encoded, nil
+	}
+	return c.CodecV2.Marshal(message)
 }
 
 // receiver reads requests.

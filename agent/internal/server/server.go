@@ -80,7 +80,7 @@ const (
 	// maxAnswerBytes is what a client takes: the list of a Cluster's claims.
 	maxAnswerBytes = 64 << 20
 	// maxHeaderBytes is the size of a call's metadata.
-	maxHeaderBytes = 16 << 10
+	maxHeaderBytes = 8 << 10
 	// streamWindow and connectionWindow are how much of a stream, and of a connection, may arrive that no handler has asked for.
 	streamWindow     = 64 << 10
 	connectionWindow = 1 << 20
@@ -102,6 +102,7 @@ type Server struct {
 	config   Config
 	id       string
 	health   *health.Server
+	codec    codec
 	options  []grpc.ServerOption
 	metrics  *grpcprometheus.ServerMetrics
 	stopped  chan struct{} // closed at shutdown
@@ -125,7 +126,7 @@ func New(c Config) (*Server, error) {
 		return nil, err
 	}
 	s := &Server{
-		config: c, id: uuid.NewString(), health: health.NewServer(), stopped: make(chan struct{}),
+		config: c, id: uuid.NewString(), health: health.NewServer(), codec: newCodec(), stopped: make(chan struct{}),
 		receiver: receiver{validator: validator, timeout: c.Limits.RequestTimeout},
 	}
 	if s.limits, err = limits.New(c.Limits, c.Clock, c.Registerer); err != nil {
@@ -148,7 +149,7 @@ func New(c Config) (*Server, error) {
 		grpc.StaticConnWindowSize(connectionWindow),
 		grpc.ConnectionTimeout(handshakeTimeout),
 		grpc.InTapHandle(cuttable),
-		grpc.ForceServerCodecV2(newCodec()),
+		grpc.ForceServerCodecV2(s.codec),
 		grpc.MaxConcurrentStreams(maxStreams),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: keepaliveMinimumTime, PermitWithoutStream: true}),
 		grpc.KeepaliveParams(keepalive.ServerParameters{
@@ -216,12 +217,12 @@ func (s *Server) Serve(ctx context.Context, listeners ...Listener) error {
 	var running sync.WaitGroup
 	servers := make([]*grpc.Server, 0, len(listeners))
 	for _, listener := range listeners {
-		server := grpc.NewServer(append([]grpc.ServerOption{grpc.Creds(listener.Credentials)}, s.options...)...)
+		server := grpc.NewServer(append([]grpc.ServerOption{grpc.Creds(identifying{listener.Credentials, s})}, s.options...)...)
 		s.register(registrar{Server: server, before: s.before(), receiver: s.receiver})
 		servers = append(servers, server)
 		s.config.Log.Info("serving", "address", listener.Addr().String(), "network", listener.Addr().Network(), "security", listener.Security)
 		running.Go(func() {
-			if err := server.Serve(listener); err != nil && ctx.Err() == nil {
+			if err := server.Serve(accepting{listener, s}); err != nil && ctx.Err() == nil {
 				cancel(fmt.Errorf("serving on %s: %w", listener.Addr(), err))
 			}
 		})

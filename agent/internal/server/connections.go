@@ -1,0 +1,161 @@
+package server
+
+import (
+	"context"
+	"net"
+	"slices"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/mem"
+	"google.golang.org/grpc/peer"
+	grpcstatus "google.golang.org/grpc/status"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+)
+
+// gRPC takes an answer from a handler at once, whatever its size, and keeps it until the client opens HTTP/2's flow control windows for
+// it, or until the connection ends. No interceptor sees when that is. So answers are encoded within their call, in buffers that tell when
+// the transport frees them, and the connection of an answer that stays for too long is closed: nothing else takes it from the transport.
+
+// accepting gives out connections as [connection], no more than may be without an identity.
+type accepting struct {
+	net.Listener
+
+	server *Server
+}
+
+// Accept is [net.Listener]'s. Connections that are too many are closed at once.
+func (a accepting) Accept() (net.Conn, error) {
+	for {
+		accepted, err := a.Listener.Accept()
+		if err != nil {
+			return nil, err
+		}
+		known, ok := a.server.limits.Accept()
+		if !ok {
+			_ = accepted.Close() // nothing is lost that anything depends on
+			continue
+		}
+		c := &connection{Conn: accepted, writeTimeout: a.server.limits.SendTimeout}
+		c.open, c.end = context.WithCancel(context.Background())
+		c.known = c.until(known)
+		return c, nil
+	}
+}
+
+// connection is one that was accepted, below TLS.
+type connection struct {
+	net.Conn
+
+	// writeTimeout is how long one write may take: a client that reads nothing at all is kept alive by what it sends.
+	writeTimeout time.Duration
+	// known is called once the connection has an identity.
+	known func()
+	open  context.Context //nolint:containedctx // what waits for the connection's end hangs on it
+	end   context.CancelFunc
+}
+
+func (c *connection) Write(data []byte) (int, error) {
+	if err := c.SetWriteDeadline(time.Now().Add(c.writeTimeout)); err != nil {
+		return 0, err
+	}
+	return c.Conn.Write(data)
+}
+
+func (c *connection) Close() error {
+	c.end()
+	return c.Conn.Close()
+}
+
+// until returns a function that calls another once: when it is called itself, or when the connection ends.
+func (c *connection) until(then func()) func() {
+	then = sync.OnceFunc(then)
+	stop := context.AfterFunc(c.open, then)
+	return func() {
+		stop()
+		then()
+	}
+}
+
+// connectionInfo is a handshake's result that leads to the connection.
+type connectionInfo struct {
+	credentials.AuthInfo
+
+	connection *connection
+}
+
+// identifying refuses connections, at the end of their handshake, of which their identity has enough.
+type identifying struct {
+	credentials.TransportCredentials
+
+	server *Server
+}
+
+// ServerHandshake is [credentials.TransportCredentials]'.
+func (i identifying) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	secured, info, err := i.TransportCredentials.ServerHandshake(raw)
+	if err != nil {
+		return nil, nil, err
+	}
+	accepted, ok := raw.(*connection)
+	if !ok {
+		return secured, info, nil // which no answer is sent on
+	}
+	identity := limitedAs(i.server.callerOn(info, raw.RemoteAddr()), info)
+	ended, err := i.server.limits.Connect(identity)
+	if err != nil {
+		i.server.config.Log.Info("a connection is refused", "identity", identity, "address", raw.RemoteAddr().String(), "cause", err.Error())
+		_ = secured.Close()
+		return nil, nil, err
+	}
+	accepted.until(ended)
+	accepted.known()
+	return secured, connectionInfo{info, accepted}, nil
+}
+
+// Clone is [credentials.TransportCredentials]'.
+func (i identifying) Clone() credentials.TransportCredentials {
+	return identifying{i.TransportCredentials.Clone(), i.server}
+}
+
+// whenFreed is a pool that buffers are not taken from, only given back to.
+type whenFreed func()
+
+func (whenFreed) Get(size int) *[]byte { return new(make([]byte, size)) }
+func (f whenFreed) Put(*[]byte)        { f() }
+
+// minAnswerBuffer is a capacity that package mem tells pools of; it keeps smaller buffers to itself.
+const minAnswerBuffer = 2 << 10
+
+// outgoing returns an answer of the call in ctx, or an event, encoded. It counts as unread until the transport has sent or dropped it. When
+// that takes longer than the caller may leave it unread, the connection is closed.
+func (s *Server) outgoing(ctx context.Context, message any) (mem.BufferSlice, error) {
+	p, _ := peer.FromContext(ctx)
+	info, ok := p.AuthInfo.(connectionInfo)
+	if !ok {
+		return nil, grpcstatus.Error(codes.Internal, "the connection is not one that was accepted")
+	}
+	encoded, err := s.codec.Marshal(message)
+	if err != nil {
+		return nil, err
+	}
+	whole := encoded.MaterializeToBuffer(mem.DefaultBufferPool())
+	encoded.Free()
+	bytes := whole.ReadOnlyData()
+	if mem.IsBelowBufferPoolingThreshold(cap(bytes)) {
+		bytes = slices.Grow(slices.Clip(bytes), minAnswerBuffer)
+	}
+	gone := info.connection.until(callOf(ctx).Send(len(bytes)))
+	logger := log.FromContext(ctx)
+	timer := time.AfterFunc(s.limits.SendTimeout, func() {
+		logger.Info("a connection is closed: an answer on it was not read", "bytes", len(bytes))
+		_ = info.connection.Close()
+	})
+	return mem.BufferSlice{mem.NewBuffer(&bytes, whenFreed(func() {
+		timer.Stop()
+		gone()
+		whole.Free()
+	}))}, nil
+}

@@ -1,0 +1,242 @@
+package server_test
+
+import (
+	"bytes"
+	"crypto/tls"
+	"errors"
+	"math"
+	"net"
+	"os"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"golang.org/x/net/http2"
+	"golang.org/x/net/http2/hpack"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+// rawPeer is a client that does with HTTP/2's flow control what the test wants. It answers pings and settings.
+type rawPeer struct {
+	*testing.T
+
+	conn     *tls.Conn
+	received chan http2.Frame // closed when the connection has ended
+	ended    error            // why, once received is closed
+
+	mu      sync.Mutex // of what follows
+	framer  *http2.Framer
+	headers bytes.Buffer
+	encoder *hpack.Encoder
+	calls   uint32
+}
+
+// dialRaw connects with a certificate of the URI name. The server closes the connection when it may not have another.
+func (f *fixture) dialRaw(uri string) *tls.Conn {
+	f.Helper()
+	files := f.authority.Issue(f, f.TempDir(), f.authority, uri)
+	pair, err := tls.LoadX509KeyPair(files.CertFile, files.KeyFile)
+	require.NoError(f, err)
+	dialer := tls.Dialer{Config: &tls.Config{
+		MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{pair}, RootCAs: f.authority.Pool(), NextProtos: []string{"h2"},
+	}}
+	conn, err := dialer.DialContext(f.ctx(), "tcp", f.address)
+	require.NoError(f, err)
+	f.Cleanup(func() { _ = conn.Close() })
+	secured, ok := conn.(*tls.Conn)
+	require.True(f, ok)
+	return secured
+}
+
+func (f *fixture) rawPeer(uri string, settings ...http2.Setting) *rawPeer {
+	f.Helper()
+	conn := f.dialRaw(uri)
+	p := &rawPeer{T: f.T, conn: conn, received: make(chan http2.Frame, 1<<16), framer: http2.NewFramer(conn, conn)}
+	p.framer.ReadMetaHeaders = hpack.NewDecoder(4096, nil)
+	p.encoder = hpack.NewEncoder(&p.headers)
+	_, err := conn.Write([]byte(http2.ClientPreface))
+	require.NoError(f, err)
+	require.NoError(f, p.framer.WriteSettings(settings...))
+	require.NoError(f, conn.SetReadDeadline(time.Now().Add(patience)))
+	go p.read()
+	return p
+}
+
+func (p *rawPeer) read() {
+	defer close(p.received)
+	for {
+		frame, err := p.framer.ReadFrame()
+		if err != nil {
+			p.ended = err
+			return
+		}
+		p.mu.Lock()
+		switch frame := frame.(type) {
+		case *http2.SettingsFrame:
+			if !frame.IsAck() {
+				_ = p.framer.WriteSettingsAck()
+			}
+		case *http2.PingFrame:
+			if !frame.IsAck() {
+				_ = p.framer.WritePing(true, frame.Data)
+			}
+		case *http2.MetaHeadersFrame, *http2.GoAwayFrame:
+			p.received <- frame
+		}
+		p.mu.Unlock()
+	}
+}
+
+// write does not fail when the server has ended the connection.
+func (p *rawPeer) write(f func(*http2.Framer) error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	_ = f(p.framer)
+}
+
+// call sends a call, and does not wait for what comes of it.
+func (p *rawPeer) call(method string, request proto.Message) (stream uint32) {
+	p.Helper()
+	message, err := proto.Marshal(request)
+	require.NoError(p, err)
+	p.write(func(framer *http2.Framer) error {
+		p.headers.Reset()
+		for _, h := range [][2]string{
+			{":method", "POST"}, {":scheme", "https"}, {":path", method}, {":authority", "agent"},
+			{"content-type", "application/grpc"}, {"te", "trailers"},
+		} {
+			if err := p.encoder.WriteField(hpack.HeaderField{Name: h[0], Value: h[1]}); err != nil {
+				return err
+			}
+		}
+		stream = 2*p.calls + 1
+		p.calls++
+		return errors.Join(
+			framer.WriteHeaders(http2.HeadersFrameParam{StreamID: stream, BlockFragment: p.headers.Bytes(), EndHeaders: true}),
+			framer.WriteData(stream, true, append([]byte{0, 0, 0, 0, byte(len(message))}, message...)))
+	})
+	return stream
+}
+
+// await returns how many calls have been answered in full, and how many refused, once enough says that these are enough.
+func (p *rawPeer) await(enough func(answered, refused int) bool) (answered, refused int) {
+	p.Helper()
+	for !enough(answered, refused) {
+		frame, ok := <-p.received
+		require.True(p, ok, "%v, %d answered, %d refused", p.ended, answered, refused)
+		headers, ok := frame.(*http2.MetaHeadersFrame)
+		require.True(p, ok, "%v", frame)
+		for _, field := range headers.Fields {
+			switch {
+			case field.Name != "grpc-status":
+			case field.Value == "0":
+				answered++
+			case field.Value == "8":
+				refused++
+			}
+		}
+	}
+	return answered, refused
+}
+
+// requireEnded waits until the server has ended the connection.
+func (p *rawPeer) requireEnded() {
+	p.Helper()
+	for range p.received {
+		continue
+	}
+	require.NotErrorIs(p, p.ended, os.ErrDeadlineExceeded, "the server keeps the connection")
+}
+
+const spokeURI = "spiffe://karpenter-capi/cluster/fleet/spoke"
+
+// withMachines makes the answer of ListMachines a mebibyte.
+func withMachines(f *fixture) {
+	for _, name := range []string{"a", "b", "c", "d", "e", "f", "g", "h"} {
+		f.machines.Set(spoke, name, &agentv1alpha1.Machine{Name: name, ProviderId: strings.Repeat("x", mebibyte/8)})
+	}
+}
+
+var listMachines = &agentv1alpha1.ListMachinesRequest{Cluster: spokeRef}
+
+// A client that never opens its window can have the transport keep every answer.
+func TestACallerThatDoesNotReadItsAnswersLosesItsConnection(t *testing.T) {
+	f := start(t, limited(func(o *limits.Options) { o.SendTimeout = 50 * time.Millisecond }))
+	withMachines(f)
+	for name, call := range map[string]func(*rawPeer){
+		"large answers": func(p *rawPeer) { p.call(agentv1alpha1.MachineService_ListMachines_FullMethodName, listMachines) },
+		"small answers": func(p *rawPeer) {
+			p.call(agentv1alpha1.StatusService_GetStatus_FullMethodName, &agentv1alpha1.GetStatusRequest{})
+		},
+		"events": func(p *rawPeer) {
+			p.call(agentv1alpha1.NodeGroupService_WatchNodeGroups_FullMethodName, &agentv1alpha1.WatchNodeGroupsRequest{Cluster: spokeRef})
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := f.rawPeer(spokeURI, http2.Setting{ID: http2.SettingInitialWindowSize, Val: 0})
+			p.T = t
+			call(p)
+			p.requireEnded()
+		})
+	}
+	require.NoError(t, f.list(f.cluster()))
+}
+
+func TestUnreadAnswersOfACallerAreBounded(t *testing.T) {
+	f := start(t)
+	withMachines(f)
+	p := f.rawPeer(spokeURI, http2.Setting{ID: http2.SettingInitialWindowSize, Val: 0})
+	const calls = 100
+	for range calls {
+		p.call(agentv1alpha1.MachineService_ListMachines_FullMethodName, listMachines)
+	}
+	// Two more may be under way when the bound is reached.
+	const most = limits.UnreadOfCaller/mebibyte + 2
+	answered, refused := p.await(func(_, refused int) bool { return refused >= calls-most })
+	require.Zero(t, answered)
+	require.NoError(t, f.list(f.as("spiffe://karpenter-capi/reader")), "others are not concerned")
+	err := f.send(f.raw(spokeURI), agentv1alpha1.StatusService_GetStatus_FullMethodName, nil)
+	require.True(t, agenterrors.IsThrottled(err), "%v", err)
+
+	p.write(func(framer *http2.Framer) error {
+		return errors.Join(framer.WriteSettings(http2.Setting{ID: http2.SettingInitialWindowSize, Val: math.MaxInt32}),
+			framer.WriteWindowUpdate(0, math.MaxInt32-1<<16))
+	})
+	answered, refused = p.await(func(answered, late int) bool { return answered+late == calls-refused })
+	require.LessOrEqual(t, answered, most)
+	require.Positive(t, answered, "what was let in is answered in full")
+	require.LessOrEqual(t, refused, 2)
+	require.NoError(t, f.list(f.cluster()), "what has been read does not count")
+}
+
+func TestConnectionsOfACallerAreBounded(t *testing.T) {
+	f := start(t)
+	ended := func(conn net.Conn) bool {
+		require.NoError(t, conn.SetReadDeadline(time.Now().Add(patience)))
+		_, err := conn.Read(make([]byte, 1)) // the server's settings, if it takes the connection
+		require.NotErrorIs(t, err, os.ErrDeadlineExceeded)
+		return err != nil
+	}
+	connect := func() *tls.Conn {
+		conn := f.dialRaw(spokeURI)
+		// It may have been closed already.
+		_, _ = conn.Write([]byte(http2.ClientPreface))
+		_ = http2.NewFramer(conn, conn).WriteSettings()
+		return conn
+	}
+	open := make([]*tls.Conn, 0, limits.ConnectionsOfCaller)
+	for range limits.ConnectionsOfCaller {
+		open = append(open, connect())
+		require.False(t, ended(open[len(open)-1]))
+	}
+	require.True(t, ended(connect()), "one too many")
+	require.NoError(t, f.list(f.as("spiffe://karpenter-capi/reader")), "others are not concerned")
+	require.NoError(t, open[0].Close())
+	require.Eventually(t, func() bool { return !ended(connect()) }, patience, time.Millisecond)
+}
