@@ -412,7 +412,9 @@ func ended(c *v1alpha1.MachineClaim) error {
 // enter waits until the claim is in its group's ledger, and moves it on from groups that have no room.
 func (e *Engine) enter(ctx context.Context, c *v1alpha1.MachineClaim) (*v1alpha1.MachineClaim, error) {
 	var refusals []eligibility.Refusal
+	turn := turnOf(ctx)
 	for {
+		turn.LeaveHub()
 		refusal, err := e.group(c.Namespace, c.Spec.NodeGroup).enter(ctx, c.Spec.ClaimID)
 		if errors.Is(err, protocol.ErrNewerLedger) && c.Status.Phase == "" {
 			// The agent that knows that ledger may enter it still; moving it on is decided by compare-and-swap.
@@ -428,6 +430,9 @@ func (e *Engine) enter(ctx context.Context, c *v1alpha1.MachineClaim) (*v1alpha1
 			return c, nil
 		}
 		refusals = append(refusals, *refusal)
+		if err := turn.AskHub(ctx); err != nil {
+			return nil, fmt.Errorf("waiting to move the claim on: %w", err)
+		}
 
 		next, err := e.nextCandidate(ctx, c)
 		if err != nil {

@@ -125,12 +125,13 @@ func New(o Options, c clock.PassiveClock, registerer prometheus.Registerer) (*Li
 	return l, nil
 }
 
-// Call is a call that has been let in. It must be ended.
+// Call is a call that has been let in. It must be ended. Its methods are for one goroutine.
 type Call struct {
 	limiter *Limiter
 	caller  *caller
 	method  string
 	watch   bool
+	atHub   bool
 	held    int64
 	free    []func()
 }
@@ -281,8 +282,25 @@ func (c *Call) Hold(bytes int) error {
 	return nil
 }
 
-// AskHub waits until the call may ask the hub's API server. Errors: the context's.
-func (c *Call) AskHub(ctx context.Context) error { return c.keep(ctx, c.caller.atHub) }
+// AskHub waits until the call may ask the hub's API server, which it may until [Call.LeaveHub] or its end. Errors: the context's.
+func (c *Call) AskHub(ctx context.Context) error {
+	if c.atHub {
+		return nil
+	}
+	if err := c.caller.atHub.Acquire(ctx, 1); err != nil {
+		return err
+	}
+	c.atHub = true
+	return nil
+}
+
+// LeaveHub lets another call of the caller ask the hub's API server, while this one only waits.
+func (c *Call) LeaveHub() {
+	if c.atHub {
+		c.atHub = false
+		c.caller.atHub.Release(1)
+	}
+}
 
 // List waits until the call may make a list. The error is the context's, or a [*RefusedError].
 func (c *Call) List(ctx context.Context) error {
@@ -329,6 +347,7 @@ func (c *Call) Next() error {
 
 // End ends the call.
 func (c *Call) End() {
+	c.LeaveHub()
 	for _, free := range c.free {
 		free()
 	}

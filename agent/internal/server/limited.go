@@ -14,6 +14,7 @@ import (
 	grpcstatus "google.golang.org/grpc/status"
 	"google.golang.org/grpc/tap"
 
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -123,6 +124,7 @@ func limitAtHub(ctx context.Context, request any, info *grpc.UnaryServerInfo, ha
 		if err := call.AskHub(ctx); err != nil {
 			return nil, throttled(err)
 		}
+		ctx = claims.WithTurn(ctx, call)
 	}
 	return handler(ctx, request)
 }
