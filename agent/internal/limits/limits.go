@@ -46,7 +46,8 @@ const (
 	BytesPerCall = 16 << 10
 	// readsOfCaller and readsInAll are how many requests are read at once; each may have 4 MiB. Others wait.
 	readsOfCaller, readsInAll = 8, 32
-	// largeOfCaller and largeInAll are how many large requests are handled at once; one may take 200 MiB. Others wait.
+	// largeOfCaller is how many large requests of a caller are read and handled at once, largeInAll how many of all are decoded at once;
+	// all of it together may take 200 MiB for one. Others wait.
 	largeOfCaller, largeInAll = 1, 3
 	// bytesOfCaller and bytesInAll bound the requests that are being handled.
 	bytesOfCaller, bytesInAll = 16 << 20, 64 << 20
@@ -232,14 +233,11 @@ func (l *Limiter) forget(now time.Time) {
 	}
 }
 
-// Read waits until the call's request may be read, and returns what to do once it has been. Errors: the context's.
+// Read waits until the call's request may be read, and returns what to do once it has been. A caller has one large request at a time until
+// its call ends. Errors: the context's.
 func (c *Call) Read(ctx context.Context, large bool) (done func(), err error) {
 	if large {
-		// Of the caller first: who waits for itself takes nothing from others.
 		if err := c.keep(ctx, c.caller.large); err != nil {
-			return nil, err
-		}
-		if err := c.keep(ctx, c.limiter.large); err != nil {
 			return nil, err
 		}
 	}
@@ -254,6 +252,15 @@ func (c *Call) Read(ctx context.Context, large bool) (done func(), err error) {
 		c.limiter.reads.Release(1)
 		c.caller.reads.Release(1)
 	}, nil
+}
+
+// Decode waits until a large request, which has been read, may be decoded, and returns what to do once it has been. Errors: the context's.
+func (c *Call) Decode(ctx context.Context) (done func(), err error) {
+	// What all callers share is held for no longer than the work on what has arrived takes, whatever the caller, or the hub, does.
+	if err := c.limiter.large.Acquire(ctx, 1); err != nil {
+		return nil, err
+	}
+	return func() { c.limiter.large.Release(1) }, nil
 }
 
 // keep holds one of the semaphore until the call ends.

@@ -1,6 +1,7 @@
 package limits_test
 
 import (
+	"context"
 	"errors"
 	"strings"
 	"testing"
@@ -179,6 +180,35 @@ func TestOneLargeRequestOfACallerIsHandledAtATime(t *testing.T) {
 	}
 	first.End()
 	require.NoError(t, <-waited)
+}
+
+// How long a request takes to arrive is its caller's choice, and how long it takes to be handled the hub's.
+func TestLargeRequestsThatArriveOrAreHandledKeepNoOtherCallerWaiting(t *testing.T) {
+	l, _, _ := limiter(t, func(*limits.Options) {})
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+	defer cancel()
+	for _, identity := range []string{"a", "b", "c", "d"} {
+		_, err := begin(t, l, identity, false).Read(ctx, true)
+		require.NoError(t, err, "the request of %s", identity)
+	}
+}
+
+func TestThreeLargeRequestsAreDecodedAtATime(t *testing.T) {
+	l, _, _ := limiter(t, func(*limits.Options) {})
+	var done func()
+	for _, identity := range []string{"a", "b", "c"} {
+		var err error
+		done, err = begin(t, l, identity, false).Decode(t.Context())
+		require.NoError(t, err)
+	}
+	fourth := begin(t, l, "d", false)
+	over, cancel := context.WithCancel(t.Context())
+	cancel()
+	_, err := fourth.Decode(over)
+	require.ErrorIs(t, err, context.Canceled)
+	done()
+	_, err = fourth.Decode(t.Context())
+	require.NoError(t, err)
 }
 
 // The worst that a shim of 5,000 Nodes does: it claims all of them, releases half of them at once, and reports the rest.

@@ -81,6 +81,13 @@ func (r receiver) receive(ctx context.Context, method string, receive func(any) 
 	if size := raw.Len(); size > maxSmallMessageBytes && !slices.Contains(largeRequests, method) {
 		return agenterrors.TooLarge(fmt.Sprintf("the request has %d bytes; this method takes at most %d", size, maxSmallMessageBytes))
 	}
+	if slices.Contains(largeRequests, method) {
+		done, err := callOf(ctx).Decode(ctx)
+		if err != nil {
+			return throttled(err)
+		}
+		defer done()
+	}
 	if err := r.validator.CheckEncoded(message.ProtoReflect().Descriptor(), raw.ReadOnlyData()); err != nil {
 		return err
 	}
