@@ -29,6 +29,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/inventory"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/observed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/options"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricelist"
@@ -142,7 +143,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		ClusterExists: func(ctx context.Context, name types.NamespacedName) (bool, error) {
 			return clusterExists(ctx, a.manager.GetClient(), name)
 		},
-		Scope: scope, Authorizer: authorizer, ShutdownGrace: o.ShutdownGracePeriod, Limits: o.Limits,
+		Scope: scope, Authorizer: authorizer, ShutdownGrace: o.ShutdownGracePeriod, Limits: shareOfHub(o),
 		Version: version.Version(), Commit: version.Commit(), Log: c.Log.WithName("grpc"), Registerer: c.Registerer,
 	})
 	if err != nil {
@@ -155,6 +156,13 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		return nil, fmt.Errorf("adding the readiness check: %w", err)
 	}
 	return a, nil
+}
+
+// shareOfHub returns the limits of callers, one of whom leaves at least half of what the agent may ask of the hub to all others.
+func shareOfHub(o *options.Options) limits.Options {
+	l := o.Limits
+	l.HubRequestsPerSecond, l.HubRequestBurst = float64(o.KubeAPIQPS)/2, max(1, o.KubeAPIBurst/2)
+	return l
 }
 
 // followPrices sets up the price list; nil when there is to be none.
@@ -185,6 +193,7 @@ func newManager(c Config, scope hub.Scope) (manager.Manager, error) {
 	}
 	rest := rest.CopyConfig(c.Hub)
 	rest.QPS, rest.Burst = c.Options.KubeAPIQPS, c.Options.KubeAPIBurst
+	rest.Wrap(limits.Transport)
 	mgr, err := manager.New(rest, manager.Options{
 		Scheme:                 scheme,
 		Cache:                  caches,

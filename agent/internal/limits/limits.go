@@ -25,6 +25,10 @@ type Options struct {
 	CallsAtOnce, WatchesAtOnce int
 	// HubCallsAtOnce is how many of a caller's calls may ask the hub's API server at once. Others wait.
 	HubCallsAtOnce int
+	// HubRequestsPerSecond and HubRequestBurst are how many requests of a caller's calls the hub's API server gets, on average and at
+	// once. Others wait.
+	HubRequestsPerSecond float64
+	HubRequestBurst      int
 	// RequestTimeout is how long a request may take to arrive.
 	RequestTimeout time.Duration
 	// CallTimeout is the deadline of a unary call that has none, MaxCallTimeout the longest that one may have.
@@ -36,7 +40,8 @@ type Options struct {
 // Defaults returns the default limits. docs/limits.md has the reasons.
 func Defaults() Options {
 	return Options{
-		CallsPerSecond: 100, CallBurst: 10000, CallsAtOnce: 2000, WatchesAtOnce: 1000, HubCallsAtOnce: 128,
+		CallsPerSecond: 100, CallBurst: 10000, CallsAtOnce: 2000, WatchesAtOnce: 1000,
+		HubCallsAtOnce: 16, HubRequestsPerSecond: 50, HubRequestBurst: 100,
 		RequestTimeout: 10 * time.Second, CallTimeout: 30 * time.Second, MaxCallTimeout: 2 * time.Minute, SendTimeout: 30 * time.Second,
 	}
 }
@@ -100,7 +105,7 @@ type Limiter struct {
 }
 
 type caller struct {
-	rate                       *rate.Limiter
+	rate, hubRate              *rate.Limiter
 	calls, watches             int
 	connections                int
 	bytes, unread              int64
@@ -167,8 +172,9 @@ func (l *Limiter) caller(identity string) *caller {
 	if c == nil {
 		l.forget(l.clock.Now())
 		c = &caller{
-			rate:  rate.NewLimiter(rate.Limit(l.CallsPerSecond), l.CallBurst),
-			reads: semaphore.NewWeighted(readsOfCaller), large: semaphore.NewWeighted(largeOfCaller),
+			rate:    rate.NewLimiter(rate.Limit(l.CallsPerSecond), l.CallBurst),
+			hubRate: rate.NewLimiter(rate.Limit(l.HubRequestsPerSecond), l.HubRequestBurst),
+			reads:   semaphore.NewWeighted(readsOfCaller), large: semaphore.NewWeighted(largeOfCaller),
 			lists: semaphore.NewWeighted(listsOfCaller), atHub: semaphore.NewWeighted(int64(l.HubCallsAtOnce)),
 		}
 		l.callers[identity] = c
@@ -227,7 +233,8 @@ func (l *Limiter) forget(now time.Time) {
 		return
 	}
 	for identity, c := range l.callers {
-		if c.calls+c.watches+c.connections == 0 && c.unread == 0 && c.rate.TokensAt(now) >= float64(l.CallBurst) {
+		if c.calls+c.watches+c.connections == 0 && c.unread == 0 &&
+			c.rate.TokensAt(now) >= float64(l.CallBurst) && c.hubRate.TokensAt(now) >= float64(l.HubRequestBurst) {
 			delete(l.callers, identity)
 		}
 	}

@@ -13,6 +13,8 @@ import (
 	"google.golang.org/grpc/peer"
 	grpcstatus "google.golang.org/grpc/status"
 	"sigs.k8s.io/controller-runtime/pkg/log"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 )
 
 // gRPC takes an answer from a handler at once, whatever its size, and keeps it until the client opens HTTP/2's flow control windows for
@@ -147,7 +149,7 @@ func (s *Server) outgoing(ctx context.Context, message any) (mem.BufferSlice, er
 	if mem.IsBelowBufferPoolingThreshold(cap(bytes)) {
 		bytes = slices.Grow(slices.Clip(bytes), minAnswerBuffer)
 	}
-	gone := info.connection.until(callOf(ctx).Send(len(bytes)))
+	gone := info.connection.until(limits.FromContext(ctx).Send(len(bytes)))
 	logger := log.FromContext(ctx)
 	timer := time.AfterFunc(s.limits.SendTimeout, func() {
 		logger.Info("a connection is closed: an answer on it was not read", "bytes", len(bytes))

@@ -33,10 +33,7 @@ var lists = []string{
 	agentv1alpha1.NodeGroupService_ListNodeGroups_FullMethodName,
 }
 
-type (
-	cutKey  struct{}
-	callKey struct{}
-)
+type cutKey struct{}
 
 // cuttable gives each call a way to be cut off: what a handler's own context ends does not end the reading of a request, which depends on
 // the context that this returns.
@@ -50,11 +47,6 @@ func cut(ctx context.Context) {
 	if cancel, ok := ctx.Value(cutKey{}).(context.CancelFunc); ok {
 		cancel()
 	}
-}
-
-func callOf(ctx context.Context) *limits.Call {
-	call, _ := ctx.Value(callKey{}).(*limits.Call)
-	return call
 }
 
 // limitedAs names the caller whose limits hold. Certificates without a usable identity are told apart by their content.
@@ -81,7 +73,7 @@ func (s *Server) begin(ctx context.Context, method string, watch bool) (context.
 	if err != nil {
 		return nil, nil, throttled(err)
 	}
-	return context.WithValue(ctx, callKey{}, call), call, nil
+	return limits.NewContext(ctx, call), call, nil
 }
 
 // throttled is the answer to a call that is refused by a limit.
@@ -120,7 +112,7 @@ func (s *Server) limitUnary(ctx context.Context, request any, info *grpc.UnarySe
 
 // limitAtHub runs once the request is known to be valid and allowed.
 func limitAtHub(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
-	if call := callOf(ctx); call != nil && slices.Contains(askingHub, info.FullMethod) {
+	if call := limits.FromContext(ctx); call != nil && slices.Contains(askingHub, info.FullMethod) {
 		if err := call.AskHub(ctx); err != nil {
 			return nil, throttled(err)
 		}
@@ -148,7 +140,7 @@ type limitedStream struct {
 }
 
 func (s *limitedStream) SendMsg(message any) error {
-	if err := callOf(s.Context()).Next(); err != nil {
+	if err := limits.FromContext(s.Context()).Next(); err != nil {
 		return throttled(err)
 	}
 	sent, err := s.server.outgoing(s.Context(), message)

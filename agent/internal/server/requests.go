@@ -15,6 +15,7 @@ import (
 	grpcstatus "google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/validation"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -82,7 +83,7 @@ func (r receiver) receive(ctx context.Context, method string, receive func(any) 
 		return agenterrors.TooLarge(fmt.Sprintf("the request has %d bytes; this method takes at most %d", size, maxSmallMessageBytes))
 	}
 	if slices.Contains(largeRequests, method) {
-		done, err := callOf(ctx).Decode(ctx)
+		done, err := limits.FromContext(ctx).Decode(ctx)
 		if err != nil {
 			return throttled(err)
 		}
@@ -99,7 +100,7 @@ func (r receiver) receive(ctx context.Context, method string, receive func(any) 
 
 // read reads one message when it is the call's turn.
 func (r receiver) read(ctx context.Context, method string, receive func(any) error) (*body, error) {
-	call := callOf(ctx)
+	call := limits.FromContext(ctx)
 	done, err := call.Read(ctx, slices.Contains(largeRequests, method))
 	if err != nil {
 		return nil, throttled(err)
