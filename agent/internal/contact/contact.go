@@ -4,7 +4,6 @@ package contact
 
 import (
 	"context"
-	"fmt"
 	"sync"
 	"time"
 
@@ -27,6 +26,18 @@ type Config struct {
 	Clock clock.WithTicker
 }
 
+// lostError says since when there is no contact. Its text is for callers: the cause, which names the hub's address, is not in it.
+type lostError struct {
+	since time.Time
+	cause error
+}
+
+func (e *lostError) Error() string {
+	return "the hub's API server has not answered since " + e.since.UTC().Format(time.RFC3339)
+}
+
+func (e *lostError) Unwrap() error { return e.cause }
+
 // Probe asks regularly. It is safe for concurrent use. Before the first question was asked there is contact.
 type Probe struct {
 	config Config
@@ -48,14 +59,15 @@ func New(c Config) *Probe {
 	return &Probe{config: c, answered: c.Clock.Now(), changed: make(chan struct{})}
 }
 
-// State returns a channel that is closed at the next change, and nil while there is contact, else why there is none.
+// State returns a channel that is closed at the next change, and nil while there is contact, else why there is none, in words that may be
+// told to callers.
 func (p *Probe) State() (changed <-chan struct{}, lost error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.changed, p.cause
 }
 
-// Lost returns nil while there is contact, else why there is none.
+// Lost returns nil while there is contact, else why there is none, in words that may be told to callers.
 func (p *Probe) Lost() error {
 	_, lost := p.State()
 	return lost
@@ -96,7 +108,7 @@ func (p *Probe) ask(ctx context.Context) {
 			p.config.Log.Info("the hub's API server answers again")
 		}
 	case p.cause == nil && now.Sub(p.answered) >= p.config.Patience:
-		p.turn(fmt.Errorf("the hub's API server has not answered since %s: %w", p.answered.UTC().Format(time.RFC3339), err))
+		p.turn(&lostError{since: p.answered, cause: err})
 		p.config.Log.Error(err, "the hub's API server does not answer; watch streams end until it does", "since", p.answered)
 	}
 }

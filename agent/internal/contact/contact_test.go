@@ -48,6 +48,7 @@ func TestContactIsLostOnlyWhenThereWasNoAnswerForLong(t *testing.T) {
 	lost := a.after(t, time.Second, errAway)
 	require.ErrorIs(t, lost, errAway)
 	require.ErrorContains(t, lost, "2026-01-01T00:00:08Z", "since when")
+	require.NotContains(t, lost.Error(), errAway.Error(), "which names the hub's address")
 	select {
 	case <-changed:
 	default:

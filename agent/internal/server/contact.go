@@ -10,7 +10,7 @@ import (
 
 // Contact knows whether the hub's API server answers.
 type Contact interface {
-	// State returns a channel that is closed at the next change, and nil while it does, else why not.
+	// State returns a channel that is closed at the next change, and nil while it does, else why not, in words that callers are told.
 	State() (changed <-chan struct{}, lost error)
 }
 

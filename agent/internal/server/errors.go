@@ -82,7 +82,9 @@ func answerOther(ctx context.Context, err error) error {
 	case errors.Is(err, protocol.ErrNewerLedger):
 		return agenterrors.HubUnreachable("a newer agent is at work on this node group: " + err.Error())
 	case unreachable(err):
-		return agenterrors.HubUnreachable("the hub's API server did not answer: " + err.Error())
+		// The cause names the hub's address.
+		log.FromContext(ctx).Info("a call failed: the hub's API server did not answer", "cause", err.Error())
+		return agenterrors.HubUnreachable("the hub's API server did not answer; the agent's log says more under this request id")
 	}
 	// The cause is for the agent's operator; it may name objects that are not the caller's.
 	log.FromContext(ctx).Error(err, "a call failed")

@@ -483,6 +483,7 @@ func TestEnginesErrorsBecomeTheAPIs(t *testing.T) {
 			require.Equal(t, c.code, grpcstatus.Code(err), "%v", err)
 			require.Equal(t, c.reason, agenterrors.ReasonOf(err), "%v", err)
 			require.NotContains(t, err.Error(), "secret-name")
+			require.NotContains(t, err.Error(), "https://hub", "where the hub is, is not the caller's business")
 		})
 	}
 	f.engine.fail(&claims.NoRoomError{Candidates: []eligibility.Refusal{{NodeGroup: "small", Reason: eligibility.CoolingDown, RetryAt: retryAt}}})
