@@ -114,12 +114,42 @@ func (i identifying) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthIn
 	}
 	accepted.until(ended)
 	accepted.known()
+	if _, remote := info.(credentials.TLSInfo); remote {
+		i.server.remote.add(accepted)
+	}
 	return secured, connectionInfo{info, accepted}, nil
 }
 
 // Clone is [credentials.TransportCredentials]'.
 func (i identifying) Clone() credentials.TransportCredentials {
 	return identifying{i.TransportCredentials.Clone(), i.server}
+}
+
+// openConnections are those that can be led elsewhere.
+type openConnections struct {
+	mu  sync.Mutex
+	all map[*connection]struct{}
+}
+
+func (o *openConnections) add(c *connection) {
+	o.mu.Lock()
+	o.all[c] = struct{}{}
+	o.mu.Unlock()
+	c.until(func() {
+		o.mu.Lock()
+		defer o.mu.Unlock()
+		delete(o.all, c)
+	})
+}
+
+// close closes all, and returns how many.
+func (o *openConnections) close() int {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	for c := range o.all {
+		_ = c.Close() // what was sent on it is lost either way
+	}
+	return len(o.all)
 }
 
 // whenFreed is a pool that buffers are not taken from, only given back to.

@@ -2,6 +2,7 @@ package server
 
 import (
 	"context"
+	"time"
 
 	"google.golang.org/grpc/health/grpc_health_v1"
 
@@ -50,6 +51,31 @@ func (s *Server) whileInContact(ctx context.Context) (context.Context, context.C
 		}()
 	}
 	return ctx, func() { cancel(nil) }
+}
+
+// partInterval is how long a connection may stay without contact: long enough for what its streams end with to arrive, and about as long as
+// an agent that is not ready is still given new connections.
+const partInterval = 5 * time.Second
+
+// partWithoutContact closes the connections of certificates while the hub's API server does not answer, until the context ends: callers come
+// again, to an agent that is ready if there is one. Only calls that wait for the hub are under way then. Those of this machine stay: they
+// have no other agent.
+func (s *Server) partWithoutContact(ctx context.Context) {
+	for ctx.Err() == nil && s.config.Contact != nil {
+		var part <-chan time.Time
+		changed, lost := s.config.Contact.State()
+		if lost != nil {
+			part = time.After(partInterval)
+		}
+		select {
+		case <-ctx.Done():
+		case <-changed:
+		case <-part:
+			if closed := s.remote.close(); closed > 0 {
+				s.config.Log.Info("connections were closed: the hub's API server does not answer, and another agent may serve", "connections", closed)
+			}
+		}
+	}
 }
 
 // followContact tells health clients whether the services can be used, from when the views are complete until the context ends.

@@ -1,7 +1,10 @@
 package server_test
 
 import (
+	"context"
 	"errors"
+	"io"
+	"net"
 	"sync"
 	"testing"
 	"time"
@@ -11,6 +14,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -144,4 +148,56 @@ func TestReadinessAndMetricsShowThatTheHubsAPIServerDoesNotAnswer(t *testing.T) 
 		}
 		require.True(t, found)
 	}
+}
+
+// inFront forwards connections to the first agent that is ready, as a Service does, and returns its address.
+func inFront(t *testing.T, agents ...*fixture) string {
+	t.Helper()
+	listener, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = listener.Close() })
+	forward := func(from net.Conn) {
+		defer func() { _ = from.Close() }()
+		for _, agent := range agents {
+			if agent.server.Check() != nil {
+				continue
+			}
+			to, err := new(net.Dialer).DialContext(context.Background(), "tcp", agent.address)
+			if err != nil {
+				return
+			}
+			go func() {
+				defer func() { _ = from.Close() }()
+				_, _ = io.Copy(from, to)
+			}()
+			_, _ = io.Copy(to, from)
+			_ = to.Close()
+			return
+		}
+	}
+	go func() {
+		for {
+			conn, err := listener.Accept()
+			if err != nil {
+				return
+			}
+			go forward(conn)
+		}
+	}()
+	return listener.Addr().String()
+}
+
+// A connection outlasts the readiness of its agent: without more, a shim would stay with an agent that can do nothing.
+func TestCallersLeaveAnAgentWhoseHubDoesNotAnswerForOneWhoseDoes(t *testing.T) {
+	first, contact := startInContact(t)
+	second := start(t, func(f *fixture, _ *server.Config) { f.authority = first.authority })
+	files := first.authority.Issue(t, t.TempDir(), first.authority, spokeURI)
+	shim := first.connect(client.Options{
+		Address: inFront(t, first, second), TLS: &client.TLS{CertFile: files.CertFile, KeyFile: files.KeyFile, CAFile: files.CAFile},
+	})
+	require.NoError(t, first.list(shim))
+	require.Empty(t, startedCalls(t, second.registry))
+	contact.turn(errHubAway)
+	require.Eventually(t, func() bool { return first.list(shim) == nil }, patience, time.Millisecond)
+	require.Contains(t, startedCalls(t, second.registry), "ListNodeGroups")
 }

@@ -108,6 +108,7 @@ type Server struct {
 	stopped  chan struct{} // closed at shutdown
 	receiver receiver
 	limits   *limits.Limiter
+	remote   openConnections
 }
 
 // New returns a server.
@@ -127,6 +128,7 @@ func New(c Config) (*Server, error) {
 	}
 	s := &Server{
 		config: c, id: uuid.NewString(), health: health.NewServer(), codec: newCodec(), stopped: make(chan struct{}),
+		remote:   openConnections{all: map[*connection]struct{}{}},
 		receiver: receiver{validator: validator, timeout: c.Limits.RequestTimeout},
 	}
 	if s.limits, err = limits.New(c.Limits, c.Clock, c.Registerer); err != nil {
@@ -228,6 +230,7 @@ func (s *Server) Serve(ctx context.Context, listeners ...Listener) error {
 		})
 	}
 	running.Go(func() { s.followReadiness(ctx) })
+	running.Go(func() { s.partWithoutContact(ctx) })
 	<-ctx.Done()
 	s.shutDown(servers)
 	running.Wait()
