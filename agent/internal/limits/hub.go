@@ -2,7 +2,6 @@ package limits
 
 import (
 	"context"
-
 	"net/http"
 )
 

@@ -40,10 +40,7 @@ func (a accepting) Accept() (net.Conn, error) {
 			_ = accepted.Close() // nothing is lost that anything depends on
 			continue
 		}
-		c := &connection{Conn: accepted, writeTimeout: a.server.limits.SendTimeout}
-		c.open, c.end = context.WithCancel(context.Background())
-		c.known = c.until(known)
-		return c, nil
+		return newConnection(accepted, a.server.limits.SendTimeout, known), nil
 	}
 }
 
@@ -57,6 +54,13 @@ type connection struct {
 	known func()
 	open  context.Context //nolint:containedctx // what waits for the connection's end hangs on it
 	end   context.CancelFunc
+}
+
+func newConnection(accepted net.Conn, writeTimeout time.Duration, known func()) *connection {
+	c := &connection{Conn: accepted, writeTimeout: writeTimeout}
+	c.open, c.end = context.WithCancel(context.Background())
+	c.known = c.until(known)
+	return c
 }
 
 func (c *connection) Write(data []byte) (int, error) {

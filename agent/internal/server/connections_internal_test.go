@@ -1,7 +1,6 @@
 package server
 
 import (
-	"context"
 	"net"
 	"os"
 	"testing"
@@ -14,10 +13,8 @@ import (
 func TestAWriteThatTheOtherSideDoesNotTakeEnds(t *testing.T) {
 	near, far := net.Pipe()
 	defer func() { require.NoError(t, far.Close()) }()
-	c := &connection{Conn: near, writeTimeout: 10 * time.Millisecond}
-	c.open, c.end = context.WithCancel(t.Context())
 	ended := make(chan struct{})
-	c.until(func() { close(ended) })
+	c := newConnection(near, 10*time.Millisecond, func() { close(ended) })
 	_, err := c.Write([]byte("x"))
 	require.ErrorIs(t, err, os.ErrDeadlineExceeded)
 	require.NoError(t, c.Close())

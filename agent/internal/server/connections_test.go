@@ -101,27 +101,30 @@ func (p *rawPeer) write(f func(*http2.Framer) error) {
 }
 
 // call sends a call, and does not wait for what comes of it.
-func (p *rawPeer) call(method string, request proto.Message) (stream uint32) {
+func (p *rawPeer) call(method string, request proto.Message) {
 	p.Helper()
 	message, err := proto.Marshal(request)
 	require.NoError(p, err)
 	p.write(func(framer *http2.Framer) error {
 		p.headers.Reset()
 		for _, h := range [][2]string{
-			{":method", "POST"}, {":scheme", "https"}, {":path", method}, {":authority", "agent"},
-			{"content-type", "application/grpc"}, {"te", "trailers"},
+			{":method", "POST"},
+			{":scheme", "https"},
+			{":path", method},
+			{":authority", "agent"},
+			{"content-type", "application/grpc"},
+			{"te", "trailers"},
 		} {
 			if err := p.encoder.WriteField(hpack.HeaderField{Name: h[0], Value: h[1]}); err != nil {
 				return err
 			}
 		}
-		stream = 2*p.calls + 1
+		stream := 2*p.calls + 1
 		p.calls++
 		return errors.Join(
 			framer.WriteHeaders(http2.HeadersFrameParam{StreamID: stream, BlockFragment: p.headers.Bytes(), EndHeaders: true}),
 			framer.WriteData(stream, true, append([]byte{0, 0, 0, 0, byte(len(message))}, message...)))
 	})
-	return stream
 }
 
 // await returns how many calls have been answered in full, and how many refused, once enough says that these are enough.
