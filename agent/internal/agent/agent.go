@@ -161,7 +161,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 // shareOfHub returns the limits of callers, one of whom leaves at least half of what the agent may ask of the hub to all others.
 func shareOfHub(o *options.Options) limits.Options {
 	l := o.Limits
-	l.HubRequestsPerSecond, l.HubRequestBurst = float64(o.KubeAPIQPS)/2, max(1, o.KubeAPIBurst/2)
+	l.HubRequestsPerSecond, l.HubRequestBurst = float64(o.KubeAPIQPS)/2, o.KubeAPIBurst
 	return l
 }
 
