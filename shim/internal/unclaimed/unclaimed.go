@@ -136,7 +136,8 @@ func (f *Finder) Event(nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.Machi
 	namespace := f.cluster.GetNamespace()
 	ways := []string{fmt.Sprintf("delete that Machine (kubectl delete machine -n %s %s)", namespace, machine.GetName())}
 	if machine.GetNodeGroupId() != "" {
-		ways = append(ways, fmt.Sprintf("adopt it with a claim, unless one of this id was released before (CreateClaim with claim_id %s, holder %s, candidates [%s], adopt_machine %s)",
+		ways = append(ways, fmt.Sprintf("adopt it with a claim, unless one of this id was released before "+
+			"(CreateClaim with claim_id %s, holder %s, candidates [%s], adopt_machine %s)",
 			nodeClaim.UID, v1alpha1.Holder, machine.GetNodeGroupId(), machine.GetName()))
 	}
 	return events.Event{
