@@ -514,7 +514,10 @@ func TestNodesThatNoClaimWillRegisterAreAProblemOfTheirGroupUntilTheirTaintIsGon
 	report(true)
 	require.Empty(t, f.group("floor").GetProblems())
 
-	f.clock.SetTime(f.clock.Now().Add(time.Hour))
+	for range 11 { // once a minute, as a holder does
+		f.clock.SetTime(f.clock.Now().Add(time.Minute))
+		report(true)
+	}
 	group := f.until("floor", func(g *agentv1alpha1.NodeGroup) bool { // the cache may not show the Machine at once
 		report(true)
 		return len(g.GetProblems()) > 0
