@@ -64,8 +64,8 @@ func (s *Snapshot) claimed(next *Ledger) int32 {
 	return n
 }
 
-// rebuild makes a ledger for a MachineDeployment that has none: because no claim was ever made on it, or because somebody
-// wiped it. Claims that had been entered say so themselves, so their replicas are not taken for the user's. No Machine of the
+// rebuild makes a ledger for a MachineDeployment that has none: because no claim was ever made on it, or because it was
+// lost. Claims that had been entered record that themselves, so their replicas are not taken for the user's. No Machine of the
 // user's is deleted on the strength of a rebuilt ledger: what it cannot explain is the floor.
 func (s *Snapshot) rebuild() *Ledger {
 	l := (&Ledger{Version: LedgerVersion}).Clone()
@@ -74,7 +74,7 @@ func (s *Snapshot) rebuild() *Ledger {
 	for _, m := range s.Machines {
 		switch {
 		case Held(m):
-			// Its release goes on. If it got so far that its replica may have been given back, that is taken for done.
+			// Its release goes on. Its replica may have been given back already, and is then taken as given back.
 			back := DeletionCompleted(m)
 			if r := (Release{Machine: m.Name, Claim: ClaimOf(m), GivenBack: back}); room.release(m.UID, r) {
 				l.Releasing[m.UID] = r

@@ -86,7 +86,7 @@ func (s *Snapshot) shrink(d *Decision, next *Ledger, spare int32) int32 {
 	if next.Shrink == nil {
 		for _, set := range s.Sets {
 			if set.Annotations[clusterv1.PausedAnnotation] == v1alpha1.PausedByAgent {
-				next.Shrink = &Shrink{Set: set.Name, Done: true} // nobody knows why
+				next.Shrink = &Shrink{Set: set.Name, Done: true} // the reason is lost
 				return spare
 			}
 		}

@@ -8,7 +8,7 @@ const (
 	// karpenter-provider-cluster-api uses.
 	MemberLabel = "node.cluster.x-k8s.io/karpenter-member"
 
-	// LedgerAnnotation on a MachineDeployment holds what is in flight there: the ledger of package claims, as JSON.
+	// LedgerAnnotation on a MachineDeployment holds what is in flight there: the ledger of package protocol, as JSON.
 	LedgerAnnotation = Group + "/ledger"
 
 	// ReplicasLoweredAnnotation on a MachineDeployment says that another writer set spec.replicas below what is claimed, by whom,

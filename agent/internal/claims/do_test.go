@@ -60,7 +60,7 @@ func TestAMachineThatIsKeptMeanwhileIsNotDeleted(t *testing.T) {
 	assert.True(t, protocol.Alive(m))
 }
 
-// Whoever finds the paused step half done completes it. To merely take the pause off would have Cluster API put the MachineSet's
+// An agent that finds the paused step half done completes it. Taking the pause off alone would have Cluster API put the MachineSet's
 // replica back, and the release lower it, and the MachineDeployment, for a second Machine.
 func TestAPausedStepThatSomebodyLeftIsCompleted(t *testing.T) {
 	three := int32(3)
@@ -103,7 +103,7 @@ func TestAPausedStepThatSomebodyLeftIsCompleted(t *testing.T) {
 	assert.Equal(t, "replicas=2 paused=false", written[0])
 }
 
-// Naming is gathered, but not where that leaves Machines to nobody: each that joined too soon is released, and replaced by one that
+// Naming is batched, but not where Machines then join before they are named: each of those is released, and replaced by one that
 // may join too soon as well.
 func TestAMachineIsNamedAtOnceWhereOthersJoinedTooSoon(t *testing.T) {
 	for _, missed := range []bool{false, true} {

@@ -92,7 +92,7 @@ type connectionInfo struct {
 	connection *connection
 }
 
-// identifying refuses connections, at the end of their handshake, of which their identity has enough.
+// identifying refuses a connection at the end of its handshake when its identity has as many as it may.
 type identifying struct {
 	credentials.TransportCredentials
 

@@ -11,7 +11,7 @@ import (
 
 // Contact knows whether the hub's API server answers.
 type Contact interface {
-	// State returns a channel that is closed at the next change, and nil while it does, else why not, in words that callers are told.
+	// State returns a channel that is closed at the next change, and an error while the hub does not answer. Callers are sent its text.
 	State() (changed <-chan struct{}, lost error)
 }
 

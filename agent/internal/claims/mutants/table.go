@@ -421,8 +421,8 @@ var mutants = []mutant{
 	{name: "a MachineSet is unpaused by an agent whose grace period is not over", test: "TestAMachineSetStaysPausedForAnAgentWhoseGracePeriodIsNotOver", edits: []edit{
 		{"	may = may && active[0] == set\n", "	may = may && active[0] == set && s.graceOver(d)\n"},
 	}},
-	{name: "a MachineSet that nobody knows why is paused stays so", test: "TestAMachineSetThatIsPausedForAnUnknownReasonIsUnpaused", edits: []edit{
-		{"				next.Shrink = &Shrink{Set: set.Name, Done: true} // nobody knows why\n				return spare\n", ""},
+	{name: "a MachineSet that is paused for an unknown reason stays so", test: "TestAMachineSetThatIsPausedForAnUnknownReasonIsUnpaused", edits: []edit{
+		{"				next.Shrink = &Shrink{Set: set.Name, Done: true} // the reason is lost\n				return spare\n", ""},
 	}},
 
 	{name: "a MachineDeployment is paused while its MachineSet is", test: "TestOnePauseAtATime", edits: []edit{
@@ -629,7 +629,7 @@ var mutants = []mutant{
 		{"	case absent == nil || absent.Time.Before(due.Truncate(time.Second)) || s.Now.Sub(absent.Time) > absenceLife:\n", "	case false && absent == nil:\n"},
 	}},
 	{name: "a release begins while its group is paused", test: "TestReleasesWaitWhileTheGroupIsPaused", edits: []edit{
-		{"if !Alive(m) || s.Group.Has(eligibility.Paused) {", "if !Alive(m) || s.Group.Has(\"\") {"},
+		{"if !Alive(m) || s.Group.Has(eligibility.Paused) {", "if !Alive(m) || s.Group.Has(eligibility.Gone) {"},
 	}},
 	{name: "a Machine is deleted while its group is paused", test: "TestReleasesWaitWhileTheGroupIsPaused", edits: []edit{
 		{" && s.mayDelete(m) && !s.Group.Has(eligibility.Paused):", " && s.mayDelete(m):"},
