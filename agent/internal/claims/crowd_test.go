@@ -17,6 +17,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/validation/field"
 	"k8s.io/client-go/tools/events"
+	clocktesting "k8s.io/utils/clock/testing"
 	"pgregory.net/rapid"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -146,6 +147,27 @@ func TestARefusedLedgerHoldsUpNothingElse(t *testing.T) {
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(m), m))
 	assert.True(t, protocol.Held(m))
 	assert.False(t, protocol.Alive(m))
+}
+
+// A slow hub makes runs shorter, and has none cut off in the middle of its writes.
+func TestASlowRunBeginsNoFurtherStep(t *testing.T) {
+	e := engineWith(t, groupOf("small", 0, nil), claimIn("", "a", "", ""))
+	hours := clocktesting.NewFakeClock(newTestTime())
+	e.Clock = hours
+	hub := e.Client.(client.WithWatch) //nolint:forcetypeassert // the fake is one
+	tries := 0
+	e.Client = interceptor.NewClient(hub, interceptor.Funcs{
+		Patch: func(context.Context, client.WithWatch, client.Object, client.Patch, ...client.PatchOption) error {
+			tries++
+			hours.Step(longestRun / 2)
+			return apierrors.NewConflict(schema.GroupResource{Resource: "machinedeployments"}, "small", errors.New("somebody else wrote"))
+		},
+	})
+	again, err := e.group(namespace, "small").run(t.Context())
+	require.NoError(t, err)
+	assert.Equal(t, 2, tries, "where a fast hub would be asked %d times", maxConflicts)
+	assert.Less(t, again, time.Second, "the rest is done at once, after what else waits")
+	assert.NotZero(t, again)
 }
 
 // What a MachineSet remembers of released Machines does not grow with their number, and forgets none that still counts.

@@ -19,8 +19,10 @@ import (
 )
 
 const (
-	// stepTimeout bounds one run of steps; the calls that wait for it have deadlines of their own.
-	stepTimeout = time.Minute
+	// runTimeout cuts a run off whose requests hang; the calls that wait for it have deadlines of their own.
+	runTimeout = time.Minute
+	// longestRun is when a run begins no further step, so that one that is merely slow is not cut off in the middle of its writes.
+	longestRun = 20 * time.Second
 	// maxSteps bounds one run; a group that has more to do is looked at again at once.
 	maxSteps = 24
 	// maxYields is how often a run puts other writes off for calls that arrived meanwhile.
@@ -121,7 +123,7 @@ func (g *group) run(ctx context.Context) (time.Duration, error) {
 		return 0, err
 	}
 	defer func() { <-g.lock }()
-	ctx, cancel := context.WithTimeout(ctx, stepTimeout)
+	ctx, cancel := context.WithTimeout(ctx, runTimeout)
 	defer cancel()
 	g.mu.Lock()
 	g.kicked = false
@@ -201,7 +203,8 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 	e := g.engine
 	conflicts, yields := 0, 0
 	g.queued = nil
-	for range maxSteps {
+	began := e.Clock.Now()
+	for step := 0; step < maxSteps && e.Clock.Since(began) < longestRun; step++ {
 		s, err := e.read(ctx, live, g.key)
 		if err != nil {
 			return 0, err
