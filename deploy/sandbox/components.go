@@ -284,6 +284,9 @@ func (s *Sandbox) clusterAPI(ctx context.Context, name string, hub *controlPlane
 			"--diagnostics-address=" + address(diagnostics),
 			"--insecure-diagnostics",
 			"--feature-gates=ClusterTopology=true",
+			// Its default of 100 is for larger machines: on two cores 100 Machines at once take twice the time and more than twice
+			// the processor seconds, most of them in status patches that conflict with its own.
+			"--machine-concurrency=10",
 		}, s.options.ClusterAPIArgs, args),
 		Grace: graceOfControlPlanes,
 		Ready: healthy(http.DefaultClient, "http://"+address(health)+"/readyz"),
