@@ -2,62 +2,59 @@ package protocol
 
 import (
 	"fmt"
-	"maps"
 	"math"
-	"slices"
 
+	"github.com/samber/lo"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
-// fold returns a copy of the ledger into which changes by others are folded: a human (or GitOps) who raised replicas raised
+// fold begins the next ledger: the one that was read, with changes by others folded in: a human (or GitOps) who raised replicas raised
 // the floor, one who lowered them lowered it, and one who lowered them below what is claimed froze the group.
-func (s *Snapshot) fold(d *Decision) *Ledger {
-	marked := s.Group.Has(eligibility.ReplicasLowered)
-	var next *Ledger
-	if s.Ledger == nil {
-		next = s.rebuild()
-		next.Lowered = marked
+func (b *books) fold() {
+	marked := b.Group.Has(eligibility.ReplicasLowered)
+	if b.Ledger == nil {
+		b.next = b.rebuild()
+		b.next.Lowered = marked
 	} else {
-		next = s.Ledger.Clone()
+		b.next = b.Ledger.Clone()
 	}
-	if s.Group.SizesUsable() {
-		next.Min = s.Group.Min
+	if b.Group.SizesUsable() {
+		b.next.Min = b.Group.Min
 	}
 	switch {
 	case marked:
-		next.Lowered = true
-		return next
-	case next.Lowered:
+		b.next.Lowered = true
+		return
+	case b.next.Lowered:
 		// A person cleared it. What the user owns was not lowered with it: that replicas went below what is claimed tells nothing
 		// about how many of the rest were meant.
-		next.Lowered, next.LastReplicas = false, s.Group.Replicas
-		return next
-	case s.Group.Replicas < s.claimed(next) && (s.Ledger == nil || s.Group.Replicas < next.LastReplicas):
-		next.Lowered = true
-		d.Lowered, d.Urgent = s.describeLowering(next), true
-		return next
+		b.next.Lowered, b.next.LastReplicas = false, b.Group.Replicas
+		return
+	case b.Group.Replicas < b.claimed() && (b.Ledger == nil || b.Group.Replicas < b.next.LastReplicas):
+		b.next.Lowered = true
+		b.d.Lowered, b.d.Urgent = b.describeLowering(), true
+		return
 	}
-	if s.Group.Replicas > next.LastReplicas {
+	if b.Group.Replicas > b.next.LastReplicas {
 		// They ask for more than there is for them already, which the min size may have made more than they had asked for.
-		next.Floor = max(next.Floor, min(next.Min, next.LastReplicas))
+		b.next.Floor = max(b.next.Floor, min(b.next.Min, b.next.LastReplicas))
 	}
-	next.Floor = max(0, next.Floor+s.Group.Replicas-next.LastReplicas)
-	next.LastReplicas = s.Group.Replicas
-	return next
+	b.next.Floor = max(0, b.next.Floor+b.Group.Replicas-b.next.LastReplicas)
+	b.next.LastReplicas = b.Group.Replicas
 }
 
 // claimed counts the claims that have, or are accounted for, a replica of this group and have not been released. One whose Machine
 // is being deleted, or is gone, counts: replicas may have been lowered before the agent looked. Without a ledger only claims with a
 // Machine count, as those that wait may have been entered since the MachineDeployment was read.
-func (s *Snapshot) claimed(next *Ledger) int32 {
+func (b *books) claimed() int32 {
 	var n int32
-	for _, c := range s.Claims {
-		_, entered := next.Pending[c.Spec.ClaimID]
-		waits := entered && s.Ledger != nil && c.CurrentPhase() == v1alpha1.PhasePending
-		if waits || c.CurrentPhase() == v1alpha1.PhaseBound && c.Status.Machine != nil && !s.leftBehind(c) {
+	for _, c := range b.Claims {
+		_, entered := b.next.Pending[c.Spec.ClaimID]
+		waits := entered && b.Ledger != nil && c.CurrentPhase() == v1alpha1.PhasePending
+		if waits || c.CurrentPhase() == v1alpha1.PhaseBound && c.Status.Machine != nil && !b.leftBehind(c) {
 			n++
 		}
 	}
@@ -129,22 +126,22 @@ func (s *Snapshot) keeps(claimID string) bool {
 
 // dropEntries removes pending entries that have done their service: the claim's Machine is labelled, or the claim needs
 // none any more. The replica of the latter becomes a spare by accounting.
-func (s *Snapshot) dropEntries(next *Ledger) {
+func (b *books) dropEntries() {
 	drop := func(id string, named Named) {
-		delete(next.Pending, id)
-		if named.Adopted && s.labelled(id) == nil {
-			next.Floor++ // the claim never got the user's Machine: it, or what replaces it, is the user's again
+		delete(b.next.Pending, id)
+		if named.Adopted && b.labelled(id) == nil {
+			b.next.Floor++ // the claim never got the user's Machine: it, or what replaces it, is the user's again
 		}
 	}
-	for id, named := range next.Pending {
-		c := s.Claim(id)
+	for id, named := range b.next.Pending {
+		c := b.Claim(id)
 		if c == nil {
 			drop(id, named)
 			continue
 		}
 		var promised *clusterv1.Machine
 		if c.Status.Machine != nil {
-			promised = s.machine(c.Status.Machine.UID)
+			promised = b.machine(c.Status.Machine.UID)
 		}
 		switch c.CurrentPhase() {
 		case v1alpha1.PhasePending:
@@ -171,49 +168,31 @@ func Count[T any](items []T) int32 { return clamp(len(items)) }
 
 func clamp(n int) int32 { return int32(max(math.MinInt32, min(math.MaxInt32, n))) }
 
-// floor is the number of machines that are not the claims' to have: what the user owns, and at least the min size.
-func (s *Snapshot) floor(next *Ledger) int32 {
-	return max(next.Floor, next.Min)
-}
-
-// account returns the spare: the replicas that are neither the floor's, nor accounted for by a claim, nor held by a release.
-// It is computed anew each time, never added up. When there are fewer replicas than owners, replicas are raised; nothing is
-// ever lowered here.
-func (s *Snapshot) account(d *Decision, next *Ledger) int32 {
-	used := s.floor(next) + Count(slices.Collect(maps.Keys(next.Pending)))
-	for _, r := range next.Releasing {
-		if !r.GivenBack {
-			used++
-		}
-	}
-	for _, m := range s.Machines {
-		id := ClaimOf(m)
-		if id == "" {
+// meet raises replicas when there are fewer of them than owners. Nothing is ever lowered here.
+func (b *books) meet() {
+	for _, m := range b.Machines {
+		if _, pending := b.next.Pending[ClaimOf(m)]; pending {
 			continue
 		}
-		if _, releasing := next.Releasing[m.UID]; releasing {
-			continue
+		switch b.class(m) {
+		case claimed:
+			b.labelOnly++
+		case going:
+			if ClaimOf(m) != "" { // until it is gone, as nothing replaces it before
+				b.labelOnly++
+			}
+		case promised, releasing, givenBack, stranded, fresh, suspect, hopeless, inhabited:
+			// The ledger counts it, or nobody has it.
 		}
-		if _, pending := next.Pending[id]; pending {
-			continue
-		}
-		if Alive(m) && s.orphaned(id) {
-			continue // its claim has ended or never was: nobody's
-		}
-		used++
 	}
-	spare := d.Replicas - used
-	if spare < 0 && s.Group.MayGrow() && !next.Lowered {
-		raised := used
-		if s.Group.Max != nil {
-			raised = min(raised, max(d.Replicas, *s.Group.Max))
+	if owed := b.used(); owed > b.d.Replicas && b.mayGrow() {
+		if b.Group.Max != nil {
+			owed = min(owed, max(b.d.Replicas, *b.Group.Max))
 		}
-		if raised > d.Replicas {
-			d.Replicas, d.Urgent = raised, true
+		if owed > b.d.Replicas {
+			b.d.Replicas, b.d.Urgent = owed, true
 		}
-		spare = d.Replicas - used
 	}
-	return spare
 }
 
 // orphaned reports whether a label, possibly empty, names no claim that has a right to a Machine. A claim that the agent has
@@ -227,123 +206,115 @@ func (s *Snapshot) orphaned(claimID string) bool {
 	return c != nil && c.CurrentPhase() == v1alpha1.PhaseEnded
 }
 
-// enter accounts for the claims that have no entry yet, oldest first: from the spare, else by raising replicas. It returns
-// the spare that is left.
-func (s *Snapshot) enter(d *Decision, next *Ledger, spare int32) int32 {
-	refusal := s.refusal(d)
-	spendable := spare - s.Unusable(next)
-	size := d.Replicas // with those for which there is no room in the ledger yet
-	crowded := s.crowded()
-	for _, c := range s.Claims {
+// enter accounts for the claims that have no entry yet, oldest first: from the spare, else by raising replicas.
+func (b *books) enter() {
+	refusal := b.refusal()
+	spendable := b.spare() - b.unusable()
+	size := b.d.Replicas // with those for which there is no room in the ledger yet
+	crowded := b.crowded()
+	for _, c := range b.Claims {
 		id := c.Spec.ClaimID
 		if c.CurrentPhase() != v1alpha1.PhasePending || c.Spec.Adopt != "" {
 			continue
 		}
-		if _, entered := next.Pending[id]; entered || s.labelled(id) != nil {
+		if _, entered := b.next.Pending[id]; entered || b.labelled(id) != nil {
 			continue // a claim that lost its status has its Machine already
 		}
 		switch {
 		case refusal != nil:
-			d.Refused[id] = *refusal
+			b.d.Refused[id] = *refusal
 			continue
 		case crowded != nil:
-			d.Refused[id] = *crowded
+			b.d.Refused[id] = *crowded
 			continue
 		case spendable > 0:
 			spendable--
-			if d.admit(next, id, Named{}) {
-				spare--
-			}
-		case s.Group.Max == nil || size < *s.Group.Max:
+			b.admit(id, Named{})
+		case b.room(size):
 			size++
-			if d.admit(next, id, Named{}) {
-				d.Replicas++
+			if b.admit(id, Named{}) {
+				b.d.Replicas++
 			}
 		default:
-			d.Refused[id] = s.full()
+			b.d.Refused[id] = b.full()
 		}
 	}
-	return spare
 }
 
-// refusal says why no claim may be made here; nil when claims may be made.
-func (s *Snapshot) refusal(d *Decision) *eligibility.Refusal {
-	if d.Lowered != "" { // what the annotation says from this write on
-		return &eligibility.Refusal{NodeGroup: s.Deployment.Name, Reason: eligibility.ReplicasLowered, Message: d.Lowered}
-	}
-	return s.Group.Refusal()
-}
+// mayGrow reports whether replicas may be raised for what is owed.
+func (b *books) mayGrow() bool { return b.Group.MayGrow() && !b.next.Lowered }
 
-// admit enters a claim, or has it wait when there is no room in the ledger. It reports which.
-func (d *Decision) admit(next *Ledger, claimID string, named Named) bool {
-	if !d.budget.claim(claimID, named) {
-		d.Queued[claimID] = true
-		return false
+// mayShrink reports whether Machines, or replicas, that nobody claims may be removed.
+func (b *books) mayShrink() bool { return b.Group.MayShrink() && !b.next.Lowered }
+
+// refusal says to people why no claim may be made here; nil when claims may be made.
+func (b *books) refusal() *eligibility.Refusal {
+	if b.d.Lowered != "" { // what the annotation says from this write on
+		return &eligibility.Refusal{NodeGroup: b.Deployment.Name, Reason: eligibility.ReplicasLowered, Message: b.d.Lowered}
 	}
-	next.Pending[claimID] = named
-	d.Urgent = true
-	return true
+	return b.Group.Refusal()
 }
 
 // adopt enters the claims that take an existing Machine over, and names it for them in the same write: a spare's, else the
-// user's, who then owns one less. It returns the spare that is left.
-func (s *Snapshot) adopt(d *Decision, next *Ledger, spare int32) int32 {
-	for _, c := range s.Claims {
+// user's, who then owns one less.
+func (b *books) adopt() {
+	for _, c := range b.Claims {
 		id := c.Spec.ClaimID
 		if c.CurrentPhase() != v1alpha1.PhasePending || c.Spec.Adopt == "" {
 			continue
 		}
-		if _, entered := next.Pending[id]; entered || s.labelled(id) != nil {
+		if _, entered := b.next.Pending[id]; entered || b.labelled(id) != nil {
 			continue
 		}
-		m, refusal := s.adoptable(c, d, next)
+		m, refusal := b.adoptable(c)
 		if refusal != nil {
-			d.Refused[id] = *refusal
+			b.d.Refused[id] = *refusal
 			continue
 		}
 		named := Named{Machine: m.Name, UID: m.UID}
 		switch {
-		case spare > 0:
-			if d.admit(next, id, named) {
-				spare--
-			}
-		case next.Floor > next.Min:
+		case b.spare() > 0:
+			b.admit(id, named)
+		case b.next.Floor > b.next.Min:
 			named.Adopted = true
-			if d.admit(next, id, named) {
-				next.Floor--
+			if b.admit(id, named) {
+				b.next.Floor--
 			}
-		case s.Group.Max == nil || d.Replicas < *s.Group.Max:
-			if d.admit(next, id, named) {
-				d.Replicas++ // the user is still to have the min size
+		case b.room(b.d.Replicas):
+			if b.admit(id, named) {
+				b.d.Replicas++ // the user is still to have the min size
 			}
 		default:
-			d.Refused[id] = s.full()
+			b.d.Refused[id] = b.full()
 		}
 	}
-	return spare
 }
 
 // adoptable returns the Machine that a claim is to take over, or why it cannot have it.
-func (s *Snapshot) adoptable(c *v1alpha1.MachineClaim, d *Decision, next *Ledger) (*clusterv1.Machine, *eligibility.Refusal) {
-	if refusal := s.refusal(d); refusal != nil && (!s.Group.MayGrow() || d.Lowered != "") {
-		return nil, refusal
+func (b *books) adoptable(c *v1alpha1.MachineClaim) (*clusterv1.Machine, *eligibility.Refusal) {
+	if !b.mayGrow() {
+		return nil, b.refusal()
 	}
 	refuse := func(why string) (*clusterv1.Machine, *eligibility.Refusal) {
 		return nil, &eligibility.Refusal{
-			NodeGroup: s.Deployment.Name, Reason: eligibility.NotAdoptable, Message: "Machine " + c.Spec.Adopt + " " + why,
+			NodeGroup: b.Deployment.Name, Reason: eligibility.NotAdoptable, Message: "Machine " + c.Spec.Adopt + " " + why,
 		}
 	}
-	m := s.named(c.Spec.Adopt)
+	m := b.named(c.Spec.Adopt)
 	if m == nil {
 		return refuse("does not exist in this node group")
 	}
-	_, marked := m.Annotations[clusterv1.DeleteMachineAnnotation]
-	switch _, releasing := next.Releasing[m.UID]; {
-	case !s.orphaned(ClaimOf(m)) || next.Promised()[m.UID]:
+	switch b.class(m) {
+	case claimed, promised:
 		return refuse("has a claim already")
-	case releasing || Held(m) || !Alive(m) || marked:
+	case releasing, givenBack, going, stranded:
 		return refuse("is being deleted")
-	case ClaimOf(m) != "":
+	case fresh, suspect, hopeless, inhabited:
+	}
+	if _, marked := m.Annotations[clusterv1.DeleteMachineAnnotation]; marked {
+		return refuse("is being deleted")
+	}
+	if ClaimOf(m) != "" {
 		return refuse("still carries the label of a claim that has ended; take the label off first")
 	}
 	return m, nil
@@ -358,41 +329,26 @@ func FullGroup(name string, size int32) eligibility.Refusal {
 	}
 }
 
-// waiting counts the claims that a Machine is still to be named for.
-func (s *Snapshot) waiting(next *Ledger) int {
-	n := 0
-	for id, named := range next.Pending {
-		if c := s.Claim(id); named.UID == "" && c != nil && c.Spec.Adopt == "" {
-			n++
-		}
-	}
-	return n
-}
-
 // coverShortage raises replicas when Cluster API has made every Machine it was asked for and claims still wait: the Machine
 // that was meant for them joined before it could be promised, and is nobody's now.
-func (s *Snapshot) coverShortage(d *Decision, next *Ledger) {
-	waiting := s.waiting(next)
-	if waiting == 0 || d.Replicas != s.Group.Replicas || !s.settled() || s.refusal(d) != nil {
+func (b *books) coverShortage() {
+	waiting := b.waiting()
+	if waiting == 0 || b.d.Replicas != b.Group.Replicas || !b.settled() || !b.mayGrow() {
 		return
 	}
-	free := s.free(next)
-	usable := 0
-	for _, m := range free {
-		// One that may have a Node that Cluster API has not seen is waited for: it is usable, or not, once that is stated.
-		if s.usable(m) || !HasNode(m) && m.Spec.ProviderID != "" && !s.registered(m) && !s.hopeless(m) {
-			usable++
-		}
-	}
-	floorNeeds := max(0, int(s.floor(next))-(len(free)-usable))
+	free := b.free()
+	usable := lo.CountBy(free, func(m *clusterv1.Machine) bool {
+		return b.class(m) == fresh || b.class(m) == suspect // which is usable, or not, once its Node is stated
+	})
+	floorNeeds := max(0, int(b.floor())-(len(free)-usable))
 	short := clamp(waiting - (usable - floorNeeds))
 	room := short
-	if s.Group.Max != nil {
-		room = min(short, max(0, *s.Group.Max-d.Replicas))
+	if b.Group.Max != nil {
+		room = min(short, max(0, *b.Group.Max-b.d.Replicas))
 	}
 	if room > 0 {
-		d.Replicas += room
-		d.Urgent = true
+		b.d.Replicas += room
+		b.covering, b.d.Urgent = room, true
 	}
-	d.Unmet = max(0, short-room)
+	b.d.Unmet = max(0, short-room)
 }

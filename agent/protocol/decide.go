@@ -1,7 +1,6 @@
 package protocol
 
 import (
-	"cmp"
 	"slices"
 	"time"
 
@@ -28,15 +27,16 @@ type Decision struct {
 	Refused map[string]eligibility.Refusal
 	// Queued are the ids of the pending claims that are entered once others have left the ledger.
 	Queued map[string]bool
-	// budget is how much may still be added to the ledger.
-	budget *budget
 	// Actions are the writes on other objects that the snapshot's ledger permits. They are not to be done when the ledger
 	// has changed since.
 	Actions []Action
 	// Spare is whether there is a spare now, for the grace period; also while its release is only decided.
 	Spare bool
-	// Chose says that the decision begins to remove Machines of its own choice.
-	Chose bool
+	// Removes says that the decision lowers replicas, or begins to remove Machines of its own choice. Both depend on the template.
+	Removes bool
+	// Unusable is how many free Machines beyond the floor no claim may have once the ledger is written, because something may run on
+	// them.
+	Unusable int32
 	// Unmet is how many claims wait for whom the max size allows no further replica.
 	Unmet int32
 	// Again is when to look again without being told; zero for not.
@@ -149,35 +149,22 @@ const ReasonReplicasLowered = "ReplicasLoweredBelowClaims"
 // Decide computes the next step of the protocol. It depends on nothing but the snapshot.
 func Decide(s *Snapshot) *Decision {
 	s.prepare()
-	d := &Decision{Replicas: s.Group.Replicas, Refused: map[string]eligibility.Refusal{}, Queued: map[string]bool{}}
-	next := s.fold(d)
-
-	s.dropEntries(next)
-	s.unname(next)
-	d.budget = s.newBudget(next, cmp.Or(s.LedgerBudget, LedgerBudget))
-	s.startReleases(d, next)
-	s.giveBack(d, next)
-	s.unpause(d, next)
-	spare := s.account(d, next)
-	spare = s.adopt(d, next, spare)
-	spare = s.enter(d, next, spare)
-	s.name(d, next)
-	s.coverShortage(d, next)
-	d.Spare = spare > 0
-	spare = s.releaseSpare(d, next, spare)
-	spare = s.shrink(d, next, spare)
-
-	next.Spare = max(0, spare)
-	if next.Lowered {
-		next.LastReplicas -= min(max(0, next.LastReplicas-next.Floor), s.Group.Replicas-d.Replicas) // given back: a difference of others' making stays
-	} else {
-		next.LastReplicas = d.Replicas
-	}
-	s.dateGiveBacks(d, next)
-	s.decideWrite(d, next)
-	s.actOnClaims(d)
-	s.actOnMachines(d)
-	return d
+	b := s.open()
+	b.startReleases()
+	b.giveBacks()
+	b.unpause()
+	b.meet()
+	b.adopt()
+	b.enter()
+	b.name()
+	b.d.Spare = b.spare() > 0
+	b.coverShortage()
+	b.releaseSpare()
+	b.shrink()
+	b.close()
+	s.actOnClaims(b.d)
+	s.actOnMachines(b.d)
+	return b.d
 }
 
 // Wake asks for another look after a while, the soonest of those asked for.
@@ -188,20 +175,29 @@ func (d *Decision) Wake(after time.Duration) {
 	}
 }
 
-// decideWrite keeps the next ledger if it says something new.
-func (s *Snapshot) decideWrite(d *Decision, next *Ledger) {
-	if s.Ledger == nil {
+// close completes the next ledger, and keeps it if it says something new.
+func (b *books) close() {
+	b.next.Spare = max(0, b.spare())
+	if b.next.Lowered {
+		// What is given back; a difference of others' making stays.
+		b.next.LastReplicas -= min(max(0, b.next.LastReplicas-b.next.Floor), b.Group.Replicas-b.d.Replicas)
+	} else {
+		b.next.LastReplicas = b.d.Replicas
+	}
+	b.dateGiveBacks()
+	b.d.Unusable = b.unusable()
+	if b.Ledger == nil {
 		// A ledger is begun by the first claim, not by being looked at; one that was wiped is rebuilt.
-		quiet := len(next.Pending) == 0 && len(next.Releasing) == 0 && next.Shrink == nil && d.Pause == PauseKeep && !next.Lowered &&
-			d.Replicas <= s.Group.Replicas // a min size is raised to without a claim
-		if quiet && !slices.ContainsFunc(s.Claims, hasMachine) {
-			d.Replicas = s.Group.Replicas
+		quiet := len(b.next.Pending) == 0 && len(b.next.Releasing) == 0 && b.next.Shrink == nil && b.d.Pause == PauseKeep && !b.next.Lowered &&
+			b.d.Replicas <= b.Group.Replicas // a min size is raised to without a claim
+		if quiet && !slices.ContainsFunc(b.Claims, hasMachine) {
+			b.d.Replicas = b.Group.Replicas
 			return
 		}
-		d.Ledger = next
+		b.d.Ledger = b.next
 		return
 	}
-	if d.Replicas != s.Group.Replicas || d.Pause != PauseKeep || !next.same(s.Ledger) {
-		d.Ledger = next
+	if b.d.Replicas != b.Group.Replicas || b.d.Pause != PauseKeep || !b.next.same(b.Ledger) {
+		b.d.Ledger = b.next
 	}
 }

@@ -60,6 +60,20 @@ func TestAShortageIsMadeGoodUpToTheMaxSize(t *testing.T) {
 	assert.Equal(t, three, Decide(s).Replicas)
 }
 
+// A cool-down keeps new claims out. One that was entered before is still owed its Machine.
+func TestAClaimWhoseMachineJoinedUnseenIsOwedAnotherOne(t *testing.T) {
+	for reason, replicas := range map[eligibility.Reason]int32{"": 2, eligibility.CoolingDown: 2, eligibility.QuotaExceeded: 2, eligibility.Paused: 1} {
+		s := scene(1, &Ledger{Version: 1, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).
+			withClaim("c", v1alpha1.PhasePending, "").withMachine("joined", "", node)
+		if reason != "" {
+			s.Group = s.Group.With(&eligibility.Refusal{Reason: reason})
+		}
+		d := Decide(s)
+		assert.Equal(t, replicas, d.Replicas, "%q", reason)
+		assert.False(t, d.Spare, "%q: the Machine that joined is nobody's once the other one was asked for", reason)
+	}
+}
+
 func TestAtTheMaxSizeSparesThatNoClaimMayHaveMakeRoom(t *testing.T) {
 	three := int32(3)
 	s := scene(3, &Ledger{Version: 1, Floor: 1, LastReplicas: 3, Spare: 1, Pending: map[string]Named{"c": {}}}).

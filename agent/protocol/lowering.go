@@ -11,14 +11,14 @@ import (
 )
 
 // describeLowering says what is wrong, who did it, as far as the API server knows, and what to do.
-func (s *Snapshot) describeLowering(next *Ledger) string {
+func (b *books) describeLowering() string {
 	by := "another writer"
-	if manager := s.replicasManager(); manager != "" {
+	if manager := b.replicasManager(); manager != "" {
 		by = "field manager " + strconv.Quote(manager)
 	}
 	return fmt.Sprintf("%s set spec.replicas to %d, below the %d machines that are claimed, so Cluster API removed machines of its own choice; "+
 		"the node group is frozen: take replicas out of the manifest, or have the tool ignore the field, then remove the annotation %s",
-		by, s.Group.Replicas, s.claimed(next), v1alpha1.ReplicasLoweredAnnotation)
+		by, b.Group.Replicas, b.claimed(), v1alpha1.ReplicasLoweredAnnotation)
 }
 
 // replicasManager returns the field manager that wrote spec.replicas last, "" when only the agent itself is known to have.

@@ -14,74 +14,67 @@ import (
 // giveBackPaused is the variant for several active MachineSets, where lowering the MachineDeployment could be charged to
 // another one: pause, lower the right MachineSet, then lower the MachineDeployment and unpause in one write. Every step
 // can be repeated, and whoever finds it half done completes it.
-func (s *Snapshot) giveBackPaused(d *Decision, next *Ledger, ready []types.UID) {
-	value, paused := s.Deployment.Annotations[clusterv1.PausedAnnotation]
+func (b *books) giveBackPaused(ready []types.UID) {
+	value, paused := b.Deployment.Annotations[clusterv1.PausedAnnotation]
 	ours := paused && value == v1alpha1.PausedByAgent
-	begun := slices.DeleteFunc(slices.Clone(ready), func(uid types.UID) bool { return next.Releasing[uid].Set == "" })
+	begun := slices.DeleteFunc(slices.Clone(ready), func(uid types.UID) bool { return b.next.Releasing[uid].Set == "" })
 	if len(begun) == 0 {
 		// Else somebody else paused it: wait for them. Nor while a MachineSet is paused for spares that never came: it would not
 		// say that it observed its lowering, and is not unpaused before the MachineDeployment goes on.
-		if !paused && next.Shrink == nil {
-			s.beginPause(d, next, ready)
+		if !paused && b.next.Shrink == nil {
+			b.beginPause(ready)
 		}
 		return
 	}
 	begun = slices.DeleteFunc(begun, func(uid types.UID) bool {
 		// Somebody took our finalizer off before its MachineSet was lowered: it is being replaced, so nothing may be lowered.
-		lost := s.machine(uid) == nil && !s.lowered(next.Releasing[uid].Set, uid)
+		lost := b.machine(uid) == nil && !b.lowered(b.next.Releasing[uid].Set, uid)
 		if lost {
-			delete(next.Releasing, uid)
+			delete(b.next.Releasing, uid)
 		}
 		return lost
 	})
-	if ours && IsPaused(s.Deployment.Status.Conditions) {
-		begun = s.skipReplaced(d, next, begun)
+	if ours && IsPaused(b.Deployment.Status.Conditions) {
+		begun = b.skipReplaced(begun)
 	}
 	switch {
 	case len(begun) == 0:
 		if ours {
-			d.Pause, d.Urgent = PauseRemove, true
+			b.d.Pause, b.d.Urgent = PauseRemove, true
 		}
 	case !paused:
-		d.Pause, d.Urgent = PauseSet, true // our pause was removed; put it back and go on
-	case ours && IsPaused(s.Deployment.Status.Conditions) && s.setsLowered(d, next, begun):
-		d.Replicas -= min(Count(begun), d.Replicas)
+		b.d.Pause, b.d.Urgent = PauseSet, true // our pause was removed; put it back and go on
+	case ours && IsPaused(b.Deployment.Status.Conditions) && b.setsLowered(begun):
+		b.d.Replicas -= min(Count(begun), b.d.Replicas)
 		for _, uid := range begun {
-			r := next.Releasing[uid]
-			r.GivenBack = true
-			next.Releasing[uid] = r
+			b.giveBack(uid)
 		}
-		d.Pause, d.Urgent = PauseRemove, true
+		b.d.Pause, b.d.Urgent = PauseRemove, true
 	}
 }
 
 // skipReplaced counts replicas as given back that are taken already, by a rollout or by a human's lowering: nothing is lowered
 // for those Machines, and what replaces them is a spare. It returns the others. Nothing changes the numbers meanwhile, as the
 // MachineDeployment is paused.
-func (s *Snapshot) skipReplaced(d *Decision, next *Ledger, begun []types.UID) []types.UID {
-	lowered := func(uid types.UID) bool { return s.lowered(next.Releasing[uid].Set, uid) }
-	skip := func(uid types.UID) {
-		r := next.Releasing[uid]
-		r.GivenBack = true
-		next.Releasing[uid] = r
-	}
+func (b *books) skipReplaced(begun []types.UID) []types.UID {
+	lowered := func(uid types.UID) bool { return b.lowered(b.next.Releasing[uid].Set, uid) }
 	after, excess := map[string]int32{}, map[string]int32{} // by MachineSet: replicas once all is lowered; Machines beyond them
-	for _, set := range s.Sets {
+	for _, set := range b.Sets {
 		after[set.Name], excess[set.Name] = ReplicasOf(set), -ReplicasOf(set)
 	}
-	for _, m := range s.Machines {
-		if !next.Releasing[m.UID].GivenBack && (!slices.Contains(begun, m.UID) || !lowered(m.UID)) {
+	for _, m := range b.Machines {
+		if !b.next.Releasing[m.UID].GivenBack && (!slices.Contains(begun, m.UID) || !lowered(m.UID)) {
 			excess[SetOf(m)]++
 		}
 	}
 	left := slices.DeleteFunc(slices.Clone(begun), func(uid types.UID) bool {
-		name := next.Releasing[uid].Set
+		name := b.next.Releasing[uid].Set
 		switch {
 		case lowered(uid):
 			return false
-		case excess[name] > 0 && s.machine(uid) != nil:
+		case excess[name] > 0 && b.machine(uid) != nil:
 			excess[name]--
-			skip(uid)
+			b.giveBack(uid)
 			return true
 		}
 		after[name]--
@@ -89,11 +82,11 @@ func (s *Snapshot) skipReplaced(d *Decision, next *Ledger, begun []types.UID) []
 	})
 	// Cluster API cuts a MachineSet that has more replicas than the MachineDeployment down to them, whoever's Machines it has.
 	for _, uid := range slices.Clone(left) {
-		name := next.Releasing[uid].Set
+		name := b.next.Releasing[uid].Set
 		most := slices.Max(append(slices.Collect(maps.Values(after)), 0))
-		if !lowered(uid) && most > d.Replicas-Count(left) {
+		if !lowered(uid) && most > b.d.Replicas-Count(left) {
 			after[name]++
-			skip(uid)
+			b.giveBack(uid)
 			left = slices.DeleteFunc(left, func(other types.UID) bool { return other == uid })
 		}
 	}
@@ -101,16 +94,16 @@ func (s *Snapshot) skipReplaced(d *Decision, next *Ledger, begun []types.UID) []
 }
 
 // unpause takes off our pause where no release needs it: the ledger that did is lost.
-func (s *Snapshot) unpause(d *Decision, next *Ledger) {
-	ours := s.Deployment.Annotations[clusterv1.PausedAnnotation] == v1alpha1.PausedByAgent
-	if ours && d.Pause == PauseKeep && !lowersUnderPause(next) {
-		d.Pause, d.Urgent = PauseRemove, true
+func (b *books) unpause() {
+	ours := b.Deployment.Annotations[clusterv1.PausedAnnotation] == v1alpha1.PausedByAgent
+	if ours && b.d.Pause == PauseKeep && !b.lowersUnderPause() {
+		b.d.Pause, b.d.Urgent = PauseRemove, true
 	}
 }
 
 // lowersUnderPause reports whether a release has, or is to have, the MachineDeployment paused.
-func lowersUnderPause(next *Ledger) bool {
-	for _, r := range next.Releasing {
+func (b *books) lowersUnderPause() bool {
+	for _, r := range b.next.Releasing {
 		if r.Set != "" && !r.GivenBack {
 			return true
 		}
@@ -119,35 +112,35 @@ func lowersUnderPause(next *Ledger) bool {
 }
 
 // beginPause notes which MachineSet each Machine's replica belongs to, and pauses the MachineDeployment in the same write.
-func (s *Snapshot) beginPause(d *Decision, next *Ledger, ready []types.UID) {
+func (b *books) beginPause(ready []types.UID) {
 	for _, uid := range ready {
-		if m := s.machine(uid); m != nil && SetOf(m) != "" {
-			r := next.Releasing[uid]
+		if m := b.machine(uid); m != nil && SetOf(m) != "" {
+			r := b.next.Releasing[uid]
 			r.Set = SetOf(m)
-			next.Releasing[uid] = r
-			d.Pause, d.Urgent = PauseSet, true
+			b.next.Releasing[uid] = r
+			b.d.Pause, b.d.Urgent = PauseSet, true
 		}
 	}
 }
 
 // setsLowered reports whether every MachineSet has given the replicas back and observed it; until then it asks for it.
-func (s *Snapshot) setsLowered(d *Decision, next *Ledger, begun []types.UID) bool {
+func (b *books) setsLowered(begun []types.UID) bool {
 	missing := map[string][]types.UID{}
 	done := true
 	for _, uid := range begun {
-		name := next.Releasing[uid].Set
-		set := s.set(name)
+		name := b.next.Releasing[uid].Set
+		set := b.set(name)
 		switch {
-		case !s.lowered(name, uid):
+		case !b.lowered(name, uid):
 			missing[name] = append(missing[name], uid)
 			done = false
 		case set != nil && set.Status.ObservedGeneration < set.Generation:
 			done = false
 		}
 	}
-	for _, set := range s.Sets {
+	for _, set := range b.Sets {
 		if uids := missing[set.Name]; len(uids) > 0 {
-			d.Actions = append(d.Actions, Action{Kind: LowerSet, Set: set, UIDs: uids, Counts: begun})
+			b.d.Actions = append(b.d.Actions, Action{Kind: LowerSet, Set: set, UIDs: uids, Counts: begun})
 		}
 	}
 	return done

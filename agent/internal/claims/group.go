@@ -323,7 +323,7 @@ func (g *group) commit(ctx context.Context, s *protocol.Snapshot, d *protocol.De
 	case d.Urgent:
 	case d.Finishes(s.Ledger):
 		g.lastQuiet, g.unfinished = g.engine.Clock.Now(), 0
-	case s.Unusable(d.Ledger) > 0: // it did not gather
+	case d.Unusable > 0: // it did not gather
 		g.lastQuiet = g.engine.Clock.Now()
 	default:
 		g.lastQuiet, g.unfinished = g.engine.Clock.Now(), g.unfinished+1
@@ -364,7 +364,7 @@ func (g *group) coalesce(s *protocol.Snapshot, d *protocol.Decision) time.Durati
 		return 0
 	case d.Urgent, d.Unmet > 0: // at the max size no further Machine is coming that could be named in the same write
 		return 0
-	case s.Unusable(d.Ledger) > 0 && s.NewlyNamed(d.Ledger, false): // Machines join before they are named: none is left to the next write
+	case d.Unusable > 0 && s.NewlyNamed(d.Ledger, false): // Machines join before they are named: none is left to the next write
 		return 0
 	case g.wanted.IsZero():
 		g.wanted = clock.Now()

@@ -81,7 +81,7 @@ func (e *Engine) writeLedger(ctx context.Context, s *protocol.Snapshot, d *proto
 		next.Seq = s.Ledger.Seq + 1
 	}
 	ops = append(ops, test("/spec/replicas", s.Group.Replicas))
-	if s.Ledger == nil || d.Chose || d.GaveBack(s.Ledger) || d.Shrank(s.Ledger) {
+	if s.Ledger == nil || d.Removes {
 		// Which Machines are spares, and which MachineSet is charged depend on the template: no rollout may begin unseen. And a ledger that came and went
 		// since the reading left another generation, unless it changed nothing.
 		ops = append(ops, test("/metadata/generation", s.Deployment.Generation))

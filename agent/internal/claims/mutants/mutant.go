@@ -17,6 +17,8 @@ type mutant struct {
 	test string
 	// world, instead of a test, is the explored world that has to show the violation: the arguments of claimmodel.
 	world, violation string
+	// both says that the histories, or the test, have to catch it as well.
+	both bool
 	// smoke marks one that is caught within a few histories, so that it can be tried with every run of the unit tests.
 	smoke bool
 }

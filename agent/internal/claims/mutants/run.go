@@ -110,12 +110,14 @@ func (r runner) try(ctx context.Context, m mutant) (catch, error) {
 		return catch{}, fmt.Errorf("making a folder: %w", err)
 	}
 	defer func() { _ = os.RemoveAll(dir) }()
+	if m.world != "" {
+		if found, err := r.explore(ctx, dir, m); err != nil || !m.both {
+			return found, err
+		}
+	}
 	pkg, err := r.home(m.test)
 	if err != nil {
 		return catch{}, fmt.Errorf("mutant %q: %w", m.name, err)
-	}
-	if m.world != "" {
-		pkg = explorerPackage
 	}
 	binary, err := r.compile(ctx, m, pkg, dir)
 	if err != nil {
@@ -123,9 +125,6 @@ func (r runner) try(ctx context.Context, m mutant) (catch, error) {
 	}
 	ctx, cancel := context.WithTimeout(ctx, r.budget)
 	defer cancel()
-	if m.world != "" {
-		return r.explore(ctx, binary, m)
-	}
 	total := 0
 	histories := func(rounds []round) (catch, error) {
 		for _, round := range rounds {
@@ -163,7 +162,13 @@ func (r runner) try(ctx context.Context, m mutant) (catch, error) {
 var violated = regexp.MustCompile(`(?m)^VIOLATION (.*) \(\d+ times\)$`)
 
 // explore runs the mutant's world until the violation is found that the mutant is to bring.
-func (r runner) explore(ctx context.Context, binary string, m mutant) (catch, error) {
+func (r runner) explore(ctx context.Context, dir string, m mutant) (catch, error) {
+	binary, err := r.compile(ctx, m, explorerPackage, dir)
+	if err != nil {
+		return catch{}, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, r.budget)
+	defer cancel()
 	//nolint:gosec // the binary was just built
 	cmd := exec.CommandContext(ctx, binary, append(strings.Fields(m.world), "-world", "-until", m.violation)...)
 	out, err := cmd.CombinedOutput()

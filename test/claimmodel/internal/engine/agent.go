@@ -82,14 +82,12 @@ func (w *writer) done(next *State) {
 // commit writes ledger, replicas and pause, if what the write tests is as it was read.
 func (w *writer) commit(d *decision) {
 	at := &w.s.groups[w.g]
-	gaveBack := d.ledger.givenBack&^w.from.ledger.givenBack != 0
-	shrank := w.from.ledger.shrinks != 0 && w.from.ledger.shrunk == 0 && d.ledger.shrunk != 0
 	if w.v != nil {
 		fresh := w.v.ledgerFresh != 0
 		if w.from.ledger.present == 0 { // none is there, as when it was read
 			fresh = at.ledger.present == 0
 		}
-		template := w.from.ledger.present == 0 || (gaveBack || d.chose || shrank) && !w.p.without(TestTemplate)
+		template := w.from.ledger.present == 0 || d.removes && !w.p.without(TestTemplate)
 		if !fresh || at.md.replicas != w.from.md.replicas || template && w.v.generationFresh == 0 {
 			return
 		}

@@ -18,7 +18,7 @@ import (
 type decision struct {
 	write    bool
 	urgent   bool
-	chose    bool // Machines to remove, which depends on the template
+	removes  bool // Machines or replicas, which depends on the template
 	lowered  bool // the group is frozen with the ledger write
 	ledger   ledger
 	replicas uint8
@@ -332,7 +332,7 @@ func ledgerOf(s *snapshot) *protocol.Ledger {
 // translate says a decision in the model's numbers.
 func (p *Protocol) translate(s *snapshot, d *protocol.Decision) decision {
 	out := decision{
-		write: d.Ledger != nil, urgent: d.Urgent, chose: d.Chose, lowered: d.Lowered != "", replicas: uint8(d.Replicas), pause: d.Pause,
+		write: d.Ledger != nil, urgent: d.Urgent, removes: d.Removes, lowered: d.Lowered != "", replicas: uint8(d.Replicas), pause: d.Pause,
 	}
 	if d.Ledger != nil {
 		out.ledger = p.numbers(d.Ledger)
