@@ -84,6 +84,7 @@ func TestAtTheMaxSizeSparesThatNoClaimMayHaveMakeRoom(t *testing.T) {
 	d := Decide(s)
 	require.NotNil(t, d.Ledger)
 	assert.Len(t, d.Ledger.Releasing, 1, "the spare; not what is the claim's replica or the user's")
+	assert.True(t, d.Removes)
 	assert.Contains(t, d.Ledger.Pending, "c")
 }
 
@@ -375,6 +376,7 @@ func TestAReplicaIsGivenBackWhenTheInstanceIsGone(t *testing.T) {
 	require.NotNil(t, d.Ledger)
 	assert.Equal(t, int32(0), d.Replicas)
 	assert.Equal(t, Release{Machine: "a", GivenBack: true, Generation: 4}, d.Ledger.Releasing["a"])
+	assert.True(t, d.Removes, "which MachineSet it is charged to depends on the template")
 }
 
 func TestAReplicaThatANewClaimTakesAtOnceWaitsForNoNewGeneration(t *testing.T) {
@@ -749,6 +751,7 @@ func TestAMachineSetStaysPausedForAnAgentWhoseGracePeriodIsNotOver(t *testing.T)
 	d := Decide(s)
 	require.NotNil(t, d.Ledger)
 	assert.True(t, d.Ledger.Shrink.Done)
+	assert.True(t, d.Removes)
 	assert.Equal(t, int32(1), d.Replicas)
 	assert.NotContains(t, kinds(d), UnpauseMachineSet)
 }
