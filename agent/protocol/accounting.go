@@ -12,7 +12,7 @@ import (
 )
 
 // fold begins the next ledger: the one that was read, with changes by others folded in: a human (or GitOps) who raised replicas raised
-// the floor, one who lowered them lowered it, and one who lowered them below what is claimed froze the group.
+// the floor, one who lowered them lowered it, and one who lowered them below what is claimed, or who keeps writing one number, froze the group.
 func (b *books) fold() {
 	marked := b.Group.Has(eligibility.ReplicasLowered)
 	if b.Ledger == nil {
@@ -32,10 +32,13 @@ func (b *books) fold() {
 		// A person cleared it. What the user owns was not lowered with it: that replicas went below what is claimed tells nothing
 		// about how many of the rest were meant.
 		b.next.Lowered, b.next.LastReplicas = false, b.Group.Replicas
+		b.next.Written = &Written{Replicas: b.Group.Replicas}
 		return
 	case b.Group.Replicas < b.claimed() && (b.Ledger == nil || b.Group.Replicas < b.next.LastReplicas):
-		b.next.Lowered = true
-		b.d.Lowered, b.d.Urgent = b.describeLowering(), true
+		b.freeze(ReasonReplicasLowered, b.describeLowering())
+		return
+	case b.Group.Replicas != b.next.LastReplicas && b.writtenBack():
+		b.freeze(ReasonReplicasRestored, b.describeRestoring())
 		return
 	}
 	if b.Group.Replicas > b.next.LastReplicas {
@@ -115,6 +118,7 @@ func (s *Snapshot) rebuild() *Ledger {
 	}
 	l.Floor = max(0, s.Group.Replicas-ours)
 	l.LastReplicas = s.Group.Replicas
+	l.Written = &Written{Replicas: s.Group.Replicas}
 	return l
 }
 

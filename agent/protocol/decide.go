@@ -19,8 +19,9 @@ type Decision struct {
 	Replicas int32
 	// Pause is the change to make in the same patch to Cluster API's paused annotation.
 	Pause PauseChange
-	// Lowered says that the group is frozen with the ledger write, and why; empty when it is not.
-	Lowered string
+	// Lowered says that the group is frozen with the ledger write, and why; empty when it is not. LoweredReason is the reason of the
+	// event about it.
+	Lowered, LoweredReason string
 	// Urgent reports that a call, or a claim, waits for the ledger write. Other writes are coalesced.
 	Urgent bool
 	// Refused are the pending claims that cannot be entered here, by claim id.
@@ -142,9 +143,13 @@ const (
 	ReasonWriteRefused      = "WriteRefused"
 )
 
-// ReasonReplicasLowered is the reason of the Warning event on a MachineDeployment whose replicas another writer set below what is
-// claimed.
-const ReasonReplicasLowered = "ReplicasLoweredBelowClaims"
+// Reasons of the Warning event on a MachineDeployment that is frozen.
+const (
+	// ReasonReplicasLowered means that another writer set replicas below what is claimed.
+	ReasonReplicasLowered = "ReplicasLoweredBelowClaims"
+	// ReasonReplicasRestored means that another writer keeps setting replicas back to a number of its own.
+	ReasonReplicasRestored = "ReplicasWrittenBack"
+)
 
 // Decide computes the next step of the protocol. It depends on nothing but the snapshot.
 func Decide(s *Snapshot) *Decision {

@@ -35,9 +35,12 @@ type Ledger struct {
 	LastReplicas int32 `json:"lastReplicas"`
 	// Min is the min size as last read without a problem; it stays in force while the annotation cannot be used.
 	Min int32 `json:"min,omitempty"`
-	// Lowered says that another writer set replicas below what is claimed. Floor and LastReplicas stay as they were, and the group
+	// Lowered says that another writer set replicas below what is claimed, or keeps setting them to a number of its own. Floor and LastReplicas stay as they were, and the group
 	// is frozen, until a person takes [v1alpha1.ReplicasLoweredAnnotation] off.
 	Lowered bool `json:"lowered,omitempty"`
+	// Written is the number of replicas that another writer keeps to, as far as is known; nil in ledgers of older agents. It is
+	// replaced, never changed.
+	Written *Written `json:"written,omitempty"`
 	// Spare is the number of replicas that are nobody's. Derived; kept for people and for the next write's check.
 	Spare int32 `json:"spare"`
 	// Pending holds the claims whose replica is accounted for and whose Machine is not labelled yet, by claim id.
@@ -55,6 +58,15 @@ type Shrink struct {
 	Set string `json:"set"`
 	// Done says that replicas were lowered, or need not be any more: the MachineSet is to be unpaused, and nothing else.
 	Done bool `json:"done,omitempty"`
+}
+
+// Written is what another writer made of spec.replicas.
+type Written struct {
+	// Replicas is the number that it set last, or the one that the ledger began with.
+	Replicas int32 `json:"n"`
+	// Restored is how often that number was set again over the agent's, and Since when that was first; seconds since 1970.
+	Restored int32 `json:"restored,omitempty"`
+	Since    int64 `json:"since,omitempty"`
 }
 
 // Named is a pending claim's entry: the Machine promised to it, or nothing yet.
@@ -138,7 +150,11 @@ func (l *Ledger) Clone() *Ledger {
 func (l *Ledger) same(other *Ledger) bool {
 	return l.Floor == other.Floor && l.LastReplicas == other.LastReplicas && l.Min == other.Min && l.Lowered == other.Lowered &&
 		maps.Equal(l.Pending, other.Pending) && maps.Equal(l.Releasing, other.Releasing) &&
-		(l.Shrink == nil) == (other.Shrink == nil) && (l.Shrink == nil || *l.Shrink == *other.Shrink)
+		samePointed(l.Shrink, other.Shrink) && samePointed(l.Written, other.Written)
+}
+
+func samePointed[T comparable](a, b *T) bool {
+	return (a == nil) == (b == nil) && (a == nil || *a == *b)
 }
 
 // Unnamed counts the pending claims that no Machine has been named for.

@@ -120,3 +120,78 @@ func TestReplicasLoweredTogetherWithALostLedgerFreezeTheGroupAsWell(t *testing.T
 	assert.True(t, d.Ledger.Lowered)
 	assert.Equal(t, int32(3), d.Replicas)
 }
+
+// syncs is a tool that sets replicas to a number, at a time, when it finds another one there; it reports the decision that follows.
+func syncs(t *testing.T, s *Snapshot, at time.Time, replicas int32) *Decision {
+	t.Helper()
+	s.Now, s.Group.Replicas = at, replicas
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	s.Ledger, s.Group.Replicas = d.Ledger, d.Replicas
+	return d
+}
+
+// Each time Cluster API removes a machine of its own choice, and each time the floor would become smaller, or larger.
+func TestANumberThatIsRestoredTwiceFreezesTheGroup(t *testing.T) {
+	for name, by := range map[string]int32{"lowered again": 1, "raised again": -1} {
+		t.Run(name, func(t *testing.T) {
+			s := claimedGroup(5, 3, 8)
+			s.Ledger.Written = &Written{Replicas: 8}
+			s.Deployment.ManagedFields = []metav1.ManagedFieldsEntry{managedBy("argocd-controller", s.Now, `{"f:spec":{"f:replicas":{}}}`)}
+			at := s.Now
+			agent := func() { // served a claim, or let one go
+				s.Ledger = s.Ledger.Clone()
+				s.Ledger.LastReplicas += by
+				if by < 0 {
+					s.Claims, s.Machines = s.Claims[:len(s.Claims)-1], s.Machines[:len(s.Machines)-1]
+					return
+				}
+				id := "c" + strconv.Itoa(len(s.Claims))
+				s.withMachine("of-"+id, id, node).withClaim(id, v1alpha1.PhaseBound, "of-"+id)
+			}
+			agent()
+			first := syncs(t, s, at.Add(time.Minute), 8)
+			assert.Empty(t, first.Lowered)
+			assert.Equal(t, 5-by, first.Ledger.Floor, "one write moves the floor")
+			agent()
+			second := syncs(t, s, at.Add(5*time.Minute), 8)
+			assert.True(t, second.Ledger.Lowered)
+			assert.Equal(t, ReasonReplicasRestored, second.LoweredReason)
+			assert.Contains(t, second.Lowered, `field manager "argocd-controller" keeps setting spec.replicas to 8`)
+			assert.Equal(t, int32(8), second.Replicas, "nothing is raised back")
+			assert.Equal(t, 5-by, second.Ledger.Floor, "the floor stays as it was")
+
+			s.Group = s.Group.With(nil)
+			cleared := syncs(t, s, at.Add(time.Hour), 8) // the annotation is not there any more
+			assert.False(t, cleared.Ledger.Lowered)
+			assert.Equal(t, &Written{Replicas: 8}, cleared.Ledger.Written)
+			assert.Equal(t, 5-by, cleared.Ledger.Floor)
+		})
+	}
+}
+
+func TestAPersonMayScaleAsOftenAsTheyLike(t *testing.T) {
+	for name, numbers := range map[string][]int32{
+		"to other numbers":              {9, 10, 9, 10, 8, 9},
+		"to one number, and again":      {9, 9},
+		"to the number it began with":   {8},
+		"to one number, now and then":   {9, 9, 0, 9, 0, 9, 0, 9},
+		"to one number, with others in": {9, 9, 10, 9, 9},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := claimedGroup(5, 3, 8)
+			s.Ledger.Written = &Written{Replicas: 8}
+			at := s.Now
+			for _, n := range numbers {
+				if n == 0 {
+					at = at.Add(restoredWithin)
+					continue
+				}
+				s.Ledger = s.Ledger.Clone()
+				s.Ledger.LastReplicas = n - 1 // the agent's, for a claim that came and went
+				at = at.Add(time.Minute)
+				assert.Empty(t, syncs(t, s, at, n).Lowered, "%d", n)
+			}
+		})
+	}
+}

@@ -4,21 +4,62 @@ import (
 	"encoding/json"
 	"fmt"
 	"strconv"
+	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
+const (
+	// restoredWithin is the time in which a number that is set again twice is taken for a tool's.
+	restoredWithin = 10 * time.Minute
+	// restoredOften is how often a number may be set again within it before that.
+	restoredOften = 2
+)
+
+// writtenBack notes what another writer made of replicas, and reports whether it is a tool that keeps them at a number of its own:
+// one that is set again whenever the agent has changed it. A person who scales sets a number once.
+func (b *books) writtenBack() bool {
+	now := b.Now.Unix()
+	was := b.next.Written
+	next := Written{Replicas: b.Group.Replicas}
+	if was != nil && was.Replicas == next.Replicas {
+		next.Restored, next.Since = 1, now
+		if was.Restored > 0 && now-was.Since < int64(restoredWithin/time.Second) {
+			next.Restored, next.Since = was.Restored+1, was.Since
+		}
+	}
+	b.next.Written = &next
+	return next.Restored >= restoredOften
+}
+
+// freeze leaves replicas and floor as they are from the next ledger on, until a person ends that.
+func (b *books) freeze(reason, why string) {
+	b.next.Lowered, b.d.Urgent = true, true
+	b.d.Lowered, b.d.LoweredReason = why, reason
+}
+
 // describeLowering says what is wrong, who did it, as far as the API server knows, and what to do.
 func (b *books) describeLowering() string {
-	by := "another writer"
-	if manager := b.replicasManager(); manager != "" {
-		by = "field manager " + strconv.Quote(manager)
+	return fmt.Sprintf("%s set spec.replicas to %d, below the %d machines that are claimed, so Cluster API removed machines of its own choice; %s",
+		b.otherWriter(), b.Group.Replicas, b.claimed(), unfreeze)
+}
+
+func (b *books) describeRestoring() string {
+	return fmt.Sprintf("%s keeps setting spec.replicas to %d, %d times within %s after the agent had changed it; %s",
+		b.otherWriter(), b.Group.Replicas, restoredOften, restoredWithin, unfreeze)
+}
+
+const unfreeze = "the node group is frozen: take replicas out of the manifest, or have the tool ignore the field, then remove the annotation " +
+	v1alpha1.ReplicasLoweredAnnotation
+
+// otherWriter names who wrote spec.replicas.
+func (s *Snapshot) otherWriter() string {
+	if manager := s.replicasManager(); manager != "" {
+		return "field manager " + strconv.Quote(manager)
 	}
-	return fmt.Sprintf("%s set spec.replicas to %d, below the %d machines that are claimed, so Cluster API removed machines of its own choice; "+
-		"the node group is frozen: take replicas out of the manifest, or have the tool ignore the field, then remove the annotation %s",
-		by, b.Group.Replicas, b.claimed(), v1alpha1.ReplicasLoweredAnnotation)
+	return "another writer"
 }
 
 // replicasManager returns the field manager that wrote spec.replicas last, "" when only the agent itself is known to have.

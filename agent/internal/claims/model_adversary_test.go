@@ -412,6 +412,11 @@ func (w *world) moveOn() {
 func (w *world) human(group string, by int32) {
 	md := w.md(group)
 	replicas := *md.Spec.Replicas + by
+	// Who sets one number again and again is a tool that the group is frozen for.
+	number := fmt.Sprintf("%s %d", group, replicas)
+	if at, before := w.scaled[number]; before && w.clock.Since(at) < time.Hour {
+		return
+	}
 	if by < 0 {
 		left := w.owned[group]
 		if l := w.ledger(group); l != nil {
@@ -435,6 +440,7 @@ func (w *world) human(group string, by int32) {
 	}
 	md.Spec.Replicas = &replicas
 	w.must(w.hub.update(md, false))
+	w.scaled[number] = w.clock.Now()
 	w.owned[group] += by // also where the min size keeps more than that
 	if by < 0 {
 		w.licensed[group]++

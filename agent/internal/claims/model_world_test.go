@@ -71,6 +71,8 @@ type world struct {
 	// People.
 
 	owned map[string]int32 // what the user owns in each group, as far as the user knows
+	// scaled is when people set a group to a number of replicas last.
+	scaled map[string]time.Time
 	// licensed counts the Machines that Cluster API may choose in each group because a human lowered replicas, and in each
 	// MachineSet because a rollout did.
 	licensed map[string]int
@@ -141,7 +143,7 @@ func newWorld(t *rapid.T, o worldOptions) *world {
 		t: t, clock: clock, hub: newHub(clock), peaceful: true, ledgerBudget: o.ledgerBudget,
 		seen: map[types.UID]bool{}, busy: map[string]bool{}, templates: map[string]int{}, blocked: map[string]bool{},
 		surge: map[types.UID]bool{}, joined: map[types.UID]int{}, tainted: map[types.UID]bool{},
-		owned: map[string]int32{}, ledgers: map[string]bool{}, licensed: map[string]int{}, outsiders: map[types.UID]bool{}, wiped: map[string]bool{},
+		owned: map[string]int32{}, scaled: map[string]time.Time{}, ledgers: map[string]bool{}, licensed: map[string]int{}, outsiders: map[types.UID]bool{}, wiped: map[string]bool{},
 		owners: map[string]*owner{}, reported: map[string]bool{}, kept: map[string]bool{},
 	}
 	for range 2 {

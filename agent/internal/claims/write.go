@@ -161,9 +161,9 @@ func denied(err apierrors.APIStatus) bool {
 func (e *Engine) reportLowering(ctx context.Context, s *protocol.Snapshot, d *protocol.Decision) {
 	countLowering(s.Deployment.Namespace, s.Deployment.Name)
 	if e.Recorder != nil {
-		e.Recorder.Eventf(s.Deployment, nil, corev1.EventTypeWarning, protocol.ReasonReplicasLowered, "Freeze", "%s", d.Lowered)
+		e.Recorder.Eventf(s.Deployment, nil, corev1.EventTypeWarning, d.LoweredReason, "Freeze", "%s", d.Lowered)
 	}
-	log.FromContext(ctx).Info("froze a node group whose replicas were lowered below what is claimed",
+	log.FromContext(ctx).Info("froze a node group whose replicas another writer sets",
 		"machineDeployment", s.Deployment.Name, "replicas", s.Group.Replicas, "cause", d.Lowered)
 }
 
