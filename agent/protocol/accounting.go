@@ -34,7 +34,7 @@ func (b *books) fold() {
 		b.next.Lowered, b.next.LastReplicas = false, b.Group.Replicas
 		b.next.Written = &Written{Replicas: b.Group.Replicas}
 		return
-	case b.Group.Replicas < b.claimed() && (b.Ledger == nil || b.Group.Replicas < b.next.LastReplicas):
+	case b.Group.Replicas < b.claimed(b.Ledger != nil) && (b.Ledger == nil || b.Group.Replicas < b.next.LastReplicas):
 		b.freeze(ReasonReplicasLowered, b.describeLowering())
 		return
 	case b.Group.Replicas != b.next.LastReplicas && b.writtenBack():
@@ -49,14 +49,14 @@ func (b *books) fold() {
 	b.next.LastReplicas = b.Group.Replicas
 }
 
-// claimed counts the claims that have, or are accounted for, a replica of this group and have not been released. One whose Machine
-// is being deleted, or is gone, counts: replicas may have been lowered before the agent looked. Without a ledger only claims with a
-// Machine count, as those that wait may have been entered since the MachineDeployment was read.
-func (b *books) claimed() int32 {
+// claimed counts the claims that have, or if waiting are accounted for, a replica of this group and have not been released. One whose
+// Machine is being deleted, or is gone, counts: replicas may have been lowered before the agent looked. Where there was no ledger, those
+// that wait may have been entered since the MachineDeployment was read.
+func (b *books) claimed(waiting bool) int32 {
 	var n int32
 	for _, c := range b.Claims {
 		_, entered := b.next.Pending[c.Spec.ClaimID]
-		waits := entered && b.Ledger != nil && c.CurrentPhase() == v1alpha1.PhasePending
+		waits := waiting && entered && c.CurrentPhase() == v1alpha1.PhasePending
 		if waits || c.CurrentPhase() == v1alpha1.PhaseBound && c.Status.Machine != nil && !b.leftBehind(c) {
 			n++
 		}

@@ -28,6 +28,8 @@ type Decision struct {
 	Refused map[string]eligibility.Refusal
 	// Queued are the ids of the pending claims that are entered once others have left the ledger.
 	Queued map[string]bool
+	// Claimed is how many claims have a replica once the ledger is written: no other writer may lower replicas below that.
+	Claimed int32
 	// Actions are the writes on other objects that the snapshot's ledger permits. They are not to be done when the ledger
 	// has changed since.
 	Actions []Action
@@ -190,7 +192,7 @@ func (b *books) close() {
 		b.next.LastReplicas = b.d.Replicas
 	}
 	b.dateGiveBacks()
-	b.d.Unusable = b.unusable()
+	b.d.Unusable, b.d.Claimed = b.unusable(), b.claimed(true)
 	if b.Ledger == nil {
 		// A ledger is begun by the first claim, not by being looked at; one that was wiped is rebuilt.
 		quiet := len(b.next.Pending) == 0 && len(b.next.Releasing) == 0 && b.next.Shrink == nil && b.d.Pause == PauseKeep && !b.next.Lowered &&

@@ -43,7 +43,7 @@ func (b *books) freeze(reason, why string) {
 // describeLowering says what is wrong, who did it, as far as the API server knows, and what to do.
 func (b *books) describeLowering() string {
 	return fmt.Sprintf("%s set spec.replicas to %d, below the %d machines that are claimed, so Cluster API removed machines of its own choice; %s",
-		b.otherWriter(), b.Group.Replicas, b.claimed(), unfreeze)
+		b.otherWriter(), b.Group.Replicas, b.claimed(b.Ledger != nil), unfreeze)
 }
 
 func (b *books) describeRestoring() string {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"testing"
 	"time"
 
@@ -22,6 +23,7 @@ import (
 	shimv1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
 const (
@@ -84,6 +86,51 @@ func TestReplicasWrittenBelowWhatIsClaimedFreezeTheGroup(t *testing.T) {
 	await(t, 2*time.Minute, crowdRuns(floor+pods))
 	g.Expect(invariants.Floor(crowdDeployment(t))).To(Equal(int32(floor)), "the user has what the user had before")
 	g.Expect(crowdDeployment(t).Annotations).NotTo(HaveKey(agentv1.ReplicasLoweredAnnotation))
+	poll(t, soon, selectedBy("crowd", "crowd", "room again", func(s shimv1.SelectedNodeGroup) bool { return s.Available }))
+	g.Expect(w.Checker.Settle(within(t, settleWithin))).To(BeEmpty())
+}
+
+// A number that is never below what is claimed costs a machine each time that it is written back.
+func TestReplicasThatAreWrittenBackFreezeTheGroup(t *testing.T) {
+	shows(t, "gitops: replicas that are written back again and again, above what is claimed, freeze the node group as well")
+	if testing.Short() {
+		t.Skip("not in the short run: a variant of the test above")
+	}
+	const floor, written = 4, 5
+	g := NewWithT(t)
+	leaveAsFound(t)
+	apply(t, w.Hub, manifests.CrowdHub)
+	apply(t, w.Spoke, manifests.CrowdSpoke, manifests.CrowdWorkload)
+	g.Expect(w.AwaitNodePool(within(t, soon), "crowd")).To(Succeed())
+	goHome(t, "crowd")
+	patchGroup(t, "crowd", fmt.Sprintf(`{"spec":{"replicas":%d}}`, floor))
+	await(t, 2*time.Minute, crowdRuns(floor))
+	scale(t, "crowd", written-floor)
+	await(t, 3*time.Minute, running(written-floor))
+	await(t, soon, crowdRuns(written))
+
+	stopSyncing := syncReplicas(t, written)
+	frozen := func(ctx context.Context) (string, error) {
+		why := crowdDeployment(t).Annotations[agentv1.ReplicasLoweredAnnotation]
+		return lo.Ternary(strings.Contains(why, "keeps setting spec.replicas"), "", fmt.Sprintf("the group to be frozen: it says %q", why)), nil
+	}
+	// Each of these makes the agent write another number.
+	for pods := int32(written - floor + 1); pods < written; pods++ {
+		scale(t, "crowd", pods)
+		if err := world.Poll(within(t, 20*time.Second), frozen); err == nil {
+			break
+		}
+	}
+	poll(t, soon, frozen)
+	poll(t, soon, warned("crowd", "ReplicasWrittenBack", gitOps))
+	left, _ := invariants.Floor(crowdDeployment(t))
+	g.Consistently(func(g Gomega) {
+		g.Expect(crowdReplicas(t)).To(BeEquivalentTo(written))
+		g.Expect(invariants.Floor(crowdDeployment(t))).To(Equal(left))
+	}).WithTimeout(15 * time.Second).WithPolling(500 * time.Millisecond).Should(Succeed())
+	stopSyncing()
+
+	annotate(t, "crowd", agentv1.ReplicasLoweredAnnotation, "null")
 	poll(t, soon, selectedBy("crowd", "crowd", "room again", func(s shimv1.SelectedNodeGroup) bool { return s.Available }))
 	g.Expect(w.Checker.Settle(within(t, settleWithin))).To(BeEmpty())
 }

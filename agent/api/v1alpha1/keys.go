@@ -11,6 +11,10 @@ const (
 	// LedgerAnnotation on a MachineDeployment holds what is in flight there: the ledger of package protocol, as JSON.
 	LedgerAnnotation = Group + "/ledger"
 
+	// ClaimedAnnotation on a MachineDeployment is how many of its replicas are claimed, as of the last write of the ledger, in which it is
+	// written: an admission policy refuses to lower spec.replicas below it.
+	ClaimedAnnotation = Group + "/claimed"
+
 	// ReplicasLoweredAnnotation on a MachineDeployment says that another writer set spec.replicas below what is claimed, by whom,
 	// and what to change. The agent writes it; the node group is frozen for as long as it is there, and a person removes it.
 	ReplicasLoweredAnnotation = Group + "/replicas-lowered"

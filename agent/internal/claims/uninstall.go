@@ -202,8 +202,10 @@ func (e *Engine) openLedger(ctx context.Context, key types.NamespacedName) error
 			operations = append(operations, test(annotationPath(annotation), value), operation{Op: "remove", Path: annotationPath(annotation)})
 		}
 	}
-	if _, frozen := md.Annotations[v1alpha1.ReplicasLoweredAnnotation]; frozen {
-		operations = append(operations, operation{Op: "remove", Path: annotationPath(v1alpha1.ReplicasLoweredAnnotation)})
+	for _, annotation := range []string{v1alpha1.ReplicasLoweredAnnotation, v1alpha1.ClaimedAnnotation} {
+		if _, present := md.Annotations[annotation]; present {
+			operations = append(operations, operation{Op: "remove", Path: annotationPath(annotation)})
+		}
 	}
 	if len(operations) == 0 {
 		return nil

@@ -125,7 +125,7 @@ func TestUninstallLeavesNothingAndTakesNothing(t *testing.T) {
 // Machine deleted without a drain.
 func TestUninstallRemovesEachMark(t *testing.T) {
 	md := groupOf("small", 1, map[string]string{
-		v1alpha1.LedgerAnnotation: closedLedger, v1alpha1.ReplicasLoweredAnnotation: "frozen", "example.com/note": "x",
+		v1alpha1.LedgerAnnotation: closedLedger, v1alpha1.ReplicasLoweredAnnotation: "frozen", v1alpha1.ClaimedAnnotation: "2", "example.com/note": "x",
 	})
 	m := machineOf("m")
 	halfReleased(m)

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"time"
@@ -86,7 +87,8 @@ func (e *Engine) writeLedger(ctx context.Context, s *protocol.Snapshot, d *proto
 		// since the reading left another generation, unless it changed nothing.
 		ops = append(ops, test("/metadata/generation", s.Deployment.Generation))
 	}
-	ops = append(ops, put(annotationPath(v1alpha1.LedgerAnnotation), next.Encode()))
+	ops = append(ops, put(annotationPath(v1alpha1.LedgerAnnotation), next.Encode()),
+		put(annotationPath(v1alpha1.ClaimedAnnotation), strconv.Itoa(int(d.Claimed))))
 	kind := "ledger"
 	if d.Replicas != s.Group.Replicas {
 		kind = "replicas"

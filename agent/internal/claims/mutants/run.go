@@ -147,10 +147,11 @@ func (r runner) try(ctx context.Context, m mutant) (catch, error) {
 	if !errors.Is(err, errSurvived) || r.control {
 		return found, err
 	}
-	if binary, err = r.compile(ctx, m, protocolPackage, dir); err != nil {
+	protocolTests, err := r.compile(ctx, m, protocolPackage, dir)
+	if err != nil {
 		return catch{}, err
 	}
-	found, err = r.run(ctx, binary, dir, others, rounds[0])
+	found, err = r.run(ctx, protocolTests, dir, others, rounds[0])
 	found.histories, found.rounds = total, len(r.rounds)
 	if !errors.Is(err, errSurvived) {
 		return found, err

@@ -603,13 +603,23 @@ var mutants = []mutant{
 		{"owed > b.d.Replicas && b.mayGrow() {", "owed > b.d.Replicas && !b.next.Lowered {"},
 	}},
 	{name: "replicas that were lowered below what is claimed are raised again", test: "TestReplicasLoweredBelowWhatIsClaimedFreezeTheGroup", edits: []edit{
-		{"	case b.Group.Replicas < b.claimed() && (", "	case false && ("},
+		{"	case b.Group.Replicas < b.claimed(b.Ledger != nil) && (", "	case false && ("},
 	}},
 	{name: "a frozen group's replicas are raised", test: "TestReplicasLoweredBelowWhatIsClaimedFreezeTheGroup", edits: []edit{
 		{"owed > b.d.Replicas && b.mayGrow() {", "owed > b.d.Replicas && b.Group.MayGrow() {"},
 	}},
 	{name: "clearing a frozen group lowers the floor", test: "TestWhenAPersonClearsItTheUserHasTheFloorThatTheUserHad", edits: []edit{
-		{"		b.next.Lowered, b.next.LastReplicas = false, b.Group.Replicas\n		return\n", "		b.next.Lowered = false\n"},
+		{
+			"		b.next.Lowered, b.next.LastReplicas = false, b.Group.Replicas\n		b.next.Written = &Written{Replicas: b.Group.Replicas}\n		return\n",
+			"		b.next.Lowered = false\n",
+		},
+	}},
+
+	{name: "a tool that writes one number again and again moves the floor each time", test: "TestANumberThatIsRestoredTwiceFreezesTheGroup", edits: []edit{
+		{"	return next.Restored >= restoredOften\n", "	return false\n"},
+	}},
+	{name: "a person who scales now and then is taken for a tool", test: "TestAPersonMayScaleAsOftenAsTheyLike", edits: []edit{
+		{"if was.Restored > 0 && now-was.Since < int64(restoredWithin/time.Second) {", "if was.Restored > 0 {"},
 	}},
 
 	// Nodes that Cluster API has not seen.

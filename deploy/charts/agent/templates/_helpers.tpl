@@ -102,3 +102,20 @@ group: {{ .group }}
   resources: [events]
   verbs: [create, patch]
 {{- end }}
+
+{{/* A CEL expression: who writes is none of these users and groups. */}}
+{{- define "capi-agent.notExempt" -}}
+!(request.userInfo.username in {{ include "capi-agent.celList" .users }})
+{{- with .groups }} && !request.userInfo.?groups.orValue([]).exists(g, g in {{ include "capi-agent.celList" . }}){{ end }}
+{{- end }}
+
+{{/* A list of strings in CEL. */}}
+{{- define "capi-agent.celList" -}}
+[{{ range $i, $item := . }}{{ if $i }}, {{ end }}'{{ $item }}'{{ end }}]
+{{- end }}
+
+{{/* A CEL list: Cluster API's annotations that the agent sets and removes. */}}
+{{- define "capi-agent.annotations" -}}
+['cluster.x-k8s.io/paused', 'cluster.x-k8s.io/delete-machine', 'machine.cluster.x-k8s.io/exclude-node-draining',
+{{- " " }}'machine.cluster.x-k8s.io/exclude-wait-for-node-volume-detach', 'pre-terminate.delete.hook.machine.cluster.x-k8s.io/karpenter-capi']
+{{- end }}

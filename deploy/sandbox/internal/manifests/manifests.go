@@ -150,13 +150,15 @@ func Objects(crds []*apiextensionsv1.CustomResourceDefinition) []client.Object {
 	return lo.Map(crds, func(crd *apiextensionsv1.CustomResourceDefinition, _ int) client.Object { return crd })
 }
 
-// permissions are the kinds of a chart that say who may do what.
+// permissions are the kinds of a chart that say who may do what, among them what admission refuses.
 var permissions = []schema.GroupKind{
 	{Kind: "ServiceAccount"},
 	{Group: "rbac.authorization.k8s.io", Kind: "Role"},
 	{Group: "rbac.authorization.k8s.io", Kind: "ClusterRole"},
 	{Group: "rbac.authorization.k8s.io", Kind: "RoleBinding"},
 	{Group: "rbac.authorization.k8s.io", Kind: "ClusterRoleBinding"},
+	{Group: "admissionregistration.k8s.io", Kind: "ValidatingAdmissionPolicy"},
+	{Group: "admissionregistration.k8s.io", Kind: "ValidatingAdmissionPolicyBinding"},
 }
 
 // Chart says how a Helm chart is rendered.
@@ -169,7 +171,7 @@ type Chart struct {
 	Values []string
 }
 
-// Permissions renders the chart and returns its ServiceAccount and every role and binding.
+// Permissions renders the chart and returns its ServiceAccount, every role, and every admission policy, with their bindings.
 func (c Chart) Permissions(ctx context.Context) (account client.ObjectKey, objects []client.Object, err error) {
 	args := []string{"template", c.Release, c.Dir, "--namespace", c.Namespace}
 	for _, v := range c.Values {

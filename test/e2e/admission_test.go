@@ -1,0 +1,143 @@
+package e2e_test
+
+import (
+	"context"
+	"fmt"
+	"testing"
+	"time"
+
+	. "github.com/onsi/gomega"
+	autoscalingv1 "k8s.io/api/autoscaling/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/rest"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+)
+
+// TestTheHubRefusesWhatNobodyMeans runs as users that the admission policies of the agent's chart do not exempt. Every write is a dry
+// run, which admission sees all the same.
+func TestTheHubRefusesWhatNobodyMeans(t *testing.T) {
+	shows(t, "admission: nobody lowers replicas below what is claimed, edits the ledger, or has the agent write more than it needs")
+	g := NewWithT(t)
+	leaveAsFound(t)
+	apply(t, w.Hub, manifests.CrowdHub)
+	apply(t, w.Spoke, manifests.CrowdSpoke, manifests.CrowdWorkload)
+	g.Expect(w.AwaitNodePool(within(t, soon), "crowd")).To(Succeed())
+	goHome(t, "crowd")
+	scale(t, "crowd", 1)
+	await(t, 3*time.Minute, running(1))
+	g.Expect(crowdDeployment(t).Annotations).To(HaveKeyWithValue(agentv1.ClaimedAnnotation, "1"))
+
+	tool := administrator(t, "git-sync")
+	agent := impersonate(t, "system:serviceaccount:karpenter-capi-system:capi-agent", "system:serviceaccounts", "system:authenticated")
+	group := func() client.Object { return crowdDeployment(t) }
+	machine := func() client.Object { return &listCrowd(t)[0] }
+	set := func() client.Object {
+		var sets clusterv1.MachineSetList
+		g.Expect(w.Hub.List(t.Context(), &sets, client.InNamespace(sandbox.ClusterNamespace),
+			client.MatchingLabels{clusterv1.MachineDeploymentNameLabel: "crowd"})).To(Succeed())
+		return &sets.Items[0]
+	}
+	annotation := func(key, value string) string { return fmt.Sprintf(`{"metadata":{"annotations":{%q:%s}}}`, key, value) }
+	for name, tc := range map[string]struct {
+		as     client.Client
+		object func() client.Object
+		patch  string
+		says   string // empty for what is allowed
+	}{
+		"a tool lowers below what is claimed":  {tool, group, `{"spec":{"replicas":0}}`, "spec.replicas: 1 machines of this node group are claimed, and 0 replicas"},
+		"a tool raises":                        {tool, group, `{"spec":{"replicas":9}}`, ""},
+		"a tool changes something else":        {tool, group, annotation("example.com/note", `"x"`), ""},
+		"a tool removes the ledger":            {tool, group, annotation(agentv1.LedgerAnnotation, "null"), agentv1.LedgerAnnotation + "]: only the agent changes it"},
+		"a tool edits the ledger":              {tool, group, annotation(agentv1.LedgerAnnotation, `"{}"`), agentv1.LedgerAnnotation + "]: only the agent changes it"},
+		"a tool says that nothing is claimed":  {tool, group, annotation(agentv1.ClaimedAnnotation, `"0"`), agentv1.ClaimedAnnotation + "]: only the agent changes it"},
+		"a person clears a frozen group":       {tool, group, annotation(agentv1.ReplicasLoweredAnnotation, "null"), ""},
+		"a person who is exempt lowers":        {w.Hub, group, `{"spec":{"replicas":0}}`, ""},
+		"the agent writes replicas":            {agent, group, `{"spec":{"replicas":0}}`, ""},
+		"the agent pauses":                     {agent, group, annotation(clusterv1.PausedAnnotation, `"x"`), ""},
+		"the agent changes a template":         {agent, group, `{"spec":{"template":{"spec":{"version":"v9.9.9"}}}}`, "the agent changes only replicas"},
+		"the agent unpauses":                   {agent, group, `{"spec":{"paused":true}}`, "the agent changes only replicas"},
+		"the agent takes a member's label":     {agent, group, fmt.Sprintf(`{"metadata":{"labels":{%q:null}}}`, agentv1.MemberLabel), "metadata.labels: the agent"},
+		"the agent annotates for others":       {agent, group, annotation("example.com/note", `"x"`), "metadata.annotations: the agent"},
+		"the agent writes a MachineSet":        {agent, set, `{"spec":{"replicas":0}}`, ""},
+		"the agent changes a MachineSet":       {agent, set, `{"spec":{"template":{"spec":{"version":"v9.9.9"}}}}`, "the agent changes only replicas"},
+		"the agent marks a Machine":            {agent, machine, annotation(clusterv1.DeleteMachineAnnotation, `"x"`), ""},
+		"the agent changes a Machine":          {agent, machine, `{"spec":{"version":"v9.9.9"}}`, "the agent changes nothing of a Machine's"},
+		"the agent takes a foreign finalizer":  {agent, machine, `{"metadata":{"finalizers":[]}}`, "no finalizer but its own"},
+		"the agent disowns a Machine":          {agent, machine, `{"metadata":{"ownerReferences":[]}}`, "no owner"},
+		"the agent labels for others":          {agent, machine, `{"metadata":{"labels":{"example.com/note":"x"}}}`, "metadata.labels: the agent"},
+		"the agent takes a label of a Machine": {agent, machine, fmt.Sprintf(`{"metadata":{"labels":{%q:null}}}`, clusterv1.MachineDeploymentNameLabel), "metadata.labels: the agent"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			expectRefusal(t, tc.as.Patch(t.Context(), tc.object(), client.RawPatch(types.MergePatchType, []byte(tc.patch)), client.DryRunAll), tc.says)
+		})
+	}
+	for replicas, says := range map[int32]string{0: "spec.replicas: 1 machines of this node group are claimed", 1: "", 5: ""} {
+		t.Run(fmt.Sprintf("a tool scales to %d", replicas), func(t *testing.T) {
+			to := &autoscalingv1.Scale{Spec: autoscalingv1.ScaleSpec{Replicas: replicas}}
+			// The API server's informer of the policy's parameters lags behind a little.
+			NewWithT(t).Eventually(func(g Gomega) {
+				refuses(g, tool.SubResource("scale").Update(t.Context(), crowdDeployment(t), client.WithSubResourceBody(to), client.DryRunAll), says)
+			}).WithTimeout(soon).Should(Succeed())
+		})
+	}
+	t.Run("a tool replaces the MachineDeployment", func(t *testing.T) {
+		md := crowdDeployment(t)
+		md.Annotations = nil
+		expectRefusal(t, tool.Update(t.Context(), md, client.DryRunAll), "Replacing the whole object removes it")
+	})
+}
+
+func expectRefusal(t *testing.T, err error, says string) {
+	t.Helper()
+	refuses(NewWithT(t), err, says)
+}
+
+// refuses checks that a request was refused with these words, or not at all if there are none.
+func refuses(g Gomega, err error, says string) {
+	if says == "" {
+		g.Expect(err).NotTo(HaveOccurred())
+		return
+	}
+	g.Expect(apierrors.IsForbidden(err)).To(BeTrue(), "%v", err)
+	g.Expect(err).To(MatchError(ContainSubstring(says)))
+}
+
+// administrator returns a client of the hub as a user who may do everything, but is no member of system:masters.
+func administrator(t *testing.T, user string) client.Client {
+	t.Helper()
+	binding := &rbacv1.ClusterRoleBinding{
+		ObjectMeta: metav1.ObjectMeta{Name: user},
+		RoleRef:    rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "cluster-admin"},
+		Subjects:   []rbacv1.Subject{{APIGroup: rbacv1.GroupName, Kind: rbacv1.UserKind, Name: user}},
+	}
+	if err := w.Hub.Create(t.Context(), binding); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), soon)
+		defer cancel()
+		if err := w.Hub.Delete(ctx, binding); err != nil {
+			t.Error(err)
+		}
+	})
+	return impersonate(t, user, "system:authenticated")
+}
+
+func impersonate(t *testing.T, user string, groups ...string) client.Client {
+	t.Helper()
+	config := w.Sandbox.HubConfig()
+	config.Impersonate = rest.ImpersonationConfig{UserName: user, Groups: groups}
+	c, err := client.New(config, client.Options{Scheme: w.Hub.Scheme()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
