@@ -35,8 +35,8 @@ type Ledger struct {
 	LastReplicas int32 `json:"lastReplicas"`
 	// Min is the min size as last read without a problem; it stays in force while the annotation cannot be used.
 	Min int32 `json:"min,omitempty"`
-	// Lowered says that another writer set replicas below what is claimed, or keeps setting them to a number of its own. Floor and LastReplicas stay as they were, and the group
-	// is frozen, until a person takes [v1alpha1.ReplicasLoweredAnnotation] off.
+	// Lowered says that another writer set replicas below what is claimed, or keeps setting them to a number of its own. Floor and
+	// LastReplicas stay as they were, and the group is frozen, until a person takes [v1alpha1.ReplicasLoweredAnnotation] off.
 	Lowered bool `json:"lowered,omitempty"`
 	// Written is the number of replicas that another writer keeps to, as far as is known; nil in ledgers of older agents. It is
 	// replaced, never changed.

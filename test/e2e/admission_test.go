@@ -45,6 +45,13 @@ func TestTheHubRefusesWhatNobodyMeans(t *testing.T) {
 			client.MatchingLabels{clusterv1.MachineDeploymentNameLabel: "crowd"})).To(Succeed())
 		return &sets.Items[0]
 	}
+	const (
+		claimed  = "spec.replicas: 1 machines of this node group are claimed, and 0 replicas"
+		noLedger = agentv1.LedgerAnnotation + "]: only the agent changes it"
+		noNumber = agentv1.ClaimedAnnotation + "]: only the agent changes it"
+		noLabels = "metadata.labels: the agent"
+	)
+	unlabel := func(key string) string { return fmt.Sprintf(`{"metadata":{"labels":{%q:null}}}`, key) }
 	annotation := func(key, value string) string { return fmt.Sprintf(`{"metadata":{"annotations":{%q:%s}}}`, key, value) }
 	for name, tc := range map[string]struct {
 		as     client.Client
@@ -52,19 +59,19 @@ func TestTheHubRefusesWhatNobodyMeans(t *testing.T) {
 		patch  string
 		says   string // empty for what is allowed
 	}{
-		"a tool lowers below what is claimed":  {tool, group, `{"spec":{"replicas":0}}`, "spec.replicas: 1 machines of this node group are claimed, and 0 replicas"},
+		"a tool lowers below what is claimed":  {tool, group, `{"spec":{"replicas":0}}`, claimed},
 		"a tool raises":                        {tool, group, `{"spec":{"replicas":9}}`, ""},
 		"a tool changes something else":        {tool, group, annotation("example.com/note", `"x"`), ""},
-		"a tool removes the ledger":            {tool, group, annotation(agentv1.LedgerAnnotation, "null"), agentv1.LedgerAnnotation + "]: only the agent changes it"},
-		"a tool edits the ledger":              {tool, group, annotation(agentv1.LedgerAnnotation, `"{}"`), agentv1.LedgerAnnotation + "]: only the agent changes it"},
-		"a tool says that nothing is claimed":  {tool, group, annotation(agentv1.ClaimedAnnotation, `"0"`), agentv1.ClaimedAnnotation + "]: only the agent changes it"},
+		"a tool removes the ledger":            {tool, group, annotation(agentv1.LedgerAnnotation, "null"), noLedger},
+		"a tool edits the ledger":              {tool, group, annotation(agentv1.LedgerAnnotation, `"{}"`), noLedger},
+		"a tool says that nothing is claimed":  {tool, group, annotation(agentv1.ClaimedAnnotation, `"0"`), noNumber},
 		"a person clears a frozen group":       {tool, group, annotation(agentv1.ReplicasLoweredAnnotation, "null"), ""},
 		"a person who is exempt lowers":        {w.Hub, group, `{"spec":{"replicas":0}}`, ""},
 		"the agent writes replicas":            {agent, group, `{"spec":{"replicas":0}}`, ""},
 		"the agent pauses":                     {agent, group, annotation(clusterv1.PausedAnnotation, `"x"`), ""},
 		"the agent changes a template":         {agent, group, `{"spec":{"template":{"spec":{"version":"v9.9.9"}}}}`, "the agent changes only replicas"},
 		"the agent unpauses":                   {agent, group, `{"spec":{"paused":true}}`, "the agent changes only replicas"},
-		"the agent takes a member's label":     {agent, group, fmt.Sprintf(`{"metadata":{"labels":{%q:null}}}`, agentv1.MemberLabel), "metadata.labels: the agent"},
+		"the agent takes a member's label":     {agent, group, unlabel(agentv1.MemberLabel), noLabels},
 		"the agent annotates for others":       {agent, group, annotation("example.com/note", `"x"`), "metadata.annotations: the agent"},
 		"the agent writes a MachineSet":        {agent, set, `{"spec":{"replicas":0}}`, ""},
 		"the agent changes a MachineSet":       {agent, set, `{"spec":{"template":{"spec":{"version":"v9.9.9"}}}}`, "the agent changes only replicas"},
@@ -72,8 +79,8 @@ func TestTheHubRefusesWhatNobodyMeans(t *testing.T) {
 		"the agent changes a Machine":          {agent, machine, `{"spec":{"version":"v9.9.9"}}`, "the agent changes nothing of a Machine's"},
 		"the agent takes a foreign finalizer":  {agent, machine, `{"metadata":{"finalizers":[]}}`, "no finalizer but its own"},
 		"the agent disowns a Machine":          {agent, machine, `{"metadata":{"ownerReferences":[]}}`, "no owner"},
-		"the agent labels for others":          {agent, machine, `{"metadata":{"labels":{"example.com/note":"x"}}}`, "metadata.labels: the agent"},
-		"the agent takes a label of a Machine": {agent, machine, fmt.Sprintf(`{"metadata":{"labels":{%q:null}}}`, clusterv1.MachineDeploymentNameLabel), "metadata.labels: the agent"},
+		"the agent labels for others":          {agent, machine, `{"metadata":{"labels":{"example.com/note":"x"}}}`, noLabels},
+		"the agent takes a label of a Machine": {agent, machine, unlabel(clusterv1.MachineDeploymentNameLabel), noLabels},
 	} {
 		t.Run(name, func(t *testing.T) {
 			expectRefusal(t, tc.as.Patch(t.Context(), tc.object(), client.RawPatch(types.MergePatchType, []byte(tc.patch)), client.DryRunAll), tc.says)

@@ -110,7 +110,7 @@ func TestReplicasThatAreWrittenBackFreezeTheGroup(t *testing.T) {
 	await(t, soon, crowdRuns(written))
 
 	stopSyncing := syncReplicas(t, written)
-	frozen := func(ctx context.Context) (string, error) {
+	frozen := func(context.Context) (string, error) {
 		why := crowdDeployment(t).Annotations[agentv1.ReplicasLoweredAnnotation]
 		return lo.Ternary(strings.Contains(why, "keeps setting spec.replicas"), "", fmt.Sprintf("the group to be frozen: it says %q", why)), nil
 	}

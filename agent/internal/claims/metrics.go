@@ -38,7 +38,8 @@ var (
 	}, []string{"kind", "result"})
 	loweringsTotal = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "capi_agent_replicas_lowered_total",
-		Help: "How often another writer set the replicas of a node group below what is claimed, or twice back to a number of its own, which froze the group.",
+		Help: "How often another writer set the replicas of a node group below what is claimed, or twice back to a number of its own, " +
+			"which froze the group.",
 	}, []string{namespaceLabel, deploymentLabel})
 	panicsTotal = prometheus.NewCounter(prometheus.CounterOpts{
 		Name: "capi_agent_claim_panics_total",

@@ -143,7 +143,8 @@ func newWorld(t *rapid.T, o worldOptions) *world {
 		t: t, clock: clock, hub: newHub(clock), peaceful: true, ledgerBudget: o.ledgerBudget,
 		seen: map[types.UID]bool{}, busy: map[string]bool{}, templates: map[string]int{}, blocked: map[string]bool{},
 		surge: map[types.UID]bool{}, joined: map[types.UID]int{}, tainted: map[types.UID]bool{},
-		owned: map[string]int32{}, scaled: map[string]time.Time{}, ledgers: map[string]bool{}, licensed: map[string]int{}, outsiders: map[types.UID]bool{}, wiped: map[string]bool{},
+		owned: map[string]int32{}, scaled: map[string]time.Time{}, ledgers: map[string]bool{},
+		licensed: map[string]int{}, outsiders: map[types.UID]bool{}, wiped: map[string]bool{},
 		owners: map[string]*owner{}, reported: map[string]bool{}, kept: map[string]bool{},
 	}
 	for range 2 {

@@ -1,7 +1,17 @@
 package main
 
 import (
+	"cmp"
+	"go/ast"
+	"go/importer"
+	"go/parser"
+	"go/token"
+	"go/types"
+	"io"
+	"os"
+	"os/exec"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
@@ -28,6 +38,62 @@ func TestEveryMutantApplies(t *testing.T) {
 		require.NoError(t, err)
 		assert.Equal(t, m.world == "", m.violation == "", m.name)
 	}
+}
+
+// TestEveryMutantCompiles checks the types of the packages with each mutant's edits; a mutant that does not compile catches nothing.
+func TestEveryMutantCompiles(t *testing.T) {
+	r := runner{root: source(t)}
+	files := token.NewFileSet()
+	known := importer.ForCompiler(files, "gc", exported(t, r))
+	for _, m := range mutants {
+		replace, err := m.overlay(r.sources(), t.TempDir())
+		require.NoError(t, err)
+		folders := map[string]bool{}
+		for path := range replace {
+			folders[filepath.Dir(path)] = true
+		}
+		for folder := range folders {
+			parsed, err := parsedWith(files, folder, replace)
+			require.NoError(t, err, m.name)
+			_, err = (&types.Config{Importer: known}).Check(folder, files, parsed, nil)
+			assert.NoError(t, err, m.name)
+		}
+	}
+}
+
+// exported finds what the compiler exported of the packages that the mutated ones import.
+func exported(t *testing.T, r runner) func(path string) (io.ReadCloser, error) {
+	t.Helper()
+	list := exec.CommandContext(t.Context(), "go", "list", "-export", "-deps", "-f", "{{.ImportPath}} {{.Export}}", ".")
+	list.Dir, list.Stderr = r.folder(claimsPackage), os.Stderr
+	out, err := list.Output()
+	require.NoError(t, err)
+	exports := map[string]string{}
+	for line := range strings.Lines(string(out)) {
+		path, file, _ := strings.Cut(strings.TrimSpace(line), " ")
+		exports[path] = file
+	}
+	return func(path string) (io.ReadCloser, error) { return os.Open(exports[path]) }
+}
+
+// parsedWith parses a package's files, and in place of some of them others.
+func parsedWith(files *token.FileSet, folder string, replace map[string]string) ([]*ast.File, error) {
+	paths, err := filepath.Glob(filepath.Join(folder, "*.go"))
+	if err != nil {
+		return nil, err
+	}
+	var parsed []*ast.File
+	for _, path := range paths {
+		if strings.HasSuffix(path, "_test.go") {
+			continue
+		}
+		file, err := parser.ParseFile(files, cmp.Or(replace[path], path), nil, parser.SkipObjectResolution)
+		if err != nil {
+			return nil, err
+		}
+		parsed = append(parsed, file)
+	}
+	return parsed, nil
 }
 
 // TestTheQuickestMutantsAreCaught tries those that a few histories suffice for; `make mutants` tries all.

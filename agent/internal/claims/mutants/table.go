@@ -108,7 +108,7 @@ var mutants = []mutant{
 		{"	share := limit / 4 * 3\n", "	share := limit\n"},
 	}},
 	{name: "claims that wait for room in the ledger are not counted at the max size", test: "TestWhatTheLedgerHasNoRoomForWaitsInOrder", edits: []edit{
-		{"			size++\n", "			size = d.Replicas\n"},
+		{"			size++\n", "			size = b.d.Replicas\n"},
 	}},
 	{name: "spares go while claims wait for room in the ledger", test: "TestWhatTheLedgerHasNoRoomForWaitsInOrder", edits: []edit{
 		{"	waits := (b.next.Unnamed() > 0 || len(b.d.Queued) > 0) && b.d.Unmet == 0\n", "	waits := b.next.Unnamed() > 0 && b.d.Unmet == 0\n"},
@@ -296,7 +296,7 @@ var mutants = []mutant{
 			"	before := len(b.next.Pending)\n" +
 				"	b.dropEntries()\n" +
 				"	for id := range b.byID {\n" +
-				"		if c := b.Claim(id); before > len(b.next.Pending) && c.Status.Phase == v1alpha1.PhaseReleasing && c.Status.Machine == nil && b.d.Replicas > 0 {\n" +
+				"		if c := b.Claim(id); before > len(b.next.Pending) && c.Status.Phase == \"Releasing\" && c.Status.Machine == nil && b.d.Replicas > 0 {\n" +
 				"			before--\n" +
 				"			b.d.Replicas--\n" +
 				"		}\n" +
@@ -323,7 +323,7 @@ var mutants = []mutant{
 	{name: "a Machine that somebody else removed is given back", edits: []edit{
 		{
 			"			if r.GivenBack || r.Set == \"\" {\n",
-			"			if !r.GivenBack && r.Set == \"\" && d.Replicas > 0 {\n				d.Replicas--\n			}\n			if r.GivenBack || r.Set == \"\" {\n",
+			"			if !r.GivenBack && r.Set == \"\" && b.d.Replicas > 0 {\n				b.d.Replicas--\n			}\n			if r.GivenBack || r.Set == \"\" {\n",
 		},
 	}},
 	{name: "deleted without our finalizer", edits: []edit{
@@ -358,7 +358,7 @@ var mutants = []mutant{
 		{
 			"		s.SpareSince = g.spareSince\n		d := e.decide(s)\n		g.noteSpare(s, d)\n",
 			"		s.SpareSince = g.spareSince\n		d := e.decide(s)\n" +
-				"		if !g.recovered && s.Ledger != nil && s.Deployment.Annotations[clusterv1.PausedAnnotation] == v1alpha1.PausedByAgent {\n" +
+				"		if !g.recovered && s.Ledger != nil && s.Deployment.Annotations[clusterv1.PausedAnnotation] == \"agent.karpenter.cluster.x-k8s.io\" {\n" +
 				"			d = &protocol.Decision{Ledger: s.Ledger.Clone(), Replicas: s.Group.Replicas, Pause: protocol.PauseRemove, Urgent: true}\n" +
 				"			for uid, r := range d.Ledger.Releasing {\n" +
 				"				if !r.GivenBack {\n" +
@@ -419,7 +419,7 @@ var mutants = []mutant{
 		{" || !b.onDelete() && b.newest() != set\n", "\n"},
 	}},
 	{name: "a MachineSet is unpaused by an agent whose grace period is not over", test: "TestAMachineSetStaysPausedForAnAgentWhoseGracePeriodIsNotOver", edits: []edit{
-		{"	may = may && active[0] == set\n", "	may = may && active[0] == set && s.graceOver(d)\n"},
+		{"	may = may && active[0] == set\n", "	may = may && active[0] == set && b.graceOver()\n"},
 	}},
 	{name: "a MachineSet that is paused for an unknown reason stays so", test: "TestAMachineSetThatIsPausedForAnUnknownReasonIsUnpaused", edits: []edit{
 		{"				b.next.Shrink = &Shrink{Set: set.Name, Done: true} // the reason is lost\n				return\n", ""},
