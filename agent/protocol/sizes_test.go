@@ -45,7 +45,22 @@ func TestAMistypedSizeRemovesNoMachine(t *testing.T) {
 	}
 }
 
-// The control of the test above: a smaller min size that can be read is what the user wants.
+// Which Machines are spares is not certain while a size cannot be used.
+func TestNoSpareIsRemovedWhileASizeCannotBeUsed(t *testing.T) {
+	for size, removed := range map[string]int{"8": 2, "eight": 0} {
+		s := sized(map[string]string{clusterv1.AutoscalerMinSizeAnnotation: size})
+		s.Ledger.Min = 8 // as it was last read
+		d := Decide(s)
+		if removed == 0 {
+			assert.Nil(t, d.Ledger, "min size %q", size)
+			continue
+		}
+		require.NotNil(t, d.Ledger)
+		assert.Len(t, d.Ledger.Releasing, removed, "min size %q", size)
+	}
+}
+
+// The control of both: a smaller min size that can be read is what the user wants.
 func TestASmallerMinSizeIsFollowed(t *testing.T) {
 	d := Decide(sized(map[string]string{clusterv1.AutoscalerMinSizeAnnotation: "8"}))
 	require.NotNil(t, d.Ledger)

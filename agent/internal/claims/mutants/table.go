@@ -590,7 +590,7 @@ var mutants = []mutant{
 	}},
 
 	// Sizes that cannot be used, and other writers of replicas.
-	{name: "Machines are removed while a size cannot be used", test: "TestAMistypedSizeRemovesNoMachine", edits: []edit{
+	{name: "Machines are removed while a size cannot be used", test: "TestNoSpareIsRemovedWhileASizeCannotBeUsed", edits: []edit{
 		{"return b.Group.MayShrink() && !b.next.Lowered", "return !b.Group.Has(eligibility.Paused) && !b.next.Lowered"},
 	}},
 	{name: "an unusable min size is taken for none", test: "TestTheLastGoodMinSizeStaysInForce", edits: []edit{
