@@ -443,6 +443,20 @@ func (w *world) checkRest() {
 	}
 }
 
+// queued counts the group's claims that have neither an entry in the ledger nor a Machine.
+func (w *world) queued(group string) int32 {
+	var queued int32
+	l := w.ledger(group)
+	for _, c := range w.claims() {
+		if c.Spec.NodeGroup == group && c.CurrentPhase() == v1alpha1.PhasePending {
+			if _, entered := l.Pending[c.Spec.ClaimID]; !entered {
+				queued++
+			}
+		}
+	}
+	return queued
+}
+
 func (w *world) checkGroupAtRest(group string) {
 	live := w.live(group)
 	md := w.md(group)
@@ -453,8 +467,9 @@ func (w *world) checkGroupAtRest(group string) {
 		want = *md.Spec.Replicas // nobody has claimed from it since
 	case l != nil && l.Unnamed() > 0 && md.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] != "":
 		// All of the group's Machines joined before they could be promised, and the max size leaves no room for others. The
-		// holder's report of its Nodes, or the deadline for Machines, ends this; here it may stay.
-		want = max(want, *md.Spec.Replicas)
+		// holder's report of its Nodes, or the deadline for Machines, ends this; here it may stay, and with it who waits for room in
+		// the ledger.
+		want = max(want-w.queued(group), *md.Spec.Replicas)
 	}
 	if w.wiped[group] && *md.Spec.Replicas >= w.maximum(group) {
 		want = min(want, *md.Spec.Replicas) // what it cannot explain is the user's as far as the max size allows
