@@ -118,7 +118,9 @@ func (s *Snapshot) rebuild() *Ledger {
 	}
 	l.Floor = max(0, s.Group.Replicas-ours)
 	l.LastReplicas = s.Group.Replicas
-	l.Written = &Written{Replicas: s.Group.Replicas}
+	if ours == 0 {
+		l.Written = &Written{Replicas: s.Group.Replicas} // the user's
+	}
 	return l
 }
 

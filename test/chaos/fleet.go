@@ -258,6 +258,12 @@ func (s *stage) scale(ctx context.Context, g *group, by int32) error {
 	return s.rewrite(ctx, g, func(md *clusterv1.MachineDeployment) edit {
 		replicas := ptr.Deref(md.Spec.Replicas, 0)
 		now := max(0, replicas+by)
+		switch repeated := s.people.repeats(g.name, now); {
+		case repeated && by > 0:
+			now++
+		case repeated:
+			return edit{patch: []operation{}}
+		}
 		lowered := int(max(0, replicas-now))
 		return edit{
 			patch: []operation{test("/spec/replicas", replicas), replace("/spec/replicas", now)},
@@ -270,6 +276,7 @@ func (s *stage) scale(ctx context.Context, g *group, by int32) error {
 			},
 			end: func(applied bool) {
 				if applied {
+					s.people.update(func() { s.people.wrote[g.name] = now })
 					s.people.share(g.name, now-replicas, 0)
 				} else {
 					s.people.update(func() { s.people.lowered[g.name] -= lowered })

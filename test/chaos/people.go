@@ -28,12 +28,22 @@ type people struct {
 	asked   map[types.UID]bool          // Machines that an agent asked the API server to delete
 	lowered map[string]int              // by node group: Machines that Cluster API may choose because a person lowered replicas
 	torn    map[string]bool             // node groups that a person deleted
+	wrote   map[string]int32            // by node group: the replicas that a person wrote last
+}
+
+// repeats reports whether a person wrote that number last. Who writes one number again and again is a tool, for which a group is frozen.
+func (p *people) repeats(group string, replicas int32) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	last, wrote := p.wrote[group]
+	return wrote && last == replicas
 }
 
 func newPeople(calls *callers) *people {
 	return &people{
 		calls: calls, shares: map[string]invariants.Share{}, own: map[types.UID]string{}, deleted: map[types.UID]bool{},
 		asked: map[types.UID]bool{}, lowered: map[string]int{}, torn: map[string]bool{},
+		wrote: map[string]int32{},
 	}
 }
 
