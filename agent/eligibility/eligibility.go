@@ -27,8 +27,8 @@ const (
 	Deleting Reason = "Deleting"
 	// ReplicasOwned means that somebody else owns the replicas.
 	ReplicasOwned Reason = "ReplicasOwned"
-	// ReplicasLowered means that another writer set replicas below what is claimed, and that the node group is frozen until a
-	// person clears [v1alpha1.ReplicasLoweredAnnotation].
+	// ReplicasLowered means that another writer set replicas below what is claimed, or keeps setting them to a number of its own, and that
+	// the node group is frozen until a person clears [v1alpha1.ReplicasLoweredAnnotation].
 	ReplicasLowered Reason = "ReplicasLowered"
 	// Invalid means that the MachineDeployment's description cannot be used.
 	Invalid Reason = "Invalid"

@@ -64,6 +64,15 @@ func (b *books) claimed(waiting bool) int32 {
 	return n
 }
 
+// restorable counts the claims that have a Machine by its label alone, as they lost their status, or their object.
+func (b *books) restorable() int32 {
+	return Count(lo.Filter(b.Machines, func(m *clusterv1.Machine, _ int) bool {
+		c := b.Claim(ClaimOf(m))
+		_, entered := b.next.Pending[ClaimOf(m)]
+		return b.class(m) == claimed && !entered && (c == nil || c.CurrentPhase() == v1alpha1.PhasePending)
+	}))
+}
+
 // rebuild makes a ledger for a MachineDeployment that has none: because no claim was ever made on it, or because it was
 // lost. Claims that had been entered record that themselves, so their replicas are not taken for the user's. No Machine of the
 // user's is deleted on the strength of a rebuilt ledger: what it cannot explain is the floor.
@@ -349,7 +358,10 @@ func (b *books) coverShortage() {
 	floorNeeds := max(0, int(b.floor())-(len(free)-usable))
 	short := clamp(waiting - (usable - floorNeeds))
 	room := short
-	if b.Group.Max != nil {
+	switch {
+	case b.Group.Has(eligibility.QuotaExceeded):
+		room = 0 // there would be no Machine
+	case b.Group.Max != nil:
 		room = min(short, max(0, *b.Group.Max-b.d.Replicas))
 	}
 	if room > 0 {

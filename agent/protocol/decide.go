@@ -192,10 +192,11 @@ func (b *books) close() {
 		b.next.LastReplicas = b.d.Replicas
 	}
 	b.dateGiveBacks()
-	b.d.Unusable, b.d.Claimed = b.unusable(), b.claimed(true)
+	b.d.Unusable, b.d.Claimed = b.unusable(), b.claimed(true)+b.restorable()
 	if b.Ledger == nil {
 		// A ledger is begun by the first claim, not by being looked at; one that was wiped is rebuilt.
-		quiet := len(b.next.Pending) == 0 && len(b.next.Releasing) == 0 && b.next.Shrink == nil && b.d.Pause == PauseKeep && !b.next.Lowered &&
+		_, stale := b.Deployment.Annotations[v1alpha1.ClaimedAnnotation] // of another ledger: policies go by it
+		quiet := !stale && len(b.next.Pending) == 0 && len(b.next.Releasing) == 0 && b.next.Shrink == nil && b.d.Pause == PauseKeep && !b.next.Lowered &&
 			b.d.Replicas <= b.Group.Replicas // a min size is raised to without a claim
 		if quiet && !slices.ContainsFunc(b.Claims, hasMachine) {
 			b.d.Replicas = b.Group.Replicas

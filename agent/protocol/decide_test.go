@@ -60,9 +60,9 @@ func TestAShortageIsMadeGoodUpToTheMaxSize(t *testing.T) {
 	assert.Equal(t, three, Decide(s).Replicas)
 }
 
-// A cool-down keeps new claims out. One that was entered before is still owed its Machine.
+// A cool-down keeps new claims out. One that was entered before is still owed its Machine. A used-up quota lets nobody make one.
 func TestAClaimWhoseMachineJoinedUnseenIsOwedAnotherOne(t *testing.T) {
-	for reason, replicas := range map[eligibility.Reason]int32{"": 2, eligibility.CoolingDown: 2, eligibility.QuotaExceeded: 2, eligibility.Paused: 1} {
+	for reason, replicas := range map[eligibility.Reason]int32{"": 2, eligibility.CoolingDown: 2, eligibility.QuotaExceeded: 1, eligibility.Paused: 1} {
 		s := scene(1, &Ledger{Version: 1, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).
 			withClaim("c", v1alpha1.PhasePending, "").withMachine("joined", "", node)
 		if reason != "" {

@@ -195,3 +195,41 @@ func TestAPersonMayScaleAsOftenAsTheyLike(t *testing.T) {
 		})
 	}
 }
+
+func TestWhatIsNoToolsDoingFreezesNoGroup(t *testing.T) {
+	for name, change := range map[string]func(*Snapshot){
+		"a topology":                    func(s *Snapshot) { s.Group = s.Group.With(&eligibility.Refusal{Reason: eligibility.ReplicasOwned}) },
+		"a group that is none any more": func(s *Snapshot) { s.Group = s.Group.With(&eligibility.Refusal{Reason: eligibility.NotMember}) },
+		"a number below the min size":   func(s *Snapshot) { s.Group.Min = 9 },
+		"a clock that was far ahead": func(s *Snapshot) {
+			s.Ledger.Written = &Written{Replicas: 8, Restored: 1, Since: s.Now.Add(24 * time.Hour).Unix()}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := claimedGroup(5, 3, 8)
+			s.Ledger.Written = &Written{Replicas: 8, Restored: 1, Since: s.Now.Unix()}
+			s.Ledger.LastReplicas = 9
+			change(s)
+			d := Decide(s)
+			require.NotNil(t, d.Ledger)
+			assert.False(t, d.Ledger.Lowered)
+		})
+	}
+}
+
+// A ledger of an older agent knows no number yet.
+func TestTheFirstNumberThatIsSeenIsTheOneThatIsKept(t *testing.T) {
+	s := claimedGroup(5, 3, 8)
+	s.Ledger.LastReplicas = 9
+	assert.Equal(t, &Written{Replicas: 8}, syncs(t, s, s.Now, 8).Ledger.Written)
+}
+
+func TestWhatIsClaimed(t *testing.T) {
+	s := claimedGroup(2, 3, 6)
+	s.Ledger.Pending = map[string]Named{"waits": {}}
+	s.withClaim("waits", v1alpha1.PhasePending, "").withClaim("new", "", "") // the latter is entered now
+	s.withClaim("ends", v1alpha1.PhaseReleasing, "m-ends").withMachine("m-ends", "ends", node)
+	s.withMachine("m-lost", "lost", node) // whose object a move left behind
+	s.withClaim("bare", "", "").withMachine("m-bare", "bare", node)
+	assert.Equal(t, int32(3+1+1+1+1), Decide(s).Claimed)
+}

@@ -9,28 +9,31 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
 const (
-	// restoredWithin is the time in which a number that is set again twice is taken for a tool's.
-	restoredWithin = 10 * time.Minute
+	// restoredWithin is the time in which a number that is set again twice is taken for a tool's. Many tools look every ten minutes.
+	restoredWithin = time.Hour
 	// restoredOften is how often a number may be set again within it before that.
 	restoredOften = 2
 )
 
 // writtenBack notes what another writer made of replicas, and reports whether it is a tool that keeps them at a number of its own:
-// one that is set again whenever the agent has changed it. A person who scales sets a number once.
+// one that is set again whenever the agent has changed it. A person who scales seldom sets one number again and again; below the min size
+// the number is the agent's to raise. Of a topology that sets replicas, and of a group that is none any more, other reasons tell.
 func (b *books) writtenBack() bool {
-	now := b.Now.Unix()
 	was := b.next.Written
 	next := Written{Replicas: b.Group.Replicas}
-	if was != nil && was.Replicas == next.Replicas {
-		next.Restored, next.Since = 1, now
-		if was.Restored > 0 && now-was.Since < int64(restoredWithin/time.Second) {
-			next.Restored, next.Since = was.Restored+1, was.Since
-		}
-	}
 	b.next.Written = &next
+	others := b.Group.Has(eligibility.ReplicasOwned) || b.Group.Has(eligibility.NotMember) || b.Group.Has(eligibility.Deleting)
+	if was == nil || was.Replicas != next.Replicas || next.Replicas < b.next.Min || others {
+		return false
+	}
+	next.Restored, next.Since = 1, b.Now.Unix()
+	if ago := b.Now.Sub(time.Unix(was.Since, 0)).Abs(); was.Restored > 0 && ago < restoredWithin {
+		next.Restored, next.Since = was.Restored+1, was.Since
+	}
 	return next.Restored >= restoredOften
 }
 
@@ -47,8 +50,8 @@ func (b *books) describeLowering() string {
 }
 
 func (b *books) describeRestoring() string {
-	return fmt.Sprintf("%s keeps setting spec.replicas to %d, %d times within %s after the agent had changed it; %s",
-		b.otherWriter(), b.Group.Replicas, restoredOften, restoredWithin, unfreeze)
+	return fmt.Sprintf("%s keeps setting spec.replicas to %d: twice within an hour after the agent had changed it; %s",
+		b.otherWriter(), b.Group.Replicas, unfreeze)
 }
 
 const unfreeze = "the node group is frozen: take replicas out of the manifest, or have the tool ignore the field, then remove the annotation " +

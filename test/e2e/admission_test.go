@@ -70,7 +70,7 @@ func TestTheHubRefusesWhatNobodyMeans(t *testing.T) {
 		"the agent writes replicas":            {agent, group, `{"spec":{"replicas":0}}`, ""},
 		"the agent pauses":                     {agent, group, annotation(clusterv1.PausedAnnotation, `"x"`), ""},
 		"the agent changes a template":         {agent, group, `{"spec":{"template":{"spec":{"version":"v9.9.9"}}}}`, "the agent changes only replicas"},
-		"the agent unpauses":                   {agent, group, `{"spec":{"paused":true}}`, "the agent changes only replicas"},
+		"the agent pauses for good":            {agent, group, `{"spec":{"paused":true}}`, "the agent changes only replicas"},
 		"the agent takes a member's label":     {agent, group, unlabel(agentv1.MemberLabel), noLabels},
 		"the agent annotates for others":       {agent, group, annotation("example.com/note", `"x"`), "metadata.annotations: the agent"},
 		"the agent writes a MachineSet":        {agent, set, `{"spec":{"replicas":0}}`, ""},

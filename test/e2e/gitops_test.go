@@ -96,7 +96,7 @@ func TestReplicasThatAreWrittenBackFreezeTheGroup(t *testing.T) {
 	if testing.Short() {
 		t.Skip("not in the short run: a variant of the test above")
 	}
-	const floor, written = 4, 5
+	const floor, written = 7, 8
 	g := NewWithT(t)
 	leaveAsFound(t)
 	apply(t, w.Hub, manifests.CrowdHub)

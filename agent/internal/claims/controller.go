@@ -99,6 +99,7 @@ func (g *group) glance(ctx context.Context, s *protocol.Snapshot) (*protocol.Dec
 	var d *protocol.Decision
 	err := recovered(ctx, func() error {
 		d = g.engine.decide(s)
+		keepClaimed(s, d)
 		return nil
 	})
 	if bug, panicked := errors.AsType[*panicError](err); panicked {

@@ -60,3 +60,25 @@ func TestAFrozenGroupSaysSoAndEndsWhenTheAnnotationGoes(t *testing.T) {
 	require.NoError(t, e.Reader.Get(t.Context(), key, stored))
 	assert.Equal(t, int32(4), *stored.Spec.Replicas)
 }
+
+// Policies go by the number beside the ledger. A move, a restore and an older agent bring another one.
+func TestTheNumberOfClaimsBesideTheLedgerIsKeptTrue(t *testing.T) {
+	for name, annotations := range map[string]map[string]string{
+		"none":     {},
+		"too low":  {v1alpha1.ClaimedAnnotation: "0"},
+		"too high": {v1alpha1.ClaimedAnnotation: "7"},
+		"no such":  {v1alpha1.ClaimedAnnotation: "x"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			annotations[v1alpha1.LedgerAnnotation] = `{"v":1,"seq":1,"floor":0,"lastReplicas":1,"spare":0}`
+			m := machineOf("m")
+			m.Labels[v1alpha1.ClaimLabel] = "a"
+			e := engineWith(t, groupOf("small", 1, annotations), m, claimIn("", "a", v1alpha1.PhaseBound, "m"))
+			_, err := e.group(namespace, "small").run(t.Context())
+			require.NoError(t, err)
+			var md clusterv1.MachineDeployment
+			require.NoError(t, e.Reader.Get(t.Context(), types.NamespacedName{Namespace: namespace, Name: "small"}, &md))
+			assert.Equal(t, "1", md.Annotations[v1alpha1.ClaimedAnnotation])
+		})
+	}
+}

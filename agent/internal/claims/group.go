@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strconv"
 	"sync"
 	"time"
 
@@ -14,6 +15,7 @@ import (
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
@@ -214,6 +216,7 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 		}
 		s.SpareSince = g.spareSince
 		d := e.decide(s)
+		keepClaimed(s, d)
 		g.noteSpare(s, d)
 		g.queued = d.Queued
 
@@ -271,6 +274,14 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 		}
 	}
 	return 10 * time.Millisecond, nil
+}
+
+// keepClaimed writes the ledger as it is when what stands beside it of the claims is not true: a move, a restore or an older agent brings
+// another number, and a claim may end without a write.
+func keepClaimed(s *protocol.Snapshot, d *protocol.Decision) {
+	if d.Ledger == nil && s.Ledger != nil && s.Deployment.Annotations[v1alpha1.ClaimedAnnotation] != strconv.Itoa(int(d.Claimed)) {
+		d.Ledger = s.Ledger.Clone()
+	}
 }
 
 // batch returns the actions that come next: as many as one step does, others after some of those before failed.

@@ -414,7 +414,7 @@ func (w *world) human(group string, by int32) {
 	replicas := *md.Spec.Replicas + by
 	// Who sets one number again and again is a tool that the group is frozen for.
 	number := fmt.Sprintf("%s %d", group, replicas)
-	if at, before := w.scaled[number]; before && w.clock.Since(at) < time.Hour {
+	if at, before := w.scaled[number]; before && w.clock.Since(at) < 2*time.Hour {
 		return
 	}
 	if by < 0 {

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strconv"
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -477,6 +478,9 @@ func (w *world) checkGroupAtRest(group string) {
 	if *md.Spec.Replicas != want || len(w.machines(group)) != int(want) {
 		w.t.Fatalf("I2: group %s: replicas %d, Machines %d, floor %d + live claims %d\n%s",
 			group, *md.Spec.Replicas, len(w.machines(group)), w.floor(group), live, w.describe())
+	}
+	if claimed := strconv.Itoa(int(live - w.queued(group))); l != nil && md.Annotations[v1alpha1.ClaimedAnnotation] != claimed {
+		w.t.Fatalf("I2: group %s has %s claims with a replica, and says %q\n%s", group, claimed, md.Annotations[v1alpha1.ClaimedAnnotation], w.describe())
 	}
 	if _, paused := md.Annotations[clusterv1.PausedAnnotation]; paused {
 		w.t.Fatalf("I4: group %s was left paused\n%s", group, w.describe())

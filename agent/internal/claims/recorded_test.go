@@ -81,19 +81,22 @@ func TestARecordedGroupIsCarriedOnWith(t *testing.T) {
 		assert.Contains(t, s.Ledger.Releasing, uid, "nothing else is removed")
 	}
 	assert.Empty(t, d.Refused)
-	binds := 0
+	binds, releases := 0, 0
 	for _, a := range d.Actions {
 		switch a.Kind { //nolint:exhaustive // the others are not due
 		case protocol.Bind:
 			binds++
 			assert.Equal(t, a.Machine.UID, s.Ledger.Pending[a.Claim.Spec.ClaimID].UID)
 		case protocol.End:
+			releases++
 			assert.Equal(t, v1alpha1.PhaseReleasing, a.Claim.Status.Phase, "its Machine's instance is gone")
 		default:
 			assert.Equal(t, protocol.LowerSet, a.Kind)
 		}
 	}
 	assert.Equal(t, 2, binds)
+	assert.Equal(t, 2, releases)
+	assert.Len(t, next.Releasing, 2, "their replicas are still to be given back")
 }
 
 func recorded(t *testing.T, file string, into any) {

@@ -119,3 +119,8 @@ group: {{ .group }}
 ['cluster.x-k8s.io/paused', 'cluster.x-k8s.io/delete-machine', 'machine.cluster.x-k8s.io/exclude-node-draining',
 {{- " " }}'machine.cluster.x-k8s.io/exclude-wait-for-node-volume-detach', 'pre-terminate.delete.hook.machine.cluster.x-k8s.io/karpenter-capi']
 {{- end }}
+
+{{/* A CEL expression: the MachineDeployment that is named has a ledger, and it is its own. */}}
+{{- define "capi-agent.hasLedger" -}}
+{{ . }}.metadata.?annotations[?'agent.karpenter.cluster.x-k8s.io/ledger'].orValue('').contains('"of":"' + {{ . }}.metadata.namespace + '/' + {{ . }}.metadata.name + '"')
+{{- end }}

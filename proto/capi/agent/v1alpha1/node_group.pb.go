@@ -153,8 +153,8 @@ const (
 	UnavailableReason_UNAVAILABLE_REASON_INVALID UnavailableReason = 6
 	// A ResourceQuota of the Cluster's namespace leaves no room for another Machine.
 	UnavailableReason_UNAVAILABLE_REASON_QUOTA_EXCEEDED UnavailableReason = 7
-	// Another writer set the replicas below what is claimed. The group is frozen until a person has seen to it; the message names
-	// the writer and what to change.
+	// Another writer set the replicas below what is claimed, or keeps setting them to a number of its own. The group is frozen until a
+	// person has seen to it; the message names the writer and what to change.
 	UnavailableReason_UNAVAILABLE_REASON_REPLICAS_LOWERED UnavailableReason = 8
 )
 
