@@ -83,7 +83,7 @@ func TestARecordedGroupIsCarriedOnWith(t *testing.T) {
 	assert.Empty(t, d.Refused)
 	binds, releases := 0, 0
 	for _, a := range d.Actions {
-		switch a.Kind { //nolint:exhaustive // the others are not due
+		switch a.Kind {
 		case protocol.Bind:
 			binds++
 			assert.Equal(t, a.Machine.UID, s.Ledger.Pending[a.Claim.Spec.ClaimID].UID)

@@ -11,6 +11,8 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -94,6 +96,27 @@ func parsedWith(files *token.FileSet, folder string, replace map[string]string) 
 		parsed = append(parsed, file)
 	}
 	return parsed, nil
+}
+
+// TestThePageOfBugsNamesMutantsAndTests keeps each command in docs/bugs.md one that shows something.
+func TestThePageOfBugsNamesMutantsAndTests(t *testing.T) {
+	r := runner{root: source(t)}
+	page, err := os.ReadFile(filepath.Join(r.root, "docs", "bugs.md"))
+	require.NoError(t, err)
+	named := regexp.MustCompile(`make mutants MUTANTS_FLAGS="-run='([^"]+)'"`).FindAllStringSubmatch(string(page), -1)
+	require.NotEmpty(t, named)
+	for _, found := range named {
+		selected, err := regexp.Compile(found[1])
+		require.NoError(t, err)
+		assert.True(t, slices.ContainsFunc(mutants, func(m mutant) bool { return selected.MatchString(m.name) }), found[1])
+	}
+	tests := regexp.MustCompile(`go test \./(\S+) -run (\w+)`).FindAllStringSubmatch(string(page), -1)
+	require.NotEmpty(t, tests)
+	for _, found := range tests {
+		home, err := r.home(found[2])
+		require.NoError(t, err)
+		assert.Equal(t, found[1], home)
+	}
 }
 
 // TestTheQuickestMutantsAreCaught tries those that a few histories suffice for; `make mutants` tries all.
