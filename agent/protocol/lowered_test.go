@@ -233,3 +233,16 @@ func TestWhatIsClaimed(t *testing.T) {
 	s.withClaim("bare", "", "").withMachine("m-bare", "bare", node)
 	assert.Equal(t, int32(3+1+1+1+1), Decide(s).Claimed)
 }
+
+// Who copies a MachineDeployment copies its annotations.
+func TestANumberOfClaimsThatIsAnothersIsReplaced(t *testing.T) {
+	s := scene(2, nil)
+	assert.Nil(t, Decide(s).Ledger, "a ledger is not begun by being looked at")
+	s.Deployment.Annotations = map[string]string{v1alpha1.ClaimedAnnotation: "5"}
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.Zero(t, d.Claimed)
+	assert.Equal(t, int32(2), d.Ledger.Floor)
+	s.Group = s.Group.With(&eligibility.Refusal{Reason: eligibility.NotMember})
+	assert.Nil(t, Decide(s).Ledger, "nothing is written to what is no node group")
+}
