@@ -196,7 +196,8 @@ func (b *books) close() {
 	if b.Ledger == nil {
 		// A ledger is begun by the first claim, not by being looked at; one that was wiped is rebuilt.
 		_, foreign := b.Deployment.Annotations[v1alpha1.ClaimedAnnotation] // copied with a ledger that is another's: policies go by it
-		quiet := (!foreign || b.Group.Has(eligibility.NotMember)) && len(b.next.Pending) == 0 && len(b.next.Releasing) == 0 && b.next.Shrink == nil && b.d.Pause == PauseKeep && !b.next.Lowered &&
+		quiet := (!foreign || b.Group.Has(eligibility.NotMember)) &&
+			len(b.next.Pending) == 0 && len(b.next.Releasing) == 0 && b.next.Shrink == nil && b.d.Pause == PauseKeep && !b.next.Lowered &&
 			b.d.Replicas <= b.Group.Replicas // a min size is raised to without a claim
 		if quiet && !slices.ContainsFunc(b.Claims, hasMachine) {
 			b.d.Replicas = b.Group.Replicas
