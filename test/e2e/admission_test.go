@@ -18,7 +18,6 @@ import (
 
 	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
-	"github.com/karpenter-capi/karpenter-capi/test/manifests"
 )
 
 // TestTheHubRefusesWhatNobodyMeans runs as users that the admission policies of the agent's chart do not exempt. Every write is a dry
@@ -26,11 +25,7 @@ import (
 func TestTheHubRefusesWhatNobodyMeans(t *testing.T) {
 	shows(t, "admission: nobody lowers replicas below what is claimed, edits the ledger, or has the agent write more than it needs")
 	g := NewWithT(t)
-	leaveAsFound(t)
-	apply(t, w.Hub, manifests.CrowdHub)
-	apply(t, w.Spoke, manifests.CrowdSpoke, manifests.CrowdWorkload)
-	g.Expect(w.AwaitNodePool(within(t, soon), "crowd")).To(Succeed())
-	goHome(t, "crowd")
+	useCrowd(t)
 	scale(t, "crowd", 1)
 	await(t, 3*time.Minute, running(1))
 	g.Expect(crowdDeployment(t).Annotations).To(HaveKeyWithValue(agentv1.ClaimedAnnotation, "1"))

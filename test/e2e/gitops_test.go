@@ -22,7 +22,6 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	shimv1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
-	"github.com/karpenter-capi/karpenter-capi/test/manifests"
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
@@ -40,11 +39,7 @@ func TestReplicasWrittenBelowWhatIsClaimedFreezeTheGroup(t *testing.T) {
 	}
 	const floor, pods, written = 1, 3, 2
 	g := NewWithT(t)
-	leaveAsFound(t)
-	apply(t, w.Hub, manifests.CrowdHub)
-	apply(t, w.Spoke, manifests.CrowdSpoke, manifests.CrowdWorkload)
-	g.Expect(w.AwaitNodePool(within(t, soon), "crowd")).To(Succeed())
-	goHome(t, "crowd")
+	useCrowd(t)
 	patchGroup(t, "crowd", fmt.Sprintf(`{"spec":{"replicas":%d}}`, floor))
 	await(t, 2*time.Minute, crowdRuns(floor))
 	scale(t, "crowd", pods)
@@ -98,11 +93,7 @@ func TestReplicasThatAreWrittenBackFreezeTheGroup(t *testing.T) {
 	}
 	const floor, written = 7, 8
 	g := NewWithT(t)
-	leaveAsFound(t)
-	apply(t, w.Hub, manifests.CrowdHub)
-	apply(t, w.Spoke, manifests.CrowdSpoke, manifests.CrowdWorkload)
-	g.Expect(w.AwaitNodePool(within(t, soon), "crowd")).To(Succeed())
-	goHome(t, "crowd")
+	useCrowd(t)
 	patchGroup(t, "crowd", fmt.Sprintf(`{"spec":{"replicas":%d}}`, floor))
 	await(t, 2*time.Minute, crowdRuns(floor))
 	scale(t, "crowd", written-floor)

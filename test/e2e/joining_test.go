@@ -22,7 +22,6 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/journey"
-	"github.com/karpenter-capi/karpenter-capi/test/manifests"
 )
 
 // plannings is how often Karpenter looks at the pods anew before the test believes that it plans no more Nodes for them. It does so
@@ -34,11 +33,7 @@ const plannings = 3
 func TestNodesThatWaitForClusterAPIArePlannedOnce(t *testing.T) {
 	shows(t, "pods get one Node each although Cluster API is late to initialize it")
 	g := NewWithT(t)
-	leaveAsFound(t)
-	apply(t, w.Hub, manifests.CrowdHub)
-	apply(t, w.Spoke, manifests.CrowdSpoke, manifests.CrowdWorkload)
-	g.Expect(w.AwaitNodePool(within(t, soon), "crowd")).To(Succeed())
-	goHome(t, "crowd")
+	useCrowd(t)
 	template := &simv1.SimMachineTemplate{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: "crowd"}}
 	g.Expect(w.Hub.Patch(t.Context(), template, mergePatch(`{"spec":{"template":{"spec":{"stuckAt":"Join"}}}}`))).To(Succeed())
 

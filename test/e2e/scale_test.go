@@ -35,11 +35,7 @@ func TestAHundredPodsGetAHundredNodes(t *testing.T) {
 		t.Skip("not in the short run: about numbers")
 	}
 	g := NewWithT(t)
-	leaveAsFound(t)
-	apply(t, w.Hub, manifests.CrowdHub)
-	apply(t, w.Spoke, manifests.CrowdSpoke, manifests.CrowdWorkload)
-	g.Expect(w.AwaitNodePool(within(t, soon), "crowd")).To(Succeed())
-	goHome(t, "crowd")
+	useCrowd(t)
 
 	known := len(w.Recorder.State().Journeys)
 	for pods := range int32(singles) {

@@ -71,6 +71,18 @@ func TestAMistypedSizeRemovesNoMachine(t *testing.T) {
 	await(t, 3*time.Minute, crowdRuns(3))
 }
 
+// useCrowd makes the node group crowd for the test, with a NodePool and a Deployment of that name that has no pods yet.
+func useCrowd(t *testing.T) {
+	t.Helper()
+	leaveAsFound(t)
+	apply(t, w.Hub, manifests.CrowdHub)
+	apply(t, w.Spoke, manifests.CrowdSpoke, manifests.CrowdWorkload)
+	if err := w.AwaitNodePool(within(t, soon), "crowd"); err != nil {
+		t.Fatal(err)
+	}
+	goHome(t, "crowd")
+}
+
 // crowdRuns returns a condition: the node group crowd has so many Machines and replicas, and all of them run.
 func crowdRuns(machines int) func(journey.State) string {
 	return func(s journey.State) string {
