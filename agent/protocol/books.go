@@ -9,8 +9,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
-// books are a decision that is being made: what each Machine is, and who owns each replica, under the next ledger as far as it is
-// known. Sums are computed from what is entered, never passed on.
+// books is a decision in progress: the class of each Machine and the owner of each replica, under the next ledger so far. Sums are computed
+// from the entries, never passed from phase to phase.
 type books struct {
 	*Snapshot
 
@@ -19,7 +19,7 @@ type books struct {
 	budget *budget
 	// promised are the Machines that the next ledger names for pending claims.
 	promised map[types.UID]bool
-	// conditions are what free Machines are good for, as far as somebody asked: that depends on nothing that is decided.
+	// conditions caches the classes of free Machines, which do not depend on the ledger.
 	conditions map[types.UID]class
 	// labelOnly counts the Machines that have a replica by their label alone. It does not change after [books.meet].
 	labelOnly int32
@@ -199,7 +199,7 @@ func (b *books) release(m *clusterv1.Machine, r Release) bool {
 	return true
 }
 
-// giveBack notes that replicas are lowered for a Machine, or that nothing replaces it without that.
+// giveBack records that a Machine's replica is given back: by this decision, or by whoever lowered replicas before it.
 func (b *books) giveBack(uid types.UID) {
 	r := b.next.Releasing[uid]
 	r.GivenBack = true

@@ -37,8 +37,8 @@ type Decision struct {
 	Spare bool
 	// Removes says that the decision lowers replicas, or begins to remove Machines of its own choice. Both depend on the template.
 	Removes bool
-	// Unusable is how many free Machines beyond the floor no claim may have once the ledger is written, because something may run on
-	// them.
+	// Unusable is how many free Machines beyond the floor no claim may have once the ledger is written: something may run on them, or
+	// they will not come.
 	Unusable int32
 	// Unmet is how many claims wait for whom the max size allows no further replica.
 	Unmet int32

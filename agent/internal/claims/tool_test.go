@@ -68,7 +68,7 @@ func TestAToolThatKeepsReplicasIsStopped(t *testing.T) {
 			}
 			if md := w.md(group); *md.Spec.Replicas != number {
 				if restored++; restored > 3 && !frozen() {
-					w.t.Fatalf("the tool has written %d for the %d. time, and nobody minds\n%s", number, restored, w.describe())
+					w.t.Fatalf("the tool has written %d replicas %d times, and the group is not frozen\n%s", number, restored, w.describe())
 				}
 				md.Spec.Replicas = &number
 				w.must(w.hub.update(md, false))
