@@ -75,6 +75,9 @@ type Group struct {
 	// Refusals are all reasons why no claim may be made, whatever the size, the one that outlasts the others first. A group at
 	// its max size has none: its machines can still be handed from one claim to another; see [Group.Full].
 	Refusals []Refusal
+	// Suspended reports that the Cluster is paused, or does not exist: its objects may be on their way to another hub or coming back from a
+	// backup. Nothing is concluded then from one that is missing, and nothing is written.
+	Suspended bool
 	// Problems are the values that could not be used.
 	Problems []Problem
 }
@@ -147,6 +150,7 @@ func Of(md *clusterv1.MachineDeployment, cluster *clusterv1.Cluster) Group {
 	if !md.DeletionTimestamp.IsZero() {
 		refuse(Deleting, "the MachineDeployment is being deleted")
 	}
+	g.Suspended = suspended(md, cluster)
 	switch {
 	case cluster == nil:
 		refuse(Deleting, "Cluster %s does not exist", md.Spec.ClusterName)
@@ -197,9 +201,22 @@ func readSizes(g *Group, md *clusterv1.MachineDeployment, refuse func(reason Rea
 	}
 }
 
+// ClusterPaused reports whether Cluster API leaves all of a Cluster's objects alone, as it does while the Cluster is moved.
+func ClusterPaused(cluster *clusterv1.Cluster) bool {
+	return cluster.Spec.Paused != nil && *cluster.Spec.Paused
+}
+
+// suspended is [Group.Suspended]. What is left of a Cluster that is gone is let go.
+func suspended(md *clusterv1.MachineDeployment, cluster *clusterv1.Cluster) bool {
+	if cluster == nil {
+		return md.DeletionTimestamp.IsZero()
+	}
+	return ClusterPaused(cluster)
+}
+
 // pausedBy says who paused the group, or "" when nobody but the agent itself did.
 func pausedBy(md *clusterv1.MachineDeployment, cluster *clusterv1.Cluster) string {
-	if cluster != nil && cluster.Spec.Paused != nil && *cluster.Spec.Paused {
+	if cluster != nil && ClusterPaused(cluster) {
 		return fmt.Sprintf("Cluster %s is paused (spec.paused)", cluster.Name)
 	}
 	if md.Spec.Paused != nil && *md.Spec.Paused {

@@ -24,11 +24,7 @@ func (s *Snapshot) actOnClaims(d *Decision) {
 	if ledger == nil {
 		ledger = &Ledger{}
 	}
-	for _, m := range s.Lost {
-		if Alive(m) {
-			d.Actions = append(d.Actions, Action{Kind: Recreate, Machine: m})
-		}
-	}
+	s.recreate(d)
 	s.actOnForeign(d)
 	for _, c := range s.Claims {
 		if c.CurrentPhase() == v1alpha1.PhaseEnded {
@@ -44,7 +40,7 @@ func (s *Snapshot) actOnClaims(d *Decision) {
 		case "", v1alpha1.PhasePending:
 			if owned := s.labelled(id); owned != nil && Alive(owned) {
 				// Its status was lost; also when that was before its entry was dropped.
-				d.Actions = append(d.Actions, Action{Kind: Restore, Claim: c, Group: s.Deployment.UID, Machine: owned})
+				d.Actions = append(d.Actions, s.restore(c))
 			} else if entered {
 				s.actOnPending(d, c, named)
 			} else if refusal, refused := d.Refused[id]; refused {
@@ -61,7 +57,7 @@ func (s *Snapshot) actOnClaims(d *Decision) {
 		case v1alpha1.PhaseBound:
 			switch owned := s.labelled(id); {
 			case m == nil && owned != nil && Alive(owned):
-				d.Actions = append(d.Actions, Action{Kind: Restore, Claim: c, Group: s.Deployment.UID, Machine: owned}) // its status is of another Machine
+				d.Actions = append(d.Actions, s.restore(c)) // its status is of another Machine
 			case m == nil || DeletionCompleted(m):
 				s.endWithMachine(d, c)
 			case !Alive(m):
@@ -87,6 +83,15 @@ func (s *Snapshot) actOnClaims(d *Decision) {
 		case v1alpha1.PhaseReleasing:
 			s.actOnReleasing(d, c, m, named, entered)
 		case v1alpha1.PhaseEnded:
+		}
+	}
+}
+
+// recreate makes the objects of the claims again that Machines carry the labels of.
+func (s *Snapshot) recreate(d *Decision) {
+	for _, m := range s.Lost {
+		if Alive(m) {
+			d.Actions = append(d.Actions, Action{Kind: Recreate, Machine: m})
 		}
 	}
 }
@@ -145,11 +150,15 @@ func (s *Snapshot) actOnPending(d *Decision, c *v1alpha1.MachineClaim, named Nam
 	case c.Status.Phase == v1alpha1.PhasePending && named.UID == "" && s.judge(d, c, nil):
 		// It waited long enough.
 	case c.Status.Phase == "":
-		d.Actions = append(d.Actions, Action{Kind: MarkEntered, Claim: c, Group: s.Deployment.UID, Event: v1alpha1.Event{
-			Reason:  ReasonWaitingForMachine,
-			Message: fmt.Sprintf("a replica of MachineDeployment %s is accounted for; its Machine is on its way", c.Spec.NodeGroup),
-		}})
+		s.markEntered(d, c)
 	}
+}
+
+func (s *Snapshot) markEntered(d *Decision, c *v1alpha1.MachineClaim) {
+	d.Actions = append(d.Actions, Action{Kind: MarkEntered, Claim: c, Group: s.Deployment.UID, Event: v1alpha1.Event{
+		Reason:  ReasonWaitingForMachine,
+		Message: fmt.Sprintf("a replica of MachineDeployment %s is accounted for; its Machine is on its way", c.Spec.NodeGroup),
+	}})
 }
 
 func (s *Snapshot) actOnReleasing(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine, named Named, entered bool) {
@@ -157,7 +166,7 @@ func (s *Snapshot) actOnReleasing(d *Decision, c *v1alpha1.MachineClaim, m *clus
 	labelled := s.labelled(id)
 	switch {
 	case c.Status.Machine == nil && labelled != nil, m == nil && labelled != nil && Alive(labelled):
-		d.Actions = append(d.Actions, Action{Kind: Restore, Claim: c, Group: s.Deployment.UID, Machine: labelled}) // its status was lost before its release
+		d.Actions = append(d.Actions, s.restore(c)) // its status was lost before its release
 	case c.Status.Machine == nil:
 		if !entered && labelled == nil && c.Status.FailedAt != nil {
 			d.end(c, ReasonFailed, c.Status.Message)

@@ -33,6 +33,8 @@ type Decision struct {
 	// Actions are the writes on other objects that the snapshot's ledger permits. They are not to be done when the ledger
 	// has changed since.
 	Actions []Action
+	// Held reports that nothing is ordered and nothing removed until the world has been seen whole again.
+	Held bool
 	// Spare is whether there is a spare now, for the grace period; also while its release is only decided.
 	Spare bool
 	// Removes says that the decision lowers replicas, or begins to remove Machines of its own choice. Both depend on the template.
@@ -68,7 +70,7 @@ type Action struct {
 	Set     *clusterv1.MachineSet
 	// Group is the MachineDeployment's UID, which a claim that is entered or bound remembers.
 	Group types.UID
-	// Release is the record of the Machine that is held.
+	// Release is the record of the Machine that is held, or of the one whose claim is restored while it is being released.
 	Release Release
 	// UIDs are the Machines that a MachineSet is lowered for, Counts all those that the ledger lowers under pause.
 	UIDs, Counts []types.UID
@@ -143,6 +145,7 @@ const (
 	ReasonNodeGroupGone     = "NodeGroupGone"
 	ReasonNeverMade         = "NeverMade"
 	ReasonWriteRefused      = "WriteRefused"
+	ReasonStateLost         = "StateLost"
 )
 
 // Reasons of the Warning event on a MachineDeployment that is frozen.
@@ -156,6 +159,9 @@ const (
 // Decide computes the next step of the protocol. It depends on nothing but the snapshot.
 func Decide(s *Snapshot) *Decision {
 	s.prepare()
+	if why := s.held(); why != nil {
+		return s.wait(why)
+	}
 	b := s.open()
 	b.startReleases()
 	b.giveBacks()
@@ -206,7 +212,7 @@ func (b *books) close() {
 		b.d.Ledger = b.next
 		return
 	}
-	if b.d.Replicas != b.Group.Replicas || b.d.Pause != PauseKeep || !b.next.same(b.Ledger) {
+	if b.d.Replicas != b.Group.Replicas || b.d.Pause != PauseKeep || !b.next.same(b.Ledger) || b.moved() {
 		b.d.Ledger = b.next
 	}
 }

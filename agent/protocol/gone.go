@@ -22,6 +22,8 @@ func DecideGone(s *Snapshot) *Decision {
 		}
 		switch phase := c.CurrentPhase(); {
 		case phase == v1alpha1.PhaseEnded:
+		case s.carried(c):
+			s.actOnCarried(d, c)
 		case phase == v1alpha1.PhasePending:
 			d.Refused[c.Spec.ClaimID] = eligibility.Refusal{
 				NodeGroup: s.Deployment.Name, Reason: eligibility.Gone, Message: "the MachineDeployment was deleted",

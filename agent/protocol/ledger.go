@@ -89,6 +89,9 @@ type Release struct {
 	Set string `json:"set,omitempty"`
 	// GivenBack says that replicas were lowered for it.
 	GivenBack bool `json:"back,omitempty"`
+	// LoweredAs is the UID that the Machine had, before it was moved or restored, when its MachineSet was lowered for it; empty when it
+	// was not.
+	LoweredAs types.UID `json:"as,omitempty"`
 	// Generation of the MachineDeployment that the lowering made. The Machine is let go once Cluster API observed it.
 	Generation int64 `json:"gen,omitempty"`
 }

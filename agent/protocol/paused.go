@@ -28,7 +28,7 @@ func (b *books) giveBackPaused(ready []types.UID) {
 	}
 	begun = slices.DeleteFunc(begun, func(uid types.UID) bool {
 		// Somebody took our finalizer off before its MachineSet was lowered: it is being replaced, so nothing may be lowered.
-		lost := b.machine(uid) == nil && !b.lowered(b.next.Releasing[uid].Set, uid)
+		lost := b.machine(uid) == nil && !b.lowered(uid)
 		if lost {
 			delete(b.next.Releasing, uid)
 		}
@@ -57,20 +57,19 @@ func (b *books) giveBackPaused(ready []types.UID) {
 // for those Machines, and what replaces them is a spare. It returns the others. Nothing changes the numbers meanwhile, as the
 // MachineDeployment is paused.
 func (b *books) skipReplaced(begun []types.UID) []types.UID {
-	lowered := func(uid types.UID) bool { return b.lowered(b.next.Releasing[uid].Set, uid) }
 	after, excess := map[string]int32{}, map[string]int32{} // by MachineSet: replicas once all is lowered; Machines beyond them
 	for _, set := range b.Sets {
 		after[set.Name], excess[set.Name] = ReplicasOf(set), -ReplicasOf(set)
 	}
 	for _, m := range b.Machines {
-		if !b.next.Releasing[m.UID].GivenBack && (!slices.Contains(begun, m.UID) || !lowered(m.UID)) {
+		if !b.next.Releasing[m.UID].GivenBack && (!slices.Contains(begun, m.UID) || !b.lowered(m.UID)) {
 			excess[SetOf(m)]++
 		}
 	}
 	left := slices.DeleteFunc(slices.Clone(begun), func(uid types.UID) bool {
 		name := b.next.Releasing[uid].Set
 		switch {
-		case lowered(uid):
+		case b.lowered(uid):
 			return false
 		case excess[name] > 0 && b.machine(uid) != nil:
 			excess[name]--
@@ -84,7 +83,7 @@ func (b *books) skipReplaced(begun []types.UID) []types.UID {
 	for _, uid := range slices.Clone(left) {
 		name := b.next.Releasing[uid].Set
 		most := slices.Max(append(slices.Collect(maps.Values(after)), 0))
-		if !lowered(uid) && most > b.d.Replicas-Count(left) {
+		if !b.lowered(uid) && most > b.d.Replicas-Count(left) {
 			after[name]++
 			b.giveBack(uid)
 			left = slices.DeleteFunc(left, func(other types.UID) bool { return other == uid })
@@ -131,7 +130,7 @@ func (b *books) setsLowered(begun []types.UID) bool {
 		name := b.next.Releasing[uid].Set
 		set := b.set(name)
 		switch {
-		case !b.lowered(name, uid):
+		case !b.lowered(uid):
 			missing[name] = append(missing[name], uid)
 			done = false
 		case set != nil && set.Status.ObservedGeneration < set.Generation:
@@ -156,9 +155,10 @@ func (s *Snapshot) set(name string) *clusterv1.MachineSet {
 }
 
 // lowered reports whether the MachineSet has given the Machine's replica back under pause; one that is gone has.
-func (s *Snapshot) lowered(set string, uid types.UID) bool {
-	found := s.set(set)
-	return found == nil || slices.Contains(ReleasedFrom(found), uid)
+func (b *books) lowered(uid types.UID) bool {
+	r := b.next.Releasing[uid]
+	found := b.set(r.Set)
+	return found == nil || slices.Contains(ReleasedFrom(found), uid) || r.LoweredAs != "" && slices.Contains(ReleasedFrom(found), r.LoweredAs)
 }
 
 // IsPaused reports whether Cluster API says that it leaves the object of these conditions alone.

@@ -31,6 +31,10 @@ type Snapshot struct {
 	// Foreign are claims of a MachineDeployment of another Cluster that had this one's name before, Strays their Machines.
 	Foreign []*v1alpha1.MachineClaim
 	Strays  []*clusterv1.Machine
+	// ClusterUID is the present UID of the Cluster; empty when it is not known.
+	ClusterUID types.UID
+	// Synced reports that the holder's live set was taken since the MachineDeployment was made.
+	Synced bool
 	// Unregistered reports whether the holder reported that the Node of this provider ID still carries the unregistered taint.
 	Unregistered func(providerID string) bool
 
@@ -60,6 +64,7 @@ type Snapshot struct {
 func (s *Snapshot) prepare() {
 	defer func() {
 		s.index()
+		s.rename()
 		s.separate()
 	}()
 	slices.SortFunc(s.Claims, func(a, b *v1alpha1.MachineClaim) int {

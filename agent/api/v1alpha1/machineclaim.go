@@ -7,9 +7,10 @@ import (
 
 // MachineClaim anchors one claim: the right of one (Cluster, claim id) to exactly one Machine of one MachineDeployment. Its
 // creation is the compare-and-swap that decides which node group a claim belongs to. The agent makes, changes and removes
-// it; people read it.
+// it; people read it. `clusterctl move` takes it along with its Cluster.
 //
 // +kubebuilder:object:root=true
+// +kubebuilder:metadata:labels="clusterctl.cluster.x-k8s.io="
 // +kubebuilder:resource:categories=cluster-api,shortName=mcl
 // +kubebuilder:subresource:status
 // +kubebuilder:selectablefield:JSONPath=`.status.phase`
@@ -41,6 +42,12 @@ type MachineClaimSpec struct {
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="clusterName is immutable"
 	ClusterName string `json:"clusterName"`
+	// clusterUID is the UID of the Cluster that the claim was made for. A claim without a status whose Cluster has another UID was moved
+	// or restored together with it, and lost its status on the way: what it had is found from its Machine and the ledger. Empty in claims
+	// of older agents. Immutable.
+	// +optional
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="clusterUID is immutable"
+	ClusterUID types.UID `json:"clusterUID,omitempty"`
 	// claimID is the caller's id, unique in the Cluster. Immutable.
 	// +required
 	// +kubebuilder:validation:MinLength=1

@@ -154,6 +154,7 @@ type Engine struct {
 	mu           sync.Mutex
 	groups       map[types.NamespacedName]*group
 	unregistered map[types.NamespacedName]unregistered // by Cluster
+	synced       map[types.NamespacedName]time.Time    // when a holder's live set of the Cluster was last taken
 	censuses     map[types.NamespacedName]census       // by Cluster
 }
 
@@ -180,7 +181,7 @@ func New(c Config) *Engine {
 	return &Engine{
 		Config: c, started: c.Clock.Now(), spawn: func(run func()) { go run() }, parallel: parallelWrites, decide: protocol.Decide,
 		groups: map[types.NamespacedName]*group{}, unregistered: map[types.NamespacedName]unregistered{},
-		censuses: map[types.NamespacedName]census{},
+		synced: map[types.NamespacedName]time.Time{}, censuses: map[types.NamespacedName]census{},
 	}
 }
 
@@ -239,8 +240,11 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 	switch {
 	case full != nil || apierrors.IsAlreadyExists(err):
 		existing, err := e.stored(ctx, key)
-		if full != nil && errors.Is(err, ErrNotFound) {
+		switch gone := errors.Is(err, ErrNotFound); {
+		case gone && full != nil:
 			return nil, full
+		case gone:
+			return nil, fmt.Errorf("reading the claim that was there already: %w", ErrConflict) // somebody deleted it since
 		}
 		if err != nil {
 			return nil, err
@@ -290,6 +294,7 @@ func (e *Engine) newClaim(r Request, cluster *clusterv1.Cluster, nodeGroup strin
 		},
 		Spec: v1alpha1.MachineClaimSpec{
 			ClusterName: r.Cluster,
+			ClusterUID:  cluster.UID,
 			ClaimID:     r.ID,
 			Holder:      r.Holder,
 			Spoke:       r.Spoke,
@@ -398,6 +403,9 @@ func (e *Engine) follow(ctx context.Context, c *v1alpha1.MachineClaim, may Holde
 			return c, nil
 		}
 	}
+	if err := e.known(ctx, c); err != nil {
+		return nil, err
+	}
 	return e.enter(ctx, c)
 }
 
@@ -473,8 +481,8 @@ func (e *Engine) endUnplaced(ctx context.Context, c *v1alpha1.MachineClaim, refu
 }
 
 // Release asks for the claim's end and returns it. Of a claim that is unknown it makes a tombstone, so that a call to make the
-// claim that comes late is refused; nil when the Cluster does not exist either. Errors: [ErrForeignHolder], [*TooManyError],
-// [ErrConflict], or the API server's.
+// claim that comes late is refused. Errors: [ErrForeignHolder], [*TooManyError], [ErrConflict], [ErrClusterPaused], of an unknown claim
+// [ErrUnknownCluster], or the API server's.
 func (e *Engine) Release(ctx context.Context, key Key, o ReleaseOptions) (*v1alpha1.MachineClaim, error) {
 	reason := v1alpha1.Event{Reason: protocol.ReasonReleaseRequested, Message: o.Reason}
 	if reason.Message == "" {
@@ -485,7 +493,7 @@ func (e *Engine) Release(ctx context.Context, key Key, o ReleaseOptions) (*v1alp
 
 func (e *Engine) release(ctx context.Context, key Key, o ReleaseOptions, why v1alpha1.Event) (*v1alpha1.MachineClaim, error) {
 	for attempt := 0; ; attempt++ {
-		c, err := e.Get(ctx, key)
+		c, err := e.find(ctx, key)
 		if errors.Is(err, ErrNotFound) {
 			c, err := e.bury(ctx, key, why.Message)
 			if errors.Is(err, ErrConflict) && attempt < 5 {
@@ -508,6 +516,12 @@ func (e *Engine) release(ctx context.Context, key Key, o ReleaseOptions, why v1a
 		if c.Status.Phase == v1alpha1.PhaseReleasing && (c.Status.Drained || !o.Drained) {
 			e.group(c.Namespace, c.Spec.NodeGroup).kick()
 			return c, nil
+		}
+		// A move that is under way would lose it, as it is kept in the status alone until the ledger has it.
+		if cluster, err := e.cluster(ctx, key.Namespace, key.Cluster); err != nil {
+			return nil, err
+		} else if cluster != nil && eligibility.ClusterPaused(cluster) {
+			return nil, ErrClusterPaused
 		}
 		first := c.Status.Phase != v1alpha1.PhaseReleasing
 		c.Status.Phase = v1alpha1.PhaseReleasing
@@ -534,13 +548,70 @@ func (e *Engine) release(ctx context.Context, key Key, o ReleaseOptions, why v1a
 }
 
 // Get returns the claim as the API server has it, or [ErrNotFound]. One whose object was lost is made again, if a Machine carries
-// its label.
+// its label. Other errors: [ErrUnknownCluster], [ErrClusterPaused], [ErrRestoring], or the API server's.
 func (e *Engine) Get(ctx context.Context, key Key) (*v1alpha1.MachineClaim, error) {
-	c, err := e.stored(ctx, key)
-	if errors.Is(err, ErrNotFound) {
-		return e.remember(ctx, key)
+	c, err := e.find(ctx, key)
+	if err != nil {
+		return nil, err
 	}
-	return c, err
+	return c, e.known(ctx, c)
+}
+
+// find is [Engine.Get] for callers that do not mind what the claim has.
+func (e *Engine) find(ctx context.Context, key Key) (*v1alpha1.MachineClaim, error) {
+	c, err := e.stored(ctx, key)
+	if !errors.Is(err, ErrNotFound) {
+		return c, err
+	}
+	if _, err := e.Whole(ctx, types.NamespacedName{Namespace: key.Namespace, Name: key.Cluster}); err != nil {
+		return nil, err
+	}
+	return e.remember(ctx, key)
+}
+
+// known returns [ErrRestoring] when the claim was moved or restored without its status.
+func (e *Engine) known(ctx context.Context, c *v1alpha1.MachineClaim) error {
+	if c.CurrentPhase() != v1alpha1.PhasePending || c.Status.Phase != "" {
+		return nil
+	}
+	cluster, err := e.cluster(ctx, c.Namespace, c.Spec.ClusterName)
+	if err == nil && cluster != nil && protocol.Carried(c, cluster.UID) {
+		err = ErrRestoring
+	}
+	return err
+}
+
+// Whole returns the Cluster when what is missing of it can be taken for gone: the API server has the Cluster, and it is not paused. That
+// holds for what was read before the call. Errors: [ErrUnknownCluster], [ErrClusterPaused], or the API server's.
+func (e *Engine) Whole(ctx context.Context, key types.NamespacedName) (*clusterv1.Cluster, error) {
+	cluster, err := e.liveCluster(ctx, key)
+	switch {
+	case err != nil:
+		return nil, err
+	case cluster == nil:
+		return nil, ErrUnknownCluster
+	case eligibility.ClusterPaused(cluster):
+		return nil, ErrClusterPaused
+	}
+	return cluster, nil
+}
+
+// liveCluster returns the Cluster as the API server has it, nil when there is none.
+func (e *Engine) liveCluster(ctx context.Context, key types.NamespacedName) (*clusterv1.Cluster, error) {
+	var cluster clusterv1.Cluster
+	if err := e.Reader.Get(ctx, key, &cluster); apierrors.IsNotFound(err) {
+		return nil, nil //nolint:nilnil // documented
+	} else if err != nil {
+		return nil, fmt.Errorf("reading Cluster %s: %w", key, err)
+	}
+	return &cluster, nil
+}
+
+// syncedAfter reports whether a live set of the Cluster was taken by this process after a time.
+func (e *Engine) syncedAfter(cluster types.NamespacedName, at time.Time) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.synced[cluster].After(at)
 }
 
 // stored returns the claim as the API server has it, or [ErrNotFound].
@@ -563,7 +634,8 @@ type ListOptions struct {
 	IncludeEnded bool
 }
 
-// List returns the claims as the API server has them, oldest first, and, for one holder, a token for [Engine.Sync].
+// List returns the claims as the API server has them, oldest first, and, for one holder, a token for [Engine.Sync]. They are all there
+// are, and what they have is known, or it is an error: [ErrUnknownCluster], [ErrClusterPaused], [ErrRestoring], or the API server's.
 func (e *Engine) List(ctx context.Context, o ListOptions) ([]v1alpha1.MachineClaim, string, error) {
 	begun := e.Clock.Now()
 	selector := client.MatchingLabels{v1alpha1.ClusterLabel: o.Cluster}
@@ -577,6 +649,13 @@ func (e *Engine) List(ctx context.Context, o ListOptions) ([]v1alpha1.MachineCla
 	var list v1alpha1.MachineClaimList
 	if err := e.Reader.List(ctx, &list, options...); err != nil {
 		return nil, "", fmt.Errorf("listing claims: %w", err)
+	}
+	cluster, err := e.Whole(ctx, types.NamespacedName{Namespace: o.Namespace, Name: o.Cluster})
+	if err != nil {
+		return nil, "", err
+	}
+	if slices.ContainsFunc(list.Items, func(c v1alpha1.MachineClaim) bool { return protocol.Carried(&c, cluster.UID) }) {
+		return nil, "", ErrRestoring
 	}
 	items := slices.DeleteFunc(list.Items, func(c v1alpha1.MachineClaim) bool {
 		return c.Spec.ClusterName != o.Cluster || o.Holder != "" && c.Spec.Holder != o.Holder ||

@@ -24,6 +24,11 @@ var (
 	ErrForeignHolder = errors.New("the claim is another holder's, which this identity may not act as")
 	// ErrUnknownCluster means that the Cluster does not exist.
 	ErrUnknownCluster = errors.New("the Cluster does not exist")
+	// ErrClusterPaused means that the Cluster is paused: its objects may be on their way to another hub, and nothing is concluded from one
+	// that is missing.
+	ErrClusterPaused = errors.New("the Cluster is paused (spec.paused), so that what is missing may be on its way to another hub; unpause it")
+	// ErrRestoring means that the Cluster was moved, or restored, and that it is not known yet what its claims have.
+	ErrRestoring = errors.New("the Cluster was moved or restored, and what its claims have is still being found out")
 )
 
 // ForeignSpokeError means that a live set was read in another cluster than the one that the holder's claims were made from, and has

@@ -279,7 +279,7 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 // keepClaimed writes the ledger as it is when what stands beside it of the claims is not true: a move, a restore or an older agent brings
 // another number, and a claim may end without a write.
 func keepClaimed(s *protocol.Snapshot, d *protocol.Decision) {
-	if d.Ledger == nil && s.Ledger != nil && s.Deployment.Annotations[v1alpha1.ClaimedAnnotation] != strconv.Itoa(int(d.Claimed)) {
+	if d.Ledger == nil && !d.Held && s.Ledger != nil && s.Deployment.Annotations[v1alpha1.ClaimedAnnotation] != strconv.Itoa(int(d.Claimed)) {
 		d.Ledger = s.Ledger.Clone()
 	}
 }
@@ -408,10 +408,37 @@ func (g *group) settleGone(ctx context.Context) (time.Duration, error) {
 	if err := e.readParts(ctx, live, g.key, s); err != nil {
 		return 0, err
 	}
+	if held, err := g.goneForAMove(ctx, s); held || err != nil {
+		return suspendedLook, err
+	}
 	d := protocol.DecideGone(s)
 	for id, refusal := range d.Refused {
 		g.answer(id, outcome{refusal: &refusal})
 	}
 	_, err := e.perform(ctx, s, d.Actions)
 	return d.Again, err
+}
+
+// suspendedLook is when the claims of a MachineDeployment that is gone are looked at again whose Cluster is paused.
+const suspendedLook = 10 * time.Second
+
+// goneForAMove reports whether nothing is concluded from it that the MachineDeployment is gone: its Cluster is paused, or gone as well, as
+// when both have moved to another hub. Its claims go with the Cluster. It completes the snapshot otherwise.
+func (g *group) goneForAMove(ctx context.Context, s *protocol.Snapshot) (bool, error) {
+	if len(s.Claims) == 0 {
+		return false, nil
+	}
+	key := types.NamespacedName{Namespace: g.key.Namespace, Name: s.Claims[0].Spec.ClusterName}
+	cluster, err := g.engine.Whole(ctx, key)
+	switch {
+	case errors.Is(err, ErrUnknownCluster), errors.Is(err, ErrClusterPaused):
+		for _, c := range s.Claims {
+			g.answer(c.Spec.ClaimID, outcome{err: err})
+		}
+		return true, nil
+	case err != nil:
+		return false, err
+	}
+	s.ClusterUID = cluster.UID
+	return false, nil
 }

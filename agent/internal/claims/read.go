@@ -48,7 +48,6 @@ func (e *Engine) read(ctx context.Context, from view, key types.NamespacedName) 
 	}
 	s := &protocol.Snapshot{
 		Deployment:   &md,
-		Group:        eligibility.Of(&md, cluster),
 		Now:          e.Clock.Now(),
 		Unregistered: e.unregisteredIn(key.Namespace, md.Spec.ClusterName),
 		SpareGrace:   e.SpareGrace,
@@ -65,6 +64,18 @@ func (e *Engine) read(ctx context.Context, from view, key types.NamespacedName) 
 	}
 	if err := e.readParts(ctx, from, key, s); err != nil {
 		return nil, err
+	}
+	// Machines vanish while a Cluster is moved, after it was paused: before anything is concluded from one that is missing, the API server
+	// is asked whether it is.
+	if from == live && s.Lacks() {
+		if cluster, err = e.liveCluster(ctx, types.NamespacedName{Namespace: key.Namespace, Name: md.Spec.ClusterName}); err != nil {
+			return nil, err
+		}
+	}
+	s.Group = eligibility.Of(&md, cluster)
+	if cluster != nil {
+		s.ClusterUID = cluster.UID
+		s.Synced = e.syncedAfter(client.ObjectKeyFromObject(cluster), md.CreationTimestamp.Time)
 	}
 	if s.MadeAgain() {
 		log.FromContext(ctx).Info("the MachineDeployment was made again with the ledger of the one before it; it is rebuilt", "machineDeployment", key)

@@ -48,8 +48,8 @@ type SyncResult struct {
 }
 
 // Sync releases the holder's claims that the token's listing held, that are older than it, that are not in the live set, and that
-// nothing speaks against. Errors: [ErrInvalidToken], [ErrStaleToken], [*ForeignSpokeError], or the API server's; then some may have been
-// released, and the call can be repeated.
+// nothing speaks against. Errors: [ErrInvalidToken], [ErrStaleToken], [*ForeignSpokeError], those of [Engine.List], or the API server's;
+// then some may have been released, and the call can be repeated.
 func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
 	taken, err := e.parseToken(r)
 	if err != nil {
@@ -106,6 +106,11 @@ func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
 		}
 	}
 	e.writeNotes(ctx, notes)
+	if r.Spoke != "" {
+		e.mu.Lock()
+		e.synced[types.NamespacedName{Namespace: r.Namespace, Name: r.Cluster}] = e.Clock.Now()
+		e.mu.Unlock()
+	}
 	return result, nil
 }
 

@@ -23,13 +23,16 @@ import (
 // neverMade is what a tombstone says whose status was not written.
 const neverMade = "it was released before it was made"
 
-// bury makes the tombstone of a claim that nobody knows: a MachineClaim that belongs to no node group. Nil when the Cluster
-// does not exist. [ErrConflict] means that the claim exists after all, [*TooManyError] that there are too many tombstones: the
+// bury makes the tombstone of a claim that nobody knows: a MachineClaim that belongs to no node group. [ErrUnknownCluster] means that the
+// Cluster does not exist, [ErrConflict] means that the claim exists after all, [*TooManyError] that there are too many tombstones: the
 // release has not happened then, as nothing would refuse a call to make the claim that comes late.
 func (e *Engine) bury(ctx context.Context, key Key, why string) (*v1alpha1.MachineClaim, error) {
 	cluster, err := e.cluster(ctx, key.Namespace, key.Cluster)
-	if err != nil || cluster == nil {
+	if err != nil {
 		return nil, err
+	}
+	if cluster == nil {
+		return nil, ErrUnknownCluster
 	}
 	if err := e.room(ctx, client.ObjectKeyFromObject(cluster), true); err != nil {
 		return nil, err

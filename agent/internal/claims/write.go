@@ -342,6 +342,10 @@ func (e *Engine) restore(ctx context.Context, a protocol.Action) error {
 	if c.Status.Phase != v1alpha1.PhaseReleasing {
 		c.Status.Phase = v1alpha1.PhaseBound
 	}
+	if a.Release.Machine != "" {
+		c.Status.Phase, c.Status.Drained = v1alpha1.PhaseReleasing, a.Release.Drained
+		c.Status.ReleasedAt = new(metav1.NewTime(e.Clock.Now()))
+	}
 	c.Status.Machine = &v1alpha1.MachineReference{
 		Name: a.Machine.Name, UID: a.Machine.UID, ProviderID: a.Machine.Spec.ProviderID, NodeName: a.Machine.Status.NodeRef.Name,
 	}
@@ -561,6 +565,11 @@ func (e *Engine) endClaim(ctx context.Context, claim *v1alpha1.MachineClaim, why
 
 // moveOn moves a claim to its next candidate that takes it, or ends it.
 func (e *Engine) moveOn(ctx context.Context, a protocol.Action) error {
+	if err := e.known(ctx, a.Claim); errors.Is(err, ErrRestoring) {
+		return nil // the next step ends it, or gives it its status again
+	} else if err != nil {
+		return err
+	}
 	next, err := e.nextCandidate(ctx, a.Claim)
 	if err != nil {
 		return err

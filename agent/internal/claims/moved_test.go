@@ -1,0 +1,199 @@
+package claims
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
+)
+
+var clusterKey = types.NamespacedName{Namespace: namespace, Name: clusterName}
+
+// movingClaim is a claim as it is stored.
+func movingClaim(id string, phase v1alpha1.Phase, machine string, change func(*v1alpha1.MachineClaim)) *v1alpha1.MachineClaim {
+	c := &v1alpha1.MachineClaim{
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: namespace, Name: v1alpha1.ObjectName(clusterName, id),
+			Labels: map[string]string{
+				v1alpha1.ClusterLabel: clusterName, v1alpha1.NodeGroupLabel: "small", v1alpha1.HolderLabel: holder,
+			},
+		},
+		Spec: v1alpha1.MachineClaimSpec{
+			ClusterName: clusterName, ClaimID: id, Holder: holder, NodeGroup: "small", Candidates: []string{"small"}, Spoke: spoke,
+		},
+		Status: v1alpha1.MachineClaimStatus{Phase: phase},
+	}
+	if machine != "" {
+		c.Status.Machine = &v1alpha1.MachineReference{Name: machine, UID: types.UID(machine)}
+	}
+	if change != nil {
+		change(c)
+	}
+	return c
+}
+
+func setCluster(t *testing.T, e *Engine, change func(*clusterv1.Cluster)) {
+	t.Helper()
+	var cluster clusterv1.Cluster
+	require.NoError(t, e.Client.Get(t.Context(), clusterKey, &cluster))
+	change(&cluster)
+	require.NoError(t, e.Client.Update(t.Context(), &cluster))
+}
+
+func pause(cluster *clusterv1.Cluster) { cluster.Spec.Paused = new(true) }
+
+// asked is what a holder draws conclusions from.
+func asked(e *Engine) map[string]func(context.Context) error {
+	key := Key{Namespace: namespace, Cluster: clusterName, ID: "vanished"}
+	return map[string]func(context.Context) error{
+		"get":     func(ctx context.Context) error { _, err := e.Get(ctx, key); return err },
+		"release": func(ctx context.Context) error { _, err := e.Release(ctx, key, ReleaseOptions{}); return err },
+		"list": func(ctx context.Context) error {
+			_, _, err := e.List(ctx, ListOptions{Namespace: namespace, Cluster: clusterName, Holder: holder})
+			return err
+		},
+		"sync": func(ctx context.Context) error {
+			o := ListOptions{Namespace: namespace, Cluster: clusterName, Holder: holder}
+			_, err := e.Sync(ctx, SyncRequest{
+				Namespace: namespace, Cluster: clusterName, Holder: holder, Spoke: spoke, Token: newToken(o, e.Clock.Now(), nil).encode(),
+			})
+			return err
+		},
+	}
+}
+
+// While a Cluster is moved its objects vanish, first under a pause, in the end with the Cluster.
+func TestNobodyIsToldThatAClaimIsGoneWhileItsClusterIsOnItsWay(t *testing.T) {
+	for name, test := range map[string]struct {
+		change func(*testing.T, *Engine)
+		err    error
+	}{
+		"paused": {func(t *testing.T, e *Engine) { setCluster(t, e, pause) }, ErrClusterPaused},
+		"gone": {func(t *testing.T, e *Engine) {
+			require.NoError(t, e.Client.Delete(t.Context(), &clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: clusterName}}))
+		}, ErrUnknownCluster},
+	} {
+		e := engineWith(t, groupOf("small", 0, nil))
+		test.change(t, e)
+		for call, ask := range asked(e) {
+			t.Run(name+" "+call, func(t *testing.T) { require.ErrorIs(t, ask(t.Context()), test.err) })
+		}
+		var claims v1alpha1.MachineClaimList
+		require.NoError(t, e.Client.List(t.Context(), &claims))
+		assert.Empty(t, claims.Items, "no tombstone is made of a claim that may live in another hub")
+	}
+}
+
+// A release is kept in the claim's status until the ledger has it, and a move loses that.
+func TestAReleaseIsNotTakenWhileTheClusterIsPaused(t *testing.T) {
+	e := engineWith(t, groupOf("small", 1, nil), movingClaim("c", v1alpha1.PhaseBound, "m", nil), machineOf("m"))
+	setCluster(t, e, pause)
+	_, err := e.Release(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"}, ReleaseOptions{})
+	require.ErrorIs(t, err, ErrClusterPaused)
+	c, err := e.Get(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
+	require.NoError(t, err)
+	assert.Equal(t, v1alpha1.PhaseBound, c.CurrentPhase())
+}
+
+// A claim without a status looks like one that was made just now. Whoever lists it would miss the machine that it has.
+func TestAClaimIsNotShownBeforeItIsKnownWhatItHas(t *testing.T) {
+	e := engineWith(t, groupOf("small", 1, nil), movingClaim("vanished", "", "", func(c *v1alpha1.MachineClaim) { c.Spec.ClusterUID = "before" }))
+	setCluster(t, e, func(c *clusterv1.Cluster) { c.UID = "after" })
+	for call, ask := range asked(e) {
+		if call == "release" {
+			continue // it asks for what the caller wants in any case
+		}
+		t.Run(call, func(t *testing.T) { require.ErrorIs(t, ask(t.Context()), ErrRestoring) })
+	}
+	_, err := e.Create(t.Context(), Request{
+		Namespace: namespace, Cluster: clusterName, ID: "vanished", Holder: holder, Candidates: []string{"small"},
+	})
+	require.ErrorIs(t, err, ErrRestoring)
+}
+
+// Claims say of which life of their Cluster they are.
+func TestAClaimRemembersItsCluster(t *testing.T) {
+	e := engineWith(t, groupOf("small", 0, nil))
+	setCluster(t, e, func(c *clusterv1.Cluster) { c.UID = "now" })
+	e.spawn = func(run func()) { run() }
+	c, err := e.Create(t.Context(), Request{Namespace: namespace, Cluster: clusterName, ID: "c", Holder: holder, Candidates: []string{"small"}})
+	require.NoError(t, err)
+	assert.Equal(t, types.UID("now"), c.Spec.ClusterUID)
+}
+
+// The cache may not show yet that the Cluster was paused before its Machines vanished.
+func TestAMachineThatVanishesUnderAPauseThatTheCacheDoesNotShowIsNotLost(t *testing.T) {
+	ledger := &protocol.Ledger{Version: 1, Seq: 1, LastReplicas: 1}
+	e := engineWith(t,
+		groupOf("small", 1, map[string]string{v1alpha1.LedgerAnnotation: ledger.Encode(), v1alpha1.ClaimedAnnotation: "1"}),
+		movingClaim("c", v1alpha1.PhaseBound, "vanished", nil))
+	hub := e.Client.(client.WithWatch) //nolint:forcetypeassert // the fake is one
+	setCluster(t, e, pause)
+	e.Client = interceptor.NewClient(hub, interceptor.Funcs{
+		Get: func(ctx context.Context, c client.WithWatch, key client.ObjectKey, o client.Object, opts ...client.GetOption) error {
+			err := c.Get(ctx, key, o, opts...)
+			if cluster, ok := o.(*clusterv1.Cluster); ok {
+				cluster.Spec.Paused = nil
+			}
+			return err
+		},
+	})
+	step := func() v1alpha1.Phase {
+		_, err := e.group(namespace, "small").run(t.Context())
+		require.NoError(t, err)
+		c, err := e.stored(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
+		require.NoError(t, err)
+		return c.CurrentPhase()
+	}
+	assert.Equal(t, v1alpha1.PhaseBound, step())
+
+	e.Client = hub
+	setCluster(t, e, func(c *clusterv1.Cluster) { c.Spec.Paused = nil })
+	assert.Equal(t, v1alpha1.PhaseEnded, step(), "it is lost when nobody has paused anything")
+}
+
+// The MachineDeployment goes after its Machines, and before the Cluster.
+func TestTheClaimsOfAMachineDeploymentThatVanishesUnderAPauseDoNotEnd(t *testing.T) {
+	e := engineWith(t, movingClaim("c", v1alpha1.PhaseBound, "vanished", nil))
+	setCluster(t, e, pause)
+	again, err := e.group(namespace, "small").run(t.Context())
+	require.NoError(t, err)
+	assert.NotZero(t, again)
+	c, err := e.stored(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
+	require.NoError(t, err)
+	assert.Equal(t, v1alpha1.PhaseBound, c.CurrentPhase())
+}
+
+// Of a release that was under way the claim knows nothing after a move, and the ledger does.
+func TestAReleaseGoesOnAfterAMove(t *testing.T) {
+	ledger := &protocol.Ledger{
+		Version: 1, UID: "before", Seq: 1, LastReplicas: 1,
+		Releasing: map[types.UID]protocol.Release{"old": {Machine: "m", Claim: "c", Drained: true}},
+	}
+	md := groupOf("small", 1, map[string]string{v1alpha1.LedgerAnnotation: ledger.Encode()})
+	md.UID = "after"
+	m := machineOf("m")
+	halfReleased(m)
+	m.Labels[v1alpha1.ClaimLabel] = "c"
+	e := engineWith(t, md, m, movingClaim("c", "", "", func(c *v1alpha1.MachineClaim) { c.Spec.ClusterUID = "before" }))
+	setCluster(t, e, func(c *clusterv1.Cluster) { c.UID = "after" })
+	e.synced[clusterKey] = e.Clock.Now().Add(time.Minute)
+	_, err := e.group(namespace, "small").run(t.Context())
+	require.NoError(t, err)
+	c, err := e.stored(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
+	require.NoError(t, err)
+	assert.Equal(t, v1alpha1.PhaseReleasing, c.CurrentPhase())
+	assert.True(t, c.Status.Drained)
+	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(m), m))
+	assert.False(t, protocol.Alive(m), "it is deleted again")
+}
