@@ -183,6 +183,11 @@ func NotSynced(message string) error {
 	return made(codes.Unavailable, message, errorInfo(ReasonNotSynced, nil))
 }
 
+// ClusterPaused says that nothing is concluded from what is missing, as the Cluster is paused.
+func ClusterPaused(message string) error {
+	return made(codes.Unavailable, message, errorInfo(ReasonClusterPaused, nil))
+}
+
 // ShuttingDown says that the agent is about to end.
 func ShuttingDown() error {
 	return made(codes.Unavailable, "the agent is shutting down", errorInfo(ReasonShuttingDown, nil))

@@ -55,6 +55,8 @@ const (
 	ReasonNotSynced Reason = "NOT_SYNCED"
 	// ReasonShuttingDown comes with UNAVAILABLE.
 	ReasonShuttingDown Reason = "SHUTTING_DOWN"
+	// ReasonClusterPaused comes with UNAVAILABLE: the Cluster is paused, so that what is missing may be on its way to another hub.
+	ReasonClusterPaused Reason = "CLUSTER_PAUSED"
 	// ReasonHubUnreachable comes with UNAVAILABLE: the hub's API server did not answer.
 	ReasonHubUnreachable Reason = "HUB_UNREACHABLE"
 )

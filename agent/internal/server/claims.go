@@ -118,9 +118,6 @@ func (s *claimService) ReleaseClaim(
 	if err != nil {
 		return nil, s.answer(ctx, err, key)
 	}
-	if claim == nil {
-		return &agentv1alpha1.ReleaseClaimResponse{}, nil
-	}
 	message, err := s.shown(ctx, claim)
 	if err != nil {
 		return nil, err

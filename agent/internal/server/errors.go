@@ -52,6 +52,10 @@ func (s *Server) answer(ctx context.Context, err error, key claims.Key) error {
 		return agenterrors.TooManyClaims(tooMany.Error(), tooMany.RetryAfter)
 	case errors.As(err, &unseen):
 		return agenterrors.NotSynced(unseen.Error())
+	case errors.Is(err, claims.ErrClusterPaused):
+		return agenterrors.ClusterPaused(err.Error())
+	case errors.Is(err, claims.ErrRestoring):
+		return agenterrors.NotSynced(err.Error())
 	case errors.Is(err, claims.ErrUnknownCluster):
 		return agenterrors.ClusterNotFound(messages.Cluster(types.NamespacedName{Namespace: key.Namespace, Name: key.Cluster}))
 	case errors.Is(err, claims.ErrNotFound):

@@ -26,6 +26,9 @@ func (s *machines) GetMachine(
 		return nil, answerOther(ctx, err)
 	}
 	if !found {
+		if err := s.whole(ctx, request.GetCluster()); err != nil {
+			return nil, err
+		}
 		return nil, agenterrors.MachineNotFound(request.GetName())
 	}
 	return &agentv1alpha1.GetMachineResponse{Machine: machine}, nil
@@ -41,10 +44,19 @@ func (s *machines) ListMachines(
 	if err != nil {
 		return nil, answerOther(ctx, err)
 	}
+	if err := s.whole(ctx, request.GetCluster()); err != nil {
+		return nil, err
+	}
 	if group := request.GetNodeGroupId(); group != "" {
 		all = slices.DeleteFunc(all, func(machine *agentv1alpha1.Machine) bool { return machine.GetNodeGroupId() != group })
 	}
 	return &agentv1alpha1.ListMachinesResponse{Machines: all}, nil
+}
+
+// whole refuses what would say that a Machine is gone while the Cluster is on its way to another hub, or there already.
+func (s *machines) whole(ctx context.Context, cluster *agentv1alpha1.ClusterRef) error {
+	_, err := s.config.Engine.Whole(ctx, clusterName(cluster))
+	return s.answer(ctx, err, keyOf(cluster, ""))
 }
 
 func (s *machines) WatchMachines(

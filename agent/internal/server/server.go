@@ -20,6 +20,7 @@ import (
 	"google.golang.org/grpc/reflection"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/utils/clock"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
@@ -39,6 +40,7 @@ type Engine interface {
 	Get(ctx context.Context, key claims.Key) (*v1alpha1.MachineClaim, error)
 	List(ctx context.Context, options claims.ListOptions) ([]v1alpha1.MachineClaim, string, error)
 	Sync(ctx context.Context, request claims.SyncRequest) (claims.SyncResult, error)
+	Whole(ctx context.Context, cluster types.NamespacedName) (*clusterv1.Cluster, error)
 }
 
 // Config is what a [Server] needs.

@@ -33,6 +33,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
 	clocktesting "k8s.io/utils/clock/testing"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
@@ -98,6 +99,9 @@ func (e *engine) Create(ctx context.Context, r claims.Request) (*v1alpha1.Machin
 
 func (e *engine) Release(_ context.Context, _ claims.Key, o claims.ReleaseOptions) (*v1alpha1.MachineClaim, error) {
 	e.released = o
+	if e.claim == nil {
+		return &v1alpha1.MachineClaim{}, e.error() // a tombstone
+	}
 	return e.claim, e.error()
 }
 
@@ -110,6 +114,10 @@ func (e *engine) Get(context.Context, claims.Key) (*v1alpha1.MachineClaim, error
 
 func (e *engine) List(context.Context, claims.ListOptions) ([]v1alpha1.MachineClaim, string, error) {
 	return nil, "token", e.error()
+}
+
+func (e *engine) Whole(context.Context, types.NamespacedName) (*clusterv1.Cluster, error) {
+	return &clusterv1.Cluster{}, e.error()
 }
 
 func (e *engine) Sync(_ context.Context, r claims.SyncRequest) (claims.SyncResult, error) {
@@ -465,6 +473,8 @@ func TestEnginesErrorsBecomeTheAPIs(t *testing.T) {
 		}}, codes.FailedPrecondition, agenterrors.ReasonNotOpen},
 		"unknown groups":  {&claims.UnknownGroupError{Candidates: []string{"small"}}, codes.NotFound, agenterrors.ReasonNodeGroupNotFound},
 		"unknown cluster": {claims.ErrUnknownCluster, codes.NotFound, agenterrors.ReasonClusterNotFound},
+		"cluster paused":  {claims.ErrClusterPaused, codes.Unavailable, agenterrors.ReasonClusterPaused},
+		"restoring":       {claims.ErrRestoring, codes.Unavailable, agenterrors.ReasonNotSynced},
 		"ended":           {&claims.EndedError{Reason: "Released", Message: "gone"}, codes.Aborted, agenterrors.ReasonClaimEnded},
 		"conflict":        {fmt.Errorf("binding: %w", claims.ErrConflict), codes.Aborted, agenterrors.ReasonConflict},
 		"API server away": {
@@ -503,7 +513,17 @@ func TestReleasedClaimThatIsUnknownIsOK(t *testing.T) {
 	f := start(t)
 	response, err := f.cluster().Claims.ReleaseClaim(f.ctx(), &agentv1alpha1.ReleaseClaimRequest{Cluster: spokeRef, ClaimId: "x"})
 	require.NoError(t, err)
-	require.Nil(t, response.GetClaim())
+	require.Equal(t, agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED, response.GetClaim().GetPhase())
+}
+
+// What is missing in the list of a Cluster on its way to another hub is not gone.
+func TestMachinesOfAClusterThatIsPausedAreNotListed(t *testing.T) {
+	f := start(t)
+	f.engine.fail(claims.ErrClusterPaused)
+	_, err := f.cluster().Machines.ListMachines(f.ctx(), &agentv1alpha1.ListMachinesRequest{Cluster: spokeRef})
+	require.Equal(t, agenterrors.ReasonClusterPaused, agenterrors.ReasonOf(err), "%v", err)
+	_, err = f.cluster().Machines.GetMachine(f.ctx(), &agentv1alpha1.GetMachineRequest{Cluster: spokeRef, Name: "m"})
+	require.Equal(t, agenterrors.ReasonClusterPaused, agenterrors.ReasonOf(err), "%v", err)
 }
 
 func TestPanicFailsOnlyItsCall(t *testing.T) {

@@ -67,6 +67,8 @@ type ClaimServiceClient interface {
 	// | not this identity's Cluster; or the claim's holder is one that it may not act as | PERMISSION_DENIED | use the right identity |
 	// | the claim is unknown, and its end cannot be remembered: the Cluster has as many ended claims as it may have (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | repeat after that time; a claim that exists is always released |
 	// | lost a race against another writer | ABORTED | repeat at once |
+	// | the claim is unknown, and the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND): it may have moved to another hub | NOT_FOUND | ask the agent there |
+	// | the Cluster is paused (ErrorInfo reason CLUSTER_PAUSED): a move that is under way would lose the release | UNAVAILABLE | repeat later |
 	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | repeat with backoff |
 	ReleaseClaim(ctx context.Context, in *ReleaseClaimRequest, opts ...grpc.CallOption) (*ReleaseClaimResponse, error)
 	// GetClaim returns one claim with its history, also an ended one while it is remembered.
@@ -75,14 +77,17 @@ type ClaimServiceClient interface {
 	// |---|---|---|
 	// | a field is malformed | INVALID_ARGUMENT | fix the request |
 	// | not this identity's Cluster | PERMISSION_DENIED | use the right identity |
-	// | the claim was never made, or its end is no longer remembered. The hub's API server was asked: this is certain | NOT_FOUND | treat as gone |
+	// | the claim was never made, or its end is no longer remembered. The hub's API server was asked: this is certain (ErrorInfo reason CLAIM_NOT_FOUND) | NOT_FOUND | treat as gone |
+	// | the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND): it may have moved to another hub | NOT_FOUND | ask the agent there; conclude nothing |
+	// | the Cluster is paused, so that what is missing may be on its way to another hub (ErrorInfo reason CLUSTER_PAUSED); or it was moved or restored, and what its claims have is not known yet | UNAVAILABLE | retry later; conclude nothing |
 	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | retry with backoff; conclude nothing |
 	GetClaim(ctx context.Context, in *GetClaimRequest, opts ...grpc.CallOption) (*GetClaimResponse, error)
 	// ListClaims returns the claims of one Cluster, completely or not at all, and a token for SyncClaims. Errors as for
-	// GetClaim, without NOT_FOUND.
+	// GetClaim, without CLAIM_NOT_FOUND.
 	ListClaims(ctx context.Context, in *ListClaimsRequest, opts ...grpc.CallOption) (*ListClaimsResponse, error)
 	// WatchClaims streams the claims of one Cluster, ended ones included while they are remembered: snapshot, `synced`,
-	// changes, heartbeats. A claim is sent again whenever it or its machine changes. Errors as for ListClaims.
+	// changes, heartbeats. A claim is sent again whenever it or its machine changes. Errors as for GetClaim, without
+	// NOT_FOUND and CLUSTER_PAUSED: what a stream says is removed may have moved to another hub, of which GetClaim tells.
 	WatchClaims(ctx context.Context, in *WatchClaimsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchClaimsResponse], error)
 	// SyncClaims tells the agent the complete set of a holder's live claims. Claims of that holder that were made before the
 	// token was taken and are not in the set are released: their owner is gone. A set read in another cluster than the claims were made
@@ -96,6 +101,8 @@ type ClaimServiceClient interface {
 	// | the token is too old, or was made by an agent whose view was not complete | FAILED_PRECONDITION | take a new token |
 	// | the holder's claims were all made from another cluster than spoke_id (ErrorInfo reason SPOKE_MISMATCH) | FAILED_PRECONDITION | someone has to act: connect the right cluster, or hand the claims over |
 	// | not this identity's Cluster; a holder that it may not act as; or Nodes of a holder that reports none | PERMISSION_DENIED | use the right identity; leave the Nodes out |
+	// | the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND) | NOT_FOUND | ask the agent that has it |
+	// | the Cluster is paused, so that what is missing may be on its way to another hub (ErrorInfo reason CLUSTER_PAUSED); or it was moved or restored, and what its claims have is not known yet | UNAVAILABLE | retry later, with a new token |
 	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | retry later, with a new token |
 	SyncClaims(ctx context.Context, in *SyncClaimsRequest, opts ...grpc.CallOption) (*SyncClaimsResponse, error)
 }
@@ -217,6 +224,8 @@ type ClaimServiceServer interface {
 	// | not this identity's Cluster; or the claim's holder is one that it may not act as | PERMISSION_DENIED | use the right identity |
 	// | the claim is unknown, and its end cannot be remembered: the Cluster has as many ended claims as it may have (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | repeat after that time; a claim that exists is always released |
 	// | lost a race against another writer | ABORTED | repeat at once |
+	// | the claim is unknown, and the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND): it may have moved to another hub | NOT_FOUND | ask the agent there |
+	// | the Cluster is paused (ErrorInfo reason CLUSTER_PAUSED): a move that is under way would lose the release | UNAVAILABLE | repeat later |
 	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | repeat with backoff |
 	ReleaseClaim(context.Context, *ReleaseClaimRequest) (*ReleaseClaimResponse, error)
 	// GetClaim returns one claim with its history, also an ended one while it is remembered.
@@ -225,14 +234,17 @@ type ClaimServiceServer interface {
 	// |---|---|---|
 	// | a field is malformed | INVALID_ARGUMENT | fix the request |
 	// | not this identity's Cluster | PERMISSION_DENIED | use the right identity |
-	// | the claim was never made, or its end is no longer remembered. The hub's API server was asked: this is certain | NOT_FOUND | treat as gone |
+	// | the claim was never made, or its end is no longer remembered. The hub's API server was asked: this is certain (ErrorInfo reason CLAIM_NOT_FOUND) | NOT_FOUND | treat as gone |
+	// | the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND): it may have moved to another hub | NOT_FOUND | ask the agent there; conclude nothing |
+	// | the Cluster is paused, so that what is missing may be on its way to another hub (ErrorInfo reason CLUSTER_PAUSED); or it was moved or restored, and what its claims have is not known yet | UNAVAILABLE | retry later; conclude nothing |
 	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | retry with backoff; conclude nothing |
 	GetClaim(context.Context, *GetClaimRequest) (*GetClaimResponse, error)
 	// ListClaims returns the claims of one Cluster, completely or not at all, and a token for SyncClaims. Errors as for
-	// GetClaim, without NOT_FOUND.
+	// GetClaim, without CLAIM_NOT_FOUND.
 	ListClaims(context.Context, *ListClaimsRequest) (*ListClaimsResponse, error)
 	// WatchClaims streams the claims of one Cluster, ended ones included while they are remembered: snapshot, `synced`,
-	// changes, heartbeats. A claim is sent again whenever it or its machine changes. Errors as for ListClaims.
+	// changes, heartbeats. A claim is sent again whenever it or its machine changes. Errors as for GetClaim, without
+	// NOT_FOUND and CLUSTER_PAUSED: what a stream says is removed may have moved to another hub, of which GetClaim tells.
 	WatchClaims(*WatchClaimsRequest, grpc.ServerStreamingServer[WatchClaimsResponse]) error
 	// SyncClaims tells the agent the complete set of a holder's live claims. Claims of that holder that were made before the
 	// token was taken and are not in the set are released: their owner is gone. A set read in another cluster than the claims were made
@@ -246,6 +258,8 @@ type ClaimServiceServer interface {
 	// | the token is too old, or was made by an agent whose view was not complete | FAILED_PRECONDITION | take a new token |
 	// | the holder's claims were all made from another cluster than spoke_id (ErrorInfo reason SPOKE_MISMATCH) | FAILED_PRECONDITION | someone has to act: connect the right cluster, or hand the claims over |
 	// | not this identity's Cluster; a holder that it may not act as; or Nodes of a holder that reports none | PERMISSION_DENIED | use the right identity; leave the Nodes out |
+	// | the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND) | NOT_FOUND | ask the agent that has it |
+	// | the Cluster is paused, so that what is missing may be on its way to another hub (ErrorInfo reason CLUSTER_PAUSED); or it was moved or restored, and what its claims have is not known yet | UNAVAILABLE | retry later, with a new token |
 	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | retry later, with a new token |
 	SyncClaims(context.Context, *SyncClaimsRequest) (*SyncClaimsResponse, error)
 	mustEmbedUnimplementedClaimServiceServer()

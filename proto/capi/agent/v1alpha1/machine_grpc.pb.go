@@ -37,10 +37,12 @@ type MachineServiceClient interface {
 	// | a field is malformed | INVALID_ARGUMENT | fix the request |
 	// | not this identity's Cluster | PERMISSION_DENIED | use the right identity |
 	// | no such machine in this Cluster | NOT_FOUND | list the machines |
+	// | no such machine, and the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND): it may have moved to another hub | NOT_FOUND | ask the agent there |
+	// | no such machine, and the Cluster is paused (ErrorInfo reason CLUSTER_PAUSED): it may be on its way to another hub | UNAVAILABLE | retry later; conclude nothing |
 	// | caches not synced, or shutting down | UNAVAILABLE | retry with backoff |
 	GetMachine(ctx context.Context, in *GetMachineRequest, opts ...grpc.CallOption) (*GetMachineResponse, error)
-	// ListMachines returns the machines of one Cluster's node groups, completely or not at all. Errors as for GetMachine,
-	// without NOT_FOUND: a node group without machines, or an unknown one, gives an empty list.
+	// ListMachines returns the machines of one Cluster's node groups, completely or not at all: not while the Cluster is
+	// paused. Errors as for GetMachine, without the first NOT_FOUND: a node group without machines, or an unknown one, gives an empty list.
 	ListMachines(ctx context.Context, in *ListMachinesRequest, opts ...grpc.CallOption) (*ListMachinesResponse, error)
 	// WatchMachines streams the machines of one Cluster's node groups: snapshot, `synced`, changes, heartbeats. Errors as for
 	// ListMachines.
@@ -107,10 +109,12 @@ type MachineServiceServer interface {
 	// | a field is malformed | INVALID_ARGUMENT | fix the request |
 	// | not this identity's Cluster | PERMISSION_DENIED | use the right identity |
 	// | no such machine in this Cluster | NOT_FOUND | list the machines |
+	// | no such machine, and the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND): it may have moved to another hub | NOT_FOUND | ask the agent there |
+	// | no such machine, and the Cluster is paused (ErrorInfo reason CLUSTER_PAUSED): it may be on its way to another hub | UNAVAILABLE | retry later; conclude nothing |
 	// | caches not synced, or shutting down | UNAVAILABLE | retry with backoff |
 	GetMachine(context.Context, *GetMachineRequest) (*GetMachineResponse, error)
-	// ListMachines returns the machines of one Cluster's node groups, completely or not at all. Errors as for GetMachine,
-	// without NOT_FOUND: a node group without machines, or an unknown one, gives an empty list.
+	// ListMachines returns the machines of one Cluster's node groups, completely or not at all: not while the Cluster is
+	// paused. Errors as for GetMachine, without the first NOT_FOUND: a node group without machines, or an unknown one, gives an empty list.
 	ListMachines(context.Context, *ListMachinesRequest) (*ListMachinesResponse, error)
 	// WatchMachines streams the machines of one Cluster's node groups: snapshot, `synced`, changes, heartbeats. Errors as for
 	// ListMachines.
