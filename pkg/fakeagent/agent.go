@@ -46,6 +46,7 @@ type Agent struct {
 	closers     []func() error
 
 	clusters   map[clusterKey]struct{}
+	paused     map[clusterKey]struct{}
 	groups     map[string]*group
 	claims     map[clusterKey]map[string]*claim
 	reports    map[clusterKey][]*agentv1alpha1.NodeReport
@@ -75,6 +76,7 @@ func New(options ...Option) *Agent {
 		script:      &script{clock: s.clock, methods: map[string]*methodScript{}},
 		health:      health.NewServer(),
 		clusters:    map[clusterKey]struct{}{keyOf(DefaultCluster()): {}},
+		paused:      map[clusterKey]struct{}{},
 		groups:      map[string]*group{},
 		claims:      map[clusterKey]map[string]*claim{},
 		reports:     map[clusterKey][]*agentv1alpha1.NodeReport{},
@@ -192,6 +194,29 @@ func (a *Agent) AddCluster(cluster *agentv1alpha1.ClusterRef) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.clusters[keyOf(cluster)] = struct{}{}
+}
+
+// SetPaused pauses a Cluster as somebody does who is about to move it to another hub: nothing is concluded from what is missing, and releases
+// are not taken.
+func (a *Agent) SetPaused(cluster *agentv1alpha1.ClusterRef, paused bool) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if paused {
+		a.paused[keyOf(cluster)] = struct{}{}
+	} else {
+		delete(a.paused, keyOf(cluster))
+	}
+}
+
+// whole returns nil when what is missing of the cluster can be taken for gone. It is called with the lock held.
+func (a *Agent) whole(cluster clusterKey) error {
+	if _, ok := a.clusters[cluster]; !ok {
+		return agenterrors.ClusterNotFound(cluster.ref())
+	}
+	if _, paused := a.paused[cluster]; paused {
+		return agenterrors.ClusterPaused("the Cluster is paused")
+	}
+	return nil
 }
 
 // readable returns nil when the caller may act for the cluster and the view is complete, whether the cluster exists or not. It

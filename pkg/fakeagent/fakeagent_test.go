@@ -521,3 +521,27 @@ func requireBalance(t *testing.T, agent *fakeagent.Agent, owned map[string]int32
 		}
 	}
 }
+
+// What is missing of a Cluster that is paused may be on its way to another hub.
+func TestNothingIsConcludedOfAPausedCluster(t *testing.T) {
+	agent := start(t)
+	require.NoError(t, create(t, agent, "a-claim"))
+	agent.SetPaused(fakeagent.DefaultCluster(), true)
+	c, ref := agent.Client(), fakeagent.DefaultCluster()
+	paused := func(err error) {
+		require.Equal(t, agenterrors.ReasonClusterPaused, agenterrors.ReasonOf(err), "%v", err)
+	}
+	_, err := c.Claims.GetClaim(t.Context(), &agentv1alpha1.GetClaimRequest{Cluster: ref, ClaimId: "a-claim"})
+	require.NoError(t, err, "it is there")
+	_, err = c.Claims.GetClaim(t.Context(), &agentv1alpha1.GetClaimRequest{Cluster: ref, ClaimId: "unknown"})
+	paused(err)
+	_, err = c.Claims.ListClaims(t.Context(), &agentv1alpha1.ListClaimsRequest{Cluster: ref})
+	paused(err)
+	_, err = c.Claims.ReleaseClaim(t.Context(), &agentv1alpha1.ReleaseClaimRequest{Cluster: ref, ClaimId: "a-claim"})
+	paused(err)
+	_, err = c.Machines.ListMachines(t.Context(), &agentv1alpha1.ListMachinesRequest{Cluster: ref})
+	paused(err)
+	agent.SetPaused(ref, false)
+	_, err = c.Claims.ReleaseClaim(t.Context(), &agentv1alpha1.ReleaseClaimRequest{Cluster: ref, ClaimId: "a-claim"})
+	require.NoError(t, err)
+}

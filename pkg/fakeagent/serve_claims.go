@@ -116,14 +116,17 @@ func (s claimService) ReleaseClaim(
 	}
 	c, ok := a.claims[cluster][request.GetClaimId()]
 	if !ok {
-		if _, ok := a.clusters[cluster]; !ok {
-			return &agentv1alpha1.ReleaseClaimResponse{}, nil
+		if err := a.whole(cluster); err != nil {
+			return nil, err
 		}
 		c = a.bury(cluster, request.GetClaimId())
 		a.publish()
 	}
 	if c.live() {
 		if err := a.actable(ctx, cluster, c.holder); err != nil {
+			return nil, err
+		}
+		if err := a.whole(cluster); err != nil {
 			return nil, err
 		}
 		why := cmp.Or(request.GetReason(), "the holder asked for it")
@@ -147,6 +150,9 @@ func (s claimService) GetClaim(
 	}
 	claim, ok := a.claimFeed.get(cluster, request.GetClaimId())
 	if !ok {
+		if err := a.whole(cluster); err != nil {
+			return nil, err
+		}
 		return nil, agenterrors.ClaimNotFound(request.GetClaimId())
 	}
 	return &agentv1alpha1.GetClaimResponse{Claim: claim}, nil
@@ -159,6 +165,9 @@ func (s claimService) ListClaims(
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if err := a.readable(ctx, cluster); err != nil {
+		return nil, err
+	}
+	if err := a.whole(cluster); err != nil {
 		return nil, err
 	}
 	response := &agentv1alpha1.ListClaimsResponse{
@@ -234,6 +243,9 @@ func (s claimService) SyncClaims(
 	}
 	if t.Agent != a.id || a.now().Sub(t.Taken) > a.settings.tokenLifetime {
 		return nil, agenterrors.StaleToken("the token is too old: take a new one")
+	}
+	if err := a.whole(cluster); err != nil {
+		return nil, err
 	}
 	alive := make(map[string]struct{}, len(request.GetLiveClaimIds()))
 	response := &agentv1alpha1.SyncClaimsResponse{}

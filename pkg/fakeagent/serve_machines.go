@@ -24,6 +24,9 @@ func (s machineService) ListMachines(
 	if err := a.readable(ctx, cluster); err != nil {
 		return nil, err
 	}
+	if err := a.whole(cluster); err != nil {
+		return nil, err
+	}
 	return &agentv1alpha1.ListMachinesResponse{
 		Machines: a.machineFeed.list(cluster, func(m *agentv1alpha1.Machine) bool {
 			return request.GetNodeGroupId() == "" || m.GetNodeGroupId() == request.GetNodeGroupId()
@@ -42,6 +45,9 @@ func (s machineService) GetMachine(
 	}
 	machine, ok := a.machineFeed.get(cluster, request.GetName())
 	if !ok {
+		if err := a.whole(cluster); err != nil {
+			return nil, err
+		}
 		return nil, agenterrors.MachineNotFound(request.GetName())
 	}
 	return &agentv1alpha1.GetMachineResponse{Machine: machine}, nil
