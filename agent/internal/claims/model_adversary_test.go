@@ -51,7 +51,7 @@ func (w *world) anyMachine() *clusterv1.Machine {
 
 // interleave lets the adversary act while an agent or a controller is in the middle of something.
 func (w *world) interleave() {
-	if w.fair || w.depth >= 2 {
+	if w.fair || w.moving || w.depth >= 2 {
 		return
 	}
 	w.depth++
@@ -197,6 +197,11 @@ func (w *world) plan(outside bool) {
 				w.makeAgain(w.anyGroup())
 			}
 		},
+		"the hub is moved": func() {
+			if outside && w.rarely(6) {
+				w.move()
+			}
+		},
 		"group blocked": func() {
 			if w.rarely(3) {
 				w.blocked[w.anyGroup()] = true
@@ -216,6 +221,7 @@ func (w *world) plan(outside bool) {
 		{"people roll out", []string{"rollout"}},
 		{"things get lost", []string{"claim object lost", "ledger lost"}},
 		{"people replace groups", []string{"group made again"}},
+		{"people move hubs", []string{"the hub is moved"}},
 		{"holder", []string{"owner dies", "holder lists", "holder reads its owners", "holder syncs"}},
 		{"time", []string{"tombstones", "time"}},
 		{"moving on", []string{"things move on", "things move on (again)", "things move on (still)"}},
@@ -288,7 +294,7 @@ func (w *world) create(e int, id string, candidates []string) {
 			Namespace: namespace, Cluster: clusterName, ID: id, Holder: holder, DisplayName: "nc-" + id, Candidates: candidates, Adopt: o.adopt,
 			Spoke: from,
 		})
-		if err != nil && errors.Is(err, ErrUnknownCluster) {
+		if errors.Is(err, ErrUnknownCluster) && !w.moving {
 			w.t.Fatalf("R3: an agent says that the Cluster does not exist")
 		}
 		return err

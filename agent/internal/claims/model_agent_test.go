@@ -86,7 +86,7 @@ func (w *world) asAgent(e int, do func(context.Context, *Engine) error) bool {
 	p.call = nil
 	if c.dead {
 		w.agents[e] = w.newProcess()
-	} else if err != nil && !c.disturbed && !expected(err) && (w.ledgerBudget == 0 || !errors.Is(err, context.Canceled)) {
+	} else if err != nil && !c.disturbed && !expected(err) && !(w.moving && errors.Is(err, ErrUnknownCluster)) && (w.ledgerBudget == 0 || !errors.Is(err, context.Canceled)) {
 		w.t.Fatalf("I4: the agent gives up: %v", err)
 	}
 	w.check()
@@ -100,7 +100,7 @@ func expected(err error) bool {
 		ended   *EndedError
 		refused *RefusedError
 	)
-	return errors.Is(err, ErrConflict) || errors.As(err, &noRoom) || errors.As(err, &ended) || errors.As(err, &refused)
+	return errors.Is(err, ErrConflict) || errors.Is(err, ErrClusterPaused) || errors.Is(err, ErrRestoring) || errors.As(err, &noRoom) || errors.As(err, &ended) || errors.As(err, &refused)
 }
 
 // fate draws what becomes of a call.
@@ -184,7 +184,11 @@ func (a *agentClient) write(do func() error) error {
 		}
 		before := w.look()
 		err := do()
-		if err == nil {
+		switch {
+		case err != nil:
+		case w.moving:
+			w.checkStill(before)
+		default:
 			w.checkWrite(c.begun, before)
 		}
 		return err

@@ -276,6 +276,9 @@ func (w *world) removeMachines(group string, mine []*clusterv1.Machine, n int, o
 	replaced := old && w.md(group).Spec.Rollout.Strategy.Type != clusterv1.OnDeleteMachineDeploymentStrategyType
 	for ; n > 0 && len(others) > 0; n-- {
 		i := w.pick(len(others))
+		if marked := slices.IndexFunc(others, w.resurrected); marked >= 0 {
+			i = marked
+		}
 		victim := others[i]
 		others = slices.Delete(others, i, i+1)
 		w.seen[victim.UID] = true
@@ -286,6 +289,22 @@ func (w *world) removeMachines(group string, mine []*clusterv1.Machine, n int, o
 		w.checkVictim(o.(*clusterv1.Machine), replaced) //nolint:forcetypeassert // of the kind
 		w.must(w.hub.remove(victim, nil))
 	}
+}
+
+// resurrected reports whether a Machine lives again because the hub was moved when its replica had been given back. It still has the mark
+// for which Cluster API takes it before all others.
+func (w *world) resurrected(m *clusterv1.Machine) bool {
+	_, marked := m.Annotations[clusterv1.DeleteMachineAnnotation]
+	l := w.ledger(m.Labels[clusterv1.MachineDeploymentNameLabel])
+	if !marked || l == nil {
+		return false
+	}
+	for _, r := range l.Releasing {
+		if r.Machine == m.Name && r.GivenBack {
+			return true
+		}
+	}
+	return false
 }
 
 // rollingOut reports whether Cluster API replaces Machines of the group by itself now.
@@ -304,6 +323,9 @@ func (w *world) machineStep(m *clusterv1.Machine) {
 	group := m.Labels[clusterv1.MachineDeploymentNameLabel]
 	old := protocol.SetOf(m) != fmt.Sprintf("%s-%d", group, w.templates[group])
 	switch {
+	case protocol.Alive(m) && !slices.Contains(m.Finalizers, capiHolds): // it was moved when its deletion was all but done
+		m.Finalizers = append(m.Finalizers, capiHolds)
+		w.must(w.hub.update(m, false))
 	case protocol.Alive(m) && w.slow != nil && w.slow(m):
 	case protocol.Alive(m) && m.Spec.ProviderID == "":
 		m.Spec.ProviderID = "sim://" + m.Name
@@ -323,7 +345,7 @@ func (w *world) machineStep(m *clusterv1.Machine) {
 		w.setStatus(m)
 	case !protocol.Alive(m) && !w.seen[m.UID]:
 		w.seen[m.UID] = true // the manager's cache catches up
-	case !protocol.Alive(m) && slices.Contains(m.Finalizers, capiHolds):
+	case !protocol.Alive(m) && (slices.Contains(m.Finalizers, capiHolds) || protocol.DeletingReason(m) == ""):
 		w.tearDown(m)
 	}
 }

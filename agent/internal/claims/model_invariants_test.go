@@ -21,7 +21,10 @@ import (
 type moment map[kind]objects
 
 func (w *world) look() moment {
-	return moment{allMachines: w.hub.snapshot(allMachines), allClaims: w.hub.snapshot(allClaims), deployments: w.hub.snapshot(deployments)}
+	return moment{
+		allMachines: w.hub.snapshot(allMachines), allClaims: w.hub.snapshot(allClaims), deployments: w.hub.snapshot(deployments),
+		machineSets: w.hub.snapshot(machineSets),
+	}
 }
 
 // checkWrite looks at what one write of an agent changed. begun counts the events up to the beginning of the agent's call.
@@ -147,6 +150,7 @@ func (w *world) checkEnd(o *owner, from v1alpha1.Phase, c *v1alpha1.MachineClaim
 		return
 	}
 	switch {
+	case c.Status.Reason == protocol.ReasonStateLost && (o.ended || !o.made):
 	case c.Status.Reason == protocol.ReasonNoRoom || c.Status.Reason == protocol.ReasonRefused:
 		if from != v1alpha1.PhasePending {
 			w.t.Fatalf("I3: claim %s is refused (%s) after it was bound\n%s", id, c.Status.Reason, w.describe())
@@ -288,6 +292,8 @@ func (w *world) checkForget(target *v1alpha1.MachineClaim, p *metav1.Preconditio
 func (w *world) checkVictim(m *clusterv1.Machine, replaced bool) {
 	group := m.Labels[clusterv1.MachineDeploymentNameLabel]
 	switch {
+	case w.resurrected(m):
+		return
 	case replaced:
 	case w.licensed[protocol.SetOf(m)] > 0:
 		w.licensed[protocol.SetOf(m)]--
@@ -302,6 +308,9 @@ func (w *world) checkVictim(m *clusterv1.Machine, replaced bool) {
 // --- after every step ---
 
 func (w *world) check() {
+	if w.moving {
+		return
+	}
 	claims := w.claims()
 	byMachine := map[types.UID]string{}
 	for _, id := range slices.Sorted(maps.Keys(claims)) {
@@ -329,6 +338,9 @@ func (w *world) check() {
 	}
 	for id, o := range w.owners {
 		c := claims[id]
+		if o.ended && c != nil && c.Status.Phase == "" {
+			continue // it was moved without its status, which says that it had ended
+		}
 		if o.released && !o.gone && !o.excused && c != nil &&
 			(c.CurrentPhase() == v1alpha1.PhasePending || c.CurrentPhase() == v1alpha1.PhaseBound) {
 			w.t.Fatalf("I1: claim %s was released and lives\n%s", id, w.describe())
@@ -348,6 +360,10 @@ func (w *world) settle() {
 	for _, group := range w.groups {
 		w.pauseByHand(group, false)
 	}
+	if w.moved {
+		w.rest() // the claims' statuses come first
+		w.syncAll()
+	}
 	if len(w.blocked) > 0 {
 		w.rest()
 		for _, group := range slices.Sorted(maps.Keys(w.blocked)) {
@@ -362,12 +378,7 @@ func (w *world) settle() {
 			w.release(0, id)
 		}
 	}
-	w.clock.Step(time.Minute)
-	w.listClaims(0)
-	w.readOwners()
-	for e := range w.agents {
-		w.sync(e)
-	}
+	w.syncAll()
 	w.rest()
 	// What the agents keep for safety's sake is for a person.
 	for _, id := range w.order {
@@ -377,6 +388,16 @@ func (w *world) settle() {
 	}
 	w.rest()
 	w.checkRest()
+}
+
+// syncAll tells every agent who lives.
+func (w *world) syncAll() {
+	w.clock.Step(time.Minute)
+	w.listClaims(0)
+	w.readOwners()
+	for e := range w.agents {
+		w.sync(e)
+	}
 }
 
 // checkBlocked is I2 for a group that makes no Machines: replicas that nobody is to have are given back all the same. A Machine

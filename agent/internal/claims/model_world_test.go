@@ -44,6 +44,10 @@ type world struct {
 	late []func()
 	// fair means that nothing is interrupted or fails any more.
 	fair bool
+	// moving means that the Cluster is paused, as a move has begun that is not over.
+	moving bool
+	// moved means that a move is over.
+	moved bool
 	// withdrawing means that an agent is removing itself, so that what it takes off is not taken from anybody.
 	withdrawing bool
 	// copies means that MachineSets get a copy of the MachineDeployment's ledger, as Cluster API makes it.
@@ -109,6 +113,8 @@ type owner struct {
 	excused bool
 	// gone says that its tombstone has been forgotten.
 	gone bool
+	// ended says that its claim had ended when the hub was moved.
+	ended bool
 	// lost says that somebody deleted its claim's object. A call that makes the claim anew on another group, before an agent has
 	// made the object again, is beyond what the protocol covers: the anchor is what was lost.
 	lost bool
