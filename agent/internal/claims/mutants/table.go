@@ -653,4 +653,46 @@ var mutants = []mutant{
 	{name: "what was stated before a pause counts after it", test: "TestRightAfterAPauseNothingIsStated", edits: []edit{
 		{"> unpauseSettles && s.Now", "> 1000*unpauseSettles && s.Now"},
 	}},
+
+	// Objects that are made again, by a move or a restore.
+	{name: "a Machine that vanishes under a pause is lost", test: "TestNothingIsConcludedWhileTheClusterIsPaused", edits: []edit{
+		{"	case s.Group.Suspended:\n		return s.Group.Refusal()\n", ""},
+	}},
+	{name: "a pause that the cache does not show counts for nothing", test: "TestAMachineThatVanishesUnderAPauseThatTheCacheDoesNotShowIsNotLost", edits: []edit{
+		{"	if from == live && s.Lacks() {\n", "	if from != live && s.Lacks() {\n"},
+	}},
+	{name: "the claims of a MachineDeployment end that vanishes under a pause", test: "TestTheClaimsOfAMachineDeploymentThatVanishesUnderAPauseDoNotEnd", edits: []edit{
+		{"	case errors.Is(err, ErrUnknownCluster), errors.Is(err, ErrClusterPaused):\n", "	case false:\n"},
+		{"	case err != nil:\n		return false, err\n	}\n	s.ClusterUID = cluster.UID\n", "	case err != nil:\n		return false, nil\n	}\n	s.ClusterUID = cluster.UID\n"},
+	}},
+	{name: "a claim is said not to be there while its Cluster is moved", test: "TestNobodyIsToldThatAClaimIsGoneWhileItsClusterIsOnItsWay", edits: []edit{
+		{"	case eligibility.ClusterPaused(cluster):\n		return nil, ErrClusterPaused\n", ""},
+	}},
+	{name: "a release is taken that a move loses", test: "TestAReleaseIsNotTakenWhileTheClusterIsPaused", edits: []edit{
+		{"		} else if cluster != nil && eligibility.ClusterPaused(cluster) {\n", "		} else if cluster == nil {\n"},
+	}},
+	{name: "claims are listed before it is known what they have", test: "TestAClaimIsNotShownBeforeItIsKnownWhatItHas", edits: []edit{
+		{"	if slices.ContainsFunc(list.Items, func(c v1alpha1.MachineClaim) bool { return protocol.Carried(&c, cluster.UID) }) {\n", "	if _ = cluster; list.Continue != \"\" {\n"},
+	}},
+	{name: "a ledger that was moved speaks of Machines that are no more", test: "TestALedgerThatWasMovedSpeaksOfMachinesByTheirNames", edits: []edit{
+		{"	if !s.moved() {\n		return\n	}\n	l := s.Ledger.Clone()\n", "	if true {\n		return\n	}\n	l := s.Ledger.Clone()\n"},
+	}},
+	{name: "a Machine that lives again waits for a generation that is no more", test: "TestALedgerThatWasMovedSpeaksOfMachinesByTheirNames", edits: []edit{
+		{"			r.Generation = s.Deployment.Generation // that it began with has the lowered number\n", "			_ = r.Generation\n"},
+	}},
+	{name: "a claim that lost its status in a move asks for a Machine", test: "TestAClaimThatWasMovedIsKnownByItsMachineOrByTheLedger", edits: []edit{
+		{"	return Carried(c, s.ClusterUID) || c.Status", "	return c.Status"},
+	}},
+	{name: "a release that was under way is forgotten by a move", test: "TestAReleaseGoesOnAfterAMove", edits: []edit{
+		{"		if r := s.Ledger.Releasing[m.UID]; r.Claim == c.Spec.ClaimID {\n", "		if r := s.Ledger.Releasing[m.UID]; r.Claim == c.Name {\n"},
+	}},
+	{name: "a MachineSet is lowered twice for one Machine, before and after a move", test: "TestAMachineSetThatWasLoweredBeforeAMoveIsNotLoweredAgain", edits: []edit{
+		{"			r.LoweredAs = uid\n", "			_ = r.LoweredAs\n"},
+	}},
+	{name: "spares go before the holder has said who lives", test: "TestNothingIsOrderedAndNothingRemovedBeforeTheHolderHasSaidWhoLives", edits: []edit{
+		{"	case s.moved() && !s.Synced && ", "	case s.moved() && false && "},
+	}},
+	{name: "a claim that is made again from its Machine is refused", test: "TestAClaimThatWasLeftBehindIsMadeAgainWhileTheHolderIsWaitedFor", edits: []edit{
+		{"		case !carried && !owns && !s.entered(c):\n", "		case !carried && !s.entered(c):\n"},
+	}},
 }
