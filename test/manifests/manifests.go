@@ -105,6 +105,11 @@ func Delete(ctx context.Context, c client.Client, file string) error {
 	if err != nil {
 		return err
 	}
+	return DeleteObjects(ctx, c, objects...)
+}
+
+// DeleteObjects does the same with objects.
+func DeleteObjects(ctx context.Context, c client.Client, objects ...*unstructured.Unstructured) error {
 	for _, object := range objects {
 		if err := client.IgnoreNotFound(c.Delete(ctx, object)); err != nil {
 			return fmt.Errorf("deleting %s %s: %w", object.GetKind(), object.GetName(), err)
