@@ -144,7 +144,7 @@ var ErrNotBuilt = errors.New("not built")
 func (o *Options) checkBuilt() error {
 	files := []string{
 		"etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kwok",
-		"capi-core-manager", "capi-core-manifests/webhooks.yaml", "sim-provider",
+		"capi-core-manager", "capi-core-manifests/webhooks.yaml", "capi-core-manifests/version", "sim-provider",
 	}
 	if !o.WithoutAgent {
 		files = append(files, "helm", o.AgentBinary)

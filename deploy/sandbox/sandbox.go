@@ -37,6 +37,8 @@ const (
 	shimNamespace  = "karpenter"
 	// marker is in the environment of every process of a sandbox; its value is the sandbox's folder.
 	marker = "KARPENTER_CAPI_SANDBOX"
+	// simVersion is the version of the simulated provider in clusterctl's inventory.
+	simVersion = "v0.1.0"
 	// linesOfLog is how much of a component's log is quoted in an error.
 	linesOfLog = 15
 )
@@ -332,19 +334,7 @@ func (s *Sandbox) startClusterAPI(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	objects, err := manifests.ClusterAPI(s.options.clusterAPIManifests(), manifests.Webhooks{Address: address(port), CA: ca.PEM})
-	if err != nil {
-		return fmt.Errorf("reading Cluster API's manifests: %w", err)
-	}
-	provider, err := manifests.CRDs(simv1.CRDs)
-	if err != nil {
-		return fmt.Errorf("reading the provider's CRDs: %w", err)
-	}
-	c, err := client.New(s.hub.admin, client.Options{Scheme: manifests.Scheme()})
-	if err != nil {
-		return err
-	}
-	if err := manifests.Create(ctx, c, append(objects, manifests.Objects(provider)...)...); err != nil {
+	if err := s.installClusterAPI(ctx, manifests.Webhooks{Address: address(port), CA: ca.PEM}); err != nil {
 		return err
 	}
 	group, ctx := errgroup.WithContext(ctx)
@@ -360,6 +350,40 @@ func (s *Sandbox) startClusterAPI(ctx context.Context) error {
 	group.Go(func() error { return s.clusterAPI(ctx, ClusterAPI, s.hub, controllers, certs) })
 	group.Go(func() error { return s.simProvider(ctx, s.hub) })
 	return group.Wait()
+}
+
+// installClusterAPI creates what `clusterctl init` would create of Cluster API and of the infrastructure provider, as far as it is
+// not a process, and notes both in clusterctl's inventory.
+func (s *Sandbox) installClusterAPI(ctx context.Context, webhooks manifests.Webhooks) error {
+	objects, err := manifests.ClusterAPI(s.options.clusterAPIManifests(), webhooks)
+	if err != nil {
+		return fmt.Errorf("reading Cluster API's manifests: %w", err)
+	}
+	inventory, version, err := manifests.Inventory(s.options.clusterAPIManifests())
+	if err != nil {
+		return fmt.Errorf("reading the manifests of clusterctl's inventory: %w", err)
+	}
+	simulated, err := manifests.CRDs(simv1.CRDs)
+	if err != nil {
+		return fmt.Errorf("reading the provider's CRDs: %w", err)
+	}
+	core := manifests.Provider{
+		Name: "cluster-api", Type: "CoreProvider", Label: "cluster-api", Namespace: "capi-system", Version: version,
+	}
+	infrastructure := manifests.Provider{
+		Name: "sim", Type: "InfrastructureProvider", Label: "infrastructure-sim", Namespace: "sim-system", Version: simVersion,
+	}
+	core.Mark(objects)
+	provider := manifests.Objects(simulated)
+	infrastructure.Mark(provider)
+	c, err := client.New(s.hub.admin, client.Options{Scheme: manifests.Scheme()})
+	if err != nil {
+		return err
+	}
+	if err := manifests.Create(ctx, c, slices.Concat(objects, provider, inventory)...); err != nil {
+		return err
+	}
+	return manifests.Create(ctx, c, core.Entry(), infrastructure.Entry())
 }
 
 func (s *Sandbox) startSpoke(ctx context.Context) error {
