@@ -44,7 +44,7 @@ const (
 	moveWithin = 5 * time.Minute
 	// own is how many machines of the node group east nobody claims.
 	own = 2
-	// syncInterval is how often the shim lists its NodeClaims for the agent; the product's default is minutes.
+	// syncInterval is how often the shim lists its NodeClaims for the agent; the product's default is a minute.
 	syncInterval = 10 * time.Second
 	// more is how many pods are added to each Deployment after the move.
 	more = 2
