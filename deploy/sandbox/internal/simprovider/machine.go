@@ -105,7 +105,15 @@ func (r *machineReconciler) Reconcile(ctx context.Context, req reconcile.Request
 	base := m.DeepCopy()
 	base.Status = stored.Status
 	patch := client.MergeFrom(base)
-	if patchErr := r.hub.Status().Patch(ctx, m, patch); client.IgnoreNotFound(patchErr) != nil {
+	if withoutStatus(stored) {
+		// The cache may merely not show it yet.
+		patch = client.MergeFromWithOptions(base, client.MergeFromWithOptimisticLock{})
+	}
+	patchErr := r.hub.Status().Patch(ctx, m, patch)
+	if err == nil && apierrors.IsConflict(patchErr) {
+		return reconcile.Result{RequeueAfter: 50 * time.Millisecond}, nil
+	}
+	if client.IgnoreNotFound(patchErr) != nil {
 		err = errors.Join(err, fmt.Errorf("writing the status: %w", patchErr))
 	}
 	return result, err
@@ -139,10 +147,9 @@ func (r *machineReconciler) reconcile(ctx context.Context, m *simv1.SimMachine) 
 			}
 		}
 	}
-	if m.Spec.ProviderID != "" && m.Status.BootedAt == nil {
-		if err := r.recognise(ctx, m, machine, cluster, now); err != nil {
-			return reconcile.Result{}, err
-		}
+	if withoutStatus(m) {
+		// Written before anything is done on its account: that write brings us back.
+		return reconcile.Result{}, r.recognise(ctx, m, machine, cluster, now)
 	}
 	if m.DeletionTimestamp == nil {
 		if m.Status.BootedAt == nil {
@@ -239,6 +246,11 @@ func exists(m *simv1.SimMachine, name, zone string, at *metav1.MicroTime) {
 	}
 }
 
+// withoutStatus reports whether the instance exists and its object says nothing of how it came into being.
+func withoutStatus(m *simv1.SimMachine) bool {
+	return m.Spec.ProviderID != "" && m.Status.BootStartedAt == nil
+}
+
 // recognise rebuilds the status of an instance that exists, as its provider ID says, of an object without one: `clusterctl move` and
 // backups carry no status. A real provider asks its infrastructure; here the Node tells whether the kubelet has registered. What
 // cannot be known again is that an instance was told to stop: it is told again when its object is deleted.
@@ -265,6 +277,7 @@ func (r *machineReconciler) recognise(
 	if joined {
 		m.Status.JoinedAt = at
 	}
+	r.report(m)
 	log.FromContext(ctx).Info("instance is known by its providerID", "providerID", m.Spec.ProviderID, "joined", joined)
 	return nil
 }

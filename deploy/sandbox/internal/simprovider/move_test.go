@@ -1,12 +1,14 @@
 package simprovider
 
 import (
+	"context"
 	"testing"
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/utils/ptr"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 )
@@ -70,6 +72,7 @@ func TestAnInstanceThatMovedAndIsDeletedAtOnceIsStopped(t *testing.T) {
 		t.Fatal(err)
 	}
 	b.reconcile()
+	b.reconcile()
 	if _, alive := b.node().Labels[KubeletLabel]; alive {
 		t.Error("its kubelet runs on although it was stopped")
 	}
@@ -85,6 +88,7 @@ func TestAnInstanceThatMovedBeforeItJoinedJoins(t *testing.T) {
 		t.Fatal("it is not between its boot and its Node")
 	}
 	b.move()
+	b.reconcile()
 	if result := b.reconcile(); result.RequeueAfter != 10*time.Second {
 		t.Errorf("it comes back after %s", result.RequeueAfter)
 	}
@@ -131,5 +135,45 @@ func TestAnInstanceWhoseObjectMovesAwayIsLeftAlone(t *testing.T) {
 				t.Errorf("the Node was changed: %+v", now)
 			}
 		})
+	}
+}
+
+// staleOnce reads the instance once as it was: as a cache that has seen the provider ID and not yet the status.
+type staleOnce struct {
+	client.Client
+	stale *simv1.SimMachine
+}
+
+func (c *staleOnce) Get(ctx context.Context, key client.ObjectKey, o client.Object, options ...client.GetOption) error {
+	if m, ok := o.(*simv1.SimMachine); ok && c.stale != nil {
+		c.stale.DeepCopyInto(m)
+		c.stale = nil
+		return nil
+	}
+	return c.Client.Get(ctx, key, o, options...)
+}
+
+func TestAnInstanceWhoseStatusIsNotSeenYetKeepsIt(t *testing.T) {
+	b := newBench(t, delays(0))
+	m := b.instance()
+	b.update(m, func() { m.Spec.ProviderID = "sim://spoke/one" })
+	stale := b.instance()
+	for range 2 {
+		b.reconcile()
+	}
+	node, status := b.node(), b.instance().Status
+	if node == nil || status.JoinedAt == nil {
+		t.Fatal("the kubelet did not join")
+	}
+	b.clock.Step(time.Hour)
+	b.hub = &staleOnce{Client: b.hub, stale: stale}
+	if result := b.reconcile(); result.RequeueAfter == 0 {
+		t.Error("it does not look again")
+	}
+	if now := b.instance().Status; !now.JoinedAt.Equal(status.JoinedAt) || !now.BootedAt.Equal(status.BootedAt) {
+		t.Errorf("the status was %+v and is %+v", status, now)
+	}
+	if now := b.node(); now == nil || now.ResourceVersion != node.ResourceVersion {
+		t.Errorf("a kubelet that runs registered its Node again: %+v", now)
 	}
 }
