@@ -87,6 +87,8 @@ func TestAMoveToAnotherHubLosesNothing(t *testing.T) {
 
 	h.scale(t, nodes/2+more, nodes/2+more)
 	g.Expect(h.target.Recorder.Await(within(t, 3*time.Minute), running(nodes+2*more))).To(Succeed())
+	// Also the machine that came in place of one that a new claim was given.
+	g.Expect(h.target.Recorder.Await(within(t, 2*time.Minute), everyMachineRuns)).To(Succeed())
 	h.settle(t)
 	g.Expect(bystander.incidents()).To(BeEmpty(), "what happened to what ran in the spoke, when pods were added")
 	grown := h.holdings(t, h.target)
