@@ -83,7 +83,7 @@ func trusting(ca []byte) *http.Client {
 	return &http.Client{Transport: &http.Transport{TLSClientConfig: &tls.Config{RootCAs: pool, MinVersion: tls.VersionTLS12}}}
 }
 
-// component starts a supervised process and waits until it is ready.
+// component starts a supervised process and waits until it is ready. It replaces a component of its name, which must have ended.
 func (s *Sandbox) component(ctx context.Context, spec process.Spec) error {
 	spec.Log = filepath.Join(s.state.Paths.Logs, spec.Name+".log")
 	spec.Dir = s.options.StateDir
@@ -92,7 +92,11 @@ func (s *Sandbox) component(ctx context.Context, spec process.Spec) error {
 	spec.Env = append(spec.Env, s.mark(), "HOME="+s.options.StateDir, "PATH=/usr/bin:/bin", "TMPDIR="+s.options.StateDir)
 	p := process.New(spec)
 	s.mu.Lock()
-	s.components = append(s.components, p)
+	if i := slices.IndexFunc(s.components, func(c *process.Process) bool { return c.Status().Name == spec.Name }); i >= 0 {
+		s.components[i] = p
+	} else {
+		s.components = append(s.components, p)
+	}
 	s.mu.Unlock()
 	if err := p.Start(); err != nil {
 		return err
@@ -345,7 +349,8 @@ func (s *Sandbox) agent(ctx context.Context, name string, port int, kubeconfigFi
 	})
 }
 
-func (s *Sandbox) shim(ctx context.Context, kubeconfigFile string) error {
+// shim starts a shim that calls the given agent.
+func (s *Sandbox) shim(ctx context.Context, agent AgentAccess) error {
 	health, err := s.port()
 	if err != nil {
 		return err
@@ -363,11 +368,11 @@ func (s *Sandbox) shim(ctx context.Context, kubeconfigFile string) error {
 		Name: Shim,
 		Path: s.options.binary("karpenter"),
 		Env: append([]string{
-			"KUBECONFIG=" + kubeconfigFile,
-			"AGENT_ADDRESS=" + s.state.AgentAddress,
-			"AGENT_CA_FILE=" + s.state.Paths.AgentCA,
-			"AGENT_TLS_CERT_FILE=" + s.state.Paths.ClientCertificate,
-			"AGENT_TLS_KEY_FILE=" + s.state.Paths.ClientKey,
+			"KUBECONFIG=" + s.shimKubeconfig(),
+			"AGENT_ADDRESS=" + agent.Address,
+			"AGENT_CA_FILE=" + agent.CAFile,
+			"AGENT_TLS_CERT_FILE=" + agent.CertFile,
+			"AGENT_TLS_KEY_FILE=" + agent.KeyFile,
 			"CLUSTER_NAMESPACE=" + ClusterNamespace,
 			"CLUSTER_NAME=" + ClusterName,
 			"METRICS_BIND_ADDRESS=" + address(metrics),

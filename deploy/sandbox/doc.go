@@ -12,13 +12,17 @@
 // MachineDeployments: whoever uses the sandbox makes those, from SimMachineTemplates (package api/v1alpha1), which also
 // say how the machines behave. The example in examples/machinedeployment.yaml works as it stands.
 //
+// With [Options].HubOnly there is a hub only, without a Cluster: another sandbox's Cluster can be moved to it with `clusterctl move`, and
+// that one's shim pointed to its agent with [Sandbox.PointShim].
+//
 // # Fidelity
 //
 // Agent and shim are processes of their own that speak mTLS, with a ServiceAccount token each, bound to exactly the
 // roles that the Helm charts grant. Cluster API runs with its admission and conversion webhooks. What is simulated is
 // the machine and its kubelet: the provider keeps Cluster API's contract (it waits, hangs and fails where a real one
-// does), registers Nodes as kubelets do, and stops them when their machine stops. Everything else, such as the garbage
-// collection of Nodes' pods or the taint of a Node that is not heard of, is Kubernetes' own doing.
+// does, and knows an instance again whose object was moved), registers Nodes as kubelets do, and stops them when their
+// machine stops. Everything else, such as the garbage collection of Nodes' pods or the taint of a Node that is not
+// heard of, is Kubernetes' own doing.
 //
 // # Processes
 //

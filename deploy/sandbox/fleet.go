@@ -53,7 +53,8 @@ func createFleet(ctx context.Context, hub client.Client, spoke *controlPlane) er
 	metadata := func(name string) metav1.ObjectMeta {
 		return metav1.ObjectMeta{
 			Namespace: ClusterNamespace, Name: name,
-			Labels: map[string]string{clusterv1.ClusterNameLabel: ClusterName},
+			// Only the Secret with Cluster API's kubeconfig has a name by which `clusterctl move` knows it for the Cluster's.
+			Labels: map[string]string{clusterv1.ClusterNameLabel: ClusterName, manifests.MoveLabel: ""},
 		}
 	}
 	cluster := &clusterv1.Cluster{

@@ -27,6 +27,8 @@ type Options struct {
 	// StateDir is the folder of this sandbox. Empty means .sandbox/<name> in the repository. What it holds is replaced.
 	StateDir string
 
+	// HubOnly leaves out the spoke, the hub's Cluster and the shim: a hub that the Clusters of another one can be moved to.
+	HubOnly bool
 	// WithoutAgent leaves out the agent, and with it the shim.
 	WithoutAgent bool
 	// WithoutShim leaves out the shim.
@@ -105,7 +107,7 @@ func (o *Options) complete() error {
 		}
 		*path = absolute
 	}
-	o.WithoutShim = o.WithoutShim || o.WithoutAgent
+	o.WithoutShim = o.WithoutShim || o.WithoutAgent || o.HubOnly
 	o.Agents = max(o.Agents, 1)
 	if o.AgentBinary == "" {
 		o.AgentBinary = o.binary("capi-agent")
@@ -143,8 +145,11 @@ var ErrNotBuilt = errors.New("not built")
 // checkBuilt names everything that is missing at once.
 func (o *Options) checkBuilt() error {
 	files := []string{
-		"etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kwok",
-		"capi-core-manager", "capi-core-manifests/webhooks.yaml", "sim-provider",
+		"etcd", "kube-apiserver", "kube-controller-manager",
+		"capi-core-manager", "capi-core-manifests/webhooks.yaml", "capi-core-manifests/version", "sim-provider",
+	}
+	if !o.HubOnly {
+		files = append(files, "kube-scheduler", "kwok")
 	}
 	if !o.WithoutAgent {
 		files = append(files, "helm", o.AgentBinary)

@@ -22,6 +22,10 @@ func TestOptionsAreCompleted(t *testing.T) {
 	if !options.WithoutShim {
 		t.Error("a shim without its agent")
 	}
+	options = Options{HubOnly: true}
+	if err := options.complete(); err != nil || !options.WithoutShim || options.WithoutAgent {
+		t.Errorf("of a hub only, got %+v, %v", options, err)
+	}
 }
 
 func TestOptionsOutsideOfTheRepository(t *testing.T) {

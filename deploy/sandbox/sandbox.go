@@ -37,6 +37,8 @@ const (
 	shimNamespace  = "karpenter"
 	// marker is in the environment of every process of a sandbox; its value is the sandbox's folder.
 	marker = "KARPENTER_CAPI_SANDBOX"
+	// simVersion is the version of the simulated provider in clusterctl's inventory.
+	simVersion = "v0.1.0"
 	// linesOfLog is how much of a component's log is quoted in an error.
 	linesOfLog = 15
 )
@@ -50,7 +52,7 @@ var auditPolicy []byte
 // ErrRunning says that a sandbox of that name is up.
 var ErrRunning = errors.New("is running already")
 
-// Sandbox is a running hub and spoke. Its methods are safe for concurrent use.
+// Sandbox is a running hub and spoke, or a hub only. Its methods are safe for concurrent use.
 type Sandbox struct {
 	options Options
 	lock    *flock.Flock
@@ -61,7 +63,8 @@ type Sandbox struct {
 	ports      ports.Pool
 	agentCA    *pki.CA
 
-	hub, spoke *controlPlane
+	hub   *controlPlane
+	spoke *controlPlane // nil if there is only a hub
 
 	touched   chan struct{} // something has changed
 	publisher sync.WaitGroup
@@ -192,7 +195,9 @@ func (s *Sandbox) start(ctx context.Context) error {
 	}
 	group, groupContext := errgroup.WithContext(ctx)
 	group.Go(func() error { return s.startHub(groupContext) })
-	group.Go(func() error { return s.startSpoke(groupContext) })
+	if s.spoke != nil {
+		group.Go(func() error { return s.startSpoke(groupContext) })
+	}
 	if err := group.Wait(); err != nil {
 		return err
 	}
@@ -201,11 +206,13 @@ func (s *Sandbox) start(ctx context.Context) error {
 		return err
 	}
 	group, groupContext = errgroup.WithContext(ctx)
-	group.Go(func() error {
-		return s.step(groupContext, "Cluster "+ClusterNamespace+"/"+ClusterName, func(ctx context.Context) error {
-			return createFleet(ctx, hub, s.spoke)
+	if s.spoke != nil {
+		group.Go(func() error {
+			return s.step(groupContext, "Cluster "+ClusterNamespace+"/"+ClusterName, func(ctx context.Context) error {
+				return createFleet(ctx, hub, s.spoke)
+			})
 		})
-	})
+	}
 	if !s.options.WithoutAgent {
 		group.Go(func() error { return s.startAgentAndShim(groupContext) })
 	}
@@ -224,8 +231,10 @@ func (s *Sandbox) makeCertificates(context.Context) error {
 	if s.options.AuditHub {
 		s.hub.auditLog = s.state.Paths.HubAudit
 	}
-	if s.spoke, err = s.newControlPlane("spoke", s.state.Paths.SpokeKubeconfig); err != nil {
-		return err
+	if !s.options.HubOnly {
+		if s.spoke, err = s.newControlPlane("spoke", s.state.Paths.SpokeKubeconfig); err != nil {
+			return err
+		}
 	}
 	if s.agentCA, err = pki.NewCA("agent"); err != nil {
 		return err
@@ -332,19 +341,7 @@ func (s *Sandbox) startClusterAPI(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	objects, err := manifests.ClusterAPI(s.options.clusterAPIManifests(), manifests.Webhooks{Address: address(port), CA: ca.PEM})
-	if err != nil {
-		return fmt.Errorf("reading Cluster API's manifests: %w", err)
-	}
-	provider, err := manifests.CRDs(simv1.CRDs)
-	if err != nil {
-		return fmt.Errorf("reading the provider's CRDs: %w", err)
-	}
-	c, err := client.New(s.hub.admin, client.Options{Scheme: manifests.Scheme()})
-	if err != nil {
-		return err
-	}
-	if err := manifests.Create(ctx, c, append(objects, manifests.Objects(provider)...)...); err != nil {
+	if err := s.installClusterAPI(ctx, manifests.Webhooks{Address: address(port), CA: ca.PEM}); err != nil {
 		return err
 	}
 	group, ctx := errgroup.WithContext(ctx)
@@ -360,6 +357,40 @@ func (s *Sandbox) startClusterAPI(ctx context.Context) error {
 	group.Go(func() error { return s.clusterAPI(ctx, ClusterAPI, s.hub, controllers, certs) })
 	group.Go(func() error { return s.simProvider(ctx, s.hub) })
 	return group.Wait()
+}
+
+// installClusterAPI creates what `clusterctl init` would create of Cluster API and of the infrastructure provider, as far as it is
+// not a process, and notes both in clusterctl's inventory.
+func (s *Sandbox) installClusterAPI(ctx context.Context, webhooks manifests.Webhooks) error {
+	objects, err := manifests.ClusterAPI(s.options.clusterAPIManifests(), webhooks)
+	if err != nil {
+		return fmt.Errorf("reading Cluster API's manifests: %w", err)
+	}
+	inventory, version, err := manifests.Inventory(s.options.clusterAPIManifests())
+	if err != nil {
+		return fmt.Errorf("reading the manifests of clusterctl's inventory: %w", err)
+	}
+	simulated, err := manifests.CRDs(simv1.CRDs)
+	if err != nil {
+		return fmt.Errorf("reading the provider's CRDs: %w", err)
+	}
+	core := manifests.Provider{
+		Name: "cluster-api", Type: "CoreProvider", Label: "cluster-api", Namespace: "capi-system", Version: version,
+	}
+	infrastructure := manifests.Provider{
+		Name: "sim", Type: "InfrastructureProvider", Label: "infrastructure-sim", Namespace: "sim-system", Version: simVersion,
+	}
+	core.Mark(objects)
+	provider := manifests.Objects(simulated)
+	infrastructure.Mark(provider)
+	c, err := client.New(s.hub.admin, client.Options{Scheme: manifests.Scheme()})
+	if err != nil {
+		return err
+	}
+	if err := manifests.Create(ctx, c, slices.Concat(objects, provider, inventory)...); err != nil {
+		return err
+	}
+	return manifests.Create(ctx, c, core.Entry(), infrastructure.Entry())
 }
 
 func (s *Sandbox) startSpoke(ctx context.Context) error {
@@ -457,11 +488,41 @@ func (s *Sandbox) startShim(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	kubeconfigFile := filepath.Join(s.options.StateDir, "karpenter.kubeconfig")
-	if err := writeKubeconfig(kubeconfigFile, "karpenter", Endpoint{URL: s.spoke.server, CA: s.spoke.ca.PEM}, user); err != nil {
+	if err := writeKubeconfig(s.shimKubeconfig(), "karpenter", Endpoint{URL: s.spoke.server, CA: s.spoke.ca.PEM}, user); err != nil {
 		return err
 	}
-	return s.shim(ctx, kubeconfigFile)
+	return s.shim(ctx, s.AgentAccess())
+}
+
+// AgentAccess is how a shim calls an agent.
+type AgentAccess struct {
+	// Address is the agent's host:port.
+	Address string
+	// CAFile is the authority of the agent's certificate; CertFile and KeyFile identify the shim's Cluster to the agent.
+	CAFile, CertFile, KeyFile string
+}
+
+// AgentAccess returns how the shim of the Cluster [ClusterNamespace]/[ClusterName] calls the first agent of this sandbox. Without an
+// agent it is of no use.
+func (s *Sandbox) AgentAccess() AgentAccess {
+	state := s.State()
+	return AgentAccess{
+		Address: state.AgentAddress, CAFile: state.Paths.AgentCA,
+		CertFile: state.Paths.ClientCertificate, KeyFile: state.Paths.ClientKey,
+	}
+}
+
+// PointShim ends the shim, starts it anew so that it calls the given agent, which may be one of another sandbox, and waits until it
+// is ready. It must not be called twice at the same time, or while the shim is started or stopped.
+func (s *Sandbox) PointShim(ctx context.Context, agent AgentAccess) error {
+	if err := s.StopComponent(Shim); err != nil {
+		return err
+	}
+	return s.shim(ctx, agent)
+}
+
+func (s *Sandbox) shimKubeconfig() string {
+	return filepath.Join(s.options.StateDir, "karpenter.kubeconfig")
 }
 
 // install creates a chart's CRDs and permissions and returns what identifies its ServiceAccount.
@@ -502,8 +563,13 @@ func (s *Sandbox) AgentCertificate(name, id string) (certFile, keyFile string, e
 // HubConfig returns an administrator's configuration.
 func (s *Sandbox) HubConfig() *rest.Config { return rest.CopyConfig(s.hub.admin) }
 
-// SpokeConfig returns an administrator's configuration.
-func (s *Sandbox) SpokeConfig() *rest.Config { return rest.CopyConfig(s.spoke.admin) }
+// SpokeConfig returns an administrator's configuration, and nil if there is no spoke.
+func (s *Sandbox) SpokeConfig() *rest.Config {
+	if s.spoke == nil {
+		return nil
+	}
+	return rest.CopyConfig(s.spoke.admin)
+}
 
 // HubClient returns a client, as administrator and without a cache, that knows Cluster API's core kinds, those of the
 // simulated provider and CustomResourceDefinitions.
@@ -515,8 +581,11 @@ func (s *Sandbox) HubClient() (client.Client, error) {
 }
 
 // SpokeClient returns a client, as administrator and without a cache, that knows the built-in kinds and
-// CustomResourceDefinitions.
+// CustomResourceDefinitions. Without a spoke it is an error.
 func (s *Sandbox) SpokeClient() (client.Client, error) {
+	if s.spoke == nil {
+		return nil, fmt.Errorf("sandbox %q has no spoke", s.options.Name)
+	}
 	return client.New(s.spoke.admin, client.Options{Scheme: manifests.Scheme()})
 }
 
@@ -746,7 +815,9 @@ func (s *Sandbox) writeEnv() error {
 	}
 	state := s.State()
 	set("HUB_KUBECONFIG", state.Paths.HubKubeconfig)
-	set("SPOKE_KUBECONFIG", state.Paths.SpokeKubeconfig)
+	if s.spoke != nil {
+		set("SPOKE_KUBECONFIG", state.Paths.SpokeKubeconfig)
+	}
 	set("SANDBOX_LOGS", state.Paths.Logs)
 	if state.AgentAddress != "" {
 		set("AGENT_ADDRESS", state.AgentAddress)

@@ -67,7 +67,7 @@ type ComponentStatus = process.Status
 type Paths struct {
 	// Dir holds all of it.
 	Dir string `json:"dir"`
-	// HubKubeconfig and SpokeKubeconfig are an administrator's.
+	// HubKubeconfig and SpokeKubeconfig are an administrator's. Without a spoke there is no SpokeKubeconfig.
 	HubKubeconfig   string `json:"hubKubeconfig"`
 	SpokeKubeconfig string `json:"spokeKubeconfig"`
 	// AgentCA is the authority of the agent's certificate.

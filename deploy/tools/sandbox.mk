@@ -16,8 +16,9 @@ SANDBOX_K8S_LDFLAGS = $(foreach pkg,k8s.io/component-base/version k8s.io/client-
 	-X $(pkg).gitTreeState=clean)
 
 SANDBOX_KUBERNETES_BINARIES := $(addprefix $(BIN)/,kube-apiserver kube-controller-manager kube-scheduler kubectl)
-SANDBOX_FOREIGN_BINARIES    := $(BIN)/etcd $(SANDBOX_KUBERNETES_BINARIES) $(BIN)/capi-core-manager $(BIN)/kwok
-# The CRDs and webhook configurations that belong to the manager binary, from the same module.
+SANDBOX_FOREIGN_BINARIES    := $(BIN)/etcd $(SANDBOX_KUBERNETES_BINARIES) $(BIN)/capi-core-manager $(BIN)/clusterctl $(BIN)/kwok
+# What belongs to the manager binary, from the same module: its CRDs and webhook configurations, its version, and the CRD of
+# clusterctl's inventory.
 SANDBOX_CAPI_MANIFESTS      := $(BIN)/capi-core-manifests/.stamp
 
 # $(call sandbox_build,<module folder>,<package>,<ldflags>): builds $@, saying what and how long.
@@ -49,6 +50,10 @@ $(BIN)/capi-core-manager: deploy/tools/cluster-api/go.mod deploy/tools/cluster-a
 	$(call sandbox_build,$(SANDBOX_CAPI_SOURCE),.,-X sigs.k8s.io/cluster-api/version.gitVersion=$(SANDBOX_CAPI_VERSION))
 	@rm -rf $(SANDBOX_CAPI_SOURCE)
 
+# Moves what Cluster API has from one hub to another; of the manager's module, so that the two always fit.
+$(BIN)/clusterctl: deploy/tools/cluster-api/go.mod deploy/tools/cluster-api/go.sum
+	$(call sandbox_build,deploy/tools/cluster-api,sigs.k8s.io/cluster-api/cmd/clusterctl,-X sigs.k8s.io/cluster-api/version.gitVersion=$(SANDBOX_CAPI_VERSION))
+
 $(BIN)/kwok: deploy/tools/kwok/go.mod deploy/tools/kwok/go.sum
 	$(call sandbox_build,deploy/tools/kwok,sigs.k8s.io/kwok/cmd/kwok,-X sigs.k8s.io/kwok/pkg/consts.Version=$(SANDBOX_KWOK_VERSION))
 
@@ -57,7 +62,9 @@ $(SANDBOX_CAPI_MANIFESTS): deploy/tools/cluster-api/go.mod deploy/tools/cluster-
 	export GOTOOLCHAIN=auto GOWORK=off GOFLAGS=-mod=readonly && go mod download sigs.k8s.io/cluster-api && \
 	dir=$$(go list -m -f '{{.Dir}}' sigs.k8s.io/cluster-api) && cd $(CURDIR) && \
 	install -m 0644 "$$dir"/core/config/crd/bases/*.yaml $(@D)/crds/ && \
-	install -m 0644 "$$dir"/core/config/webhook/manifests.yaml $(@D)/webhooks.yaml && touch $@
+	install -m 0644 "$$dir"/core/config/webhook/manifests.yaml $(@D)/webhooks.yaml && \
+	mkdir -p $(@D)/inventory && install -m 0644 "$$dir"/cmd/clusterctl/config/manifest/*.yaml $(@D)/inventory/ && \
+	echo $(SANDBOX_CAPI_VERSION) >$(@D)/version && touch $@
 	@echo "copied   Cluster API $(SANDBOX_CAPI_VERSION) CRDs and webhook configurations to $(@D)"
 
 # One after the other: they share most of their packages, which parallel builds would compile twice.
@@ -66,7 +73,8 @@ $(BIN)/kube-controller-manager: | $(BIN)/kube-apiserver
 $(BIN)/kube-scheduler: | $(BIN)/kube-controller-manager
 $(BIN)/kubectl: | $(BIN)/kube-scheduler
 $(BIN)/capi-core-manager: | $(BIN)/kubectl
-$(BIN)/kwok: | $(BIN)/capi-core-manager
+$(BIN)/clusterctl: | $(BIN)/capi-core-manager
+$(BIN)/kwok: | $(BIN)/clusterctl
 
 .PHONY: sandbox-tools
 sandbox-tools: $(SANDBOX_FOREIGN_BINARIES) $(SANDBOX_CAPI_MANIFESTS) ## Build the sandbox's control plane binaries (about six minutes cold)

@@ -18,12 +18,12 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-//go:embed fleet peer crowd broken sizes fit labelled
+//go:embed fleet peer crowd broken sizes fit labelled move
 var files embed.FS
 
 // The files. Fleet is the demo's; Peer is what a user of karpenter-provider-cluster-api brings along; Crowd is for many
 // machines at once; Broken is full of mistakes; Sizes are for choices by price; Fit for random machines and
-// pods; Labelled for what Nodes are told.
+// pods; Labelled for what Nodes are told; Move for a Cluster that changes its hub.
 const (
 	FleetHub      = "fleet/hub.yaml"
 	FleetSpoke    = "fleet/spoke.yaml"
@@ -38,6 +38,9 @@ const (
 	BrokenSpoke   = "broken/spoke.yaml"
 	LabelledHub   = "labelled/hub.yaml"
 	LabelledSpoke = "labelled/spoke.yaml"
+	MoveHub       = "move/hub.yaml"
+	MoveSpoke     = "move/spoke.yaml"
+	MoveWorkload  = "move/workload.yaml"
 	FitSpoke      = "fit/spoke.yaml"
 	SizesHub      = "sizes/hub.yaml"
 	SizesSpoke    = "sizes/spoke.yaml"

@@ -69,7 +69,7 @@ func Start(ctx context.Context, options sandbox.Options, onEvent func(journey.Ev
 	if err != nil {
 		return nil, err
 	}
-	w, err := around(ctx, box, onEvent)
+	w, err := around(ctx, box, box, onEvent)
 	if err != nil {
 		box.Stop()
 		return nil, err
@@ -77,18 +77,25 @@ func Start(ctx context.Context, options sandbox.Options, onEvent func(journey.Ev
 	return w, nil
 }
 
-func around(ctx context.Context, box *sandbox.Sandbox, onEvent func(journey.Event)) (*World, error) {
+// OnHub returns the world of the same spoke and another hub, which w's Cluster is moved to, with that hub as its Sandbox. To stop it
+// stops that hub, and should come before w is stopped. On an error the hub is left as it is.
+func (w *World) OnHub(ctx context.Context, hub *sandbox.Sandbox) (*World, error) {
+	return around(ctx, hub, w.Sandbox, nil)
+}
+
+// around connects to the hub of one sandbox and the spoke of another, or of the same.
+func around(ctx context.Context, box, spokes *sandbox.Sandbox, onEvent func(journey.Event)) (*World, error) {
 	scheme := Scheme()
 	newClient := func(config *rest.Config) (client.Client, error) {
 		return client.New(config, client.Options{Scheme: scheme})
 	}
 	hub, hubErr := newClient(box.HubConfig())
-	spoke, spokeErr := newClient(box.SpokeConfig())
+	spoke, spokeErr := newClient(spokes.SpokeConfig())
 	if err := errors.Join(hubErr, spokeErr); err != nil {
 		return nil, err
 	}
 	recorder, err := journey.Record(ctx, journey.Options{
-		Hub: box.HubConfig(), Spoke: box.SpokeConfig(), Scheme: scheme, Cluster: Cluster, OnEvent: onEvent,
+		Hub: box.HubConfig(), Spoke: spokes.SpokeConfig(), Scheme: scheme, Cluster: Cluster, OnEvent: onEvent,
 	})
 	if err != nil {
 		return nil, err

@@ -97,6 +97,7 @@ func command() *cobra.Command {
 }
 
 func startFlags(cmd *cobra.Command, options *sandbox.Options) {
+	cmd.Flags().BoolVar(&options.HubOnly, "hub-only", false, "leave out the spoke, its Cluster and the shim: a hub to move a Cluster to")
 	cmd.Flags().BoolVar(&options.WithoutShim, "no-shim", false, "leave out the shim")
 	cmd.Flags().BoolVar(&options.WithoutAgent, "no-agent", false, "leave out the agent, and with it the shim")
 	cmd.Flags().StringArrayVar(&options.AgentArgs, "agent-arg", nil, "flag to add to the agent's command line; may be repeated")

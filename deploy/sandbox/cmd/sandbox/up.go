@@ -12,6 +12,8 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/samber/lo"
+
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 )
 
@@ -86,6 +88,9 @@ func startSupervisor(options sandbox.Options) (cmd *exec.Cmd, output string, err
 	}
 	defer func() { _ = file.Close() }() // the supervisor has its own descriptor
 	args := []string{"run", "--name=" + options.Name, "--root=" + options.Root}
+	if options.HubOnly {
+		args = append(args, "--hub-only")
+	}
 	if options.WithoutAgent {
 		args = append(args, "--no-agent")
 	}
@@ -172,11 +177,14 @@ func seconds(d time.Duration) string { return fmt.Sprintf("%.1f s", d.Seconds())
 func tellWhatNext(out io.Writer, state sandbox.State) {
 	paths := state.Paths
 	_, _ = fmt.Fprintf(out, `Hub:
-  bin/kubectl --kubeconfig %[1]s get clusters,machinedeployments,machines -A
-  bin/kubectl --kubeconfig %[1]s apply -f deploy/sandbox/examples/machinedeployment.yaml
+  bin/kubectl --kubeconfig %s get clusters,machinedeployments,machines -A
+`, relative(paths.HubKubeconfig))
+	if hasSpoke := lo.ContainsBy(state.Components, func(c sandbox.ComponentStatus) bool { return c.Name == sandbox.SpokeAPIServer }); hasSpoke {
+		_, _ = fmt.Fprintf(out, `  bin/kubectl --kubeconfig %s apply -f deploy/sandbox/examples/machinedeployment.yaml
 Spoke:
-  bin/kubectl --kubeconfig %[2]s get nodes,pods -A
+  bin/kubectl --kubeconfig %s get nodes,pods -A
 `, relative(paths.HubKubeconfig), relative(paths.SpokeKubeconfig))
+	}
 	if state.AgentAddress != "" {
 		_, _ = fmt.Fprintf(out, `Agent:
   bin/grpcurl -cacert %s -cert %s -key %s %s list

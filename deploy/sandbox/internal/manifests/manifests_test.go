@@ -10,6 +10,7 @@ import (
 
 	admissionv1 "k8s.io/api/admissionregistration/v1"
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
@@ -194,5 +195,19 @@ metadata: {name: shim}
 	}
 	if _, _, err := pickPermissions(append(rendered, rendered[0]), Chart{}); err == nil {
 		t.Error("a chart with two ServiceAccounts is no error")
+	}
+}
+
+func TestWhatAProviderInstallsIsMarkedForClusterctl(t *testing.T) {
+	provider := Provider{Name: "sim", Type: "InfrastructureProvider", Label: "infrastructure-sim", Namespace: "sim-system", Version: "v1.2.3"}
+	crd := &apiextensionsv1.CustomResourceDefinition{ObjectMeta: metav1.ObjectMeta{Labels: map[string]string{"kept": "yes"}}}
+	provider.Mark([]client.Object{crd})
+	for _, o := range []client.Object{crd, provider.Entry()} {
+		if _, marked := o.GetLabels()["clusterctl.cluster.x-k8s.io"]; !marked || o.GetLabels()["cluster.x-k8s.io/provider"] != "infrastructure-sim" {
+			t.Errorf("%T is labelled %v", o, o.GetLabels())
+		}
+	}
+	if crd.Labels["kept"] != "yes" {
+		t.Errorf("other labels are lost: %v", crd.Labels)
 	}
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"path"
 	"time"
 
 	"github.com/samber/lo"
@@ -30,6 +31,8 @@ import (
 )
 
 const (
+	// deleteForMove marks an object that `clusterctl move` deletes: what it stands for lives on in another hub.
+	deleteForMove = "clusterctl.cluster.x-k8s.io/delete-for-move"
 	// bootstrapPoll is how often the bootstrap Secret is looked for: the provider watches no Secrets.
 	bootstrapPoll = time.Second
 	// silencePatience bounds how long a stopping instance waits for its workload cluster to hear of it. A machine that
@@ -102,7 +105,15 @@ func (r *machineReconciler) Reconcile(ctx context.Context, req reconcile.Request
 	base := m.DeepCopy()
 	base.Status = stored.Status
 	patch := client.MergeFrom(base)
-	if patchErr := r.hub.Status().Patch(ctx, m, patch); client.IgnoreNotFound(patchErr) != nil {
+	if withoutStatus(stored) {
+		// The cache may merely not show it yet.
+		patch = client.MergeFromWithOptions(base, client.MergeFromWithOptimisticLock{})
+	}
+	patchErr := r.hub.Status().Patch(ctx, m, patch)
+	if err == nil && apierrors.IsConflict(patchErr) {
+		return reconcile.Result{RequeueAfter: 50 * time.Millisecond}, nil
+	}
+	if client.IgnoreNotFound(patchErr) != nil {
 		err = errors.Join(err, fmt.Errorf("writing the status: %w", patchErr))
 	}
 	return result, err
@@ -116,6 +127,9 @@ func (r *machineReconciler) reconcile(ctx context.Context, m *simv1.SimMachine) 
 	machine, cluster, err := r.owners(ctx, m)
 	if err != nil {
 		return reconcile.Result{}, err
+	}
+	if _, moved := m.Annotations[deleteForMove]; moved {
+		return reconcile.Result{}, nil
 	}
 	if isPaused(cluster, m) {
 		r.notReady(m, simv1.ReasonPaused, "the Cluster or this object is paused")
@@ -132,6 +146,12 @@ func (r *machineReconciler) reconcile(ctx context.Context, m *simv1.SimMachine) 
 				return reconcile.Result{}, fmt.Errorf("adding the finalizer: %w", err)
 			}
 		}
+	}
+	if withoutStatus(m) {
+		// Written before anything is done on its account: that write brings us back.
+		return reconcile.Result{}, r.recognise(ctx, m, machine, cluster, now)
+	}
+	if m.DeletionTimestamp == nil {
 		if m.Status.BootedAt == nil {
 			ready, err := r.bootstrapDataReady(ctx, machine)
 			if err != nil {
@@ -170,13 +190,7 @@ func (r *machineReconciler) act(
 		if err := r.patchObject(ctx, m, func() { m.Spec.ProviderID = id }); err != nil {
 			return false, fmt.Errorf("writing the providerID: %w", err)
 		}
-		m.Status.BootedAt = at
-		m.Status.Initialization.Provisioned = new(true)
-		m.Status.FailureDomain = zone(m, machine)
-		m.Status.Addresses = []clusterv1.MachineAddress{
-			{Type: clusterv1.MachineInternalIP, Address: nodeAddress(machine.Name)},
-			{Type: clusterv1.MachineHostName, Address: machine.Name},
-		}
+		exists(m, machine.Name, zone(m, machine), at)
 		log.FromContext(ctx).Info("instance exists", "providerID", id)
 
 	case actionJoin:
@@ -219,6 +233,53 @@ func (r *machineReconciler) act(
 	case actionNone:
 	}
 	return false, nil
+}
+
+// exists records that the instance, which is called name, has come into being in a zone.
+func exists(m *simv1.SimMachine, name, zone string, at *metav1.MicroTime) {
+	m.Status.BootedAt = at
+	m.Status.Initialization.Provisioned = new(true)
+	m.Status.FailureDomain = zone
+	m.Status.Addresses = []clusterv1.MachineAddress{
+		{Type: clusterv1.MachineInternalIP, Address: nodeAddress(name)},
+		{Type: clusterv1.MachineHostName, Address: name},
+	}
+}
+
+// withoutStatus reports whether the instance exists and its object says nothing of how it came into being.
+func withoutStatus(m *simv1.SimMachine) bool {
+	return m.Spec.ProviderID != "" && m.Status.BootStartedAt == nil
+}
+
+// recognise rebuilds the status of an instance that exists, as its provider ID says, of an object without one: `clusterctl move` and
+// backups carry no status. A real provider asks its infrastructure; here the Node tells whether the kubelet has registered. What
+// cannot be known again is that an instance was told to stop: it is told again when its object is deleted.
+func (r *machineReconciler) recognise(
+	ctx context.Context, m *simv1.SimMachine, machine *clusterv1.Machine, cluster *clusterv1.Cluster, now time.Time,
+) error {
+	name := path.Base(m.Spec.ProviderID)
+	// One that is deleted is stopped next, which waits for nothing, and which a kubelet that never registered bears as well.
+	joined := m.DeletionTimestamp != nil
+	if !joined {
+		workload, err := r.workloads.client(ctx, client.ObjectKeyFromObject(cluster))
+		if err != nil {
+			return err
+		}
+		node := &corev1.Node{}
+		if err := workload.Get(ctx, client.ObjectKey{Name: name}, node); client.IgnoreNotFound(err) != nil {
+			return fmt.Errorf("looking for the Node of %s: %w", m.Spec.ProviderID, err)
+		}
+		joined = node.Spec.ProviderID == m.Spec.ProviderID
+	}
+	at := new(metav1.NewMicroTime(now))
+	m.Status.BootStartedAt = at
+	exists(m, name, zone(m, machine), at)
+	if joined {
+		m.Status.JoinedAt = at
+	}
+	r.report(m)
+	log.FromContext(ctx).Info("instance is known by its providerID", "providerID", m.Spec.ProviderID, "joined", joined)
+	return nil
 }
 
 func (r *machineReconciler) silence(ctx context.Context, m *simv1.SimMachine, cluster client.ObjectKey, now time.Time) error {
@@ -319,8 +380,11 @@ func (r *machineReconciler) ready(m *simv1.SimMachine, status metav1.ConditionSt
 	})
 }
 
-// zone is where the instance runs: where its Machine was asked to be, else where its spec says.
+// zone is where the instance runs: where its Machine was asked to be, if there is one, else where its spec says.
 func zone(m *simv1.SimMachine, machine *clusterv1.Machine) string {
+	if machine == nil {
+		return m.Spec.Zone
+	}
 	return lo.CoalesceOrEmpty(machine.Spec.FailureDomain, m.Spec.Zone)
 }
 

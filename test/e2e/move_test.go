@@ -1,0 +1,563 @@
+package e2e_test
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	. "github.com/onsi/gomega"
+	"github.com/samber/lo"
+	"golang.org/x/sync/errgroup"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/types"
+	toolscache "k8s.io/client-go/tools/cache"
+	"k8s.io/utils/ptr"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+
+	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
+	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/test/invariants"
+	"github.com/karpenter-capi/karpenter-capi/test/journey"
+	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/world"
+)
+
+const (
+	// moveWithin bounds clusterctl, whose client is throttled to some twenty requests a second.
+	moveWithin = 5 * time.Minute
+	// own is how many machines of the node group east nobody claims.
+	own = 2
+	// syncInterval is how often the shim lists its NodeClaims for the agent; the product's default is a minute.
+	syncInterval = 10 * time.Second
+	// more is how many pods are added to each Deployment after the move.
+	more = 2
+)
+
+// TestAMoveToAnotherHubLosesNothing stops neither agents nor shim: both see the source's objects go while the Nodes run.
+func TestAMoveToAnotherHubLosesNothing(t *testing.T) {
+	figure := shows(t, "a move to another hub, with agents and shim running, loses no Node, no claim and nobody's machine")
+	nodes := lo.Ternary(testing.Short(), 6, 50)
+	g := NewWithT(t)
+	h := startHubs(t, "e2e-move")
+	h.run(t, h.source, nodes/2, nodes/2)
+	before := h.holdings(t, h.source)
+	g.Expect(before.claims).To(HaveLen(nodes), "a claim for each pod")
+	bystander := watchSpoke(t, h.source)
+	destroyed := logs(t, h.source, sandbox.SimProvider, "instance stops")
+	made := logs(t, h.target, sandbox.SimProvider, "instance exists")
+
+	began := time.Now()
+	h.move(t)
+	figure("clusterctl moved %d Machines in %.0f s", nodes+own, time.Since(began).Seconds())
+	// Whoever points the shim to the target does so some time later: meanwhile it lists its claims, and asks for them, in the source.
+	g.Consistently(bystander.incidents).WithTimeout(2*syncInterval+gracePeriod).WithPolling(500*time.Millisecond).Should(BeEmpty(),
+		"what happened to what ran in the spoke, while the shim called the source's agents")
+	g.Expect(h.source.Sandbox.PointShim(within(t, soon), h.target.Sandbox.AgentAccess())).To(Succeed())
+
+	began = time.Now()
+	poll(t, 2*settleWithin, h.holds(before))
+	g.Expect(h.target.AwaitNodePool(within(t, soon), "move")).To(Succeed())
+	h.settle(t)
+	figure("and all was as before %.0f s later", time.Since(began).Seconds())
+	poll(t, soon, h.sourceIsEmpty)
+	// As long as the agent keeps machines that nobody claims, and the shim's next listing of its claims.
+	g.Consistently(bystander.incidents).WithTimeout(spareGrace+syncInterval).WithPolling(500*time.Millisecond).Should(BeEmpty(),
+		"what happened to what ran in the spoke")
+	after := h.holdings(t, h.target)
+	g.Expect(after).To(Equal(before), "claims with their Machines, provider IDs, replicas, Nodes")
+	g.Expect(destroyed()).To(BeEmpty(), "instances that the source destroyed")
+	g.Expect(made()).To(BeEmpty(), "instances that the target made")
+
+	h.scale(t, nodes/2+more, nodes/2+more)
+	g.Expect(h.target.Recorder.Await(within(t, 3*time.Minute), running(nodes+2*more))).To(Succeed())
+	// Also the machine that came in place of one that a new claim was given.
+	g.Expect(h.target.Recorder.Await(within(t, 2*time.Minute), everyMachineRuns)).To(Succeed())
+	h.settle(t)
+	g.Expect(bystander.incidents()).To(BeEmpty(), "what happened to what ran in the spoke, when pods were added")
+	grown := h.holdings(t, h.target)
+	g.Expect(grown.replicas).To(Equal(map[string]int32{"east": int32(nodes/2 + more + own), "west": int32(nodes/2 + more)}))
+
+	h.scale(t, nodes/2, nodes/2)
+	g.Expect(h.target.Recorder.Await(within(t, 3*time.Minute), func(s journey.State) string {
+		if missing := running(nodes)(s); missing != "" {
+			return missing
+		}
+		return lo.Ternary(len(s.Live()) == nodes, "", fmt.Sprintf("%d NodeClaims to be left: %d are", nodes, len(s.Live())))
+	})).To(Succeed())
+	h.settle(t)
+	shrunk := h.holdings(t, h.target)
+	g.Expect(shrunk.replicas).To(Equal(before.replicas))
+	// A new claim may have been given a machine that nobody had, and the one that was made for it is the team's since.
+	g.Expect(lo.Keys(shrunk.nodes)).To(ConsistOf(slices.Concat(nodesWithPods(t, h.target), grown.unclaimed)),
+		"the Nodes that are left: those with pods, and those that nobody claims")
+	for node, uid := range shrunk.nodes {
+		g.Expect(grown.nodes[node]).To(Equal(uid), "Node %s was made again", node)
+	}
+	g.Expect(h.faults()).To(BeEmpty())
+}
+
+// TestAMoveCarriesReleasesAndEndedClaims moves while a machine goes. `clusterctl move` refuses Machines without a Node, so that no
+// claim can wait for one in a move.
+func TestAMoveCarriesReleasesAndEndedClaims(t *testing.T) {
+	shows(t, "a release that is in flight in a move is completed in the other hub, and an ended claim stays ended")
+	if testing.Short() {
+		t.Skip("not in the short run: the test above moves as well")
+	}
+	g := NewWithT(t)
+	h := startHubs(t, "e2e-move-releases")
+	h.run(t, h.source, 3, 0)
+	h.scale(t, 2, 0)
+	g.Expect(h.source.Recorder.Await(within(t, 2*time.Minute), func(s journey.State) string {
+		return lo.Ternary(len(s.Live()) == 2, "", fmt.Sprintf("2 NodeClaims to be left: %d are", len(s.Live())))
+	})).To(Succeed())
+	violations, err := h.source.Checker.Settle(within(t, settleWithin))
+	g.Expect(err).NotTo(HaveOccurred())
+	g.Expect(violations).To(BeEmpty(), invariants.Describe(violations))
+	ended := h.claims(t, h.source, agentv1.PhaseEnded)
+	g.Expect(ended).To(HaveLen(1), "the claim of the pod that went is remembered")
+
+	// Which of the two goes is the ReplicaSet's choice.
+	h.hold(t, h.source, true)
+	h.scale(t, 1, 0)
+	var releasing agentv1.MachineClaim
+	poll(t, soon, func(ctx context.Context) (string, error) {
+		claims := h.claims(t, h.source, agentv1.PhaseReleasing)
+		if len(claims) != 1 || claims[0].Status.Machine == nil {
+			return fmt.Sprintf("a claim to be released: %d are", len(claims)), nil
+		}
+		releasing = claims[0]
+		var instance simv1.SimMachine
+		err := h.source.Hub.Get(ctx, client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: releasing.Status.Machine.Name}, &instance)
+		return lo.Ternary(instance.Status.StoppedAt != nil, "", "the instance of the released claim to be stopped"), err
+	})
+	bound := h.claims(t, h.source, agentv1.PhaseBound)
+	g.Expect(bound).To(HaveLen(1))
+
+	h.move(t)
+	g.Expect(h.source.Sandbox.PointShim(within(t, soon), h.target.Sandbox.AgentAccess())).To(Succeed())
+
+	machine := client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: releasing.Status.Machine.Name}
+	poll(t, settleWithin, func(ctx context.Context) (string, error) {
+		var m clusterv1.Machine
+		err := h.target.Hub.Get(ctx, machine, &m)
+		return lo.Ternary(!m.DeletionTimestamp.IsZero(), "",
+			fmt.Sprintf("the release of Machine %s to go on in the target: it is not being deleted there (labels %v, annotations %v, finalizers %v)",
+				m.Name, m.Labels, m.Annotations, m.Finalizers)), err
+	})
+	h.hold(t, h.target, false)
+	poll(t, settleWithin, func(ctx context.Context) (string, error) {
+		var m clusterv1.Machine
+		if err := client.IgnoreNotFound(h.target.Hub.Get(ctx, machine, &m)); err != nil {
+			return "", err
+		}
+		live := h.target.Recorder.State().Live()
+		return lo.Ternary(m.Name == "" && len(live) == 1, "",
+			fmt.Sprintf("Machine %s to go, and its NodeClaim: finalizers %v, %d NodeClaims", machine.Name, m.Finalizers, len(live))), nil
+	})
+	h.settle(t)
+	left := h.holdings(t, h.target)
+	g.Expect(left.replicas).To(Equal(map[string]int32{"east": own + 1, "west": 0}))
+	g.Expect(left.claims[bound[0].Spec.ClaimID].machine).To(Equal(bound[0].Status.Machine.Name), "the claim that was not released")
+	g.Expect(left.claims).To(HaveLen(1))
+
+	for _, claim := range []agentv1.MachineClaim{ended[0], releasing} {
+		_, err := h.agent(t).Claims.CreateClaim(within(t, soon), &agentv1alpha1.CreateClaimRequest{
+			Cluster: theCluster(), ClaimId: claim.Spec.ClaimID, Holder: invariants.Holder, DisplayName: claim.Spec.DisplayName,
+			Candidates: []string{sandbox.ClusterNamespace + "/east"},
+		})
+		g.Expect(status.Code(err)).To(Equal(codes.Aborted), "the claim of %s had ended, and its id was taken again: %v", claim.Spec.DisplayName, err)
+	}
+	g.Expect(h.faults()).To(BeEmpty())
+}
+
+// hubs are a spoke with its hub, and a hub that its Cluster is moved to. Two agents serve each hub.
+type hubs struct{ source, target *world.World }
+
+// startHubs names the two sandboxes for the test, so that the logs of one test stay when another one begins.
+func startHubs(t *testing.T, name string) hubs {
+	t.Helper()
+	options := sandbox.Options{
+		Agents:    agents,
+		AgentArgs: []string{"--spare-grace-period=" + spareGrace.String()},
+		ShimEnv:   []string{"HUB_UNREACHABLE_GRACE_PERIOD=" + gracePeriod.String(), "CLAIM_SYNC_INTERVAL=" + syncInterval.String()},
+	}
+	ofSource, ofTarget := options, options
+	ofSource.Name, ofTarget.Name, ofTarget.HubOnly = name, name+"-target", true
+	ctx := within(t, startWithin)
+	var (
+		source   *world.World
+		target   *sandbox.Sandbox
+		starting errgroup.Group
+	)
+	starting.Go(func() (err error) {
+		source, err = world.Start(ctx, ofSource, nil)
+		return err
+	})
+	starting.Go(func() (err error) {
+		target, err = sandbox.Start(ctx, ofTarget)
+		return err
+	})
+	err := starting.Wait()
+	t.Cleanup(func() {
+		for _, box := range []*sandbox.Sandbox{target, lo.FromPtr(source).Sandbox} {
+			if box != nil && t.Failed() {
+				t.Logf("logs: %s", box.State().Paths.Logs)
+			}
+		}
+		if target != nil {
+			target.Stop()
+		}
+		if source != nil {
+			source.Stop()
+		}
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	moved, err := source.OnHub(ctx, target)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(moved.Recorder.Stop)
+	// What the ledger says is not asked, as it is what is moved.
+	moved.Checker.Expected = func() invariants.Expected {
+		return invariants.Expected{Shares: map[string]invariants.Share{"east": {Own: own}, "west": {}}}
+	}
+	return hubs{source: source, target: moved}
+}
+
+// run makes the node groups and so many pods for each, and waits until they run and nothing moves.
+func (h hubs) run(t *testing.T, in *world.World, east, west int) {
+	t.Helper()
+	g := NewWithT(t)
+	g.Expect(manifests.Apply(within(t, soon), in.Hub, manifests.MoveHub)).To(Succeed())
+	for _, file := range []string{manifests.MoveSpoke, manifests.MoveWorkload} {
+		g.Expect(manifests.Apply(within(t, soon), in.Spoke, file)).To(Succeed())
+	}
+	g.Expect(in.AwaitNodePool(within(t, soon), "move")).To(Succeed())
+	h.scale(t, east, west)
+	g.Expect(in.Recorder.Await(within(t, 5*time.Minute), running(east+west))).To(Succeed())
+	g.Expect(in.Recorder.Await(within(t, 2*time.Minute), everyMachineRuns)).To(Succeed())
+	violations, err := in.Checker.Settle(within(t, settleWithin))
+	g.Expect(err).NotTo(HaveOccurred())
+	g.Expect(violations).To(BeEmpty(), invariants.Describe(violations))
+}
+
+// scale sets how many pods the Deployments east and west have.
+func (h hubs) scale(t *testing.T, east, west int) {
+	t.Helper()
+	for name, pods := range map[string]int{"east": east, "west": west} {
+		if err := h.source.Scale(within(t, soon), client.ObjectKey{Namespace: "default", Name: name}, int32(pods)); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// move moves the Cluster from the source to the target.
+func (h hubs) move(t *testing.T) {
+	t.Helper()
+	cmd := exec.CommandContext(within(t, moveWithin), filepath.Join(root(t), "bin", "clusterctl"), "move",
+		"--kubeconfig", h.source.Sandbox.State().Paths.HubKubeconfig,
+		"--to-kubeconfig", h.target.Sandbox.State().Paths.HubKubeconfig,
+		"--namespace", sandbox.ClusterNamespace)
+	home := t.TempDir()
+	// It would ask the internet for a newer version.
+	cmd.Env = append(os.Environ(), "HOME="+home, "XDG_CONFIG_HOME="+home, "CLUSTERCTL_DISABLE_VERSIONCHECK=true")
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("clusterctl move: %v\n%s", err, out)
+	}
+}
+
+// settle waits until nothing violates an invariant in the target.
+func (h hubs) settle(t *testing.T) {
+	t.Helper()
+	g := NewWithT(t)
+	violations, err := h.target.Checker.Settle(within(t, settleWithin))
+	g.Expect(err).NotTo(HaveOccurred())
+	g.Expect(violations).To(BeEmpty(), "in the target:\n"+invariants.Describe(violations))
+}
+
+// holdings are who has what, by names that a move keeps.
+type holdings struct {
+	// claims that are Bound, by id.
+	claims map[string]holding
+	// replicas by node group.
+	replicas map[string]int32
+	// nodes by name, with their UIDs; unclaimed are the names of those whose Machine has no claim.
+	nodes     map[string]types.UID
+	unclaimed []string
+}
+
+// holding is what a claim has.
+type holding struct{ nodeClaim, group, machine, providerID string }
+
+func (h hubs) holdings(t *testing.T, of *world.World) holdings {
+	t.Helper()
+	state, err := invariants.Read(within(t, soon), of.Hub, of.Spoke, world.Cluster)
+	if err != nil {
+		t.Fatal(err)
+	}
+	is := holdings{claims: map[string]holding{}, replicas: map[string]int32{}, nodes: map[string]types.UID{}}
+	machines := lo.KeyBy(state.Machines, func(m clusterv1.Machine) types.UID { return m.UID })
+	for _, c := range state.Claims {
+		if c.CurrentPhase() == agentv1.PhaseBound && c.Status.Machine != nil {
+			m := machines[c.Status.Machine.UID]
+			is.claims[c.Spec.ClaimID] = holding{c.Spec.DisplayName, c.Spec.NodeGroup, m.Name, m.Spec.ProviderID}
+		}
+	}
+	for _, md := range state.Deployments {
+		is.replicas[md.Name] = ptr.Deref(md.Spec.Replicas, -1)
+	}
+	for _, n := range state.Nodes {
+		is.nodes[n.Name] = n.UID
+	}
+	for _, m := range state.Machines {
+		if m.Labels[agentv1.ClaimLabel] == "" {
+			is.unclaimed = append(is.unclaimed, m.Status.NodeRef.Name)
+		}
+	}
+	slices.Sort(is.unclaimed)
+	return is
+}
+
+// holds returns a condition for poll: each claim is Bound in the target to the Machine that it had.
+func (h hubs) holds(before holdings) func(context.Context) (string, error) {
+	return func(ctx context.Context) (string, error) {
+		state, err := invariants.Read(ctx, h.target.Hub, h.target.Spoke, world.Cluster)
+		if err != nil {
+			return "", err
+		}
+		claims := lo.KeyBy(state.Claims, func(c agentv1.MachineClaim) string { return c.Spec.ClaimID })
+		machines := lo.KeyBy(state.Machines, func(m clusterv1.Machine) string { return m.Name })
+		var lost []string
+		for _, id := range slices.Sorted(maps.Keys(before.claims)) {
+			had := before.claims[id]
+			claim, made := claims[id]
+			machine, moved := machines[had.machine]
+			what := fmt.Sprintf("the claim of NodeClaim %s (%s) on Machine %s: ", had.nodeClaim, id, had.machine)
+			switch {
+			case !made:
+				lost = append(lost, what+"there is no MachineClaim")
+			case !moved:
+				lost = append(lost, what+"the Machine is gone")
+			case claim.CurrentPhase() != agentv1.PhaseBound:
+				lost = append(lost, what+fmt.Sprintf("it is %s (%s: %s)", claim.CurrentPhase(), claim.Status.Reason, claim.Status.Message))
+			case claim.Status.Machine == nil || claim.Status.Machine.UID != machine.UID:
+				lost = append(lost, what+fmt.Sprintf("it has another one: %+v", claim.Status.Machine))
+			}
+		}
+		if len(lost) == 0 {
+			return "", nil
+		}
+		return fmt.Sprintf("%d of %d claims to have in the target what they had in the source:\n  %s",
+			len(lost), len(before.claims), strings.Join(lo.Slice(lost, 0, 5), "\n  ")), nil
+	}
+}
+
+// sourceIsEmpty is a condition for poll: nothing of the Cluster is left where it was.
+func (h hubs) sourceIsEmpty(ctx context.Context) (string, error) {
+	var left []string
+	for _, list := range []client.ObjectList{
+		&clusterv1.ClusterList{}, &clusterv1.MachineDeploymentList{}, &clusterv1.MachineSetList{}, &clusterv1.MachineList{},
+		&simv1.SimMachineList{}, &simv1.SimMachineTemplateList{}, &simv1.SimControlPlaneList{}, &agentv1.MachineClaimList{}, &corev1.SecretList{},
+	} {
+		if err := h.source.Hub.List(ctx, list, client.InNamespace(sandbox.ClusterNamespace)); err != nil {
+			return "", err
+		}
+		objects, err := meta.ExtractList(list)
+		if err != nil {
+			return "", err
+		}
+		if len(objects) > 0 {
+			left = append(left, fmt.Sprintf("%d in a %T", len(objects), list))
+		}
+	}
+	return lo.Ternary(len(left) == 0, "", "nothing to be left in the source: "+strings.Join(left, ", ")), nil
+}
+
+// claims returns the claims of a phase.
+func (h hubs) claims(t *testing.T, of *world.World, phase agentv1.Phase) []agentv1.MachineClaim {
+	t.Helper()
+	var list agentv1.MachineClaimList
+	if err := of.Hub.List(t.Context(), &list, client.InNamespace(sandbox.ClusterNamespace)); err != nil {
+		t.Fatal(err)
+	}
+	return lo.Filter(list.Items, func(c agentv1.MachineClaim, _ int) bool { return c.CurrentPhase() == phase })
+}
+
+// hold has every instance hang, or no longer hang, when it is told to stop.
+func (h hubs) hold(t *testing.T, in *world.World, stuck bool) {
+	t.Helper()
+	g := NewWithT(t)
+	var instances simv1.SimMachineList
+	g.Expect(in.Hub.List(t.Context(), &instances, client.InNamespace(sandbox.ClusterNamespace))).To(Succeed())
+	patch := mergePatch(lo.Ternary(stuck, `{"spec":{"stuckAt":"Termination"}}`, `{"spec":{"stuckAt":null}}`))
+	for i := range instances.Items {
+		g.Expect(in.Hub.Patch(t.Context(), &instances.Items[i], patch)).To(Succeed())
+	}
+}
+
+// agent returns an administrator's client of the target's first agent.
+func (h hubs) agent(t *testing.T) *agentclient.Client {
+	t.Helper()
+	state := h.target.Sandbox.State()
+	c, err := agentclient.New(agentclient.Options{
+		Address: state.AgentAddress,
+		TLS:     &agentclient.TLS{CertFile: state.Paths.AdminCertificate, KeyFile: state.Paths.AdminKey, CAFile: state.Paths.AgentCA},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = c.Close() })
+	return c
+}
+
+func (h hubs) faults() []string {
+	ofAgents := lo.Times(agents, sandbox.AgentName)
+	return append(faultsInLogs(h.source, append(ofAgents, sandbox.Shim)...), faultsInLogs(h.target, ofAgents...)...)
+}
+
+// logs returns a function that lists the lines with a text that a component has logged since.
+func logs(t *testing.T, of *world.World, component, text string) func() []string {
+	t.Helper()
+	read := func() string {
+		data, err := os.ReadFile(of.Status(component).Log)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(data)
+	}
+	old := len(read())
+	return func() []string {
+		return lo.Filter(strings.Split(read()[old:], "\n"), func(line string, _ int) bool { return strings.Contains(line, text) })
+	}
+}
+
+// nodesWithPods lists the names of the Nodes that the tests' pods run on.
+func nodesWithPods(t *testing.T, of *world.World) []string {
+	t.Helper()
+	var pods corev1.PodList
+	if err := of.Spoke.List(t.Context(), &pods, client.InNamespace("default")); err != nil {
+		t.Fatal(err)
+	}
+	return lo.FilterMap(pods.Items, func(p corev1.Pod, _ int) (string, bool) { return p.Spec.NodeName, p.DeletionTimestamp.IsZero() })
+}
+
+// bystander sees what happens to the Nodes, NodeClaims and pods that the spoke had when it began to look: nothing should. Safe for
+// concurrent use.
+type bystander struct {
+	mu    sync.Mutex
+	seen  []string
+	known map[types.UID]bool
+}
+
+func watchSpoke(t *testing.T, of *world.World) *bystander {
+	t.Helper()
+	informers, err := cache.New(of.Sandbox.SpokeConfig(), cache.Options{Scheme: world.Scheme()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var watching sync.WaitGroup
+	watching.Go(func() { _ = informers.Start(t.Context()) })
+	t.Cleanup(watching.Wait)
+	b := &bystander{known: map[types.UID]bool{}}
+	for _, kind := range []client.Object{&corev1.Node{}, &karpenterv1.NodeClaim{}, &corev1.Pod{}} {
+		informer, err := informers.GetInformer(within(t, soon), kind)
+		if err != nil {
+			t.Fatal(err)
+		}
+		registration, err := informer.AddEventHandler(toolscache.ResourceEventHandlerDetailedFuncs{
+			AddFunc: func(object any, existed bool) {
+				if o, ok := object.(client.Object); ok && existed {
+					b.mu.Lock()
+					defer b.mu.Unlock()
+					b.known[o.GetUID()] = true
+				}
+			},
+			UpdateFunc: func(before, now any) { b.changed(before, now) },
+			DeleteFunc: func(object any) {
+				if last, ok := object.(toolscache.DeletedFinalStateUnknown); ok {
+					object = last.Obj
+				}
+				b.tell(object, "was deleted")
+			},
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !toolscache.WaitForCacheSync(within(t, soon).Done(), registration.HasSynced) {
+			t.Fatalf("watching %T: %v", kind, context.Cause(t.Context()))
+		}
+	}
+	return b
+}
+
+// incidents returns what was seen.
+func (b *bystander) incidents() []string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return slices.Clone(b.seen)
+}
+
+func (b *bystander) tell(object any, what string) {
+	o, ok := object.(client.Object)
+	if !ok {
+		return
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.known[o.GetUID()] {
+		b.seen = append(b.seen, fmt.Sprintf("%s %T %s %s", time.Now().Format(time.TimeOnly), o, o.GetName(), what))
+	}
+}
+
+func (b *bystander) changed(before, now any) {
+	was, isObject := before.(client.Object)
+	is, _ := now.(client.Object)
+	if !isObject {
+		return
+	}
+	switch {
+	case was.GetUID() != is.GetUID():
+		b.tell(was, "was deleted, and made again")
+	case was.GetDeletionTimestamp().IsZero() && !is.GetDeletionTimestamp().IsZero():
+		b.tell(is, "is being deleted")
+	}
+	node, isNode := now.(*corev1.Node)
+	old, _ := before.(*corev1.Node)
+	if !isNode {
+		return
+	}
+	drained := func(n *corev1.Node) bool {
+		return n.Spec.Unschedulable || lo.ContainsBy(n.Spec.Taints, func(t corev1.Taint) bool { return t.Key == karpenterv1.DisruptedTaintKey })
+	}
+	// A Node that is merely not heard of for a while is Unknown.
+	stopped := func(n *corev1.Node) bool {
+		return lo.ContainsBy(n.Status.Conditions, func(c corev1.NodeCondition) bool {
+			return c.Type == corev1.NodeReady && c.Status == corev1.ConditionFalse
+		})
+	}
+	if drained(node) && !drained(old) {
+		b.tell(node, "is being drained")
+	}
+	if stopped(node) && !stopped(old) {
+		b.tell(node, "was stopped: its instance is being destroyed")
+	}
+}
