@@ -86,11 +86,16 @@ func (w *world) asAgent(e int, do func(context.Context, *Engine) error) bool {
 	p.call = nil
 	if c.dead {
 		w.agents[e] = w.newProcess()
-	} else if err != nil && !c.disturbed && !expected(err) && !(w.moving && errors.Is(err, ErrUnknownCluster)) && (w.ledgerBudget == 0 || !errors.Is(err, context.Canceled)) {
+	} else if err != nil && !c.disturbed && !expected(err) && !w.mayAnswer(err) {
 		w.t.Fatalf("I4: the agent gives up: %v", err)
 	}
 	w.check()
 	return err == nil && !c.dead
+}
+
+// mayAnswer reports whether an undisturbed agent may answer so in this world.
+func (w *world) mayAnswer(err error) bool {
+	return w.moving && errors.Is(err, ErrUnknownCluster) || w.ledgerBudget != 0 && errors.Is(err, context.Canceled)
 }
 
 // expected reports whether an undisturbed agent may answer so.
@@ -100,7 +105,8 @@ func expected(err error) bool {
 		ended   *EndedError
 		refused *RefusedError
 	)
-	return errors.Is(err, ErrConflict) || errors.Is(err, ErrClusterPaused) || errors.Is(err, ErrRestoring) || errors.As(err, &noRoom) || errors.As(err, &ended) || errors.As(err, &refused)
+	return errors.Is(err, ErrConflict) || errors.Is(err, ErrClusterPaused) || errors.Is(err, ErrRestoring) ||
+		errors.As(err, &noRoom) || errors.As(err, &ended) || errors.As(err, &refused)
 }
 
 // fate draws what becomes of a call.

@@ -75,16 +75,17 @@ func asked(e *Engine) map[string]func(context.Context) error {
 // While a Cluster is moved its objects vanish, first under a pause, in the end with the Cluster.
 func TestNobodyIsToldThatAClaimIsGoneWhileItsClusterIsOnItsWay(t *testing.T) {
 	for name, test := range map[string]struct {
-		change func(*testing.T, *Engine)
-		err    error
+		gone bool
+		err  error
 	}{
-		"paused": {func(t *testing.T, e *Engine) { setCluster(t, e, pause) }, ErrClusterPaused},
-		"gone": {func(t *testing.T, e *Engine) {
-			require.NoError(t, e.Client.Delete(t.Context(), &clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: clusterName}}))
-		}, ErrUnknownCluster},
+		"paused": {err: ErrClusterPaused},
+		"gone":   {gone: true, err: ErrUnknownCluster},
 	} {
 		e := engineWith(t, groupOf("small", 0, nil))
-		test.change(t, e)
+		setCluster(t, e, pause)
+		if test.gone {
+			require.NoError(t, e.Client.Delete(t.Context(), &clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: clusterName}}))
+		}
 		for call, ask := range asked(e) {
 			t.Run(name+" "+call, func(t *testing.T) { require.ErrorIs(t, ask(t.Context()), test.err) })
 		}
