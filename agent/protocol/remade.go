@@ -59,7 +59,9 @@ func (s *Snapshot) rename() {
 			r.LoweredAs = uid
 		}
 		if r.GivenBack {
-			r.Generation = s.Deployment.Generation // that it began with has the lowered number
+			// It lives again, and takes a replica. If Cluster API has seen to it by itself already, the number that the MachineDeployment began
+			// with is the lowered one.
+			r.GivenBack, r.Generation = !Alive(m), s.Deployment.Generation
 		}
 		delete(l.Releasing, uid)
 		l.Releasing[m.UID] = r

@@ -57,18 +57,22 @@ func TestALedgerThatWasMovedSpeaksOfMachinesByTheirNames(t *testing.T) {
 		Releasing: map[types.UID]Release{
 			"old-3": {Machine: "going", Claim: "r", Drained: true},
 			"old-4": {Machine: "given-back", Claim: "b", GivenBack: true, Generation: 40},
+			"old-5": {Machine: "alive-again", Claim: "a", GivenBack: true, Generation: 41},
 		},
 	}).
-		withMachine("promised", "", booting).withMachine("going", "r", node).withMachine("given-back", "b", node).
-		withClaim("p", v1alpha1.PhasePending, "").withClaim("q", v1alpha1.PhasePending, "").
-		withClaim("r", v1alpha1.PhaseReleasing, "going").withClaim("b", v1alpha1.PhaseReleasing, "given-back")
+		withMachine("promised", "", booting).withMachine("going", "r", node).withMachine("alive-again", "a", node).
+		withMachine("given-back", "b", func(m *clusterv1.Machine) { m.DeletionTimestamp = new(metav1.NewTime(newTestTime())) }).
+		withClaim("p", v1alpha1.PhasePending, "").withClaim("q", v1alpha1.PhasePending, "").withClaim("r", v1alpha1.PhaseReleasing, "going").
+		withClaim("b", v1alpha1.PhaseReleasing, "given-back").withClaim("a", v1alpha1.PhaseReleasing, "alive-again")
 	d := Decide(s)
 	require.NotNil(t, d.Ledger, "it is written for the MachineDeployment that there is now")
 	assert.Equal(t, map[string]Named{"p": {Machine: "promised", UID: "promised"}, "q": {}}, d.Ledger.Pending)
 	assert.Equal(t, map[types.UID]Release{
-		"going":      {Machine: "going", Claim: "r", Drained: true},
-		"given-back": {Machine: "given-back", Claim: "b", GivenBack: true, Generation: 3},
+		"going":       {Machine: "going", Claim: "r", Drained: true},
+		"given-back":  {Machine: "given-back", Claim: "b", GivenBack: true, Generation: 3},
+		"alive-again": {Machine: "alive-again", Claim: "a", Generation: 3},
 	}, d.Ledger.Releasing, "no MachineSet observes the generation of the one that was")
+	assert.Equal(t, int32(4), d.Replicas, "the Machine that lives again has one until it is gone")
 }
 
 func TestAClaimThatWasMovedIsKnownByItsMachineOrByTheLedger(t *testing.T) {

@@ -135,7 +135,16 @@ func (w *world) carryOver(renamed map[types.UID]types.UID, before map[string]*v1
 	w.session = session{}
 	for id, o := range w.owners {
 		c := before[id]
-		o.ended = o.ended || c != nil && c.CurrentPhase() == v1alpha1.PhaseEnded
+		// One that ended in the very moment in which another agent entered it waits again: the ledger is all that is known.
+		entered := slices.ContainsFunc(w.groups, func(group string) bool {
+			l := w.ledger(group)
+			if l == nil {
+				return false
+			}
+			_, entered := l.Pending[id]
+			return entered
+		})
+		o.ended = !entered && (o.ended || c != nil && c.CurrentPhase() == v1alpha1.PhaseEnded)
 		if !o.ended {
 			o.released = false // whoever asked for it asks until the claim has ended
 		}

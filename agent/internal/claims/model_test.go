@@ -1,6 +1,7 @@
 package claims
 
 import (
+	"strings"
 	"testing"
 
 	"pgregory.net/rapid"
@@ -22,11 +23,40 @@ func TestProtocolAgainstAdversary(t *testing.T) {
 			ledgerBudget: rapid.SampledFrom([]int{0, 0, 0, 340, 520}).Draw(t, "ledger budget"), // 340: for one claim and one release
 		})
 		w.plan(rapid.Bool().Draw(t, "outsiders"))
-		actions := map[string]func(*rapid.T){"": func(*rapid.T) { w.check() }}
-		for name := range w.actions {
-			actions[name] = func(*rapid.T) { w.act(name) }
-		}
-		t.Repeat(actions)
-		w.settle()
+		w.runHistory()
 	})
+}
+
+// TestProtocolAgainstMoves does the same where little else happens than that the hub is moved, again and again.
+func TestProtocolAgainstMoves(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		w := newWorld(t, worldOptions{
+			groups: 1, floor: rapid.Int32Range(0, 2).Draw(t, "floor"),
+			maximum: rapid.SampledFrom([]string{"", "3"}).Draw(t, "max"),
+			strategy: rapid.SampledFrom([]clusterv1.MachineDeploymentRolloutStrategyType{
+				clusterv1.OnDeleteMachineDeploymentStrategyType, clusterv1.RollingUpdateMachineDeploymentStrategyType,
+			}).Draw(t, "strategy"),
+		})
+		w.plan(true)
+		for name := range w.actions {
+			if strings.HasPrefix(name, "human") || strings.HasPrefix(name, "group") || strings.Contains(name, "lost") {
+				delete(w.actions, name)
+			}
+		}
+		w.actions["the hub is moved"] = func() {
+			if w.rarely(2) {
+				w.move()
+			}
+		}
+		w.runHistory()
+	})
+}
+
+func (w *world) runHistory() {
+	actions := map[string]func(*rapid.T){"": func(*rapid.T) { w.check() }}
+	for name := range w.actions {
+		actions[name] = func(*rapid.T) { w.act(name) }
+	}
+	w.t.Repeat(actions)
+	w.settle()
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
@@ -67,7 +68,7 @@ func (e *Engine) read(ctx context.Context, from view, key types.NamespacedName) 
 	}
 	// Machines vanish while a Cluster is moved, after it was paused: before anything is concluded from one that is missing, the API server
 	// is asked whether it is.
-	if from == live && s.Lacks() {
+	if from == live && cluster != nil && (s.Lacks() || slices.ContainsFunc(s.Claims, ofAnotherLife(cluster))) {
 		if cluster, err = e.liveCluster(ctx, types.NamespacedName{Namespace: key.Namespace, Name: md.Spec.ClusterName}); err != nil {
 			return nil, err
 		}
@@ -87,6 +88,11 @@ func (e *Engine) read(ctx context.Context, from view, key types.NamespacedName) 
 	}
 	s.Group = s.Group.With(cooling)
 	return s, nil
+}
+
+// ofAnotherLife returns what tells claims that were made for the Cluster as it was before a move or a restore.
+func ofAnotherLife(cluster *clusterv1.Cluster) func(*v1alpha1.MachineClaim) bool {
+	return func(c *v1alpha1.MachineClaim) bool { return protocol.Carried(c, cluster.UID) }
 }
 
 func (e *Engine) readParts(ctx context.Context, from view, key types.NamespacedName, s *protocol.Snapshot) error {

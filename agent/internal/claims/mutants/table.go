@@ -659,7 +659,7 @@ var mutants = []mutant{
 		{"	case s.Group.Suspended:\n		return s.Group.Refusal()\n", ""},
 	}},
 	{name: "a pause that the cache does not show counts for nothing", test: "TestAMachineThatVanishesUnderAPauseThatTheCacheDoesNotShowIsNotLost", edits: []edit{
-		{"	if from == live && s.Lacks() {\n", "	if from != live && s.Lacks() {\n"},
+		{"	if from == live && cluster != nil && (s.Lacks() || ", "	if from == live && cluster != nil && (false || "},
 	}},
 	{name: "the claims of a MachineDeployment end that vanishes under a pause", test: "TestTheClaimsOfAMachineDeploymentThatVanishesUnderAPauseDoNotEnd", edits: []edit{
 		{"	case errors.Is(err, ErrUnknownCluster), errors.Is(err, ErrClusterPaused):\n", "	case false:\n"},
@@ -678,7 +678,10 @@ var mutants = []mutant{
 		{"	if !s.moved() {\n		return\n	}\n	l := s.Ledger.Clone()\n", "	if true {\n		return\n	}\n	l := s.Ledger.Clone()\n"},
 	}},
 	{name: "a Machine that lives again waits for a generation that is no more", test: "TestALedgerThatWasMovedSpeaksOfMachinesByTheirNames", edits: []edit{
-		{"			r.Generation = s.Deployment.Generation // that it began with has the lowered number\n", "			_ = r.Generation\n"},
+		{"			r.GivenBack, r.Generation = !Alive(m), s.Deployment.Generation\n", "			r.GivenBack = !Alive(m)\n"},
+	}},
+	{name: "a Machine that lives again has no replica", test: "TestALedgerThatWasMovedSpeaksOfMachinesByTheirNames", edits: []edit{
+		{"			r.GivenBack, r.Generation = !Alive(m), s.Deployment.Generation\n", "			r.Generation = s.Deployment.Generation\n"},
 	}},
 	{name: "a claim that lost its status in a move asks for a Machine", test: "TestAClaimThatWasMovedIsKnownByItsMachineOrByTheLedger", edits: []edit{
 		{"	return Carried(c, s.ClusterUID) || c.Status", "	return c.Status"},
