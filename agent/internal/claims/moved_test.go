@@ -7,7 +7,9 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -197,4 +199,18 @@ func TestAReleaseGoesOnAfterAMove(t *testing.T) {
 	assert.True(t, c.Status.Drained)
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(m), m))
 	assert.False(t, protocol.Alive(m), "it is deleted again")
+}
+
+// Whoever asks is not told that the claim does not exist, as nothing of the kind was found out.
+func TestAClaimThatIsDeletedWhileItIsAskedForAgainIsALostRace(t *testing.T) {
+	e := engineWith(t, groupOf("small", 0, nil))
+	hub := e.Client.(client.WithWatch) //nolint:forcetypeassert // the fake is one
+	e.Client = interceptor.NewClient(hub, interceptor.Funcs{
+		Create: func(_ context.Context, _ client.WithWatch, o client.Object, _ ...client.CreateOption) error {
+			return apierrors.NewAlreadyExists(schema.GroupResource{Resource: "machineclaims"}, o.GetName())
+		},
+	})
+	_, err := e.Create(t.Context(), Request{Namespace: namespace, Cluster: clusterName, ID: "c", Holder: holder, Candidates: []string{"small"}})
+	require.ErrorIs(t, err, ErrConflict)
+	require.NotErrorIs(t, err, ErrNotFound)
 }
