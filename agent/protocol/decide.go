@@ -72,6 +72,8 @@ type Action struct {
 	Group types.UID
 	// Release is the record of the Machine that is held, or of the one whose claim is restored while it is being released.
 	Release Release
+	// Remade reports that the claim was moved or restored: what its holder reported of the Machine's Node is lost.
+	Remade bool
 	// UIDs are the Machines that a MachineSet is lowered for, Counts all those that the ledger lowers under pause.
 	UIDs, Counts []types.UID
 	// Event is added to the claim's history; its time is the writer's to set.

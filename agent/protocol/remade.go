@@ -101,12 +101,16 @@ func (s *Snapshot) Lacks() bool {
 // held says why nothing is ordered and nothing removed until the world has been seen whole again, nil when it has: the Cluster is paused,
 // or it was moved or restored, and it is not known yet what its claims have, or their holder has not said since which of them live.
 func (s *Snapshot) held() *eligibility.Refusal {
-	reported := func(c *v1alpha1.MachineClaim) bool { return c.Spec.Spoke != "" }
+	reported := func(c *v1alpha1.MachineClaim) bool {
+		return c.Spec.Spoke != "" && (c.CurrentPhase() == v1alpha1.PhasePending || c.CurrentPhase() == v1alpha1.PhaseBound)
+	}
 	switch {
 	case s.Group.Suspended:
 		return s.Group.Refusal()
 	case slices.ContainsFunc(s.Claims, s.carried):
 		return s.remade("what its claims have is still being found out")
+	case s.deleted():
+		return nil // all of it goes, whoever lives
 	case s.moved() && !s.Synced && slices.ContainsFunc(s.Claims, reported):
 		return s.remade("its claims' holder has not said since which of them live")
 	}
@@ -161,6 +165,9 @@ func (s *Snapshot) actOnCarried(d *Decision, c *v1alpha1.MachineClaim) {
 		s.markEntered(d, c)
 	default:
 		made := latest(c.CreationTimestamp.Time, s.Deployment.CreationTimestamp.Time)
+		for _, m := range s.Machines {
+			made = latest(made, m.CreationTimestamp.Time)
+		}
 		if left := remadeSettles - s.Now.Sub(made); left > 0 {
 			d.Wake(left)
 			return
@@ -172,8 +179,8 @@ func (s *Snapshot) actOnCarried(d *Decision, c *v1alpha1.MachineClaim) {
 // restore is the action for a claim that has the Machine with its label and does not say so.
 func (s *Snapshot) restore(c *v1alpha1.MachineClaim) Action {
 	m := s.labelled(c.Spec.ClaimID)
-	a := Action{Kind: Restore, Claim: c, Group: s.Deployment.UID, Machine: m}
-	if s.Ledger != nil && s.moved() {
+	a := Action{Kind: Restore, Claim: c, Group: s.Deployment.UID, Machine: m, Remade: s.carried(c) || s.moved()}
+	if s.moved() {
 		if r := s.Ledger.Releasing[m.UID]; r.Claim == c.Spec.ClaimID {
 			a.Release = r
 		}

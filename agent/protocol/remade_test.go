@@ -108,6 +108,11 @@ func TestAClaimThatWasMovedIsKnownByItsMachineOrByTheLedger(t *testing.T) {
 		"nobody knows it yet": {
 			change: func(s *Snapshot) { s.Claims[0].CreationTimestamp = metav1.NewTime(s.Now.Add(-remadeSettles / 2)) },
 		},
+		"its Machine may still be coming": {
+			change: func(s *Snapshot) {
+				s.withMachine("other", "", node).Machines[1].CreationTimestamp = metav1.NewTime(s.Now)
+			},
+		},
 		"an older agent made it, and nobody knows it": {
 			change: func(s *Snapshot) { s.Claims[0].Spec.ClusterUID = "" }, kind: End,
 		},
@@ -115,7 +120,7 @@ func TestAClaimThatWasMovedIsKnownByItsMachineOrByTheLedger(t *testing.T) {
 		for _, synced := range []bool{true, false} {
 			t.Run(name, func(t *testing.T) {
 				s := movedScene(1, &Ledger{Floor: 1}).withMachine("floor", "", node).withCarried("c")
-				s.Synced = synced
+				s.Synced, s.Machines[0].CreationTimestamp = synced, s.Claims[0].CreationTimestamp
 				test.change(s)
 				d := Decide(s)
 				assert.True(t, d.Held)
@@ -155,6 +160,21 @@ func TestNothingIsOrderedAndNothingRemovedBeforeTheHolderHasSaidWhoLives(t *test
 	alone := spare()
 	alone.Synced, alone.Claims[0].Spec.Spoke = false, ""
 	assert.NotNil(t, Decide(alone).Ledger, "a holder that never says who lives is not waited for")
+}
+
+// Whoever deletes a Cluster that was moved does not wait for its shim, which may be gone as well.
+func TestAGroupThatIsDeletedWaitsForNoHolder(t *testing.T) {
+	s := movedScene(1, &Ledger{Releasing: map[types.UID]Release{"old": {Machine: "m", Claim: "c"}}}).
+		withMachine("m", "c", func(m *clusterv1.Machine) {
+			m.Finalizers, m.DeletionTimestamp = []string{v1alpha1.ReleaseFinalizer}, new(metav1.NewTime(newTestTime()))
+			m.Status.Conditions = []metav1.Condition{{
+				Type: clusterv1.MachineDeletingCondition, Status: metav1.ConditionTrue, Reason: clusterv1.MachineDeletingDeletionCompletedReason,
+			}}
+		}).withClaim("other", v1alpha1.PhaseBound, "gone")
+	s.Synced, s.Claims[0].Spec.Spoke = false, "the-spoke"
+	require.True(t, Decide(s).Held, "else the test shows nothing")
+	s.Deployment.DeletionTimestamp = new(metav1.NewTime(s.Now))
+	assert.Contains(t, kinds(Decide(s)), LetGo)
 }
 
 // Backups may leave claims out: they are made again from their Machines' labels, and are no news that could be refused.

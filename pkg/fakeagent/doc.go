@@ -16,8 +16,9 @@
 //
 // [Agent.Fail] and [Agent.FailAfter] answer calls with errors, before the call had any effect or after it; [Agent.Delay] slows
 // calls down; [Agent.SetSynced] takes the agent's view away; [Agent.SetPaused] pauses a Cluster; [Agent.DropStreams],
-// [Agent.FreezeStreams] and [Agent.Resync] disturb watches; [Agent.FailMachine] and [Agent.LoseMachine] disturb machines; [Agent.GiveUp] and [Agent.TimeOut] are the
-// agent's own judgement of them. [Agent.Calls] and [Agent.Requests] tell what was asked.
+// [Agent.FreezeStreams] and [Agent.Resync] disturb watches; [Agent.FailMachine] and [Agent.LoseMachine] disturb machines;
+// [Agent.GiveUp] and [Agent.TimeOut] are the agent's own judgement of them. [Agent.Calls] and [Agent.Requests] tell what was
+// asked.
 //
 // # What it leaves out
 //

@@ -261,6 +261,9 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 // neither be made anew on another node group nor be taken for gone. It returns [ErrNotFound] when there is nothing to remember. A
 // label that the caches do not show yet is too young for that.
 func (e *Engine) remember(ctx context.Context, key Key) (*v1alpha1.MachineClaim, error) {
+	if paused, err := e.paused(ctx, types.NamespacedName{Namespace: key.Namespace, Name: key.Cluster}); err != nil || paused {
+		return nil, cmp.Or(err, ErrNotFound)
+	}
 	var labelled clusterv1.MachineList
 	if err := e.Client.List(ctx, &labelled, client.InNamespace(key.Namespace), client.MatchingLabels{v1alpha1.ClaimLabel: key.ID}); err != nil {
 		return nil, fmt.Errorf("listing the claim's Machines: %w", err)
@@ -288,9 +291,7 @@ func (e *Engine) newClaim(r Request, cluster *clusterv1.Cluster, nodeGroup strin
 				v1alpha1.NodeGroupLabel: nodeGroup,
 				v1alpha1.HolderLabel:    r.Holder,
 			},
-			OwnerReferences: []metav1.OwnerReference{{
-				APIVersion: clusterv1.GroupVersion.String(), Kind: "Cluster", Name: cluster.Name, UID: cluster.UID,
-			}},
+			OwnerReferences: ownedBy(cluster),
 		},
 		Spec: v1alpha1.MachineClaimSpec{
 			ClusterName: r.Cluster,
@@ -304,6 +305,10 @@ func (e *Engine) newClaim(r Request, cluster *clusterv1.Cluster, nodeGroup strin
 			Adopt:       r.Adopt,
 		},
 	}
+}
+
+func ownedBy(cluster *clusterv1.Cluster) []metav1.OwnerReference {
+	return []metav1.OwnerReference{{APIVersion: clusterv1.GroupVersion.String(), Kind: "Cluster", Name: cluster.Name, UID: cluster.UID}}
 }
 
 // refusal says why a group would not take the claim now, as far as the caches tell; nil when it would.
@@ -563,7 +568,15 @@ func (e *Engine) find(ctx context.Context, key Key) (*v1alpha1.MachineClaim, err
 	if !errors.Is(err, ErrNotFound) {
 		return c, err
 	}
-	if _, err := e.Whole(ctx, types.NamespacedName{Namespace: key.Namespace, Name: key.Cluster}); err != nil {
+	// Before, as it may not have been there yet, and after, as it may be gone already.
+	cluster := types.NamespacedName{Namespace: key.Namespace, Name: key.Cluster}
+	if _, err := e.Whole(ctx, cluster); err != nil {
+		return nil, err
+	}
+	if c, err := e.stored(ctx, key); !errors.Is(err, ErrNotFound) {
+		return c, err
+	}
+	if _, err := e.Whole(ctx, cluster); err != nil {
 		return nil, err
 	}
 	return e.remember(ctx, key)
@@ -581,8 +594,8 @@ func (e *Engine) known(ctx context.Context, c *v1alpha1.MachineClaim) error {
 	return err
 }
 
-// Whole returns the Cluster when what is missing of it can be taken for gone: the API server has the Cluster, and it is not paused. That
-// holds for what was read before the call. Errors: [ErrUnknownCluster], [ErrClusterPaused], or the API server's.
+// Whole returns the Cluster when it is there and not paused. What is missing of it can be taken for gone if that was so before it was looked
+// for, as it may not have been moved here yet, and after it, as it may have been moved away. Errors: [ErrUnknownCluster], [ErrClusterPaused], or the API server's.
 func (e *Engine) Whole(ctx context.Context, key types.NamespacedName) (*clusterv1.Cluster, error) {
 	cluster, err := e.liveCluster(ctx, key)
 	switch {
@@ -646,16 +659,24 @@ func (e *Engine) List(ctx context.Context, o ListOptions) ([]v1alpha1.MachineCla
 	if !o.IncludeEnded {
 		options = e.liveOnly(options)
 	}
+	key := types.NamespacedName{Namespace: o.Namespace, Name: o.Cluster}
+	if _, err := e.Whole(ctx, key); err != nil {
+		return nil, "", err
+	}
+	owned, err := e.labelledIn(ctx, key) // before the claims: what is labelled by then says in its status what it has
+	if err != nil {
+		return nil, "", err
+	}
 	var list v1alpha1.MachineClaimList
 	if err := e.Reader.List(ctx, &list, options...); err != nil {
 		return nil, "", fmt.Errorf("listing claims: %w", err)
 	}
-	cluster, err := e.Whole(ctx, types.NamespacedName{Namespace: o.Namespace, Name: o.Cluster})
+	cluster, err := e.Whole(ctx, key)
 	if err != nil {
 		return nil, "", err
 	}
-	if slices.ContainsFunc(list.Items, func(c v1alpha1.MachineClaim) bool { return protocol.Carried(&c, cluster.UID) }) {
-		return nil, "", ErrRestoring
+	if err := e.knowsAll(ctx, cluster, o.Holder, list.Items, owned); err != nil {
+		return nil, "", err
 	}
 	items := slices.DeleteFunc(list.Items, func(c v1alpha1.MachineClaim) bool {
 		return c.Spec.ClusterName != o.Cluster || o.Holder != "" && c.Spec.Holder != o.Holder ||
@@ -671,6 +692,57 @@ func (e *Engine) List(ctx context.Context, o ListOptions) ([]v1alpha1.MachineCla
 		return items, "", nil
 	}
 	return items, newToken(o, begun, items).encode(), nil
+}
+
+// labelledIn returns the holders of the claims that living Machines of the Cluster's node groups carry the labels of, by claim id, as far as
+// the caches tell.
+func (e *Engine) labelledIn(ctx context.Context, cluster types.NamespacedName) (map[string]string, error) {
+	var machines clusterv1.MachineList
+	err := e.Client.List(ctx, &machines, client.InNamespace(cluster.Namespace), client.MatchingLabels{clusterv1.ClusterNameLabel: cluster.Name},
+		client.UnsafeDisableDeepCopy)
+	if err != nil {
+		return nil, fmt.Errorf("listing the Cluster's Machines: %w", err)
+	}
+	owned := map[string]string{}
+	for i := range machines.Items {
+		m := &machines.Items[i]
+		id := protocol.ClaimOf(m)
+		if id != "" && protocol.Alive(m) && m.Spec.ClusterName == cluster.Name && m.Labels[clusterv1.MachineDeploymentNameLabel] != "" {
+			owned[id] = m.Annotations[v1alpha1.ClaimHolderAnnotation]
+		}
+	}
+	return owned, nil
+}
+
+// knowsAll returns [ErrRestoring] when a claim's Machine would be missing in the list: the claim lost its status, or its object, which the
+// node group's next step makes again. owned are the holders of claims that have Machines; mine is whose claims are listed, "" for all.
+func (e *Engine) knowsAll(
+	ctx context.Context, cluster *clusterv1.Cluster, mine string, listed []v1alpha1.MachineClaim, owned map[string]string,
+) error {
+	restoring := func(id, group string) error {
+		return fmt.Errorf("%w: claim %s of node group %s", ErrRestoring, id, group)
+	}
+	for i := range listed {
+		c := &listed[i]
+		id := c.Spec.ClaimID
+		_, owns := owned[id]
+		if protocol.Carried(c, cluster.UID) || owns && c.Status.Phase == "" {
+			return restoring(id, c.Spec.NodeGroup)
+		}
+		delete(owned, id)
+	}
+	for id, holder := range owned {
+		if mine != "" && holder != "" && holder != mine {
+			continue
+		}
+		_, err := e.claimNamed(ctx, Key{Namespace: cluster.Namespace, Cluster: cluster.Name, ID: id})
+		if errors.Is(err, ErrNotFound) {
+			return restoring(id, "that its Machine belongs to")
+		} else if err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // liveOnly adds to the options of a list from the API server that ended claims are left out.

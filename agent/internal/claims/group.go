@@ -408,37 +408,52 @@ func (g *group) settleGone(ctx context.Context) (time.Duration, error) {
 	if err := e.readParts(ctx, live, g.key, s); err != nil {
 		return 0, err
 	}
-	if held, err := g.goneForAMove(ctx, s); held || err != nil {
-		return suspendedLook, err
+	held, err := g.holdMoved(ctx, s)
+	if err != nil {
+		return 0, err
 	}
 	d := protocol.DecideGone(s)
 	for id, refusal := range d.Refused {
 		g.answer(id, outcome{refusal: &refusal})
 	}
-	_, err := e.perform(ctx, s, d.Actions)
+	if held {
+		d.Wake(suspendedLook)
+	}
+	_, err = e.perform(ctx, s, d.Actions)
 	return d.Again, err
 }
 
 // suspendedLook is when the claims of a MachineDeployment that is gone are looked at again whose Cluster is paused.
 const suspendedLook = 10 * time.Second
 
-// goneForAMove reports whether nothing is concluded from it that the MachineDeployment is gone: its Cluster is paused, or gone as well, as
-// when both have moved to another hub. Its claims go with the Cluster. It completes the snapshot otherwise.
-func (g *group) goneForAMove(ctx context.Context, s *protocol.Snapshot) (bool, error) {
-	if len(s.Claims) == 0 {
-		return false, nil
-	}
-	key := types.NamespacedName{Namespace: g.key.Namespace, Name: s.Claims[0].Spec.ClusterName}
-	cluster, err := g.engine.Whole(ctx, key)
-	switch {
-	case errors.Is(err, ErrUnknownCluster), errors.Is(err, ErrClusterPaused):
-		for _, c := range s.Claims {
-			g.answer(c.Spec.ClaimID, outcome{err: err})
+// holdMoved takes the claims out of which nothing is concluded from it that their MachineDeployment is gone, and reports whether there are
+// any: their Cluster is paused, or gone as well, as when all of it has moved to another hub. They go with the Cluster, which owns them.
+func (g *group) holdMoved(ctx context.Context, s *protocol.Snapshot) (bool, error) {
+	held := map[string]error{} // by Cluster; nil for one that is there
+	var left []*v1alpha1.MachineClaim
+	for _, c := range s.Claims {
+		name := c.Spec.ClusterName
+		if _, asked := held[name]; !asked {
+			cluster, err := g.engine.Whole(ctx, types.NamespacedName{Namespace: g.key.Namespace, Name: name})
+			switch {
+			case errors.Is(err, ErrUnknownCluster), errors.Is(err, ErrClusterPaused):
+			case err != nil:
+				return false, err
+			default:
+				s.ClusterUID = cluster.UID
+			}
+			held[name] = err
 		}
-		return true, nil
-	case err != nil:
-		return false, err
+		if err := held[name]; err != nil {
+			g.answer(c.Spec.ClaimID, outcome{err: err})
+			continue
+		}
+		left = append(left, c)
 	}
-	s.ClusterUID = cluster.UID
-	return false, nil
+	if len(held) > 1 {
+		s.ClusterUID = "" // a name that several Clusters used tells nothing of any
+	}
+	all := len(s.Claims)
+	s.Claims = left
+	return len(left) < all, nil
 }

@@ -12,6 +12,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 
@@ -213,4 +214,84 @@ func TestAClaimThatIsDeletedWhileItIsAskedForAgainIsALostRace(t *testing.T) {
 	_, err := e.Create(t.Context(), Request{Namespace: namespace, Cluster: clusterName, ID: "c", Holder: holder, Candidates: []string{"small"}})
 	require.ErrorIs(t, err, ErrConflict)
 	require.NotErrorIs(t, err, ErrNotFound)
+}
+
+// clusterctl copies one claim after the other, and gives up at one that is gone since it was listed.
+func TestAClaimIsNotForgottenWhileItsClusterIsMoved(t *testing.T) {
+	long := metav1.NewTime(time.Now().Add(-48 * time.Hour))
+	c := movingClaim("c", v1alpha1.PhaseEnded, "", func(c *v1alpha1.MachineClaim) { c.Status.EndedAt = &long })
+	e := engineWith(t, c)
+	setCluster(t, e, pause)
+	forget := func() error {
+		_, err := tombstones{e}.Reconcile(t.Context(), ctrl.Request{NamespacedName: client.ObjectKeyFromObject(c)})
+		require.NoError(t, err)
+		return e.Client.Get(t.Context(), client.ObjectKeyFromObject(c), c)
+	}
+	require.NoError(t, forget(), "it is still there")
+	setCluster(t, e, func(c *clusterv1.Cluster) { c.Spec.Paused = nil })
+	require.True(t, apierrors.IsNotFound(forget()))
+}
+
+// What the holder said of its Node before the move is lost, and a backup may have come without owners.
+func TestAClaimThatWasMovedIsNotCollectedAndGoesWithItsCluster(t *testing.T) {
+	for _, remade := range []bool{true, false} {
+		m := machineOf("m")
+		m.Spec.ProviderID = "sim://m"
+		e := engineWith(t, m, movingClaim("c", "", "", nil))
+		setCluster(t, e, func(c *clusterv1.Cluster) { c.UID = "after" })
+		c, err := e.stored(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
+		require.NoError(t, err)
+		require.NoError(t, e.do(t.Context(), protocol.Action{Kind: protocol.Restore, Claim: c, Machine: m, Remade: remade}))
+		c, err = e.stored(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
+		require.NoError(t, err)
+		assert.Equal(t, v1alpha1.PhaseBound, c.CurrentPhase())
+		assert.Equal(t, remade, c.Status.NodeRegisteredAt != nil)
+		require.Len(t, c.OwnerReferences, 1)
+		assert.Equal(t, types.UID("after"), c.OwnerReferences[0].UID)
+	}
+}
+
+// Whoever misses a provider ID in the list takes its Node for one without a machine. Claims of older agents do not say of which life of their
+// Cluster they are, and backups may leave claims out.
+func TestClaimsAreNotListedWithoutTheMachinesThatTheyHave(t *testing.T) {
+	list := func(e *Engine, holder string) error {
+		_, _, err := e.List(t.Context(), ListOptions{Namespace: namespace, Cluster: clusterName, Holder: holder})
+		return err
+	}
+	labelled := machineOf("m")
+	labelled.Labels[v1alpha1.ClaimLabel], labelled.Labels[clusterv1.ClusterNameLabel] = "c", clusterName
+	labelled.Annotations = map[string]string{v1alpha1.ClaimHolderAnnotation: holder}
+	for name, claims := range map[string][]client.Object{
+		"without its status": {movingClaim("c", "", "", nil)},
+		"without its object": nil,
+	} {
+		t.Run(name, func(t *testing.T) {
+			e := engineWith(t, append(claims, labelled.DeepCopy())...)
+			require.ErrorIs(t, list(e, holder), ErrRestoring)
+			require.ErrorIs(t, list(e, ""), ErrRestoring)
+		})
+	}
+	for name, c := range map[string]*v1alpha1.MachineClaim{
+		"bound": movingClaim("c", v1alpha1.PhaseBound, "m", nil),
+		"ended": movingClaim("c", v1alpha1.PhaseEnded, "m", nil),
+	} {
+		t.Run(name, func(t *testing.T) { require.NoError(t, list(engineWith(t, labelled.DeepCopy(), c), holder)) })
+	}
+	require.NoError(t, list(engineWith(t, labelled.DeepCopy()), "somebody-else"))
+}
+
+// Nobody else ends the claim of a MachineDeployment whose name another Cluster's has now.
+func TestAClaimThatWasMovedDoesNotMoveOn(t *testing.T) {
+	e := engineWith(t, groupOf("small", 0, nil), groupOf("other", 0, nil), movingClaim("c", "", "", func(c *v1alpha1.MachineClaim) {
+		c.Spec.ClusterUID, c.Spec.Candidates = "before", []string{"small", "other"}
+	}))
+	setCluster(t, e, func(c *clusterv1.Cluster) { c.UID = "after" })
+	key := Key{Namespace: namespace, Cluster: clusterName, ID: "c"}
+	c, err := e.stored(t.Context(), key)
+	require.NoError(t, err)
+	require.NoError(t, e.do(t.Context(), protocol.Action{Kind: protocol.MoveOn, Claim: c}))
+	c, err = e.stored(t.Context(), key)
+	require.NoError(t, err)
+	assert.Equal(t, "small", c.Spec.NodeGroup)
+	assert.Equal(t, protocol.ReasonStateLost, c.Status.Reason)
 }

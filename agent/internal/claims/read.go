@@ -68,7 +68,7 @@ func (e *Engine) read(ctx context.Context, from view, key types.NamespacedName) 
 	}
 	// Machines vanish while a Cluster is moved, after it was paused: before anything is concluded from one that is missing, the API server
 	// is asked whether it is.
-	if from == live && cluster != nil && (s.Lacks() || slices.ContainsFunc(s.Claims, ofAnotherLife(cluster))) {
+	if from == live && cluster != nil && !eligibility.ClusterPaused(cluster) && (s.Lacks() || slices.ContainsFunc(s.Claims, ofAnotherLife(cluster))) {
 		if cluster, err = e.liveCluster(ctx, types.NamespacedName{Namespace: key.Namespace, Name: md.Spec.ClusterName}); err != nil {
 			return nil, err
 		}

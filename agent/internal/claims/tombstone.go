@@ -17,6 +17,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
@@ -105,6 +106,12 @@ func (t tombstones) Reconcile(ctx context.Context, r reconcile.Request) (reconci
 	return reconcile.Result{RequeueAfter: left}, err
 }
 
+// paused reports whether the Cluster is.
+func (e *Engine) paused(ctx context.Context, key types.NamespacedName) (bool, error) {
+	cluster, err := e.cluster(ctx, key.Namespace, key.Name)
+	return cluster != nil && eligibility.ClusterPaused(cluster), err
+}
+
 // forget deletes the claim if it ended long enough ago, and returns how long that is still to come; zero when it did, or when
 // the claim has not ended.
 func (t tombstones) forget(ctx context.Context, c *v1alpha1.MachineClaim) (time.Duration, error) {
@@ -122,6 +129,10 @@ func (t tombstones) forget(ctx context.Context, c *v1alpha1.MachineClaim) (time.
 	kept, err := t.remembered(ctx, cluster)
 	if err != nil {
 		return 0, err
+	}
+	// A move that is under way stops half way at a claim that is gone since it was listed.
+	if paused, err := t.paused(ctx, cluster); err != nil || paused {
+		return time.Minute, err
 	}
 	if left := kept - t.Clock.Since(c.Status.EndedAt.Time); left > 0 {
 		if t.Bounds.Ended > 0 {

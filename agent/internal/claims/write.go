@@ -235,6 +235,9 @@ func (e *Engine) do(ctx context.Context, a protocol.Action) error {
 	switch a.Kind {
 	case protocol.MarkEntered:
 		c := a.Claim.DeepCopy()
+		if err := e.own(ctx, c); err != nil {
+			return err
+		}
 		c.Status.Phase, c.Status.NodeGroupUID = v1alpha1.PhasePending, a.Group
 		c.Status.WaitingSince = new(metav1.NewTime(e.Clock.Now()))
 		e.note(c, a.Event)
@@ -339,6 +342,9 @@ func (e *Engine) recreate(ctx context.Context, m *clusterv1.Machine) error {
 // restore makes a claim Bound to the Machine that carries its label, or goes on releasing that one.
 func (e *Engine) restore(ctx context.Context, a protocol.Action) error {
 	c := a.Claim.DeepCopy()
+	if err := e.own(ctx, c); err != nil {
+		return err
+	}
 	if c.Status.Phase != v1alpha1.PhaseReleasing {
 		c.Status.Phase = v1alpha1.PhaseBound
 	}
@@ -353,10 +359,27 @@ func (e *Engine) restore(ctx context.Context, a protocol.Action) error {
 	if c.Status.BoundAt == nil {
 		c.Status.BoundAt = new(metav1.NewTime(e.Clock.Now()))
 	}
+	if a.Remade && a.Machine.Spec.ProviderID != "" && c.Status.NodeRegisteredAt == nil {
+		c.Status.NodeRegisteredAt = new(metav1.NewTime(e.Clock.Now())) // its Node may have been reported, so that nobody collects it
+	}
 	if c.Status.FailedAt == nil { // why it failed matters more
 		e.note(c, v1alpha1.Event{Reason: protocol.ReasonBound, Message: "its status was lost; bound to Machine " + a.Machine.Name + " by that one's label"})
 	}
 	return e.Client.Status().Update(ctx, c)
+}
+
+// own makes the Cluster the owner of a claim that has none, as backups may leave owners out: nothing else would remove the claim with the
+// Cluster, nor move it.
+func (e *Engine) own(ctx context.Context, c *v1alpha1.MachineClaim) error {
+	if len(c.OwnerReferences) > 0 {
+		return nil
+	}
+	cluster, err := e.cluster(ctx, c.Namespace, c.Spec.ClusterName)
+	if err != nil || cluster == nil {
+		return err
+	}
+	c.OwnerReferences = ownedBy(cluster)
+	return e.Client.Update(ctx, c)
 }
 
 // label writes the lasting binding, if the Machine has no claim and had none since it was read.
@@ -566,7 +589,9 @@ func (e *Engine) endClaim(ctx context.Context, claim *v1alpha1.MachineClaim, why
 // moveOn moves a claim to its next candidate that takes it, or ends it.
 func (e *Engine) moveOn(ctx context.Context, a protocol.Action) error {
 	if err := e.known(ctx, a.Claim); errors.Is(err, ErrRestoring) {
-		return nil // the next step ends it, or gives it its status again
+		return e.endClaim(ctx, a.Claim, v1alpha1.Event{
+			Reason: protocol.ReasonStateLost, Message: "it was moved or restored without its status, and its MachineDeployment is another one now",
+		})
 	} else if err != nil {
 		return err
 	}

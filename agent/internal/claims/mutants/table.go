@@ -659,11 +659,10 @@ var mutants = []mutant{
 		{"	case s.Group.Suspended:\n		return s.Group.Refusal()\n", ""},
 	}},
 	{name: "a pause that the cache does not show counts for nothing", test: "TestAMachineThatVanishesUnderAPauseThatTheCacheDoesNotShowIsNotLost", edits: []edit{
-		{"	if from == live && cluster != nil && (s.Lacks() || ", "	if from == live && cluster != nil && (false || "},
+		{"!eligibility.ClusterPaused(cluster) && (s.Lacks() || ", "!eligibility.ClusterPaused(cluster) && (false || "},
 	}},
 	{name: "the claims of a MachineDeployment end that vanishes under a pause", test: "TestTheClaimsOfAMachineDeploymentThatVanishesUnderAPauseDoNotEnd", edits: []edit{
-		{"	case errors.Is(err, ErrUnknownCluster), errors.Is(err, ErrClusterPaused):\n", "	case false:\n"},
-		{"	case err != nil:\n		return false, err\n	}\n	s.ClusterUID = cluster.UID\n", "	case err != nil:\n		return false, nil\n	}\n	s.ClusterUID = cluster.UID\n"},
+		{"			held[name] = err\n", "			held[name] = nil\n"},
 	}},
 	{name: "a claim is said not to be there while its Cluster is moved", test: "TestNobodyIsToldThatAClaimIsGoneWhileItsClusterIsOnItsWay", edits: []edit{
 		{"	case eligibility.ClusterPaused(cluster):\n		return nil, ErrClusterPaused\n", ""},
@@ -672,7 +671,7 @@ var mutants = []mutant{
 		{"		} else if cluster != nil && eligibility.ClusterPaused(cluster) {\n", "		} else if cluster == nil {\n"},
 	}},
 	{name: "claims are listed before it is known what they have", test: "TestAClaimIsNotShownBeforeItIsKnownWhatItHas", edits: []edit{
-		{"	if slices.ContainsFunc(list.Items, func(c v1alpha1.MachineClaim) bool { return protocol.Carried(&c, cluster.UID) }) {\n", "	if _ = cluster; list.Continue != \"\" {\n"},
+		{"		if protocol.Carried(c, cluster.UID) || owns", "		if owns"},
 	}},
 	{name: "a ledger that was moved speaks of Machines that are no more", test: "TestALedgerThatWasMovedSpeaksOfMachinesByTheirNames", edits: []edit{
 		{"	if !s.moved() {\n		return\n	}\n	l := s.Ledger.Clone()\n", "	if true {\n		return\n	}\n	l := s.Ledger.Clone()\n"},
@@ -697,5 +696,21 @@ var mutants = []mutant{
 	}},
 	{name: "a claim that is made again from its Machine is refused", test: "TestAClaimThatWasLeftBehindIsMadeAgainWhileTheHolderIsWaitedFor", edits: []edit{
 		{"		case !carried && !owns && !s.entered(c):\n", "		case !carried && !s.entered(c):\n"},
+	}},
+	{name: "an ended claim is forgotten while clusterctl copies it", test: "TestAClaimIsNotForgottenWhileItsClusterIsMoved", edits: []edit{
+		{"	if paused, err := t.paused(ctx, cluster); err != nil || paused {\n", "	if paused, err := t.paused(ctx, cluster); err != nil || paused && false {\n"},
+	}},
+	{name: "a claim that was moved is collected", test: "TestAClaimThatWasMovedIsNotCollectedAndGoesWithItsCluster", edits: []edit{
+		{"	if a.Remade && a.Machine.Spec.ProviderID != \"\" && ", "	if a.Remade && a.Machine.Name == \"\" && "},
+	}},
+	{name: "claims are listed without the Machines that they have", test: "TestClaimsAreNotListedWithoutTheMachinesThatTheyHave", edits: []edit{
+		{" || owns && c.Status.Phase == \"\" {\n", " || owns && c.Status.Phase == v1alpha1.PhaseEnded {\n"},
+	}},
+	{name: "a group that is deleted waits for the holder", test: "TestAGroupThatIsDeletedWaitsForNoHolder", edits: []edit{
+		{"	case s.deleted():\n		return nil // all of it goes, whoever lives\n", ""},
+	}},
+	{name: "a claim that was moved goes on to its next candidate", test: "TestAClaimThatWasMovedDoesNotMoveOn", edits: []edit{
+		{"	if err := e.known(ctx, a.Claim); errors.Is(err, ErrRestoring) {\n", "	if err := e.known(ctx, a.Claim); errors.Is(err, ErrUnknownCluster) {\n"},
+		{"	} else if err != nil {\n		return err\n	}\n	next, err := e.nextCandidate(ctx, a.Claim)\n", "	}\n	next, err := e.nextCandidate(ctx, a.Claim)\n"},
 	}},
 }

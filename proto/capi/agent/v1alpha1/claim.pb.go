@@ -333,7 +333,7 @@ func (x *ReleaseClaimRequest) GetFailed() bool {
 // ReleaseClaimResponse says how far the release is.
 type ReleaseClaimResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The claim. One that was unknown is ENDED with reason `NeverMade`. Unset when the Cluster does not exist.
+	// The claim. One that was unknown is ENDED with reason `NeverMade`.
 	Claim         *Claim `protobuf:"bytes,1,opt,name=claim,proto3" json:"claim,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

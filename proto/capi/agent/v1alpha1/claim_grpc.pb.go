@@ -86,8 +86,9 @@ type ClaimServiceClient interface {
 	// GetClaim, without CLAIM_NOT_FOUND.
 	ListClaims(ctx context.Context, in *ListClaimsRequest, opts ...grpc.CallOption) (*ListClaimsResponse, error)
 	// WatchClaims streams the claims of one Cluster, ended ones included while they are remembered: snapshot, `synced`,
-	// changes, heartbeats. A claim is sent again whenever it or its machine changes. Errors as for GetClaim, without
-	// NOT_FOUND and CLUSTER_PAUSED: what a stream says is removed may have moved to another hub, of which GetClaim tells.
+	// changes, heartbeats. A claim is sent again whenever it or its machine changes. Errors as for GetClaim, but it
+	// goes on while the Cluster is paused, gone, or not known yet: what a stream says is removed may have moved to another hub, and what it
+	// shows as pending may have lost its status on the way. GetClaim and ListClaims tell.
 	WatchClaims(ctx context.Context, in *WatchClaimsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchClaimsResponse], error)
 	// SyncClaims tells the agent the complete set of a holder's live claims. Claims of that holder that were made before the
 	// token was taken and are not in the set are released: their owner is gone. A set read in another cluster than the claims were made
@@ -243,8 +244,9 @@ type ClaimServiceServer interface {
 	// GetClaim, without CLAIM_NOT_FOUND.
 	ListClaims(context.Context, *ListClaimsRequest) (*ListClaimsResponse, error)
 	// WatchClaims streams the claims of one Cluster, ended ones included while they are remembered: snapshot, `synced`,
-	// changes, heartbeats. A claim is sent again whenever it or its machine changes. Errors as for GetClaim, without
-	// NOT_FOUND and CLUSTER_PAUSED: what a stream says is removed may have moved to another hub, of which GetClaim tells.
+	// changes, heartbeats. A claim is sent again whenever it or its machine changes. Errors as for GetClaim, but it
+	// goes on while the Cluster is paused, gone, or not known yet: what a stream says is removed may have moved to another hub, and what it
+	// shows as pending may have lost its status on the way. GetClaim and ListClaims tell.
 	WatchClaims(*WatchClaimsRequest, grpc.ServerStreamingServer[WatchClaimsResponse]) error
 	// SyncClaims tells the agent the complete set of a holder's live claims. Claims of that holder that were made before the
 	// token was taken and are not in the set are released: their owner is gone. A set read in another cluster than the claims were made
