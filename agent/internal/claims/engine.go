@@ -595,7 +595,8 @@ func (e *Engine) known(ctx context.Context, c *v1alpha1.MachineClaim) error {
 }
 
 // Whole returns the Cluster when it is there and not paused. What is missing of it can be taken for gone if that was so before it was looked
-// for, as it may not have been moved here yet, and after it, as it may have been moved away. Errors: [ErrUnknownCluster], [ErrClusterPaused], or the API server's.
+// for, as it may not have been moved here yet, and after it, as it may have been moved away. Errors: [ErrUnknownCluster],
+// [ErrClusterPaused], or the API server's.
 func (e *Engine) Whole(ctx context.Context, key types.NamespacedName) (*clusterv1.Cluster, error) {
 	cluster, err := e.liveCluster(ctx, key)
 	switch {

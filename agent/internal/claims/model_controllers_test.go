@@ -345,7 +345,8 @@ func (w *world) machineStep(m *clusterv1.Machine) {
 		w.setStatus(m)
 	case !protocol.Alive(m) && !w.seen[m.UID]:
 		w.seen[m.UID] = true // the manager's cache catches up
-	case !protocol.Alive(m) && (slices.Contains(m.Finalizers, capiHolds) || protocol.DeletingReason(m) != clusterv1.MachineDeletingDeletionCompletedReason):
+	case !protocol.Alive(m) && slices.Contains(m.Finalizers, capiHolds),
+		!protocol.Alive(m) && protocol.DeletingReason(m) != clusterv1.MachineDeletingDeletionCompletedReason:
 		w.tearDown(m)
 	}
 }

@@ -196,7 +196,7 @@ func (w *world) checkDeployment(begun int, was, is *clusterv1.MachineDeployment)
 	named := 0
 	claims := w.claims()
 	for id, n := range after.Pending {
-		if n.UID == "" || n.UID == before.Pending[id].UID || w.owners[id].adopt != "" {
+		if n.UID == "" || n.Machine == before.Pending[id].Machine || w.owners[id].adopt != "" { // after a move it has another UID
 			continue
 		}
 		if c := claims[id]; c != nil && c.Status.Machine != nil && c.Status.Machine.UID == n.UID {
@@ -208,8 +208,12 @@ func (w *world) checkDeployment(begun int, was, is *clusterv1.MachineDeployment)
 		}
 	}
 	released := 0
+	known := map[string]bool{}
+	for _, r := range before.Releasing {
+		known[r.Machine] = true
+	}
 	for uid, r := range after.Releasing {
-		if _, known := before.Releasing[uid]; !known && r.Claim == "" {
+		if !known[r.Machine] && r.Claim == "" {
 			released++
 			// As long as no more Machines live than there are replicas, none of them is there for the rollout.
 			living := slices.DeleteFunc(w.machines(is.Name), func(m *clusterv1.Machine) bool { return !protocol.Alive(m) })
