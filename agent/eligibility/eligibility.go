@@ -206,7 +206,8 @@ func ClusterPaused(cluster *clusterv1.Cluster) bool {
 	return cluster.Spec.Paused != nil && *cluster.Spec.Paused
 }
 
-// suspended is [Group.Suspended]. What is left of a Cluster that is gone is let go.
+// suspended computes [Group.Suspended]. A MachineDeployment that is being deleted after its Cluster is not suspended, so that its Machines
+// lose our finalizer.
 func suspended(md *clusterv1.MachineDeployment, cluster *clusterv1.Cluster) bool {
 	if cluster == nil {
 		return md.DeletionTimestamp.IsZero()

@@ -18,8 +18,8 @@ const (
 	// remadeSettles is how long after the youngest of them was made again the objects of a Cluster that was not paused meanwhile may
 	// still be coming.
 	remadeSettles = 30 * time.Second
-	// suspendedLook is when a group is looked at again of whose Cluster no news may come.
-	suspendedLook = 10 * time.Second
+	// SuspendedLook is how soon a held group is read again: the end of a pause need not change any of the group's objects.
+	SuspendedLook = 10 * time.Second
 )
 
 // Carried reports whether a claim was made again together with its Cluster, the present UID of which is given, and has lost its status
@@ -127,7 +127,7 @@ func (s *Snapshot) remade(and string) *eligibility.Refusal {
 // it again, unless the Cluster is paused: not all of its objects need be there.
 func (s *Snapshot) wait(why *eligibility.Refusal) *Decision {
 	d := &Decision{Refused: map[string]eligibility.Refusal{}, Queued: map[string]bool{}, Held: true}
-	d.Wake(suspendedLook)
+	d.Wake(SuspendedLook)
 	if !s.Group.Suspended {
 		s.recreate(d)
 	}

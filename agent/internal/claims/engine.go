@@ -244,7 +244,7 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 		case gone && full != nil:
 			return nil, full
 		case gone:
-			return nil, fmt.Errorf("reading the claim that was there already: %w", ErrConflict) // somebody deleted it since
+			return nil, fmt.Errorf("reading the claim that was there already: %w", ErrConflict) // it was deleted in between
 		}
 		if err != nil {
 			return nil, err
@@ -523,9 +523,9 @@ func (e *Engine) release(ctx context.Context, key Key, o ReleaseOptions, why v1a
 			return c, nil
 		}
 		// A move that is under way would lose it, as it is kept in the status alone until the ledger has it.
-		if cluster, err := e.cluster(ctx, key.Namespace, key.Cluster); err != nil {
+		if paused, err := e.paused(ctx, types.NamespacedName{Namespace: key.Namespace, Name: key.Cluster}); err != nil {
 			return nil, err
-		} else if cluster != nil && eligibility.ClusterPaused(cluster) {
+		} else if paused {
 			return nil, ErrClusterPaused
 		}
 		first := c.Status.Phase != v1alpha1.PhaseReleasing
@@ -594,8 +594,8 @@ func (e *Engine) known(ctx context.Context, c *v1alpha1.MachineClaim) error {
 	return err
 }
 
-// Whole returns the Cluster when it is there and not paused. What is missing of it can be taken for gone if that was so before it was looked
-// for, as it may not have been moved here yet, and after it, as it may have been moved away. Errors: [ErrUnknownCluster],
+// Whole returns the Cluster if it exists and is not paused. A caller that concludes from a missing object calls it before the read, as a
+// move may not have created the object here yet, and after the read, as a move may have deleted it. Errors: [ErrUnknownCluster],
 // [ErrClusterPaused], or the API server's.
 func (e *Engine) Whole(ctx context.Context, key types.NamespacedName) (*clusterv1.Cluster, error) {
 	cluster, err := e.liveCluster(ctx, key)
@@ -695,8 +695,8 @@ func (e *Engine) List(ctx context.Context, o ListOptions) ([]v1alpha1.MachineCla
 	return items, newToken(o, begun, items).encode(), nil
 }
 
-// labelledIn returns the holders of the claims that living Machines of the Cluster's node groups carry the labels of, by claim id, as far as
-// the caches tell.
+// labelledIn reads from the caches which claims the Cluster's Machines are labelled with. It returns the claims' holders by claim id, without
+// Machines that are being deleted or belong to no MachineDeployment.
 func (e *Engine) labelledIn(ctx context.Context, cluster types.NamespacedName) (map[string]string, error) {
 	var machines clusterv1.MachineList
 	err := e.Client.List(ctx, &machines, client.InNamespace(cluster.Namespace), client.MatchingLabels{clusterv1.ClusterNameLabel: cluster.Name},
@@ -796,6 +796,12 @@ func (e *Engine) cluster(ctx context.Context, namespace, name string) (*clusterv
 		return nil, err
 	}
 	return &cluster, nil
+}
+
+// paused reports whether the Cluster is paused; one that does not exist is not.
+func (e *Engine) paused(ctx context.Context, key types.NamespacedName) (bool, error) {
+	cluster, err := e.cluster(ctx, key.Namespace, key.Name)
+	return cluster != nil && eligibility.ClusterPaused(cluster), err
 }
 
 // get reads an object from the cache, and from the API server when the cache does not have it.

@@ -417,17 +417,14 @@ func (g *group) settleGone(ctx context.Context) (time.Duration, error) {
 		g.answer(id, outcome{refusal: &refusal})
 	}
 	if held {
-		d.Wake(suspendedLook)
+		d.Wake(protocol.SuspendedLook)
 	}
 	_, err = e.perform(ctx, s, d.Actions)
 	return d.Again, err
 }
 
-// suspendedLook is when the claims of a MachineDeployment that is gone are looked at again whose Cluster is paused.
-const suspendedLook = 10 * time.Second
-
-// holdMoved takes the claims out of which nothing is concluded from it that their MachineDeployment is gone, and reports whether there are
-// any: their Cluster is paused, or gone as well, as when all of it has moved to another hub. They go with the Cluster, which owns them.
+// holdMoved removes from the snapshot the claims whose Cluster is paused or does not exist, and reports whether there were any. Their
+// MachineDeployment may have moved to another hub, so its absence proves nothing. The Cluster owns them, and they are deleted with it.
 func (g *group) holdMoved(ctx context.Context, s *protocol.Snapshot) (bool, error) {
 	held := map[string]error{} // by Cluster; nil for one that is there
 	var left []*v1alpha1.MachineClaim

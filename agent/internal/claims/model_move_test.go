@@ -72,7 +72,7 @@ func (w *world) move() {
 }
 
 // outsidersAtWork reports whether a Machine is going that the ledger does not say is released: a move would bring it to life again, and
-// whoever deleted it has to do that anew.
+// its deletion would have to be repeated.
 func (w *world) outsidersAtWork() bool {
 	return slices.ContainsFunc(w.groups, func(group string) bool {
 		l := w.ledger(group)
@@ -117,7 +117,7 @@ func (w *world) makeInTarget(source client.Object, renamed map[types.UID]types.U
 
 // carryOver keeps what the world knows by a UID.
 func (w *world) carryOver(renamed map[types.UID]types.UID, before map[string]*v1alpha1.MachineClaim) {
-	for _, known := range []map[types.UID]bool{w.seen, w.surge, w.tainted, w.outsiders} {
+	for _, known := range []map[types.UID]bool{w.surge, w.tainted, w.outsiders} {
 		for uid, is := range maps.Clone(known) {
 			delete(known, uid)
 			if now, moved := renamed[uid]; moved {
@@ -146,7 +146,7 @@ func (w *world) carryOver(renamed map[types.UID]types.UID, before map[string]*v1
 		})
 		o.ended = !entered && (o.ended || c != nil && c.CurrentPhase() == v1alpha1.PhaseEnded)
 		if !o.ended {
-			o.released = false // whoever asked for it asks until the claim has ended
+			o.released = false // the caller repeats ReleaseClaim until the claim has ended
 		}
 	}
 }
@@ -173,7 +173,7 @@ func (w *world) actAroundAMove(before map[string]*v1alpha1.MachineClaim) {
 	}
 }
 
-// ask is what a holder asks of which it draws conclusions: nobody may say that a claim is not there.
+// ask makes the calls from which a holder concludes that a claim is gone. No agent may answer so.
 func (w *world) ask(e int, before map[string]*v1alpha1.MachineClaim) {
 	w.asAgent(e, func(ctx context.Context, agent *Engine) error {
 		_, _, err := agent.List(ctx, ListOptions{Namespace: namespace, Cluster: clusterName, Holder: holder})

@@ -109,7 +109,7 @@ func TestAReleaseIsNotTakenWhileTheClusterIsPaused(t *testing.T) {
 	assert.Equal(t, v1alpha1.PhaseBound, c.CurrentPhase())
 }
 
-// A claim without a status looks like one that was made just now. Whoever lists it would miss the machine that it has.
+// A claim without a status looks new. A list that showed it would lack the claim's machine.
 func TestAClaimIsNotShownBeforeItIsKnownWhatItHas(t *testing.T) {
 	e := engineWith(t, groupOf("small", 1, nil), movingClaim("vanished", "", "", func(c *v1alpha1.MachineClaim) { c.Spec.ClusterUID = "before" }))
 	setCluster(t, e, func(c *clusterv1.Cluster) { c.UID = "after" })
@@ -125,7 +125,7 @@ func TestAClaimIsNotShownBeforeItIsKnownWhatItHas(t *testing.T) {
 	require.ErrorIs(t, err, ErrRestoring)
 }
 
-// Claims say of which life of their Cluster they are.
+// A claim records the UID of its Cluster, which a move changes.
 func TestAClaimRemembersItsCluster(t *testing.T) {
 	e := engineWith(t, groupOf("small", 0, nil))
 	setCluster(t, e, func(c *clusterv1.Cluster) { c.UID = "now" })

@@ -17,7 +17,6 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
@@ -104,12 +103,6 @@ func (t tombstones) Reconcile(ctx context.Context, r reconcile.Request) (reconci
 		return reconcile.Result{}, nil // it changed: there will be an event
 	}
 	return reconcile.Result{RequeueAfter: left}, err
-}
-
-// paused reports whether the Cluster is.
-func (e *Engine) paused(ctx context.Context, key types.NamespacedName) (bool, error) {
-	cluster, err := e.cluster(ctx, key.Namespace, key.Name)
-	return cluster != nil && eligibility.ClusterPaused(cluster), err
 }
 
 // forget deletes the claim if it ended long enough ago, and returns how long that is still to come; zero when it did, or when

@@ -668,7 +668,7 @@ var mutants = []mutant{
 		{"	case eligibility.ClusterPaused(cluster):\n		return nil, ErrClusterPaused\n", ""},
 	}},
 	{name: "a release is taken that a move loses", test: "TestAReleaseIsNotTakenWhileTheClusterIsPaused", edits: []edit{
-		{"		} else if cluster != nil && eligibility.ClusterPaused(cluster) {\n", "		} else if cluster == nil {\n"},
+		{"		} else if paused {\n", "		} else if paused && false {\n"},
 	}},
 	{name: "claims are listed before it is known what they have", test: "TestAClaimIsNotShownBeforeItIsKnownWhatItHas", edits: []edit{
 		{"		if protocol.Carried(c, cluster.UID) || owns", "		if owns"},
