@@ -295,3 +295,24 @@ func TestAClaimThatWasMovedDoesNotMoveOn(t *testing.T) {
 	assert.Equal(t, "small", c.Spec.NodeGroup)
 	assert.Equal(t, protocol.ReasonStateLost, c.Status.Reason)
 }
+
+// A list that was read while clusterctl still created claims, or began to delete them, lacks some, whatever the Cluster is on the other side.
+func TestTheClusterIsReadBeforeAndAfterWhatMayBeMissing(t *testing.T) {
+	for pausedAt := range 2 {
+		for _, call := range []string{"get", "release", "list"} {
+			e := engineWith(t, groupOf("small", 0, nil))
+			reads := 0
+			e.Reader = interceptor.NewClient(e.Client.(client.WithWatch), interceptor.Funcs{ //nolint:forcetypeassert // the fake is one
+				Get: func(ctx context.Context, c client.WithWatch, key client.ObjectKey, o client.Object, opts ...client.GetOption) error {
+					err := c.Get(ctx, key, o, opts...)
+					if cluster, ok := o.(*clusterv1.Cluster); ok {
+						cluster.Spec.Paused = new(reads == pausedAt)
+						reads++
+					}
+					return err
+				},
+			})
+			require.ErrorIs(t, asked(e)[call](t.Context()), ErrClusterPaused, "%s, paused at read %d", call, pausedAt)
+		}
+	}
+}
