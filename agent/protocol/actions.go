@@ -150,9 +150,18 @@ func (s *Snapshot) actOnPending(d *Decision, c *v1alpha1.MachineClaim, named Nam
 	case c.Status.Phase == v1alpha1.PhasePending && named.UID == "" && s.judge(d, c, nil):
 		// It waited long enough.
 	case c.Status.Phase == "":
+		// Most claims have their Machine before: that they wait need not be written then.
+		if left := markedAfter - s.Now.Sub(c.CreationTimestamp.Time); left > 0 && s.blocked() == "" {
+			d.Wake(left)
+			return
+		}
 		s.markEntered(d, c)
 	}
 }
+
+// markedAfter is how old a claim is when it is noted on it that it was entered. Until then the ledger alone knows, and a replica of which
+// the ledger is lost is the floor's.
+const markedAfter = 10 * time.Second
 
 func (s *Snapshot) markEntered(d *Decision, c *v1alpha1.MachineClaim) {
 	d.Actions = append(d.Actions, Action{Kind: MarkEntered, Claim: c, Group: s.Deployment.UID, Event: v1alpha1.Event{

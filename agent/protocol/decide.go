@@ -80,6 +80,21 @@ type Action struct {
 	Event v1alpha1.Event
 }
 
+// String says what is written on which object.
+func (a Action) String() string {
+	text := string(a.Kind)
+	if a.Claim != nil {
+		text += " " + a.Claim.Name
+	}
+	if a.Machine != nil {
+		text += " " + a.Machine.Name
+	}
+	if a.Set != nil {
+		text += " " + a.Set.Name
+	}
+	return text
+}
+
 // ActionKind is what an action does.
 type ActionKind string
 
@@ -180,6 +195,19 @@ func Decide(s *Snapshot) *Decision {
 	s.actOnClaims(b.d)
 	s.actOnMachines(b.d)
 	return b.d
+}
+
+// EntersOnly reports whether the ledger write of the decision does nothing but enter the claim, with a new replica for it. Such a write is
+// right whatever has become of the Machines and the other claims since they were read.
+func (d *Decision) EntersOnly(s *Snapshot, claimID string) bool {
+	if d.Ledger == nil || s.Ledger == nil || s.moved() || d.Pause != PauseKeep || d.Lowered != "" || d.Removes {
+		return false
+	}
+	rest := d.Ledger.Clone()
+	delete(rest.Pending, claimID)
+	rest.LastReplicas--
+	named, entered := d.Ledger.Pending[claimID]
+	return entered && named == Named{} && d.Replicas == s.Group.Replicas+1 && rest.same(s.Ledger)
 }
 
 // Wake asks for another look after a while, the soonest of those asked for.

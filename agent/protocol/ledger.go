@@ -29,6 +29,8 @@ type Ledger struct {
 	UID types.UID `json:"uid,omitempty"`
 	// Seq is raised by every write and never goes back: it tells two ledgers of the same content apart.
 	Seq int64 `json:"seq"`
+	// By is the agent process that wrote it, to which the others leave the node group while it gets on; empty in ledgers of older agents.
+	By string `json:"by,omitempty"`
 	// Floor is the number of machines that the user owns.
 	Floor int32 `json:"floor"`
 	// LastReplicas is spec.replicas as the agent last wrote or accounted for it; any difference is somebody else's change.

@@ -43,6 +43,13 @@ const (
 	maxReleasing  = 15
 )
 
+// What one of 100 claims may cost, at most, in requests of both agents without Events: until its Machine carries its label, and for its
+// release. Writes to the MachineDeployment, which all share, are not among the writes.
+const (
+	bindWrites, bindRequests       = 3, 6
+	releaseWrites, releaseRequests = 5, 8
+)
+
 func TestMain(m *testing.M) {
 	ctrl.SetLogger(logr.Discard())
 	os.Exit(m.Run())
@@ -64,12 +71,16 @@ func TestWhatAHundredClaimsCost(t *testing.T) {
 	}
 	// Infrastructure is slower than Cluster API.
 	must(t, s.AwaitBound(ctx, wishes))
+	binding := next(t, log)
+	report(t, "binding", binding)
+	t.Run("binding a claim takes few requests", func(t *testing.T) { eachCosts(t, binding, bindWrites, bindRequests) })
 	must(t, s.Unhold(ctx))
 	must(t, s.AwaitServed(ctx, wishes))
 	must(t, world.Poll(ctx, inFlight(s)))
 	must(t, world.Poll(ctx, everyNodeIsNoted(s)))
-	claiming := next(t, log)
-	report(t, "claiming", claiming)
+	joining := next(t, log)
+	report(t, "joining", joining)
+	claiming := slices.Concat(binding, joining)
 	t.Run("no write of a claim is refused", func(t *testing.T) { nothingRefused(t, claiming) })
 	t.Run("claiming writes the MachineDeployment seldom", func(t *testing.T) {
 		raises, lowerings, ledgerOnly := ledgerWrites(t, claiming)
@@ -99,6 +110,7 @@ func TestWhatAHundredClaimsCost(t *testing.T) {
 	must(t, world.Poll(ctx, inFlight(s)))
 	releasing := next(t, log)
 	report(t, "releasing", releasing)
+	t.Run("releasing a claim takes few requests", func(t *testing.T) { eachCosts(t, releasing, releaseWrites, releaseRequests) })
 	t.Run("no write of a release is refused", func(t *testing.T) { nothingRefused(t, releasing) })
 	t.Run("releasing writes the MachineDeployment seldom", func(t *testing.T) {
 		raises, lowerings, ledgerOnly := ledgerWrites(t, releasing)
@@ -157,7 +169,7 @@ func start(ctx context.Context, t *testing.T) (*rush.Site, *cost.Log) {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "cost-") // The logs stay if the test fails.
 	must(t, err)
-	s, err := rush.Start(ctx, sandbox.Options{StateDir: filepath.Join(dir, "sandbox"), AuditHub: true})
+	s, err := rush.Start(ctx, sandbox.Options{StateDir: filepath.Join(dir, "sandbox"), AuditHub: true, Agents: 2})
 	must(t, err)
 	t.Cleanup(func() {
 		s.Stop()
@@ -185,6 +197,17 @@ func next(t *testing.T, log *cost.Log) []cost.Request {
 	requests, err := log.Next(cost.AgentUser)
 	must(t, err)
 	return requests
+}
+
+// eachCosts checks a claim's share of what was asked for.
+func eachCosts(t *testing.T, asked []cost.Request, maxWrites, maxRequests int) {
+	t.Helper()
+	asked = lo.Filter(asked, func(r cost.Request, _ int) bool { return r.Resource != "events" && r.Verb != "watch" })
+	writes := lo.CountBy(asked, func(r cost.Request) bool { return r.Writes() && r.Resource != "machinedeployments" })
+	t.Logf("%.2f writes and %.2f requests a claim", float64(writes)/claims, float64(len(asked))/claims)
+	if writes > maxWrites*claims || len(asked) > maxRequests*claims {
+		t.Errorf("%d claims took %d writes and %d requests; at most %d and %d for each", claims, writes, len(asked), maxWrites, maxRequests)
+	}
 }
 
 func count(requests []cost.Request, verb, resource string) int {

@@ -30,6 +30,8 @@ type choice struct {
 	// candidates begin with the first that would take a claim now, as far as the caches tell; after it come the next best ones that
 	// are node groups of the Cluster, whether they would or not. Empty when none would.
 	candidates []string
+	// deployment is the first one's MachineDeployment, as it was read; nil for none.
+	deployment *clusterv1.MachineDeployment
 	// refusals say why those before the first would not.
 	refusals []eligibility.Refusal
 	// unseen is how many candidates the caches do not show and the API server was not asked for. Nothing is concluded from that (rule
@@ -92,6 +94,7 @@ func (e *Engine) choose(ctx context.Context, r Request, cluster *clusterv1.Clust
 				chosen.refusals = append(chosen.refusals, *refusal)
 				continue
 			}
+			chosen.deployment = &md
 		}
 		if chosen.candidates = append(chosen.candidates, name); len(chosen.candidates) == maxCandidates {
 			break

@@ -86,7 +86,7 @@ func (e *Engine) Reconcile(ctx context.Context, r reconcile.Request) (reconcile.
 	return reconcile.Result{RequeueAfter: again}, nil
 }
 
-// glance decides from a cached snapshot, without doing anything.
+// glance decides from a cached snapshot, without doing anything, what this agent is to do now.
 func (g *group) glance(ctx context.Context, s *protocol.Snapshot) (*protocol.Decision, error) {
 	if err := g.acquire(ctx); err != nil {
 		return nil, err
@@ -113,6 +113,10 @@ func (g *group) glance(ctx context.Context, s *protocol.Snapshot) (*protocol.Dec
 	if wait := g.coalesce(s, d); wait > 0 {
 		d.Ledger = nil
 		d.Wake(wait)
+	}
+	if left := g.leave(s, d); left > 0 {
+		d.Ledger, d.Actions = nil, nil
+		d.Wake(left)
 	}
 	return d, nil
 }

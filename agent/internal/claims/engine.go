@@ -36,6 +36,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/rand"
 	"k8s.io/client-go/tools/events"
 	"k8s.io/utils/clock"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -150,6 +151,10 @@ type Engine struct {
 	started  time.Time
 	// ledgerBudget is how many bytes all entries of one ledger may take; zero means [ledgerBudget]. Tests lower it.
 	ledgerBudget int
+	// id tells this process from the others that write ledgers.
+	id string
+	// deference is how long a node group is left to the agent that wrote its ledger last; see [group.leave]. Tests set it.
+	deference time.Duration
 
 	mu           sync.Mutex
 	groups       map[types.NamespacedName]*group
@@ -179,7 +184,7 @@ func New(c Config) *Engine {
 		c.Coalesce = time.Second
 	}
 	return &Engine{
-		Config: c, started: c.Clock.Now(), spawn: func(run func()) { go run() }, parallel: parallelWrites, decide: protocol.Decide,
+		Config: c, id: rand.String(8), deference: deference, started: c.Clock.Now(), spawn: func(run func()) { go run() }, parallel: parallelWrites, decide: protocol.Decide,
 		groups: map[types.NamespacedName]*group{}, unregistered: map[types.NamespacedName]unregistered{},
 		synced: map[types.NamespacedName]time.Time{}, censuses: map[types.NamespacedName]census{},
 	}
@@ -254,6 +259,9 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 		return nil, fmt.Errorf("creating MachineClaim %s: %w", c.Name, err)
 	}
 	e.added(client.ObjectKeyFromObject(cluster), 1, 0)
+	if e.group(c.Namespace, c.Spec.NodeGroup).enterAtOnce(ctx, open.deployment, c) {
+		return c, nil
+	}
 	return e.enter(ctx, c)
 }
 
@@ -498,7 +506,14 @@ func (e *Engine) Release(ctx context.Context, key Key, o ReleaseOptions) (*v1alp
 
 func (e *Engine) release(ctx context.Context, key Key, o ReleaseOptions, why v1alpha1.Event) (*v1alpha1.MachineClaim, error) {
 	for attempt := 0; ; attempt++ {
-		c, err := e.find(ctx, key)
+		var c *v1alpha1.MachineClaim
+		var err error
+		if attempt == 0 && o.unless == nil { // which may depend on more than the claim
+			c, err = e.asCached(ctx, key)
+		}
+		if c == nil && err == nil {
+			c, err = e.find(ctx, key)
+		}
 		if errors.Is(err, ErrNotFound) {
 			c, err := e.bury(ctx, key, why.Message)
 			if errors.Is(err, ErrConflict) && attempt < 5 {
@@ -560,6 +575,17 @@ func (e *Engine) Get(ctx context.Context, key Key) (*v1alpha1.MachineClaim, erro
 		return nil, err
 	}
 	return c, e.known(ctx, c)
+}
+
+// asCached returns a claim for the first attempt of a write on it, which is refused if it is not the present one any more; nil when the
+// caches do not show it, or show that there is nothing to write.
+func (e *Engine) asCached(ctx context.Context, key Key) (*v1alpha1.MachineClaim, error) {
+	var c v1alpha1.MachineClaim
+	err := e.Client.Get(ctx, key.object(), &c)
+	if phase := c.CurrentPhase(); err == nil && (phase == v1alpha1.PhasePending || phase == v1alpha1.PhaseBound) {
+		return &c, nil
+	}
+	return nil, client.IgnoreNotFound(err)
 }
 
 // find is [Engine.Get] for callers that do not mind what the claim has.

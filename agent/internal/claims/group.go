@@ -55,6 +55,11 @@ type group struct {
 	panics     int       // how many runs in a row panicked
 	resting    time.Time // until when the group is left alone because of that
 	panicked   *panicError
+	wrote      int64 // the seq of the ledger that this process wrote last
+	// due is what is left to the agent that wrote the ledger, since dueSince; takenOver the seq of the ledger whose writer did not do it.
+	due       string
+	dueSince  time.Time
+	takenOver int64
 	// skip is how many actions of a decision come behind the others, as some of them failed.
 	skip int
 	// queued are the ids of the claims that the last step found no room in the ledger for.
@@ -99,6 +104,77 @@ func (g *group) enter(ctx context.Context, claimID string) (*eligibility.Refusal
 		g.giveUp(claimID, []chan outcome{done}, outcome{err: err})
 		return nil, err
 	}
+}
+
+// enterAtOnce enters a claim without reading anything from the API server, and reports whether it did: the MachineDeployment was read, from
+// a cache even, before the claim's object was made, so that a MachineDeployment that is still the same proves that no ledger had the claim
+// meanwhile. That is all that rule R1 asks of a write that only raises replicas for a claim: what the caches show of everything else
+// decides no more than whether there is something else to do, which is then left to a run.
+func (g *group) enterAtOnce(ctx context.Context, md *clusterv1.MachineDeployment, c *v1alpha1.MachineClaim) bool {
+	e := g.engine
+	select {
+	case g.lock <- struct{}{}:
+	default:
+		return false // a run is under way; the next one enters all that gather meanwhile
+	}
+	defer func() { <-g.lock }()
+	if left, _ := g.rest(); left > 0 || md == nil {
+		return false
+	}
+	entered := false
+	err := recovered(ctx, func() error {
+		s, err := e.readAround(ctx, cached, g.key, md)
+		if err != nil || s.Seq() < g.wrote {
+			return err // the MachineDeployment has changed already
+		}
+		if !slices.ContainsFunc(s.Claims, func(other *v1alpha1.MachineClaim) bool { return other.Spec.ClaimID == c.Spec.ClaimID }) {
+			s.Claims = append(s.Claims, c)
+		}
+		d := e.decide(s)
+		if !d.EntersOnly(s, c.Spec.ClaimID) {
+			return nil
+		}
+		err = g.commit(ctx, s, d, test("/metadata/resourceVersion", md.ResourceVersion))
+		entered = err == nil
+		return err
+	})
+	if bug, panicked := errors.AsType[*panicError](err); panicked {
+		g.notePanic(bug)
+	}
+	if err != nil {
+		log.FromContext(ctx).V(1).Info("did not enter the claim at once", "claim", c.Spec.ClaimID, "cause", err.Error())
+	}
+	return entered
+}
+
+// deference is how long what is due is left to the agent that wrote the ledger last. One that is at work needs less, so that another agent
+// takes over late only where the first one was killed, and for events: a call is served by the agent that it reaches.
+const deference = 3 * time.Second
+
+// leave returns for how long what is due is still left to the agent that wrote the ledger last; zero when it is this one's to do, or when
+// nothing is due. Two that do it at the same time do no harm, but they double the reads and lose every other write. What comes first of
+// what is due is the measure: while that changes, the other agent is at work.
+func (g *group) leave(s *protocol.Snapshot, d *protocol.Decision) time.Duration {
+	due := ""
+	switch {
+	case s.Ledger == nil || s.Ledger.By == "" || s.Ledger.By == g.engine.id || s.Seq() == g.takenOver:
+	case len(d.Actions) > 0:
+		due = fmt.Sprint(s.Seq(), " ", d.Actions[0])
+	case d.Ledger != nil:
+		due = fmt.Sprint(s.Seq())
+	}
+	now := g.engine.Clock.Now()
+	if g.due != due {
+		g.due, g.dueSince = due, now
+	}
+	if due == "" {
+		return 0
+	}
+	left := g.engine.deference - now.Sub(g.dueSince)
+	if left <= 0 {
+		g.takenOver = s.Seq()
+	}
+	return max(0, left)
 }
 
 // kick starts a run, or makes sure that one starts when the present one ends.
@@ -325,11 +401,11 @@ func (g *group) overtaken(s *protocol.Snapshot, yields *int) bool {
 }
 
 // commit writes the ledger and answers the calls whose claims it enters.
-func (g *group) commit(ctx context.Context, s *protocol.Snapshot, d *protocol.Decision) error {
-	if err := g.engine.writeLedger(ctx, s, d); err != nil {
+func (g *group) commit(ctx context.Context, s *protocol.Snapshot, d *protocol.Decision, further ...operation) error {
+	if err := g.engine.writeLedger(ctx, s, d, further...); err != nil {
 		return err
 	}
-	g.wanted = time.Time{}
+	g.wanted, g.wrote = time.Time{}, s.Seq()+1
 	switch {
 	case d.Urgent:
 	case d.Finishes(s.Ledger):

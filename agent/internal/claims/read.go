@@ -43,12 +43,17 @@ func (e *Engine) read(ctx context.Context, from view, key types.NamespacedName) 
 	} else if err != nil {
 		return nil, fmt.Errorf("reading the MachineDeployment: %w", err)
 	}
+	return e.readAround(ctx, from, key, &md)
+}
+
+// readAround takes the rest of a snapshot, after the MachineDeployment was read.
+func (e *Engine) readAround(ctx context.Context, from view, key types.NamespacedName, md *clusterv1.MachineDeployment) (*protocol.Snapshot, error) {
 	cluster, err := e.cluster(ctx, key.Namespace, md.Spec.ClusterName)
 	if err != nil {
 		return nil, err
 	}
 	s := &protocol.Snapshot{
-		Deployment:   &md,
+		Deployment:   md,
 		Now:          e.Clock.Now(),
 		Unregistered: e.unregisteredIn(key.Namespace, md.Spec.ClusterName),
 		SpareGrace:   e.SpareGrace,
@@ -56,7 +61,7 @@ func (e *Engine) read(ctx context.Context, from view, key types.NamespacedName) 
 		Started:      e.started,
 		LedgerBudget: e.ledgerBudget,
 	}
-	if s.Ledger, err = protocol.LedgerOf(&md); errors.Is(err, protocol.ErrNewerLedger) {
+	if s.Ledger, err = protocol.LedgerOf(md); errors.Is(err, protocol.ErrNewerLedger) {
 		return nil, fmt.Errorf("MachineDeployment %s: %w", key, err)
 	} else if err != nil {
 		// Edited by hand into something else, or copied with a MachineDeployment: rebuilt, like one that was wiped.
@@ -73,7 +78,7 @@ func (e *Engine) read(ctx context.Context, from view, key types.NamespacedName) 
 			return nil, err
 		}
 	}
-	s.Group = eligibility.Of(&md, cluster)
+	s.Group = eligibility.Of(md, cluster)
 	if cluster != nil {
 		s.ClusterUID = cluster.UID
 		s.Synced = e.syncedAfter(client.ObjectKeyFromObject(cluster), md.CreationTimestamp.Time)
@@ -99,6 +104,8 @@ func (e *Engine) readParts(ctx context.Context, from view, key types.NamespacedN
 	options := []client.ListOption{client.InNamespace(key.Namespace), e.inGroup(from, v1alpha1.NodeGroupLabel, key.Name)}
 	if from == live {
 		options = e.liveOnly(options)
+	} else {
+		options = append(options, client.UnsafeDisableDeepCopy) // nothing is written to what a snapshot holds
 	}
 	var claims v1alpha1.MachineClaimList
 	if err := e.reader(from).List(ctx, &claims, options...); err != nil {
@@ -114,10 +121,13 @@ func (e *Engine) readParts(ctx context.Context, from view, key types.NamespacedN
 			s.Claims = append(s.Claims, c)
 		}
 	}
-	selector := e.inGroup(from, clusterv1.MachineDeploymentNameLabel, key.Name)
+	options = []client.ListOption{client.InNamespace(key.Namespace), e.inGroup(from, clusterv1.MachineDeploymentNameLabel, key.Name)}
+	if from == cached {
+		options = append(options, client.UnsafeDisableDeepCopy)
+	}
 	// Before the Machines: what a paused MachineSet has made is seen then. Also without a ledger: a pause of ours may outlive it.
 	var sets clusterv1.MachineSetList
-	if err := e.reader(from).List(ctx, &sets, client.InNamespace(key.Namespace), selector); err != nil {
+	if err := e.reader(from).List(ctx, &sets, options...); err != nil {
 		return fmt.Errorf("listing MachineSets: %w", err)
 	}
 	ofAnother := func(clusterName string) bool { // which had this MachineDeployment's name before
@@ -129,7 +139,7 @@ func (e *Engine) readParts(ctx context.Context, from view, key types.NamespacedN
 		}
 	}
 	var machines clusterv1.MachineList
-	if err := e.reader(from).List(ctx, &machines, client.InNamespace(key.Namespace), selector); err != nil {
+	if err := e.reader(from).List(ctx, &machines, options...); err != nil {
 		return fmt.Errorf("listing Machines: %w", err)
 	}
 	for i := range machines.Items {

@@ -57,11 +57,12 @@ func annotationPath(key string) string {
 func labelPath(key string) string { return "/metadata/labels/" + strings.ReplaceAll(key, "/", "~1") }
 
 // writeLedger writes the decision's ledger and replicas in one patch that tests what the decision was made from: it fails
-// with [ErrConflict] when the ledger or the replicas have changed, and does not mind changes of status.
-func (e *Engine) writeLedger(ctx context.Context, s *protocol.Snapshot, d *protocol.Decision) error {
+// with [ErrConflict] when the ledger or the replicas have changed, and does not mind changes of status unless it is told to.
+func (e *Engine) writeLedger(ctx context.Context, s *protocol.Snapshot, d *protocol.Decision, further ...operation) error {
 	next := d.Ledger.Clone()
+	next.By = e.id
 	next.Version, next.Of, next.UID = protocol.LedgerVersion, client.ObjectKeyFromObject(s.Deployment).String(), s.Deployment.UID
-	var ops []operation
+	ops := further
 	if s.Deployment.UID != "" {
 		ops = append(ops, test("/metadata/uid", s.Deployment.UID)) // not one that was made again under its name
 	}

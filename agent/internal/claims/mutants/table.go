@@ -34,6 +34,23 @@ var mutants = []mutant{
 		},
 	}},
 
+	// Entering at once.
+	{name: "a lone claim is entered on what a cache says of its node group", test: "TestAClaimIsNotEnteredAtOnceOnOldKnowledge", edits: []edit{
+		{"g.commit(ctx, s, d, test(\"/metadata/resourceVersion\", md.ResourceVersion))\n", "g.commit(ctx, s, d)\n"},
+	}},
+	{name: "whatever the caches show is written with a lone claim", edits: []edit{
+		{"		if !d.EntersOnly(s, c.Spec.ClaimID) {\n", "		if d.Ledger == nil {\n"},
+	}},
+	{name: "a lone claim is entered by a ledger that was read after it was made", test: "TestALoneClaimIsEnteredWithoutReadingAnything", edits: []edit{
+		{"		s, err := e.readAround(ctx, cached, g.key, md)\n", "		_ = e.Reader.Get(ctx, g.key, md)\n		s, err := e.readAround(ctx, cached, g.key, md)\n"},
+	}},
+	{name: "two agents work on one node group", test: "TestAGroupIsLeftToTheAgentThatWorksOnIt", edits: []edit{
+		{"	left := g.engine.deference - now.Sub(g.dueSince)\n", "	left := min(0, g.engine.deference-now.Sub(g.dueSince))\n"},
+	}},
+	{name: "a node group is left to an agent that does nothing", test: "TestAGroupIsLeftToTheAgentThatWorksOnIt", edits: []edit{
+		{"	left := g.engine.deference - now.Sub(g.dueSince)\n", "	left := max(time.Second, g.engine.deference-now.Sub(g.dueSince))\n"},
+	}},
+
 	// The ledger: a compare-and-swap.
 	{name: "no seq: two ledgers of the same content are one", edits: []edit{
 		{"		next.Seq = s.Ledger.Seq + 1\n", "		next.Seq = s.Ledger.Seq\n"},

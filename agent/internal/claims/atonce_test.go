@@ -1,0 +1,202 @@
+package claims
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"k8s.io/apimachinery/pkg/types"
+	testclock "k8s.io/utils/clock/testing"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
+)
+
+var smallKey = client.ObjectKey{Namespace: namespace, Name: "small"}
+
+// restingLedger is of a group in which nothing is in flight.
+func restingLedger(replicas int32) *protocol.Ledger {
+	return &protocol.Ledger{
+		Version: 1, Of: namespace + "/small", Seq: 7, Floor: replicas, LastReplicas: replicas, Written: &protocol.Written{Replicas: replicas},
+	}
+}
+
+func small(t *testing.T, e *Engine) (*clusterv1.MachineDeployment, *protocol.Ledger) {
+	t.Helper()
+	md := &clusterv1.MachineDeployment{}
+	require.NoError(t, e.Client.Get(t.Context(), smallKey, md))
+	l, err := protocol.LedgerOf(md)
+	require.NoError(t, err)
+	return md, l
+}
+
+func requestOf(id string) Request {
+	return Request{Namespace: namespace, Cluster: clusterName, ID: id, Holder: holder, Candidates: []string{"small"}}
+}
+
+// counted counts what is asked of the API server itself.
+func counted(t *testing.T, e *Engine, reads *int) {
+	t.Helper()
+	e.Reader = interceptor.NewClient(e.Client.(client.WithWatch), interceptor.Funcs{ //nolint:forcetypeassert // the fake is one
+		Get: func(ctx context.Context, c client.WithWatch, key client.ObjectKey, o client.Object, opts ...client.GetOption) error {
+			*reads++
+			return c.Get(ctx, key, o, opts...)
+		},
+		List: func(ctx context.Context, c client.WithWatch, list client.ObjectList, opts ...client.ListOption) error {
+			*reads++
+			return c.List(ctx, list, opts...)
+		},
+	})
+}
+
+func TestALoneClaimIsEnteredWithoutReadingAnything(t *testing.T) {
+	e := engineWith(t, groupOf("small", 2, map[string]string{v1alpha1.LedgerAnnotation: restingLedger(2).Encode()}))
+	var reads int
+	counted(t, e, &reads)
+	_, err := e.Create(t.Context(), requestOf("a"))
+	require.NoError(t, err)
+	assert.Zero(t, reads)
+	md, l := small(t, e)
+	assert.Equal(t, int32(3), *md.Spec.Replicas)
+	assert.Equal(t, int32(2), l.Floor)
+	assert.Equal(t, map[string]protocol.Named{"a": {}}, l.Pending)
+	assert.Equal(t, "1", md.Annotations[v1alpha1.ClaimedAnnotation])
+}
+
+// What the caches show may be old: then the write is refused, and a run does what is right.
+func TestAClaimIsNotEnteredAtOnceOnOldKnowledge(t *testing.T) {
+	for name, test := range map[string]struct {
+		now      func(md *clusterv1.MachineDeployment)
+		replicas int32
+		noRoom   bool
+		further  []client.Object
+	}{
+		"another claim is in the ledger": {func(md *clusterv1.MachineDeployment) {
+			l := restingLedger(2)
+			l.Seq, l.LastReplicas, l.Pending = 8, 3, map[string]protocol.Named{"other": {}}
+			md.Spec.Replicas = new(int32(3))
+			md.Annotations[v1alpha1.LedgerAnnotation] = l.Encode()
+		}, 4, false, []client.Object{movingClaim("other", v1alpha1.PhasePending, "", nil)}},
+		"the max size was lowered": {func(md *clusterv1.MachineDeployment) {
+			md.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] = "2"
+		}, 2, true, nil},
+		"the user scaled": {func(md *clusterv1.MachineDeployment) { md.Spec.Replicas = new(int32(5)) }, 6, false, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			e := engineWith(t, append(test.further, groupOf("small", 2, map[string]string{
+				v1alpha1.LedgerAnnotation: restingLedger(2).Encode(), clusterv1.AutoscalerMinSizeAnnotation: "0",
+			}))...)
+			before, _ := small(t, e)
+			now := before.DeepCopy()
+			test.now(now)
+			require.NoError(t, e.Client.Update(t.Context(), now))
+			e.Client = interceptor.NewClient(e.Client.(client.WithWatch), interceptor.Funcs{ //nolint:forcetypeassert // the fake is one
+				Get: func(ctx context.Context, c client.WithWatch, key client.ObjectKey, o client.Object, opts ...client.GetOption) error {
+					if md, is := o.(*clusterv1.MachineDeployment); is {
+						before.DeepCopyInto(md)
+						return nil
+					}
+					return c.Get(ctx, key, o, opts...)
+				},
+			})
+			_, err := e.Create(t.Context(), requestOf("a"))
+			e.Client = e.Reader.(client.Client) //nolint:forcetypeassert // the fake is one
+			md, l := small(t, e)
+			assert.Equal(t, test.replicas, *md.Spec.Replicas)
+			if test.noRoom {
+				require.Error(t, err)
+				return
+			}
+			require.NoError(t, err)
+			assert.Contains(t, l.Pending, "a")
+		})
+	}
+}
+
+// A Machine that nobody has goes to the claim first.
+func TestAClaimIsNotEnteredAtOnceBesideASpare(t *testing.T) {
+	l := restingLedger(0)
+	l.LastReplicas, l.Spare = 1, 1
+	e := engineWith(t, groupOf("small", 1, map[string]string{v1alpha1.LedgerAnnotation: l.Encode()}), machineOf("m"))
+	_, err := e.Create(t.Context(), requestOf("a"))
+	require.NoError(t, err)
+	md, _ := small(t, e)
+	assert.Equal(t, int32(1), *md.Spec.Replicas)
+}
+
+// Two agents that do the same do no harm, and no good.
+func TestAGroupIsLeftToTheAgentThatWorksOnIt(t *testing.T) {
+	clock := testclock.NewFakeClock(time.Now())
+	first := engineWith(t, groupOf("small", 0, map[string]string{v1alpha1.LedgerAnnotation: restingLedger(0).Encode()}))
+	first.Clock, first.spawn = clock, func(run func()) { run() }
+	second := New(first.Config)
+	second.Clock, second.spawn = clock, first.spawn
+	writes := 0
+	second.Client = interceptor.NewClient(first.Client.(client.WithWatch), interceptor.Funcs{ //nolint:forcetypeassert // the fake is one
+		Patch: func(ctx context.Context, c client.WithWatch, o client.Object, p client.Patch, opts ...client.PatchOption) error {
+			writes++
+			return c.Patch(ctx, o, p, opts...)
+		},
+	})
+	reconcile := func(e *Engine) ctrl.Result {
+		result, err := e.Reconcile(t.Context(), ctrl.Request{NamespacedName: types.NamespacedName(smallKey)})
+		require.NoError(t, err)
+		return result
+	}
+	_, err := first.Create(t.Context(), requestOf("a"))
+	require.NoError(t, err)
+	require.NoError(t, first.Client.Create(t.Context(), machineOf("m")))
+
+	result := reconcile(second)
+	assert.Zero(t, writes)
+	assert.Equal(t, deference, result.RequeueAfter)
+	clock.Step(deference - time.Second)
+	reconcile(second)
+	assert.Zero(t, writes)
+
+	// Nobody else did it.
+	clock.Step(time.Second)
+	reconcile(second)
+	assert.NotZero(t, writes)
+	_, l := small(t, first)
+	assert.Equal(t, second.id, l.By)
+	m := &clusterv1.Machine{}
+	require.NoError(t, first.Client.Get(t.Context(), client.ObjectKey{Namespace: namespace, Name: "m"}, m))
+	assert.Equal(t, "a", protocol.ClaimOf(m))
+
+	// From now on it is the other one that waits.
+	require.NoError(t, first.Client.Delete(t.Context(), m))
+	assert.Equal(t, deference, reconcile(first).RequeueAfter)
+}
+
+// A release is refused by what it was made from being old, and then made from the present claim.
+func TestAReleaseIsMadeOfThePresentClaim(t *testing.T) {
+	e := engineWith(t, groupOf("small", 1, nil), movingClaim("a", v1alpha1.PhasePending, "", nil), machineOf("m"))
+	key := Key{Namespace: namespace, Cluster: clusterName, ID: "a"}
+	var old, bound v1alpha1.MachineClaim
+	require.NoError(t, e.Client.Get(t.Context(), key.object(), &old))
+	old.DeepCopyInto(&bound)
+	bound.Status.Phase = v1alpha1.PhaseBound
+	bound.Status.Machine = &v1alpha1.MachineReference{Name: "m", UID: "m"}
+	require.NoError(t, e.Client.Status().Update(t.Context(), &bound))
+	e.spawn = func(func()) {}
+	e.Client = interceptor.NewClient(e.Client.(client.WithWatch), interceptor.Funcs{ //nolint:forcetypeassert // the fake is one
+		Get: func(ctx context.Context, c client.WithWatch, key client.ObjectKey, o client.Object, opts ...client.GetOption) error {
+			if claim, is := o.(*v1alpha1.MachineClaim); is {
+				old.DeepCopyInto(claim)
+				return nil
+			}
+			return c.Get(ctx, key, o, opts...)
+		},
+	})
+	c, err := e.Release(t.Context(), key, ReleaseOptions{})
+	require.NoError(t, err)
+	assert.Equal(t, v1alpha1.PhaseReleasing, c.Status.Phase)
+	require.NotNil(t, c.Status.Machine)
+}
