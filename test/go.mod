@@ -3,6 +3,7 @@ module github.com/karpenter-capi/karpenter-capi/test
 go 1.26.9
 
 require (
+	github.com/anishathalye/porcupine v1.3.1
 	github.com/charmbracelet/bubbletea v1.3.10
 	github.com/charmbracelet/lipgloss v1.1.0
 	github.com/karpenter-capi/karpenter-capi/pkg v0.0.0

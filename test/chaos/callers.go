@@ -17,6 +17,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/test/history"
 )
 
 const (
@@ -50,9 +51,13 @@ type callers struct {
 	going  map[string]bool // ids of node groups that somebody deletes
 	// strange are answers that no agent may give.
 	strange []string
+	// told are the calls, and what the agents answered.
+	told *history.Recorder
 }
 
-func newCallers() *callers { return &callers{claims: map[string]*claim{}, going: map[string]bool{}} }
+func newCallers() *callers {
+	return &callers{claims: map[string]*claim{}, going: map[string]bool{}, told: history.New()}
+}
 
 func clusterRef() *agentv1alpha1.ClusterRef {
 	return &agentv1alpha1.ClusterRef{Namespace: sandbox.ClusterNamespace, Name: sandbox.ClusterName}
@@ -175,7 +180,9 @@ func (c *callers) attempt(ctx context.Context, r *agentv1alpha1.CreateClaimReque
 	call := func() (bool, bool) {
 		bounded, cancel := context.WithTimeout(ctx, attemptWithin)
 		defer cancel()
+		answered := c.told.Begin(r.GetClaimId(), history.Create)
 		_, err := c.anyone().Claims.CreateClaim(bounded, r)
+		answered(madeOf(err))
 		switch {
 		case err == nil:
 			return true, true
@@ -209,10 +216,12 @@ func (c *callers) release(ctx context.Context, id string, drained bool) error {
 	c.mu.Unlock()
 	for {
 		bounded, cancel := context.WithTimeout(ctx, attemptWithin)
-		_, err := c.anyone().Claims.ReleaseClaim(bounded, &agentv1alpha1.ReleaseClaimRequest{
+		answered := c.told.Begin(id, history.Release)
+		response, err := c.anyone().Claims.ReleaseClaim(bounded, &agentv1alpha1.ReleaseClaimRequest{
 			Cluster: clusterRef(), ClaimId: id, Drained: drained, Reason: "the caller is done with it",
 		})
 		cancel()
+		answered(shownBy(response.GetClaim(), err))
 		if err == nil {
 			c.mu.Lock()
 			if k := c.claims[id]; k != nil {
@@ -235,8 +244,10 @@ func (c *callers) release(ctx context.Context, id string, drained bool) error {
 func (c *callers) get(ctx context.Context, id string) (*agentv1alpha1.Claim, error) {
 	for {
 		bounded, cancel := context.WithTimeout(ctx, attemptWithin)
+		answered := c.told.Begin(id, history.Get)
 		response, err := c.anyone().Claims.GetClaim(bounded, &agentv1alpha1.GetClaimRequest{Cluster: clusterRef(), ClaimId: id})
 		cancel()
+		answered(shownBy(response.GetClaim(), err))
 		if err == nil {
 			return response.GetClaim(), nil
 		}
@@ -247,6 +258,36 @@ func (c *callers) get(ctx context.Context, id string) (*agentv1alpha1.Claim, err
 			return nil, err
 		}
 	}
+}
+
+// madeOf is what a call that makes a claim tells by its error.
+func madeOf(err error) history.Answer {
+	switch {
+	case err == nil:
+		return history.Answer{Outcome: history.Live}
+	case agenterrors.IsEnded(err):
+		return history.Answer{Outcome: history.Ended}
+	case agenterrors.IsNoRoom(err), agenterrors.IsRefused(err), agenterrors.IsNotFound(err):
+		return history.Answer{Outcome: history.Refused}
+	}
+	return history.Answer{Outcome: history.Unknown}
+}
+
+// shownBy is what a call tells that answers with the claim.
+func shownBy(c *agentv1alpha1.Claim, err error) history.Answer {
+	a := history.Answer{Outcome: history.Unknown, Machine: c.GetMachine().GetUid()}
+	switch {
+	case agenterrors.IsNotFound(err):
+		a.Outcome = history.Missing
+	case err != nil:
+	case c.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING, c.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND:
+		a.Outcome = history.Live
+	case c.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING:
+		a.Outcome = history.Releasing
+	case c.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED:
+		a.Outcome = history.Ended
+	}
+	return a
 }
 
 // wait returns after a while, or with the context's error when that ends first.

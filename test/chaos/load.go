@@ -94,6 +94,9 @@ func (l *load) life(ctx context.Context, m mix) {
 	if err := r.calls.release(ctx, id, roll%3 > 0); err != nil {
 		return
 	}
+	if roll%2 == 0 {
+		_, _ = r.calls.get(ctx, id) // what it says is checked with all that is told of the claim
+	}
 	if roll%3 == 0 {
 		bounded, cancel := context.WithTimeout(ctx, 10*time.Second)
 		defer cancel()

@@ -19,6 +19,7 @@ import (
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/test/faults"
+	"github.com/karpenter-capi/karpenter-capi/test/history"
 )
 
 // CorePoints are the fail points of the short form: before and after each step that every claim goes through.
@@ -27,7 +28,7 @@ func CorePoints() []faults.Point {
 }
 
 var core = []faults.Class{
-	faults.ClaimCreated, faults.ReplicasRaised, faults.ClaimEntered, faults.MachineNamed, faults.ClaimBound, faults.MachineLabelled,
+	faults.ClaimCreated, faults.ReplicasRaised, faults.MachineNamed, faults.ClaimBound, faults.MachineLabelled,
 	faults.LedgerTidied, faults.ClaimReleasing, faults.ReleaseBegun, faults.MachineHeld, faults.MachineDeleted,
 	faults.ReplicasLowered, faults.MachineLetGo, faults.ClaimEnded,
 }
@@ -128,9 +129,10 @@ func provocations() []*provocation {
 		{[]faults.Class{faults.PausePut, faults.SetLowered, faults.PauseRemoved}, []*group{rolled}, func(ctx context.Context, r *run) error {
 			return r.releaseFromTwoSets(ctx, rolled)
 		}},
-		{[]faults.Class{faults.ClaimExplained, faults.SetPaused, faults.SetUnpaused}, []*group{blocked}, func(ctx context.Context, r *run) error {
-			return r.claimBlocked(ctx, blocked)
-		}},
+		{
+			[]faults.Class{faults.ClaimEntered, faults.ClaimExplained, faults.SetPaused, faults.SetUnpaused}, []*group{blocked},
+			func(ctx context.Context, r *run) error { return r.claimBlocked(ctx, blocked) },
+		},
 		{[]faults.Class{faults.ClaimRemade, faults.ClaimRestored}, []*group{lost}, func(ctx context.Context, r *run) error {
 			return r.loseClaim(ctx, lost)
 		}},
@@ -329,7 +331,7 @@ func (r *run) claimBlocked(ctx context.Context, g *group) error {
 	if err != nil || id == "" {
 		return err
 	}
-	if err := wait(ctx, between(2*time.Second, 4*time.Second)); err != nil {
+	if err := wait(ctx, between(3*time.Second, 5*time.Second)); err != nil {
 		return err
 	}
 	if err := r.awaitEnd(ctx, id); err != nil {
@@ -378,8 +380,10 @@ func (r *run) releaseUnknown(ctx context.Context, g *group) error {
 	}
 	for {
 		bounded, cancel := context.WithTimeout(ctx, attemptWithin)
+		answered := r.calls.told.Begin(late.GetClaimId(), history.Create)
 		_, err := r.calls.anyone().Claims.CreateClaim(bounded, late)
 		cancel()
+		answered(madeOf(err))
 		if agenterrors.IsEnded(err) {
 			break
 		}

@@ -288,6 +288,7 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 		}
 	}
 	report.Took = time.Since(began)
+	report.Calls, report.Claims, _ = s.calls.told.Check()
 	report.Strange = append(s.strangeWrites(), s.calls.oddities()...)
 	return report, context.Cause(ctx)
 }
@@ -341,6 +342,9 @@ func (s *stage) play(ctx context.Context, o Options, scenario *scenario) *Row {
 	row.tally()
 	if odd := s.calls.oddities()[before.odd:]; len(odd) > 0 && row.Err == nil {
 		row.Err = fmt.Errorf("%d answers that no agent may give, such as: %s", len(odd), odd[0])
+	}
+	if _, _, wrong := s.calls.told.Check(); len(wrong) > 0 {
+		row.Err = errors.Join(row.Err, fmt.Errorf("%d claims of which callers were told what cannot be, such as: %s", len(wrong), wrong[0]))
 	}
 	if strange := s.strangeWrites()[before.strange:]; len(strange) > 0 && row.Err == nil {
 		row.Err = fmt.Errorf("%d writes of no known class, such as: %s", len(strange), strange[0])

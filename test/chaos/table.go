@@ -19,6 +19,9 @@ type Report struct {
 	Took time.Duration
 	// Logs is the folder of the components' logs; journal.log there has a line for each write and each fault.
 	Logs string
+	// Calls is how many calls the callers made, on how many Claims: what each was told is part of one history, which a row's Err says
+	// where it cannot be.
+	Calls, Claims int
 	// Strange are writes of no known class and answers that no agent may give.
 	Strange []string
 
@@ -120,6 +123,7 @@ func (r *Report) Write(w io.Writer) {
 	_ = table.Flush()
 	_, _ = fmt.Fprintln(w)
 
+	_, _ = fmt.Fprintf(w, "history: %d calls on %d claims\n", r.Calls, r.Claims)
 	for _, row := range r.Rows {
 		if row.Err != nil {
 			_, _ = fmt.Fprintf(w, "%s: %v\n", row.Scenario, row.Err)
