@@ -1,0 +1,141 @@
+package e2e_test
+
+import (
+	"cmp"
+	"slices"
+	"testing"
+	"time"
+
+	. "github.com/onsi/gomega"
+	"github.com/samber/lo"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/client-go/discovery"
+	"k8s.io/client-go/dynamic"
+	"k8s.io/client-go/rest"
+
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	"github.com/karpenter-capi/karpenter-capi/test/journey"
+)
+
+// TestARestoreOfAHubLosesNothing loses the hub while the spoke runs, and restores its objects in another one, as Velero does: in Velero's
+// order, the Cluster last, without a status, owners or what the API server gave them.
+func TestARestoreOfAHubLosesNothing(t *testing.T) {
+	figure := shows(t, "a restore of the hub's objects in another hub loses no Node, no claim and nobody's machine")
+	if testing.Short() {
+		t.Skip("not in the short run: a move makes every object anew as well")
+	}
+	const nodes = 50
+	g := NewWithT(t)
+	h := startHubs(t, "e2e-restore")
+	h.run(t, h.source, nodes/2, nodes/2)
+	before := h.holdings(t, h.source)
+	g.Expect(before.claims).To(HaveLen(nodes), "a claim for each pod")
+	bystander := watchSpoke(t, h.source)
+	destroyed := logs(t, h.target, sandbox.SimProvider, "instance stops")
+	made := logs(t, h.target, sandbox.SimProvider, "instance exists")
+
+	backup := backUp(t, h.source.Sandbox.HubConfig())
+	for _, component := range append(lo.Times(agents, sandbox.AgentName), sandbox.ClusterAPI, sandbox.SimProvider) {
+		g.Expect(h.source.Sandbox.StopComponent(component)).To(Succeed())
+	}
+	began := time.Now()
+	backup.restore(t, h.target.Sandbox.HubConfig())
+	figure("%d objects were restored in %.0f s", len(backup), time.Since(began).Seconds())
+	g.Expect(h.source.Sandbox.PointShim(within(t, soon), h.target.Sandbox.AgentAccess())).To(Succeed())
+
+	began = time.Now()
+	poll(t, 2*settleWithin, h.holds(before))
+	g.Expect(h.target.AwaitNodePool(within(t, soon), "move")).To(Succeed())
+	h.settle(t)
+	figure("and all was as before %.0f s later", time.Since(began).Seconds())
+	g.Consistently(bystander.incidents).WithTimeout(spareGrace+syncInterval).WithPolling(500*time.Millisecond).Should(BeEmpty(),
+		"what happened to what ran in the spoke")
+	g.Expect(h.holdings(t, h.target)).To(Equal(before), "claims with their Machines, provider IDs, replicas, Nodes")
+
+	h.scale(t, nodes/2+more, nodes/2+more)
+	g.Expect(h.target.Recorder.Await(within(t, 3*time.Minute), running(nodes+2*more))).To(Succeed())
+	g.Expect(h.target.Recorder.Await(within(t, 2*time.Minute), everyMachineRuns)).To(Succeed())
+	h.settle(t)
+	g.Expect(made()).To(HaveLen(2*more), "instances that the target made")
+	g.Expect(destroyed()).To(BeEmpty(), "instances that the target destroyed")
+	g.Expect(bystander.incidents()).To(BeEmpty(), "what happened to what ran in the spoke, when pods were added")
+
+	h.scale(t, nodes/2, nodes/2)
+	g.Expect(h.target.Recorder.Await(within(t, 3*time.Minute), func(s journey.State) string {
+		return lo.Ternary(len(s.Live()) == nodes, "", "the NodeClaims of the pods that went to go")
+	})).To(Succeed())
+	h.settle(t)
+	g.Expect(h.holdings(t, h.target).replicas).To(Equal(before.replicas))
+	g.Expect(h.faults()).To(BeEmpty())
+}
+
+// backup is what was in the namespace of the Cluster, in the order in which it is restored.
+type backup []backedUp
+
+type backedUp struct {
+	resource schema.GroupVersionResource
+	object   unstructured.Unstructured
+}
+
+// backUp reads every object of the Cluster's namespace that can be made again.
+func backUp(t *testing.T, hub *rest.Config) backup {
+	t.Helper()
+	g := NewWithT(t)
+	finder, err := discovery.NewDiscoveryClientForConfig(hub)
+	g.Expect(err).NotTo(HaveOccurred())
+	client, err := dynamic.NewForConfig(hub)
+	g.Expect(err).NotTo(HaveOccurred())
+	lists, err := discovery.ServerPreferredNamespacedResources(finder)
+	g.Expect(err).NotTo(HaveOccurred())
+	var all backup
+	for _, list := range lists {
+		version, err := schema.ParseGroupVersion(list.GroupVersion)
+		g.Expect(err).NotTo(HaveOccurred())
+		for _, r := range list.APIResources {
+			// What Velero leaves out, and what the hub makes by itself.
+			skipped := []string{"events", "endpoints", "endpointslices", "leases", "serviceaccounts", "roles", "rolebindings"}
+			if slices.Contains(skipped, r.Name) || !slices.Contains(r.Verbs, "list") || !slices.Contains(r.Verbs, "create") {
+				continue
+			}
+			resource := version.WithResource(r.Name)
+			items, err := client.Resource(resource).Namespace(sandbox.ClusterNamespace).List(within(t, soon), metav1.ListOptions{})
+			g.Expect(err).NotTo(HaveOccurred(), "listing %s", resource)
+			for _, item := range items.Items {
+				all = append(all, backedUp{resource, item})
+			}
+		}
+	}
+	rank := func(b backedUp) int {
+		return slices.Index([]string{"secrets", "configmaps", b.resource.Resource}, b.resource.Resource) + lo.Ternary(b.resource.Resource == "clusters", 1, 0)
+	}
+	slices.SortStableFunc(all, func(a, b backedUp) int {
+		return cmp.Or(cmp.Compare(rank(a), rank(b)), cmp.Compare(a.resource.Resource, b.resource.Resource))
+	})
+	return all
+}
+
+// restore makes the objects anew.
+func (b backup) restore(t *testing.T, hub *rest.Config) {
+	t.Helper()
+	client, err := dynamic.NewForConfig(hub)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, o := range b {
+		object := o.object.DeepCopy()
+		unstructured.RemoveNestedField(object.Object, "status")
+		for _, field := range []string{
+			"generateName", "selfLink", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp",
+			"deletionGracePeriodSeconds", "ownerReferences", "managedFields",
+		} {
+			unstructured.RemoveNestedField(object.Object, "metadata", field)
+		}
+		_, err := client.Resource(o.resource).Namespace(object.GetNamespace()).Create(within(t, soon), object, metav1.CreateOptions{})
+		if err != nil && !apierrors.IsAlreadyExists(err) {
+			t.Fatalf("restoring %s %s: %v", o.resource.Resource, object.GetName(), err)
+		}
+	}
+}
