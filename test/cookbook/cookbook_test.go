@@ -4,6 +4,8 @@ package cookbook_test
 import (
 	"bytes"
 	"context"
+	"encoding/json"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -11,6 +13,9 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/yaml"
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	"github.com/karpenter-capi/karpenter-capi/test/pages"
@@ -66,7 +71,7 @@ func TestCookbook(t *testing.T) {
 	}
 
 	t.Run("absent replicas are filled in as docs/gitops.md says", func(t *testing.T) {
-		got := strings.Fields(run(ctx, t, root, "source "+paths.Env+"\n"+replicasFilledIn))
+		got := strings.Fields(run(ctx, t, root, "source "+paths.Env+"\n"+manifestsOf+replicasFilledIn))
 		want := []string{
 			"new:1", "new-with-sizes:2", "applied:5", "applied-on-the-server:5", "field-given-up:4", "replaced:4",
 			"replaced-above-max:3", "replaced-without-max:1", "not-a-number:refused",
@@ -75,11 +80,63 @@ func TestCookbook(t *testing.T) {
 			t.Errorf("replicas are %v, want %v", got, want)
 		}
 	})
+	t.Run("what docs/gitops.md shows keeps the replicas that there are", func(t *testing.T) {
+		nodeGroup, patch := shownForGit(t, root)
+		got := strings.Fields(run(ctx, t, root, "source "+paths.Env+"\n"+manifestsOf+
+			fmt.Sprintf("node_group='%s' patch='%s'\n", nodeGroup, patch)+replicasKept))
+		if want := []string{"begun:4", "what-to-write:4", "flux:4"}; !slices.Equal(got, want) {
+			t.Errorf("replicas are %v, want %v", got, want)
+		}
+	})
 }
 
-// replicasFilledIn writes a MachineDeployment in every way that docs/gitops.md speaks of, and shows the replicas after each. It is
-// paused, so that no Machines are made.
-const replicasFilledIn = `
+// shownForGit returns the MachineDeployment that docs/gitops.md shows, made to fit the sandbox, and the patch that it shows for Flux; both
+// as JSON.
+func shownForGit(t *testing.T, root string) (nodeGroup, patch []byte) {
+	t.Helper()
+	page, err := pages.Read(root, "docs/gitops.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, block := range page.Blocks() {
+		if block.Language != "yaml" {
+			continue
+		}
+		switch block.Section {
+		case "What to write":
+			var md clusterv1.MachineDeployment
+			if err := yaml.UnmarshalStrict([]byte(block.Code), &md); err != nil {
+				t.Fatalf("docs/gitops.md:%d: %v", block.Line, err)
+			}
+			nodeGroup, err = json.Marshal(map[string]any{
+				"metadata": map[string]any{"labels": md.Labels, "annotations": md.Annotations}, "spec": map[string]any{},
+			})
+		case "ClusterClass":
+			err = yaml.UnmarshalStrict([]byte(block.Code), &clusterv1.Cluster{})
+		case "Flux":
+			var shown struct {
+				Spec struct {
+					Patches []struct {
+						Patch string `json:"patch"`
+					} `json:"patches"`
+				} `json:"spec"`
+			}
+			if err = yaml.Unmarshal([]byte(block.Code), &shown); err == nil && len(shown.Spec.Patches) == 1 {
+				patch, err = yaml.YAMLToJSON([]byte(shown.Spec.Patches[0].Patch))
+			}
+		}
+		if err != nil {
+			t.Fatalf("docs/gitops.md:%d: %v", block.Line, err)
+		}
+	}
+	if nodeGroup == nil || patch == nil {
+		t.Fatal("docs/gitops.md does not show what to write, or no patch for Flux")
+	}
+	return nodeGroup, patch
+}
+
+// manifestsOf are functions of bash that write MachineDeployments.
+const manifestsOf = `
 hub() { bin/kubectl --kubeconfig "$HUB_KUBECONFIG" --namespace fleet "$@"; }
 size=cluster.x-k8s.io/cluster-api-autoscaler-node-group
 # sizes <min> [max]: annotations
@@ -101,6 +158,22 @@ YAML
 }
 show() { echo "$1:$(hub get machinedeployment "$name" -o jsonpath='{.spec.replicas}')"; }
 quietly() { "$@" >/dev/null; }
+`
+
+// replicasKept has the manifests of docs/gitops.md take replicas out of a MachineDeployment.
+const replicasKept = `
+name=shown
+manifest "$(sizes 0 9)" 4 | quietly hub apply --server-side --field-manager=git -f -
+show begun
+quietly hub patch machinedeployment "$name" --type merge -p "$node_group"
+show what-to-write
+quietly hub patch machinedeployment "$name" --type json -p "$patch"
+show flux
+`
+
+// replicasFilledIn writes a MachineDeployment in every way that docs/gitops.md speaks of, and shows the replicas after each. It is
+// paused, so that no Machines are made.
+const replicasFilledIn = `
 # replace: what kubectl does with the version that it has just read, which Cluster API may have overtaken
 replace() {
   local text; text=$(cat)
