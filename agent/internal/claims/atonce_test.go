@@ -96,15 +96,7 @@ func TestAClaimIsNotEnteredAtOnceOnOldKnowledge(t *testing.T) {
 			now := before.DeepCopy()
 			test.now(now)
 			require.NoError(t, e.Client.Update(t.Context(), now))
-			e.Client = interceptor.NewClient(e.Client.(client.WithWatch), interceptor.Funcs{ //nolint:forcetypeassert // the fake is one
-				Get: func(ctx context.Context, c client.WithWatch, key client.ObjectKey, o client.Object, opts ...client.GetOption) error {
-					if md, is := o.(*clusterv1.MachineDeployment); is {
-						before.DeepCopyInto(md)
-						return nil
-					}
-					return c.Get(ctx, key, o, opts...)
-				},
-			})
+			stall(e, before)
 			_, err := e.Create(t.Context(), requestOf("a"))
 			e.Client = e.Reader.(client.Client) //nolint:forcetypeassert // the fake is one
 			md, l := small(t, e)
@@ -117,6 +109,41 @@ func TestAClaimIsNotEnteredAtOnceOnOldKnowledge(t *testing.T) {
 			assert.Contains(t, l.Pending, "a")
 		})
 	}
+}
+
+// stall has the engine's cache show the MachineDeployment as it was.
+func stall(e *Engine, was *clusterv1.MachineDeployment) {
+	e.Client = interceptor.NewClient(e.Client.(client.WithWatch), interceptor.Funcs{ //nolint:forcetypeassert // the fake is one
+		Get: func(ctx context.Context, c client.WithWatch, key client.ObjectKey, o client.Object, opts ...client.GetOption) error {
+			if md, is := o.(*clusterv1.MachineDeployment); is {
+				was.DeepCopyInto(md)
+				return nil
+			}
+			return c.Get(ctx, key, o, opts...)
+		},
+	})
+}
+
+// Neither what Cluster API writes to the status nor a cache that does not show the agent's own last write yet sends a claim to the queue.
+func TestClaimsThatFollowEachOtherAreEnteredAtOnce(t *testing.T) {
+	e := engineWith(t, groupOf("small", 0, map[string]string{v1alpha1.LedgerAnnotation: restingLedger(0).Encode()}))
+	before, _ := small(t, e)
+	now := before.DeepCopy()
+	now.Status.ObservedGeneration = 7
+	require.NoError(t, e.Client.Update(t.Context(), now))
+	var reads int
+	counted(t, e, &reads)
+	cache := e.Client
+	stall(e, before)
+	for _, id := range []string{"a", "b", "c"} {
+		_, err := e.Create(t.Context(), requestOf(id))
+		require.NoError(t, err)
+	}
+	assert.Zero(t, reads)
+	e.Client = cache
+	md, l := small(t, e)
+	assert.Equal(t, int32(3), *md.Spec.Replicas)
+	assert.Len(t, l.Pending, 3)
 }
 
 // A Machine that nobody has goes to the claim first.

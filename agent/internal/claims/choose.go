@@ -77,6 +77,10 @@ func (e *Engine) choose(ctx context.Context, r Request, cluster *clusterv1.Clust
 			lookups++
 			err = e.Reader.Get(ctx, key, &md)
 		}
+		newest := &md
+		if err == nil {
+			newest = e.group(key.Namespace, key.Name).latest(newest)
+		}
 		switch {
 		case err != nil && !apierrors.IsNotFound(err):
 			return choice{}, fmt.Errorf("reading MachineDeployment %s: %w", key, err)
@@ -86,7 +90,7 @@ func (e *Engine) choose(ctx context.Context, r Request, cluster *clusterv1.Clust
 			}
 			continue
 		case chosen.none():
-			refusal, err := e.refusalOrBug(ctx, r, cluster, &md)
+			refusal, err := e.refusalOrBug(ctx, r, cluster, newest)
 			if err != nil {
 				return choice{}, err
 			}
@@ -94,7 +98,7 @@ func (e *Engine) choose(ctx context.Context, r Request, cluster *clusterv1.Clust
 				chosen.refusals = append(chosen.refusals, *refusal)
 				continue
 			}
-			chosen.deployment = &md
+			chosen.deployment = newest
 		}
 		if chosen.candidates = append(chosen.candidates, name); len(chosen.candidates) == maxCandidates {
 			break

@@ -12,6 +12,7 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/resourceversion"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
@@ -44,6 +45,8 @@ type group struct {
 	mu      sync.Mutex
 	kicked  bool
 	waiters map[string][]chan outcome
+	// written is the MachineDeployment as this process wrote it last; nil when it did not. It is read only.
+	written *clusterv1.MachineDeployment
 
 	// Used under lock only.
 	spareSince time.Time
@@ -106,10 +109,28 @@ func (g *group) enter(ctx context.Context, claimID string) (*eligibility.Refusal
 	}
 }
 
-// enterAtOnce enters a claim without reading anything from the API server, and reports whether it did: the MachineDeployment was read, from
-// a cache even, before the claim's object was made, so that a MachineDeployment that is still the same proves that no ledger had the claim
-// meanwhile. That is all that rule R1 asks of a write that only raises replicas for a claim: what the caches show of everything else
-// decides no more than whether there is something else to do, which is then left to a run.
+// latest returns what this process wrote itself where the cache does not show it yet.
+func (g *group) latest(md *clusterv1.MachineDeployment) *clusterv1.MachineDeployment {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.written == nil {
+		return md
+	}
+	order, err := resourceversion.CompareResourceVersion(g.written.ResourceVersion, md.ResourceVersion)
+	if err != nil || order <= 0 || g.written.UID != md.UID {
+		g.written = nil
+		return md
+	}
+	return g.written
+}
+
+// mostAtOnce is how many entries a ledger has at most to which a claim is added at once. More are a crowd, and the write carries them twice.
+const mostAtOnce = 32
+
+// enterAtOnce enters a claim by a write that follows no list of the API server, and reports whether it did: the MachineDeployment was read,
+// from a cache even, before the claim's object was made, so that one that is still the same proves that no ledger had the claim meanwhile.
+// That is all that rule R1 asks of a write that only raises replicas for a claim: what the caches show of everything else decides no more
+// than whether there is something else to do, which is then left to a run.
 func (g *group) enterAtOnce(ctx context.Context, md *clusterv1.MachineDeployment, c *v1alpha1.MachineClaim) bool {
 	e := g.engine
 	select {
@@ -124,8 +145,8 @@ func (g *group) enterAtOnce(ctx context.Context, md *clusterv1.MachineDeployment
 	entered := false
 	err := recovered(ctx, func() error {
 		s, err := e.readAround(ctx, cached, g.key, md)
-		if err != nil || s.Seq() < g.wrote {
-			return err // the MachineDeployment has changed already
+		if err != nil || s.Seq() < g.wrote || s.Ledger == nil || len(s.Ledger.Pending)+len(s.Ledger.Releasing) > mostAtOnce {
+			return err
 		}
 		if !slices.ContainsFunc(s.Claims, func(other *v1alpha1.MachineClaim) bool { return other.Spec.ClaimID == c.Spec.ClaimID }) {
 			s.Claims = append(s.Claims, c)
@@ -134,7 +155,7 @@ func (g *group) enterAtOnce(ctx context.Context, md *clusterv1.MachineDeployment
 		if !d.EntersOnly(s, c.Spec.ClaimID) {
 			return nil
 		}
-		err = g.commit(ctx, s, d, test("/metadata/resourceVersion", md.ResourceVersion))
+		err = g.commit(ctx, s, d, unchanged(md)...)
 		entered = err == nil
 		return err
 	})
@@ -402,9 +423,13 @@ func (g *group) overtaken(s *protocol.Snapshot, yields *int) bool {
 
 // commit writes the ledger and answers the calls whose claims it enters.
 func (g *group) commit(ctx context.Context, s *protocol.Snapshot, d *protocol.Decision, further ...operation) error {
-	if err := g.engine.writeLedger(ctx, s, d, further...); err != nil {
+	written, err := g.engine.writeLedger(ctx, s, d, further...)
+	if err != nil {
 		return err
 	}
+	g.mu.Lock()
+	g.written = written
+	g.mu.Unlock()
 	g.wanted, g.wrote = time.Time{}, s.Seq()+1
 	switch {
 	case d.Urgent:

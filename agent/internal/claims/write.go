@@ -57,8 +57,10 @@ func annotationPath(key string) string {
 func labelPath(key string) string { return "/metadata/labels/" + strings.ReplaceAll(key, "/", "~1") }
 
 // writeLedger writes the decision's ledger and replicas in one patch that tests what the decision was made from: it fails
-// with [ErrConflict] when the ledger or the replicas have changed, and does not mind changes of status unless it is told to.
-func (e *Engine) writeLedger(ctx context.Context, s *protocol.Snapshot, d *protocol.Decision, further ...operation) error {
+// with [ErrConflict] when the ledger or the replicas have changed, or a further test fails. It returns the MachineDeployment as it is now.
+func (e *Engine) writeLedger(
+	ctx context.Context, s *protocol.Snapshot, d *protocol.Decision, further ...operation,
+) (*clusterv1.MachineDeployment, error) {
 	next := d.Ledger.Clone()
 	next.By = e.id
 	next.Version, next.Of, next.UID = protocol.LedgerVersion, client.ObjectKeyFromObject(s.Deployment).String(), s.Deployment.UID
@@ -113,7 +115,7 @@ func (e *Engine) writeLedger(ctx context.Context, s *protocol.Snapshot, d *proto
 	}
 	patch, err := json.Marshal(ops)
 	if err != nil {
-		return fmt.Errorf("encoding the ledger's patch: %w", err)
+		return nil, fmt.Errorf("encoding the ledger's patch: %w", err)
 	}
 	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: s.Deployment.Namespace, Name: s.Deployment.Name}}
 	err = e.Client.Patch(ctx, md, client.RawPatch(types.JSONPatchType, patch), fieldOwner)
@@ -125,14 +127,22 @@ func (e *Engine) writeLedger(ctx context.Context, s *protocol.Snapshot, d *proto
 		if d.Lowered != "" {
 			e.reportLowering(ctx, s, d)
 		}
-		return nil
+		return md, nil
 	case testFailed(err), apierrors.IsConflict(err), apierrors.IsNotFound(err):
-		return fmt.Errorf("writing the ledger: %w: %w", ErrConflict, err)
+		return nil, fmt.Errorf("writing the ledger: %w: %w", ErrConflict, err)
 	case refusedForGood(err):
 		e.warn(s.Deployment, protocol.ReasonWriteRefused, "WriteLedger", "claims and releases of this node group are held up: "+err.Error())
-		return fmt.Errorf("writing the ledger of MachineDeployment %s: %w: %w", s.Deployment.Name, ErrWriteRefused, err)
+		return nil, fmt.Errorf("writing the ledger of MachineDeployment %s: %w: %w", s.Deployment.Name, ErrWriteRefused, err)
 	default:
-		return fmt.Errorf("writing the ledger: %w", err)
+		return nil, fmt.Errorf("writing the ledger: %w", err)
+	}
+}
+
+// unchanged tests that nothing of a MachineDeployment has changed but its status.
+func unchanged(md *clusterv1.MachineDeployment) []operation {
+	return []operation{
+		test("/metadata/generation", md.Generation), test("/metadata/labels", md.Labels), test("/metadata/annotations", md.Annotations),
+		test("/metadata/deletionTimestamp", md.DeletionTimestamp),
 	}
 }
 
