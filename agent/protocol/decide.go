@@ -198,9 +198,11 @@ func Decide(s *Snapshot) *Decision {
 }
 
 // EntersOnly reports whether the ledger write of the decision does nothing but enter the claim, with a new replica for it. Such a write is
-// right whatever has become of the Machines and the other claims since they were read.
+// right whatever has become of the Machines and the other claims since they were read. It is none where a replica is about to be free: the
+// claim is to have that one.
 func (d *Decision) EntersOnly(s *Snapshot, claimID string) bool {
-	if d.Ledger == nil || s.Ledger == nil || s.moved() || d.Pause != PauseKeep || d.Lowered != "" || d.Removes {
+	if d.Ledger == nil || s.Ledger == nil || s.moved() || d.Pause != PauseKeep || d.Lowered != "" || d.Removes ||
+		slices.ContainsFunc(s.Claims, s.leavesReplica) {
 		return false
 	}
 	rest := d.Ledger.Clone()
@@ -208,6 +210,18 @@ func (d *Decision) EntersOnly(s *Snapshot, claimID string) bool {
 	rest.LastReplicas--
 	named, entered := d.Ledger.Pending[claimID]
 	return entered && named == Named{} && d.Replicas == s.Group.Replicas+1 && rest.same(s.Ledger)
+}
+
+// leavesReplica reports whether a claim that is being released leaves its replica to the next one: it has no Machine, or one to be handed over.
+func (s *Snapshot) leavesReplica(c *v1alpha1.MachineClaim) bool {
+	if c.CurrentPhase() != v1alpha1.PhaseReleasing {
+		return false
+	}
+	if c.Status.Machine == nil {
+		return true
+	}
+	m := s.machine(c.Status.Machine.UID)
+	return m != nil && s.handsOver(m)
 }
 
 // Wake asks for another look after a while, the soonest of those asked for.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -20,6 +21,9 @@ import (
 
 // concurrentGroups is how many node groups are brought forward at once.
 const concurrentGroups = 16
+
+// occupiedLook is how soon a node group is looked at again for which something is due while somebody is at work on it.
+const occupiedLook = 100 * time.Millisecond
 
 // SetupWithManager connects the engine to the hub's events: each change of a MachineDeployment, of its claims, Machines or
 // MachineSets brings that node group forward.
@@ -59,18 +63,15 @@ func groupOfMember(_ context.Context, object client.Object) []reconcile.Request 
 // server read.
 func (e *Engine) Reconcile(ctx context.Context, r reconcile.Request) (reconcile.Result, error) {
 	g := e.group(r.Namespace, r.Name)
-	s, err := e.read(ctx, cached, r.NamespacedName)
+	d, err := g.glance(ctx)
 	if err != nil {
 		return reconcile.Result{}, err
 	}
-	if s != nil {
-		d, err := g.glance(ctx, s)
-		if err != nil {
-			return reconcile.Result{}, err
-		}
-		if d.Ledger == nil && len(d.Actions) == 0 {
-			return reconcile.Result{RequeueAfter: d.Again}, nil
-		}
+	if d != nil && d.Ledger == nil && len(d.Actions) == 0 {
+		return reconcile.Result{RequeueAfter: d.Again}, nil
+	}
+	if d != nil && g.occupied() {
+		return reconcile.Result{RequeueAfter: occupiedLook}, nil
 	}
 	again, err := g.run(ctx)
 	if err != nil && again > 0 {
@@ -80,24 +81,33 @@ func (e *Engine) Reconcile(ctx context.Context, r reconcile.Request) (reconcile.
 	if err != nil {
 		return reconcile.Result{}, err
 	}
-	if s == nil {
+	if d == nil {
 		e.forget(g)
 	}
 	return reconcile.Result{RequeueAfter: again}, nil
 }
 
-// glance decides from a cached snapshot, without doing anything, what this agent is to do now.
-func (g *group) glance(ctx context.Context, s *protocol.Snapshot) (*protocol.Decision, error) {
+// glance decides from a cached snapshot, without doing anything, what this agent is to do now; nil when the caches show no such group.
+func (g *group) glance(ctx context.Context) (*protocol.Decision, error) {
 	if err := g.acquire(ctx); err != nil {
 		return nil, err
 	}
 	defer func() { <-g.lock }()
+	return g.look(ctx)
+}
+
+// look is [group.glance] for who holds lock: what the caches show, and what this process wrote itself.
+func (g *group) look(ctx context.Context) (*protocol.Decision, error) {
+	s, err := g.engine.read(ctx, cached, g.key)
+	if s == nil || err != nil {
+		return nil, err
+	}
 	s.SpareSince = g.spareSince
 	if left, _ := g.rest(); left > 0 {
 		return &protocol.Decision{Again: left}, nil
 	}
 	var d *protocol.Decision
-	err := recovered(ctx, func() error {
+	err = recovered(ctx, func() error {
 		d = g.engine.decide(s)
 		keepClaimed(s, d)
 		return nil

@@ -238,9 +238,17 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 		return nil, open.refused()
 	}
 	full := e.room(ctx, client.ObjectKeyFromObject(cluster), false)
+	entered := false
 	if full == nil {
+		g := e.group(c.Namespace, c.Spec.NodeGroup)
+		done, alone := g.begin() // before the event of the claim's creation has somebody else enter it
 		err = e.Client.Create(ctx, c)
 		full = overQuota(client.ObjectKeyFromObject(cluster), err)
+		if err == nil {
+			e.added(client.ObjectKeyFromObject(cluster), 1, 0)
+			entered = alone && g.enterAtOnce(ctx, open.deployment, c)
+		}
+		done()
 	}
 	switch {
 	case full != nil || apierrors.IsAlreadyExists(err):
@@ -258,8 +266,7 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 	case err != nil:
 		return nil, fmt.Errorf("creating MachineClaim %s: %w", c.Name, err)
 	}
-	e.added(client.ObjectKeyFromObject(cluster), 1, 0)
-	if e.group(c.Namespace, c.Spec.NodeGroup).enterAtOnce(ctx, open.deployment, c) {
+	if entered {
 		return c, nil
 	}
 	return e.enter(ctx, c)

@@ -45,6 +45,7 @@ type group struct {
 	mu      sync.Mutex
 	kicked  bool
 	waiters map[string][]chan outcome
+	busy    int // runs, and claims that are being entered at once, under way or about to be
 	// written is the MachineDeployment as this process wrote it last; nil when it did not. It is read only.
 	written *clusterv1.MachineDeployment
 
@@ -109,6 +110,25 @@ func (g *group) enter(ctx context.Context, claimID string) (*eligibility.Refusal
 	}
 }
 
+// begin says that somebody is about to write for the group, until done is called, and whether nobody else is.
+func (g *group) begin() (done func(), alone bool) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.busy++
+	return func() {
+		g.mu.Lock()
+		defer g.mu.Unlock()
+		g.busy--
+	}, g.busy == 1
+}
+
+// occupied reports whether somebody is about to write for the group.
+func (g *group) occupied() bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.busy > 0
+}
+
 // latest returns what this process wrote itself where the cache does not show it yet.
 func (g *group) latest(md *clusterv1.MachineDeployment) *clusterv1.MachineDeployment {
 	g.mu.Lock()
@@ -125,21 +145,20 @@ func (g *group) latest(md *clusterv1.MachineDeployment) *clusterv1.MachineDeploy
 }
 
 // mostAtOnce is how many entries a ledger has at most to which a claim is added at once. More are a crowd, and the write carries them twice.
-const mostAtOnce = 32
+const mostAtOnce = 256
 
 // enterAtOnce enters a claim by a write that follows no list of the API server, and reports whether it did: the MachineDeployment was read,
 // from a cache even, before the claim's object was made, so that one that is still the same proves that no ledger had the claim meanwhile.
 // That is all that rule R1 asks of a write that only raises replicas for a claim: what the caches show of everything else decides no more
-// than whether there is something else to do, which is then left to a run.
+// than whether there is something else to do, which is then left to a run. The caller has begun, and is alone: of several that come at once
+// the others gather, and a run enters them in one write.
 func (g *group) enterAtOnce(ctx context.Context, md *clusterv1.MachineDeployment, c *v1alpha1.MachineClaim) bool {
 	e := g.engine
-	select {
-	case g.lock <- struct{}{}:
-	default:
-		return false // a run is under way; the next one enters all that gather meanwhile
+	if md == nil || g.acquire(ctx) != nil {
+		return false
 	}
 	defer func() { <-g.lock }()
-	if left, _ := g.rest(); left > 0 || md == nil {
+	if left, _ := g.rest(); left > 0 {
 		return false
 	}
 	entered := false
@@ -218,6 +237,8 @@ func (g *group) kick() { //nolint:contextcheck // a run serves many calls and ou
 
 // run brings the group forward until there is nothing to do, and returns when to look again (zero for not).
 func (g *group) run(ctx context.Context) (time.Duration, error) {
+	done, _ := g.begin()
+	defer done()
 	if err := g.acquire(ctx); err != nil {
 		return 0, err
 	}
@@ -303,7 +324,15 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 	conflicts, yields := 0, 0
 	g.queued = nil
 	began := e.Clock.Now()
+	raced := false
 	for step := 0; step < maxSteps && e.Clock.Since(began) < longestRun; step++ {
+		if step > 0 && !raced && !g.awaited() {
+			// Where the caches lag behind the last step, events will tell what it left.
+			if d, err := g.look(ctx); err == nil && d != nil && d.Ledger == nil && len(d.Actions) == 0 {
+				return d.Again, nil
+			}
+		}
+		raced = true
 		s, err := e.read(ctx, live, g.key)
 		if err != nil {
 			return 0, err
@@ -323,7 +352,7 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 			err := g.commit(ctx, s, d)
 			switch {
 			case err == nil:
-				conflicts = 0
+				conflicts, raced = 0, false
 				continue
 			case errors.Is(err, ErrConflict):
 				if conflicts++; conflicts < maxConflicts {
@@ -364,7 +393,7 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 		if refused != nil {
 			return g.retry(d, 0), refused
 		}
-		g.failures = 0
+		g.failures, raced = 0, false
 		if !progress {
 			// Every write lost its race: the events of the winners' writes bring us back, at the latest this does.
 			return time.Second, nil
@@ -402,6 +431,13 @@ func (g *group) retry(d *protocol.Decision, wait time.Duration) time.Duration {
 		d.Wake(wait)
 	}
 	return d.Again
+}
+
+// awaited reports whether calls wait for what the ledger says.
+func (g *group) awaited() bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return len(g.waiters) > 0
 }
 
 // overtaken reports whether calls wait whose claims the snapshot does not hold yet: entering them comes before what nobody

@@ -43,6 +43,9 @@ func (e *Engine) read(ctx context.Context, from view, key types.NamespacedName) 
 	} else if err != nil {
 		return nil, fmt.Errorf("reading the MachineDeployment: %w", err)
 	}
+	if from == cached {
+		return e.readAround(ctx, from, key, e.group(key.Namespace, key.Name).latest(&md))
+	}
 	return e.readAround(ctx, from, key, &md)
 }
 

@@ -44,6 +44,9 @@ var mutants = []mutant{
 	{name: "a lone claim is entered by a ledger that was read after it was made", test: "TestALoneClaimIsEnteredWithoutReadingAnything", edits: []edit{
 		{"		s, err := e.readAround(ctx, cached, g.key, md)\n", "		_ = e.Reader.Get(ctx, g.key, md)\n		s, err := e.readAround(ctx, cached, g.key, md)\n"},
 	}},
+	{name: "a lone claim does not wait for a Machine that is being handed over", test: "TestALateMachineComesInTheEnd", edits: []edit{
+		{"		slices.ContainsFunc(s.Claims, s.leavesReplica) {\n", "		false && slices.ContainsFunc(s.Claims, s.leavesReplica) {\n"},
+	}},
 	{name: "two agents work on one node group", test: "TestAGroupIsLeftToTheAgentThatWorksOnIt", edits: []edit{
 		{"	left := g.engine.deference - now.Sub(g.dueSince)\n", "	left := min(0, g.engine.deference-now.Sub(g.dueSince))\n"},
 	}},
