@@ -161,7 +161,7 @@ func (s *Snapshot) actOnPending(d *Decision, c *v1alpha1.MachineClaim, named Nam
 
 // markedAfter is how old a claim is when it is noted on it that it was entered. Until then the ledger alone knows, and a replica of which
 // the ledger is lost is the floor's.
-const markedAfter = 10 * time.Second
+const markedAfter = 30 * time.Second
 
 func (s *Snapshot) markEntered(d *Decision, c *v1alpha1.MachineClaim) {
 	d.Actions = append(d.Actions, Action{Kind: MarkEntered, Claim: c, Group: s.Deployment.UID, Event: v1alpha1.Event{

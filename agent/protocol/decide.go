@@ -197,11 +197,11 @@ func Decide(s *Snapshot) *Decision {
 	return b.d
 }
 
-// EntersOnly reports whether the ledger write of the decision does nothing but enter the claim, with a new replica for it. Such a write is
-// right whatever has become of the Machines and the other claims since they were read. It is none where a replica is about to be free: the
-// claim is to have that one.
+// EntersOnly reports whether the decision does nothing but enter the claim, with a new replica for it. Its ledger write is right whatever has
+// become of the Machines and the other claims since they were read. But where something else is due, or a claim is being released that
+// leaves its replica to the next one, that comes first.
 func (d *Decision) EntersOnly(s *Snapshot, claimID string) bool {
-	if d.Ledger == nil || s.Ledger == nil || s.moved() || d.Pause != PauseKeep || d.Lowered != "" || d.Removes ||
+	if d.Ledger == nil || len(d.Actions) > 0 || s.Ledger == nil || s.moved() || d.Pause != PauseKeep || d.Lowered != "" || d.Removes ||
 		slices.ContainsFunc(s.Claims, s.leavesReplica) {
 		return false
 	}

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"hash/fnv"
+	"io"
 	"maps"
 	"slices"
 	"strconv"
@@ -60,10 +62,11 @@ type group struct {
 	resting    time.Time // until when the group is left alone because of that
 	panicked   *panicError
 	wrote      int64 // the seq of the ledger that this process wrote last
-	// due is what is left to the agent that wrote the ledger, since dueSince; takenOver the seq of the ledger whose writer did not do it.
-	due       string
-	dueSince  time.Time
-	takenOver int64
+	// due is a hash of what is left to the agent that wrote the ledger, unchanged since dueSince; zero for nothing. Since dueFirst it was never
+	// nothing. takenOver is the seq of the ledger whose writer did not do it.
+	due                uint64
+	dueSince, dueFirst time.Time
+	takenOver          int64
 	// skip is how many actions of a decision come behind the others, as some of them failed.
 	skip int
 	// queued are the ids of the claims that the last step found no room in the ledger for.
@@ -187,32 +190,41 @@ func (g *group) enterAtOnce(ctx context.Context, md *clusterv1.MachineDeployment
 	return entered
 }
 
-// deference is how long what is due is left to the agent that wrote the ledger last. One that is at work needs less, so that another agent
-// takes over late only where the first one was killed, and for events: a call is served by the agent that it reaches.
-const deference = 3 * time.Second
+const (
+	// deference is how long what is due is left undone by the agent that wrote the ledger last before another one does it. It matters only
+	// where the first one was killed, and for events: a call is served by the agent that it reaches.
+	deference = 3 * time.Second
+	// longestDeference bounds that where what is due changes all the time.
+	longestDeference = 30 * time.Second
+)
 
-// leave returns for how long what is due is still left to the agent that wrote the ledger last; zero when it is this one's to do, or when
-// nothing is due. Two that do it at the same time do no harm, but they double the reads and lose every other write. What comes first of
-// what is due is the measure: while that changes, the other agent is at work.
+// leave returns for how long what is due is still left to the agent that wrote the ledger last, or serves the call that begins one; zero when
+// it is this one's to do, or when nothing is due. Two that do it at the same time do no harm, but they double the reads and lose every
+// other write. While what is due changes, the other agent is at work.
 func (g *group) leave(s *protocol.Snapshot, d *protocol.Decision) time.Duration {
-	due := ""
-	switch {
-	case s.Ledger == nil || s.Ledger.By == "" || s.Ledger.By == g.engine.id || s.Seq() == g.takenOver:
-	case len(d.Actions) > 0:
-		due = fmt.Sprint(s.Seq(), " ", d.Actions[0])
-	case d.Ledger != nil:
-		due = fmt.Sprint(s.Seq())
+	by := ""
+	if s.Ledger != nil {
+		by = s.Ledger.By
 	}
-	now := g.engine.Clock.Now()
-	if g.due != due {
-		g.due, g.dueSince = due, now
-	}
-	if due == "" {
+	if by == g.engine.id || s.Ledger != nil && (by == "" || s.Seq() == g.takenOver) || d.Ledger == nil && len(d.Actions) == 0 {
+		g.due = 0
 		return 0
 	}
-	left := g.engine.deference - now.Sub(g.dueSince)
+	due := fnv.New64a()
+	_, _ = fmt.Fprintln(due, s.Seq(), d.Actions)
+	if d.Ledger != nil {
+		_, _ = io.WriteString(due, d.Ledger.Encode())
+	}
+	now := g.engine.Clock.Now()
+	if g.due == 0 {
+		g.dueFirst = now
+	}
+	if sum := due.Sum64(); g.due != sum {
+		g.due, g.dueSince = sum, now
+	}
+	left := min(g.engine.deference-now.Sub(g.dueSince), longestDeference-now.Sub(g.dueFirst))
 	if left <= 0 {
-		g.takenOver = s.Seq()
+		g.due, g.takenOver = 0, s.Seq()
 	}
 	return max(0, left)
 }

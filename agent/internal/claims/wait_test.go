@@ -29,7 +29,7 @@ func TestWhenAClaimBeganToWaitIsNotedOnIt(t *testing.T) {
 	c := &v1alpha1.MachineClaim{}
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(claim), c))
 	require.Empty(t, c.Status.Phase, "most claims have their Machine before")
-	clock.Step(10 * time.Second)
+	clock.Step(30 * time.Second)
 	e.group(namespace, "small").kick()
 	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(claim), c))
 	require.NotNil(t, c.Status.WaitingSince)

@@ -48,10 +48,10 @@ var mutants = []mutant{
 		{"		slices.ContainsFunc(s.Claims, s.leavesReplica) {\n", "		false && slices.ContainsFunc(s.Claims, s.leavesReplica) {\n"},
 	}},
 	{name: "two agents work on one node group", test: "TestAGroupIsLeftToTheAgentThatWorksOnIt", edits: []edit{
-		{"	left := g.engine.deference - now.Sub(g.dueSince)\n", "	left := min(0, g.engine.deference-now.Sub(g.dueSince))\n"},
+		{"	left := min(g.engine.deference-now.Sub(g.dueSince), longestDeference-now.Sub(g.dueFirst))\n", "	left := time.Duration(0)\n"},
 	}},
 	{name: "a node group is left to an agent that does nothing", test: "TestAGroupIsLeftToTheAgentThatWorksOnIt", edits: []edit{
-		{"	left := g.engine.deference - now.Sub(g.dueSince)\n", "	left := max(time.Second, g.engine.deference-now.Sub(g.dueSince))\n"},
+		{"	left := min(g.engine.deference-now.Sub(g.dueSince), longestDeference-now.Sub(g.dueFirst))\n", "	left := time.Second\n"},
 	}},
 
 	// The ledger: a compare-and-swap.
