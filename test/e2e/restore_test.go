@@ -109,7 +109,8 @@ func backUp(t *testing.T, hub *rest.Config) backup {
 		}
 	}
 	rank := func(b backedUp) int {
-		return slices.Index([]string{"secrets", "configmaps", b.resource.Resource}, b.resource.Resource) + lo.Ternary(b.resource.Resource == "clusters", 1, 0)
+		name := b.resource.Resource
+		return slices.Index([]string{"secrets", "configmaps", name}, name) + lo.Ternary(name == "clusters", 1, 0)
 	}
 	slices.SortStableFunc(all, func(a, b backedUp) int {
 		return cmp.Or(cmp.Compare(rank(a), rank(b)), cmp.Compare(a.resource.Resource, b.resource.Resource))

@@ -184,7 +184,8 @@ func New(c Config) *Engine {
 		c.Coalesce = time.Second
 	}
 	return &Engine{
-		Config: c, id: rand.String(8), deference: deference, started: c.Clock.Now(), spawn: func(run func()) { go run() }, parallel: parallelWrites, decide: protocol.Decide,
+		Config: c, id: rand.String(8), deference: deference,
+		started: c.Clock.Now(), spawn: func(run func()) { go run() }, parallel: parallelWrites, decide: protocol.Decide,
 		groups: map[types.NamespacedName]*group{}, unregistered: map[types.NamespacedName]unregistered{},
 		synced: map[types.NamespacedName]time.Time{}, censuses: map[types.NamespacedName]census{},
 	}
