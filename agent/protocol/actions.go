@@ -151,7 +151,7 @@ func (s *Snapshot) actOnPending(d *Decision, c *v1alpha1.MachineClaim, named Nam
 		// It waited long enough.
 	case c.Status.Phase == "":
 		// Most claims have their Machine before: that they wait need not be written then.
-		if left := markedAfter - s.Now.Sub(c.CreationTimestamp.Time); left > 0 && s.blocked() == "" {
+		if left := MarkedAfter - s.Now.Sub(c.CreationTimestamp.Time); left > 0 && s.blocked() == "" && !s.deleted() {
 			d.Wake(left)
 			return
 		}
@@ -159,9 +159,9 @@ func (s *Snapshot) actOnPending(d *Decision, c *v1alpha1.MachineClaim, named Nam
 	}
 }
 
-// markedAfter is how old a claim is when it is noted on it that it was entered. Until then the ledger alone knows, and a replica of which
-// the ledger is lost is the floor's.
-const markedAfter = 30 * time.Second
+// MarkedAfter is how old a claim is when it is noted on it that it was entered. Until then the ledger alone knows: without it the claim counts
+// as new, and its replica as the floor's.
+const MarkedAfter = 30 * time.Second
 
 func (s *Snapshot) markEntered(d *Decision, c *v1alpha1.MachineClaim) {
 	d.Actions = append(d.Actions, Action{Kind: MarkEntered, Claim: c, Group: s.Deployment.UID, Event: v1alpha1.Event{

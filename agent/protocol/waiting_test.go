@@ -98,3 +98,65 @@ func TestExplanationsOfABlockedGroupAreFew(t *testing.T) {
 	}
 	assert.Equal(t, 2, writes)
 }
+
+// A claim mostly has its Machine before it would be written on it that it waits.
+func TestWhenItIsNotedThatAClaimWaits(t *testing.T) {
+	for name, test := range map[string]struct {
+		change func(*Snapshot)
+		noted  bool
+	}{
+		"it is new":                  {change: func(*Snapshot) {}},
+		"it waits for half a minute": {change: func(s *Snapshot) { s.Now = s.Now.Add(MarkedAfter) }, noted: true},
+		"Cluster API says why no Machine is made": {change: func(s *Snapshot) {
+			s.Sets[0].Status.Conditions = []metav1.Condition{{
+				Type: clusterv1.MachineSetScalingUpCondition, Status: metav1.ConditionTrue, Message: "blocked because:\n* the control plane is upgrading",
+			}}
+		}, noted: true},
+		// Its claims are told apart from those that were never entered.
+		"its MachineDeployment is being deleted": {change: func(s *Snapshot) {
+			s.Deployment.DeletionTimestamp = new(metav1.NewTime(s.Now))
+		}, noted: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).withClaim("c", "", "")
+			test.change(s)
+			d := Decide(s)
+			if test.noted {
+				assert.Equal(t, []ActionKind{MarkEntered}, kinds(d))
+				return
+			}
+			assert.Empty(t, d.Actions)
+			assert.Equal(t, MarkedAfter, d.Again)
+		})
+	}
+}
+
+func TestADecisionThatOnlyEntersAClaim(t *testing.T) {
+	for name, test := range map[string]struct {
+		change func(*Snapshot)
+		only   bool
+	}{
+		"a group at rest":          {change: func(*Snapshot) {}, only: true},
+		"another claim waits, too": {change: func(s *Snapshot) { s.withClaim("d", "", "") }},
+		"a spare Machine": {change: func(s *Snapshot) {
+			s.Ledger.Floor, s.Machines = 0, nil
+			s.withMachine("spare", "", nil)
+		}},
+		"the user scaled":              {change: func(s *Snapshot) { s.Ledger.LastReplicas = 5 }},
+		"a claim gives its place back": {change: func(s *Snapshot) { s.withClaim("gone", v1alpha1.PhaseReleasing, "") }},
+		"a claim is about to be bound": {change: func(s *Snapshot) {
+			s.Ledger.Pending["p"] = Named{Machine: "own", UID: "own"}
+			s.withClaim("p", "", "")
+		}},
+		"the max size":                         {change: func(s *Snapshot) { s.Group.Max = new(int32(1)) }},
+		"a ledger from before a move":          {change: func(s *Snapshot) { s.Ledger.UID, s.Deployment.UID = "before", "after" }},
+		"a MachineDeployment without a ledger": {change: func(s *Snapshot) { s.Ledger = nil }},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := scene(1, &Ledger{Version: 1, Seq: 9, Floor: 1, LastReplicas: 1, Pending: map[string]Named{}})
+			s.withMachine("own", "", node).withClaim("c", "", "")
+			test.change(s)
+			assert.Equal(t, test.only, Decide(s).EntersOnly(s, "c"))
+		})
+	}
+}

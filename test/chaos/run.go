@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"math/rand/v2"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -288,8 +289,9 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 		}
 	}
 	report.Took = time.Since(began)
-	report.Calls, report.Claims, _ = s.calls.told.Check()
-	report.Strange = append(s.strangeWrites(), s.calls.oddities()...)
+	var wrong []string
+	report.Calls, report.Claims, wrong = s.calls.told.Check()
+	report.Strange = slices.Concat(s.strangeWrites(), s.calls.oddities(), wrong)
 	return report, context.Cause(ctx)
 }
 

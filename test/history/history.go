@@ -197,7 +197,22 @@ func (s state) create(a Answer) []state {
 	return nil
 }
 
+// has notes the Machine of an answer, and reports whether the claim can have that one.
+func (s *state) has(machine string) bool {
+	if machine == "" {
+		return true
+	}
+	if s.machine != "" && s.machine != machine {
+		return false
+	}
+	s.machine = machine
+	return true
+}
+
 func (s state) release(a Answer) []state {
+	if !s.has(a.Machine) {
+		return nil
+	}
 	switch {
 	case a.Outcome == Unknown && s.stage < releasing:
 		return []state{s, {releasing, s.machine}, {ended, s.machine}}
@@ -212,11 +227,8 @@ func (s state) release(a Answer) []state {
 }
 
 func (s state) get(a Answer) []state {
-	if a.Machine != "" {
-		if s.machine != "" && s.machine != a.Machine {
-			return nil
-		}
-		s.machine = a.Machine
+	if !s.has(a.Machine) {
+		return nil
 	}
 	switch {
 	case a.Outcome == Unknown,

@@ -122,8 +122,8 @@ type MachineClaimStatus struct {
 	// name of nodeGroup and another UID was made again, and has no replica for the claim.
 	// +optional
 	NodeGroupUID types.UID `json:"nodeGroupUID,omitempty"`
-	// waitingSince is from when on the claim's wait for a Machine counts: since it was entered, or since an agent found that none had
-	// looked when the deadline passed. Unset for claims of older agents, whose creation counts.
+	// waitingSince is from when on the claim's wait for a Machine counts: about when it was entered, or since an agent found that none had
+	// looked when the deadline passed. While it is unset, the claim's creation counts.
 	// +optional
 	WaitingSince *metav1.Time `json:"waitingSince,omitempty"`
 	// drained says that whoever asked for the release has drained the Node.

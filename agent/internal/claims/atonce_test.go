@@ -16,6 +16,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
@@ -231,4 +232,84 @@ func TestAReleaseIsMadeOfThePresentClaim(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, v1alpha1.PhaseReleasing, c.Status.Phase)
 	require.NotNil(t, c.Status.Machine)
+}
+
+// Whichever agent finds room for a claim in the ledger, the call that waits for it is answered.
+func TestACallIsAnsweredWhenAnotherAgentEntersItsClaim(t *testing.T) {
+	full := restingLedger(0)
+	full.LastReplicas, full.Pending = 1, map[string]protocol.Named{"first": {}}
+	e := engineWith(t, groupOf("small", 1, map[string]string{v1alpha1.LedgerAnnotation: full.Encode()}),
+		movingClaim("first", v1alpha1.PhasePending, "", nil))
+	e.ledgerBudget = 200 // for one claim
+	waits, ran := make(chan struct{}), false
+	e.spawn = func(run func()) {
+		run()
+		if !ran {
+			ran = true
+			close(waits)
+		}
+	}
+	answered := make(chan error, 1)
+	go func() {
+		_, err := e.Create(t.Context(), requestOf("second"))
+		answered <- err
+	}()
+	<-waits
+
+	md, l := small(t, e)
+	l.Seq, l.By, l.Pending = l.Seq+1, "another", map[string]protocol.Named{"second": {}}
+	md.Annotations[v1alpha1.LedgerAnnotation] = l.Encode()
+	require.NoError(t, e.Client.Update(t.Context(), md))
+	e.deference = time.Hour
+	_, err := e.Reconcile(t.Context(), ctrl.Request{NamespacedName: types.NamespacedName(smallKey)})
+	require.NoError(t, err)
+	require.NoError(t, <-answered)
+}
+
+// A refusal may be old when it is acted on.
+func TestAClaimThatAnotherAgentEnteredMeanwhileStays(t *testing.T) {
+	e := engineWith(t, groupOf("small", 0, nil), groupOf("other", 0, nil))
+	e.decide = func(s *protocol.Snapshot) *protocol.Decision {
+		d := protocol.Decide(s)
+		if s.Deployment.Name == "small" && s.Ledger == nil {
+			d = &protocol.Decision{Refused: map[string]eligibility.Refusal{"a": protocol.FullGroup("small", 0)}}
+			md, _ := small(t, e)
+			l := restingLedger(0)
+			l.By, l.LastReplicas, l.Pending = "another", 1, map[string]protocol.Named{"a": {}}
+			md.Spec.Replicas, md.Annotations = new(int32(1)), map[string]string{v1alpha1.LedgerAnnotation: l.Encode()}
+			require.NoError(t, e.Client.Update(t.Context(), md))
+		}
+		return d
+	}
+	r := requestOf("a")
+	r.Candidates = append(r.Candidates, "other")
+	c, err := e.Create(t.Context(), r)
+	require.NoError(t, err)
+	assert.Equal(t, "small", c.Spec.NodeGroup)
+	var stored v1alpha1.MachineClaim
+	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(c), &stored))
+	assert.Equal(t, "small", stored.Spec.NodeGroup)
+}
+
+// Work that hangs does not keep the node group from everything else.
+func TestEventsAreNotPutOffForLong(t *testing.T) {
+	clock := testclock.NewFakeClock(time.Now())
+	e := engineWith(t, groupOf("small", 0, nil), movingClaim("a", "", "", nil))
+	e.Clock = clock
+	done, alone := e.group(namespace, "small").begin()
+	require.True(t, alone)
+	defer done()
+	reconcile := func() ctrl.Result {
+		result, err := e.Reconcile(t.Context(), ctrl.Request{NamespacedName: types.NamespacedName(smallKey)})
+		require.NoError(t, err)
+		return result
+	}
+	assert.Equal(t, occupiedLook, reconcile().RequeueAfter)
+	_, l := small(t, e)
+	assert.Nil(t, l)
+	clock.Step(longestOccupied)
+	reconcile()
+	_, l = small(t, e)
+	require.NotNil(t, l)
+	assert.Contains(t, l.Pending, "a")
 }

@@ -22,8 +22,12 @@ import (
 // concurrentGroups is how many node groups are brought forward at once.
 const concurrentGroups = 16
 
-// occupiedLook is how soon a node group is looked at again for which something is due while somebody is at work on it.
-const occupiedLook = 100 * time.Millisecond
+const (
+	// occupiedLook is how soon a node group is looked at again for which something is due while somebody is at work on it.
+	occupiedLook = 100 * time.Millisecond
+	// longestOccupied is how long that puts events off: work may hang, and calls may follow each other without a pause.
+	longestOccupied = time.Second
+)
 
 // SetupWithManager connects the engine to the hub's events: each change of a MachineDeployment, of its claims, Machines or
 // MachineSets brings that node group forward.
@@ -71,7 +75,7 @@ func (e *Engine) Reconcile(ctx context.Context, r reconcile.Request) (reconcile.
 		return reconcile.Result{RequeueAfter: d.Again}, nil
 	}
 	if d != nil && g.occupied() {
-		return reconcile.Result{RequeueAfter: occupiedLook}, nil
+		return reconcile.Result{RequeueAfter: occupiedLook}, nil // what is due may be what is being done
 	}
 	again, err := g.run(ctx)
 	if err != nil && again > 0 {
@@ -102,6 +106,7 @@ func (g *group) look(ctx context.Context) (*protocol.Decision, error) {
 	if s == nil || err != nil {
 		return nil, err
 	}
+	g.answerEntered(s) // whichever agent entered them
 	s.SpareSince = g.spareSince
 	if left, _ := g.rest(); left > 0 {
 		return &protocol.Decision{Again: left}, nil
@@ -115,9 +120,9 @@ func (g *group) look(ctx context.Context) (*protocol.Decision, error) {
 	if bug, panicked := errors.AsType[*panicError](err); panicked {
 		return &protocol.Decision{Again: g.notePanic(bug)}, nil
 	}
-	// A cache that lags behind must not make the grace period of a spare begin anew. One that shows a later ledger does not lag: the
-	// spare went to a claim, which another agent may have served, and the next spare has a grace period of its own.
-	if d.Spare || s.Seq() > g.spareSeq {
+	// A cache that lags behind must not make the grace period of a spare begin anew. One that shows a later ledger does not lag, unless that is
+	// this agent's own: the spare went to a claim, which another agent may have served, and the next spare has a grace period of its own.
+	if d.Spare || s.Seq() > g.spareSeq && !g.wroteItself(s.Deployment) {
 		g.noteSpare(s, d)
 	}
 	if wait := g.coalesce(s, d); wait > 0 {

@@ -241,15 +241,8 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 	full := e.room(ctx, client.ObjectKeyFromObject(cluster), false)
 	entered := false
 	if full == nil {
-		g := e.group(c.Namespace, c.Spec.NodeGroup)
-		done, alone := g.begin() // before the event of the claim's creation has somebody else enter it
-		err = e.Client.Create(ctx, c)
+		entered, err = e.make(ctx, c, open.deployment)
 		full = overQuota(client.ObjectKeyFromObject(cluster), err)
-		if err == nil {
-			e.added(client.ObjectKeyFromObject(cluster), 1, 0)
-			entered = alone && g.enterAtOnce(ctx, open.deployment, c)
-		}
-		done()
 	}
 	switch {
 	case full != nil || apierrors.IsAlreadyExists(err):
@@ -271,6 +264,18 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 		return c, nil
 	}
 	return e.enter(ctx, c)
+}
+
+// make makes the claim's object, and enters it at once where that can be done; it reports whether it did.
+func (e *Engine) make(ctx context.Context, c *v1alpha1.MachineClaim, md *clusterv1.MachineDeployment) (entered bool, err error) {
+	g := e.group(c.Namespace, c.Spec.NodeGroup)
+	done, alone := g.begin() // before the event of its creation has a run enter it
+	defer done()
+	if err := e.Client.Create(ctx, c); err != nil {
+		return false, err
+	}
+	e.added(types.NamespacedName{Namespace: c.Namespace, Name: c.Spec.ClusterName}, 1, 0)
+	return alone && g.enterAtOnce(md, c), nil
 }
 
 // remember makes a claim's object again, if it was lost while a Machine carries the claim's label, and returns it: the claim must
@@ -463,6 +468,9 @@ func (e *Engine) enter(ctx context.Context, c *v1alpha1.MachineClaim) (*v1alpha1
 			return nil, fmt.Errorf("waiting to move the claim on: %w", err)
 		}
 
+		if entered, err := e.entered(ctx, c); entered || err != nil {
+			return c, err
+		}
 		next, err := e.nextCandidate(ctx, c)
 		if err != nil {
 			return nil, err
@@ -475,6 +483,24 @@ func (e *Engine) enter(ctx context.Context, c *v1alpha1.MachineClaim) (*v1alpha1
 			return nil, conflictOr(err, "moving the claim to its next candidate")
 		}
 	}
+}
+
+// entered reports whether the present ledger of the claim's node group has the claim: another agent may have entered it since this one
+// refused it, and it may take half a minute until that shows on the claim itself.
+func (e *Engine) entered(ctx context.Context, c *v1alpha1.MachineClaim) (bool, error) {
+	var md clusterv1.MachineDeployment
+	key := types.NamespacedName{Namespace: c.Namespace, Name: c.Spec.NodeGroup}
+	if err := e.Reader.Get(ctx, key, &md); apierrors.IsNotFound(err) {
+		return false, nil
+	} else if err != nil {
+		return false, fmt.Errorf("reading MachineDeployment %s: %w", key, err)
+	}
+	l, err := protocol.LedgerOf(&md)
+	if err != nil || l == nil {
+		return false, nil //nolint:nilerr // a ledger that cannot be read has no claim for this agent
+	}
+	_, entered := l.Pending[c.Spec.ClaimID]
+	return entered, nil
 }
 
 // nextCandidate chooses among the candidates after the one that the claim is at.

@@ -47,7 +47,9 @@ type group struct {
 	mu      sync.Mutex
 	kicked  bool
 	waiters map[string][]chan outcome
-	busy    int // runs, and claims that are being entered at once, under way or about to be
+	// busy counts runs, and claims that are made and entered at once, under way or about to be; since busySince it was never zero.
+	busy      int
+	busySince time.Time
 	// written is the MachineDeployment as this process wrote it last; nil when it did not. It is read only.
 	written *clusterv1.MachineDeployment
 
@@ -117,7 +119,9 @@ func (g *group) enter(ctx context.Context, claimID string) (*eligibility.Refusal
 func (g *group) begin() (done func(), alone bool) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	g.busy++
+	if g.busy++; g.busy == 1 {
+		g.busySince = g.engine.Clock.Now()
+	}
 	return func() {
 		g.mu.Lock()
 		defer g.mu.Unlock()
@@ -125,11 +129,18 @@ func (g *group) begin() (done func(), alone bool) {
 	}, g.busy == 1
 }
 
-// occupied reports whether somebody is about to write for the group.
+// occupied reports whether somebody is about to write for the group, and has not been for long.
 func (g *group) occupied() bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	return g.busy > 0
+	return g.busy > 0 && g.engine.Clock.Since(g.busySince) < longestOccupied
+}
+
+// wroteItself reports whether the MachineDeployment is as this process wrote it, and not as a cache shows it.
+func (g *group) wroteItself(md *clusterv1.MachineDeployment) bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return md == g.written
 }
 
 // latest returns what this process wrote itself where the cache does not show it yet.
@@ -147,17 +158,25 @@ func (g *group) latest(md *clusterv1.MachineDeployment) *clusterv1.MachineDeploy
 	return g.written
 }
 
-// mostAtOnce is how many entries a ledger has at most to which a claim is added at once. More are a crowd, and the write carries them twice.
-const mostAtOnce = 256
+const (
+	// mostAtOnce is how many entries a ledger has at most to which a claim is added at once. More are a crowd, and the write carries them
+	// three times.
+	mostAtOnce = 256
+	// glanceTakes is how long a claim that is to be entered at once waits for whoever looks at the caches.
+	glanceTakes = 20 * time.Millisecond
+)
 
 // enterAtOnce enters a claim by a write that follows no list of the API server, and reports whether it did: the MachineDeployment was read,
 // from a cache even, before the claim's object was made, so that one that is still the same proves that no ledger had the claim meanwhile.
 // That is all that rule R1 asks of a write that only raises replicas for a claim: what the caches show of everything else decides no more
 // than whether there is something else to do, which is then left to a run. The caller has begun, and is alone: of several that come at once
 // the others gather, and a run enters them in one write.
-func (g *group) enterAtOnce(ctx context.Context, md *clusterv1.MachineDeployment, c *v1alpha1.MachineClaim) bool {
+func (g *group) enterAtOnce(md *clusterv1.MachineDeployment, c *v1alpha1.MachineClaim) bool {
 	e := g.engine
-	if md == nil || g.acquire(ctx) != nil {
+	// Not the call's context: others wait for the lock, and neither its deadline nor its identity's pace is theirs.
+	ctx, cancel := context.WithTimeout(g.context(), runTimeout)
+	defer cancel()
+	if md == nil || !g.acquireSoon() {
 		return false
 	}
 	defer func() { <-g.lock }()
@@ -194,24 +213,24 @@ const (
 	// deference is how long what is due is left undone by the agent that wrote the ledger last before another one does it. It matters only
 	// where the first one was killed, and for events: a call is served by the agent that it reaches.
 	deference = 3 * time.Second
-	// longestDeference bounds that where what is due changes all the time.
-	longestDeference = 30 * time.Second
+	// longestDeference bounds that where what is due changes all the time, as it also does while Cluster API alone is at work.
+	longestDeference = 10 * time.Second
 )
 
-// leave returns for how long what is due is still left to the agent that wrote the ledger last, or serves the call that begins one; zero when
-// it is this one's to do, or when nothing is due. Two that do it at the same time do no harm, but they double the reads and lose every
-// other write. While what is due changes, the other agent is at work.
+// leave returns for how long what is due is still left to the agent that wrote the ledger last; zero when it is this one's to do, or when
+// nothing is due. Two that do it at the same time do no harm, but they double the reads and lose every other write. While what is due
+// changes, the other agent is likely to be at work.
 func (g *group) leave(s *protocol.Snapshot, d *protocol.Decision) time.Duration {
-	by := ""
-	if s.Ledger != nil {
-		by = s.Ledger.By
-	}
-	if by == g.engine.id || s.Ledger != nil && (by == "" || s.Seq() == g.takenOver) || d.Ledger == nil && len(d.Actions) == 0 {
+	mine := s.Ledger == nil || s.Ledger.By == "" || s.Ledger.By == g.engine.id || s.Seq() == g.takenOver
+	if mine || d.Ledger == nil && len(d.Actions) == 0 {
 		g.due = 0
 		return 0
 	}
 	due := fnv.New64a()
-	_, _ = fmt.Fprintln(due, s.Seq(), d.Actions)
+	_, _ = fmt.Fprintln(due, s.Seq(), len(d.Actions))
+	if len(d.Actions) > 0 {
+		_, _ = fmt.Fprintln(due, d.Actions[0])
+	}
 	if d.Ledger != nil {
 		_, _ = io.WriteString(due, d.Ledger.Encode())
 	}
@@ -240,7 +259,7 @@ func (g *group) kick() { //nolint:contextcheck // a run serves many calls and ou
 	}
 	g.engine.spawn(func() {
 		// Not the caller's context: others' claims are in the same run.
-		ctx := log.IntoContext(context.Background(), log.Log.WithName("claims").WithValues("nodeGroup", g.key))
+		ctx := g.context()
 		if _, err := g.run(ctx); err != nil {
 			log.FromContext(ctx).V(1).Info("node group not brought forward; it is tried again", "cause", err.Error())
 		}
@@ -290,6 +309,28 @@ func (g *group) guardedSteps(ctx context.Context) (again time.Duration, err erro
 	}
 	g.panics = 0
 	return again, err
+}
+
+// context returns the context of what is done for the group, and not for one call.
+func (g *group) context() context.Context {
+	return log.IntoContext(context.Background(), log.Log.WithName("claims").WithValues("nodeGroup", g.key))
+}
+
+// acquireSoon takes the lock if it is free, or about to be.
+func (g *group) acquireSoon() bool {
+	select {
+	case g.lock <- struct{}{}:
+		return true
+	default:
+	}
+	timer := time.NewTimer(glanceTakes)
+	defer timer.Stop()
+	select {
+	case g.lock <- struct{}{}:
+		return true
+	case <-timer.C:
+		return false
+	}
 }
 
 // acquire takes the lock that is held during a run, unless ctx ends first.
@@ -506,6 +547,16 @@ func (g *group) answerFrom(s *protocol.Snapshot, d *protocol.Decision, in *proto
 		if _, entered := in.Pending[id]; entered || c.Status.Machine != nil {
 			g.answer(id, outcome{})
 		}
+	}
+}
+
+// answerEntered tells the calls that wait whose claims are in the ledger, whichever agent entered them.
+func (g *group) answerEntered(s *protocol.Snapshot) {
+	if s.Ledger == nil {
+		return
+	}
+	for id := range s.Ledger.Pending {
+		g.answer(id, outcome{})
 	}
 }
 

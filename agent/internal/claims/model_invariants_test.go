@@ -103,7 +103,7 @@ func (w *world) checkClaim(was, is *v1alpha1.MachineClaim) {
 	if was.Spec.NodeGroup != is.Spec.NodeGroup {
 		for _, group := range w.groups {
 			if l := w.ledger(group); l != nil {
-				if _, entered := l.Pending[id]; entered && was.Status.Phase != "" {
+				if _, entered := l.Pending[id]; entered && (was.Status.Phase != "" || o.made) {
 					w.t.Fatalf("I1: claim %s is entered on group %s and moves from %s to %s", id, group, was.Spec.NodeGroup, is.Spec.NodeGroup)
 				}
 			}

@@ -47,6 +47,18 @@ var mutants = []mutant{
 	{name: "a lone claim does not wait for a Machine that is being handed over", test: "TestALateMachineComesInTheEnd", edits: []edit{
 		{"		slices.ContainsFunc(s.Claims, s.leavesReplica) {\n", "		false && slices.ContainsFunc(s.Claims, s.leavesReplica) {\n"},
 	}},
+	{name: "a claim that waits for room is answered by the agent alone that enters it", test: "TestACallIsAnsweredWhenAnotherAgentEntersItsClaim", edits: []edit{
+		{"	g.answerEntered(s) // whichever agent entered them\n", ""},
+	}},
+	{name: "a refused claim moves on though another agent has entered it", test: "TestAClaimThatAnotherAgentEnteredMeanwhileStays", edits: []edit{
+		{"		if entered, err := e.entered(ctx, c); entered || err != nil {\n", "		if entered, err := e.entered(ctx, c); entered && false || err != nil {\n"},
+	}},
+	{name: "work that hangs keeps events from a node group", test: "TestEventsAreNotPutOffForLong", edits: []edit{
+		{"	return g.busy > 0 && g.engine.Clock.Since(g.busySince) < longestOccupied\n", "	return g.busy > 0\n"},
+	}},
+	{name: "claims of a group that is being deleted look as if they had never been entered", test: "TestWhenItIsNotedThatAClaimWaits", edits: []edit{
+		{" && s.blocked() == \"\" && !s.deleted() {\n", " && s.blocked() == \"\" {\n"},
+	}},
 	{name: "two agents work on one node group", test: "TestAGroupIsLeftToTheAgentThatWorksOnIt", edits: []edit{
 		{"	left := min(g.engine.deference-now.Sub(g.dueSince), longestDeference-now.Sub(g.dueFirst))\n", "	left := time.Duration(0)\n"},
 	}},
