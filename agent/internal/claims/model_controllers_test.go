@@ -9,6 +9,7 @@ import (
 
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -291,16 +292,21 @@ func (w *world) removeMachines(group string, mine []*clusterv1.Machine, n int, o
 	}
 }
 
-// resurrected reports whether a Machine lives again because the hub was moved when its replica had been given back. It still has the mark
-// for which Cluster API takes it before all others.
+// resurrected reports whether a Machine lives again because the hub was moved when its replica had been given back, or its MachineSet lowered
+// for it under pause. It still has the mark for which Cluster API takes it before all others.
 func (w *world) resurrected(m *clusterv1.Machine) bool {
 	_, marked := m.Annotations[clusterv1.DeleteMachineAnnotation]
 	l := w.ledger(m.Labels[clusterv1.MachineDeploymentNameLabel])
 	if !marked || l == nil {
 		return false
 	}
-	for _, r := range l.Releasing {
-		if r.Machine == m.Name && r.GivenBack {
+	lowered := func(uid types.UID) bool {
+		return slices.ContainsFunc(w.sets(m.Labels[clusterv1.MachineDeploymentNameLabel]), func(set *clusterv1.MachineSet) bool {
+			return set.Name == protocol.SetOf(m) && slices.Contains(protocol.ReleasedFrom(set), uid)
+		})
+	}
+	for uid, r := range l.Releasing {
+		if r.Machine == m.Name && (r.GivenBack || uid != m.UID && lowered(uid) || r.LoweredAs != "" && lowered(r.LoweredAs)) {
 			return true
 		}
 	}
