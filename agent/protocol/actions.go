@@ -150,24 +150,20 @@ func (s *Snapshot) actOnPending(d *Decision, c *v1alpha1.MachineClaim, named Nam
 	case c.Status.Phase == v1alpha1.PhasePending && named.UID == "" && s.judge(d, c, nil):
 		// It waited long enough.
 	case c.Status.Phase == "":
-		// Most claims have their Machine before: that they wait need not be written then.
-		if left := MarkedAfter - s.Now.Sub(c.CreationTimestamp.Time); left > 0 && s.blocked() == "" && !s.deleted() {
-			d.Wake(left)
-			return
-		}
 		s.markEntered(d, c)
 	}
 }
 
-// MarkedAfter is how old a claim is when it is noted on it that it was entered. Until then the ledger alone knows: without it the claim counts
-// as new, and its replica as the floor's.
-const MarkedAfter = 30 * time.Second
-
 func (s *Snapshot) markEntered(d *Decision, c *v1alpha1.MachineClaim) {
-	d.Actions = append(d.Actions, Action{Kind: MarkEntered, Claim: c, Group: s.Deployment.UID, Event: v1alpha1.Event{
+	d.Actions = append(d.Actions, s.Entered(c))
+}
+
+// Entered is the action that notes on a claim that its replica is accounted for, so that it is known also without the ledger.
+func (s *Snapshot) Entered(c *v1alpha1.MachineClaim) Action {
+	return Action{Kind: MarkEntered, Claim: c, Group: s.Deployment.UID, Event: v1alpha1.Event{
 		Reason:  ReasonWaitingForMachine,
 		Message: fmt.Sprintf("a replica of MachineDeployment %s is accounted for; its Machine is on its way", c.Spec.NodeGroup),
-	}})
+	}}
 }
 
 func (s *Snapshot) actOnReleasing(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine, named Named, entered bool) {

@@ -198,11 +198,10 @@ func Decide(s *Snapshot) *Decision {
 }
 
 // EntersOnly reports whether the decision does nothing but enter the claim, with a new replica for it. Its ledger write is right whatever has
-// become of the Machines and the other claims since they were read. But where something else is due, or a claim is being released that
-// leaves its replica to the next one, that comes first.
+// become of the Machines and the other claims since they were read. But where something else is due, such as the end
+// of a claim that leaves its replica to the next one, that comes first.
 func (d *Decision) EntersOnly(s *Snapshot, claimID string) bool {
-	if d.Ledger == nil || len(d.Actions) > 0 || s.Ledger == nil || s.moved() || d.Pause != PauseKeep || d.Lowered != "" || d.Removes ||
-		slices.ContainsFunc(s.Claims, s.leavesReplica) {
+	if d.Ledger == nil || len(d.Actions) > 0 || s.Ledger == nil || s.moved() || d.Pause != PauseKeep || d.Lowered != "" || d.Removes {
 		return false
 	}
 	rest := d.Ledger.Clone()
@@ -210,18 +209,6 @@ func (d *Decision) EntersOnly(s *Snapshot, claimID string) bool {
 	rest.LastReplicas--
 	named, entered := d.Ledger.Pending[claimID]
 	return entered && named == Named{} && d.Replicas == s.Group.Replicas+1 && rest.same(s.Ledger)
-}
-
-// leavesReplica reports whether a claim that is being released leaves its replica to the next one: it has no Machine, or one to be handed over.
-func (s *Snapshot) leavesReplica(c *v1alpha1.MachineClaim) bool {
-	if c.CurrentPhase() != v1alpha1.PhaseReleasing {
-		return false
-	}
-	if c.Status.Machine == nil {
-		return true
-	}
-	m := s.machine(c.Status.Machine.UID)
-	return m != nil && s.handsOver(m)
 }
 
 // Wake asks for another look after a while, the soonest of those asked for.

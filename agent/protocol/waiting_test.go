@@ -99,38 +99,6 @@ func TestExplanationsOfABlockedGroupAreFew(t *testing.T) {
 	assert.Equal(t, 2, writes)
 }
 
-// A claim mostly has its Machine before it would be written on it that it waits.
-func TestWhenItIsNotedThatAClaimWaits(t *testing.T) {
-	for name, test := range map[string]struct {
-		change func(*Snapshot)
-		noted  bool
-	}{
-		"it is new":                  {change: func(*Snapshot) {}},
-		"it waits for half a minute": {change: func(s *Snapshot) { s.Now = s.Now.Add(MarkedAfter) }, noted: true},
-		"Cluster API says why no Machine is made": {change: func(s *Snapshot) {
-			s.Sets[0].Status.Conditions = []metav1.Condition{{
-				Type: clusterv1.MachineSetScalingUpCondition, Status: metav1.ConditionTrue, Message: "blocked because:\n* the control plane is upgrading",
-			}}
-		}, noted: true},
-		// Its claims are told apart from those that were never entered.
-		"its MachineDeployment is being deleted": {change: func(s *Snapshot) {
-			s.Deployment.DeletionTimestamp = new(metav1.NewTime(s.Now))
-		}, noted: true},
-	} {
-		t.Run(name, func(t *testing.T) {
-			s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).withClaim("c", "", "")
-			test.change(s)
-			d := Decide(s)
-			if test.noted {
-				assert.Equal(t, []ActionKind{MarkEntered}, kinds(d))
-				return
-			}
-			assert.Empty(t, d.Actions)
-			assert.Equal(t, MarkedAfter, d.Again)
-		})
-	}
-}
-
 func TestADecisionThatOnlyEntersAClaim(t *testing.T) {
 	for name, test := range map[string]struct {
 		change func(*Snapshot)

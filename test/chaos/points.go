@@ -28,7 +28,7 @@ func CorePoints() []faults.Point {
 }
 
 var core = []faults.Class{
-	faults.ClaimCreated, faults.ReplicasRaised, faults.MachineNamed, faults.ClaimBound, faults.MachineLabelled,
+	faults.ClaimCreated, faults.ReplicasRaised, faults.ClaimEntered, faults.MachineNamed, faults.ClaimBound, faults.MachineLabelled,
 	faults.LedgerTidied, faults.ClaimReleasing, faults.ReleaseBegun, faults.MachineHeld, faults.MachineDeleted,
 	faults.ReplicasLowered, faults.MachineLetGo, faults.ClaimEnded,
 }
@@ -130,7 +130,7 @@ func provocations() []*provocation {
 			return r.releaseFromTwoSets(ctx, rolled)
 		}},
 		{
-			[]faults.Class{faults.ClaimEntered, faults.ClaimExplained, faults.SetPaused, faults.SetUnpaused}, []*group{blocked},
+			[]faults.Class{faults.ClaimExplained, faults.SetPaused, faults.SetUnpaused}, []*group{blocked},
 			func(ctx context.Context, r *run) error { return r.claimBlocked(ctx, blocked) },
 		},
 		{[]faults.Class{faults.ClaimRemade, faults.ClaimRestored}, []*group{lost}, func(ctx context.Context, r *run) error {

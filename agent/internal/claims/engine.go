@@ -486,7 +486,7 @@ func (e *Engine) enter(ctx context.Context, c *v1alpha1.MachineClaim) (*v1alpha1
 }
 
 // entered reports whether the present ledger of the claim's node group has the claim: another agent may have entered it since this one
-// refused it, and it may take half a minute until that shows on the claim itself.
+// refused it, and not have noted that on the claim itself yet.
 func (e *Engine) entered(ctx context.Context, c *v1alpha1.MachineClaim) (bool, error) {
 	var md clusterv1.MachineDeployment
 	key := types.NamespacedName{Namespace: c.Namespace, Name: c.Spec.NodeGroup}

@@ -196,15 +196,18 @@ func (g *group) enterAtOnce(md *clusterv1.MachineDeployment, c *v1alpha1.Machine
 		if !d.EntersOnly(s, c.Spec.ClaimID) {
 			return nil
 		}
-		err = g.commit(ctx, s, d, unchanged(md)...)
-		entered = err == nil
-		return err
+		if err := g.commit(ctx, s, d, unchanged(md)...); err != nil {
+			return err
+		}
+		entered = true
+		// What a step would do next, and a run does if this fails. Until it is done the ledger alone knows of the claim.
+		return e.do(ctx, s.Entered(c))
 	})
 	if bug, panicked := errors.AsType[*panicError](err); panicked {
 		g.notePanic(bug)
 	}
 	if err != nil {
-		log.FromContext(ctx).V(1).Info("did not enter the claim at once", "claim", c.Spec.ClaimID, "cause", err.Error())
+		log.FromContext(ctx).V(1).Info("the claim is left to a step", "claim", c.Spec.ClaimID, "entered", entered, "cause", err.Error())
 	}
 	return entered
 }

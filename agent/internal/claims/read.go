@@ -124,13 +124,13 @@ func (e *Engine) readParts(ctx context.Context, from view, key types.NamespacedN
 			s.Claims = append(s.Claims, c)
 		}
 	}
-	options = []client.ListOption{client.InNamespace(key.Namespace), e.inGroup(from, clusterv1.MachineDeploymentNameLabel, key.Name)}
+	members := []client.ListOption{client.InNamespace(key.Namespace), e.inGroup(from, clusterv1.MachineDeploymentNameLabel, key.Name)}
 	if from == cached {
-		options = append(options, client.UnsafeDisableDeepCopy)
+		members = append(members, client.UnsafeDisableDeepCopy)
 	}
 	// Before the Machines: what a paused MachineSet has made is seen then. Also without a ledger: a pause of ours may outlive it.
 	var sets clusterv1.MachineSetList
-	if err := e.reader(from).List(ctx, &sets, options...); err != nil {
+	if err := e.reader(from).List(ctx, &sets, members...); err != nil {
 		return fmt.Errorf("listing MachineSets: %w", err)
 	}
 	ofAnother := func(clusterName string) bool { // which had this MachineDeployment's name before
@@ -142,7 +142,7 @@ func (e *Engine) readParts(ctx context.Context, from view, key types.NamespacedN
 		}
 	}
 	var machines clusterv1.MachineList
-	if err := e.reader(from).List(ctx, &machines, options...); err != nil {
+	if err := e.reader(from).List(ctx, &machines, members...); err != nil {
 		return fmt.Errorf("listing Machines: %w", err)
 	}
 	for i := range machines.Items {

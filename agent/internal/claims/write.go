@@ -35,8 +35,6 @@ const (
 	parallelWrites = 16
 	// unknownHolder holds a claim that was made again from a Machine that does not say whose it was. Nobody collects it.
 	unknownHolder = "unknown"
-	// markedLate is how late an agent is at most that notes on a claim that it was entered.
-	markedLate = 10 * time.Second
 	// releasedKept is how many UIDs a MachineSet remembers beyond those that the ledger counts on.
 	releasedKept = 64
 )
@@ -252,11 +250,7 @@ func (e *Engine) do(ctx context.Context, a protocol.Action) error {
 			return err
 		}
 		c.Status.Phase, c.Status.NodeGroupUID = v1alpha1.PhasePending, a.Group
-		since := metav1.NewTime(e.Clock.Now())
-		if since.Sub(c.CreationTimestamp.Time) < protocol.MarkedAfter+markedLate {
-			since = c.CreationTimestamp // it was entered then; one that is older waited for room in the ledger
-		}
-		c.Status.WaitingSince = &since
+		c.Status.WaitingSince = new(metav1.NewTime(e.Clock.Now()))
 		e.note(c, a.Event)
 		return e.Client.Status().Update(ctx, c)
 	case protocol.WaitAnew:
