@@ -129,10 +129,9 @@ func provocations() []*provocation {
 		{[]faults.Class{faults.PausePut, faults.SetLowered, faults.PauseRemoved}, []*group{rolled}, func(ctx context.Context, r *run) error {
 			return r.releaseFromTwoSets(ctx, rolled)
 		}},
-		{
-			[]faults.Class{faults.ClaimExplained, faults.SetPaused, faults.SetUnpaused}, []*group{blocked},
-			func(ctx context.Context, r *run) error { return r.claimBlocked(ctx, blocked) },
-		},
+		{[]faults.Class{faults.ClaimExplained, faults.SetPaused, faults.SetUnpaused}, []*group{blocked}, func(ctx context.Context, r *run) error {
+			return r.claimBlocked(ctx, blocked)
+		}},
 		{[]faults.Class{faults.ClaimRemade, faults.ClaimRestored}, []*group{lost}, func(ctx context.Context, r *run) error {
 			return r.loseClaim(ctx, lost)
 		}},

@@ -60,8 +60,8 @@ func TestAMoveToAnotherHubLosesNothing(t *testing.T) {
 	before := h.holdings(t, h.source)
 	g.Expect(before.claims).To(HaveLen(nodes), "a claim for each pod")
 	bystander := watchSpoke(t, h.source)
-	destroyed := logs(t, h.source, sandbox.SimProvider, "instance stops")
-	made := logs(t, h.target, sandbox.SimProvider, "instance exists")
+	destroyed := providerLogs(t, h.source, "instance stops")
+	made := providerLogs(t, h.target, "instance exists")
 
 	began := time.Now()
 	h.move(t)
@@ -434,11 +434,11 @@ func (h hubs) faults() []string {
 	return append(faultsInLogs(h.source, append(ofAgents, sandbox.Shim)...), faultsInLogs(h.target, ofAgents...)...)
 }
 
-// logs returns a function that lists the lines with a text that a component has logged since.
-func logs(t *testing.T, of *world.World, component, text string) func() []string {
+// providerLogs returns a function that lists the lines with a text that the infrastructure provider has logged since.
+func providerLogs(t *testing.T, of *world.World, text string) func() []string {
 	t.Helper()
 	read := func() string {
-		data, err := os.ReadFile(of.Status(component).Log)
+		data, err := os.ReadFile(of.Status(sandbox.SimProvider).Log)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -34,8 +34,8 @@ func TestARestoreOfAHubLosesNothing(t *testing.T) {
 	before := h.holdings(t, h.source)
 	g.Expect(before.claims).To(HaveLen(nodes), "a claim for each pod")
 	bystander := watchSpoke(t, h.source)
-	destroyed := logs(t, h.target, sandbox.SimProvider, "instance stops")
-	made := logs(t, h.target, sandbox.SimProvider, "instance exists")
+	destroyed := providerLogs(t, h.target, "instance stops")
+	made := providerLogs(t, h.target, "instance exists")
 
 	backup := backUp(t, h.source.Sandbox.HubConfig())
 	for _, component := range append(lo.Times(agents, sandbox.AgentName), sandbox.ClusterAPI, sandbox.SimProvider) {

@@ -41,9 +41,10 @@ const (
 	Refused Outcome = "refused"
 	// Live means that the claim is PENDING or BOUND.
 	Live Outcome = "live"
-	// Releasing and Ended are those phases. A call that makes a claim and is told that the claim has ended does not learn which of them.
+	// Releasing is that phase.
 	Releasing Outcome = "releasing"
-	Ended     Outcome = "ended"
+	// Ended is that phase. A call that makes a claim and is told that the claim has ended does not learn which of the two it is.
+	Ended Outcome = "ended"
 	// Missing means that there is no such claim.
 	Missing Outcome = "missing"
 )
@@ -197,23 +198,21 @@ func (s state) create(a Answer) []state {
 	return nil
 }
 
-// has notes the Machine of an answer, and reports whether the claim can have that one.
-func (s *state) has(machine string) bool {
+// with returns the state with the Machine of an answer, if it has one, and reports whether the claim can have that one.
+func (s state) with(machine string) (state, bool) {
 	if machine == "" {
-		return true
+		return s, true
 	}
 	if s.machine != "" && s.machine != machine {
-		return false
+		return s, false
 	}
-	s.machine = machine
-	return true
+	return state{s.stage, machine}, true
 }
 
 func (s state) release(a Answer) []state {
-	if !s.has(a.Machine) {
-		return nil
-	}
+	s, may := s.with(a.Machine)
 	switch {
+	case !may:
 	case a.Outcome == Unknown && s.stage < releasing:
 		return []state{s, {releasing, s.machine}, {ended, s.machine}}
 	case a.Outcome == Unknown:
@@ -227,10 +226,9 @@ func (s state) release(a Answer) []state {
 }
 
 func (s state) get(a Answer) []state {
-	if !s.has(a.Machine) {
-		return nil
-	}
+	s, may := s.with(a.Machine)
 	switch {
+	case !may:
 	case a.Outcome == Unknown,
 		a.Outcome == Live && (s.stage == made || s.stage == live),
 		a.Outcome == Releasing && s.stage == releasing,

@@ -58,13 +58,13 @@ func TestWhatCallersMayBeTold(t *testing.T) {
 			g := gomega.NewWithT(t)
 			r := history.New()
 			for _, call := range test.calls {
-				r.Begin("claim", call.kind)(call.answer)
+				r.Begin("c1", call.kind)(call.answer)
 			}
 			calls, claims, wrong := r.Check()
 			g.Expect(calls).To(gomega.Equal(len(test.calls)))
 			g.Expect(claims).To(gomega.Equal(1))
 			if test.wrong {
-				g.Expect(wrong).To(gomega.ConsistOf(gomega.ContainSubstring("claim claim")))
+				g.Expect(wrong).To(gomega.ConsistOf(gomega.ContainSubstring("claim c1")))
 			} else {
 				g.Expect(wrong).To(gomega.BeEmpty())
 			}
@@ -79,7 +79,7 @@ func TestCallsAtTheSameTime(t *testing.T) {
 		r := history.New()
 		answers := []func(){}
 		for _, call := range []told{create(history.Live), get(history.Missing, ""), release(history.Releasing), get(history.Live, "m")} {
-			done := r.Begin("claim", call.kind)
+			done := r.Begin("c1", call.kind)
 			answers = append(answers, func() { done(call.answer) })
 		}
 		rand.Shuffle(len(answers), func(i, j int) { answers[i], answers[j] = answers[j], answers[i] })

@@ -8,7 +8,6 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
 	testclock "k8s.io/utils/clock/testing"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	ctrl "sigs.k8s.io/controller-runtime"
@@ -178,7 +177,7 @@ func TestAGroupIsLeftToTheAgentThatWorksOnIt(t *testing.T) {
 		},
 	})
 	reconcile := func(e *Engine) ctrl.Result {
-		result, err := e.Reconcile(t.Context(), ctrl.Request{NamespacedName: types.NamespacedName(smallKey)})
+		result, err := e.Reconcile(t.Context(), ctrl.Request{NamespacedName: smallKey})
 		require.NoError(t, err)
 		return result
 	}
@@ -261,7 +260,7 @@ func TestACallIsAnsweredWhenAnotherAgentEntersItsClaim(t *testing.T) {
 	md.Annotations[v1alpha1.LedgerAnnotation] = l.Encode()
 	require.NoError(t, e.Client.Update(t.Context(), md))
 	e.deference = time.Hour
-	_, err := e.Reconcile(t.Context(), ctrl.Request{NamespacedName: types.NamespacedName(smallKey)})
+	_, err := e.Reconcile(t.Context(), ctrl.Request{NamespacedName: smallKey})
 	require.NoError(t, err)
 	select {
 	case err := <-answered:
@@ -305,7 +304,7 @@ func TestEventsAreNotPutOffForLong(t *testing.T) {
 	require.True(t, alone)
 	defer done()
 	reconcile := func() ctrl.Result {
-		result, err := e.Reconcile(t.Context(), ctrl.Request{NamespacedName: types.NamespacedName(smallKey)})
+		result, err := e.Reconcile(t.Context(), ctrl.Request{NamespacedName: smallKey})
 		require.NoError(t, err)
 		return result
 	}

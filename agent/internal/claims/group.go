@@ -382,10 +382,9 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 	began := e.Clock.Now()
 	raced := false
 	for step := 0; step < maxSteps && e.Clock.Since(began) < longestRun; step++ {
-		if step > 0 && !raced && !g.awaited() {
-			// Where the caches lag behind the last step, events will tell what it left.
-			if d, err := g.look(ctx); err == nil && d != nil && d.Ledger == nil && len(d.Actions) == 0 {
-				return d.Again, nil
+		if step > 0 && !raced {
+			if again, done := g.done(ctx); done {
+				return again, nil
 			}
 		}
 		raced = true
@@ -456,6 +455,19 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 		}
 	}
 	return 10 * time.Millisecond, nil
+}
+
+// done reports whether nothing is left to do after a step, as far as the caches tell, and when to look again. Where they lag behind the step,
+// events will tell what it left.
+func (g *group) done(ctx context.Context) (again time.Duration, done bool) {
+	if g.awaited() {
+		return 0, false
+	}
+	d, err := g.look(ctx)
+	if err != nil || d == nil || d.Ledger != nil || len(d.Actions) > 0 {
+		return 0, false
+	}
+	return d.Again, true
 }
 
 // keepClaimed writes the ledger as it is when what stands beside it of the claims is not true: a move, a restore or an older agent brings
