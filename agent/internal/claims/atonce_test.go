@@ -299,7 +299,7 @@ func TestAClaimThatAnotherAgentEnteredMeanwhileStays(t *testing.T) {
 func TestEventsAreNotPutOffForLong(t *testing.T) {
 	clock := testclock.NewFakeClock(time.Now())
 	e := engineWith(t, groupOf("small", 0, nil), movingClaim("a", "", "", nil))
-	e.Clock = clock
+	e.Clock, e.deference = clock, 0
 	done, alone := e.group(namespace, "small").begin()
 	require.True(t, alone)
 	defer done()

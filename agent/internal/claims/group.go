@@ -65,7 +65,7 @@ type group struct {
 	panicked   *panicError
 	wrote      int64 // the seq of the ledger that this process wrote last
 	// due is a hash of what is left to the agent that wrote the ledger, unchanged since dueSince; zero for nothing. Since dueFirst it was never
-	// nothing. takenOver is the seq of the ledger whose writer did not do it.
+	// nothing. takenOver is the seq of the ledger whose writer did not do it, and one.
 	due                uint64
 	dueSince, dueFirst time.Time
 	takenOver          int64
@@ -217,14 +217,14 @@ const (
 	// where the first one was killed, and for events: a call is served by the agent that it reaches.
 	deference = 3 * time.Second
 	// longestDeference bounds that where what is due changes all the time, as it also does while Cluster API alone is at work.
-	longestDeference = 10 * time.Second
+	longestDeference = 30 * time.Second
 )
 
-// leave returns for how long what is due is still left to the agent that wrote the ledger last; zero when it is this one's to do, or when
-// nothing is due. Two that do it at the same time do no harm, but they double the reads and lose every other write. While what is due
-// changes, the other agent is likely to be at work.
+// leave returns for how long what is due is still left to the agent that wrote the ledger last, or serves the call that begins one; zero
+// when it is this one's to do, or when nothing is due. Two that do it at the same time do no harm, but they double the reads and lose every
+// other write. While what is due changes, the other agent is likely to be at work.
 func (g *group) leave(s *protocol.Snapshot, d *protocol.Decision) time.Duration {
-	mine := s.Ledger == nil || s.Ledger.By == "" || s.Ledger.By == g.engine.id || s.Seq() == g.takenOver
+	mine := s.Ledger != nil && (s.Ledger.By == "" || s.Ledger.By == g.engine.id) || s.Seq()+1 == g.takenOver
 	if mine || d.Ledger == nil && len(d.Actions) == 0 {
 		g.due = 0
 		return 0
@@ -246,7 +246,7 @@ func (g *group) leave(s *protocol.Snapshot, d *protocol.Decision) time.Duration 
 	}
 	left := min(g.engine.deference-now.Sub(g.dueSince), longestDeference-now.Sub(g.dueFirst))
 	if left <= 0 {
-		g.due, g.takenOver = 0, s.Seq()
+		g.due, g.takenOver = 0, s.Seq()+1
 	}
 	return max(0, left)
 }
@@ -422,13 +422,7 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 		}
 		g.answerFrom(s, d, s.Ledger)
 		if len(d.Actions) == 0 {
-			if refused != nil {
-				return g.retry(d, 0), refused
-			}
-			if d.Ledger != nil {
-				d.Wake(wait)
-			}
-			return d.Again, nil
+			return g.rests(d, wait, refused)
 		}
 		if g.overtaken(s, &yields) {
 			continue
@@ -468,6 +462,18 @@ func (g *group) done(ctx context.Context) (again time.Duration, done bool) {
 		return 0, false
 	}
 	return d.Again, true
+}
+
+// rests returns when to look again at a group for which nothing is to be written now: its ledger is as it should be, or was refused, or its
+// write is put off for that long.
+func (g *group) rests(d *protocol.Decision, wait time.Duration, refused error) (time.Duration, error) {
+	if refused != nil {
+		return g.retry(d, 0), refused
+	}
+	if d.Ledger != nil {
+		d.Wake(wait)
+	}
+	return d.Again, nil
 }
 
 // keepClaimed writes the ledger as it is when what stands beside it of the claims is not true: a move, a restore or an older agent brings
