@@ -151,7 +151,7 @@ func TestClaimsThatFollowEachOtherAreEnteredAtOnce(t *testing.T) {
 	assert.Len(t, l.Pending, 3)
 }
 
-// A Machine that nobody has goes to the claim first.
+// A claim takes a spare Machine before it gets a replica of its own.
 func TestAClaimIsNotEnteredAtOnceBesideASpare(t *testing.T) {
 	l := restingLedger(0)
 	l.LastReplicas, l.Spare = 1, 1
@@ -192,7 +192,7 @@ func TestAGroupIsLeftToTheAgentThatWorksOnIt(t *testing.T) {
 	reconcile(second)
 	assert.Zero(t, writes)
 
-	// Nobody else did it.
+	// The first agent has not done it.
 	clock.Step(time.Second)
 	reconcile(second)
 	assert.NotZero(t, writes)

@@ -8,7 +8,6 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
-	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
@@ -77,10 +76,6 @@ func (e *Engine) choose(ctx context.Context, r Request, cluster *clusterv1.Clust
 			lookups++
 			err = e.Reader.Get(ctx, key, &md)
 		}
-		newest := &md
-		if err == nil {
-			newest = e.group(key.Namespace, key.Name).latest(newest)
-		}
 		switch {
 		case err != nil && !apierrors.IsNotFound(err):
 			return choice{}, fmt.Errorf("reading MachineDeployment %s: %w", key, err)
@@ -90,6 +85,7 @@ func (e *Engine) choose(ctx context.Context, r Request, cluster *clusterv1.Clust
 			}
 			continue
 		case chosen.none():
+			newest := e.group(key.Namespace, key.Name).latest(&md)
 			refusal, err := e.refusalOrBug(ctx, r, cluster, newest)
 			if err != nil {
 				return choice{}, err
@@ -133,9 +129,7 @@ func unknownGroup(name string) *eligibility.Refusal {
 // no Machines: for a full group among many candidates the answer is mostly no.
 func (e *Engine) maySpare(ctx context.Context, key types.NamespacedName, l *protocol.Ledger, group eligibility.Group) (bool, error) {
 	var list v1alpha1.MachineClaimList
-	err := e.Client.List(ctx, &list, client.InNamespace(key.Namespace), e.inGroup(cached, v1alpha1.NodeGroupLabel, key.Name),
-		client.UnsafeDisableDeepCopy) // read only
-	if err != nil {
+	if err := e.Client.List(ctx, &list, e.ofGroup(cached, v1alpha1.NodeGroupLabel, key)...); err != nil {
 		return false, fmt.Errorf("listing claims: %w", err)
 	}
 	taken := int(l.Floor) + len(l.Releasing)

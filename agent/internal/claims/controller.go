@@ -23,9 +23,9 @@ import (
 const concurrentGroups = 16
 
 const (
-	// occupiedLook is how soon a node group is looked at again for which something is due while somebody is at work on it.
+	// occupiedLook is the delay of an event for a node group that a run or a call of this process is writing to.
 	occupiedLook = 100 * time.Millisecond
-	// longestOccupied is how long that puts events off: work may hang, and calls may follow each other without a pause.
+	// longestOccupied bounds that delay: writes may hang, and calls may follow each other without a pause.
 	longestOccupied = time.Second
 )
 

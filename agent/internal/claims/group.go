@@ -64,8 +64,8 @@ type group struct {
 	resting    time.Time // until when the group is left alone because of that
 	panicked   *panicError
 	wrote      int64 // the seq of the ledger that this process wrote last
-	// due is a hash of what is left to the agent that wrote the ledger, unchanged since dueSince; zero for nothing. Since dueFirst it was never
-	// nothing. takenOver is the seq of the ledger whose writer did not do it, and one.
+	// due is a hash of what is left to another agent, unchanged since dueSince; zero for nothing. It was never zero since dueFirst. takenOver is
+	// one more than the seq of the ledger (0 for none) under which that agent did not do it; zero for none.
 	due                uint64
 	dueSince, dueFirst time.Time
 	takenOver          int64
@@ -115,7 +115,7 @@ func (g *group) enter(ctx context.Context, claimID string) (*eligibility.Refusal
 	}
 }
 
-// begin says that somebody is about to write for the group, until done is called, and whether nobody else is.
+// begin registers a writer of the group until done is called, and reports whether it is the only one.
 func (g *group) begin() (done func(), alone bool) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -129,7 +129,7 @@ func (g *group) begin() (done func(), alone bool) {
 	}, g.busy == 1
 }
 
-// occupied reports whether somebody is about to write for the group, and has not been for long.
+// occupied reports whether the group has a writer. It is false again once it has had one for [longestOccupied].
 func (g *group) occupied() bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -162,7 +162,7 @@ const (
 	// mostAtOnce is how many entries a ledger has at most to which a claim is added at once. More are a crowd, and the write carries them
 	// three times.
 	mostAtOnce = 256
-	// glanceTakes is how long a claim that is to be entered at once waits for whoever looks at the caches.
+	// glanceTakes is how long [group.enterAtOnce] waits for the lock. A look at the caches holds it for less.
 	glanceTakes = 20 * time.Millisecond
 )
 
@@ -200,8 +200,9 @@ func (g *group) enterAtOnce(md *clusterv1.MachineDeployment, c *v1alpha1.Machine
 			return err
 		}
 		entered = true
-		// What a step would do next, and a run does if this fails. Until it is done the ledger alone knows of the claim.
-		return e.do(ctx, s.Entered(c))
+		// A run does it if this fails. Until then the ledger alone knows of the claim.
+		_, err = e.perform(ctx, s, []protocol.Action{s.Entered(c)})
+		return err
 	})
 	if bug, panicked := errors.AsType[*panicError](err); panicked {
 		g.notePanic(bug)
@@ -383,7 +384,7 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 	raced := false
 	for step := 0; step < maxSteps && e.Clock.Since(began) < longestRun; step++ {
 		if step > 0 && !raced {
-			if again, done := g.done(ctx); done {
+			if again, yes := g.finished(ctx); yes {
 				return again, nil
 			}
 		}
@@ -451,9 +452,9 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 	return 10 * time.Millisecond, nil
 }
 
-// done reports whether nothing is left to do after a step, as far as the caches tell, and when to look again. Where they lag behind the step,
-// events will tell what it left.
-func (g *group) done(ctx context.Context) (again time.Duration, done bool) {
+// finished reports whether the caches show nothing left to do after a step, and when to look again. If they lag behind, their events start
+// another run.
+func (g *group) finished(ctx context.Context) (again time.Duration, yes bool) {
 	if g.awaited() {
 		return 0, false
 	}

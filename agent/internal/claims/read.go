@@ -104,11 +104,9 @@ func ofAnotherLife(cluster *clusterv1.Cluster) func(*v1alpha1.MachineClaim) bool
 }
 
 func (e *Engine) readParts(ctx context.Context, from view, key types.NamespacedName, s *protocol.Snapshot) error {
-	options := []client.ListOption{client.InNamespace(key.Namespace), e.inGroup(from, v1alpha1.NodeGroupLabel, key.Name)}
+	options := e.ofGroup(from, v1alpha1.NodeGroupLabel, key)
 	if from == live {
 		options = e.liveOnly(options)
-	} else {
-		options = append(options, client.UnsafeDisableDeepCopy) // nothing is written to what a snapshot holds
 	}
 	var claims v1alpha1.MachineClaimList
 	if err := e.reader(from).List(ctx, &claims, options...); err != nil {
@@ -124,10 +122,7 @@ func (e *Engine) readParts(ctx context.Context, from view, key types.NamespacedN
 			s.Claims = append(s.Claims, c)
 		}
 	}
-	members := []client.ListOption{client.InNamespace(key.Namespace), e.inGroup(from, clusterv1.MachineDeploymentNameLabel, key.Name)}
-	if from == cached {
-		members = append(members, client.UnsafeDisableDeepCopy)
-	}
+	members := e.ofGroup(from, clusterv1.MachineDeploymentNameLabel, key)
 	// Before the Machines: what a paused MachineSet has made is seen then. Also without a ledger: a pause of ours may outlive it.
 	var sets clusterv1.MachineSetList
 	if err := e.reader(from).List(ctx, &sets, members...); err != nil {
@@ -151,6 +146,15 @@ func (e *Engine) readParts(ctx context.Context, from view, key types.NamespacedN
 		}
 	}
 	return e.readStrays(ctx, key, s)
+}
+
+// ofGroup are the options of a list of what belongs to a node group. What a cache returns is not copied: nothing writes to it.
+func (e *Engine) ofGroup(from view, label string, key types.NamespacedName) []client.ListOption {
+	options := []client.ListOption{client.InNamespace(key.Namespace), e.inGroup(from, label, key.Name)}
+	if from == cached {
+		options = append(options, client.UnsafeDisableDeepCopy)
+	}
+	return options
 }
 
 // inGroup selects what belongs to a node group: from the caches by index, from the API server by label.
