@@ -201,7 +201,9 @@ func Decide(s *Snapshot) *Decision {
 // become of the Machines and the other claims since they were read. But where something else is due, such as the end
 // of a claim that leaves its replica to the next one, that comes first.
 func (d *Decision) EntersOnly(s *Snapshot, claimID string) bool {
-	if d.Ledger == nil || len(d.Actions) > 0 || s.Ledger == nil || s.moved() || d.Pause != PauseKeep || d.Lowered != "" || d.Removes {
+	// That a claim is not marked as entered yet is mostly a cache that lags behind its mark, and no reason to wait.
+	more := slices.ContainsFunc(d.Actions, func(a Action) bool { return a.Kind != MarkEntered })
+	if d.Ledger == nil || more || s.Ledger == nil || s.moved() || d.Pause != PauseKeep || d.Lowered != "" || d.Removes {
 		return false
 	}
 	rest := d.Ledger.Clone()

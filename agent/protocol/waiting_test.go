@@ -104,7 +104,11 @@ func TestADecisionThatOnlyEntersAClaim(t *testing.T) {
 		change func(*Snapshot)
 		only   bool
 	}{
-		"a group at rest":          {change: func(*Snapshot) {}, only: true},
+		"a group at rest": {change: func(*Snapshot) {}, only: true},
+		"the mark of the claim before is not seen yet": {change: func(s *Snapshot) {
+			s.Ledger.Pending["before"], s.Ledger.LastReplicas, s.Group.Replicas = Named{}, 2, 2
+			s.withClaim("before", "", "")
+		}, only: true},
 		"another claim waits, too": {change: func(s *Snapshot) { s.withClaim("d", "", "") }},
 		"a spare Machine": {change: func(s *Snapshot) {
 			s.Ledger.Floor, s.Machines = 0, nil

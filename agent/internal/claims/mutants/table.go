@@ -45,7 +45,7 @@ var mutants = []mutant{
 		{"		s, err := e.readAround(ctx, cached, g.key, md)\n", "		_ = e.Reader.Get(ctx, g.key, md)\n		s, err := e.readAround(ctx, cached, g.key, md)\n"},
 	}},
 	{name: "a lone claim does not wait for what is due before it", test: "TestADecisionThatOnlyEntersAClaim", edits: []edit{
-		{"	if d.Ledger == nil || len(d.Actions) > 0 || s.Ledger == nil", "	if d.Ledger == nil || s.Ledger == nil"},
+		{"	if d.Ledger == nil || more || s.Ledger == nil", "	_ = more\n	if d.Ledger == nil || s.Ledger == nil"},
 	}},
 	{name: "a claim that waits for room is answered by the agent alone that enters it", test: "TestACallIsAnsweredWhenAnotherAgentEntersItsClaim", edits: []edit{
 		{"	g.answerEntered(s) // whichever agent entered them\n", ""},
