@@ -36,7 +36,7 @@ var mutants = []mutant{
 
 	// Entering at once.
 	{name: "a lone claim is entered on what a cache says of its node group", test: "TestAClaimIsNotEnteredAtOnceOnOldKnowledge", edits: []edit{
-		{"g.commit(ctx, s, d, unchanged(md)...)\n", "g.commit(ctx, s, d)\n"},
+		{"g.commit(ctx, s, d, unchanged(md)...); err", "g.commit(ctx, s, d); err"},
 	}},
 	{name: "whatever the caches show is written with a lone claim", edits: []edit{
 		{"		if !d.EntersOnly(s, c.Spec.ClaimID) {\n", "		if d.Ledger == nil {\n"},
@@ -568,7 +568,7 @@ var mutants = []mutant{
 		{">= Patience*deadline {", "< 0 {"},
 	}},
 	{name: "a spare has the grace period of the one before it", test: "TestALateMachineComesInTheEnd", edits: []edit{
-		{"if d.Spare || s.Seq() > g.spareSeq {", "if d.Spare {"},
+		{"if d.Spare || s.Seq() > g.spareSeq && !g.wroteItself(s.Deployment) {", "if d.Spare {"},
 	}},
 	{name: "a claim that is restored forgets why it failed", test: "TestARestoredClaimThatFailedKeepsItsReason", edits: []edit{
 		{"	if c.Status.FailedAt == nil { // why it failed matters more\n", "	{\n"},
