@@ -69,7 +69,7 @@ func createClaims(b *testing.B, callers, ended int, pause time.Duration) {
 				if n > int64(b.N) {
 					return nil
 				}
-				time.Sleep(pause)
+				time.Sleep(pause) //nolint:forbidigo // it is what the benchmark is about
 				began := time.Now()
 				_, err := client.Claims.CreateClaim(b.Context(), &agentv1alpha1.CreateClaimRequest{
 					Cluster: ref, ClaimId: fmt.Sprintf("claim-%d", n), Holder: "karpenter", Candidates: []string{namespace + "/group"},
