@@ -236,6 +236,10 @@ func (b *books) enter() {
 			continue // a claim that lost its status has its Machine already
 		}
 		switch {
+		case c.Status.Phase == v1alpha1.PhasePending && b.spare() > 0 && !b.next.Lowered:
+			// It was entered once, and somebody edited the ledger. Its replica is still there, if not with a Machine that it may have.
+			spendable--
+			b.admit(id, Named{})
 		case refusal != nil:
 			b.d.Refused[id] = *refusal
 			continue

@@ -1,6 +1,7 @@
 package protocol
 
 import (
+	"fmt"
 	"slices"
 	"strings"
 	"testing"
@@ -86,6 +87,49 @@ func TestAtTheMaxSizeSparesThatNoClaimMayHaveMakeRoom(t *testing.T) {
 	assert.Len(t, d.Ledger.Releasing, 1, "the spare; not what is the claim's replica or the user's")
 	assert.True(t, d.Removes)
 	assert.Contains(t, d.Ledger.Pending, "c")
+}
+
+// A person took its entry out of the ledger, and the Machine that came for it has joined meanwhile, so that no claim may have it.
+func TestAClaimWhoseEntryWasRemovedHasItsReplica(t *testing.T) {
+	forgetful := func(replicas, floor int32) *Snapshot {
+		s := scene(replicas, &Ledger{Version: 1, Seq: 4, Floor: floor, LastReplicas: replicas}).withClaim("c", v1alpha1.PhasePending, "")
+		for i := range replicas {
+			s.withMachine(fmt.Sprint("m", i), "", node)
+		}
+		s.Group.Max = &replicas
+		return s
+	}
+	for name, test := range map[string]struct {
+		change func(s *Snapshot)
+		keeps  bool
+	}{
+		"at the max size":            {func(*Snapshot) {}, true},
+		"while the group cools down": {func(s *Snapshot) { s.Group = s.Group.With(&eligibility.Refusal{Reason: eligibility.CoolingDown}) }, true},
+		"when it was never entered":  {func(s *Snapshot) { s.Claims[0].Status.Phase = "" }, false},
+		"when the user has it":       {func(s *Snapshot) { s.Ledger.Floor = 3 }, false},
+		"in a frozen group":          {func(s *Snapshot) { s.Group = s.Group.With(&eligibility.Refusal{Reason: eligibility.ReplicasLowered}) }, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := forgetful(3, 2)
+			test.change(s)
+			d := Decide(s)
+			if !test.keeps {
+				assert.Contains(t, d.Refused, "c")
+				return
+			}
+			require.NotNil(t, d.Ledger)
+			assert.Contains(t, d.Ledger.Pending, "c")
+			assert.Equal(t, int32(3), d.Replicas)
+			assert.Empty(t, d.Actions)
+		})
+	}
+
+	// Room is made for it.
+	s := forgetful(4, 2)
+	s.SpareSince = s.Now.Add(-time.Hour)
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.Len(t, d.Ledger.Releasing, 1)
 }
 
 func TestARaiseAboveTheMinSizeIsTheFloorsInFull(t *testing.T) {

@@ -44,6 +44,9 @@ var mutants = []mutant{
 	{name: "a lone claim is entered by a ledger that was read after it was made", test: "TestALoneClaimIsEnteredWithoutReadingAnything", edits: []edit{
 		{"		s, err := e.readAround(ctx, cached, g.key, md)\n", "		_ = e.Reader.Get(ctx, g.key, md)\n		s, err := e.readAround(ctx, cached, g.key, md)\n"},
 	}},
+	{name: "a claim whose entry somebody removed is refused its replica", test: "TestAClaimWhoseEntryWasRemovedHasItsReplica", edits: []edit{
+		{"		case c.Status.Phase == v1alpha1.PhasePending && b.spare() > 0 && !b.next.Lowered:\n", "		case false:\n"},
+	}},
 	{name: "a lone claim does not wait for what is due before it", test: "TestADecisionThatOnlyEntersAClaim", edits: []edit{
 		{"	if d.Ledger == nil || more || s.Ledger == nil", "	_ = more\n	if d.Ledger == nil || s.Ledger == nil"},
 	}},
