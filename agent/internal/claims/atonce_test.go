@@ -137,6 +137,7 @@ func TestClaimsThatFollowEachOtherAreEnteredAtOnce(t *testing.T) {
 	now := before.DeepCopy()
 	now.Status.ObservedGeneration = 7
 	require.NoError(t, e.Client.Update(t.Context(), now))
+	e.spawn = func(run func()) { run() }
 	var reads atomic.Int32
 	counted(t, e, &reads)
 	stall(e, before)
@@ -148,6 +149,139 @@ func TestClaimsThatFollowEachOtherAreEnteredAtOnce(t *testing.T) {
 	md, l := small(t, e)
 	assert.Equal(t, int32(3), *md.Spec.Replicas)
 	assert.Len(t, l.Pending, 3)
+}
+
+// whenCreated calls back when the object of the claim is there, and its call goes on only then.
+func whenCreated(e *Engine, claimID string, then func()) {
+	e.Client = interceptor.NewClient(e.Client.(client.WithWatch), interceptor.Funcs{ //nolint:forcetypeassert // the fake is one
+		Create: func(ctx context.Context, c client.WithWatch, o client.Object, opts ...client.CreateOption) error {
+			err := c.Create(ctx, o, opts...)
+			if made, is := o.(*v1alpha1.MachineClaim); is && made.Spec.ClaimID == claimID {
+				then()
+			}
+			return err
+		},
+	})
+}
+
+// A stream of claims would keep a run busy for ever, if each waited for a step of the run that it comes into.
+func TestAClaimIsEnteredAtOnceAfterARunOfThisProcess(t *testing.T) {
+	e := engineWith(t, groupOf("small", 0, map[string]string{v1alpha1.LedgerAnnotation: restingLedger(0).Encode()}))
+	e.spawn = func(run func()) { run() }
+	var reads, before atomic.Int32
+	counted(t, e, &reads)
+	whenCreated(e, "b", func() {
+		_, err := e.Create(t.Context(), requestOf("a")) // not alone
+		require.NoError(t, err)
+		before.Store(reads.Load())
+	})
+	_, err := e.Create(t.Context(), requestOf("b"))
+	require.NoError(t, err)
+	assert.NotZero(t, before.Load())
+	assert.Equal(t, before.Load(), reads.Load())
+	_, l := small(t, e)
+	assert.Len(t, l.Pending, 2)
+}
+
+func TestOnlyWhatThisProcessWroteFollowsWhatItRead(t *testing.T) {
+	e := engineWith(t, groupOf("small", 0, map[string]string{v1alpha1.LedgerAnnotation: restingLedger(0).Encode()}))
+	other := New(e.Config)
+	e.spawn = func(run func()) { run() }
+	other.spawn = e.spawn
+	g := e.group(namespace, "small")
+	start, _ := small(t, e)
+	newest := func(md *clusterv1.MachineDeployment) *clusterv1.MachineDeployment {
+		now, err := g.newest(t.Context(), md)
+		require.NoError(t, err)
+		return now
+	}
+	assert.Same(t, start, newest(start), "it wrote nothing")
+
+	_, err := other.Create(t.Context(), requestOf("a"))
+	require.NoError(t, err)
+	others, _ := small(t, e)
+	_, err = e.Create(t.Context(), requestOf("b"))
+	require.NoError(t, err)
+	own, _ := small(t, e)
+	_, err = e.Create(t.Context(), requestOf("c"))
+	require.NoError(t, err)
+	last, _ := small(t, e)
+	assert.Same(t, start, newest(start), "another agent wrote since")
+	for _, md := range []*clusterv1.MachineDeployment{others, own, last} {
+		assert.Equal(t, last.ResourceVersion, newest(md).ResourceVersion)
+	}
+
+	// A ledger that was wiped counts from one again.
+	wiped := last.DeepCopy()
+	delete(wiped.Annotations, v1alpha1.LedgerAnnotation)
+	require.NoError(t, e.Client.Update(t.Context(), wiped))
+	_, err = e.Create(t.Context(), requestOf("d"))
+	require.NoError(t, err)
+	assert.Same(t, last, newest(last))
+	remade := last.DeepCopy()
+	remade.UID = "another"
+	assert.Same(t, remade, newest(remade))
+}
+
+// lagging has the engine's cache show claims as they are now.
+func lagging(t *testing.T, e *Engine) {
+	t.Helper()
+	var shown v1alpha1.MachineClaimList
+	require.NoError(t, e.Client.List(t.Context(), &shown))
+	e.Client = interceptor.NewClient(e.Client.(client.WithWatch), interceptor.Funcs{ //nolint:forcetypeassert // the fake is one
+		List: func(ctx context.Context, c client.WithWatch, list client.ObjectList, opts ...client.ListOption) error {
+			if claims, is := list.(*v1alpha1.MachineClaimList); is {
+				shown.DeepCopyInto(claims)
+				return nil
+			}
+			return c.List(ctx, list, opts...)
+		},
+	})
+}
+
+func TestACacheThatLagsBehindAMarkStartsNoRun(t *testing.T) {
+	e := engineWith(t, groupOf("small", 0, map[string]string{v1alpha1.LedgerAnnotation: restingLedger(0).Encode()}))
+	e.spawn = func(run func()) { run() }
+	whenCreated(e, "a", func() { lagging(t, e) })
+	var reads atomic.Int32
+	counted(t, e, &reads)
+	_, err := e.Create(t.Context(), requestOf("a"))
+	require.NoError(t, err)
+	result, err := e.Reconcile(t.Context(), ctrl.Request{NamespacedName: smallKey})
+	require.NoError(t, err)
+	assert.Zero(t, result.RequeueAfter)
+	assert.Zero(t, reads.Load())
+}
+
+func TestACacheThatShowsMoreThanThisProcessWroteIsBelieved(t *testing.T) {
+	e := engineWith(t, groupOf("small", 0, map[string]string{v1alpha1.LedgerAnnotation: restingLedger(0).Encode()}))
+	e.spawn = func(run func()) { run() }
+	_, err := e.Create(t.Context(), requestOf("a"))
+	require.NoError(t, err)
+	var c v1alpha1.MachineClaim
+	require.NoError(t, e.Client.Get(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "a"}.object(), &c))
+	c.Status.Phase = v1alpha1.PhaseReleasing
+	require.NoError(t, e.Client.Status().Update(t.Context(), &c))
+	_, err = e.Reconcile(t.Context(), ctrl.Request{NamespacedName: smallKey})
+	require.NoError(t, err)
+	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(&c), &c))
+	assert.Equal(t, v1alpha1.PhaseEnded, c.Status.Phase)
+}
+
+// The claims that a step enters were read before it, and a note on one that has changed since is refused.
+func TestAStepThatEntersClaimsMarksThem(t *testing.T) {
+	e := engineWith(t, groupOf("small", 0, nil), movingClaim("a", "", "", nil), movingClaim("b", "", "", nil))
+	var reads atomic.Int32
+	counted(t, e, &reads)
+	_, err := e.group(namespace, "small").run(t.Context())
+	require.NoError(t, err)
+	for _, id := range []string{"a", "b"} {
+		c, err := e.asCached(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: id})
+		require.NoError(t, err)
+		require.NotNil(t, c)
+		assert.Equal(t, v1alpha1.PhasePending, c.Status.Phase)
+	}
+	assert.EqualValues(t, 4, reads.Load(), "one reading")
 }
 
 // A claim takes a spare Machine before it gets a replica of its own.
@@ -299,8 +433,7 @@ func TestEventsAreNotPutOffForLong(t *testing.T) {
 	clock := testclock.NewFakeClock(time.Now())
 	e := engineWith(t, groupOf("small", 0, nil), movingClaim("a", "", "", nil))
 	e.Clock, e.deference = clock, 0
-	done, alone := e.group(namespace, "small").begin()
-	require.True(t, alone)
+	done := e.group(namespace, "small").begin()
 	defer done()
 	reconcile := func() ctrl.Result {
 		result, err := e.Reconcile(t.Context(), ctrl.Request{NamespacedName: smallKey})

@@ -10,7 +10,6 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
-	"k8s.io/utils/clock"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/fake"
@@ -116,5 +115,5 @@ func engineWithMachine(t *testing.T) (*Engine, *clusterv1.Machine) {
 	})
 	m := &clusterv1.Machine{}
 	require.NoError(t, hub.Get(t.Context(), client.ObjectKey{Namespace: "fleet", Name: "machine"}, m))
-	return &Engine{Config: Config{Client: hub, Reader: hub, Clock: clock.RealClock{}}}, m
+	return New(Config{Client: hub, Reader: hub}), m
 }

@@ -152,7 +152,8 @@ type Engine struct {
 	// ledgerBudget is how many bytes all entries of one ledger may take; zero means [ledgerBudget]. Tests lower it.
 	ledgerBudget int
 	// id tells this process from the others that write ledgers.
-	id string
+	id      string
+	written ownWrites
 	// deference is how long a node group is left to the agent that wrote its ledger last; see [group.leave]. Tests set it.
 	deference time.Duration
 
@@ -184,7 +185,7 @@ func New(c Config) *Engine {
 		c.Coalesce = time.Second
 	}
 	return &Engine{
-		Config: c, id: rand.String(8), deference: deference,
+		Config: c, id: rand.String(8), deference: deference, written: newOwnWrites(c.Clock),
 		started: c.Clock.Now(), spawn: func(run func()) { go run() }, parallel: parallelWrites, decide: protocol.Decide,
 		groups: map[types.NamespacedName]*group{}, unregistered: map[types.NamespacedName]unregistered{},
 		synced: map[types.NamespacedName]time.Time{}, censuses: map[types.NamespacedName]census{},
@@ -269,13 +270,19 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 // make makes the claim's object, and enters it at once where that can be done; it reports whether it did.
 func (e *Engine) make(ctx context.Context, c *v1alpha1.MachineClaim, md *clusterv1.MachineDeployment) (entered bool, err error) {
 	g := e.group(c.Namespace, c.Spec.NodeGroup)
-	done, alone := g.begin() // before the event of its creation has a run enter it
-	defer done()
+	made, alone := g.beginMaking()
+	defer made()
+	done := g.begin() // before the event of its creation has a run enter it
 	if err := e.Client.Create(ctx, c); err != nil {
+		done()
 		return false, err
 	}
 	e.added(types.NamespacedName{Namespace: c.Namespace, Name: c.Spec.ClusterName}, 1, 0)
-	return alone && g.enterAtOnce(md, c), nil
+	if !alone { // of several that come at once the others gather, and a run enters them in one write
+		done()
+		return false, nil
+	}
+	return g.enterAtOnce(md, c, done), nil //nolint:contextcheck // it goes on after the call
 }
 
 // remember makes a claim's object again, if it was lost while a Machine carries the claim's label, and returns it: the claim must
@@ -588,7 +595,7 @@ func (e *Engine) release(ctx context.Context, key Key, o ReleaseOptions, why v1a
 			}
 			e.note(c, why)
 		}
-		err = e.Client.Status().Update(ctx, c)
+		err = e.writeStatus(ctx, c)
 		switch {
 		case err == nil:
 			e.group(c.Namespace, c.Spec.NodeGroup).kick()

@@ -50,6 +50,7 @@ type group struct {
 	// busy counts runs, and claims that are made and entered at once, under way or about to be; since busySince it was never zero.
 	busy      int
 	busySince time.Time
+	making    int // counts calls that make a claim
 	// written is the MachineDeployment as this process wrote it last; nil when it did not. It is read only.
 	written *clusterv1.MachineDeployment
 
@@ -64,6 +65,8 @@ type group struct {
 	resting    time.Time // until when the group is left alone because of that
 	panicked   *panicError
 	wrote      int64 // the seq of the ledger that this process wrote last
+	// writtenFrom is the seq from which on all ledgers until that one are this process's.
+	writtenFrom int64
 	// due is a hash of what is left to another agent, unchanged since dueSince; zero for nothing. It was never zero since dueFirst. takenOver is
 	// one more than the seq of the ledger (0 for none) under which that agent did not do it; zero for none.
 	due                uint64
@@ -115,8 +118,8 @@ func (g *group) enter(ctx context.Context, claimID string) (*eligibility.Refusal
 	}
 }
 
-// begin registers a writer of the group until done is called, and reports whether it is the only one.
-func (g *group) begin() (done func(), alone bool) {
+// begin registers a writer of the group until done is called.
+func (g *group) begin() (done func()) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.busy++; g.busy == 1 {
@@ -126,7 +129,19 @@ func (g *group) begin() (done func(), alone bool) {
 		g.mu.Lock()
 		defer g.mu.Unlock()
 		g.busy--
-	}, g.busy == 1
+	}
+}
+
+// beginMaking registers a claim that is being made, until done is called, and reports whether no other one is.
+func (g *group) beginMaking() (done func(), alone bool) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.making++
+	return func() {
+		g.mu.Lock()
+		defer g.mu.Unlock()
+		g.making--
+	}, g.making == 1
 }
 
 // occupied reports whether the group has a writer. It is false again once it has had one for [longestOccupied].
@@ -167,50 +182,105 @@ const (
 )
 
 // enterAtOnce enters a claim by a write that follows no list of the API server, and reports whether it did: the MachineDeployment was read,
-// from a cache even, before the claim's object was made, so that one that is still the same proves that no ledger had the claim meanwhile.
-// That is all that rule R1 asks of a write that only raises replicas for a claim: what the caches show of everything else decides no more
-// than whether there is something else to do, which is then left to a run. The caller has begun, and is alone: of several that come at once
-// the others gather, and a run enters them in one write.
-func (g *group) enterAtOnce(md *clusterv1.MachineDeployment, c *v1alpha1.MachineClaim) bool {
-	e := g.engine
+// from a cache even, before the claim's object was made, so that one that is still the same, or that this process alone has written since,
+// proves that no ledger had the claim meanwhile. That is all that rule R1 asks of a write that only raises replicas for a claim: what the
+// caches show of everything else decides no more than whether there is something else to do, which is then left to a run. The caller has begun,
+// and done ends that.
+func (g *group) enterAtOnce(md *clusterv1.MachineDeployment, c *v1alpha1.MachineClaim, done func()) bool {
 	// Not the call's context: others wait for the lock, and neither its deadline nor its identity's pace is theirs.
 	ctx, cancel := context.WithTimeout(g.context(), runTimeout)
-	defer cancel()
+	end := func() {
+		cancel()
+		done()
+	}
 	if md == nil || !g.acquireSoon() {
+		end()
 		return false
 	}
-	defer func() { <-g.lock }()
 	if left, _ := g.rest(); left > 0 {
+		<-g.lock
+		end()
 		return false
 	}
-	entered := false
-	err := recovered(ctx, func() error {
-		s, err := e.readAround(ctx, cached, g.key, md)
-		if err != nil || s.Seq() < g.wrote || s.Ledger == nil || len(s.Ledger.Pending)+len(s.Ledger.Releasing) > mostAtOnce {
-			return err
-		}
-		if !slices.ContainsFunc(s.Claims, func(other *v1alpha1.MachineClaim) bool { return other.Spec.ClaimID == c.Spec.ClaimID }) {
-			s.Claims = append(s.Claims, c)
-		}
-		d := e.decide(s)
-		if !d.EntersOnly(s, c.Spec.ClaimID) {
-			return nil
-		}
-		if err := g.commit(ctx, s, d, unchanged(md)...); err != nil {
-			return err
-		}
-		entered = true
-		// A run does it if this fails. Until then the ledger alone knows of the claim.
-		_, err = e.perform(ctx, s, []protocol.Action{s.Entered(c)})
+	var (
+		in bool
+		s  *protocol.Snapshot // of the write that entered it
+	)
+	err := recovered(ctx, func() (err error) {
+		s, in, err = g.enterOnly(ctx, md, c)
 		return err
 	})
 	if bug, panicked := errors.AsType[*panicError](err); panicked {
 		g.notePanic(bug)
 	}
 	if err != nil {
-		log.FromContext(ctx).V(1).Info("the claim is left to a step", "claim", c.Spec.ClaimID, "entered", entered, "cause", err.Error())
+		log.FromContext(ctx).V(1).Info("the claim is left to a step", "claim", c.Spec.ClaimID, "cause", err.Error())
 	}
-	return entered
+	if s == nil {
+		<-g.lock
+		end()
+		return in
+	}
+	entered := s.Entered(c.DeepCopy()) // the call has the other one
+	// The call is answered meanwhile. A run does it if this fails: until then the ledger alone knows of the claim.
+	g.engine.spawn(func() {
+		defer end()
+		defer func() { <-g.lock }()
+		if _, err := g.engine.perform(ctx, s, []protocol.Action{entered}); err != nil {
+			log.FromContext(ctx).V(1).Info("the claim is marked as entered by a step", "claim", c.Spec.ClaimID, "cause", err.Error())
+		}
+	})
+	return true
+}
+
+// enterOnly enters a claim if that is all there is to do, and reports whether the ledger has the claim. If this wrote it, it returns what that
+// was decided from. lock is held.
+func (g *group) enterOnly(
+	ctx context.Context, md *clusterv1.MachineDeployment, c *v1alpha1.MachineClaim,
+) (from *protocol.Snapshot, in bool, err error) {
+	e := g.engine
+	read := md
+	if md, err = g.newest(ctx, read); err != nil {
+		return nil, false, err
+	}
+	s, err := e.readAround(ctx, cached, g.key, md)
+	if err != nil || s.Seq() < g.wrote || s.Ledger == nil || len(s.Ledger.Pending)+len(s.Ledger.Releasing) > mostAtOnce {
+		return nil, false, err
+	}
+	if _, in := s.Ledger.Pending[c.Spec.ClaimID]; in {
+		return nil, md != read, nil // a run came first
+	}
+	if !slices.ContainsFunc(s.Claims, func(other *v1alpha1.MachineClaim) bool { return other.Spec.ClaimID == c.Spec.ClaimID }) {
+		s.Claims = append(s.Claims, c)
+	}
+	d := e.decide(s)
+	if !d.EntersOnly(s, c.Spec.ClaimID) {
+		return nil, false, nil
+	}
+	if err := g.commit(ctx, s, d, unchanged(md)...); err != nil {
+		return nil, false, err
+	}
+	return s, true, nil
+}
+
+// newest returns the MachineDeployment as the cache and this process have it now, if nobody else wrote a ledger since md was read: no other
+// agent has entered a claim then that was made after that. Else it returns md. lock is held.
+func (g *group) newest(ctx context.Context, md *clusterv1.MachineDeployment) (*clusterv1.MachineDeployment, error) {
+	e := g.engine
+	now := &clusterv1.MachineDeployment{}
+	if err := e.Client.Get(ctx, g.key, now); err != nil {
+		return nil, fmt.Errorf("reading the MachineDeployment: %w", err)
+	}
+	now = g.latest(now)
+	then, errThen := protocol.LedgerOf(md)
+	l, err := protocol.LedgerOf(now)
+	if now.UID != md.UID || errThen != nil || err != nil || then == nil || l == nil {
+		return md, nil //nolint:nilerr // a run looks at it
+	}
+	if own := l.By == e.id && l.Seq == g.wrote && then.Seq+1 >= g.writtenFrom && then.Seq <= l.Seq; !own {
+		return md, nil
+	}
+	return now, nil
 }
 
 const (
@@ -272,7 +342,7 @@ func (g *group) kick() { //nolint:contextcheck // a run serves many calls and ou
 
 // run brings the group forward until there is nothing to do, and returns when to look again (zero for not).
 func (g *group) run(ctx context.Context) (time.Duration, error) {
-	done, _ := g.begin()
+	done := g.begin()
 	defer done()
 	if err := g.acquire(ctx); err != nil {
 		return 0, err
@@ -409,6 +479,9 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 			switch {
 			case err == nil:
 				conflicts, raced = 0, false
+				if err := g.markNewlyEntered(ctx, s, d); err != nil {
+					return g.retry(d, 0), err
+				}
 				continue
 			case errors.Is(err, ErrConflict):
 				if conflicts++; conflicts < maxConflicts {
@@ -541,6 +614,9 @@ func (g *group) commit(ctx context.Context, s *protocol.Snapshot, d *protocol.De
 	g.mu.Lock()
 	g.written = written
 	g.mu.Unlock()
+	if s.Ledger == nil || s.Seq() != g.wrote || s.Ledger.By != g.engine.id {
+		g.writtenFrom = s.Seq() + 1
+	}
 	g.wanted, g.wrote = time.Time{}, s.Seq()+1
 	switch {
 	case d.Urgent:
@@ -553,6 +629,29 @@ func (g *group) commit(ctx context.Context, s *protocol.Snapshot, d *protocol.De
 	}
 	g.answerFrom(s, d, d.Ledger)
 	return nil
+}
+
+// markNewlyEntered notes on the claims that a ledger write entered that it did. They were read before it, and one that has changed since
+// refuses the note; so nothing need be read again.
+func (g *group) markNewlyEntered(ctx context.Context, s *protocol.Snapshot, d *protocol.Decision) error {
+	var marks []protocol.Action
+	for _, c := range s.Claims {
+		id := c.Spec.ClaimID
+		if s.Ledger != nil {
+			if _, before := s.Ledger.Pending[id]; before {
+				continue
+			}
+		}
+		// One that a Machine is named for is bound by the next step.
+		if named, entered := d.Ledger.Pending[id]; entered && named == (protocol.Named{}) && c.Status.Phase == "" {
+			marks = append(marks, s.Entered(c))
+		}
+	}
+	if len(marks) == 0 {
+		return nil
+	}
+	_, err := g.engine.perform(ctx, s, marks[:min(len(marks), maxActions)])
+	return err
 }
 
 // answerFrom tells the calls that wait what became of their claims.

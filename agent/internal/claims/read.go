@@ -114,6 +114,9 @@ func (e *Engine) readParts(ctx context.Context, from view, key types.NamespacedN
 	}
 	for i := range claims.Items {
 		c := &claims.Items[i]
+		if from == cached {
+			c = newest(e.written, c)
+		}
 		switch {
 		case c.Spec.NodeGroup != key.Name, c.CurrentPhase() == v1alpha1.PhaseEnded:
 		case s.Deployment.Spec.ClusterName != "" && c.Spec.ClusterName != s.Deployment.Spec.ClusterName:
@@ -141,8 +144,12 @@ func (e *Engine) readParts(ctx context.Context, from view, key types.NamespacedN
 		return fmt.Errorf("listing Machines: %w", err)
 	}
 	for i := range machines.Items {
-		if !ofAnother(machines.Items[i].Spec.ClusterName) {
-			s.Machines = append(s.Machines, &machines.Items[i])
+		m := &machines.Items[i]
+		if from == cached {
+			m = newest(e.written, m)
+		}
+		if !ofAnother(m.Spec.ClusterName) {
+			s.Machines = append(s.Machines, m)
 		}
 	}
 	return e.readStrays(ctx, key, s)

@@ -242,6 +242,15 @@ func (e *Engine) reportRefusal(ctx context.Context, s *protocol.Snapshot, a prot
 	}
 }
 
+// writeStatus writes a claim's status, if the claim is still as it was read, and has what the caches show of it replaced until they show that.
+func (e *Engine) writeStatus(ctx context.Context, c *v1alpha1.MachineClaim) error {
+	if err := e.Client.Status().Update(ctx, c); err != nil {
+		return err
+	}
+	e.written.note(c.DeepCopy())
+	return nil
+}
+
 func (e *Engine) do(ctx context.Context, a protocol.Action) error {
 	switch a.Kind {
 	case protocol.MarkEntered:
@@ -252,16 +261,16 @@ func (e *Engine) do(ctx context.Context, a protocol.Action) error {
 		c.Status.Phase, c.Status.NodeGroupUID = v1alpha1.PhasePending, a.Group
 		c.Status.WaitingSince = new(metav1.NewTime(e.Clock.Now()))
 		e.note(c, a.Event)
-		return e.Client.Status().Update(ctx, c)
+		return e.writeStatus(ctx, c)
 	case protocol.WaitAnew:
 		c := a.Claim.DeepCopy()
 		c.Status.WaitingSince = new(metav1.NewTime(e.Clock.Now()))
 		e.note(c, a.Event)
-		return e.Client.Status().Update(ctx, c)
+		return e.writeStatus(ctx, c)
 	case protocol.Explain:
 		c := a.Claim.DeepCopy()
 		e.note(c, a.Event)
-		return e.Client.Status().Update(ctx, c)
+		return e.writeStatus(ctx, c)
 	case protocol.Recreate:
 		return e.recreate(ctx, a.Machine)
 	case protocol.Restore:
@@ -283,7 +292,7 @@ func (e *Engine) do(ctx context.Context, a protocol.Action) error {
 		c.Status.Machine.ProviderID = a.Machine.Spec.ProviderID
 		c.Status.Machine.NodeName = a.Machine.Status.NodeRef.Name
 		e.note(c, a.Event)
-		return e.Client.Status().Update(ctx, c)
+		return e.writeStatus(ctx, c)
 	case protocol.Hold:
 		return e.hold(ctx, a)
 	case protocol.LetGo:
@@ -314,7 +323,7 @@ func (e *Engine) bind(ctx context.Context, a protocol.Action) error {
 	c.Status.Machine = &v1alpha1.MachineReference{Name: a.Machine.Name, UID: a.Machine.UID, ProviderID: a.Machine.Spec.ProviderID}
 	c.Status.BoundAt = new(metav1.NewTime(e.Clock.Now()))
 	e.note(c, v1alpha1.Event{Reason: protocol.ReasonBound, Message: "bound to Machine " + a.Machine.Name})
-	if err := e.Client.Status().Update(ctx, c); err != nil {
+	if err := e.writeStatus(ctx, c); err != nil {
 		return err
 	}
 	return e.label(ctx, c, a.Machine)
@@ -376,7 +385,7 @@ func (e *Engine) restore(ctx context.Context, a protocol.Action) error {
 	if c.Status.FailedAt == nil { // why it failed matters more
 		e.note(c, v1alpha1.Event{Reason: protocol.ReasonBound, Message: "its status was lost; bound to Machine " + a.Machine.Name + " by that one's label"})
 	}
-	return e.Client.Status().Update(ctx, c)
+	return e.writeStatus(ctx, c)
 }
 
 // own makes the Cluster the owner of a claim that has none, as backups may leave owners out: nothing else would remove the claim with the
@@ -517,10 +526,14 @@ func (e *Engine) patchMachine(ctx context.Context, before, after *clusterv1.Mach
 		return fmt.Errorf("encoding a Machine's patch: %w", err)
 	}
 	err = e.Client.Patch(ctx, after, client.RawPatch(types.JSONPatchType, patch), fieldOwner)
-	if testFailed(err) {
+	switch {
+	case testFailed(err):
 		return apierrors.NewConflict(schema.GroupResource{Group: clusterv1.GroupVersion.Group, Resource: "machines"}, before.Name, err)
+	case err != nil:
+		return err
 	}
-	return err
+	e.written.note(after.DeepCopy())
+	return nil
 }
 
 // change returns the operations that make one map of an object's metadata into another, and test those keys and the further
@@ -572,7 +585,7 @@ func (e *Engine) takeBack(ctx context.Context, a protocol.Action) error {
 		c.Status.FailedAt = &now
 	}
 	e.note(c, a.Event)
-	if err := e.Client.Status().Update(ctx, c); err != nil {
+	if err := e.writeStatus(ctx, c); err != nil {
 		return err
 	}
 	e.event(c, a.Event.Reason, "GiveUp", a.Event.Message)
@@ -588,7 +601,7 @@ func (e *Engine) endClaim(ctx context.Context, claim *v1alpha1.MachineClaim, why
 	now := metav1.NewTime(e.Clock.Now())
 	c.Status.EndedAt = &now
 	e.note(c, why)
-	if err := e.Client.Status().Update(ctx, c); err != nil {
+	if err := e.writeStatus(ctx, c); err != nil {
 		return err
 	}
 	countEnded(why.Reason)

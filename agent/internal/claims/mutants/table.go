@@ -39,10 +39,22 @@ var mutants = []mutant{
 		{"g.commit(ctx, s, d, unchanged(md)...); err", "g.commit(ctx, s, d); err"},
 	}},
 	{name: "whatever the caches show is written with a lone claim", edits: []edit{
-		{"		if !d.EntersOnly(s, c.Spec.ClaimID) {\n", "		if d.Ledger == nil {\n"},
+		{"	if !d.EntersOnly(s, c.Spec.ClaimID) {\n", "	if d.Ledger == nil {\n"},
 	}},
 	{name: "a lone claim is entered by a ledger that was read after it was made", test: "TestALoneClaimIsEnteredWithoutReadingAnything", edits: []edit{
-		{"		s, err := e.readAround(ctx, cached, g.key, md)\n", "		_ = e.Reader.Get(ctx, g.key, md)\n		s, err := e.readAround(ctx, cached, g.key, md)\n"},
+		{"	s, err := e.readAround(ctx, cached, g.key, md)\n	if err != nil ||", "	_ = e.Reader.Get(ctx, g.key, md)\n	s, err := e.readAround(ctx, cached, g.key, md)\n	if err != nil ||"},
+	}},
+	{name: "a lone claim is entered though another agent wrote the ledger since", test: "TestOnlyWhatThisProcessWroteFollowsWhatItRead", edits: []edit{
+		{"l.Seq == g.wrote && then.Seq+1 >= g.writtenFrom && then.Seq <= l.Seq; !own", "l.Seq == g.wrote; !own"},
+	}},
+	{name: "what this process wrote is forgotten until a cache shows it", test: "TestACacheThatLagsBehindAMarkStartsNoRun", edits: []edit{
+		{"	e.written.note(c.DeepCopy())\n", ""},
+	}},
+	{name: "what this process wrote is believed when a cache shows more", test: "TestACacheThatShowsMoreThanThisProcessWroteIsBelieved", edits: []edit{
+		{"	if err != nil || order <= 0 {\n		w.drop", "	if err != nil || order <= 0 && false {\n		w.drop"},
+	}},
+	{name: "a claim's mark waits for another reading", test: "TestAStepThatEntersClaimsMarksThem", edits: []edit{
+		{"				if err := g.markNewlyEntered(ctx, s, d); err != nil {\n", "				if err := error(nil); err != nil {\n"},
 	}},
 	{name: "a claim whose entry somebody removed is refused its replica", test: "TestAClaimWhoseEntryWasRemovedHasItsReplica", edits: []edit{
 		{"		case c.Status.Phase == v1alpha1.PhasePending && b.spare() > 0 && !b.next.Lowered:\n", "		case false:\n"},
@@ -292,8 +304,8 @@ var mutants = []mutant{
 	// Binding.
 	{name: "label before Bound", smoke: true, edits: []edit{
 		{
-			"	if err := e.Client.Status().Update(ctx, c); err != nil {\n		return err\n	}\n	return e.label(ctx, c, a.Machine)\n",
-			"	if err := e.label(ctx, c, a.Machine); err != nil {\n		return err\n	}\n	return e.Client.Status().Update(ctx, c)\n",
+			"	if err := e.writeStatus(ctx, c); err != nil {\n		return err\n	}\n	return e.label(ctx, c, a.Machine)\n",
+			"	if err := e.label(ctx, c, a.Machine); err != nil {\n		return err\n	}\n	return e.writeStatus(ctx, c)\n",
 		},
 	}},
 	{name: "a dead Machine stays named", world: "-claims=1 -floor=1 -machines=3 -adopt -outsiders=1 -stale=0", violation: "I2", edits: []edit{
