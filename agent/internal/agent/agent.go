@@ -82,7 +82,8 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 
 	var groups *catalogue.Catalogue
 	engine := claims.New(claims.Config{
-		Index: hub.ByDeployment, FailedIndex: hub.FailedByDeployment, ClusterIndex: hub.ClaimsByCluster, Live: hub.LiveClaims(),
+		Indexes: claims.Indexes{Group: hub.ByDeployment, Failed: hub.FailedByDeployment, Cluster: hub.ByCluster, Claim: hub.MachinesByClaim},
+		Live:    hub.LiveClaims(),
 		Client: a.manager.GetClient(), Reader: a.manager.GetAPIReader(), Recorder: a.manager.GetEventRecorder("capi-agent"),
 		Clock: c.Clock, SpareGrace: o.SpareGracePeriod, TombstoneRetention: o.TombstoneRetention,
 		CollectGrace: o.CollectGracePeriod, TokenLife: o.SyncTokenLifetime,

@@ -78,12 +78,10 @@ func (e *Engine) count(ctx context.Context, cluster types.NamespacedName) (censu
 	if age := now.Sub(known.at); ok && age >= 0 && age < censusLife {
 		return known, nil
 	}
-	var selector client.ListOption = client.MatchingLabels{v1alpha1.ClusterLabel: cluster.Name}
-	if e.ClusterIndex != "" {
-		selector = client.MatchingFields{e.ClusterIndex: cluster.Name}
-	}
 	var list v1alpha1.MachineClaimList
-	if err := e.Client.List(ctx, &list, client.InNamespace(cluster.Namespace), selector, client.UnsafeDisableDeepCopy); err != nil {
+	err := e.Client.List(ctx, &list, client.InNamespace(cluster.Namespace),
+		selecting(e.Indexes.Cluster, v1alpha1.ClusterLabel, cluster.Name), client.UnsafeDisableDeepCopy)
+	if err != nil {
 		return census{}, fmt.Errorf("counting the Cluster's claims: %w", err)
 	}
 	counted := census{at: now}

@@ -47,19 +47,34 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
+// Indexes are the names of the caches' indexes. One that is empty does not exist, and cached lists select by label then.
+type Indexes struct {
+	// Group is of Machines, MachineSets and those MachineClaims that have not ended, by the name of their MachineDeployment.
+	Group string
+	// Failed is of the MachineClaims that failed, in the same way.
+	Failed string
+	// Cluster is of Machines and MachineClaims by the name of their Cluster.
+	Cluster string
+	// Claim is of Machines by the id of the claim that they are labelled with.
+	Claim string
+}
+
+// selecting lists by an index of the caches if there is one, else by label.
+func selecting(index, label, value string) client.ListOption {
+	if index != "" {
+		return client.MatchingFields{index: value}
+	}
+	return client.MatchingLabels{label: value}
+}
+
 // Config is what an [Engine] needs.
 type Config struct {
 	// Client reads from caches and writes. REQUIRED.
 	Client client.Client
 	// Reader reads from the API server itself, consistently. REQUIRED.
 	Reader client.Reader
-	// Index is the name of the caches' index of Machines, MachineSets and those MachineClaims that have not ended, by the name
-	// of their MachineDeployment. Empty means that there is none, and that cached lists select by label.
-	Index string
-	// FailedIndex is the name of the caches' index of MachineClaims that failed, in the same way.
-	FailedIndex string
-	// ClusterIndex is the name of the caches' index of MachineClaims by the name of their Cluster, in the same way.
-	ClusterIndex string
+	// Indexes are the caches' own.
+	Indexes Indexes
 	// Live leaves ended claims out of lists that Reader answers. Nil lists them too, which is only slower.
 	Live client.ListOption
 	// Recorder takes the events that people see. Nil means none.
@@ -293,7 +308,9 @@ func (e *Engine) remember(ctx context.Context, key Key) (*v1alpha1.MachineClaim,
 		return nil, cmp.Or(err, ErrNotFound)
 	}
 	var labelled clusterv1.MachineList
-	if err := e.Client.List(ctx, &labelled, client.InNamespace(key.Namespace), client.MatchingLabels{v1alpha1.ClaimLabel: key.ID}); err != nil {
+	err := e.Client.List(ctx, &labelled, client.InNamespace(key.Namespace), selecting(e.Indexes.Claim, v1alpha1.ClaimLabel, key.ID),
+		client.UnsafeDisableDeepCopy)
+	if err != nil {
 		return nil, fmt.Errorf("listing the claim's Machines: %w", err)
 	}
 	for i := range labelled.Items {
@@ -406,12 +423,10 @@ func (e *Engine) CoolingDown(ctx context.Context, key types.NamespacedName) (*el
 		return nil, nil
 	}
 	var list v1alpha1.MachineClaimList
-	var selector client.ListOption = client.MatchingLabels{v1alpha1.NodeGroupLabel: key.Name}
-	if e.FailedIndex != "" {
-		selector = client.MatchingFields{e.FailedIndex: key.Name}
-	}
 	// They are read only, and there may be many: all that failed while ended claims are remembered.
-	if err := e.Client.List(ctx, &list, client.InNamespace(key.Namespace), selector, client.UnsafeDisableDeepCopy); err != nil {
+	err := e.Client.List(ctx, &list, client.InNamespace(key.Namespace), selecting(e.Indexes.Failed, v1alpha1.NodeGroupLabel, key.Name),
+		client.UnsafeDisableDeepCopy)
+	if err != nil {
 		return nil, fmt.Errorf("listing failed claims: %w", err)
 	}
 	claims := make([]*v1alpha1.MachineClaim, 0, len(list.Items))
@@ -766,8 +781,8 @@ func (e *Engine) List(ctx context.Context, o ListOptions) ([]v1alpha1.MachineCla
 // Machines that are being deleted or belong to no MachineDeployment.
 func (e *Engine) labelledIn(ctx context.Context, cluster types.NamespacedName) (map[string]string, error) {
 	var machines clusterv1.MachineList
-	err := e.Client.List(ctx, &machines, client.InNamespace(cluster.Namespace), client.MatchingLabels{clusterv1.ClusterNameLabel: cluster.Name},
-		client.UnsafeDisableDeepCopy)
+	err := e.Client.List(ctx, &machines, client.InNamespace(cluster.Namespace),
+		selecting(e.Indexes.Cluster, clusterv1.ClusterNameLabel, cluster.Name), client.UnsafeDisableDeepCopy)
 	if err != nil {
 		return nil, fmt.Errorf("listing the Cluster's Machines: %w", err)
 	}

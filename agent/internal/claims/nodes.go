@@ -46,8 +46,8 @@ func (e *Engine) noteNodes(
 	ctx context.Context, r *liveSet, taken time.Time, claims []v1alpha1.MachineClaim,
 ) (running map[string]bool, err error) {
 	var machines clusterv1.MachineList
-	err = e.Client.List(ctx, &machines, client.InNamespace(r.Namespace), client.MatchingLabels{clusterv1.ClusterNameLabel: r.Cluster},
-		client.UnsafeDisableDeepCopy)
+	err = e.Client.List(ctx, &machines, client.InNamespace(r.Namespace),
+		selecting(e.Indexes.Cluster, clusterv1.ClusterNameLabel, r.Cluster), client.UnsafeDisableDeepCopy)
 	if err != nil {
 		return nil, fmt.Errorf("listing the Cluster's Machines: %w", err)
 	}

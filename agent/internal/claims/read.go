@@ -166,8 +166,8 @@ func (e *Engine) ofGroup(from view, label string, key types.NamespacedName) []cl
 
 // inGroup selects what belongs to a node group: from the caches by index, from the API server by label.
 func (e *Engine) inGroup(from view, label, name string) client.ListOption {
-	if e.Index != "" && from == cached {
-		return client.MatchingFields{e.Index: name}
+	if from == cached {
+		return selecting(e.Indexes.Group, label, name)
 	}
 	return client.MatchingLabels{label: name}
 }

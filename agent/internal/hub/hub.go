@@ -130,8 +130,10 @@ const (
 	// ByDeployment indexes Machines and MachineSets by the name of their MachineDeployment, and the MachineClaims that have
 	// not ended by spec.nodeGroup.
 	ByDeployment = "machineDeployment"
-	// ClaimsByCluster indexes MachineClaims, ended ones included, by spec.clusterName.
-	ClaimsByCluster = "claim.clusterName"
+	// ByCluster indexes Machines, and MachineClaims, ended ones included, by the name of their Cluster.
+	ByCluster = "cluster"
+	// MachinesByClaim indexes Machines by the id of the claim that they are labelled with.
+	MachinesByClaim = "claimID"
 	// FailedByDeployment indexes the MachineClaims that failed, ended ones included, by spec.nodeGroup.
 	FailedByDeployment = "failed.machineDeployment"
 	// MachinesByProviderID indexes Machines by spec.providerID, which is unique only within a Cluster.
@@ -173,6 +175,12 @@ func Index(ctx context.Context, indexer client.FieldIndexer) error {
 		{&clusterv1.Machine{}, ByDeployment, func(object client.Object) string {
 			return object.GetLabels()[clusterv1.MachineDeploymentNameLabel]
 		}},
+		{&clusterv1.Machine{}, ByCluster, func(object client.Object) string {
+			return object.GetLabels()[clusterv1.ClusterNameLabel]
+		}},
+		{&clusterv1.Machine{}, MachinesByClaim, func(object client.Object) string {
+			return object.GetLabels()[v1alpha1.ClaimLabel]
+		}},
 		{&clusterv1.Machine{}, MachinesByProviderID, func(object client.Object) string {
 			machine, ok := object.(*clusterv1.Machine)
 			if !ok {
@@ -190,7 +198,7 @@ func Index(ctx context.Context, indexer client.FieldIndexer) error {
 			}
 			return claim.Spec.NodeGroup
 		}},
-		{&v1alpha1.MachineClaim{}, ClaimsByCluster, func(object client.Object) string {
+		{&v1alpha1.MachineClaim{}, ByCluster, func(object client.Object) string {
 			claim, ok := object.(*v1alpha1.MachineClaim)
 			if !ok {
 				return ""
