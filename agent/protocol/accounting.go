@@ -221,6 +221,20 @@ func (s *Snapshot) orphaned(claimID string) bool {
 	return c != nil && c.CurrentPhase() == v1alpha1.PhaseEnded
 }
 
+// readmit enters the claims again that say that they were entered, and whose entries were taken out of the ledger by a person: their replicas
+// are still there, if not with Machines that they may have, and no other claim has them.
+func (b *books) readmit() {
+	for _, c := range b.Claims {
+		_, entered := b.next.Pending[c.Spec.ClaimID]
+		if c.Status.Phase != v1alpha1.PhasePending || c.Spec.Adopt != "" || entered || b.labelled(c.Spec.ClaimID) != nil {
+			continue
+		}
+		if b.spare() > 0 && !b.next.Lowered {
+			b.admit(c.Spec.ClaimID, Named{})
+		}
+	}
+}
+
 // enter accounts for the claims that have no entry yet, oldest first: from the spare, else by raising replicas.
 func (b *books) enter() {
 	refusal := b.refusal()
@@ -232,14 +246,10 @@ func (b *books) enter() {
 		if c.CurrentPhase() != v1alpha1.PhasePending || c.Spec.Adopt != "" {
 			continue
 		}
-		if _, entered := b.next.Pending[id]; entered || b.labelled(id) != nil {
+		if _, entered := b.next.Pending[id]; entered || b.d.Queued[id] || b.labelled(id) != nil {
 			continue // a claim that lost its status has its Machine already
 		}
 		switch {
-		case c.Status.Phase == v1alpha1.PhasePending && b.spare() > 0 && !b.next.Lowered:
-			// It was entered once, and somebody edited the ledger. Its replica is still there, if not with a Machine that it may have.
-			spendable--
-			b.admit(id, Named{})
 		case refusal != nil:
 			b.d.Refused[id] = *refusal
 			continue

@@ -49,7 +49,7 @@ func (s *Snapshot) actOnClaims(d *Decision) {
 					reason = ReasonNoRoom
 				}
 				if c.Status.Phase == v1alpha1.PhasePending {
-					d.end(c, reason, refusal.Message) // it was entered once, and somebody else has its replica now
+					d.end(c, reason, refusal.Message) // it was entered once, and its replica is another owner's now
 				} else {
 					s.moveOn(d, c, reason, refusal.Message)
 				}

@@ -184,6 +184,7 @@ func Decide(s *Snapshot) *Decision {
 	b.giveBacks()
 	b.unpause()
 	b.meet()
+	b.readmit()
 	b.adopt()
 	b.enter()
 	b.name()
@@ -203,7 +204,7 @@ func Decide(s *Snapshot) *Decision {
 func (d *Decision) EntersOnly(s *Snapshot, claimID string) bool {
 	// That a claim is not marked as entered yet is mostly a cache that lags behind its mark, and no reason to wait.
 	more := slices.ContainsFunc(d.Actions, func(a Action) bool { return a.Kind != MarkEntered })
-	if d.Ledger == nil || more || s.Ledger == nil || s.moved() || d.Pause != PauseKeep || d.Lowered != "" || d.Removes {
+	if d.Ledger == nil || more || len(d.Refused) > 0 || s.Ledger == nil || s.moved() || d.Pause != PauseKeep || d.Lowered != "" || d.Removes {
 		return false
 	}
 	rest := d.Ledger.Clone()

@@ -132,6 +132,31 @@ func TestAClaimWhoseEntryWasRemovedHasItsReplica(t *testing.T) {
 	assert.Len(t, d.Ledger.Releasing, 1)
 }
 
+func TestAClaimWhoseEntryWasRemovedComesBeforeOthers(t *testing.T) {
+	for name, change := range map[string]func(s *Snapshot){
+		"an older one": func(s *Snapshot) {
+			s.withClaim("a", "", "")
+			s.Claims[1].CreationTimestamp = metav1.NewTime(s.Now.Add(-time.Hour))
+		},
+		"one that adopts": func(s *Snapshot) {
+			s.withClaim("n", "", "")
+			s.Claims[1].Spec.Adopt = "m0"
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			three := int32(3)
+			s := scene(3, &Ledger{Version: 1, Seq: 4, Floor: 2, LastReplicas: 3}).withClaim("c", v1alpha1.PhasePending, "").
+				withMachine("m0", "", node).withMachine("m1", "", node) // one has not come yet
+			s.Group.Max = &three
+			change(s)
+			d := Decide(s)
+			require.NotNil(t, d.Ledger)
+			assert.Contains(t, d.Ledger.Pending, "c")
+			assert.NotContains(t, d.Refused, "c")
+		})
+	}
+}
+
 func TestARaiseAboveTheMinSizeIsTheFloorsInFull(t *testing.T) {
 	s := scene(5, &Ledger{Version: 1, Seq: 1, Floor: 0, LastReplicas: 3})
 	s.Group.Min = 3

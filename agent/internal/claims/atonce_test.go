@@ -151,13 +151,20 @@ func TestClaimsThatFollowEachOtherAreEnteredAtOnce(t *testing.T) {
 	assert.Len(t, l.Pending, 3)
 }
 
-// whenCreated calls back when the object of the claim is there, and its call goes on only then.
-func whenCreated(e *Engine, claimID string, then func()) {
+// whenCreated calls back before and after the object of the claim is made, each once; its call goes on only then. nil does nothing.
+func whenCreated(e *Engine, claimID string, before, after func()) {
 	e.Client = interceptor.NewClient(e.Client.(client.WithWatch), interceptor.Funcs{ //nolint:forcetypeassert // the fake is one
 		Create: func(ctx context.Context, c client.WithWatch, o client.Object, opts ...client.CreateOption) error {
+			made, is := o.(*v1alpha1.MachineClaim)
+			if !is || made.Spec.ClaimID != claimID {
+				return c.Create(ctx, o, opts...)
+			}
+			if before != nil {
+				before()
+			}
 			err := c.Create(ctx, o, opts...)
-			if made, is := o.(*v1alpha1.MachineClaim); is && made.Spec.ClaimID == claimID {
-				then()
+			if after != nil {
+				after()
 			}
 			return err
 		},
@@ -166,21 +173,63 @@ func whenCreated(e *Engine, claimID string, then func()) {
 
 // A stream of claims would keep a run busy for ever, if each waited for a step of the run that it comes into.
 func TestAClaimIsEnteredAtOnceAfterARunOfThisProcess(t *testing.T) {
+	for name, first := range map[string]bool{"of the claim before it": true, "that entered it as well": false} {
+		t.Run(name, func(t *testing.T) {
+			e := engineWith(t, groupOf("small", 0, map[string]string{v1alpha1.LedgerAnnotation: restingLedger(0).Encode()}))
+			e.spawn = func(run func()) { run() }
+			var reads, then atomic.Int32
+			counted(t, e, &reads)
+			other := func() {
+				_, err := e.Create(t.Context(), requestOf("a")) // not alone
+				require.NoError(t, err)
+				_, l := small(t, e)
+				if first {
+					require.Len(t, l.Pending, 1)
+				} else {
+					require.Len(t, l.Pending, 2)
+				}
+				then.Store(reads.Load())
+			}
+			if first {
+				whenCreated(e, "b", other, nil)
+			} else {
+				whenCreated(e, "b", nil, other)
+			}
+			_, err := e.Create(t.Context(), requestOf("b"))
+			require.NoError(t, err)
+			assert.NotZero(t, then.Load())
+			assert.Equal(t, then.Load(), reads.Load())
+			_, l := small(t, e)
+			assert.Len(t, l.Pending, 2)
+		})
+	}
+}
+
+func TestAClaimThatEndedMeanwhileIsNotEnteredAtOnce(t *testing.T) {
 	e := engineWith(t, groupOf("small", 0, map[string]string{v1alpha1.LedgerAnnotation: restingLedger(0).Encode()}))
 	e.spawn = func(run func()) { run() }
-	var reads, before atomic.Int32
-	counted(t, e, &reads)
-	whenCreated(e, "b", func() {
-		_, err := e.Create(t.Context(), requestOf("a")) // not alone
+	whenCreated(e, "a", nil, func() {
+		_, err := e.Release(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "a"}, ReleaseOptions{})
 		require.NoError(t, err)
-		before.Store(reads.Load())
 	})
-	_, err := e.Create(t.Context(), requestOf("b"))
+	_, err := e.Create(t.Context(), requestOf("a"))
+	require.Error(t, err)
+	md, l := small(t, e)
+	assert.Zero(t, *md.Spec.Replicas)
+	assert.Empty(t, l.Pending)
+}
+
+// What is refused is refused by a step, which has read the API server.
+func TestAClaimIsNotEnteredAtOnceBesideOneThatIsRefused(t *testing.T) {
+	refused := movingClaim("refused", "", "", nil)
+	refused.Spec.Adopt = "not-shown-yet"
+	e := engineWith(t, groupOf("small", 0, map[string]string{v1alpha1.LedgerAnnotation: restingLedger(0).Encode()}), refused)
+	e.spawn = func(run func()) { run() }
+	var reads atomic.Int32
+	counted(t, e, &reads)
+	_, err := e.Create(t.Context(), requestOf("a"))
 	require.NoError(t, err)
-	assert.NotZero(t, before.Load())
-	assert.Equal(t, before.Load(), reads.Load())
-	_, l := small(t, e)
-	assert.Len(t, l.Pending, 2)
+	assert.NotZero(t, reads.Load())
 }
 
 func TestOnlyWhatThisProcessWroteFollowsWhatItRead(t *testing.T) {
@@ -191,7 +240,7 @@ func TestOnlyWhatThisProcessWroteFollowsWhatItRead(t *testing.T) {
 	g := e.group(namespace, "small")
 	start, _ := small(t, e)
 	newest := func(md *clusterv1.MachineDeployment) *clusterv1.MachineDeployment {
-		now, err := g.newest(t.Context(), md)
+		now, err := g.unlessOthersWrote(t.Context(), md)
 		require.NoError(t, err)
 		return now
 	}
@@ -218,9 +267,35 @@ func TestOnlyWhatThisProcessWroteFollowsWhatItRead(t *testing.T) {
 	_, err = e.Create(t.Context(), requestOf("d"))
 	require.NoError(t, err)
 	assert.Same(t, last, newest(last))
-	remade := last.DeepCopy()
-	remade.UID = "another"
-	assert.Same(t, remade, newest(remade))
+
+	present, l := small(t, e)
+	assert.Equal(t, present.ResourceVersion, newest(present).ResourceVersion)
+	for name, change := range map[string]func(*clusterv1.MachineDeployment){
+		"made again": func(md *clusterv1.MachineDeployment) { md.UID = "another" },
+		"another agent's": func(md *clusterv1.MachineDeployment) {
+			l := l.Clone()
+			l.By = "another"
+			md.Annotations[v1alpha1.LedgerAnnotation] = l.Encode()
+		},
+		"an answer was lost": func(md *clusterv1.MachineDeployment) {
+			l := l.Clone()
+			l.Seq++
+			md.Annotations[v1alpha1.LedgerAnnotation] = l.Encode()
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			now := present.DeepCopy()
+			change(now)
+			g.engine.Client = interceptor.NewClient(e.Client.(client.WithWatch), interceptor.Funcs{ //nolint:forcetypeassert // the fake is one
+				Get: func(_ context.Context, _ client.WithWatch, _ client.ObjectKey, o client.Object, _ ...client.GetOption) error {
+					now.DeepCopyInto(o.(*clusterv1.MachineDeployment)) //nolint:forcetypeassert // nothing else is read
+					return nil
+				},
+			})
+			e.written = newOwnWrites(e.Clock)
+			assert.Same(t, present, newest(present))
+		})
+	}
 }
 
 // lagging has the engine's cache show claims as they are now.
@@ -242,7 +317,7 @@ func lagging(t *testing.T, e *Engine) {
 func TestACacheThatLagsBehindAMarkStartsNoRun(t *testing.T) {
 	e := engineWith(t, groupOf("small", 0, map[string]string{v1alpha1.LedgerAnnotation: restingLedger(0).Encode()}))
 	e.spawn = func(run func()) { run() }
-	whenCreated(e, "a", func() { lagging(t, e) })
+	whenCreated(e, "a", nil, func() { lagging(t, e) })
 	var reads atomic.Int32
 	counted(t, e, &reads)
 	_, err := e.Create(t.Context(), requestOf("a"))
@@ -268,7 +343,39 @@ func TestACacheThatShowsMoreThanThisProcessWroteIsBelieved(t *testing.T) {
 	assert.Equal(t, v1alpha1.PhaseEnded, c.Status.Phase)
 }
 
-// The claims that a step enters were read before it, and a note on one that has changed since is refused.
+// A claim that has changed since it was read refuses the note.
+func TestAClaimThatIsReleasedWhileItIsEnteredIsNotMarked(t *testing.T) {
+	e := engineWith(t, groupOf("small", 0, nil), movingClaim("a", "", "", nil))
+	key := Key{Namespace: namespace, Cluster: clusterName, ID: "a"}
+	released := false
+	e.spawn = func(func()) {}
+	e.Client = interceptor.NewClient(e.Client.(client.WithWatch), interceptor.Funcs{ //nolint:forcetypeassert // the fake is one
+		Patch: func(ctx context.Context, c client.WithWatch, o client.Object, p client.Patch, opts ...client.PatchOption) error {
+			err := c.Patch(ctx, o, p, opts...)
+			if _, is := o.(*clusterv1.MachineDeployment); is && !released {
+				released = true
+				_, err := e.Release(ctx, key, ReleaseOptions{})
+				require.NoError(t, err)
+			}
+			return err
+		},
+		SubResourceUpdate: func(ctx context.Context, c client.Client, sub string, o client.Object, opts ...client.SubResourceUpdateOption) error {
+			claim, is := o.(*v1alpha1.MachineClaim)
+			err := c.SubResource(sub).Update(ctx, o, opts...)
+			if is && err == nil {
+				assert.NotEqual(t, v1alpha1.PhasePending, claim.Status.Phase)
+			}
+			return err
+		},
+	})
+	_, err := e.group(namespace, "small").run(t.Context())
+	require.NoError(t, err)
+	assert.True(t, released)
+	c, err := e.stored(t.Context(), key)
+	require.NoError(t, err)
+	assert.Equal(t, v1alpha1.PhaseEnded, c.Status.Phase)
+}
+
 func TestAStepThatEntersClaimsMarksThem(t *testing.T) {
 	e := engineWith(t, groupOf("small", 0, nil), movingClaim("a", "", "", nil), movingClaim("b", "", "", nil))
 	var reads atomic.Int32

@@ -85,7 +85,7 @@ func (e *Engine) choose(ctx context.Context, r Request, cluster *clusterv1.Clust
 			}
 			continue
 		case chosen.none():
-			newest := e.group(key.Namespace, key.Name).latest(&md)
+			newest := over(&md, e.written)
 			refusal, err := e.refusalOrBug(ctx, r, cluster, newest)
 			if err != nil {
 				return choice{}, err

@@ -122,7 +122,7 @@ func (g *group) look(ctx context.Context) (*protocol.Decision, error) {
 	}
 	// A cache that lags behind must not make the grace period of a spare begin anew. One that shows a later ledger does not lag, unless that is
 	// this agent's own: the spare went to a claim, which another agent may have served, and the next spare has a grace period of its own.
-	if d.Spare || s.Seq() > g.spareSeq && !g.wroteItself(s.Deployment) {
+	if d.Spare || s.Seq() > g.spareSeq && !g.engine.written.has(s.Deployment) {
 		g.noteSpare(s, d)
 	}
 	if wait := g.coalesce(s, d); wait > 0 {

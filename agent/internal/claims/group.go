@@ -12,10 +12,11 @@ import (
 	"sync"
 	"time"
 
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/apimachinery/pkg/util/resourceversion"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
@@ -51,8 +52,6 @@ type group struct {
 	busy      int
 	busySince time.Time
 	making    int // counts calls that make a claim
-	// written is the MachineDeployment as this process wrote it last; nil when it did not. It is read only.
-	written *clusterv1.MachineDeployment
 
 	// Used under lock only.
 	spareSince time.Time
@@ -151,28 +150,6 @@ func (g *group) occupied() bool {
 	return g.busy > 0 && g.engine.Clock.Since(g.busySince) < longestOccupied
 }
 
-// wroteItself reports whether the MachineDeployment is as this process wrote it, and not as a cache shows it.
-func (g *group) wroteItself(md *clusterv1.MachineDeployment) bool {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	return md == g.written
-}
-
-// latest returns what this process wrote itself where the cache does not show it yet.
-func (g *group) latest(md *clusterv1.MachineDeployment) *clusterv1.MachineDeployment {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	if g.written == nil {
-		return md
-	}
-	order, err := resourceversion.CompareResourceVersion(g.written.ResourceVersion, md.ResourceVersion)
-	if err != nil || order <= 0 || g.written.UID != md.UID {
-		g.written = nil
-		return md
-	}
-	return g.written
-}
-
 const (
 	// mostAtOnce is how many entries a ledger has at most to which a claim is added at once. More are a crowd, and the write carries them
 	// three times.
@@ -197,8 +174,12 @@ func (g *group) enterAtOnce(md *clusterv1.MachineDeployment, c *v1alpha1.Machine
 		end()
 		return false
 	}
-	if left, _ := g.rest(); left > 0 {
+	end = func() {
 		<-g.lock
+		cancel()
+		done()
+	}
+	if left, _ := g.rest(); left > 0 {
 		end()
 		return false
 	}
@@ -217,7 +198,6 @@ func (g *group) enterAtOnce(md *clusterv1.MachineDeployment, c *v1alpha1.Machine
 		log.FromContext(ctx).V(1).Info("the claim is left to a step", "claim", c.Spec.ClaimID, "cause", err.Error())
 	}
 	if s == nil {
-		<-g.lock
 		end()
 		return in
 	}
@@ -225,7 +205,6 @@ func (g *group) enterAtOnce(md *clusterv1.MachineDeployment, c *v1alpha1.Machine
 	// The call is answered meanwhile. A run does it if this fails: until then the ledger alone knows of the claim.
 	g.engine.spawn(func() {
 		defer end()
-		defer func() { <-g.lock }()
 		if _, err := g.engine.perform(ctx, s, []protocol.Action{entered}); err != nil {
 			log.FromContext(ctx).V(1).Info("the claim is marked as entered by a step", "claim", c.Spec.ClaimID, "cause", err.Error())
 		}
@@ -236,11 +215,11 @@ func (g *group) enterAtOnce(md *clusterv1.MachineDeployment, c *v1alpha1.Machine
 // enterOnly enters a claim if that is all there is to do, and reports whether the ledger has the claim. If this wrote it, it returns what that
 // was decided from. lock is held.
 func (g *group) enterOnly(
-	ctx context.Context, md *clusterv1.MachineDeployment, c *v1alpha1.MachineClaim,
+	ctx context.Context, read *clusterv1.MachineDeployment, c *v1alpha1.MachineClaim,
 ) (from *protocol.Snapshot, in bool, err error) {
 	e := g.engine
-	read := md
-	if md, err = g.newest(ctx, read); err != nil {
+	md, err := g.unlessOthersWrote(ctx, read)
+	if err != nil {
 		return nil, false, err
 	}
 	s, err := e.readAround(ctx, cached, g.key, md)
@@ -251,7 +230,12 @@ func (g *group) enterOnly(
 		return nil, md != read, nil // a run came first
 	}
 	if !slices.ContainsFunc(s.Claims, func(other *v1alpha1.MachineClaim) bool { return other.Spec.ClaimID == c.Spec.ClaimID }) {
-		s.Claims = append(s.Claims, c)
+		switch err := e.Client.Get(ctx, client.ObjectKeyFromObject(c), &v1alpha1.MachineClaim{}); {
+		case apierrors.IsNotFound(err): // the cache does not show it yet
+			s.Claims = append(s.Claims, c)
+		default: // it has ended, or moved on, meanwhile
+			return nil, false, err
+		}
 	}
 	d := e.decide(s)
 	if !d.EntersOnly(s, c.Spec.ClaimID) {
@@ -263,15 +247,15 @@ func (g *group) enterOnly(
 	return s, true, nil
 }
 
-// newest returns the MachineDeployment as the cache and this process have it now, if nobody else wrote a ledger since md was read: no other
-// agent has entered a claim then that was made after that. Else it returns md. lock is held.
-func (g *group) newest(ctx context.Context, md *clusterv1.MachineDeployment) (*clusterv1.MachineDeployment, error) {
+// unlessOthersWrote returns the MachineDeployment as the cache and this process have it now, if no other agent wrote a ledger since md was read:
+// none has entered a claim then that was made after that. Else it returns md. lock is held.
+func (g *group) unlessOthersWrote(ctx context.Context, md *clusterv1.MachineDeployment) (*clusterv1.MachineDeployment, error) {
 	e := g.engine
 	now := &clusterv1.MachineDeployment{}
 	if err := e.Client.Get(ctx, g.key, now); err != nil {
 		return nil, fmt.Errorf("reading the MachineDeployment: %w", err)
 	}
-	now = g.latest(now)
+	now = over(now, e.written)
 	then, errThen := protocol.LedgerOf(md)
 	l, err := protocol.LedgerOf(now)
 	if now.UID != md.UID || errThen != nil || err != nil || then == nil || l == nil {
@@ -611,9 +595,7 @@ func (g *group) commit(ctx context.Context, s *protocol.Snapshot, d *protocol.De
 	if err != nil {
 		return err
 	}
-	g.mu.Lock()
-	g.written = written
-	g.mu.Unlock()
+	g.engine.written.note(written)
 	if s.Ledger == nil || s.Seq() != g.wrote || s.Ledger.By != g.engine.id {
 		g.writtenFrom = s.Seq() + 1
 	}

@@ -44,7 +44,7 @@ func (e *Engine) read(ctx context.Context, from view, key types.NamespacedName) 
 		return nil, fmt.Errorf("reading the MachineDeployment: %w", err)
 	}
 	if from == cached {
-		return e.readAround(ctx, from, key, e.group(key.Namespace, key.Name).latest(&md))
+		return e.readAround(ctx, from, key, over(&md, e.written))
 	}
 	return e.readAround(ctx, from, key, &md)
 }
@@ -115,7 +115,7 @@ func (e *Engine) readParts(ctx context.Context, from view, key types.NamespacedN
 	for i := range claims.Items {
 		c := &claims.Items[i]
 		if from == cached {
-			c = newest(e.written, c)
+			c = over(c, e.written)
 		}
 		switch {
 		case c.Spec.NodeGroup != key.Name, c.CurrentPhase() == v1alpha1.PhaseEnded:
@@ -146,7 +146,7 @@ func (e *Engine) readParts(ctx context.Context, from view, key types.NamespacedN
 	for i := range machines.Items {
 		m := &machines.Items[i]
 		if from == cached {
-			m = newest(e.written, m)
+			m = over(m, e.written)
 		}
 		if !ofAnother(m.Spec.ClusterName) {
 			s.Machines = append(s.Machines, m)

@@ -525,14 +525,17 @@ func (e *Engine) patchMachine(ctx context.Context, before, after *clusterv1.Mach
 	if err != nil {
 		return fmt.Errorf("encoding a Machine's patch: %w", err)
 	}
-	err = e.Client.Patch(ctx, after, client.RawPatch(types.JSONPatchType, patch), fieldOwner)
+	// Into an empty one: what the answer leaves out would stay in one that is filled.
+	written := &clusterv1.Machine{ObjectMeta: metav1.ObjectMeta{Namespace: before.Namespace, Name: before.Name}}
+	err = e.Client.Patch(ctx, written, client.RawPatch(types.JSONPatchType, patch), fieldOwner)
 	switch {
 	case testFailed(err):
 		return apierrors.NewConflict(schema.GroupResource{Group: clusterv1.GroupVersion.Group, Resource: "machines"}, before.Name, err)
 	case err != nil:
 		return err
 	}
-	e.written.note(after.DeepCopy())
+	e.written.note(written)
+	after.ResourceVersion = written.ResourceVersion
 	return nil
 }
 

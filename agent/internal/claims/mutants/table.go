@@ -41,8 +41,8 @@ var mutants = []mutant{
 	{name: "whatever the caches show is written with a lone claim", edits: []edit{
 		{"	if !d.EntersOnly(s, c.Spec.ClaimID) {\n", "	if d.Ledger == nil {\n"},
 	}},
-	{name: "a lone claim is entered by a ledger that was read after it was made", test: "TestALoneClaimIsEnteredWithoutReadingAnything", edits: []edit{
-		{"	s, err := e.readAround(ctx, cached, g.key, md)\n	if err != nil ||", "	_ = e.Reader.Get(ctx, g.key, md)\n	s, err := e.readAround(ctx, cached, g.key, md)\n	if err != nil ||"},
+	{name: "a lone claim is entered by a ledger that was read after it was made", test: "TestOnlyWhatThisProcessWroteFollowsWhatItRead", edits: []edit{
+		{"	if own := l.By == e.id && l.Seq == g.wrote && then.Seq+1 >= g.writtenFrom && then.Seq <= l.Seq; !own {\n		return md, nil\n	}\n", ""},
 	}},
 	{name: "a lone claim is entered though another agent wrote the ledger since", test: "TestOnlyWhatThisProcessWroteFollowsWhatItRead", edits: []edit{
 		{"l.Seq == g.wrote && then.Seq+1 >= g.writtenFrom && then.Seq <= l.Seq; !own", "l.Seq == g.wrote; !own"},
@@ -53,11 +53,20 @@ var mutants = []mutant{
 	{name: "what this process wrote is believed when a cache shows more", test: "TestACacheThatShowsMoreThanThisProcessWroteIsBelieved", edits: []edit{
 		{"	if err != nil || order <= 0 {\n		w.drop", "	if err != nil || order <= 0 && false {\n		w.drop"},
 	}},
+	{name: "a claim that has ended meanwhile is entered at once", test: "TestAClaimThatEndedMeanwhileIsNotEnteredAtOnce", edits: []edit{
+		{"		default: // it has ended, or moved on, meanwhile\n			return nil, false, err\n", "		default:\n			s.Claims = append(s.Claims, c)\n"},
+	}},
+	{name: "what caches show refuses other calls", test: "TestAClaimIsNotEnteredAtOnceBesideOneThatIsRefused", edits: []edit{
+		{"more || len(d.Refused) > 0 || s.Ledger == nil ||", "more || s.Ledger == nil ||"},
+	}},
 	{name: "a claim's mark waits for another reading", test: "TestAStepThatEntersClaimsMarksThem", edits: []edit{
 		{"				if err := g.markNewlyEntered(ctx, s, d); err != nil {\n", "				if err := error(nil); err != nil {\n"},
 	}},
-	{name: "a claim whose entry somebody removed is refused its replica", test: "TestAClaimWhoseEntryWasRemovedHasItsReplica", edits: []edit{
-		{"		case c.Status.Phase == v1alpha1.PhasePending && b.spare() > 0 && !b.next.Lowered:\n", "		case false:\n"},
+	{name: "a claim whose entry was removed is refused its replica", test: "TestAClaimWhoseEntryWasRemovedHasItsReplica", edits: []edit{
+		{"	b.readmit()\n", ""},
+	}},
+	{name: "a claim whose entry was removed comes after others", test: "TestAClaimWhoseEntryWasRemovedComesBeforeOthers", edits: []edit{
+		{"	b.readmit()\n	b.adopt()\n	b.enter()\n", "	b.adopt()\n	b.enter()\n	b.readmit()\n"},
 	}},
 	{name: "a lone claim does not wait for what is due before it", test: "TestADecisionThatOnlyEntersAClaim", edits: []edit{
 		{"	if d.Ledger == nil || more || s.Ledger == nil", "	_ = more\n	if d.Ledger == nil || s.Ledger == nil"},
