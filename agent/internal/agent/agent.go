@@ -82,8 +82,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 
 	var groups *catalogue.Catalogue
 	engine := claims.New(claims.Config{
-		Indexes: claims.Indexes{Group: hub.ByDeployment, Failed: hub.FailedByDeployment, Cluster: hub.ByCluster, Claim: hub.MachinesByClaim},
-		Live:    hub.LiveClaims(),
+		Indexes: claims.Indexes{Group: hub.ByDeployment, Failed: hub.FailedByDeployment, Cluster: hub.ByCluster}, Live: hub.LiveClaims(),
 		Client: a.manager.GetClient(), Reader: a.manager.GetAPIReader(), Recorder: a.manager.GetEventRecorder("capi-agent"),
 		Clock: c.Clock, SpareGrace: o.SpareGracePeriod, TombstoneRetention: o.TombstoneRetention,
 		CollectGrace: o.CollectGracePeriod, TokenLife: o.SyncTokenLifetime,

@@ -55,8 +55,6 @@ type Indexes struct {
 	Failed string
 	// Cluster is of Machines and MachineClaims by the name of their Cluster.
 	Cluster string
-	// Claim is of Machines by the id of the claim that they are labelled with.
-	Claim string
 }
 
 // selecting lists by an index of the caches if there is one, else by label.
@@ -308,8 +306,8 @@ func (e *Engine) remember(ctx context.Context, key Key) (*v1alpha1.MachineClaim,
 		return nil, cmp.Or(err, ErrNotFound)
 	}
 	var labelled clusterv1.MachineList
-	err := e.Client.List(ctx, &labelled, client.InNamespace(key.Namespace), selecting(e.Indexes.Claim, v1alpha1.ClaimLabel, key.ID),
-		client.UnsafeDisableDeepCopy)
+	err := e.Client.List(ctx, &labelled, client.InNamespace(key.Namespace), selecting(e.Indexes.Cluster, clusterv1.ClusterNameLabel, key.Cluster),
+		client.MatchingLabels{v1alpha1.ClaimLabel: key.ID}, client.UnsafeDisableDeepCopy)
 	if err != nil {
 		return nil, fmt.Errorf("listing the claim's Machines: %w", err)
 	}

@@ -7,13 +7,16 @@ import (
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/runtime"
 	"pgregory.net/rapid"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	caches "github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 )
 
 var errCrash = errors.New("the agent was killed")
@@ -165,7 +168,16 @@ func (a *agentClient) Get(_ context.Context, key client.ObjectKey, into client.O
 		return apierrors.NewNotFound(k.resource(), key.Name)
 	}
 	assign(into, o)
-	return nil
+	return a.slim(into)
+}
+
+// slim makes a copy from a cache what the agent's caches keep of an object.
+func (a *agentClient) slim(o runtime.Object) error {
+	if !a.cached {
+		return nil
+	}
+	_, err := caches.Slim(o)
+	return err
 }
 
 func (a *agentClient) List(_ context.Context, into client.ObjectList, options ...client.ListOption) error {
@@ -175,7 +187,7 @@ func (a *agentClient) List(_ context.Context, into client.ObjectList, options ..
 	var o client.ListOptions
 	o.ApplyOptions(options)
 	fill(into, list(a.from(kindOfList(into)), &o))
-	return nil
+	return meta.EachListItem(into, a.slim)
 }
 
 // write sends a write, and lets its fate happen to it.

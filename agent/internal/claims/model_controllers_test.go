@@ -255,7 +255,9 @@ func (w *world) makeMachine(s *clusterv1.MachineSet, group string) {
 				APIVersion: clusterv1.GroupVersion.String(), Kind: "MachineSet", Name: s.Name, UID: s.UID, Controller: new(true),
 			}},
 		},
-		Spec: clusterv1.MachineSpec{ClusterName: clusterName},
+		Spec: clusterv1.MachineSpec{
+			ClusterName: clusterName, InfrastructureRef: clusterv1.ContractVersionedObjectReference{Kind: "TestMachine", Name: s.Name},
+		},
 	}
 	w.must(w.hub.create(m))
 	if w.rollingOut(group) {

@@ -122,6 +122,9 @@ func (h *hub) update(o client.Object, status bool) error {
 		after = copyOf(o)
 		copyStatus(after, before)
 	}
+	if lossy(before, after) {
+		panic(fmt.Sprintf("%s %s is written whole as a cache keeps it", k, o.GetName()))
+	}
 	if err := valid(after); err != nil {
 		return err
 	}
@@ -130,6 +133,19 @@ func (h *hub) update(o client.Object, status bool) error {
 		o.SetResourceVersion(now.GetResourceVersion())
 	}
 	return nil
+}
+
+// lossy reports whether a write leaves out what caches do not keep, none of which any agent removes.
+func lossy(before, after client.Object) bool {
+	switch b := before.(type) {
+	case *v1alpha1.MachineClaim:
+		a, ok := after.(*v1alpha1.MachineClaim)
+		return !ok || len(b.Spec.Candidates) > 0 && len(a.Spec.Candidates) == 0 || len(a.Status.History) < len(b.Status.History)
+	case *clusterv1.Machine:
+		a, ok := after.(*clusterv1.Machine)
+		return !ok || b.Spec.InfrastructureRef.Name != a.Spec.InfrastructureRef.Name
+	}
+	return false
 }
 
 // patch applies a JSON or a merge patch to all of the object but its status.
@@ -167,6 +183,9 @@ func (h *hub) patch(o client.Object, patchType types.PatchType, data []byte) err
 		return apierrors.NewConflict(k.resource(), o.GetName(), fmt.Errorf("version %s is not current", after.GetResourceVersion()))
 	}
 	copyStatus(after, before)
+	if lossy(before, after) {
+		panic(fmt.Sprintf("a patch removes from %s %s what caches do not keep", k, o.GetName()))
+	}
 	if err := valid(after); err != nil {
 		return err
 	}

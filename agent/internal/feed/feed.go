@@ -206,6 +206,14 @@ func (f *Feed[T]) Get(cluster types.NamespacedName, key string) (object T, found
 	return object, found, nil
 }
 
+// Peek returns what was last set, whether or not the view is complete.
+func (f *Feed[T]) Peek(cluster types.NamespacedName, key string) (object T, found bool) {
+	f.mu.RLock()
+	defer f.mu.RUnlock()
+	object, found = f.scopes[cluster][key]
+	return object, found
+}
+
 // List returns the objects of a Cluster, ordered by key, and the generation they were taken at. Errors: [ErrNotReady],
 // [ErrClosed].
 func (f *Feed[T]) List(cluster types.NamespacedName) ([]T, int64, error) {

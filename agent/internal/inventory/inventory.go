@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"strings"
 	"sync"
+	"unique"
 
 	"google.golang.org/protobuf/proto"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -44,8 +45,9 @@ type Config struct {
 type Inventory struct {
 	Config
 
-	client client.Client
-	live   client.Reader
+	client   client.Client
+	live     client.Reader
+	clusters sync.Map // of *agentv1alpha1.ClusterRef by types.NamespacedName
 }
 
 // New returns an inventory that fills its feeds once it was set up with a manager.
@@ -88,10 +90,10 @@ func (i *Inventory) SetupWithManager(mgr manager.Manager) error {
 func (i *Inventory) expect(ctx context.Context, machines, claims *warmup.Tracker) error {
 	var machineList clusterv1.MachineList
 	var claimList v1alpha1.MachineClaimList
-	if err := i.client.List(ctx, &machineList); err != nil {
+	if err := i.client.List(ctx, &machineList, client.UnsafeDisableDeepCopy); err != nil {
 		return fmt.Errorf("listing Machines: %w", err)
 	}
-	if err := i.client.List(ctx, &claimList); err != nil {
+	if err := i.client.List(ctx, &claimList, client.UnsafeDisableDeepCopy); err != nil {
 		return fmt.Errorf("listing MachineClaims: %w", err)
 	}
 	keys := make([]types.NamespacedName, 0, len(machineList.Items))
@@ -118,7 +120,8 @@ func membershipChanges() predicate.Predicate {
 
 func (i *Inventory) machinesOfDeployment(ctx context.Context, md client.Object) []reconcile.Request {
 	var list clusterv1.MachineList
-	err := i.client.List(ctx, &list, client.InNamespace(md.GetNamespace()), client.MatchingFields{hub.ByDeployment: md.GetName()})
+	err := i.client.List(ctx, &list, client.InNamespace(md.GetNamespace()), client.MatchingFields{hub.ByDeployment: md.GetName()},
+		client.UnsafeDisableDeepCopy)
 	if err != nil {
 		log.FromContext(ctx).Error(err, "looking up Machines", "machineDeployment", client.ObjectKeyFromObject(md))
 		return nil
@@ -130,7 +133,8 @@ func (i *Inventory) machinesOfDeployment(ctx context.Context, md client.Object) 
 	return requests
 }
 
-// claimsOfMachine returns the claims that show a Machine: the one that it is labelled with, and those that name it.
+// claimsOfMachine returns the claims that show a Machine: the one that it is labelled with, and those that name it and may be about to be. An
+// update is looked at as it was, too, so that a label that is gone counts.
 func (i *Inventory) claimsOfMachine(ctx context.Context, object client.Object) []reconcile.Request {
 	machine, ok := object.(*clusterv1.Machine)
 	if !ok {
@@ -141,7 +145,8 @@ func (i *Inventory) claimsOfMachine(ctx context.Context, object client.Object) [
 		keys[types.NamespacedName{Namespace: machine.Namespace, Name: v1alpha1.ObjectName(machine.Spec.ClusterName, id)}] = struct{}{}
 	}
 	var list v1alpha1.MachineClaimList
-	err := i.client.List(ctx, &list, client.InNamespace(machine.Namespace), client.MatchingFields{hub.ClaimsByMachine: machine.Name})
+	err := i.client.List(ctx, &list, client.InNamespace(machine.Namespace), client.MatchingFields{hub.JoiningByMachine: machine.Name},
+		client.UnsafeDisableDeepCopy)
 	if err != nil {
 		log.FromContext(ctx).Error(err, "looking up claims", "machine", client.ObjectKeyFromObject(machine))
 	}
@@ -204,7 +209,9 @@ func (m *machines) Reconcile(ctx context.Context, request reconcile.Request) (re
 		return reconcile.Result{}, nil
 	}
 	m.shown.set(request.NamespacedName, cluster)
-	m.Machines.Set(cluster, machine.Name, messages.Machine(machine))
+	message := messages.Machine(machine)
+	m.share(cluster, message)
+	m.Machines.Set(cluster, machine.Name, message)
 	return reconcile.Result{}, nil
 }
 
@@ -252,8 +259,39 @@ func (c *claims) Reconcile(ctx context.Context, request reconcile.Request) (reco
 	if err != nil {
 		return reconcile.Result{}, err
 	}
-	c.Claims.Set(cluster, claim.Spec.ClaimID, messages.Claim(claim, machine))
+	message := messages.Claim(claim, machine)
+	c.shareClaim(cluster, message)
+	c.Claims.Set(cluster, claim.Spec.ClaimID, message)
 	return reconcile.Result{}, nil
+}
+
+// share makes a machine's message refer to what many messages have in common.
+func (i *Inventory) share(cluster types.NamespacedName, message *agentv1alpha1.Machine) {
+	message.Cluster = i.reference(cluster)
+	message.NodeGroupId = unique.Make(message.GetNodeGroupId()).Value()
+}
+
+// shareClaim does the same for a claim's message, whose machine is mostly shown already.
+func (i *Inventory) shareClaim(cluster types.NamespacedName, message *agentv1alpha1.Claim) {
+	message.Cluster = i.reference(cluster)
+	message.NodeGroupId = unique.Make(message.GetNodeGroupId()).Value()
+	if message.GetMachine() == nil {
+		return
+	}
+	if shown, ok := i.Machines.Peek(cluster, message.GetMachine().GetName()); ok && EqualMachines(shown, message.GetMachine()) {
+		message.Machine = shown
+	} else {
+		i.share(cluster, message.GetMachine())
+	}
+}
+
+// reference returns the one message that names a Cluster. Those of Clusters that are gone stay: they are few.
+func (i *Inventory) reference(cluster types.NamespacedName) *agentv1alpha1.ClusterRef {
+	if known, ok := i.clusters.Load(cluster); ok {
+		return known.(*agentv1alpha1.ClusterRef) //nolint:forcetypeassert // nothing else is in it
+	}
+	reference, _ := i.clusters.LoadOrStore(cluster, messages.Cluster(cluster))
+	return reference.(*agentv1alpha1.ClusterRef) //nolint:forcetypeassert // nothing else is in it
 }
 
 // machine returns the Machine that a claim names, or nil.

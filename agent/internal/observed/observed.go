@@ -169,6 +169,7 @@ type report struct {
 	cluster   types.NamespacedName
 	templates map[types.NamespacedName]string // revision by MachineSet
 	groups    map[types.NamespacedName]*member
+	machines  map[string]*clusterv1.Machine // the Cluster's by provider ID; nil for one that several have. Nil before it is asked for.
 }
 
 func (r *report) add(ctx context.Context, node *Node) error {

@@ -45,10 +45,10 @@ func start(t *testing.T) *fixture {
 	require.NoError(t, err)
 	registry := prometheus.NewRegistry()
 	hub := fake.NewClientBuilder().WithScheme(scheme).
-		WithIndex(&clusterv1.Machine{}, hub.MachinesByProviderID, func(object client.Object) []string {
+		WithIndex(&clusterv1.Machine{}, hub.ByCluster, func(object client.Object) []string {
 			machine, ok := object.(*clusterv1.Machine)
 			require.True(t, ok)
-			return []string{machine.Spec.ProviderID}
+			return []string{machine.Spec.ClusterName}
 		}).Build()
 	clk := clocktesting.NewFakeClock(time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC))
 	nodes, err := observed.New(observed.Config{Client: hub, Registerer: registry, Clock: clk})

@@ -140,15 +140,22 @@ func (r *report) unclaimed(ctx context.Context, providerID string) (group types.
 
 // machine returns the Cluster's only Machine with the provider ID, or nil. It must not be changed.
 func (r *report) machine(ctx context.Context, providerID string) (*clusterv1.Machine, error) {
-	var machines clusterv1.MachineList
-	err := r.n.Client.List(ctx, &machines, client.InNamespace(r.cluster.Namespace),
-		client.MatchingFields{hub.MachinesByProviderID: providerID}, client.UnsafeDisableDeepCopy)
+	if r.machines != nil {
+		return r.machines[providerID], nil
+	}
+	var list clusterv1.MachineList
+	err := r.n.Client.List(ctx, &list, client.InNamespace(r.cluster.Namespace),
+		client.MatchingFields{hub.ByCluster: r.cluster.Name}, client.UnsafeDisableDeepCopy)
 	if err != nil {
-		return nil, fmt.Errorf("looking up the Machine: %w", err)
+		return nil, fmt.Errorf("looking up the Cluster's Machines: %w", err)
 	}
-	ours := slices.DeleteFunc(slices.Clone(machines.Items), func(m clusterv1.Machine) bool { return m.Spec.ClusterName != r.cluster.Name })
-	if len(ours) != 1 {
-		return nil, nil //nolint:nilnil // documented
+	r.machines = make(map[string]*clusterv1.Machine, len(list.Items))
+	for i := range list.Items {
+		m := &list.Items[i]
+		if _, another := r.machines[m.Spec.ProviderID]; another {
+			m = nil
+		}
+		r.machines[list.Items[i].Spec.ProviderID] = m
 	}
-	return &ours[0], nil
+	return r.machines[providerID], nil
 }

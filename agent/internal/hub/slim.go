@@ -1,0 +1,143 @@
+package hub
+
+import (
+	"slices"
+	"unique"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+)
+
+// Slim makes the Machines and MachineClaims of a cache small, of which a hub has many, and leaves managed fields out of every object. It is a
+// [k8s.io/client-go/tools/cache.TransformFunc].
+//
+// What is left out is what the agent does not read. A Machine or MachineClaim that was read from a cache must therefore never be written whole:
+// Machines are written by patches that are made of two copies of the same reading, MachineClaims by their status alone. Labels and annotations
+// are kept as they are, as such patches test them.
+//
+// Strings that many objects have in common are kept once.
+func Slim(object any) (any, error) {
+	if o, ok := object.(metav1.Object); ok {
+		o.SetManagedFields(nil)
+	}
+	switch o := object.(type) {
+	case *clusterv1.Machine:
+		slimMachine(o)
+	case *v1alpha1.MachineClaim:
+		slimClaim(o)
+	}
+	return object, nil
+}
+
+// ordinary are the conditions of Machines that the protocol and the messages read only where they are not so: of those, a condition that is so
+// says no more than none.
+var ordinary = map[string]metav1.ConditionStatus{
+	clusterv1.MachineUpToDateCondition:            metav1.ConditionTrue,
+	clusterv1.MachineInfrastructureReadyCondition: metav1.ConditionTrue,
+	clusterv1.MachineNodeReadyCondition:           metav1.ConditionTrue,
+	clusterv1.MachineDeletingCondition:            metav1.ConditionFalse,
+}
+
+// isRead reports whether a condition of a Machine is kept. What is read of the one about pauses is since when there is none.
+func isRead(m *clusterv1.Machine, c *metav1.Condition) bool {
+	if c.Type == clusterv1.PausedCondition {
+		return true
+	}
+	status, read := ordinary[c.Type]
+	return read && (c.Status != status || !m.DeletionTimestamp.IsZero())
+}
+
+func slimMachine(m *clusterv1.Machine) {
+	shareMeta(&m.ObjectMeta)
+	m.Spec = clusterv1.MachineSpec{
+		ClusterName: shared(m.Spec.ClusterName),
+		InfrastructureRef: clusterv1.ContractVersionedObjectReference{
+			APIGroup: shared(m.Spec.InfrastructureRef.APIGroup), Kind: shared(m.Spec.InfrastructureRef.Kind),
+		},
+		Version:       shared(m.Spec.Version),
+		ProviderID:    m.Spec.ProviderID,
+		FailureDomain: shared(m.Spec.FailureDomain),
+	}
+	var conditions []metav1.Condition
+	for i := range m.Status.Conditions {
+		c := m.Status.Conditions[i]
+		if isRead(m, &c) {
+			c.Type, c.Status, c.Reason = shared(c.Type), shared(c.Status), shared(c.Reason)
+			conditions = append(conditions, c)
+		}
+	}
+	m.Status = clusterv1.MachineStatus{
+		Conditions:    exact(conditions),
+		NodeRef:       m.Status.NodeRef,
+		FailureDomain: shared(m.Status.FailureDomain),
+		Phase:         shared(m.Status.Phase),
+	}
+}
+
+// slimClaim leaves out what only a claim needs that is looking for a node group, and of one that has ended what happened before.
+func slimClaim(c *v1alpha1.MachineClaim) {
+	shareMeta(&c.ObjectMeta)
+	spec, status := &c.Spec, &c.Status
+	spec.Candidates = nil
+	spec.ClusterName, spec.NodeGroup = shared(spec.ClusterName), shared(spec.NodeGroup)
+	spec.ClusterUID, spec.Holder, spec.Spoke = shared(spec.ClusterUID), shared(spec.Holder), shared(spec.Spoke)
+	status.Phase, status.Reason, status.NodeGroupUID = shared(status.Phase), shared(status.Reason), shared(status.NodeGroupUID)
+	if c.CurrentPhase() == v1alpha1.PhaseEnded && status.EndedAt != nil {
+		status.History = nil
+	}
+	status.History = exact(status.History)
+	for i := range status.History {
+		event := &status.History[i]
+		event.Reason = shared(event.Reason)
+		if event.Message == status.Message {
+			event.Message = status.Message // of the same bytes
+		}
+	}
+}
+
+// shareMeta shares what an object's metadata has in common with that of others: all keys, and the values but those that name the object's claim.
+func shareMeta(o *metav1.ObjectMeta) {
+	o.Namespace = shared(o.Namespace)
+	o.Labels, o.Annotations = shareMap(o.Labels), shareMap(o.Annotations)
+	for i := range o.OwnerReferences {
+		owner := &o.OwnerReferences[i]
+		owner.APIVersion, owner.Kind, owner.Name, owner.UID = shared(owner.APIVersion), shared(owner.Kind), shared(owner.Name), shared(owner.UID)
+	}
+	o.OwnerReferences = exact(o.OwnerReferences)
+	for i := range o.Finalizers {
+		o.Finalizers[i] = shared(o.Finalizers[i])
+	}
+	o.Finalizers = exact(o.Finalizers)
+}
+
+// ownValues are the keys of labels and annotations whose values no two objects have in common.
+var ownValues = []string{
+	v1alpha1.ClaimLabel, v1alpha1.ClaimNameLabel, v1alpha1.ClaimedAtAnnotation, v1alpha1.HandedOverAnnotation, v1alpha1.NodeRegisteredAtAnnotation,
+}
+
+func shareMap(from map[string]string) map[string]string {
+	if from == nil {
+		return nil
+	}
+	into := make(map[string]string, len(from)) // the decoder's has grown, and has more room than this
+	for key, value := range from {
+		if !slices.Contains(ownValues, key) {
+			value = shared(value)
+		}
+		into[shared(key)] = value
+	}
+	return into
+}
+
+// exact returns a slice of no more than the room that it needs; decoders make slices for at least four.
+func exact[T any](s []T) []T {
+	if len(s) == cap(s) {
+		return s
+	}
+	return append(make([]T, 0, len(s)), s...)
+}
+
+// shared returns an equal string whose bytes are those of all others that are equal.
+func shared[T ~string](s T) T { return T(unique.Make(string(s)).Value()) }
