@@ -194,6 +194,7 @@ func newManager(c Config, scope hub.Scope) (manager.Manager, error) {
 	rest := rest.CopyConfig(c.Hub)
 	rest.QPS, rest.Burst = c.Options.KubeAPIQPS, c.Options.KubeAPIBurst
 	rest.Wrap(limits.Transport)
+	rest.Wrap(hub.Lean)
 	mgr, err := manager.New(rest, manager.Options{
 		Scheme:                 scheme,
 		Cache:                  caches,
