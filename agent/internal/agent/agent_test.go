@@ -26,6 +26,15 @@ import (
 var plane *capitest.ControlPlane
 
 func TestMain(m *testing.M) {
+	begun := time.Now()
+	if namespace := os.Getenv(agentProcess); namespace != "" {
+		log.SetLogger(logr.Discard())
+		if err := runAgentProcess(begun, namespace, os.Args[1], os.Args[2], os.Stdout); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		return
+	}
 	flag.Parse() // before anything is started: a flag that does not exist ends the process
 	log.SetLogger(logr.Discard())
 	if os.Getenv("AGENT_TEST_LOG") != "" {

@@ -8,6 +8,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -88,6 +89,9 @@ func StartControlPlane() (*ControlPlane, error) {
 // Stop ends the API server and etcd and removes their data. Should the process end without it, they end too, but their data
 // stays in the temporary folder.
 func (p *ControlPlane) Stop() error { return errors.Join(p.environment.Stop(), p.guard.dismiss()) }
+
+// KubeConfig is a file that reaches the API server as an administrator, for other processes.
+func (p *ControlPlane) KubeConfig() []byte { return slices.Clone(p.environment.KubeConfig) }
 
 // Namespace makes a new, empty namespace.
 func (p *ControlPlane) Namespace(tb testing.TB) string {
