@@ -197,6 +197,7 @@ func newManager(c Config, scope hub.Scope) (manager.Manager, error) {
 	rest.Wrap(hub.Lean)
 	mgr, err := manager.New(rest, manager.Options{
 		Scheme:                 scheme,
+		MapperProvider:         hub.NewMapper,
 		Cache:                  caches,
 		Logger:                 c.Log,
 		Metrics:                metricsserver.Options{BindAddress: c.Options.MetricsBindAddress},
