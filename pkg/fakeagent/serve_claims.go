@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -194,6 +195,10 @@ func (s claimService) WatchClaims(
 	return serve(stream.Context(), s.agent, request.GetCluster(), s.agent.readable, s.agent.claimFeed, heldBy(request.GetHolder()),
 		encoding[*agentv1alpha1.Claim]{
 			upsert: func(claim *agentv1alpha1.Claim) error {
+				if claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
+					claim = proto.CloneOf(claim)
+					claim.History = nil
+				}
 				return stream.Send(&agentv1alpha1.WatchClaimsResponse{
 					Event: &agentv1alpha1.WatchClaimsResponse_Upsert{Upsert: claim},
 				})

@@ -150,7 +150,7 @@ type MachineClaimStatus struct {
 	// endedAt is when the claim ended.
 	// +optional
 	EndedAt *metav1.Time `json:"endedAt,omitempty"`
-	// history is what happened, oldest first; the last 32 entries are kept.
+	// history is what happened, oldest first; the last 32 entries are kept, and the last 8 once the claim has ended.
 	// +optional
 	// +listType=atomic
 	// +kubebuilder:validation:MaxItems=32

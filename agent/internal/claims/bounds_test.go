@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -190,4 +191,24 @@ func TestTextsOfAClaimAreCut(t *testing.T) {
 	e.note(c, v1alpha1.Event{Reason: "Why", Message: "short"})
 	assert.LessOrEqual(t, len(c.Status.History[0].Message), protocol.MaxMessage, "one of an agent that did not cut it")
 	assert.Equal(t, "short", c.Status.Message)
+}
+
+func TestAnEndedClaimKeepsTheEndOfItsHistory(t *testing.T) {
+	for before, kept := range map[int]int{0: 0, endedHistory - 1: endedHistory - 1, endedHistory: endedHistory - 1, historyLength: endedHistory - 1} {
+		c := heldClaim("a", newTestTime())
+		e, _ := bounded(t, Bounds{}, c)
+		c, err := e.stored(t.Context(), keyOf("a"))
+		require.NoError(t, err)
+		for i := range before {
+			e.note(c, v1alpha1.Event{Reason: "Happened", Message: strconv.Itoa(i)})
+		}
+		require.NoError(t, e.endClaim(t.Context(), c, v1alpha1.Event{Reason: "Over", Message: "it is"}))
+		ended, err := e.stored(t.Context(), keyOf("a"))
+		require.NoError(t, err)
+		require.Len(t, ended.Status.History, kept+1)
+		assert.Equal(t, "Over", ended.Status.History[kept].Reason)
+		for i, event := range ended.Status.History[:kept] {
+			assert.Equal(t, strconv.Itoa(before-kept+i), event.Message)
+		}
+	}
 }

@@ -140,7 +140,7 @@ func lossy(before, after client.Object) bool {
 	switch b := before.(type) {
 	case *v1alpha1.MachineClaim:
 		a, ok := after.(*v1alpha1.MachineClaim)
-		return !ok || len(b.Spec.Candidates) > 0 && len(a.Spec.Candidates) == 0 || len(a.Status.History) < len(b.Status.History)
+		return !ok || len(b.Spec.Candidates) > 0 && len(a.Spec.Candidates) == 0 || len(a.Status.History) < min(endedHistory, len(b.Status.History))
 	case *clusterv1.Machine:
 		a, ok := after.(*clusterv1.Machine)
 		return !ok || b.Spec.InfrastructureRef.Name != a.Spec.InfrastructureRef.Name

@@ -31,6 +31,8 @@ const (
 	fieldOwner = client.FieldOwner(v1alpha1.FieldManager)
 	// historyLength is how many entries of a claim's history are kept.
 	historyLength = 32
+	// endedHistory is how many of them are kept of a claim that has ended: an ordinary life, and what went wrong last.
+	endedHistory = 8
 	// parallelWrites bounds the writes that one step does at once.
 	parallelWrites = 16
 	// unknownHolder holds a claim that was made again from a Machine that does not say whose it was. Nobody collects it.
@@ -604,6 +606,7 @@ func (e *Engine) endClaim(ctx context.Context, claim *v1alpha1.MachineClaim, why
 	now := metav1.NewTime(e.Clock.Now())
 	c.Status.EndedAt = &now
 	e.note(c, why)
+	c.Status.History = c.Status.History[max(0, len(c.Status.History)-endedHistory):]
 	if err := e.writeStatus(ctx, c); err != nil {
 		return err
 	}

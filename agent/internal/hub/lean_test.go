@@ -71,8 +71,8 @@ func object(t *rapid.T, depth int) map[string]any {
 	return rapid.MapOfN(keys, rapid.Custom(func(t *rapid.T) any { return value(t, depth) }), 0, 4).Draw(t, "object")
 }
 
-// meta draws metadata, with and without what Lean leaves out; the API server writes that last.
-func meta(t *rapid.T) (whole, left string) {
+// drawManaged draws metadata, with and without what Lean leaves out; the API server writes that last.
+func drawManaged(t *rapid.T) (whole, left string) {
 	name := treacherous.Draw(t, "name")
 	before := map[string]any{"annotations": object(t, 1), "name": name}
 	text := encode(t, before)
@@ -95,7 +95,7 @@ func TestLeanLeavesOutManagedFieldsAndNothingElse(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		var whole, left strings.Builder
 		for range rapid.IntRange(1, 4).Draw(t, "objects") { // as in a watch, one to a line
-			with, without := meta(t)
+			with, without := drawManaged(t)
 			rest := encode(t, value(t, 3))
 			whole.WriteString(`{"metadata":` + with + `,"spec":` + rest + "}\n")
 			left.WriteString(`{"metadata":` + without + `,"spec":` + rest + "}\n")

@@ -271,10 +271,13 @@ func (i *Inventory) share(cluster types.NamespacedName, message *agentv1alpha1.M
 	message.NodeGroupId = unique.Make(message.GetNodeGroupId()).Value()
 }
 
-// shareClaim does the same for a claim's message, whose machine is mostly shown already.
+// shareClaim does the same for a claim's message, whose machine is mostly shown already. It leaves out what watches do not show.
 func (i *Inventory) shareClaim(cluster types.NamespacedName, message *agentv1alpha1.Claim) {
 	message.Cluster = i.reference(cluster)
 	message.NodeGroupId = unique.Make(message.GetNodeGroupId()).Value()
+	if message.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
+		message.History = nil // caches do not keep it
+	}
 	if message.GetMachine() == nil {
 		return
 	}

@@ -1074,7 +1074,8 @@ type Claim struct {
 	ReleasedAt *timestamppb.Timestamp `protobuf:"bytes,11,opt,name=released_at,json=releasedAt,proto3" json:"released_at,omitempty"`
 	// When it ended. Unset before.
 	EndedAt *timestamppb.Timestamp `protobuf:"bytes,12,opt,name=ended_at,json=endedAt,proto3" json:"ended_at,omitempty"`
-	// What happened to it, oldest first; at most the last 32 entries.
+	// What happened to it, oldest first; at most the last 32 entries, and the last 8 once it has ended. WatchClaims leaves it out of
+	// claims that have ended.
 	History []*ClaimEvent `protobuf:"bytes,13,rep,name=history,proto3" json:"history,omitempty"`
 	// The name of the existing Machine that it was made to take over. Empty for a claim to a new machine.
 	AdoptMachine string `protobuf:"bytes,14,opt,name=adopt_machine,json=adoptMachine,proto3" json:"adopt_machine,omitempty"`
