@@ -233,10 +233,11 @@ mutants: ## Break the claim engine deliberately, one rule at a time, and ask tha
 MUTANTS_FLAGS ?=
 
 .PHONY: bench
-bench: $(SANDBOX_BINARIES) $(BIN)/bench ## Measure: catalogues, claims per second, and machines through claims against replicas raised by hand (BENCH_FLAGS='-rounds=5')
+bench: $(SANDBOX_BINARIES) $(BIN)/bench ## Measure: catalogues, claims per second, the agent's memory and start, and machines through claims against replicas raised by hand (BENCH_FLAGS='-rounds=5')
 	@go test -run '^$$' -bench . ./shim/internal/catalogue ./agent/internal/catalogue
 	@go test -run '^$$' -bench . ./agent/protocol ./agent/internal/claims
 	@go test -run '^$$' -bench . -benchtime 300x -timeout 20m ./agent/internal/agent
+	@go test -run Footprint -v -count 1 -timeout 20m ./agent/internal/agent -args -machines=10000 -ended=10000 -rounds=3
 	@$(BIN)/bench $(BENCH_FLAGS)
 BENCH_FLAGS ?=
 

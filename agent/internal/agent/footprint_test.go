@@ -41,8 +41,8 @@ import (
 )
 
 var (
-	footprintMachines = flag.Int("machines", 600, "how many Machines, each with its claim, the agent's footprint is measured with")
-	footprintEnded    = flag.Int("ended", 600, "how many claims that have ended the agent's footprint is measured with")
+	footprintMachines = flag.Int("machines", 400, "how many Machines, each with its claim, the agent's footprint is measured with")
+	footprintEnded    = flag.Int("ended", 400, "how many claims that have ended the agent's footprint is measured with")
 	footprintRounds   = flag.Int("rounds", 1, "how often the agent is started on each")
 	footprintProfiles = flag.String("profiles", "", "folder for heap profiles of the agents whose footprint is measured; empty for none")
 )
@@ -130,7 +130,7 @@ func measure(t *testing.T, namespace, name string) footprint {
 // runAgentProcess is the process that [measure] starts.
 func runAgentProcess(begun time.Time, namespace, kubeconfig, profile string, out io.Writer) error {
 	if profile != "" {
-		runtime.MemProfileRate = 4096
+		runtime.MemProfileRate = 64 << 10
 		file, err := os.Create(profile + ".cpu")
 		if err != nil {
 			return err

@@ -95,7 +95,10 @@ func drawMeta(t *rapid.T) metav1.ObjectMeta {
 	o := metav1.ObjectMeta{
 		Namespace: text.Draw(t, "namespace"), Name: text.Draw(t, "name"), Labels: texts.Draw(t, "labels"), Annotations: texts.Draw(t, "annotations"),
 		Finalizers: rapid.SampledFrom([][]string{
-			nil, {}, {v1alpha1.ReleaseFinalizer}, append(make([]string, 0, 4), clusterv1.MachineFinalizer),
+			nil,
+			{},
+			{v1alpha1.ReleaseFinalizer},
+			append(make([]string, 0, 4), clusterv1.MachineFinalizer),
 			{clusterv1.MachineFinalizer, v1alpha1.ReleaseFinalizer},
 		}).Draw(t, "finalizers"),
 		ManagedFields: []metav1.ManagedFieldsEntry{{Manager: "manager"}},
