@@ -360,7 +360,8 @@ func (p *Protocol) translate(s *snapshot, d *protocol.Decision) decision {
 		}
 		if does == end {
 			x.lost = s.claims[x.claim].phase == bound
-			x.released = s.claims[x.claim].phase == releasing
+			// Of a Machine that was handed over nobody says that it is gone.
+			x.released = a.Event.Reason == protocol.ReasonReleased
 		}
 		out.actions[out.n] = x
 		out.n++
