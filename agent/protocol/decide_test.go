@@ -779,7 +779,7 @@ func TestAMachineWithoutInfrastructureIsGivenUp(t *testing.T) {
 			d := Decide(s)
 			assert.Equal(t, since == time.Hour, slices.Contains(kinds(d), Fail), since)
 			if since < missingAfter {
-				assert.LessOrEqual(t, d.Again, missingAfter, "it is looked at again")
+				assert.LessOrEqual(t, d.Again, missingAfter+skew, "it is looked at again")
 				assert.Positive(t, d.Again)
 			}
 		}

@@ -60,7 +60,7 @@ func missing(m *clusterv1.Machine) (what string, since time.Time) {
 // gone reports whether the Machine's infrastructure object has been missing for so long that it will not come.
 func (s *Snapshot) gone(m *clusterv1.Machine) bool {
 	what, since := missing(m)
-	return what != "" && s.nodeless(m) && s.Now.Sub(since) >= missingAfter
+	return what != "" && s.nodeless(m) && s.ago(since) >= missingAfter
 }
 
 // judge releases the claim if its Machine (nil when there is none yet) failed or is late, and reports whether it did. A claim that
@@ -83,7 +83,7 @@ func (s *Snapshot) judge(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 		why, _ = missing(m)
 	default:
 		if what, since := missing(m); what != "" {
-			d.Wake(missingAfter - s.Now.Sub(since))
+			d.Wake(missingAfter - s.ago(since))
 		}
 		trouble, message := infrastructureTrouble(m)
 		if m.Spec.ProviderID == "" && s.Failure.final(m, trouble) {

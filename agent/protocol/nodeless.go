@@ -32,7 +32,7 @@ func (s *Snapshot) nodeless(m *clusterv1.Machine) bool {
 	case s.paused(m):
 		return false
 	}
-	if at := unpausedAt(m); at.Sub(m.CreationTimestamp.Time) > unpauseSettles && s.Now.Sub(at) < unpauseSettles {
+	if at := unpausedAt(m); at.Sub(m.CreationTimestamp.Time) > unpauseSettles && s.ago(at) < unpauseSettles {
 		return false
 	}
 	return inspected(m)
@@ -98,6 +98,13 @@ func unpausedAt(m *clusterv1.Machine) time.Time {
 	}
 	return c.LastTransitionTime.Time
 }
+
+// skew is how far an agent's clock may be ahead of those of the API server and of Cluster API.
+const skew = time.Minute
+
+// ago returns for how long, at least, a time is past that the API server or Cluster API wrote. What must not come too soon waits by that;
+// deadlines and cool-downs, which may, are inexact by what clocks differ.
+func (s *Snapshot) ago(at time.Time) time.Duration { return s.Now.Sub(at) - skew }
 
 func latest(a, b time.Time) time.Time {
 	if b.After(a) {

@@ -202,7 +202,7 @@ func TestRightAfterAPauseNothingIsStated(t *testing.T) {
 	})
 	s.Now = s.Now.Add(time.Hour + time.Second)
 	assert.False(t, s.nodeless(m))
-	s.Now = s.Now.Add(unpauseSettles)
+	s.Now = s.Now.Add(unpauseSettles + skew)
 	assert.True(t, s.nodeless(m))
 }
 

@@ -98,12 +98,14 @@ func (s *Snapshot) Lacks() bool {
 	return false
 }
 
+// Reported reports whether the claim's holder says with its live sets whether the claim lives.
+func Reported(c *v1alpha1.MachineClaim) bool {
+	return c.Spec.Spoke != "" && (c.CurrentPhase() == v1alpha1.PhasePending || c.CurrentPhase() == v1alpha1.PhaseBound)
+}
+
 // held says why nothing is ordered and nothing removed until the world has been seen whole again, nil when it has: the Cluster is paused,
 // or it was moved or restored, and it is not known yet what its claims have, or their holder has not said since which of them live.
 func (s *Snapshot) held() *eligibility.Refusal {
-	reported := func(c *v1alpha1.MachineClaim) bool {
-		return c.Spec.Spoke != "" && (c.CurrentPhase() == v1alpha1.PhasePending || c.CurrentPhase() == v1alpha1.PhaseBound)
-	}
 	switch {
 	case s.Group.Suspended:
 		return s.Group.Refusal()
@@ -111,7 +113,7 @@ func (s *Snapshot) held() *eligibility.Refusal {
 		return s.remade("what its claims have is still being found out")
 	case s.deleted():
 		return nil // all of it goes, whoever lives
-	case s.moved() && !s.Synced && slices.ContainsFunc(s.Claims, reported):
+	case s.moved() && !s.Synced && slices.ContainsFunc(s.Claims, Reported):
 		return s.remade("its claims' holder has not said since which of them live")
 	}
 	return nil
@@ -168,7 +170,7 @@ func (s *Snapshot) actOnCarried(d *Decision, c *v1alpha1.MachineClaim) {
 		for _, m := range s.Machines {
 			made = latest(made, m.CreationTimestamp.Time)
 		}
-		if left := remadeSettles - s.Now.Sub(made); left > 0 {
+		if left := remadeSettles - s.ago(made); left > 0 {
 			d.Wake(left)
 			return
 		}

@@ -33,7 +33,7 @@ type Snapshot struct {
 	Strays  []*clusterv1.Machine
 	// ClusterUID is the present UID of the Cluster; empty when it is not known.
 	ClusterUID types.UID
-	// Synced reports that the holder's live set was taken since the MachineDeployment was made.
+	// Synced reports that each of the claims that are [Reported] has been decided by a live set of its holder.
 	Synced bool
 	// Unregistered reports whether the holder reported that the Node of this provider ID still carries the unregistered taint.
 	Unregistered func(providerID string) bool

@@ -84,8 +84,7 @@ type Config struct {
 	// TombstoneRetention is how long an ended claim is remembered; it must be longer than any caller retries. Zero means
 	// 24 hours.
 	TombstoneRetention time.Duration
-	// CollectGrace is how much older than its token a claim must be to be collected by [Engine.Sync], and how far ahead of this
-	// agent's clock that of the agent that made the token may be. Zero means 30 seconds.
+	// CollectGrace is how much older than its token a claim must be to be collected by [Engine.Sync]. Zero means 30 seconds.
 	CollectGrace time.Duration
 	// TokenLife is how long after the listing that made it a token may be used: a holder reads its live set right after it
 	// took the token, and one that needs longer has a problem of its own. Zero means ten minutes.
@@ -173,7 +172,7 @@ type Engine struct {
 	mu           sync.Mutex
 	groups       map[types.NamespacedName]*group
 	unregistered map[types.NamespacedName]unregistered // by Cluster
-	synced       map[types.NamespacedName]time.Time    // when a holder's live set of the Cluster was last taken
+	synced       map[speaker]map[types.UID]bool        // the claims that a holder's last live set decided
 	censuses     map[types.NamespacedName]census       // by Cluster
 }
 
@@ -201,7 +200,7 @@ func New(c Config) *Engine {
 		Config: c, id: rand.String(8), deference: deference, written: newOwnWrites(c.Clock),
 		started: c.Clock.Now(), spawn: func(run func()) { go run() }, parallel: parallelWrites, decide: protocol.Decide,
 		groups: map[types.NamespacedName]*group{}, unregistered: map[types.NamespacedName]unregistered{},
-		synced: map[types.NamespacedName]time.Time{}, censuses: map[types.NamespacedName]census{},
+		synced: map[speaker]map[types.UID]bool{}, censuses: map[types.NamespacedName]census{},
 	}
 }
 
@@ -701,11 +700,20 @@ func (e *Engine) liveCluster(ctx context.Context, key types.NamespacedName) (*cl
 	return &cluster, nil
 }
 
-// syncedAfter reports whether a live set of the Cluster was taken by this process after a time.
-func (e *Engine) syncedAfter(cluster types.NamespacedName, at time.Time) bool {
+// speaker is a holder of claims of one Cluster.
+type speaker struct {
+	cluster types.NamespacedName
+	holder  string
+}
+
+// decided reports whether each of the claims was in its holder's last live set that this process took, or was judged by it for not being there.
+// No time tells that: the API server dates the objects that are made again in a restore, and an agent the live set, each by its own clock.
+func (e *Engine) decided(cluster types.NamespacedName, claims []*v1alpha1.MachineClaim) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	return e.synced[cluster].After(at)
+	return !slices.ContainsFunc(claims, func(c *v1alpha1.MachineClaim) bool {
+		return protocol.Reported(c) && !e.synced[speaker{cluster, c.Spec.Holder}][c.UID]
+	})
 }
 
 // stored returns the claim as the API server has it, or [ErrNotFound].

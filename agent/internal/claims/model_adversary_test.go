@@ -294,6 +294,7 @@ func (w *world) create(e int, id string, candidates []string) {
 			Namespace: namespace, Cluster: clusterName, ID: id, Holder: holder, DisplayName: "nc-" + id, Candidates: candidates, Adopt: o.adopt,
 			Spoke: from,
 		})
+		w.checkCooling(err)
 		if errors.Is(err, ErrUnknownCluster) && !w.moving {
 			w.t.Fatalf("R3: an agent says that the Cluster does not exist")
 		}
@@ -360,7 +361,9 @@ func (w *world) sync(e int) {
 		for _, id := range result.Kept {
 			w.kept[id] = true
 		}
-		if errors.Is(err, ErrStaleToken) {
+		if errors.Is(err, ErrStaleToken) && w.fair {
+			w.t.Fatalf("I2: what one agent listed a moment ago is too old for the other\n%s", w.describe())
+		} else if errors.Is(err, ErrStaleToken) {
 			w.session = session{}
 			return ErrConflict
 		}

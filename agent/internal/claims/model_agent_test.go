@@ -66,7 +66,7 @@ func (w *world) newProcess() *process {
 		p.caches[k] = w.hub.snapshot(k)
 	}
 	p.engine = New(Config{
-		Client: &agentClient{w: w, p: p, cached: true}, Reader: &agentClient{w: w, p: p}, Clock: w.clock,
+		Client: &agentClient{w: w, p: p, cached: true}, Reader: &agentClient{w: w, p: p}, Clock: w.newClock(), Failure: w.failure,
 		SpareGrace: time.Minute, TombstoneRetention: retention, Coalesce: time.Nanosecond,
 		Live: client.MatchingFieldsSelector{Selector: fields.OneTermNotEqualSelector("status.phase", string(v1alpha1.PhaseEnded))},
 	})

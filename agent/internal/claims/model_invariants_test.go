@@ -100,6 +100,7 @@ func (w *world) checkClaim(was, is *v1alpha1.MachineClaim) {
 	if o == nil {
 		return
 	}
+	w.noteWait(was, is)
 	if was.Spec.NodeGroup != is.Spec.NodeGroup {
 		for _, group := range w.groups {
 			if l := w.ledger(group); l != nil {
@@ -118,6 +119,9 @@ func (w *world) checkClaim(was, is *v1alpha1.MachineClaim) {
 	}
 	switch to {
 	case v1alpha1.PhaseReleasing:
+		if is.Status.Reason == protocol.ReasonFailed || is.Status.Reason == protocol.ReasonLate {
+			w.checkGivenUp(o, is)
+		}
 		if o.alive {
 			w.t.Fatalf("I8: claim %s is released (%s) while its owner lives\n%s", id, is.Status.Reason, w.describe())
 		}
@@ -284,7 +288,7 @@ func (w *world) checkForget(target *v1alpha1.MachineClaim, p *metav1.Preconditio
 		return
 	}
 	c := o.(*v1alpha1.MachineClaim) //nolint:forcetypeassert // of the kind
-	if c.Status.EndedAt == nil || w.clock.Since(c.Status.EndedAt.Time) < retention {
+	if c.Status.EndedAt == nil || w.clock.Since(c.Status.EndedAt.Time) < retention-w.skew {
 		w.t.Fatalf("I1: claim %s is forgotten while its id may still be used\n%s", c.Spec.ClaimID, w.describe())
 	}
 	if owner := w.owners[c.Spec.ClaimID]; owner != nil {
@@ -397,9 +401,11 @@ func (w *world) settle() {
 // syncAll tells every agent who lives.
 func (w *world) syncAll() {
 	w.clock.Step(time.Minute)
-	w.listClaims(0)
-	w.readOwners()
 	for e := range w.agents {
+		if e == 0 || w.skew > 0 { // then each call reaches another agent than the one before
+			w.listClaims((e + 1) % len(w.agents))
+			w.readOwners()
+		}
 		w.sync(e)
 	}
 }

@@ -55,6 +55,13 @@ type world struct {
 
 	// ledgerBudget is the agents'; zero means more than histories need.
 	ledgerBudget int
+	// skew is how far each agent's clock may be from the API server's, which is the world's, at most.
+	skew time.Duration
+	// failure is when the agents give Machines up.
+	failure protocol.Failure
+	// since is when, by the world's clock, a claim's wait for a Machine began, or it was bound, whichever was last; failed is when a claim of
+	// a group failed last.
+	since, failed map[string]time.Time
 
 	// Cluster API.
 
@@ -141,12 +148,17 @@ type worldOptions struct {
 	strategy         clusterv1.MachineDeploymentRolloutStrategyType
 	// ledgerBudget is how many bytes a ledger's entries may take; zero means the engine's own bound.
 	ledgerBudget int
+	// skew is how far an agent's clock may be from the API server's.
+	skew time.Duration
+	// failure is when the agents give Machines up; the zero value gives none up.
+	failure protocol.Failure
 }
 
 func newWorld(t *rapid.T, o worldOptions) *world {
 	clock := testclock.NewFakeClock(time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC))
 	w := &world{
 		t: t, clock: clock, hub: newHub(clock), peaceful: true, ledgerBudget: o.ledgerBudget,
+		skew: o.skew, failure: o.failure, since: map[string]time.Time{}, failed: map[string]time.Time{},
 		seen: map[types.UID]bool{}, busy: map[string]bool{}, templates: map[string]int{}, blocked: map[string]bool{},
 		surge: map[types.UID]bool{}, joined: map[types.UID]int{}, tainted: map[types.UID]bool{},
 		owned: map[string]int32{}, scaled: map[string]time.Time{}, ledgers: map[string]bool{},

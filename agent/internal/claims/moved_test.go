@@ -11,6 +11,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
+	testclock "k8s.io/utils/clock/testing"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -191,7 +192,7 @@ func TestAReleaseGoesOnAfterAMove(t *testing.T) {
 	m.Labels[v1alpha1.ClaimLabel] = "c"
 	e := engineWith(t, md, m, movingClaim("c", "", "", func(c *v1alpha1.MachineClaim) { c.Spec.ClusterUID = "before" }))
 	setCluster(t, e, func(c *clusterv1.Cluster) { c.UID = "after" })
-	e.synced[clusterKey] = e.Clock.Now().Add(time.Minute)
+	e.synced[speaker{clusterKey, holder}] = map[types.UID]bool{"": true}
 	_, err := e.group(namespace, "small").run(t.Context())
 	require.NoError(t, err)
 	c, err := e.stored(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "c"})
@@ -315,4 +316,49 @@ func TestTheClusterIsReadBeforeAndAfterWhatMayBeMissing(t *testing.T) {
 			require.ErrorIs(t, asked(e)[call](t.Context()), ErrClusterPaused, "%s, paused at read %d", call, pausedAt)
 		}
 	}
+}
+
+// In a restore beside running agents, claims are made again that no live set has decided yet, whatever the clocks of those show who took the
+// last one, and those of the API server who dates the objects.
+func TestALiveSetDecidesNothingOfClaimsThatItsListingDidNotHold(t *testing.T) {
+	ledger := &protocol.Ledger{Version: 1, UID: "before", Seq: 1, LastReplicas: 1, Pending: map[string]protocol.Named{"c": {}}}
+	md := groupOf("small", 1, map[string]string{v1alpha1.LedgerAnnotation: ledger.Encode()})
+	remade := func(uid types.UID, at time.Time) *v1alpha1.MachineClaim {
+		return movingClaim("c", v1alpha1.PhasePending, "", func(c *v1alpha1.MachineClaim) {
+			c.UID, c.CreationTimestamp = uid, metav1.NewTime(at)
+		})
+	}
+	began := newTestTime()
+	c := remade("c-before", began)
+	e := quiet(engineWith(t, c))
+	clock := testclock.NewFakeClock(began.Add(2 * time.Minute)) // the API server's is at one
+	e.Clock, e.parallel = clock, 1
+	list := func() string {
+		_, token, err := e.List(t.Context(), ListOptions{Namespace: namespace, Cluster: clusterName, Holder: holder})
+		require.NoError(t, err)
+		return token
+	}
+	synced := func(token string, alive ...string) bool {
+		if token != "" {
+			_, err := e.Sync(t.Context(), SyncRequest{
+				Namespace: namespace, Cluster: clusterName, Holder: holder, Spoke: spoke, Token: token, Live: alive,
+			})
+			require.NoError(t, err)
+		}
+		s, err := e.read(t.Context(), live, smallKey)
+		require.NoError(t, err)
+		return s.Synced
+	}
+	_, err := e.Sync(t.Context(), SyncRequest{Namespace: namespace, Cluster: clusterName, Holder: holder, Spoke: spoke, Token: list()})
+	require.NoError(t, err)
+	early := list()
+
+	md.UID, md.CreationTimestamp = "after", metav1.NewTime(began.Add(time.Minute+time.Second))
+	require.NoError(t, e.Client.Create(t.Context(), md))
+	require.NoError(t, e.Client.Delete(t.Context(), claimNamed(t, e, "c")))
+	require.NoError(t, e.Client.Create(t.Context(), remade("c-after", began.Add(time.Minute+time.Second))))
+	assert.False(t, synced(""), "the live set is older than the claim, although a clock that is ahead dated it later")
+	assert.False(t, synced(early), "and so is what a token of before brings")
+	clock.Step(time.Minute)
+	assert.True(t, synced(list(), "c"))
 }

@@ -84,7 +84,7 @@ func (e *Engine) readAround(ctx context.Context, from view, key types.Namespaced
 	s.Group = eligibility.Of(md, cluster)
 	if cluster != nil {
 		s.ClusterUID = cluster.UID
-		s.Synced = e.syncedAfter(client.ObjectKeyFromObject(cluster), md.CreationTimestamp.Time)
+		s.Synced = e.decided(client.ObjectKeyFromObject(cluster), s.Claims)
 	}
 	if s.MadeAgain() {
 		log.FromContext(ctx).Info("the MachineDeployment was made again with the ledger of the one before it; it is rebuilt", "machineDeployment", key)

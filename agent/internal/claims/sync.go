@@ -76,13 +76,14 @@ func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
 		result SyncResult
 		notes  []note
 	)
-	known := make(map[string]bool, len(claims))
+	known, decided := make(map[string]bool, len(claims)), make(map[types.UID]bool, len(claims))
 	for i := range claims {
 		c := &claims[i]
 		id := c.Spec.ClaimID
 		known[id] = c.Status.Phase != v1alpha1.PhaseReleasing
 		switch {
 		case set.live[id]:
+			decided[c.UID] = true
 			notes = append(notes, e.noteOwner(set, c)...)
 			continue
 		case r.Spoke == "" || c.Status.Phase == v1alpha1.PhaseReleasing:
@@ -90,6 +91,7 @@ func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
 		case !listed(c) || !c.CreationTimestamp.Add(e.CollectGrace).Before(taken.Time):
 			continue
 		}
+		decided[c.UID] = true
 		switch kept, err := e.collect(ctx, set, c, running[id]); {
 		case err != nil:
 			return result, err
@@ -108,7 +110,7 @@ func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
 	e.writeNotes(ctx, notes)
 	if r.Spoke != "" {
 		e.mu.Lock()
-		e.synced[types.NamespacedName{Namespace: r.Namespace, Name: r.Cluster}] = e.Clock.Now()
+		e.synced[speaker{types.NamespacedName{Namespace: r.Namespace, Name: r.Cluster}, r.Holder}] = decided
 		e.mu.Unlock()
 	}
 	return result, nil

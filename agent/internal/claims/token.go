@@ -70,8 +70,8 @@ func (t token) encode() string {
 	return base64.RawURLEncoding.EncodeToString(text)
 }
 
-// parseToken returns the token of a request. It must have been made for the same Cluster and holder, no longer ago than TokenLife,
-// and by a clock that is no further ahead than CollectGrace covers.
+// parseToken returns the token of a request. It must have been made for the same Cluster and holder, and no longer ago than TokenLife. It is
+// never of the future, however far ahead the clock is of the agent that made it.
 func (e *Engine) parseToken(r SyncRequest) (token, error) {
 	data, err := base64.RawURLEncoding.DecodeString(r.Token)
 	if err != nil {
@@ -84,8 +84,12 @@ func (e *Engine) parseToken(r SyncRequest) (token, error) {
 	if t.Namespace != r.Namespace || t.Cluster != r.Cluster || t.Holder != r.Holder || t.Time.IsZero() {
 		return token{}, ErrInvalidToken
 	}
-	if age := e.Clock.Now().Sub(t.Time); age > e.TokenLife || age < -e.CollectGrace {
+	now := e.Clock.Now()
+	if age := now.Sub(t.Time); age.Abs() > e.TokenLife {
 		return token{}, ErrStaleToken
+	}
+	if t.Time.After(now) { // by a clock that is ahead of this agent's, which dates what it is compared with
+		t.Time = now
 	}
 	return t, nil
 }
