@@ -843,6 +843,20 @@ func TestAMachineSetIsUnpausedAlthoughARaiseIsPutOff(t *testing.T) {
 	assert.Contains(t, kinds(Decide(s)), UnpauseMachineSet)
 }
 
+// It would never see the replicas that Cluster API keeps from it for as long as it is paused.
+func TestAMachineSetIsUnpausedWhenARaiseIsPutOffBeforeItsSparesAreCounted(t *testing.T) {
+	s := scene(3, &Ledger{Version: 1, Seq: 4, Floor: 2, LastReplicas: 3, Spare: 1, Shrink: &Shrink{Set: "small-a"}}).
+		withMachine("m", "", node).withMachine("n", "", node)
+	pauseAsAgent(s.Sets[0])
+	s.Sets[0].Status.Conditions, s.Sets[0].Spec.Replicas = saysPaused, new(int32(2))
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.Equal(t, &Shrink{Set: "small-a", Done: true}, d.Ledger.Shrink)
+	assert.Equal(t, int32(3), d.Replicas, "of those that it was not told of nothing is known")
+	s.Ledger = d.Ledger
+	assert.Contains(t, kinds(Decide(s)), UnpauseMachineSet)
+}
+
 func TestSparesThatNeverCameAreCountedOnceTheTemplateIsSeen(t *testing.T) {
 	for _, seen := range []bool{false, true} {
 		s := scene(3, &Ledger{Version: 1, Seq: 4, Floor: 1, LastReplicas: 3, Spare: 2, Shrink: &Shrink{Set: "small-a"}}).withMachine("m", "", node)

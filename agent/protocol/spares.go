@@ -99,9 +99,13 @@ func (b *books) shrink() {
 		}
 	case !b.next.Shrink.Done && may && ours:
 		// That the MachineSet has observed its replicas is not asked: paused, it never will.
-		if IsPaused(set.Status.Conditions) && b.assigned() {
+		switch {
+		case !IsPaused(set.Status.Conditions):
+		case b.assigned():
 			b.d.Replicas -= missing
 			b.d.Urgent, b.d.Removes = true, true
+			b.next.Shrink = &Shrink{Set: set.Name, Done: true}
+		case b.allLowered(): // a raise is put off until it is unpaused
 			b.next.Shrink = &Shrink{Set: set.Name, Done: true}
 		}
 	case !b.next.Shrink.Done:

@@ -67,6 +67,8 @@ func run(arguments []string, out io.Writer) error {
 	flags.IntVar(&p.Rollouts, "rollouts", 0, "changes of the template")
 	flags.IntVar(&p.Wipes, "wipes", 0, "times that the ledger is wiped")
 	flags.IntVar(&p.Pauses, "pauses", 0, "times that a person pauses the MachineDeployment")
+	flags.IntVar(&p.Sizes, "sizes", 0, "times that a person sets the max or the min size, or breaks it")
+	flags.BoolVar(&p.AtOnce, "at-once", false, "the stale agents enter claims at once, on what caches show, and do nothing else")
 	flags.IntVar(&p.Blocks, "blocks", 0, "times that creation is blocked")
 	flags.BoolVar(&p.BlockedForGood, "blocked-for-good", false, "what is blocked stays so")
 	if err := flags.Parse(arguments); err != nil {

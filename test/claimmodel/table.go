@@ -57,6 +57,8 @@ var (
 	setsWiped = with(sets, func(w *world) { w.Wipes = 1 })
 	late      = with(one, func(w *world) { w.Repeat, w.Forget = true, true })
 	stale     = with(one, func(w *world) { w.StaleAgents = 1 })
+	sized     = with(one, func(w *world) { w.Max, w.Sizes = 2, 1 })
+	atOnce    = world{Groups: 1, Claims: 1, Machines: 2, AtOnce: true, StaleAgents: 1}
 	rolling   = world{Groups: 1, Claims: 1, Floor: 1, Machines: 5, RollingUpdate: true, Rollouts: 1}
 )
 
@@ -69,6 +71,10 @@ func table(short bool) []row {
 		whole("2 MachineSets, wiped ledger", &setsWiped),
 		whole("calls late and out of order, tombstones", &late),
 		whole("adoption, 1 outsider", change(one, func(w *world) { w.Adopt, w.Outsiders = true, 1 })),
+		whole("a size is set, or broken", &sized),
+		whole("1 claim, entered at once on old caches", &atOnce),
+		whole("1 claim, entered at once while a size is set", change(sized, func(w *world) { w.AtOnce, w.StaleAgents = true, 1 })),
+		without(engine.TestSizes, "I6", with(sized, func(w *world) { w.StaleAgents = 1 })),
 		without(engine.ReleasedTogether, "I3", sets),
 		without(engine.LateForget, "T1", late),
 		without(engine.Tombstone, "T1", late),
@@ -90,6 +96,8 @@ func table(short bool) []row {
 		part("2 groups, max size 1, 2 claims, 1 stale agent",
 			&world{Groups: 2, Claims: 2, Max: 1, Machines: 3, StaleAgents: 1}),
 		part("1 outsider, 1 stale agent", &world{Groups: 1, Claims: 1, Machines: 3, Outsiders: 1, StaleAgents: 1}),
+		part("2 claims, entered at once on old caches", change(atOnce, func(w *world) { w.Claims, w.Machines = 2, 3 })),
+		part("a person raises twice", change(one, func(w *world) { w.Raises, w.Machines = 2, 6 })),
 		part("a rollout (RollingUpdate)", &rolling),
 		part("2 claims, wiped ledger", change(wiped, func(w *world) { w.Claims = 2 })),
 		walks("random; everything but RollingUpdate, 2 stale agents", &world{
@@ -99,8 +107,9 @@ func table(short bool) []row {
 		walks("random; 3 claims, 2 groups, max size 2, 1 stale agent",
 			&world{Groups: 2, Claims: 3, Max: 2, StaleAgents: 1}, 100_000),
 		without(engine.TestPause, "P2", with(sets, func(w *world) { w.Pauses, w.StaleAgents = 1, 1 })),
+		without(engine.TestEntry, "E2", with(atOnce, func(w *world) { w.Claims, w.Machines = 2, 3 })),
 		without(engine.LiveAfterLedger, "E2", stale),
-		without(engine.CheckLedger, "E3", with(stale, func(w *world) { w.Floor = 0 })),
+		without(engine.CheckLedger, "E1", with(stale, func(w *world) { w.Floor = 0 })),
 		without(engine.TestMachine, "E1", with(stale, func(w *world) { w.Floor, w.Outsiders = 0, 1 })),
 	)
 }

@@ -92,6 +92,12 @@ func (e *Engine) writeLedger(
 		// since the reading left another generation, unless it changed nothing.
 		ops = append(ops, test("/metadata/generation", s.Deployment.Generation))
 	}
+	switch { // a person may have set a size since
+	case d.Replicas > s.Group.Replicas:
+		ops = append(ops, asRead(s.Deployment, clusterv1.AutoscalerMaxSizeAnnotation))
+	case d.Replicas < s.Group.Replicas:
+		ops = append(ops, asRead(s.Deployment, clusterv1.AutoscalerMinSizeAnnotation))
+	}
 	ops = append(ops, put(annotationPath(v1alpha1.LedgerAnnotation), next.Encode()),
 		put(annotationPath(v1alpha1.ClaimedAnnotation), strconv.Itoa(int(d.Claimed))))
 	kind := "ledger"
@@ -138,6 +144,14 @@ func (e *Engine) writeLedger(
 	default:
 		return nil, fmt.Errorf("writing the ledger: %w", err)
 	}
+}
+
+// asRead tests that an annotation is as it was read, or is not there either.
+func asRead(md *clusterv1.MachineDeployment, key string) operation {
+	if text, present := md.Annotations[key]; present {
+		return test(annotationPath(key), text)
+	}
+	return test(annotationPath(key), nil)
 }
 
 // unchanged tests that nothing of a MachineDeployment has changed but its status.

@@ -454,7 +454,7 @@ var mutants = []mutant{
 		},
 	}},
 	{name: "blocked spares are counted before the pause is observed", world: "-claims=1 -floor=1 -machines=3 -stale=0", violation: "I3", edits: []edit{
-		{"		if IsPaused(set.Status.Conditions) && b.assigned() {\n", "		if b.assigned() {\n"},
+		{"		case !IsPaused(set.Status.Conditions):\n", "		case false:\n"},
 	}},
 	{name: "a MachineSet is unpaused before it was lowered", edits: []edit{
 		{
@@ -463,7 +463,10 @@ var mutants = []mutant{
 		},
 	}},
 	{name: "blocked spares are counted down while a template change is unseen", test: "TestSparesThatNeverCameAreCountedOnceTheTemplateIsSeen", edits: []edit{
-		{"		if IsPaused(set.Status.Conditions) && b.assigned() {\n", "		if IsPaused(set.Status.Conditions) {\n"},
+		{"		case b.assigned():\n			b.d.Replicas", "		case true:\n			b.d.Replicas"},
+	}},
+	{name: "a MachineSet stays paused until it was told of a raise that is put off", world: "-claims=1 -floor=1 -machines=6 -stale=0 -raises=1", violation: "I4", edits: []edit{
+		{"		case b.allLowered(): // a raise is put off until it is unpaused\n", "		case false:\n"},
 	}},
 	{name: "a MachineSet stays paused until it was raised as well", test: "TestAMachineSetIsUnpausedAlthoughARaiseIsPutOff", edits: []edit{
 		{"		if overtaken || b.allLowered() && b.d.Replicas == b.Group.Replicas {\n", "		if overtaken || b.assigned() && b.d.Replicas == b.Group.Replicas {\n"},

@@ -28,6 +28,12 @@ func (p *Protocol) liveAgent(s *State, g int, graceOver bool, emit explore.Emit[
 func (p *Protocol) staleAgent(s *State, a int, emit explore.Emit[State]) {
 	v := &s.agents[a]
 	w := &writer{p: p, s: s, g: int(v.group), id: a, from: &v.s, v: v, emit: emit}
+	if p.AtOnce {
+		for c := range p.Claims {
+			w.enterAtOnce(c)
+		}
+		return
+	}
 	if v.step >= allRead {
 		checked := v.step == ledgerChecked || p.without(CheckLedger)
 		early, late := p.decide(w.from, false), p.decide(w.from, true)
@@ -47,6 +53,33 @@ func (p *Protocol) staleAgent(s *State, a int, emit explore.Emit[State]) {
 			w.delete(i)
 		}
 	}
+}
+
+// enterAtOnce enters a claim that was made since the MachineDeployment was read, on what caches show of everything else. The claim's object is
+// the one that the call made, whatever became of it since, where the caches do not show it.
+func (w *writer) enterAtOnce(c int) {
+	at := &w.s.groups[w.g]
+	if w.v.step < allRead || w.v.unmade&bit(c) == 0 || w.s.claims[c].phase == unmade || w.from.ledger.present == 0 {
+		return
+	}
+	seen := *w.from
+	if seen.claims[c].phase == unmade {
+		seen.claims[c] = claim{phase: made, group: uint8(w.g)}
+	}
+	d := w.p.decide(&seen, false)
+	if d.enters&bit(c) == 0 {
+		return
+	}
+	was, is := w.from.md, at.md
+	was.observed, was.isPaused, was.carried = is.observed, is.isPaused, is.carried // the status is not tested
+	if (w.v.ledgerFresh == 0 || was != is) && !w.p.without(TestEntry) {
+		return
+	}
+	stale := *w.v
+	stale.ledgerFresh, stale.generationFresh = 1, 1
+	entry := *w
+	entry.v, entry.from = &stale, &seen
+	entry.commit(&d)
 }
 
 // follow emits what a decision leads to.
@@ -91,6 +124,10 @@ func (w *writer) commit(d *decision) {
 		if !fresh || at.md.replicas != w.from.md.replicas || template && w.v.generationFresh == 0 {
 			return
 		}
+		resized := d.replicas > at.md.replicas && at.md.max != w.from.md.max || d.replicas < at.md.replicas && at.md.min != w.from.md.min
+		if resized && !w.p.without(TestSizes) {
+			return
+		}
 		if d.pause == protocol.PauseSet && w.v.objectFresh == 0 && !w.p.without(TestPause) {
 			return
 		}
@@ -111,7 +148,10 @@ func (w *writer) commit(d *decision) {
 	if d.replicas != at.md.replicas {
 		to.md.replicas = d.replicas
 		to.md.observed = 0
-		if w.p.Max > 0 && d.replicas > at.md.replicas && int(d.replicas) > max(w.p.Max, int(at.peak)) {
+		switch largest := at.md.max; {
+		case d.replicas < w.from.md.replicas && at.md.min != unreadable && d.replicas < at.md.min:
+			violation = "I6 replicas are lowered below the min size"
+		case d.replicas > w.from.md.replicas && largest != 0 && (largest == unreadable || d.replicas > max(largest, at.peak)):
 			violation = "I6 replicas are raised above the max size"
 		}
 	}
@@ -408,6 +448,12 @@ func (p *Protocol) reads(s *State, a int, emit explore.Emit[State]) {
 			step: deploymentRead, group: uint8(g), ledgerFresh: 1, generationFresh: 1, objectFresh: 1,
 			s: snapshot{md: at.md, ledger: at.ledger},
 		}
+		if p.AtOnce {
+			if next.agents[a].unmade = s.unmade(p.Claims); next.agents[a].unmade == 0 {
+				continue // there will be nothing to enter
+			}
+			next.agents[a].generationFresh, next.agents[a].objectFresh = 0, 0 // it compares what they are for
+		}
 		if next.agents[a] != *v {
 			emit(&next, act(a, g, readDeployment, 0, 0), "")
 		}
@@ -422,6 +468,13 @@ func (p *Protocol) reads(s *State, a int, emit explore.Emit[State]) {
 	case v.step == deploymentRead:
 		w.s.claims, w.claimsFresh, w.step = s.claimsOf(g), 1<<maxClaims-1, claimsRead
 		emit(&next, act(a, g, readClaims, 0, 0), "")
+	case v.step == claimsRead && p.AtOnce:
+		w.s.sets, w.claimsFresh, w.step = s.groups[g].sets, 0, allRead
+		for i := range w.s.sets {
+			w.s.sets[i].saw, w.s.sets[i].foreign, w.s.sets[i].counted = 0, 0, 0
+		}
+		s.readMachines(g, &w.s)
+		emit(&next, act(a, g, readMachines, 0, 0), "")
 	case v.step == claimsRead:
 		w.s.sets, w.setsFresh, w.step = s.groups[g].sets, 1<<maxSets-1, setsRead
 		for i := range w.s.sets { // what Cluster API's cache shows is not on the object
@@ -432,6 +485,12 @@ func (p *Protocol) reads(s *State, a int, emit explore.Emit[State]) {
 		s.readMachines(g, &w.s)
 		w.machinesFresh, w.machinesSame, w.step = 1<<maxMachines-1, 1<<maxMachines-1, allRead
 		emit(&next, act(a, g, readMachines, 0, 0), "")
+	case v.step == allRead && p.AtOnce:
+		at := &s.groups[g]
+		w.s.md, w.s.ledger, w.unmade, w.ledgerFresh = at.md, at.ledger, s.unmade(p.Claims), 1
+		if w.unmade != 0 && *w != *v {
+			emit(&next, act(a, g, showDeployment, 0, 0), "")
+		}
 	case v.step == allRead && v.ledgerFresh != 0:
 		w.step = ledgerChecked
 		emit(&next, act(a, g, checkLedger, 0, 0), "")

@@ -47,7 +47,7 @@ func (p *Protocol) CheckAtRest(s *State) string {
 
 func (p *Protocol) groupAtRest(s *State, g int) string {
 	at := &s.groups[g]
-	if at.md.paused == byHuman || at.md.frozen != 0 || at.blocked != 0 && !p.BlockedForGood {
+	if at.md.paused == byHuman || at.md.frozen != 0 || !at.md.sizesUsable() || at.blocked != 0 && !p.BlockedForGood {
 		return "" // nothing has to come to an end meanwhile
 	}
 	live := 0
@@ -57,7 +57,7 @@ func (p *Protocol) groupAtRest(s *State, g int) string {
 		}
 		switch x.phase {
 		case made, pending:
-			if at.blocked != 0 || s.refused[c]&bit(g) != 0 || p.Max > 0 && int(at.md.replicas) >= p.Max {
+			if at.blocked != 0 || s.refused[c]&bit(g) != 0 || at.md.max > 0 && at.md.replicas >= at.md.max {
 				return "" // it waits for a Machine or for room, until its deadline or its caller ends it
 			}
 			return "I2 a pending claim is stuck"
@@ -90,7 +90,7 @@ func (p *Protocol) groupAtRest(s *State, g int) string {
 		}
 	}
 	l := &at.ledger
-	want := int(at.owned) + live
+	want := int(max(at.owned, at.md.min)) + live
 	if p.Wipes > 0 { // what cannot be explained any more is the floor's, and never the other way round
 		if l.present == 0 {
 			return ""
@@ -99,6 +99,9 @@ func (p *Protocol) groupAtRest(s *State, g int) string {
 			return "I6 the floor is lower than what the user owns"
 		}
 		want = int(l.floor) + live
+	}
+	if n := int(at.md.replicas); at.md.max > 0 && want > int(at.md.max) && n < want {
+		want = max(n, int(at.owned)+live, int(at.md.max)) // the max size leaves no room for more
 	}
 	switch {
 	case int(at.md.replicas) != want:

@@ -18,8 +18,9 @@ import (
 type decision struct {
 	write    bool
 	urgent   bool
-	removes  bool // Machines or replicas, which depends on the template
-	lowered  bool // the group is frozen with the ledger write
+	removes  bool  // Machines or replicas, which depends on the template
+	lowered  bool  // the group is frozen with the ledger write
+	enters   uint8 // mask of claims: the decision does nothing but enter this one
 	ledger   ledger
 	replicas uint8
 	pause    protocol.PauseChange
@@ -84,7 +85,14 @@ func (p *Protocol) decide(s *snapshot, graceOver bool) decision {
 	if d, known := p.decisions[q]; known {
 		return d
 	}
-	d := p.translate(&q.s, protocol.Decide(p.snapshot(&q.s, graceOver)))
+	read := p.snapshot(&q.s, graceOver)
+	decided := protocol.Decide(read)
+	d := p.translate(&q.s, decided)
+	for c := range p.Claims {
+		if p.AtOnce && decided.EntersOnly(read, name("c", c)) {
+			d.enters |= bit(c)
+		}
+	}
 	if p.decisions == nil || len(p.decisions) >= remembered {
 		p.decisions = map[question]decision{}
 	}
@@ -189,13 +197,23 @@ func (p *Protocol) deploymentOf(d *deployment) *clusterv1.MachineDeployment {
 	if !p.RollingUpdate {
 		md.Spec.Rollout.Strategy.Type = clusterv1.OnDeleteMachineDeploymentStrategyType
 	}
-	if p.Max > 0 {
-		md.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] = strconv.Itoa(p.Max)
+	if d.max > 0 {
+		md.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] = size(d.max)
+	}
+	if d.min > 0 {
+		md.Annotations[clusterv1.AutoscalerMinSizeAnnotation] = size(d.min)
 	}
 	if d.frozen != 0 {
 		md.Annotations[v1alpha1.ReplicasLoweredAnnotation] = "lowered"
 	}
 	return md
+}
+
+func size(n uint8) string {
+	if n == unreadable {
+		return "many"
+	}
+	return strconv.Itoa(int(n))
 }
 
 func observedGeneration(d *deployment) int64 {
@@ -294,8 +312,11 @@ func machineOf(of keyed[machine]) *clusterv1.Machine {
 func ledgerOf(s *snapshot) *protocol.Ledger {
 	l := (&protocol.Ledger{
 		Version: protocol.LedgerVersion, Seq: 1, Floor: int32(s.ledger.floor), LastReplicas: int32(s.ledger.lastReplicas),
-		Lowered: s.ledger.lowered != 0,
+		Lowered: s.ledger.lowered != 0, Min: int32(s.ledger.min),
 	}).Clone()
+	if s.ledger.written != 0 {
+		l.Written = &protocol.Written{Replicas: int32(s.ledger.written) - 1, Restored: int32(s.ledger.restored), Since: now.Unix()}
+	}
 	for c, entry := range s.ledger.pending {
 		if entry == noEntry {
 			continue
@@ -371,7 +392,12 @@ func (p *Protocol) translate(s *snapshot, d *protocol.Decision) decision {
 }
 
 func (p *Protocol) numbers(from *protocol.Ledger) ledger {
-	l := ledger{present: 1, floor: uint8(from.Floor), lastReplicas: uint8(from.LastReplicas), lowered: b(from.Lowered)}
+	l := ledger{
+		present: 1, floor: uint8(from.Floor), lastReplicas: uint8(from.LastReplicas), lowered: b(from.Lowered), min: uint8(from.Min),
+	}
+	if from.Written != nil {
+		l.written, l.restored = uint8(from.Written.Replicas)+1, uint8(from.Written.Restored)
+	}
 	for id, promised := range from.Pending {
 		c := number(id)
 		l.pending[c] = unnamed

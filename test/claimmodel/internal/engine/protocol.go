@@ -43,6 +43,9 @@ type Protocol struct {
 	Wipes     int // the ledger is wiped
 	Pauses    int // a human pauses a MachineDeployment, and un-pauses it at any time
 	Blocks    int // the MachineSets of a group can make no Machines, and can again at any time
+	Sizes     int // a human sets the max or the min size to another number, or to none that can be read, and back at any time
+	// AtOnce has the stale agents do nothing but enter claims at once, on what their caches show.
+	AtOnce bool
 	// BlockedForGood keeps what is blocked so.
 	BlockedForGood bool
 
@@ -83,10 +86,14 @@ const (
 	CheckLedger
 	// TestMachine labels a Machine only as it was read.
 	TestMachine
+	// TestSizes raises replicas only while the max size is as it was read, and lowers them only while the min size is.
+	TestSizes
+	// TestEntry enters a claim at once only while the MachineDeployment, and its ledger, are as they were read.
+	TestEntry
 )
 
 var ruleNames = strings.Fields(`seq released-together test-template anchor test-pause late-forget tombstone live-after-ledger check-ledger
-	test-machine`)
+	test-machine test-sizes test-entry`)
 
 // RuleNames are the names of all rules.
 func RuleNames() []string { return ruleNames }
@@ -137,7 +144,7 @@ func (p *Protocol) Initial() State {
 	for g := range p.Groups {
 		at := &s.groups[g]
 		floor := uint8(p.Floor)
-		at.md = deployment{replicas: floor, template: uint8(sets - 1), observed: 1}
+		at.md = deployment{replicas: floor, template: uint8(sets - 1), observed: 1, max: uint8(p.Max)}
 		at.owned, at.peak = floor, floor
 		for i := range sets {
 			at.sets[i] = machineSet{exists: 1, observed: 1}
@@ -156,10 +163,13 @@ func (p *Protocol) Initial() State {
 			at.sets[set].replicas++
 			at.sets[set].saw++
 		}
+		if p.AtOnce { // which begins no ledger
+			at.ledger = ledger{present: 1, floor: floor, lastReplicas: floor, written: floor + 1}
+		}
 	}
 	s.left = counters{
 		outsiders: uint8(p.Outsiders), raises: uint8(p.Raises), lowers: uint8(p.Lowers), rollouts: uint8(p.Rollouts),
-		wipes: uint8(p.Wipes), pauses: uint8(p.Pauses), blocks: uint8(p.Blocks),
+		wipes: uint8(p.Wipes), pauses: uint8(p.Pauses), blocks: uint8(p.Blocks), sizes: uint8(p.Sizes),
 	}
 	return s
 }
@@ -217,6 +227,14 @@ func (p *Protocol) refute(before, after *State) {
 		was, is := &before.groups[v.group], &after.groups[v.group]
 		if was.ledger != is.ledger {
 			v.ledgerFresh, v.objectFresh = 0, 0
+			if p.AtOnce && !p.without(TestEntry) {
+				// Of no use but for the rest, which caches may show beside a newer one, as long as another claim may come.
+				v.s.md, v.s.ledger, v.unmade = deployment{}, ledger{}, 0
+				if after.unmade(p.Claims) == 0 {
+					*v = reader{}
+					continue
+				}
+			}
 		}
 		if p.without(Seq) && is.ledger == v.s.ledger {
 			v.ledgerFresh = 1
@@ -268,6 +286,7 @@ const (
 	humanThaws
 	humanPauses
 	humanUnpauses
+	humanSetsSizes
 	somethingBlocks
 	somethingUnblocks
 	callMoves
@@ -290,6 +309,7 @@ const (
 	readSets
 	readMachines
 	checkLedger
+	showDeployment
 	writeLedger
 	refuse
 	doMark
@@ -314,7 +334,8 @@ var wording = [...]string{
 	buryClaim: "ReleaseClaim c%x, unknown: a tombstone", outsiderDeletes: "somebody deletes m%x", humanRaises: "a human raises replicas to %x",
 	humanLowers: "a human lowers replicas to %x", humanRollsOut: "a human changes the template to %x", somebodyWipes: "somebody wipes the ledger",
 	humanThaws:  "a human clears the freeze",
-	humanPauses: "a human pauses the MachineDeployment", humanUnpauses: "the human un-pauses it", somethingBlocks: "creation is blocked",
+	humanPauses: "a human pauses the MachineDeployment", humanUnpauses: "the human un-pauses it", humanSetsSizes: "a human sets the max size to %x and the min size to %y (255: no number)",
+	somethingBlocks:   "creation is blocked",
 	somethingUnblocks: "creation is possible again", callMoves: "call: c%x moves to group %g", callEnds: "call: c%x Ended (no room)",
 	forgetClaim: "the tombstone of c%x is forgotten", setMade: "MachineDeployment: makes set %x",
 	deploymentPaused: "MachineDeployment: condition Paused=%x", deploymentScales: "MachineDeployment: set %x to %y replicas",
@@ -323,7 +344,8 @@ var wording = [...]string{
 	setDeletes: "set %x: DELETES m%y", nodeJoins: "m%x has a Node", machineOutdated: "m%x: condition UpToDate changes",
 	tornDown:       "m%x is torn down",
 	readDeployment: "reads MachineDeployment and ledger", readClaims: "reads claims", readSets: "reads MachineSets", readMachines: "reads Machines",
-	checkLedger: "reads the ledger again, unchanged", writeLedger: "writes the ledger", refuse: "refuses c%x", doMark: "c%x Pending",
+	checkLedger: "reads the ledger again, unchanged", writeLedger: "writes the ledger", showDeployment: "its cache shows a newer MachineDeployment",
+	refuse: "refuses c%x", doMark: "c%x Pending",
 	doBind: "c%x Bound to m%y", doRestore: "c%x restored to m%y", doLabel: "labels m%y for c%x", doUnbind: "takes the label of c%x off m%y",
 	doEnd: "c%x Ended", doFinalizer: "finalizer on m%x", doDelete: "DELETE m%x", doKeep: "keeps m%x: finalizer off", doLetGo: "lets m%x go",
 	doPauseSet: "pauses set %x", doUnpauseSet: "un-pauses set %x", doLowerSet: "lowers set %x to %y",

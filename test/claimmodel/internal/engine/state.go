@@ -105,6 +105,15 @@ type deployment struct {
 	observed uint8 // its status says that it observed the present generation
 	carried  uint8 // mask: releases whose lowering it has observed
 	frozen   uint8 // the annotation that says so
+	max, min uint8 // the sizes; a max size of 0 is none
+}
+
+// unreadable is a size that is none.
+const unreadable = 255
+
+// sizesUsable reports whether the agent can read the sizes.
+func (d *deployment) sizesUsable() bool {
+	return d.max != unreadable && d.min != unreadable && (d.max == 0 || d.min <= d.max)
 }
 
 // Entries of pending claims in the ledger.
@@ -126,6 +135,8 @@ type ledger struct {
 	lowered             uint8 // the group is frozen
 	shrinks             uint8 // the MachineSet, from 1, that is paused while spares that never came are given back
 	shrunk              uint8 // that was done, or is not to be done any more
+	min                 uint8 // the min size that is in force
+	written, restored   uint8 // the replicas that another writer set last, from 1, and how often again
 }
 
 func bit(i int) uint8 { return 1 << uint(i) }
@@ -183,6 +194,8 @@ type reader struct {
 	group uint8
 	s     snapshot
 
+	unmade uint8 // mask: claims that were not made yet when the MachineDeployment was read
+
 	ledgerFresh     uint8 // the seq is as it was read
 	generationFresh uint8
 	objectFresh     uint8 // the MachineDeployment's resourceVersion
@@ -210,7 +223,7 @@ type State struct {
 
 // counters are what is left of the bounded moves.
 type counters struct {
-	outsiders, raises, lowers, rollouts, wipes, pauses, blocks uint8
+	outsiders, raises, lowers, rollouts, wipes, pauses, blocks, sizes uint8
 }
 
 var seed = maphash.MakeSeed()
@@ -260,6 +273,17 @@ func (s *State) readMachines(g int, into *snapshot) {
 			into.claims[m.label-1] = c
 		}
 	}
+}
+
+// unmade are the claims that no call has made yet.
+func (s *State) unmade(claims int) uint8 {
+	var mask uint8
+	for c := range claims {
+		if s.claims[c].phase == unmade && s.used&bit(c) == 0 {
+			mask |= bit(c)
+		}
+	}
+	return mask
 }
 
 func count(mask uint8) uint8 { return uint8(bits.OnesCount8(mask)) }

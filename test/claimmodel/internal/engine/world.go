@@ -303,6 +303,7 @@ func (p *Protocol) outside(s *State, emit explore.Emit[State]) {
 			next.left.pauses--
 			move(&next, g, humanPauses, 0, 0)
 		}
+		p.resize(s, g, move)
 		switch {
 		case at.blocked != 0 && !p.BlockedForGood:
 			next := *s
@@ -315,6 +316,32 @@ func (p *Protocol) outside(s *State, emit explore.Emit[State]) {
 			move(&next, g, somethingBlocks, 0, 0)
 		}
 	}
+}
+
+// resize is what people make of the sizes.
+func (p *Protocol) resize(s *State, g int, move func(next *State, g, what, x, y int)) {
+	md := &s.groups[g].md
+	set := func(largest, smallest uint8, left uint8) {
+		if largest == md.max && smallest == md.min {
+			return
+		}
+		next := *s
+		to := &next.groups[g].md
+		to.max, to.min, next.left.sizes = largest, smallest, left
+		move(&next, g, humanSetsSizes, int(largest), int(smallest))
+	}
+	set(uint8(p.Max), 0, s.left.sizes)
+	if s.left.sizes == 0 {
+		return
+	}
+	left := s.left.sizes - 1
+	set(unreadable, md.min, left)
+	set(uint8(p.Max)+1, md.min, left)
+	if p.Max > 0 {
+		set(uint8(p.Max)-1, md.min, left)
+	}
+	set(md.max, unreadable, left)
+	set(md.max, uint8(p.Floor)+1, left)
 }
 
 // calls are CreateClaim and ReleaseClaim, and what a call does after a group refused its claim.
