@@ -135,6 +135,13 @@ var mutants = []mutant{
 	{name: "max size ignored when a claim is entered", both: true, world: "-claims=2 -floor=0 -max=1 -machines=4 -stale=0", violation: "I6", smoke: true, edits: []edit{
 		{"		case b.room(size):\n", "		case true || size > 0:\n"},
 	}},
+	{name: "replicas are written over a size that was set meanwhile", test: "TestReplicasAreNotWrittenOverASizeThatWasSetMeanwhile", edits: []edit{
+		{"		ops = append(ops, asRead(s.Deployment, clusterv1.AutoscalerMaxSizeAnnotation))\n", ""},
+	}},
+	{name: "an unusable max size is none, and claims go on", world: "-claims=1 -floor=1 -max=2 -machines=3 -stale=0 -sizes=1", violation: "I6", edits: []edit{
+		{"func (b *books) mayGrow() bool { return b.Group.MayGrow() && !b.next.Lowered }", "func (b *books) mayGrow() bool { return !b.next.Lowered }"},
+		{"	return b.Group.Refusal()\n}\n\n// adopt", "	return nil\n}\n\n// adopt"},
+	}},
 	{name: "max size ignored when a shortage is made good", edits: []edit{
 		{"			owed = min(owed, max(b.d.Replicas, *b.Group.Max))\n", ""},
 	}},
@@ -568,6 +575,18 @@ var mutants = []mutant{
 	}},
 	{name: "collection by the agent's clock alone", test: "TestAClaimMadeAfterTheListingIsNotCollectedByAClockThatIsAhead", edits: []edit{
 		{"case !listed(c) || ", "case listed == nil || "},
+	}},
+	{name: "a live set decides claims that its listing did not hold", test: "TestALiveSetDecidesNothingOfClaimsThatItsListingDidNotHold", edits: []edit{
+		{"		return protocol.Reported(c) && !e.synced[speaker{cluster, c.Spec.Holder}][c.UID]\n", "		return protocol.Reported(c) && len(e.synced[speaker{cluster, c.Spec.Holder}]) == 0\n"},
+	}},
+	{name: "what one agent listed is of the future for the other", test: "TestTokensAreBoundToTheirHolderAndTime", edits: []edit{
+		{"	if t.Time.After(now) { // by", "	if false { // by"},
+	}},
+	{name: "a clock that is ahead hastens what cannot be taken back", test: "TestAClockThatIsAheadConcludesNothingEarly", edits: []edit{
+		{"return s.Now.Sub(at) - skew }", "return s.Now.Sub(at) - 0*skew }"},
+	}},
+	{name: "deadlines are over before their time", test: "TestProtocolAgainstClocks", edits: []edit{
+		{"	if left := deadline - s.Now.Sub(since); left > 0 {\n", "	if left := deadline/4 - s.Now.Sub(since); left > 0 {\n"},
 	}},
 	{name: "collection by the set of another cluster", edits: []edit{
 		{"	case !s.speaksFor(c) && c.Spec.Spoke != \"\":\n", "	case false:\n"},
