@@ -95,9 +95,13 @@ func (w *world) deploymentStep(group string) bool {
 		for _, s := range sets {
 			plan[s.Name] = protocol.ReplicasOf(s)
 		}
-		if onDelete {
+		var notes map[string]map[string]string
+		switch {
+		case onDelete:
 			w.planOnDelete(plan, name, sets, *md.Spec.Replicas)
-		} else {
+		case w.inPlace:
+			notes = w.planInPlace(plan, name, sets, *md.Spec.Replicas)
+		default:
 			w.planRollingUpdate(plan, name, sets, *md.Spec.Replicas)
 		}
 		pause()
@@ -109,6 +113,7 @@ func (w *world) deploymentStep(group string) bool {
 			replicas := plan[s.Name]
 			now.Spec.Replicas = &replicas
 			delete(now.Annotations, clusterv1.DisableMachineCreateAnnotation)
+			annotate(now, notes[s.Name])
 			if ledger := md.Annotations[v1alpha1.LedgerAnnotation]; w.copies && ledger != "" {
 				metav1.SetMetaDataAnnotation(&now.ObjectMeta, v1alpha1.LedgerAnnotation, ledger)
 			}
@@ -230,11 +235,15 @@ func (w *world) setStep(s *clusterv1.MachineSet) {
 			missing = min(missing, 0)
 		}
 		pause()
+		w.beginUpdates(s, mine)
 		for ; missing > 0; missing-- {
 			w.makeMachine(s, group)
 		}
-		if missing < 0 {
-			w.removeMachines(group, mine, -missing, old)
+		excess := -missing - uncounted(s, mine)
+		if target := s.Annotations[clusterv1.MachineSetMoveMachinesToMachineSetAnnotation]; excess > 0 && target != "" {
+			w.moveMachines(mine, excess, target)
+		} else if excess > 0 {
+			w.removeMachines(group, mine, excess, old)
 		}
 		o, _ = w.hub.find(machineSets, s.Name)
 		now := o.(*clusterv1.MachineSet).DeepCopy() //nolint:forcetypeassert // of the kind
@@ -345,6 +354,13 @@ func (w *world) machineStep(m *clusterv1.Machine) {
 		meta.RemoveStatusCondition(&m.Status.Conditions, clusterv1.MachineNodeReadyCondition)
 		w.joined[m.UID] = w.events
 		w.tainted[m.UID] = w.hub.created%2 == 0
+		w.setStatus(m)
+	case protocol.Alive(m) && carriesNote(m, updating): // it is updated
+		delete(m.Annotations, updating)
+		delete(m.Annotations, clusterv1.UpdateInProgressAnnotation)
+		w.must(w.hub.update(m, false))
+	case protocol.Alive(m) && !old && protocol.Outdated(m):
+		m.Status.Conditions = nil
 		w.setStatus(m)
 	case protocol.Alive(m) && old && !protocol.Outdated(m):
 		m.Status.Conditions = []metav1.Condition{{

@@ -50,6 +50,8 @@ type world struct {
 	moved bool
 	// withdrawing means that an agent is removing itself, so that what it takes off is not taken from anybody.
 	withdrawing bool
+	// inPlace means that rolling updates move Machines between MachineSets.
+	inPlace bool
 	// copies means that MachineSets get a copy of the MachineDeployment's ledger, as Cluster API makes it.
 	copies bool
 
