@@ -140,7 +140,11 @@ func lossy(before, after client.Object) bool {
 	switch b := before.(type) {
 	case *v1alpha1.MachineClaim:
 		a, ok := after.(*v1alpha1.MachineClaim)
-		return !ok || len(b.Spec.Candidates) > 0 && len(a.Spec.Candidates) == 0 || len(a.Status.History) < min(endedHistory, len(b.Status.History))
+		if !ok {
+			return true
+		}
+		forgets := a.Status.Phase != "" && len(a.Status.History) < min(endedHistory, len(b.Status.History)) // a restore may lose all of it
+		return forgets || len(b.Spec.Candidates) > 0 && len(a.Spec.Candidates) == 0
 	case *clusterv1.Machine:
 		a, ok := after.(*clusterv1.Machine)
 		return !ok || b.Spec.InfrastructureRef.Name != a.Spec.InfrastructureRef.Name
