@@ -927,3 +927,32 @@ func TestAReleaseWithoutRoomInTheLedgerIsExplained(t *testing.T) {
 	require.Equal(t, []ActionKind{Explain}, kinds(d))
 	assert.Contains(t, d.Actions[0].Event.Message, "example.com/large")
 }
+
+// Until the MachineDeployment is known to be left alone, Cluster API may still write replicas to its MachineSets.
+func TestAMachineSetIsLoweredOnceThePauseIsObserved(t *testing.T) {
+	for _, observed := range []bool{false, true} {
+		ledger := &Ledger{Version: 1, Seq: 4, LastReplicas: 2, Releasing: map[types.UID]Release{"m": {Machine: "m", Claim: "c", Set: "small-a"}}}
+		s := scene(2, ledger).withMachine("m", "c", completed)
+		s.Sets[0].Spec.Replicas = new(int32(1))
+		s.Sets = append(s.Sets, &clusterv1.MachineSet{
+			ObjectMeta: metav1.ObjectMeta{Name: "small-b"}, Spec: clusterv1.MachineSetSpec{Replicas: new(int32(1))},
+		})
+		pauseAsAgent(s.Deployment)
+		if observed {
+			s.Deployment.Status.Conditions = saysPaused
+		}
+		assert.Equal(t, observed, slices.Contains(kinds(Decide(s)), LowerSet))
+	}
+}
+
+// The entry would name a Machine that another claim may have by then.
+func TestAMachineIsHandedOverOnceItsClaimsEntryIsDropped(t *testing.T) {
+	for _, entered := range []bool{true, false} {
+		ledger := &Ledger{Version: 1, Seq: 4, LastReplicas: 1}
+		if entered {
+			ledger.Pending = map[string]Named{"a": {Machine: "m", UID: "m"}}
+		}
+		s := scene(1, ledger).withMachine("m", "a", booting).withClaim("a", v1alpha1.PhaseReleasing, "m")
+		assert.Equal(t, !entered, slices.Contains(kinds(Decide(s)), Unbind))
+	}
+}

@@ -366,7 +366,7 @@ var mutants = []mutant{
 	{name: "a Machine with a Node is handed over", edits: []edit{
 		{"	if !Alive(m) || Held(m) || !s.nodeless(m) || Outdated(m) || s.hopeless(m) {\n		return false\n	}\n	if c :=", "	if !Alive(m) || Held(m) || Outdated(m) || s.hopeless(m) {\n		return false\n	}\n	if c :="},
 	}},
-	{name: "unbound before its entry is dropped", world: "-claims=1 -floor=1 -machines=3", violation: "E3", edits: []edit{
+	{name: "unbound before its entry is dropped", test: "TestAMachineIsHandedOverOnceItsClaimsEntryIsDropped", edits: []edit{
 		{"	case m != nil && Alive(m) && !entered && ClaimOf(m) == id && s.handsOver(m)", "	case m != nil && Alive(m) && ClaimOf(m) == id && s.handsOver(m)"},
 	}},
 
@@ -431,7 +431,7 @@ var mutants = []mutant{
 				"		g.noteSpare(s, d)\n",
 		},
 	}},
-	{name: "a MachineSet is lowered before the pause is observed", world: "-claims=1 -floor=1 -machines=3", violation: "E3", edits: []edit{
+	{name: "a MachineSet is lowered before the pause is observed", test: "TestAMachineSetIsLoweredOnceThePauseIsObserved", edits: []edit{
 		{"	case ours && IsPaused(b.Deployment.Status.Conditions) && b.setsLowered(begun):\n", "	case ours && b.setsLowered(begun):\n"},
 	}},
 	{name: "a lowered MachineSet is not waited for", world: "-claims=1 -floor=2 -sets=2 -machines=4 -stale=0", violation: "I3", edits: []edit{
