@@ -321,7 +321,7 @@ func (p *Protocol) outside(s *State, emit explore.Emit[State]) {
 // resize is what people make of the sizes.
 func (p *Protocol) resize(s *State, g int, move func(next *State, g, what, x, y int)) {
 	md := &s.groups[g].md
-	set := func(largest, smallest uint8, left uint8) {
+	set := func(largest, smallest, left uint8) {
 		if largest == md.max && smallest == md.min {
 			return
 		}
