@@ -104,7 +104,8 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	require.NoError(t, err)
 	require.NoError(t, hub.Index(t.Context(), mgr.GetFieldIndexer()))
 	engine := claims.New(claims.Config{
-		Client: mgr.GetClient(), Reader: mgr.GetAPIReader(), Indexes: claims.Indexes{Group: hub.ByDeployment}, Failure: protocol.Failure{CoolDown: coolDown},
+		Client: mgr.GetClient(), Reader: mgr.GetAPIReader(), Indexes: claims.Indexes{Group: hub.ByDeployment},
+		Failure: protocol.Failure{CoolDown: coolDown},
 	})
 	f.clock = clocktesting.NewFakePassiveClock(time.Now())
 	nodes, err := observed.New(observed.Config{Client: mgr.GetClient(), Clock: f.clock})

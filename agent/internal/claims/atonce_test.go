@@ -288,7 +288,7 @@ func TestOnlyWhatThisProcessWroteFollowsWhatItRead(t *testing.T) {
 			change(now)
 			g.engine.Client = interceptor.NewClient(e.Client.(client.WithWatch), interceptor.Funcs{ //nolint:forcetypeassert // the fake is one
 				Get: func(_ context.Context, _ client.WithWatch, _ client.ObjectKey, o client.Object, _ ...client.GetOption) error {
-					now.DeepCopyInto(o.(*clusterv1.MachineDeployment)) //nolint:forcetypeassert // nothing else is read
+					now.DeepCopyInto(o.(*clusterv1.MachineDeployment))
 					return nil
 				},
 			})

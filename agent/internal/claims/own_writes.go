@@ -32,7 +32,9 @@ func identityOf(object client.Object) identity {
 }
 
 // note keeps an object as the API server returned it. It must not be changed any more.
-func (w ownWrites) note(object client.Object) { w.objects.Set(identityOf(object), object, ownWritesKept) }
+func (w ownWrites) note(object client.Object) {
+	w.objects.Set(identityOf(object), object, ownWritesKept)
+}
 
 // has reports whether an object is one that this process wrote itself, and not one that a cache shows.
 func (w ownWrites) has(object client.Object) bool {
