@@ -24,7 +24,7 @@ const maxOwners = 6
 // pausedByHuman is what a person writes who pauses a MachineDeployment.
 const pausedByHuman = "maintenance"
 
-func (w *world) draw(what string, from, to int) int { return rapid.IntRange(from, to).Draw(w.t, what) }
+func (w *world) draw(what string, from, to int) int { return rapid.IntRange(from, to).Draw(w.dice, what) }
 
 // rarely is true about once in n.
 func (w *world) rarely(n int) bool { return w.draw("rarely", 1, n) == 1 }
@@ -39,7 +39,7 @@ func (w *world) pick(n int) int {
 func (w *world) anyAgent() int        { return w.draw("agent", 0, len(w.agents)-1) }
 func (w *world) anyGroup() string     { return w.groups[w.pick(len(w.groups))] }
 func (w *world) anyOwner() string     { return w.order[w.pick(len(w.order))] }
-func (w *world) candidates() []string { return rapid.Permutation(w.groups).Draw(w.t, "candidates") }
+func (w *world) candidates() []string { return rapid.Permutation(w.groups).Draw(w.dice, "candidates") }
 
 func (w *world) anyMachine() *clusterv1.Machine {
 	all := w.machines(w.anyGroup())
@@ -57,7 +57,7 @@ func (w *world) interleave() {
 	w.depth++
 	names := slices.Sorted(maps.Keys(w.actions))
 	for range w.draw("others act", 1, 4) {
-		w.act(rapid.SampledFrom(names).Draw(w.t, "meanwhile"))
+		w.act(rapid.SampledFrom(names).Draw(w.dice, "meanwhile"))
 	}
 	w.depth--
 }
@@ -226,7 +226,7 @@ func (w *world) plan(outside bool) {
 		{"time", []string{"tombstones", "time"}},
 		{"moving on", []string{"things move on", "things move on (again)", "things move on (still)"}},
 	} {
-		if !rapid.Bool().Draw(w.t, kind.what) {
+		if !rapid.Bool().Draw(w.dice, kind.what) {
 			for _, name := range kind.actions {
 				delete(w.actions, name)
 			}
@@ -278,15 +278,20 @@ func (w *world) newOwner(adopt string) string {
 }
 
 func (w *world) create(e int, id string, candidates []string) {
-	o := w.owners[id]
-	if w.clock.Since(o.born) > callersPatience {
+	if w.clock.Since(w.owners[id].born) > callersPatience {
 		return
 	}
-	released := o.released
 	from := spoke
 	if w.rarely(4) {
 		from = "" // a holder of an older version
 	}
+	w.createFrom(e, id, candidates, from)
+}
+
+// createFrom calls an agent once for the claim's machine.
+func (w *world) createFrom(e int, id string, candidates []string, from string) {
+	o := w.owners[id]
+	released := o.released
 	made := w.asAgent(e, func(ctx context.Context, agent *Engine) error {
 		ctx, cancel := context.WithCancel(ctx)
 		cancel() // it does not wait for room in the ledger

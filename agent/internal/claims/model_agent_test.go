@@ -55,6 +55,7 @@ const (
 	none        fault = "none"
 	crashBefore fault = "killed before the write"
 	crashAfter  fault = "killed after the write"
+	crashLate   fault = "killed, and the write done later"
 	refuse      fault = "write refused"
 	loseReply   fault = "reply lost" // the write is done, and the agent told that it failed
 	delay       fault = "delayed"    // the agent is told that it failed, and the write is done later
@@ -118,12 +119,12 @@ func (w *world) fate() *call {
 	if w.fair {
 		return c
 	}
-	c.fault = rapid.SampledFrom([]fault{none, none, none, none, crashBefore, crashAfter, refuse, loseReply, delay}).Draw(w.t, "fault")
+	c.fault = rapid.SampledFrom([]fault{none, none, none, none, crashBefore, crashAfter, refuse, loseReply, delay}).Draw(w.dice, "fault")
 	if c.fault != none {
-		c.writes = rapid.IntRange(0, 5).Draw(w.t, "at write")
+		c.writes = rapid.IntRange(0, 5).Draw(w.dice, "at write")
 	}
 	if w.depth < 2 {
-		c.gap = rapid.IntRange(-6, 12).Draw(w.t, "gap")
+		c.gap = rapid.IntRange(-6, 12).Draw(w.dice, "gap")
 	}
 	return c
 }
@@ -213,16 +214,23 @@ func (a *agentClient) write(do func() error) error {
 	}
 	at := c.writes
 	c.writes--
-	if at != 0 {
-		return checked()
+	faulty := none
+	if w.chosen != nil {
+		faulty = w.chosen()
+	} else if at == 0 {
+		faulty = c.fault
 	}
 	timeout := apierrors.NewTimeoutError("the request timed out", 1)
-	switch c.fault {
+	switch faulty {
 	case crashBefore:
 		c.dead = true
 		return errCrash
 	case crashAfter:
 		_ = checked()
+		c.dead = true
+		return errCrash
+	case crashLate:
+		w.late = append(w.late, func() { _ = checked() })
 		c.dead = true
 		return errCrash
 	case refuse:

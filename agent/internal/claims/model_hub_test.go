@@ -67,6 +67,40 @@ type hub struct {
 	objects map[kind]objects
 	version int64 // of the last write
 	created int
+	// history is what every write made, oldest first, if recorded is set.
+	history  []revision
+	recorded bool
+}
+
+// revision is what one write made of one object.
+type revision struct {
+	kind kind
+	name string
+	// after is nil when the object is gone.
+	after client.Object
+}
+
+func (r revision) String() string {
+	what := "written"
+	if r.after == nil {
+		what = "removed"
+	}
+	return fmt.Sprintf("%s %s %s", r.kind, r.name, what)
+}
+
+// apply brings a cache up to date with the revision.
+func (r revision) apply(cache map[kind]objects) {
+	if r.after == nil {
+		delete(cache[r.kind], r.name)
+	} else {
+		cache[r.kind][r.name] = r.after
+	}
+}
+
+func (h *hub) record(r revision) {
+	if h.recorded {
+		h.history = append(h.history, r)
+	}
 }
 
 func newHub(c clock.Clock) *hub {
@@ -246,6 +280,7 @@ func (h *hub) replace(before, after client.Object) {
 	if !after.GetDeletionTimestamp().IsZero() && len(after.GetFinalizers()) == 0 {
 		h.version++
 		delete(h.objects[kindOf(after)], after.GetName())
+		h.record(revision{kind: kindOf(after), name: after.GetName()})
 		return
 	}
 	h.store(after)
@@ -258,6 +293,7 @@ func (h *hub) store(o client.Object) {
 	h.version++
 	o.SetResourceVersion(strconv.FormatInt(h.version, 10))
 	h.objects[kindOf(o)][o.GetName()] = o
+	h.record(revision{kind: kindOf(o), name: o.GetName(), after: o})
 }
 
 // list returns the objects that the options select, by name. The caller must not change them.

@@ -57,6 +57,6 @@ func (w *world) runHistory() {
 	for name := range w.actions {
 		actions[name] = func(*rapid.T) { w.act(name) }
 	}
-	w.t.Repeat(actions)
+	w.dice.Repeat(actions)
 	w.settle()
 }

@@ -30,7 +30,9 @@ const (
 // step is next, which Machine a MachineSet deletes where Cluster API leaves it open, and what becomes of each request of an
 // agent.
 type world struct {
-	t      *rapid.T
+	t failer
+	// dice is what the adversary draws from; nil in a world that has none.
+	dice   *rapid.T
 	hub    *hub
 	clock  *testclock.FakeClock
 	agents []*process
@@ -42,6 +44,8 @@ type world struct {
 	events  int
 	// late are writes that are under way.
 	late []func()
+	// chosen says what becomes of the write that an agent is about to make; nil leaves that to the dice.
+	chosen func() fault
 	// fair means that nothing is interrupted or fails any more.
 	fair bool
 	// moving means that the Cluster is paused, as a move has begun that is not over.
@@ -157,9 +161,21 @@ type worldOptions struct {
 }
 
 func newWorld(t *rapid.T, o worldOptions) *world {
+	w := newFairWorld(t, o)
+	w.dice, w.fair = t, false
+	return w
+}
+
+// failer ends a history in which something is wrong.
+type failer interface {
+	Fatalf(format string, args ...any)
+}
+
+// newFairWorld returns a world without an adversary.
+func newFairWorld(t failer, o worldOptions) *world {
 	clock := testclock.NewFakeClock(time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC))
 	w := &world{
-		t: t, clock: clock, hub: newHub(clock), peaceful: true, ledgerBudget: o.ledgerBudget,
+		t: t, fair: true, clock: clock, hub: newHub(clock), peaceful: true, ledgerBudget: o.ledgerBudget,
 		skew: o.skew, failure: o.failure, since: map[string]time.Time{}, failed: map[string]time.Time{},
 		seen: map[types.UID]bool{}, busy: map[string]bool{}, templates: map[string]int{}, blocked: map[string]bool{},
 		surge: map[types.UID]bool{}, joined: map[types.UID]int{}, tainted: map[types.UID]bool{},
@@ -201,10 +217,7 @@ func (w *world) must(err error) {
 	}
 }
 
-func must(t interface {
-	Fatalf(format string, args ...any)
-}, err error,
-) {
+func must(t failer, err error) {
 	if err != nil {
 		t.Fatalf("unexpected: %v", err)
 	}

@@ -1,0 +1,483 @@
+package claims
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"time"
+
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	ctrl "sigs.k8s.io/controller-runtime"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
+)
+
+// course is a history without chance: a script, two agents that act when an event or a time that they asked for makes them, and one
+// trouble. Its caches follow the hub at once, event by event, unless the trouble is that they do not.
+type course struct {
+	*world
+	trouble trouble
+	feeds   []*follower
+	// ticks bounds what has to come about.
+	ticks int
+	// given is how many revisions there were at first.
+	given int
+	// acts is what each act so far began with; writes are the acts of the agents' writes.
+	acts   []act
+	writes []int
+	// troubled are the acts before the trouble was over.
+	troubled []act
+	// trusting makes agents that read from their caches alone, and never from the API server.
+	trusting bool
+	// idle is how many ticks in a row changed nothing in the hub.
+	idle int
+	// met says that the trouble came about.
+	met bool
+	// patience is how often the caches may still be listed anew when nothing comes about: a trouble that no agent can see through.
+	patience int
+}
+
+// act is one call or reconciliation of an agent.
+type act struct {
+	agent int
+	// known is how many revisions the hub had made before it.
+	known int
+}
+
+// follower is what one agent's caches have been told.
+type follower struct {
+	read   int           // revisions of the hub's history
+	behind map[kind]bool // kinds of which they are told nothing
+	dirty  bool          // an event asks for a reconciliation
+	due    time.Time     // when the agent asked to be called again; zero for not
+}
+
+// trouble is the one thing that goes wrong in a course. The zero value is nothing.
+type trouble struct {
+	// fault is what becomes of a write, the first being 1. A late one arrives before the act of that number, the first being 0.
+	fault        fault
+	write, lands int
+
+	// past has the agent of an act restart with caches of these kinds as the hub was after so many revisions. They stay so for the rest of
+	// the course, or, with once, until its next act. Kinds that are not past are as they are now.
+	past     []kind
+	act, was int
+	once     bool
+	// running leaves the process as it is: its caches stay behind from now on.
+	running bool
+
+	// hidden is the number of a revision, the first being 1, of which these agents' caches are never told. They see the object again with its
+	// next one.
+	hidden int
+	blind  []int
+}
+
+func (t trouble) String() string {
+	switch {
+	case t.write > 0:
+		return fmt.Sprintf("write %d: %s (lands before act %d)", t.write, t.fault, t.lands)
+	case t.hidden > 0:
+		return fmt.Sprintf("revision %d is hidden from agents %v", t.hidden, t.blind)
+	case len(t.past) > 0:
+		return fmt.Sprintf("act %d: the agent's caches of %v are as after revision %d (once: %t, still running: %t)", t.act, t.past, t.was, t.once, t.running)
+	}
+	return "no trouble"
+}
+
+const (
+	// mostTicks is how many ticks what has to come about may take.
+	mostTicks = 600
+	// stuckAfter is how long what has to come about may take, in the course's own time.
+	stuckAfter = 20 * time.Minute
+	// restsFor is how long nothing may change before a course is at rest: longer than every grace period.
+	restsFor = protocol.AbandonedAfter + 90*time.Second
+)
+
+func newCourse(t failer, o worldOptions, trouble trouble) *course {
+	c := &course{world: newFairWorld(t, o), trouble: trouble, ticks: mostTicks}
+	c.hub.recorded = true
+	for _, k := range allKinds {
+		for _, o := range c.hub.objects[k] {
+			c.hub.record(revision{kind: k, name: o.GetName(), after: o})
+		}
+	}
+	c.given = len(c.hub.history)
+	c.chosen = c.fate
+	for e := range c.agents {
+		c.agents[e] = c.newProcess()
+		c.feeds = append(c.feeds, &follower{})
+		c.relist(e)
+	}
+	if len(trouble.blind) == len(c.agents) {
+		c.patience = 1
+	}
+	return c
+}
+
+// fate is what becomes of the write that an agent is about to make.
+func (c *course) fate() fault {
+	c.writes = append(c.writes, len(c.acts)-1)
+	if len(c.writes) != c.trouble.write {
+		return none
+	}
+	c.met = true
+	return c.trouble.fault
+}
+
+// relist gives an agent's caches all there is now.
+func (c *course) relist(e int) {
+	for _, k := range allKinds {
+		c.agents[e].caches[k] = c.hub.snapshot(k)
+	}
+	*c.feeds[e] = follower{read: len(c.hub.history), dirty: true}
+}
+
+// tell brings an agent's caches up to date, as far as the trouble allows.
+func (c *course) tell(e int) {
+	f := c.feeds[e]
+	for ; f.read < len(c.hub.history); f.read++ {
+		r := c.hub.history[f.read]
+		if f.behind[r.kind] {
+			continue
+		}
+		if f.read+1 == c.trouble.hidden && slices.Contains(c.trouble.blind, e) {
+			c.met = true
+			continue
+		}
+		r.apply(c.agents[e].caches)
+		f.dirty = f.dirty || r.kind != clusters // of which nobody is told
+	}
+}
+
+// at returns the hub's objects of a kind as they were after so many revisions.
+func (c *course) at(k kind, revisions int) objects {
+	cache := map[kind]objects{k: {}}
+	for _, r := range c.hub.history[:revisions] {
+		if r.kind == k {
+			r.apply(cache)
+		}
+	}
+	return cache[k]
+}
+
+// do has an agent act.
+func (c *course) do(e int, what func()) {
+	n := len(c.acts)
+	if c.trouble.write > 0 && len(c.late) > 0 && n >= c.trouble.lands {
+		c.landOne()
+		c.tell(e)
+	}
+	if f := c.feeds[e]; c.trouble.once && f.behind != nil {
+		c.relist(e)
+	}
+	if len(c.trouble.past) > 0 && n == c.trouble.act {
+		c.goBack(e)
+	}
+	c.acts = append(c.acts, act{agent: e, known: len(c.hub.history)})
+	c.events++
+	process := c.agents[e]
+	what()
+	if c.agents[e] != process { // it was killed
+		c.relist(e)
+	}
+	for e := range c.agents {
+		c.tell(e)
+	}
+}
+
+func (c *course) restarted() *process {
+	p := c.newProcess()
+	if c.trusting {
+		p.engine.Reader = p.engine.Client
+	}
+	return p
+}
+
+// goBack gives the agent caches of the past.
+func (c *course) goBack(e int) {
+	c.met = true
+	f := c.feeds[e]
+	if !c.trouble.running {
+		c.agents[e] = c.restarted()
+		*f = follower{read: len(c.hub.history), dirty: true}
+	}
+	f.behind = map[kind]bool{}
+	for _, k := range c.trouble.past {
+		f.behind[k] = true
+		c.agents[e].caches[k] = c.at(k, c.trouble.was)
+	}
+}
+
+// tick lets everything that is due be done once, and lets time pass.
+func (c *course) tick() {
+	before, acted := c.hub.version, false
+	for e, f := range c.feeds {
+		c.tell(e)
+		if !f.dirty && (f.due.IsZero() || c.clock.Now().Before(f.due)) {
+			continue
+		}
+		f.dirty, f.due, acted = false, time.Time{}, true
+		c.do(e, func() { c.reconcileAs(e) })
+	}
+	if c.idle < 3 { // they remember things themselves, so once is not enough
+		c.controllers(c.groups[0])
+	}
+	c.idle++
+	if c.hub.version != before {
+		c.idle = 0
+	}
+	step := 100 * time.Millisecond
+	if !acted && c.hub.version == before {
+		step = time.Minute
+		for _, f := range c.feeds {
+			if !f.due.IsZero() {
+				step = min(step, f.due.Sub(c.clock.Now()))
+			}
+		}
+	}
+	c.clock.Step(max(step, 100*time.Millisecond))
+}
+
+func (c *course) reconcileAs(e int) {
+	f := c.feeds[e]
+	c.asAgent(e, func(ctx context.Context, agent *Engine) error {
+		result, err := agent.Reconcile(ctx, ctrl.Request{NamespacedName: types.NamespacedName{Namespace: namespace, Name: c.groups[0]}})
+		switch {
+		case err != nil:
+			f.due = c.clock.Now().Add(time.Second)
+		case result.RequeueAfter > 0:
+			f.due = c.clock.Now().Add(result.RequeueAfter)
+		}
+		return err
+	})
+}
+
+// --- what scripts are made of ---
+
+// claim has a holder call an agent for a machine, and the other one if that fails, until it has an answer.
+func (c *course) claim(id string, e int, adopt string) {
+	c.order = append(c.order, id)
+	c.owners[id] = &owner{candidates: c.groups, adopt: adopt, alive: true, born: c.clock.Now()}
+	c.repeat("claim "+id+" is made", e, func(e int) bool {
+		c.createFrom(e, id, c.groups, spoke)
+		return c.owners[id].made
+	})
+}
+
+// giveBack has a holder release a claim in the same way.
+func (c *course) giveBack(id string, e int) {
+	c.repeat("claim "+id+" is released", e, func(e int) bool {
+		c.release(e, id)
+		return c.owners[id].released
+	})
+}
+
+func (c *course) repeat(what string, e int, call func(e int) bool) {
+	for range 20 {
+		done := false
+		c.do(e, func() { done = call(e) })
+		if done {
+			return
+		}
+		c.tick()
+		e = (e + 1) % len(c.agents)
+	}
+	c.t.Fatalf("no agent answers: %s\n%s", what, c.describe())
+}
+
+// until lets things go on until something has come about.
+func (c *course) until(what string, is func() bool) {
+	began := c.clock.Now()
+	for range c.ticks {
+		if is() {
+			return
+		}
+		if c.clock.Since(began) > stuckAfter {
+			break
+		}
+		c.tick()
+	}
+	if c.patience > 0 {
+		c.patience--
+		for e := range c.agents {
+			c.relist(e)
+		}
+		c.until(what, is)
+		return
+	}
+	c.t.Fatalf("I4: stuck before: %s\n%s", what, c.describe())
+}
+
+// rests lets things go on until nothing changes any more.
+func (c *course) rests() {
+	version, since := c.hub.version, c.clock.Now()
+	c.until("everything is at rest", func() bool {
+		if c.hub.version != version {
+			version, since = c.hub.version, c.clock.Now()
+		}
+		return c.clock.Since(since) > restsFor
+	})
+}
+
+// machineOf returns the claim's Machine, nil when none carries it.
+func (c *course) machineOf(id string) *clusterv1.Machine {
+	for _, m := range c.machines(c.groups[0]) {
+		if protocol.ClaimOf(m) == id {
+			return m
+		}
+	}
+	return nil
+}
+
+func (c *course) untilJoined(id string) {
+	c.until("claim "+id+" has its Node", func() bool {
+		m := c.machineOf(id)
+		return m != nil && protocol.HasNode(m)
+	})
+}
+
+// untilPromised waits until the claim has a Machine; hold keeps those from joining.
+func (c *course) untilPromised(id string) {
+	c.until("claim "+id+" has its Machine", func() bool { return c.machineOf(id) != nil })
+}
+
+func (c *course) untilEnded(id string) {
+	c.until("claim "+id+" has ended", func() bool {
+		claim := c.claims()[id]
+		return claim != nil && claim.CurrentPhase() == v1alpha1.PhaseEnded
+	})
+}
+
+// hold keeps Machines that claims have from getting a Node, or not any more.
+func (c *course) hold(held bool) {
+	c.slow = nil
+	if held {
+		c.slow = func(m *clusterv1.Machine) bool { return m.Spec.ProviderID != "" }
+	}
+	c.idle = 0
+}
+
+// finish lets everything come to rest, first with the trouble and then without it, and checks what has to be so then.
+func (c *course) finish() {
+	c.rests()
+	if len(c.late) > 0 {
+		c.landOne()
+		c.rests()
+	}
+	if len(c.trouble.blind) == len(c.agents) { // none knows what has to be done
+		for e := range c.agents {
+			c.relist(e)
+		}
+		c.rests()
+	}
+	c.checkRest()
+	c.troubled = c.acts
+	if c.trouble.fault != "" {
+		return
+	}
+	c.trouble = trouble{}
+	for e := range c.agents {
+		c.relist(e)
+	}
+	c.rests()
+	c.checkRest()
+}
+
+// scripts are the courses that things take. Each goes through other writes.
+var scripts = []struct {
+	name  string
+	world worldOptions
+	run   func(*course)
+}{
+	{"a claim is made, bound and released", worldOptions{groups: 1, floor: 1, strategy: clusterv1.RollingUpdateMachineDeploymentStrategyType}, func(c *course) {
+		c.claim("c0", 0, "")
+		c.untilJoined("c0")
+		c.giveBack("c0", 1)
+		c.untilEnded("c0")
+	}},
+	{"a Machine is handed over", worldOptions{groups: 1, strategy: clusterv1.RollingUpdateMachineDeploymentStrategyType}, func(c *course) {
+		c.hold(true)
+		c.claim("c0", 0, "")
+		c.untilPromised("c0")
+		c.giveBack("c0", 1)
+		c.claim("c1", 1, "")
+		c.untilPromised("c1")
+		c.hold(false)
+		c.untilJoined("c1")
+		c.giveBack("c1", 0)
+		c.untilEnded("c1")
+	}},
+	{"a spare is given back", worldOptions{groups: 1, floor: 1, strategy: clusterv1.RollingUpdateMachineDeploymentStrategyType}, func(c *course) {
+		c.hold(true)
+		c.claim("c0", 1, "")
+		c.untilPromised("c0")
+		c.giveBack("c0", 0)
+		c.untilEnded("c0")
+		c.rests()
+		c.hold(false)
+	}},
+	{"a release beside an old MachineSet", worldOptions{groups: 1, floor: 1, strategy: clusterv1.OnDeleteMachineDeploymentStrategyType}, func(c *course) {
+		c.claim("c0", 0, "")
+		c.untilJoined("c0")
+		c.rollout(c.groups[0])
+		c.claim("c1", 1, "")
+		c.untilJoined("c1")
+		c.giveBack("c0", 1)
+		c.untilEnded("c0")
+		c.giveBack("c1", 0)
+		c.untilEnded("c1")
+	}},
+	{"another actor deletes a claim's Machine", worldOptions{groups: 1, floor: 1, strategy: clusterv1.RollingUpdateMachineDeploymentStrategyType}, func(c *course) {
+		c.claim("c0", 0, "")
+		c.claim("c1", 1, "")
+		c.untilJoined("c0")
+		c.untilJoined("c1")
+		c.outsider(c.machineOf("c0"))
+		c.untilEnded("c0")
+		c.outsider(c.machineOf("c1"))
+		c.giveBack("c1", 0)
+		c.untilEnded("c1")
+	}},
+	{"a Machine is adopted", worldOptions{groups: 1, floor: 2, strategy: clusterv1.RollingUpdateMachineDeploymentStrategyType}, func(c *course) {
+		joined := func() bool {
+			machines := c.machines(c.groups[0])
+			return len(machines) == 2 && !slices.ContainsFunc(machines, func(m *clusterv1.Machine) bool { return !protocol.HasNode(m) })
+		}
+		c.until("the user's Machines have joined", joined)
+		c.peaceful = false
+		c.claim("c0", 0, c.machines(c.groups[0])[0].Name)
+		c.untilJoined("c0")
+		c.giveBack("c0", 1)
+		c.untilEnded("c0")
+	}},
+}
+
+// wrong is how a course fails.
+type wrong struct{ text string }
+
+// noting makes what is wrong in a course the panic that ends it.
+type noting struct{}
+
+func (noting) Fatalf(format string, args ...any) { panic(wrong{fmt.Sprintf(format, args...)}) }
+
+// play runs a script with a trouble, and returns what was wrong, "" for nothing.
+func play(o worldOptions, run func(*course), t trouble, change func(*course)) (c *course, violation string) {
+	defer func() {
+		switch r := recover().(type) {
+		case nil:
+		case wrong:
+			violation = r.text
+		default:
+			panic(r)
+		}
+	}()
+	c = newCourse(noting{}, o, t)
+	if change != nil {
+		change(c)
+	}
+	run(c)
+	c.finish()
+	return c, ""
+}

@@ -1,0 +1,139 @@
+package claims
+
+import (
+	"flag"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+// allPoints is set by `make points`.
+var allPoints = flag.Bool("points", false, "play every course with every trouble, which takes minutes")
+
+// Without the flag, one in so many troubles is played with the first script, and with each of the others.
+const (
+	oneInFirst  = 3
+	oneInOthers = 29
+)
+
+// troubles are all that can go wrong in one course in one of three ways.
+var troubles = map[string]func(calm *course) []trouble{
+	"interrupted at a write": interruptions,
+	"reading the past":       pasts,
+	"an event is never seen": gaps,
+}
+
+// interruptions are all ends of all writes, and all places where one can arrive that was under way.
+func interruptions(calm *course) []trouble {
+	var all []trouble
+	for i, begun := range calm.writes {
+		for _, f := range []fault{crashBefore, crashAfter, refuse, loseReply} {
+			all = append(all, trouble{fault: f, write: i + 1})
+		}
+		for lands := begun + 1; lands <= len(calm.troubled); lands++ {
+			all = append(all, trouble{fault: crashLate, write: i + 1, lands: lands}, trouble{fault: delay, write: i + 1, lands: lands})
+		}
+	}
+	return all
+}
+
+// pasts are all earlier states of the caches, of one kind and of all, that each act of an agent that restarts can begin with; and that
+// the caches of one that goes on get no further.
+func pasts(calm *course) []trouble {
+	var all []trouble
+	for n, act := range calm.troubled {
+		for _, once := range []bool{false, true} {
+			for was := range act.known {
+				all = append(all, trouble{past: allKinds, act: n, was: was, once: once})
+			}
+		}
+		all = append(all, trouble{past: allKinds, act: n, was: act.known, running: true})
+		for _, k := range allKinds {
+			was := 0
+			for i, r := range calm.hub.history[:act.known] {
+				if r.kind == k {
+					all = append(all, trouble{past: []kind{k}, act: n, was: was})
+					was = i + 1
+				}
+			}
+			all = append(all, trouble{past: []kind{k}, act: n, was: was, running: true})
+		}
+	}
+	return all
+}
+
+// gaps are all events, hidden from either agent and from both.
+func gaps(calm *course) []trouble {
+	var all []trouble
+	for hidden := calm.given + 1; hidden <= len(calm.hub.history); hidden++ {
+		for _, blind := range [][]int{{0}, {1}, {0, 1}} {
+			all = append(all, trouble{hidden: hidden, blind: blind})
+		}
+	}
+	return all
+}
+
+// TestEveryPointOfACourse has one thing go wrong in each course, wherever it can: nothing is leaked, given twice or taken from anybody, and
+// the course goes on to its end.
+func TestEveryPointOfACourse(t *testing.T) {
+	for i, script := range scripts {
+		oneIn := oneInOthers
+		if i == 0 {
+			oneIn = oneInFirst
+		}
+		t.Run(script.name, func(t *testing.T) {
+			t.Parallel()
+			calm, violation := play(script.world, script.run, trouble{}, nil)
+			require.Empty(t, violation, "without any trouble")
+			for name, of := range troubles {
+				t.Run(name, func(t *testing.T) {
+					played, failed := 0, 0
+					for n, trouble := range of(calm) {
+						if !*allPoints && n%oneIn != 0 {
+							continue
+						}
+						played++
+						c, violation := play(script.world, script.run, trouble, nil)
+						if violation != "" {
+							failed++
+							if failed <= 5 {
+								t.Errorf("%s: %s", trouble, violation)
+							}
+							continue
+						}
+						assert.True(t, c.met, "%s did not come about", trouble)
+					}
+					t.Logf("%d courses, %d failed", played, failed)
+				})
+			}
+		})
+	}
+}
+
+// TestThePointsFindAnEngineThatTrustsItsCaches shows that these troubles are some: an engine which decides by what its caches show has a
+// Machine deleted that is somebody's, and goes on with what another agent has done.
+func TestThePointsFindAnEngineThatTrustsItsCaches(t *testing.T) {
+	trusting := func(c *course) {
+		c.trusting, c.ticks = true, 60
+		for _, p := range c.agents {
+			p.engine.Reader = p.engine.Client
+		}
+	}
+	script := scripts[0]
+	calm, violation := play(script.world, script.run, trouble{}, trusting)
+	require.Empty(t, violation, "caches that are told everything at once are as good as the API server")
+	for name, expected := range map[string]string{"reading the past": "I3", "an event is never seen": "I4: stuck"} {
+		t.Run(name, func(t *testing.T) {
+			for _, trouble := range troubles[name](calm) {
+				if _, violation := play(script.world, script.run, trouble, trusting); strings.HasPrefix(violation, expected) {
+					first, _, _ := strings.Cut(violation, "\n")
+					t.Logf("%s: %s", trouble, first)
+					return
+				}
+			}
+			t.Errorf("no course violates %s", expected)
+		})
+	}
+}
