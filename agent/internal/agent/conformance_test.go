@@ -65,6 +65,14 @@ type env struct {
 
 func newEnv(t *testing.T) *env {
 	t.Helper()
+	e, c := newHub(t)
+	e.running = start(t, c)
+	return e
+}
+
+// newHub returns an env without an agent, and what agents of it are made of.
+func newHub(t *testing.T) (*env, agent.Config) {
+	t.Helper()
 	e := &env{
 		namespace: plane.Namespace(t), clock: &aheadClock{},
 		provisioned: map[string]bool{}, joined: map[string]bool{}, applied: map[string]conformance.MachineDeployment{},
@@ -83,8 +91,7 @@ func newEnv(t *testing.T) *env {
   allClusters: true
 `, e.namespace), "karpenter-capi")
 	require.NoError(t, err)
-	e.running = start(t, agent.Config{Options: o, Clock: e.clock, Policy: func() *authz.Policy { return policy }})
-	return e
+	return e, agent.Config{Options: o, Clock: e.clock, Policy: func() *authz.Policy { return policy }}
 }
 
 // behaviour provisions machines of claims that were told to, and those of the user.
