@@ -24,7 +24,9 @@ const maxOwners = 6
 // pausedByHuman is what a person writes who pauses a MachineDeployment.
 const pausedByHuman = "maintenance"
 
-func (w *world) draw(what string, from, to int) int { return rapid.IntRange(from, to).Draw(w.dice, what) }
+func (w *world) draw(what string, from, to int) int {
+	return rapid.IntRange(from, to).Draw(w.dice, what)
+}
 
 // rarely is true about once in n.
 func (w *world) rarely(n int) bool { return w.draw("rarely", 1, n) == 1 }

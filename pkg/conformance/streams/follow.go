@@ -139,9 +139,9 @@ func (f *follower[T]) ask(ctx context.Context) ([]T, int64, error) {
 }
 
 func (f *follower[T]) Settled(ctx context.Context) error {
+	var differ []string
 	for {
 		objects, _, err := f.ask(ctx)
-		var differ []string
 		if err == nil {
 			if differ = f.Differences(objects); len(differ) == 0 {
 				return nil
