@@ -20,18 +20,39 @@ type framing struct {
 	next func(*bufio.Reader) ([]byte, error)
 	// gone is the event that ends a watch whose start has been compacted.
 	gone []byte
+	// ofObject reports whether an event tells of an object, and is neither a bookmark nor an error.
+	ofObject func(event []byte) bool
 }
 
 var (
 	linesOfJSON = framing{
 		next: func(r *bufio.Reader) ([]byte, error) { return r.ReadBytes('\n') },
 		gone: append(must(json.Marshal(expiry(must(json.Marshal(tooOld))))), '\n'),
+		ofObject: func(event []byte) bool {
+			var e struct {
+				Type string `json:"type"`
+			}
+			return json.Unmarshal(event, &e) == nil && tellsOfObject(e.Type)
+		},
 	}
 	framesOfProtobuf = framing{
 		next: nextFrame,
 		gone: framed(must(new(expiry(must(runtime.Encode(protobufEncoder(), tooOld)))).Marshal())),
+		ofObject: func(event []byte) bool {
+			var e metav1.WatchEvent
+			return len(event) > sizeOfLength && e.Unmarshal(event[sizeOfLength:]) == nil && tellsOfObject(e.Type)
+		},
 	}
 )
+
+func tellsOfObject(kind string) bool {
+	switch watch.EventType(kind) {
+	case watch.Added, watch.Modified, watch.Deleted:
+		return true
+	case watch.Bookmark, watch.Error:
+	}
+	return false
+}
 
 // framingOf returns what a watch is answered in.
 func framingOf(header http.Header) framing {

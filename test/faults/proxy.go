@@ -102,8 +102,10 @@ type Proxy struct {
 	ended     sync.WaitGroup
 
 	mu      sync.Mutex
-	thawed  chan struct{} // closed while watches flow
-	expired chan struct{} // closed and replaced when watches expire
+	thawed  chan struct{}   // closed while watches flow
+	expired chan struct{}   // closed and replaced when watches expire
+	hiding  map[string]bool // resources of which the next event is not passed on
+	hidden  int
 	conns   map[net.Conn]struct{}
 }
 
@@ -151,6 +153,7 @@ func NewProxy(options Options) (*Proxy, error) {
 		},
 		thawed:  make(chan struct{}),
 		expired: make(chan struct{}),
+		hiding:  map[string]bool{},
 		conns:   map[net.Conn]struct{}{},
 	}
 	close(p.thawed)
@@ -212,6 +215,40 @@ func (p *Proxy) ExpireWatches() {
 	defer p.mu.Unlock()
 	close(p.expired)
 	p.expired = make(chan struct{})
+}
+
+// Hide keeps the next event of an object of the resource from the caller, for good: until the object changes again, or its watch expires, the
+// caller's cache shows it as it was.
+func (p *Proxy) Hide(resource string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.hiding[resource] = true
+}
+
+// Show ends what [Proxy.Hide] began and no event has met yet.
+func (p *Proxy) Show() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	clear(p.hiding)
+}
+
+// Hidden is how many events were kept from the caller.
+func (p *Proxy) Hidden() int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.hidden
+}
+
+// hides reports whether the event is to be kept from the caller.
+func (p *Proxy) hides(resource string, framing framing, event []byte) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if !p.hiding[resource] || !framing.ofObject(event) {
+		return false
+	}
+	delete(p.hiding, resource)
+	p.hidden++
+	return true
 }
 
 // ResetConnections resets every connection of the caller, in the middle of whatever they carry.
@@ -315,7 +352,7 @@ func (p *Proxy) roundTrip(r *http.Request) (*http.Response, error) {
 	}
 	response, err := p.send(r)
 	if err == nil && q.Verb == "watch" && response.StatusCode == http.StatusOK {
-		response.Body = p.watched(r.Context(), framingOf(response.Header), response.Body)
+		response.Body = p.watched(r.Context(), q.Resource, framingOf(response.Header), response.Body)
 	}
 	return response, err
 }
@@ -421,7 +458,7 @@ func refusal(r *http.Request, code int, reason metav1.StatusReason) *http.Respon
 }
 
 // watched passes the events of a watch on, one after the other, except while frozen, and until it expires.
-func (p *Proxy) watched(ctx context.Context, framing framing, body io.ReadCloser) io.ReadCloser {
+func (p *Proxy) watched(ctx context.Context, resource string, framing framing, body io.ReadCloser) io.ReadCloser {
 	out, in := io.Pipe()
 	events := make(chan []byte)
 	ended := make(chan struct{})
@@ -464,6 +501,9 @@ func (p *Proxy) watched(ctx context.Context, framing framing, body io.ReadCloser
 				}
 				if p.frozen() {
 					p.awaitThaw(ctx)
+				}
+				if p.hides(resource, framing, event) {
+					continue
 				}
 				if _, err := in.Write(event); err != nil {
 					return

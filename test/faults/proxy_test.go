@@ -320,6 +320,27 @@ func TestBuiltInKindsAreWatchedThroughTheProxy(t *testing.T) {
 	g.Expect(apierrors.FromObject(event.Object)).To(Satisfy(apierrors.IsResourceExpired))
 }
 
+func TestOneEventIsHidden(t *testing.T) {
+	g := NewWithT(t)
+	s := newScene(t)
+	lines := s.watch(t)
+	event := func(kind, name string) string {
+		return fmt.Sprintf(`{"type":%q,"object":{"kind":"Machine","metadata":{"name":%q}}}`, kind, name)
+	}
+	told := func(kind, name string) {
+		s.events <- event(kind, name)
+		g.Eventually(lines).WithTimeout(soon).Should(Receive(Equal(event(kind, name))))
+	}
+	told("ADDED", "a")
+	s.proxy.Hide("nodes")
+	told("BOOKMARK", "")
+	s.events <- event("MODIFIED", "a")
+	told("MODIFIED", "b")
+	g.Expect(s.proxy.Hidden()).To(Equal(1))
+	s.proxy.Hide("others")
+	told("DELETED", "a")
+}
+
 func TestConnectionsAreReset(t *testing.T) {
 	g := NewWithT(t)
 	s := newScene(t)
