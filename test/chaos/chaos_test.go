@@ -43,6 +43,8 @@ func TestNothingIsLostWhenTheAgentDiesAnywhere(t *testing.T) {
 	g.Expect(sum.Innocent).To(gomega.BeZero(), "innocent")
 	g.Expect(sum.Unsettled).To(gomega.BeZero(), "unsettled")
 	g.Expect(report.Calls).To(gomega.BeNumerically(">", 0), "calls of which the history was checked")
+	g.Expect(report.Streams.Streams).To(gomega.BeNumerically(">", 10), "streams, as agents were killed")
+	g.Expect(report.Streams.Lists).To(gomega.BeNumerically(">", 0), "lists that streams were compared with")
 	g.Expect(report.Strange).To(gomega.BeEmpty(), "writes and answers that are not known")
 	for _, point := range chaos.CorePoints() {
 		g.Expect(report.Hits(point)).To(gomega.BeNumerically(">", 0), "the agent was killed %s %q", point.When, point.Class)

@@ -348,6 +348,7 @@ func (r *run) loseClaim(ctx context.Context, g *group) error {
 	c := &agentv1.MachineClaim{ObjectMeta: metav1.ObjectMeta{
 		Namespace: sandbox.ClusterNamespace, Name: agentv1.ObjectName(sandbox.ClusterName, id),
 	}}
+	r.watched.excuse(id)
 	r.fault("the MachineClaim of %s, or its status, is lost", id)
 	if rand.IntN(2) == 0 {
 		r.memory.Lose(c.Namespace, c.Name)

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/pkg/conformance/streams"
 	"github.com/karpenter-capi/karpenter-capi/test/faults"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
 )
@@ -147,6 +148,10 @@ func (r *run) rest(ctx context.Context) error {
 		r.row.Unsettled++
 		return fmt.Errorf("not at rest %s after the last fault", settleWithin)
 	}
+	if err := r.watched.settled(bounded, r.serving); err != nil {
+		r.row.Unsettled++
+		return err
+	}
 	r.journal.add("at rest after %s", time.Since(began))
 	return nil
 }
@@ -227,10 +232,11 @@ func (r *run) killing(ctx context.Context, least, most time.Duration, components
 
 // counts are the totals at one moment.
 type counts struct {
-	kills, faults, claims, releases, violations, odd, strange int
+	kills, faults, claims, releases, violations, odd, strange, mistold int
 }
 
 func (s *stage) counts() counts {
+	_, mistold := s.watched.check()
 	return counts{
 		kills: int(s.kills.Load()), faults: int(s.count.Load()),
 		claims: s.witness.Count(func(c invariants.ClaimRecord) bool { return c.Group != "" && (c.Entered || c.Releasing) }),
@@ -238,6 +244,7 @@ func (s *stage) counts() counts {
 			return c.Group != "" && c.Releasing && c.Phase == agentv1.PhaseEnded
 		}),
 		violations: len(s.witness.Violations()), odd: len(s.calls.oddities()), strange: len(s.strangeWrites()),
+		mistold: len(mistold),
 	}
 }
 
@@ -291,7 +298,9 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 	report.Took = time.Since(began)
 	var wrong []string
 	report.Calls, report.Claims, wrong = s.calls.told.Check()
-	report.Strange = slices.Concat(s.strangeWrites(), s.calls.oddities(), wrong)
+	var mistold []string
+	report.Streams, mistold = s.watched.check()
+	report.Strange = slices.Concat(s.strangeWrites(), s.calls.oddities(), wrong, mistold)
 	return report, context.Cause(ctx)
 }
 
@@ -347,6 +356,9 @@ func (s *stage) play(ctx context.Context, o Options, scenario *scenario) *Row {
 	}
 	if _, _, wrong := s.calls.told.Check(); len(wrong) > 0 {
 		row.Err = errors.Join(row.Err, fmt.Errorf("%d claims of which callers were told what cannot be, such as: %s", len(wrong), wrong[0]))
+	}
+	if _, mistold := s.watched.check(); len(mistold) > before.mistold {
+		row.Err = errors.Join(row.Err, fmt.Errorf("watchers were told what cannot be: %s", streams.Summary(mistold[before.mistold:])))
 	}
 	if strange := s.strangeWrites()[before.strange:]; len(strange) > 0 && row.Err == nil {
 		row.Err = fmt.Errorf("%d writes of no known class, such as: %s", len(strange), strange[0])

@@ -85,6 +85,10 @@ func scenarios() []*scenario {
 			run: compaction,
 		},
 		{
+			name: "events unseen", about: "single events of the agents' watches are lost, and no agent is told; one is killed meanwhile",
+			run: eventsUnseen,
+		},
+		{
 			name: "rollout", about: "claims are released from three MachineSets of an OnDelete rollout; the agent is killed meanwhile",
 			run: rollout,
 		},
@@ -296,6 +300,42 @@ func staleWatches(ctx context.Context, r *run) error {
 				return err
 			}
 			if err := wait(ctx, between(0, 3*time.Second)); err != nil {
+				return err
+			}
+		}
+		return nil
+	}), r.useAgents(ctx, 1))
+}
+
+// eventsUnseen keeps single events from one of two agents at a time, so that the other one sees what has to be done. The one that does not is
+// killed, or lists anew, before it is the other's turn.
+func eventsUnseen(ctx context.Context, r *run) error {
+	if err := r.useAgents(ctx, agents); err != nil {
+		return err
+	}
+	a, b := newGroup("unseen-a", 1, 20), newGroup("unseen-b", 0, 12)
+	return errors.Join(r.with(ctx, []*group{a, b}, func() error {
+		l := r.startLoad(ctx, usual(a, b))
+		defer l.finish()
+		for began := time.Now(); time.Since(began) < loadFor; {
+			name := lo.Sample(lo.Keys(r.proxies))
+			proxy := r.proxies[name]
+			before := proxy.Hidden()
+			for range 5 + rand.IntN(10) {
+				proxy.Hide(lo.Sample([]string{"machinedeployments", "machinesets", "machines", "machineclaims"}))
+				if err := wait(ctx, between(200*time.Millisecond, time.Second)); err != nil {
+					return err
+				}
+			}
+			for range proxy.Hidden() - before {
+				r.fault("an event is hidden from %s", name)
+			}
+			proxy.Show()
+			if rand.IntN(2) == 0 {
+				_ = r.kill(name)
+			}
+			proxy.ExpireWatches()
+			if err := wait(ctx, between(time.Second, 4*time.Second)); err != nil {
 				return err
 			}
 		}

@@ -36,11 +36,15 @@ type stage struct {
 	calls   *callers
 	people  *people
 	witness *invariants.Witness
+	watched *watchers
 	points  *faults.Points
 	proxies map[string]*faults.Proxy
 	clients map[string]*client.Client
 	journal *journal
 	memory  *faults.Memory
+
+	// serving is how many agents are to run.
+	serving int
 
 	plan  atomic.Pointer[func(agent string, r *faults.Request) faults.Fault]
 	kills atomic.Int64
@@ -143,6 +147,7 @@ func (s *stage) dress(ctx context.Context) error {
 		s.clients[sandbox.AgentName(i)] = c
 	}
 	s.people.update(func() { s.people.spoke = s.Spoke })
+	s.watched = watchAgents(ctx, s.clients)
 	var err error
 	s.witness, err = invariants.Watch(ctx, s.Sandbox.HubConfig(), s.Hub, world.Scheme(), sandbox.ClusterNamespace, s.people)
 	if err != nil {
@@ -165,6 +170,7 @@ var karpenter = []string{
 
 // useAgents runs the first n agents, and makes the callers call all of them.
 func (s *stage) useAgents(ctx context.Context, n int) error {
+	s.serving = n
 	var called []*client.Client
 	for i := range agents {
 		name := sandbox.AgentName(i)
@@ -249,6 +255,9 @@ func (s *stage) closeProxies() {
 
 // stop takes everything down. Logs stay.
 func (s *stage) stop() {
+	if s.watched != nil {
+		s.watched.stop()
+	}
 	for _, c := range s.clients {
 		_ = c.Close()
 	}

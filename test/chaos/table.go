@@ -10,6 +10,7 @@ import (
 
 	"github.com/samber/lo"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/conformance/streams"
 	"github.com/karpenter-capi/karpenter-capi/test/faults"
 )
 
@@ -22,7 +23,9 @@ type Report struct {
 	// Calls is how many calls the callers made, on how many Claims: what each was told is part of one history, which a row's Err says
 	// where it cannot be.
 	Calls, Claims int
-	// Strange are writes of no known class and answers that no agent may give.
+	// Streams is what watchers of all agents were told.
+	Streams streams.Figures
+	// Strange are writes of no known class, answers that no agent may give, and what watchers may not be told.
 	Strange []string
 
 	points *faults.Points
@@ -124,6 +127,7 @@ func (r *Report) Write(w io.Writer) {
 	_, _ = fmt.Fprintln(w)
 
 	_, _ = fmt.Fprintf(w, "history: %d calls on %d claims\n", r.Calls, r.Claims)
+	_, _ = fmt.Fprintf(w, "watchers: %s\n", &r.Streams)
 	for _, row := range r.Rows {
 		if row.Err != nil {
 			_, _ = fmt.Fprintf(w, "%s: %v\n", row.Scenario, row.Err)
