@@ -227,6 +227,10 @@ model: ## Explore the claim protocol exhaustively in small worlds, and without e
 	@go run ./test/claimmodel $(MODEL_FLAGS)
 MODEL_FLAGS ?=
 
+.PHONY: points
+points: ## Play short courses of the claim engine with one thing that goes wrong, at every point where it can; minutes
+	@go test -count=1 -timeout 2h -v -run '^TestEveryPointOfACourse$$' ./agent/internal/claims -points
+
 .PHONY: mutants
 mutants: ## Break the claim engine deliberately, one rule at a time, and ask that the model test catches each (MUTANTS_FLAGS='-run=R5')
 	@go run ./agent/internal/claims/mutants $(MUTANTS_FLAGS)

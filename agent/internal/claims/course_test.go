@@ -81,7 +81,8 @@ func (t trouble) String() string {
 	case t.hidden > 0:
 		return fmt.Sprintf("revision %d is hidden from agents %v", t.hidden, t.blind)
 	case len(t.past) > 0:
-		return fmt.Sprintf("act %d: the agent's caches of %v are as after revision %d (once: %t, still running: %t)", t.act, t.past, t.was, t.once, t.running)
+		return fmt.Sprintf("act %d: the agent's caches of %v are as after revision %d (once: %t, still running: %t)",
+			t.act, t.past, t.was, t.once, t.running)
 	}
 	return "no trouble"
 }
@@ -385,19 +386,27 @@ func (c *course) finish() {
 	c.checkRest()
 }
 
+func rolling(floor int32) worldOptions {
+	return worldOptions{groups: 1, floor: floor, strategy: clusterv1.RollingUpdateMachineDeploymentStrategyType}
+}
+
+func onDelete(floor int32) worldOptions {
+	return worldOptions{groups: 1, floor: floor, strategy: clusterv1.OnDeleteMachineDeploymentStrategyType}
+}
+
 // scripts are the courses that things take. Each goes through other writes.
 var scripts = []struct {
 	name  string
 	world worldOptions
 	run   func(*course)
 }{
-	{"a claim is made, bound and released", worldOptions{groups: 1, floor: 1, strategy: clusterv1.RollingUpdateMachineDeploymentStrategyType}, func(c *course) {
+	{"a claim is made, bound and released", rolling(1), func(c *course) {
 		c.claim("c0", 0, "")
 		c.untilJoined("c0")
 		c.giveBack("c0", 1)
 		c.untilEnded("c0")
 	}},
-	{"a Machine is handed over", worldOptions{groups: 1, strategy: clusterv1.RollingUpdateMachineDeploymentStrategyType}, func(c *course) {
+	{"a Machine is handed over", rolling(0), func(c *course) {
 		c.hold(true)
 		c.claim("c0", 0, "")
 		c.untilPromised("c0")
@@ -409,7 +418,7 @@ var scripts = []struct {
 		c.giveBack("c1", 0)
 		c.untilEnded("c1")
 	}},
-	{"a spare is given back", worldOptions{groups: 1, floor: 1, strategy: clusterv1.RollingUpdateMachineDeploymentStrategyType}, func(c *course) {
+	{"a spare is given back", rolling(1), func(c *course) {
 		c.hold(true)
 		c.claim("c0", 1, "")
 		c.untilPromised("c0")
@@ -418,7 +427,7 @@ var scripts = []struct {
 		c.rests()
 		c.hold(false)
 	}},
-	{"a release beside an old MachineSet", worldOptions{groups: 1, floor: 1, strategy: clusterv1.OnDeleteMachineDeploymentStrategyType}, func(c *course) {
+	{"a release beside an old MachineSet", onDelete(1), func(c *course) {
 		c.claim("c0", 0, "")
 		c.untilJoined("c0")
 		c.rollout(c.groups[0])
@@ -429,7 +438,7 @@ var scripts = []struct {
 		c.giveBack("c1", 0)
 		c.untilEnded("c1")
 	}},
-	{"another actor deletes a claim's Machine", worldOptions{groups: 1, floor: 1, strategy: clusterv1.RollingUpdateMachineDeploymentStrategyType}, func(c *course) {
+	{"another actor deletes a claim's Machine", rolling(1), func(c *course) {
 		c.claim("c0", 0, "")
 		c.claim("c1", 1, "")
 		c.untilJoined("c0")
@@ -440,7 +449,7 @@ var scripts = []struct {
 		c.giveBack("c1", 0)
 		c.untilEnded("c1")
 	}},
-	{"a Machine is adopted", worldOptions{groups: 1, floor: 2, strategy: clusterv1.RollingUpdateMachineDeploymentStrategyType}, func(c *course) {
+	{"a Machine is adopted", rolling(2), func(c *course) {
 		joined := func() bool {
 			machines := c.machines(c.groups[0])
 			return len(machines) == 2 && !slices.ContainsFunc(machines, func(m *clusterv1.Machine) bool { return !protocol.HasNode(m) })

@@ -78,6 +78,7 @@ func gaps(calm *course) []trouble {
 // TestEveryPointOfACourse has one thing go wrong in each course, wherever it can: nothing is leaked, given twice or taken from anybody, and
 // the course goes on to its end.
 func TestEveryPointOfACourse(t *testing.T) {
+	t.Parallel()
 	for i, script := range scripts {
 		oneIn := oneInOthers
 		if i == 0 {
@@ -87,6 +88,7 @@ func TestEveryPointOfACourse(t *testing.T) {
 			t.Parallel()
 			calm, violation := play(script.world, script.run, trouble{}, nil)
 			require.Empty(t, violation, "without any trouble")
+			t.Logf("%d acts, %d writes, %d revisions", len(calm.troubled), len(calm.writes), len(calm.hub.history))
 			for name, of := range troubles {
 				t.Run(name, func(t *testing.T) {
 					played, failed := 0, 0

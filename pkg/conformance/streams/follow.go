@@ -148,8 +148,7 @@ func (f *follower[T]) Settled(ctx context.Context) error {
 			}
 		}
 		if !pause(ctx, openAgain) {
-			return fmt.Errorf("%s watches %s, and at rest it differs from a list: %s", f.who, f.rules.Name,
-				errors.Join(err, errors.New(Summary(differ))))
+			return errors.Join(err, fmt.Errorf("%s watches %s, and at rest it differs from a list: %s", f.who, f.rules.Name, Summary(differ)))
 		}
 	}
 }

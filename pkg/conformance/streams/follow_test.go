@@ -137,7 +137,8 @@ func TestAnEventThatIsLostIsFound(t *testing.T) {
 			t.Cleanup(agent.Close)
 			whole := agent.Client()
 			c := &client.Client{Claims: lossy{whole.Claims, lost}, NodeGroups: whole.NodeGroups, Machines: whole.Machines}
-			watchers := streams.All("a watcher", c, fakeagent.DefaultCluster(), streams.Options{Patience: 100 * time.Millisecond, ListEvery: 10 * time.Millisecond})
+			watchers := streams.All("a watcher", c, fakeagent.DefaultCluster(),
+				streams.Options{Patience: 100 * time.Millisecond, ListEvery: 10 * time.Millisecond})
 			follow(t, watchers)
 			ctx, cancel := context.WithTimeout(t.Context(), within)
 			defer cancel()

@@ -195,7 +195,9 @@ func TestNodeGroupsAtOneGenerationAreTheSame(t *testing.T) {
 	t.Run("a generation that goes back", func(t *testing.T) {
 		r := streams.New("a watcher", streams.NodeGroups(spoke), streams.Options{Patience: patience})
 		r.Open()
-		for _, e := range []streams.Event[*agentv1alpha1.NodeGroup]{{Kind: streams.Synced, Generation: 7}, {Kind: streams.Resync}, {Kind: streams.Synced, Generation: 6}} {
+		for _, e := range []streams.Event[*agentv1alpha1.NodeGroup]{
+			{Kind: streams.Synced, Generation: 7}, {Kind: streams.Resync}, {Kind: streams.Synced, Generation: 6},
+		} {
 			r.Event(e)
 		}
 		_, wrong := r.Check()
@@ -210,17 +212,18 @@ func TestWhatAMachineMayBecome(t *testing.T) {
 		change(m)
 		return m
 	}
+	same := func(*agentv1alpha1.Machine) {}
 	for name, test := range map[string]struct {
 		before, after func(*agentv1alpha1.Machine)
 		wrong         string
 	}{
-		"deleted":             {before: func(m *agentv1alpha1.Machine) { m.DeletedAt = nil }, after: func(*agentv1alpha1.Machine) {}},
-		"given to a claim":    {before: func(*agentv1alpha1.Machine) {}, after: func(m *agentv1alpha1.Machine) { m.ClaimId = "a" }},
-		"another UID":         {wrong: "UID", before: func(*agentv1alpha1.Machine) {}, after: func(m *agentv1alpha1.Machine) { m.Uid = "2" }},
-		"another provider ID": {wrong: "provider ID", before: func(*agentv1alpha1.Machine) {}, after: func(m *agentv1alpha1.Machine) { m.ProviderId = "q" }},
-		"no provider ID":      {wrong: "provider ID", before: func(*agentv1alpha1.Machine) {}, after: func(m *agentv1alpha1.Machine) { m.ProviderId = "" }},
-		"another Node":        {wrong: "Node", before: func(*agentv1alpha1.Machine) {}, after: func(m *agentv1alpha1.Machine) { m.NodeName = "o" }},
-		"alive again":         {wrong: "deletion", before: func(*agentv1alpha1.Machine) {}, after: func(m *agentv1alpha1.Machine) { m.DeletedAt = nil }},
+		"deleted":             {before: func(m *agentv1alpha1.Machine) { m.DeletedAt = nil }, after: same},
+		"given to a claim":    {before: same, after: func(m *agentv1alpha1.Machine) { m.ClaimId = "a" }},
+		"another UID":         {wrong: "UID", before: same, after: func(m *agentv1alpha1.Machine) { m.Uid = "2" }},
+		"another provider ID": {wrong: "provider ID", before: same, after: func(m *agentv1alpha1.Machine) { m.ProviderId = "q" }},
+		"no provider ID":      {wrong: "provider ID", before: same, after: func(m *agentv1alpha1.Machine) { m.ProviderId = "" }},
+		"another Node":        {wrong: "Node", before: same, after: func(m *agentv1alpha1.Machine) { m.NodeName = "o" }},
+		"alive again":         {wrong: "deletion", before: same, after: func(m *agentv1alpha1.Machine) { m.DeletedAt = nil }},
 	} {
 		t.Run(name, func(t *testing.T) {
 			why := streams.Machines(spoke).Backward(machine(test.before), machine(test.after))
