@@ -12,6 +12,12 @@
 {{- end }}
 {{- end }}
 
+{{/* For objects outside the release's namespace, where another release may have the same full name. Neither a namespace nor what is put before
+this name has a dot, so no two releases share one. */}}
+{{- define "capi-agent.hubName" -}}
+{{ include "capi-agent.fullname" . }}.{{ .Release.Namespace }}
+{{- end }}
+
 {{- define "capi-agent.selectorLabels" -}}
 app.kubernetes.io/name: {{ include "capi-agent.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}

@@ -1,0 +1,669 @@
+package charts_test
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+
+	. "github.com/onsi/gomega"
+	"github.com/samber/lo"
+	admissionv1 "k8s.io/api/admissionregistration/v1"
+	autoscalingv1 "k8s.io/api/autoscaling/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	clusterctlv1 "sigs.k8s.io/cluster-api/cmd/clusterctl/api/v1alpha3"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+
+	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+)
+
+// What the policies refuse, and whom. Writes are dry runs, which admission sees all the same.
+
+const (
+	onlyTheAgent = "only the agent changes it"
+	tooFew       = "machines of this node group are claimed"
+)
+
+// versions are those in which Cluster API serves its kinds.
+var versions = []string{"v1beta1", clusterv1.GroupVersion.Version}
+
+// Replicas are judged by the numbers alone, whatever the request's version and form.
+func TestReplicasAreNotLoweredBelowWhatIsClaimed(t *testing.T) {
+	h := theHub(t)
+	r := release{"capi-agent", "versions-system"}
+	h.namespaces(t, "versions")
+	h.install(t, r, chartPath(t, charts[0]), confined("versions")...)
+	tool := h.tool(t)
+
+	writes := map[string]func(ctx context.Context, md *unstructured.Unstructured, replicas int) error{
+		"a merge patch": func(ctx context.Context, md *unstructured.Unstructured, replicas int) error {
+			return tool.Patch(ctx, md, client.RawPatch(types.MergePatchType, fmt.Appendf(nil, `{"spec":{"replicas":%d}}`, replicas)), client.DryRunAll)
+		},
+		"a JSON patch": func(ctx context.Context, md *unstructured.Unstructured, replicas int) error {
+			patch := fmt.Appendf(nil, `[{"op":"replace","path":"/spec/replicas","value":%d}]`, replicas)
+			return tool.Patch(ctx, md, client.RawPatch(types.JSONPatchType, patch), client.DryRunAll)
+		},
+		"a replacement": func(ctx context.Context, md *unstructured.Unstructured, replicas int) error {
+			if err := tool.Get(ctx, client.ObjectKeyFromObject(md), md); err != nil {
+				return err
+			}
+			if err := unstructured.SetNestedField(md.Object, int64(replicas), "spec", "replicas"); err != nil {
+				return err
+			}
+			return tool.Update(ctx, md, client.DryRunAll)
+		},
+		"a server-side apply": func(ctx context.Context, md *unstructured.Unstructured, replicas int) error {
+			md.Object["spec"] = map[string]any{"replicas": int64(replicas)}
+			return tool.Apply(ctx, client.ApplyConfigurationFromUnstructured(md), client.DryRunAll, client.ForceOwnership, client.FieldOwner("git-sync"))
+		},
+		"an update of the scale": func(ctx context.Context, md *unstructured.Unstructured, replicas int) error {
+			to := &autoscalingv1.Scale{Spec: autoscalingv1.ScaleSpec{Replicas: int32(replicas)}}
+			return tool.SubResource("scale").Update(ctx, md, client.WithSubResourceBody(to), client.DryRunAll)
+		},
+		"a patch of the scale": func(ctx context.Context, md *unstructured.Unstructured, replicas int) error {
+			patch := client.RawPatch(types.MergePatchType, fmt.Appendf(nil, `{"spec":{"replicas":%d}}`, replicas))
+			return tool.SubResource("scale").Patch(ctx, md, patch, client.DryRunAll)
+		},
+	}
+	claimed := map[string]int{"absent": 0, "0": 0, "2": 2, "many": 0, "-1": 0}
+	for _, before := range []int{1, 3} {
+		for number := range claimed {
+			h.group(t, "versions", fmt.Sprintf("of-%d-claimed-%s", before, strings.ReplaceAll(number, "-", "m")), before, number)
+		}
+	}
+	h.awaitPolicies(t, r, "versions")
+
+	for _, version := range versions {
+		for how, write := range writes {
+			for number, atLeast := range claimed {
+				t.Run(fmt.Sprintf("%s in %s with %s claimed", how, version, number), func(t *testing.T) {
+					g := NewWithT(t)
+					for _, before := range []int{1, 3} {
+						for after := range 5 {
+							md := inVersion(version, "versions", fmt.Sprintf("of-%d-claimed-%s", before, strings.ReplaceAll(number, "-", "m")))
+							err := write(t.Context(), md, after)
+							refused := after < before && after < atLeast
+							refuses(g, err, lo.Ternary(refused, fmt.Sprintf("%d %s, and %d replicas", atLeast, tooFew, after), ""))
+						}
+					}
+				})
+			}
+		}
+	}
+}
+
+func TestTheLedgerIsTheAgentsInEveryVersion(t *testing.T) {
+	h := theHub(t)
+	r := release{"capi-agent", "ledgers-system"}
+	h.namespaces(t, "ledgers")
+	h.install(t, r, chartPath(t, charts[0]), confined("ledgers")...)
+	h.group(t, "ledgers", "group", 3, "2")
+	copied := h.group(t, "ledgers", "copied", 3, "2")
+	copied.Annotations[agentv1.LedgerAnnotation] = ledgerOf("ledgers/group")
+	if err := h.admin.Update(t.Context(), copied); err != nil {
+		t.Fatal(err)
+	}
+	h.awaitPolicies(t, r, "ledgers")
+	tool, agent := h.tool(t), h.agent(t, r)
+
+	for _, version := range versions {
+		for _, key := range []string{agentv1.LedgerAnnotation, agentv1.ClaimedAnnotation} {
+			refusal := key + "]: " + onlyTheAgent
+			for _, value := range []string{"null", `"1"`} {
+				t.Run(fmt.Sprintf("%s to %s in %s", key, value, version), func(t *testing.T) {
+					g := NewWithT(t)
+					patch := client.RawPatch(types.MergePatchType, fmt.Appendf(nil, `{"metadata":{"annotations":{%q:%s}}}`, key, value))
+					refuses(g, tool.Patch(t.Context(), inVersion(version, "ledgers", "group"), patch, client.DryRunAll), refusal)
+					refuses(g, agent.Patch(t.Context(), inVersion(version, "ledgers", "group"), patch, client.DryRunAll), "")
+					refuses(g, tool.Patch(t.Context(), inVersion(version, "ledgers", "copied"), patch, client.DryRunAll), "")
+				})
+			}
+			t.Run(fmt.Sprintf("%s left out of a replacement in %s", key, version), func(t *testing.T) {
+				g := NewWithT(t)
+				md := inVersion(version, "ledgers", "group")
+				g.Expect(tool.Get(t.Context(), client.ObjectKeyFromObject(md), md)).To(Succeed())
+				annotations := md.GetAnnotations()
+				delete(annotations, key)
+				md.SetAnnotations(annotations)
+				refuses(g, tool.Update(t.Context(), md, client.DryRunAll), refusal)
+			})
+		}
+		t.Run("the status in "+version+" is no way around it", func(t *testing.T) {
+			g := NewWithT(t)
+			md := inVersion(version, "ledgers", "group")
+			patch := fmt.Appendf(nil, `{"metadata":{"annotations":{%q:null}},"spec":{"replicas":0},"status":{"observedGeneration":9}}`,
+				agentv1.LedgerAnnotation)
+			g.Expect(tool.Status().Patch(t.Context(), md, client.RawPatch(types.MergePatchType, patch), client.DryRunAll)).To(Succeed())
+			g.Expect(md.GetAnnotations()).To(HaveKey(agentv1.LedgerAnnotation))
+			g.Expect(lo.Must(json.Marshal(md.Object["spec"]))).To(ContainSubstring(`"replicas":3`))
+		})
+	}
+}
+
+func TestTheAgentIsConfinedInEveryVersion(t *testing.T) {
+	h := theHub(t)
+	r := release{"capi-agent", "confined-system"}
+	h.namespaces(t, "confined")
+	h.install(t, r, chartPath(t, charts[0]), confined("confined")...)
+	h.group(t, "confined", "group", 3, "2")
+	h.machine(t, "confined", "machine")
+	h.awaitPolicies(t, r, "confined")
+	agent := h.agent(t, r)
+
+	annotation := func(key string) string { return fmt.Sprintf(`{"metadata":{"annotations":{%q:"x"}}}`, key) }
+	const onlyReplicas, nothing = "the agent changes only replicas", "the agent changes nothing of a Machine's"
+	for name, tc := range map[string]struct {
+		kind, patch, says string
+	}{
+		"replicas":                {"MachineDeployment", `{"spec":{"replicas":0}}`, ""},
+		"a pause":                 {"MachineDeployment", annotation(clusterv1.PausedAnnotation), ""},
+		"another's annotation":    {"MachineDeployment", annotation("example.com/note"), "metadata.annotations: the agent"},
+		"a template":              {"MachineDeployment", `{"spec":{"template":{"spec":{"version":"v9.9.9"}}}}`, onlyReplicas},
+		"paused":                  {"MachineDeployment", `{"spec":{"paused":true}}`, onlyReplicas},
+		"a mark on a Machine":     {"Machine", annotation(clusterv1.DeleteMachineAnnotation), ""},
+		"its finalizer":           {"Machine", fmt.Sprintf(`{"metadata":{"finalizers":["example.com/keep",%q]}}`, agentv1.ReleaseFinalizer), ""},
+		"another's finalizer":     {"Machine", `{"metadata":{"finalizers":null}}`, "no finalizer but its own"},
+		"a Machine's version":     {"Machine", `{"spec":{"version":"v9.9.9"}}`, nothing},
+		"a Machine's provider ID": {"Machine", `{"spec":{"providerID":"sim://other"}}`, nothing},
+		"another's label":         {"Machine", `{"metadata":{"labels":{"example.com/note":"x"}}}`, "metadata.labels: the agent"},
+	} {
+		for _, version := range versions {
+			t.Run(name+" in "+version, func(t *testing.T) {
+				object := inVersion(version, "confined", lo.Ternary(tc.kind == "Machine", "machine", "group"))
+				object.SetKind(tc.kind)
+				err := agent.Patch(t.Context(), object, client.RawPatch(types.MergePatchType, []byte(tc.patch)), client.DryRunAll)
+				refuses(NewWithT(t), err, tc.says)
+			})
+		}
+	}
+}
+
+// Each does what it does in a hub, and none of it is refused but the removal of claimed machines.
+func TestOthersGoOnWithTheirWork(t *testing.T) {
+	h := theHub(t)
+	r := release{"capi-agent", "others-system"}
+	h.namespaces(t, "others")
+	h.install(t, r, chartPath(t, charts[0]), confined("others")...)
+	h.group(t, "others", "group", 3, "2")
+	h.awaitPolicies(t, r, "others")
+
+	account := func(namespace, name string) client.Client {
+		return h.as(t, "system:serviceaccount:"+namespace+":"+name, unrestricted, "system:serviceaccounts")
+	}
+	clusterAPI, collector := account("capi-system", "capi-manager"), account("kube-system", "generic-garbage-collector")
+	person, autoscaler := h.as(t, "jane", unrestricted), account("kube-system", "cluster-autoscaler")
+	annotation := func(key, value string) string { return fmt.Sprintf(`{"metadata":{"annotations":{%q:%q}}}`, key, value) }
+	merge := func(c client.Client, patch string) func(context.Context, *unstructured.Unstructured) error {
+		return func(ctx context.Context, md *unstructured.Unstructured) error {
+			return c.Patch(ctx, md, client.RawPatch(types.MergePatchType, []byte(patch)), client.DryRunAll)
+		}
+	}
+	apply := func(spec map[string]any) func(context.Context, *unstructured.Unstructured) error {
+		return func(ctx context.Context, md *unstructured.Unstructured) error {
+			md.Object["spec"] = spec
+			return clusterAPI.Apply(ctx, client.ApplyConfigurationFromUnstructured(md),
+				client.DryRunAll, client.ForceOwnership, client.FieldOwner("capi-topology"))
+		}
+	}
+	scale := func(replicas int32) func(context.Context, *unstructured.Unstructured) error {
+		return func(ctx context.Context, md *unstructured.Unstructured) error {
+			to := &autoscalingv1.Scale{Spec: autoscalingv1.ScaleSpec{Replicas: replicas}}
+			return autoscaler.SubResource("scale").Update(ctx, md, client.WithSubResourceBody(to), client.DryRunAll)
+		}
+	}
+	for name, tc := range map[string]struct {
+		write func(context.Context, *unstructured.Unstructured) error
+		says  string
+	}{
+		"the MachineDeployment controller adds its finalizer": {merge(clusterAPI, `{"metadata":{"finalizers":["cluster.x-k8s.io/md"]}}`), ""},
+		"the MachineDeployment controller counts a revision":  {merge(clusterAPI, annotation(clusterv1.RevisionAnnotation, "2")), ""},
+		"the storage version is migrated":                     {merge(clusterAPI, `{}`), ""},
+		"the topology controller rolls a version out":         {merge(clusterAPI, `{"spec":{"template":{"spec":{"version":"v9.9.9"}}}}`), ""},
+		"the topology controller owns more replicas":          {apply(map[string]any{"replicas": int64(4)}), ""},
+		"the topology controller owns fewer than are claimed": {apply(map[string]any{"replicas": int64(1)}), tooFew},
+		"the garbage collector takes an owner off":            {merge(collector, `{"metadata":{"ownerReferences":null}}`), ""},
+		"the garbage collector blocks on dependents":          {merge(collector, `{"metadata":{"finalizers":["foregroundDeletion"]}}`), ""},
+		"the autoscaler scales up":                            {scale(5), ""},
+		"the autoscaler scales down to what is claimed":       {scale(2), ""},
+		"the autoscaler scales below what is claimed":         {scale(1), tooFew},
+		"a person pauses":                                       {merge(person, annotation(clusterv1.PausedAnnotation, "")), ""},
+		"a person takes it from Karpenter":                      {merge(person, fmt.Sprintf(`{"metadata":{"labels":{%q:null}}}`, agentv1.MemberLabel)), ""},
+		"a person raises the max size":                          {merge(person, annotation(clusterv1.AutoscalerMaxSizeAnnotation, "9")), ""},
+		"clusterctl marks what it moves":                        {merge(person, annotation(clusterctlv1.DeleteForMoveAnnotation, "")), ""},
+		"clusterctl takes all finalizers off what it moved":     {merge(person, `{"metadata":{"finalizers":null}}`), ""},
+		"clusterctl deletes what it moved":                      {deletes(person), ""},
+		"clusterctl meets what an earlier move left, as it was": {again(person, nil), ""},
+		"clusterctl meets what an earlier move left, other since": {again(person, func(md *unstructured.Unstructured) {
+			md.SetAnnotations(map[string]string{agentv1.LedgerAnnotation: ledgerOf("others/group") + " ", agentv1.ClaimedAnnotation: "2"})
+		}), onlyTheAgent},
+	} {
+		for _, version := range versions {
+			t.Run(name+", in "+version, func(t *testing.T) {
+				refuses(NewWithT(t), tc.write(t.Context(), inVersion(version, "others", "group")), tc.says)
+			})
+		}
+	}
+	t.Run("clusterctl and a restore create what has a ledger", func(t *testing.T) {
+		for _, name := range []string{"moved", "elsewhere"} {
+			md := newGroup("others", name, 1, "5")
+			refuses(NewWithT(t), person.Create(t.Context(), md, client.DryRunAll), "")
+		}
+	})
+	for replicas, says := range map[int]string{4: "", 2: "", 1: tooFew} {
+		t.Run(fmt.Sprintf("kubectl scale to %d", replicas), func(t *testing.T) {
+			g := NewWithT(t)
+			kubectl := exec.CommandContext(t.Context(), filepath.Join(root(t), "bin", "kubectl"), "--kubeconfig", h.kubeconfig,
+				"--as", "jane", "--as-group", unrestricted, "--namespace", "others",
+				"scale", "machinedeployment", "group", fmt.Sprintf("--replicas=%d", replicas), "--dry-run=server")
+			output, err := kubectl.CombinedOutput()
+			if says == "" {
+				g.Expect(err).NotTo(HaveOccurred(), string(output))
+			} else {
+				g.Expect(err).To(HaveOccurred())
+				g.Expect(string(output)).To(ContainSubstring(says))
+			}
+		})
+	}
+}
+
+func deletes(c client.Client) func(context.Context, *unstructured.Unstructured) error {
+	return func(ctx context.Context, md *unstructured.Unstructured) error {
+		return c.Delete(ctx, md, client.DryRunAll)
+	}
+}
+
+// again is what clusterctl does with an object that is there already: it replaces it by the source's.
+func again(c client.Client, change func(*unstructured.Unstructured)) func(context.Context, *unstructured.Unstructured) error {
+	return func(ctx context.Context, md *unstructured.Unstructured) error {
+		if err := c.Get(ctx, client.ObjectKeyFromObject(md), md); err != nil {
+			return err
+		}
+		if change != nil {
+			change(md)
+		}
+		return c.Update(ctx, md, client.DryRunAll)
+	}
+}
+
+// The deletion of a namespace and of its Cluster removes node groups whatever is claimed: nothing refuses a DELETE, nor what follows.
+func TestAGroupThatIsDeletedGoes(t *testing.T) {
+	h := theHub(t)
+	g := NewWithT(t)
+	r := release{"capi-agent", "deleted-system"}
+	h.namespaces(t, "deleted")
+	h.install(t, r, chartPath(t, charts[0]), confined("deleted")...)
+	md := h.group(t, "deleted", "group", 3, "2")
+	controllerutil.AddFinalizer(md, clusterv1.MachineDeploymentFinalizer)
+	g.Expect(h.admin.Update(t.Context(), md)).To(Succeed())
+	h.awaitPolicies(t, r, "deleted")
+
+	clusterAPI := h.as(t, "system:serviceaccount:capi-system:capi-manager", unrestricted)
+	g.Expect(clusterAPI.Delete(t.Context(), md, client.PropagationPolicy(metav1.DeletePropagationForeground))).To(Succeed())
+	for _, patch := range []string{`{"metadata":{"finalizers":["foregroundDeletion"]}}`, `{"metadata":{"finalizers":null}}`} {
+		g.Expect(clusterAPI.Patch(t.Context(), md, client.RawPatch(types.MergePatchType, []byte(patch)))).To(Succeed())
+	}
+	g.Expect(apierrors.IsNotFound(h.admin.Get(t.Context(), client.ObjectKeyFromObject(md), md))).To(BeTrue())
+}
+
+// What a release makes outside its namespace has a name that no other release's has.
+func TestReleasesShareNoNames(t *testing.T) {
+	g := NewWithT(t)
+	owner := map[string]release{}
+	for _, r := range []release{
+		{"capi-agent", "one"},
+		{"capi-agent", "two"},
+		{"capi-agent-one", "two"},
+		{"capi-agent", "one-two"},
+		{"capi-agent-two", "one"},
+		{"a", "b-capi-agent"},
+		{"a-b", "capi-agent"},
+		{"a", "capi-agent"},
+		{"capi-agent.one", "two"},
+		{"b", "a"},
+	} {
+		c := chart{name: "agent", release: r.name, namespace: r.namespace}
+		for _, values := range []string{"defaults", "confined", "priced"} {
+			outside := 0
+			for _, object := range render(t, c, valuesFile(t, values)) {
+				if object.GetNamespace() == r.namespace {
+					continue
+				}
+				outside++
+				key := fmt.Sprintf("%s %s/%s", object.GetKind(), object.GetNamespace(), object.GetName())
+				if other, taken := owner[key]; taken {
+					g.Expect(other).To(Equal(r), "%s is of both", key)
+				}
+				owner[key] = r
+			}
+			g.Expect(outside).To(BeNumerically(">=", 8), "a ClusterRole with its binding, three policies with theirs")
+		}
+	}
+}
+
+func valuesFile(t *testing.T, name string) string {
+	t.Helper()
+	if name == "priced" {
+		file := filepath.Join(t.TempDir(), "values.yaml")
+		if err := os.WriteFile(file, []byte("pricing: {list: team-a/prices}\nclusters: [team-a/production]\n"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return file
+	}
+	return filepath.Join(chartPath(t, charts[0]), "ci", name+"-values.yaml")
+}
+
+// Two agents of one name serve two teams. Neither's policies are about the other's node groups, and neither's removal is the other's.
+func TestReleasesShareAHub(t *testing.T) {
+	h := theHub(t)
+	one, two := release{"capi-agent", "one-system"}, release{"capi-agent", "two-system"}
+	h.namespaces(t, "one", "two", "both")
+	h.install(t, one, chartPath(t, charts[0]), confined("one")...)
+	// The second serves Clusters of the first's namespace.
+	h.install(t, two, chartPath(t, charts[0]), without("--set", "namespaces={two},clusters={one/staging}")...)
+	for _, namespace := range []string{"one", "two"} {
+		h.group(t, namespace, "group", 3, "2")
+	}
+	h.awaitPolicies(t, one, "one")
+	h.awaitPolicies(t, two, "two")
+	// RBAC is asked as well; the policies by themselves, with RBAC out of the way.
+	agents := map[release]client.Client{one: h.as(t, one.user(), unrestricted), two: h.as(t, two.user(), unrestricted)}
+	lower := client.RawPatch(types.MergePatchType,
+		fmt.Appendf(nil, `{"metadata":{"annotations":{%q:"0"}},"spec":{"replicas":0}}`, agentv1.ClaimedAnnotation))
+	patch := func(c client.Client, namespace string) error {
+		return c.Patch(t.Context(), inVersion("v1beta2", namespace, "group"), lower, client.DryRunAll)
+	}
+
+	t.Run("each agent writes its own node groups, and not the other's", func(t *testing.T) {
+		g := NewWithT(t)
+		refuses(g, patch(h.agent(t, one), "one"), "")
+		refuses(g, patch(h.agent(t, two), "two"), "")
+		refuses(g, patch(agents[one], "two"), "node-groups."+two.hubName())
+		refuses(g, patch(agents[two], "one"), "node-groups."+one.hubName())
+	})
+	t.Run("a removal leaves the other's", func(t *testing.T) {
+		g := NewWithT(t)
+		before := h.guards(t, two)
+		g.Expect(before).To(HaveLen(8))
+		h.uninstall(t, one)
+		g.Expect(h.guards(t, one)).To(BeEmpty())
+		g.Expect(h.guards(t, two)).To(Equal(before), "the same objects")
+		eventually(t, func(g Gomega) { refuses(g, patch(h.tool(t), "one"), "") })
+		refuses(g, patch(h.tool(t), "two"), "node-groups."+two.hubName())
+		refuses(g, patch(h.agent(t, two), "two"), "")
+	})
+}
+
+// Where two releases serve the same node groups, neither agent may write, unless each names the other.
+func TestReleasesThatServeTheSameExemptEachOther(t *testing.T) {
+	h := theHub(t)
+	one, two := release{"capi-agent", "left-system"}, release{"capi-agent", "right-system"}
+	h.namespaces(t, "same")
+	h.install(t, one, chartPath(t, charts[0]), confined("same")...)
+	h.install(t, two, chartPath(t, charts[0]), confined("same")...)
+	h.group(t, "same", "group", 3, "2")
+	// Each agent is exempt from its own release's, so that what refuses it is the other's.
+	for r, other := range map[release]release{one: two, two: one} {
+		h.awaitGuard(t, h.as(t, other.user(), unrestricted), "node-groups."+r.hubName(), "scale."+r.hubName(), "same")
+	}
+	patch := client.RawPatch(types.MergePatchType, fmt.Appendf(nil, `{"metadata":{"annotations":{%q:"0"}}}`, agentv1.ClaimedAnnotation))
+	for _, r := range []release{one, two} {
+		refuses(NewWithT(t), h.agent(t, r).Patch(t.Context(), inVersion("v1beta2", "same", "group"), patch, client.DryRunAll), onlyTheAgent)
+	}
+
+	for r, other := range map[release]release{one: two, two: one} {
+		h.upgrade(t, r, append(confined("same"), "--set", "admission.exempt.users={"+other.user()+"}")...)
+	}
+	eventually(t, func(g Gomega) {
+		for _, r := range []release{one, two} {
+			refuses(g, h.agent(t, r).Patch(t.Context(), inVersion("v1beta2", "same", "group"), patch, client.DryRunAll), "")
+		}
+	})
+	refuses(NewWithT(t), h.tool(t).Patch(t.Context(), inVersion("v1beta2", "same", "group"), patch, client.DryRunAll), onlyTheAgent)
+}
+
+// An upgrade gives the policies other names. At no moment is there none, and at none is an agent refused, old or new.
+func TestAnUpgradeLeavesNoGap(t *testing.T) {
+	h := theHub(t)
+	g := NewWithT(t)
+	r := release{"capi-agent", "capi-agent-system"}
+	h.namespaces(t, "upgraded")
+	h.install(t, r, filepath.Join(root(t), "test", "charts", "testdata", "earlier"))
+	earlier := func(name string) bool { return strings.HasPrefix(name, "capi-agent") && !strings.Contains(name, ".") }
+	g.Expect(h.named(t, earlier)).To(HaveLen(8))
+	h.group(t, "upgraded", "group", 3, "2")
+	h.awaitGuard(t, h.tool(t), "capi-agent-node-groups", "capi-agent-scale", "upgraded")
+
+	ctx, cancel := context.WithCancel(t.Context())
+	tool, agent := h.tool(t), h.agent(t, r)
+	observed := make(chan []string)
+	tries := 0
+	go func() {
+		var wrong []string
+		for ctx.Err() == nil {
+			tries++
+			lower := client.RawPatch(types.MergePatchType, []byte(`{"spec":{"replicas":1}}`))
+			if err := tool.Patch(t.Context(), inVersion("v1beta2", "upgraded", "group"), lower, client.DryRunAll); !apierrors.IsForbidden(err) {
+				wrong = append(wrong, fmt.Sprintf("a tool lowers: %v", err))
+			}
+			to := &autoscalingv1.Scale{Spec: autoscalingv1.ScaleSpec{Replicas: 1}}
+			err := tool.SubResource("scale").Update(t.Context(), inVersion("v1beta2", "upgraded", "group"), client.WithSubResourceBody(to), client.DryRunAll)
+			if !apierrors.IsForbidden(err) {
+				wrong = append(wrong, fmt.Sprintf("a tool scales: %v", err))
+			}
+			if err := agent.Patch(t.Context(), inVersion("v1beta2", "upgraded", "group"), lower, client.DryRunAll); err != nil {
+				wrong = append(wrong, fmt.Sprintf("the agent lowers: %v", err))
+			}
+		}
+		observed <- wrong
+	}()
+	h.upgrade(t, r, without()...)
+	g.Expect(h.guards(t, r)).To(HaveLen(8))
+	h.awaitGuard(t, h.tool(t), "node-groups.capi-agent.capi-agent-system", "scale.capi-agent.capi-agent-system", "upgraded")
+	cancel()
+	g.Expect(<-observed).To(BeEmpty())
+	g.Expect(tries).To(BeNumerically(">", 5), "rounds while it went on")
+	g.Expect(h.named(t, earlier)).To(BeEmpty(), "what the release no longer has")
+
+	h.uninstall(t, r)
+	g.Expect(h.guards(t, r)).To(BeEmpty())
+	eventually(t, func(g Gomega) {
+		lower := client.RawPatch(types.MergePatchType, []byte(`{"spec":{"replicas":1}}`))
+		refuses(g, tool.Patch(t.Context(), inVersion("v1beta2", "upgraded", "group"), lower, client.DryRunAll), "")
+	})
+}
+
+// Neither a MachineDeployment without a ledger nor one that Cluster API has just made is guarded: no parameter is no refusal.
+func TestAScaleOfAGroupWithoutALedgerIsNobodysConcern(t *testing.T) {
+	h := theHub(t)
+	r := release{"capi-agent", "plain-system"}
+	h.namespaces(t, "plain")
+	h.install(t, r, chartPath(t, charts[0]), confined("plain")...)
+	h.awaitPolicies(t, r, "plain")
+	tool := h.tool(t)
+	for i := range 20 {
+		md := newGroup("plain", fmt.Sprintf("plain-%d", i), 3, "absent")
+		md.Annotations = nil
+		g := NewWithT(t)
+		g.Expect(h.admin.Create(t.Context(), md)).To(Succeed())
+		g.Expect(tool.SubResource("scale").Update(t.Context(), md, client.WithSubResourceBody(&autoscalingv1.Scale{}), client.DryRunAll)).To(Succeed())
+	}
+}
+
+// The chart may come before Cluster API does. Until the API server knows the kind of the policy's parameters, every scale is refused.
+func TestThePoliciesWaitForClusterAPI(t *testing.T) {
+	h, err := startHub()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := h.stop(); err != nil {
+			t.Error(err)
+		}
+	})
+	r := release{"capi-agent", "capi-agent-system"}
+	h.install(t, r, chartPath(t, charts[0]), without()...)
+	if err := h.installClusterAPI(root(t)); err != nil {
+		t.Fatal(err)
+	}
+	h.namespaces(t, "early")
+	h.group(t, "early", "group", 3, "2")
+	tool := h.tool(t)
+	eventually(t, func(g Gomega) {
+		lower := client.RawPatch(types.MergePatchType, []byte(`{"spec":{"replicas":0}}`))
+		refuses(g, tool.Patch(t.Context(), inVersion("v1beta2", "early", "group"), lower, client.DryRunAll), "node-groups."+r.hubName())
+	})
+	eventually(t, func(g Gomega) {
+		to := &autoscalingv1.Scale{Spec: autoscalingv1.ScaleSpec{Replicas: 1}}
+		err := tool.SubResource("scale").Update(t.Context(), inVersion("v1beta2", "early", "group"), client.WithSubResourceBody(to), client.DryRunAll)
+		if err == nil {
+			StopTrying("it was let through").Now()
+		}
+		refuses(g, err, "scale."+r.hubName())
+		refuses(g, err, tooFew)
+	})
+}
+
+// group makes a MachineDeployment with a ledger.
+func (h *hub) group(t *testing.T, namespace, name string, replicas int, claimed string) *clusterv1.MachineDeployment {
+	t.Helper()
+	md := newGroup(namespace, name, replicas, claimed)
+	if err := h.admin.Create(t.Context(), md); err != nil {
+		t.Fatal(err)
+	}
+	return md
+}
+
+func newGroup(namespace, name string, replicas int, claimed string) *clusterv1.MachineDeployment {
+	labels := map[string]string{clusterv1.MachineDeploymentNameLabel: name}
+	md := &clusterv1.MachineDeployment{
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: namespace, Name: name, Labels: map[string]string{agentv1.MemberLabel: ""},
+			Annotations: map[string]string{agentv1.LedgerAnnotation: ledgerOf(namespace + "/" + name), agentv1.ClaimedAnnotation: claimed},
+		},
+		Spec: clusterv1.MachineDeploymentSpec{
+			ClusterName: "production", Replicas: new(int32(replicas)), Selector: metav1.LabelSelector{MatchLabels: labels},
+			Template: clusterv1.MachineTemplateSpec{ObjectMeta: clusterv1.ObjectMeta{Labels: labels}, Spec: machineSpec()},
+		},
+	}
+	if claimed == "absent" {
+		delete(md.Annotations, agentv1.ClaimedAnnotation)
+	}
+	return md
+}
+
+func (h *hub) machine(t *testing.T, namespace, name string) {
+	t.Helper()
+	m := &clusterv1.Machine{
+		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name, Finalizers: []string{"example.com/keep"}},
+		Spec:       machineSpec(),
+	}
+	if err := h.admin.Create(t.Context(), m); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func machineSpec() clusterv1.MachineSpec {
+	return clusterv1.MachineSpec{
+		ClusterName: "production", Bootstrap: clusterv1.Bootstrap{DataSecretName: new("data")},
+		InfrastructureRef: clusterv1.ContractVersionedObjectReference{
+			APIGroup: "infrastructure.cluster.x-k8s.io", Kind: "SimMachineTemplate", Name: "small",
+		},
+	}
+}
+
+func ledgerOf(group string) string {
+	return fmt.Sprintf(`{"v":1,"seq":1,"of":%q,"floor":0,"lastReplicas":0,"spare":0}`, group)
+}
+
+func inVersion(version, namespace, name string) *unstructured.Unstructured {
+	md := &unstructured.Unstructured{}
+	md.SetAPIVersion(clusterv1.GroupVersion.Group + "/" + version)
+	md.SetKind("MachineDeployment")
+	md.SetNamespace(namespace)
+	md.SetName(name)
+	return md
+}
+
+// awaitPolicies waits until the policies of a release are in force in a namespace, and the API server has seen all MachineDeployments there.
+func (h *hub) awaitPolicies(t *testing.T, r release, namespace string) {
+	t.Helper()
+	h.awaitGuard(t, h.tool(t), "node-groups."+r.hubName(), "scale."+r.hubName(), namespace)
+	h.machine(t, namespace, "probe")
+	own := h.as(t, r.user(), unrestricted)
+	eventually(t, func(g Gomega) {
+		object := inVersion("v1beta2", namespace, "probe")
+		object.SetKind("Machine")
+		patch := client.RawPatch(types.MergePatchType, []byte(`{"spec":{"version":"v9.9.9"}}`))
+		refuses(g, own.Patch(t.Context(), object, patch, client.DryRunAll), "own-writes."+r.hubName())
+	})
+}
+
+// awaitGuard waits until both policies refuse a write, the scale of a MachineDeployment that is made last.
+func (h *hub) awaitGuard(t *testing.T, tool client.Client, nodeGroups, scale, namespace string) {
+	t.Helper()
+	probe := newGroup(namespace, "probe-"+regexp.MustCompile(`[^a-z-]`).ReplaceAllString(scale, "-"), 1, "1")
+	if err := h.admin.Create(t.Context(), probe); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, func(g Gomega) {
+		lower := client.RawPatch(types.MergePatchType, []byte(`{"spec":{"replicas":0}}`))
+		refuses(g, tool.Patch(t.Context(), inVersion("v1beta2", namespace, probe.Name), lower, client.DryRunAll), nodeGroups)
+		to := &autoscalingv1.Scale{}
+		err := tool.SubResource("scale").Update(t.Context(), inVersion("v1beta2", namespace, probe.Name), client.WithSubResourceBody(to), client.DryRunAll)
+		refuses(g, err, scale)
+		refuses(g, err, tooFew)
+	})
+}
+
+// guards are a release's objects that have no namespace, with their UIDs.
+func (h *hub) guards(t *testing.T, r release) map[string]types.UID {
+	t.Helper()
+	return h.named(t, func(name string) bool { return strings.HasSuffix(name, r.hubName()) })
+}
+
+func (h *hub) named(t *testing.T, wanted func(name string) bool) map[string]types.UID {
+	t.Helper()
+	found := map[string]types.UID{}
+	for _, list := range []client.ObjectList{
+		&admissionv1.ValidatingAdmissionPolicyList{}, &admissionv1.ValidatingAdmissionPolicyBindingList{},
+		&rbacv1.ClusterRoleList{}, &rbacv1.ClusterRoleBindingList{},
+	} {
+		if err := h.admin.List(t.Context(), list); err != nil {
+			t.Fatal(err)
+		}
+		err := meta.EachListItem(list, func(o runtime.Object) error {
+			object, err := meta.Accessor(o)
+			if err == nil && wanted(object.GetName()) {
+				found[fmt.Sprintf("%T %s", o, object.GetName())] = object.GetUID()
+			}
+			return err
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	return found
+}
+
+// refuses checks that a request was refused with these words, or not at all if there are none.
+func refuses(g Gomega, err error, says string) {
+	if says == "" {
+		g.Expect(err).NotTo(HaveOccurred())
+		return
+	}
+	g.Expect(apierrors.IsForbidden(err)).To(BeTrue(), "%v", err)
+	g.Expect(err).To(MatchError(ContainSubstring(says)))
+}

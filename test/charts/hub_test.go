@@ -1,0 +1,279 @@
+package charts_test
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/go-logr/logr"
+	. "github.com/onsi/gomega"
+	corev1 "k8s.io/api/core/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/util/yaml"
+	clientgoscheme "k8s.io/client-go/kubernetes/scheme"
+	"k8s.io/client-go/rest"
+	clusterv1beta1 "sigs.k8s.io/cluster-api/api/core/v1beta1" //nolint:staticcheck // it is served, so it can be written
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	capiconversion "sigs.k8s.io/cluster-api/core/webhooks/conversion"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/envtest"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+	"sigs.k8s.io/controller-runtime/pkg/webhook/conversion"
+)
+
+const (
+	// soon bounds what an API server does by itself: it looks at its policies once a second, and at which kinds there are every 30 seconds.
+	soon = 2 * time.Minute
+	// unrestricted is a group to which RBAC allows everything.
+	unrestricted = "unrestricted"
+)
+
+// hub is an API server with Cluster API's kinds in every version that is served, converted by Cluster API's own code.
+type hub struct {
+	environment *envtest.Environment
+	config      *rest.Config
+	admin       client.Client
+	kubeconfig  string
+	stop        func() error
+}
+
+// shared is for the tests that are content with namespaces and releases of their own.
+var shared struct {
+	once sync.Once
+	hub  *hub
+	err  error
+}
+
+func TestMain(m *testing.M) {
+	log.SetLogger(logr.Discard())
+	code := m.Run()
+	if shared.hub != nil {
+		if err := shared.hub.stop(); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			code = 1
+		}
+	}
+	os.Exit(code)
+}
+
+func theHub(t *testing.T) *hub {
+	t.Helper()
+	shared.once.Do(func() {
+		shared.hub, shared.err = startHub()
+		if shared.err == nil {
+			shared.err = shared.hub.installClusterAPI(root(t))
+		}
+	})
+	if shared.err != nil {
+		t.Fatal(shared.err)
+	}
+	return shared.hub
+}
+
+// startHub returns a hub without Cluster API.
+func startHub() (*hub, error) {
+	environment := &envtest.Environment{}
+	config, err := environment.Start()
+	if err != nil {
+		return nil, errors.Join(err, environment.Stop())
+	}
+	config.QPS, config.Burst = 1000, 1000
+	config.WarningHandler = rest.NoWarnings{} // of the older version
+	h := &hub{environment: environment, config: config, stop: environment.Stop}
+	dir, err := os.MkdirTemp("", "hub")
+	if err != nil {
+		return nil, errors.Join(err, h.stop())
+	}
+	h.stop = func() error { return errors.Join(environment.Stop(), os.RemoveAll(dir)) }
+	h.kubeconfig = filepath.Join(dir, "kubeconfig")
+	if err := os.WriteFile(h.kubeconfig, environment.KubeConfig, 0o600); err != nil {
+		return nil, errors.Join(err, h.stop())
+	}
+	if h.admin, err = client.New(config, client.Options{Scheme: hubScheme()}); err != nil {
+		return nil, errors.Join(err, h.stop())
+	}
+	all := &rbacv1.ClusterRoleBinding{
+		ObjectMeta: metav1.ObjectMeta{Name: unrestricted},
+		RoleRef:    rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "cluster-admin"},
+		Subjects:   []rbacv1.Subject{{APIGroup: rbacv1.GroupName, Kind: rbacv1.GroupKind, Name: unrestricted}},
+	}
+	if err := h.admin.Create(context.Background(), all); err != nil {
+		return nil, errors.Join(err, h.stop())
+	}
+	return h, nil
+}
+
+// installClusterAPI makes the kinds that the policies are about.
+func (h *hub) installClusterAPI(top string) error {
+	webhooks := envtest.WebhookInstallOptions{IgnoreSchemeConvertible: true}
+	if err := webhooks.PrepWithoutInstalling(); err != nil {
+		return err
+	}
+	stop := h.stop
+	h.stop = func() error { return errors.Join(stop(), webhooks.Cleanup()) }
+	if err := h.serveConversion(webhooks); err != nil {
+		return err
+	}
+	var crds []*apiextensionsv1.CustomResourceDefinition
+	for _, kind := range []string{"machinedeployments", "machinesets", "machines"} {
+		content, err := os.ReadFile(filepath.Join(top, "bin", "capi-core-manifests", "crds", "cluster.x-k8s.io_"+kind+".yaml"))
+		if err != nil {
+			return fmt.Errorf("run make tools: %w", err)
+		}
+		crd := &apiextensionsv1.CustomResourceDefinition{}
+		if err := yaml.UnmarshalStrict(content, crd); err != nil {
+			return err
+		}
+		crds = append(crds, crd)
+	}
+	_, err := envtest.InstallCRDs(h.config, envtest.CRDInstallOptions{CRDs: crds, Scheme: hubScheme(), WebhookOptions: webhooks})
+	return err
+}
+
+func (h *hub) serveConversion(webhooks envtest.WebhookInstallOptions) error {
+	// The version of the kinds that templates refer to; the core manager looks at their CRDs.
+	capiconversion.SetAPIVersionGetter(func(_ context.Context, kind schema.GroupKind) (string, error) { return kind.Group + "/v1", nil })
+	scheme, registry := hubScheme(), conversion.NewRegistry()
+	for kind, converterFor := range map[string]func(*runtime.Scheme) (conversion.Converter, error){
+		"MachineDeployment": capiconversion.MachineDeployment, "MachineSet": capiconversion.MachineSet, "Machine": capiconversion.Machine,
+	} {
+		converter, err := converterFor(scheme)
+		if err != nil {
+			return err
+		}
+		if err := registry.RegisterConverter(schema.GroupKind{Group: clusterv1.GroupVersion.Group, Kind: kind}, converter); err != nil {
+			return err
+		}
+	}
+	dir := webhooks.LocalServingCertDir
+	certificate, err := tls.LoadX509KeyPair(filepath.Join(dir, "tls.crt"), filepath.Join(dir, "tls.key"))
+	if err != nil {
+		return err
+	}
+	listener, err := tls.Listen("tcp", net.JoinHostPort(webhooks.LocalServingHost, strconv.Itoa(webhooks.LocalServingPort)),
+		&tls.Config{Certificates: []tls.Certificate{certificate}, MinVersion: tls.VersionTLS13})
+	if err != nil {
+		return err
+	}
+	mux := http.NewServeMux()
+	mux.Handle("/convert", conversion.NewWebhookHandler(scheme, registry))
+	server := &http.Server{Handler: mux, ReadHeaderTimeout: soon}
+	ended := make(chan error, 1)
+	go func() { ended <- server.Serve(listener) }()
+	stop := h.stop
+	h.stop = func() error {
+		err := errors.Join(stop(), server.Close())
+		if serving := <-ended; !errors.Is(serving, http.ErrServerClosed) {
+			err = errors.Join(err, serving)
+		}
+		return err
+	}
+	return nil
+}
+
+func hubScheme() *runtime.Scheme {
+	scheme := runtime.NewScheme()
+	for _, add := range []func(*runtime.Scheme) error{
+		clientgoscheme.AddToScheme, apiextensionsv1.AddToScheme, clusterv1.AddToScheme, clusterv1beta1.AddToScheme,
+	} {
+		if err := add(scheme); err != nil {
+			panic(err) // only two types with one name can bring this about
+		}
+	}
+	return scheme
+}
+
+// as returns a client of a user, who is in these groups.
+func (h *hub) as(t *testing.T, user string, groups ...string) client.Client {
+	t.Helper()
+	config := rest.CopyConfig(h.config)
+	config.Impersonate = rest.ImpersonationConfig{UserName: user, Groups: append(groups, "system:authenticated")}
+	c, err := client.New(config, client.Options{Scheme: h.admin.Scheme()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+// tool may do what RBAC can allow.
+func (h *hub) tool(t *testing.T) client.Client {
+	t.Helper()
+	return h.as(t, "git-sync", unrestricted)
+}
+
+func (h *hub) namespaces(t *testing.T, names ...string) {
+	t.Helper()
+	for _, name := range names {
+		err := h.admin.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name}})
+		if client.IgnoreAlreadyExists(err) != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// release is one of the agent's chart.
+type release struct{ name, namespace string }
+
+func (r release) user() string { return "system:serviceaccount:" + r.namespace + ":" + r.name }
+
+// hubName ends the names of what the release makes outside its namespace.
+func (r release) hubName() string { return r.name + "." + r.namespace }
+
+// agent returns a client with the rights that the chart gives its agent.
+func (h *hub) agent(t *testing.T, r release) client.Client {
+	t.Helper()
+	return h.as(t, r.user(), "system:serviceaccounts", "system:serviceaccounts:"+r.namespace)
+}
+
+// install installs the chart, and uninstalls it when the test ends.
+func (h *hub) install(t *testing.T, r release, chart string, settings ...string) {
+	t.Helper()
+	h.helm(t, append([]string{"install", r.name, chart, "--namespace", r.namespace, "--create-namespace"}, settings...)...)
+	t.Cleanup(func() { h.uninstall(t, r, "--ignore-not-found") })
+}
+
+func (h *hub) upgrade(t *testing.T, r release, settings ...string) {
+	t.Helper()
+	h.helm(t, append([]string{"upgrade", r.name, chartPath(t, charts[0]), "--namespace", r.namespace}, settings...)...)
+}
+
+func (h *hub) uninstall(t *testing.T, r release, settings ...string) {
+	t.Helper()
+	h.helm(t, append([]string{"uninstall", r.name, "--namespace", r.namespace}, settings...)...)
+}
+
+func (h *hub) helm(t *testing.T, args ...string) {
+	t.Helper()
+	if _, stderr, err := helm(t, append(args, "--kubeconfig", h.kubeconfig)...); err != nil {
+		t.Fatalf("helm %s: %v\n%s", strings.Join(args, " "), err, stderr)
+	}
+}
+
+// without are settings for a cluster without cert-manager.
+func without(settings ...string) []string {
+	return append([]string{"--set", "tls.certManager.enabled=false"}, settings...)
+}
+
+// confined are settings for an agent that serves some namespaces only.
+func confined(namespaces ...string) []string {
+	return without("--set", "namespaces={"+strings.Join(namespaces, ",")+"}")
+}
+
+func eventually(t *testing.T, condition func(Gomega)) {
+	t.Helper()
+	NewWithT(t).Eventually(condition).WithContext(t.Context()).WithTimeout(soon).WithPolling(100 * time.Millisecond).Should(Succeed())
+}
