@@ -9,10 +9,12 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"golang.org/x/sync/errgroup"
 	admissionv1 "k8s.io/api/admissionregistration/v1"
 	autoscalingv1 "k8s.io/api/autoscaling/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
@@ -482,6 +484,48 @@ func TestAnUpgradeLeavesNoGap(t *testing.T) {
 	eventually(t, func(g Gomega) {
 		lower := client.RawPatch(types.MergePatchType, []byte(`{"spec":{"replicas":1}}`))
 		refuses(g, tool.Patch(t.Context(), inVersion("v1beta2", "upgraded", "group"), lower, client.DryRunAll), "")
+	})
+}
+
+// A scale is judged by what the API server has seen of MachineDeployments, and that may be a moment old: the number of before is none to
+// go by. Callers scale to what was claimed until just now, while the agent raises it.
+func TestAScaleIsNotJudgedByTheNumberOfBefore(t *testing.T) {
+	h := theHub(t)
+	r := release{"capi-agent", "late-system"}
+	h.namespaces(t, "late")
+	h.install(t, r, chartPath(t, charts[0]), confined("late")...)
+	md := h.group(t, "late", "group", 0, "0")
+	h.awaitPolicies(t, r, "late")
+	tool, agent := h.tool(t), h.agent(t, r)
+
+	g := NewWithT(t)
+	var claimed atomic.Int32 // soon, or already
+	var callers errgroup.Group
+	ctx, cancel := context.WithCancel(t.Context())
+	for range 4 {
+		callers.Go(func() error {
+			for ctx.Err() == nil {
+				to := &autoscalingv1.Scale{Spec: autoscalingv1.ScaleSpec{Replicas: claimed.Load() - 1}}
+				_ = tool.SubResource("scale").Update(ctx, inVersion("v1beta2", "late", "group"), client.WithSubResourceBody(to)) // what came of it is seen below
+			}
+			return nil
+		})
+	}
+	const most = 50
+	for next := int32(1); next <= most; next++ {
+		claimed.Store(next)
+		patch := fmt.Appendf(nil, `{"metadata":{"annotations":{%q:"%d"}},"spec":{"replicas":%d}}`, agentv1.ClaimedAnnotation, next, next)
+		g.Expect(agent.Patch(ctx, md, client.RawPatch(types.MergePatchType, patch))).To(Succeed())
+		g.Expect(h.admin.Get(ctx, client.ObjectKeyFromObject(md), md)).To(Succeed())
+		g.Expect(*md.Spec.Replicas).To(BeNumerically(">=", next), "replicas, with %d claimed", next)
+	}
+	cancel()
+	g.Expect(callers.Wait()).To(Succeed())
+	// What is seen is enough to scale down to what is claimed.
+	g.Expect(h.admin.Patch(t.Context(), md, client.RawPatch(types.MergePatchType, []byte(`{"spec":{"replicas":400}}`)))).To(Succeed())
+	eventually(t, func(g Gomega) {
+		to := &autoscalingv1.Scale{Spec: autoscalingv1.ScaleSpec{Replicas: most}}
+		refuses(g, tool.SubResource("scale").Update(t.Context(), inVersion("v1beta2", "late", "group"), client.WithSubResourceBody(to)), "")
 	})
 }
 
