@@ -13,6 +13,7 @@ import (
 	"github.com/go-logr/logr"
 	"github.com/go-logr/logr/funcr"
 	"github.com/stretchr/testify/require"
+	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/agent"
@@ -23,7 +24,11 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
 )
 
-var plane *capitest.ControlPlane
+var (
+	plane *capitest.ControlPlane
+	// hub is the configuration that agents have.
+	hub *rest.Config
+)
 
 func TestMain(m *testing.M) {
 	begun := time.Now()
@@ -45,7 +50,12 @@ func TestMain(m *testing.M) {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
-	code := m.Run()
+	code := 1
+	if hub, err = confine(plane); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+	} else {
+		code = m.Run()
+	}
 	if err := plane.Stop(); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		code = 1
@@ -79,7 +89,7 @@ type running struct {
 func start(tb testing.TB, c agent.Config) *running {
 	tb.Helper()
 	r := &running{t: tb, authority: testpki.New(tb), clients: map[string]*client.Client{}}
-	c.Hub = plane.Config
+	c.Hub = hub
 	c.Log = log.Log
 	ctx, cancel := context.WithCancel(context.Background())
 	var err error
