@@ -58,7 +58,7 @@ $(foreach c,$(COMMANDS),$(eval $(call command,$(c))))
 FORCE:
 
 .PHONY: tools
-tools: $(TOOLS) $(SANDBOX_FOREIGN_BINARIES) $(SANDBOX_CAPI_MANIFESTS) ## Build every tool and the sandbox's control planes (minutes on a cold cache)
+tools: $(TOOLS) $(SANDBOX_FOREIGN_BINARIES) $(SANDBOX_ETCD_TOOLS) $(SANDBOX_CAPI_MANIFESTS) ## Build every tool and the sandbox's control planes (minutes on a cold cache)
 
 .PHONY: clean
 clean: ## Remove bin/; sandboxes are left alone
@@ -214,7 +214,7 @@ test-e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) ## A short end-to-end test: the demo'
 	@$(call go_test,$@,-short -count=1 -timeout 20m ./test/e2e/...)
 
 .PHONY: e2e
-e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) ## All end-to-end tests
+e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) $(SANDBOX_ETCD_TOOLS) ## All end-to-end tests
 	@$(call go_test,$@,-count=1 -timeout 100m ./test/e2e/...)
 
 .PHONY: chaos

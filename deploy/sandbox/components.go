@@ -112,6 +112,7 @@ type controlPlane struct {
 	port   int          // of the API server
 	server string       // its URL
 	admin  *rest.Config // as system:masters
+	etcd   member
 	// kubeconfig of that administrator: its path and its content.
 	kubeconfigFile string
 	kubeconfigData []byte
@@ -121,39 +122,50 @@ type controlPlane struct {
 	serviceAccountKey, caFile, certFile, keyFile string
 }
 
-func (s *Sandbox) etcd(ctx context.Context, name, dir string) (url string, err error) {
+// member is the only one of its etcd.
+type member struct{ name, dir, url, peerURL string }
+
+// identity is what a member is told of itself when its data directory is made.
+func (m member) identity() []string {
+	return []string{
+		"--name=" + m.name,
+		"--data-dir=" + m.dir,
+		"--initial-advertise-peer-urls=" + m.peerURL,
+		"--initial-cluster=" + m.name + "=" + m.peerURL,
+	}
+}
+
+func (s *Sandbox) newMember(name, dir string) (member, error) {
 	clients, err := s.port()
 	if err != nil {
-		return "", err
+		return member{}, err
 	}
 	peers, err := s.port()
 	if err != nil {
-		return "", err
+		return member{}, err
 	}
-	url = "http://" + address(clients)
-	peerURL := "http://" + address(peers)
-	return url, s.component(ctx, process.Spec{
-		Name: name,
+	return member{name: name, dir: dir, url: "http://" + address(clients), peerURL: "http://" + address(peers)}, nil
+}
+
+func (s *Sandbox) startEtcd(ctx context.Context, m member) error {
+	return s.component(ctx, process.Spec{
+		Name: m.name,
 		Path: s.options.binary("etcd"),
-		Args: []string{
-			"--name=" + name,
-			"--data-dir=" + dir,
-			"--listen-client-urls=" + url,
-			"--advertise-client-urls=" + url,
-			"--listen-peer-urls=" + peerURL,
-			"--initial-advertise-peer-urls=" + peerURL,
-			"--initial-cluster=" + name + "=" + peerURL,
+		Args: append(m.identity(),
+			"--listen-client-urls="+m.url,
+			"--advertise-client-urls="+m.url,
+			"--listen-peer-urls="+m.peerURL,
 			// What it holds need not survive the machine, only the process.
 			"--unsafe-no-fsync",
 			"--log-level=warn",
-		},
+		),
 		Grace: graceOfControlPlanes,
-		Ready: healthy(http.DefaultClient, url+"/readyz"),
+		Ready: healthy(http.DefaultClient, m.url+"/readyz"),
 	})
 }
 
 // apiServer starts an API server whose certificates and kubeconfig c already has.
-func (s *Sandbox) apiServer(ctx context.Context, c *controlPlane, etcd string) error {
+func (s *Sandbox) apiServer(ctx context.Context, c *controlPlane) error {
 	client, err := rest.HTTPClientFor(c.admin)
 	if err != nil {
 		return err
@@ -170,7 +182,7 @@ func (s *Sandbox) apiServer(ctx context.Context, c *controlPlane, etcd string) e
 		Name: c.name + "-apiserver",
 		Path: s.options.binary("kube-apiserver"),
 		Args: append([]string{
-			"--etcd-servers=" + etcd,
+			"--etcd-servers=" + c.etcd.url,
 			"--bind-address=127.0.0.1",
 			"--advertise-address=127.0.0.1",
 			"--secure-port=" + strconv.Itoa(c.port),

@@ -28,6 +28,8 @@ const (
 	ClusterName = "spoke"
 	// BootstrapSecret is a Secret beside the Cluster that MachineDeployments name as their bootstrap data.
 	BootstrapSecret = "spoke-bootstrap"
+	// KubeletLabel is on a Node of the spoke while its kubelet lives: kwok speaks for it.
+	KubeletLabel = simprovider.KubeletLabel
 	// PriceList is the ConfigMap in the hub that the agent takes prices from, as namespace/name. At first there is none.
 	PriceList = ClusterNamespace + "/prices"
 )

@@ -295,11 +295,14 @@ func (s *Sandbox) newControlPlane(name, kubeconfigFile string) (*controlPlane, e
 // startAPI starts etcd and the API server of a control plane.
 func (s *Sandbox) startAPI(ctx context.Context, c *controlPlane) error {
 	return s.step(ctx, c.name+" API server", func(ctx context.Context) error {
-		etcd, err := s.etcd(ctx, c.name+"-etcd", filepath.Join(c.dir, "etcd"))
-		if err != nil {
+		var err error
+		if c.etcd, err = s.newMember(c.name+"-etcd", filepath.Join(c.dir, "etcd")); err != nil {
 			return err
 		}
-		return s.apiServer(ctx, c, etcd)
+		if err := s.startEtcd(ctx, c.etcd); err != nil {
+			return err
+		}
+		return s.apiServer(ctx, c)
 	})
 }
 

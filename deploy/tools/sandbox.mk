@@ -15,6 +15,8 @@ SANDBOX_K8S_LDFLAGS = $(foreach pkg,k8s.io/component-base/version k8s.io/client-
 	-X $(pkg).gitMinor=$(word 2,$(subst ., ,$(SANDBOX_K8S_VERSION:v%=%))) \
 	-X $(pkg).gitTreeState=clean)
 
+# For those who put a snapshot of a control plane back; a sandbox by itself needs neither.
+SANDBOX_ETCD_TOOLS          := $(addprefix $(BIN)/,etcdctl etcdutl)
 SANDBOX_KUBERNETES_BINARIES := $(addprefix $(BIN)/,kube-apiserver kube-controller-manager kube-scheduler kubectl)
 SANDBOX_FOREIGN_BINARIES    := $(BIN)/etcd $(SANDBOX_KUBERNETES_BINARIES) $(BIN)/capi-core-manager $(BIN)/clusterctl $(BIN)/kwok
 # What belongs to the manager binary, from the same module: its CRDs and webhook configurations, its version, and the CRD of
@@ -32,6 +34,9 @@ endef
 
 $(BIN)/etcd: deploy/tools/etcd/go.mod deploy/tools/etcd/go.sum
 	$(call sandbox_build,deploy/tools/etcd,go.etcd.io/etcd/server/v3)
+
+$(SANDBOX_ETCD_TOOLS): deploy/tools/etcd/go.mod deploy/tools/etcd/go.sum
+	$(call sandbox_build,deploy/tools/etcd,go.etcd.io/etcd/$(@F)/v3)
 
 $(SANDBOX_KUBERNETES_BINARIES): deploy/tools/kubernetes/go.mod deploy/tools/kubernetes/go.sum
 	$(call sandbox_build,deploy/tools/kubernetes,k8s.io/kubernetes/cmd/$(@F),$(SANDBOX_K8S_LDFLAGS))
@@ -68,6 +73,7 @@ $(SANDBOX_CAPI_MANIFESTS): deploy/tools/cluster-api/go.mod deploy/tools/cluster-
 	@echo "copied   Cluster API $(SANDBOX_CAPI_VERSION) CRDs and webhook configurations to $(@D)"
 
 # One after the other: they share most of their packages, which parallel builds would compile twice.
+$(SANDBOX_ETCD_TOOLS): | $(BIN)/etcd
 $(BIN)/kube-apiserver: | $(BIN)/etcd
 $(BIN)/kube-controller-manager: | $(BIN)/kube-apiserver
 $(BIN)/kube-scheduler: | $(BIN)/kube-controller-manager
@@ -77,7 +83,7 @@ $(BIN)/clusterctl: | $(BIN)/capi-core-manager
 $(BIN)/kwok: | $(BIN)/clusterctl
 
 .PHONY: sandbox-tools
-sandbox-tools: $(SANDBOX_FOREIGN_BINARIES) $(SANDBOX_CAPI_MANIFESTS) ## Build the sandbox's control plane binaries (about six minutes cold)
+sandbox-tools: $(SANDBOX_FOREIGN_BINARIES) $(SANDBOX_ETCD_TOOLS) $(SANDBOX_CAPI_MANIFESTS) ## Build the sandbox's control plane binaries (about six minutes cold)
 
 .PHONY: sandbox-generate
 sandbox-generate: $(BIN)/controller-gen ## Regenerate the simulated provider's CRDs and deep copies
