@@ -56,10 +56,7 @@ func TestAMoveToAnotherHubLosesNothing(t *testing.T) {
 	nodes := lo.Ternary(testing.Short(), 6, 50)
 	g := NewWithT(t)
 	h := startHubs(t, "e2e-move")
-	h.run(t, h.source, nodes/2, nodes/2)
-	before := h.holdings(t, h.source)
-	g.Expect(before.claims).To(HaveLen(nodes), "a claim for each pod")
-	bystander := watchSpoke(t, h.source)
+	before, bystander := h.fill(t, nodes)
 	destroyed := providerLogs(t, h.source, "instance stops")
 	made := providerLogs(t, h.target, "instance exists")
 
@@ -69,39 +66,16 @@ func TestAMoveToAnotherHubLosesNothing(t *testing.T) {
 	// Whoever points the shim to the target does so some time later: meanwhile it lists its claims, and asks for them, in the source.
 	g.Consistently(bystander.incidents).WithTimeout(2*syncInterval+gracePeriod).WithPolling(500*time.Millisecond).Should(BeEmpty(),
 		"what happened to what ran in the spoke, while the shim called the source's agents")
-	g.Expect(h.source.Sandbox.PointShim(within(t, soon), h.target.Sandbox.AgentAccess())).To(Succeed())
-
-	began = time.Now()
-	poll(t, 2*settleWithin, h.holds(before))
-	g.Expect(h.target.AwaitNodePool(within(t, soon), "move")).To(Succeed())
-	h.settle(t)
-	figure("and all was as before %.0f s later", time.Since(began).Seconds())
+	figure("and all was as before %.0f s later", h.takeOver(t, before, bystander).Seconds())
 	poll(t, soon, h.sourceIsEmpty)
-	// As long as the agent keeps machines that nobody claims, and the shim's next listing of its claims.
-	g.Consistently(bystander.incidents).WithTimeout(spareGrace+syncInterval).WithPolling(500*time.Millisecond).Should(BeEmpty(),
-		"what happened to what ran in the spoke")
-	after := h.holdings(t, h.target)
-	g.Expect(after).To(Equal(before), "claims with their Machines, provider IDs, replicas, Nodes")
 	g.Expect(destroyed()).To(BeEmpty(), "instances that the source destroyed")
 	g.Expect(made()).To(BeEmpty(), "instances that the target made")
 
-	h.scale(t, nodes/2+more, nodes/2+more)
-	g.Expect(h.target.Recorder.Await(within(t, 3*time.Minute), running(nodes+2*more))).To(Succeed())
-	// Also the machine that came in place of one that a new claim was given.
-	g.Expect(h.target.Recorder.Await(within(t, 2*time.Minute), everyMachineRuns)).To(Succeed())
-	h.settle(t)
-	g.Expect(bystander.incidents()).To(BeEmpty(), "what happened to what ran in the spoke, when pods were added")
+	h.grow(t, nodes, bystander)
 	grown := h.holdings(t, h.target)
 	g.Expect(grown.replicas).To(Equal(map[string]int32{"east": int32(nodes/2 + more + own), "west": int32(nodes/2 + more)}))
 
-	h.scale(t, nodes/2, nodes/2)
-	g.Expect(h.target.Recorder.Await(within(t, 3*time.Minute), func(s journey.State) string {
-		if missing := running(nodes)(s); missing != "" {
-			return missing
-		}
-		return lo.Ternary(len(s.Live()) == nodes, "", fmt.Sprintf("%d NodeClaims to be left: %d are", nodes, len(s.Live())))
-	})).To(Succeed())
-	h.settle(t)
+	h.shrink(t, nodes)
 	shrunk := h.holdings(t, h.target)
 	g.Expect(shrunk.replicas).To(Equal(before.replicas))
 	// A new claim may have been given a machine that nobody had, and the one that was made for it is the team's since.
@@ -193,13 +167,8 @@ type hubs struct{ source, target *world.World }
 // startHubs names the two sandboxes for the test, so that the logs of one test stay when another one begins.
 func startHubs(t *testing.T, name string) hubs {
 	t.Helper()
-	options := sandbox.Options{
-		Agents:    agents,
-		AgentArgs: []string{"--spare-grace-period=" + spareGrace.String()},
-		ShimEnv:   []string{"HUB_UNREACHABLE_GRACE_PERIOD=" + gracePeriod.String(), "CLAIM_SYNC_INTERVAL=" + syncInterval.String()},
-	}
-	ofSource, ofTarget := options, options
-	ofSource.Name, ofTarget.Name, ofTarget.HubOnly = name, name+"-target", true
+	ofSource, ofTarget := ofHub(name), ofHub(name+"-target")
+	ofTarget.HubOnly = true
 	ctx := within(t, startWithin)
 	var (
 		source   *world.World
@@ -236,11 +205,39 @@ func startHubs(t *testing.T, name string) hubs {
 		t.Fatal(err)
 	}
 	t.Cleanup(moved.Recorder.Stop)
-	// What the ledger says is not asked, as it is what is moved.
-	moved.Checker.Expected = func() invariants.Expected {
-		return invariants.Expected{Shares: map[string]invariants.Share{"east": {Own: own}, "west": {}}}
-	}
+	moved.Checker.Expected = whoseMachines
 	return hubs{source: source, target: moved}
+}
+
+// ofHub are the options of a sandbox of its own.
+func ofHub(name string) sandbox.Options {
+	return sandbox.Options{
+		Name: name, Agents: agents,
+		AgentArgs: []string{"--spare-grace-period=" + spareGrace.String()},
+		ShimEnv:   []string{"HUB_UNREACHABLE_GRACE_PERIOD=" + gracePeriod.String(), "CLAIM_SYNC_INTERVAL=" + syncInterval.String()},
+	}
+}
+
+// startHub is startHubs with a hub that stays the spoke's: source and target are the same.
+func startHub(t *testing.T, name string) hubs {
+	t.Helper()
+	alone, err := world.Start(within(t, startWithin), ofHub(name), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Logf("logs: %s", alone.Sandbox.State().Paths.Logs)
+		}
+		alone.Stop()
+	})
+	alone.Checker.Expected = whoseMachines
+	return hubs{source: alone, target: alone}
+}
+
+// whoseMachines is what the team knows. What the ledger says is not asked, as it is what is moved or put back.
+func whoseMachines() invariants.Expected {
+	return invariants.Expected{Shares: map[string]invariants.Share{"east": {Own: own}, "west": {}}}
 }
 
 // run makes the node groups and so many pods for each, and waits until they run and nothing moves.
@@ -258,6 +255,57 @@ func (h hubs) run(t *testing.T, in *world.World, east, west int) {
 	violations, err := in.Checker.Settle(within(t, settleWithin))
 	g.Expect(err).NotTo(HaveOccurred())
 	g.Expect(violations).To(BeEmpty(), invariants.Describe(violations))
+}
+
+// fill runs so many pods in the source, half of them in each node group, and returns what they have and who watches it.
+func (h hubs) fill(t *testing.T, nodes int) (before holdings, watching *bystander) {
+	t.Helper()
+	h.run(t, h.source, nodes/2, nodes/2)
+	before = h.holdings(t, h.source)
+	NewWithT(t).Expect(before.claims).To(HaveLen(nodes), "a claim for each pod")
+	return before, watchSpoke(t, h.source)
+}
+
+// takeOver points the shim to the target and waits until the target has what the source had. It returns how long that took.
+func (h hubs) takeOver(t *testing.T, before holdings, watching *bystander) time.Duration {
+	t.Helper()
+	g := NewWithT(t)
+	g.Expect(h.source.Sandbox.PointShim(within(t, soon), h.target.Sandbox.AgentAccess())).To(Succeed())
+	began := time.Now()
+	poll(t, 2*settleWithin, h.holds(before))
+	g.Expect(h.target.AwaitNodePool(within(t, soon), "move")).To(Succeed())
+	h.settle(t)
+	took := time.Since(began)
+	// As long as the agent keeps machines that nobody claims, and the shim's next listing of its claims.
+	g.Consistently(watching.incidents).WithTimeout(spareGrace+syncInterval).WithPolling(500*time.Millisecond).Should(BeEmpty(),
+		"what happened to what ran in the spoke")
+	g.Expect(h.holdings(t, h.target)).To(Equal(before), "claims with their Machines, provider IDs, replicas, Nodes")
+	return took
+}
+
+// grow adds more pods to each Deployment, which have so many together.
+func (h hubs) grow(t *testing.T, pods int, watching *bystander) {
+	t.Helper()
+	g := NewWithT(t)
+	h.scale(t, pods/2+more, pods/2+more)
+	g.Expect(h.target.Recorder.Await(within(t, 3*time.Minute), running(pods+2*more))).To(Succeed())
+	// Also the machine that came in place of one that a new claim was given.
+	g.Expect(h.target.Recorder.Await(within(t, 2*time.Minute), everyMachineRuns)).To(Succeed())
+	h.settle(t)
+	g.Expect(watching.incidents()).To(BeEmpty(), "what happened to what ran in the spoke, when pods were added")
+}
+
+// shrink leaves so many pods, half of them in each Deployment, and waits until they have just as many machines.
+func (h hubs) shrink(t *testing.T, pods int) {
+	t.Helper()
+	h.scale(t, pods/2, pods/2)
+	NewWithT(t).Expect(h.target.Recorder.Await(within(t, 3*time.Minute), func(s journey.State) string {
+		if missing := running(pods)(s); missing != "" {
+			return missing
+		}
+		return lo.Ternary(len(s.Live()) == pods, "", fmt.Sprintf("%d NodeClaims to be left: %d are", pods, len(s.Live())))
+	})).To(Succeed())
+	h.settle(t)
 }
 
 // scale sets how many pods the Deployments east and west have.

@@ -17,7 +17,6 @@ import (
 	"k8s.io/client-go/rest"
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
-	"github.com/karpenter-capi/karpenter-capi/test/journey"
 )
 
 // TestARestoreOfAHubLosesNothing loses the hub while the spoke runs, and restores its objects in another one, as Velero does: in Velero's
@@ -30,10 +29,7 @@ func TestARestoreOfAHubLosesNothing(t *testing.T) {
 	const nodes = 50
 	g := NewWithT(t)
 	h := startHubs(t, "e2e-restore")
-	h.run(t, h.source, nodes/2, nodes/2)
-	before := h.holdings(t, h.source)
-	g.Expect(before.claims).To(HaveLen(nodes), "a claim for each pod")
-	bystander := watchSpoke(t, h.source)
+	before, bystander := h.fill(t, nodes)
 	destroyed := providerLogs(t, h.target, "instance stops")
 	made := providerLogs(t, h.target, "instance exists")
 
@@ -44,30 +40,13 @@ func TestARestoreOfAHubLosesNothing(t *testing.T) {
 	began := time.Now()
 	backup.restore(t, h.target.Sandbox.HubConfig())
 	figure("%d objects were restored in %.0f s", len(backup), time.Since(began).Seconds())
-	g.Expect(h.source.Sandbox.PointShim(within(t, soon), h.target.Sandbox.AgentAccess())).To(Succeed())
+	figure("and all was as before %.0f s later", h.takeOver(t, before, bystander).Seconds())
 
-	began = time.Now()
-	poll(t, 2*settleWithin, h.holds(before))
-	g.Expect(h.target.AwaitNodePool(within(t, soon), "move")).To(Succeed())
-	h.settle(t)
-	figure("and all was as before %.0f s later", time.Since(began).Seconds())
-	g.Consistently(bystander.incidents).WithTimeout(spareGrace+syncInterval).WithPolling(500*time.Millisecond).Should(BeEmpty(),
-		"what happened to what ran in the spoke")
-	g.Expect(h.holdings(t, h.target)).To(Equal(before), "claims with their Machines, provider IDs, replicas, Nodes")
-
-	h.scale(t, nodes/2+more, nodes/2+more)
-	g.Expect(h.target.Recorder.Await(within(t, 3*time.Minute), running(nodes+2*more))).To(Succeed())
-	g.Expect(h.target.Recorder.Await(within(t, 2*time.Minute), everyMachineRuns)).To(Succeed())
-	h.settle(t)
+	h.grow(t, nodes, bystander)
 	g.Expect(made()).To(HaveLen(2*more), "instances that the target made")
 	g.Expect(destroyed()).To(BeEmpty(), "instances that the target destroyed")
-	g.Expect(bystander.incidents()).To(BeEmpty(), "what happened to what ran in the spoke, when pods were added")
 
-	h.scale(t, nodes/2, nodes/2)
-	g.Expect(h.target.Recorder.Await(within(t, 3*time.Minute), func(s journey.State) string {
-		return lo.Ternary(len(s.Live()) == nodes, "", "the NodeClaims of the pods that went to go")
-	})).To(Succeed())
-	h.settle(t)
+	h.shrink(t, nodes)
 	g.Expect(h.holdings(t, h.target).replicas).To(Equal(before.replicas))
 	g.Expect(h.faults()).To(BeEmpty())
 }
