@@ -161,8 +161,8 @@ type worldOptions struct {
 }
 
 func newWorld(t *rapid.T, o worldOptions) *world {
-	w := newFairWorld(t, o)
-	w.dice, w.fair = t, false
+	w := buildWorld(t, t, o)
+	w.fair = false
 	return w
 }
 
@@ -172,10 +172,12 @@ type failer interface {
 }
 
 // newFairWorld returns a world without an adversary.
-func newFairWorld(t failer, o worldOptions) *world {
+func newFairWorld(t failer, o worldOptions) *world { return buildWorld(t, nil, o) }
+
+func buildWorld(t failer, dice *rapid.T, o worldOptions) *world {
 	clock := testclock.NewFakeClock(time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC))
 	w := &world{
-		t: t, fair: true, clock: clock, hub: newHub(clock), peaceful: true, ledgerBudget: o.ledgerBudget,
+		t: t, dice: dice, fair: true, clock: clock, hub: newHub(clock), peaceful: true, ledgerBudget: o.ledgerBudget,
 		skew: o.skew, failure: o.failure, since: map[string]time.Time{}, failed: map[string]time.Time{},
 		seen: map[types.UID]bool{}, busy: map[string]bool{}, templates: map[string]int{}, blocked: map[string]bool{},
 		surge: map[types.UID]bool{}, joined: map[types.UID]int{}, tainted: map[types.UID]bool{},

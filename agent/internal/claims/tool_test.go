@@ -30,7 +30,7 @@ func TestAToolThatKeepsReplicasIsStopped(t *testing.T) {
 				w.agentReconciles(e, group)
 			}
 			w.controllers(group)
-			w.clock.Step(time.Duration(w.draw("minutes", 1, 10)) * time.Minute)
+			w.clock.Step(time.Duration(w.draw("minutes", 1, 3)) * time.Minute) // all rounds take less than an hour
 		}
 		frozen := func() bool {
 			_, is := w.md(group).Annotations[v1alpha1.ReplicasLoweredAnnotation]

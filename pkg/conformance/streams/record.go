@@ -56,6 +56,8 @@ type Rules[T proto.Message] struct {
 	Foreign func(T) string
 	// Backward says why an object cannot be what it was before, "" when it can.
 	Backward func(before, after T) string
+	// Told returns what streams tell of a listed object. Nil means all of it.
+	Told func(T) T
 	// Once means that a key which was removed is never used again.
 	Once bool
 	// Generations means that lists carry the generation that they were taken at, as the marker does.
@@ -287,6 +289,9 @@ func (r *Record[T]) List() func(objects []T, generation int64) {
 func (r *Record[T]) byKey(objects []T) map[string]T {
 	listed := make(map[string]T, len(objects))
 	for _, object := range objects {
+		if r.rules.Told != nil {
+			object = r.rules.Told(object)
+		}
 		listed[r.rules.Key(object)] = object
 	}
 	return listed

@@ -25,7 +25,7 @@ func NodeGroups(cluster *agentv1alpha1.ClusterRef) Rules[*agentv1alpha1.NodeGrou
 // Claims are the rules of a holder's claims, or of all claims of a Cluster when holder is empty. Ids of claims are never used again.
 func Claims(cluster *agentv1alpha1.ClusterRef, holder string) Rules[*agentv1alpha1.Claim] {
 	return Rules[*agentv1alpha1.Claim]{
-		Name: "claims", Key: (*agentv1alpha1.Claim).GetClaimId, Once: true,
+		Name: "claims", Key: (*agentv1alpha1.Claim).GetClaimId, Once: true, Told: withoutPast,
 		Foreign: func(c *agentv1alpha1.Claim) string {
 			if holder != "" && c.GetHolder() != holder {
 				return "it is held by " + c.GetHolder()
@@ -43,6 +43,16 @@ func Claims(cluster *agentv1alpha1.ClusterRef, holder string) Rules[*agentv1alph
 			)
 		},
 	}
+}
+
+// withoutPast leaves out what streams leave out of claims that have ended.
+func withoutPast(c *agentv1alpha1.Claim) *agentv1alpha1.Claim {
+	if c.GetPhase() != agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
+		return c
+	}
+	told := proto.CloneOf(c)
+	told.History = nil
+	return told
 }
 
 // Machines are the rules of a Cluster's machines. Cluster API makes up a new name for each.
