@@ -636,7 +636,7 @@ var mutants = []mutant{
 
 	// Machines that will not come, come too soon, or have no room.
 	{name: "a Machine whose infrastructure is gone is waited for", test: "TestAMachineWithoutInfrastructureIsGivenUp", edits: []edit{
-		{"s.Now.Sub(since) >= missingAfter", "s.Now.Sub(since) < 0"},
+		{"s.ago(since) >= missingAfter", "s.Now.Sub(since) < 0"},
 	}},
 	{name: "a claim fails that a Machine is being given to", test: "TestAClaimDoesNotFailWhenAMachineIsBeingGivenToIt", edits: []edit{
 		{"	case d.Ledger != nil && d.Ledger.Pending[c.Spec.ClaimID].UID != \"\":\n", "	case false:\n"},
@@ -726,7 +726,7 @@ var mutants = []mutant{
 		{"latest(boundAt(c, m), unpausedAt(m))", "latest(boundAt(c, m), boundAt(c, m))"},
 	}},
 	{name: "what was stated before a pause counts after it", test: "TestRightAfterAPauseNothingIsStated", edits: []edit{
-		{"> unpauseSettles && s.Now", "> 1000*unpauseSettles && s.Now"},
+		{"> unpauseSettles && s.ago", "> 1000*unpauseSettles && s.ago"},
 	}},
 
 	// Objects that are made again, by a move or a restore.
