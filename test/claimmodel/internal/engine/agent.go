@@ -139,6 +139,9 @@ func (w *writer) commit(d *decision) {
 	to := &next.groups[w.g]
 	to.ledger = d.ledger
 	to.md.frozen |= b(d.lowered)
+	if d.lowered && w.from.ledger.present != 0 { // the change that froze the group is nobody's: the floor stays as it was
+		to.owned += w.from.ledger.lastReplicas - w.from.md.replicas
+	}
 	for c := range maxClaims { // an adopted Machine is the user's no more once the claim has it
 		if w.from.ledger.adopted&^d.ledger.adopted&bit(c) != 0 && carriedBy(w.from, c) && to.owned > 0 {
 			to.owned--
