@@ -51,7 +51,7 @@ var mutants = []mutant{
 		{"	e.written.note(c.DeepCopy())\n", ""},
 	}},
 	{name: "what this process wrote is believed when a cache shows more", test: "TestACacheThatShowsMoreThanThisProcessWroteIsBelieved", edits: []edit{
-		{"	if err != nil || order <= 0 {\n		w.drop", "	if err != nil || order <= 0 && false {\n		w.drop"},
+		{"	if err != nil || order <= 0 {\n		w.objects.Delete", "	if err != nil || order <= 0 && false {\n		w.objects.Delete"},
 	}},
 	{name: "a claim that has ended meanwhile is entered at once", test: "TestAClaimThatEndedMeanwhileIsNotEnteredAtOnce", edits: []edit{
 		{"		default: // it has ended, or moved on, meanwhile\n			return nil, false, err\n", "		default:\n			s.Claims = append(s.Claims, c)\n"},
@@ -69,7 +69,7 @@ var mutants = []mutant{
 		{"	b.readmit()\n	b.adopt()\n	b.enter()\n", "	b.adopt()\n	b.enter()\n	b.readmit()\n"},
 	}},
 	{name: "a lone claim does not wait for what is due before it", test: "TestADecisionThatOnlyEntersAClaim", edits: []edit{
-		{"	if d.Ledger == nil || more || s.Ledger == nil", "	_ = more\n	if d.Ledger == nil || s.Ledger == nil"},
+		{"	if d.Ledger == nil || more || len", "	_ = more\n	if d.Ledger == nil || len"},
 	}},
 	{name: "a claim that waits for room is answered by the agent alone that enters it", test: "TestACallIsAnsweredWhenAnotherAgentEntersItsClaim", edits: []edit{
 		{"	g.answerEntered(s) // whichever agent entered them\n", ""},
@@ -523,7 +523,7 @@ var mutants = []mutant{
 		{"if len(validation.IsDNS1123Label(holder)) > 0 {\n", "if true {\n"},
 	}},
 	{name: "a claim that lost its status gets a second Machine", edits: []edit{
-		{"		if _, entered := b.next.Pending[id]; entered || b.labelled(id) != nil {\n			continue // a claim", "		if _, entered := b.next.Pending[id]; entered {\n			continue // a claim"},
+		{"		if _, entered := b.next.Pending[id]; entered || b.d.Queued[id] || b.labelled(id) != nil {\n			continue // a claim", "		if _, entered := b.next.Pending[id]; entered || b.d.Queued[id] {\n			continue // a claim"},
 		{"owned != nil && Alive(owned) {\n", "owned != nil && false {\n"},
 	}},
 
@@ -614,7 +614,7 @@ var mutants = []mutant{
 		{">= Patience*deadline {", "< 0 {"},
 	}},
 	{name: "a spare has the grace period of the one before it", test: "TestALateMachineComesInTheEnd", edits: []edit{
-		{"if d.Spare || s.Seq() > g.spareSeq && !g.wroteItself(s.Deployment) {", "if d.Spare {"},
+		{"if d.Spare || s.Seq() > g.spareSeq && !g.engine.written.has(s.Deployment) {", "if d.Spare {"},
 	}},
 	{name: "a claim that is restored forgets why it failed", test: "TestARestoredClaimThatFailedKeepsItsReason", edits: []edit{
 		{"	if c.Status.FailedAt == nil { // why it failed matters more\n", "	{\n"},
