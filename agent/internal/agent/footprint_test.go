@@ -44,13 +44,14 @@ var (
 	footprintMachines = flag.Int("machines", 400, "how many Machines, each with its claim, the agent's footprint is measured with")
 	footprintEnded    = flag.Int("ended", 400, "how many claims that have ended the agent's footprint is measured with")
 	footprintRounds   = flag.Int("rounds", 1, "how often the agent is started on each")
+	footprintAgainst  = flag.String("against", "", "another build of this test, whose agents are started in turn with this one's; empty for none")
 	footprintProfiles = flag.String("profiles", "", "folder for heap profiles of the agents whose footprint is measured; empty for none")
 )
 
 const (
 	// What one Machine with its claim, and one claim that has ended, may take of the agent's heap. Where Machines share their MachineDeployment,
 	// MachineSet, Cluster and template with 49 others, these count too.
-	maxHeapPerMachine = 15 << 10
+	maxHeapPerMachine = 9 << 10
 	maxHeapPerEnded   = 5 << 10
 
 	machinesPerGroup = 50
@@ -62,12 +63,20 @@ const (
 func TestFootprint(t *testing.T) {
 	nothing, machines, ended := plane.Namespace(t), plane.Namespace(t), plane.Namespace(t)
 	size := settle(t, machines, *footprintMachines)
-	t.Logf("a Machine has %d bytes as JSON, a bound claim %d", size.machine, size.claim)
+	t.Logf("a Machine has %d bytes as JSON, %d of them managed fields; a bound claim %d, %d of them",
+		size.machine, size.machineManaged, size.claim, size.claimManaged)
 	endedGroups(t, ended, *footprintEnded)
 	before := versions(t, machines)
 
 	for round := range *footprintRounds {
-		none := measure(t, nothing, fmt.Sprint("nothing-", round))
+		if *footprintAgainst != "" {
+			for _, namespace := range []string{nothing, machines, ended} {
+				f := measure(t, *footprintAgainst, namespace, "against")
+				t.Logf("against: complete after %.2f s, processor %.2f s, heap %.1f MiB, resident %.0f MiB, at most %.0f MiB",
+					f.Complete.Seconds(), f.Processor.Seconds(), mib(f.Heap), mib(f.Resident), mib(f.Peak))
+			}
+		}
+		none := measure(t, os.Args[0], nothing, fmt.Sprint("nothing-", round))
 		for _, on := range []struct {
 			what, namespace string
 			objects         int
@@ -76,7 +85,7 @@ func TestFootprint(t *testing.T) {
 			{"Machines with a claim each", machines, *footprintMachines, maxHeapPerMachine},
 			{"ended claims", ended, *footprintEnded, maxHeapPerEnded},
 		} {
-			f := measure(t, on.namespace, fmt.Sprint(on.what, "-", round))
+			f := measure(t, os.Args[0], on.namespace, fmt.Sprint(on.what, "-", round))
 			each := (float64(f.Heap) - float64(none.Heap)) / float64(on.objects)
 			t.Logf("%d %s: complete after %.2f s (with nothing %.2f s), processor %.2f s (%.2f s), heap %.1f MiB, %.1f KiB each, "+
 				"resident %.0f MiB, at most %.0f MiB (%.0f MiB)",
@@ -108,8 +117,8 @@ type footprint struct {
 // agentProcess is the environment variable with the namespace that a process of this test binary serves as an agent.
 const agentProcess = "AGENT_TEST_PROCESS"
 
-// measure starts an agent on a namespace, as a process.
-func measure(t *testing.T, namespace, name string) footprint {
+// measure starts an agent on a namespace, as a process of a build of this test.
+func measure(t *testing.T, build, namespace, name string) footprint {
 	t.Helper()
 	kubeconfig := filepath.Join(t.TempDir(), "kubeconfig")
 	require.NoError(t, os.WriteFile(kubeconfig, plane.KubeConfig(), 0o600))
@@ -117,7 +126,7 @@ func measure(t *testing.T, namespace, name string) footprint {
 	if *footprintProfiles != "" {
 		profile = filepath.Join(*footprintProfiles, regexp.MustCompile(`\W+`).ReplaceAllString(name, "-")+".heap")
 	}
-	command := exec.CommandContext(t.Context(), os.Args[0], kubeconfig, profile)
+	command := exec.CommandContext(t.Context(), build, kubeconfig, profile)
 	command.Env = append(os.Environ(), agentProcess+"="+namespace)
 	var out bytes.Buffer
 	command.Stdout, command.Stderr = &out, t.Output()
@@ -225,7 +234,7 @@ func resident() (now, peak uint64) {
 	return now, peak
 }
 
-type sizes struct{ machine, claim int }
+type sizes struct{ machine, machineManaged, claim, claimManaged int }
 
 // settle makes Clusters, each with one node group of Machines that run and have claims, at rest. They look as Cluster API's objects do in a real
 // hub: with what its controllers say of them, and who wrote what.
@@ -245,7 +254,8 @@ func settle(t *testing.T, namespace string, machines int) sizes {
 				}
 				claim, err := madeClaim(t.Context(), cluster, md, machine, i, false)
 				if first+i == 0 {
-					measured = sizes{jsonSize(t, machine), jsonSize(t, claim)}
+					measured.machine, measured.machineManaged = jsonSize(t, machine)
+					measured.claim, measured.claimManaged = jsonSize(t, claim)
 				}
 				return err
 			})
@@ -493,11 +503,15 @@ func madeClaim(
 	})
 }
 
-func jsonSize(t *testing.T, object ctrlclient.Object) int {
+// jsonSize returns how many bytes an object has as JSON, and how many of them are managed fields. It clears these.
+func jsonSize(t *testing.T, object ctrlclient.Object) (all, managed int) {
 	t.Helper()
-	text, err := json.Marshal(object)
+	whole, err := json.Marshal(object)
 	require.NoError(t, err)
-	return len(text)
+	object.SetManagedFields(nil)
+	rest, err := json.Marshal(object)
+	require.NoError(t, err)
+	return len(whole), len(whole) - len(rest)
 }
 
 // versions are the resource versions of all that an agent may write.

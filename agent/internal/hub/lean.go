@@ -12,8 +12,8 @@ import (
 // withoutManagedFields are the resources of which the agent reads no managed fields.
 var withoutManagedFields = []string{"machines", "machinesets", "machineclaims"}
 
-// Lean is a transport that leaves the managed fields out of what the API server answers, for the kinds of which there are many. They are about
-// half of such an object, and the decoders look at each byte several times: most of the agent's work when it starts.
+// Lean is a transport that leaves the managed fields out of what the API server answers, for the kinds of which there are many. They are nearly
+// half of a Machine, and the decoders look at each byte several times: most of the agent's work when it starts.
 func Lean(next http.RoundTripper) http.RoundTripper { return lean{next} }
 
 type lean struct{ next http.RoundTripper }
