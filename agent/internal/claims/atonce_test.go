@@ -89,6 +89,9 @@ func TestAClaimIsNotEnteredAtOnceOnOldKnowledge(t *testing.T) {
 		"the max size was lowered": {func(md *clusterv1.MachineDeployment) {
 			md.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] = "2"
 		}, 2, true, nil},
+		"a person paused it": {func(md *clusterv1.MachineDeployment) {
+			md.Annotations[clusterv1.PausedAnnotation] = "true"
+		}, 2, true, nil},
 		"the user scaled": {func(md *clusterv1.MachineDeployment) { md.Spec.Replicas = new(int32(5)) }, 6, false, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -223,6 +226,7 @@ func TestAClaimThatEndedMeanwhileIsNotEnteredAtOnce(t *testing.T) {
 func TestAClaimIsNotEnteredAtOnceBesideOneThatIsRefused(t *testing.T) {
 	refused := movingClaim("refused", "", "", nil)
 	refused.Spec.Adopt = "not-shown-yet"
+	refused.CreationTimestamp = metav1.Now() // its call is still there
 	e := engineWith(t, groupOf("small", 0, map[string]string{v1alpha1.LedgerAnnotation: restingLedger(0).Encode()}), refused)
 	e.spawn = func(run func()) { run() }
 	var reads atomic.Int32
