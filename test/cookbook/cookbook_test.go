@@ -176,9 +176,9 @@ show flux
 const replicasFilledIn = `
 # replace: what kubectl does with the version that it has just read, which Cluster API may have overtaken
 replace() {
-  local text; text=$(cat)
-  for _ in 1 2 3 4 5; do quietly hub replace -f - <<<"$text" && return; done
-  return 1
+  local text said; text=$(cat)
+  for _ in 1 2 3 4 5; do said=$(hub replace -f - 2>&1 <<<"$text") && return; done
+  echo "$said"; return 1
 }
 
 name=in-git-without-sizes
