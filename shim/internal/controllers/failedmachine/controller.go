@@ -223,23 +223,35 @@ func (c *Controller) unanswered(ctx context.Context, err error) reconcile.Result
 	return reconcile.Result{RequeueAfter: look}
 }
 
+// hasReadyNode reports whether a Node of the NodeClaim is Ready. Where the cache shows none that is, the API server is asked: after a restore of
+// the cluster the cache may have the NodeClaim again, and not yet its Node.
 func (c *Controller) hasReadyNode(ctx context.Context, nodeClaim *karpv1.NodeClaim) (bool, error) {
 	nodes, err := nodeclaimutils.AllNodesForNodeClaim(ctx, c.kube, nodeClaim)
 	if err != nil {
 		return false, err
 	}
-	if nodeClaim.Status.NodeName != "" {
-		// The NodeClaim may carry the placeholder for a moment, which no Node has.
+	if lo.SomeBy(nodes, isReady) {
+		return true, nil
+	}
+	if nodeClaim.Status.NodeName == "" {
+		return false, nil
+	}
+	// Also by name: the NodeClaim may carry the placeholder for a moment, which no Node has.
+	for _, reader := range []client.Reader{c.kube, c.live} {
 		node := &corev1.Node{}
-		if err := c.kube.Get(ctx, client.ObjectKey{Name: nodeClaim.Status.NodeName}, node); err == nil {
-			nodes = append(nodes, node)
-		} else if !apierrors.IsNotFound(err) {
+		err := reader.Get(ctx, client.ObjectKey{Name: nodeClaim.Status.NodeName}, node)
+		if client.IgnoreNotFound(err) != nil {
 			return false, fmt.Errorf("getting Node %s: %w", nodeClaim.Status.NodeName, err)
 		}
+		if err == nil && isReady(node) {
+			return true, nil
+		}
 	}
-	return lo.ContainsBy(nodes, func(node *corev1.Node) bool {
-		return nodeutils.GetCondition(node, corev1.NodeReady).Status == corev1.ConditionTrue
-	}), nil
+	return false, nil
+}
+
+func isReady(node *corev1.Node) bool {
+	return nodeutils.GetCondition(node, corev1.NodeReady).Status == corev1.ConditionTrue
 }
 
 // release gives the NodeClaim up after its claim, so that the claim's history has the reason. The machine is late, not failed: the

@@ -1,14 +1,18 @@
 package failedmachine_test
 
 import (
+	"context"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	clocktesting "k8s.io/utils/clock/testing"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
@@ -159,6 +163,40 @@ func TestARegisteredNodeClaimWithAReadyNodeIsLeftAlone(t *testing.T) {
 			assert.Positive(t, result.RequeueAfter, "looked at again")
 		})
 	}
+}
+
+// After a restore of the cluster, NodeClaims are back in the cache before their Nodes are.
+func TestANodeThatIsNotInTheCacheIsNotTakenForGone(t *testing.T) {
+	e := setUp(t)
+	nodeClaim := e.Launched("claim", shimtest.Registered, func(nc *karpv1.NodeClaim) {
+		nc.Status.ProviderID, nc.Status.NodeName = "sim:///claim", "node-claim"
+	})
+	e.node(nodeClaim, "sim:///claim", corev1.ConditionTrue)
+	e.lose(nodeClaim)
+	cache := interceptor.NewClient(e.Kube, interceptor.Funcs{
+		Get: func(ctx context.Context, c client.WithWatch, key client.ObjectKey, o client.Object, opts ...client.GetOption) error {
+			if _, isNode := o.(*corev1.Node); isNode {
+				return apierrors.NewNotFound(corev1.Resource("nodes"), key.Name)
+			}
+			return c.Get(ctx, key, o, opts...)
+		},
+		List: func(ctx context.Context, c client.WithWatch, list client.ObjectList, opts ...client.ListOption) error {
+			if _, ofNodes := list.(*corev1.NodeList); ofNodes {
+				return nil
+			}
+			return c.List(ctx, list, opts...)
+		},
+	})
+	e.controller = failedmachine.New(e.clock, cache, e.Kube, e.CloudProvider, e.Claims, e.Client.Claims, e.Cluster, e.Recorder,
+		e.Unclaimed, deadline, shimtest.Timeout)
+	result := e.reconcile(nodeClaim)
+	assert.True(t, e.Exists(nodeClaim))
+	assert.Positive(t, result.RequeueAfter, "looked at again")
+
+	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node-claim"}}
+	require.NoError(t, e.Kube.Delete(t.Context(), node))
+	e.reconcile(nodeClaim)
+	assert.False(t, e.Exists(nodeClaim), "there is no Node")
 }
 
 func TestARegisteredNodeClaimWithoutAReadyNodeGoesWithItsClaim(t *testing.T) {
