@@ -35,7 +35,7 @@ const (
 	deleteForMove = "clusterctl.cluster.x-k8s.io/delete-for-move"
 	// bootstrapPoll is how often the bootstrap Secret is looked for: the provider watches no Secrets.
 	bootstrapPoll = time.Second
-	// silencePatience bounds how long a stopping instance waits for its workload cluster to hear of it. A machine that
+	// silencePatience bounds how long an instance that stops, or is gone, waits for its workload cluster to hear of it. A machine that
 	// loses its power does not wait either.
 	silencePatience = 20 * time.Second
 )
@@ -224,6 +224,16 @@ func (r *machineReconciler) act(
 		log.FromContext(ctx).Info("instance stops")
 
 	case actionRelease:
+		// Cluster API deletes the Node if it has ever seen it.
+		unseen := machine == nil || !machine.Status.NodeRef.IsDefined()
+		if m.Status.BootedAt != nil && unseen && cluster != nil { // it may have joined, and that not have been noted
+			if err := r.removeNode(ctx, m, client.ObjectKeyFromObject(cluster)); err != nil {
+				if now.Sub(m.Status.StoppedAt.Time) < silencePatience {
+					return false, err
+				}
+				log.FromContext(ctx).Error(err, "gone although the workload cluster does not answer")
+			}
+		}
 		if err := r.patchObject(ctx, m, func() { controllerutil.RemoveFinalizer(m, simv1.MachineFinalizer) }); err != nil {
 			return false, fmt.Errorf("removing the finalizer: %w", err)
 		}
@@ -290,9 +300,29 @@ func (r *machineReconciler) silence(ctx context.Context, m *simv1.SimMachine, cl
 	if len(m.Status.Addresses) == 0 {
 		return nil
 	}
-	// The Node is named for the Machine, as the instance's host name says also when the Machine is gone.
+	return silenceNode(ctx, workload, hostName(m), now)
+}
+
+// removeNode deletes the Node of an instance that is gone, as a cloud provider's controller manager does.
+func (r *machineReconciler) removeNode(ctx context.Context, m *simv1.SimMachine, cluster client.ObjectKey) error {
+	workload, err := r.workloads.client(ctx, cluster)
+	if err != nil {
+		return client.IgnoreNotFound(err)
+	}
+	node := &corev1.Node{}
+	if err := workload.Get(ctx, client.ObjectKey{Name: hostName(m)}, node); err != nil {
+		return client.IgnoreNotFound(err)
+	}
+	if node.Spec.ProviderID != m.Spec.ProviderID {
+		return nil
+	}
+	return client.IgnoreNotFound(workload.Delete(ctx, node, client.Preconditions{UID: &node.UID}))
+}
+
+// hostName is the name of the instance's Node: that of its Machine, known also when the Machine is gone.
+func hostName(m *simv1.SimMachine) string {
 	host, _ := lo.Find(m.Status.Addresses, func(a clusterv1.MachineAddress) bool { return a.Type == clusterv1.MachineHostName })
-	return silenceNode(ctx, workload, host.Address, now)
+	return host.Address
 }
 
 // owners finds the Machine and the Cluster the instance belongs to; each is nil where it is not (or no longer) there.

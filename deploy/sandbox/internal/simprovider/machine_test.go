@@ -179,10 +179,8 @@ func TestAnInstanceThatIsDeletedFallsSilentAndIsGone(t *testing.T) {
 	if err := b.hub.Delete(t.Context(), m); err != nil {
 		t.Fatal(err)
 	}
-	// Cluster API deletes the Machine only after its instance; but a user may have forced it.
-	if err := b.hub.Delete(t.Context(), &clusterv1.Machine{ObjectMeta: metav1.ObjectMeta{Namespace: "fleet", Name: "one"}}); err != nil {
-		t.Fatal(err)
-	}
+	machine := &clusterv1.Machine{ObjectMeta: metav1.ObjectMeta{Namespace: "fleet", Name: "one"}}
+	b.update(machine, func() { machine.Status.NodeRef.Name = "one" })
 
 	if result := b.reconcile(); result.RequeueAfter != time.Minute {
 		t.Errorf("terminating, it comes back after %s", result.RequeueAfter)
@@ -204,6 +202,42 @@ func TestAnInstanceThatIsDeletedFallsSilentAndIsGone(t *testing.T) {
 	}
 	if b.node() == nil {
 		t.Error("the provider deleted the Node, which is Cluster API's to do")
+	}
+}
+
+func TestTheNodeOfAnInstanceGoesWithItWhereNobodyElseRemovesIt(t *testing.T) {
+	machine := &clusterv1.Machine{ObjectMeta: metav1.ObjectMeta{Namespace: "fleet", Name: "one"}}
+	for name, test := range map[string]struct {
+		before func(*bench) error
+		stays  bool
+	}{
+		"Cluster API has not seen the Node": {before: func(*bench) error { return nil }},
+		"the Machine was removed by force":  {before: func(b *bench) error { return b.hub.Delete(t.Context(), machine.DeepCopy()) }},
+		"the Node is that of another instance": {stays: true, before: func(b *bench) error {
+			if err := b.spoke.Delete(t.Context(), b.node()); err != nil {
+				return err
+			}
+			return b.spoke.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "one"}, Spec: corev1.NodeSpec{ProviderID: "sim://another"}})
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			b := newBench(t, delays(0))
+			b.reconcile()
+			m := b.instance()
+			if err := b.hub.Delete(t.Context(), m); err != nil {
+				t.Fatal(err)
+			}
+			if err := test.before(b); err != nil {
+				t.Fatal(err)
+			}
+			b.reconcile()
+			if err := b.hub.Get(t.Context(), client.ObjectKeyFromObject(m), m); !apierrors.IsNotFound(err) {
+				t.Errorf("the instance is still there: %v", err)
+			}
+			if stays := b.node() != nil; stays != test.stays {
+				t.Errorf("the Node stays: %t, want %t", stays, test.stays)
+			}
+		})
 	}
 }
 
