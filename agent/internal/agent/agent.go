@@ -195,6 +195,7 @@ func newManager(c Config, scope hub.Scope) (manager.Manager, error) {
 	rest.QPS, rest.Burst = c.Options.KubeAPIQPS, c.Options.KubeAPIBurst
 	rest.Wrap(limits.Transport)
 	rest.Wrap(hub.Lean)
+	rest.Wrap(hub.Served)
 	mgr, err := manager.New(rest, manager.Options{
 		Scheme:                 scheme,
 		MapperProvider:         hub.NewMapper,

@@ -1,0 +1,51 @@
+package hub
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"strings"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+// Served is a transport that tells an object that does not exist from one whose resource the API server does not serve, as while its CRD is
+// deleted and made again, or serves another version: the server answers both with 404, which clients take for the first. The second becomes
+// 503, of which nothing is concluded.
+func Served(next http.RoundTripper) http.RoundTripper { return served{next} }
+
+type served struct{ next http.RoundTripper }
+
+// RoundTrip sends the request.
+func (s served) RoundTrip(request *http.Request) (*http.Response, error) {
+	response, err := s.next.RoundTrip(request)
+	// Of an object that does not exist, the API server answers a Status.
+	if err != nil || response.StatusCode != http.StatusNotFound || !isNamespaced(request.URL.Path) ||
+		!strings.HasPrefix(response.Header.Get("Content-Type"), "text/plain") {
+		return response, err
+	}
+	_ = response.Body.Close() // nothing of it is needed
+	status, err := json.Marshal(metav1.Status{
+		TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "Status"},
+		Status:   metav1.StatusFailure, Code: http.StatusServiceUnavailable, Reason: metav1.StatusReasonServiceUnavailable,
+		Message: fmt.Sprintf("the API server does not serve %s: is its CRD installed, in this version?", request.URL.Path),
+	})
+	if err != nil {
+		return nil, fmt.Errorf("encoding a status: %w", err)
+	}
+	changed := *response
+	changed.StatusCode, changed.Status = http.StatusServiceUnavailable, "503 "+http.StatusText(http.StatusServiceUnavailable)
+	changed.Header = http.Header{"Content-Type": []string{"application/json"}}
+	changed.Body, changed.ContentLength = io.NopCloser(bytes.NewReader(status)), int64(len(status))
+	return &changed, nil
+}
+
+// isNamespaced reports whether a path is that of an object, or of a list, in a namespace: …/apis/<group>/<version>/namespaces/<namespace>/…
+// What clients discover of the API server is not.
+func isNamespaced(path string) bool {
+	_, path, apis := strings.Cut(path, "/apis/")
+	parts := strings.Split(path, "/")
+	return apis && len(parts) > 4 && parts[2] == "namespaces"
+}

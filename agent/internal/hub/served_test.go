@@ -1,0 +1,74 @@
+package hub_test
+
+import (
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"testing"
+
+	. "github.com/onsi/gomega"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
+)
+
+// The answers are those of kube-apiserver 1.36.
+func TestAnObjectWhoseKindIsNotServedIsNotTakenForAbsent(t *testing.T) {
+	for name, answer := range map[string]struct {
+		contentType, body string
+		absent            bool
+	}{
+		"there is no such object": {
+			"application/json", `{"kind":"Status","apiVersion":"v1","metadata":{},"status":"Failure","message":"machineclaims \"a\" not found",` +
+				`"reason":"NotFound","details":{"name":"a","kind":"machineclaims"},"code":404}`, true,
+		},
+		"there is no such resource": {"text/plain; charset=utf-8", "404 page not found\n", false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			g := NewWithT(t)
+			server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+				w.Header().Set("Content-Type", answer.contentType)
+				w.WriteHeader(http.StatusNotFound)
+				_, _ = io.WriteString(w, answer.body)
+			}))
+			defer server.Close()
+			config := &rest.Config{Host: server.URL}
+			config.Wrap(hub.Served)
+			scheme, err := hub.Scheme()
+			g.Expect(err).NotTo(HaveOccurred())
+			mapper := meta.NewDefaultRESTMapper(nil)
+			mapper.Add(v1alpha1.GroupVersion.WithKind("MachineClaim"), meta.RESTScopeNamespace)
+			c, err := client.New(config, client.Options{Scheme: scheme, Mapper: mapper})
+			g.Expect(err).NotTo(HaveOccurred())
+
+			err = c.Get(t.Context(), client.ObjectKey{Namespace: "team-a", Name: "a"}, &v1alpha1.MachineClaim{})
+			g.Expect(apierrors.IsNotFound(err)).To(Equal(answer.absent), "%v", err)
+			if !answer.absent {
+				g.Expect(apierrors.IsServiceUnavailable(err)).To(BeTrue(), "%v", err)
+				g.Expect(err).To(MatchError(ContainSubstring("is its CRD installed")))
+			}
+			err = c.List(t.Context(), &v1alpha1.MachineClaimList{}, client.InNamespace("team-a"))
+			g.Expect(apierrors.IsNotFound(err)).To(Equal(answer.absent), "%v", err)
+		})
+	}
+}
+
+// What clients discover keeps its answer: a group that is not there is no failure.
+func TestDiscoveryIsAnsweredAsItIs(t *testing.T) {
+	g := NewWithT(t)
+	for _, path := range []string{"/apis/agent.karpenter.cluster.x-k8s.io/v1alpha1", "/apis/cluster.x-k8s.io", "/api/v1/namespaces/a"} {
+		answer := transport(func(*http.Request) (*http.Response, error) {
+			return &http.Response{StatusCode: http.StatusNotFound, Header: http.Header{"Content-Type": []string{"text/plain"}}, Body: http.NoBody}, nil
+		})
+		request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "https://hub"+path, http.NoBody)
+		g.Expect(err).NotTo(HaveOccurred())
+		response, err := hub.Served(answer).RoundTrip(request)
+		g.Expect(err).NotTo(HaveOccurred())
+		g.Expect(response.StatusCode).To(Equal(http.StatusNotFound), path)
+		g.Expect(response.Body.Close()).To(Succeed())
+	}
+}
