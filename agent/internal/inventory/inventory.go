@@ -6,11 +6,13 @@ import (
 	"fmt"
 	"strings"
 	"sync"
+	"time"
 	"unique"
 
 	"google.golang.org/protobuf/proto"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/util/workqueue"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -58,7 +60,11 @@ func (i *Inventory) SetupWithManager(mgr manager.Manager) error {
 	i.client, i.live = mgr.GetClient(), mgr.GetAPIReader()
 	shownMachines := &machines{i, warmup.New(i.Machines.SetReady), places{of: map[types.NamespacedName]types.NamespacedName{}}}
 	shownClaims := &claims{i, warmup.New(i.Claims.SetReady)}
-	options := controller.Options{NeedLeaderElection: new(false), MaxConcurrentReconciles: 8, SkipNameValidation: new(true)}
+	options := controller.Options{
+		NeedLeaderElection: new(false), MaxConcurrentReconciles: 8, SkipNameValidation: new(true),
+		// The first view is not complete before all is read, so what cannot be read is tried again soon.
+		RateLimiter: workqueue.NewTypedItemExponentialFailureRateLimiter[reconcile.Request](10*time.Millisecond, 10*time.Second),
+	}
 
 	err := builder.ControllerManagedBy(mgr).Named("inventory-machines").WithOptions(options).
 		For(&clusterv1.Machine{}).
@@ -188,10 +194,10 @@ type machines struct {
 }
 
 // Reconcile brings one machine up to date.
-func (m *machines) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
-	defer m.warmup.Seen(request.NamespacedName)
+func (m *machines) Reconcile(ctx context.Context, request reconcile.Request) (_ reconcile.Result, err error) {
+	defer func() { m.warmup.SeenUnless(err, request.NamespacedName) }()
 	machine := &clusterv1.Machine{}
-	err := m.client.Get(ctx, request.NamespacedName, machine)
+	err = m.client.Get(ctx, request.NamespacedName, machine)
 	if client.IgnoreNotFound(err) != nil {
 		return reconcile.Result{}, fmt.Errorf("reading the Machine: %w", err)
 	}
@@ -236,11 +242,44 @@ type claims struct {
 	warmup *warmup.Tracker
 }
 
+// message shows a claim as the caches have it, which lag independently of each other: a Machine that the claim names may not be there yet, and
+// one that was shown with the claim's label may be there without it again.
+func (c *claims) message(ctx context.Context, cluster types.NamespacedName, claim *v1alpha1.MachineClaim) (*agentv1alpha1.Claim, error) {
+	machine, err := c.machine(ctx, c.client, claim)
+	if err != nil {
+		return nil, err
+	}
+	if claim.CurrentPhase() != v1alpha1.PhaseBound || labelled(machine, claim) {
+		return messages.Claim(claim, machine), nil
+	}
+	if shown := c.shownBound(cluster, claim); shown != nil {
+		message := messages.Claim(claim, nil)
+		message.Machine = shown
+		return message, nil
+	}
+	if machine == nil || machine.UID != claim.Status.Machine.UID {
+		if machine, err = c.machine(ctx, c.live, claim); err != nil {
+			return nil, err
+		}
+	}
+	return messages.Claim(claim, machine), nil
+}
+
+// shownBound returns the Machine that the claim names as it is shown with the claim; nil if it is not.
+func (c *claims) shownBound(cluster types.NamespacedName, claim *v1alpha1.MachineClaim) *agentv1alpha1.Machine {
+	shown, found := c.Claims.Peek(cluster, claim.Spec.ClaimID)
+	bound := found && shown.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND
+	if !bound || claim.Status.Machine == nil || shown.GetMachine().GetUid() != string(claim.Status.Machine.UID) {
+		return nil
+	}
+	return shown.GetMachine()
+}
+
 // Reconcile brings one claim up to date.
-func (c *claims) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
-	defer c.warmup.Seen(request.NamespacedName)
+func (c *claims) Reconcile(ctx context.Context, request reconcile.Request) (_ reconcile.Result, err error) {
+	defer func() { c.warmup.SeenUnless(err, request.NamespacedName) }()
 	claim := &v1alpha1.MachineClaim{}
-	err := c.client.Get(ctx, request.NamespacedName, claim)
+	err = c.client.Get(ctx, request.NamespacedName, claim)
 	if apierrors.IsNotFound(err) {
 		// A claim's id has no dots, and its Cluster is part of its name.
 		if dot := strings.LastIndex(request.Name, "."); dot >= 0 {
@@ -255,11 +294,10 @@ func (c *claims) Reconcile(ctx context.Context, request reconcile.Request) (reco
 	if !c.Scope.Contains(cluster) || claim.Name != v1alpha1.ObjectName(cluster.Name, claim.Spec.ClaimID) {
 		return reconcile.Result{}, nil
 	}
-	machine, err := c.machine(ctx, c.client, claim)
+	message, err := c.message(ctx, cluster, claim)
 	if err != nil {
 		return reconcile.Result{}, err
 	}
-	message := messages.Claim(claim, machine)
 	c.shareClaim(cluster, message)
 	c.Claims.Set(cluster, claim.Spec.ClaimID, message)
 	return reconcile.Result{}, nil
@@ -313,6 +351,12 @@ func (i *Inventory) machine(ctx context.Context, from client.Reader, claim *v1al
 	return machine, nil
 }
 
+// labelled reports whether a Machine, which may be nil, is labelled with the claim that names it.
+func labelled(machine *clusterv1.Machine, claim *v1alpha1.MachineClaim) bool {
+	return machine != nil && claim.Status.Machine != nil && machine.UID == claim.Status.Machine.UID &&
+		machine.Labels[v1alpha1.ClaimLabel] == claim.Spec.ClaimID
+}
+
 // Show returns a claim, which was read live, with its machine. Where the cache does not show the binding yet, the Machine is
 // read live as well.
 func (i *Inventory) Show(ctx context.Context, claim *v1alpha1.MachineClaim) (*agentv1alpha1.Claim, error) {
@@ -320,8 +364,7 @@ func (i *Inventory) Show(ctx context.Context, claim *v1alpha1.MachineClaim) (*ag
 	if err != nil {
 		return nil, err
 	}
-	unproven := machine == nil || machine.Labels[v1alpha1.ClaimLabel] != claim.Spec.ClaimID
-	if claim.CurrentPhase() == v1alpha1.PhaseBound && unproven {
+	if claim.CurrentPhase() == v1alpha1.PhaseBound && !labelled(machine, claim) {
 		if machine, err = i.machine(ctx, i.live, claim); err != nil {
 			return nil, err
 		}

@@ -5,16 +5,21 @@ import (
 	"flag"
 	"fmt"
 	"os"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/go-logr/logr"
 	"github.com/stretchr/testify/require"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/client-go/rest"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
@@ -56,6 +61,27 @@ type fixture struct {
 	machines  *feed.Feed[*agentv1alpha1.Machine]
 	claims    *feed.Feed[*agentv1alpha1.Claim]
 	inventory *inventory.Inventory
+	// lagging are Machines as the cache shows them, whatever they are: nil for one that it does not show. By name.
+	lagging sync.Map
+	// failing is how many more reads of a claim from the cache fail.
+	failing atomic.Int32
+}
+
+// lagged reads Machines as a cache shows them that lags behind.
+func (f *fixture) lagged(ctx context.Context, c client.WithWatch, key client.ObjectKey, o client.Object, opts ...client.GetOption) error {
+	if _, is := o.(*v1alpha1.MachineClaim); is && f.failing.Add(-1) >= 0 {
+		return apierrors.NewServiceUnavailable("the test says so")
+	}
+	if machine, is := o.(*clusterv1.Machine); is {
+		if shown, lags := f.lagging.Load(key.Name); lags {
+			if shown == nil {
+				return apierrors.NewNotFound(clusterv1.GroupVersion.WithResource("machines").GroupResource(), key.Name)
+			}
+			shown.(*clusterv1.Machine).DeepCopyInto(machine) //nolint:forcetypeassert // nothing else is in it
+			return nil
+		}
+	}
+	return c.Get(ctx, key, o, opts...)
 }
 
 // start runs an inventory of one new namespace with a node group `small`, and waits until its views are complete.
@@ -77,6 +103,13 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	mgr, err := manager.New(plane.Config, manager.Options{
 		Scheme: scheme, Cache: caches, Metrics: metricsserver.Options{BindAddress: "0"}, HealthProbeBindAddress: "0", Logger: logr.Discard(),
 		Controller: hub.Controllers(),
+		NewClient: func(config *rest.Config, options client.Options) (client.Client, error) {
+			c, err := client.NewWithWatch(config, options)
+			if err != nil {
+				return nil, err
+			}
+			return interceptor.NewClient(c, interceptor.Funcs{Get: f.lagged}), nil
+		},
 	})
 	require.NoError(t, err)
 	require.NoError(t, hub.Index(t.Context(), mgr.GetFieldIndexer()))
@@ -238,6 +271,50 @@ func TestClaimShowsItsMachineOnlyOnceItIsLabelled(t *testing.T) {
 
 	require.NoError(t, plane.Client.Delete(t.Context(), claim))
 	until(f, f.claims, "a", gone)
+}
+
+// The caches of claims and of Machines lag independently of each other.
+func TestAClaimIsShownBoundOnceItsMachineIsLabelledAndStaysSo(t *testing.T) {
+	f := start(t)
+	f.lagging.Store("m", nil)
+	claim, machine := f.claim("b"), f.machine("m")
+	unlabelled := machine.DeepCopy()
+	f.setStatus(claim, func(s *v1alpha1.MachineClaimStatus) {
+		s.Phase, s.Reason = v1alpha1.PhaseBound, "Bound"
+		s.Machine = &v1alpha1.MachineReference{Name: "m", UID: machine.UID}
+	})
+	early := until(f, f.claims, "b", func(c *agentv1alpha1.Claim, found bool) bool {
+		return found && c.GetReason() != messages.WaitingReason
+	})
+	require.Equal(t, agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING, early.GetPhase(), "its Machine is not labelled, and the cache does not show it")
+	require.Equal(t, messages.BindingReason, early.GetReason())
+
+	f.patch(machine, func() {
+		machine.Labels[v1alpha1.ClaimLabel] = "b"
+		machine.Spec.ProviderID = "test://m"
+	})
+	until(f, f.claims, "b", func(c *agentv1alpha1.Claim, _ bool) bool {
+		return c.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND
+	})
+	f.lagging.Store("m", unlabelled)
+	f.setStatus(claim, func(s *v1alpha1.MachineClaimStatus) { s.Message = "looked at again" })
+	later := until(f, f.claims, "b", func(c *agentv1alpha1.Claim, _ bool) bool {
+		return c.GetMessage() != "" && c.GetMessage() != early.GetMessage()
+	})
+	require.Equal(t, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, later.GetPhase(), "the cache shows its Machine as it was before")
+	require.Equal(t, string(machine.UID), later.GetMachine().GetUid())
+	require.Equal(t, "test://m", later.GetMachine().GetProviderId())
+}
+
+// Whoever reads a view without it would take the claim for gone.
+func TestAViewIsNotCompleteWithoutAClaimThatCouldNotBeRead(t *testing.T) {
+	f := start(t, func(f *fixture) {
+		f.claim("c")
+		f.failing.Store(4)
+	})
+	all, _, err := f.claims.List(f.cluster)
+	require.NoError(t, err)
+	require.Len(t, all, 1)
 }
 
 func TestMachineThatIsHandedOverLeavesItsFormerClaim(t *testing.T) {

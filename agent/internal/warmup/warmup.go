@@ -23,7 +23,15 @@ func New(complete func()) *Tracker {
 	return &Tracker{complete: complete, seen: map[types.NamespacedName]struct{}{}}
 }
 
-// Seen says that an object has been looked at, whatever the result: one object that cannot be used does not hold up the
+// SeenUnless is [Tracker.Seen] if err is nil. An object that could not be read is missing in what was made of the objects, and whoever reads
+// that would take it for gone.
+func (t *Tracker) SeenUnless(err error, key types.NamespacedName) {
+	if err == nil {
+		t.Seen(key)
+	}
+}
+
+// Seen says that an object has been looked at, whatever was made of it: one object that cannot be used does not hold up the
 // others.
 func (t *Tracker) Seen(key types.NamespacedName) {
 	t.mu.Lock()
