@@ -88,8 +88,8 @@ func sizeOfClaim(id string, named Named) int {
 // sizeOfRelease is the size of a release's record once its replica was given back under pause, with its part of the MachineSet's
 // [v1alpha1.ReleasedAnnotation].
 func (b *budget) sizeOfRelease(uid types.UID, r Release) int {
-	const rest = `"":{"m":"","c":"","drained":true,"set":"","back":true,"gen":9223372036854775807},,`
-	return len(rest) + 2*len(uid) + len(r.Machine) + len(r.Claim) + max(b.longestSet, len(r.Set))
+	const rest = `"":{"m":"","c":"","drained":true,"set":"","back":true,"as":"","gen":9223372036854775807},,`
+	return len(rest) + 2*len(uid) + max(uidLength, len(r.LoweredAs)) + len(r.Machine) + len(r.Claim) + max(b.longestSet, len(r.Set))
 }
 
 // ledgerLimit is how long the ledger's text may be. Kubernetes bounds all annotations of an object together, and Cluster API copies

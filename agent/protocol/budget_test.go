@@ -2,6 +2,7 @@ package protocol
 
 import (
 	"fmt"
+	"math"
 	"strings"
 	"testing"
 	"time"
@@ -160,4 +161,22 @@ func TestAGroupWhoseAnnotationsLeaveNoRoomRefusesClaims(t *testing.T) {
 	d := Decide(s)
 	assert.Equal(t, eligibility.Invalid, d.Refused["a"].Reason)
 	assert.Contains(t, d.Refused["a"].Message, "metadata.annotations[example.com/large]")
+
+	s.Claims[0].Spec.Adopt = "m"
+	s.withMachine("m", "", node)
+	assert.Equal(t, d.Refused, Decide(s).Refused, "also one that asks for a Machine")
+}
+
+// An entry counts with what it can grow to.
+func TestAReleaseGrowsNoLargerThanItCounts(t *testing.T) {
+	uid, before := types.UID(strings.Repeat("u", uidLength)), types.UID(strings.Repeat("b", uidLength))
+	begun := Release{Machine: "m", Claim: "c"}
+	s := scene(1, nil)
+	grown := Release{
+		Machine: "m", Claim: "c", Drained: true, Set: s.Sets[0].Name, GivenBack: true, LoweredAs: before, Generation: math.MaxInt64,
+	}
+	without := (&Ledger{Releasing: map[types.UID]Release{"other": begun}}).Encode()
+	with := (&Ledger{Releasing: map[types.UID]Release{"other": begun, uid: grown}}).Encode()
+	released := "," + string(before) // in the MachineSet's annotation
+	assert.LessOrEqual(t, len(with)-len(without)+len(released), s.newBudget(&Ledger{}, LedgerBudget).sizeOfRelease(uid, begun))
 }

@@ -908,6 +908,31 @@ func TestOnePauseAtATime(t *testing.T) {
 	})
 }
 
+// The MachineDeployment would stay paused for as long as the MachineSet is.
+func TestAMachineSetThatAPersonPausedHoldsUpItsOwnReleasesAlone(t *testing.T) {
+	ledger := &Ledger{Version: 1, Seq: 4, LastReplicas: 3, Releasing: map[types.UID]Release{"m": {Machine: "m", Claim: "c"}}}
+	s := scene(3, ledger).withMachine("m", "c", completed)
+	s.Sets[0].Spec.Replicas = new(int32(2))
+	s.Sets = append(s.Sets, &clusterv1.MachineSet{
+		ObjectMeta: metav1.ObjectMeta{Name: "small-b"}, Spec: clusterv1.MachineSetSpec{Replicas: new(int32(1))},
+	})
+	s.Sets[0].Annotations = map[string]string{clusterv1.PausedAnnotation: "maintenance"}
+	d := Decide(s)
+	assert.Equal(t, PauseKeep, d.Pause)
+	assert.Equal(t, int32(3), d.Replicas)
+
+	ledger.Releasing["n"] = Release{Machine: "n", Claim: "d"}
+	s.withMachine("n", "d", completed)
+	s.Machines[1].OwnerReferences[0].Name = "small-b"
+	d = Decide(s)
+	assert.Equal(t, PauseSet, d.Pause)
+	assert.Equal(t, "small-b", d.Ledger.Releasing["n"].Set)
+	assert.Empty(t, d.Ledger.Releasing["m"].Set)
+
+	s.Sets[0].Annotations = nil
+	assert.Equal(t, "small-a", Decide(s).Ledger.Releasing["m"].Set)
+}
+
 // What a person paused is not deleted: a deletion cannot be taken back, and a move of the Cluster loses it.
 func TestReleasesWaitWhileTheGroupIsPaused(t *testing.T) {
 	s := scene(1, &Ledger{Version: 1, Seq: 1, LastReplicas: 1}).withMachine("a", "c", node).withClaim("c", v1alpha1.PhaseReleasing, "a")

@@ -91,10 +91,10 @@ func (s *Snapshot) judge(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 			break
 		}
 		what, deadline := s.awaited(m)
-		since, given := latest(m.CreationTimestamp.Time, unpausedAt(m)), Patience*deadline
+		since, given := latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions)), Patience*deadline
 		if why = s.late(d, since, given, what); why == "" {
 			verdict, reason = TimeOut, ReasonLate
-			since, given = latest(boundAt(c, m), unpausedAt(m)), deadline
+			since, given = latest(boundAt(c, m), unpausedAt(m.Status.Conditions)), deadline
 			why = s.late(d, since, given, what)
 		}
 		if unseen := s.unseen(c, m, since.Add(given)); why != "" && unseen != "" {
@@ -138,7 +138,7 @@ func (s *Snapshot) hopeless(m *clusterv1.Machine) bool {
 	case s.gone(m):
 		return true
 	}
-	if _, deadline := s.awaited(m); deadline > 0 && s.Now.Sub(latest(m.CreationTimestamp.Time, unpausedAt(m))) >= Patience*deadline {
+	if _, deadline := s.awaited(m); deadline > 0 && s.Now.Sub(latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions))) >= Patience*deadline {
 		return true
 	}
 	reason, _ := infrastructureTrouble(m)

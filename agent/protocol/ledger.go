@@ -116,7 +116,7 @@ func ParseLedger(text string) (*Ledger, error) {
 // errOtherLedger means that the ledger was written for another MachineDeployment, and copied with it.
 var errOtherLedger = errors.New("the ledger is another MachineDeployment's")
 
-// LedgerOf returns the ledger of a MachineDeployment, nil when it has none. Errors: as [parseLedger], and errOtherLedger.
+// LedgerOf returns the ledger of a MachineDeployment, nil when it has none. Errors: as [ParseLedger], and errOtherLedger.
 func LedgerOf(md *clusterv1.MachineDeployment) (*Ledger, error) {
 	text, present := md.Annotations[v1alpha1.LedgerAnnotation]
 	if !present {

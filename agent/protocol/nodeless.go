@@ -32,7 +32,7 @@ func (s *Snapshot) nodeless(m *clusterv1.Machine) bool {
 	case s.paused(m):
 		return false
 	}
-	if at := unpausedAt(m); at.Sub(m.CreationTimestamp.Time) > unpauseSettles && s.ago(at) < unpauseSettles {
+	if at := unpausedAt(m.Status.Conditions); at.Sub(m.CreationTimestamp.Time) > unpauseSettles && s.ago(at) < unpauseSettles {
 		return false
 	}
 	return inspected(m)
@@ -89,10 +89,10 @@ func (s *Snapshot) paused(m *clusterv1.Machine) bool {
 	return marked || IsPaused(m.Status.Conditions)
 }
 
-// unpausedAt returns since when Cluster API does not leave the Machine alone: its first reconcile, or the end of a pause; zero when
-// it does not say.
-func unpausedAt(m *clusterv1.Machine) time.Time {
-	c := meta.FindStatusCondition(m.Status.Conditions, clusterv1.PausedCondition)
+// unpausedAt returns since when Cluster API does not leave the object of these conditions alone: its first reconcile, or the end of a pause;
+// zero when it does not say.
+func unpausedAt(conditions []metav1.Condition) time.Time {
+	c := meta.FindStatusCondition(conditions, clusterv1.PausedCondition)
 	if c == nil || c.Status != metav1.ConditionFalse {
 		return time.Time{}
 	}

@@ -110,15 +110,21 @@ func (b *books) lowersUnderPause() bool {
 	return false
 }
 
-// beginPause notes which MachineSet each Machine's replica belongs to, and pauses the MachineDeployment in the same write.
+// beginPause notes which MachineSet each Machine's replica belongs to, and pauses the MachineDeployment in the same write. A MachineSet that is
+// paused already observes no lowering: its Machines wait, and the MachineDeployment is not paused for them.
 func (b *books) beginPause(ready []types.UID) {
 	for _, uid := range ready {
-		if m := b.machine(uid); m != nil && SetOf(m) != "" {
-			r := b.next.Releasing[uid]
-			r.Set = SetOf(m)
-			b.next.Releasing[uid] = r
-			b.d.Pause, b.d.Urgent = PauseSet, true
+		m := b.machine(uid)
+		if m == nil || SetOf(m) == "" {
+			continue
 		}
+		if set := b.set(SetOf(m)); set != nil && marked(set) {
+			continue
+		}
+		r := b.next.Releasing[uid]
+		r.Set = SetOf(m)
+		b.next.Releasing[uid] = r
+		b.d.Pause, b.d.Urgent = PauseSet, true
 	}
 }
 

@@ -48,7 +48,7 @@ type Snapshot struct {
 	SpareGrace time.Duration
 	// Failure defines when a Machine is given up.
 	Failure Failure
-	// LedgerBudget is how many bytes all entries of the ledger may take; zero means [ledgerBudget].
+	// LedgerBudget is how many bytes all entries of the ledger may take; zero means [LedgerBudget].
 	LedgerBudget int
 
 	// former are claims that were entered for a MachineDeployment that had this one's name before and of which nothing is left.

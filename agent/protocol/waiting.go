@@ -23,7 +23,7 @@ const (
 // unmade says that no Machine was created for the claim in its time; "" while one may still come. A claim that the pending ledger
 // write gives a Machine does not fail. Only an agent that looks when the deadline passes lets it count: one that looks later knows
 // that the hub or the agents were away, and Machines may be late for that, or joined unseen. The wait then begins anew, which is
-// noted on the claim, so that every agent sees it, also after a restart.
+// noted on the claim, so that every agent sees it, also after a restart. It begins anew after a pause, too.
 func (s *Snapshot) unmade(d *Decision, c *v1alpha1.MachineClaim) string {
 	deadline := s.Failure.ObjectDeadline
 	switch {
@@ -36,6 +36,7 @@ func (s *Snapshot) unmade(d *Decision, c *v1alpha1.MachineClaim) string {
 	if c.Status.WaitingSince != nil {
 		since = c.Status.WaitingSince.Time
 	}
+	since = latest(since, unpausedAt(s.Deployment.Status.Conditions))
 	overdue := s.Now.Sub(since) - deadline
 	unsettled := min(settling, deadline) - s.Now.Sub(s.Started)
 	switch {

@@ -66,6 +66,18 @@ func TestAClaimOfAPausedGroupDoesNotFail(t *testing.T) {
 	assert.Equal(t, []ActionKind{WaitAnew, WaitAnew}, kinds(Decide(s)), "and has its time once it is not paused any more")
 }
 
+func TestTheTimeOfAPauseIsNotTimeForAMachine(t *testing.T) {
+	s := waits(5 * time.Minute)
+	s.Deployment.Status.Conditions = []metav1.Condition{{
+		Type: clusterv1.PausedCondition, Status: metav1.ConditionFalse, LastTransitionTime: metav1.NewTime(s.Now.Add(-time.Minute)),
+	}}
+	d := Decide(s)
+	assert.Empty(t, kinds(d), "it was paused until a minute ago")
+	assert.Equal(t, 4*time.Minute, d.Again)
+	s.Now = s.Now.Add(4 * time.Minute)
+	assert.Equal(t, []ActionKind{Fail, Fail}, kinds(Decide(s)))
+}
+
 // A claim may have waited for room in the ledger before.
 func TestAClaimsWaitCountsFromWhenItWasEntered(t *testing.T) {
 	s := waits(5 * time.Minute)

@@ -15,8 +15,9 @@ const (
 	// written: an admission policy refuses to lower spec.replicas below it.
 	ClaimedAnnotation = Group + "/claimed"
 
-	// ReplicasLoweredAnnotation on a MachineDeployment says that another writer set spec.replicas below what is claimed, by whom,
-	// and what to change. The agent writes it; the node group is frozen for as long as it is there, and a person removes it.
+	// ReplicasLoweredAnnotation on a MachineDeployment says that another writer set spec.replicas below what is claimed, or wrote one number
+	// again and again, who that is, and what to change. The agent writes it; the node group is frozen for as long as it is there, and a
+	// person removes it.
 	ReplicasLoweredAnnotation = Group + "/replicas-lowered"
 
 	// ClaimLabel on a Machine holds the id of the claim that the machine is bound to. It is written once, when unset, and

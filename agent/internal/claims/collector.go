@@ -47,7 +47,7 @@ var (
 		"1 for a node group whose ledger this agent cannot read: a newer agent's, or edited by hand.",
 		[]string{namespaceLabel, deploymentLabel}, nil)
 	frozenDescription = prometheus.NewDesc("capi_agent_node_group_frozen",
-		"1 for a node group that is frozen because another writer set its replicas below what is claimed.",
+		"1 for a node group that is frozen because another writer set its replicas below what is claimed, or writes one number again and again.",
 		[]string{namespaceLabel, deploymentLabel}, nil)
 	claimsDescription = prometheus.NewDesc("capi_agent_claims",
 		"Claims by node group and phase; ended ones while they are remembered.", []string{namespaceLabel, deploymentLabel, "phase"}, nil)

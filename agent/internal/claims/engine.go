@@ -4,14 +4,14 @@
 // # State
 //
 // Nothing that matters is in this process. The MachineClaim anchors a claim: its creation decides which node group the
-// claim belongs to, its phase who wins a race between binding and releasing. The [Ledger], an annotation of the
+// claim belongs to, its phase who wins a race between binding and releasing. The [protocol.Ledger], an annotation of the
 // MachineDeployment, says what is in flight there and changes only together with spec.replicas. The label on a Machine is
 // the lasting binding.
 //
 // # One step
 //
 // A node group is brought forward one step at a time: read the MachineDeployment, then its claims, Machines and
-// MachineSets; [decide] what the protocol asks for; write the ledger, or do the writes on other objects that the ledger
+// MachineSets; [protocol.Decide] what the protocol asks for; write the ledger, or do the writes on other objects that the ledger
 // permits; again, until there is nothing to do. Every event, every call and every restart leads to the same step, so that
 // there is no separate recovery. Steps of one node group do not overlap within a process; between processes the ledger's
 // compare-and-swap orders them.
@@ -161,7 +161,7 @@ type Engine struct {
 	parallel int          // writes that one step does at once
 	decide   func(*protocol.Snapshot) *protocol.Decision
 	started  time.Time
-	// ledgerBudget is how many bytes all entries of one ledger may take; zero means [ledgerBudget]. Tests lower it.
+	// ledgerBudget is how many bytes all entries of one ledger may take; zero means [protocol.LedgerBudget]. Tests lower it.
 	ledgerBudget int
 	// id tells this process from the others that write ledgers.
 	id      string

@@ -491,6 +491,10 @@ var mutants = []mutant{
 	{name: "a MachineDeployment is paused while its MachineSet is", test: "TestOnePauseAtATime", edits: []edit{
 		{"		if !paused && b.next.Shrink == nil {\n", "		if !paused {\n"},
 	}},
+	{
+		name: "a MachineDeployment is paused for a MachineSet that a person paused", test: "TestAMachineSetThatAPersonPausedHoldsUpItsOwnReleasesAlone",
+		edits: []edit{{"set := b.set(SetOf(m)); set != nil && marked(set) {\n", "set := b.set(SetOf(m)); false && marked(set) {\n"}},
+	},
 	{name: "a MachineSet is paused while its MachineDeployment is", test: "TestOnePauseAtATime", edits: []edit{
 		{" && !marked(active[0]) && !b.lowersUnderPause() {\n", " && !marked(active[0]) {\n"},
 	}},
@@ -607,7 +611,7 @@ var mutants = []mutant{
 		{"at != nil && at.After(m.CreationTimestamp.Time)", "at != nil && at.Before(&m.CreationTimestamp)"},
 	}},
 	{name: "a late Machine is nobody's next", test: "TestALateMachineIsTheNextClaimsUntilItHasTakenSeveralDeadlines", edits: []edit{
-		{"deadline > 0 && s.Now.Sub(latest(m.CreationTimestamp.Time, unpausedAt(m))) >= Patience*deadline", "deadline > 0 && s.Now.Sub(m.CreationTimestamp.Time) >= deadline"},
+		{"deadline > 0 && s.Now.Sub(latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions))) >= Patience*deadline", "deadline > 0 && s.Now.Sub(m.CreationTimestamp.Time) >= deadline"},
 	}},
 	{name: "a Machine that never comes is always late", test: "TestAMachineThatNeverComesIsGivenUpInTheEnd", edits: []edit{
 		{"if why = s.late(d, since, given, what); why == \"\" {", "{"},
@@ -649,6 +653,9 @@ var mutants = []mutant{
 	}},
 	{name: "a pause counts as waiting for a Machine", test: "TestAClaimOfAPausedGroupDoesNotFail", edits: []edit{
 		{"	if m != nil && HasNode(m) || s.paused(m) {\n", "	if m != nil && (HasNode(m) || s.paused(m)) {\n"},
+	}},
+	{name: "the time of a pause counts as waiting for a Machine", test: "TestTheTimeOfAPauseIsNotTimeForAMachine", edits: []edit{
+		{"	since = latest(since, unpausedAt(s.Deployment.Status.Conditions))\n", ""},
 	}},
 	{name: "a claim is explained anew with each number", test: "TestExplanationsOfABlockedGroupAreFew", edits: []edit{
 		{"set.Name, oneLine(reasons)))\n", "set.Name, oneLine(reasons)+c.Message))\n"},
@@ -720,10 +727,10 @@ var mutants = []mutant{
 		{" && s.mayDelete(m) && !s.Group.Has(eligibility.Paused):", " && s.mayDelete(m):"},
 	}},
 	{name: "the time of a pause makes a Machine hopeless", test: "TestTheTimeOfAPauseMakesNoMachineHopeless", edits: []edit{
-		{"s.Now.Sub(latest(m.CreationTimestamp.Time, unpausedAt(m))) >= Patience*deadline", "s.Now.Sub(m.CreationTimestamp.Time) >= Patience*deadline"},
+		{"s.Now.Sub(latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions))) >= Patience*deadline", "s.Now.Sub(m.CreationTimestamp.Time) >= Patience*deadline"},
 	}},
 	{name: "the time of a pause counts", test: "TestTheTimeOfAPauseDoesNotCount", edits: []edit{
-		{"latest(boundAt(c, m), unpausedAt(m))", "latest(boundAt(c, m), boundAt(c, m))"},
+		{"latest(boundAt(c, m), unpausedAt(m.Status.Conditions))", "latest(boundAt(c, m), boundAt(c, m))"},
 	}},
 	{name: "what was stated before a pause counts after it", test: "TestRightAfterAPauseNothingIsStated", edits: []edit{
 		{"> unpauseSettles && s.ago", "> 1000*unpauseSettles && s.ago"},
