@@ -218,7 +218,7 @@ e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) $(SANDBOX_ETCD_TOOLS) ## All end-to-end te
 	@$(call go_test,$@,-count=1 -timeout 100m ./test/e2e/...)
 
 .PHONY: chaos
-chaos: $(SANDBOX_BINARIES) $(BIN)/chaos ## Make everything that the product depends on fail, and count what is lost; half an hour (CHAOS_FLAGS='-scenarios=rollout')
+chaos: $(SANDBOX_BINARIES) $(BIN)/chaos ## Make everything that the product depends on fail, and count what is lost; an hour and more (CHAOS_FLAGS='-scenarios=rollout')
 	@$(BIN)/chaos $(CHAOS_FLAGS)
 CHAOS_FLAGS ?=
 
@@ -242,6 +242,7 @@ bench: $(SANDBOX_BINARIES) $(BIN)/bench ## Measure: catalogues, claims per secon
 	@go test -run '^$$' -bench . ./agent/protocol ./agent/internal/claims
 	@go test -run '^$$' -bench . -benchtime 300x -timeout 20m ./agent/internal/agent
 	@go test -run Footprint -v -count 1 -timeout 20m ./agent/internal/agent -args -machines=10000 -ended=10000 -rounds=3
+	@go test -run ManyClusters -v -count 1 -timeout 20m ./agent/internal/agent -args -clusters=200 -claims=3
 	@$(BIN)/bench $(BENCH_FLAGS)
 BENCH_FLAGS ?=
 

@@ -282,12 +282,16 @@ func endedGroups(t *testing.T, namespace string, claims int) {
 	}
 }
 
+func clusterName(number int) string { return fmt.Sprintf("team-%03d-production", number) }
+
+func groupName(cluster string) string { return cluster + "-workers-a" }
+
 func makeGroup(
 	t *testing.T, namespace string, number, replicas int,
 ) (*clusterv1.Cluster, *clusterv1.MachineDeployment, *clusterv1.MachineSet) {
 	t.Helper()
-	cluster := fmt.Sprintf("team-%03d-production", number)
-	name := cluster + "-workers-a"
+	cluster := clusterName(number)
+	name := groupName(cluster)
 	template := capitest.NewInfrastructureTemplate(namespace, name, nil)
 	object := capitest.NewCluster(namespace, cluster)
 	ledger := protocol.Ledger{Version: protocol.LedgerVersion, Seq: 7, LastReplicas: int32(replicas)}

@@ -1,0 +1,161 @@
+package agent_test
+
+import (
+	"cmp"
+	"context"
+	"flag"
+	"fmt"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/samber/lo"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"golang.org/x/sync/errgroup"
+	"k8s.io/apimachinery/pkg/util/wait"
+	apiwatch "k8s.io/apimachinery/pkg/watch"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	ctrlclient "sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/agent"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/options"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+var (
+	manyClusters = flag.Int("clusters", 4, "how many Clusters, of 50 Machines each, claim one more at the same time")
+	manyRounds   = flag.Int("claims", 2, "how often they do, one claim after the other")
+)
+
+// TestClaimsOfManyClustersAtOnce has every Cluster of a hub claim a machine at the same moment, and release it, over mutual TLS, each with its own
+// certificate. Cluster API makes no Machine meanwhile. How long that takes is printed only.
+func TestClaimsOfManyClustersAtOnce(t *testing.T) {
+	namespace := plane.Namespace(t)
+	settle(t, namespace, *manyClusters*machinesPerGroup)
+	o := testOptions(namespace)
+	o.KubeAPIQPS, o.KubeAPIBurst = options.New().KubeAPIQPS, options.New().KubeAPIBurst
+	running := start(t, agent.Config{Options: o})
+	names := lo.Times(*manyClusters, clusterName)
+	for _, cluster := range names { // connected, and what they may have is known
+		client := running.client(namespace, cluster)
+		eventually(t, "the node group takes claims", func(ctx context.Context) (bool, error) {
+			group, err := client.NodeGroups.GetNodeGroup(ctx, &agentv1alpha1.GetNodeGroupRequest{
+				Cluster: &agentv1alpha1.ClusterRef{Namespace: namespace, Name: cluster}, Id: namespace + "/" + groupName(cluster),
+			})
+			return err == nil && group.GetNodeGroup().GetAvailability().GetAvailable(), nil
+		})
+	}
+	atOnce := func(call func(cluster string) error) []time.Duration {
+		took := make([]time.Duration, len(names))
+		var calls errgroup.Group
+		for i, cluster := range names {
+			calls.Go(func() error {
+				began := time.Now()
+				err := call(cluster)
+				took[i] = time.Since(began)
+				return err
+			})
+		}
+		require.NoError(t, calls.Wait())
+		return took
+	}
+	for round := range *manyRounds {
+		id := fmt.Sprintf("one-more-%d", round)
+		created := atOnce(func(cluster string) error {
+			_, err := running.client(namespace, cluster).Claims.CreateClaim(t.Context(), &agentv1alpha1.CreateClaimRequest{
+				Cluster: &agentv1alpha1.ClusterRef{Namespace: namespace, Name: cluster}, ClaimId: id, Holder: "karpenter",
+				Candidates: []string{namespace + "/" + groupName(cluster)},
+			})
+			return err
+		})
+		for _, cluster := range names {
+			md := deployment(t, namespace, cluster)
+			assert.EqualValues(t, machinesPerGroup+1, *md.Spec.Replicas, "%s: what a claim leaves is the next one's", md.Name)
+			ledger, err := protocol.LedgerOf(md)
+			require.NoError(t, err)
+			assert.Contains(t, ledger.Pending, id, md.Name)
+		}
+
+		ends := watchEnds(t, namespace, id)
+		began := time.Now()
+		released := atOnce(func(cluster string) error {
+			_, err := running.client(namespace, cluster).Claims.ReleaseClaim(t.Context(), &agentv1alpha1.ReleaseClaimRequest{
+				Cluster: &agentv1alpha1.ClusterRef{Namespace: namespace, Name: cluster}, ClaimId: id,
+			})
+			return err
+		})
+		ended := ends.await(t, len(names), began)
+		t.Logf("%d claims at once, of as many Clusters with %d Machines in all: CreateClaim %s; ReleaseClaim %s; until they have ended %s",
+			len(names), len(names)*machinesPerGroup, spread(created), spread(released), spread(ended))
+	}
+}
+
+func deployment(t *testing.T, namespace, cluster string) *clusterv1.MachineDeployment {
+	t.Helper()
+	md := &clusterv1.MachineDeployment{}
+	require.NoError(t, plane.Client.Get(t.Context(), ctrlclient.ObjectKey{Namespace: namespace, Name: groupName(cluster)}, md))
+	return md
+}
+
+func spread(took []time.Duration) string {
+	if len(took) == 0 {
+		return "none"
+	}
+	slices.SortFunc(took, cmp.Compare)
+	at := func(percent int) time.Duration {
+		return took[min(len(took)-1, len(took)*percent/100)].Round(time.Millisecond)
+	}
+	return fmt.Sprintf("p50 %s, p99 %s", at(50), at(99))
+}
+
+// ends are when claims ended, as a watch sees it.
+type ends struct {
+	mu   sync.Mutex
+	when map[string]time.Time // by name
+}
+
+func watchEnds(t *testing.T, namespace, claimID string) *ends {
+	t.Helper()
+	watching, err := ctrlclient.NewWithWatch(hub, ctrlclient.Options{Scheme: plane.Client.Scheme()})
+	require.NoError(t, err)
+	events, err := watching.Watch(t.Context(), &v1alpha1.MachineClaimList{}, ctrlclient.InNamespace(namespace))
+	require.NoError(t, err)
+	e := &ends{when: map[string]time.Time{}}
+	var reading sync.WaitGroup
+	reading.Go(func() {
+		for event := range events.ResultChan() {
+			c, isClaim := event.Object.(*v1alpha1.MachineClaim)
+			if !isClaim || event.Type == apiwatch.Deleted || c.Spec.ClaimID != claimID || c.CurrentPhase() != v1alpha1.PhaseEnded {
+				continue
+			}
+			e.mu.Lock()
+			if _, known := e.when[c.Name]; !known {
+				e.when[c.Name] = time.Now()
+			}
+			e.mu.Unlock()
+		}
+	})
+	t.Cleanup(func() {
+		events.Stop()
+		reading.Wait()
+	})
+	return e
+}
+
+// await returns how long after a moment each of so many claims ended.
+func (e *ends) await(t *testing.T, claims int, since time.Time) []time.Duration {
+	t.Helper()
+	var took []time.Duration
+	err := wait.PollUntilContextTimeout(t.Context(), 10*time.Millisecond, 5*time.Minute, true, func(context.Context) (bool, error) {
+		e.mu.Lock()
+		defer e.mu.Unlock()
+		took = lo.MapToSlice(e.when, func(_ string, at time.Time) time.Duration { return at.Sub(since) })
+		return len(took) == claims, nil
+	})
+	require.NoError(t, err, "%d of %d claims have ended, %s", len(took), claims, spread(took))
+	return took
+}
