@@ -89,7 +89,7 @@ func (h hubs) clusterIsGone(ctx context.Context) (string, error) {
 
 // hangs has the machine of a claim hang before it joins, that comes next in the node group west on what the caller does. Those after it do
 // not hang. It is not east, where the claim may be given one of the team's machines.
-func (h hubs) hangs(t *testing.T, more func()) {
+func (h hubs) hangs(t *testing.T, more func()) (machine string) {
 	t.Helper()
 	g := NewWithT(t)
 	names := func(ctx context.Context) ([]string, error) {
@@ -104,11 +104,13 @@ func (h hubs) hangs(t *testing.T, more func()) {
 		patch := mergePatch(`{"spec":{"template":{"spec":{"stuckAt":` + value + `}}}}`)
 		g.Expect(h.source.Hub.Patch(within(t, soon), template, patch)).To(Succeed())
 	}
+	before, err := names(within(t, soon))
+	g.Expect(err).NotTo(HaveOccurred())
 	set(`"Join"`)
 	more()
-	var machine string
 	poll(t, settleWithin, func(ctx context.Context) (string, error) {
 		hanging, err := names(ctx)
+		hanging = lo.Without(hanging, before...)
 		if len(hanging) == 1 {
 			machine = hanging[0]
 		}
@@ -121,4 +123,5 @@ func (h hubs) hangs(t *testing.T, more func()) {
 		return lo.Ternary(m.Labels[agentv1.ClaimLabel] != "", "", "Machine "+machine+" to be claimed"), err
 	})
 	set("null")
+	return machine
 }

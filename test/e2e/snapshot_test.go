@@ -1,0 +1,349 @@
+package e2e_test
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	. "github.com/onsi/gomega"
+	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/ptr"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+
+	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/test/invariants"
+	"github.com/karpenter-capi/karpenter-capi/test/journey"
+	"github.com/karpenter-capi/karpenter-capi/test/world"
+)
+
+// An etcd snapshot of earlier is put back, in the hub or in the spoke, while all else went on. What both sides know must come to no
+// harm; what only one of them knows is reported, and goes when a person says so, as docs/disaster-recovery.md has it.
+
+const (
+	// perGroup is how many pods each node group has at first.
+	perGroup = 10
+	// since is how many machines go in the node group east, and come in west, after the snapshot.
+	since = 3
+	// quiet is as long as the agent keeps machines that nobody claims, and the shim's next listings of its claims.
+	quiet = spareGrace + 2*syncInterval
+	// unheard is how long until a Node counts as lost whose kubelet says nothing, and is given up.
+	unheard = 4 * time.Minute
+)
+
+func TestASnapshotOfTheHubThatIsPutBackLosesNothing(t *testing.T) {
+	figure := shows(t, "a hub's etcd snapshot of earlier is put back: what runs is kept, what is missing or too much is reported")
+	if testing.Short() {
+		t.Skip("not in the short run: an hour's work is undone twice")
+	}
+	g := NewWithT(t)
+	h := startHub(t, "e2e-snapshot-hub")
+	h.run(t, h.source, perGroup, perGroup)
+
+	const (
+		agentsLast = "with everything in the hub stopped, and the agents started last"
+		agentsRun  = "with all but the agents stopped"
+	)
+	pods := map[string]int{"east": perGroup, "west": perGroup}
+	for _, how := range []string{agentsLast, agentsRun} {
+		t.Run(how, func(t *testing.T) {
+			g := NewWithT(t)
+			// One more is on its way at the time of the snapshot, and joins after it.
+			hangs := h.hangs(t, func() {
+				pods["west"]++
+				h.scale(t, pods["east"], pods["west"])
+			})
+			had := h.holdings(t, h.source)
+			file := filepath.Join(t.TempDir(), "hub.db")
+			g.Expect(h.source.Sandbox.Snapshot(within(t, soon), sandbox.HubEtcd, file)).To(Succeed())
+
+			taken := time.Now()
+			h.joins(t, hangs)
+			pods["east"], pods["west"] = pods["east"]-since, pods["west"]+since
+			h.scale(t, pods["east"], pods["west"])
+			h.atRest(t, pods)
+			has := h.holdings(t, h.source)
+			d := difference(had, has)
+			g.Expect(d.made).To(HaveLen(since))
+			g.Expect(d.removed).To(HaveLen(since))
+			ran := podsOn(t, h.source, d.nodes())
+			watching := watchSpoke(t, h.source)
+
+			// Cluster API and Kubernetes' own controllers do harm under a restore: their caches go back one kind after the other, and a
+			// MachineSet of later has Cluster API delete Machines of earlier.
+			stopped := []string{sandbox.ClusterAPI, sandbox.SimProvider, sandbox.HubControllerManager}
+			if how == agentsLast {
+				stopped = slices.Concat(lo.Times(agents, sandbox.AgentName), stopped)
+			}
+			putBack(t, h.source.Sandbox, file, sandbox.HubEtcd, sandbox.HubAPIServer, stopped, nil)
+			back := time.Now()
+			figure("%s, the snapshot was %.0f s old", how, back.Sub(taken).Seconds())
+
+			// Reported: claims whose NodeClaim is gone, and NodeClaims and Nodes that the hub does not know.
+			poll(t, settleWithin, h.reports(d))
+			figure("what differs was reported %.0f s later", time.Since(back).Seconds())
+			reported := h.reports(d)
+			g.Consistently(func(g Gomega) {
+				g.Expect(watching.incidents()).To(BeEmpty(), "what happened to what ran in the spoke")
+				g.Expect(reported(t.Context())).To(BeEmpty())
+			}).WithTimeout(quiet).WithPolling(time.Second).Should(Succeed())
+
+			// Released: what the page says to do.
+			for id := range d.removed {
+				h.release(t, id)
+			}
+			for _, lost := range d.made {
+				nodeClaim := &karpenterv1.NodeClaim{ObjectMeta: metav1.ObjectMeta{Name: lost.nodeClaim}}
+				g.Expect(h.source.Spoke.Delete(within(t, soon), nodeClaim)).To(Succeed())
+			}
+			h.atRest(t, pods)
+			now := h.holdings(t, h.source)
+			g.Expect(now.replicas).To(Equal(has.replicas))
+			d.expectKept(g, now)
+			g.Expect(podsOn(t, h.source, d.nodes())).To(ContainElements(ran), "pods on Nodes that both sides know")
+		})
+	}
+	g.Expect(h.faultsAfterAStart()).To(BeEmpty())
+}
+
+func TestASnapshotOfTheSpokeThatIsPutBackLosesNothing(t *testing.T) {
+	figure := shows(t, "a spoke's etcd snapshot of earlier is put back: what runs is kept, what is missing or too much is reported")
+	if testing.Short() {
+		t.Skip("not in the short run: Nodes that nothing is heard of count as lost after a minute")
+	}
+	g := NewWithT(t)
+	h := startHub(t, "e2e-snapshot-spoke")
+	h.run(t, h.source, perGroup, perGroup)
+	had := h.holdings(t, h.source)
+	file := filepath.Join(t.TempDir(), "spoke.db")
+	g.Expect(h.source.Sandbox.Snapshot(within(t, soon), sandbox.SpokeEtcd, file)).To(Succeed())
+
+	taken := time.Now()
+	h.scale(t, perGroup-since, perGroup+since)
+	h.atRest(t, map[string]int{"east": perGroup - since, "west": perGroup + since})
+	d := difference(had, h.holdings(t, h.source))
+	g.Expect(d.made).To(HaveLen(since))
+	g.Expect(d.removed).To(HaveLen(since))
+	ran := podsOn(t, h.source, d.nodes())
+	destroyed := providerLogs(t, h.source, "instance stops")
+	madeNodes := lo.MapToSlice(d.made, func(_ string, c holding) corev1.Node { return h.node(t, c.machine) })
+
+	stopped := []string{sandbox.SpokeKwok, sandbox.SpokeScheduler, sandbox.SpokeControllerManager}
+	putBack(t, h.source.Sandbox, file, sandbox.SpokeEtcd, sandbox.SpokeAPIServer, stopped, func() {
+		for _, gone := range d.removed {
+			h.silence(t, gone.machine) // no kubelet runs where no machine is
+		}
+		// A kubelet makes its Node again only when it is started anew.
+		h.restartKubelet(t, madeNodes[0])
+	})
+	back := time.Now()
+	figure("the snapshot was %.0f s old", back.Sub(taken).Seconds())
+
+	// NodeClaims whose claim has ended go when nothing is heard of their Nodes, and their pods are planned anew; claims whose NodeClaim is
+	// gone are kept, as pods run on their machines for all the hub knows.
+	poll(t, unheard, func(ctx context.Context) (string, error) {
+		for _, gone := range d.removed {
+			err := h.source.Spoke.Get(ctx, client.ObjectKey{Name: gone.machine}, &corev1.Node{})
+			if !apierrors.IsNotFound(err) {
+				return "Node " + gone.machine + " to go, which has no machine", err
+			}
+		}
+		return "", nil
+	})
+	figure("NodeClaims without a machine were given up %.0f s later", time.Since(back).Seconds())
+	g.Expect(h.source.Recorder.Await(within(t, unheard), running(2*perGroup))).To(Succeed())
+	reported := h.reports(differences{removed: d.made})
+	poll(t, settleWithin, reported)
+	g.Consistently(func(g Gomega) {
+		g.Expect(destroyed()).To(BeEmpty(), "instances")
+		g.Expect(reported(t.Context())).To(BeEmpty())
+	}).WithTimeout(quiet).WithPolling(time.Second).Should(Succeed())
+
+	for id := range d.made {
+		h.release(t, id)
+	}
+	h.atRest(t, map[string]int{"east": perGroup, "west": perGroup})
+	now := h.holdings(t, h.source)
+	g.Expect(now.replicas).To(Equal(had.replicas))
+	d.expectKept(g, now)
+	g.Expect(podsOn(t, h.source, d.nodes())).To(ContainElements(ran), "pods on Nodes that both sides know")
+	g.Expect(h.faultsAfterAStart()).To(BeEmpty())
+}
+
+// putBack stops what is named, and an etcd with its API server; it puts the snapshot back and starts all of it, in the opposite order.
+// What happens first, before any other component runs, is up to the caller.
+func putBack(t *testing.T, in *sandbox.Sandbox, file, etcd, server string, others []string, first func()) {
+	t.Helper()
+	g := NewWithT(t)
+	all := append(slices.Clone(others), server, etcd)
+	for _, component := range all {
+		g.Expect(in.StopComponent(component)).To(Succeed())
+	}
+	g.Expect(in.PutBack(within(t, soon), etcd, file)).To(Succeed())
+	for _, component := range slices.Backward(all) {
+		g.Expect(in.StartComponent(within(t, settleWithin), component)).To(Succeed(), component)
+		if component == server && first != nil {
+			first()
+		}
+	}
+}
+
+// startsUp is what a reflector says of an API server that has just been started, and has not read its roles and bindings yet.
+var startsUp = regexp.MustCompile(`Failed to watch.*is forbidden:`)
+
+func (h hubs) faultsAfterAStart() []string {
+	return faultsInLogsBut(startsUp, h.source, append(lo.Times(agents, sandbox.AgentName), sandbox.Shim)...)
+}
+
+// differences are what became of claims between two moments, each with what it had last.
+type differences struct {
+	kept, made, removed map[string]holding
+	uids                map[string]types.UID // of the Nodes of what was not made since
+}
+
+func difference(before, after holdings) differences {
+	had, has := slices.Collect(maps.Keys(before.claims)), slices.Collect(maps.Keys(after.claims))
+	d := differences{
+		kept: lo.PickByKeys(after.claims, had), made: lo.OmitByKeys(after.claims, had), removed: lo.OmitByKeys(before.claims, has),
+	}
+	// A Node has its Machine's name.
+	d.uids = lo.OmitByKeys(after.nodes, lo.MapToSlice(d.made, func(_ string, c holding) string { return c.machine }))
+	return d
+}
+
+func (d differences) nodes() []string { return slices.Collect(maps.Keys(d.uids)) }
+
+func (d differences) expectKept(g Gomega, now holdings) {
+	g.Expect(lo.PickByKeys(now.claims, slices.Collect(maps.Keys(d.kept)))).To(Equal(d.kept), "claims that both sides know")
+	g.Expect(lo.PickByKeys(now.nodes, d.nodes())).To(Equal(d.uids), "Nodes that both sides know")
+}
+
+// reports returns a condition for poll: nothing violates an invariant but what was made and removed since, and the claims of what was
+// removed are said to have no owner.
+func (h hubs) reports(d differences) func(context.Context) (string, error) {
+	expected := map[string]invariants.Rule{}
+	for id := range d.removed {
+		expected["MachineClaim "+agentv1.ObjectName(sandbox.ClusterName, id)] = invariants.ClaimHasNodeClaim
+	}
+	for _, c := range d.made {
+		expected["NodeClaim "+c.nodeClaim] = invariants.NodeClaimHasClaim
+		expected["Node "+c.machine] = invariants.NodeHasMachine
+	}
+	return func(ctx context.Context) (string, error) {
+		state, err := invariants.Read(ctx, h.source.Hub, h.source.Spoke, world.Cluster)
+		if err != nil {
+			return "", err
+		}
+		violations := state.AtRest()
+		found := lo.SliceToMap(violations, func(v invariants.Violation) (string, invariants.Rule) { return v.Object, v.Rule })
+		if len(found) != len(violations) || !maps.Equal(found, expected) {
+			return fmt.Sprintf("just this to be reported: %v; there is\n%s", expected, invariants.Describe(violations)), nil
+		}
+		for _, c := range state.Claims {
+			if _, surplus := d.removed[c.Spec.ClaimID]; surplus && c.Status.Reason != "OwnerMissing" {
+				return fmt.Sprintf("MachineClaim %s to have the reason OwnerMissing: it has %s", c.Name, c.Status.Reason), nil
+			}
+		}
+		return "", nil
+	}
+}
+
+// atRest waits until each node group has so many pods' machines and the team's, all pods and machines run, and nothing violates an invariant.
+func (h hubs) atRest(t *testing.T, pods map[string]int) {
+	t.Helper()
+	poll(t, unheard, func(ctx context.Context) (string, error) {
+		for name, n := range pods {
+			var md clusterv1.MachineDeployment
+			if err := h.source.Hub.Get(ctx, client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: name}, &md); err != nil {
+				return "", err
+			}
+			wanted := n + lo.Ternary(name == "east", own, 0)
+			if is := ptr.Deref(md.Spec.Replicas, -1); int(is) != wanted {
+				return fmt.Sprintf("MachineDeployment %s to have %d replicas: it has %d", name, wanted, is), nil
+			}
+		}
+		return "", nil
+	})
+	NewWithT(t).Expect(h.source.Recorder.Await(within(t, unheard), func(s journey.State) string {
+		if missing := running(pods["east"] + pods["west"])(s); missing != "" {
+			return missing
+		}
+		return everyMachineRuns(s)
+	})).To(Succeed())
+	h.settle(t)
+}
+
+// release releases a claim as an administrator does.
+func (h hubs) release(t *testing.T, id string) {
+	t.Helper()
+	_, err := h.agent(t).Claims.ReleaseClaim(within(t, soon), &agentv1alpha1.ReleaseClaimRequest{
+		Cluster: theCluster(), ClaimId: id, Reason: "its NodeClaim is gone",
+	})
+	NewWithT(t).Expect(err).NotTo(HaveOccurred())
+}
+
+// joins ends what hangs began.
+func (h hubs) joins(t *testing.T, machine string) {
+	t.Helper()
+	m := &simv1.SimMachine{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: machine}}
+	NewWithT(t).Expect(h.source.Hub.Patch(within(t, soon), m, mergePatch(`{"spec":{"stuckAt":null}}`))).To(Succeed())
+}
+
+func (h hubs) node(t *testing.T, name string) corev1.Node {
+	t.Helper()
+	var n corev1.Node
+	NewWithT(t).Expect(h.source.Spoke.Get(within(t, soon), client.ObjectKey{Name: name}, &n)).To(Succeed())
+	return n
+}
+
+// silence takes a Node from kwok, so that nothing is heard of it any more.
+func (h hubs) silence(t *testing.T, node string) {
+	t.Helper()
+	n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: node}}
+	patch := mergePatch(fmt.Sprintf(`{"metadata":{"labels":{%q:null}}}`, sandbox.KubeletLabel))
+	NewWithT(t).Expect(h.source.Spoke.Patch(within(t, soon), n, patch)).To(Succeed())
+}
+
+// restartKubelet registers a Node as its kubelet does when it is started: with Karpenter's taint, and without what others wrote on it.
+func (h hubs) restartKubelet(t *testing.T, was corev1.Node) {
+	t.Helper()
+	n := &corev1.Node{
+		ObjectMeta: metav1.ObjectMeta{
+			Name: was.Name,
+			Labels: lo.PickBy(was.Labels, func(key, _ string) bool {
+				return key == sandbox.KubeletLabel || strings.HasPrefix(key, "kubernetes.io/") || strings.HasPrefix(key, "topology.kubernetes.io/")
+			}),
+		},
+		Spec: corev1.NodeSpec{ProviderID: was.Spec.ProviderID, Taints: []corev1.Taint{karpenterv1.UnregisteredNoExecuteTaint}},
+	}
+	g := NewWithT(t)
+	g.Expect(h.source.Spoke.Create(within(t, soon), n)).To(Succeed())
+	n.Status = was.Status
+	g.Expect(h.source.Spoke.Status().Update(within(t, soon), n)).To(Succeed())
+}
+
+// podsOn returns the UIDs of the tests' pods on these Nodes, sorted.
+func podsOn(t *testing.T, of *world.World, nodes []string) []types.UID {
+	t.Helper()
+	var pods corev1.PodList
+	if err := of.Spoke.List(within(t, soon), &pods, client.InNamespace("default")); err != nil {
+		t.Fatal(err)
+	}
+	uids := lo.FilterMap(pods.Items, func(p corev1.Pod, _ int) (types.UID, bool) { return p.UID, slices.Contains(nodes, p.Spec.NodeName) })
+	slices.Sort(uids)
+	return uids
+}
