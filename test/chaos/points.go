@@ -2,6 +2,7 @@ package chaos
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"sync"
@@ -296,9 +297,10 @@ func (r *run) releaseFromTwoSets(ctx context.Context, g *group) error {
 			if err != nil {
 				return err
 			}
-			if id != "" {
-				ids = append(ids, id)
+			if id == "" { // full of what others left: with its template changing, that never goes
+				return errors.Join(r.releaseOf(ctx, g), wait(ctx, between(time.Second, 3*time.Second)))
 			}
+			ids = append(ids, id)
 		}
 		if err := r.witness.Await(ctx, func() bool {
 			return lo.EveryBy(ids, func(id string) bool { return r.phase(id) != agentv1.PhasePending })

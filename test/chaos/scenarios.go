@@ -174,7 +174,7 @@ func randomKills(ctx context.Context, r *run) error {
 }
 
 // killsWithin bounds the time that is spent on more claims.
-const killsWithin = 15 * time.Minute
+const killsWithin = 45 * time.Minute
 
 // lacks reports whether there are fewer claims and releases, of all scenarios so far, than asked for.
 func (r *run) lacks() bool {

@@ -217,8 +217,8 @@ func (p *Proxy) ExpireWatches() {
 	p.expired = make(chan struct{})
 }
 
-// Hide keeps the next event of an object of the resource from the caller, for good: until the object changes again, or its watch expires, the
-// caller's cache shows it as it was.
+// Hide keeps the next event of an object of the resource, but for those of a list, from the caller, for good: until the object changes again, or
+// its watch expires, the caller's cache shows it as it was.
 func (p *Proxy) Hide(resource string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -352,7 +352,8 @@ func (p *Proxy) roundTrip(r *http.Request) (*http.Response, error) {
 	}
 	response, err := p.send(r)
 	if err == nil && q.Verb == "watch" && response.StatusCode == http.StatusOK {
-		response.Body = p.watched(r.Context(), q.Resource, framingOf(response.Header), response.Body)
+		listing, _ := strconv.ParseBool(r.URL.Query().Get("sendInitialEvents"))
+		response.Body = p.watched(r.Context(), q.Resource, listing, framingOf(response.Header), response.Body)
 	}
 	return response, err
 }
@@ -457,8 +458,9 @@ func refusal(r *http.Request, code int, reason metav1.StatusReason) *http.Respon
 	}
 }
 
-// watched passes the events of a watch on, one after the other, except while frozen, and until it expires.
-func (p *Proxy) watched(ctx context.Context, resource string, framing framing, body io.ReadCloser) io.ReadCloser {
+// watched passes the events of a watch on, one after the other, except while frozen, and until it expires. Listing says that it begins with a
+// list, of which nothing is hidden: an object that is missing in a list is not an event unseen.
+func (p *Proxy) watched(ctx context.Context, resource string, listing bool, framing framing, body io.ReadCloser) io.ReadCloser {
 	out, in := io.Pipe()
 	events := make(chan []byte)
 	ended := make(chan struct{})
@@ -502,9 +504,10 @@ func (p *Proxy) watched(ctx context.Context, resource string, framing framing, b
 				if p.frozen() {
 					p.awaitThaw(ctx)
 				}
-				if p.hides(resource, framing, event) {
+				if !listing && p.hides(resource, framing, event) {
 					continue
 				}
+				listing = listing && !bytes.Contains(event, []byte(metav1.InitialEventsAnnotationKey))
 				if _, err := in.Write(event); err != nil {
 					return
 				}

@@ -214,9 +214,10 @@ func TestAWriteThatIsRefusedIsAnswered(t *testing.T) {
 }
 
 // watch opens a watch and returns its lines; the channel is closed when it ends.
-func (s *scene) watch(t *testing.T) <-chan string {
+func (s *scene) watch(t *testing.T, parameters ...string) <-chan string {
 	t.Helper()
-	r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, s.proxy.Endpoint().URL+"/api/v1/nodes?watch=true", nil)
+	query := strings.Join(append([]string{"watch=true"}, parameters...), "&")
+	r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, s.proxy.Endpoint().URL+"/api/v1/nodes?"+query, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -339,6 +340,26 @@ func TestOneEventIsHidden(t *testing.T) {
 	g.Expect(s.proxy.Hidden()).To(Equal(1))
 	s.proxy.Hide("others")
 	told("DELETED", "a")
+}
+
+func TestNothingOfAListIsHidden(t *testing.T) {
+	g := NewWithT(t)
+	s := newScene(t)
+	s.proxy.Hide("nodes")
+	lines := s.watch(t, "sendInitialEvents=true")
+	event := func(kind, metadata string) string {
+		return fmt.Sprintf(`{"type":%q,"object":{"kind":"Machine","metadata":{%s}}}`, kind, metadata)
+	}
+	told := func(event string) {
+		s.events <- event
+		g.Eventually(lines).WithTimeout(soon).Should(Receive(Equal(event)))
+	}
+	told(event("ADDED", `"name":"a"`))
+	told(event("BOOKMARK", `"annotations":{"k8s.io/initial-events-end":"true"}`))
+	g.Expect(s.proxy.Hidden()).To(BeZero())
+	s.events <- event("ADDED", `"name":"b"`)
+	told(event("ADDED", `"name":"c"`))
+	g.Expect(s.proxy.Hidden()).To(Equal(1))
 }
 
 func TestConnectionsAreReset(t *testing.T) {
