@@ -287,7 +287,6 @@ func (b *books) refusal() *eligibility.Refusal {
 // adopt enters the claims that take an existing Machine over, and names it for them in the same write: a spare's, else the
 // user's, who then owns one less.
 func (b *books) adopt() {
-	crowded := b.crowded()
 	for _, c := range b.Claims {
 		id := c.Spec.ClaimID
 		if c.CurrentPhase() != v1alpha1.PhasePending || c.Spec.Adopt == "" {
@@ -297,9 +296,6 @@ func (b *books) adopt() {
 			continue
 		}
 		m, refusal := b.adoptable(c)
-		if crowded != nil {
-			refusal = crowded
-		}
 		if refusal != nil {
 			b.d.Refused[id] = *refusal
 			continue
@@ -325,6 +321,9 @@ func (b *books) adopt() {
 
 // adoptable returns the Machine that a claim is to take over, or why it cannot have it.
 func (b *books) adoptable(c *v1alpha1.MachineClaim) (*clusterv1.Machine, *eligibility.Refusal) {
+	if crowded := b.crowded(); crowded != nil {
+		return nil, crowded
+	}
 	if !b.mayGrow() {
 		return nil, b.refusal()
 	}

@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"sync"
@@ -477,9 +478,12 @@ func (h hubs) agent(t *testing.T) *agentclient.Client {
 	return c
 }
 
-func (h hubs) faults() []string {
+func (h hubs) faults() []string { return h.faultsBut(nil) }
+
+// faultsBut leaves out the lines that match expected, which may be nil.
+func (h hubs) faultsBut(expected *regexp.Regexp) []string {
 	ofAgents := lo.Times(agents, sandbox.AgentName)
-	return append(faultsInLogs(h.source, append(ofAgents, sandbox.Shim)...), faultsInLogs(h.target, ofAgents...)...)
+	return append(faultsInLogsBut(expected, h.source, append(ofAgents, sandbox.Shim)...), faultsInLogsBut(expected, h.target, ofAgents...)...)
 }
 
 // providerLogs returns a function that lists the lines with a text that the infrastructure provider has logged since.

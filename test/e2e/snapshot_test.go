@@ -117,7 +117,7 @@ func TestASnapshotOfTheHubThatIsPutBackLosesNothing(t *testing.T) {
 			g.Expect(podsOn(t, h.source, d.nodes())).To(ContainElements(ran), "pods on Nodes that both sides know")
 		})
 	}
-	g.Expect(h.faultsAfterAStart()).To(BeEmpty())
+	g.Expect(h.faultsBut(startsUp)).To(BeEmpty())
 }
 
 func TestASnapshotOfTheSpokeThatIsPutBackLosesNothing(t *testing.T) {
@@ -181,7 +181,7 @@ func TestASnapshotOfTheSpokeThatIsPutBackLosesNothing(t *testing.T) {
 	g.Expect(now.replicas).To(Equal(had.replicas))
 	d.expectKept(g, now)
 	g.Expect(podsOn(t, h.source, d.nodes())).To(ContainElements(ran), "pods on Nodes that both sides know")
-	g.Expect(h.faultsAfterAStart()).To(BeEmpty())
+	g.Expect(h.faultsBut(startsUp)).To(BeEmpty())
 }
 
 // putBack stops what is named, and an etcd with its API server; it puts the snapshot back and starts all of it, in the opposite order.
@@ -204,10 +204,6 @@ func putBack(t *testing.T, in *sandbox.Sandbox, file, etcd, server string, other
 
 // startsUp is what a reflector says of an API server that has just been started, and has not read its roles and bindings yet.
 var startsUp = regexp.MustCompile(`Failed to watch.*is forbidden:`)
-
-func (h hubs) faultsAfterAStart() []string {
-	return faultsInLogsBut(startsUp, h.source, append(lo.Times(agents, sandbox.AgentName), sandbox.Shim)...)
-}
 
 // differences are what became of claims between two moments, each with what it had last.
 type differences struct {

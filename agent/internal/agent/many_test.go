@@ -15,8 +15,9 @@ import (
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sync/errgroup"
 	"k8s.io/apimachinery/pkg/util/wait"
-	apiwatch "k8s.io/apimachinery/pkg/watch"
+	toolscache "k8s.io/client-go/tools/cache"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
 	ctrlclient "sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
@@ -118,31 +119,37 @@ type ends struct {
 	when map[string]time.Time // by name
 }
 
+// watchEnds follows the claims with an id until the test ends. It sees all of them also when the API server ends its watch.
 func watchEnds(t *testing.T, namespace, claimID string) *ends {
 	t.Helper()
-	watching, err := ctrlclient.NewWithWatch(hub, ctrlclient.Options{Scheme: plane.Client.Scheme()})
-	require.NoError(t, err)
-	events, err := watching.Watch(t.Context(), &v1alpha1.MachineClaimList{}, ctrlclient.InNamespace(namespace))
+	ctx, stop := context.WithCancel(t.Context())
+	following, err := cache.New(hub, cache.Options{
+		Scheme: plane.Client.Scheme(), DefaultNamespaces: map[string]cache.Config{namespace: {}},
+	})
 	require.NoError(t, err)
 	e := &ends{when: map[string]time.Time{}}
-	var reading sync.WaitGroup
-	reading.Go(func() {
-		for event := range events.ResultChan() {
-			c, isClaim := event.Object.(*v1alpha1.MachineClaim)
-			if !isClaim || event.Type == apiwatch.Deleted || c.Spec.ClaimID != claimID || c.CurrentPhase() != v1alpha1.PhaseEnded {
-				continue
-			}
-			e.mu.Lock()
-			if _, known := e.when[c.Name]; !known {
-				e.when[c.Name] = time.Now()
-			}
-			e.mu.Unlock()
+	note := func(object any) {
+		c, isClaim := object.(*v1alpha1.MachineClaim)
+		if !isClaim || c.Spec.ClaimID != claimID || c.CurrentPhase() != v1alpha1.PhaseEnded {
+			return
 		}
-	})
+		e.mu.Lock()
+		defer e.mu.Unlock()
+		if _, known := e.when[c.Name]; !known {
+			e.when[c.Name] = time.Now()
+		}
+	}
+	var running sync.WaitGroup
 	t.Cleanup(func() {
-		events.Stop()
-		reading.Wait()
+		stop()
+		running.Wait()
 	})
+	informer, err := following.GetInformer(ctx, &v1alpha1.MachineClaim{}, cache.BlockUntilSynced(false))
+	require.NoError(t, err)
+	_, err = informer.AddEventHandler(toolscache.ResourceEventHandlerFuncs{AddFunc: note, UpdateFunc: func(_, now any) { note(now) }})
+	require.NoError(t, err)
+	running.Go(func() { assert.NoError(t, following.Start(ctx)) })
+	require.True(t, following.WaitForCacheSync(ctx))
 	return e
 }
 

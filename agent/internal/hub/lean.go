@@ -31,16 +31,24 @@ func (l lean) RoundTrip(request *http.Request) (*http.Response, error) {
 	return response, nil
 }
 
-// isLean reports whether a path is that of an object, or of a list, of one of the resources:
-// …/apis/<group>/<version>[/namespaces/<namespace>]/<resource>[/<name>].
+// isLean reports whether a path is that of an object, or of a list, of one of the resources.
 func isLean(path string) bool {
+	resource, _ := resourceOf(path)
+	return slices.Contains(withoutManagedFields, resource)
+}
+
+// resourceOf returns the resource that a path is of, and whether the path is in a namespace:
+// …/apis/<group>/<version>[/namespaces/<namespace>]/<resource>[/<name>]. "" if it is of none, as what clients discover of the API server.
+func resourceOf(path string) (resource string, namespaced bool) {
 	_, path, _ = strings.Cut(path, "/apis/")
 	parts := strings.Split(path, "/")
-	resource := 2
-	if len(parts) > 4 && parts[2] == "namespaces" {
-		resource = 4
+	switch {
+	case len(parts) > 4 && parts[2] == "namespaces":
+		return parts[4], true
+	case len(parts) > 2:
+		return parts[2], false
 	}
-	return len(parts) > resource && slices.Contains(withoutManagedFields, parts[resource])
+	return "", false
 }
 
 // leanBuffer is more than most objects need.

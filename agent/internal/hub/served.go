@@ -22,7 +22,8 @@ type served struct{ next http.RoundTripper }
 func (s served) RoundTrip(request *http.Request) (*http.Response, error) {
 	response, err := s.next.RoundTrip(request)
 	// Of an object that does not exist, the API server answers a Status.
-	if err != nil || response.StatusCode != http.StatusNotFound || !isNamespaced(request.URL.Path) ||
+	_, namespaced := resourceOf(request.URL.Path)
+	if err != nil || response.StatusCode != http.StatusNotFound || !namespaced ||
 		!strings.HasPrefix(response.Header.Get("Content-Type"), "text/plain") {
 		return response, err
 	}
@@ -40,12 +41,4 @@ func (s served) RoundTrip(request *http.Request) (*http.Response, error) {
 	changed.Header = http.Header{"Content-Type": []string{"application/json"}}
 	changed.Body, changed.ContentLength = io.NopCloser(bytes.NewReader(status)), int64(len(status))
 	return &changed, nil
-}
-
-// isNamespaced reports whether a path is that of an object, or of a list, in a namespace: …/apis/<group>/<version>/namespaces/<namespace>/…
-// What clients discover of the API server is not.
-func isNamespaced(path string) bool {
-	_, path, apis := strings.Cut(path, "/apis/")
-	parts := strings.Split(path, "/")
-	return apis && len(parts) > 4 && parts[2] == "namespaces"
 }
