@@ -48,12 +48,19 @@ const (
 	name        = "nodeclass"
 	concurrency = 10
 	// look is how often the connection to the agent is looked at; nothing announces its changes. It is also how long a status
-	// in which no condition turned stays before it is written again: prices and availability may change many times a second.
+	// in which no condition turned stays at least before it is written again: prices and availability may change many times a second.
 	look = 5 * time.Second
+	// Core looks at every NodeClaim of a node class again whenever the class is written, its status too. So a status in which no condition
+	// turned stays so long for each of them, and no longer than longestStatus.
+	forEachNodeClaim = 12 * time.Millisecond
+	longestStatus    = time.Minute
 	// terminating is how often a node class that is being deleted is looked at.
 	terminating = 5 * time.Second
-	// shownProblems is how many problems a condition spells out.
-	shownProblems = 3
+	// shownProblems is how many problems a condition spells out, and longestProblem how many characters of each.
+	shownProblems  = 3
+	longestProblem = 2000
+	// longestMessage is how many characters a condition's message has at most: less than the API server allows (32,768).
+	longestMessage = 8000
 )
 
 // Reasons of the conditions.
@@ -119,8 +126,11 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClass *v1alpha1.ClusterA
 	if equality.Semantic.DeepEqual(stored.Status, nodeClass.Status) {
 		return reconcile.Result{RequeueAfter: look}, nil
 	}
-	if wait := c.lastWritten(nodeClass.Name).Add(look).Sub(c.clock.Now()); wait > 0 && !turned(stored, nodeClass) {
-		return reconcile.Result{RequeueAfter: wait}, nil
+	if !turned(stored, nodeClass) {
+		wait, err := c.tooSoon(ctx, nodeClass)
+		if err != nil || wait > 0 {
+			return reconcile.Result{RequeueAfter: wait}, err
+		}
 	}
 	if err := c.kube.Status().Patch(ctx, nodeClass, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{})); err != nil {
 		return retryConflict(fmt.Errorf("patching the status: %w", err))
@@ -132,10 +142,16 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClass *v1alpha1.ClusterA
 	return reconcile.Result{RequeueAfter: look}, nil
 }
 
-func (c *Controller) lastWritten(nodeClass string) time.Time {
+// tooSoon returns for how long a status in which no condition turned is not written yet.
+func (c *Controller) tooSoon(ctx context.Context, nodeClass *v1alpha1.ClusterAPINodeClass) (time.Duration, error) {
+	nodeClaims := &karpv1.NodeClaimList{}
+	if err := c.kube.List(ctx, nodeClaims, nodeclaimutils.ForNodeClass(nodeClass), client.UnsafeDisableDeepCopy); err != nil {
+		return 0, fmt.Errorf("listing the NodeClaims that refer to the node class: %w", err)
+	}
+	stays := min(max(look, time.Duration(len(nodeClaims.Items))*forEachNodeClaim), longestStatus)
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.written[nodeClass]
+	return c.written[nodeClass.Name].Add(stays).Sub(c.clock.Now()), nil
 }
 
 // turned reports whether a condition says something else, in another way than by its message.
@@ -179,14 +195,15 @@ func (c *Controller) describe(nodeClass *v1alpha1.ClusterAPINodeClass) {
 	nodeClass.Status.Problems = int32(len(class.Problems))
 	switch {
 	case class.SelectorError != nil:
-		conditions.SetFalse(v1alpha1.ConditionNodeGroupsFound, reasonSelectorInvalid, class.SelectorError.Error())
+		conditions.SetFalse(v1alpha1.ConditionNodeGroupsFound, reasonSelectorInvalid, lo.Ellipsis(class.SelectorError.Error(), longestMessage))
 	case len(class.Groups) == 0:
-		conditions.SetFalse(v1alpha1.ConditionNodeGroupsFound, reasonNoNodeGroups, c.nothingFound(nodeClass, snapshot))
+		conditions.SetFalse(v1alpha1.ConditionNodeGroupsFound, reasonNoNodeGroups, lo.Ellipsis(c.nothingFound(nodeClass, snapshot), longestMessage))
 	default:
 		conditions.SetTrue(v1alpha1.ConditionNodeGroupsFound)
 	}
 	if len(class.Problems) > 0 {
-		message := strings.Join(lo.Slice(class.Problems, 0, shownProblems), "; ")
+		shown := lo.Map(lo.Slice(class.Problems, 0, shownProblems), func(problem string, _ int) string { return lo.Ellipsis(problem, longestProblem) })
+		message := strings.Join(shown, "; ")
 		if more := len(class.Problems) - shownProblems; more > 0 {
 			message += fmt.Sprintf("; and %d more", more)
 		}
@@ -237,7 +254,7 @@ func (c *Controller) describeConnection(conditions status.ConditionSet) {
 	if state.LastError != nil {
 		message += ": " + explain(state.LastError)
 	}
-	conditions.SetFalse(v1alpha1.ConditionAgentReachable, reason, message)
+	conditions.SetFalse(v1alpha1.ConditionAgentReachable, reason, lo.Ellipsis(message, longestMessage))
 }
 
 // explain leaves out what differs from attempt to attempt, such as the request's id, as every change of a condition is a write.

@@ -2,6 +2,8 @@ package nodeclass_test
 
 import (
 	"errors"
+	"fmt"
+	"strings"
 	"testing"
 	"time"
 
@@ -277,4 +279,40 @@ func TestChangesThatTurnNoConditionAreWrittenOnceInAWhile(t *testing.T) {
 
 	e.connection.state = agentclient.State{LastError: errors.New("silent"), Since: e.clock.Now().Add(-grace)}
 	assert.True(t, condition(e.reconcile(shimtest.NodeClassName), status.ConditionReady).IsFalse(), "a condition that turns is written at once")
+}
+
+// Core reconciles all NodeClaims of a node class whose status is written.
+func TestTheMoreNodeClaimsTheRarerTheStatus(t *testing.T) {
+	e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a"})
+	for n := range 1000 {
+		e.Create(e.NodeClaim(fmt.Sprintf("claim-%d", n)))
+	}
+	price := func() string { return e.reconcile(shimtest.NodeClassName).Status.Selected[0].Price }
+	assert.Equal(t, "1", price())
+	e.Agent.UpdateNodeGroup("default/a", func(g *agentv1alpha1.NodeGroup) { g.Price.PerHour = 2 })
+	e.Eventually(func() bool {
+		group, _ := e.Catalogue.Snapshot().Group("default/a")
+		return group.Price == 2
+	}, "the price shows")
+	e.clock.Step(11 * time.Second)
+	assert.Equal(t, "1", price())
+	e.clock.Step(time.Second)
+	assert.Equal(t, "2", price())
+}
+
+// The API server refuses messages of more than 32,768 characters, and the whole status with them.
+func TestMessagesAreNoLongerThanTheAPIServerAllows(t *testing.T) {
+	long := strings.Repeat("long ", 10000)
+	e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a", Problems: []*agentv1alpha1.Problem{
+		{Field: "f1", Message: long}, {Field: "f2", Message: long}, {Field: "f3", Message: long}, {Field: "f4", Message: long},
+	}})
+	valid := condition(e.reconcile(shimtest.NodeClassName), v1alpha1.ConditionNodeGroupsValid)
+	assert.Contains(t, valid.Message, "default/a: f3")
+	assert.Contains(t, valid.Message, "and 1 more")
+	assert.Less(t, len(valid.Message), 32768)
+
+	e.connection.state = agentclient.State{LastError: errors.New(long), Since: e.clock.Now().Add(-grace)}
+	reachable := condition(e.reconcile(shimtest.NodeClassName), v1alpha1.ConditionAgentReachable)
+	assert.Contains(t, reachable.Message, "long")
+	assert.Less(t, len(reachable.Message), 32768)
 }
