@@ -156,7 +156,7 @@ func runAgentProcess(begun time.Time, namespace, kubeconfig, profile string, out
 		return err
 	}
 	o := testOptions(namespace)
-	o.KubeAPIQPS, o.KubeAPIBurst = 100, 200 // the defaults
+	o.KubeAPIQPS, o.KubeAPIBurst = options.New().KubeAPIQPS, options.New().KubeAPIBurst
 	a, err := agent.New(ctx, agent.Config{Options: o, Hub: hub})
 	if err != nil {
 		return err

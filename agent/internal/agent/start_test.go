@@ -29,7 +29,7 @@ func TestStartWithThreeHundredNodeGroupsIsFast(t *testing.T) {
 		plane.SetStatus(t, template)
 	}
 	o := testOptions(namespace)
-	o.KubeAPIQPS, o.KubeAPIBurst = 100, 200 // the defaults
+	o.KubeAPIQPS, o.KubeAPIBurst = options.New().KubeAPIQPS, options.New().KubeAPIBurst
 	begun := time.Now()
 	r := start(t, agent.Config{Options: o})
 	response, err := r.client(namespace, "spoke").NodeGroups.ListNodeGroups(t.Context(), &agentv1alpha1.ListNodeGroupsRequest{

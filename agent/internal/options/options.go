@@ -49,7 +49,7 @@ type Options struct {
 
 	// Kubeconfig reaches the hub; empty means the pod's own account.
 	Kubeconfig string
-	// KubeAPIQPS and KubeAPIBurst limit the agent's requests to the hub, each second and at once.
+	// KubeAPIQPS and KubeAPIBurst limit the agent's requests to the hub for each kind of object, each second and at once.
 	KubeAPIQPS   float32
 	KubeAPIBurst int
 
@@ -98,8 +98,8 @@ func New() *Options {
 	return &Options{
 		ListenAddress:          ":8443",
 		TrustDomain:            "karpenter-capi",
-		KubeAPIQPS:             100,
-		KubeAPIBurst:           200,
+		KubeAPIQPS:             500,
+		KubeAPIBurst:           1000,
 		MetricsBindAddress:     ":8080",
 		HealthProbeBindAddress: ":8081",
 		LogLevel:               "info",
@@ -152,8 +152,8 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 	o.AddScopeFlags(flags)
 	flags.StringSliceVar(&o.AdditionalSyncMachineLabels, "additional-sync-machine-labels", o.AdditionalSyncMachineLabels,
 		"Regular expressions of further labels that reach Nodes. Set it to what Cluster API's manager has under the same flag.")
-	flags.Float32Var(&o.KubeAPIQPS, "kube-api-qps", o.KubeAPIQPS, "Requests to the hub's API server each second, on average.")
-	flags.IntVar(&o.KubeAPIBurst, "kube-api-burst", o.KubeAPIBurst, "Requests to the hub's API server at once.")
+	flags.Float32Var(&o.KubeAPIQPS, "kube-api-qps", o.KubeAPIQPS, "Requests to the hub's API server each second for each kind of object, on average.")
+	flags.IntVar(&o.KubeAPIBurst, "kube-api-burst", o.KubeAPIBurst, "Requests to the hub's API server at once for each kind of object.")
 	flags.StringVar(&o.MetricsBindAddress, "metrics-bind-address", o.MetricsBindAddress,
 		"The `host:port` to serve Prometheus metrics on, under /metrics. 0 serves none.")
 	flags.StringVar(&o.HealthProbeBindAddress, "health-probe-bind-address", o.HealthProbeBindAddress,
