@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 
+	"github.com/awslabs/operatorpkg/status"
 	"github.com/samber/lo"
 	controllerruntime "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/log"
@@ -143,6 +144,10 @@ func run(ctx context.Context) error {
 		claimsync.New(op.Clock, op.GetAPIReader(), decorated, agent.Claims, cluster, op.EventRecorder, connection.Reconnected(),
 			opts.ClaimSyncInterval, opts.AgentTimeout),
 	)
+	if !coreoptions.FromContext(ctx).DisableClusterStateObservability { // as core does for its own kinds
+		recorder := op.GetEventRecorderFor(coreoperator.AppName) //nolint:staticcheck // operatorpkg takes the older interface
+		op.WithControllers(ctx, status.NewController[*v1alpha1.ClusterAPINodeClass](op.GetClient(), recorder, status.EmitDeprecatedMetrics))
+	}
 
 	logger.Info("starting", "version", coreoperator.Version, "cluster", cluster.GetNamespace()+"/"+cluster.GetName(), "agent", opts.AgentAddress)
 	if err := op.Manager.Start(ctx); err != nil {

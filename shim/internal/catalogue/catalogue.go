@@ -422,7 +422,7 @@ func (c *Catalogue) remember(snapshot *Snapshot, nodeClaims []karpv1.NodeClaim) 
 			prices[m.nodeGroup] = price
 		}
 		if group, ok := snapshot.Group(m.nodeGroup); ok && group.PriceRefused == "" {
-			prices[m.nodeGroup] = group.Price
+			prices[m.nodeGroup] = group.Offered
 		}
 		if _, ok := snapshot.Source(m.nodeGroup); !ok {
 			since, before := c.gone[m.nodeGroup]

@@ -275,8 +275,8 @@ func pricesOf(groups []*Group, conditions Conditions) map[priceKey]float64 {
 		for _, g := range some {
 			for _, zone := range append(observedZones(g, conditions), g.Zone) {
 				key := priceKey{zone, g.CapacityType}
-				if price, ok := found[key]; !ok || g.Price < price {
-					found[key] = g.Price
+				if price, ok := found[key]; !ok || g.Offered < price {
+					found[key] = g.Offered
 				}
 			}
 		}

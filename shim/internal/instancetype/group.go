@@ -37,6 +37,11 @@ import (
 // zone" in kube-scheduler and in the node lifecycle controller.
 const ZoneNone = ""
 
+// reservedShare is how much of their price reserved machines are offered for. They are paid for whether they run or not, so core is to use them
+// before all others, and not to leave them for something cheaper; among themselves their prices keep their order. Providers of core offer them
+// for a price near zero, too.
+const reservedShare = 1e-6
+
 // unlimitedReservation is how many machines a reserved group without a max size is taken to have left: more than core plans
 // at once.
 const unlimitedReservation = 1000
@@ -70,8 +75,11 @@ type Group struct {
 	Volumes map[string]int
 	// Devices are those that the machine offers through dynamic resource allocation.
 	Devices map[DeviceKind]int
-	// Price orders offerings: per hour, in whatever currency, never negative.
+	// Price is what a machine costs: per hour, in whatever currency, never negative.
 	Price float64
+	// Offered is the price that core is told, by which it orders offerings: [Price], but next to nothing in a reservation, or what a NodeOverlay
+	// made of it.
+	Offered float64
 	// PriceRefused says why the group's price is not good enough to launch by, and is empty when it is.
 	PriceRefused string
 	// NoCapacity says which of CPU and memory pods could have nothing of, and is empty when there is some of both.
@@ -139,6 +147,10 @@ func NewGroup(source *agentv1alpha1.NodeGroup) (*Group, error) {
 	if group.Price, err = priceOf(source); err != nil {
 		errs = append(errs, err)
 		group.Available, group.PriceRefused = false, err.Error()
+	}
+	group.Offered = group.Price
+	if group.CapacityType == karpv1.CapacityTypeReserved {
+		group.Offered *= reservedShare
 	}
 	group.requireCapacity()
 	group.fingerprint, group.shape = group.hash(), group.hashShape()
@@ -397,7 +409,7 @@ func (g *Group) Overlaid(instanceType *cloudprovider.InstanceType) *Group {
 	}
 	for _, offering := range instanceType.Offerings {
 		if offering.IsPriceOverlaid() && g.Requirements.Intersects(offering.Requirements) == nil {
-			overlaid.Price = offering.Price
+			overlaid.Offered = offering.Price
 		}
 	}
 	return &overlaid

@@ -356,9 +356,11 @@ func TestReservedGroupsAreReservations(t *testing.T) {
 		if offering.CapacityType() == karpv1.CapacityTypeReserved {
 			assert.Equal(t, "r", offering.ReservationID())
 			assert.Equal(t, 3, offering.ReservationCapacity)
+			assert.InDelta(t, 1e-6, offering.Price, 1e-9, "core uses it before what is paid for by the hour, and does not leave it for that")
 			assert.True(t, offering.Launchable())
 		} else {
 			assert.Equal(t, corev1.NodeSelectorOpDoesNotExist, offering.Requirements.Get(v1alpha1.ReservationLabel).Operator())
+			assert.InDelta(t, 1.0, offering.Price, 0)
 		}
 	}
 	gone := group(t, "r", reserved, func(g *agentv1alpha1.NodeGroup) { g.MaxSize, g.Replicas = &maxSize, 9 })

@@ -26,7 +26,7 @@ func Order(groups []*Group, available func(*Group) bool) []*Group {
 		return cmp.Or(
 			cmp.Compare(room(a), room(b)),
 			cmp.Compare(capacityTypeRank[a.CapacityType], capacityTypeRank[b.CapacityType]),
-			cmp.Compare(a.Price, b.Price),
+			cmp.Compare(a.Offered, b.Offered),
 			cmp.Compare(a.ID, b.ID),
 		)
 	})

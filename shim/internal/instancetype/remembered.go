@@ -20,7 +20,7 @@ type Remembered struct {
 	InstanceType string
 	Zone         string
 	CapacityType string
-	// Price is the node group's last known price, 0 if none is known.
+	// Price is the last known one that the node group was offered for, 0 if none is known.
 	Price float64
 }
 
