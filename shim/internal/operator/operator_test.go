@@ -1,0 +1,99 @@
+package operator_test
+
+import (
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"reflect"
+	"runtime"
+	"strconv"
+	"strings"
+	"testing"
+
+	"github.com/samber/lo"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	coreoperator "sigs.k8s.io/karpenter/pkg/operator"
+
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/operator"
+)
+
+// core returns the file of core's own operator, which ours stands in for.
+func core(t *testing.T) *ast.File {
+	t.Helper()
+	path, _ := runtime.FuncForPC(reflect.ValueOf(coreoperator.NewOperator).Pointer()).FileLine(0)
+	file, err := parser.ParseFile(token.NewFileSet(), path, nil, parser.SkipObjectResolution)
+	require.NoError(t, err)
+	return file
+}
+
+// find calls visit with each node of a type.
+func find[N ast.Node](in ast.Node, visit func(N)) {
+	ast.Inspect(in, func(node ast.Node) bool {
+		if typed, ok := node.(N); ok {
+			visit(typed)
+		}
+		return true
+	})
+}
+
+// named returns the last part of a name such as ctrl.Options.
+func named(expression ast.Expr) string {
+	if selector, ok := expression.(*ast.SelectorExpr); ok {
+		return selector.Sel.Name
+	}
+	return ""
+}
+
+// A core that reads by another index fails at run time only.
+func TestEveryIndexOfCoreIsThere(t *testing.T) {
+	var wanted []string
+	find(core(t), func(call *ast.CallExpr) {
+		if named(call.Fun) != "IndexField" {
+			return
+		}
+		object := call.Args[1].(*ast.UnaryExpr).X.(*ast.CompositeLit)
+		field, err := strconv.Unquote(call.Args[2].(*ast.BasicLit).Value)
+		require.NoError(t, err)
+		wanted = append(wanted, named(object.Type)+" "+field)
+	})
+	require.NotEmpty(t, wanted)
+	assert.ElementsMatch(t, wanted, lo.Map(operator.Indexes(), func(index operator.Index, _ int) string {
+		return reflect.TypeOf(index.Object).Elem().Name() + " " + index.Field
+	}))
+}
+
+// What core sets of its manager, and gives to its controllers, was looked at; more of it is to be looked at, too.
+func TestWhatCoreSetsIsKnown(t *testing.T) {
+	var options []string
+	find(core(t), func(literal *ast.CompositeLit) {
+		selector, ok := literal.Type.(*ast.SelectorExpr)
+		if !ok || selector.X.(*ast.Ident).Name != "ctrl" || selector.Sel.Name != "Options" {
+			return
+		}
+		for _, element := range literal.Elts {
+			options = append(options, element.(*ast.KeyValueExpr).Key.(*ast.Ident).Name)
+		}
+	})
+	assert.ElementsMatch(t, []string{
+		"Logger", "LeaderElection", "LeaderElectionID", "LeaderElectionNamespace", "LeaderElectionResourceLock", "LeaderElectionReleaseOnCancel",
+		"LeaderElectionConfig", "Metrics", "HealthProbeBindAddress", "BaseContext", "Controller",
+		"LeaderElectionLabels", // for providers that set some
+		"Cache",                // of Leases, which core does not read
+	}, options)
+
+	fields := lo.Map(reflect.VisibleFields(reflect.TypeFor[coreoperator.Operator]()), func(f reflect.StructField, _ int) string { return f.Name })
+	assert.ElementsMatch(t, []string{
+		"Manager", "KubernetesInterface", "EventRecorder", "Clock", "InstanceTypeStore", "PredictionStore",
+	}, fields)
+
+	var checks []string
+	find(core(t), func(call *ast.CallExpr) {
+		if name := named(call.Fun); strings.HasSuffix(name, "zCheck") {
+			checks = append(checks, name+" "+call.Args[0].(*ast.BasicLit).Value)
+		}
+	})
+	assert.ElementsMatch(t, []string{
+		`AddReadyzCheck "manager"`, `AddReadyzCheck "crd"`, `AddReadyzCheck "readyz"`, `AddHealthzCheck "healthz"`,
+	}, checks)
+}
