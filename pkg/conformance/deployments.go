@@ -14,6 +14,7 @@ const (
 	maxPodsAnnotation    = "capacity.cluster-autoscaler.kubernetes.io/maxPods"
 	nodeLabelsAnnotation = "capacity.cluster-autoscaler.kubernetes.io/labels"
 	priceAnnotation      = "cluster.x-k8s.io/machine-current-price"
+	otherPriceAnnotation = "capacity.cluster-autoscaler.kubernetes.io/price"
 	nodeTaintsAnnotation = "capacity.cluster-autoscaler.kubernetes.io/taints"
 )
 

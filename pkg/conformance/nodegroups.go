@@ -86,6 +86,20 @@ var nodeGroupCases = []testCase{
 		}
 	}},
 
+	{"reads the price from either annotation, and says which counts", func(s *suite) {
+		group := s.nodeGroup(s.group(deployment("priced", annotated(otherPriceAnnotation, "0.5"))))
+		require.InDelta(s, 0.5, group.GetPrice().GetPerHour(), 0)
+		require.Equal(s, otherPriceAnnotation, group.GetSources()["price"].GetDetail())
+		require.Empty(s, group.GetProblems())
+
+		s.UpdateNodeGroup(s.T, deployment("priced", annotated(otherPriceAnnotation, "0.5"), annotated(priceAnnotation, "0.25")))
+		group = s.untilGroup(group.GetId(), "has the other price", func(g *agentv1alpha1.NodeGroup) bool {
+			return g.GetPrice().GetPerHour() == 0.25 && len(g.GetProblems()) == 1
+		})
+		require.Equal(s, priceAnnotation, group.GetSources()["price"].GetDetail())
+		require.Equal(s, "metadata.annotations["+otherPriceAnnotation+"]", group.GetProblems()[0].GetField())
+	}},
+
 	{"lists every group, ordered by id, as Get shows it", func(s *suite) {
 		ids := []string{s.group(deployment("c")), s.group(deployment("a")), s.group(deployment("b"))}
 		slices.Sort(ids)

@@ -19,7 +19,7 @@ import (
 const (
 	annotationMinSize  = "cluster.x-k8s.io/cluster-api-autoscaler-node-group-min-size"
 	annotationMaxSize  = "cluster.x-k8s.io/cluster-api-autoscaler-node-group-max-size"
-	annotationPrice    = "cluster.x-k8s.io/machine-current-price"
+	annotationPrice    = "cluster.x-k8s.io/machine-current-price" // counts before that of [annotationCapacity]
 	annotationCapacity = "capacity.cluster-autoscaler.kubernetes.io/"
 )
 
@@ -132,11 +132,14 @@ func (d MachineDeployment) describe() *agentv1alpha1.NodeGroup {
 					Message: key + ": " + err.Error(),
 				}
 			}
-		case key == annotationPrice:
+		case key == annotationPrice, isCapacity && name == "price":
 			var perHour float64
 			if perHour, err = strconv.ParseFloat(value, 64); err != nil || !(perHour >= 0) || math.IsInf(perHour, 1) {
 				err = fmt.Errorf("%.64q is no price: write a number, 0 or more", value)
 				break
+			}
+			if group.GetPrice() != nil && group.GetPrice().GetPerHour() != perHour {
+				problem(annotationCapacity+"price", fmt.Errorf("is another price than that of %s, which counts; remove one of the two", annotationPrice))
 			}
 			group.Price = &agentv1alpha1.Price{PerHour: perHour}
 			group.Sources["price"] = &agentv1alpha1.ValueSource{Kind: agentv1alpha1.SourceKind_SOURCE_KIND_ANNOTATION, Detail: key}

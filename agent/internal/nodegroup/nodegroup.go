@@ -96,12 +96,10 @@ func Of(md *clusterv1.MachineDeployment, from Sources) NodeGroup {
 		Rolling:           Rolling(md),
 		CreatedAt:         md.CreationTimestamp.Time,
 	}
-	price, problem := from.Pricing.Of(md, g.Machine)
+	price, problems := from.Pricing.Of(md, g.Machine)
 	g.Price = price
 	g.Problems = append(g.Problems, g.Machine.Problems...)
-	if problem != nil {
-		g.Problems = append(g.Problems, *problem)
-	}
+	g.Problems = append(g.Problems, problems...)
 	for _, p := range g.Limits.Problems {
 		g.Problems = append(g.Problems, capacity.Problem{Field: p.Field, Value: p.Value, Message: p.Message})
 	}

@@ -17,8 +17,12 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
 )
 
-// Annotation on a MachineDeployment holds what one of its machines costs each hour, a number.
-const Annotation = "cluster.x-k8s.io/machine-current-price"
+// Annotation on a MachineDeployment holds what one of its machines costs each hour, a number. So does [CapacityAnnotation], which stands beside
+// the other capacity annotations; where both can be used, the first counts.
+const (
+	Annotation         = "cluster.x-k8s.io/machine-current-price"
+	CapacityAnnotation = "capacity.cluster-autoscaler.kubernetes.io/price"
+)
 
 // Policy says how prices are found. The zero value has no list and makes every estimate nearly nothing.
 type Policy struct {
@@ -60,27 +64,47 @@ type Price struct {
 	Source capacity.Source
 }
 
-// Of returns what a machine costs, and what is wrong with the annotation, if anything is.
-func (p Policy) Of(md *clusterv1.MachineDeployment, machine capacity.Description) (Price, *capacity.Problem) {
-	var problem *capacity.Problem
-	if text, present := md.Annotations[Annotation]; present {
-		if perHour, err := strconv.ParseFloat(strings.TrimSpace(text), 64); err == nil && isPrice(perHour) {
-			return Price{PerHour: perHour, Currency: p.Currency, Source: capacity.Source{Kind: capacity.FromAnnotation, Detail: Annotation}}, nil
-		}
-		problem = &capacity.Problem{
-			Field: capacity.AnnotationField(Annotation), Value: text, Message: "is not a price; write a number, 0 or more, for example 0.096",
-		}
+// Of returns what a machine costs, and what is wrong with the annotations.
+func (p Policy) Of(md *clusterv1.MachineDeployment, machine capacity.Description) (Price, []capacity.Problem) {
+	annotated, problems := p.annotated(md)
+	if annotated != nil {
+		return *annotated, problems
 	}
 	if price, found := p.List.price(machine); found {
 		if price.Currency == "" {
 			price.Currency = p.Currency
 		}
-		return price, problem
+		return price, problems
 	}
 	return Price{
 		PerHour: p.Coefficients.Estimate(priced(machine), machine.CapacityType),
 		Source:  capacity.Source{Kind: capacity.FromEstimate, Detail: "from the resources and the capacity type"},
-	}, problem
+	}, problems
+}
+
+// annotated returns the price that annotations say, nil if none does.
+func (p Policy) annotated(md *clusterv1.MachineDeployment) (price *Price, problems []capacity.Problem) {
+	for _, key := range []string{Annotation, CapacityAnnotation} {
+		text, present := md.Annotations[key]
+		if !present {
+			continue
+		}
+		perHour, err := strconv.ParseFloat(strings.TrimSpace(text), 64)
+		problem := capacity.Problem{Field: capacity.AnnotationField(key), Value: text}
+		switch {
+		case err != nil || !isPrice(perHour):
+			problem.Message = "is not a price; write a number, 0 or more, for example 0.096"
+		case price == nil:
+			price = &Price{PerHour: perHour, Currency: p.Currency, Source: capacity.Source{Kind: capacity.FromAnnotation, Detail: key}}
+			continue
+		case price.PerHour != perHour:
+			problem.Message = "is another price than that of " + price.Source.Detail + ", which counts; remove one of the two"
+		default:
+			continue
+		}
+		problems = append(problems, problem)
+	}
+	return price, problems
 }
 
 func isPrice(perHour float64) bool { return perHour >= 0 && !math.IsInf(perHour, 1) }

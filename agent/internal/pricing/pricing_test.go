@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	. "github.com/onsi/gomega"
+	"github.com/samber/lo"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -99,11 +100,40 @@ func TestAnnotationOverTheMostSpecificEntryOverEstimate(t *testing.T) {
 			}
 			m := machine("4", "16Gi", c.kind)
 			m.InstanceType, m.Zone = c.instanceType, c.zone
-			price, problem := pricing.Policy{List: list, Currency: "CHF", Coefficients: pricing.DefaultCoefficients}.Of(md, m)
-			g.Expect(problem != nil).To(Equal(c.problems))
+			price, problems := pricing.Policy{List: list, Currency: "CHF", Coefficients: pricing.DefaultCoefficients}.Of(md, m)
+			g.Expect(problems).To(HaveLen(lo.Ternary(c.problems, 1, 0)))
 			g.Expect(price.PerHour).To(BeNumerically("~", c.perHour, 1e-9))
 			g.Expect(price.Currency).To(Equal(c.currency))
 			g.Expect(price.Source).To(Equal(capacity.Source{Kind: c.source, Detail: c.detail}))
+		})
+	}
+}
+
+func TestEitherAnnotationIsAPrice(t *testing.T) {
+	for name, c := range map[string]struct {
+		current, capacity string
+		perHour           float64
+		detail, problem   string
+	}{
+		"the capacity annotation": {capacity: "0.2", perHour: 0.2, detail: pricing.CapacityAnnotation},
+		"both, alike":             {current: "0.20", capacity: "0.2", perHour: 0.2, detail: pricing.Annotation},
+		"both, not alike":         {current: "0.1", capacity: "0.2", perHour: 0.1, detail: pricing.Annotation, problem: pricing.CapacityAnnotation},
+		"one cannot be used":      {current: "cheap", capacity: "0.2", perHour: 0.2, detail: pricing.CapacityAnnotation, problem: pricing.Annotation},
+		"the other cannot be":     {current: "0.1", capacity: "cheap", perHour: 0.1, detail: pricing.Annotation, problem: pricing.CapacityAnnotation},
+	} {
+		t.Run(name, func(t *testing.T) {
+			g := NewWithT(t)
+			md := &clusterv1.MachineDeployment{}
+			md.Annotations = lo.OmitByValues(map[string]string{pricing.Annotation: c.current, pricing.CapacityAnnotation: c.capacity}, []string{""})
+			price, problems := pricing.Policy{}.Of(md, machine("4", "16Gi", wire.CapacityTypeOnDemand))
+			g.Expect(price.PerHour).To(Equal(c.perHour))
+			g.Expect(price.Source).To(Equal(capacity.Source{Kind: capacity.FromAnnotation, Detail: c.detail}))
+			fields := lo.Map(problems, func(p capacity.Problem, _ int) string { return p.Field })
+			if c.problem == "" {
+				g.Expect(fields).To(BeEmpty())
+				return
+			}
+			g.Expect(fields).To(ConsistOf(capacity.AnnotationField(c.problem)))
 		})
 	}
 }
