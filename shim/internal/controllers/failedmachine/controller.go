@@ -6,7 +6,7 @@
 // like any other, and the agent hands a machine that is still on its way over to the next claim.
 //
 // It never acts on silence. That a claim has ended or is unknown is asked of the agent itself before anything is deleted, and
-// while the agent cannot be reached nothing is. A NodeClaim that never had a claim stays as long as its Machine does. A registered
+// while the agent cannot be reached nothing is: core is made to wait until the agent is heard again, and for one more deadline. A NodeClaim that never had a claim stays as long as its Machine does. A registered
 // NodeClaim whose Node is Ready is left alone in any case: somebody is running there, whatever the management cluster says.
 package failedmachine
 
@@ -83,8 +83,9 @@ type Controller struct {
 	deadline      time.Duration
 	timeout       time.Duration
 
-	mu    sync.Mutex
-	steps map[types.UID]reached
+	mu     sync.Mutex
+	steps  map[types.UID]reached
+	silent time.Time // when the agent was last found to be silent; zero for never
 }
 
 // reached is the furthest step that a machine was seen at, and since when.
@@ -118,10 +119,14 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	if !launched.IsTrue() {
 		return reconcile.Result{}, nil // Core is still asking for a machine, and has its own time-out.
 	}
-	if !c.claims.State().Synced {
-		return reconcile.Result{RequeueAfter: look}, nil
-	}
 	registered := nodeClaim.StatusConditions().Get(karpv1.ConditionTypeRegistered).IsTrue()
+	state := c.claims.State()
+	if now := c.clock.Now(); !state.Connected && now.Sub(state.Since) >= look {
+		c.noteSilence(now)
+	}
+	if !state.Synced {
+		return c.wait(ctx, nodeClaim, registered)
+	}
 	claim, known := c.claims.Get(string(nodeClaim.UID))
 	switch {
 	case !known && c.clock.Since(launched.LastTransitionTime.Time) < claimLag:
@@ -173,7 +178,8 @@ func (c *Controller) awaitRegistration(ctx context.Context, nodeClaim *karpv1.No
 	claim, known, err := c.ask(ctx, nodeClaim)
 	switch {
 	case err != nil:
-		return c.unanswered(ctx, err), nil
+		c.unanswered(ctx, err)
+		return c.wait(ctx, nodeClaim, false)
 	case !known:
 		return c.unknown(ctx, nodeClaim)
 	case released(claim):
@@ -215,6 +221,14 @@ func (c *Controller) ask(ctx context.Context, nodeClaim *karpv1.NodeClaim) (clai
 		return nil, false, nil
 	}
 	return response.GetClaim(), err == nil, err
+}
+
+// wait has core wait, too, for a Node that may come while nothing is heard of the agent.
+func (c *Controller) wait(ctx context.Context, nodeClaim *karpv1.NodeClaim, registered bool) (reconcile.Result, error) {
+	if registered {
+		return reconcile.Result{RequeueAfter: look}, nil
+	}
+	return reconcile.Result{RequeueAfter: look}, c.extendRegistration(ctx, nodeClaim, c.clock.Now())
 }
 
 // unanswered waits. This is ordinary while the management cluster is away, and so no error.
@@ -324,7 +338,7 @@ func (c *Controller) extendRegistration(ctx context.Context, nodeClaim *karpv1.N
 		return fmt.Errorf("extending the time for registration: %w", err)
 	}
 	extensionsTotal.Inc(nil)
-	log.FromContext(ctx).Info("the machine is slow but gets on, waiting longer for its Node")
+	log.FromContext(ctx).Info("waiting longer for a Node: its machine is slow but gets on, or nothing is heard of the agent")
 	return nil
 }
 

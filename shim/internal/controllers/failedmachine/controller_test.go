@@ -149,6 +149,31 @@ func TestNothingIsDeletedWhileTheAgentIsAway(t *testing.T) {
 	assert.Empty(t, e.Recorder.Reasons())
 }
 
+// Core gives a NodeClaim up that has no Node after 15 minutes.
+func TestCoreWaitsWhileTheAgentIsSilent(t *testing.T) {
+	e := setUp(
+		t,
+		fakeagent.WithInfrastructure(fakeagent.Infrastructure{Appear: fakeagent.Manual, Provision: fakeagent.Manual, Join: fakeagent.Manual}),
+	)
+	nodeClaim := e.Launched("claim", func(nc *karpv1.NodeClaim) { nc.StatusConditions().SetUnknown(karpv1.ConditionTypeRegistered) })
+	e.Disconnect()
+	for silent := time.Duration(0); silent < 3*time.Hour; silent += 10 * time.Minute {
+		e.clock.Step(10 * time.Minute)
+		e.reconcile(nodeClaim)
+		require.True(t, e.Exists(nodeClaim), "%s", silent)
+		e.Get(nodeClaim)
+		waits := e.clock.Since(nodeClaim.StatusConditions().Get(karpv1.ConditionTypeRegistered).LastTransitionTime.Time)
+		require.Less(t, waits, 14*time.Minute, "core gives it up after 15")
+	}
+	e.Reconnect()
+	e.clock.Step(deadline - time.Second)
+	e.reconcile(nodeClaim)
+	assert.True(t, e.Exists(nodeClaim), "its machine may have come meanwhile, and its Node joins now")
+	e.clock.Step(2 * time.Second)
+	e.reconcile(nodeClaim)
+	assert.False(t, e.Exists(nodeClaim))
+}
+
 func TestARegisteredNodeClaimWithAReadyNodeIsLeftAlone(t *testing.T) {
 	for name, providerID := range map[string]string{"found by provider ID": "sim:///claim", "found by name": "sim:///changed"} {
 		t.Run(name, func(t *testing.T) {

@@ -37,7 +37,7 @@ func stepOf(claim *agentv1alpha1.Claim) step {
 
 // deadlineOf returns when the NodeClaim is given up unless its machine gets on. It counts from the machine's last step: as the
 // claim's history tells it, or as this process saw it. A restart forgets what was seen and thus gives more time, never less;
-// the total is bounded from the NodeClaim's creation.
+// the total is bounded from the NodeClaim's creation. What happened while the agent was silent is not known, so the last time starts anew then.
 func (c *Controller) deadlineOf(nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Claim, now time.Time) time.Time {
 	last := nodeClaim.CreationTimestamp.Time
 	for _, at := range []time.Time{
@@ -54,9 +54,20 @@ func (c *Controller) deadlineOf(nodeClaim *karpv1.NodeClaim, claim *agentv1alpha
 	}
 	deadline := last.Add(c.deadline)
 	if final := nodeClaim.CreationTimestamp.Add(totalDeadlines * c.deadline); deadline.After(final) {
-		return final
+		deadline = final
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if heard := c.silent.Add(c.deadline); heard.After(deadline) {
+		return heard
 	}
 	return deadline
+}
+
+func (c *Controller) noteSilence(now time.Time) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.silent = now
 }
 
 // observe returns since when the machine has been known to be at its step; the zero time for the first step seen, as it may
