@@ -36,6 +36,7 @@ const missedHeartbeats = 3
 type Mirror[T proto.Message] struct {
 	name              string
 	key               func(T) string
+	providerID        func(T) string // nil for objects that have none
 	open              func(context.Context) (receive func() (event[T], error), err error)
 	clock             clock.Clock
 	logger            logr.Logger
@@ -45,7 +46,8 @@ type Mirror[T proto.Message] struct {
 
 	mu            sync.RWMutex
 	view          map[string]T
-	sorted        []T // view, ordered by key; nil when it has to be made again
+	indexed       map[string]map[string]T // view, by provider ID and key
+	sorted        []T                     // view, ordered by key; nil when it has to be made again
 	generation    uint64
 	state         State
 	subscriptions map[*Subscription]struct{}
@@ -98,6 +100,7 @@ func newMirror[T proto.Message](
 		backoff:           wait.Backoff{Duration: 200 * time.Millisecond, Factor: 2, Jitter: 0.5, Steps: 10, Cap: 5 * time.Second},
 		synced:            make(chan struct{}),
 		view:              map[string]T{},
+		indexed:           map[string]map[string]T{},
 		subscriptions:     map[*Subscription]struct{}{},
 	}
 }
@@ -230,10 +233,15 @@ func (m *Mirror[T]) put(key string, object T) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.state.LastEvent = m.clock.Now()
-	if old, ok := m.view[key]; ok && proto.Equal(old, object) {
+	old, ok := m.view[key]
+	if ok && proto.Equal(old, object) {
 		return
 	}
+	if ok {
+		m.unindex(key, old)
+	}
 	m.view[key] = object
+	addToIndex(m.indexed, m.idOf(object), key, object)
 	m.changed(key)
 }
 
@@ -241,11 +249,39 @@ func (m *Mirror[T]) remove(key string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.state.LastEvent = m.clock.Now()
-	if _, ok := m.view[key]; !ok {
+	old, ok := m.view[key]
+	if !ok {
 		return
 	}
+	m.unindex(key, old)
 	delete(m.view, key)
 	m.changed(key)
+}
+
+func (m *Mirror[T]) idOf(object T) string {
+	if m.providerID == nil {
+		return ""
+	}
+	return m.providerID(object)
+}
+
+func addToIndex[T any](index map[string]map[string]T, id, key string, object T) {
+	if id == "" {
+		return
+	}
+	if index[id] == nil {
+		index[id] = map[string]T{}
+	}
+	index[id][key] = object
+}
+
+// unindex is called with the lock held.
+func (m *Mirror[T]) unindex(key string, object T) {
+	id := m.idOf(object)
+	delete(m.indexed[id], key)
+	if len(m.indexed[id]) == 0 {
+		delete(m.indexed, id)
+	}
 }
 
 // replace makes a complete snapshot the view.
@@ -253,7 +289,9 @@ func (m *Mirror[T]) replace(snapshot map[string]T) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	var keys []string
+	indexed := map[string]map[string]T{}
 	for key, object := range snapshot {
+		addToIndex(indexed, m.idOf(object), key, object)
 		if old, ok := m.view[key]; !ok || !proto.Equal(old, object) {
 			keys = append(keys, key)
 		}
@@ -264,7 +302,7 @@ func (m *Mirror[T]) replace(snapshot map[string]T) {
 		}
 	}
 	now := m.clock.Now()
-	m.view = snapshot
+	m.view, m.indexed = snapshot, indexed
 	m.state.LastEvent = now
 	if !m.state.Connected {
 		m.state.Connected, m.state.Since = true, now
@@ -303,6 +341,14 @@ func (m *Mirror[T]) Get(key string) (T, bool) {
 	defer m.mu.RUnlock()
 	object, ok := m.view[key]
 	return object, ok
+}
+
+// WithProviderID returns the objects of the view with the machine's provider ID, in no order: of claims those that have, or had, such a
+// machine. None for the empty ID, and of node groups.
+func (m *Mirror[T]) WithProviderID(id string) []T {
+	m.mu.RLock()
+	defer m.mu.RUnlock()
+	return slices.Collect(maps.Values(m.indexed[id]))
 }
 
 // List returns every object of the view, ordered by key, and the generation it was taken at. Neither the slice nor the objects

@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/samber/lo"
 	"github.com/stretchr/testify/require"
 	clocktesting "k8s.io/utils/clock/testing"
 
@@ -57,6 +58,7 @@ func newScripted(t *testing.T) *scripted {
 			}
 		}, nil
 	})
+	s.providerID = machine.GetProviderId
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error)
 	go func() { done <- s.Run(ctx) }()
@@ -148,6 +150,30 @@ func TestMirrorAppliesChanges(t *testing.T) {
 	_, ok = s.Get("a")
 	require.False(t, ok)
 	require.Equal(t, []string{"b"}, s.names())
+}
+
+func TestMirrorFindsByProviderID(t *testing.T) {
+	s := newScripted(t)
+	with := func(name, id string) machineEvent {
+		return machineEvent{kind: upsert, object: &agentv1alpha1.Machine{Name: name, ProviderId: id}}
+	}
+	names := func(id string) []string {
+		return lo.Map(s.WithProviderID(id), func(m machine, _ int) string { return m.GetName() })
+	}
+	stream := s.open()
+	s.send(stream, with("a", "1"), with("b", ""), marker, with("c", "1"), machineEvent{kind: heartbeat})
+	require.ElementsMatch(t, []string{"a", "c"}, names("1"))
+	require.Empty(t, names(""))
+	s.send(stream, with("b", "2"), with("a", "2"), gone("c"), machineEvent{kind: heartbeat})
+	require.Empty(t, names("1"))
+	require.ElementsMatch(t, []string{"a", "b"}, names("2"))
+
+	s.send(stream, machineEvent{kind: resync}, with("b", "3"), machineEvent{kind: heartbeat})
+	require.ElementsMatch(t, []string{"a", "b"}, names("2"), "until the new view is complete")
+	s.send(stream, marker, machineEvent{kind: heartbeat})
+	require.Empty(t, names("2"))
+	require.Equal(t, []string{"b"}, names("3"))
+	require.Empty(t, names("4"))
 }
 
 func TestMirrorCountsOnlyChanges(t *testing.T) {

@@ -24,7 +24,7 @@ func (c *Client) MirrorNodeGroups(cluster *agentv1alpha1.ClusterRef) *Mirror[*ag
 // MirrorClaims returns a mirror of the Cluster's claims that the holder keeps alive, or of all its claims when holder is
 // empty, by their ids. Ended claims stay in it while the agent remembers them.
 func (c *Client) MirrorClaims(cluster *agentv1alpha1.ClusterRef, holder string) *Mirror[*agentv1alpha1.Claim] {
-	return newMirror(c, "claims", (*agentv1alpha1.Claim).GetClaimId,
+	m := newMirror(c, "claims", (*agentv1alpha1.Claim).GetClaimId,
 		watch(c.Claims.WatchClaims, &agentv1alpha1.WatchClaimsRequest{Cluster: cluster, Holder: holder},
 			func(r *agentv1alpha1.WatchClaimsResponse) event[*agentv1alpha1.Claim] {
 				if e, ok := r.GetEvent().(*agentv1alpha1.WatchClaimsResponse_RemovedId); ok {
@@ -32,11 +32,13 @@ func (c *Client) MirrorClaims(cluster *agentv1alpha1.ClusterRef, holder string) 
 				}
 				return decode(r, r.GetUpsert(), r.GetUpsert() != nil)
 			}))
+	m.providerID = func(claim *agentv1alpha1.Claim) string { return claim.GetMachine().GetProviderId() }
+	return m
 }
 
 // MirrorMachines returns a mirror of the machines of the Cluster's node groups, by the names of the Machine objects.
 func (c *Client) MirrorMachines(cluster *agentv1alpha1.ClusterRef) *Mirror[*agentv1alpha1.Machine] {
-	return newMirror(c, "machines", (*agentv1alpha1.Machine).GetName,
+	m := newMirror(c, "machines", (*agentv1alpha1.Machine).GetName,
 		watch(c.Machines.WatchMachines, &agentv1alpha1.WatchMachinesRequest{Cluster: cluster},
 			func(r *agentv1alpha1.WatchMachinesResponse) event[*agentv1alpha1.Machine] {
 				if e, ok := r.GetEvent().(*agentv1alpha1.WatchMachinesResponse_RemovedName); ok {
@@ -44,6 +46,8 @@ func (c *Client) MirrorMachines(cluster *agentv1alpha1.ClusterRef) *Mirror[*agen
 				}
 				return decode(r, r.GetUpsert(), r.GetUpsert() != nil)
 			}))
+	m.providerID = (*agentv1alpha1.Machine).GetProviderId
+	return m
 }
 
 // markers are the events that every stream has besides its objects.

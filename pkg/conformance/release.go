@@ -104,6 +104,7 @@ var releaseCases = []testCase{
 		require.NoError(s, err)
 		ended := s.untilEnded("a-claim")
 		require.Equal(s, "Released", ended.GetReason())
+		require.False(s, ended.GetDrained())
 		require.Nil(s, ended.GetFailedAt())
 		s.untilReplicas(id, 0)
 	}},

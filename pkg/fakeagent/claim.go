@@ -389,5 +389,6 @@ func (c *claim) render() *agentv1alpha1.Claim {
 	if !c.failedAt.IsZero() {
 		object.FailedAt = timestamppb.New(c.failedAt)
 	}
+	object.Drained = c.drained
 	return object
 }

@@ -206,6 +206,7 @@ func Claim(c *v1alpha1.MachineClaim, machine *clusterv1.Machine) *agentv1alpha1.
 	if c.Status.EndedAt != nil {
 		message.EndedAt = timestamp(c.Status.EndedAt.Time)
 	}
+	message.Drained = c.Status.Drained
 	if c.Status.FailedAt != nil {
 		message.FailedAt = timestamp(c.Status.FailedAt.Time)
 	}

@@ -33,7 +33,7 @@ const Name = "clusterapi"
 // Claims is a mirror of the shim's claims, ended ones included while the agent remembers them.
 type Claims interface {
 	Get(claimID string) (*agentv1alpha1.Claim, bool)
-	List() ([]*agentv1alpha1.Claim, uint64)
+	WithProviderID(id string) []*agentv1alpha1.Claim
 	State() agentclient.State
 }
 
@@ -70,12 +70,14 @@ type Config struct {
 // CloudProvider implements core's interface. It is safe for concurrent use.
 type CloudProvider struct {
 	Config
+
+	listing *listing
 }
 
 var _ cloudprovider.CloudProvider = (*CloudProvider)(nil)
 
 // New returns a CloudProvider.
-func New(config Config) *CloudProvider { return &CloudProvider{Config: config} }
+func New(config Config) *CloudProvider { return &CloudProvider{Config: config, listing: &listing{}} }
 
 // Name returns the provider's name.
 func (c *CloudProvider) Name() string { return Name }
@@ -111,11 +113,15 @@ func isOurs(ref *karpv1.NodeClassReference) bool {
 }
 
 // Delete releases the NodeClaim's claim, whichever provider ID it carries: the claim is found by the NodeClaim's UID. It
-// returns a NodeClaimNotFoundError once the agent says that the instance is gone, or that it knows of no such claim.
+// returns a NodeClaimNotFoundError once the agent says that the instance is gone, or that it knows of no such claim. Core calls it every
+// five seconds; while the mirror of claims, which follows the agent, shows that the claim is being released in this way, the agent is not asked.
 //
 // A NodeClaim that never had a claim and that runs on a Machine of this Cluster waits, with an error and an event, until that
 // Machine is gone or a claim has taken it over. Core has drained the Node by then: it asks no provider before that.
 func (c *CloudProvider) Delete(ctx context.Context, nodeClaim *karpv1.NodeClaim) error {
+	if c.releasing(nodeClaim) {
+		return nil
+	}
 	ctx, cancel := context.WithTimeout(ctx, c.Timeout)
 	defer cancel()
 	// Before the release, after which nothing could be claimed under this UID any more.
@@ -142,6 +148,13 @@ func (c *CloudProvider) Delete(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 		return cloudprovider.NewNodeClaimNotFoundError(fmt.Errorf("claim %s has no machine any more", nodeClaim.UID))
 	}
 	return nil
+}
+
+// releasing reports whether the claim is being released, and nothing more is to be said about it: it goes on to its end by itself.
+func (c *CloudProvider) releasing(nodeClaim *karpv1.NodeClaim) bool {
+	claim, known := c.Claims.Get(string(nodeClaim.UID))
+	return known && c.Claims.State().Connected && claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING &&
+		(claim.GetDrained() || !drained(nodeClaim))
 }
 
 // drained reports whether core has emptied the Node, so that Cluster API need not. When the NodeClaim's termination grace
@@ -208,11 +221,11 @@ func (c *CloudProvider) find(ctx context.Context, providerID string) (*agentv1al
 	}
 	// The mirror may lag behind, and infrastructure may give the provider ID of a machine that is gone out again: ask for
 	// everything before saying that there is no such machine.
-	response, err := c.Client.Claims.ListClaims(ctx, &agentv1alpha1.ListClaimsRequest{Cluster: c.Cluster})
+	claims, err := c.listing.claims(ctx, c)
 	if err != nil {
-		return nil, fmt.Errorf("listing the claims: %w", err)
+		return nil, err
 	}
-	claim, ok := liveClaimWith(response.GetClaims(), providerID)
+	claim, ok := liveClaimWith(claims, providerID)
 	if ok {
 		return claim, nil
 	}
@@ -244,8 +257,7 @@ func (c *CloudProvider) ask(ctx context.Context, claimID string) (*agentv1alpha1
 
 // liveClaimOf returns the claim that, as far as the mirror knows, has the machine with the provider ID.
 func (c *CloudProvider) liveClaimOf(providerID string) (claimID string, ok bool) {
-	claims, _ := c.Claims.List()
-	claim, ok := liveClaimWith(claims, providerID)
+	claim, ok := liveClaimWith(c.Claims.WithProviderID(providerID), providerID)
 	return claim.GetClaimId(), ok
 }
 

@@ -2,12 +2,14 @@ package cloudprovider_test
 
 import (
 	"context"
+	"fmt"
 	"testing"
 	"time"
 
 	"github.com/samber/lo"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sync/errgroup"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	corecloudprovider "sigs.k8s.io/karpenter/pkg/cloudprovider"
@@ -51,9 +53,46 @@ func TestDeleteEndsOnceTheInstanceIsGone(t *testing.T) {
 	}
 	assert.EqualValues(t, 1, w.Agent.NodeGroup("default/a").GetReplicas())
 	w.Agent.Terminate(w.Cluster, machine.GetName())
-	notFound(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+	w.Eventually(func() bool {
+		return corecloudprovider.IsNodeClaimNotFoundError(w.CloudProvider.Delete(w.Context(), nodeClaim))
+	}, "it is gone")
 	assert.EqualValues(t, 0, w.Agent.NodeGroup("default/a").GetReplicas())
 	notFound(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+}
+
+func TestARepeatedDeleteAsksOnlyForWhatTheMirrorDoesNotShow(t *testing.T) {
+	w := shimtest.New(t, oneGroup(), slowTermination())
+	nodeClaim := w.Launched("claim")
+	machine := w.Provision(nodeClaim, "sim:///1")
+	w.Agent.Join(w.Cluster, machine.GetName(), "")
+	calls := func() int { return w.Agent.Calls("ReleaseClaim") }
+	released := func(drained bool) {
+		t.Helper()
+		require.NoError(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+		w.Eventually(func() bool {
+			claim, _ := w.Claims.Get(string(nodeClaim.UID))
+			return claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING && claim.GetDrained() == drained
+		}, "the mirror shows it")
+		asked := calls()
+		for range 10 {
+			require.NoError(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+		}
+		require.Equal(t, asked, calls(), "the mirror says so already")
+	}
+	released(false)
+	asked := calls()
+	nodeClaim.StatusConditions().SetTrue(karpv1.ConditionTypeDrained)
+	nodeClaim.StatusConditions().SetTrue(karpv1.ConditionTypeVolumesDetached)
+	released(true)
+	assert.Equal(t, asked+1, calls(), "that it is drained is news")
+
+	w.Disconnect()
+	uncertain(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+	w.Reconnect()
+	w.Agent.Terminate(w.Cluster, machine.GetName())
+	w.Eventually(func() bool {
+		return corecloudprovider.IsNodeClaimNotFoundError(w.CloudProvider.Delete(w.Context(), nodeClaim))
+	}, "it is gone")
 }
 
 func TestDeleteKeysOnTheUIDWhateverTheProviderID(t *testing.T) {
@@ -181,13 +220,38 @@ func TestGetFindsTheLiveClaimOnAProviderIDThatWasGivenOutAgain(t *testing.T) {
 	}
 }
 
+// A zone with hundreds of Nodes may be lost at once.
+func TestGetsOfManyLostNodesShareTheLists(t *testing.T) {
+	const lost = 200
+	w := shimtest.New(t, oneGroup())
+	var gets errgroup.Group
+	for n := range lost {
+		gets.Go(func() error {
+			_, err := w.CloudProvider.Get(w.Context(), fmt.Sprintf("sim:///lost-%d", n))
+			if !corecloudprovider.IsNodeClaimNotFoundError(err) {
+				return fmt.Errorf("want not found, got %w", err)
+			}
+			return nil
+		})
+	}
+	require.NoError(t, gets.Wait())
+	assert.Less(t, w.Agent.Calls("ListClaims"), lost/4)
+
+	before := w.Agent.Calls("ListClaims")
+	for range 2 {
+		_, err := w.CloudProvider.Get(w.Context(), "sim:///lost")
+		notFound(t, err)
+	}
+	assert.Equal(t, before+2, w.Agent.Calls("ListClaims"), "a list from before says nothing of now")
+}
+
 // behind lists one claim, whatever the agent has by now.
 type behind struct {
 	cloudprovider.Claims
 	claim *agentv1alpha1.Claim
 }
 
-func (b behind) List() ([]*agentv1alpha1.Claim, uint64) { return []*agentv1alpha1.Claim{b.claim}, 1 }
+func (b behind) WithProviderID(string) []*agentv1alpha1.Claim { return []*agentv1alpha1.Claim{b.claim} }
 
 func TestNothingIsConcludedFromAMissingCluster(t *testing.T) {
 	w := shimtest.New(t, oneGroup())

@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 	clocktesting "k8s.io/utils/clock/testing"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	corecloudprovider "sigs.k8s.io/karpenter/pkg/cloudprovider"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -67,7 +68,9 @@ func TestAdoptingTheMachineLetsTheNodeClaimEnd(t *testing.T) {
 	require.NoError(t, w.CloudProvider.Delete(w.Context(), nodeClaim), "it is being released")
 	assert.NotNil(t, w.Agent.Machine(w.Cluster, machine.GetName()).GetDeletedAt())
 	w.Agent.Terminate(w.Cluster, machine.GetName())
-	notFound(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+	w.Eventually(func() bool {
+		return corecloudprovider.IsNodeClaimNotFoundError(w.CloudProvider.Delete(w.Context(), nodeClaim))
+	}, "it is gone")
 }
 
 func TestWhatAnotherShimBuriedWaitsAsWell(t *testing.T) {

@@ -1081,7 +1081,10 @@ type Claim struct {
 	AdoptMachine string `protobuf:"bytes,14,opt,name=adopt_machine,json=adoptMachine,proto3" json:"adopt_machine,omitempty"`
 	// When its machine was given up as failed, by the agent or by the caller that released it with `failed`: the machine is
 	// removed, and its node group cools down. The claim is RELEASING or ENDED then. Unset otherwise; being late is no failure.
-	FailedAt      *timestamppb.Timestamp `protobuf:"bytes,15,opt,name=failed_at,json=failedAt,proto3" json:"failed_at,omitempty"`
+	FailedAt *timestamppb.Timestamp `protobuf:"bytes,15,opt,name=failed_at,json=failedAt,proto3" json:"failed_at,omitempty"`
+	// Who released it said that its Node is drained and its volumes are detached. False before its release, and of a claim that the agent
+	// takes back.
+	Drained       bool `protobuf:"varint,16,opt,name=drained,proto3" json:"drained,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1219,6 +1222,13 @@ func (x *Claim) GetFailedAt() *timestamppb.Timestamp {
 		return x.FailedAt
 	}
 	return nil
+}
+
+func (x *Claim) GetDrained() bool {
+	if x != nil {
+		return x.Drained
+	}
+	return false
 }
 
 // ClaimEvent is one thing that happened to a claim.
@@ -1364,7 +1374,7 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\x12SyncClaimsResponse\x12.\n" +
 	"\x13collected_claim_ids\x18\x01 \x03(\tR\x11collectedClaimIds\x12*\n" +
 	"\x11unknown_claim_ids\x18\x02 \x03(\tR\x0funknownClaimIds\x12$\n" +
-	"\x0ekept_claim_ids\x18\x03 \x03(\tR\fkeptClaimIds\"\xa5\x05\n" +
+	"\x0ekept_claim_ids\x18\x03 \x03(\tR\fkeptClaimIds\"\xbf\x05\n" +
 	"\x05Claim\x129\n" +
 	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefR\acluster\x12\x19\n" +
 	"\bclaim_id\x18\x02 \x01(\tR\aclaimId\x12\x16\n" +
@@ -1383,7 +1393,8 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\bended_at\x18\f \x01(\v2\x1a.google.protobuf.TimestampR\aendedAt\x129\n" +
 	"\ahistory\x18\r \x03(\v2\x1f.capi.agent.v1alpha1.ClaimEventR\ahistory\x12#\n" +
 	"\radopt_machine\x18\x0e \x01(\tR\fadoptMachine\x127\n" +
-	"\tfailed_at\x18\x0f \x01(\v2\x1a.google.protobuf.TimestampR\bfailedAt\"n\n" +
+	"\tfailed_at\x18\x0f \x01(\v2\x1a.google.protobuf.TimestampR\bfailedAt\x12\x18\n" +
+	"\adrained\x18\x10 \x01(\bR\adrained\"n\n" +
 	"\n" +
 	"ClaimEvent\x12.\n" +
 	"\x04time\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x12\x16\n" +
