@@ -137,6 +137,14 @@ func (s claimService) ReleaseClaim(
 		a.release(c, reasonReleaseRequested, why, request.GetFailed())
 		a.publish()
 	}
+	if c.phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING && request.GetDrained() && !c.drained {
+		if err := a.actable(ctx, cluster, c.holder); err != nil {
+			return nil, err
+		}
+		c.drained = true
+		a.touchClaim(c)
+		a.publish()
+	}
 	return &agentv1alpha1.ReleaseClaimResponse{Claim: c.render()}, nil
 }
 
