@@ -323,6 +323,58 @@ func TestANoCapacityReasonGivesTheMachineUpAtOnce(t *testing.T) {
 	}
 }
 
+func TestAMachineIsGivenUpForWhatIsKnownOfItsProvider(t *testing.T) {
+	report := func(kind, reason, message string, age time.Duration) *Snapshot {
+		s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
+			withMachine("a", "c", infrastructure(reason)).withClaim("c", v1alpha1.PhaseBound, "a")
+		s.Machines[0].Spec.InfrastructureRef.Kind = kind
+		s.Machines[0].Status.Conditions[0].Message = message
+		s.Machines[0].CreationTimestamp = metav1.NewTime(s.Now.Add(-age))
+		s.Failure = Failure{Known: true}
+		return s
+	}
+	s := report("AzureMachine", "Failed", "ERROR CODE: ZonalAllocationFailed", 0)
+	d := Decide(s)
+	require.Equal(t, []ActionKind{Fail}, kinds(d))
+	assert.Contains(t, d.Actions[0].Event.Message, "there is no capacity: the infrastructure of Machine a reports Failed: ERROR CODE: ZonalAllocationFailed")
+	s.Failure.Known = false
+	assert.Empty(t, kinds(Decide(s)))
+	assert.Empty(t, kinds(Decide(report("AzureMachine", "Failed", "RESPONSE 429", time.Hour))), "it is tried again")
+
+	s = report("Metal3Machine", "NotReady", "* AssociateBareMetalHost: no available host found", 4*time.Minute)
+	d = Decide(s)
+	assert.Empty(t, kinds(d), "a host may come back")
+	assert.Equal(t, 6*time.Minute, d.Again)
+	s.Now = s.Now.Add(6 * time.Minute)
+	assert.Equal(t, []ActionKind{Fail}, kinds(Decide(s)))
+	s.Machines[0].Spec.ProviderID = "metal3://a"
+	assert.Empty(t, kinds(Decide(s)), "it has come")
+}
+
+func TestWhereTheMachineSaysNothingItsInfrastructureIsAsked(t *testing.T) {
+	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).
+		withMachine("a", "c", infrastructure("InstanceProvisionFailed")).withClaim("c", v1alpha1.PhaseBound, "a")
+	m := s.Machines[0]
+	m.Spec.InfrastructureRef.Kind, m.Status.Conditions[0].Message = "AWSMachine", "0 of 2 completed"
+	s.Failure = Failure{Known: true}
+	assert.Equal(t, "InstanceReady", s.Failure.See(m))
+	d := Decide(s)
+	assert.Empty(t, kinds(d))
+	assert.Equal(t, ReportLife, d.Again, "it is asked again")
+
+	s.Reports = map[types.UID]Report{m.UID: {Reason: "InstanceProvisionFailed", Message: "api error RequestLimitExceeded"}}
+	d = Decide(s)
+	assert.Empty(t, kinds(d))
+	assert.Equal(t, ReportLife, d.Again)
+	s.Reports[m.UID] = Report{Reason: "InstanceProvisionFailed", Message: "api error InsufficientInstanceCapacity: none left"}
+	d = Decide(s)
+	require.Equal(t, []ActionKind{Fail}, kinds(d))
+	assert.Contains(t, d.Actions[0].Event.Message, "InsufficientInstanceCapacity: none left")
+	m.Spec.ProviderID = "aws:///a"
+	assert.Empty(t, s.Failure.See(m))
+	assert.Empty(t, kinds(Decide(s)))
+}
+
 func TestAFailedClaimsMachineIsNotHandedOver(t *testing.T) {
 	s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1}).withMachine("a", "c", nil).withClaim("c", v1alpha1.PhaseReleasing, "a")
 	s.Claims[0].Status.FailedAt = new(metav1.NewTime(s.Now))

@@ -5,18 +5,21 @@ import (
 	"slices"
 	"time"
 
+	"github.com/samber/lo"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/failures"
 )
 
 // Failure says when a claim's Machine is given up, and how long its node group is left alone then. Cluster API knows no final
 // failure, so that this is a matter of configuration.
 type Failure struct {
-	// Reasons are reasons of a Machine's InfrastructureReady condition, which mirror the infrastructure provider's own, that
-	// mean the machine will not come: for example that there is no capacity. One with the kind of the infrastructure before it
-	// and a slash between holds for that kind only.
+	// Known has Machines judged by what is known of infrastructure providers; see package failures.
+	Known bool
+	// Reasons are further reasons of a Machine's InfrastructureReady condition, which mirror the infrastructure provider's own, that
+	// mean the machine will not come. One with the kind of the infrastructure before it and a slash between holds for that kind only.
 	Reasons []string
 	// ObjectDeadline is how long a claim waits for a Machine object; zero means for ever.
 	ObjectDeadline time.Duration
@@ -34,9 +37,48 @@ type Failure struct {
 // that is an hour to the provider ID, which is also how long the shim waits for a machine that gets on.
 const Patience = 3
 
-// final reports whether a reason that the Machine's infrastructure gives means that it will not come.
-func (f Failure) final(m *clusterv1.Machine, reason string) bool {
-	return reason != "" && (slices.Contains(f.Reasons, reason) || slices.Contains(f.Reasons, m.Spec.InfrastructureRef.Kind+"/"+reason))
+// of judges what a Machine's infrastructure reports.
+func (f Failure) of(kind, reason, message string) failures.Verdict {
+	switch {
+	case reason == "":
+	case slices.Contains(f.Reasons, reason), slices.Contains(f.Reasons, kind+"/"+reason):
+		return failures.Verdict{Class: failures.GivenUp}
+	case f.Known:
+		return failures.Of(kind, reason, message)
+	}
+	return failures.Verdict{Class: failures.Transient}
+}
+
+// Report is what a Machine's infrastructure object says itself.
+type Report struct{ Reason, Message string }
+
+// ReportLife is how long a [Report] is good for.
+const ReportLife = 30 * time.Second
+
+// See returns which condition of the Machine's infrastructure object says whether it will come; "" if none has to be looked at.
+func (f Failure) See(m *clusterv1.Machine) string {
+	if m.Spec.ProviderID != "" {
+		return ""
+	}
+	reason, message := infrastructureTrouble(m)
+	return f.of(m.Spec.InfrastructureRef.Kind, reason, message).See
+}
+
+// final says why the Machine will not come, as its infrastructure reports; "" if it may come. left is when to look again; zero for no time in
+// particular.
+func (s *Snapshot) final(m *clusterv1.Machine) (why string, left time.Duration) {
+	if m.Spec.ProviderID != "" {
+		return "", 0
+	}
+	reason, message := s.trouble(m)
+	verdict := s.Failure.of(m.Spec.InfrastructureRef.Kind, reason, message)
+	if verdict.Class == failures.Transient {
+		return "", lo.Ternary(s.Failure.See(m) == "", 0, ReportLife) // which is read again
+	}
+	if left := verdict.After - s.Now.Sub(latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions))); verdict.After > 0 && left > 0 {
+		return "", left
+	}
+	return fmt.Sprintf("%s: the infrastructure of Machine %s reports %s: %s", verdict.Class.Says(), m.Name, reason, message), 0
 }
 
 // missingAfter is for how long Cluster API must have found no infrastructure object of a Machine for that to be final. The Machine
@@ -85,11 +127,14 @@ func (s *Snapshot) judge(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 		if what, since := missing(m); what != "" {
 			d.Wake(missingAfter - s.ago(since))
 		}
-		trouble, message := infrastructureTrouble(m)
-		if m.Spec.ProviderID == "" && s.Failure.final(m, trouble) {
-			why = fmt.Sprintf("the infrastructure of Machine %s reports %s: %s", m.Name, trouble, message)
+		var counts time.Duration
+		if why, counts = s.final(m); why != "" {
 			break
 		}
+		if counts > 0 {
+			d.Wake(counts)
+		}
+		trouble, message := s.trouble(m)
 		what, deadline := s.awaited(m)
 		since, given := latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions)), Patience*deadline
 		if why = s.late(d, since, given, what); why == "" {
@@ -141,8 +186,8 @@ func (s *Snapshot) hopeless(m *clusterv1.Machine) bool {
 	if _, deadline := s.awaited(m); deadline > 0 && s.Now.Sub(latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions))) >= Patience*deadline {
 		return true
 	}
-	reason, _ := infrastructureTrouble(m)
-	return m.Spec.ProviderID == "" && s.Failure.final(m, reason)
+	why, _ := s.final(m)
+	return why != ""
 }
 
 // late returns what has not happened when the time for it is over, else "" after asking to be woken in time.
@@ -155,6 +200,14 @@ func (s *Snapshot) late(d *Decision, since time.Time, deadline time.Duration, wh
 		return ""
 	}
 	return fmt.Sprintf("%s in %s", what, deadline)
+}
+
+// trouble is [infrastructureTrouble], or what the infrastructure object says itself where that was looked at.
+func (s *Snapshot) trouble(m *clusterv1.Machine) (reason, message string) {
+	if report, seen := s.Reports[m.UID]; seen && report.Reason != "" {
+		return report.Reason, report.Message
+	}
+	return infrastructureTrouble(m)
 }
 
 // infrastructureTrouble returns why the Machine's infrastructure is not ready, as its provider reports it; "" when it is, or

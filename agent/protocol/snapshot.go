@@ -48,6 +48,8 @@ type Snapshot struct {
 	SpareGrace time.Duration
 	// Failure defines when a Machine is given up.
 	Failure Failure
+	// Reports are what infrastructure objects say themselves, by the UIDs of Machines for which [Failure.See] names a condition.
+	Reports map[types.UID]Report
 	// LedgerBudget is how many bytes all entries of the ledger may take; zero means [LedgerBudget].
 	LedgerBudget int
 

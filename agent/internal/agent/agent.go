@@ -28,6 +28,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/contact"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/infrastructure"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/inventory"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/observed"
@@ -86,7 +87,8 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		Client: a.manager.GetClient(), Reader: a.manager.GetAPIReader(), Recorder: a.manager.GetEventRecorder("capi-agent"),
 		Clock: c.Clock, SpareGrace: o.SpareGracePeriod, TombstoneRetention: o.TombstoneRetention,
 		CollectGrace: o.CollectGracePeriod, TokenLife: o.SyncTokenLifetime,
-		Failure: o.Failure(), Bounds: claims.Bounds{Claims: o.MaxClaimsPerCluster, Ended: o.MaxEndedClaimsPerCluster},
+		Failure: o.Failure(), Report: infrastructure.NewReports(a.manager.GetAPIReader(), clock.RealClock{}).Of,
+		Bounds: claims.Bounds{Claims: o.MaxClaimsPerCluster, Ended: o.MaxEndedClaimsPerCluster},
 		Quota: func(ctx context.Context, group types.NamespacedName) (*eligibility.Refusal, error) {
 			return groups.Quota(ctx, group)
 		},

@@ -81,6 +81,7 @@ func (e *Engine) readAround(ctx context.Context, from view, key types.Namespaced
 			return nil, err
 		}
 	}
+	e.readReports(ctx, s)
 	s.Group = eligibility.Of(md, cluster)
 	if cluster != nil {
 		s.ClusterUID = cluster.UID
@@ -96,6 +97,23 @@ func (e *Engine) readAround(ctx context.Context, from view, key types.Namespaced
 	}
 	s.Group = s.Group.With(cooling)
 	return s, nil
+}
+
+// readReports asks infrastructure objects where Cluster API's Machines do not have what they say.
+func (e *Engine) readReports(ctx context.Context, s *protocol.Snapshot) {
+	if e.Report == nil {
+		return
+	}
+	for _, m := range s.Machines {
+		condition := e.Failure.See(m)
+		if condition == "" {
+			continue
+		}
+		if s.Reports == nil {
+			s.Reports = map[types.UID]protocol.Report{}
+		}
+		s.Reports[m.UID] = e.Report(ctx, m, condition)
+	}
 }
 
 // ofAnotherLife returns what tells claims that were made for the Cluster as it was before a move or a restore.

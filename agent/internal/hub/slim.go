@@ -55,6 +55,7 @@ func slimMachine(m *clusterv1.Machine) {
 		ClusterName: shared(m.Spec.ClusterName),
 		InfrastructureRef: clusterv1.ContractVersionedObjectReference{
 			APIGroup: shared(m.Spec.InfrastructureRef.APIGroup), Kind: shared(m.Spec.InfrastructureRef.Kind),
+			Name: shared(m.Spec.InfrastructureRef.Name),
 		},
 		Version:       shared(m.Spec.Version),
 		ProviderID:    m.Spec.ProviderID,

@@ -32,7 +32,7 @@ func TestSlimMachinesSayTheSame(t *testing.T) {
 		if !protocol.Alive(whole) {
 			g.Expect(protocol.DeletingReason(slim)).To(Equal(protocol.DeletingReason(whole)))
 		}
-		g.Expect(slim.Spec.InfrastructureRef.Kind).To(Equal(whole.Spec.InfrastructureRef.Kind))
+		g.Expect(slim.Spec.InfrastructureRef).To(Equal(whole.Spec.InfrastructureRef))
 
 		whole.ManagedFields = nil
 		g.Expect(slim.ObjectMeta).To(Equal(whole.ObjectMeta), "patches test it")

@@ -126,7 +126,7 @@ func (t *Templates) kind(ctx context.Context, gk schema.GroupKind) (kind, error)
 	if known != nil && t.Clock.Since(known.resolved) < kindLife {
 		return *known, nil
 	}
-	gvk, err := t.resolve(ctx, gk)
+	gvk, err := resolve(ctx, t.Reader, gk)
 	if err != nil {
 		return kind{}, err
 	}
@@ -151,11 +151,11 @@ func (t *Templates) kind(ctx context.Context, gk schema.GroupKind) (kind, error)
 }
 
 // resolve finds the version of a kind that keeps the newest contract.
-func (t *Templates) resolve(ctx context.Context, gk schema.GroupKind) (schema.GroupVersionKind, error) {
+func resolve(ctx context.Context, reader client.Reader, gk schema.GroupKind) (schema.GroupVersionKind, error) {
 	crd := &metav1.PartialObjectMetadata{}
 	crd.SetGroupVersionKind(schema.GroupVersionKind{Group: "apiextensions.k8s.io", Version: "v1", Kind: "CustomResourceDefinition"})
 	name := contract.CalculateCRDName(gk.Group, gk.Kind)
-	err := t.Reader.Get(ctx, types.NamespacedName{Name: name}, crd)
+	err := reader.Get(ctx, types.NamespacedName{Name: name}, crd)
 	switch {
 	case apierrors.IsNotFound(err):
 		return schema.GroupVersionKind{}, fmt.Errorf("%w: the CustomResourceDefinition %s does not exist", ErrUnusable, name)

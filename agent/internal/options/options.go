@@ -69,7 +69,9 @@ type Options struct {
 	CollectGracePeriod time.Duration
 	// SyncTokenLifetime is how long after a listing of claims a live set may arrive.
 	SyncTokenLifetime time.Duration
-	// FailureReasons are the reasons of a Machine's InfrastructureReady condition that give the machine up, of any infrastructure
+	// KnownFailures has machines given up by what is known of their infrastructure's provider.
+	KnownFailures bool
+	// FailureReasons are further reasons of a Machine's InfrastructureReady condition that give the machine up, of any infrastructure
 	// or, as <kind>/<reason>, of one.
 	FailureReasons []string
 	// MachineObjectDeadline, MachineProviderIDDeadline and MachineNodeDeadline are how long a claim waits for its Machine, for that
@@ -110,12 +112,9 @@ func New() *Options {
 		MaxClaimsPerCluster:      20000,
 		MaxEndedClaimsPerCluster: 10000,
 
-		CollectGracePeriod: 30 * time.Second,
-		SyncTokenLifetime:  10 * time.Minute,
-		FailureReasons: []string{
-			"InsufficientCapacity", "InsufficientInstanceCapacity", "InsufficientHostCapacity", "InsufficientResources",
-			"OutOfCapacity", "QuotaExceeded", "ZoneResourcePoolExhausted", "SkuNotAvailable", "AzureMachine/AllocationFailed", "NoAvailableHost",
-		},
+		CollectGracePeriod:        30 * time.Second,
+		SyncTokenLifetime:         10 * time.Minute,
+		KnownFailures:             true,
 		MachineObjectDeadline:     5 * time.Minute,
 		MachineProviderIDDeadline: 20 * time.Minute,
 		MachineNodeDeadline:       30 * time.Minute,
@@ -173,10 +172,12 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 		"Minimum age a claim must have, relative to the holder's listing, before SyncClaims may collect it.")
 	flags.DurationVar(&o.SyncTokenLifetime, "sync-token-lifetime", o.SyncTokenLifetime,
 		"How long after a holder listed its claims its live set may arrive.")
+	flags.BoolVar(&o.KnownFailures, "known-failures", o.KnownFailures,
+		"Give a Machine up when its infrastructure reports what is known to be final of its provider: no capacity, a used-up quota, a wrong "+
+			"configuration. Without it --failure-reasons alone do.")
 	flags.StringSliceVar(&o.FailureReasons, "failure-reasons", o.FailureReasons,
-		"Reasons of a Machine's InfrastructureReady condition that mean it will not come, as the infrastructure provider writes them. "+
-			"AWSMachine/InsufficientCapacity holds for Machines of that kind of infrastructure only. Any other reason, such as "+
-			"InstanceProvisionFailed, which stands for errors that pass as well, gives nothing up.")
+		"Further reasons of a Machine's InfrastructureReady condition that mean it will not come, as the infrastructure provider writes them. "+
+			"AWSMachine/InstanceProvisionFailed holds for Machines of that kind of infrastructure only. Any other reason gives nothing up.")
 	flags.DurationVar(&o.MachineObjectDeadline, "machine-object-deadline", o.MachineObjectDeadline,
 		"How long a claim waits for its Machine object before it fails. 0 waits for ever.")
 	flags.DurationVar(&o.MachineProviderIDDeadline, "machine-provider-id-deadline", o.MachineProviderIDDeadline,
@@ -425,6 +426,7 @@ func (o *Options) Pricing() pricing.Policy {
 // Failure returns when machines are given up.
 func (o *Options) Failure() protocol.Failure {
 	return protocol.Failure{
+		Known:              o.KnownFailures,
 		Reasons:            o.FailureReasons,
 		ObjectDeadline:     o.MachineObjectDeadline,
 		ProviderIDDeadline: o.MachineProviderIDDeadline,

@@ -119,14 +119,3 @@ func TestPricesAreAsTheFlagsSay(t *testing.T) {
 		Currency: "EUR", Coefficients: pricing.Coefficients{PerCPU: 1, PerGiB: 2, PerAccelerator: 3, SpotShare: 0.5},
 	}))
 }
-
-// What infrastructure providers set on any error and then try again, throttled calls included, is not among the defaults.
-func TestReasonsThatPassGiveNothingUpByDefault(t *testing.T) {
-	for _, reason := range []string{
-		"Failed", "InstanceProvisionFailed", "InstanceProvisionStarted", "VMProvisionFailed", "VMCreateFailed", "CloneFailed",
-		"PoweringOnFailed", "AllocationFailed", "IPAllocationFailed", "ProvisionFailed", "AssociateBMHFailed", "InstanceCreateFailed",
-		"OpenStackError", "Reconciling", "NotReady", "WaitingForBootstrapData",
-	} {
-		NewWithT(t).Expect(options.New().FailureReasons).NotTo(ContainElement(reason))
-	}
-}

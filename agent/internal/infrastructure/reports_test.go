@@ -1,0 +1,89 @@
+package infrastructure
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"time"
+
+	. "github.com/onsi/gomega"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	clocktesting "k8s.io/utils/clock/testing"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
+)
+
+// objects has a CRD for every kind, and one object of which status is the status.
+type objects struct {
+	client.Reader
+
+	status any
+	err    error
+	reads  int
+}
+
+func (o *objects) Get(_ context.Context, key client.ObjectKey, into client.Object, _ ...client.GetOption) error {
+	switch into := into.(type) {
+	case *metav1.PartialObjectMetadata:
+		into.Labels = map[string]string{"cluster.x-k8s.io/v1beta1": "v1beta2"}
+		return nil
+	case *unstructured.Unstructured:
+		o.reads++
+		if key.Namespace != "fleet" || key.Name != "worker-infra" || into.GetAPIVersion() != "infrastructure.cluster.x-k8s.io/v1beta2" {
+			return errors.New("another object")
+		}
+		into.Object["status"] = o.status
+		return o.err
+	}
+	return errors.New("another type")
+}
+
+func TestReportsAreThoseOfTheInfrastructureObject(t *testing.T) {
+	condition := func(conditionType, status, reason, message string) map[string]any {
+		return map[string]any{"type": conditionType, "status": status, "reason": reason, "message": message}
+	}
+	m := &clusterv1.Machine{ObjectMeta: metav1.ObjectMeta{Namespace: "fleet", Name: "worker", UID: "uid"}}
+	m.Spec.InfrastructureRef = clusterv1.ContractVersionedObjectReference{APIGroup: "infrastructure.cluster.x-k8s.io", Kind: "AWSMachine", Name: "worker-infra"}
+	broken := condition("InstanceReady", "False", "InstanceProvisionFailed", "no capacity")
+	for name, c := range map[string]struct {
+		status any
+		err    error
+		want   protocol.Report
+	}{
+		"as providers of v1beta1 have it": {
+			status: map[string]any{"conditions": []any{condition("Ready", "False", "a", "b"), broken}},
+			want:   protocol.Report{Reason: "InstanceProvisionFailed", Message: "no capacity"},
+		},
+		"as providers have it that write both": {
+			status: map[string]any{
+				"conditions": []any{condition("InstanceReady", "False", "older", "")}, "v1beta2": map[string]any{"conditions": []any{broken}},
+			},
+			want: protocol.Report{Reason: "InstanceProvisionFailed", Message: "no capacity"},
+		},
+		"it is true":         {status: map[string]any{"conditions": []any{condition("InstanceReady", "True", "", "")}}},
+		"no such condition":  {status: map[string]any{"conditions": []any{condition("Ready", "False", "a", "b")}}},
+		"no conditions":      {status: map[string]any{}},
+		"of another form":    {status: map[string]any{"conditions": []any{"text", map[string]any{"type": int64(1)}}}},
+		"no list":            {status: map[string]any{"conditions": "text"}},
+		"cannot be read":     {status: map[string]any{}, err: errors.New("forbidden")},
+		"no status":          {},
+		"status of one word": {status: "broken"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			g := NewWithT(t)
+			clk := clocktesting.NewFakeClock(time.Now())
+			hub := &objects{status: c.status, err: c.err}
+			reports := NewReports(hub, clk)
+			for range 3 {
+				g.Expect(reports.Of(t.Context(), m, "InstanceReady")).To(Equal(c.want))
+			}
+			g.Expect(hub.reads).To(Equal(1), "answered from memory")
+			clk.Step(protocol.ReportLife)
+			g.Expect(reports.Of(t.Context(), m, "InstanceReady")).To(Equal(c.want))
+			g.Expect(hub.reads).To(Equal(2))
+		})
+	}
+}
