@@ -651,6 +651,12 @@ var mutants = []mutant{
 	{name: "an agent that just started lets claims fail", test: "TestAnAgentThatJustStartedLetsNoClaimFail", edits: []edit{
 		{"	case overdue < 0 || unsettled > 0:\n", "	case overdue < 0:\n"},
 	}},
+	{name: "what often passes is final at once", test: "TestAMachineIsGivenUpForWhatIsKnownOfItsProvider", edits: []edit{
+		{"verdict.After > 0 && left > 0 {", "verdict.After < 0 && left > 0 {"},
+	}},
+	{name: "an infrastructure object that was asked is not heard", test: "TestWhereTheMachineSaysNothingItsInfrastructureIsAsked", edits: []edit{
+		{"seen && report.Reason != \"\" {", "seen && report.Reason == \"\" {"},
+	}},
 	{name: "a pause counts as waiting for a Machine", test: "TestAClaimOfAPausedGroupDoesNotFail", edits: []edit{
 		{"	if m != nil && HasNode(m) || s.paused(m) {\n", "	if m != nil && (HasNode(m) || s.paused(m)) {\n"},
 	}},
