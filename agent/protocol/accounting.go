@@ -3,6 +3,7 @@ package protocol
 import (
 	"fmt"
 	"math"
+	"slices"
 
 	"github.com/samber/lo"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -264,10 +265,17 @@ func (b *books) enter() {
 			if b.admit(id, Named{}) {
 				b.d.Replicas++
 			}
+		case c.Status.Phase == v1alpha1.PhasePending && b.leaves():
+			// It was entered: what takes its replica's place are Machines whose releases were taken out of the ledger with it, until they are gone.
 		default:
 			b.d.Refused[id] = b.full()
 		}
 	}
+}
+
+// leaves reports whether a Machine with a claim's label is being deleted without a release, and so counts until it is gone.
+func (b *books) leaves() bool {
+	return slices.ContainsFunc(b.Machines, func(m *clusterv1.Machine) bool { return b.class(m) == going && ClaimOf(m) != "" })
 }
 
 // mayGrow reports whether replicas may be raised for what is owed.

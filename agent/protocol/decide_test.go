@@ -132,6 +132,25 @@ func TestAClaimWhoseEntryWasRemovedHasItsReplica(t *testing.T) {
 	assert.Len(t, d.Ledger.Releasing, 1)
 }
 
+// A person took all entries and all releases out of the ledger of a full group.
+func TestAClaimWhoseEntryWasRemovedWaitsForMachinesThatGo(t *testing.T) {
+	three := int32(3)
+	s := scene(3, &Ledger{Version: 1, Seq: 4, Floor: 2, LastReplicas: 3}).withMachine("m0", "", node).withMachine("m1", "", node).
+		withMachine("going", "old", deleting(clusterv1.MachineDeletingDrainingNodeReason)).withClaim("old", v1alpha1.PhaseEnded, "going").
+		withClaim("c", v1alpha1.PhasePending, "").withClaim("new", "", "")
+	s.Group.Max = &three
+	d := Decide(s)
+	assert.NotContains(t, d.Refused, "c")
+	assert.Contains(t, d.Refused, "new")
+	assert.NotContains(t, kinds(d), End)
+
+	s.Machines = s.Machines[:2]
+	d = Decide(scene(3, &Ledger{Version: 1, Seq: 4, Floor: 2, LastReplicas: 3}).withMachine("m0", "", node).withMachine("m1", "", node).
+		withClaim("c", v1alpha1.PhasePending, ""))
+	require.NotNil(t, d.Ledger)
+	assert.Contains(t, d.Ledger.Pending, "c")
+}
+
 func TestAClaimWhoseEntryWasRemovedComesBeforeOthers(t *testing.T) {
 	for name, change := range map[string]func(s *Snapshot){
 		"an older one": func(s *Snapshot) {
@@ -360,7 +379,7 @@ func TestWhereTheMachineSaysNothingItsInfrastructureIsAsked(t *testing.T) {
 	assert.Equal(t, "InstanceReady", s.Failure.See(m))
 	d := Decide(s)
 	assert.Empty(t, kinds(d))
-	assert.Equal(t, ReportLife, d.Again, "it is asked again")
+	assert.Equal(t, reportSoon, d.Again, "it is being asked")
 
 	s.Reports = map[types.UID]Report{m.UID: {Reason: "InstanceProvisionFailed", Message: "api error RequestLimitExceeded"}}
 	d = Decide(s)

@@ -52,12 +52,16 @@ func (f Failure) of(kind, reason, message string) failures.Verdict {
 // Report is what a Machine's infrastructure object says itself.
 type Report struct{ Reason, Message string }
 
-// ReportLife is how long a [Report] is good for.
-const ReportLife = 30 * time.Second
+const (
+	// ReportLife is how long a [Report] is good for.
+	ReportLife = 30 * time.Second
+	// reportSoon is when one is looked for that is being read.
+	reportSoon = 2 * time.Second
+)
 
 // See returns which condition of the Machine's infrastructure object says whether it will come; "" if none has to be looked at.
 func (f Failure) See(m *clusterv1.Machine) string {
-	if m.Spec.ProviderID != "" {
+	if m.Spec.ProviderID != "" || !Alive(m) {
 		return ""
 	}
 	reason, message := infrastructureTrouble(m)
@@ -73,7 +77,11 @@ func (s *Snapshot) final(m *clusterv1.Machine) (why string, left time.Duration) 
 	reason, message := s.trouble(m)
 	verdict := s.Failure.of(m.Spec.InfrastructureRef.Kind, reason, message)
 	if verdict.Class == failures.Transient {
-		return "", lo.Ternary(s.Failure.See(m) == "", 0, ReportLife) // which is read again
+		if s.Failure.See(m) == "" {
+			return "", 0
+		}
+		_, known := s.Reports[m.UID]
+		return "", lo.Ternary(known, ReportLife, reportSoon)
 	}
 	if left := verdict.After - s.Now.Sub(latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions))); verdict.After > 0 && left > 0 {
 		return "", left

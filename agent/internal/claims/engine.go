@@ -94,9 +94,9 @@ type Config struct {
 	Quota func(ctx context.Context, nodeGroup types.NamespacedName) (*eligibility.Refusal, error)
 	// Failure says when a Machine is given up. The zero value gives none up.
 	Failure protocol.Failure
-	// Report reads a condition of a Machine's infrastructure object, where [protocol.Failure.See] names one; it may answer from memory for
-	// [protocol.ReportLife]. Nil means that nothing is known.
-	Report func(ctx context.Context, m *clusterv1.Machine, condition string) protocol.Report
+	// Report returns a condition of a Machine's infrastructure object, where [protocol.Failure.See] names one, without waiting for it to be
+	// read; known is false while that has not been. Nil means that nothing is known.
+	Report func(ctx context.Context, m *clusterv1.Machine, condition string) (report protocol.Report, known bool)
 	// Bounds limit what one Cluster can store. The zero value does not.
 	Bounds Bounds
 	// Coalesce is the shortest time between two writes of one ledger that nobody waits for. Zero means one second.

@@ -109,10 +109,14 @@ func (e *Engine) readReports(ctx context.Context, s *protocol.Snapshot) {
 		if condition == "" {
 			continue
 		}
+		report, known := e.Report(ctx, m, condition)
+		if !known {
+			continue
+		}
 		if s.Reports == nil {
 			s.Reports = map[types.UID]protocol.Report{}
 		}
-		s.Reports[m.UID] = e.Report(ctx, m, condition)
+		s.Reports[m.UID] = report
 	}
 }
 

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"time"
 
+	"golang.org/x/sync/semaphore"
+	"golang.org/x/sync/singleflight"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
@@ -17,17 +19,28 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// Reports reads what infrastructure objects of Machines say, where their condition Ready does not say it. Nothing is watched, as there are many of
+const (
+	// readsAtOnce bounds the reads of reports, and readWithin each of them: many Machines of a group may have to be looked at.
+	readsAtOnce = 8
+	readWithin  = 10 * time.Second
+)
+
+// Reports knows what infrastructure objects of Machines say, where their condition Ready does not say it. Nothing is watched, as there are many of
 // them and few have to be looked at. It is safe for concurrent use.
 type Reports struct {
 	reader client.Reader
-	known  *cache.Expiring // of keys: a report, or the error that stands for none
+	clock  clock.Clock
+	known  *cache.Expiring // of keys: what was read
 	kinds  *cache.Expiring // of group kinds
+	told   *cache.Expiring // group kinds of which the log says that they cannot be read
+	calls  singleflight.Group
+	turns  *semaphore.Weighted
 }
 
 // NewReports returns reports that are read from the API server.
 func NewReports(reader client.Reader, clk clock.Clock) *Reports {
-	return &Reports{reader: reader, known: cache.NewExpiringWithClock(clk), kinds: cache.NewExpiringWithClock(clk)}
+	fresh := func() *cache.Expiring { return cache.NewExpiringWithClock(clk) }
+	return &Reports{reader: reader, clock: clk, known: fresh(), kinds: fresh(), told: fresh(), turns: semaphore.NewWeighted(readsAtOnce)}
 }
 
 type reportKey struct {
@@ -35,23 +48,53 @@ type reportKey struct {
 	condition string
 }
 
-// Of returns the reason and the message of a condition of the Machine's infrastructure object, as they were at most [protocol.ReportLife] ago; none
-// if the object has no such condition that is False, or cannot be read.
-func (r *Reports) Of(ctx context.Context, m *clusterv1.Machine, condition string) protocol.Report {
+type readReport struct {
+	protocol.Report
+
+	at time.Time
+}
+
+// Of returns the reason and the message of a condition of the Machine's infrastructure object as they were read last, empty if the object has no
+// such condition that is False, or cannot be read. known is false if it has not been read yet. It never waits: what is older than
+// [protocol.ReportLife] is read again meanwhile.
+func (r *Reports) Of(ctx context.Context, m *clusterv1.Machine, condition string) (report protocol.Report, known bool) {
 	key := reportKey{m.UID, condition}
-	if known, ok := r.known.Get(key); ok {
-		report, _ := known.(protocol.Report)
-		return report
+	value, known := r.known.Get(key)
+	last, _ := value.(readReport)
+	if !known || r.clock.Since(last.at) >= protocol.ReportLife {
+		r.begin(ctx, m.DeepCopy(), key)
 	}
-	report, err := r.read(ctx, m, condition)
-	if err != nil {
-		ref := m.Spec.InfrastructureRef
-		log.FromContext(ctx).Info("what an infrastructure object reports is not known", "kind", ref.Kind, "name", ref.Name, "cause", err.Error())
+	return last.Report, known
+}
+
+// begin reads the report in the background, unless somebody does, or as many are read as may be.
+func (r *Reports) begin(ctx context.Context, m *clusterv1.Machine, key reportKey) {
+	ctx = context.WithoutCancel(ctx)
+	r.calls.DoChan(string(key.machine)+"/"+key.condition, func() (any, error) {
+		if !r.turns.TryAcquire(1) {
+			return nil, nil //nolint:nilnil // it is asked for again
+		}
+		defer r.turns.Release(1)
+		ctx, cancel := context.WithTimeout(ctx, readWithin)
+		defer cancel()
+		report, err := r.read(ctx, m, key.condition)
+		if err != nil {
+			r.tell(ctx, m.Spec.InfrastructureRef, err)
+		}
+		r.known.Set(key, readReport{report, r.clock.Now()}, 10*protocol.ReportLife)
+		return nil, nil //nolint:nilnil // it is in known
+	})
+}
+
+// tell logs that a kind cannot be read, once in a while.
+func (r *Reports) tell(ctx context.Context, ref clusterv1.ContractVersionedObjectReference, cause error) {
+	kind := schema.GroupKind{Group: ref.APIGroup, Kind: ref.Kind}
+	if _, told := r.told.Get(kind); told {
+		return
 	}
-	if ctx.Err() == nil {
-		r.known.Set(key, report, protocol.ReportLife-time.Second) // so that it is read anew when it is looked at again
-	}
-	return report
+	r.told.Set(kind, true, time.Hour)
+	log.FromContext(ctx).Info("what infrastructure objects of a kind report is not known, so that their Machines are judged by their deadlines",
+		"kind", ref.Kind, "name", ref.Name, "cause", cause.Error())
 }
 
 func (r *Reports) read(ctx context.Context, m *clusterv1.Machine, condition string) (protocol.Report, error) {

@@ -68,7 +68,7 @@ func differentPrices(groups []*Group) []string {
 			different = append(different, fmt.Sprintf(
 				"%s costs %g and %s %g, and both are instance type %q of one zone and capacity type, which Karpenter takes to cost %g; "+
 					"give the groups different instance types, or one price",
-				dearest.ID, dearest.Price, cheapest.ID, cheapest.Price, k.instanceType, cheapest.Price,
+				dearest.ID, dearest.Price, cheapest.ID, cheapest.Price, k.instanceType, cheapest.Offered,
 			))
 		}
 	}

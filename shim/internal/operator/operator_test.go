@@ -21,7 +21,8 @@ import (
 // core returns the file of core's own operator, which ours stands in for.
 func core(t *testing.T) *ast.File {
 	t.Helper()
-	path, _ := runtime.FuncForPC(reflect.ValueOf(coreoperator.NewOperator).Pointer()).FileLine(0)
+	entry := reflect.ValueOf(coreoperator.NewOperator).Pointer()
+	path, _ := runtime.FuncForPC(entry).FileLine(entry)
 	file, err := parser.ParseFile(token.NewFileSet(), path, nil, parser.SkipObjectResolution)
 	require.NoError(t, err)
 	return file

@@ -10,15 +10,12 @@ import (
 	"errors"
 	"flag"
 	"fmt"
-	"maps"
 	"net"
 	"os"
 	"slices"
 	"strings"
 	"time"
 
-	"github.com/samber/lo"
-	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/apimachinery/pkg/util/validation"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/operator/options"
@@ -283,36 +280,26 @@ func (o *Options) validateAddresses() error {
 func (o *Options) validateKeys() error {
 	var errs []error
 	wrong := func(key, why string) { errs = append(errs, fmt.Errorf("--node-label-keys: %q %s", key, why)) }
-	dimensions := maps.Clone(nodeDimensions)
-	for _, key := range sets.List(karpv1.WellKnownLabels) {
-		dimensions[dimension(key)] = "core's " + key
-	}
-	for _, key := range lo.Uniq(o.NodeLabelKeys()) {
+	for _, key := range o.NodeLabelKeys() {
 		current, old := karpv1.NormalizedLabels[key]
-		same, taken := dimensions[dimension(key)]
 		switch problems := validation.IsQualifiedName(key); {
 		case len(problems) > 0:
 			wrong(key, "is not a label key: "+strings.Join(problems, "; "))
-		case karpv1.WellKnownLabels.Has(key): // which needs no flag
 		case old:
 			wrong(key, "is an old name of "+current+", which is always distinguished: leave it out")
 		case karpv1.IsRestrictedLabel(key) != nil:
 			wrong(key, "is set by Karpenter or the kubelet, and no node group offers a choice of it: leave it out")
-		case taken && strings.Contains(key, "/"):
-			wrong(key, fmt.Sprintf("would be the label %s of core's metrics about Nodes, which is that of %s already: give the nodes a label with "+
-				"another name after the slash", dimension(key), same))
-		default:
-			dimensions[dimension(key)] = key
+		case slices.Contains(nodeDimensions, dimension(key)):
+			wrong(key, fmt.Sprintf("would be the label %s of core's metrics about Nodes, which have one of that name: give the nodes a label with "+
+				"another name after the slash", dimension(key)))
 		}
 	}
 	return errors.Join(errs...)
 }
 
-// nodeDimensions are the labels that core's metrics about Nodes have beside the well-known labels, and whose they are; see its package
-// controllers/metrics/node. It panics at the start if there is one of them twice.
-var nodeDimensions = map[string]string{
-	"node_name": "the Node's name", "phase": "its phase", "managed": "whether it is managed", "resource_type": "the resource",
-}
+// nodeDimensions are the labels that core's metrics about Nodes have beside the well-known labels; see its package controllers/metrics/node.
+// It panics at the start if one of those has the same name.
+var nodeDimensions = []string{"node_name", "phase", "managed", "resource_type"}
 
 // dimension is the label of core's metrics about Nodes that a key of a node label becomes. Keys without a slash become none.
 func dimension(key string) string {

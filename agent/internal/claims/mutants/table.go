@@ -65,6 +65,9 @@ var mutants = []mutant{
 	{name: "a claim whose entry was removed is refused its replica", test: "TestAClaimWhoseEntryWasRemovedHasItsReplica", edits: []edit{
 		{"	b.readmit()\n", ""},
 	}},
+	{name: "a claim whose entry was removed does not wait for Machines that go", test: "TestAClaimWhoseEntryWasRemovedWaitsForMachinesThatGo", edits: []edit{
+		{"c.Status.Phase == v1alpha1.PhasePending && b.leaves():", "c.Status.Phase == v1alpha1.PhasePending && b.leaves() && false:"},
+	}},
 	{name: "a claim whose entry was removed comes after others", test: "TestAClaimWhoseEntryWasRemovedComesBeforeOthers", edits: []edit{
 		{"	b.readmit()\n	b.adopt()\n	b.enter()\n", "	b.adopt()\n	b.enter()\n	b.readmit()\n"},
 	}},

@@ -1082,8 +1082,7 @@ type Claim struct {
 	// When its machine was given up as failed, by the agent or by the caller that released it with `failed`: the machine is
 	// removed, and its node group cools down. The claim is RELEASING or ENDED then. Unset otherwise; being late is no failure.
 	FailedAt *timestamppb.Timestamp `protobuf:"bytes,15,opt,name=failed_at,json=failedAt,proto3" json:"failed_at,omitempty"`
-	// Who released it said that its Node is drained and its volumes are detached. False before its release, and of a claim that the agent
-	// takes back.
+	// Whether somebody who released it said that its Node is drained and its volumes are detached. It never turns back to false.
 	Drained       bool `protobuf:"varint,16,opt,name=drained,proto3" json:"drained,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -85,7 +85,7 @@ type Controller struct {
 
 	mu     sync.Mutex
 	steps  map[types.UID]reached
-	silent time.Time // when the agent was last found to be silent; zero for never
+	silent time.Time // when the agent was last found to be silent, or this process knew nothing yet; zero before the first look
 }
 
 // reached is the furthest step that a machine was seen at, and since when.
@@ -121,11 +121,9 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	}
 	registered := nodeClaim.StatusConditions().Get(karpv1.ConditionTypeRegistered).IsTrue()
 	state := c.claims.State()
-	if now := c.clock.Now(); !state.Connected && now.Sub(state.Since) >= look {
-		c.noteSilence(now)
-	}
+	c.listen(state)
 	if !state.Synced {
-		return c.wait(ctx, nodeClaim, registered)
+		return c.wait(ctx, nodeClaim)
 	}
 	claim, known := c.claims.Get(string(nodeClaim.UID))
 	switch {
@@ -155,7 +153,7 @@ func (c *Controller) lost(ctx context.Context, nodeClaim *karpv1.NodeClaim, regi
 	claim, known, err := c.ask(ctx, nodeClaim)
 	switch {
 	case err != nil:
-		return c.unanswered(ctx, err), nil
+		return c.unanswered(ctx, nodeClaim, err)
 	case !known:
 		return c.unknown(ctx, nodeClaim)
 	case claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED:
@@ -178,8 +176,7 @@ func (c *Controller) awaitRegistration(ctx context.Context, nodeClaim *karpv1.No
 	claim, known, err := c.ask(ctx, nodeClaim)
 	switch {
 	case err != nil:
-		c.unanswered(ctx, err)
-		return c.wait(ctx, nodeClaim, false)
+		return c.unanswered(ctx, nodeClaim, err)
 	case !known:
 		return c.unknown(ctx, nodeClaim)
 	case released(claim):
@@ -195,7 +192,7 @@ func (c *Controller) awaitRegistration(ctx context.Context, nodeClaim *karpv1.No
 func (c *Controller) unknown(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
 	switch machine, err := c.unclaimed.Of(ctx, nodeClaim); {
 	case err != nil:
-		return c.unanswered(ctx, err), nil
+		return c.unanswered(ctx, nodeClaim, err)
 	case machine != nil:
 		c.recorder.Publish(c.unclaimed.Event(nodeClaim, machine))
 		return reconcile.Result{RequeueAfter: look}, nil
@@ -223,18 +220,28 @@ func (c *Controller) ask(ctx context.Context, nodeClaim *karpv1.NodeClaim) (clai
 	return response.GetClaim(), err == nil, err
 }
 
-// wait has core wait, too, for a Node that may come while nothing is heard of the agent.
-func (c *Controller) wait(ctx context.Context, nodeClaim *karpv1.NodeClaim, registered bool) (reconcile.Result, error) {
-	if registered {
-		return reconcile.Result{RequeueAfter: look}, nil
-	}
-	return reconcile.Result{RequeueAfter: look}, c.extendRegistration(ctx, nodeClaim, c.clock.Now())
+// unanswered waits. This is ordinary while the management cluster is away, and so no error.
+func (c *Controller) unanswered(ctx context.Context, nodeClaim *karpv1.NodeClaim, err error) (reconcile.Result, error) {
+	log.FromContext(ctx).V(1).Info("nothing is deleted, as the agent did not answer", "reason", err.Error())
+	return c.wait(ctx, nodeClaim)
 }
 
-// unanswered waits. This is ordinary while the management cluster is away, and so no error.
-func (c *Controller) unanswered(ctx context.Context, err error) reconcile.Result {
-	log.FromContext(ctx).V(1).Info("nothing is deleted, as the agent did not answer", "reason", err.Error())
-	return reconcile.Result{RequeueAfter: look}
+// wait has core wait, too, for a Node that may come while nothing is heard of the agent.
+func (c *Controller) wait(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
+	if nodeClaim.StatusConditions().Get(karpv1.ConditionTypeRegistered).IsTrue() {
+		return reconcile.Result{RequeueAfter: look}, nil
+	}
+	if age := c.clock.Since(nodeClaim.CreationTimestamp.Time); age > registrationTimeout {
+		c.recorder.Publish(events.Event{
+			InvolvedObject: nodeClaim,
+			Type:           corev1.EventTypeWarning,
+			Reason:         "AgentSilent",
+			Message:        "The agent in the management cluster does not answer, so it is not known whether a machine comes. The NodeClaim is kept until it does.",
+			DedupeValues:   []string{string(nodeClaim.UID)},
+			DedupeTimeout:  10 * time.Minute,
+		})
+	}
+	return reconcile.Result{RequeueAfter: look}, c.extendRegistration(ctx, nodeClaim, c.clock.Now())
 }
 
 // hasReadyNode reports whether a Node of the NodeClaim is Ready. Where the cache shows none that is, the API server is asked: after a restore of
@@ -277,7 +284,7 @@ func (c *Controller) release(ctx context.Context, nodeClaim *karpv1.NodeClaim, r
 		Cluster: c.cluster, ClaimId: string(nodeClaim.UID), Reason: lo.Substring(message, 0, 1024),
 	})
 	if err != nil {
-		return c.unanswered(ctx, err), nil
+		return c.unanswered(ctx, nodeClaim, err)
 	}
 	return c.giveUp(ctx, nodeClaim, reason, message)
 }

@@ -5,6 +5,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/samber/lo"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
@@ -146,7 +147,7 @@ func TestNothingIsDeletedWhileTheAgentIsAway(t *testing.T) {
 		assert.True(t, e.Exists(nodeClaim), nodeClaim.Name)
 		assert.Positive(t, result.RequeueAfter, nodeClaim.Name)
 	}
-	assert.Empty(t, e.Recorder.Reasons())
+	assert.Equal(t, []string{"AgentSilent"}, lo.Uniq(e.Recorder.Reasons()))
 }
 
 // Core gives a NodeClaim up that has no Node after 15 minutes.
@@ -321,6 +322,7 @@ func TestALateMachineIsLeftToTheNextClaim(t *testing.T) {
 	nodeClaim := e.Launched("claim")
 	e.phaseShows(nodeClaim, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND)
 	machine := e.Agent.Claim(e.Cluster, string(nodeClaim.UID)).GetMachine()
+	e.reconcile(nodeClaim)
 	e.clock.Step(deadline + time.Minute)
 	e.reconcile(nodeClaim)
 	assert.False(t, e.Exists(nodeClaim))
@@ -421,6 +423,21 @@ func TestASlowMachineThatGetsOnIsGivenMoreTimeByCoreToo(t *testing.T) {
 	require.NoError(t, e.Kube.Status().Update(e.Context(), nodeClaim))
 	e.reconcile(nodeClaim)
 	assert.WithinDuration(t, e.clock.Now(), registeredSince(), time.Second)
+}
+
+// A process that takes over does not know for how long nothing was heard before.
+func TestALeaderThatBeginsGivesOneMoreDeadline(t *testing.T) {
+	e := setUp(
+		t,
+		fakeagent.WithInfrastructure(fakeagent.Infrastructure{Appear: fakeagent.Manual, Provision: fakeagent.Manual, Join: fakeagent.Manual}),
+	)
+	nodeClaim := e.Launched("claim")
+	e.clock.Step(10 * deadline)
+	e.reconcile(nodeClaim)
+	assert.True(t, e.Exists(nodeClaim))
+	e.clock.Step(deadline + time.Second)
+	e.reconcile(nodeClaim)
+	assert.False(t, e.Exists(nodeClaim))
 }
 
 func TestWhatIsNotWaitingIsLeftAlone(t *testing.T) {

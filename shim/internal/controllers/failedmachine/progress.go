@@ -9,6 +9,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
+	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -64,10 +65,14 @@ func (c *Controller) deadlineOf(nodeClaim *karpv1.NodeClaim, claim *agentv1alpha
 	return deadline
 }
 
-func (c *Controller) noteSilence(now time.Time) {
+// listen notes that nothing is heard of the agent for a while. A process that begins does not know what was heard before.
+func (c *Controller) listen(state agentclient.State) {
+	now := c.clock.Now()
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.silent = now
+	if c.silent.IsZero() || !state.Connected && now.Sub(state.Since) >= look {
+		c.silent = now
+	}
 }
 
 // observe returns since when the machine has been known to be at its step; the zero time for the first step seen, as it may
@@ -127,7 +132,7 @@ func verdict(claim *agentv1alpha1.Claim) (reason, message string) {
 	switch {
 	case claim.GetFailedAt() != nil:
 		message = fmt.Sprintf("The management cluster gave up a machine of node group %s: %s.", claim.GetNodeGroupId(), why)
-		if report := infrastructure(claim); report != "" && !strings.Contains(why, report) {
+		if report := infrastructure(claim); report != "" && !strings.Contains(why, "infrastructure of Machine") {
 			message = fmt.Sprintf("%s Its infrastructure reports %s.", message, report)
 		}
 		return "MachineFailed", message
