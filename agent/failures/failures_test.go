@@ -45,7 +45,8 @@ func TestWhatProvidersWriteIsJudged(t *testing.T) {
 // Each of these stands for errors that pass, too.
 func TestNothingIsFinalByAReasonThatStandsForEverything(t *testing.T) {
 	for kind, reasons := range map[string][]string{
-		"AWSMachine": {"InstanceProvisionFailed"}, "AzureMachine": {"Failed"}, "GCPMachine": {"NotReady"}, "DockerMachine": {"NotReady", "ContainerDeleted"},
+		"AWSMachine": {"InstanceProvisionFailed"}, "AzureMachine": {"Failed"}, "GCPMachine": {"NotReady"},
+		"DockerMachine": {"NotReady", "ContainerDeleted"},
 		"VSphereMachine": {"CloningFailed", "TaskFailure", "TaskFailed", "NotReady"}, "OpenStackMachine": {"InstanceCreateFailed", "NotReady"},
 		"Metal3Machine": {"AssociateBMHFailed", "AssociateBareMetalHostFailed", "NotReady"},
 	} {

@@ -355,7 +355,7 @@ func TestAMachineIsGivenUpForWhatIsKnownOfItsProvider(t *testing.T) {
 	s := report("AzureMachine", "Failed", "ERROR CODE: ZonalAllocationFailed", 0)
 	d := Decide(s)
 	require.Equal(t, []ActionKind{Fail}, kinds(d))
-	assert.Contains(t, d.Actions[0].Event.Message, "there is no capacity: the infrastructure of Machine a reports Failed: ERROR CODE: ZonalAllocationFailed")
+	assert.Contains(t, d.Actions[0].Event.Message, "there is no capacity: the infrastructure of Machine a reports Failed: ERROR CODE: Zonal")
 	s.Failure.Known = false
 	assert.Empty(t, kinds(Decide(s)))
 	assert.Empty(t, kinds(Decide(report("AzureMachine", "Failed", "RESPONSE 429", time.Hour))), "it is tried again")

@@ -47,7 +47,9 @@ func TestReportsAreThoseOfTheInfrastructureObject(t *testing.T) {
 		return map[string]any{"type": conditionType, "status": status, "reason": reason, "message": message}
 	}
 	m := &clusterv1.Machine{ObjectMeta: metav1.ObjectMeta{Namespace: "fleet", Name: "worker", UID: "uid"}}
-	m.Spec.InfrastructureRef = clusterv1.ContractVersionedObjectReference{APIGroup: "infrastructure.cluster.x-k8s.io", Kind: "AWSMachine", Name: "worker-infra"}
+	m.Spec.InfrastructureRef = clusterv1.ContractVersionedObjectReference{
+		APIGroup: "infrastructure.cluster.x-k8s.io", Kind: "AWSMachine", Name: "worker-infra",
+	}
 	broken := condition("InstanceReady", "False", "InstanceProvisionFailed", "no capacity")
 	for name, c := range map[string]struct {
 		status any

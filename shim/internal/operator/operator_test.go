@@ -38,6 +38,14 @@ func find[N ast.Node](in ast.Node, visit func(N)) {
 	})
 }
 
+// as returns a node as the type that it is to have.
+func as[T any](t *testing.T, node any) T {
+	t.Helper()
+	typed, ok := node.(T)
+	require.True(t, ok, "core's operator is written in another way: %T", node)
+	return typed
+}
+
 // named returns the last part of a name such as ctrl.Options.
 func named(expression ast.Expr) string {
 	if selector, ok := expression.(*ast.SelectorExpr); ok {
@@ -53,8 +61,8 @@ func TestEveryIndexOfCoreIsThere(t *testing.T) {
 		if named(call.Fun) != "IndexField" {
 			return
 		}
-		object := call.Args[1].(*ast.UnaryExpr).X.(*ast.CompositeLit)
-		field, err := strconv.Unquote(call.Args[2].(*ast.BasicLit).Value)
+		object := as[*ast.CompositeLit](t, as[*ast.UnaryExpr](t, call.Args[1]).X)
+		field, err := strconv.Unquote(as[*ast.BasicLit](t, call.Args[2]).Value)
 		require.NoError(t, err)
 		wanted = append(wanted, named(object.Type)+" "+field)
 	})
@@ -69,11 +77,11 @@ func TestWhatCoreSetsIsKnown(t *testing.T) {
 	var options []string
 	find(core(t), func(literal *ast.CompositeLit) {
 		selector, ok := literal.Type.(*ast.SelectorExpr)
-		if !ok || selector.X.(*ast.Ident).Name != "ctrl" || selector.Sel.Name != "Options" {
+		if !ok || as[*ast.Ident](t, selector.X).Name != "ctrl" || selector.Sel.Name != "Options" {
 			return
 		}
 		for _, element := range literal.Elts {
-			options = append(options, element.(*ast.KeyValueExpr).Key.(*ast.Ident).Name)
+			options = append(options, as[*ast.Ident](t, as[*ast.KeyValueExpr](t, element).Key).Name)
 		}
 	})
 	assert.ElementsMatch(t, []string{
@@ -91,7 +99,7 @@ func TestWhatCoreSetsIsKnown(t *testing.T) {
 	var checks []string
 	find(core(t), func(call *ast.CallExpr) {
 		if name := named(call.Fun); strings.HasSuffix(name, "zCheck") {
-			checks = append(checks, name+" "+call.Args[0].(*ast.BasicLit).Value)
+			checks = append(checks, name+" "+as[*ast.BasicLit](t, call.Args[0]).Value)
 		}
 	})
 	assert.ElementsMatch(t, []string{

@@ -79,8 +79,10 @@ func TestErrorsNameTheFlagAtFault(t *testing.T) {
 		"time-out too short": {append(minimal[:4:4], "--agent-timeout=1ms"), []string{"--agent-timeout 1ms: must be at least"}},
 		"negative grace":     {append(minimal[:4:4], "--hub-unreachable-grace-period=-1s"), []string{"--hub-unreachable-grace-period"}},
 		"bad bind address":   {append(minimal[:4:4], "--metrics-bind-address=localhost"), []string{"--metrics-bind-address"}},
-		"Karpenter's label":  {append(minimal[:4:4], "--node-label-keys=karpenter.sh/registered"), []string{"--node-label-keys", "karpenter.sh/registered"}},
-		"the host's name":    {append(minimal[:4:4], "--node-label-keys=kubernetes.io/hostname"), []string{"--node-label-keys", "kubernetes.io/hostname"}},
+		"Karpenter's label": {
+			append(minimal[:4:4], "--node-label-keys=karpenter.sh/registered"), []string{"--node-label-keys", "karpenter.sh/registered"},
+		},
+		"the host's name": {append(minimal[:4:4], "--node-label-keys=kubernetes.io/hostname"), []string{"--node-label-keys", "kubernetes.io/hostname"}},
 		"an old name": {
 			append(minimal[:4:4], "--node-label-keys=beta.kubernetes.io/arch"), []string{"--node-label-keys", "old name of kubernetes.io/arch"},
 		},

@@ -6,7 +6,8 @@
 // like any other, and the agent hands a machine that is still on its way over to the next claim.
 //
 // It never acts on silence. That a claim has ended or is unknown is asked of the agent itself before anything is deleted, and
-// while the agent cannot be reached nothing is: core is made to wait until the agent is heard again, and for one more deadline. A NodeClaim that never had a claim stays as long as its Machine does. A registered
+// while the agent cannot be reached nothing is: core is made to wait until the agent is heard again, and for one more deadline. A NodeClaim that
+// never had a claim stays as long as its Machine does. A registered
 // NodeClaim whose Node is Ready is left alone in any case: somebody is running there, whatever the management cluster says.
 package failedmachine
 
@@ -236,9 +237,10 @@ func (c *Controller) wait(ctx context.Context, nodeClaim *karpv1.NodeClaim) (rec
 			InvolvedObject: nodeClaim,
 			Type:           corev1.EventTypeWarning,
 			Reason:         "AgentSilent",
-			Message:        "The agent in the management cluster does not answer, so it is not known whether a machine comes. The NodeClaim is kept until it does.",
-			DedupeValues:   []string{string(nodeClaim.UID)},
-			DedupeTimeout:  10 * time.Minute,
+			Message: "The agent in the management cluster does not answer, so it is not known whether a machine comes. The NodeClaim is kept " +
+				"until it does.",
+			DedupeValues:  []string{string(nodeClaim.UID)},
+			DedupeTimeout: 10 * time.Minute,
 		})
 	}
 	return reconcile.Result{RequeueAfter: look}, c.extendRegistration(ctx, nodeClaim, c.clock.Now())
