@@ -165,6 +165,13 @@ const (
 	ReasonStateLost         = "StateLost"
 )
 
+// IsTrouble reports whether a claim's reason means that its holder did not get, or keep, what it asked for.
+func IsTrouble(reason string) bool {
+	return slices.Contains([]string{
+		ReasonMachineLost, ReasonFailed, ReasonLate, ReasonNoRoom, ReasonRefused, ReasonNodeGroupGone, ReasonStateLost,
+	}, reason)
+}
+
 // Reasons of the Warning event on a MachineDeployment that is frozen.
 const (
 	// ReasonReplicasLowered means that another writer set replicas below what is claimed.

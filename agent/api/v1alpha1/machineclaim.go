@@ -20,6 +20,7 @@ import (
 // +kubebuilder:printcolumn:name="Phase",type=string,JSONPath=`.status.phase`
 // +kubebuilder:printcolumn:name="Reason",type=string,JSONPath=`.status.reason`
 // +kubebuilder:printcolumn:name="Machine",type=string,JSONPath=`.status.machine.name`
+// +kubebuilder:printcolumn:name="Message",type=string,JSONPath=`.status.message`,priority=1
 // +kubebuilder:printcolumn:name="Provider ID",type=string,JSONPath=`.status.machine.providerID`,priority=1
 // +kubebuilder:printcolumn:name="Holder",type=string,JSONPath=`.spec.holder`,priority=1
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`

@@ -911,7 +911,11 @@ func (e *Engine) get(ctx context.Context, key types.NamespacedName, object clien
 }
 
 func (e *Engine) event(object runtime.Object, reason, action, message string) {
-	if e.Recorder != nil {
+	switch {
+	case e.Recorder == nil:
+	case protocol.IsTrouble(reason):
+		e.warn(object, reason, action, message)
+	default:
 		e.Recorder.Eventf(object, nil, corev1.EventTypeNormal, reason, action, "%s", message)
 	}
 }

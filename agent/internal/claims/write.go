@@ -608,6 +608,12 @@ func (e *Engine) takeBack(ctx context.Context, a protocol.Action) error {
 		return err
 	}
 	e.event(c, a.Event.Reason, "GiveUp", a.Event.Message)
+	if a.Kind == protocol.Fail && c.Status.NodeGroupUID != "" { // the node group cools down
+		group := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{
+			Namespace: c.Namespace, Name: c.Spec.NodeGroup, UID: c.Status.NodeGroupUID,
+		}}
+		e.warn(group, "ClaimFailed", "GiveUp", fmt.Sprintf("claim %s (%s) failed: %s", c.Spec.ClaimID, c.Spec.DisplayName, a.Event.Message))
+	}
 	log.FromContext(ctx).Info("took a claim back", "claim", c.Spec.ClaimID, "name", c.Spec.DisplayName, "reason", a.Event.Reason,
 		"cause", a.Event.Message)
 	return nil
