@@ -60,6 +60,8 @@ const (
 	registrationTimeout = 15 * time.Minute
 	// extendAfter is the age of that condition at which it is rewritten, to make core wait longer.
 	extendAfter = registrationTimeout - 2*time.Minute
+	// tellAfter is how old a NodeClaim is when it is told where its machine is: most have their Node by then.
+	tellAfter = time.Minute
 	// totalDeadlines is how many progress deadlines a NodeClaim gets altogether, however often its machine seems to get on.
 	totalDeadlines = 4
 )
@@ -93,6 +95,7 @@ type Controller struct {
 type reached struct {
 	step step
 	at   time.Time
+	told string // what the NodeClaim's last event said of its machine
 }
 
 // New returns the controller. kube reads from a cache with an index on Nodes' spec.providerID; live reads from the API server.
@@ -168,6 +171,7 @@ func (c *Controller) lost(ctx context.Context, nodeClaim *karpv1.NodeClaim, regi
 func (c *Controller) awaitRegistration(ctx context.Context, nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Claim) (reconcile.Result, error) {
 	now := c.clock.Now()
 	if remaining := c.deadlineOf(nodeClaim, claim, now).Sub(now); remaining > 0 && !released(claim) {
+		c.tell(nodeClaim, claim)
 		if err := c.extendRegistration(ctx, nodeClaim, now); err != nil {
 			return reconcile.Result{}, err
 		}

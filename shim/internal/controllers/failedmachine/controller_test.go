@@ -353,8 +353,8 @@ func TestNoProgressInTimeCostsTheNodeClaim(t *testing.T) {
 	e.clock.Step(2 * time.Minute)
 	e.reconcile(nodeClaim)
 	assert.False(t, e.Exists(nodeClaim))
-	assert.Equal(t, []string{"MachineProgressDeadlineExceeded"}, e.Recorder.Reasons())
-	assert.Contains(t, e.Recorder.Messages()[0], "node group default/a has not made a machine")
+	assert.Equal(t, "MachineProgressDeadlineExceeded", lo.LastOrEmpty(e.Recorder.Reasons()))
+	assert.Contains(t, lo.LastOrEmpty(e.Recorder.Messages()), "node group default/a has not made a machine")
 }
 
 func TestEveryStepGivesMoreTime(t *testing.T) {
@@ -385,7 +385,7 @@ func TestEveryStepGivesMoreTime(t *testing.T) {
 	e.clock.Step(deadline + time.Minute)
 	e.reconcile(nodeClaim)
 	assert.False(t, e.Exists(nodeClaim), "there is no further step")
-	assert.Contains(t, e.Recorder.Messages()[0], "Node node of machine")
+	assert.Contains(t, lo.LastOrEmpty(e.Recorder.Messages()), "Node node of machine")
 }
 
 func TestASlowMachineThatGetsOnIsGivenMoreTimeByCoreToo(t *testing.T) {
@@ -423,6 +423,29 @@ func TestASlowMachineThatGetsOnIsGivenMoreTimeByCoreToo(t *testing.T) {
 	require.NoError(t, e.Kube.Status().Update(e.Context(), nodeClaim))
 	e.reconcile(nodeClaim)
 	assert.WithinDuration(t, e.clock.Now(), registeredSince(), time.Second)
+}
+
+func TestANodeClaimThatWaitsForLongSaysWhereItsMachineIs(t *testing.T) {
+	e := setUp(
+		t,
+		fakeagent.WithInfrastructure(fakeagent.Infrastructure{Appear: fakeagent.Manual, Provision: fakeagent.Manual, Join: fakeagent.Manual}),
+	)
+	nodeClaim := e.Launched("claim")
+	e.reconcile(nodeClaim)
+	assert.Empty(t, e.Recorder.Reasons(), "most machines need no word")
+	e.clock.Step(time.Minute)
+	for range 3 {
+		e.reconcile(nodeClaim)
+	}
+	e.Agent.Appear("default/a")
+	e.phaseShows(nodeClaim, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND)
+	for range 3 {
+		e.reconcile(nodeClaim)
+	}
+	require.Equal(t, []string{"WaitingForMachine", "WaitingForMachine"}, e.Recorder.Reasons(), "once for each thing that is new")
+	assert.Contains(t, e.Recorder.Messages()[0], "node group default/a has not made a machine for it")
+	claim, _ := e.Claims.Get(string(nodeClaim.UID))
+	assert.Contains(t, e.Recorder.Messages()[1], "machine "+claim.GetMachine().GetName()+" has no provider ID")
 }
 
 // A process that takes over does not know for how long nothing was heard before.

@@ -6,8 +6,10 @@ import (
 	"time"
 
 	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/events"
 
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -85,7 +87,7 @@ func (c *Controller) observe(uid types.UID, step step, now time.Time) time.Time 
 	case !ok:
 		c.steps[uid] = reached{step: step}
 	case step > before.step:
-		c.steps[uid] = reached{step: step, at: now}
+		c.steps[uid] = reached{step: step, at: now, told: before.told}
 	}
 	return c.steps[uid].at
 }
@@ -98,6 +100,11 @@ func (c *Controller) forget(uid types.UID) {
 
 // stuck says what the machine was waiting for.
 func stuck(claim *agentv1alpha1.Claim, deadline time.Duration) string {
+	return fmt.Sprintf("No progress for %s: %s.", deadline, whereabouts(claim))
+}
+
+// whereabouts says how far the machine is, and what is said about it.
+func whereabouts(claim *agentv1alpha1.Claim) string {
 	machine := claim.GetMachine()
 	var what string
 	switch stepOf(claim) {
@@ -117,7 +124,33 @@ func stuck(claim *agentv1alpha1.Claim, deadline time.Duration) string {
 	if why != "" {
 		what += " (" + why + ")"
 	}
-	return fmt.Sprintf("No progress for %s: %s.", deadline, what)
+	return what
+}
+
+// tell publishes, on a NodeClaim that waits for long, where its machine is, whenever that changes.
+func (c *Controller) tell(nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Claim) {
+	if c.clock.Since(nodeClaim.CreationTimestamp.Time) < tellAfter || !c.claims.State().Connected {
+		return
+	}
+	where := whereabouts(claim)
+	c.mu.Lock()
+	known, seen := c.steps[nodeClaim.UID]
+	news := seen && known.told != where
+	if news {
+		known.told = where
+		c.steps[nodeClaim.UID] = known
+	}
+	c.mu.Unlock()
+	if !news {
+		return
+	}
+	c.recorder.Publish(events.Event{
+		InvolvedObject: nodeClaim,
+		Type:           corev1.EventTypeNormal,
+		Reason:         "WaitingForMachine",
+		Message:        lo.Substring("Still waiting: "+where+".", 0, 1024),
+		DedupeValues:   []string{string(nodeClaim.UID), where},
+	})
 }
 
 // released reports whether the agent has taken the claim back: it will get no Node any more.
