@@ -562,7 +562,8 @@ func humanScales(ctx context.Context, r *run) error {
 
 // ledgerWiped leaves room in the groups: a Machine that joined before a claim had it becomes the user's with each ledger that is made again, and
 // at the max size the claims that wait fail with their deadline, as docs/claims.md says.
-func ledgerWiped(ctx context.Context, r *run) error  { return r.ledgers(ctx, 60, (*run).wipe) }
+func ledgerWiped(ctx context.Context, r *run) error { return r.ledgers(ctx, 60, (*run).wipe) }
+
 func ledgerEdited(ctx context.Context, r *run) error { return r.ledgers(ctx, 20, (*run).editLedger) }
 
 // ledgers has a person do something to the ledgers, now and then, and in the end set replicas to what is the user's.
