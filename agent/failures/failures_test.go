@@ -46,7 +46,7 @@ func TestWhatProvidersWriteIsJudged(t *testing.T) {
 func TestNothingIsFinalByAReasonThatStandsForEverything(t *testing.T) {
 	for kind, reasons := range map[string][]string{
 		"AWSMachine": {"InstanceProvisionFailed"}, "AzureMachine": {"Failed"}, "GCPMachine": {"NotReady"},
-		"DockerMachine": {"NotReady", "ContainerDeleted"},
+		"DockerMachine":  {"NotReady", "ContainerDeleted"},
 		"VSphereMachine": {"CloningFailed", "TaskFailure", "TaskFailed", "NotReady"}, "OpenStackMachine": {"InstanceCreateFailed", "NotReady"},
 		"Metal3Machine": {"AssociateBMHFailed", "AssociateBareMetalHostFailed", "NotReady"},
 	} {
