@@ -63,6 +63,7 @@ func (e *env) reconcile(name string) *v1alpha1.ClusterAPINodeClass {
 	result, err := e.controller.Reconcile(e.Context(), nodeClass)
 	require.NoError(e.t, err)
 	assert.Positive(e.t, result.RequeueAfter)
+	assert.LessOrEqual(e.t, result.RequeueAfter, 5*time.Second, "nothing announces changes of the connection")
 	e.Get(nodeClass)
 	return nodeClass
 }
@@ -294,6 +295,7 @@ func TestTheMoreNodeClaimsTheRarerTheStatus(t *testing.T) {
 		group, _ := e.Catalogue.Snapshot().Group("default/a")
 		return group.Price == 2
 	}, "the price shows")
+	assert.Equal(t, "1", price())
 	e.clock.Step(11 * time.Second)
 	assert.Equal(t, "1", price())
 	e.clock.Step(time.Second)
