@@ -18,15 +18,15 @@ import (
 type Class string
 
 const (
-	// Transient is what passes, and everything that is not known.
+	// Transient means that the machine may still come. Unknown reports are transient.
 	Transient Class = "Transient"
-	// Capacity is for where there is no room for such a machine now.
+	// Capacity means that there is no room for such a machine now.
 	Capacity Class = "Capacity"
-	// Quota is for where the account or project may have no more.
+	// Quota means that the account or project has reached a limit.
 	Quota Class = "Quota"
-	// Configuration is for what somebody has to correct.
+	// Configuration means that a setting is wrong and has to be corrected.
 	Configuration Class = "Configuration"
-	// GivenUp is for what the provider does not try again, without saying why.
+	// GivenUp means that the provider has stopped trying and does not say why.
 	GivenUp Class = "GivenUp"
 )
 

@@ -144,7 +144,6 @@ func TestAClaimWhoseEntryWasRemovedWaitsForMachinesThatGo(t *testing.T) {
 	assert.Contains(t, d.Refused, "new")
 	assert.NotContains(t, kinds(d), End)
 
-	s.Machines = s.Machines[:2]
 	d = Decide(scene(3, &Ledger{Version: 1, Seq: 4, Floor: 2, LastReplicas: 3}).withMachine("m0", "", node).withMachine("m1", "", node).
 		withClaim("c", v1alpha1.PhasePending, ""))
 	require.NotNil(t, d.Ledger)

@@ -13,7 +13,7 @@ import (
 
 // Served is a transport that tells an object that does not exist from one whose resource the API server does not serve, as while its CRD is
 // deleted and made again, or serves another version: the server answers both with 404, which clients take for the first. The second becomes
-// 503, of which nothing is concluded.
+// 503, a failed read.
 func Served(next http.RoundTripper) http.RoundTripper { return served{next} }
 
 type served struct{ next http.RoundTripper }

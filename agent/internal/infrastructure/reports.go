@@ -32,7 +32,7 @@ type Reports struct {
 	clock  clock.Clock
 	known  *cache.Expiring // of keys: what was read
 	kinds  *cache.Expiring // of group kinds
-	told   *cache.Expiring // group kinds of which the log says that they cannot be read
+	told   *cache.Expiring // group kinds whose read error was logged recently
 	calls  singleflight.Group
 	turns  *semaphore.Weighted
 }
@@ -62,13 +62,13 @@ func (r *Reports) Of(ctx context.Context, m *clusterv1.Machine, condition string
 	value, known := r.known.Get(key)
 	last, _ := value.(readReport)
 	if !known || r.clock.Since(last.at) >= protocol.ReportLife {
-		r.begin(ctx, m.DeepCopy(), key)
+		r.begin(ctx, m.Namespace, m.Spec.InfrastructureRef, key)
 	}
 	return last.Report, known
 }
 
-// begin reads the report in the background, unless somebody does, or as many are read as may be.
-func (r *Reports) begin(ctx context.Context, m *clusterv1.Machine, key reportKey) {
+// begin reads the report in the background. It does nothing while that read, or [readsAtOnce] others, are in flight.
+func (r *Reports) begin(ctx context.Context, namespace string, ref clusterv1.ContractVersionedObjectReference, key reportKey) {
 	ctx = context.WithoutCancel(ctx)
 	r.calls.DoChan(string(key.machine)+"/"+key.condition, func() (any, error) {
 		if !r.turns.TryAcquire(1) {
@@ -77,9 +77,9 @@ func (r *Reports) begin(ctx context.Context, m *clusterv1.Machine, key reportKey
 		defer r.turns.Release(1)
 		ctx, cancel := context.WithTimeout(ctx, readWithin)
 		defer cancel()
-		report, err := r.read(ctx, m, key.condition)
+		report, err := r.read(ctx, namespace, ref, key.condition)
 		if err != nil {
-			r.tell(ctx, m.Spec.InfrastructureRef, err)
+			r.tell(ctx, ref, err)
 		}
 		r.known.Set(key, readReport{report, r.clock.Now()}, 10*protocol.ReportLife)
 		return nil, nil //nolint:nilnil // it is in known
@@ -97,18 +97,20 @@ func (r *Reports) tell(ctx context.Context, ref clusterv1.ContractVersionedObjec
 		"kind", ref.Kind, "name", ref.Name, "cause", cause.Error())
 }
 
-func (r *Reports) read(ctx context.Context, m *clusterv1.Machine, condition string) (protocol.Report, error) {
-	ref := m.Spec.InfrastructureRef
+func (r *Reports) read(
+	ctx context.Context, namespace string, ref clusterv1.ContractVersionedObjectReference, condition string,
+) (protocol.Report, error) {
 	gvk, err := r.kind(ctx, schema.GroupKind{Group: ref.APIGroup, Kind: ref.Kind})
 	if err != nil {
 		return protocol.Report{}, err
 	}
 	object := &unstructured.Unstructured{}
 	object.SetGroupVersionKind(gvk)
-	key := types.NamespacedName{Namespace: m.Namespace, Name: ref.Name}
+	key := types.NamespacedName{Namespace: namespace, Name: ref.Name}
 	if err := r.reader.Get(ctx, key, object); err != nil {
 		return protocol.Report{}, fmt.Errorf("reading %s %s: %w", ref.Kind, key, err)
 	}
+	// Both lists: a provider may write the newer one and have only some of its conditions there yet.
 	for _, path := range [][]string{{"status", "v1beta2", "conditions"}, {"status", "conditions"}} {
 		conditions, _, _ := unstructured.NestedSlice(object.Object, path...) // a list of another form has none
 		for _, each := range conditions {

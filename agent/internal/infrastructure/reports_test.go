@@ -17,7 +17,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// objects has a CRD for every kind, and one object of which status is the status.
+// objects is a hub with a CRD for every kind and one object, which has this status.
 type objects struct {
 	client.Reader
 

@@ -306,7 +306,7 @@ func TestAClaimIsShownBoundOnceItsMachineIsLabelledAndStaysSo(t *testing.T) {
 	require.Equal(t, "test://m", later.GetMachine().GetProviderId())
 }
 
-// Whoever reads a view without it would take the claim for gone.
+// Readers of a view without the claim would take it for gone.
 func TestAViewIsNotCompleteWithoutAClaimThatCouldNotBeRead(t *testing.T) {
 	f := start(t, func(f *fixture) {
 		f.claim("c")

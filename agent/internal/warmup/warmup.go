@@ -23,8 +23,8 @@ func New(complete func()) *Tracker {
 	return &Tracker{complete: complete, seen: map[types.NamespacedName]struct{}{}}
 }
 
-// SeenUnless is [Tracker.Seen] if err is nil. An object that could not be read is missing in what was made of the objects, and whoever reads
-// that would take it for gone.
+// SeenUnless calls [Tracker.Seen] if err is nil. A view without an object that could not be read is not complete: its readers would take the
+// object for gone.
 func (t *Tracker) SeenUnless(err error, key types.NamespacedName) {
 	if err == nil {
 		t.Seen(key)

@@ -40,7 +40,8 @@ func stepOf(claim *agentv1alpha1.Claim) step {
 
 // deadlineOf returns when the NodeClaim is given up unless its machine gets on. It counts from the machine's last step: as the
 // claim's history tells it, or as this process saw it. A restart forgets what was seen and thus gives more time, never less;
-// the total is bounded from the NodeClaim's creation. What happened while the agent was silent is not known, so the last time starts anew then.
+// the total is bounded from the NodeClaim's creation. It is at least one deadline after the agent was last silent, as what happened meanwhile is
+// not known.
 func (c *Controller) deadlineOf(nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Claim, now time.Time) time.Time {
 	last := nodeClaim.CreationTimestamp.Time
 	for _, at := range []time.Time{
