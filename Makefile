@@ -242,6 +242,7 @@ bench: $(SANDBOX_BINARIES) $(BIN)/bench ## Measure: catalogues, claims per secon
 	@go test -run '^$$' -bench . ./agent/protocol ./agent/internal/claims
 	@go test -run '^$$' -bench . -benchtime 300x -timeout 20m ./agent/internal/agent
 	@go test -run Footprint -v -count 1 -timeout 20m ./agent/internal/agent -args -machines=10000 -ended=10000 -rounds=3
+	@go test -run ManyClusters -v -count 1 -timeout 20m ./agent/internal/agent -args -clusters=200 -apart
 	@go test -run ManyClusters -v -count 1 -timeout 20m ./agent/internal/agent -args -clusters=200 -claims=1
 	@$(BIN)/bench $(BENCH_FLAGS)
 BENCH_FLAGS ?=

@@ -63,7 +63,7 @@ const (
 // accounts are printed only.
 func TestFootprint(t *testing.T) {
 	nothing, machines, ended := plane.Namespace(t), plane.Namespace(t), plane.Namespace(t)
-	size := settle(t, machines, *footprintMachines)
+	size := settle(t, *footprintMachines, machines)
 	t.Logf("a Machine has %d bytes as JSON, %d of them managed fields; a bound claim %d, %d of them",
 		size.machine, size.machineManaged, size.claim, size.claimManaged)
 	endedGroups(t, ended, *footprintEnded)
@@ -238,13 +238,14 @@ func resident() (now, peak uint64) {
 type sizes struct{ machine, machineManaged, claim, claimManaged int }
 
 // settle makes Clusters, each with one node group of Machines that run and have claims, at rest. They look as Cluster API's objects do in a real
-// hub: with what its controllers say of them, and who wrote what.
-func settle(t *testing.T, namespace string, machines int) sizes {
+// hub: with what its controllers say of them, and who wrote what. The Clusters have the namespaces in turn.
+func settle(t *testing.T, machines int, namespaces ...string) sizes {
 	t.Helper()
 	var measured sizes
 	for first := 0; first < machines; first += machinesPerGroup {
 		replicas := min(machinesPerGroup, machines-first)
-		cluster, md, set := makeGroup(t, namespace, first/machinesPerGroup, replicas)
+		number := first / machinesPerGroup
+		cluster, md, set := makeGroup(t, namespaces[number%len(namespaces)], number, replicas)
 		var writes errgroup.Group
 		writes.SetLimit(32)
 		for i := range replicas {

@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sync/errgroup"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
 	toolscache "k8s.io/client-go/tools/cache"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -30,33 +31,45 @@ import (
 var (
 	manyClusters = flag.Int("clusters", 4, "how many Clusters, of 50 Machines each, claim one more at the same time")
 	manyRounds   = flag.Int("claims", 2, "how often they do, one claim after the other")
+	manyApart    = flag.Bool("apart", false, "whether each of these Clusters has a namespace of its own; the agent serves all of the hub's then")
 )
 
 // TestClaimsOfManyClustersAtOnce has every Cluster of a hub claim a machine at the same moment, and release it, over mutual TLS, each with its own
 // certificate. Cluster API makes no Machine meanwhile. How long that takes is printed only.
 func TestClaimsOfManyClustersAtOnce(t *testing.T) {
-	namespace := plane.Namespace(t)
-	settle(t, namespace, *manyClusters*machinesPerGroup)
-	o := testOptions(namespace)
+	o := testOptions("")
 	o.KubeAPIQPS, o.KubeAPIBurst = options.New().KubeAPIQPS, options.New().KubeAPIBurst
+	var namespaces []string
+	if *manyApart {
+		namespaces = lo.Times(*manyClusters, func(int) string { return plane.Namespace(t) })
+		o.Namespaces = nil
+	} else {
+		namespaces = []string{plane.Namespace(t)}
+		o.Namespaces = namespaces
+	}
+	settle(t, *manyClusters*machinesPerGroup, namespaces...)
 	running := start(t, agent.Config{Options: o})
-	names := lo.Times(*manyClusters, clusterName)
-	for _, cluster := range names { // connected, and what they may have is known
-		client := running.client(namespace, cluster)
+	clusters := lo.Times(*manyClusters, func(i int) types.NamespacedName {
+		return types.NamespacedName{Namespace: namespaces[i%len(namespaces)], Name: clusterName(i)}
+	})
+	ref := func(c types.NamespacedName) *agentv1alpha1.ClusterRef {
+		return &agentv1alpha1.ClusterRef{Namespace: c.Namespace, Name: c.Name}
+	}
+	groupID := func(c types.NamespacedName) string { return c.Namespace + "/" + groupName(c.Name) }
+	for _, c := range clusters { // connected, and what they may have is known
+		client := running.client(c.Namespace, c.Name)
 		eventually(t, "the node group takes claims", func(ctx context.Context) (bool, error) {
-			group, err := client.NodeGroups.GetNodeGroup(ctx, &agentv1alpha1.GetNodeGroupRequest{
-				Cluster: &agentv1alpha1.ClusterRef{Namespace: namespace, Name: cluster}, Id: namespace + "/" + groupName(cluster),
-			})
+			group, err := client.NodeGroups.GetNodeGroup(ctx, &agentv1alpha1.GetNodeGroupRequest{Cluster: ref(c), Id: groupID(c)})
 			return err == nil && group.GetNodeGroup().GetAvailability().GetAvailable(), nil
 		})
 	}
-	atOnce := func(call func(cluster string) error) []time.Duration {
-		took := make([]time.Duration, len(names))
+	atOnce := func(call func(c types.NamespacedName) error) []time.Duration {
+		took := make([]time.Duration, len(clusters))
 		var calls errgroup.Group
-		for i, cluster := range names {
+		for i, c := range clusters {
 			calls.Go(func() error {
 				began := time.Now()
-				err := call(cluster)
+				err := call(c)
 				took[i] = time.Since(began)
 				return err
 			})
@@ -66,39 +79,38 @@ func TestClaimsOfManyClustersAtOnce(t *testing.T) {
 	}
 	for round := range *manyRounds {
 		id := fmt.Sprintf("one-more-%d", round)
-		created := atOnce(func(cluster string) error {
-			_, err := running.client(namespace, cluster).Claims.CreateClaim(t.Context(), &agentv1alpha1.CreateClaimRequest{
-				Cluster: &agentv1alpha1.ClusterRef{Namespace: namespace, Name: cluster}, ClaimId: id, Holder: "karpenter",
-				Candidates: []string{namespace + "/" + groupName(cluster)},
+		created := atOnce(func(c types.NamespacedName) error {
+			_, err := running.client(c.Namespace, c.Name).Claims.CreateClaim(t.Context(), &agentv1alpha1.CreateClaimRequest{
+				Cluster: ref(c), ClaimId: id, Holder: "karpenter", Candidates: []string{groupID(c)},
 			})
 			return err
 		})
-		for _, cluster := range names {
-			md := deployment(t, namespace, cluster)
+		for _, c := range clusters {
+			md := deployment(t, c)
 			assert.EqualValues(t, machinesPerGroup+1, *md.Spec.Replicas, "%s: what a claim leaves is the next one's", md.Name)
 			ledger, err := protocol.LedgerOf(md)
 			require.NoError(t, err)
 			assert.Contains(t, ledger.Pending, id, md.Name)
 		}
 
-		ends := watchEnds(t, namespace, id)
+		ends := watchEnds(t, o.Namespaces, id)
 		began := time.Now()
-		released := atOnce(func(cluster string) error {
-			_, err := running.client(namespace, cluster).Claims.ReleaseClaim(t.Context(), &agentv1alpha1.ReleaseClaimRequest{
-				Cluster: &agentv1alpha1.ClusterRef{Namespace: namespace, Name: cluster}, ClaimId: id,
+		released := atOnce(func(c types.NamespacedName) error {
+			_, err := running.client(c.Namespace, c.Name).Claims.ReleaseClaim(t.Context(), &agentv1alpha1.ReleaseClaimRequest{
+				Cluster: ref(c), ClaimId: id,
 			})
 			return err
 		})
-		ended := ends.await(t, len(names), began)
-		t.Logf("%d claims at once, of as many Clusters with %d Machines in all: CreateClaim %s; ReleaseClaim %s; until they have ended %s",
-			len(names), len(names)*machinesPerGroup, spread(created), spread(released), spread(ended))
+		ended := ends.await(t, len(clusters), began)
+		t.Logf("%d claims at once, of as many Clusters in %d namespaces with %d Machines in all: CreateClaim %s; ReleaseClaim %s; until they have ended %s",
+			len(clusters), len(namespaces), len(clusters)*machinesPerGroup, spread(created), spread(released), spread(ended))
 	}
 }
 
-func deployment(t *testing.T, namespace, cluster string) *clusterv1.MachineDeployment {
+func deployment(t *testing.T, cluster types.NamespacedName) *clusterv1.MachineDeployment {
 	t.Helper()
 	md := &clusterv1.MachineDeployment{}
-	require.NoError(t, plane.Client.Get(t.Context(), ctrlclient.ObjectKey{Namespace: namespace, Name: groupName(cluster)}, md))
+	require.NoError(t, plane.Client.Get(t.Context(), ctrlclient.ObjectKey{Namespace: cluster.Namespace, Name: groupName(cluster.Name)}, md))
 	return md
 }
 
@@ -119,12 +131,13 @@ type ends struct {
 	when map[string]time.Time // by name
 }
 
-// watchEnds follows the claims with an id until the test ends. It sees all of them also when the API server ends its watch.
-func watchEnds(t *testing.T, namespace, claimID string) *ends {
+// watchEnds follows the claims with an id in some namespaces, all if none is given, until the test ends. It sees all of them also when the API
+// server ends its watch.
+func watchEnds(t *testing.T, namespaces []string, claimID string) *ends {
 	t.Helper()
 	ctx, stop := context.WithCancel(t.Context())
 	following, err := cache.New(hub, cache.Options{
-		Scheme: plane.Client.Scheme(), DefaultNamespaces: map[string]cache.Config{namespace: {}},
+		Scheme: plane.Client.Scheme(), DefaultNamespaces: lo.SliceToMap(namespaces, func(n string) (string, cache.Config) { return n, cache.Config{} }),
 	})
 	require.NoError(t, err)
 	e := &ends{when: map[string]time.Time{}}
