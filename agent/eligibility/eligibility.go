@@ -78,6 +78,8 @@ type Group struct {
 	// Suspended reports that the Cluster is paused, or does not exist: its objects may be on their way to another hub or coming back from a
 	// backup. Nothing is concluded then from one that is missing, and nothing is written.
 	Suspended bool
+	// MaxNodeProvisionTime is how long a claim waits for its Machine's provider ID and Node; zero where the MachineDeployment does not say.
+	MaxNodeProvisionTime time.Duration
 	// Problems are the values that could not be used.
 	Problems []Problem
 }
@@ -173,7 +175,28 @@ func Of(md *clusterv1.MachineDeployment, cluster *clusterv1.Cluster) Group {
 		refuse(Invalid, "spec.replicas is not set yet")
 	}
 	readSizes(&g, md, refuse)
+	var problem *Problem
+	if g.MaxNodeProvisionTime, problem = MaxNodeProvisionTime(md); problem != nil {
+		g.Problems = append(g.Problems, *problem)
+	}
 	return g
+}
+
+// MaxNodeProvisionTime returns how long claims wait for a Machine's provider ID and Node; zero where the MachineDeployment does not say. A
+// value that cannot be read keeps no claim from being made: what would count without it does.
+func MaxNodeProvisionTime(md *clusterv1.MachineDeployment) (time.Duration, *Problem) {
+	text, present := md.Annotations[v1alpha1.MaxNodeProvisionTimeAnnotation]
+	if !present {
+		return 0, nil
+	}
+	d, err := time.ParseDuration(text)
+	if err != nil || d <= 0 {
+		return 0, &Problem{
+			Field: annotationField(v1alpha1.MaxNodeProvisionTimeAnnotation), Value: text,
+			Message: `is no time; write one above 0, such as "30m" or "1h30m"`,
+		}
+	}
+	return d, nil
 }
 
 // readSizes reads the sizes that the user wrote. One that cannot be read, or that contradicts the other, is a problem.

@@ -2,6 +2,7 @@ package eligibility_test
 
 import (
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -161,6 +162,26 @@ func TestProblemsNameTheField(t *testing.T) {
 }
 
 // What a person did must be respected whatever else is wrong, so no reason may hide another.
+func TestHowLongClaimsWaitIsReadWhereItCanBe(t *testing.T) {
+	for text, want := range map[string]time.Duration{
+		"15m": 15 * time.Minute, "1h30m": 90 * time.Minute, "900s": 15 * time.Minute, "15": 0, "0s": 0, "-1m": 0, "": 0, "soon": 0,
+	} {
+		group := eligibility.Of(deployment(func(md *clusterv1.MachineDeployment) {
+			md.Annotations[v1alpha1.MaxNodeProvisionTimeAnnotation] = text
+		}), cluster(nil))
+		assert.Equal(t, want, group.MaxNodeProvisionTime, "%q", text)
+		assert.Nil(t, group.Refusal(), "%q: claims go on", text)
+		if want == 0 {
+			require.Len(t, group.Problems, 1, "%q", text)
+			assert.Equal(t, text, group.Problems[0].Value)
+			assert.Contains(t, group.Problems[0].Field, "maxnodeprovisiontime")
+		} else {
+			assert.Empty(t, group.Problems, "%q", text)
+		}
+	}
+	assert.Zero(t, eligibility.Of(deployment(nil), cluster(nil)).MaxNodeProvisionTime)
+}
+
 func TestEveryReasonIsKept(t *testing.T) {
 	group := eligibility.Of(deployment(func(md *clusterv1.MachineDeployment) {
 		md.Labels = nil

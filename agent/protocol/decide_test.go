@@ -445,6 +445,60 @@ func TestALateMachineIsReleasedAndOneThatTakesSeveralDeadlinesFails(t *testing.T
 	}
 }
 
+func TestWhatTheNodeGroupSaysOfDeadlinesCountsBeforeTheClaimAndThatBeforeTheOptions(t *testing.T) {
+	const options, claim, group = 2 * time.Minute, 5 * time.Minute, 9 * time.Minute
+	for name, test := range map[string]struct {
+		change   func(*clusterv1.Machine)
+		claim    time.Duration
+		group    time.Duration
+		deadline time.Duration
+	}{
+		"the options, without a provider ID":    {nil, 0, 0, options},
+		"the options, without a Node":           {booting, 0, 0, options},
+		"the claim, without a provider ID":      {nil, claim, 0, claim},
+		"the claim, without a Node":             {booting, claim, 0, claim},
+		"the node group, without a provider ID": {nil, claim, group, group},
+		"the node group, without a Node":        {booting, claim, group, group},
+		"the node group's may be the shortest":  {nil, claim, time.Minute, time.Minute},
+	} {
+		t.Run(name, func(t *testing.T) {
+			at := func(age time.Duration) []ActionKind {
+				s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("a", "c", test.change).withClaim("c", v1alpha1.PhaseBound, "a")
+				s.Failure = Failure{ProviderIDDeadline: options, NodeDeadline: options}
+				s.Group.MaxNodeProvisionTime = test.group
+				if test.claim > 0 {
+					s.Claims[0].Spec.MaxNodeProvisionTime = &metav1.Duration{Duration: test.claim}
+				}
+				s.Now = s.Now.Add(age)
+				s.Claims[0].Status.NodeAbsentAt = new(metav1.NewTime(s.Now))
+				return kinds(Decide(s))
+			}
+			assert.Empty(t, at(test.deadline-time.Second))
+			assert.Equal(t, []ActionKind{TimeOut}, at(test.deadline))
+			assert.Equal(t, []ActionKind{Fail}, at(Patience*test.deadline))
+		})
+	}
+}
+
+// What a claim waits for beyond the options is not thrown away before another one that waits as long can have it.
+func TestAMachineIsKeptForTheMostPatientClaim(t *testing.T) {
+	named := func(patience, ofGroup, age time.Duration) bool {
+		s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).
+			withMachine("a", "", nil).withClaim("c", v1alpha1.PhasePending, "")
+		s.Failure = Failure{ProviderIDDeadline: 2 * time.Minute}
+		s.Group.MaxNodeProvisionTime = ofGroup
+		s.Claims[0].Spec.MaxNodeProvisionTime = &metav1.Duration{Duration: patience}
+		s.Now = s.Now.Add(age)
+		s.Claims[0].CreationTimestamp = metav1.NewTime(s.Now)
+		d := Decide(s)
+		return d.Ledger != nil && d.Ledger.Pending["c"].Machine == "a"
+	}
+	assert.True(t, named(10*time.Minute, 0, 20*time.Minute))
+	assert.False(t, named(10*time.Minute, 0, 30*time.Minute))
+	assert.True(t, named(time.Minute, 0, 5*time.Minute), "a claim in a hurry makes no machine fail sooner for the others")
+	assert.False(t, named(10*time.Minute, 5*time.Minute, 20*time.Minute), "the node group's own time is for all claims")
+}
+
 func TestALateMachineIsTheNextClaimsUntilItHasTakenSeveralDeadlines(t *testing.T) {
 	at := func(age time.Duration) *Decision {
 		s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).

@@ -1,6 +1,7 @@
 package protocol
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"time"
@@ -34,7 +35,7 @@ type Failure struct {
 
 // Patience is how many deadlines a Machine may take from its creation. Until then it is late for a claim that it keeps waiting,
 // and goes to the next one, so that machines that are slow, but come, are not thrown away. After that it has failed. By default
-// that is an hour to the provider ID, which is also how long the shim waits for a machine that gets on.
+// that is an hour to the provider ID.
 const Patience = 3
 
 // of judges what a Machine's infrastructure reports.
@@ -143,7 +144,7 @@ func (s *Snapshot) judge(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 			d.Wake(counts)
 		}
 		trouble, message := s.trouble(m)
-		what, deadline := s.awaited(m)
+		what, deadline := s.awaited(m, s.Group.MaxNodeProvisionTime, c.MaxNodeProvisionTime())
 		since, given := latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions)), Patience*deadline
 		if why = s.late(d, since, given, what); why == "" {
 			verdict, reason = TimeOut, ReasonLate
@@ -167,12 +168,19 @@ func (s *Snapshot) judge(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 	return true
 }
 
-// awaited says what the Machine has not got yet, and how long a claim waits for it.
-func (s *Snapshot) awaited(m *clusterv1.Machine) (what string, deadline time.Duration) {
+// awaited says what the Machine has not got yet, and how long a claim waits for it: the first of the given times that is not zero, else as long
+// as the options say.
+func (s *Snapshot) awaited(m *clusterv1.Machine, given ...time.Duration) (what string, deadline time.Duration) {
 	if m.Spec.ProviderID == "" {
-		return "Machine " + m.Name + " got no provider ID", s.Failure.ProviderIDDeadline
+		return "Machine " + m.Name + " got no provider ID", cmp.Or(append(given, s.Failure.ProviderIDDeadline)...)
 	}
-	return "no Node joined for Machine " + m.Name, s.Failure.NodeDeadline
+	return "no Node joined for Machine " + m.Name, cmp.Or(append(given, s.Failure.NodeDeadline)...)
+}
+
+// NodeDeadlineOf returns how long the claim waits for its Machine's Node; zero means for ever. md is the claim's node group.
+func (f Failure) NodeDeadlineOf(md *clusterv1.MachineDeployment, c *v1alpha1.MachineClaim) time.Duration {
+	ofGroup, _ := eligibility.MaxNodeProvisionTime(md)
+	return cmp.Or(ofGroup, c.MaxNodeProvisionTime(), f.NodeDeadline)
 }
 
 // boundAt returns since when the claim waits for the Machine: since it was bound to one that had been made for another claim.
@@ -191,7 +199,11 @@ func (s *Snapshot) hopeless(m *clusterv1.Machine) bool {
 	case s.gone(m):
 		return true
 	}
-	if _, deadline := s.awaited(m); deadline > 0 && s.Now.Sub(latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions))) >= Patience*deadline {
+	_, deadline := s.awaited(m, s.Group.MaxNodeProvisionTime)
+	if s.Group.MaxNodeProvisionTime == 0 && deadline > 0 {
+		deadline = max(deadline, s.longest)
+	}
+	if deadline > 0 && s.Now.Sub(latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions))) >= Patience*deadline {
 		return true
 	}
 	why, _ := s.final(m)

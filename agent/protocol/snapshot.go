@@ -60,6 +60,8 @@ type Snapshot struct {
 	byLabel map[string]*clusterv1.Machine
 	holders map[types.UID]string
 	byID    map[string]*v1alpha1.MachineClaim
+	// longest is the longest time that a claim wants to wait for its Machine; zero if none says.
+	longest time.Duration
 }
 
 // prepare orders what the decision depends on, so that two agents decide alike, and makes it known by id.
@@ -97,12 +99,13 @@ func (s *Snapshot) index() {
 		}
 	}
 	s.byID = make(map[string]*v1alpha1.MachineClaim, len(s.Claims))
-	s.holders = make(map[types.UID]string, len(s.Claims))
+	s.holders, s.longest = make(map[types.UID]string, len(s.Claims)), 0
 	for _, c := range s.Claims {
 		s.byID[c.Spec.ClaimID] = c
 		if hasMachine(c) {
 			s.holders[c.Status.Machine.UID] = c.Spec.ClaimID
 		}
+		s.longest = max(s.longest, c.MaxNodeProvisionTime())
 	}
 }
 

@@ -6,6 +6,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/durationpb"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -15,7 +16,7 @@ var claimCases = []testCase{
 	{"a new claim is durable and says what it is", func(s *suite) {
 		id := s.group(deployment("workers"))
 		claim, err := s.create(s.Client(), &agentv1alpha1.CreateClaimRequest{
-			ClaimId: "a-claim", Candidates: []string{id}, DisplayName: "default-x7k2p",
+			ClaimId: "a-claim", Candidates: []string{id}, DisplayName: "default-x7k2p", MaxNodeProvisionTime: durationpb.New(time.Hour),
 		})
 		require.NoError(s, err)
 		for _, c := range []*agentv1alpha1.Claim{claim, s.mustGet("a-claim")} {
@@ -23,6 +24,7 @@ var claimCases = []testCase{
 			require.Equal(s, "a-claim", c.GetClaimId())
 			require.Equal(s, holder, c.GetHolder())
 			require.Equal(s, "default-x7k2p", c.GetDisplayName())
+			require.Equal(s, time.Hour, c.GetMaxNodeProvisionTime().AsDuration())
 			require.Equal(s, id, c.GetNodeGroupId())
 			require.NotNil(s, c.GetCreatedAt())
 			require.Nil(s, c.GetReleasedAt())

@@ -8,11 +8,13 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/durationpb"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
@@ -250,6 +252,12 @@ func malformed() []malformation {
 		text("CreateClaim", "holder", func(r create, v string) { r.Holder = v }, reserved),
 		text("CreateClaim", "spoke_id", func(r create, v string) { r.SpokeId = v },
 			map[string]string{"64 characters": strings.Repeat("a", 64), "no label": "!"}),
+		[]malformation{
+			with("CreateClaim", "max_node_provision_time: nine seconds", "max_node_provision_time",
+				func(r create) { r.MaxNodeProvisionTime = durationpb.New(9 * time.Second) }),
+			with("CreateClaim", "max_node_provision_time: more than a week", "max_node_provision_time",
+				func(r create) { r.MaxNodeProvisionTime = durationpb.New(7*24*time.Hour + time.Second) }),
+		},
 		text("CreateClaim", "display_name", func(r create, v string) { r.DisplayName = v },
 			map[string]string{"254 bytes": strings.Repeat("ä", 127), "a control character": "a\x1b[2J", "two lines": "a\nb"}),
 		text("CreateClaim", "candidates[0]", func(r create, v string) { r.Candidates = []string{v} },

@@ -6,6 +6,7 @@ import (
 	"slices"
 	"time"
 
+	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
@@ -53,8 +54,9 @@ type claim struct {
 	endedAt         time.Time
 	failedAt        time.Time // when its machine was given up
 	spoke           string
-	registered      bool // its machine's Node was reported as registered
-	drained         bool // its caller drained its machine's Node, so that there is one
+	registered      bool                 // its machine's Node was reported as registered
+	patience        *durationpb.Duration // how long it waits, as its caller said; nil if it did not
+	drained         bool                 // its caller drained its machine's Node, so that there is one
 	history         []*agentv1alpha1.ClaimEvent
 }
 
@@ -149,6 +151,7 @@ func (a *Agent) newClaim(request *agentv1alpha1.CreateClaimRequest, g *group) *c
 		holder:      request.GetHolder(),
 		displayName: request.GetDisplayName(),
 		spoke:       request.GetSpokeId(),
+		patience:    request.GetMaxNodeProvisionTime(),
 		groupID:     g.id,
 		adopts:      request.GetAdoptMachine(),
 		phase:       agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING,
@@ -389,6 +392,6 @@ func (c *claim) render() *agentv1alpha1.Claim {
 	if !c.failedAt.IsZero() {
 		object.FailedAt = timestamppb.New(c.failedAt)
 	}
-	object.Drained = c.drained
+	object.Drained, object.MaxNodeProvisionTime = c.drained, c.patience
 	return object
 }

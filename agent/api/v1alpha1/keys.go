@@ -8,6 +8,10 @@ const (
 	// karpenter-provider-cluster-api uses.
 	MemberLabel = "node.cluster.x-k8s.io/karpenter-member"
 
+	// MaxNodeProvisionTimeAnnotation on a MachineDeployment is how long a claim waits for its Machine's provider ID and Node, as a Go
+	// duration. The same key that cluster-autoscaler's provider for Cluster API reads.
+	MaxNodeProvisionTimeAnnotation = "cluster.x-k8s.io/autoscaling-options-maxnodeprovisiontime"
+
 	// LedgerAnnotation on a MachineDeployment holds what is in flight there: the ledger of package protocol, as JSON.
 	LedgerAnnotation = Group + "/ledger"
 

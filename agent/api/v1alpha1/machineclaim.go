@@ -1,6 +1,8 @@
 package v1alpha1
 
 import (
+	"time"
+
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -86,6 +88,12 @@ type MachineClaimSpec struct {
 	// +kubebuilder:validation:MaxLength=253
 	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="adopt is immutable"
 	Adopt string `json:"adopt,omitempty"`
+	// maxNodeProvisionTime is how long the claim waits for its Machine's provider ID and Node before it is released as late, unless the
+	// MachineDeployment has the annotation cluster.x-k8s.io/autoscaling-options-maxnodeprovisiontime. Absent means as long as the agent's
+	// options say. Immutable.
+	// +optional
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="maxNodeProvisionTime is immutable"
+	MaxNodeProvisionTime *metav1.Duration `json:"maxNodeProvisionTime,omitempty"`
 }
 
 // Phase is how far a claim is. The empty phase of a new MachineClaim means Pending.
@@ -196,6 +204,14 @@ type MachineClaimList struct {
 	metav1.TypeMeta `json:",inline"`
 	metav1.ListMeta `json:"metadata,omitempty"`
 	Items           []MachineClaim `json:"items"`
+}
+
+// MaxNodeProvisionTime returns how long the claim's caller has it wait for its Machine; zero if that was not said.
+func (c *MachineClaim) MaxNodeProvisionTime() time.Duration {
+	if c.Spec.MaxNodeProvisionTime == nil {
+		return 0
+	}
+	return c.Spec.MaxNodeProvisionTime.Duration
 }
 
 // CurrentPhase returns the claim's phase: Pending for a new object, Ended for one that belongs to no node group.

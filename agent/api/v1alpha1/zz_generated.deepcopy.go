@@ -5,6 +5,7 @@
 package v1alpha1
 
 import (
+	"k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 )
 
@@ -90,6 +91,11 @@ func (in *MachineClaimSpec) DeepCopyInto(out *MachineClaimSpec) {
 		in, out := &in.Candidates, &out.Candidates
 		*out = make([]string, len(*in))
 		copy(*out, *in)
+	}
+	if in.MaxNodeProvisionTime != nil {
+		in, out := &in.MaxNodeProvisionTime, &out.MaxNodeProvisionTime
+		*out = new(v1.Duration)
+		**out = **in
 	}
 }
 

@@ -120,6 +120,8 @@ type Request struct {
 	Holder string
 	// Spoke is the cluster that the claim is made from; empty when it is not known.
 	Spoke string
+	// Patience is how long the claim waits for its Machine's provider ID and Node; zero for as long as the options say.
+	Patience time.Duration
 	// DisplayName is what the caller calls it; may be empty.
 	DisplayName string
 	// Candidates are names of MachineDeployments in Namespace, best first.
@@ -327,6 +329,10 @@ func (e *Engine) remember(ctx context.Context, key Key) (*v1alpha1.MachineClaim,
 }
 
 func (e *Engine) newClaim(r Request, cluster *clusterv1.Cluster, nodeGroup string) *v1alpha1.MachineClaim {
+	var patience *metav1.Duration
+	if r.Patience > 0 {
+		patience = &metav1.Duration{Duration: r.Patience}
+	}
 	return &v1alpha1.MachineClaim{
 		ObjectMeta: metav1.ObjectMeta{
 			Namespace: r.Namespace,
@@ -348,6 +354,8 @@ func (e *Engine) newClaim(r Request, cluster *clusterv1.Cluster, nodeGroup strin
 			Candidates:  r.Candidates,
 			NodeGroup:   nodeGroup,
 			Adopt:       r.Adopt,
+
+			MaxNodeProvisionTime: patience,
 		},
 	}
 }

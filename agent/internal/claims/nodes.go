@@ -84,7 +84,14 @@ func (e *Engine) noteNodes(
 		case reported && c.Status.NodeAbsentAt != nil:
 			noted[c] = true
 			registered = append(registered, e.noteOnClaim(c, func(s *v1alpha1.MachineClaimStatus) { s.NodeAbsentAt = nil }))
-		case !reported && r.NodesComplete && e.missesNode(c, m, taken):
+		case !reported && r.NodesComplete && mayMissNode(c, m):
+			news, err := e.missesNode(ctx, c, m, taken)
+			if err != nil {
+				return nil, err
+			}
+			if !news {
+				continue
+			}
 			noted[c] = true
 			n := e.noteOnClaim(c, func(s *v1alpha1.MachineClaimStatus) { at := metav1.NewTime(taken); s.NodeAbsentAt = &at })
 			if c.Status.NodeAbsentAt == nil {
@@ -98,16 +105,28 @@ func (e *Engine) noteNodes(
 	return running, nil
 }
 
+// mayMissNode reports whether nothing has been seen of the Machine's Node yet.
+func mayMissNode(c *v1alpha1.MachineClaim, m *clusterv1.Machine) bool {
+	return !protocol.HasNode(m) && c.Status.NodeRegisteredAt == nil
+}
+
 // missesNode reports whether a complete list of Nodes, read after the given time, that lacks the Machine's Node says something
 // that the claim does not have yet: only of a Machine that should have joined by then and that nothing has been seen of.
-func (e *Engine) missesNode(c *v1alpha1.MachineClaim, m *clusterv1.Machine, taken time.Time) bool {
-	deadline := e.Failure.NodeDeadline
-	if deadline == 0 || protocol.HasNode(m) || c.Status.NodeRegisteredAt != nil {
-		return false
+func (e *Engine) missesNode(ctx context.Context, c *v1alpha1.MachineClaim, m *clusterv1.Machine, taken time.Time) (bool, error) {
+	var md clusterv1.MachineDeployment
+	err := e.Client.Get(ctx, types.NamespacedName{Namespace: c.Namespace, Name: c.Spec.NodeGroup}, &md)
+	if apierrors.IsNotFound(err) {
+		return false, nil
+	} else if err != nil {
+		return false, fmt.Errorf("reading MachineDeployment %s: %w", c.Spec.NodeGroup, err)
+	}
+	deadline := e.Failure.NodeDeadlineOf(&md, c)
+	if deadline == 0 {
+		return false, nil
 	}
 	read := taken.Truncate(time.Second) // as it is written
 	return read.After(m.CreationTimestamp.Add(deadline)) &&
-		(c.Status.NodeAbsentAt == nil || read.Sub(c.Status.NodeAbsentAt.Time) >= absenceRenewed)
+		(c.Status.NodeAbsentAt == nil || read.Sub(c.Status.NodeAbsentAt.Time) >= absenceRenewed), nil
 }
 
 // wantsNote reports whether a Machine that none of the holder's claims has is told that its Node is registered: it does not show

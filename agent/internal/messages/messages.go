@@ -8,6 +8,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/samber/lo"
+	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/timestamppb"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -207,6 +208,9 @@ func Claim(c *v1alpha1.MachineClaim, machine *clusterv1.Machine) *agentv1alpha1.
 		message.EndedAt = timestamp(c.Status.EndedAt.Time)
 	}
 	message.Drained = c.Status.Drained
+	if patience := c.MaxNodeProvisionTime(); patience > 0 {
+		message.MaxNodeProvisionTime = durationpb.New(patience)
+	}
 	if c.Status.FailedAt != nil {
 		message.FailedAt = timestamp(c.Status.FailedAt.Time)
 	}

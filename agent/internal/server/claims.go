@@ -67,6 +67,7 @@ func (s *claimService) CreateClaim(
 		Candidates:   candidates,
 		Adopt:        request.GetAdoptMachine(),
 		Spoke:        request.GetSpokeId(),
+		Patience:     request.GetMaxNodeProvisionTime().AsDuration(),
 		ValidateOnly: request.GetValidateOnly(),
 		Holders:      holdersFor(ctx, agentv1alpha1.ClaimService_CreateClaim_FullMethodName, request.GetCluster()),
 	})

@@ -49,6 +49,15 @@ type ClusterAPINodeClassSpec struct {
 	// price says which prices Karpenter may decide by.
 	// +optional
 	Price PricePolicy `json:"price,omitzero"`
+	// maxNodeProvisionTime is how long a NodeClaim waits, once it has a machine, for that machine's provider ID and for its Node, before
+	// the agent releases it as late; the next NodeClaim gets the machine then. A node group whose MachineDeployment has the annotation
+	// cluster.x-k8s.io/autoscaling-options-maxnodeprovisiontime goes by that instead. Without either, the agent's options
+	// --machine-provider-id-deadline and --machine-node-deadline count. A change is for NodeClaims that are made later.
+	// +kubebuilder:validation:Type=string
+	// +kubebuilder:validation:Pattern=`^([0-9]+(s|m|h))+$`
+	// +kubebuilder:validation:XValidation:rule="duration(self) >= duration('10s') && duration(self) <= duration('168h')",message="maxNodeProvisionTime must be from 10s to 168h"
+	// +optional
+	MaxNodeProvisionTime *metav1.Duration `json:"maxNodeProvisionTime,omitempty"`
 }
 
 // ClusterAPINodeClassList is a list of node classes.

@@ -47,10 +47,14 @@ kubelet:
   systemReserved: {cpu: "1"}
   evictionHard: {memory.available: 500Mi, nodefs.available: 12.5%}
 drift: {nodeGroupNotSelected: Ignore, machineNotUpToDate: Replace}
-price: {whenUnknown: Unavailable}`},
-		"thresholds that are none": {spec: `kubelet: {evictionHard: {memory.available: "0%", nodefs.available: "100%"}}`},
-		"no pods":                  {spec: `kubelet: {maxPods: 0}`, says: []string{"spec.kubelet.maxPods", "greater than or equal to 1"}},
-		"no pods per core":         {spec: `kubelet: {podsPerCore: 0}`, says: []string{"spec.kubelet.podsPerCore", "greater than or equal to 1"}},
+price: {whenUnknown: Unavailable}
+maxNodeProvisionTime: 1h30m`},
+		"waiting for no machine":          {spec: `maxNodeProvisionTime: 9s`, says: []string{"maxNodeProvisionTime must be from 10s to 168h"}},
+		"waiting for a machine for ever":  {spec: `maxNodeProvisionTime: 169h`, says: []string{"maxNodeProvisionTime must be from 10s to 168h"}},
+		"waiting for a machine some time": {spec: `maxNodeProvisionTime: long`, says: []string{"spec.maxNodeProvisionTime", "should match"}},
+		"thresholds that are none":        {spec: `kubelet: {evictionHard: {memory.available: "0%", nodefs.available: "100%"}}`},
+		"no pods":                         {spec: `kubelet: {maxPods: 0}`, says: []string{"spec.kubelet.maxPods", "greater than or equal to 1"}},
+		"no pods per core":                {spec: `kubelet: {podsPerCore: 0}`, says: []string{"spec.kubelet.podsPerCore", "greater than or equal to 1"}},
 		"reserving another resource": {
 			spec: `kubelet: {kubeReserved: {pid: "100"}}`,
 			says: []string{"spec.kubelet.kubeReserved", "kubeReserved may name cpu, memory and ephemeral-storage"},

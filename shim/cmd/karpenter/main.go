@@ -138,8 +138,8 @@ func run(ctx context.Context) error {
 	)...)
 	op.WithControllers(ctx,
 		providerid.New(op.GetClient(), op.GetAPIReader(), decorated, claims, cluster, op.EventRecorder),
-		failedmachine.New(op.Clock, op.GetClient(), op.GetAPIReader(), decorated, claims, agent.Claims, cluster, op.EventRecorder,
-			finder, opts.MachineProgressDeadline, opts.AgentTimeout),
+		failedmachine.New(op.Clock, op.GetClient(), op.GetAPIReader(), decorated, claims, nodeGroups, agent.Claims, cluster, op.EventRecorder,
+			finder, opts.AgentTimeout),
 		nodeclass.New(op.Clock, op.GetClient(), catalogue, nodeGroups, cluster, op.EventRecorder, opts.HubUnreachableGracePeriod),
 		claimsync.New(op.Clock, op.GetAPIReader(), decorated, agent.Claims, cluster, op.EventRecorder, connection.Reconnected(),
 			opts.ClaimSyncInterval, opts.AgentTimeout),

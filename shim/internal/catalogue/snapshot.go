@@ -104,6 +104,8 @@ type Class struct {
 	Selected []v1alpha1.SelectedNodeGroup
 	// Drift says for which reasons Nodes are replaced.
 	Drift v1alpha1.DriftPolicy
+	// MaxNodeProvisionTime is how long NodeClaims wait for their machines; nil for as long as the agent says.
+	MaxNodeProvisionTime *metav1.Duration
 	// Problems are what is wrong with the descriptions of selected groups, in sentences, ordered: what the agent could not
 	// use, what the shim could not use, of the node class's own spec too, and what keeps groups from being used beside each other.
 	Problems []string
@@ -143,7 +145,8 @@ func (s *Snapshot) add(
 	see func(*instancetype.Group) *instancetype.Group, before *Snapshot, previous, next instancetype.Built,
 ) {
 	class := &Class{
-		Name: nodeClass.Name, Generation: nodeClass.Generation, Drift: nodeClass.Spec.Drift, view: view, conditions: s.conditions,
+		Name: nodeClass.Name, Generation: nodeClass.Generation, Drift: nodeClass.Spec.Drift,
+		MaxNodeProvisionTime: nodeClass.Spec.MaxNodeProvisionTime, view: view, conditions: s.conditions,
 	}
 	class.conditions.Remembered = s.remembered[nodeClass.Name]
 	selector, err := selectorOf(nodeClass)

@@ -9,6 +9,7 @@ import (
 	"strings"
 
 	"github.com/samber/lo"
+	"google.golang.org/protobuf/types/known/durationpb"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -67,7 +68,7 @@ func (c *CloudProvider) create(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	}
 	candidates, refused := c.candidates(nodeClaim, groups)
 
-	claim, err := c.claim(ctx, nodeClaim, candidates)
+	claim, err := c.claim(ctx, nodeClaim, candidates, class.MaxNodeProvisionTime)
 	if err != nil {
 		if errors.Is(err, errNoCandidate) {
 			c.Catalogue.MarkRefused(
@@ -135,7 +136,9 @@ func (c *CloudProvider) overlaid(ctx context.Context, nodeClaim *karpv1.NodeClai
 
 // claim makes the claim. Without candidates it only looks for one that was made before: a reply may have been lost when there
 // still were candidates.
-func (c *CloudProvider) claim(ctx context.Context, nodeClaim *karpv1.NodeClaim, candidates []*instancetype.Group) (*agentv1alpha1.Claim, error) {
+func (c *CloudProvider) claim(
+	ctx context.Context, nodeClaim *karpv1.NodeClaim, candidates []*instancetype.Group, patience *metav1.Duration,
+) (*agentv1alpha1.Claim, error) {
 	if len(candidates) == 0 {
 		claim, err := c.ask(ctx, string(nodeClaim.UID))
 		if isClaimNotFound(err) {
@@ -150,6 +153,9 @@ func (c *CloudProvider) claim(ctx context.Context, nodeClaim *karpv1.NodeClaim, 
 		Candidates:  lo.Map(candidates, func(g *instancetype.Group, _ int) string { return g.ID }),
 		DisplayName: nodeClaim.Name,
 		SpokeId:     c.spoke(ctx),
+	}
+	if patience != nil {
+		request.MaxNodeProvisionTime = durationpb.New(patience.Duration)
 	}
 	for attempt := 1; ; attempt++ {
 		response, err := c.Client.Claims.CreateClaim(ctx, request)

@@ -354,6 +354,28 @@ func TestNodeOverlaysCountInCreate(t *testing.T) {
 	assert.Equal(t, resource.MustParse("8"), created.Status.Capacity["example.com/shared"])
 }
 
+func TestAClaimWaitsAsLongAsItsNodeClassSays(t *testing.T) {
+	w := shimtest.New(t, oneGroup())
+	made := func(name string) *agentv1alpha1.Claim {
+		nodeClaim := w.NodeClaim(name)
+		_, err := w.CloudProvider.Create(w.Context(), nodeClaim)
+		require.NoError(t, err)
+		return w.Agent.Claim(w.Cluster, string(nodeClaim.UID))
+	}
+	assert.Nil(t, made("a").GetMaxNodeProvisionTime(), "as long as the agent says")
+	nodeClass := &v1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: shimtest.NodeClassName}}
+	w.Get(nodeClass)
+	nodeClass.Spec.MaxNodeProvisionTime = &metav1.Duration{Duration: 90 * time.Minute}
+	nodeClass.Generation++ // the fake API server does not
+	require.NoError(t, w.Kube.Update(w.Context(), nodeClass))
+	w.Catalogue.Refresh()
+	w.Eventually(func() bool {
+		class, _ := w.Catalogue.Snapshot().Class(shimtest.NodeClassName)
+		return class.MaxNodeProvisionTime != nil
+	}, "the catalogue has the node class as it is now")
+	assert.Equal(t, 90*time.Minute, made("b").GetMaxNodeProvisionTime().AsDuration())
+}
+
 func TestCreatePromisesWhatWasPlannedForTheNodeClass(t *testing.T) {
 	w := shimtest.New(t, oneGroup())
 	nodeClass := &v1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: shimtest.NodeClassName}}

@@ -53,9 +53,6 @@ type Options struct {
 	ClaimSyncInterval time.Duration
 	// HubUnreachableGracePeriod is how long the agent may be silent before node classes stop being Ready.
 	HubUnreachableGracePeriod time.Duration
-	// MachineProgressDeadline is how long a NodeClaim may stay without a registered Node after its machine's last step
-	// forward.
-	MachineProgressDeadline time.Duration
 	// UnavailableOfferingTTL is how long an offering is left alone after the agent had no room for it.
 	UnavailableOfferingTTL time.Duration
 
@@ -64,8 +61,8 @@ type Options struct {
 	HealthProbeBindAddress string
 
 	nodeLabelKeys string
-	// machineFailureReasons is accepted, whatever it is, and has no effect.
-	machineFailureReasons string
+	// These are accepted, whatever they are, and have no effect.
+	machineFailureReasons, machineProgressDeadline string
 	// names are the flags of this package, for their environment variables.
 	names []string
 }
@@ -77,13 +74,17 @@ func (o *Options) NodeLabelKeys() []string {
 
 // Deprecated returns a warning for each flag that was given and has no effect any more.
 func (o *Options) Deprecated() []string {
-	if o.machineFailureReasons == "" {
-		return nil
+	var warnings []string
+	if o.machineFailureReasons != "" {
+		warnings = append(warnings, "--machine-failure-reasons (MACHINE_FAILURE_REASONS) has no effect any more and will be removed: "+
+			"set --failure-reasons of the agent instead")
 	}
-	return []string{
-		"--machine-failure-reasons (MACHINE_FAILURE_REASONS) has no effect any more and will be removed: " +
-			"set --failure-reasons of the agent instead",
+	if o.machineProgressDeadline != "" {
+		warnings = append(warnings, "--machine-progress-deadline (MACHINE_PROGRESS_DEADLINE) has no effect any more and will be removed: "+
+			"set spec.maxNodeProvisionTime of the ClusterAPINodeClass instead, or --machine-provider-id-deadline and "+
+			"--machine-node-deadline of the agent")
 	}
+	return warnings
 }
 
 // AddFlags registers the flags.
@@ -114,9 +115,9 @@ func (o *Options) AddFlags(fs *options.FlagSet) {
 			"unless their Node was registered.")
 	fs.DurationVar(&o.HubUnreachableGracePeriod, "hub-unreachable-grace-period", 2*time.Minute,
 		"How long the agent may be unreachable before ClusterAPINodeClasses stop being Ready and nothing new is launched.")
-	fs.DurationVar(&o.MachineProgressDeadline, "machine-progress-deadline", 15*time.Minute,
-		"How long a NodeClaim may stay without a registered Node after the last step forward of its machine (claimed, "+
-			"bound, provisioned, joined).")
+	fs.StringVar(&o.machineProgressDeadline, "machine-progress-deadline", "",
+		"Deprecated: has no effect. How long a NodeClaim waits for its machine is spec.maxNodeProvisionTime of its ClusterAPINodeClass, "+
+			"else the agent's --machine-provider-id-deadline and --machine-node-deadline.")
 	fs.StringVar(&o.machineFailureReasons, "machine-failure-reasons", "",
 		"Deprecated: has no effect. The agent alone judges whether a machine failed: see its --failure-reasons.")
 	fs.DurationVar(&o.UnavailableOfferingTTL, "unavailable-offering-ttl", 30*time.Second,
@@ -251,7 +252,6 @@ func (o *Options) validateTimes() error {
 		{"--launch-timeout", o.LaunchTimeout, 30 * time.Second},
 		{"--claim-sync-interval", o.ClaimSyncInterval, time.Second},
 		{"--hub-unreachable-grace-period", o.HubUnreachableGracePeriod, 0},
-		{"--machine-progress-deadline", o.MachineProgressDeadline, 30 * time.Second},
 		{"--unavailable-offering-ttl", o.UnavailableOfferingTTL, time.Second},
 	} {
 		if d.value < d.least {

@@ -32,7 +32,6 @@ func TestMinimalFlagsGiveTheDefaults(t *testing.T) {
 	assert.Equal(t, 5*time.Minute, o.LaunchTimeout)
 	assert.Equal(t, time.Minute, o.ClaimSyncInterval)
 	assert.Equal(t, 2*time.Minute, o.HubUnreachableGracePeriod)
-	assert.Equal(t, 15*time.Minute, o.MachineProgressDeadline)
 	assert.Empty(t, o.NodeLabelKeys())
 }
 
@@ -102,14 +101,19 @@ func TestErrorsNameTheFlagAtFault(t *testing.T) {
 }
 
 func TestASettingWithoutEffectIsAcceptedWithAWarning(t *testing.T) {
-	for name, value := range map[string]string{"an expression": "failed$", "what never was one": "("} {
+	for name, c := range map[string]struct{ variable, value, flag, instead string }{
+		"an expression":        {"MACHINE_FAILURE_REASONS", "failed$", "--machine-failure-reasons", "--failure-reasons of the agent"},
+		"what never was one":   {"MACHINE_FAILURE_REASONS", "(", "--machine-failure-reasons", "--failure-reasons of the agent"},
+		"a deadline":           {"MACHINE_PROGRESS_DEADLINE", "10m", "--machine-progress-deadline", "spec.maxNodeProvisionTime"},
+		"what is not a number": {"MACHINE_PROGRESS_DEADLINE", "soon", "--machine-progress-deadline", "spec.maxNodeProvisionTime"},
+	} {
 		t.Run(name, func(t *testing.T) {
-			t.Setenv("MACHINE_FAILURE_REASONS", value)
+			t.Setenv(c.variable, c.value)
 			o, err := parse(t, minimal...)
 			require.NoError(t, err)
 			require.Len(t, o.Deprecated(), 1)
-			assert.Contains(t, o.Deprecated()[0], "--machine-failure-reasons")
-			assert.Contains(t, o.Deprecated()[0], "--failure-reasons of the agent")
+			assert.Contains(t, o.Deprecated()[0], c.flag)
+			assert.Contains(t, o.Deprecated()[0], c.instead)
 		})
 	}
 	o, err := parse(t, minimal...)

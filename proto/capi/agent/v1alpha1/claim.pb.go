@@ -10,6 +10,7 @@ import (
 	_ "buf.build/gen/go/bufbuild/protovalidate/protocolbuffers/go/buf/validate"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
+	durationpb "google.golang.org/protobuf/types/known/durationpb"
 	timestamppb "google.golang.org/protobuf/types/known/timestamppb"
 	reflect "reflect"
 	sync "sync"
@@ -109,9 +110,13 @@ type CreateClaimRequest struct {
 	AdoptMachine string `protobuf:"bytes,7,opt,name=adopt_machine,json=adoptMachine,proto3" json:"adopt_machine,omitempty"`
 	// The cluster that the claim is made from, as in SyncClaimsRequest. OPTIONAL. A claim without it is not collected before a live set
 	// has shown whose it is.
-	SpokeId       string `protobuf:"bytes,8,opt,name=spoke_id,json=spokeId,proto3" json:"spoke_id,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	SpokeId string `protobuf:"bytes,8,opt,name=spoke_id,json=spokeId,proto3" json:"spoke_id,omitempty"`
+	// How long the claim waits, once it has a machine, for that machine's provider ID and for its Node, before it is released as late; the
+	// next claim gets the machine then. OPTIONAL: the agent's own deadlines count if it is unset. A node group whose MachineDeployment has
+	// the annotation `cluster.x-k8s.io/autoscaling-options-maxnodeprovisiontime` goes by that in any case. Ten seconds to a week.
+	MaxNodeProvisionTime *durationpb.Duration `protobuf:"bytes,9,opt,name=max_node_provision_time,json=maxNodeProvisionTime,proto3" json:"max_node_provision_time,omitempty"`
+	unknownFields        protoimpl.UnknownFields
+	sizeCache            protoimpl.SizeCache
 }
 
 func (x *CreateClaimRequest) Reset() {
@@ -198,6 +203,13 @@ func (x *CreateClaimRequest) GetSpokeId() string {
 		return x.SpokeId
 	}
 	return ""
+}
+
+func (x *CreateClaimRequest) GetMaxNodeProvisionTime() *durationpb.Duration {
+	if x != nil {
+		return x.MaxNodeProvisionTime
+	}
+	return nil
 }
 
 // CreateClaimResponse holds the durable claim.
@@ -1083,9 +1095,11 @@ type Claim struct {
 	// removed, and its node group cools down. The claim is RELEASING or ENDED then. Unset otherwise; being late is no failure.
 	FailedAt *timestamppb.Timestamp `protobuf:"bytes,15,opt,name=failed_at,json=failedAt,proto3" json:"failed_at,omitempty"`
 	// Whether somebody who released it said that its Node is drained and its volumes are detached. It never turns back to false.
-	Drained       bool `protobuf:"varint,16,opt,name=drained,proto3" json:"drained,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Drained bool `protobuf:"varint,16,opt,name=drained,proto3" json:"drained,omitempty"`
+	// How long it waits for its machine, as it was made with. Unset if the agent's own deadlines count.
+	MaxNodeProvisionTime *durationpb.Duration `protobuf:"bytes,17,opt,name=max_node_provision_time,json=maxNodeProvisionTime,proto3" json:"max_node_provision_time,omitempty"`
+	unknownFields        protoimpl.UnknownFields
+	sizeCache            protoimpl.SizeCache
 }
 
 func (x *Claim) Reset() {
@@ -1230,6 +1244,13 @@ func (x *Claim) GetDrained() bool {
 	return false
 }
 
+func (x *Claim) GetMaxNodeProvisionTime() *durationpb.Duration {
+	if x != nil {
+		return x.MaxNodeProvisionTime
+	}
+	return nil
+}
+
 // ClaimEvent is one thing that happened to a claim.
 type ClaimEvent struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1298,7 +1319,7 @@ var File_capi_agent_v1alpha1_claim_proto protoreflect.FileDescriptor
 
 const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\n" +
-	"\x1fcapi/agent/v1alpha1/claim.proto\x12\x13capi.agent.v1alpha1\x1a\x1bbuf/validate/validate.proto\x1a capi/agent/v1alpha1/common.proto\x1a!capi/agent/v1alpha1/machine.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xca\x06\n" +
+	"\x1fcapi/agent/v1alpha1/claim.proto\x12\x13capi.agent.v1alpha1\x1a\x1bbuf/validate/validate.proto\x1a capi/agent/v1alpha1/common.proto\x1a!capi/agent/v1alpha1/machine.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xae\a\n" +
 	"\x12CreateClaimRequest\x12A\n" +
 	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\x12F\n" +
 	"\bclaim_id\x18\x02 \x01(\tB+\xbaH(\xc8\x01\x01r#\x18?2\x1f^[a-z0-9]([-a-z0-9]*[a-z0-9])?$R\aclaimId\x12L\n" +
@@ -1309,7 +1330,10 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\fdisplay_name\x18\x05 \x01(\tB\x13\xbaH\x10r\x0e(\xfd\x012\t^\\P{Cc}*$R\vdisplayName\x12#\n" +
 	"\rvalidate_only\x18\x06 \x01(\bR\fvalidateOnly\x12R\n" +
 	"\radopt_machine\x18\a \x01(\tB-\xbaH*r(\x18\xfd\x012#^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$R\fadoptMachine\x12F\n" +
-	"\bspoke_id\x18\b \x01(\tB+\xbaH(r&\x18?2\"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$R\aspokeId:\xb2\x01\xbaH\xae\x01\x1a\xab\x01\n" +
+	"\bspoke_id\x18\b \x01(\tB+\xbaH(r&\x18?2\"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$R\aspokeId\x12b\n" +
+	"\x17max_node_provision_time\x18\t \x01(\v2\x19.google.protobuf.DurationB\x10\xbaH\r\xaa\x01\n" +
+	"\"\x04\b\x80\xf5$2\x02\b\n" +
+	"R\x14maxNodeProvisionTime:\xb2\x01\xbaH\xae\x01\x1a\xab\x01\n" +
 	"\x1acreate_claim.adopt_machine\x12Uadopt_machine needs exactly one candidate, the node group that the Machine belongs to\x1a6this.adopt_machine == '' || size(this.candidates) == 1\"G\n" +
 	"\x13CreateClaimResponse\x120\n" +
 	"\x05claim\x18\x01 \x01(\v2\x1a.capi.agent.v1alpha1.ClaimR\x05claim\"\xf7\x01\n" +
@@ -1373,7 +1397,7 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\x12SyncClaimsResponse\x12.\n" +
 	"\x13collected_claim_ids\x18\x01 \x03(\tR\x11collectedClaimIds\x12*\n" +
 	"\x11unknown_claim_ids\x18\x02 \x03(\tR\x0funknownClaimIds\x12$\n" +
-	"\x0ekept_claim_ids\x18\x03 \x03(\tR\fkeptClaimIds\"\xbf\x05\n" +
+	"\x0ekept_claim_ids\x18\x03 \x03(\tR\fkeptClaimIds\"\x91\x06\n" +
 	"\x05Claim\x129\n" +
 	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefR\acluster\x12\x19\n" +
 	"\bclaim_id\x18\x02 \x01(\tR\aclaimId\x12\x16\n" +
@@ -1393,7 +1417,8 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\ahistory\x18\r \x03(\v2\x1f.capi.agent.v1alpha1.ClaimEventR\ahistory\x12#\n" +
 	"\radopt_machine\x18\x0e \x01(\tR\fadoptMachine\x127\n" +
 	"\tfailed_at\x18\x0f \x01(\v2\x1a.google.protobuf.TimestampR\bfailedAt\x12\x18\n" +
-	"\adrained\x18\x10 \x01(\bR\adrained\"n\n" +
+	"\adrained\x18\x10 \x01(\bR\adrained\x12P\n" +
+	"\x17max_node_provision_time\x18\x11 \x01(\v2\x19.google.protobuf.DurationR\x14maxNodeProvisionTime\"n\n" +
 	"\n" +
 	"ClaimEvent\x12.\n" +
 	"\x04time\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x12\x16\n" +
@@ -1451,57 +1476,60 @@ var file_capi_agent_v1alpha1_claim_proto_goTypes = []any{
 	nil,                           // 17: capi.agent.v1alpha1.NodeReport.AllocatableEntry
 	nil,                           // 18: capi.agent.v1alpha1.NodeReport.LabelsEntry
 	(*ClusterRef)(nil),            // 19: capi.agent.v1alpha1.ClusterRef
-	(*Synced)(nil),                // 20: capi.agent.v1alpha1.Synced
-	(*Heartbeat)(nil),             // 21: capi.agent.v1alpha1.Heartbeat
-	(*Resync)(nil),                // 22: capi.agent.v1alpha1.Resync
-	(*Machine)(nil),               // 23: capi.agent.v1alpha1.Machine
-	(*timestamppb.Timestamp)(nil), // 24: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),   // 20: google.protobuf.Duration
+	(*Synced)(nil),                // 21: capi.agent.v1alpha1.Synced
+	(*Heartbeat)(nil),             // 22: capi.agent.v1alpha1.Heartbeat
+	(*Resync)(nil),                // 23: capi.agent.v1alpha1.Resync
+	(*Machine)(nil),               // 24: capi.agent.v1alpha1.Machine
+	(*timestamppb.Timestamp)(nil), // 25: google.protobuf.Timestamp
 }
 var file_capi_agent_v1alpha1_claim_proto_depIdxs = []int32{
 	19, // 0: capi.agent.v1alpha1.CreateClaimRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
-	14, // 1: capi.agent.v1alpha1.CreateClaimResponse.claim:type_name -> capi.agent.v1alpha1.Claim
-	19, // 2: capi.agent.v1alpha1.ReleaseClaimRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
-	14, // 3: capi.agent.v1alpha1.ReleaseClaimResponse.claim:type_name -> capi.agent.v1alpha1.Claim
-	19, // 4: capi.agent.v1alpha1.GetClaimRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
-	14, // 5: capi.agent.v1alpha1.GetClaimResponse.claim:type_name -> capi.agent.v1alpha1.Claim
-	19, // 6: capi.agent.v1alpha1.ListClaimsRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
-	14, // 7: capi.agent.v1alpha1.ListClaimsResponse.claims:type_name -> capi.agent.v1alpha1.Claim
-	19, // 8: capi.agent.v1alpha1.WatchClaimsRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
-	14, // 9: capi.agent.v1alpha1.WatchClaimsResponse.upsert:type_name -> capi.agent.v1alpha1.Claim
-	20, // 10: capi.agent.v1alpha1.WatchClaimsResponse.synced:type_name -> capi.agent.v1alpha1.Synced
-	21, // 11: capi.agent.v1alpha1.WatchClaimsResponse.heartbeat:type_name -> capi.agent.v1alpha1.Heartbeat
-	22, // 12: capi.agent.v1alpha1.WatchClaimsResponse.resync:type_name -> capi.agent.v1alpha1.Resync
-	19, // 13: capi.agent.v1alpha1.SyncClaimsRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
-	12, // 14: capi.agent.v1alpha1.SyncClaimsRequest.nodes:type_name -> capi.agent.v1alpha1.NodeReport
-	16, // 15: capi.agent.v1alpha1.NodeReport.capacity:type_name -> capi.agent.v1alpha1.NodeReport.CapacityEntry
-	17, // 16: capi.agent.v1alpha1.NodeReport.allocatable:type_name -> capi.agent.v1alpha1.NodeReport.AllocatableEntry
-	18, // 17: capi.agent.v1alpha1.NodeReport.labels:type_name -> capi.agent.v1alpha1.NodeReport.LabelsEntry
-	19, // 18: capi.agent.v1alpha1.Claim.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
-	0,  // 19: capi.agent.v1alpha1.Claim.phase:type_name -> capi.agent.v1alpha1.ClaimPhase
-	23, // 20: capi.agent.v1alpha1.Claim.machine:type_name -> capi.agent.v1alpha1.Machine
-	24, // 21: capi.agent.v1alpha1.Claim.created_at:type_name -> google.protobuf.Timestamp
-	24, // 22: capi.agent.v1alpha1.Claim.released_at:type_name -> google.protobuf.Timestamp
-	24, // 23: capi.agent.v1alpha1.Claim.ended_at:type_name -> google.protobuf.Timestamp
-	15, // 24: capi.agent.v1alpha1.Claim.history:type_name -> capi.agent.v1alpha1.ClaimEvent
-	24, // 25: capi.agent.v1alpha1.Claim.failed_at:type_name -> google.protobuf.Timestamp
-	24, // 26: capi.agent.v1alpha1.ClaimEvent.time:type_name -> google.protobuf.Timestamp
-	1,  // 27: capi.agent.v1alpha1.ClaimService.CreateClaim:input_type -> capi.agent.v1alpha1.CreateClaimRequest
-	3,  // 28: capi.agent.v1alpha1.ClaimService.ReleaseClaim:input_type -> capi.agent.v1alpha1.ReleaseClaimRequest
-	5,  // 29: capi.agent.v1alpha1.ClaimService.GetClaim:input_type -> capi.agent.v1alpha1.GetClaimRequest
-	7,  // 30: capi.agent.v1alpha1.ClaimService.ListClaims:input_type -> capi.agent.v1alpha1.ListClaimsRequest
-	9,  // 31: capi.agent.v1alpha1.ClaimService.WatchClaims:input_type -> capi.agent.v1alpha1.WatchClaimsRequest
-	11, // 32: capi.agent.v1alpha1.ClaimService.SyncClaims:input_type -> capi.agent.v1alpha1.SyncClaimsRequest
-	2,  // 33: capi.agent.v1alpha1.ClaimService.CreateClaim:output_type -> capi.agent.v1alpha1.CreateClaimResponse
-	4,  // 34: capi.agent.v1alpha1.ClaimService.ReleaseClaim:output_type -> capi.agent.v1alpha1.ReleaseClaimResponse
-	6,  // 35: capi.agent.v1alpha1.ClaimService.GetClaim:output_type -> capi.agent.v1alpha1.GetClaimResponse
-	8,  // 36: capi.agent.v1alpha1.ClaimService.ListClaims:output_type -> capi.agent.v1alpha1.ListClaimsResponse
-	10, // 37: capi.agent.v1alpha1.ClaimService.WatchClaims:output_type -> capi.agent.v1alpha1.WatchClaimsResponse
-	13, // 38: capi.agent.v1alpha1.ClaimService.SyncClaims:output_type -> capi.agent.v1alpha1.SyncClaimsResponse
-	33, // [33:39] is the sub-list for method output_type
-	27, // [27:33] is the sub-list for method input_type
-	27, // [27:27] is the sub-list for extension type_name
-	27, // [27:27] is the sub-list for extension extendee
-	0,  // [0:27] is the sub-list for field type_name
+	20, // 1: capi.agent.v1alpha1.CreateClaimRequest.max_node_provision_time:type_name -> google.protobuf.Duration
+	14, // 2: capi.agent.v1alpha1.CreateClaimResponse.claim:type_name -> capi.agent.v1alpha1.Claim
+	19, // 3: capi.agent.v1alpha1.ReleaseClaimRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	14, // 4: capi.agent.v1alpha1.ReleaseClaimResponse.claim:type_name -> capi.agent.v1alpha1.Claim
+	19, // 5: capi.agent.v1alpha1.GetClaimRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	14, // 6: capi.agent.v1alpha1.GetClaimResponse.claim:type_name -> capi.agent.v1alpha1.Claim
+	19, // 7: capi.agent.v1alpha1.ListClaimsRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	14, // 8: capi.agent.v1alpha1.ListClaimsResponse.claims:type_name -> capi.agent.v1alpha1.Claim
+	19, // 9: capi.agent.v1alpha1.WatchClaimsRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	14, // 10: capi.agent.v1alpha1.WatchClaimsResponse.upsert:type_name -> capi.agent.v1alpha1.Claim
+	21, // 11: capi.agent.v1alpha1.WatchClaimsResponse.synced:type_name -> capi.agent.v1alpha1.Synced
+	22, // 12: capi.agent.v1alpha1.WatchClaimsResponse.heartbeat:type_name -> capi.agent.v1alpha1.Heartbeat
+	23, // 13: capi.agent.v1alpha1.WatchClaimsResponse.resync:type_name -> capi.agent.v1alpha1.Resync
+	19, // 14: capi.agent.v1alpha1.SyncClaimsRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	12, // 15: capi.agent.v1alpha1.SyncClaimsRequest.nodes:type_name -> capi.agent.v1alpha1.NodeReport
+	16, // 16: capi.agent.v1alpha1.NodeReport.capacity:type_name -> capi.agent.v1alpha1.NodeReport.CapacityEntry
+	17, // 17: capi.agent.v1alpha1.NodeReport.allocatable:type_name -> capi.agent.v1alpha1.NodeReport.AllocatableEntry
+	18, // 18: capi.agent.v1alpha1.NodeReport.labels:type_name -> capi.agent.v1alpha1.NodeReport.LabelsEntry
+	19, // 19: capi.agent.v1alpha1.Claim.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	0,  // 20: capi.agent.v1alpha1.Claim.phase:type_name -> capi.agent.v1alpha1.ClaimPhase
+	24, // 21: capi.agent.v1alpha1.Claim.machine:type_name -> capi.agent.v1alpha1.Machine
+	25, // 22: capi.agent.v1alpha1.Claim.created_at:type_name -> google.protobuf.Timestamp
+	25, // 23: capi.agent.v1alpha1.Claim.released_at:type_name -> google.protobuf.Timestamp
+	25, // 24: capi.agent.v1alpha1.Claim.ended_at:type_name -> google.protobuf.Timestamp
+	15, // 25: capi.agent.v1alpha1.Claim.history:type_name -> capi.agent.v1alpha1.ClaimEvent
+	25, // 26: capi.agent.v1alpha1.Claim.failed_at:type_name -> google.protobuf.Timestamp
+	20, // 27: capi.agent.v1alpha1.Claim.max_node_provision_time:type_name -> google.protobuf.Duration
+	25, // 28: capi.agent.v1alpha1.ClaimEvent.time:type_name -> google.protobuf.Timestamp
+	1,  // 29: capi.agent.v1alpha1.ClaimService.CreateClaim:input_type -> capi.agent.v1alpha1.CreateClaimRequest
+	3,  // 30: capi.agent.v1alpha1.ClaimService.ReleaseClaim:input_type -> capi.agent.v1alpha1.ReleaseClaimRequest
+	5,  // 31: capi.agent.v1alpha1.ClaimService.GetClaim:input_type -> capi.agent.v1alpha1.GetClaimRequest
+	7,  // 32: capi.agent.v1alpha1.ClaimService.ListClaims:input_type -> capi.agent.v1alpha1.ListClaimsRequest
+	9,  // 33: capi.agent.v1alpha1.ClaimService.WatchClaims:input_type -> capi.agent.v1alpha1.WatchClaimsRequest
+	11, // 34: capi.agent.v1alpha1.ClaimService.SyncClaims:input_type -> capi.agent.v1alpha1.SyncClaimsRequest
+	2,  // 35: capi.agent.v1alpha1.ClaimService.CreateClaim:output_type -> capi.agent.v1alpha1.CreateClaimResponse
+	4,  // 36: capi.agent.v1alpha1.ClaimService.ReleaseClaim:output_type -> capi.agent.v1alpha1.ReleaseClaimResponse
+	6,  // 37: capi.agent.v1alpha1.ClaimService.GetClaim:output_type -> capi.agent.v1alpha1.GetClaimResponse
+	8,  // 38: capi.agent.v1alpha1.ClaimService.ListClaims:output_type -> capi.agent.v1alpha1.ListClaimsResponse
+	10, // 39: capi.agent.v1alpha1.ClaimService.WatchClaims:output_type -> capi.agent.v1alpha1.WatchClaimsResponse
+	13, // 40: capi.agent.v1alpha1.ClaimService.SyncClaims:output_type -> capi.agent.v1alpha1.SyncClaimsResponse
+	35, // [35:41] is the sub-list for method output_type
+	29, // [29:35] is the sub-list for method input_type
+	29, // [29:29] is the sub-list for extension type_name
+	29, // [29:29] is the sub-list for extension extendee
+	0,  // [0:29] is the sub-list for field type_name
 }
 
 func init() { file_capi_agent_v1alpha1_claim_proto_init() }

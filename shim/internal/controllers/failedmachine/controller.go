@@ -1,12 +1,9 @@
 // Package failedmachine gives up NodeClaims whose machine will not come, as the agent judges: it has taken the claim back, or the
-// claim has ended. Core would wait a quarter of an hour for each; and where a machine is slow but gets on, core would give it up
-// too early, so the same controller makes core wait longer.
-//
-// A NodeClaim whose machine makes no progress is given up too. That is no judgement of the machine: its claim is released
-// like any other, and the agent hands a machine that is still on its way over to the next claim.
+// claim has ended. Core would wait a quarter of an hour for each; and where a machine is slow, core would give it up too early, so the same
+// controller makes core wait for as long as the agent does. It has no deadlines of its own.
 //
 // It never acts on silence. That a claim has ended or is unknown is asked of the agent itself before anything is deleted, and
-// while the agent cannot be reached nothing is: core is made to wait until the agent is heard again, and for one more deadline. A NodeClaim that
+// while the agent cannot be reached nothing is: core is made to wait. A NodeClaim that
 // never had a claim stays as long as its Machine does. A registered
 // NodeClaim whose Node is Ready is left alone in any case: somebody is running there, whatever the management cluster says.
 package failedmachine
@@ -62,14 +59,17 @@ const (
 	extendAfter = registrationTimeout - 2*time.Minute
 	// tellAfter is how old a NodeClaim is when it is told where its machine is: most have their Node by then.
 	tellAfter = time.Minute
-	// totalDeadlines is how many progress deadlines a NodeClaim gets altogether, however often its machine seems to get on.
-	totalDeadlines = 4
 )
 
 // Claims is a mirror of the shim's claims.
 type Claims interface {
 	claimsource.Claims
 	State() agentclient.State
+}
+
+// NodeGroups is a mirror of the node groups that the agent serves.
+type NodeGroups interface {
+	Get(id string) (*agentv1alpha1.NodeGroup, bool)
 }
 
 // Controller is the controller.
@@ -79,36 +79,27 @@ type Controller struct {
 	live          client.Reader
 	cloudProvider cloudprovider.CloudProvider
 	claims        Claims
+	groups        NodeGroups
 	agent         agentv1alpha1.ClaimServiceClient
 	cluster       *agentv1alpha1.ClusterRef
 	recorder      events.Recorder
 	unclaimed     *unclaimed.Finder
-	deadline      time.Duration
 	timeout       time.Duration
 
-	mu     sync.Mutex
-	steps  map[types.UID]reached
-	silent time.Time // when the agent was last found to be silent, or this process knew nothing yet; zero before the first look
-}
-
-// reached is the furthest step that a machine was seen at, and since when.
-type reached struct {
-	step step
-	at   time.Time
-	told string // what the NodeClaim's last event said of its machine
+	mu   sync.Mutex
+	told map[types.UID]string // what a NodeClaim's last event said of its machine
 }
 
 // New returns the controller. kube reads from a cache with an index on Nodes' spec.providerID; live reads from the API server.
-// deadline is how long a NodeClaim may stay without a registered Node after its machine's last step; timeout bounds each call to
-// the agent.
+// timeout bounds each call to the agent.
 func New(
-	clk clock.PassiveClock, kube client.Client, live client.Reader, cloudProvider cloudprovider.CloudProvider, claims Claims,
+	clk clock.PassiveClock, kube client.Client, live client.Reader, cloudProvider cloudprovider.CloudProvider, claims Claims, groups NodeGroups,
 	agent agentv1alpha1.ClaimServiceClient, cluster *agentv1alpha1.ClusterRef, recorder events.Recorder, finder *unclaimed.Finder,
-	deadline, timeout time.Duration,
+	timeout time.Duration,
 ) *Controller {
 	return &Controller{
-		clock: clk, kube: kube, live: live, cloudProvider: cloudProvider, claims: claims, agent: agent, cluster: cluster,
-		recorder: recorder, unclaimed: finder, deadline: deadline, timeout: timeout, steps: map[types.UID]reached{},
+		clock: clk, kube: kube, live: live, cloudProvider: cloudProvider, claims: claims, groups: groups, agent: agent, cluster: cluster,
+		recorder: recorder, unclaimed: finder, timeout: timeout, told: map[types.UID]string{},
 	}
 }
 
@@ -124,9 +115,7 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 		return reconcile.Result{}, nil // Core is still asking for a machine, and has its own time-out.
 	}
 	registered := nodeClaim.StatusConditions().Get(karpv1.ConditionTypeRegistered).IsTrue()
-	state := c.claims.State()
-	c.listen(state)
-	if !state.Synced {
+	if !c.claims.State().Synced {
 		return c.wait(ctx, nodeClaim)
 	}
 	claim, known := c.claims.Get(string(nodeClaim.UID))
@@ -169,28 +158,29 @@ func (c *Controller) lost(ctx context.Context, nodeClaim *karpv1.NodeClaim, regi
 
 // awaitRegistration handles a NodeClaim that has a claim and no registered Node yet.
 func (c *Controller) awaitRegistration(ctx context.Context, nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Claim) (reconcile.Result, error) {
-	now := c.clock.Now()
-	if remaining := c.deadlineOf(nodeClaim, claim, now).Sub(now); remaining > 0 && !released(claim) {
-		c.tell(nodeClaim, claim)
-		if err := c.extendRegistration(ctx, nodeClaim, now); err != nil {
-			return reconcile.Result{}, err
+	if released(claim) {
+		// As far as the mirror knows, which may have missed the news.
+		now, known, err := c.ask(ctx, nodeClaim)
+		switch {
+		case err != nil:
+			return c.unanswered(ctx, nodeClaim, err)
+		case !known:
+			return c.unknown(ctx, nodeClaim)
+		case released(now):
+			reason, message := verdict(now)
+			return c.giveUp(ctx, nodeClaim, reason, message)
 		}
-		return reconcile.Result{RequeueAfter: min(remaining, look)}, nil
-	}
-	// Taken back or late as far as the mirror knows, which may have missed the news.
-	claim, known, err := c.ask(ctx, nodeClaim)
-	switch {
-	case err != nil:
-		return c.unanswered(ctx, nodeClaim, err)
-	case !known:
-		return c.unknown(ctx, nodeClaim)
-	case released(claim):
-		reason, message := verdict(claim)
-		return c.giveUp(ctx, nodeClaim, reason, message)
-	case c.deadlineOf(nodeClaim, claim, now).After(now):
 		return reconcile.Result{RequeueAfter: look}, nil
 	}
-	return c.release(ctx, nodeClaim, "MachineProgressDeadlineExceeded", stuck(claim, c.deadline))
+	if !c.claims.State().Connected {
+		return c.wait(ctx, nodeClaim)
+	}
+	c.tell(nodeClaim, claim)
+	comes, err := c.comes(ctx, nodeClaim, claim)
+	if err != nil || !comes {
+		return reconcile.Result{RequeueAfter: look}, err
+	}
+	return reconcile.Result{RequeueAfter: look}, c.extendRegistration(ctx, nodeClaim)
 }
 
 // unknown handles a NodeClaim that the agent is certain to have no claim of.
@@ -247,7 +237,7 @@ func (c *Controller) wait(ctx context.Context, nodeClaim *karpv1.NodeClaim) (rec
 			DedupeTimeout: 10 * time.Minute,
 		})
 	}
-	return reconcile.Result{RequeueAfter: look}, c.extendRegistration(ctx, nodeClaim, c.clock.Now())
+	return reconcile.Result{RequeueAfter: look}, c.extendRegistration(ctx, nodeClaim)
 }
 
 // hasReadyNode reports whether a Node of the NodeClaim is Ready. Where the cache shows none that is, the API server is asked: after a restore of
@@ -281,20 +271,6 @@ func isReady(node *corev1.Node) bool {
 	return nodeutils.GetCondition(node, corev1.NodeReady).Status == corev1.ConditionTrue
 }
 
-// release gives the NodeClaim up after its claim, so that the claim's history has the reason. The machine is late, not failed: the
-// next claim may have it.
-func (c *Controller) release(ctx context.Context, nodeClaim *karpv1.NodeClaim, reason, message string) (reconcile.Result, error) {
-	callCtx, cancel := context.WithTimeout(ctx, c.timeout)
-	defer cancel()
-	_, err := c.agent.ReleaseClaim(callCtx, &agentv1alpha1.ReleaseClaimRequest{
-		Cluster: c.cluster, ClaimId: string(nodeClaim.UID), Reason: lo.Substring(message, 0, 1024),
-	})
-	if err != nil {
-		return c.unanswered(ctx, nodeClaim, err)
-	}
-	return c.giveUp(ctx, nodeClaim, reason, message)
-}
-
 func (c *Controller) giveUp(ctx context.Context, nodeClaim *karpv1.NodeClaim, reason, message string) (reconcile.Result, error) {
 	if err := c.kube.Delete(ctx, nodeClaim, client.Preconditions{UID: &nodeClaim.UID}); err != nil {
 		return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("deleting the NodeClaim: %w", err))
@@ -321,7 +297,8 @@ func (c *Controller) giveUp(ctx context.Context, nodeClaim *karpv1.NodeClaim, re
 
 // extendRegistration makes core wait for the Node beyond its own time-out, by giving the condition that it counts from a new
 // date. Core writes the whole list of conditions without a lock, so the old date may come back; the next look finds it.
-func (c *Controller) extendRegistration(ctx context.Context, nodeClaim *karpv1.NodeClaim, now time.Time) error {
+func (c *Controller) extendRegistration(ctx context.Context, nodeClaim *karpv1.NodeClaim) error {
+	now := c.clock.Now()
 	if condition := nodeClaim.StatusConditions().Get(
 		karpv1.ConditionTypeRegistered,
 	); condition == nil ||
@@ -351,7 +328,7 @@ func (c *Controller) extendRegistration(ctx context.Context, nodeClaim *karpv1.N
 		return fmt.Errorf("extending the time for registration: %w", err)
 	}
 	extensionsTotal.Inc(nil)
-	log.FromContext(ctx).Info("waiting longer for a Node: its machine is slow but gets on, or nothing is heard of the agent")
+	log.FromContext(ctx).Info("waiting longer for a Node: the agent does, or nothing is heard of it")
 	return nil
 }
 

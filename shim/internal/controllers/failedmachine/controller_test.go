@@ -23,8 +23,6 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
 )
 
-const deadline = 15 * time.Minute
-
 type env struct {
 	*shimtest.World
 	t          *testing.T
@@ -39,8 +37,8 @@ func setUp(t *testing.T, agent ...fakeagent.Option) *env {
 	w.Eventually(func() bool { return w.Claims.State().Synced }, "the mirror of claims is complete")
 	return &env{
 		World: w, t: t, clock: clk,
-		controller: failedmachine.New(clk, w.Kube, w.Kube, w.CloudProvider, w.Claims, w.Client.Claims, w.Cluster, w.Recorder,
-			w.Unclaimed, deadline, shimtest.Timeout),
+		controller: failedmachine.New(clk, w.Kube, w.Kube, w.CloudProvider, w.Claims, w.NodeGroups, w.Client.Claims, w.Cluster,
+			w.Recorder, w.Unclaimed, shimtest.Timeout),
 	}
 }
 
@@ -152,10 +150,7 @@ func TestNothingIsDeletedWhileTheAgentIsAway(t *testing.T) {
 
 // Core gives a NodeClaim up that has no Node after 15 minutes.
 func TestCoreWaitsWhileTheAgentIsSilent(t *testing.T) {
-	e := setUp(
-		t,
-		fakeagent.WithInfrastructure(fakeagent.Infrastructure{Appear: fakeagent.Manual, Provision: fakeagent.Manual, Join: fakeagent.Manual}),
-	)
+	e := setUp(t, manual())
 	nodeClaim := e.Launched("claim", func(nc *karpv1.NodeClaim) { nc.StatusConditions().SetUnknown(karpv1.ConditionTypeRegistered) })
 	e.Disconnect()
 	for silent := time.Duration(0); silent < 3*time.Hour; silent += 10 * time.Minute {
@@ -167,12 +162,7 @@ func TestCoreWaitsWhileTheAgentIsSilent(t *testing.T) {
 		require.Less(t, waits, 14*time.Minute, "core gives it up after 15")
 	}
 	e.Reconnect()
-	e.clock.Step(deadline - time.Second)
-	e.reconcile(nodeClaim)
-	assert.True(t, e.Exists(nodeClaim), "its machine may have come meanwhile, and its Node joins now")
-	e.clock.Step(2 * time.Second)
-	e.reconcile(nodeClaim)
-	assert.False(t, e.Exists(nodeClaim))
+	assert.False(t, e.wait(nodeClaim, time.Hour), "its machine may have come meanwhile, and its Node joins now")
 }
 
 func TestARegisteredNodeClaimWithAReadyNodeIsLeftAlone(t *testing.T) {
@@ -213,8 +203,8 @@ func TestANodeThatIsNotInTheCacheIsNotTakenForGone(t *testing.T) {
 			return c.List(ctx, list, opts...)
 		},
 	})
-	e.controller = failedmachine.New(e.clock, cache, e.Kube, e.CloudProvider, e.Claims, e.Client.Claims, e.Cluster, e.Recorder,
-		e.Unclaimed, deadline, shimtest.Timeout)
+	e.controller = failedmachine.New(e.clock, cache, e.Kube, e.CloudProvider, e.Claims, e.NodeGroups, e.Client.Claims, e.Cluster,
+		e.Recorder, e.Unclaimed, shimtest.Timeout)
 	result := e.reconcile(nodeClaim)
 	assert.True(t, e.Exists(nodeClaim))
 	assert.Positive(t, result.RequeueAfter, "looked at again")
@@ -248,19 +238,8 @@ func TestTheMirrorIsNotTrustedWithADeletion(t *testing.T) {
 	fresh := e.Client.MirrorClaims(e.Cluster, "nobody-in-particular")
 	go func() { _ = fresh.Run(t.Context()) }()
 	require.NoError(t, fresh.WaitForSync(t.Context()))
-	controller := failedmachine.New(
-		e.clock,
-		e.Kube,
-		e.Kube,
-		e.CloudProvider,
-		fresh,
-		e.Client.Claims,
-		e.Cluster,
-		e.Recorder,
-		e.Unclaimed,
-		deadline,
-		shimtest.Timeout,
-	)
+	controller := failedmachine.New(e.clock, e.Kube, e.Kube, e.CloudProvider, fresh, e.NodeGroups, e.Client.Claims, e.Cluster,
+		e.Recorder, e.Unclaimed, shimtest.Timeout)
 	e.clock.Step(time.Minute)
 	e.Get(nodeClaim)
 	_, err := controller.Reconcile(e.Context(), nodeClaim)
@@ -317,119 +296,135 @@ func TestWhatAnInfrastructureProviderReportsAloneGivesNothingUp(t *testing.T) {
 	}
 }
 
-func TestALateMachineIsLeftToTheNextClaim(t *testing.T) {
-	e := setUp(t, fakeagent.WithSpareGracePeriod(time.Hour), fakeagent.WithCoolDown(time.Hour))
-	nodeClaim := e.Launched("claim")
-	e.phaseShows(nodeClaim, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND)
-	machine := e.Agent.Claim(e.Cluster, string(nodeClaim.UID)).GetMachine()
-	e.reconcile(nodeClaim)
-	e.clock.Step(deadline + time.Minute)
-	e.reconcile(nodeClaim)
-	assert.False(t, e.Exists(nodeClaim))
-	released := e.Agent.Requests("ReleaseClaim")
-	require.Len(t, released, 1)
-	request, ok := released[0].(*agentv1alpha1.ReleaseClaimRequest)
-	require.True(t, ok)
-	assert.False(t, request.GetFailed(), "it is late")
-	assert.Contains(t, request.GetReason(), "has no provider ID", "for the claim's history")
-	assert.True(t, e.Agent.NodeGroup("default/a").GetAvailability().GetAvailable(), "the group does not cool down")
-
-	next := e.Launched("next")
-	e.phaseShows(next, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND)
-	assert.Equal(t, machine.GetUid(), e.Agent.Claim(e.Cluster, string(next.UID)).GetMachine().GetUid())
+func manual() fakeagent.Option {
+	return fakeagent.WithInfrastructure(fakeagent.Infrastructure{
+		Appear: fakeagent.Manual, Provision: fakeagent.Manual, Join: fakeagent.Manual, Terminate: fakeagent.Manual,
+	})
 }
 
-func TestNoProgressInTimeCostsTheNodeClaim(t *testing.T) {
-	e := setUp(
-		t,
-		fakeagent.WithInfrastructure(fakeagent.Infrastructure{Appear: fakeagent.Manual, Provision: fakeagent.Manual, Join: fakeagent.Manual}),
-	)
-	nodeClaim := e.Launched("claim")
-	result := e.reconcile(nodeClaim)
-	assert.Positive(t, result.RequeueAfter)
-	e.clock.Step(deadline - time.Minute)
-	e.reconcile(nodeClaim)
-	require.True(t, e.Exists(nodeClaim))
-	e.clock.Step(2 * time.Minute)
-	e.reconcile(nodeClaim)
-	assert.False(t, e.Exists(nodeClaim))
-	assert.Equal(t, "MachineProgressDeadlineExceeded", lo.LastOrEmpty(e.Recorder.Reasons()))
-	assert.Contains(t, lo.LastOrEmpty(e.Recorder.Messages()), "node group default/a has not made a machine")
+func unregistered(nc *karpv1.NodeClaim) {
+	nc.StatusConditions().SetUnknown(karpv1.ConditionTypeRegistered)
 }
 
-func TestEveryStepGivesMoreTime(t *testing.T) {
-	e := setUp(
-		t,
-		fakeagent.WithInfrastructure(fakeagent.Infrastructure{Appear: fakeagent.Manual, Provision: fakeagent.Manual, Join: fakeagent.Manual}),
-	)
-	nodeClaim := e.Launched("claim")
-	e.reconcile(nodeClaim)
-	e.clock.Step(deadline - time.Minute)
+// cores reports when core gives the NodeClaim up.
+func (e *env) cores(nodeClaim *karpv1.NodeClaim) time.Time {
+	e.t.Helper()
+	e.Get(nodeClaim)
+	return nodeClaim.StatusConditions().Get(karpv1.ConditionTypeRegistered).LastTransitionTime.Add(15 * time.Minute)
+}
+
+// wait lets time pass, and core with it, and reports whether core has given the NodeClaim up by then.
+func (e *env) wait(nodeClaim *karpv1.NodeClaim, d time.Duration) (givenUp bool) {
+	e.t.Helper()
+	for until := e.clock.Now().Add(d); e.clock.Now().Before(until); {
+		result := e.reconcile(nodeClaim)
+		require.Positive(e.t, result.RequeueAfter)
+		e.clock.Step(min(result.RequeueAfter, until.Sub(e.clock.Now())))
+		if !e.clock.Now().Before(e.cores(nodeClaim)) {
+			return true
+		}
+	}
+	return false
+}
+
+func TestHowLongAMachineTakesIsTheAgentsMatter(t *testing.T) {
+	e := setUp(t, manual())
+	nodeClaim := e.Launched("claim", unregistered)
+	require.False(t, e.wait(nodeClaim, 2*time.Hour), "the node group has made no machine")
 	e.Agent.Appear("default/a")
 	e.phaseShows(nodeClaim, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND)
-	e.reconcile(nodeClaim) // sees that it is bound
-	e.clock.Step(deadline - time.Minute)
+	require.False(t, e.wait(nodeClaim, 2*time.Hour), "its machine has no provider ID")
+	e.Provision(nodeClaim, "sim:///1")
+	require.False(t, e.wait(nodeClaim, 2*time.Hour), "its machine has not joined")
+	assert.Zero(t, e.Agent.Calls("ReleaseClaim"))
+
+	e.Agent.TimeOut(e.Cluster, string(nodeClaim.UID), "no Node in 2h")
+	e.phaseShows(nodeClaim, agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED)
 	e.reconcile(nodeClaim)
-	require.True(t, e.Exists(nodeClaim), "bound late")
-	machine := e.Provision(nodeClaim, "sim:///1")
-	e.reconcile(nodeClaim)
-	e.clock.Step(deadline - time.Minute)
-	e.reconcile(nodeClaim)
-	require.True(t, e.Exists(nodeClaim), "provisioned later")
-	e.Agent.Join(e.Cluster, machine.GetName(), "node")
-	e.Eventually(func() bool {
-		claim, _ := e.Claims.Get(string(nodeClaim.UID))
-		return claim.GetMachine().GetNodeName() != ""
-	}, "the mirror shows the Node")
-	e.reconcile(nodeClaim)
-	e.clock.Step(deadline + time.Minute)
-	e.reconcile(nodeClaim)
-	assert.False(t, e.Exists(nodeClaim), "there is no further step")
-	assert.Contains(t, lo.LastOrEmpty(e.Recorder.Messages()), "Node node of machine")
+	assert.False(t, e.Exists(nodeClaim), "the agent has had enough")
 }
 
-func TestASlowMachineThatGetsOnIsGivenMoreTimeByCoreToo(t *testing.T) {
-	e := setUp(
-		t,
-		fakeagent.WithInfrastructure(fakeagent.Infrastructure{Appear: fakeagent.Manual, Provision: fakeagent.Manual, Join: fakeagent.Manual}),
-	)
-	nodeClaim := e.Launched("claim", func(nc *karpv1.NodeClaim) {
-		nc.StatusConditions().SetUnknown(karpv1.ConditionTypeRegistered)
-	})
-	registeredSince := func() time.Time {
-		e.Get(nodeClaim)
-		return nodeClaim.StatusConditions().Get(karpv1.ConditionTypeRegistered).LastTransitionTime.Time
+func TestWhatHasJoinedIsCoresToRegister(t *testing.T) {
+	for name, join := range map[string]func(*env, *karpv1.NodeClaim, *agentv1alpha1.Machine){
+		"as Cluster API sees": func(e *env, nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.Machine) {
+			e.Agent.Join(e.Cluster, machine.GetName(), "node")
+			e.Eventually(func() bool {
+				claim, _ := e.Claims.Get(string(nodeClaim.UID))
+				return claim.GetMachine().GetNodeName() != ""
+			}, "the mirror shows the Node")
+		},
+		"as this cluster shows, which Cluster API may not reach": func(e *env, nodeClaim *karpv1.NodeClaim, _ *agentv1alpha1.Machine) {
+			e.node(nodeClaim, "sim:///1", corev1.ConditionTrue)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			e := setUp(t, manual())
+			nodeClaim := e.Launched("claim", unregistered)
+			e.Agent.Appear("default/a")
+			machine := e.Provision(nodeClaim, "sim:///1")
+			e.Get(nodeClaim)
+			nodeClaim.Status.ProviderID = "sim:///1"
+			require.NoError(t, e.Kube.Status().Update(e.Context(), nodeClaim))
+			require.False(t, e.wait(nodeClaim, time.Hour))
+			join(e, nodeClaim, machine)
+			assert.True(t, e.wait(nodeClaim, 15*time.Minute))
+		})
 	}
-	before := registeredSince()
+}
+
+// Others may have room: nobody knows how long a pause takes.
+func TestANodeClaimThatWaitsInAPausedGroupIsCoresToGiveUp(t *testing.T) {
+	e := setUp(t, manual())
+	pause := func(paused bool) {
+		if paused {
+			e.Agent.Block("default/a", agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED, "the MachineDeployment is paused", time.Time{})
+		} else {
+			e.Agent.Unblock("default/a")
+		}
+		e.Eventually(func() bool {
+			group, _ := e.NodeGroups.Get("default/a")
+			return group.GetAvailability().GetAvailable() != paused
+		}, "the mirror shows it")
+	}
+	nodeClaim := e.Launched("claim", unregistered)
+	pause(true)
+	require.False(t, e.wait(nodeClaim, 10*time.Minute))
+	pause(false)
+	require.False(t, e.wait(nodeClaim, time.Hour))
+	pause(true)
+	require.True(t, e.wait(nodeClaim, 15*time.Minute))
+}
+
+func TestASlowMachineIsGivenMoreTimeByCoreToo(t *testing.T) {
+	e := setUp(t, manual())
+	nodeClaim := e.Launched("claim", unregistered)
+	before := e.cores(nodeClaim)
 	e.reconcile(nodeClaim)
 	e.clock.Step(12 * time.Minute)
 	e.Agent.Appear("default/a")
 	e.phaseShows(nodeClaim, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND)
 	e.reconcile(nodeClaim)
-	assert.Equal(t, before, registeredSince(), "not before it is needed")
+	assert.Equal(t, before, e.cores(nodeClaim), "not before it is needed")
 	e.clock.Step(2 * time.Minute)
 	result := e.reconcile(nodeClaim)
-	assert.WithinDuration(t, e.clock.Now(), registeredSince(), time.Second, "core counts 15 minutes from here")
+	again := e.clock.Now().Add(15 * time.Minute)
+	assert.WithinDuration(t, again, e.cores(nodeClaim), time.Second)
 	assert.LessOrEqual(t, result.RequeueAfter, time.Minute, "core may write the old date back")
 	assert.True(t, nodeClaim.StatusConditions().Get(karpv1.ConditionTypeLaunched).IsTrue(), "nothing else changes")
 
 	// Core does write it back.
-	nodeClaim.Status.Conditions[0].LastTransitionTime = metav1.NewTime(before)
 	for i := range nodeClaim.Status.Conditions {
 		if nodeClaim.Status.Conditions[i].Type == karpv1.ConditionTypeRegistered {
-			nodeClaim.Status.Conditions[i].LastTransitionTime = metav1.NewTime(before)
+			nodeClaim.Status.Conditions[i].LastTransitionTime = metav1.NewTime(before.Add(-15 * time.Minute))
 		}
 	}
 	require.NoError(t, e.Kube.Status().Update(e.Context(), nodeClaim))
 	e.reconcile(nodeClaim)
-	assert.WithinDuration(t, e.clock.Now(), registeredSince(), time.Second)
+	assert.WithinDuration(t, again, e.cores(nodeClaim), time.Second)
 }
 
 func TestANodeClaimThatWaitsForLongSaysWhereItsMachineIs(t *testing.T) {
-	e := setUp(
-		t,
-		fakeagent.WithInfrastructure(fakeagent.Infrastructure{Appear: fakeagent.Manual, Provision: fakeagent.Manual, Join: fakeagent.Manual}),
-	)
+	e := setUp(t, manual())
 	nodeClaim := e.Launched("claim")
 	e.reconcile(nodeClaim)
 	assert.Empty(t, e.Recorder.Reasons(), "most machines need no word")
@@ -446,21 +441,6 @@ func TestANodeClaimThatWaitsForLongSaysWhereItsMachineIs(t *testing.T) {
 	assert.Contains(t, e.Recorder.Messages()[0], "node group default/a has not made a machine for it")
 	claim, _ := e.Claims.Get(string(nodeClaim.UID))
 	assert.Contains(t, e.Recorder.Messages()[1], "machine "+claim.GetMachine().GetName()+" has no provider ID")
-}
-
-// A process that takes over does not know for how long nothing was heard before.
-func TestALeaderThatBeginsGivesOneMoreDeadline(t *testing.T) {
-	e := setUp(
-		t,
-		fakeagent.WithInfrastructure(fakeagent.Infrastructure{Appear: fakeagent.Manual, Provision: fakeagent.Manual, Join: fakeagent.Manual}),
-	)
-	nodeClaim := e.Launched("claim")
-	e.clock.Step(10 * deadline)
-	e.reconcile(nodeClaim)
-	assert.True(t, e.Exists(nodeClaim))
-	e.clock.Step(deadline + time.Second)
-	e.reconcile(nodeClaim)
-	assert.False(t, e.Exists(nodeClaim))
 }
 
 func TestWhatIsNotWaitingIsLeftAlone(t *testing.T) {

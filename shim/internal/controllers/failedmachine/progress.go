@@ -1,17 +1,17 @@
 package failedmachine
 
 import (
+	"context"
 	"fmt"
 	"strings"
-	"time"
 
 	"github.com/samber/lo"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/events"
+	nodeclaimutils "sigs.k8s.io/karpenter/pkg/utils/nodeclaim"
 
-	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
@@ -38,70 +38,28 @@ func stepOf(claim *agentv1alpha1.Claim) step {
 	return claimed
 }
 
-// deadlineOf returns when the NodeClaim is given up unless its machine gets on. It counts from the machine's last step: as the
-// claim's history tells it, or as this process saw it. A restart forgets what was seen and thus gives more time, never less;
-// the total is bounded from the NodeClaim's creation. It is at least one deadline after the agent was last silent, as what happened meanwhile is
-// not known.
-func (c *Controller) deadlineOf(nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Claim, now time.Time) time.Time {
-	last := nodeClaim.CreationTimestamp.Time
-	for _, at := range []time.Time{
-		claim.GetCreatedAt().AsTime(), claim.GetMachine().GetCreatedAt().AsTime(), c.observe(nodeClaim.UID, stepOf(claim), now),
-	} {
-		if at.After(last) {
-			last = at
-		}
+// comes reports whether a Node may still come, so that core has to wait for it: the agent alone says how long. What has joined, as Cluster API or
+// this cluster shows, is core's to register. So is how long a NodeClaim waits for a machine that a paused node group does not make:
+// others might.
+func (c *Controller) comes(ctx context.Context, nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Claim) (bool, error) {
+	switch stepOf(claim) {
+	case joined:
+		return false, nil
+	case claimed:
+		group, known := c.groups.Get(claim.GetNodeGroupId())
+		return !known || group.GetAvailability().GetReason() != agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED, nil
+	case bound:
+		return true, nil
+	case provisioned:
 	}
-	for _, event := range claim.GetHistory() {
-		if at := event.GetTime().AsTime(); at.After(last) {
-			last = at
-		}
-	}
-	deadline := last.Add(c.deadline)
-	if final := nodeClaim.CreationTimestamp.Add(totalDeadlines * c.deadline); deadline.After(final) {
-		deadline = final
-	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if heard := c.silent.Add(c.deadline); heard.After(deadline) {
-		return heard
-	}
-	return deadline
-}
-
-// listen notes that nothing is heard of the agent for a while. A process that begins does not know what was heard before.
-func (c *Controller) listen(state agentclient.State) {
-	now := c.clock.Now()
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.silent.IsZero() || !state.Connected && now.Sub(state.Since) >= look {
-		c.silent = now
-	}
-}
-
-// observe returns since when the machine has been known to be at its step; the zero time for the first step seen, as it may
-// have been reached long ago.
-func (c *Controller) observe(uid types.UID, step step, now time.Time) time.Time {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	before, ok := c.steps[uid]
-	switch {
-	case !ok:
-		c.steps[uid] = reached{step: step}
-	case step > before.step:
-		c.steps[uid] = reached{step: step, at: now, told: before.told}
-	}
-	return c.steps[uid].at
+	nodes, err := nodeclaimutils.AllNodesForNodeClaim(ctx, c.kube, nodeClaim)
+	return len(nodes) == 0, err
 }
 
 func (c *Controller) forget(uid types.UID) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	delete(c.steps, uid)
-}
-
-// stuck says what the machine was waiting for.
-func stuck(claim *agentv1alpha1.Claim, deadline time.Duration) string {
-	return fmt.Sprintf("No progress for %s: %s.", deadline, whereabouts(claim))
+	delete(c.told, uid)
 }
 
 // whereabouts says how far the machine is, and what is said about it.
@@ -135,12 +93,8 @@ func (c *Controller) tell(nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Clai
 	}
 	where := whereabouts(claim)
 	c.mu.Lock()
-	known, seen := c.steps[nodeClaim.UID]
-	news := seen && known.told != where
-	if news {
-		known.told = where
-		c.steps[nodeClaim.UID] = known
-	}
+	news := c.told[nodeClaim.UID] != where
+	c.told[nodeClaim.UID] = where
 	c.mu.Unlock()
 	if !news {
 		return
