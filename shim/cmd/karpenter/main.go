@@ -19,6 +19,7 @@ import (
 	"sigs.k8s.io/karpenter/pkg/controllers"
 	"sigs.k8s.io/karpenter/pkg/controllers/node/health"
 	"sigs.k8s.io/karpenter/pkg/controllers/nodeclaim/lifecycle"
+	"sigs.k8s.io/karpenter/pkg/controllers/nodeoverlay"
 	"sigs.k8s.io/karpenter/pkg/controllers/state"
 	coreoperator "sigs.k8s.io/karpenter/pkg/operator"
 	coreoptions "sigs.k8s.io/karpenter/pkg/operator/options"
@@ -32,11 +33,13 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/claimsync"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/failedmachine"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/nodeclass"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/overlays"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/providerid"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/operator"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/options"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/registration"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/staticpool"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/unclaimed"
 )
 
@@ -112,6 +115,7 @@ func run(ctx context.Context) error {
 		}
 	}
 
+	static := staticpool.New(op.GetClient(), op.EventRecorder, opts.UnavailableOfferingTTL)
 	finder := unclaimed.New(op.Clock, agent, claims, cluster, opts.AgentTimeout)
 	provider := cloudprovider.New(cloudprovider.Config{
 		Cluster:   cluster,
@@ -121,6 +125,7 @@ func run(ctx context.Context) error {
 		Catalogue: catalogue,
 		Overlays:  op.InstanceTypeStore,
 		Unclaimed: finder,
+		Static:    static,
 		Recorder:  op.EventRecorder,
 		Timeout:   opts.AgentTimeout,
 		Clock:     op.Clock,
@@ -133,7 +138,7 @@ func run(ctx context.Context) error {
 	}
 	clusterState := state.NewCluster(op.Clock, op.GetClient(), decorated, state.WithRepairPolicyMatcher(repairPolicies))
 	op.WithControllers(ctx, controllers.NewControllers(
-		ctx, op.Manager, op.Clock, op.GetClient(), op.EventRecorder, decorated, undecorated, clusterState,
+		ctx, op.Manager, op.Clock, static.Client(op.GetClient()), op.EventRecorder, decorated, undecorated, clusterState,
 		op.InstanceTypeStore, op.PredictionStore, controllers.WithRegistrationHook(registration.NewLabels(op.GetClient(), catalogue)),
 	)...)
 	op.WithControllers(ctx,
@@ -144,6 +149,10 @@ func run(ctx context.Context) error {
 		claimsync.New(op.Clock, op.GetAPIReader(), decorated, agent.Claims, cluster, op.EventRecorder, connection.Reconnected(),
 			opts.ClaimSyncInterval, opts.AgentTimeout),
 	)
+	if coreoptions.FromContext(ctx).FeatureGates.NodeOverlay {
+		core := nodeoverlay.NewController(op.Clock, op.GetClient(), undecorated, op.InstanceTypeStore, clusterState)
+		op.WithControllers(ctx, overlays.New(op.GetClient(), undecorated, catalogue, core))
+	}
 	if !coreoptions.FromContext(ctx).DisableClusterStateObservability { // as core does for its own kinds
 		recorder := op.GetEventRecorderFor(coreoperator.AppName) //nolint:staticcheck // operatorpkg takes the older interface
 		op.WithControllers(ctx, status.NewController[*v1alpha1.ClusterAPINodeClass](op.GetClient(), recorder, status.EmitDeprecatedMetrics))

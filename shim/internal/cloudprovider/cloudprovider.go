@@ -24,6 +24,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/placeholder"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/staticpool"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/unclaimed"
 )
 
@@ -59,6 +60,8 @@ type Config struct {
 	Overlays Overlays
 	// Unclaimed finds the Machines of NodeClaims that never had a claim.
 	Unclaimed *unclaimed.Finder
+	// Static is told of NodeClaims that no node group has room for.
+	Static *staticpool.Gate
 	// Recorder takes events about NodeClaims.
 	Recorder events.Recorder
 	// Timeout bounds one method's calls to the agent.

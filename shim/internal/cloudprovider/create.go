@@ -46,6 +46,9 @@ func (c *CloudProvider) Create(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	ctx, cancel := context.WithTimeout(ctx, c.Timeout)
 	defer cancel()
 	created, err := c.create(ctx, nodeClaim)
+	if cloudprovider.IsInsufficientCapacityError(err) {
+		c.Static.Refused(ctx, nodeClaim, err)
+	}
 	claimsTotal.Inc(map[string]string{resultLabel: resultOf(err)})
 	return created, err
 }

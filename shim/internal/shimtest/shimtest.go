@@ -20,6 +20,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client/fake"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	karpv1alpha1 "sigs.k8s.io/karpenter/pkg/apis/v1alpha1"
 	"sigs.k8s.io/karpenter/pkg/events"
 	coreoptions "sigs.k8s.io/karpenter/pkg/operator/options"
 
@@ -32,6 +33,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/operator"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/placeholder"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/staticpool"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/unclaimed"
 )
 
@@ -128,7 +130,7 @@ func New(tb testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *W
 	w.Unclaimed = unclaimed.New(s.clock, w.Client, w.Claims, w.Cluster, Timeout)
 	w.CloudProvider = cloudprovider.New(cloudprovider.Config{
 		Cluster: w.Cluster, Kube: w.Kube, Client: w.Client, Claims: w.Claims, Catalogue: w.Catalogue,
-		Unclaimed: w.Unclaimed, Recorder: w.Recorder,
+		Unclaimed: w.Unclaimed, Recorder: w.Recorder, Static: staticpool.New(w.Kube, w.Recorder, s.ttl),
 		Timeout: Timeout, Clock: s.clock,
 	})
 
@@ -150,7 +152,9 @@ func New(tb testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *W
 func FakeKube(funcs interceptor.Funcs) client.WithWatch {
 	builder := fake.NewClientBuilder().WithScheme(scheme.Scheme).
 		WithObjects(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: metav1.NamespaceSystem, UID: SpokeID}}).
-		WithStatusSubresource(&karpv1.NodeClaim{}, &karpv1.NodePool{}, &v1alpha1.ClusterAPINodeClass{}, &corev1.Node{}).
+		WithStatusSubresource(
+			&karpv1.NodeClaim{}, &karpv1.NodePool{}, &v1alpha1.ClusterAPINodeClass{}, &corev1.Node{}, &karpv1alpha1.NodeOverlay{},
+		).
 		WithInterceptorFuncs(funcs)
 	for _, index := range operator.Indexes() {
 		builder = builder.WithIndex(index.Object, index.Field, index.Values)

@@ -1,0 +1,98 @@
+// Package staticpool keeps core from making NodeClaims of a static NodePool again and again while no node group has room for them.
+//
+// Core replaces a NodeClaim of a static NodePool as soon as it is deleted, and deletes one for which there is no capacity at once. As long as
+// such a loop runs there is always a NodeClaim without a provider ID, and core plans nothing for anybody while there is one. It has no
+// hook for this. So the client that its controllers write with refuses to make such NodeClaims for a while, which core takes for any
+// other failed write: it comes back later.
+package staticpool
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	opmetrics "github.com/awslabs/operatorpkg/metrics"
+	"github.com/patrickmn/go-cache"
+	"github.com/prometheus/client_golang/prometheus"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	crmetrics "sigs.k8s.io/controller-runtime/pkg/metrics"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/events"
+	"sigs.k8s.io/karpenter/pkg/metrics"
+)
+
+// putOffTotal counts what core wanted to make in vain.
+var putOffTotal = opmetrics.NewPrometheusCounter(crmetrics.Registry, prometheus.CounterOpts{
+	Namespace: metrics.Namespace, Subsystem: "capi", Name: "static_node_claims_put_off_total",
+	Help: "NodeClaims of static NodePools that were not made, as no node group had room for one a moment before.",
+}, []opmetrics.Label{{Name: metrics.NodePoolLabel, Help: "The NodePool."}}, opmetrics.Alpha)
+
+// Gate remembers which static NodePools could not be served. It is safe for concurrent use.
+type Gate struct {
+	kube     client.Reader
+	recorder events.Recorder
+	closed   *cache.Cache // what the agent said, by NodePool
+	ttl      time.Duration
+}
+
+// New returns a gate that stays closed for ttl after a refusal. kube reads NodePools, from a cache.
+func New(kube client.Reader, recorder events.Recorder, ttl time.Duration) *Gate {
+	return &Gate{kube: kube, recorder: recorder, closed: cache.New(ttl, min(ttl, time.Second)), ttl: ttl}
+}
+
+// Refused notes that no node group had room for a NodeClaim. One that belongs to no static NodePool is no matter of this package.
+func (g *Gate) Refused(ctx context.Context, nodeClaim *karpv1.NodeClaim, why error) {
+	nodePool, err := g.static(ctx, nodeClaim)
+	if err != nil || nodePool == nil {
+		return // not read, or gone: core makes none for it either
+	}
+	g.closed.SetDefault(nodePool.Name, why.Error())
+	g.recorder.Publish(events.Event{
+		InvolvedObject: nodePool,
+		Type:           corev1.EventTypeWarning,
+		Reason:         "NoRoomForReplicas",
+		Message: fmt.Sprintf("No node group has room for another node of this static NodePool; it is tried again every %s. Lower spec.replicas, or "+
+			"make room: %s", g.ttl, why),
+		DedupeValues:  []string{string(nodePool.UID)},
+		DedupeTimeout: 10 * time.Minute,
+	})
+}
+
+// static returns the static NodePool of a NodeClaim, nil if it has none.
+func (g *Gate) static(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*karpv1.NodePool, error) {
+	name := nodeClaim.Labels[karpv1.NodePoolLabelKey]
+	if name == "" {
+		return nil, nil
+	}
+	nodePool := &karpv1.NodePool{}
+	if err := g.kube.Get(ctx, client.ObjectKey{Name: name}, nodePool); err != nil {
+		return nil, err
+	}
+	if nodePool.Spec.Replicas == nil {
+		return nil, nil
+	}
+	return nodePool, nil
+}
+
+// Client returns a client that makes no NodeClaim of a static NodePool while the gate is closed for it, and else does what kube does.
+func (g *Gate) Client(kube client.Client) client.Client { return &gated{Client: kube, gate: g} }
+
+type gated struct {
+	client.Client
+
+	gate *Gate
+}
+
+func (c *gated) Create(ctx context.Context, object client.Object, options ...client.CreateOption) error {
+	if nodeClaim, is := object.(*karpv1.NodeClaim); is {
+		nodePool := nodeClaim.Labels[karpv1.NodePoolLabelKey]
+		if why, closed := c.gate.closed.Get(nodePool); closed {
+			putOffTotal.Inc(map[string]string{metrics.NodePoolLabel: nodePool})
+			return apierrors.NewTooManyRequests(
+				fmt.Sprintf("no NodeClaim is made for the static NodePool %s now, as no node group has room: %s", nodePool, why), int(c.gate.ttl.Seconds()))
+		}
+	}
+	return c.Client.Create(ctx, object, options...)
+}
