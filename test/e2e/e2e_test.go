@@ -70,7 +70,7 @@ func run(m *testing.M) int {
 		Name:   "e2e",
 		Agents: agents,
 		// The short run is with what the charts grant by themselves.
-		FeatureGates: lo.Ternary(testing.Short(), nil, []string{"NodeOverlay"}),
+		FeatureGates: lo.Ternary(testing.Short(), nil, []string{"NodeOverlay", "StaticCapacity", "CapacityBuffer"}),
 		AgentArgs:    []string{"--spare-grace-period=" + spareGrace.String()},
 		ShimEnv:      []string{"HUB_UNREACHABLE_GRACE_PERIOD=" + gracePeriod.String(), "CLAIM_SYNC_INTERVAL=10s"},
 	}, nil)

@@ -18,12 +18,12 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-//go:embed fleet peer crowd broken sizes fit labelled move
+//go:embed fleet peer crowd broken sizes fit labelled life move
 var files embed.FS
 
 // The files. Fleet is the demo's; Peer is what a user of karpenter-provider-cluster-api brings along; Crowd is for many
 // machines at once; Broken is full of mistakes; Sizes are for choices by price; Fit for random machines and
-// pods; Labelled for what Nodes are told; Move for a Cluster that changes its hub.
+// pods; Labelled for what Nodes are told; Life for one Node that is disturbed; Move for a Cluster that changes its hub.
 const (
 	FleetHub      = "fleet/hub.yaml"
 	FleetSpoke    = "fleet/spoke.yaml"
@@ -38,6 +38,8 @@ const (
 	BrokenSpoke   = "broken/spoke.yaml"
 	LabelledHub   = "labelled/hub.yaml"
 	LabelledSpoke = "labelled/spoke.yaml"
+	LifeHub       = "life/hub.yaml"
+	LifeSpoke     = "life/spoke.yaml"
 	MoveHub       = "move/hub.yaml"
 	MoveSpoke     = "move/spoke.yaml"
 	MoveWorkload  = "move/workload.yaml"

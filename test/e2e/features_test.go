@@ -1,0 +1,285 @@
+package e2e_test
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	. "github.com/onsi/gomega"
+	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+
+	"github.com/karpenter-capi/karpenter-capi/test/journey"
+	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+)
+
+// copies applies a file of the crowd's under another name, changed, and deletes it at the end of the test. A nil change is none.
+func copies(t *testing.T, c client.Client, file, name string, change func(*unstructured.Unstructured)) {
+	t.Helper()
+	objects, err := manifests.Load(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var made []*unstructured.Unstructured
+	for _, o := range objects {
+		text, err := json.Marshal(o.Object)
+		if err != nil {
+			t.Fatal(err)
+		}
+		renamed := &unstructured.Unstructured{}
+		if err := json.Unmarshal([]byte(strings.ReplaceAll(string(text), `"crowd"`, `"`+name+`"`)), &renamed.Object); err != nil {
+			t.Fatal(err)
+		}
+		if change != nil {
+			change(renamed)
+		}
+		made = append(made, renamed)
+	}
+	if err := manifests.ApplyObjects(within(t, soon), c, made...); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), 4*time.Minute)
+		defer cancel()
+		if err := manifests.DeleteObjects(ctx, c, made...); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// of returns a change of the objects of one kind.
+func of(kind string, change func(*unstructured.Unstructured)) func(*unstructured.Unstructured) {
+	return func(o *unstructured.Unstructured) {
+		if o.GetKind() == kind {
+			change(o)
+		}
+	}
+}
+
+func annotated(key, value string) func(*unstructured.Unstructured) {
+	return of("MachineDeployment", func(o *unstructured.Unstructured) {
+		o.SetAnnotations(lo.Assign(o.GetAnnotations(), map[string]string{key: value}))
+	})
+}
+
+func set(o *unstructured.Unstructured, value any, path ...string) {
+	if err := unstructured.SetNestedField(o.Object, value, path...); err != nil {
+		panic(err) // the test's own manifests
+	}
+}
+
+// static makes a static NodePool of so many Nodes from the crowd's.
+func static(nodes int64) func(*unstructured.Unstructured) {
+	return of("NodePool", func(o *unstructured.Unstructured) { set(o, nodes, "spec", "replicas") })
+}
+
+func sizePool(t *testing.T, name string, nodes int) {
+	t.Helper()
+	pool := &karpenterv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: name}}
+	NewWithT(t).Expect(w.Spoke.Patch(within(t, soon), pool, mergePatch(fmt.Sprintf(`{"spec":{"replicas":%d}}`, nodes)))).To(Succeed())
+}
+
+// initialized returns a condition: a NodePool has so many Nodes that take pods, and no others.
+func initialized(pool string, nodes int) func(journey.State) string {
+	return func(s journey.State) string {
+		mine := lo.Filter(s.Live(), func(j journey.Journey, _ int) bool { return j.NodePool == pool })
+		take := lo.CountBy(mine, func(j journey.Journey) bool { return j.Reached(journey.Initialized) && !j.Reached(journey.Deleting) })
+		return lo.Ternary(take == nodes && len(mine) == nodes, "",
+			fmt.Sprintf("NodePool %s to have %d Nodes: it has %d, of which %d take pods", pool, nodes, len(mine), take))
+	}
+}
+
+func made(pool string) int {
+	return lo.CountBy(w.Recorder.State().Journeys, func(j journey.Journey) bool { return j.NodePool == pool })
+}
+
+func TestAStaticNodePoolHasItsNodesAndOneWithoutRoomStallsNobody(t *testing.T) {
+	figure := shows(t, "static NodePools: grown and shrunk; one that has no room stalls no other pod")
+	if testing.Short() {
+		t.Skip("not in the short run: needs a feature gate")
+	}
+	g := NewWithT(t)
+	useCrowd(t)
+	copies(t, w.Hub, manifests.CrowdHub, "static", annotated(clusterv1.AutoscalerMaxSizeAnnotation, "3"))
+	copies(t, w.Spoke, manifests.CrowdSpoke, "static", static(2))
+	t.Cleanup(func() {
+		if err := w.Recorder.Await(within(t, 2*time.Minute), initialized("static", 0)); err != nil {
+			t.Error(err)
+		}
+	})
+	t.Cleanup(func() { sizePool(t, "static", 0) })
+	await(t, 2*time.Minute, initialized("static", 2))
+	sizePool(t, "static", 3)
+	await(t, 2*time.Minute, initialized("static", 3))
+	sizePool(t, "static", 1)
+	await(t, 2*time.Minute, initialized("static", 1))
+	g.Expect(made("static")).To(Equal(3))
+
+	sizePool(t, "static", 6) // of which there is room for three
+	await(t, 2*time.Minute, initialized("static", 3))
+	before, began := made("static"), time.Now()
+	scale(t, "crowd", 3)
+	await(t, soon, running(3))
+	figure("3 other pods ran after %.0f s", time.Since(began).Seconds())
+	poll(t, soon, func(ctx context.Context) (string, error) {
+		var all corev1.EventList
+		err := w.Spoke.List(ctx, &all)
+		told := lo.ContainsBy(all.Items, func(e corev1.Event) bool { return e.Reason == "NoRoomForReplicas" && e.InvolvedObject.Name == "static" })
+		return lo.Ternary(told, "", "an event on the NodePool"), err
+	})
+	poll(t, 4*time.Minute, func(context.Context) (string, error) { // it is still tried, not forgotten, and not every second
+		return lo.Ternary(time.Since(began) > 100*time.Second, "", "some time to pass"), nil
+	})
+	tries := made("static") - before
+	figure("%d NodeClaims made in vain in %.0f s", tries, time.Since(began).Seconds())
+	g.Expect(tries).To(BeNumerically("<=", 3*5), "three at a time, every half minute")
+
+	annotate(t, "static", clusterv1.AutoscalerMaxSizeAnnotation, `"6"`)
+	began = time.Now()
+	await(t, 3*time.Minute, initialized("static", 6))
+	figure("with room its Nodes were there after %.0f s", time.Since(began).Seconds())
+}
+
+func TestAStandaloneNodeClaimGetsAMachine(t *testing.T) {
+	shows(t, "a NodeClaim that a person makes gets a machine, and gives it back")
+	if testing.Short() {
+		t.Skip("not in the short run")
+	}
+	g := NewWithT(t)
+	useCrowd(t)
+	claim := &karpenterv1.NodeClaim{
+		ObjectMeta: metav1.ObjectMeta{Name: "by-hand"},
+		Spec: karpenterv1.NodeClaimSpec{
+			NodeClassRef: &karpenterv1.NodeClassReference{Group: "karpenter.cluster.x-k8s.io", Kind: "ClusterAPINodeClass", Name: "crowd"},
+			Requirements: []karpenterv1.NodeSelectorRequirementWithMinValues{
+				{Key: corev1.LabelArchStable, Operator: corev1.NodeSelectorOpIn, Values: []string{"amd64"}},
+			},
+		},
+	}
+	g.Expect(w.Spoke.Create(t.Context(), claim)).To(Succeed())
+	t.Cleanup(func() { _ = client.IgnoreNotFound(w.Spoke.Delete(context.Background(), claim)) })
+	await(t, 2*time.Minute, initialized("", 1))
+	g.Expect(crowdReplicas(t)).To(BeEquivalentTo(1))
+	g.Expect(w.Spoke.Delete(t.Context(), claim)).To(Succeed())
+	await(t, 2*time.Minute, nothingLives)
+	poll(t, soon, func(ctx context.Context) (string, error) {
+		err := w.Spoke.Get(ctx, client.ObjectKeyFromObject(claim), claim)
+		return lo.Ternary(apierrors.IsNotFound(err), "", "the NodeClaim to go"), client.IgnoreNotFound(err)
+	})
+	await(t, soon, crowdRuns(0))
+}
+
+func TestNodesThatExpireAreReplacedOnce(t *testing.T) {
+	figure := shows(t, "nodes that expire are replaced, each once in its time")
+	if testing.Short() {
+		t.Skip("not in the short run")
+	}
+	g := NewWithT(t)
+	useCrowd(t)
+	pool := &karpenterv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: "crowd"}}
+	g.Expect(w.Spoke.Patch(t.Context(), pool, mergePatch(`{"spec":{"template":{"spec":{"expireAfter":"90s"}}}}`))).To(Succeed())
+	before := made("crowd")
+	scale(t, "crowd", 3)
+	await(t, soon, running(3))
+	poll(t, 4*time.Minute, func(context.Context) (string, error) {
+		expired := lo.CountBy(w.Recorder.State().Journeys, func(j journey.Journey) bool { return j.NodePool == "crowd" && j.Reached(journey.Gone) })
+		return lo.Ternary(expired >= 3, "", fmt.Sprintf("3 NodeClaims to expire: %d have", expired)), nil
+	})
+	g.Expect(w.Spoke.Patch(t.Context(), pool, mergePatch(`{"spec":{"template":{"spec":{"expireAfter":"Never"}}}}`))).To(Succeed())
+	await(t, 2*time.Minute, running(3))
+	await(t, 2*time.Minute, everyMachineRuns)
+	g.Expect(crowdReplicas(t)).To(BeEquivalentTo(3))
+	figure("%d NodeClaims made", made("crowd")-before)
+}
+
+func TestReservedMachinesAreUsedFirst(t *testing.T) {
+	figure := shows(t, "reserved machines are used before others, and not left for cheaper ones")
+	if testing.Short() {
+		t.Skip("not in the short run")
+	}
+	g := NewWithT(t)
+	useCrowd(t)
+	labels := "capacity.cluster-autoscaler.kubernetes.io/labels"
+	price := "cluster.x-k8s.io/machine-current-price"
+	same := of("MachineDeployment", func(o *unstructured.Unstructured) { // both are the node class "mixed"'s
+		o.SetLabels(lo.Assign(o.GetLabels(), map[string]string{"fleet.example.com/pool": "mixed"}))
+	})
+	group := func(name, capacityType, perHour, size string) {
+		copies(t, w.Hub, manifests.CrowdHub, name, func(o *unstructured.Unstructured) {
+			same(o)
+			annotated(labels, "karpenter.sh/capacity-type="+capacityType)(o)
+			annotated(price, perHour)(o)
+			annotated(clusterv1.AutoscalerMaxSizeAnnotation, size)(o)
+		})
+	}
+	group("mixed-reserved", "reserved", "3", "2")
+	group("mixed-ondemand", "on-demand", "1", "10")
+	copies(t, w.Spoke, manifests.CrowdSpoke, "mixed", of("NodePool", func(o *unstructured.Unstructured) {
+		set(o, "WhenEmptyOrUnderutilized", "spec", "disruption", "consolidationPolicy")
+		set(o, []any{map[string]any{
+			"key": karpenterv1.CapacityTypeLabelKey, "operator": "In", "values": []any{"reserved", "on-demand"},
+		}}, "spec", "template", "spec", "requirements")
+	}))
+	copies(t, w.Spoke, manifests.CrowdWorkload, "mixed", nil)
+	g.Expect(w.AwaitNodePool(within(t, soon), "mixed")).To(Succeed())
+	goHome(t, "mixed")
+	scale(t, "mixed", 3)
+	await(t, 2*time.Minute, running(3))
+	where := func() map[string]int {
+		return lo.CountValuesBy(w.Recorder.State().Live(), func(j journey.Journey) string { return j.Group })
+	}
+	g.Expect(where()).To(Equal(map[string]int{"mixed-reserved": 2, "mixed-ondemand": 1}))
+	planned := made("mixed")
+	scale(t, "mixed", 2) // of three pods one goes: what is left has room on the reserved machines
+	await(t, 2*time.Minute, func(s journey.State) string {
+		if missing := running(2)(s); missing != "" {
+			return missing
+		}
+		return lo.Ternary(len(s.Live()) == 2, "", "two Nodes to be left")
+	})
+	poll(t, 3*time.Minute, func(context.Context) (string, error) {
+		return lo.Ternary(where()["mixed-reserved"] == 2, "", fmt.Sprintf("both pods to be on reserved machines: %v", where())), nil
+	})
+	figure("%d NodeClaims made for 3 pods, %d after one was gone", planned, made("mixed")-planned)
+}
+
+func TestACapacityBufferKeepsNodesReady(t *testing.T) {
+	figure := shows(t, "a CapacityBuffer keeps Nodes ready, and fills up again")
+	if testing.Short() {
+		t.Skip("not in the short run: needs a feature gate")
+	}
+	g := NewWithT(t)
+	useCrowd(t)
+	scale(t, "crowd", 1)
+	await(t, soon, running(1))
+	buffer := &unstructured.Unstructured{Object: map[string]any{
+		"apiVersion": "autoscaling.x-k8s.io/v1beta1", "kind": "CapacityBuffer",
+		"metadata": map[string]any{"namespace": "default", "name": "crowd"},
+		"spec": map[string]any{
+			"replicas": int64(2), "scalableRef": map[string]any{"apiGroup": "apps", "kind": "Deployment", "name": "crowd"},
+		},
+	}}
+	g.Expect(manifests.ApplyObjects(t.Context(), w.Spoke, buffer)).To(Succeed())
+	t.Cleanup(func() {
+		if err := manifests.DeleteObjects(within(t, soon), w.Spoke, buffer); err != nil {
+			t.Error(err)
+		}
+	})
+	await(t, 2*time.Minute, initialized("crowd", 3))
+	began := time.Now()
+	scale(t, "crowd", 3)
+	await(t, soon, running(3))
+	figure("2 more pods ran after %.1f s", time.Since(began).Seconds())
+	await(t, 2*time.Minute, initialized("crowd", 5))
+	g.Expect(manifests.DeleteObjects(within(t, soon), w.Spoke, buffer)).To(Succeed())
+	await(t, 2*time.Minute, initialized("crowd", 3))
+}

@@ -1,0 +1,508 @@
+package e2e_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"text/tabwriter"
+	"time"
+
+	. "github.com/onsi/gomega"
+	"github.com/samber/lo"
+	"golang.org/x/sync/errgroup"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/client-go/rest"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+
+	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
+	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/test/invariants"
+	"github.com/karpenter-capi/karpenter-capi/test/journey"
+	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/world"
+)
+
+const (
+	// livesAtOnce is how many scenarios go on at the same time, each with a node group, a NodePool and a pod of its own.
+	livesAtOnce = 17
+	// stageWithin, doneWithin and goneWithin bound the parts of a scenario. Infrastructure that is gone is final after a minute, and clocks may
+	// differ by one more.
+	stageWithin = 3 * time.Minute
+	doneWithin  = 6 * time.Minute
+	goneWithin  = 4 * time.Minute
+	// keeping is the finalizer by which a pod keeps its Node from being drained.
+	keeping  = "fleet.example.com/keeps-its-node"
+	starting = "fleet.example.com/starting"
+)
+
+// stage is how far a Node is when somebody does something to it.
+type stage struct {
+	name string
+	// stuckAt is where instances hang from the beginning.
+	stuckAt simv1.Stage
+	// reach brings the life there, after its pod was made, and holds it there.
+	reach func(*life, context.Context) error
+	// node, and instance, are whether there is a Node, and something that runs, that somebody could delete.
+	node, instance bool
+	// leaving means that the Node is on its way out: the pod gets another one anyway.
+	leaving bool
+}
+
+// deed is what somebody does.
+type deed struct {
+	name string
+	at   func(stage) bool
+	do   func(*life, context.Context) error
+	// replaces means that the pod needs another Node then.
+	replaces bool
+	// gone means that the pod is not wanted any more.
+	gone bool
+}
+
+func stages() []stage {
+	return []stage{
+		{name: "claimed", reach: func(l *life, ctx context.Context) error {
+			return l.until(ctx, func() string { return lo.Ternary(len(l.claims()) > 0, "", "a claim") })
+		}},
+		{name: "booting", stuckAt: simv1.StageBoot, instance: true, reach: func(l *life, ctx context.Context) error {
+			return l.until(ctx, func() string {
+				return lo.Ternary(len(l.bound()) == 1 && len(l.instances()) == 1, "", "a claim with a Machine")
+			})
+		}},
+		{name: "joining", stuckAt: simv1.StageJoin, instance: true, reach: func(l *life, ctx context.Context) error {
+			return l.until(ctx, func() string {
+				provisioned := lo.Filter(l.machines(), func(m clusterv1.Machine, _ int) bool { return m.Spec.ProviderID != "" })
+				return lo.Ternary(len(provisioned) == 1, "", "a Machine with a provider ID")
+			})
+		}},
+		{name: "registered", node: true, instance: true, reach: func(l *life, ctx context.Context) error {
+			return l.until(ctx, func() string {
+				return lo.Ternary(l.ready(karpenterv1.ConditionTypeRegistered) == 1, "", "a registered NodeClaim")
+			})
+		}},
+		{name: "running", node: true, instance: true, reach: (*life).run},
+		{name: "draining", node: true, instance: true, leaving: true, reach: func(l *life, ctx context.Context) error {
+			if err := l.run(ctx); err != nil {
+				return err
+			}
+			for _, pod := range l.pods() {
+				if err := l.Spoke.Patch(ctx, &pod, mergePatch(`{"metadata":{"finalizers":["`+keeping+`"]}}`)); err != nil {
+					return err
+				}
+			}
+			if err := l.deleteNodeClaims(ctx); err != nil {
+				return err
+			}
+			return l.until(ctx, func() string {
+				held := lo.Filter(l.pods(), func(p corev1.Pod, _ int) bool { return !p.DeletionTimestamp.IsZero() })
+				return lo.Ternary(len(held) > 0, "", "an evicted pod that holds its Node")
+			})
+		}},
+		{name: "terminating", leaving: true, reach: func(l *life, ctx context.Context) error {
+			if err := l.run(ctx); err != nil {
+				return err
+			}
+			for _, i := range l.instances() {
+				if err := l.Hub.Patch(ctx, &i, mergePatch(`{"spec":{"stuckAt":"Termination"}}`)); err != nil {
+					return err
+				}
+			}
+			if err := l.deleteNodeClaims(ctx); err != nil {
+				return err
+			}
+			return l.until(ctx, func() string {
+				stopped := lo.Filter(l.instances(), func(i simv1.SimMachine, _ int) bool { return i.Status.StoppedAt != nil })
+				return lo.Ternary(len(stopped) > 0, "", "an instance that does not stop")
+			})
+		}},
+	}
+}
+
+func deeds() []deed {
+	always := func(stage) bool { return true }
+	return []deed{
+		{name: "the pod goes", at: always, gone: true, do: func(l *life, ctx context.Context) error { return l.scale(ctx, 0) }},
+		{name: "a person deletes the NodeClaim", replaces: true, at: func(s stage) bool { return !s.leaving }, do: (*life).deleteNodeClaims},
+		{name: "a person deletes the Node", replaces: true, at: func(s stage) bool { return s.node }, do: func(l *life, ctx context.Context) error {
+			return eachOf(ctx, l.Spoke.Delete, l.nodes())
+		}},
+		{name: "a person deletes the Machine", replaces: true, at: func(s stage) bool { return s.instance }, do: func(l *life, ctx context.Context) error {
+			return eachOf(ctx, l.Hub.Delete, l.machines())
+		}},
+		{name: "a person deletes the MachineClaim", at: always, do: func(l *life, ctx context.Context) error {
+			return eachOf(ctx, l.Hub.Delete, l.claims())
+		}},
+		{name: "a person releases the claim", replaces: true, at: func(s stage) bool { return !s.leaving }, do: func(l *life, ctx context.Context) error {
+			for _, c := range l.claims() {
+				_, err := l.agent.Claims.ReleaseClaim(ctx, &agentv1alpha1.ReleaseClaimRequest{
+					Cluster: &agentv1alpha1.ClusterRef{Namespace: sandbox.ClusterNamespace, Name: sandbox.ClusterName}, ClaimId: c.Spec.ClaimID,
+				})
+				if err != nil {
+					return err
+				}
+			}
+			return nil
+		}},
+		{name: "the instance is lost", replaces: true, at: func(s stage) bool { return s.instance }, do: func(l *life, ctx context.Context) error {
+			return eachOf(ctx, l.Hub.Delete, l.instances())
+		}},
+		{name: "both agents are killed", at: always, do: func(l *life, _ context.Context) error {
+			return errors.Join(lo.Map(lo.Range(agents), func(i, _ int) error { return l.Sandbox.Kill(sandbox.AgentName(i)) })...)
+		}},
+		{name: "the shim is killed", at: always, do: func(l *life, _ context.Context) error { return l.Sandbox.Kill(sandbox.Shim) }},
+	}
+}
+
+// eachOf does something with each object; one that is gone meanwhile is as good.
+func eachOf[T any, P interface {
+	*T
+	client.Object
+}, O any](ctx context.Context, do func(context.Context, client.Object, ...O) error, objects []T) error {
+	for i := range objects {
+		if err := client.IgnoreNotFound(do(ctx, P(&objects[i]))); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// life is one scenario.
+type life struct {
+	*world.World
+
+	name       string
+	stage      stage
+	deed       deed
+	agent      *agentclient.Client
+	hub, spoke client.Reader // caches
+	took       time.Duration
+	made       int
+	err        error
+}
+
+// TestNodesSurviveWhateverIsDoneToThem is a table: how far a Node is, and what is done then. Whatever it is, the pod runs in the end on one
+// node that was made for it, no Machine, claim or replica is left, and no more Nodes were made than were needed.
+func TestNodesSurviveWhateverIsDoneToThem(t *testing.T) {
+	figure := shows(t, "a node's life: seven stages, nine deeds")
+	var lives []*life
+	for _, s := range stages() {
+		for _, d := range deeds() {
+			if d.at(s) {
+				lives = append(lives, &life{name: fmt.Sprintf("life-%02d", len(lives)), stage: s, deed: d})
+			}
+		}
+	}
+	if testing.Short() { // one of each stage and of nearly each deed, and no failures of infrastructure, which take minutes
+		lives = lo.Filter(lives, func(l *life, i int) bool { return i%6 == 1 && l.deed.name != "the instance is lost" })
+	}
+	g := NewWithT(t)
+	box, err := world.Start(within(t, startWithin), sandbox.Options{
+		Name: "e2e-life", Agents: agents,
+		AgentArgs: []string{"--spare-grace-period=" + spareGrace.String(), "--failure-cool-down=5s"},
+		ShimEnv:   []string{"HUB_UNREACHABLE_GRACE_PERIOD=" + gracePeriod.String(), "CLAIM_SYNC_INTERVAL=10s"},
+	}, nil)
+	g.Expect(err).NotTo(HaveOccurred())
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Logf("logs: %s", box.Sandbox.State().Paths.Logs)
+		}
+		box.Stop()
+	})
+	hub, spoke := cached(t, box.Sandbox.HubConfig()), cached(t, box.Sandbox.SpokeConfig())
+	state := box.Sandbox.State()
+	agent, err := agentclient.New(agentclient.Options{
+		Address: state.AgentAddress,
+		TLS:     &agentclient.TLS{CertFile: state.Paths.AdminCertificate, KeyFile: state.Paths.AdminKey, CAFile: state.Paths.AgentCA},
+	})
+	g.Expect(err).NotTo(HaveOccurred())
+	t.Cleanup(func() { _ = agent.Close() })
+
+	var going errgroup.Group
+	going.SetLimit(livesAtOnce)
+	for _, l := range lives {
+		l.World, l.hub, l.spoke, l.agent = box, hub, spoke, agent
+		going.Go(func() error {
+			began := time.Now()
+			l.err = l.live(t.Context())
+			l.took = time.Since(began)
+			return nil
+		})
+	}
+	g.Expect(going.Wait()).To(Succeed())
+	tellLives(lives)
+	for _, l := range lives {
+		if l.err != nil {
+			t.Errorf("%s: %s while it is %s: %v", l.name, l.deed.name, l.stage.name, l.err)
+		}
+	}
+	violations, err := box.Checker.Settle(within(t, settleWithin))
+	g.Expect(err).NotTo(HaveOccurred())
+	g.Expect(violations).To(BeEmpty(), invariants.Describe(violations))
+	g.Expect(faultsInLogs(box, append(lo.Times(agents, sandbox.AgentName), sandbox.Shim)...)).To(BeEmpty())
+	figure("%d scenarios", len(lives))
+}
+
+func tellLives(lives []*life) {
+	tabs := tabwriter.NewWriter(os.Stdout, 0, 0, 2, ' ', 0)
+	_, _ = fmt.Fprintln(tabs, "result\tseconds\tthe Node is\twhen\tNodeClaims made")
+	for _, l := range lives {
+		_, _ = fmt.Fprintf(tabs, "%s\t%.0f\t%s\t%s\t%d\n", lo.Ternary(l.err == nil, "PASS", "FAIL"), l.took.Seconds(), l.stage.name, l.deed.name, l.made)
+	}
+	_ = tabs.Flush()
+}
+
+// cached returns a cache of what a cluster has, for the length of the test.
+func cached(t *testing.T, config *rest.Config) client.Reader {
+	t.Helper()
+	g := NewWithT(t)
+	reads, err := cache.New(config, cache.Options{Scheme: world.Scheme()})
+	g.Expect(err).NotTo(HaveOccurred())
+	ctx, stop := context.WithCancel(context.Background())
+	var running sync.WaitGroup
+	t.Cleanup(func() {
+		stop()
+		running.Wait()
+	})
+	running.Go(func() { _ = reads.Start(ctx) })
+	return reads
+}
+
+// live goes through the scenario.
+func (l *life) live(ctx context.Context) error {
+	objects, err := l.manifests()
+	if err != nil {
+		return err
+	}
+	for _, part := range []struct {
+		what string
+		d    time.Duration
+		do   func(context.Context) error
+	}{
+		{"making the node group", stageWithin, func(ctx context.Context) error {
+			if err := manifests.ApplyObjects(ctx, l.Hub, objects[manifests.LifeHub]...); err != nil {
+				return err
+			}
+			if err := manifests.ApplyObjects(ctx, l.Spoke, objects[manifests.LifeSpoke]...); err != nil {
+				return err
+			}
+			return l.AwaitNodePool(ctx, l.name)
+		}},
+		{"reaching the stage", stageWithin, func(ctx context.Context) error {
+			if err := l.scale(ctx, 1); err != nil {
+				return err
+			}
+			return l.stage.reach(l, ctx)
+		}},
+		{"doing it", stageWithin, func(ctx context.Context) error { return l.deed.do(l, ctx) }},
+		{"what has to come of it", doneWithin, func(ctx context.Context) error { return l.settle(ctx, lo.Ternary(l.deed.gone, 0, 1)) }},
+		{"going home", goneWithin, func(ctx context.Context) error {
+			if err := l.scale(ctx, 0); err != nil {
+				return err
+			}
+			return l.settle(ctx, 0)
+		}},
+	} {
+		if err := func() error {
+			ctx, cancel := context.WithTimeout(ctx, part.d)
+			defer cancel()
+			return part.do(ctx)
+		}(); err != nil {
+			return fmt.Errorf("%s: %w", part.what, err)
+		}
+	}
+	l.made = lo.CountBy(l.Recorder.State().Journeys, func(j journey.Journey) bool { return j.NodePool == l.name })
+	needed := 1
+	if l.stage.leaving || l.deed.replaces {
+		needed++
+	}
+	if l.made > needed {
+		return fmt.Errorf("%d NodeClaims were made; %d are enough", l.made, needed)
+	}
+	return nil
+}
+
+// manifests returns what the scenario's users write, by file.
+func (l *life) manifests() (map[string][]*unstructured.Unstructured, error) {
+	all := map[string][]*unstructured.Unstructured{}
+	for _, file := range []string{manifests.LifeHub, manifests.LifeSpoke} {
+		objects, err := manifests.Load(file)
+		if err != nil {
+			return nil, err
+		}
+		for _, o := range objects {
+			text, err := json.Marshal(o.Object)
+			if err != nil {
+				return nil, err
+			}
+			renamed := &unstructured.Unstructured{}
+			if err := json.Unmarshal([]byte(strings.ReplaceAll(string(text), `"life"`, `"`+l.name+`"`)), &renamed.Object); err != nil {
+				return nil, err
+			}
+			if renamed.GetKind() == "SimMachineTemplate" && l.stage.stuckAt != "" {
+				if err := unstructured.SetNestedField(renamed.Object, string(l.stage.stuckAt), "spec", "template", "spec", "stuckAt"); err != nil {
+					return nil, err
+				}
+			}
+			all[file] = append(all[file], renamed)
+		}
+	}
+	return all, nil
+}
+
+// until waits for something to be there.
+func (l *life) until(ctx context.Context, missing func() string) error {
+	return world.Poll(ctx, func(context.Context) (string, error) { return missing(), nil })
+}
+
+// run waits until the pod runs.
+func (l *life) run(ctx context.Context) error {
+	return world.Poll(ctx, func(ctx context.Context) (string, error) {
+		running := lo.CountBy(l.pods(), func(p corev1.Pod) bool { return p.Status.Phase == corev1.PodRunning })
+		return lo.Ternary(running == 1, "", "the pod to run"), l.start(ctx)
+	})
+}
+
+// settle lets go what the stage holds, and waits until so many pods run, each on a Node of its own, and nothing else is left.
+func (l *life) settle(ctx context.Context, pods int) error {
+	template := &simv1.SimMachineTemplate{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: l.name}}
+	if err := l.Hub.Patch(ctx, template, mergePatch(`{"spec":{"template":{"spec":{"stuckAt":null}}}}`)); err != nil {
+		return err
+	}
+	return world.Poll(ctx, func(ctx context.Context) (string, error) {
+		if err := errors.Join(l.start(ctx), l.letGo(ctx)); err != nil {
+			return "", err
+		}
+		return l.lacks(pods), nil
+	})
+}
+
+// start does what the kubelet's helpers do.
+func (l *life) start(ctx context.Context) error {
+	for _, n := range l.nodes() {
+		if !lo.ContainsBy(n.Spec.Taints, func(taint corev1.Taint) bool { return taint.Key == starting }) {
+			continue
+		}
+		n.Spec.Taints = lo.Reject(n.Spec.Taints, func(taint corev1.Taint, _ int) bool { return taint.Key == starting })
+		if err := l.Spoke.Update(ctx, &n); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (l *life) letGo(ctx context.Context) error {
+	for _, i := range l.instances() {
+		if i.Spec.StuckAt != "" {
+			if err := client.IgnoreNotFound(l.Hub.Patch(ctx, &i, mergePatch(`{"spec":{"stuckAt":null}}`))); err != nil {
+				return err
+			}
+		}
+	}
+	for _, p := range l.pods() {
+		if slices.Contains(p.Finalizers, keeping) {
+			if err := client.IgnoreNotFound(l.Spoke.Patch(ctx, &p, mergePatch(`{"metadata":{"finalizers":null}}`))); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// lacks says what is missing until so many pods run, each on a Node of its own, and nothing else is left; "" when nothing is.
+func (l *life) lacks(pods int) string {
+	running := lo.CountBy(l.pods(), func(p corev1.Pod) bool { return p.Status.Phase == corev1.PodRunning })
+	for _, each := range []struct {
+		what      string
+		are, live int
+	}{
+		{"pods", len(l.pods()), running},
+		{"NodeClaims", len(l.nodeClaims()), l.ready(karpenterv1.ConditionTypeInitialized)},
+		{"Nodes", len(l.nodes()), len(l.nodes())},
+		{"claims", len(l.claims()), len(l.bound())},
+		{"Machines", len(l.machines()), lo.CountBy(l.machines(), func(m clusterv1.Machine) bool { return m.DeletionTimestamp.IsZero() })},
+		{"instances", len(l.instances()), len(l.instances())},
+		{"replicas", l.replicas(), l.replicas()},
+	} {
+		if each.are != pods || each.live != pods {
+			return fmt.Sprintf("%d %s: there are %d, of which %d are as they should be", pods, each.what, each.are, each.live)
+		}
+	}
+	return ""
+}
+
+func (l *life) scale(ctx context.Context, pods int32) error {
+	return l.Scale(ctx, client.ObjectKey{Namespace: "default", Name: l.name}, pods)
+}
+
+func (l *life) deleteNodeClaims(ctx context.Context) error {
+	return eachOf(ctx, l.Spoke.Delete, l.nodeClaims())
+}
+
+// list returns what a cache has of the scenario; it panics only on mistakes of the test.
+func list[L client.ObjectList](from client.Reader, into L, options ...client.ListOption) L {
+	if err := from.List(context.Background(), into, options...); err != nil {
+		panic(err)
+	}
+	return into
+}
+
+func (l *life) ofGroup() []client.ListOption {
+	return []client.ListOption{client.InNamespace(sandbox.ClusterNamespace), client.MatchingLabels{clusterv1.MachineDeploymentNameLabel: l.name}}
+}
+
+func (l *life) pods() []corev1.Pod {
+	return list(l.spoke, &corev1.PodList{}, client.InNamespace("default"), client.MatchingLabels{"app": l.name}).Items
+}
+
+func (l *life) nodeClaims() []karpenterv1.NodeClaim {
+	return list(l.spoke, &karpenterv1.NodeClaimList{}, client.MatchingLabels{karpenterv1.NodePoolLabelKey: l.name}).Items
+}
+
+func (l *life) nodes() []corev1.Node {
+	return list(l.spoke, &corev1.NodeList{}, client.MatchingLabels{corev1.LabelInstanceTypeStable: l.name}).Items
+}
+
+func (l *life) machines() []clusterv1.Machine {
+	return list(l.hub, &clusterv1.MachineList{}, l.ofGroup()...).Items
+}
+
+func (l *life) instances() []simv1.SimMachine {
+	return list(l.hub, &simv1.SimMachineList{}, l.ofGroup()...).Items
+}
+
+func (l *life) replicas() int {
+	all := list(l.hub, &clusterv1.MachineDeploymentList{}, client.InNamespace(sandbox.ClusterNamespace)).Items
+	mine, _ := lo.Find(all, func(md clusterv1.MachineDeployment) bool { return md.Name == l.name })
+	return int(lo.FromPtr(mine.Spec.Replicas))
+}
+
+// claims returns those that have not ended.
+func (l *life) claims() []agentv1.MachineClaim {
+	all := list(l.hub, &agentv1.MachineClaimList{}, client.InNamespace(sandbox.ClusterNamespace), client.MatchingLabels{agentv1.NodeGroupLabel: l.name})
+	return lo.Reject(all.Items, func(c agentv1.MachineClaim, _ int) bool { return c.CurrentPhase() == agentv1.PhaseEnded })
+}
+
+func (l *life) bound() []agentv1.MachineClaim {
+	return lo.Filter(l.claims(), func(c agentv1.MachineClaim, _ int) bool { return c.CurrentPhase() == agentv1.PhaseBound })
+}
+
+// ready counts the NodeClaims that have a condition and are not on their way out.
+func (l *life) ready(condition string) int {
+	return lo.CountBy(l.nodeClaims(), func(n karpenterv1.NodeClaim) bool {
+		return n.DeletionTimestamp.IsZero() && n.StatusConditions().Get(condition).IsTrue()
+	})
+}
