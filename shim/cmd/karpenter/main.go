@@ -129,6 +129,8 @@ func run(ctx context.Context) error {
 		Recorder:  op.EventRecorder,
 		Timeout:   opts.AgentTimeout,
 		Clock:     op.Clock,
+
+		RepairAfter: opts.NodeRepairAfter,
 	})
 	undecorated := metrics.Decorate(provider)
 	decorated := overlay.Decorate(undecorated, op.GetClient(), op.InstanceTypeStore)

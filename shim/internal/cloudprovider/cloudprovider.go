@@ -64,6 +64,8 @@ type Config struct {
 	Static *staticpool.Gate
 	// Recorder takes events about NodeClaims.
 	Recorder events.Recorder
+	// RepairAfter is how long a Node may be unhealthy before core replaces it, with the feature gate NodeRepair on.
+	RepairAfter time.Duration
 	// Timeout bounds one method's calls to the agent.
 	Timeout time.Duration
 	// Clock tells how long node groups have been gone.
@@ -366,17 +368,13 @@ func (c *CloudProvider) Reboot(context.Context, *karpv1.NodeClaim, string) error
 	return cloudprovider.NewNodeRebootNotImplementedError()
 }
 
-// unhealthyFor is how long a Node may be unhealthy before core replaces it, with the feature gate NodeRepair on. It is longer
-// than the time-outs that people give MachineHealthChecks, so that a Cluster that has one heals first.
-const unhealthyFor = 30 * time.Minute
-
 // RepairPolicies returns the policies for the kubelet's own health. They do nothing unless the feature gate NodeRepair is on.
 func (c *CloudProvider) RepairPolicies() []cloudprovider.RepairPolicy {
 	return []cloudprovider.RepairPolicy{
 		{
 			ConditionType:      corev1.NodeReady,
 			ConditionStatus:    corev1.ConditionFalse,
-			TolerationDuration: unhealthyFor,
+			TolerationDuration: c.RepairAfter,
 			Action:             cloudprovider.ReplaceNode,
 		},
 		{
@@ -384,7 +382,7 @@ func (c *CloudProvider) RepairPolicies() []cloudprovider.RepairPolicy {
 			ConditionStatus: corev1.ConditionUnknown,
 			// Core allows one policy without an expression, the fallback above.
 			ReasonRegex:        ".*",
-			TolerationDuration: unhealthyFor,
+			TolerationDuration: c.RepairAfter,
 			// The kubelet is silent: no pod there would ever confirm its eviction.
 			TerminationGracePeriod: new(time.Duration(0)),
 			Action:                 cloudprovider.ReplaceNode,

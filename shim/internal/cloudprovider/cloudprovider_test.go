@@ -442,7 +442,7 @@ func TestRepairPoliciesAreWhatCoreAccepts(t *testing.T) {
 	require.NoError(t, err)
 	assert.NotNil(t, matcher)
 	for _, policy := range w.CloudProvider.RepairPolicies() {
-		assert.GreaterOrEqual(t, policy.TolerationDuration, 10*time.Minute, "MachineHealthChecks come first")
+		assert.Equal(t, 20*time.Minute, policy.TolerationDuration, "as it is set")
 	}
 }
 

@@ -53,6 +53,8 @@ type Options struct {
 	ClaimSyncInterval time.Duration
 	// HubUnreachableGracePeriod is how long the agent may be silent before node classes stop being Ready.
 	HubUnreachableGracePeriod time.Duration
+	// NodeRepairAfter is how long a Node may be unhealthy before core repairs it, with the feature gate NodeRepair.
+	NodeRepairAfter time.Duration
 	// UnavailableOfferingTTL is how long an offering is left alone after the agent had no room for it.
 	UnavailableOfferingTTL time.Duration
 
@@ -120,6 +122,9 @@ func (o *Options) AddFlags(fs *options.FlagSet) {
 			"else the agent's --machine-provider-id-deadline and --machine-node-deadline.")
 	fs.StringVar(&o.machineFailureReasons, "machine-failure-reasons", "",
 		"Deprecated: has no effect. The agent alone judges whether a machine failed: see its --failure-reasons.")
+	fs.DurationVar(&o.NodeRepairAfter, "node-repair-after", 30*time.Minute,
+		"How long a Node may be unhealthy before Karpenter replaces it, with the feature gate NodeRepair. The default is longer than the "+
+			"time-outs that people give MachineHealthChecks, so that a Cluster that has one heals first.")
 	fs.DurationVar(&o.UnavailableOfferingTTL, "unavailable-offering-ttl", 30*time.Second,
 		"How long node groups are left alone after the agent had no room in them and named no time, and how long a NodePool does "+
 			"without offerings after no node group served its NodeClaim.")
@@ -252,6 +257,7 @@ func (o *Options) validateTimes() error {
 		{"--launch-timeout", o.LaunchTimeout, 30 * time.Second},
 		{"--claim-sync-interval", o.ClaimSyncInterval, time.Second},
 		{"--hub-unreachable-grace-period", o.HubUnreachableGracePeriod, 0},
+		{"--node-repair-after", o.NodeRepairAfter, 10 * time.Second},
 		{"--unavailable-offering-ttl", o.UnavailableOfferingTTL, time.Second},
 	} {
 		if d.value < d.least {

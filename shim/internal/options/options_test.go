@@ -32,6 +32,7 @@ func TestMinimalFlagsGiveTheDefaults(t *testing.T) {
 	assert.Equal(t, 5*time.Minute, o.LaunchTimeout)
 	assert.Equal(t, time.Minute, o.ClaimSyncInterval)
 	assert.Equal(t, 2*time.Minute, o.HubUnreachableGracePeriod)
+	assert.Equal(t, 30*time.Minute, o.NodeRepairAfter)
 	assert.Empty(t, o.NodeLabelKeys())
 }
 

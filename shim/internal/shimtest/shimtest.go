@@ -131,7 +131,7 @@ func New(tb testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *W
 	w.CloudProvider = cloudprovider.New(cloudprovider.Config{
 		Cluster: w.Cluster, Kube: w.Kube, Client: w.Client, Claims: w.Claims, Catalogue: w.Catalogue,
 		Unclaimed: w.Unclaimed, Recorder: w.Recorder, Static: staticpool.New(w.Kube, w.Recorder, s.ttl),
-		Timeout: Timeout, Clock: s.clock,
+		Timeout: Timeout, Clock: s.clock, RepairAfter: 20 * time.Minute,
 	})
 
 	ctx, cancel := context.WithCancel(w.Context())

@@ -1,0 +1,151 @@
+package e2e_test
+
+import (
+	"context"
+	"fmt"
+	"testing"
+	"time"
+
+	. "github.com/onsi/gomega"
+	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+
+	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	"github.com/karpenter-capi/karpenter-capi/test/journey"
+	"github.com/karpenter-capi/karpenter-capi/test/world"
+)
+
+// inSandbox lets the test have a sandbox of its own for [w].
+func inSandbox(t *testing.T, options sandbox.Options) {
+	t.Helper()
+	options.Agents = agents
+	options.AgentArgs = append([]string{"--spare-grace-period=" + spareGrace.String()}, options.AgentArgs...)
+	options.ShimEnv = append([]string{"HUB_UNREACHABLE_GRACE_PERIOD=" + gracePeriod.String(), "CLAIM_SYNC_INTERVAL=10s"}, options.ShimEnv...)
+	own, err := world.Start(within(t, startWithin), options, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	shared := w
+	w = own
+	t.Cleanup(func() {
+		w = shared
+		if t.Failed() {
+			t.Logf("logs: %s", own.Sandbox.State().Paths.Logs)
+		}
+		own.Stop()
+	})
+}
+
+// repairAfter is how long Karpenter bears with an unhealthy Node here; the product's default is half an hour.
+const repairAfter = 15 * time.Second
+
+// TestUnhealthyNodesAreRepairedByOneOfTwo: a MachineHealthCheck that leaves claimed Machines alone, and Karpenter's own repair; then one that has
+// them, and is faster. Both can be forbidden for one Node.
+func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
+	figure := shows(t, "unhealthy nodes: repaired by Karpenter or by a MachineHealthCheck, once, and not against a veto")
+	if testing.Short() {
+		t.Skip("not in the short run: needs a sandbox of its own")
+	}
+	g := NewWithT(t)
+	inSandbox(t, sandbox.Options{
+		Name: "e2e-repair", FeatureGates: []string{"NodeRepair"}, ShimEnv: []string{"NODE_REPAIR_AFTER=" + repairAfter.String()},
+	})
+	useCrowd(t)
+	const pods = 6 // Karpenter repairs nothing where more than a fifth is unhealthy
+	scale(t, "crowd", pods)
+	await(t, 2*time.Minute, running(pods))
+	check := &clusterv1.MachineHealthCheck{
+		ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: "crowd"},
+		Spec: clusterv1.MachineHealthCheckSpec{
+			ClusterName: sandbox.ClusterName,
+			Selector: metav1.LabelSelector{
+				MatchLabels:      map[string]string{clusterv1.MachineDeploymentNameLabel: "crowd"},
+				MatchExpressions: []metav1.LabelSelectorRequirement{{Key: agentv1.ClaimLabel, Operator: metav1.LabelSelectorOpDoesNotExist}},
+			},
+			Checks: clusterv1.MachineHealthCheckChecks{UnhealthyNodeConditions: []clusterv1.UnhealthyNodeCondition{
+				{Type: corev1.NodeReady, Status: corev1.ConditionFalse, TimeoutSeconds: new(int32(1))},
+			}},
+		},
+	}
+	g.Expect(w.Hub.Create(t.Context(), check)).To(Succeed())
+	t.Cleanup(func() { _ = w.Hub.Delete(context.Background(), check) })
+	machines := listCrowd(t)
+	g.Expect(machines).To(HaveLen(pods))
+	before := made("crowd")
+	disrupted := func() []string {
+		return lo.FilterMap(w.Recorder.State().Journeys, func(j journey.Journey, _ int) (string, bool) { return j.Disrupted, j.Disrupted != "" })
+	}
+
+	vetoed, repaired := machines[0], machines[1]
+	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: vetoed.Status.NodeRef.Name}}
+	g.Expect(w.Spoke.Patch(t.Context(), node, mergePatch(fmt.Sprintf(`{"metadata":{"annotations":{%q:"true"}}}`, karpenterv1.DoNotRepairAnnotationKey)))).
+		To(Succeed())
+	sicken(t, &vetoed, corev1.ConditionFalse)
+	poll(t, 2*time.Minute, func(ctx context.Context) (string, error) {
+		var all corev1.EventList
+		err := w.Spoke.List(ctx, &all)
+		told := lo.ContainsBy(all.Items, func(e corev1.Event) bool {
+			return e.InvolvedObject.Name == node.Name && e.Reason == "DisruptionBlocked"
+		})
+		return lo.Ternary(told, "", "Karpenter to say that it may not repair the Node"), err
+	})
+	g.Expect(uidsOf(listCrowd(t))).To(ContainElement(vetoed.UID), "nobody may repair it")
+	g.Expect(made("crowd")).To(Equal(before))
+	sicken(t, &vetoed, corev1.ConditionTrue)
+
+	sicken(t, &repaired, corev1.ConditionFalse)
+	began := time.Now()
+	awaitReplaced(t, &repaired, pods)
+	figure("Karpenter's repair took %.0f s", time.Since(began).Seconds())
+	g.Expect(made("crowd")).To(Equal(before+1), "one new Node for one that was unhealthy")
+	g.Expect(disrupted()).To(ConsistOf("Unhealthy"))
+
+	// From here on the MachineHealthCheck has all Machines, and is faster.
+	g.Expect(w.Hub.Patch(t.Context(), check, mergePatch(`{"spec":{"selector":{"matchExpressions":null}}}`))).To(Succeed())
+	kept, remediated := machines[2], machines[3]
+	g.Expect(w.Hub.Patch(t.Context(), &kept, mergePatch(fmt.Sprintf(`{"metadata":{"annotations":{%q:""}}}`, clusterv1.MachineSkipRemediationAnnotation)))).
+		To(Succeed())
+	node = &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: kept.Status.NodeRef.Name}}
+	g.Expect(w.Spoke.Patch(t.Context(), node, mergePatch(fmt.Sprintf(`{"metadata":{"annotations":{%q:"true"}}}`, karpenterv1.DoNotRepairAnnotationKey)))).
+		To(Succeed())
+	sicken(t, &kept, corev1.ConditionFalse)
+	sicken(t, &remediated, corev1.ConditionFalse)
+	began = time.Now()
+	awaitReplaced(t, &remediated, pods)
+	figure("the MachineHealthCheck's took %.0f s", time.Since(began).Seconds())
+	g.Expect(made("crowd")).To(Equal(before + 2))
+	g.Expect(disrupted()).To(ConsistOf("Unhealthy"), "this one was not Karpenter's doing")
+	g.Expect(uidsOf(listCrowd(t))).To(ContainElements(kept.UID, vetoed.UID))
+}
+
+func uidsOf(machines []clusterv1.Machine) []types.UID {
+	return lo.Map(machines, func(m clusterv1.Machine, _ int) types.UID { return m.UID })
+}
+
+// sicken sets the condition Ready of a Machine's Node, as its kubelet does.
+func sicken(t *testing.T, m *clusterv1.Machine, ready corev1.ConditionStatus) {
+	t.Helper()
+	patch := fmt.Sprintf(`{"status":{"conditions":[{"type":"Ready","status":%q,"reason":"Test","message":"set by the test","lastTransitionTime":%q}]}}`,
+		ready, time.Now().UTC().Format(time.RFC3339))
+	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: m.Status.NodeRef.Name}}
+	err := w.Spoke.Status().Patch(within(t, soon), node, client.RawPatch(types.StrategicMergePatchType, []byte(patch)))
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// awaitReplaced waits until the Machine is gone and all pods run elsewhere.
+func awaitReplaced(t *testing.T, m *clusterv1.Machine, pods int) {
+	t.Helper()
+	poll(t, 4*time.Minute, func(context.Context) (string, error) {
+		return lo.Ternary(!lo.Contains(uidsOf(listCrowd(t)), m.UID), "", "Machine "+m.Name+" to be replaced"), nil
+	})
+	await(t, 2*time.Minute, running(pods))
+	await(t, 2*time.Minute, crowdRuns(pods))
+}
