@@ -77,7 +77,7 @@ func TestEveryMakeTargetOfAPageExists(t *testing.T) {
 
 var (
 	// In code only: after a prompt, or in backquotes.
-	makeTarget = regexp.MustCompile("(?m)(?:^ *\\$ |`)(?:[A-Z]+=\\S+ )?make ((?:[a-z/-]+ ?)+)")
+	makeTarget = regexp.MustCompile("(?m)(?:^ *\\$ |`)(?:[A-Z]+=\\S+ )?make ((?:[a-z0-9/-]+ ?)+)")
 	inlineLink = regexp.MustCompile(`\]\(([^)\s]+)\)`)
 	inlineCode = regexp.MustCompile("`[^`]*`")
 	notInSlugs = regexp.MustCompile(`[^\p{L}\p{N}_ -]`)
