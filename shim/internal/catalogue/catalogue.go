@@ -16,8 +16,6 @@ import (
 	"time"
 
 	"github.com/patrickmn/go-cache"
-	"github.com/samber/lo"
-	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/apimachinery/pkg/util/sets"
 	toolscache "k8s.io/client-go/tools/cache"
@@ -63,6 +61,8 @@ type Catalogue struct {
 	built  instancetype.Built
 	gone   map[string]time.Time
 	prices map[string]float64
+
+	memories *memories
 }
 
 // view is how a node class sees groups, and what it made of each so far.
@@ -94,6 +94,7 @@ func New(clk clock.PassiveClock, nodeGroups NodeGroups, kube client.Reader, unav
 		built:       instancetype.Built{},
 		gone:        map[string]time.Time{},
 		prices:      map[string]float64{},
+		memories:    newMemories(),
 	}
 	c.unavailable.OnEvicted(func(string, any) { c.Refresh() })
 	return c
@@ -204,7 +205,7 @@ func (c *Catalogue) Changes() <-chan struct{} {
 
 // Watch makes changes of node classes refresh the catalogue, and NodeClaims that remember what none has remembered before.
 func (c *Catalogue) Watch(ctx context.Context, informers ctrlcache.Informers) error {
-	if err := c.watchNodeClaims(ctx, informers); err != nil {
+	if err := c.memories.watch(ctx, informers, c.Refresh); err != nil {
 		return fmt.Errorf("watching node claims: %w", err)
 	}
 	informer, err := informers.GetInformer(ctx, &v1alpha1.ClusterAPINodeClass{}, ctrlcache.BlockUntilSynced(false))
@@ -226,31 +227,14 @@ func (c *Catalogue) Watch(ctx context.Context, informers ctrlcache.Informers) er
 	return err
 }
 
-func (c *Catalogue) watchNodeClaims(ctx context.Context, informers ctrlcache.Informers) error {
-	informer, err := informers.GetInformer(ctx, &karpv1.NodeClaim{}, ctrlcache.BlockUntilSynced(false))
-	if err != nil {
-		return err
-	}
-	known := sets.New[memory]() // an informer calls its handlers one after the other
-	look := func(object any) {
-		nodeClaim, ok := object.(*karpv1.NodeClaim)
-		if !ok {
-			return
-		}
-		if m, some := memoryOf(nodeClaim); some && !known.Has(m) {
-			known.Insert(m)
-			c.Refresh()
-		}
-	}
-	_, err = informer.AddEventHandler(toolscache.ResourceEventHandlerFuncs{AddFunc: look, UpdateFunc: func(_, now any) { look(now) }})
-	return err
-}
-
 // NeedLeaderElection makes the manager run the catalogue in every process, so that a new leader starts with a full one.
 func (c *Catalogue) NeedLeaderElection() bool { return false }
 
-// Start makes snapshots until ctx is done.
+// Start makes snapshots until ctx is done, from the time on when the NodeClaims are known that [Catalogue.Watch] was called for.
 func (c *Catalogue) Start(ctx context.Context) error {
+	if !toolscache.WaitForCacheSync(ctx.Done(), c.memories.synced) {
+		return nil
+	}
 	subscription := c.nodeGroups.Subscribe()
 	defer subscription.Close()
 	const retryDelay = time.Second
@@ -285,18 +269,15 @@ func (c *Catalogue) rebuild(ctx context.Context) error {
 	if err := c.kube.List(ctx, classes); err != nil {
 		return fmt.Errorf("listing node classes: %w", err)
 	}
-	claims := &karpv1.NodeClaimList{}
-	if err := c.kube.List(ctx, claims, client.UnsafeDisableDeepCopy); err != nil {
-		return fmt.Errorf("listing node claims: %w", err)
-	}
-	zones := c.observedZones(claims.Items)
+	remembered := c.memories.all()
+	zones := c.observedZones(remembered)
 	groups, unusable, invalid := c.prepare(ctx)
 	snapshot := newSnapshot(groups, unusable, invalid, instancetype.Conditions{
 		Available:     c.frozenAvailability(groups),
 		ObservedZones: func(g *instancetype.Group) []string { return zones[g.ID] },
 	})
 	snapshot.refused = c.refusals()
-	c.remember(snapshot, claims.Items)
+	c.remember(snapshot, remembered)
 	built, views := instancetype.Built{}, make(map[string]view, len(classes.Items))
 	for i := range classes.Items {
 		class := &classes.Items[i]
@@ -383,82 +364,6 @@ func (c *Catalogue) frozenAvailability(groups []*instancetype.Group) func(*insta
 	}
 	// A node class may see the group as less available than it is, never as more.
 	return func(g *instancetype.Group) bool { return g.Available && available[g.ID] }
-}
-
-// memory is what a NodeClaim remembers of where its machine came from.
-type memory struct {
-	nodeClass, nodeGroup             string
-	instanceType, zone, capacityType string
-}
-
-// memoryOf returns what the NodeClaim remembers, and false while it has no machine yet.
-func memoryOf(nodeClaim *karpv1.NodeClaim) (memory, bool) {
-	ref := nodeClaim.Spec.NodeClassRef
-	if ref == nil || ref.Group != v1alpha1.Group || nodeClaim.Annotations[v1alpha1.NodeGroupAnnotation] == "" {
-		return memory{}, false
-	}
-	m := memory{
-		nodeClass:    ref.Name,
-		nodeGroup:    nodeClaim.Annotations[v1alpha1.NodeGroupAnnotation],
-		instanceType: nodeClaim.Labels[corev1.LabelInstanceTypeStable],
-		zone:         nodeClaim.Labels[corev1.LabelTopologyZone],
-		capacityType: nodeClaim.Labels[karpv1.CapacityTypeLabelKey],
-	}
-	return m, m.instanceType != "" && m.capacityType != ""
-}
-
-// remember puts into the snapshot what NodeClaims remember, with the last price that was known of each node group, and since when
-// the agent has not known the group any more.
-func (c *Catalogue) remember(snapshot *Snapshot, nodeClaims []karpv1.NodeClaim) {
-	gone, prices := map[string]time.Time{}, map[string]float64{}
-	memories := map[memory]bool{}
-	for i := range nodeClaims {
-		if m, ok := memoryOf(&nodeClaims[i]); ok {
-			memories[m] = true
-		}
-	}
-	for m := range memories {
-		if price, ok := c.prices[m.nodeGroup]; ok {
-			prices[m.nodeGroup] = price
-		}
-		if group, ok := snapshot.Group(m.nodeGroup); ok && group.PriceRefused == "" {
-			prices[m.nodeGroup] = group.Offered
-		}
-		if _, ok := snapshot.Source(m.nodeGroup); !ok {
-			since, before := c.gone[m.nodeGroup]
-			gone[m.nodeGroup] = lo.Ternary(before, since, c.clock.Now())
-		}
-		snapshot.remembered[m.nodeClass] = append(snapshot.remembered[m.nodeClass], instancetype.Remembered{
-			InstanceType: m.instanceType, Zone: m.zone, CapacityType: m.capacityType, Price: prices[m.nodeGroup],
-		})
-	}
-	for nodeClass, remembered := range snapshot.remembered {
-		snapshot.remembered[nodeClass] = instancetype.Remember(remembered)
-	}
-	snapshot.gone = gone
-	c.gone, c.prices = gone, prices
-}
-
-// observedZones returns, by node group, the zones that its machines are in: those told since the process started, and those
-// that NodeClaims remember.
-func (c *Catalogue) observedZones(nodeClaims []karpv1.NodeClaim) map[string][]string {
-	zones := map[string]sets.Set[string]{}
-	for i := range nodeClaims {
-		group, zone := nodeClaims[i].Annotations[v1alpha1.NodeGroupAnnotation], nodeClaims[i].Labels[corev1.LabelTopologyZone]
-		if group == "" || zone == instancetype.ZoneNone {
-			continue
-		}
-		if zones[group] == nil {
-			zones[group] = sets.New[string]()
-		}
-		zones[group].Insert(zone)
-	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	for group, observed := range c.zones {
-		zones[group] = zones[group].Union(observed)
-	}
-	return lo.MapValues(zones, func(z sets.Set[string], _ string) []string { return sets.List(z) })
 }
 
 func (c *Catalogue) notify() {

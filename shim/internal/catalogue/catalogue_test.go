@@ -182,9 +182,9 @@ func TestZonesOfMachinesAreRememberedByTheirNodeClaims(t *testing.T) {
 	w.Eventually(func() bool { return offered("z1") }, "a zone that was told")
 	w.Create(w.NodeClaim("old", func(nc *karpv1.NodeClaim) {
 		nc.Labels[corev1.LabelTopologyZone] = "z2"
+		nc.Labels[corev1.LabelInstanceTypeStable], nc.Labels[karpv1.CapacityTypeLabelKey] = "default.a", "on-demand"
 		nc.Annotations = map[string]string{v1alpha1.NodeGroupAnnotation: "default/a"}
 	}))
-	w.Catalogue.Refresh()
 	w.Eventually(func() bool { return offered("z2") }, "a zone that a NodeClaim remembers")
 	assert.False(t, offered("z3"))
 }

@@ -12,10 +12,14 @@ import (
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/uuid"
+	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/kubernetes/scheme"
+	toolscache "k8s.io/client-go/tools/cache"
 	"k8s.io/utils/clock"
+	ctrlcache "sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/fake"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
@@ -127,6 +131,7 @@ func New(tb testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *W
 	w.Claims = w.Client.MirrorClaims(w.Cluster, v1alpha1.Holder)
 	w.Kube = FakeKube(s.interceptor)
 	w.Catalogue = catalogue.New(s.clock, w.NodeGroups, w.Kube, s.ttl)
+	require.NoError(tb, w.Catalogue.Watch(w.Context(), informersOf(tb, w.Kube)))
 	w.Unclaimed = unclaimed.New(s.clock, w.Client, w.Claims, w.Cluster, Timeout)
 	w.CloudProvider = cloudprovider.New(cloudprovider.Config{
 		Cluster: w.Cluster, Kube: w.Kube, Client: w.Client, Claims: w.Claims, Catalogue: w.Catalogue,
@@ -160,6 +165,56 @@ func FakeKube(funcs interceptor.Funcs) client.WithWatch {
 		builder = builder.WithIndex(index.Object, index.Field, index.Values)
 	}
 	return builder.Build()
+}
+
+// informers are of a fake API server.
+type informers struct {
+	ctrlcache.Informers
+
+	tb   testing.TB
+	kube client.WithWatch
+}
+
+func informersOf(tb testing.TB, kube client.WithWatch) *informers {
+	tb.Helper()
+	return &informers{tb: tb, kube: kube}
+}
+
+// IsWatchListSemanticsUnSupported has informers list before they watch.
+func (*informers) IsWatchListSemanticsUnSupported() bool { return true }
+
+// GetInformer returns one that runs until the test ends.
+func (i *informers) GetInformer(_ context.Context, object client.Object, _ ...ctrlcache.InformerGetOption) (ctrlcache.Informer, error) {
+	kind, err := i.kube.GroupVersionKindFor(object)
+	if err != nil {
+		return nil, err
+	}
+	list := func() (client.ObjectList, error) {
+		made, err := scheme.Scheme.New(kind.GroupVersion().WithKind(kind.Kind + "List"))
+		if err != nil {
+			return nil, err
+		}
+		return made.(client.ObjectList), nil //nolint:forcetypeassert // that is what lists are
+	}
+	var watching watch.Interface // begun before the list, as a fake API server remembers no events
+	informer := toolscache.NewSharedIndexInformer(toolscache.ToListWatcherWithWatchListSemantics(&toolscache.ListWatch{
+		ListWithContextFunc: func(ctx context.Context, _ metav1.ListOptions) (runtime.Object, error) {
+			objects, err := list()
+			if err != nil {
+				return nil, err
+			}
+			if watching, err = i.kube.Watch(context.WithoutCancel(ctx), objects); err != nil {
+				return nil, err
+			}
+			return objects, i.kube.List(ctx, objects)
+		},
+		WatchFuncWithContext: func(context.Context, metav1.ListOptions) (watch.Interface, error) { return watching, nil },
+	}, i), object, 0, toolscache.Indexers{})
+	ctx, stop := context.WithCancel(context.Background())
+	var running sync.WaitGroup
+	running.Go(func() { informer.RunWithContext(ctx) })
+	i.tb.Cleanup(func() { stop(); running.Wait() })
+	return informer, nil
 }
 
 // Context returns a context with core's options.

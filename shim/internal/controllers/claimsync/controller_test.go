@@ -128,15 +128,17 @@ func TestNoSetNoCollection(t *testing.T) {
 }
 
 func TestAnIncompleteSetIsNotSent(t *testing.T) {
+	var cut atomic.Bool
 	w, c := world(t, shimtest.WithInterceptor(interceptor.Funcs{
 		List: func(ctx context.Context, under client.WithWatch, list client.ObjectList, options ...client.ListOption) error {
 			err := under.List(ctx, list, options...)
-			if claims, ok := list.(*karpv1.NodeClaimList); ok {
+			if claims, ok := list.(*karpv1.NodeClaimList); ok && cut.Load() {
 				claims.Continue = "more"
 			}
 			return err
 		},
 	}))
+	cut.Store(true)
 	_, err := c.Reconcile(w.Context())
 	require.ErrorContains(t, err, "incomplete")
 	assert.Zero(t, w.Agent.Calls("SyncClaims"))

@@ -1,0 +1,174 @@
+package catalogue
+
+import (
+	"context"
+	"maps"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/util/sets"
+	toolscache "k8s.io/client-go/tools/cache"
+	ctrlcache "sigs.k8s.io/controller-runtime/pkg/cache"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
+)
+
+// memory is what a NodeClaim remembers of where its machine came from.
+type memory struct {
+	nodeClass, nodeGroup             string
+	instanceType, zone, capacityType string
+}
+
+// memoryOf returns what the NodeClaim remembers, and false while it has no machine yet.
+func memoryOf(nodeClaim *karpv1.NodeClaim) (memory, bool) {
+	ref := nodeClaim.Spec.NodeClassRef
+	if ref == nil || ref.Group != v1alpha1.Group || nodeClaim.Annotations[v1alpha1.NodeGroupAnnotation] == "" {
+		return memory{}, false
+	}
+	m := memory{
+		nodeClass:    ref.Name,
+		nodeGroup:    nodeClaim.Annotations[v1alpha1.NodeGroupAnnotation],
+		instanceType: nodeClaim.Labels[corev1.LabelInstanceTypeStable],
+		zone:         nodeClaim.Labels[corev1.LabelTopologyZone],
+		capacityType: nodeClaim.Labels[karpv1.CapacityTypeLabelKey],
+	}
+	return m, m.instanceType != "" && m.capacityType != ""
+}
+
+// memories are what all NodeClaims remember. There are few of them, however many NodeClaims there are, so that no snapshot has to look at
+// each NodeClaim.
+type memories struct {
+	synced func() bool // whether all NodeClaims that there were at the start have been seen
+
+	mu    sync.Mutex
+	of    map[string]memory // by NodeClaim
+	count map[memory]int
+}
+
+// newMemories returns those of a process that watches no NodeClaims.
+func newMemories() *memories {
+	return &memories{synced: func() bool { return true }, of: map[string]memory{}, count: map[memory]int{}}
+}
+
+// watch keeps the memories up to date, and calls changed when there is one more or one less.
+func (m *memories) watch(ctx context.Context, informers ctrlcache.Informers, changed func()) error {
+	informer, err := informers.GetInformer(ctx, &karpv1.NodeClaim{}, ctrlcache.BlockUntilSynced(false))
+	if err != nil {
+		return err
+	}
+	see := func(object any) {
+		if nodeClaim, is := object.(*karpv1.NodeClaim); is && m.see(nodeClaim) {
+			changed()
+		}
+	}
+	registration, err := informer.AddEventHandler(toolscache.ResourceEventHandlerFuncs{
+		AddFunc:    see,
+		UpdateFunc: func(_, now any) { see(now) },
+		DeleteFunc: func(object any) {
+			if last, unseen := object.(toolscache.DeletedFinalStateUnknown); unseen {
+				object = last.Obj
+			}
+			if nodeClaim, is := object.(*karpv1.NodeClaim); is && m.forget(nodeClaim.Name) {
+				changed()
+			}
+		},
+	})
+	if err != nil {
+		return err
+	}
+	m.synced = registration.HasSynced
+	return nil
+}
+
+// see notes what a NodeClaim remembers, and reports whether that makes one memory more, or one less.
+func (m *memories) see(nodeClaim *karpv1.NodeClaim) bool {
+	now, some := memoryOf(nodeClaim)
+	if !some {
+		return m.forget(nodeClaim.Name)
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	before, known := m.of[nodeClaim.Name]
+	if known && before == now {
+		return false
+	}
+	changed := known && m.drop(before)
+	m.of[nodeClaim.Name] = now
+	m.count[now]++
+	return changed || m.count[now] == 1
+}
+
+func (m *memories) forget(nodeClaim string) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	before, known := m.of[nodeClaim]
+	delete(m.of, nodeClaim)
+	return known && m.drop(before)
+}
+
+// drop counts one less, and reports whether it was the last. mu is held.
+func (m *memories) drop(one memory) bool {
+	if m.count[one]--; m.count[one] > 0 {
+		return false
+	}
+	delete(m.count, one)
+	return true
+}
+
+func (m *memories) all() []memory {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return slices.Collect(maps.Keys(m.count))
+}
+
+// remember puts into the snapshot what NodeClaims remember, with the last price that was known of each node group, and since when
+// the agent has not known the group any more.
+func (c *Catalogue) remember(snapshot *Snapshot, memories []memory) {
+	gone, prices := map[string]time.Time{}, map[string]float64{}
+	for _, m := range memories {
+		if price, ok := c.prices[m.nodeGroup]; ok {
+			prices[m.nodeGroup] = price
+		}
+		if group, ok := snapshot.Group(m.nodeGroup); ok && group.PriceRefused == "" {
+			prices[m.nodeGroup] = group.Offered
+		}
+		if _, ok := snapshot.Source(m.nodeGroup); !ok {
+			since, before := c.gone[m.nodeGroup]
+			gone[m.nodeGroup] = lo.Ternary(before, since, c.clock.Now())
+		}
+		snapshot.remembered[m.nodeClass] = append(snapshot.remembered[m.nodeClass], instancetype.Remembered{
+			InstanceType: m.instanceType, Zone: m.zone, CapacityType: m.capacityType, Price: prices[m.nodeGroup],
+		})
+	}
+	for nodeClass, remembered := range snapshot.remembered {
+		snapshot.remembered[nodeClass] = instancetype.Remember(remembered)
+	}
+	snapshot.gone = gone
+	c.gone, c.prices = gone, prices
+}
+
+// observedZones returns, by node group, the zones that its machines are in: those told since the process started, and those
+// that NodeClaims remember.
+func (c *Catalogue) observedZones(memories []memory) map[string][]string {
+	zones := map[string]sets.Set[string]{}
+	for _, m := range memories {
+		if m.zone == instancetype.ZoneNone {
+			continue
+		}
+		if zones[m.nodeGroup] == nil {
+			zones[m.nodeGroup] = sets.New[string]()
+		}
+		zones[m.nodeGroup].Insert(m.zone)
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for group, observed := range c.zones {
+		zones[group] = zones[group].Union(observed)
+	}
+	return lo.MapValues(zones, func(z sets.Set[string], _ string) []string { return sets.List(z) })
+}
