@@ -51,6 +51,7 @@ type Mirror[T proto.Message] struct {
 	generation    uint64
 	state         State
 	subscriptions map[*Subscription]struct{}
+	stateWatchers map[chan struct{}]struct{}
 }
 
 // State is how good a mirror's view is.
@@ -102,6 +103,7 @@ func newMirror[T proto.Message](
 		view:              map[string]T{},
 		indexed:           map[string]map[string]T{},
 		subscriptions:     map[*Subscription]struct{}{},
+		stateWatchers:     map[chan struct{}]struct{}{},
 	}
 }
 
@@ -306,6 +308,7 @@ func (m *Mirror[T]) replace(snapshot map[string]T) {
 	m.state.LastEvent = now
 	if !m.state.Connected {
 		m.state.Connected, m.state.Since = true, now
+		m.stateChanged()
 	}
 	if !m.state.Synced {
 		m.state.Synced = true
@@ -331,6 +334,17 @@ func (m *Mirror[T]) disconnected(err error) {
 	m.state.LastError = err
 	if m.state.Connected {
 		m.state.Connected, m.state.Since = false, m.clock.Now()
+	}
+	m.stateChanged()
+}
+
+// stateChanged is called with the lock held.
+func (m *Mirror[T]) stateChanged() {
+	for watcher := range m.stateWatchers {
+		select {
+		case watcher <- struct{}{}:
+		default: // it has not come to the last change yet
+		}
 	}
 }
 
@@ -384,6 +398,20 @@ func (m *Mirror[T]) State() State {
 	m.mu.RLock()
 	defer m.mu.RUnlock()
 	return m.state
+}
+
+// StateChanges returns a channel that receives a value after Synced, Connected or LastError of [Mirror.State] changed; several changes may be
+// one value. It is never closed; stop ends it.
+func (m *Mirror[T]) StateChanges() (changes <-chan struct{}, stop func()) {
+	watcher := make(chan struct{}, 1)
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.stateWatchers[watcher] = struct{}{}
+	return watcher, func() {
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		delete(m.stateWatchers, watcher)
+	}
 }
 
 // Synced is closed once the first complete view has been received.

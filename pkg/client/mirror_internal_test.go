@@ -215,6 +215,33 @@ func TestMirrorKeepsItsViewOverReconnection(t *testing.T) {
 	require.Equal(t, []string{"a", "c"}, subscription.Take(), "what differs between the snapshots, and nothing else")
 }
 
+func TestMirrorTellsChangesOfItsState(t *testing.T) {
+	s := newScripted(t)
+	changes, stop := s.StateChanges()
+	told := func() bool {
+		select {
+		case <-changes:
+			return true
+		case <-time.After(patience):
+			return false
+		}
+	}
+	first := s.open()
+	s.send(first, upserted("a", ""), marker)
+	require.True(t, told(), "it is complete")
+	s.send(first, upserted("a", "Running"), machineEvent{kind: heartbeat})
+	require.Empty(t, changes, "what it holds is not its state")
+	first.end <- io.EOF
+	require.True(t, told(), "it is disconnected")
+	s.send(s.open(), marker, machineEvent{kind: heartbeat})
+	require.True(t, told(), "it is back")
+
+	stop()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	require.Empty(t, s.stateWatchers)
+}
+
 func TestMirrorKeepsItsViewDuringResync(t *testing.T) {
 	s := newScripted(t)
 	stream := s.open()

@@ -108,7 +108,11 @@ func run(ctx context.Context) error {
 	if err := catalogue.Watch(ctx, op.GetCache()); err != nil {
 		return err
 	}
-	connection := agentstate.New(map[string]agentstate.Mirror{"nodegroups": nodeGroups, "claims": claims})
+	mirrors := map[string]agentstate.Mirror{"nodegroups": nodeGroups, "claims": claims}
+	if err := agentstate.RegisterMirrors(crmetrics.Registry, mirrors); err != nil {
+		return err
+	}
+	connection := agentstate.New(mirrors)
 	for _, runnable := range []manager.Runnable{everywhere(nodeGroups.Run), everywhere(claims.Run), catalogue, connection} {
 		if err := op.Add(runnable); err != nil {
 			return fmt.Errorf("adding to the manager: %w", err)

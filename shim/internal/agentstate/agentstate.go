@@ -3,7 +3,8 @@ package agentstate
 
 import (
 	"context"
-	"time"
+	"fmt"
+	"sync"
 
 	opmetrics "github.com/awslabs/operatorpkg/metrics"
 	"github.com/prometheus/client_golang/prometheus"
@@ -15,9 +16,6 @@ import (
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 )
 
-// interval is how often the mirrors are looked at.
-const interval = time.Second
-
 const streamLabel = "stream"
 
 var (
@@ -25,15 +23,31 @@ var (
 		Namespace: metrics.Namespace, Subsystem: "capi_agent", Name: "connected",
 		Help: "Whether the stream follows the agent: 1, or 0 while the last known view is used.",
 	}, []opmetrics.Label{{Name: streamLabel, Help: "What is streamed."}}, opmetrics.Alpha)
-	lastHeard = opmetrics.NewPrometheusGauge(crmetrics.Registry, prometheus.GaugeOpts{
-		Namespace: metrics.Namespace, Subsystem: "capi_agent", Name: "last_event_timestamp_seconds",
-		Help: "When the stream last carried anything, heartbeats included.",
-	}, []opmetrics.Label{{Name: streamLabel, Help: "What is streamed."}}, opmetrics.Alpha)
 )
 
 // Mirror is a mirror of something of the agent's.
 type Mirror interface {
 	State() agentclient.State
+	StateChanges() (changes <-chan struct{}, stop func())
+}
+
+// RegisterMirrors registers metrics of mirrors, by name, that are read when they are asked for.
+func RegisterMirrors(registerer prometheus.Registerer, mirrors map[string]Mirror) error {
+	for name, mirror := range mirrors {
+		err := registerer.Register(prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+			Namespace: metrics.Namespace, Subsystem: "capi_agent", Name: "last_event_timestamp_seconds", ConstLabels: prometheus.Labels{streamLabel: name},
+			Help: "When the stream last carried anything, heartbeats included, in seconds since 1970. 0 when it never has.",
+		}, func() float64 {
+			if at := mirror.State().LastEvent; !at.IsZero() {
+				return float64(at.Unix())
+			}
+			return 0
+		}))
+		if err != nil {
+			return fmt.Errorf("registering the metrics of mirror %s: %w", name, err)
+		}
+	}
+	return nil
 }
 
 // Observer looks at mirrors.
@@ -53,49 +67,52 @@ func (o *Observer) Reconnected() <-chan event.GenericEvent { return o.reconnecte
 // NeedLeaderElection makes the manager run the observer in every process.
 func (*Observer) NeedLeaderElection() bool { return false }
 
-// Start looks until ctx is done.
+// Start shows changes until ctx is done.
 func (o *Observer) Start(ctx context.Context) error {
-	before := map[string]agentclient.State{}
-	ticker := time.NewTicker(interval)
-	defer ticker.Stop()
+	var watching sync.WaitGroup
+	for name, mirror := range o.mirrors {
+		watching.Go(func() { o.follow(ctx, name, mirror) })
+	}
+	watching.Wait()
+	return nil
+}
+
+func (o *Observer) follow(ctx context.Context, name string, mirror Mirror) {
+	changes, stop := mirror.StateChanges()
+	defer stop()
+	var before agentclient.State
 	for {
-		o.look(ctx, before)
+		before = o.show(ctx, name, before, mirror.State())
 		select {
 		case <-ctx.Done():
-			return nil
-		case <-ticker.C:
+			return
+		case <-changes:
 		}
 	}
 }
 
-func (o *Observer) look(ctx context.Context, before map[string]agentclient.State) {
-	for name, mirror := range o.mirrors {
-		state := mirror.State()
-		labels := map[string]string{streamLabel: name}
-		connected.Set(map[bool]float64{true: 1}[state.Connected], labels)
-		if !state.LastEvent.IsZero() {
-			lastHeard.Set(float64(state.LastEvent.Unix()), labels)
-		}
-		last, known := before[name]
-		was := last.Connected
-		if state.Connected && !last.Since.IsZero() && last.Since != state.Since {
-			select {
-			case o.reconnected <- event.GenericEvent{}:
-			default: // the reader has not come to the last one yet
-			}
-		}
-		switch logger := log.FromContext(ctx).WithValues("stream", name); {
-		case state.Connected && !was:
-			logger.Info("following the agent")
-		case !state.Connected && known && was:
-			logger.Info("lost the agent, using what is known", "reason", message(state.LastError))
-		case !state.Connected && !known && state.LastError != nil:
-			logger.Info("cannot reach the agent yet, trying again and again", "reason", message(state.LastError))
-		}
-		if state.Connected || was || state.LastError != nil {
-			before[name] = state
+// show tells how a mirror's state differs from what was shown before, and returns what is shown now.
+func (o *Observer) show(ctx context.Context, name string, before, now agentclient.State) agentclient.State {
+	connected.Set(map[bool]float64{true: 1}[now.Connected], map[string]string{streamLabel: name})
+	if now.Connected && !before.Since.IsZero() && before.Since != now.Since {
+		select {
+		case o.reconnected <- event.GenericEvent{}:
+		default: // the reader has not come to the last one yet
 		}
 	}
+	shown := before.Connected || before.LastError != nil
+	switch logger := log.FromContext(ctx).WithValues("stream", name); {
+	case now.Connected && !before.Connected:
+		logger.Info("following the agent")
+	case !now.Connected && before.Connected:
+		logger.Info("lost the agent, using what is known", "reason", message(now.LastError))
+	case !now.Connected && !shown && now.LastError != nil:
+		logger.Info("cannot reach the agent yet, trying again and again", "reason", message(now.LastError))
+	}
+	if now.Connected || before.Connected || now.LastError != nil {
+		return now
+	}
+	return before
 }
 
 func message(err error) string {

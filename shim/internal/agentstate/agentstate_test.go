@@ -29,7 +29,9 @@ func connected(t *testing.T) float64 {
 
 func TestTheConnectionIsAMetric(t *testing.T) {
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
-	observer := agentstate.New(map[string]agentstate.Mirror{"nodegroups": w.NodeGroups})
+	mirrors := map[string]agentstate.Mirror{"nodegroups": w.NodeGroups}
+	require.NoError(t, agentstate.RegisterMirrors(crmetrics.Registry, mirrors))
+	observer := agentstate.New(mirrors)
 	assert.False(t, observer.NeedLeaderElection())
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)

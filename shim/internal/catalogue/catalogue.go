@@ -38,7 +38,7 @@ var ErrNotSynced = errors.New("the agent's node groups are not known yet")
 // NodeGroups is a mirror of the agent's node groups.
 type NodeGroups interface {
 	List() ([]*agentv1alpha1.NodeGroup, uint64)
-	State() agentclient.State
+	Synced() <-chan struct{}
 	Subscribe() *agentclient.Subscription
 }
 
@@ -235,6 +235,11 @@ func (c *Catalogue) Start(ctx context.Context) error {
 	if !toolscache.WaitForCacheSync(ctx.Done(), c.memories.synced) {
 		return nil
 	}
+	select {
+	case <-ctx.Done():
+		return nil
+	case <-c.nodeGroups.Synced():
+	}
 	subscription := c.nodeGroups.Subscribe()
 	defer subscription.Close()
 	const retryDelay = time.Second
@@ -249,11 +254,7 @@ func (c *Catalogue) Start(ctx context.Context) error {
 		case <-c.wake:
 		case <-retry.C:
 		}
-		switch err := c.rebuild(ctx); {
-		case errors.Is(err, ErrNotSynced):
-			// A mirror does not say when an empty view becomes complete.
-			retry.Reset(retryDelay)
-		case err != nil && ctx.Err() == nil:
+		if err := c.rebuild(ctx); err != nil && ctx.Err() == nil {
 			log.FromContext(ctx).Error(err, "making the catalogue of node groups")
 			retry.Reset(retryDelay)
 		}
@@ -261,9 +262,6 @@ func (c *Catalogue) Start(ctx context.Context) error {
 }
 
 func (c *Catalogue) rebuild(ctx context.Context) error {
-	if !c.nodeGroups.State().Synced {
-		return ErrNotSynced
-	}
 	start := time.Now()
 	classes := &v1alpha1.ClusterAPINodeClassList{}
 	if err := c.kube.List(ctx, classes); err != nil {

@@ -47,9 +47,9 @@ import (
 const (
 	name        = "nodeclass"
 	concurrency = 10
-	// look is how often the connection to the agent is looked at; nothing announces its changes. It is also how long a status
-	// in which no condition turned stays at least before it is written again: prices and availability may change many times a second.
-	look = 5 * time.Second
+	// shortestStatus is how long a status in which no condition turned stays at least before it is written again: prices and availability
+	// may change many times a second.
+	shortestStatus = 5 * time.Second
 	// Core looks at every NodeClaim of a node class again whenever the class is written, its status too. So a status in which no condition
 	// turned stays so long for each of them, and no longer than longestStatus.
 	forEachNodeClaim = 12 * time.Millisecond
@@ -78,6 +78,7 @@ const (
 // Connection tells how well the agent can be reached. The mirror of node groups is one.
 type Connection interface {
 	State() agentclient.State
+	StateChanges() (changes <-chan struct{}, stop func())
 }
 
 // Controller is the controller.
@@ -123,13 +124,14 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClass *v1alpha1.ClusterA
 	}
 	stored := nodeClass.DeepCopy()
 	c.describe(nodeClass)
+	again := reconcile.Result{RequeueAfter: c.graceEnds()}
 	if equality.Semantic.DeepEqual(stored.Status, nodeClass.Status) {
-		return reconcile.Result{RequeueAfter: look}, nil
+		return again, nil
 	}
 	if !turned(stored, nodeClass) {
 		wait, err := c.tooSoon(ctx, nodeClass)
 		if err != nil || wait > 0 {
-			return reconcile.Result{RequeueAfter: min(wait, look)}, err
+			return reconcile.Result{RequeueAfter: wait}, err
 		}
 	}
 	if err := c.kube.Status().Patch(ctx, nodeClass, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{})); err != nil {
@@ -139,7 +141,23 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClass *v1alpha1.ClusterA
 	c.written[nodeClass.Name] = c.clock.Now()
 	c.mu.Unlock()
 	c.announce(ctx, stored, nodeClass)
-	return reconcile.Result{RequeueAfter: look}, nil
+	return again, nil
+}
+
+// graceEnds returns for how long a silence of the agent is still taken for short; zero if it is not silent, or has been for longer.
+func (c *Controller) graceEnds() time.Duration {
+	state := c.connection.State()
+	if state.Connected {
+		return 0
+	}
+	return max(0, c.grace-c.clock.Since(c.silentSince(state)))
+}
+
+func (c *Controller) silentSince(state agentclient.State) time.Time {
+	if state.Since.IsZero() {
+		return c.started
+	}
+	return state.Since
 }
 
 // tooSoon returns for how long a status in which no condition turned is not written yet.
@@ -148,7 +166,7 @@ func (c *Controller) tooSoon(ctx context.Context, nodeClass *v1alpha1.ClusterAPI
 	if err := c.kube.List(ctx, nodeClaims, nodeclaimutils.ForNodeClass(nodeClass), client.UnsafeDisableDeepCopy); err != nil {
 		return 0, fmt.Errorf("listing the NodeClaims that refer to the node class: %w", err)
 	}
-	stays := min(max(look, time.Duration(len(nodeClaims.Items))*forEachNodeClaim), longestStatus)
+	stays := min(max(shortestStatus, time.Duration(len(nodeClaims.Items))*forEachNodeClaim), longestStatus)
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.written[nodeClass.Name].Add(stays).Sub(c.clock.Now()), nil
@@ -232,10 +250,7 @@ func (c *Controller) describeConnection(conditions status.ConditionSet) {
 		conditions.SetTrue(v1alpha1.ConditionAgentReachable)
 		return
 	}
-	since := state.Since
-	if since.IsZero() {
-		since = c.started
-	}
+	since := c.silentSince(state)
 	before := conditions.Get(v1alpha1.ConditionAgentReachable)
 	if c.clock.Since(since) < c.grace {
 		// A silence that may well be short: what was true stays, for the new generation too.
@@ -332,16 +347,18 @@ func (c *Controller) Register(_ context.Context, m manager.Manager) error {
 	return controllerruntime.NewControllerManagedBy(m).
 		Named(name).
 		For(&v1alpha1.ClusterAPINodeClass{}).
-		WatchesRawSource(c.catalogueChanges()).
+		WatchesRawSource(c.on(func() (<-chan struct{}, func()) { return c.catalogue.Changes(), func() {} })).
+		WatchesRawSource(c.on(c.connection.StateChanges)).
 		WithOptions(controller.Options{MaxConcurrentReconciles: concurrency}).
 		Complete(reconcile.AsReconciler(m.GetClient(), c))
 }
 
-// catalogueChanges enqueues every node class when the catalogue changes.
-func (c *Controller) catalogueChanges() source.Source {
+// on enqueues every node class when something tells a change.
+func (c *Controller) on(tell func() (changes <-chan struct{}, stop func())) source.Source {
 	return source.Func(func(ctx context.Context, queue workqueue.TypedRateLimitingInterface[reconcile.Request]) error {
-		changes := c.catalogue.Changes()
+		changes, stop := tell()
 		go func() {
+			defer stop()
 			for {
 				select {
 				case <-ctx.Done():
