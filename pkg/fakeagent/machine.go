@@ -13,19 +13,20 @@ import (
 
 // machine is one replica of a group.
 type machine struct {
-	group          *group
-	name, uid      string
-	owned          bool // the user's own: never claimed, never taken away
-	appeared       bool // the Machine object exists
-	claim          *claim
-	providerID     string
-	nodeName       string
-	failureReason  string
-	failureMessage string
-	createdAt      time.Time
-	deletedAt      time.Time
-	spareSince     time.Time
-	gone           bool
+	group                           *group
+	name, uid                       string
+	owned                           bool // the user's own: never claimed, never taken away
+	appeared                        bool // the Machine object exists
+	claim                           *claim
+	providerID                      string
+	nodeName                        string
+	failureReason                   string
+	deletingReason, deletingMessage string
+	failureMessage                  string
+	createdAt                       time.Time
+	deletedAt                       time.Time
+	spareSince                      time.Time
+	gone                            bool
 }
 
 // usable reports that a claim may be bound to the machine now.
@@ -71,6 +72,15 @@ func (a *Agent) FailMachine(cluster *agentv1alpha1.ClusterRef, machineName, reas
 	a.edit(func() {
 		m := a.mustMachine(cluster, machineName)
 		m.failureReason, m.failureMessage = reason, message
+		a.touchMachine(m)
+	})
+}
+
+// HoldDeletion has the Machine, which is being deleted, say what that waits for.
+func (a *Agent) HoldDeletion(cluster *agentv1alpha1.ClusterRef, machineName, reason, message string) {
+	a.edit(func() {
+		m := a.mustMachine(cluster, machineName)
+		m.deletingReason, m.deletingMessage = reason, message
 		a.touchMachine(m)
 	})
 }
@@ -293,6 +303,8 @@ func (m *machine) render() *agentv1alpha1.Machine {
 		UpToDate:              true,
 		InfrastructureReason:  m.failureReason,
 		InfrastructureMessage: m.failureMessage,
+		DeletingReason:        m.deletingReason,
+		DeletingMessage:       m.deletingMessage,
 	}
 	if m.claim != nil {
 		object.ClaimId = m.claim.id

@@ -170,6 +170,10 @@ func Machine(m *clusterv1.Machine) *agentv1alpha1.Machine {
 	if infrastructure != nil && infrastructure.Status == metav1.ConditionFalse {
 		message.InfrastructureReason, message.InfrastructureMessage = text(infrastructure.Reason), text(infrastructure.Message)
 	}
+	deleting := meta.FindStatusCondition(m.Status.Conditions, clusterv1.MachineDeletingCondition)
+	if deleting != nil && deleting.Status == metav1.ConditionTrue {
+		message.DeletingReason, message.DeletingMessage = text(deleting.Reason), text(deleting.Message)
+	}
 	return message
 }
 

@@ -8,6 +8,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/awslabs/operatorpkg/status"
@@ -68,7 +69,7 @@ type Config struct {
 	RepairAfter time.Duration
 	// Timeout bounds one method's calls to the agent.
 	Timeout time.Duration
-	// Clock tells how long node groups have been gone.
+	// Clock tells how long node groups have been gone, and Machines on their way out.
 	Clock clock.PassiveClock
 }
 
@@ -125,6 +126,7 @@ func isOurs(ref *karpv1.NodeClassReference) bool {
 // Machine is gone or a claim has taken it over. Core has drained the Node by then: it asks no provider before that.
 func (c *CloudProvider) Delete(ctx context.Context, nodeClaim *karpv1.NodeClaim) error {
 	if c.releasing(nodeClaim) {
+		c.tellStuck(nodeClaim)
 		return nil
 	}
 	ctx, cancel := context.WithTimeout(ctx, c.Timeout)
@@ -160,6 +162,30 @@ func (c *CloudProvider) releasing(nodeClaim *karpv1.NodeClaim) bool {
 	claim, known := c.Claims.Get(string(nodeClaim.UID))
 	return known && c.Claims.State().Connected && claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING &&
 		(claim.GetDrained() || !drained(nodeClaim))
+}
+
+// stuckAfter is how long a Machine may be on its way out before its NodeClaim says what it waits for.
+const stuckAfter = 5 * time.Minute
+
+// tellStuck publishes, on a NodeClaim whose Machine has been on its way out for long, what Cluster API says about that. Core asks again every few
+// seconds.
+func (c *CloudProvider) tellStuck(nodeClaim *karpv1.NodeClaim) {
+	claim, _ := c.Claims.Get(string(nodeClaim.UID))
+	machine := claim.GetMachine()
+	since := machine.GetDeletedAt()
+	if since == nil || c.Clock.Since(since.AsTime()) < stuckAfter {
+		return
+	}
+	why := strings.Trim(machine.GetDeletingReason()+": "+machine.GetDeletingMessage(), ": ")
+	c.Recorder.Publish(events.Event{
+		InvolvedObject: nodeClaim,
+		Type:           corev1.EventTypeWarning,
+		Reason:         "MachineDeletionStuck",
+		Message: lo.Substring(fmt.Sprintf("Machine %s of the management cluster has been on its way out since %s: %s", machine.GetName(),
+			since.AsTime().UTC().Format(time.RFC3339), lo.CoalesceOrEmpty(why, "Cluster API does not say what it waits for")), 0, 1024),
+		DedupeValues:  []string{string(nodeClaim.UID), machine.GetDeletingReason()},
+		DedupeTimeout: 10 * time.Minute,
+	})
 }
 
 // drained reports whether core has emptied the Node, so that Cluster API need not. When the NodeClaim's termination grace

@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sync/errgroup"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	clocktesting "k8s.io/utils/clock/testing"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	corecloudprovider "sigs.k8s.io/karpenter/pkg/cloudprovider"
 	"sigs.k8s.io/karpenter/pkg/controllers/node/health"
@@ -93,6 +94,33 @@ func TestARepeatedDeleteAsksOnlyForWhatTheMirrorDoesNotShow(t *testing.T) {
 	w.Eventually(func() bool {
 		return corecloudprovider.IsNodeClaimNotFoundError(w.CloudProvider.Delete(w.Context(), nodeClaim))
 	}, "it is gone")
+}
+
+func TestAMachineThatDoesNotGoSaysWhyOnItsNodeClaim(t *testing.T) {
+	clk := clocktesting.NewFakeClock(time.Now())
+	w := shimtest.New(t, oneGroup(), slowTermination(), shimtest.WithClock(clk))
+	nodeClaim := w.Launched("claim")
+	machine := w.Provision(nodeClaim, "sim:///1")
+	w.Agent.Join(w.Cluster, machine.GetName(), "")
+	deleted := func() {
+		t.Helper()
+		require.NoError(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+	}
+	deleted()
+	w.Agent.HoldDeletion(w.Cluster, machine.GetName(), "WaitingForInfrastructureDeletion", "SimMachine deletion failed: volume vol-7 is in use")
+	w.Eventually(func() bool {
+		claim, _ := w.Claims.Get(string(nodeClaim.UID))
+		return claim.GetMachine().GetDeletingReason() != ""
+	}, "the mirror shows it")
+	clk.Step(time.Minute)
+	deleted()
+	assert.Empty(t, w.Recorder.Reasons(), "that takes a while")
+	clk.Step(5 * time.Minute)
+	deleted()
+	require.Equal(t, []string{"MachineDeletionStuck"}, w.Recorder.Reasons())
+	for _, part := range []string{machine.GetName(), "WaitingForInfrastructureDeletion", "vol-7 is in use"} {
+		assert.Contains(t, w.Recorder.Messages()[0], part)
+	}
 }
 
 func TestDeleteKeysOnTheUIDWhateverTheProviderID(t *testing.T) {

@@ -444,8 +444,13 @@ type Machine struct {
 	InfrastructureReason string `protobuf:"bytes,15,opt,name=infrastructure_reason,json=infrastructureReason,proto3" json:"infrastructure_reason,omitempty"`
 	// The infrastructure provider's message for infrastructure_reason.
 	InfrastructureMessage string `protobuf:"bytes,16,opt,name=infrastructure_message,json=infrastructureMessage,proto3" json:"infrastructure_message,omitempty"`
-	unknownFields         protoimpl.UnknownFields
-	sizeCache             protoimpl.SizeCache
+	// What its deletion waits for, as Cluster API says: `DrainingNode`, `WaitingForInfrastructureDeletion`, … Both are empty while it lives, or
+	// when nothing is known.
+	DeletingReason string `protobuf:"bytes,17,opt,name=deleting_reason,json=deletingReason,proto3" json:"deleting_reason,omitempty"`
+	// Cluster API's message for deleting_reason.
+	DeletingMessage string `protobuf:"bytes,18,opt,name=deleting_message,json=deletingMessage,proto3" json:"deleting_message,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *Machine) Reset() {
@@ -590,6 +595,20 @@ func (x *Machine) GetInfrastructureMessage() string {
 	return ""
 }
 
+func (x *Machine) GetDeletingReason() string {
+	if x != nil {
+		return x.DeletingReason
+	}
+	return ""
+}
+
+func (x *Machine) GetDeletingMessage() string {
+	if x != nil {
+		return x.DeletingMessage
+	}
+	return ""
+}
+
 var File_capi_agent_v1alpha1_machine_proto protoreflect.FileDescriptor
 
 const file_capi_agent_v1alpha1_machine_proto_rawDesc = "" +
@@ -613,7 +632,7 @@ const file_capi_agent_v1alpha1_machine_proto_rawDesc = "" +
 	"\x06synced\x18\x03 \x01(\v2\x1b.capi.agent.v1alpha1.SyncedH\x00R\x06synced\x12>\n" +
 	"\theartbeat\x18\x04 \x01(\v2\x1e.capi.agent.v1alpha1.HeartbeatH\x00R\theartbeat\x125\n" +
 	"\x06resync\x18\x05 \x01(\v2\x1b.capi.agent.v1alpha1.ResyncH\x00R\x06resyncB\a\n" +
-	"\x05event\"\xf4\x04\n" +
+	"\x05event\"\xc8\x05\n" +
 	"\aMachine\x129\n" +
 	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefR\acluster\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x10\n" +
@@ -635,7 +654,9 @@ const file_capi_agent_v1alpha1_machine_proto_rawDesc = "" +
 	"up_to_date\x18\r \x01(\bR\bupToDate\x122\n" +
 	"\x16not_up_to_date_message\x18\x0e \x01(\tR\x12notUpToDateMessage\x123\n" +
 	"\x15infrastructure_reason\x18\x0f \x01(\tR\x14infrastructureReason\x125\n" +
-	"\x16infrastructure_message\x18\x10 \x01(\tR\x15infrastructureMessage2\xbe\x02\n" +
+	"\x16infrastructure_message\x18\x10 \x01(\tR\x15infrastructureMessage\x12'\n" +
+	"\x0fdeleting_reason\x18\x11 \x01(\tR\x0edeletingReason\x12)\n" +
+	"\x10deleting_message\x18\x12 \x01(\tR\x0fdeletingMessage2\xbe\x02\n" +
 	"\x0eMachineService\x12]\n" +
 	"\n" +
 	"GetMachine\x12&.capi.agent.v1alpha1.GetMachineRequest\x1a'.capi.agent.v1alpha1.GetMachineResponse\x12c\n" +
