@@ -53,6 +53,7 @@ type Catalogue struct {
 
 	mu        sync.Mutex
 	zones     map[string]sets.Set[string]
+	untainted sets.Set[string] // node groups whose last Node joined without the taint for unregistered Nodes
 	listeners []chan struct{}
 
 	// Used by the building goroutine alone.
@@ -95,6 +96,7 @@ func New(clk clock.PassiveClock, nodeGroups NodeGroups, kube client.Reader, unav
 		gone:        map[string]time.Time{},
 		prices:      map[string]float64{},
 		memories:    newMemories(),
+		untainted:   sets.New[string](),
 	}
 	c.unavailable.OnEvicted(func(string, any) { c.Refresh() })
 	return c
@@ -163,6 +165,21 @@ func (c *Catalogue) ObserveZone(groupID, zone string) {
 	known.Insert(zone)
 	c.mu.Unlock()
 	if isNew {
+		c.Refresh()
+	}
+}
+
+// ObserveTaint records whether a Node of a group joined with the taint that keeps pods away until it is registered.
+func (c *Catalogue) ObserveTaint(groupID string, tainted bool) {
+	c.mu.Lock()
+	known := c.untainted.Has(groupID)
+	if tainted {
+		c.untainted.Delete(groupID)
+	} else {
+		c.untainted.Insert(groupID)
+	}
+	c.mu.Unlock()
+	if known == tainted {
 		c.Refresh()
 	}
 }
@@ -275,6 +292,9 @@ func (c *Catalogue) rebuild(ctx context.Context) error {
 		ObservedZones: func(g *instancetype.Group) []string { return zones[g.ID] },
 	})
 	snapshot.refused = c.refusals()
+	c.mu.Lock()
+	snapshot.untainted = c.untainted.Clone()
+	c.mu.Unlock()
 	c.remember(snapshot, remembered)
 	built, views := instancetype.Built{}, make(map[string]view, len(classes.Items))
 	for i := range classes.Items {

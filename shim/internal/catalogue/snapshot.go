@@ -33,6 +33,8 @@ type Snapshot struct {
 	conditions instancetype.Conditions
 	// remembered is what NodeClaims remember, by node class.
 	remembered map[string][]instancetype.Remembered
+	// untainted are the ids of the groups whose last Node joined without the taint that keeps pods away until it is registered.
+	untainted sets.Set[string]
 	// refused is what no group served a short while ago, by NodePool.
 	refused map[string][]scheduling.Requirements
 	// gone says of node groups that NodeClaims remember, and that the agent does not know, since when it does not.
@@ -216,6 +218,10 @@ func (s *Snapshot) problems(groups []*instancetype.Group, unusable []*agentv1alp
 	}
 	for _, g := range groups {
 		describe(g.Source)
+		if s.untainted.Has(g.ID) {
+			problems = append(problems, fmt.Sprintf("%s: its Nodes join without the taint %s:%s, so that pods may run on them before Karpenter has set "+
+				"their labels and taints: have its bootstrap template register Nodes with it", g.ID, karpv1.UnregisteredTaintKey, corev1.TaintEffectNoExecute))
+		}
 	}
 	for _, source := range unusable {
 		describe(source)

@@ -26,6 +26,8 @@ type Groups interface {
 	// GroupLabels returns the labels that Nodes of a node group have, nil when the group is not known. They may not be changed.
 	GroupLabels(groupID string) map[string]string
 	ObserveZone(groupID, zone string)
+	// ObserveTaint is told whether a Node of a group joined with the taint that keeps pods away until it is registered.
+	ObserveTaint(groupID string, tainted bool)
 }
 
 // Labels is a registration hook that corrects a NodeClaim's labels before core writes them over the Node's. It is one hook, not
@@ -55,12 +57,20 @@ func (*Labels) Name() string { return "labels" }
 func (l *Labels) Registered(ctx context.Context, nodeClaim *karpv1.NodeClaim) (cloudprovider.NodeLifecycleHookResult, error) {
 	groupID, ours := nodeClaim.Annotations[v1alpha1.NodeGroupAnnotation]
 	instancetype.CorrectChosenLabels(nodeClaim, l.groups.GroupLabels(groupID))
-	if zone, ok := nodeClaim.Labels[corev1.LabelTopologyZone]; !ours || !ok || zone != instancetype.ZoneNone {
+	if !ours {
 		return cloudprovider.NodeLifecycleHookResult{}, nil
 	}
 	node, err := nodeclaimutils.NodeForNodeClaim(ctx, l.kube, nodeClaim)
 	if err != nil {
 		return cloudprovider.NodeLifecycleHookResult{}, err
+	}
+	if _, registered := node.Labels[karpv1.NodeRegisteredLabelKey]; !registered {
+		l.groups.ObserveTaint(groupID, lo.ContainsBy(node.Spec.Taints, func(taint corev1.Taint) bool {
+			return taint.MatchTaint(&karpv1.UnregisteredNoExecuteTaint)
+		}))
+	}
+	if zone, ok := nodeClaim.Labels[corev1.LabelTopologyZone]; !ok || zone != instancetype.ZoneNone {
+		return cloudprovider.NodeLifecycleHookResult{}, nil
 	}
 	if zone := node.Labels[corev1.LabelTopologyZone]; zone != instancetype.ZoneNone {
 		l.groups.ObserveZone(groupID, zone)

@@ -50,6 +50,33 @@ func TestZone(t *testing.T) {
 	}
 }
 
+// Core says it of each NodeClaim, in an event; what to correct is the node group's template.
+func TestAMissingTaintIsReportedOnceForItsNodeGroup(t *testing.T) {
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}, {Name: "b"}})
+	problems := func() []string {
+		class, _ := w.Catalogue.Snapshot().Class(shimtest.NodeClassName)
+		return class.Problems
+	}
+	hook := registration.NewLabels(w.Kube, w.Catalogue)
+	join := func(name string, taints ...corev1.Taint) {
+		t.Helper()
+		nodeClaim := w.Launched(name, func(nc *karpv1.NodeClaim) {
+			nc.Status.ProviderID, nc.Annotations = "sim:///"+name, map[string]string{"karpenter.cluster.x-k8s.io/node-group": "default/a"}
+		})
+		w.Create(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: corev1.NodeSpec{ProviderID: "sim:///" + name, Taints: taints}})
+		_, err := hook.Registered(w.Context(), nodeClaim)
+		require.NoError(t, err)
+	}
+	join("with", karpv1.UnregisteredNoExecuteTaint)
+	assert.Empty(t, problems())
+	join("without")
+	join("without-either")
+	w.Eventually(func() bool { return len(problems()) == 1 }, "one problem of the node class")
+	assert.Contains(t, problems()[0], "default/a: its Nodes join without the taint karpenter.sh/unregistered:NoExecute")
+	join("with-again", karpv1.UnregisteredNoExecuteTaint)
+	w.Eventually(func() bool { return len(problems()) == 0 }, "it is corrected")
+}
+
 func TestOtherNodeClaimsPass(t *testing.T) {
 	w := shimtest.New(t, nil)
 	result, err := registration.NewLabels(w.Kube, w.Catalogue).Registered(w.Context(), w.NodeClaim("foreign"))
@@ -65,7 +92,9 @@ func TestALabelThatCoreChoseAtRandomIsCorrectedOnceMore(t *testing.T) {
 			{Key: "team", Operator: corev1.NodeSelectorOpExists}, {Key: "use", Operator: corev1.NodeSelectorOpExists},
 		}
 		nc.Labels["team"], nc.Labels["use"] = "4711", "4712" // as after a patch of the NodeClaim that failed
+		nc.Status.ProviderID = "sim:///1"
 	})
+	w.Create(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node"}, Spec: corev1.NodeSpec{ProviderID: "sim:///1"}})
 	result, err := registration.NewLabels(w.Kube, w.Catalogue).Registered(w.Context(), nodeClaim)
 	require.NoError(t, err)
 	assert.Zero(t, result)
