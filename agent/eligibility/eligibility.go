@@ -190,10 +190,10 @@ func MaxNodeProvisionTime(md *clusterv1.MachineDeployment) (time.Duration, *Prob
 		return 0, nil
 	}
 	d, err := time.ParseDuration(text)
-	if err != nil || d <= 0 {
+	if err != nil || d < v1alpha1.MinMaxNodeProvisionTime || d > v1alpha1.MaxMaxNodeProvisionTime {
 		return 0, &Problem{
 			Field: annotationField(v1alpha1.MaxNodeProvisionTimeAnnotation), Value: text,
-			Message: `is no time; write one above 0, such as "30m" or "1h30m"`,
+			Message: `is not a duration from 10s to 168h; write one such as "30m" or "1h30m"`,
 		}
 	}
 	return d, nil

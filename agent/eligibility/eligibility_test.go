@@ -161,10 +161,10 @@ func TestProblemsNameTheField(t *testing.T) {
 	assert.False(t, group.SizesUsable())
 }
 
-// What a person did must be respected whatever else is wrong, so no reason may hide another.
 func TestHowLongClaimsWaitIsReadWhereItCanBe(t *testing.T) {
 	for text, want := range map[string]time.Duration{
-		"15m": 15 * time.Minute, "1h30m": 90 * time.Minute, "900s": 15 * time.Minute, "15": 0, "0s": 0, "-1m": 0, "": 0, "soon": 0,
+		"15m": 15 * time.Minute, "1h30m": 90 * time.Minute, "900s": 15 * time.Minute, "10s": 10 * time.Second, "168h": 7 * 24 * time.Hour,
+		"15": 0, "0s": 0, "-1m": 0, "": 0, "soon": 0, "1ms": 0, "169h": 0, "876000h": 0,
 	} {
 		group := eligibility.Of(deployment(func(md *clusterv1.MachineDeployment) {
 			md.Annotations[v1alpha1.MaxNodeProvisionTimeAnnotation] = text
@@ -182,6 +182,7 @@ func TestHowLongClaimsWaitIsReadWhereItCanBe(t *testing.T) {
 	assert.Zero(t, eligibility.Of(deployment(nil), cluster(nil)).MaxNodeProvisionTime)
 }
 
+// What a person did must be respected whatever else is wrong, so no reason may hide another.
 func TestEveryReasonIsKept(t *testing.T) {
 	group := eligibility.Of(deployment(func(md *clusterv1.MachineDeployment) {
 		md.Labels = nil

@@ -452,14 +452,16 @@ func TestWhatTheNodeGroupSaysOfDeadlinesCountsBeforeTheClaimAndThatBeforeTheOpti
 		claim    time.Duration
 		group    time.Duration
 		deadline time.Duration
+		fails    time.Duration
 	}{
-		"the options, without a provider ID":    {nil, 0, 0, options},
-		"the options, without a Node":           {booting, 0, 0, options},
-		"the claim, without a provider ID":      {nil, claim, 0, claim},
-		"the claim, without a Node":             {booting, claim, 0, claim},
-		"the node group, without a provider ID": {nil, claim, group, group},
-		"the node group, without a Node":        {booting, claim, group, group},
-		"the node group's may be the shortest":  {nil, claim, time.Minute, time.Minute},
+		"the options, without a provider ID":    {nil, 0, 0, options, Patience * options},
+		"the options, without a Node":           {booting, 0, 0, options, Patience * options},
+		"the claim, without a provider ID":      {nil, claim, 0, claim, Patience * claim},
+		"the claim, without a Node":             {booting, claim, 0, claim, Patience * claim},
+		"the node group, without a provider ID": {nil, claim, group, group, Patience * group},
+		"the node group, without a Node":        {booting, claim, group, group, Patience * group},
+		"the node group's may be the shortest":  {nil, claim, time.Minute, time.Minute, Patience * time.Minute},
+		"a claim in a hurry is late only":       {nil, time.Minute, 0, time.Minute, Patience * options},
 	} {
 		t.Run(name, func(t *testing.T) {
 			at := func(age time.Duration) []ActionKind {
@@ -467,7 +469,7 @@ func TestWhatTheNodeGroupSaysOfDeadlinesCountsBeforeTheClaimAndThatBeforeTheOpti
 				s.Failure = Failure{ProviderIDDeadline: options, NodeDeadline: options}
 				s.Group.MaxNodeProvisionTime = test.group
 				if test.claim > 0 {
-					s.Claims[0].Spec.MaxNodeProvisionTime = &metav1.Duration{Duration: test.claim}
+					s.Claims[0].Spec.MaxNodeProvisionTimeSeconds = new(int32(test.claim / time.Second))
 				}
 				s.Now = s.Now.Add(age)
 				s.Claims[0].Status.NodeAbsentAt = new(metav1.NewTime(s.Now))
@@ -475,7 +477,8 @@ func TestWhatTheNodeGroupSaysOfDeadlinesCountsBeforeTheClaimAndThatBeforeTheOpti
 			}
 			assert.Empty(t, at(test.deadline-time.Second))
 			assert.Equal(t, []ActionKind{TimeOut}, at(test.deadline))
-			assert.Equal(t, []ActionKind{Fail}, at(Patience*test.deadline))
+			assert.Equal(t, []ActionKind{TimeOut}, at(test.fails-time.Second))
+			assert.Equal(t, []ActionKind{Fail}, at(test.fails))
 		})
 	}
 }
@@ -487,7 +490,7 @@ func TestAMachineIsKeptForTheMostPatientClaim(t *testing.T) {
 			withMachine("a", "", nil).withClaim("c", v1alpha1.PhasePending, "")
 		s.Failure = Failure{ProviderIDDeadline: 2 * time.Minute}
 		s.Group.MaxNodeProvisionTime = ofGroup
-		s.Claims[0].Spec.MaxNodeProvisionTime = &metav1.Duration{Duration: patience}
+		s.Claims[0].Spec.MaxNodeProvisionTimeSeconds = new(int32(patience / time.Second))
 		s.Now = s.Now.Add(age)
 		s.Claims[0].CreationTimestamp = metav1.NewTime(s.Now)
 		d := Decide(s)

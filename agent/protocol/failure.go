@@ -144,11 +144,11 @@ func (s *Snapshot) judge(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 			d.Wake(counts)
 		}
 		trouble, message := s.trouble(m)
-		what, deadline := s.awaited(m, s.Group.MaxNodeProvisionTime, c.MaxNodeProvisionTime())
-		since, given := latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions)), Patience*deadline
+		what, option := s.awaited(m)
+		since, given := latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions)), s.failsAfter(option)
 		if why = s.late(d, since, given, what); why == "" {
 			verdict, reason = TimeOut, ReasonLate
-			since, given = latest(boundAt(c, m), unpausedAt(m.Status.Conditions)), deadline
+			since, given = latest(boundAt(c, m), unpausedAt(m.Status.Conditions)), lateAfter(s.Group.MaxNodeProvisionTime, c, option)
 			why = s.late(d, since, given, what)
 		}
 		if unseen := s.unseen(c, m, since.Add(given)); why != "" && unseen != "" {
@@ -168,19 +168,35 @@ func (s *Snapshot) judge(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 	return true
 }
 
-// awaited says what the Machine has not got yet, and how long a claim waits for it: the first of the given times that is not zero, else as long
-// as the options say.
-func (s *Snapshot) awaited(m *clusterv1.Machine, given ...time.Duration) (what string, deadline time.Duration) {
+// awaited says what the Machine has not got yet, and how long claims wait for it where nothing but the options says so.
+func (s *Snapshot) awaited(m *clusterv1.Machine) (what string, option time.Duration) {
 	if m.Spec.ProviderID == "" {
-		return "Machine " + m.Name + " got no provider ID", cmp.Or(append(given, s.Failure.ProviderIDDeadline)...)
+		return "Machine " + m.Name + " got no provider ID", s.Failure.ProviderIDDeadline
 	}
-	return "no Node joined for Machine " + m.Name, cmp.Or(append(given, s.Failure.NodeDeadline)...)
+	return "no Node joined for Machine " + m.Name, s.Failure.NodeDeadline
+}
+
+// lateAfter returns how long a claim waits: as long as its node group says, else as it says itself, else as the option does. Zero is for ever.
+func lateAfter(ofGroup time.Duration, c *v1alpha1.MachineClaim, option time.Duration) time.Duration {
+	return cmp.Or(ofGroup, c.MaxNodeProvisionTime(), option)
+}
+
+// failsAfter returns how old a Machine is that has failed: one that is merely late for a claim in a hurry serves those that wait longer. Zero is
+// for ever.
+func (s *Snapshot) failsAfter(option time.Duration) time.Duration {
+	switch {
+	case s.Group.MaxNodeProvisionTime > 0:
+		return Patience * s.Group.MaxNodeProvisionTime
+	case option == 0:
+		return 0
+	}
+	return Patience * max(option, s.longest)
 }
 
 // NodeDeadlineOf returns how long the claim waits for its Machine's Node; zero means for ever. md is the claim's node group.
 func (f Failure) NodeDeadlineOf(md *clusterv1.MachineDeployment, c *v1alpha1.MachineClaim) time.Duration {
 	ofGroup, _ := eligibility.MaxNodeProvisionTime(md)
-	return cmp.Or(ofGroup, c.MaxNodeProvisionTime(), f.NodeDeadline)
+	return lateAfter(ofGroup, c, f.NodeDeadline)
 }
 
 // boundAt returns since when the claim waits for the Machine: since it was bound to one that had been made for another claim.
@@ -199,11 +215,8 @@ func (s *Snapshot) hopeless(m *clusterv1.Machine) bool {
 	case s.gone(m):
 		return true
 	}
-	_, deadline := s.awaited(m, s.Group.MaxNodeProvisionTime)
-	if s.Group.MaxNodeProvisionTime == 0 && deadline > 0 {
-		deadline = max(deadline, s.longest)
-	}
-	if deadline > 0 && s.Now.Sub(latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions))) >= Patience*deadline {
+	_, option := s.awaited(m)
+	if given := s.failsAfter(option); given > 0 && s.Now.Sub(latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions))) >= given {
 		return true
 	}
 	why, _ := s.final(m)

@@ -352,6 +352,7 @@ func (s *Sandbox) agent(ctx context.Context, name string, port int, kubeconfigFi
 			"--policy-file=" + policyFile,
 			"--namespaces=" + ClusterNamespace,
 			"--price-list=" + PriceList,
+			"--instance-name=" + name,
 			"--metrics-bind-address=" + address(metrics),
 			"--health-probe-bind-address=" + address(health),
 		}, s.options.AgentArgs...),

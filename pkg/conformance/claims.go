@@ -3,6 +3,7 @@ package conformance
 import (
 	"fmt"
 	"sync"
+	"time"
 
 	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/proto"

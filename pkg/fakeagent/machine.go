@@ -76,10 +76,14 @@ func (a *Agent) FailMachine(cluster *agentv1alpha1.ClusterRef, machineName, reas
 	})
 }
 
-// HoldDeletion has the Machine, which is being deleted, say what that waits for.
+// HoldDeletion has the Machine say what its deletion waits for, until [Agent.Terminate]. A person deletes it if nobody has. It panics when there is
+// no such machine.
 func (a *Agent) HoldDeletion(cluster *agentv1alpha1.ClusterRef, machineName, reason, message string) {
 	a.edit(func() {
 		m := a.mustMachine(cluster, machineName)
+		if m.deletedAt.IsZero() {
+			m.deletedAt = a.now()
+		}
 		m.deletingReason, m.deletingMessage = reason, message
 		a.touchMachine(m)
 	})

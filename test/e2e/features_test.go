@@ -14,6 +14,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
@@ -187,18 +188,23 @@ func TestNodesThatExpireAreReplacedOnce(t *testing.T) {
 	useCrowd(t)
 	pool := &karpenterv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: "crowd"}}
 	g.Expect(w.Spoke.Patch(t.Context(), pool, mergePatch(`{"spec":{"template":{"spec":{"expireAfter":"90s"}}}}`))).To(Succeed())
-	before := made("crowd")
+	known := len(w.Recorder.State().Journeys)
+	mine := func() []journey.Journey { return w.Recorder.State().Journeys[known:] }
 	scale(t, "crowd", 3)
 	await(t, soon, running(3))
-	poll(t, 4*time.Minute, func(context.Context) (string, error) {
-		expired := lo.CountBy(w.Recorder.State().Journeys, func(j journey.Journey) bool { return j.NodePool == "crowd" && j.Reached(journey.Gone) })
-		return lo.Ternary(expired >= 3, "", fmt.Sprintf("3 NodeClaims to expire: %d have", expired)), nil
+	first := lo.SliceToMap(mine(), func(j journey.Journey) (types.UID, bool) { return j.UID, true })
+	g.Expect(first).To(HaveLen(3))
+	poll(t, 5*time.Minute, func(context.Context) (string, error) {
+		expired := lo.CountBy(mine(), func(j journey.Journey) bool { return first[j.UID] && j.Reached(journey.Gone) })
+		return lo.Ternary(expired == 3, "", fmt.Sprintf("3 NodeClaims to expire: %d have", expired)), nil
 	})
 	g.Expect(w.Spoke.Patch(t.Context(), pool, mergePatch(`{"spec":{"template":{"spec":{"expireAfter":"Never"}}}}`))).To(Succeed())
 	await(t, 2*time.Minute, running(3))
 	await(t, 2*time.Minute, everyMachineRuns)
 	g.Expect(crowdReplicas(t)).To(BeEquivalentTo(3))
-	figure("%d NodeClaims made", made("crowd")-before)
+	second := lo.CountBy(mine(), func(j journey.Journey) bool { return j.Reached(journey.Gone) && !first[j.UID] })
+	figure("%d NodeClaims made; %d of those that came second expired as well", len(mine()), second)
+	g.Expect(mine()).To(HaveLen(6+second), "each is replaced by one")
 }
 
 func TestReservedMachinesAreUsedFirst(t *testing.T) {

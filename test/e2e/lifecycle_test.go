@@ -147,11 +147,11 @@ func deeds() []deed {
 			return eachOf(ctx, l.Hub.Delete, l.claims())
 		}},
 		{name: "a person releases the claim", replaces: true, at: func(s stage) bool { return !s.leaving }, do: func(l *life, ctx context.Context) error {
-			for _, c := range l.claims() {
+			for _, c := range l.found {
 				_, err := l.agent.Claims.ReleaseClaim(ctx, &agentv1alpha1.ReleaseClaimRequest{
-					Cluster: &agentv1alpha1.ClusterRef{Namespace: sandbox.ClusterNamespace, Name: sandbox.ClusterName}, ClaimId: c.Spec.ClaimID,
+					Cluster: &agentv1alpha1.ClusterRef{Namespace: sandbox.ClusterNamespace, Name: sandbox.ClusterName}, ClaimId: c,
 				})
-				if err != nil {
+				if err != nil { // an agent was killed by another scenario
 					return err
 				}
 			}
@@ -161,9 +161,15 @@ func deeds() []deed {
 			return eachOf(ctx, l.Hub.Delete, l.instances())
 		}},
 		{name: "both agents are killed", at: always, do: func(l *life, _ context.Context) error {
-			return errors.Join(lo.Map(lo.Range(agents), func(i, _ int) error { return l.Sandbox.Kill(sandbox.AgentName(i)) })...)
+			for i := range agents {
+				l.kill(sandbox.AgentName(i))
+			}
+			return nil
 		}},
-		{name: "the shim is killed", at: always, do: func(l *life, _ context.Context) error { return l.Sandbox.Kill(sandbox.Shim) }},
+		{name: "the shim is killed", at: always, do: func(l *life, _ context.Context) error {
+			l.kill(sandbox.Shim)
+			return nil
+		}},
 	}
 }
 
@@ -189,10 +195,15 @@ type life struct {
 	deed       deed
 	agent      *agentclient.Client
 	hub, spoke client.Reader // caches
-	took       time.Duration
-	made       int
-	err        error
+	// found are the ids of the claims at the stage, which are the UIDs of their NodeClaims.
+	found []string
+	took  time.Duration
+	made  int
+	err   error
 }
+
+// kill ends a component; one that another scenario has killed is as good.
+func (l *life) kill(component string) { _ = l.Sandbox.Kill(component) }
 
 // TestNodesSurviveWhateverIsDoneToThem is a table: how far a Node is, and what is done then. Whatever it is, the pod runs in the end on one
 // node that was made for it, no Machine, claim or replica is left, and no more Nodes were made than were needed.
@@ -305,9 +316,15 @@ func (l *life) live(ctx context.Context) error {
 			if err := l.scale(ctx, 1); err != nil {
 				return err
 			}
-			return l.stage.reach(l, ctx)
+			if err := l.stage.reach(l, ctx); err != nil {
+				return err
+			}
+			l.found = lo.Map(l.claims(), func(c agentv1.MachineClaim, _ int) string { return c.Spec.ClaimID })
+			return nil
 		}},
-		{"doing it", stageWithin, func(ctx context.Context) error { return l.deed.do(l, ctx) }},
+		{"doing it", stageWithin, func(ctx context.Context) error {
+			return world.Poll(ctx, func(ctx context.Context) (string, error) { return "", l.deed.do(l, ctx) })
+		}},
 		{"what has to come of it", doneWithin, func(ctx context.Context) error { return l.settle(ctx, lo.Ternary(l.deed.gone, 0, 1)) }},
 		{"going home", goneWithin, func(ctx context.Context) error {
 			if err := l.scale(ctx, 0); err != nil {
@@ -325,12 +342,9 @@ func (l *life) live(ctx context.Context) error {
 		}
 	}
 	l.made = lo.CountBy(l.Recorder.State().Journeys, func(j journey.Journey) bool { return j.NodePool == l.name })
-	needed := 1
-	if l.stage.leaving || l.deed.replaces {
-		needed++
-	}
-	if l.made > needed {
-		return fmt.Errorf("%d NodeClaims were made; %d are enough", l.made, needed)
+	needed := lo.Ternary(l.replaces(), 2, 1)
+	if l.made > needed || l.made < needed && !l.deed.gone {
+		return fmt.Errorf("%d NodeClaims were made; %d are needed", l.made, needed)
 	}
 	return nil
 }
@@ -386,9 +400,16 @@ func (l *life) settle(ctx context.Context, pods int) error {
 		if err := errors.Join(l.start(ctx), l.letGo(ctx)); err != nil {
 			return "", err
 		}
-		return l.lacks(pods), nil
+		if missing := l.lacks(pods); missing != "" {
+			return missing, nil
+		}
+		stays := lo.ContainsBy(l.nodeClaims(), func(n karpenterv1.NodeClaim) bool { return lo.Contains(l.found, string(n.UID)) })
+		return lo.Ternary(stays && l.replaces(), "another NodeClaim", ""), nil
 	})
 }
+
+// replaces reports whether the pod needs another Node than the one that it had.
+func (l *life) replaces() bool { return l.stage.leaving || l.deed.replaces }
 
 // start does what the kubelet's helpers do.
 func (l *life) start(ctx context.Context) error {

@@ -3,6 +3,7 @@ package e2e_test
 import (
 	"context"
 	"fmt"
+	"strings"
 	"testing"
 	"time"
 
@@ -91,9 +92,13 @@ func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
 		var all corev1.EventList
 		err := w.Spoke.List(ctx, &all)
 		told := lo.ContainsBy(all.Items, func(e corev1.Event) bool {
-			return e.InvolvedObject.Name == node.Name && e.Reason == "DisruptionBlocked"
+			return e.InvolvedObject.Name == node.Name && strings.Contains(e.Message, karpenterv1.DoNotRepairAnnotationKey)
 		})
 		return lo.Ternary(told, "", "Karpenter to say that it may not repair the Node"), err
+	})
+	forbidden := time.Now()
+	poll(t, soon, func(context.Context) (string, error) {
+		return lo.Ternary(time.Since(forbidden) > 2*repairAfter, "", "what is forbidden not to happen late"), nil
 	})
 	g.Expect(uidsOf(listCrowd(t))).To(ContainElement(vetoed.UID), "nobody may repair it")
 	g.Expect(made("crowd")).To(Equal(before))

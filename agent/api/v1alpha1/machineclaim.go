@@ -39,6 +39,7 @@ type MachineClaim struct {
 }
 
 // MachineClaimSpec is what was asked for.
+// +kubebuilder:validation:XValidation:rule="has(self.maxNodeProvisionTimeSeconds) == has(oldSelf.maxNodeProvisionTimeSeconds)",message="maxNodeProvisionTimeSeconds is immutable"
 type MachineClaimSpec struct {
 	// clusterName names the Cluster, in the MachineClaim's namespace. Immutable.
 	// +required
@@ -88,12 +89,14 @@ type MachineClaimSpec struct {
 	// +kubebuilder:validation:MaxLength=253
 	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="adopt is immutable"
 	Adopt string `json:"adopt,omitempty"`
-	// maxNodeProvisionTime is how long the claim waits for its Machine's provider ID and Node before it is released as late, unless the
-	// MachineDeployment has the annotation cluster.x-k8s.io/autoscaling-options-maxnodeprovisiontime. Absent means as long as the agent's
+	// maxNodeProvisionTimeSeconds is how long the claim waits for its Machine's provider ID and Node before it is released as late, unless
+	// the MachineDeployment has the annotation cluster.x-k8s.io/autoscaling-options-maxnodeprovisiontime. Absent means as long as the agent's
 	// options say. Immutable.
 	// +optional
-	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="maxNodeProvisionTime is immutable"
-	MaxNodeProvisionTime *metav1.Duration `json:"maxNodeProvisionTime,omitempty"`
+	// +kubebuilder:validation:Minimum=10
+	// +kubebuilder:validation:Maximum=604800
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="maxNodeProvisionTimeSeconds is immutable"
+	MaxNodeProvisionTimeSeconds *int32 `json:"maxNodeProvisionTimeSeconds,omitempty"`
 }
 
 // Phase is how far a claim is. The empty phase of a new MachineClaim means Pending.
@@ -208,10 +211,10 @@ type MachineClaimList struct {
 
 // MaxNodeProvisionTime returns how long the claim's caller has it wait for its Machine; zero if that was not said.
 func (c *MachineClaim) MaxNodeProvisionTime() time.Duration {
-	if c.Spec.MaxNodeProvisionTime == nil {
+	if c.Spec.MaxNodeProvisionTimeSeconds == nil {
 		return 0
 	}
-	return c.Spec.MaxNodeProvisionTime.Duration
+	return time.Duration(*c.Spec.MaxNodeProvisionTimeSeconds) * time.Second
 }
 
 // CurrentPhase returns the claim's phase: Pending for a new object, Ended for one that belongs to no node group.

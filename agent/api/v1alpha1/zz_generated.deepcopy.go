@@ -5,7 +5,6 @@
 package v1alpha1
 
 import (
-	"k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 )
 
@@ -92,9 +91,9 @@ func (in *MachineClaimSpec) DeepCopyInto(out *MachineClaimSpec) {
 		*out = make([]string, len(*in))
 		copy(*out, *in)
 	}
-	if in.MaxNodeProvisionTime != nil {
-		in, out := &in.MaxNodeProvisionTime, &out.MaxNodeProvisionTime
-		*out = new(v1.Duration)
+	if in.MaxNodeProvisionTimeSeconds != nil {
+		in, out := &in.MaxNodeProvisionTimeSeconds, &out.MaxNodeProvisionTimeSeconds
+		*out = new(int32)
 		**out = **in
 	}
 }

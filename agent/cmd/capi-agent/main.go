@@ -67,6 +67,13 @@ func run(arguments []string) error {
 	logger := newLogger(o)
 	log.SetLogger(logger)
 	klog.SetLogger(logger)
+	if o.InstanceName == "" {
+		name, err := os.Hostname()
+		if err != nil {
+			return fmt.Errorf("finding the host's name, which --instance-name replaces: %w", err)
+		}
+		o.InstanceName = name
+	}
 	hub, err := hubConfig(o)
 	if err != nil {
 		return err

@@ -83,6 +83,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 
 	var groups *catalogue.Catalogue
 	engine := claims.New(claims.Config{
+		Name:    o.InstanceName,
 		Indexes: claims.Indexes{Group: hub.ByDeployment, Failed: hub.FailedByDeployment, Cluster: hub.ByCluster}, Live: hub.LiveClaims(),
 		Client: a.manager.GetClient(), Reader: a.manager.GetAPIReader(), Recorder: a.manager.GetEventRecorder("capi-agent"),
 		Clock: c.Clock, SpareGrace: o.SpareGracePeriod, TombstoneRetention: o.TombstoneRetention,

@@ -107,7 +107,7 @@ func newCourse(t failer, o worldOptions, trouble trouble) *course {
 	c.given = len(c.hub.history)
 	c.chosen = c.fate
 	for e := range c.agents {
-		c.agents[e] = c.newProcess()
+		c.agents[e] = c.newProcess(e)
 		c.feeds = append(c.feeds, &follower{})
 		c.relist(e)
 	}
@@ -189,7 +189,7 @@ func (c *course) do(e int, what func()) {
 }
 
 func (c *course) restarted() *process {
-	p := c.newProcess()
+	p := c.newProcess(0)
 	if c.trusting {
 		p.engine.Reader = p.engine.Client
 	}

@@ -27,6 +27,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"hash/fnv"
 	"slices"
 	"sync"
 	"time"
@@ -67,6 +68,8 @@ func selecting(index, label, value string) client.ListOption {
 
 // Config is what an [Engine] needs.
 type Config struct {
+	// Name tells this agent from the others of the hub, and is the same when it is started again; empty for one that nobody will know again.
+	Name string
 	// Client reads from caches and writes. REQUIRED.
 	Client client.Client
 	// Reader reads from the API server itself, consistently. REQUIRED.
@@ -168,7 +171,7 @@ type Engine struct {
 	started  time.Time
 	// ledgerBudget is how many bytes all entries of one ledger may take; zero means [protocol.LedgerBudget]. Tests lower it.
 	ledgerBudget int
-	// id tells this process from the others that write ledgers.
+	// id tells this agent from the others that write ledgers. Nothing but who goes first depends on its being unique.
 	id      string
 	written ownWrites
 	// deference is how long a node group is left to the agent that wrote its ledger last; see [group.leave]. Tests set it.
@@ -202,11 +205,22 @@ func New(c Config) *Engine {
 		c.Coalesce = time.Second
 	}
 	return &Engine{
-		Config: c, id: rand.String(8), deference: deference, written: newOwnWrites(c.Clock),
+		Config: c, id: idOf(c.Name), deference: deference, written: newOwnWrites(c.Clock),
 		started: c.Clock.Now(), spawn: func(run func()) { go run() }, parallel: parallelWrites, decide: protocol.Decide,
 		groups: map[types.NamespacedName]*group{}, unregistered: map[types.NamespacedName]unregistered{},
 		synced: map[speaker]map[types.UID]bool{}, censuses: map[types.NamespacedName]census{},
 	}
+}
+
+// idOf returns what an agent of this name signs ledgers with. One that was started again has the id that it had: what it left undone, it goes on
+// with at once.
+func idOf(name string) string {
+	if name == "" {
+		return rand.String(8)
+	}
+	sum := fnv.New32a()
+	_, _ = sum.Write([]byte(name))
+	return fmt.Sprintf("%08x", sum.Sum32())
 }
 
 // Create makes the claim durable and returns it. The same id again returns the claim that there is. Errors: [*EndedError],
@@ -329,9 +343,9 @@ func (e *Engine) remember(ctx context.Context, key Key) (*v1alpha1.MachineClaim,
 }
 
 func (e *Engine) newClaim(r Request, cluster *clusterv1.Cluster, nodeGroup string) *v1alpha1.MachineClaim {
-	var patience *metav1.Duration
+	var patience *int32
 	if r.Patience > 0 {
-		patience = &metav1.Duration{Duration: r.Patience}
+		patience = new(int32(r.Patience / time.Second))
 	}
 	return &v1alpha1.MachineClaim{
 		ObjectMeta: metav1.ObjectMeta{
@@ -355,7 +369,7 @@ func (e *Engine) newClaim(r Request, cluster *clusterv1.Cluster, nodeGroup strin
 			NodeGroup:   nodeGroup,
 			Adopt:       r.Adopt,
 
-			MaxNodeProvisionTime: patience,
+			MaxNodeProvisionTimeSeconds: patience,
 		},
 	}
 }

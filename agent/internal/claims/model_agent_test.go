@@ -61,12 +61,13 @@ const (
 	delay       fault = "delayed"    // the agent is told that it failed, and the write is done later
 )
 
-func (w *world) newProcess() *process {
+func (w *world) newProcess(agent int) *process {
 	p := &process{caches: map[kind]objects{}}
 	for _, k := range allKinds {
 		p.caches[k] = w.hub.snapshot(k)
 	}
 	p.engine = New(Config{
+		Name:   fmt.Sprint("agent-", agent),
 		Client: &agentClient{w: w, p: p, cached: true}, Reader: &agentClient{w: w, p: p}, Clock: w.newClock(), Failure: w.failure,
 		SpareGrace: time.Minute, TombstoneRetention: retention, Coalesce: time.Nanosecond,
 		Live: client.MatchingFieldsSelector{Selector: fields.OneTermNotEqualSelector("status.phase", string(v1alpha1.PhaseEnded))},
@@ -89,7 +90,7 @@ func (w *world) asAgent(e int, do func(context.Context, *Engine) error) bool {
 	c := p.call
 	p.call = nil
 	if c.dead {
-		w.agents[e] = w.newProcess()
+		w.agents[e] = w.newProcess(e)
 	} else if err != nil && !c.disturbed && !expected(err) && !w.mayAnswer(err) {
 		w.t.Fatalf("I4: the agent gives up: %v", err)
 	}

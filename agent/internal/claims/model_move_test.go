@@ -52,7 +52,7 @@ func (w *world) move() {
 	w.actAroundAMove(before)
 
 	for e := range w.agents {
-		w.agents[e] = w.newProcess() // the target's
+		w.agents[e] = w.newProcess(e) // the target's
 	}
 	for _, k := range allKinds {
 		w.hub.objects[k] = objects{} // of the source, also what agents made there meanwhile

@@ -186,7 +186,7 @@ func buildWorld(t failer, dice *rapid.T, o worldOptions) *world {
 		owners: map[string]*owner{}, reported: map[string]bool{}, kept: map[string]bool{},
 	}
 	for range 2 {
-		w.agents = append(w.agents, w.newProcess()) // whose caches show nothing yet
+		w.agents = append(w.agents, w.newProcess(len(w.agents))) // whose caches show nothing yet
 	}
 	w.must(w.hub.create(&clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: clusterName}}))
 	for i := range o.groups {

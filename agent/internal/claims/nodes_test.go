@@ -129,10 +129,10 @@ func TestReportsOfNodesAreKeptOnTheClaim(t *testing.T) {
 		{"no Nodes at all after the deadline", nil, late, true, nil, -1, late},
 		{"no Node before the deadline", nil, nodeDeadline - time.Second, true, nil, -1, -1},
 		{"no Node before the claim's own deadline", func(_ *clusterv1.Machine, c *v1alpha1.MachineClaim) {
-			c.Spec.MaxNodeProvisionTime = &metav1.Duration{Duration: late}
+			c.Spec.MaxNodeProvisionTimeSeconds = new(int32(late / time.Second))
 		}, late, true, nil, -1, -1},
 		{"no Node after the claim's own deadline", func(_ *clusterv1.Machine, c *v1alpha1.MachineClaim) {
-			c.Spec.MaxNodeProvisionTime = &metav1.Duration{Duration: time.Minute}
+			c.Spec.MaxNodeProvisionTimeSeconds = new(int32(60))
 		}, 2 * time.Minute, true, nil, -1, 2 * time.Minute},
 		{"no Node in a list that was cut off", nil, late, false, []NodeReport{other}, -1, -1},
 		{"no Node, but Cluster API has seen it", func(m *clusterv1.Machine, _ *v1alpha1.MachineClaim) {

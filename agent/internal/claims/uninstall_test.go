@@ -67,7 +67,7 @@ func TestUninstallLeavesNothingAndTakesNothing(t *testing.T) {
 
 		w.withdrawing = true
 		w.late = nil
-		p := w.newProcess()
+		p := w.newProcess(0)
 		key := types.NamespacedName{Namespace: namespace, Name: group}
 		for round := 0; ; round++ {
 			if round > 100 {
@@ -83,7 +83,7 @@ func TestUninstallLeavesNothingAndTakesNothing(t *testing.T) {
 				break
 			}
 			if p.call.dead {
-				p = w.newProcess()
+				p = w.newProcess(0)
 			}
 			w.controllers(group)
 			w.clock.Step(time.Second)

@@ -89,6 +89,8 @@ type Options struct {
 	HeartbeatInterval time.Duration
 	// WatchBuffer is how many changed objects are kept for a watcher that does not read.
 	WatchBuffer int
+	// InstanceName tells this agent from the others of the hub; empty for the host's name.
+	InstanceName string
 	// ShutdownGracePeriod is how long calls in flight may take to end.
 	ShutdownGracePeriod time.Duration
 	// Limits bound what one caller may ask for at once.
@@ -178,6 +180,9 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 	flags.StringSliceVar(&o.FailureReasons, "failure-reasons", o.FailureReasons,
 		"Further reasons of a Machine's InfrastructureReady condition that mean it will not come, as the infrastructure provider writes them. "+
 			"AWSMachine/InstanceProvisionFailed holds for Machines of that kind of infrastructure only. Any other reason gives nothing up.")
+	flags.StringVar(&o.InstanceName, "instance-name", o.InstanceName,
+		"What tells this agent from the others of the hub, and stays the same when it is started again: it then goes on at once with what it "+
+			"left undone. Empty means the host's name, which in a pod is the pod's.")
 	flags.DurationVar(&o.MachineObjectDeadline, "machine-object-deadline", o.MachineObjectDeadline,
 		"How long a claim waits for its Machine object before it fails. 0 waits for ever.")
 	flags.DurationVar(&o.MachineProviderIDDeadline, "machine-provider-id-deadline", o.MachineProviderIDDeadline,

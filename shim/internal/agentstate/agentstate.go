@@ -4,6 +4,7 @@ package agentstate
 import (
 	"context"
 	"fmt"
+	"math"
 	"sync"
 
 	opmetrics "github.com/awslabs/operatorpkg/metrics"
@@ -36,12 +37,12 @@ func RegisterMirrors(registerer prometheus.Registerer, mirrors map[string]Mirror
 	for name, mirror := range mirrors {
 		err := registerer.Register(prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 			Namespace: metrics.Namespace, Subsystem: "capi_agent", Name: "last_event_timestamp_seconds", ConstLabels: prometheus.Labels{streamLabel: name},
-			Help: "When the stream last carried anything, heartbeats included, in seconds since 1970. 0 when it never has.",
+			Help: "When the stream last carried anything, heartbeats included, in seconds since 1970. NaN when it never has.",
 		}, func() float64 {
 			if at := mirror.State().LastEvent; !at.IsZero() {
 				return float64(at.Unix())
 			}
-			return 0
+			return math.NaN()
 		}))
 		if err != nil {
 			return fmt.Errorf("registering the metrics of mirror %s: %w", name, err)

@@ -22,7 +22,7 @@ func of(nodePool, name string) *karpv1.NodeClaim {
 }
 
 func TestAStaticNodePoolWithoutRoomIsLeftAloneForAWhile(t *testing.T) {
-	const ttl = 200 * time.Millisecond
+	const ttl = 2 * time.Second
 	kube := shimtest.FakeKube(interceptor.Funcs{})
 	for name, replicas := range map[string]*int64{"static": new(int64(3)), "another": new(int64(3)), "dynamic": nil} {
 		require.NoError(t, kube.Create(t.Context(), &karpv1.NodePool{

@@ -112,7 +112,7 @@ type CreateClaimRequest struct {
 	// has shown whose it is.
 	SpokeId string `protobuf:"bytes,8,opt,name=spoke_id,json=spokeId,proto3" json:"spoke_id,omitempty"`
 	// How long the claim waits, once it has a machine, for that machine's provider ID and for its Node, before it is released as late; the
-	// next claim gets the machine then. OPTIONAL: the agent's own deadlines count if it is unset. A node group whose MachineDeployment has
+	// next claim gets the machine then. OPTIONAL: the agent's own deadlines apply if it is unset. A node group whose MachineDeployment has
 	// the annotation `cluster.x-k8s.io/autoscaling-options-maxnodeprovisiontime` goes by that in any case. Ten seconds to a week.
 	MaxNodeProvisionTime *durationpb.Duration `protobuf:"bytes,9,opt,name=max_node_provision_time,json=maxNodeProvisionTime,proto3" json:"max_node_provision_time,omitempty"`
 	unknownFields        protoimpl.UnknownFields

@@ -56,7 +56,7 @@ const (
 	// changed its status. It cannot be set.
 	registrationTimeout = 15 * time.Minute
 	// extendAfter is the age of that condition at which it is rewritten, to make core wait longer.
-	extendAfter = registrationTimeout - 2*time.Minute
+	extendAfter = 5 * time.Minute
 	// tellAfter is how old a NodeClaim is when it is told where its machine is: most have their Node by then.
 	tellAfter = time.Minute
 )
@@ -158,7 +158,7 @@ func (c *Controller) lost(ctx context.Context, nodeClaim *karpv1.NodeClaim, regi
 
 // awaitRegistration handles a NodeClaim that has a claim and no registered Node yet.
 func (c *Controller) awaitRegistration(ctx context.Context, nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Claim) (reconcile.Result, error) {
-	if released(claim) {
+	if released(claim) || claim.GetMachine().GetDeletedAt() != nil {
 		// As far as the mirror knows, which may have missed the news.
 		now, known, err := c.ask(ctx, nodeClaim)
 		switch {
@@ -169,6 +169,9 @@ func (c *Controller) awaitRegistration(ctx context.Context, nodeClaim *karpv1.No
 		case released(now):
 			reason, message := verdict(now)
 			return c.giveUp(ctx, nodeClaim, reason, message)
+		case now.GetMachine().GetDeletedAt() != nil:
+			return c.giveUp(ctx, nodeClaim, "MachineDeleted", fmt.Sprintf(
+				"Another actor deleted Machine %s in the management cluster before its Node was registered.", now.GetMachine().GetName()))
 		}
 		return reconcile.Result{RequeueAfter: look}, nil
 	}
@@ -176,11 +179,16 @@ func (c *Controller) awaitRegistration(ctx context.Context, nodeClaim *karpv1.No
 		return c.wait(ctx, nodeClaim)
 	}
 	c.tell(nodeClaim, claim)
-	comes, err := c.comes(ctx, nodeClaim, claim)
-	if err != nil || !comes {
-		return reconcile.Result{RequeueAfter: look}, err
+	joined, err := c.joinedAt(ctx, nodeClaim, claim)
+	switch {
+	case err != nil:
+		return reconcile.Result{}, err
+	case !joined.IsZero(): // it is core's to register, in the whole of its time
+		return reconcile.Result{RequeueAfter: look}, c.extendRegistration(ctx, nodeClaim, joined)
+	case c.comes(claim):
+		return reconcile.Result{RequeueAfter: look}, c.extendRegistration(ctx, nodeClaim, c.clock.Now().Add(-extendAfter))
 	}
-	return reconcile.Result{RequeueAfter: look}, c.extendRegistration(ctx, nodeClaim)
+	return reconcile.Result{RequeueAfter: look}, nil
 }
 
 // unknown handles a NodeClaim that the agent is certain to have no claim of.
@@ -226,7 +234,8 @@ func (c *Controller) wait(ctx context.Context, nodeClaim *karpv1.NodeClaim) (rec
 	if nodeClaim.StatusConditions().Get(karpv1.ConditionTypeRegistered).IsTrue() {
 		return reconcile.Result{RequeueAfter: look}, nil
 	}
-	if age := c.clock.Since(nodeClaim.CreationTimestamp.Time); age > registrationTimeout {
+	state := c.claims.State()
+	if c.clock.Since(nodeClaim.CreationTimestamp.Time) > registrationTimeout && !state.Connected && c.clock.Since(state.Since) >= look {
 		c.recorder.Publish(events.Event{
 			InvolvedObject: nodeClaim,
 			Type:           corev1.EventTypeWarning,
@@ -237,7 +246,7 @@ func (c *Controller) wait(ctx context.Context, nodeClaim *karpv1.NodeClaim) (rec
 			DedupeTimeout: 10 * time.Minute,
 		})
 	}
-	return reconcile.Result{RequeueAfter: look}, c.extendRegistration(ctx, nodeClaim)
+	return reconcile.Result{RequeueAfter: look}, c.extendRegistration(ctx, nodeClaim, c.clock.Now().Add(-extendAfter))
 }
 
 // hasReadyNode reports whether a Node of the NodeClaim is Ready. Where the cache shows none that is, the API server is asked: after a restore of
@@ -296,27 +305,25 @@ func (c *Controller) giveUp(ctx context.Context, nodeClaim *karpv1.NodeClaim, re
 }
 
 // extendRegistration makes core wait for the Node beyond its own time-out, by giving the condition that it counts from a new
-// date. Core writes the whole list of conditions without a lock, so the old date may come back; the next look finds it.
-func (c *Controller) extendRegistration(ctx context.Context, nodeClaim *karpv1.NodeClaim) error {
-	now := c.clock.Now()
-	if condition := nodeClaim.StatusConditions().Get(
-		karpv1.ConditionTypeRegistered,
-	); condition == nil ||
-		now.Sub(condition.LastTransitionTime.Time) < extendAfter {
+// date, if the one that it has is before the given time. Core writes the whole list of conditions without a lock, so the old date may come back; the
+// next look finds it.
+func (c *Controller) extendRegistration(ctx context.Context, nodeClaim *karpv1.NodeClaim, since time.Time) error {
+	condition := nodeClaim.StatusConditions().Get(karpv1.ConditionTypeRegistered)
+	if condition == nil || !condition.LastTransitionTime.Time.Before(since) {
 		return nil
 	}
 	current := &karpv1.NodeClaim{}
 	if err := c.live.Get(ctx, client.ObjectKeyFromObject(nodeClaim), current); err != nil {
 		return client.IgnoreNotFound(err)
 	}
-	condition := current.StatusConditions().Get(karpv1.ConditionTypeRegistered)
-	if current.UID != nodeClaim.UID || condition.IsTrue() || now.Sub(condition.LastTransitionTime.Time) < extendAfter {
+	condition = current.StatusConditions().Get(karpv1.ConditionTypeRegistered)
+	if current.UID != nodeClaim.UID || condition.IsTrue() || !condition.LastTransitionTime.Time.Before(since) {
 		return nil
 	}
 	stored := current.DeepCopy()
 	current.SetConditions(lo.Map(current.GetConditions(), func(each status.Condition, _ int) status.Condition {
 		if each.Type == karpv1.ConditionTypeRegistered {
-			each.LastTransitionTime = metav1.NewTime(now)
+			each.LastTransitionTime = metav1.NewTime(c.clock.Now())
 		}
 		return each
 	}))

@@ -61,7 +61,7 @@ func (e *env) phaseShows(nodeClaim *karpv1.NodeClaim, phase agentv1alpha1.ClaimP
 func (e *env) node(nodeClaim *karpv1.NodeClaim, providerID string, ready corev1.ConditionStatus) {
 	e.t.Helper()
 	e.Create(&corev1.Node{
-		ObjectMeta: metav1.ObjectMeta{Name: "node-" + nodeClaim.Name},
+		ObjectMeta: metav1.ObjectMeta{Name: "node-" + nodeClaim.Name, CreationTimestamp: metav1.NewTime(e.clock.Now())},
 		Spec:       corev1.NodeSpec{ProviderID: providerID},
 		Status:     corev1.NodeStatus{Conditions: []corev1.NodeCondition{{Type: corev1.NodeReady, Status: ready}}},
 	})
@@ -345,6 +345,7 @@ func TestHowLongAMachineTakesIsTheAgentsMatter(t *testing.T) {
 }
 
 func TestWhatHasJoinedIsCoresToRegister(t *testing.T) {
+	least := 9 * time.Minute // what core had left
 	for name, join := range map[string]func(*env, *karpv1.NodeClaim, *agentv1alpha1.Machine){
 		"as Cluster API sees": func(e *env, nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.Machine) {
 			e.Agent.Join(e.Cluster, machine.GetName(), "node")
@@ -367,7 +368,9 @@ func TestWhatHasJoinedIsCoresToRegister(t *testing.T) {
 			require.NoError(t, e.Kube.Status().Update(e.Context(), nodeClaim))
 			require.False(t, e.wait(nodeClaim, time.Hour))
 			join(e, nodeClaim, machine)
-			assert.True(t, e.wait(nodeClaim, 15*time.Minute))
+			joined := e.clock.Now()
+			assert.True(t, e.wait(nodeClaim, 16*time.Minute))
+			assert.GreaterOrEqual(t, e.clock.Since(joined), least)
 		})
 	}
 }
@@ -395,12 +398,44 @@ func TestANodeClaimThatWaitsInAPausedGroupIsCoresToGiveUp(t *testing.T) {
 	require.True(t, e.wait(nodeClaim, 15*time.Minute))
 }
 
+func TestANodeThatJoinsLateHasAllOfCoresTimeToBeRegistered(t *testing.T) {
+	e := setUp(t, manual())
+	nodeClaim := e.Launched("claim", unregistered)
+	e.Agent.Appear("default/a")
+	e.Provision(nodeClaim, "sim:///1")
+	e.Get(nodeClaim)
+	nodeClaim.Status.ProviderID = "sim:///1"
+	require.NoError(t, e.Kube.Status().Update(e.Context(), nodeClaim))
+	require.False(t, e.wait(nodeClaim, time.Hour))
+	e.clock.Step(3 * time.Minute)
+	e.node(nodeClaim, "sim:///1", corev1.ConditionTrue)
+	e.reconcile(nodeClaim)
+	assert.WithinDuration(t, e.clock.Now().Add(15*time.Minute), e.cores(nodeClaim), time.Second)
+}
+
+// Nothing comes of it any more, however long its deletion takes.
+func TestAMachineThatAnotherActorDeletesCostsItsNodeClaimAtOnce(t *testing.T) {
+	e := setUp(t, manual())
+	nodeClaim := e.Launched("claim", unregistered)
+	e.Agent.Appear("default/a")
+	e.phaseShows(nodeClaim, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND)
+	machine := e.Agent.Claim(e.Cluster, string(nodeClaim.UID)).GetMachine()
+	e.Agent.HoldDeletion(e.Cluster, machine.GetName(), "WaitingForInfrastructureDeletion", "")
+	e.Eventually(func() bool {
+		claim, _ := e.Claims.Get(string(nodeClaim.UID))
+		return claim.GetMachine().GetDeletedAt() != nil
+	}, "the mirror shows it")
+	e.reconcile(nodeClaim)
+	assert.False(t, e.Exists(nodeClaim))
+	assert.Equal(t, []string{"MachineDeleted"}, e.Recorder.Reasons())
+}
+
 func TestASlowMachineIsGivenMoreTimeByCoreToo(t *testing.T) {
 	e := setUp(t, manual())
 	nodeClaim := e.Launched("claim", unregistered)
 	before := e.cores(nodeClaim)
 	e.reconcile(nodeClaim)
-	e.clock.Step(12 * time.Minute)
+	e.clock.Step(4 * time.Minute)
 	e.Agent.Appear("default/a")
 	e.phaseShows(nodeClaim, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND)
 	e.reconcile(nodeClaim)

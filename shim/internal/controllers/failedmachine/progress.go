@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"strings"
+	"time"
 
 	"github.com/samber/lo"
 	corev1 "k8s.io/api/core/v1"
@@ -38,23 +39,42 @@ func stepOf(claim *agentv1alpha1.Claim) step {
 	return claimed
 }
 
-// comes reports whether a Node may still come, so that core has to wait for it: the agent alone says how long. What has joined, as Cluster API or
-// this cluster shows, is core's to register. So is how long a NodeClaim waits for a machine that a paused node group does not make:
-// others might.
-func (c *Controller) comes(ctx context.Context, nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Claim) (bool, error) {
-	switch stepOf(claim) {
-	case joined:
-		return false, nil
-	case claimed:
-		group, known := c.groups.Get(claim.GetNodeGroupId())
-		return !known || group.GetAvailability().GetReason() != agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED, nil
-	case bound:
-		return true, nil
-	case provisioned:
+// comes reports whether a Node may still come, so that core has to wait for it: the agent alone says how long. How long a NodeClaim waits while
+// its node group is paused, or while the agent cannot be sure that there is no Node, which this cluster can, is core's to say: others may have room.
+func (c *Controller) comes(claim *agentv1alpha1.Claim) bool {
+	if claim.GetReason() == nodeNotSeen {
+		return false
+	}
+	group, known := c.groups.Get(claim.GetNodeGroupId())
+	return !known || group.GetAvailability().GetReason() != agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED
+}
+
+// nodeNotSeen is the reason of a claim whose deadline is over and which the agent keeps, as the Node of its machine may exist.
+const nodeNotSeen = "NodeNotSeen"
+
+// joinedAt returns since when the machine's Node has been there, as Cluster API or this cluster shows; zero if it is not.
+func (c *Controller) joinedAt(ctx context.Context, nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Claim) (time.Time, error) {
+	var at time.Time
+	for _, event := range claim.GetHistory() {
+		if event.GetReason() == nodeJoined {
+			at = event.GetTime().AsTime()
+		}
+	}
+	if stepOf(claim) == joined && at.IsZero() {
+		at = claim.GetMachine().GetCreatedAt().AsTime()
+	}
+	if !at.IsZero() || stepOf(claim) != provisioned {
+		return at, nil
 	}
 	nodes, err := nodeclaimutils.AllNodesForNodeClaim(ctx, c.kube, nodeClaim)
-	return len(nodes) == 0, err
+	for _, node := range nodes {
+		at = node.CreationTimestamp.Time
+	}
+	return at, err
 }
+
+// nodeJoined is the reason of the entry in a claim's history that its Node has joined.
+const nodeJoined = "NodeJoined"
 
 func (c *Controller) forget(uid types.UID) {
 	c.mu.Lock()

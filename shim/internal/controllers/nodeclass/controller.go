@@ -7,6 +7,7 @@
 package nodeclass
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -131,7 +132,7 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClass *v1alpha1.ClusterA
 	if !turned(stored, nodeClass) {
 		wait, err := c.tooSoon(ctx, nodeClass)
 		if err != nil || wait > 0 {
-			return reconcile.Result{RequeueAfter: wait}, err
+			return reconcile.Result{RequeueAfter: min(wait, cmp.Or(again.RequeueAfter, wait))}, err
 		}
 	}
 	if err := c.kube.Status().Patch(ctx, nodeClass, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{})); err != nil {

@@ -81,7 +81,7 @@ func (c *Controller) offered(ctx context.Context) (uint64, error) {
 		}
 		lines := lo.FlatMap(types, func(t *cloudprovider.InstanceType, _ int) []string {
 			return lo.Map(t.Offerings, func(o *cloudprovider.Offering, _ int) string {
-				return nodePool.Name + "\x00" + t.Name + "\x00" + o.Requirements.String() + "\n"
+				return nodePool.Name + "\x00" + t.Name + "\x00" + t.Requirements.String() + "\x00" + o.Requirements.String() + "\n"
 			})
 		})
 		slices.Sort(lines)
@@ -98,6 +98,7 @@ func (c *Controller) Register(_ context.Context, m manager.Manager) error {
 		Named(name).
 		WatchesRawSource(source.Func(func(ctx context.Context, queue workqueue.TypedRateLimitingInterface[reconcile.Request]) error {
 			changes := c.catalogue.Changes()
+			queue.Add(reconcile.Request{}) // for a snapshot that was made before
 			go func() {
 				for {
 					select {
