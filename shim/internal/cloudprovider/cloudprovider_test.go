@@ -323,6 +323,25 @@ func TestListShowsWhatIsBeingReleased(t *testing.T) {
 	}
 }
 
+// Core removes a NodeClaim that is shown so once its Node is not Ready: see its garbage collection.
+func TestListShowsAMachineWhoseInfrastructureIsGoneAsOnItsWayOut(t *testing.T) {
+	w := shimtest.New(t, oneGroup())
+	nodeClaim := w.Launched("claim")
+	machine := w.Provision(nodeClaim, "sim:///1")
+	goes := func() bool {
+		t.Helper()
+		listed, err := w.CloudProvider.List(w.Context())
+		require.NoError(t, err)
+		require.Len(t, listed, 2)
+		return !listed[1].DeletionTimestamp.IsZero()
+	}
+	assert.False(t, goes())
+	for reason, gone := range map[string]bool{"NotReady": false, "ObjectDoesNotExist": false, "ObjectDeleted": true} {
+		w.Agent.FailMachine(w.Cluster, machine.GetName(), reason, "the SimMachine is not there")
+		assert.Equal(t, gone, goes(), "%s: an object that was never seen may be about to be restored", reason)
+	}
+}
+
 func TestListLeavesOtherHoldersAlone(t *testing.T) {
 	w := shimtest.New(t, oneGroup())
 	_, err := w.Agent.Client().Claims.CreateClaim(t.Context(), &agentv1alpha1.CreateClaimRequest{

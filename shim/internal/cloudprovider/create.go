@@ -221,6 +221,10 @@ func (c *CloudProvider) launched(claim *agentv1alpha1.Claim, group *instancetype
 	}
 }
 
+// infrastructureDeleted is Cluster API's reason (MachineInfrastructureDeletedReason) that a Machine's infrastructure object was there and is gone:
+// nobody makes it again. Core removes the NodeClaim of a machine that is gone once its Node is not Ready any more.
+const infrastructureDeleted = "ObjectDeleted"
+
 // nodeClaimOf describes a claim's machine to core, under one of its provider IDs.
 func (c *CloudProvider) nodeClaimOf(claim *agentv1alpha1.Claim, providerID string) *karpv1.NodeClaim {
 	nodeClaim := &karpv1.NodeClaim{
@@ -240,6 +244,8 @@ func (c *CloudProvider) nodeClaimOf(claim *agentv1alpha1.Claim, providerID strin
 		nodeClaim.DeletionTimestamp = &metav1.Time{Time: claim.GetReleasedAt().AsTime()}
 	case claim.GetMachine().GetDeletedAt() != nil:
 		nodeClaim.DeletionTimestamp = &metav1.Time{Time: claim.GetMachine().GetDeletedAt().AsTime()}
+	case claim.GetMachine().GetInfrastructureReason() == infrastructureDeleted:
+		nodeClaim.DeletionTimestamp = &metav1.Time{Time: c.Clock.Now()}
 	}
 	if snapshot := c.Catalogue.Snapshot(); snapshot != nil {
 		if group, ok := snapshot.Group(claim.GetNodeGroupId()); ok {
