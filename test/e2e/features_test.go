@@ -3,6 +3,7 @@ package e2e_test
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"strings"
 	"testing"
@@ -83,10 +84,9 @@ func static(nodes int64) func(*unstructured.Unstructured) {
 	return of("NodePool", func(o *unstructured.Unstructured) { set(o, nodes, "spec", "replicas") })
 }
 
-func sizePool(t *testing.T, name string, nodes int) {
-	t.Helper()
+func sizePool(ctx context.Context, name string, nodes int) error {
 	pool := &karpenterv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: name}}
-	NewWithT(t).Expect(w.Spoke.Patch(within(t, soon), pool, mergePatch(fmt.Sprintf(`{"spec":{"replicas":%d}}`, nodes)))).To(Succeed())
+	return w.Spoke.Patch(ctx, pool, mergePatch(fmt.Sprintf(`{"spec":{"replicas":%d}}`, nodes)))
 }
 
 // initialized returns a condition: a NodePool has so many Nodes that take pods, and no others.
@@ -113,19 +113,24 @@ func TestAStaticNodePoolHasItsNodesAndOneWithoutRoomStallsNobody(t *testing.T) {
 	copies(t, w.Hub, manifests.CrowdHub, "static", annotated(clusterv1.AutoscalerMaxSizeAnnotation, "3"))
 	copies(t, w.Spoke, manifests.CrowdSpoke, "static", static(2))
 	t.Cleanup(func() {
-		if err := w.Recorder.Await(within(t, 2*time.Minute), initialized("static", 0)); err != nil {
+		ctx, cancel := context.WithTimeout(context.Background(), 4*time.Minute)
+		defer cancel()
+		if err := errors.Join(sizePool(ctx, "static", 0), w.Recorder.Await(ctx, initialized("static", 0))); err != nil {
 			t.Error(err)
 		}
 	})
-	t.Cleanup(func() { sizePool(t, "static", 0) })
+	size := func(nodes int) {
+		t.Helper()
+		g.Expect(sizePool(within(t, soon), "static", nodes)).To(Succeed())
+	}
 	await(t, 2*time.Minute, initialized("static", 2))
-	sizePool(t, "static", 3)
+	size(3)
 	await(t, 2*time.Minute, initialized("static", 3))
-	sizePool(t, "static", 1)
+	size(1)
 	await(t, 2*time.Minute, initialized("static", 1))
 	g.Expect(made("static")).To(Equal(3))
 
-	sizePool(t, "static", 6) // of which there is room for three
+	size(6) // of which there is room for three
 	await(t, 2*time.Minute, initialized("static", 3))
 	before, began := made("static"), time.Now()
 	scale(t, "crowd", 3)
@@ -276,7 +281,9 @@ func TestACapacityBufferKeepsNodesReady(t *testing.T) {
 	}}
 	g.Expect(manifests.ApplyObjects(t.Context(), w.Spoke, buffer)).To(Succeed())
 	t.Cleanup(func() {
-		if err := manifests.DeleteObjects(within(t, soon), w.Spoke, buffer); err != nil {
+		ctx, cancel := context.WithTimeout(context.Background(), soon)
+		defer cancel()
+		if err := manifests.DeleteObjects(ctx, w.Spoke, buffer); err != nil {
 			t.Error(err)
 		}
 	})
