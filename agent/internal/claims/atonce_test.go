@@ -451,6 +451,32 @@ func TestAGroupIsLeftToTheAgentThatWorksOnIt(t *testing.T) {
 	assert.Equal(t, deference, reconcile(first).RequeueAfter)
 }
 
+// An agent that only looks on sees one spare go to a claim, by another agent's doing, and a next one come.
+func TestASpareHasAGracePeriodOfItsOwn(t *testing.T) {
+	clock := testclock.NewFakeClock(time.Now())
+	l := restingLedger(0)
+	l.LastReplicas, l.Spare = 1, 1
+	first := engineWith(t, groupOf("small", 1, map[string]string{v1alpha1.LedgerAnnotation: l.Encode()}), machineOf("m"))
+	first.Clock, first.spawn = clock, func(run func()) { run() }
+	second := New(first.Config)
+	second.Clock, second.spawn, second.deference = clock, func(func()) {}, time.Hour
+	since := func() time.Time {
+		_, err := second.Reconcile(t.Context(), ctrl.Request{NamespacedName: smallKey})
+		require.NoError(t, err)
+		return second.group(namespace, "small").spareSince
+	}
+	assert.Equal(t, clock.Now(), since())
+	_, err := first.Create(t.Context(), requestOf("a"))
+	require.NoError(t, err)
+	assert.Zero(t, since(), "a claim has it")
+	clock.Step(50 * time.Second)
+	_, err = first.Release(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "a"}, ReleaseOptions{})
+	require.NoError(t, err)
+	_, err = first.Reconcile(t.Context(), ctrl.Request{NamespacedName: smallKey})
+	require.NoError(t, err)
+	assert.Equal(t, clock.Now(), since(), "it is a spare again, from now on")
+}
+
 // A release is refused by what it was made from being old, and then made from the present claim.
 func TestAReleaseIsMadeOfThePresentClaim(t *testing.T) {
 	e := engineWith(t, groupOf("small", 1, nil), movingClaim("a", v1alpha1.PhasePending, "", nil), machineOf("m"))

@@ -620,8 +620,18 @@ var mutants = []mutant{
 		{"if why = s.late(d, since, given, what); why == \"\" {", "{"},
 		{">= Patience*deadline {", "< 0 {"},
 	}},
-	{name: "a spare has the grace period of the one before it", test: "TestALateMachineComesInTheEnd", edits: []edit{
+	{name: "a spare has the grace period of the one before it", test: "TestASpareHasAGracePeriodOfItsOwn", edits: []edit{
 		{"if d.Spare || s.Seq() > g.spareSeq && !g.engine.written.has(s.Deployment) {", "if d.Spare {"},
+	}},
+	{name: "a claim in a hurry makes machines fail", test: "TestWhatTheNodeGroupSaysOfDeadlinesCountsBeforeTheClaimAndThatBeforeTheOptions", edits: []edit{
+		{"	since, given := latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions)), s.failsAfter(option)\n",
+			"	since, given := latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions)), Patience*lateAfter(s.Group.MaxNodeProvisionTime, c, option)\n"},
+	}},
+	{name: "a machine is not kept for the most patient claim", test: "TestAMachineIsKeptForTheMostPatientClaim", edits: []edit{
+		{"	return Patience * max(option, s.longest)\n", "	return Patience * option\n"},
+	}},
+	{name: "a claim's own time counts before its node group's", test: "TestWhatTheNodeGroupSaysOfDeadlinesCountsBeforeTheClaimAndThatBeforeTheOptions", edits: []edit{
+		{"	return cmp.Or(ofGroup, c.MaxNodeProvisionTime(), option)\n", "	return cmp.Or(c.MaxNodeProvisionTime(), ofGroup, option)\n"},
 	}},
 	{name: "a claim that is restored forgets why it failed", test: "TestARestoredClaimThatFailedKeepsItsReason", edits: []edit{
 		{"	if c.Status.FailedAt == nil { // why it failed matters more\n", "	{\n"},
