@@ -85,8 +85,7 @@ func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
 
 	vetoed, repaired := machines[0], machines[1]
 	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: vetoed.Status.NodeRef.Name}}
-	g.Expect(w.Spoke.Patch(t.Context(), node, mergePatch(fmt.Sprintf(`{"metadata":{"annotations":{%q:"true"}}}`, karpenterv1.DoNotRepairAnnotationKey)))).
-		To(Succeed())
+	g.Expect(w.Spoke.Patch(t.Context(), node, forbidding(karpenterv1.DoNotRepairAnnotationKey))).To(Succeed())
 	sicken(t, &vetoed, corev1.ConditionFalse)
 	poll(t, 2*time.Minute, func(ctx context.Context) (string, error) {
 		var all corev1.EventList
@@ -114,11 +113,9 @@ func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
 	// From here on the MachineHealthCheck has all Machines, and is faster.
 	g.Expect(w.Hub.Patch(t.Context(), check, mergePatch(`{"spec":{"selector":{"matchExpressions":null}}}`))).To(Succeed())
 	kept, remediated := machines[2], machines[3]
-	g.Expect(w.Hub.Patch(t.Context(), &kept, mergePatch(fmt.Sprintf(`{"metadata":{"annotations":{%q:""}}}`, clusterv1.MachineSkipRemediationAnnotation)))).
-		To(Succeed())
+	g.Expect(w.Hub.Patch(t.Context(), &kept, forbidding(clusterv1.MachineSkipRemediationAnnotation))).To(Succeed())
 	node = &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: kept.Status.NodeRef.Name}}
-	g.Expect(w.Spoke.Patch(t.Context(), node, mergePatch(fmt.Sprintf(`{"metadata":{"annotations":{%q:"true"}}}`, karpenterv1.DoNotRepairAnnotationKey)))).
-		To(Succeed())
+	g.Expect(w.Spoke.Patch(t.Context(), node, forbidding(karpenterv1.DoNotRepairAnnotationKey))).To(Succeed())
 	sicken(t, &kept, corev1.ConditionFalse)
 	sicken(t, &remediated, corev1.ConditionFalse)
 	began = time.Now()
@@ -127,6 +124,11 @@ func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
 	g.Expect(made("crowd")).To(Equal(before + 2))
 	g.Expect(disrupted()).To(ConsistOf("Unhealthy"), "this one was not Karpenter's doing")
 	g.Expect(uidsOf(listCrowd(t))).To(ContainElements(kept.UID, vetoed.UID))
+}
+
+// forbidding sets an annotation that forbids something.
+func forbidding(key string) client.Patch {
+	return mergePatch(fmt.Sprintf(`{"metadata":{"annotations":{%q:"true"}}}`, key))
 }
 
 func uidsOf(machines []clusterv1.Machine) []types.UID {

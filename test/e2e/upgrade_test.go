@@ -60,7 +60,8 @@ func TestWorkersAreUpgraded(t *testing.T) {
 
 			fewest := watchFewest(t)
 			began := time.Now()
-			g.Expect(w.Hub.Patch(t.Context(), deployment, mergePatch(fmt.Sprintf(`{"spec":{"template":{"spec":{"version":%q}}}}`, versionAfter)))).To(Succeed())
+			upgrade := mergePatch(fmt.Sprintf(`{"spec":{"template":{"spec":{"version":%q}}}}`, versionAfter))
+			g.Expect(w.Hub.Patch(t.Context(), deployment, upgrade)).To(Succeed())
 			poll(t, upgradeWithin, func(context.Context) (string, error) {
 				return lo.Ternary(versions(t)[versionAfter] > 0, "", "a first Machine of the new version"), nil
 			})

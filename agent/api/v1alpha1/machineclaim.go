@@ -39,7 +39,7 @@ type MachineClaim struct {
 }
 
 // MachineClaimSpec is what was asked for.
-// +kubebuilder:validation:XValidation:rule="has(self.maxNodeProvisionTimeSeconds) == has(oldSelf.maxNodeProvisionTimeSeconds)",message="maxNodeProvisionTimeSeconds is immutable"
+// +kubebuilder:validation:XValidation:rule="has(self.maxNodeProvisionTimeSeconds) == has(oldSelf.maxNodeProvisionTimeSeconds)"
 type MachineClaimSpec struct {
 	// clusterName names the Cluster, in the MachineClaim's namespace. Immutable.
 	// +required

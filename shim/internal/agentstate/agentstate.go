@@ -19,12 +19,10 @@ import (
 
 const streamLabel = "stream"
 
-var (
-	connected = opmetrics.NewPrometheusGauge(crmetrics.Registry, prometheus.GaugeOpts{
-		Namespace: metrics.Namespace, Subsystem: "capi_agent", Name: "connected",
-		Help: "Whether the stream follows the agent: 1, or 0 while the last known view is used.",
-	}, []opmetrics.Label{{Name: streamLabel, Help: "What is streamed."}}, opmetrics.Alpha)
-)
+var connected = opmetrics.NewPrometheusGauge(crmetrics.Registry, prometheus.GaugeOpts{
+	Namespace: metrics.Namespace, Subsystem: "capi_agent", Name: "connected",
+	Help: "Whether the stream follows the agent: 1, or 0 while the last known view is used.",
+}, []opmetrics.Label{{Name: streamLabel, Help: "What is streamed."}}, opmetrics.Alpha)
 
 // Mirror is a mirror of something of the agent's.
 type Mirror interface {

@@ -3,6 +3,7 @@ package catalogue
 import (
 	"fmt"
 	"math/rand/v2"
+	"strconv"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -28,8 +29,8 @@ func TestMemoriesAreThoseOfAllNodeClaims(t *testing.T) {
 	}
 	for range 5000 {
 		before := listed()
-		name := fmt.Sprint(random.IntN(20))
-		changed := false
+		name := strconv.Itoa(random.IntN(20))
+		var changed bool
 		if random.IntN(4) == 0 {
 			delete(nodeClaims, name)
 			changed = kept.forget(name)
@@ -37,7 +38,7 @@ func TestMemoriesAreThoseOfAllNodeClaims(t *testing.T) {
 			nodeClaim := &karpv1.NodeClaim{ObjectMeta: metav1.ObjectMeta{
 				Name:        name,
 				Annotations: map[string]string{v1alpha1.NodeGroupAnnotation: fmt.Sprint("fleet/", random.IntN(3))},
-				Labels:      map[string]string{karpv1.CapacityTypeLabelKey: "spot", corev1.LabelTopologyZone: fmt.Sprint(random.IntN(2))},
+				Labels:      map[string]string{karpv1.CapacityTypeLabelKey: "spot", corev1.LabelTopologyZone: strconv.Itoa(random.IntN(2))},
 			}}
 			nodeClaim.Spec.NodeClassRef = &karpv1.NodeClassReference{Group: v1alpha1.Group, Name: "default"}
 			if random.IntN(5) > 0 { // else it has no machine yet

@@ -219,8 +219,9 @@ func (s *Snapshot) problems(groups []*instancetype.Group, unusable []*agentv1alp
 	for _, g := range groups {
 		describe(g.Source)
 		if s.untainted.Has(g.ID) {
-			problems = append(problems, fmt.Sprintf("%s: its Nodes join without the taint %s:%s, so that pods may run on them before Karpenter has set "+
-				"their labels and taints: have its bootstrap template register Nodes with it, unless the group also has machines of your own", g.ID, karpv1.UnregisteredTaintKey, corev1.TaintEffectNoExecute))
+			problems = append(problems, fmt.Sprintf("%s: its Nodes join without the taint %s:%s, so that pods may run on them before Karpenter has "+
+				"set their labels and taints: have its bootstrap template register Nodes with it, unless the group also has machines of your own",
+				g.ID, karpv1.UnregisteredTaintKey, corev1.TaintEffectNoExecute))
 		}
 	}
 	for _, source := range unusable {

@@ -624,8 +624,10 @@ var mutants = []mutant{
 		{"if d.Spare || s.Seq() > g.spareSeq && !g.engine.written.has(s.Deployment) {", "if d.Spare {"},
 	}},
 	{name: "a claim in a hurry makes machines fail", test: "TestWhatTheNodeGroupSaysOfDeadlinesCountsBeforeTheClaimAndThatBeforeTheOptions", edits: []edit{
-		{"	since, given := latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions)), s.failsAfter(option)\n",
-			"	since, given := latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions)), Patience*lateAfter(s.Group.MaxNodeProvisionTime, c, option)\n"},
+		{
+			"	since, given := latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions)), s.failsAfter(option)\n",
+			"	since, given := latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions)), Patience*lateAfter(s.Group.MaxNodeProvisionTime, c, option)\n",
+		},
 	}},
 	{name: "a machine is not kept for the most patient claim", test: "TestAMachineIsKeptForTheMostPatientClaim", edits: []edit{
 		{"	return Patience * max(option, s.longest)\n", "	return Patience * option\n"},

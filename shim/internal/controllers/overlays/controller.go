@@ -33,7 +33,7 @@ type Catalogue interface {
 
 // Core is core's own controller, which applies the overlays.
 type Core interface {
-	Reconcile(context.Context, reconcile.Request) (reconcile.Result, error)
+	Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error)
 }
 
 // Controller is the controller.
