@@ -39,7 +39,6 @@ type MachineClaim struct {
 }
 
 // MachineClaimSpec is what was asked for.
-// +kubebuilder:validation:XValidation:rule="has(self.maxNodeProvisionTimeSeconds) == has(oldSelf.maxNodeProvisionTimeSeconds)"
 type MachineClaimSpec struct {
 	// clusterName names the Cluster, in the MachineClaim's namespace. Immutable.
 	// +required
