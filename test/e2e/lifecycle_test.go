@@ -144,7 +144,7 @@ func deeds() []deed {
 			return eachOf(ctx, l.Hub.Delete, l.machines())
 		}},
 		{name: "a person deletes the MachineClaim", at: always, do: func(l *life, ctx context.Context) error {
-			return eachOf(ctx, l.Hub.Delete, l.claims())
+			return eachOf(ctx, l.Hub.Delete, lo.Filter(l.claims(), func(c agentv1.MachineClaim, _ int) bool { return lo.Contains(l.found, c.Spec.ClaimID) }))
 		}},
 		{name: "a person releases the claim", replaces: true, at: func(s stage) bool { return !s.leaving }, do: func(l *life, ctx context.Context) error {
 			for _, c := range l.found {
@@ -195,7 +195,7 @@ type life struct {
 	deed       deed
 	agent      *agentclient.Client
 	hub, spoke client.Reader // caches
-	// found are the ids of the claims at the stage, which are the UIDs of their NodeClaims.
+	// found are the UIDs of the NodeClaims at the stage, which are the ids of their claims.
 	found []string
 	took  time.Duration
 	made  int
@@ -319,7 +319,9 @@ func (l *life) live(ctx context.Context) error {
 			if err := l.stage.reach(l, ctx); err != nil {
 				return err
 			}
-			l.found = lo.Map(l.claims(), func(c agentv1.MachineClaim, _ int) string { return c.Spec.ClaimID })
+			l.found = lo.FilterMap(l.nodeClaims(), func(n karpenterv1.NodeClaim, _ int) (string, bool) {
+				return string(n.UID), !l.stage.leaving || !n.DeletionTimestamp.IsZero() // the pod's next one may be there already
+			})
 			return nil
 		}},
 		{"doing it", stageWithin, func(ctx context.Context) error {

@@ -122,7 +122,6 @@ func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
 	awaitReplaced(t, &remediated, pods)
 	figure("the MachineHealthCheck's took %.0f s", time.Since(began).Seconds())
 	g.Expect(made("crowd")).To(Equal(before + 2))
-	g.Expect(disrupted()).To(ConsistOf("Unhealthy"), "this one was not Karpenter's doing")
 	g.Expect(uidsOf(listCrowd(t))).To(ContainElements(kept.UID, vetoed.UID))
 }
 

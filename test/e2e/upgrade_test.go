@@ -72,8 +72,7 @@ func TestWorkersAreUpgraded(t *testing.T) {
 				return lo.Ternary(done, "", fmt.Sprintf("%d Machines of %s: there are %v", pods+more, versionAfter, have)), nil
 			})
 			await(t, 2*time.Minute, running(pods+more))
-			await(t, 2*time.Minute, everyMachineRuns)
-			g.Expect(crowdReplicas(t)).To(BeEquivalentTo(pods+more), "nothing is left over")
+			await(t, 2*time.Minute, crowdRuns(pods+more)) // what a rollout made in advance is a spare for a while
 			made := w.Recorder.State().Journeys[known:]
 			figure("%d of %d nodes replaced in %.0f s, %d NodeClaims made, at least %d Nodes ready meanwhile", pods, pods+more,
 				time.Since(began).Seconds(), len(made), fewest())
@@ -150,7 +149,7 @@ func TestClaimsWaitWhileTheControlPlaneIsUpgraded(t *testing.T) {
 		waiting := lo.FilterMap(claims.Items, func(c agentv1.MachineClaim, _ int) (string, bool) {
 			return c.Status.Message, c.CurrentPhase() == agentv1.PhasePending
 		})
-		told := lo.CountBy(waiting, func(message string) bool { return strings.Contains(message, "control plane") })
+		told := lo.CountBy(waiting, func(message string) bool { return strings.Contains(message, "is upgrading") })
 		return lo.Ternary(told == 3, "", fmt.Sprintf("3 claims to say that Cluster API waits for the control plane: %q", waiting)), err
 	})
 	g.Expect(listCrowd(t)).To(BeEmpty())

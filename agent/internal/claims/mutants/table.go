@@ -614,11 +614,11 @@ var mutants = []mutant{
 		{"at != nil && at.After(m.CreationTimestamp.Time)", "at != nil && at.Before(&m.CreationTimestamp)"},
 	}},
 	{name: "a late Machine is nobody's next", test: "TestALateMachineIsTheNextClaimsUntilItHasTakenSeveralDeadlines", edits: []edit{
-		{"deadline > 0 && s.Now.Sub(latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions))) >= Patience*deadline", "deadline > 0 && s.Now.Sub(m.CreationTimestamp.Time) >= deadline"},
+		{"given > 0 && s.Now.Sub(latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions))) >= given", "given > 0 && s.Now.Sub(m.CreationTimestamp.Time) >= given/Patience"},
 	}},
 	{name: "a Machine that never comes is always late", test: "TestAMachineThatNeverComesIsGivenUpInTheEnd", edits: []edit{
 		{"if why = s.late(d, since, given, what); why == \"\" {", "{"},
-		{">= Patience*deadline {", "< 0 {"},
+		{">= given {", "< 0 {"},
 	}},
 	{name: "a spare has the grace period of the one before it", test: "TestASpareHasAGracePeriodOfItsOwn", edits: []edit{
 		{"if d.Spare || s.Seq() > g.spareSeq && !g.engine.written.has(s.Deployment) {", "if d.Spare {"},
