@@ -748,7 +748,7 @@ var mutants = []mutant{
 		{" && s.mayDelete(m) && !s.Group.Has(eligibility.Paused):", " && s.mayDelete(m):"},
 	}},
 	{name: "the time of a pause makes a Machine hopeless", test: "TestTheTimeOfAPauseMakesNoMachineHopeless", edits: []edit{
-		{"s.Now.Sub(latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions))) >= Patience*deadline", "s.Now.Sub(m.CreationTimestamp.Time) >= Patience*deadline"},
+		{"s.Now.Sub(latest(m.CreationTimestamp.Time, unpausedAt(m.Status.Conditions))) >= given", "s.Now.Sub(m.CreationTimestamp.Time) >= given"},
 	}},
 	{name: "the time of a pause counts", test: "TestTheTimeOfAPauseDoesNotCount", edits: []edit{
 		{"latest(boundAt(c, m), unpausedAt(m.Status.Conditions))", "latest(boundAt(c, m), boundAt(c, m))"},
