@@ -375,7 +375,7 @@ func TestWhatHasJoinedIsCoresToRegister(t *testing.T) {
 	}
 }
 
-// Others may have room: nobody knows how long a pause takes.
+// Other node groups may have room, and nobody knows how long a pause lasts.
 func TestANodeClaimThatWaitsInAPausedGroupIsCoresToGiveUp(t *testing.T) {
 	e := setUp(t, manual())
 	pause := func(paused bool) {

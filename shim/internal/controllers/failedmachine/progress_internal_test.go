@@ -9,6 +9,34 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
+type groups map[string]*agentv1alpha1.NodeGroup
+
+func (g groups) Get(id string) (*agentv1alpha1.NodeGroup, bool) {
+	group, known := g[id]
+	return group, known
+}
+
+func TestCoreWaitsNoLongerThanItsOwnTimeWhereTheAgentWouldForEver(t *testing.T) {
+	c := &Controller{groups: groups{
+		"fleet/open":   {Availability: &agentv1alpha1.Availability{Available: true}},
+		"fleet/full":   {Availability: &agentv1alpha1.Availability{Reason: agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE}},
+		"fleet/paused": {Availability: &agentv1alpha1.Availability{Reason: agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED}},
+	}}
+	for _, test := range []struct {
+		group, reason string
+		comes         bool
+	}{
+		{"fleet/open", "WaitingForMachine", true},
+		{"fleet/full", "WaitingForMachine", true},
+		{"fleet/unknown", "WaitingForMachine", true},
+		{"fleet/paused", "WaitingForMachine", false},
+		{"fleet/paused", "Bound", false},
+		{"fleet/open", "NodeNotSeen", false},
+	} {
+		assert.Equal(t, test.comes, c.comes(&agentv1alpha1.Claim{NodeGroupId: test.group, Reason: test.reason}), "%s %s", test.group, test.reason)
+	}
+}
+
 func TestTheVerdictNamesWhereAndWhy(t *testing.T) {
 	now := timestamppb.Now()
 	for name, c := range map[string]struct {

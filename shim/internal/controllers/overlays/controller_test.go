@@ -82,6 +82,16 @@ func TestOverlaysAreAppliedToANodeGroupThatIsNew(t *testing.T) {
 	}, "the node group is full")
 	reconciled()
 	assert.Equal(t, calls, core.calls, "what is offered is the same, whether there is room or not")
+
+	for _, id := range []string{"default/a", "default/b"} {
+		w.Agent.UpdateNodeGroup(id, func(g *agentv1alpha1.NodeGroup) { g.NodeLabels = map[string]string{"rack": "r1"} })
+	}
+	w.Eventually(func() bool {
+		types, err := w.CloudProvider.GetInstanceTypes(w.Context(), nodePool)
+		return err == nil && types[0].Requirements.Has("rack")
+	}, "a label that all Nodes of the instance type have")
+	reconciled()
+	assert.Equal(t, calls+1, core.calls, "an overlay may select it")
 }
 
 type counted struct {
