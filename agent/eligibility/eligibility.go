@@ -182,15 +182,18 @@ func Of(md *clusterv1.MachineDeployment, cluster *clusterv1.Cluster) Group {
 	return g
 }
 
+// What a MachineDeployment may say of how long claims wait; a claim itself may ask for no more and no less either.
+const shortestProvisioning, longestProvisioning = 10 * time.Second, 7 * 24 * time.Hour
+
 // MaxNodeProvisionTime returns how long claims wait for a Machine's provider ID and Node; zero where the MachineDeployment does not say. A
-// value that cannot be read keeps no claim from being made: what would count without it does.
+// value that cannot be used is ignored, apart from the problem: claims are still made.
 func MaxNodeProvisionTime(md *clusterv1.MachineDeployment) (time.Duration, *Problem) {
 	text, present := md.Annotations[v1alpha1.MaxNodeProvisionTimeAnnotation]
 	if !present {
 		return 0, nil
 	}
 	d, err := time.ParseDuration(text)
-	if err != nil || d < v1alpha1.MinMaxNodeProvisionTime || d > v1alpha1.MaxMaxNodeProvisionTime {
+	if err != nil || d < shortestProvisioning || d > longestProvisioning {
 		return 0, &Problem{
 			Field: annotationField(v1alpha1.MaxNodeProvisionTimeAnnotation), Value: text,
 			Message: `is not a duration from 10s to 168h; write one such as "30m" or "1h30m"`,

@@ -76,8 +76,8 @@ func (a *Agent) FailMachine(cluster *agentv1alpha1.ClusterRef, machineName, reas
 	})
 }
 
-// HoldDeletion has the Machine say what its deletion waits for, until [Agent.Terminate]. A person deletes it if nobody has. It panics when there is
-// no such machine.
+// HoldDeletion sets what the Machine reports that its deletion waits for, until [Agent.Terminate]. It starts the deletion if the Machine is not being
+// deleted yet. It panics when there is no such machine.
 func (a *Agent) HoldDeletion(cluster *agentv1alpha1.ClusterRef, machineName, reason, message string) {
 	a.edit(func() {
 		m := a.mustMachine(cluster, machineName)

@@ -1,7 +1,5 @@
 package v1alpha1
 
-import "time"
-
 // FieldManager names the agent in managed fields.
 const FieldManager = "karpenter-capi-agent"
 
@@ -13,10 +11,6 @@ const (
 	// MaxNodeProvisionTimeAnnotation on a MachineDeployment is how long a claim waits for its Machine's provider ID and Node, as a Go
 	// duration. The same key that cluster-autoscaler's provider for Cluster API reads.
 	MaxNodeProvisionTimeAnnotation = "cluster.x-k8s.io/autoscaling-options-maxnodeprovisiontime"
-	// MinMaxNodeProvisionTime bounds it, and what a claim may ask for, from below.
-	MinMaxNodeProvisionTime = 10 * time.Second
-	// MaxMaxNodeProvisionTime does from above.
-	MaxMaxNodeProvisionTime = 7 * 24 * time.Hour
 
 	// LedgerAnnotation on a MachineDeployment holds what is in flight there: the ledger of package protocol, as JSON.
 	LedgerAnnotation = Group + "/ledger"

@@ -68,7 +68,7 @@ func selecting(index, label, value string) client.ListOption {
 
 // Config is what an [Engine] needs.
 type Config struct {
-	// Name tells this agent from the others of the hub, and is the same when it is started again; empty for one that nobody will know again.
+	// Name identifies this agent across restarts; other agents of the hub have other names. Empty means a random id for this process.
 	Name string
 	// Client reads from caches and writes. REQUIRED.
 	Client client.Client
@@ -123,8 +123,8 @@ type Request struct {
 	Holder string
 	// Spoke is the cluster that the claim is made from; empty when it is not known.
 	Spoke string
-	// Patience is how long the claim waits for its Machine's provider ID and Node; zero for as long as the options say.
-	Patience time.Duration
+	// MaxNodeProvisionTime is how long the claim waits for its Machine's provider ID and Node; zero for as long as the options say.
+	MaxNodeProvisionTime time.Duration
 	// DisplayName is what the caller calls it; may be empty.
 	DisplayName string
 	// Candidates are names of MachineDeployments in Namespace, best first.
@@ -212,8 +212,8 @@ func New(c Config) *Engine {
 	}
 }
 
-// idOf returns what an agent of this name signs ledgers with. One that was started again has the id that it had: what it left undone, it goes on
-// with at once.
+// idOf returns what an agent of this name signs ledgers with. It is the same after a restart, so that the agent continues its own unfinished work
+// at once.
 func idOf(name string) string {
 	if name == "" {
 		return rand.String(8)
@@ -343,9 +343,9 @@ func (e *Engine) remember(ctx context.Context, key Key) (*v1alpha1.MachineClaim,
 }
 
 func (e *Engine) newClaim(r Request, cluster *clusterv1.Cluster, nodeGroup string) *v1alpha1.MachineClaim {
-	var patience *int32
-	if r.Patience > 0 {
-		patience = new(int32(r.Patience / time.Second))
+	var maxNodeProvisionTime *int32
+	if r.MaxNodeProvisionTime > 0 {
+		maxNodeProvisionTime = new(int32(r.MaxNodeProvisionTime / time.Second))
 	}
 	return &v1alpha1.MachineClaim{
 		ObjectMeta: metav1.ObjectMeta{
@@ -369,7 +369,7 @@ func (e *Engine) newClaim(r Request, cluster *clusterv1.Cluster, nodeGroup strin
 			NodeGroup:   nodeGroup,
 			Adopt:       r.Adopt,
 
-			MaxNodeProvisionTimeSeconds: patience,
+			MaxNodeProvisionTimeSeconds: maxNodeProvisionTime,
 		},
 	}
 }

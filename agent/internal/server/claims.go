@@ -59,6 +59,8 @@ func (s *claimService) CreateClaim(
 	}
 	key := keyOf(request.GetCluster(), request.GetClaimId())
 	claim, err := s.config.Engine.Create(ctx, claims.Request{
+		MaxNodeProvisionTime: request.GetMaxNodeProvisionTime().AsDuration(),
+
 		Namespace:    key.Namespace,
 		Cluster:      key.Cluster,
 		ID:           key.ID,
@@ -67,7 +69,6 @@ func (s *claimService) CreateClaim(
 		Candidates:   candidates,
 		Adopt:        request.GetAdoptMachine(),
 		Spoke:        request.GetSpokeId(),
-		Patience:     request.GetMaxNodeProvisionTime().AsDuration(),
 		ValidateOnly: request.GetValidateOnly(),
 		Holders:      holdersFor(ctx, agentv1alpha1.ClaimService_CreateClaim_FullMethodName, request.GetCluster()),
 	})

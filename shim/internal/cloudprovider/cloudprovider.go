@@ -61,7 +61,7 @@ type Config struct {
 	Overlays Overlays
 	// Unclaimed finds the Machines of NodeClaims that never had a claim.
 	Unclaimed *unclaimed.Finder
-	// Static is told of NodeClaims that no node group has room for.
+	// Static is told when no node group has room for a NodeClaim.
 	Static *staticpool.Gate
 	// Recorder takes events about NodeClaims.
 	Recorder events.Recorder

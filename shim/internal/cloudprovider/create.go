@@ -140,7 +140,7 @@ func (c *CloudProvider) overlaid(ctx context.Context, nodeClaim *karpv1.NodeClai
 // claim makes the claim. Without candidates it only looks for one that was made before: a reply may have been lost when there
 // still were candidates.
 func (c *CloudProvider) claim(
-	ctx context.Context, nodeClaim *karpv1.NodeClaim, candidates []*instancetype.Group, patience *metav1.Duration,
+	ctx context.Context, nodeClaim *karpv1.NodeClaim, candidates []*instancetype.Group, maxNodeProvisionTime *metav1.Duration,
 ) (*agentv1alpha1.Claim, error) {
 	if len(candidates) == 0 {
 		claim, err := c.ask(ctx, string(nodeClaim.UID))
@@ -157,8 +157,8 @@ func (c *CloudProvider) claim(
 		DisplayName: nodeClaim.Name,
 		SpokeId:     c.spoke(ctx),
 	}
-	if patience != nil {
-		request.MaxNodeProvisionTime = durationpb.New(patience.Duration)
+	if maxNodeProvisionTime != nil {
+		request.MaxNodeProvisionTime = durationpb.New(maxNodeProvisionTime.Duration)
 	}
 	for attempt := 1; ; attempt++ {
 		response, err := c.Client.Claims.CreateClaim(ctx, request)
@@ -222,7 +222,7 @@ func (c *CloudProvider) launched(claim *agentv1alpha1.Claim, group *instancetype
 }
 
 // infrastructureDeleted is Cluster API's reason (MachineInfrastructureDeletedReason) that a Machine's infrastructure object was there and is gone:
-// nobody makes it again. Core removes the NodeClaim of a machine that is gone once its Node is not Ready any more.
+// nobody recreates it. Once the Node is not Ready, core removes the NodeClaim of a machine that is gone.
 const infrastructureDeleted = "ObjectDeleted"
 
 // nodeClaimOf describes a claim's machine to core, under one of its provider IDs.

@@ -145,7 +145,7 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClass *v1alpha1.ClusterA
 	return again, nil
 }
 
-// graceEnds returns for how long a silence of the agent is still taken for short; zero if it is not silent, or has been for longer.
+// graceEnds returns how much is left of the grace period of a silent agent; zero if the agent is connected, or the period is over.
 func (c *Controller) graceEnds() time.Duration {
 	state := c.connection.State()
 	if state.Connected {

@@ -160,7 +160,7 @@ func TestASilentAgentCostsReadinessAfterTheGracePeriod(t *testing.T) {
 	assert.Contains(t, reachable.Message, "connection refused")
 	assert.True(t, condition(nodeClass, status.ConditionReady).IsFalse())
 	assert.EqualValues(t, 1, nodeClass.Status.NodeGroups, "what was known stays")
-	assert.Zero(t, e.again, "changes are told")
+	assert.Zero(t, e.again, "state changes are announced")
 	version := nodeClass.ResourceVersion
 	e.clock.Step(time.Hour)
 	assert.Equal(t, version, e.reconcile(shimtest.NodeClassName).ResourceVersion, "the message does not change with time")
