@@ -66,14 +66,11 @@ func run(m *testing.M) int {
 	say("e2e: bringing a sandbox up")
 	began := time.Now()
 	var err error
-	w, err = world.Start(starting, sandbox.Options{
-		Name:   "e2e",
-		Agents: agents,
+	w, err = world.Start(starting, hasty(sandbox.Options{
+		Name: "e2e",
 		// The short run is with what the charts grant by themselves.
 		FeatureGates: lo.Ternary(testing.Short(), nil, []string{"NodeOverlay", "StaticCapacity", "CapacityBuffer"}),
-		AgentArgs:    []string{"--spare-grace-period=" + spareGrace.String()},
-		ShimEnv:      []string{"HUB_UNREACHABLE_GRACE_PERIOD=" + gracePeriod.String(), "CLAIM_SYNC_INTERVAL=10s"},
-	}, nil)
+	}), nil)
 	if err != nil {
 		say("e2e: %v", err)
 		if errors.Is(err, sandbox.ErrNotBuilt) {
@@ -104,6 +101,32 @@ func run(m *testing.M) int {
 	}
 	w.Stop()
 	return code
+}
+
+// hasty adds to a sandbox's options the agents and the short times that all tests reckon with.
+func hasty(o sandbox.Options) sandbox.Options {
+	o.Agents = agents
+	o.AgentArgs = append([]string{"--spare-grace-period=" + spareGrace.String()}, o.AgentArgs...)
+	o.ShimEnv = append([]string{"HUB_UNREACHABLE_GRACE_PERIOD=" + gracePeriod.String(), "CLAIM_SYNC_INTERVAL=10s"}, o.ShimEnv...)
+	return o
+}
+
+// inSandbox gives the test a sandbox of its own as [w].
+func inSandbox(t *testing.T, options sandbox.Options) {
+	t.Helper()
+	own, err := world.Start(within(t, startWithin), hasty(options), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	shared := w
+	w = own
+	t.Cleanup(func() {
+		w = shared
+		if t.Failed() {
+			t.Logf("logs: %s", own.Sandbox.State().Paths.Logs)
+		}
+		own.Stop()
+	})
 }
 
 func say(format string, args ...any) { fmt.Fprintf(os.Stdout, format+"\n", args...) }

@@ -2,10 +2,8 @@ package e2e_test
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"strings"
 	"testing"
 	"time"
 
@@ -27,32 +25,22 @@ import (
 // copies applies a file of the crowd's under another name, changed, and deletes it at the end of the test. A nil change is none.
 func copies(t *testing.T, c client.Client, file, name string, change func(*unstructured.Unstructured)) {
 	t.Helper()
-	objects, err := manifests.Load(file)
+	objects, err := manifests.LoadAs(file, "crowd", name)
 	if err != nil {
 		t.Fatal(err)
 	}
-	var made []*unstructured.Unstructured
-	for _, o := range objects {
-		text, err := json.Marshal(o.Object)
-		if err != nil {
-			t.Fatal(err)
+	if change != nil {
+		for _, o := range objects {
+			change(o)
 		}
-		renamed := &unstructured.Unstructured{}
-		if err := json.Unmarshal([]byte(strings.ReplaceAll(string(text), `"crowd"`, `"`+name+`"`)), &renamed.Object); err != nil {
-			t.Fatal(err)
-		}
-		if change != nil {
-			change(renamed)
-		}
-		made = append(made, renamed)
 	}
-	if err := manifests.ApplyObjects(within(t, soon), c, made...); err != nil {
+	if err := manifests.ApplyObjects(within(t, soon), c, objects...); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), 4*time.Minute)
 		defer cancel()
-		if err := manifests.DeleteObjects(ctx, c, made...); err != nil {
+		if err := manifests.DeleteObjects(ctx, c, objects...); err != nil {
 			t.Error(err)
 		}
 	})

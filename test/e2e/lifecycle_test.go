@@ -2,12 +2,10 @@ package e2e_test
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
 	"slices"
-	"strings"
 	"sync"
 	"testing"
 	"text/tabwriter"
@@ -18,7 +16,6 @@ import (
 	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/client-go/rest"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
@@ -221,31 +218,15 @@ func TestNodesSurviveWhateverIsDoneToThem(t *testing.T) {
 		lives = lo.Filter(lives, func(l *life, i int) bool { return i%6 == 1 && l.deed.name != "the instance is lost" })
 	}
 	g := NewWithT(t)
-	box, err := world.Start(within(t, startWithin), sandbox.Options{
-		Name: "e2e-life", Agents: agents,
-		AgentArgs: []string{"--spare-grace-period=" + spareGrace.String(), "--failure-cool-down=5s"},
-		ShimEnv:   []string{"HUB_UNREACHABLE_GRACE_PERIOD=" + gracePeriod.String(), "CLAIM_SYNC_INTERVAL=10s"},
-	}, nil)
-	g.Expect(err).NotTo(HaveOccurred())
-	t.Cleanup(func() {
-		if t.Failed() {
-			t.Logf("logs: %s", box.Sandbox.State().Paths.Logs)
-		}
-		box.Stop()
-	})
-	hub, spoke := cached(t, box.Sandbox.HubConfig()), cached(t, box.Sandbox.SpokeConfig())
-	state := box.Sandbox.State()
-	agent, err := agentclient.New(agentclient.Options{
-		Address: state.AgentAddress,
-		TLS:     &agentclient.TLS{CertFile: state.Paths.AdminCertificate, KeyFile: state.Paths.AdminKey, CAFile: state.Paths.AgentCA},
-	})
-	g.Expect(err).NotTo(HaveOccurred())
-	t.Cleanup(func() { _ = agent.Close() })
+	inSandbox(t, sandbox.Options{Name: "e2e-life", AgentArgs: []string{"--failure-cool-down=5s"}})
+	hub, spoke := cached(t, w.Sandbox.HubConfig()), cached(t, w.Sandbox.SpokeConfig())
+	paths := w.Sandbox.State().Paths
+	agent := agentAs(t, paths.AdminCertificate, paths.AdminKey)
 
 	var going errgroup.Group
 	going.SetLimit(livesAtOnce)
 	for _, l := range lives {
-		l.World, l.hub, l.spoke, l.agent = box, hub, spoke, agent
+		l.World, l.hub, l.spoke, l.agent = w, hub, spoke, agent
 		going.Go(func() error {
 			began := time.Now()
 			l.err = l.live(t.Context())
@@ -260,10 +241,10 @@ func TestNodesSurviveWhateverIsDoneToThem(t *testing.T) {
 			t.Errorf("%s: %s while it is %s: %v", l.name, l.deed.name, l.stage.name, l.err)
 		}
 	}
-	violations, err := box.Checker.Settle(within(t, settleWithin))
+	violations, err := w.Checker.Settle(within(t, settleWithin))
 	g.Expect(err).NotTo(HaveOccurred())
 	g.Expect(violations).To(BeEmpty(), invariants.Describe(violations))
-	g.Expect(faultsInLogs(box, append(lo.Times(agents, sandbox.AgentName), sandbox.Shim)...)).To(BeEmpty())
+	g.Expect(faultsInLogs(w, append(lo.Times(agents, sandbox.AgentName), sandbox.Shim)...)).To(BeEmpty())
 	figure("%d scenarios", len(lives))
 }
 
@@ -294,20 +275,13 @@ func cached(t *testing.T, config *rest.Config) client.Reader {
 
 // live goes through the scenario.
 func (l *life) live(ctx context.Context) error {
-	objects, err := l.manifests()
-	if err != nil {
-		return err
-	}
 	for _, part := range []struct {
 		what string
 		d    time.Duration
 		do   func(context.Context) error
 	}{
 		{"making the node group", stageWithin, func(ctx context.Context) error {
-			if err := manifests.ApplyObjects(ctx, l.Hub, objects[manifests.LifeHub]...); err != nil {
-				return err
-			}
-			if err := manifests.ApplyObjects(ctx, l.Spoke, objects[manifests.LifeSpoke]...); err != nil {
+			if err := errors.Join(l.apply(ctx, l.Hub, manifests.LifeHub), l.apply(ctx, l.Spoke, manifests.LifeSpoke)); err != nil {
 				return err
 			}
 			return l.AwaitNodePool(ctx, l.name)
@@ -351,32 +325,18 @@ func (l *life) live(ctx context.Context) error {
 	return nil
 }
 
-// manifests returns what the scenario's users write, by file.
-func (l *life) manifests() (map[string][]*unstructured.Unstructured, error) {
-	all := map[string][]*unstructured.Unstructured{}
-	for _, file := range []string{manifests.LifeHub, manifests.LifeSpoke} {
-		objects, err := manifests.Load(file)
-		if err != nil {
-			return nil, err
-		}
-		for _, o := range objects {
-			text, err := json.Marshal(o.Object)
-			if err != nil {
-				return nil, err
-			}
-			renamed := &unstructured.Unstructured{}
-			if err := json.Unmarshal([]byte(strings.ReplaceAll(string(text), `"life"`, `"`+l.name+`"`)), &renamed.Object); err != nil {
-				return nil, err
-			}
-			if renamed.GetKind() == "SimMachineTemplate" && l.stage.stuckAt != "" {
-				if err := unstructured.SetNestedField(renamed.Object, string(l.stage.stuckAt), "spec", "template", "spec", "stuckAt"); err != nil {
-					return nil, err
-				}
-			}
-			all[file] = append(all[file], renamed)
+// apply makes what the scenario's users write in one of the files.
+func (l *life) apply(ctx context.Context, c client.Client, file string) error {
+	objects, err := manifests.LoadAs(file, "life", l.name)
+	if err != nil {
+		return err
+	}
+	for _, o := range objects {
+		if o.GetKind() == "SimMachineTemplate" && l.stage.stuckAt != "" {
+			set(o, string(l.stage.stuckAt), "spec", "template", "spec", "stuckAt")
 		}
 	}
-	return all, nil
+	return manifests.ApplyObjects(ctx, c, objects...)
 }
 
 // until waits for something to be there.

@@ -19,29 +19,7 @@ import (
 	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	"github.com/karpenter-capi/karpenter-capi/test/journey"
-	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
-
-// inSandbox lets the test have a sandbox of its own for [w].
-func inSandbox(t *testing.T, options sandbox.Options) {
-	t.Helper()
-	options.Agents = agents
-	options.AgentArgs = append([]string{"--spare-grace-period=" + spareGrace.String()}, options.AgentArgs...)
-	options.ShimEnv = append([]string{"HUB_UNREACHABLE_GRACE_PERIOD=" + gracePeriod.String(), "CLAIM_SYNC_INTERVAL=10s"}, options.ShimEnv...)
-	own, err := world.Start(within(t, startWithin), options, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	shared := w
-	w = own
-	t.Cleanup(func() {
-		w = shared
-		if t.Failed() {
-			t.Logf("logs: %s", own.Sandbox.State().Paths.Logs)
-		}
-		own.Stop()
-	})
-}
 
 // repairAfter is how long Karpenter bears with an unhealthy Node here; the product's default is half an hour.
 const repairAfter = 15 * time.Second
@@ -114,14 +92,17 @@ func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
 	g.Expect(w.Hub.Patch(t.Context(), check, mergePatch(`{"spec":{"selector":{"matchExpressions":null}}}`))).To(Succeed())
 	kept, remediated := machines[2], machines[3]
 	g.Expect(w.Hub.Patch(t.Context(), &kept, forbidding(clusterv1.MachineSkipRemediationAnnotation))).To(Succeed())
-	node = &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: kept.Status.NodeRef.Name}}
-	g.Expect(w.Spoke.Patch(t.Context(), node, forbidding(karpenterv1.DoNotRepairAnnotationKey))).To(Succeed())
+	for _, m := range []*clusterv1.Machine{&kept, &remediated} { // so that nobody but the MachineHealthCheck does it
+		node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: m.Status.NodeRef.Name}}
+		g.Expect(w.Spoke.Patch(t.Context(), node, forbidding(karpenterv1.DoNotRepairAnnotationKey))).To(Succeed())
+	}
 	sicken(t, &kept, corev1.ConditionFalse)
 	sicken(t, &remediated, corev1.ConditionFalse)
 	began = time.Now()
 	awaitReplaced(t, &remediated, pods)
 	figure("the MachineHealthCheck's took %.0f s", time.Since(began).Seconds())
 	g.Expect(made("crowd")).To(Equal(before + 2))
+	g.Expect(disrupted()).To(ConsistOf("Unhealthy"), "that of Karpenter's own repair")
 	g.Expect(uidsOf(listCrowd(t))).To(ContainElements(kept.UID, vetoed.UID))
 }
 

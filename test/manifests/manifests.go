@@ -5,6 +5,7 @@ import (
 	"bytes"
 	"context"
 	"embed"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -63,6 +64,25 @@ func Load(file string) ([]*unstructured.Unstructured, error) {
 	objects, err := Parse(data)
 	if err != nil {
 		return nil, fmt.Errorf("reading %s: %w", file, err)
+	}
+	return objects, nil
+}
+
+// LoadAs returns the objects of a file with every string that is the first name replaced by the second.
+func LoadAs(file, name, other string) ([]*unstructured.Unstructured, error) {
+	objects, err := Load(file)
+	if err != nil {
+		return nil, err
+	}
+	for _, o := range objects {
+		text, err := json.Marshal(o.Object)
+		if err != nil {
+			return nil, err
+		}
+		o.Object = nil
+		if err := json.Unmarshal(bytes.ReplaceAll(text, []byte(`"`+name+`"`), []byte(`"`+other+`"`)), &o.Object); err != nil {
+			return nil, err
+		}
 	}
 	return objects, nil
 }
