@@ -147,6 +147,6 @@ func TestWhatWasRefusedIsLeftAloneForAWhile(t *testing.T) {
 
 func nodePoolOf(name string) *karpv1.NodePool {
 	nodePool := &karpv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: name}}
-	nodePool.Spec.Template.Spec.NodeClassRef = (&shimtest.World{}).NodeClaim("").Spec.NodeClassRef
+	nodePool.Spec.Template.Spec.NodeClassRef = shimtest.NodeClassRef()
 	return nodePool
 }

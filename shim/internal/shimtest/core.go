@@ -16,17 +16,13 @@ import (
 	"sigs.k8s.io/karpenter/pkg/controllers/state"
 	coreoptions "sigs.k8s.io/karpenter/pkg/operator/options"
 	"sigs.k8s.io/karpenter/pkg/state/virtualpods"
-
-	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 )
 
 // NodePool creates a NodePool that is ready, of the default name and node class, changed as asked.
 func (w *World) NodePool(changes ...func(*karpv1.NodePool)) *karpv1.NodePool {
 	w.t.Helper()
 	nodePool := &karpv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: NodePoolName, UID: uuid.NewUUID()}}
-	nodePool.Spec.Template.Spec.NodeClassRef = &karpv1.NodeClassReference{
-		Group: v1alpha1.Group, Kind: "ClusterAPINodeClass", Name: NodeClassName,
-	}
+	nodePool.Spec.Template.Spec.NodeClassRef = NodeClassRef()
 	nodePool.StatusConditions().SetTrue(karpv1.ConditionTypeValidationSucceeded)
 	nodePool.StatusConditions().SetTrue(karpv1.ConditionTypeNodeClassReady)
 	for _, change := range changes {

@@ -274,14 +274,19 @@ func (w *World) Exists(object client.Object) bool {
 	return err == nil && object.GetDeletionTimestamp().IsZero()
 }
 
+// NodeClassRef names the default node class.
+func NodeClassRef() *karpv1.NodeClassReference {
+	return &karpv1.NodeClassReference{Group: v1alpha1.Group, Kind: "ClusterAPINodeClass", Name: NodeClassName}
+}
+
 // NodeClaim returns a NodeClaim of the default NodePool and node class, changed as asked.
 func (w *World) NodeClaim(name string, changes ...func(*karpv1.NodeClaim)) *karpv1.NodeClaim {
 	nodeClaim := &karpv1.NodeClaim{
 		ObjectMeta: metav1.ObjectMeta{
 			Name: name, UID: uuid.NewUUID(), Labels: map[string]string{karpv1.NodePoolLabelKey: NodePoolName},
-			CreationTimestamp: metav1.Now(),
+			CreationTimestamp: metav1.NewTime(w.Clock.Now()), // what is counted from it is counted by this clock
 		},
-		Spec: karpv1.NodeClaimSpec{NodeClassRef: &karpv1.NodeClassReference{Group: v1alpha1.Group, Kind: "ClusterAPINodeClass", Name: NodeClassName}},
+		Spec: karpv1.NodeClaimSpec{NodeClassRef: NodeClassRef()},
 	}
 	for _, change := range changes {
 		change(nodeClaim)
