@@ -62,6 +62,9 @@ func createFleet(ctx context.Context, hub client.Client, spoke *controlPlane) er
 	cluster := &clusterv1.Cluster{
 		ObjectMeta: metav1.ObjectMeta{Namespace: ClusterNamespace, Name: ClusterName},
 		Spec: clusterv1.ClusterSpec{
+			InfrastructureRef: clusterv1.ContractVersionedObjectReference{
+				APIGroup: simv1.GroupVersion.Group, Kind: "SimCluster", Name: ClusterName,
+			},
 			ControlPlaneRef: clusterv1.ContractVersionedObjectReference{
 				APIGroup: simv1.GroupVersion.Group, Kind: "SimControlPlane", Name: ClusterName,
 			},
@@ -83,6 +86,7 @@ func createFleet(ctx context.Context, hub client.Client, spoke *controlPlane) er
 			Type:       clusterv1.ClusterSecretType,
 			Data:       map[string][]byte{"value": []byte("simulated machines need no bootstrap data"), "format": []byte("cloud-config")},
 		},
+		&simv1.SimCluster{ObjectMeta: metadata(ClusterName)},
 		&simv1.SimControlPlane{
 			ObjectMeta: metadata(ClusterName),
 			Spec: simv1.SimControlPlaneSpec{
@@ -100,10 +104,11 @@ func createFleet(ctx context.Context, hub client.Client, spoke *controlPlane) er
 		if err := hub.Get(ctx, client.ObjectKeyFromObject(cluster), cluster); err != nil {
 			return false, err
 		}
+		infrastructure := meta.IsStatusConditionTrue(cluster.Status.Conditions, clusterv1.ClusterInfrastructureReadyCondition)
 		initialized := ptr.Deref(cluster.Status.Initialization.ControlPlaneInitialized, false)
 		connected := meta.IsStatusConditionTrue(cluster.Status.Conditions, clusterv1.ClusterRemoteConnectionProbeCondition)
-		state = fmt.Sprintf("control plane initialized: %t, connected: %t", initialized, connected)
-		return initialized && connected, nil
+		state = fmt.Sprintf("infrastructure ready: %t, control plane initialized: %t, connected: %t", infrastructure, initialized, connected)
+		return infrastructure && initialized && connected, nil
 	})
 	if err != nil {
 		return fmt.Errorf("waiting for Cluster %s/%s (%s): %w", ClusterNamespace, ClusterName, state, err)

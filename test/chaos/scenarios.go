@@ -481,9 +481,13 @@ func healthChecks(ctx context.Context, r *run) error {
 		if err := r.Hub.Create(ctx, check); err != nil {
 			return err
 		}
+		before, err := r.remediations(ctx)
+		if err != nil {
+			return err
+		}
 		l := r.startLoad(ctx, mix{workers: 8, choices: on(g), hold: 6 * time.Second, pace: 500 * time.Millisecond})
 		stop := r.killing(ctx, 2*time.Second, 8*time.Second, sandbox.Agent)
-		remediated := 0
+		made := 0
 		for began := time.Now(); time.Since(began) < loadFor+15*time.Second; {
 			if err := wait(ctx, between(time.Second, 3*time.Second)); err != nil {
 				break
@@ -494,14 +498,28 @@ func healthChecks(ctx context.Context, r *run) error {
 				l.finish()
 				return err
 			}
-			remediated += lo.Ternary(hurt, 1, 0)
+			made += lo.Ternary(hurt, 1, 0)
 		}
 		stop()
 		l.finish()
-		r.row.Notes = append(r.row.Notes, fmt.Sprintf("%d Machines made unhealthy", remediated))
+		after, err := r.remediations(ctx)
+		if err != nil {
+			return err
+		}
+		r.row.Notes = append(r.row.Notes, fmt.Sprintf("%d Machines made unhealthy, %d remediations", made, after-before))
+		if after == before {
+			return errors.New("the MachineHealthCheck has remediated nothing, so nothing was shown")
+		}
 		// Its last remediations are under way, and are no longer the scenario's to wait for.
 		return client.IgnoreNotFound(r.Hub.Delete(ctx, check))
 	})
+}
+
+// remediations counts the Machines that MachineHealthChecks have marked for remediation so far.
+func (r *run) remediations(ctx context.Context) (int, error) {
+	var told corev1.EventList
+	err := r.Hub.List(ctx, &told, client.InNamespace(sandbox.ClusterNamespace), client.MatchingFields{"reason": "MachineMarkedUnhealthy"})
+	return len(told.Items), err
 }
 
 // hurt makes one Machine unhealthy, by its Node: not ready, or gone.

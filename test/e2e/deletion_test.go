@@ -67,7 +67,7 @@ func (h hubs) clusterIsGone(ctx context.Context) (string, error) {
 	var left []string
 	for _, list := range []client.ObjectList{
 		&clusterv1.ClusterList{}, &clusterv1.MachineDeploymentList{}, &clusterv1.MachineSetList{}, &clusterv1.MachineList{},
-		&simv1.SimMachineList{}, &simv1.SimControlPlaneList{}, &agentv1.MachineClaimList{},
+		&simv1.SimMachineList{}, &simv1.SimClusterList{}, &simv1.SimControlPlaneList{}, &agentv1.MachineClaimList{},
 	} {
 		if err := h.source.Hub.List(ctx, list, client.InNamespace(sandbox.ClusterNamespace)); err != nil {
 			return "", err

@@ -425,7 +425,8 @@ func (h hubs) sourceIsEmpty(ctx context.Context) (string, error) {
 	var left []string
 	for _, list := range []client.ObjectList{
 		&clusterv1.ClusterList{}, &clusterv1.MachineDeploymentList{}, &clusterv1.MachineSetList{}, &clusterv1.MachineList{},
-		&simv1.SimMachineList{}, &simv1.SimMachineTemplateList{}, &simv1.SimControlPlaneList{}, &agentv1.MachineClaimList{}, &corev1.SecretList{},
+		&simv1.SimMachineList{}, &simv1.SimMachineTemplateList{}, &simv1.SimClusterList{}, &simv1.SimControlPlaneList{},
+		&agentv1.MachineClaimList{}, &corev1.SecretList{},
 	} {
 		if err := h.source.Hub.List(ctx, list, client.InNamespace(sandbox.ClusterNamespace)); err != nil {
 			return "", err

@@ -1,7 +1,7 @@
 // Package v1alpha1 holds the kinds of the simulated infrastructure provider: SimMachineTemplate and SimMachine for the
-// instances, SimControlPlane for a control plane that somebody else runs.
+// instances, SimCluster for what they share, SimControlPlane for a control plane that somebody else runs.
 //
-// They follow the Cluster API contracts for infrastructure machines and control planes, v1beta2. What a simulated
+// They follow the Cluster API contracts for infrastructure machines, infrastructure clusters and control planes, v1beta2. What a simulated
 // machine does (how long it takes to boot, how it fails, where it hangs) is part of its spec, so a test says it where a
 // user would say the instance type.
 //
@@ -31,6 +31,7 @@ func AddToScheme(scheme *runtime.Scheme) error {
 	scheme.AddKnownTypes(GroupVersion,
 		&SimMachine{}, &SimMachineList{},
 		&SimMachineTemplate{}, &SimMachineTemplateList{},
+		&SimCluster{}, &SimClusterList{},
 		&SimControlPlane{}, &SimControlPlaneList{},
 	)
 	metav1.AddToGroupVersion(scheme, GroupVersion)

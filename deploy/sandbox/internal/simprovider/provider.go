@@ -40,6 +40,7 @@ func Run(ctx context.Context, hub *rest.Config, healthAddress string) error {
 	workloads := newWorkloads(mgr.GetClient())
 	for _, setup := range []func(ctrl.Manager) error{
 		(&templateReconciler{hub: mgr.GetClient()}).setup,
+		(&clusterReconciler{hub: mgr.GetClient()}).setup,
 		(&controlPlaneReconciler{hub: mgr.GetClient(), workloads: workloads}).setup,
 		(&machineReconciler{hub: mgr.GetClient(), workloads: workloads, clock: clock.RealClock{}}).setup,
 	} {

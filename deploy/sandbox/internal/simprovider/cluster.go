@@ -1,0 +1,41 @@
+package simprovider
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/samber/lo"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
+)
+
+// clusterReconciler provisions what the machines of a Cluster share, which is nothing.
+type clusterReconciler struct {
+	hub client.Client
+}
+
+func (r *clusterReconciler) setup(mgr ctrl.Manager) error {
+	return ctrl.NewControllerManagedBy(mgr).For(&simv1.SimCluster{}).Complete(r)
+}
+
+// Reconcile declares the infrastructure provisioned once a Cluster owns it. It never takes that back, as the contract demands.
+func (r *clusterReconciler) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
+	c := &simv1.SimCluster{}
+	if err := r.hub.Get(ctx, req.NamespacedName, c); err != nil {
+		return reconcile.Result{}, client.IgnoreNotFound(err)
+	}
+	owned := lo.SomeBy(c.OwnerReferences, func(o metav1.OwnerReference) bool { return o.Kind == "Cluster" })
+	if c.DeletionTimestamp != nil || !owned {
+		return reconcile.Result{}, nil // The Cluster controller's write of the owner reference brings us back.
+	}
+	patch := client.MergeFrom(c.DeepCopy())
+	c.Status.Initialization.Provisioned = new(true)
+	if err := r.hub.Status().Patch(ctx, c, patch); err != nil {
+		return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("writing the status: %w", err))
+	}
+	return reconcile.Result{}, nil
+}
