@@ -6,6 +6,7 @@ import (
 	"slices"
 
 	"github.com/samber/lo"
+	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
@@ -177,6 +178,10 @@ func (b *books) dropEntries() {
 			drop(id, named)
 		}
 	}
+	b.next.Settling = lo.Filter(b.next.Settling, func(uid types.UID, _ int) bool {
+		m := b.machine(uid)
+		return m != nil && b.settles(m)
+	})
 }
 
 // Count is a length as a number of replicas.
@@ -197,7 +202,7 @@ func (b *books) meet() {
 			if ClaimOf(m) != "" { // until it is gone, as nothing replaces it before
 				b.labelOnly++
 			}
-		case promised, releasing, givenBack, stranded, fresh, suspect, hopeless, inhabited:
+		case promised, releasing, givenBack, stranded, fresh, suspect, hopeless, inhabited, floors:
 			// The ledger counts it, or nobody has it.
 		}
 	}
@@ -349,7 +354,7 @@ func (b *books) adoptable(c *v1alpha1.MachineClaim) (*clusterv1.Machine, *eligib
 		return refuse("has a claim already")
 	case releasing, givenBack, going, stranded:
 		return refuse("is being deleted")
-	case fresh, suspect, hopeless, inhabited:
+	case fresh, suspect, hopeless, inhabited, floors:
 	}
 	if _, marked := m.Annotations[clusterv1.DeleteMachineAnnotation]; marked {
 		return refuse("is being deleted")

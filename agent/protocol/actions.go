@@ -253,6 +253,8 @@ func (s *Snapshot) actOnMachines(d *Decision) {
 		switch {
 		case !recorded && s.Ledger != nil && Alive(m) && Held(m) && s.boundTo(m) != nil:
 			d.Actions = append(d.Actions, Action{Kind: Keep, Claim: s.boundTo(m), Machine: m})
+		case s.Ledger != nil && slices.Contains(s.Ledger.Settling, m.UID) && s.settles(m) && !recorded:
+			d.Actions = append(d.Actions, Action{Kind: MarkFloor, Machine: m})
 		case recorded && !r.GivenBack && Alive(m) && s.mayDelete(m) && !s.Group.Has(eligibility.Paused):
 			d.Actions = append(d.Actions, Action{Kind: Hold, Machine: m, Release: r})
 		case recorded && r.GivenBack && ours && s.carriedThrough(r.Generation):

@@ -2,6 +2,7 @@ package protocol
 
 import (
 	"cmp"
+	"slices"
 
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -21,6 +22,8 @@ type books struct {
 	promised map[types.UID]bool
 	// conditions caches the classes of free Machines, which do not depend on the ledger.
 	conditions map[types.UID]class
+	// floors are the Machines that are marked as the floor's, or are about to be, as far as the floor goes: the oldest ones.
+	floors map[types.UID]bool
 	// labelOnly counts the Machines that have a replica by their label alone. It does not change after [books.meet].
 	labelOnly int32
 	// covering are replicas raised for claims whose Machines nobody can have any more. Until they are written, they are not spare.
@@ -54,6 +57,8 @@ const (
 	hopeless
 	// inhabited means that something may run on it, or that it is about to be replaced.
 	inhabited
+	// floors means that it is one of the floor's for good, so that pods may run on it.
+	floors
 )
 
 // open begins the books of a decision: what others changed is folded in, and entries are dropped that have done their service.
@@ -67,6 +72,7 @@ func (s *Snapshot) open() *books {
 	b.dropEntries()
 	b.unname()
 	b.promised = b.next.Promised()
+	b.countFloors()
 	b.budget = s.newBudget(b.next, cmp.Or(s.LedgerBudget, LedgerBudget))
 	return b
 }
@@ -87,6 +93,8 @@ func (b *books) class(m *clusterv1.Machine) class {
 		return promised
 	case Held(m):
 		return stranded
+	case b.floors[m.UID]:
+		return floors
 	}
 	c, known := b.conditions[m.UID]
 	if !known {
@@ -103,7 +111,9 @@ func (b *books) condition(m *clusterv1.Machine) class {
 	switch {
 	case b.hopeless(m):
 		return hopeless
-	case !kept && (b.nodeless(m) || m.Spec.ProviderID != "" && !b.registered(m) && b.Unregistered(m.Spec.ProviderID)):
+	case isFloors(m), slices.Contains(b.next.Settling, m.UID): // beyond what the floor has now
+		return inhabited
+	case !kept && (b.nodeless(m) || b.tainted(m)):
 		return fresh
 	case !HasNode(m) && m.Spec.ProviderID != "" && !b.registered(m):
 		return suspect

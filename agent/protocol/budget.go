@@ -46,6 +46,7 @@ func (s *Snapshot) newBudget(l *Ledger, limit int) *budget {
 	for _, set := range s.Sets {
 		b.longestSet = max(b.longestSet, len(set.Name))
 	}
+	b.left -= len(l.Settling) * sizeOfSettling
 	for id, named := range l.Pending {
 		size := sizeOfClaim(id, named)
 		b.left -= size
@@ -77,6 +78,18 @@ func (b *budget) take(share *int, size int) bool {
 	}
 	b.left -= size
 	*share -= size
+	return true
+}
+
+// sizeOfSettling is the size of an entry of a Machine that is about to be marked as the floor's.
+const sizeOfSettling = len(`"",`) + uidLength
+
+// settle reports whether there is room for the entry of such a Machine, and takes it.
+func (b *budget) settle() bool {
+	if b.left < sizeOfSettling {
+		return false
+	}
+	b.left -= sizeOfSettling
 	return true
 }
 

@@ -129,6 +129,8 @@ const (
 	Hold ActionKind = "hold"
 	// LetGo takes the finalizer off.
 	LetGo ActionKind = "let-go"
+	// MarkFloor marks the Machine as one of the floor's.
+	MarkFloor ActionKind = "mark-floor"
 	// Keep takes what [Hold] put there off a Machine that its claim has after all.
 	Keep ActionKind = "keep"
 	// PauseMachineSet keeps a MachineSet from making Machines while replicas are lowered for those that it has not made.
@@ -195,6 +197,7 @@ func Decide(s *Snapshot) *Decision {
 	b.adopt()
 	b.enter()
 	b.name()
+	b.settle()
 	b.d.Spare = b.spare() > 0
 	b.coverShortage()
 	b.releaseSpare()
@@ -244,7 +247,7 @@ func (b *books) close() {
 		// A ledger is begun by the first claim, not by being looked at; one that was wiped is rebuilt.
 		_, foreign := b.Deployment.Annotations[v1alpha1.ClaimedAnnotation] // copied with a ledger that is another's: policies go by it
 		quiet := (!foreign || b.Group.Has(eligibility.NotMember)) &&
-			len(b.next.Pending) == 0 && len(b.next.Releasing) == 0 && b.next.Shrink == nil && b.d.Pause == PauseKeep && !b.next.Lowered &&
+			len(b.next.Pending) == 0 && len(b.next.Releasing) == 0 && len(b.next.Settling) == 0 && b.next.Shrink == nil && b.d.Pause == PauseKeep && !b.next.Lowered &&
 			b.d.Replicas <= b.Group.Replicas // a min size is raised to without a claim
 		if quiet && !slices.ContainsFunc(b.Claims, hasMachine) {
 			b.d.Replicas = b.Group.Replicas

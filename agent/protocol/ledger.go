@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"slices"
 
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -49,6 +50,8 @@ type Ledger struct {
 	Pending map[string]Named `json:"pending,omitempty"`
 	// Releasing holds the Machines that are being removed, by UID.
 	Releasing map[types.UID]Release `json:"releasing,omitempty"`
+	// Settling are the Machines, by UID, that are about to be marked as the floor's. It is replaced, never changed.
+	Settling []types.UID `json:"settling,omitempty"`
 	// Shrink says that a MachineSet is paused to give spares back whose Machines never came; nil for none. It is replaced,
 	// never changed.
 	Shrink *Shrink `json:"shrink,omitempty"`
@@ -154,7 +157,7 @@ func (l *Ledger) Clone() *Ledger {
 // same reports whether two ledgers say the same, whatever their seq and the derived spare.
 func (l *Ledger) same(other *Ledger) bool {
 	return l.Floor == other.Floor && l.LastReplicas == other.LastReplicas && l.Min == other.Min && l.Lowered == other.Lowered &&
-		maps.Equal(l.Pending, other.Pending) && maps.Equal(l.Releasing, other.Releasing) &&
+		slices.Equal(l.Settling, other.Settling) && maps.Equal(l.Pending, other.Pending) && maps.Equal(l.Releasing, other.Releasing) &&
 		samePointed(l.Shrink, other.Shrink) && samePointed(l.Written, other.Written)
 }
 

@@ -310,8 +310,11 @@ func (m *machine) render() *agentv1alpha1.Machine {
 		DeletingReason:        m.deletingReason,
 		DeletingMessage:       m.deletingMessage,
 	}
-	if m.claim != nil {
-		object.ClaimId = m.claim.id
+	switch {
+	case m.claim != nil:
+		object.ClaimId, object.Owner = m.claim.id, agentv1alpha1.MachineOwner_MACHINE_OWNER_CLAIM
+	case m.owned:
+		object.Owner = agentv1alpha1.MachineOwner_MACHINE_OWNER_FLOOR
 	}
 	if !m.deletedAt.IsZero() {
 		object.DeletedAt = timestamppb.New(m.deletedAt)

@@ -48,6 +48,11 @@ const (
 	// its status.
 	NodeRegisteredAtAnnotation = Group + "/node-registered-at"
 
+	// FloorAnnotation marks a Machine as one of the floor's for as long as the floor has that many: no claim is promised it, and the shim
+	// takes Karpenter's taint off its Node, so that pods may run there. It is written once the ledger has excluded the Machine from what
+	// claims may have, and stays.
+	FloorAnnotation = Group + "/floor"
+
 	// ReleaseFinalizer holds a Machine whose instance is gone until its replica has been given back. It is added only when
 	// the Machine is being released, never to a live one.
 	ReleaseFinalizer = Group + "/release"

@@ -14,6 +14,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/handler"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	"sigs.k8s.io/controller-runtime/pkg/source"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
@@ -39,6 +40,7 @@ func (e *Engine) SetupWithManager(mgr ctrl.Manager) error {
 		Watches(&v1alpha1.MachineClaim{}, handler.EnqueueRequestsFromMapFunc(groupOfClaim)).
 		Watches(&clusterv1.Machine{}, handler.EnqueueRequestsFromMapFunc(groupOfMember)).
 		Watches(&clusterv1.MachineSet{}, handler.EnqueueRequestsFromMapFunc(groupOfMember)).
+		WatchesRawSource(source.Channel(e.woken, &handler.EnqueueRequestForObject{})).
 		WithOptions(controller.Options{MaxConcurrentReconciles: concurrentGroups, NeedLeaderElection: &needLeaderElection}).
 		Complete(e)
 	if err != nil {

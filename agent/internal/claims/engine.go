@@ -42,6 +42,7 @@ import (
 	"k8s.io/utils/clock"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/event"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
@@ -180,6 +181,8 @@ type Engine struct {
 	mu           sync.Mutex
 	groups       map[types.NamespacedName]*group
 	unregistered map[types.NamespacedName]unregistered // by Cluster
+	// woken are node groups of which a holder reported something that no watched object shows.
+	woken chan event.GenericEvent
 	synced       map[speaker]map[types.UID]bool        // the claims that a holder's last live set decided
 	censuses     map[types.NamespacedName]census       // by Cluster
 }
@@ -207,7 +210,7 @@ func New(c Config) *Engine {
 	return &Engine{
 		Config: c, id: idOf(c.Name), deference: deference, written: newOwnWrites(c.Clock),
 		started: c.Clock.Now(), spawn: func(run func()) { go run() }, parallel: parallelWrites, decide: protocol.Decide,
-		groups: map[types.NamespacedName]*group{}, unregistered: map[types.NamespacedName]unregistered{},
+		groups: map[types.NamespacedName]*group{}, unregistered: map[types.NamespacedName]unregistered{}, woken: make(chan event.GenericEvent, 1024),
 		synced: map[speaker]map[types.UID]bool{}, censuses: map[types.NamespacedName]census{},
 	}
 }

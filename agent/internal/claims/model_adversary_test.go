@@ -340,6 +340,7 @@ func (w *world) readOwners() {
 		return
 	}
 	w.session.live, w.session.nodes = []string{}, nil
+	w.openFloors()
 	for _, id := range w.order {
 		if w.owners[id].alive {
 			w.session.live = append(w.session.live, id)
@@ -350,6 +351,17 @@ func (w *world) readOwners() {
 			if protocol.Alive(m) && protocol.HasNode(m) {
 				w.session.nodes = append(w.session.nodes, NodeReport{ProviderID: m.Spec.ProviderID, Unregistered: w.tainted[m.UID]})
 				w.reported[m.Spec.ProviderID] = w.reported[m.Spec.ProviderID] || w.tainted[m.UID]
+			}
+		}
+	}
+}
+
+// openFloors is what the shim does with the Nodes of the floor's Machines.
+func (w *world) openFloors() {
+	for _, group := range w.groups {
+		for _, m := range w.machines(group) {
+			if _, floors := m.Annotations[v1alpha1.FloorAnnotation]; floors && protocol.ClaimOf(m) == "" && w.tainted[m.UID] {
+				w.tainted[m.UID], w.open[m.UID] = false, true
 			}
 		}
 	}

@@ -54,6 +54,11 @@ func (w *world) checkWrite(begun int, before moment) {
 // claim is being released and nothing can run there.
 func (w *world) checkMachine(was, is *clusterv1.Machine) {
 	from, to := protocol.ClaimOf(was), protocol.ClaimOf(is)
+	if _, marked := was.Annotations[v1alpha1.FloorAnnotation]; !marked && is.Annotations[v1alpha1.FloorAnnotation] != "" {
+		if l := w.ledger(is.Labels[clusterv1.MachineDeploymentNameLabel]); to != "" || l != nil && l.Promised()[is.UID] {
+			w.t.Fatalf("I1: Machine %s is marked as the floor's, and is a claim's\n%s", is.Name, w.describe())
+		}
+	}
 	if from == to {
 		return
 	}
@@ -207,6 +212,9 @@ func (w *world) checkDeployment(begun int, was, is *clusterv1.MachineDeployment)
 			continue // a lost ledger is rebuilt
 		}
 		named++
+		if w.open[n.UID] {
+			w.t.Fatalf("I3: Machine %s is promised to claim %s, and is the floor's with pods\n%s", n.Machine, id, w.describe())
+		}
 		if at, has := w.joined[n.UID]; has && at < begun && !w.reported["sim://"+n.Machine] {
 			w.t.Fatalf("I3: Machine %s is promised to claim %s, and something may run on its Node\n%s", n.Machine, id, w.describe())
 		}
@@ -219,6 +227,9 @@ func (w *world) checkDeployment(begun int, was, is *clusterv1.MachineDeployment)
 	for uid, r := range after.Releasing {
 		if !known[r.Machine] && r.Claim == "" {
 			released++
+			if w.open[uid] && w.peaceful {
+				w.t.Fatalf("I3: Machine %s is removed as a spare, and is the floor's with pods\n%s", r.Machine, w.describe())
+			}
 			// As long as no more Machines live than there are replicas, none of them is there for the rollout.
 			living := slices.DeleteFunc(w.machines(is.Name), func(m *clusterv1.Machine) bool { return !protocol.Alive(m) })
 			if w.surge[uid] && w.rollingOut(is.Name) && len(living) > int(to) {
@@ -524,9 +535,19 @@ func (w *world) checkGroupAtRest(group string) {
 			w.t.Fatalf("I4: MachineSet %s was left paused\n%s", set.Name, w.describe())
 		}
 	}
+	free, shut := 0, 0
 	for _, m := range w.machines(group) {
 		if protocol.Held(m) {
 			w.t.Fatalf("I4: Machine %s kept our finalizer\n%s", m.Name, w.describe())
 		}
+		if protocol.ClaimOf(m) == "" {
+			free++
+			if _, floors := m.Annotations[v1alpha1.FloorAnnotation]; w.tainted[m.UID] && !floors {
+				shut++
+			}
+		}
+	}
+	if shut > max(0, free-int(w.floor(group))) {
+		w.t.Fatalf("I2: %d of %d free Machines of %s are nobody's to run pods on, and the floor is %d\n%s", shut, free, group, w.floor(group), w.describe())
 	}
 }

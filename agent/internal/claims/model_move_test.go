@@ -117,7 +117,7 @@ func (w *world) makeInTarget(source client.Object, renamed map[types.UID]types.U
 
 // carryOver keeps what the world knows by a UID.
 func (w *world) carryOver(renamed map[types.UID]types.UID, before map[string]*v1alpha1.MachineClaim) {
-	for _, known := range []map[types.UID]bool{w.surge, w.tainted, w.outsiders} {
+	for _, known := range []map[types.UID]bool{w.surge, w.tainted, w.open, w.outsiders} {
 		for uid, is := range maps.Clone(known) {
 			delete(known, uid)
 			if now, moved := renamed[uid]; moved {

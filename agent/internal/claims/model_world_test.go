@@ -84,6 +84,8 @@ type world struct {
 	// joined counts events up to the Node's joining; tainted Nodes still carry the unregistered taint.
 	joined  map[types.UID]int
 	tainted map[types.UID]bool
+	// open are the Machines whose Nodes the shim has taken the taint off, as they are the floor's: pods may run there.
+	open map[types.UID]bool
 
 	// People.
 
@@ -180,7 +182,7 @@ func buildWorld(t failer, dice *rapid.T, o worldOptions) *world {
 		t: t, dice: dice, fair: true, clock: clock, hub: newHub(clock), peaceful: true, ledgerBudget: o.ledgerBudget,
 		skew: o.skew, failure: o.failure, since: map[string]time.Time{}, failed: map[string]time.Time{},
 		seen: map[types.UID]bool{}, busy: map[string]bool{}, templates: map[string]int{}, blocked: map[string]bool{},
-		surge: map[types.UID]bool{}, joined: map[types.UID]int{}, tainted: map[types.UID]bool{},
+		surge: map[types.UID]bool{}, joined: map[types.UID]int{}, tainted: map[types.UID]bool{}, open: map[types.UID]bool{},
 		owned: map[string]int32{}, scaled: map[string]time.Time{}, ledgers: map[string]bool{},
 		licensed: map[string]int{}, outsiders: map[types.UID]bool{}, wiped: map[string]bool{},
 		owners: map[string]*owner{}, reported: map[string]bool{}, kept: map[string]bool{},

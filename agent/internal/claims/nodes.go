@@ -14,6 +14,7 @@ import (
 	"k8s.io/client-go/util/retry"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/event"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
@@ -77,6 +78,8 @@ func (e *Engine) noteNodes(
 			} else if wanted {
 				registered = append(registered, e.noteOnMachine(m))
 			}
+		case c == nil && reported && protocol.ClaimOf(m) == "":
+			e.wake(m) // no pod runs on it yet, and it may be the floor's
 		case c == nil, noted[c], !r.speaksFor(c):
 		case runs && c.Status.NodeRegisteredAt == nil:
 			noted[c] = true
@@ -103,6 +106,18 @@ func (e *Engine) noteNodes(
 	}
 	e.writeNotes(ctx, slices.Concat(registered, absent, renewed))
 	return running, nil
+}
+
+// wake has the Machine's node group looked at. What is lost when too many are, the next report brings.
+func (e *Engine) wake(m *clusterv1.Machine) {
+	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: m.Namespace, Name: m.Labels[clusterv1.MachineDeploymentNameLabel]}}
+	if md.Name == "" {
+		return
+	}
+	select {
+	case e.woken <- event.GenericEvent{Object: md}:
+	default:
+	}
 }
 
 // mayMissNode reports whether nothing has been seen of the Machine's Node yet.

@@ -270,7 +270,7 @@ func cleaned[T interface {
 	for _, key := range []string{
 		v1alpha1.ClaimNameAnnotation, v1alpha1.ClaimHolderAnnotation, v1alpha1.ClaimSpokeAnnotation,
 		v1alpha1.ClaimedAtAnnotation, v1alpha1.HandedOverAnnotation,
-		v1alpha1.NodeRegisteredAtAnnotation, v1alpha1.ReleasedAnnotation, v1alpha1.ReleaseHook,
+		v1alpha1.NodeRegisteredAtAnnotation, v1alpha1.FloorAnnotation, v1alpha1.ReleasedAnnotation, v1alpha1.ReleaseHook,
 	} {
 		delete(annotations, key)
 	}

@@ -316,6 +316,10 @@ func (e *Engine) do(ctx context.Context, a protocol.Action) error {
 		controllerutil.RemoveFinalizer(m, v1alpha1.ReleaseFinalizer)
 		delete(m.Annotations, v1alpha1.ReleaseHook) // of an earlier version
 		return e.patchMachine(ctx, a.Machine, m)
+	case protocol.MarkFloor:
+		m := a.Machine.DeepCopy()
+		metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.FloorAnnotation, "true")
+		return e.patchMachine(ctx, a.Machine, m)
 	case protocol.Keep:
 		return e.keep(ctx, a.Machine)
 	case protocol.LowerSet:

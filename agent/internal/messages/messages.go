@@ -64,6 +64,8 @@ func NodeGroup(g nodegroup.NodeGroup) *agentv1alpha1.NodeGroup {
 		MinSize:           g.Limits.Min,
 		MaxSize:           g.Limits.Max,
 		Replicas:          g.Limits.Replicas,
+		FloorReplicas:     g.Floor,
+		SpareReplicas:     g.Spare,
 		Availability:      availability(g.Limits),
 		KubernetesVersion: text(g.KubernetesVersion),
 		TemplateRevision:  g.TemplateRevision,
@@ -157,6 +159,13 @@ func Machine(m *clusterv1.Machine) *agentv1alpha1.Machine {
 	}
 	if deployment := m.Labels[clusterv1.MachineDeploymentNameLabel]; deployment != "" {
 		message.NodeGroupId = nodegroup.ID(types.NamespacedName{Namespace: m.Namespace, Name: deployment})
+	}
+	_, floors := m.Annotations[v1alpha1.FloorAnnotation]
+	switch {
+	case message.GetClaimId() != "":
+		message.Owner = agentv1alpha1.MachineOwner_MACHINE_OWNER_CLAIM
+	case floors:
+		message.Owner = agentv1alpha1.MachineOwner_MACHINE_OWNER_FLOOR
 	}
 	if m.DeletionTimestamp != nil {
 		message.DeletedAt = timestamp(m.DeletionTimestamp.Time)

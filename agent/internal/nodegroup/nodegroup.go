@@ -19,6 +19,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricing"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
 // NodeGroup is a MachineDeployment that machines can be claimed from.
@@ -33,6 +34,8 @@ type NodeGroup struct {
 	Price pricing.Price
 	// Limits say whether, and how many, machines may be claimed now.
 	Limits eligibility.Group
+	// Floor and Spare are how many of its replicas are the user's, and nobody's. Both are 0 where the ledger cannot be read.
+	Floor, Spare int32
 	// KubernetesVersion is that of new machines; may be empty.
 	KubernetesVersion string
 	// TemplateRevision changes when new machines will differ from the present ones.
@@ -95,6 +98,11 @@ func Of(md *clusterv1.MachineDeployment, from Sources) NodeGroup {
 		OnDelete:          md.Spec.Rollout.Strategy.Type == clusterv1.OnDeleteMachineDeploymentStrategyType,
 		Rolling:           Rolling(md),
 		CreatedAt:         md.CreationTimestamp.Time,
+	}
+	if ledger, err := protocol.LedgerOf(md); err == nil && ledger != nil {
+		g.Floor, g.Spare = max(ledger.Floor, ledger.Min), ledger.Spare
+	} else if err == nil {
+		g.Floor = g.Limits.Replicas // nobody has claimed from it yet
 	}
 	price, problems := from.Pricing.Of(md, g.Machine)
 	g.Price = price

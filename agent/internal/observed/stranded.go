@@ -39,7 +39,7 @@ type strandedMachines struct {
 }
 
 // Stranded says that Machines of the group that no claim has joined with Karpenter's taint for Nodes that are not registered, and
-// kept it; nil when there are none. Only the registration of a NodeClaim takes that taint off, so no pod ever runs there.
+// kept it for longer than the agent takes to mark them as the floor's, and the shim to take it off; nil when there are none.
 func (n *Nodes) Stranded(group types.NamespacedName) *capacity.Problem {
 	n.mu.Lock()
 	known := n.stranded[group]
@@ -55,10 +55,10 @@ func (n *Nodes) Stranded(group types.NamespacedName) *capacity.Problem {
 	}
 	return &capacity.Problem{
 		Field: "spec.template.spec.bootstrap", Value: value,
-		Message: "the Nodes of these Machines keep the taint karpenter.sh/unregistered, so that no pod runs on them: their Machines have no " +
-			"claim, and only the registration of a NodeClaim takes the taint off. Take it off these Nodes (kubectl taint node <name> " +
-			"karpenter.sh/unregistered-), or keep machines of your own in a group whose bootstrap template does not set it, and let this one " +
-			"go down to 0",
+		Message: "the Nodes of these Machines keep the taint karpenter.sh/unregistered, so that no pod runs on them. Their Machines have no " +
+			"claim, so that the shim is to take the taint off once the agent has marked them as the floor's, and for ten minutes one of the two " +
+			"has not: the node group or its Cluster is paused, or one of them is older than the other. See their logs, or take it off these " +
+			"Nodes yourself (kubectl taint node <name> karpenter.sh/unregistered-)",
 	}
 }
 

@@ -32,6 +32,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/cloudprovider"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/claimsync"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/failedmachine"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/floor"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/nodeclass"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/overlays"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/providerid"
@@ -154,6 +155,7 @@ func run(ctx context.Context) error {
 		nodeclass.New(op.Clock, op.GetClient(), catalogue, nodeGroups, cluster, op.EventRecorder, opts.HubUnreachableGracePeriod),
 		claimsync.New(op.Clock, op.GetAPIReader(), decorated, agent.Claims, cluster, op.EventRecorder, connection.Reconnected(),
 			opts.ClaimSyncInterval, opts.AgentTimeout),
+		floor.New(op.Clock, op.GetClient(), finder, op.EventRecorder),
 	)
 	if coreoptions.FromContext(ctx).FeatureGates.NodeOverlay {
 		core := nodeoverlay.NewController(op.Clock, op.GetClient(), undecorated, op.InstanceTypeStore, clusterState)

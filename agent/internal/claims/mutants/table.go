@@ -334,10 +334,26 @@ var mutants = []mutant{
 		{"	case b.promised[m.UID]:\n		return promised\n", ""},
 	}},
 	{name: "a Node in use is given to a claim", edits: []edit{
-		{"	case !kept && (b.nodeless(m) || m.Spec.ProviderID != \"\" && !b.registered(m) && b.Unregistered(m.Spec.ProviderID)):\n", "	case !kept:\n"},
+		{"	case !kept && (b.nodeless(m) || b.tainted(m)):\n", "	case !kept:\n"},
 	}},
 	{name: "the floor's Machines are given to claims", both: true, world: "-claims=1 -floor=1 -machines=3 -stale=0 -young", violation: "I6", edits: []edit{
 		{"	give := len(free) - int(b.floor())\n", "	give := len(free)\n"},
+	}},
+	{name: "the floor's Nodes keep their taint", edits: []edit{
+		{"	b.settle()\n", ""},
+	}},
+	{name: "the floor's Machine is marked before the ledger excludes it", test: "TestTheFloorsMachinesAreMarkedByTheLedgerFirst", edits: []edit{
+		{"case s.Ledger != nil && slices.Contains(s.Ledger.Settling, m.UID) && s.settles(m) && !recorded:", "case d.Ledger != nil && slices.Contains(d.Ledger.Settling, m.UID):"},
+	}},
+	{name: "what is about to be the floor's is promised", test: "TestTheFloorsMachinesArePromisedToNobody", edits: []edit{
+		{"	case isFloors(m), slices.Contains(b.next.Settling, m.UID):", "	case isFloors(m), slices.Contains(b.next.Settling, \"\"):"},
+		{"marked := isFloors(m) || slices.Contains(b.next.Settling, m.UID)", "marked := isFloors(m)"},
+	}},
+	{name: "the floor's Machine with pods is removed as a spare", edits: []edit{
+		{"	free = slices.DeleteFunc(free, func(m *clusterv1.Machine) bool { return b.class(m) == floors })\n", ""},
+	}},
+	{name: "the floor takes more Machines than it has use for", test: "TestTheFloorsMachinesAreMarkedByTheLedgerFirst", edits: []edit{
+		{"return c == floors || c == suspect || c == inhabited && !b.tainted(m)", "return c == floors"},
 	}},
 	{name: "a claim whose Machine joined too early waits for ever", edits: []edit{
 		{"	b.coverShortage()\n", ""},

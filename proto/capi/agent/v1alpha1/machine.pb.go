@@ -23,6 +23,60 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// MachineOwner is whose a machine is.
+type MachineOwner int32
+
+const (
+	// Not decided: one of the floor's, or a spare. Which of them is which matters to nobody yet; NodeGroup has their numbers.
+	MachineOwner_MACHINE_OWNER_UNSPECIFIED MachineOwner = 0
+	// A claim's: claim_id.
+	MachineOwner_MACHINE_OWNER_CLAIM MachineOwner = 1
+	// The user's: one of the floor's for good. No claim is ever promised it, so that pods may run on its Node whatever taint the Node joined
+	// with: a holder takes off `karpenter.sh/unregistered`.
+	MachineOwner_MACHINE_OWNER_FLOOR MachineOwner = 2
+)
+
+// Enum value maps for MachineOwner.
+var (
+	MachineOwner_name = map[int32]string{
+		0: "MACHINE_OWNER_UNSPECIFIED",
+		1: "MACHINE_OWNER_CLAIM",
+		2: "MACHINE_OWNER_FLOOR",
+	}
+	MachineOwner_value = map[string]int32{
+		"MACHINE_OWNER_UNSPECIFIED": 0,
+		"MACHINE_OWNER_CLAIM":       1,
+		"MACHINE_OWNER_FLOOR":       2,
+	}
+)
+
+func (x MachineOwner) Enum() *MachineOwner {
+	p := new(MachineOwner)
+	*p = x
+	return p
+}
+
+func (x MachineOwner) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (MachineOwner) Descriptor() protoreflect.EnumDescriptor {
+	return file_capi_agent_v1alpha1_machine_proto_enumTypes[0].Descriptor()
+}
+
+func (MachineOwner) Type() protoreflect.EnumType {
+	return &file_capi_agent_v1alpha1_machine_proto_enumTypes[0]
+}
+
+func (x MachineOwner) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use MachineOwner.Descriptor instead.
+func (MachineOwner) EnumDescriptor() ([]byte, []int) {
+	return file_capi_agent_v1alpha1_machine_proto_rawDescGZIP(), []int{0}
+}
+
 // GetMachineRequest asks for one machine.
 type GetMachineRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -449,8 +503,10 @@ type Machine struct {
 	DeletingReason string `protobuf:"bytes,17,opt,name=deleting_reason,json=deletingReason,proto3" json:"deleting_reason,omitempty"`
 	// Cluster API's message for deleting_reason.
 	DeletingMessage string `protobuf:"bytes,18,opt,name=deleting_message,json=deletingMessage,proto3" json:"deleting_message,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Whose it is, as far as that is decided.
+	Owner         MachineOwner `protobuf:"varint,19,opt,name=owner,proto3,enum=capi.agent.v1alpha1.MachineOwner" json:"owner,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Machine) Reset() {
@@ -609,6 +665,13 @@ func (x *Machine) GetDeletingMessage() string {
 	return ""
 }
 
+func (x *Machine) GetOwner() MachineOwner {
+	if x != nil {
+		return x.Owner
+	}
+	return MachineOwner_MACHINE_OWNER_UNSPECIFIED
+}
+
 var File_capi_agent_v1alpha1_machine_proto protoreflect.FileDescriptor
 
 const file_capi_agent_v1alpha1_machine_proto_rawDesc = "" +
@@ -632,7 +695,7 @@ const file_capi_agent_v1alpha1_machine_proto_rawDesc = "" +
 	"\x06synced\x18\x03 \x01(\v2\x1b.capi.agent.v1alpha1.SyncedH\x00R\x06synced\x12>\n" +
 	"\theartbeat\x18\x04 \x01(\v2\x1e.capi.agent.v1alpha1.HeartbeatH\x00R\theartbeat\x125\n" +
 	"\x06resync\x18\x05 \x01(\v2\x1b.capi.agent.v1alpha1.ResyncH\x00R\x06resyncB\a\n" +
-	"\x05event\"\xc8\x05\n" +
+	"\x05event\"\x81\x06\n" +
 	"\aMachine\x129\n" +
 	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefR\acluster\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x10\n" +
@@ -656,7 +719,12 @@ const file_capi_agent_v1alpha1_machine_proto_rawDesc = "" +
 	"\x15infrastructure_reason\x18\x0f \x01(\tR\x14infrastructureReason\x125\n" +
 	"\x16infrastructure_message\x18\x10 \x01(\tR\x15infrastructureMessage\x12'\n" +
 	"\x0fdeleting_reason\x18\x11 \x01(\tR\x0edeletingReason\x12)\n" +
-	"\x10deleting_message\x18\x12 \x01(\tR\x0fdeletingMessage2\xbe\x02\n" +
+	"\x10deleting_message\x18\x12 \x01(\tR\x0fdeletingMessage\x127\n" +
+	"\x05owner\x18\x13 \x01(\x0e2!.capi.agent.v1alpha1.MachineOwnerR\x05owner*_\n" +
+	"\fMachineOwner\x12\x1d\n" +
+	"\x19MACHINE_OWNER_UNSPECIFIED\x10\x00\x12\x17\n" +
+	"\x13MACHINE_OWNER_CLAIM\x10\x01\x12\x17\n" +
+	"\x13MACHINE_OWNER_FLOOR\x10\x022\xbe\x02\n" +
 	"\x0eMachineService\x12]\n" +
 	"\n" +
 	"GetMachine\x12&.capi.agent.v1alpha1.GetMachineRequest\x1a'.capi.agent.v1alpha1.GetMachineResponse\x12c\n" +
@@ -675,45 +743,48 @@ func file_capi_agent_v1alpha1_machine_proto_rawDescGZIP() []byte {
 	return file_capi_agent_v1alpha1_machine_proto_rawDescData
 }
 
+var file_capi_agent_v1alpha1_machine_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
 var file_capi_agent_v1alpha1_machine_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
 var file_capi_agent_v1alpha1_machine_proto_goTypes = []any{
-	(*GetMachineRequest)(nil),     // 0: capi.agent.v1alpha1.GetMachineRequest
-	(*GetMachineResponse)(nil),    // 1: capi.agent.v1alpha1.GetMachineResponse
-	(*ListMachinesRequest)(nil),   // 2: capi.agent.v1alpha1.ListMachinesRequest
-	(*ListMachinesResponse)(nil),  // 3: capi.agent.v1alpha1.ListMachinesResponse
-	(*WatchMachinesRequest)(nil),  // 4: capi.agent.v1alpha1.WatchMachinesRequest
-	(*WatchMachinesResponse)(nil), // 5: capi.agent.v1alpha1.WatchMachinesResponse
-	(*Machine)(nil),               // 6: capi.agent.v1alpha1.Machine
-	(*ClusterRef)(nil),            // 7: capi.agent.v1alpha1.ClusterRef
-	(*Synced)(nil),                // 8: capi.agent.v1alpha1.Synced
-	(*Heartbeat)(nil),             // 9: capi.agent.v1alpha1.Heartbeat
-	(*Resync)(nil),                // 10: capi.agent.v1alpha1.Resync
-	(*timestamppb.Timestamp)(nil), // 11: google.protobuf.Timestamp
+	(MachineOwner)(0),             // 0: capi.agent.v1alpha1.MachineOwner
+	(*GetMachineRequest)(nil),     // 1: capi.agent.v1alpha1.GetMachineRequest
+	(*GetMachineResponse)(nil),    // 2: capi.agent.v1alpha1.GetMachineResponse
+	(*ListMachinesRequest)(nil),   // 3: capi.agent.v1alpha1.ListMachinesRequest
+	(*ListMachinesResponse)(nil),  // 4: capi.agent.v1alpha1.ListMachinesResponse
+	(*WatchMachinesRequest)(nil),  // 5: capi.agent.v1alpha1.WatchMachinesRequest
+	(*WatchMachinesResponse)(nil), // 6: capi.agent.v1alpha1.WatchMachinesResponse
+	(*Machine)(nil),               // 7: capi.agent.v1alpha1.Machine
+	(*ClusterRef)(nil),            // 8: capi.agent.v1alpha1.ClusterRef
+	(*Synced)(nil),                // 9: capi.agent.v1alpha1.Synced
+	(*Heartbeat)(nil),             // 10: capi.agent.v1alpha1.Heartbeat
+	(*Resync)(nil),                // 11: capi.agent.v1alpha1.Resync
+	(*timestamppb.Timestamp)(nil), // 12: google.protobuf.Timestamp
 }
 var file_capi_agent_v1alpha1_machine_proto_depIdxs = []int32{
-	7,  // 0: capi.agent.v1alpha1.GetMachineRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
-	6,  // 1: capi.agent.v1alpha1.GetMachineResponse.machine:type_name -> capi.agent.v1alpha1.Machine
-	7,  // 2: capi.agent.v1alpha1.ListMachinesRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
-	6,  // 3: capi.agent.v1alpha1.ListMachinesResponse.machines:type_name -> capi.agent.v1alpha1.Machine
-	7,  // 4: capi.agent.v1alpha1.WatchMachinesRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
-	6,  // 5: capi.agent.v1alpha1.WatchMachinesResponse.upsert:type_name -> capi.agent.v1alpha1.Machine
-	8,  // 6: capi.agent.v1alpha1.WatchMachinesResponse.synced:type_name -> capi.agent.v1alpha1.Synced
-	9,  // 7: capi.agent.v1alpha1.WatchMachinesResponse.heartbeat:type_name -> capi.agent.v1alpha1.Heartbeat
-	10, // 8: capi.agent.v1alpha1.WatchMachinesResponse.resync:type_name -> capi.agent.v1alpha1.Resync
-	7,  // 9: capi.agent.v1alpha1.Machine.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
-	11, // 10: capi.agent.v1alpha1.Machine.created_at:type_name -> google.protobuf.Timestamp
-	11, // 11: capi.agent.v1alpha1.Machine.deleted_at:type_name -> google.protobuf.Timestamp
-	0,  // 12: capi.agent.v1alpha1.MachineService.GetMachine:input_type -> capi.agent.v1alpha1.GetMachineRequest
-	2,  // 13: capi.agent.v1alpha1.MachineService.ListMachines:input_type -> capi.agent.v1alpha1.ListMachinesRequest
-	4,  // 14: capi.agent.v1alpha1.MachineService.WatchMachines:input_type -> capi.agent.v1alpha1.WatchMachinesRequest
-	1,  // 15: capi.agent.v1alpha1.MachineService.GetMachine:output_type -> capi.agent.v1alpha1.GetMachineResponse
-	3,  // 16: capi.agent.v1alpha1.MachineService.ListMachines:output_type -> capi.agent.v1alpha1.ListMachinesResponse
-	5,  // 17: capi.agent.v1alpha1.MachineService.WatchMachines:output_type -> capi.agent.v1alpha1.WatchMachinesResponse
-	15, // [15:18] is the sub-list for method output_type
-	12, // [12:15] is the sub-list for method input_type
-	12, // [12:12] is the sub-list for extension type_name
-	12, // [12:12] is the sub-list for extension extendee
-	0,  // [0:12] is the sub-list for field type_name
+	8,  // 0: capi.agent.v1alpha1.GetMachineRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	7,  // 1: capi.agent.v1alpha1.GetMachineResponse.machine:type_name -> capi.agent.v1alpha1.Machine
+	8,  // 2: capi.agent.v1alpha1.ListMachinesRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	7,  // 3: capi.agent.v1alpha1.ListMachinesResponse.machines:type_name -> capi.agent.v1alpha1.Machine
+	8,  // 4: capi.agent.v1alpha1.WatchMachinesRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	7,  // 5: capi.agent.v1alpha1.WatchMachinesResponse.upsert:type_name -> capi.agent.v1alpha1.Machine
+	9,  // 6: capi.agent.v1alpha1.WatchMachinesResponse.synced:type_name -> capi.agent.v1alpha1.Synced
+	10, // 7: capi.agent.v1alpha1.WatchMachinesResponse.heartbeat:type_name -> capi.agent.v1alpha1.Heartbeat
+	11, // 8: capi.agent.v1alpha1.WatchMachinesResponse.resync:type_name -> capi.agent.v1alpha1.Resync
+	8,  // 9: capi.agent.v1alpha1.Machine.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	12, // 10: capi.agent.v1alpha1.Machine.created_at:type_name -> google.protobuf.Timestamp
+	12, // 11: capi.agent.v1alpha1.Machine.deleted_at:type_name -> google.protobuf.Timestamp
+	0,  // 12: capi.agent.v1alpha1.Machine.owner:type_name -> capi.agent.v1alpha1.MachineOwner
+	1,  // 13: capi.agent.v1alpha1.MachineService.GetMachine:input_type -> capi.agent.v1alpha1.GetMachineRequest
+	3,  // 14: capi.agent.v1alpha1.MachineService.ListMachines:input_type -> capi.agent.v1alpha1.ListMachinesRequest
+	5,  // 15: capi.agent.v1alpha1.MachineService.WatchMachines:input_type -> capi.agent.v1alpha1.WatchMachinesRequest
+	2,  // 16: capi.agent.v1alpha1.MachineService.GetMachine:output_type -> capi.agent.v1alpha1.GetMachineResponse
+	4,  // 17: capi.agent.v1alpha1.MachineService.ListMachines:output_type -> capi.agent.v1alpha1.ListMachinesResponse
+	6,  // 18: capi.agent.v1alpha1.MachineService.WatchMachines:output_type -> capi.agent.v1alpha1.WatchMachinesResponse
+	16, // [16:19] is the sub-list for method output_type
+	13, // [13:16] is the sub-list for method input_type
+	13, // [13:13] is the sub-list for extension type_name
+	13, // [13:13] is the sub-list for extension extendee
+	0,  // [0:13] is the sub-list for field type_name
 }
 
 func init() { file_capi_agent_v1alpha1_machine_proto_init() }
@@ -734,13 +805,14 @@ func file_capi_agent_v1alpha1_machine_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_capi_agent_v1alpha1_machine_proto_rawDesc), len(file_capi_agent_v1alpha1_machine_proto_rawDesc)),
-			NumEnums:      0,
+			NumEnums:      1,
 			NumMessages:   7,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
 		GoTypes:           file_capi_agent_v1alpha1_machine_proto_goTypes,
 		DependencyIndexes: file_capi_agent_v1alpha1_machine_proto_depIdxs,
+		EnumInfos:         file_capi_agent_v1alpha1_machine_proto_enumTypes,
 		MessageInfos:      file_capi_agent_v1alpha1_machine_proto_msgTypes,
 	}.Build()
 	File_capi_agent_v1alpha1_machine_proto = out.File

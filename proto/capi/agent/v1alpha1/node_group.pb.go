@@ -733,7 +733,12 @@ type NodeGroup struct {
 	// The devices that a machine offers through dynamic resource allocation.
 	Devices []*DeviceCount `protobuf:"bytes,27,rep,name=devices,proto3" json:"devices,omitempty"`
 	// Cluster API is replacing machines after a template change. Claims are accepted meanwhile.
-	RollingOut    bool `protobuf:"varint,28,opt,name=rolling_out,json=rollingOut,proto3" json:"rolling_out,omitempty"`
+	RollingOut bool `protobuf:"varint,28,opt,name=rolling_out,json=rollingOut,proto3" json:"rolling_out,omitempty"`
+	// How many of `replicas` are the user's, machines: those that were there before the first claim, those that others than claims added since,
+	// and at least min_size. No claim and no release touches them.
+	FloorReplicas int32 `protobuf:"varint,29,opt,name=floor_replicas,json=floorReplicas,proto3" json:"floor_replicas,omitempty"`
+	// How many of `replicas` are nobody's, machines: left by claims, for the next claim or to be removed.
+	SpareReplicas int32 `protobuf:"varint,30,opt,name=spare_replicas,json=spareReplicas,proto3" json:"spare_replicas,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -962,6 +967,20 @@ func (x *NodeGroup) GetRollingOut() bool {
 		return x.RollingOut
 	}
 	return false
+}
+
+func (x *NodeGroup) GetFloorReplicas() int32 {
+	if x != nil {
+		return x.FloorReplicas
+	}
+	return 0
+}
+
+func (x *NodeGroup) GetSpareReplicas() int32 {
+	if x != nil {
+		return x.SpareReplicas
+	}
+	return 0
 }
 
 // DeviceCount is how many devices a machine offers through one driver for dynamic resource allocation.
@@ -1303,7 +1322,7 @@ const file_capi_agent_v1alpha1_node_group_proto_rawDesc = "" +
 	"\x06synced\x18\x03 \x01(\v2\x1b.capi.agent.v1alpha1.SyncedH\x00R\x06synced\x12>\n" +
 	"\theartbeat\x18\x04 \x01(\v2\x1e.capi.agent.v1alpha1.HeartbeatH\x00R\theartbeat\x125\n" +
 	"\x06resync\x18\x05 \x01(\v2\x1b.capi.agent.v1alpha1.ResyncH\x00R\x06resyncB\a\n" +
-	"\x05event\"\xd0\x0e\n" +
+	"\x05event\"\x9e\x0f\n" +
 	"\tNodeGroup\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x129\n" +
 	"\acluster\x18\x02 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefR\acluster\x12\x12\n" +
@@ -1336,7 +1355,9 @@ const file_capi_agent_v1alpha1_node_group_proto_rawDesc = "" +
 	"\x12attachable_volumes\x18\x1a \x03(\v25.capi.agent.v1alpha1.NodeGroup.AttachableVolumesEntryR\x11attachableVolumes\x12:\n" +
 	"\adevices\x18\x1b \x03(\v2 .capi.agent.v1alpha1.DeviceCountR\adevices\x12\x1f\n" +
 	"\vrolling_out\x18\x1c \x01(\bR\n" +
-	"rollingOut\x1a9\n" +
+	"rollingOut\x12%\n" +
+	"\x0efloor_replicas\x18\x1d \x01(\x05R\rfloorReplicas\x12%\n" +
+	"\x0espare_replicas\x18\x1e \x01(\x05R\rspareReplicas\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a;\n" +

@@ -1,0 +1,159 @@
+package protocol
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
+)
+
+// reporting has the holder report the Nodes of these Machines as unregistered.
+func (s *Snapshot) reporting(machines ...string) *Snapshot {
+	reported := map[string]bool{}
+	for _, name := range machines {
+		reported["sim://"+name] = true
+	}
+	s.Unregistered = func(providerID string) bool { return reported[providerID] }
+	return s
+}
+
+func ofTheFloor(m *clusterv1.Machine) {
+	node(m)
+	m.Annotations = map[string]string{v1alpha1.FloorAnnotation: "true"}
+}
+
+func TestTheFloorsMachinesAreMarkedByTheLedgerFirst(t *testing.T) {
+	for name, c := range map[string]struct {
+		ledger *Ledger
+		scene  func(*Snapshot)
+		want   []types.UID
+	}{
+		"those that keep pods out, oldest first": {
+			ledger: &Ledger{Version: 1, Floor: 2, LastReplicas: 3},
+			scene: func(s *Snapshot) {
+				s.withMachine("c", "", node).withMachine("a", "", node).withMachine("b", "", node).reporting("a", "b", "c")
+			},
+			want: []types.UID{"a", "b"},
+		},
+		"in a group that nobody has claimed from": {
+			scene: func(s *Snapshot) {
+				s.withMachine("a", "", node).withMachine("b", "", node).withMachine("c", "", node).reporting("b")
+			},
+			want: []types.UID{"b"},
+		},
+		"not while others of the floor take pods": {
+			ledger: &Ledger{Version: 1, Floor: 2, LastReplicas: 3},
+			scene: func(s *Snapshot) {
+				s.withMachine("a", "", node).withMachine("b", "", ofTheFloor).withMachine("c", "", node).reporting("c")
+			},
+		},
+		"none of a claim, of one that had one, or that goes": {
+			ledger: &Ledger{Version: 1, Floor: 1, LastReplicas: 3},
+			scene: func(s *Snapshot) {
+				s.withMachine("a", "claim", node).withClaim("claim", v1alpha1.PhaseBound, "a")
+				s.withMachine("b", "ended", node).withClaim("ended", v1alpha1.PhaseEnded, "")
+				s.withMachine("c", "", func(m *clusterv1.Machine) {
+					node(m)
+					m.Annotations = map[string]string{clusterv1.DeleteMachineAnnotation: ""}
+				})
+				s.reporting("a", "b", "c")
+			},
+		},
+		"none where a person has paused the group": {
+			ledger: &Ledger{Version: 1, Floor: 3, LastReplicas: 3},
+			scene: func(s *Snapshot) {
+				s.Group.Refusals = []eligibility.Refusal{{Reason: eligibility.Paused}}
+				s.withMachine("a", "", node).withMachine("b", "", node).withMachine("c", "", node).reporting("a", "b", "c")
+			},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := scene(3, c.ledger)
+			c.scene(s)
+			d := Decide(s)
+			assert.NotContains(t, kinds(d), MarkFloor, "not before the ledger says so")
+			if c.want == nil {
+				if d.Ledger != nil {
+					assert.Empty(t, d.Ledger.Settling)
+				}
+				return
+			}
+			require.NotNil(t, d.Ledger)
+			assert.Equal(t, c.want, d.Ledger.Settling)
+			assert.Equal(t, int32(3), d.Replicas)
+		})
+	}
+}
+
+func TestAMachineThatSettlesIsMarkedAndThenForgotten(t *testing.T) {
+	ledger := func() *Ledger { return &Ledger{Version: 1, Floor: 1, LastReplicas: 1, Settling: []types.UID{"a"}} }
+	d := Decide(scene(1, ledger()).withMachine("a", "", node).reporting("a"))
+	assert.Equal(t, []ActionKind{MarkFloor}, kinds(d))
+	assert.Nil(t, d.Ledger)
+
+	for name, change := range map[string]func(*Snapshot){
+		"it is marked": func(s *Snapshot) { s.withMachine("a", "", ofTheFloor) },
+		"it is gone":   func(s *Snapshot) { s.withMachine("b", "", node) },
+		"it is being deleted": func(s *Snapshot) {
+			s.withMachine("a", "", func(m *clusterv1.Machine) {
+				node(m)
+				m.DeletionTimestamp = &m.CreationTimestamp
+			})
+		},
+	} {
+		s := scene(1, ledger())
+		change(s)
+		d := Decide(s)
+		require.NotNil(t, d.Ledger, name)
+		assert.Empty(t, d.Ledger.Settling, name)
+		assert.NotContains(t, kinds(d), MarkFloor, name)
+	}
+}
+
+// What is reported may be two minutes old: the taint may be gone.
+func TestTheFloorsMachinesArePromisedToNobody(t *testing.T) {
+	for name, settling := range map[string][]types.UID{"marked": nil, "about to be": {"a"}} {
+		ledger := &Ledger{Version: 1, Floor: 1, LastReplicas: 2, Settling: settling, Pending: map[string]Named{"c": {}}}
+		change := node
+		if settling == nil {
+			change = ofTheFloor
+		}
+		s := scene(2, ledger).withMachine("a", "", change).withClaim("c", v1alpha1.PhasePending, "").reporting("a", "b")
+		d := Decide(s)
+		if d.Ledger != nil {
+			assert.Empty(t, d.Ledger.Pending["c"].Machine, name)
+		}
+		d = Decide(s.withMachine("b", "", node))
+		require.NotNil(t, d.Ledger, name)
+		assert.Equal(t, "b", d.Ledger.Pending["c"].Machine, name)
+	}
+}
+
+func TestAMarkThatTheFloorHasNoUseForAnyMoreKeepsNoMachine(t *testing.T) {
+	s := scene(2, &Ledger{Version: 1, Floor: 1, LastReplicas: 2}).
+		withMachine("a", "", ofTheFloor).withMachine("b", "", ofTheFloor)
+	s.SpareSince = s.Now.Add(-2 * time.Minute)
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.Len(t, d.Ledger.Releasing, 1)
+	assert.Contains(t, d.Ledger.Releasing, types.UID("b"), "the oldest stay")
+}
+
+func TestSettlingFillsNoLedger(t *testing.T) {
+	s := scene(100, &Ledger{Version: 1, Floor: 100, LastReplicas: 100})
+	var names []string
+	for i := range 100 {
+		name := "m-" + string(rune('a'+i/26)) + string(rune('a'+i%26))
+		names = append(names, name)
+		s.withMachine(name, "", node)
+	}
+	d := Decide(s.reporting(names...))
+	require.NotNil(t, d.Ledger)
+	assert.Len(t, d.Ledger.Settling, settlingAtOnce)
+}

@@ -1,0 +1,107 @@
+// Package floor lets pods onto the Nodes of machines that the user keeps in a node group beside those of claims: the floor. Where the bootstrap
+// template sets Karpenter's taint for Nodes that are not registered, those join with it as well, and core takes it off only for a NodeClaim,
+// which they never have. So this controller does, once the agent says that the machine is the floor's for good: before, it may
+// be promised to a NodeClaim, which must find it empty.
+package floor
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/utils/clock"
+	controllerruntime "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
+	"sigs.k8s.io/controller-runtime/pkg/predicate"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/events"
+	"sigs.k8s.io/karpenter/pkg/operator/injection"
+	nodeclaimutils "sigs.k8s.io/karpenter/pkg/utils/nodeclaim"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/unclaimed"
+)
+
+const (
+	name = "node.floor"
+	// look is how often a Node that keeps the taint is looked at, and how old it is at first: the agent hears of it from a report that
+	// is made each minute, and almost all Nodes are registered by then.
+	look = 20 * time.Second
+	// concurrency is low, as all share one listing of the machines.
+	concurrency = 5
+)
+
+// Controller is the controller.
+type Controller struct {
+	clock    clock.PassiveClock
+	kube     client.Client
+	machines *unclaimed.Finder
+	recorder events.Recorder
+}
+
+// New returns the controller. kube reads from a cache with an index on the NodeClaims' status.providerID.
+func New(clk clock.PassiveClock, kube client.Client, machines *unclaimed.Finder, recorder events.Recorder) *Controller {
+	return &Controller{clock: clk, kube: kube, machines: machines, recorder: recorder}
+}
+
+// Reconcile looks at one Node.
+func (c *Controller) Reconcile(ctx context.Context, node *corev1.Node) (reconcile.Result, error) {
+	ctx = injection.WithControllerName(ctx, name)
+	if !isUnregistered(node) || node.Spec.ProviderID == "" || !node.DeletionTimestamp.IsZero() {
+		return reconcile.Result{}, nil
+	}
+	if left := look - c.clock.Since(node.CreationTimestamp.Time); left > 0 {
+		return reconcile.Result{RequeueAfter: left}, nil
+	}
+	nodeClaims := &karpv1.NodeClaimList{}
+	if err := c.kube.List(ctx, nodeClaims, nodeclaimutils.ForProviderID(node.Spec.ProviderID), client.UnsafeDisableDeepCopy); err != nil {
+		return reconcile.Result{}, fmt.Errorf("looking for the NodeClaim: %w", err)
+	}
+	if len(nodeClaims.Items) > 0 {
+		return reconcile.Result{RequeueAfter: look}, nil // core registers it
+	}
+	machine, err := c.machines.With(ctx, node.Spec.ProviderID)
+	if err != nil {
+		log.FromContext(ctx).V(1).Info("a Node keeps its taint, as the agent did not say whose its machine is", "reason", err.Error())
+		return reconcile.Result{RequeueAfter: look}, nil
+	}
+	if machine.GetOwner() != agentv1alpha1.MachineOwner_MACHINE_OWNER_FLOOR {
+		return reconcile.Result{RequeueAfter: look}, nil
+	}
+	stored := node.DeepCopy()
+	node.Spec.Taints = lo.Reject(node.Spec.Taints, func(taint corev1.Taint, _ int) bool { return taint.MatchTaint(&karpv1.UnregisteredNoExecuteTaint) })
+	if err := c.kube.Patch(ctx, node, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{})); err != nil {
+		return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("taking the taint off: %w", err))
+	}
+	log.FromContext(ctx).Info("let pods onto a Node of the floor", "machine", machine.GetName(), "node-group", machine.GetNodeGroupId())
+	c.recorder.Publish(events.Event{
+		InvolvedObject: node,
+		Type:           corev1.EventTypeNormal,
+		Reason:         "FloorNodeReady",
+		Message: fmt.Sprintf("Took the taint %s off: machine %s of node group %s is the user's and never gets a NodeClaim.",
+			karpv1.UnregisteredTaintKey, machine.GetName(), machine.GetNodeGroupId()),
+		DedupeValues: []string{string(node.UID)},
+	})
+	return reconcile.Result{}, nil
+}
+
+func isUnregistered(object client.Object) bool {
+	node, ok := object.(*corev1.Node)
+	return ok && lo.SomeBy(node.Spec.Taints, func(taint corev1.Taint) bool { return taint.MatchTaint(&karpv1.UnregisteredNoExecuteTaint) })
+}
+
+// Register adds the controller to the manager.
+func (c *Controller) Register(_ context.Context, m manager.Manager) error {
+	return controllerruntime.NewControllerManagedBy(m).
+		Named(name).
+		For(&corev1.Node{}, builder.WithPredicates(predicate.NewPredicateFuncs(isUnregistered))).
+		WithOptions(controller.Options{MaxConcurrentReconciles: concurrency}).
+		Complete(reconcile.AsReconciler(m.GetClient(), c))
+}

@@ -1,0 +1,97 @@
+package floor_test
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	clocktesting "k8s.io/utils/clock/testing"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/floor"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
+)
+
+type env struct {
+	*shimtest.World
+	t          *testing.T
+	clock      *clocktesting.FakeClock
+	controller *floor.Controller
+	node       *corev1.Node
+}
+
+// setUp returns a world with one machine of the user's, whose Node has Karpenter's taint and one of its own.
+func setUp(t *testing.T) *env {
+	t.Helper()
+	clk := clocktesting.NewFakeClock(time.Now())
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a", Replicas: 1}}, shimtest.WithClock(clk))
+	response, err := w.Client.Machines.ListMachines(w.Context(), &agentv1alpha1.ListMachinesRequest{Cluster: w.Cluster})
+	require.NoError(t, err)
+	require.Len(t, response.GetMachines(), 1)
+	e := &env{
+		World: w, t: t, clock: clk, controller: floor.New(clk, w.Kube, w.Unclaimed, w.Recorder),
+		node: &corev1.Node{
+			ObjectMeta: metav1.ObjectMeta{Name: "node", CreationTimestamp: metav1.NewTime(clk.Now())},
+			Spec: corev1.NodeSpec{
+				ProviderID: response.GetMachines()[0].GetProviderId(),
+				Taints:     []corev1.Taint{karpv1.UnregisteredNoExecuteTaint, {Key: "dedicated", Effect: corev1.TaintEffectNoSchedule}},
+			},
+		},
+	}
+	e.Create(e.node)
+	return e
+}
+
+// looked reports whether the Node is looked at again after one look, as it keeps the taint.
+func (e *env) looked() bool {
+	e.t.Helper()
+	e.Get(e.node)
+	result, err := e.controller.Reconcile(e.Context(), e.node)
+	require.NoError(e.t, err)
+	e.Get(e.node)
+	if result.RequeueAfter > 0 {
+		assert.Len(e.t, e.node.Spec.Taints, 2, "it keeps what is looked at again")
+	}
+	return result.RequeueAfter > 0
+}
+
+func TestPodsAreLetOntoANodeOfTheFloor(t *testing.T) {
+	e := setUp(t)
+	require.True(t, e.looked(), "it may be registered in a moment")
+	e.clock.Step(time.Minute)
+	require.False(t, e.looked())
+	assert.Equal(t, []corev1.Taint{{Key: "dedicated", Effect: corev1.TaintEffectNoSchedule}}, e.node.Spec.Taints, "and no other one")
+	assert.Equal(t, []string{"FloorNodeReady"}, e.Recorder.Reasons())
+	assert.False(t, e.looked(), "it is done")
+}
+
+func TestANodeKeepsItsTaintUntilItsMachineIsTheFloors(t *testing.T) {
+	for name, change := range map[string]func(*env){
+		"a claim has its machine": func(e *env) {
+			nodeClaim := e.Launched("claim")
+			e.node.Spec.ProviderID = e.Provision(nodeClaim, "sim:///1").GetProviderId()
+			require.NoError(t, e.Kube.Update(e.Context(), e.node))
+		},
+		"nobody knows its machine": func(e *env) {
+			e.node.Spec.ProviderID = "sim:///other"
+			require.NoError(t, e.Kube.Update(e.Context(), e.node))
+		},
+		"a NodeClaim has it": func(e *env) {
+			e.Create(e.NodeClaim("claim", func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = e.node.Spec.ProviderID }))
+		},
+		"the agent is away": func(e *env) { e.Disconnect() },
+	} {
+		t.Run(name, func(t *testing.T) {
+			e := setUp(t)
+			e.t = t
+			change(e)
+			e.clock.Step(time.Minute)
+			assert.True(t, e.looked())
+			assert.Empty(t, e.Recorder.Reasons())
+		})
+	}
+}

@@ -1,0 +1,107 @@
+package e2e_test
+
+import (
+	"context"
+	"fmt"
+	"testing"
+	"time"
+
+	. "github.com/onsi/gomega"
+	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+
+	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+// TestPodsRunOnTheFloor has a node group whose Machines all join with Karpenter's taint keep some for a person, beside those of claims.
+func TestPodsRunOnTheFloor(t *testing.T) {
+	figure := shows(t, "the floor: its Nodes take pods, claims get other machines, and it stays")
+	if testing.Short() {
+		t.Skip("not in the short run: the shim reports its Nodes once a minute")
+	}
+	g := NewWithT(t)
+	useCrowd(t)
+	const floor, pods = 2, 3
+	began := time.Now()
+	patchGroup(t, "crowd", fmt.Sprintf(`{"spec":{"replicas":%d}}`, floor))
+	await(t, 2*time.Minute, crowdRuns(floor))
+	poll(t, soon, func(ctx context.Context) (string, error) {
+		for _, m := range listCrowd(t) {
+			node := &corev1.Node{}
+			if err := w.Spoke.Get(ctx, client.ObjectKey{Name: m.Status.NodeRef.Name}, node); err != nil {
+				return "", err
+			}
+			if !lo.ContainsBy(node.Spec.Taints, func(taint corev1.Taint) bool { return taint.Key == karpenterv1.UnregisteredTaintKey }) {
+				return "Node " + node.Name + " to have joined with Karpenter's taint", nil
+			}
+		}
+		return "", nil
+	})
+	poll(t, 4*time.Minute, func(ctx context.Context) (string, error) {
+		for _, m := range listCrowd(t) {
+			node := &corev1.Node{}
+			if err := w.Spoke.Get(ctx, client.ObjectKey{Name: m.Status.NodeRef.Name}, node); err != nil {
+				return "", err
+			}
+			if len(node.Spec.Taints) > 0 {
+				return fmt.Sprintf("Node %s to take pods: it has %v", node.Name, node.Spec.Taints), nil
+			}
+		}
+		return "", nil
+	})
+	figure("its Nodes took pods %.0f s after they were asked for", time.Since(began).Seconds())
+	theirs := listCrowd(t)
+	for i := range theirs {
+		g.Expect(theirs[i].Annotations).To(HaveKey(agentv1.FloorAnnotation))
+		pod := &corev1.Pod{
+			ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, Name: fmt.Sprintf("floor-%d", i), Labels: map[string]string{"app": "floor"}},
+			Spec: corev1.PodSpec{
+				NodeSelector:                  map[string]string{corev1.LabelHostname: theirs[i].Status.NodeRef.Name},
+				TerminationGracePeriodSeconds: new(int64(0)),
+				Containers:                    []corev1.Container{{Name: "app", Image: "registry.k8s.io/pause:3.10"}},
+			},
+		}
+		g.Expect(w.Spoke.Create(t.Context(), pod)).To(Succeed())
+		t.Cleanup(func() { _ = w.Spoke.Delete(context.Background(), pod) })
+	}
+	poll(t, soon, podsRun("floor", floor))
+
+	before := made("crowd")
+	scale(t, "crowd", pods)
+	await(t, 2*time.Minute, running(pods))
+	await(t, soon, crowdRuns(floor+pods))
+	g.Expect(made("crowd")).To(Equal(before + pods))
+	group := described(t, "crowd")
+	g.Expect(group.GetFloorReplicas()).To(Equal(int32(floor)))
+	g.Expect(group.GetSpareReplicas()).To(BeZero())
+	owners := func() map[agentv1alpha1.MachineOwner]int {
+		state := w.Sandbox.State()
+		response, err := agentAs(t, state.Paths.ReaderCertificate, state.Paths.ReaderKey).Machines.ListMachines(within(t, soon),
+			&agentv1alpha1.ListMachinesRequest{Cluster: theCluster(), NodeGroupId: group.GetId()})
+		g.Expect(err).NotTo(HaveOccurred())
+		return lo.CountValuesBy(response.GetMachines(), func(m *agentv1alpha1.Machine) agentv1alpha1.MachineOwner { return m.GetOwner() })
+	}
+	g.Expect(owners()).To(Equal(map[agentv1alpha1.MachineOwner]int{
+		agentv1alpha1.MachineOwner_MACHINE_OWNER_FLOOR: floor, agentv1alpha1.MachineOwner_MACHINE_OWNER_CLAIM: pods,
+	}))
+	scale(t, "crowd", 0)
+	await(t, 3*time.Minute, crowdRuns(floor))
+	g.Consistently(func(g Gomega) {
+		g.Expect(uidsOf(listCrowd(t))).To(ConsistOf(uidsOf(theirs)))
+	}).WithTimeout(spareGrace + 15*time.Second).WithPolling(time.Second).Should(Succeed())
+	poll(t, soon, podsRun("floor", floor))
+}
+
+// podsRun returns a condition: so many pods of the app run.
+func podsRun(app string, pods int) func(context.Context) (string, error) {
+	return func(ctx context.Context) (string, error) {
+		var list corev1.PodList
+		err := w.Spoke.List(ctx, &list, client.InNamespace(metav1.NamespaceDefault), client.MatchingLabels{"app": app})
+		up := lo.CountBy(list.Items, func(p corev1.Pod) bool { return p.Status.Phase == corev1.PodRunning && p.DeletionTimestamp.IsZero() })
+		return lo.Ternary(up == pods, "", fmt.Sprintf("%d pods %s to run: %d do", pods, app, up)), err
+	}
+}
