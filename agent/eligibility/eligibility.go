@@ -80,6 +80,8 @@ type Group struct {
 	Suspended bool
 	// MaxNodeProvisionTime is how long a claim waits for its Machine's provider ID and Node; zero where the MachineDeployment does not say.
 	MaxNodeProvisionTime time.Duration
+	// KeepFailed is how long the Machine of a claim that failed is kept for somebody to look at; zero where the MachineDeployment does not say.
+	KeepFailed time.Duration
 	// Problems are the values that could not be used.
 	Problems []Problem
 }
@@ -179,24 +181,35 @@ func Of(md *clusterv1.MachineDeployment, cluster *clusterv1.Cluster) Group {
 	if g.MaxNodeProvisionTime, problem = MaxNodeProvisionTime(md); problem != nil {
 		g.Problems = append(g.Problems, *problem)
 	}
+	if g.KeepFailed, problem = duration(md, v1alpha1.KeepFailedAnnotation, time.Minute); problem != nil {
+		g.Problems = append(g.Problems, *problem)
+	}
 	return g
 }
 
-// What a MachineDeployment may say of how long claims wait; a claim itself may ask for no more and no less either.
-const shortestProvisioning, longestProvisioning = 10 * time.Second, 7 * 24 * time.Hour
+// shortestProvisioning is the least that a MachineDeployment may say of how long claims wait. A claim itself may ask for no less either.
+const shortestProvisioning = 10 * time.Second
+
+// longestDuration is the most that an annotation of a MachineDeployment may say; nor may a claim wait for longer.
+const longestDuration = 7 * 24 * time.Hour
 
 // MaxNodeProvisionTime returns how long claims wait for a Machine's provider ID and Node; zero where the MachineDeployment does not say. A
 // value that cannot be used is ignored, apart from the problem: claims are still made.
 func MaxNodeProvisionTime(md *clusterv1.MachineDeployment) (time.Duration, *Problem) {
-	text, present := md.Annotations[v1alpha1.MaxNodeProvisionTimeAnnotation]
+	return duration(md, v1alpha1.MaxNodeProvisionTimeAnnotation, shortestProvisioning)
+}
+
+// duration reads an annotation that holds a duration; zero where there is none, or none that can be used.
+func duration(md *clusterv1.MachineDeployment, key string, shortest time.Duration) (time.Duration, *Problem) {
+	text, present := md.Annotations[key]
 	if !present {
 		return 0, nil
 	}
 	d, err := time.ParseDuration(text)
-	if err != nil || d < shortestProvisioning || d > longestProvisioning {
+	if err != nil || d < shortest || d > longestDuration {
 		return 0, &Problem{
-			Field: annotationField(v1alpha1.MaxNodeProvisionTimeAnnotation), Value: text,
-			Message: `is not a duration from 10s to 168h; write one such as "30m" or "1h30m"`,
+			Field: annotationField(key), Value: text,
+			Message: fmt.Sprintf(`is not a duration from %.0fs to 168h; write one such as "30m" or "1h30m"`, shortest.Seconds()),
 		}
 	}
 	return d, nil

@@ -182,6 +182,21 @@ func TestHowLongClaimsWaitIsReadWhereItCanBe(t *testing.T) {
 	assert.Zero(t, eligibility.Of(deployment(nil), cluster(nil)).MaxNodeProvisionTime)
 }
 
+func TestHowLongFailedMachinesAreKeptIsReadWhereItCanBe(t *testing.T) {
+	for text, want := range map[string]time.Duration{"2h": 2 * time.Hour, "1m": time.Minute, "59s": 0, "169h": 0, "yes": 0, "": 0} {
+		group := eligibility.Of(deployment(func(md *clusterv1.MachineDeployment) {
+			md.Annotations[v1alpha1.KeepFailedAnnotation] = text
+		}), cluster(nil))
+		assert.Equal(t, want, group.KeepFailed, "%q", text)
+		assert.Nil(t, group.Refusal(), "%q: claims go on", text)
+		if want == 0 {
+			require.Len(t, group.Problems, 1, "%q", text)
+			assert.Contains(t, group.Problems[0].Field, "keep-failed-machines")
+			assert.Contains(t, group.Problems[0].Message, "from 60s to 168h")
+		}
+	}
+}
+
 // What a person did must be respected whatever else is wrong, so no reason may hide another.
 func TestEveryReasonIsKept(t *testing.T) {
 	group := eligibility.Of(deployment(func(md *clusterv1.MachineDeployment) {

@@ -255,7 +255,7 @@ func (s *Snapshot) actOnMachines(d *Decision) {
 			d.Actions = append(d.Actions, Action{Kind: Keep, Claim: s.boundTo(m), Machine: m})
 		case s.Ledger != nil && slices.Contains(s.Ledger.Settling, m.UID) && s.settles(m) && !recorded:
 			d.Actions = append(d.Actions, Action{Kind: MarkFloor, Machine: m})
-		case recorded && !r.GivenBack && Alive(m) && s.mayDelete(m) && !s.Group.Has(eligibility.Paused):
+		case recorded && !r.GivenBack && Alive(m) && s.mayDelete(m) && !s.Group.Has(eligibility.Paused) && !s.keptToLookAt(d, m):
 			d.Actions = append(d.Actions, Action{Kind: Hold, Machine: m, Release: r})
 		case recorded && r.GivenBack && ours && s.carriedThrough(r.Generation):
 			d.Actions = append(d.Actions, Action{Kind: LetGo, Machine: m})

@@ -164,6 +164,9 @@ func (s *Snapshot) judge(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 	if why == "" {
 		return false
 	}
+	if verdict == Fail && m != nil && s.Group.KeepFailed > 0 {
+		why += fmt.Sprintf("; the Machine is kept for %s, as the annotation %s asks for", s.Group.KeepFailed, v1alpha1.KeepFailedAnnotation)
+	}
 	d.Actions = append(d.Actions, Action{Kind: verdict, Claim: c, Machine: m, Event: v1alpha1.Event{Reason: reason, Message: why}})
 	return true
 }
@@ -205,6 +208,20 @@ func boundAt(c *v1alpha1.MachineClaim, m *clusterv1.Machine) time.Time {
 		return at.Time
 	}
 	return m.CreationTimestamp.Time
+}
+
+// keptToLookAt reports whether the Machine is one whose claim failed and that its node group still keeps for somebody to look at, and asks to be
+// woken when that is over.
+func (s *Snapshot) keptToLookAt(d *Decision, m *clusterv1.Machine) bool {
+	c := s.Claim(ClaimOf(m))
+	if s.Group.KeepFailed == 0 || s.deleted() || c == nil || c.Status.FailedAt == nil {
+		return false
+	}
+	left := s.Group.KeepFailed - s.Now.Sub(c.Status.FailedAt.Time)
+	if left > 0 {
+		d.Wake(left)
+	}
+	return left > 0
 }
 
 // hopeless reports whether the Machine is known not to come: no claim should be given it.

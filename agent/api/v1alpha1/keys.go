@@ -12,6 +12,10 @@ const (
 	// duration. The same key that cluster-autoscaler's provider for Cluster API reads.
 	MaxNodeProvisionTimeAnnotation = "cluster.x-k8s.io/autoscaling-options-maxnodeprovisiontime"
 
+	// KeepFailedAnnotation on a MachineDeployment is how long the Machine of a claim that failed is kept before it is removed, so that somebody
+	// can look at it, as a Go duration. It keeps its replica for that long.
+	KeepFailedAnnotation = Group + "/keep-failed-machines"
+
 	// LedgerAnnotation on a MachineDeployment holds what is in flight there: the ledger of package protocol, as JSON.
 	LedgerAnnotation = Group + "/ledger"
 
