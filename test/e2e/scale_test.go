@@ -9,6 +9,8 @@ import (
 	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
 	"golang.org/x/sync/errgroup"
+	appsv1 "k8s.io/api/apps/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -61,6 +63,52 @@ func TestAHundredPodsGetAHundredNodes(t *testing.T) {
 	g.Expect(state.Live()).To(HaveLen(singles+crowd), "a node for each pod and no more")
 	g.Expect(hundred.Count).To(Equal(crowd))
 	g.Expect(w.Checker.Settle(within(t, settleWithin))).To(BeEmpty())
+}
+
+// TestNodesFollowPodsUpAndDown scales a Deployment in steps, and asks after each that there are as many Nodes, NodeClaims and replicas as pods; then
+// in a hurry, where only the end counts.
+func TestNodesFollowPodsUpAndDown(t *testing.T) {
+	shows(t, "scale 5-2-8 and 3-7-2-10-1-5: nodes = NodeClaims = replicas after each step, also in a hurry")
+	if testing.Short() {
+		t.Skip("not in the short run: seventeen steps")
+	}
+	g := NewWithT(t)
+	useCrowd(t)
+	others := w.Recorder.State().Nodes
+	for _, sequence := range [][]int{{5, 2, 8, 0}, {3, 7, 2, 10, 1, 5, 0}} {
+		last := 0
+		for _, pods := range sequence {
+			before := made("crowd")
+			scale(t, "crowd", int32(pods))
+			await(t, 3*time.Minute, sameNumber(pods, others))
+			g.Expect(made("crowd")-before).To(Equal(max(0, pods-last)), "from %d to %d pods: one NodeClaim for each that is new", last, pods)
+			g.Expect(w.Checker.Settle(within(t, settleWithin))).To(BeEmpty(), "from %d to %d pods", last, pods)
+			last = pods
+		}
+	}
+	for _, pods := range []int{3, 7, 2, 10, 1, 5} {
+		scale(t, "crowd", int32(pods))
+		poll(t, soon, func(ctx context.Context) (string, error) {
+			var deployment appsv1.Deployment
+			err := w.Spoke.Get(ctx, client.ObjectKey{Namespace: metav1.NamespaceDefault, Name: "crowd"}, &deployment)
+			return lo.Ternary(int(deployment.Status.Replicas) == pods, "", fmt.Sprintf("%d pods to be made", pods)), err
+		})
+	}
+	await(t, 5*time.Minute, sameNumber(5, others))
+	g.Expect(w.Checker.Settle(within(t, settleWithin))).To(BeEmpty())
+}
+
+// sameNumber returns a condition: so many pods of the crowd run, each on a Node with a NodeClaim and a Machine, beside other Nodes.
+func sameNumber(pods, others int) func(journey.State) string {
+	return func(s journey.State) string {
+		if missing := running(pods)(s); missing != "" {
+			return missing
+		}
+		if live := len(s.Live()); live != pods || s.Nodes-others != pods {
+			return fmt.Sprintf("%d NodeClaims and Nodes: there are %d and %d", pods, live, s.Nodes-others)
+		}
+		return crowdRuns(pods)(s)
+	}
 }
 
 func TestTheShimStartsQuicklyWithManyNodeGroups(t *testing.T) {
