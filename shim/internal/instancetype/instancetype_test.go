@@ -316,6 +316,18 @@ func TestShapesThatDifferUnderOneNameAreTold(t *testing.T) {
 	}, mismatches)
 }
 
+// Its machines would count as one zone more, wherever they are.
+func TestAGroupWithoutAZoneBesideOthersIsTold(t *testing.T) {
+	none := zone(instancetype.ZoneNone)
+	groups := []*instancetype.Group{group(t, "e", none), group(t, "d", none), group(t, "c", none), group(t, "b", none), group(t, "a", zone("z2"))}
+	mismatches := instancetype.Mismatches(groups)
+	require.Len(t, mismatches, 1)
+	assert.Contains(t, mismatches[0], "fleet/b, fleet/c, fleet/d and 1 more: no zone")
+	assert.Contains(t, mismatches[0], "spec.template.spec.failureDomain")
+	assert.Empty(t, instancetype.Mismatches(groups[:4]), "nobody has one")
+	assert.Empty(t, instancetype.Mismatches(groups[4:]))
+}
+
 func TestPricesInSeveralCurrenciesAreTold(t *testing.T) {
 	in := func(currency string) change { return func(g *agentv1alpha1.NodeGroup) { g.Price.Currency = currency } }
 	assert.Empty(t, instancetype.Mismatches([]*instancetype.Group{group(t, "a", in("EUR")), group(t, "b", in("EUR")), group(t, "c")}))

@@ -78,7 +78,7 @@ func TestANodeClassThatSelectsGroupsIsReady(t *testing.T) {
 	e := setUp(t,
 		&agentv1alpha1.NodeGroup{Name: "a", InstanceType: "m", Zone: "z1"},
 		&agentv1alpha1.NodeGroup{Name: "b", InstanceType: "m", Zone: "z2"},
-		&agentv1alpha1.NodeGroup{Name: "c", InstanceType: "l"},
+		&agentv1alpha1.NodeGroup{Name: "c", InstanceType: "l", Zone: "z2"},
 	)
 	nodeClass := e.reconcile(shimtest.NodeClassName)
 	assert.True(t, condition(nodeClass, status.ConditionReady).IsTrue())
