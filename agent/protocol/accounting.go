@@ -178,9 +178,9 @@ func (b *books) dropEntries() {
 			drop(id, named)
 		}
 	}
-	b.next.Settling = lo.Filter(b.next.Settling, func(uid types.UID, _ int) bool {
+	b.next.Marking = lo.Filter(b.next.Marking, func(uid types.UID, _ int) bool {
 		m := b.machine(uid)
-		return m != nil && b.settles(m)
+		return m != nil && b.toMark(m)
 	})
 }
 

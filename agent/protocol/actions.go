@@ -143,7 +143,7 @@ func (s *Snapshot) actOnPending(d *Decision, c *v1alpha1.MachineClaim, named Nam
 	holder, had := s.holders[named.UID]
 	had = had && holder != c.Spec.ClaimID // by a claim that hands it over and has not ended yet
 	switch {
-	case named.UID != "" && m != nil && Alive(m) && !Held(m) && ClaimOf(m) == "" && !had:
+	case named.UID != "" && m != nil && Alive(m) && !Held(m) && ClaimOf(m) == "" && !had && (c.Spec.Adopt != "" || !isFloors(m)):
 		d.Actions = append(d.Actions, Action{Kind: Bind, Claim: c, Group: s.Deployment.UID, Machine: m})
 	case c.Spec.Adopt != "" && named.UID == "":
 		d.end(c, ReasonMachineLost, "the Machine that it was to take over was deleted before that")
@@ -253,9 +253,7 @@ func (s *Snapshot) actOnMachines(d *Decision) {
 		switch {
 		case !recorded && s.Ledger != nil && Alive(m) && Held(m) && s.boundTo(m) != nil:
 			d.Actions = append(d.Actions, Action{Kind: Keep, Claim: s.boundTo(m), Machine: m})
-		case s.Ledger != nil && slices.Contains(s.Ledger.Settling, m.UID) && s.settles(m) && !recorded:
-			d.Actions = append(d.Actions, Action{Kind: MarkFloor, Machine: m})
-		case recorded && !r.GivenBack && Alive(m) && s.mayDelete(m) && !s.Group.Has(eligibility.Paused) && !s.keptToLookAt(d, m):
+		case recorded && !r.GivenBack && Alive(m) && s.mayDelete(m) && !s.Group.Has(eligibility.Paused):
 			d.Actions = append(d.Actions, Action{Kind: Hold, Machine: m, Release: r})
 		case recorded && r.GivenBack && ours && s.carriedThrough(r.Generation):
 			d.Actions = append(d.Actions, Action{Kind: LetGo, Machine: m})

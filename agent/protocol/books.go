@@ -20,7 +20,7 @@ type books struct {
 	budget *budget
 	// promised are the Machines that the next ledger names for pending claims.
 	promised map[types.UID]bool
-	// conditions caches the classes of free Machines, which do not depend on the ledger.
+	// conditions caches the classes of free Machines, which do not change once the books are open.
 	conditions map[types.UID]class
 	// floors are the Machines that are marked as the floor's, or are about to be, as far as the floor goes: the oldest ones.
 	floors map[types.UID]bool
@@ -109,11 +109,11 @@ func (b *books) condition(m *clusterv1.Machine) class {
 	_, marked := m.Annotations[clusterv1.DeleteMachineAnnotation]
 	kept := marked || ClaimOf(m) != "" || Outdated(m)
 	switch {
+	case isFloors(m), slices.Contains(b.next.Marking, m.UID): // beyond what the floor has now
+		return inhabited
 	case b.hopeless(m):
 		return hopeless
-	case isFloors(m), slices.Contains(b.next.Settling, m.UID): // beyond what the floor has now
-		return inhabited
-	case !kept && (b.nodeless(m) || b.tainted(m)):
+	case !kept && (b.nodeless(m) || b.shut(m) && !b.registered(m)):
 		return fresh
 	case !HasNode(m) && m.Spec.ProviderID != "" && !b.registered(m):
 		return suspect

@@ -46,7 +46,7 @@ func (s *Snapshot) newBudget(l *Ledger, limit int) *budget {
 	for _, set := range s.Sets {
 		b.longestSet = max(b.longestSet, len(set.Name))
 	}
-	b.left -= len(l.Settling) * sizeOfSettling
+	b.left -= len(l.Marking) * sizeOfMark
 	for id, named := range l.Pending {
 		size := sizeOfClaim(id, named)
 		b.left -= size
@@ -81,15 +81,15 @@ func (b *budget) take(share *int, size int) bool {
 	return true
 }
 
-// sizeOfSettling is the size of an entry of a Machine that is about to be marked as the floor's.
-const sizeOfSettling = len(`"",`) + uidLength
+// sizeOfMark is the size of an entry of a Machine that is about to be marked as the floor's.
+const sizeOfMark = len(`"",`) + uidLength
 
-// settle reports whether there is room for the entry of such a Machine, and takes it.
-func (b *budget) settle() bool {
-	if b.left < sizeOfSettling {
+// mark reports whether there is room for the entry of such a Machine, and takes it.
+func (b *budget) mark() bool {
+	if b.left < sizeOfMark {
 		return false
 	}
-	b.left -= sizeOfSettling
+	b.left -= sizeOfMark
 	return true
 }
 

@@ -197,7 +197,7 @@ func Decide(s *Snapshot) *Decision {
 	b.adopt()
 	b.enter()
 	b.name()
-	b.settle()
+	b.markFloors()
 	b.d.Spare = b.spare() > 0
 	b.coverShortage()
 	b.releaseSpare()
@@ -244,10 +244,10 @@ func (b *books) close() {
 	b.dateGiveBacks()
 	b.d.Unusable, b.d.Claimed = b.unusable(), b.claimed(true)+b.restorable()
 	if b.Ledger == nil {
-		// A ledger is begun by the first claim, not by being looked at; one that was wiped is rebuilt.
+		// A ledger is begun by the first claim, or for what else has to be written there, not by being looked at; one that was wiped is rebuilt.
 		_, foreign := b.Deployment.Annotations[v1alpha1.ClaimedAnnotation] // copied with a ledger that is another's: policies go by it
 		quiet := (!foreign || b.Group.Has(eligibility.NotMember)) &&
-			len(b.next.Pending) == 0 && len(b.next.Releasing) == 0 && len(b.next.Settling) == 0 && b.next.Shrink == nil && b.d.Pause == PauseKeep && !b.next.Lowered &&
+			len(b.next.Pending) == 0 && len(b.next.Releasing) == 0 && len(b.next.Marking) == 0 && b.next.Shrink == nil && b.d.Pause == PauseKeep && !b.next.Lowered &&
 			b.d.Replicas <= b.Group.Replicas // a min size is raised to without a claim
 		if quiet && !slices.ContainsFunc(b.Claims, hasMachine) {
 			b.d.Replicas = b.Group.Replicas

@@ -164,9 +164,6 @@ func (s *Snapshot) judge(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 	if why == "" {
 		return false
 	}
-	if verdict == Fail && m != nil && s.Group.KeepFailed > 0 {
-		why += fmt.Sprintf("; the Machine is kept for %s, as the annotation %s asks for", s.Group.KeepFailed, v1alpha1.KeepFailedAnnotation)
-	}
 	d.Actions = append(d.Actions, Action{Kind: verdict, Claim: c, Machine: m, Event: v1alpha1.Event{Reason: reason, Message: why}})
 	return true
 }
@@ -210,18 +207,34 @@ func boundAt(c *v1alpha1.MachineClaim, m *clusterv1.Machine) time.Time {
 	return m.CreationTimestamp.Time
 }
 
-// keptToLookAt reports whether the Machine is one whose claim failed and that its node group still keeps for somebody to look at, and asks to be
-// woken when that is over.
-func (s *Snapshot) keptToLookAt(d *Decision, m *clusterv1.Machine) bool {
-	c := s.Claim(ClaimOf(m))
-	if s.Group.KeepFailed == 0 || s.deleted() || c == nil || c.Status.FailedAt == nil {
-		return false
+// keptAtOnce is how many Machines of one node group are kept at a time for somebody to look at: each keeps its replica, and costs what it costs.
+const keptAtOnce = 3
+
+// keepFailed returns the claims that failed, by id, whose Machines are not removed yet, so that somebody can look at them: the first ones. It asks to
+// be woken when the next of them is to go. A Machine without infrastructure shows nothing, and holds up all others of its MachineSet.
+func (s *Snapshot) keepFailed(d *Decision) map[string]bool {
+	if s.Group.KeepFailed == 0 {
+		return nil
 	}
-	left := s.Group.KeepFailed - s.Now.Sub(c.Status.FailedAt.Time)
-	if left > 0 {
+	var failed []*v1alpha1.MachineClaim
+	for _, c := range s.Claims {
+		if c.Status.FailedAt == nil || c.Status.Machine == nil || c.CurrentPhase() != v1alpha1.PhaseReleasing {
+			continue
+		}
+		m := s.machine(c.Status.Machine.UID)
+		left := s.Group.KeepFailed - s.ago(c.Status.FailedAt.Time)
+		if m == nil || !Alive(m) || s.gone(m) || left <= 0 {
+			continue
+		}
 		d.Wake(left)
+		failed = append(failed, c)
 	}
-	return left > 0
+	slices.SortStableFunc(failed, func(a, b *v1alpha1.MachineClaim) int { return a.Status.FailedAt.Compare(b.Status.FailedAt.Time) })
+	kept := map[string]bool{}
+	for _, c := range lo.Slice(failed, 0, keptAtOnce) {
+		kept[c.Spec.ClaimID] = true
+	}
+	return kept
 }
 
 // hopeless reports whether the Machine is known not to come: no claim should be given it.

@@ -11,45 +11,65 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
-// settlingAtOnce is how many Machines are on their way to being marked as the floor's at a time, so that they do not fill the ledger.
-const settlingAtOnce = 16
+// markingAtOnce is how many Machines are on their way to being marked as the floor's at a time, so that they do not fill the ledger.
+const markingAtOnce = 16
 
-// settle chooses Machines to be marked as the floor's, where fewer than it owns can run pods: of those on whose Nodes nothing but Karpenter's taint
-// keeps pods from running. Nobody but the registration of a NodeClaim takes that off, which these never have. The ledger comes
-// first, so that none of them is promised to a claim any more when the mark is read and the taint goes.
-func (b *books) settle() {
+// markFloors chooses Machines to be marked as the floor's, where fewer than it owns can run pods: of those on whose Nodes nothing but Karpenter's
+// taint keeps pods from running. Nobody but the registration of a NodeClaim takes that off, which these never have. The ledger comes
+// first, so that none of them is promised to a claim any more when the mark is read and the taint goes. Those that the
+// snapshot's ledger names already are marked.
+func (b *books) markFloors() {
 	if b.Group.Has(eligibility.Paused) || b.Group.Has(eligibility.NotMember) || b.deleted() {
 		return
 	}
-	open := lo.CountBy(b.free(), func(m *clusterv1.Machine) bool {
-		c := b.class(m)
-		return c == floors || c == suspect || c == inhabited && !b.tainted(m)
-	})
-	missing := int(b.floor()) - open
-	settling := slices.DeleteFunc(slices.Clone(b.next.Settling), func(uid types.UID) bool { return b.promised[uid] })
+	marking := lo.Filter(b.next.Marking, func(uid types.UID, _ int) bool { return b.floors[uid] && !b.promised[uid] })
+	for _, uid := range marking {
+		if b.Ledger != nil && slices.Contains(b.Ledger.Marking, uid) {
+			b.d.Actions = append(b.d.Actions, Action{Kind: MarkFloor, Machine: b.machine(uid)})
+		}
+	}
+	missing := int(b.floor())
+	if missing > 0 {
+		missing -= lo.CountBy(b.free(), b.takesPods)
+	}
 	for _, m := range b.Machines { // oldest first
-		if missing <= 0 || len(settling) >= settlingAtOnce {
+		if missing <= 0 || len(marking) >= markingAtOnce {
 			break
 		}
-		_, leaves := m.Annotations[clusterv1.DeleteMachineAnnotation]
-		if b.class(m) < fresh || b.floors[m.UID] || leaves || ClaimOf(m) != "" || !b.tainted(m) || !b.budget.settle() {
+		if b.class(m) < fresh || b.floors[m.UID] || !b.shut(m) || b.replaced(m) || !b.toMark(m) || !b.budget.mark() {
 			continue
 		}
 		missing--
 		b.floors[m.UID] = true
-		settling = append(settling, m.UID)
+		marking = append(marking, m.UID)
 	}
-	b.next.Settling = settling
+	b.next.Marking = marking
 }
 
-// tainted reports whether the Machine's Node is there, and its holder reports that no pod may run on it yet.
-func (s *Snapshot) tainted(m *clusterv1.Machine) bool {
-	return m.Spec.ProviderID != "" && !s.registered(m) && s.Unregistered(m.Spec.ProviderID)
+// takesPods reports whether a free Machine runs what the user wants to run on the floor, or will without anybody's doing, as far as is known.
+func (b *books) takesPods(m *clusterv1.Machine) bool {
+	switch c := b.class(m); c {
+	case floors:
+		return true
+	case suspect, inhabited:
+		return !b.shut(m) && !b.replaced(m)
+	case claimed, promised, releasing, givenBack, going, stranded, fresh, hopeless:
+	}
+	return false
 }
 
-// settles reports whether the Machine is still to be marked as the floor's.
-func (s *Snapshot) settles(m *clusterv1.Machine) bool {
-	return Alive(m) && !Held(m) && ClaimOf(m) == "" && !isFloors(m)
+// replaced reports whether Cluster API is about to replace the Machine by itself.
+func (s *Snapshot) replaced(m *clusterv1.Machine) bool { return Outdated(m) && !s.onDelete() }
+
+// shut reports whether the Machine's Node is there, and its holder reports that Karpenter's taint keeps pods from it.
+func (s *Snapshot) shut(m *clusterv1.Machine) bool {
+	return m.Spec.ProviderID != "" && s.Unregistered(m.Spec.ProviderID)
+}
+
+// toMark reports whether the Machine may still be marked as the floor's.
+func (s *Snapshot) toMark(m *clusterv1.Machine) bool {
+	_, leaves := m.Annotations[clusterv1.DeleteMachineAnnotation]
+	return Alive(m) && !Held(m) && !leaves && ClaimOf(m) == "" && !isFloors(m)
 }
 
 // countFloors finds the Machines that are marked as the floor's, or are about to be, and that the floor still has: it may have been
@@ -57,9 +77,12 @@ func (s *Snapshot) settles(m *clusterv1.Machine) bool {
 func (b *books) countFloors() {
 	b.floors = map[types.UID]bool{}
 	for _, m := range b.Machines { // oldest first
+		if len(b.floors) >= int(b.floor()) {
+			return
+		}
 		_, releasing := b.next.Releasing[m.UID]
-		marked := isFloors(m) || slices.Contains(b.next.Settling, m.UID)
-		if marked && Alive(m) && !Held(m) && !releasing && b.orphaned(ClaimOf(m)) && !b.promised[m.UID] && len(b.floors) < int(b.floor()) {
+		marked := isFloors(m) || slices.Contains(b.next.Marking, m.UID)
+		if marked && Alive(m) && !Held(m) && !releasing && b.orphaned(ClaimOf(m)) && !b.promised[m.UID] {
 			b.floors[m.UID] = true
 		}
 	}

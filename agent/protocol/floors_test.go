@@ -6,6 +6,7 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
@@ -26,6 +27,14 @@ func (s *Snapshot) reporting(machines ...string) *Snapshot {
 func ofTheFloor(m *clusterv1.Machine) {
 	node(m)
 	m.Annotations = map[string]string{v1alpha1.FloorAnnotation: "true"}
+}
+
+// outdated is a Machine with a Node that is not as its template says.
+func outdated(m *clusterv1.Machine) {
+	node(m)
+	m.Status.Conditions = append(m.Status.Conditions, metav1.Condition{
+		Type: clusterv1.MachineUpToDateCondition, Status: metav1.ConditionFalse, Reason: clusterv1.MachineNotUpToDateReason,
+	})
 }
 
 func TestTheFloorsMachinesAreMarkedByTheLedgerFirst(t *testing.T) {
@@ -65,6 +74,36 @@ func TestTheFloorsMachinesAreMarkedByTheLedgerFirst(t *testing.T) {
 				s.reporting("a", "b", "c")
 			},
 		},
+		"none of a group that does not take part, or that is being deleted": {
+			scene: func(s *Snapshot) {
+				s.Group.Refusals = []eligibility.Refusal{{Reason: eligibility.NotMember}}
+				s.withMachine("a", "", node).withMachine("b", "", node).withMachine("c", "", node).reporting("a", "b", "c")
+			},
+		},
+		"one whose Node was registered, and joined anew": {
+			ledger: &Ledger{Version: 1, Floor: 1, LastReplicas: 3},
+			scene: func(s *Snapshot) {
+				s.withMachine("a", "", func(m *clusterv1.Machine) {
+					node(m)
+					m.Annotations = map[string]string{v1alpha1.NodeRegisteredAtAnnotation: "2026-01-01T00:00:00Z"}
+				}).reporting("a")
+			},
+			want: []types.UID{"a"},
+		},
+		"the one that replaces another in a rolling update, before that goes": {
+			ledger: &Ledger{Version: 1, Floor: 1, LastReplicas: 3},
+			scene: func(s *Snapshot) {
+				s.withMachine("a", "", outdated).withMachine("b", "", node).reporting("b")
+			},
+			want: []types.UID{"b"},
+		},
+		"none beside one that nobody replaces unasked": {
+			ledger: &Ledger{Version: 1, Floor: 1, LastReplicas: 3},
+			scene: func(s *Snapshot) {
+				s.Deployment.Spec.Rollout.Strategy.Type = clusterv1.OnDeleteMachineDeploymentStrategyType
+				s.withMachine("a", "", outdated).withMachine("b", "", node).reporting("b")
+			},
+		},
 		"none where a person has paused the group": {
 			ledger: &Ledger{Version: 1, Floor: 3, LastReplicas: 3},
 			scene: func(s *Snapshot) {
@@ -80,22 +119,25 @@ func TestTheFloorsMachinesAreMarkedByTheLedgerFirst(t *testing.T) {
 			assert.NotContains(t, kinds(d), MarkFloor, "not before the ledger says so")
 			if c.want == nil {
 				if d.Ledger != nil {
-					assert.Empty(t, d.Ledger.Settling)
+					assert.Empty(t, d.Ledger.Marking)
 				}
 				return
 			}
 			require.NotNil(t, d.Ledger)
-			assert.Equal(t, c.want, d.Ledger.Settling)
+			assert.Equal(t, c.want, d.Ledger.Marking)
 			assert.Equal(t, int32(3), d.Replicas)
 		})
 	}
 }
 
-func TestAMachineThatSettlesIsMarkedAndThenForgotten(t *testing.T) {
-	ledger := func() *Ledger { return &Ledger{Version: 1, Floor: 1, LastReplicas: 1, Settling: []types.UID{"a"}} }
+func TestAMachineIsMarkedAndThenForgotten(t *testing.T) {
+	ledger := func() *Ledger { return &Ledger{Version: 1, Floor: 1, LastReplicas: 1, Marking: []types.UID{"a"}} }
 	d := Decide(scene(1, ledger()).withMachine("a", "", node).reporting("a"))
 	assert.Equal(t, []ActionKind{MarkFloor}, kinds(d))
 	assert.Nil(t, d.Ledger)
+	paused := scene(1, ledger()).withMachine("a", "", node).reporting("a")
+	paused.Group.Refusals = []eligibility.Refusal{{Reason: eligibility.Paused}}
+	assert.Empty(t, Decide(paused).Actions, "not while a person has paused the group")
 
 	for name, change := range map[string]func(*Snapshot){
 		"it is marked": func(s *Snapshot) { s.withMachine("a", "", ofTheFloor) },
@@ -111,28 +153,41 @@ func TestAMachineThatSettlesIsMarkedAndThenForgotten(t *testing.T) {
 		change(s)
 		d := Decide(s)
 		require.NotNil(t, d.Ledger, name)
-		assert.Empty(t, d.Ledger.Settling, name)
+		assert.Empty(t, d.Ledger.Marking, name)
 		assert.NotContains(t, kinds(d), MarkFloor, name)
 	}
 }
 
 // What is reported may be two minutes old: the taint may be gone.
 func TestTheFloorsMachinesArePromisedToNobody(t *testing.T) {
-	for name, settling := range map[string][]types.UID{"marked": nil, "about to be": {"a"}} {
-		ledger := &Ledger{Version: 1, Floor: 1, LastReplicas: 2, Settling: settling, Pending: map[string]Named{"c": {}}}
+	for name, marking := range map[string][]types.UID{"marked": nil, "about to be": {"a"}} {
 		change := node
-		if settling == nil {
+		if marking == nil {
 			change = ofTheFloor
 		}
-		s := scene(2, ledger).withMachine("a", "", change).withClaim("c", v1alpha1.PhasePending, "").reporting("a", "b")
-		d := Decide(s)
-		if d.Ledger != nil {
+		// Machine x runs pods of somebody's, so that a claim could only have a.
+		s := scene(2, &Ledger{Version: 1, Floor: 1, LastReplicas: 2, Marking: marking, Pending: map[string]Named{"c": {}}}).
+			withMachine("a", "", change).withMachine("x", "", node).withClaim("c", v1alpha1.PhasePending, "").reporting("a", "b")
+		if d := Decide(s); d.Ledger != nil {
 			assert.Empty(t, d.Ledger.Pending["c"].Machine, name)
 		}
-		d = Decide(s.withMachine("b", "", node))
+		d := Decide(s.withMachine("b", "", node))
 		require.NotNil(t, d.Ledger, name)
 		assert.Equal(t, "b", d.Ledger.Pending["c"].Machine, name)
 	}
+}
+
+// The mark was written by an agent that was held up, after the ledger that named the Machine for it was lost.
+func TestAPromiseIsTakenBackWhenAMarkComesLate(t *testing.T) {
+	s := scene(2, &Ledger{Version: 1, Floor: 1, LastReplicas: 2, Pending: map[string]Named{"c": {Machine: "a", UID: "a"}}}).
+		withMachine("a", "", ofTheFloor).withMachine("b", "", booting).withClaim("c", v1alpha1.PhasePending, "")
+	d := Decide(s)
+	assert.NotContains(t, kinds(d), Bind)
+	require.NotNil(t, d.Ledger)
+	assert.Equal(t, "b", d.Ledger.Pending["c"].Machine)
+
+	s.Claims[0].Spec.Adopt, s.Ledger.Pending["c"] = "a", Named{Machine: "a", UID: "a", Adopted: true}
+	assert.Contains(t, kinds(Decide(s)), Bind, "but who adopts it has it")
 }
 
 func TestAMarkThatTheFloorHasNoUseForAnyMoreKeepsNoMachine(t *testing.T) {
@@ -145,7 +200,7 @@ func TestAMarkThatTheFloorHasNoUseForAnyMoreKeepsNoMachine(t *testing.T) {
 	assert.Contains(t, d.Ledger.Releasing, types.UID("b"), "the oldest stay")
 }
 
-func TestSettlingFillsNoLedger(t *testing.T) {
+func TestMarkingFillsNoLedger(t *testing.T) {
 	s := scene(100, &Ledger{Version: 1, Floor: 100, LastReplicas: 100})
 	var names []string
 	for i := range 100 {
@@ -155,5 +210,5 @@ func TestSettlingFillsNoLedger(t *testing.T) {
 	}
 	d := Decide(s.reporting(names...))
 	require.NotNil(t, d.Ledger)
-	assert.Len(t, d.Ledger.Settling, settlingAtOnce)
+	assert.Len(t, d.Ledger.Marking, markingAtOnce)
 }

@@ -1,44 +1,75 @@
 package protocol
 
 import (
+	"fmt"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
+// withFailed adds a claim that failed so long ago, and its Machine.
+func (s *Snapshot) withFailed(id string, ago time.Duration, change func(*clusterv1.Machine)) *Snapshot {
+	s.withMachine("m-"+id, id, infrastructure("NoHosts")).withClaim(id, v1alpha1.PhaseReleasing, "m-"+id)
+	s.Claims[len(s.Claims)-1].Status.FailedAt = new(metav1.NewTime(s.Now.Add(-ago)))
+	if change != nil {
+		change(s.Machines[len(s.Machines)-1])
+	}
+	return s
+}
+
+// released returns the Machines whose releases the ledger begins.
+func released(d *Decision) []types.UID {
+	if d.Ledger == nil {
+		return nil
+	}
+	var uids []types.UID
+	for uid := range d.Ledger.Releasing {
+		uids = append(uids, uid)
+	}
+	return uids
+}
+
 func TestAMachineThatFailedIsKeptForAsLongAsItsGroupSays(t *testing.T) {
-	failed := func(keep, ago time.Duration) *Snapshot {
-		s := scene(1, &Ledger{Version: 1, LastReplicas: 1, Releasing: map[types.UID]Release{"m": {Machine: "m", Claim: "c"}}}).
-			withMachine("m", "c", infrastructure("NoHosts")).withClaim("c", v1alpha1.PhaseReleasing, "m")
-		s.Claims[0].Status.FailedAt = new(metav1.NewTime(s.Now.Add(-ago)))
+	failed := func(keep, ago time.Duration, change func(*clusterv1.Machine)) *Snapshot {
+		s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withFailed("c", ago, change)
 		s.Group.KeepFailed = keep
 		return s
 	}
-	d := Decide(failed(0, time.Minute))
-	assert.Contains(t, kinds(d), Hold, "by default it goes at once")
+	assert.NotEmpty(t, released(Decide(failed(0, time.Minute, nil))), "by default it goes at once")
 
-	d = Decide(failed(time.Hour, 20*time.Minute))
-	assert.NotContains(t, kinds(d), Hold)
-	assert.Equal(t, 40*time.Minute, d.Again)
-	assert.Nil(t, d.Ledger, "it keeps its replica")
+	d := Decide(failed(time.Hour, 20*time.Minute, nil))
+	assert.Nil(t, d.Ledger, "it keeps its replica, and takes no room in the ledger")
+	assert.Empty(t, d.Actions)
+	assert.Equal(t, 40*time.Minute+skew, d.Again)
 
-	assert.Contains(t, kinds(Decide(failed(time.Hour, time.Hour))), Hold)
-
-	s := failed(time.Hour, time.Minute)
+	assert.NotEmpty(t, released(Decide(failed(time.Hour, time.Hour+skew, nil))), "its time is over")
+	s := failed(time.Hour, time.Minute, node)
 	s.Claims[0].Status.FailedAt = nil
-	assert.Contains(t, kinds(Decide(s)), Hold, "one that was merely released is not kept")
+	assert.NotEmpty(t, released(Decide(s)), "one that was merely released is not kept")
+	assert.NotEmpty(t, released(Decide(failed(time.Hour, 10*time.Minute, func(m *clusterv1.Machine) {
+		meta.SetStatusCondition(&m.Status.Conditions, metav1.Condition{
+			Type: clusterv1.MachineInfrastructureReadyCondition, Status: metav1.ConditionFalse, Reason: clusterv1.MachineInfrastructureDeletedReason,
+			LastTransitionTime: metav1.NewTime(m.CreationTimestamp.Add(-5 * time.Minute)),
+		})
+	}))), "one without infrastructure shows nothing, and holds up the others of its MachineSet")
 }
 
-func TestAClaimSaysThatItsFailedMachineIsKept(t *testing.T) {
-	s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "c", infrastructure("NoHosts")).withClaim("c", v1alpha1.PhaseBound, "m")
-	s.Failure.Reasons, s.Group.KeepFailed = []string{"NoHosts"}, 2*time.Hour
+func TestTheFirstFewMachinesThatFailedAreKept(t *testing.T) {
+	s := scene(5, &Ledger{Version: 1, LastReplicas: 5})
+	s.Group.KeepFailed = time.Hour
+	for i := range 5 {
+		s.withFailed(fmt.Sprint(i), time.Duration(10+i)*time.Minute, nil)
+	}
 	d := Decide(s)
-	require.Equal(t, []ActionKind{Fail}, kinds(d))
-	assert.Contains(t, d.Actions[0].Event.Message, "the Machine is kept for 2h0m0s, as the annotation agent.karpenter.cluster.x-k8s.io/keep-failed-machines asks for")
+	require.NotNil(t, d.Ledger)
+	assert.ElementsMatch(t, []types.UID{"m-0", "m-1"}, released(d), "the last ones go")
+	assert.Equal(t, int32(5), d.Replicas, "each that is kept has its replica")
 }

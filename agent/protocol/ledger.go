@@ -50,8 +50,8 @@ type Ledger struct {
 	Pending map[string]Named `json:"pending,omitempty"`
 	// Releasing holds the Machines that are being removed, by UID.
 	Releasing map[types.UID]Release `json:"releasing,omitempty"`
-	// Settling are the Machines, by UID, that are about to be marked as the floor's. It is replaced, never changed.
-	Settling []types.UID `json:"settling,omitempty"`
+	// Marking are the Machines, by UID, that are about to be marked as the floor's. It is replaced, never changed.
+	Marking []types.UID `json:"marking,omitempty"`
 	// Shrink says that a MachineSet is paused to give spares back whose Machines never came; nil for none. It is replaced,
 	// never changed.
 	Shrink *Shrink `json:"shrink,omitempty"`
@@ -157,7 +157,7 @@ func (l *Ledger) Clone() *Ledger {
 // same reports whether two ledgers say the same, whatever their seq and the derived spare.
 func (l *Ledger) same(other *Ledger) bool {
 	return l.Floor == other.Floor && l.LastReplicas == other.LastReplicas && l.Min == other.Min && l.Lowered == other.Lowered &&
-		slices.Equal(l.Settling, other.Settling) && maps.Equal(l.Pending, other.Pending) && maps.Equal(l.Releasing, other.Releasing) &&
+		slices.Equal(l.Marking, other.Marking) && maps.Equal(l.Pending, other.Pending) && maps.Equal(l.Releasing, other.Releasing) &&
 		samePointed(l.Shrink, other.Shrink) && samePointed(l.Written, other.Written)
 }
 

@@ -31,8 +31,9 @@ func (b *books) startReleases() {
 			delete(b.next.Releasing, uid)
 		}
 	}
+	kept := b.keepFailed(b.d)
 	for _, c := range b.Claims {
-		if c.CurrentPhase() != v1alpha1.PhaseReleasing || c.Status.Machine == nil {
+		if c.CurrentPhase() != v1alpha1.PhaseReleasing || c.Status.Machine == nil || kept[c.Spec.ClaimID] {
 			continue
 		}
 		m := b.machine(c.Status.Machine.UID)

@@ -249,7 +249,7 @@ func (g *group) rejection(availability *agentv1alpha1.Availability) agenterrors.
 func (g *group) render(now time.Time) *agentv1alpha1.NodeGroup {
 	object := proto.CloneOf(g.described)
 	object.Replicas = g.replicas()
-	object.FloorReplicas, object.SpareReplicas = int32(g.owned()), int32(max(0, g.spares()))
+	object.FloorReplicas = int32(g.owned())
 	object.Availability = g.availability(now)
 	return object
 }

@@ -12,8 +12,8 @@ const (
 	// duration. The same key that cluster-autoscaler's provider for Cluster API reads.
 	MaxNodeProvisionTimeAnnotation = "cluster.x-k8s.io/autoscaling-options-maxnodeprovisiontime"
 
-	// KeepFailedAnnotation on a MachineDeployment is how long the Machine of a claim that failed is kept before it is removed, so that somebody
-	// can look at it, as a Go duration. It keeps its replica for that long.
+	// KeepFailedAnnotation on a MachineDeployment is how long the Machines of the first few claims that failed are kept before they are removed, so
+	// that somebody can look at them, as a Go duration. They keep their replicas for that long.
 	KeepFailedAnnotation = Group + "/keep-failed-machines"
 
 	// LedgerAnnotation on a MachineDeployment holds what is in flight there: the ledger of package protocol, as JSON.
@@ -52,9 +52,9 @@ const (
 	// its status.
 	NodeRegisteredAtAnnotation = Group + "/node-registered-at"
 
-	// FloorAnnotation marks a Machine as one of the floor's for as long as the floor has that many: no claim is promised it, and the shim
-	// takes Karpenter's taint off its Node, so that pods may run there. It is written once the ledger has excluded the Machine from what
-	// claims may have, and stays.
+	// FloorAnnotation marks a Machine as one of the floor's: no claim is promised it unless it adopts it, and the shim takes Karpenter's taint
+	// off its Node, so that pods may run there. It is written once the ledger has excluded the Machine from what claims may have, and
+	// taken off by a claim's label. Where the floor has become smaller than the number of marks, the oldest Machines count.
 	FloorAnnotation = Group + "/floor"
 
 	// ReleaseFinalizer holds a Machine whose instance is gone until its replica has been given back. It is added only when

@@ -79,6 +79,24 @@ func TestAMachineWithoutAnnotationsIsBound(t *testing.T) {
 	require.Equal(t, "mine", protocol.ClaimOf(read))
 }
 
+// Of a claim that adopts it, or when the mark came too late.
+func TestAClaimsLabelTakesTheMarkOff(t *testing.T) {
+	e, read := engineWithMachine(t)
+	require.NoError(t, e.do(t.Context(), protocol.Action{Kind: protocol.MarkFloor, Machine: read.DeepCopy()}))
+	claim := &v1alpha1.MachineClaim{Spec: v1alpha1.MachineClaimSpec{ClaimID: "mine"}}
+	require.True(t, apierrors.IsConflict(e.label(t.Context(), claim, read)), "it was read before the mark")
+
+	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(read), read))
+	require.Contains(t, read.Annotations, v1alpha1.FloorAnnotation)
+	require.NoError(t, e.label(t.Context(), claim, read.DeepCopy()))
+	labelled := &clusterv1.Machine{}
+	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(read), labelled))
+	require.NotContains(t, labelled.Annotations, v1alpha1.FloorAnnotation)
+
+	err := e.do(t.Context(), protocol.Action{Kind: protocol.MarkFloor, Machine: read})
+	require.True(t, apierrors.IsConflict(err), "a mark that comes late: %v", err)
+}
+
 // A Machine that was handed over says by whom, so that a binding that was decided before does not go through.
 func TestHandingOverLeavesATrace(t *testing.T) {
 	e, read := engineWithMachine(t)

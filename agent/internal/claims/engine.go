@@ -170,6 +170,8 @@ type Engine struct {
 	parallel int          // writes that one step does at once
 	decide   func(*protocol.Snapshot) *protocol.Decision
 	started  time.Time
+	// withdraws says that nothing is kept for somebody to look at, as the agent is being uninstalled.
+	withdraws bool
 	// ledgerBudget is how many bytes all entries of one ledger may take; zero means [protocol.LedgerBudget]. Tests lower it.
 	ledgerBudget int
 	// id tells this agent from the others that write ledgers. Nothing but who goes first depends on its being unique.
@@ -182,9 +184,9 @@ type Engine struct {
 	groups       map[types.NamespacedName]*group
 	unregistered map[types.NamespacedName]unregistered // by Cluster
 	// woken are node groups of which a holder reported something that no watched object shows.
-	woken chan event.GenericEvent
-	synced       map[speaker]map[types.UID]bool        // the claims that a holder's last live set decided
-	censuses     map[types.NamespacedName]census       // by Cluster
+	woken    chan event.GenericEvent
+	synced   map[speaker]map[types.UID]bool  // the claims that a holder's last live set decided
+	censuses map[types.NamespacedName]census // by Cluster
 }
 
 // New returns an engine that is driven by calls alone until [Engine.SetupWithManager] connects it to the hub's events.

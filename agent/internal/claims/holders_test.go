@@ -10,6 +10,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	clocktesting "k8s.io/utils/clock/testing"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 
@@ -135,4 +136,31 @@ func TestNodesAreForgottenOnlyByAReport(t *testing.T) {
 	assert.True(t, e.unregisteredIn(namespace, clusterName)("x"))
 	sync("karpenter", []NodeReport{})
 	assert.False(t, e.unregisteredIn(namespace, clusterName)("x"))
+}
+
+// Nothing that an agent watches shows it.
+func TestANodeThatIsReportedAsUnregisteredBringsItsNodeGroupForward(t *testing.T) {
+	machine := func(name, claim string, annotations map[string]string) *clusterv1.Machine {
+		return &clusterv1.Machine{
+			ObjectMeta: metav1.ObjectMeta{
+				Namespace: namespace, Name: name, Annotations: annotations,
+				Labels: map[string]string{
+					clusterv1.ClusterNameLabel: clusterName, clusterv1.MachineDeploymentNameLabel: "group-" + name, v1alpha1.ClaimLabel: claim,
+				},
+			},
+			Spec: clusterv1.MachineSpec{ClusterName: clusterName, ProviderID: "sim://" + name},
+		}
+	}
+	e := quiet(engineWith(t, machine("free", "", nil), machine("taken", "claim", nil), heldClaim("claim", newTestTime()), machine("runs", "", nil),
+		machine("marked", "", map[string]string{v1alpha1.FloorAnnotation: "true"})))
+	e.Clock = clocktesting.NewFakeClock(newTestTime())
+	_, token, err := e.List(t.Context(), ListOptions{Namespace: namespace, Cluster: clusterName, Holder: "karpenter"})
+	require.NoError(t, err)
+	_, err = e.Sync(t.Context(), SyncRequest{Namespace: namespace, Cluster: clusterName, Holder: "karpenter", Token: token, Nodes: []NodeReport{
+		{ProviderID: "sim://free", Unregistered: true}, {ProviderID: "sim://taken", Unregistered: true}, {ProviderID: "sim://runs"},
+		{ProviderID: "sim://marked", Unregistered: true},
+	}})
+	require.NoError(t, err)
+	require.Len(t, e.woken, 1)
+	assert.Equal(t, "group-free", (<-e.woken).Object.GetName())
 }

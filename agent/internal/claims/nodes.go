@@ -111,7 +111,7 @@ func (e *Engine) noteNodes(
 // wake has the Machine's node group looked at. What is lost when too many are, the next report brings.
 func (e *Engine) wake(m *clusterv1.Machine) {
 	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: m.Namespace, Name: m.Labels[clusterv1.MachineDeploymentNameLabel]}}
-	if md.Name == "" {
+	if _, marked := m.Annotations[v1alpha1.FloorAnnotation]; md.Name == "" || marked || !protocol.Alive(m) {
 		return
 	}
 	select {

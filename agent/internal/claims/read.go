@@ -83,6 +83,9 @@ func (e *Engine) readAround(ctx context.Context, from view, key types.Namespaced
 	}
 	e.readReports(ctx, s)
 	s.Group = eligibility.Of(md, cluster)
+	if e.withdraws {
+		s.Group.KeepFailed = 0
+	}
 	if cluster != nil {
 		s.ClusterUID = cluster.UID
 		s.Synced = e.decided(client.ObjectKeyFromObject(cluster), s.Claims)

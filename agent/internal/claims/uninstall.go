@@ -50,6 +50,7 @@ func (e *Engine) Uninstall(ctx context.Context, o UninstallOptions) error {
 	if o.Serves == nil {
 		o.Serves = func(types.NamespacedName) bool { return true }
 	}
+	e.withdraws = true
 	groups, err := e.touchedGroups(ctx, o)
 	if err != nil {
 		return err

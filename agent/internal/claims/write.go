@@ -319,7 +319,8 @@ func (e *Engine) do(ctx context.Context, a protocol.Action) error {
 	case protocol.MarkFloor:
 		m := a.Machine.DeepCopy()
 		metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.FloorAnnotation, "true")
-		return e.patchMachine(ctx, a.Machine, m)
+		// Exactly as it was read: no claim may have labelled it meanwhile.
+		return e.Client.Patch(ctx, m, client.MergeFromWithOptions(a.Machine, client.MergeFromWithOptimisticLock{}), fieldOwner)
 	case protocol.Keep:
 		return e.keep(ctx, a.Machine)
 	case protocol.LowerSet:
@@ -434,6 +435,7 @@ func (e *Engine) label(ctx context.Context, c *v1alpha1.MachineClaim, machine *c
 	if c.Spec.Spoke != "" {
 		metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.ClaimSpokeAnnotation, c.Spec.Spoke)
 	}
+	delete(m.Annotations, v1alpha1.FloorAnnotation) // the claim adopts it, or the mark came too late
 	metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.ClaimedAtAnnotation, e.Clock.Now().UTC().Format(time.RFC3339))
 	if err := e.patchMachine(ctx, machine, m); err != nil {
 		return err
@@ -532,7 +534,7 @@ func (e *Engine) patchMachine(ctx context.Context, before, after *clusterv1.Mach
 	}
 	ops = append(ops, change(labelPath, before.Labels, after.Labels, v1alpha1.ClaimLabel)...)
 	ops = append(ops, change(annotationPath, before.Annotations, after.Annotations,
-		v1alpha1.HandedOverAnnotation, clusterv1.DeleteMachineAnnotation)...)
+		v1alpha1.HandedOverAnnotation, v1alpha1.FloorAnnotation, clusterv1.DeleteMachineAnnotation)...)
 	if !slices.Equal(before.Finalizers, after.Finalizers) {
 		const path = "/metadata/finalizers"
 		if len(before.Finalizers) == 0 {

@@ -3,6 +3,7 @@ package messages
 
 import (
 	"maps"
+	"slices"
 	"strings"
 	"time"
 	"unicode/utf8"
@@ -65,7 +66,6 @@ func NodeGroup(g nodegroup.NodeGroup) *agentv1alpha1.NodeGroup {
 		MaxSize:           g.Limits.Max,
 		Replicas:          g.Limits.Replicas,
 		FloorReplicas:     g.Floor,
-		SpareReplicas:     g.Spare,
 		Availability:      availability(g.Limits),
 		KubernetesVersion: text(g.KubernetesVersion),
 		TemplateRevision:  g.TemplateRevision,
@@ -164,7 +164,7 @@ func Machine(m *clusterv1.Machine) *agentv1alpha1.Machine {
 	switch {
 	case message.GetClaimId() != "":
 		message.Owner = agentv1alpha1.MachineOwner_MACHINE_OWNER_CLAIM
-	case floors:
+	case floors && m.DeletionTimestamp == nil && !slices.Contains(m.Finalizers, v1alpha1.ReleaseFinalizer):
 		message.Owner = agentv1alpha1.MachineOwner_MACHINE_OWNER_FLOOR
 	}
 	if m.DeletionTimestamp != nil {

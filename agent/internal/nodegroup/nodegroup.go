@@ -34,8 +34,8 @@ type NodeGroup struct {
 	Price pricing.Price
 	// Limits say whether, and how many, machines may be claimed now.
 	Limits eligibility.Group
-	// Floor and Spare are how many of its replicas are the user's, and nobody's. Both are 0 where the ledger cannot be read.
-	Floor, Spare int32
+	// Floor is how many of its replicas are the user's; 0 where the ledger cannot be read.
+	Floor int32
 	// KubernetesVersion is that of new machines; may be empty.
 	KubernetesVersion string
 	// TemplateRevision changes when new machines will differ from the present ones.
@@ -100,7 +100,7 @@ func Of(md *clusterv1.MachineDeployment, from Sources) NodeGroup {
 		CreatedAt:         md.CreationTimestamp.Time,
 	}
 	if ledger, err := protocol.LedgerOf(md); err == nil && ledger != nil {
-		g.Floor, g.Spare = max(ledger.Floor, ledger.Min), ledger.Spare
+		g.Floor = max(ledger.Floor, ledger.Min)
 	} else if err == nil {
 		g.Floor = g.Limits.Replicas // nobody has claimed from it yet
 	}

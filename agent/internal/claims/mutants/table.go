@@ -334,26 +334,29 @@ var mutants = []mutant{
 		{"	case b.promised[m.UID]:\n		return promised\n", ""},
 	}},
 	{name: "a Node in use is given to a claim", edits: []edit{
-		{"	case !kept && (b.nodeless(m) || b.tainted(m)):\n", "	case !kept:\n"},
+		{"	case !kept && (b.nodeless(m) || b.shut(m) && !b.registered(m)):\n", "	case !kept:\n"},
 	}},
 	{name: "the floor's Machines are given to claims", both: true, world: "-claims=1 -floor=1 -machines=3 -stale=0 -young", violation: "I6", edits: []edit{
 		{"	give := len(free) - int(b.floor())\n", "	give := len(free)\n"},
 	}},
 	{name: "the floor's Nodes keep their taint", edits: []edit{
-		{"	b.settle()\n", ""},
+		{"	b.markFloors()\n", ""},
 	}},
 	{name: "the floor's Machine is marked before the ledger excludes it", test: "TestTheFloorsMachinesAreMarkedByTheLedgerFirst", edits: []edit{
-		{"case s.Ledger != nil && slices.Contains(s.Ledger.Settling, m.UID) && s.settles(m) && !recorded:", "case d.Ledger != nil && slices.Contains(d.Ledger.Settling, m.UID):"},
+		{"		b.floors[m.UID] = true\n		marking = append(marking, m.UID)\n", "		b.floors[m.UID] = true\n		marking = append(marking, m.UID)\n		b.d.Actions = append(b.d.Actions, Action{Kind: MarkFloor, Machine: m})\n"},
 	}},
 	{name: "what is about to be the floor's is promised", test: "TestTheFloorsMachinesArePromisedToNobody", edits: []edit{
-		{"	case isFloors(m), slices.Contains(b.next.Settling, m.UID):", "	case isFloors(m), slices.Contains(b.next.Settling, \"\"):"},
-		{"marked := isFloors(m) || slices.Contains(b.next.Settling, m.UID)", "marked := isFloors(m)"},
+		{"	case isFloors(m), slices.Contains(b.next.Marking, m.UID):", "	case isFloors(m), slices.Contains(b.next.Marking, \"\"):"},
+		{"marked := isFloors(m) || slices.Contains(b.next.Marking, m.UID)", "marked := isFloors(m)"},
 	}},
 	{name: "the floor's Machine with pods is removed as a spare", edits: []edit{
 		{"	free = slices.DeleteFunc(free, func(m *clusterv1.Machine) bool { return b.class(m) == floors })\n", ""},
 	}},
+	{name: "a mark that comes late keeps a claim's Machine from it", test: "TestAClaimsLabelTakesTheMarkOff", edits: []edit{
+		{"	delete(m.Annotations, v1alpha1.FloorAnnotation)\n", ""},
+	}},
 	{name: "the floor takes more Machines than it has use for", test: "TestTheFloorsMachinesAreMarkedByTheLedgerFirst", edits: []edit{
-		{"return c == floors || c == suspect || c == inhabited && !b.tainted(m)", "return c == floors"},
+		{"		return !b.shut(m) && !b.replaced(m)\n", "		return false\n"},
 	}},
 	{name: "a claim whose Machine joined too early waits for ever", edits: []edit{
 		{"	b.coverShortage()\n", ""},

@@ -27,12 +27,12 @@ const (
 type MachineOwner int32
 
 const (
-	// Not decided: one of the floor's, or a spare. Which of them is which matters to nobody yet; NodeGroup has their numbers.
+	// Not decided: one of the floor's, or a spare. Which of them is which matters to nobody yet; `NodeGroup.floor_replicas` is how many are the floor's.
 	MachineOwner_MACHINE_OWNER_UNSPECIFIED MachineOwner = 0
 	// A claim's: claim_id.
 	MachineOwner_MACHINE_OWNER_CLAIM MachineOwner = 1
-	// The user's: one of the floor's for good. No claim is ever promised it, so that pods may run on its Node whatever taint the Node joined
-	// with: a holder takes off `karpenter.sh/unregistered`.
+	// The user's: it was marked as one of the floor's, and is not being removed. It is promised to no claim but one that adopts it, so that pods may
+	// run on its Node whatever taint the Node joined with: the holder that reports Nodes takes off `karpenter.sh/unregistered`.
 	MachineOwner_MACHINE_OWNER_FLOOR MachineOwner = 2
 )
 

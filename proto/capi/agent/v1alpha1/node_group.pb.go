@@ -734,11 +734,9 @@ type NodeGroup struct {
 	Devices []*DeviceCount `protobuf:"bytes,27,rep,name=devices,proto3" json:"devices,omitempty"`
 	// Cluster API is replacing machines after a template change. Claims are accepted meanwhile.
 	RollingOut bool `protobuf:"varint,28,opt,name=rolling_out,json=rollingOut,proto3" json:"rolling_out,omitempty"`
-	// How many of `replicas` are the user's, machines: those that were there before the first claim, those that others than claims added since,
-	// and at least min_size. No claim and no release touches them.
+	// How many of `replicas` belong to the user, machines: those that were there before the first claim, those that others than claims have added
+	// since, and at least min_size. No claim and no release touches them. What is neither these nor a claim's is spare.
 	FloorReplicas int32 `protobuf:"varint,29,opt,name=floor_replicas,json=floorReplicas,proto3" json:"floor_replicas,omitempty"`
-	// How many of `replicas` are nobody's, machines: left by claims, for the next claim or to be removed.
-	SpareReplicas int32 `protobuf:"varint,30,opt,name=spare_replicas,json=spareReplicas,proto3" json:"spare_replicas,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -972,13 +970,6 @@ func (x *NodeGroup) GetRollingOut() bool {
 func (x *NodeGroup) GetFloorReplicas() int32 {
 	if x != nil {
 		return x.FloorReplicas
-	}
-	return 0
-}
-
-func (x *NodeGroup) GetSpareReplicas() int32 {
-	if x != nil {
-		return x.SpareReplicas
 	}
 	return 0
 }
@@ -1322,7 +1313,7 @@ const file_capi_agent_v1alpha1_node_group_proto_rawDesc = "" +
 	"\x06synced\x18\x03 \x01(\v2\x1b.capi.agent.v1alpha1.SyncedH\x00R\x06synced\x12>\n" +
 	"\theartbeat\x18\x04 \x01(\v2\x1e.capi.agent.v1alpha1.HeartbeatH\x00R\theartbeat\x125\n" +
 	"\x06resync\x18\x05 \x01(\v2\x1b.capi.agent.v1alpha1.ResyncH\x00R\x06resyncB\a\n" +
-	"\x05event\"\x9e\x0f\n" +
+	"\x05event\"\xf7\x0e\n" +
 	"\tNodeGroup\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x129\n" +
 	"\acluster\x18\x02 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefR\acluster\x12\x12\n" +
@@ -1356,8 +1347,7 @@ const file_capi_agent_v1alpha1_node_group_proto_rawDesc = "" +
 	"\adevices\x18\x1b \x03(\v2 .capi.agent.v1alpha1.DeviceCountR\adevices\x12\x1f\n" +
 	"\vrolling_out\x18\x1c \x01(\bR\n" +
 	"rollingOut\x12%\n" +
-	"\x0efloor_replicas\x18\x1d \x01(\x05R\rfloorReplicas\x12%\n" +
-	"\x0espare_replicas\x18\x1e \x01(\x05R\rspareReplicas\x1a9\n" +
+	"\x0efloor_replicas\x18\x1d \x01(\x05R\rfloorReplicas\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a;\n" +

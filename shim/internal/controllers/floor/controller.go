@@ -11,6 +11,7 @@ import (
 
 	"github.com/samber/lo"
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/utils/clock"
 	controllerruntime "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
@@ -31,9 +32,9 @@ import (
 
 const (
 	name = "node.floor"
-	// look is how often a Node that keeps the taint is looked at, and how old it is at first: the agent hears of it from a report that
-	// is made each minute, and almost all Nodes are registered by then.
-	look = 20 * time.Second
+	// look is how old a Node is when it is first looked at: the agent hears of it from a report that is made each minute, and almost all Nodes are
+	// registered by then. A Node that keeps the taint is looked at again each time it is older by a quarter, and every longestLook at least.
+	look, longestLook = 20 * time.Second, 5 * time.Minute
 	// concurrency is low, as all share one listing of the machines.
 	concurrency = 5
 )
@@ -57,27 +58,35 @@ func (c *Controller) Reconcile(ctx context.Context, node *corev1.Node) (reconcil
 	if !isUnregistered(node) || node.Spec.ProviderID == "" || !node.DeletionTimestamp.IsZero() {
 		return reconcile.Result{}, nil
 	}
-	if left := look - c.clock.Since(node.CreationTimestamp.Time); left > 0 {
+	age := c.clock.Since(node.CreationTimestamp.Time)
+	if left := look - age; left > 0 {
 		return reconcile.Result{RequeueAfter: left}, nil
 	}
+	again := reconcile.Result{RequeueAfter: min(max(look, age/4), longestLook)}
 	nodeClaims := &karpv1.NodeClaimList{}
 	if err := c.kube.List(ctx, nodeClaims, nodeclaimutils.ForProviderID(node.Spec.ProviderID), client.UnsafeDisableDeepCopy); err != nil {
 		return reconcile.Result{}, fmt.Errorf("looking for the NodeClaim: %w", err)
 	}
 	if len(nodeClaims.Items) > 0 {
-		return reconcile.Result{RequeueAfter: look}, nil // core registers it
+		return again, nil // core registers it
 	}
-	machine, err := c.machines.With(ctx, node.Spec.ProviderID)
+	machines, err := c.machines.Machines(ctx)
 	if err != nil {
 		log.FromContext(ctx).V(1).Info("a Node keeps its taint, as the agent did not say whose its machine is", "reason", err.Error())
-		return reconcile.Result{RequeueAfter: look}, nil
+		return again, nil
 	}
-	if machine.GetOwner() != agentv1alpha1.MachineOwner_MACHINE_OWNER_FLOOR {
-		return reconcile.Result{RequeueAfter: look}, nil
+	candidates := lo.Filter(machines, func(m *agentv1alpha1.Machine, _ int) bool { return m.GetProviderId() == node.Spec.ProviderID })
+	if len(candidates) != 1 || candidates[0].GetOwner() != agentv1alpha1.MachineOwner_MACHINE_OWNER_FLOOR {
+		return again, nil
 	}
+	machine := candidates[0]
 	stored := node.DeepCopy()
 	node.Spec.Taints = lo.Reject(node.Spec.Taints, func(taint corev1.Taint, _ int) bool { return taint.MatchTaint(&karpv1.UnregisteredNoExecuteTaint) })
-	if err := c.kube.Patch(ctx, node, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{})); err != nil {
+	err = c.kube.Patch(ctx, node, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{}))
+	if apierrors.IsConflict(err) {
+		return reconcile.Result{RequeueAfter: time.Second}, nil // the cache is behind
+	}
+	if err != nil {
 		return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("taking the taint off: %w", err))
 	}
 	log.FromContext(ctx).Info("let pods onto a Node of the floor", "machine", machine.GetName(), "node-group", machine.GetNodeGroupId())

@@ -11,6 +11,7 @@ import (
 	clocktesting "k8s.io/utils/clock/testing"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/floor"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
@@ -28,7 +29,8 @@ type env struct {
 func setUp(t *testing.T) *env {
 	t.Helper()
 	clk := clocktesting.NewFakeClock(time.Now())
-	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a", Replicas: 1}}, shimtest.WithClock(clk))
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a", Replicas: 1}}, shimtest.WithClock(clk),
+		shimtest.WithAgent(fakeagent.WithSpareGracePeriod(time.Hour)))
 	response, err := w.Client.Machines.ListMachines(w.Context(), &agentv1alpha1.ListMachinesRequest{Cluster: w.Cluster})
 	require.NoError(t, err)
 	require.Len(t, response.GetMachines(), 1)
@@ -75,6 +77,16 @@ func TestANodeKeepsItsTaintUntilItsMachineIsTheFloors(t *testing.T) {
 			nodeClaim := e.Launched("claim")
 			e.node.Spec.ProviderID = e.Provision(nodeClaim, "sim:///1").GetProviderId()
 			require.NoError(t, e.Kube.Update(e.Context(), e.node))
+		},
+		"its machine is a spare, which the next claim may have": func(e *env) {
+			nodeClaim := e.Launched("claim")
+			e.node.Spec.ProviderID = e.Provision(nodeClaim, "sim:///1").GetProviderId()
+			require.NoError(e.t, e.Kube.Update(e.Context(), e.node))
+			_, err := e.Client.Claims.ReleaseClaim(e.Context(), &agentv1alpha1.ReleaseClaimRequest{Cluster: e.Cluster, ClaimId: string(nodeClaim.UID)})
+			require.NoError(e.t, err)
+			machines, err := e.Unclaimed.Machines(e.Context())
+			require.NoError(e.t, err)
+			require.Len(e.t, machines, 2, "the spare is there, and the user's")
 		},
 		"nobody knows its machine": func(e *env) {
 			e.node.Spec.ProviderID = "sim:///other"
