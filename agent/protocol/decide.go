@@ -247,7 +247,8 @@ func (b *books) close() {
 		// A ledger is begun by the first claim, or for what else has to be written there, not by being looked at; one that was wiped is rebuilt.
 		_, foreign := b.Deployment.Annotations[v1alpha1.ClaimedAnnotation] // copied with a ledger that is another's: policies go by it
 		quiet := (!foreign || b.Group.Has(eligibility.NotMember)) &&
-			len(b.next.Pending) == 0 && len(b.next.Releasing) == 0 && len(b.next.Marking) == 0 && b.next.Shrink == nil && b.d.Pause == PauseKeep && !b.next.Lowered &&
+			len(b.next.Pending) == 0 && len(b.next.Releasing) == 0 && len(b.next.Marking) == 0 && b.next.Shrink == nil &&
+			b.d.Pause == PauseKeep && !b.next.Lowered &&
 			b.d.Replicas <= b.Group.Replicas // a min size is raised to without a claim
 		if quiet && !slices.ContainsFunc(b.Claims, hasMachine) {
 			b.d.Replicas = b.Group.Replicas

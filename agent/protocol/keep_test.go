@@ -1,7 +1,7 @@
 package protocol
 
 import (
-	"fmt"
+	"strconv"
 	"testing"
 	"time"
 
@@ -66,7 +66,7 @@ func TestTheFirstFewMachinesThatFailedAreKept(t *testing.T) {
 	s := scene(5, &Ledger{Version: 1, LastReplicas: 5})
 	s.Group.KeepFailed = time.Hour
 	for i := range 5 {
-		s.withFailed(fmt.Sprint(i), time.Duration(10+i)*time.Minute, nil)
+		s.withFailed(strconv.Itoa(i), time.Duration(10+i)*time.Minute, nil)
 	}
 	d := Decide(s)
 	require.NotNil(t, d.Ledger)

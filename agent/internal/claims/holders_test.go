@@ -157,7 +157,9 @@ func TestANodeThatIsReportedAsUnregisteredBringsItsNodeGroupForward(t *testing.T
 	_, token, err := e.List(t.Context(), ListOptions{Namespace: namespace, Cluster: clusterName, Holder: "karpenter"})
 	require.NoError(t, err)
 	_, err = e.Sync(t.Context(), SyncRequest{Namespace: namespace, Cluster: clusterName, Holder: "karpenter", Token: token, Nodes: []NodeReport{
-		{ProviderID: "sim://free", Unregistered: true}, {ProviderID: "sim://taken", Unregistered: true}, {ProviderID: "sim://runs"},
+		{ProviderID: "sim://free", Unregistered: true},
+		{ProviderID: "sim://taken", Unregistered: true},
+		{ProviderID: "sim://runs"},
 		{ProviderID: "sim://marked", Unregistered: true},
 	}})
 	require.NoError(t, err)

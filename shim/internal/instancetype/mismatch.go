@@ -55,8 +55,8 @@ func Mismatches(groups []*Group) []string {
 // namedAtOnce is how many node groups one sentence names.
 const namedAtOnce = 3
 
-// withoutZone names the groups that have no zone where others have one. Core takes them for a zone of their own then, wherever their machines are, and
-// spreads pods accordingly.
+// withoutZone names the groups that have no zone where others have one. Core takes them for a zone of their own then, wherever their machines are,
+// and spreads pods accordingly.
 func withoutZone(groups []*Group) []string {
 	without := lo.FilterMap(groups, func(g *Group, _ int) (string, bool) { return g.ID, g.Zone == ZoneNone })
 	if len(without) == 0 || len(without) == len(groups) {
@@ -67,8 +67,8 @@ func withoutZone(groups []*Group) []string {
 	if more := len(without) - namedAtOnce; more > 0 {
 		names += fmt.Sprintf(" and %d more", more)
 	}
-	return []string{fmt.Sprintf("%s: no zone, while other node groups of the class have one, so that pods which spread over zones, or choose by zone, count "+
-		"its machines as one zone more: set spec.template.spec.failureDomain of the MachineDeployment, or the label %s on its template",
+	return []string{fmt.Sprintf("%s: no zone, while other node groups of the class have one, so that pods which spread over zones, or choose by "+
+		"zone, count its machines as one zone more: set spec.template.spec.failureDomain of the MachineDeployment, or the label %s on its template",
 		names, corev1.LabelTopologyZone)}
 }
 
