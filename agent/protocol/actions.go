@@ -142,8 +142,9 @@ func (s *Snapshot) actOnPending(d *Decision, c *v1alpha1.MachineClaim, named Nam
 	m := s.machine(named.UID)
 	holder, had := s.holders[named.UID]
 	had = had && holder != c.Spec.ClaimID // by a claim that hands it over and has not ended yet
+	had = had || m != nil && isFloors(m) && c.Spec.Adopt == ""
 	switch {
-	case named.UID != "" && m != nil && Alive(m) && !Held(m) && ClaimOf(m) == "" && !had && (c.Spec.Adopt != "" || !isFloors(m)):
+	case named.UID != "" && m != nil && Alive(m) && !Held(m) && ClaimOf(m) == "" && !had:
 		d.Actions = append(d.Actions, Action{Kind: Bind, Claim: c, Group: s.Deployment.UID, Machine: m})
 	case c.Spec.Adopt != "" && named.UID == "":
 		d.end(c, ReasonMachineLost, "the Machine that it was to take over was deleted before that")

@@ -542,7 +542,7 @@ func (w *world) checkGroupAtRest(group string) {
 		}
 		if protocol.ClaimOf(m) == "" {
 			free++
-			if _, floors := m.Annotations[v1alpha1.FloorAnnotation]; w.tainted[m.UID] && !floors {
+			if _, floors := m.Annotations[v1alpha1.FloorAnnotation]; w.tainted[m.UID] && w.reported[m.Spec.ProviderID] && !floors {
 				shut++
 			}
 		}

@@ -319,8 +319,7 @@ func (e *Engine) do(ctx context.Context, a protocol.Action) error {
 	case protocol.MarkFloor:
 		m := a.Machine.DeepCopy()
 		metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.FloorAnnotation, "true")
-		// Exactly as it was read: no claim may have labelled it meanwhile.
-		return e.Client.Patch(ctx, m, client.MergeFromWithOptions(a.Machine, client.MergeFromWithOptimisticLock{}), fieldOwner)
+		return e.patchAsRead(ctx, a.Machine, m) // no claim may have labelled it meanwhile
 	case protocol.Keep:
 		return e.keep(ctx, a.Machine)
 	case protocol.LowerSet:
@@ -454,8 +453,12 @@ func (e *Engine) unbind(ctx context.Context, a protocol.Action) error {
 	delete(m.Annotations, v1alpha1.ClaimSpokeAnnotation)
 	delete(m.Annotations, v1alpha1.ClaimedAtAnnotation)
 	metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.HandedOverAnnotation, protocol.ClaimOf(a.Machine))
-	// Exactly as it was read: it must have no Node.
-	return e.Client.Patch(ctx, m, client.MergeFromWithOptions(a.Machine, client.MergeFromWithOptimisticLock{}), fieldOwner)
+	return e.patchAsRead(ctx, a.Machine, m) // it must have no Node
+}
+
+// patchAsRead writes the difference, if nothing of the Machine has changed since it was read.
+func (e *Engine) patchAsRead(ctx context.Context, before, after *clusterv1.Machine) error {
+	return e.Client.Patch(ctx, after, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), fieldOwner)
 }
 
 // hold marks the Machine, puts the finalizer on it and deletes it. Replicas stay: the slot is kept until the Machine is gone.

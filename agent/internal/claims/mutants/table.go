@@ -256,8 +256,9 @@ var mutants = []mutant{
 				"	ops := []operation{test(\"/metadata/uid\", before.UID)}\n",
 		},
 		{
-			"	return e.Client.Patch(ctx, m, client.MergeFromWithOptions(a.Machine, client.MergeFromWithOptimisticLock{}), fieldOwner)\n",
-			"	return e.Client.Patch(ctx, m, client.MergeFrom(a.Machine), fieldOwner)\n",
+			"patchAsRead(ctx context.Context, before, after *clusterv1.Machine) error {\n",
+			"patchAsRead(ctx context.Context, before, after *clusterv1.Machine) error {\n" +
+				"	if true {\n		return e.Client.Patch(ctx, after, client.MergeFrom(before), fieldOwner)\n	}\n",
 		},
 	}},
 	{name: "binding without the unset check", edits: []edit{
@@ -353,7 +354,7 @@ var mutants = []mutant{
 		{"	free = slices.DeleteFunc(free, func(m *clusterv1.Machine) bool { return b.class(m) == floors })\n", ""},
 	}},
 	{name: "a mark that comes late keeps a claim's Machine from it", test: "TestAClaimsLabelTakesTheMarkOff", edits: []edit{
-		{"	delete(m.Annotations, v1alpha1.FloorAnnotation)\n", ""},
+		{"	delete(m.Annotations, v1alpha1.FloorAnnotation) //", "	//"},
 	}},
 	{name: "the floor takes more Machines than it has use for", test: "TestTheFloorsMachinesAreMarkedByTheLedgerFirst", edits: []edit{
 		{"		return !b.shut(m) && !b.replaced(m)\n", "		return false\n"},
