@@ -29,30 +29,22 @@ func TestPodsRunOnTheFloor(t *testing.T) {
 	began := time.Now()
 	patchGroup(t, "crowd", fmt.Sprintf(`{"spec":{"replicas":%d}}`, floor))
 	await(t, 2*time.Minute, crowdRuns(floor))
-	poll(t, soon, func(ctx context.Context) (string, error) {
-		for _, m := range listCrowd(t) {
-			node := &corev1.Node{}
-			if err := w.Spoke.Get(ctx, client.ObjectKey{Name: m.Status.NodeRef.Name}, node); err != nil {
-				return "", err
+	taken := func(yes bool) func(context.Context) (string, error) {
+		return func(ctx context.Context) (string, error) {
+			for _, m := range listCrowd(t) {
+				node := &corev1.Node{}
+				if err := w.Spoke.Get(ctx, client.ObjectKey{Name: m.Status.NodeRef.Name}, node); err != nil {
+					return "", err
+				}
+				if lo.ContainsBy(node.Spec.Taints, func(taint corev1.Taint) bool { return taint.Key == karpenterv1.UnregisteredTaintKey }) == yes {
+					return fmt.Sprintf("Karpenter's taint of Node %s to be taken off: %t", node.Name, yes), nil
+				}
 			}
-			if !lo.ContainsBy(node.Spec.Taints, func(taint corev1.Taint) bool { return taint.Key == karpenterv1.UnregisteredTaintKey }) {
-				return "Node " + node.Name + " to have joined with Karpenter's taint", nil
-			}
+			return "", nil
 		}
-		return "", nil
-	})
-	poll(t, 4*time.Minute, func(ctx context.Context) (string, error) {
-		for _, m := range listCrowd(t) {
-			node := &corev1.Node{}
-			if err := w.Spoke.Get(ctx, client.ObjectKey{Name: m.Status.NodeRef.Name}, node); err != nil {
-				return "", err
-			}
-			if len(node.Spec.Taints) > 0 {
-				return fmt.Sprintf("Node %s to take pods: it has %v", node.Name, node.Spec.Taints), nil
-			}
-		}
-		return "", nil
-	})
+	}
+	poll(t, soon, taken(false)) // all join with it
+	poll(t, 4*time.Minute, taken(true))
 	figure("its Nodes took pods %.0f s after they were asked for", time.Since(began).Seconds())
 	theirs := listCrowd(t)
 	for i := range theirs {
@@ -77,14 +69,12 @@ func TestPodsRunOnTheFloor(t *testing.T) {
 	g.Expect(made("crowd")).To(Equal(before + pods))
 	group := described(t, "crowd")
 	g.Expect(group.GetFloorReplicas()).To(Equal(int32(floor)))
-	owners := func() map[agentv1alpha1.MachineOwner]int {
-		state := w.Sandbox.State()
-		response, err := agentAs(t, state.Paths.ReaderCertificate, state.Paths.ReaderKey).Machines.ListMachines(within(t, soon),
-			&agentv1alpha1.ListMachinesRequest{Cluster: theCluster(), NodeGroupId: group.GetId()})
-		g.Expect(err).NotTo(HaveOccurred())
-		return lo.CountValuesBy(response.GetMachines(), func(m *agentv1alpha1.Machine) agentv1alpha1.MachineOwner { return m.GetOwner() })
-	}
-	g.Expect(owners()).To(Equal(map[agentv1alpha1.MachineOwner]int{
+	paths := w.Sandbox.State().Paths
+	response, err := agentAs(t, paths.ReaderCertificate, paths.ReaderKey).Machines.ListMachines(within(t, soon),
+		&agentv1alpha1.ListMachinesRequest{Cluster: theCluster(), NodeGroupId: group.GetId()})
+	g.Expect(err).NotTo(HaveOccurred())
+	owners := lo.CountValuesBy(response.GetMachines(), func(m *agentv1alpha1.Machine) agentv1alpha1.MachineOwner { return m.GetOwner() })
+	g.Expect(owners).To(Equal(map[agentv1alpha1.MachineOwner]int{
 		agentv1alpha1.MachineOwner_MACHINE_OWNER_FLOOR: floor, agentv1alpha1.MachineOwner_MACHINE_OWNER_CLAIM: pods,
 	}))
 	scale(t, "crowd", 0)

@@ -105,3 +105,27 @@ func TestWhatUsersWroteAlwaysFitsIntoAMessage(t *testing.T) {
 	}, nil))
 	require.NoError(t, err)
 }
+
+// A Machine that goes, or that a claim has, is the floor's no more, whatever its mark says.
+func TestWhoseAMachineIs(t *testing.T) {
+	for name, c := range map[string]struct {
+		change func(*clusterv1.Machine)
+		want   agentv1alpha1.MachineOwner
+	}{
+		"nobody's in particular": {func(m *clusterv1.Machine) { m.Annotations = nil }, agentv1alpha1.MachineOwner_MACHINE_OWNER_UNSPECIFIED},
+		"the floor's":            {func(*clusterv1.Machine) {}, agentv1alpha1.MachineOwner_MACHINE_OWNER_FLOOR},
+		"a claim's": {
+			func(m *clusterv1.Machine) { m.Labels = map[string]string{v1alpha1.ClaimLabel: "c"} }, agentv1alpha1.MachineOwner_MACHINE_OWNER_CLAIM,
+		},
+		"being deleted": {
+			func(m *clusterv1.Machine) { m.DeletionTimestamp = new(metav1.Now()) }, agentv1alpha1.MachineOwner_MACHINE_OWNER_UNSPECIFIED,
+		},
+		"being released": {
+			func(m *clusterv1.Machine) { m.Finalizers = []string{v1alpha1.ReleaseFinalizer} }, agentv1alpha1.MachineOwner_MACHINE_OWNER_UNSPECIFIED,
+		},
+	} {
+		m := &clusterv1.Machine{ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{v1alpha1.FloorAnnotation: "true"}}}
+		c.change(m)
+		require.Equal(t, c.want, messages.Machine(m).GetOwner(), name)
+	}
+}

@@ -76,3 +76,20 @@ func TestIDs(t *testing.T) {
 		require.Error(t, err, bad)
 	}
 }
+
+func TestTheFloorIsWhatTheLedgerSays(t *testing.T) {
+	for text, want := range map[string]int32{
+		"":                                     5, // there is no claim yet
+		`{"v":1,"floor":2,"lastReplicas":5}`:   2,
+		`{"v":1,"floor":1,"min":3}`:            3,
+		`{"v":99,"floor":2}`:                   0,
+		`{"v":1,"floor":2,"of":"other/group"}`: 0,
+	} {
+		md := deployment()
+		md.Spec.Replicas = new(int32(5))
+		if text != "" {
+			metav1.SetMetaDataAnnotation(&md.ObjectMeta, v1alpha1.LedgerAnnotation, text)
+		}
+		require.Equal(t, want, of(md).Floor, text)
+	}
+}

@@ -48,6 +48,18 @@ func setUp(t *testing.T) *env {
 	return e
 }
 
+// spare makes a machine that a claim has left, with the provider ID.
+func (e *env) spare(providerID string) {
+	e.t.Helper()
+	nodeClaim := e.Launched("claim")
+	e.Provision(nodeClaim, providerID)
+	_, err := e.Client.Claims.ReleaseClaim(e.Context(), &agentv1alpha1.ReleaseClaimRequest{Cluster: e.Cluster, ClaimId: string(nodeClaim.UID)})
+	require.NoError(e.t, err)
+	machines, err := e.Unclaimed.Machines(e.Context())
+	require.NoError(e.t, err)
+	require.Len(e.t, machines, 2, "the spare, and the user's")
+}
+
 // looked reports whether the Node is looked at again after one look, as it keeps the taint.
 func (e *env) looked() bool {
 	e.t.Helper()
@@ -79,15 +91,11 @@ func TestANodeKeepsItsTaintUntilItsMachineIsTheFloors(t *testing.T) {
 			require.NoError(t, e.Kube.Update(e.Context(), e.node))
 		},
 		"its machine is a spare, which the next claim may have": func(e *env) {
-			nodeClaim := e.Launched("claim")
-			e.node.Spec.ProviderID = e.Provision(nodeClaim, "sim:///1").GetProviderId()
+			e.spare("sim:///1")
+			e.node.Spec.ProviderID = "sim:///1"
 			require.NoError(e.t, e.Kube.Update(e.Context(), e.node))
-			_, err := e.Client.Claims.ReleaseClaim(e.Context(), &agentv1alpha1.ReleaseClaimRequest{Cluster: e.Cluster, ClaimId: string(nodeClaim.UID)})
-			require.NoError(e.t, err)
-			machines, err := e.Unclaimed.Machines(e.Context())
-			require.NoError(e.t, err)
-			require.Len(e.t, machines, 2, "the spare is there, and the user's")
 		},
+		"a spare has its provider ID as well": func(e *env) { e.spare(e.node.Spec.ProviderID) },
 		"nobody knows its machine": func(e *env) {
 			e.node.Spec.ProviderID = "sim:///other"
 			require.NoError(t, e.Kube.Update(e.Context(), e.node))
