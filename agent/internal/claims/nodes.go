@@ -56,6 +56,7 @@ func (e *Engine) noteNodes(
 	byID := make(map[string]*v1alpha1.MachineClaim, len(claims))
 	noted := map[*v1alpha1.MachineClaim]bool{}
 	running = map[string]bool{}
+	shut := map[string]bool{} // node groups with Machines that take no pods yet
 	for i := range claims {
 		byID[claims[i].Spec.ClaimID] = &claims[i]
 	}
@@ -78,8 +79,8 @@ func (e *Engine) noteNodes(
 			} else if wanted {
 				registered = append(registered, e.noteOnMachine(m))
 			}
-		case c == nil && reported && protocol.ClaimOf(m) == "":
-			e.wake(m) // no pod runs on it yet, and it may be the floor's
+		case c == nil && reported && protocol.Alive(m) && protocol.ClaimOf(m) == "" && m.Annotations[v1alpha1.FloorAnnotation] == "":
+			shut[m.Labels[clusterv1.MachineDeploymentNameLabel]] = true // they may be the floor's
 		case c == nil, noted[c], !r.speaksFor(c):
 		case runs && c.Status.NodeRegisteredAt == nil:
 			noted[c] = true
@@ -105,15 +106,16 @@ func (e *Engine) noteNodes(
 		}
 	}
 	e.writeNotes(ctx, slices.Concat(registered, absent, renewed))
+	delete(shut, "") // of Machines that are no node group's
+	for group := range shut {
+		e.wake(types.NamespacedName{Namespace: r.Namespace, Name: group})
+	}
 	return running, nil
 }
 
-// wake has the Machine's node group looked at. What is lost when too many are, the next report brings.
-func (e *Engine) wake(m *clusterv1.Machine) {
-	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: m.Namespace, Name: m.Labels[clusterv1.MachineDeploymentNameLabel]}}
-	if _, marked := m.Annotations[v1alpha1.FloorAnnotation]; md.Name == "" || marked || !protocol.Alive(m) {
-		return
-	}
+// wake has a node group looked at soon. When too many are waiting for that, it is left to the next report, a minute later.
+func (e *Engine) wake(group types.NamespacedName) {
+	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: group.Namespace, Name: group.Name}}
 	select {
 	case e.woken <- event.GenericEvent{Object: md}:
 	default:
