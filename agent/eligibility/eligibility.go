@@ -80,7 +80,7 @@ type Group struct {
 	Suspended bool
 	// MaxNodeProvisionTime is how long a claim waits for its Machine's provider ID and Node; zero where the MachineDeployment does not say.
 	MaxNodeProvisionTime time.Duration
-	// KeepFailed is how long the Machine of a claim that failed is kept for somebody to look at; zero where the MachineDeployment does not say.
+	// KeepFailed is how long the Machine of a failed claim is kept for debugging; zero where the MachineDeployment does not say.
 	KeepFailed time.Duration
 	// Problems are the values that could not be used.
 	Problems []Problem

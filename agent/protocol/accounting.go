@@ -180,7 +180,7 @@ func (b *books) dropEntries() {
 	}
 	b.next.Marking = lo.Filter(b.next.Marking, func(uid types.UID, _ int) bool {
 		m := b.machine(uid)
-		return m != nil && b.toMark(m)
+		return m != nil && b.mayMark(m)
 	})
 }
 
@@ -202,7 +202,7 @@ func (b *books) meet() {
 			if ClaimOf(m) != "" { // until it is gone, as nothing replaces it before
 				b.labelOnly++
 			}
-		case promised, releasing, givenBack, stranded, fresh, suspect, hopeless, inhabited, floors:
+		case promised, releasing, givenBack, stranded, fresh, suspect, hopeless, inhabited, ofFloor:
 			// The ledger counts it, or nobody has it.
 		}
 	}
@@ -354,7 +354,7 @@ func (b *books) adoptable(c *v1alpha1.MachineClaim) (*clusterv1.Machine, *eligib
 		return refuse("has a claim already")
 	case releasing, givenBack, going, stranded:
 		return refuse("is being deleted")
-	case fresh, suspect, hopeless, inhabited, floors:
+	case fresh, suspect, hopeless, inhabited, ofFloor:
 	}
 	if _, marked := m.Annotations[clusterv1.DeleteMachineAnnotation]; marked {
 		return refuse("is being deleted")

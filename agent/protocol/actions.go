@@ -142,7 +142,7 @@ func (s *Snapshot) actOnPending(d *Decision, c *v1alpha1.MachineClaim, named Nam
 	m := s.machine(named.UID)
 	holder, had := s.holders[named.UID]
 	had = had && holder != c.Spec.ClaimID // by a claim that hands it over and has not ended yet
-	had = had || m != nil && isFloors(m) && c.Spec.Adopt == ""
+	had = had || m != nil && hasFloorMark(m) && c.Spec.Adopt == ""
 	switch {
 	case named.UID != "" && m != nil && Alive(m) && !Held(m) && ClaimOf(m) == "" && !had:
 		d.Actions = append(d.Actions, Action{Kind: Bind, Claim: c, Group: s.Deployment.UID, Machine: m})

@@ -22,7 +22,7 @@ type books struct {
 	promised map[types.UID]bool
 	// conditions caches the classes of free Machines, which do not change once the books are open.
 	conditions map[types.UID]class
-	// floors are the Machines that are marked as the floor's, or are about to be, as far as the floor goes: the oldest ones.
+	// floors are the Machines that are marked as the floor's, or about to be: the oldest ones, at most as many as the floor has.
 	floors map[types.UID]bool
 	// labelOnly counts the Machines that have a replica by their label alone. It does not change after [books.meet].
 	labelOnly int32
@@ -57,8 +57,8 @@ const (
 	hopeless
 	// inhabited means that something may run on it, or that it is about to be replaced.
 	inhabited
-	// floors means that it is one of the floor's for good, so that pods may run on it.
-	floors
+	// ofFloor means that it is one of the floor's, and marked so or about to be: pods may run on it.
+	ofFloor
 )
 
 // open begins the books of a decision: what others changed is folded in, and entries are dropped that have done their service.
@@ -94,7 +94,7 @@ func (b *books) class(m *clusterv1.Machine) class {
 	case Held(m):
 		return stranded
 	case b.floors[m.UID]:
-		return floors
+		return ofFloor
 	}
 	c, known := b.conditions[m.UID]
 	if !known {
@@ -109,7 +109,7 @@ func (b *books) condition(m *clusterv1.Machine) class {
 	_, marked := m.Annotations[clusterv1.DeleteMachineAnnotation]
 	kept := marked || ClaimOf(m) != "" || Outdated(m)
 	switch {
-	case isFloors(m), slices.Contains(b.next.Marking, m.UID): // beyond what the floor has now
+	case hasFloorMark(m), slices.Contains(b.next.Marking, m.UID): // beyond what the floor has now
 		return inhabited
 	case b.hopeless(m):
 		return hopeless

@@ -17,8 +17,7 @@
 //
 // decide.go has the phases in their order. They share the decision's books (books.go): in which class each Machine is, and who owns each
 // replica, under the next ledger as far as it is known. Their files follow them: accounting.go (who owns the replicas, and which claims
-// enter), naming.go (which Machine is promised to whom), floors.go (which one is the user's for good),
-// releases.go and paused.go (how a Machine goes and its replica is given back, with
-// one active MachineSet and with several), spares.go (what no claim wants), actions.go (the writes that the ledger permits). Facts about
-// Machines are in snapshot.go, nodeless.go and failure.go.
+// enter), naming.go (which Machine is promised to whom), floors.go (which one is marked as the floor's), releases.go and paused.go (how a
+// Machine goes and its replica is given back, with one active MachineSet and with several), spares.go (what no claim wants), actions.go (the
+// writes that the ledger permits). Facts about Machines are in snapshot.go, nodeless.go and failure.go.
 package protocol

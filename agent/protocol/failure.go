@@ -207,32 +207,30 @@ func boundAt(c *v1alpha1.MachineClaim, m *clusterv1.Machine) time.Time {
 	return m.CreationTimestamp.Time
 }
 
-// keptAtOnce is how many Machines of one node group are kept at a time for somebody to look at: each keeps its replica, and costs what it costs.
+// keptAtOnce is how many failed Machines of one node group are kept at a time: each keeps its replica, and goes on costing money.
 const keptAtOnce = 3
 
-// keepFailed returns the claims that failed, by id, whose Machines are not removed yet, so that somebody can look at them: the first ones. It asks to
-// be woken when the next of them is to go. A Machine without infrastructure shows nothing, and holds up all others of its MachineSet.
-func (s *Snapshot) keepFailed(d *Decision) map[string]bool {
-	if s.Group.KeepFailed == 0 {
+// keepFailed returns the ids of the failed claims whose Machines are still kept for debugging, those that failed first, and asks to be woken when
+// one is to go. A Machine without infrastructure is not kept: there is nothing to see, and it holds up the others of its MachineSet.
+func (b *books) keepFailed() map[string]bool {
+	if b.Group.KeepFailed == 0 {
 		return nil
 	}
-	var failed []*v1alpha1.MachineClaim
-	for _, c := range s.Claims {
-		if c.Status.FailedAt == nil || c.Status.Machine == nil || c.CurrentPhase() != v1alpha1.PhaseReleasing {
-			continue
-		}
-		m := s.machine(c.Status.Machine.UID)
-		left := s.Group.KeepFailed - s.ago(c.Status.FailedAt.Time)
-		if m == nil || !Alive(m) || s.gone(m) || left <= 0 {
-			continue
-		}
-		d.Wake(left)
-		failed = append(failed, c)
+	left := func(c *v1alpha1.MachineClaim) time.Duration {
+		return b.Group.KeepFailed - b.ago(c.Status.FailedAt.Time)
 	}
-	slices.SortStableFunc(failed, func(a, b *v1alpha1.MachineClaim) int { return a.Status.FailedAt.Compare(b.Status.FailedAt.Time) })
+	failed := lo.Filter(b.Claims, func(c *v1alpha1.MachineClaim, _ int) bool {
+		if c.Status.FailedAt == nil || c.Status.Machine == nil || c.CurrentPhase() != v1alpha1.PhaseReleasing {
+			return false
+		}
+		m := b.machine(c.Status.Machine.UID)
+		return m != nil && Alive(m) && !b.gone(m) && left(c) > 0
+	})
+	slices.SortStableFunc(failed, func(x, y *v1alpha1.MachineClaim) int { return x.Status.FailedAt.Compare(y.Status.FailedAt.Time) })
 	kept := map[string]bool{}
 	for _, c := range lo.Slice(failed, 0, keptAtOnce) {
 		kept[c.Spec.ClaimID] = true
+		b.d.Wake(left(c))
 	}
 	return kept
 }

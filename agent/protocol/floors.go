@@ -14,10 +14,9 @@ import (
 // markingAtOnce is how many Machines are on their way to being marked as the floor's at a time, so that they do not fill the ledger.
 const markingAtOnce = 16
 
-// markFloors chooses Machines to be marked as the floor's, where fewer than it owns can run pods: of those on whose Nodes nothing but Karpenter's
-// taint keeps pods from running. Nobody but the registration of a NodeClaim takes that off, which these never have. The ledger comes
-// first, so that none of them is promised to a claim any more when the mark is read and the taint goes. Those that the
-// snapshot's ledger names already are marked.
+// markFloors chooses Machines to mark as the floor's while fewer of its Machines than it has can run pods: those whose Nodes only Karpenter's taint
+// keeps pods from. Core removes that taint when it registers a NodeClaim, and these have none. The next ledger names them first, so that none
+// is promised to a claim any more once the taint goes; those that the snapshot's ledger names are marked now.
 func (b *books) markFloors() {
 	if b.Group.Has(eligibility.Paused) || b.Group.Has(eligibility.NotMember) || b.deleted() {
 		return
@@ -36,7 +35,7 @@ func (b *books) markFloors() {
 		if missing <= 0 || len(marking) >= markingAtOnce {
 			break
 		}
-		if b.class(m) < fresh || b.floors[m.UID] || !b.shut(m) || b.replaced(m) || !b.toMark(m) || !b.budget.mark() {
+		if b.class(m) < fresh || b.floors[m.UID] || !b.shut(m) || b.replaced(m) || !b.mayMark(m) || !b.budget.mark() {
 			continue
 		}
 		missing--
@@ -46,10 +45,10 @@ func (b *books) markFloors() {
 	b.next.Marking = marking
 }
 
-// takesPods reports whether a free Machine runs what the user wants to run on the floor, or will without anybody's doing, as far as is known.
+// takesPods reports whether, as far as is known, pods can run on a free Machine, and Cluster API is not about to replace it.
 func (b *books) takesPods(m *clusterv1.Machine) bool {
 	switch c := b.class(m); c {
-	case floors:
+	case ofFloor:
 		return true
 	case suspect, inhabited:
 		return !b.shut(m) && !b.replaced(m)
@@ -66,10 +65,10 @@ func (s *Snapshot) shut(m *clusterv1.Machine) bool {
 	return m.Spec.ProviderID != "" && s.Unregistered(m.Spec.ProviderID)
 }
 
-// toMark reports whether the Machine may still be marked as the floor's.
-func (s *Snapshot) toMark(m *clusterv1.Machine) bool {
+// mayMark reports whether the Machine may still be marked as the floor's.
+func (s *Snapshot) mayMark(m *clusterv1.Machine) bool {
 	_, leaves := m.Annotations[clusterv1.DeleteMachineAnnotation]
-	return Alive(m) && !Held(m) && !leaves && ClaimOf(m) == "" && !isFloors(m)
+	return Alive(m) && !Held(m) && !leaves && ClaimOf(m) == "" && !hasFloorMark(m)
 }
 
 // countFloors finds the Machines that are marked as the floor's, or are about to be, and that the floor still has: it may have been
@@ -81,15 +80,15 @@ func (b *books) countFloors() {
 			return
 		}
 		_, releasing := b.next.Releasing[m.UID]
-		marked := isFloors(m) || slices.Contains(b.next.Marking, m.UID)
+		marked := hasFloorMark(m) || slices.Contains(b.next.Marking, m.UID)
 		if marked && Alive(m) && !Held(m) && !releasing && b.orphaned(ClaimOf(m)) && !b.promised[m.UID] {
 			b.floors[m.UID] = true
 		}
 	}
 }
 
-// isFloors reports whether the Machine is marked as one of the floor's.
-func isFloors(m *clusterv1.Machine) bool {
+// hasFloorMark reports whether the Machine is marked as one of the floor's.
+func hasFloorMark(m *clusterv1.Machine) bool {
 	_, yes := m.Annotations[v1alpha1.FloorAnnotation]
 	return yes
 }

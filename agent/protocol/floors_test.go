@@ -74,7 +74,14 @@ func TestTheFloorsMachinesAreMarkedByTheLedgerFirst(t *testing.T) {
 				s.reporting("a", "b", "c")
 			},
 		},
-		"none of a group that does not take part, or that is being deleted": {
+		"none of a group that is being deleted": {
+			ledger: &Ledger{Version: 1, Floor: 3, LastReplicas: 3},
+			scene: func(s *Snapshot) {
+				s.Deployment.DeletionTimestamp = new(metav1.NewTime(s.Now))
+				s.withMachine("a", "", node).withMachine("b", "", node).withMachine("c", "", node).reporting("a", "b", "c")
+			},
+		},
+		"none of a group that does not take part": {
 			scene: func(s *Snapshot) {
 				s.Group.Refusals = []eligibility.Refusal{{Reason: eligibility.NotMember}}
 				s.withMachine("a", "", node).withMachine("b", "", node).withMachine("c", "", node).reporting("a", "b", "c")

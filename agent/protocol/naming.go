@@ -10,7 +10,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// unname takes a promise back whose Machine died before the claim became Bound, or got a mark of the floor's that was written before.
+// unname takes a promise back whose Machine died before the claim became Bound, or that was marked as the floor's late.
 func (b *books) unname() {
 	for id, named := range b.next.Pending {
 		if named.UID == "" {
@@ -20,8 +20,8 @@ func (b *books) unname() {
 			continue
 		}
 		m := b.machine(named.UID)
-		floors := m != nil && isFloors(m) && b.Claim(id).Spec.Adopt == ""
-		if m == nil || !Alive(m) || Held(m) || floors || ClaimOf(m) != "" && ClaimOf(m) != id {
+		marked := m != nil && hasFloorMark(m) && b.Claim(id).Spec.Adopt == ""
+		if m == nil || !Alive(m) || Held(m) || marked || ClaimOf(m) != "" && ClaimOf(m) != id {
 			named.Machine, named.UID = "", ""
 			b.next.Pending[id] = named
 		}

@@ -31,7 +31,7 @@ func (b *books) startReleases() {
 			delete(b.next.Releasing, uid)
 		}
 	}
-	kept := b.keepFailed(b.d)
+	kept := b.keepFailed()
 	for _, c := range b.Claims {
 		if c.CurrentPhase() != v1alpha1.PhaseReleasing || c.Status.Machine == nil || kept[c.Spec.ClaimID] {
 			continue

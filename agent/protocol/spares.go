@@ -20,7 +20,7 @@ func (b *books) releaseSpare() {
 	}
 	free := b.free()
 	surplus := min(len(free)-int(b.floor()), int(spare))
-	free = slices.DeleteFunc(free, func(m *clusterv1.Machine) bool { return b.class(m) == floors })
+	free = slices.DeleteFunc(free, func(m *clusterv1.Machine) bool { return b.class(m) == ofFloor })
 	// A Machine without infrastructure goes whoever waits: nobody can have it, and Cluster API sees to no other one before.
 	gone := slices.DeleteFunc(slices.Clone(free), func(m *clusterv1.Machine) bool { return !b.gone(m) })
 	waits := (b.next.Unnamed() > 0 || len(b.d.Queued) > 0) && b.d.Unmet == 0

@@ -12,8 +12,8 @@ const (
 	// duration. The same key that cluster-autoscaler's provider for Cluster API reads.
 	MaxNodeProvisionTimeAnnotation = "cluster.x-k8s.io/autoscaling-options-maxnodeprovisiontime"
 
-	// KeepFailedAnnotation on a MachineDeployment is how long the Machines of the first few claims that failed are kept before they are removed, so
-	// that somebody can look at them, as a Go duration. They keep their replicas for that long.
+	// KeepFailedAnnotation on a MachineDeployment is how long Machines of failed claims are kept for debugging, as a Go duration; at most
+	// three at a time. Each keeps its replica.
 	KeepFailedAnnotation = Group + "/keep-failed-machines"
 
 	// LedgerAnnotation on a MachineDeployment holds what is in flight there: the ledger of package protocol, as JSON.

@@ -170,7 +170,7 @@ type Engine struct {
 	parallel int          // writes that one step does at once
 	decide   func(*protocol.Snapshot) *protocol.Decision
 	started  time.Time
-	// withdraws says that nothing is kept for somebody to look at, as the agent is being uninstalled.
+	// withdraws says that the agent is being uninstalled, so that no failed Machine is kept for debugging.
 	withdraws bool
 	// ledgerBudget is how many bytes all entries of one ledger may take; zero means [protocol.LedgerBudget]. Tests lower it.
 	ledgerBudget int
@@ -183,7 +183,7 @@ type Engine struct {
 	mu           sync.Mutex
 	groups       map[types.NamespacedName]*group
 	unregistered map[types.NamespacedName]unregistered // by Cluster
-	// woken are node groups of which a holder reported something that no watched object shows.
+	// woken are node groups to look at because of a holder's report, which no watched object shows.
 	woken    chan event.GenericEvent
 	synced   map[speaker]map[types.UID]bool  // the claims that a holder's last live set decided
 	censuses map[types.NamespacedName]census // by Cluster

@@ -54,10 +54,8 @@ func (w *world) checkWrite(begun int, before moment) {
 // claim is being released and nothing can run there.
 func (w *world) checkMachine(was, is *clusterv1.Machine) {
 	from, to := protocol.ClaimOf(was), protocol.ClaimOf(is)
-	if _, marked := was.Annotations[v1alpha1.FloorAnnotation]; !marked && is.Annotations[v1alpha1.FloorAnnotation] != "" {
-		if to != "" {
-			w.t.Fatalf("I1: Machine %s is marked as the floor's, and is claim %s's\n%s", is.Name, to, w.describe())
-		}
+	if to != "" && was.Annotations[v1alpha1.FloorAnnotation] == "" && is.Annotations[v1alpha1.FloorAnnotation] != "" {
+		w.t.Fatalf("I1: Machine %s is marked as the floor's, and is claim %s's\n%s", is.Name, to, w.describe())
 	}
 	if from == to {
 		return
@@ -548,6 +546,6 @@ func (w *world) checkGroupAtRest(group string) {
 		}
 	}
 	if shut > max(0, free-int(w.floor(group))) {
-		w.t.Fatalf("I2: %d of %d free Machines of %s are nobody's to run pods on, and the floor is %d\n%s", shut, free, group, w.floor(group), w.describe())
+		w.t.Fatalf("I2: %d of %d unclaimed Machines of %s take no pods, and the floor is %d\n%s", shut, free, group, w.floor(group), w.describe())
 	}
 }

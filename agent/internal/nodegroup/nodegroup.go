@@ -102,7 +102,7 @@ func Of(md *clusterv1.MachineDeployment, from Sources) NodeGroup {
 	if ledger, err := protocol.LedgerOf(md); err == nil && ledger != nil {
 		g.Floor = max(ledger.Floor, ledger.Min)
 	} else if err == nil {
-		g.Floor = g.Limits.Replicas // nobody has claimed from it yet
+		g.Floor = g.Limits.Replicas // there is no claim yet
 	}
 	price, problems := from.Pricing.Of(md, g.Machine)
 	g.Price = price

@@ -347,11 +347,11 @@ var mutants = []mutant{
 		{"		b.floors[m.UID] = true\n		marking = append(marking, m.UID)\n", "		b.floors[m.UID] = true\n		marking = append(marking, m.UID)\n		b.d.Actions = append(b.d.Actions, Action{Kind: MarkFloor, Machine: m})\n"},
 	}},
 	{name: "what is about to be the floor's is promised", test: "TestTheFloorsMachinesArePromisedToNobody", edits: []edit{
-		{"	case isFloors(m), slices.Contains(b.next.Marking, m.UID):", "	case isFloors(m), slices.Contains(b.next.Marking, \"\"):"},
-		{"marked := isFloors(m) || slices.Contains(b.next.Marking, m.UID)", "marked := isFloors(m)"},
+		{"	case hasFloorMark(m), slices.Contains(b.next.Marking, m.UID):", "	case hasFloorMark(m), slices.Contains(b.next.Marking, \"\"):"},
+		{"marked := hasFloorMark(m) || slices.Contains(b.next.Marking, m.UID)", "marked := hasFloorMark(m)"},
 	}},
 	{name: "the floor's Machine with pods is removed as a spare", edits: []edit{
-		{"	free = slices.DeleteFunc(free, func(m *clusterv1.Machine) bool { return b.class(m) == floors })\n", ""},
+		{"	free = slices.DeleteFunc(free, func(m *clusterv1.Machine) bool { return b.class(m) == ofFloor })\n", ""},
 	}},
 	{name: "a mark that comes late keeps a claim's Machine from it", test: "TestAClaimsLabelTakesTheMarkOff", edits: []edit{
 		{"	delete(m.Annotations, v1alpha1.FloorAnnotation) //", "	//"},
