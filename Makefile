@@ -215,7 +215,7 @@ test-e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) ## A short end-to-end test: the demo'
 
 .PHONY: e2e
 e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) $(SANDBOX_ETCD_TOOLS) ## All end-to-end tests
-	@$(call go_test,$@,-count=1 -timeout 100m ./test/e2e/...)
+	@$(call go_test,$@,-count=1 -timeout 150m ./test/e2e/...)
 
 .PHONY: chaos
 chaos: $(SANDBOX_BINARIES) $(BIN)/chaos ## Make everything that the product depends on fail, and count what is lost; an hour and more (CHAOS_FLAGS='-scenarios=rollout')
