@@ -69,7 +69,7 @@ func run(m *testing.M) int {
 	w, err = world.Start(starting, hasty(sandbox.Options{
 		Name: "e2e",
 		// The short run is with what the charts grant by themselves.
-		FeatureGates: lo.Ternary(testing.Short(), nil, []string{"NodeOverlay", "StaticCapacity", "CapacityBuffer"}),
+		FeatureGates: lo.Ternary(testing.Short(), nil, []string{"NodeOverlay", "StaticCapacity", "CapacityBuffer", "SpotToSpotConsolidation"}),
 	}), nil)
 	if err != nil {
 		say("e2e: %v", err)

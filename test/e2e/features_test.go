@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strconv"
+	"strings"
 	"testing"
 	"time"
 
@@ -18,6 +20,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
 )
@@ -197,6 +200,97 @@ func TestNodesThatExpireAreReplacedOnce(t *testing.T) {
 	g.Expect(mine()).To(HaveLen(6), "each is replaced by one, long before that expires")
 }
 
+// group makes a copy of the crowd's node group, with an instance type of its name, for a node class.
+func group(t *testing.T, nodeClass, name, capacityType, perHour, size string) {
+	t.Helper()
+	copies(t, w.Hub, manifests.CrowdHub, name, of("MachineDeployment", func(o *unstructured.Unstructured) {
+		o.SetLabels(lo.Assign(o.GetLabels(), map[string]string{"fleet.example.com/pool": nodeClass}))
+		annotated("capacity.cluster-autoscaler.kubernetes.io/labels", "karpenter.sh/capacity-type="+capacityType)(o)
+		annotated("cluster.x-k8s.io/machine-current-price", perHour)(o)
+		annotated(clusterv1.AutoscalerMaxSizeAnnotation, size)(o)
+	}))
+}
+
+// requirePool makes a copy of the crowd's NodePool, node class and Deployment, with one requirement, which consolidates.
+func requirePool(t *testing.T, name string, requirement map[string]any) {
+	t.Helper()
+	copies(t, w.Spoke, manifests.CrowdSpoke, name, of("NodePool", func(o *unstructured.Unstructured) {
+		set(o, "WhenEmptyOrUnderutilized", "spec", "disruption", "consolidationPolicy")
+		set(o, []any{requirement}, "spec", "template", "spec", "requirements")
+	}))
+	copies(t, w.Spoke, manifests.CrowdWorkload, name, nil)
+	if err := w.AwaitNodePool(within(t, soon), name); err != nil {
+		t.Fatal(err)
+	}
+	goHome(t, name)
+}
+
+// where counts the living Nodes of each node group.
+func where() map[string]int {
+	return lo.CountValuesBy(w.Recorder.State().Live(), func(j journey.Journey) string { return j.Group })
+}
+
+func TestASpotNodeIsReplacedByACheaperOneOnce(t *testing.T) {
+	figure := shows(t, "spot to spot: a Node is replaced by one of fifteen cheaper ones, once")
+	if testing.Short() {
+		t.Skip("not in the short run: needs a feature gate")
+	}
+	g := NewWithT(t)
+	leaveAsFound(t)
+	group(t, "spots", "spots-dear", "spot", "9", "3")
+	requirePool(t, "spots", map[string]any{"key": karpenterv1.CapacityTypeLabelKey, "operator": "In", "values": []any{"spot"}})
+	scale(t, "spots", 1)
+	await(t, 2*time.Minute, running(1))
+	const cheaper = 15 // fewer are too few for Karpenter, which fears to chase the cheapest
+	for i := range cheaper {
+		group(t, "spots", fmt.Sprintf("spots-%02d", i), "spot", strconv.Itoa(1+i%5), "3")
+	}
+	began := time.Now()
+	poll(t, 4*time.Minute, func(context.Context) (string, error) {
+		return lo.Ternary(where()["spots-00"] == 1 && len(where()) == 1, "", fmt.Sprintf("the Node to be one of the cheapest: %v", where())), nil
+	})
+	figure("it took %.0f s", time.Since(began).Seconds())
+	await(t, soon, running(1))
+	settled := time.Now()
+	poll(t, 2*time.Minute, func(context.Context) (string, error) {
+		return lo.Ternary(time.Since(settled) > 45*time.Second, "", "some time to pass"), nil
+	})
+	g.Expect(made("spots")).To(Equal(2))
+}
+
+func TestMinValuesAreKept(t *testing.T) {
+	shows(t, "minValues: nothing is planned with fewer instance types than a NodePool asks for")
+	if testing.Short() {
+		t.Skip("not in the short run")
+	}
+	g := NewWithT(t)
+	leaveAsFound(t)
+	group(t, "varied", "varied-a", "on-demand", "1", "3")
+	requirePool(t, "varied", map[string]any{"key": corev1.LabelInstanceTypeStable, "operator": "Exists", "minValues": int64(2)})
+	scale(t, "varied", 1)
+	poll(t, 2*time.Minute, func(ctx context.Context) (string, error) {
+		var all corev1.EventList
+		err := w.Spoke.List(ctx, &all)
+		told := lo.ContainsBy(all.Items, func(e corev1.Event) bool {
+			return e.InvolvedObject.Kind == "NodePool" && e.InvolvedObject.Name == "varied" && strings.Contains(e.Message, "minValues")
+		})
+		return lo.Ternary(told, "", "an event of the NodePool's that names minValues"), err
+	})
+	g.Expect(made("varied")).To(BeZero())
+	group(t, "varied", "varied-b", "on-demand", "2", "3")
+	await(t, 2*time.Minute, running(1))
+	g.Expect(where()).To(Equal(map[string]int{"varied-a": 1}), "the cheaper of the two")
+	var claims karpenterv1.NodeClaimList
+	g.Expect(w.Spoke.List(t.Context(), &claims, client.MatchingLabels{karpenterv1.NodePoolLabelKey: "varied"})).To(Succeed())
+	g.Expect(claims.Items).To(HaveLen(1))
+	types, ok := lo.Find(claims.Items[0].Spec.Requirements, func(r karpenterv1.NodeSelectorRequirementWithMinValues) bool {
+		return r.Key == corev1.LabelInstanceTypeStable
+	})
+	g.Expect(ok).To(BeTrue())
+	g.Expect(types.Values).To(ConsistOf("varied-a", "varied-b"))
+	g.Expect(types.MinValues).To(HaveValue(Equal(2)))
+}
+
 func TestReservedMachinesAreUsedFirst(t *testing.T) {
 	figure := shows(t, "reserved machines are used before others, and not left for cheaper ones")
 	if testing.Short() {
@@ -204,35 +298,11 @@ func TestReservedMachinesAreUsedFirst(t *testing.T) {
 	}
 	g := NewWithT(t)
 	useCrowd(t)
-	labels := "capacity.cluster-autoscaler.kubernetes.io/labels"
-	price := "cluster.x-k8s.io/machine-current-price"
-	same := of("MachineDeployment", func(o *unstructured.Unstructured) { // both are the node class "mixed"'s
-		o.SetLabels(lo.Assign(o.GetLabels(), map[string]string{"fleet.example.com/pool": "mixed"}))
-	})
-	group := func(name, capacityType, perHour, size string) {
-		copies(t, w.Hub, manifests.CrowdHub, name, func(o *unstructured.Unstructured) {
-			same(o)
-			annotated(labels, "karpenter.sh/capacity-type="+capacityType)(o)
-			annotated(price, perHour)(o)
-			annotated(clusterv1.AutoscalerMaxSizeAnnotation, size)(o)
-		})
-	}
-	group("mixed-reserved", "reserved", "3", "2")
-	group("mixed-ondemand", "on-demand", "1", "10")
-	copies(t, w.Spoke, manifests.CrowdSpoke, "mixed", of("NodePool", func(o *unstructured.Unstructured) {
-		set(o, "WhenEmptyOrUnderutilized", "spec", "disruption", "consolidationPolicy")
-		set(o, []any{map[string]any{
-			"key": karpenterv1.CapacityTypeLabelKey, "operator": "In", "values": []any{"reserved", "on-demand"},
-		}}, "spec", "template", "spec", "requirements")
-	}))
-	copies(t, w.Spoke, manifests.CrowdWorkload, "mixed", nil)
-	g.Expect(w.AwaitNodePool(within(t, soon), "mixed")).To(Succeed())
-	goHome(t, "mixed")
+	group(t, "mixed", "mixed-reserved", "reserved", "3", "2")
+	group(t, "mixed", "mixed-ondemand", "on-demand", "1", "10")
+	requirePool(t, "mixed", map[string]any{"key": karpenterv1.CapacityTypeLabelKey, "operator": "In", "values": []any{"reserved", "on-demand"}})
 	scale(t, "mixed", 3)
 	await(t, 2*time.Minute, running(3))
-	where := func() map[string]int {
-		return lo.CountValuesBy(w.Recorder.State().Live(), func(j journey.Journey) string { return j.Group })
-	}
 	g.Expect(where()).To(Equal(map[string]int{"mixed-reserved": 2, "mixed-ondemand": 1}))
 	planned := made("mixed")
 	scale(t, "mixed", 2) // of three pods one goes: what is left has room on the reserved machines
@@ -280,4 +350,56 @@ func TestACapacityBufferKeepsNodesReady(t *testing.T) {
 	await(t, 2*time.Minute, initialized("crowd", 5))
 	g.Expect(manifests.DeleteObjects(within(t, soon), w.Spoke, buffer)).To(Succeed())
 	await(t, 2*time.Minute, initialized("crowd", 3))
+}
+
+// TestAFullReservedGroupIsReplacedInPlace has machines that are all there are: no Node can be made before another goes.
+func TestAFullReservedGroupIsReplacedInPlace(t *testing.T) {
+	figure := shows(t, "a full group of reserved machines: Nodes are drained first and replaced in place, for drift and for repair")
+	if testing.Short() {
+		t.Skip("not in the short run: needs a sandbox of its own")
+	}
+	g := NewWithT(t)
+	inSandbox(t, sandbox.Options{
+		Name: "e2e-fixed", FeatureGates: []string{"NodeRepair", "TerminateFirstDrift", "TerminateFirstRepair"},
+		ShimEnv: []string{"NODE_REPAIR_AFTER=" + repairAfter.String()},
+	})
+	useCrowd(t)
+	const size = 6 // Karpenter repairs nothing where more than a fifth is unhealthy
+	annotate(t, "crowd", "capacity.cluster-autoscaler.kubernetes.io/labels", `"karpenter.sh/capacity-type=reserved"`)
+	annotate(t, "crowd", clusterv1.AutoscalerMaxSizeAnnotation, strconv.Quote(strconv.Itoa(size)))
+	pool := &karpenterv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: "crowd"}}
+	g.Expect(w.Spoke.Patch(t.Context(), pool, mergePatch(`{"spec":{"disruption":{"budgets":[{"nodes":"2"}]},"template":{"spec":{"requirements":[
+		{"key":"karpenter.sh/capacity-type","operator":"In","values":["reserved"]}]}}}}`))).To(Succeed())
+	scale(t, "crowd", size)
+	await(t, 2*time.Minute, running(size))
+	first := crowdMachines(t)
+	// Core may plan for the one free machine twice, for a pod and for another Node's replacement: one of both is refused.
+	got := func() int {
+		return lo.CountBy(w.Recorder.State().Journeys, func(j journey.Journey) bool { return j.NodePool == "crowd" && j.Reached(journey.Launched) })
+	}
+	var most int
+	atMost := func() {
+		most = max(most, len(listCrowd(t)))
+		g.Expect(most).To(BeNumerically("<=", size), "Machines")
+	}
+
+	began := time.Now()
+	g.Expect(w.Spoke.Patch(t.Context(), pool, mergePatch(`{"spec":{"template":{"metadata":{"labels":{"fleet.example.com/generation":"2"}}}}}`))).To(Succeed())
+	poll(t, 5*time.Minute, func(context.Context) (string, error) {
+		atMost()
+		old := lo.Intersect(first, uidsOf(listCrowd(t)))
+		return lo.Ternary(len(old) == 0, "", fmt.Sprintf("all Nodes to be replaced: %d are not", len(old))), nil
+	})
+	await(t, 2*time.Minute, running(size))
+	await(t, 2*time.Minute, crowdRuns(size))
+	g.Expect(got()).To(Equal(2*size), "each is replaced once")
+	figure("%d Nodes drifted, replaced in %.0f s, %d NodeClaims refused", size, time.Since(began).Seconds(), made("crowd")-got())
+
+	sick := listCrowd(t)[0]
+	began = time.Now()
+	sicken(t, &sick, corev1.ConditionFalse)
+	awaitReplaced(t, &sick, size)
+	atMost()
+	g.Expect(got()).To(Equal(2*size + 1))
+	figure("1 repaired in %.0f s, never more than %d Machines", time.Since(began).Seconds(), most)
 }

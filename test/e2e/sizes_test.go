@@ -102,9 +102,14 @@ func crowdMachines(t *testing.T) []types.UID {
 
 func listCrowd(t *testing.T) []clusterv1.Machine {
 	t.Helper()
+	return machinesOf(t, "crowd")
+}
+
+func machinesOf(t *testing.T, group string) []clusterv1.Machine {
+	t.Helper()
 	var machines clusterv1.MachineList
 	err := w.Hub.List(t.Context(), &machines, client.InNamespace(sandbox.ClusterNamespace),
-		client.MatchingLabels{clusterv1.MachineDeploymentNameLabel: "crowd"})
+		client.MatchingLabels{clusterv1.MachineDeploymentNameLabel: group})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -106,6 +106,7 @@ func run(ctx context.Context) error {
 		return err
 	}
 	catalogue := catalogue.New(op.Clock, nodeGroups, op.GetClient(), opts.UnavailableOfferingTTL)
+	catalogue.OfferFullReservations = coreoptions.FromContext(ctx).FeatureGates.ReservedCapacity
 	if err := catalogue.Watch(ctx, op.GetCache()); err != nil {
 		return err
 	}

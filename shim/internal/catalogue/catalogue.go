@@ -44,6 +44,11 @@ type NodeGroups interface {
 
 // Catalogue answers what can be scheduled on. It is safe for concurrent use.
 type Catalogue struct {
+	// OfferFullReservations has full reservations offered as available with nothing left: core drains and replaces their Nodes in
+	// place (TerminateFirstDrift, TerminateFirstRepair). Only where core's feature gate ReservedCapacity is on. To be set before
+	// [Catalogue.Start].
+	OfferFullReservations bool
+
 	clock       clock.PassiveClock
 	nodeGroups  NodeGroups
 	kube        client.Reader
@@ -58,6 +63,7 @@ type Catalogue struct {
 
 	// Used by the building goroutine alone.
 	groups map[*agentv1alpha1.NodeGroup]prepared
+	closed sets.Set[string] // node groups that the agent said were unavailable when the catalogue was last built
 	views  map[string]view
 	built  instancetype.Built
 	gone   map[string]time.Time
@@ -91,6 +97,7 @@ func New(clk clock.PassiveClock, nodeGroups NodeGroups, kube client.Reader, unav
 		wake:        make(chan struct{}, 1),
 		zones:       map[string]sets.Set[string]{},
 		groups:      map[*agentv1alpha1.NodeGroup]prepared{},
+		closed:      sets.New[string](),
 		views:       map[string]view{},
 		built:       instancetype.Built{},
 		gone:        map[string]time.Time{},
@@ -107,7 +114,7 @@ func (c *Catalogue) Snapshot() *Snapshot { return c.snapshot.Load() }
 
 // MarkUnavailable leaves the groups alone for a while, so that core, which has no memory of failed launches, does not ask for
 // them again at once. The agent says the same soon after, through its node groups' availability; this covers the time until
-// then.
+// then. Once the agent has said so and then that a group is available again, the group's time is over.
 func (c *Catalogue) MarkUnavailable(groupIDs ...string) {
 	for _, id := range groupIDs {
 		c.unavailable.SetDefault(id, struct{}{})
@@ -289,6 +296,7 @@ func (c *Catalogue) rebuild(ctx context.Context) error {
 	groups, unusable, invalid := c.prepare(ctx)
 	snapshot := newSnapshot(groups, unusable, invalid, instancetype.Conditions{
 		Available:     c.frozenAvailability(groups),
+		OfferFull:     c.OfferFullReservations,
 		ObservedZones: func(g *instancetype.Group) []string { return zones[g.ID] },
 	})
 	snapshot.refused = c.refusals()
@@ -342,7 +350,13 @@ func (c *Catalogue) prepare(ctx context.Context) (
 	known := make(map[*agentv1alpha1.NodeGroup]prepared, len(sources))
 	groups = make([]*instancetype.Group, 0, len(sources))
 	invalid = map[string]error{}
+	closed := sets.New[string]()
 	for _, source := range sources {
+		if !source.GetAvailability().GetAvailable() {
+			closed.Insert(source.GetId())
+		} else if c.closed.Has(source.GetId()) {
+			c.unavailable.Delete(source.GetId())
+		}
 		p, ok := c.groups[source]
 		if !ok {
 			p.group, p.err = instancetype.NewGroup(source)
@@ -370,7 +384,7 @@ func (c *Catalogue) prepare(ctx context.Context) (
 			invalid[source.GetId()] = p.err
 		}
 	}
-	c.groups = known
+	c.groups, c.closed = known, closed
 	return groups, unusable, invalid
 }
 

@@ -112,6 +112,28 @@ func TestMarkedGroupsAreUnavailableForAWhile(t *testing.T) {
 	w.Eventually(func() bool { return available() == 2 }, "the mark is forgotten")
 }
 
+func TestAMarkEndsWhenTheAgentHasRoomAgain(t *testing.T) {
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}}, shimtest.WithUnavailableTTL(time.Hour))
+	available := func() bool {
+		return len(types(t, w.Catalogue.Snapshot(), nodePool(shimtest.NodeClassName))[0].Offerings.Available()) > 0
+	}
+	w.Catalogue.MarkUnavailable("default/a")
+	w.Eventually(func() bool { return !available() }, "the mark shows")
+	w.Agent.UpdateNodeGroup("default/a", func(g *agentv1alpha1.NodeGroup) { g.Capacity["cpu"] = "2" })
+	w.Eventually(func() bool {
+		group, _ := w.Catalogue.Snapshot().Group("default/a")
+		return group.Capacity.Cpu().String() == "2"
+	}, "the change shows")
+	assert.False(t, available(), "what the agent said before it refused ends no mark")
+	w.Agent.Block("default/a", agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE, "full", time.Time{})
+	w.Eventually(func() bool {
+		group, _ := w.Catalogue.Snapshot().Group("default/a")
+		return !group.Available
+	}, "the agent says the same")
+	w.Agent.Unblock("default/a")
+	w.Eventually(available, "the agent's word counts again")
+}
+
 func TestMarkedGroupsAreUnavailable(t *testing.T) {
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
 	w.Catalogue.MarkUnavailable("default/a")

@@ -27,6 +27,9 @@ func Reservations() {
 type Conditions struct {
 	// Available says whether a claim on the group may succeed now.
 	Available func(*Group) bool
+	// OfferFull has full reservations offered as available with nothing left, which is how core knows that one is to be had again
+	// once a machine of it goes. With core's feature gate ReservedCapacity off, core would plan machines there.
+	OfferFull bool
 	// ObservedZones are the zones that machines of a group turned out to be in although the group names none. Their
 	// offerings are never available, but must exist: core looks prices up in them, and takes a Node without an offering for
 	// drifted.
@@ -40,6 +43,9 @@ type Conditions struct {
 	// Refused are requirements that no group served a short while ago. Offerings that meet one of them are not available.
 	Refused []scheduling.Requirements
 }
+
+// offersFull reports whether the group is offered although nothing of it is left.
+func (c Conditions) offersFull(g *Group) bool { return c.OfferFull && g.full() }
 
 // refuses reports whether a NodeClaim that was refused would have taken the offering.
 func (c Conditions) refuses(instanceType string, offering *cloudprovider.Offering) bool {
@@ -85,7 +91,14 @@ func keyOf(name string, groups []*Group, remembered []Remembered, conditions Con
 	for _, g := range groups {
 		key.WriteByte('|')
 		key.Write(strconv.AppendUint(digits[:0], g.fingerprint, 36))
-		key.WriteString(lo.Ternary(conditions.Available(g), "+", "-"))
+		switch {
+		case conditions.Available(g):
+			key.WriteByte('+')
+		case conditions.offersFull(g):
+			key.WriteByte('0')
+		default:
+			key.WriteByte('-')
+		}
 		for _, zone := range conditions.ObservedZones(g) {
 			key.WriteByte(',')
 			key.WriteString(zone)
@@ -234,7 +247,8 @@ func offerings(groups []*Group, remembered []Remembered, conditions Conditions) 
 			made[key] = offering
 			all = append(all, offering)
 		}
-		offering.Available = offering.Available || conditions.Available(g) && !conditions.refuses(g.InstanceType, offering)
+		healthy := conditions.Available(g) || conditions.offersFull(g)
+		offering.Available = offering.Available || healthy && !conditions.refuses(g.InstanceType, offering)
 		offering.ReservationCapacity += g.Left
 	}
 	for _, g := range groups {

@@ -261,10 +261,23 @@ func reservationName(source *agentv1alpha1.NodeGroup) string {
 }
 
 func reservationLeft(source *agentv1alpha1.NodeGroup) int {
+	if atMaxSize(source) {
+		return 0
+	}
 	if source.MaxSize == nil {
 		return unlimitedReservation
 	}
 	return int(max(source.GetMaxSize()-source.GetReplicas(), 0))
+}
+
+func atMaxSize(source *agentv1alpha1.NodeGroup) bool {
+	return source.GetAvailability().GetReason() == agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE
+}
+
+// full reports whether the group is a reservation that nothing but its size keeps from giving a machine: one is to be had again when
+// one of its machines goes.
+func (g *Group) full() bool {
+	return g.CapacityType == karpv1.CapacityTypeReserved && atMaxSize(g.Source) && g.PriceRefused == "" && g.NoCapacity == ""
 }
 
 // priceOf returns the agent's price. There is no estimate beside the agent's: two that differ would order groups by who made

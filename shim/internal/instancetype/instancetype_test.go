@@ -262,6 +262,42 @@ func TestWhatNodeClaimsRememberStaysAndIsNotAvailable(t *testing.T) {
 	}
 }
 
+// Core takes a full reservation that is available for one to be had again, and drains a Node of it first to replace it.
+func TestAFullReservationIsAvailableWithNothingLeft(t *testing.T) {
+	maxSize := int32(5)
+	full := func(reason agentv1alpha1.UnavailableReason) change {
+		return func(g *agentv1alpha1.NodeGroup) {
+			g.MaxSize, g.Replicas = &maxSize, 5
+			g.Availability = &agentv1alpha1.Availability{Reason: reason}
+		}
+	}
+	atMaxSize := full(agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE)
+	offered := instancetype.Conditions{Available: asSaid.Available, ObservedZones: asSaid.ObservedZones, OfferFull: true}
+	for name, c := range map[string]struct {
+		conditions instancetype.Conditions
+		changes    []change
+		want       bool
+	}{
+		"full":                           {offered, []change{reserved, atMaxSize}, true},
+		"full, feature gate off":         {asSaid, []change{reserved, atMaxSize}, false},
+		"full, but by the hour":          {offered, []change{atMaxSize}, false},
+		"full and without CPU":           {offered, []change{reserved, atMaxSize, capacity("cpu", "0")}, false},
+		"paused":                         {offered, []change{reserved, full(agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED)}, false},
+		"full, said before its replicas": {offered, []change{reserved, atMaxSize, func(g *agentv1alpha1.NodeGroup) { g.Replicas = 4 }}, true},
+	} {
+		offerings := instancetype.Build([]*instancetype.Group{group(t, "r", c.changes...)}, c.conditions, nil, instancetype.Built{})[0].Offerings
+		require.Len(t, offerings, 1, name)
+		assert.Equal(t, c.want, offerings[0].Available, name)
+		assert.False(t, offerings[0].Launchable(), name)
+	}
+	built := instancetype.Built{}
+	changed := func(reason agentv1alpha1.UnavailableReason) *cloudprovider.InstanceType {
+		return instancetype.Build([]*instancetype.Group{group(t, "r", reserved, full(reason))}, offered, built, built)[0]
+	}
+	assert.NotSame(t, changed(agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE),
+		changed(agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED), "core must see that it is not to be had again")
+}
+
 func TestAReservationWithMachinesInAZoneThatItDoesNotNameIsNotFull(t *testing.T) {
 	maxSize := int32(5)
 	g := group(t, "r", reserved, zone(""), func(g *agentv1alpha1.NodeGroup) { g.MaxSize, g.Replicas = &maxSize, 2 })
