@@ -40,7 +40,7 @@ func runScenario(t *testing.T, chaos bool) scenario.Result {
 	result, err := scenario.Run(t.Context(), w, scenario.Options{Chaos: chaos, Title: tell, Note: tell})
 	g.Expect(err).NotTo(HaveOccurred())
 	g.Expect(result.Pods).To(Equal(scenario.Full.TotalPods()))
-	g.Expect(result.Nodes).To(Equal(scenario.Full.TotalNodes()))
+	g.Expect(result.Nodes).To(Equal(scenario.Full.TotalNodes()-1), "one is the user's own")
 	g.Expect(result.Consolidated).To(BeNumerically(">=", scenario.Full.TotalNodes()-scenario.Reduced.TotalNodes()))
 	g.Expect(result.FinalReplicas).To(Equal(map[string]int32{"small-a": 1, "large-b": 0, "small-b-spot": 0}))
 	return result

@@ -4,6 +4,7 @@ package scenario
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -12,6 +13,7 @@ import (
 	"time"
 
 	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
@@ -34,8 +36,8 @@ const (
 	quietFor = 5 * time.Second
 )
 
-// Load is how many pods the Deployments of the fleet's workload have, and how many claimed nodes each node group needs for
-// them, as the pods' requests and the machines' sizes have it.
+// Load is how many pods the Deployments of the fleet's workload have, and how many nodes each node group needs for them, claimed or the
+// user's own, as the pods' requests and the machines' sizes have it.
 type Load struct {
 	Pods  map[string]int32
 	Nodes map[string]int
@@ -96,6 +98,9 @@ type run struct {
 	began  time.Time
 }
 
+// own is how many nodes the user has without any claim.
+func (r *run) own() int { return int(lo.Sum(lo.Values(r.start))) }
+
 // mine leaves out what happened before the run.
 func (r *run) mine(s journey.State) []journey.Journey {
 	return lo.Filter(s.Journeys, func(j journey.Journey, _ int) bool { return j.At(journey.Created).After(r.began) })
@@ -149,11 +154,26 @@ func (r *run) prepare(ctx context.Context) error {
 	}
 	ready, cancel := context.WithTimeout(ctx, readyWithin)
 	defer cancel()
-	if err := r.AwaitNodePool(ready, "default"); err != nil {
+	if err := errors.Join(r.AwaitNodePool(ready, "default"), world.Poll(ready, r.ownTakePods)); err != nil {
 		return err
 	}
-	r.Note("NodePool and ClusterAPINodeClass are ready; replicas: %s", Replicas(r.start))
+	r.Note("NodePool and ClusterAPINodeClass are ready, and so is the user's own node; replicas: %s", Replicas(r.start))
 	return nil
+}
+
+// ownTakePods waits until pods may run on the user's own machines, which are a floor: Karpenter plans with them from then on.
+func (r *run) ownTakePods(ctx context.Context) (missing string, err error) {
+	var nodes corev1.NodeList
+	if err := r.Spoke.List(ctx, &nodes); err != nil {
+		return "", err
+	}
+	for group, want := range r.start {
+		open := lo.CountBy(nodes.Items, func(n corev1.Node) bool { return strings.HasPrefix(n.Name, group+"-") && len(n.Spec.Taints) == 0 })
+		if open < int(want) {
+			return fmt.Sprintf("%d Nodes of %s to take pods: %d do", want, group, open), nil
+		}
+	}
+	return "", nil
 }
 
 func (r *run) load(ctx context.Context, l Load) error {
@@ -166,7 +186,7 @@ func (r *run) load(ctx context.Context, l Load) error {
 }
 
 func (r *run) scaleUp(ctx context.Context) error {
-	r.Title("Scaling up: %d pods, which need %d nodes", Full.TotalPods(), Full.TotalNodes())
+	r.Title("Scaling up: %d pods, which need %d nodes, %d of them new", Full.TotalPods(), Full.TotalNodes(), Full.TotalNodes()-r.own())
 	if err := r.load(ctx, Full); err != nil {
 		return err
 	}
@@ -182,7 +202,7 @@ func (r *run) scaleUp(ctx context.Context) error {
 			return ""
 		}
 		return fmt.Sprintf("%d pods to run (%d do) on %d nodes (%d of %d are initialized)",
-			Full.TotalPods(), s.Pods.Running, Full.TotalNodes(), initialized, len(live))
+			Full.TotalPods(), s.Pods.Running, Full.TotalNodes()-r.own(), initialized, len(live))
 	}); err != nil {
 		return r.withPending(ctx, err)
 	}
@@ -193,11 +213,11 @@ func (r *run) scaleUp(ctx context.Context) error {
 	r.result.Pods, r.result.Nodes = state.Pods.Running, len(state.Live())
 	r.result.Launch = journey.LatencyOf(r.mine(state), journey.Created, journey.Launched)
 	r.result.Join = journey.LatencyOf(r.mine(state), journey.Created, journey.Initialized)
-	r.Note("%d pods run on %d nodes made for them; NodeClaim to launched: median %s, 99th percentile %s; "+
+	r.Note("%d pods run on %d nodes made for them and %d that was there; NodeClaim to launched: median %s, 99th percentile %s; "+
 		"to a node that takes pods: median %s, 99th percentile %s",
-		r.result.Pods, r.result.Nodes, round(r.result.Launch.Median), round(r.result.Launch.P99), round(r.result.Join.Median), round(r.result.Join.P99))
-	if r.result.Nodes != Full.TotalNodes() {
-		return fmt.Errorf("%d nodes were made for the pods, %d would do: %s", r.result.Nodes, Full.TotalNodes(), perGroup(state))
+		r.result.Pods, r.result.Nodes, r.own(), round(r.result.Launch.Median), round(r.result.Launch.P99), round(r.result.Join.Median), round(r.result.Join.P99))
+	if needed := Full.TotalNodes() - r.own(); r.result.Nodes != needed {
+		return fmt.Errorf("%d nodes were made for the pods, %d would do: %s", r.result.Nodes, needed, perGroup(state))
 	}
 	return nil
 }
@@ -236,18 +256,19 @@ func (r *run) chaos(ctx context.Context) error {
 }
 
 func (r *run) consolidate(ctx context.Context) error {
-	r.Title("Scaling down to %d pods, for which %d nodes suffice", Reduced.TotalPods(), Reduced.TotalNodes())
+	enough := Reduced.TotalNodes() - r.own()
+	r.Title("Scaling down to %d pods, for which %d nodes and the user's own suffice", Reduced.TotalPods(), enough)
 	if err := r.load(ctx, Reduced); err != nil {
 		return err
 	}
 	if err := r.await(ctx, consolidateWithin, func(s journey.State) string {
 		live := s.Live()
 		deleting := lo.CountBy(live, func(j journey.Journey) bool { return j.Reached(journey.Deleting) })
-		if len(live) <= Reduced.TotalNodes() && deleting == 0 && s.Pods.Running == Reduced.TotalPods() && s.Pods.Total() == Reduced.TotalPods() {
+		if len(live) <= enough && deleting == 0 && s.Pods.Running == Reduced.TotalPods() && s.Pods.Total() == Reduced.TotalPods() {
 			return ""
 		}
 		return fmt.Sprintf("consolidation to %d nodes: there are %d, of which %d are going; %d of %d pods run",
-			Reduced.TotalNodes(), len(live), deleting, s.Pods.Running, Reduced.TotalPods())
+			enough, len(live), deleting, s.Pods.Running, Reduced.TotalPods())
 	}); err != nil {
 		return r.withPending(ctx, err)
 	}
