@@ -222,6 +222,19 @@ chaos: $(SANDBOX_BINARIES) $(BIN)/chaos ## Make everything that the product depe
 	@$(BIN)/chaos $(CHAOS_FLAGS)
 CHAOS_FLAGS ?=
 
+CORE_SUITES = regression disruption
+
+.PHONY: core-suites
+core-suites: $(SANDBOX_BINARIES) $(BIN)/core-suites $(patsubst %,$(BIN)/core-%.test,$(CORE_SUITES)) ## Karpenter core's own end-to-end suites against a sandbox; an hour and more (CORE_SUITES_FLAGS='-suites=disruption -focus=Drift')
+	@$(BIN)/core-suites $(CORE_SUITES_FLAGS)
+CORE_SUITES_FLAGS ?=
+
+# From the module cache, in core's own module, whose tests need more than ours does.
+$(BIN)/core-%.test: shim/go.mod
+	@mkdir -p $(@D); start=$$(date +%s); (cd shim && go mod download sigs.k8s.io/karpenter) && \
+	cd "$$(cd shim && go list -m -f '{{.Dir}}' sigs.k8s.io/karpenter)" && GOWORK=off go test -c -o $(abspath $@) ./test/suites/$* && \
+	echo "built    $@ in $$(( $$(date +%s) - start )) s"
+
 .PHONY: model
 model: ## Explore the claim protocol exhaustively in small worlds, and without each of its rules (MODEL_FLAGS='-only wiped')
 	@go run ./test/claimmodel $(MODEL_FLAGS)
@@ -246,6 +259,11 @@ bench: $(SANDBOX_BINARIES) $(BIN)/bench ## Measure: catalogues, claims per secon
 	@go test -run ManyClusters -v -count 1 -timeout 20m ./agent/internal/agent -args -clusters=200 -claims=1
 	@$(BIN)/bench $(BENCH_FLAGS)
 BENCH_FLAGS ?=
+
+.PHONY: many-nodes
+many-nodes: $(SANDBOX_BINARIES) $(BIN)/many-nodes ## What a spoke with 5,000 nodes costs at rest and while 500 go; an hour (MANY_NODES_FLAGS='-nodes=1000 -terminate=100')
+	@$(BIN)/many-nodes $(MANY_NODES_FLAGS)
+MANY_NODES_FLAGS ?=
 
 # More flags for go test, for example TEST_FLAGS='-run Catalogue -v'.
 TEST_FLAGS ?=

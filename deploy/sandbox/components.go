@@ -379,7 +379,7 @@ func (s *Sandbox) shim(ctx context.Context, agent AgentAccess) error {
 	}
 	return s.component(ctx, process.Spec{
 		Name: Shim,
-		Path: s.options.binary("karpenter"),
+		Path: s.options.ShimBinary,
 		Env: append([]string{
 			"KUBECONFIG=" + s.shimKubeconfig(),
 			"AGENT_ADDRESS=" + agent.Address,

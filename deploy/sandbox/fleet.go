@@ -35,7 +35,9 @@ const (
 )
 
 // createFleet tells the hub of the spoke, and waits until Cluster API has connected to it.
-func createFleet(ctx context.Context, hub client.Client, spoke *controlPlane) error {
+//
+// A topologyVersion has it made from a ClusterClass.
+func createFleet(ctx context.Context, hub client.Client, spoke *controlPlane, topologyVersion string) error {
 	discover, err := discovery.NewDiscoveryClientForConfig(spoke.admin)
 	if err != nil {
 		return err
@@ -59,18 +61,28 @@ func createFleet(ctx context.Context, hub client.Client, spoke *controlPlane) er
 			Labels: map[string]string{clusterv1.ClusterNameLabel: ClusterName, manifests.MoveLabel: ""},
 		}
 	}
-	cluster := &clusterv1.Cluster{
-		ObjectMeta: metav1.ObjectMeta{Namespace: ClusterNamespace, Name: ClusterName},
-		Spec: clusterv1.ClusterSpec{
-			InfrastructureRef: clusterv1.ContractVersionedObjectReference{
-				APIGroup: simv1.GroupVersion.Group, Kind: "SimCluster", Name: ClusterName,
+	at := clusterv1.APIEndpoint{Host: endpoint.Hostname(), Port: int32(port)}
+	cluster := &clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: ClusterNamespace, Name: ClusterName}}
+	var parts []client.Object
+	if topologyVersion != "" {
+		cluster.Spec.Topology = clusterv1.Topology{ClassRef: clusterv1.ClusterClassRef{Name: ClusterClass}, Version: topologyVersion}
+		parts = clusterClass(at)
+	} else {
+		cluster.Spec.InfrastructureRef = clusterv1.ContractVersionedObjectReference{
+			APIGroup: simv1.GroupVersion.Group, Kind: "SimCluster", Name: ClusterName,
+		}
+		cluster.Spec.ControlPlaneRef = clusterv1.ContractVersionedObjectReference{
+			APIGroup: simv1.GroupVersion.Group, Kind: "SimControlPlane", Name: ClusterName,
+		}
+		parts = []client.Object{
+			&simv1.SimCluster{ObjectMeta: metadata(ClusterName)},
+			&simv1.SimControlPlane{
+				ObjectMeta: metadata(ClusterName),
+				Spec:       simv1.SimControlPlaneSpec{Version: version.GitVersion, ControlPlaneEndpoint: at},
 			},
-			ControlPlaneRef: clusterv1.ContractVersionedObjectReference{
-				APIGroup: simv1.GroupVersion.Group, Kind: "SimControlPlane", Name: ClusterName,
-			},
-		},
+		}
 	}
-	if err := manifests.Create(ctx, hub,
+	if err := manifests.Create(ctx, hub, append([]client.Object{
 		&corev1.Secret{
 			ObjectMeta: metadata(ClusterName + "-kubeconfig"),
 			Type:       clusterv1.ClusterSecretType,
@@ -86,16 +98,7 @@ func createFleet(ctx context.Context, hub client.Client, spoke *controlPlane) er
 			Type:       clusterv1.ClusterSecretType,
 			Data:       map[string][]byte{"value": []byte("simulated machines need no bootstrap data"), "format": []byte("cloud-config")},
 		},
-		&simv1.SimCluster{ObjectMeta: metadata(ClusterName)},
-		&simv1.SimControlPlane{
-			ObjectMeta: metadata(ClusterName),
-			Spec: simv1.SimControlPlaneSpec{
-				Version:              version.GitVersion,
-				ControlPlaneEndpoint: clusterv1.APIEndpoint{Host: endpoint.Hostname(), Port: int32(port)},
-			},
-		},
-		cluster,
-	); err != nil {
+	}, append(parts, cluster)...)...); err != nil {
 		return err
 	}
 

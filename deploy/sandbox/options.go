@@ -39,6 +39,8 @@ type Options struct {
 	Agents int
 	// AgentBinary is the agent's executable. Empty means bin/capi-agent.
 	AgentBinary string
+	// ShimBinary is the shim's executable. Empty means bin/karpenter.
+	ShimBinary string
 	// AgentArgs are added to the agents' command lines; of two equal flags the later one counts.
 	AgentArgs []string
 	// AgentHub, if set, says where an agent finds the hub's API server: it is given the real one and may put itself between.
@@ -52,6 +54,9 @@ type Options struct {
 	ShimEnv []string
 	// ClusterAPIArgs are added to the command line of the Cluster API manager.
 	ClusterAPIArgs []string
+	// TopologyVersion, if set, is the Kubernetes version of a Cluster that is made from the ClusterClass [ClusterClass], without workers at first,
+	// for example v1.36.2. The control plane's API server is of its own version, which must not be an older one.
+	TopologyVersion string
 	// SeparateWebhooks serves Cluster API's webhooks from a process of their own, [ClusterAPIWebhooks], so that they answer
 	// while the controllers are suspended.
 	SeparateWebhooks bool
@@ -97,7 +102,7 @@ func (o *Options) complete() error {
 	if o.StateDir == "" {
 		o.StateDir = filepath.Join(o.Root, ".sandbox", o.Name)
 	}
-	for _, path := range []*string{&o.Root, &o.StateDir, &o.AgentBinary} {
+	for _, path := range []*string{&o.Root, &o.StateDir, &o.AgentBinary, &o.ShimBinary} {
 		if *path == "" {
 			continue
 		}
@@ -111,6 +116,9 @@ func (o *Options) complete() error {
 	o.Agents = max(o.Agents, 1)
 	if o.AgentBinary == "" {
 		o.AgentBinary = o.binary("capi-agent")
+	}
+	if o.ShimBinary == "" {
+		o.ShimBinary = o.binary("karpenter")
 	}
 	return nil
 }
@@ -155,7 +163,7 @@ func (o *Options) checkBuilt() error {
 		files = append(files, "helm", o.AgentBinary)
 	}
 	if !o.WithoutShim {
-		files = append(files, "karpenter")
+		files = append(files, o.ShimBinary)
 	}
 	missing := lo.Filter(files, func(file string, _ int) bool {
 		if !filepath.IsAbs(file) {

@@ -209,7 +209,7 @@ func (s *Sandbox) start(ctx context.Context) error {
 	if s.spoke != nil {
 		group.Go(func() error {
 			return s.step(groupContext, "Cluster "+ClusterNamespace+"/"+ClusterName, func(ctx context.Context) error {
-				return createFleet(ctx, hub, s.spoke)
+				return createFleet(ctx, hub, s.spoke, s.options.TopologyVersion)
 			})
 		})
 	}

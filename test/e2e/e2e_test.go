@@ -122,6 +122,9 @@ func inSandbox(t *testing.T, options sandbox.Options) {
 	w = own
 	t.Cleanup(func() {
 		w = shared
+		if faults := faultsInLogs(own, append(lo.Times(agents, sandbox.AgentName), sandbox.Shim)...); len(faults) > 0 {
+			t.Errorf("faults in the logs:\n%s", strings.Join(faults, "\n"))
+		}
 		if t.Failed() {
 			t.Logf("logs: %s", own.Sandbox.State().Paths.Logs)
 		}

@@ -398,8 +398,11 @@ func TestAFullReservedGroupIsReplacedInPlace(t *testing.T) {
 	sick := listCrowd(t)[0]
 	began = time.Now()
 	sicken(t, &sick, corev1.ConditionFalse)
+	poll(t, 4*time.Minute, func(context.Context) (string, error) {
+		atMost()
+		return lo.Ternary(!lo.Contains(uidsOf(listCrowd(t)), sick.UID), "", "Machine "+sick.Name+" to be replaced"), nil
+	})
 	awaitReplaced(t, &sick, size)
-	atMost()
 	g.Expect(got()).To(Equal(2*size + 1))
 	figure("1 repaired in %.0f s, never more than %d Machines", time.Since(began).Seconds(), most)
 }

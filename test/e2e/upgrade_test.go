@@ -2,6 +2,7 @@ package e2e_test
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"strings"
 	"testing"
@@ -11,6 +12,7 @@ import (
 	"github.com/samber/lo"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/util/wait"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -20,6 +22,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/journey"
+	"github.com/karpenter-capi/karpenter-capi/test/manifests"
 )
 
 const (
@@ -51,18 +54,18 @@ func TestWorkersAreUpgraded(t *testing.T) {
 			known := len(w.Recorder.State().Journeys)
 			scale(t, "crowd", pods)
 			await(t, 2*time.Minute, running(pods))
-			g.Expect(versions(t)).To(Equal(map[string]int{versionBefore: pods}), "workers stay behind the control plane for as long as they are told to")
+			g.Expect(versions(t, "crowd")).To(Equal(map[string]int{versionBefore: pods}), "workers stay behind the control plane for as long as they are told to")
 
 			fewest := watchFewest(t)
 			began := time.Now()
 			upgrade := mergePatch(fmt.Sprintf(`{"spec":{"template":{"spec":{"version":%q}}}}`, versionAfter))
 			g.Expect(w.Hub.Patch(t.Context(), deployment, upgrade)).To(Succeed())
 			poll(t, upgradeWithin, func(context.Context) (string, error) {
-				return lo.Ternary(versions(t)[versionAfter] > 0, "", "a first Machine of the new version"), nil
+				return lo.Ternary(versions(t, "crowd")[versionAfter] > 0, "", "a first Machine of the new version"), nil
 			})
 			scale(t, "crowd", pods+more)
 			poll(t, upgradeWithin, func(context.Context) (string, error) {
-				have := versions(t)
+				have := versions(t, "crowd")
 				done := have[versionAfter] == pods+more && len(have) == 1
 				return lo.Ternary(done, "", fmt.Sprintf("%d Machines of %s: there are %v", pods+more, versionAfter, have)), nil
 			})
@@ -80,11 +83,104 @@ func TestWorkersAreUpgraded(t *testing.T) {
 	}
 }
 
-// versions counts the crowd's Machines that are not on their way out by their Kubernetes version.
-func versions(t *testing.T) map[string]int {
+// versions counts the Machines of a node group that are not on their way out by their Kubernetes version.
+func versions(t *testing.T, group string) map[string]int {
 	t.Helper()
-	return lo.CountValuesBy(lo.Filter(listCrowd(t), func(m clusterv1.Machine, _ int) bool { return m.DeletionTimestamp.IsZero() }),
+	return lo.CountValuesBy(lo.Filter(machinesOf(t, group), func(m clusterv1.Machine, _ int) bool { return m.DeletionTimestamp.IsZero() }),
 		func(m clusterv1.Machine) string { return m.Spec.Version })
+}
+
+// TestAClusterOfAClusterClassIsUpgraded changes the one version in the Cluster while all its workers are pinned to the old one, lets them go, and has
+// one node group rolled by Karpenter and the other by Cluster API.
+func TestAClusterOfAClusterClassIsUpgraded(t *testing.T) {
+	figure := shows(t, "a Cluster of a ClusterClass is upgraded: workers pinned at first, then by Karpenter and by Cluster API")
+	if testing.Short() {
+		t.Skip("not in the short run: needs a sandbox of its own")
+	}
+	g := NewWithT(t)
+	inSandbox(t, sandbox.Options{Name: "e2e-class", TopologyVersion: versionBefore})
+	leaveAsFound(t)
+	const pods = 3
+	// While a group is pinned, Cluster API makes no Machines of it, as the control plane has another version, unless it is told to before.
+	const stuck, grows = "crowd", "rolled"
+	strategies := map[string]clusterv1.MachineDeploymentRolloutStrategyType{
+		stuck: clusterv1.OnDeleteMachineDeploymentStrategyType, grows: clusterv1.RollingUpdateMachineDeploymentStrategyType,
+	}
+	cluster := &clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: sandbox.ClusterName}}
+	topology := func(version string, pinned bool) {
+		t.Helper()
+		var deployments []string
+		for _, name := range []string{stuck, grows} {
+			annotations := map[string]string{clusterv1.AutoscalerMinSizeAnnotation: "0", clusterv1.AutoscalerMaxSizeAnnotation: "20"}
+			if pinned {
+				annotations[clusterv1.ClusterTopologyDeferUpgradeAnnotation] = ""
+			}
+			if name == grows {
+				annotations[clusterv1.MachineSetSkipPreflightChecksAnnotation] = string(clusterv1.MachineSetPreflightCheckControlPlaneVersionSkew)
+			}
+			text, err := json.Marshal(annotations)
+			g.Expect(err).NotTo(HaveOccurred())
+			deployments = append(deployments, fmt.Sprintf(`{"class":%q,"name":%q,"rollout":{"strategy":{"type":%q}},"metadata":{"annotations":%s,
+				"labels":{"node.cluster.x-k8s.io/karpenter-member":"","fleet.example.com/pool":%q}}}`, sandbox.WorkerClass, name, strategies[name], text, name))
+		}
+		patch := fmt.Sprintf(`{"spec":{"topology":{"version":%q,"workers":{"machineDeployments":[%s]}}}}`, version, strings.Join(deployments, ","))
+		g.Expect(w.Hub.Patch(within(t, soon), cluster, mergePatch(patch))).To(Succeed())
+	}
+	topology(versionBefore, true)
+	for name := range strategies {
+		copies(t, w.Spoke, manifests.CrowdSpoke, name, of("NodePool", func(o *unstructured.Unstructured) {
+			set(o, []any{map[string]any{"nodes": "1"}}, "spec", "disruption", "budgets")
+		}))
+		copies(t, w.Spoke, manifests.CrowdWorkload, name, nil)
+		g.Expect(w.AwaitNodePool(within(t, soon), name)).To(Succeed())
+	}
+	goHome(t, lo.Keys(strategies)...)
+	for name := range strategies {
+		scale(t, name, pods)
+	}
+	await(t, 2*time.Minute, running(2*pods))
+
+	topology(versionAfter, true)
+	poll(t, 2*time.Minute, func(ctx context.Context) (string, error) {
+		var planes simv1.SimControlPlaneList
+		err := w.Hub.List(ctx, &planes, client.InNamespace(sandbox.ClusterNamespace))
+		upgraded := lo.EveryBy(planes.Items, func(p simv1.SimControlPlane) bool { return p.Spec.Version == versionAfter })
+		return lo.Ternary(len(planes.Items) == 1 && upgraded, "", "the control plane's new version"), err
+	})
+	for name := range strategies {
+		scale(t, name, pods+1)
+	}
+	await(t, 2*time.Minute, running(2*pods+1))
+	g.Expect(versions(t, grows)).To(Equal(map[string]int{versionBefore: pods + 1}), "it grows in its own version")
+	g.Expect(versions(t, stuck)).To(Equal(map[string]int{versionBefore: pods}))
+	poll(t, soon, func(ctx context.Context) (string, error) {
+		var claims agentv1.MachineClaimList
+		err := w.Hub.List(ctx, &claims, client.InNamespace(sandbox.ClusterNamespace), client.MatchingLabels{agentv1.NodeGroupLabel: stuck})
+		told := lo.ContainsBy(claims.Items, func(c agentv1.MachineClaim) bool {
+			return strings.Contains(c.Status.Message, "ControlPlaneVersionSkew")
+		})
+		return lo.Ternary(told, "", "the claim to say what Cluster API waits for"), err
+	})
+
+	began := time.Now()
+	topology(versionAfter, false)
+	for name := range strategies {
+		poll(t, upgradeWithin, func(context.Context) (string, error) {
+			have := versions(t, name)
+			done := have[versionAfter] == pods+1 && len(have) == 1
+			return lo.Ternary(done, "", fmt.Sprintf("%d Machines of %s in %s: there are %v", pods+1, versionAfter, name, have)), nil
+		})
+	}
+	await(t, 2*time.Minute, running(2*(pods+1)))
+	for name, strategy := range strategies {
+		figure("%s: %d NodeClaims made for %d Nodes", strategy, made(name), pods+1)
+		g.Expect(made(name)).To(BeNumerically("<=", 2*(pods+1)), "no node is replaced twice")
+	}
+	drifted := lo.CountValuesBy(lo.Filter(w.Recorder.State().Journeys, func(j journey.Journey, _ int) bool { return j.Disrupted == "Drifted" }),
+		func(j journey.Journey) string { return j.NodePool })
+	g.Expect(drifted).To(Equal(map[string]int{stuck: pods}), "Karpenter replaced what it was to, and its pod that waited got a machine of the new version")
+	g.Expect(made(stuck)).To(Equal(2*pods + 1))
+	figure("both within %.0f s", time.Since(began).Seconds())
 }
 
 // watchFewest returns the smallest number of the crowd's Nodes that were ready and took pods at any time since.

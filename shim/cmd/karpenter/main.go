@@ -106,7 +106,8 @@ func run(ctx context.Context) error {
 		return err
 	}
 	catalogue := catalogue.New(op.Clock, nodeGroups, op.GetClient(), opts.UnavailableOfferingTTL)
-	catalogue.OfferFullReservations = coreoptions.FromContext(ctx).FeatureGates.ReservedCapacity
+	gates := coreoptions.FromContext(ctx).FeatureGates
+	catalogue.OfferFullReservations = gates.ReservedCapacity && (gates.TerminateFirstDrift || gates.TerminateFirstRepair)
 	if err := catalogue.Watch(ctx, op.GetCache()); err != nil {
 		return err
 	}

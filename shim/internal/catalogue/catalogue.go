@@ -44,9 +44,9 @@ type NodeGroups interface {
 
 // Catalogue answers what can be scheduled on. It is safe for concurrent use.
 type Catalogue struct {
-	// OfferFullReservations has full reservations offered as available with nothing left: core drains and replaces their Nodes in
-	// place (TerminateFirstDrift, TerminateFirstRepair). Only where core's feature gate ReservedCapacity is on. To be set before
-	// [Catalogue.Start].
+	// OfferFullReservations has full reservations offered as available with nothing left, as core's feature gates TerminateFirstDrift and
+	// TerminateFirstRepair need it. Without them it does harm: pods that prefer a reservation, or that a NodePool of nothing else would
+	// take first, wait for it when it is full instead of running elsewhere. To be set before [Catalogue.Start].
 	OfferFullReservations bool
 
 	clock       clock.PassiveClock
@@ -62,12 +62,12 @@ type Catalogue struct {
 	listeners []chan struct{}
 
 	// Used by the building goroutine alone.
-	groups map[*agentv1alpha1.NodeGroup]prepared
-	closed sets.Set[string] // node groups that the agent said were unavailable when the catalogue was last built
-	views  map[string]view
-	built  instancetype.Built
-	gone   map[string]time.Time
-	prices map[string]float64
+	groups            map[*agentv1alpha1.NodeGroup]prepared
+	unavailableBefore sets.Set[string] // node groups that the agent said were unavailable when the catalogue was last built
+	views             map[string]view
+	built             instancetype.Built
+	gone              map[string]time.Time
+	prices            map[string]float64
 
 	memories *memories
 }
@@ -90,20 +90,20 @@ type prepared struct {
 // unavailableTTL is how long a group is left alone after [Catalogue.MarkUnavailable].
 func New(clk clock.PassiveClock, nodeGroups NodeGroups, kube client.Reader, unavailableTTL time.Duration) *Catalogue {
 	c := &Catalogue{
-		clock:       clk,
-		nodeGroups:  nodeGroups,
-		kube:        kube,
-		unavailable: cache.New(unavailableTTL, min(unavailableTTL, time.Second)),
-		wake:        make(chan struct{}, 1),
-		zones:       map[string]sets.Set[string]{},
-		groups:      map[*agentv1alpha1.NodeGroup]prepared{},
-		closed:      sets.New[string](),
-		views:       map[string]view{},
-		built:       instancetype.Built{},
-		gone:        map[string]time.Time{},
-		prices:      map[string]float64{},
-		memories:    newMemories(),
-		untainted:   sets.New[string](),
+		clock:             clk,
+		nodeGroups:        nodeGroups,
+		kube:              kube,
+		unavailable:       cache.New(unavailableTTL, min(unavailableTTL, time.Second)),
+		wake:              make(chan struct{}, 1),
+		zones:             map[string]sets.Set[string]{},
+		groups:            map[*agentv1alpha1.NodeGroup]prepared{},
+		unavailableBefore: sets.New[string](),
+		views:             map[string]view{},
+		built:             instancetype.Built{},
+		gone:              map[string]time.Time{},
+		prices:            map[string]float64{},
+		memories:          newMemories(),
+		untainted:         sets.New[string](),
 	}
 	c.unavailable.OnEvicted(func(string, any) { c.Refresh() })
 	return c
@@ -114,7 +114,8 @@ func (c *Catalogue) Snapshot() *Snapshot { return c.snapshot.Load() }
 
 // MarkUnavailable leaves the groups alone for a while, so that core, which has no memory of failed launches, does not ask for
 // them again at once. The agent says the same soon after, through its node groups' availability; this covers the time until
-// then. Once the agent has said so and then that a group is available again, the group's time is over.
+// then. Once the agent has said so and then that a group is available again, the mark is removed. What it said shortly before it refused may
+// come later, and remove a mark too early: that costs one more refused claim.
 func (c *Catalogue) MarkUnavailable(groupIDs ...string) {
 	for _, id := range groupIDs {
 		c.unavailable.SetDefault(id, struct{}{})
@@ -350,11 +351,11 @@ func (c *Catalogue) prepare(ctx context.Context) (
 	known := make(map[*agentv1alpha1.NodeGroup]prepared, len(sources))
 	groups = make([]*instancetype.Group, 0, len(sources))
 	invalid = map[string]error{}
-	closed := sets.New[string]()
+	unavailableNow := sets.New[string]()
 	for _, source := range sources {
 		if !source.GetAvailability().GetAvailable() {
-			closed.Insert(source.GetId())
-		} else if c.closed.Has(source.GetId()) {
+			unavailableNow.Insert(source.GetId())
+		} else if c.unavailableBefore.Has(source.GetId()) {
 			c.unavailable.Delete(source.GetId())
 		}
 		p, ok := c.groups[source]
@@ -384,7 +385,7 @@ func (c *Catalogue) prepare(ctx context.Context) (
 			invalid[source.GetId()] = p.err
 		}
 	}
-	c.groups, c.closed = known, closed
+	c.groups, c.unavailableBefore = known, unavailableNow
 	return groups, unusable, invalid
 }
 

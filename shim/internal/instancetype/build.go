@@ -27,8 +27,8 @@ func Reservations() {
 type Conditions struct {
 	// Available says whether a claim on the group may succeed now.
 	Available func(*Group) bool
-	// OfferFull has full reservations offered as available with nothing left, which is how core knows that one is to be had again
-	// once a machine of it goes. With core's feature gate ReservedCapacity off, core would plan machines there.
+	// OfferFull has a full reservation offered as available with nothing left, so that core knows that there is room again when one of
+	// its machines is deleted. With core's feature gate ReservedCapacity off, core would plan machines there.
 	OfferFull bool
 	// ObservedZones are the zones that machines of a group turned out to be in although the group names none. Their
 	// offerings are never available, but must exist: core looks prices up in them, and takes a Node without an offering for

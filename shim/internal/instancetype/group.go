@@ -274,8 +274,7 @@ func atMaxSize(source *agentv1alpha1.NodeGroup) bool {
 	return source.GetAvailability().GetReason() == agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE
 }
 
-// full reports whether the group is a reservation that nothing but its size keeps from giving a machine: one is to be had again when
-// one of its machines goes.
+// full reports whether the group is a reservation whose only obstacle is its max size.
 func (g *Group) full() bool {
 	return g.CapacityType == karpv1.CapacityTypeReserved && atMaxSize(g.Source) && g.PriceRefused == "" && g.NoCapacity == ""
 }

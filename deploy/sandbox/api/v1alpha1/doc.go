@@ -1,7 +1,8 @@
 // Package v1alpha1 holds the kinds of the simulated infrastructure provider: SimMachineTemplate and SimMachine for the
-// instances, SimCluster for what they share, SimControlPlane for a control plane that somebody else runs.
+// instances, SimCluster for what they share, SimControlPlane for a control plane that somebody else runs, SimBootstrapConfig for bootstrap
+// data, and the templates that a ClusterClass is made of. All are in one API group, which real providers would not do.
 //
-// They follow the Cluster API contracts for infrastructure machines, infrastructure clusters and control planes, v1beta2. What a simulated
+// They follow the Cluster API contracts for infrastructure machines, infrastructure clusters, control planes and bootstrap configurations, v1beta2. What a simulated
 // machine does (how long it takes to boot, how it fails, where it hangs) is part of its spec, so a test says it where a
 // user would say the instance type.
 //
@@ -33,6 +34,10 @@ func AddToScheme(scheme *runtime.Scheme) error {
 		&SimMachineTemplate{}, &SimMachineTemplateList{},
 		&SimCluster{}, &SimClusterList{},
 		&SimControlPlane{}, &SimControlPlaneList{},
+		&SimClusterTemplate{}, &SimClusterTemplateList{},
+		&SimControlPlaneTemplate{}, &SimControlPlaneTemplateList{},
+		&SimBootstrapConfig{}, &SimBootstrapConfigList{},
+		&SimBootstrapConfigTemplate{}, &SimBootstrapConfigTemplateList{},
 	)
 	metav1.AddToGroupVersion(scheme, GroupVersion)
 	return nil

@@ -1,5 +1,5 @@
 // Package simprovider is the simulated infrastructure provider: the controllers of SimMachineTemplate, SimMachine,
-// SimCluster and SimControlPlane.
+// SimCluster, SimControlPlane and SimBootstrapConfig. What follows is of machines.
 //
 // To Cluster API it is a provider like any other. It keeps the contract: it waits for the owning Machine and its
 // bootstrap data, holds a finalizer, honours paused objects, reports a providerID once the instance exists, and leaves

@@ -41,6 +41,7 @@ func Run(ctx context.Context, hub *rest.Config, healthAddress string) error {
 	for _, setup := range []func(ctrl.Manager) error{
 		(&templateReconciler{hub: mgr.GetClient()}).setup,
 		(&clusterReconciler{hub: mgr.GetClient()}).setup,
+		(&bootstrapReconciler{hub: mgr.GetClient()}).setup,
 		(&controlPlaneReconciler{hub: mgr.GetClient(), workloads: workloads}).setup,
 		(&machineReconciler{hub: mgr.GetClient(), workloads: workloads, clock: clock.RealClock{}}).setup,
 	} {

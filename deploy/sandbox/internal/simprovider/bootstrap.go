@@ -1,0 +1,59 @@
+package simprovider
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
+)
+
+// bootstrapReconciler makes bootstrap data that nobody reads.
+type bootstrapReconciler struct {
+	hub client.Client
+}
+
+func (r *bootstrapReconciler) setup(mgr ctrl.Manager) error {
+	return ctrl.NewControllerManagedBy(mgr).For(&simv1.SimBootstrapConfig{}).Complete(r)
+}
+
+// Reconcile makes the Secret once a Machine owns the configuration.
+func (r *bootstrapReconciler) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
+	c := &simv1.SimBootstrapConfig{}
+	if err := r.hub.Get(ctx, req.NamespacedName, c); err != nil {
+		return reconcile.Result{}, client.IgnoreNotFound(err)
+	}
+	owned := lo.SomeBy(c.OwnerReferences, func(o metav1.OwnerReference) bool { return o.Kind == "Machine" })
+	if c.DeletionTimestamp != nil || !owned {
+		return reconcile.Result{}, nil // The Machine controller's write of the owner reference brings us back.
+	}
+	secret := &corev1.Secret{
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: c.Namespace, Name: c.Name,
+			Labels: map[string]string{clusterv1.ClusterNameLabel: c.Labels[clusterv1.ClusterNameLabel]},
+		},
+		Type: clusterv1.ClusterSecretType,
+		Data: map[string][]byte{"value": []byte("simulated machines need no bootstrap data"), "format": []byte("cloud-config")},
+	}
+	if err := controllerutil.SetControllerReference(c, secret, r.hub.Scheme()); err != nil {
+		return reconcile.Result{}, err
+	}
+	if err := r.hub.Create(ctx, secret); client.IgnoreAlreadyExists(err) != nil {
+		return reconcile.Result{}, fmt.Errorf("making the bootstrap data: %w", err)
+	}
+	patch := client.MergeFrom(c.DeepCopy())
+	c.Status.DataSecretName = secret.Name
+	c.Status.Initialization.DataSecretCreated = new(true)
+	if err := r.hub.Status().Patch(ctx, c, patch); err != nil {
+		return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("writing the status: %w", err))
+	}
+	return reconcile.Result{}, nil
+}

@@ -1,0 +1,180 @@
+// Command core-suites runs Karpenter core's own end-to-end suites against a sandbox of its own, whose shim is the provider that they test.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"maps"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/go-logr/logr"
+	"github.com/samber/lo"
+	ctrl "sigs.k8s.io/controller-runtime"
+
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	"github.com/karpenter-capi/karpenter-capi/test/coresuites"
+	"github.com/karpenter-capi/karpenter-capi/test/invariants"
+	"github.com/karpenter-capi/karpenter-capi/test/world"
+)
+
+const (
+	startWithin  = 3 * time.Minute
+	settleWithin = 3 * time.Minute
+	// suiteWithin bounds one suite.
+	suiteWithin = 2 * time.Hour
+	// repairAfter is how long Karpenter bears with an unhealthy Node: the specs wait for minutes only.
+	repairAfter = 10 * time.Second
+)
+
+var errFailed = errors.New("not all specs passed")
+
+type settings struct {
+	name, focus, bin string
+	suites           []string
+}
+
+func main() {
+	var s settings
+	suites := flag.String("suites", "regression,disruption", "the `suites` to run, comma-separated")
+	flag.StringVar(&s.name, "name", "core-suites", "the sandbox's name")
+	flag.StringVar(&s.focus, "focus", "", "a `regular expression`: run only the specs whose names match")
+	flag.StringVar(&s.bin, "bin", "bin", "the `folder` with the suites, core-<name>.test each")
+	flag.Parse()
+	s.suites = strings.Split(*suites, ",")
+	ctrl.SetLogger(logr.Discard())
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	if err := run(ctx, s); err != nil {
+		if !errors.Is(err, errFailed) { // that was said
+			say("core-suites: FAIL %v", err)
+		}
+		stop()
+		os.Exit(1) //nolint:gocritic // nothing but stop is deferred
+	}
+}
+
+func say(format string, args ...any) { fmt.Printf(format+"\n", args...) }
+
+func run(ctx context.Context, s settings) error {
+	began := time.Now()
+	all, err := coresuites.Exceptions()
+	if err != nil {
+		return err
+	}
+	starting, cancel := context.WithTimeout(ctx, startWithin)
+	defer cancel()
+	w, err := world.Start(starting, sandbox.Options{
+		Name: s.name, Agents: 2,
+		FeatureGates: []string{"NodeRepair", "NodeOverlay", "StaticCapacity", "CapacityBuffer", "TerminateFirstDrift", "TerminateFirstRepair"},
+		ShimEnv:      []string{"NODE_REPAIR_AFTER=" + repairAfter.String()},
+	}, nil)
+	if err != nil {
+		return err
+	}
+	defer w.Stop()
+	if err := coresuites.Prepare(starting, w.Hub); err != nil {
+		return err
+	}
+	var specs []coresuites.Spec
+	for _, suite := range s.suites {
+		exceptions := lo.Filter(all, func(e coresuites.Exception, _ int) bool { return e.Suite == suite })
+		of, err := runSuite(ctx, s, suite, w.Sandbox.State().Paths, exceptions)
+		if err != nil {
+			return err
+		}
+		specs = append(specs, of...)
+	}
+	settling, cancel := context.WithTimeout(ctx, settleWithin)
+	defer cancel()
+	violations, err := w.Checker.Settle(settling)
+	if err != nil {
+		return fmt.Errorf("checking the invariants: %w", err)
+	}
+	if s.focus != "" { // then exceptions are not complete
+		specs = lo.Reject(specs, func(sp coresuites.Spec, _ int) bool { return sp.State == "skipped" })
+		all = nil
+	}
+	return tell(coresuites.Judge(specs, all), violations, time.Since(began))
+}
+
+// runSuite runs a suite but for its exceptions.
+func runSuite(ctx context.Context, s settings, suite string, paths sandbox.Paths, exceptions []coresuites.Exception) ([]coresuites.Spec, error) {
+	bin, err := filepath.Abs(filepath.Join(s.bin, "core-"+suite+".test"))
+	if err != nil {
+		return nil, err
+	}
+	dir, err := os.MkdirTemp("", "core-suites-")
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = os.RemoveAll(dir) }()
+	nodeClass, nodePool, err := coresuites.WriteDefaults(dir)
+	if err != nil {
+		return nil, err
+	}
+	report := filepath.Join(dir, "report.json")
+	args := []string{
+		"-ginkgo.json-report=" + report, "-ginkgo.timeout=" + suiteWithin.String(), "-test.timeout=0", "-ginkgo.succinct", "-ginkgo.no-color",
+		"-ginkgo.focus=" + s.focus, "-default-nodeclass=" + nodeClass, "-default-nodepool=" + nodePool, "-repair-condition=Ready=False",
+	}
+	for _, e := range exceptions {
+		args = append(args, "-ginkgo.skip=^"+regexp.QuoteMeta(e.Specs))
+	}
+	log, err := os.Create(filepath.Join(paths.Logs, "core-"+suite+".log"))
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = log.Close() }()
+	say("core-suites: %s runs, see %s", suite, log.Name())
+	cmd := exec.CommandContext(ctx, bin, args...)
+	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
+	cmd.WaitDelay = time.Minute
+	cmd.Dir, cmd.Stdout, cmd.Stderr = dir, log, log
+	cmd.Env = append(os.Environ(), "KUBECONFIG="+paths.SpokeKubeconfig)
+	ended := cmd.Run() // specs that fail make it fail; the report says more
+	file, err := os.Open(report)
+	if err != nil {
+		return nil, fmt.Errorf("suite %s left no report: %w", suite, errors.Join(ended, err))
+	}
+	defer func() { _ = file.Close() }()
+	return coresuites.Read(file, suite)
+}
+
+func tell(v coresuites.Verdict, violations []invariants.Violation, took time.Duration) error {
+	for _, s := range v.Passed {
+		say("passed  %5.0f s  %s: %s", s.Took.Seconds(), s.Suite, s.Name)
+	}
+	for _, name := range slices.Sorted(maps.Keys(v.Excepted)) {
+		say("cannot           %s: %s", name, v.Excepted[name].Why)
+	}
+	for _, s := range v.Unexplained {
+		say("SKIPPED          %s: %s: no exception says why", s.Suite, s.Name)
+	}
+	for _, e := range v.Stale {
+		say("STALE            %s: %s: no spec was left out for this exception", e.Suite, e.Specs)
+	}
+	for _, s := range v.Failed {
+		message := lo.Ellipsis(strings.Join(strings.Fields(s.Message), " "), 400)
+		say("FAILED  %5.0f s  %s: %s: %s: %s", s.Took.Seconds(), s.Suite, s.Name, s.State, message)
+	}
+	if len(violations) > 0 {
+		say("invariants are violated:\n%s", invariants.Describe(violations))
+	}
+	ok := v.OK() && len(violations) == 0
+	say("core-suites: %s %d passed, %d failed, %d cannot run, %d unexplained, violations=%d seconds=%.0f",
+		lo.Ternary(ok, "PASS", "FAIL"), len(v.Passed), len(v.Failed), len(v.Excepted), len(v.Unexplained)+len(v.Stale), len(violations), took.Seconds())
+	if !ok {
+		return errFailed
+	}
+	return nil
+}

@@ -1,0 +1,160 @@
+// Command many-nodes measures what one spoke with thousands of Nodes costs at rest and while hundreds of them go: calls to the agent, requests
+// to both API servers, memory and processor time, on a sandbox of its own with one agent.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"os/signal"
+	"strconv"
+	"syscall"
+	"time"
+
+	"github.com/go-logr/logr"
+	"github.com/samber/lo"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	"github.com/karpenter-capi/karpenter-capi/test/invariants"
+	"github.com/karpenter-capi/karpenter-capi/test/journey"
+	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/world"
+)
+
+const (
+	startWithin  = 5 * time.Minute
+	settleWithin = 5 * time.Minute
+	// progress is how often it is said how far things are.
+	progress = 30 * time.Second
+	// group is the name of the node group and of the static NodePool.
+	group = "crowd"
+)
+
+type settings struct {
+	nodes, terminate int
+	name             string
+	rest, within     time.Duration
+}
+
+func main() {
+	var s settings
+	flag.IntVar(&s.nodes, "nodes", 5000, "how many `nodes` there are")
+	flag.IntVar(&s.terminate, "terminate", 500, "how many `nodes` go at once")
+	flag.DurationVar(&s.rest, "rest", 5*time.Minute, "for how long rest is measured")
+	flag.DurationVar(&s.within, "within", time.Hour, "how long the nodes may take to come, and to go")
+	flag.StringVar(&s.name, "name", "many-nodes", "the sandbox's name")
+	flag.Parse()
+	ctrl.SetLogger(logr.Discard())
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	began := time.Now()
+	if err := run(ctx, s); err != nil {
+		say("many-nodes: FAIL %v", err)
+		stop()
+		os.Exit(1) //nolint:gocritic // nothing but stop is deferred
+	}
+	say("many-nodes: PASS nodes=%d terminated=%d seconds=%.0f", s.nodes, s.terminate, time.Since(began).Seconds())
+}
+
+func say(format string, args ...any) { fmt.Printf(format+"\n", args...) }
+
+func run(ctx context.Context, s settings) error {
+	if s.terminate < 1 || s.terminate > s.nodes {
+		return errors.New("--terminate must be from 1 to --nodes")
+	}
+	starting, cancel := context.WithTimeout(ctx, startWithin)
+	defer cancel()
+	w, err := world.Start(starting, sandbox.Options{Name: s.name, FeatureGates: []string{"StaticCapacity"}}, nil)
+	if err != nil {
+		return err
+	}
+	defer w.Stop()
+	m := meter{world: w}
+	if err := prepare(starting, w, s.nodes); err != nil {
+		return err
+	}
+	m.head()
+	err = m.phase(ctx, fmt.Sprintf("%d nodes come", s.nodes), s.nodes, func(ctx context.Context) error { return size(ctx, w, s.nodes, s.within) })
+	if err != nil {
+		return err
+	}
+	err = m.phase(ctx, fmt.Sprintf("rest with %d", s.nodes), s.nodes, func(ctx context.Context) error {
+		select {
+		case <-ctx.Done():
+		case <-time.After(s.rest):
+		}
+		return ctx.Err()
+	})
+	if err != nil {
+		return err
+	}
+	err = m.phase(ctx, fmt.Sprintf("%d go at once", s.terminate), s.terminate, func(ctx context.Context) error {
+		return size(ctx, w, s.nodes-s.terminate, s.within)
+	})
+	if err != nil {
+		return err
+	}
+	settling, cancel := context.WithTimeout(ctx, settleWithin)
+	defer cancel()
+	violations, err := w.Checker.Settle(settling)
+	if len(violations) > 0 {
+		return errors.New("invariants are violated:\n" + invariants.Describe(violations))
+	}
+	return err
+}
+
+// prepare makes the node group and the static NodePool, without Nodes.
+func prepare(ctx context.Context, w *world.World, nodes int) error {
+	hub, err := manifests.Load(manifests.CrowdHub)
+	if err != nil {
+		return err
+	}
+	for _, o := range hub {
+		if o.GetKind() == "MachineDeployment" {
+			o.SetAnnotations(lo.Assign(o.GetAnnotations(), map[string]string{clusterv1.AutoscalerMaxSizeAnnotation: strconv.Itoa(nodes)}))
+		}
+	}
+	spoke, err := manifests.Load(manifests.CrowdSpoke)
+	if err != nil {
+		return err
+	}
+	for _, o := range spoke {
+		if o.GetKind() == "NodePool" {
+			if err := unstructured.SetNestedField(o.Object, int64(0), "spec", "replicas"); err != nil {
+				return err
+			}
+		}
+	}
+	return errors.Join(manifests.ApplyObjects(ctx, w.Hub, hub...), manifests.ApplyObjects(ctx, w.Spoke, spoke...), w.AwaitNodePool(ctx, group))
+}
+
+// size has the NodePool have so many Nodes, and waits until it has.
+func size(ctx context.Context, w *world.World, nodes int, within time.Duration) error {
+	ctx, cancel := context.WithTimeout(ctx, within)
+	defer cancel()
+	pool := &karpenterv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: group}}
+	patch := client.RawPatch(types.MergePatchType, fmt.Appendf(nil, `{"spec":{"replicas":%d}}`, nodes))
+	if err := w.Spoke.Patch(ctx, pool, patch); err != nil {
+		return err
+	}
+	began, said := time.Now(), time.Now()
+	return w.Recorder.Await(ctx, func(state journey.State) string {
+		live := state.Live()
+		ready := lo.CountBy(live, func(j journey.Journey) bool { return j.Reached(journey.Initialized) && !j.Reached(journey.Deleting) })
+		missing := fmt.Sprintf("%d NodeClaims, of which %d take pods", len(live), ready)
+		if time.Since(said) >= progress {
+			said = time.Now()
+			say("  after %4.0f s: %s", time.Since(began).Seconds(), missing)
+		}
+		return lo.Ternary(len(live) == nodes && ready == nodes, "", missing)
+	})
+}

@@ -1,0 +1,120 @@
+// Package coresuites judges what Karpenter core's own test suites say of a provider: which of their specs passed, which cannot run
+// against simulated machines and why, and which failed.
+package coresuites
+
+import (
+	_ "embed"
+	"encoding/json"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"time"
+
+	"sigs.k8s.io/yaml"
+)
+
+// Spec is what became of one spec of a suite.
+type Spec struct {
+	Suite string
+	// Name is the texts of the spec's containers and its own, separated by blanks, as Ginkgo matches it.
+	Name string
+	// State is Ginkgo's: passed, skipped, or how it failed.
+	State   string
+	Took    time.Duration
+	Message string
+}
+
+// Read returns the specs of a report that Ginkgo wrote as JSON.
+func Read(report io.Reader, suite string) ([]Spec, error) {
+	var runs []struct {
+		SpecReports []struct {
+			ContainerHierarchyTexts []string      `json:"ContainerHierarchyTexts"`
+			LeafNodeType            string        `json:"LeafNodeType"`
+			LeafNodeText            string        `json:"LeafNodeText"`
+			State                   string        `json:"State"`
+			RunTime                 time.Duration `json:"RunTime"`
+			Failure                 struct {
+				Message string `json:"Message"`
+			} `json:"Failure"`
+		} `json:"SpecReports"`
+	}
+	if err := json.NewDecoder(report).Decode(&runs); err != nil {
+		return nil, fmt.Errorf("reading the report of suite %s: %w", suite, err)
+	}
+	var specs []Spec
+	for _, run := range runs {
+		for _, r := range run.SpecReports {
+			if r.LeafNodeType != "It" {
+				if r.State != "passed" { // what comes before or after all specs
+					specs = append(specs, Spec{Suite: suite, Name: r.LeafNodeType, State: r.State, Took: r.RunTime, Message: r.Failure.Message})
+				}
+				continue
+			}
+			specs = append(specs, Spec{
+				Suite: suite, Name: strings.Join(append(slices.Clone(r.ContainerHierarchyTexts), r.LeafNodeText), " "),
+				State: r.State, Took: r.RunTime, Message: r.Failure.Message,
+			})
+		}
+	}
+	return specs, nil
+}
+
+// Exception is a spec, or several, that cannot pass, and why.
+type Exception struct {
+	Suite string `json:"suite"`
+	// Specs is what the names of the specs begin with.
+	Specs string `json:"specs"`
+	Why   string `json:"why"`
+}
+
+//go:embed exceptions.yaml
+var exceptions []byte
+
+// Exceptions returns the specs that cannot pass against a sandbox.
+func Exceptions() ([]Exception, error) {
+	var all []Exception
+	if err := yaml.UnmarshalStrict(exceptions, &all); err != nil {
+		return nil, fmt.Errorf("exceptions.yaml: %w", err)
+	}
+	return all, nil
+}
+
+// Verdict is what is said of specs.
+type Verdict struct {
+	Passed, Failed []Spec
+	// Excepted are those that were not run, with the exception.
+	Excepted map[string]Exception
+	// Unexplained are those that were skipped without an exception.
+	Unexplained []Spec
+	// Stale are exceptions of suites that ran which no spec has, or which passed.
+	Stale []Exception
+}
+
+// Judge sorts specs.
+func Judge(specs []Spec, all []Exception) Verdict {
+	v := Verdict{Excepted: map[string]Exception{}}
+	used, ran := map[Exception]bool{}, map[string]bool{}
+	for _, s := range specs {
+		ran[s.Suite] = true
+		i := slices.IndexFunc(all, func(e Exception) bool { return e.Suite == s.Suite && strings.HasPrefix(s.Name, e.Specs) })
+		switch {
+		case s.State == "passed":
+			v.Passed = append(v.Passed, s)
+		case s.State == "skipped" && i >= 0:
+			used[all[i]] = true
+			v.Excepted[s.Suite+": "+s.Name] = all[i]
+		case s.State == "skipped":
+			v.Unexplained = append(v.Unexplained, s)
+		default:
+			v.Failed = append(v.Failed, s)
+		}
+	}
+	v.Stale = slices.DeleteFunc(slices.Clone(all), func(e Exception) bool { return used[e] || !ran[e.Suite] })
+	return v
+}
+
+// OK reports whether nothing is to be done about the specs.
+func (v Verdict) OK() bool {
+	return len(v.Failed) == 0 && len(v.Unexplained) == 0 && len(v.Stale) == 0 && len(v.Passed) > 0
+}

@@ -1,0 +1,152 @@
+package e2e_test
+
+import (
+	"encoding/json"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	. "github.com/onsi/gomega"
+	"github.com/samber/lo"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	"github.com/karpenter-capi/karpenter-capi/test/journey"
+	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+)
+
+// compression is how much faster time passes for slow machines: one second stands for half a minute. The agent's deadlines are flags. Karpenter's
+// quarter of an hour until a NodeClaim must have a Node is a constant, as is what the shim makes of it, so the shim is built with others.
+const compression = 30
+
+func compressed(d time.Duration) time.Duration { return d / compression }
+
+// TestSlowMachinesJoin has machines that take longer than Karpenter waits for a Node, and one that takes longer than the agent does.
+func TestSlowMachinesJoin(t *testing.T) {
+	figure := shows(t, "machines that take 25 and 90 minutes join, and one that takes longer than its deadline joins for the next NodeClaim")
+	if testing.Short() {
+		t.Skip("not in the short run: builds a shim")
+	}
+	g := NewWithT(t)
+	inSandbox(t, sandbox.Options{
+		Name: "e2e-slow", ShimBinary: hurriedShim(t),
+		AgentArgs: []string{ // the defaults, compressed
+			"--machine-provider-id-deadline=" + compressed(20*time.Minute).String(),
+			"--machine-node-deadline=" + compressed(30*time.Minute).String(),
+		},
+	})
+	leaveAsFound(t)
+	const maxProvisionTime = "cluster.x-k8s.io/autoscaling-options-maxnodeprovisiontime"
+	machines := map[string]struct {
+		boot, join time.Duration
+		deadline   string
+		nodeClaims int
+	}{
+		"slow":   {boot: 10 * time.Minute, join: 15 * time.Minute, nodeClaims: 1},
+		"slower": {boot: 30 * time.Minute, join: 60 * time.Minute, deadline: compressed(2 * time.Hour).String(), nodeClaims: 1},
+		"late":   {boot: 10 * time.Minute, join: 40 * time.Minute, nodeClaims: 2},
+	}
+	seen := map[string]map[types.UID]bool{}
+	for name, m := range machines {
+		seen[name] = map[types.UID]bool{}
+		copies(t, w.Hub, manifests.CrowdHub, name, func(o *unstructured.Unstructured) {
+			of("SimMachineTemplate", func(o *unstructured.Unstructured) {
+				set(o, compressed(m.boot).String(), "spec", "template", "spec", "bootDelay")
+				set(o, compressed(m.join).String(), "spec", "template", "spec", "joinDelay")
+			})(o)
+			if m.deadline != "" {
+				annotated(maxProvisionTime, m.deadline)(o)
+			}
+		})
+		copies(t, w.Spoke, manifests.CrowdSpoke, name, nil)
+		copies(t, w.Spoke, manifests.CrowdWorkload, name, nil)
+		g.Expect(w.AwaitNodePool(within(t, soon), name)).To(Succeed())
+	}
+	goHome(t, lo.Keys(machines)...)
+	began := time.Now()
+	for name := range machines {
+		scale(t, name, 1)
+	}
+	ran := map[string]time.Duration{}
+	await(t, 8*time.Minute, func(s journey.State) string {
+		for name := range machines {
+			for _, m := range machinesOf(t, name) {
+				seen[name][m.UID] = true
+			}
+			runs := lo.ContainsBy(s.Live(), func(j journey.Journey) bool { return j.NodePool == name && j.Reached(journey.Initialized) })
+			if _, known := ran[name]; runs && !known {
+				ran[name] = time.Since(began)
+			}
+		}
+		return running(len(machines))(s)
+	})
+	for name, m := range machines {
+		figure("%s: a Node %.0f minutes after its pod, %d NodeClaims, %d Machines", name, (ran[name] * compression).Minutes(), made(name), len(seen[name]))
+		g.Expect(seen[name]).To(HaveLen(1), "one Machine is made for "+name)
+		g.Expect(made(name)).To(Equal(m.nodeClaims), name)
+		g.Expect(described(t, name).GetAvailability().GetAvailable()).To(BeTrue(), "late is not failed: "+name)
+	}
+	var groups clusterv1.MachineDeploymentList
+	g.Expect(w.Hub.List(t.Context(), &groups, client.InNamespace(sandbox.ClusterNamespace))).To(Succeed())
+	for _, md := range groups.Items {
+		g.Expect(md.Spec.Replicas).To(HaveValue(BeEquivalentTo(1)), md.Name)
+	}
+}
+
+// hurriedShim builds the shim with the constants about slow machines compressed, core's and its own.
+func hurriedShim(t *testing.T) string {
+	t.Helper()
+	g, dir, repository := NewWithT(t), t.TempDir(), root(t)
+	work, binary := filepath.Join(dir, "go.work"), filepath.Join(dir, "karpenter")
+	goes := func(workspace string, args ...string) string {
+		t.Helper()
+		cmd := exec.CommandContext(t.Context(), "go", args...)
+		cmd.Dir = filepath.Join(repository, "shim")
+		cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOWORK="+workspace)
+		var said strings.Builder
+		cmd.Stderr = &said
+		out, err := cmd.Output()
+		g.Expect(err).NotTo(HaveOccurred(), said.String())
+		return strings.TrimSpace(string(out))
+	}
+	changed := func(from, to string, changes ...string) {
+		t.Helper()
+		text, err := os.ReadFile(from) //nolint:gosec // a source file
+		g.Expect(err).NotTo(HaveOccurred())
+		for i := 0; i < len(changes); i += 2 {
+			g.Expect(strings.Count(string(text), changes[i])).To(Equal(1), changes[i])
+			text = []byte(strings.Replace(string(text), changes[i], changes[i+1], 1))
+		}
+		g.Expect(os.WriteFile(to, text, 0o600)).To(Succeed())
+	}
+	duration := func(d time.Duration) string { return fmt.Sprintf("time.Duration(%d)", compressed(d)) }
+
+	core := filepath.Join(dir, "core")
+	original := goes("", "list", "-m", "-f", "{{.Dir}}", "sigs.k8s.io/karpenter")
+	g.Expect(os.CopyFS(core, os.DirFS(original))).To(Succeed())
+	liveness := "pkg/controllers/nodeclaim/lifecycle/liveness.go"
+	changed(filepath.Join(original, liveness), filepath.Join(core, liveness),
+		"registrationTimeout = time.Minute * 15", "registrationTimeout = "+duration(15*time.Minute))
+	controller, hurried := filepath.Join(repository, "shim/internal/controllers/failedmachine/controller.go"), filepath.Join(dir, "controller.go")
+	changed(controller, hurried,
+		"\tlook = 30 * time.Second", "\tlook = "+duration(30*time.Second),
+		"\tregistrationTimeout = 15 * time.Minute", "\tregistrationTimeout = "+duration(15*time.Minute),
+		"\textendAfter = 5 * time.Minute", "\textendAfter = "+duration(5*time.Minute))
+	overlay, err := json.Marshal(map[string]any{"Replace": map[string]string{controller: hurried}})
+	g.Expect(err).NotTo(HaveOccurred())
+	g.Expect(os.WriteFile(filepath.Join(dir, "overlay.json"), overlay, 0o600)).To(Succeed())
+	changed(filepath.Join(repository, "go.work.sum"), filepath.Join(dir, "go.work.sum"))
+	uses := strings.Fields(goes("", "list", "-m", "-f", "{{.Dir}}"))
+	workspace := fmt.Sprintf("go %s\n\nuse (\n\t%s\n)\n\nreplace sigs.k8s.io/karpenter => %s\n",
+		strings.TrimPrefix(goes("", "env", "GOVERSION"), "go"), strings.Join(uses, "\n\t"), core)
+	g.Expect(os.WriteFile(work, []byte(workspace), 0o600)).To(Succeed())
+	goes(work, "build", "-overlay", filepath.Join(dir, "overlay.json"), "-o", binary, "./cmd/karpenter")
+	return binary
+}
