@@ -392,6 +392,7 @@ func (s *Sandbox) shim(ctx context.Context, agent AgentAccess) error {
 			"HEALTH_PROBE_BIND_ADDRESS=" + address(health),
 			// One replica: nobody to take over from.
 			"DISABLE_LEADER_ELECTION=true",
+			fmt.Sprintf("IGNORE_DRA_REQUESTS=%t", !s.options.DynamicResources),
 		}, slices.Concat(gates, s.options.ShimEnv)...),
 		Grace:        graceOfOurs,
 		RestartAfter: s.options.RestartAfter,

@@ -50,6 +50,8 @@ type Options struct {
 	// FeatureGates are those of Karpenter's that are on besides its own choice, such as NodeOverlay, with the permissions that the
 	// chart gives the shim for them.
 	FeatureGates []string
+	// DynamicResources has Karpenter plan for pods with resource claims, with the permissions that the chart gives the shim for that.
+	DynamicResources bool
 	// ShimEnv is added to the shim's environment, as NAME=value.
 	ShimEnv []string
 	// ClusterAPIArgs are added to the command line of the Cluster API manager.

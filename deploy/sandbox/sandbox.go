@@ -486,6 +486,7 @@ func (s *Sandbox) startShim(ctx context.Context) error {
 		Helm: s.options.binary("helm"), Dir: s.options.chart("shim"), Release: "karpenter", Namespace: shimNamespace,
 		Values: append([]string{
 			"agent.address=" + s.state.AgentAddress, "cluster.namespace=" + ClusterNamespace, "cluster.name=" + ClusterName,
+			fmt.Sprintf("settings.ignoreDRARequests=%t", !s.options.DynamicResources),
 		}, lo.Map(s.options.FeatureGates, func(gate string, _ int) string { return "settings.featureGates." + gate + "=true" })...),
 	})
 	if err != nil {

@@ -182,9 +182,13 @@ func TestShimsFeatureGatesBringTheirRules(t *testing.T) {
 		objects := render(t, charts[1], filepath.Join(root(t), "deploy/charts/shim/ci", values))
 		return lo.FlatMap(rules(t, objects), func(r rbacv1.PolicyRule, _ int) []string { return r.Resources })
 	}
-	featured := []string{"nodeoverlays", "capacitybuffers", "podtemplates"}
+	featured := []string{"nodeoverlays", "capacitybuffers", "podtemplates", "deviceclasses", "resourceclaims", "resourceslices"}
 	g.Expect(resources("defaults-values.yaml")).NotTo(ContainElement(BeElementOf(featured)))
 	g.Expect(resources("everything-values.yaml")).To(ContainElements(featured))
+
+	old := filepath.Join(t.TempDir(), "values.yaml") // as helm upgrade --reuse-values has them
+	g.Expect(os.WriteFile(old, []byte("agent: {address: 'a:1'}\ncluster: {namespace: team-a, name: production}\nsettings: {ignoreDRARequests: null}\n"), 0o600)).To(Succeed())
+	g.Expect(rules(t, render(t, charts[1], old))).NotTo(ContainElement(HaveField("APIGroups", ContainElement("resource.k8s.io"))))
 }
 
 func TestValuesThatCannotWorkAreRefused(t *testing.T) {

@@ -7,7 +7,11 @@ import (
 	"os"
 	"path/filepath"
 	"strconv"
+	"strings"
 
+	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -40,8 +44,32 @@ func WriteDefaults(dir string) (nodeClass, nodePool string, err error) {
 	return paths[0], paths[1], nil
 }
 
-// Prepare makes the node groups.
-func Prepare(ctx context.Context, hub client.Client) error {
+// FeatureGates are those of core's that the suites need on.
+var FeatureGates = []string{"NodeRepair", "NodeOverlay", "StaticCapacity", "CapacityBuffer", "TerminateFirstDrift", "TerminateFirstRepair"}
+
+// settings is a Deployment that runs nothing. Suites read Karpenter's settings there, and change and restart it where they need others.
+func settings() *appsv1.Deployment {
+	labels := map[string]string{"app.kubernetes.io/name": "karpenter"}
+	return &appsv1.Deployment{
+		ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "karpenter"},
+		Spec: appsv1.DeploymentSpec{
+			Replicas: new(int32(0)), Selector: &metav1.LabelSelector{MatchLabels: labels},
+			Template: corev1.PodTemplateSpec{
+				ObjectMeta: metav1.ObjectMeta{Labels: labels},
+				Spec: corev1.PodSpec{Containers: []corev1.Container{{
+					Name: "controller", Image: "karpenter",
+					Env: []corev1.EnvVar{{Name: "FEATURE_GATES", Value: strings.Join(FeatureGates, "=true,") + "=true"}},
+				}}},
+			},
+		},
+	}
+}
+
+// Prepare makes the node groups, and tells the suites the settings.
+func Prepare(ctx context.Context, hub, spoke client.Client) error {
+	if err := spoke.Create(ctx, settings()); err != nil {
+		return err
+	}
 	for family, memory := range machineSizes {
 		for _, cpu := range cpus {
 			for _, zone := range zones {

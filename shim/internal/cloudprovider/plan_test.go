@@ -112,6 +112,81 @@ func TestAFullGroupIsNotPlannedForTheSakeOfAnotherValueOfItsLabel(t *testing.T) 
 	w.Eventually(func() bool { return len(w.Plan().NewNodeClaims) == 0 }, "the full group shows")
 }
 
+// What a full reservation does to pods that have another way: nothing by default, and much once it is offered for terminate-first, which is why
+// it is not offered without.
+func TestPodsRunBesideAFullReservation(t *testing.T) {
+	reserved := requirement(karpv1.CapacityTypeLabelKey, karpv1.CapacityTypeReserved)
+	prefers := func(pod *corev1.Pod) {
+		pod.Spec.Affinity = &corev1.Affinity{NodeAffinity: &corev1.NodeAffinity{
+			PreferredDuringSchedulingIgnoredDuringExecution: []corev1.PreferredSchedulingTerm{{Weight: 1, Preference: corev1.NodeSelectorTerm{
+				MatchExpressions: []corev1.NodeSelectorRequirement{{
+					Key: karpv1.CapacityTypeLabelKey, Operator: corev1.NodeSelectorOpIn, Values: []string{karpv1.CapacityTypeReserved},
+				}},
+			}}},
+		}}
+	}
+	anything := func(*corev1.Pod) {}
+	for name, c := range map[string]struct {
+		pools   []func(*karpv1.NodePool)
+		pod     func(*corev1.Pod)
+		offered bool
+		planned int
+	}{
+		"a pod for either":                         {pools: []func(*karpv1.NodePool){unchanged}, pod: anything, planned: 1},
+		"a pod for either, offered":                {pools: []func(*karpv1.NodePool){unchanged}, pod: anything, offered: true, planned: 1},
+		"a preference":                             {pools: []func(*karpv1.NodePool){unchanged}, pod: prefers, planned: 1},
+		"a preference, offered: it waits":          {pools: []func(*karpv1.NodePool){unchanged}, pod: prefers, offered: true},
+		"a pool of its own before":                 {pools: []func(*karpv1.NodePool){unchanged, first(reserved)}, pod: anything, planned: 1},
+		"a pool of its own before, offered: waits": {pools: []func(*karpv1.NodePool){unchanged, first(reserved)}, pod: anything, offered: true},
+		"nothing else":                             {pools: []func(*karpv1.NodePool){reserved}, pod: anything},
+		"nothing else, offered":                    {pools: []func(*karpv1.NodePool){reserved}, pod: anything, offered: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			groups := redInZone1BlueInZone2()
+			one := int32(1)
+			groups[0].CapacityType, groups[0].MaxSize = agentv1alpha1.CapacityType_CAPACITY_TYPE_RESERVED, &one
+			groups[1].Zone = "z1"
+			var options []shimtest.Option
+			if c.offered {
+				options = append(options, shimtest.WithFullReservations())
+			}
+			w := shimtest.New(t, groups, options...)
+			for _, change := range c.pools {
+				w.NodePool(change)
+			}
+			w.PendingPod("one", "3", c.pod)
+			w.Agent.Block("default/red", agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE, "full", time.Time{})
+			w.Eventually(func() bool {
+				group, ok := w.Catalogue.Snapshot().Group("default/red")
+				return ok && !group.Available
+			}, "the full group shows")
+			planned := w.Plan().NewNodeClaims
+			assert.Len(t, planned, c.planned)
+			for _, group := range launch(t, w, planned) {
+				assert.Equal(t, "default/blue", group)
+			}
+		})
+	}
+}
+
+func unchanged(*karpv1.NodePool) {}
+
+func requirement(key string, values ...string) func(*karpv1.NodePool) {
+	return func(np *karpv1.NodePool) {
+		np.Spec.Template.Spec.Requirements = append(np.Spec.Template.Spec.Requirements, karpv1.NodeSelectorRequirementWithMinValues{
+			Key: key, Operator: corev1.NodeSelectorOpIn, Values: values,
+		})
+	}
+}
+
+// first has core try the NodePool before the others.
+func first(change func(*karpv1.NodePool)) func(*karpv1.NodePool) {
+	return func(np *karpv1.NodePool) {
+		np.Name, np.Spec.Weight = "first", new(int32(10))
+		change(np)
+	}
+}
+
 func TestNodesOfGroupsThatTheNodePoolToldApartAreFoundByTheirLabels(t *testing.T) {
 	w := shimtest.New(t, redInZone1BlueInZone2())
 	pool := w.NodePool(wantsTeam(corev1.NodeSelectorOpExists))

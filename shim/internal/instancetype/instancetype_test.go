@@ -278,11 +278,11 @@ func TestAFullReservationIsAvailableWithNothingLeft(t *testing.T) {
 		changes    []change
 		want       bool
 	}{
-		"full":                           {offered, []change{reserved, atMaxSize}, true},
-		"full, feature gate off":         {asSaid, []change{reserved, atMaxSize}, false},
-		"full, but by the hour":          {offered, []change{atMaxSize}, false},
-		"full and without CPU":           {offered, []change{reserved, atMaxSize, capacity("cpu", "0")}, false},
-		"paused":                         {offered, []change{reserved, full(agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED)}, false},
+		"full":                                  {offered, []change{reserved, atMaxSize}, true},
+		"full, feature gate off":                {asSaid, []change{reserved, atMaxSize}, false},
+		"full, but by the hour":                 {offered, []change{atMaxSize}, false},
+		"full and without CPU":                  {offered, []change{reserved, atMaxSize, capacity("cpu", "0")}, false},
+		"paused":                                {offered, []change{reserved, full(agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED)}, false},
 		"at max size, replicas not updated yet": {offered, []change{reserved, atMaxSize, func(g *agentv1alpha1.NodeGroup) { g.Replicas = 4 }}, true},
 	} {
 		offerings := instancetype.Build([]*instancetype.Group{group(t, "r", c.changes...)}, c.conditions, nil, instancetype.Built{})[0].Offerings

@@ -102,5 +102,6 @@ func (w *World) coreContext() context.Context {
 		IgnoreDRARequests: true,
 		PreferencePolicy:  coreoptions.PreferencePolicyRespect,
 		MinValuesPolicy:   coreoptions.MinValuesPolicyStrict,
+		FeatureGates:      coreoptions.FeatureGates{ReservedCapacity: true}, // as by default
 	})
 }

@@ -90,6 +90,7 @@ type settings struct {
 	interceptor interceptor.Funcs
 	ttl         time.Duration
 	clock       clock.Clock
+	offerFull   bool
 }
 
 // WithAgent passes options to the fake agent.
@@ -105,6 +106,11 @@ func WithInterceptor(funcs interceptor.Funcs) Option {
 // WithUnavailableTTL sets how long groups without room are left alone. Default one minute.
 func WithUnavailableTTL(ttl time.Duration) Option {
 	return func(s *settings) { s.ttl = ttl }
+}
+
+// WithFullReservations has full reservations offered, as with core's feature gate TerminateFirstDrift.
+func WithFullReservations() Option {
+	return func(s *settings) { s.offerFull = true }
 }
 
 // WithClock sets the catalogue's, the CloudProvider's and core's clock. Default is the real one.
@@ -131,6 +137,7 @@ func New(tb testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *W
 	w.Claims = w.Client.MirrorClaims(w.Cluster, v1alpha1.Holder)
 	w.Kube = FakeKube(s.interceptor)
 	w.Catalogue = catalogue.New(s.clock, w.NodeGroups, w.Kube, s.ttl)
+	w.Catalogue.OfferFullReservations = s.offerFull
 	require.NoError(tb, w.Catalogue.Watch(w.Context(), informersOf(tb, w.Kube)))
 	w.Unclaimed = unclaimed.New(s.clock, w.Client, w.Claims, w.Cluster, Timeout)
 	w.CloudProvider = cloudprovider.New(cloudprovider.Config{

@@ -2,8 +2,8 @@
 // instances, SimCluster for what they share, SimControlPlane for a control plane that somebody else runs, SimBootstrapConfig for bootstrap
 // data, and the templates that a ClusterClass is made of. All are in one API group, which real providers would not do.
 //
-// They follow the Cluster API contracts for infrastructure machines, infrastructure clusters, control planes and bootstrap configurations, v1beta2. What a simulated
-// machine does (how long it takes to boot, how it fails, where it hangs) is part of its spec, so a test says it where a
+// They follow the Cluster API contracts for infrastructure machines, infrastructure clusters, control planes and bootstrap configurations,
+// v1beta2. What a simulated machine does (how long it takes to boot, how it fails, where it hangs) is part of its spec, so a test says it where a
 // user would say the instance type.
 //
 // +kubebuilder:object:generate=true

@@ -1,0 +1,119 @@
+package e2e_test
+
+import (
+	"context"
+	"fmt"
+	"testing"
+	"time"
+
+	. "github.com/onsi/gomega"
+	"github.com/samber/lo"
+	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
+	resourcev1 "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	"github.com/karpenter-capi/karpenter-capi/test/journey"
+	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/world"
+)
+
+const (
+	deviceDriver   = "gpu.example.com"
+	devicesPerNode = 2
+)
+
+// TestPodsGetDevices has pods that claim devices. The driver, which would run on each Node, is this test.
+func TestPodsGetDevices(t *testing.T) {
+	figure := shows(t, "pods with resource claims get Nodes with devices, two to a Node")
+	if testing.Short() {
+		t.Skip("not in the short run: needs a sandbox of its own")
+	}
+	g := NewWithT(t)
+	inSandbox(t, sandbox.Options{Name: "e2e-devices", DynamicResources: true})
+	leaveAsFound(t)
+	const prefix = "capacity.cluster-autoscaler.kubernetes.io/"
+	without := func(o *unstructured.Unstructured) {
+		of("MachineDeployment", func(o *unstructured.Unstructured) {
+			o.SetLabels(lo.Assign(o.GetLabels(), map[string]string{"fleet.example.com/pool": "devices"}))
+			o.SetAnnotations(lo.Assign(o.GetAnnotations(), map[string]string{"cluster.x-k8s.io/machine-current-price": "1"}))
+		})(o)
+	}
+	copies(t, w.Hub, manifests.CrowdHub, "plain", without)
+	copies(t, w.Hub, manifests.CrowdHub, "devices", of("MachineDeployment", func(o *unstructured.Unstructured) {
+		o.SetAnnotations(lo.Assign(o.GetAnnotations(), map[string]string{
+			prefix + "dra-driver": deviceDriver, prefix + "gpu-count": fmt.Sprint(devicesPerNode), "cluster.x-k8s.io/machine-current-price": "5",
+		}))
+	}))
+	copies(t, w.Spoke, manifests.CrowdSpoke, "devices", nil)
+	copies(t, w.Spoke, manifests.CrowdWorkload, "devices", nil)
+	g.Expect(w.AwaitNodePool(within(t, soon), "devices")).To(Succeed())
+	goHome(t, "devices")
+
+	class := &resourcev1.DeviceClass{ObjectMeta: metav1.ObjectMeta{Name: "gpu"}, Spec: resourcev1.DeviceClassSpec{Selectors: []resourcev1.DeviceSelector{{
+		CEL: &resourcev1.CELDeviceSelector{Expression: fmt.Sprintf("device.driver == %q", deviceDriver)},
+	}}}}
+	template := &resourcev1.ResourceClaimTemplate{
+		ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "one-gpu"},
+		Spec: resourcev1.ResourceClaimTemplateSpec{Spec: resourcev1.ResourceClaimSpec{Devices: resourcev1.DeviceClaim{Requests: []resourcev1.DeviceRequest{{
+			Name: "gpu", Exactly: &resourcev1.ExactDeviceRequest{DeviceClassName: class.Name},
+		}}}}},
+	}
+	for _, o := range []client.Object{class, template} {
+		g.Expect(w.Spoke.Create(t.Context(), o)).To(Succeed())
+	}
+	deployment := &appsv1.Deployment{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "devices"}}
+	g.Expect(w.Spoke.Patch(t.Context(), deployment, mergePatch(`{"spec":{"template":{"spec":{
+		"resourceClaims":[{"name":"gpu","resourceClaimTemplateName":"one-gpu"}],
+		"containers":[{"name":"app","image":"app","resources":{"claims":[{"name":"gpu"}],"requests":{"cpu":"100m"}}}]}}}}`))).To(Succeed())
+	driveDevices(t)
+
+	const pods = 3
+	scale(t, "devices", pods)
+	await(t, 3*time.Minute, running(pods))
+	g.Expect(where()).To(Equal(map[string]int{"devices": 2}), "not the cheaper group, which has none")
+	live := w.Recorder.State().Live()
+	figure("%d pods on %d Nodes of %d devices", pods, len(live), devicesPerNode)
+	g.Expect(lo.EveryBy(live, func(j journey.Journey) bool { return j.Reached(journey.Initialized) })).To(BeTrue())
+	g.Expect(made("devices")).To(Equal(2))
+	var claims resourcev1.ResourceClaimList
+	g.Expect(w.Spoke.List(t.Context(), &claims, client.InNamespace("default"))).To(Succeed())
+	g.Expect(claims.Items).To(HaveLen(pods))
+	for _, c := range claims.Items {
+		g.Expect(c.Status.Allocation).NotTo(BeNil(), c.Name)
+	}
+}
+
+// driveDevices announces the devices of each Node of the group until the test ends.
+func driveDevices(t *testing.T) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan struct{})
+	t.Cleanup(func() { cancel(); <-done })
+	go func() {
+		defer close(done)
+		_ = world.Poll(ctx, func(ctx context.Context) (string, error) {
+			var nodes corev1.NodeList
+			if err := w.Spoke.List(ctx, &nodes, client.MatchingLabels{corev1.LabelInstanceTypeStable: "devices"}); err != nil {
+				return err.Error(), nil // it is tried again
+			}
+			for _, n := range nodes.Items {
+				slice := &resourcev1.ResourceSlice{
+					ObjectMeta: metav1.ObjectMeta{
+						Name:            n.Name,
+						OwnerReferences: []metav1.OwnerReference{{APIVersion: "v1", Kind: "Node", Name: n.Name, UID: n.UID}},
+					},
+					Spec: resourcev1.ResourceSliceSpec{
+						Driver: deviceDriver, NodeName: &n.Name, Pool: resourcev1.ResourcePool{Name: n.Name, ResourceSliceCount: 1},
+						Devices: lo.Times(devicesPerNode, func(i int) resourcev1.Device { return resourcev1.Device{Name: fmt.Sprintf("gpu-%d", i)} }),
+					},
+				}
+				_ = w.Spoke.Create(ctx, slice) // most are there already
+			}
+			return "the test to end", nil
+		})
+	}()
+}
