@@ -187,7 +187,8 @@ func TestShimsFeatureGatesBringTheirRules(t *testing.T) {
 	g.Expect(resources("everything-values.yaml")).To(ContainElements(featured))
 
 	old := filepath.Join(t.TempDir(), "values.yaml") // as helm upgrade --reuse-values has them
-	g.Expect(os.WriteFile(old, []byte("agent: {address: 'a:1'}\ncluster: {namespace: team-a, name: production}\nsettings: {ignoreDRARequests: null}\n"), 0o600)).To(Succeed())
+	values := "agent: {address: 'a:1'}\ncluster: {namespace: team-a, name: production}\nsettings: {ignoreDRARequests: null}\n"
+	g.Expect(os.WriteFile(old, []byte(values), 0o600)).To(Succeed())
 	g.Expect(rules(t, render(t, charts[1], old))).NotTo(ContainElement(HaveField("APIGroups", ContainElement("resource.k8s.io"))))
 }
 

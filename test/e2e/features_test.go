@@ -384,7 +384,8 @@ func TestAFullReservedGroupIsReplacedInPlace(t *testing.T) {
 	}
 
 	began := time.Now()
-	g.Expect(w.Spoke.Patch(t.Context(), pool, mergePatch(`{"spec":{"template":{"metadata":{"labels":{"fleet.example.com/generation":"2"}}}}}`))).To(Succeed())
+	change := mergePatch(`{"spec":{"template":{"metadata":{"labels":{"fleet.example.com/generation":"2"}}}}}`)
+	g.Expect(w.Spoke.Patch(t.Context(), pool, change)).To(Succeed())
 	poll(t, 5*time.Minute, func(context.Context) (string, error) {
 		atMost()
 		old := lo.Intersect(first, uidsOf(listCrowd(t)))

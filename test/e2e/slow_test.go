@@ -118,7 +118,7 @@ func hurriedShim(t *testing.T) string {
 	}
 	changed := func(from, to string, changes ...string) {
 		t.Helper()
-		text, err := os.ReadFile(from) //nolint:gosec // a source file
+		text, err := os.ReadFile(from)
 		g.Expect(err).NotTo(HaveOccurred())
 		for i := 0; i < len(changes); i += 2 {
 			g.Expect(strings.Count(string(text), changes[i])).To(Equal(1), changes[i])

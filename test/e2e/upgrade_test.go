@@ -54,7 +54,7 @@ func TestWorkersAreUpgraded(t *testing.T) {
 			known := len(w.Recorder.State().Journeys)
 			scale(t, "crowd", pods)
 			await(t, 2*time.Minute, running(pods))
-			g.Expect(versions(t, "crowd")).To(Equal(map[string]int{versionBefore: pods}), "workers stay behind the control plane for as long as they are told to")
+			g.Expect(versions(t, "crowd")).To(Equal(map[string]int{versionBefore: pods}), "workers stay behind the control plane as they are told to")
 
 			fewest := watchFewest(t)
 			began := time.Now()
@@ -178,7 +178,7 @@ func TestAClusterOfAClusterClassIsUpgraded(t *testing.T) {
 	}
 	drifted := lo.CountValuesBy(lo.Filter(w.Recorder.State().Journeys, func(j journey.Journey, _ int) bool { return j.Disrupted == "Drifted" }),
 		func(j journey.Journey) string { return j.NodePool })
-	g.Expect(drifted).To(Equal(map[string]int{stuck: pods}), "Karpenter replaced what it was to, and its pod that waited got a machine of the new version")
+	g.Expect(drifted).To(Equal(map[string]int{stuck: pods}), "Karpenter replaced what it was to; the pod that waited got the new version at once")
 	g.Expect(made(stuck)).To(Equal(2*pods + 1))
 	figure("both within %.0f s", time.Since(began).Seconds())
 }

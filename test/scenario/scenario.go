@@ -215,7 +215,8 @@ func (r *run) scaleUp(ctx context.Context) error {
 	r.result.Join = journey.LatencyOf(r.mine(state), journey.Created, journey.Initialized)
 	r.Note("%d pods run on %d nodes made for them and %d that was there; NodeClaim to launched: median %s, 99th percentile %s; "+
 		"to a node that takes pods: median %s, 99th percentile %s",
-		r.result.Pods, r.result.Nodes, r.own(), round(r.result.Launch.Median), round(r.result.Launch.P99), round(r.result.Join.Median), round(r.result.Join.P99))
+		r.result.Pods, r.result.Nodes, r.own(),
+		round(r.result.Launch.Median), round(r.result.Launch.P99), round(r.result.Join.Median), round(r.result.Join.P99))
 	if needed := Full.TotalNodes() - r.own(); r.result.Nodes != needed {
 		return fmt.Errorf("%d nodes were made for the pods, %d would do: %s", r.result.Nodes, needed, perGroup(state))
 	}

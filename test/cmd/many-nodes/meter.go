@@ -29,7 +29,7 @@ type counters struct {
 }
 
 func (meter) head() {
-	say("%-28s %10s %12s %12s %12s %12s %10s %10s %8s %8s", "phase", "seconds",
+	say("%-28s %10s %12s %12s %12s %12s %12s %10s %8s %8s", "phase", "seconds",
 		"agent calls", "agent reads", "agent writes", "shim reads", "shim writes", "agent MB", "shim MB", "cores")
 }
 
@@ -59,12 +59,14 @@ func (m meter) phase(ctx context.Context, name string, nodes int, do func(contex
 		total, after.agentReads - before.agentReads, after.agentWrites - before.agentWrites,
 		after.shimReads - before.shimReads, after.shimWrites - before.shimWrites,
 	}
-	say("%-28s %10.0f %12.0f %12.0f %12.0f %12.0f %10.0f %10.0f %8.0f %8.2f", name, took.Seconds(), row[0], row[1], row[2], row[3], row[4],
+	say("%-28s %10.0f %12.0f %12.0f %12.0f %12.0f %12.0f %10.0f %8.0f %8.2f", name, took.Seconds(), row[0], row[1], row[2], row[3], row[4],
 		after.agentMemory/1e6, after.shimMemory/1e6, (after.cpu-before.cpu)/took.Seconds())
-	each := lo.Map(row, func(n float64, _ int) any { return n / float64(nodes) })
-	say("%-28s %10s %12.3f %12.3f %12.3f %12.3f %10.3f", "  each node", "", each[0], each[1], each[2], each[3], each[4])
-	perMinute := lo.Map(row, func(n float64, _ int) any { return n / float64(nodes) / took.Minutes() })
-	say("%-28s %10s %12.4f %12.4f %12.4f %12.4f %10.4f", "  each node and minute", "", perMinute[0], perMinute[1], perMinute[2], perMinute[3], perMinute[4])
+	share := func(name, format string, of float64) {
+		each := lo.Map(row, func(n float64, _ int) any { return n / of })
+		say("%-28s %10s"+strings.Repeat(" "+format, len(each)), append([]any{name, ""}, each...)...)
+	}
+	share("  each node", "%12.3f", float64(nodes))
+	share("  each node and minute", "%12.4f", float64(nodes)*took.Minutes())
 	say("  calls: %v", calls)
 	return nil
 }
