@@ -65,7 +65,8 @@ func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
 	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: vetoed.Status.NodeRef.Name}}
 	g.Expect(w.Spoke.Patch(t.Context(), node, forbidding(karpenterv1.DoNotRepairAnnotationKey))).To(Succeed())
 	sicken(t, &vetoed, corev1.ConditionFalse)
-	poll(t, 2*time.Minute, func(ctx context.Context) (string, error) {
+	// Core says one thing of this kind about a Node every two minutes, and may have said already that it was not initialized yet.
+	poll(t, 4*time.Minute, func(ctx context.Context) (string, error) {
 		var all corev1.EventList
 		err := w.Spoke.List(ctx, &all)
 		told := lo.ContainsBy(all.Items, func(e corev1.Event) bool {
