@@ -105,6 +105,7 @@ func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
 	g.Expect(made("crowd")).To(Equal(before + 2))
 	g.Expect(disrupted()).To(ConsistOf("Unhealthy"), "that of Karpenter's own repair")
 	g.Expect(uidsOf(listCrowd(t))).To(ContainElements(kept.UID, vetoed.UID))
+	sicken(t, &kept, corev1.ConditionTrue) // a Node that is not ready takes up a disruption budget: alone, it would never go
 }
 
 // forbidding sets an annotation that forbids something.
