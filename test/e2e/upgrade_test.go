@@ -150,7 +150,9 @@ func TestAClusterOfAClusterClassIsUpgraded(t *testing.T) {
 	for name := range strategies {
 		scale(t, name, pods+1)
 	}
-	await(t, 2*time.Minute, running(2*pods+1))
+	await(t, 2*time.Minute, func(s journey.State) string {
+		return lo.Ternary(s.Pods.Running == 2*pods+1, "", fmt.Sprintf("%d pods to run: %d do", 2*pods+1, s.Pods.Running))
+	})
 	g.Expect(versions(t, grows)).To(Equal(map[string]int{versionBefore: pods + 1}), "it grows in its own version")
 	g.Expect(versions(t, stuck)).To(Equal(map[string]int{versionBefore: pods}))
 	poll(t, soon, func(ctx context.Context) (string, error) {
