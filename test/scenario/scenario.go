@@ -25,7 +25,7 @@ import (
 
 const (
 	// The longest that each part may take, on a slow machine.
-	readyWithin       = time.Minute
+	readyWithin       = 2 * time.Minute // the shim tells the agent once a minute which Nodes there are
 	scaleUpWithin     = 3 * time.Minute
 	consolidateWithin = 3 * time.Minute
 	scaleDownWithin   = 3 * time.Minute

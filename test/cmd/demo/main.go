@@ -113,7 +113,10 @@ func show(ctx context.Context, c config, began time.Time) (result scenario.Resul
 	s.title("Bringing the sandbox %q up: a hub with Cluster API and the agent, a spoke with the shim", c.name)
 	starting, cancel := context.WithTimeout(ctx, startWithin)
 	defer cancel()
-	w, err := world.Start(starting, sandbox.Options{Name: c.name, OnChange: s.starting}, s.event)
+	w, err := world.Start(starting, sandbox.Options{
+		Name: c.name, OnChange: s.starting,
+		ShimEnv: []string{"CLAIM_SYNC_INTERVAL=10s"}, // by default a user's own node takes pods within a minute: too long to look at
+	}, s.event)
 	if err != nil {
 		state, _ := sandbox.ReadState(sandbox.Options{Name: c.name})
 		return result, state.Paths.Logs, fmt.Errorf("bringing the sandbox up: %w", err)
