@@ -290,6 +290,14 @@ func TestAFullReservationIsAvailableWithNothingLeft(t *testing.T) {
 		assert.Equal(t, c.want, offerings[0].Available, name)
 		assert.False(t, offerings[0].Launchable(), name)
 	}
+	view, err := instancetype.NewView(&v1alpha1.ClusterAPINodeClassSpec{Price: v1alpha1.PricePolicy{WhenUnknown: v1alpha1.UnknownPriceUnavailable}})
+	require.NoError(t, err)
+	estimated := view.Of(group(t, "r", reserved, atMaxSize, func(g *agentv1alpha1.NodeGroup) {
+		g.Sources = map[string]*agentv1alpha1.ValueSource{"price": {Kind: agentv1alpha1.SourceKind_SOURCE_KIND_ESTIMATE}}
+	}))
+	refused := instancetype.Build([]*instancetype.Group{estimated}, offered, nil, instancetype.Built{})[0]
+	assert.Empty(t, refused.Offerings.Available(), "the node class accepts no estimated price")
+
 	built := instancetype.Built{}
 	changed := func(reason agentv1alpha1.UnavailableReason) *cloudprovider.InstanceType {
 		return instancetype.Build([]*instancetype.Group{group(t, "r", reserved, full(reason))}, offered, built, built)[0]
