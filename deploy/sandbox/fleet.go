@@ -96,7 +96,7 @@ func createFleet(ctx context.Context, hub client.Client, spoke *controlPlane, to
 		&corev1.Secret{
 			ObjectMeta: metadata(BootstrapSecret),
 			Type:       clusterv1.ClusterSecretType,
-			Data:       map[string][]byte{"value": []byte("simulated machines need no bootstrap data"), "format": []byte("cloud-config")},
+			Data:       simprovider.BootstrapData(),
 		},
 	}, append(parts, cluster)...)...); err != nil {
 		return err

@@ -16,7 +16,12 @@ import (
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 )
 
-// bootstrapReconciler makes bootstrap data that nobody reads.
+// BootstrapData is what a bootstrap Secret holds: simulated machines read none of it.
+func BootstrapData() map[string][]byte {
+	return map[string][]byte{"value": []byte("simulated machines need no bootstrap data"), "format": []byte("cloud-config")}
+}
+
+// bootstrapReconciler creates the bootstrap Secret of each SimBootstrapConfig.
 type bootstrapReconciler struct {
 	hub client.Client
 }
@@ -41,7 +46,7 @@ func (r *bootstrapReconciler) Reconcile(ctx context.Context, req reconcile.Reque
 			Labels: map[string]string{clusterv1.ClusterNameLabel: c.Labels[clusterv1.ClusterNameLabel]},
 		},
 		Type: clusterv1.ClusterSecretType,
-		Data: map[string][]byte{"value": []byte("simulated machines need no bootstrap data"), "format": []byte("cloud-config")},
+		Data: BootstrapData(),
 	}
 	if err := controllerutil.SetControllerReference(c, secret, r.hub.Scheme()); err != nil {
 		return reconcile.Result{}, err
