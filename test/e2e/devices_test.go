@@ -13,7 +13,6 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	resourcev1 "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
@@ -37,18 +36,10 @@ func TestPodsGetDevices(t *testing.T) {
 	inSandbox(t, sandbox.Options{Name: "e2e-devices", DynamicResources: true})
 	leaveAsFound(t)
 	const prefix = "capacity.cluster-autoscaler.kubernetes.io/"
-	without := func(o *unstructured.Unstructured) {
-		of("MachineDeployment", func(o *unstructured.Unstructured) {
-			o.SetLabels(lo.Assign(o.GetLabels(), map[string]string{"fleet.example.com/pool": "devices"}))
-			o.SetAnnotations(lo.Assign(o.GetAnnotations(), map[string]string{"cluster.x-k8s.io/machine-current-price": "1"}))
-		})(o)
-	}
-	copies(t, w.Hub, manifests.CrowdHub, "plain", without)
-	copies(t, w.Hub, manifests.CrowdHub, "devices", of("MachineDeployment", func(o *unstructured.Unstructured) {
-		o.SetAnnotations(lo.Assign(o.GetAnnotations(), map[string]string{
-			prefix + "dra-driver": deviceDriver, prefix + "gpu-count": strconv.Itoa(devicesPerNode), "cluster.x-k8s.io/machine-current-price": "5",
-		}))
-	}))
+	group(t, "devices", "plain", "on-demand", "1", "10")
+	group(t, "devices", "devices", "on-demand", "5", "10")
+	annotate(t, "devices", prefix+"dra-driver", strconv.Quote(deviceDriver))
+	annotate(t, "devices", prefix+"gpu-count", strconv.Quote(strconv.Itoa(devicesPerNode)))
 	copies(t, w.Spoke, manifests.CrowdSpoke, "devices", nil)
 	copies(t, w.Spoke, manifests.CrowdWorkload, "devices", nil)
 	g.Expect(w.AwaitNodePool(within(t, soon), "devices")).To(Succeed())
