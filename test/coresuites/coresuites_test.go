@@ -31,7 +31,7 @@ func TestSpecsAreJudged(t *testing.T) {
 
 	good := lo.Filter(specs, func(s coresuites.Spec, _ int) bool { return s.State == "passed" || s.State == "skipped" })
 	g.Expect(coresuites.Judge(good, []coresuites.Exception{reboot}).OK()).To(BeTrue())
-	g.Expect(coresuites.Judge(good, nil).Unexplained).To(HaveLen(1), "nobody says why it was not run")
+	g.Expect(coresuites.Judge(good, nil).Unexplained).To(HaveLen(1), "skipped without an exception")
 	g.Expect(coresuites.Judge(good[:1], []coresuites.Exception{reboot}).Stale).To(ConsistOf(reboot), "there is no such spec any more")
 	g.Expect(coresuites.Judge(nil, nil).OK()).To(BeFalse(), "nothing ran")
 }

@@ -54,7 +54,7 @@ func TestWorkersAreUpgraded(t *testing.T) {
 			known := len(w.Recorder.State().Journeys)
 			scale(t, "crowd", pods)
 			await(t, 2*time.Minute, running(pods))
-			g.Expect(versions(t, "crowd")).To(Equal(map[string]int{versionBefore: pods}), "workers stay behind the control plane as they are told to")
+			g.Expect(versions(t, "crowd")).To(Equal(map[string]int{versionBefore: pods}), "workers keep the version that they are pinned to")
 
 			fewest := watchFewest(t)
 			began := time.Now()
@@ -101,7 +101,7 @@ func TestAClusterOfAClusterClassIsUpgraded(t *testing.T) {
 	inSandbox(t, sandbox.Options{Name: "e2e-class", TopologyVersion: versionBefore})
 	leaveAsFound(t)
 	const pods = 3
-	// While a group is pinned, Cluster API makes no Machines of it, as the control plane has another version, unless it is told to before.
+	// Cluster API creates no Machine for a pinned group once the control plane has another version, unless the group is annotated beforehand.
 	const stuck, grows = "crowd", "rolled"
 	strategies := map[string]clusterv1.MachineDeploymentRolloutStrategyType{
 		stuck: clusterv1.OnDeleteMachineDeploymentStrategyType, grows: clusterv1.RollingUpdateMachineDeploymentStrategyType,

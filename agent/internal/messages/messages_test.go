@@ -112,8 +112,8 @@ func TestWhoseAMachineIs(t *testing.T) {
 		change func(*clusterv1.Machine)
 		want   agentv1alpha1.MachineOwner
 	}{
-		"nobody's in particular": {func(m *clusterv1.Machine) { m.Annotations = nil }, agentv1alpha1.MachineOwner_MACHINE_OWNER_UNSPECIFIED},
-		"the floor's":            {func(*clusterv1.Machine) {}, agentv1alpha1.MachineOwner_MACHINE_OWNER_FLOOR},
+		"no owner":    {func(m *clusterv1.Machine) { m.Annotations = nil }, agentv1alpha1.MachineOwner_MACHINE_OWNER_UNSPECIFIED},
+		"the floor's": {func(*clusterv1.Machine) {}, agentv1alpha1.MachineOwner_MACHINE_OWNER_FLOOR},
 		"a claim's": {
 			func(m *clusterv1.Machine) { m.Labels = map[string]string{v1alpha1.ClaimLabel: "c"} }, agentv1alpha1.MachineOwner_MACHINE_OWNER_CLAIM,
 		},

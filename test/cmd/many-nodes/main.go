@@ -150,7 +150,7 @@ func size(ctx context.Context, w *world.World, nodes int, within time.Duration) 
 	return w.Recorder.Await(ctx, func(state journey.State) string {
 		live := state.Live()
 		ready := lo.CountBy(live, func(j journey.Journey) bool { return j.Reached(journey.Initialized) && !j.Reached(journey.Deleting) })
-		missing := fmt.Sprintf("%d NodeClaims, of which %d take pods", len(live), ready)
+		missing := fmt.Sprintf("%d NodeClaims, %d of them initialized", len(live), ready)
 		if time.Since(said) >= progress {
 			said = time.Now()
 			say("  after %4.0f s: %s", time.Since(began).Seconds(), missing)
