@@ -83,7 +83,8 @@ func stages() []stage {
 		{name: "joining", stuckAt: simv1.StageJoin, instance: true, reach: func(l *life, ctx context.Context) error {
 			return l.until(ctx, func() string {
 				provisioned := lo.Filter(l.machines(), func(m clusterv1.Machine, _ int) bool { return m.Spec.ProviderID != "" })
-				return lo.Ternary(len(provisioned) == 1, "", "a Machine with a provider ID")
+				// One that nobody was promised yet would only be replaced by the next, for the same claim.
+				return lo.Ternary(len(provisioned) == 1 && len(l.bound()) == 1, "", "a claim with a Machine that has a provider ID")
 			})
 		}},
 		{name: "registered", node: true, instance: true, reach: func(l *life, ctx context.Context) error {
@@ -317,10 +318,11 @@ func (l *life) live(ctx context.Context) error {
 			return fmt.Errorf("%s: %w", part.what, err)
 		}
 	}
-	l.made = lo.CountBy(l.Recorder.State().Journeys, func(j journey.Journey) bool { return j.NodePool == l.name })
+	made := lo.Filter(l.Recorder.State().Journeys, func(j journey.Journey, _ int) bool { return j.NodePool == l.name })
+	l.made = len(made)
 	needed := lo.Ternary(l.replaces(), 2, 1)
 	if l.made > needed || l.made < needed && !l.deed.gone {
-		return fmt.Errorf("%d NodeClaims were made; %d are needed", l.made, needed)
+		return fmt.Errorf("%d NodeClaims were made; %d are needed: %v", l.made, needed, made)
 	}
 	return nil
 }

@@ -1,9 +1,12 @@
 package journey
 
 import (
+	"fmt"
 	"slices"
+	"strings"
 	"time"
 
+	"github.com/samber/lo"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -71,6 +74,19 @@ func (j Journey) Took(from, to Stage) (time.Duration, bool) {
 		return 0, false
 	}
 	return max(0, j.at[to].Sub(j.at[from])), true
+}
+
+// String tells the journey in one line, for messages of tests.
+func (j Journey) String() string {
+	var b strings.Builder
+	_, _ = fmt.Fprintf(&b, "NodeClaim %s on %s, Machine %s, Node %s:", j.NodeClaim, j.Group, lo.CoalesceOrEmpty(j.Machine, "none"), lo.CoalesceOrEmpty(j.Node, "none"))
+	for stage := range Stage(stages) {
+		if j.Reached(stage) {
+			_, _ = fmt.Fprintf(&b, " %s %s,", stage, j.at[stage].Format(time.TimeOnly))
+		}
+	}
+	_, _ = fmt.Fprintf(&b, " disrupted as %s", lo.CoalesceOrEmpty(j.Disrupted, "nothing"))
+	return b.String()
 }
 
 // Group is what is known of one MachineDeployment.
