@@ -58,8 +58,8 @@ type Rules[T proto.Message] struct {
 	Backward func(before, after T) string
 	// Told returns what streams tell of a listed object. Nil means all of it.
 	Told func(T) T
-	// Once means that a key which was removed is never used again.
-	Once bool
+	// Again says why an object with a key that was removed before cannot be, "" when it can. Nil means that any can.
+	Again func(T) string
 	// Generations means that lists carry the generation that they were taken at, as the marker does.
 	Generations bool
 }
@@ -106,7 +106,7 @@ type Record[T proto.Message] struct {
 	figures Figures
 	wrong   []string
 	last    map[string]T        // as it was told last, on whichever stream
-	gone    map[string]struct{} // keys that were removed; only with Once
+	gone    map[string]struct{} // keys that were removed; only with Again
 	excused map[string]struct{}
 
 	// Of the present stream.
@@ -203,7 +203,9 @@ func (r *Record[T]) upsert(object T) {
 		}
 	}
 	if _, was := r.gone[key]; was && !excused {
-		r.blame("%s comes back after it was removed", key)
+		if why := r.rules.Again(object); why != "" {
+			r.blame("%s comes back after it was removed: %s", key, why)
+		}
 		delete(r.gone, key)
 	}
 	r.last[key], r.shown[key] = object, object
@@ -222,7 +224,7 @@ func (r *Record[T]) removed(key string) {
 
 func (r *Record[T]) forget(key string) {
 	delete(r.last, key)
-	if r.rules.Once {
+	if r.rules.Again != nil {
 		r.gone[key] = struct{}{}
 	}
 }

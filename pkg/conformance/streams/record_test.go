@@ -37,7 +37,7 @@ func newTold() told {
 }
 
 func claim(id string, phase agentv1alpha1.ClaimPhase) *agentv1alpha1.Claim {
-	return &agentv1alpha1.Claim{Cluster: spoke, ClaimId: id, Holder: "karpenter", Phase: phase}
+	return &agentv1alpha1.Claim{Cluster: spoke, ClaimId: id, NodeGroupId: "fleet/workers", Holder: "karpenter", Phase: phase}
 }
 
 func (r told) shows(claims ...*agentv1alpha1.Claim) {
@@ -78,6 +78,8 @@ func TestWhatAWatcherMayBeTold(t *testing.T) {
 		c.Machine = &agentv1alpha1.Machine{Uid: machine}
 		return c
 	}
+	late := claim("a", ended)
+	late.NodeGroupId = ""
 	released := claim("a", releasing)
 	released.ReleasedAt = timestamppb.New(time.Unix(2, 0))
 	for name, test := range map[string]struct {
@@ -110,6 +112,7 @@ func TestWhatAWatcherMayBeTold(t *testing.T) {
 			r.waits()
 		}},
 		"a stream that ends in time": {stream: func(r told) { r.begins(a); r.lists(b); r.Ended(); r.begins(b); r.waits() }},
+		"a forgotten claim that is released once more": {stream: func(r told) { r.begins(a); r.removes("a"); r.shows(late); r.removes("a") }},
 		"a claim whose state was lost": {stream: func(r told) {
 			r.begins(on("m"))
 			r.Excuse("a")

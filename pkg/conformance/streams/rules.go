@@ -22,10 +22,17 @@ func NodeGroups(cluster *agentv1alpha1.ClusterRef) Rules[*agentv1alpha1.NodeGrou
 	}
 }
 
-// Claims are the rules of a holder's claims, or of all claims of a Cluster when holder is empty. Ids of claims are never used again.
+// Claims are the rules of a holder's claims, or of all claims of a Cluster when holder is empty. Ids of claims are never used again; one
+// that was forgotten can be released once more, which leaves a claim that was released before it was made.
 func Claims(cluster *agentv1alpha1.ClusterRef, holder string) Rules[*agentv1alpha1.Claim] {
 	return Rules[*agentv1alpha1.Claim]{
-		Name: "claims", Key: (*agentv1alpha1.Claim).GetClaimId, Once: true, Told: withoutPast,
+		Name: "claims", Key: (*agentv1alpha1.Claim).GetClaimId, Told: withoutPast,
+		Again: func(c *agentv1alpha1.Claim) string {
+			if c.GetNodeGroupId() != "" {
+				return "it is on node group " + c.GetNodeGroupId()
+			}
+			return ""
+		},
 		Foreign: func(c *agentv1alpha1.Claim) string {
 			if holder != "" && c.GetHolder() != holder {
 				return "it is held by " + c.GetHolder()
@@ -58,7 +65,8 @@ func withoutPast(c *agentv1alpha1.Claim) *agentv1alpha1.Claim {
 // Machines are the rules of a Cluster's machines. Cluster API makes up a new name for each.
 func Machines(cluster *agentv1alpha1.ClusterRef) Rules[*agentv1alpha1.Machine] {
 	return Rules[*agentv1alpha1.Machine]{
-		Name: "machines", Key: (*agentv1alpha1.Machine).GetName, Once: true,
+		Name: "machines", Key: (*agentv1alpha1.Machine).GetName,
+		Again: func(*agentv1alpha1.Machine) string { return "names are used once" },
 		Foreign: func(m *agentv1alpha1.Machine) string { return another(cluster, m.GetCluster()) },
 		Backward: func(before, after *agentv1alpha1.Machine) string {
 			return first(
