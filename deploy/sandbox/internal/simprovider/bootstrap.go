@@ -9,8 +9,12 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+	"sigs.k8s.io/controller-runtime/pkg/predicate"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
@@ -27,10 +31,26 @@ type bootstrapReconciler struct {
 }
 
 func (r *bootstrapReconciler) setup(mgr ctrl.Manager) error {
-	return ctrl.NewControllerManagedBy(mgr).For(&simv1.SimBootstrapConfig{}).Complete(r)
+	return ctrl.NewControllerManagedBy(mgr).
+		For(&simv1.SimBootstrapConfig{}).
+		Watches(&clusterv1.Cluster{}, handler.EnqueueRequestsFromMapFunc(r.configsOf), builder.WithPredicates(predicate.GenerationChangedPredicate{})).
+		Complete(r)
 }
 
-// Reconcile makes the Secret once a Machine owns the configuration.
+// configsOf lists the configurations of a Cluster, which may have been unpaused.
+func (r *bootstrapReconciler) configsOf(ctx context.Context, cluster client.Object) []reconcile.Request {
+	configs := &simv1.SimBootstrapConfigList{}
+	if err := r.hub.List(ctx, configs, client.InNamespace(cluster.GetNamespace()),
+		client.MatchingLabels{clusterv1.ClusterNameLabel: cluster.GetName()}); err != nil {
+		log.FromContext(ctx).Error(err, "listing the bootstrap configurations of a Cluster")
+		return nil
+	}
+	return lo.Map(configs.Items, func(c simv1.SimBootstrapConfig, _ int) reconcile.Request {
+		return reconcile.Request{NamespacedName: client.ObjectKeyFromObject(&c)}
+	})
+}
+
+// Reconcile makes the Secret once a Machine owns the configuration, unless that or its Cluster is paused.
 func (r *bootstrapReconciler) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
 	c := &simv1.SimBootstrapConfig{}
 	if err := r.hub.Get(ctx, req.NamespacedName, c); err != nil {
@@ -39,6 +59,14 @@ func (r *bootstrapReconciler) Reconcile(ctx context.Context, req reconcile.Reque
 	owned := lo.SomeBy(c.OwnerReferences, func(o metav1.OwnerReference) bool { return o.Kind == "Machine" })
 	if c.DeletionTimestamp != nil || !owned {
 		return reconcile.Result{}, nil // The Machine controller's write of the owner reference brings us back.
+	}
+	cluster := &clusterv1.Cluster{}
+	err := r.hub.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: c.Labels[clusterv1.ClusterNameLabel]}, cluster)
+	if err != nil {
+		return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("reading the Cluster: %w", err))
+	}
+	if isPaused(cluster, c) {
+		return reconcile.Result{}, nil
 	}
 	secret := &corev1.Secret{
 		ObjectMeta: metav1.ObjectMeta{
