@@ -38,6 +38,9 @@ const (
 	NotAdoptable Reason = "NotAdoptable"
 	// QuotaExceeded means that a ResourceQuota leaves no room for another Machine.
 	QuotaExceeded Reason = "QuotaExceeded"
+	// MachinesBlocked means that Cluster API makes no Machines for the MachineDeployment now, for example because its version does not fit
+	// the control plane's.
+	MachinesBlocked Reason = "MachinesBlocked"
 	// Gone means that the MachineDeployment does not exist.
 	Gone Reason = "Gone"
 )
@@ -122,11 +125,11 @@ func (g Group) Refusal() *Refusal {
 	return &combined
 }
 
-// MayGrow reports whether the agent may raise replicas for what it owes: claims that it took, and the min size. A cool-down and a
-// used-up quota refuse new claims only.
+// MayGrow reports whether the agent may raise replicas for what it owes: claims that it took, and the min size. A cool-down, a
+// used-up quota and a MachineSet that makes no Machines refuse new claims only.
 func (g Group) MayGrow() bool {
 	return !slices.ContainsFunc(g.Refusals, func(r Refusal) bool {
-		return r.Reason != CoolingDown && r.Reason != QuotaExceeded
+		return r.Reason != CoolingDown && r.Reason != QuotaExceeded && r.Reason != MachinesBlocked
 	})
 }
 

@@ -222,6 +222,7 @@ func TestWhatStopsGrowingAndShrinking(t *testing.T) {
 		eligibility.Invalid:         {},
 		eligibility.CoolingDown:     {grow: true, shrink: true},
 		eligibility.QuotaExceeded:   {grow: true, shrink: true},
+		eligibility.MachinesBlocked: {grow: true, shrink: true},
 	} {
 		group := eligibility.Group{}.With(&eligibility.Refusal{Reason: reason})
 		assert.Equal(t, may.grow, group.MayGrow(), "%s: grow", reason)

@@ -55,7 +55,7 @@ func (s *Snapshot) unmade(d *Decision, c *v1alpha1.MachineClaim) string {
 
 // explainBlocked notes on a claim that waits why its Machine does not come, where Cluster API says why.
 func (s *Snapshot) explainBlocked(d *Decision, c *v1alpha1.MachineClaim) {
-	blocked := s.blocked()
+	blocked := BlockedBy(s.Sets)
 	if blocked == "" || c.Status.Message == blocked {
 		return
 	}
@@ -69,10 +69,10 @@ func (s *Snapshot) explainBlocked(d *Decision, c *v1alpha1.MachineClaim) {
 	d.Actions = append(d.Actions, Action{Kind: Explain, Claim: c, Event: v1alpha1.Event{Reason: ReasonWaitingForMachine, Message: blocked}})
 }
 
-// blocked returns why the MachineSets make no Machines, "" when they do. It leaves out the numbers of replicas that Cluster API puts
-// before the reasons: they change with each claim.
-func (s *Snapshot) blocked() string {
-	for _, set := range s.Sets {
+// BlockedBy returns why the MachineSets of a MachineDeployment make no Machines, "" when they do or are asked for none. It leaves out the
+// numbers of replicas that Cluster API puts before the reasons: they change with each claim.
+func BlockedBy(sets []*clusterv1.MachineSet) string {
+	for _, set := range sets {
 		for i := range set.Status.Conditions {
 			c := &set.Status.Conditions[i]
 			if c.Type != clusterv1.MachineSetScalingUpCondition || c.Status != "True" {

@@ -21,6 +21,7 @@ import (
 	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
+	shimv1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
 )
@@ -163,6 +164,9 @@ func TestAClusterOfAClusterClassIsUpgraded(t *testing.T) {
 		})
 		return lo.Ternary(told, "", "the claim to say what Cluster API waits for"), err
 	})
+	poll(t, soon, selectedBy(stuck, stuck, "the reason MachinesBlocked", func(s shimv1.SelectedNodeGroup) bool {
+		return !s.Available && s.Reason == "MachinesBlocked" && strings.Contains(s.Message, "ControlPlaneVersionSkew")
+	}))
 
 	began := time.Now()
 	topology(versionAfter, false)

@@ -179,11 +179,7 @@ func (e *env) DeleteNodeGroup(t *testing.T, name string) {
 
 func (e *env) HoldMachines(t *testing.T, name string, hold bool) {
 	t.Helper()
-	message := ""
-	if hold {
-		message = "the test holds machines"
-	}
-	e.model.BlockCreation(types.NamespacedName{Namespace: e.namespace, Name: name}, message)
+	e.model.HoldCreation(types.NamespacedName{Namespace: e.namespace, Name: name}, hold)
 }
 
 func (e *env) ProvisionMachine(_ *testing.T, claimID string) {

@@ -173,6 +173,18 @@ func (m *Model) BlockCreation(deployment types.NamespacedName, message string) {
 	m.lookAgain()
 }
 
+// HoldCreation does the same without a word, as Cluster API that is slow.
+func (m *Model) HoldCreation(deployment types.NamespacedName, hold bool) {
+	message := ""
+	if hold {
+		message = silent
+	}
+	m.BlockCreation(deployment, message)
+}
+
+// silent blocks without being shown.
+const silent = "-"
+
 // lookAgain makes every controller look at every object once more.
 func (m *Model) lookAgain() {
 	select {

@@ -193,7 +193,7 @@ func (r *sets) summarize(ms *clusterv1.MachineSet, owned []*clusterv1.Machine, b
 	setPaused(&status.Conditions, false, ms.Generation)
 	want := int(spec(ms))
 	message := ""
-	if blocked != "" {
+	if blocked != "" && blocked != silent {
 		message = fmt.Sprintf("Scaling up from %d to %d replicas is blocked because:\n* %s", len(owned), want, blocked)
 	}
 	setCondition(&status.Conditions, clusterv1.MachineSetScalingUpCondition, len(owned) < want,

@@ -143,6 +143,7 @@ func (c *Catalogue) SetupWithManager(mgr manager.Manager) error {
 		For(&clusterv1.MachineDeployment{}, builder.WithPredicates(statusIgnored())).
 		Watches(&clusterv1.Cluster{}, handler.EnqueueRequestsFromMapFunc(c.deploymentsOfCluster), builder.WithPredicates(clusterChanges())).
 		Watches(&v1alpha1.MachineClaim{}, handler.EnqueueRequestsFromMapFunc(deploymentOfFailedClaim)).
+		Watches(&clusterv1.MachineSet{}, handler.EnqueueRequestsFromMapFunc(deploymentOfSet), builder.WithPredicates(blockedChanges())).
 		WatchesRawSource(source.TypedChannel(c.quotas.changes, handler.TypedEnqueueRequestsFromMapFunc(c.deploymentsOfQuota))).
 		WatchesRawSource(source.TypedChannel(changedTemplates, handler.TypedEnqueueRequestsFromMapFunc(c.deploymentsOfTemplate))).
 		WatchesRawSource(source.TypedChannel(c.Observed.Changes(), handler.TypedEnqueueRequestsFromMapFunc(itself)))
@@ -284,7 +285,7 @@ func (c *Catalogue) Reconcile(ctx context.Context, request reconcile.Request) (r
 	if stranded := c.Observed.Stranded(request.NamespacedName); stranded != nil {
 		group.Problems = append(group.Problems, *stranded)
 	}
-	quota, err := c.quotas.refusal(ctx, request.NamespacedName)
+	noMachines, err := c.NoMachines(ctx, request.NamespacedName)
 	if err != nil {
 		return reconcile.Result{}, err
 	}
@@ -292,7 +293,7 @@ func (c *Catalogue) Reconcile(ctx context.Context, request reconcile.Request) (r
 	if err != nil {
 		return reconcile.Result{}, err
 	}
-	group.Limits = group.Limits.With(quota).With(cooling)
+	group.Limits = group.Limits.With(noMachines).With(cooling)
 	var again time.Duration
 	if cooling != nil {
 		again = max(time.Second, cooling.RetryAt.Sub(c.Clock.Now()))

@@ -434,6 +434,38 @@ func TestQuotaThatIsUsedUpMakesTheNamespacesGroupsUnavailable(t *testing.T) {
 	f.until("b", available)
 }
 
+func TestAGroupWhoseMachinesAreBlockedIsUnavailable(t *testing.T) {
+	f := start(t)
+	plane.Create(t, capitest.NewInfrastructureTemplate(f.namespace, "a", nil),
+		capitest.NewMachineDeployment(f.namespace, "a", "spoke", 1, described))
+	available := func(g *agentv1alpha1.NodeGroup) bool { return g.GetAvailability().GetAvailable() }
+	f.until("a", available)
+	set := &clusterv1.MachineSet{
+		ObjectMeta: metav1.ObjectMeta{Namespace: f.namespace, Name: "a-1", Labels: map[string]string{
+			clusterv1.ClusterNameLabel: "spoke", clusterv1.MachineDeploymentNameLabel: "a",
+		}},
+		Spec: clusterv1.MachineSetSpec{
+			ClusterName: "spoke", Replicas: new(int32(1)),
+			Selector: metav1.LabelSelector{MatchLabels: map[string]string{clusterv1.MachineDeploymentNameLabel: "a"}},
+			Template: capitest.NewMachineDeployment(f.namespace, "a", "spoke", 1, described).Spec.Template,
+		},
+	}
+	set.Spec.Template.Labels = map[string]string{clusterv1.MachineDeploymentNameLabel: "a"}
+	plane.Create(t, set)
+	scaling := func(status metav1.ConditionStatus, message string) {
+		set.Status.Conditions = []metav1.Condition{{
+			Type: clusterv1.MachineSetScalingUpCondition, Status: status, Reason: "Scaling", Message: message, LastTransitionTime: metav1.Now(),
+		}}
+		plane.SetStatus(t, set)
+	}
+	scaling(metav1.ConditionTrue, "Scaling up from 0 to 1 replicas is blocked because:\n* the control plane is upgrading")
+	shown := f.until("a", func(g *agentv1alpha1.NodeGroup) bool { return !available(g) }).GetAvailability()
+	require.Equal(t, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_MACHINES_BLOCKED, shown.GetReason())
+	require.Equal(t, "MachineSet a-1 makes no Machines: the control plane is upgrading", shown.GetMessage())
+	scaling(metav1.ConditionTrue, "Scaling up from 0 to 1 replicas")
+	f.until("a", available)
+}
+
 func TestPriceListIsFollowedAndABadOneIsNotUsed(t *testing.T) {
 	f := start(t)
 	plane.Create(t, capitest.NewInfrastructureTemplate(f.namespace, "small", nil),

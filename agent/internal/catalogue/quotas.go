@@ -163,11 +163,6 @@ func exhausted(object any) string {
 	return ""
 }
 
-// Quota says why no Machine can be added to a node group because of a ResourceQuota, or nil when one can or nobody knows.
-func (c *Catalogue) Quota(ctx context.Context, group types.NamespacedName) (*eligibility.Refusal, error) {
-	return c.quotas.refusal(ctx, group)
-}
-
 // refusal says why the namespace takes no further Machine, or nil when it does or nobody knows. It waits until that is decided.
 func (q *quotas) refusal(ctx context.Context, group types.NamespacedName) (*eligibility.Refusal, error) {
 	if q == nil {

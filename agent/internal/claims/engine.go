@@ -93,9 +93,9 @@ type Config struct {
 	// TokenLife is how long after the listing that made it a token may be used: a holder reads its live set right after it
 	// took the token, and one that needs longer has a problem of its own. Zero means ten minutes.
 	TokenLife time.Duration
-	// Quota says why no Machine can be added to a node group, because of the hub's ResourceQuotas, as far as is known; nil when
-	// one can. A group with a spare Machine takes a claim all the same. Nil means that nothing is known.
-	Quota func(ctx context.Context, nodeGroup types.NamespacedName) (*eligibility.Refusal, error)
+	// NoMachines says why no Machine can be added to a node group now, because of the hub's ResourceQuotas or of Cluster API itself, as far as
+	// is known; nil when one can. A group with a spare Machine takes a claim all the same. Nil means that nothing is known.
+	NoMachines func(ctx context.Context, nodeGroup types.NamespacedName) (*eligibility.Refusal, error)
 	// Failure says when a Machine is given up. The zero value gives none up.
 	Failure protocol.Failure
 	// Report returns a condition of a Machine's infrastructure object, where [protocol.Failure.See] names one, without waiting for it to be
@@ -394,7 +394,7 @@ func (e *Engine) refusal(
 		return newer(name, err), nil
 	}
 	group := eligibility.Of(md, cluster)
-	var quota *eligibility.Refusal
+	var noMachines *eligibility.Refusal
 	switch refusal := group.Refusal(); {
 	case refusal != nil:
 		return refusal, nil
@@ -404,10 +404,10 @@ func (e *Engine) refusal(
 		}
 	case r.Adopt == "" && !group.Full():
 		refusal, err := e.CoolingDown(ctx, key)
-		if refusal != nil || err != nil || e.Quota == nil {
+		if refusal != nil || err != nil || e.NoMachines == nil {
 			return refusal, err
 		}
-		if quota, err = e.Quota(ctx, key); quota == nil || err != nil {
+		if noMachines, err = e.NoMachines(ctx, key); noMachines == nil || err != nil {
 			return nil, err
 		}
 	}
@@ -430,8 +430,8 @@ func (e *Engine) refusal(
 	if refusal, refused := d.Refused[r.ID]; refused {
 		return &refusal, nil
 	}
-	if quota != nil && (d.Ledger == nil || d.Ledger.Pending[r.ID].UID == "") {
-		return quota, nil // a replica that nobody has is no help where no Machine can be made for it
+	if noMachines != nil && (d.Ledger == nil || d.Ledger.Pending[r.ID].UID == "") {
+		return noMachines, nil // a replica that nobody has is no help where no Machine can be made for it
 	}
 	return nil, nil
 }

@@ -113,7 +113,8 @@ func refusedAll(refusals []eligibility.Refusal) error {
 	for _, r := range refusals {
 		names = append(names, r.NodeGroup)
 		gone = gone && (r.Reason == eligibility.Gone || r.Reason == eligibility.NotMember)
-		full = full || r.Reason == eligibility.AtMaxSize || r.Reason == eligibility.CoolingDown || r.Reason == eligibility.QuotaExceeded
+		full = full || r.Reason == eligibility.AtMaxSize || r.Reason == eligibility.CoolingDown || r.Reason == eligibility.QuotaExceeded ||
+			r.Reason == eligibility.MachinesBlocked
 	}
 	switch {
 	case gone:

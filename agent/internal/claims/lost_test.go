@@ -191,7 +191,7 @@ func TestAGroupWhoseQuotaIsUsedUpTakesClaimsForSparesOnly(t *testing.T) {
 	}), spare, groupOf("kept", 1, map[string]string{
 		v1alpha1.LedgerAnnotation: `{"v":1,"seq":1,"floor":0,"lastReplicas":1,"spare":1}`,
 	}))
-	e.Quota = func(_ context.Context, group types.NamespacedName) (*eligibility.Refusal, error) {
+	e.NoMachines = func(_ context.Context, group types.NamespacedName) (*eligibility.Refusal, error) {
 		return &eligibility.Refusal{NodeGroup: group.Name, Reason: eligibility.QuotaExceeded, Message: "used up"}, nil
 	}
 	ask := func(id string, candidates ...string) (*v1alpha1.MachineClaim, error) {

@@ -137,6 +137,8 @@ func UnavailableReason(reason eligibility.Reason) agentv1alpha1.UnavailableReaso
 		return agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_INVALID
 	case eligibility.QuotaExceeded:
 		return agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_QUOTA_EXCEEDED
+	case eligibility.MachinesBlocked:
+		return agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_MACHINES_BLOCKED
 	case eligibility.NotMember, eligibility.Gone, eligibility.NotAdoptable:
 	}
 	return agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_UNSPECIFIED

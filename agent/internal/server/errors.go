@@ -134,7 +134,7 @@ func (s *Server) rejected(namespace string, refusals []eligibility.Refusal) erro
 	return agenterrors.Rejected(s.config.Clock.Now(), lo.Map(refusals, func(r eligibility.Refusal, _ int) agenterrors.Rejection {
 		reason := agenterrors.ReasonNotOpen
 		switch r.Reason {
-		case eligibility.AtMaxSize, eligibility.CoolingDown, eligibility.QuotaExceeded:
+		case eligibility.AtMaxSize, eligibility.CoolingDown, eligibility.QuotaExceeded, eligibility.MachinesBlocked:
 			reason = agenterrors.ReasonNoRoom
 		case eligibility.Gone, eligibility.NotMember:
 			reason = agenterrors.ReasonNodeGroupNotFound

@@ -136,8 +136,8 @@ type SelectedNodeGroup struct {
 	PriceSource string `json:"priceSource,omitempty"`
 	// available says whether a machine could be had now.
 	Available bool `json:"available"`
-	// reason is why not: AtMaxSize, CoolingDown, Paused, Deleting, ReplicasOwned, ReplicasLowered, Invalid, QuotaExceeded, NoRoom, PriceUnknown,
-	// NoCapacity, Unusable, or Other. Absent when available.
+	// reason is why not: AtMaxSize, CoolingDown, Paused, Deleting, ReplicasOwned, ReplicasLowered, Invalid, QuotaExceeded,
+	// MachinesBlocked, NoRoom, PriceUnknown, NoCapacity, Unusable, or Other. Absent when available.
 	// +optional
 	Reason string `json:"reason,omitempty"`
 	// message is the same for people.

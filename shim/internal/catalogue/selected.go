@@ -91,6 +91,8 @@ func reasonOf(reason agentv1alpha1.UnavailableReason) string {
 		return "Invalid"
 	case agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_QUOTA_EXCEEDED:
 		return "QuotaExceeded"
+	case agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_MACHINES_BLOCKED:
+		return "MachinesBlocked"
 	default:
 		return v1alpha1.ReasonOther
 	}

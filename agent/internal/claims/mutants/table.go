@@ -705,8 +705,8 @@ var mutants = []mutant{
 	{name: "writes that fail starve the others", test: "TestWritesThatFailDoNotStarveTheOthers", edits: []edit{
 		{"	at := g.skip % len(actions)\n", "	at := g.skip * 0\n"},
 	}},
-	{name: "a used-up quota is not looked at", test: "TestAGroupWhoseQuotaIsUsedUpTakesClaimsForSparesOnly", edits: []edit{
-		{"if refusal != nil || err != nil || e.Quota == nil {", "if refusal != nil || err != nil || e.Quota != nil {"},
+	{name: "whether a Machine can be made is not looked at", test: "TestAGroupWhoseQuotaIsUsedUpTakesClaimsForSparesOnly", edits: []edit{
+		{"if refusal != nil || err != nil || e.NoMachines == nil {", "if refusal != nil || err != nil || e.NoMachines != nil {"},
 	}},
 	{name: "Machines that join too soon are named as late as others", test: "TestAMachineIsNamedAtOnceWhereOthersJoinedTooSoon", edits: []edit{
 		{"	case d.Unusable > 0 && s.NewlyNamed(d.Ledger, false):", "	case d.Unusable > 0 && false:"},

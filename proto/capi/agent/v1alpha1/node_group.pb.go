@@ -156,6 +156,9 @@ const (
 	// Another writer set the replicas below what is claimed, or keeps setting them to a number of its own. The group is frozen until a
 	// person has seen to it; the message names the writer and what to change.
 	UnavailableReason_UNAVAILABLE_REASON_REPLICAS_LOWERED UnavailableReason = 8
+	// Cluster API makes no Machines for the MachineDeployment now, for example because its version does not fit the control plane's. The
+	// message gives its reasons. Known only while Machines are asked for: the group is available again once no claim waits for one.
+	UnavailableReason_UNAVAILABLE_REASON_MACHINES_BLOCKED UnavailableReason = 9
 )
 
 // Enum value maps for UnavailableReason.
@@ -170,6 +173,7 @@ var (
 		6: "UNAVAILABLE_REASON_INVALID",
 		7: "UNAVAILABLE_REASON_QUOTA_EXCEEDED",
 		8: "UNAVAILABLE_REASON_REPLICAS_LOWERED",
+		9: "UNAVAILABLE_REASON_MACHINES_BLOCKED",
 	}
 	UnavailableReason_value = map[string]int32{
 		"UNAVAILABLE_REASON_UNSPECIFIED":      0,
@@ -181,6 +185,7 @@ var (
 		"UNAVAILABLE_REASON_INVALID":          6,
 		"UNAVAILABLE_REASON_QUOTA_EXCEEDED":   7,
 		"UNAVAILABLE_REASON_REPLICAS_LOWERED": 8,
+		"UNAVAILABLE_REASON_MACHINES_BLOCKED": 9,
 	}
 )
 
@@ -1394,7 +1399,7 @@ const file_capi_agent_v1alpha1_node_group_proto_rawDesc = "" +
 	"\x0fRolloutStrategy\x12 \n" +
 	"\x1cROLLOUT_STRATEGY_UNSPECIFIED\x10\x00\x12#\n" +
 	"\x1fROLLOUT_STRATEGY_ROLLING_UPDATE\x10\x01\x12\x1e\n" +
-	"\x1aROLLOUT_STRATEGY_ON_DELETE\x10\x02*\xd7\x02\n" +
+	"\x1aROLLOUT_STRATEGY_ON_DELETE\x10\x02*\x80\x03\n" +
 	"\x11UnavailableReason\x12\"\n" +
 	"\x1eUNAVAILABLE_REASON_UNSPECIFIED\x10\x00\x12\"\n" +
 	"\x1eUNAVAILABLE_REASON_AT_MAX_SIZE\x10\x01\x12#\n" +
@@ -1404,7 +1409,8 @@ const file_capi_agent_v1alpha1_node_group_proto_rawDesc = "" +
 	"!UNAVAILABLE_REASON_REPLICAS_OWNED\x10\x05\x12\x1e\n" +
 	"\x1aUNAVAILABLE_REASON_INVALID\x10\x06\x12%\n" +
 	"!UNAVAILABLE_REASON_QUOTA_EXCEEDED\x10\a\x12'\n" +
-	"#UNAVAILABLE_REASON_REPLICAS_LOWERED\x10\b*\xf8\x01\n" +
+	"#UNAVAILABLE_REASON_REPLICAS_LOWERED\x10\b\x12'\n" +
+	"#UNAVAILABLE_REASON_MACHINES_BLOCKED\x10\t*\xf8\x01\n" +
 	"\n" +
 	"SourceKind\x12\x1b\n" +
 	"\x17SOURCE_KIND_UNSPECIFIED\x10\x00\x12\x1a\n" +
