@@ -39,7 +39,7 @@ const (
 	// QuotaExceeded means that a ResourceQuota leaves no room for another Machine.
 	QuotaExceeded Reason = "QuotaExceeded"
 	// MachinesBlocked means that Cluster API makes no Machines for the MachineDeployment now, for example because its version does not fit
-	// the control plane's.
+	// the control plane's. It is known only while replicas lack their Machine.
 	MachinesBlocked Reason = "MachinesBlocked"
 	// Gone means that the MachineDeployment does not exist.
 	Gone Reason = "Gone"

@@ -127,7 +127,7 @@ func (s *Snapshot) judge(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 	case m == nil:
 		if why = s.unmade(d, c); why == "" {
 			s.explainBlocked(d, c)
-		} else if blocked := BlockedBy(s.Sets); blocked != "" {
+		} else if blocked := s.blocked(); blocked != "" {
 			why += ": " + blocked
 		}
 	case s.gone(m):

@@ -209,11 +209,14 @@ func (s *Snapshot) sum() int32 {
 	return sum
 }
 
-// newest returns the MachineSet that Cluster API made, or took up again, last; nil when there is none.
-func (s *Snapshot) newest() *clusterv1.MachineSet {
+func (s *Snapshot) newest() *clusterv1.MachineSet { return Newest(s.Sets) }
+
+// Newest returns the one of a MachineDeployment's MachineSets that Cluster API made, or took up again, last: what is raised goes to it. It is
+// nil when there is none.
+func Newest(sets []*clusterv1.MachineSet) *clusterv1.MachineSet {
 	var newest *clusterv1.MachineSet
 	latest := int64(-1)
-	for _, set := range s.Sets {
+	for _, set := range sets {
 		revision, _ := strconv.ParseInt(set.Annotations[clusterv1.RevisionAnnotation], 10, 64) // zero when somebody broke it
 		if revision > latest {
 			newest, latest = set, revision

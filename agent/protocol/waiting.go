@@ -55,7 +55,7 @@ func (s *Snapshot) unmade(d *Decision, c *v1alpha1.MachineClaim) string {
 
 // explainBlocked notes on a claim that waits why its Machine does not come, where Cluster API says why.
 func (s *Snapshot) explainBlocked(d *Decision, c *v1alpha1.MachineClaim) {
-	blocked := BlockedBy(s.Sets)
+	blocked := s.blocked()
 	if blocked == "" || c.Status.Message == blocked {
 		return
 	}
@@ -69,18 +69,26 @@ func (s *Snapshot) explainBlocked(d *Decision, c *v1alpha1.MachineClaim) {
 	d.Actions = append(d.Actions, Action{Kind: Explain, Claim: c, Event: v1alpha1.Event{Reason: ReasonWaitingForMachine, Message: blocked}})
 }
 
-// BlockedBy returns why the MachineSets of a MachineDeployment make no Machines, "" when they do or are asked for none. It leaves out the
-// numbers of replicas that Cluster API puts before the reasons: they change with each claim.
-func BlockedBy(sets []*clusterv1.MachineSet) string {
-	for _, set := range sets {
-		for i := range set.Status.Conditions {
-			c := &set.Status.Conditions[i]
-			if c.Type != clusterv1.MachineSetScalingUpCondition || c.Status != "True" {
-				continue
-			}
-			if _, reasons, is := strings.Cut(c.Message, "blocked because:"); is {
-				return Line(fmt.Sprintf("MachineSet %s makes no Machines: %s", set.Name, oneLine(reasons)))
-			}
+// blocked returns why MachineSets make no Machines, "" when they do.
+func (s *Snapshot) blocked() string {
+	for _, set := range s.Sets {
+		if reasons := Blocked(set); reasons != "" {
+			return Line(fmt.Sprintf("MachineSet %s makes no Machines: %s", set.Name, reasons))
+		}
+	}
+	return ""
+}
+
+// Blocked returns Cluster API's reasons why a MachineSet makes no Machines, "" when it does or is asked for none. It leaves out the numbers of
+// replicas that Cluster API puts before the reasons: they change with each claim.
+func Blocked(set *clusterv1.MachineSet) string {
+	for i := range set.Status.Conditions {
+		c := &set.Status.Conditions[i]
+		if c.Type != clusterv1.MachineSetScalingUpCondition || c.Status != "True" {
+			continue
+		}
+		if _, reasons, is := strings.Cut(c.Message, "blocked because:"); is {
+			return oneLine(reasons)
 		}
 	}
 	return ""

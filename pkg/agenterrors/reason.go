@@ -35,8 +35,8 @@ const (
 	// ReasonMachineNotFound comes with NOT_FOUND.
 	ReasonMachineNotFound Reason = "MACHINE_NOT_FOUND"
 
-	// ReasonNoRoom describes one candidate that is at its max size or was left alone after a failure. It comes with
-	// RESOURCE_EXHAUSTED.
+	// ReasonNoRoom describes one candidate that is at its max size, was left alone after a failure, or for which no Machine can be made now:
+	// a quota is used up, or Cluster API makes none. It comes with RESOURCE_EXHAUSTED.
 	ReasonNoRoom Reason = "NO_ROOM"
 	// ReasonNotOpen describes one candidate that is paused, being deleted or not open to claims. When all candidates are, it
 	// comes with FAILED_PRECONDITION.

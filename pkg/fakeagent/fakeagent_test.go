@@ -205,6 +205,23 @@ func TestMachinesGetOnWhenTheTestSaysSo(t *testing.T) {
 	require.Nil(t, claimOf(agent, "a-claim"))
 }
 
+func TestWhatABlockedGroupAnswers(t *testing.T) {
+	agent := start(t)
+	for reason, noRoom := range map[agentv1alpha1.UnavailableReason]bool{
+		agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE:      true,
+		agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_COOLING_DOWN:     true,
+		agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_QUOTA_EXCEEDED:   true,
+		agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_MACHINES_BLOCKED: true,
+		agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED:           false,
+		agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_INVALID:          false,
+	} {
+		agent.Block(workers, reason, "by the test", time.Time{})
+		err := create(t, agent, "a-claim")
+		require.Equal(t, noRoom, agenterrors.IsNoRoom(err), "%s: %v", reason, err)
+		require.Equal(t, reason, agenterrors.Rejections(err)[0].Unavailable)
+	}
+}
+
 func TestAFailedMachineCoolsItsGroupDown(t *testing.T) {
 	clock := fakeClock()
 	agent := start(t, fakeagent.WithClock(clock), fakeagent.WithCoolDown(time.Minute))

@@ -236,7 +236,9 @@ func (g *group) rejection(availability *agentv1alpha1.Availability) agenterrors.
 	}
 	switch availability.GetReason() {
 	case agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE,
-		agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_COOLING_DOWN:
+		agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_COOLING_DOWN,
+		agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_QUOTA_EXCEEDED,
+		agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_MACHINES_BLOCKED:
 		r.Reason = agenterrors.ReasonNoRoom
 	default:
 	}

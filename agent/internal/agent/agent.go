@@ -90,8 +90,8 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		CollectGrace: o.CollectGracePeriod, TokenLife: o.SyncTokenLifetime,
 		Failure: o.Failure(), Report: infrastructure.NewReports(a.manager.GetAPIReader(), clock.RealClock{}).Of,
 		Bounds: claims.Bounds{Claims: o.MaxClaimsPerCluster, Ended: o.MaxEndedClaimsPerCluster},
-		NoMachines: func(ctx context.Context, group types.NamespacedName) (*eligibility.Refusal, error) {
-			return groups.NoMachines(ctx, group)
+		NoMachines: func(ctx context.Context, md *clusterv1.MachineDeployment) (*eligibility.Refusal, error) {
+			return groups.NoMachines(ctx, md)
 		},
 	})
 	if c.Registerer != nil {

@@ -68,7 +68,7 @@ type Model struct {
 	mu         sync.Mutex
 	behaviour  func(*clusterv1.Machine) Behaviour
 	providerID func(*clusterv1.Machine) string
-	blocked    map[types.NamespacedName]string
+	blocked    map[types.NamespacedName]string // by what; "" where nothing is said
 	times      map[types.UID]*times
 }
 
@@ -163,27 +163,24 @@ func (m *Model) SetBehaviour(behaviour func(*clusterv1.Machine) Behaviour) {
 // BlockCreation keeps the MachineSets of a MachineDeployment from creating Machines, as failed preflight checks do. The
 // message is shown in their ScalingUp condition. An empty message ends it.
 func (m *Model) BlockCreation(deployment types.NamespacedName, message string) {
-	m.mu.Lock()
-	if message == "" {
-		delete(m.blocked, deployment)
-	} else {
-		m.blocked[deployment] = message
-	}
-	m.mu.Unlock()
-	m.lookAgain()
+	m.block(deployment, message != "", message)
 }
 
 // HoldCreation does the same without a word, as Cluster API that is slow.
 func (m *Model) HoldCreation(deployment types.NamespacedName, hold bool) {
-	message := ""
-	if hold {
-		message = silent
-	}
-	m.BlockCreation(deployment, message)
+	m.block(deployment, hold, "")
 }
 
-// silent blocks without being shown.
-const silent = "-"
+func (m *Model) block(deployment types.NamespacedName, block bool, message string) {
+	m.mu.Lock()
+	if block {
+		m.blocked[deployment] = message
+	} else {
+		delete(m.blocked, deployment)
+	}
+	m.mu.Unlock()
+	m.lookAgain()
+}
 
 // lookAgain makes every controller look at every object once more.
 func (m *Model) lookAgain() {

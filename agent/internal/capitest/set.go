@@ -80,9 +80,9 @@ func (r *sets) scale(ctx context.Context, ms *clusterv1.MachineSet, owned []*clu
 			return "", nil
 		}
 		r.mu.Lock()
-		message := r.blocked[types.NamespacedName{Namespace: ms.Namespace, Name: ms.Labels[clusterv1.MachineDeploymentNameLabel]}]
+		message, blocked := r.blocked[types.NamespacedName{Namespace: ms.Namespace, Name: ms.Labels[clusterv1.MachineDeploymentNameLabel]}]
 		r.mu.Unlock()
-		if message != "" {
+		if blocked {
 			return message, nil
 		}
 		for range -diff {
@@ -193,7 +193,7 @@ func (r *sets) summarize(ms *clusterv1.MachineSet, owned []*clusterv1.Machine, b
 	setPaused(&status.Conditions, false, ms.Generation)
 	want := int(spec(ms))
 	message := ""
-	if blocked != "" && blocked != silent {
+	if blocked != "" {
 		message = fmt.Sprintf("Scaling up from %d to %d replicas is blocked because:\n* %s", len(owned), want, blocked)
 	}
 	setCondition(&status.Conditions, clusterv1.MachineSetScalingUpCondition, len(owned) < want,

@@ -1,6 +1,6 @@
 // Package catalogue keeps the node groups of every Cluster, each brought up to date by itself when something that it is made
-// from changes: its MachineDeployment, its Cluster, its infrastructure template, what its Nodes show, the quotas of its
-// namespace, the price list.
+// from changes: its MachineDeployment, its Cluster, its infrastructure template, what its Nodes show, whether its
+// MachineSets make Machines, the quotas of its namespace, the price list.
 package catalogue
 
 import (
@@ -285,7 +285,7 @@ func (c *Catalogue) Reconcile(ctx context.Context, request reconcile.Request) (r
 	if stranded := c.Observed.Stranded(request.NamespacedName); stranded != nil {
 		group.Problems = append(group.Problems, *stranded)
 	}
-	noMachines, err := c.NoMachines(ctx, request.NamespacedName)
+	noMachines, err := c.NoMachines(ctx, md)
 	if err != nil {
 		return reconcile.Result{}, err
 	}

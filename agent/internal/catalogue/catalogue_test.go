@@ -440,29 +440,44 @@ func TestAGroupWhoseMachinesAreBlockedIsUnavailable(t *testing.T) {
 		capitest.NewMachineDeployment(f.namespace, "a", "spoke", 1, described))
 	available := func(g *agentv1alpha1.NodeGroup) bool { return g.GetAvailability().GetAvailable() }
 	f.until("a", available)
-	set := &clusterv1.MachineSet{
-		ObjectMeta: metav1.ObjectMeta{Namespace: f.namespace, Name: "a-1", Labels: map[string]string{
-			clusterv1.ClusterNameLabel: "spoke", clusterv1.MachineDeploymentNameLabel: "a",
-		}},
-		Spec: clusterv1.MachineSetSpec{
-			ClusterName: "spoke", Replicas: new(int32(1)),
-			Selector: metav1.LabelSelector{MatchLabels: map[string]string{clusterv1.MachineDeploymentNameLabel: "a"}},
-			Template: capitest.NewMachineDeployment(f.namespace, "a", "spoke", 1, described).Spec.Template,
-		},
+	newSet := func(name, cluster, revision string) *clusterv1.MachineSet {
+		labels := map[string]string{clusterv1.ClusterNameLabel: cluster, clusterv1.MachineDeploymentNameLabel: "a"}
+		set := &clusterv1.MachineSet{
+			ObjectMeta: metav1.ObjectMeta{
+				Namespace: f.namespace, Name: name, Labels: labels, Annotations: map[string]string{clusterv1.RevisionAnnotation: revision},
+			},
+			Spec: clusterv1.MachineSetSpec{
+				ClusterName: cluster, Replicas: new(int32(1)), Selector: metav1.LabelSelector{MatchLabels: labels},
+				Template: capitest.NewMachineDeployment(f.namespace, "a", cluster, 1, described).Spec.Template,
+			},
+		}
+		set.Spec.Template.Labels = labels
+		plane.Create(t, set)
+		return set
 	}
-	set.Spec.Template.Labels = map[string]string{clusterv1.MachineDeploymentNameLabel: "a"}
-	plane.Create(t, set)
-	scaling := func(status metav1.ConditionStatus, message string) {
+	scaling := func(set *clusterv1.MachineSet, message string) {
 		set.Status.Conditions = []metav1.Condition{{
-			Type: clusterv1.MachineSetScalingUpCondition, Status: status, Reason: "Scaling", Message: message, LastTransitionTime: metav1.Now(),
+			Type: clusterv1.MachineSetScalingUpCondition, Status: metav1.ConditionTrue, Reason: "Scaling", Message: message,
+			LastTransitionTime: metav1.Now(),
 		}}
 		plane.SetStatus(t, set)
 	}
-	scaling(metav1.ConditionTrue, "Scaling up from 0 to 1 replicas is blocked because:\n* the control plane is upgrading")
+	const blocked = "Scaling up from 0 to 1 replicas is blocked because:\n* the control plane is upgrading"
+	first := newSet("a-1", "spoke", "1")
+	scaling(newSet("a-0", "another", "7"), blocked) // left by a MachineDeployment of the name that another Cluster had
+	scaling(first, blocked)
 	shown := f.until("a", func(g *agentv1alpha1.NodeGroup) bool { return !available(g) }).GetAvailability()
 	require.Equal(t, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_MACHINES_BLOCKED, shown.GetReason())
-	require.Equal(t, "MachineSet a-1 makes no Machines: the control plane is upgrading", shown.GetMessage())
-	scaling(metav1.ConditionTrue, "Scaling up from 0 to 1 replicas")
+	require.Equal(t, "Cluster API makes no Machines: the control plane is upgrading", shown.GetMessage())
+	scaling(first, "Scaling up from 0 to 1 replicas")
+	f.until("a", available)
+	scaling(first, blocked)
+	f.until("a", func(g *agentv1alpha1.NodeGroup) bool { return !available(g) })
+	second := newSet("a-2", "spoke", "2") // what is raised goes to this one
+	f.until("a", available)
+	require.NoError(t, plane.Client.Delete(t.Context(), second))
+	f.until("a", func(g *agentv1alpha1.NodeGroup) bool { return !available(g) })
+	require.NoError(t, plane.Client.Delete(t.Context(), first))
 	f.until("a", available)
 }
 

@@ -17,20 +17,29 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// NoMachines says why no Machine can be added to a node group now: because of a ResourceQuota, or because Cluster API makes none. It is nil
-// when one can be, or nobody knows.
-func (c *Catalogue) NoMachines(ctx context.Context, group types.NamespacedName) (*eligibility.Refusal, error) {
-	if quota, err := c.quotas.refusal(ctx, group); quota != nil || err != nil {
+// NoMachines says why no Machine can be made for a MachineDeployment now: because of a ResourceQuota, or because Cluster API makes none for
+// its newest MachineSet, to which what is raised goes. It is nil when one can be, or nobody knows.
+func (c *Catalogue) NoMachines(ctx context.Context, md *clusterv1.MachineDeployment) (*eligibility.Refusal, error) {
+	if quota, err := c.quotas.refusal(ctx, client.ObjectKeyFromObject(md)); quota != nil || err != nil {
 		return quota, err
 	}
-	var sets clusterv1.MachineSetList
-	if err := c.client.List(ctx, &sets, client.InNamespace(group.Namespace), client.MatchingFields{hub.ByDeployment: group.Name}); err != nil {
+	var list clusterv1.MachineSetList
+	if err := c.client.List(ctx, &list, client.InNamespace(md.Namespace), client.MatchingFields{hub.ByDeployment: md.Name},
+		client.UnsafeDisableDeepCopy); err != nil {
 		return nil, fmt.Errorf("listing MachineSets: %w", err)
 	}
-	if why := protocol.BlockedBy(lo.ToSlicePtr(sets.Items)); why != "" {
-		return &eligibility.Refusal{NodeGroup: group.Name, Reason: eligibility.MachinesBlocked, Message: why}, nil
+	newest := protocol.Newest(lo.Filter(lo.ToSlicePtr(list.Items), func(set *clusterv1.MachineSet, _ int) bool {
+		// One of another Cluster was left by a MachineDeployment that had the name before.
+		return set.DeletionTimestamp.IsZero() && set.Spec.ClusterName == md.Spec.ClusterName
+	}))
+	if newest == nil {
+		return nil, nil
 	}
-	return nil, nil
+	why := protocol.Blocked(newest)
+	if why == "" {
+		return nil, nil
+	}
+	return &eligibility.Refusal{NodeGroup: md.Name, Reason: eligibility.MachinesBlocked, Message: "Cluster API makes no Machines: " + why}, nil
 }
 
 func deploymentOfSet(_ context.Context, set client.Object) []reconcile.Request {
@@ -48,11 +57,9 @@ func blockedChanges() predicate.Predicate {
 		if !ok {
 			return ""
 		}
-		return protocol.BlockedBy([]*clusterv1.MachineSet{set})
+		return protocol.Blocked(set)
 	}
-	return predicate.Funcs{
-		CreateFunc: func(e event.CreateEvent) bool { return blocked(e.Object) != "" },
+	return predicate.Funcs{ // a new MachineSet takes over from one that is blocked
 		UpdateFunc: func(e event.UpdateEvent) bool { return blocked(e.ObjectOld) != blocked(e.ObjectNew) },
-		DeleteFunc: func(e event.DeleteEvent) bool { return blocked(e.Object) != "" },
 	}
 }

@@ -93,9 +93,9 @@ type Config struct {
 	// TokenLife is how long after the listing that made it a token may be used: a holder reads its live set right after it
 	// took the token, and one that needs longer has a problem of its own. Zero means ten minutes.
 	TokenLife time.Duration
-	// NoMachines says why no Machine can be added to a node group now, because of the hub's ResourceQuotas or of Cluster API itself, as far as
-	// is known; nil when one can. A group with a spare Machine takes a claim all the same. Nil means that nothing is known.
-	NoMachines func(ctx context.Context, nodeGroup types.NamespacedName) (*eligibility.Refusal, error)
+	// NoMachines says why no Machine can be made for a MachineDeployment now, because of the hub's ResourceQuotas or of Cluster API itself, as
+	// far as is known; nil when one can. A group with a spare Machine takes a claim all the same. Nil means that nothing is known.
+	NoMachines func(ctx context.Context, md *clusterv1.MachineDeployment) (*eligibility.Refusal, error)
 	// Failure says when a Machine is given up. The zero value gives none up.
 	Failure protocol.Failure
 	// Report returns a condition of a Machine's infrastructure object, where [protocol.Failure.See] names one, without waiting for it to be
@@ -394,21 +394,28 @@ func (e *Engine) refusal(
 		return newer(name, err), nil
 	}
 	group := eligibility.Of(md, cluster)
-	var noMachines *eligibility.Refusal
 	switch refusal := group.Refusal(); {
 	case refusal != nil:
 		return refusal, nil
-	case r.Adopt == "" && group.Full() && ledger != nil:
+	case r.Adopt != "": // a Machine that there is
+	case group.Full() && ledger != nil:
 		if spare, err := e.maySpare(ctx, key, ledger, group); !spare || err != nil {
 			return new(protocol.FullGroup(name, *group.Max)), err
 		}
-	case r.Adopt == "" && !group.Full():
-		refusal, err := e.CoolingDown(ctx, key)
-		if refusal != nil || err != nil || e.NoMachines == nil {
-			return refusal, err
+	case !group.Full():
+		if cooling, err := e.CoolingDown(ctx, key); cooling != nil || err != nil {
+			return cooling, err
 		}
-		if noMachines, err = e.NoMachines(ctx, key); noMachines == nil || err != nil {
-			return nil, err
+	}
+	var noMachines *eligibility.Refusal
+	if r.Adopt == "" {
+		if e.NoMachines != nil {
+			if noMachines, err = e.NoMachines(ctx, md); err != nil {
+				return nil, err
+			}
+		}
+		if noMachines == nil && !group.Full() {
+			return nil, nil
 		}
 	}
 	// Whether there is a spare, or the Machine to adopt can be had, takes the whole view of the group: what would be decided if

@@ -8,7 +8,6 @@ import (
 	"github.com/stretchr/testify/require"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/utils/clock"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -182,28 +181,35 @@ func TestMachinesOfAnotherClusterAreNotTheGroups(t *testing.T) {
 	assert.Contains(t, kinds(protocol.Decide(s)), protocol.End, "its Machine is gone with its MachineDeployment")
 }
 
-// A claim that needs a further Machine is not left waiting in a namespace that has no room for one.
-func TestAGroupWhoseQuotaIsUsedUpTakesClaimsForSparesOnly(t *testing.T) {
-	spare := machineOf("spare")
-	spare.Labels[clusterv1.MachineDeploymentNameLabel] = "kept"
-	e := engineWith(t, groupOf("small", 1, map[string]string{
-		v1alpha1.LedgerAnnotation: `{"v":1,"seq":1,"floor":0,"lastReplicas":1,"spare":1}`, // of which no Machine was made
-	}), spare, groupOf("kept", 1, map[string]string{
-		v1alpha1.LedgerAnnotation: `{"v":1,"seq":1,"floor":0,"lastReplicas":1,"spare":1}`,
-	}))
-	e.NoMachines = func(_ context.Context, group types.NamespacedName) (*eligibility.Refusal, error) {
-		return &eligibility.Refusal{NodeGroup: group.Name, Reason: eligibility.QuotaExceeded, Message: "used up"}, nil
+// A claim that needs a further Machine is not left waiting where none can be made.
+func TestAGroupForWhichNoMachineCanBeMadeTakesClaimsForSparesOnly(t *testing.T) {
+	for _, reason := range []eligibility.Reason{eligibility.QuotaExceeded, eligibility.MachinesBlocked} {
+		t.Run(string(reason), func(t *testing.T) {
+			const ledger = `{"v":1,"seq":1,"floor":0,"lastReplicas":1,"spare":1}`
+			spare := machineOf("spare")
+			spare.Labels[clusterv1.MachineDeploymentNameLabel] = "kept"
+			e := engineWith(t, spare,
+				groupOf("small", 1, map[string]string{v1alpha1.LedgerAnnotation: ledger}), // no Machine was made of its spare
+				groupOf("full", 1, map[string]string{v1alpha1.LedgerAnnotation: ledger, clusterv1.AutoscalerMaxSizeAnnotation: "1"}),
+				groupOf("kept", 1, map[string]string{v1alpha1.LedgerAnnotation: ledger}),
+			)
+			e.NoMachines = func(_ context.Context, md *clusterv1.MachineDeployment) (*eligibility.Refusal, error) {
+				return &eligibility.Refusal{NodeGroup: md.Name, Reason: reason, Message: "none"}, nil
+			}
+			ask := func(id string, candidates ...string) (*v1alpha1.MachineClaim, error) {
+				return e.Create(t.Context(), Request{Namespace: namespace, Cluster: clusterName, ID: id, Holder: "spoke", Candidates: candidates})
+			}
+			for _, group := range []string{"small", "full"} {
+				_, err := ask("for-"+group, group)
+				var refused *NoRoomError
+				require.ErrorAs(t, err, &refused, group)
+				assert.Equal(t, reason, refused.Candidates[0].Reason, group)
+			}
+			c, err := ask("b", "small", "full", "kept")
+			require.NoError(t, err)
+			assert.Equal(t, "kept", c.Spec.NodeGroup)
+		})
 	}
-	ask := func(id string, candidates ...string) (*v1alpha1.MachineClaim, error) {
-		return e.Create(t.Context(), Request{Namespace: namespace, Cluster: clusterName, ID: id, Holder: "spoke", Candidates: candidates})
-	}
-	_, err := ask("a", "small")
-	var refused *NoRoomError
-	require.ErrorAs(t, err, &refused)
-	assert.Equal(t, eligibility.QuotaExceeded, refused.Candidates[0].Reason)
-	c, err := ask("b", "small", "kept")
-	require.NoError(t, err)
-	assert.Equal(t, "kept", c.Spec.NodeGroup)
 }
 
 // Nothing of ours stays on what outlives its MachineDeployment.

@@ -468,6 +468,9 @@ func TestEnginesErrorsBecomeTheAPIs(t *testing.T) {
 			{NodeGroup: "small", Reason: eligibility.CoolingDown, Message: "failed", RetryAt: retryAt},
 			{NodeGroup: "large", Reason: eligibility.Paused, Message: "paused"},
 		}}, codes.ResourceExhausted, agenterrors.ReasonNoRoom},
+		"no Machines are made": {&claims.NoRoomError{Candidates: []eligibility.Refusal{
+			{NodeGroup: "small", Reason: eligibility.MachinesBlocked, Message: "the control plane is upgrading"},
+		}}, codes.ResourceExhausted, agenterrors.ReasonNoRoom},
 		"refused": {&claims.RefusedError{Candidates: []eligibility.Refusal{
 			{NodeGroup: "small", Reason: eligibility.Paused, Message: "paused"},
 		}}, codes.FailedPrecondition, agenterrors.ReasonNotOpen},

@@ -699,14 +699,14 @@ var mutants = []mutant{
 		{"	since = latest(since, unpausedAt(s.Deployment.Status.Conditions))\n", ""},
 	}},
 	{name: "a claim is explained anew with each number", test: "TestExplanationsOfABlockedGroupAreFew", edits: []edit{
-		{"set.Name, oneLine(reasons)))\n", "set.Name, oneLine(reasons)+c.Message))\n"},
+		{"			return oneLine(reasons)\n", "			return oneLine(reasons) + c.Message\n"},
 		{"left := explainEvery - s.Now.Sub(c.Status.History[n-1].Time.Time); left > 0 {\n", "left := explainEvery - s.Now.Sub(c.Status.History[n-1].Time.Time); left > explainEvery {\n"},
 	}},
 	{name: "writes that fail starve the others", test: "TestWritesThatFailDoNotStarveTheOthers", edits: []edit{
 		{"	at := g.skip % len(actions)\n", "	at := g.skip * 0\n"},
 	}},
-	{name: "whether a Machine can be made is not looked at", test: "TestAGroupWhoseQuotaIsUsedUpTakesClaimsForSparesOnly", edits: []edit{
-		{"if refusal != nil || err != nil || e.NoMachines == nil {", "if refusal != nil || err != nil || e.NoMachines != nil {"},
+	{name: "whether a Machine can be made is not looked at", test: "TestAGroupForWhichNoMachineCanBeMadeTakesClaimsForSparesOnly", edits: []edit{
+		{"		if e.NoMachines != nil {\n", "		if e.NoMachines == nil && md == nil {\n"},
 	}},
 	{name: "Machines that join too soon are named as late as others", test: "TestAMachineIsNamedAtOnceWhereOthersJoinedTooSoon", edits: []edit{
 		{"	case d.Unusable > 0 && s.NewlyNamed(d.Ledger, false):", "	case d.Unusable > 0 && false:"},

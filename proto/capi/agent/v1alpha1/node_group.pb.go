@@ -157,7 +157,7 @@ const (
 	// person has seen to it; the message names the writer and what to change.
 	UnavailableReason_UNAVAILABLE_REASON_REPLICAS_LOWERED UnavailableReason = 8
 	// Cluster API makes no Machines for the MachineDeployment now, for example because its version does not fit the control plane's. The
-	// message gives its reasons. Known only while Machines are asked for: the group is available again once no claim waits for one.
+	// message gives its reasons. Known only while replicas lack their Machine: of a claim that waits, or of a size that the user asked for.
 	UnavailableReason_UNAVAILABLE_REASON_MACHINES_BLOCKED UnavailableReason = 9
 )
 
