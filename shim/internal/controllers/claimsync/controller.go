@@ -7,7 +7,7 @@
 //
 // With the set goes what the Nodes look like, from which the agent learns what machines are like, and that they are there: the list
 // is complete, and read from the API server itself, so that a Node that is missing there is absent. The agent is told again as soon
-// as the shim follows another one.
+// as the shim follows another one, and sooner than at the next interval when somebody asks for it.
 package claimsync
 
 import (
@@ -56,6 +56,8 @@ const (
 	// maxReports, maxProviderID and maxReportResources are the API's limits of the number of reports, of a provider ID's length, and of
 	// the resources in one report.
 	maxReports, maxProviderID, maxReportResources = 20_000, 2048, 128
+	// gatherAsked is how long a round that was asked for waits for others who ask.
+	gatherAsked = 2 * time.Second
 	// nodesPerPage is how many Nodes are read and kept whole at once.
 	nodesPerPage = 500
 )
@@ -73,6 +75,7 @@ type Controller struct {
 	cluster       *agentv1alpha1.ClusterRef
 	recorder      events.Recorder
 	reconnected   <-chan event.GenericEvent
+	asked         chan event.GenericEvent
 	interval      time.Duration
 	timeout       time.Duration
 }
@@ -87,7 +90,17 @@ func New(
 ) *Controller {
 	return &Controller{
 		clock: clk, live: live, cloudProvider: cloudProvider,
-		agent: agent, cluster: cluster, recorder: recorder, reconnected: reconnected, interval: interval, timeout: timeout,
+		agent: agent, cluster: cluster, recorder: recorder, reconnected: reconnected, asked: make(chan event.GenericEvent, 1),
+		interval: interval, timeout: timeout,
+	}
+}
+
+// Soon has a round done in a moment, for Nodes that the agent should hear of before the next interval. It does not wait, and calls that come
+// together count once. It is safe for concurrent use.
+func (c *Controller) Soon() {
+	select {
+	case c.asked <- event.GenericEvent{}:
+	default: // somebody has asked
 	}
 }
 
@@ -285,14 +298,18 @@ func report(node *corev1.Node) *agentv1alpha1.NodeReport {
 
 // Register adds the controller to the manager.
 func (c *Controller) Register(_ context.Context, m manager.Manager) error {
+	after := func(d time.Duration) handler.Funcs {
+		return handler.Funcs{
+			GenericFunc: func(_ context.Context, _ event.GenericEvent, queue workqueue.TypedRateLimitingInterface[reconcile.Request]) {
+				queue.AddAfter(reconcile.Request{}, d) // the singleton's, so that there are no two of them
+			},
+		}
+	}
 	return controllerruntime.NewControllerManagedBy(m).
 		Named(name).
 		WatchesRawSource(singleton.Source()).
-		WatchesRawSource(source.Channel(c.reconnected, handler.Funcs{
-			GenericFunc: func(_ context.Context, _ event.GenericEvent, queue workqueue.TypedRateLimitingInterface[reconcile.Request]) {
-				queue.Add(reconcile.Request{}) // the singleton's, so that there are no two of them
-			},
-		})).
+		WatchesRawSource(source.Channel(c.reconnected, after(0))).
+		WatchesRawSource(source.Channel(c.asked, after(gatherAsked))).
 		WithOptions(controller.Options{
 			// The default backs off for up to a quarter of an hour, which is too long after an outage.
 			RateLimiter: workqueue.NewTypedItemExponentialFailureRateLimiter[reconcile.Request](time.Second, min(c.interval, 30*time.Second)),

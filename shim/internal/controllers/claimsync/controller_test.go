@@ -412,7 +412,7 @@ func TestClaimsWhoseNodesWereRegisteredAreReportedAndKept(t *testing.T) {
 	assert.Contains(t, strings.Join(w.Recorder.Messages(), "\n"), string(lost.UID), "so that a person finds it")
 }
 
-func TestARoundIsDoneAtTheStartAndWhenAnAgentIsFollowedAgain(t *testing.T) {
+func TestARoundIsDoneAtTheStartWhenAnAgentIsFollowedAgainAndWhenAskedFor(t *testing.T) {
 	reconnected := make(chan event.GenericEvent)
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
 	c := claimsync.New(clock.RealClock{}, w.Kube, w.CloudProvider, w.Client.Claims, w.Cluster, w.Recorder, reconnected, time.Hour, shimtest.Timeout)
@@ -434,6 +434,9 @@ func TestARoundIsDoneAtTheStartAndWhenAnAgentIsFollowedAgain(t *testing.T) {
 		t.Fatal("nobody listens")
 	}
 	w.Eventually(func() bool { return w.Agent.Calls("SyncClaims") == 2 }, "a round long before the interval is over")
+	c.Soon()
+	c.Soon()
+	w.Eventually(func() bool { return w.Agent.Calls("SyncClaims") == 3 }, "a round that was asked for")
 	cancel()
 	require.NoError(t, <-done)
 }

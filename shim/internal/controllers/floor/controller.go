@@ -32,9 +32,10 @@ import (
 
 const (
 	name = "node.floor"
-	// look is how old a Node is when it is first looked at: the agent hears of it from a report that is made each minute, and almost all Nodes are
-	// registered by then. A Node that keeps the taint is looked at again each time it is older by a quarter, and every longestLook at least.
-	look, longestLook = 20 * time.Second, 5 * time.Minute
+	// look is how old a Node is when it is first looked at: almost all Nodes are registered by then. The agent is told of one that is not, and
+	// looks after it within secondLook. A Node that keeps the taint is looked at again each time it is older by a quarter, and every longestLook at
+	// least.
+	look, secondLook, longestLook = 20 * time.Second, 10 * time.Second, 5 * time.Minute
 	// concurrency is low, as all share one listing of the machines.
 	concurrency = 5
 )
@@ -44,12 +45,14 @@ type Controller struct {
 	clock    clock.PassiveClock
 	kube     client.Client
 	machines *unclaimed.Finder
+	report   func()
 	recorder events.Recorder
 }
 
-// New returns the controller. kube reads from a cache with an index on the NodeClaims' status.providerID.
-func New(clk clock.PassiveClock, kube client.Client, machines *unclaimed.Finder, recorder events.Recorder) *Controller {
-	return &Controller{clock: clk, kube: kube, machines: machines, recorder: recorder}
+// New returns the controller. kube reads from a cache with an index on the NodeClaims' status.providerID; report has the agent told soon of the
+// Nodes that there are.
+func New(clk clock.PassiveClock, kube client.Client, machines *unclaimed.Finder, report func(), recorder events.Recorder) *Controller {
+	return &Controller{clock: clk, kube: kube, machines: machines, report: report, recorder: recorder}
 }
 
 // Reconcile looks at one Node.
@@ -69,6 +72,10 @@ func (c *Controller) Reconcile(ctx context.Context, node *corev1.Node) (reconcil
 	}
 	if len(nodeClaims.Items) > 0 {
 		return again, nil // core registers it
+	}
+	if age < look+secondLook {
+		again.RequeueAfter = secondLook
+		c.report()
 	}
 	machines, err := c.machines.Machines(ctx)
 	if err != nil {

@@ -23,6 +23,7 @@ type env struct {
 	clock      *clocktesting.FakeClock
 	controller *floor.Controller
 	node       *corev1.Node
+	reports    int // that were asked for
 }
 
 // setUp returns a world with one machine of the user's, whose Node has Karpenter's taint and one of its own.
@@ -35,7 +36,7 @@ func setUp(t *testing.T) *env {
 	require.NoError(t, err)
 	require.Len(t, response.GetMachines(), 1)
 	e := &env{
-		World: w, t: t, clock: clk, controller: floor.New(clk, w.Kube, w.Unclaimed, w.Recorder),
+		World: w, t: t, clock: clk,
 		node: &corev1.Node{
 			ObjectMeta: metav1.ObjectMeta{Name: "node", CreationTimestamp: metav1.NewTime(clk.Now())},
 			Spec: corev1.NodeSpec{
@@ -44,6 +45,7 @@ func setUp(t *testing.T) *env {
 			},
 		},
 	}
+	e.controller = floor.New(clk, w.Kube, w.Unclaimed, func() { e.reports++ }, w.Recorder)
 	e.Create(e.node)
 	return e
 }
@@ -81,6 +83,22 @@ func TestPodsAreLetOntoANodeOfTheFloor(t *testing.T) {
 	assert.Equal(t, []corev1.Taint{{Key: "dedicated", Effect: corev1.TaintEffectNoSchedule}}, e.node.Spec.Taints, "and no other one")
 	assert.Equal(t, []string{"FloorNodeReady"}, e.Recorder.Reasons())
 	assert.False(t, e.looked(), "it is done")
+}
+
+// The agent marks the machine of a Node that it was told of.
+func TestTheAgentIsToldSoonOfANodeThatNobodyRegisters(t *testing.T) {
+	e := setUp(t)
+	e.spare("sim:///1")
+	e.node.Spec.ProviderID = "sim:///1"
+	require.NoError(t, e.Kube.Update(e.Context(), e.node))
+	require.True(t, e.looked())
+	assert.Zero(t, e.reports, "it may be registered in a moment")
+	e.clock.Step(20 * time.Second)
+	require.True(t, e.looked())
+	assert.Equal(t, 1, e.reports)
+	e.clock.Step(10 * time.Second)
+	require.True(t, e.looked())
+	assert.Equal(t, 1, e.reports, "the agent knows it")
 }
 
 func TestANodeKeepsItsTaintUntilItsMachineIsTheFloors(t *testing.T) {
