@@ -367,12 +367,12 @@ func TestAFullReservedGroupIsReplacedInPlace(t *testing.T) {
 	const size = 6 // Karpenter repairs nothing where more than a fifth is unhealthy
 	annotate(t, "crowd", "capacity.cluster-autoscaler.kubernetes.io/labels", `"karpenter.sh/capacity-type=reserved"`)
 	annotate(t, "crowd", clusterv1.AutoscalerMaxSizeAnnotation, strconv.Quote(strconv.Itoa(size)))
+	patchGroup(t, "crowd", `{"spec":{"rollout":{"strategy":{"type":"OnDelete"}},"template":{"spec":{"version":"`+versionBefore+`"}}}}`)
 	pool := &karpenterv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: "crowd"}}
 	g.Expect(w.Spoke.Patch(t.Context(), pool, mergePatch(`{"spec":{"disruption":{"budgets":[{"nodes":"2"}]},"template":{"spec":{"requirements":[
 		{"key":"karpenter.sh/capacity-type","operator":"In","values":["reserved"]}]}}}}`))).To(Succeed())
 	scale(t, "crowd", size)
 	await(t, 2*time.Minute, running(size))
-	first := crowdMachines(t)
 	// Core may plan for the one free machine twice, for a pod and for another Node's replacement: one of both is refused.
 	got := func() int {
 		return lo.CountBy(w.Recorder.State().Journeys, func(j journey.Journey) bool { return j.NodePool == "crowd" && j.Reached(journey.Launched) })
@@ -383,27 +383,37 @@ func TestAFullReservedGroupIsReplacedInPlace(t *testing.T) {
 		g.Expect(most).To(BeNumerically("<=", size), "Machines")
 	}
 
-	began := time.Now()
-	change := mergePatch(`{"spec":{"template":{"metadata":{"labels":{"fleet.example.com/generation":"2"}}}}}`)
-	g.Expect(w.Spoke.Patch(t.Context(), pool, change)).To(Succeed())
-	poll(t, 5*time.Minute, func(context.Context) (string, error) {
-		atMost()
-		old := lo.Intersect(first, uidsOf(listCrowd(t)))
-		return lo.Ternary(len(old) == 0, "", fmt.Sprintf("all Nodes to be replaced: %d are not", len(old))), nil
+	// drift changes what Nodes are to be, and waits until each was replaced once.
+	drift := func(what string, change func()) {
+		t.Helper()
+		before, first, began := got(), crowdMachines(t), time.Now()
+		change()
+		poll(t, 5*time.Minute, func(context.Context) (string, error) {
+			atMost()
+			old := lo.Intersect(first, uidsOf(listCrowd(t)))
+			return lo.Ternary(len(old) == 0, "", fmt.Sprintf("all Nodes to be replaced: %d are not", len(old))), nil
+		})
+		await(t, 2*time.Minute, running(size))
+		await(t, 2*time.Minute, crowdRuns(size))
+		g.Expect(got()-before).To(Equal(size), "each is replaced once")
+		figure("%s: %d Nodes drifted, replaced in %.0f s", what, size, time.Since(began).Seconds())
+	}
+	drift("NodePool", func() {
+		change := mergePatch(`{"spec":{"template":{"metadata":{"labels":{"fleet.example.com/generation":"2"}}}}}`)
+		g.Expect(w.Spoke.Patch(t.Context(), pool, change)).To(Succeed())
 	})
-	await(t, 2*time.Minute, running(size))
-	await(t, 2*time.Minute, crowdRuns(size))
-	g.Expect(got()).To(Equal(2*size), "each is replaced once")
-	figure("%d Nodes drifted, replaced in %.0f s, %d NodeClaims refused", size, time.Since(began).Seconds(), made("crowd")-got())
+	drift("template", func() { patchGroup(t, "crowd", `{"spec":{"template":{"spec":{"version":"`+versionAfter+`"}}}}`) })
+	g.Expect(versions(t, "crowd")).To(Equal(map[string]int{versionAfter: size}))
+	figure("%d NodeClaims refused", made("crowd")-got())
 
 	sick := listCrowd(t)[0]
-	began = time.Now()
+	began := time.Now()
 	sicken(t, &sick, corev1.ConditionFalse)
 	poll(t, 4*time.Minute, func(context.Context) (string, error) {
 		atMost()
 		return lo.Ternary(!lo.Contains(uidsOf(listCrowd(t)), sick.UID), "", "Machine "+sick.Name+" to be replaced"), nil
 	})
 	awaitReplaced(t, &sick, size)
-	g.Expect(got()).To(Equal(2*size + 1))
+	g.Expect(got()).To(Equal(3*size + 1))
 	figure("1 repaired in %.0f s, never more than %d Machines", time.Since(began).Seconds(), most)
 }
