@@ -115,7 +115,6 @@ func show(ctx context.Context, c config, began time.Time) (result scenario.Resul
 	defer cancel()
 	w, err := world.Start(starting, sandbox.Options{
 		Name: c.name, OnChange: s.starting,
-		ShimEnv: []string{"CLAIM_SYNC_INTERVAL=10s"}, // by default a user's own node takes pods within a minute: too long to look at
 	}, s.event)
 	if err != nil {
 		state, _ := sandbox.ReadState(sandbox.Options{Name: c.name})
