@@ -12,6 +12,7 @@ import (
 	"github.com/samber/lo"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
@@ -120,6 +121,29 @@ func request(id string, groups ...string) *agentv1alpha1.CreateClaimRequest {
 	return &agentv1alpha1.CreateClaimRequest{
 		Cluster: clusterRef(), ClaimId: id, Holder: holder, DisplayName: "chaos-" + id[:8],
 		Candidates: lo.Map(groups, func(g string, _ int) string { return sandbox.ClusterNamespace + "/" + g }),
+	}
+}
+
+// report tells of the Machines' Nodes that they keep Karpenter's taint, as a holder without claims does. An agent that does not answer was not told.
+func (c *callers) report(ctx context.Context, machines []clusterv1.Machine) error {
+	const reporter = holder + "-floor"
+	ctx, cancel := context.WithTimeout(ctx, attemptWithin)
+	defer cancel()
+	agent := c.anyone()
+	listed, err := agent.Claims.ListClaims(ctx, &agentv1alpha1.ListClaimsRequest{Cluster: clusterRef(), Holder: reporter})
+	if err == nil {
+		_, err = agent.Claims.SyncClaims(ctx, &agentv1alpha1.SyncClaimsRequest{
+			Cluster: clusterRef(), Holder: reporter, Token: listed.GetToken(),
+			Nodes: lo.Map(machines, func(m clusterv1.Machine, _ int) *agentv1alpha1.NodeReport {
+				return &agentv1alpha1.NodeReport{ProviderId: m.Spec.ProviderID, Unregistered: true}
+			}),
+		})
+	}
+	switch status.Code(err) {
+	case codes.InvalidArgument, codes.PermissionDenied, codes.FailedPrecondition:
+		return fmt.Errorf("reporting Nodes: %w", err)
+	default:
+		return nil
 	}
 }
 

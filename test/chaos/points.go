@@ -120,6 +120,7 @@ func provocations() []*provocation {
 	blocked := newGroup("points-blocked", 0, 4)
 	blocked.version = blockedVersion
 	lost := newGroup("points-lost", 0, 4)
+	floor := newGroup("points-floor", 2, 4)
 	return []*provocation{
 		{[]faults.Class{faults.ClaimMoved}, []*group{tight, roomy}, func(ctx context.Context, r *run) error {
 			return r.moveOn(ctx, tight, roomy)
@@ -138,6 +139,9 @@ func provocations() []*provocation {
 		}},
 		{[]faults.Class{faults.TombstoneCreated, faults.TombstoneEngraved, faults.ClaimForgotten}, nil, func(ctx context.Context, r *run) error {
 			return r.releaseUnknown(ctx, roomy)
+		}},
+		{[]faults.Class{faults.FloorChosen, faults.FloorMarked}, []*group{floor}, func(ctx context.Context, r *run) error {
+			return r.markFloor(ctx, floor)
 		}},
 	}
 }
@@ -398,4 +402,38 @@ func (r *run) releaseUnknown(ctx context.Context, g *group) error {
 		}
 	}
 	return wait(ctx, between(0, 2*time.Second))
+}
+
+// markFloor reports that the Nodes of the user's Machines keep Karpenter's taint, until the agent has marked one of them. If all are marked
+// already, a person takes a mark off first.
+func (r *run) markFloor(ctx context.Context, g *group) error {
+	if err := r.awaitNodes(ctx, g, int(g.own)); err != nil {
+		return err
+	}
+	machines, err := r.machines(ctx, g)
+	if err != nil {
+		return err
+	}
+	m := machines[rand.IntN(len(machines))]
+	if _, marked := m.Annotations[agentv1.FloorAnnotation]; marked {
+		patch := fmt.Appendf(nil, `{"metadata":{"annotations":{%q:null}}}`, agentv1.FloorAnnotation)
+		if err := r.Hub.Patch(ctx, &m, client.RawPatch(types.MergePatchType, patch)); err != nil {
+			return err
+		}
+	}
+	for {
+		if err := r.calls.report(ctx, machines); err != nil {
+			return err
+		}
+		err := r.Hub.Get(ctx, client.ObjectKeyFromObject(&m), &m)
+		if err != nil {
+			return err
+		}
+		if _, marked := m.Annotations[agentv1.FloorAnnotation]; marked {
+			return nil
+		}
+		if err := wait(ctx, time.Second); err != nil {
+			return err
+		}
+	}
 }

@@ -8,6 +8,7 @@ import (
 	"strings"
 	"sync"
 
+	"github.com/samber/lo"
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
@@ -51,6 +52,8 @@ const (
 	TombstoneCreated  Class = "tombstone created"
 	TombstoneEngraved Class = "tombstone's status written"
 	ClaimForgotten    Class = "claim forgotten"
+	FloorChosen       Class = "Machine of the floor chosen in the ledger"
+	FloorMarked       Class = "Machine marked as the floor's"
 
 	// Ignored writes are no part of the protocol: events, and questions about permissions.
 	Ignored Class = "ignored"
@@ -63,7 +66,7 @@ var Classes = []Class{
 	ClaimCreated, ClaimMoved, LedgerBegun, ReplicasRaised, SpareEntered, AdoptEntered, ClaimEntered, ClaimExplained, MachineNamed,
 	ClaimBound, MachineLabelled, LedgerTidied, NodeNoted, ClaimReleasing, ClaimFailed, ReleaseBegun, MachineHeld, MachineDeleted,
 	ReplicasLowered, PausePut, SetLowered, PauseRemoved, MachineLetGo, MachineUnlabelled, ClaimEnded, SetPaused, SetUnpaused,
-	ClaimRemade, ClaimRestored, TombstoneCreated, TombstoneEngraved, ClaimForgotten,
+	ClaimRemade, ClaimRestored, TombstoneCreated, TombstoneEngraved, ClaimForgotten, FloorChosen, FloorMarked,
 }
 
 // Memory is what classifying needs to know besides the write itself. It is shared by the proxies of all agents; the zero value
@@ -221,6 +224,7 @@ type ledger struct {
 		UID types.UID `json:"u"`
 	} `json:"pending"`
 	Releasing map[types.UID]json.RawMessage `json:"releasing"`
+	Marking   []types.UID                   `json:"marking"`
 }
 
 func annotationPath(key string) string {
@@ -308,6 +312,8 @@ func (m *Memory) entries(before, after *ledger, raised bool) Class {
 		return ReleaseBegun
 	case named:
 		return MachineNamed
+	case len(lo.Without(after.Marking, before.Marking...)) > 0:
+		return FloorChosen
 	}
 	return LedgerTidied
 }
@@ -414,6 +420,9 @@ func machine(body []byte) (Class, error) {
 			return MachineUnlabelled, nil
 		}
 		return MachineLabelled, nil
+	}
+	if mark := c.annotations[agentv1.FloorAnnotation]; mark != nil {
+		return FloorMarked, nil
 	}
 	switch {
 	case c.finalizers != nil && slices.Contains(*c.finalizers, agentv1.ReleaseFinalizer):

@@ -87,6 +87,8 @@ func TestEachStepOfTheProtocolHasItsClass(t *testing.T) {
 		{faults.MachineNamed, "patch", capi, "machinedeployments", "", ledgers(pending(`"c":{}`), pending(`"c":{"m":"m","u":"u"}`), 2, 2, "")},
 		{faults.LedgerTidied, "patch", capi, "machinedeployments", "", ledgers(pending(`"c":{}`), empty, 2, 2, "")},
 		{faults.ReleaseBegun, "patch", capi, "machinedeployments", "", ledgers(empty, releasing, 2, 2, "")},
+		{faults.FloorChosen, "patch", capi, "machinedeployments", "", ledgers(
+			empty, `{"v":1,"seq":2,"floor":1,"lastReplicas":2,"marking":["u"]}`, 2, 2, "")},
 		{faults.ReplicasLowered, "patch", capi, "machinedeployments", "", ledgers(releasing, empty, 2, 1, "")},
 		{faults.PausePut, "patch", capi, "machinedeployments", "", ledgers(releasing, releasing, 2, 2, fmt.Sprintf(paused, "add"))},
 		{faults.PauseRemoved, "patch", capi, "machinedeployments", "", ledgers(releasing, empty, 2, 1, fmt.Sprintf(paused, "remove"))},
@@ -99,6 +101,7 @@ func TestEachStepOfTheProtocolHasItsClass(t *testing.T) {
 		{faults.MachineHeld, "patch", capi, "machines", "", `{"metadata":{"resourceVersion":"7"}}`},
 		{faults.MachineLetGo, "patch", capi, "machines", "", `[{"op":"add","path":"/metadata/finalizers","value":[]}]`},
 		{faults.MachineLetGo, "patch", capi, "machines", "", `{"metadata":{"finalizers":null}}`},
+		{faults.FloorMarked, "patch", capi, "machines", "", `{"metadata":{"annotations":{"` + ours + `/floor":"true"},"resourceVersion":"7"}}`},
 		{faults.MachineDeleted, "delete", capi, "machines", "", `{"preconditions":{"uid":"u"}}`},
 
 		{faults.SetPaused, "patch", capi, "machinesets", "", `{"metadata":{"annotations":{"cluster.x-k8s.io/paused":"x"}}}`},
