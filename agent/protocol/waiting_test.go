@@ -111,6 +111,29 @@ func TestExplanationsOfABlockedGroupAreFew(t *testing.T) {
 	assert.Equal(t, 2, writes)
 }
 
+// The texts are Cluster API's, of 1.14.
+func TestWhenAMachineSetMakesNoMachines(t *testing.T) {
+	for message, test := range map[string]struct {
+		status metav1.ConditionStatus
+		want   string
+	}{
+		"Scaling up from 0 to 2 replicas is blocked because:\n* Control plane fleet/spoke is upgrading (\"ControlPlaneIsStable\" preflight check failed)": {
+			metav1.ConditionTrue, `Control plane fleet/spoke is upgrading ("ControlPlaneIsStable" preflight check failed)`,
+		},
+		"Scaling up from 0 to 2 replicas is blocked because:\n* a\n* SimMachineTemplate does not exist": {
+			metav1.ConditionTrue, "a; SimMachineTemplate does not exist",
+		},
+		"Scaling up from 0 to 2 replicas":                                       {metav1.ConditionTrue, ""},
+		"Scaling up would be blocked because SimMachineTemplate does not exist": {metav1.ConditionFalse, ""},
+		"Please check controller logs for errors":                               {metav1.ConditionUnknown, ""},
+	} {
+		set := &clusterv1.MachineSet{}
+		set.Status.Conditions = []metav1.Condition{{Type: clusterv1.MachineSetScalingUpCondition, Status: test.status, Message: message}}
+		assert.Equal(t, test.want, Blocked(set), message)
+	}
+	assert.Empty(t, Blocked(&clusterv1.MachineSet{}))
+}
+
 func TestADecisionThatOnlyEntersAClaim(t *testing.T) {
 	for name, test := range map[string]struct {
 		change func(*Snapshot)
