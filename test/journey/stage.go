@@ -79,7 +79,8 @@ func (j Journey) Took(from, to Stage) (time.Duration, bool) {
 // String tells the journey in one line, for messages of tests.
 func (j Journey) String() string {
 	var b strings.Builder
-	_, _ = fmt.Fprintf(&b, "NodeClaim %s on %s, Machine %s, Node %s:", j.NodeClaim, j.Group, lo.CoalesceOrEmpty(j.Machine, "none"), lo.CoalesceOrEmpty(j.Node, "none"))
+	_, _ = fmt.Fprintf(&b, "NodeClaim %s on %s, Machine %s, Node %s:", j.NodeClaim, j.Group,
+		lo.CoalesceOrEmpty(j.Machine, "none"), lo.CoalesceOrEmpty(j.Node, "none"))
 	for stage := range Stage(stages) {
 		if j.Reached(stage) {
 			_, _ = fmt.Fprintf(&b, " %s %s,", stage, j.at[stage].Format(time.TimeOnly))

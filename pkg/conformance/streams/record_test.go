@@ -111,7 +111,7 @@ func TestWhatAWatcherMayBeTold(t *testing.T) {
 			answer([]*agentv1alpha1.Claim{a}, 0)
 			r.waits()
 		}},
-		"a stream that ends in time": {stream: func(r told) { r.begins(a); r.lists(b); r.Ended(); r.begins(b); r.waits() }},
+		"a stream that ends in time":                   {stream: func(r told) { r.begins(a); r.lists(b); r.Ended(); r.begins(b); r.waits() }},
 		"a forgotten claim that is released once more": {stream: func(r told) { r.begins(a); r.removes("a"); r.shows(late); r.removes("a") }},
 		"a claim whose state was lost": {stream: func(r told) {
 			r.begins(on("m"))

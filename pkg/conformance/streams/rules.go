@@ -66,7 +66,7 @@ func withoutPast(c *agentv1alpha1.Claim) *agentv1alpha1.Claim {
 func Machines(cluster *agentv1alpha1.ClusterRef) Rules[*agentv1alpha1.Machine] {
 	return Rules[*agentv1alpha1.Machine]{
 		Name: "machines", Key: (*agentv1alpha1.Machine).GetName,
-		Again: func(*agentv1alpha1.Machine) string { return "names are used once" },
+		Again:   func(*agentv1alpha1.Machine) string { return "names are used once" },
 		Foreign: func(m *agentv1alpha1.Machine) string { return another(cluster, m.GetCluster()) },
 		Backward: func(before, after *agentv1alpha1.Machine) string {
 			return first(
