@@ -457,6 +457,7 @@ func TestNothingIsAnsweredBeforeTheViewIsComplete(t *testing.T) {
 
 func TestEnginesErrorsBecomeTheAPIs(t *testing.T) {
 	f := start(t)
+	cluster := f.cluster() // one connection: there may be a few only
 	retryAt := time.Now().Add(time.Minute)
 	gvr := schema.GroupResource{Group: "g", Resource: "r"}
 	for name, c := range map[string]struct {
@@ -492,7 +493,7 @@ func TestEnginesErrorsBecomeTheAPIs(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			f.engine.fail(c.err)
-			err := f.create(f.cluster())
+			err := f.create(cluster)
 			require.Equal(t, c.code, grpcstatus.Code(err), "%v", err)
 			require.Equal(t, c.reason, agenterrors.ReasonOf(err), "%v", err)
 			require.NotContains(t, err.Error(), "secret-name")
@@ -500,7 +501,7 @@ func TestEnginesErrorsBecomeTheAPIs(t *testing.T) {
 		})
 	}
 	f.engine.fail(&claims.NoRoomError{Candidates: []eligibility.Refusal{{NodeGroup: "small", Reason: eligibility.CoolingDown, RetryAt: retryAt}}})
-	err := f.create(f.cluster())
+	err := f.create(cluster)
 	require.Equal(t, "fleet/small", agenterrors.Rejections(err)[0].NodeGroup)
 	require.Equal(t, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_COOLING_DOWN, agenterrors.Rejections(err)[0].Unavailable)
 	delay, ok := agenterrors.RetryDelay(err)
@@ -508,8 +509,8 @@ func TestEnginesErrorsBecomeTheAPIs(t *testing.T) {
 	require.Greater(t, delay, 30*time.Second)
 
 	f.engine.fail(claims.ErrStaleToken)
-	_, err = f.cluster().Claims.SyncClaims(f.ctx(), &agentv1alpha1.SyncClaimsRequest{Cluster: spokeRef, Holder: "karpenter", Token: "t"})
-	require.True(t, agenterrors.IsStaleToken(err))
+	_, err = cluster.Claims.SyncClaims(f.ctx(), &agentv1alpha1.SyncClaimsRequest{Cluster: spokeRef, Holder: "karpenter", Token: "t"})
+	require.True(t, agenterrors.IsStaleToken(err), "%v", err)
 }
 
 func TestReleasedClaimThatIsUnknownIsOK(t *testing.T) {
