@@ -719,8 +719,9 @@ func (r *run) claimed(g *group) *clusterv1.Machine {
 	return nil
 }
 
-// onTheGoodOneWithin is how long claims that allow a failing group and a good one may take to a Machine of the good one.
-const onTheGoodOneWithin = 15 * time.Second
+// triesAtMost is how many claims that allow a failing group and a good one a caller may need until it has a Machine of the good one. On a slow
+// machine the cool-down may be over before it asks again.
+const triesAtMost = 4
 
 // noCapacity has five callers ask for a machine of either of two groups; the first has none. A claim that fails is made
 // again, under another id, as Karpenter makes another NodeClaim.
@@ -732,26 +733,26 @@ func noCapacity(ctx context.Context, r *run) error {
 		for round := range rounds {
 			began := time.Now()
 			var asking sync.WaitGroup
-			took := make([]time.Duration, 5)
-			for i := range took {
+			tries := make([]int, 5)
+			for i := range tries {
 				asking.Go(func() {
 					for ctx.Err() == nil {
 						id, err := r.calls.create(ctx, bad.name, good.name)
 						if err != nil || id == "" {
 							continue
 						}
+						tries[i]++
 						if r.joins(ctx, id) {
-							took[i] = time.Since(began)
 							return
 						}
 					}
 				})
 			}
 			asking.Wait()
-			slowest := slices.Max(took)
-			r.row.Notes = append(r.row.Notes, fmt.Sprintf("round %d: five claims had a machine of the good group after %.1f s", round+1, slowest.Seconds()))
-			if slowest > onTheGoodOneWithin {
-				return fmt.Errorf("five claims took %s to the good node group", slowest)
+			r.row.Notes = append(r.row.Notes, fmt.Sprintf("round %d: five callers had a machine of the good group after %.1f s, with %d claims at most",
+				round+1, time.Since(began).Seconds(), slices.Max(tries)))
+			if slices.Max(tries) > triesAtMost {
+				return fmt.Errorf("callers needed %v claims until one was on the good node group", tries)
 			}
 			if err := r.releaseAll(ctx); err != nil {
 				return err
