@@ -45,6 +45,17 @@ const (
 	Gone Reason = "Gone"
 )
 
+// NoRoom reports whether no machine can be had for a new claim now, although the group is open to claims. Such a reason does not keep the agent
+// from raising replicas for claims that it took already.
+func (r Reason) NoRoom() bool {
+	switch r {
+	case AtMaxSize, CoolingDown, QuotaExceeded, MachinesBlocked:
+		return true
+	case Paused, Deleting, ReplicasOwned, ReplicasLowered, Invalid, NotMember, NotAdoptable, Gone:
+	}
+	return false
+}
+
 // Refusal says why a node group cannot be claimed from now.
 type Refusal struct {
 	// NodeGroup is the name of the MachineDeployment.
@@ -128,9 +139,7 @@ func (g Group) Refusal() *Refusal {
 // MayGrow reports whether the agent may raise replicas for what it owes: claims that it took, and the min size. A cool-down, a
 // used-up quota and a MachineSet that makes no Machines refuse new claims only.
 func (g Group) MayGrow() bool {
-	return !slices.ContainsFunc(g.Refusals, func(r Refusal) bool {
-		return r.Reason != CoolingDown && r.Reason != QuotaExceeded && r.Reason != MachinesBlocked
-	})
+	return !slices.ContainsFunc(g.Refusals, func(r Refusal) bool { return !r.Reason.NoRoom() })
 }
 
 // MayShrink reports whether the agent may remove Machines that nobody claims, of its own choice. It must not while a person has

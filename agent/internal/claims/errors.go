@@ -113,8 +113,7 @@ func refusedAll(refusals []eligibility.Refusal) error {
 	for _, r := range refusals {
 		names = append(names, r.NodeGroup)
 		gone = gone && (r.Reason == eligibility.Gone || r.Reason == eligibility.NotMember)
-		full = full || r.Reason == eligibility.AtMaxSize || r.Reason == eligibility.CoolingDown || r.Reason == eligibility.QuotaExceeded ||
-			r.Reason == eligibility.MachinesBlocked
+		full = full || r.Reason.NoRoom()
 	}
 	switch {
 	case gone:

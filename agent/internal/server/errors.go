@@ -133,13 +133,11 @@ func (s *Server) answerAfter(ctx context.Context, err error, key claims.Key, end
 func (s *Server) rejected(namespace string, refusals []eligibility.Refusal) error {
 	return agenterrors.Rejected(s.config.Clock.Now(), lo.Map(refusals, func(r eligibility.Refusal, _ int) agenterrors.Rejection {
 		reason := agenterrors.ReasonNotOpen
-		switch r.Reason {
-		case eligibility.AtMaxSize, eligibility.CoolingDown, eligibility.QuotaExceeded, eligibility.MachinesBlocked:
+		switch {
+		case r.Reason.NoRoom():
 			reason = agenterrors.ReasonNoRoom
-		case eligibility.Gone, eligibility.NotMember:
+		case r.Reason == eligibility.Gone, r.Reason == eligibility.NotMember:
 			reason = agenterrors.ReasonNodeGroupNotFound
-		case eligibility.Paused, eligibility.Deleting, eligibility.ReplicasOwned, eligibility.ReplicasLowered, eligibility.Invalid,
-			eligibility.NotAdoptable:
 		}
 		return agenterrors.Rejection{
 			NodeGroup:   nodegroup.ID(types.NamespacedName{Namespace: namespace, Name: r.NodeGroup}),
