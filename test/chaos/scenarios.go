@@ -721,7 +721,7 @@ func (r *run) claimed(g *group) *clusterv1.Machine {
 
 // triesAtMost is how many claims that allow a failing group and a good one a caller may need until it has a Machine of the good one. On a slow
 // machine the cool-down may be over before it asks again.
-const triesAtMost = 4
+const triesAtMost = 3
 
 // noCapacity has five callers ask for a machine of either of two groups; the first has none. A claim that fails is made
 // again, under another id, as Karpenter makes another NodeClaim.
@@ -736,7 +736,7 @@ func noCapacity(ctx context.Context, r *run) error {
 			tries := make([]int, 5)
 			for i := range tries {
 				asking.Go(func() {
-					for ctx.Err() == nil {
+					for ctx.Err() == nil && tries[i] <= triesAtMost {
 						id, err := r.calls.create(ctx, bad.name, good.name)
 						if err != nil || id == "" {
 							continue

@@ -77,12 +77,12 @@ func stages() []stage {
 		}},
 		{name: "booting", stuckAt: simv1.StageBoot, instance: true, reach: func(l *life, ctx context.Context) error {
 			return l.until(ctx, func() string {
-				return lo.Ternary(len(l.claimed()) == 1 && len(l.instances()) == 1, "", "a claim with a Machine")
+				return lo.Ternary(len(l.claimedMachines()) == 1 && len(l.instances()) == 1, "", "a claim with a Machine")
 			})
 		}},
 		{name: "joining", stuckAt: simv1.StageJoin, instance: true, reach: func(l *life, ctx context.Context) error {
 			return l.until(ctx, func() string {
-				provisioned := lo.Filter(l.claimed(), func(m clusterv1.Machine, _ int) bool { return m.Spec.ProviderID != "" })
+				provisioned := lo.Filter(l.claimedMachines(), func(m clusterv1.Machine, _ int) bool { return m.Spec.ProviderID != "" })
 				return lo.Ternary(len(provisioned) == 1, "", "a claim with a Machine that has a provider ID")
 			})
 		}},
@@ -464,9 +464,9 @@ func (l *life) machines() []clusterv1.Machine {
 	return list(l.hub, &clusterv1.MachineList{}, l.ofGroup()...).Items
 }
 
-// claimed returns the Machines that carry the label of a claim: one that was only promised is replaced by the next for the same claim, and a claim
-// whose object is deleted before is gone.
-func (l *life) claimed() []clusterv1.Machine {
+// claimedMachines returns the Machines that carry the label of a claim. Before the label is set, a Machine that is deleted is replaced for the
+// same claim, and a claim whose object is deleted cannot be restored.
+func (l *life) claimedMachines() []clusterv1.Machine {
 	return lo.Filter(l.machines(), func(m clusterv1.Machine, _ int) bool { return m.Labels[agentv1.ClaimLabel] != "" })
 }
 

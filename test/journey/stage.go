@@ -86,8 +86,10 @@ func (j Journey) String() string {
 			_, _ = fmt.Fprintf(&b, " %s %s,", stage, j.at[stage].Format(time.TimeOnly))
 		}
 	}
-	_, _ = fmt.Fprintf(&b, " disrupted as %s", lo.CoalesceOrEmpty(j.Disrupted, "nothing"))
-	return b.String()
+	if j.Disrupted != "" {
+		_, _ = fmt.Fprintf(&b, " disrupted: %s", j.Disrupted)
+	}
+	return strings.TrimSuffix(b.String(), ",")
 }
 
 // Group is what is known of one MachineDeployment.
