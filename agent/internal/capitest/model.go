@@ -166,7 +166,7 @@ func (m *Model) BlockCreation(deployment types.NamespacedName, message string) {
 	m.block(deployment, message != "", message)
 }
 
-// HoldCreation does the same without a word, as Cluster API that is slow.
+// HoldCreation does the same and shows no reason, like a Cluster API that is slow.
 func (m *Model) HoldCreation(deployment types.NamespacedName, hold bool) {
 	m.block(deployment, hold, "")
 }

@@ -17,8 +17,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// NoMachines says why no Machine can be made for a MachineDeployment now: because of a ResourceQuota, or because Cluster API makes none for
-// its newest MachineSet, to which what is raised goes. It is nil when one can be, or nobody knows.
+// NoMachines says why no Machine can be created for a MachineDeployment now: a ResourceQuota is used up, or Cluster API creates none for the
+// newest MachineSet, which gets the replicas that are added. Nil means that nothing is known to prevent it.
 func (c *Catalogue) NoMachines(ctx context.Context, md *clusterv1.MachineDeployment) (*eligibility.Refusal, error) {
 	if quota, err := c.quotas.refusal(ctx, client.ObjectKeyFromObject(md)); quota != nil || err != nil {
 		return quota, err
@@ -59,7 +59,7 @@ func blockedChanges() predicate.Predicate {
 		}
 		return protocol.Blocked(set)
 	}
-	return predicate.Funcs{ // a new MachineSet takes over from one that is blocked
+	return predicate.Funcs{ // creations and deletions pass: they may change which MachineSet is the newest
 		UpdateFunc: func(e event.UpdateEvent) bool { return blocked(e.ObjectOld) != blocked(e.ObjectNew) },
 	}
 }

@@ -93,8 +93,9 @@ type Config struct {
 	// TokenLife is how long after the listing that made it a token may be used: a holder reads its live set right after it
 	// took the token, and one that needs longer has a problem of its own. Zero means ten minutes.
 	TokenLife time.Duration
-	// NoMachines says why no Machine can be made for a MachineDeployment now, because of the hub's ResourceQuotas or of Cluster API itself, as
-	// far as is known; nil when one can. A group with a spare Machine takes a claim all the same. Nil means that nothing is known.
+	// NoMachines says why no Machine can be created for a MachineDeployment now, because of the hub's ResourceQuotas or of Cluster API itself. A
+	// nil refusal means that nothing is known to prevent it; a nil function means the same for every group. A group with a spare Machine accepts
+	// a claim in any case.
 	NoMachines func(ctx context.Context, md *clusterv1.MachineDeployment) (*eligibility.Refusal, error)
 	// Failure says when a Machine is given up. The zero value gives none up.
 	Failure protocol.Failure
@@ -438,7 +439,7 @@ func (e *Engine) refusal(
 		return &refusal, nil
 	}
 	if noMachines != nil && (d.Ledger == nil || d.Ledger.Pending[r.ID].UID == "") {
-		return noMachines, nil // a replica that nobody has is no help where no Machine can be made for it
+		return noMachines, nil // a spare replica does not help without its Machine
 	}
 	return nil, nil
 }

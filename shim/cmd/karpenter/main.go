@@ -150,15 +150,15 @@ func run(ctx context.Context) error {
 		ctx, op.Manager, op.Clock, static.Client(op.GetClient()), op.EventRecorder, decorated, undecorated, clusterState,
 		op.InstanceTypeStore, op.PredictionStore, controllers.WithRegistrationHook(registration.NewLabels(op.GetClient(), catalogue)),
 	)...)
-	sync := claimsync.New(op.Clock, op.GetAPIReader(), decorated, agent.Claims, cluster, op.EventRecorder, connection.Reconnected(),
+	claimSync := claimsync.New(op.Clock, op.GetAPIReader(), decorated, agent.Claims, cluster, op.EventRecorder, connection.Reconnected(),
 		opts.ClaimSyncInterval, opts.AgentTimeout)
 	op.WithControllers(ctx,
-		sync,
+		claimSync,
 		providerid.New(op.GetClient(), op.GetAPIReader(), decorated, claims, cluster, op.EventRecorder),
 		failedmachine.New(op.Clock, op.GetClient(), op.GetAPIReader(), decorated, claims, nodeGroups, agent.Claims, cluster, op.EventRecorder,
 			finder, opts.AgentTimeout),
 		nodeclass.New(op.Clock, op.GetClient(), catalogue, nodeGroups, cluster, op.EventRecorder, opts.HubUnreachableGracePeriod),
-		floor.New(op.Clock, op.GetClient(), finder, sync.Soon, op.EventRecorder),
+		floor.New(op.Clock, op.GetClient(), finder, claimSync.Soon, op.EventRecorder),
 	)
 	if coreoptions.FromContext(ctx).FeatureGates.NodeOverlay {
 		core := nodeoverlay.NewController(op.Clock, op.GetClient(), undecorated, op.InstanceTypeStore, clusterState)

@@ -7,7 +7,7 @@
 //
 // With the set goes what the Nodes look like, from which the agent learns what machines are like, and that they are there: the list
 // is complete, and read from the API server itself, so that a Node that is missing there is absent. The agent is told again as soon
-// as the shim follows another one, and sooner than at the next interval when somebody asks for it.
+// as the shim follows another one, and when another controller calls [Controller.Soon].
 package claimsync
 
 import (
@@ -56,7 +56,7 @@ const (
 	// maxReports, maxProviderID and maxReportResources are the API's limits of the number of reports, of a provider ID's length, and of
 	// the resources in one report.
 	maxReports, maxProviderID, maxReportResources = 20_000, 2048, 128
-	// gatherAsked is how long a round that was asked for waits for others who ask.
+	// gatherAsked is how long a requested round is delayed, so that further requests join it.
 	gatherAsked = 2 * time.Second
 	// nodesPerPage is how many Nodes are read and kept whole at once.
 	nodesPerPage = 500
@@ -95,12 +95,12 @@ func New(
 	}
 }
 
-// Soon has a round done in a moment, for Nodes that the agent should hear of before the next interval. It does not wait, and calls that come
-// together count once. It is safe for concurrent use.
+// Soon requests a round within seconds, for Nodes that the agent should know of before the next interval. It does not block; requests made
+// close together result in one round. It is safe for concurrent use.
 func (c *Controller) Soon() {
 	select {
 	case c.asked <- event.GenericEvent{}:
-	default: // somebody has asked
+	default: // a round is requested already
 	}
 }
 

@@ -32,9 +32,9 @@ import (
 
 const (
 	name = "node.floor"
-	// look is how old a Node is when it is first looked at: almost all Nodes are registered by then. The agent is told of one that is not, and
-	// looks after it within secondLook. A Node that keeps the taint is looked at again each time it is older by a quarter, and every longestLook at
-	// least.
+	// look is the age at which a Node is first checked: almost all Nodes are registered by then. A report of one that is not is requested at once,
+	// and the Node is checked again after secondLook. After that, a Node that keeps the taint is checked whenever its age has grown by a quarter,
+	// and at least every longestLook.
 	look, secondLook, longestLook = 20 * time.Second, 10 * time.Second, 5 * time.Minute
 	// concurrency is low, as all share one listing of the machines.
 	concurrency = 5
@@ -49,8 +49,8 @@ type Controller struct {
 	recorder events.Recorder
 }
 
-// New returns the controller. kube reads from a cache with an index on the NodeClaims' status.providerID; report has the agent told soon of the
-// Nodes that there are.
+// New returns the controller. kube reads from a cache with an index on the NodeClaims' status.providerID; report requests an early report of
+// all Nodes to the agent.
 func New(clk clock.PassiveClock, kube client.Client, machines *unclaimed.Finder, report func(), recorder events.Recorder) *Controller {
 	return &Controller{clock: clk, kube: kube, machines: machines, report: report, recorder: recorder}
 }
