@@ -59,7 +59,7 @@ func (b *books) claimed(waiting bool) int32 {
 	for _, c := range b.Claims {
 		_, entered := b.next.Pending[c.Spec.ClaimID]
 		waits := waiting && entered && c.CurrentPhase() == v1alpha1.PhasePending
-		if waits || c.CurrentPhase() == v1alpha1.PhaseBound && c.Status.Machine != nil && !b.leftBehind(c) {
+		if waits || c.CurrentPhase() == v1alpha1.PhaseBound && c.Status.Machine != nil && !b.leftBehind(c) && !b.gaveUp(c) {
 			n++
 		}
 	}
@@ -79,7 +79,7 @@ func (b *books) restorable() int32 {
 // lost. Claims that had been entered record that themselves, so their replicas are not taken for the user's. No Machine of the
 // user's is deleted on the strength of a rebuilt ledger: what it cannot explain is the floor.
 func (s *Snapshot) rebuild() *Ledger {
-	l := (&Ledger{Version: LedgerVersion}).Clone()
+	l := (&Ledger{}).Clone()
 	room := s.newBudget(l, math.MaxInt) // what had entries before fits again
 	var ours int32
 	for _, m := range s.Machines {
@@ -199,7 +199,7 @@ func (b *books) meet() {
 		case claimed:
 			b.labelOnly++
 		case going:
-			if ClaimOf(m) != "" { // until it is gone, as nothing replaces it before
+			if ClaimOf(m) != "" && !b.returned(m) { // until it is gone, as nothing replaces it before
 				b.labelOnly++
 			}
 		case promised, releasing, givenBack, stranded, fresh, suspect, hopeless, inhabited, ofFloor:
@@ -322,6 +322,12 @@ func (b *books) adopt() {
 			if b.admit(id, named) {
 				b.next.Floor--
 			}
+		case c.Spec.AdoptAboveMinSize:
+			b.d.Refused[id] = eligibility.Refusal{
+				NodeGroup: b.Deployment.Name, Reason: eligibility.NotAdoptable, Message: fmt.Sprintf(
+					"Machine %s is one of the user's, who has no more than the min size %d; lower metadata.annotations[%s]",
+					m.Name, b.next.Min, clusterv1.AutoscalerMinSizeAnnotation),
+			}
 		case b.room(b.d.Replicas):
 			if b.admit(id, named) {
 				b.d.Replicas++ // the user is still to have the min size
@@ -332,7 +338,8 @@ func (b *books) adopt() {
 	}
 }
 
-// adoptable returns the Machine that a claim is to take over, or why it cannot have it.
+// adoptable returns the Machine that a claim is to take over, or why it cannot have it. One that is marked as the next that Cluster API is to
+// remove may be had: whoever marked it may have stopped before replicas were lowered, as when another provider is replaced.
 func (b *books) adoptable(c *v1alpha1.MachineClaim) (*clusterv1.Machine, *eligibility.Refusal) {
 	if crowded := b.crowded(); crowded != nil {
 		return nil, crowded
@@ -355,9 +362,6 @@ func (b *books) adoptable(c *v1alpha1.MachineClaim) (*clusterv1.Machine, *eligib
 	case releasing, givenBack, going, stranded:
 		return refuse("is being deleted")
 	case fresh, suspect, hopeless, inhabited, ofFloor:
-	}
-	if _, marked := m.Annotations[clusterv1.DeleteMachineAnnotation]; marked {
-		return refuse("is being deleted")
 	}
 	if ClaimOf(m) != "" {
 		return refuse("still carries the label of a claim that has ended; take the label off first")

@@ -55,6 +55,9 @@ func (s *Snapshot) actOnClaims(d *Decision) {
 				}
 			}
 		case v1alpha1.PhaseBound:
+			if c.Status.Returned && s.actOnReturned(d, c, m, named, entered) {
+				continue
+			}
 			switch owned := s.labelled(id); {
 			case m == nil && owned != nil && Alive(owned):
 				d.Actions = append(d.Actions, s.restore(c)) // its status is of another Machine
@@ -90,7 +93,7 @@ func (s *Snapshot) actOnClaims(d *Decision) {
 // recreate makes the objects of the claims again that Machines carry the labels of.
 func (s *Snapshot) recreate(d *Decision) {
 	for _, m := range s.Lost {
-		if Alive(m) {
+		if Alive(m) && !s.returning(m) {
 			d.Actions = append(d.Actions, Action{Kind: Recreate, Machine: m})
 		}
 	}
@@ -252,6 +255,8 @@ func (s *Snapshot) actOnMachines(d *Decision) {
 		ours := Held(m) || hooked(m)
 		stopped := Held(m) && DeletionCompleted(m) || hooked(m) && !Held(m)
 		switch {
+		case !recorded && s.returning(m):
+			d.Actions = append(d.Actions, Action{Kind: Return, Machine: m})
 		case !recorded && s.Ledger != nil && Alive(m) && Held(m) && s.boundTo(m) != nil:
 			d.Actions = append(d.Actions, Action{Kind: Keep, Claim: s.boundTo(m), Machine: m})
 		case recorded && !r.GivenBack && Alive(m) && s.mayDelete(m) && !s.Group.Has(eligibility.Paused):

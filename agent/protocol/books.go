@@ -57,7 +57,8 @@ const (
 	hopeless
 	// inhabited means that something may run on it, or that it is about to be replaced.
 	inhabited
-	// ofFloor means that it is one of the floor's, and marked so or about to be: pods may run on it.
+	// ofFloor means that it is one of the floor's, and marked so or about to be: pods may run on it. Its label may be that of a claim that
+	// returned it.
 	ofFloor
 )
 
@@ -70,6 +71,7 @@ func (s *Snapshot) open() *books {
 	}
 	b.fold()
 	b.dropEntries()
+	b.dropReturns()
 	b.unname()
 	b.promised = b.next.Promised()
 	b.countFloors()
@@ -87,6 +89,8 @@ func (b *books) class(m *clusterv1.Machine) class {
 		return releasing
 	case !Alive(m):
 		return going
+	case b.returned(m):
+		return ofFloor
 	case !b.orphaned(ClaimOf(m)):
 		return claimed
 	case b.promised[m.UID]:

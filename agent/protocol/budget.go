@@ -47,6 +47,9 @@ func (s *Snapshot) newBudget(l *Ledger, limit int) *budget {
 		b.longestSet = max(b.longestSet, len(set.Name))
 	}
 	b.left -= len(l.Marking) * sizeOfMark
+	for _, r := range l.Returning {
+		b.left -= sizeOfReturn(r.Machine, r.Claim)
+	}
 	for id, named := range l.Pending {
 		size := sizeOfClaim(id, named)
 		b.left -= size
@@ -83,6 +86,21 @@ func (b *budget) take(share *int, size int) bool {
 
 // sizeOfMark is the size of an entry of a Machine that is about to be marked as the floor's.
 const sizeOfMark = len(`"",`) + uidLength
+
+// sizeOfReturn is the size of the record of a Machine that a claim has returned.
+func sizeOfReturn(machine, claimID string) int {
+	return len(`"":{"m":"","c":""},`) + uidLength + len(machine) + len(claimID)
+}
+
+// give reports whether there is room for such a record, and takes it.
+func (b *budget) give(machine, claimID string) bool {
+	size := sizeOfReturn(machine, claimID)
+	if b.left < size {
+		return false
+	}
+	b.left -= size
+	return true
+}
 
 // mark reports whether there is room for the entry of such a Machine, and takes it.
 func (b *budget) mark() bool {

@@ -129,6 +129,8 @@ const (
 	Hold ActionKind = "hold"
 	// LetGo takes the finalizer off.
 	LetGo ActionKind = "let-go"
+	// Return takes the label of the claim that returned it off a Machine, and marks it as one of the floor's.
+	Return ActionKind = "return"
 	// MarkFloor marks the Machine as one of the floor's.
 	MarkFloor ActionKind = "mark-floor"
 	// Keep takes what [Hold] put there off a Machine that its claim has after all.
@@ -153,6 +155,8 @@ const (
 	ReasonOwnerMissing      = "OwnerMissing"
 	ReasonReleased          = "Released"
 	ReasonHandedOver        = "HandedOver"
+	ReasonReturnRequested   = "ReturnRequested"
+	ReasonReturned          = "Returned"
 	ReasonCancelled         = "Cancelled"
 	ReasonMachineDeleting   = "MachineDeleting"
 	ReasonMachineLost       = "MachineLost"
@@ -190,6 +194,7 @@ func Decide(s *Snapshot) *Decision {
 	}
 	b := s.open()
 	b.startReleases()
+	b.startReturns()
 	b.giveBacks()
 	b.unpause()
 	b.meet()
@@ -235,6 +240,10 @@ func (d *Decision) Wake(after time.Duration) {
 // close completes the next ledger, and keeps it if it says something new.
 func (b *books) close() {
 	b.next.Spare = max(0, b.spare())
+	b.next.Version = 1
+	if len(b.next.Returning) > 0 {
+		b.next.Version = 2
+	}
 	if b.next.Lowered {
 		// What is given back; a difference of others' making stays.
 		b.next.LastReplicas -= min(max(0, b.next.LastReplicas-b.next.Floor), b.Group.Replicas-b.d.Replicas)
@@ -247,7 +256,7 @@ func (b *books) close() {
 		// A ledger is begun by the first claim, or for what else has to be written there, not by being looked at; one that was wiped is rebuilt.
 		_, foreign := b.Deployment.Annotations[v1alpha1.ClaimedAnnotation] // copied with a ledger that is another's: policies go by it
 		quiet := (!foreign || b.Group.Has(eligibility.NotMember)) &&
-			len(b.next.Pending) == 0 && len(b.next.Releasing) == 0 && len(b.next.Marking) == 0 && b.next.Shrink == nil &&
+			len(b.next.Pending) == 0 && len(b.next.Releasing) == 0 && len(b.next.Returning) == 0 && len(b.next.Marking) == 0 && b.next.Shrink == nil &&
 			b.d.Pause == PauseKeep && !b.next.Lowered &&
 			b.d.Replicas <= b.Group.Replicas // a min size is raised to without a claim
 		if quiet && !slices.ContainsFunc(b.Claims, hasMachine) {

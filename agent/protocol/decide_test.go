@@ -764,20 +764,29 @@ func TestAdoptingTakesASpareElseTheUsers(t *testing.T) {
 		maximum                  *int32
 		wantFloor, wantReplicas  int32
 		wantAdopted, wantRefusal bool
+		above                    bool
+		wantReason               eligibility.Reason
 	}{
 		"a spare":                             {floor: 1, replicas: 2, wantFloor: 1, wantReplicas: 2},
 		"the user's":                          {floor: 2, replicas: 2, wantFloor: 1, wantReplicas: 2, wantAdopted: true},
 		"at the min size replicas are raised": {floor: 2, replicas: 2, minimum: 2, wantFloor: 2, wantReplicas: 3},
-		"at the min and the max size":         {floor: 2, replicas: 2, minimum: 2, maximum: new(int32(2)), wantRefusal: true},
+		"at the min and the max size": {
+			floor: 2, replicas: 2, minimum: 2, maximum: new(int32(2)), wantRefusal: true, wantReason: eligibility.AtMaxSize,
+		},
+		"at the min size, and only above it": {
+			floor: 2, replicas: 2, minimum: 2, above: true, wantRefusal: true, wantReason: eligibility.NotAdoptable,
+		},
+		"above the min size":          {floor: 2, replicas: 2, minimum: 1, above: true, wantFloor: 1, wantReplicas: 2, wantAdopted: true},
+		"a spare beside the min size": {floor: 1, replicas: 2, minimum: 1, above: true, wantFloor: 1, wantReplicas: 2},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := scene(test.replicas, &Ledger{Version: 1, Seq: 4, LastReplicas: test.replicas, Floor: test.floor, Min: test.minimum}).
 				withMachine("a", "", node).withMachine("b", "", node).withClaim("c", "", "")
-			s.Claims[0].Spec.Adopt = "b"
+			s.Claims[0].Spec.Adopt, s.Claims[0].Spec.AdoptAboveMinSize = "b", test.above
 			s.Group.Min, s.Group.Max = test.minimum, test.maximum
 			d := Decide(s)
 			if test.wantRefusal {
-				assert.Equal(t, eligibility.AtMaxSize, d.Refused["c"].Reason)
+				assert.Equal(t, test.wantReason, d.Refused["c"].Reason)
 				assert.Nil(t, d.Ledger)
 				return
 			}
@@ -801,6 +810,9 @@ func TestWhatCannotBeAdoptedIsRefusedWithTheReason(t *testing.T) {
 				withMachine("a", "", nil).withClaim("other", v1alpha1.PhasePending, ""), "has a claim already",
 		},
 		"going": {scene(1, nil).withMachine("a", "", deleting("")), "is being deleted"},
+		"labelled": {
+			scene(1, nil).withMachine("a", "old", node).withClaim("old", v1alpha1.PhaseEnded, ""), "carries the label of a claim that has ended",
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := test.scene.withClaim("c", "", "")

@@ -75,6 +75,9 @@ func (s *Snapshot) mayMark(m *clusterv1.Machine) bool {
 // lowered since.
 func (b *books) countFloors() {
 	b.floors = map[types.UID]bool{}
+	for uid := range b.next.Returning {
+		b.floors[uid] = true
+	}
 	for _, m := range b.Machines { // oldest first
 		if len(b.floors) >= int(b.floor()) {
 			return

@@ -13,8 +13,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// LedgerVersion is the newest format of the ledger that this agent reads, and the one it writes.
-const LedgerVersion = 1
+// LedgerVersion is the newest format of the ledger that this agent reads. It writes the first one that says all that there is to be said, so
+// that older agents go on with a node group where nothing is new to them.
+const LedgerVersion = 2
 
 // ErrNewerLedger means that a newer agent wrote the ledger: this one must not touch the node group.
 var ErrNewerLedger = errors.New("the ledger was written by a newer agent")
@@ -50,6 +51,8 @@ type Ledger struct {
 	Pending map[string]Named `json:"pending,omitempty"`
 	// Releasing holds the Machines that are being removed, by UID.
 	Releasing map[types.UID]Release `json:"releasing,omitempty"`
+	// Returning holds the Machines that are the floor's and still carry the labels of the claims that returned them, by UID. Since version 2.
+	Returning map[types.UID]Returned `json:"returning,omitempty"`
 	// Marking are the Machines, by UID, that are about to be marked as the floor's. It is replaced, never changed.
 	Marking []types.UID `json:"marking,omitempty"`
 	// Shrink says that a MachineSet is paused to give spares back whose Machines never came; nil for none. It is replaced,
@@ -99,6 +102,14 @@ type Release struct {
 	LoweredAs types.UID `json:"as,omitempty"`
 	// Generation of the MachineDeployment that the lowering made. The Machine is let go once Cluster API observed it.
 	Generation int64 `json:"gen,omitempty"`
+}
+
+// Returned is a Machine that its claim has returned to the user.
+type Returned struct {
+	// Machine is the Machine's name.
+	Machine string `json:"m"`
+	// Claim is the claim whose label is coming off.
+	Claim string `json:"c"`
 }
 
 // ParseLedger reads a ledger annotation. A text that is no ledger is an error, and so is a newer version.
@@ -151,6 +162,8 @@ func (l *Ledger) Clone() *Ledger {
 	maps.Copy(c.Pending, l.Pending)
 	c.Releasing = make(map[types.UID]Release, len(l.Releasing))
 	maps.Copy(c.Releasing, l.Releasing)
+	c.Returning = make(map[types.UID]Returned, len(l.Returning))
+	maps.Copy(c.Returning, l.Returning)
 	return &c
 }
 
@@ -158,6 +171,7 @@ func (l *Ledger) Clone() *Ledger {
 func (l *Ledger) same(other *Ledger) bool {
 	return l.Floor == other.Floor && l.LastReplicas == other.LastReplicas && l.Min == other.Min && l.Lowered == other.Lowered &&
 		slices.Equal(l.Marking, other.Marking) && maps.Equal(l.Pending, other.Pending) && maps.Equal(l.Releasing, other.Releasing) &&
+		maps.Equal(l.Returning, other.Returning) &&
 		samePointed(l.Shrink, other.Shrink) && samePointed(l.Written, other.Written)
 }
 

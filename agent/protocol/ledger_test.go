@@ -13,6 +13,7 @@ func TestLedgerSurvivesItsEncoding(t *testing.T) {
 		Version: 1, Seq: 7, Floor: 2, LastReplicas: 5, Spare: 1,
 		Pending:   map[string]Named{"a": {}, "b": {Machine: "m", UID: "u"}},
 		Releasing: map[types.UID]Release{"x": {Machine: "n", Claim: "c", Drained: true, GivenBack: true, Generation: 9}},
+		Returning: map[types.UID]Returned{"y": {Machine: "o", Claim: "d"}},
 	}
 	got, err := ParseLedger(l.Encode())
 	require.NoError(t, err)
@@ -20,7 +21,7 @@ func TestLedgerSurvivesItsEncoding(t *testing.T) {
 }
 
 func TestLedgerOfANewerAgentIsRefused(t *testing.T) {
-	_, err := ParseLedger(`{"v":2,"seq":1}`)
+	_, err := ParseLedger(`{"v":3,"seq":1}`)
 	assert.ErrorIs(t, err, ErrNewerLedger)
 }
 
@@ -29,8 +30,10 @@ func TestLedgerClonesShareNothing(t *testing.T) {
 	c := l.Clone()
 	c.Pending["b"] = Named{}
 	c.Releasing["x"] = Release{}
+	c.Returning["y"] = Returned{}
 	assert.Len(t, l.Pending, 1)
 	assert.Empty(t, l.Releasing)
+	assert.Empty(t, l.Returning)
 	assert.False(t, l.same(c))
 }
 
@@ -42,7 +45,7 @@ func FuzzParseLedger(f *testing.F) {
 	f.Add(``)
 	f.Fuzz(func(t *testing.T, text string) {
 		l, err := ParseLedger(text)
-		if err == nil && (l.Floor < 0 || l.LastReplicas < 0 || l.Seq < 0 || l.Version != 1) {
+		if err == nil && (l.Floor < 0 || l.LastReplicas < 0 || l.Seq < 0 || l.Version < 1 || l.Version > LedgerVersion) {
 			t.Fatalf("accepted %q", text)
 		}
 	})

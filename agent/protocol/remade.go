@@ -66,6 +66,12 @@ func (s *Snapshot) rename() {
 		delete(l.Releasing, uid)
 		l.Releasing[m.UID] = r
 	}
+	for uid, r := range s.Ledger.Returning {
+		if m := s.named(r.Machine); m != nil && m.UID != uid {
+			delete(l.Returning, uid)
+			l.Returning[m.UID] = r
+		}
+	}
 	s.Ledger = l
 }
 
@@ -91,6 +97,11 @@ func (s *Snapshot) Lacks() bool {
 		}
 	}
 	for uid := range s.Ledger.Releasing {
+		if !machines[uid] {
+			return true
+		}
+	}
+	for uid := range s.Ledger.Returning {
 		if !machines[uid] {
 			return true
 		}

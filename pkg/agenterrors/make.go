@@ -173,6 +173,11 @@ func ClaimEnded(claim *agentv1alpha1.Claim) error {
 	return made(codes.Aborted, message, errorInfo(ReasonClaimEnded, metadata))
 }
 
+// NotReturnable says that the claim has no machine that could be left to the user, and why.
+func NotReturnable(message string) error {
+	return made(codes.FailedPrecondition, message, errorInfo(ReasonNotReturnable, nil))
+}
+
 // Conflict says that a race against another writer was lost: repeat at once with the same id.
 func Conflict(message string) error {
 	return made(codes.Aborted, message, errorInfo(ReasonConflict, nil))

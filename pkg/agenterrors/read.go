@@ -42,6 +42,9 @@ func IsTooMany(err error) bool {
 // IsEnded reports that the claim's id has ended or is being released. Never repeat this id; [EndedAs] says how it ended.
 func IsEnded(err error) bool { return is(err, codes.Aborted) && ReasonOf(err) == ReasonClaimEnded }
 
+// IsNotReturnable reports that the claim has no machine that could be left to the user: it has none yet, or that is being removed.
+func IsNotReturnable(err error) bool { return ReasonOf(err) == ReasonNotReturnable }
+
 // IsConflict reports that a race against another writer was lost. Repeat at once with the same id.
 func IsConflict(err error) bool { return is(err, codes.Aborted) && ReasonOf(err) != ReasonClaimEnded }
 

@@ -48,6 +48,8 @@ const (
 
 	// ReasonClaimEnded comes with ABORTED: the claim id has ended or is being released, and must not be used again.
 	ReasonClaimEnded Reason = "CLAIM_ENDED"
+	// ReasonNotReturnable comes with FAILED_PRECONDITION: the claim has no machine that could be left to the user.
+	ReasonNotReturnable Reason = "NOT_RETURNABLE"
 	// ReasonConflict comes with ABORTED: a race against another writer was lost, and the call may be repeated at once.
 	ReasonConflict Reason = "CONFLICT"
 

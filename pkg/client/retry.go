@@ -13,7 +13,7 @@ import (
 // missing because its contract asks for a new token after UNAVAILABLE.
 var retried = map[string][]string{
 	agentv1alpha1.NodeGroupService_ServiceDesc.ServiceName: {"ListNodeGroups", "GetNodeGroup"},
-	agentv1alpha1.ClaimService_ServiceDesc.ServiceName:     {"CreateClaim", "ReleaseClaim", "GetClaim", "ListClaims"},
+	agentv1alpha1.ClaimService_ServiceDesc.ServiceName:     {"CreateClaim", "ReleaseClaim", "ReturnMachine", "GetClaim", "ListClaims"},
 	agentv1alpha1.MachineService_ServiceDesc.ServiceName:   {"ListMachines", "GetMachine"},
 	agentv1alpha1.StatusService_ServiceDesc.ServiceName:    {"GetStatus"},
 }

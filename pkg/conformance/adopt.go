@@ -62,6 +62,23 @@ var adoptCases = []testCase{
 		s.untilReplicas(id, 2)
 	}},
 
+	{"only above the min size: the user's last machines stay the user's", func(s *suite) {
+		id := s.group(deployment("workers", replicas(2), minSize(1)))
+		machines := s.machinesOnceThereAre(id, 2)
+		above := func(claim string, machine *agentv1alpha1.Machine) error {
+			_, err := s.create(s.Client(), &agentv1alpha1.CreateClaimRequest{
+				ClaimId: claim, Candidates: []string{id}, AdoptMachine: machine.GetName(), AdoptAboveMinSize: true,
+			})
+			return err
+		}
+		require.NoError(s, above("first", machines[0]))
+		s.untilBound("first")
+		err := above("second", machines[1])
+		require.True(s, agenterrors.IsRefused(err), "%v", err)
+		require.ErrorContains(s, err, "min size 1")
+		require.EqualValues(s, 2, s.nodeGroup(id).GetReplicas())
+	}},
+
 	{"validate_only takes nothing", func(s *suite) {
 		id := s.group(deployment("workers", replicas(1)))
 		mine := s.machinesOnceThereAre(id, 1)[0]
@@ -76,6 +93,64 @@ var adoptCases = []testCase{
 		require.Empty(s, s.machinesOnceThereAre(id, 1)[0].GetClaimId())
 	}},
 
+	{"a machine that is returned is the user's again, as it is", func(s *suite) {
+		id := s.group(deployment("workers", replicas(1)))
+		mine := s.machinesOnceThereAre(id, 1)[0]
+		_, err := s.adopt("a-claim", id, mine.GetName())
+		require.NoError(s, err)
+		s.untilBound("a-claim")
+		claim, err := s.returnMachine("a-claim")
+		require.NoError(s, err)
+		require.True(s, claim.GetReturned())
+		require.GreaterOrEqual(s, claim.GetPhase(), agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING)
+		ended := s.untilEnded("a-claim")
+		require.Equal(s, "Returned", ended.GetReason())
+		require.True(s, ended.GetReturned())
+		s.untilGroup(id, "the user has the machine", func(g *agentv1alpha1.NodeGroup) bool {
+			return g.GetReplicas() == 1 && g.GetFloorReplicas() == 1
+		})
+		left := s.machinesOnceThereAre(id, 1)[0]
+		require.Equal(s, mine.GetUid(), left.GetUid())
+		require.Empty(s, left.GetClaimId())
+		require.Nil(s, left.GetDeletedAt())
+
+		for range 2 { // and once more
+			again, err := s.returnMachine("a-claim")
+			require.NoError(s, err)
+			require.Equal(s, agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED, again.GetPhase())
+		}
+		s.mustRelease("a-claim")
+		_, err = s.adopt("a-claim", id, mine.GetName())
+		require.True(s, agenterrors.IsEnded(err), "%v", err)
+		_, err = s.adopt("another", id, mine.GetName())
+		require.NoError(s, err)
+		require.Equal(s, mine.GetUid(), s.untilBound("another").GetMachine().GetUid(), "and it can be adopted again")
+	}},
+
+	{"a machine that was claimed anew can be returned, too, and no claim gets it", func(s *suite) {
+		id := s.group(deployment("workers"))
+		mine := s.running("a-claim", id).GetMachine()
+		_, err := s.returnMachine("a-claim")
+		require.NoError(s, err)
+		s.untilEnded("a-claim")
+		other := s.running("another", id).GetMachine()
+		require.NotEqual(s, mine.GetUid(), other.GetUid())
+		require.EqualValues(s, 2, s.nodeGroup(id).GetReplicas())
+	}},
+
+	{"what has no machine, or is being released, cannot be returned", func(s *suite) {
+		id := s.group(deployment("workers"))
+		s.HoldMachines(s.T, "workers", true)
+		s.mustCreate("waits", id)
+		_, err := s.returnMachine("waits")
+		require.True(s, agenterrors.IsNotReturnable(err), "%v", err)
+		require.True(s, agenterrors.IsRefused(err), "%v", err)
+		s.HoldMachines(s.T, "workers", false)
+		_, err = s.returnMachine("never-made")
+		require.True(s, agenterrors.IsNotFound(err), "%v", err)
+		require.Equal(s, agenterrors.ReasonClaimNotFound, agenterrors.ReasonOf(err))
+	}},
+
 	{"with several candidates is INVALID_ARGUMENT", func(s *suite) {
 		first, second := s.group(deployment("first", replicas(1))), s.group(deployment("second"))
 		mine := s.machinesOnceThereAre(first, 1)[0]
@@ -85,6 +160,20 @@ var adoptCases = []testCase{
 		require.True(s, agenterrors.IsInvalidArgument(err), "%v", err)
 		require.ErrorContains(s, err, "adopt_machine")
 	}},
+
+	{"the min size without a machine to adopt is INVALID_ARGUMENT", func(s *suite) {
+		id := s.group(deployment("workers"))
+		_, err := s.create(s.Client(), &agentv1alpha1.CreateClaimRequest{ClaimId: "a-claim", Candidates: []string{id}, AdoptAboveMinSize: true})
+		require.True(s, agenterrors.IsInvalidArgument(err), "%v", err)
+		require.ErrorContains(s, err, "adopt_above_min_size")
+	}},
+}
+
+func (s *suite) returnMachine(id string) (*agentv1alpha1.Claim, error) {
+	response, err := repeat(s, func() (*agentv1alpha1.ReturnMachineResponse, error) {
+		return s.Client().Claims.ReturnMachine(s.bounded(), &agentv1alpha1.ReturnMachineRequest{Cluster: s.Cluster(), ClaimId: id})
+	})
+	return response.GetClaim(), err
 }
 
 func (s *suite) adopt(id, group, machine string) (*agentv1alpha1.Claim, error) {

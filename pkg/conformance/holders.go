@@ -95,6 +95,23 @@ var holderCases = []testCase{
 		})
 	}},
 
+	{"only a machine of a holder of the caller's role is returned", func(s *suite) {
+		group := s.group(deployment("workers"))
+		eachRoleAndHolder(s, func(t *testing.T, caller *client.Client, held, id string) error {
+			t.Helper()
+			_, err := s.create(s.Admin(), &agentv1alpha1.CreateClaimRequest{ClaimId: id, Holder: held, Candidates: []string{group}})
+			require.NoError(t, err)
+			s.untilBound(id)
+			_, err = repeat(s, func() (*agentv1alpha1.ReturnMachineResponse, error) {
+				return caller.Claims.ReturnMachine(s.bounded(), &agentv1alpha1.ReturnMachineRequest{Cluster: s.Cluster(), ClaimId: id})
+			})
+			if err != nil {
+				require.False(t, s.mustGet(id).GetReturned())
+			}
+			return err
+		})
+	}},
+
 	{"releasing an unknown or ended claim is OK whatever the role", func(s *suite) {
 		group := s.group(deployment("workers"))
 		s.mustCreate("ended", group)

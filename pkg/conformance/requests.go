@@ -63,7 +63,7 @@ var requestCases = []testCase{
 		require.True(s, agenterrors.IsNotFound(err), "%v", err)
 		require.Equal(s, agenterrors.ReasonClusterNotFound, agenterrors.ReasonOf(err))
 		// It may have moved to another hub, with its claims and Machines.
-		for _, method := range []string{"ReleaseClaim", "GetClaim", "ListClaims", "GetMachine", "ListMachines"} {
+		for _, method := range []string{"ReleaseClaim", "ReturnMachine", "GetClaim", "ListClaims", "GetMachine", "ListMachines"} {
 			err = call(s.bounded(), s.Stranger(), method, valid(method, cluster))
 			require.Equal(s, agenterrors.ReasonClusterNotFound, agenterrors.ReasonOf(err), "%s: %v", method, err)
 		}
@@ -99,7 +99,7 @@ func innermost(err error) *status.Status {
 func methods() []string {
 	return []string{
 		"ListNodeGroups", "GetNodeGroup", "WatchNodeGroups",
-		"CreateClaim", "ReleaseClaim", "GetClaim", "ListClaims", "WatchClaims", "SyncClaims",
+		"CreateClaim", "ReleaseClaim", "ReturnMachine", "GetClaim", "ListClaims", "WatchClaims", "SyncClaims",
 		"GetMachine", "ListMachines", "WatchMachines",
 	}
 }
@@ -122,6 +122,8 @@ func valid(method string, cluster *agentv1alpha1.ClusterRef) proto.Message {
 		return &agentv1alpha1.CreateClaimRequest{Cluster: cluster, ClaimId: "a-claim", Holder: holder, Candidates: []string{group}}
 	case "ReleaseClaim":
 		return &agentv1alpha1.ReleaseClaimRequest{Cluster: cluster, ClaimId: "a-claim"}
+	case "ReturnMachine":
+		return &agentv1alpha1.ReturnMachineRequest{Cluster: cluster, ClaimId: "a-claim"}
 	case "GetClaim":
 		return &agentv1alpha1.GetClaimRequest{Cluster: cluster, ClaimId: "a-claim"}
 	case "ListClaims":
@@ -153,6 +155,8 @@ func call(ctx context.Context, c *client.Client, method string, request proto.Me
 		return unary(ctx, r, c.Claims.CreateClaim)
 	case *agentv1alpha1.ReleaseClaimRequest:
 		return unary(ctx, r, c.Claims.ReleaseClaim)
+	case *agentv1alpha1.ReturnMachineRequest:
+		return unary(ctx, r, c.Claims.ReturnMachine)
 	case *agentv1alpha1.GetClaimRequest:
 		return unary(ctx, r, c.Claims.GetClaim)
 	case *agentv1alpha1.ListClaimsRequest:
@@ -232,6 +236,7 @@ func malformed() []malformation {
 	type (
 		create   = *agentv1alpha1.CreateClaimRequest
 		release  = *agentv1alpha1.ReleaseClaimRequest
+		returns  = *agentv1alpha1.ReturnMachineRequest
 		get      = *agentv1alpha1.GetClaimRequest
 		sync     = *agentv1alpha1.SyncClaimsRequest
 		group    = *agentv1alpha1.GetNodeGroupRequest
@@ -281,6 +286,9 @@ func malformed() []malformation {
 
 		text("ReleaseClaim", "claim_id", func(r release, v string) { r.ClaimId = v }, label),
 		text("ReleaseClaim", "reason", func(r release, v string) { r.Reason = v },
+			map[string]string{"1025 characters": strings.Repeat("a", 1025)}),
+		text("ReturnMachine", "claim_id", func(r returns, v string) { r.ClaimId = v }, label),
+		text("ReturnMachine", "reason", func(r returns, v string) { r.Reason = v },
 			map[string]string{"1025 characters": strings.Repeat("a", 1025)}),
 		text("GetClaim", "claim_id", func(r get, v string) { r.ClaimId = v }, label),
 		text("ListClaims", "holder", func(r list, v string) { r.Holder = v },

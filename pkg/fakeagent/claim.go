@@ -27,6 +27,8 @@ const (
 	reasonOwnerMissing      = "OwnerMissing"
 	reasonReleased          = "Released"
 	reasonHandedOver        = "HandedOver"
+	reasonReturnRequested   = "ReturnRequested"
+	reasonReturned          = "Returned"
 	reasonCancelled         = "Cancelled"
 	reasonMachineLost       = "MachineLost"
 	reasonNodeGroupGone     = "NodeGroupGone"
@@ -56,6 +58,7 @@ type claim struct {
 	spoke           string
 	registered      bool                 // its machine's Node was reported as registered
 	patience        *durationpb.Duration // how long it waits, as its caller said; nil if it did not
+	returned        bool                 // its holder returned its machine to the user
 	drained         bool                 // its caller drained its machine's Node, so that there is one
 	history         []*agentv1alpha1.ClaimEvent
 }
@@ -187,7 +190,7 @@ func (a *Agent) bury(cluster clusterKey, id string) *claim {
 }
 
 // adoptable returns the machine of the group that a claim is to take over, or the error that says why it cannot.
-func (a *Agent) adoptable(g *group, name string) (*machine, error) {
+func (a *Agent) adoptable(g *group, name string, aboveMin bool) (*machine, error) {
 	refuse := func(why string) (*machine, error) {
 		return nil, agenterrors.Rejected(a.now(), agenterrors.Rejection{
 			NodeGroup: g.id, Reason: agenterrors.ReasonNotOpen, Message: fmt.Sprintf("Machine %s %s", name, why),
@@ -198,6 +201,7 @@ func (a *Agent) adoptable(g *group, name string) (*machine, error) {
 		return refuse("does not exist in this node group")
 	}
 	m := g.machines[i]
+	atMin := m.owned && g.owned() <= int(g.described.GetMinSize())
 	switch {
 	case m.claim != nil:
 		return refuse("has a claim already")
@@ -205,7 +209,9 @@ func (a *Agent) adoptable(g *group, name string) (*machine, error) {
 		return refuse("is being deleted")
 	case !m.owned && g.spares() <= 0:
 		return refuse("is promised to another claim")
-	case m.owned && g.owned() <= int(g.described.GetMinSize()) && g.described.MaxSize != nil && g.replicas() >= g.described.GetMaxSize():
+	case atMin && aboveMin:
+		return refuse(fmt.Sprintf("is one of the user's, who has no more than the min size %d", g.described.GetMinSize()))
+	case atMin && g.described.MaxSize != nil && g.replicas() >= g.described.GetMaxSize():
 		return nil, agenterrors.Rejected(a.now(), agenterrors.Rejection{
 			NodeGroup: g.id, Reason: agenterrors.ReasonNoRoom,
 			Unavailable: agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE, Message: "replicas have reached the max size",
@@ -269,6 +275,20 @@ func (a *Agent) release(c *claim, reason, why string, failed bool) {
 		a.touch(g)
 		a.reconcile(g)
 	}
+}
+
+// giveToUser ends a claim that has a machine, and leaves that to the user.
+func (a *Agent) giveToUser(c *claim, why string) {
+	m := c.machine
+	c.returned = true
+	c.phase, c.reason, c.message = agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING, reasonReturnRequested, why
+	c.happened(a.now(), reasonReturnRequested, why)
+	a.touchClaim(c)
+	a.publish() // as a real hub takes a moment for the rest
+	m.claim, m.owned = nil, true
+	a.touchMachine(m)
+	a.end(c, reasonReturned, "its machine is the user's now")
+	a.touch(m.group)
 }
 
 // end is the end of the claim.
@@ -392,6 +412,6 @@ func (c *claim) render() *agentv1alpha1.Claim {
 	if !c.failedAt.IsZero() {
 		object.FailedAt = timestamppb.New(c.failedAt)
 	}
-	object.Drained, object.MaxNodeProvisionTime = c.drained, c.patience
+	object.Drained, object.Returned, object.MaxNodeProvisionTime = c.drained, c.returned, c.patience
 	return object
 }

@@ -92,7 +92,13 @@ func (a *Agent) createAdopting(
 			NodeGroup: id, Reason: agenterrors.ReasonNodeGroupNotFound, Message: "does not exist in this cluster or has not opted in",
 		})
 	}
-	m, err := a.adoptable(g, request.GetAdoptMachine())
+	if availability := g.availability(a.now()); !availability.GetAvailable() {
+		// That there is no room for another machine does not matter to one that is there.
+		if rejection := g.rejection(availability); rejection.Reason == agenterrors.ReasonNotOpen {
+			return nil, agenterrors.Rejected(a.now(), rejection)
+		}
+	}
+	m, err := a.adoptable(g, request.GetAdoptMachine(), request.GetAdoptAboveMinSize())
 	if err != nil {
 		return nil, err
 	}
@@ -146,6 +152,43 @@ func (s claimService) ReleaseClaim(
 		a.publish()
 	}
 	return &agentv1alpha1.ReleaseClaimResponse{Claim: c.render()}, nil
+}
+
+func (s claimService) ReturnMachine(
+	ctx context.Context, request *agentv1alpha1.ReturnMachineRequest,
+) (*agentv1alpha1.ReturnMachineResponse, error) {
+	a, cluster := s.agent, keyOf(request.GetCluster())
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if err := a.readable(ctx, cluster); err != nil {
+		return nil, err
+	}
+	if err := a.whole(cluster); err != nil {
+		return nil, err
+	}
+	if err := a.existing(ctx, cluster); err != nil {
+		return nil, err
+	}
+	c, ok := a.claims[cluster][request.GetClaimId()]
+	if !ok {
+		return nil, agenterrors.ClaimNotFound(request.GetClaimId())
+	}
+	if c.phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
+		return &agentv1alpha1.ReturnMachineResponse{Claim: c.render()}, nil
+	}
+	if err := a.actable(ctx, cluster, c.holder); err != nil {
+		return nil, err
+	}
+	switch c.phase {
+	case agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING:
+		return nil, agenterrors.NotReturnable("the claim has no machine yet; release it instead")
+	case agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING:
+		return nil, agenterrors.NotReturnable("the claim is being released, and its machine is removed; that cannot be taken back")
+	default:
+	}
+	a.giveToUser(c, cmp.Or(request.GetReason(), "the holder returned it"))
+	a.publish()
+	return &agentv1alpha1.ReturnMachineResponse{Claim: c.render()}, nil
 }
 
 func (s claimService) GetClaim(

@@ -88,6 +88,10 @@ type MachineClaimSpec struct {
 	// +kubebuilder:validation:MaxLength=253
 	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="adopt is immutable"
 	Adopt string `json:"adopt,omitempty"`
+	// adoptAboveMinSize has the claim refused where replicas would have to be raised for the user to keep the min size. Immutable.
+	// +optional
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="adoptAboveMinSize is immutable"
+	AdoptAboveMinSize bool `json:"adoptAboveMinSize,omitempty"`
 	// maxNodeProvisionTimeSeconds is how long the claim waits for its Machine's provider ID and Node before it is released as late, unless
 	// the MachineDeployment has the annotation cluster.x-k8s.io/autoscaling-options-maxnodeprovisiontime. Absent means as long as the agent's
 	// options say. Immutable.
@@ -140,8 +144,12 @@ type MachineClaimStatus struct {
 	// drained says that whoever asked for the release has drained the Node.
 	// +optional
 	Drained bool `json:"drained,omitempty"`
-	// nodeRegisteredAt is when the holder first reported the Machine's Node as registered: pods may run on it, whatever Cluster
-	// API has seen. Set once.
+	// returned says that the claim's holder has returned the Machine to the user: the claim ends, and the Machine stays as it is. It never
+	// turns back to false.
+	// +optional
+	Returned bool `json:"returned,omitempty"`
+	// nodeRegisteredAt is when the holder first reported the Machine's Node as registered, or when the claim adopted a Machine that had its
+	// Node: pods may run on it, whatever Cluster API has seen. Set once.
 	// +optional
 	NodeRegisteredAt *metav1.Time `json:"nodeRegisteredAt,omitempty"`
 	// nodeAbsentAt is when the holder last read a complete list of its Nodes that lacked the Machine's, noted only once the

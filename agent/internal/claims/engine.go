@@ -133,6 +133,8 @@ type Request struct {
 	Candidates []string
 	// Adopt is the name of an existing Machine of the only candidate that the claim takes over; empty for a new Machine.
 	Adopt string
+	// AdoptAboveMinSize refuses that where replicas would have to be raised for the user to keep the min size.
+	AdoptAboveMinSize bool
 	// ValidateOnly checks against the caches and writes nothing.
 	ValidateOnly bool
 	// Holders are those that the caller may act as: the id of another's claim is refused to it.
@@ -375,6 +377,7 @@ func (e *Engine) newClaim(r Request, cluster *clusterv1.Cluster, nodeGroup strin
 			NodeGroup:   nodeGroup,
 			Adopt:       r.Adopt,
 
+			AdoptAboveMinSize:           r.AdoptAboveMinSize,
 			MaxNodeProvisionTimeSeconds: maxNodeProvisionTime,
 		},
 	}
@@ -476,10 +479,11 @@ func (e *Engine) follow(ctx context.Context, c *v1alpha1.MachineClaim, may Holde
 	if err := may.check(c); err != nil {
 		return nil, err
 	}
+	if err := ended(c); err != nil {
+		return nil, err
+	}
 	switch c.CurrentPhase() {
-	case v1alpha1.PhaseEnded, v1alpha1.PhaseReleasing:
-		return nil, ended(c)
-	case v1alpha1.PhaseBound:
+	case v1alpha1.PhaseEnded, v1alpha1.PhaseReleasing, v1alpha1.PhaseBound:
 		return c, nil
 	case v1alpha1.PhasePending:
 		if c.Status.Phase == v1alpha1.PhasePending {
@@ -492,9 +496,9 @@ func (e *Engine) follow(ctx context.Context, c *v1alpha1.MachineClaim, may Holde
 	return e.enter(ctx, c)
 }
 
-// ended is the [EndedError] of a claim that has ended or is being released, else nil.
+// ended is the [EndedError] of a claim that has ended, or is being released or returned, else nil.
 func ended(c *v1alpha1.MachineClaim) error {
-	if phase := c.CurrentPhase(); phase != v1alpha1.PhaseEnded && phase != v1alpha1.PhaseReleasing {
+	if phase := c.CurrentPhase(); phase != v1alpha1.PhaseEnded && phase != v1alpha1.PhaseReleasing && !c.Status.Returned {
 		return nil
 	}
 	return &EndedError{Reason: cmp.Or(c.Status.Reason, protocol.ReasonNeverMade), Message: cmp.Or(c.Status.Message, neverMade)}
@@ -624,6 +628,10 @@ func (e *Engine) release(ctx context.Context, key Key, o ReleaseOptions, why v1a
 		if o.unless != nil && o.unless(c) {
 			return c, nil
 		}
+		if c.Status.Returned {
+			e.group(c.Namespace, c.Spec.NodeGroup).kick()
+			return c, nil // its Machine is the user's, or about to be
+		}
 		if c.Status.Phase == v1alpha1.PhaseReleasing && (c.Status.Drained || !o.Drained) {
 			e.group(c.Namespace, c.Spec.NodeGroup).kick()
 			return c, nil
@@ -654,6 +662,53 @@ func (e *Engine) release(ctx context.Context, key Key, o ReleaseOptions, why v1a
 			continue
 		default:
 			return nil, conflictOr(err, "releasing the claim")
+		}
+	}
+}
+
+// Return asks for the claim's end and leaves its Machine to the user. It returns the claim, also one that has ended. Errors: [ErrNotFound],
+// [ErrForeignHolder], [*NotReturnableError], [ErrConflict], [ErrUnknownCluster], [ErrClusterPaused], [ErrRestoring], or the API server's.
+func (e *Engine) Return(ctx context.Context, key Key, may Holders, why string) (*v1alpha1.MachineClaim, error) {
+	for attempt := 0; ; attempt++ {
+		c, err := e.Get(ctx, key)
+		if err != nil {
+			return nil, err
+		}
+		if c.CurrentPhase() == v1alpha1.PhaseEnded {
+			return c, nil
+		}
+		if err := may.check(c); err != nil {
+			return nil, err
+		}
+		switch {
+		case c.Status.Returned:
+			e.group(c.Namespace, c.Spec.NodeGroup).kick()
+			return c, nil
+		case c.CurrentPhase() == v1alpha1.PhaseReleasing:
+			return nil, &NotReturnableError{Message: "the claim is being released, and its Machine is removed; that cannot be taken back"}
+		case c.CurrentPhase() == v1alpha1.PhasePending:
+			return nil, &NotReturnableError{Message: "the claim has no Machine yet; release it instead"}
+		}
+		paused, err := e.paused(ctx, types.NamespacedName{Namespace: key.Namespace, Name: key.Cluster})
+		switch {
+		case err != nil:
+			return nil, err
+		case paused: // as in release
+			return nil, ErrClusterPaused
+		}
+		c.Status.Returned = true
+		e.note(c, v1alpha1.Event{
+			Reason: protocol.ReasonReturnRequested, Message: cmp.Or(why, "the holder returns its Machine to the user"),
+		})
+		err = e.writeStatus(ctx, c)
+		switch {
+		case err == nil:
+			e.group(c.Namespace, c.Spec.NodeGroup).kick()
+			return c, nil
+		case (apierrors.IsConflict(err) || apierrors.IsNotFound(err)) && attempt < 5:
+			continue
+		default:
+			return nil, conflictOr(err, "returning the claim's Machine")
 		}
 	}
 }

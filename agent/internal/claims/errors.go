@@ -57,6 +57,14 @@ func (e *EndedError) Error() string {
 	return fmt.Sprintf("the claim has ended: %s: %s", e.Reason, e.Message)
 }
 
+// NotReturnableError means that a claim has no Machine that could be left to the user.
+type NotReturnableError struct {
+	// Message says why, and what to do.
+	Message string
+}
+
+func (e *NotReturnableError) Error() string { return e.Message }
+
 // NoRoomError means that no candidate has room. At least one of them would be open to claims if it had.
 type NoRoomError struct {
 	// Candidates has one entry for each candidate, in the caller's order.

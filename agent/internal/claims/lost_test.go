@@ -130,7 +130,7 @@ func TestALedgerCopiedWithAMachineDeploymentIsNotBelieved(t *testing.T) {
 
 // Another group's annotation costs a claim no more than that candidate.
 func TestAGroupWhoseLedgerANewerAgentWroteIsPassedOver(t *testing.T) {
-	newer := map[string]string{v1alpha1.LedgerAnnotation: `{"v":2}`}
+	newer := map[string]string{v1alpha1.LedgerAnnotation: `{"v":3}`}
 	e := engineWith(t, groupOf("newer", 0, newer), groupOf("open", 0, nil))
 	c, err := e.Create(t.Context(), Request{
 		Namespace: namespace, Cluster: clusterName, ID: "a", Holder: "spoke", Candidates: []string{"newer", "open"},

@@ -116,6 +116,11 @@ func (w *world) plan(outside bool) {
 				w.release(w.anyAgent(), w.anyOwner())
 			}
 		},
+		"return": func() {
+			if len(w.order) > 0 && w.rarely(2) {
+				w.returnMachine(w.anyAgent(), w.anyOwner())
+			}
+		},
 		"release what somebody deletes": func() {
 			for _, c := range w.dying() {
 				w.release(w.anyAgent(), c.Spec.ClaimID)
@@ -220,6 +225,7 @@ func (w *world) plan(outside bool) {
 		{"people scale", []string{"human raises", "human lowers"}},
 		{"people pause", []string{"human pauses", "human unpauses", "group blocked"}},
 		{"people adopt", []string{"adopt"}},
+		{"machines are returned", []string{"return"}},
 		{"people roll out", []string{"rollout"}},
 		{"things get lost", []string{"claim object lost", "ledger lost"}},
 		{"people replace groups", []string{"group made again"}},
@@ -322,6 +328,22 @@ func (w *world) release(e int, id string) {
 	}) {
 		o.released = true
 	}
+}
+
+// returnMachine has an agent leave the claim's Machine to the user. What becomes of the claim, the holder does not wait for.
+func (w *world) returnMachine(e int, id string) {
+	o := w.owners[id]
+	o.returns, o.alive = true, false
+	w.asAgent(e, func(ctx context.Context, agent *Engine) error {
+		c, err := agent.Return(ctx, Key{namespace, clusterName, id}, nil, "")
+		if err == nil && c.Status.Returned && c.CurrentPhase() == v1alpha1.PhaseBound {
+			o.returned = true
+		}
+		if refused := (*NotReturnableError)(nil); errors.Is(err, ErrNotFound) || errors.As(err, &refused) {
+			return nil
+		}
+		return err
+	})
 }
 
 func (w *world) listClaims(e int) {
@@ -544,6 +566,7 @@ func (w *world) loseClaim(onlyStatus bool) {
 	}
 	w.peaceful = false
 	c := bound[w.pick(len(bound))]
+	w.owners[c.Spec.ClaimID].returned = false
 	if onlyStatus {
 		c.Status = v1alpha1.MachineClaimStatus{}
 		w.must(w.hub.update(c, true))

@@ -63,6 +63,12 @@ func (w *world) checkMachine(was, is *clusterv1.Machine) {
 	if from != "" && to != "" {
 		w.t.Fatalf("I1: Machine %s had claim %s and is given to claim %s\n%s", is.Name, from, to, w.describe())
 	}
+	if to == "" && is.Annotations[v1alpha1.FloorAnnotation] != "" {
+		if o := w.owners[from]; o != nil && !o.returns {
+			w.t.Fatalf("I3: Machine %s is taken from claim %s, which did not return it\n%s", is.Name, from, w.describe())
+		}
+		return
+	}
 	if to == "" {
 		if protocol.HasNode(is) {
 			w.t.Fatalf("I3: Machine %s of claim %s has a Node and is handed over\n%s", is.Name, from, w.describe())
@@ -122,6 +128,9 @@ func (w *world) checkClaim(was, is *v1alpha1.MachineClaim) {
 	}
 	switch to {
 	case v1alpha1.PhaseReleasing:
+		if o.returned {
+			w.t.Fatalf("I3: claim %s is released (%s), and had returned its Machine\n%s", id, is.Status.Reason, w.describe())
+		}
 		if is.Status.Reason == protocol.ReasonFailed || is.Status.Reason == protocol.ReasonLate {
 			w.checkGivenUp(o, is)
 		}
@@ -146,7 +155,11 @@ func (w *world) checkEnd(o *owner, from v1alpha1.Phase, c *v1alpha1.MachineClaim
 			}
 		}
 	}
-	if ref := c.Status.Machine; ref != nil && c.Status.Reason != protocol.ReasonHandedOver && !o.excused {
+	if c.Status.Reason == protocol.ReasonReturned && !o.returns {
+		w.t.Fatalf("I4: claim %s ends as returned, which nobody asked for\n%s", id, w.describe())
+	}
+	left := c.Status.Reason == protocol.ReasonHandedOver || o.returns
+	if ref := c.Status.Machine; ref != nil && !left && !o.excused {
 		for _, m := range w.machines(c.Spec.NodeGroup) {
 			if m.UID == ref.UID && protocol.Alive(m) {
 				w.t.Fatalf("I4: claim %s ends (%s) while its Machine %s lives\n%s", id, c.Status.Reason, m.Name, w.describe())
@@ -200,6 +213,9 @@ func (w *world) checkDeployment(begun int, was, is *clusterv1.MachineDeployment)
 		before = &protocol.Ledger{}
 	}
 	w.owned[is.Name] += w.returned(from, before, after)
+	if n := newlyReturned(before, after); n > 0 {
+		w.owned[is.Name] = max(w.owned[is.Name], before.Min, after.Min) + n
+	}
 	named := 0
 	claims := w.claims()
 	for id, n := range after.Pending {
@@ -238,7 +254,9 @@ func (w *world) checkDeployment(begun int, was, is *clusterv1.MachineDeployment)
 	if named+released > 0 && w.peaceful {
 		free := 0
 		for _, m := range w.machines(is.Name) {
-			if _, releasing := after.Releasing[m.UID]; protocol.Alive(m) && protocol.ClaimOf(m) == "" && !releasing && !after.Promised()[m.UID] {
+			_, releasing := after.Releasing[m.UID]
+			_, returned := after.Returning[m.UID] // the floor's, with a label that is coming off
+			if protocol.Alive(m) && (protocol.ClaimOf(m) == "" || returned) && !releasing && !after.Promised()[m.UID] {
 				free++
 			}
 		}
@@ -268,7 +286,25 @@ func (w *world) returned(replicas int32, before, after *protocol.Ledger) int32 {
 			floor--
 		}
 	}
+	if n := newlyReturned(before, after); n > 0 {
+		floor = max(floor, after.Min) + n
+	}
 	return max(0, min(taken, after.Floor-floor))
+}
+
+// newlyReturned counts the Machines that one ledger records as returned, and the one before does not.
+func newlyReturned(before, after *protocol.Ledger) int32 {
+	known := map[string]bool{}
+	for _, r := range before.Returning {
+		known[r.Machine] = true
+	}
+	var n int32
+	for _, r := range after.Returning {
+		if !known[r.Machine] {
+			n++
+		}
+	}
+	return n
 }
 
 // checkDelete is I3 for what an agent deletes.
@@ -404,6 +440,8 @@ func (w *world) settle() {
 		}
 	}
 	w.rest()
+	w.syncAll() // as it does every minute: which of the Machines that are left take no pods may be news
+	w.rest()
 	w.checkRest()
 }
 
@@ -525,7 +563,7 @@ func (w *world) checkGroupAtRest(group string) {
 	if _, paused := md.Annotations[clusterv1.PausedAnnotation]; paused {
 		w.t.Fatalf("I4: group %s was left paused\n%s", group, w.describe())
 	}
-	if l != nil && (len(l.Releasing) > 0 || len(l.Pending) > 0 && live == 0) {
+	if l != nil && (len(l.Releasing) > 0 || len(l.Returning) > 0 || len(l.Pending) > 0 && live == 0) {
 		w.t.Fatalf("I2: the ledger of %s holds on to something\n%s", group, w.describe())
 	}
 	for _, set := range w.sets(group) {

@@ -135,6 +135,7 @@ func (w *world) carryOver(renamed map[types.UID]types.UID, before map[string]*v1
 	w.session = session{}
 	for id, o := range w.owners {
 		c := before[id]
+		o.returned = false
 		// One that ended in the very moment in which another agent entered it waits again: the ledger is all that is known.
 		entered := slices.ContainsFunc(w.groups, func(group string) bool {
 			l := w.ledger(group)

@@ -124,6 +124,8 @@ type owner struct {
 	adopted    bool // its claim's label was put on a Machine of the user's
 	asked      bool // its release was asked for
 	released   bool // a call to release its claim succeeded
+	// returns says that its Machine's return was asked for, returned that such a call succeeded and nobody lost the claim's status since.
+	returns, returned bool
 	// excused says that its claim may end by itself, as its Machine was taken from it.
 	excused bool
 	// gone says that its tombstone has been forgotten.

@@ -65,7 +65,7 @@ func (e *Engine) writeLedger(
 ) (*clusterv1.MachineDeployment, error) {
 	next := d.Ledger.Clone()
 	next.By = e.id
-	next.Version, next.Of, next.UID = protocol.LedgerVersion, client.ObjectKeyFromObject(s.Deployment).String(), s.Deployment.UID
+	next.Of, next.UID = client.ObjectKeyFromObject(s.Deployment).String(), s.Deployment.UID
 	ops := further
 	if s.Deployment.UID != "" {
 		ops = append(ops, test("/metadata/uid", s.Deployment.UID)) // not one that was made again under its name
@@ -316,6 +316,11 @@ func (e *Engine) do(ctx context.Context, a protocol.Action) error {
 		controllerutil.RemoveFinalizer(m, v1alpha1.ReleaseFinalizer)
 		delete(m.Annotations, v1alpha1.ReleaseHook) // of an earlier version
 		return e.patchMachine(ctx, a.Machine, m)
+	case protocol.Return:
+		m := a.Machine.DeepCopy()
+		forgetClaim(m)
+		metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.FloorAnnotation, "true")
+		return e.patchMachine(ctx, a.Machine, m)
 	case protocol.MarkFloor:
 		m := a.Machine.DeepCopy()
 		metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.FloorAnnotation, "true")
@@ -342,7 +347,13 @@ func (e *Engine) bind(ctx context.Context, a protocol.Action) error {
 	c.Status.Phase, c.Status.NodeGroupUID = v1alpha1.PhaseBound, a.Group
 	c.Status.Machine = &v1alpha1.MachineReference{Name: a.Machine.Name, UID: a.Machine.UID, ProviderID: a.Machine.Spec.ProviderID}
 	c.Status.BoundAt = new(metav1.NewTime(e.Clock.Now()))
-	e.note(c, v1alpha1.Event{Reason: protocol.ReasonBound, Message: "bound to Machine " + a.Machine.Name})
+	message := "bound to Machine " + a.Machine.Name
+	if c.Spec.Adopt != "" && protocol.HasNode(a.Machine) {
+		// In the same write, as there may be many at once. Pods may run on it, which no report of the holder has to say first.
+		c.Status.Machine.NodeName, c.Status.NodeRegisteredAt = a.Machine.Status.NodeRef.Name, c.Status.BoundAt
+		message += ", which it adopts with its Node " + c.Status.Machine.NodeName
+	}
+	e.note(c, v1alpha1.Event{Reason: protocol.ReasonBound, Message: message})
 	if err := e.writeStatus(ctx, c); err != nil {
 		return err
 	}
@@ -446,14 +457,19 @@ func (e *Engine) label(ctx context.Context, c *v1alpha1.MachineClaim, machine *c
 // unbind takes the label off a Machine that the next claim may have.
 func (e *Engine) unbind(ctx context.Context, a protocol.Action) error {
 	m := a.Machine.DeepCopy()
+	forgetClaim(m)
+	metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.HandedOverAnnotation, protocol.ClaimOf(a.Machine))
+	return e.patchAsRead(ctx, a.Machine, m) // it must have no Node
+}
+
+// forgetClaim takes off what [Engine.label] wrote.
+func forgetClaim(m *clusterv1.Machine) {
 	delete(m.Labels, v1alpha1.ClaimLabel)
 	delete(m.Labels, v1alpha1.ClaimNameLabel)
 	delete(m.Annotations, v1alpha1.ClaimNameAnnotation)
 	delete(m.Annotations, v1alpha1.ClaimHolderAnnotation)
 	delete(m.Annotations, v1alpha1.ClaimSpokeAnnotation)
 	delete(m.Annotations, v1alpha1.ClaimedAtAnnotation)
-	metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.HandedOverAnnotation, protocol.ClaimOf(a.Machine))
-	return e.patchAsRead(ctx, a.Machine, m) // it must have no Node
 }
 
 // patchAsRead writes the difference, if nothing of the Machine has changed since it was read.

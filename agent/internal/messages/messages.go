@@ -213,6 +213,9 @@ func Claim(c *v1alpha1.MachineClaim, machine *clusterv1.Machine) *agentv1alpha1.
 			return &agentv1alpha1.ClaimEvent{Time: timestamp(event.Time.Time), Reason: text(event.Reason), Message: text(event.Message)}
 		}),
 	}
+	if c.Status.Returned && c.CurrentPhase() == v1alpha1.PhaseBound {
+		message.Phase = agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING
+	}
 	if c.Spec.NodeGroup != "" {
 		message.NodeGroupId = nodegroup.ID(types.NamespacedName{Namespace: c.Namespace, Name: c.Spec.NodeGroup})
 	}
@@ -222,7 +225,7 @@ func Claim(c *v1alpha1.MachineClaim, machine *clusterv1.Machine) *agentv1alpha1.
 	if c.Status.EndedAt != nil {
 		message.EndedAt = timestamp(c.Status.EndedAt.Time)
 	}
-	message.Drained = c.Status.Drained
+	message.Drained, message.Returned = c.Status.Drained, c.Status.Returned
 	if patience := c.MaxNodeProvisionTime(); patience > 0 {
 		message.MaxNodeProvisionTime = durationpb.New(patience)
 	}
@@ -237,7 +240,7 @@ func Claim(c *v1alpha1.MachineClaim, machine *clusterv1.Machine) *agentv1alpha1.
 	case reference == nil:
 	case machine != nil && machine.UID == reference.UID && machine.Labels[v1alpha1.ClaimLabel] == c.Spec.ClaimID:
 		message.Machine = Machine(machine)
-	case c.CurrentPhase() == v1alpha1.PhaseBound && machine != nil && machine.UID == reference.UID:
+	case c.CurrentPhase() == v1alpha1.PhaseBound && !c.Status.Returned && machine != nil && machine.UID == reference.UID:
 		message.Phase, message.Reason = agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING, BindingReason
 		message.Message = "Machine " + reference.Name + " is about to be bound"
 	default:

@@ -70,7 +70,9 @@ func (s *claimService) CreateClaim(
 		Adopt:        request.GetAdoptMachine(),
 		Spoke:        request.GetSpokeId(),
 		ValidateOnly: request.GetValidateOnly(),
-		Holders:      holdersFor(ctx, agentv1alpha1.ClaimService_CreateClaim_FullMethodName, request.GetCluster()),
+
+		AdoptAboveMinSize: request.GetAdoptAboveMinSize(),
+		Holders:           holdersFor(ctx, agentv1alpha1.ClaimService_CreateClaim_FullMethodName, request.GetCluster()),
 	})
 	if err != nil {
 		return nil, s.answer(ctx, err, key)
@@ -125,6 +127,25 @@ func (s *claimService) ReleaseClaim(
 		return nil, err
 	}
 	return &agentv1alpha1.ReleaseClaimResponse{Claim: message}, nil
+}
+
+func (s *claimService) ReturnMachine(
+	ctx context.Context, request *agentv1alpha1.ReturnMachineRequest,
+) (*agentv1alpha1.ReturnMachineResponse, error) {
+	if err := s.usable(request.GetCluster()); err != nil {
+		return nil, err
+	}
+	key := keyOf(request.GetCluster(), request.GetClaimId())
+	holders := holdersFor(ctx, agentv1alpha1.ClaimService_ReturnMachine_FullMethodName, request.GetCluster())
+	claim, err := s.config.Engine.Return(ctx, key, holders, request.GetReason())
+	if err != nil {
+		return nil, s.answer(ctx, err, key)
+	}
+	message, err := s.shown(ctx, claim)
+	if err != nil {
+		return nil, err
+	}
+	return &agentv1alpha1.ReturnMachineResponse{Claim: message}, nil
 }
 
 func (s *claimService) GetClaim(ctx context.Context, request *agentv1alpha1.GetClaimRequest) (*agentv1alpha1.GetClaimResponse, error) {

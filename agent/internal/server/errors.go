@@ -32,6 +32,7 @@ func (s *Server) answer(ctx context.Context, err error, key claims.Key) error {
 		foreign *claims.ForeignSpokeError
 		unseen  *claims.UnseenError
 		tooMany *claims.TooManyError
+		keeps   *claims.NotReturnableError
 	)
 	switch {
 	case err == nil:
@@ -50,6 +51,8 @@ func (s *Server) answer(ctx context.Context, err error, key claims.Key) error {
 		return agenterrors.SpokeMismatch(err.Error())
 	case errors.As(err, &tooMany):
 		return agenterrors.TooManyClaims(tooMany.Error(), tooMany.RetryAfter)
+	case errors.As(err, &keeps):
+		return agenterrors.NotReturnable(keeps.Error())
 	case errors.As(err, &unseen):
 		return agenterrors.NotSynced(unseen.Error())
 	case errors.Is(err, claims.ErrClusterPaused):

@@ -299,7 +299,7 @@ func loggingOptions() []logging.Option {
 }
 
 // changing are the methods whose success is worth a line for everybody.
-var changing = []string{"CreateClaim", "ReleaseClaim"}
+var changing = []string{"CreateClaim", "ReleaseClaim", "ReturnMachine"}
 
 // logger writes a call's end to the agent's log.
 func (s *Server) logger() logging.Logger {

@@ -23,8 +23,8 @@ import (
 // askingHub are the methods that ask the hub's API server.
 var askingHub = []string{
 	agentv1alpha1.ClaimService_CreateClaim_FullMethodName, agentv1alpha1.ClaimService_ReleaseClaim_FullMethodName,
-	agentv1alpha1.ClaimService_GetClaim_FullMethodName, agentv1alpha1.ClaimService_ListClaims_FullMethodName,
-	agentv1alpha1.ClaimService_SyncClaims_FullMethodName,
+	agentv1alpha1.ClaimService_ReturnMachine_FullMethodName, agentv1alpha1.ClaimService_GetClaim_FullMethodName,
+	agentv1alpha1.ClaimService_ListClaims_FullMethodName, agentv1alpha1.ClaimService_SyncClaims_FullMethodName,
 }
 
 // lists are the methods whose answers grow with a Cluster.

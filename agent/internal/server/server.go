@@ -37,6 +37,7 @@ import (
 type Engine interface {
 	Create(ctx context.Context, request claims.Request) (*v1alpha1.MachineClaim, error)
 	Release(ctx context.Context, key claims.Key, options claims.ReleaseOptions) (*v1alpha1.MachineClaim, error)
+	Return(ctx context.Context, key claims.Key, may claims.Holders, why string) (*v1alpha1.MachineClaim, error)
 	Get(ctx context.Context, key claims.Key) (*v1alpha1.MachineClaim, error)
 	List(ctx context.Context, options claims.ListOptions) ([]v1alpha1.MachineClaim, string, error)
 	Sync(ctx context.Context, request claims.SyncRequest) (claims.SyncResult, error)

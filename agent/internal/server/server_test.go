@@ -105,6 +105,10 @@ func (e *engine) Release(_ context.Context, _ claims.Key, o claims.ReleaseOption
 	return e.claim, e.error()
 }
 
+func (e *engine) Return(context.Context, claims.Key, claims.Holders, string) (*v1alpha1.MachineClaim, error) {
+	return e.claim, e.error()
+}
+
 func (e *engine) Get(context.Context, claims.Key) (*v1alpha1.MachineClaim, error) {
 	if e.claim == nil {
 		return nil, claims.ErrNotFound

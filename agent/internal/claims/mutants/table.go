@@ -9,8 +9,8 @@ var mutants = []mutant{
 	}},
 	{name: "anchor not followed: a repeated call moves the claim", edits: []edit{
 		{
-			"	case v1alpha1.PhaseBound:\n		return c, nil\n	case v1alpha1.PhasePending:\n",
-			"	case v1alpha1.PhaseBound, v1alpha1.PhasePending:\n" +
+			"	case v1alpha1.PhaseEnded, v1alpha1.PhaseReleasing, v1alpha1.PhaseBound:\n		return c, nil\n	case v1alpha1.PhasePending:\n",
+			"	case v1alpha1.PhaseEnded, v1alpha1.PhaseReleasing, v1alpha1.PhaseBound, v1alpha1.PhasePending:\n" +
 				"		moved := c.DeepCopy()\n" +
 				"		moved.Spec.NodeGroup = c.Spec.Candidates[len(c.Spec.Candidates)-1]\n" +
 				"		moved.Labels[v1alpha1.NodeGroupLabel] = moved.Spec.NodeGroup\n" +
@@ -20,8 +20,8 @@ var mutants = []mutant{
 	}},
 	{name: "an ended id is used again", edits: []edit{
 		{
-			"	case v1alpha1.PhaseEnded, v1alpha1.PhaseReleasing:\n		return nil, ended(c)\n",
-			"	case v1alpha1.PhaseEnded, v1alpha1.PhaseReleasing:\n		_ = e.Client.Delete(ctx, c)\n		return nil, ended(c)\n",
+			"	if err := ended(c); err != nil {\n		return nil, err\n	}\n	switch",
+			"	if err := ended(c); err != nil {\n		_ = e.Client.Delete(ctx, c)\n		return nil, err\n	}\n	switch",
 		},
 	}},
 	{name: "tombstone dropped early", smoke: true, edits: []edit{
@@ -359,6 +359,33 @@ var mutants = []mutant{
 	{name: "the floor takes more Machines than it has use for", test: "TestTheFloorsMachinesAreMarkedByTheLedgerFirst", edits: []edit{
 		{"		return !b.shut(m) && !b.replaced(m)\n", "		return false\n"},
 	}},
+	{name: "the floor is not raised for a returned Machine", test: "TestAReturnedMachineIsTheFloorsInOneLedgerWrite", edits: []edit{
+		{"		b.next.Floor = b.floor() + 1\n", ""},
+	}},
+	{name: "a returned Machine is one of the min size", test: "TestAReturnedMachineIsBeyondTheMinSize", edits: []edit{
+		{"		b.next.Floor = b.floor() + 1\n", "		b.next.Floor++\n"},
+	}},
+	{name: "a returned Machine counts for its claim, too", test: "TestTheLabelComesOffOnceTheLedgerHasTheReturn", edits: []edit{
+		{"	case b.returned(m):\n		return ofFloor\n", ""},
+	}},
+	{name: "a returned Machine that is deleted counts twice", test: "TestAReturnedMachineThatIsDeletedCountsOnce", edits: []edit{
+		{"if ClaimOf(m) != \"\" && !b.returned(m) {", "if ClaimOf(m) != \"\" {"},
+	}},
+	{name: "older agents write a ledger with a returned Machine", test: "TestAReturnedMachineIsTheFloorsInOneLedgerWrite", edits: []edit{
+		{"		b.next.Version = 2\n", ""},
+	}},
+	{name: "a return is forgotten with a move", test: "TestAReturnIsFoundAgainAfterAMove", edits: []edit{
+		{"			delete(l.Returning, uid)\n			l.Returning[m.UID] = r\n", ""},
+	}},
+	{name: "a claim that returned its Machine is released", edits: []edit{
+		{"		if c.Status.Returned {\n			e.group(c.Namespace, c.Spec.NodeGroup).kick()\n			return c, nil // its Machine is the user's, or about to be\n		}\n", ""},
+	}},
+	{name: "a Machine is returned while the group is paused", test: "TestAReturnWaits", edits: []edit{
+		{"if releasing || b.next.Lowered || b.Group.Has(eligibility.Paused) { // a move would lose it", "if releasing || b.next.Lowered || false && b.Group.Has(eligibility.Paused) { //"},
+	}},
+	{name: "replicas are raised to adopt what is to stay above the min size", test: "TestAdoptingTakesASpareElseTheUsers", edits: []edit{
+		{"		case c.Spec.AdoptAboveMinSize:\n", "		case false:\n"},
+	}},
 	{name: "a claim whose Machine joined too early waits for ever", edits: []edit{
 		{"	b.coverShortage()\n", ""},
 	}},
@@ -572,7 +599,7 @@ var mutants = []mutant{
 		{"c.Status.NodeGroupUID == s.Deployment.UID || s.labelled(id) != nil {\n", "true || s.labelled(id) != nil {\n"},
 	}},
 	{name: "claims of a MachineDeployment that is no more freeze the next one", test: "TestAMachineDeploymentThatWasMadeAgainIsNotFrozen", edits: []edit{
-		{" && c.Status.Machine != nil && !b.leftBehind(c) {\n", " && c.Status.Machine != nil {\n"},
+		{" && c.Status.Machine != nil && !b.leftBehind(c) && !b.gaveUp(c) {\n", " && c.Status.Machine != nil && !b.gaveUp(c) {\n"},
 	}},
 	{name: "a restored claim does not know its MachineDeployment", test: "TestARestoredClaimKnowsItsMachineDeployment", edits: []edit{
 		{"	c.Status.NodeGroupUID = a.Group\n", ""},

@@ -115,8 +115,11 @@ type CreateClaimRequest struct {
 	// next claim gets the machine then. OPTIONAL: the agent's own deadlines apply if it is unset. A node group whose MachineDeployment has
 	// the annotation `cluster.x-k8s.io/autoscaling-options-maxnodeprovisiontime` goes by that in any case. Ten seconds to a week.
 	MaxNodeProvisionTime *durationpb.Duration `protobuf:"bytes,9,opt,name=max_node_provision_time,json=maxNodeProvisionTime,proto3" json:"max_node_provision_time,omitempty"`
-	unknownFields        protoimpl.UnknownFields
-	sizeCache            protoimpl.SizeCache
+	// Only adopt where replicas stay the same: a node group whose user has no more machines than the min size refuses. OPTIONAL, and only with
+	// adopt_machine.
+	AdoptAboveMinSize bool `protobuf:"varint,10,opt,name=adopt_above_min_size,json=adoptAboveMinSize,proto3" json:"adopt_above_min_size,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
 }
 
 func (x *CreateClaimRequest) Reset() {
@@ -210,6 +213,13 @@ func (x *CreateClaimRequest) GetMaxNodeProvisionTime() *durationpb.Duration {
 		return x.MaxNodeProvisionTime
 	}
 	return nil
+}
+
+func (x *CreateClaimRequest) GetAdoptAboveMinSize() bool {
+	if x != nil {
+		return x.AdoptAboveMinSize
+	}
+	return false
 }
 
 // CreateClaimResponse holds the durable claim.
@@ -388,6 +398,116 @@ func (x *ReleaseClaimResponse) GetClaim() *Claim {
 	return nil
 }
 
+// ReturnMachineRequest gives a claim's machine to the user.
+type ReturnMachineRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The Cluster. REQUIRED.
+	Cluster *ClusterRef `protobuf:"bytes,1,opt,name=cluster,proto3" json:"cluster,omitempty"`
+	// The claim's id. REQUIRED.
+	ClaimId string `protobuf:"bytes,2,opt,name=claim_id,json=claimId,proto3" json:"claim_id,omitempty"`
+	// Why, for the claim's history. OPTIONAL. It is kept on one line, and cut to 1024 bytes.
+	Reason        string `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReturnMachineRequest) Reset() {
+	*x = ReturnMachineRequest{}
+	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReturnMachineRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReturnMachineRequest) ProtoMessage() {}
+
+func (x *ReturnMachineRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReturnMachineRequest.ProtoReflect.Descriptor instead.
+func (*ReturnMachineRequest) Descriptor() ([]byte, []int) {
+	return file_capi_agent_v1alpha1_claim_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *ReturnMachineRequest) GetCluster() *ClusterRef {
+	if x != nil {
+		return x.Cluster
+	}
+	return nil
+}
+
+func (x *ReturnMachineRequest) GetClaimId() string {
+	if x != nil {
+		return x.ClaimId
+	}
+	return ""
+}
+
+func (x *ReturnMachineRequest) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
+// ReturnMachineResponse says how far that is.
+type ReturnMachineResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The claim: RELEASING with `returned`, until it is ENDED.
+	Claim         *Claim `protobuf:"bytes,1,opt,name=claim,proto3" json:"claim,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReturnMachineResponse) Reset() {
+	*x = ReturnMachineResponse{}
+	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReturnMachineResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReturnMachineResponse) ProtoMessage() {}
+
+func (x *ReturnMachineResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReturnMachineResponse.ProtoReflect.Descriptor instead.
+func (*ReturnMachineResponse) Descriptor() ([]byte, []int) {
+	return file_capi_agent_v1alpha1_claim_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *ReturnMachineResponse) GetClaim() *Claim {
+	if x != nil {
+		return x.Claim
+	}
+	return nil
+}
+
 // GetClaimRequest asks for one claim.
 type GetClaimRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -401,7 +521,7 @@ type GetClaimRequest struct {
 
 func (x *GetClaimRequest) Reset() {
 	*x = GetClaimRequest{}
-	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[4]
+	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -413,7 +533,7 @@ func (x *GetClaimRequest) String() string {
 func (*GetClaimRequest) ProtoMessage() {}
 
 func (x *GetClaimRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[4]
+	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -426,7 +546,7 @@ func (x *GetClaimRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetClaimRequest.ProtoReflect.Descriptor instead.
 func (*GetClaimRequest) Descriptor() ([]byte, []int) {
-	return file_capi_agent_v1alpha1_claim_proto_rawDescGZIP(), []int{4}
+	return file_capi_agent_v1alpha1_claim_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *GetClaimRequest) GetCluster() *ClusterRef {
@@ -454,7 +574,7 @@ type GetClaimResponse struct {
 
 func (x *GetClaimResponse) Reset() {
 	*x = GetClaimResponse{}
-	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[5]
+	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -466,7 +586,7 @@ func (x *GetClaimResponse) String() string {
 func (*GetClaimResponse) ProtoMessage() {}
 
 func (x *GetClaimResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[5]
+	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -479,7 +599,7 @@ func (x *GetClaimResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetClaimResponse.ProtoReflect.Descriptor instead.
 func (*GetClaimResponse) Descriptor() ([]byte, []int) {
-	return file_capi_agent_v1alpha1_claim_proto_rawDescGZIP(), []int{5}
+	return file_capi_agent_v1alpha1_claim_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *GetClaimResponse) GetClaim() *Claim {
@@ -504,7 +624,7 @@ type ListClaimsRequest struct {
 
 func (x *ListClaimsRequest) Reset() {
 	*x = ListClaimsRequest{}
-	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[6]
+	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -516,7 +636,7 @@ func (x *ListClaimsRequest) String() string {
 func (*ListClaimsRequest) ProtoMessage() {}
 
 func (x *ListClaimsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[6]
+	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -529,7 +649,7 @@ func (x *ListClaimsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListClaimsRequest.ProtoReflect.Descriptor instead.
 func (*ListClaimsRequest) Descriptor() ([]byte, []int) {
-	return file_capi_agent_v1alpha1_claim_proto_rawDescGZIP(), []int{6}
+	return file_capi_agent_v1alpha1_claim_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *ListClaimsRequest) GetCluster() *ClusterRef {
@@ -567,7 +687,7 @@ type ListClaimsResponse struct {
 
 func (x *ListClaimsResponse) Reset() {
 	*x = ListClaimsResponse{}
-	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[7]
+	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -579,7 +699,7 @@ func (x *ListClaimsResponse) String() string {
 func (*ListClaimsResponse) ProtoMessage() {}
 
 func (x *ListClaimsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[7]
+	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -592,7 +712,7 @@ func (x *ListClaimsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListClaimsResponse.ProtoReflect.Descriptor instead.
 func (*ListClaimsResponse) Descriptor() ([]byte, []int) {
-	return file_capi_agent_v1alpha1_claim_proto_rawDescGZIP(), []int{7}
+	return file_capi_agent_v1alpha1_claim_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *ListClaimsResponse) GetClaims() []*Claim {
@@ -622,7 +742,7 @@ type WatchClaimsRequest struct {
 
 func (x *WatchClaimsRequest) Reset() {
 	*x = WatchClaimsRequest{}
-	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[8]
+	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -634,7 +754,7 @@ func (x *WatchClaimsRequest) String() string {
 func (*WatchClaimsRequest) ProtoMessage() {}
 
 func (x *WatchClaimsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[8]
+	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -647,7 +767,7 @@ func (x *WatchClaimsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchClaimsRequest.ProtoReflect.Descriptor instead.
 func (*WatchClaimsRequest) Descriptor() ([]byte, []int) {
-	return file_capi_agent_v1alpha1_claim_proto_rawDescGZIP(), []int{8}
+	return file_capi_agent_v1alpha1_claim_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *WatchClaimsRequest) GetCluster() *ClusterRef {
@@ -683,7 +803,7 @@ type WatchClaimsResponse struct {
 
 func (x *WatchClaimsResponse) Reset() {
 	*x = WatchClaimsResponse{}
-	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[9]
+	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -695,7 +815,7 @@ func (x *WatchClaimsResponse) String() string {
 func (*WatchClaimsResponse) ProtoMessage() {}
 
 func (x *WatchClaimsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[9]
+	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -708,7 +828,7 @@ func (x *WatchClaimsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchClaimsResponse.ProtoReflect.Descriptor instead.
 func (*WatchClaimsResponse) Descriptor() ([]byte, []int) {
-	return file_capi_agent_v1alpha1_claim_proto_rawDescGZIP(), []int{9}
+	return file_capi_agent_v1alpha1_claim_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *WatchClaimsResponse) GetEvent() isWatchClaimsResponse_Event {
@@ -830,7 +950,7 @@ type SyncClaimsRequest struct {
 
 func (x *SyncClaimsRequest) Reset() {
 	*x = SyncClaimsRequest{}
-	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[10]
+	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -842,7 +962,7 @@ func (x *SyncClaimsRequest) String() string {
 func (*SyncClaimsRequest) ProtoMessage() {}
 
 func (x *SyncClaimsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[10]
+	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -855,7 +975,7 @@ func (x *SyncClaimsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SyncClaimsRequest.ProtoReflect.Descriptor instead.
 func (*SyncClaimsRequest) Descriptor() ([]byte, []int) {
-	return file_capi_agent_v1alpha1_claim_proto_rawDescGZIP(), []int{10}
+	return file_capi_agent_v1alpha1_claim_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *SyncClaimsRequest) GetCluster() *ClusterRef {
@@ -928,7 +1048,7 @@ type NodeReport struct {
 
 func (x *NodeReport) Reset() {
 	*x = NodeReport{}
-	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[11]
+	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -940,7 +1060,7 @@ func (x *NodeReport) String() string {
 func (*NodeReport) ProtoMessage() {}
 
 func (x *NodeReport) ProtoReflect() protoreflect.Message {
-	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[11]
+	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -953,7 +1073,7 @@ func (x *NodeReport) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NodeReport.ProtoReflect.Descriptor instead.
 func (*NodeReport) Descriptor() ([]byte, []int) {
-	return file_capi_agent_v1alpha1_claim_proto_rawDescGZIP(), []int{11}
+	return file_capi_agent_v1alpha1_claim_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *NodeReport) GetProviderId() string {
@@ -1008,7 +1128,7 @@ type SyncClaimsResponse struct {
 
 func (x *SyncClaimsResponse) Reset() {
 	*x = SyncClaimsResponse{}
-	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[12]
+	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1020,7 +1140,7 @@ func (x *SyncClaimsResponse) String() string {
 func (*SyncClaimsResponse) ProtoMessage() {}
 
 func (x *SyncClaimsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[12]
+	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1033,7 +1153,7 @@ func (x *SyncClaimsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SyncClaimsResponse.ProtoReflect.Descriptor instead.
 func (*SyncClaimsResponse) Descriptor() ([]byte, []int) {
-	return file_capi_agent_v1alpha1_claim_proto_rawDescGZIP(), []int{12}
+	return file_capi_agent_v1alpha1_claim_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *SyncClaimsResponse) GetCollectedClaimIds() []string {
@@ -1073,8 +1193,8 @@ type Claim struct {
 	// How far it is.
 	Phase ClaimPhase `protobuf:"varint,6,opt,name=phase,proto3,enum=capi.agent.v1alpha1.ClaimPhase" json:"phase,omitempty"`
 	// Why it is in this phase, one CamelCase word: while PENDING what it waits for (`WaitingForMachine`), while RELEASING why it
-	// is released (`ReleaseRequested`, `Collected`, `Late`, `Failed`), when ENDED how it
-	// ended (`Released`, `HandedOver`, `Cancelled`, `MachineLost`, `NoRoom`, `Refused`, `Failed`, `NodeGroupGone`, `NeverMade`).
+	// is released (`ReleaseRequested`, `ReturnRequested`, `Collected`, `Late`, `Failed`), when ENDED how it
+	// ended (`Released`, `Returned`, `HandedOver`, `Cancelled`, `MachineLost`, `NoRoom`, `Refused`, `Failed`, `NodeGroupGone`, `NeverMade`).
 	Reason string `protobuf:"bytes,7,opt,name=reason,proto3" json:"reason,omitempty"`
 	// The reason in a sentence, for people.
 	Message string `protobuf:"bytes,8,opt,name=message,proto3" json:"message,omitempty"`
@@ -1096,6 +1216,8 @@ type Claim struct {
 	FailedAt *timestamppb.Timestamp `protobuf:"bytes,15,opt,name=failed_at,json=failedAt,proto3" json:"failed_at,omitempty"`
 	// Whether somebody who released it said that its Node is drained and its volumes are detached. It never turns back to false.
 	Drained bool `protobuf:"varint,16,opt,name=drained,proto3" json:"drained,omitempty"`
+	// Whether its holder has returned its machine to the user, with ReturnMachine. It never turns back to false.
+	Returned bool `protobuf:"varint,18,opt,name=returned,proto3" json:"returned,omitempty"`
 	// How long it waits for its machine, as it was made with. Unset if the agent's own deadlines count.
 	MaxNodeProvisionTime *durationpb.Duration `protobuf:"bytes,17,opt,name=max_node_provision_time,json=maxNodeProvisionTime,proto3" json:"max_node_provision_time,omitempty"`
 	unknownFields        protoimpl.UnknownFields
@@ -1104,7 +1226,7 @@ type Claim struct {
 
 func (x *Claim) Reset() {
 	*x = Claim{}
-	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[13]
+	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1116,7 +1238,7 @@ func (x *Claim) String() string {
 func (*Claim) ProtoMessage() {}
 
 func (x *Claim) ProtoReflect() protoreflect.Message {
-	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[13]
+	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1129,7 +1251,7 @@ func (x *Claim) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Claim.ProtoReflect.Descriptor instead.
 func (*Claim) Descriptor() ([]byte, []int) {
-	return file_capi_agent_v1alpha1_claim_proto_rawDescGZIP(), []int{13}
+	return file_capi_agent_v1alpha1_claim_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Claim) GetCluster() *ClusterRef {
@@ -1244,6 +1366,13 @@ func (x *Claim) GetDrained() bool {
 	return false
 }
 
+func (x *Claim) GetReturned() bool {
+	if x != nil {
+		return x.Returned
+	}
+	return false
+}
+
 func (x *Claim) GetMaxNodeProvisionTime() *durationpb.Duration {
 	if x != nil {
 		return x.MaxNodeProvisionTime
@@ -1266,7 +1395,7 @@ type ClaimEvent struct {
 
 func (x *ClaimEvent) Reset() {
 	*x = ClaimEvent{}
-	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[14]
+	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1278,7 +1407,7 @@ func (x *ClaimEvent) String() string {
 func (*ClaimEvent) ProtoMessage() {}
 
 func (x *ClaimEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[14]
+	mi := &file_capi_agent_v1alpha1_claim_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1291,7 +1420,7 @@ func (x *ClaimEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ClaimEvent.ProtoReflect.Descriptor instead.
 func (*ClaimEvent) Descriptor() ([]byte, []int) {
-	return file_capi_agent_v1alpha1_claim_proto_rawDescGZIP(), []int{14}
+	return file_capi_agent_v1alpha1_claim_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *ClaimEvent) GetTime() *timestamppb.Timestamp {
@@ -1319,7 +1448,7 @@ var File_capi_agent_v1alpha1_claim_proto protoreflect.FileDescriptor
 
 const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\n" +
-	"\x1fcapi/agent/v1alpha1/claim.proto\x12\x13capi.agent.v1alpha1\x1a\x1bbuf/validate/validate.proto\x1a capi/agent/v1alpha1/common.proto\x1a!capi/agent/v1alpha1/machine.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xae\a\n" +
+	"\x1fcapi/agent/v1alpha1/claim.proto\x12\x13capi.agent.v1alpha1\x1a\x1bbuf/validate/validate.proto\x1a capi/agent/v1alpha1/common.proto\x1a!capi/agent/v1alpha1/machine.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xf4\b\n" +
 	"\x12CreateClaimRequest\x12A\n" +
 	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\x12F\n" +
 	"\bclaim_id\x18\x02 \x01(\tB+\xbaH(\xc8\x01\x01r#\x18?2\x1f^[a-z0-9]([-a-z0-9]*[a-z0-9])?$R\aclaimId\x12L\n" +
@@ -1333,7 +1462,10 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\bspoke_id\x18\b \x01(\tB+\xbaH(r&\x18?2\"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$R\aspokeId\x12b\n" +
 	"\x17max_node_provision_time\x18\t \x01(\v2\x19.google.protobuf.DurationB\x10\xbaH\r\xaa\x01\n" +
 	"\"\x04\b\x80\xf5$2\x02\b\n" +
-	"R\x14maxNodeProvisionTime:\xb2\x01\xbaH\xae\x01\x1a\xab\x01\n" +
+	"R\x14maxNodeProvisionTime\x12/\n" +
+	"\x14adopt_above_min_size\x18\n" +
+	" \x01(\bR\x11adoptAboveMinSize:\xc7\x02\xbaH\xc3\x02\x1a\x92\x01\n" +
+	"!create_claim.adopt_above_min_size\x125adopt_above_min_size is for claims with adopt_machine\x1a6!this.adopt_above_min_size || this.adopt_machine != ''\x1a\xab\x01\n" +
 	"\x1acreate_claim.adopt_machine\x12Uadopt_machine needs exactly one candidate, the node group that the Machine belongs to\x1a6this.adopt_machine == '' || size(this.candidates) == 1\"G\n" +
 	"\x13CreateClaimResponse\x120\n" +
 	"\x05claim\x18\x01 \x01(\v2\x1a.capi.agent.v1alpha1.ClaimR\x05claim\"\xf7\x01\n" +
@@ -1344,6 +1476,12 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\x06reason\x18\x04 \x01(\tB\v\xbaH\br\x06\x18\x80\b(\x80 R\x06reason\x12\x16\n" +
 	"\x06failed\x18\x05 \x01(\bR\x06failed\"H\n" +
 	"\x14ReleaseClaimResponse\x120\n" +
+	"\x05claim\x18\x01 \x01(\v2\x1a.capi.agent.v1alpha1.ClaimR\x05claim\"\xc6\x01\n" +
+	"\x14ReturnMachineRequest\x12A\n" +
+	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\x12F\n" +
+	"\bclaim_id\x18\x02 \x01(\tB+\xbaH(\xc8\x01\x01r#\x18?2\x1f^[a-z0-9]([-a-z0-9]*[a-z0-9])?$R\aclaimId\x12#\n" +
+	"\x06reason\x18\x03 \x01(\tB\v\xbaH\br\x06\x18\x80\b(\x80 R\x06reason\"I\n" +
+	"\x15ReturnMachineResponse\x120\n" +
 	"\x05claim\x18\x01 \x01(\v2\x1a.capi.agent.v1alpha1.ClaimR\x05claim\"\x9c\x01\n" +
 	"\x0fGetClaimRequest\x12A\n" +
 	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefB\x06\xbaH\x03\xc8\x01\x01R\acluster\x12F\n" +
@@ -1397,7 +1535,7 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\x12SyncClaimsResponse\x12.\n" +
 	"\x13collected_claim_ids\x18\x01 \x03(\tR\x11collectedClaimIds\x12*\n" +
 	"\x11unknown_claim_ids\x18\x02 \x03(\tR\x0funknownClaimIds\x12$\n" +
-	"\x0ekept_claim_ids\x18\x03 \x03(\tR\fkeptClaimIds\"\x91\x06\n" +
+	"\x0ekept_claim_ids\x18\x03 \x03(\tR\fkeptClaimIds\"\xad\x06\n" +
 	"\x05Claim\x129\n" +
 	"\acluster\x18\x01 \x01(\v2\x1f.capi.agent.v1alpha1.ClusterRefR\acluster\x12\x19\n" +
 	"\bclaim_id\x18\x02 \x01(\tR\aclaimId\x12\x16\n" +
@@ -1417,7 +1555,8 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\ahistory\x18\r \x03(\v2\x1f.capi.agent.v1alpha1.ClaimEventR\ahistory\x12#\n" +
 	"\radopt_machine\x18\x0e \x01(\tR\fadoptMachine\x127\n" +
 	"\tfailed_at\x18\x0f \x01(\v2\x1a.google.protobuf.TimestampR\bfailedAt\x12\x18\n" +
-	"\adrained\x18\x10 \x01(\bR\adrained\x12P\n" +
+	"\adrained\x18\x10 \x01(\bR\adrained\x12\x1a\n" +
+	"\breturned\x18\x12 \x01(\bR\breturned\x12P\n" +
 	"\x17max_node_provision_time\x18\x11 \x01(\v2\x19.google.protobuf.DurationR\x14maxNodeProvisionTime\"n\n" +
 	"\n" +
 	"ClaimEvent\x12.\n" +
@@ -1430,10 +1569,11 @@ const file_capi_agent_v1alpha1_claim_proto_rawDesc = "" +
 	"\x13CLAIM_PHASE_PENDING\x10\x01\x12\x15\n" +
 	"\x11CLAIM_PHASE_BOUND\x10\x02\x12\x19\n" +
 	"\x15CLAIM_PHASE_RELEASING\x10\x03\x12\x15\n" +
-	"\x11CLAIM_PHASE_ENDED\x10\x042\xd0\x04\n" +
+	"\x11CLAIM_PHASE_ENDED\x10\x042\xb8\x05\n" +
 	"\fClaimService\x12`\n" +
 	"\vCreateClaim\x12'.capi.agent.v1alpha1.CreateClaimRequest\x1a(.capi.agent.v1alpha1.CreateClaimResponse\x12c\n" +
-	"\fReleaseClaim\x12(.capi.agent.v1alpha1.ReleaseClaimRequest\x1a).capi.agent.v1alpha1.ReleaseClaimResponse\x12W\n" +
+	"\fReleaseClaim\x12(.capi.agent.v1alpha1.ReleaseClaimRequest\x1a).capi.agent.v1alpha1.ReleaseClaimResponse\x12f\n" +
+	"\rReturnMachine\x12).capi.agent.v1alpha1.ReturnMachineRequest\x1a*.capi.agent.v1alpha1.ReturnMachineResponse\x12W\n" +
 	"\bGetClaim\x12$.capi.agent.v1alpha1.GetClaimRequest\x1a%.capi.agent.v1alpha1.GetClaimResponse\x12]\n" +
 	"\n" +
 	"ListClaims\x12&.capi.agent.v1alpha1.ListClaimsRequest\x1a'.capi.agent.v1alpha1.ListClaimsResponse\x12b\n" +
@@ -1454,82 +1594,88 @@ func file_capi_agent_v1alpha1_claim_proto_rawDescGZIP() []byte {
 }
 
 var file_capi_agent_v1alpha1_claim_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_capi_agent_v1alpha1_claim_proto_msgTypes = make([]protoimpl.MessageInfo, 18)
+var file_capi_agent_v1alpha1_claim_proto_msgTypes = make([]protoimpl.MessageInfo, 20)
 var file_capi_agent_v1alpha1_claim_proto_goTypes = []any{
 	(ClaimPhase)(0),               // 0: capi.agent.v1alpha1.ClaimPhase
 	(*CreateClaimRequest)(nil),    // 1: capi.agent.v1alpha1.CreateClaimRequest
 	(*CreateClaimResponse)(nil),   // 2: capi.agent.v1alpha1.CreateClaimResponse
 	(*ReleaseClaimRequest)(nil),   // 3: capi.agent.v1alpha1.ReleaseClaimRequest
 	(*ReleaseClaimResponse)(nil),  // 4: capi.agent.v1alpha1.ReleaseClaimResponse
-	(*GetClaimRequest)(nil),       // 5: capi.agent.v1alpha1.GetClaimRequest
-	(*GetClaimResponse)(nil),      // 6: capi.agent.v1alpha1.GetClaimResponse
-	(*ListClaimsRequest)(nil),     // 7: capi.agent.v1alpha1.ListClaimsRequest
-	(*ListClaimsResponse)(nil),    // 8: capi.agent.v1alpha1.ListClaimsResponse
-	(*WatchClaimsRequest)(nil),    // 9: capi.agent.v1alpha1.WatchClaimsRequest
-	(*WatchClaimsResponse)(nil),   // 10: capi.agent.v1alpha1.WatchClaimsResponse
-	(*SyncClaimsRequest)(nil),     // 11: capi.agent.v1alpha1.SyncClaimsRequest
-	(*NodeReport)(nil),            // 12: capi.agent.v1alpha1.NodeReport
-	(*SyncClaimsResponse)(nil),    // 13: capi.agent.v1alpha1.SyncClaimsResponse
-	(*Claim)(nil),                 // 14: capi.agent.v1alpha1.Claim
-	(*ClaimEvent)(nil),            // 15: capi.agent.v1alpha1.ClaimEvent
-	nil,                           // 16: capi.agent.v1alpha1.NodeReport.CapacityEntry
-	nil,                           // 17: capi.agent.v1alpha1.NodeReport.AllocatableEntry
-	nil,                           // 18: capi.agent.v1alpha1.NodeReport.LabelsEntry
-	(*ClusterRef)(nil),            // 19: capi.agent.v1alpha1.ClusterRef
-	(*durationpb.Duration)(nil),   // 20: google.protobuf.Duration
-	(*Synced)(nil),                // 21: capi.agent.v1alpha1.Synced
-	(*Heartbeat)(nil),             // 22: capi.agent.v1alpha1.Heartbeat
-	(*Resync)(nil),                // 23: capi.agent.v1alpha1.Resync
-	(*Machine)(nil),               // 24: capi.agent.v1alpha1.Machine
-	(*timestamppb.Timestamp)(nil), // 25: google.protobuf.Timestamp
+	(*ReturnMachineRequest)(nil),  // 5: capi.agent.v1alpha1.ReturnMachineRequest
+	(*ReturnMachineResponse)(nil), // 6: capi.agent.v1alpha1.ReturnMachineResponse
+	(*GetClaimRequest)(nil),       // 7: capi.agent.v1alpha1.GetClaimRequest
+	(*GetClaimResponse)(nil),      // 8: capi.agent.v1alpha1.GetClaimResponse
+	(*ListClaimsRequest)(nil),     // 9: capi.agent.v1alpha1.ListClaimsRequest
+	(*ListClaimsResponse)(nil),    // 10: capi.agent.v1alpha1.ListClaimsResponse
+	(*WatchClaimsRequest)(nil),    // 11: capi.agent.v1alpha1.WatchClaimsRequest
+	(*WatchClaimsResponse)(nil),   // 12: capi.agent.v1alpha1.WatchClaimsResponse
+	(*SyncClaimsRequest)(nil),     // 13: capi.agent.v1alpha1.SyncClaimsRequest
+	(*NodeReport)(nil),            // 14: capi.agent.v1alpha1.NodeReport
+	(*SyncClaimsResponse)(nil),    // 15: capi.agent.v1alpha1.SyncClaimsResponse
+	(*Claim)(nil),                 // 16: capi.agent.v1alpha1.Claim
+	(*ClaimEvent)(nil),            // 17: capi.agent.v1alpha1.ClaimEvent
+	nil,                           // 18: capi.agent.v1alpha1.NodeReport.CapacityEntry
+	nil,                           // 19: capi.agent.v1alpha1.NodeReport.AllocatableEntry
+	nil,                           // 20: capi.agent.v1alpha1.NodeReport.LabelsEntry
+	(*ClusterRef)(nil),            // 21: capi.agent.v1alpha1.ClusterRef
+	(*durationpb.Duration)(nil),   // 22: google.protobuf.Duration
+	(*Synced)(nil),                // 23: capi.agent.v1alpha1.Synced
+	(*Heartbeat)(nil),             // 24: capi.agent.v1alpha1.Heartbeat
+	(*Resync)(nil),                // 25: capi.agent.v1alpha1.Resync
+	(*Machine)(nil),               // 26: capi.agent.v1alpha1.Machine
+	(*timestamppb.Timestamp)(nil), // 27: google.protobuf.Timestamp
 }
 var file_capi_agent_v1alpha1_claim_proto_depIdxs = []int32{
-	19, // 0: capi.agent.v1alpha1.CreateClaimRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
-	20, // 1: capi.agent.v1alpha1.CreateClaimRequest.max_node_provision_time:type_name -> google.protobuf.Duration
-	14, // 2: capi.agent.v1alpha1.CreateClaimResponse.claim:type_name -> capi.agent.v1alpha1.Claim
-	19, // 3: capi.agent.v1alpha1.ReleaseClaimRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
-	14, // 4: capi.agent.v1alpha1.ReleaseClaimResponse.claim:type_name -> capi.agent.v1alpha1.Claim
-	19, // 5: capi.agent.v1alpha1.GetClaimRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
-	14, // 6: capi.agent.v1alpha1.GetClaimResponse.claim:type_name -> capi.agent.v1alpha1.Claim
-	19, // 7: capi.agent.v1alpha1.ListClaimsRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
-	14, // 8: capi.agent.v1alpha1.ListClaimsResponse.claims:type_name -> capi.agent.v1alpha1.Claim
-	19, // 9: capi.agent.v1alpha1.WatchClaimsRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
-	14, // 10: capi.agent.v1alpha1.WatchClaimsResponse.upsert:type_name -> capi.agent.v1alpha1.Claim
-	21, // 11: capi.agent.v1alpha1.WatchClaimsResponse.synced:type_name -> capi.agent.v1alpha1.Synced
-	22, // 12: capi.agent.v1alpha1.WatchClaimsResponse.heartbeat:type_name -> capi.agent.v1alpha1.Heartbeat
-	23, // 13: capi.agent.v1alpha1.WatchClaimsResponse.resync:type_name -> capi.agent.v1alpha1.Resync
-	19, // 14: capi.agent.v1alpha1.SyncClaimsRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
-	12, // 15: capi.agent.v1alpha1.SyncClaimsRequest.nodes:type_name -> capi.agent.v1alpha1.NodeReport
-	16, // 16: capi.agent.v1alpha1.NodeReport.capacity:type_name -> capi.agent.v1alpha1.NodeReport.CapacityEntry
-	17, // 17: capi.agent.v1alpha1.NodeReport.allocatable:type_name -> capi.agent.v1alpha1.NodeReport.AllocatableEntry
-	18, // 18: capi.agent.v1alpha1.NodeReport.labels:type_name -> capi.agent.v1alpha1.NodeReport.LabelsEntry
-	19, // 19: capi.agent.v1alpha1.Claim.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
-	0,  // 20: capi.agent.v1alpha1.Claim.phase:type_name -> capi.agent.v1alpha1.ClaimPhase
-	24, // 21: capi.agent.v1alpha1.Claim.machine:type_name -> capi.agent.v1alpha1.Machine
-	25, // 22: capi.agent.v1alpha1.Claim.created_at:type_name -> google.protobuf.Timestamp
-	25, // 23: capi.agent.v1alpha1.Claim.released_at:type_name -> google.protobuf.Timestamp
-	25, // 24: capi.agent.v1alpha1.Claim.ended_at:type_name -> google.protobuf.Timestamp
-	15, // 25: capi.agent.v1alpha1.Claim.history:type_name -> capi.agent.v1alpha1.ClaimEvent
-	25, // 26: capi.agent.v1alpha1.Claim.failed_at:type_name -> google.protobuf.Timestamp
-	20, // 27: capi.agent.v1alpha1.Claim.max_node_provision_time:type_name -> google.protobuf.Duration
-	25, // 28: capi.agent.v1alpha1.ClaimEvent.time:type_name -> google.protobuf.Timestamp
-	1,  // 29: capi.agent.v1alpha1.ClaimService.CreateClaim:input_type -> capi.agent.v1alpha1.CreateClaimRequest
-	3,  // 30: capi.agent.v1alpha1.ClaimService.ReleaseClaim:input_type -> capi.agent.v1alpha1.ReleaseClaimRequest
-	5,  // 31: capi.agent.v1alpha1.ClaimService.GetClaim:input_type -> capi.agent.v1alpha1.GetClaimRequest
-	7,  // 32: capi.agent.v1alpha1.ClaimService.ListClaims:input_type -> capi.agent.v1alpha1.ListClaimsRequest
-	9,  // 33: capi.agent.v1alpha1.ClaimService.WatchClaims:input_type -> capi.agent.v1alpha1.WatchClaimsRequest
-	11, // 34: capi.agent.v1alpha1.ClaimService.SyncClaims:input_type -> capi.agent.v1alpha1.SyncClaimsRequest
-	2,  // 35: capi.agent.v1alpha1.ClaimService.CreateClaim:output_type -> capi.agent.v1alpha1.CreateClaimResponse
-	4,  // 36: capi.agent.v1alpha1.ClaimService.ReleaseClaim:output_type -> capi.agent.v1alpha1.ReleaseClaimResponse
-	6,  // 37: capi.agent.v1alpha1.ClaimService.GetClaim:output_type -> capi.agent.v1alpha1.GetClaimResponse
-	8,  // 38: capi.agent.v1alpha1.ClaimService.ListClaims:output_type -> capi.agent.v1alpha1.ListClaimsResponse
-	10, // 39: capi.agent.v1alpha1.ClaimService.WatchClaims:output_type -> capi.agent.v1alpha1.WatchClaimsResponse
-	13, // 40: capi.agent.v1alpha1.ClaimService.SyncClaims:output_type -> capi.agent.v1alpha1.SyncClaimsResponse
-	35, // [35:41] is the sub-list for method output_type
-	29, // [29:35] is the sub-list for method input_type
-	29, // [29:29] is the sub-list for extension type_name
-	29, // [29:29] is the sub-list for extension extendee
-	0,  // [0:29] is the sub-list for field type_name
+	21, // 0: capi.agent.v1alpha1.CreateClaimRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	22, // 1: capi.agent.v1alpha1.CreateClaimRequest.max_node_provision_time:type_name -> google.protobuf.Duration
+	16, // 2: capi.agent.v1alpha1.CreateClaimResponse.claim:type_name -> capi.agent.v1alpha1.Claim
+	21, // 3: capi.agent.v1alpha1.ReleaseClaimRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	16, // 4: capi.agent.v1alpha1.ReleaseClaimResponse.claim:type_name -> capi.agent.v1alpha1.Claim
+	21, // 5: capi.agent.v1alpha1.ReturnMachineRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	16, // 6: capi.agent.v1alpha1.ReturnMachineResponse.claim:type_name -> capi.agent.v1alpha1.Claim
+	21, // 7: capi.agent.v1alpha1.GetClaimRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	16, // 8: capi.agent.v1alpha1.GetClaimResponse.claim:type_name -> capi.agent.v1alpha1.Claim
+	21, // 9: capi.agent.v1alpha1.ListClaimsRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	16, // 10: capi.agent.v1alpha1.ListClaimsResponse.claims:type_name -> capi.agent.v1alpha1.Claim
+	21, // 11: capi.agent.v1alpha1.WatchClaimsRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	16, // 12: capi.agent.v1alpha1.WatchClaimsResponse.upsert:type_name -> capi.agent.v1alpha1.Claim
+	23, // 13: capi.agent.v1alpha1.WatchClaimsResponse.synced:type_name -> capi.agent.v1alpha1.Synced
+	24, // 14: capi.agent.v1alpha1.WatchClaimsResponse.heartbeat:type_name -> capi.agent.v1alpha1.Heartbeat
+	25, // 15: capi.agent.v1alpha1.WatchClaimsResponse.resync:type_name -> capi.agent.v1alpha1.Resync
+	21, // 16: capi.agent.v1alpha1.SyncClaimsRequest.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	14, // 17: capi.agent.v1alpha1.SyncClaimsRequest.nodes:type_name -> capi.agent.v1alpha1.NodeReport
+	18, // 18: capi.agent.v1alpha1.NodeReport.capacity:type_name -> capi.agent.v1alpha1.NodeReport.CapacityEntry
+	19, // 19: capi.agent.v1alpha1.NodeReport.allocatable:type_name -> capi.agent.v1alpha1.NodeReport.AllocatableEntry
+	20, // 20: capi.agent.v1alpha1.NodeReport.labels:type_name -> capi.agent.v1alpha1.NodeReport.LabelsEntry
+	21, // 21: capi.agent.v1alpha1.Claim.cluster:type_name -> capi.agent.v1alpha1.ClusterRef
+	0,  // 22: capi.agent.v1alpha1.Claim.phase:type_name -> capi.agent.v1alpha1.ClaimPhase
+	26, // 23: capi.agent.v1alpha1.Claim.machine:type_name -> capi.agent.v1alpha1.Machine
+	27, // 24: capi.agent.v1alpha1.Claim.created_at:type_name -> google.protobuf.Timestamp
+	27, // 25: capi.agent.v1alpha1.Claim.released_at:type_name -> google.protobuf.Timestamp
+	27, // 26: capi.agent.v1alpha1.Claim.ended_at:type_name -> google.protobuf.Timestamp
+	17, // 27: capi.agent.v1alpha1.Claim.history:type_name -> capi.agent.v1alpha1.ClaimEvent
+	27, // 28: capi.agent.v1alpha1.Claim.failed_at:type_name -> google.protobuf.Timestamp
+	22, // 29: capi.agent.v1alpha1.Claim.max_node_provision_time:type_name -> google.protobuf.Duration
+	27, // 30: capi.agent.v1alpha1.ClaimEvent.time:type_name -> google.protobuf.Timestamp
+	1,  // 31: capi.agent.v1alpha1.ClaimService.CreateClaim:input_type -> capi.agent.v1alpha1.CreateClaimRequest
+	3,  // 32: capi.agent.v1alpha1.ClaimService.ReleaseClaim:input_type -> capi.agent.v1alpha1.ReleaseClaimRequest
+	5,  // 33: capi.agent.v1alpha1.ClaimService.ReturnMachine:input_type -> capi.agent.v1alpha1.ReturnMachineRequest
+	7,  // 34: capi.agent.v1alpha1.ClaimService.GetClaim:input_type -> capi.agent.v1alpha1.GetClaimRequest
+	9,  // 35: capi.agent.v1alpha1.ClaimService.ListClaims:input_type -> capi.agent.v1alpha1.ListClaimsRequest
+	11, // 36: capi.agent.v1alpha1.ClaimService.WatchClaims:input_type -> capi.agent.v1alpha1.WatchClaimsRequest
+	13, // 37: capi.agent.v1alpha1.ClaimService.SyncClaims:input_type -> capi.agent.v1alpha1.SyncClaimsRequest
+	2,  // 38: capi.agent.v1alpha1.ClaimService.CreateClaim:output_type -> capi.agent.v1alpha1.CreateClaimResponse
+	4,  // 39: capi.agent.v1alpha1.ClaimService.ReleaseClaim:output_type -> capi.agent.v1alpha1.ReleaseClaimResponse
+	6,  // 40: capi.agent.v1alpha1.ClaimService.ReturnMachine:output_type -> capi.agent.v1alpha1.ReturnMachineResponse
+	8,  // 41: capi.agent.v1alpha1.ClaimService.GetClaim:output_type -> capi.agent.v1alpha1.GetClaimResponse
+	10, // 42: capi.agent.v1alpha1.ClaimService.ListClaims:output_type -> capi.agent.v1alpha1.ListClaimsResponse
+	12, // 43: capi.agent.v1alpha1.ClaimService.WatchClaims:output_type -> capi.agent.v1alpha1.WatchClaimsResponse
+	15, // 44: capi.agent.v1alpha1.ClaimService.SyncClaims:output_type -> capi.agent.v1alpha1.SyncClaimsResponse
+	38, // [38:45] is the sub-list for method output_type
+	31, // [31:38] is the sub-list for method input_type
+	31, // [31:31] is the sub-list for extension type_name
+	31, // [31:31] is the sub-list for extension extendee
+	0,  // [0:31] is the sub-list for field type_name
 }
 
 func init() { file_capi_agent_v1alpha1_claim_proto_init() }
@@ -1539,7 +1685,7 @@ func file_capi_agent_v1alpha1_claim_proto_init() {
 	}
 	file_capi_agent_v1alpha1_common_proto_init()
 	file_capi_agent_v1alpha1_machine_proto_init()
-	file_capi_agent_v1alpha1_claim_proto_msgTypes[9].OneofWrappers = []any{
+	file_capi_agent_v1alpha1_claim_proto_msgTypes[11].OneofWrappers = []any{
 		(*WatchClaimsResponse_Upsert)(nil),
 		(*WatchClaimsResponse_RemovedId)(nil),
 		(*WatchClaimsResponse_Synced)(nil),
@@ -1552,7 +1698,7 @@ func file_capi_agent_v1alpha1_claim_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_capi_agent_v1alpha1_claim_proto_rawDesc), len(file_capi_agent_v1alpha1_claim_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   18,
+			NumMessages:   20,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -19,12 +19,13 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	ClaimService_CreateClaim_FullMethodName  = "/capi.agent.v1alpha1.ClaimService/CreateClaim"
-	ClaimService_ReleaseClaim_FullMethodName = "/capi.agent.v1alpha1.ClaimService/ReleaseClaim"
-	ClaimService_GetClaim_FullMethodName     = "/capi.agent.v1alpha1.ClaimService/GetClaim"
-	ClaimService_ListClaims_FullMethodName   = "/capi.agent.v1alpha1.ClaimService/ListClaims"
-	ClaimService_WatchClaims_FullMethodName  = "/capi.agent.v1alpha1.ClaimService/WatchClaims"
-	ClaimService_SyncClaims_FullMethodName   = "/capi.agent.v1alpha1.ClaimService/SyncClaims"
+	ClaimService_CreateClaim_FullMethodName   = "/capi.agent.v1alpha1.ClaimService/CreateClaim"
+	ClaimService_ReleaseClaim_FullMethodName  = "/capi.agent.v1alpha1.ClaimService/ReleaseClaim"
+	ClaimService_ReturnMachine_FullMethodName = "/capi.agent.v1alpha1.ClaimService/ReturnMachine"
+	ClaimService_GetClaim_FullMethodName      = "/capi.agent.v1alpha1.ClaimService/GetClaim"
+	ClaimService_ListClaims_FullMethodName    = "/capi.agent.v1alpha1.ClaimService/ListClaims"
+	ClaimService_WatchClaims_FullMethodName   = "/capi.agent.v1alpha1.ClaimService/WatchClaims"
+	ClaimService_SyncClaims_FullMethodName    = "/capi.agent.v1alpha1.ClaimService/SyncClaims"
 )
 
 // ClaimServiceClient is the client API for ClaimService service.
@@ -71,6 +72,22 @@ type ClaimServiceClient interface {
 	// | the Cluster is paused (ErrorInfo reason CLUSTER_PAUSED): a move that is under way would lose the release | UNAVAILABLE | repeat later |
 	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | repeat with backoff |
 	ReleaseClaim(ctx context.Context, in *ReleaseClaimRequest, opts ...grpc.CallOption) (*ReleaseClaimResponse, error)
+	// ReturnMachine ends a claim and leaves its machine to the user, who has one more from then on: the machine goes on running as it is,
+	// and replicas stay. It undoes an adoption, and it lets a node be kept that the caller wants to forget. It returns at once; the claim is ENDED
+	// with reason `Returned` once the machine carries it no more. Idempotent; returning the machine of an ended claim is OK and does nothing. It
+	// cannot be taken back; another claim may adopt the machine.
+	//
+	// | condition | code | caller's recovery |
+	// |---|---|---|
+	// | a field is malformed | INVALID_ARGUMENT | fix the request |
+	// | not this identity's Cluster; or the claim's holder is one that it may not act as | PERMISSION_DENIED | use the right identity |
+	// | the claim was never made, or its end is no longer remembered (ErrorInfo reason CLAIM_NOT_FOUND) | NOT_FOUND | nothing to do |
+	// | the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND): it may have moved to another hub | NOT_FOUND | ask the agent there |
+	// | the claim has no machine yet; or it is being released, and its machine removed (ErrorInfo reason NOT_RETURNABLE) | FAILED_PRECONDITION | release it; or accept the end of the machine |
+	// | lost a race against another writer | ABORTED | repeat at once |
+	// | the Cluster is paused (ErrorInfo reason CLUSTER_PAUSED); or it was moved or restored, and what its claims have is not known yet | UNAVAILABLE | repeat later |
+	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | repeat with backoff |
+	ReturnMachine(ctx context.Context, in *ReturnMachineRequest, opts ...grpc.CallOption) (*ReturnMachineResponse, error)
 	// GetClaim returns one claim with its history, also an ended one while it is remembered.
 	//
 	// | condition | code | caller's recovery |
@@ -130,6 +147,16 @@ func (c *claimServiceClient) ReleaseClaim(ctx context.Context, in *ReleaseClaimR
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(ReleaseClaimResponse)
 	err := c.cc.Invoke(ctx, ClaimService_ReleaseClaim_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *claimServiceClient) ReturnMachine(ctx context.Context, in *ReturnMachineRequest, opts ...grpc.CallOption) (*ReturnMachineResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ReturnMachineResponse)
+	err := c.cc.Invoke(ctx, ClaimService_ReturnMachine_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -229,6 +256,22 @@ type ClaimServiceServer interface {
 	// | the Cluster is paused (ErrorInfo reason CLUSTER_PAUSED): a move that is under way would lose the release | UNAVAILABLE | repeat later |
 	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | repeat with backoff |
 	ReleaseClaim(context.Context, *ReleaseClaimRequest) (*ReleaseClaimResponse, error)
+	// ReturnMachine ends a claim and leaves its machine to the user, who has one more from then on: the machine goes on running as it is,
+	// and replicas stay. It undoes an adoption, and it lets a node be kept that the caller wants to forget. It returns at once; the claim is ENDED
+	// with reason `Returned` once the machine carries it no more. Idempotent; returning the machine of an ended claim is OK and does nothing. It
+	// cannot be taken back; another claim may adopt the machine.
+	//
+	// | condition | code | caller's recovery |
+	// |---|---|---|
+	// | a field is malformed | INVALID_ARGUMENT | fix the request |
+	// | not this identity's Cluster; or the claim's holder is one that it may not act as | PERMISSION_DENIED | use the right identity |
+	// | the claim was never made, or its end is no longer remembered (ErrorInfo reason CLAIM_NOT_FOUND) | NOT_FOUND | nothing to do |
+	// | the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND): it may have moved to another hub | NOT_FOUND | ask the agent there |
+	// | the claim has no machine yet; or it is being released, and its machine removed (ErrorInfo reason NOT_RETURNABLE) | FAILED_PRECONDITION | release it; or accept the end of the machine |
+	// | lost a race against another writer | ABORTED | repeat at once |
+	// | the Cluster is paused (ErrorInfo reason CLUSTER_PAUSED); or it was moved or restored, and what its claims have is not known yet | UNAVAILABLE | repeat later |
+	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | repeat with backoff |
+	ReturnMachine(context.Context, *ReturnMachineRequest) (*ReturnMachineResponse, error)
 	// GetClaim returns one claim with its history, also an ended one while it is remembered.
 	//
 	// | condition | code | caller's recovery |
@@ -279,6 +322,9 @@ func (UnimplementedClaimServiceServer) CreateClaim(context.Context, *CreateClaim
 }
 func (UnimplementedClaimServiceServer) ReleaseClaim(context.Context, *ReleaseClaimRequest) (*ReleaseClaimResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method ReleaseClaim not implemented")
+}
+func (UnimplementedClaimServiceServer) ReturnMachine(context.Context, *ReturnMachineRequest) (*ReturnMachineResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ReturnMachine not implemented")
 }
 func (UnimplementedClaimServiceServer) GetClaim(context.Context, *GetClaimRequest) (*GetClaimResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method GetClaim not implemented")
@@ -345,6 +391,24 @@ func _ClaimService_ReleaseClaim_Handler(srv interface{}, ctx context.Context, de
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
 		return srv.(ClaimServiceServer).ReleaseClaim(ctx, req.(*ReleaseClaimRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _ClaimService_ReturnMachine_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ReturnMachineRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ClaimServiceServer).ReturnMachine(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: ClaimService_ReturnMachine_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ClaimServiceServer).ReturnMachine(ctx, req.(*ReturnMachineRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -428,6 +492,10 @@ var ClaimService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "ReleaseClaim",
 			Handler:    _ClaimService_ReleaseClaim_Handler,
+		},
+		{
+			MethodName: "ReturnMachine",
+			Handler:    _ClaimService_ReturnMachine_Handler,
 		},
 		{
 			MethodName: "GetClaim",
