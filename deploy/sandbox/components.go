@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -362,6 +363,26 @@ func (s *Sandbox) agent(ctx context.Context, name string, port int, kubeconfigFi
 	})
 }
 
+// shimAccess is what a shim needs to know to work: the clusters on its two sides.
+func (s *Sandbox) shimAccess(agent AgentAccess) []string {
+	return []string{
+		"KUBECONFIG=" + s.shimKubeconfig(),
+		"AGENT_ADDRESS=" + agent.Address,
+		"AGENT_CA_FILE=" + agent.CAFile,
+		"AGENT_TLS_CERT_FILE=" + agent.CertFile,
+		"AGENT_TLS_KEY_FILE=" + agent.KeyFile,
+		"CLUSTER_NAMESPACE=" + ClusterNamespace,
+		"CLUSTER_NAME=" + ClusterName,
+	}
+}
+
+// ShimCommand returns a command of the shim's binary that calls the sandbox's first agent with the shim's rights in the spoke.
+func (s *Sandbox) ShimCommand(ctx context.Context, args ...string) *exec.Cmd {
+	cmd := exec.CommandContext(ctx, s.options.ShimBinary, args...)
+	cmd.Env = append(os.Environ(), s.shimAccess(s.AgentAccess())...)
+	return cmd
+}
+
 // shim starts a shim that calls the given agent.
 func (s *Sandbox) shim(ctx context.Context, agent AgentAccess) error {
 	health, err := s.port()
@@ -380,20 +401,13 @@ func (s *Sandbox) shim(ctx context.Context, agent AgentAccess) error {
 	return s.component(ctx, process.Spec{
 		Name: Shim,
 		Path: s.options.ShimBinary,
-		Env: append([]string{
-			"KUBECONFIG=" + s.shimKubeconfig(),
-			"AGENT_ADDRESS=" + agent.Address,
-			"AGENT_CA_FILE=" + agent.CAFile,
-			"AGENT_TLS_CERT_FILE=" + agent.CertFile,
-			"AGENT_TLS_KEY_FILE=" + agent.KeyFile,
-			"CLUSTER_NAMESPACE=" + ClusterNamespace,
-			"CLUSTER_NAME=" + ClusterName,
+		Env: append(s.shimAccess(agent), slices.Concat([]string{
 			"METRICS_BIND_ADDRESS=" + address(metrics),
 			"HEALTH_PROBE_BIND_ADDRESS=" + address(health),
 			// One replica: nobody to take over from.
 			"DISABLE_LEADER_ELECTION=true",
 			fmt.Sprintf("IGNORE_DRA_REQUESTS=%t", !s.options.DynamicResources),
-		}, slices.Concat(gates, s.options.ShimEnv)...),
+		}, gates, s.options.ShimEnv)...),
 		Grace:        graceOfOurs,
 		RestartAfter: s.options.RestartAfter,
 		Ready:        healthy(http.DefaultClient, "http://"+address(health)+"/readyz"),

@@ -18,9 +18,11 @@ import (
 	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
 	appsv1 "k8s.io/api/apps/v1"
+	batchv1 "k8s.io/api/batch/v1"
 	corev1 "k8s.io/api/core/v1"
 	policyv1 "k8s.io/api/policy/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
@@ -192,6 +194,33 @@ func TestShimsFeatureGatesBringTheirRules(t *testing.T) {
 	g.Expect(rules(t, render(t, charts[1], old))).NotTo(ContainElement(HaveField("APIGroups", ContainElement("resource.k8s.io"))))
 }
 
+// As docs/migrate-from-karpenter-provider-cluster-api.md has it: nothing runs but what prints the plan.
+func TestThePlanOfAdoptionIsAJobInPlaceOfKarpenter(t *testing.T) {
+	server := startAPIServer(t)
+	forEachValues(t, func(t *testing.T, c chart, values string) {
+		t.Helper()
+		if c.name != "shim" {
+			return
+		}
+		g := NewWithT(t)
+		objects := render(t, c, values, "--set", "planAdoption=true")
+		g.Expect(of[appsv1.Deployment](t, objects, "Deployment")).To(BeEmpty())
+		g.Expect(of[policyv1.PodDisruptionBudget](t, objects, "PodDisruptionBudget")).To(BeEmpty())
+		jobs := of[batchv1.Job](t, objects, "Job")
+		g.Expect(jobs).To(HaveLen(1))
+		planning := jobs[0].Spec.Template.Spec
+		running := of[appsv1.Deployment](t, render(t, c, values), "Deployment")[0].Spec.Template.Spec
+		g.Expect(planning.Containers).To(HaveLen(1), "a sidecar would not end")
+		g.Expect(planning.Containers[0].Args).To(Equal(append([]string{"plan-adoption"}, running.Containers[0].Args...)))
+		g.Expect(equality.Semantic.DeepEqual(planning.Containers[0].Env, running.Containers[0].Env)).To(BeTrue(), "the same environment")
+		g.Expect(equality.Semantic.DeepEqual(planning.Volumes, running.Volumes)).To(BeTrue(), "the same volumes")
+		g.Expect(planning.ServiceAccountName).To(Equal(running.ServiceAccountName))
+		for _, object := range objects { // which fills in defaults
+			dryRun(t, server, object)
+		}
+	})
+}
+
 func TestValuesThatCannotWorkAreRefused(t *testing.T) {
 	for _, tc := range []struct {
 		name  string
@@ -263,9 +292,10 @@ func dryRun(t *testing.T, server client.Client, object *unstructured.Unstructure
 }
 
 // render returns what the chart is with the values in a file, in the order of installation.
-func render(t *testing.T, c chart, values string) []*unstructured.Unstructured {
+func render(t *testing.T, c chart, values string, more ...string) []*unstructured.Unstructured {
 	t.Helper()
-	stdout, stderr, err := helm(t, "template", c.release, chartPath(t, c), "--namespace", c.namespace, "--values", values)
+	args := append([]string{"template", c.release, chartPath(t, c), "--namespace", c.namespace, "--values", values}, more...)
+	stdout, stderr, err := helm(t, args...)
 	if err != nil {
 		t.Fatalf("helm template: %v\n%s", err, stderr)
 	}

@@ -49,6 +49,9 @@ type ClusterAPINodeClassSpec struct {
 	// price says which prices Karpenter may decide by.
 	// +optional
 	Price PricePolicy `json:"price,omitzero"`
+	// adoption says which machines that were there before Karpenter become its own.
+	// +optional
+	Adoption AdoptionPolicy `json:"adoption,omitzero"`
 	// maxNodeProvisionTime is how long a NodeClaim waits, once it has a machine, for that machine's provider ID and for its Node, before
 	// the agent releases it as late; the next NodeClaim gets the machine then. A node group whose MachineDeployment has the annotation
 	// cluster.x-k8s.io/autoscaling-options-maxnodeprovisiontime goes by that instead. Without either, the agent's options

@@ -8,6 +8,25 @@ const (
 	// Karpenter core counts how much of it is left by this label.
 	ReservationLabel = Group + "/reservation"
 
+	// PeerMachineAnnotation is what karpenter-provider-cluster-api puts on a NodeClaim before it has launched it: namespace/name of the Machine
+	// that it has chosen.
+	PeerMachineAnnotation = "cluster.x-k8s.io/machine"
+	// PeerMemberLabel is what that provider puts on Machines that it has claimed. Cluster API puts it on their Nodes.
+	PeerMemberLabel = "node.cluster.x-k8s.io/karpenter-member"
+
+	// AdoptedLabel is on NodeClaims whose machine was there before their claim, and on their Nodes. Its value is "true".
+	AdoptedLabel = Group + "/adopted"
+
+	// AdoptAnnotation on a Node, with the value "true", asks for its adoption where the node class says OnRequest.
+	AdoptAnnotation = Group + "/adopt"
+
+	// AdoptMachineAnnotation on a NodeClaim holds the name of the Machine that it was made to adopt.
+	AdoptMachineAnnotation = Group + "/adopt-machine"
+
+	// ReturnMachineAnnotation on a NodeClaim, with the value "true", has its Node and its machine left to the user as they are, and the NodeClaim
+	// ended: nothing is drained.
+	ReturnMachineAnnotation = Group + "/return-machine"
+
 	// NodeClassFinalizer keeps a ClusterAPINodeClass while NodeClaims refer to it.
 	NodeClassFinalizer = Group + "/termination"
 

@@ -45,3 +45,47 @@ type PricePolicy struct {
 	// +optional
 	WhenUnknown UnknownPriceAction `json:"whenUnknown,omitempty"`
 }
+
+// AdoptionMode says which machines become Karpenter's that have no NodeClaim.
+//
+// +kubebuilder:validation:Enum=Never;OnRequest;All
+type AdoptionMode string
+
+const (
+	// AdoptNever leaves them to the user.
+	AdoptNever AdoptionMode = "Never"
+	// AdoptOnRequest takes those whose Node has the annotation karpenter.cluster.x-k8s.io/adopt=true.
+	AdoptOnRequest AdoptionMode = "OnRequest"
+	// AdoptAll takes all of them that the user has beyond the min size.
+	AdoptAll AdoptionMode = "All"
+)
+
+// AdoptedDisruption says whether Karpenter disrupts adopted Nodes.
+//
+// +kubebuilder:validation:Enum=AfterApproval;Allowed
+type AdoptedDisruption string
+
+const (
+	// DisruptAfterApproval gives each adopted Node the annotation karpenter.sh/do-not-disrupt=true, once: taking it off is the approval.
+	DisruptAfterApproval AdoptedDisruption = "AfterApproval"
+	// DisruptAllowed treats adopted Nodes like any others.
+	DisruptAllowed AdoptedDisruption = "Allowed"
+)
+
+// AdoptionPolicy says which machines that were there before Karpenter become its own. The machines of NodeClaims that have no claim, such as
+// those of another provider for Cluster API, are adopted in any case.
+type AdoptionPolicy struct {
+	// machines says which machines without a NodeClaim are adopted, of the selected node groups: Never, the default; OnRequest, those whose
+	// Node has the annotation karpenter.cluster.x-k8s.io/adopt=true; or All. No more than the user has beyond the node group's min size, so
+	// that replicas stay the same; and only by a NodePool whose requirements the Node meets and whose taints it has.
+	// +optional
+	Machines AdoptionMode `json:"machines,omitempty"`
+	// disruption says whether Karpenter may disrupt adopted Nodes: AfterApproval, the default, or Allowed.
+	// +optional
+	Disruption AdoptedDisruption `json:"disruption,omitempty"`
+	// nodesPerMinute is how many machines without a NodeClaim are adopted each minute at most. Default 60.
+	// +kubebuilder:validation:Minimum=1
+	// +kubebuilder:validation:Maximum=6000
+	// +optional
+	NodesPerMinute *int32 `json:"nodesPerMinute,omitempty"`
+}

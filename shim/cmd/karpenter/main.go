@@ -30,6 +30,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/agentstate"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/cloudprovider"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/adoption"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/claimsync"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/failedmachine"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/floor"
@@ -45,6 +46,13 @@ import (
 )
 
 func main() {
+	if len(os.Args) > 1 && os.Args[1] == planAdoption {
+		if err := plan(operator.Signals(context.Background()), os.Args[2:], os.Stdout); err != nil {
+			fmt.Fprintf(os.Stderr, "karpenter %s: %v\n", planAdoption, err)
+			os.Exit(1)
+		}
+		return
+	}
 	ctx, err := parse(context.Background(), os.Args[1:])
 	if err != nil {
 		fmt.Fprintf(os.Stderr, "karpenter: %v\n", err)
@@ -57,11 +65,14 @@ func main() {
 	}
 }
 
-// parse reads core's and the shim's flags, as core does, but returns what is wrong instead of panicking with it.
-func parse(ctx context.Context, args []string) (context.Context, error) {
+// parse reads core's and the shim's flags, as core does, but returns what is wrong instead of panicking with it. more adds further ones.
+func parse(ctx context.Context, args []string, more ...func(*flag.FlagSet)) (context.Context, error) {
 	flags := &coreoptions.FlagSet{FlagSet: flag.NewFlagSet("karpenter", flag.ContinueOnError)}
 	for _, injectable := range coreoptions.Injectables {
 		injectable.AddFlags(flags)
+	}
+	for _, add := range more {
+		add(flags.FlagSet)
 	}
 	for _, injectable := range coreoptions.Injectables {
 		if err := injectable.Parse(flags, args...); err != nil {
@@ -79,12 +90,7 @@ func run(ctx context.Context) error {
 		logger.Info("a deprecated setting is ignored", "warning", warning)
 	}
 
-	// Core reads these while its controllers run, so they are set before any exists.
-	lifecycle.LaunchTimeout = opts.LaunchTimeout
-	karpv1.WellKnownLabels.Insert(opts.NodeLabelKeys()...)
-	instancetype.Reservations()
-	registration.ExpectTaints()
-
+	setUpCore(opts)
 	agent, err := agentclient.New(agentOptions(ctx, opts))
 	if err != nil {
 		return fmt.Errorf("making the agent's client: %w", err)
@@ -122,6 +128,7 @@ func run(ctx context.Context) error {
 		}
 	}
 
+	var adopting *adoption.Controller // which needs the provider
 	static := staticpool.New(op.GetClient(), op.EventRecorder, opts.UnavailableOfferingTTL)
 	finder := unclaimed.New(op.Clock, agent, claims, cluster, opts.AgentTimeout)
 	provider := cloudprovider.New(cloudprovider.Config{
@@ -133,6 +140,7 @@ func run(ctx context.Context) error {
 		Overlays:  op.InstanceTypeStore,
 		Unclaimed: finder,
 		Static:    static,
+		Settled:   func() bool { return adopting.Settled() },
 		Recorder:  op.EventRecorder,
 		Timeout:   opts.AgentTimeout,
 		Clock:     op.Clock,
@@ -141,6 +149,7 @@ func run(ctx context.Context) error {
 	})
 	undecorated := metrics.Decorate(provider)
 	decorated := overlay.Decorate(undecorated, op.GetClient(), op.InstanceTypeStore)
+	adopting = adoption.New(op.GetClient(), decorated, provider, claims, finder, agent, cluster, op.EventRecorder)
 	repairPolicies, err := health.NewRepairPolicyMatcher(ctx, decorated)
 	if err != nil {
 		return fmt.Errorf("compiling the repair policies: %w", err)
@@ -154,6 +163,8 @@ func run(ctx context.Context) error {
 		opts.ClaimSyncInterval, opts.AgentTimeout)
 	op.WithControllers(ctx,
 		claimSync,
+		adopting,
+		adoption.NewNodes(op.Clock, op.GetClient(), provider, finder, catalogue, agent, cluster, op.EventRecorder),
 		providerid.New(op.GetClient(), op.GetAPIReader(), decorated, claims, cluster, op.EventRecorder),
 		failedmachine.New(op.Clock, op.GetClient(), op.GetAPIReader(), decorated, claims, nodeGroups, agent.Claims, cluster, op.EventRecorder,
 			finder, opts.AgentTimeout),
@@ -175,6 +186,14 @@ func run(ctx context.Context) error {
 	}
 	logger.Info("ended")
 	return nil
+}
+
+// setUpCore sets what core reads while its controllers run, so that it is done before any exists.
+func setUpCore(opts *options.Options) {
+	lifecycle.LaunchTimeout = opts.LaunchTimeout
+	karpv1.WellKnownLabels.Insert(opts.NodeLabelKeys()...)
+	instancetype.Reservations()
+	registration.ExpectTaints()
 }
 
 func agentOptions(ctx context.Context, opts *options.Options) agentclient.Options {

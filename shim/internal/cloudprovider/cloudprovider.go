@@ -69,6 +69,9 @@ type Config struct {
 	RepairAfter time.Duration
 	// Timeout bounds one method's calls to the agent.
 	Timeout time.Duration
+	// Settled reports whether every NodeClaim that was there when this process began to act has been looked at for adoption. Until then
+	// nothing is planned or disrupted.
+	Settled func() bool
 	// Clock tells how long node groups have been gone, and Machines on their way out.
 	Clock clock.PassiveClock
 }
@@ -94,7 +97,8 @@ func (c *CloudProvider) GetSupportedNodeClasses() []status.Object {
 }
 
 // GetInstanceTypes answers from the catalogue's newest snapshot. A NodePool of another provider has none. Before the agent
-// was heard of for the first time, and for a node class that does not exist or selects nothing, it is an error: an empty
+// was heard of for the first time, while NodeClaims of before are being adopted, and for a node class that does not exist or
+// selects nothing, it is an error: an empty
 // answer would make core take the NodePool's nodes for drifted, for a typing error in a selector.
 func (c *CloudProvider) GetInstanceTypes(_ context.Context, nodePool *karpv1.NodePool) ([]*cloudprovider.InstanceType, error) {
 	if nodePool == nil || !isOurs(nodePool.Spec.Template.Spec.NodeClassRef) {
@@ -103,6 +107,9 @@ func (c *CloudProvider) GetInstanceTypes(_ context.Context, nodePool *karpv1.Nod
 	snapshot := c.Catalogue.Snapshot()
 	if snapshot == nil {
 		return nil, catalogue.ErrNotSynced
+	}
+	if !c.Settled() {
+		return nil, errNotSettled
 	}
 	class, ok := snapshot.Class(nodePool.Spec.Template.Spec.NodeClassRef.Name)
 	if !ok {
@@ -114,6 +121,9 @@ func (c *CloudProvider) GetInstanceTypes(_ context.Context, nodePool *karpv1.Nod
 	return class.For(nodePool), nil
 }
 
+// errNotSettled means that the NodeClaims that were there before have not all been looked at for adoption.
+var errNotSettled = errors.New("the machines of NodeClaims without a claim are being adopted")
+
 func isOurs(ref *karpv1.NodeClassReference) bool {
 	return ref != nil && ref.Group == v1alpha1.Group && ref.Kind == "ClusterAPINodeClass"
 }
@@ -122,8 +132,8 @@ func isOurs(ref *karpv1.NodeClassReference) bool {
 // returns a NodeClaimNotFoundError once the agent says that the instance is gone, or that it knows of no such claim. Core calls it every
 // five seconds; while the mirror of claims, which follows the agent, shows that the claim is being released in this way, the agent is not asked.
 //
-// A NodeClaim that never had a claim and that runs on a Machine of this Cluster waits, with an error and an event, until that
-// Machine is gone or a claim has taken it over. Core has drained the Node by then: it asks no provider before that.
+// A NodeClaim that never had a claim and that runs on a Machine of this Cluster adopts that Machine first. It waits, with an error and an event,
+// where that is refused, until the Machine is gone or can be adopted. Core has drained the Node by then: it asks no provider before that.
 func (c *CloudProvider) Delete(ctx context.Context, nodeClaim *karpv1.NodeClaim) error {
 	if c.releasing(nodeClaim) {
 		c.tellStuck(nodeClaim)
@@ -138,9 +148,16 @@ func (c *CloudProvider) Delete(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	case machine.GetDeletedAt() != nil:
 		return nil
 	case machine != nil:
-		c.Recorder.Publish(c.Unclaimed.Event(nodeClaim, machine))
-		return fmt.Errorf("the NodeClaim has no claim, and its machine %s is there: delete that in the management cluster, or adopt it",
-			machine.GetName())
+		if _, err := c.Adopt(ctx, nodeClaim, machine); err != nil {
+			c.Recorder.Publish(c.Unclaimed.Event(nodeClaim, machine, err))
+			return fmt.Errorf("the NodeClaim has no claim, and its machine %s cannot be adopted: %w", machine.GetName(), err)
+		}
+	}
+	switch adopting, err := c.adopting(ctx, nodeClaim); {
+	case err != nil:
+		return err
+	case adopting: // a claim that is released before it has the Machine leaves that with the user
+		return nil
 	}
 	response, err := c.Client.Claims.ReleaseClaim(ctx, &agentv1alpha1.ReleaseClaimRequest{
 		Cluster: c.Cluster,

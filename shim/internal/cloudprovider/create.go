@@ -9,7 +9,6 @@ import (
 	"strings"
 
 	"github.com/samber/lo"
-	"google.golang.org/protobuf/types/known/durationpb"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -71,7 +70,13 @@ func (c *CloudProvider) create(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	}
 	candidates, refused := c.candidates(nodeClaim, groups)
 
-	claim, err := c.claim(ctx, nodeClaim, candidates, class.MaxNodeProvisionTime)
+	claim, err := c.takeOver(ctx, nodeClaim)
+	if err != nil {
+		return nil, err
+	}
+	if claim == nil {
+		claim, err = c.claim(ctx, nodeClaim, candidates, class.MaxNodeProvisionTime)
+	}
 	if err != nil {
 		if errors.Is(err, errNoCandidate) {
 			c.Catalogue.MarkRefused(
@@ -149,23 +154,8 @@ func (c *CloudProvider) claim(
 		}
 		return claim, err
 	}
-	request := &agentv1alpha1.CreateClaimRequest{
-		Cluster:     c.Cluster,
-		ClaimId:     string(nodeClaim.UID),
-		Holder:      v1alpha1.Holder,
-		Candidates:  lo.Map(candidates, func(g *instancetype.Group, _ int) string { return g.ID }),
-		DisplayName: nodeClaim.Name,
-		SpokeId:     c.spoke(ctx),
-	}
-	if maxNodeProvisionTime != nil {
-		request.MaxNodeProvisionTime = durationpb.New(maxNodeProvisionTime.Duration)
-	}
-	for attempt := 1; ; attempt++ {
-		response, err := c.Client.Claims.CreateClaim(ctx, request)
-		if err == nil || !agenterrors.IsConflict(err) || attempt == conflictAttempts {
-			return response.GetClaim(), err
-		}
-	}
+	ids := lo.Map(candidates, func(g *instancetype.Group, _ int) string { return g.ID })
+	return c.send(ctx, c.request(ctx, nodeClaim, ids, maxNodeProvisionTime))
 }
 
 // spoke returns which cluster claims are made from, "" when it cannot be read now: the next claim sync says it.

@@ -31,6 +31,8 @@ const (
 	ReasonClaimConflict = "ClaimConflict"
 	// ReasonClaimRejected means that the agent holds the request for malformed.
 	ReasonClaimRejected = "ClaimRejected"
+	// ReasonAdoptionFailed means that the Machine that another provider chose for the NodeClaim could not be adopted.
+	ReasonAdoptionFailed = "AdoptionFailed"
 	// ReasonClaimFailed means anything else.
 	ReasonClaimFailed = "ClaimFailed"
 )

@@ -13,7 +13,6 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
 )
 
@@ -41,13 +40,31 @@ func leftBehind(t *testing.T) (*world, *karpv1.NodeClaim, *agentv1alpha1.Machine
 	return w, nodeClaim, machine
 }
 
-func TestDeleteOfANodeClaimThatNeverHadAClaimWaitsForItsMachine(t *testing.T) {
+// The claim must have the Machine before it is released, which a real hub takes a moment for.
+func TestDeleteOfANodeClaimThatNeverHadAClaimTakesItsMachineWithIt(t *testing.T) {
 	w, nodeClaim, machine := leftBehind(t)
+	w.Eventually(func() bool {
+		require.NoError(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+		return w.Agent.Claim(w.Cluster, string(nodeClaim.UID)).GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING
+	}, "it is being released")
+	claim := w.Agent.Claim(w.Cluster, string(nodeClaim.UID))
+	assert.Equal(t, machine.GetName(), claim.GetAdoptMachine())
+	assert.NotNil(t, w.Agent.Machine(w.Cluster, machine.GetName()).GetDeletedAt())
+	assert.Empty(t, w.Recorder.Reasons())
+	w.Agent.Terminate(w.Cluster, machine.GetName())
+	w.Eventually(func() bool {
+		return corecloudprovider.IsNodeClaimNotFoundError(w.CloudProvider.Delete(w.Context(), nodeClaim))
+	}, "it is gone")
+}
+
+func TestDeleteWaitsWhileTheMachineCannotBeAdopted(t *testing.T) {
+	w, nodeClaim, machine := leftBehind(t)
+	w.Agent.Block(machine.GetNodeGroupId(), agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED, "the MachineDeployment is paused", time.Time{})
 	uncertain(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
 	assert.Nil(t, w.Agent.Claim(w.Cluster, string(nodeClaim.UID)), "or it could not be adopted any more")
 	require.Equal(t, []string{"MachineWithoutClaim"}, w.Recorder.Reasons())
 	for _, what := range []string{
-		machine.GetName(), machine.GetProviderId(), "kubectl delete machine -n default", "claim_id " + string(nodeClaim.UID), "adopt_machine",
+		machine.GetName(), machine.GetProviderId(), "the MachineDeployment is paused", "kubectl delete machine -n default " + machine.GetName(),
 	} {
 		assert.Contains(t, w.Recorder.Messages()[0], what)
 	}
@@ -57,27 +74,52 @@ func TestDeleteOfANodeClaimThatNeverHadAClaimWaitsForItsMachine(t *testing.T) {
 	notFound(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
 }
 
-func TestAdoptingTheMachineLetsTheNodeClaimEnd(t *testing.T) {
-	w, nodeClaim, machine := leftBehind(t)
-	uncertain(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
-	_, err := w.Client.Claims.CreateClaim(w.Context(), &agentv1alpha1.CreateClaimRequest{
-		Cluster: w.Cluster, ClaimId: string(nodeClaim.UID), Holder: v1alpha1.Holder, Candidates: []string{machine.GetNodeGroupId()},
-		AdoptMachine: machine.GetName(),
-	})
-	require.NoError(t, err)
-	require.NoError(t, w.CloudProvider.Delete(w.Context(), nodeClaim), "it is being released")
-	assert.NotNil(t, w.Agent.Machine(w.Cluster, machine.GetName()).GetDeletedAt())
-	w.Agent.Terminate(w.Cluster, machine.GetName())
-	w.Eventually(func() bool {
-		return corecloudprovider.IsNodeClaimNotFoundError(w.CloudProvider.Delete(w.Context(), nodeClaim))
-	}, "it is gone")
-}
-
 func TestWhatAnotherShimBuriedWaitsAsWell(t *testing.T) {
 	w, nodeClaim, _ := leftBehind(t)
 	_, err := w.Client.Claims.ReleaseClaim(w.Context(), &agentv1alpha1.ReleaseClaimRequest{Cluster: w.Cluster, ClaimId: string(nodeClaim.UID)})
 	require.NoError(t, err)
 	uncertain(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+}
+
+// As karpenter-provider-cluster-api leaves a NodeClaim: a Machine is chosen, and has no provider ID yet.
+func TestCreateTakesOverTheMachineThatAnotherProviderChose(t *testing.T) {
+	w, _, machine := leftBehind(t)
+	begun := func(name, reference string) *karpv1.NodeClaim {
+		return w.NodeClaim(name, func(nc *karpv1.NodeClaim) { nc.Annotations = map[string]string{"cluster.x-k8s.io/machine": reference} })
+	}
+	nodeClaim := begun("begun", machine.GetCluster().GetNamespace()+"/"+machine.GetName())
+	created, err := w.CloudProvider.Create(w.Context(), nodeClaim)
+	require.NoError(t, err)
+	assert.Equal(t, w.Placeholder(nodeClaim.UID), created.Status.ProviderID)
+	assert.Equal(t, machine.GetName(), w.Agent.Claim(w.Cluster, string(nodeClaim.UID)).GetAdoptMachine())
+	assert.EqualValues(t, 1, w.Agent.NodeGroup(machine.GetNodeGroupId()).GetReplicas(), "no other machine")
+	_, err = w.CloudProvider.Create(w.Context(), nodeClaim)
+	require.NoError(t, err, "and once more, as after a lost answer")
+	assert.EqualValues(t, 1, w.Agent.NodeGroup(machine.GetNodeGroupId()).GetReplicas())
+
+	for name, reference := range map[string]string{
+		"taken": machine.GetCluster().GetNamespace() + "/" + machine.GetName(), "gone": "default/gone",
+		"elsewhere": "other/" + machine.GetName(), "odd": "odd",
+	} {
+		w.clock.Step(time.Minute)
+		nodeClaim := begun(name, reference)
+		_, err := w.CloudProvider.Create(w.Context(), nodeClaim)
+		require.NoError(t, err, name)
+		assert.Empty(t, w.Agent.Claim(w.Cluster, string(nodeClaim.UID)).GetAdoptMachine(), "%s: a new machine", name)
+	}
+}
+
+func TestNothingIsPlannedBeforeNodeClaimsAreAdopted(t *testing.T) {
+	w, _, _ := leftBehind(t)
+	nodePool := &karpv1.NodePool{}
+	nodePool.Spec.Template.Spec.NodeClassRef = shimtest.NodeClassRef()
+	w.Unsettled.Store(true)
+	_, err := w.CloudProvider.GetInstanceTypes(w.Context(), nodePool)
+	require.ErrorContains(t, err, "being adopted")
+	w.Unsettled.Store(false)
+	types, err := w.CloudProvider.GetInstanceTypes(w.Context(), nodePool)
+	require.NoError(t, err)
+	assert.NotEmpty(t, types)
 }
 
 func TestANodeClaimThatNeverGotAMachineEndsAtOnce(t *testing.T) {
@@ -128,7 +170,8 @@ func TestGetAndListShowMachinesWithoutAClaim(t *testing.T) {
 
 // Core asks for each NodeClaim every few seconds.
 func TestManyQuestionsAboutUnclaimedMachinesAreOneCall(t *testing.T) {
-	w, nodeClaim, _ := leftBehind(t)
+	w, nodeClaim, machine := leftBehind(t)
+	w.Agent.Block(machine.GetNodeGroupId(), agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED, "paused", time.Time{})
 	before := w.Agent.Calls("ListMachines")
 	for range 20 {
 		uncertain(t, w.CloudProvider.Delete(w.Context(), nodeClaim))

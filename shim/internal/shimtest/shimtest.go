@@ -5,6 +5,7 @@ package shimtest
 import (
 	"context"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -76,6 +77,8 @@ type World struct {
 	Unclaimed *unclaimed.Finder
 	// Recorder keeps events.
 	Recorder *Recorder
+	// Unsettled has the CloudProvider wait for adoption.
+	Unsettled atomic.Bool
 	// Clock is that of [WithClock].
 	Clock clock.Clock
 
@@ -143,7 +146,7 @@ func New(tb testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *W
 	w.CloudProvider = cloudprovider.New(cloudprovider.Config{
 		Cluster: w.Cluster, Kube: w.Kube, Client: w.Client, Claims: w.Claims, Catalogue: w.Catalogue,
 		Unclaimed: w.Unclaimed, Recorder: w.Recorder, Static: staticpool.New(w.Kube, w.Recorder, s.ttl),
-		Timeout: Timeout, Clock: s.clock, RepairAfter: 20 * time.Minute,
+		Timeout: Timeout, Clock: s.clock, RepairAfter: 20 * time.Minute, Settled: func() bool { return !w.Unsettled.Load() },
 	})
 
 	ctx, cancel := context.WithCancel(w.Context())

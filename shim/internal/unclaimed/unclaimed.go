@@ -1,6 +1,6 @@
 // Package unclaimed finds the Machines behind NodeClaims that never had a claim, such as those that another provider for Cluster
 // API left behind in a workload cluster. Ending such a NodeClaim releases nothing: its Machine would go on running and be paid
-// for, and nothing would show it in this cluster any more. So what ends NodeClaims asks here first.
+// for, and nothing would show it in this cluster any more. So what ends NodeClaims asks here first, and what adopts Machines finds them here.
 package unclaimed
 
 import (
@@ -12,6 +12,7 @@ import (
 
 	"github.com/samber/lo"
 	"golang.org/x/sync/singleflight"
+	"google.golang.org/grpc/status"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/utils/clock"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
@@ -20,7 +21,6 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/placeholder"
 )
 
@@ -56,6 +56,22 @@ func New(
 // Machines returns the Machines of the Cluster that have a provider ID and no claim, as they were a moment ago: completely, or an
 // error.
 func (f *Finder) Machines(ctx context.Context) ([]*agentv1alpha1.Machine, error) {
+	machines, err := f.all(ctx)
+	return lo.Filter(machines, func(m *agentv1alpha1.Machine, _ int) bool { return m.GetProviderId() != "" }), err
+}
+
+// Named returns the Machine without a claim that has the name; nil when there is none.
+func (f *Finder) Named(ctx context.Context, name string) (*agentv1alpha1.Machine, error) {
+	machines, err := f.all(ctx)
+	if err != nil {
+		return nil, err
+	}
+	machine, _ := lo.Find(machines, func(m *agentv1alpha1.Machine) bool { return m.GetName() == name })
+	return machine, nil
+}
+
+// all returns the Machines without a claim.
+func (f *Finder) all(ctx context.Context) ([]*agentv1alpha1.Machine, error) {
 	f.mu.Lock()
 	machines, readAt := f.machines, f.readAt
 	f.mu.Unlock()
@@ -84,9 +100,7 @@ func (f *Finder) list(ctx context.Context) ([]*agentv1alpha1.Machine, error) {
 	if err != nil {
 		return nil, fmt.Errorf("listing the machines: %w", err)
 	}
-	machines := lo.Filter(response.GetMachines(), func(m *agentv1alpha1.Machine, _ int) bool {
-		return m.GetProviderId() != "" && m.GetClaimId() == ""
-	})
+	machines := lo.Filter(response.GetMachines(), func(m *agentv1alpha1.Machine, _ int) bool { return m.GetClaimId() == "" })
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.machines, f.readAt = machines, readAt
@@ -131,23 +145,23 @@ func neverMade(claim *agentv1alpha1.Claim) bool {
 	return claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED && claim.GetNodeGroupId() == ""
 }
 
-// Event tells the user of the Machine and what to do about it.
-func (f *Finder) Event(nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.Machine) events.Event {
-	namespace := f.cluster.GetNamespace()
-	ways := []string{fmt.Sprintf("delete that Machine (kubectl delete machine -n %s %s)", namespace, machine.GetName())}
-	if machine.GetNodeGroupId() != "" {
-		ways = append(ways, fmt.Sprintf("adopt it with a claim, unless one of this id was released before "+
-			"(CreateClaim with claim_id %s, holder %s, candidates [%s], adopt_machine %s)",
-			nodeClaim.UID, v1alpha1.Holder, machine.GetNodeGroupId(), machine.GetName()))
+// Event tells the user of the Machine, why it could not be adopted, and what to do about it.
+func (f *Finder) Event(nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.Machine, refused error) events.Event {
+	why := refused.Error()
+	if answer, ok := status.FromError(refused); ok {
+		why = answer.Message()
 	}
+	namespace := f.cluster.GetNamespace()
+	message := fmt.Sprintf("Machine %s/%s of the management cluster, with provider ID %s, has no claim, and cannot be adopted: %s. "+
+		"Karpenter cannot remove it, and waits with the end of this NodeClaim. Remove what is in the way, or delete the Machine "+
+		"(kubectl delete machine -n %s %s)", namespace, machine.GetName(), machine.GetProviderId(), strings.TrimSuffix(why, "."), namespace,
+		machine.GetName())
 	return events.Event{
 		InvolvedObject: nodeClaim,
 		Type:           corev1.EventTypeWarning,
 		Reason:         "MachineWithoutClaim",
-		Message: fmt.Sprintf("Machine %s/%s of the management cluster, with provider ID %s, has no claim, so that Karpenter cannot remove "+
-			"it, and waits with the end of this NodeClaim. In the management cluster, either %s", namespace, machine.GetName(),
-			machine.GetProviderId(), strings.Join(ways, ", or ")),
-		DedupeValues:  []string{string(nodeClaim.UID)},
-		DedupeTimeout: 10 * time.Minute,
+		Message:        lo.Substring(message, 0, 1024),
+		DedupeValues:   []string{string(nodeClaim.UID), why},
+		DedupeTimeout:  10 * time.Minute,
 	}
 }

@@ -11,6 +11,7 @@ package failedmachine
 import (
 	"context"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -39,6 +40,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/claimsource"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/unclaimed"
 )
@@ -106,7 +108,8 @@ func New(
 // Reconcile looks at one NodeClaim.
 func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
 	ctx = injection.WithControllerName(ctx, name)
-	if !nodeclaimutils.IsManaged(nodeClaim, c.cloudProvider) || !nodeClaim.DeletionTimestamp.IsZero() {
+	returns := nodeClaim.Annotations[v1alpha1.ReturnMachineAnnotation] == "true" // its end must not concern its Node
+	if !nodeclaimutils.IsManaged(nodeClaim, c.cloudProvider) || !nodeClaim.DeletionTimestamp.IsZero() || returns {
 		c.forget(nodeClaim.UID)
 		return reconcile.Result{}, nil
 	}
@@ -139,7 +142,6 @@ func (c *Controller) lost(ctx context.Context, nodeClaim *karpv1.NodeClaim, regi
 			return reconcile.Result{}, err
 		}
 		if ready {
-			c.warn(ctx, nodeClaim)
 			return reconcile.Result{RequeueAfter: look}, nil
 		}
 	}
@@ -196,20 +198,31 @@ func (c *Controller) unknown(ctx context.Context, nodeClaim *karpv1.NodeClaim) (
 	switch machine, err := c.unclaimed.Of(ctx, nodeClaim); {
 	case err != nil:
 		return c.unanswered(ctx, nodeClaim, err)
-	case machine != nil:
-		c.recorder.Publish(c.unclaimed.Event(nodeClaim, machine))
+	case machine != nil: // to be adopted
+		return reconcile.Result{RequeueAfter: look}, nil
+	}
+	switch shared, err := c.shared(ctx, nodeClaim); {
+	case err != nil:
+		return reconcile.Result{}, err
+	case shared: // core would drain the other one's Node with it
 		return reconcile.Result{RequeueAfter: look}, nil
 	}
 	return c.giveUp(ctx, nodeClaim, "ClaimUnknown", "The management cluster has no claim of this NodeClaim.")
 }
 
-// warn publishes an event about a running NodeClaim that has no claim, before anything disrupts it.
-func (c *Controller) warn(ctx context.Context, nodeClaim *karpv1.NodeClaim) {
-	machine, err := c.unclaimed.Of(ctx, nodeClaim)
-	if err != nil || machine == nil {
-		return // it is asked again
+// shared reports whether another NodeClaim has the same provider ID and a claim, as it happens with the NodeClaims of other providers.
+func (c *Controller) shared(ctx context.Context, nodeClaim *karpv1.NodeClaim) (bool, error) {
+	if nodeClaim.Status.ProviderID == "" {
+		return false, nil
 	}
-	c.recorder.Publish(c.unclaimed.Event(nodeClaim, machine))
+	others := &karpv1.NodeClaimList{}
+	if err := c.kube.List(ctx, others, nodeclaimutils.ForProviderID(nodeClaim.Status.ProviderID), client.UnsafeDisableDeepCopy); err != nil {
+		return false, fmt.Errorf("listing the NodeClaims with provider ID %s: %w", nodeClaim.Status.ProviderID, err)
+	}
+	return slices.ContainsFunc(others.Items, func(other karpv1.NodeClaim) bool {
+		claim, known := c.claims.Get(string(other.UID))
+		return other.UID != nodeClaim.UID && known && claim.GetPhase() != agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED
+	}), nil
 }
 
 // ask reads the claim from the agent. known is false only when the agent is certain that there is none.

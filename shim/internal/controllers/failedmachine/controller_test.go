@@ -119,7 +119,7 @@ func TestANodeClaimThatNeverHadAClaimStaysAsLongAsItsMachine(t *testing.T) {
 			result := e.reconcile(nodeClaim)
 			assert.True(t, e.Exists(nodeClaim))
 			assert.Positive(t, result.RequeueAfter, "looked at again")
-			assert.Equal(t, []string{"MachineWithoutClaim"}, e.Recorder.Reasons())
+			assert.Empty(t, e.Recorder.Reasons(), "it is to be adopted")
 
 			if ready == corev1.ConditionFalse {
 				e.Agent.LoseMachine(e.Cluster, machine.GetName())
@@ -129,6 +129,28 @@ func TestANodeClaimThatNeverHadAClaimStaysAsLongAsItsMachine(t *testing.T) {
 			}
 		})
 	}
+}
+
+// Core would drain the Node of both.
+func TestANodeClaimThatSharesItsMachineWithOneThatHasAClaimStays(t *testing.T) {
+	e := setUp(t)
+	rightful := e.Launched("rightful", shimtest.Registered)
+	machine := e.Provision(rightful, "sim:///1")
+	rightful.Status.ProviderID = machine.GetProviderId()
+	require.NoError(t, e.Kube.Status().Update(e.Context(), rightful))
+	duplicate := e.NodeClaim("duplicate", shimtest.Registered, func(nc *karpv1.NodeClaim) {
+		nc.Status.ProviderID = machine.GetProviderId()
+		nc.StatusConditions().SetTrue(karpv1.ConditionTypeLaunched)
+	})
+	e.Create(duplicate)
+	e.node(duplicate, machine.GetProviderId(), corev1.ConditionFalse)
+	e.clock.Step(time.Hour)
+	e.reconcile(duplicate)
+	assert.True(t, e.Exists(duplicate))
+
+	e.lose(rightful)
+	e.reconcile(duplicate)
+	assert.False(t, e.Exists(duplicate), "nobody's machine any more")
 }
 
 func TestNothingIsDeletedWhileTheAgentIsAway(t *testing.T) {

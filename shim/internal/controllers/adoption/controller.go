@@ -1,0 +1,376 @@
+// Package adoption brings NodeClaims under the agent that run on Machines without a claim, such as those that another provider for Cluster API
+// left behind: each gets a claim on its own Machine, and the labels and annotations that it would have had from Create. Nothing is drained,
+// replaced or removed for that.
+//
+// Karpenter disrupts no adopted Node before a person allows it: each gets the annotation karpenter.sh/do-not-disrupt, once, before its claim
+// is made. Until every NodeClaim that was there at the start has been looked at, core plans and disrupts nothing at all.
+package adoption
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/wait"
+	controllerruntime "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	"sigs.k8s.io/karpenter/pkg/apis"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/cloudprovider"
+	"sigs.k8s.io/karpenter/pkg/events"
+	"sigs.k8s.io/karpenter/pkg/operator/injection"
+	nodeclaimutils "sigs.k8s.io/karpenter/pkg/utils/nodeclaim"
+
+	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/claimsource"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/placeholder"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/unclaimed"
+)
+
+const (
+	name = "nodeclaim.adoption"
+	// concurrency is how many Machines are adopted at once. The agent writes the claims of one node group together.
+	concurrency = 50
+	// look is how often a NodeClaim is looked at again whose Machine cannot be adopted; soon is how often while that is not known.
+	look, soon = 30 * time.Second, time.Second
+	// settleLook is how often the start looks whether all NodeClaims were looked at.
+	settleLook = 100 * time.Millisecond
+)
+
+// Claims is a mirror of the shim's claims.
+type Claims interface {
+	claimsource.Claims
+	State() agentclient.State
+}
+
+// Provider makes claims on Machines that there are.
+type Provider interface {
+	Adopt(ctx context.Context, nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.Machine) (*agentv1alpha1.Claim, error)
+	Describe(nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Claim) *karpv1.NodeClaim
+}
+
+// Controller is the controller.
+type Controller struct {
+	kube          client.Client
+	cloudProvider cloudprovider.CloudProvider
+	provider      Provider
+	claims        Claims
+	machines      *unclaimed.Finder
+	agent         *agentclient.Client
+	cluster       *agentv1alpha1.ClusterRef
+	recorder      events.Recorder
+
+	settled atomic.Bool
+	mu      sync.Mutex
+	seen    map[types.UID]bool // NodeClaims that were looked at, until all were
+}
+
+// New returns the controller. kube reads from a cache with indexes on the provider IDs of Nodes and NodeClaims. cloudProvider says which
+// NodeClaims are this provider's.
+func New(
+	kube client.Client, cloudProvider cloudprovider.CloudProvider, provider Provider, claims Claims, machines *unclaimed.Finder,
+	agent *agentclient.Client, cluster *agentv1alpha1.ClusterRef, recorder events.Recorder,
+) *Controller {
+	return &Controller{
+		kube: kube, cloudProvider: cloudProvider, provider: provider, claims: claims, machines: machines, agent: agent,
+		cluster: cluster, recorder: recorder, seen: map[types.UID]bool{},
+	}
+}
+
+// Reconcile looks at one NodeClaim. Those that are not launched, or are being deleted, are for Create and Delete to adopt.
+func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
+	ctx = injection.WithControllerName(ctx, name)
+	if !nodeclaimutils.IsManaged(nodeClaim, c.cloudProvider) {
+		return reconcile.Result{}, nil
+	}
+	if !c.claims.State().Synced {
+		return reconcile.Result{RequeueAfter: soon}, nil
+	}
+	if nodeClaim.DeletionTimestamp.IsZero() && wantsReturn(nodeClaim) {
+		c.look(nodeClaim.UID)
+		return c.giveBack(ctx, nodeClaim)
+	}
+	if !nodeClaim.DeletionTimestamp.IsZero() || !nodeClaim.StatusConditions().Get(karpv1.ConditionTypeLaunched).IsTrue() {
+		c.look(nodeClaim.UID)
+		return reconcile.Result{}, nil
+	}
+	if claim, known := c.claims.Get(string(nodeClaim.UID)); known && claim.GetAdoptMachine() != "" && isLive(claim) {
+		return c.complete(ctx, nodeClaim, claim)
+	}
+	if id := nodeClaim.Status.ProviderID; id == "" || placeholder.Is(id) {
+		c.look(nodeClaim.UID)
+		return reconcile.Result{}, nil
+	}
+	machine, err := c.machines.Of(ctx, nodeClaim)
+	switch {
+	case err != nil: // ordinary while the management cluster is away
+		log.FromContext(ctx).V(1).Info("not known whether the NodeClaim's machine is to be adopted", "reason", err.Error())
+		return reconcile.Result{RequeueAfter: soon}, nil
+	case machine == nil, machine.GetDeletedAt() != nil:
+		c.look(nodeClaim.UID)
+		return reconcile.Result{}, nil
+	}
+	return c.adopt(ctx, nodeClaim, machine)
+}
+
+func isLive(claim *agentv1alpha1.Claim) bool {
+	return claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING || claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND
+}
+
+func (c *Controller) adopt(ctx context.Context, nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.Machine) (reconcile.Result, error) {
+	node, err := c.node(ctx, nodeClaim)
+	if err != nil {
+		return reconcile.Result{}, err
+	}
+	rightful, err := c.rightful(ctx, nodeClaim, node)
+	if err != nil {
+		return reconcile.Result{}, err
+	}
+	if rightful.UID != nodeClaim.UID {
+		c.recorder.Publish(c.duplicate(nodeClaim, rightful))
+		c.look(nodeClaim.UID)
+		return reconcile.Result{RequeueAfter: look}, nil
+	}
+	policy, err := c.policy(ctx, nodeClaim)
+	if err != nil {
+		return reconcile.Result{}, err
+	}
+	if node != nil {
+		if err := c.protect(ctx, node, policy); err != nil {
+			return reconcile.Result{}, client.IgnoreNotFound(err)
+		}
+	}
+	claim, err := c.provider.Adopt(ctx, nodeClaim, machine)
+	if err != nil {
+		log.FromContext(ctx).Error(err, "a Machine cannot be adopted", "machine", machine.GetName())
+		c.recorder.Publish(c.machines.Event(nodeClaim, machine, err))
+		c.look(nodeClaim.UID)
+		return reconcile.Result{RequeueAfter: look}, nil
+	}
+	log.FromContext(ctx).Info("adopted a Machine", "machine", machine.GetName(), "node-group", machine.GetNodeGroupId())
+	c.recorder.Publish(events.Event{
+		InvolvedObject: nodeClaim,
+		Type:           corev1.EventTypeNormal,
+		Reason:         "MachineAdopted",
+		Message:        adopted(machine, policy),
+		DedupeValues:   []string{string(nodeClaim.UID)},
+	})
+	return c.complete(ctx, nodeClaim, claim)
+}
+
+// adopted says to the user what was adopted, and what Karpenter does with it.
+func adopted(machine *agentv1alpha1.Machine, policy v1alpha1.AdoptionPolicy) string {
+	message := fmt.Sprintf("Adopted Machine %s of node group %s.", machine.GetName(), machine.GetNodeGroupId())
+	if policy.Disruption == v1alpha1.DisruptAllowed {
+		return message
+	}
+	return fmt.Sprintf("%s Karpenter does not disrupt its Node while that has the annotation %s=true.", message, karpv1.DoNotDisruptAnnotationKey)
+}
+
+// node returns the NodeClaim's Node, nil while it has none.
+func (c *Controller) node(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*corev1.Node, error) {
+	nodes, err := nodeclaimutils.AllNodesForNodeClaim(ctx, c.kube, nodeClaim)
+	if err != nil || len(nodes) == 0 {
+		return nil, err
+	}
+	return nodes[0], nil
+}
+
+// rightful returns which of the NodeClaims with the same provider ID has the Machine: the one that the Node belongs to, else a registered one,
+// else the oldest.
+func (c *Controller) rightful(ctx context.Context, nodeClaim *karpv1.NodeClaim, node *corev1.Node) (*karpv1.NodeClaim, error) {
+	list := &karpv1.NodeClaimList{}
+	if err := c.kube.List(ctx, list, nodeclaimutils.ForProviderID(nodeClaim.Status.ProviderID)); err != nil {
+		return nil, fmt.Errorf("listing the NodeClaims with provider ID %s: %w", nodeClaim.Status.ProviderID, err)
+	}
+	return rightfulOf(append(lo.ToSlicePtr(list.Items), nodeClaim), node), nil
+}
+
+// rightfulOf is [Controller.rightful] of these.
+func rightfulOf(nodeClaims []*karpv1.NodeClaim, node *corev1.Node) *karpv1.NodeClaim {
+	owns := func(nc *karpv1.NodeClaim) bool {
+		return node != nil && lo.ContainsBy(node.OwnerReferences, func(o metav1.OwnerReference) bool { return o.UID == nc.UID })
+	}
+	registered := func(nc *karpv1.NodeClaim) bool {
+		return nc.StatusConditions().Get(karpv1.ConditionTypeRegistered).IsTrue()
+	}
+	best := nodeClaims[0]
+	for _, other := range nodeClaims {
+		switch {
+		case other.UID == best.UID:
+		case owns(other) != owns(best):
+			best = lo.Ternary(owns(other), other, best)
+		case registered(other) != registered(best):
+			best = lo.Ternary(registered(other), other, best)
+		case other.CreationTimestamp.Before(&best.CreationTimestamp),
+			other.CreationTimestamp.Equal(&best.CreationTimestamp) && other.UID < best.UID:
+			best = other
+		}
+	}
+	return best
+}
+
+// duplicate tells the user of a NodeClaim whose machine is another one's, and how to end it without draining that one's Node.
+func (c *Controller) duplicate(nodeClaim, rightful *karpv1.NodeClaim) events.Event {
+	own := placeholder.ProviderID(c.cluster.GetNamespace(), c.cluster.GetName(), string(nodeClaim.UID))
+	return events.Event{
+		InvolvedObject: nodeClaim,
+		Type:           corev1.EventTypeWarning,
+		Reason:         "DuplicateNodeClaim",
+		Message: fmt.Sprintf("The machine with provider ID %s is that of NodeClaim %s, which has the same provider ID. If this NodeClaim were "+
+			"deleted as it is, Karpenter would drain the Node of both. To end it alone, first give it a provider ID of its own: kubectl patch "+
+			`nodeclaim %s --subresource=status --type=merge --patch '{"status":{"providerID":"%s"}}'`,
+			nodeClaim.Status.ProviderID, rightful.Name, nodeClaim.Name, own),
+		DedupeValues:  []string{string(nodeClaim.UID), string(rightful.UID)},
+		DedupeTimeout: 10 * time.Minute,
+	}
+}
+
+// policy returns what the NodeClaim's node class says of adoption; the defaults for one that does not exist.
+func (c *Controller) policy(ctx context.Context, nodeClaim *karpv1.NodeClaim) (v1alpha1.AdoptionPolicy, error) {
+	class := &v1alpha1.ClusterAPINodeClass{}
+	if err := c.kube.Get(ctx, client.ObjectKey{Name: nodeClaim.Spec.NodeClassRef.Name}, class); client.IgnoreNotFound(err) != nil {
+		return v1alpha1.AdoptionPolicy{}, fmt.Errorf("getting the node class: %w", err)
+	}
+	return class.Spec.Adoption, nil
+}
+
+// protect marks the Node as adopted, and has core leave it alone unless the node class allows its disruption. A Node that was marked before
+// keeps what a person has made of it since.
+func (c *Controller) protect(ctx context.Context, node *corev1.Node, policy v1alpha1.AdoptionPolicy) error {
+	if _, before := node.Labels[v1alpha1.AdoptedLabel]; before {
+		return nil
+	}
+	stored := node.DeepCopy()
+	markAdopted(node, policy)
+	if err := c.kube.Patch(ctx, node, client.MergeFrom(stored)); err != nil {
+		return fmt.Errorf("protecting Node %s from disruption: %w", node.Name, err)
+	}
+	return nil
+}
+
+func markAdopted(object client.Object, policy v1alpha1.AdoptionPolicy) {
+	object.SetLabels(lo.Assign(object.GetLabels(), map[string]string{v1alpha1.AdoptedLabel: "true"}))
+	if policy.Disruption == v1alpha1.DisruptAllowed {
+		return
+	}
+	object.SetAnnotations(lo.Assign(object.GetAnnotations(), map[string]string{karpv1.DoNotDisruptAnnotationKey: "true"}))
+}
+
+// complete gives the NodeClaim of an adopted Machine, and its Node, what those of a new machine have from Create and from registration, once:
+// later changes by others stay. What the Node says of itself is not changed, and the NodeClaim says the same.
+func (c *Controller) complete(ctx context.Context, nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Claim) (reconcile.Result, error) {
+	node, err := c.node(ctx, nodeClaim)
+	if err != nil {
+		return reconcile.Result{}, err
+	}
+	if _, done := nodeClaim.Labels[v1alpha1.AdoptedLabel]; !done {
+		described := c.provider.Describe(nodeClaim, claim)
+		if described == nil {
+			return reconcile.Result{RequeueAfter: soon}, nil // the catalogue does not know the node group yet
+		}
+		policy, err := c.policy(ctx, nodeClaim)
+		if err != nil {
+			return reconcile.Result{}, err
+		}
+		stored := nodeClaim.DeepCopy()
+		nodeClaim.Labels = lo.Assign(nodeClaim.Labels, facts(described.Labels, node))
+		nodeClaim.Annotations = lo.Assign(nodeClaim.Annotations, described.Annotations)
+		markAdopted(nodeClaim, policy)
+		if err := c.kube.Patch(ctx, nodeClaim, client.MergeFrom(stored)); err != nil {
+			return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("completing the NodeClaim: %w", err))
+		}
+	}
+	group := nodeClaim.Annotations[v1alpha1.NodeGroupAnnotation]
+	registered := nodeClaim.StatusConditions().Get(karpv1.ConditionTypeRegistered).IsTrue() // else registration does the rest
+	if node != nil && registered && node.Annotations[v1alpha1.NodeGroupAnnotation] != group {
+		stored := node.DeepCopy()
+		node.Labels = lo.Assign(node.Labels, lo.PickBy(nodeClaim.Labels, func(key, _ string) bool {
+			return node.Labels[key] == "" || isKarpenters(key)
+		}))
+		node.Annotations = lo.Assign(node.Annotations, map[string]string{v1alpha1.NodeGroupAnnotation: group})
+		if err := c.kube.Patch(ctx, node, client.MergeFrom(stored)); err != nil {
+			return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("completing Node %s: %w", node.Name, err))
+		}
+	}
+	c.look(nodeClaim.UID)
+	return reconcile.Result{}, nil
+}
+
+// facts are the labels that a node group's Nodes have, with the values that the Node, which may be nil, has itself.
+func facts(described map[string]string, node *corev1.Node) map[string]string {
+	if node == nil {
+		return described
+	}
+	return lo.Assign(described, lo.PickBy(node.Labels, func(key, value string) bool {
+		_, is := described[key]
+		return is && value != "" && !isKarpenters(key)
+	}))
+}
+
+// isKarpenters reports whether a Node's label is Karpenter's to set.
+func isKarpenters(label string) bool {
+	return strings.HasPrefix(label, apis.Group+"/") || strings.HasPrefix(label, v1alpha1.Group+"/")
+}
+
+// look notes that a NodeClaim was looked at.
+func (c *Controller) look(uid types.UID) {
+	if c.settled.Load() {
+		return
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.seen[uid] = true
+}
+
+// Settled reports whether every NodeClaim that was there when this process began to act was looked at.
+func (c *Controller) Settled() bool { return c.settled.Load() }
+
+// Start waits for that, and returns then.
+func (c *Controller) Start(ctx context.Context) error {
+	err := wait.PollUntilContextCancel(ctx, settleLook, true, func(ctx context.Context) (bool, error) {
+		if !c.claims.State().Synced {
+			return false, nil
+		}
+		nodeClaims, err := nodeclaimutils.ListManaged(ctx, c.kube, c.cloudProvider)
+		if err != nil {
+			log.FromContext(ctx).Error(err, "listing the NodeClaims to adopt")
+			return false, nil
+		}
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		return lo.EveryBy(nodeClaims, func(nc *karpv1.NodeClaim) bool { return c.seen[nc.UID] }), nil
+	})
+	if err != nil {
+		return nil //nolint:nilerr // the process ends
+	}
+	c.settled.Store(true)
+	return nil
+}
+
+// Register adds the controller to the manager.
+func (c *Controller) Register(_ context.Context, m manager.Manager) error {
+	if err := m.Add(c); err != nil {
+		return err
+	}
+	return controllerruntime.NewControllerManagedBy(m).
+		Named(name).
+		For(&karpv1.NodeClaim{}, builder.WithPredicates(nodeclaimutils.IsManagedPredicateFuncs(c.cloudProvider))).
+		WatchesRawSource(claimsource.NodeClaims(c.claims)).
+		WithOptions(controller.Options{MaxConcurrentReconciles: concurrency}).
+		Complete(reconcile.AsReconciler(m.GetClient(), c))
+}

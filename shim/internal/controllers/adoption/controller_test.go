@@ -1,0 +1,401 @@
+package adoption_test
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	clocktesting "k8s.io/utils/clock/testing"
+	controllerruntime "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	corecloudprovider "sigs.k8s.io/karpenter/pkg/cloudprovider"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/adoption"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
+)
+
+type env struct {
+	*shimtest.World
+	t          *testing.T
+	clock      *clocktesting.FakeClock
+	controller *adoption.Controller
+	machine    *agentv1alpha1.Machine
+}
+
+// setUp returns a world with one machine that no claim has.
+func setUp(t *testing.T) *env {
+	t.Helper()
+	clk := clocktesting.NewFakeClock(time.Now())
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a", Replicas: 1, Zone: "z1", InstanceType: "large", NodeLabels: map[string]string{
+		"team": "red",
+	}}}, shimtest.WithClock(clk), shimtest.WithAgent(fakeagent.WithSpareGracePeriod(time.Hour)))
+	response, err := w.Client.Machines.ListMachines(w.Context(), &agentv1alpha1.ListMachinesRequest{Cluster: w.Cluster})
+	require.NoError(t, err)
+	require.Len(t, response.GetMachines(), 1)
+	return &env{
+		World: w, t: t, clock: clk, machine: response.GetMachines()[0],
+		controller: adoption.New(w.Kube, w.CloudProvider, w.CloudProvider, w.Claims, w.Unclaimed, w.Client, w.Cluster, w.Recorder),
+	}
+}
+
+// left creates a NodeClaim as another provider leaves one on the machine.
+func (e *env) left(name string, changes ...func(*karpv1.NodeClaim)) *karpv1.NodeClaim {
+	e.t.Helper()
+	nodeClaim := e.NodeClaim(name, shimtest.Registered, func(nc *karpv1.NodeClaim) {
+		nc.Labels = map[string]string{
+			karpv1.NodePoolLabelKey: shimtest.NodePoolName, corev1.LabelInstanceTypeStable: "", corev1.LabelTopologyZone: "",
+			karpv1.CapacityTypeLabelKey: "on-demand",
+		}
+		nc.Status.ProviderID = e.machine.GetProviderId()
+		nc.StatusConditions().SetTrue(karpv1.ConditionTypeLaunched)
+	})
+	for _, change := range changes {
+		change(nodeClaim)
+	}
+	e.Create(nodeClaim)
+	return nodeClaim
+}
+
+// join creates the machine's Node, owned by a NodeClaim.
+func (e *env) join(owner *karpv1.NodeClaim) *corev1.Node {
+	e.t.Helper()
+	node := &corev1.Node{
+		ObjectMeta: metav1.ObjectMeta{
+			Name:   "node",
+			Labels: map[string]string{corev1.LabelTopologyZone: "from-the-cloud", "team": "blue"},
+			OwnerReferences: []metav1.OwnerReference{{
+				APIVersion: "karpenter.sh/v1", Kind: "NodeClaim", Name: owner.Name, UID: owner.UID,
+			}},
+		},
+		Spec: corev1.NodeSpec{
+			ProviderID: e.machine.GetProviderId(),
+			Taints:     []corev1.Taint{{Key: "dedicated", Effect: corev1.TaintEffectNoSchedule}},
+		},
+	}
+	e.Create(node)
+	return node
+}
+
+func (e *env) reconcile(nodeClaim *karpv1.NodeClaim) controllerruntime.Result {
+	e.t.Helper()
+	e.Get(nodeClaim)
+	result, err := e.controller.Reconcile(e.Context(), nodeClaim)
+	require.NoError(e.t, err)
+	e.Get(nodeClaim)
+	return result
+}
+
+func (e *env) claim(nodeClaim *karpv1.NodeClaim) *agentv1alpha1.Claim {
+	return e.Agent.Claim(e.Cluster, string(nodeClaim.UID))
+}
+
+// known waits until the mirror shows the NodeClaim's claim.
+func (e *env) known(nodeClaim *karpv1.NodeClaim) {
+	e.t.Helper()
+	e.Eventually(func() bool { _, ok := e.Claims.Get(string(nodeClaim.UID)); return ok }, "the claim is known")
+}
+
+func TestAMachineIsAdoptedAsItIs(t *testing.T) {
+	e := setUp(t)
+	nodeClaim := e.left("left")
+	node := e.join(nodeClaim)
+	e.reconcile(nodeClaim)
+
+	claim := e.claim(nodeClaim)
+	assert.Equal(t, e.machine.GetName(), claim.GetAdoptMachine())
+	assert.Equal(t, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, claim.GetPhase())
+	assert.EqualValues(t, 1, e.Agent.NodeGroup(e.machine.GetNodeGroupId()).GetReplicas())
+
+	assert.Equal(t, "large", nodeClaim.Labels[corev1.LabelInstanceTypeStable])
+	assert.Equal(t, "from-the-cloud", nodeClaim.Labels[corev1.LabelTopologyZone], "the Node knows better")
+	assert.Equal(t, "blue", nodeClaim.Labels["team"])
+	assert.Equal(t, shimtest.NodePoolName, nodeClaim.Labels[karpv1.NodePoolLabelKey])
+	assert.Equal(t, e.machine.GetNodeGroupId(), nodeClaim.Annotations[v1alpha1.NodeGroupAnnotation])
+	assert.Equal(t, e.machine.GetProviderId(), nodeClaim.Status.ProviderID)
+
+	e.Get(node)
+	assert.Equal(t, "true", node.Annotations[karpv1.DoNotDisruptAnnotationKey])
+	assert.Equal(t, "true", node.Labels[v1alpha1.AdoptedLabel])
+	assert.Equal(t, "large", node.Labels[corev1.LabelInstanceTypeStable])
+	assert.Equal(t, "from-the-cloud", node.Labels[corev1.LabelTopologyZone])
+	assert.Equal(t, "blue", node.Labels["team"])
+	assert.Equal(t, "on-demand", node.Labels[karpv1.CapacityTypeLabelKey])
+	assert.Len(t, node.Spec.Taints, 1)
+	assert.Equal(t, []string{"MachineAdopted"}, e.Recorder.Reasons())
+}
+
+func TestWhatAPersonAllowsAfterTheAdoptionStays(t *testing.T) {
+	e := setUp(t)
+	nodeClaim := e.left("left")
+	node := e.join(nodeClaim)
+	e.reconcile(nodeClaim)
+	e.known(nodeClaim)
+	for _, object := range []client.Object{nodeClaim, node} {
+		e.Get(object)
+		object.SetAnnotations(map[string]string{v1alpha1.NodeGroupAnnotation: object.GetAnnotations()[v1alpha1.NodeGroupAnnotation]})
+		e.Update(object)
+	}
+	node.Labels["team"] = ""
+	e.Update(node)
+	e.reconcile(nodeClaim)
+	e.Get(node)
+	assert.NotContains(t, node.Annotations, karpv1.DoNotDisruptAnnotationKey)
+	assert.NotContains(t, nodeClaim.Annotations, karpv1.DoNotDisruptAnnotationKey)
+	assert.Empty(t, node.Labels["team"])
+}
+
+// The process ends after each of the writes in turn; the next one completes the adoption.
+func TestAnAdoptionIsCompletedAfterACrash(t *testing.T) {
+	for name, crash := range map[string]func(*env, *karpv1.NodeClaim, *corev1.Node){
+		"before the claim": func(e *env, _ *karpv1.NodeClaim, node *corev1.Node) {
+			node.Labels[v1alpha1.AdoptedLabel] = "true"
+			node.Annotations = map[string]string{karpv1.DoNotDisruptAnnotationKey: "true"}
+			e.Update(node)
+		},
+		"after the claim": func(e *env, nodeClaim *karpv1.NodeClaim, _ *corev1.Node) {
+			_, err := e.CloudProvider.Adopt(e.Context(), nodeClaim, e.machine)
+			require.NoError(e.t, err)
+			e.known(nodeClaim)
+		},
+		"after the NodeClaim": func(e *env, nodeClaim *karpv1.NodeClaim, node *corev1.Node) {
+			e.reconcile(nodeClaim)
+			e.known(nodeClaim)
+			e.Get(node)
+			node.Labels = map[string]string{v1alpha1.AdoptedLabel: "true"}
+			node.Annotations = map[string]string{karpv1.DoNotDisruptAnnotationKey: "true"}
+			e.Update(node)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			e := setUp(t)
+			nodeClaim := e.left("left")
+			node := e.join(nodeClaim)
+			crash(e, nodeClaim, node)
+			e.reconcile(nodeClaim)
+			e.Get(node)
+			assert.Equal(t, e.machine.GetName(), e.claim(nodeClaim).GetAdoptMachine())
+			assert.Equal(t, e.machine.GetNodeGroupId(), nodeClaim.Annotations[v1alpha1.NodeGroupAnnotation])
+			assert.Equal(t, e.machine.GetNodeGroupId(), node.Annotations[v1alpha1.NodeGroupAnnotation])
+			assert.Equal(t, "large", node.Labels[corev1.LabelInstanceTypeStable])
+		})
+	}
+}
+
+func TestAMachineWithoutANodeIsAdoptedAndRegisteredLater(t *testing.T) {
+	e := setUp(t)
+	nodeClaim := e.left("launched", func(nc *karpv1.NodeClaim) { nc.StatusConditions().SetUnknown(karpv1.ConditionTypeRegistered) })
+	e.reconcile(nodeClaim)
+	assert.Equal(t, e.machine.GetName(), e.claim(nodeClaim).GetAdoptMachine())
+	assert.Equal(t, "true", nodeClaim.Annotations[karpv1.DoNotDisruptAnnotationKey], "core copies it to the Node")
+	assert.Equal(t, "large", nodeClaim.Labels[corev1.LabelInstanceTypeStable])
+}
+
+func TestOfSeveralNodeClaimsOnOneMachineTheNodesOwnHasIt(t *testing.T) {
+	e := setUp(t)
+	older := e.left("older", func(nc *karpv1.NodeClaim) { nc.CreationTimestamp = metav1.NewTime(e.clock.Now().Add(-time.Hour)) })
+	owner := e.left("owner")
+	e.join(owner)
+	result := e.reconcile(older)
+	assert.Positive(t, result.RequeueAfter)
+	assert.Nil(t, e.claim(older))
+	require.Equal(t, []string{"DuplicateNodeClaim"}, e.Recorder.Reasons())
+	assert.Contains(t, e.Recorder.Messages()[0], "is that of NodeClaim owner")
+	assert.Contains(t, e.Recorder.Messages()[0], e.Placeholder(older.UID))
+	e.reconcile(owner)
+	assert.NotNil(t, e.claim(owner))
+	e.known(owner)
+	e.clock.Step(time.Minute) // the listing is old
+	e.reconcile(older)
+	assert.Nil(t, e.claim(older))
+}
+
+func TestWithoutANodeTheOldestNodeClaimHasTheMachine(t *testing.T) {
+	e := setUp(t)
+	launched := func(nc *karpv1.NodeClaim) { nc.StatusConditions().SetUnknown(karpv1.ConditionTypeRegistered) }
+	younger := e.left("younger", launched)
+	older := e.left("older", launched, func(nc *karpv1.NodeClaim) { nc.CreationTimestamp = metav1.NewTime(e.clock.Now().Add(-time.Hour)) })
+	e.reconcile(younger)
+	assert.Nil(t, e.claim(younger))
+	e.reconcile(older)
+	assert.NotNil(t, e.claim(older))
+}
+
+func TestARefusedAdoptionIsToldAndTriedAgain(t *testing.T) {
+	e := setUp(t)
+	nodeClaim := e.left("left")
+	node := e.join(nodeClaim)
+	id := e.machine.GetNodeGroupId()
+	e.Agent.Block(id, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED, "the MachineDeployment is paused", time.Time{})
+	assert.Positive(t, e.reconcile(nodeClaim).RequeueAfter)
+	require.Equal(t, []string{"MachineWithoutClaim"}, e.Recorder.Reasons())
+	assert.Contains(t, e.Recorder.Messages()[0], "the MachineDeployment is paused")
+	e.Get(node)
+	assert.Equal(t, "true", node.Annotations[karpv1.DoNotDisruptAnnotationKey], "its machine could not be removed")
+
+	e.Agent.Unblock(id)
+	e.reconcile(nodeClaim)
+	assert.NotNil(t, e.claim(nodeClaim))
+}
+
+// start runs the controller's wait for the first round.
+func (e *env) start() {
+	e.t.Helper()
+	ctx, cancel := context.WithCancel(e.Context())
+	done := make(chan struct{})
+	go func() { defer close(done); assert.NoError(e.t, e.controller.Start(ctx)) }()
+	e.t.Cleanup(func() { cancel(); <-done })
+}
+
+func TestNothingIsSettledBeforeEveryNodeClaimWasLookedAt(t *testing.T) {
+	e := setUp(t)
+	left := e.left("left")
+	placeholder := e.Launched("ours")
+	deleted := e.left("deleted", func(nc *karpv1.NodeClaim) { nc.Finalizers = []string{karpv1.TerminationFinalizer} })
+	require.NoError(t, e.Kube.Delete(e.Context(), deleted))
+	begun := e.left("begun", func(nc *karpv1.NodeClaim) { nc.Status = karpv1.NodeClaimStatus{} })
+	e.start()
+	for _, nodeClaim := range []*karpv1.NodeClaim{placeholder, deleted, begun} {
+		e.reconcile(nodeClaim)
+	}
+	assert.Never(t, e.controller.Settled, 300*time.Millisecond, 20*time.Millisecond)
+	e.reconcile(left)
+	e.Eventually(e.controller.Settled, "all were looked at")
+	assert.Nil(t, e.claim(deleted), "that is for Delete")
+}
+
+func TestNothingIsSettledWhileTheAgentIsSilent(t *testing.T) {
+	e := setUp(t)
+	left := e.left("left")
+	e.Disconnect()
+	e.start()
+	assert.Positive(t, e.reconcile(left).RequeueAfter)
+	assert.Never(t, e.controller.Settled, 300*time.Millisecond, 20*time.Millisecond)
+	e.Reconnect()
+	e.reconcile(left)
+	e.Eventually(e.controller.Settled, "it answers")
+	assert.NotNil(t, e.claim(left))
+}
+
+func TestNodeClaimsWithoutAMachineAreLeftAlone(t *testing.T) {
+	e := setUp(t)
+	nodeClaim := e.left("elsewhere", func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = "aws:///us-west-2a/i-0123" })
+	assert.Zero(t, e.reconcile(nodeClaim).RequeueAfter)
+	assert.Nil(t, e.claim(nodeClaim))
+	assert.NotContains(t, nodeClaim.Labels, v1alpha1.AdoptedLabel)
+}
+
+// returning asks for the machine's return.
+func returning(nc *karpv1.NodeClaim) {
+	nc.Annotations = map[string]string{v1alpha1.ReturnMachineAnnotation: "true"}
+	nc.Finalizers = []string{karpv1.TerminationFinalizer}
+}
+
+func TestAMachineIsReturnedAsItIs(t *testing.T) {
+	e := setUp(t)
+	nodeClaim := e.left("left")
+	node := e.join(nodeClaim)
+	node.Finalizers = []string{karpv1.TerminationFinalizer, "example.com/other"}
+	e.Update(node)
+	e.reconcile(nodeClaim)
+	e.known(nodeClaim)
+	returning(nodeClaim)
+	e.Update(nodeClaim)
+	e.reconcile(nodeClaim)
+
+	assert.Equal(t, "Returned", e.claim(nodeClaim).GetReason())
+	machine := e.Agent.Machine(e.Cluster, e.machine.GetName())
+	assert.Empty(t, machine.GetClaimId())
+	assert.Nil(t, machine.GetDeletedAt())
+	assert.EqualValues(t, 1, e.Agent.NodeGroup(e.machine.GetNodeGroupId()).GetFloorReplicas())
+
+	e.Get(node)
+	assert.Equal(t, []string{"example.com/other"}, node.Finalizers)
+	assert.Empty(t, node.OwnerReferences, "or the garbage collector would delete it")
+	assert.Equal(t, map[string]string{
+		corev1.LabelTopologyZone: "from-the-cloud", "team": "blue", corev1.LabelInstanceTypeStable: "large",
+		corev1.LabelArchStable: node.Labels[corev1.LabelArchStable], corev1.LabelOSStable: node.Labels[corev1.LabelOSStable],
+	}, node.Labels)
+	assert.Empty(t, node.Annotations)
+	assert.Len(t, node.Spec.Taints, 1)
+	assert.True(t, node.DeletionTimestamp.IsZero())
+
+	assert.False(t, nodeClaim.DeletionTimestamp.IsZero())
+	assert.Equal(t, e.Placeholder(nodeClaim.UID), nodeClaim.Status.ProviderID, "core finds no Node to drain")
+	assert.True(t, corecloudprovider.IsNodeClaimNotFoundError(e.CloudProvider.Delete(e.Context(), nodeClaim)), "and ends")
+	assert.Contains(t, e.Recorder.Reasons(), "MachineReturned")
+}
+
+func TestAReturnIsCompletedAfterACrash(t *testing.T) {
+	for name, crash := range map[string]func(*env, *karpv1.NodeClaim, *corev1.Node){
+		"after the claim ended": func(e *env, nodeClaim *karpv1.NodeClaim, _ *corev1.Node) {
+			_, err := e.Client.Claims.ReturnMachine(e.Context(), &agentv1alpha1.ReturnMachineRequest{Cluster: e.Cluster, ClaimId: string(nodeClaim.UID)})
+			require.NoError(e.t, err)
+		},
+		"after the Node was detached": func(e *env, nodeClaim *karpv1.NodeClaim, node *corev1.Node) {
+			_, err := e.Client.Claims.ReturnMachine(e.Context(), &agentv1alpha1.ReturnMachineRequest{Cluster: e.Cluster, ClaimId: string(nodeClaim.UID)})
+			require.NoError(e.t, err)
+			e.Get(node)
+			node.OwnerReferences, node.Labels, node.Annotations = nil, nil, nil
+			e.Update(node)
+		},
+		"after the provider ID was changed": func(e *env, nodeClaim *karpv1.NodeClaim, node *corev1.Node) {
+			_, err := e.Client.Claims.ReturnMachine(e.Context(), &agentv1alpha1.ReturnMachineRequest{Cluster: e.Cluster, ClaimId: string(nodeClaim.UID)})
+			require.NoError(e.t, err)
+			e.Get(node)
+			node.OwnerReferences = nil
+			e.Update(node)
+			nodeClaim.Status.ProviderID = e.Placeholder(nodeClaim.UID)
+			require.NoError(e.t, e.Kube.Status().Update(e.Context(), nodeClaim))
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			e := setUp(t)
+			nodeClaim := e.left("left")
+			node := e.join(nodeClaim)
+			e.reconcile(nodeClaim)
+			e.known(nodeClaim)
+			returning(nodeClaim)
+			e.Update(nodeClaim)
+			crash(e, nodeClaim, node)
+			e.reconcile(nodeClaim)
+			e.Get(node)
+			assert.Empty(t, node.OwnerReferences)
+			assert.Equal(t, e.Placeholder(nodeClaim.UID), nodeClaim.Status.ProviderID)
+			assert.False(t, nodeClaim.DeletionTimestamp.IsZero())
+		})
+	}
+}
+
+func TestAReturnThatCannotBeIsTold(t *testing.T) {
+	e := setUp(t)
+	e.Agent.SetInfrastructure(fakeagent.Infrastructure{Appear: fakeagent.Manual})
+	nodeClaim := e.Launched("waiting", returning)
+	require.Equal(t, agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING, e.claim(nodeClaim).GetPhase())
+	assert.Positive(t, e.reconcile(nodeClaim).RequeueAfter)
+	require.Equal(t, []string{"MachineNotReturned"}, e.Recorder.Reasons())
+	assert.Contains(t, e.Recorder.Messages()[0], "has no machine yet")
+	assert.True(t, nodeClaim.DeletionTimestamp.IsZero())
+}
+
+func TestNothingIsDetachedWhileTheAgentIsAway(t *testing.T) {
+	e := setUp(t)
+	nodeClaim := e.left("left")
+	node := e.join(nodeClaim)
+	e.reconcile(nodeClaim)
+	e.known(nodeClaim)
+	returning(nodeClaim)
+	e.Update(nodeClaim)
+	e.Disconnect()
+	assert.Positive(t, e.reconcile(nodeClaim).RequeueAfter)
+	e.Get(node)
+	assert.NotEmpty(t, node.OwnerReferences)
+	assert.True(t, nodeClaim.DeletionTimestamp.IsZero())
+}

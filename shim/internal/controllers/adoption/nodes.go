@@ -1,0 +1,291 @@
+package adoption
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/samber/lo"
+	"golang.org/x/time/rate"
+	"google.golang.org/grpc/status"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/clock"
+	controllerruntime "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
+	"sigs.k8s.io/controller-runtime/pkg/predicate"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/events"
+	"sigs.k8s.io/karpenter/pkg/operator/injection"
+	nodeutils "sigs.k8s.io/karpenter/pkg/utils/node"
+	nodeclaimutils "sigs.k8s.io/karpenter/pkg/utils/nodeclaim"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/unclaimed"
+)
+
+const (
+	nodesName = "node.adoption"
+	// nodesConcurrency is low, as all share one listing of the machines.
+	nodesConcurrency = 5
+	// longLook is how often a Node is looked at that is not to be adopted as far as is known: what is in the way may be in the hub.
+	longLook = 5 * time.Minute
+	// defaultRate is how many Nodes of a node class are adopted each minute.
+	defaultRate = 60
+)
+
+// Catalogue knows node groups and which of them node classes select.
+type Catalogue interface {
+	Snapshot() *catalogue.Snapshot
+}
+
+// Nodes makes NodeClaims for Nodes that have none, as node classes ask: see [v1alpha1.AdoptionPolicy].
+type Nodes struct {
+	clock     clock.PassiveClock
+	kube      client.Client
+	provider  Provider
+	machines  *unclaimed.Finder
+	catalogue Catalogue
+	agent     *agentclient.Client
+	cluster   *agentv1alpha1.ClusterRef
+	recorder  events.Recorder
+
+	mu    sync.Mutex
+	rates map[types.UID]*rate.Limiter // by node class
+}
+
+// NewNodes returns the controller. kube reads from a cache with an index on the NodeClaims' status.providerID.
+func NewNodes(
+	clk clock.PassiveClock, kube client.Client, provider Provider, machines *unclaimed.Finder, catalogue Catalogue, agent *agentclient.Client,
+	cluster *agentv1alpha1.ClusterRef, recorder events.Recorder,
+) *Nodes {
+	return &Nodes{
+		clock: clk, kube: kube, provider: provider, machines: machines, catalogue: catalogue, agent: agent, cluster: cluster, recorder: recorder,
+		rates: map[types.UID]*rate.Limiter{},
+	}
+}
+
+// Reconcile looks at one Node.
+func (c *Nodes) Reconcile(ctx context.Context, node *corev1.Node) (reconcile.Result, error) {
+	ctx = injection.WithControllerName(ctx, nodesName)
+	if !mayBeAdopted(node) {
+		return reconcile.Result{}, nil
+	}
+	if ready := nodeutils.GetCondition(node, corev1.NodeReady).Status == corev1.ConditionTrue; !ready || isUnregistered(node) {
+		return reconcile.Result{RequeueAfter: look}, nil // it may be a claim's that is about to be bound
+	}
+	requested := node.Annotations[v1alpha1.AdoptAnnotation] == "true"
+	classes, err := c.classes(ctx, requested)
+	if err != nil || len(classes) == 0 {
+		return reconcile.Result{}, err
+	}
+	nodeClaims := &karpv1.NodeClaimList{}
+	if err := c.kube.List(ctx, nodeClaims, nodeclaimutils.ForProviderID(node.Spec.ProviderID), client.UnsafeDisableDeepCopy); err != nil {
+		return reconcile.Result{}, fmt.Errorf("looking for the NodeClaim: %w", err)
+	}
+	if len(nodeClaims.Items) > 0 {
+		return reconcile.Result{}, nil
+	}
+	machine, err := c.machines.With(ctx, node.Spec.ProviderID)
+	if err != nil {
+		log.FromContext(ctx).V(1).Info("not known whether the Node's machine is to be adopted", "reason", err.Error())
+		return reconcile.Result{RequeueAfter: look}, nil
+	}
+	if machine == nil || machine.GetDeletedAt() != nil || machine.GetNodeGroupId() == "" {
+		return reconcile.Result{RequeueAfter: longLook}, nil
+	}
+	return c.adopt(ctx, node, machine, classes, requested)
+}
+
+// mayBeAdopted reports whether a Node may be one that Karpenter is to adopt.
+func mayBeAdopted(object client.Object) bool {
+	node, ok := object.(*corev1.Node)
+	return ok && node.Spec.ProviderID != "" && node.DeletionTimestamp.IsZero() && node.Labels[karpv1.NodePoolLabelKey] == ""
+}
+
+func isUnregistered(node *corev1.Node) bool {
+	return lo.ContainsBy(node.Spec.Taints, func(taint corev1.Taint) bool { return taint.MatchTaint(&karpv1.UnregisteredNoExecuteTaint) })
+}
+
+// classes returns the node classes that want such a Node.
+func (c *Nodes) classes(ctx context.Context, requested bool) ([]v1alpha1.ClusterAPINodeClass, error) {
+	list := &v1alpha1.ClusterAPINodeClassList{}
+	if err := c.kube.List(ctx, list); err != nil {
+		return nil, fmt.Errorf("listing the node classes: %w", err)
+	}
+	return lo.Filter(list.Items, func(class v1alpha1.ClusterAPINodeClass, _ int) bool { return wants(&class, requested) }), nil
+}
+
+func wants(class *v1alpha1.ClusterAPINodeClass, requested bool) bool {
+	mode := class.Spec.Adoption.Machines
+	return class.DeletionTimestamp.IsZero() && (mode == v1alpha1.AdoptAll || mode == v1alpha1.AdoptOnRequest && requested)
+}
+
+func (c *Nodes) adopt(
+	ctx context.Context, node *corev1.Node, machine *agentv1alpha1.Machine, classes []v1alpha1.ClusterAPINodeClass, requested bool,
+) (reconcile.Result, error) {
+	class, nodeClaim, err := c.propose(ctx, node, machine, classes)
+	if err != nil {
+		c.tell(node, machine, err)
+		return reconcile.Result{RequeueAfter: look}, nil
+	}
+	if class == nil {
+		return reconcile.Result{RequeueAfter: longLook}, nil // no node class selects its node group
+	}
+	if wait := c.wait(class); wait > 0 {
+		return reconcile.Result{RequeueAfter: wait}, nil
+	}
+	if err := allowed(ctx, c.agent, c.cluster, machine, true); err != nil {
+		switch {
+		case !agenterrors.IsRefused(err) && !agenterrors.IsNoRoom(err):
+			log.FromContext(ctx).V(1).Info("not known whether the machine may be adopted", "reason", err.Error())
+		case requested:
+			c.tell(node, machine, fmt.Errorf("%s", status.Convert(err).Message()))
+		}
+		return reconcile.Result{RequeueAfter: look}, nil // with All, those of the min size are no news
+	}
+	stored := node.DeepCopy()
+	// Registration would add taints of the NodePool again that the Node has lost since it started.
+	node.Labels = lo.Assign(node.Labels, map[string]string{karpv1.NodeDoNotSyncTaintsLabelKey: "true"})
+	if _, before := node.Labels[v1alpha1.AdoptedLabel]; !before {
+		markAdopted(node, class.Spec.Adoption)
+	}
+	if err := c.kube.Patch(ctx, node, client.MergeFrom(stored)); err != nil {
+		return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("preparing the Node: %w", err))
+	}
+	if err := c.kube.Create(ctx, nodeClaim); client.IgnoreAlreadyExists(err) != nil {
+		return reconcile.Result{}, fmt.Errorf("making a NodeClaim for the Node: %w", err)
+	}
+	log.FromContext(ctx).Info("made a NodeClaim to adopt a machine", "machine", machine.GetName(), "node-group", machine.GetNodeGroupId(),
+		"node-pool", nodeClaim.Labels[karpv1.NodePoolLabelKey])
+	c.recorder.Publish(events.Event{
+		InvolvedObject: node,
+		Type:           corev1.EventTypeNormal,
+		Reason:         "MachineAdopted",
+		Message:        fmt.Sprintf("%s NodePool %s has it.", adopted(machine, class.Spec.Adoption), nodeClaim.Labels[karpv1.NodePoolLabelKey]),
+		DedupeValues:   []string{string(node.UID)},
+	})
+	return reconcile.Result{RequeueAfter: look}, nil
+}
+
+// propose returns the first of the node classes that selects the machine's node group, and the NodeClaim that would adopt it; nil where none does.
+func (c *Nodes) propose(
+	ctx context.Context, node *corev1.Node, machine *agentv1alpha1.Machine, classes []v1alpha1.ClusterAPINodeClass,
+) (*v1alpha1.ClusterAPINodeClass, *karpv1.NodeClaim, error) {
+	pools := &karpv1.NodePoolList{}
+	if err := c.kube.List(ctx, pools); err != nil {
+		return nil, nil, fmt.Errorf("listing the NodePools: %w", err)
+	}
+	return propose(c.catalogue.Snapshot(), c.provider, pools.Items, node, machine, classes)
+}
+
+// propose is [Nodes.propose].
+func propose(
+	snapshot *catalogue.Snapshot, provider Provider, pools []karpv1.NodePool, node *corev1.Node, machine *agentv1alpha1.Machine,
+	classes []v1alpha1.ClusterAPINodeClass,
+) (*v1alpha1.ClusterAPINodeClass, *karpv1.NodeClaim, error) {
+	if snapshot == nil {
+		return nil, nil, catalogue.ErrNotSynced
+	}
+	source, known := snapshot.Source(machine.GetNodeGroupId())
+	if !known {
+		return nil, nil, nil
+	}
+	for i := range classes {
+		class := &classes[i]
+		if selects, ok := snapshot.Class(class.Name); !ok || !selects.Selects(source) {
+			continue
+		}
+		ref := &karpv1.NodeClaim{Spec: karpv1.NodeClaimSpec{NodeClassRef: &karpv1.NodeClassReference{Name: class.Name}}}
+		described := provider.Describe(ref, &agentv1alpha1.Claim{NodeGroupId: machine.GetNodeGroupId(), Machine: machine})
+		if described == nil {
+			return nil, nil, fmt.Errorf("node group %s cannot be described to Karpenter; see the status of ClusterAPINodeClass %s",
+				machine.GetNodeGroupId(), class.Name)
+		}
+		labels := facts(described.Labels, node)
+		pool, err := pick(pools, class.Name, node, lo.Assign(node.Labels, labels))
+		if err != nil {
+			return nil, nil, err
+		}
+		return class, nodeClaimFor(pool, machine.GetName(), node, labels, class.Spec.Adoption), nil
+	}
+	return nil, nil, nil
+}
+
+// allowed asks the agent whether the machine could be adopted now, without raising replicas if that is said.
+func allowed(
+	ctx context.Context, agent *agentclient.Client, cluster *agentv1alpha1.ClusterRef, machine *agentv1alpha1.Machine, aboveMinSize bool,
+) error {
+	_, err := agent.Claims.CreateClaim(ctx, &agentv1alpha1.CreateClaimRequest{
+		Cluster: cluster, ClaimId: "would-" + machine.GetUid(), Holder: v1alpha1.Holder, Candidates: []string{machine.GetNodeGroupId()},
+		AdoptMachine: machine.GetName(), AdoptAboveMinSize: aboveMinSize, ValidateOnly: true,
+	})
+	return err
+}
+
+// wait returns how long the node class's rate has the next adoption wait; zero for not at all, and then it counts.
+func (c *Nodes) wait(class *v1alpha1.ClusterAPINodeClass) time.Duration {
+	perMinute := lo.FromPtrOr(class.Spec.Adoption.NodesPerMinute, defaultRate)
+	limit := rate.Limit(float64(perMinute) / time.Minute.Seconds())
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	limiter := c.rates[class.UID]
+	if limiter == nil || limiter.Limit() != limit {
+		limiter = rate.NewLimiter(limit, 1)
+		c.rates[class.UID] = limiter
+	}
+	now := c.clock.Now()
+	if limiter.AllowN(now, 1) {
+		return 0
+	}
+	reservation := limiter.ReserveN(now, 1)
+	defer reservation.CancelAt(now)
+	return max(reservation.DelayFrom(now), 10*time.Millisecond)
+}
+
+// tell says on a Node why it is not adopted, as somebody asked for.
+func (c *Nodes) tell(node *corev1.Node, machine *agentv1alpha1.Machine, why error) {
+	message := strings.ReplaceAll(why.Error(), "\n", "; ")
+	c.recorder.Publish(events.Event{
+		InvolvedObject: node,
+		Type:           corev1.EventTypeWarning,
+		Reason:         "MachineNotAdopted",
+		Message:        lo.Substring(fmt.Sprintf("Machine %s is not adopted: %s", machine.GetName(), message), 0, 1024),
+		DedupeValues:   []string{string(node.UID), message},
+		DedupeTimeout:  10 * time.Minute,
+	})
+}
+
+// Register adds the controller to the manager. A change of a node class or a NodePool has all Nodes looked at.
+func (c *Nodes) Register(_ context.Context, m manager.Manager) error {
+	every := handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, _ client.Object) []reconcile.Request {
+		nodes := &corev1.NodeList{}
+		if err := c.kube.List(ctx, nodes, client.UnsafeDisableDeepCopy); err != nil {
+			log.FromContext(ctx).Error(err, "listing the Nodes to adopt")
+			return nil
+		}
+		return lo.FilterMap(nodes.Items, func(node corev1.Node, _ int) (reconcile.Request, bool) {
+			return reconcile.Request{NamespacedName: client.ObjectKeyFromObject(&node)}, mayBeAdopted(&node)
+		})
+	})
+	changed := builder.WithPredicates(predicate.GenerationChangedPredicate{})
+	return controllerruntime.NewControllerManagedBy(m).
+		Named(nodesName).
+		For(&corev1.Node{}, builder.WithPredicates(predicate.NewPredicateFuncs(mayBeAdopted))).
+		Watches(&v1alpha1.ClusterAPINodeClass{}, every, changed).
+		Watches(&karpv1.NodePool{}, every, changed).
+		WithOptions(controller.Options{MaxConcurrentReconciles: nodesConcurrency}).
+		Complete(reconcile.AsReconciler(m.GetClient(), c))
+}

@@ -1,0 +1,396 @@
+package adoption_test
+
+import (
+	"bytes"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/uuid"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	corecloudprovider "sigs.k8s.io/karpenter/pkg/cloudprovider"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/adoption"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
+)
+
+// nodesEnv is an env whose machine has a Node of the user's, and a NodePool.
+type nodesEnv struct {
+	*env
+
+	nodes *adoption.Nodes
+	node  *corev1.Node
+	pool  *karpv1.NodePool
+}
+
+func setUpNodes(t *testing.T, policy v1alpha1.AdoptionPolicy) *nodesEnv {
+	t.Helper()
+	e := &nodesEnv{env: setUp(t)}
+	e.nodes = adoption.NewNodes(e.clock, e.Kube, e.CloudProvider, e.Unclaimed, e.Catalogue, e.Client, e.Cluster, e.Recorder)
+	e.node = e.userNode("node", e.machine.GetProviderId())
+	e.Create(e.node)
+	e.pool = e.nodePool(shimtest.NodePoolName)
+	e.Create(e.pool)
+	e.setPolicy(policy)
+	return e
+}
+
+// userNode is a Node that is Ready, and none of Karpenter's.
+func (e *env) userNode(name, providerID string) *corev1.Node {
+	return &corev1.Node{
+		ObjectMeta: metav1.ObjectMeta{Name: name, UID: uuid.NewUUID(), Labels: map[string]string{"team": "blue", "own": "label"}},
+		Spec: corev1.NodeSpec{
+			ProviderID: providerID, Taints: []corev1.Taint{{Key: "dedicated", Value: "x", Effect: corev1.TaintEffectNoSchedule}},
+		},
+		Status: corev1.NodeStatus{Conditions: []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}}},
+	}
+}
+
+func (e *env) nodePool(name string) *karpv1.NodePool {
+	pool := &karpv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: name, UID: uuid.NewUUID()}}
+	pool.Spec.Template.Spec.NodeClassRef = shimtest.NodeClassRef()
+	return pool
+}
+
+func (e *nodesEnv) setPolicy(policy v1alpha1.AdoptionPolicy) {
+	class := &v1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: shimtest.NodeClassName}}
+	e.Get(class)
+	class.Spec.Adoption = policy
+	e.Update(class)
+}
+
+// look reconciles the Node, and returns the NodeClaim that was made for it, nil for none.
+func (e *nodesEnv) look() *karpv1.NodeClaim {
+	e.t.Helper()
+	e.Get(e.node)
+	_, err := e.nodes.Reconcile(e.Context(), e.node)
+	require.NoError(e.t, err)
+	e.Get(e.node)
+	nodeClaim := &karpv1.NodeClaim{}
+	err = e.Kube.Get(e.Context(), client.ObjectKey{Name: e.machine.GetName()}, nodeClaim)
+	require.NoError(e.t, client.IgnoreNotFound(err))
+	if err != nil {
+		return nil
+	}
+	return nodeClaim
+}
+
+func TestANodeOfTheUsersGetsANodeClaimThatAdoptsItsMachine(t *testing.T) {
+	e := setUpNodes(t, v1alpha1.AdoptionPolicy{Machines: v1alpha1.AdoptAll})
+	e.pool.Spec.Template.Spec.Requirements = []karpv1.NodeSelectorRequirementWithMinValues{
+		{Key: "own", Operator: corev1.NodeSelectorOpExists}, {Key: "team", Operator: corev1.NodeSelectorOpIn, Values: []string{"red", "blue"}},
+	}
+	e.pool.Spec.Template.Labels = map[string]string{"added": "by core"}
+	e.pool.Spec.Template.Spec.StartupTaints = []corev1.Taint{{Key: "starting", Effect: corev1.TaintEffectNoSchedule}}
+	e.Update(e.pool)
+	nodeClaim := e.look()
+	require.NotNil(t, nodeClaim)
+
+	assert.Equal(t, "true", e.node.Labels[karpv1.NodeDoNotSyncTaintsLabelKey], "registration would add taints")
+	assert.Equal(t, "true", e.node.Annotations[karpv1.DoNotDisruptAnnotationKey])
+	assert.Equal(t, "true", e.node.Labels[v1alpha1.AdoptedLabel])
+
+	assert.Equal(t, e.machine.GetName(), nodeClaim.Annotations[v1alpha1.AdoptMachineAnnotation])
+	assert.NotEmpty(t, nodeClaim.Annotations[karpv1.NodePoolHashAnnotationKey])
+	assert.Equal(t, shimtest.NodePoolName, nodeClaim.Labels[karpv1.NodePoolLabelKey])
+	assert.Equal(t, "blue", nodeClaim.Labels["team"], "as the Node says")
+	assert.Equal(t, "label", nodeClaim.Labels["own"])
+	assert.Equal(t, "by core", nodeClaim.Labels["added"])
+	assert.Equal(t, "large", nodeClaim.Labels[corev1.LabelInstanceTypeStable])
+	assert.Equal(t, e.pool.UID, nodeClaim.OwnerReferences[0].UID)
+	assert.Empty(t, nodeClaim.Spec.StartupTaints, "the Node has started")
+
+	// What core does with it.
+	nodeClaim.UID = uuid.NewUUID()
+	created, err := e.CloudProvider.Create(e.Context(), nodeClaim)
+	require.NoError(t, err)
+	assert.Equal(t, e.Placeholder(nodeClaim.UID), created.Status.ProviderID)
+	assert.Equal(t, e.machine.GetName(), e.claim(nodeClaim).GetAdoptMachine())
+	assert.EqualValues(t, 1, e.Agent.NodeGroup(e.machine.GetNodeGroupId()).GetReplicas())
+	_, err = e.CloudProvider.Create(e.Context(), nodeClaim)
+	require.NoError(t, err, "and once more, as after a lost answer")
+	require.NotNil(t, e.look(), "and there is one NodeClaim")
+}
+
+func TestOnlyWhatTheNodeClassAsksForIsAdopted(t *testing.T) {
+	asked := map[string]string{v1alpha1.AdoptAnnotation: "true"}
+	for name, test := range map[string]struct {
+		mode        v1alpha1.AdoptionMode
+		annotations map[string]string
+		want        bool
+	}{
+		"by default nothing":         {annotations: asked},
+		"never":                      {mode: v1alpha1.AdoptNever, annotations: asked},
+		"on request, and none":       {mode: v1alpha1.AdoptOnRequest},
+		"on request":                 {mode: v1alpha1.AdoptOnRequest, annotations: asked, want: true},
+		"on request, with a refusal": {mode: v1alpha1.AdoptOnRequest, annotations: map[string]string{v1alpha1.AdoptAnnotation: "false"}},
+		"all":                        {mode: v1alpha1.AdoptAll, want: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			e := setUpNodes(t, v1alpha1.AdoptionPolicy{Machines: test.mode})
+			e.node.Annotations = test.annotations
+			e.Update(e.node)
+			assert.Equal(t, test.want, e.look() != nil)
+			assert.Equal(t, test.want, e.node.Labels[v1alpha1.AdoptedLabel] != "")
+		})
+	}
+}
+
+func TestNodesThatMayBeAClaimsAreLeftAlone(t *testing.T) {
+	for name, change := range map[string]func(*nodesEnv){
+		"a Node that is not registered": func(e *nodesEnv) { e.node.Spec.Taints = append(e.node.Spec.Taints, karpv1.UnregisteredNoExecuteTaint) },
+		"a Node that is not Ready":      func(e *nodesEnv) { e.node.Status.Conditions[0].Status = corev1.ConditionUnknown },
+		"a Node of Karpenter's":         func(e *nodesEnv) { e.node.Labels[karpv1.NodePoolLabelKey] = "pool" },
+		"a Node of no machine":          func(e *nodesEnv) { e.node.Spec.ProviderID = "aws:///us-west-2a/i-0123" },
+	} {
+		t.Run(name, func(t *testing.T) {
+			e := setUpNodes(t, v1alpha1.AdoptionPolicy{Machines: v1alpha1.AdoptAll})
+			change(e)
+			status := e.node.Status
+			e.Update(e.node)
+			e.node.Status = status
+			require.NoError(t, e.Kube.Status().Update(e.Context(), e.node))
+			assert.Nil(t, e.look())
+		})
+	}
+	t.Run("a Node that has a NodeClaim", func(t *testing.T) {
+		e := setUpNodes(t, v1alpha1.AdoptionPolicy{Machines: v1alpha1.AdoptAll})
+		e.left("other")
+		assert.Nil(t, e.look())
+	})
+	t.Run("while the agent is away", func(t *testing.T) {
+		e := setUpNodes(t, v1alpha1.AdoptionPolicy{Machines: v1alpha1.AdoptAll})
+		e.Disconnect()
+		assert.Nil(t, e.look())
+		assert.Empty(t, e.Recorder.Reasons())
+	})
+}
+
+func TestANodeIsAdoptedByTheNodePoolThatItFits(t *testing.T) {
+	for name, test := range map[string]struct {
+		change func(*karpv1.NodePool)
+		says   string
+	}{
+		"a requirement that the Node does not meet": {func(p *karpv1.NodePool) {
+			p.Spec.Template.Spec.Requirements = []karpv1.NodeSelectorRequirementWithMinValues{
+				{Key: "team", Operator: corev1.NodeSelectorOpIn, Values: []string{"green"}},
+			}
+		}, "NodePool pool: "},
+		"a taint that the Node does not have": {func(p *karpv1.NodePool) {
+			p.Spec.Template.Spec.Taints = []corev1.Taint{{Key: "gpu", Effect: corev1.TaintEffectNoSchedule}}
+		}, "does not have its taint gpu:NoSchedule"},
+		"another label than the Node's": {func(p *karpv1.NodePool) {
+			p.Spec.Template.Labels = map[string]string{"team": "green"}
+		}, "the Node has the label team=blue, and its Nodes have team=green"},
+		"a fixed number of Nodes": {func(p *karpv1.NodePool) { p.Spec.Replicas = new(int64(3)) }, "as many Nodes as spec.replicas says"},
+		"another node class's": {func(p *karpv1.NodePool) {
+			p.Spec.Template.Spec.NodeClassRef.Name = "other"
+		}, "no NodePool refers to ClusterAPINodeClass default"},
+		"another provider's NodePool": {func(p *karpv1.NodePool) { p.Spec.Template.Spec.NodeClassRef.Group = "example.com" }, "no NodePool refers"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			e := setUpNodes(t, v1alpha1.AdoptionPolicy{Machines: v1alpha1.AdoptAll})
+			test.change(e.pool)
+			e.Update(e.pool)
+			assert.Nil(t, e.look())
+			require.Equal(t, []string{"MachineNotAdopted"}, e.Recorder.Reasons())
+			assert.Contains(t, e.Recorder.Messages()[0], test.says)
+			assert.NotContains(t, e.node.Labels, v1alpha1.AdoptedLabel, "nothing is changed")
+
+			fitting := e.nodePool("fitting")
+			e.Create(fitting)
+			nodeClaim := e.look()
+			require.NotNil(t, nodeClaim)
+			assert.Equal(t, "fitting", nodeClaim.Labels[karpv1.NodePoolLabelKey])
+		})
+	}
+	t.Run("the one with the greatest weight", func(t *testing.T) {
+		e := setUpNodes(t, v1alpha1.AdoptionPolicy{Machines: v1alpha1.AdoptAll})
+		heavy := e.nodePool("z-heavy")
+		heavy.Spec.Weight = new(int32(10))
+		e.Create(heavy)
+		assert.Equal(t, "z-heavy", e.look().Labels[karpv1.NodePoolLabelKey])
+	})
+}
+
+func TestTheUserKeepsTheMinSize(t *testing.T) {
+	e := setUpNodes(t, v1alpha1.AdoptionPolicy{Machines: v1alpha1.AdoptOnRequest})
+	e.node.Annotations = map[string]string{v1alpha1.AdoptAnnotation: "true"}
+	e.Update(e.node)
+	e.Agent.UpdateNodeGroup(e.machine.GetNodeGroupId(), func(g *agentv1alpha1.NodeGroup) { g.MinSize = 1 })
+	assert.Nil(t, e.look())
+	require.Equal(t, []string{"MachineNotAdopted"}, e.Recorder.Reasons())
+	assert.Contains(t, e.Recorder.Messages()[0], "min size 1")
+
+	e.setPolicy(v1alpha1.AdoptionPolicy{Machines: v1alpha1.AdoptAll})
+	e.node.Annotations = nil
+	e.Update(e.node)
+	assert.Nil(t, e.look())
+	assert.Len(t, e.Recorder.Reasons(), 1, "nobody asked for this Node")
+}
+
+// Between the question whether it may be adopted and the claim, somebody was faster: core deletes the NodeClaim then.
+func TestANodeClaimWhoseMachineIsAnothersIsOfNoUse(t *testing.T) {
+	e := setUpNodes(t, v1alpha1.AdoptionPolicy{Machines: v1alpha1.AdoptAll})
+	nodeClaim := e.look()
+	require.NotNil(t, nodeClaim)
+	e.Agent.UpdateNodeGroup(e.machine.GetNodeGroupId(), func(g *agentv1alpha1.NodeGroup) { g.MinSize = 1 })
+	nodeClaim.UID = uuid.NewUUID()
+	_, err := e.CloudProvider.Create(e.Context(), nodeClaim)
+	assert.True(t, corecloudprovider.IsInsufficientCapacityError(err), "%v", err)
+
+	e.Agent.LoseMachine(e.Cluster, e.machine.GetName())
+	e.clock.Step(time.Minute)
+	_, err = e.CloudProvider.Create(e.Context(), nodeClaim)
+	assert.True(t, corecloudprovider.IsInsufficientCapacityError(err), "%v", err)
+	assert.Nil(t, e.claim(nodeClaim), "it gets no other machine")
+}
+
+func TestAdoptionsAreAsManyAMinuteAsTheNodeClassSays(t *testing.T) {
+	e := setUpNodes(t, v1alpha1.AdoptionPolicy{Machines: v1alpha1.AdoptAll, NodesPerMinute: new(int32(2))})
+	require.NotNil(t, e.look())
+	e.Agent.AddNodeGroup(&agentv1alpha1.NodeGroup{Name: "b", Replicas: 1, InstanceType: "large", NodeLabels: map[string]string{"team": "red"}})
+	e.clock.Step(6 * time.Second) // the listing is old
+	response, err := e.Client.Machines.ListMachines(e.Context(), &agentv1alpha1.ListMachinesRequest{Cluster: e.Cluster})
+	require.NoError(t, err)
+	second := response.GetMachines()[1]
+	e.Eventually(func() bool { _, ok := e.Catalogue.Snapshot().Group(second.GetNodeGroupId()); return ok }, "the catalogue knows the group")
+	node := e.userNode("second", second.GetProviderId())
+	e.Create(node)
+	look := func() time.Duration {
+		e.Get(node)
+		result, err := e.nodes.Reconcile(e.Context(), node)
+		require.NoError(t, err)
+		e.Get(node)
+		return result.RequeueAfter
+	}
+	wait := look()
+	assert.InDelta(t, 24, wait.Seconds(), 1, "two a minute, and six seconds are over")
+	assert.NotContains(t, node.Labels, v1alpha1.AdoptedLabel)
+	e.clock.Step(wait)
+	look()
+	assert.Contains(t, node.Labels, v1alpha1.AdoptedLabel)
+}
+
+func TestDisruptionCanBeAllowedFromTheStart(t *testing.T) {
+	e := setUpNodes(t, v1alpha1.AdoptionPolicy{Machines: v1alpha1.AdoptAll, Disruption: v1alpha1.DisruptAllowed})
+	nodeClaim := e.look()
+	require.NotNil(t, nodeClaim)
+	for _, object := range []client.Object{e.node, nodeClaim} {
+		assert.NotContains(t, object.GetAnnotations(), karpv1.DoNotDisruptAnnotationKey)
+		assert.Equal(t, "true", object.GetLabels()[v1alpha1.AdoptedLabel])
+	}
+}
+
+func (e *nodesEnv) plan() *adoption.Plan {
+	e.t.Helper()
+	planner := &adoption.Planner{
+		Kube: e.Kube, CloudProvider: e.CloudProvider, Provider: e.CloudProvider, Catalogue: e.Catalogue, Agent: e.Client, Cluster: e.Cluster,
+	}
+	plan, err := planner.Plan(e.Context())
+	require.NoError(e.t, err)
+	return plan
+}
+
+func TestThePlanIsWhatIsDone(t *testing.T) {
+	t.Run("a NodeClaim without a claim", func(t *testing.T) {
+		e := setUpNodes(t, v1alpha1.AdoptionPolicy{})
+		e.left("left")
+		want := adoption.Adoption{
+			NodeClaim: "left", Node: "node", Machine: e.machine.GetName(), NodeGroup: e.machine.GetNodeGroupId(), NodePool: shimtest.NodePoolName,
+		}
+		plan := e.plan()
+		assert.Equal(t, []adoption.Adoption{want}, plan.NodeClaims)
+		assert.Zero(t, plan.Disrupted)
+		for _, empty := range []any{plan.Nodes, plan.InTheWay, plan.Unfinished, plan.Left, plan.Raised, plan.Drifted} {
+			assert.Empty(t, empty)
+		}
+		var text bytes.Buffer
+		require.NoError(t, plan.Write(&text))
+		assert.Contains(t, text.String(), "NodeClaims whose machine is adopted: 1")
+		assert.Contains(t, text.String(), "Nodes that the switch disrupts: 0")
+		assert.Nil(t, e.claim(e.left("nothing is written", func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = "" })))
+	})
+	t.Run("after it was done", func(t *testing.T) {
+		e := setUpNodes(t, v1alpha1.AdoptionPolicy{})
+		e.reconcile(e.left("left"))
+		plan := e.plan()
+		assert.Empty(t, plan.NodeClaims)
+		assert.Empty(t, plan.InTheWay)
+		assert.Empty(t, plan.Left)
+	})
+	t.Run("a Node without a NodeClaim", func(t *testing.T) {
+		e := setUpNodes(t, v1alpha1.AdoptionPolicy{Machines: v1alpha1.AdoptAll})
+		assert.Equal(t, []adoption.Adoption{{
+			NodeClaim: e.machine.GetName(), Node: "node", Machine: e.machine.GetName(), NodeGroup: e.machine.GetNodeGroupId(), NodePool: shimtest.NodePoolName,
+		}}, e.plan().Nodes)
+		e.Agent.UpdateNodeGroup(e.machine.GetNodeGroupId(), func(g *agentv1alpha1.NodeGroup) { g.MinSize = 1 })
+		plan := e.plan()
+		assert.Empty(t, plan.Nodes)
+		require.Len(t, plan.Left, 1)
+		assert.Contains(t, plan.Left[0].Message, "the user keeps the min size 1")
+	})
+	t.Run("a Machine that the other provider forgot", func(t *testing.T) {
+		e := setUpNodes(t, v1alpha1.AdoptionPolicy{})
+		e.node.Labels[v1alpha1.PeerMemberLabel] = ""
+		e.Update(e.node)
+		plan := e.plan()
+		require.Len(t, plan.Left, 1)
+		assert.Contains(t, plan.Left[0].Message, "the other provider claimed it, and no NodeClaim has it")
+	})
+	t.Run("what is in the way", func(t *testing.T) {
+		e := setUpNodes(t, v1alpha1.AdoptionPolicy{})
+		e.left("left")
+		e.left("second", func(nc *karpv1.NodeClaim) { nc.CreationTimestamp = metav1.NewTime(e.clock.Now().Add(time.Hour)) })
+		e.left("lost", func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = "aws:///us-west-2a/i-0123" })
+		plan := e.plan()
+		assert.Len(t, plan.NodeClaims, 1)
+		require.Len(t, plan.InTheWay, 2)
+		assert.Equal(t, "lost", plan.InTheWay[0].Name)
+		assert.Contains(t, plan.InTheWay[1].Message, "has the same provider ID as NodeClaim left")
+
+		e.Agent.Block(e.machine.GetNodeGroupId(), agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED, "it is paused", time.Time{})
+		plan = e.plan()
+		assert.Empty(t, plan.NodeClaims)
+		assert.Contains(t, plan.InTheWay[0].Message+plan.InTheWay[1].Message+plan.InTheWay[2].Message, "it is paused")
+	})
+	t.Run("what is half done", func(t *testing.T) {
+		e := setUpNodes(t, v1alpha1.AdoptionPolicy{})
+		unlaunched := func(nc *karpv1.NodeClaim) { nc.Status = karpv1.NodeClaimStatus{} }
+		e.left("chosen", unlaunched, func(nc *karpv1.NodeClaim) {
+			nc.Annotations = map[string]string{v1alpha1.PeerMachineAnnotation: "default/" + e.machine.GetName()}
+		})
+		e.left("new", unlaunched)
+		plan := e.plan()
+		require.Len(t, plan.Unfinished, 2)
+		assert.Contains(t, plan.Unfinished[0].Message, "adopts machine "+e.machine.GetName())
+		assert.Contains(t, plan.Unfinished[1].Message, "claims a machine like a new one")
+		assert.Empty(t, plan.Left, "it has one")
+	})
+	t.Run("replicas that would be raised", func(t *testing.T) {
+		e := setUpNodes(t, v1alpha1.AdoptionPolicy{})
+		e.left("left")
+		e.Agent.UpdateNodeGroup(e.machine.GetNodeGroupId(), func(g *agentv1alpha1.NodeGroup) { g.MinSize = 1 })
+		plan := e.plan()
+		require.Len(t, plan.Raised, 1)
+		assert.Equal(t, 1, plan.Raised[0].By)
+		assert.Contains(t, plan.Raised[0].Message, "to 0 first")
+	})
+	t.Run("what core would replace afterwards", func(t *testing.T) {
+		e := setUpNodes(t, v1alpha1.AdoptionPolicy{})
+		e.left("left")
+		e.pool.Spec.Template.Spec.Requirements = []karpv1.NodeSelectorRequirementWithMinValues{
+			{Key: "team", Operator: corev1.NodeSelectorOpIn, Values: []string{"green"}},
+		}
+		e.Update(e.pool)
+		plan := e.plan()
+		require.Len(t, plan.Drifted, 1)
+		assert.Contains(t, plan.Drifted[0].Message, "does not meet the requirements of NodePool pool")
+	})
+}

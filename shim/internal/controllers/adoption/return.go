@@ -1,0 +1,116 @@
+package adoption
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/samber/lo"
+	"google.golang.org/grpc/status"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+	"sigs.k8s.io/karpenter/pkg/events"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/placeholder"
+)
+
+// reasonReturned is the agent's word for the end of a claim whose machine was left to the user.
+const reasonReturned = "Returned"
+
+func wantsReturn(nodeClaim *karpv1.NodeClaim) bool {
+	return nodeClaim.Annotations[v1alpha1.ReturnMachineAnnotation] == "true"
+}
+
+// giveBack leaves the NodeClaim's machine to the user, as the annotation asks. Each step can be repeated: the claim ends; the Node loses what
+// is Karpenter's, so that the NodeClaim's end does not concern it; the NodeClaim gets a provider ID that no Node has, so that core drains none;
+// then it is deleted.
+func (c *Controller) giveBack(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
+	response, err := c.agent.Claims.ReturnMachine(ctx, &agentv1alpha1.ReturnMachineRequest{
+		Cluster: c.cluster, ClaimId: string(nodeClaim.UID), Reason: "NodeClaim " + nodeClaim.Name + " returns its machine",
+	})
+	claim := response.GetClaim()
+	switch {
+	case agenterrors.IsNotFound(err) && agenterrors.ReasonOf(err) == agenterrors.ReasonClaimNotFound: // it is the user's in any case
+	case agenterrors.IsNotReturnable(err):
+		c.recorder.Publish(notReturned(nodeClaim, status.Convert(err).Message()))
+		return reconcile.Result{RequeueAfter: look}, nil
+	case err != nil:
+		log.FromContext(ctx).V(1).Info("the agent did not return the machine yet", "reason", err.Error())
+		return reconcile.Result{RequeueAfter: soon}, nil
+	case claim.GetPhase() != agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED:
+		return reconcile.Result{RequeueAfter: soon}, nil
+	case claim.GetReason() != reasonReturned:
+		c.recorder.Publish(notReturned(nodeClaim, "the claim has ended otherwise: "+claim.GetMessage()))
+		return reconcile.Result{RequeueAfter: look}, nil
+	}
+	node, err := c.node(ctx, nodeClaim)
+	if err != nil {
+		return reconcile.Result{}, err
+	}
+	if node != nil {
+		if err := c.detach(ctx, node, nodeClaim); err != nil {
+			return reconcile.Result{}, client.IgnoreNotFound(err)
+		}
+	}
+	own := placeholder.ProviderID(c.cluster.GetNamespace(), c.cluster.GetName(), string(nodeClaim.UID))
+	if nodeClaim.Status.ProviderID != own {
+		stored := nodeClaim.DeepCopy()
+		nodeClaim.Status.ProviderID = own
+		if err := c.kube.Status().Patch(ctx, nodeClaim, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{})); err != nil {
+			return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("detaching the NodeClaim from its Node: %w", err))
+		}
+	}
+	log.FromContext(ctx).Info("returned a machine to the user", "machine", claim.GetMachine().GetName())
+	// Only as it was just written: core would drain the Node of one with another provider ID.
+	preconditions := client.Preconditions{UID: &nodeClaim.UID, ResourceVersion: &nodeClaim.ResourceVersion}
+	if err := c.kube.Delete(ctx, nodeClaim, preconditions); err != nil {
+		return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("deleting the NodeClaim: %w", err))
+	}
+	return reconcile.Result{}, nil
+}
+
+// detach takes off the Node what Karpenter put there, so that it is as Nodes of the user's are.
+func (c *Controller) detach(ctx context.Context, node *corev1.Node, nodeClaim *karpv1.NodeClaim) error {
+	stored := node.DeepCopy()
+	controllerutil.RemoveFinalizer(node, karpv1.TerminationFinalizer)
+	node.OwnerReferences = slices.DeleteFunc(node.OwnerReferences, func(o metav1.OwnerReference) bool { return o.UID == nodeClaim.UID })
+	node.Labels = lo.OmitBy(node.Labels, func(key, _ string) bool { return isKarpenters(key) })
+	node.Annotations = lo.OmitBy(node.Annotations, func(key, _ string) bool { return isKarpenters(key) })
+	node.Spec.Taints = lo.Reject(node.Spec.Taints, func(taint corev1.Taint, _ int) bool {
+		return taint.MatchTaint(&karpv1.DisruptedNoScheduleTaint) || taint.MatchTaint(&karpv1.UnregisteredNoExecuteTaint)
+	})
+	if err := c.kube.Patch(ctx, node, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{})); err != nil {
+		return fmt.Errorf("detaching Node %s: %w", node.Name, err)
+	}
+	c.recorder.Publish(events.Event{
+		InvolvedObject: node,
+		Type:           corev1.EventTypeNormal,
+		Reason:         "MachineReturned",
+		Message: fmt.Sprintf("The machine is the user's: NodeClaim %s returned it, and Karpenter does not manage the Node any more.",
+			nodeClaim.Name),
+		DedupeValues: []string{string(node.UID)},
+	})
+	return nil
+}
+
+// notReturned tells the user why the annotation has no effect.
+func notReturned(nodeClaim *karpv1.NodeClaim, why string) events.Event {
+	return events.Event{
+		InvolvedObject: nodeClaim,
+		Type:           corev1.EventTypeWarning,
+		Reason:         "MachineNotReturned",
+		Message:        lo.Substring(fmt.Sprintf("The machine cannot be returned to the user: %s.", strings.TrimSuffix(why, ".")), 0, 1024),
+		DedupeValues:   []string{string(nodeClaim.UID), why},
+		DedupeTimeout:  10 * time.Minute,
+	}
+}

@@ -1,0 +1,391 @@
+package e2e_test
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	. "github.com/onsi/gomega"
+	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/ptr"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+
+	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	shimv1alpha1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/test/invariants"
+)
+
+// peerMachine is the annotation of karpenter-provider-cluster-api on NodeClaims: the Machine that it chose.
+const peerMachine = "cluster.x-k8s.io/machine"
+
+// TestNodesOfAnotherProviderAreTakenOver has agent and shim begin on what karpenter-provider-cluster-api leaves when it is stopped in the middle
+// of its work: NodeClaims with the infrastructure's provider IDs and without claims, one that it had not launched yet, one that is being
+// deleted, two on one Machine, and a Machine that it forgot.
+func TestNodesOfAnotherProviderAreTakenOver(t *testing.T) {
+	figure := shows(t, "a live switch from another provider: every node goes on running, and what was half done is finished")
+	g := NewWithT(t)
+	inGroup := lo.Ternary(testing.Short(), 3, 25)
+	h := startHub(t, "e2e-switch")
+	h.run(t, h.source, inGroup, inGroup)
+	before := h.holdings(t, h.source)
+	for _, component := range append(lo.Times(agents, sandbox.AgentName), sandbox.Shim) {
+		g.Expect(h.source.Sandbox.StopComponent(component)).To(Succeed())
+	}
+	h.disguise(t)
+	pods := podsOn(t, h.source, slices.Collect(maps.Keys(before.nodes)))
+
+	// The replicas that the other provider raised last: for a NodeClaim that it is launching, one that is being deleted, and a Machine that
+	// no NodeClaim has.
+	h.scale(t, inGroup, inGroup+1)
+	chosen := h.another(t, "west")
+	begun := h.nodeClaimOn(t, before, "begun", chosen, func(nc *karpenterv1.NodeClaim, m *clusterv1.Machine) {
+		nc.Annotations[peerMachine] = m.Namespace + "/" + m.Name
+		nc.Status = karpenterv1.NodeClaimStatus{}
+	})
+	leavingOn := h.another(t, "east")
+	leaving := h.nodeClaimOn(t, before, "leaving", leavingOn, func(nc *karpenterv1.NodeClaim, _ *clusterv1.Machine) {
+		nc.Finalizers = []string{karpenterv1.TerminationFinalizer}
+	})
+	g.Expect(h.source.Spoke.Delete(within(t, soon), leaving)).To(Succeed())
+	h.another(t, "east") // forgotten
+	shared := h.machine(t, lo.MinBy(slices.Collect(maps.Values(before.claims)), func(a, b holding) bool { return a.machine < b.machine }).machine)
+	second := h.nodeClaimOn(t, before, "second", shared, func(*karpenterv1.NodeClaim, *clusterv1.Machine) {})
+	g.Expect(h.source.Recorder.Await(within(t, settleWithin), everyMachineRuns)).To(Succeed())
+
+	watching := watchSpoke(t, h.source)
+	for _, component := range lo.Times(agents, sandbox.AgentName) {
+		g.Expect(h.source.Sandbox.StartComponent(within(t, settleWithin), component)).To(Succeed())
+	}
+	planned := h.planAdoption(t)
+	g.Expect(planned.NodeClaims).To(HaveLen(len(before.claims)))
+	g.Expect(planned.Unfinished).To(ConsistOf(HaveField("Name", "begun"), HaveField("Name", "leaving")))
+	g.Expect(planned.InTheWay).To(ConsistOf(HaveField("Name", "second")))
+	g.Expect(planned.Left).To(HaveLen(own + 1))
+	g.Expect(planned.Raised).To(BeEmpty())
+	g.Expect(planned.Disrupted).To(BeZero())
+	g.Expect(h.claims(t, h.source, agentv1.PhasePending)).To(BeEmpty(), "nothing is written for a plan")
+
+	began := time.Now()
+	g.Expect(h.source.Sandbox.StartComponent(within(t, settleWithin), sandbox.Shim)).To(Succeed())
+	poll(t, settleWithin, h.holds(before))
+	figure("%d nodes were adopted %.1f s after the start of the shim", len(before.claims), time.Since(began).Seconds())
+	h.source.Checker.Expected = func() invariants.Expected {
+		return invariants.Expected{Shares: map[string]invariants.Share{"east": {Own: own + 1}, "west": {}}}
+	}
+	poll(t, settleWithin, func(ctx context.Context) (string, error) {
+		is := h.holdings(t, h.source)
+		claim, adopted := is.claims[string(begun.UID)]
+		_, left := is.claims[string(leaving.UID)]
+		switch {
+		case !adopted || claim.machine != chosen.Name:
+			return fmt.Sprintf("NodeClaim begun to have the Machine that was chosen for it: it has %q", claim.machine), nil
+		case left || is.replicas["east"] != int32(inGroup+own+1):
+			return fmt.Sprintf("NodeClaim leaving to take its Machine with it: east has %d replicas", is.replicas["east"]), nil
+		}
+		return "", nil
+	})
+	g.Expect(h.source.Recorder.Await(within(t, settleWithin), running(2*inGroup+1))).To(Succeed())
+	g.Consistently(func(g Gomega) {
+		others := lo.Reject(watching.incidents(), func(what string, _ int) bool {
+			return strings.Contains(what, " leaving ") || strings.Contains(what, " "+leavingOn.Name+" ")
+		})
+		g.Expect(others).To(BeEmpty(), "what happened to what ran in the spoke")
+		is := h.holdings(t, h.source)
+		g.Expect(is.replicas).To(Equal(map[string]int32{"east": int32(inGroup + own + 1), "west": int32(inGroup + 1)}))
+		g.Expect(lo.PickByKeys(is.nodes, slices.Collect(maps.Keys(before.nodes)))).To(Equal(before.nodes))
+		g.Expect(is.claims).To(HaveLen(len(before.claims) + 1))
+	}).WithTimeout(spareGrace + 2*syncInterval).WithPolling(time.Second).Should(Succeed())
+	g.Expect(podsOn(t, h.source, slices.Collect(maps.Keys(before.nodes)))).To(Equal(pods), "no pod was made again")
+
+	h.expectAdopted(t, before)
+	planned = h.planAdoption(t)
+	g.Expect(planned.NodeClaims).To(BeEmpty(), "all that could be is adopted")
+	g.Expect(planned.Unfinished).To(BeEmpty())
+	g.Eventually(func(g Gomega) {
+		g.Expect(h.eventsOf(t, "second")).To(ContainElement(ContainSubstring("is that of NodeClaim "+before.nodeClaimOn(shared.Name))),
+			"the second NodeClaim on a Machine is told of")
+	}).WithTimeout(soon).Should(Succeed())
+	// As that event says.
+	ofItsOwn := mergePatch(fmt.Sprintf(`{"status":{"providerID":"capi-claim://%s/%s/%s"}}`, sandbox.ClusterNamespace, sandbox.ClusterName, second.UID))
+	g.Expect(h.source.Spoke.Status().Patch(within(t, soon), second, ofItsOwn)).To(Succeed())
+	g.Expect(client.IgnoreNotFound(h.source.Spoke.Delete(within(t, soon), second))).To(Succeed())
+	h.settle(t)
+	g.Expect(h.holdings(t, h.source).nodes).To(HaveKey(shared.Name), "the Node of both stays")
+
+	returned := h.adoptTheUsers(t)
+	figure("%d nodes of the user's were adopted, and one was returned", own+1)
+
+	h.allowDisruption(t)
+	h.scale(t, 0, 0)
+	g.Expect(h.source.Recorder.Await(within(t, 8*time.Minute), nothingLives)).To(Succeed())
+	poll(t, settleWithin, func(context.Context) (string, error) {
+		is := h.holdings(t, h.source)
+		return lo.Ternary(maps.Equal(is.replicas, map[string]int32{"east": 1, "west": 0}), "",
+			fmt.Sprintf("the machine that was returned to be left: replicas are %v", is.replicas)), nil
+	})
+	g.Expect(h.holdings(t, h.source).unclaimed).To(Equal([]string{returned}))
+	h.settle(t)
+	g.Expect(h.faults()).To(BeEmpty())
+}
+
+// adoptTheUsers has the user's machines adopted, as those of the cluster-autoscaler are, and one of them returned. It returns that one's Node.
+func (h hubs) adoptTheUsers(t *testing.T) string {
+	t.Helper()
+	g := NewWithT(t)
+	before := h.holdings(t, h.source)
+	g.Expect(before.unclaimed).To(HaveLen(own + 1))
+	watching := watchSpoke(t, h.source)
+	h.source.Checker.Expected = func() invariants.Expected {
+		return invariants.Expected{Shares: map[string]invariants.Share{"east": {}, "west": {}}}
+	}
+	h.setAdoption(t, "All")
+	poll(t, settleWithin, func(context.Context) (string, error) {
+		missing := len(before.claims) + own + 1 - len(h.holdings(t, h.source).claims)
+		return lo.Ternary(missing == 0, "", fmt.Sprintf("%d machines of the user's to be adopted", missing)), nil
+	})
+	h.settle(t)
+	g.Expect(h.planAdoption(t).InTheWay).To(BeEmpty())
+	g.Expect(h.holdings(t, h.source).replicas).To(Equal(before.replicas))
+	node := before.unclaimed[0]
+	was := h.node(t, node)
+	g.Expect(was.Labels).To(HaveKeyWithValue(karpenterv1.NodeInitializedLabelKey, "true"))
+	g.Expect(was.Annotations).To(HaveKeyWithValue(karpenterv1.DoNotDisruptAnnotationKey, "true"))
+
+	h.setAdoption(t, "Never")
+	h.source.Checker.Expected = func() invariants.Expected {
+		return invariants.Expected{Shares: map[string]invariants.Share{"east": {Own: 1}, "west": {}}}
+	}
+	nodeClaim := &karpenterv1.NodeClaim{ObjectMeta: metav1.ObjectMeta{Name: node}} // named for its Machine, as the Node is
+	patch := mergePatch(fmt.Sprintf(`{"metadata":{"annotations":{%q:"true"}}}`, shimv1alpha1.ReturnMachineAnnotation))
+	g.Expect(h.source.Spoke.Patch(within(t, soon), nodeClaim, patch)).To(Succeed())
+	poll(t, settleWithin, func(ctx context.Context) (string, error) {
+		err := h.source.Spoke.Get(ctx, client.ObjectKeyFromObject(nodeClaim), nodeClaim)
+		return lo.Ternary(apierrors.IsNotFound(err), "", "the NodeClaim whose machine is returned to end"), client.IgnoreNotFound(err)
+	})
+	is := h.node(t, node)
+	g.Expect(is.UID).To(Equal(was.UID))
+	g.Expect(is.DeletionTimestamp).To(BeNil())
+	g.Expect(is.Finalizers).NotTo(ContainElement(karpenterv1.TerminationFinalizer))
+	g.Expect(is.Spec.Unschedulable).To(BeFalse())
+	h.settle(t)
+	g.Expect(h.holdings(t, h.source).replicas).To(Equal(before.replicas))
+	g.Expect(watching.incidents()).To(BeEmpty(), "what happened to what ran in the spoke")
+	return node
+}
+
+func (h hubs) setAdoption(t *testing.T, mode string) {
+	t.Helper()
+	class := &shimv1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: "move"}}
+	patch := mergePatch(fmt.Sprintf(`{"spec":{"adoption":{"machines":%q}}}`, mode))
+	NewWithT(t).Expect(h.source.Spoke.Patch(within(t, soon), class, patch)).To(Succeed())
+}
+
+// disguise makes of what agent and shim did what the other provider would have done. Both are stopped.
+func (h hubs) disguise(t *testing.T) {
+	t.Helper()
+	g := NewWithT(t)
+	ctx := within(t, settleWithin)
+	in := client.InNamespace(sandbox.ClusterNamespace)
+	without := func(values map[string]string, prefix string) map[string]string {
+		return lo.OmitBy(values, func(key, _ string) bool { return strings.HasPrefix(key, prefix) })
+	}
+	var claims agentv1.MachineClaimList
+	g.Expect(h.source.Hub.List(ctx, &claims, in)).To(Succeed())
+	for i := range claims.Items {
+		g.Expect(h.source.Hub.Delete(ctx, &claims.Items[i])).To(Succeed())
+	}
+	var deployments clusterv1.MachineDeploymentList
+	g.Expect(h.source.Hub.List(ctx, &deployments, in)).To(Succeed())
+	for i := range deployments.Items {
+		md := &deployments.Items[i]
+		stored := md.DeepCopy()
+		md.Annotations = without(md.Annotations, agentv1.Group+"/")
+		g.Expect(h.source.Hub.Patch(ctx, md, client.MergeFrom(stored))).To(Succeed())
+	}
+	machineOf := map[string]string{} // by provider ID
+	var machines clusterv1.MachineList
+	g.Expect(h.source.Hub.List(ctx, &machines, in)).To(Succeed())
+	for i := range machines.Items {
+		m := &machines.Items[i]
+		if m.Labels[agentv1.ClaimLabel] == "" {
+			continue
+		}
+		machineOf[m.Spec.ProviderID] = m.Namespace + "/" + m.Name
+		stored := m.DeepCopy()
+		m.Annotations, m.Labels = without(m.Annotations, agentv1.Group+"/"), without(m.Labels, agentv1.Group+"/")
+		m.Labels[agentv1.MemberLabel] = ""
+		g.Expect(h.source.Hub.Patch(ctx, m, client.MergeFrom(stored))).To(Succeed())
+	}
+	var nodeClaims karpenterv1.NodeClaimList
+	g.Expect(h.source.Spoke.List(ctx, &nodeClaims)).To(Succeed())
+	for i := range nodeClaims.Items {
+		nc := &nodeClaims.Items[i]
+		stored := nc.DeepCopy()
+		nc.Annotations = without(nc.Annotations, shimv1alpha1.Group+"/")
+		nc.Annotations[peerMachine] = machineOf[nc.Status.ProviderID]
+		nc.Labels[corev1.LabelInstanceTypeStable] = "" // the other provider has no name where the template has none
+		g.Expect(h.source.Spoke.Patch(ctx, nc, client.MergeFrom(stored))).To(Succeed())
+	}
+	var nodes corev1.NodeList
+	g.Expect(h.source.Spoke.List(ctx, &nodes)).To(Succeed())
+	for i := range nodes.Items {
+		n := &nodes.Items[i]
+		if machineOf[n.Spec.ProviderID] == "" {
+			continue
+		}
+		stored := n.DeepCopy()
+		n.Annotations = without(n.Annotations, shimv1alpha1.Group+"/")
+		n.Labels[corev1.LabelInstanceTypeStable] = ""
+		g.Expect(h.source.Spoke.Patch(ctx, n, client.MergeFrom(stored))).To(Succeed())
+	}
+}
+
+// another raises replicas by one and returns the Machine that comes, once its Node is there.
+func (h hubs) another(t *testing.T, group string) *clusterv1.Machine {
+	t.Helper()
+	g := NewWithT(t)
+	names := func() map[string]clusterv1.Machine {
+		var list clusterv1.MachineList
+		g.Expect(h.source.Hub.List(within(t, soon), &list, client.InNamespace(sandbox.ClusterNamespace),
+			client.MatchingLabels{clusterv1.MachineDeploymentNameLabel: group})).To(Succeed())
+		return lo.KeyBy(list.Items, func(m clusterv1.Machine) string { return m.Name })
+	}
+	there := slices.Collect(maps.Keys(names()))
+	md := &clusterv1.MachineDeployment{}
+	g.Expect(h.source.Hub.Get(within(t, soon), client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: group}, md)).To(Succeed())
+	patch := mergePatch(fmt.Sprintf(`{"spec":{"replicas":%d}}`, ptr.Deref(md.Spec.Replicas, 0)+1))
+	g.Expect(h.source.Hub.Patch(within(t, soon), md, patch)).To(Succeed())
+	var made *clusterv1.Machine
+	poll(t, settleWithin, func(context.Context) (string, error) {
+		for _, m := range lo.OmitByKeys(names(), there) {
+			if m.Status.NodeRef.IsDefined() {
+				made = &m
+				return "", nil
+			}
+		}
+		return "another Machine of " + group + " to have its Node", nil
+	})
+	return made
+}
+
+func (h hubs) machine(t *testing.T, name string) *clusterv1.Machine {
+	t.Helper()
+	m := &clusterv1.Machine{}
+	NewWithT(t).Expect(h.source.Hub.Get(within(t, soon), client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: name}, m)).To(Succeed())
+	return m
+}
+
+// nodeClaimOn makes a NodeClaim on a Machine, like the others but for the change.
+func (h hubs) nodeClaimOn(
+	t *testing.T, like holdings, name string, m *clusterv1.Machine, change func(*karpenterv1.NodeClaim, *clusterv1.Machine),
+) *karpenterv1.NodeClaim {
+	t.Helper()
+	g := NewWithT(t)
+	model := &karpenterv1.NodeClaim{}
+	for _, c := range like.claims {
+		if c.group == m.Labels[clusterv1.MachineDeploymentNameLabel] {
+			g.Expect(h.source.Spoke.Get(within(t, soon), client.ObjectKey{Name: c.nodeClaim}, model)).To(Succeed())
+			break
+		}
+	}
+	made := &karpenterv1.NodeClaim{
+		ObjectMeta: metav1.ObjectMeta{
+			Name: name, Labels: maps.Clone(model.Labels), Annotations: map[string]string{}, OwnerReferences: model.OwnerReferences,
+		},
+		Spec: *model.Spec.DeepCopy(),
+	}
+	made.Status = *model.Status.DeepCopy()
+	made.Status.ProviderID, made.Status.NodeName = m.Spec.ProviderID, m.Status.NodeRef.Name
+	change(made, m)
+	status := made.Status
+	g.Expect(h.source.Spoke.Create(within(t, soon), made)).To(Succeed())
+	made.Status = status
+	g.Expect(h.source.Spoke.Status().Update(within(t, soon), made)).To(Succeed())
+	return made
+}
+
+// expectAdopted expects the NodeClaims and their Nodes to be marked as adopted, protected, and labelled as those of new machines.
+func (h hubs) expectAdopted(t *testing.T, before holdings) {
+	t.Helper()
+	g := NewWithT(t)
+	for _, had := range before.claims {
+		nodeClaim, node := &karpenterv1.NodeClaim{}, h.node(t, had.machine)
+		g.Expect(h.source.Spoke.Get(within(t, soon), client.ObjectKey{Name: had.nodeClaim}, nodeClaim)).To(Succeed())
+		for _, object := range []client.Object{nodeClaim, &node} {
+			g.Expect(object.GetLabels()).To(HaveKeyWithValue(shimv1alpha1.AdoptedLabel, "true"))
+			g.Expect(object.GetLabels()[corev1.LabelInstanceTypeStable]).NotTo(BeEmpty())
+			g.Expect(object.GetAnnotations()).To(HaveKeyWithValue(karpenterv1.DoNotDisruptAnnotationKey, "true"))
+			g.Expect(object.GetAnnotations()).To(HaveKeyWithValue(shimv1alpha1.NodeGroupAnnotation, sandbox.ClusterNamespace+"/"+had.group))
+		}
+		g.Expect(nodeClaim.StatusConditions().Get(karpenterv1.ConditionTypeDrifted)).To(BeNil(), had.nodeClaim)
+	}
+}
+
+// plan is what `karpenter plan-adoption -o json` prints.
+type plan struct {
+	NodeClaims, Nodes    []struct{ NodeClaim, Machine string }
+	Unfinished, InTheWay []struct{ Name, Message string }
+	Left                 []struct{ Machine string }
+	Raised               []struct{ NodeGroup string }
+	Drifted              []struct{ Name, Message string }
+	Disrupted            int
+}
+
+func (h hubs) planAdoption(t *testing.T) plan {
+	t.Helper()
+	out, err := h.source.Sandbox.ShimCommand(within(t, settleWithin), "plan-adoption", "-o", "json").CombinedOutput()
+	var p plan
+	if err != nil || json.Unmarshal(out, &p) != nil {
+		t.Fatalf("plan-adoption: %v\n%s", err, out)
+	}
+	return p
+}
+
+// allowDisruption does what docs/migrate-from-karpenter-provider-cluster-api.md says.
+func (h hubs) allowDisruption(t *testing.T) {
+	t.Helper()
+	g := NewWithT(t)
+	patch := mergePatch(fmt.Sprintf(`{"metadata":{"annotations":{%q:null}}}`, karpenterv1.DoNotDisruptAnnotationKey))
+	adopted := client.HasLabels{shimv1alpha1.AdoptedLabel}
+	var nodes corev1.NodeList
+	g.Expect(h.source.Spoke.List(within(t, soon), &nodes, adopted)).To(Succeed())
+	for i := range nodes.Items {
+		g.Expect(h.source.Spoke.Patch(within(t, soon), &nodes.Items[i], patch)).To(Succeed())
+	}
+	var nodeClaims karpenterv1.NodeClaimList
+	g.Expect(h.source.Spoke.List(within(t, soon), &nodeClaims, adopted)).To(Succeed())
+	for i := range nodeClaims.Items {
+		g.Expect(h.source.Spoke.Patch(within(t, soon), &nodeClaims.Items[i], patch)).To(Succeed())
+	}
+}
+
+// eventsOf returns the messages of the events about a NodeClaim.
+func (h hubs) eventsOf(t *testing.T, nodeClaim string) []string {
+	t.Helper()
+	var list corev1.EventList
+	NewWithT(t).Expect(h.source.Spoke.List(within(t, soon), &list)).To(Succeed())
+	return lo.FilterMap(list.Items, func(e corev1.Event, _ int) (string, bool) {
+		return e.Message, e.InvolvedObject.Kind == "NodeClaim" && e.InvolvedObject.Name == nodeClaim
+	})
+}
+
+// nodeClaimOn returns the NodeClaim whose claim has the Machine.
+func (h holdings) nodeClaimOn(machine string) string {
+	for _, c := range h.claims {
+		if c.machine == machine {
+			return c.nodeClaim
+		}
+	}
+	return ""
+}
