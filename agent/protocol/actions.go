@@ -36,6 +36,9 @@ func (s *Snapshot) actOnClaims(d *Decision) {
 		if c.Status.Machine != nil {
 			m = s.machine(c.Status.Machine.UID)
 		}
+		if s.actOnReturned(d, c, m, named, entered) {
+			continue
+		}
 		switch c.Status.Phase {
 		case "", v1alpha1.PhasePending:
 			if owned := s.labelled(id); owned != nil && Alive(owned) {
@@ -55,9 +58,6 @@ func (s *Snapshot) actOnClaims(d *Decision) {
 				}
 			}
 		case v1alpha1.PhaseBound:
-			if c.Status.Returned && s.actOnReturned(d, c, m, named, entered) {
-				continue
-			}
 			switch owned := s.labelled(id); {
 			case m == nil && owned != nil && Alive(owned):
 				d.Actions = append(d.Actions, s.restore(c)) // its status is of another Machine

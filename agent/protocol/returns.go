@@ -65,11 +65,11 @@ func (s *Snapshot) returning(m *clusterv1.Machine) bool {
 	return yes && r.Claim == ClaimOf(m)
 }
 
-// actOnReturned ends a claim that returns its Machine, once that carries its label no more. It reports whether the claim is to be treated like
-// any other: its Machine is gone, or another claim's.
+// actOnReturned ends a claim that returns its Machine, once that carries its label no more. It reports false for a claim that is treated like any
+// other: one that returns nothing, or whose Machine is gone, or another claim's.
 func (s *Snapshot) actOnReturned(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine, named Named, entered bool) (done bool) {
 	switch {
-	case m == nil || !Alive(m):
+	case c.Status.Phase != v1alpha1.PhaseBound, !c.Status.Returned, m == nil || !Alive(m):
 		return false
 	case ClaimOf(m) == "" && entered && named.UID == m.UID && !Held(m):
 		return false // the label first, so that one rule takes it off

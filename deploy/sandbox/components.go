@@ -378,7 +378,7 @@ func (s *Sandbox) shimAccess(agent AgentAccess) []string {
 
 // ShimCommand returns a command of the shim's binary that calls the sandbox's first agent with the shim's rights in the spoke.
 func (s *Sandbox) ShimCommand(ctx context.Context, args ...string) *exec.Cmd {
-	cmd := exec.CommandContext(ctx, s.options.ShimBinary, args...)
+	cmd := exec.CommandContext(ctx, s.options.ShimBinary, args...) //nolint:gosec // the binary that the sandbox runs
 	cmd.Env = append(os.Environ(), s.shimAccess(s.AgentAccess())...)
 	return cmd
 }

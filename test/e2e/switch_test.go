@@ -83,7 +83,7 @@ func TestNodesOfAnotherProviderAreTakenOver(t *testing.T) {
 	h.source.Checker.Expected = func() invariants.Expected {
 		return invariants.Expected{Shares: map[string]invariants.Share{"east": {Own: own + 1}, "west": {}}}
 	}
-	poll(t, settleWithin, func(ctx context.Context) (string, error) {
+	poll(t, settleWithin, func(context.Context) (string, error) {
 		is := h.holdings(t, h.source)
 		claim, adopted := is.claims[string(begun.UID)]
 		_, left := is.claims[string(leaving.UID)]
@@ -334,12 +334,18 @@ func (h hubs) expectAdopted(t *testing.T, before holdings) {
 
 // plan is what `karpenter plan-adoption -o json` prints.
 type plan struct {
-	NodeClaims, Nodes    []struct{ NodeClaim, Machine string }
-	Unfinished, InTheWay []struct{ Name, Message string }
-	Left                 []struct{ Machine string }
-	Raised               []struct{ NodeGroup string }
-	Drifted              []struct{ Name, Message string }
-	Disrupted            int
+	NodeClaims []planned `json:"nodeClaims"`
+	Unfinished []planned `json:"unfinished"`
+	InTheWay   []planned `json:"inTheWay"`
+	Left       []planned `json:"left"`
+	Raised     []planned `json:"raised"`
+	Disrupted  int       `json:"disrupted"`
+}
+
+// planned is what a plan says of one object; which of these there are depends on what is said.
+type planned struct {
+	Name    string `json:"name"`
+	Message string `json:"message"`
 }
 
 func (h hubs) planAdoption(t *testing.T) plan {

@@ -47,6 +47,8 @@ const (
 	concurrency = 50
 	// look is how often a NodeClaim is looked at again whose Machine cannot be adopted; soon is how often while that is not known.
 	look, soon = 30 * time.Second, time.Second
+	// yes is the value of labels and annotations that say that something is so.
+	yes = "true"
 	// settleLook is how often the start looks whether all NodeClaims were looked at.
 	settleLook = 100 * time.Millisecond
 )
@@ -264,11 +266,11 @@ func (c *Controller) protect(ctx context.Context, node *corev1.Node, policy v1al
 }
 
 func markAdopted(object client.Object, policy v1alpha1.AdoptionPolicy) {
-	object.SetLabels(lo.Assign(object.GetLabels(), map[string]string{v1alpha1.AdoptedLabel: "true"}))
+	object.SetLabels(lo.Assign(object.GetLabels(), map[string]string{v1alpha1.AdoptedLabel: yes}))
 	if policy.Disruption == v1alpha1.DisruptAllowed {
 		return
 	}
-	object.SetAnnotations(lo.Assign(object.GetAnnotations(), map[string]string{karpv1.DoNotDisruptAnnotationKey: "true"}))
+	object.SetAnnotations(lo.Assign(object.GetAnnotations(), map[string]string{karpv1.DoNotDisruptAnnotationKey: yes}))
 }
 
 // complete gives the NodeClaim of an adopted Machine, and its Node, what those of a new machine have from Create and from registration, once:

@@ -86,7 +86,7 @@ func (c *Nodes) Reconcile(ctx context.Context, node *corev1.Node) (reconcile.Res
 	if ready := nodeutils.GetCondition(node, corev1.NodeReady).Status == corev1.ConditionTrue; !ready || isUnregistered(node) {
 		return reconcile.Result{RequeueAfter: look}, nil // it may be a claim's that is about to be bound
 	}
-	requested := node.Annotations[v1alpha1.AdoptAnnotation] == "true"
+	requested := node.Annotations[v1alpha1.AdoptAnnotation] == yes
 	classes, err := c.classes(ctx, requested)
 	if err != nil || len(classes) == 0 {
 		return reconcile.Result{}, err
@@ -158,7 +158,7 @@ func (c *Nodes) adopt(
 	}
 	stored := node.DeepCopy()
 	// Registration would add taints of the NodePool again that the Node has lost since it started.
-	node.Labels = lo.Assign(node.Labels, map[string]string{karpv1.NodeDoNotSyncTaintsLabelKey: "true"})
+	node.Labels = lo.Assign(node.Labels, map[string]string{karpv1.NodeDoNotSyncTaintsLabelKey: yes})
 	if _, before := node.Labels[v1alpha1.AdoptedLabel]; !before {
 		markAdopted(node, class.Spec.Adoption)
 	}

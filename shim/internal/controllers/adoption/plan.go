@@ -275,7 +275,7 @@ func (p *Planner) planMachines(ctx context.Context, s *situation, plan *Plan, ha
 			plan.Left = append(plan.Left, leftover(machine, node, "its Node has not joined"))
 			continue
 		}
-		requested := node.Annotations[v1alpha1.AdoptAnnotation] == "true"
+		requested := node.Annotations[v1alpha1.AdoptAnnotation] == yes
 		classes := lo.Filter(s.classes, func(class v1alpha1.ClusterAPINodeClass, _ int) bool { return wants(&class, requested) })
 		_, nodeClaim, err := propose(p.Catalogue.Snapshot(), p.Provider, s.pools, node, machine, classes)
 		switch {

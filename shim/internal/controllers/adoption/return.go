@@ -28,7 +28,7 @@ import (
 const reasonReturned = "Returned"
 
 func wantsReturn(nodeClaim *karpv1.NodeClaim) bool {
-	return nodeClaim.Annotations[v1alpha1.ReturnMachineAnnotation] == "true"
+	return nodeClaim.Annotations[v1alpha1.ReturnMachineAnnotation] == yes
 }
 
 // giveBack leaves the NodeClaim's machine to the user, as the annotation asks. Each step can be repeated: the claim ends; the Node loses what
