@@ -275,6 +275,15 @@ func (c *course) giveBack(id string, e int) {
 	})
 }
 
+// leave has the claim's Machine left to the user. The call may have been carried out when its answer is lost.
+func (c *course) leave(id string, e int) {
+	c.repeat("claim "+id+" returns its Machine", e, func(e int) bool {
+		c.returnMachine(e, id)
+		claim := c.claims()[id]
+		return claim != nil && (claim.Status.Returned || claim.CurrentPhase() == v1alpha1.PhaseEnded)
+	})
+}
+
 func (c *course) repeat(what string, e int, call func(e int) bool) {
 	for range 20 {
 		done := false
@@ -459,6 +468,12 @@ var scripts = []struct {
 		c.claim("c0", 0, c.machines(c.groups[0])[0].Name)
 		c.untilJoined("c0")
 		c.giveBack("c0", 1)
+		c.untilEnded("c0")
+	}},
+	{"a Machine is returned", rolling(1), func(c *course) {
+		c.claim("c0", 0, "")
+		c.untilJoined("c0")
+		c.leave("c0", 1)
 		c.untilEnded("c0")
 	}},
 }
