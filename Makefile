@@ -211,7 +211,7 @@ test-e2e e2e: TEST_FORMAT := standard-verbose
 
 .PHONY: test-e2e
 test-e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) ## A short end-to-end test: the demo's path, with processes killed on the way
-	@$(call go_test,$@,-short -count=1 -timeout 20m ./test/e2e/...)
+	@$(call go_test,$@,-short -count=1 -timeout 25m ./test/e2e/...)
 
 .PHONY: e2e
 e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) $(SANDBOX_ETCD_TOOLS) ## All end-to-end tests
