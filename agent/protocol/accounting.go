@@ -59,7 +59,7 @@ func (b *books) claimed(waiting bool) int32 {
 	for _, c := range b.Claims {
 		_, entered := b.next.Pending[c.Spec.ClaimID]
 		waits := waiting && entered && c.CurrentPhase() == v1alpha1.PhasePending
-		if waits || c.CurrentPhase() == v1alpha1.PhaseBound && c.Status.Machine != nil && !b.leftBehind(c) && !b.gaveUp(c) {
+		if waits || c.CurrentPhase() == v1alpha1.PhaseBound && c.Status.Machine != nil && !b.leftBehind(c) && !b.returned(c.Status.Machine.UID) {
 			n++
 		}
 	}
@@ -199,7 +199,7 @@ func (b *books) meet() {
 		case claimed:
 			b.labelOnly++
 		case going:
-			if ClaimOf(m) != "" && !b.returned(m) { // until it is gone, as nothing replaces it before
+			if ClaimOf(m) != "" && !b.returned(m.UID) { // until it is gone, as nothing replaces it before
 				b.labelOnly++
 			}
 		case promised, releasing, givenBack, stranded, fresh, suspect, hopeless, inhabited, ofFloor:
@@ -339,7 +339,7 @@ func (b *books) adopt() {
 }
 
 // adoptable returns the Machine that a claim is to take over, or why it cannot have it. One that is marked as the next that Cluster API is to
-// remove may be had: whoever marked it may have stopped before replicas were lowered, as when another provider is replaced.
+// remove may be had: the process that marked it may have stopped before it lowered replicas, as can happen when another provider is replaced.
 func (b *books) adoptable(c *v1alpha1.MachineClaim) (*clusterv1.Machine, *eligibility.Refusal) {
 	if crowded := b.crowded(); crowded != nil {
 		return nil, crowded

@@ -89,7 +89,7 @@ func (b *books) class(m *clusterv1.Machine) class {
 		return releasing
 	case !Alive(m):
 		return going
-	case b.returned(m):
+	case b.returned(m.UID):
 		return ofFloor
 	case !b.orphaned(ClaimOf(m)):
 		return claimed

@@ -1,6 +1,7 @@
 package protocol
 
 import (
+	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
@@ -18,7 +19,7 @@ func (b *books) startReturns() {
 			continue
 		}
 		m := b.machine(c.Status.Machine.UID)
-		if m == nil || !Alive(m) || Held(m) || ClaimOf(m) != c.Spec.ClaimID || b.returned(m) {
+		if m == nil || !Alive(m) || Held(m) || ClaimOf(m) != c.Spec.ClaimID || b.returned(m.UID) {
 			continue
 		}
 		_, releasing := b.next.Releasing[m.UID]
@@ -45,14 +46,8 @@ func (b *books) dropReturns() {
 }
 
 // returned reports whether the next ledger records the Machine as returned: the floor has it, whatever its label says.
-func (b *books) returned(m *clusterv1.Machine) bool {
-	_, yes := b.next.Returning[m.UID]
-	return yes
-}
-
-// gaveUp reports whether the claim's Machine is recorded as returned.
-func (b *books) gaveUp(c *v1alpha1.MachineClaim) bool {
-	_, yes := b.next.Returning[c.Status.Machine.UID]
+func (b *books) returned(machine types.UID) bool {
+	_, yes := b.next.Returning[machine]
 	return yes
 }
 

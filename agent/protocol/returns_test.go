@@ -115,7 +115,7 @@ func TestAReturnWaits(t *testing.T) {
 	}
 }
 
-// Somebody deletes the Machine meanwhile: what Cluster API makes in its place is the user's.
+// If another actor deletes the Machine in the meantime, its replacement is the user's.
 func TestAReturnedMachineThatIsDeletedCountsOnce(t *testing.T) {
 	s := recorded()
 	s.Machines[1].DeletionTimestamp = &metav1.Time{Time: s.Now}

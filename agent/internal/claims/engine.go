@@ -636,12 +636,6 @@ func (e *Engine) release(ctx context.Context, key Key, o ReleaseOptions, why v1a
 			e.group(c.Namespace, c.Spec.NodeGroup).kick()
 			return c, nil
 		}
-		// A move that is under way would lose it, as it is kept in the status alone until the ledger has it.
-		if paused, err := e.paused(ctx, types.NamespacedName{Namespace: key.Namespace, Name: key.Cluster}); err != nil {
-			return nil, err
-		} else if paused {
-			return nil, ErrClusterPaused
-		}
 		first := c.Status.Phase != v1alpha1.PhaseReleasing
 		c.Status.Phase = v1alpha1.PhaseReleasing
 		c.Status.Drained = o.Drained
@@ -653,18 +647,35 @@ func (e *Engine) release(ctx context.Context, key Key, o ReleaseOptions, why v1a
 			}
 			e.note(c, why)
 		}
-		err = e.writeStatus(ctx, c)
-		switch {
+		switch err := e.writeRequest(ctx, c); {
 		case err == nil:
-			e.group(c.Namespace, c.Spec.NodeGroup).kick()
 			return c, nil
-		case (apierrors.IsConflict(err) || apierrors.IsNotFound(err)) && attempt < 5:
+		case lostRace(err) && attempt < 5:
 			continue
 		default:
 			return nil, conflictOr(err, "releasing the claim")
 		}
 	}
 }
+
+// writeRequest writes what a caller asks of its claim, and has the claim's node group looked at. Errors: [ErrClusterPaused], as a move that is
+// under way would lose what the status alone has until the ledger has it, or the API server's.
+func (e *Engine) writeRequest(ctx context.Context, c *v1alpha1.MachineClaim) error {
+	switch paused, err := e.paused(ctx, types.NamespacedName{Namespace: c.Namespace, Name: c.Spec.ClusterName}); {
+	case err != nil:
+		return err
+	case paused:
+		return ErrClusterPaused
+	}
+	if err := e.writeStatus(ctx, c); err != nil {
+		return err
+	}
+	e.group(c.Namespace, c.Spec.NodeGroup).kick()
+	return nil
+}
+
+// lostRace reports whether a claim has changed, or its object is another one, since it was read.
+func lostRace(err error) bool { return apierrors.IsConflict(err) || apierrors.IsNotFound(err) }
 
 // Return asks for the claim's end and leaves its Machine to the user. It returns the claim, also one that has ended. Errors: [ErrNotFound],
 // [ErrForeignHolder], [*NotReturnableError], [ErrConflict], [ErrUnknownCluster], [ErrClusterPaused], [ErrRestoring], or the API server's.
@@ -689,23 +700,14 @@ func (e *Engine) Return(ctx context.Context, key Key, may Holders, why string) (
 		case c.CurrentPhase() == v1alpha1.PhasePending:
 			return nil, &NotReturnableError{Message: "the claim has no Machine yet; release it instead"}
 		}
-		paused, err := e.paused(ctx, types.NamespacedName{Namespace: key.Namespace, Name: key.Cluster})
-		switch {
-		case err != nil:
-			return nil, err
-		case paused: // as in release
-			return nil, ErrClusterPaused
-		}
 		c.Status.Returned = true
 		e.note(c, v1alpha1.Event{
 			Reason: protocol.ReasonReturnRequested, Message: cmp.Or(why, "the holder returns its Machine to the user"),
 		})
-		err = e.writeStatus(ctx, c)
-		switch {
+		switch err := e.writeRequest(ctx, c); {
 		case err == nil:
-			e.group(c.Namespace, c.Spec.NodeGroup).kick()
 			return c, nil
-		case (apierrors.IsConflict(err) || apierrors.IsNotFound(err)) && attempt < 5:
+		case lostRace(err) && attempt < 5:
 			continue
 		default:
 			return nil, conflictOr(err, "returning the claim's Machine")
@@ -1019,7 +1021,7 @@ func (e *Engine) warn(object runtime.Object, reason, action, message string) {
 
 // conflictOr turns a lost race into [ErrConflict] and wraps any other error.
 func conflictOr(err error, doing string) error {
-	if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
+	if lostRace(err) {
 		return fmt.Errorf("%s: %w", doing, ErrConflict)
 	}
 	return fmt.Errorf("%s: %w", doing, err)

@@ -156,7 +156,7 @@ func (w *world) checkEnd(o *owner, from v1alpha1.Phase, c *v1alpha1.MachineClaim
 		}
 	}
 	if c.Status.Reason == protocol.ReasonReturned && !o.returns {
-		w.t.Fatalf("I4: claim %s ends as returned, which nobody asked for\n%s", id, w.describe())
+		w.t.Fatalf("I4: claim %s ends as returned, although nobody requested that\n%s", id, w.describe())
 	}
 	left := c.Status.Reason == protocol.ReasonHandedOver || o.returns
 	if ref := c.Status.Machine; ref != nil && !left && !o.excused {

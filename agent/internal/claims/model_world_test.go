@@ -124,7 +124,7 @@ type owner struct {
 	adopted    bool // its claim's label was put on a Machine of the user's
 	asked      bool // its release was asked for
 	released   bool // a call to release its claim succeeded
-	// returns says that its Machine's return was asked for, returned that such a call succeeded and nobody lost the claim's status since.
+	// returns: a call requested that its Machine is returned. returned: such a call succeeded, and the claim's status was not lost since.
 	returns, returned bool
 	// excused says that its claim may end by itself, as its Machine was taken from it.
 	excused bool

@@ -366,10 +366,10 @@ var mutants = []mutant{
 		{"		b.next.Floor = b.floor() + 1\n", "		b.next.Floor++\n"},
 	}},
 	{name: "a returned Machine counts for its claim, too", test: "TestTheLabelComesOffOnceTheLedgerHasTheReturn", edits: []edit{
-		{"	case b.returned(m):\n		return ofFloor\n", ""},
+		{"	case b.returned(m.UID):\n		return ofFloor\n", ""},
 	}},
 	{name: "a returned Machine that is deleted counts twice", test: "TestAReturnedMachineThatIsDeletedCountsOnce", edits: []edit{
-		{"if ClaimOf(m) != \"\" && !b.returned(m) {", "if ClaimOf(m) != \"\" {"},
+		{"if ClaimOf(m) != \"\" && !b.returned(m.UID) {", "if ClaimOf(m) != \"\" {"},
 	}},
 	{name: "older agents write a ledger with a returned Machine", test: "TestAReturnedMachineIsTheFloorsInOneLedgerWrite", edits: []edit{
 		{"		b.next.Version = 2\n", ""},
@@ -599,7 +599,7 @@ var mutants = []mutant{
 		{"c.Status.NodeGroupUID == s.Deployment.UID || s.labelled(id) != nil {\n", "true || s.labelled(id) != nil {\n"},
 	}},
 	{name: "claims of a MachineDeployment that is no more freeze the next one", test: "TestAMachineDeploymentThatWasMadeAgainIsNotFrozen", edits: []edit{
-		{" && c.Status.Machine != nil && !b.leftBehind(c) && !b.gaveUp(c) {\n", " && c.Status.Machine != nil && !b.gaveUp(c) {\n"},
+		{" && c.Status.Machine != nil && !b.leftBehind(c) && !b.returned(c.Status.Machine.UID) {\n", " && c.Status.Machine != nil && !b.returned(c.Status.Machine.UID) {\n"},
 	}},
 	{name: "a restored claim does not know its MachineDeployment", test: "TestARestoredClaimKnowsItsMachineDeployment", edits: []edit{
 		{"	c.Status.NodeGroupUID = a.Group\n", ""},
@@ -818,7 +818,7 @@ var mutants = []mutant{
 		{"	case eligibility.ClusterPaused(cluster):\n		return nil, ErrClusterPaused\n", ""},
 	}},
 	{name: "a release is taken that a move loses", test: "TestAReleaseIsNotTakenWhileTheClusterIsPaused", edits: []edit{
-		{"		} else if paused {\n", "		} else if paused && false {\n"},
+		{"	case paused:\n		return ErrClusterPaused\n", "	case paused && false:\n		return ErrClusterPaused\n"},
 	}},
 	{name: "claims are listed before it is known what they have", test: "TestAClaimIsNotShownBeforeItIsKnownWhatItHas", edits: []edit{
 		{"		if protocol.Carried(c, cluster.UID) || owns", "		if owns"},
