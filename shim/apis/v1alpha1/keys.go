@@ -1,5 +1,7 @@
 package v1alpha1
 
+import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
 const (
 	// NodeGroupAnnotation on a NodeClaim, and on its Node, holds the id of the node group that the machine comes from.
 	NodeGroupAnnotation = Group + "/node-group"
@@ -33,3 +35,8 @@ const (
 	// Holder is the holder of the shim's claims.
 	Holder = "karpenter"
 )
+
+// ReturnsMachine reports whether a NodeClaim has [ReturnMachineAnnotation].
+func ReturnsMachine(nodeClaim metav1.Object) bool {
+	return nodeClaim.GetAnnotations()[ReturnMachineAnnotation] == "true"
+}

@@ -65,9 +65,7 @@ func (l *Labels) Registered(ctx context.Context, nodeClaim *karpv1.NodeClaim) (c
 		return cloudprovider.NodeLifecycleHookResult{}, err
 	}
 	if _, registered := node.Labels[karpv1.NodeRegisteredLabelKey]; !registered {
-		l.groups.ObserveTaint(groupID, lo.ContainsBy(node.Spec.Taints, func(taint corev1.Taint) bool {
-			return taint.MatchTaint(&karpv1.UnregisteredNoExecuteTaint)
-		}))
+		l.groups.ObserveTaint(groupID, IsUnregistered(node))
 	}
 	if zone, ok := nodeClaim.Labels[corev1.LabelTopologyZone]; !ok || zone != instancetype.ZoneNone {
 		return cloudprovider.NodeLifecycleHookResult{}, nil

@@ -1,9 +1,17 @@
 package registration
 
 import (
+	"slices"
+
 	corev1 "k8s.io/api/core/v1"
+	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/scheduling"
 )
+
+// IsUnregistered reports whether the Node still has the taint that keeps pods away until Karpenter has registered it.
+func IsUnregistered(node *corev1.Node) bool {
+	return slices.ContainsFunc(node.Spec.Taints, func(taint corev1.Taint) bool { return taint.MatchTaint(&karpv1.UnregisteredNoExecuteTaint) })
+}
 
 // uninitialized is on every Node that a Cluster API bootstrap provider lets join, kubeadm's for one. Cluster API's Machine
 // controller removes it once it has found the Node of its Machine and written its labels. The shim does not import Cluster API,

@@ -45,6 +45,7 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/placeholder"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/registration"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/spoke"
 )
 
@@ -281,11 +282,9 @@ func report(node *corev1.Node) *agentv1alpha1.NodeReport {
 		}
 	}
 	described := &agentv1alpha1.NodeReport{
-		ProviderId: node.Spec.ProviderID,
-		Unregistered: lo.ContainsBy(node.Spec.Taints, func(taint corev1.Taint) bool {
-			return taint.MatchTaint(&karpv1.UnregisteredNoExecuteTaint)
-		}),
-		Labels: labels,
+		ProviderId:   node.Spec.ProviderID,
+		Unregistered: registration.IsUnregistered(node),
+		Labels:       labels,
 	}
 	// Until core has found all that it waits for, a device plugin may have said nothing yet.
 	learnable := max(len(node.Status.Capacity), len(node.Status.Allocatable)) <= maxReportResources

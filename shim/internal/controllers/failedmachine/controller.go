@@ -108,8 +108,7 @@ func New(
 // Reconcile looks at one NodeClaim.
 func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
 	ctx = injection.WithControllerName(ctx, name)
-	returns := nodeClaim.Annotations[v1alpha1.ReturnMachineAnnotation] == "true" // its end must not concern its Node
-	if !nodeclaimutils.IsManaged(nodeClaim, c.cloudProvider) || !nodeClaim.DeletionTimestamp.IsZero() || returns {
+	if !nodeclaimutils.IsManaged(nodeClaim, c.cloudProvider) || !nodeClaim.DeletionTimestamp.IsZero() || v1alpha1.ReturnsMachine(nodeClaim) {
 		c.forget(nodeClaim.UID)
 		return reconcile.Result{}, nil
 	}

@@ -27,6 +27,7 @@ import (
 	nodeclaimutils "sigs.k8s.io/karpenter/pkg/utils/nodeclaim"
 
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/registration"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/unclaimed"
 )
 
@@ -110,7 +111,7 @@ func (c *Controller) Reconcile(ctx context.Context, node *corev1.Node) (reconcil
 
 func isUnregistered(object client.Object) bool {
 	node, ok := object.(*corev1.Node)
-	return ok && lo.SomeBy(node.Spec.Taints, func(taint corev1.Taint) bool { return taint.MatchTaint(&karpv1.UnregisteredNoExecuteTaint) })
+	return ok && registration.IsUnregistered(node)
 }
 
 // Register adds the controller to the manager.
