@@ -2,10 +2,10 @@ package cloudprovider
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"strings"
 
-	"github.com/samber/lo"
 	"google.golang.org/protobuf/types/known/durationpb"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
@@ -14,11 +14,21 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/placeholder"
 )
 
+// errNoNodeGroup means that a Machine belongs to no node group.
+var errNoNodeGroup = errors.New("it belongs to no node group; label its MachineDeployment with node.cluster.x-k8s.io/karpenter-member")
+
+// IsAdoptionRefused reports whether a Machine cannot be adopted until something changes, by the error of [CloudProvider.Adopt]. Any other error
+// says nothing of the Machine: the call is to be repeated.
+func IsAdoptionRefused(err error) bool {
+	return errors.Is(err, errNoNodeGroup) || agenterrors.IsRefused(err) || agenterrors.IsNoRoom(err) || agenterrors.IsEnded(err)
+}
+
 // Adopt makes the NodeClaim's claim on the Machine that the NodeClaim runs on already, and returns the claim. It is idempotent by the
-// NodeClaim's UID. Errors: the agent's, and one for a Machine that is in no node group.
+// NodeClaim's UID. Errors: the agent's, and one for a Machine that is in no node group; see [IsAdoptionRefused].
 func (c *CloudProvider) Adopt(ctx context.Context, nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.Machine) (*agentv1alpha1.Claim, error) {
 	return c.adopt(ctx, nodeClaim, machine, false)
 }
@@ -28,12 +38,15 @@ func (c *CloudProvider) adopt(
 	ctx context.Context, nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.Machine, aboveMinSize bool,
 ) (*agentv1alpha1.Claim, error) {
 	if machine.GetNodeGroupId() == "" {
-		return nil, fmt.Errorf("machine %s belongs to no node group; label its MachineDeployment with node.cluster.x-k8s.io/karpenter-member",
-			machine.GetName())
+		return nil, errNoNodeGroup
 	}
 	ctx, cancel := context.WithTimeout(ctx, c.Timeout)
 	defer cancel()
-	request := c.request(ctx, nodeClaim, []string{machine.GetNodeGroupId()}, c.maxNodeProvisionTime(nodeClaim))
+	var maxNodeProvisionTime *metav1.Duration
+	if class := c.class(nodeClaim.Spec.NodeClassRef.Name); class != nil {
+		maxNodeProvisionTime = class.MaxNodeProvisionTime
+	}
+	request := c.request(ctx, nodeClaim, []string{machine.GetNodeGroupId()}, maxNodeProvisionTime)
 	request.AdoptMachine, request.AdoptAboveMinSize = machine.GetName(), aboveMinSize
 	claim, err := c.send(ctx, request)
 	adoptionsTotal.Inc(map[string]string{resultLabel: adoptionResult(err)})
@@ -55,31 +68,28 @@ func (c *CloudProvider) adopting(ctx context.Context, nodeClaim *karpv1.NodeClai
 	return claim.GetAdoptMachine() != "" && claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING, nil
 }
 
-// Describe returns the NodeClaim as core has it after Create: with the labels, the annotations and the resources that the node group of
-// the claim's Machine gives it, and its placeholder. It returns nil while the node group, or the node class, is not known.
-func (c *CloudProvider) Describe(nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Claim) *karpv1.NodeClaim {
-	snapshot := c.Catalogue.Snapshot()
-	if snapshot == nil || nodeClaim.Spec.NodeClassRef == nil {
+// Describe returns the claim's NodeClaim, of a node class, as core has it after Create: with the labels, the annotations and the resources that
+// the node group of its Machine gives it, and its placeholder. It returns nil while the node group, or the node class, is not known.
+func (c *CloudProvider) Describe(nodeClass string, claim *agentv1alpha1.Claim) *karpv1.NodeClaim {
+	class := c.class(nodeClass)
+	if class == nil {
 		return nil
 	}
-	class, ok := snapshot.Class(nodeClaim.Spec.NodeClassRef.Name)
-	if !ok {
-		return nil
-	}
-	group, ok := snapshot.Group(claim.GetNodeGroupId())
+	group, ok := c.Catalogue.Snapshot().Group(claim.GetNodeGroupId())
 	if !ok {
 		return nil
 	}
 	return c.launched(claim, class.See(group))
 }
 
-func (c *CloudProvider) maxNodeProvisionTime(nodeClaim *karpv1.NodeClaim) *metav1.Duration {
+// class returns what the catalogue knows of a node class, nil for nothing.
+func (c *CloudProvider) class(name string) *catalogue.Class {
 	snapshot := c.Catalogue.Snapshot()
-	if snapshot == nil || nodeClaim.Spec.NodeClassRef == nil {
+	if snapshot == nil {
 		return nil
 	}
-	class, ok := snapshot.Class(nodeClaim.Spec.NodeClassRef.Name)
-	return lo.Ternary(ok, class.MaxNodeProvisionTime, nil)
+	class, _ := snapshot.Class(name)
+	return class
 }
 
 // request asks for a claim of the NodeClaim's.
@@ -143,16 +153,19 @@ func (c *CloudProvider) takeOverOurs(ctx context.Context, nodeClaim *karpv1.Node
 	}
 	if machine == nil { // its own claim may have it
 		claim, err := c.ask(ctx, string(nodeClaim.UID))
-		if isClaimNotFound(err) {
+		switch {
+		case err == nil:
+			return claim, nil
+		case isClaimNotFound(err):
 			return nil, cloudprovider.NewInsufficientCapacityError(fmt.Errorf("machine %s is gone, or another claim's", name))
 		}
-		return claim, err
+		return nil, createError(err, ReasonAdoptionFailed)
 	}
 	claim, err := c.adopt(ctx, nodeClaim, machine, true)
 	switch {
 	case err == nil:
 		return claim, nil
-	case agenterrors.IsRefused(err), agenterrors.IsNoRoom(err), agenterrors.IsEnded(err), machine.GetNodeGroupId() == "":
+	case IsAdoptionRefused(err):
 		return nil, cloudprovider.NewInsufficientCapacityError(err)
 	}
 	return nil, createError(err, ReasonAdoptionFailed)
@@ -163,7 +176,7 @@ func adoptionResult(err error) string {
 	switch {
 	case err == nil:
 		return "adopted"
-	case agenterrors.IsRefused(err), agenterrors.IsNoRoom(err), agenterrors.IsEnded(err):
+	case IsAdoptionRefused(err):
 		return "refused"
 	}
 	return "error"

@@ -149,7 +149,9 @@ func (c *CloudProvider) Delete(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 		return nil
 	case machine != nil:
 		if _, err := c.Adopt(ctx, nodeClaim, machine); err != nil {
-			c.Recorder.Publish(c.Unclaimed.Event(nodeClaim, machine, err))
+			if IsAdoptionRefused(err) {
+				c.Recorder.Publish(c.Unclaimed.Event(nodeClaim, machine, err))
+			}
 			return fmt.Errorf("the NodeClaim has no claim, and its machine %s cannot be adopted: %w", machine.GetName(), err)
 		}
 	}

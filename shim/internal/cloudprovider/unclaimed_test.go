@@ -13,6 +13,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/cloudprovider"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
 )
 
@@ -55,6 +56,33 @@ func TestDeleteOfANodeClaimThatNeverHadAClaimTakesItsMachineWithIt(t *testing.T)
 	w.Eventually(func() bool {
 		return corecloudprovider.IsNodeClaimNotFoundError(w.CloudProvider.Delete(w.Context(), nodeClaim))
 	}, "it is gone")
+}
+
+// showing is a mirror that shows one claim.
+type showing struct {
+	cloudprovider.Claims
+	claim *agentv1alpha1.Claim
+}
+
+func (s showing) Get(string) (*agentv1alpha1.Claim, bool) { return s.claim, true }
+
+// Released before it has the Machine, the claim would leave that with the user.
+func TestDeleteWaitsUntilTheClaimHasTheMachineThatItAdopts(t *testing.T) {
+	w, nodeClaim, machine := leftBehind(t)
+	config := w.CloudProvider.Config
+	claim := &agentv1alpha1.Claim{
+		Phase: agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING, AdoptMachine: machine.GetName(), NodeGroupId: machine.GetNodeGroupId(),
+	}
+	config.Claims = showing{w.Claims, claim}
+	provider := cloudprovider.New(config)
+	require.NoError(t, provider.Delete(w.Context(), nodeClaim))
+	assert.Zero(t, w.Agent.Calls("ReleaseClaim"))
+
+	claim.Phase = agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND
+	_, err := w.CloudProvider.Adopt(w.Context(), nodeClaim, machine)
+	require.NoError(t, err)
+	require.NoError(t, provider.Delete(w.Context(), nodeClaim))
+	assert.Equal(t, 1, w.Agent.Calls("ReleaseClaim"))
 }
 
 func TestDeleteWaitsWhileTheMachineCannotBeAdopted(t *testing.T) {

@@ -37,6 +37,7 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/claimsource"
+	provider "github.com/karpenter-capi/karpenter-capi/shim/internal/cloudprovider"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/placeholder"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/unclaimed"
 )
@@ -62,7 +63,7 @@ type Claims interface {
 // Provider makes claims on Machines that there are.
 type Provider interface {
 	Adopt(ctx context.Context, nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.Machine) (*agentv1alpha1.Claim, error)
-	Describe(nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Claim) *karpv1.NodeClaim
+	Describe(nodeClass string, claim *agentv1alpha1.Claim) *karpv1.NodeClaim
 }
 
 // Controller is the controller.
@@ -102,19 +103,19 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	if !c.claims.State().Synced {
 		return reconcile.Result{RequeueAfter: soon}, nil
 	}
-	if nodeClaim.DeletionTimestamp.IsZero() && wantsReturn(nodeClaim) {
-		c.look(nodeClaim.UID)
+	if nodeClaim.DeletionTimestamp.IsZero() && v1alpha1.ReturnsMachine(nodeClaim) {
+		c.sawToIt(nodeClaim.UID)
 		return c.giveBack(ctx, nodeClaim)
 	}
 	if !nodeClaim.DeletionTimestamp.IsZero() || !nodeClaim.StatusConditions().Get(karpv1.ConditionTypeLaunched).IsTrue() {
-		c.look(nodeClaim.UID)
+		c.sawToIt(nodeClaim.UID)
 		return reconcile.Result{}, nil
 	}
 	if claim, known := c.claims.Get(string(nodeClaim.UID)); known && claim.GetAdoptMachine() != "" && isLive(claim) {
 		return c.complete(ctx, nodeClaim, claim)
 	}
 	if id := nodeClaim.Status.ProviderID; id == "" || placeholder.Is(id) {
-		c.look(nodeClaim.UID)
+		c.sawToIt(nodeClaim.UID)
 		return reconcile.Result{}, nil
 	}
 	machine, err := c.machines.Of(ctx, nodeClaim)
@@ -123,7 +124,7 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 		log.FromContext(ctx).V(1).Info("not known whether the NodeClaim's machine is to be adopted", "reason", err.Error())
 		return reconcile.Result{RequeueAfter: soon}, nil
 	case machine == nil, machine.GetDeletedAt() != nil:
-		c.look(nodeClaim.UID)
+		c.sawToIt(nodeClaim.UID)
 		return reconcile.Result{}, nil
 	}
 	return c.adopt(ctx, nodeClaim, machine)
@@ -144,7 +145,7 @@ func (c *Controller) adopt(ctx context.Context, nodeClaim *karpv1.NodeClaim, mac
 	}
 	if rightful.UID != nodeClaim.UID {
 		c.recorder.Publish(c.duplicate(nodeClaim, rightful))
-		c.look(nodeClaim.UID)
+		c.sawToIt(nodeClaim.UID)
 		return reconcile.Result{RequeueAfter: look}, nil
 	}
 	policy, err := c.policy(ctx, nodeClaim)
@@ -157,10 +158,15 @@ func (c *Controller) adopt(ctx context.Context, nodeClaim *karpv1.NodeClaim, mac
 		}
 	}
 	claim, err := c.provider.Adopt(ctx, nodeClaim, machine)
-	if err != nil {
+	switch {
+	case err == nil:
+	case !provider.IsAdoptionRefused(err):
+		log.FromContext(ctx).V(1).Info("not known whether the Machine can be adopted", "machine", machine.GetName(), "reason", err.Error())
+		return reconcile.Result{RequeueAfter: soon}, nil
+	default:
 		log.FromContext(ctx).Error(err, "a Machine cannot be adopted", "machine", machine.GetName())
 		c.recorder.Publish(c.machines.Event(nodeClaim, machine, err))
-		c.look(nodeClaim.UID)
+		c.sawToIt(nodeClaim.UID)
 		return reconcile.Result{RequeueAfter: look}, nil
 	}
 	log.FromContext(ctx).Info("adopted a Machine", "machine", machine.GetName(), "node-group", machine.GetNodeGroupId())
@@ -281,7 +287,7 @@ func (c *Controller) complete(ctx context.Context, nodeClaim *karpv1.NodeClaim, 
 		return reconcile.Result{}, err
 	}
 	if _, done := nodeClaim.Labels[v1alpha1.AdoptedLabel]; !done {
-		described := c.provider.Describe(nodeClaim, claim)
+		described := c.provider.Describe(nodeClaim.Spec.NodeClassRef.Name, claim)
 		if described == nil {
 			return reconcile.Result{RequeueAfter: soon}, nil // the catalogue does not know the node group yet
 		}
@@ -309,7 +315,7 @@ func (c *Controller) complete(ctx context.Context, nodeClaim *karpv1.NodeClaim, 
 			return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("completing Node %s: %w", node.Name, err))
 		}
 	}
-	c.look(nodeClaim.UID)
+	c.sawToIt(nodeClaim.UID)
 	return reconcile.Result{}, nil
 }
 
@@ -329,8 +335,8 @@ func isKarpenters(label string) bool {
 	return strings.HasPrefix(label, apis.Group+"/") || strings.HasPrefix(label, v1alpha1.Group+"/")
 }
 
-// look notes that a NodeClaim was looked at.
-func (c *Controller) look(uid types.UID) {
+// sawToIt notes that nothing more is to be done about a NodeClaim before core may plan and disrupt.
+func (c *Controller) sawToIt(uid types.UID) {
 	if c.settled.Load() {
 		return
 	}

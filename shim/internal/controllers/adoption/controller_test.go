@@ -7,6 +7,8 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	clocktesting "k8s.io/utils/clock/testing"
@@ -243,6 +245,25 @@ func TestARefusedAdoptionIsToldAndTriedAgain(t *testing.T) {
 	e.Agent.Unblock(id)
 	e.reconcile(nodeClaim)
 	assert.NotNil(t, e.claim(nodeClaim))
+}
+
+// unavailable is a provider whose agent does not answer.
+type unavailable struct{ adoption.Provider }
+
+func (unavailable) Adopt(context.Context, *karpv1.NodeClaim, *agentv1alpha1.Machine) (*agentv1alpha1.Claim, error) {
+	return nil, status.Error(codes.Unavailable, "the connection was lost")
+}
+
+// Nothing is known then, so that the user is told nothing, above all not to delete the Machine.
+func TestAnAdoptionThatIsNotAnsweredIsRepeated(t *testing.T) {
+	e := setUp(t)
+	nodeClaim := e.left("left")
+	e.join(nodeClaim)
+	e.controller = adoption.New(e.Kube, e.CloudProvider, unavailable{e.CloudProvider}, e.Claims, e.Unclaimed, e.Client, e.Cluster, e.Recorder)
+	e.start()
+	assert.Positive(t, e.reconcile(nodeClaim).RequeueAfter)
+	assert.Empty(t, e.Recorder.Reasons())
+	assert.Never(t, e.controller.Settled, 300*time.Millisecond, 20*time.Millisecond)
 }
 
 // start runs the controller's wait for the first round.

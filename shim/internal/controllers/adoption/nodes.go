@@ -28,11 +28,12 @@ import (
 	nodeutils "sigs.k8s.io/karpenter/pkg/utils/node"
 	nodeclaimutils "sigs.k8s.io/karpenter/pkg/utils/nodeclaim"
 
-	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
+	provider "github.com/karpenter-capi/karpenter-capi/shim/internal/cloudprovider"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/registration"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/unclaimed"
 )
 
@@ -40,7 +41,7 @@ const (
 	nodesName = "node.adoption"
 	// nodesConcurrency is low, as all share one listing of the machines.
 	nodesConcurrency = 5
-	// longLook is how often a Node is looked at that is not to be adopted as far as is known: what is in the way may be in the hub.
+	// longLook is the interval for a Node that, as far as is known, is not to be adopted: the reason may be in the hub and change there.
 	longLook = 5 * time.Minute
 	// defaultRate is how many Nodes of a node class are adopted each minute.
 	defaultRate = 60
@@ -83,7 +84,7 @@ func (c *Nodes) Reconcile(ctx context.Context, node *corev1.Node) (reconcile.Res
 	if !mayBeAdopted(node) {
 		return reconcile.Result{}, nil
 	}
-	if ready := nodeutils.GetCondition(node, corev1.NodeReady).Status == corev1.ConditionTrue; !ready || isUnregistered(node) {
+	if ready := nodeutils.GetCondition(node, corev1.NodeReady).Status == corev1.ConditionTrue; !ready || registration.IsUnregistered(node) {
 		return reconcile.Result{RequeueAfter: look}, nil // it may be a claim's that is about to be bound
 	}
 	requested := node.Annotations[v1alpha1.AdoptAnnotation] == yes
@@ -115,10 +116,6 @@ func mayBeAdopted(object client.Object) bool {
 	return ok && node.Spec.ProviderID != "" && node.DeletionTimestamp.IsZero() && node.Labels[karpv1.NodePoolLabelKey] == ""
 }
 
-func isUnregistered(node *corev1.Node) bool {
-	return lo.ContainsBy(node.Spec.Taints, func(taint corev1.Taint) bool { return taint.MatchTaint(&karpv1.UnregisteredNoExecuteTaint) })
-}
-
 // classes returns the node classes that want such a Node.
 func (c *Nodes) classes(ctx context.Context, requested bool) ([]v1alpha1.ClusterAPINodeClass, error) {
 	list := &v1alpha1.ClusterAPINodeClassList{}
@@ -136,7 +133,15 @@ func wants(class *v1alpha1.ClusterAPINodeClass, requested bool) bool {
 func (c *Nodes) adopt(
 	ctx context.Context, node *corev1.Node, machine *agentv1alpha1.Machine, classes []v1alpha1.ClusterAPINodeClass, requested bool,
 ) (reconcile.Result, error) {
-	class, nodeClaim, err := c.propose(ctx, node, machine, classes)
+	snapshot := c.catalogue.Snapshot()
+	if snapshot == nil {
+		return reconcile.Result{RequeueAfter: soon}, nil // the agent has not been heard of yet
+	}
+	pools := &karpv1.NodePoolList{}
+	if err := c.kube.List(ctx, pools); err != nil {
+		return reconcile.Result{}, fmt.Errorf("listing the NodePools: %w", err)
+	}
+	class, nodeClaim, err := propose(snapshot, c.provider, pools.Items, node, machine, classes)
 	if err != nil {
 		c.tell(node, machine, err)
 		return reconcile.Result{RequeueAfter: look}, nil
@@ -144,12 +149,16 @@ func (c *Nodes) adopt(
 	if class == nil {
 		return reconcile.Result{RequeueAfter: longLook}, nil // no node class selects its node group
 	}
-	if wait := c.wait(class); wait > 0 {
+	now := c.clock.Now()
+	turn := c.rate(class).ReserveN(now, 1)
+	if wait := turn.DelayFrom(now); wait > 0 {
+		turn.CancelAt(now)
 		return reconcile.Result{RequeueAfter: wait}, nil
 	}
 	if err := allowed(ctx, c.agent, c.cluster, machine, true); err != nil {
+		turn.CancelAt(now) // the turn is another Node's
 		switch {
-		case !agenterrors.IsRefused(err) && !agenterrors.IsNoRoom(err):
+		case !provider.IsAdoptionRefused(err):
 			log.FromContext(ctx).V(1).Info("not known whether the machine may be adopted", "reason", err.Error())
 		case requested:
 			c.tell(node, machine, fmt.Errorf("%s", status.Convert(err).Message()))
@@ -181,24 +190,11 @@ func (c *Nodes) adopt(
 }
 
 // propose returns the first of the node classes that selects the machine's node group, and the NodeClaim that would adopt it; nil where none does.
-func (c *Nodes) propose(
-	ctx context.Context, node *corev1.Node, machine *agentv1alpha1.Machine, classes []v1alpha1.ClusterAPINodeClass,
-) (*v1alpha1.ClusterAPINodeClass, *karpv1.NodeClaim, error) {
-	pools := &karpv1.NodePoolList{}
-	if err := c.kube.List(ctx, pools); err != nil {
-		return nil, nil, fmt.Errorf("listing the NodePools: %w", err)
-	}
-	return propose(c.catalogue.Snapshot(), c.provider, pools.Items, node, machine, classes)
-}
-
-// propose is [Nodes.propose].
+// The error is for the user: no NodePool fits.
 func propose(
-	snapshot *catalogue.Snapshot, provider Provider, pools []karpv1.NodePool, node *corev1.Node, machine *agentv1alpha1.Machine,
+	snapshot *catalogue.Snapshot, describer Provider, pools []karpv1.NodePool, node *corev1.Node, machine *agentv1alpha1.Machine,
 	classes []v1alpha1.ClusterAPINodeClass,
 ) (*v1alpha1.ClusterAPINodeClass, *karpv1.NodeClaim, error) {
-	if snapshot == nil {
-		return nil, nil, catalogue.ErrNotSynced
-	}
 	source, known := snapshot.Source(machine.GetNodeGroupId())
 	if !known {
 		return nil, nil, nil
@@ -208,8 +204,7 @@ func propose(
 		if selects, ok := snapshot.Class(class.Name); !ok || !selects.Selects(source) {
 			continue
 		}
-		ref := &karpv1.NodeClaim{Spec: karpv1.NodeClaimSpec{NodeClassRef: &karpv1.NodeClassReference{Name: class.Name}}}
-		described := provider.Describe(ref, &agentv1alpha1.Claim{NodeGroupId: machine.GetNodeGroupId(), Machine: machine})
+		described := describer.Describe(class.Name, &agentv1alpha1.Claim{NodeGroupId: machine.GetNodeGroupId(), Machine: machine})
 		if described == nil {
 			return nil, nil, fmt.Errorf("node group %s cannot be described to Karpenter; see the status of ClusterAPINodeClass %s",
 				machine.GetNodeGroupId(), class.Name)
@@ -235,8 +230,8 @@ func allowed(
 	return err
 }
 
-// wait returns how long the node class's rate has the next adoption wait; zero for not at all, and then it counts.
-func (c *Nodes) wait(class *v1alpha1.ClusterAPINodeClass) time.Duration {
+// rate returns the limit of a node class's adoptions.
+func (c *Nodes) rate(class *v1alpha1.ClusterAPINodeClass) *rate.Limiter {
 	perMinute := lo.FromPtrOr(class.Spec.Adoption.NodesPerMinute, defaultRate)
 	limit := rate.Limit(float64(perMinute) / time.Minute.Seconds())
 	c.mu.Lock()
@@ -246,16 +241,10 @@ func (c *Nodes) wait(class *v1alpha1.ClusterAPINodeClass) time.Duration {
 		limiter = rate.NewLimiter(limit, 1)
 		c.rates[class.UID] = limiter
 	}
-	now := c.clock.Now()
-	if limiter.AllowN(now, 1) {
-		return 0
-	}
-	reservation := limiter.ReserveN(now, 1)
-	defer reservation.CancelAt(now)
-	return max(reservation.DelayFrom(now), 10*time.Millisecond)
+	return limiter
 }
 
-// tell says on a Node why it is not adopted, as somebody asked for.
+// tell reports on a Node why it is not adopted, although that was requested.
 func (c *Nodes) tell(node *corev1.Node, machine *agentv1alpha1.Machine, why error) {
 	message := strings.ReplaceAll(why.Error(), "\n", "; ")
 	c.recorder.Publish(events.Event{

@@ -278,6 +278,15 @@ func TestAdoptionsAreAsManyAMinuteAsTheNodeClassSays(t *testing.T) {
 	assert.Contains(t, node.Labels, v1alpha1.AdoptedLabel)
 }
 
+func TestANodeThatMayNotBeAdoptedTakesNoTurn(t *testing.T) {
+	e := setUpNodes(t, v1alpha1.AdoptionPolicy{Machines: v1alpha1.AdoptAll, NodesPerMinute: new(int32(1))})
+	group := e.machine.GetNodeGroupId()
+	e.Agent.UpdateNodeGroup(group, func(g *agentv1alpha1.NodeGroup) { g.MinSize = 1 })
+	require.Nil(t, e.look(), "the user keeps the min size")
+	e.Agent.UpdateNodeGroup(group, func(g *agentv1alpha1.NodeGroup) { g.MinSize = 0 })
+	assert.NotNil(t, e.look(), "and within the same minute")
+}
+
 func TestDisruptionCanBeAllowedFromTheStart(t *testing.T) {
 	e := setUpNodes(t, v1alpha1.AdoptionPolicy{Machines: v1alpha1.AdoptAll, Disruption: v1alpha1.DisruptAllowed})
 	nodeClaim := e.look()
@@ -314,7 +323,7 @@ func TestThePlanIsWhatIsDone(t *testing.T) {
 		var text bytes.Buffer
 		require.NoError(t, plan.Write(&text))
 		assert.Contains(t, text.String(), "NodeClaims whose machine is adopted: 1")
-		assert.Contains(t, text.String(), "Nodes that the switch disrupts: 0")
+		assert.Contains(t, text.String(), "Nodes whose disruption is allowed already, so that the switch disrupts them: 0")
 		assert.Nil(t, e.claim(e.left("nothing is written", func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = "" })))
 	})
 	t.Run("after it was done", func(t *testing.T) {
@@ -392,5 +401,9 @@ func TestThePlanIsWhatIsDone(t *testing.T) {
 		plan := e.plan()
 		require.Len(t, plan.Drifted, 1)
 		assert.Contains(t, plan.Drifted[0].Message, "does not meet the requirements of NodePool pool")
+		assert.Zero(t, plan.Disrupted)
+
+		e.setPolicy(v1alpha1.AdoptionPolicy{Disruption: v1alpha1.DisruptAllowed})
+		assert.Equal(t, 1, e.plan().Disrupted)
 	})
 }

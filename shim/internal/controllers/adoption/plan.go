@@ -39,9 +39,10 @@ type Plan struct {
 	Left []Leftover `json:"left"`
 	// Raised are the node groups whose replicas the adoption of NodeClaims would raise, as their user is to keep the min size.
 	Raised []Raise `json:"raised"`
-	// Disrupted is how many Nodes the switch would drain, replace or remove: none.
+	// Disrupted is how many Nodes Karpenter would replace right after the switch: the drifted ones whose node class allows the disruption of
+	// adopted Nodes.
 	Disrupted int `json:"disrupted"`
-	// Drifted are adopted Nodes that Karpenter would replace once their disruption is allowed, and why.
+	// Drifted are adopted Nodes that Karpenter would replace as soon as their disruption is allowed, and why.
 	Drifted []Obstacle `json:"drifted"`
 }
 
@@ -83,9 +84,10 @@ type Planner struct {
 	// CloudProvider says which NodeClaims are this provider's; Provider describes node groups.
 	CloudProvider cloudprovider.CloudProvider
 	Provider      Provider
-	Catalogue     Catalogue
-	Agent         *agentclient.Client
-	Cluster       *agentv1alpha1.ClusterRef
+	// Catalogue has heard of the agent: it has a snapshot.
+	Catalogue Catalogue
+	Agent     *agentclient.Client
+	Cluster   *agentv1alpha1.ClusterRef
 }
 
 // situation is what a plan is made from.
@@ -96,7 +98,8 @@ type situation struct {
 	classes    []v1alpha1.ClusterAPINodeClass
 	machines   []*agentv1alpha1.Machine
 	groups     map[string]*agentv1alpha1.NodeGroup
-	claimed    map[string]bool // ids of live claims
+	sharing    map[string][]*karpv1.NodeClaim // by provider ID
+	claimed    map[string]bool                // ids of live claims
 }
 
 // Plan reads all there is and says what would be done.
@@ -124,6 +127,7 @@ func (p *Planner) read(ctx context.Context) (*situation, error) {
 		}
 	}
 	s.nodeClaims = lo.Filter(nodeClaims.Items, func(nc karpv1.NodeClaim, _ int) bool { return nodeclaimutils.IsManaged(&nc, p.CloudProvider) })
+	s.sharing = lo.GroupBy(lo.ToSlicePtr(s.nodeClaims), func(nc *karpv1.NodeClaim) string { return nc.Status.ProviderID })
 	s.pools, s.classes = pools.Items, classes.Items
 	for i := range nodes.Items {
 		if id := nodes.Items[i].Spec.ProviderID; id != "" {
@@ -192,7 +196,7 @@ func (p *Planner) planNodeClaims(ctx context.Context, s *situation, plan *Plan) 
 		}
 		had[machine.GetName()] = true
 		node := s.nodes[nc.Status.ProviderID]
-		if rightful := s.rightful(nc, node); rightful.UID != nc.UID {
+		if rightful := rightfulOf(s.sharing[nc.Status.ProviderID], node); rightful.UID != nc.UID {
 			say(&plan.InTheWay, "has the same provider ID as NodeClaim %s, which has machine %s", rightful.Name, machine.GetName())
 			continue
 		}
@@ -200,24 +204,17 @@ func (p *Planner) planNodeClaims(ctx context.Context, s *situation, plan *Plan) 
 			say(&plan.InTheWay, "its machine %s has claim %s", machine.GetName(), machine.GetClaimId())
 			continue
 		}
-		if err := p.allowed(ctx, machine, false); err != nil {
+		if err := allowed(ctx, p.Agent, p.Cluster, machine, false); err != nil {
 			say(&plan.InTheWay, "its machine %s cannot be adopted: %s", machine.GetName(), status.Convert(err).Message())
 			continue
 		}
 		plan.NodeClaims = append(plan.NodeClaims, adoptionOf(nc, node, machine))
 		if why := p.drifts(s, nc, node, machine); why != "" {
 			say(&plan.Drifted, "%s", why)
+			plan.Disrupted += lo.Ternary(s.allowsDisruption(nc), 1, 0)
 		}
 	}
 	return had
-}
-
-// rightful returns which of the NodeClaims with the same provider ID has the machine.
-func (s *situation) rightful(nc *karpv1.NodeClaim, node *corev1.Node) *karpv1.NodeClaim {
-	same := lo.Filter(lo.ToSlicePtr(s.nodeClaims), func(other *karpv1.NodeClaim, _ int) bool {
-		return other.Status.ProviderID == nc.Status.ProviderID
-	})
-	return rightfulOf(same, node)
 }
 
 func adoptionOf(nc *karpv1.NodeClaim, node *corev1.Node, machine *agentv1alpha1.Machine) Adoption {
@@ -230,9 +227,11 @@ func adoptionOf(nc *karpv1.NodeClaim, node *corev1.Node, machine *agentv1alpha1.
 	return a
 }
 
-// allowed asks the agent whether the machine could be adopted now.
-func (p *Planner) allowed(ctx context.Context, machine *agentv1alpha1.Machine, aboveMinSize bool) error {
-	return allowed(ctx, p.Agent, p.Cluster, machine, aboveMinSize)
+// allowsDisruption reports whether the NodeClaim's node class lets Karpenter disrupt adopted Nodes.
+func (s *situation) allowsDisruption(nc *karpv1.NodeClaim) bool {
+	return lo.ContainsBy(s.classes, func(class v1alpha1.ClusterAPINodeClass) bool {
+		return class.Name == nc.Spec.NodeClassRef.Name && class.Spec.Adoption.Disruption == v1alpha1.DisruptAllowed
+	})
 }
 
 // drifts says why core would replace the Node of an adopted NodeClaim; "" when it would not.
@@ -240,7 +239,7 @@ func (p *Planner) drifts(s *situation, nc *karpv1.NodeClaim, node *corev1.Node, 
 	if nc.StatusConditions().Get(karpv1.ConditionTypeDrifted).IsTrue() {
 		return "has drifted already: " + nc.StatusConditions().Get(karpv1.ConditionTypeDrifted).Reason
 	}
-	described := p.Provider.Describe(nc, &agentv1alpha1.Claim{NodeGroupId: machine.GetNodeGroupId(), Machine: machine})
+	described := p.Provider.Describe(nc.Spec.NodeClassRef.Name, &agentv1alpha1.Claim{NodeGroupId: machine.GetNodeGroupId(), Machine: machine})
 	if described == nil {
 		return fmt.Sprintf("node group %s is not one of its node class's, or cannot be described to Karpenter", machine.GetNodeGroupId())
 	}
@@ -264,6 +263,7 @@ func (p *Planner) drifts(s *situation, nc *karpv1.NodeClaim, node *corev1.Node, 
 
 // planMachines plans for the machines that no NodeClaim has.
 func (p *Planner) planMachines(ctx context.Context, s *situation, plan *Plan, had map[string]bool) {
+	snapshot := p.Catalogue.Snapshot()
 	taken := map[string]int{} // by node group: machines of the user's
 	for _, machine := range s.machines {
 		group, known := s.groups[machine.GetNodeGroupId()]
@@ -277,7 +277,7 @@ func (p *Planner) planMachines(ctx context.Context, s *situation, plan *Plan, ha
 		}
 		requested := node.Annotations[v1alpha1.AdoptAnnotation] == yes
 		classes := lo.Filter(s.classes, func(class v1alpha1.ClusterAPINodeClass, _ int) bool { return wants(&class, requested) })
-		_, nodeClaim, err := propose(p.Catalogue.Snapshot(), p.Provider, s.pools, node, machine, classes)
+		_, nodeClaim, err := propose(snapshot, p.Provider, s.pools, node, machine, classes)
 		switch {
 		case err != nil:
 			plan.InTheWay = append(plan.InTheWay, Obstacle{Kind: "Node", Name: node.Name, Message: strings.ReplaceAll(err.Error(), "\n", "; ")})
@@ -289,7 +289,7 @@ func (p *Planner) planMachines(ctx context.Context, s *situation, plan *Plan, ha
 			plan.Left = append(plan.Left, leftover(machine, node, fmt.Sprintf("the user keeps the min size %d", group.GetMinSize())))
 			continue
 		}
-		if err := p.allowed(ctx, machine, true); err != nil {
+		if err := allowed(ctx, p.Agent, p.Cluster, machine, true); err != nil {
 			plan.InTheWay = append(plan.InTheWay, Obstacle{Kind: "Node", Name: node.Name, Message: status.Convert(err).Message()})
 			continue
 		}
@@ -369,7 +369,7 @@ func (p *Plan) Write(to io.Writer) error {
 	for _, r := range p.Raised {
 		say("  %s by %d: %s", r.NodeGroup, r.By, r.Message)
 	}
-	say("Nodes that the switch disrupts: %d", p.Disrupted)
-	obstacles("Nodes that Karpenter would replace once their disruption is allowed", p.Drifted)
+	obstacles("Nodes that Karpenter would replace as soon as their disruption is allowed", p.Drifted)
+	say("Nodes whose disruption is allowed already, so that the switch disrupts them: %d", p.Disrupted)
 	return tabs.Flush()
 }

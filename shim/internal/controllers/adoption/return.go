@@ -20,16 +20,8 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
-	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/placeholder"
 )
-
-// reasonReturned is the agent's word for the end of a claim whose machine was left to the user.
-const reasonReturned = "Returned"
-
-func wantsReturn(nodeClaim *karpv1.NodeClaim) bool {
-	return nodeClaim.Annotations[v1alpha1.ReturnMachineAnnotation] == yes
-}
 
 // giveBack leaves the NodeClaim's machine to the user, as the annotation asks. Each step can be repeated: the claim ends; the Node loses what
 // is Karpenter's, so that the NodeClaim's end does not concern it; the NodeClaim gets a provider ID that no Node has, so that core drains none;
@@ -49,7 +41,7 @@ func (c *Controller) giveBack(ctx context.Context, nodeClaim *karpv1.NodeClaim) 
 		return reconcile.Result{RequeueAfter: soon}, nil
 	case claim.GetPhase() != agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED:
 		return reconcile.Result{RequeueAfter: soon}, nil
-	case claim.GetReason() != reasonReturned:
+	case !claim.GetReturned():
 		c.recorder.Publish(notReturned(nodeClaim, "the claim has ended otherwise: "+claim.GetMessage()))
 		return reconcile.Result{RequeueAfter: look}, nil
 	}
