@@ -138,7 +138,7 @@ var adoptCases = []testCase{
 		require.EqualValues(s, 2, s.nodeGroup(id).GetReplicas())
 	}},
 
-	{"what has no machine, or is being released, cannot be returned", func(s *suite) {
+	{"what has no machine cannot be returned", func(s *suite) {
 		id := s.group(deployment("workers"))
 		s.HoldMachines(s.T, "workers", true)
 		s.mustCreate("waits", id)
