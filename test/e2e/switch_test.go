@@ -158,8 +158,11 @@ func (h hubs) adoptTheUsers(t *testing.T) string {
 	g.Expect(h.planAdoption(t).InTheWay).To(BeEmpty())
 	g.Expect(h.holdings(t, h.source).replicas).To(Equal(before.replicas))
 	node := before.unclaimed[0]
-	was := h.node(t, node)
-	g.Expect(was.Labels).To(HaveKeyWithValue(karpenterv1.NodeInitializedLabelKey, "true"))
+	var was corev1.Node
+	poll(t, settleWithin, func(context.Context) (string, error) { // core registers and initializes Nodes in its own time
+		was = h.node(t, node)
+		return lo.Ternary(was.Labels[karpenterv1.NodeInitializedLabelKey] == "true", "", "adopted Node "+node+" to be initialized"), nil
+	})
 	g.Expect(was.Annotations).To(HaveKeyWithValue(karpenterv1.DoNotDisruptAnnotationKey, "true"))
 
 	h.setAdoption(t, "Never")
