@@ -206,16 +206,32 @@ test-unit: $(GOTESTSUM) $(SANDBOX_BINARIES) ## Unit and integration tests of eve
 	@TESTED_FILES=$$($(TESTED_FILES)); export TESTED_FILES; \
 	$(call go_test,$@,-timeout 20m $$(go list $(PACKAGES) | grep -v /test/e2e))
 
-# They take minutes and say what they are at. What they test are binaries, of which the test cache knows nothing.
-test-e2e e2e: TEST_FORMAT := standard-verbose
-
 .PHONY: test-e2e
 test-e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) ## A short end-to-end test: the demo's path, with processes killed on the way
-	@$(call go_test,$@,-short -count=1 -timeout 25m ./test/e2e/...)
+	@$(call e2e_test,$@,9,-test.short -test.timeout 25m)
 
 .PHONY: e2e
-e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) $(SANDBOX_ETCD_TOOLS) ## All end-to-end tests
-	@$(call go_test,$@,-count=1 -timeout 150m ./test/e2e/...)
+e2e: $(GOTESTSUM) $(SANDBOX_BINARIES) $(SANDBOX_ETCD_TOOLS) ## All end-to-end tests; an hour and more (E2E='Upgraded|Restore' for some of them)
+	@$(call e2e_test,$@,1,-test.timeout 60m)
+
+# A regular expression: which end-to-end tests.
+E2E ?= .
+# How many of them run at once. They wait more than they compute: one alone keeps a fifth of two cores busy.
+E2E_LANES ?= 3
+
+# $(call e2e_test,<name>,<tests in a batch>,<flags of the test binary>): runs end-to-end tests, several batches at once, each in a sandbox of its own,
+# shows what a batch says as it ends, and closes with the numbers.
+define e2e_test
+start=$$(date +%s); results=$$(mktemp -d); export results; trap 'rm -rf "$$results"' EXIT; verdict=PASS; \
+CGO_ENABLED=1 go test -c -race -o $(BIN)/e2e.test ./test/e2e; \
+tests=$$($(BIN)/e2e.test -test.list '$(E2E)'); test -n "$$tests" || { echo "$(1): FAIL no test has a name like '$(E2E)'"; exit 1; }; \
+xargs -n $(2) <<<"$$tests" | awk '{gsub(" ", "|"); printf "e2e-%02d ^(%s)$$\n", NR, $$0}' | \
+xargs -L 1 -P $(E2E_LANES) bash -c 'echo "$(1): $$0 begins: $$1"; cd test/e2e; E2E_SANDBOX="$$0" $(abspath $(GOTESTSUM)) --format standard-verbose \
+	--jsonfile "$$results/$$0.json" --raw-command -- go tool test2json -t -p e2e $(abspath $(BIN))/e2e.test -test.v=test2json -test.run "$$1" $(3) \
+	>"$$results/$$0.log" 2>&1; ended=$$?; flock "$$results" cat "$$results/$$0.log"; exit $$ended' || verdict=FAIL; \
+cat "$$results"/*.json >"$$results/all"; if [ -n "$(RESULTS)" ]; then cat "$$results/all" >>"$(RESULTS)"; fi; \
+$(call tally,$(1),$$verdict,$$start,$$results/all); test $$verdict = PASS
+endef
 
 .PHONY: chaos
 chaos: $(SANDBOX_BINARIES) $(BIN)/chaos ## Make everything that the product depends on fail, and count what is lost; an hour and more (CHAOS_FLAGS='-scenarios=rollout')
@@ -267,15 +283,13 @@ MANY_NODES_FLAGS ?=
 
 # More flags for go test, for example TEST_FLAGS='-run Catalogue -v'.
 TEST_FLAGS ?=
-# How gotestsum shows them.
-TEST_FORMAT ?= pkgname
 # A file to add the results to.
 RESULTS ?=
 
 # $(call go_test,<name>,<flags and packages>): runs tests, shows each package as it ends, and closes with the numbers.
 define go_test
 echo "$(1): go test $(TEST_FLAGS)"; results=$$(mktemp); trap 'rm -f "$$results"' EXIT; verdict=PASS; start=$$(date +%s); \
-CGO_ENABLED=1 $(GOTESTSUM) --format $(TEST_FORMAT) --format-hide-empty-pkg --jsonfile "$$results" -- -race $(TEST_FLAGS) $(2) || verdict=FAIL; \
+CGO_ENABLED=1 $(GOTESTSUM) --format pkgname --format-hide-empty-pkg --jsonfile "$$results" -- -race $(TEST_FLAGS) $(2) || verdict=FAIL; \
 if [ -n "$(RESULTS)" ]; then cat "$$results" >>"$(RESULTS)"; fi; \
 $(call tally,$(1),$$verdict,$$start,$$results); test $$verdict = PASS
 endef

@@ -1,6 +1,7 @@
 package e2e_test
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"flag"
@@ -47,7 +48,7 @@ const (
 	interrupted = 130
 )
 
-// w is the sandbox that all tests share.
+// w is the sandbox that all tests of a process share. `make e2e` runs several at once, and names the sandbox of each.
 var w *world.World
 
 func TestMain(m *testing.M) {
@@ -55,6 +56,9 @@ func TestMain(m *testing.M) {
 	klog.SetOutput(io.Discard)
 	ctrl.SetLogger(logr.Discard())
 	flag.Parse()
+	if flag.Lookup("test.list").Value.String() != "" {
+		os.Exit(m.Run())
+	}
 	os.Exit(run(m))
 }
 
@@ -67,7 +71,7 @@ func run(m *testing.M) int {
 	began := time.Now()
 	var err error
 	w, err = world.Start(starting, hasty(sandbox.Options{
-		Name: "e2e",
+		Name: cmp.Or(os.Getenv("E2E_SANDBOX"), "e2e"),
 		// The short run is with what the charts grant by themselves.
 		FeatureGates: lo.Ternary(testing.Short(), nil, []string{"NodeOverlay", "StaticCapacity", "CapacityBuffer", "SpotToSpotConsolidation"}),
 	}), nil)
