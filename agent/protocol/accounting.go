@@ -44,11 +44,22 @@ func (b *books) fold() {
 		return
 	}
 	if b.Group.Replicas > b.next.LastReplicas {
-		// They ask for more than there is for them already, which the min size may have made more than they had asked for.
-		b.next.Floor = max(b.next.Floor, min(b.next.Min, b.next.LastReplicas))
+		// They ask for more than there is for them already.
+		b.next.Floor = b.users(b.next.LastReplicas)
 	}
 	b.next.Floor = max(0, b.next.Floor+b.Group.Replicas-b.next.LastReplicas)
 	b.next.LastReplicas = b.Group.Replicas
+}
+
+// users is how many of so many replicas the user has: what they own, or what the min size made more of it, where the max size left room.
+func (b *books) users(replicas int32) int32 {
+	others := b.claimed(b.Ledger != nil)
+	for _, r := range b.next.Releasing {
+		if !r.GivenBack {
+			others++
+		}
+	}
+	return max(b.next.Floor, min(b.next.Min, replicas-others))
 }
 
 // claimed counts the claims that have, or if waiting are accounted for, a replica of this group and have not been released. One whose

@@ -188,6 +188,19 @@ func TestARaiseAboveTheMinSizeIsTheFloorsInFull(t *testing.T) {
 	assert.Equal(t, int32(3), Decide(s).Ledger.Floor, "replicas raised together with the min size")
 }
 
+// Two claims had the machines that the min size is not raised to for the max size.
+func TestARaiseIsOfWhatTheUserHas(t *testing.T) {
+	s := scene(4, &Ledger{Version: 1, Seq: 1, LastReplicas: 3, Min: 3}).
+		withMachine("mine", "", node).
+		withMachine("a", "a", node).withClaim("a", v1alpha1.PhaseBound, "a").
+		withMachine("b", "b", node).withClaim("b", v1alpha1.PhaseBound, "b")
+	s.Group.Min, s.Group.Max = 3, new(int32(5))
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.Equal(t, int32(2), d.Ledger.Floor)
+	assert.Equal(t, int32(5), d.Replicas, "the min size and two claims")
+}
+
 func TestAClaimWithoutRoomWhoseCallIsGoneMovesOn(t *testing.T) {
 	one := int32(1)
 	s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withClaim("a", v1alpha1.PhaseBound, "m").withMachine("m", "a", node).

@@ -75,6 +75,16 @@ func TestAReturnedMachineIsBeyondTheMinSize(t *testing.T) {
 	assert.False(t, d.Spare)
 }
 
+// What the max size left no room for, the user does not have.
+func TestAReturnedMachineFillsTheMinSize(t *testing.T) {
+	s := returning()
+	s.Ledger.Min, s.Group.Min, s.Group.Max = 2, 2, new(int32(2))
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.Equal(t, int32(2), d.Ledger.Floor)
+	assert.Equal(t, int32(2), d.Replicas)
+}
+
 func TestAReturnedMachineIsPromisedToNobody(t *testing.T) {
 	s := recorded()
 	s.Machines[1].Status.NodeRef = clusterv1.MachineNodeReference{} // so that a claim might have it

@@ -59,6 +59,7 @@ func run(arguments []string, out io.Writer) error {
 	flags.BoolVar(&p.RollingUpdate, "rolling", false, "RollingUpdate instead of OnDelete")
 	flags.BoolVar(&p.Young, "young", false, "the floor's Machines have no Node yet at first")
 	flags.BoolVar(&p.Adopt, "adopt", false, "the last claim adopts the first Machine")
+	flags.BoolVar(&p.Return, "return", false, "claims may return their Machines to the user")
 	flags.BoolVar(&p.Repeat, "repeat", false, "calls arrive twice, late, or out of order")
 	flags.BoolVar(&p.Forget, "forget", false, "tombstones are forgotten")
 	flags.IntVar(&p.Outsiders, "outsiders", 0, "Machines that another actor deletes")

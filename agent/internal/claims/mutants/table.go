@@ -360,10 +360,16 @@ var mutants = []mutant{
 		{"		return !b.shut(m) && !b.replaced(m)\n", "		return false\n"},
 	}},
 	{name: "the floor is not raised for a returned Machine", test: "TestAReturnedMachineIsTheFloorsInOneLedgerWrite", edits: []edit{
-		{"		b.next.Floor = b.floor() + 1\n", ""},
+		{"		b.next.Floor = b.users(b.Group.Replicas) + 1\n", ""},
 	}},
 	{name: "a returned Machine is one of the min size", test: "TestAReturnedMachineIsBeyondTheMinSize", edits: []edit{
-		{"		b.next.Floor = b.floor() + 1\n", "		b.next.Floor++\n"},
+		{"		b.next.Floor = b.users(b.Group.Replicas) + 1\n", "		b.next.Floor++\n"},
+	}},
+	{name: "the user has the min size without room for it", test: "TestAReturnedMachineFillsTheMinSize", edits: []edit{
+		{"	return max(b.next.Floor, min(b.next.Min, replicas-others))\n", "	return b.floor()\n"},
+	}},
+	{name: "the user has what claims have", test: "TestARaiseIsOfWhatTheUserHas", edits: []edit{
+		{"min(b.next.Min, replicas-others)", "min(b.next.Min, replicas)"},
 	}},
 	{name: "a returned Machine counts for its claim, too", test: "TestTheLabelComesOffOnceTheLedgerHasTheReturn", edits: []edit{
 		{"	case b.returned(m.UID):\n		return ofFloor\n", ""},

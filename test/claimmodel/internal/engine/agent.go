@@ -148,6 +148,18 @@ func (w *writer) commit(d *decision) {
 		}
 	}
 	violation := ""
+	for c, of := range d.ledger.returned {
+		if of != 0 && next.given&bit(c) == 0 { // the user has one more, also if the ledger is lost and says it anew
+			next.given |= bit(c)
+			to.owned++
+			if w.p.Sizes > 0 { // the min size may have given the user more
+				to.owned = d.ledger.floor
+				if int(to.owned)+next.claimed(w.g) > int(d.replicas) {
+					violation = "I6 the user is given more with a returned Machine than there is"
+				}
+			}
+		}
+	}
 	if d.replicas != at.md.replicas {
 		to.md.replicas = d.replicas
 		to.md.observed = 0
@@ -211,7 +223,8 @@ func (w *writer) takesFloor(d *decision) string {
 		names = names || entry >= named && at.ledger.pending[c] != entry
 	}
 	for i, m := range at.machines {
-		if m.alive() && m.label == 0 && !m.has(finalized) && !d.ledger.names(i) && d.ledger.releasing&bit(i) == 0 {
+		unclaimed := m.label == 0 || int(at.ledger.returned[m.label-1]) == i+1
+		if m.alive() && unclaimed && !m.has(finalized) && !d.ledger.names(i) && d.ledger.releasing&bit(i) == 0 {
 			free++
 		}
 	}
@@ -234,6 +247,13 @@ func (w *writer) perform(a action) {
 			next := *w.s
 			next.groups[w.g].machines[i].label = 0
 			w.emit(&next, act(w.id, w.g, doUnbind, c, i), "")
+		}
+	case giveBack:
+		if w.machineFresh(i) {
+			next := *w.s
+			m := &next.groups[w.g].machines[i]
+			m.label, m.flags = 0, m.flags|floors
+			w.emit(&next, act(w.id, w.g, doReturn, i, 0), "")
 		}
 	case hold:
 		w.hold(i)
@@ -280,7 +300,7 @@ func (w *writer) changeClaim(a action, c, i int) {
 		next.asked |= bit(c) // nobody need ask any more
 	}
 	if to.phase == ended {
-		to.adopt = 0
+		to.adopt, to.returns = 0, 0
 		next.refused[c] = 0
 	}
 	w.emit(&next, act(w.id, w.g, what, c, i), violation)
@@ -364,6 +384,9 @@ func (w *writer) deletesOthers(i int) string {
 	p, at := w.p, &w.s.groups[w.g]
 	m := at.machines[i]
 	if m.label != 0 {
+		if w.s.given&bit(int(m.label)-1) != 0 {
+			return "I3 the agent deletes a Machine that was returned"
+		}
 		if w.s.claims[m.label-1].live() {
 			return "I3 the agent deletes a claimed Machine"
 		}

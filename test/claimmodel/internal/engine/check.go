@@ -64,6 +64,9 @@ func (p *Protocol) groupAtRest(s *State, g int) string {
 		case releasing:
 			return "I2 a release is stuck"
 		case bound:
+			if x.returns != 0 {
+				return "I2 a return is stuck"
+			}
 			live++
 			if m := at.machines[x.machine-1]; int(m.label) != c+1 || !m.alive() {
 				return "I2 a bound claim is without its Machine"
@@ -110,7 +113,7 @@ func (p *Protocol) groupAtRest(s *State, g int) string {
 		return "I2 Machines are not floor and claims"
 	case l.present != 0 && l.floor != at.owned && p.Wipes == 0:
 		return "I2 the floor is wrong"
-	case l.releasing != 0 || l.shrinks != 0 || l.pending != [maxClaims]uint8{} && at.blocked == 0:
+	case l.releasing != 0 || l.shrinks != 0 || l.returned != [maxClaims]uint8{} || l.pending != [maxClaims]uint8{} && at.blocked == 0:
 		return "I2 the ledger holds on to something"
 	}
 	return ""

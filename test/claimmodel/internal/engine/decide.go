@@ -54,6 +54,7 @@ const (
 	pauseMachineSet
 	unpauseMachineSet
 	lowerSet
+	giveBack
 )
 
 // kinds are the actions that are explored. The others write what only people read, or need what the model does not have: deadlines
@@ -64,7 +65,7 @@ var kinds = map[protocol.ActionKind]kind{
 	// Only calls move claims here.
 	protocol.MoveOn: end,
 	protocol.Hold:   hold, protocol.Keep: keep, protocol.LetGo: letGo, protocol.PauseMachineSet: pauseMachineSet,
-	protocol.UnpauseMachineSet: unpauseMachineSet, protocol.LowerSet: lowerSet,
+	protocol.UnpauseMachineSet: unpauseMachineSet, protocol.LowerSet: lowerSet, protocol.Return: giveBack,
 }
 
 // question is what a decision depends on.
@@ -237,6 +238,7 @@ func claimOf(of keyed[claim]) *v1alpha1.MachineClaim {
 		machine := name("m", int(of.x.machine)-1)
 		c.Status.Machine = &v1alpha1.MachineReference{Name: machine, UID: types.UID(machine), NodeName: "node-" + machine}
 	}
+	c.Status.Returned = of.x.returns != 0
 	if of.x.adopt != 0 {
 		c.Spec.Adopt = name("m", int(of.x.adopt)-1)
 	}
@@ -283,6 +285,9 @@ func machineOf(of keyed[machine]) *clusterv1.Machine {
 	if of.x.has(finalized) || of.x.has(marked) {
 		m.Annotations[clusterv1.DeleteMachineAnnotation] = v1alpha1.Group
 	}
+	if of.x.has(floors) {
+		m.Annotations[v1alpha1.FloorAnnotation] = "true"
+	}
 	if of.x.has(outdated) {
 		m.Status.Conditions = append(m.Status.Conditions, metav1.Condition{
 			Type: clusterv1.MachineUpToDateCondition, Status: metav1.ConditionFalse, Reason: clusterv1.MachineNotUpToDateReason,
@@ -327,6 +332,12 @@ func ledgerOf(s *snapshot) *protocol.Ledger {
 			promised.UID = types.UID(promised.Machine)
 		}
 		l.Pending[name("c", c)] = promised
+	}
+	for c, of := range s.ledger.returned {
+		if of != 0 {
+			machine := name("m", int(of)-1)
+			l.Returning[types.UID(machine)] = protocol.Returned{Machine: machine, Claim: name("c", c)}
+		}
 	}
 	if s.ledger.shrinks != 0 {
 		l.Shrink = &protocol.Shrink{Set: name("set", int(s.ledger.shrinks)-1), Done: s.ledger.shrunk != 0}
@@ -380,7 +391,7 @@ func (p *Protocol) translate(s *snapshot, d *protocol.Decision) decision {
 			x.uids |= bit(int(number(string(uid))))
 		}
 		if does == end {
-			x.lost = s.claims[x.claim].phase == bound
+			x.lost = s.claims[x.claim].phase == bound && a.Event.Reason != protocol.ReasonReturned
 			// Of a Machine that was handed over nobody says that it is gone.
 			x.released = a.Event.Reason == protocol.ReasonReleased
 		}
@@ -410,6 +421,9 @@ func (p *Protocol) numbers(from *protocol.Ledger) ledger {
 	}
 	if from.Shrink != nil {
 		l.shrinks, l.shrunk = number(from.Shrink.Set)+1, b(from.Shrink.Done)
+	}
+	for uid, r := range from.Returning {
+		l.returned[number(r.Claim)] = number(string(uid)) + 1
 	}
 	for uid, r := range from.Releasing {
 		i := int(number(string(uid)))

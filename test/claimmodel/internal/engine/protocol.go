@@ -30,6 +30,8 @@ type Protocol struct {
 	RollingUpdate bool
 	// Adopt lets the last claim take over the first Machine.
 	Adopt bool
+	// Return lets a claim that is Bound return its Machine to the user.
+	Return bool
 	// Repeat lets the call that makes a claim arrive a second time, at any time, and calls that release one arrive before it.
 	Repeat bool
 	// Forget lets ended claims be forgotten once no call for them is under way.
@@ -277,6 +279,7 @@ const (
 	createClaim = iota + 1
 	repeatCreate
 	releaseClaim
+	returnMachine
 	buryClaim
 	outsiderDeletes
 	humanRaises
@@ -326,12 +329,13 @@ const (
 	doUnpauseSet
 	doLowerSet
 	doNoteReleased
+	doReturn
 )
 
 // wording says a transition; %g is the group, %x and %y its numbers, counted from 0.
 var wording = [...]string{
 	createClaim: "CreateClaim c%x (group %g)", repeatCreate: "CreateClaim c%x once more (group %g)", releaseClaim: "ReleaseClaim c%x",
-	buryClaim: "ReleaseClaim c%x, unknown: a tombstone", outsiderDeletes: "somebody deletes m%x", humanRaises: "a human raises replicas to %x",
+	returnMachine: "ReturnMachine c%x", buryClaim: "ReleaseClaim c%x, unknown: a tombstone", outsiderDeletes: "somebody deletes m%x", humanRaises: "a human raises replicas to %x",
 	humanLowers: "a human lowers replicas to %x", humanRollsOut: "a human changes the template to %x", somebodyWipes: "somebody wipes the ledger",
 	humanThaws:  "a human clears the freeze",
 	humanPauses: "a human pauses the MachineDeployment", humanUnpauses: "the human un-pauses it",
@@ -350,7 +354,7 @@ var wording = [...]string{
 	doBind: "c%x Bound to m%y", doRestore: "c%x restored to m%y", doLabel: "labels m%y for c%x", doUnbind: "takes the label of c%x off m%y",
 	doEnd: "c%x Ended", doFinalizer: "finalizer on m%x", doDelete: "DELETE m%x", doKeep: "keeps m%x: finalizer off", doLetGo: "lets m%x go",
 	doPauseSet: "pauses set %x", doUnpauseSet: "un-pauses set %x", doLowerSet: "lowers set %x to %y",
-	doNoteReleased: "notes on set %x what it was lowered for",
+	doNoteReleased: "notes on set %x what it was lowered for", doReturn: "returns m%x: label off",
 }
 
 const (

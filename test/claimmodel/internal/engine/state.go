@@ -33,6 +33,7 @@ const (
 	finalized uint8 = 1 << iota // our finalizer and the delete annotation, written together
 	outdated                    // Cluster API says that it is not up to date
 	marked                      // the delete annotation alone
+	floors                      // marked as the floor's
 )
 
 type machine struct {
@@ -51,7 +52,7 @@ func (m machine) tested() machine {
 	if m.phase == joined {
 		m.phase = fresh
 	}
-	m.flags &= finalized | marked
+	m.flags &= finalized | marked | floors
 	return m
 }
 
@@ -72,6 +73,7 @@ type claim struct {
 	machine uint8 // its Machine, from 1
 	group   uint8
 	adopt   uint8 // the Machine that it takes over, from 1
+	returns uint8 // it leaves its Machine to the user
 }
 
 // live reports whether the claim has a right to a Machine.
@@ -137,6 +139,8 @@ type ledger struct {
 	shrunk              uint8 // that was done, or is not to be done any more
 	min                 uint8 // the min size that is in force
 	written, restored   uint8 // the replicas that another writer set last, from 1, and how often again
+	// returned is, for each claim, the Machine from 1 that it has returned and whose label it still is.
+	returned [maxClaims]uint8
 }
 
 func bit(i int) uint8 { return 1 << uint(i) }
@@ -217,6 +221,7 @@ type State struct {
 
 	used   uint8 // mask: claims that were made once
 	asked  uint8 // mask: claims whose release was asked for
+	given  uint8 // mask: claims whose Machine is the user's since they returned it
 	repeat uint8 // mask: claims whose first call may still arrive once more
 	left   counters
 }

@@ -362,12 +362,17 @@ func (p *Protocol) calls(s *State, move func(next *State, g, what, x, y int)) {
 			}
 		case x.phase == unmade && s.repeat&bit(c) != 0:
 			p.make(s, c, repeatCreate, move)
-		case x.live():
+		case x.live() && x.returns == 0: // after a return, a release does nothing
 			next := *s
 			next.claims[c].phase = releasing
 			next.asked |= bit(c)
 			next.refused[c] = 0
 			move(&next, int(x.group), releaseClaim, c, 0)
+			if p.Return && x.phase == bound && x.returns == 0 {
+				next := *s
+				next.claims[c].returns = 1
+				move(&next, int(x.group), returnMachine, c, 0)
+			}
 		}
 		if x.phase == ended && s.used&bit(c) == 0 && (c == 0 || s.used&bit(c-1) != 0) { // the call finds the tombstone
 			next := *s
@@ -404,7 +409,7 @@ func (p *Protocol) calls(s *State, move func(next *State, g, what, x, y int)) {
 func (s *State) claimed(g int) int {
 	n := 0
 	for c, x := range s.claims {
-		if int(x.group) == g && (x.phase == bound || x.live() && s.groups[g].ledger.pending[c] != noEntry) {
+		if int(x.group) == g && s.given&bit(c) == 0 && (x.phase == bound || x.live() && s.groups[g].ledger.pending[c] != noEntry) {
 			n++
 		}
 	}
