@@ -68,9 +68,11 @@ func TestPodsGetDevices(t *testing.T) {
 	scale(t, "devices", pods)
 	await(t, 3*time.Minute, running(pods))
 	g.Expect(where()).To(Equal(map[string]int{"devices": 2}), "not the cheaper group, which has none")
-	live := w.Recorder.State().Live()
-	figure("%d pods on %d Nodes of %d devices", pods, len(live), devicesPerNode)
-	g.Expect(lo.EveryBy(live, func(j journey.Journey) bool { return j.Reached(journey.Initialized) })).To(BeTrue())
+	figure("%d pods on %d Nodes of %d devices", pods, len(w.Recorder.State().Live()), devicesPerNode)
+	await(t, soon, func(s journey.State) string {
+		late, found := lo.Find(s.Live(), func(j journey.Journey) bool { return !j.Reached(journey.Initialized) })
+		return lo.Ternary(found, late.NodeClaim+" to be initialized", "")
+	})
 	g.Expect(made("devices")).To(Equal(2))
 	var claims resourcev1.ResourceClaimList
 	g.Expect(w.Spoke.List(t.Context(), &claims, client.InNamespace("default"))).To(Succeed())

@@ -10,7 +10,6 @@ import (
 	"regexp"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -22,18 +21,16 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/types"
-	toolscache "k8s.io/client-go/tools/cache"
 	"k8s.io/utils/ptr"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
-	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
-	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
 	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/test/bystander"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
 	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
@@ -65,7 +62,7 @@ func TestAMoveToAnotherHubLosesNothing(t *testing.T) {
 	h.move(t)
 	figure("clusterctl moved %d Machines in %.0f s", nodes+own, time.Since(began).Seconds())
 	// Whoever points the shim to the target does so some time later: meanwhile it lists its claims, and asks for them, in the source.
-	g.Consistently(bystander.incidents).WithTimeout(2*syncInterval+gracePeriod).WithPolling(500*time.Millisecond).Should(BeEmpty(),
+	g.Consistently(bystander.Incidents).WithTimeout(2*syncInterval+gracePeriod).WithPolling(500*time.Millisecond).Should(BeEmpty(),
 		"what happened to what ran in the spoke, while the shim called the source's agents")
 	figure("and all was as before %.0f s later", h.takeOver(t, before, bystander).Seconds())
 	poll(t, soon, h.sourceIsEmpty)
@@ -259,7 +256,7 @@ func (h hubs) run(t *testing.T, in *world.World, east, west int) {
 }
 
 // fill runs so many pods in the source, half of them in each node group, and returns what they have and who watches it.
-func (h hubs) fill(t *testing.T, nodes int) (before holdings, watching *bystander) {
+func (h hubs) fill(t *testing.T, nodes int) (before holdings, watching *bystander.Bystander) {
 	t.Helper()
 	h.run(t, h.source, nodes/2, nodes/2)
 	before = h.holdings(t, h.source)
@@ -268,7 +265,7 @@ func (h hubs) fill(t *testing.T, nodes int) (before holdings, watching *bystande
 }
 
 // takeOver points the shim to the target and waits until the target has what the source had. It returns how long that took.
-func (h hubs) takeOver(t *testing.T, before holdings, watching *bystander) time.Duration {
+func (h hubs) takeOver(t *testing.T, before holdings, watching *bystander.Bystander) time.Duration {
 	t.Helper()
 	g := NewWithT(t)
 	g.Expect(h.source.Sandbox.PointShim(within(t, soon), h.target.Sandbox.AgentAccess())).To(Succeed())
@@ -278,14 +275,14 @@ func (h hubs) takeOver(t *testing.T, before holdings, watching *bystander) time.
 	h.settle(t)
 	took := time.Since(began)
 	// As long as the agent keeps machines that nobody claims, and the shim's next listing of its claims.
-	g.Consistently(watching.incidents).WithTimeout(spareGrace+syncInterval).WithPolling(500*time.Millisecond).Should(BeEmpty(),
+	g.Consistently(watching.Incidents).WithTimeout(spareGrace+syncInterval).WithPolling(500*time.Millisecond).Should(BeEmpty(),
 		"what happened to what ran in the spoke")
 	g.Expect(h.holdings(t, h.target)).To(Equal(before), "claims with their Machines, provider IDs, replicas, Nodes")
 	return took
 }
 
 // grow adds more pods to each Deployment, which have so many together.
-func (h hubs) grow(t *testing.T, pods int, watching *bystander) {
+func (h hubs) grow(t *testing.T, pods int, watching *bystander.Bystander) {
 	t.Helper()
 	g := NewWithT(t)
 	h.scale(t, pods/2+more, pods/2+more)
@@ -293,7 +290,7 @@ func (h hubs) grow(t *testing.T, pods int, watching *bystander) {
 	// Also the machine that came in place of one that a new claim was given.
 	g.Expect(h.target.Recorder.Await(within(t, 2*time.Minute), everyMachineRuns)).To(Succeed())
 	h.settle(t)
-	g.Expect(watching.incidents()).To(BeEmpty(), "what happened to what ran in the spoke, when pods were added")
+	g.Expect(watching.Incidents()).To(BeEmpty(), "what happened to what ran in the spoke, when pods were added")
 }
 
 // shrink leaves so many pods, half of them in each Deployment, and waits until they have just as many machines.
@@ -513,104 +510,13 @@ func nodesWithPods(t *testing.T, of *world.World) []string {
 	return lo.FilterMap(pods.Items, func(p corev1.Pod, _ int) (string, bool) { return p.Spec.NodeName, p.DeletionTimestamp.IsZero() })
 }
 
-// bystander sees what happens to the Nodes, NodeClaims and pods that the spoke had when it began to look: nothing should. Safe for
-// concurrent use.
-type bystander struct {
-	mu    sync.Mutex
-	seen  []string
-	known map[types.UID]bool
-}
-
-func watchSpoke(t *testing.T, of *world.World) *bystander {
+// watchSpoke looks on at the spoke until the test ends.
+func watchSpoke(t *testing.T, of *world.World) *bystander.Bystander {
 	t.Helper()
-	informers, err := cache.New(of.Sandbox.SpokeConfig(), cache.Options{Scheme: world.Scheme()})
+	watching, err := bystander.Watch(t.Context(), of)
 	if err != nil {
 		t.Fatal(err)
 	}
-	var watching sync.WaitGroup
-	watching.Go(func() { _ = informers.Start(t.Context()) })
-	t.Cleanup(watching.Wait)
-	b := &bystander{known: map[types.UID]bool{}}
-	for _, kind := range []client.Object{&corev1.Node{}, &karpenterv1.NodeClaim{}, &corev1.Pod{}} {
-		informer, err := informers.GetInformer(within(t, soon), kind)
-		if err != nil {
-			t.Fatal(err)
-		}
-		registration, err := informer.AddEventHandler(toolscache.ResourceEventHandlerDetailedFuncs{
-			AddFunc: func(object any, existed bool) {
-				if o, ok := object.(client.Object); ok && existed {
-					b.mu.Lock()
-					defer b.mu.Unlock()
-					b.known[o.GetUID()] = true
-				}
-			},
-			UpdateFunc: func(before, now any) { b.changed(before, now) },
-			DeleteFunc: func(object any) {
-				if last, ok := object.(toolscache.DeletedFinalStateUnknown); ok {
-					object = last.Obj
-				}
-				b.tell(object, "was deleted")
-			},
-		})
-		if err != nil {
-			t.Fatal(err)
-		}
-		if !toolscache.WaitForCacheSync(within(t, soon).Done(), registration.HasSynced) {
-			t.Fatalf("watching %T: %v", kind, context.Cause(t.Context()))
-		}
-	}
-	return b
-}
-
-// incidents returns what was seen.
-func (b *bystander) incidents() []string {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return slices.Clone(b.seen)
-}
-
-func (b *bystander) tell(object any, what string) {
-	o, ok := object.(client.Object)
-	if !ok {
-		return
-	}
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if b.known[o.GetUID()] {
-		b.seen = append(b.seen, fmt.Sprintf("%s %T %s %s", time.Now().Format(time.TimeOnly), o, o.GetName(), what))
-	}
-}
-
-func (b *bystander) changed(before, now any) {
-	was, isObject := before.(client.Object)
-	is, _ := now.(client.Object)
-	if !isObject {
-		return
-	}
-	switch {
-	case was.GetUID() != is.GetUID():
-		b.tell(was, "was deleted, and made again")
-	case was.GetDeletionTimestamp().IsZero() && !is.GetDeletionTimestamp().IsZero():
-		b.tell(is, "is being deleted")
-	}
-	node, isNode := now.(*corev1.Node)
-	old, _ := before.(*corev1.Node)
-	if !isNode {
-		return
-	}
-	drained := func(n *corev1.Node) bool {
-		return n.Spec.Unschedulable || lo.ContainsBy(n.Spec.Taints, func(t corev1.Taint) bool { return t.Key == karpenterv1.DisruptedTaintKey })
-	}
-	// A Node that is merely not heard of for a while is Unknown.
-	stopped := func(n *corev1.Node) bool {
-		return lo.ContainsBy(n.Status.Conditions, func(c corev1.NodeCondition) bool {
-			return c.Type == corev1.NodeReady && c.Status == corev1.ConditionFalse
-		})
-	}
-	if drained(node) && !drained(old) {
-		b.tell(node, "is being drained")
-	}
-	if stopped(node) && !stopped(old) {
-		b.tell(node, "was stopped: its instance is being destroyed")
-	}
+	t.Cleanup(watching.Stop)
+	return watching
 }

@@ -58,7 +58,7 @@ func TestNothingIsLostWithTheCRDOfMachineClaims(t *testing.T) {
 	h.joins(t, hangs)
 	nothingHappens := func() {
 		g.Consistently(func(g Gomega) {
-			g.Expect(watching.incidents()).To(BeEmpty(), "what happened to what ran in the spoke")
+			g.Expect(watching.Incidents()).To(BeEmpty(), "what happened to what ran in the spoke")
 			g.Expect(destroyed()).To(BeEmpty(), "instances")
 		}).WithTimeout(quiet).WithPolling(time.Second).Should(Succeed())
 	}

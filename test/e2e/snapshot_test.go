@@ -99,7 +99,7 @@ func TestASnapshotOfTheHubThatIsPutBackLosesNothing(t *testing.T) {
 			figure("what differs was reported %.0f s later", time.Since(back).Seconds())
 			reported := h.reports(d)
 			g.Consistently(func(g Gomega) {
-				g.Expect(watching.incidents()).To(BeEmpty(), "what happened to what ran in the spoke")
+				g.Expect(watching.Incidents()).To(BeEmpty(), "what happened to what ran in the spoke")
 				g.Expect(reported(t.Context())).To(BeEmpty())
 			}).WithTimeout(quiet).WithPolling(time.Second).Should(Succeed())
 

@@ -15,7 +15,6 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/utils/ptr"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
@@ -24,10 +23,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	shimv1alpha1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
+	"github.com/karpenter-capi/karpenter-capi/test/peer"
 )
-
-// peerMachine is the annotation of karpenter-provider-cluster-api on NodeClaims: the Machine that it chose.
-const peerMachine = "cluster.x-k8s.io/machine"
 
 // TestNodesOfAnotherProviderAreTakenOver has agent and shim begin on what karpenter-provider-cluster-api leaves when it is stopped in the middle
 // of its work: NodeClaims with the infrastructure's provider IDs and without claims, one that it had not launched yet, one that is being
@@ -42,25 +39,20 @@ func TestNodesOfAnotherProviderAreTakenOver(t *testing.T) {
 	for _, component := range append(lo.Times(agents, sandbox.AgentName), sandbox.Shim) {
 		g.Expect(h.source.Sandbox.StopComponent(component)).To(Succeed())
 	}
-	h.disguise(t)
+	g.Expect(peer.Disguise(within(t, settleWithin), h.source)).To(Succeed())
 	pods := podsOn(t, h.source, slices.Collect(maps.Keys(before.nodes)))
 
 	// The replicas that the other provider raised last: for a NodeClaim that it is launching, one that is being deleted, and a Machine that
 	// no NodeClaim has.
 	h.scale(t, inGroup, inGroup+1)
 	chosen := h.another(t, "west")
-	begun := h.nodeClaimOn(t, before, "begun", chosen, func(nc *karpenterv1.NodeClaim, m *clusterv1.Machine) {
-		nc.Annotations[peerMachine] = m.Namespace + "/" + m.Name
-		nc.Status = karpenterv1.NodeClaimStatus{}
-	})
+	begun := h.nodeClaimOn(t, before, "begun", chosen, peer.NotLaunched(chosen))
 	leavingOn := h.another(t, "east")
-	leaving := h.nodeClaimOn(t, before, "leaving", leavingOn, func(nc *karpenterv1.NodeClaim, _ *clusterv1.Machine) {
-		nc.Finalizers = []string{karpenterv1.TerminationFinalizer}
-	})
+	leaving := h.nodeClaimOn(t, before, "leaving", leavingOn, peer.Terminating)
 	g.Expect(h.source.Spoke.Delete(within(t, soon), leaving)).To(Succeed())
 	h.another(t, "east") // forgotten
 	shared := h.machine(t, lo.MinBy(slices.Collect(maps.Values(before.claims)), func(a, b holding) bool { return a.machine < b.machine }).machine)
-	second := h.nodeClaimOn(t, before, "second", shared, func(*karpenterv1.NodeClaim, *clusterv1.Machine) {})
+	second := h.nodeClaimOn(t, before, "second", shared, func(*karpenterv1.NodeClaim) {})
 	g.Expect(h.source.Recorder.Await(within(t, settleWithin), everyMachineRuns)).To(Succeed())
 
 	watching := watchSpoke(t, h.source)
@@ -97,7 +89,7 @@ func TestNodesOfAnotherProviderAreTakenOver(t *testing.T) {
 	})
 	g.Expect(h.source.Recorder.Await(within(t, settleWithin), running(2*inGroup+1))).To(Succeed())
 	g.Consistently(func(g Gomega) {
-		others := lo.Reject(watching.incidents(), func(what string, _ int) bool {
+		others := lo.Reject(watching.Incidents(), func(what string, _ int) bool {
 			return strings.Contains(what, " leaving ") || strings.Contains(what, " "+leavingOn.Name+" ")
 		})
 		g.Expect(others).To(BeEmpty(), "what happened to what ran in the spoke")
@@ -126,7 +118,7 @@ func TestNodesOfAnotherProviderAreTakenOver(t *testing.T) {
 	returned := h.adoptTheUsers(t)
 	figure("%d nodes of the user's were adopted, and one was returned", own+1)
 
-	h.allowDisruption(t)
+	g.Expect(peer.AllowDisruption(within(t, settleWithin), h.source)).To(Succeed())
 	h.scale(t, 0, 0)
 	g.Expect(h.source.Recorder.Await(within(t, 8*time.Minute), nothingLives)).To(Succeed())
 	poll(t, settleWithin, func(context.Context) (string, error) {
@@ -183,7 +175,7 @@ func (h hubs) adoptTheUsers(t *testing.T) string {
 	g.Expect(is.Spec.Unschedulable).To(BeFalse())
 	h.settle(t)
 	g.Expect(h.holdings(t, h.source).replicas).To(Equal(before.replicas))
-	g.Expect(watching.incidents()).To(BeEmpty(), "what happened to what ran in the spoke")
+	g.Expect(watching.Incidents()).To(BeEmpty(), "what happened to what ran in the spoke")
 	return node
 }
 
@@ -194,104 +186,9 @@ func (h hubs) setAdoption(t *testing.T, mode string) {
 	NewWithT(t).Expect(h.source.Spoke.Patch(within(t, soon), class, patch)).To(Succeed())
 }
 
-// disguise makes of what agent and shim did what the other provider would have done. Both are stopped.
-func (h hubs) disguise(t *testing.T) {
-	t.Helper()
-	g := NewWithT(t)
-	ctx := within(t, settleWithin)
-	in := client.InNamespace(sandbox.ClusterNamespace)
-	without := func(values map[string]string, prefix string) map[string]string {
-		return lo.OmitBy(values, func(key, _ string) bool { return strings.HasPrefix(key, prefix) })
-	}
-	var claims agentv1.MachineClaimList
-	g.Expect(h.source.Hub.List(ctx, &claims, in)).To(Succeed())
-	for i := range claims.Items {
-		g.Expect(h.source.Hub.Delete(ctx, &claims.Items[i])).To(Succeed())
-	}
-	var deployments clusterv1.MachineDeploymentList
-	g.Expect(h.source.Hub.List(ctx, &deployments, in)).To(Succeed())
-	for i := range deployments.Items {
-		md := &deployments.Items[i]
-		stored := md.DeepCopy()
-		md.Annotations = without(md.Annotations, agentv1.Group+"/")
-		g.Expect(h.source.Hub.Patch(ctx, md, client.MergeFrom(stored))).To(Succeed())
-	}
-	machineOf := map[string]string{} // by provider ID
-	var machines clusterv1.MachineList
-	g.Expect(h.source.Hub.List(ctx, &machines, in)).To(Succeed())
-	for i := range machines.Items {
-		m := &machines.Items[i]
-		if m.Labels[agentv1.ClaimLabel] == "" {
-			continue
-		}
-		machineOf[m.Spec.ProviderID] = m.Namespace + "/" + m.Name
-		stored := m.DeepCopy()
-		m.Annotations, m.Labels = without(m.Annotations, agentv1.Group+"/"), without(m.Labels, agentv1.Group+"/")
-		m.Labels[agentv1.MemberLabel] = ""
-		g.Expect(h.source.Hub.Patch(ctx, m, client.MergeFrom(stored))).To(Succeed())
-	}
-	var nodeClaims karpenterv1.NodeClaimList
-	g.Expect(h.source.Spoke.List(ctx, &nodeClaims)).To(Succeed())
-	for i := range nodeClaims.Items {
-		nc := &nodeClaims.Items[i]
-		stored := nc.DeepCopy()
-		nc.Annotations = without(nc.Annotations, shimv1alpha1.Group+"/")
-		nc.Annotations[peerMachine] = machineOf[nc.Status.ProviderID]
-		nc.Labels[corev1.LabelInstanceTypeStable] = "" // the other provider has no name where the template has none
-		g.Expect(h.source.Spoke.Patch(ctx, nc, client.MergeFrom(stored))).To(Succeed())
-	}
-	var nodes corev1.NodeList
-	g.Expect(h.source.Spoke.List(ctx, &nodes)).To(Succeed())
-	for i := range nodes.Items {
-		n := &nodes.Items[i]
-		if machineOf[n.Spec.ProviderID] == "" {
-			continue
-		}
-		stored := n.DeepCopy()
-		n.Annotations = without(n.Annotations, shimv1alpha1.Group+"/")
-		n.Labels[corev1.LabelInstanceTypeStable] = ""
-		g.Expect(h.source.Spoke.Patch(ctx, n, client.MergeFrom(stored))).To(Succeed())
-	}
-}
-
-// another raises replicas by one and returns the Machine that comes, once its Node is there.
-func (h hubs) another(t *testing.T, group string) *clusterv1.Machine {
-	t.Helper()
-	g := NewWithT(t)
-	names := func() map[string]clusterv1.Machine {
-		var list clusterv1.MachineList
-		g.Expect(h.source.Hub.List(within(t, soon), &list, client.InNamespace(sandbox.ClusterNamespace),
-			client.MatchingLabels{clusterv1.MachineDeploymentNameLabel: group})).To(Succeed())
-		return lo.KeyBy(list.Items, func(m clusterv1.Machine) string { return m.Name })
-	}
-	there := slices.Collect(maps.Keys(names()))
-	md := &clusterv1.MachineDeployment{}
-	g.Expect(h.source.Hub.Get(within(t, soon), client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: group}, md)).To(Succeed())
-	patch := mergePatch(fmt.Sprintf(`{"spec":{"replicas":%d}}`, ptr.Deref(md.Spec.Replicas, 0)+1))
-	g.Expect(h.source.Hub.Patch(within(t, soon), md, patch)).To(Succeed())
-	var made *clusterv1.Machine
-	poll(t, settleWithin, func(context.Context) (string, error) {
-		for _, m := range lo.OmitByKeys(names(), there) {
-			if m.Status.NodeRef.IsDefined() {
-				made = &m
-				return "", nil
-			}
-		}
-		return "another Machine of " + group + " to have its Node", nil
-	})
-	return made
-}
-
-func (h hubs) machine(t *testing.T, name string) *clusterv1.Machine {
-	t.Helper()
-	m := &clusterv1.Machine{}
-	NewWithT(t).Expect(h.source.Hub.Get(within(t, soon), client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: name}, m)).To(Succeed())
-	return m
-}
-
-// nodeClaimOn makes a NodeClaim on a Machine, like the others but for the change.
+// nodeClaimOn makes a NodeClaim on a Machine, like the others of its group but for the change.
 func (h hubs) nodeClaimOn(
-	t *testing.T, like holdings, name string, m *clusterv1.Machine, change func(*karpenterv1.NodeClaim, *clusterv1.Machine),
+	t *testing.T, like holdings, name string, m *clusterv1.Machine, change func(*karpenterv1.NodeClaim),
 ) *karpenterv1.NodeClaim {
 	t.Helper()
 	g := NewWithT(t)
@@ -302,20 +199,23 @@ func (h hubs) nodeClaimOn(
 			break
 		}
 	}
-	made := &karpenterv1.NodeClaim{
-		ObjectMeta: metav1.ObjectMeta{
-			Name: name, Labels: maps.Clone(model.Labels), Annotations: map[string]string{}, OwnerReferences: model.OwnerReferences,
-		},
-		Spec: *model.Spec.DeepCopy(),
-	}
-	made.Status = *model.Status.DeepCopy()
-	made.Status.ProviderID, made.Status.NodeName = m.Spec.ProviderID, m.Status.NodeRef.Name
-	change(made, m)
-	status := made.Status
-	g.Expect(h.source.Spoke.Create(within(t, soon), made)).To(Succeed())
-	made.Status = status
-	g.Expect(h.source.Spoke.Status().Update(within(t, soon), made)).To(Succeed())
+	made, err := peer.AddNodeClaim(within(t, soon), h.source, model, name, m, change)
+	g.Expect(err).NotTo(HaveOccurred())
 	return made
+}
+
+func (h hubs) another(t *testing.T, group string) *clusterv1.Machine {
+	t.Helper()
+	m, err := peer.AnotherMachine(within(t, settleWithin), h.source, group)
+	NewWithT(t).Expect(err).NotTo(HaveOccurred())
+	return m
+}
+
+func (h hubs) machine(t *testing.T, name string) *clusterv1.Machine {
+	t.Helper()
+	m := &clusterv1.Machine{}
+	NewWithT(t).Expect(h.source.Hub.Get(within(t, soon), client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: name}, m)).To(Succeed())
+	return m
 }
 
 // expectAdopted expects the NodeClaims and their Nodes to be marked as adopted, protected, and labelled as those of new machines.
@@ -359,24 +259,6 @@ func (h hubs) planAdoption(t *testing.T) plan {
 		t.Fatalf("plan-adoption: %v\n%s", err, out)
 	}
 	return p
-}
-
-// allowDisruption does what docs/migrate-from-karpenter-provider-cluster-api.md says.
-func (h hubs) allowDisruption(t *testing.T) {
-	t.Helper()
-	g := NewWithT(t)
-	patch := mergePatch(fmt.Sprintf(`{"metadata":{"annotations":{%q:null}}}`, karpenterv1.DoNotDisruptAnnotationKey))
-	adopted := client.HasLabels{shimv1alpha1.AdoptedLabel}
-	var nodes corev1.NodeList
-	g.Expect(h.source.Spoke.List(within(t, soon), &nodes, adopted)).To(Succeed())
-	for i := range nodes.Items {
-		g.Expect(h.source.Spoke.Patch(within(t, soon), &nodes.Items[i], patch)).To(Succeed())
-	}
-	var nodeClaims karpenterv1.NodeClaimList
-	g.Expect(h.source.Spoke.List(within(t, soon), &nodeClaims, adopted)).To(Succeed())
-	for i := range nodeClaims.Items {
-		g.Expect(h.source.Spoke.Patch(within(t, soon), &nodeClaims.Items[i], patch)).To(Succeed())
-	}
 }
 
 // eventsOf returns the messages of the events about a NodeClaim.

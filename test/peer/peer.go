@@ -1,0 +1,215 @@
+// Package peer makes of what agent and shim have done what karpenter-provider-cluster-api would have left behind.
+package peer
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/ptr"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+
+	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	shimv1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/test/world"
+)
+
+// MachineAnnotation is that provider's on NodeClaims: the Machine that it chose, as namespace/name.
+const MachineAnnotation = "cluster.x-k8s.io/machine"
+
+// Disguise takes off what is ours: MachineClaims, ledgers, labels and annotations. Neither agent nor shim may run.
+func Disguise(ctx context.Context, w *world.World) error {
+	machines, err := disguiseHub(ctx, w)
+	if err != nil {
+		return fmt.Errorf("disguising the hub: %w", err)
+	}
+	if err := disguiseSpoke(ctx, w, machines); err != nil {
+		return fmt.Errorf("disguising the spoke: %w", err)
+	}
+	return nil
+}
+
+// disguiseHub returns the Machines that had claims, as namespace/name, by provider ID.
+func disguiseHub(ctx context.Context, w *world.World) (map[string]string, error) {
+	in := client.InNamespace(sandbox.ClusterNamespace)
+	var claims agentv1.MachineClaimList
+	if err := w.Hub.List(ctx, &claims, in); err != nil {
+		return nil, err
+	}
+	for i := range claims.Items {
+		if err := client.IgnoreNotFound(w.Hub.Delete(ctx, &claims.Items[i])); err != nil {
+			return nil, err
+		}
+	}
+	var deployments clusterv1.MachineDeploymentList
+	if err := w.Hub.List(ctx, &deployments, in); err != nil {
+		return nil, err
+	}
+	for i := range deployments.Items {
+		md := &deployments.Items[i]
+		stored := md.DeepCopy()
+		md.Annotations = without(md.Annotations, agentv1.Group)
+		if err := w.Hub.Patch(ctx, md, client.MergeFrom(stored)); err != nil {
+			return nil, err
+		}
+	}
+	claimed := map[string]string{}
+	var machines clusterv1.MachineList
+	if err := w.Hub.List(ctx, &machines, in); err != nil {
+		return nil, err
+	}
+	for i := range machines.Items {
+		m := &machines.Items[i]
+		if m.Labels[agentv1.ClaimLabel] == "" {
+			continue
+		}
+		claimed[m.Spec.ProviderID] = m.Namespace + "/" + m.Name
+		stored := m.DeepCopy()
+		m.Annotations, m.Labels = without(m.Annotations, agentv1.Group), without(m.Labels, agentv1.Group)
+		m.Labels[agentv1.MemberLabel] = ""
+		if err := w.Hub.Patch(ctx, m, client.MergeFrom(stored)); err != nil {
+			return nil, err
+		}
+	}
+	return claimed, nil
+}
+
+func disguiseSpoke(ctx context.Context, w *world.World, machines map[string]string) error {
+	var nodeClaims karpenterv1.NodeClaimList
+	if err := w.Spoke.List(ctx, &nodeClaims); err != nil {
+		return err
+	}
+	for i := range nodeClaims.Items {
+		nc := &nodeClaims.Items[i]
+		stored := nc.DeepCopy()
+		nc.Annotations = without(nc.Annotations, shimv1.Group)
+		nc.Annotations[MachineAnnotation] = machines[nc.Status.ProviderID]
+		nc.Labels[corev1.LabelInstanceTypeStable] = "" // that provider has no name where the template has none
+		if err := w.Spoke.Patch(ctx, nc, client.MergeFrom(stored)); err != nil {
+			return err
+		}
+	}
+	var nodes corev1.NodeList
+	if err := w.Spoke.List(ctx, &nodes); err != nil {
+		return err
+	}
+	for i := range nodes.Items {
+		n := &nodes.Items[i]
+		if machines[n.Spec.ProviderID] == "" {
+			continue
+		}
+		stored := n.DeepCopy()
+		n.Annotations = without(n.Annotations, shimv1.Group)
+		n.Labels[corev1.LabelInstanceTypeStable] = ""
+		if err := w.Spoke.Patch(ctx, n, client.MergeFrom(stored)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func without(values map[string]string, group string) map[string]string {
+	return lo.OmitBy(values, func(key, _ string) bool { return strings.HasPrefix(key, group+"/") })
+}
+
+// AnotherMachine raises the group's replicas by one, as that provider does, and returns the Machine that comes, once its Node is there.
+func AnotherMachine(ctx context.Context, w *world.World, group string) (*clusterv1.Machine, error) {
+	machines := func(ctx context.Context) (map[string]clusterv1.Machine, error) {
+		var list clusterv1.MachineList
+		err := w.Hub.List(ctx, &list, client.InNamespace(sandbox.ClusterNamespace), client.MatchingLabels{clusterv1.MachineDeploymentNameLabel: group})
+		return lo.KeyBy(list.Items, func(m clusterv1.Machine) string { return m.Name }), err
+	}
+	before, err := machines(ctx)
+	if err != nil {
+		return nil, err
+	}
+	md := &clusterv1.MachineDeployment{}
+	if err := w.Hub.Get(ctx, client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: group}, md); err != nil {
+		return nil, err
+	}
+	patch := fmt.Appendf(nil, `{"spec":{"replicas":%d}}`, ptr.Deref(md.Spec.Replicas, 0)+1)
+	if err := w.Hub.Patch(ctx, md, client.RawPatch(types.MergePatchType, patch)); err != nil {
+		return nil, err
+	}
+	var made *clusterv1.Machine
+	err = world.Poll(ctx, func(ctx context.Context) (string, error) {
+		now, err := machines(ctx)
+		for _, m := range lo.OmitByKeys(now, slices.Collect(maps.Keys(before))) {
+			if m.Status.NodeRef.IsDefined() {
+				made = &m
+				return "", nil
+			}
+		}
+		return "another Machine of " + group + " to have its Node", err
+	})
+	return made, err
+}
+
+// AddNodeClaim makes a NodeClaim on a Machine, like another one but for the change.
+func AddNodeClaim(
+	ctx context.Context, w *world.World, like *karpenterv1.NodeClaim, name string, m *clusterv1.Machine, change func(*karpenterv1.NodeClaim),
+) (*karpenterv1.NodeClaim, error) {
+	made := &karpenterv1.NodeClaim{
+		ObjectMeta: metav1.ObjectMeta{
+			Name: name, Labels: maps.Clone(like.Labels), Annotations: map[string]string{}, OwnerReferences: like.OwnerReferences,
+		},
+		Spec:   *like.Spec.DeepCopy(),
+		Status: *like.Status.DeepCopy(),
+	}
+	made.Status.ProviderID, made.Status.NodeName = m.Spec.ProviderID, m.Status.NodeRef.Name
+	change(made)
+	status := made.Status
+	if err := w.Spoke.Create(ctx, made); err != nil {
+		return nil, err
+	}
+	made.Status = status
+	return made, w.Spoke.Status().Update(ctx, made)
+}
+
+// NotLaunched makes of a NodeClaim one whose launch that provider has begun: it has chosen the Machine.
+func NotLaunched(m *clusterv1.Machine) func(*karpenterv1.NodeClaim) {
+	return func(nc *karpenterv1.NodeClaim) {
+		nc.Annotations[MachineAnnotation] = m.Namespace + "/" + m.Name
+		nc.Status = karpenterv1.NodeClaimStatus{}
+	}
+}
+
+// Terminating makes of a NodeClaim one that core terminates once it is deleted.
+func Terminating(nc *karpenterv1.NodeClaim) {
+	nc.Finalizers = []string{karpenterv1.TerminationFinalizer}
+}
+
+// AllowDisruption takes the protection off the Nodes and NodeClaims that were adopted, as
+// docs/migrate-from-karpenter-provider-cluster-api.md says.
+func AllowDisruption(ctx context.Context, w *world.World) error {
+	patch := client.RawPatch(types.MergePatchType, fmt.Appendf(nil, `{"metadata":{"annotations":{%q:null}}}`, karpenterv1.DoNotDisruptAnnotationKey))
+	adopted := client.HasLabels{shimv1.AdoptedLabel}
+	var nodes corev1.NodeList
+	if err := w.Spoke.List(ctx, &nodes, adopted); err != nil {
+		return err
+	}
+	for i := range nodes.Items {
+		if err := client.IgnoreNotFound(w.Spoke.Patch(ctx, &nodes.Items[i], patch)); err != nil {
+			return err
+		}
+	}
+	var nodeClaims karpenterv1.NodeClaimList
+	if err := w.Spoke.List(ctx, &nodeClaims, adopted); err != nil {
+		return err
+	}
+	for i := range nodeClaims.Items {
+		if err := client.IgnoreNotFound(w.Spoke.Patch(ctx, &nodeClaims.Items[i], patch)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
