@@ -98,6 +98,13 @@ func (c *callers) drop(id string) {
 	c.claims[id].wanted, c.claims[id].released = false, true
 }
 
+// giveUp says that the claim is not wanted any more, and is to be released before anything is checked.
+func (c *callers) giveUp(id string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.claims[id].wanted = false
+}
+
 // unreleased are the claims whose release no agent has taken yet, and whose holder has given them up.
 func (c *callers) unreleased() []string {
 	c.mu.Lock()
@@ -262,6 +269,32 @@ func (c *callers) release(ctx context.Context, id string, drained bool) error {
 		}
 		if err := wait(ctx, pause); err != nil {
 			return err
+		}
+	}
+}
+
+// giveBack returns the claim's Machine to the user. It reports false when an agent refuses that. The error is the context's.
+func (c *callers) giveBack(ctx context.Context, id string) (bool, error) {
+	for {
+		bounded, cancel := context.WithTimeout(ctx, attemptWithin)
+		answered := c.told.Begin(id, history.Get) // as far as the order of calls goes: the claim lives on until it ends by itself
+		response, err := c.anyone().Claims.ReturnMachine(bounded, &agentv1alpha1.ReturnMachineRequest{
+			Cluster: clusterRef(), ClaimId: id, Reason: "the caller returns the machine",
+		})
+		cancel()
+		answered(shownBy(response.GetClaim(), err))
+		switch {
+		case err == nil:
+			return true, nil
+		case agenterrors.IsNotReturnable(err), agenterrors.IsNotFound(err):
+			return false, nil
+		}
+		if code := status.Code(err); code == codes.InvalidArgument || code == codes.PermissionDenied {
+			c.odd("ReturnMachine: %v", err)
+			return false, nil
+		}
+		if err := wait(ctx, pause); err != nil {
+			return false, err
 		}
 	}
 }

@@ -19,17 +19,25 @@ import (
 // karpenterFor is how long Karpenter scales up and down.
 const karpenterFor = 120 * time.Second
 
+// podsWithin is how long pods may take to run or to go, and their Nodes with them: half a hundred on a machine that has other things to do.
+const podsWithin = 5 * time.Minute
+
 // most pods of each Deployment of the fleet.
 var mostPods = map[string]int32{"web": 10, "data": 10, "batch": 6}
 
 // karpenterScales runs the fleet of the demo: pods come and go, Karpenter makes and removes nodes, and whoever serves it dies.
 func karpenterScales(ctx context.Context, r *run) error {
+	return r.withKarpenter(ctx, func() error { return r.fleetScales(ctx) })
+}
+
+// withKarpenter does something while all runs that only Karpenter needs.
+func (r *run) withKarpenter(ctx context.Context, do func() error) error {
 	for _, component := range slices.Backward(karpenter) {
 		if err := r.Sandbox.StartComponent(ctx, component); err != nil {
 			return err
 		}
 	}
-	err := r.fleet(ctx)
+	err := do()
 	for _, component := range karpenter {
 		if stopErr := r.Sandbox.StopComponent(component); err == nil {
 			err = stopErr
@@ -38,25 +46,60 @@ func karpenterScales(ctx context.Context, r *run) error {
 	return err
 }
 
-func (r *run) fleet(ctx context.Context) error {
-	groups := []*group{{name: "small-a", own: 1}, {name: "large-b"}, {name: "small-b-spot"}}
-	for _, g := range groups {
+// fleet is node groups, a NodePool and pods.
+type fleet struct {
+	groups []*group
+	pool   string
+	// hub and spoke are the files with them.
+	hub   string
+	spoke []string
+}
+
+// settleFleet makes a fleet, without pods, and waits until the users' own machines run.
+func (r *run) settleFleet(ctx context.Context, f *fleet) error {
+	for _, g := range f.groups {
 		r.people.share(g.name, g.own, 0)
 	}
-	if err := manifests.Apply(ctx, r.Hub, manifests.FleetHub); err != nil {
+	if err := manifests.Apply(ctx, r.Hub, f.hub); err != nil {
 		return err
 	}
-	for _, file := range []string{manifests.FleetSpoke, manifests.FleetWorkload} {
+	for _, file := range f.spoke {
 		if err := manifests.Apply(ctx, r.Spoke, file); err != nil {
 			return err
 		}
 	}
 	bounded, cancel := context.WithTimeout(ctx, readyWithin)
 	defer cancel()
-	if err := r.awaitNodes(bounded, groups[0], 1); err != nil {
-		return err
+	for _, g := range f.groups {
+		if err := r.awaitNodes(bounded, g, int(g.own)); err != nil {
+			return err
+		}
 	}
-	if err := r.AwaitNodePool(bounded, "default"); err != nil {
+	return r.AwaitNodePool(bounded, f.pool)
+}
+
+// razeFleet deletes a fleet whose NodeClaims have gone.
+func (r *run) razeFleet(ctx context.Context, f *fleet) error {
+	for _, file := range slices.Backward(f.spoke) {
+		if err := manifests.Delete(ctx, r.Spoke, file); err != nil {
+			return err
+		}
+	}
+	r.people.update(func() {
+		for _, g := range f.groups {
+			r.people.torn[g.name] = true
+			delete(r.people.shares, g.name)
+		}
+	})
+	return manifests.Delete(ctx, r.Hub, f.hub)
+}
+
+func (r *run) fleetScales(ctx context.Context) error {
+	demo := &fleet{
+		groups: []*group{{name: "small-a", own: 1}, {name: "large-b"}, {name: "small-b-spot"}}, pool: "default",
+		hub: manifests.FleetHub, spoke: []string{manifests.FleetSpoke, manifests.FleetWorkload},
+	}
+	if err := r.settleFleet(ctx, demo); err != nil {
 		return err
 	}
 	stop := r.killing(ctx, 3*time.Second, 9*time.Second, sandbox.Agent, sandbox.Shim)
@@ -66,43 +109,42 @@ func (r *run) fleet(ctx context.Context) error {
 		return err
 	}
 	for _, pods := range []map[string]int32{{"web": 6, "data": 6, "batch": 3}, {"web": 0, "data": 0, "batch": 0}} {
-		if err := r.scalePods(ctx, pods); err != nil {
-			return err
-		}
-		total := int(lo.Sum(lo.Values(pods)))
-		waiting, cancel := context.WithTimeout(ctx, settleWithin)
-		err := world.Poll(waiting, func(ctx context.Context) (string, error) {
-			var nodeClaims karpenterv1.NodeClaimList
-			if err := r.Spoke.List(ctx, &nodeClaims); err != nil {
-				return "", err
-			}
-			s := r.Recorder.State()
-			if s.Pods.Running == total && s.Pods.Total() == total && (total > 0 || len(nodeClaims.Items) == 0) {
-				return "", nil
-			}
-			return fmt.Sprintf("%d pods to run: %d of %d do, on %d nodes", total, s.Pods.Running, s.Pods.Total(), len(nodeClaims.Items)), nil
-		})
-		cancel()
-		if err != nil {
-			r.row.Unsettled++
+		if err := r.runPods(ctx, pods); err != nil {
 			return err
 		}
 		if err := r.rest(ctx); err != nil {
 			return err
 		}
 	}
-	for _, file := range []string{manifests.FleetWorkload, manifests.FleetSpoke} {
-		if err := manifests.Delete(ctx, r.Spoke, file); err != nil {
-			return err
-		}
+	return r.razeFleet(ctx, demo)
+}
+
+// runPods sets how many pods the Deployments have, and waits until those run, and no NodeClaim is left when there are none.
+func (r *run) runPods(ctx context.Context, pods map[string]int32) error {
+	if err := r.scalePods(ctx, pods); err != nil {
+		return err
 	}
-	r.people.update(func() {
-		for _, g := range groups {
-			r.people.torn[g.name] = true
-			delete(r.people.shares, g.name)
+	return r.awaitPods(ctx, int(lo.Sum(lo.Values(pods))))
+}
+
+func (r *run) awaitPods(ctx context.Context, total int) error {
+	waiting, cancel := context.WithTimeout(ctx, podsWithin)
+	defer cancel()
+	err := world.Poll(waiting, func(ctx context.Context) (string, error) {
+		var nodeClaims karpenterv1.NodeClaimList
+		if err := r.Spoke.List(ctx, &nodeClaims); err != nil {
+			return "", err
 		}
+		s := r.Recorder.State()
+		if s.Pods.Running == total && s.Pods.Total() == total && (total > 0 || len(nodeClaims.Items) == 0) {
+			return "", nil
+		}
+		return fmt.Sprintf("%d pods to run: %d of %d do, on %d nodes", total, s.Pods.Running, s.Pods.Total(), len(nodeClaims.Items)), nil
 	})
-	return manifests.Delete(ctx, r.Hub, manifests.FleetHub)
+	if err != nil {
+		r.row.Unsettled++
+	}
+	return err
 }
 
 // scaleUpAndDown changes how many pods there are, all the time.

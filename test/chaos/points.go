@@ -121,6 +121,7 @@ func provocations() []*provocation {
 	blocked.version = blockedVersion
 	lost := newGroup("points-lost", 0, 4)
 	floor := newGroup("points-floor", 2, 4)
+	returned := newGroup("points-returned", 1, 6)
 	return []*provocation{
 		{[]faults.Class{faults.ClaimMoved}, []*group{tight, roomy}, func(ctx context.Context, r *run) error {
 			return r.moveOn(ctx, tight, roomy)
@@ -142,6 +143,9 @@ func provocations() []*provocation {
 		}},
 		{[]faults.Class{faults.FloorChosen, faults.FloorMarked}, []*group{floor}, func(ctx context.Context, r *run) error {
 			return r.markFloor(ctx, floor)
+		}},
+		{[]faults.Class{faults.ReturnRequested, faults.FloorRaised, faults.MachineReturned}, []*group{returned}, func(ctx context.Context, r *run) error {
+			return r.giveBack(ctx, returned)
 		}},
 	}
 }
@@ -436,4 +440,27 @@ func (r *run) markFloor(ctx context.Context, g *group) error {
 			return err
 		}
 	}
+}
+
+// giveBack has a claim's Machine returned to the user, who has one more then, and takes another one back.
+func (r *run) giveBack(ctx context.Context, g *group) error {
+	id, err := r.claimBound(ctx, g)
+	if err != nil {
+		return err
+	}
+	returns, err := r.calls.giveBack(ctx, id)
+	if err == nil && returns {
+		err = r.witness.Await(ctx, func() bool { return r.phase(id) == agentv1.PhaseEnded })
+	}
+	if err != nil { // whose the Machine is when it is released is not to be known
+		r.calls.giveUp(id)
+		r.people.share(g.name, 0, 1)
+		return err
+	}
+	if !returns {
+		return fmt.Errorf("the Machine of claim %s, which is Bound, was not returned", id)
+	}
+	r.calls.drop(id)
+	r.people.share(g.name, 1, 0)
+	return r.scale(ctx, g, -1)
 }

@@ -54,6 +54,10 @@ func scenarios() []*scenario {
 			run: karpenterScales,
 		},
 		{
+			name: "switch", about: "53 Nodes of another provider are taken over; agents and shim are killed meanwhile, and the hub is away for a while",
+			run: liveSwitch,
+		},
+		{
 			name: "controllers stopped", about: "Cluster API's controllers are suspended for 90 s in the middle of it; its webhooks answer",
 			run: func(ctx context.Context, r *run) error {
 				return r.suspended(ctx, 90*time.Second, sandbox.ClusterAPI)
@@ -430,6 +434,11 @@ func (r *run) flipWhenQuiet(ctx context.Context, g *group, template string) (boo
 // flip changes the template of a group, unless Machines are being made. Cluster API itself deletes what an old MachineSet has
 // made when the template changes in between, and whose doing a deletion is could not be told.
 func (r *run) flip(ctx context.Context, g *group, template string) (bool, error) {
+	// Before the MachineSets, which are written before what is observed.
+	var md clusterv1.MachineDeployment
+	if err := r.Hub.Get(ctx, g.key(), &md); err != nil {
+		return false, err
+	}
 	var sets clusterv1.MachineSetList
 	ofGroup := client.MatchingLabels{clusterv1.MachineDeploymentNameLabel: g.name}
 	if err := r.Hub.List(ctx, &sets, client.InNamespace(sandbox.ClusterNamespace), ofGroup); err != nil {
@@ -438,10 +447,6 @@ func (r *run) flip(ctx context.Context, g *group, template string) (bool, error)
 	growing := lo.SomeBy(sets.Items, func(s clusterv1.MachineSet) bool {
 		return ptr.Deref(s.Spec.Replicas, 0) > ptr.Deref(s.Status.Replicas, 0) || s.Status.ObservedGeneration < s.Generation
 	})
-	var md clusterv1.MachineDeployment
-	if err := r.Hub.Get(ctx, g.key(), &md); err != nil {
-		return false, err
-	}
 	text := md.Annotations[agentv1.LedgerAnnotation]
 	if growing || waiting(text) > 0 || md.Status.ObservedGeneration < md.Generation {
 		return false, nil

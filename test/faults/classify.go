@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -54,6 +55,9 @@ const (
 	ClaimForgotten    Class = "claim forgotten"
 	FloorChosen       Class = "Machine of the floor chosen in the ledger"
 	FloorMarked       Class = "Machine marked as the floor's"
+	ReturnRequested   Class = "return of the Machine requested"
+	FloorRaised       Class = "floor raised for a returned Machine"
+	MachineReturned   Class = "label taken off a returned Machine"
 
 	// Ignored writes are no part of the protocol: events, and questions about permissions.
 	Ignored Class = "ignored"
@@ -67,6 +71,7 @@ var Classes = []Class{
 	ClaimBound, MachineLabelled, LedgerTidied, NodeNoted, ClaimReleasing, ClaimFailed, ReleaseBegun, MachineHeld, MachineDeleted,
 	ReplicasLowered, PausePut, SetLowered, PauseRemoved, MachineLetGo, MachineUnlabelled, ClaimEnded, SetPaused, SetUnpaused,
 	ClaimRemade, ClaimRestored, TombstoneCreated, TombstoneEngraved, ClaimForgotten, FloorChosen, FloorMarked,
+	ReturnRequested, FloorRaised, MachineReturned,
 }
 
 // Memory is what classifying needs to know besides the write itself. It is shared by the proxies of all agents; the zero value
@@ -186,6 +191,8 @@ func claimStatus(c *agentv1.MachineClaim) Class {
 			return ClaimExplained
 		case s.Reason == "NodeJoined":
 			return NodeNoted
+		case s.Reason == "ReturnRequested":
+			return ReturnRequested
 		case s.Reason == "Bound" && strings.HasPrefix(s.Message, "its status was lost"):
 			return ClaimRestored
 		case s.Reason == "Bound":
@@ -225,6 +232,7 @@ type ledger struct {
 	} `json:"pending"`
 	Releasing map[types.UID]json.RawMessage `json:"releasing"`
 	Marking   []types.UID                   `json:"marking"`
+	Returning map[types.UID]json.RawMessage `json:"returning"`
 }
 
 func annotationPath(key string) string {
@@ -295,11 +303,8 @@ func (m *Memory) entries(before, after *ledger, raised bool) Class {
 			named = true
 		}
 	}
-	begun := false
-	for uid := range after.Releasing {
-		if _, known := before.Releasing[uid]; !known {
-			begun = true
-		}
+	more := func(before, after map[types.UID]json.RawMessage) bool {
+		return len(lo.OmitByKeys(after, slices.Collect(maps.Keys(before)))) > 0
 	}
 	switch {
 	case adopted:
@@ -308,8 +313,10 @@ func (m *Memory) entries(before, after *ledger, raised bool) Class {
 		return ReplicasRaised
 	case entered:
 		return SpareEntered
-	case begun:
+	case more(before.Releasing, after.Releasing):
 		return ReleaseBegun
+	case more(before.Returning, after.Returning):
+		return FloorRaised
 	case named:
 		return MachineNamed
 	case len(lo.Without(after.Marking, before.Marking...)) > 0:
@@ -416,10 +423,13 @@ func machine(body []byte) (Class, error) {
 		return "", err
 	}
 	if label, touched := c.labels[agentv1.ClaimLabel]; touched {
-		if label == nil {
-			return MachineUnlabelled, nil
+		switch {
+		case label != nil:
+			return MachineLabelled, nil
+		case c.annotations[agentv1.FloorAnnotation] != nil:
+			return MachineReturned, nil
 		}
-		return MachineLabelled, nil
+		return MachineUnlabelled, nil
 	}
 	if mark := c.annotations[agentv1.FloorAnnotation]; mark != nil {
 		return FloorMarked, nil

@@ -73,6 +73,7 @@ func TestEachStepOfTheProtocolHasItsClass(t *testing.T) {
 		{faults.ClaimBound, "update", ours, "machineclaims", "status", status("Bound", "Bound", "bound to Machine lost", 2)},
 		{faults.ClaimRestored, "update", ours, "machineclaims", "status", status("Bound", "Bound", "its status was lost; bound to m", 1)},
 		{faults.NodeNoted, "update", ours, "machineclaims", "status", status("Bound", "NodeJoined", "", 3)},
+		{faults.ReturnRequested, "update", ours, "machineclaims", "status", status("Bound", "ReturnRequested", "", 4)},
 		{faults.ClaimReleasing, "update", ours, "machineclaims", "status", status("Releasing", "ReleaseRequested", "", 4)},
 		{faults.ClaimReleasing, "update", ours, "machineclaims", "status", status("Releasing", "Collected", "", 4)},
 		{faults.ClaimFailed, "update", ours, "machineclaims", "status", status("Releasing", "Failed", "", 4)},
@@ -89,6 +90,8 @@ func TestEachStepOfTheProtocolHasItsClass(t *testing.T) {
 		{faults.ReleaseBegun, "patch", capi, "machinedeployments", "", ledgers(empty, releasing, 2, 2, "")},
 		{faults.FloorChosen, "patch", capi, "machinedeployments", "", ledgers(
 			empty, `{"v":1,"seq":2,"floor":1,"lastReplicas":2,"marking":["u"]}`, 2, 2, "")},
+		{faults.FloorRaised, "patch", capi, "machinedeployments", "", ledgers(
+			empty, `{"v":2,"seq":2,"floor":2,"lastReplicas":2,"returning":{"u":{"m":"m","c":"c"}}}`, 2, 2, "")},
 		{faults.ReplicasLowered, "patch", capi, "machinedeployments", "", ledgers(releasing, empty, 2, 1, "")},
 		{faults.PausePut, "patch", capi, "machinedeployments", "", ledgers(releasing, releasing, 2, 2, fmt.Sprintf(paused, "add"))},
 		{faults.PauseRemoved, "patch", capi, "machinedeployments", "", ledgers(releasing, empty, 2, 1, fmt.Sprintf(paused, "remove"))},
@@ -97,6 +100,10 @@ func TestEachStepOfTheProtocolHasItsClass(t *testing.T) {
 		{faults.MachineLabelled, "patch", capi, "machines", "", `[{"op":"test","path":"/metadata/uid","value":"u"},` +
 			`{"op":"add","path":"/metadata/labels/agent.karpenter.cluster.x-k8s.io~1claim","value":"c"}]`},
 		{faults.MachineUnlabelled, "patch", capi, "machines", "", `{"metadata":{"labels":{"agent.karpenter.cluster.x-k8s.io/claim":null}}}`},
+		{
+			faults.MachineReturned, "patch", capi, "machines", "",
+			`{"metadata":{"labels":{"` + ours + `/claim":null},"annotations":{"` + ours + `/floor":"true"}}}`,
+		},
 		{faults.MachineHeld, "patch", capi, "machines", "", `[{"op":"add","path":"/metadata/finalizers","value":["m","` + ours + `/release"]}]`},
 		{faults.MachineHeld, "patch", capi, "machines", "", `{"metadata":{"resourceVersion":"7"}}`},
 		{faults.MachineLetGo, "patch", capi, "machines", "", `[{"op":"add","path":"/metadata/finalizers","value":[]}]`},

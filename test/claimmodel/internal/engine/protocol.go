@@ -335,7 +335,8 @@ const (
 // wording says a transition; %g is the group, %x and %y its numbers, counted from 0.
 var wording = [...]string{
 	createClaim: "CreateClaim c%x (group %g)", repeatCreate: "CreateClaim c%x once more (group %g)", releaseClaim: "ReleaseClaim c%x",
-	returnMachine: "ReturnMachine c%x", buryClaim: "ReleaseClaim c%x, unknown: a tombstone", outsiderDeletes: "somebody deletes m%x", humanRaises: "a human raises replicas to %x",
+	returnMachine: "ReturnMachine c%x",
+	buryClaim:     "ReleaseClaim c%x, unknown: a tombstone", outsiderDeletes: "somebody deletes m%x", humanRaises: "a human raises replicas to %x",
 	humanLowers: "a human lowers replicas to %x", humanRollsOut: "a human changes the template to %x", somebodyWipes: "somebody wipes the ledger",
 	humanThaws:  "a human clears the freeze",
 	humanPauses: "a human pauses the MachineDeployment", humanUnpauses: "the human un-pauses it",
