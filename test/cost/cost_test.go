@@ -42,6 +42,8 @@ const (
 	maxLedgerOnly = 10
 	maxLowerings  = 15
 	maxReleasing  = 15
+	// Of a hundred adoptions or returns.
+	maxAdoptionLedgers = 20
 )
 
 // What one of 100 claims may cost, at most, in requests of both agents without Events: until its Machine carries its label, and for its
@@ -49,6 +51,8 @@ const (
 const (
 	bindWrites, bindRequests       = 4, 6
 	releaseWrites, releaseRequests = 5, 8
+	adoptWrites, adoptRequests     = 3, 6
+	returnWrites, returnRequests   = 3, 8
 )
 
 // maxRefused is how many writes may be refused of a hundred claims' or releases': of two agents one leaves a node group to the other while
@@ -78,7 +82,7 @@ func TestWhatAHundredClaimsCost(t *testing.T) {
 	must(t, s.AwaitBound(ctx, wishes))
 	binding := next(t, log)
 	report(t, "binding", binding)
-	t.Run("binding a claim takes few requests", func(t *testing.T) { eachCosts(t, binding, bindWrites, bindRequests) })
+	t.Run("binding a claim takes few requests", func(t *testing.T) { eachCosts(t, binding, claims, bindWrites, bindRequests) })
 	must(t, s.Unhold(ctx))
 	must(t, s.AwaitServed(ctx, wishes))
 	must(t, world.Poll(ctx, inFlight(s)))
@@ -115,7 +119,7 @@ func TestWhatAHundredClaimsCost(t *testing.T) {
 	must(t, world.Poll(ctx, inFlight(s)))
 	releasing := next(t, log)
 	report(t, "releasing", releasing)
-	t.Run("releasing a claim takes few requests", func(t *testing.T) { eachCosts(t, releasing, releaseWrites, releaseRequests) })
+	t.Run("releasing a claim takes few requests", func(t *testing.T) { eachCosts(t, releasing, claims, releaseWrites, releaseRequests) })
 	t.Run("few writes of releases are refused", func(t *testing.T) { fewRefused(t, releasing) })
 	t.Run("releasing writes the MachineDeployment seldom", func(t *testing.T) {
 		raises, lowerings, ledgerOnly := ledgerWrites(t, releasing)
@@ -136,6 +140,64 @@ func TestWhatAHundredClaimsCost(t *testing.T) {
 		}
 	})
 }
+
+// TestWhatAdoptionsCost has claims take the user's Machines over, and return them.
+func TestWhatAdoptionsCost(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), 3*patience)
+	defer cancel()
+	s, log := start(ctx, t)
+	must(t, s.CreateGroup(ctx, rush.Group{Name: group}))
+	must(t, s.Scale(ctx, group, *adopted))
+	var names []string
+	must(t, s.AwaitMachines(ctx, func(machines []rush.Machine) string {
+		names = lo.FilterMap(machines, func(m rush.Machine, _ int) (string, bool) { return m.Name, m.Node != "" })
+		return lo.Ternary(len(names) == *adopted, "", fmt.Sprintf("%d Machines to have a Node: %d have", *adopted, len(names)))
+	}))
+	wishes := lo.Map(names, func(name string, i int) rush.Wish {
+		return rush.Wish{ID: fmt.Sprintf("claim-%03d", i), Groups: []string{group}, Adopt: name}
+	})
+	next(t, log)
+
+	began := time.Now()
+	if _, err := s.Claim(ctx, wishes); err != nil {
+		t.Fatal(err)
+	}
+	must(t, s.AwaitServed(ctx, wishes))
+	t.Logf("%d Machines were adopted in %.1f s", *adopted, time.Since(began).Seconds())
+	must(t, world.Poll(ctx, inFlight(s)))
+	must(t, world.Poll(ctx, everyNodeIsNoted(s)))
+	adopting := next(t, log)
+	report(t, "adopting", adopting)
+	t.Run("adopting a Machine takes few requests", func(t *testing.T) { eachCosts(t, adopting, *adopted, adoptWrites, adoptRequests) })
+	t.Run("replicas stay", func(t *testing.T) { replicasStay(t, adopting) })
+
+	began = time.Now()
+	if _, err := s.Return(ctx, wishes); err != nil {
+		t.Fatal(err)
+	}
+	must(t, world.Poll(ctx, func(ctx context.Context) (string, error) {
+		left, err := s.Claims(ctx)
+		return lo.Ternary(len(left) == 0, "", fmt.Sprintf("%d claims to end", len(left))), err
+	}))
+	t.Logf("%d Machines were returned in %.1f s", *adopted, time.Since(began).Seconds())
+	must(t, world.Poll(ctx, inFlight(s)))
+	returning := next(t, log)
+	report(t, "returning", returning)
+	t.Run("returning a Machine takes few requests", func(t *testing.T) { eachCosts(t, returning, *adopted, returnWrites, returnRequests) })
+	t.Run("replicas stay again", func(t *testing.T) { replicasStay(t, returning) })
+}
+
+func replicasStay(t *testing.T, requests []cost.Request) {
+	t.Helper()
+	raises, lowerings, ledgerOnly := ledgerWrites(t, requests)
+	if raises+lowerings > 0 || ledgerOnly == 0 || ledgerOnly > maxAdoptionLedgers {
+		t.Errorf("replicas were raised in %d writes and lowered in %d (none), and there were %d ledger-only writes (1 to %d)",
+			raises, lowerings, ledgerOnly, maxAdoptionLedgers)
+	}
+}
+
+// adopted is how many Machines are adopted and returned.
+var adopted = flag.Int("adopted", 100, "how many Machines are adopted, and returned")
 
 // TestWhatOneClaimCosts prints what the whole life of a claim takes that has the node group for itself.
 func TestWhatOneClaimCosts(t *testing.T) {
@@ -209,11 +271,11 @@ func next(t *testing.T, log *cost.Log) []cost.Request {
 }
 
 // eachCosts checks a claim's share of what was asked for.
-func eachCosts(t *testing.T, asked []cost.Request, maxWrites, maxRequests int) {
+func eachCosts(t *testing.T, asked []cost.Request, claims, maxWrites, maxRequests int) {
 	t.Helper()
 	asked = lo.Filter(asked, func(r cost.Request, _ int) bool { return r.Resource != "events" && r.Verb != "watch" })
 	writes := lo.CountBy(asked, func(r cost.Request) bool { return r.Writes() && !r.Refused() && r.Resource != "machinedeployments" })
-	t.Logf("%.2f writes and %.2f requests a claim", float64(writes)/claims, float64(len(asked))/claims)
+	t.Logf("%.2f writes and %.2f requests a claim", float64(writes)/float64(claims), float64(len(asked))/float64(claims))
 	if writes > maxWrites*claims || len(asked) > maxRequests*claims {
 		t.Errorf("%d claims took %d writes and %d requests; at most %d and %d for each", claims, writes, len(asked), maxWrites, maxRequests)
 	}
@@ -299,12 +361,13 @@ func inFlight(s *rush.Site) func(context.Context) (string, error) {
 		var ledger struct {
 			Pending   map[string]json.RawMessage `json:"pending"`
 			Releasing map[string]json.RawMessage `json:"releasing"`
+			Returning map[string]json.RawMessage `json:"returning"`
 		}
 		if err := json.Unmarshal([]byte(md.Annotations[agentv1.LedgerAnnotation]), &ledger); err != nil {
 			return "", err
 		}
-		if p, r := len(ledger.Pending), len(ledger.Releasing); p+r > 0 {
-			return fmt.Sprintf("%d pending and %d releasing entries to leave the ledger", p, r), nil
+		if n := len(ledger.Pending) + len(ledger.Releasing) + len(ledger.Returning); n > 0 {
+			return fmt.Sprintf("%d entries to leave the ledger", n), nil
 		}
 		return "", nil
 	}

@@ -175,6 +175,8 @@ type Wish struct {
 	ID string
 	// Groups are the names of the node groups that would do, best first.
 	Groups []string
+	// Adopt is the Machine to take over; empty for a new one.
+	Adopt string
 }
 
 // Claim makes the claims, all at once, and returns how long each call took.
@@ -182,8 +184,16 @@ func (s *Site) Claim(ctx context.Context, wishes []Wish) ([]time.Duration, error
 	return AtOnce(ctx, wishes, func(ctx context.Context, w Wish) error {
 		_, err := s.Agent.Claims.CreateClaim(ctx, &agentv1alpha1.CreateClaimRequest{
 			Cluster: cluster(), ClaimId: w.ID, Holder: Holder, DisplayName: w.ID,
-			Candidates: lo.Map(w.Groups, func(name string, _ int) string { return groupID(name) }),
+			Candidates: lo.Map(w.Groups, func(name string, _ int) string { return groupID(name) }), AdoptMachine: w.Adopt,
 		})
+		return err
+	})
+}
+
+// Return leaves the claims' Machines to the user, all at once, and returns how long each call took.
+func (s *Site) Return(ctx context.Context, wishes []Wish) ([]time.Duration, error) {
+	return AtOnce(ctx, wishes, func(ctx context.Context, w Wish) error {
+		_, err := s.Agent.Claims.ReturnMachine(ctx, &agentv1alpha1.ReturnMachineRequest{Cluster: cluster(), ClaimId: w.ID})
 		return err
 	})
 }
