@@ -217,9 +217,13 @@ func ofHub(name string) sandbox.Options {
 }
 
 // startHub is startHubs with a hub that stays the spoke's: source and target are the same.
-func startHub(t *testing.T, name string) hubs {
+func startHub(t *testing.T, name string, changes ...func(*sandbox.Options)) hubs {
 	t.Helper()
-	alone, err := world.Start(within(t, startWithin), ofHub(name), nil)
+	options := ofHub(name)
+	for _, change := range changes {
+		change(&options)
+	}
+	alone, err := world.Start(within(t, startWithin), options, nil)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -1,0 +1,103 @@
+package e2e_test
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	. "github.com/onsi/gomega"
+	"github.com/samber/lo"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	shimv1alpha1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/test/cost"
+	"github.com/karpenter-capi/karpenter-capi/test/invariants"
+	"github.com/karpenter-capi/karpenter-capi/test/journey"
+	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/peer"
+)
+
+// many is how many Nodes each of two node groups has.
+const many = 250
+
+// writesEach is how many writes to the hub one adoption may cost, beside those to the MachineDeployment, which all share.
+const writesEach = 3
+
+// TestManyNodesAreTakenOver has Nodes of people, as those of the cluster-autoscaler are, and then the NodeClaims that another provider leaves, all
+// adopted at once.
+func TestManyNodesAreTakenOver(t *testing.T) {
+	figure := shows(t, fmt.Sprintf("%d nodes are taken over: with NodeClaims, and without", 2*many))
+	if testing.Short() {
+		t.Skip("not in the short run: five hundred Nodes")
+	}
+	g := NewWithT(t)
+	h := startHub(t, "e2e-many", func(o *sandbox.Options) { o.AuditHub = true })
+	g.Expect(manifests.Apply(within(t, soon), h.source.Hub, manifests.MoveHub)).To(Succeed())
+	g.Expect(manifests.Apply(within(t, soon), h.source.Spoke, manifests.MoveSpoke)).To(Succeed())
+	g.Expect(h.source.AwaitNodePool(within(t, soon), "move")).To(Succeed())
+	for _, name := range []string{"east", "west"} {
+		md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: name}}
+		patch := mergePatch(fmt.Sprintf(`{"metadata":{"annotations":{%q:"%d"}},"spec":{"replicas":%d}}`,
+			clusterv1.AutoscalerMaxSizeAnnotation, many, many))
+		g.Expect(h.source.Hub.Patch(within(t, soon), md, patch)).To(Succeed())
+	}
+	g.Expect(h.source.Recorder.Await(within(t, 15*time.Minute), func(s journey.State) string {
+		machines := lo.SumBy(s.Groups, func(g journey.Group) int { return g.Machines })
+		return lo.Ternary(machines == 2*many, everyMachineRuns(s), fmt.Sprintf("%d Machines to be made: %d are", 2*many, machines))
+	})).To(Succeed())
+	h.source.Checker.Expected = func() invariants.Expected {
+		return invariants.Expected{Shares: map[string]invariants.Share{"east": {}, "west": {}}}
+	}
+	log, err := cost.Open(h.source.Sandbox.State().Paths.HubAudit)
+	g.Expect(err).NotTo(HaveOccurred())
+
+	began := time.Now()
+	class := &shimv1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: "move"}}
+	patch := mergePatch(`{"spec":{"adoption":{"machines":"All","nodesPerMinute":6000}}}`)
+	g.Expect(h.source.Spoke.Patch(within(t, soon), class, patch)).To(Succeed())
+	poll(t, 10*time.Minute, func(context.Context) (string, error) {
+		claims := len(h.holdings(t, h.source).claims)
+		return lo.Ternary(claims == 2*many, "", fmt.Sprintf("%d Machines to be adopted: %d are", 2*many, claims)), nil
+	})
+	figure("without NodeClaims: %.0f s, %.2f writes each", time.Since(began).Seconds(), writes(t, log))
+	h.settle(t)
+	before := h.holdings(t, h.source)
+
+	for _, component := range append(lo.Times(agents, sandbox.AgentName), sandbox.Shim) {
+		g.Expect(h.source.Sandbox.StopComponent(component)).To(Succeed())
+	}
+	g.Expect(peer.Disguise(within(t, 10*time.Minute), h.source)).To(Succeed())
+	watching := watchSpoke(t, h.source)
+	for _, component := range append(lo.Times(agents, sandbox.AgentName), sandbox.Shim) {
+		g.Expect(h.source.Sandbox.StartComponent(within(t, settleWithin), component)).To(Succeed())
+	}
+	_, err = log.Next(cost.AgentUser)
+	g.Expect(err).NotTo(HaveOccurred())
+	began = time.Now()
+	poll(t, 10*time.Minute, h.holds(before))
+	figure("with NodeClaims: %.0f s after the shim was ready, %.2f writes each", time.Since(began).Seconds(), writes(t, log))
+	h.settle(t)
+	g.Expect(watching.Incidents()).To(BeEmpty(), "what happened to what ran in the spoke")
+	is := h.holdings(t, h.source)
+	g.Expect(is.nodes).To(Equal(before.nodes))
+	g.Expect(is.replicas).To(Equal(before.replicas))
+	g.Expect(h.faults()).To(BeEmpty())
+}
+
+// writes returns how many writes of the agents each adoption took since the last call, and fails the test when there were too many.
+func writes(t *testing.T, log *cost.Log) float64 {
+	t.Helper()
+	g := NewWithT(t)
+	requests, err := log.Next(cost.AgentUser)
+	g.Expect(err).NotTo(HaveOccurred())
+	n := lo.CountBy(requests, func(r cost.Request) bool {
+		shared := strings.HasPrefix(r.Resource, "machinedeployments") || r.Resource == "events"
+		return r.Writes() && !r.Refused() && !shared
+	})
+	g.Expect(n).To(BeNumerically("<=", writesEach*2*many))
+	return float64(n) / (2 * many)
+}

@@ -1,0 +1,192 @@
+package e2e_test
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	. "github.com/onsi/gomega"
+	"github.com/samber/lo"
+	admissionv1 "k8s.io/api/admissionregistration/v1"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+
+	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	"github.com/karpenter-capi/karpenter-capi/test/invariants"
+	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+)
+
+// TestNodesOfTheOtherProviderItselfAreTakenOver has karpenter-provider-cluster-api make Nodes, kills it while it makes more and removes one, and
+// has agent and shim go on, and then goes back to it. Its module cannot be had from the Go module proxy; whoever has its binary says where: make e2e PEER=<binary>.
+// Its metrics listen on every address.
+func TestNodesOfTheOtherProviderItselfAreTakenOver(t *testing.T) {
+	figure := shows(t, "a live switch from the other provider's own binary, killed at work: every node goes on running")
+	binary := os.Getenv("PEER")
+	if binary == "" {
+		t.Skip("needs PEER=<binary of karpenter-provider-cluster-api>")
+	}
+	g := NewWithT(t)
+	const pods, late = 8, 4
+	h := startHub(t, "e2e-peer")
+	for _, component := range append(lo.Times(agents, sandbox.AgentName), sandbox.Shim) {
+		g.Expect(h.source.Sandbox.StopComponent(component)).To(Succeed())
+	}
+	g.Expect(manifests.Apply(within(t, soon), h.source.Hub, manifests.PeerHub)).To(Succeed())
+	for _, file := range []string{manifests.PeerSpoke, manifests.PeerWorkload} {
+		g.Expect(manifests.Apply(within(t, soon), h.source.Spoke, file)).To(Succeed())
+	}
+	stop := h.runPeer(t, binary)
+	workload := client.ObjectKey{Namespace: "default", Name: "scale-up"}
+	g.Expect(h.source.Scale(within(t, soon), workload, pods)).To(Succeed())
+	g.Expect(h.source.Recorder.Await(within(t, 5*time.Minute), running(pods))).To(Succeed())
+
+	// It is killed once it has raised replicas for the next pods, and with the deletion of a NodeClaim to be carried out.
+	g.Expect(h.source.Scale(within(t, soon), workload, pods+late)).To(Succeed())
+	poll(t, settleWithin, func(context.Context) (string, error) {
+		now := h.holdings(t, h.source).replicas["peer-md-0"]
+		return lo.Ternary(now > pods, "", fmt.Sprintf("the other provider to raise replicas: they are %d", now)), nil
+	})
+	stop()
+	leaving := h.nodeClaims(t)[0]
+	g.Expect(h.source.Spoke.Delete(within(t, soon), &leaving)).To(Succeed())
+	g.Expect(h.source.Recorder.Await(within(t, settleWithin), everyMachineRuns)).To(Succeed())
+
+	had := h.machinesOf(t)
+	figure("%d NodeClaims, %d of them without a provider ID, and %d Machines", len(h.nodeClaims(t)), len(h.nodeClaims(t))-len(had), h.machines(t))
+	watching := watchSpoke(t, h.source)
+	for _, component := range lo.Times(agents, sandbox.AgentName) {
+		g.Expect(h.source.Sandbox.StartComponent(within(t, settleWithin), component)).To(Succeed())
+	}
+	planned := h.planAdoption(t)
+	g.Expect(planned.InTheWay).To(BeEmpty())
+	g.Expect(planned.Disrupted).To(BeZero())
+	g.Expect(h.source.Sandbox.StartComponent(within(t, settleWithin), sandbox.Shim)).To(Succeed())
+	poll(t, settleWithin, func(context.Context) (string, error) {
+		now := map[string]string{}
+		for id, claim := range h.holdings(t, h.source).claims {
+			now[id] = claim.providerID
+		}
+		for _, nc := range h.nodeClaims(t) {
+			if nc.UID == leaving.UID {
+				return "NodeClaim " + nc.Name + " to go", nil
+			}
+		}
+		for id, providerID := range had {
+			if now[id] != providerID && id != string(leaving.UID) {
+				return fmt.Sprintf("NodeClaim %s to have a claim on %s: it has %q", id, providerID, now[id]), nil
+			}
+		}
+		return "", nil
+	})
+	g.Expect(h.source.Recorder.Await(within(t, settleWithin), running(pods+late))).To(Succeed())
+	h.source.Checker.Expected = func() invariants.Expected { return invariants.Expected{} } // whose its surplus is, nobody knows
+	h.settle(t)
+	others := lo.Reject(watching.Incidents(), func(what string, _ int) bool {
+		return strings.Contains(what, " "+leaving.Name+" ") || strings.Contains(what, " "+leaving.Status.NodeName+" ") || strings.Contains(what, "*v1.Pod")
+	})
+	g.Expect(others).To(BeEmpty(), "what happened to what ran in the spoke")
+	figure("%d claims; %d Machines without one", len(h.holdings(t, h.source).claims), len(h.holdings(t, h.source).unclaimed))
+
+	g.Expect(h.faults()).To(BeEmpty())
+
+	h.goBack(t)
+	watching = watchSpoke(t, h.source)
+	stop = h.runPeer(t, binary)
+	g.Expect(h.source.Scale(within(t, soon), workload, pods+late+2)).To(Succeed())
+	g.Expect(h.source.Recorder.Await(within(t, 5*time.Minute), running(pods+late+2))).To(Succeed())
+	g.Consistently(watching.Incidents).WithTimeout(soon).WithPolling(time.Second).Should(BeEmpty(), "what happened to what ran in the spoke")
+	stop()
+	ids := lo.Map(h.nodeClaims(t), func(nc karpenterv1.NodeClaim, _ int) string { return nc.Status.ProviderID })
+	g.Expect(lo.FindDuplicates(ids)).To(BeEmpty(), "a Machine has one NodeClaim")
+	figure("and back: %d NodeClaims", len(ids))
+}
+
+// goBack does what docs/migrate-from-karpenter-provider-cluster-api.md says under "Going back".
+func (h hubs) goBack(t *testing.T) {
+	t.Helper()
+	g := NewWithT(t)
+	hub := h.source.Sandbox.State().Paths.HubKubeconfig
+	command := func(name string, arguments ...string) {
+		t.Helper()
+		out, err := exec.CommandContext(within(t, settleWithin), filepath.Join(root(t), "bin", name), append(arguments, "--kubeconfig="+hub)...).CombinedOutput()
+		g.Expect(err).NotTo(HaveOccurred(), string(out))
+	}
+	g.Expect(h.source.Sandbox.StopComponent(sandbox.Shim)).To(Succeed())
+	command("kubectl", "-n", sandbox.ClusterNamespace, "label", "machines", "-l", agentv1.ClaimLabel, agentv1.MemberLabel+"=")
+	for _, component := range lo.Times(agents, sandbox.AgentName) {
+		g.Expect(h.source.Sandbox.StopComponent(component)).To(Succeed())
+	}
+	var bindings admissionv1.ValidatingAdmissionPolicyBindingList
+	g.Expect(h.source.Hub.List(within(t, soon), &bindings)).To(Succeed())
+	for i := range bindings.Items {
+		g.Expect(h.source.Hub.Delete(within(t, soon), &bindings.Items[i])).To(Succeed())
+	}
+	command("capi-agent", "uninstall")
+}
+
+// runPeer runs the other provider against hub and spoke, as an administrator, until the returned function kills it.
+func (h hubs) runPeer(t *testing.T, binary string) (kill func()) {
+	t.Helper()
+	g := NewWithT(t)
+	paths := h.source.Sandbox.State().Paths
+	log, err := os.Create(filepath.Join(paths.Logs, "peer.log"))
+	g.Expect(err).NotTo(HaveOccurred())
+	cmd := exec.CommandContext(t.Context(), binary,
+		"--cluster-api-kubeconfig="+paths.HubKubeconfig, "--metrics-port="+freePort(t), "--health-probe-port="+freePort(t))
+	cmd.Env = append(os.Environ(), "KUBECONFIG="+paths.SpokeKubeconfig, "DISABLE_LEADER_ELECTION=true", "SYSTEM_NAMESPACE=default")
+	cmd.Stdout, cmd.Stderr = log, log
+	g.Expect(cmd.Start()).To(Succeed())
+	kill = func() {
+		_ = cmd.Process.Kill() // it may have ended
+		_ = cmd.Wait()
+	}
+	t.Cleanup(func() {
+		kill()
+		_ = log.Close()
+	})
+	return kill
+}
+
+func freePort(t *testing.T) string {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	NewWithT(t).Expect(err).NotTo(HaveOccurred())
+	defer func() { _ = l.Close() }()
+	_, port, err := net.SplitHostPort(l.Addr().String())
+	NewWithT(t).Expect(err).NotTo(HaveOccurred())
+	return port
+}
+
+func (h hubs) nodeClaims(t *testing.T) []karpenterv1.NodeClaim {
+	t.Helper()
+	var list karpenterv1.NodeClaimList
+	NewWithT(t).Expect(h.source.Spoke.List(within(t, soon), &list)).To(Succeed())
+	return list.Items
+}
+
+// machinesOf are the provider IDs that NodeClaims have, by the NodeClaim's UID.
+func (h hubs) machinesOf(t *testing.T) map[string]string {
+	t.Helper()
+	ids := map[string]string{}
+	for _, nc := range h.nodeClaims(t) {
+		if nc.Status.ProviderID != "" {
+			ids[string(nc.UID)] = nc.Status.ProviderID
+		}
+	}
+	return ids
+}
+
+func (h hubs) machines(t *testing.T) int {
+	t.Helper()
+	var list clusterv1.MachineList
+	NewWithT(t).Expect(h.source.Hub.List(within(t, soon), &list, client.InNamespace(sandbox.ClusterNamespace))).To(Succeed())
+	return len(list.Items)
+}
