@@ -51,15 +51,26 @@ func (b *books) fold() {
 	b.next.LastReplicas = b.Group.Replicas
 }
 
-// users is how many of so many replicas the user has: what they own, or what the min size made more of it, where the max size left room.
+// users returns how many of the given replicas belong to the user: the floor, or the min size as far as replicas allow.
 func (b *books) users(replicas int32) int32 {
-	others := b.claimed(b.Ledger != nil)
-	for _, r := range b.next.Releasing {
-		if !r.GivenBack {
+	others := b.labelledAlone() + b.unreleased()
+	for id := range b.next.Pending {
+		if b.keeps(id) { // the replica of any other entry becomes a spare
 			others++
 		}
 	}
 	return max(b.next.Floor, min(b.next.Min, replicas-others))
+}
+
+// labelledAlone counts the Machines that have a replica by their label alone: the ledger has neither an entry of their claims nor a record of them. One
+// that is being deleted counts until it is gone, as nothing replaces it before.
+func (b *books) labelledAlone() int32 {
+	return Count(lo.Filter(b.Machines, func(m *clusterv1.Machine, _ int) bool {
+		id := ClaimOf(m)
+		_, pending := b.next.Pending[id]
+		_, released := b.next.Releasing[m.UID]
+		return id != "" && !pending && !released && !b.returned(m.UID) && (!Alive(m) || !b.orphaned(id))
+	}))
 }
 
 // claimed counts the claims that have, or if waiting are accounted for, a replica of this group and have not been released. One whose
@@ -202,21 +213,7 @@ func clamp(n int) int32 { return int32(max(math.MinInt32, min(math.MaxInt32, n))
 
 // meet raises replicas when there are fewer of them than owners. Nothing is ever lowered here.
 func (b *books) meet() {
-	for _, m := range b.Machines {
-		if _, pending := b.next.Pending[ClaimOf(m)]; pending {
-			continue
-		}
-		switch b.class(m) {
-		case claimed:
-			b.labelOnly++
-		case going:
-			if ClaimOf(m) != "" && !b.returned(m.UID) { // until it is gone, as nothing replaces it before
-				b.labelOnly++
-			}
-		case promised, releasing, givenBack, stranded, fresh, suspect, hopeless, inhabited, ofFloor:
-			// The ledger counts it, or nobody has it.
-		}
-	}
+	b.labelOnly = b.labelledAlone()
 	if owed := b.used(); owed > b.d.Replicas && b.mayGrow() {
 		if b.Group.Max != nil {
 			owed = min(owed, max(b.d.Replicas, *b.Group.Max))
@@ -350,7 +347,8 @@ func (b *books) adopt() {
 }
 
 // adoptable returns the Machine that a claim is to take over, or why it cannot have it. One that is marked as the next that Cluster API is to
-// remove may be had: the process that marked it may have stopped before it lowered replicas, as can happen when another provider is replaced.
+// remove may be had by a claim that needs this very Machine: the process that marked it may have stopped before it lowered replicas, as can happen
+// when another provider is replaced. The claim's label takes the mark off.
 func (b *books) adoptable(c *v1alpha1.MachineClaim) (*clusterv1.Machine, *eligibility.Refusal) {
 	if crowded := b.crowded(); crowded != nil {
 		return nil, crowded
@@ -373,6 +371,12 @@ func (b *books) adoptable(c *v1alpha1.MachineClaim) (*clusterv1.Machine, *eligib
 	case releasing, givenBack, going, stranded:
 		return refuse("is being deleted")
 	case fresh, suspect, hopeless, inhabited, ofFloor:
+	}
+	if _, marked := m.Annotations[clusterv1.DeleteMachineAnnotation]; marked && c.Spec.AdoptAboveMinSize {
+		return refuse("is to be removed next; take the annotation " + clusterv1.DeleteMachineAnnotation + " off first")
+	}
+	if b.returned(m.UID) {
+		return refuse("is being returned to the user by another claim")
 	}
 	if ClaimOf(m) != "" {
 		return refuse("still carries the label of a claim that has ended; take the label off first")

@@ -143,13 +143,18 @@ func (b *books) floor() int32 {
 
 // used counts the replicas that have an owner: the floor, claims, and releases that have not given theirs back.
 func (b *books) used() int32 {
-	used := b.floor() + clamp(len(b.next.Pending)) + b.labelOnly
+	return b.floor() + clamp(len(b.next.Pending)) + b.labelOnly + b.unreleased()
+}
+
+// unreleased counts the recorded releases that have not given their replica back.
+func (b *books) unreleased() int32 {
+	var n int32
 	for _, r := range b.next.Releasing {
 		if !r.GivenBack {
-			used++
+			n++
 		}
 	}
-	return used
+	return n
 }
 
 // spare is how many replicas are nobody's; less than zero when owners are owed some.

@@ -74,6 +74,8 @@ type Action struct {
 	Release Release
 	// Remade reports that the claim was moved or restored: what its holder reported of the Machine's Node is lost.
 	Remade bool
+	// Returned reports that the claim whose status is restored returns its Machine.
+	Returned bool
 	// UIDs are the Machines that a MachineSet is lowered for, Counts all those that the ledger lowers under pause.
 	UIDs, Counts []types.UID
 	// Event is added to the claim's history; its time is the writer's to set.

@@ -76,19 +76,27 @@ func (s *Snapshot) mayMark(m *clusterv1.Machine) bool {
 func (b *books) countFloors() {
 	b.floors = map[types.UID]bool{}
 	for uid := range b.next.Returning {
-		b.floors[uid] = true
-	}
-	for _, m := range b.Machines { // oldest first
-		if len(b.floors) >= int(b.floor()) {
-			return
-		}
-		_, releasing := b.next.Releasing[m.UID]
-		marked := hasFloorMark(m) || slices.Contains(b.next.Marking, m.UID)
-		if marked && Alive(m) && !Held(m) && !releasing && b.orphaned(ClaimOf(m)) && !b.promised[m.UID] {
-			b.floors[m.UID] = true
+		if m := b.machine(uid); m != nil && Alive(m) {
+			b.floors[uid] = true
 		}
 	}
+	count := func(marked func(*clusterv1.Machine) bool) {
+		for _, m := range b.Machines { // oldest first
+			if len(b.floors) >= int(b.floor()) {
+				return
+			}
+			_, releasing := b.next.Releasing[m.UID]
+			if marked(m) && Alive(m) && !Held(m) && !releasing && b.orphaned(ClaimOf(m)) && !b.promised[m.UID] {
+				b.floors[m.UID] = true
+			}
+		}
+	}
+	count(wasReturned) // a claim's holder was told that it stays
+	count(func(m *clusterv1.Machine) bool { return hasFloorMark(m) || slices.Contains(b.next.Marking, m.UID) })
 }
+
+// wasReturned reports whether the Machine is one of the floor's because a claim returned it.
+func wasReturned(m *clusterv1.Machine) bool { return m.Annotations[v1alpha1.FloorAnnotation] == v1alpha1.FloorReturned }
 
 // hasFloorMark reports whether the Machine is marked as one of the floor's.
 func hasFloorMark(m *clusterv1.Machine) bool {

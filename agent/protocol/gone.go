@@ -36,10 +36,10 @@ func DecideGone(s *Snapshot) *Decision {
 			}
 		case m == nil || DeletionCompleted(m):
 			d.end(c, ReasonNodeGroupGone, gone+", and its Machine with it")
-		case phase == v1alpha1.PhaseBound && c.Status.Returned && ClaimOf(m) == c.Spec.ClaimID: // there is no floor any more
+		case c.Returns() && Alive(m) && ClaimOf(m) == c.Spec.ClaimID: // there is no floor any more
 			d.Actions = append(d.Actions, Action{Kind: Return, Machine: m})
-		case phase == v1alpha1.PhaseBound && c.Status.Returned && ClaimOf(m) == "":
-			d.end(c, ReasonReturned, "its Machine is the user's now")
+		case c.Returns() && Alive(m) && ClaimOf(m) == "":
+			d.end(c, ReasonReturned, returned)
 		case phase == v1alpha1.PhaseReleasing && Alive(m): // it was left behind (deleted with cascade=orphan)
 			d.Actions = append(d.Actions, Action{Kind: Hold, Machine: m, Release: Release{Drained: c.Status.Drained}})
 		}

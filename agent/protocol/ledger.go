@@ -13,8 +13,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// LedgerVersion is the newest format of the ledger that this agent reads. It writes the first one that says all that there is to be said, so
-// that older agents go on with a node group where nothing is new to them.
+// LedgerVersion is the newest format of the ledger that this agent reads. It writes the oldest format that can express the ledger, so that
+// older agents go on with a node group where nothing is new to them.
 const LedgerVersion = 2
 
 // ErrNewerLedger means that a newer agent wrote the ledger: this one must not touch the node group.
@@ -51,7 +51,8 @@ type Ledger struct {
 	Pending map[string]Named `json:"pending,omitempty"`
 	// Releasing holds the Machines that are being removed, by UID.
 	Releasing map[types.UID]Release `json:"releasing,omitempty"`
-	// Returning holds the Machines that are the floor's and still carry the labels of the claims that returned them, by UID. Since version 2.
+	// Returning holds the Machines, by UID, that claims have returned to the user: the floor counts them. A record stays until its claim has ended.
+	// Since version 2.
 	Returning map[types.UID]Returned `json:"returning,omitempty"`
 	// Marking are the Machines, by UID, that are about to be marked as the floor's. It is replaced, never changed.
 	Marking []types.UID `json:"marking,omitempty"`

@@ -37,7 +37,7 @@ func (b *books) startReleases() {
 			continue
 		}
 		m := b.machine(c.Status.Machine.UID)
-		if m == nil || ClaimOf(m) != c.Spec.ClaimID || b.handsOver(m) {
+		if m == nil || ClaimOf(m) != c.Spec.ClaimID || b.returned(m.UID) || b.handsOver(m) {
 			continue
 		}
 		if _, begun := b.next.Releasing[m.UID]; begun {

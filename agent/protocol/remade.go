@@ -174,6 +174,8 @@ func (s *Snapshot) actOnCarried(d *Decision, c *v1alpha1.MachineClaim) {
 	switch {
 	case s.labelled(c.Spec.ClaimID) != nil:
 		d.Actions = append(d.Actions, s.restore(c))
+	case s.recordsReturn(c):
+		d.end(c, ReasonReturned, returned)
 	case s.entered(c):
 		s.markEntered(d, c)
 	default:
@@ -192,7 +194,9 @@ func (s *Snapshot) actOnCarried(d *Decision, c *v1alpha1.MachineClaim) {
 // restore is the action for a claim that has the Machine with its label and does not say so.
 func (s *Snapshot) restore(c *v1alpha1.MachineClaim) Action {
 	m := s.labelled(c.Spec.ClaimID)
-	a := Action{Kind: Restore, Claim: c, Group: s.Deployment.UID, Machine: m, Remade: s.carried(c) || s.moved()}
+	a := Action{
+		Kind: Restore, Claim: c, Group: s.Deployment.UID, Machine: m, Remade: s.carried(c) || s.moved(), Returned: s.recordsReturn(c),
+	}
 	if s.moved() {
 		if r := s.Ledger.Releasing[m.UID]; r.Claim == c.Spec.ClaimID {
 			a.Release = r

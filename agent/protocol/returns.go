@@ -1,6 +1,7 @@
 package protocol
 
 import (
+	"github.com/samber/lo"
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
@@ -8,18 +9,22 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
-// A claim can end without its Machine: its holder returns the Machine to the user, who has one more from then on. Replicas stay. The floor is
-// raised, and the Machine recorded as the floor's, in one ledger write; then the claim's label comes off, and the claim ends. An agent that
-// knows nothing of this sees a claim that is Bound, and later a ledger that is newer than it knows.
+// A claim can end without its Machine: its holder returns the Machine to the user, who has one more from then on. Replicas stay. One ledger write
+// raises the floor and records the Machine; then the claim's label comes off and the claim ends; then the record goes. The record outlives a move
+// and a restore, which lose the claim's status. An agent that knows nothing of this sees a claim that is Bound, and later a ledger that is newer
+// than it knows.
+
+// returned is the message of a claim that ended because it returned its Machine.
+const returned = "its Machine is the user's now"
 
 // startReturns gives the floor the Machines that their claims return.
 func (b *books) startReturns() {
 	for _, c := range b.Claims {
-		if c.CurrentPhase() != v1alpha1.PhaseBound || !c.Status.Returned || c.Status.Machine == nil {
+		if !c.Returns() || c.Status.Machine == nil {
 			continue
 		}
 		m := b.machine(c.Status.Machine.UID)
-		if m == nil || !Alive(m) || Held(m) || ClaimOf(m) != c.Spec.ClaimID || b.returned(m.UID) {
+		if m == nil || !Alive(m) || Held(m) || b.returned(m.UID) || !b.mayReturn(c, m) {
 			continue
 		}
 		_, releasing := b.next.Releasing[m.UID]
@@ -36,10 +41,28 @@ func (b *books) startReturns() {
 	}
 }
 
-// dropReturns forgets the Machines that carry the label no more, and those that are gone: what replaces one is the user's.
+// mayReturn reports whether the Machine is still the claim's to return: it carries the claim's label, or another writer took that off.
+func (b *books) mayReturn(c *v1alpha1.MachineClaim, m *clusterv1.Machine) bool {
+	_, entered := b.next.Pending[c.Spec.ClaimID]
+	switch ClaimOf(m) {
+	case c.Spec.ClaimID:
+		return true
+	case "":
+		return !entered && !b.promised[m.UID] && !wasReturned(m)
+	}
+	return false
+}
+
+// dropReturns forgets the records whose claims have ended or are gone, once the label is off, and those of Machines with another claim's label.
 func (b *books) dropReturns() {
 	for uid, r := range b.next.Returning {
-		if m := b.machine(uid); m == nil || ClaimOf(m) != r.Claim {
+		label := ""
+		if m := b.machine(uid); m != nil {
+			label = ClaimOf(m)
+		}
+		c := b.Claim(r.Claim)
+		ended := c == nil || c.CurrentPhase() == v1alpha1.PhaseEnded
+		if label != r.Claim && (ended || label != "") {
 			delete(b.next.Returning, uid)
 		}
 	}
@@ -51,7 +74,7 @@ func (b *books) returned(machine types.UID) bool {
 	return yes
 }
 
-// returning reports whether the snapshot's ledger records the Machine as returned.
+// returning reports whether the snapshot's ledger records that the Machine was returned by the claim whose label it still carries.
 func (s *Snapshot) returning(m *clusterv1.Machine) bool {
 	if s.Ledger == nil {
 		return false
@@ -60,16 +83,31 @@ func (s *Snapshot) returning(m *clusterv1.Machine) bool {
 	return yes && r.Claim == ClaimOf(m)
 }
 
-// actOnReturned ends a claim that returns its Machine, once that carries its label no more. It reports false for a claim that is treated like any
-// other: one that returns nothing, or whose Machine is gone, or another claim's.
+// recordsReturn reports whether the snapshot's ledger records that the claim returned its Machine.
+func (s *Snapshot) recordsReturn(c *v1alpha1.MachineClaim) bool {
+	return s.Ledger != nil && lo.SomeBy(lo.Values(s.Ledger.Returning), func(r Returned) bool { return r.Claim == c.Spec.ClaimID })
+}
+
+// actOnReturned ends a claim that has returned its Machine, once that does not carry its label any more. It reports false for a claim that is
+// treated like any other: one that returns nothing, or whose Machine was lost before the ledger recorded the return.
 func (s *Snapshot) actOnReturned(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine, named Named, entered bool) (done bool) {
-	switch {
-	case c.Status.Phase != v1alpha1.PhaseBound, !c.Status.Returned, m == nil || !Alive(m):
+	if s.recordsReturn(c) {
+		switch labelled := s.labelled(c.Spec.ClaimID); {
+		case labelled == nil:
+			d.end(c, ReasonReturned, returned)
+		case c.Status.Phase == "", c.Status.Phase == v1alpha1.PhasePending:
+			return false // its status was lost
+		}
+		return true
+	}
+	if !c.Returns() || m == nil || !Alive(m) {
 		return false
+	}
+	switch {
 	case ClaimOf(m) == "" && entered && named.UID == m.UID && !Held(m):
-		return false // the label first, so that one rule takes it off
-	case ClaimOf(m) == "" && !entered && s.Ledger != nil:
-		d.end(c, ReasonReturned, "its Machine is the user's now")
+		return false // Finish the label first; then only the Return action removes it.
+	case ClaimOf(m) == "" && wasReturned(m) && s.Ledger != nil:
+		d.end(c, ReasonReturned, returned)
 	case ClaimOf(m) != "" && ClaimOf(m) != c.Spec.ClaimID:
 		return false
 	}

@@ -1,7 +1,10 @@
 package protocol
 
 import (
+	"maps"
+	"slices"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -52,16 +55,29 @@ func TestTheLabelComesOffOnceTheLedgerHasTheReturn(t *testing.T) {
 	assert.Equal(t, int32(2), d.Replicas)
 	assert.Zero(t, d.Claimed, "it may be lowered without harm to a claim")
 
-	s = recorded()
-	delete(s.Machines[1].Labels, v1alpha1.ClaimLabel)
-	s.Machines[1].Annotations = map[string]string{v1alpha1.FloorAnnotation: "true"}
+	s = unlabelled()
+	d = Decide(s)
+	assert.Nil(t, d.Ledger, "the record stays until the claim has ended")
+	assert.Zero(t, d.Claimed)
+	require.Equal(t, []ActionKind{End}, kinds(d))
+	assert.Equal(t, ReasonReturned, d.Actions[0].Event.Reason)
+
+	s = unlabelled()
+	s.Claims = nil // lists leave out what has ended
 	d = Decide(s)
 	require.NotNil(t, d.Ledger)
 	assert.Empty(t, d.Ledger.Returning)
 	assert.Equal(t, 1, d.Ledger.Version)
 	assert.Equal(t, int32(2), d.Ledger.Floor)
-	require.Equal(t, []ActionKind{End}, kinds(d))
-	assert.Equal(t, ReasonReturned, d.Actions[0].Event.Reason)
+	assert.Empty(t, d.Actions)
+}
+
+// unlabelled is the group once the label has come off.
+func unlabelled() *Snapshot {
+	s := recorded()
+	s.Machines[1].Labels = nil
+	s.Machines[1].Annotations = map[string]string{v1alpha1.FloorAnnotation: v1alpha1.FloorReturned}
+	return s
 }
 
 // A user who has no more than the min size keeps it, and has one more than that.
@@ -133,13 +149,58 @@ func TestAReturnedMachineThatIsDeletedCountsOnce(t *testing.T) {
 	assert.Equal(t, int32(2), d.Replicas)
 	assert.Nil(t, d.Ledger)
 
-	s = recorded()
+	for _, s := range []*Snapshot{recorded(), unlabelled()} {
+		s.Machines = s.Machines[:1]
+		d = Decide(s)
+		require.Equal(t, []ActionKind{End}, kinds(d))
+		assert.Equal(t, ReasonReturned, d.Actions[0].Event.Reason)
+		assert.Nil(t, d.Ledger)
+		assert.Zero(t, d.Claimed)
+		assert.Equal(t, int32(2), d.Replicas)
+	}
+
+	s = unlabelled()
+	s.Machines[1].DeletionTimestamp = &metav1.Time{Time: s.Now}
+	assert.Equal(t, []ActionKind{End}, kinds(Decide(s)))
+}
+
+// The record of a Machine that is gone keeps no mark of the floor's from counting.
+func TestAReturnedMachineThatIsGoneTakesNoPlaceOfTheFloor(t *testing.T) {
+	s := recorded()
 	s.Machines = s.Machines[:1]
-	d = Decide(s)
+	s.withMachine("new", "", node)
+	for _, m := range s.Machines {
+		m.Annotations = map[string]string{v1alpha1.FloorAnnotation: "true"}
+	}
+	b := s.open()
+	assert.Equal(t, ofFloor, b.class(s.Machines[0]))
+	assert.Equal(t, ofFloor, b.class(s.Machines[1]))
+}
+
+// A holder was told that its Machine stays: where the floor has become smaller than the number of marks, an older one goes.
+func TestAReturnedMachineStaysBeforeOlderOnesOfTheFloor(t *testing.T) {
+	s := scene(3, &Ledger{Version: 1, Seq: 4, LastReplicas: 3, Floor: 2}).
+		withMachine("y1", "", node).withMachine("y2", "", node).withMachine("c", "", node)
+	s.SpareSince = s.Now.Add(-time.Hour)
+	for i, value := range []string{"true", "true", v1alpha1.FloorReturned} {
+		s.Machines[i].CreationTimestamp = metav1.NewTime(s.Now.Add(time.Duration(i-9) * time.Hour))
+		s.Machines[i].Annotations = map[string]string{v1alpha1.FloorAnnotation: value}
+	}
+	d := Decide(s)
 	require.NotNil(t, d.Ledger)
-	assert.Empty(t, d.Ledger.Returning)
+	assert.Equal(t, []types.UID{"y2"}, slices.Collect(maps.Keys(d.Ledger.Releasing)))
+}
+
+// Replicas that failed Machines have, which are kept, are not the user's.
+func TestAReturnCountsEveryOtherReplica(t *testing.T) {
+	s := returning()
+	s.withMachine("failed", "f", node).withClaim("f", v1alpha1.PhaseReleasing, "failed")
+	s.Claims[1].Status.FailedAt = &metav1.Time{Time: s.Now}
+	s.Group.KeepFailed, s.Group.Replicas, s.Ledger.LastReplicas = 1, 3, 3
+	s.Ledger.Min, s.Group.Min, s.Group.Max = 3, 3, new(int32(3))
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
 	assert.Equal(t, int32(2), d.Ledger.Floor)
-	assert.Equal(t, int32(2), d.Replicas)
 }
 
 // The claim's object is lost with the ledger's record in place: it is not made again.
@@ -149,15 +210,83 @@ func TestTheClaimOfAReturnedMachineIsNotRecreated(t *testing.T) {
 	assert.Equal(t, []ActionKind{Return}, kinds(Decide(s)))
 }
 
-func TestAReturnIsFoundAgainAfterAMove(t *testing.T) {
-	s := recorded()
+// movedOn is the group after a move to another hub: with another UID everywhere, and no status.
+func movedOn(s *Snapshot) *Snapshot {
 	s.Deployment.UID, s.Ledger.UID, s.Synced = "new", "old", true
+	s.ClusterUID = "new"
 	s.Machines[1].UID = "b2"
-	s.Claims[0].Status.Machine.UID = "b2"
-	d := Decide(s)
+	s.Claims[0].Spec.ClusterUID, s.Claims[0].Status = "old", v1alpha1.MachineClaimStatus{}
+	return s
+}
+
+func TestAReturnGoesOnAfterAMove(t *testing.T) {
+	d := Decide(movedOn(recorded()))
+	require.Equal(t, []ActionKind{Restore}, kinds(d))
+	assert.True(t, d.Actions[0].Returned)
+
+	s := movedOn(recorded())
+	s.Claims[0].Status = v1alpha1.MachineClaimStatus{
+		Phase: v1alpha1.PhaseBound, Returned: true, Machine: &v1alpha1.MachineReference{Name: "b", UID: "b2"},
+	}
+	d = Decide(s)
 	require.NotNil(t, d.Ledger)
 	assert.Equal(t, map[types.UID]Returned{"b2": {Machine: "b", Claim: "c"}}, d.Ledger.Returning)
 	assert.Equal(t, int32(2), d.Ledger.Floor)
+	assert.Equal(t, []ActionKind{Return}, kinds(d))
+
+	d = Decide(movedOn(unlabelled()))
+	require.Equal(t, []ActionKind{End}, kinds(d), "the ledger knows what has become of it")
+	assert.Equal(t, ReasonReturned, d.Actions[0].Event.Reason)
+}
+
+// A release that is asked for while the claim's status is lost takes nothing of the user's.
+func TestAReturnedMachineIsNotReleased(t *testing.T) {
+	for _, s := range []*Snapshot{recorded(), unlabelled()} {
+		s.Claims[0].Status.Phase, s.Claims[0].Status.Returned = v1alpha1.PhaseReleasing, false
+		d := Decide(s)
+		assert.Nil(t, d.Ledger)
+		assert.Equal(t, int32(2), d.Replicas)
+		assert.NotContains(t, kinds(d), Hold)
+		assert.Contains(t, []ActionKind{Return, End}, kinds(d)[0])
+		if kinds(d)[0] == End {
+			assert.Equal(t, ReasonReturned, d.Actions[0].Event.Reason)
+		}
+	}
+}
+
+// Whoever takes the label off before the ledger has the return does not take the Machine from the user with it.
+func TestAMachineIsReturnedWithoutItsLabel(t *testing.T) {
+	s := returning()
+	s.Machines[1].Labels = nil
+	d := Decide(s)
+	require.NotNil(t, d.Ledger)
+	assert.Equal(t, int32(2), d.Ledger.Floor)
+	assert.Equal(t, map[types.UID]Returned{"b": {Machine: "b", Claim: "c"}}, d.Ledger.Returning)
+	assert.NotContains(t, kinds(d), End)
+
+	// The record was lost once the Machine had its mark: the floor has it already.
+	s = returning()
+	s.Ledger.Floor, s.Machines[1].Labels, s.Machines[1].Annotations = 2, nil, unlabelled().Machines[1].Annotations
+	d = Decide(s)
+	assert.Nil(t, d.Ledger)
+	assert.Equal(t, []ActionKind{End}, kinds(d))
+}
+
+func TestAMachineThatIsBeingReturnedIsNotAdopted(t *testing.T) {
+	s := unlabelled().withClaim("next", v1alpha1.PhasePending, "")
+	s.Claims[1].Spec.Adopt = "b"
+	assert.Equal(t, eligibility.NotAdoptable, Decide(s).Refused["next"].Reason)
+}
+
+// A mark says which Machine a person, or the cluster-autoscaler, is about to remove.
+func TestAMachineThatIsToBeRemovedIsAdoptedOnlyByAClaimThatNeedsIt(t *testing.T) {
+	for _, spare := range []bool{true, false} {
+		s := scene(1, &Ledger{Version: 1, Seq: 4, LastReplicas: 1, Floor: 1}).withMachine("m", "", node).withClaim("c", v1alpha1.PhasePending, "")
+		s.Machines[0].Annotations = map[string]string{clusterv1.DeleteMachineAnnotation: ""}
+		s.Claims[0].Spec.Adopt, s.Claims[0].Spec.AdoptAboveMinSize = "m", spare
+		_, refused := Decide(s).Refused["c"]
+		assert.Equal(t, spare, refused)
+	}
 }
 
 func TestAMachineOfAGroupThatIsGoneIsReturnedWithoutALedger(t *testing.T) {
@@ -169,6 +298,9 @@ func TestAMachineOfAGroupThatIsGoneIsReturnedWithoutALedger(t *testing.T) {
 	s.Ledger = nil
 	delete(s.Machines[1].Labels, v1alpha1.ClaimLabel)
 	assert.Equal(t, []ActionKind{End}, kinds(DecideGone(s)))
+	s = returning()
+	s.Ledger, s.Machines[1].DeletionTimestamp = nil, &metav1.Time{Time: s.Now}
+	assert.Empty(t, kinds(DecideGone(s)), "it goes with the group")
 }
 
 // The ledger was wiped between its write and the end of the label: the floor is what the claims do not explain, and the return begins anew.

@@ -56,6 +56,8 @@ const (
 	// off its Node, so that pods may run there. It is written once the ledger has excluded the Machine from what claims may have, and
 	// taken off by a claim's label. Where the floor has become smaller than the number of marks, the oldest Machines count.
 	FloorAnnotation = Group + "/floor"
+	// FloorReturned is the annotation's value on a Machine that a claim has returned to the user.
+	FloorReturned = "returned"
 
 	// ReleaseFinalizer holds a Machine whose instance is gone until its replica has been given back. It is added only when
 	// the Machine is being released, never to a live one.

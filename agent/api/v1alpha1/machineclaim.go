@@ -88,7 +88,8 @@ type MachineClaimSpec struct {
 	// +kubebuilder:validation:MaxLength=253
 	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="adopt is immutable"
 	Adopt string `json:"adopt,omitempty"`
-	// adoptAboveMinSize has the claim refused where replicas would have to be raised for the user to keep the min size. Immutable.
+	// adoptAboveMinSize has the claim refused where replicas would have to be raised for the user to keep the min size, and for a Machine that
+	// is marked to be removed next. Immutable.
 	// +optional
 	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="adoptAboveMinSize is immutable"
 	AdoptAboveMinSize bool `json:"adoptAboveMinSize,omitempty"`
@@ -144,8 +145,8 @@ type MachineClaimStatus struct {
 	// drained says that whoever asked for the release has drained the Node.
 	// +optional
 	Drained bool `json:"drained,omitempty"`
-	// returned says that the claim's holder has returned the Machine to the user: the claim ends, and the Machine stays as it is. It never
-	// turns back to false.
+	// returned says that the claim's holder has returned the Machine to the user: the claim ends, and the Machine stays as it is. It is false
+	// for a claim that ended otherwise, as its Machine was lost before.
 	// +optional
 	Returned bool `json:"returned,omitempty"`
 	// nodeRegisteredAt is when the holder first reported the Machine's Node as registered, or when the claim adopted a Machine that had its
@@ -234,6 +235,9 @@ func (c *MachineClaim) CurrentPhase() Phase {
 	}
 	return c.Status.Phase
 }
+
+// Returns reports whether the claim is about to end without its Machine, which its holder has returned to the user.
+func (c *MachineClaim) Returns() bool { return c.Status.Phase == PhaseBound && c.Status.Returned }
 
 // ObjectName returns the name of the MachineClaim object of a claim. Claim ids contain no dots, so the name is unambiguous.
 func ObjectName(clusterName, claimID string) string {

@@ -578,6 +578,12 @@ func (e *Engine) nextCandidate(ctx context.Context, c *v1alpha1.MachineClaim) (c
 // endUnplaced ends a claim that no candidate took, and says why.
 func (e *Engine) endUnplaced(ctx context.Context, c *v1alpha1.MachineClaim, refusals []eligibility.Refusal) error {
 	cause := refusedAll(refusals)
+	if c.Spec.Adopt != "" {
+		if err := e.retract(ctx, c); err != nil {
+			return conflictOr(err, "retracting a claim whose Machine cannot be adopted")
+		}
+		return cause
+	}
 	reason := protocol.ReasonRefused
 	if noRoom := (*NoRoomError)(nil); errors.As(cause, &noRoom) {
 		reason = protocol.ReasonNoRoom
@@ -586,6 +592,12 @@ func (e *Engine) endUnplaced(ctx context.Context, c *v1alpha1.MachineClaim, refu
 		return conflictOr(err, "ending a claim that no candidate took")
 	}
 	return cause
+}
+
+// retract removes a claim that no ledger has had and that is to adopt a Machine: its id belongs to what runs on that Machine, and must be good for
+// another try once what is in the way has been removed.
+func (e *Engine) retract(ctx context.Context, c *v1alpha1.MachineClaim) error {
+	return client.IgnoreNotFound(e.Client.Delete(ctx, c, preconditions(c.UID, c.ResourceVersion)))
 }
 
 // Release asks for the claim's end and returns it. Of a claim that is unknown it makes a tombstone, so that a call to make the
@@ -700,6 +712,11 @@ func (e *Engine) Return(ctx context.Context, key Key, may Holders, why string) (
 		case c.CurrentPhase() == v1alpha1.PhasePending:
 			return nil, &NotReturnableError{Message: "the claim has no Machine yet; release it instead"}
 		}
+		if dying, err := e.machineDies(ctx, c); err != nil {
+			return nil, err
+		} else if dying {
+			return nil, &NotReturnableError{Message: "its Machine is being deleted by another actor"}
+		}
 		c.Status.Returned = true
 		e.note(c, v1alpha1.Event{
 			Reason: protocol.ReasonReturnRequested, Message: cmp.Or(why, "the holder returns its Machine to the user"),
@@ -713,6 +730,16 @@ func (e *Engine) Return(ctx context.Context, key Key, may Holders, why string) (
 			return nil, conflictOr(err, "returning the claim's Machine")
 		}
 	}
+}
+
+// machineDies reports whether the caches show that the claim's Machine is being deleted, or is gone.
+func (e *Engine) machineDies(ctx context.Context, c *v1alpha1.MachineClaim) (bool, error) {
+	if c.Status.Machine == nil {
+		return false, nil
+	}
+	var m clusterv1.Machine
+	found, err := e.get(ctx, types.NamespacedName{Namespace: c.Namespace, Name: c.Status.Machine.Name}, &m)
+	return err == nil && (!found || m.UID != c.Status.Machine.UID || !protocol.Alive(&m)), err
 }
 
 // Get returns the claim as the API server has it, or [ErrNotFound]. One whose object was lost is made again, if a Machine carries

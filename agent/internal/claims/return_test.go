@@ -6,6 +6,8 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
@@ -44,4 +46,67 @@ func TestOnlyAClaimWithAMachineIsReturned(t *testing.T) {
 	}
 	_, err := engineWith(t, groupOf("group", 1, nil)).Return(t.Context(), key("b"), nil, "")
 	require.ErrorIs(t, err, ErrNotFound)
+}
+
+func TestAMachineThatIsBeingDeletedIsNotReturned(t *testing.T) {
+	m := joining("m", "a")
+	m.DeletionTimestamp, m.Finalizers = &metav1.Time{Time: newTestTime()}, []string{"example.com/held"}
+	e := quiet(engineWith(t, groupOf("small", 1, nil), m, boundTo(m, "a", holder)))
+	_, err := e.Return(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "a"}, nil, "")
+	var is *NotReturnableError
+	require.ErrorAs(t, err, &is)
+	assert.False(t, claimNamed(t, e, "a").Status.Returned)
+}
+
+// Its owner is about to go, and ends the claim by that: nothing is left to collect, and nothing to report.
+func TestALiveSetLeavesAClaimAloneThatReturnsItsMachine(t *testing.T) {
+	for _, registered := range []bool{false, true} {
+		e, sync := syncing(t, func(id string, c *v1alpha1.MachineClaim) {
+			c.Status.Returned = id == "a"
+			if registered {
+				c.Status.NodeRegisteredAt = &metav1.Time{Time: newTestTime()}
+			}
+		}, spoke, spoke)
+		result, err := sync(SyncRequest{Spoke: spoke, Live: []string{"b"}})
+		require.NoError(t, err)
+		assert.Empty(t, result.Collected)
+		assert.Empty(t, result.Kept)
+		assert.Equal(t, v1alpha1.PhaseBound, claimNamed(t, e, "a").Status.Phase)
+	}
+}
+
+// What marked the Machine is another provider that is gone, or a person who wanted it removed before it was claimed.
+func TestAdoptedMachinesAreNotMarkedForRemoval(t *testing.T) {
+	e, m := engineWithMachine(t)
+	m.Annotations[clusterv1.DeleteMachineAnnotation] = "by-another-provider"
+	require.NoError(t, e.Client.Update(t.Context(), m))
+	require.NoError(t, e.label(t.Context(), &v1alpha1.MachineClaim{Spec: v1alpha1.MachineClaimSpec{ClaimID: "a", Holder: holder}}, m))
+	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(m), m))
+	assert.NotContains(t, m.Annotations, clusterv1.DeleteMachineAnnotation)
+	assert.Equal(t, "a", m.Labels[v1alpha1.ClaimLabel])
+}
+
+// The id is that of a NodeClaim which runs on this Machine, and has no other one to try with.
+func TestAClaimThatCannotAdoptLeavesItsID(t *testing.T) {
+	sizes := map[string]string{clusterv1.AutoscalerMinSizeAnnotation: "1", clusterv1.AutoscalerMaxSizeAnnotation: "1"}
+	m := joining("m", "")
+	c := boundTo(m, "a", holder)
+	c.Spec.Adopt, c.Status = "m", v1alpha1.MachineClaimStatus{}
+	e := engineWith(t, groupOf("small", 1, sizes), m, c)
+	e.spawn = func(run func()) { run() }
+	stored := claimNamed(t, e, "a")
+	_, err := e.enter(t.Context(), stored)
+	var full *NoRoomError
+	require.ErrorAs(t, err, &full)
+	_, err = e.stored(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "a"})
+	require.ErrorIs(t, err, ErrNotFound)
+
+	md := groupOf("small", 1, nil)
+	require.NoError(t, e.Client.Get(t.Context(), client.ObjectKeyFromObject(md), md))
+	md.Annotations[clusterv1.AutoscalerMinSizeAnnotation] = "0"
+	require.NoError(t, e.Client.Update(t.Context(), md))
+	_, err = e.Create(t.Context(), Request{
+		Namespace: namespace, Cluster: clusterName, ID: "a", Holder: holder, Candidates: []string{"small"}, Adopt: "m",
+	})
+	require.NoError(t, err)
 }

@@ -80,13 +80,14 @@ func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
 	for i := range claims {
 		c := &claims[i]
 		id := c.Spec.ClaimID
-		known[id] = c.Status.Phase != v1alpha1.PhaseReleasing
+		leaving := c.Status.Phase == v1alpha1.PhaseReleasing || c.Returns()
+		known[id] = !leaving
 		switch {
 		case set.live[id]:
 			decided[c.UID] = true
 			notes = append(notes, e.noteOwner(set, c)...)
 			continue
-		case r.Spoke == "" || c.Status.Phase == v1alpha1.PhaseReleasing:
+		case r.Spoke == "" || leaving:
 			continue
 		case !listed(c) || !c.CreationTimestamp.Add(e.CollectGrace).Before(taken.Time):
 			continue

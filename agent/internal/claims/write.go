@@ -319,7 +319,7 @@ func (e *Engine) do(ctx context.Context, a protocol.Action) error {
 	case protocol.Return:
 		m := a.Machine.DeepCopy()
 		forgetClaim(m)
-		metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.FloorAnnotation, "true")
+		metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.FloorAnnotation, v1alpha1.FloorReturned)
 		return e.patchMachine(ctx, a.Machine, m)
 	case protocol.MarkFloor:
 		m := a.Machine.DeepCopy()
@@ -399,6 +399,9 @@ func (e *Engine) restore(ctx context.Context, a protocol.Action) error {
 	if c.Status.Phase != v1alpha1.PhaseReleasing {
 		c.Status.Phase = v1alpha1.PhaseBound
 	}
+	if a.Returned {
+		c.Status.Phase, c.Status.Returned = v1alpha1.PhaseBound, true
+	}
 	if a.Release.Machine != "" {
 		c.Status.Phase, c.Status.Drained = v1alpha1.PhaseReleasing, a.Release.Drained
 		c.Status.ReleasedAt = new(metav1.NewTime(e.Clock.Now()))
@@ -446,6 +449,9 @@ func (e *Engine) label(ctx context.Context, c *v1alpha1.MachineClaim, machine *c
 		metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.ClaimSpokeAnnotation, c.Spec.Spoke)
 	}
 	delete(m.Annotations, v1alpha1.FloorAnnotation) // the claim adopts it, or the mark came too late
+	if !protocol.Held(m) {
+		delete(m.Annotations, clusterv1.DeleteMachineAnnotation) // else Cluster API would remove it first when anyone lowers replicas
+	}
 	metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.ClaimedAtAnnotation, e.Clock.Now().UTC().Format(time.RFC3339))
 	if err := e.patchMachine(ctx, machine, m); err != nil {
 		return err
@@ -650,6 +656,7 @@ func (e *Engine) endClaim(ctx context.Context, claim *v1alpha1.MachineClaim, why
 	c.Status.Phase = v1alpha1.PhaseEnded
 	now := metav1.NewTime(e.Clock.Now())
 	c.Status.EndedAt = &now
+	c.Status.Returned = why.Reason == protocol.ReasonReturned
 	e.note(c, why)
 	c.Status.History = c.Status.History[max(0, len(c.Status.History)-endedHistory):]
 	if err := e.writeStatus(ctx, c); err != nil {
@@ -673,6 +680,9 @@ func (e *Engine) moveOn(ctx context.Context, a protocol.Action) error {
 	next, err := e.nextCandidate(ctx, a.Claim)
 	if err != nil {
 		return err
+	}
+	if next.none() && a.Claim.Spec.Adopt != "" {
+		return e.retract(ctx, a.Claim)
 	}
 	if next.none() {
 		return e.endClaim(ctx, a.Claim, a.Event)

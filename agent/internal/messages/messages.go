@@ -213,7 +213,7 @@ func Claim(c *v1alpha1.MachineClaim, machine *clusterv1.Machine) *agentv1alpha1.
 			return &agentv1alpha1.ClaimEvent{Time: timestamp(event.Time.Time), Reason: text(event.Reason), Message: text(event.Message)}
 		}),
 	}
-	if c.Status.Returned && c.CurrentPhase() == v1alpha1.PhaseBound {
+	if c.Returns() {
 		message.Phase = agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING
 	}
 	if c.Spec.NodeGroup != "" {

@@ -22,13 +22,14 @@ func NodeGroups(cluster *agentv1alpha1.ClusterRef) Rules[*agentv1alpha1.NodeGrou
 	}
 }
 
-// Claims are the rules of a holder's claims, or of all claims of a Cluster when holder is empty. Ids of claims are never used again; one
-// that was forgotten can be released once more, which leaves a claim that was released before it was made.
+// Claims are the rules of a holder's claims, or of all claims of a Cluster when holder is empty. Ids of claims are never used again, with two
+// exceptions: one that was forgotten can be released once more, which leaves a claim that was released before it was made; and a claim that was to
+// adopt a machine, and could not, leaves its id for another try.
 func Claims(cluster *agentv1alpha1.ClusterRef, holder string) Rules[*agentv1alpha1.Claim] {
 	return Rules[*agentv1alpha1.Claim]{
 		Name: "claims", Key: (*agentv1alpha1.Claim).GetClaimId, Told: withoutPast,
 		Again: func(c *agentv1alpha1.Claim) string {
-			if c.GetNodeGroupId() != "" {
+			if c.GetNodeGroupId() != "" && c.GetAdoptMachine() == "" {
 				return "it is on node group " + c.GetNodeGroupId()
 			}
 			return ""

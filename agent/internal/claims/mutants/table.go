@@ -348,7 +348,7 @@ var mutants = []mutant{
 	}},
 	{name: "what is about to be the floor's is promised", test: "TestTheFloorsMachinesArePromisedToNobody", edits: []edit{
 		{"	case hasFloorMark(m), slices.Contains(b.next.Marking, m.UID):", "	case hasFloorMark(m), slices.Contains(b.next.Marking, \"\"):"},
-		{"marked := hasFloorMark(m) || slices.Contains(b.next.Marking, m.UID)", "marked := hasFloorMark(m)"},
+		{"{ return hasFloorMark(m) || slices.Contains(b.next.Marking, m.UID) })", "{ return hasFloorMark(m) })"},
 	}},
 	{name: "the floor's Machine with pods is removed as a spare", edits: []edit{
 		{"	free = slices.DeleteFunc(free, func(m *clusterv1.Machine) bool { return b.class(m) == ofFloor })\n", ""},
@@ -375,12 +375,39 @@ var mutants = []mutant{
 		{"	case b.returned(m.UID):\n		return ofFloor\n", ""},
 	}},
 	{name: "a returned Machine that is deleted counts twice", test: "TestAReturnedMachineThatIsDeletedCountsOnce", edits: []edit{
-		{"if ClaimOf(m) != \"\" && !b.returned(m.UID) {", "if ClaimOf(m) != \"\" {"},
+		{"!released && !b.returned(m.UID) &&", "!released &&"},
 	}},
 	{name: "older agents write a ledger with a returned Machine", test: "TestAReturnedMachineIsTheFloorsInOneLedgerWrite", edits: []edit{
 		{"		b.next.Version = 2\n", ""},
 	}},
-	{name: "a return is forgotten with a move", test: "TestAReturnIsFoundAgainAfterAMove", edits: []edit{
+	{name: "a returned Machine goes for an older one of the floor", test: "TestAReturnedMachineStaysBeforeOlderOnesOfTheFloor", edits: []edit{
+		{"	count(wasReturned) //", "	//"},
+	}},
+	{name: "the record of a return goes before its claim has ended", test: "TestTheLabelComesOffOnceTheLedgerHasTheReturn", edits: []edit{
+		{"if label != r.Claim && (ended || label != \"\") {", "if label != r.Claim || ended && false {"},
+	}},
+	{name: "what a claim returned is released for a lost status", test: "TestAReturnedMachineIsNotReleased", edits: []edit{
+		{"ClaimOf(m) != c.Spec.ClaimID || b.returned(m.UID) || b.handsOver(m)", "ClaimOf(m) != c.Spec.ClaimID || b.handsOver(m)"},
+	}},
+	{name: "a claim forgets over a move that it returned its Machine", test: "TestAReturnGoesOnAfterAMove", edits: []edit{
+		{"	case s.recordsReturn(c):\n		d.end(c, ReasonReturned, returned)\n", ""},
+	}},
+	{name: "a Machine whose label was taken off is not returned", test: "TestAMachineIsReturnedWithoutItsLabel", edits: []edit{
+		{"		return !entered && !b.promised[m.UID] && !wasReturned(m)\n", "		return entered && false\n"},
+	}},
+	{name: "kept Machines are the user's when another one is returned", test: "TestAReturnCountsEveryOtherReplica", edits: []edit{
+		{"	others := b.labelledAlone() + b.unreleased()\n", "	others := b.claimed(b.Ledger != nil) + b.unreleased()\n"},
+	}},
+	{name: "what is to be removed is adopted unasked", test: "TestAMachineThatIsToBeRemovedIsAdoptedOnlyByAClaimThatNeedsIt", edits: []edit{
+		{"marked && c.Spec.AdoptAboveMinSize {", "marked && false {"},
+	}},
+	{name: "an adopted Machine is the next that goes", test: "TestAdoptedMachinesAreNotMarkedForRemoval", edits: []edit{
+		{"		delete(m.Annotations, clusterv1.DeleteMachineAnnotation) //", "		//"},
+	}},
+	{name: "a claim that could not adopt keeps its id", test: "TestAClaimThatCannotAdoptLeavesItsID", edits: []edit{
+		{"		if err := e.retract(ctx, c); err != nil {", "		if err := e.endClaim(ctx, c, v1alpha1.Event{Reason: protocol.ReasonNoRoom}); err != nil {"},
+	}},
+	{name: "a return is forgotten with a move", test: "TestAReturnGoesOnAfterAMove", edits: []edit{
 		{"			delete(l.Returning, uid)\n			l.Returning[m.UID] = r\n", ""},
 	}},
 	{name: "a claim that returned its Machine is released", edits: []edit{

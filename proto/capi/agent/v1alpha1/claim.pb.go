@@ -106,7 +106,9 @@ type CreateClaimRequest struct {
 	// The name of an existing Machine in the Cluster's namespace that the claim takes over as it is, instead of getting a new one:
 	// to bring nodes under this API without replacing them. OPTIONAL. The Machine must belong to the only candidate, be claimed by
 	// nobody and not be on its way out. It is taken from a spare if the node group has one, else from what the user owns: replicas
-	// stay the same, but for a group at its min size, where they are raised by one. Releasing the claim removes the Machine.
+	// stay the same, but for a group at its min size, where they are raised by one unless `adopt_above_min_size` is set. The annotation
+	// `cluster.x-k8s.io/delete-machine` is taken off the Machine. Releasing the claim removes the Machine; ReturnMachine leaves it to the user.
+	// A claim that cannot adopt leaves no trace: the same id may be used again once what is in the way has been removed.
 	AdoptMachine string `protobuf:"bytes,7,opt,name=adopt_machine,json=adoptMachine,proto3" json:"adopt_machine,omitempty"`
 	// The cluster that the claim is made from, as in SyncClaimsRequest. OPTIONAL. A claim without it is not collected before a live set
 	// has shown whose it is.
@@ -115,8 +117,8 @@ type CreateClaimRequest struct {
 	// next claim gets the machine then. OPTIONAL: the agent's own deadlines apply if it is unset. A node group whose MachineDeployment has
 	// the annotation `cluster.x-k8s.io/autoscaling-options-maxnodeprovisiontime` goes by that in any case. Ten seconds to a week.
 	MaxNodeProvisionTime *durationpb.Duration `protobuf:"bytes,9,opt,name=max_node_provision_time,json=maxNodeProvisionTime,proto3" json:"max_node_provision_time,omitempty"`
-	// Only adopt where replicas stay the same: a node group whose user has no more machines than the min size refuses. OPTIONAL, and only with
-	// adopt_machine.
+	// Only adopt what the user can spare: refused in a node group whose user has no more machines than the min size, and for a Machine that the
+	// user has marked to be removed next (`cluster.x-k8s.io/delete-machine`). OPTIONAL, and only with adopt_machine.
 	AdoptAboveMinSize bool `protobuf:"varint,10,opt,name=adopt_above_min_size,json=adoptAboveMinSize,proto3" json:"adopt_above_min_size,omitempty"`
 	unknownFields     protoimpl.UnknownFields
 	sizeCache         protoimpl.SizeCache
@@ -1216,7 +1218,8 @@ type Claim struct {
 	FailedAt *timestamppb.Timestamp `protobuf:"bytes,15,opt,name=failed_at,json=failedAt,proto3" json:"failed_at,omitempty"`
 	// Whether somebody who released it said that its Node is drained and its volumes are detached. It never turns back to false.
 	Drained bool `protobuf:"varint,16,opt,name=drained,proto3" json:"drained,omitempty"`
-	// Whether its holder has returned its machine to the user, with ReturnMachine. It never turns back to false.
+	// Whether its holder returns its machine to the user, with ReturnMachine: requested while RELEASING, done once ENDED. False for a claim that
+	// ended otherwise, as its machine or its node group was lost before.
 	Returned bool `protobuf:"varint,18,opt,name=returned,proto3" json:"returned,omitempty"`
 	// How long it waits for its machine, as it was made with. Unset if the agent's own deadlines count.
 	MaxNodeProvisionTime *durationpb.Duration `protobuf:"bytes,17,opt,name=max_node_provision_time,json=maxNodeProvisionTime,proto3" json:"max_node_provision_time,omitempty"`

@@ -42,7 +42,7 @@ type ClaimServiceClient interface {
 	// never waits for infrastructure.
 	//
 	// Idempotent: the same claim id again gives the first answer, whatever the candidates are now. The id of an ended claim is
-	// never reused.
+	// never reused. A claim that was refused has not ended where it was to adopt a machine; see adopt_machine.
 	//
 	// | condition | code | caller's recovery |
 	// |---|---|---|
@@ -74,7 +74,8 @@ type ClaimServiceClient interface {
 	ReleaseClaim(ctx context.Context, in *ReleaseClaimRequest, opts ...grpc.CallOption) (*ReleaseClaimResponse, error)
 	// ReturnMachine ends a claim and leaves its machine to the user, who has one more from then on: the machine goes on running as it is,
 	// and replicas stay. It undoes an adoption, and it lets a node be kept that the caller wants to forget. It returns at once; the claim is ENDED
-	// with reason `Returned` once the machine carries it no more. Idempotent; returning the machine of an ended claim is OK and does nothing. It
+	// with `returned` and reason `Returned` once its label is removed from the Machine. A machine that is lost before ends the claim as
+	// usual, without `returned`. From the call on, ReleaseClaim does nothing to the claim. Idempotent; returning the machine of an ended claim is OK and does nothing. It
 	// cannot be taken back; another claim may adopt the machine.
 	//
 	// | condition | code | caller's recovery |
@@ -83,7 +84,7 @@ type ClaimServiceClient interface {
 	// | not this identity's Cluster; or the claim's holder is one that it may not act as | PERMISSION_DENIED | use the right identity |
 	// | the claim was never made, or its end is no longer remembered (ErrorInfo reason CLAIM_NOT_FOUND) | NOT_FOUND | nothing to do |
 	// | the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND): it may have moved to another hub | NOT_FOUND | ask the agent there |
-	// | the claim has no machine yet; or it is being released, and its machine removed (ErrorInfo reason NOT_RETURNABLE) | FAILED_PRECONDITION | release it; or accept the end of the machine |
+	// | the claim has no machine yet; or it is being released, or its machine deleted (ErrorInfo reason NOT_RETURNABLE) | FAILED_PRECONDITION | release it; or accept the end of the machine |
 	// | lost a race against another writer | ABORTED | repeat at once |
 	// | the Cluster is paused (ErrorInfo reason CLUSTER_PAUSED); or it was moved or restored, and what its claims have is not known yet | UNAVAILABLE | repeat later |
 	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | repeat with backoff |
@@ -226,7 +227,7 @@ type ClaimServiceServer interface {
 	// never waits for infrastructure.
 	//
 	// Idempotent: the same claim id again gives the first answer, whatever the candidates are now. The id of an ended claim is
-	// never reused.
+	// never reused. A claim that was refused has not ended where it was to adopt a machine; see adopt_machine.
 	//
 	// | condition | code | caller's recovery |
 	// |---|---|---|
@@ -258,7 +259,8 @@ type ClaimServiceServer interface {
 	ReleaseClaim(context.Context, *ReleaseClaimRequest) (*ReleaseClaimResponse, error)
 	// ReturnMachine ends a claim and leaves its machine to the user, who has one more from then on: the machine goes on running as it is,
 	// and replicas stay. It undoes an adoption, and it lets a node be kept that the caller wants to forget. It returns at once; the claim is ENDED
-	// with reason `Returned` once the machine carries it no more. Idempotent; returning the machine of an ended claim is OK and does nothing. It
+	// with `returned` and reason `Returned` once its label is removed from the Machine. A machine that is lost before ends the claim as
+	// usual, without `returned`. From the call on, ReleaseClaim does nothing to the claim. Idempotent; returning the machine of an ended claim is OK and does nothing. It
 	// cannot be taken back; another claim may adopt the machine.
 	//
 	// | condition | code | caller's recovery |
@@ -267,7 +269,7 @@ type ClaimServiceServer interface {
 	// | not this identity's Cluster; or the claim's holder is one that it may not act as | PERMISSION_DENIED | use the right identity |
 	// | the claim was never made, or its end is no longer remembered (ErrorInfo reason CLAIM_NOT_FOUND) | NOT_FOUND | nothing to do |
 	// | the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND): it may have moved to another hub | NOT_FOUND | ask the agent there |
-	// | the claim has no machine yet; or it is being released, and its machine removed (ErrorInfo reason NOT_RETURNABLE) | FAILED_PRECONDITION | release it; or accept the end of the machine |
+	// | the claim has no machine yet; or it is being released, or its machine deleted (ErrorInfo reason NOT_RETURNABLE) | FAILED_PRECONDITION | release it; or accept the end of the machine |
 	// | lost a race against another writer | ABORTED | repeat at once |
 	// | the Cluster is paused (ErrorInfo reason CLUSTER_PAUSED); or it was moved or restored, and what its claims have is not known yet | UNAVAILABLE | repeat later |
 	// | caches not synced, shutting down, or the hub's API server did not answer | UNAVAILABLE | repeat with backoff |
