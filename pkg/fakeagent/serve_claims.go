@@ -163,15 +163,12 @@ func (s claimService) ReturnMachine(
 	if err := a.readable(ctx, cluster); err != nil {
 		return nil, err
 	}
-	if err := a.whole(cluster); err != nil {
-		return nil, err
-	}
-	if err := a.existing(ctx, cluster); err != nil {
-		return nil, err
+	if _, ok := a.clusters[cluster]; !ok {
+		return nil, agenterrors.ClusterNotFound(request.GetCluster())
 	}
 	c, ok := a.claims[cluster][request.GetClaimId()]
 	if !ok {
-		return nil, agenterrors.ClaimNotFound(request.GetClaimId())
+		return nil, cmp.Or(a.whole(cluster), agenterrors.ClaimNotFound(request.GetClaimId()))
 	}
 	if c.phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
 		return &agentv1alpha1.ReturnMachineResponse{Claim: c.render()}, nil
@@ -185,6 +182,12 @@ func (s claimService) ReturnMachine(
 	case agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING:
 		return nil, agenterrors.NotReturnable("the claim is being released, and its machine is removed; that cannot be taken back")
 	default:
+	}
+	if c.machine.gone || !c.machine.deletedAt.IsZero() {
+		return nil, agenterrors.NotReturnable("its machine is being deleted by another actor")
+	}
+	if err := a.whole(cluster); err != nil {
+		return nil, err
 	}
 	a.giveToUser(c, cmp.Or(request.GetReason(), "the holder returned it"))
 	a.publish()
