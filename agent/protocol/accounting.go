@@ -62,8 +62,8 @@ func (b *books) users(replicas int32) int32 {
 	return max(b.next.Floor, min(b.next.Min, replicas-others))
 }
 
-// labelledAlone counts the Machines that have a replica by their label alone: the ledger has neither an entry of their claims nor a record of them. One
-// that is being deleted counts until it is gone, as nothing replaces it before.
+// labelledAlone counts the Machines that have a replica by their label alone: the ledger has neither an entry of their claims nor a record of
+// them. One that is being deleted counts until it is gone, as nothing replaces it before.
 func (b *books) labelledAlone() int32 {
 	return Count(lo.Filter(b.Machines, func(m *clusterv1.Machine, _ int) bool {
 		id := ClaimOf(m)

@@ -96,7 +96,9 @@ func (b *books) countFloors() {
 }
 
 // wasReturned reports whether the Machine is one of the floor's because a claim returned it.
-func wasReturned(m *clusterv1.Machine) bool { return m.Annotations[v1alpha1.FloorAnnotation] == v1alpha1.FloorReturned }
+func wasReturned(m *clusterv1.Machine) bool {
+	return m.Annotations[v1alpha1.FloorAnnotation] == v1alpha1.FloorReturned
+}
 
 // hasFloorMark reports whether the Machine is marked as one of the floor's.
 func hasFloorMark(m *clusterv1.Machine) bool {

@@ -80,13 +80,13 @@ var adoptCases = []testCase{
 	}},
 
 	{"a claim that could not adopt leaves its id for another try", func(s *suite) {
-		id := s.group(deployment("workers", replicas(1), minSize(1), maxSize(1)))
-		mine := s.machinesOnceThereAre(id, 1)[0]
+		id := s.group(deployment("workers", replicas(2), minSize(2), maxSize(2)))
+		mine := s.machinesOnceThereAre(id, 2)[0]
 		for range 2 {
 			_, err := s.adopt("a-claim", id, mine.GetName())
 			require.True(s, agenterrors.IsNoRoom(err), "%v", err)
 		}
-		s.UpdateNodeGroup(s.T, deployment("workers", replicas(1), minSize(1), maxSize(2)))
+		s.UpdateNodeGroup(s.T, deployment("workers", replicas(2), minSize(2), maxSize(3)))
 		s.untilGroup(id, "is available", func(g *agentv1alpha1.NodeGroup) bool { return g.GetAvailability().GetAvailable() })
 		_, err := s.adopt("a-claim", id, mine.GetName())
 		require.NoError(s, err)
