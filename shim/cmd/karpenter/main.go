@@ -164,7 +164,7 @@ func run(ctx context.Context) error {
 	op.WithControllers(ctx,
 		claimSync,
 		adopting,
-		adoption.NewNodes(op.Clock, op.GetClient(), provider, finder, catalogue, agent, cluster, op.EventRecorder),
+		adoption.NewNodes(op.Clock, op.GetClient(), provider, finder, catalogue, agent, cluster, op.EventRecorder, adopting.Settled),
 		providerid.New(op.GetClient(), op.GetAPIReader(), decorated, claims, cluster, op.EventRecorder),
 		failedmachine.New(op.Clock, op.GetClient(), op.GetAPIReader(), decorated, claims, nodeGroups, agent.Claims, cluster, op.EventRecorder,
 			finder, opts.AgentTimeout),

@@ -85,7 +85,9 @@ func plan(ctx context.Context, args []string, to io.Writer) error {
 	provider := cloudprovider.New(cloudprovider.Config{
 		Cluster: cluster, Kube: kube, Client: agent, Catalogue: groups, Timeout: opts.AgentTimeout, Clock: clock.RealClock{},
 	})
-	planner := &adoption.Planner{Kube: kube, CloudProvider: provider, Provider: provider, Catalogue: groups, Agent: agent, Cluster: cluster}
+	planner := &adoption.Planner{
+		Kube: kube, CloudProvider: provider, Provider: provider, Catalogue: groups, Agent: agent, Cluster: cluster, Clock: clock.RealClock{},
+	}
 	made, err := planner.Plan(ctx)
 	if err != nil {
 		return err

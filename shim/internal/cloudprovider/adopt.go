@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"strings"
 
+	"github.com/samber/lo"
 	"google.golang.org/protobuf/types/known/durationpb"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
@@ -15,7 +16,9 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/owners"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/placeholder"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/unclaimed"
 )
 
 // errNoNodeGroup means that a Machine belongs to no node group.
@@ -24,7 +27,8 @@ var errNoNodeGroup = errors.New("it belongs to no node group; label its MachineD
 // IsAdoptionRefused reports whether a Machine cannot be adopted until something changes, by the error of [CloudProvider.Adopt]. Any other error
 // says nothing of the Machine: the call is to be repeated.
 func IsAdoptionRefused(err error) bool {
-	return errors.Is(err, errNoNodeGroup) || agenterrors.IsRefused(err) || agenterrors.IsNoRoom(err) || agenterrors.IsEnded(err)
+	return errors.Is(err, errNoNodeGroup) || agenterrors.IsRefused(err) || agenterrors.IsNoRoom(err) || agenterrors.IsEnded(err) ||
+		agenterrors.IsTooMany(err) || agenterrors.IsNotFound(err) && agenterrors.ReasonOf(err) != agenterrors.ReasonClusterNotFound
 }
 
 // Adopt makes the NodeClaim's claim on the Machine that the NodeClaim runs on already, and returns the claim. It is idempotent by the
@@ -121,7 +125,8 @@ func (c *CloudProvider) send(ctx context.Context, request *agentv1alpha1.CreateC
 }
 
 // takeOver has a NodeClaim adopt the Machine that it was made for, or that another provider had chosen for it when it was replaced. It returns nil
-// for a NodeClaim without such a Machine, and where another provider's choice is on its way out, another claim's, or this claim's already.
+// for a NodeClaim without such a Machine, and where another provider's choice is on its way out, another claim's or NodeClaim's, or this claim's
+// already. Where that choice cannot be adopted now, the claim has no id, and [asItIs] applies.
 func (c *CloudProvider) takeOver(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*agentv1alpha1.Claim, error) {
 	if name, ours := nodeClaim.Annotations[v1alpha1.AdoptMachineAnnotation]; ours {
 		return c.takeOverOurs(ctx, nodeClaim, name)
@@ -130,28 +135,56 @@ func (c *CloudProvider) takeOver(ctx context.Context, nodeClaim *karpv1.NodeClai
 	if !ok || namespace != c.Cluster.GetNamespace() {
 		return nil, nil //nolint:nilnil // documented
 	}
-	machine, err := c.Unclaimed.Named(ctx, name)
-	if err != nil {
-		return nil, createError(fmt.Errorf("looking for the machine that another provider chose: %w", err), ReasonAdoptionFailed)
-	}
-	if machine == nil || machine.GetDeletedAt() != nil || machine.GetNodeGroupId() == "" {
-		return nil, nil //nolint:nilnil // documented
-	}
-	claim, err := c.Adopt(ctx, nodeClaim, machine)
+	machine, owner, err := c.chosen(ctx, nodeClaim, name)
 	if err != nil {
 		return nil, createError(err, ReasonAdoptionFailed)
 	}
-	return claim, nil
+	if machine == nil || machine.GetDeletedAt() != nil || machine.GetNodeGroupId() == "" || owner != nil {
+		return nil, nil //nolint:nilnil // documented
+	}
+	claim, err := c.Adopt(ctx, nodeClaim, machine)
+	switch {
+	case err == nil:
+		return claim, nil
+	case !IsAdoptionRefused(err):
+		return nil, createError(err, ReasonAdoptionFailed)
+	}
+	c.Recorder.Publish(c.Unclaimed.Event(nodeClaim, machine, err))
+	if machine.GetProviderId() == "" {
+		return nil, createError(err, ReasonAdoptionRefused)
+	}
+	return asClaimed(machine), nil
+}
+
+// asItIs describes to core a NodeClaim whose Machine cannot be adopted now, like one that another provider has launched: with the Machine's own
+// provider ID. Its adoption is tried again from then on, and it ends no sooner than it can be adopted, or the Machine is gone.
+func asItIs(nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Claim) {
+	nodeClaim.Status.ProviderID = claim.GetMachine().GetProviderId()
+	nodeClaim.Annotations = nil
+}
+
+// chosen returns the Machine without a claim that has the name, nil when there is none, and another NodeClaim that runs on it, nil when there is
+// none.
+func (c *CloudProvider) chosen(
+	ctx context.Context, nodeClaim *karpv1.NodeClaim, name string,
+) (machine *agentv1alpha1.Machine, owner *karpv1.NodeClaim, err error) {
+	if machine, err = c.Unclaimed.Named(ctx, name); err != nil {
+		return nil, nil, fmt.Errorf("looking for the machine to adopt: %w", err)
+	}
+	others, err := owners.Others(ctx, c.Kube, nodeClaim, machine.GetProviderId())
+	return machine, lo.FirstOrEmpty(others), err
 }
 
 // takeOverOurs has a NodeClaim that was made for a Machine adopt that. It never gets another one: where it cannot have the Machine any more, it is
 // of no use, and core deletes it.
 func (c *CloudProvider) takeOverOurs(ctx context.Context, nodeClaim *karpv1.NodeClaim, name string) (*agentv1alpha1.Claim, error) {
-	machine, err := c.Unclaimed.Named(ctx, name)
-	if err != nil {
-		return nil, createError(fmt.Errorf("looking for the machine to adopt: %w", err), ReasonAdoptionFailed)
-	}
-	if machine == nil { // its own claim may have it
+	machine, owner, err := c.chosen(ctx, nodeClaim, name)
+	switch {
+	case err != nil:
+		return nil, createError(err, ReasonAdoptionFailed)
+	case owner != nil:
+		return nil, cloudprovider.NewInsufficientCapacityError(fmt.Errorf("machine %s is that of NodeClaim %s", name, owner.Name))
+	case machine == nil: // its own claim may have it
 		claim, err := c.ask(ctx, string(nodeClaim.UID))
 		switch {
 		case err == nil:
@@ -169,6 +202,32 @@ func (c *CloudProvider) takeOverOurs(ctx context.Context, nodeClaim *karpv1.Node
 		return nil, cloudprovider.NewInsufficientCapacityError(err)
 	}
 	return nil, createError(err, ReasonAdoptionFailed)
+}
+
+// claimLeft claims the machine of a NodeClaim without a claim, so that it can be released; machine is nil for one that the agent does not show. It
+// reports whether there is nothing to do but wait. A NodeClaim whose machine is another one's gets no claim.
+func (c *CloudProvider) claimLeft(ctx context.Context, nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.Machine) (wait bool, err error) {
+	owner, err := owners.Of(ctx, c.Kube, nodeClaim)
+	switch {
+	case err != nil:
+		return false, err
+	case owner.UID != nodeClaim.UID:
+		return false, nil
+	case machine == nil && v1alpha1.ReturnsMachine(nodeClaim): // the user detaches it
+		return false, nil
+	case machine == nil:
+		c.Recorder.Publish(c.Unclaimed.Unknown(nodeClaim))
+		return false, unclaimed.ErrUnknownMachine
+	case machine.GetDeletedAt() != nil:
+		return true, nil
+	}
+	if _, err := c.Adopt(ctx, nodeClaim, machine); err != nil {
+		if IsAdoptionRefused(err) {
+			c.Recorder.Publish(c.Unclaimed.Event(nodeClaim, machine, err))
+		}
+		return false, fmt.Errorf("the NodeClaim has no claim, and its machine %s cannot be adopted: %w", machine.GetName(), err)
+	}
+	return false, nil
 }
 
 // adoptionResult is the label value of [adoptionsTotal].

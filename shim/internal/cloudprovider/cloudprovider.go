@@ -5,15 +5,19 @@
 package cloudprovider
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/awslabs/operatorpkg/status"
 	"github.com/samber/lo"
 	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/utils/clock"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
@@ -24,6 +28,7 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/owners"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/placeholder"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/staticpool"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/unclaimed"
@@ -81,12 +86,15 @@ type CloudProvider struct {
 	Config
 
 	listing *listing
+	began   *atomic.Pointer[time.Time] // when Create was first called for a NodeClaim that is to adopt a Machine
 }
 
 var _ cloudprovider.CloudProvider = (*CloudProvider)(nil)
 
 // New returns a CloudProvider.
-func New(config Config) *CloudProvider { return &CloudProvider{Config: config, listing: &listing{}} }
+func New(config Config) *CloudProvider {
+	return &CloudProvider{Config: config, listing: &listing{}, began: &atomic.Pointer[time.Time]{}}
+}
 
 // Name returns the provider's name.
 func (c *CloudProvider) Name() string { return Name }
@@ -133,7 +141,8 @@ func isOurs(ref *karpv1.NodeClassReference) bool {
 // five seconds; while the mirror of claims, which follows the agent, shows that the claim is being released in this way, the agent is not asked.
 //
 // A NodeClaim that never had a claim and that runs on a Machine of this Cluster adopts that Machine first. It waits, with an error and an event,
-// where that is refused, until the Machine is gone or can be adopted. Core has drained the Node by then: it asks no provider before that.
+// where that is refused, until the Machine is gone or can be adopted, and where the agent does not show the Machine, until it does. It ends without
+// the Machine where that is another NodeClaim's. Core has drained the Node by then: it asks no provider before that.
 func (c *CloudProvider) Delete(ctx context.Context, nodeClaim *karpv1.NodeClaim) error {
 	if c.releasing(nodeClaim) {
 		c.tellStuck(nodeClaim)
@@ -142,17 +151,14 @@ func (c *CloudProvider) Delete(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	ctx, cancel := context.WithTimeout(ctx, c.Timeout)
 	defer cancel()
 	// Before the release, after which nothing could be claimed under this UID any more.
-	switch machine, err := c.Unclaimed.Of(ctx, nodeClaim); {
-	case err != nil:
+	machine, err := c.Unclaimed.Of(ctx, nodeClaim)
+	unknown := errors.Is(err, unclaimed.ErrUnknownMachine)
+	if err != nil && !unknown {
 		return fmt.Errorf("looking for a machine without a claim: %w", err)
-	case machine.GetDeletedAt() != nil:
-		return nil
-	case machine != nil:
-		if _, err := c.Adopt(ctx, nodeClaim, machine); err != nil {
-			if IsAdoptionRefused(err) {
-				c.Recorder.Publish(c.Unclaimed.Event(nodeClaim, machine, err))
-			}
-			return fmt.Errorf("the NodeClaim has no claim, and its machine %s cannot be adopted: %w", machine.GetName(), err)
+	}
+	if machine != nil || unknown {
+		if wait, err := c.claimLeft(ctx, nodeClaim, machine); err != nil || wait {
+			return err
 		}
 	}
 	switch adopting, err := c.adopting(ctx, nodeClaim); {
@@ -279,14 +285,37 @@ func (c *CloudProvider) find(ctx context.Context, providerID string) (*agentv1al
 	if ok {
 		return claim, nil
 	}
-	machine, err := c.Unclaimed.With(ctx, providerID)
-	if err != nil {
+	// Or of a claim that got it after the claims were listed.
+	machine, err := c.Unclaimed.Any(ctx, providerID)
+	switch {
+	case err != nil:
 		return nil, fmt.Errorf("looking for a machine without a claim: %w", err)
+	case machine != nil:
+		return asClaimed(machine), nil
 	}
-	if machine == nil {
-		return nil, cloudprovider.NewNodeClaimNotFoundError(fmt.Errorf("no machine has the provider ID %s", providerID))
+	nodeClaims, err := owners.With(ctx, c.Kube, providerID)
+	if err != nil {
+		return nil, err
 	}
-	return asClaimed(machine), nil
+	for _, nodeClaim := range nodeClaims {
+		if unknown, err := c.isUnknown(ctx, nodeClaim); err != nil || unknown {
+			return nil, cmp.Or(err, unclaimed.ErrUnknownMachine)
+		}
+	}
+	return nil, cloudprovider.NewNodeClaimNotFoundError(fmt.Errorf("no machine has the provider ID %s", providerID))
+}
+
+// isUnknown reports whether nothing is known of the NodeClaim's machine: see [unclaimed.ErrUnknownMachine]. It is not when the user detaches the
+// NodeClaim from it.
+func (c *CloudProvider) isUnknown(ctx context.Context, nodeClaim *karpv1.NodeClaim) (bool, error) {
+	if !isOurs(nodeClaim.Spec.NodeClassRef) || v1alpha1.ReturnsMachine(nodeClaim) {
+		return false, nil
+	}
+	_, err := c.Unclaimed.Of(ctx, nodeClaim)
+	if errors.Is(err, unclaimed.ErrUnknownMachine) {
+		return true, nil
+	}
+	return false, err
 }
 
 // asClaimed shows a Machine without a claim to core, which knows no such thing.
@@ -319,7 +348,8 @@ func liveClaimWith(claims []*agentv1alpha1.Claim, providerID string) (*agentv1al
 
 // List returns each machine twice once it has a real provider ID: under that and under the placeholder. Core deletes the
 // NodeClaims of healthy Nodes whose ID is not in the list, and which of the two a NodeClaim carries is, for moments, up to
-// races. Machines without a claim are in it: there may be NodeClaims that never had one. It is complete, or an error.
+// races. Machines without a claim are in it: there may be NodeClaims that never had one. So are the NodeClaims of Nodes whose machine the agent does
+// not show: see [unclaimed.ErrUnknownMachine]. It is complete, or an error.
 func (c *CloudProvider) List(ctx context.Context) ([]*karpv1.NodeClaim, error) {
 	ctx, cancel := context.WithTimeout(ctx, c.Timeout)
 	defer cancel()
@@ -328,6 +358,7 @@ func (c *CloudProvider) List(ctx context.Context) ([]*karpv1.NodeClaim, error) {
 		return nil, fmt.Errorf("listing the claims: %w", err)
 	}
 	nodeClaims := make([]*karpv1.NodeClaim, 0, 2*len(response.GetClaims()))
+	listed := sets.New[string]()
 	for _, claim := range response.GetClaims() {
 		if claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
 			continue
@@ -335,17 +366,55 @@ func (c *CloudProvider) List(ctx context.Context) ([]*karpv1.NodeClaim, error) {
 		nodeClaims = append(nodeClaims, c.nodeClaimOf(claim, c.placeholderOf(claim.GetClaimId())))
 		if id := claim.GetMachine().GetProviderId(); id != "" {
 			nodeClaims = append(nodeClaims, c.nodeClaimOf(claim, id))
+			listed.Insert(id)
 		}
 	}
-	// After the claims, so that a Machine that is adopted in between is in one of the two.
-	machines, err := c.Unclaimed.Machines(ctx)
+	// Also those with a claim: it may have got the Machine after the claims were listed.
+	machines, err := c.Unclaimed.All(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("looking for machines without a claim: %w", err)
 	}
 	for _, machine := range machines {
-		nodeClaims = append(nodeClaims, c.nodeClaimOf(asClaimed(machine), machine.GetProviderId()))
+		if id := machine.GetProviderId(); !listed.Has(id) {
+			nodeClaims = append(nodeClaims, c.nodeClaimOf(asClaimed(machine), id))
+			listed.Insert(id)
+		}
 	}
-	return nodeClaims, nil
+	unknown, err := c.unknown(ctx, listed)
+	return append(nodeClaims, unknown...), err
+}
+
+// unknown returns the NodeClaims that have a Node and whose machine is neither listed nor known to be gone.
+func (c *CloudProvider) unknown(ctx context.Context, listed sets.Set[string]) ([]*karpv1.NodeClaim, error) {
+	all := &karpv1.NodeClaimList{}
+	if err := c.Kube.List(ctx, all); err != nil {
+		return nil, fmt.Errorf("listing the NodeClaims: %w", err)
+	}
+	var unknown []*karpv1.NodeClaim
+	for i := range all.Items {
+		nodeClaim := &all.Items[i]
+		if listed.Has(nodeClaim.Status.ProviderID) {
+			continue
+		}
+		is, err := c.isUnknown(ctx, nodeClaim)
+		if err != nil {
+			return nil, fmt.Errorf("looking for the machine of NodeClaim %s: %w", nodeClaim.Name, err)
+		}
+		if !is {
+			continue
+		}
+		node, err := owners.Node(ctx, c.Kube, nodeClaim.Status.ProviderID)
+		if err != nil {
+			return nil, err
+		}
+		if node != nil {
+			unknown = append(unknown, &karpv1.NodeClaim{
+				ObjectMeta: metav1.ObjectMeta{Name: nodeClaim.Name, UID: nodeClaim.UID, CreationTimestamp: nodeClaim.CreationTimestamp},
+				Status:     karpv1.NodeClaimStatus{ProviderID: nodeClaim.Status.ProviderID},
+			})
+		}
+	}
+	return unknown, nil
 }
 
 func (c *CloudProvider) placeholderOf(claimID string) string {

@@ -45,6 +45,7 @@ func (c *CloudProvider) Create(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	ctx, cancel := context.WithTimeout(ctx, c.Timeout)
 	defer cancel()
 	created, err := c.create(ctx, nodeClaim)
+	c.renew(nodeClaim, err)
 	if cloudprovider.IsInsufficientCapacityError(err) {
 		c.Static.Refused(ctx, nodeClaim, err)
 	}
@@ -94,7 +95,12 @@ func (c *CloudProvider) create(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 		return nil, createError(err, ReasonNodeGroupUnknown)
 	}
 	created := c.launched(claim, group)
-	instancetype.CorrectChosenLabels(nodeClaim, created.Labels)
+	if claim.GetClaimId() == "" {
+		asItIs(created, claim)
+	}
+	if _, adopted := nodeClaim.Labels[v1alpha1.AdoptedLabel]; !adopted { // else they are those that its Node has
+		instancetype.CorrectChosenLabels(nodeClaim, created.Labels)
+	}
 	log.FromContext(ctx).Info("claimed a machine", "node-group", group.ID, "claim-phase", claim.GetPhase().String(), "candidates", len(candidates))
 	return created, nil
 }

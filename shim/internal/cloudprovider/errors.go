@@ -31,8 +31,10 @@ const (
 	ReasonClaimConflict = "ClaimConflict"
 	// ReasonClaimRejected means that the agent holds the request for malformed.
 	ReasonClaimRejected = "ClaimRejected"
-	// ReasonAdoptionFailed means that the Machine that another provider chose for the NodeClaim could not be adopted.
+	// ReasonAdoptionFailed means that it is not known whether the Machine that was chosen for the NodeClaim can be adopted.
 	ReasonAdoptionFailed = "AdoptionFailed"
+	// ReasonAdoptionRefused means that the Machine that another provider chose for the NodeClaim cannot be adopted, and has no provider ID yet.
+	ReasonAdoptionRefused = "AdoptionRefused"
 	// ReasonClaimFailed means anything else.
 	ReasonClaimFailed = "ClaimFailed"
 )

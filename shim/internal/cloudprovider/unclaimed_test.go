@@ -1,20 +1,24 @@
 package cloudprovider_test
 
 import (
+	"context"
 	"testing"
 	"time"
 
 	"github.com/samber/lo"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
 	clocktesting "k8s.io/utils/clock/testing"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	corecloudprovider "sigs.k8s.io/karpenter/pkg/cloudprovider"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/cloudprovider"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/unclaimed"
 )
 
 type world struct {
@@ -111,7 +115,8 @@ func TestWhatAnotherShimBuriedWaitsAsWell(t *testing.T) {
 
 // As karpenter-provider-cluster-api leaves a NodeClaim: a Machine is chosen, and has no provider ID yet.
 func TestCreateTakesOverTheMachineThatAnotherProviderChose(t *testing.T) {
-	w, _, machine := leftBehind(t)
+	w, left, machine := leftBehind(t)
+	require.NoError(t, w.Kube.Delete(w.Context(), left))
 	begun := func(name, reference string) *karpv1.NodeClaim {
 		return w.NodeClaim(name, func(nc *karpv1.NodeClaim) { nc.Annotations = map[string]string{"cluster.x-k8s.io/machine": reference} })
 	}
@@ -137,6 +142,76 @@ func TestCreateTakesOverTheMachineThatAnotherProviderChose(t *testing.T) {
 	}
 }
 
+// Another provider may have chosen a Machine twice.
+func TestCreateLeavesTheMachineOfAnotherNodeClaimToIt(t *testing.T) {
+	w, left, machine := leftBehind(t)
+	begun := w.NodeClaim("begun", func(nc *karpv1.NodeClaim) {
+		nc.Annotations = map[string]string{v1alpha1.PeerMachineAnnotation: "default/" + machine.GetName()}
+	})
+	_, err := w.CloudProvider.Create(w.Context(), begun)
+	require.NoError(t, err)
+	claim := w.Agent.Claim(w.Cluster, string(begun.UID))
+	assert.Empty(t, claim.GetAdoptMachine())
+	assert.NotEqual(t, machine.GetName(), claim.GetMachine().GetName())
+	assert.Empty(t, w.Agent.Machine(w.Cluster, machine.GetName()).GetClaimId(), "%s adopts it", left.Name)
+
+	ours := w.NodeClaim("ours", func(nc *karpv1.NodeClaim) {
+		nc.Annotations = map[string]string{v1alpha1.AdoptMachineAnnotation: machine.GetName()}
+	})
+	_, err = w.CloudProvider.Create(w.Context(), ours)
+	assert.True(t, corecloudprovider.IsInsufficientCapacityError(err), "%v", err)
+	assert.Nil(t, w.Agent.Claim(w.Cluster, string(ours.UID)))
+}
+
+// The NodeClaim must not be lost with its time-outs, the Machine not with the NodeClaim, and no other NodeClaim wait for it.
+func TestCreateOfANodeClaimWhoseChosenMachineCannotBeAdoptedLeavesItOnTheMachine(t *testing.T) {
+	w, left, machine := leftBehind(t)
+	require.NoError(t, w.Kube.Delete(w.Context(), left))
+	w.Agent.Block(machine.GetNodeGroupId(), agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED, "the MachineDeployment is paused", time.Time{})
+	created, err := w.CloudProvider.Create(w.Context(), w.NodeClaim("begun", func(nc *karpv1.NodeClaim) {
+		nc.Annotations = map[string]string{v1alpha1.PeerMachineAnnotation: "default/" + machine.GetName()}
+	}))
+	require.NoError(t, err)
+	assert.Equal(t, machine.GetProviderId(), created.Status.ProviderID)
+	assert.Empty(t, created.Annotations, "it is not adopted")
+	assert.Equal(t, []string{"MachineWithoutClaim"}, w.Recorder.Reasons())
+	assert.EqualValues(t, 1, w.Agent.NodeGroup(machine.GetNodeGroupId()).GetReplicas())
+}
+
+func TestDeleteOfADuplicateLeavesTheMachineToItsNodeClaim(t *testing.T) {
+	w, _, machine := leftBehind(t)
+	duplicate := w.NodeClaim("duplicate", func(nc *karpv1.NodeClaim) {
+		nc.Status.ProviderID = machine.GetProviderId()
+		nc.StatusConditions().SetTrue(karpv1.ConditionTypeLaunched)
+	})
+	w.Create(duplicate)
+	notFound(t, w.CloudProvider.Delete(w.Context(), duplicate))
+	assert.Empty(t, w.Agent.Claim(w.Cluster, string(duplicate.UID)).GetNodeGroupId(), "it never had a machine")
+	assert.Empty(t, w.Agent.Machine(w.Cluster, machine.GetName()).GetClaimId())
+	assert.Nil(t, w.Agent.Machine(w.Cluster, machine.GetName()).GetDeletedAt())
+}
+
+// Its id can be used again once the agent has forgotten it. Until then the user is told.
+func TestAnAdoptionThatTheLedgerRefusedIsNotTakenForARelease(t *testing.T) {
+	for _, reason := range []string{"Refused", "NoRoom"} {
+		t.Run(reason, func(t *testing.T) {
+			w, nodeClaim, machine := leftBehind(t)
+			refused := &agentv1alpha1.Claim{
+				Phase: agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED, Reason: reason, AdoptMachine: machine.GetName(), NodeGroupId: machine.GetNodeGroupId(),
+			}
+			finder := unclaimed.New(w.clock, w.Client, showing{w.Claims, refused}, w.Cluster, shimtest.Timeout)
+			found, err := finder.Of(w.Context(), nodeClaim)
+			require.NoError(t, err)
+			assert.Equal(t, machine.GetName(), found.GetName())
+
+			refused.Machine = machine
+			found, err = finder.Of(w.Context(), nodeClaim)
+			require.NoError(t, err)
+			assert.Nil(t, found, "it had the Machine")
+		})
+	}
+}
+
 func TestNothingIsPlannedBeforeNodeClaimsAreAdopted(t *testing.T) {
 	w, _, _ := leftBehind(t)
 	nodePool := &karpv1.NodePool{}
@@ -151,17 +226,95 @@ func TestNothingIsPlannedBeforeNodeClaimsAreAdopted(t *testing.T) {
 }
 
 func TestANodeClaimThatNeverGotAMachineEndsAtOnce(t *testing.T) {
-	for name, providerID := range map[string]func(*world, *karpv1.NodeClaim) string{
-		"a placeholder": func(w *world, nc *karpv1.NodeClaim) string { return w.Placeholder(nc.UID) },
-		"no machine of this Cluster": func(*world, *karpv1.NodeClaim) string {
-			return "aws:///us-west-2a/i-0123"
+	w, nodeClaim, _ := leftBehind(t)
+	nodeClaim.Status.ProviderID = w.Placeholder(nodeClaim.UID)
+	notFound(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+	assert.Empty(t, w.Recorder.Reasons())
+}
+
+// The agent shows the Machines of opted-in MachineDeployments of one namespace. What it does not show may run all the same.
+func TestNothingIsConcludedAboutAMachineThatTheAgentDoesNotShow(t *testing.T) {
+	w, _, _ := leftBehind(t)
+	elsewhere := w.NodeClaim("elsewhere", shimtest.Registered, func(nc *karpv1.NodeClaim) {
+		nc.Status.ProviderID = "aws:///us-west-2a/i-0123"
+		nc.StatusConditions().SetTrue(karpv1.ConditionTypeLaunched)
+	})
+	w.Create(elsewhere)
+	ids := func() []string {
+		listed, err := w.CloudProvider.List(w.Context())
+		require.NoError(t, err)
+		return lo.Map(listed, func(nc *karpv1.NodeClaim, _ int) string { return nc.Status.ProviderID })
+	}
+	assert.NotContains(t, ids(), elsewhere.Status.ProviderID, "without a Node, core ends it: it is no capacity")
+	w.Node(elsewhere)
+	assert.Contains(t, ids(), elsewhere.Status.ProviderID)
+	_, err := w.CloudProvider.Get(w.Context(), elsewhere.Status.ProviderID)
+	uncertain(t, err)
+	uncertain(t, w.CloudProvider.Delete(w.Context(), elsewhere))
+	assert.Nil(t, w.Agent.Claim(w.Cluster, string(elsewhere.UID)), "or it could not be adopted any more")
+	require.Equal(t, []string{"MachineUnknown"}, w.Recorder.Reasons())
+	for _, what := range []string{
+		elsewhere.Status.ProviderID, "node.cluster.x-k8s.io/karpenter-member", "another namespace",
+		"kubectl annotate nodeclaim elsewhere karpenter.cluster.x-k8s.io/return-machine=true",
+	} {
+		assert.Contains(t, w.Recorder.Messages()[0], what)
+	}
+
+	elsewhere.Annotations = map[string]string{v1alpha1.ReturnMachineAnnotation: "true"}
+	w.Update(elsewhere)
+	_, err = w.CloudProvider.Get(w.Context(), elsewhere.Status.ProviderID)
+	notFound(t, err)
+	notFound(t, w.CloudProvider.Delete(w.Context(), elsewhere))
+}
+
+func TestAMachineThatTheAgentShowedIsGoneUnlessItsNodeGroupIsToo(t *testing.T) {
+	w, nodeClaim, machine := leftBehind(t)
+	_, err := w.CloudProvider.Get(w.Context(), machine.GetProviderId())
+	require.NoError(t, err)
+	w.Agent.RemoveNodeGroup(machine.GetNodeGroupId()) // as when its MachineDeployment loses the label
+	w.clock.Step(time.Minute)
+	uncertain(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+	w.Agent.AddNodeGroup(&agentv1alpha1.NodeGroup{Name: "a"})
+	notFound(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+}
+
+// adopting has a NodeClaim's machine adopted right before the machines are listed.
+type adopting struct {
+	agentv1alpha1.MachineServiceClient
+
+	adopt func()
+}
+
+func (a adopting) ListMachines(
+	ctx context.Context, request *agentv1alpha1.ListMachinesRequest, options ...grpc.CallOption,
+) (*agentv1alpha1.ListMachinesResponse, error) {
+	a.adopt()
+	return a.MachineServiceClient.ListMachines(ctx, request, options...)
+}
+
+func TestAMachineThatIsAdoptedMeanwhileIsNotMissed(t *testing.T) {
+	for name, isThere := range map[string]func(*world, *cloudprovider.CloudProvider, string) bool{
+		"by List": func(w *world, provider *cloudprovider.CloudProvider, id string) bool {
+			listed, err := provider.List(w.Context())
+			require.NoError(t, err)
+			return lo.ContainsBy(listed, func(nc *karpv1.NodeClaim) bool { return nc.Status.ProviderID == id })
+		},
+		"by Get": func(w *world, provider *cloudprovider.CloudProvider, id string) bool {
+			_, err := provider.Get(w.Context(), id)
+			return err == nil
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			w, nodeClaim, _ := leftBehind(t)
-			nodeClaim.Status.ProviderID = providerID(w, nodeClaim)
-			notFound(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
-			assert.Empty(t, w.Recorder.Reasons())
+			w, nodeClaim, machine := leftBehind(t)
+			client := *w.Client
+			client.Machines = adopting{w.Client.Machines, func() {
+				_, err := w.CloudProvider.Adopt(w.Context(), nodeClaim, machine)
+				assert.NoError(t, err)
+			}}
+			config := w.CloudProvider.Config
+			config.Claims = showing{w.Claims, nil}
+			config.Unclaimed = unclaimed.New(w.clock, &client, w.Claims, w.Cluster, shimtest.Timeout)
+			assert.True(t, isThere(w, cloudprovider.New(config), machine.GetProviderId()))
 		})
 	}
 }

@@ -37,7 +37,7 @@ type Groups interface {
 // found out, with which pods find their volumes. The NodeClaim takes the Node's.
 //
 // Values that core chose at random for the NodeClaim are corrected when the machine is claimed; but core forgets that when it
-// cannot store it at once, and does not ask again.
+// cannot store it at once, and does not ask again. The NodeClaim of an adopted machine has the values of its Node, which stay.
 type Labels struct {
 	kube   client.Client
 	groups Groups
@@ -56,7 +56,10 @@ func (*Labels) Name() string { return "labels" }
 // Registered lets the registration pass once the NodeClaim's labels are right. It changes them.
 func (l *Labels) Registered(ctx context.Context, nodeClaim *karpv1.NodeClaim) (cloudprovider.NodeLifecycleHookResult, error) {
 	groupID, ours := nodeClaim.Annotations[v1alpha1.NodeGroupAnnotation]
-	instancetype.CorrectChosenLabels(nodeClaim, l.groups.GroupLabels(groupID))
+	_, adopted := nodeClaim.Labels[v1alpha1.AdoptedLabel]
+	if !adopted {
+		instancetype.CorrectChosenLabels(nodeClaim, l.groups.GroupLabels(groupID))
+	}
 	if !ours {
 		return cloudprovider.NodeLifecycleHookResult{}, nil
 	}
@@ -64,7 +67,7 @@ func (l *Labels) Registered(ctx context.Context, nodeClaim *karpv1.NodeClaim) (c
 	if err != nil {
 		return cloudprovider.NodeLifecycleHookResult{}, err
 	}
-	if _, registered := node.Labels[karpv1.NodeRegisteredLabelKey]; !registered {
+	if _, registered := node.Labels[karpv1.NodeRegisteredLabelKey]; !registered && !adopted { // an adopted Node joined long ago
 		l.groups.ObserveTaint(groupID, IsUnregistered(node))
 	}
 	if zone, ok := nodeClaim.Labels[corev1.LabelTopologyZone]; !ok || zone != instancetype.ZoneNone {

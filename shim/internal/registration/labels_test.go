@@ -2,6 +2,7 @@ package registration_test
 
 import (
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -10,6 +11,7 @@ import (
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/registration"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
 )
@@ -100,4 +102,27 @@ func TestALabelThatCoreChoseAtRandomIsCorrectedOnceMore(t *testing.T) {
 	assert.Zero(t, result)
 	assert.Equal(t, "red", nodeClaim.Labels["team"])
 	assert.Equal(t, "4712", nodeClaim.Labels["use"], "what the group does not say is core's to choose")
+}
+
+// Core would take the Node for drifted with the node group's value, which the NodePool need not allow.
+func TestAnAdoptedNodeKeepsItsLabels(t *testing.T) {
+	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a", Zone: "z1", NodeLabels: map[string]string{"team": "red"}}})
+	nodeClaim := w.Launched("claim", func(nc *karpv1.NodeClaim) {
+		nc.Spec.Requirements = []karpv1.NodeSelectorRequirementWithMinValues{
+			{Key: "team", Operator: corev1.NodeSelectorOpIn, Values: []string{"blue"}},
+		}
+		nc.Labels["team"], nc.Labels[v1alpha1.AdoptedLabel] = "blue", "true"
+		nc.Annotations = map[string]string{v1alpha1.NodeGroupAnnotation: "default/a"}
+		nc.Status.ProviderID = "sim:///1"
+	})
+	w.Create(&corev1.Node{
+		ObjectMeta: metav1.ObjectMeta{Name: "node", Labels: map[string]string{"team": "blue"}}, Spec: corev1.NodeSpec{ProviderID: "sim:///1"},
+	})
+	_, err := registration.NewLabels(w.Kube, w.Catalogue).Registered(w.Context(), nodeClaim)
+	require.NoError(t, err)
+	assert.Equal(t, "blue", nodeClaim.Labels["team"])
+	assert.Never(t, func() bool {
+		class, _ := w.Catalogue.Snapshot().Class(shimtest.NodeClassName)
+		return len(class.Problems) > 0
+	}, 100*time.Millisecond, 5*time.Millisecond, "how it joined is no news of the node group's template")
 }

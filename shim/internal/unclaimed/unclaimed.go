@@ -5,6 +5,7 @@ package unclaimed
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"strings"
 	"sync"
@@ -21,6 +22,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/placeholder"
 )
 
@@ -44,34 +46,56 @@ type Finder struct {
 	mu       sync.Mutex
 	machines []*agentv1alpha1.Machine
 	readAt   time.Time
+	groups   map[string]string // node groups of all machines since the process began, by provider ID
 }
 
 // New returns a Finder. timeout bounds each call to the agent.
 func New(
 	clk clock.PassiveClock, agent *agentclient.Client, claims Claims, cluster *agentv1alpha1.ClusterRef, timeout time.Duration,
 ) *Finder {
-	return &Finder{clock: clk, agent: agent, claims: claims, cluster: cluster, timeout: timeout}
+	return &Finder{clock: clk, agent: agent, claims: claims, cluster: cluster, timeout: timeout, groups: map[string]string{}}
 }
 
-// Machines returns the Machines of the Cluster that have a provider ID and no claim, as they were a moment ago: completely, or an
-// error.
-func (f *Finder) Machines(ctx context.Context) ([]*agentv1alpha1.Machine, error) {
-	machines, err := f.all(ctx)
+// All returns the Machines of the Cluster that have a provider ID, claimed or not, as they were a moment ago: completely, or an error.
+func (f *Finder) All(ctx context.Context) ([]*agentv1alpha1.Machine, error) {
+	machines, err := f.recent(ctx)
 	return lo.Filter(machines, func(m *agentv1alpha1.Machine, _ int) bool { return m.GetProviderId() != "" }), err
+}
+
+// Machines returns those of [Finder.All] that have no claim.
+func (f *Finder) Machines(ctx context.Context) ([]*agentv1alpha1.Machine, error) {
+	machines, err := f.All(ctx)
+	return lo.Filter(machines, func(m *agentv1alpha1.Machine, _ int) bool { return !isClaimed(m) }), err
 }
 
 // Named returns the Machine without a claim that has the name; nil when there is none.
 func (f *Finder) Named(ctx context.Context, name string) (*agentv1alpha1.Machine, error) {
-	machines, err := f.all(ctx)
+	return f.find(ctx, func(m *agentv1alpha1.Machine) bool { return m.GetName() == name && !isClaimed(m) })
+}
+
+// With returns the Machine without a claim that has the provider ID; nil when there is none.
+func (f *Finder) With(ctx context.Context, providerID string) (*agentv1alpha1.Machine, error) {
+	return f.find(ctx, func(m *agentv1alpha1.Machine) bool { return m.GetProviderId() == providerID && !isClaimed(m) })
+}
+
+// Any returns the Machine, claimed or not, that has the provider ID; nil when there is none.
+func (f *Finder) Any(ctx context.Context, providerID string) (*agentv1alpha1.Machine, error) {
+	return f.find(ctx, func(m *agentv1alpha1.Machine) bool { return m.GetProviderId() == providerID })
+}
+
+func isClaimed(machine *agentv1alpha1.Machine) bool { return machine.GetClaimId() != "" }
+
+func (f *Finder) find(ctx context.Context, is func(*agentv1alpha1.Machine) bool) (*agentv1alpha1.Machine, error) {
+	machines, err := f.recent(ctx)
 	if err != nil {
 		return nil, err
 	}
-	machine, _ := lo.Find(machines, func(m *agentv1alpha1.Machine) bool { return m.GetName() == name })
+	machine, _ := lo.Find(machines, is)
 	return machine, nil
 }
 
-// all returns the Machines without a claim.
-func (f *Finder) all(ctx context.Context) ([]*agentv1alpha1.Machine, error) {
+// recent returns all Machines.
+func (f *Finder) recent(ctx context.Context) ([]*agentv1alpha1.Machine, error) {
 	f.mu.Lock()
 	machines, readAt := f.machines, f.readAt
 	f.mu.Unlock()
@@ -100,30 +124,29 @@ func (f *Finder) list(ctx context.Context) ([]*agentv1alpha1.Machine, error) {
 	if err != nil {
 		return nil, fmt.Errorf("listing the machines: %w", err)
 	}
-	machines := lo.Filter(response.GetMachines(), func(m *agentv1alpha1.Machine, _ int) bool { return m.GetClaimId() == "" })
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.machines, f.readAt = machines, readAt
-	return machines, nil
-}
-
-// With returns the Machine without a claim that has the provider ID; nil when there is none.
-func (f *Finder) With(ctx context.Context, providerID string) (*agentv1alpha1.Machine, error) {
-	machines, err := f.Machines(ctx)
-	if err != nil {
-		return nil, err
+	f.machines, f.readAt = response.GetMachines(), readAt
+	for _, machine := range f.machines {
+		if id := machine.GetProviderId(); id != "" {
+			f.groups[id] = machine.GetNodeGroupId()
+		}
 	}
-	machine, _ := lo.Find(machines, func(m *agentv1alpha1.Machine) bool { return m.GetProviderId() == providerID })
-	return machine, nil
+	return f.machines, nil
 }
 
-// Of returns the Machine that the NodeClaim runs on without ever having had a claim; nil when it has or had one, or no machine.
+// ErrUnknownMachine means that the agent shows no Machine with the provider ID of a NodeClaim that never had a claim. That does not mean that it is
+// gone: the agent shows no Machine of a MachineDeployment that is not labelled as a node group, or of another namespace or Cluster.
+var ErrUnknownMachine = errors.New("the agent shows no machine with the provider ID of the NodeClaim, which never had a claim")
+
+// Of returns the Machine that the NodeClaim runs on without ever having had a claim; nil when it has or had one, when the Machine is another claim's,
+// or when it is gone. Of others the error is [ErrUnknownMachine].
 func (f *Finder) Of(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*agentv1alpha1.Machine, error) {
 	id := nodeClaim.Status.ProviderID
 	if id == "" || placeholder.Is(id) {
 		return nil, nil //nolint:nilnil // documented
 	}
-	if claim, known := f.claims.Get(string(nodeClaim.UID)); known && !neverMade(claim) {
+	if claim, known := f.claims.Get(string(nodeClaim.UID)); known && !NeverMade(claim) {
 		return nil, nil //nolint:nilnil // documented
 	}
 	callCtx, cancel := context.WithTimeout(ctx, f.timeout)
@@ -134,16 +157,53 @@ func (f *Finder) Of(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*agentv1a
 	case agenterrors.IsNotFound(err) && agenterrors.ReasonOf(err) == agenterrors.ReasonClaimNotFound:
 	case err != nil:
 		return nil, fmt.Errorf("getting the claim: %w", err)
-	case !neverMade(response.GetClaim()):
+	case !NeverMade(response.GetClaim()):
 		return nil, nil //nolint:nilnil // documented
 	}
-	return f.With(ctx, id)
+	machine, err := f.Any(ctx, id)
+	switch {
+	case err != nil:
+		return nil, err
+	case machine == nil:
+		return nil, f.gone(ctx, id)
+	case isClaimed(machine):
+		return nil, nil //nolint:nilnil // documented
+	}
+	return machine, nil
 }
 
-// neverMade reports whether the claim is what the agent remembers of a release of a claim that did not exist.
-func neverMade(claim *agentv1alpha1.Claim) bool {
-	return claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED && claim.GetNodeGroupId() == ""
+// gone returns nil for a provider ID of a Machine that the agent does not show any more although it still shows its node group.
+func (f *Finder) gone(ctx context.Context, providerID string) error {
+	f.mu.Lock()
+	group := f.groups[providerID]
+	f.mu.Unlock()
+	if group == "" {
+		return ErrUnknownMachine
+	}
+	ctx, cancel := context.WithTimeout(ctx, f.timeout)
+	defer cancel()
+	_, err := f.agent.NodeGroups.GetNodeGroup(ctx, &agentv1alpha1.GetNodeGroupRequest{Cluster: f.cluster, Id: group})
+	switch {
+	case err == nil:
+		return nil
+	case agenterrors.IsNotFound(err):
+		return ErrUnknownMachine
+	}
+	return fmt.Errorf("getting node group %s: %w", group, err)
 }
+
+// NeverMade reports whether a claim never was one: it is what the agent remembers of a release of a claim that did not exist, or it was to adopt a
+// Machine and its node group refused that.
+func NeverMade(claim *agentv1alpha1.Claim) bool {
+	if claim.GetPhase() != agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
+		return false
+	}
+	refused := claim.GetReason() == endedRefused || claim.GetReason() == endedNoRoom
+	return claim.GetNodeGroupId() == "" || claim.GetAdoptMachine() != "" && claim.GetMachine() == nil && refused
+}
+
+// Reasons of the agent for the end of a claim that no node group has taken.
+const endedRefused, endedNoRoom = "Refused", "NoRoom"
 
 // Event tells the user of the Machine, why it could not be adopted, and what to do about it.
 func (f *Finder) Event(nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.Machine, refused error) events.Event {
@@ -162,6 +222,22 @@ func (f *Finder) Event(nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.Machi
 		Reason:         "MachineWithoutClaim",
 		Message:        lo.Substring(message, 0, 1024),
 		DedupeValues:   []string{string(nodeClaim.UID), why},
+		DedupeTimeout:  10 * time.Minute,
+	}
+}
+
+// Unknown reports on the NodeClaim that the agent shows no Machine with its provider ID, and what to do about it: see [ErrUnknownMachine].
+func (f *Finder) Unknown(nodeClaim *karpv1.NodeClaim) events.Event {
+	message := fmt.Sprintf("The agent shows no Machine with provider ID %s in Cluster %s/%s, and this NodeClaim has no claim. Karpenter does not "+
+		"end it before its Machine is known. If the Machine exists, label its MachineDeployment with node.cluster.x-k8s.io/karpenter-member: it "+
+		"is adopted then. If it is gone, or of another namespace or Cluster, detach this NodeClaim from it: kubectl annotate nodeclaim %s %s=true",
+		nodeClaim.Status.ProviderID, f.cluster.GetNamespace(), f.cluster.GetName(), nodeClaim.Name, v1alpha1.ReturnMachineAnnotation)
+	return events.Event{
+		InvolvedObject: nodeClaim,
+		Type:           corev1.EventTypeWarning,
+		Reason:         "MachineUnknown",
+		Message:        lo.Substring(message, 0, 1024),
+		DedupeValues:   []string{string(nodeClaim.UID)},
 		DedupeTimeout:  10 * time.Minute,
 	}
 }

@@ -8,6 +8,7 @@ package adoption
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"strings"
 	"sync"
@@ -16,7 +17,7 @@ import (
 
 	"github.com/samber/lo"
 	corev1 "k8s.io/api/core/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
 	controllerruntime "sigs.k8s.io/controller-runtime"
@@ -33,11 +34,13 @@ import (
 	"sigs.k8s.io/karpenter/pkg/operator/injection"
 	nodeclaimutils "sigs.k8s.io/karpenter/pkg/utils/nodeclaim"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/claimsource"
 	provider "github.com/karpenter-capi/karpenter-capi/shim/internal/cloudprovider"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/owners"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/placeholder"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/unclaimed"
 )
@@ -52,6 +55,8 @@ const (
 	yes = "true"
 	// settleLook is how often the start looks whether all NodeClaims were looked at.
 	settleLook = 100 * time.Millisecond
+	// looksPerLog is how many of these looks there are for each log entry: one every half minute.
+	looksPerLog = 300
 )
 
 // Claims is a mirror of the shim's claims.
@@ -97,6 +102,24 @@ func New(
 // Reconcile looks at one NodeClaim. Those that are not launched, or are being deleted, are for Create and Delete to adopt.
 func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
 	ctx = injection.WithControllerName(ctx, name)
+	uid := nodeClaim.UID
+	result, err := c.reconcile(ctx, nodeClaim)
+	if !isRejected(err) {
+		return result, err
+	}
+	// The other NodeClaims do not wait for one that an admission webhook, or the API server, does not let be changed.
+	log.FromContext(ctx).Error(err, "the adoption of a Machine cannot be completed")
+	c.recorder.Publish(incomplete(nodeClaim, err))
+	c.sawToIt(uid)
+	return reconcile.Result{RequeueAfter: look}, nil
+}
+
+// isRejected reports whether the API server refuses a request that it would refuse again.
+func isRejected(err error) bool {
+	return apierrors.IsForbidden(err) || apierrors.IsInvalid(err) || apierrors.IsBadRequest(err)
+}
+
+func (c *Controller) reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
 	if !nodeclaimutils.IsManaged(nodeClaim, c.cloudProvider) {
 		return reconcile.Result{}, nil
 	}
@@ -120,6 +143,8 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	}
 	machine, err := c.machines.Of(ctx, nodeClaim)
 	switch {
+	case errors.Is(err, unclaimed.ErrUnknownMachine):
+		return c.keep(ctx, nodeClaim)
 	case err != nil: // ordinary while the management cluster is away
 		log.FromContext(ctx).V(1).Info("not known whether the NodeClaim's machine is to be adopted", "reason", err.Error())
 		return reconcile.Result{RequeueAfter: soon}, nil
@@ -139,7 +164,7 @@ func (c *Controller) adopt(ctx context.Context, nodeClaim *karpv1.NodeClaim, mac
 	if err != nil {
 		return reconcile.Result{}, err
 	}
-	rightful, err := c.rightful(ctx, nodeClaim, node)
+	rightful, err := owners.Of(ctx, c.kube, nodeClaim)
 	if err != nil {
 		return reconcile.Result{}, err
 	}
@@ -157,15 +182,20 @@ func (c *Controller) adopt(ctx context.Context, nodeClaim *karpv1.NodeClaim, mac
 			return reconcile.Result{}, client.IgnoreNotFound(err)
 		}
 	}
+	if wasAdopted(nodeClaim) {
+		if err := c.protect(ctx, nodeClaim, policy); err != nil {
+			return reconcile.Result{}, client.IgnoreNotFound(err)
+		}
+	}
 	claim, err := c.provider.Adopt(ctx, nodeClaim, machine)
 	switch {
 	case err == nil:
-	case !provider.IsAdoptionRefused(err):
+	case ctx.Err() != nil, agenterrors.IsUnavailable(err), agenterrors.IsConflict(err):
 		log.FromContext(ctx).V(1).Info("not known whether the Machine can be adopted", "machine", machine.GetName(), "reason", err.Error())
 		return reconcile.Result{RequeueAfter: soon}, nil
-	default:
+	default: // the Node is protected, so that the other NodeClaims need not wait for this one
 		log.FromContext(ctx).Error(err, "a Machine cannot be adopted", "machine", machine.GetName())
-		c.recorder.Publish(c.machines.Event(nodeClaim, machine, err))
+		c.recorder.Publish(lo.Ternary(provider.IsAdoptionRefused(err), c.machines.Event(nodeClaim, machine, err), incomplete(nodeClaim, err)))
 		c.sawToIt(nodeClaim.UID)
 		return reconcile.Result{RequeueAfter: look}, nil
 	}
@@ -198,38 +228,9 @@ func (c *Controller) node(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*co
 	return nodes[0], nil
 }
 
-// rightful returns which of the NodeClaims with the same provider ID has the Machine: the one that the Node belongs to, else a registered one,
-// else the oldest.
-func (c *Controller) rightful(ctx context.Context, nodeClaim *karpv1.NodeClaim, node *corev1.Node) (*karpv1.NodeClaim, error) {
-	list := &karpv1.NodeClaimList{}
-	if err := c.kube.List(ctx, list, nodeclaimutils.ForProviderID(nodeClaim.Status.ProviderID)); err != nil {
-		return nil, fmt.Errorf("listing the NodeClaims with provider ID %s: %w", nodeClaim.Status.ProviderID, err)
-	}
-	return rightfulOf(append(lo.ToSlicePtr(list.Items), nodeClaim), node), nil
-}
-
-// rightfulOf is [Controller.rightful] of these.
+// rightfulOf is [owners.Rightful].
 func rightfulOf(nodeClaims []*karpv1.NodeClaim, node *corev1.Node) *karpv1.NodeClaim {
-	owns := func(nc *karpv1.NodeClaim) bool {
-		return node != nil && lo.ContainsBy(node.OwnerReferences, func(o metav1.OwnerReference) bool { return o.UID == nc.UID })
-	}
-	registered := func(nc *karpv1.NodeClaim) bool {
-		return nc.StatusConditions().Get(karpv1.ConditionTypeRegistered).IsTrue()
-	}
-	best := nodeClaims[0]
-	for _, other := range nodeClaims {
-		switch {
-		case other.UID == best.UID:
-		case owns(other) != owns(best):
-			best = lo.Ternary(owns(other), other, best)
-		case registered(other) != registered(best):
-			best = lo.Ternary(registered(other), other, best)
-		case other.CreationTimestamp.Before(&best.CreationTimestamp),
-			other.CreationTimestamp.Equal(&best.CreationTimestamp) && other.UID < best.UID:
-			best = other
-		}
-	}
-	return best
+	return owners.Rightful(nodeClaims, node)
 }
 
 // duplicate tells the user of a NodeClaim whose machine is another one's, and how to end it without draining that one's Node.
@@ -248,6 +249,18 @@ func (c *Controller) duplicate(nodeClaim, rightful *karpv1.NodeClaim) events.Eve
 	}
 }
 
+// incomplete reports on a NodeClaim why it, or its Node, is not as those of new machines are.
+func incomplete(nodeClaim *karpv1.NodeClaim, why error) events.Event {
+	return events.Event{
+		InvolvedObject: nodeClaim,
+		Type:           corev1.EventTypeWarning,
+		Reason:         "AdoptionIncomplete",
+		Message:        lo.Substring(fmt.Sprintf("The adoption of the machine cannot be completed: %s", why), 0, 1024),
+		DedupeValues:   []string{string(nodeClaim.UID), why.Error()},
+		DedupeTimeout:  10 * time.Minute,
+	}
+}
+
 // policy returns what the NodeClaim's node class says of adoption; the defaults for one that does not exist.
 func (c *Controller) policy(ctx context.Context, nodeClaim *karpv1.NodeClaim) (v1alpha1.AdoptionPolicy, error) {
 	class := &v1alpha1.ClusterAPINodeClass{}
@@ -257,18 +270,50 @@ func (c *Controller) policy(ctx context.Context, nodeClaim *karpv1.NodeClaim) (v
 	return class.Spec.Adoption, nil
 }
 
-// protect marks the Node as adopted, and has core leave it alone unless the node class allows its disruption. A Node that was marked before
-// keeps what a person has made of it since.
-func (c *Controller) protect(ctx context.Context, node *corev1.Node, policy v1alpha1.AdoptionPolicy) error {
-	if _, before := node.Labels[v1alpha1.AdoptedLabel]; before {
+// keep protects the Node of a NodeClaim whose machine the agent does not show, whatever the node class says: the machine could not be removed. It
+// is adopted once the agent shows it.
+func (c *Controller) keep(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
+	rightful, err := owners.Of(ctx, c.kube, nodeClaim)
+	if err != nil {
+		return reconcile.Result{}, err
+	}
+	if rightful.UID != nodeClaim.UID {
+		c.recorder.Publish(c.duplicate(nodeClaim, rightful))
+		c.sawToIt(nodeClaim.UID)
+		return reconcile.Result{RequeueAfter: look}, nil
+	}
+	node, err := c.node(ctx, nodeClaim)
+	if err != nil {
+		return reconcile.Result{}, err
+	}
+	if node != nil {
+		if err := c.protect(ctx, node, v1alpha1.AdoptionPolicy{}); err != nil {
+			return reconcile.Result{}, client.IgnoreNotFound(err)
+		}
+	}
+	c.recorder.Publish(c.machines.Unknown(nodeClaim))
+	c.sawToIt(nodeClaim.UID)
+	return reconcile.Result{RequeueAfter: look}, nil
+}
+
+// protect marks the object, a Node or a NodeClaim, as adopted, and has core leave it alone unless the node class allows its disruption: once for each
+// adoption, so that it keeps what a person makes of it afterwards. An object that was adopted before has no claim any more, or it would not be here.
+func (c *Controller) protect(ctx context.Context, object client.Object, policy v1alpha1.AdoptionPolicy) error {
+	if _, marked := object.GetLabels()[v1alpha1.AdoptedLabel]; marked && !wasAdopted(object) {
 		return nil
 	}
-	stored := node.DeepCopy()
-	markAdopted(node, policy)
-	if err := c.kube.Patch(ctx, node, client.MergeFrom(stored)); err != nil {
-		return fmt.Errorf("protecting Node %s from disruption: %w", node.Name, err)
+	stored, _ := object.DeepCopyObject().(client.Object)
+	object.SetAnnotations(lo.OmitByKeys(object.GetAnnotations(), []string{v1alpha1.NodeGroupAnnotation}))
+	markAdopted(object, policy)
+	if err := c.kube.Patch(ctx, object, client.MergeFrom(stored)); err != nil {
+		return fmt.Errorf("protecting %s from disruption: %w", object.GetName(), err)
 	}
 	return nil
+}
+
+// wasAdopted reports whether an adoption of the Node or the NodeClaim was completed: that gives it this annotation.
+func wasAdopted(object client.Object) bool {
+	return object.GetAnnotations()[v1alpha1.NodeGroupAnnotation] != ""
 }
 
 func markAdopted(object client.Object, policy v1alpha1.AdoptionPolicy) {
@@ -286,10 +331,13 @@ func (c *Controller) complete(ctx context.Context, nodeClaim *karpv1.NodeClaim, 
 	if err != nil {
 		return reconcile.Result{}, err
 	}
-	if _, done := nodeClaim.Labels[v1alpha1.AdoptedLabel]; !done {
+	if _, marked := nodeClaim.Labels[v1alpha1.AdoptedLabel]; !marked || !wasAdopted(nodeClaim) {
 		described := c.provider.Describe(nodeClaim.Spec.NodeClassRef.Name, claim)
 		if described == nil {
-			return reconcile.Result{RequeueAfter: soon}, nil // the catalogue does not know the node group yet
+			c.recorder.Publish(incomplete(nodeClaim, fmt.Errorf("node group %s cannot be described to Karpenter; see the status of "+
+				"ClusterAPINodeClass %s, if that exists", claim.GetNodeGroupId(), nodeClaim.Spec.NodeClassRef.Name)))
+			c.sawToIt(nodeClaim.UID)
+			return reconcile.Result{RequeueAfter: look}, nil
 		}
 		policy, err := c.policy(ctx, nodeClaim)
 		if err != nil {
@@ -350,6 +398,7 @@ func (c *Controller) Settled() bool { return c.settled.Load() }
 
 // Start waits for that, and returns then.
 func (c *Controller) Start(ctx context.Context) error {
+	looks := 0
 	err := wait.PollUntilContextCancel(ctx, settleLook, true, func(ctx context.Context) (bool, error) {
 		if !c.claims.State().Synced {
 			return false, nil
@@ -360,8 +409,13 @@ func (c *Controller) Start(ctx context.Context) error {
 			return false, nil
 		}
 		c.mu.Lock()
-		defer c.mu.Unlock()
-		return lo.EveryBy(nodeClaims, func(nc *karpv1.NodeClaim) bool { return c.seen[nc.UID] }), nil
+		left := lo.Reject(nodeClaims, func(nc *karpv1.NodeClaim, _ int) bool { return c.seen[nc.UID] })
+		c.mu.Unlock()
+		awaited.Set(float64(len(left)), nil)
+		if looks++; len(left) > 0 && looks%looksPerLog == 0 {
+			log.FromContext(ctx).Info("nothing is planned or disrupted before NodeClaims are adopted", "count", len(left), "first", left[0].Name)
+		}
+		return len(left) == 0, nil
 	})
 	if err != nil {
 		return nil //nolint:nilerr // the process ends

@@ -2,6 +2,8 @@ package adoption_test
 
 import (
 	"context"
+	"errors"
+	"strings"
 	"testing"
 	"time"
 
@@ -10,13 +12,16 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	clocktesting "k8s.io/utils/clock/testing"
 	controllerruntime "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	corecloudprovider "sigs.k8s.io/karpenter/pkg/cloudprovider"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
@@ -247,11 +252,20 @@ func TestARefusedAdoptionIsToldAndTriedAgain(t *testing.T) {
 	assert.NotNil(t, e.claim(nodeClaim))
 }
 
-// unavailable is a provider whose agent does not answer.
-type unavailable struct{ adoption.Provider }
+// failing is a provider whose agent adopts nothing.
+type failing struct {
+	adoption.Provider
 
-func (unavailable) Adopt(context.Context, *karpv1.NodeClaim, *agentv1alpha1.Machine) (*agentv1alpha1.Claim, error) {
-	return nil, status.Error(codes.Unavailable, "the connection was lost")
+	err error
+}
+
+func (f failing) Adopt(context.Context, *karpv1.NodeClaim, *agentv1alpha1.Machine) (*agentv1alpha1.Claim, error) {
+	return nil, f.err
+}
+
+// use has the controller work with another client and another provider.
+func (e *env) use(kube client.Client, adopter adoption.Provider) {
+	e.controller = adoption.New(kube, e.CloudProvider, adopter, e.Claims, e.Unclaimed, e.Client, e.Cluster, e.Recorder)
 }
 
 // Nothing is known then, so that the user is told nothing, above all not to delete the Machine.
@@ -259,7 +273,7 @@ func TestAnAdoptionThatIsNotAnsweredIsRepeated(t *testing.T) {
 	e := setUp(t)
 	nodeClaim := e.left("left")
 	e.join(nodeClaim)
-	e.controller = adoption.New(e.Kube, e.CloudProvider, unavailable{e.CloudProvider}, e.Claims, e.Unclaimed, e.Client, e.Cluster, e.Recorder)
+	e.use(e.Kube, failing{e.CloudProvider, status.Error(codes.Unavailable, "the connection was lost")})
 	e.start()
 	assert.Positive(t, e.reconcile(nodeClaim).RequeueAfter)
 	assert.Empty(t, e.Recorder.Reasons())
@@ -305,12 +319,139 @@ func TestNothingIsSettledWhileTheAgentIsSilent(t *testing.T) {
 	assert.NotNil(t, e.claim(left))
 }
 
-func TestNodeClaimsWithoutAMachineAreLeftAlone(t *testing.T) {
+// Until all are, core plans and disrupts nothing in the whole cluster.
+func TestOneNodeClaimThatCannotBeAdoptedDoesNotHoldUpTheOthers(t *testing.T) {
+	for name, tc := range map[string]struct {
+		spoil func(*env, *karpv1.NodeClaim)
+		event string
+		what  string
+	}{
+		"its node class does not exist": {
+			spoil: func(e *env, nodeClaim *karpv1.NodeClaim) {
+				nodeClaim.Spec.NodeClassRef.Name = "gone"
+				e.Update(nodeClaim)
+			},
+			event: "AdoptionIncomplete", what: "ClusterAPINodeClass gone",
+		},
+		"its claim is one too many": {
+			spoil: func(e *env, _ *karpv1.NodeClaim) {
+				e.use(e.Kube, failing{e.CloudProvider, agenterrors.TooManyClaims("too many", 0)})
+			},
+			event: "MachineWithoutClaim", what: "too many",
+		},
+		"its node group lost the label": {
+			spoil: func(e *env, _ *karpv1.NodeClaim) {
+				e.use(e.Kube, failing{e.CloudProvider, agenterrors.NodeGroupNotFound("default/a")})
+			},
+			event: "MachineWithoutClaim", what: "default/a",
+		},
+		"the agent fails": {
+			spoil: func(e *env, _ *karpv1.NodeClaim) {
+				e.use(e.Kube, failing{e.CloudProvider, status.Error(codes.Internal, "a mistake")})
+			},
+			event: "AdoptionIncomplete", what: "a mistake",
+		},
+		"a webhook denies the change of its Node": {
+			spoil: func(e *env, _ *karpv1.NodeClaim) { e.use(denying[*corev1.Node](e.Kube), e.CloudProvider) },
+			event: "AdoptionIncomplete", what: "denied the request",
+		},
+		"a webhook denies its change": {
+			spoil: func(e *env, _ *karpv1.NodeClaim) { e.use(denying[*karpv1.NodeClaim](e.Kube), e.CloudProvider) },
+			event: "AdoptionIncomplete", what: "denied the request",
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			e := setUp(t)
+			nodeClaim := e.left("left")
+			e.join(nodeClaim)
+			tc.spoil(e, nodeClaim)
+			e.start()
+			assert.Positive(t, e.reconcile(nodeClaim).RequeueAfter, "it is tried again")
+			e.Eventually(e.controller.Settled, "the others are not held up")
+			require.Contains(t, e.Recorder.Reasons(), tc.event)
+			assert.Contains(t, strings.Join(e.Recorder.Messages(), "\n"), tc.what)
+		})
+	}
+}
+
+// denying returns a client that may not patch objects of the type.
+func denying[T client.Object](kube client.WithWatch) client.Client {
+	return interceptor.NewClient(kube, interceptor.Funcs{
+		Patch: func(ctx context.Context, c client.WithWatch, o client.Object, patch client.Patch, opts ...client.PatchOption) error {
+			if _, is := o.(T); is {
+				return apierrors.NewForbidden(corev1.Resource("objects"), o.GetName(), errors.New("admission webhook denied the request"))
+			}
+			return c.Patch(ctx, o, patch, opts...)
+		},
+	})
+}
+
+// The agent shows no Machine of a MachineDeployment without the label. Adoption follows the label.
+func TestANodeClaimWhoseMachineTheAgentDoesNotShowIsProtectedAndAdoptedLater(t *testing.T) {
 	e := setUp(t)
-	nodeClaim := e.left("elsewhere", func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = "aws:///us-west-2a/i-0123" })
-	assert.Zero(t, e.reconcile(nodeClaim).RequeueAfter)
-	assert.Nil(t, e.claim(nodeClaim))
-	assert.NotContains(t, nodeClaim.Labels, v1alpha1.AdoptedLabel)
+	later := "fake:///default/workload/later-00002"
+	elsewhere := e.left("elsewhere", func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = later })
+	node := e.join(elsewhere)
+	node.Spec.ProviderID = later
+	e.Update(node)
+	e.start()
+	assert.Positive(t, e.reconcile(elsewhere).RequeueAfter)
+	e.Eventually(e.controller.Settled, "the others do not wait for it")
+	assert.Nil(t, e.claim(elsewhere))
+	assert.True(t, e.Exists(elsewhere))
+	require.Equal(t, []string{"MachineUnknown"}, e.Recorder.Reasons())
+	e.Get(node)
+	assert.Equal(t, "true", node.Annotations[karpv1.DoNotDisruptAnnotationKey], "its machine could not be removed")
+
+	e.Agent.AddNodeGroup(&agentv1alpha1.NodeGroup{Name: "later", Replicas: 1})
+	e.Catalogue.Refresh()
+	e.Eventually(func() bool { _, ok := e.Catalogue.Snapshot().Source("default/later"); return ok }, "the catalogue knows the node group")
+	e.clock.Step(time.Minute)
+	e.reconcile(elsewhere)
+	assert.Equal(t, "later-00002", e.claim(elsewhere).GetAdoptMachine())
+	assert.Equal(t, "default/later", elsewhere.Annotations[v1alpha1.NodeGroupAnnotation])
+}
+
+// After going back to the other provider, claims are gone, and what the first adoption put on Nodes and NodeClaims is there.
+func TestAnAdoptionAfterGoingBackProtectsTheNodeAgain(t *testing.T) {
+	e := setUp(t)
+	nodeClaim := e.left("left")
+	node := e.join(nodeClaim)
+	e.reconcile(nodeClaim)
+	e.known(nodeClaim)
+	allow := func() {
+		for _, object := range []client.Object{nodeClaim, node} {
+			e.Get(object)
+			annotations := object.GetAnnotations()
+			delete(annotations, karpv1.DoNotDisruptAnnotationKey)
+			object.SetAnnotations(annotations)
+			e.Update(object)
+		}
+	}
+	allow()
+	_, err := e.Client.Claims.ReturnMachine(e.Context(), &agentv1alpha1.ReturnMachineRequest{Cluster: e.Cluster, ClaimId: string(nodeClaim.UID)})
+	require.NoError(t, err)
+	e.Agent.Forget(e.Cluster, string(nodeClaim.UID))
+	e.Eventually(func() bool { _, known := e.Claims.Get(string(nodeClaim.UID)); return !known }, "the claim is gone")
+	e.clock.Step(time.Minute)
+
+	block := func() {
+		e.Agent.Block(e.machine.GetNodeGroupId(), agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED, "paused", time.Time{})
+	}
+	block()
+	e.reconcile(nodeClaim)
+	for _, object := range []client.Object{nodeClaim, node} {
+		e.Get(object)
+		assert.Equal(t, "true", object.GetAnnotations()[karpv1.DoNotDisruptAnnotationKey])
+	}
+	allow()
+	e.reconcile(nodeClaim)
+	e.Agent.Unblock(e.machine.GetNodeGroupId())
+	e.reconcile(nodeClaim)
+	e.Get(node)
+	assert.NotNil(t, e.claim(nodeClaim))
+	assert.NotContains(t, node.Annotations, karpv1.DoNotDisruptAnnotationKey, "once for each adoption")
+	assert.Equal(t, e.machine.GetNodeGroupId(), node.Annotations[v1alpha1.NodeGroupAnnotation])
 }
 
 // returning asks for the machine's return.
@@ -329,6 +470,11 @@ func TestAMachineIsReturnedAsItIs(t *testing.T) {
 	e.known(nodeClaim)
 	returning(nodeClaim)
 	e.Update(nodeClaim)
+	assert.Positive(t, e.reconcile(nodeClaim).RequeueAfter)
+	assert.True(t, nodeClaim.DeletionTimestamp.IsZero(), "core must see first that the Node is no NodeClaim's")
+	e.Get(node)
+	node.Labels[v1alpha1.Group+"/clusterapinodeclass"] = shimtest.NodeClassName // as core's hydration does that saw it too late
+	e.Update(node)
 	e.reconcile(nodeClaim)
 
 	assert.Equal(t, "Returned", e.claim(nodeClaim).GetReason())
@@ -387,12 +533,60 @@ func TestAReturnIsCompletedAfterACrash(t *testing.T) {
 			e.Update(nodeClaim)
 			crash(e, nodeClaim, node)
 			e.reconcile(nodeClaim)
+			e.reconcile(nodeClaim)
 			e.Get(node)
 			assert.Empty(t, node.OwnerReferences)
 			assert.Equal(t, e.Placeholder(nodeClaim.UID), nodeClaim.Status.ProviderID)
 			assert.False(t, nodeClaim.DeletionTimestamp.IsZero())
 		})
 	}
+}
+
+// Kubernetes would delete a Node with its owner, and core drain it.
+func TestANodeIsDetachedFromANodeClaimWithThePlaceholder(t *testing.T) {
+	for name, unset := range map[string]func(*karpv1.NodeClaim){
+		"found by the claim's machine": func(*karpv1.NodeClaim) {},
+		"found by name":                func(nc *karpv1.NodeClaim) { nc.Status.NodeName = "node" },
+	} {
+		t.Run(name, func(t *testing.T) {
+			e := setUp(t)
+			nodeClaim := e.left("left")
+			node := e.join(nodeClaim)
+			if adopted := name == "found by the claim's machine"; adopted {
+				e.reconcile(nodeClaim)
+				e.known(nodeClaim)
+			}
+			returning(nodeClaim)
+			e.Update(nodeClaim)
+			nodeClaim.Status.ProviderID = e.Placeholder(nodeClaim.UID)
+			unset(nodeClaim)
+			require.NoError(t, e.Kube.Status().Update(e.Context(), nodeClaim))
+			e.reconcile(nodeClaim)
+			e.Get(node)
+			assert.Empty(t, node.OwnerReferences)
+			assert.False(t, nodeClaim.DeletionTimestamp.IsZero())
+		})
+	}
+}
+
+func TestADuplicateReturnsNothing(t *testing.T) {
+	e := setUp(t)
+	owner := e.left("owner")
+	node := e.join(owner)
+	node.Finalizers = []string{karpv1.TerminationFinalizer}
+	e.Update(node)
+	duplicate := e.left("duplicate", returning)
+	assert.Positive(t, e.reconcile(duplicate).RequeueAfter)
+	require.Equal(t, []string{"DuplicateNodeClaim"}, e.Recorder.Reasons())
+	assert.True(t, duplicate.DeletionTimestamp.IsZero())
+
+	duplicate.Status.ProviderID, duplicate.Status.NodeName = e.Placeholder(duplicate.UID), node.Name // as the event says
+	require.NoError(t, e.Kube.Status().Update(e.Context(), duplicate))
+	e.reconcile(duplicate)
+	assert.False(t, duplicate.DeletionTimestamp.IsZero())
+	e.Get(node)
+	assert.NotEmpty(t, node.OwnerReferences)
+	assert.NotEmpty(t, node.Finalizers)
 }
 
 func TestAReturnThatCannotBeIsTold(t *testing.T) {

@@ -7,10 +7,12 @@ import (
 	"sync"
 	"time"
 
+	conditions "github.com/awslabs/operatorpkg/status"
 	"github.com/samber/lo"
 	"golang.org/x/time/rate"
 	"google.golang.org/grpc/status"
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/utils/clock"
 	controllerruntime "sigs.k8s.io/controller-runtime"
@@ -62,19 +64,21 @@ type Nodes struct {
 	agent     *agentclient.Client
 	cluster   *agentv1alpha1.ClusterRef
 	recorder  events.Recorder
+	settled   func() bool
 
 	mu    sync.Mutex
 	rates map[types.UID]*rate.Limiter // by node class
 }
 
-// NewNodes returns the controller. kube reads from a cache with an index on the NodeClaims' status.providerID.
+// NewNodes returns the controller. kube reads from a cache with an index on the NodeClaims' status.providerID. settled is [Controller.Settled]: the
+// NodeClaims that exist adopt first, as each Node that is adopted before them may leave one of them a machine that only more replicas can free.
 func NewNodes(
 	clk clock.PassiveClock, kube client.Client, provider Provider, machines *unclaimed.Finder, catalogue Catalogue, agent *agentclient.Client,
-	cluster *agentv1alpha1.ClusterRef, recorder events.Recorder,
+	cluster *agentv1alpha1.ClusterRef, recorder events.Recorder, settled func() bool,
 ) *Nodes {
 	return &Nodes{
 		clock: clk, kube: kube, provider: provider, machines: machines, catalogue: catalogue, agent: agent, cluster: cluster, recorder: recorder,
-		rates: map[types.UID]*rate.Limiter{},
+		settled: settled, rates: map[types.UID]*rate.Limiter{},
 	}
 }
 
@@ -84,7 +88,7 @@ func (c *Nodes) Reconcile(ctx context.Context, node *corev1.Node) (reconcile.Res
 	if !mayBeAdopted(node) {
 		return reconcile.Result{}, nil
 	}
-	if ready := nodeutils.GetCondition(node, corev1.NodeReady).Status == corev1.ConditionTrue; !ready || registration.IsUnregistered(node) {
+	if notReady(node) != "" {
 		return reconcile.Result{RequeueAfter: look}, nil // it may be a claim's that is about to be bound
 	}
 	requested := node.Annotations[v1alpha1.AdoptAnnotation] == yes
@@ -99,6 +103,9 @@ func (c *Nodes) Reconcile(ctx context.Context, node *corev1.Node) (reconcile.Res
 	if len(nodeClaims.Items) > 0 {
 		return reconcile.Result{}, nil
 	}
+	if !c.settled() {
+		return reconcile.Result{RequeueAfter: soon}, nil
+	}
 	machine, err := c.machines.With(ctx, node.Spec.ProviderID)
 	if err != nil {
 		log.FromContext(ctx).V(1).Info("not known whether the Node's machine is to be adopted", "reason", err.Error())
@@ -107,13 +114,78 @@ func (c *Nodes) Reconcile(ctx context.Context, node *corev1.Node) (reconcile.Res
 	if machine == nil || machine.GetDeletedAt() != nil || machine.GetNodeGroupId() == "" {
 		return reconcile.Result{RequeueAfter: longLook}, nil
 	}
+	waits, err := c.waitsFor(ctx, machine)
+	if err != nil || waits {
+		return reconcile.Result{RequeueAfter: look}, err
+	}
 	return c.adopt(ctx, node, machine, classes, requested)
+}
+
+// waitsFor reports whether a NodeClaim that core has not launched yet comes first: one that was created for this machine, or one of another
+// provider's that is to adopt a machine of the same node group, for which the adoption of this one might leave no room above the min size.
+// Core launches such a NodeClaim, or ends it, within minutes.
+func (c *Nodes) waitsFor(ctx context.Context, machine *agentv1alpha1.Machine) (bool, error) {
+	all := &karpv1.NodeClaimList{}
+	if err := c.kube.List(ctx, all, client.UnsafeDisableDeepCopy); err != nil {
+		return false, fmt.Errorf("listing the NodeClaims: %w", err)
+	}
+	for i := range all.Items {
+		name, ours := chosenFor(&all.Items[i], c.cluster.GetNamespace())
+		switch {
+		case name == "":
+		case ours:
+			if name == machine.GetName() {
+				return true, nil
+			}
+		default:
+			chosen, err := c.machines.Named(ctx, name)
+			if err != nil {
+				log.FromContext(ctx).V(1).Info("not known whether a NodeClaim comes first", "reason", err.Error())
+				return true, nil
+			}
+			if chosen.GetNodeGroupId() == machine.GetNodeGroupId() {
+				return true, nil
+			}
+		}
+	}
+	return false, nil
+}
+
+// chosenFor returns the name of the machine in the namespace that a NodeClaim adopts when core launches it, "" for none, and whether the NodeClaim
+// was created for that machine.
+func chosenFor(nodeClaim *karpv1.NodeClaim, namespace string) (machine string, ours bool) {
+	observed := nodeClaim.StatusConditions(conditions.WithObservedOnly()) // else it changes the NodeClaim, which may be the cache's
+	if !nodeClaim.DeletionTimestamp.IsZero() || observed.Get(karpv1.ConditionTypeLaunched).IsTrue() {
+		return "", false
+	}
+	return machineOf(nodeClaim, namespace)
+}
+
+// machineOf returns the name of the machine in the namespace that was chosen for a NodeClaim before its launch, "" for none, and whether the
+// NodeClaim was created for that machine.
+func machineOf(nodeClaim *karpv1.NodeClaim, namespace string) (machine string, ours bool) {
+	if machine, ours := nodeClaim.Annotations[v1alpha1.AdoptMachineAnnotation]; ours {
+		return machine, true
+	}
+	in, machine, _ := strings.Cut(nodeClaim.Annotations[v1alpha1.PeerMachineAnnotation], "/")
+	return lo.Ternary(in == namespace, machine, ""), false
 }
 
 // mayBeAdopted reports whether a Node may be one that Karpenter is to adopt.
 func mayBeAdopted(object client.Object) bool {
 	node, ok := object.(*corev1.Node)
 	return ok && node.Spec.ProviderID != "" && node.DeletionTimestamp.IsZero() && node.Labels[karpv1.NodePoolLabelKey] == ""
+}
+
+// notReady returns why a Node is not adopted yet, "" when nothing about it is in the way.
+func notReady(node *corev1.Node) string {
+	switch {
+	case nodeutils.GetCondition(node, corev1.NodeReady).Status != corev1.ConditionTrue:
+		return "is not Ready"
+	case registration.IsUnregistered(node):
+		return "has the taint " + karpv1.UnregisteredNoExecuteTaint.ToString()
+	}
+	return ""
 }
 
 // classes returns the node classes that want such a Node.
@@ -143,7 +215,7 @@ func (c *Nodes) adopt(
 	}
 	class, nodeClaim, err := propose(snapshot, c.provider, pools.Items, node, machine, classes)
 	if err != nil {
-		c.tell(node, machine, err)
+		c.report(node, machine, err)
 		return reconcile.Result{RequeueAfter: look}, nil
 	}
 	if class == nil {
@@ -161,21 +233,20 @@ func (c *Nodes) adopt(
 		case !provider.IsAdoptionRefused(err):
 			log.FromContext(ctx).V(1).Info("not known whether the machine may be adopted", "reason", err.Error())
 		case requested:
-			c.tell(node, machine, fmt.Errorf("%s", status.Convert(err).Message()))
+			c.report(node, machine, fmt.Errorf("%s", status.Convert(err).Message()))
 		}
 		return reconcile.Result{RequeueAfter: look}, nil // with All, those of the min size are no news
 	}
-	stored := node.DeepCopy()
-	// Registration would add taints of the NodePool again that the Node has lost since it started.
-	node.Labels = lo.Assign(node.Labels, map[string]string{karpv1.NodeDoNotSyncTaintsLabelKey: yes})
-	if _, before := node.Labels[v1alpha1.AdoptedLabel]; !before {
-		markAdopted(node, class.Spec.Adoption)
-	}
-	if err := c.kube.Patch(ctx, node, client.MergeFrom(stored)); err != nil {
-		return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("preparing the Node: %w", err))
-	}
-	if err := c.kube.Create(ctx, nodeClaim); client.IgnoreAlreadyExists(err) != nil {
-		return reconcile.Result{}, fmt.Errorf("making a NodeClaim for the Node: %w", err)
+	if err := c.make(ctx, node, nodeClaim, class.Spec.Adoption); err != nil {
+		turn.CancelAt(now)
+		switch {
+		case apierrors.IsAlreadyExists(err):
+			return reconcile.Result{RequeueAfter: look}, nil
+		case isRefused(err):
+			c.report(node, machine, err)
+			return reconcile.Result{RequeueAfter: look}, nil
+		}
+		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
 	log.FromContext(ctx).Info("made a NodeClaim to adopt a machine", "machine", machine.GetName(), "node-group", machine.GetNodeGroupId(),
 		"node-pool", nodeClaim.Labels[karpv1.NodePoolLabelKey])
@@ -187,6 +258,37 @@ func (c *Nodes) adopt(
 		DedupeValues:   []string{string(node.UID)},
 	})
 	return reconcile.Result{RequeueAfter: look}, nil
+}
+
+// make prepares the Node and creates its NodeClaim. A Node whose NodeClaim the API server would refuse is not changed.
+func (c *Nodes) make(ctx context.Context, node *corev1.Node, nodeClaim *karpv1.NodeClaim, policy v1alpha1.AdoptionPolicy) error {
+	if err := wouldBeCreated(ctx, c.kube, nodeClaim); err != nil {
+		return err
+	}
+	stored := node.DeepCopy()
+	// Registration would add taints of the NodePool again that the Node has lost since it started.
+	node.Labels = lo.Assign(node.Labels, map[string]string{karpv1.NodeDoNotSyncTaintsLabelKey: yes})
+	markAdopted(node, policy) // also one that was adopted before: what its user allowed was meant for that
+	if err := c.kube.Patch(ctx, node, client.MergeFrom(stored)); err != nil {
+		return fmt.Errorf("preparing the Node: %w", err)
+	}
+	if err := c.kube.Create(ctx, nodeClaim); err != nil {
+		return fmt.Errorf("creating its NodeClaim: %w", err)
+	}
+	return nil
+}
+
+// wouldBeCreated returns why the API server would not create the NodeClaim, nil when it would.
+func wouldBeCreated(ctx context.Context, kube client.Writer, nodeClaim *karpv1.NodeClaim) error {
+	if err := kube.Create(ctx, nodeClaim.DeepCopy(), client.DryRunAll); err != nil {
+		return fmt.Errorf("its NodeClaim cannot be created: %w", err)
+	}
+	return nil
+}
+
+// isRefused reports whether the API server refuses the object itself, by its schema or by admission, so that a repetition is of no use.
+func isRefused(err error) bool {
+	return apierrors.IsInvalid(err) || apierrors.IsForbidden(err) || apierrors.IsBadRequest(err)
 }
 
 // propose returns the first of the node classes that selects the machine's node group, and the NodeClaim that would adopt it; nil where none does.
@@ -219,7 +321,7 @@ func propose(
 	return nil, nil, nil
 }
 
-// allowed asks the agent whether the machine could be adopted now, without raising replicas if that is said.
+// allowed asks the agent whether the machine could be adopted now. aboveMinSize refuses what would raise replicas.
 func allowed(
 	ctx context.Context, agent *agentclient.Client, cluster *agentv1alpha1.ClusterRef, machine *agentv1alpha1.Machine, aboveMinSize bool,
 ) error {
@@ -244,8 +346,8 @@ func (c *Nodes) rate(class *v1alpha1.ClusterAPINodeClass) *rate.Limiter {
 	return limiter
 }
 
-// tell reports on a Node why it is not adopted, although that was requested.
-func (c *Nodes) tell(node *corev1.Node, machine *agentv1alpha1.Machine, why error) {
+// report publishes on a Node why it is not adopted, although its node class asks for that.
+func (c *Nodes) report(node *corev1.Node, machine *agentv1alpha1.Machine, why error) {
 	message := strings.ReplaceAll(why.Error(), "\n", "; ")
 	c.recorder.Publish(events.Event{
 		InvolvedObject: node,

@@ -1,7 +1,6 @@
 package adoption_test
 
 import (
-	"bytes"
 	"testing"
 	"time"
 
@@ -11,6 +10,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/uuid"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	corecloudprovider "sigs.k8s.io/karpenter/pkg/cloudprovider"
 
@@ -24,15 +24,24 @@ import (
 type nodesEnv struct {
 	*env
 
+	kube  client.WithWatch // that of the controller
 	nodes *adoption.Nodes
 	node  *corev1.Node
 	pool  *karpv1.NodePool
+
+	unsettled bool // NodeClaims are still being looked at
 }
 
-func setUpNodes(t *testing.T, policy v1alpha1.AdoptionPolicy) *nodesEnv {
+func (e *nodesEnv) isSettled() bool { return !e.unsettled }
+
+func setUpNodes(t *testing.T, policy v1alpha1.AdoptionPolicy, disturbances ...interceptor.Funcs) *nodesEnv {
 	t.Helper()
 	e := &nodesEnv{env: setUp(t)}
-	e.nodes = adoption.NewNodes(e.clock, e.Kube, e.CloudProvider, e.Unclaimed, e.Catalogue, e.Client, e.Cluster, e.Recorder)
+	e.kube = e.Kube
+	for _, disturbance := range disturbances {
+		e.kube = interceptor.NewClient(e.kube, disturbance)
+	}
+	e.nodes = adoption.NewNodes(e.clock, e.kube, e.CloudProvider, e.Unclaimed, e.Catalogue, e.Client, e.Cluster, e.Recorder, e.isSettled)
 	e.node = e.userNode("node", e.machine.GetProviderId())
 	e.Create(e.node)
 	e.pool = e.nodePool(shimtest.NodePoolName)
@@ -84,7 +93,7 @@ func (e *nodesEnv) look() *karpv1.NodeClaim {
 func TestANodeOfTheUsersGetsANodeClaimThatAdoptsItsMachine(t *testing.T) {
 	e := setUpNodes(t, v1alpha1.AdoptionPolicy{Machines: v1alpha1.AdoptAll})
 	e.pool.Spec.Template.Spec.Requirements = []karpv1.NodeSelectorRequirementWithMinValues{
-		{Key: "own", Operator: corev1.NodeSelectorOpExists}, {Key: "team", Operator: corev1.NodeSelectorOpIn, Values: []string{"red", "blue"}},
+		{Key: "own", Operator: corev1.NodeSelectorOpExists}, {Key: "team", Operator: corev1.NodeSelectorOpIn, Values: []string{"blue"}},
 	}
 	e.pool.Spec.Template.Labels = map[string]string{"added": "by core"}
 	e.pool.Spec.Template.Spec.StartupTaints = []corev1.Taint{{Key: "starting", Effect: corev1.TaintEffectNoSchedule}}
@@ -111,6 +120,7 @@ func TestANodeOfTheUsersGetsANodeClaimThatAdoptsItsMachine(t *testing.T) {
 	created, err := e.CloudProvider.Create(e.Context(), nodeClaim)
 	require.NoError(t, err)
 	assert.Equal(t, e.Placeholder(nodeClaim.UID), created.Status.ProviderID)
+	assert.Equal(t, "blue", nodeClaim.Labels["team"], "still, or its Node would drift")
 	assert.Equal(t, e.machine.GetName(), e.claim(nodeClaim).GetAdoptMachine())
 	assert.EqualValues(t, 1, e.Agent.NodeGroup(e.machine.GetNodeGroupId()).GetReplicas())
 	_, err = e.CloudProvider.Create(e.Context(), nodeClaim)
@@ -252,6 +262,111 @@ func TestANodeClaimWhoseMachineIsAnothersIsOfNoUse(t *testing.T) {
 	assert.Nil(t, e.claim(nodeClaim), "it gets no other machine")
 }
 
+// minSize is how many machines the user keeps, see [nodesEnv.users].
+const minSize = 2
+
+// users sets the number of machines, with a min size, creates the Nodes that are missing, and returns the machines.
+func (e *nodesEnv) users(replicas int) []*agentv1alpha1.Machine {
+	e.t.Helper()
+	e.Agent.UpdateNodeGroup(e.machine.GetNodeGroupId(), func(g *agentv1alpha1.NodeGroup) {
+		g.Replicas, g.MinSize, g.MaxSize = int32(replicas), minSize, new(int32(100))
+	})
+	e.clock.Step(time.Minute) // the listing is old
+	response, err := e.Client.Machines.ListMachines(e.Context(), &agentv1alpha1.ListMachinesRequest{Cluster: e.Cluster})
+	require.NoError(e.t, err)
+	machines := response.GetMachines()
+	require.Len(e.t, machines, replicas)
+	for _, m := range machines {
+		if m.GetProviderId() != e.machine.GetProviderId() {
+			require.NoError(e.t, client.IgnoreAlreadyExists(e.Kube.Create(e.Context(), e.userNode(m.GetName(), m.GetProviderId()))))
+		}
+	}
+	return machines
+}
+
+// lookAtAll reconciles all Nodes, and returns how many NodeClaims there are afterwards.
+func (e *nodesEnv) lookAtAll() int {
+	e.t.Helper()
+	nodes, nodeClaims := &corev1.NodeList{}, &karpv1.NodeClaimList{}
+	require.NoError(e.t, e.Kube.List(e.Context(), nodes))
+	for i := range nodes.Items {
+		_, err := e.nodes.Reconcile(e.Context(), &nodes.Items[i])
+		require.NoError(e.t, err)
+		e.clock.Step(time.Second) // the next one's turn
+	}
+	require.NoError(e.t, e.Kube.List(e.Context(), nodeClaims))
+	return len(nodeClaims.Items)
+}
+
+// launch does what core does with the NodeClaims that were made for Nodes.
+func (e *nodesEnv) launch() {
+	e.t.Helper()
+	nodeClaims := &karpv1.NodeClaimList{}
+	require.NoError(e.t, e.Kube.List(e.Context(), nodeClaims))
+	for i := range nodeClaims.Items {
+		nodeClaim := &nodeClaims.Items[i]
+		if nodeClaim.Annotations[v1alpha1.AdoptMachineAnnotation] == "" {
+			continue
+		}
+		nodeClaim.UID = uuid.NewUUID()
+		if _, err := e.CloudProvider.Create(e.Context(), nodeClaim); !corecloudprovider.IsInsufficientCapacityError(err) {
+			require.NoError(e.t, err)
+		}
+	}
+}
+
+func (e *nodesEnv) replicas() int32 {
+	return e.Agent.NodeGroup(e.machine.GetNodeGroupId()).GetReplicas()
+}
+
+// Else Nodes would take what the user has above the min size, and each NodeClaim would raise replicas.
+func TestNodeClaimsAdoptBeforeNodes(t *testing.T) {
+	e := setUpNodes(t, v1alpha1.AdoptionPolicy{Machines: v1alpha1.AdoptAll})
+	machines := e.users(5)
+	e.unsettled = true
+	var left []*karpv1.NodeClaim
+	for _, m := range machines[2:] {
+		left = append(left, e.left("left-"+m.GetName(), func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = m.GetProviderId() }))
+	}
+	assert.Equal(t, 3, e.lookAtAll(), "nothing is settled yet")
+	e.launch()
+	for _, nodeClaim := range left {
+		e.reconcile(nodeClaim)
+		assert.NotNil(t, e.claim(nodeClaim))
+	}
+	e.unsettled = false
+	assert.Equal(t, 3, e.lookAtAll(), "the user keeps the min size")
+	assert.EqualValues(t, 5, e.replicas())
+}
+
+func TestNodesWaitForTheNodeClaimsThatAreNotLaunchedYet(t *testing.T) {
+	e := setUpNodes(t, v1alpha1.AdoptionPolicy{Machines: v1alpha1.AdoptAll})
+	machines := e.users(3)
+	begun := e.NodeClaim("begun", func(nc *karpv1.NodeClaim) {
+		nc.Annotations = map[string]string{v1alpha1.PeerMachineAnnotation: "default/" + machines[2].GetName()}
+	})
+	e.Create(begun)
+	assert.Equal(t, 1, e.lookAtAll(), "neither its machine is adopted, nor what it needs above the min size")
+	e.launch()
+	_, err := e.CloudProvider.Create(e.Context(), begun)
+	require.NoError(t, err)
+	assert.Equal(t, machines[2].GetName(), e.claim(begun).GetAdoptMachine())
+	assert.EqualValues(t, 3, e.replicas())
+
+	begun.StatusConditions().SetTrue(karpv1.ConditionTypeLaunched)
+	require.NoError(t, e.Kube.Status().Update(e.Context(), begun))
+	for name, reference := range map[string]string{"gone": "default/gone", "other": "other/" + machines[0].GetName(), "odd": "odd"} {
+		e.Create(e.NodeClaim(name, func(nc *karpv1.NodeClaim) {
+			nc.Annotations = map[string]string{v1alpha1.PeerMachineAnnotation: reference}
+		}))
+	}
+	e.users(4)
+	assert.Equal(t, 4+3, e.lookAtAll(), "the others have no machine to wait for")
+	events := e.Recorder.Reasons()
+	assert.Equal(t, 4+3, e.lookAtAll())
+	assert.Equal(t, events, e.Recorder.Reasons(), "these wait for their launch")
+}
+
 func TestAdoptionsAreAsManyAMinuteAsTheNodeClassSays(t *testing.T) {
 	e := setUpNodes(t, v1alpha1.AdoptionPolicy{Machines: v1alpha1.AdoptAll, NodesPerMinute: new(int32(2))})
 	require.NotNil(t, e.look())
@@ -287,6 +402,15 @@ func TestANodeThatMayNotBeAdoptedTakesNoTurn(t *testing.T) {
 	assert.NotNil(t, e.look(), "and within the same minute")
 }
 
+// Its NodeClaim was given up, and what the user had allowed by then does not hold for the next one.
+func TestANodeThatIsAdoptedAgainIsProtectedAgain(t *testing.T) {
+	e := setUpNodes(t, v1alpha1.AdoptionPolicy{Machines: v1alpha1.AdoptAll})
+	e.node.Labels[v1alpha1.AdoptedLabel] = "true"
+	e.Update(e.node)
+	require.NotNil(t, e.look())
+	assert.Equal(t, "true", e.node.Annotations[karpv1.DoNotDisruptAnnotationKey])
+}
+
 func TestDisruptionCanBeAllowedFromTheStart(t *testing.T) {
 	e := setUpNodes(t, v1alpha1.AdoptionPolicy{Machines: v1alpha1.AdoptAll, Disruption: v1alpha1.DisruptAllowed})
 	nodeClaim := e.look()
@@ -295,115 +419,4 @@ func TestDisruptionCanBeAllowedFromTheStart(t *testing.T) {
 		assert.NotContains(t, object.GetAnnotations(), karpv1.DoNotDisruptAnnotationKey)
 		assert.Equal(t, "true", object.GetLabels()[v1alpha1.AdoptedLabel])
 	}
-}
-
-func (e *nodesEnv) plan() *adoption.Plan {
-	e.t.Helper()
-	planner := &adoption.Planner{
-		Kube: e.Kube, CloudProvider: e.CloudProvider, Provider: e.CloudProvider, Catalogue: e.Catalogue, Agent: e.Client, Cluster: e.Cluster,
-	}
-	plan, err := planner.Plan(e.Context())
-	require.NoError(e.t, err)
-	return plan
-}
-
-func TestThePlanIsWhatIsDone(t *testing.T) {
-	t.Run("a NodeClaim without a claim", func(t *testing.T) {
-		e := setUpNodes(t, v1alpha1.AdoptionPolicy{})
-		e.left("left")
-		want := adoption.Adoption{
-			NodeClaim: "left", Node: "node", Machine: e.machine.GetName(), NodeGroup: e.machine.GetNodeGroupId(), NodePool: shimtest.NodePoolName,
-		}
-		plan := e.plan()
-		assert.Equal(t, []adoption.Adoption{want}, plan.NodeClaims)
-		assert.Zero(t, plan.Disrupted)
-		for _, empty := range []any{plan.Nodes, plan.InTheWay, plan.Unfinished, plan.Left, plan.Raised, plan.Drifted} {
-			assert.Empty(t, empty)
-		}
-		var text bytes.Buffer
-		require.NoError(t, plan.Write(&text))
-		assert.Contains(t, text.String(), "NodeClaims whose machine is adopted: 1")
-		assert.Contains(t, text.String(), "Nodes whose disruption is allowed already, so that the switch disrupts them: 0")
-		assert.Nil(t, e.claim(e.left("nothing is written", func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = "" })))
-	})
-	t.Run("after it was done", func(t *testing.T) {
-		e := setUpNodes(t, v1alpha1.AdoptionPolicy{})
-		e.reconcile(e.left("left"))
-		plan := e.plan()
-		assert.Empty(t, plan.NodeClaims)
-		assert.Empty(t, plan.InTheWay)
-		assert.Empty(t, plan.Left)
-	})
-	t.Run("a Node without a NodeClaim", func(t *testing.T) {
-		e := setUpNodes(t, v1alpha1.AdoptionPolicy{Machines: v1alpha1.AdoptAll})
-		assert.Equal(t, []adoption.Adoption{{
-			NodeClaim: e.machine.GetName(), Node: "node", Machine: e.machine.GetName(), NodeGroup: e.machine.GetNodeGroupId(), NodePool: shimtest.NodePoolName,
-		}}, e.plan().Nodes)
-		e.Agent.UpdateNodeGroup(e.machine.GetNodeGroupId(), func(g *agentv1alpha1.NodeGroup) { g.MinSize = 1 })
-		plan := e.plan()
-		assert.Empty(t, plan.Nodes)
-		require.Len(t, plan.Left, 1)
-		assert.Contains(t, plan.Left[0].Message, "the user keeps the min size 1")
-	})
-	t.Run("a Machine that the other provider forgot", func(t *testing.T) {
-		e := setUpNodes(t, v1alpha1.AdoptionPolicy{})
-		e.node.Labels[v1alpha1.PeerMemberLabel] = ""
-		e.Update(e.node)
-		plan := e.plan()
-		require.Len(t, plan.Left, 1)
-		assert.Contains(t, plan.Left[0].Message, "the other provider claimed it, and no NodeClaim has it")
-	})
-	t.Run("what is in the way", func(t *testing.T) {
-		e := setUpNodes(t, v1alpha1.AdoptionPolicy{})
-		e.left("left")
-		e.left("second", func(nc *karpv1.NodeClaim) { nc.CreationTimestamp = metav1.NewTime(e.clock.Now().Add(time.Hour)) })
-		e.left("lost", func(nc *karpv1.NodeClaim) { nc.Status.ProviderID = "aws:///us-west-2a/i-0123" })
-		plan := e.plan()
-		assert.Len(t, plan.NodeClaims, 1)
-		require.Len(t, plan.InTheWay, 2)
-		assert.Equal(t, "lost", plan.InTheWay[0].Name)
-		assert.Contains(t, plan.InTheWay[1].Message, "has the same provider ID as NodeClaim left")
-
-		e.Agent.Block(e.machine.GetNodeGroupId(), agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED, "it is paused", time.Time{})
-		plan = e.plan()
-		assert.Empty(t, plan.NodeClaims)
-		assert.Contains(t, plan.InTheWay[0].Message+plan.InTheWay[1].Message+plan.InTheWay[2].Message, "it is paused")
-	})
-	t.Run("what is half done", func(t *testing.T) {
-		e := setUpNodes(t, v1alpha1.AdoptionPolicy{})
-		unlaunched := func(nc *karpv1.NodeClaim) { nc.Status = karpv1.NodeClaimStatus{} }
-		e.left("chosen", unlaunched, func(nc *karpv1.NodeClaim) {
-			nc.Annotations = map[string]string{v1alpha1.PeerMachineAnnotation: "default/" + e.machine.GetName()}
-		})
-		e.left("new", unlaunched)
-		plan := e.plan()
-		require.Len(t, plan.Unfinished, 2)
-		assert.Contains(t, plan.Unfinished[0].Message, "adopts machine "+e.machine.GetName())
-		assert.Contains(t, plan.Unfinished[1].Message, "claims a machine like a new one")
-		assert.Empty(t, plan.Left, "it has one")
-	})
-	t.Run("replicas that would be raised", func(t *testing.T) {
-		e := setUpNodes(t, v1alpha1.AdoptionPolicy{})
-		e.left("left")
-		e.Agent.UpdateNodeGroup(e.machine.GetNodeGroupId(), func(g *agentv1alpha1.NodeGroup) { g.MinSize = 1 })
-		plan := e.plan()
-		require.Len(t, plan.Raised, 1)
-		assert.Equal(t, 1, plan.Raised[0].By)
-		assert.Contains(t, plan.Raised[0].Message, "to 0 first")
-	})
-	t.Run("what core would replace afterwards", func(t *testing.T) {
-		e := setUpNodes(t, v1alpha1.AdoptionPolicy{})
-		e.left("left")
-		e.pool.Spec.Template.Spec.Requirements = []karpv1.NodeSelectorRequirementWithMinValues{
-			{Key: "team", Operator: corev1.NodeSelectorOpIn, Values: []string{"green"}},
-		}
-		e.Update(e.pool)
-		plan := e.plan()
-		require.Len(t, plan.Drifted, 1)
-		assert.Contains(t, plan.Drifted[0].Message, "does not meet the requirements of NodePool pool")
-		assert.Zero(t, plan.Disrupted)
-
-		e.setPolicy(v1alpha1.AdoptionPolicy{Disruption: v1alpha1.DisruptAllowed})
-		assert.Equal(t, 1, e.plan().Disrupted)
-	})
 }

@@ -6,13 +6,16 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"math"
 	"slices"
 	"strings"
 	"text/tabwriter"
+	"time"
 
 	"github.com/samber/lo"
 	"google.golang.org/grpc/status"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/utils/clock"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/cloudprovider"
@@ -22,6 +25,8 @@ import (
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	provider "github.com/karpenter-capi/karpenter-capi/shim/internal/cloudprovider"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/placeholder"
 )
 
@@ -32,18 +37,20 @@ type Plan struct {
 	// Nodes are those without a NodeClaim that would get one, as their node class asks.
 	Nodes []Adoption `json:"nodes"`
 	// InTheWay is what would not be adopted although it should be, and why.
-	InTheWay []Obstacle `json:"inTheWay"`
+	InTheWay []Finding `json:"inTheWay"`
 	// Unfinished are NodeClaims that the other provider has not launched, or that are being deleted: what becomes of each.
-	Unfinished []Obstacle `json:"unfinished"`
+	Unfinished []Finding `json:"unfinished"`
 	// Left are machines of node groups that would stay the user's: no NodeClaim has them, and no node class asks for them.
 	Left []Leftover `json:"left"`
 	// Raised are the node groups whose replicas the adoption of NodeClaims would raise, as their user is to keep the min size.
 	Raised []Raise `json:"raised"`
-	// Disrupted is how many Nodes Karpenter would replace right after the switch: the drifted ones whose node class allows the disruption of
-	// adopted Nodes.
+	// Disrupted is how many Nodes Karpenter would replace right after the switch: those of Expired, and those of Drifted whose node class allows the
+	// disruption of adopted Nodes.
 	Disrupted int `json:"disrupted"`
+	// Expired are NodeClaims that Karpenter ends as soon as it runs, whatever protects their Nodes.
+	Expired []Finding `json:"expired"`
 	// Drifted are adopted Nodes that Karpenter would replace as soon as their disruption is allowed, and why.
-	Drifted []Obstacle `json:"drifted"`
+	Drifted []Finding `json:"drifted"`
 }
 
 // Adoption is one machine that would be adopted.
@@ -55,14 +62,14 @@ type Adoption struct {
 	NodePool  string `json:"nodePool,omitempty"`
 }
 
-// Obstacle is an object and what is said of it.
-type Obstacle struct {
+// Finding is what a plan reports of an object.
+type Finding struct {
 	Kind    string `json:"kind"`
 	Name    string `json:"name"`
 	Message string `json:"message"`
 }
 
-// Leftover is a machine that nobody's NodeClaim has.
+// Leftover is a machine that no NodeClaim has.
 type Leftover struct {
 	Machine   string `json:"machine"`
 	Node      string `json:"node,omitempty"`
@@ -70,7 +77,7 @@ type Leftover struct {
 	Message   string `json:"message"`
 }
 
-// Raise says by how many machines a node group would grow.
+// Raise is by how many machines a node group would grow.
 type Raise struct {
 	NodeGroup string `json:"nodeGroup"`
 	By        int    `json:"by"`
@@ -79,8 +86,8 @@ type Raise struct {
 
 // Planner makes a [Plan]. Every field is REQUIRED.
 type Planner struct {
-	// Kube reads the workload cluster from its API server.
-	Kube client.Reader
+	// Kube reads the workload cluster from its API server. What it creates there are dry runs.
+	Kube client.Client
 	// CloudProvider says which NodeClaims are this provider's; Provider describes node groups.
 	CloudProvider cloudprovider.CloudProvider
 	Provider      Provider
@@ -88,6 +95,7 @@ type Planner struct {
 	Catalogue Catalogue
 	Agent     *agentclient.Client
 	Cluster   *agentv1alpha1.ClusterRef
+	Clock     clock.PassiveClock
 }
 
 // situation is what a plan is made from.
@@ -100,20 +108,63 @@ type situation struct {
 	groups     map[string]*agentv1alpha1.NodeGroup
 	sharing    map[string][]*karpv1.NodeClaim // by provider ID
 	claimed    map[string]bool                // ids of live claims
+	rooms      map[string]*room               // by node group
 }
 
-// Plan reads all there is and says what would be done.
+// room is what a node group has for adoptions, as the agent counts it, machines.
+type room struct {
+	spare    int // neither the user's nor a claim's; adopted first
+	aboveMin int // of the user's, above the min size
+	growth   int // by how many replicas may be raised
+	wanted   int // adoptions by NodeClaims
+	raised   int // by how many replicas are raised for these
+}
+
+// left reports whether something can be taken.
+func (r *room) left() bool { return r.spare > 0 || r.aboveMin > 0 }
+
+// take takes what there is without raising replicas. It reports whether there was something.
+func (r *room) take() bool {
+	switch {
+	case r.spare > 0:
+		r.spare--
+	case r.aboveMin > 0:
+		r.aboveMin--
+	default:
+		return false
+	}
+	return true
+}
+
+// admit is [room.take] for a NodeClaim, for which replicas are raised as far as that goes.
+func (r *room) admit() bool {
+	if !r.take() {
+		if r.raised >= r.growth {
+			return false
+		}
+		r.raised++
+	}
+	r.wanted++
+	return true
+}
+
+// Plan reads all there is and returns what would be done.
 func (p *Planner) Plan(ctx context.Context) (*Plan, error) {
 	s, err := p.read(ctx)
 	if err != nil {
 		return nil, err
 	}
 	plan := &Plan{
-		NodeClaims: []Adoption{}, Nodes: []Adoption{}, InTheWay: []Obstacle{}, Unfinished: []Obstacle{}, Left: []Leftover{}, Raised: []Raise{},
-		Drifted: []Obstacle{},
+		NodeClaims: []Adoption{}, Nodes: []Adoption{}, InTheWay: []Finding{}, Unfinished: []Finding{}, Left: []Leftover{}, Raised: []Raise{},
+		Drifted: []Finding{}, Expired: []Finding{},
 	}
-	had := p.planNodeClaims(ctx, s, plan)
-	p.planMachines(ctx, s, plan, had)
+	had, err := p.planNodeClaims(ctx, s, plan)
+	if err != nil {
+		return nil, err
+	}
+	if err := p.planMachines(ctx, s, plan, had); err != nil {
+		return nil, err
+	}
 	s.planRaises(plan)
 	return plan, nil
 }
@@ -150,62 +201,85 @@ func (p *Planner) read(ctx context.Context) (*situation, error) {
 	for _, group := range groups.GetNodeGroups() {
 		s.groups[group.GetId()] = group
 	}
+	claimsOf := map[string]int{}
 	for _, claim := range claims.GetClaims() {
 		s.claimed[claim.GetClaimId()] = true
+		claimsOf[claim.GetNodeGroupId()]++
 	}
+	s.rooms = lo.MapValues(s.groups, func(g *agentv1alpha1.NodeGroup, id string) *room {
+		replicas, floor := int(g.GetReplicas()), int(g.GetFloorReplicas())
+		growth := math.MaxInt
+		if g.MaxSize != nil {
+			growth = max(0, int(g.GetMaxSize())-replicas)
+		}
+		return &room{spare: max(0, replicas-floor-claimsOf[id]), aboveMin: max(0, floor-int(g.GetMinSize())), growth: growth}
+	})
 	return s, nil
 }
 
 // planNodeClaims plans for the NodeClaims without a claim. It returns the machines that NodeClaims have, by name.
-func (p *Planner) planNodeClaims(ctx context.Context, s *situation, plan *Plan) map[string]bool {
+func (p *Planner) planNodeClaims(ctx context.Context, s *situation, plan *Plan) (map[string]bool, error) {
 	byID := lo.KeyBy(lo.Filter(s.machines, func(m *agentv1alpha1.Machine, _ int) bool { return m.GetProviderId() != "" }),
 		(*agentv1alpha1.Machine).GetProviderId)
-	byName := lo.KeyBy(s.machines, (*agentv1alpha1.Machine).GetName)
 	had := map[string]bool{}
 	for i := range s.nodeClaims {
 		nc := &s.nodeClaims[i]
-		say := func(to *[]Obstacle, format string, args ...any) {
-			*to = append(*to, Obstacle{Kind: "NodeClaim", Name: nc.Name, Message: fmt.Sprintf(format, args...)})
-		}
 		if s.claimed[string(nc.UID)] {
 			continue
 		}
+		say := func(to *[]Finding, format string, args ...any) {
+			*to = append(*to, Finding{Kind: "NodeClaim", Name: nc.Name, Message: fmt.Sprintf(format, args...)})
+		}
 		if !nc.StatusConditions().Get(karpv1.ConditionTypeLaunched).IsTrue() {
-			_, name, _ := strings.Cut(nc.Annotations[v1alpha1.PeerMachineAnnotation], "/")
-			if m := byName[name]; m != nil && m.GetClaimId() == "" && m.GetDeletedAt() == nil {
-				had[name] = true
-				say(&plan.Unfinished, "was not launched; it adopts machine %s, which was chosen for it", name)
-			} else {
-				say(&plan.Unfinished, "was not launched; it claims a machine like a new one")
+			if err := p.planUnlaunched(ctx, s, plan, nc, had); err != nil {
+				return nil, err
 			}
 			continue
 		}
-		machine := byID[nc.Status.ProviderID]
+		if ends := nc.Spec.ExpireAfter.Duration; ends != nil && nc.DeletionTimestamp.IsZero() {
+			if at := nc.CreationTimestamp.Add(*ends); !p.Clock.Now().Before(at) {
+				say(&plan.Expired, "has expired at %s (spec.expireAfter)", at.UTC().Format(time.RFC3339))
+				plan.Disrupted++
+			}
+		}
+		machine, id := byID[nc.Status.ProviderID], nc.Status.ProviderID
 		switch {
-		case nc.Status.ProviderID == "" || placeholder.Is(nc.Status.ProviderID) || machine == nil:
-			say(&plan.InTheWay, "has provider ID %q, which no machine of the Cluster has; Karpenter ends it once its Node is not Ready", nc.Status.ProviderID)
+		case id == "" || placeholder.Is(id):
+			say(&plan.InTheWay, "has no claim, and its provider ID %q is no machine's; Karpenter ends it", id)
 			continue
-		case !nc.DeletionTimestamp.IsZero():
-			had[machine.GetName()] = true
-			say(&plan.Unfinished, "is being deleted; its machine %s goes with it", machine.GetName())
-			continue
-		case machine.GetDeletedAt() != nil:
-			had[machine.GetName()] = true
-			say(&plan.Unfinished, "its machine %s is being deleted", machine.GetName())
+		case machine == nil:
+			say(&plan.InTheWay, "the agent shows no machine with its provider ID %s in this Cluster; label the MachineDeployment of that machine with %s, "+
+				"or, if the machine is gone or of another Cluster, annotate the NodeClaim with %s=true to end it",
+				id, v1alpha1.PeerMemberLabel, v1alpha1.ReturnMachineAnnotation)
 			continue
 		}
 		had[machine.GetName()] = true
-		node := s.nodes[nc.Status.ProviderID]
-		if rightful := rightfulOf(s.sharing[nc.Status.ProviderID], node); rightful.UID != nc.UID {
+		node := s.nodes[id]
+		rightful := rightfulOf(s.sharing[id], node)
+		going := !nc.DeletionTimestamp.IsZero()
+		switch {
+		case machine.GetDeletedAt() != nil:
+			say(&plan.Unfinished, "its machine %s is being deleted", machine.GetName())
+			continue
+		case rightful.UID != nc.UID && going:
+			say(&plan.Unfinished, "is being deleted; its machine %s is that of NodeClaim %s too, and stays", machine.GetName(), rightful.Name)
+			continue
+		case rightful.UID != nc.UID:
 			say(&plan.InTheWay, "has the same provider ID as NodeClaim %s, which has machine %s", rightful.Name, machine.GetName())
 			continue
-		}
-		if machine.GetClaimId() != "" {
+		case machine.GetClaimId() != "":
 			say(&plan.InTheWay, "its machine %s has claim %s", machine.GetName(), machine.GetClaimId())
 			continue
 		}
-		if err := allowed(ctx, p.Agent, p.Cluster, machine, false); err != nil {
-			say(&plan.InTheWay, "its machine %s cannot be adopted: %s", machine.GetName(), status.Convert(err).Message())
+		refusal, err := p.refusal(ctx, s, machine, false)
+		switch {
+		case err != nil:
+			return nil, err
+		case refusal != "":
+			say(&plan.InTheWay, "its machine %s cannot be adopted: %s", machine.GetName(), refusal)
+			continue
+		case going:
+			say(&plan.Unfinished, "is being deleted; its machine %s goes with it", machine.GetName())
 			continue
 		}
 		plan.NodeClaims = append(plan.NodeClaims, adoptionOf(nc, node, machine))
@@ -214,7 +288,77 @@ func (p *Planner) planNodeClaims(ctx context.Context, s *situation, plan *Plan) 
 			plan.Disrupted += lo.Ternary(s.allowsDisruption(nc), 1, 0)
 		}
 	}
-	return had
+	return had, nil
+}
+
+// planUnlaunched plans for a NodeClaim that core has not launched. It adds the machine that it adopts to those that are had.
+func (p *Planner) planUnlaunched(ctx context.Context, s *situation, plan *Plan, nc *karpv1.NodeClaim, had map[string]bool) error {
+	say := func(to *[]Finding, format string, args ...any) {
+		*to = append(*to, Finding{Kind: "NodeClaim", Name: nc.Name, Message: fmt.Sprintf(format, args...)})
+	}
+	name, ours := machineOf(nc, p.Cluster.GetNamespace())
+	machine, found := lo.Find(s.machines, func(m *agentv1alpha1.Machine) bool { return m.GetName() == name })
+	free := found && machine.GetClaimId() == "" && machine.GetDeletedAt() == nil && !had[name] &&
+		(machine.GetProviderId() == "" || len(s.sharing[machine.GetProviderId()]) == 0)
+	switch {
+	case !nc.DeletionTimestamp.IsZero() && free:
+		say(&plan.Unfinished, "is being deleted and was never launched; machine %s, which was chosen for it, stays the user's", name)
+	case !nc.DeletionTimestamp.IsZero():
+		say(&plan.Unfinished, "is being deleted and was never launched")
+	case !free && ours:
+		say(&plan.Unfinished, "was made to adopt machine %s, which is gone or taken; Karpenter ends it", name)
+	case !free:
+		say(&plan.Unfinished, "was not launched; it claims a machine like a new one")
+	default:
+		had[name] = true
+		refusal, err := p.refusal(ctx, s, machine, ours)
+		switch {
+		case err != nil:
+			return err
+		case refusal != "":
+			say(&plan.InTheWay, "was not launched, and machine %s, which was chosen for it, cannot be adopted: %s", name, refusal)
+		default:
+			say(&plan.Unfinished, "was not launched; it adopts machine %s, which was chosen for it", name)
+		}
+	}
+	return nil
+}
+
+// refusal returns why a NodeClaim could not adopt the machine, "" when it could, for which it takes the room.
+func (p *Planner) refusal(ctx context.Context, s *situation, machine *agentv1alpha1.Machine, aboveMinSize bool) (string, error) {
+	group, known := s.groups[machine.GetNodeGroupId()]
+	if !known {
+		return "it belongs to no node group", nil
+	}
+	refusal, err := p.refused(ctx, machine, aboveMinSize)
+	if err != nil || refusal != "" {
+		return refusal, err
+	}
+	room := s.rooms[group.GetId()]
+	switch {
+	case aboveMinSize && !room.take():
+		return keepsMinSize(group), nil
+	case !aboveMinSize && !room.admit():
+		return fmt.Sprintf("%s of node group %s, whose replicas cannot be raised above the max size %d; lower the annotation %s",
+			keepsMinSize(group), group.GetId(), group.GetMaxSize(), minSizeAnnotation), nil
+	}
+	return "", nil
+}
+
+func keepsMinSize(group *agentv1alpha1.NodeGroup) string {
+	return fmt.Sprintf("the user keeps the min size %d", group.GetMinSize())
+}
+
+// refused returns why the agent would refuse that the machine is adopted now, "" when it would not. The error means that this is not known.
+func (p *Planner) refused(ctx context.Context, machine *agentv1alpha1.Machine, aboveMinSize bool) (string, error) {
+	err := allowed(ctx, p.Agent, p.Cluster, machine, aboveMinSize)
+	switch {
+	case err == nil:
+		return "", nil
+	case provider.IsAdoptionRefused(err):
+		return status.Convert(err).Message(), nil
+	}
+	return "", fmt.Errorf("asking whether machine %s could be adopted: %w", machine.GetName(), err)
 }
 
 func adoptionOf(nc *karpv1.NodeClaim, node *corev1.Node, machine *agentv1alpha1.Machine) Adoption {
@@ -252,7 +396,12 @@ func (p *Planner) drifts(s *situation, nc *karpv1.NodeClaim, node *corev1.Node, 
 	if err := scheduling.NewLabelRequirements(labels).Compatible(requirements); err != nil {
 		return fmt.Sprintf("does not meet the requirements of NodePool %s: %s", pool.Name, err)
 	}
-	for _, key := range []string{corev1.LabelInstanceTypeStable, corev1.LabelTopologyZone} {
+	keys := []string{corev1.LabelInstanceTypeStable}
+	// The zones of a node group that names none are learned from its Nodes.
+	if group, ok := p.Catalogue.Snapshot().Group(machine.GetNodeGroupId()); ok && group.Zone != instancetype.ZoneNone {
+		keys = append(keys, corev1.LabelTopologyZone)
+	}
+	for _, key := range keys {
 		if want, is := described.Labels[key], labels[key]; is != want {
 			return fmt.Sprintf("its Node has the label %s=%s, and machines of node group %s have %q; correct the node group's description",
 				key, is, machine.GetNodeGroupId(), want)
@@ -262,9 +411,8 @@ func (p *Planner) drifts(s *situation, nc *karpv1.NodeClaim, node *corev1.Node, 
 }
 
 // planMachines plans for the machines that no NodeClaim has.
-func (p *Planner) planMachines(ctx context.Context, s *situation, plan *Plan, had map[string]bool) {
+func (p *Planner) planMachines(ctx context.Context, s *situation, plan *Plan, had map[string]bool) error {
 	snapshot := p.Catalogue.Snapshot()
-	taken := map[string]int{} // by node group: machines of the user's
 	for _, machine := range s.machines {
 		group, known := s.groups[machine.GetNodeGroupId()]
 		if machine.GetClaimId() != "" || machine.GetDeletedAt() != nil || had[machine.GetName()] || !known {
@@ -275,27 +423,58 @@ func (p *Planner) planMachines(ctx context.Context, s *situation, plan *Plan, ha
 			plan.Left = append(plan.Left, leftover(machine, node, "its Node has not joined"))
 			continue
 		}
+		say := func(to *[]Finding, message string) {
+			*to = append(*to, Finding{Kind: "Node", Name: node.Name, Message: strings.ReplaceAll(message, "\n", "; ")})
+		}
 		requested := node.Annotations[v1alpha1.AdoptAnnotation] == yes
 		classes := lo.Filter(s.classes, func(class v1alpha1.ClusterAPINodeClass, _ int) bool { return wants(&class, requested) })
 		_, nodeClaim, err := propose(snapshot, p.Provider, s.pools, node, machine, classes)
 		switch {
 		case err != nil:
-			plan.InTheWay = append(plan.InTheWay, Obstacle{Kind: "Node", Name: node.Name, Message: strings.ReplaceAll(err.Error(), "\n", "; ")})
+			say(&plan.InTheWay, err.Error())
 			continue
 		case nodeClaim == nil:
 			plan.Left = append(plan.Left, leftover(machine, node, whyLeft(node)))
 			continue
-		case int(group.GetFloorReplicas())-taken[group.GetId()] <= int(group.GetMinSize()):
-			plan.Left = append(plan.Left, leftover(machine, node, fmt.Sprintf("the user keeps the min size %d", group.GetMinSize())))
+		case !mayBeAdopted(node) || notReady(node) != "":
+			say(&plan.InTheWay, cmp.Or(notReady(node), whyNever(node)))
+			continue
+		case !s.rooms[group.GetId()].left():
+			plan.Left = append(plan.Left, leftover(machine, node, keepsMinSize(group)))
 			continue
 		}
-		if err := allowed(ctx, p.Agent, p.Cluster, machine, true); err != nil {
-			plan.InTheWay = append(plan.InTheWay, Obstacle{Kind: "Node", Name: node.Name, Message: status.Convert(err).Message()})
+		refusal, err := p.refused(ctx, machine, true)
+		if err != nil {
+			return err
+		}
+		if refusal != "" {
+			say(&plan.InTheWay, refusal)
 			continue
 		}
-		taken[group.GetId()]++
+		switch err := wouldBeCreated(ctx, p.Kube, nodeClaim); {
+		case isRefused(err):
+			say(&plan.InTheWay, err.Error())
+			continue
+		case client.IgnoreAlreadyExists(err) != nil:
+			return fmt.Errorf("planning for Node %s: %w", node.Name, err)
+		}
+		s.rooms[group.GetId()].take()
 		plan.Nodes = append(plan.Nodes, adoptionOf(nodeClaim, node, machine))
+		if why := p.drifts(s, nodeClaim, node, machine); why != "" {
+			say(&plan.Drifted, why)
+			plan.Disrupted += lo.Ternary(s.allowsDisruption(nodeClaim), 1, 0)
+		}
 	}
+	return nil
+}
+
+// whyNever returns why the controller of Nodes passes over a Node that is Ready.
+func whyNever(node *corev1.Node) string {
+	if !node.DeletionTimestamp.IsZero() {
+		return "is being deleted"
+	}
+	return fmt.Sprintf("has the label %[1]s=%[2]s, and no NodeClaim has it; take the label off to have it adopted (kubectl label node %[3]s %[1]s-)",
+		karpv1.NodePoolLabelKey, node.Labels[karpv1.NodePoolLabelKey], node.Name)
 }
 
 func leftover(machine *agentv1alpha1.Machine, node *corev1.Node, message string) Leftover {
@@ -306,39 +485,39 @@ func leftover(machine *agentv1alpha1.Machine, node *corev1.Node, message string)
 	return l
 }
 
-// whyLeft says what to do about a machine that no NodeClaim has.
+// whyLeft returns what to do about a machine that no NodeClaim has, and that no node class asks for.
 func whyLeft(node *corev1.Node) string {
+	adopt := "spec.adoption of the node class"
+	if _, has := node.Labels[karpv1.NodePoolLabelKey]; has {
+		adopt += fmt.Sprintf(", once its Node does not have the label %s any more", karpv1.NodePoolLabelKey)
+	}
 	if _, peers := node.Labels[v1alpha1.PeerMemberLabel]; peers {
-		return "the other provider claimed it, and no NodeClaim has it: lower the replicas by one to be rid of it, or have it adopted " +
-			"(spec.adoption of the node class)"
+		return fmt.Sprintf("the other provider claimed it, and no NodeClaim has it: to remove it, drain its Node, annotate the Machine with %s, then "+
+			"lower the replicas by one; or have it adopted (%s)", deleteMachineAnnotation, adopt)
 	}
-	return "no NodeClaim has it: it stays the user's, unless spec.adoption of the node class says otherwise"
+	return fmt.Sprintf("no NodeClaim has it: it stays the user's, unless it is adopted (%s)", adopt)
 }
 
-// planRaises finds the node groups whose users have fewer machines, beyond the min size, than NodeClaims are to adopt.
+// Annotations of Cluster API.
+const (
+	minSizeAnnotation       = "cluster.x-k8s.io/cluster-api-autoscaler-node-group-min-size"
+	deleteMachineAnnotation = "cluster.x-k8s.io/delete-machine"
+)
+
+// planRaises reports the node groups whose users have fewer machines, beyond the min size, than NodeClaims are to adopt.
 func (s *situation) planRaises(plan *Plan) {
-	wanted := lo.CountValuesBy(plan.NodeClaims, func(a Adoption) string { return a.NodeGroup })
-	alone := lo.CountValuesBy(plan.Nodes, func(a Adoption) string { return a.NodeGroup })
-	claims := map[string]int{}
-	for _, m := range s.machines {
-		if m.GetClaimId() != "" {
-			claims[m.GetNodeGroupId()]++
+	for _, id := range slices.Sorted(maps.Keys(s.rooms)) {
+		r, minSize := s.rooms[id], int(s.groups[id].GetMinSize())
+		if r.raised == 0 {
+			continue
 		}
-	}
-	for _, id := range slices.Sorted(maps.Keys(wanted)) {
-		group := s.groups[id]
-		// What is neither the floor's nor a claim's is spare, and is adopted first.
-		spare := max(0, int(group.GetReplicas())-int(group.GetFloorReplicas())-claims[id])
-		beyond := max(0, int(group.GetFloorReplicas())-int(group.GetMinSize())-alone[id])
-		if by := wanted[id] - spare - beyond; by > 0 {
-			plan.Raised = append(plan.Raised, Raise{NodeGroup: id, By: by, Message: fmt.Sprintf(
-				"NodeClaims adopt %d machines, and the min size is %d: lower the annotation cluster.x-k8s.io/cluster-api-autoscaler-node-group-min-size "+
-					"of its MachineDeployment to %d first", wanted[id], group.GetMinSize(), max(0, int(group.GetMinSize())-by))})
-		}
+		plan.Raised = append(plan.Raised, Raise{NodeGroup: id, By: r.raised, Message: fmt.Sprintf(
+			"NodeClaims adopt %d machines, and the min size is %d: lower the annotation %s of its MachineDeployment to %d first",
+			r.wanted, minSize, minSizeAnnotation, max(0, minSize-r.raised))})
 	}
 }
 
-// Write says the plan to people.
+// Write prints the plan as text.
 func (p *Plan) Write(to io.Writer) error {
 	tabs := tabwriter.NewWriter(to, 0, 0, 2, ' ', 0)
 	say := func(format string, args ...any) { _, _ = fmt.Fprintf(tabs, format+"\n", args...) }
@@ -351,7 +530,7 @@ func (p *Plan) Write(to io.Writer) error {
 			say("  %s\t%s\t%s\t%s\t%s", a.NodeClaim, cmp.Or(a.Node, "-"), a.Machine, a.NodeGroup, cmp.Or(a.NodePool, "-"))
 		}
 	}
-	obstacles := func(title string, all []Obstacle) {
+	obstacles := func(title string, all []Finding) {
 		say("%s: %d", title, len(all))
 		for _, o := range all {
 			say("  %s %s: %s", o.Kind, o.Name, o.Message)
@@ -370,6 +549,7 @@ func (p *Plan) Write(to io.Writer) error {
 		say("  %s by %d: %s", r.NodeGroup, r.By, r.Message)
 	}
 	obstacles("Nodes that Karpenter would replace as soon as their disruption is allowed", p.Drifted)
-	say("Nodes whose disruption is allowed already, so that the switch disrupts them: %d", p.Disrupted)
+	obstacles("NodeClaims that have expired, so that Karpenter replaces their Nodes as soon as it runs", p.Expired)
+	say("Nodes that the switch disrupts, as their NodeClaims have expired or their disruption is allowed already: %d", p.Disrupted)
 	return tabs.Flush()
 }

@@ -74,6 +74,9 @@ func nodeClaimFor(
 	})
 	template.Requirements.Add(scheduling.NewLabelRequirements(known).Values()...)
 	nodeClaim := template.ToNodeClaim()
+	for i := range nodeClaim.Spec.Requirements { // a machine has one value of each, and the API server counts them
+		nodeClaim.Spec.Requirements[i].MinValues = nil
+	}
 	nodeClaim.ObjectMeta = metav1.ObjectMeta{
 		Name: machine, Labels: lo.Assign(labels, nodeClaim.Labels), OwnerReferences: nodeClaim.OwnerReferences,
 		Annotations: lo.Assign(nodeClaim.Annotations, map[string]string{v1alpha1.AdoptMachineAnnotation: machine}),

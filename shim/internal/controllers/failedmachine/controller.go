@@ -10,8 +10,8 @@ package failedmachine
 
 import (
 	"context"
+	"errors"
 	"fmt"
-	"slices"
 	"sync"
 	"time"
 
@@ -42,6 +42,7 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/claimsource"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/owners"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/unclaimed"
 )
 
@@ -148,7 +149,7 @@ func (c *Controller) lost(ctx context.Context, nodeClaim *karpv1.NodeClaim, regi
 	switch {
 	case err != nil:
 		return c.unanswered(ctx, nodeClaim, err)
-	case !known:
+	case !known, unclaimed.NeverMade(claim):
 		return c.unknown(ctx, nodeClaim)
 	case claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED:
 		reason, message := verdict(claim)
@@ -195,6 +196,8 @@ func (c *Controller) awaitRegistration(ctx context.Context, nodeClaim *karpv1.No
 // unknown handles a NodeClaim that the agent is certain to have no claim of.
 func (c *Controller) unknown(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
 	switch machine, err := c.unclaimed.Of(ctx, nodeClaim); {
+	case errors.Is(err, unclaimed.ErrUnknownMachine): // reported by what adopts; core has its own time-out for one without a Node
+		return reconcile.Result{RequeueAfter: look}, nil
 	case err != nil:
 		return c.unanswered(ctx, nodeClaim, err)
 	case machine != nil: // to be adopted
@@ -202,7 +205,7 @@ func (c *Controller) unknown(ctx context.Context, nodeClaim *karpv1.NodeClaim) (
 	}
 	switch shared, err := c.shared(ctx, nodeClaim); {
 	case err != nil:
-		return reconcile.Result{}, err
+		return c.unanswered(ctx, nodeClaim, err)
 	case shared: // core would drain the other one's Node with it
 		return reconcile.Result{RequeueAfter: look}, nil
 	}
@@ -211,17 +214,20 @@ func (c *Controller) unknown(ctx context.Context, nodeClaim *karpv1.NodeClaim) (
 
 // shared reports whether another NodeClaim has the same provider ID and a claim, as it happens with the NodeClaims of other providers.
 func (c *Controller) shared(ctx context.Context, nodeClaim *karpv1.NodeClaim) (bool, error) {
-	if nodeClaim.Status.ProviderID == "" {
-		return false, nil
+	others, err := owners.Others(ctx, c.kube, nodeClaim, nodeClaim.Status.ProviderID)
+	if err != nil {
+		return false, err
 	}
-	others := &karpv1.NodeClaimList{}
-	if err := c.kube.List(ctx, others, nodeclaimutils.ForProviderID(nodeClaim.Status.ProviderID), client.UnsafeDisableDeepCopy); err != nil {
-		return false, fmt.Errorf("listing the NodeClaims with provider ID %s: %w", nodeClaim.Status.ProviderID, err)
+	for _, other := range others {
+		claim, known, err := c.ask(ctx, other)
+		if err != nil {
+			return false, fmt.Errorf("asking for the claim of NodeClaim %s: %w", other.Name, err)
+		}
+		if known && claim.GetPhase() != agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
+			return true, nil
+		}
 	}
-	return slices.ContainsFunc(others.Items, func(other karpv1.NodeClaim) bool {
-		claim, known := c.claims.Get(string(other.UID))
-		return other.UID != nodeClaim.UID && known && claim.GetPhase() != agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED
-	}), nil
+	return false, nil
 }
 
 // ask reads the claim from the agent. known is false only when the agent is certain that there is none.

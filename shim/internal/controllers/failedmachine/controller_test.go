@@ -512,3 +512,59 @@ func TestWhatIsNotWaitingIsLeftAlone(t *testing.T) {
 		assert.True(t, e.Exists(nodeClaim), name)
 	}
 }
+
+// A shim of before may have released its claim, which never was.
+func TestANodeClaimThatIsToBeAdoptedStaysWhenItsClaimWasNeverMade(t *testing.T) {
+	e := setUp(t)
+	e.Agent.AddNodeGroup(&agentv1alpha1.NodeGroup{Name: "left", Replicas: 1})
+	response, err := e.Client.Machines.ListMachines(e.Context(), &agentv1alpha1.ListMachinesRequest{Cluster: e.Cluster})
+	require.NoError(t, err)
+	nodeClaim := e.NodeClaim("left", func(nc *karpv1.NodeClaim) {
+		nc.Status.ProviderID = response.GetMachines()[0].GetProviderId()
+		nc.StatusConditions().SetTrue(karpv1.ConditionTypeLaunched)
+	})
+	e.Create(nodeClaim)
+	_, err = e.Client.Claims.ReleaseClaim(e.Context(), &agentv1alpha1.ReleaseClaimRequest{Cluster: e.Cluster, ClaimId: string(nodeClaim.UID)})
+	require.NoError(t, err)
+	e.clock.Step(time.Minute)
+	e.reconcile(nodeClaim)
+	assert.True(t, e.Exists(nodeClaim))
+}
+
+func TestANodeClaimWhoseMachineTheAgentDoesNotShowStays(t *testing.T) {
+	e := setUp(t)
+	nodeClaim := e.NodeClaim("elsewhere", func(nc *karpv1.NodeClaim) {
+		nc.Status.ProviderID = "aws:///us-west-2a/i-0123"
+		nc.StatusConditions().SetTrue(karpv1.ConditionTypeLaunched)
+	})
+	e.Create(nodeClaim)
+	e.clock.Step(time.Hour)
+	e.Get(nodeClaim)
+	registered := nodeClaim.StatusConditions().Get(karpv1.ConditionTypeRegistered).LastTransitionTime
+	assert.Positive(t, e.reconcile(nodeClaim).RequeueAfter)
+	assert.True(t, e.Exists(nodeClaim))
+	assert.True(t, registered.Equal(&nodeClaim.StatusConditions().Get(karpv1.ConditionTypeRegistered).LastTransitionTime),
+		"without a Node it is no capacity: core ends it")
+}
+
+// The mirror may lag behind with the claim of the other one, whose Node core would drain.
+func TestTheMirrorIsNotTrustedAboutWhoSharesAMachine(t *testing.T) {
+	e := setUp(t)
+	rightful := e.Launched("rightful", shimtest.Registered)
+	machine := e.Provision(rightful, "sim:///1")
+	rightful.Status.ProviderID = machine.GetProviderId()
+	require.NoError(t, e.Kube.Status().Update(e.Context(), rightful))
+	duplicate := e.NodeClaim("duplicate", shimtest.Registered, func(nc *karpv1.NodeClaim) {
+		nc.Status.ProviderID = machine.GetProviderId()
+		nc.StatusConditions().SetTrue(karpv1.ConditionTypeLaunched)
+	})
+	e.Create(duplicate)
+	empty := e.Client.MirrorClaims(e.Cluster, "another-holder")
+	go func() { _ = empty.Run(t.Context()) }()
+	require.NoError(t, empty.WaitForSync(t.Context()))
+	e.controller = failedmachine.New(e.clock, e.Kube, e.Kube, e.CloudProvider, empty, e.NodeGroups, e.Client.Claims, e.Cluster,
+		e.Recorder, e.Unclaimed, shimtest.Timeout)
+	e.clock.Step(time.Hour)
+	e.reconcile(duplicate)
+	assert.True(t, e.Exists(duplicate))
+}

@@ -31,6 +31,7 @@ import (
 
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/claimsource"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/owners"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/placeholder"
 )
 
@@ -89,14 +90,14 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 		return c.refuse(ctx, current, fmt.Sprintf("The NodeClaim has provider ID %s, but its machine has %s.",
 			current.Status.ProviderID, providerID)), nil
 	}
-	other, err := c.otherOwner(ctx, current, providerID)
+	others, err := owners.Others(ctx, c.kube, current, providerID)
 	if err != nil {
 		return reconcile.Result{}, err
 	}
-	if other != "" {
+	if len(others) > 0 {
 		// Core's bookkeeping breaks when two NodeClaims share a provider ID.
 		return c.refuse(ctx, current, fmt.Sprintf("NodeClaim %s already has the provider ID %s of this NodeClaim's machine.",
-			other, providerID)), nil
+			others[0].Name, providerID)), nil
 	}
 	return c.patch(ctx, current, providerID)
 }
@@ -113,19 +114,6 @@ func (c *Controller) providerID(uid types.UID) (string, bool) {
 
 func (c *Controller) placeholder(uid types.UID) string {
 	return placeholder.ProviderID(c.cluster.GetNamespace(), c.cluster.GetName(), string(uid))
-}
-
-func (c *Controller) otherOwner(ctx context.Context, nodeClaim *karpv1.NodeClaim, providerID string) (string, error) {
-	owners := &karpv1.NodeClaimList{}
-	if err := c.kube.List(ctx, owners, nodeclaimutils.ForProviderID(providerID), client.UnsafeDisableDeepCopy); err != nil {
-		return "", fmt.Errorf("listing the NodeClaims with provider ID %s: %w", providerID, err)
-	}
-	for i := range owners.Items {
-		if owners.Items[i].UID != nodeClaim.UID {
-			return owners.Items[i].Name, nil
-		}
-	}
-	return "", nil
 }
 
 // patch writes the provider ID and nothing else, and only over the state that was read.
