@@ -70,7 +70,7 @@ func (r *run) switchOver(ctx context.Context) error {
 		return err
 	}
 	defer watching.Stop()
-	if err := r.takeOver(ctx, left); err != nil {
+	if err := r.takeOver(ctx, left, watching); err != nil {
 		return err
 	}
 	if incidents := lo.Reject(watching.Incidents(), func(what string, _ int) bool { return left.mayGo(what) }); len(incidents) > 0 {
@@ -96,7 +96,7 @@ type leavings struct {
 	machines map[string]types.NamespacedName
 	// second is a NodeClaim on the Machine of another one.
 	second *karpenterv1.NodeClaim
-	// going are the names of the NodeClaims that it was terminating, and of their Nodes.
+	// going are the names of the NodeClaims that it was terminating, of their Nodes, and of the second once this scenario deletes it.
 	going []string
 }
 
@@ -168,7 +168,6 @@ func (r *run) leave(ctx context.Context) (*leavings, error) {
 	if err != nil {
 		return nil, err
 	}
-	l.going = append(l.going, l.second.Name)
 	// Two more pods than it has begun NodeClaims for, and two Nodes without a pod.
 	if err := r.scalePods(ctx, map[string]int32{"east": switched - 2, "west": switched + unfinished + 2}); err != nil {
 		return nil, err
@@ -185,7 +184,7 @@ func (r *run) leave(ctx context.Context) (*leavings, error) {
 const podsThen = 2*switched + unfinished
 
 // takeOver starts agents and shim and waits until each NodeClaim has the Machine that it had.
-func (r *run) takeOver(ctx context.Context, l *leavings) error {
+func (r *run) takeOver(ctx context.Context, l *leavings, watching *bystander.Bystander) error {
 	waiting, cancel := context.WithTimeout(ctx, settleWithin)
 	defer cancel()
 	began := time.Now()
@@ -213,6 +212,12 @@ func (r *run) takeOver(ctx context.Context, l *leavings) error {
 	}
 	r.row.Notes = append(r.row.Notes,
 		fmt.Sprintf("%d nodes were adopted, the last at most %.0f s after the last kill", len(l.machines), time.Since(over).Seconds()))
+	about := func(what string) bool { return strings.Contains(what, " "+l.second.Name+" ") }
+	if what, found := lo.Find(watching.Incidents(), about); found {
+		r.row.Innocent++
+		return fmt.Errorf("the second NodeClaim on a Machine was not left alone: %s", what)
+	}
+	l.going = append(l.going, l.second.Name) // from now on
 	// As the event on it says.
 	ofItsOwn := fmt.Appendf(nil, `{"status":{"providerID":"capi-claim://%s/%s/%s"}}`, sandbox.ClusterNamespace, sandbox.ClusterName, l.second.UID)
 	if err := r.Spoke.Status().Patch(ctx, l.second, client.RawPatch(types.MergePatchType, ofItsOwn)); err != nil {

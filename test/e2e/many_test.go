@@ -9,9 +9,13 @@ import (
 
 	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
+	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 	shimv1alpha1 "github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/test/cost"
@@ -19,10 +23,16 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/journey"
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
 	"github.com/karpenter-capi/karpenter-capi/test/peer"
+	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
 // many is how many Nodes each of two node groups has.
 const many = 250
+
+// manyWithin is how long the adoption of all of them may take. Without NodeClaims it is measured from the change of the node class until
+// [hubs.adopted] is satisfied: core registers the Nodes afterwards, in its own time. With NodeClaims it is measured from the start of the shim's
+// process, so that its election counts, until [hubs.nodesAdopted] is satisfied too.
+const manyWithin = time.Minute
 
 // writesEach is how many writes to the hub one adoption may cost, beside those to the MachineDeployment, which all share.
 const writesEach = 3
@@ -59,33 +69,84 @@ func TestManyNodesAreTakenOver(t *testing.T) {
 	class := &shimv1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: "move"}}
 	patch := mergePatch(`{"spec":{"adoption":{"machines":"All","nodesPerMinute":6000}}}`)
 	g.Expect(h.source.Spoke.Patch(within(t, soon), class, patch)).To(Succeed())
-	poll(t, 10*time.Minute, func(context.Context) (string, error) {
-		claims := len(h.holdings(t, h.source).claims)
-		return lo.Ternary(claims == 2*many, "", fmt.Sprintf("%d Machines to be adopted: %d are", 2*many, claims)), nil
-	})
-	figure("without NodeClaims: %.0f s, %.2f writes each", time.Since(began).Seconds(), writes(t, log))
+	poll(t, 10*time.Minute, h.adopted)
+	took := time.Since(began)
+	figure("without NodeClaims: %.0f s, %.2f writes each", took.Seconds(), writes(t, log))
+	g.Expect(took).To(BeNumerically("<=", manyWithin))
 	h.settle(t)
 	before := h.holdings(t, h.source)
+	poll(t, settleWithin, h.nodesAdopted) // core registers them in its own time
+	h.expectAdopted(t, before)
 
 	for _, component := range append(lo.Times(agents, sandbox.AgentName), sandbox.Shim) {
 		g.Expect(h.source.Sandbox.StopComponent(component)).To(Succeed())
 	}
 	g.Expect(peer.Disguise(within(t, 10*time.Minute), h.source)).To(Succeed())
+	left, err := invariants.Read(within(t, soon), h.source.Hub, h.source.Spoke, world.Cluster)
+	g.Expect(err).NotTo(HaveOccurred())
+	for i := range left.Nodes {
+		g.Expect(isDisguised(&left.Nodes[i])).To(BeTrue(), "what the shim wrote on Node %s is gone", left.Nodes[i].Name)
+	}
+	for i := range left.NodeClaims {
+		g.Expect(isDisguised(&left.NodeClaims[i])).To(BeTrue(), "what the shim wrote on NodeClaim %s is gone", left.NodeClaims[i].Name)
+	}
 	watching := watchSpoke(t, h.source)
-	for _, component := range append(lo.Times(agents, sandbox.AgentName), sandbox.Shim) {
+	for _, component := range lo.Times(agents, sandbox.AgentName) {
 		g.Expect(h.source.Sandbox.StartComponent(within(t, settleWithin), component)).To(Succeed())
 	}
 	_, err = log.Next(cost.AgentUser)
 	g.Expect(err).NotTo(HaveOccurred())
 	began = time.Now()
-	poll(t, 10*time.Minute, h.holds(before))
-	figure("with NodeClaims: %.0f s after the shim was ready, %.2f writes each", time.Since(began).Seconds(), writes(t, log))
+	g.Expect(h.source.Sandbox.StartComponent(within(t, settleWithin), sandbox.Shim)).To(Succeed())
+	poll(t, 10*time.Minute, h.adopted)
+	poll(t, 10*time.Minute, h.nodesAdopted)
+	took = time.Since(began)
+	figure("with NodeClaims: %.0f s from the start of the shim, %.2f writes each", took.Seconds(), writes(t, log))
+	g.Expect(took).To(BeNumerically("<=", manyWithin))
+	poll(t, soon, h.holds(before))
 	h.settle(t)
+	h.expectAdopted(t, before)
 	g.Expect(watching.Incidents()).To(BeEmpty(), "what happened to what ran in the spoke")
 	is := h.holdings(t, h.source)
 	g.Expect(is.nodes).To(Equal(before.nodes))
 	g.Expect(is.replicas).To(Equal(before.replicas))
 	g.Expect(h.faults()).To(BeEmpty())
+}
+
+// adopted is satisfied once each of the Machines has a claim, and that claim's NodeClaim has what it has from its node group.
+func (h hubs) adopted(ctx context.Context) (string, error) {
+	state, err := invariants.Read(ctx, h.source.Hub, h.source.Spoke, world.Cluster)
+	if err != nil {
+		return "", err
+	}
+	nodeClaims := lo.KeyBy(state.NodeClaims, func(nc karpenterv1.NodeClaim) string { return string(nc.UID) })
+	n := lo.CountBy(state.Claims, func(c agentv1.MachineClaim) bool {
+		nc := nodeClaims[c.Spec.ClaimID]
+		return c.CurrentPhase() == agentv1.PhaseBound && isAdopted(&nc)
+	})
+	return lo.Ternary(n == 2*many, "", fmt.Sprintf("%d Machines to be adopted: %d are", 2*many, n)), nil
+}
+
+// nodesAdopted is satisfied once the Node of each of the Machines has what it has from its NodeClaim.
+func (h hubs) nodesAdopted(ctx context.Context) (string, error) {
+	var nodes corev1.NodeList
+	if err := h.source.Spoke.List(ctx, &nodes); err != nil {
+		return "", err
+	}
+	n := lo.CountBy(nodes.Items, func(n corev1.Node) bool { return isAdopted(&n) })
+	return lo.Ternary(n == 2*many, "", fmt.Sprintf("%d Nodes to be adopted: %d are", 2*many, n)), nil
+}
+
+func isAdopted(object client.Object) bool {
+	return object.GetLabels()[shimv1alpha1.AdoptedLabel] != "" && object.GetAnnotations()[shimv1alpha1.NodeGroupAnnotation] != ""
+}
+
+// isDisguised reports whether nothing of an adoption is left on a Node or a NodeClaim.
+func isDisguised(object client.Object) bool {
+	_, adopted := object.GetLabels()[shimv1alpha1.AdoptedLabel]
+	_, grouped := object.GetAnnotations()[shimv1alpha1.NodeGroupAnnotation]
+	_, isProtected := object.GetAnnotations()[karpenterv1.DoNotDisruptAnnotationKey]
+	return !adopted && !grouped && !isProtected
 }
 
 // writes returns how many writes of the agents each adoption took since the last call, and fails the test when there were too many.

@@ -50,7 +50,7 @@ func TestNodesOfAnotherProviderAreTakenOver(t *testing.T) {
 	leavingOn := h.another(t, "east")
 	leaving := h.nodeClaimOn(t, before, "leaving", leavingOn, peer.Terminating)
 	g.Expect(h.source.Spoke.Delete(within(t, soon), leaving)).To(Succeed())
-	h.another(t, "east") // forgotten
+	forgotten := h.another(t, "east")
 	shared := h.machine(t, lo.MinBy(slices.Collect(maps.Values(before.claims)), func(a, b holding) bool { return a.machine < b.machine }).machine)
 	second := h.nodeClaimOn(t, before, "second", shared, func(*karpenterv1.NodeClaim) {})
 	g.Expect(h.source.Recorder.Await(within(t, settleWithin), everyMachineRuns)).To(Succeed())
@@ -60,10 +60,16 @@ func TestNodesOfAnotherProviderAreTakenOver(t *testing.T) {
 		g.Expect(h.source.Sandbox.StartComponent(within(t, settleWithin), component)).To(Succeed())
 	}
 	planned := h.planAdoption(t)
-	g.Expect(planned.NodeClaims).To(HaveLen(len(before.claims)))
-	g.Expect(planned.Unfinished).To(ConsistOf(HaveField("Name", "begun"), HaveField("Name", "leaving")))
-	g.Expect(planned.InTheWay).To(ConsistOf(HaveField("Name", "second")))
-	g.Expect(planned.Left).To(HaveLen(own + 1))
+	g.Expect(machinesByNodeClaim(planned)).To(Equal(lo.MapEntries(before.claims, func(_ string, c holding) (string, string) {
+		return c.nodeClaim, c.machine
+	})))
+	g.Expect(planned.Unfinished).To(ConsistOf(
+		And(HaveField("Name", "begun"), HaveField("Message", ContainSubstring("adopts machine "+chosen.Name))),
+		And(HaveField("Name", "leaving"), HaveField("Message", ContainSubstring("its machine "+leavingOn.Name+" goes with it")))))
+	g.Expect(planned.InTheWay).To(ConsistOf(And(HaveField("Name", "second"), HaveField("Message", ContainSubstring(shared.Name)))))
+	left := lo.Map(planned.Left, func(p planOf, _ int) string { return p.Machine })
+	g.Expect(left).To(ConsistOf(append(before.unclaimed, forgotten.Name))) // Nodes have the names of their Machines
+	g.Expect(planned.Nodes).To(BeEmpty())
 	g.Expect(planned.Raised).To(BeEmpty())
 	g.Expect(planned.Disrupted).To(BeZero())
 	g.Expect(h.claims(t, h.source, agentv1.PhasePending)).To(BeEmpty(), "nothing is written for a plan")
@@ -237,18 +243,26 @@ func (h hubs) expectAdopted(t *testing.T, before holdings) {
 
 // plan is what `karpenter plan-adoption -o json` prints.
 type plan struct {
-	NodeClaims []planned `json:"nodeClaims"`
-	Unfinished []planned `json:"unfinished"`
-	InTheWay   []planned `json:"inTheWay"`
-	Left       []planned `json:"left"`
-	Raised     []planned `json:"raised"`
-	Disrupted  int       `json:"disrupted"`
+	NodeClaims []planOf `json:"nodeClaims"`
+	Nodes      []planOf `json:"nodes"`
+	Unfinished []planOf `json:"unfinished"`
+	InTheWay   []planOf `json:"inTheWay"`
+	Left       []planOf `json:"left"`
+	Raised     []planOf `json:"raised"`
+	Disrupted  int      `json:"disrupted"`
 }
 
-// planned is what a plan says of one object; which of these there are depends on what is said.
-type planned struct {
-	Name    string `json:"name"`
-	Message string `json:"message"`
+// planOf is the plan of one object; which fields there are depends on the list that has it.
+type planOf struct {
+	Name      string `json:"name"`
+	NodeClaim string `json:"nodeClaim"`
+	Machine   string `json:"machine"`
+	Message   string `json:"message"`
+}
+
+// machinesByNodeClaim returns which machines NodeClaims would adopt.
+func machinesByNodeClaim(p plan) map[string]string {
+	return lo.SliceToMap(p.NodeClaims, func(p planOf) (string, string) { return p.NodeClaim, p.Machine })
 }
 
 func (h hubs) planAdoption(t *testing.T) plan {

@@ -11,6 +11,7 @@ import (
 	"github.com/samber/lo"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/utils/ptr"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -26,7 +27,7 @@ import (
 // MachineAnnotation is that provider's on NodeClaims: the Machine that it chose, as namespace/name.
 const MachineAnnotation = "cluster.x-k8s.io/machine"
 
-// Disguise takes off what is ours: MachineClaims, ledgers, labels and annotations. Neither agent nor shim may run.
+// Disguise takes off what is ours: MachineClaims, ledgers, labels and annotations, and what protects adopted Nodes. Neither agent nor shim may run.
 func Disguise(ctx context.Context, w *world.World) error {
 	machines, err := disguiseHub(ctx, w)
 	if err != nil {
@@ -91,9 +92,8 @@ func disguiseSpoke(ctx context.Context, w *world.World, machines map[string]stri
 	for i := range nodeClaims.Items {
 		nc := &nodeClaims.Items[i]
 		stored := nc.DeepCopy()
-		nc.Annotations = without(nc.Annotations, shimv1.Group)
+		disguise(nc)
 		nc.Annotations[MachineAnnotation] = machines[nc.Status.ProviderID]
-		nc.Labels[corev1.LabelInstanceTypeStable] = "" // that provider has no name where the template has none
 		if err := w.Spoke.Patch(ctx, nc, client.MergeFrom(stored)); err != nil {
 			return err
 		}
@@ -108,13 +108,23 @@ func disguiseSpoke(ctx context.Context, w *world.World, machines map[string]stri
 			continue
 		}
 		stored := n.DeepCopy()
-		n.Annotations = without(n.Annotations, shimv1.Group)
-		n.Labels[corev1.LabelInstanceTypeStable] = ""
+		disguise(n)
 		if err := w.Spoke.Patch(ctx, n, client.MergeFrom(stored)); err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+// disguise leaves a NodeClaim, or a Node, as one that the shim has never seen.
+func disguise(object client.Object) {
+	class := karpenterv1.NodeClassLabelKey(schema.GroupKind{Group: shimv1.Group, Kind: "ClusterAPINodeClass"}) // which is core's, with that provider too
+	labels := object.GetLabels()
+	kept := lo.PickByKeys(labels, []string{class})
+	labels = lo.Assign(lo.OmitByKeys(without(labels, shimv1.Group), []string{karpenterv1.NodeDoNotSyncTaintsLabelKey}), kept)
+	labels[corev1.LabelInstanceTypeStable] = "" // that provider has no name where the template has none
+	object.SetLabels(labels)
+	object.SetAnnotations(lo.OmitByKeys(without(object.GetAnnotations(), shimv1.Group), []string{karpenterv1.DoNotDisruptAnnotationKey}))
 }
 
 func without(values map[string]string, group string) map[string]string {
