@@ -87,6 +87,17 @@ func (p Page) Blocks() []Block {
 	return blocks
 }
 
+// Steps are the commands below a section that the tests run, one for each of its blocks marked sh.
+func (p Page) Steps(section string) []string {
+	var steps []string
+	for _, block := range p.Blocks() {
+		if block.Language == "sh" && block.Section == section {
+			steps = append(steps, block.Code)
+		}
+	}
+	return steps
+}
+
 // Script is every command of the page that the tests run: its blocks marked sh, or those of them that are below one of the
 // sections where sections are given, in the order of the sections. It is empty when there is none.
 func (p Page) Script(sections ...string) string {

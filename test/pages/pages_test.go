@@ -30,6 +30,7 @@ func TestBlocksHaveTheirSectionAndNoIndentation(t *testing.T) {
 	}))
 	g.Expect(page.Script()).To(Equal("a\nb\n  c\ne\n"))
 	g.Expect(page.Script("Two", "One")).To(Equal("e\nb\n  c\n"))
+	g.Expect(page.Steps("One")).To(Equal([]string{"b\n  c\n"}))
 }
 
 func at(page pages.Page, block pages.Block) string {

@@ -48,11 +48,16 @@ func start(t *testing.T, crds ...string) *server {
 // servers are the contexts of the kubeconfig; the one named spoke is the current one.
 func run(ctx context.Context, t *testing.T, servers map[string]*server, commands string) string {
 	t.Helper()
+	return runAt(ctx, t, t.TempDir(), servers, commands)
+}
+
+// runAt is [run] with a home directory, which keeps files from one run to the next.
+func runAt(ctx context.Context, t *testing.T, home string, servers map[string]*server, commands string) string {
+	t.Helper()
 	var output bytes.Buffer
 	bash := exec.CommandContext(ctx, "bash", "-euo", "pipefail", "-c", commands)
 	bash.Dir, bash.Stdout, bash.Stderr = root(t), &output, &output
 	bash.WaitDelay = 10 * time.Second
-	home := t.TempDir()
 	bash.Env = append(os.Environ(),
 		"KUBECONFIG="+kubeconfig(t, servers),
 		"PATH="+filepath.Join(root(t), "bin")+":"+os.Getenv("PATH"),

@@ -55,7 +55,7 @@ func TestTheRemovalTouchesOnlyWhatIsOurs(t *testing.T) {
 	node := func(name string, labels map[string]string, owner *unstructured.Unstructured) *corev1.Node {
 		n := &corev1.Node{
 			ObjectMeta: metav1.ObjectMeta{
-				Name: name, Labels: labels, Finalizers: []string{foreign, termination},
+				Name: name, Labels: labels, Finalizers: []string{foreign, termination}, Annotations: map[string]string{"example.com/rack": "r1"},
 				OwnerReferences: []metav1.OwnerReference{{APIVersion: "example.com/v1", Kind: "Rack", Name: "r1", UID: "1"}},
 			},
 			Spec: corev1.NodeSpec{Taints: []corev1.Taint{
@@ -71,13 +71,20 @@ func TestTheRemovalTouchesOnlyWhatIsOurs(t *testing.T) {
 		g.Expect(spoke.client.Create(ctx, n)).To(Succeed())
 		return n
 	}
-	ours := map[string]string{"karpenter.cluster.x-k8s.io/clusterapinodeclass": "default", "karpenter.sh/nodepool": "ours"}
+	ours := map[string]string{
+		"karpenter.cluster.x-k8s.io/clusterapinodeclass": "default", "karpenter.sh/nodepool": "ours", adopted: "true",
+		"topology.kubernetes.io/zone": "a", "example.com/karpenter.sh": "x",
+	}
 	theirs := map[string]string{"karpenter.k8s.aws/ec2nodeclass": "default", "karpenter.sh/nodepool": "theirs"}
 
 	ourPool, theirPool := nodePool("ours", ourClass), nodePool("theirs", theirClass)
 	ourClaim, endingClaim, theirClaim := nodeClaim("ours", ourClass), nodeClaim("ending", ourClass), nodeClaim("theirs", theirClass)
 	g.Expect(spoke.client.Delete(ctx, endingClaim)).To(Succeed())
 	ourNode, endingNode := node("ours", ours, ourClaim), node("ending", ours, endingClaim)
+	for _, n := range []*corev1.Node{ourNode, endingNode} {
+		n.Annotations[doNotDisrupt], n.Annotations[nodeGroup] = "true", "team-a/workers"
+		g.Expect(spoke.client.Update(ctx, n)).To(Succeed())
+	}
 	theirNode, plainNode := node("theirs", theirs, theirClaim), node("plain", nil, nil)
 
 	run(ctx, t, servers, script)
@@ -101,9 +108,31 @@ func TestTheRemovalTouchesOnlyWhatIsOurs(t *testing.T) {
 		g.Expect(spoke.client.Get(ctx, client.ObjectKeyFromObject(n), n)).To(Succeed())
 		g.Expect(n.Finalizers).To(ConsistOf(foreign))
 		g.Expect(n.OwnerReferences).To(HaveExactElements(HaveField("Kind", "Rack")), "else the garbage collector deletes it with its NodeClaim")
+		g.Expect(n.Labels).To(Equal(map[string]string{"topology.kubernetes.io/zone": "a", "example.com/karpenter.sh": "x"}),
+			"with labels of Karpenter's it could never be adopted again")
+		g.Expect(n.Annotations).To(Equal(map[string]string{"example.com/rack": "r1"}))
 		g.Expect(n.Spec.Taints).To(ContainElement(HaveField("Key", "dedicated")))
 		g.Expect(n.Spec.Taints).NotTo(ContainElement(HaveField("Key", "karpenter.sh/disrupted")))
 	}
+}
+
+// Another Karpenter's release may have the name that ours has by default: the removal ends before it touches anything of it.
+func TestTheRemovalRefusesAnotherKarpentersRelease(t *testing.T) {
+	g := NewWithT(t)
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
+	defer cancel()
+	page, err := pages.Read(root(t), "docs/uninstall.md")
+	g.Expect(err).NotTo(HaveOccurred())
+	spoke := start(t, filepath.Join(root(t), "deploy/charts/shim/crds"))
+	create(ctx, t, spoke.client, "{apiVersion: v1, kind: Namespace, metadata: {name: karpenter}}")
+	create(ctx, t, spoke.client, `{apiVersion: apps/v1, kind: Deployment,
+		metadata: {namespace: karpenter, name: karpenter, labels: {app.kubernetes.io/name: karpenter, app.kubernetes.io/instance: karpenter}},
+		spec: {selector: {matchLabels: {a: b}}, template: {metadata: {labels: {a: b}}, spec: {containers: [{name: c, image: i}]}}}}`)
+	steps := page.Steps("1. In each spoke")
+	g.Expect(steps).NotTo(BeEmpty())
+
+	output := run(ctx, t, map[string]*server{"spoke": spoke}, "if ( "+steps[0]+" ); then echo went on; else echo refused; fi")
+	g.Expect(strings.TrimSpace(output)).To(Equal("refused"))
 }
 
 // The order is what keeps the Nodes: with their owner gone, the garbage collector deletes those that still name it.
