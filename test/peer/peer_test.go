@@ -3,7 +3,7 @@ package peer
 import (
 	"testing"
 
-	"github.com/stretchr/testify/assert"
+	. "github.com/onsi/gomega"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
@@ -22,8 +22,9 @@ func TestNothingOfAnAdoptionIsLeftOnADisguisedObject(t *testing.T) {
 		},
 	}}
 	disguise(node)
-	assert.Equal(t, map[string]string{
+	g := NewWithT(t)
+	g.Expect(node.Labels).To(Equal(map[string]string{
 		"team": "red", corev1.LabelInstanceTypeStable: "", karpenterv1.NodePoolLabelKey: "pool", shimv1.Group + "/clusterapinodeclass": "default",
-	}, node.Labels)
-	assert.Equal(t, map[string]string{"example.com/own": "x"}, node.Annotations)
+	}))
+	g.Expect(node.Annotations).To(Equal(map[string]string{"example.com/own": "x"}))
 }
