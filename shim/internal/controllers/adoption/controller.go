@@ -190,7 +190,7 @@ func (c *Controller) adopt(ctx context.Context, nodeClaim *karpv1.NodeClaim, mac
 	claim, err := c.provider.Adopt(ctx, nodeClaim, machine)
 	switch {
 	case err == nil:
-	case ctx.Err() != nil, agenterrors.IsUnavailable(err), agenterrors.IsConflict(err):
+	case isPassing(ctx, err):
 		log.FromContext(ctx).V(1).Info("not known whether the Machine can be adopted", "machine", machine.GetName(), "reason", err.Error())
 		return reconcile.Result{RequeueAfter: soon}, nil
 	default: // the Node is protected, so that the other NodeClaims need not wait for this one
@@ -208,6 +208,11 @@ func (c *Controller) adopt(ctx context.Context, nodeClaim *karpv1.NodeClaim, mac
 		DedupeValues:   []string{string(nodeClaim.UID)},
 	})
 	return c.complete(ctx, nodeClaim, claim)
+}
+
+// isPassing reports whether a call says nothing of the Machine and is to be repeated soon.
+func isPassing(ctx context.Context, err error) bool {
+	return ctx.Err() != nil || agenterrors.IsUnavailable(err) || agenterrors.IsConflict(err)
 }
 
 // adopted says to the user what was adopted, and what Karpenter does with it.
