@@ -221,7 +221,8 @@ func adopted(machine *agentv1alpha1.Machine, policy v1alpha1.AdoptionPolicy) str
 	if policy.Disruption == v1alpha1.DisruptAllowed {
 		return message
 	}
-	return fmt.Sprintf("%s Karpenter does not disrupt its Node while that has the annotation %s=true.", message, karpv1.DoNotDisruptAnnotationKey)
+	return fmt.Sprintf("%s Karpenter does not disrupt its Node while that has the annotation %s=true, unless the NodeClaim expires.",
+		message, karpv1.DoNotDisruptAnnotationKey)
 }
 
 // node returns the NodeClaim's Node, nil while it has none.
