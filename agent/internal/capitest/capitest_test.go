@@ -27,6 +27,8 @@ var plane *capitest.ControlPlane
 func TestMain(m *testing.M) {
 	flag.Parse() // before anything is started: a flag that does not exist ends the process
 	log.SetLogger(logr.Discard())
+	SetDefaultEventuallyTimeout(30 * time.Second) // before the first test: each takes the defaults that there are when it begins
+	SetDefaultEventuallyPollingInterval(20 * time.Millisecond)
 	var err error
 	if plane, err = capitest.StartControlPlane(); err != nil {
 		fmt.Fprintln(os.Stderr, err)
@@ -42,8 +44,6 @@ func TestMain(m *testing.M) {
 
 func setUp(t *testing.T, options capitest.Options, replicas int32) (*capitest.Model, *clusterv1.MachineDeployment, func() []clusterv1.Machine) {
 	t.Helper()
-	SetDefaultEventuallyTimeout(30 * time.Second)
-	SetDefaultEventuallyPollingInterval(20 * time.Millisecond)
 	namespace := plane.Namespace(t)
 	options.Namespaces = []string{namespace}
 	model := capitest.RunForTest(t, plane, options)
@@ -193,7 +193,6 @@ func TestOnDeleteReplacesOnlyWhatIsDeleted(t *testing.T) {
 
 func TestRollingUpdateReplacesEverything(t *testing.T) {
 	g := NewWithT(t)
-	SetDefaultEventuallyTimeout(30 * time.Second)
 	namespace := plane.Namespace(t)
 	capitest.RunForTest(t, plane, capitest.Options{Namespaces: []string{namespace}})
 	md := capitest.NewMachineDeployment(namespace, "small", "spoke", 2, capitest.RollingUpdate)
