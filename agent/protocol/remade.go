@@ -109,9 +109,10 @@ func (s *Snapshot) Lacks() bool {
 	return false
 }
 
-// Reported reports whether the claim's holder says with its live sets whether the claim lives.
+// Reported reports whether the claim's holder says with its live sets whether the claim lives. One that is released, or returns its Machine, does
+// not depend on that.
 func Reported(c *v1alpha1.MachineClaim) bool {
-	return c.Spec.Spoke != "" && (c.CurrentPhase() == v1alpha1.PhasePending || c.CurrentPhase() == v1alpha1.PhaseBound)
+	return c.Spec.Spoke != "" && (c.CurrentPhase() == v1alpha1.PhasePending || c.CurrentPhase() == v1alpha1.PhaseBound && !c.Returns())
 }
 
 // held says why nothing is ordered and nothing removed until the world has been seen whole again, nil when it has: the Cluster is paused,

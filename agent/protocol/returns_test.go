@@ -239,6 +239,19 @@ func TestAReturnGoesOnAfterAMove(t *testing.T) {
 	assert.Equal(t, ReasonReturned, d.Actions[0].Event.Reason)
 }
 
+// Its owner is about to go, and no live set decides about it.
+func TestAReturnWaitsForNoLiveSetAfterAMove(t *testing.T) {
+	s := movedOn(recorded())
+	s.Synced = false
+	s.Claims[0].Spec.Spoke = "spoke"
+	s.Claims[0].Status = v1alpha1.MachineClaimStatus{
+		Phase: v1alpha1.PhaseBound, Returned: true, Machine: &v1alpha1.MachineReference{Name: "b", UID: "b2"},
+	}
+	d := Decide(s)
+	assert.False(t, d.Held)
+	assert.Equal(t, []ActionKind{Return}, kinds(d))
+}
+
 // A release that is asked for while the claim's status is lost takes nothing of the user's.
 func TestAReturnedMachineIsNotReleased(t *testing.T) {
 	for _, s := range []*Snapshot{recorded(), unlabelled()} {

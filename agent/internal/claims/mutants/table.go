@@ -407,6 +407,9 @@ var mutants = []mutant{
 	{name: "a claim that could not adopt keeps its id", test: "TestAClaimThatCannotAdoptLeavesItsID", edits: []edit{
 		{"		if err := e.retract(ctx, c); err != nil {", "		if err := e.endClaim(ctx, c, v1alpha1.Event{Reason: protocol.ReasonNoRoom}); err != nil {"},
 	}},
+	{name: "a moved group waits for a word on claims that return their Machines", test: "TestAReturnWaitsForNoLiveSetAfterAMove", edits: []edit{
+		{"c.CurrentPhase() == v1alpha1.PhaseBound && !c.Returns())\n", "c.CurrentPhase() == v1alpha1.PhaseBound)\n"},
+	}},
 	{name: "a return is forgotten with a move", test: "TestAReturnGoesOnAfterAMove", edits: []edit{
 		{"			delete(l.Returning, uid)\n			l.Returning[m.UID] = r\n", ""},
 	}},
