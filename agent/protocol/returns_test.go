@@ -267,7 +267,7 @@ func TestAReturnedMachineIsNotReleased(t *testing.T) {
 	}
 }
 
-// Whoever takes the label off before the ledger has the return does not take the Machine from the user with it.
+// If another writer removes the label before the ledger records the return, the Machine is returned all the same.
 func TestAMachineIsReturnedWithoutItsLabel(t *testing.T) {
 	s := returning()
 	s.Machines[1].Labels = nil

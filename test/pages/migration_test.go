@@ -83,7 +83,7 @@ func (m *migration) do(commands string) string {
 	return runAt(m.ctx, m.t, m.home, servers, m.page.Script("Before you begin")+commands)
 }
 
-// steps are those of a section, of which the test knows how many there are.
+// steps are those of a section; the test states how many it expects.
 func (m *migration) steps(section string, count int) []string {
 	m.t.Helper()
 	steps := m.page.Steps(section)

@@ -56,8 +56,8 @@ func Node(ctx context.Context, kube client.Reader, providerID string) (*corev1.N
 	return &nodes.Items[0], nil
 }
 
-// Rightful returns which of the NodeClaims with the same provider ID, of which there is at least one, has the machine: the one that the Node, which
-// may be nil, belongs to, else a registered one, else one that is not being deleted, else the oldest.
+// Rightful returns which of the NodeClaims with the same provider ID, at least one, has the machine: the owner of the Node (nil for no
+// Node), else a registered one, else one that is not being deleted, else the oldest.
 func Rightful(nodeClaims []*karpv1.NodeClaim, node *corev1.Node) *karpv1.NodeClaim {
 	criteria := []func(*karpv1.NodeClaim) bool{
 		func(nc *karpv1.NodeClaim) bool {

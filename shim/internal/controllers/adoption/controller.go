@@ -164,13 +164,9 @@ func (c *Controller) adopt(ctx context.Context, nodeClaim *karpv1.NodeClaim, mac
 	if err != nil {
 		return reconcile.Result{}, err
 	}
-	rightful, err := owners.Of(ctx, c.kube, nodeClaim)
-	if err != nil {
+	if duplicate, err := c.isDuplicate(ctx, nodeClaim); err != nil {
 		return reconcile.Result{}, err
-	}
-	if rightful.UID != nodeClaim.UID {
-		c.recorder.Publish(c.duplicate(nodeClaim, rightful))
-		c.sawToIt(nodeClaim.UID)
+	} else if duplicate {
 		return reconcile.Result{RequeueAfter: look}, nil
 	}
 	policy, err := c.policy(ctx, nodeClaim)
@@ -267,6 +263,17 @@ func incomplete(nodeClaim *karpv1.NodeClaim, why error) events.Event {
 	}
 }
 
+// isDuplicate reports whether the machine is another NodeClaim's. If so, nothing more is to be done about this one, and its user is told.
+func (c *Controller) isDuplicate(ctx context.Context, nodeClaim *karpv1.NodeClaim) (bool, error) {
+	rightful, err := owners.Of(ctx, c.kube, nodeClaim)
+	if err != nil || rightful.UID == nodeClaim.UID {
+		return false, err
+	}
+	c.recorder.Publish(c.duplicate(nodeClaim, rightful))
+	c.sawToIt(nodeClaim.UID)
+	return true, nil
+}
+
 // policy returns what the NodeClaim's node class says of adoption; the defaults for one that does not exist.
 func (c *Controller) policy(ctx context.Context, nodeClaim *karpv1.NodeClaim) (v1alpha1.AdoptionPolicy, error) {
 	class := &v1alpha1.ClusterAPINodeClass{}
@@ -279,13 +286,9 @@ func (c *Controller) policy(ctx context.Context, nodeClaim *karpv1.NodeClaim) (v
 // keep protects the Node of a NodeClaim whose machine the agent does not show, whatever the node class says: the machine could not be removed. It
 // is adopted once the agent shows it.
 func (c *Controller) keep(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
-	rightful, err := owners.Of(ctx, c.kube, nodeClaim)
-	if err != nil {
+	if duplicate, err := c.isDuplicate(ctx, nodeClaim); err != nil {
 		return reconcile.Result{}, err
-	}
-	if rightful.UID != nodeClaim.UID {
-		c.recorder.Publish(c.duplicate(nodeClaim, rightful))
-		c.sawToIt(nodeClaim.UID)
+	} else if duplicate {
 		return reconcile.Result{RequeueAfter: look}, nil
 	}
 	node, err := c.node(ctx, nodeClaim)
