@@ -1,0 +1,199 @@
+package claims
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
+)
+
+// ReleaseOptions qualify a release.
+type ReleaseOptions struct {
+	// Drained says that the caller has drained the Node.
+	Drained bool
+	// Failed says that the Machine did not come or is no good: it is not handed over, and its group cools down.
+	Failed bool
+	// Reason is for the claim's history; may be empty.
+	Reason string
+	// Holders are those that the caller may act as: another's claim is not released.
+	Holders Holders
+
+	unless func(*v1alpha1.MachineClaim) bool // leaves the claim as it is; nil for never
+}
+
+// remember makes a claim's object again, if it was lost while a Machine carries the claim's label, and returns it: the claim must
+// neither be made anew on another node group nor be taken for gone. It returns [ErrNotFound] when there is nothing to remember. A
+// label that the caches do not show yet is too young for that.
+func (e *Engine) remember(ctx context.Context, key Key) (*v1alpha1.MachineClaim, error) {
+	if paused, err := e.paused(ctx, types.NamespacedName{Namespace: key.Namespace, Name: key.Cluster}); err != nil || paused {
+		return nil, cmp.Or(err, ErrNotFound)
+	}
+	var labelled clusterv1.MachineList
+	err := e.Client.List(ctx, &labelled, client.InNamespace(key.Namespace), selecting(e.Indexes.Cluster, clusterv1.ClusterNameLabel, key.Cluster),
+		client.MatchingLabels{v1alpha1.ClaimLabel: key.ID}, client.UnsafeDisableDeepCopy)
+	if err != nil {
+		return nil, fmt.Errorf("listing the claim's Machines: %w", err)
+	}
+	for i := range labelled.Items {
+		m := &labelled.Items[i]
+		if !protocol.Alive(m) || m.Spec.ClusterName != key.Cluster {
+			continue
+		}
+		if err := e.recreate(ctx, m); err != nil && !apierrors.IsAlreadyExists(err) {
+			return nil, fmt.Errorf("making the claim again from its Machine: %w", err)
+		}
+		return e.stored(ctx, key)
+	}
+	return nil, ErrNotFound
+}
+
+// Release asks for the claim's end and returns it. Of a claim that is unknown it makes a tombstone, so that a call to make the
+// claim that comes late is refused. Errors: [ErrForeignHolder], [*TooManyError], [ErrConflict], [ErrClusterPaused], of an unknown claim
+// [ErrUnknownCluster], or the API server's.
+func (e *Engine) Release(ctx context.Context, key Key, o ReleaseOptions) (*v1alpha1.MachineClaim, error) {
+	reason := v1alpha1.Event{Reason: protocol.ReasonReleaseRequested, Message: o.Reason}
+	if reason.Message == "" {
+		reason.Message = "the holder released it"
+	}
+	return e.release(ctx, key, o, reason)
+}
+
+func (e *Engine) release(ctx context.Context, key Key, o ReleaseOptions, why v1alpha1.Event) (*v1alpha1.MachineClaim, error) {
+	for attempt := 0; ; attempt++ {
+		var c *v1alpha1.MachineClaim
+		var err error
+		if attempt == 0 && o.unless == nil { // which may depend on more than the claim
+			c, err = e.asCached(ctx, key)
+		}
+		if c == nil && err == nil {
+			c, err = e.find(ctx, key)
+		}
+		if errors.Is(err, ErrNotFound) {
+			c, err := e.bury(ctx, key, why.Message)
+			if errors.Is(err, ErrConflict) && attempt < 5 {
+				continue // it was made just now
+			}
+			return c, err
+		}
+		if err != nil {
+			return nil, err
+		}
+		if c.CurrentPhase() == v1alpha1.PhaseEnded {
+			return c, nil
+		}
+		if err := o.Holders.check(c); err != nil {
+			return nil, err
+		}
+		if o.unless != nil && o.unless(c) {
+			return c, nil
+		}
+		if c.Status.Returned {
+			e.group(c.Namespace, c.Spec.NodeGroup).kick()
+			return c, nil // its Machine is the user's, or about to be
+		}
+		if c.Status.Phase == v1alpha1.PhaseReleasing && (c.Status.Drained || !o.Drained) {
+			e.group(c.Namespace, c.Spec.NodeGroup).kick()
+			return c, nil
+		}
+		first := c.Status.Phase != v1alpha1.PhaseReleasing
+		c.Status.Phase = v1alpha1.PhaseReleasing
+		c.Status.Drained = o.Drained
+		if first {
+			now := metav1.NewTime(e.Clock.Now())
+			c.Status.ReleasedAt = &now
+			if o.Failed {
+				c.Status.FailedAt = &now
+			}
+			e.note(c, why)
+		}
+		switch err := e.writeRequest(ctx, c); {
+		case err == nil:
+			return c, nil
+		case lostRace(err) && attempt < 5:
+			continue
+		default:
+			return nil, conflictOr(err, "releasing the claim")
+		}
+	}
+}
+
+// writeRequest writes what a caller asks of its claim, and has the claim's node group looked at. Errors: [ErrClusterPaused], as a move that is
+// under way would lose what the status alone has until the ledger has it, or the API server's.
+func (e *Engine) writeRequest(ctx context.Context, c *v1alpha1.MachineClaim) error {
+	switch paused, err := e.paused(ctx, types.NamespacedName{Namespace: c.Namespace, Name: c.Spec.ClusterName}); {
+	case err != nil:
+		return err
+	case paused:
+		return ErrClusterPaused
+	}
+	if err := e.writeStatus(ctx, c); err != nil {
+		return err
+	}
+	e.group(c.Namespace, c.Spec.NodeGroup).kick()
+	return nil
+}
+
+// lostRace reports whether a claim has changed, or its object is another one, since it was read.
+func lostRace(err error) bool { return apierrors.IsConflict(err) || apierrors.IsNotFound(err) }
+
+// Return asks for the claim's end and leaves its Machine to the user. It returns the claim, also one that has ended. Errors: [ErrNotFound],
+// [ErrForeignHolder], [*NotReturnableError], [ErrConflict], [ErrUnknownCluster], [ErrClusterPaused], [ErrRestoring], or the API server's.
+func (e *Engine) Return(ctx context.Context, key Key, may Holders, why string) (*v1alpha1.MachineClaim, error) {
+	for attempt := 0; ; attempt++ {
+		c, err := e.Get(ctx, key)
+		if err != nil {
+			return nil, err
+		}
+		if c.CurrentPhase() == v1alpha1.PhaseEnded {
+			return c, nil
+		}
+		if err := may.check(c); err != nil {
+			return nil, err
+		}
+		switch {
+		case c.Status.Returned:
+			e.group(c.Namespace, c.Spec.NodeGroup).kick()
+			return c, nil
+		case c.CurrentPhase() == v1alpha1.PhaseReleasing:
+			return nil, &NotReturnableError{Message: "the claim is being released, and its Machine is removed; that cannot be taken back"}
+		case c.CurrentPhase() == v1alpha1.PhasePending:
+			return nil, &NotReturnableError{Message: "the claim has no Machine yet; release it instead"}
+		}
+		if dying, err := e.machineDies(ctx, c); err != nil {
+			return nil, err
+		} else if dying {
+			return nil, &NotReturnableError{Message: "its Machine is being deleted by another actor"}
+		}
+		c.Status.Returned = true
+		e.note(c, v1alpha1.Event{
+			Reason: protocol.ReasonReturnRequested, Message: cmp.Or(why, "the holder returns its Machine to the user"),
+		})
+		switch err := e.writeRequest(ctx, c); {
+		case err == nil:
+			return c, nil
+		case lostRace(err) && attempt < 5:
+			continue
+		default:
+			return nil, conflictOr(err, "returning the claim's Machine")
+		}
+	}
+}
+
+// machineDies reports whether the caches show that the claim's Machine is being deleted, or is gone.
+func (e *Engine) machineDies(ctx context.Context, c *v1alpha1.MachineClaim) (bool, error) {
+	if c.Status.Machine == nil {
+		return false, nil
+	}
+	var m clusterv1.Machine
+	found, err := e.get(ctx, types.NamespacedName{Namespace: c.Namespace, Name: c.Status.Machine.Name}, &m)
+	return err == nil && (!found || m.UID != c.Status.Machine.UID || !protocol.Alive(&m)), err
+}

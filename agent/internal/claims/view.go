@@ -1,0 +1,271 @@
+package claims
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
+	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
+)
+
+// Get returns the claim as the API server has it, or [ErrNotFound]. One whose object was lost is made again, if a Machine carries
+// its label. Other errors: [ErrUnknownCluster], [ErrClusterPaused], [ErrRestoring], or the API server's.
+func (e *Engine) Get(ctx context.Context, key Key) (*v1alpha1.MachineClaim, error) {
+	c, err := e.find(ctx, key)
+	if err != nil {
+		return nil, err
+	}
+	return c, e.known(ctx, c)
+}
+
+// asCached returns a claim for the first attempt of a write on it, which is refused if it is not the present one any more; nil when the
+// caches do not show it, or show that there is nothing to write.
+func (e *Engine) asCached(ctx context.Context, key Key) (*v1alpha1.MachineClaim, error) {
+	var c v1alpha1.MachineClaim
+	err := e.Client.Get(ctx, key.object(), &c)
+	if phase := c.CurrentPhase(); err == nil && (phase == v1alpha1.PhasePending || phase == v1alpha1.PhaseBound) {
+		return &c, nil
+	}
+	return nil, client.IgnoreNotFound(err)
+}
+
+// find is [Engine.Get] for callers that do not mind what the claim has.
+func (e *Engine) find(ctx context.Context, key Key) (*v1alpha1.MachineClaim, error) {
+	c, err := e.stored(ctx, key)
+	if !errors.Is(err, ErrNotFound) {
+		return c, err
+	}
+	// Before, as it may not have been there yet, and after, as it may be gone already.
+	cluster := types.NamespacedName{Namespace: key.Namespace, Name: key.Cluster}
+	if _, err := e.Whole(ctx, cluster); err != nil {
+		return nil, err
+	}
+	if c, err := e.stored(ctx, key); !errors.Is(err, ErrNotFound) {
+		return c, err
+	}
+	if _, err := e.Whole(ctx, cluster); err != nil {
+		return nil, err
+	}
+	return e.remember(ctx, key)
+}
+
+// known returns [ErrRestoring] when the claim was moved or restored without its status.
+func (e *Engine) known(ctx context.Context, c *v1alpha1.MachineClaim) error {
+	if c.CurrentPhase() != v1alpha1.PhasePending || c.Status.Phase != "" {
+		return nil
+	}
+	cluster, err := e.cluster(ctx, c.Namespace, c.Spec.ClusterName)
+	if err == nil && cluster != nil && protocol.Carried(c, cluster.UID) {
+		err = ErrRestoring
+	}
+	return err
+}
+
+// Whole returns the Cluster if it exists and is not paused. A caller that concludes from a missing object calls it before the read, as a
+// move may not have created the object here yet, and after the read, as a move may have deleted it. Errors: [ErrUnknownCluster],
+// [ErrClusterPaused], or the API server's.
+func (e *Engine) Whole(ctx context.Context, key types.NamespacedName) (*clusterv1.Cluster, error) {
+	cluster, err := e.liveCluster(ctx, key)
+	switch {
+	case err != nil:
+		return nil, err
+	case cluster == nil:
+		return nil, ErrUnknownCluster
+	case eligibility.ClusterPaused(cluster):
+		return nil, ErrClusterPaused
+	}
+	return cluster, nil
+}
+
+// liveCluster returns the Cluster as the API server has it, nil when there is none.
+func (e *Engine) liveCluster(ctx context.Context, key types.NamespacedName) (*clusterv1.Cluster, error) {
+	var cluster clusterv1.Cluster
+	if err := e.Reader.Get(ctx, key, &cluster); apierrors.IsNotFound(err) {
+		return nil, nil //nolint:nilnil // documented
+	} else if err != nil {
+		return nil, fmt.Errorf("reading Cluster %s: %w", key, err)
+	}
+	return &cluster, nil
+}
+
+// speaker is a holder of claims of one Cluster.
+type speaker struct {
+	cluster types.NamespacedName
+	holder  string
+}
+
+// decided reports whether each of the claims was in its holder's last live set that this process took, or was judged by it for not being there.
+// No time tells that: the API server dates the objects that are made again in a restore, and an agent the live set, each by its own clock.
+func (e *Engine) decided(cluster types.NamespacedName, claims []*v1alpha1.MachineClaim) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return !slices.ContainsFunc(claims, func(c *v1alpha1.MachineClaim) bool {
+		return protocol.Reported(c) && !e.synced[speaker{cluster, c.Spec.Holder}][c.UID]
+	})
+}
+
+// stored returns the claim as the API server has it, or [ErrNotFound].
+func (e *Engine) stored(ctx context.Context, key Key) (*v1alpha1.MachineClaim, error) {
+	var c v1alpha1.MachineClaim
+	if err := e.Reader.Get(ctx, key.object(), &c); apierrors.IsNotFound(err) {
+		return nil, ErrNotFound
+	} else if err != nil {
+		return nil, fmt.Errorf("reading the claim: %w", err)
+	}
+	return &c, nil
+}
+
+// ListOptions select claims.
+type ListOptions struct {
+	Namespace, Cluster string
+	// Holder selects one holder's claims; empty means all.
+	Holder string
+	// IncludeEnded also selects ended claims that are still remembered.
+	IncludeEnded bool
+}
+
+// List returns the claims as the API server has them, oldest first, and, for one holder, a token for [Engine.Sync]. They are all there
+// are, and what they have is known, or it is an error: [ErrUnknownCluster], [ErrClusterPaused], [ErrRestoring], or the API server's.
+func (e *Engine) List(ctx context.Context, o ListOptions) ([]v1alpha1.MachineClaim, string, error) {
+	begun := e.Clock.Now()
+	selector := client.MatchingLabels{v1alpha1.ClusterLabel: o.Cluster}
+	if o.Holder != "" {
+		selector[v1alpha1.HolderLabel] = o.Holder
+	}
+	options := []client.ListOption{client.InNamespace(o.Namespace), selector}
+	if !o.IncludeEnded {
+		options = e.liveOnly(options)
+	}
+	key := types.NamespacedName{Namespace: o.Namespace, Name: o.Cluster}
+	if _, err := e.Whole(ctx, key); err != nil {
+		return nil, "", err
+	}
+	owned, err := e.labelledIn(ctx, key) // before the claims: what is labelled by then says in its status what it has
+	if err != nil {
+		return nil, "", err
+	}
+	var list v1alpha1.MachineClaimList
+	if err := e.Reader.List(ctx, &list, options...); err != nil {
+		return nil, "", fmt.Errorf("listing claims: %w", err)
+	}
+	cluster, err := e.Whole(ctx, key)
+	if err != nil {
+		return nil, "", err
+	}
+	if err := e.knowsAll(ctx, cluster, o.Holder, list.Items, owned); err != nil {
+		return nil, "", err
+	}
+	items := slices.DeleteFunc(list.Items, func(c v1alpha1.MachineClaim) bool {
+		return c.Spec.ClusterName != o.Cluster || o.Holder != "" && c.Spec.Holder != o.Holder ||
+			!o.IncludeEnded && c.CurrentPhase() == v1alpha1.PhaseEnded
+	})
+	slices.SortFunc(items, func(a, b v1alpha1.MachineClaim) int {
+		if c := a.CreationTimestamp.Compare(b.CreationTimestamp.Time); c != 0 {
+			return c
+		}
+		return cmp.Compare(a.Name, b.Name)
+	})
+	if o.Holder == "" {
+		return items, "", nil
+	}
+	return items, newToken(o, begun, items).encode(), nil
+}
+
+// labelledIn reads from the caches which claims the Cluster's Machines are labelled with. It returns the claims' holders by claim id, without
+// Machines that are being deleted or belong to no MachineDeployment.
+func (e *Engine) labelledIn(ctx context.Context, cluster types.NamespacedName) (map[string]string, error) {
+	var machines clusterv1.MachineList
+	err := e.Client.List(ctx, &machines, client.InNamespace(cluster.Namespace),
+		selecting(e.Indexes.Cluster, clusterv1.ClusterNameLabel, cluster.Name), client.UnsafeDisableDeepCopy)
+	if err != nil {
+		return nil, fmt.Errorf("listing the Cluster's Machines: %w", err)
+	}
+	owned := map[string]string{}
+	for i := range machines.Items {
+		m := &machines.Items[i]
+		id := protocol.ClaimOf(m)
+		if id != "" && protocol.Alive(m) && m.Spec.ClusterName == cluster.Name && m.Labels[clusterv1.MachineDeploymentNameLabel] != "" {
+			owned[id] = m.Annotations[v1alpha1.ClaimHolderAnnotation]
+		}
+	}
+	return owned, nil
+}
+
+// knowsAll returns [ErrRestoring] when a claim's Machine would be missing in the list: the claim lost its status, or its object, which the
+// node group's next step makes again. owned are the holders of claims that have Machines; mine is whose claims are listed, "" for all.
+func (e *Engine) knowsAll(
+	ctx context.Context, cluster *clusterv1.Cluster, mine string, listed []v1alpha1.MachineClaim, owned map[string]string,
+) error {
+	restoring := func(id, group string) error {
+		return fmt.Errorf("%w: claim %s of node group %s", ErrRestoring, id, group)
+	}
+	for i := range listed {
+		c := &listed[i]
+		id := c.Spec.ClaimID
+		_, owns := owned[id]
+		if protocol.Carried(c, cluster.UID) || owns && c.Status.Phase == "" {
+			return restoring(id, c.Spec.NodeGroup)
+		}
+		delete(owned, id)
+	}
+	for id, holder := range owned {
+		if mine != "" && holder != "" && holder != mine {
+			continue
+		}
+		_, err := e.claimNamed(ctx, Key{Namespace: cluster.Namespace, Cluster: cluster.Name, ID: id})
+		if errors.Is(err, ErrNotFound) {
+			return restoring(id, "that its Machine belongs to")
+		} else if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// liveOnly adds to the options of a list from the API server that ended claims are left out.
+func (e *Engine) liveOnly(options []client.ListOption) []client.ListOption {
+	if e.Live != nil {
+		options = append(options, e.Live)
+	}
+	return options
+}
+
+// cluster returns the Cluster, or nil when there is none. That is concluded only from the API server's own word (rule R3).
+func (e *Engine) cluster(ctx context.Context, namespace, name string) (*clusterv1.Cluster, error) {
+	var cluster clusterv1.Cluster
+	found, err := e.get(ctx, types.NamespacedName{Namespace: namespace, Name: name}, &cluster)
+	if err != nil || !found {
+		return nil, err
+	}
+	return &cluster, nil
+}
+
+// paused reports whether the Cluster is paused; one that does not exist is not.
+func (e *Engine) paused(ctx context.Context, key types.NamespacedName) (bool, error) {
+	cluster, err := e.cluster(ctx, key.Namespace, key.Name)
+	return cluster != nil && eligibility.ClusterPaused(cluster), err
+}
+
+// get reads an object from the cache, and from the API server when the cache does not have it.
+func (e *Engine) get(ctx context.Context, key types.NamespacedName, object client.Object) (bool, error) {
+	err := e.Client.Get(ctx, key, object)
+	if apierrors.IsNotFound(err) {
+		err = e.Reader.Get(ctx, key, object)
+	}
+	if apierrors.IsNotFound(err) {
+		return false, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("reading %T %s: %w", object, key, err)
+	}
+	return true, nil
+}
