@@ -31,6 +31,10 @@ func IsAdoptionRefused(err error) bool {
 		agenterrors.IsTooMany(err) || agenterrors.IsNotFound(err) && agenterrors.ReasonOf(err) != agenterrors.ReasonClusterNotFound
 }
 
+// adoptionTimeouts is how many times as long as another call an adoption may take. Hundreds come at once, and wait for each other in the agent;
+// one that is given up and asked for again costs the hub more than one that waits.
+const adoptionTimeouts = 6
+
 // Adopt makes the NodeClaim's claim on the Machine that the NodeClaim runs on already, and returns the claim. It is idempotent by the
 // NodeClaim's UID. Errors: the agent's, and one for a Machine that is in no node group; see [IsAdoptionRefused].
 func (c *CloudProvider) Adopt(ctx context.Context, nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.Machine) (*agentv1alpha1.Claim, error) {
@@ -44,7 +48,7 @@ func (c *CloudProvider) adopt(
 	if machine.GetNodeGroupId() == "" {
 		return nil, errNoNodeGroup
 	}
-	ctx, cancel := context.WithTimeout(ctx, c.Timeout)
+	ctx, cancel := context.WithTimeout(ctx, adoptionTimeouts*c.Timeout)
 	defer cancel()
 	var maxNodeProvisionTime *metav1.Duration
 	if class := c.class(nodeClaim.Spec.NodeClassRef.Name); class != nil {
@@ -122,6 +126,11 @@ func (c *CloudProvider) send(ctx context.Context, request *agentv1alpha1.CreateC
 			return response.GetClaim(), err
 		}
 	}
+}
+
+// mayTakeOver reports whether [CloudProvider.takeOver] has a Machine to look for.
+func mayTakeOver(nodeClaim *karpv1.NodeClaim) bool {
+	return nodeClaim.Annotations[v1alpha1.AdoptMachineAnnotation] != "" || nodeClaim.Annotations[v1alpha1.PeerMachineAnnotation] != ""
 }
 
 // takeOver has a NodeClaim adopt the Machine that it was made for, or that another provider had chosen for it when it was replaced. It returns nil

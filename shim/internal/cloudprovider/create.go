@@ -42,7 +42,11 @@ const (
 // Where core chose a value for a node label at random, because the NodePool only says that the label exists or gives several
 // values, the passed NodeClaim's label is set to the value that the machine will really have. Core stores that.
 func (c *CloudProvider) Create(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*karpv1.NodeClaim, error) {
-	ctx, cancel := context.WithTimeout(ctx, c.Timeout)
+	timeout := c.Timeout
+	if mayTakeOver(nodeClaim) {
+		timeout *= adoptionTimeouts
+	}
+	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
 	created, err := c.create(ctx, nodeClaim)
 	c.renew(nodeClaim, err)

@@ -142,6 +142,22 @@ func TestCreateTakesOverTheMachineThatAnotherProviderChose(t *testing.T) {
 	}
 }
 
+// Hundreds of Machines are adopted at once, and wait for each other.
+func TestAnAdoptionMayTakeLongerThanAnotherCall(t *testing.T) {
+	w, left, machine := leftBehind(t)
+	require.NoError(t, w.Kube.Delete(w.Context(), left))
+	w.CloudProvider.Timeout = time.Second
+	w.Agent.Delay("CreateClaim", 2*time.Second)
+	_, err := w.CloudProvider.Create(w.Context(), w.NodeClaim("another"))
+	assertCreateError(t, err, cloudprovider.ReasonAgentUnreachable)
+	begun := w.NodeClaim("begun", func(nc *karpv1.NodeClaim) {
+		nc.Annotations = map[string]string{v1alpha1.PeerMachineAnnotation: "default/" + machine.GetName()}
+	})
+	_, err = w.CloudProvider.Create(w.Context(), begun)
+	require.NoError(t, err)
+	assert.Equal(t, machine.GetName(), w.Agent.Claim(w.Cluster, string(begun.UID)).GetAdoptMachine())
+}
+
 // Another provider may have chosen a Machine twice.
 func TestCreateLeavesTheMachineOfAnotherNodeClaimToIt(t *testing.T) {
 	w, left, machine := leftBehind(t)
