@@ -35,14 +35,19 @@ func main() {
 func run(arguments []string) error {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	if len(arguments) > 0 && arguments[0] == "uninstall" {
-		return uninstall(ctx, arguments[1:], os.Stdout)
+	if len(arguments) > 0 {
+		switch arguments[0] {
+		case "uninstall":
+			return uninstall(ctx, arguments[1:], os.Stdout)
+		case "policy":
+			return policy(arguments[1:], os.Stdout)
+		}
 	}
 	o := options.New()
 	flags := pflag.NewFlagSet("capi-agent", pflag.ContinueOnError)
 	flags.SortFlags = false
 	flags.Usage = func() {
-		fmt.Fprintf(flags.Output(), "Usage: capi-agent [flags]\n       capi-agent uninstall [flags]\n\n%s", flags.FlagUsages())
+		fmt.Fprintf(flags.Output(), "Usage: capi-agent [flags]\n       capi-agent uninstall [flags]\n       capi-agent policy check [flags] FILE\n\n%s", flags.FlagUsages())
 	}
 	o.AddFlags(flags)
 	showVersion := flags.Bool("version", false, "Print the version and exit.")
@@ -52,7 +57,7 @@ func run(arguments []string) error {
 		return err
 	}
 	if flags.NArg() > 0 {
-		return fmt.Errorf("%q is no command; there is only uninstall", flags.Arg(0))
+		return fmt.Errorf("%q is no command; there are uninstall and policy", flags.Arg(0))
 	}
 	if *showVersion {
 		fmt.Println(version.Version(), version.Commit())

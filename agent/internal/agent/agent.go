@@ -129,7 +129,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		}
 		c.Policy = a.policy.Current
 	}
-	authorizer, err := authz.New(o.TrustDomain, c.Policy)
+	authorizer, err := authz.New(o.TrustDomain, c.Policy, clock.RealClock{})
 	if err != nil {
 		return nil, err
 	}

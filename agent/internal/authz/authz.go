@@ -10,9 +10,11 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/spiffe/go-spiffe/v2/spiffeid"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/clock"
 )
 
 // Role is a set of methods; see [Methods].
@@ -40,13 +42,25 @@ const (
 // Grant gives a role for some Clusters.
 type Grant struct {
 	Role Role
-	// AllClusters gives it for every Cluster; Clusters names them otherwise.
+	// AllClusters gives it for every Cluster. Clusters names them otherwise, in which `*` stands for any characters.
 	AllClusters bool
 	Clusters    []types.NamespacedName
 }
 
 func (g Grant) covers(cluster types.NamespacedName) bool {
-	return g.AllClusters || slices.Contains(g.Clusters, cluster)
+	return g.AllClusters || among(g.Clusters, cluster)
+}
+
+// String says what the grant gives, for people.
+func (g Grant) String() string {
+	if g.AllClusters {
+		return fmt.Sprintf("%s for all Clusters", g.Role)
+	}
+	names := make([]string, 0, len(g.Clusters))
+	for _, cluster := range g.Clusters {
+		names = append(names, cluster.String())
+	}
+	return fmt.Sprintf("%s for %s", g.Role, strings.Join(names, ", "))
 }
 
 // Caller is somebody who calls, and what it may do.
@@ -87,7 +101,7 @@ func (c Caller) Roles() []string {
 	return roles
 }
 
-// Clusters returns the Clusters that the caller's grants name, or true when one covers all of them.
+// Clusters returns the Clusters that the caller's grants name, patterns as they are, or true when one covers all of them.
 func (c Caller) Clusters() (named []types.NamespacedName, all bool) {
 	for _, g := range c.Grants {
 		if g.AllClusters {
@@ -106,11 +120,12 @@ func (c Caller) Clusters() (named []types.NamespacedName, all bool) {
 type Authorizer struct {
 	trustDomain spiffeid.TrustDomain
 	policy      func() *Policy
+	clock       clock.PassiveClock
 }
 
 // New returns an authorizer for the identities of a trust domain. The function returns the policy that is valid now; nil means
 // that there is none.
-func New(trustDomain string, policy func() *Policy) (*Authorizer, error) {
+func New(trustDomain string, policy func() *Policy, c clock.PassiveClock) (*Authorizer, error) {
 	domain, err := spiffeid.TrustDomainFromString(trustDomain)
 	if err != nil {
 		return nil, fmt.Errorf("trust domain %q: %w", trustDomain, err)
@@ -118,11 +133,12 @@ func New(trustDomain string, policy func() *Policy) (*Authorizer, error) {
 	if policy == nil {
 		policy = func() *Policy { return nil }
 	}
-	return &Authorizer{trustDomain: domain, policy: policy}, nil
+	return &Authorizer{trustDomain: domain, policy: policy, clock: c}, nil
 }
 
 // FromChains returns the caller that a client certificate belongs to, which was verified by these chains: each begins with the
-// certificate, and there is at least one. An error says why its identity cannot be used.
+// certificate, and there is at least one. An error says why its identity cannot be used, or not any more: the handshake is the past of a
+// connection.
 func (a *Authorizer) FromChains(chains [][]*x509.Certificate) (Caller, error) {
 	certificate := chains[0][0]
 	if len(certificate.URIs) != 1 {
@@ -135,18 +151,46 @@ func (a *Authorizer) FromChains(chains [][]*x509.Certificate) (Caller, error) {
 	if !id.MemberOf(a.trustDomain) {
 		return Caller{}, fmt.Errorf("the client certificate's trust domain is %q, not %q", id.TrustDomain().Name(), a.trustDomain.Name())
 	}
+	if until := ValidUntil(chains); a.clock.Now().After(until) {
+		return Caller{}, fmt.Errorf("the client certificate has expired at %s", until.UTC().Format(time.RFC3339))
+	}
 	policy := a.policy()
+	if err := policy.checkDenied(id, chains); err != nil {
+		return Caller{}, err
+	}
 	if err := policy.checkIssuer(id, chains); err != nil {
 		return Caller{}, err
 	}
 	caller := Caller{Identity: id.String()}
-	if cluster, ok := clusterOf(id); ok {
+	if cluster, ok := clusterOf(id); ok && policy.lists(cluster) {
 		caller.Grants = append(caller.Grants, Grant{Role: RoleCluster, Clusters: []types.NamespacedName{cluster}})
 	}
 	if policy != nil {
 		caller.Grants = append(caller.Grants, policy.grants[id.String()]...)
 	}
 	return caller, nil
+}
+
+// ValidUntil returns when the last of the chains that verified a client certificate ends to be valid: with the first of its certificates.
+func ValidUntil(chains [][]*x509.Certificate) time.Time {
+	var until time.Time
+	for _, chain := range chains {
+		of := chain[0].NotAfter
+		for _, certificate := range chain[1:] {
+			if certificate.NotAfter.Before(of) {
+				of = certificate.NotAfter
+			}
+		}
+		if of.After(until) {
+			until = of
+		}
+	}
+	return until
+}
+
+// lists reports whether the Cluster's own identity has its role.
+func (p *Policy) lists(cluster types.NamespacedName) bool {
+	return p == nil || p.clusters == nil || among(p.clusters, cluster)
 }
 
 // clusterOf returns the Cluster that an identity stands for: /cluster/<namespace>/<name>.

@@ -5,6 +5,7 @@ import (
 	"crypto/sha256"
 	"crypto/x509"
 	"fmt"
+	"math/big"
 	"net/url"
 	"os"
 	"path/filepath"
@@ -19,6 +20,7 @@ import (
 	"google.golang.org/protobuf/reflect/protoreflect"
 	"google.golang.org/protobuf/reflect/protoregistry"
 	"k8s.io/apimachinery/pkg/types"
+	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -29,11 +31,13 @@ var (
 	other = types.NamespacedName{Namespace: "fleet", Name: "other"}
 	read  = authz.Methods[agentv1alpha1.NodeGroupService_ListNodeGroups_FullMethodName]
 	claim = authz.Methods[agentv1alpha1.ClaimService_CreateClaim_FullMethodName]
+
+	now = time.Date(2026, 11, 20, 12, 0, 0, 0, time.UTC)
 )
 
 func chain(t *testing.T, uris ...string) [][]*x509.Certificate {
 	t.Helper()
-	c := &x509.Certificate{}
+	c := &x509.Certificate{NotAfter: now.Add(time.Hour)}
 	for _, text := range uris {
 		uri, err := url.Parse(text)
 		if err != nil {
@@ -50,7 +54,7 @@ func authorizer(t *testing.T, policy string) *authz.Authorizer {
 	if err != nil {
 		t.Fatal(err)
 	}
-	a, err := authz.New("karpenter-capi", func() *authz.Policy { return parsed })
+	a, err := authz.New("karpenter-capi", func() *authz.Policy { return parsed }, clocktesting.NewFakePassiveClock(now))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -160,10 +164,110 @@ identities:
 	g.Expect(nobody.MayCall(authz.Rule{Everyone: true})).To(BeTrue())
 }
 
+func authority(name string) *x509.Certificate {
+	return &x509.Certificate{Raw: []byte(name), NotAfter: now.Add(time.Hour)}
+}
+
+func fingerprintOf(c *x509.Certificate) string { return fmt.Sprintf("%X", sha256.Sum256(c.Raw)) }
+
+func TestACertificateIsDeniedThatHasAllOfWhatADenialNames(t *testing.T) {
+	root, team := authority("root"), authority("team")
+	const id = "spiffe://karpenter-capi/cluster/fleet/spoke"
+	issued := now.Add(-time.Hour)
+	for name, c := range map[string]struct {
+		denial string
+		want   bool
+	}{
+		"none":                               {"", false},
+		"its id":                             {"id: " + id, true},
+		"another id":                         {"id: " + id + "2", false},
+		"its serial number":                  {`serial: "4f:00:1c"`, true},
+		"its serial number, in other digits": {`serial: "4F001C"`, true},
+		"another serial number":              {`serial: "4f:00:1d"`, false},
+		"its issuer":                         {"issuer: " + fingerprintOf(team), true},
+		"an issuer further up":               {"issuer: " + fingerprintOf(root), true},
+		"another issuer":                     {"issuer: " + fingerprintOf(authority("other")), false},
+		"all that was issued before":         {"issuedBefore: " + issued.Add(time.Second).Format(time.RFC3339), true},
+		"what was issued before it":          {"issuedBefore: " + issued.Format(time.RFC3339), false},
+		"its id, and a time before it":       {"id: " + id + ", issuedBefore: " + issued.Format(time.RFC3339), false},
+		"its id, and a time after it":        {"id: " + id + ", issuedBefore: " + now.Format(time.RFC3339), true},
+		"its serial number of another":       {`serial: "4f001c", issuer: ` + fingerprintOf(authority("other")), false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			g := NewWithT(t)
+			policy := "identities: []\n"
+			if c.denial != "" {
+				policy += "deny:\n- {" + c.denial + "}\n"
+			}
+			leaf := chain(t, id)[0][0]
+			leaf.SerialNumber, leaf.NotBefore = big.NewInt(0x4f001c), issued
+			_, err := authorizer(t, policy).FromChains([][]*x509.Certificate{{leaf, team, root}})
+			if c.want {
+				g.Expect(err).To(MatchError(ContainSubstring("the policy denies the client certificate")))
+			} else {
+				g.Expect(err).NotTo(HaveOccurred())
+			}
+		})
+	}
+}
+
+func TestOnlyListedClustersHaveTheirRole(t *testing.T) {
+	for policy, want := range map[string]bool{
+		"identities: []": true, "clusters: []": false, "clusters: [fleet/spoke]": true, "clusters: [fleet/sp*]": true, "clusters: [f*/*]": true,
+		"clusters: [fleet/s]": false, "clusters: [other/*]": false, "clusters: [fleet/other, fleet/*oke]": true,
+	} {
+		t.Run(policy, func(t *testing.T) {
+			g := NewWithT(t)
+			caller, err := authorizer(t, policy).FromChains(chain(t, "spiffe://karpenter-capi/cluster/fleet/spoke"))
+			g.Expect(err).NotTo(HaveOccurred())
+			g.Expect(caller.MayCallFor(claim, spoke)).To(Equal(want))
+			g.Expect(caller.MayCallFor(claim, other)).To(BeFalse())
+		})
+	}
+}
+
+func TestPatternsAreOfNamespaceAndName(t *testing.T) {
+	g := NewWithT(t)
+	caller, err := authorizer(t, "identities:\n- id: spiffe://karpenter-capi/x\n  roles: [reader]\n  clusters: [team-*/prod, fleet/*]\n").
+		FromChains(chain(t, "spiffe://karpenter-capi/x"))
+	g.Expect(err).NotTo(HaveOccurred())
+	for name, want := range map[types.NamespacedName]bool{
+		spoke: true, other: true, {Namespace: "team-a", Name: "prod"}: true, {Namespace: "team-a", Name: "test"}: false,
+		{Namespace: "fleets", Name: "a"}: false, {Namespace: "team-a", Name: "prod-2"}: false,
+	} {
+		g.Expect(caller.MayCallFor(read, name)).To(Equal(want), name.String())
+	}
+	g.Expect(caller.MaySeeAll(read)).To(BeFalse())
+}
+
+// A connection's handshake is in the past.
+func TestACertificateThatHasExpiredIsNobodys(t *testing.T) {
+	leaf, root, short := chain(t, "spiffe://karpenter-capi/cluster/fleet/spoke")[0][0], authority("root"), authority("short")
+	short.NotAfter = now.Add(-time.Second)
+	for name, c := range map[string]struct {
+		chains [][]*x509.Certificate
+		want   bool
+	}{
+		"valid":                             {[][]*x509.Certificate{{leaf, root}}, true},
+		"its issuer has expired":            {[][]*x509.Certificate{{leaf, short}}, false},
+		"another chain has not yet":         {[][]*x509.Certificate{{leaf, short}, {leaf, root}}, true},
+		"its own end has passed":            {[][]*x509.Certificate{{{URIs: leaf.URIs, NotAfter: now.Add(-time.Second)}, root}}, false},
+		"in the second in which it expires": {[][]*x509.Certificate{{{URIs: leaf.URIs, NotAfter: now}, root}}, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, err := authorizer(t, "identities: []").FromChains(c.chains)
+			if c.want {
+				NewWithT(t).Expect(err).NotTo(HaveOccurred())
+			} else {
+				NewWithT(t).Expect(err).To(MatchError(ContainSubstring("has expired at 2026-11-20T11:59:59Z")))
+			}
+		})
+	}
+}
+
 // With issuers in the policy, an authority signs what the policy lets it sign, and nothing else.
 func TestIssuersSignTheirIdentitiesAlone(t *testing.T) {
-	root, team, unnamed := &x509.Certificate{Raw: []byte("root")}, &x509.Certificate{Raw: []byte("team")}, &x509.Certificate{Raw: []byte("unnamed")}
-	sum := func(c *x509.Certificate) string { return fmt.Sprintf("%X", sha256.Sum256(c.Raw)) }
+	root, team, unnamed := authority("root"), authority("team"), authority("unnamed")
 	a := authorizer(t, `
 identities:
 - id: spiffe://karpenter-capi/admin
@@ -173,9 +277,9 @@ identities:
   roles: [autoscaler]
   clusters: [fleet/spoke]
 issuers:
-- fingerprints: [`+sum(root)+`]
+- fingerprints: [`+fingerprintOf(root)+`]
   allIdentities: true
-- fingerprints: [`+sum(team)+`]
+- fingerprints: [`+fingerprintOf(team)+`]
   clusters: [fleet/spoke]
   identities: [spiffe://karpenter-capi/cluster-autoscaler/a]
 `)
@@ -246,6 +350,12 @@ func TestPolicyMistakesAreNamed(t *testing.T) {
 		"issuer's identity": {
 			"issuers:\n- fingerprints: [" + sum + "]\n  identities: [spiffe://e/x]\n", `issuers[0]: identity "spiffe://e/x" is of the trust domain`,
 		},
+		"a pattern of another kind": {"clusters: [\"fleet/a?\"]\n", `clusters: cluster "fleet/a?" is not <namespace>/<name>`},
+		"denies nothing":            {"deny:\n- {}\n", "deny[0]: it names nothing"},
+		"denies a bad id":           {"deny:\n- id: spiffe://e/x\n", `deny[0]: id "spiffe://e/x" is of the trust domain`},
+		"denies a bad serial":       {"deny:\n- serial: xyz\n", `deny[0]: serial "xyz" is not a hexadecimal number`},
+		"denies a bad issuer":       {"deny:\n- issuer: AB\n", `deny[0]: issuer: fingerprint "AB"`},
+		"denies by a bad time":      {"deny:\n- issuedBefore: yesterday\n", "not a policy"},
 		"twice": {"identities:\n- id: spiffe://d/x\n  roles: [reader]\n  allClusters: true\n" +
 			"- id: spiffe://d/x\n  roles: [admin]\n  allClusters: true\n", "there twice"},
 	} {
@@ -274,7 +384,7 @@ func TestPolicyFileIsFollowedAndMistakesLeaveTheLastValidOne(t *testing.T) {
 		file.Follow(ctx)
 	}()
 	defer func() { cancel(); <-done }()
-	a, err := authz.New("karpenter-capi", file.Current)
+	a, err := authz.New("karpenter-capi", file.Current, clocktesting.NewFakePassiveClock(now))
 	g.Expect(err).NotTo(HaveOccurred())
 	roles := func() []string {
 		caller, err := a.FromChains(chain(t, "spiffe://karpenter-capi/x"))

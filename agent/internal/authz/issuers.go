@@ -32,7 +32,7 @@ func parseFingerprint(text string) (fingerprint, error) {
 type policyIssuer struct {
 	// Fingerprints are those of the certificate authorities' certificates: intermediate ones, or roots.
 	Fingerprints []string `json:"fingerprints"`
-	// Clusters whose own identities they may sign, as <namespace>/<name>.
+	// Clusters whose own identities they may sign, as <namespace>/<name>, in which `*` stands for any characters.
 	Clusters []string `json:"clusters,omitempty"`
 	// Identities are further SPIFFE ids that they may sign.
 	Identities []string `json:"identities,omitempty"`
@@ -49,7 +49,7 @@ type issuer struct {
 
 func (i *issuer) maySign(id spiffeid.ID) bool {
 	cluster, is := clusterOf(id)
-	return i.all || is && slices.Contains(i.clusters, cluster) || slices.Contains(i.identities, id.String())
+	return i.all || is && among(i.clusters, cluster) || slices.Contains(i.identities, id.String())
 }
 
 func parseIssuers(file []policyIssuer, trustDomain string) (map[fingerprint]*issuer, error) {

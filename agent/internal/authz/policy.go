@@ -2,6 +2,7 @@ package authz
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -18,15 +19,21 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// Policy grants roles to identities, and says which issuers may sign which identities.
+// Policy grants roles to identities, says which issuers may sign which identities, and denies certificates.
 type Policy struct {
 	grants  map[string][]Grant
 	issuers map[fingerprint]*issuer // none: each issuer may sign every identity
+	// clusters are those whose own identities have the role cluster, as patterns. Nil stands for all of them.
+	clusters []types.NamespacedName
+	denials  []denial
 }
 
 type policyFile struct {
 	Identities []policyIdentity `json:"identities"`
 	Issuers    []policyIssuer   `json:"issuers,omitempty"`
+	// Clusters whose own identities have the role cluster, as <namespace>/<name>. Every Cluster's has it where the field is missing.
+	Clusters *[]string      `json:"clusters,omitempty"`
+	Deny     []policyDenial `json:"deny,omitempty"`
 }
 
 type policyIdentity struct {
@@ -34,7 +41,7 @@ type policyIdentity struct {
 	ID string `json:"id"`
 	// Roles are reader, autoscaler or admin.
 	Roles []Role `json:"roles"`
-	// Clusters are <namespace>/<name>.
+	// Clusters are <namespace>/<name>, in which `*` stands for any characters.
 	Clusters []string `json:"clusters,omitempty"`
 	// AllClusters stands for every Cluster.
 	AllClusters bool `json:"allClusters,omitempty"`
@@ -52,7 +59,14 @@ type policyIdentity struct {
 //
 //	issuers:
 //	- fingerprints: [6A:1E:…]
-//	  clusters: [fleet/a]
+//	  clusters: [fleet/a, team-b/*]
+//
+//	clusters: [fleet/*]
+//
+//	deny:
+//	- id: spiffe://karpenter-capi/cluster/fleet/c
+//	  issuedBefore: 2026-11-01T00:00:00Z
+//	- serial: 4F:00:…
 //
 // The identities must be of the trust domain. An error names every mistake.
 func ParsePolicy(content []byte, trustDomain string) (*Policy, error) {
@@ -95,12 +109,32 @@ func ParsePolicy(content []byte, trustDomain string) (*Policy, error) {
 		}
 		policy.grants[identity.ID] = grants
 	}
-	issuers, err := parseIssuers(file.Issuers, trustDomain)
+	if file.Clusters != nil {
+		policy.clusters = parseClusters(*file.Clusters, func(format string, args ...any) {
+			errs = append(errs, fmt.Errorf("clusters: %s", fmt.Sprintf(format, args...)))
+		})
+	}
+	var err error
+	policy.issuers, err = parseIssuers(file.Issuers, trustDomain)
+	errs = append(errs, err)
+	policy.denials, err = parseDenials(file.Deny, trustDomain)
 	if err := errors.Join(append(errs, err)...); err != nil {
 		return nil, err
 	}
-	policy.issuers = issuers
 	return policy, nil
+}
+
+// String says in one line what the policy is about.
+func (p *Policy) String() string {
+	own := "every Cluster's own identity has its role"
+	if p.clusters != nil {
+		names := make([]string, 0, len(p.clusters))
+		for _, cluster := range p.clusters {
+			names = append(names, cluster.String())
+		}
+		own = "Clusters whose own identities have their role: " + cmp.Or(strings.Join(names, ", "), "none")
+	}
+	return fmt.Sprintf("%s; identities: %d; fingerprints of issuers: %d; denials: %d", own, len(p.grants), len(p.issuers), len(p.denials))
 }
 
 func checkID(id, trustDomain string) error {
@@ -112,20 +146,6 @@ func checkID(id, trustDomain string) error {
 		return fmt.Errorf("is of the trust domain %q, and the agent's is %q", parsed.TrustDomain().Name(), trustDomain)
 	}
 	return nil
-}
-
-// parseClusters returns the Clusters that the texts name, and reports those that name none.
-func parseClusters(texts []string, wrong func(format string, args ...any)) []types.NamespacedName {
-	clusters := make([]types.NamespacedName, 0, len(texts))
-	for _, text := range texts {
-		namespace, name, found := strings.Cut(text, "/")
-		if !found || namespace == "" || name == "" || strings.Contains(name, "/") {
-			wrong("cluster %q is not <namespace>/<name>", text)
-			continue
-		}
-		clusters = append(clusters, types.NamespacedName{Namespace: namespace, Name: name})
-	}
-	return clusters
 }
 
 // PolicyFile follows a policy file.

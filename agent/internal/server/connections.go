@@ -118,8 +118,9 @@ func (i identifying) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthIn
 	}
 	accepted.until(ended)
 	accepted.known()
-	if _, remote := info.(credentials.TLSInfo); remote {
+	if by, remote := info.(credentials.TLSInfo); remote {
 		i.server.remote.add(accepted)
+		i.server.closeWhenExpired(accepted, by)
 	}
 	return secured, connectionInfo{info, accepted}, nil
 }

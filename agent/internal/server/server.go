@@ -74,6 +74,8 @@ type Config struct {
 	Registerer prometheus.Registerer
 	// Clock is the time. Nil means the real one.
 	Clock clock.PassiveClock
+	// RightsInterval is how often the rights of those who watch are looked at again. Zero means every five seconds.
+	RightsInterval time.Duration
 	// Limits bound what one caller may ask for at once. The zero value means [limits.Defaults].
 	Limits limits.Options
 }
@@ -93,7 +95,7 @@ const (
 	idleTimeout = 15 * time.Minute
 
 	maxStreams           = 1000
-	connectionAge        = 2 * time.Hour // so that a revoked certificate does not last as long as its connection
+	connectionAge        = 2 * time.Hour // so that clients spread over the agents again, and come with their present certificate
 	connectionAgeGrace   = time.Minute
 	keepaliveTime        = 30 * time.Second
 	keepaliveTimeout     = 10 * time.Second
@@ -121,6 +123,9 @@ func New(c Config) (*Server, error) {
 	}
 	if c.Log.GetSink() == nil {
 		c.Log = logr.Discard()
+	}
+	if c.RightsInterval == 0 {
+		c.RightsInterval = defaultRightsInterval
 	}
 	if c.Limits == (limits.Options{}) {
 		c.Limits = limits.Defaults()

@@ -32,6 +32,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/utils/clock"
 	clocktesting "k8s.io/utils/clock/testing"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 
@@ -179,7 +180,7 @@ func start(t *testing.T, changes ...func(*fixture, *server.Config)) *fixture {
 	policy, err := authz.ParsePolicy(
 		[]byte("identities:\n- id: spiffe://karpenter-capi/reader\n  roles: [reader]\n  allClusters: true\n"), "karpenter-capi")
 	require.NoError(t, err)
-	authorizer, err := authz.New("karpenter-capi", func() *authz.Policy { return policy })
+	authorizer, err := authz.New("karpenter-capi", func() *authz.Policy { return policy }, clock.RealClock{})
 	require.NoError(t, err)
 	config := server.Config{
 		Engine: f.engine, NodeGroups: f.nodeGroups, Machines: f.machines, Claims: f.claims,
@@ -742,7 +743,7 @@ issuers:
   clusters: [fleet/spoke]
 `, sha256.Sum256(block.Bytes)), "karpenter-capi")
 		require.NoError(t, err)
-		config.Authorizer, err = authz.New("karpenter-capi", func() *authz.Policy { return policy })
+		config.Authorizer, err = authz.New("karpenter-capi", func() *authz.Policy { return policy }, clock.RealClock{})
 		require.NoError(t, err)
 	})
 	require.NoError(t, f.create(f.cluster()))

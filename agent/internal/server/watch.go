@@ -21,8 +21,8 @@ type sender[T any] struct {
 	resync    func(*agentv1alpha1.Resync) error
 }
 
-// watch sends a Cluster's objects, as far as they are wanted (nil wants all), until the caller goes, the agent shuts down, or the hub's API
-// server does not answer any more: what would be sent then, heartbeats included, would look newer than it is.
+// watch sends a Cluster's objects, as far as they are wanted (nil wants all), until the caller goes or has no right to them any more, the agent
+// shuts down, or the hub's API server does not answer any more: what would be sent then, heartbeats included, would look newer than it is.
 func watch[T any](
 	ctx context.Context, s *Server, objects *feed.Feed[T], cluster types.NamespacedName, wanted func(T) bool, send sender[T],
 ) error {
@@ -31,6 +31,8 @@ func watch[T any](
 	}
 	ctx, stop := s.whileInContact(ctx)
 	defer stop()
+	ctx, end := s.whileEntitled(ctx, cluster)
+	defer end()
 	subscription, err := objects.Subscribe(cluster, wanted)
 	if err != nil {
 		return answerOther(ctx, err)
@@ -40,6 +42,9 @@ func watch[T any](
 		event, err := subscription.Next(ctx)
 		if lost := (*lostContactError)(nil); errors.As(context.Cause(ctx), &lost) {
 			return agenterrors.HubUnreachable(lost.Error())
+		}
+		if ended := (*endedRightsError)(nil); errors.As(context.Cause(ctx), &ended) {
+			return ended.error
 		}
 		if err != nil {
 			return answerOther(ctx, err)

@@ -53,10 +53,16 @@ func New(tb testing.TB) *Authority {
 // of the authority that it trusts. Files that are there are replaced, as a rotation does.
 func (a *Authority) Issue(tb testing.TB, folder string, trusted *Authority, uris ...string) Files {
 	tb.Helper()
+	return a.IssueFor(tb, time.Hour, folder, trusted, uris...)
+}
+
+// IssueFor does as [Authority.Issue] with a certificate that is valid for so long.
+func (a *Authority) IssueFor(tb testing.TB, life time.Duration, folder string, trusted *Authority, uris ...string) Files {
+	tb.Helper()
 	key := newKey(tb)
 	template := &x509.Certificate{
 		SerialNumber: big.NewInt(time.Now().UnixNano()), Subject: pkix.Name{CommonName: "test"},
-		NotBefore: time.Now().Add(-time.Minute), NotAfter: time.Now().Add(time.Hour),
+		NotBefore: time.Now().Add(-time.Minute), NotAfter: time.Now().Add(life),
 		KeyUsage:    x509.KeyUsageDigitalSignature,
 		ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth, x509.ExtKeyUsageServerAuth},
 		IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)},

@@ -1,0 +1,39 @@
+package authz
+
+import (
+	"path"
+	"regexp"
+	"slices"
+	"strings"
+
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// pattern is what a part of a Cluster's name may be in a policy. It leaves nothing special to package path but `*`.
+var pattern = regexp.MustCompile(`^[a-z0-9.*-]+$`)
+
+// parseClusters returns the Clusters that the texts name, which may be patterns, and reports those that name none. It is never nil.
+func parseClusters(texts []string, wrong func(format string, args ...any)) []types.NamespacedName {
+	clusters := make([]types.NamespacedName, 0, len(texts))
+	for _, text := range texts {
+		namespace, name, found := strings.Cut(text, "/")
+		if !found || !pattern.MatchString(namespace) || !pattern.MatchString(name) {
+			wrong("cluster %q is not <namespace>/<name>, both in lower case; * stands for any characters of either", text)
+			continue
+		}
+		clusters = append(clusters, types.NamespacedName{Namespace: namespace, Name: name})
+	}
+	return clusters
+}
+
+// among reports whether one of the patterns is of the Cluster.
+func among(patterns []types.NamespacedName, cluster types.NamespacedName) bool {
+	return slices.ContainsFunc(patterns, func(p types.NamespacedName) bool {
+		return like(p.Namespace, cluster.Namespace) && like(p.Name, cluster.Name)
+	})
+}
+
+func like(pattern, name string) bool {
+	matched, err := path.Match(pattern, name)
+	return matched && err == nil
+}

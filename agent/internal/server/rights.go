@@ -1,0 +1,74 @@
+package server
+
+import (
+	"context"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/peer"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+)
+
+// defaultRightsInterval is how often the rights of those who watch are looked at again. Calls are looked at when they begin.
+const defaultRightsInterval = 5 * time.Second
+
+// endedRightsError ends watch streams. It is what they are answered.
+type endedRightsError struct{ error }
+
+func (e *endedRightsError) Unwrap() error { return e.error }
+
+// whileEntitled returns a context that ends, with an [*endedRightsError], when the caller of a stream may not call its method for the Cluster
+// any more: by the policy of then, or because its certificate has expired.
+func (s *Server) whileEntitled(ctx context.Context, cluster types.NamespacedName) (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	go func() {
+		ticker := time.NewTicker(s.config.RightsInterval)
+		defer ticker.Stop()
+		for {
+			select {
+			case <-ctx.Done():
+				return
+			case <-ticker.C:
+			}
+			if err := s.entitled(ctx, cluster); err != nil {
+				cancel(&endedRightsError{err})
+				return
+			}
+		}
+	}()
+	return ctx, func() { cancel(nil) }
+}
+
+// entitled says why the caller of a stream may not go on with it, nil while it may.
+func (s *Server) entitled(ctx context.Context, cluster types.NamespacedName) error {
+	method, _ := grpc.Method(ctx)
+	c := caller{problem: "the connection has no identity"}
+	if p, ok := peer.FromContext(ctx); ok {
+		c = s.callerOn(p.AuthInfo, p.Addr)
+	}
+	switch {
+	case c.problem != "":
+		return agenterrors.Unauthenticated(c.problem)
+	case !c.MayCallFor(authz.Methods[method], cluster):
+		return agenterrors.PermissionDenied("this identity may not call this method for this Cluster any more")
+	}
+	return nil
+}
+
+// closeWhenExpired closes a connection when the certificate that it was made with has expired, so that a client that has another one by then
+// comes again with it.
+func (s *Server) closeWhenExpired(c *connection, info credentials.TLSInfo) {
+	if len(info.State.VerifiedChains) == 0 {
+		return
+	}
+	until := authz.ValidUntil(info.State.VerifiedChains)
+	timer := time.AfterFunc(until.Sub(s.config.Clock.Now()), func() {
+		s.config.Log.Info("a connection is closed: its client certificate has expired", "address", c.RemoteAddr().String())
+		_ = c.Close() // what was sent on it is lost either way
+	})
+	c.until(func() { timer.Stop() })
+}

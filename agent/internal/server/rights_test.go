@@ -1,0 +1,125 @@
+package server_test
+
+import (
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/codes"
+	grpcstatus "google.golang.org/grpc/status"
+	clocktesting "k8s.io/utils/clock/testing"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+const readerPolicy = "identities:\n- id: spiffe://karpenter-capi/reader\n  roles: [reader]\n  clusters: [fleet/spoke]\n"
+
+// withRights has the server's rights follow a policy and a clock.
+func withRights(t *testing.T, policy func() *authz.Policy, now *clocktesting.FakePassiveClock) func(*fixture, *server.Config) {
+	t.Helper()
+	return func(_ *fixture, config *server.Config) {
+		authorizer, err := authz.New("karpenter-capi", policy, now)
+		require.NoError(t, err)
+		config.Authorizer, config.RightsInterval = authorizer, 5*time.Millisecond
+	}
+}
+
+// Each of the streams ends soon after its caller's right, although it was opened in time.
+func TestAStreamEndsWithItsCallersRight(t *testing.T) {
+	for name, c := range map[string]struct {
+		identity string
+		policy   string
+		expires  bool
+		want     func(error) bool
+	}{
+		"the role is taken back":      {"reader", "identities: []", false, agenterrors.IsPermissionDenied},
+		"it is for another Cluster":   {"reader", "identities:\n- {id: spiffe://karpenter-capi/reader, roles: [reader], clusters: [fleet/b]}", false, agenterrors.IsPermissionDenied},
+		"the certificate is denied":   {"cluster/fleet/spoke", "deny:\n- id: spiffe://karpenter-capi/cluster/fleet/spoke", false, agenterrors.IsUnauthenticated},
+		"the Cluster is not listed":   {"cluster/fleet/spoke", "clusters: [fleet/other]", false, agenterrors.IsPermissionDenied},
+		"the certificate has expired": {"cluster/fleet/spoke", readerPolicy, true, agenterrors.IsUnauthenticated},
+	} {
+		t.Run(name, func(t *testing.T) {
+			policies, now := &atomic.Pointer[authz.Policy]{}, clocktesting.NewFakePassiveClock(time.Now())
+			set := func(text string) {
+				policy, err := authz.ParsePolicy([]byte(text), "karpenter-capi")
+				require.NoError(t, err)
+				policies.Store(policy)
+			}
+			set(readerPolicy)
+			f := start(t, withRights(t, policies.Load, now))
+			of := f.as("spiffe://karpenter-capi/" + c.identity)
+			groups, err := of.NodeGroups.WatchNodeGroups(f.ctx(), &agentv1alpha1.WatchNodeGroupsRequest{Cluster: spokeRef})
+			require.NoError(t, err)
+			claims, err := of.Claims.WatchClaims(f.ctx(), &agentv1alpha1.WatchClaimsRequest{Cluster: spokeRef})
+			require.NoError(t, err)
+			machines, err := of.Machines.WatchMachines(f.ctx(), &agentv1alpha1.WatchMachinesRequest{Cluster: spokeRef})
+			require.NoError(t, err)
+			receive := map[string]func() error{
+				"node groups": func() error { _, err := groups.Recv(); return err },
+				"claims":      func() error { _, err := claims.Recv(); return err },
+				"machines":    func() error { _, err := machines.Recv(); return err },
+			}
+			for _, next := range receive {
+				require.NoError(t, next(), "the snapshot's end")
+			}
+			set(c.policy)
+			if c.expires {
+				now.SetTime(time.Now().Add(2 * time.Hour))
+			}
+			for of, next := range receive {
+				err := next()
+				require.Error(t, err)
+				require.True(t, c.want(err), "%s: %v", of, err)
+			}
+			require.True(t, c.want(f.list(of)), "and so is the next call")
+		})
+	}
+}
+
+// A policy that changes and leaves a caller its right costs it nothing.
+func TestAStreamOutlivesAPolicyThatLeavesItsCallersRight(t *testing.T) {
+	policies, looks := &atomic.Pointer[authz.Policy]{}, &atomic.Int64{}
+	f := start(t, withRights(t, func() *authz.Policy {
+		looks.Add(1)
+		return policies.Load()
+	}, clocktesting.NewFakePassiveClock(time.Now())))
+	stream, err := f.cluster().NodeGroups.WatchNodeGroups(f.ctx(), &agentv1alpha1.WatchNodeGroupsRequest{Cluster: spokeRef})
+	require.NoError(t, err)
+	_, err = stream.Recv()
+	require.NoError(t, err)
+	policy, err := authz.ParsePolicy([]byte("clusters: [fleet/*]"), "karpenter-capi")
+	require.NoError(t, err)
+	policies.Store(policy)
+	for range 3 {
+		before := looks.Load()
+		require.Eventually(t, func() bool { return looks.Load() > before }, patience, time.Millisecond)
+	}
+	f.nodeGroups.Set(spoke, "fleet/a", &agentv1alpha1.NodeGroup{Id: "fleet/a"})
+	event, err := stream.Recv()
+	require.NoError(t, err)
+	require.Equal(t, "fleet/a", event.GetUpsert().GetId())
+}
+
+// Whoever has another certificate by then comes again with that one.
+func TestAConnectionEndsWithItsCertificate(t *testing.T) {
+	f := start(t)
+	folder := t.TempDir()
+	files := f.authority.IssueFor(t, 2*time.Second, folder, f.authority, "spiffe://karpenter-capi/cluster/fleet/spoke")
+	c := f.connect(client.Options{Address: f.address, TLS: &client.TLS{
+		CertFile: files.CertFile, KeyFile: files.KeyFile, CAFile: files.CAFile, Refresh: 10 * time.Millisecond,
+	}})
+	stream, err := c.NodeGroups.WatchNodeGroups(f.ctx(), &agentv1alpha1.WatchNodeGroupsRequest{Cluster: spokeRef})
+	require.NoError(t, err)
+	_, err = stream.Recv()
+	require.NoError(t, err)
+	f.authority.Issue(t, folder, f.authority, "spiffe://karpenter-capi/cluster/fleet/spoke")
+	_, err = stream.Recv()
+	require.Equal(t, codes.Unavailable, grpcstatus.Code(err), "%v", err)
+	require.NoError(t, f.list(c))
+	require.Contains(t, f.log.String(), "its client certificate has expired")
+}
