@@ -47,7 +47,8 @@ func run(arguments []string) error {
 	flags := pflag.NewFlagSet("capi-agent", pflag.ContinueOnError)
 	flags.SortFlags = false
 	flags.Usage = func() {
-		fmt.Fprintf(flags.Output(), "Usage: capi-agent [flags]\n       capi-agent uninstall [flags]\n       capi-agent policy check [flags] FILE\n\n%s", flags.FlagUsages())
+		fmt.Fprintf(flags.Output(),
+			"Usage: capi-agent [flags]\n       capi-agent uninstall [flags]\n       capi-agent policy check [flags] FILE\n\n%s", flags.FlagUsages())
 	}
 	o.AddFlags(flags)
 	showVersion := flags.Bool("version", false, "Print the version and exit.")

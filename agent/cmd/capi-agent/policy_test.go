@@ -43,7 +43,9 @@ func TestAPolicyIsCheckedAsTheAgentDoes(t *testing.T) {
 			policy: "deny: [{issuedBefore: " + time.Now().Format(time.RFC3339) + "}]", arguments: []string{"--certificate=" + certificate},
 			err: "--certificate: refused: the policy denies the client certificate",
 		},
-		"no certificate": {policy: grants, arguments: []string{"--certificate=" + filepath.Join(folder, "tls.key")}, err: "there is no PEM certificate in it"},
+		"no certificate": {
+			policy: grants, arguments: []string{"--certificate=" + filepath.Join(folder, "tls.key")}, err: "there is no PEM certificate in it",
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			path := filepath.Join(t.TempDir(), "policy.yaml")

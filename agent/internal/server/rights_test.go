@@ -37,9 +37,13 @@ func TestAStreamEndsWithItsCallersRight(t *testing.T) {
 		expires  bool
 		want     func(error) bool
 	}{
-		"the role is taken back":      {"reader", "identities: []", false, agenterrors.IsPermissionDenied},
-		"it is for another Cluster":   {"reader", "identities:\n- {id: spiffe://karpenter-capi/reader, roles: [reader], clusters: [fleet/b]}", false, agenterrors.IsPermissionDenied},
-		"the certificate is denied":   {"cluster/fleet/spoke", "deny:\n- id: spiffe://karpenter-capi/cluster/fleet/spoke", false, agenterrors.IsUnauthenticated},
+		"the role is taken back": {"reader", "identities: []", false, agenterrors.IsPermissionDenied},
+		"it is for another Cluster": {
+			"reader", "identities:\n- {id: spiffe://karpenter-capi/reader, roles: [reader], clusters: [fleet/b]}", false, agenterrors.IsPermissionDenied,
+		},
+		"the certificate is denied": {
+			"cluster/fleet/spoke", "deny:\n- id: spiffe://karpenter-capi/cluster/fleet/spoke", false, agenterrors.IsUnauthenticated,
+		},
 		"the Cluster is not listed":   {"cluster/fleet/spoke", "clusters: [fleet/other]", false, agenterrors.IsPermissionDenied},
 		"the certificate has expired": {"cluster/fleet/spoke", readerPolicy, true, agenterrors.IsUnauthenticated},
 	} {

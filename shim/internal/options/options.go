@@ -105,7 +105,8 @@ func (o *Options) AddFlags(fs *options.FlagSet) {
 		"Name expected in the agent's certificate. Defaults to the host of --agent-address.")
 	fs.BoolVar(&o.AgentPlaintextLoopback, "agent-plaintext-loopback", false,
 		"Talk to the agent without TLS. Only to a loopback address.")
-	fs.DurationVar(&o.AgentTimeout, "agent-timeout", 10*time.Second, "How long one call to the agent may take; one that adopts a machine, six times as long.")
+	fs.DurationVar(&o.AgentTimeout, "agent-timeout", 10*time.Second,
+		"How long one call to the agent may take; one that adopts a machine, six times as long.")
 	fs.StringVar(&o.ClusterNamespace, "cluster-namespace", "",
 		"Namespace, in the management cluster, of the Cluster object of this workload cluster. Required.")
 	fs.StringVar(&o.ClusterName, "cluster-name", "",
