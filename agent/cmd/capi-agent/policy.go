@@ -2,14 +2,13 @@ package main
 
 import (
 	"crypto/x509"
-	"encoding/pem"
 	"errors"
 	"fmt"
 	"io"
 	"os"
-	"strings"
 
 	"github.com/spf13/pflag"
+	"k8s.io/client-go/util/cert"
 	"k8s.io/utils/clock"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
@@ -51,7 +50,7 @@ Checks a policy file as the agent does, which goes on with its last valid policy
 	if *certificate == "" {
 		return nil
 	}
-	chain, err := readChain(*certificate)
+	chain, err := cert.CertsFromFile(*certificate)
 	if err != nil {
 		return fmt.Errorf("--certificate: %w", err)
 	}
@@ -71,26 +70,4 @@ Checks a policy file as the agent does, which goes on with its last valid policy
 		fmt.Fprintln(out, "roles: none; it may call GetStatus")
 	}
 	return nil
-}
-
-func readChain(path string) ([]*x509.Certificate, error) {
-	content, err := os.ReadFile(path) //nolint:gosec // a file that the caller names
-	if err != nil {
-		return nil, err
-	}
-	var chain []*x509.Certificate
-	for block, rest := pem.Decode(content); block != nil; block, rest = pem.Decode(rest) {
-		if !strings.Contains(block.Type, "CERTIFICATE") {
-			continue
-		}
-		certificate, err := x509.ParseCertificate(block.Bytes)
-		if err != nil {
-			return nil, fmt.Errorf("certificate %d: %w", len(chain)+1, err)
-		}
-		chain = append(chain, certificate)
-	}
-	if len(chain) == 0 {
-		return nil, errors.New("there is no PEM certificate in it")
-	}
-	return chain, nil
 }

@@ -44,7 +44,7 @@ func TestAPolicyIsCheckedAsTheAgentDoes(t *testing.T) {
 			err: "--certificate: refused: the policy denies the client certificate",
 		},
 		"no certificate": {
-			policy: grants, arguments: []string{"--certificate=" + filepath.Join(folder, "tls.key")}, err: "there is no PEM certificate in it",
+			policy: grants, arguments: []string{"--certificate=" + filepath.Join(folder, "tls.key")}, err: "does not contain any valid",
 		},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -56,11 +56,7 @@ func (g Grant) String() string {
 	if g.AllClusters {
 		return fmt.Sprintf("%s for all Clusters", g.Role)
 	}
-	names := make([]string, 0, len(g.Clusters))
-	for _, cluster := range g.Clusters {
-		names = append(names, cluster.String())
-	}
-	return fmt.Sprintf("%s for %s", g.Role, strings.Join(names, ", "))
+	return fmt.Sprintf("%s for %s", g.Role, join(g.Clusters))
 }
 
 // Caller is somebody who calls, and what it may do.
@@ -171,7 +167,7 @@ func (a *Authorizer) FromChains(chains [][]*x509.Certificate) (Caller, error) {
 	return caller, nil
 }
 
-// ValidUntil returns when the last of the chains that verified a client certificate ends to be valid: with the first of its certificates.
+// ValidUntil returns when the last of the verified chains expires. A chain expires with the first of its certificates.
 func ValidUntil(chains [][]*x509.Certificate) time.Time {
 	var until time.Time
 	for _, chain := range chains {

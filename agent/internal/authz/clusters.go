@@ -26,6 +26,15 @@ func parseClusters(texts []string, wrong func(format string, args ...any)) []typ
 	return clusters
 }
 
+// join returns the names for people.
+func join(clusters []types.NamespacedName) string {
+	names := make([]string, 0, len(clusters))
+	for _, cluster := range clusters {
+		names = append(names, cluster.String())
+	}
+	return strings.Join(names, ", ")
+}
+
 // among reports whether one of the patterns is of the Cluster.
 func among(patterns []types.NamespacedName, cluster types.NamespacedName) bool {
 	return slices.ContainsFunc(patterns, func(p types.NamespacedName) bool {

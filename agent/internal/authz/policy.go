@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"os"
 	"slices"
-	"strings"
 	"sync/atomic"
 	"time"
 
@@ -128,11 +127,7 @@ func ParsePolicy(content []byte, trustDomain string) (*Policy, error) {
 func (p *Policy) String() string {
 	own := "every Cluster's own identity has its role"
 	if p.clusters != nil {
-		names := make([]string, 0, len(p.clusters))
-		for _, cluster := range p.clusters {
-			names = append(names, cluster.String())
-		}
-		own = "Clusters whose own identities have their role: " + cmp.Or(strings.Join(names, ", "), "none")
+		own = "Clusters whose own identities have their role: " + cmp.Or(join(p.clusters), "none")
 	}
 	return fmt.Sprintf("%s; identities: %d; fingerprints of issuers: %d; denials: %d", own, len(p.grants), len(p.issuers), len(p.denials))
 }

@@ -109,7 +109,7 @@ func TestAStreamOutlivesAPolicyThatLeavesItsCallersRight(t *testing.T) {
 	require.Equal(t, "fleet/a", event.GetUpsert().GetId())
 }
 
-// Whoever has another certificate by then comes again with that one.
+// A client whose certificate was rotated reconnects with the new one.
 func TestAConnectionEndsWithItsCertificate(t *testing.T) {
 	f := start(t)
 	folder := t.TempDir()

@@ -72,7 +72,7 @@ type Config struct {
 	Recorder events.Recorder
 	// RepairAfter is how long a Node may be unhealthy before core replaces it, with the feature gate NodeRepair on.
 	RepairAfter time.Duration
-	// Timeout bounds one method's calls to the agent, and six times as long those of one that adopts a machine.
+	// Timeout bounds one method's calls to the agent. A method that adopts a machine has adoptionTimeouts times as long.
 	Timeout time.Duration
 	// Settled reports whether every NodeClaim that was there when this process began to act has been looked at for adoption. Until then
 	// nothing is planned or disrupted.
