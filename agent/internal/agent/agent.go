@@ -27,6 +27,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/contact"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/configmap"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/infrastructure"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/inventory"
@@ -58,7 +59,8 @@ type Config struct {
 type Agent struct {
 	manager manager.Manager
 	server  *server.Server
-	policy  *authz.PolicyFile
+	file    *authz.PolicyFile                  // one of them, or none
+	policy  *configmap.Follower[authz.Policy]
 	log     logr.Logger
 }
 
@@ -123,11 +125,8 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 			return nil, err
 		}
 	}
-	if c.Policy == nil && o.PolicyFile != "" {
-		if a.policy, err = authz.LoadPolicyFile(o.PolicyFile, o.TrustDomain, c.Log); err != nil {
-			return nil, fmt.Errorf("--policy-file: %w", err)
-		}
-		c.Policy = a.policy.Current
+	if err := a.followPolicy(&c); err != nil {
+		return nil, err
 	}
 	authorizer, err := authz.New(o.TrustDomain, c.Policy, clock.RealClock{})
 	if err != nil {
@@ -158,7 +157,46 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	if err := a.manager.AddReadyzCheck("synced", func(*http.Request) error { return a.server.Check() }); err != nil {
 		return nil, fmt.Errorf("adding the readiness check: %w", err)
 	}
+	if a.policy != nil {
+		if err := a.manager.AddReadyzCheck("policy", func(*http.Request) error { return a.awaitsPolicy() }); err != nil {
+			return nil, fmt.Errorf("adding the readiness check: %w", err)
+		}
+	}
 	return a, nil
+}
+
+// followPolicy sets up the policy, if there is to be one that nobody gave.
+func (a *Agent) followPolicy(c *Config) error {
+	o := c.Options
+	var err error
+	switch {
+	case c.Policy != nil:
+	case o.PolicyFile != "":
+		if a.file, err = authz.LoadPolicyFile(o.PolicyFile, o.TrustDomain, c.Log); err != nil {
+			return fmt.Errorf("--policy-file: %w", err)
+		}
+		c.Policy = a.file.Current
+	case o.Policy != "":
+		a.policy, err = configmap.New(a.manager, configmap.Config[authz.Policy]{
+			Name: o.PolicyName(), Key: authz.PolicyKey, What: "policy", Recorder: a.manager.GetEventRecorder("capi-agent"), Registerer: c.Registerer,
+			Parse: func(content []byte) (*authz.Policy, error) { return authz.ParsePolicy(content, o.TrustDomain) },
+			// What it denies stays denied.
+			Lasting: true,
+		})
+		if err != nil {
+			return err
+		}
+		c.Policy = a.policy.Current
+	}
+	return nil
+}
+
+// awaitsPolicy says why nothing is served for want of a policy; nil when that is not so.
+func (a *Agent) awaitsPolicy() error {
+	if a.policy == nil || a.policy.Current() != nil {
+		return nil
+	}
+	return errors.New(a.policy.Problem())
 }
 
 // shareOfHub returns the limits of callers, one of whom leaves at least half of what the agent may ask of the hub to all others.
@@ -173,13 +211,9 @@ func (a *Agent) followPrices(c Config) (*pricelist.Follower, error) {
 	if c.Options.PriceList == "" {
 		return nil, nil
 	}
-	prices, err := pricelist.New(pricelist.Config{
+	return pricelist.New(a.manager, pricelist.Config{
 		ConfigMap: c.Options.PriceListName(), Recorder: a.manager.GetEventRecorder("capi-agent"), Registerer: c.Registerer,
 	})
-	if err != nil {
-		return nil, err
-	}
-	return prices, prices.SetupWithManager(a.manager)
 }
 
 func newManager(c Config, scope hub.Scope) (manager.Manager, error) {
@@ -190,9 +224,6 @@ func newManager(c Config, scope hub.Scope) (manager.Manager, error) {
 	caches, err := scope.CacheOptions()
 	if err != nil {
 		return nil, err
-	}
-	if c.Options.PriceList != "" {
-		pricelist.Restrict(&caches, c.Options.PriceListName())
 	}
 	rest := rest.CopyConfig(c.Hub)
 	rest.QPS, rest.Burst = c.Options.KubeAPIQPS, c.Options.KubeAPIBurst
@@ -273,14 +304,21 @@ func (a *Agent) Run(ctx context.Context, listeners ...server.Listener) error {
 	// Ends only after the server has.
 	background, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
-	if a.policy != nil {
-		go a.policy.Follow(background)
+	if a.file != nil {
+		go a.file.Follow(background)
 	}
 	ended := make(chan error, 1)
 	go func() {
 		ended <- a.manager.Start(background)
 		cancel()
 	}()
+	if a.awaitsPolicy() != nil {
+		a.log.Info("nothing is served before there is a valid policy", "configMap", a.policy.Name)
+		select {
+		case <-a.policy.First():
+		case <-ctx.Done():
+		}
+	}
 	served := a.server.Serve(ctx, listeners...)
 	stop()
 	managed := <-ended

@@ -30,7 +30,10 @@ import (
 // Every agent of these tests has the rights of the chart's ServiceAccount, and writes under the chart's admission policies and under those
 // of the first chart that had any: in a hub, policies are upgraded before the agent or after it.
 
-const account = "system:serviceaccount:capi-agent-system:capi-agent"
+const (
+	agentNamespace = "capi-agent-system"
+	account        = "system:serviceaccount:" + agentNamespace + ":capi-agent"
+)
 
 // lastPolicy refuses ConfigMaps of one name. The API server reads policies in the order of their creation: once it is in force, those are
 // that were made before it.
@@ -57,7 +60,7 @@ func confine(plane *capitest.ControlPlane) (*rest.Config, error) {
 	top := filepath.Join("..", "..", "..")
 	// The tests write as administrators what no agent may.
 	helm := exec.CommandContext(ctx, filepath.Join(top, "bin", "helm"), "template", "capi-agent", filepath.Join(top, "deploy", "charts", "agent"),
-		"--namespace", "capi-agent-system", "--set", "admission.exempt.groups={system:masters}")
+		"--namespace", agentNamespace, "--set", "admission.exempt.groups={system:masters}", "--set-json", `policy={"identities":[]}`)
 	var problems bytes.Buffer
 	helm.Stderr = &problems
 	chart, err := helm.Output()
@@ -68,7 +71,10 @@ func confine(plane *capitest.ControlPlane) (*rest.Config, error) {
 	if err != nil {
 		return nil, err
 	}
-	err = apply(ctx, plane, chart, "ClusterRole", "ClusterRoleBinding", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
+	if err := plane.Client.Create(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: agentNamespace}}); err != nil {
+		return nil, err
+	}
+	err = apply(ctx, plane, chart, "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
 	if err != nil {
 		return nil, err
 	}
@@ -92,7 +98,7 @@ func confine(plane *capitest.ControlPlane) (*rest.Config, error) {
 	}
 	config := rest.CopyConfig(plane.Config)
 	config.Impersonate = rest.ImpersonationConfig{
-		UserName: account, Groups: []string{"system:serviceaccounts", "system:serviceaccounts:capi-agent-system", "system:authenticated"},
+		UserName: account, Groups: []string{"system:serviceaccounts", "system:serviceaccounts:" + agentNamespace, "system:authenticated"},
 	}
 	return config, nil
 }

@@ -18,6 +18,9 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
+// PolicyKey is the key of a ConfigMap that holds a policy.
+const PolicyKey = "policy.yaml"
+
 // Policy grants roles to identities, says which issuers may sign which identities, and denies certificates.
 type Policy struct {
 	grants  map[string][]Grant

@@ -96,7 +96,6 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	scope := hub.NewScope([]string{f.namespace}, nil)
 	caches, err := scope.CacheOptions()
 	require.NoError(t, err)
-	pricelist.Restrict(&caches, types.NamespacedName{Namespace: f.namespace, Name: "prices"})
 	mgr, err := manager.New(f.config, manager.Options{
 		Scheme: scheme, Cache: caches, Metrics: metricsserver.Options{BindAddress: "0"}, HealthProbeBindAddress: "0", Logger: logr.Discard(),
 		Controller: hub.Controllers(),
@@ -110,11 +109,10 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	f.clock = clocktesting.NewFakePassiveClock(time.Now())
 	nodes, err := observed.New(observed.Config{Client: mgr.GetClient(), Clock: f.clock})
 	require.NoError(t, err)
-	prices, err := pricelist.New(pricelist.Config{
+	prices, err := pricelist.New(mgr, pricelist.Config{
 		ConfigMap: types.NamespacedName{Namespace: f.namespace, Name: "prices"}, Recorder: mgr.GetEventRecorder("test"), Registerer: f.prices,
 	})
 	require.NoError(t, err)
-	require.NoError(t, prices.SetupWithManager(mgr))
 	f.nodes = nodes
 	c, err := catalogue.New(catalogue.Config{
 		Feed: f.feed, Scope: scope, Recorder: mgr.GetEventRecorder("test"), Registerer: f.registry,

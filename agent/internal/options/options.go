@@ -36,7 +36,9 @@ type Options struct {
 	TrustDomain string
 	// PlaintextLoopback serves ListenAddress, which must be a loopback address, without TLS and with every right.
 	PlaintextLoopback bool
-	// PolicyFile grants roles to identities; empty grants none but what a Cluster's own identity has.
+	// Policy is the ConfigMap with the policy, as <namespace>/<name>, and PolicyFile is a file with it. At most one is set. The policy grants
+	// roles to identities, and denies certificates; without one, each Cluster's own identity has its role, and nobody else has any.
+	Policy     string
 	PolicyFile string
 
 	// Namespaces limits the agent to these. Empty, with no Clusters, means all.
@@ -148,8 +150,11 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 		"The SPIFFE trust domain of the callers; spiffe://<trust domain>/cluster/<namespace>/<name> may act for that Cluster.")
 	flags.BoolVar(&o.PlaintextLoopback, "plaintext-loopback", o.PlaintextLoopback,
 		"Serve --listen-address without TLS. It must be a loopback address; every process that can connect is an administrator.")
+	flags.StringVar(&o.Policy, "policy", o.Policy,
+		"The ConfigMap with the policy, as `namespace/name`, under the key policy.yaml. The policy grants roles (reader, autoscaler, admin) to "+
+			"further identities, and denies certificates. It is watched: a change is in force within seconds. Nothing is served before there is a valid one.")
 	flags.StringVar(&o.PolicyFile, "policy-file", o.PolicyFile,
-		"The YAML `file` that grants roles (reader, autoscaler, admin) to further identities. Read again when it changes.")
+		"The YAML `file` with the policy, instead of --policy. Read again every five seconds; a mounted ConfigMap may lag by more than a minute.")
 	o.AddScopeFlags(flags)
 	flags.StringSliceVar(&o.AdditionalSyncMachineLabels, "additional-sync-machine-labels", o.AdditionalSyncMachineLabels,
 		"Regular expressions of further labels that reach Nodes. Set it to what Cluster API's manager has under the same flag.")
@@ -282,6 +287,12 @@ func (o *Options) Validate() error {
 	if !trustDomain.MatchString(o.TrustDomain) {
 		wrong("trust-domain", "%q is not a SPIFFE trust domain; use lower-case letters, digits, dots, dashes and underscores", o.TrustDomain)
 	}
+	if _, err := parseName(o.Policy); o.Policy != "" && err != nil {
+		wrong("policy", "%q is not <namespace>/<name> of a ConfigMap", o.Policy)
+	}
+	if o.Policy != "" && o.PolicyFile != "" {
+		wrong("policy", "excludes --policy-file; leave one of them out")
+	}
 	o.validateScope(wrong)
 	for _, pattern := range o.AdditionalSyncMachineLabels {
 		if _, err := regexp.Compile(pattern); err != nil {
@@ -410,6 +421,15 @@ func (o *Options) validateLimits(wrong func(flag, format string, args ...any)) {
 			wrong(flag, "%s is not above 0", d)
 		}
 	}
+}
+
+// PolicyName returns Policy parsed. Validate must have passed.
+func (o *Options) PolicyName() types.NamespacedName {
+	name, err := parseName(o.Policy)
+	if err != nil {
+		return types.NamespacedName{}
+	}
+	return name
 }
 
 // PriceListName returns PriceList parsed. Validate must have passed.

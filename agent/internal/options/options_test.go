@@ -52,6 +52,8 @@ func TestEveryMistakeNamesItsFlag(t *testing.T) {
 		"fewer ended claims":          {func(o *options.Options) { o.MaxEndedClaimsPerCluster = -1 }, "--max-ended-claims-per-cluster"},
 		"no heartbeat":                {func(o *options.Options) { o.HeartbeatInterval = 0 }, "--heartbeat-interval"},
 		"no buffer":                   {func(o *options.Options) { o.WatchBuffer = 0 }, "--watch-buffer"},
+		"policy":                      {func(o *options.Options) { o.Policy = "policy" }, "--policy: \"policy\" is not <namespace>/<name>"},
+		"two policies":                {func(o *options.Options) { o.Policy, o.PolicyFile = "hub/policy", "policy.yaml" }, "--policy: excludes --policy-file"},
 		"price list":                  {func(o *options.Options) { o.PriceList = "prices" }, "--price-list: \"prices\" is not <namespace>/<name>"},
 		"currency":                    {func(o *options.Options) { o.PriceCurrency = "euro" }, "--price-currency"},
 		"negative price of a CPU":     {func(o *options.Options) { o.PricePerCPU = -1 }, "--price-per-cpu"},

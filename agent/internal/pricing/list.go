@@ -125,6 +125,9 @@ func (l *List) Len() int {
 	return len(l.prices)
 }
 
+// String says for people how long the list is.
+func (l *List) String() string { return fmt.Sprintf("%d prices", l.Len()) }
+
 // price finds what a machine costs: the entry with its zone and capacity type, else with its zone, else with its capacity type,
 // else with neither.
 func (l *List) price(machine capacity.Description) (Price, bool) {
