@@ -451,6 +451,40 @@ func TestAGroupIsLeftToTheAgentThatWorksOnIt(t *testing.T) {
 	assert.Equal(t, deference, reconcile(first).RequeueAfter)
 }
 
+// While another agent writes ledgers it is at work, however long that takes; one that writes none, or for minutes nothing else, is not waited
+// for.
+func TestAGroupIsLeftForAsLongAsLedgersAreWritten(t *testing.T) {
+	for name, c := range map[string]struct {
+		writes bool
+		bound  time.Duration
+	}{
+		"none written": {writes: false, bound: silentDeference},
+		"all the time": {writes: true, bound: longestDeference},
+	} {
+		t.Run(name, func(t *testing.T) {
+			clock := testclock.NewFakeClock(time.Now())
+			e := engineWith(t, groupOf("small", 0, nil))
+			e.Clock = clock
+			g := e.group(namespace, "small")
+			md, _ := small(t, e)
+			s := &protocol.Snapshot{Deployment: md, Ledger: restingLedger(0)}
+			s.Ledger.By = "another"
+			var left time.Duration
+			for range c.bound / time.Second {
+				d := &protocol.Decision{Ledger: s.Ledger.Clone()} // another one each time
+				d.Ledger.Seq = clock.Now().Unix()
+				left = g.leave(s, d)
+				require.NotZero(t, left)
+				if clock.Step(time.Second); c.writes {
+					s.Ledger.Seq++
+				}
+			}
+			assert.Equal(t, time.Second, left)
+			assert.Zero(t, g.leave(s, &protocol.Decision{Ledger: s.Ledger.Clone()}))
+		})
+	}
+}
+
 // An agent that only looks on sees one spare go to a claim, by another agent's doing, and a next one come.
 func TestASpareHasAGracePeriodOfItsOwn(t *testing.T) {
 	clock := testclock.NewFakeClock(time.Now())

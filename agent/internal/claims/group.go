@@ -66,11 +66,13 @@ type group struct {
 	wrote      int64 // the seq of the ledger that this process wrote last
 	// writtenFrom is the seq from which on all ledgers until that one are this process's.
 	writtenFrom int64
-	// due is a hash of what is left to another agent, unchanged since dueSince; zero for nothing. It was never zero since dueFirst. takenOver is
-	// one more than the seq of the ledger (0 for none) under which that agent did not do it; zero for none.
-	due                uint64
-	dueSince, dueFirst time.Time
-	takenOver          int64
+	// due is a hash of what is left to another agent, unchanged since dueSince; zero for nothing. It was never zero since dueFirst. The ledger
+	// is the one with dueSeq since dueWritten. takenOver is one more than the seq of the ledger (0 for none) under which that agent did not do
+	// it; zero for none.
+	due                            uint64
+	dueSeq                         int64
+	dueSince, dueWritten, dueFirst time.Time
+	takenOver                      int64
 	// skip is how many actions of a decision come behind the others, as some of them failed.
 	skip int
 	// queued are the ids of the claims that the last step found no room in the ledger for.
@@ -271,8 +273,11 @@ const (
 	// deference is how long what is due is left undone by the agent that wrote the ledger last before another one does it. It matters only
 	// where the first one was killed, and for events: a call is served by the agent that it reaches.
 	deference = 3 * time.Second
-	// longestDeference bounds that where what is due changes all the time, as it also does while Cluster API alone is at work.
-	longestDeference = 30 * time.Second
+	// silentDeference bounds that where what is due changes all the time, as it also does while Cluster API alone is at work, but the ledger
+	// does not: only an agent writes it.
+	silentDeference = 30 * time.Second
+	// longestDeference bounds it in any case: an agent may write ledgers and fail at all else.
+	longestDeference = 5 * time.Minute
 )
 
 // leave returns for how long what is due is still left to the agent that wrote the ledger last, or serves the call that begins one; zero
@@ -296,10 +301,13 @@ func (g *group) leave(s *protocol.Snapshot, d *protocol.Decision) time.Duration 
 	if g.due == 0 {
 		g.dueFirst = now
 	}
+	if g.due == 0 || g.dueSeq != s.Seq() {
+		g.dueSeq, g.dueWritten = s.Seq(), now
+	}
 	if sum := due.Sum64(); g.due != sum {
 		g.due, g.dueSince = sum, now
 	}
-	left := min(g.engine.deference-now.Sub(g.dueSince), longestDeference-now.Sub(g.dueFirst))
+	left := min(g.engine.deference-now.Sub(g.dueSince), silentDeference-now.Sub(g.dueWritten), longestDeference-now.Sub(g.dueFirst))
 	if left <= 0 {
 		g.due, g.takenOver = 0, s.Seq()+1
 	}

@@ -84,10 +84,10 @@ var mutants = []mutant{
 		{"	return g.busy > 0 && g.engine.Clock.Since(g.busySince) < longestOccupied\n", "	return g.busy > 0\n"},
 	}},
 	{name: "two agents work on one node group", test: "TestAGroupIsLeftToTheAgentThatWorksOnIt", edits: []edit{
-		{"	left := min(g.engine.deference-now.Sub(g.dueSince), longestDeference-now.Sub(g.dueFirst))\n", "	left := time.Duration(0)\n"},
+		{"	left := min(g.engine.deference-now.Sub(g.dueSince), silentDeference-now.Sub(g.dueWritten), longestDeference-now.Sub(g.dueFirst))\n", "	left := time.Duration(0)\n"},
 	}},
 	{name: "a node group is left to an agent that does nothing", test: "TestAGroupIsLeftToTheAgentThatWorksOnIt", edits: []edit{
-		{"	left := min(g.engine.deference-now.Sub(g.dueSince), longestDeference-now.Sub(g.dueFirst))\n", "	left := time.Second\n"},
+		{"	left := min(g.engine.deference-now.Sub(g.dueSince), silentDeference-now.Sub(g.dueWritten), longestDeference-now.Sub(g.dueFirst))\n", "	left := time.Second\n"},
 	}},
 
 	// The ledger: a compare-and-swap.
