@@ -250,8 +250,8 @@ func settle(t *testing.T, machines int, namespaces ...string) sizes {
 		writes.SetLimit(32)
 		for i := range replicas {
 			writes.Go(func() error {
-				machine, err := runningMachine(t.Context(), set, i)
-				if err != nil {
+				machine := machineOf(set, i)
+				if err := runMachine(t.Context(), machine); err != nil {
 					return err
 				}
 				claim, err := madeClaim(t.Context(), cluster, md, machine, i, false)
@@ -388,8 +388,8 @@ func managed(manager string, fields ...string) metav1.ManagedFieldsEntry {
 	}
 }
 
-func runningMachine(ctx context.Context, set *clusterv1.MachineSet, i int) (*clusterv1.Machine, error) {
-	machine := machineOf(set, i)
+// runMachine creates a Machine that runs, and has its Node.
+func runMachine(ctx context.Context, machine *clusterv1.Machine) error {
 	fields := make([]string, 0, len(machine.Labels)+len(machine.Annotations))
 	for key := range machine.Labels {
 		fields = append(fields, "metadata|labels|"+key)
@@ -400,7 +400,7 @@ func runningMachine(ctx context.Context, set *clusterv1.MachineSet, i int) (*clu
 	slices.Sort(fields)
 	machine.ManagedFields = []metav1.ManagedFieldsEntry{managed("capi-machineset-metadata", fields...)}
 	if err := plane.Client.Create(ctx, machine, ctrlclient.FieldOwner("capi-machineset")); err != nil {
-		return nil, err
+		return err
 	}
 	condition := func(kind string, status metav1.ConditionStatus, reason, message string) metav1.Condition {
 		return metav1.Condition{
@@ -439,7 +439,7 @@ func runningMachine(ctx context.Context, set *clusterv1.MachineSet, i int) (*clu
 		FailureDomain: "eu-central-1a", Phase: string(clusterv1.MachinePhaseRunning), ObservedGeneration: machine.Generation,
 		Deprecated: deprecated(),
 	}
-	return machine, plane.Client.Status().Update(ctx, machine, &ctrlclient.SubResourceUpdateOptions{
+	return plane.Client.Status().Update(ctx, machine, &ctrlclient.SubResourceUpdateOptions{
 		UpdateOptions: ctrlclient.UpdateOptions{FieldManager: "manager"},
 	})
 }
