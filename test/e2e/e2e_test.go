@@ -38,6 +38,8 @@ const (
 	settleWithin = 2 * time.Minute
 	// soon bounds what should take a few seconds.
 	soon = time.Minute
+	// slow is how many times what is waited for may take what is written beside it: machines are shared, and some are half as fast.
+	slow = 2
 	// gracePeriod is how long the shim bears with a silent agent; the product's default is minutes.
 	gracePeriod = 10 * time.Second
 	// spareGrace is how long the agent keeps a Machine that nobody claims; the product's default is a minute.
@@ -277,19 +279,19 @@ func running(pods int) func(journey.State) string {
 	}
 }
 
-// await fails the test when the recorder does not see the condition in time.
+// await fails the test when the recorder does not see the condition in time, [slow] considered.
 func await(t *testing.T, d time.Duration, condition func(journey.State) string) {
 	t.Helper()
-	if err := w.Recorder.Await(within(t, d), condition); err != nil {
+	if err := w.Recorder.Await(within(t, slow*d), condition); err != nil {
 		pending, _ := w.Pending(context.Background())
 		t.Fatalf("%v\npods without a Node:\n  %s", err, strings.Join(lo.Slice(pending, 0, 3), "\n  "))
 	}
 }
 
-// poll fails the test when the condition, as [world.Poll] has it, does not come true in time.
+// poll fails the test when the condition, as [world.Poll] has it, does not come true in time, [slow] considered.
 func poll(t *testing.T, d time.Duration, condition func(context.Context) (string, error)) {
 	t.Helper()
-	if err := world.Poll(within(t, d), condition); err != nil {
+	if err := world.Poll(within(t, slow*d), condition); err != nil {
 		t.Fatal(err)
 	}
 }

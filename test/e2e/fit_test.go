@@ -29,7 +29,7 @@ const (
 	fitGroups = 4  // of each node class, in each round
 	fitLabel  = "fit"
 	// placedWithin bounds what takes half a minute on a machine with nothing else to do.
-	placedWithin = 5 * time.Minute
+	placedWithin = slow * 5 * time.Minute
 )
 
 // fitGroup is a node group that nobody describes but the infrastructure template.

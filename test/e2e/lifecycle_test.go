@@ -38,9 +38,9 @@ const (
 	livesAtOnce = 17
 	// stageWithin, doneWithin and goneWithin bound the parts of a scenario. Infrastructure that is gone is final after a minute, and clocks may
 	// differ by one more.
-	stageWithin = 3 * time.Minute
-	doneWithin  = 6 * time.Minute
-	goneWithin  = 4 * time.Minute
+	stageWithin = slow * 3 * time.Minute
+	doneWithin  = slow * 6 * time.Minute
+	goneWithin  = slow * 4 * time.Minute
 	// keeping is the finalizer by which a pod keeps its Node from being drained.
 	keeping  = "fleet.example.com/keeps-its-node"
 	starting = "fleet.example.com/starting"
