@@ -278,6 +278,11 @@ bench: $(SANDBOX_BINARIES) $(BIN)/bench ## Measure: catalogues, claims per secon
 	@$(BIN)/bench $(BENCH_FLAGS)
 BENCH_FLAGS ?=
 
+.PHONY: access-matrix
+access-matrix: $(SANDBOX_BINARIES) ## Call every method of the agent as every kind of caller, over the wire; shows, and writes, who may do what (docs/access.md)
+	@go test -run '^TestAccessMatrix$$' -count=1 ./agent/internal/agent -args -write-matrix && cat docs/access.md && echo "access-matrix: PASS" || \
+		{ echo "access-matrix: FAIL"; exit 1; }
+
 .PHONY: many-nodes
 many-nodes: $(SANDBOX_BINARIES) $(BIN)/many-nodes ## What a spoke with 5,000 nodes costs at rest and while 500 go; an hour (MANY_NODES_FLAGS='-nodes=1000 -terminate=100')
 	@$(BIN)/many-nodes $(MANY_NODES_FLAGS)

@@ -25,9 +25,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/catalogue"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/configmap"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/contact"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/feed"
-	"github.com/karpenter-capi/karpenter-capi/agent/internal/configmap"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/infrastructure"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/inventory"
@@ -59,7 +59,7 @@ type Config struct {
 type Agent struct {
 	manager manager.Manager
 	server  *server.Server
-	file    *authz.PolicyFile                  // one of them, or none
+	file    *authz.PolicyFile // one of them, or none
 	policy  *configmap.Follower[authz.Policy]
 	log     logr.Logger
 }

@@ -1,0 +1,376 @@
+package agent_test
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/samber/lo"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/credentials/local"
+	"google.golang.org/grpc/reflection/grpc_reflection_v1"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/encoding/protojson"
+	"google.golang.org/protobuf/reflect/protoreflect"
+	"google.golang.org/protobuf/reflect/protoregistry"
+	"google.golang.org/protobuf/types/dynamicpb"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/agent"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/capitest"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/testpki"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+var writeMatrix = flag.Bool("write-matrix", false, "write docs/access.md anew")
+
+// caller is a kind of identity, and what it is meant to be allowed, said here a second time: [authz.Methods] is what the agent goes by.
+type caller struct {
+	name string
+	conn *grpc.ClientConn
+	// connects and identified say whether it gets through the handshake, and whether it is known then.
+	connects, identified bool
+	// reads says whether it may read what is of the Cluster, and acts as whom it may make, release and collect claims.
+	reads bool
+	acts  []string
+}
+
+// rpc is a method, with a request that is about the Cluster.
+type rpc struct {
+	method  protoreflect.MethodDescriptor
+	request string // JSON
+	// holder is whose claims it is about; empty for none.
+	holder string
+	// onClaim says that the claim must be there.
+	onClaim bool
+	also    codes.Code
+	// open is whether everybody may call it, connected whether every identity may.
+	open, connected bool
+}
+
+func (c rpc) name() string {
+	name := fmt.Sprintf("%s/%s", strings.TrimPrefix(string(c.method.Parent().FullName()), "capi.agent.v1alpha1."), c.method.Name())
+	if c.holder != "" {
+		name += ", holder " + c.holder
+	}
+	return name
+}
+
+const (
+	noConnection = "no connection"
+	admitted     = "yes"
+)
+
+// wanted is what has to come of a call.
+func wanted(by caller, of rpc) string {
+	switch {
+	case !by.connects:
+		return noConnection
+	case of.open:
+		return admitted
+	case !by.identified:
+		return codes.Unauthenticated.String()
+	case of.connected:
+		return admitted
+	case of.holder == "" && by.reads, slices.Contains(by.acts, of.holder):
+		return admitted
+	}
+	return codes.PermissionDenied.String()
+}
+
+// holders of claims: the Cluster's shim, an autoscaler, and one that no role but the administrator's has.
+var holders = []string{"karpenter", "cluster-autoscaler", "somebody"}
+
+// requests are those of every method, by its name, in JSON. $CLUSTER is the Cluster, $GROUP its node group, $ID the id of a claim, $HOLDER its
+// holder and $TOKEN what the holder listed. Where also is set, that code says as well that the caller was let through: what it asks for is not
+// there, or cannot be done.
+var requests = map[protoreflect.FullName]struct {
+	json            string
+	also            codes.Code
+	open, connected bool
+}{
+	"capi.agent.v1alpha1.NodeGroupService.ListNodeGroups":  {json: `{"cluster": $CLUSTER}`},
+	"capi.agent.v1alpha1.NodeGroupService.GetNodeGroup":    {json: `{"cluster": $CLUSTER, "id": "$GROUP"}`},
+	"capi.agent.v1alpha1.NodeGroupService.WatchNodeGroups": {json: `{"cluster": $CLUSTER}`},
+
+	"capi.agent.v1alpha1.ClaimService.CreateClaim":   {json: `{"cluster": $CLUSTER, "claimId": "$ID", "holder": "$HOLDER", "candidates": ["$GROUP"]}`},
+	"capi.agent.v1alpha1.ClaimService.ReleaseClaim":  {json: `{"cluster": $CLUSTER, "claimId": "$ID"}`},
+	"capi.agent.v1alpha1.ClaimService.ReturnMachine": {json: `{"cluster": $CLUSTER, "claimId": "$ID"}`, also: codes.FailedPrecondition},
+	"capi.agent.v1alpha1.ClaimService.SyncClaims":    {json: `{"cluster": $CLUSTER, "holder": "$HOLDER", "token": "$TOKEN"}`},
+	"capi.agent.v1alpha1.ClaimService.GetClaim":      {json: `{"cluster": $CLUSTER, "claimId": "$ID"}`, also: codes.NotFound},
+	"capi.agent.v1alpha1.ClaimService.ListClaims":    {json: `{"cluster": $CLUSTER}`},
+	"capi.agent.v1alpha1.ClaimService.WatchClaims":   {json: `{"cluster": $CLUSTER}`},
+
+	"capi.agent.v1alpha1.MachineService.GetMachine":    {json: `{"cluster": $CLUSTER, "name": "$ID"}`, also: codes.NotFound},
+	"capi.agent.v1alpha1.MachineService.ListMachines":  {json: `{"cluster": $CLUSTER}`},
+	"capi.agent.v1alpha1.MachineService.WatchMachines": {json: `{"cluster": $CLUSTER}`},
+
+	"capi.agent.v1alpha1.StatusService.GetStatus": {json: `{}`, connected: true},
+
+	"grpc.health.v1.Health.Check": {json: `{}`, open: true},
+	"grpc.health.v1.Health.List":  {json: `{}`, open: true},
+	"grpc.health.v1.Health.Watch": {json: `{}`, open: true},
+
+	"grpc.reflection.v1.ServerReflection.ServerReflectionInfo":      {json: `{"listServices": ""}`, connected: true},
+	"grpc.reflection.v1alpha.ServerReflection.ServerReflectionInfo": {json: `{"listServices": ""}`, connected: true},
+}
+
+// TestAccessMatrix has every kind of caller call every method that the agent serves, as its reflection lists them, over the wire; where a claim is
+// changed, one of each kind of holder. A method that has no row in [requests] fails it, and so does a page that shows another matrix.
+func TestAccessMatrix(t *testing.T) {
+	namespace := plane.Namespace(t)
+	plane.Create(t, capitest.NewCluster(namespace, "spoke"), capitest.NewCluster(namespace, "other"),
+		capitest.NewInfrastructureTemplate(namespace, "workers", nil),
+		capitest.NewMachineDeployment(namespace, "workers", "spoke", 0, capitest.Sized("0", "1000"),
+			capitest.Annotated(capacity.MemoryAnnotation, "16Gi"), capitest.Annotated(capacity.CPUAnnotation, "4")))
+	callers := serveEveryWay(t, namespace)
+	admin := callers[len(callers)-1].conn
+	eventually(t, "the node group takes claims", func(ctx context.Context) (bool, error) {
+		response, err := agentv1alpha1.NewNodeGroupServiceClient(admin).GetNodeGroup(ctx, &agentv1alpha1.GetNodeGroupRequest{
+			Cluster: &agentv1alpha1.ClusterRef{Namespace: namespace, Name: "spoke"}, Id: namespace + "/workers",
+		})
+		return err == nil && response.GetNodeGroup().GetAvailability().GetAvailable(), nil
+	})
+
+	calls := served(t, admin, namespace)
+	results := make([][]string, len(callers))
+	for i, by := range callers {
+		for j, of := range calls {
+			id := fmt.Sprintf("claim-%d-%d", i, j)
+			if of.onClaim {
+				_, err := agentv1alpha1.NewClaimServiceClient(admin).CreateClaim(t.Context(), &agentv1alpha1.CreateClaimRequest{
+					Cluster: &agentv1alpha1.ClusterRef{Namespace: namespace, Name: "spoke"}, ClaimId: id, Holder: of.holder,
+					Candidates: []string{namespace + "/workers"},
+				})
+				require.NoError(t, err)
+			}
+			results[i] = append(results[i], of.attempt(t, by.conn, id))
+			assert.Equal(t, wanted(by, of), results[i][j], "%s by %s", of.name(), by.name)
+		}
+	}
+	text := matrix(callers, calls, results)
+	t.Log("\n" + text)
+	if *writeMatrix {
+		require.NoError(t, os.WriteFile(accessPage, []byte(text), 0o600))
+	}
+	page, err := os.ReadFile(accessPage)
+	require.NoError(t, err)
+	require.Equal(t, text, string(page), "docs/access.md is not current: run make access-matrix")
+}
+
+var accessPage = filepath.Join("..", "..", "..", "docs", "access.md")
+
+// serveEveryWay runs an agent that listens in every way it can, and returns the callers that there are of it. The last is an administrator.
+func serveEveryWay(t *testing.T, namespace string) []caller {
+	t.Helper()
+	policy, err := authz.ParsePolicy(fmt.Appendf(nil, `
+identities:
+- {id: spiffe://karpenter-capi/reader, roles: [reader], clusters: ["%[1]s/spoke"]}
+- {id: spiffe://karpenter-capi/reader-of-other, roles: [reader], clusters: ["%[1]s/other"]}
+- {id: spiffe://karpenter-capi/autoscaler, roles: [autoscaler], clusters: ["%[1]s/spoke"]}
+- {id: spiffe://karpenter-capi/admin, roles: [admin], allClusters: true}
+- {id: spiffe://karpenter-capi/denied, roles: [admin], allClusters: true}
+clusters: ["%[1]s/spoke", "%[1]s/other"]
+deny:
+- id: spiffe://karpenter-capi/denied
+`, namespace), "karpenter-capi")
+	require.NoError(t, err)
+	o := testOptions(namespace)
+	o.Limits.CallsPerSecond, o.Limits.CallBurst = 10000, 10000
+	a, err := agent.New(t.Context(), agent.Config{Options: o, Hub: hub, Policy: func() *authz.Policy { return policy }})
+	require.NoError(t, err)
+
+	authority := testpki.New(t)
+	own := authority.Issue(t, t.TempDir(), authority)
+	ctx, cancel := context.WithCancel(context.Background())
+	secure, release, err := server.ListenTLS(ctx, "127.0.0.1:0", server.TLSFiles{CertFile: own.CertFile, KeyFile: own.KeyFile, ClientCAFile: own.CAFile})
+	require.NoError(t, err)
+	loopback, err := server.ListenLoopback(ctx, "127.0.0.1:0")
+	require.NoError(t, err)
+	socket := filepath.Join(t.TempDir(), "agent.sock")
+	unix, err := server.ListenUnix(ctx, socket)
+	require.NoError(t, err)
+	ended := make(chan error, 1)
+	go func() { ended <- a.Run(ctx, secure, loopback, unix) }()
+	t.Cleanup(func() {
+		cancel()
+		assert.NoError(t, <-ended)
+		release()
+	})
+	eventually(t, "the agent's view is complete", func(context.Context) (bool, error) { return a.Synced(), nil })
+
+	connect := func(address string, with credentials.TransportCredentials) *grpc.ClientConn {
+		conn, err := grpc.NewClient("passthrough:///"+address, grpc.WithTransportCredentials(with))
+		require.NoError(t, err)
+		t.Cleanup(func() { _ = conn.Close() })
+		return conn
+	}
+	overTLS := func(certificates ...tls.Certificate) *grpc.ClientConn {
+		return connect(secure.Addr().String(), credentials.NewTLS(&tls.Config{
+			RootCAs: authority.Pool(), Certificates: certificates, MinVersion: tls.VersionTLS13,
+		}))
+	}
+	with := func(by *testpki.Authority, life time.Duration, uris ...string) *grpc.ClientConn {
+		files := by.IssueFor(t, life, t.TempDir(), authority, uris...)
+		certificate, err := tls.LoadX509KeyPair(files.CertFile, files.KeyFile)
+		require.NoError(t, err)
+		return overTLS(certificate)
+	}
+	as := func(uris ...string) *grpc.ClientConn { return with(authority, time.Hour, uris...) }
+	spoke := "spiffe://karpenter-capi/cluster/" + namespace + "/spoke"
+	return []caller{
+		{name: "without TLS", conn: connect(secure.Addr().String(), insecure.NewCredentials())},
+		{name: "no certificate", conn: overTLS()},
+		{name: "expired certificate", conn: with(authority, -time.Second, spoke)},
+		{name: "another authority", conn: with(testpki.New(t), time.Hour, spoke)},
+		{name: "no URI", conn: as(), connects: true},
+		{name: "two URIs", conn: as(spoke, "spiffe://karpenter-capi/admin"), connects: true},
+		{name: "no SPIFFE id", conn: as("https://karpenter-capi/cluster/" + namespace + "/spoke"), connects: true},
+		{name: "another trust domain", conn: as("spiffe://elsewhere/cluster/" + namespace + "/spoke"), connects: true},
+		{name: "denied by the policy", conn: as("spiffe://karpenter-capi/denied"), connects: true},
+		{name: "no role", conn: as("spiffe://karpenter-capi/nobody"), connects: true, identified: true},
+		{name: "a Cluster that is not listed", conn: as("spiffe://karpenter-capi/cluster/" + namespace + "/unlisted"), connects: true, identified: true},
+		{name: "another Cluster", conn: as("spiffe://karpenter-capi/cluster/" + namespace + "/other"), connects: true, identified: true},
+		{name: "reader, of another Cluster", conn: as("spiffe://karpenter-capi/reader-of-other"), connects: true, identified: true},
+		{name: "reader", conn: as("spiffe://karpenter-capi/reader"), connects: true, identified: true, reads: true},
+		{
+			name: "autoscaler", conn: as("spiffe://karpenter-capi/autoscaler"), connects: true, identified: true, reads: true,
+			acts: []string{"cluster-autoscaler"},
+		},
+		{name: "the Cluster itself", conn: as(spoke), connects: true, identified: true, reads: true, acts: []string{"karpenter"}},
+		{name: "unix socket", conn: connect("unix://"+socket, local.NewCredentials()), connects: true, identified: true, reads: true, acts: holders},
+		{
+			name: "loopback, without TLS", conn: connect(loopback.Addr().String(), local.NewCredentials()), connects: true, identified: true, reads: true,
+			acts: holders,
+		},
+		{name: "admin", conn: as("spiffe://karpenter-capi/admin"), connects: true, identified: true, reads: true, acts: holders},
+	}
+}
+
+// served returns what there is to call.
+func served(t *testing.T, admin *grpc.ClientConn, namespace string) []rpc {
+	t.Helper()
+	stream, err := grpc_reflection_v1.NewServerReflectionClient(admin).ServerReflectionInfo(t.Context())
+	require.NoError(t, err)
+	require.NoError(t, stream.Send(&grpc_reflection_v1.ServerReflectionRequest{
+		MessageRequest: &grpc_reflection_v1.ServerReflectionRequest_ListServices{},
+	}))
+	response, err := stream.Recv()
+	require.NoError(t, err)
+	require.NoError(t, stream.CloseSend())
+	var calls []rpc
+	known := 0
+	for _, service := range response.GetListServicesResponse().GetService() {
+		descriptor, err := protoregistry.GlobalFiles.FindDescriptorByName(protoreflect.FullName(service.GetName()))
+		require.NoError(t, err)
+		methods := descriptor.(protoreflect.ServiceDescriptor).Methods() //nolint:forcetypeassert // reflection says so
+		for i := range methods.Len() {
+			method := methods.Get(i)
+			row, has := requests[method.FullName()]
+			require.True(t, has, "%s has no row in requests", method.FullName())
+			known++
+			text := strings.NewReplacer("$CLUSTER", fmt.Sprintf(`{"namespace": %q, "name": "spoke"}`, namespace), "$GROUP", namespace+"/workers").
+				Replace(row.json)
+			of := rpc{method: method, request: text, also: row.also, open: row.open, connected: row.connected}
+			if !slices.Contains([]string{"CreateClaim", "ReleaseClaim", "ReturnMachine", "SyncClaims"}, string(method.Name())) {
+				calls = append(calls, of)
+				continue
+			}
+			for _, of.holder = range holders {
+				of.onClaim = !strings.Contains(row.json, "$HOLDER")
+				list, err := agentv1alpha1.NewClaimServiceClient(admin).ListClaims(t.Context(), &agentv1alpha1.ListClaimsRequest{
+					Cluster: &agentv1alpha1.ClusterRef{Namespace: namespace, Name: "spoke"}, Holder: of.holder,
+				})
+				require.NoError(t, err)
+				of.request = strings.NewReplacer("$HOLDER", of.holder, "$TOKEN", list.GetToken()).Replace(text)
+				calls = append(calls, of)
+			}
+		}
+	}
+	require.Equal(t, len(requests), known, "requests has rows of methods that are not served")
+	return calls
+}
+
+// attempt makes the call and says what came of it: that there is no connection, the code of a refusal, or that the caller was let through.
+func (c rpc) attempt(t *testing.T, conn *grpc.ClientConn, id string) string {
+	t.Helper()
+	request, response := dynamicpb.NewMessage(c.method.Input()), dynamicpb.NewMessage(c.method.Output())
+	require.NoError(t, protojson.Unmarshal([]byte(strings.ReplaceAll(c.request, "$ID", id)), request))
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	// One way for all kinds of methods: of a stream, the first message counts.
+	stream, err := conn.NewStream(ctx, &grpc.StreamDesc{ServerStreams: true, ClientStreams: true},
+		fmt.Sprintf("/%s/%s", c.method.Parent().FullName(), c.method.Name()))
+	if err == nil {
+		err = stream.SendMsg(request)
+	}
+	if err == nil || errors.Is(err, io.EOF) { // io.EOF: the stream's status says why
+		_ = stream.CloseSend()
+		err = stream.RecvMsg(response)
+	}
+	switch code := status.Code(err); code {
+	case codes.OK, c.also:
+		return admitted
+	case codes.Unavailable:
+		return noConnection
+	case codes.Unauthenticated, codes.PermissionDenied:
+		return code.String()
+	default:
+		t.Errorf("%s: %v", c.name(), err)
+		return code.String()
+	}
+}
+
+// matrix shows callers and calls as a table. Methods, and callers, that are all answered alike have one column, and one row.
+func matrix(callers []caller, calls []rpc, results [][]string) string {
+	var text strings.Builder
+	text.WriteString(`# Who may call what
+
+Every kind of caller called every method that the agent serves, about one Cluster, over the wire; ` + "`make access-matrix`" + ` does it again and
+prints this page. What a caller may do by its certificate and by the policy is in [Access for others](install.md#access-for-others).
+
+`)
+	shown := map[string]string{
+		admitted: "yes", noConnection: "no connection", codes.Unauthenticated.String(): "`UNAUTHENTICATED`",
+		codes.PermissionDenied.String(): "`PERMISSION_DENIED`",
+	}
+	columns := lo.GroupByMap(lo.Range(len(calls)), func(j int) (string, int) {
+		return strings.Join(lo.Map(results, func(row []string, _ int) string { return row[j] }), "\n"), j
+	})
+	firsts := lo.Values(columns)
+	slices.SortFunc(firsts, func(a, b []int) int { return a[0] - b[0] })
+	text.WriteString("| caller |")
+	for k := range firsts {
+		fmt.Fprintf(&text, " %c |", 'A'+k)
+	}
+	text.WriteString("\n|---|" + strings.Repeat("---|", len(firsts)) + "\n")
+	for i, by := range callers {
+		fmt.Fprintf(&text, "| %s |", by.name)
+		for _, alike := range firsts {
+			fmt.Fprintf(&text, " %s |", shown[results[i][alike[0]]])
+		}
+		text.WriteString("\n")
+	}
+	text.WriteString("\n| | methods |\n|---|---|\n")
+	for k, alike := range firsts {
+		names := lo.Map(alike, func(j int, _ int) string { return calls[j].name() })
+		fmt.Fprintf(&text, "| %c | %s |\n", 'A'+k, strings.Join(names, "; "))
+	}
+	return text.String()
+}
