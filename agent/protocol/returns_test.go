@@ -72,6 +72,21 @@ func TestTheLabelComesOffOnceTheLedgerHasTheReturn(t *testing.T) {
 	assert.Empty(t, d.Actions)
 }
 
+// A person may lower replicas by the Machine that was returned, whatever has become of its claim meanwhile.
+func TestAReturnedMachineCountsForNoClaim(t *testing.T) {
+	for name, lose := range map[string]func(*Snapshot){
+		"nothing":           func(*Snapshot) {},
+		"the claim":         func(s *Snapshot) { s.Claims = nil },
+		"the claim's state": func(s *Snapshot) { s.Claims[0].Status = v1alpha1.MachineClaimStatus{} },
+	} {
+		t.Run("lost: "+name, func(t *testing.T) {
+			s := recorded()
+			lose(s)
+			assert.Zero(t, Decide(s).Claimed)
+		})
+	}
+}
+
 // unlabelled is the group once the label has come off.
 func unlabelled() *Snapshot {
 	s := recorded()

@@ -371,7 +371,7 @@ var mutants = []mutant{
 	{name: "the user has what claims have", test: "TestARaiseIsOfWhatTheUserHas", edits: []edit{
 		{"min(b.next.Min, replicas-others)", "min(b.next.Min, replicas)"},
 	}},
-	{name: "a returned Machine counts for its claim, too", test: "TestTheLabelComesOffOnceTheLedgerHasTheReturn", edits: []edit{
+	{name: "a returned Machine counts for its claim, too", test: "TestAReturnedMachineCountsForNoClaim", edits: []edit{
 		{"	case b.returned(m.UID):\n		return ofFloor\n", ""},
 	}},
 	{name: "a returned Machine that is deleted counts twice", test: "TestAReturnedMachineThatIsDeletedCountsOnce", edits: []edit{
@@ -675,7 +675,7 @@ var mutants = []mutant{
 	{name: "a clock that is ahead hastens what cannot be taken back", test: "TestAClockThatIsAheadConcludesNothingEarly", edits: []edit{
 		{"return s.Now.Sub(at) - skew }", "return s.Now.Sub(at) - 0*skew }"},
 	}},
-	{name: "deadlines are over before their time", test: "TestProtocolAgainstClocks", edits: []edit{
+	{name: "deadlines are over before their time", test: "TestALateMachineIsReleasedAndOneThatTakesSeveralDeadlinesFails", edits: []edit{
 		{"	if left := deadline - s.Now.Sub(since); left > 0 {\n", "	if left := deadline/4 - s.Now.Sub(since); left > 0 {\n"},
 	}},
 	{name: "collection by the set of another cluster", edits: []edit{
