@@ -106,6 +106,24 @@ verify-docs: $(OPTIONS_DOCS) $(BIN)/capi-agent $(BIN)/karpenter
 	@page=$$(mktemp) && trap 'rm -f "$$page"' EXIT && $(OPTIONS_DOCS) "$$page" $(OPTIONS_OF) && \
 	diff -u docs/options.md "$$page" || { echo "docs/options.md is not current: run make generate" >&2; exit 1; }
 
+# The Go project's database, the newest that the module proxy has: a check of the same commit may fail tomorrow.
+.PHONY: vuln
+vuln: $(GOVULNCHECK) $(JQ) ## Look for known vulnerabilities in what the agent, the shim and the packages for others call
+	@dir=$$(mktemp -d) && trap 'rm -rf "$$dir"' EXIT && database=$$(cd "$$dir" && GOWORK=off go mod download -json golang.org/x/vulndb@latest) && \
+	echo "vuln: $$($(JQ) -r '.Path + " " + .Version' <<<"$$database")" && \
+	(cd "$$dir" && GOWORK=off go run golang.org/x/vulndb/cmd/indexdb@latest -vulns "$$($(abspath $(JQ)) -r .Dir <<<"$$database")/data/osv" -out "$$dir/db") && \
+	for module in agent shim pkg proto; do \
+		echo "vuln: $$module" && (cd $$module && $(abspath $(GOVULNCHECK)) -db "file://$$dir/db" ./...) || { echo "vuln: FAIL $$module"; exit 1; }; \
+	done && echo "vuln: PASS"
+
+.PHONY: sbom
+sbom: $(CYCLONEDX) ## Write what the agent and the shim are made of, as CycloneDX, to bin/sbom
+	@mkdir -p $(BIN)/sbom && for binary in agent/cmd/capi-agent shim/cmd/karpenter; do \
+		(cd "$${binary%%/*}" && $(abspath $(CYCLONEDX)) app -json -licenses -std -main "$${binary#*/}" \
+			-output $(abspath $(BIN))/sbom/"$${binary##*/}".cdx.json .) || exit 1; \
+		echo "sbom: $(BIN)/sbom/$${binary##*/}.cdx.json"; \
+	done
+
 .PHONY: verify-modules
 verify-modules:
 	@for module in $(MODULES) $(patsubst %/main.go,%,$(wildcard deploy/tools/*/main.go)); do \

@@ -14,6 +14,8 @@ PROTOC_GEN_GO    := $(BIN)/protoc-gen-go
 PROTOC_GEN_GRPC  := $(BIN)/protoc-gen-go-grpc
 PROTOC_GEN_DOCS  := $(BIN)/protoc-gen-api-docs
 OPTIONS_DOCS     := $(BIN)/options-docs
+GOVULNCHECK      := $(BIN)/govulncheck
+CYCLONEDX        := $(BIN)/cyclonedx-gomod
 
 GENERATORS := $(BUF) $(CONTROLLER_GEN) $(PRINT_PROTO) $(PROTOC_GEN_GO) $(PROTOC_GEN_GRPC) $(PROTOC_GEN_DOCS) \
               $(OPTIONS_DOCS)
@@ -50,3 +52,5 @@ $(eval $(call tool,$(PROTOC_GEN_GO),protoc-gen-go,google.golang.org/protobuf/cmd
 $(eval $(call tool,$(PROTOC_GEN_GRPC),protoc-gen-go,google.golang.org/grpc/cmd/protoc-gen-go-grpc))
 $(eval $(call tool,$(PROTOC_GEN_DOCS),api-docs,.))
 $(eval $(call tool,$(OPTIONS_DOCS),options-docs,.))
+$(eval $(call tool,$(GOVULNCHECK),supply-chain,golang.org/x/vuln/cmd/govulncheck))
+$(eval $(call tool,$(CYCLONEDX),supply-chain,github.com/CycloneDX/cyclonedx-gomod/cmd/cyclonedx-gomod))
