@@ -369,7 +369,7 @@ prints this page. What a caller may do by its certificate and by the policy is i
 	}
 	text.WriteString("\n| | methods |\n|---|---|\n")
 	for k, alike := range firsts {
-		names := lo.Map(alike, func(j int, _ int) string { return calls[j].name() })
+		names := lo.Map(alike, func(j, _ int) string { return calls[j].name() })
 		fmt.Fprintf(&text, "| %c | %s |\n", 'A'+k, strings.Join(names, "; "))
 	}
 	return text.String()

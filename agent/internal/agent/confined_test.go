@@ -74,7 +74,8 @@ func confine(plane *capitest.ControlPlane) (*rest.Config, error) {
 	if err := plane.Client.Create(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: agentNamespace}}); err != nil {
 		return nil, err
 	}
-	err = apply(ctx, plane, chart, "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
+	err = apply(ctx, plane, chart, "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding",
+		"ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
 	if err != nil {
 		return nil, err
 	}

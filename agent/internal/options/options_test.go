@@ -53,7 +53,7 @@ func TestEveryMistakeNamesItsFlag(t *testing.T) {
 		"no heartbeat":                {func(o *options.Options) { o.HeartbeatInterval = 0 }, "--heartbeat-interval"},
 		"no buffer":                   {func(o *options.Options) { o.WatchBuffer = 0 }, "--watch-buffer"},
 		"policy":                      {func(o *options.Options) { o.Policy = "policy" }, "--policy: \"policy\" is not <namespace>/<name>"},
-		"two policies":                {func(o *options.Options) { o.Policy, o.PolicyFile = "hub/policy", "policy.yaml" }, "--policy: excludes --policy-file"},
+		"two policies":                {func(o *options.Options) { o.Policy, o.PolicyFile = "hub/p", "file" }, "--policy: excludes --policy-file"},
 		"price list":                  {func(o *options.Options) { o.PriceList = "prices" }, "--price-list: \"prices\" is not <namespace>/<name>"},
 		"currency":                    {func(o *options.Options) { o.PriceCurrency = "euro" }, "--price-currency"},
 		"negative price of a CPU":     {func(o *options.Options) { o.PricePerCPU = -1 }, "--price-per-cpu"},
