@@ -57,9 +57,16 @@ type rpc struct {
 	request string // JSON
 	// holder is whose claims it is about; empty for none.
 	holder string
-	// onClaim says that the claim must be there.
+	// onClaim says that the claim must exist before.
 	onClaim bool
-	also    codes.Code
+	row
+}
+
+// row is what the test has to know of a method.
+type row struct {
+	json string
+	// also is a code, beside OK, that says that the caller was let through: what it asks for does not exist, or cannot be done.
+	also codes.Code
 	// open is whether everybody may call it, connected whether every identity may.
 	open, connected bool
 }
@@ -94,17 +101,12 @@ func wanted(by caller, of rpc) string {
 	return codes.PermissionDenied.String()
 }
 
-// holders of claims: the Cluster's shim, an autoscaler, and one that no role but the administrator's has.
-var holders = []string{"karpenter", "cluster-autoscaler", "somebody"}
+// holders of claims: those of the Cluster's shim and of an autoscaler, and one that only an administrator may act as.
+var holders = []string{"karpenter", "cluster-autoscaler", "another-tool"}
 
 // requests are those of every method, by its name, in JSON. $CLUSTER is the Cluster, $GROUP its node group, $ID the id of a claim, $HOLDER its
-// holder and $TOKEN what the holder listed. Where also is set, that code says as well that the caller was let through: what it asks for is not
-// there, or cannot be done.
-var requests = map[protoreflect.FullName]struct {
-	json            string
-	also            codes.Code
-	open, connected bool
-}{
+// holder and $TOKEN what the holder listed.
+var requests = map[protoreflect.FullName]row{
 	"capi.agent.v1alpha1.NodeGroupService.ListNodeGroups":  {json: `{"cluster": $CLUSTER}`},
 	"capi.agent.v1alpha1.NodeGroupService.GetNodeGroup":    {json: `{"cluster": $CLUSTER, "id": "$GROUP"}`},
 	"capi.agent.v1alpha1.NodeGroupService.WatchNodeGroups": {json: `{"cluster": $CLUSTER}`},
@@ -287,7 +289,7 @@ func served(t *testing.T, admin *grpc.ClientConn, namespace string) []rpc {
 			known++
 			text := strings.NewReplacer("$CLUSTER", fmt.Sprintf(`{"namespace": %q, "name": "spoke"}`, namespace), "$GROUP", namespace+"/workers").
 				Replace(row.json)
-			of := rpc{method: method, request: text, also: row.also, open: row.open, connected: row.connected}
+			of := rpc{method: method, request: text, row: row}
 			if !slices.Contains([]string{"CreateClaim", "ReleaseClaim", "ReturnMachine", "SyncClaims"}, string(method.Name())) {
 				calls = append(calls, of)
 				continue

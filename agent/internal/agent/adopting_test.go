@@ -30,7 +30,7 @@ func TestManyMachinesAreAdoptedAtOnce(t *testing.T) {
 	var machines [groups][]*clusterv1.Machine
 	for number := range groups {
 		_, md, set := makeGroup(t, namespace, number, *adopting)
-		delete(md.Annotations, v1alpha1.LedgerAnnotation) // nobody has claimed any
+		delete(md.Annotations, v1alpha1.LedgerAnnotation) // no Machine is claimed yet
 		delete(md.Annotations, v1alpha1.ClaimedAnnotation)
 		require.NoError(t, plane.Client.Update(t.Context(), md))
 		machines[number] = make([]*clusterv1.Machine, *adopting)

@@ -165,7 +165,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	return a, nil
 }
 
-// followPolicy sets up the policy, if there is to be one that nobody gave.
+// followPolicy makes c.Policy the policy that the options name, unless it is set already.
 func (a *Agent) followPolicy(c *Config) error {
 	o := c.Options
 	var err error

@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/samber/lo"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/fields"
@@ -61,7 +62,7 @@ type Follower[T any] struct {
 	mu      sync.Mutex
 	read    bool
 	version string // of the ConfigMap that was read last, good or bad
-	problem string // with it
+	problem string // why that one cannot be used; empty when it can
 }
 
 // caches is started before what reads from it.
@@ -73,7 +74,7 @@ func (c caches) GetCache() cache.Cache { return c.Cache }
 // New returns a follower that reads once the manager has started. It needs the right to get, list and watch that one ConfigMap, and no other.
 func New[T any](mgr manager.Manager, c Config[T]) (*Follower[T], error) {
 	f := &Follower[T]{Config: c, first: make(chan struct{}), usable: prometheus.NewGauge(prometheus.GaugeOpts{
-		Name: "capi_agent_" + strings.ReplaceAll(c.What, " ", "_") + "_usable",
+		Name: "capi_agent_" + lo.SnakeCase(c.What) + "_usable",
 		Help: "1 while the " + c.What + " that is there now can be used; 0 when the last good one is used, or none.",
 	})}
 	if c.Registerer != nil {
@@ -95,7 +96,7 @@ func New[T any](mgr manager.Manager, c Config[T]) (*Follower[T], error) {
 	if err := mgr.Add(caches{own}); err != nil {
 		return nil, fmt.Errorf("adding the cache of the %s: %w", c.What, err)
 	}
-	err = builder.ControllerManagedBy(mgr).Named(strings.ReplaceAll(c.What, " ", "-")).
+	err = builder.ControllerManagedBy(mgr).Named(lo.KebabCase(c.What)).
 		WithOptions(controller.Options{NeedLeaderElection: new(false), SkipNameValidation: new(true)}).
 		WatchesRawSource(source.Kind(own, &corev1.ConfigMap{}, &handler.TypedEnqueueRequestForObject[*corev1.ConfigMap]{})).
 		Complete(f)
@@ -179,11 +180,7 @@ func (f *Follower[T]) load(ctx context.Context) error {
 	if err != nil {
 		f.usable.Set(0)
 		f.problem = fmt.Sprintf("the %s in ConfigMap %s cannot be used: %v", f.What, f.Name, err)
-		words := strings.Fields(f.What)
-		for i, word := range words {
-			words[i] = strings.ToUpper(word[:1]) + word[1:]
-		}
-		f.Recorder.Eventf(configMap, nil, corev1.EventTypeWarning, "Invalid"+strings.Join(words, ""), "Load",
+		f.Recorder.Eventf(configMap, nil, corev1.EventTypeWarning, "Invalid"+lo.PascalCase(f.What), "Load",
 			"%s", cut("the "+f.What+" is not used, and the last good one stays: "+strings.ReplaceAll(err.Error(), "\n", "; ")))
 		logger.Info("the "+f.What+" cannot be used, and the last good one stays", "cause", err.Error())
 		return nil

@@ -37,7 +37,7 @@ type Options struct {
 	// PlaintextLoopback serves ListenAddress, which must be a loopback address, without TLS and with every right.
 	PlaintextLoopback bool
 	// Policy is the ConfigMap with the policy, as <namespace>/<name>, and PolicyFile is a file with it. At most one is set. The policy grants
-	// roles to identities, and denies certificates; without one, each Cluster's own identity has its role, and nobody else has any.
+	// roles to identities, and denies certificates. Without a policy, only the identities of Clusters have a role, each for its own Cluster.
 	Policy     string
 	PolicyFile string
 

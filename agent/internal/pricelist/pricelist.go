@@ -55,7 +55,7 @@ func New(mgr manager.Manager, c Config) (*Follower, error) {
 			entries.Set(float64(list.Len()))
 			select {
 			case f.changes <- event.TypedGenericEvent[types.NamespacedName]{Object: c.ConfigMap}:
-			default: // One is waiting, and whoever takes it reads the newest list.
+			default: // a change is pending already, and its reader gets the newest list
 			}
 		},
 	})
@@ -68,8 +68,8 @@ func New(mgr manager.Manager, c Config) (*Follower, error) {
 // Changes tells that there is another list. It has one reader.
 func (f *Follower) Changes() <-chan event.TypedGenericEvent[types.NamespacedName] { return f.changes }
 
-// List returns the list that is used now, nil when there is none: prices are estimated then. The first call reads it, so that nobody ever
-// sees prices from before the list. A nil follower has none.
+// List returns the list in use, or nil if there is none; prices are estimated then. The first call waits for the list to be read, so that no
+// price is estimated that the list has. A nil follower has no list.
 func (f *Follower) List(ctx context.Context) (*pricing.List, error) {
 	if f == nil {
 		return nil, nil
