@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
@@ -32,7 +33,8 @@ func TestAPolicyInTheHubIsInForceAtOnceAndForGood(t *testing.T) {
 	plane.Create(t, capitest.NewCluster(namespace, "spoke"), capitest.NewCluster(namespace, "other"))
 	o := testOptions(namespace)
 	o.Policy = agentNamespace + "/capi-agent-policy" // as in the chart
-	r := start(t, agent.Config{Options: o})
+	registry := prometheus.NewRegistry()
+	r := start(t, agent.Config{Options: o, Registerer: registry})
 	list := func(cluster string) codes.Code {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
@@ -91,10 +93,27 @@ func TestAPolicyInTheHubIsInForceAtOnceAndForGood(t *testing.T) {
 		t.Fatal("the stream goes on")
 	}
 
+	usable := func(wanted float64) { // the agent has seen the last change
+		t.Helper()
+		require.EventuallyWithT(t, func(c *assert.CollectT) {
+			families, err := registry.Gather()
+			assert.NoError(c, err)
+			for _, family := range families {
+				if family.GetName() == "capi_agent_policy_usable" {
+					assert.InDelta(c, wanted, family.GetMetric()[0].GetGauge().GetValue(), 0)
+					return
+				}
+			}
+			assert.Fail(c, "no metric")
+		}, soon, 50*time.Millisecond)
+	}
 	change("deny: [{")
-	within("other", codes.OK)
+	usable(0)
 	require.Equal(t, codes.Unauthenticated, list("spoke"), "a mistake takes nothing back")
+	change(denied)
+	usable(1)
 	require.NoError(t, plane.Client.Delete(t.Context(), policy))
+	usable(0)
 	within("other", codes.OK)
 	require.Equal(t, codes.Unauthenticated, list("spoke"), "nor does its absence")
 	plane.Create(t, &corev1.ConfigMap{
