@@ -1,6 +1,6 @@
 module github.com/karpenter-capi/karpenter-capi/test
 
-go 1.26.9
+go 1.26.11
 
 require (
 	github.com/anishathalye/porcupine v1.3.1
