@@ -118,7 +118,7 @@ func listen(ctx context.Context, o *options.Options) (listeners []server.Listene
 		listeners, release = append(listeners, listener), stop
 	}
 	if o.ListenUnixSocket != "" {
-		listener, err := server.ListenUnix(ctx, o.ListenUnixSocket)
+		listener, err := server.ListenUnix(ctx, o.ListenUnixSocket, o.UnixSocketGrant())
 		if err != nil {
 			release()
 			return nil, nil, fmt.Errorf("--listen-unix-socket: %w", err)

@@ -205,11 +205,19 @@ deny:
 	require.NoError(t, err)
 	loopback, err := server.ListenLoopback(ctx, "127.0.0.1:0")
 	require.NoError(t, err)
-	socket := filepath.Join(t.TempDir(), "agent.sock")
-	unix, err := server.ListenUnix(ctx, socket)
-	require.NoError(t, err)
+	listeners := []server.Listener{secure, loopback}
+	sockets := t.TempDir()
+	for role, clusters := range map[authz.Role][]string{
+		authz.RoleCluster: {namespace + "/spoke"}, authz.RoleReader: {namespace + "/other", "elsewhere/*"}, authz.RoleAdmin: nil,
+	} {
+		grant, err := authz.ParseGrant(string(role), clusters)
+		require.NoError(t, err)
+		socket, err := server.ListenUnix(ctx, filepath.Join(sockets, string(role)), grant)
+		require.NoError(t, err)
+		listeners = append(listeners, socket)
+	}
 	ended := make(chan error, 1)
-	go func() { ended <- a.Run(ctx, secure, loopback, unix) }()
+	go func() { ended <- a.Run(ctx, listeners...) }()
 	t.Cleanup(func() {
 		cancel()
 		assert.NoError(t, <-ended)
@@ -235,6 +243,9 @@ deny:
 		return overTLS(certificate)
 	}
 	as := func(uris ...string) *grpc.ClientConn { return with(authority, time.Hour, uris...) }
+	onSocket := func(role authz.Role) *grpc.ClientConn {
+		return connect("unix://"+filepath.Join(sockets, string(role)), local.NewCredentials())
+	}
 	spoke := "spiffe://karpenter-capi/cluster/" + namespace + "/spoke"
 	return []caller{
 		{name: "without TLS", conn: connect(secure.Addr().String(), insecure.NewCredentials())},
@@ -256,7 +267,12 @@ deny:
 			acts: []string{"cluster-autoscaler"},
 		},
 		{name: "the Cluster itself", conn: as(spoke), connects: true, identified: true, reads: true, acts: []string{"karpenter"}},
-		{name: "unix socket", conn: connect("unix://"+socket, local.NewCredentials()), connects: true, identified: true, reads: true, acts: holders},
+		{
+			name: "unix socket of the Cluster", conn: onSocket(authz.RoleCluster), connects: true, identified: true, reads: true,
+			acts: []string{"karpenter"},
+		},
+		{name: "unix socket of readers of other Clusters", conn: onSocket(authz.RoleReader), connects: true, identified: true},
+		{name: "unix socket", conn: onSocket(authz.RoleAdmin), connects: true, identified: true, reads: true, acts: holders},
 		{
 			name: "loopback, without TLS", conn: connect(loopback.Addr().String(), local.NewCredentials()), connects: true, identified: true, reads: true,
 			acts: holders,

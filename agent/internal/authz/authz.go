@@ -7,6 +7,7 @@ package authz
 
 import (
 	"crypto/x509"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -66,9 +67,28 @@ type Caller struct {
 	Grants   []Grant
 }
 
-// Local returns a caller that may do everything.
-func Local(identity string) Caller {
-	return Caller{Identity: identity, Grants: []Grant{{Role: RoleAdmin, AllClusters: true}}}
+// Everything is what an administrator of all Clusters may do.
+func Everything() Grant { return Grant{Role: RoleAdmin, AllClusters: true} }
+
+// ParseGrant returns a grant of any role for Clusters, each <namespace>/<name>, in which `*` stands for any characters. No Clusters stand for
+// all of them. The role cluster is for one Cluster, and no pattern. An error names every mistake.
+func ParseGrant(role string, clusters []string) (Grant, error) {
+	var errs []error
+	wrong := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
+	grant := Grant{Role: Role(role), AllClusters: len(clusters) == 0}
+	if !grant.AllClusters {
+		grant.Clusters = parseClusters(clusters, wrong)
+	}
+	switch grant.Role {
+	case RoleReader, RoleAutoscaler, RoleAdmin:
+	case RoleCluster:
+		if len(clusters) != 1 || strings.Contains(clusters[0], "*") {
+			wrong("the role cluster is that of one Cluster; name it, without *")
+		}
+	default:
+		wrong("role %q is none of cluster, reader, autoscaler, admin", role)
+	}
+	return grant, errors.Join(errs...)
 }
 
 // MayCall reports whether the caller may call a method at all, for whatever Cluster.

@@ -16,6 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/validation"
 
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricing"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
@@ -28,8 +29,12 @@ const EnvironmentPrefix = "CAPI_AGENT_"
 type Options struct {
 	// ListenAddress is the host:port that gRPC is served on. Empty serves none, only the unix socket.
 	ListenAddress string
-	// ListenUnixSocket is the path of a unix socket; whoever can open it is an administrator. Empty means none.
+	// ListenUnixSocket is the path of a unix socket. Empty means none.
 	ListenUnixSocket string
+	// UnixSocketRole is the role of those who can open the unix socket, and UnixSocketClusters what it is for, as <namespace>/<name> with `*` for any
+	// characters. Empty means all Clusters.
+	UnixSocketRole     string
+	UnixSocketClusters []string
 	// TLSCertFile, TLSKeyFile and ClientCAFile are PEM files, read again when they change.
 	TLSCertFile, TLSKeyFile, ClientCAFile string
 	// TrustDomain is the SPIFFE trust domain of the callers.
@@ -103,6 +108,7 @@ type Options struct {
 func New() *Options {
 	return &Options{
 		ListenAddress:          ":8443",
+		UnixSocketRole:         string(authz.RoleAdmin),
 		TrustDomain:            "karpenter-capi",
 		KubeAPIQPS:             500,
 		KubeAPIBurst:           1000,
@@ -139,7 +145,11 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 	flags.StringVar(&o.ListenAddress, "listen-address", o.ListenAddress,
 		"The `host:port` to serve gRPC on, with mutual TLS. Empty serves none, only the unix socket.")
 	flags.StringVar(&o.ListenUnixSocket, "listen-unix-socket", o.ListenUnixSocket,
-		"The `path` of a unix socket to serve gRPC on as well, without TLS. Whoever can open it is an administrator. Empty means none.")
+		"The `path` of a unix socket to serve gRPC on as well, without TLS, for this user and its group. Empty means none.")
+	flags.StringVar(&o.UnixSocketRole, "unix-socket-role", o.UnixSocketRole,
+		"The `role` of everybody who can open the unix socket: cluster, reader, autoscaler or admin. A shim needs cluster.")
+	flags.StringSliceVar(&o.UnixSocketClusters, "unix-socket-clusters", o.UnixSocketClusters,
+		"The Clusters that --unix-socket-role is for, as `namespace/name`; * stands for any characters. Empty means all. The role cluster is for one.")
 	flags.StringVar(&o.TLSCertFile, "tls-cert-file", o.TLSCertFile,
 		"The PEM `file` with the server's certificate chain. Read again when it changes.")
 	flags.StringVar(&o.TLSKeyFile, "tls-key-file", o.TLSKeyFile,
@@ -465,7 +475,29 @@ var failureReason = regexp.MustCompile(`^([A-Za-z][A-Za-z0-9]*/)?[A-Za-z]([A-Za-
 
 var trustDomain = regexp.MustCompile(`^[a-z0-9._-]{1,255}$`)
 
+// UnixSocketGrant returns what those who can open the unix socket may do. Validate must have passed.
+func (o *Options) UnixSocketGrant() authz.Grant {
+	grant, err := authz.ParseGrant(o.UnixSocketRole, o.UnixSocketClusters)
+	if err != nil {
+		return authz.Grant{}
+	}
+	return grant
+}
+
+func (o *Options) validateUnixSocket(wrong func(flag, format string, args ...any)) {
+	if o.ListenUnixSocket == "" {
+		if o.UnixSocketRole != New().UnixSocketRole || len(o.UnixSocketClusters) > 0 {
+			wrong("unix-socket-role", "it and --unix-socket-clusters have no effect without --listen-unix-socket; set that, or drop them")
+		}
+		return
+	}
+	if _, err := authz.ParseGrant(o.UnixSocketRole, o.UnixSocketClusters); err != nil {
+		wrong("unix-socket-role", "with --unix-socket-clusters: %v", err)
+	}
+}
+
 func (o *Options) validateListeners(wrong func(flag, format string, args ...any)) {
+	o.validateUnixSocket(wrong)
 	if o.ListenAddress == "" {
 		if o.ListenUnixSocket == "" {
 			wrong("listen-address", "nothing would be served; set it, or --listen-unix-socket")

@@ -9,6 +9,7 @@ import (
 	"github.com/spf13/pflag"
 	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/options"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricing"
 )
@@ -28,41 +29,50 @@ func TestEveryMistakeNamesItsFlag(t *testing.T) {
 		change func(*options.Options)
 		want   string
 	}{
-		"no certificate":              {func(o *options.Options) { o.TLSCertFile = "" }, "--tls-cert-file: is needed"},
-		"no key":                      {func(o *options.Options) { o.TLSKeyFile = "" }, "--tls-key-file: is needed"},
-		"no client CA":                {func(o *options.Options) { o.ClientCAFile = "" }, "--client-ca-file: is needed"},
-		"no listener":                 {func(o *options.Options) { o.ListenAddress = "" }, "--listen-address: nothing would be served"},
-		"no port":                     {func(o *options.Options) { o.ListenAddress = "localhost" }, "--listen-address: \"localhost\" is not host:port"},
-		"plaintext for everyone":      {func(o *options.Options) { o.PlaintextLoopback = true }, "--listen-address \":8443\" is not a loopback"},
-		"plaintext on another host":   {func(o *options.Options) { o.PlaintextLoopback, o.ListenAddress = true, "10.0.0.1:1" }, "--plaintext-loopback"},
-		"plaintext with certificates": {func(o *options.Options) { o.PlaintextLoopback, o.ListenAddress = true, "[::1]:1" }, "--tls-cert-file: has no"},
-		"trust domain":                {func(o *options.Options) { o.TrustDomain = "Not A Domain" }, "--trust-domain"},
-		"namespace":                   {func(o *options.Options) { o.Namespaces = []string{"a/b"} }, "--namespaces"},
-		"cluster":                     {func(o *options.Options) { o.Clusters = []string{"spoke"} }, "--clusters: \"spoke\" is not <namespace>/<name>"},
-		"label pattern":               {func(o *options.Options) { o.AdditionalSyncMachineLabels = []string{"("} }, "--additional-sync-machine-labels"},
-		"qps":                         {func(o *options.Options) { o.KubeAPIQPS = 0 }, "--kube-api-qps"},
-		"burst":                       {func(o *options.Options) { o.KubeAPIBurst = 0 }, "--kube-api-burst"},
-		"metrics address":             {func(o *options.Options) { o.MetricsBindAddress = "no" }, "--metrics-bind-address"},
-		"probe address":               {func(o *options.Options) { o.HealthProbeBindAddress = "no" }, "--health-probe-bind-address"},
-		"log level":                   {func(o *options.Options) { o.LogLevel = "loud" }, "--log-level"},
-		"log format":                  {func(o *options.Options) { o.LogFormat = "xml" }, "--log-format"},
-		"negative grace":              {func(o *options.Options) { o.SpareGracePeriod = -1 }, "--spare-grace-period"},
-		"no retention":                {func(o *options.Options) { o.TombstoneRetention = 0 }, "--tombstone-retention"},
-		"fewer claims than none":      {func(o *options.Options) { o.MaxClaimsPerCluster = -1 }, "--max-claims-per-cluster"},
-		"fewer ended claims":          {func(o *options.Options) { o.MaxEndedClaimsPerCluster = -1 }, "--max-ended-claims-per-cluster"},
-		"no heartbeat":                {func(o *options.Options) { o.HeartbeatInterval = 0 }, "--heartbeat-interval"},
-		"no buffer":                   {func(o *options.Options) { o.WatchBuffer = 0 }, "--watch-buffer"},
-		"policy":                      {func(o *options.Options) { o.Policy = "policy" }, "--policy: \"policy\" is not <namespace>/<name>"},
-		"two policies":                {func(o *options.Options) { o.Policy, o.PolicyFile = "hub/p", "file" }, "--policy: excludes --policy-file"},
-		"price list":                  {func(o *options.Options) { o.PriceList = "prices" }, "--price-list: \"prices\" is not <namespace>/<name>"},
-		"currency":                    {func(o *options.Options) { o.PriceCurrency = "euro" }, "--price-currency"},
-		"negative price of a CPU":     {func(o *options.Options) { o.PricePerCPU = -1 }, "--price-per-cpu"},
-		"price of memory":             {func(o *options.Options) { o.PricePerGiB = math.NaN() }, "--price-per-gib"},
-		"price of a GPU":              {func(o *options.Options) { o.PricePerGPU = math.Inf(1) }, "--price-per-gpu"},
-		"free spot machines":          {func(o *options.Options) { o.PriceSpotShare = 0 }, "--price-spot-share"},
-		"spot dearer than on demand":  {func(o *options.Options) { o.PriceSpotShare = 1.1 }, "--price-spot-share"},
-		"spot share that is none":     {func(o *options.Options) { o.PriceSpotShare = math.NaN() }, "--price-spot-share"},
-		"no time to shut down":        {func(o *options.Options) { o.ShutdownGracePeriod = 0 }, "--shutdown-grace-period"},
+		"no certificate":                 {func(o *options.Options) { o.TLSCertFile = "" }, "--tls-cert-file: is needed"},
+		"no key":                         {func(o *options.Options) { o.TLSKeyFile = "" }, "--tls-key-file: is needed"},
+		"no client CA":                   {func(o *options.Options) { o.ClientCAFile = "" }, "--client-ca-file: is needed"},
+		"no listener":                    {func(o *options.Options) { o.ListenAddress = "" }, "--listen-address: nothing would be served"},
+		"no port":                        {func(o *options.Options) { o.ListenAddress = "localhost" }, "--listen-address: \"localhost\" is not host:port"},
+		"plaintext for everyone":         {func(o *options.Options) { o.PlaintextLoopback = true }, "--listen-address \":8443\" is not a loopback"},
+		"plaintext on another host":      {func(o *options.Options) { o.PlaintextLoopback, o.ListenAddress = true, "10.0.0.1:1" }, "--plaintext-loopback"},
+		"plaintext with certificates":    {func(o *options.Options) { o.PlaintextLoopback, o.ListenAddress = true, "[::1]:1" }, "--tls-cert-file: has no"},
+		"trust domain":                   {func(o *options.Options) { o.TrustDomain = "Not A Domain" }, "--trust-domain"},
+		"namespace":                      {func(o *options.Options) { o.Namespaces = []string{"a/b"} }, "--namespaces"},
+		"cluster":                        {func(o *options.Options) { o.Clusters = []string{"spoke"} }, "--clusters: \"spoke\" is not <namespace>/<name>"},
+		"label pattern":                  {func(o *options.Options) { o.AdditionalSyncMachineLabels = []string{"("} }, "--additional-sync-machine-labels"},
+		"qps":                            {func(o *options.Options) { o.KubeAPIQPS = 0 }, "--kube-api-qps"},
+		"burst":                          {func(o *options.Options) { o.KubeAPIBurst = 0 }, "--kube-api-burst"},
+		"metrics address":                {func(o *options.Options) { o.MetricsBindAddress = "no" }, "--metrics-bind-address"},
+		"probe address":                  {func(o *options.Options) { o.HealthProbeBindAddress = "no" }, "--health-probe-bind-address"},
+		"log level":                      {func(o *options.Options) { o.LogLevel = "loud" }, "--log-level"},
+		"log format":                     {func(o *options.Options) { o.LogFormat = "xml" }, "--log-format"},
+		"negative grace":                 {func(o *options.Options) { o.SpareGracePeriod = -1 }, "--spare-grace-period"},
+		"no retention":                   {func(o *options.Options) { o.TombstoneRetention = 0 }, "--tombstone-retention"},
+		"fewer claims than none":         {func(o *options.Options) { o.MaxClaimsPerCluster = -1 }, "--max-claims-per-cluster"},
+		"fewer ended claims":             {func(o *options.Options) { o.MaxEndedClaimsPerCluster = -1 }, "--max-ended-claims-per-cluster"},
+		"no heartbeat":                   {func(o *options.Options) { o.HeartbeatInterval = 0 }, "--heartbeat-interval"},
+		"no buffer":                      {func(o *options.Options) { o.WatchBuffer = 0 }, "--watch-buffer"},
+		"policy":                         {func(o *options.Options) { o.Policy = "policy" }, "--policy: \"policy\" is not <namespace>/<name>"},
+		"two policies":                   {func(o *options.Options) { o.Policy, o.PolicyFile = "hub/p", "file" }, "--policy: excludes --policy-file"},
+		"price list":                     {func(o *options.Options) { o.PriceList = "prices" }, "--price-list: \"prices\" is not <namespace>/<name>"},
+		"currency":                       {func(o *options.Options) { o.PriceCurrency = "euro" }, "--price-currency"},
+		"negative price of a CPU":        {func(o *options.Options) { o.PricePerCPU = -1 }, "--price-per-cpu"},
+		"price of memory":                {func(o *options.Options) { o.PricePerGiB = math.NaN() }, "--price-per-gib"},
+		"price of a GPU":                 {func(o *options.Options) { o.PricePerGPU = math.Inf(1) }, "--price-per-gpu"},
+		"free spot machines":             {func(o *options.Options) { o.PriceSpotShare = 0 }, "--price-spot-share"},
+		"spot dearer than on demand":     {func(o *options.Options) { o.PriceSpotShare = 1.1 }, "--price-spot-share"},
+		"spot share that is none":        {func(o *options.Options) { o.PriceSpotShare = math.NaN() }, "--price-spot-share"},
+		"socket's role without a socket": {func(o *options.Options) { o.UnixSocketRole = "reader" }, "--unix-socket-role"},
+		"socket with an unknown role":    {func(o *options.Options) { o.ListenUnixSocket, o.UnixSocketRole = "/s", "root" }, "none of cluster, reader"},
+		"socket of every Cluster's shim": {func(o *options.Options) { o.ListenUnixSocket, o.UnixSocketRole = "/s", "cluster" }, "that of one Cluster"},
+		"socket of some Cluster's shim": {func(o *options.Options) {
+			o.ListenUnixSocket, o.UnixSocketRole, o.UnixSocketClusters = "/s", "cluster", []string{"fleet/*"}
+		}, "that of one Cluster"},
+		"socket for a Cluster without a namespace": {func(o *options.Options) {
+			o.ListenUnixSocket, o.UnixSocketClusters = "/s", []string{"a"}
+		}, "is not <namespace>/<name>"},
+		"no time to shut down": {func(o *options.Options) { o.ShutdownGracePeriod = 0 }, "--shutdown-grace-period"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			o := valid()
@@ -80,6 +90,18 @@ func TestLoopbackPlaintextAndUnixSocketNeedNoCertificates(t *testing.T) {
 	o = options.New()
 	o.ListenAddress, o.ListenUnixSocket = "", "/run/agent.sock"
 	g.Expect(o.Validate()).To(Succeed())
+}
+
+func TestTheUnixSocketsGrantIsAsTheFlagsSay(t *testing.T) {
+	g := NewWithT(t)
+	o := valid()
+	o.ListenUnixSocket = "/run/agent.sock"
+	g.Expect(o.UnixSocketGrant()).To(Equal(authz.Everything()))
+	o.UnixSocketRole, o.UnixSocketClusters = "cluster", []string{"fleet/a"}
+	g.Expect(o.Validate()).To(Succeed())
+	g.Expect(o.UnixSocketGrant()).To(Equal(authz.Grant{
+		Role: authz.RoleCluster, Clusters: []types.NamespacedName{{Namespace: "fleet", Name: "a"}},
+	}))
 }
 
 func TestCommandLineWinsOverEnvironment(t *testing.T) {

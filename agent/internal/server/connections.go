@@ -109,7 +109,7 @@ func (i identifying) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthIn
 	if !ok {
 		return secured, info, nil // which no answer is sent on
 	}
-	identity := limitedAs(i.server.callerOn(info, raw.RemoteAddr()), info)
+	identity := limitedAs(i.server.callerOn(info), info)
 	ended, err := i.server.limits.Connect(identity)
 	if err != nil {
 		i.server.config.Log.Info("a connection is refused", "identity", identity, "address", raw.RemoteAddr().String(), "cause", err.Error())

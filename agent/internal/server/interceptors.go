@@ -3,7 +3,6 @@ package server
 import (
 	"context"
 	"fmt"
-	"net"
 	"runtime/debug"
 	"slices"
 
@@ -94,7 +93,7 @@ func (s *Server) identify(ctx context.Context, method string) (context.Context, 
 	}
 	c := caller{problem: "the connection has no identity"}
 	if p, ok := peer.FromContext(ctx); ok {
-		c = s.callerOn(p.AuthInfo, p.Addr)
+		c = s.callerOn(p.AuthInfo)
 	}
 	logger := s.config.Log.WithValues("requestID", id, "method", method, "identity", c.Identity)
 	ctx = log.IntoContext(ctx, logger)
@@ -106,14 +105,12 @@ func printable(id string) bool {
 	return id != "" && len(id) <= maxRequestID && !slices.ContainsFunc([]byte(id), func(b byte) bool { return b <= ' ' || b > '~' })
 }
 
-// callerOn says who calls on a connection, from its handshake and the address of the other side.
-func (s *Server) callerOn(handshake credentials.AuthInfo, address net.Addr) caller {
+// callerOn says who calls on a connection, from its handshake.
+func (s *Server) callerOn(handshake credentials.AuthInfo) caller {
 	if of, ok := handshake.(connectionInfo); ok {
 		handshake = of.AuthInfo
 	}
 	switch info := handshake.(type) {
-	case nil:
-		return caller{problem: "the connection has no identity"}
 	case credentials.TLSInfo:
 		// Verified by the handshake, or there would be no connection.
 		if len(info.State.VerifiedChains) == 0 || len(info.State.VerifiedChains[0]) == 0 {
@@ -124,14 +121,10 @@ func (s *Server) callerOn(handshake credentials.AuthInfo, address net.Addr) call
 			return caller{problem: err.Error()}
 		}
 		return caller{Caller: identified}
+	case localInfo:
+		return caller{Caller: info.caller}
 	default:
-		if info.AuthType() != "local" {
-			return caller{problem: "the connection has no identity"}
-		}
-		if _, unix := address.(*net.UnixAddr); unix {
-			return caller{Caller: authz.Local(authz.UnixSocket)}
-		}
-		return caller{Caller: authz.Local(authz.Loopback)}
+		return caller{problem: "the connection has no identity"}
 	}
 }
 

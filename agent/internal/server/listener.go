@@ -8,13 +8,15 @@ import (
 	"io/fs"
 	"net"
 	"os"
+	"syscall"
 	"time"
 
 	"github.com/go-logr/logr"
 	"github.com/prometheus/client_golang/prometheus"
 	"google.golang.org/grpc/credentials"
-	"google.golang.org/grpc/credentials/local"
+	grpclocal "google.golang.org/grpc/credentials/local"
 
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/pkg/certificates"
 )
 
@@ -54,6 +56,38 @@ func ListenTLS(ctx context.Context, address string, files TLSFiles) (Listener, f
 	return Listener{Listener: listener, Credentials: credentials.NewTLS(config), Security: "mutual TLS"}, stop, nil
 }
 
+// local is the handshake of a listener that is on this machine alone: everybody who can connect is the same caller.
+type local struct {
+	credentials.TransportCredentials
+
+	caller authz.Caller
+}
+
+func listensLocally(caller authz.Caller) credentials.TransportCredentials {
+	return local{grpclocal.NewCredentials(), caller}
+}
+
+// ServerHandshake is [credentials.TransportCredentials]'.
+func (l local) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	conn, info, err := l.TransportCredentials.ServerHandshake(raw)
+	if err != nil {
+		return nil, nil, err
+	}
+	return conn, localInfo{info, l.caller}, nil
+}
+
+// Clone is [credentials.TransportCredentials]'.
+func (l local) Clone() credentials.TransportCredentials {
+	return local{l.TransportCredentials.Clone(), l.caller}
+}
+
+// localInfo is a handshake's result that says who calls.
+type localInfo struct {
+	credentials.AuthInfo
+
+	caller authz.Caller
+}
+
 // ListenLoopback listens on a loopback TCP address, without TLS. Everybody who can connect is an administrator.
 func ListenLoopback(ctx context.Context, address string) (Listener, error) {
 	listener, err := listen(ctx, "tcp", address)
@@ -63,12 +97,14 @@ func ListenLoopback(ctx context.Context, address string) (Listener, error) {
 	if tcp, ok := listener.Addr().(*net.TCPAddr); !ok || !tcp.IP.IsLoopback() {
 		return Listener{}, errors.Join(fmt.Errorf("%s is not a loopback address", address), listener.Close())
 	}
-	return Listener{Listener: listener, Credentials: local.NewCredentials(), Security: "none, loopback only"}, nil
+	callers := authz.Caller{Identity: authz.Loopback, Grants: []authz.Grant{authz.Everything()}}
+	return Listener{Listener: listener, Credentials: listensLocally(callers), Security: "none, loopback only"}, nil
 }
 
-// ListenUnix listens on a unix socket that only this user and its group can open. A socket that an earlier process left behind
-// is replaced; one that somebody serves is not.
-func ListenUnix(ctx context.Context, path string) (Listener, error) {
+// ListenUnix listens on a unix socket that only this user and its group can open, and gives them a grant. A socket that an earlier process
+// left behind is replaced; one that somebody serves is not. It changes the process's umask for a moment, so that what is written elsewhere
+// meanwhile may be less readable than meant.
+func ListenUnix(ctx context.Context, path string, grant authz.Grant) (Listener, error) {
 	if info, err := os.Lstat(path); err == nil {
 		if info.Mode().Type() != fs.ModeSocket {
 			return Listener{}, fmt.Errorf("%s exists and is not a socket", path)
@@ -81,14 +117,15 @@ func ListenUnix(ctx context.Context, path string) (Listener, error) {
 			return Listener{}, fmt.Errorf("removing an old socket: %w", err)
 		}
 	}
+	// Nobody else may open it, from its first moment on. The group is how a sidecar of another user gets in.
+	before := syscall.Umask(0o117)
 	listener, err := listen(ctx, "unix", path)
+	syscall.Umask(before)
 	if err != nil {
 		return Listener{}, err
 	}
-	if err := os.Chmod(path, 0o660); err != nil { //nolint:gosec // The group is how a sidecar of another user gets in.
-		return Listener{}, errors.Join(fmt.Errorf("protecting the socket: %w", err), listener.Close())
-	}
-	return Listener{Listener: listener, Credentials: local.NewCredentials(), Security: "none, unix socket"}, nil
+	callers := authz.Caller{Identity: authz.UnixSocket, Grants: []authz.Grant{grant}}
+	return Listener{Listener: listener, Credentials: listensLocally(callers), Security: "none, unix socket: " + grant.String()}, nil
 }
 
 func listen(ctx context.Context, network, address string) (net.Listener, error) {

@@ -48,7 +48,7 @@ func (s *Server) entitled(ctx context.Context, cluster types.NamespacedName) err
 	method, _ := grpc.Method(ctx)
 	c := caller{problem: "the connection has no identity"}
 	if p, ok := peer.FromContext(ctx); ok {
-		c = s.callerOn(p.AuthInfo, p.Addr)
+		c = s.callerOn(p.AuthInfo)
 	}
 	switch {
 	case c.problem != "":

@@ -215,7 +215,7 @@ func start(t *testing.T, changes ...func(*fixture, *server.Config)) *fixture {
 	loopback, err := server.ListenLoopback(ctx, "127.0.0.1:0")
 	require.NoError(t, err)
 	f.socket = filepath.Join(t.TempDir(), "agent.sock")
-	unix, err := server.ListenUnix(ctx, f.socket)
+	unix, err := server.ListenUnix(ctx, f.socket, authz.Everything())
 	require.NoError(t, err)
 	f.address, f.loopback = secure.Addr().String(), loopback.Addr().String()
 	ended := make(chan error, 1)
@@ -393,21 +393,24 @@ func TestUnusableFilesAreNamedAtStart(t *testing.T) {
 
 func TestSocketsAreReplacedOnlyWhenNobodyServesThem(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "agent.sock")
-	first, err := server.ListenUnix(t.Context(), path)
+	first, err := server.ListenUnix(t.Context(), path, authz.Everything())
 	require.NoError(t, err)
-	_, err = server.ListenUnix(t.Context(), path)
+	info, err := os.Stat(path)
+	require.NoError(t, err)
+	require.Equal(t, os.FileMode(0o660), info.Mode().Perm())
+	_, err = server.ListenUnix(t.Context(), path, authz.Everything())
 	require.ErrorContains(t, err, "another process serves")
 	// A process that is killed leaves its socket behind.
 	unix, ok := first.Listener.(*net.UnixListener)
 	require.True(t, ok)
 	unix.SetUnlinkOnClose(false)
 	require.NoError(t, unix.Close())
-	second, err := server.ListenUnix(t.Context(), path)
+	second, err := server.ListenUnix(t.Context(), path, authz.Everything())
 	require.NoError(t, err)
 	require.NoError(t, second.Close())
 
 	require.NoError(t, os.WriteFile(path, nil, 0o600))
-	_, err = server.ListenUnix(t.Context(), path)
+	_, err = server.ListenUnix(t.Context(), path, authz.Everything())
 	require.ErrorContains(t, err, "is not a socket")
 }
 
