@@ -357,6 +357,8 @@ func (s *Sandbox) agent(ctx context.Context, name string, port int, kubeconfigFi
 			"--metrics-bind-address=" + address(metrics),
 			"--health-probe-bind-address=" + address(health),
 		}, s.options.AgentArgs...),
+		// Metrics are on loopback only.
+		Env:          []string{"CAPI_AGENT_METRICS_SECURE=false"},
 		Grace:        graceOfOurs,
 		RestartAfter: s.options.RestartAfter,
 		Ready:        healthy(http.DefaultClient, "http://"+address(health)+"/readyz"),
@@ -403,6 +405,7 @@ func (s *Sandbox) shim(ctx context.Context, agent AgentAccess) error {
 		Path: s.options.ShimBinary,
 		Env: append(s.shimAccess(agent), slices.Concat([]string{
 			"METRICS_BIND_ADDRESS=" + address(metrics),
+			"METRICS_SECURE=false",
 			"HEALTH_PROBE_BIND_ADDRESS=" + address(health),
 			// One replica: nobody to take over from.
 			"DISABLE_LEADER_ELECTION=true",

@@ -20,6 +20,7 @@ import (
 	appsv1 "k8s.io/api/apps/v1"
 	batchv1 "k8s.io/api/batch/v1"
 	corev1 "k8s.io/api/core/v1"
+	networkingv1 "k8s.io/api/networking/v1"
 	policyv1 "k8s.io/api/policy/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
 	"k8s.io/apimachinery/pkg/api/equality"
@@ -86,6 +87,13 @@ func TestRenderedManifests(t *testing.T) {
 						To(BeTrue(), "service %s names the port %q", service.Name, port.TargetPort.StrVal)
 				}
 			}
+			for _, of := range of[networkingv1.NetworkPolicy](t, objects, "NetworkPolicy") {
+				g.Expect(labels.SelectorFromSet(of.Spec.PodSelector.MatchLabels).Matches(labels.Set(pod.Labels))).To(BeTrue())
+				let := lo.FlatMap(of.Spec.Ingress, func(r networkingv1.NetworkPolicyIngressRule, _ int) []string {
+					return lo.Map(r.Ports, func(p networkingv1.NetworkPolicyPort, _ int) string { return p.Port.StrVal })
+				})
+				g.Expect(let).To(ConsistOf(lo.Map(pod.Spec.Containers[0].Ports, func(p corev1.ContainerPort, _ int) string { return p.Name })))
+			}
 			for _, budget := range of[policyv1.PodDisruptionBudget](t, objects, "PodDisruptionBudget") {
 				g.Expect(labels.SelectorFromSet(budget.Spec.Selector.MatchLabels).Matches(labels.Set(pod.Labels))).To(BeTrue())
 			}
@@ -96,8 +104,13 @@ func TestRenderedManifests(t *testing.T) {
 			g.Expect(lo.Map(of[corev1.ServiceAccount](t, objects, "ServiceAccount"), func(a corev1.ServiceAccount, _ int) string { return a.Name })).
 				To(ConsistOf(account))
 			subject := rbacv1.Subject{Kind: rbacv1.ServiceAccountKind, Name: account, Namespace: c.namespace}
+			prometheus := rbacv1.Subject{Kind: rbacv1.ServiceAccountKind, Name: "prometheus", Namespace: "monitoring"}
 			for _, binding := range of[rbacv1.ClusterRoleBinding](t, objects, "ClusterRoleBinding") {
-				g.Expect(binding.Subjects).To(ConsistOf(subject))
+				if strings.Contains(binding.Name, "metrics-reader") {
+					g.Expect(binding.Subjects).To(ConsistOf(prometheus))
+				} else {
+					g.Expect(binding.Subjects).To(ConsistOf(subject))
+				}
 				g.Expect(names(objects, binding.RoleRef.Kind, "")).To(ContainElement(binding.RoleRef.Name))
 			}
 			for _, binding := range of[rbacv1.RoleBinding](t, objects, "RoleBinding") {
@@ -138,11 +151,52 @@ func TestAgentConfinedToNamespacesGetsNoClusterWideRights(t *testing.T) {
 
 	for _, role := range of[rbacv1.ClusterRole](t, objects, "ClusterRole") {
 		for _, rule := range role.Rules {
-			g.Expect(rule.APIGroups).To(ConsistOf("apiextensions.k8s.io"))
+			g.Expect(append(rule.Resources, rule.NonResourceURLs...)).To(
+				ConsistOf(BeElementOf("customresourcedefinitions", "tokenreviews", "subjectaccessreviews", "/metrics")))
 		}
 	}
 	g.Expect(lo.Map(of[rbacv1.Role](t, objects, "Role"), func(r rbacv1.Role, _ int) string { return r.Namespace })).
 		To(ConsistOf("team-a", "team-b"))
+}
+
+// A policy that forgot one would cut the shim off.
+func TestTheShimsNetworkPolicyLetsItCallWhatItCalls(t *testing.T) {
+	g := NewWithT(t)
+	objects := render(t, charts[1], filepath.Join(root(t), "deploy/charts/shim/ci/defaults-values.yaml"),
+		"--set", "networkPolicy.enabled=true,networkPolicy.apiServerPorts={16443},agent.address=agent.example:9443")
+	policies := of[networkingv1.NetworkPolicy](t, objects, "NetworkPolicy")
+	g.Expect(policies).To(HaveLen(1))
+	ports := lo.FlatMap(policies[0].Spec.Egress, func(r networkingv1.NetworkPolicyEgressRule, _ int) []int32 {
+		g.Expect(r.To).To(BeEmpty())
+		return lo.Map(r.Ports, func(p networkingv1.NetworkPolicyPort, _ int) int32 { return p.Port.IntVal })
+	})
+	g.Expect(ports).To(ConsistOf(int32(53), int32(53), int32(16443), int32(9443)))
+}
+
+// The rights of the agent are asked for where it uses them, and Prometheus is told how to come in.
+func TestMetricsAreSecureUnlessTheValuesSayOtherwise(t *testing.T) {
+	for _, c := range charts {
+		for set, secure := range map[string]bool{"metrics.secure=true": true, "metrics.secure=false": false} {
+			t.Run(c.name+" "+set, func(t *testing.T) {
+				g := NewWithT(t)
+				objects := render(t, c, filepath.Join(chartPath(t, c), "ci", "defaults-values.yaml"), "--set", set+",metrics.serviceMonitor.enabled=true")
+				args := of[appsv1.Deployment](t, objects, "Deployment")[0].Spec.Template.Spec.Containers[0].Args
+				g.Expect(slices.Contains(args, "--metrics-secure=false")).To(Equal(!secure))
+				asks := lo.ContainsBy(rules(t, objects), func(r rbacv1.PolicyRule) bool { return slices.Contains(r.Resources, "tokenreviews") })
+				g.Expect(asks).To(Equal(secure))
+				monitor, found := lo.Find(objects, func(o *unstructured.Unstructured) bool { return o.GetKind() == "ServiceMonitor" })
+				g.Expect(found).To(BeTrue())
+				endpoints, _, err := unstructured.NestedSlice(monitor.Object, "spec", "endpoints")
+				g.Expect(err).NotTo(HaveOccurred())
+				g.Expect(endpoints).To(HaveLen(1))
+				if secure {
+					g.Expect(endpoints[0]).To(And(HaveKeyWithValue("scheme", "https"), HaveKey("bearerTokenFile"), HaveKey("tlsConfig")))
+				} else {
+					g.Expect(endpoints[0]).NotTo(HaveKey("scheme"))
+				}
+			})
+		}
+	}
 }
 
 // Where nothing is confined the right is in the ClusterRole, else in the Role of each namespace.

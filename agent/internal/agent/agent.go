@@ -18,7 +18,6 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/healthz"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
-	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
@@ -230,12 +229,16 @@ func newManager(c Config, scope hub.Scope) (manager.Manager, error) {
 	rest.Wrap(limits.Transport)
 	rest.Wrap(hub.Lean)
 	rest.Wrap(hub.Served)
+	metrics, err := metricsOptions(c.Options)
+	if err != nil {
+		return nil, err
+	}
 	mgr, err := manager.New(rest, manager.Options{
 		Scheme:                 scheme,
 		MapperProvider:         hub.NewMapper,
 		Cache:                  caches,
 		Logger:                 c.Log,
-		Metrics:                metricsserver.Options{BindAddress: c.Options.MetricsBindAddress},
+		Metrics:                metrics,
 		HealthProbeBindAddress: c.Options.HealthProbeBindAddress,
 		// Every agent may do every step at any time, so there is no leader.
 		LeaderElection:          false,

@@ -62,6 +62,12 @@ type Options struct {
 
 	// MetricsBindAddress and HealthProbeBindAddress are host:port; 0 serves none.
 	MetricsBindAddress, HealthProbeBindAddress string
+	// MetricsSecure serves metrics over HTTPS, to those who may get the path /metrics from the hub's API server. Otherwise everybody who can
+	// connect gets them.
+	MetricsSecure bool
+	// MetricsTLSCertFile and MetricsTLSKeyFile are PEM files with the certificate of the metrics, read again when they change. Empty means
+	// TLSCertFile and TLSKeyFile; without those the agent makes a certificate that nobody can verify.
+	MetricsTLSCertFile, MetricsTLSKeyFile string
 	// LogLevel is error, info, debug or trace. LogFormat is json or console.
 	LogLevel, LogFormat string
 
@@ -113,6 +119,7 @@ func New() *Options {
 		KubeAPIQPS:             500,
 		KubeAPIBurst:           1000,
 		MetricsBindAddress:     ":8080",
+		MetricsSecure:          true,
 		HealthProbeBindAddress: ":8081",
 		LogLevel:               "info",
 		LogFormat:              "json",
@@ -172,6 +179,13 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 	flags.IntVar(&o.KubeAPIBurst, "kube-api-burst", o.KubeAPIBurst, "Requests to the hub's API server at once for each kind of object.")
 	flags.StringVar(&o.MetricsBindAddress, "metrics-bind-address", o.MetricsBindAddress,
 		"The `host:port` to serve Prometheus metrics on, under /metrics. 0 serves none.")
+	flags.BoolVar(&o.MetricsSecure, "metrics-secure", o.MetricsSecure,
+		"Serve metrics over HTTPS, to those who may get the path /metrics by the hub's RBAC. Otherwise over HTTP, to everybody who can connect.")
+	flags.StringVar(&o.MetricsTLSCertFile, "metrics-tls-cert-file", o.MetricsTLSCertFile,
+		"The PEM `file` with the certificate chain of the metrics. Read again when it changes. Empty means --tls-cert-file; without that the agent "+
+			"makes a certificate that cannot be verified.")
+	flags.StringVar(&o.MetricsTLSKeyFile, "metrics-tls-key-file", o.MetricsTLSKeyFile,
+		"The PEM `file` with the private key of the metrics. Read again when it changes.")
 	flags.StringVar(&o.HealthProbeBindAddress, "health-probe-bind-address", o.HealthProbeBindAddress,
 		"The `host:port` to serve /healthz and /readyz on. 0 serves none.")
 	flags.StringVar(&o.LogLevel, "log-level", o.LogLevel, "What is logged: error, info, debug or trace.")
@@ -322,6 +336,7 @@ func (o *Options) Validate() error {
 			wrong(flag, "%q is neither host:port nor 0", address)
 		}
 	}
+	o.validateMetrics(wrong)
 	if levels := []string{LogError, LogInfo, LogDebug, LogTrace}; !slices.Contains(levels, o.LogLevel) {
 		wrong("log-level", "%q is none of %s", o.LogLevel, strings.Join(levels, ", "))
 	}
@@ -377,6 +392,23 @@ func (o *Options) ValidateScope() error {
 		errs = append(errs, fmt.Errorf("--%s: %s", flag, fmt.Sprintf(format, args...)))
 	})
 	return errors.Join(errs...)
+}
+
+func (o *Options) validateMetrics(wrong func(flag, format string, args ...any)) {
+	switch {
+	case (o.MetricsTLSCertFile == "") != (o.MetricsTLSKeyFile == ""):
+		wrong("metrics-tls-cert-file", "goes with --metrics-tls-key-file; set both or neither")
+	case o.MetricsTLSCertFile != "" && !o.MetricsSecure:
+		wrong("metrics-tls-cert-file", "has no effect with --metrics-secure=false; drop one of the two")
+	}
+}
+
+// MetricsTLS returns the files with the certificate of the metrics and its key. Both are empty when the agent has to make one.
+func (o *Options) MetricsTLS() (certFile, keyFile string) {
+	if o.MetricsTLSCertFile != "" {
+		return o.MetricsTLSCertFile, o.MetricsTLSKeyFile
+	}
+	return o.TLSCertFile, o.TLSKeyFile
 }
 
 func (o *Options) validateScope(wrong func(flag, format string, args ...any)) {

@@ -72,6 +72,10 @@ func TestEveryMistakeNamesItsFlag(t *testing.T) {
 		"socket for a Cluster without a namespace": {func(o *options.Options) {
 			o.ListenUnixSocket, o.UnixSocketClusters = "/s", []string{"a"}
 		}, "is not <namespace>/<name>"},
+		"metrics' certificate without a key": {func(o *options.Options) { o.MetricsTLSCertFile = "tls.crt" }, "--metrics-tls-key-file"},
+		"certificate of open metrics": {func(o *options.Options) {
+			o.MetricsSecure, o.MetricsTLSCertFile, o.MetricsTLSKeyFile = false, "tls.crt", "tls.key"
+		}, "--metrics-secure=false"},
 		"no time to shut down": {func(o *options.Options) { o.ShutdownGracePeriod = 0 }, "--shutdown-grace-period"},
 	} {
 		t.Run(name, func(t *testing.T) {

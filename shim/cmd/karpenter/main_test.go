@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"crypto/tls"
 	"net"
 	"net/http"
 	"os"
@@ -17,8 +18,10 @@ import (
 	"github.com/samber/lo"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	authenticationv1 "k8s.io/api/authentication/v1"
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes/scheme"
@@ -123,20 +126,20 @@ func (s *spoke) listen() {
 	s.agent.Serve(listener)
 }
 
-// start runs karpenter.
-func (s *spoke) start() {
+// start runs karpenter, with further flags.
+func (s *spoke) start(args ...string) {
 	s.t.Helper()
 	logFile, err := os.Create(filepath.Join(s.t.TempDir(), "karpenter.log"))
 	require.NoError(s.t, err)
 	s.log = logFile.Name()
 	cluster := fakeagent.DefaultCluster()
-	s.process = exec.Command(os.Args[0],
-		"--agent-address="+s.address, "--agent-plaintext-loopback",
-		"--cluster-namespace="+cluster.GetNamespace(), "--cluster-name="+cluster.GetName(),
-		"--metrics-bind-address="+s.metrics, "--health-probe-bind-address="+s.health,
+	s.process = exec.Command(os.Args[0], append([]string{
+		"--agent-address=" + s.address, "--agent-plaintext-loopback",
+		"--cluster-namespace=" + cluster.GetNamespace(), "--cluster-name=" + cluster.GetName(),
+		"--metrics-bind-address=" + s.metrics, "--health-probe-bind-address=" + s.health,
 		"--hub-unreachable-grace-period=3s", "--claim-sync-interval=2s", "--batch-idle-duration=100ms",
 		"--leader-election-namespace=default",
-	)
+	}, args...)...)
 	s.process.Env = append(os.Environ(), asKarpenter+"=1", "KUBECONFIG="+s.kubeconfig)
 	s.process.Stdout, s.process.Stderr = logFile, logFile
 	require.NoError(s.t, s.process.Start())
@@ -431,6 +434,53 @@ func TestWithoutAHubTheProcessIsHealthyAndGoesOnWhenThereIsOne(t *testing.T) {
 	s.ready(metav1.ConditionTrue)
 	nodeClaim := s.launched()
 	s.registered(nodeClaim, s.provisioned(nodeClaim))
+}
+
+// The process is an administrator of the spoke here, so that the spoke lets it ask about others.
+func TestMetricsAreForThoseWhoMayReadThem(t *testing.T) {
+	s := newSpoke(t)
+	reader, other := s.serviceAccount("reader"), s.serviceAccount("other")
+	s.create(&rbacv1.ClusterRole{
+		ObjectMeta: metav1.ObjectMeta{Name: "metrics-reader"},
+		Rules:      []rbacv1.PolicyRule{{NonResourceURLs: []string{"/metrics"}, Verbs: []string{"get"}}},
+	})
+	s.create(&rbacv1.ClusterRoleBinding{
+		ObjectMeta: metav1.ObjectMeta{Name: "metrics-reader"},
+		RoleRef:    rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "metrics-reader"},
+		Subjects:   []rbacv1.Subject{{Kind: rbacv1.ServiceAccountKind, Namespace: metav1.NamespaceDefault, Name: "reader"}},
+	})
+	s.start("--enable-profiling")
+	s.eventually(func() bool { return s.scrape("/metrics", reader) == http.StatusOK }, "the reader reads")
+	assert.Equal(t, http.StatusForbidden, s.scrape("/debug/pprof/heap", reader))
+	assert.Equal(t, http.StatusForbidden, s.scrape("/metrics", other))
+	assert.Equal(t, http.StatusUnauthorized, s.scrape("/metrics", ""))
+	assert.Equal(t, http.StatusUnauthorized, s.scrape("/debug/pprof/heap", ""))
+}
+
+// serviceAccount returns a token of a new one.
+func (s *spoke) serviceAccount(name string) string {
+	s.t.Helper()
+	account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, Name: name}}
+	s.create(account)
+	request := &authenticationv1.TokenRequest{}
+	require.NoError(s.t, s.SubResource("token").Create(s.t.Context(), account, request))
+	return request.Status.Token
+}
+
+// scrape returns the status of an answer of the metrics' server.
+func (s *spoke) scrape(path, token string) int {
+	s.t.Helper()
+	request, err := http.NewRequestWithContext(s.t.Context(), http.MethodGet, "https://"+s.metrics+path, http.NoBody)
+	require.NoError(s.t, err)
+	if token != "" {
+		request.Header.Set("Authorization", "Bearer "+token)
+	}
+	// The process makes its certificate itself.
+	https := &http.Client{Transport: &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, DisableKeepAlives: true}} //nolint:gosec // see above
+	response, err := https.Do(request)
+	require.NoError(s.t, err)
+	assert.NoError(s.t, response.Body.Close())
+	return response.StatusCode
 }
 
 func TestWrongFlagsAreToldAndNotPanicked(t *testing.T) {

@@ -7,10 +7,12 @@ package operator
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"net/http"
 	"net/http/pprof"
+	"path/filepath"
 	"runtime/debug"
 	"slices"
 	"strings"
@@ -33,6 +35,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/healthz"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
+	"sigs.k8s.io/controller-runtime/pkg/metrics/filters"
 	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/controllers/nodeoverlay"
@@ -76,7 +79,11 @@ func New(ctx context.Context, config *rest.Config) (*coreoperator.Operator, erro
 	if err != nil {
 		return nil, fmt.Errorf("making a client: %w", err)
 	}
-	m, err := manager.New(config, managerOptions(ctx, leaderConfig))
+	managerOptions, err := managerOptions(ctx, leaderConfig)
+	if err != nil {
+		return nil, err
+	}
+	m, err := manager.New(config, managerOptions)
 	if err != nil {
 		return nil, fmt.Errorf("making the manager: %w", err)
 	}
@@ -97,9 +104,10 @@ func New(ctx context.Context, config *rest.Config) (*coreoperator.Operator, erro
 	}, nil
 }
 
-func managerOptions(ctx context.Context, leaderConfig *rest.Config) manager.Options {
-	core, shim := coreoptions.FromContext(ctx), options.FromContext(ctx)
-	managerOptions := manager.Options{
+func managerOptions(ctx context.Context, leaderConfig *rest.Config) (manager.Options, error) {
+	core := coreoptions.FromContext(ctx)
+	metrics, err := metricsOptions(ctx)
+	return manager.Options{
 		Logger:                        logging.IgnoreDebugEvents(log.FromContext(ctx)),
 		LeaderElection:                !core.DisableLeaderElection,
 		LeaderElectionID:              core.LeaderElectionName,
@@ -107,8 +115,8 @@ func managerOptions(ctx context.Context, leaderConfig *rest.Config) manager.Opti
 		LeaderElectionResourceLock:    resourcelock.LeasesResourceLock,
 		LeaderElectionReleaseOnCancel: true,
 		LeaderElectionConfig:          leaderConfig,
-		Metrics:                       metricsserver.Options{BindAddress: bindAddress(shim.MetricsBindAddress, core.MetricsPort)},
-		HealthProbeBindAddress:        bindAddress(shim.HealthProbeBindAddress, core.HealthProbePort),
+		Metrics:                       metrics,
+		HealthProbeBindAddress:        bindAddress(options.FromContext(ctx).HealthProbeBindAddress, core.HealthProbePort),
 		BaseContext:                   func() context.Context { return context.WithoutCancel(ctx) },
 		Controller: ctrlconfig.Controller{
 			EnableWarmup: new(!core.DisableLeaderElection && !core.DisableControllerWarmup),
@@ -116,11 +124,36 @@ func managerOptions(ctx context.Context, leaderConfig *rest.Config) manager.Opti
 			// releases that go with this Kubernetes.
 			UsePriorityQueue: new(false),
 		},
-	}
+	}, err
+}
+
+// metricsOptions say how metrics are served. An error says that there is a certificate for them that cannot be used.
+func metricsOptions(ctx context.Context) (metricsserver.Options, error) {
+	core, shim := coreoptions.FromContext(ctx), options.FromContext(ctx)
+	served := metricsserver.Options{BindAddress: bindAddress(shim.MetricsBindAddress, core.MetricsPort)}
 	if core.EnableProfiling {
-		managerOptions.Metrics.ExtraHandlers = profiling()
+		served.ExtraHandlers = profiling()
 	}
-	return managerOptions
+	if !shim.MetricsSecure {
+		return served, nil
+	}
+	served.SecureServing = true
+	served.FilterProvider = filters.WithAuthenticationAndAuthorization
+	served.TLSOpts = []func(*tls.Config){func(config *tls.Config) { config.MinVersion = tls.VersionTLS13 }}
+	if shim.MetricsTLSCertFile == "" {
+		return served, nil // controller-runtime makes one
+	}
+	// It would make one in place of files that are not there, too.
+	if _, err := tls.LoadX509KeyPair(shim.MetricsTLSCertFile, shim.MetricsTLSKeyFile); err != nil {
+		return served, fmt.Errorf("--metrics-tls-cert-file: %w", err)
+	}
+	served.CertDir, served.CertName = filepath.Split(shim.MetricsTLSCertFile)
+	keyName, err := filepath.Rel(served.CertDir, shim.MetricsTLSKeyFile)
+	if err != nil {
+		return served, fmt.Errorf("--metrics-tls-key-file: %w", err)
+	}
+	served.KeyName = keyName
+	return served, nil
 }
 
 func bindAddress(address string, port int) string {

@@ -59,8 +59,12 @@ type Options struct {
 	UnavailableOfferingTTL time.Duration
 
 	// MetricsBindAddress and HealthProbeBindAddress are host:port; empty means all addresses and core's port flags.
-	MetricsBindAddress     string
-	HealthProbeBindAddress string
+	MetricsBindAddress string
+	// MetricsSecure serves metrics and profiles over HTTPS, to those who may get their paths from the spoke's API server.
+	MetricsSecure bool
+	// MetricsTLSCertFile and MetricsTLSKeyFile are PEM files with the certificate of the metrics. Without them the shim makes one.
+	MetricsTLSCertFile, MetricsTLSKeyFile string
+	HealthProbeBindAddress                string
 
 	nodeLabelKeys string
 	// These are accepted, whatever they are, and have no effect.
@@ -131,6 +135,12 @@ func (o *Options) AddFlags(fs *options.FlagSet) {
 			"without offerings after no node group served its NodeClaim.")
 	fs.StringVar(&o.MetricsBindAddress, "metrics-bind-address", "",
 		"host:port of the metrics endpoint, or 0 for none. Defaults to --metrics-port on all addresses.")
+	fs.BoolVar(&o.MetricsSecure, "metrics-secure", true,
+		"Serve metrics, and profiles, over HTTPS, to those who may get their paths by the spoke's RBAC. Otherwise over HTTP, to everybody who can connect.")
+	fs.StringVar(&o.MetricsTLSCertFile, "metrics-tls-cert-file", "",
+		"PEM file with the certificate chain of the metrics. Re-read when it changes. Without it the shim makes a certificate that cannot be verified.")
+	fs.StringVar(&o.MetricsTLSKeyFile, "metrics-tls-key-file", "",
+		"PEM file with the private key of the metrics. Re-read when it changes.")
 	fs.StringVar(&o.HealthProbeBindAddress, "health-probe-bind-address", "",
 		"host:port of the health endpoint, or 0 for none. Defaults to --health-probe-port on all addresses.")
 	fs.StringVar(&o.nodeLabelKeys, "node-label-keys", "",
@@ -187,7 +197,7 @@ func (o *Options) parseEnvironment(fs *options.FlagSet) error {
 
 // Validate returns everything that is wrong, joined.
 func (o *Options) Validate() error {
-	return errors.Join(o.validateAgent(), o.validateCluster(), o.validateTimes(), o.validateAddresses(), o.validateKeys())
+	return errors.Join(o.validateAgent(), o.validateCluster(), o.validateTimes(), o.validateAddresses(), o.validateMetrics(), o.validateKeys())
 }
 
 func (o *Options) validateAgent() error {
@@ -282,6 +292,16 @@ func (o *Options) validateAddresses() error {
 		}
 	}
 	return errors.Join(errs...)
+}
+
+func (o *Options) validateMetrics() error {
+	switch {
+	case (o.MetricsTLSCertFile == "") != (o.MetricsTLSKeyFile == ""):
+		return errors.New("--metrics-tls-cert-file goes with --metrics-tls-key-file: set both or neither")
+	case o.MetricsTLSCertFile != "" && !o.MetricsSecure:
+		return errors.New("--metrics-tls-cert-file has no effect with --metrics-secure=false: drop one of the two")
+	}
+	return nil
 }
 
 func (o *Options) validateKeys() error {

@@ -130,3 +130,15 @@ group: {{ .group }}
 {{- define "capi-agent.hasLedger" -}}
 {{ . }}.metadata.?annotations[?'agent.karpenter.cluster.x-k8s.io/ledger'].orValue('').contains('"of":"' + {{ . }}.metadata.namespace + '/' + {{ . }}.metadata.name + '"')
 {{- end }}
+
+{{/* Whether metrics are served over HTTPS, to those who may read them: "true" or nothing. Values of an older release do not say. */}}
+{{- define "capi-agent.metricsSecure" -}}
+{{- if ne (toString .Values.metrics.secure) "false" -}}
+true
+{{- end }}
+{{- end }}
+
+{{/* The secret with the certificate of the metrics, when they have one of their own. */}}
+{{- define "capi-agent.metricsSecretName" -}}
+{{- if include "capi-agent.metricsSecure" . }}{{ (.Values.metrics.tls).secretName }}{{ end }}
+{{- end }}

@@ -58,3 +58,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 true
 {{- end }}
 {{- end }}
+
+{{/* Whether metrics are served over HTTPS, to those who may read them: "true" or nothing. Values of an older release do not say. */}}
+{{- define "karpenter.metricsSecure" -}}
+{{- if ne (toString .Values.metrics.secure) "false" -}}
+true
+{{- end }}
+{{- end }}
+
+{{/* The secret with the certificate of the metrics, when they have one of their own. */}}
+{{- define "karpenter.metricsSecretName" -}}
+{{- if include "karpenter.metricsSecure" . }}{{ (.Values.metrics.tls).secretName }}{{ end }}
+{{- end }}

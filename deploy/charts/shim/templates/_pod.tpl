@@ -1,6 +1,7 @@
 {{/* The pod that runs Karpenter, or that only says what would be adopted. */}}
 {{- define "karpenter.pod" -}}
 {{- $tls := include "karpenter.tls" . }}
+{{- $metricsSecret := include "karpenter.metricsSecretName" . }}
 metadata:
   labels:
     {{- include "karpenter.selectorLabels" . | nindent 4 }}
@@ -67,6 +68,13 @@ spec:
         {{- end }}
         {{- with .Values.nodeRepairAfter }}
         - --node-repair-after={{ . }}
+        {{- end }}
+        {{- if not (include "karpenter.metricsSecure" .) }}
+        - --metrics-secure=false
+        {{- end }}
+        {{- if $metricsSecret }}
+        - --metrics-tls-cert-file=/etc/karpenter/metrics-tls/tls.crt
+        - --metrics-tls-key-file=/etc/karpenter/metrics-tls/tls.key
         {{- end }}
         {{- with .Values.extraArgs }}
         {{- toYaml . | nindent 8 }}
@@ -141,8 +149,13 @@ spec:
         {{- toYaml .Values.resources | nindent 8 }}
       securityContext:
         {{- toYaml .Values.securityContext | nindent 8 }}
-      {{- if or $tls .Values.kubeconfig.secretName .Values.extraVolumeMounts }}
+      {{- if or $tls $metricsSecret .Values.kubeconfig.secretName .Values.extraVolumeMounts }}
       volumeMounts:
+        {{- if $metricsSecret }}
+        - name: metrics-tls
+          mountPath: /etc/karpenter/metrics-tls
+          readOnly: true
+        {{- end }}
         {{- if $tls }}
         - name: agent-client
           mountPath: /etc/karpenter/agent-client
@@ -160,8 +173,13 @@ spec:
     {{- if and .Values.sidecars (not .Values.planAdoption) }}
     {{- toYaml .Values.sidecars | nindent 4 }}
     {{- end }}
-  {{- if or $tls .Values.kubeconfig.secretName .Values.extraVolumes }}
+  {{- if or $tls $metricsSecret .Values.kubeconfig.secretName .Values.extraVolumes }}
   volumes:
+    {{- if $metricsSecret }}
+    - name: metrics-tls
+      secret:
+        secretName: {{ $metricsSecret }}
+    {{- end }}
     {{- if $tls }}
     - name: agent-client
       secret:
