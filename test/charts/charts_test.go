@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"io/fs"
 	"os"
@@ -164,13 +165,52 @@ func TestTheShimsNetworkPolicyLetsItCallWhatItCalls(t *testing.T) {
 	g := NewWithT(t)
 	objects := render(t, charts[1], filepath.Join(root(t), "deploy/charts/shim/ci/defaults-values.yaml"),
 		"--set", "networkPolicy.enabled=true,networkPolicy.apiServerPorts={16443},agent.address=agent.example:9443")
+	g.Expect(egress(t, objects)).To(ConsistOf(int32(53), int32(53), int32(16443), int32(8443), int32(9443)))
+
+	onSocket := render(t, charts[1], filepath.Join(root(t), "deploy/charts/shim/ci/sidecar-values.yaml"),
+		"--set", "networkPolicy.enabled=true,agent.address=unix:///run/agent/agent-1")
+	g.Expect(egress(t, onSocket)).To(ConsistOf(int32(53), int32(53), int32(443), int32(6443)))
+}
+
+// A rule without ports lets everything out.
+func TestNetworkPoliciesHaveNoRuleWithoutPorts(t *testing.T) {
+	for _, c := range charts {
+		for _, none := range []string{"[]", "null"} {
+			g := NewWithT(t)
+			objects := render(t, c, filepath.Join(chartPath(t, c), "ci", "defaults-values.yaml"),
+				"--set", "networkPolicy.enabled=true", "--set-json", fmt.Sprintf(`networkPolicy.apiServerPorts=%s,networkPolicy.dnsPorts=%[1]s`, none))
+			for _, port := range egress(t, objects) {
+				g.Expect(port).To(BeEquivalentTo(8443), "the agent's")
+			}
+		}
+	}
+}
+
+// egress returns the ports that the one network policy lets connections out to, whomever they are of.
+func egress(t *testing.T, objects []*unstructured.Unstructured) []int32 {
+	t.Helper()
+	g := NewWithT(t)
 	policies := of[networkingv1.NetworkPolicy](t, objects, "NetworkPolicy")
 	g.Expect(policies).To(HaveLen(1))
-	ports := lo.FlatMap(policies[0].Spec.Egress, func(r networkingv1.NetworkPolicyEgressRule, _ int) []int32 {
+	return lo.FlatMap(policies[0].Spec.Egress, func(r networkingv1.NetworkPolicyEgressRule, _ int) []int32 {
 		g.Expect(r.To).To(BeEmpty())
+		g.Expect(r.Ports).NotTo(BeEmpty())
 		return lo.Map(r.Ports, func(p networkingv1.NetworkPolicyPort, _ int) int32 { return p.Port.IntVal })
 	})
-	g.Expect(ports).To(ConsistOf(int32(53), int32(53), int32(16443), int32(9443)))
+}
+
+// As helm upgrade --reuse-values does with the values of a release that is older than they.
+func TestValuesOfAReleaseWithoutSecureMetrics(t *testing.T) {
+	for _, c := range charts {
+		t.Run(c.name, func(t *testing.T) {
+			g := NewWithT(t)
+			objects := render(t, c, filepath.Join(chartPath(t, c), "ci", "defaults-values.yaml"), "--set",
+				"metrics.secure=null,metrics.tls=null,metrics.readers=null,metrics.serviceMonitor.tlsConfig=null,networkPolicy=null")
+			pod := of[appsv1.Deployment](t, objects, "Deployment")[0].Spec.Template.Spec
+			g.Expect(pod.Volumes).To(HaveLen(1))
+			g.Expect(pod.Containers[0].Args).NotTo(ContainElement(HavePrefix("--metrics-tls")))
+		})
+	}
 }
 
 // The rights of the agent are asked for where it uses them, and Prometheus is told how to come in.
@@ -263,7 +303,8 @@ func TestThePlanOfAdoptionIsAJobInPlaceOfKarpenter(t *testing.T) {
 		jobs := of[batchv1.Job](t, objects, "Job")
 		g.Expect(jobs).To(HaveLen(1))
 		planning := jobs[0].Spec.Template.Spec
-		running := of[appsv1.Deployment](t, render(t, c, values), "Deployment")[0].Spec.Template.Spec
+		// It serves no metrics, and waits for no certificate of theirs.
+		running := of[appsv1.Deployment](t, render(t, c, values, "--set", "metrics.tls.secretName="), "Deployment")[0].Spec.Template.Spec
 		g.Expect(planning.Containers).To(HaveLen(1), "a sidecar would not end")
 		g.Expect(planning.Containers[0].Args).To(Equal(append([]string{"plan-adoption"}, running.Containers[0].Args...)))
 		g.Expect(equality.Semantic.DeepEqual(planning.Containers[0].Env, running.Containers[0].Env)).To(BeTrue(), "the same environment")
@@ -288,6 +329,15 @@ func TestValuesThatCannotWorkAreRefused(t *testing.T) {
 		{"an issuer that is neither made nor named", charts[0], "tls.certManager.issuer.create=false", "tls.certManager.issuer.name is required"},
 		{"no agent", charts[1], "cluster.namespace=n,cluster.name=c", "agent.address is required"},
 		{"no Cluster", charts[1], "agent.address=a:8443", "cluster.namespace is required"},
+		{
+			"metrics of the hub that the spoke is asked about", charts[1],
+			"agent.address=a:8443,cluster.namespace=n,cluster.name=c,kubeconfig.secretName=k", "metrics.secure must be false",
+		},
+		{
+			"readers of metrics without their role", charts[1],
+			"agent.address=a:8443,cluster.namespace=n,cluster.name=c,rbac.create=false,metrics.readers[0].namespace=n,metrics.readers[0].name=p",
+			"metrics.readers needs rbac.create",
+		},
 		{"a feature gate that Karpenter does not have", charts[1], "settings.featureGates.Fly=true", "Fly"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {

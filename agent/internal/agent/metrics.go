@@ -3,36 +3,51 @@ package agent
 import (
 	"crypto/tls"
 	"fmt"
+	"net/http"
 	"path/filepath"
 
+	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/metrics/filters"
 	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/options"
 )
 
-// metricsOptions say how metrics are served. An error says that there is a certificate for them that cannot be used.
+// Reviews of those who want metrics, each second and at once: whoever can connect causes them.
+const (
+	reviewQPS   = 5
+	reviewBurst = 10
+)
+
+// metricsOptions returns how metrics are served. It returns an error if the configured certificate cannot be used.
 func metricsOptions(o *options.Options) (metricsserver.Options, error) {
 	served := metricsserver.Options{BindAddress: o.MetricsBindAddress}
-	if !o.MetricsSecure {
+	if !o.MetricsSecure || o.MetricsBindAddress == "0" {
 		return served, nil
 	}
 	served.SecureServing = true
-	served.FilterProvider = filters.WithAuthenticationAndAuthorization
+	served.FilterProvider = func(config *rest.Config, client *http.Client) (metricsserver.Filter, error) {
+		config = rest.CopyConfig(config)
+		config.QPS, config.Burst = reviewQPS, reviewBurst
+		return filters.WithAuthenticationAndAuthorization(config, client)
+	}
 	served.TLSOpts = []func(*tls.Config){func(config *tls.Config) { config.MinVersion = tls.VersionTLS13 }}
 	certFile, keyFile := o.MetricsTLS()
 	if certFile == "" {
-		return served, nil // controller-runtime makes one
+		return served, nil // controller-runtime generates one
 	}
-	// It would make one in place of files that are not there, too.
+	// It would also generate one if the files were missing.
 	if _, err := tls.LoadX509KeyPair(certFile, keyFile); err != nil {
+		return served, fmt.Errorf("the certificate of the metrics (--metrics-tls-cert-file, else --tls-cert-file): %w", err)
+	}
+	certFile, err := filepath.Abs(certFile)
+	if err != nil {
 		return served, fmt.Errorf("the certificate of the metrics: %w", err)
 	}
-	served.CertDir, served.CertName = filepath.Split(certFile)
-	keyName, err := filepath.Rel(served.CertDir, keyFile)
-	if err != nil {
-		return served, fmt.Errorf("--metrics-tls-key-file: %w", err)
+	if keyFile, err = filepath.Abs(keyFile); err != nil {
+		return served, fmt.Errorf("the key of the metrics: %w", err)
 	}
-	served.KeyName = keyName
+	// Names are relative to the folder; that is the root, as the two files may be in different ones.
+	served.CertDir, served.CertName, served.KeyName = "/", certFile, keyFile
 	return served, nil
 }

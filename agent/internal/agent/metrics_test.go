@@ -6,6 +6,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"path/filepath"
 	"testing"
 	"time"
 
@@ -80,9 +81,35 @@ func TestMetricsAreForThoseWhoMayReadThem(t *testing.T) {
 
 func TestMetricsWithoutTheirCertificateAreAnError(t *testing.T) {
 	o := testOptions(plane.Namespace(t))
+	o.MetricsBindAddress = "127.0.0.1:0"
 	o.MetricsTLSCertFile, o.MetricsTLSKeyFile = t.TempDir()+"/tls.crt", t.TempDir()+"/tls.key"
 	_, err := agent.New(t.Context(), agent.Config{Options: o, Hub: hub})
 	require.ErrorContains(t, err, "the certificate of the metrics")
+}
+
+// controller-runtime takes a name without a folder to be one in a folder of temporary files, and makes a certificate when there is none.
+func TestTheMetricsCertificateMayHaveARelativePath(t *testing.T) {
+	authority := testpki.New(t)
+	files := authority.Issue(t, t.TempDir(), authority)
+	t.Chdir(filepath.Dir(files.CertFile))
+	o := testOptions(plane.Namespace(t))
+	o.MetricsBindAddress = freeAddress(t)
+	o.TLSCertFile, o.TLSKeyFile = filepath.Base(files.CertFile), files.KeyFile // the agent's own
+	start(t, agent.Config{Options: o})
+	require.EventuallyWithT(t, func(c *assert.CollectT) {
+		dialer := tls.Dialer{Config: &tls.Config{RootCAs: authority.Pool(), MinVersion: tls.VersionTLS13}}
+		conn, err := dialer.DialContext(t.Context(), "tcp", o.MetricsBindAddress)
+		if assert.NoError(c, err) {
+			assert.NoError(c, conn.Close())
+		}
+	}, patience, 100*time.Millisecond)
+}
+
+func TestMetricsThatAreNotServedNeedNoCertificate(t *testing.T) {
+	o := testOptions(plane.Namespace(t))
+	o.MetricsTLSCertFile, o.MetricsTLSKeyFile = t.TempDir()+"/tls.crt", t.TempDir()+"/tls.key"
+	_, err := agent.New(t.Context(), agent.Config{Options: o, Hub: hub})
+	require.NoError(t, err)
 }
 
 // serviceAccount returns a token of a new service account.

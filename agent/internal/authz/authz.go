@@ -70,8 +70,8 @@ type Caller struct {
 // Everything is what an administrator of all Clusters may do.
 func Everything() Grant { return Grant{Role: RoleAdmin, AllClusters: true} }
 
-// ParseGrant returns a grant of any role for Clusters, each <namespace>/<name>, in which `*` stands for any characters. No Clusters stand for
-// all of them. The role cluster is for one Cluster, and no pattern. An error names every mistake.
+// ParseGrant returns a grant of any role for Clusters, each <namespace>/<name>, in which `*` stands for any characters. An administrator without
+// Clusters is one of all of them. The role cluster is for one Cluster, and no pattern. An error names every mistake.
 func ParseGrant(role string, clusters []string) (Grant, error) {
 	var errs []error
 	wrong := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
@@ -80,7 +80,11 @@ func ParseGrant(role string, clusters []string) (Grant, error) {
 		grant.Clusters = parseClusters(clusters, wrong)
 	}
 	switch grant.Role {
-	case RoleReader, RoleAutoscaler, RoleAdmin:
+	case RoleAdmin:
+	case RoleReader, RoleAutoscaler:
+		if len(clusters) == 0 {
+			wrong("the role %s is for some Clusters; name them, or */* for all", role)
+		}
 	case RoleCluster:
 		if len(clusters) != 1 || strings.Contains(clusters[0], "*") {
 			wrong("the role cluster is that of one Cluster; name it, without *")

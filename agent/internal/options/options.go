@@ -154,9 +154,10 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 	flags.StringVar(&o.ListenUnixSocket, "listen-unix-socket", o.ListenUnixSocket,
 		"The `path` of a unix socket to serve gRPC on as well, without TLS, for this user and its group. Empty means none.")
 	flags.StringVar(&o.UnixSocketRole, "unix-socket-role", o.UnixSocketRole,
-		"The `role` of everybody who can open the unix socket: cluster, reader, autoscaler or admin. A shim needs cluster.")
+		"The `role` of every process that can open the unix socket: cluster, reader, autoscaler or admin. A shim needs cluster.")
 	flags.StringSliceVar(&o.UnixSocketClusters, "unix-socket-clusters", o.UnixSocketClusters,
-		"The Clusters that --unix-socket-role is for, as `namespace/name`; * stands for any characters. Empty means all. The role cluster is for one.")
+		"The Clusters that --unix-socket-role is for, as `namespace/name`; * stands for any characters. Empty means all, for the role admin alone. "+
+			"The role cluster is for one.")
 	flags.StringVar(&o.TLSCertFile, "tls-cert-file", o.TLSCertFile,
 		"The PEM `file` with the server's certificate chain. Read again when it changes.")
 	flags.StringVar(&o.TLSKeyFile, "tls-key-file", o.TLSKeyFile,
@@ -180,12 +181,12 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 	flags.StringVar(&o.MetricsBindAddress, "metrics-bind-address", o.MetricsBindAddress,
 		"The `host:port` to serve Prometheus metrics on, under /metrics. 0 serves none.")
 	flags.BoolVar(&o.MetricsSecure, "metrics-secure", o.MetricsSecure,
-		"Serve metrics over HTTPS, to those who may get the path /metrics by the hub's RBAC. Otherwise over HTTP, to everybody who can connect.")
+		"Serve metrics over HTTPS, only to callers that the hub's RBAC allows to get the path /metrics. If false, serve them over HTTP to everybody.")
 	flags.StringVar(&o.MetricsTLSCertFile, "metrics-tls-cert-file", o.MetricsTLSCertFile,
-		"The PEM `file` with the certificate chain of the metrics. Read again when it changes. Empty means --tls-cert-file; without that the agent "+
-			"makes a certificate that cannot be verified.")
+		"The PEM `file` with the certificate chain of the metrics endpoint. Read again when it changes. Empty means --tls-cert-file; without "+
+			"that the agent makes a self-signed certificate.")
 	flags.StringVar(&o.MetricsTLSKeyFile, "metrics-tls-key-file", o.MetricsTLSKeyFile,
-		"The PEM `file` with the private key of the metrics. Read again when it changes.")
+		"The PEM `file` with the private key of the metrics endpoint. Read again when it changes.")
 	flags.StringVar(&o.HealthProbeBindAddress, "health-probe-bind-address", o.HealthProbeBindAddress,
 		"The `host:port` to serve /healthz and /readyz on. 0 serves none.")
 	flags.StringVar(&o.LogLevel, "log-level", o.LogLevel, "What is logged: error, info, debug or trace.")

@@ -65,6 +65,7 @@ func TestEveryMistakeNamesItsFlag(t *testing.T) {
 		"spot share that is none":        {func(o *options.Options) { o.PriceSpotShare = math.NaN() }, "--price-spot-share"},
 		"socket's role without a socket": {func(o *options.Options) { o.UnixSocketRole = "reader" }, "--unix-socket-role"},
 		"socket with an unknown role":    {func(o *options.Options) { o.ListenUnixSocket, o.UnixSocketRole = "/s", "root" }, "none of cluster, reader"},
+		"socket of readers of nothing":   {func(o *options.Options) { o.ListenUnixSocket, o.UnixSocketRole = "/s", "reader" }, "*/* for all"},
 		"socket of every Cluster's shim": {func(o *options.Options) { o.ListenUnixSocket, o.UnixSocketRole = "/s", "cluster" }, "that of one Cluster"},
 		"socket of some Cluster's shim": {func(o *options.Options) {
 			o.ListenUnixSocket, o.UnixSocketRole, o.UnixSocketClusters = "/s", "cluster", []string{"fleet/*"}

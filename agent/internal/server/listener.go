@@ -102,8 +102,8 @@ func ListenLoopback(ctx context.Context, address string) (Listener, error) {
 }
 
 // ListenUnix listens on a unix socket that only this user and its group can open, and gives them a grant. A socket that an earlier process
-// left behind is replaced; one that somebody serves is not. It changes the process's umask for a moment, so that what is written elsewhere
-// meanwhile may be less readable than meant.
+// left behind is replaced; one that somebody serves is not. It changes the process's umask for a moment: files and folders made elsewhere
+// meanwhile may get a stricter mode.
 func ListenUnix(ctx context.Context, path string, grant authz.Grant) (Listener, error) {
 	if info, err := os.Lstat(path); err == nil {
 		if info.Mode().Type() != fs.ModeSocket {
@@ -123,6 +123,10 @@ func ListenUnix(ctx context.Context, path string, grant authz.Grant) (Listener, 
 	syscall.Umask(before)
 	if err != nil {
 		return Listener{}, err
+	}
+	// Where the folder has a default ACL, that has decided instead of the umask.
+	if err := os.Chmod(path, 0o660); err != nil { //nolint:gosec // see above
+		return Listener{}, errors.Join(fmt.Errorf("protecting the socket: %w", err), listener.Close())
 	}
 	callers := authz.Caller{Identity: authz.UnixSocket, Grants: []authz.Grant{grant}}
 	return Listener{Listener: listener, Credentials: listensLocally(callers), Security: "none, unix socket: " + grant.String()}, nil

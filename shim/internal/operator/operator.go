@@ -127,32 +127,46 @@ func managerOptions(ctx context.Context, leaderConfig *rest.Config) (manager.Opt
 	}, err
 }
 
-// metricsOptions say how metrics are served. An error says that there is a certificate for them that cannot be used.
+// Reviews of those who want metrics, each second and at once: whoever can connect causes them.
+const (
+	reviewQPS   = 5
+	reviewBurst = 10
+)
+
+// metricsOptions returns how metrics are served. It returns an error if the configured certificate cannot be used.
 func metricsOptions(ctx context.Context) (metricsserver.Options, error) {
 	core, shim := coreoptions.FromContext(ctx), options.FromContext(ctx)
 	served := metricsserver.Options{BindAddress: bindAddress(shim.MetricsBindAddress, core.MetricsPort)}
 	if core.EnableProfiling {
 		served.ExtraHandlers = profiling()
 	}
-	if !shim.MetricsSecure {
+	if !shim.MetricsSecure || served.BindAddress == "0" {
 		return served, nil
 	}
 	served.SecureServing = true
-	served.FilterProvider = filters.WithAuthenticationAndAuthorization
+	served.FilterProvider = func(config *rest.Config, client *http.Client) (metricsserver.Filter, error) {
+		config = rest.CopyConfig(config)
+		config.QPS, config.Burst = reviewQPS, reviewBurst
+		return filters.WithAuthenticationAndAuthorization(config, client)
+	}
 	served.TLSOpts = []func(*tls.Config){func(config *tls.Config) { config.MinVersion = tls.VersionTLS13 }}
 	if shim.MetricsTLSCertFile == "" {
-		return served, nil // controller-runtime makes one
+		return served, nil // controller-runtime generates one
 	}
-	// It would make one in place of files that are not there, too.
+	// It would also generate one if the files were missing.
 	if _, err := tls.LoadX509KeyPair(shim.MetricsTLSCertFile, shim.MetricsTLSKeyFile); err != nil {
 		return served, fmt.Errorf("--metrics-tls-cert-file: %w", err)
 	}
-	served.CertDir, served.CertName = filepath.Split(shim.MetricsTLSCertFile)
-	keyName, err := filepath.Rel(served.CertDir, shim.MetricsTLSKeyFile)
+	certFile, err := filepath.Abs(shim.MetricsTLSCertFile)
+	if err != nil {
+		return served, fmt.Errorf("--metrics-tls-cert-file: %w", err)
+	}
+	keyFile, err := filepath.Abs(shim.MetricsTLSKeyFile)
 	if err != nil {
 		return served, fmt.Errorf("--metrics-tls-key-file: %w", err)
 	}
-	served.KeyName = keyName
+	// Names are relative to the folder; that is the root, as the two files may be in different ones.
+	served.CertDir, served.CertName, served.KeyName = "/", certFile, keyFile
 	return served, nil
 }
 

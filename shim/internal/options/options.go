@@ -136,11 +136,12 @@ func (o *Options) AddFlags(fs *options.FlagSet) {
 	fs.StringVar(&o.MetricsBindAddress, "metrics-bind-address", "",
 		"host:port of the metrics endpoint, or 0 for none. Defaults to --metrics-port on all addresses.")
 	fs.BoolVar(&o.MetricsSecure, "metrics-secure", true,
-		"Serve metrics, and profiles, over HTTPS, to those who may get their paths by the spoke's RBAC. Otherwise over HTTP, to everybody who can connect.")
+		"Serve metrics, and profiles, over HTTPS, only to callers that the spoke's RBAC allows to get their paths. If false, serve them over HTTP to "+
+			"everybody.")
 	fs.StringVar(&o.MetricsTLSCertFile, "metrics-tls-cert-file", "",
-		"PEM file with the certificate chain of the metrics. Re-read when it changes. Without it the shim makes a certificate that cannot be verified.")
+		"PEM file with the certificate chain of the metrics endpoint. Re-read when it changes. Without it the shim makes a self-signed certificate.")
 	fs.StringVar(&o.MetricsTLSKeyFile, "metrics-tls-key-file", "",
-		"PEM file with the private key of the metrics. Re-read when it changes.")
+		"PEM file with the private key of the metrics endpoint. Re-read when it changes.")
 	fs.StringVar(&o.HealthProbeBindAddress, "health-probe-bind-address", "",
 		"host:port of the health endpoint, or 0 for none. Defaults to --health-probe-port on all addresses.")
 	fs.StringVar(&o.nodeLabelKeys, "node-label-keys", "",

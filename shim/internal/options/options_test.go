@@ -76,9 +76,14 @@ func TestErrorsNameTheFlagAtFault(t *testing.T) {
 			append(minimal[:2:2], "--cluster-namespace=a.b", "--cluster-name=Berlin"),
 			[]string{`--cluster-namespace "a.b"`, `--cluster-name "Berlin"`},
 		},
-		"time-out too short": {append(minimal[:4:4], "--agent-timeout=1ms"), []string{"--agent-timeout 1ms: must be at least"}},
-		"negative grace":     {append(minimal[:4:4], "--hub-unreachable-grace-period=-1s"), []string{"--hub-unreachable-grace-period"}},
-		"bad bind address":   {append(minimal[:4:4], "--metrics-bind-address=localhost"), []string{"--metrics-bind-address"}},
+		"time-out too short":                 {append(minimal[:4:4], "--agent-timeout=1ms"), []string{"--agent-timeout 1ms: must be at least"}},
+		"negative grace":                     {append(minimal[:4:4], "--hub-unreachable-grace-period=-1s"), []string{"--hub-unreachable-grace-period"}},
+		"bad bind address":                   {append(minimal[:4:4], "--metrics-bind-address=localhost"), []string{"--metrics-bind-address"}},
+		"metrics' certificate without a key": {append(minimal[:4:4], "--metrics-tls-cert-file=tls.crt"), []string{"--metrics-tls-key-file"}},
+		"certificate of open metrics": {
+			append(minimal[:4:4], "--metrics-secure=false", "--metrics-tls-cert-file=tls.crt", "--metrics-tls-key-file=tls.key"),
+			[]string{"--metrics-secure=false"},
+		},
 		"Karpenter's label": {
 			append(minimal[:4:4], "--node-label-keys=karpenter.sh/registered"), []string{"--node-label-keys", "karpenter.sh/registered"},
 		},

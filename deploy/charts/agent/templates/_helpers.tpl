@@ -140,5 +140,7 @@ true
 
 {{/* The secret with the certificate of the metrics, when they have one of their own. */}}
 {{- define "capi-agent.metricsSecretName" -}}
-{{- if include "capi-agent.metricsSecure" . }}{{ (.Values.metrics.tls).secretName }}{{ end }}
+{{- if include "capi-agent.metricsSecure" . }}
+{{- with .Values.metrics.tls }}{{ .secretName }}{{ end }}
+{{- end }}
 {{- end }}

@@ -54,7 +54,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 
 {{/* Whether the agent is reached over TLS: "true" or nothing. */}}
 {{- define "karpenter.tls" -}}
-{{- if not (or .Values.agent.plaintextLoopback (hasPrefix "unix://" .Values.agent.address)) -}}
+{{- if not .Values.agent.plaintextLoopback -}}
+{{ include "karpenter.overNetwork" . }}
+{{- end }}
+{{- end }}
+
+{{/* Whether the agent has a network address: "true" or nothing. */}}
+{{- define "karpenter.overNetwork" -}}
+{{- if not (hasPrefix "unix://" .Values.agent.address) -}}
 true
 {{- end }}
 {{- end }}
@@ -62,11 +69,16 @@ true
 {{/* Whether metrics are served over HTTPS, to those who may read them: "true" or nothing. Values of an older release do not say. */}}
 {{- define "karpenter.metricsSecure" -}}
 {{- if ne (toString .Values.metrics.secure) "false" -}}
+{{- if .Values.kubeconfig.secretName -}}
+{{- fail "metrics.secure must be false with kubeconfig.secretName: the shim would send the tokens of the hub's readers of metrics to the spoke's API server" -}}
+{{- end -}}
 true
 {{- end }}
 {{- end }}
 
 {{/* The secret with the certificate of the metrics, when they have one of their own. */}}
 {{- define "karpenter.metricsSecretName" -}}
-{{- if include "karpenter.metricsSecure" . }}{{ (.Values.metrics.tls).secretName }}{{ end }}
+{{- if and (not .Values.planAdoption) (include "karpenter.metricsSecure" .) }}
+{{- with .Values.metrics.tls }}{{ .secretName }}{{ end }}
+{{- end }}
 {{- end }}
