@@ -104,7 +104,8 @@ func tryAll(ctx context.Context, r runner, chosen []mutant, parallel int, out io
 	sound := errors.Is(err, errSurvived)
 	said := "control: nothing to catch"
 	if err == nil {
-		said = "FAIL control violates " + found.invariant
+		of := slices.Concat(r.rounds, lastRounds)[max(found.rounds, 1)-1]
+		said = fmt.Sprintf("FAIL control violates %s; with -rapid.seed=%d -rapid.steps=%d", found.invariant, of.seed, of.steps)
 	} else if !sound {
 		said = "FAIL " + err.Error()
 	}
