@@ -450,3 +450,34 @@ func FuzzParsePolicy(f *testing.F) {
 		_, _ = authz.ParsePolicy([]byte(text), "d")
 	})
 }
+
+func TestGrantsOfListeners(t *testing.T) {
+	g := NewWithT(t)
+	for text, wanted := range map[string]struct {
+		role     string
+		clusters []string
+		says     string // nothing when it is a grant
+	}{
+		"everything":               {"admin", nil, ""},
+		"an administrator of some": {"admin", []string{"fleet/*"}, ""},
+		"a reader of all":          {"reader", []string{"*/*"}, ""},
+		"a Cluster":                {"cluster", []string{"fleet/a"}, ""},
+		"two Clusters":             {"cluster", []string{"fleet/a", "fleet/b"}, "that of one Cluster"},
+		"a pattern of Clusters":    {"cluster", []string{"fleet/*"}, "that of one Cluster"},
+		"no Cluster":               {"cluster", nil, "that of one Cluster"},
+		"a reader of nothing":      {"reader", nil, "*/* for all"},
+		"an autoscaler of nothing": {"autoscaler", []string{}, "*/* for all"},
+		"no role":                  {"", []string{"fleet/a"}, "is none of"},
+		"two mistakes":             {"root", []string{"a"}, "is not <namespace>/<name>"},
+	} {
+		grant, err := authz.ParseGrant(wanted.role, wanted.clusters)
+		if wanted.says != "" {
+			g.Expect(err).To(MatchError(ContainSubstring(wanted.says)), text)
+			continue
+		}
+		g.Expect(err).NotTo(HaveOccurred(), text)
+		g.Expect(grant.Role).To(Equal(authz.Role(wanted.role)), text)
+		g.Expect(grant.AllClusters).To(Equal(len(wanted.clusters) == 0), text)
+		g.Expect(grant.Clusters).To(HaveLen(len(wanted.clusters)), text)
+	}
+}
