@@ -90,10 +90,10 @@ func TestRenderedManifests(t *testing.T) {
 			}
 			for _, of := range of[networkingv1.NetworkPolicy](t, objects, "NetworkPolicy") {
 				g.Expect(labels.SelectorFromSet(of.Spec.PodSelector.MatchLabels).Matches(labels.Set(pod.Labels))).To(BeTrue())
-				let := lo.FlatMap(of.Spec.Ingress, func(r networkingv1.NetworkPolicyIngressRule, _ int) []string {
+				admitted := lo.FlatMap(of.Spec.Ingress, func(r networkingv1.NetworkPolicyIngressRule, _ int) []string {
 					return lo.Map(r.Ports, func(p networkingv1.NetworkPolicyPort, _ int) string { return p.Port.StrVal })
 				})
-				g.Expect(let).To(ConsistOf(lo.Map(pod.Spec.Containers[0].Ports, func(p corev1.ContainerPort, _ int) string { return p.Name })))
+				g.Expect(admitted).To(ConsistOf(lo.Map(pod.Spec.Containers[0].Ports, func(p corev1.ContainerPort, _ int) string { return p.Name })))
 			}
 			for _, budget := range of[policyv1.PodDisruptionBudget](t, objects, "PodDisruptionBudget") {
 				g.Expect(labels.SelectorFromSet(budget.Spec.Selector.MatchLabels).Matches(labels.Set(pod.Labels))).To(BeTrue())
@@ -213,7 +213,7 @@ func TestValuesOfAReleaseWithoutSecureMetrics(t *testing.T) {
 	}
 }
 
-// The rights of the agent are asked for where it uses them, and Prometheus is told how to come in.
+// Both charts grant the right to review callers only where it is used, and tell Prometheus how to authenticate.
 func TestMetricsAreSecureUnlessTheValuesSayOtherwise(t *testing.T) {
 	for _, c := range charts {
 		for set, secure := range map[string]bool{"metrics.secure=true": true, "metrics.secure=false": false} {

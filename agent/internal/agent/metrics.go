@@ -13,7 +13,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/options"
 )
 
-// Reviews of those who want metrics, each second and at once: whoever can connect causes them.
+// How many requests each second, and at once, authenticating and authorizing readers of metrics may make: anyone who can connect causes them.
 const (
 	reviewQPS   = 5
 	reviewBurst = 10
@@ -47,7 +47,7 @@ func metricsOptions(o *options.Options) (metricsserver.Options, error) {
 	if keyFile, err = filepath.Abs(keyFile); err != nil {
 		return served, fmt.Errorf("the key of the metrics: %w", err)
 	}
-	// Names are relative to the folder; that is the root, as the two files may be in different ones.
+	// controller-runtime joins both names to one folder, and the two files may be in different ones.
 	served.CertDir, served.CertName, served.KeyName = "/", certFile, keyFile
 	return served, nil
 }

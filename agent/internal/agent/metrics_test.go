@@ -71,7 +71,7 @@ func TestMetricsAreForThoseWhoMayReadThem(t *testing.T) {
 	}{
 		"no token":         {"", http.StatusUnauthorized},
 		"an invalid token": {"nonsense", http.StatusInternalServerError}, // as controller-runtime answers it
-		"somebody else":    {other, http.StatusForbidden},
+		"another account":  {other, http.StatusForbidden},
 	} {
 		code, body := get(attempt.token)
 		require.Equal(t, attempt.code, code, of)

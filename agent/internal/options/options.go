@@ -66,7 +66,7 @@ type Options struct {
 	// connect gets them.
 	MetricsSecure bool
 	// MetricsTLSCertFile and MetricsTLSKeyFile are PEM files with the certificate of the metrics, read again when they change. Empty means
-	// TLSCertFile and TLSKeyFile; without those the agent makes a certificate that nobody can verify.
+	// TLSCertFile and TLSKeyFile; without those the agent makes a self-signed certificate.
 	MetricsTLSCertFile, MetricsTLSKeyFile string
 	// LogLevel is error, info, debug or trace. LogFormat is json or console.
 	LogLevel, LogFormat string

@@ -102,8 +102,8 @@ func ListenLoopback(ctx context.Context, address string) (Listener, error) {
 }
 
 // ListenUnix listens on a unix socket that only this user and its group can open, and gives them a grant. A socket that an earlier process
-// left behind is replaced; one that somebody serves is not. It changes the process's umask for a moment: files and folders made elsewhere
-// meanwhile may get a stricter mode.
+// left behind is replaced; one that somebody serves is not. The process's umask changes while the socket is created, so files and folders
+// that other goroutines create at that moment may get a stricter mode.
 func ListenUnix(ctx context.Context, path string, grant authz.Grant) (Listener, error) {
 	if info, err := os.Lstat(path); err == nil {
 		if info.Mode().Type() != fs.ModeSocket {
@@ -117,7 +117,7 @@ func ListenUnix(ctx context.Context, path string, grant authz.Grant) (Listener, 
 			return Listener{}, fmt.Errorf("removing an old socket: %w", err)
 		}
 	}
-	// Nobody else may open it, from its first moment on. The group is how a sidecar of another user gets in.
+	// The umask keeps other users out before the mode is set. The group may connect: a sidecar can run as another user.
 	before := syscall.Umask(0o117)
 	listener, err := listen(ctx, "unix", path)
 	syscall.Umask(before)

@@ -127,7 +127,7 @@ func managerOptions(ctx context.Context, leaderConfig *rest.Config) (manager.Opt
 	}, err
 }
 
-// Reviews of those who want metrics, each second and at once: whoever can connect causes them.
+// How many requests each second, and at once, authenticating and authorizing readers of metrics may make: anyone who can connect causes them.
 const (
 	reviewQPS   = 5
 	reviewBurst = 10
@@ -165,7 +165,7 @@ func metricsOptions(ctx context.Context) (metricsserver.Options, error) {
 	if err != nil {
 		return served, fmt.Errorf("--metrics-tls-key-file: %w", err)
 	}
-	// Names are relative to the folder; that is the root, as the two files may be in different ones.
+	// controller-runtime joins both names to one folder, and the two files may be in different ones.
 	served.CertDir, served.CertName, served.KeyName = "/", certFile, keyFile
 	return served, nil
 }

@@ -59,12 +59,12 @@ type Options struct {
 	UnavailableOfferingTTL time.Duration
 
 	// MetricsBindAddress and HealthProbeBindAddress are host:port; empty means all addresses and core's port flags.
-	MetricsBindAddress string
+	MetricsBindAddress     string
+	HealthProbeBindAddress string
 	// MetricsSecure serves metrics and profiles over HTTPS, to those who may get their paths from the spoke's API server.
 	MetricsSecure bool
 	// MetricsTLSCertFile and MetricsTLSKeyFile are PEM files with the certificate of the metrics. Without them the shim makes one.
 	MetricsTLSCertFile, MetricsTLSKeyFile string
-	HealthProbeBindAddress                string
 
 	nodeLabelKeys string
 	// These are accepted, whatever they are, and have no effect.
