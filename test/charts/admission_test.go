@@ -398,7 +398,7 @@ func TestReleasesShareAHub(t *testing.T) {
 	t.Run("a removal leaves the other's", func(t *testing.T) {
 		g := NewWithT(t)
 		before := h.guards(t, two)
-		g.Expect(before).To(HaveLen(8))
+		g.Expect(before).To(HaveLen(9))
 		h.uninstall(t, one)
 		g.Expect(h.guards(t, one)).To(BeEmpty())
 		g.Expect(h.guards(t, two)).To(Equal(before), "the same objects")
@@ -472,7 +472,7 @@ func TestAnUpgradeLeavesNoGap(t *testing.T) {
 		observed <- wrong
 	}()
 	h.upgrade(t, r, without()...)
-	g.Expect(h.guards(t, r)).To(HaveLen(8))
+	g.Expect(h.guards(t, r)).To(HaveLen(9))
 	h.awaitGuard(t, h.tool(t), "node-groups.capi-agent.capi-agent-system", "scale.capi-agent.capi-agent-system", "upgraded")
 	cancel()
 	g.Expect(<-observed).To(BeEmpty())
