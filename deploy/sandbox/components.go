@@ -349,6 +349,8 @@ func (s *Sandbox) agent(ctx context.Context, name string, port int, kubeconfigFi
 			"--tls-cert-file=" + certFile,
 			"--tls-key-file=" + keyFile,
 			"--client-ca-file=" + s.state.Paths.AgentCA,
+			"--issuer-cert-file=" + filepath.Join(s.options.StateDir, issuerFile+".crt"),
+			"--issuer-key-file=" + filepath.Join(s.options.StateDir, issuerFile+".key"),
 			"--trust-domain=" + trustDomain,
 			"--policy-file=" + policyFile,
 			"--namespaces=" + ClusterNamespace,
@@ -367,16 +369,20 @@ func (s *Sandbox) agent(ctx context.Context, name string, port int, kubeconfigFi
 
 // shimAccess is what a shim needs to know to work: the clusters on its two sides.
 func (s *Sandbox) shimAccess(agent AgentAccess) []string {
-	return []string{
+	access := []string{
 		"KUBECONFIG=" + s.shimKubeconfig(),
 		"AGENT_ADDRESS=" + agent.Address,
-		"AGENT_CA_FILE=" + agent.CAFile,
-		"AGENT_TLS_CERT_FILE=" + agent.CertFile,
-		"AGENT_TLS_KEY_FILE=" + agent.KeyFile,
 		"CLUSTER_NAMESPACE=" + ClusterNamespace,
 		"CLUSTER_NAME=" + ClusterName,
 	}
+	if agent.IdentitySecret != "" {
+		return append(access, "AGENT_IDENTITY_SECRET="+agent.IdentitySecret, "AGENT_BOOTSTRAP_SECRET="+ShimBootstrapSecret)
+	}
+	return append(access, "AGENT_CA_FILE="+agent.CAFile, "AGENT_TLS_CERT_FILE="+agent.CertFile, "AGENT_TLS_KEY_FILE="+agent.KeyFile)
 }
+
+// issuerFile names the files with the authority that the agents issue certificates with.
+const issuerFile = "issuer"
 
 // ShimCommand returns a command of the shim's binary that calls the sandbox's first agent with the shim's rights in the spoke.
 func (s *Sandbox) ShimCommand(ctx context.Context, args ...string) *exec.Cmd {

@@ -8,6 +8,7 @@ import (
 	"io/fs"
 	"net/netip"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -17,6 +18,8 @@ import (
 	"github.com/gofrs/flock"
 	"github.com/samber/lo"
 	"golang.org/x/sync/errgroup"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
@@ -451,6 +454,9 @@ func (s *Sandbox) startAgents(ctx context.Context) error {
 			return err
 		}
 	}
+	if err := s.publishIssuer(ctx); err != nil {
+		return err
+	}
 	policyFile := filepath.Join(s.options.StateDir, "agent-policy.yaml")
 	if err := os.WriteFile(policyFile, []byte(agentPolicy), 0o600); err != nil {
 		return err
@@ -481,6 +487,28 @@ func (s *Sandbox) startAgents(ctx context.Context) error {
 	return group.Wait()
 }
 
+// issuerSecret is the hub's secret with the authority that the agents issue certificates with.
+const issuerSecret = "capi-agent-ca"
+
+// publishIssuer writes the authority that the agents issue certificates with to files for them, and to a secret for who onboards a spoke.
+func (s *Sandbox) publishIssuer(ctx context.Context) error {
+	pair, err := s.agentCA.Pair()
+	if err != nil {
+		return err
+	}
+	if _, _, err := pair.Write(s.options.StateDir, issuerFile); err != nil {
+		return err
+	}
+	hub, err := s.HubClient()
+	if err != nil {
+		return err
+	}
+	return hub.Create(ctx, &corev1.Secret{
+		ObjectMeta: metav1.ObjectMeta{Namespace: agentNamespace, Name: issuerSecret}, Type: corev1.SecretTypeTLS,
+		Data: map[string][]byte{corev1.TLSCertKey: pair.Certificate, corev1.TLSPrivateKeyKey: pair.Key, "ca.crt": s.agentCA.PEM},
+	})
+}
+
 func (s *Sandbox) startShim(ctx context.Context) error {
 	user, err := s.install(ctx, s.spoke, manifests.Chart{
 		Helm: s.options.binary("helm"), Dir: s.options.chart("shim"), Release: "karpenter", Namespace: shimNamespace,
@@ -504,6 +532,8 @@ type AgentAccess struct {
 	Address string
 	// CAFile is the authority of the agent's certificate; CertFile and KeyFile identify the shim's Cluster to the agent.
 	CAFile, CertFile, KeyFile string
+	// IdentitySecret is the spoke's secret, as namespace/name, in which an onboarded shim keeps its certificate, instead of the files.
+	IdentitySecret string
 }
 
 // AgentAccess returns how the shim of the Cluster [ClusterNamespace]/[ClusterName] calls the first agent of this sandbox. Without an
@@ -514,6 +544,32 @@ func (s *Sandbox) AgentAccess() AgentAccess {
 		Address: state.AgentAddress, CAFile: state.Paths.AgentCA,
 		CertFile: state.Paths.ClientCertificate, KeyFile: state.Paths.ClientKey,
 	}
+}
+
+// ShimIdentitySecret and ShimBootstrapSecret are the spoke's secrets of an onboarded shim, as namespace/name.
+const (
+	ShimIdentitySecret  = shimNamespace + "/karpenter-agent-identity"
+	ShimBootstrapSecret = shimNamespace + "/karpenter-agent-bootstrap"
+)
+
+// OnboardedAccess returns how the shim calls the first agent once its spoke is onboarded. See [Sandbox.Onboard].
+func (s *Sandbox) OnboardedAccess() AgentAccess {
+	return AgentAccess{Address: s.State().AgentAddress, IdentitySecret: ShimIdentitySecret}
+}
+
+// Onboard has the agent's command onboard the Cluster [ClusterNamespace]/[ClusterName], with further arguments, as the hub's administrator, and
+// returns what it prints. The certificates that the sandbox has made for that Cluster are refused from then on.
+func (s *Sandbox) Onboard(ctx context.Context, args ...string) (string, error) {
+	state := s.State()
+	cmd := exec.CommandContext(ctx, s.options.AgentBinary, append([]string{ //nolint:gosec // the binary that the sandbox runs
+		"onboard", "--kubeconfig=" + state.Paths.HubKubeconfig, "--issuer-secret=" + agentNamespace + "/" + issuerSecret, "--trust-domain=" + trustDomain,
+		"--secret=" + ShimBootstrapSecret, ClusterNamespace + "/" + ClusterName,
+	}, args...)...)
+	output, err := cmd.CombinedOutput()
+	if err != nil {
+		return string(output), fmt.Errorf("onboarding the spoke: %w: %s", err, output)
+	}
+	return string(output), nil
 }
 
 // PointShim ends the shim, starts it anew so that it calls the given agent, which may be one of another sandbox, and waits until it

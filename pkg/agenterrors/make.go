@@ -178,6 +178,11 @@ func NotReturnable(message string) error {
 	return made(codes.FailedPrecondition, message, errorInfo(ReasonNotReturnable, nil))
 }
 
+// CertificatesNotIssued says that the caller's certificates come from elsewhere.
+func CertificatesNotIssued(message string) error {
+	return made(codes.FailedPrecondition, message, errorInfo(ReasonCertificatesNotIssued, nil))
+}
+
 // Conflict says that a race against another writer was lost: repeat at once with the same id.
 func Conflict(message string) error {
 	return made(codes.Aborted, message, errorInfo(ReasonConflict, nil))

@@ -45,6 +45,10 @@ func IsEnded(err error) bool { return is(err, codes.Aborted) && ReasonOf(err) ==
 // IsNotReturnable reports that the claim has no machine that could be left to the user: it has none yet, or that is being removed.
 func IsNotReturnable(err error) bool { return ReasonOf(err) == ReasonNotReturnable }
 
+// IsCertificatesNotIssued reports that this agent issues no certificates, or not for this Cluster. Take them from elsewhere, or have the Cluster
+// onboarded.
+func IsCertificatesNotIssued(err error) bool { return ReasonOf(err) == ReasonCertificatesNotIssued }
+
 // IsConflict reports that a race against another writer was lost. Repeat at once with the same id.
 func IsConflict(err error) bool { return is(err, codes.Aborted) && ReasonOf(err) != ReasonClaimEnded }
 

@@ -50,6 +50,8 @@ const (
 	ReasonClaimEnded Reason = "CLAIM_ENDED"
 	// ReasonNotReturnable comes with FAILED_PRECONDITION: the claim has no machine that could be left to the user.
 	ReasonNotReturnable Reason = "NOT_RETURNABLE"
+	// ReasonCertificatesNotIssued comes with FAILED_PRECONDITION: this agent issues no certificates, or not for this Cluster.
+	ReasonCertificatesNotIssued Reason = "CERTIFICATES_NOT_ISSUED"
 	// ReasonConflict comes with ABORTED: a race against another writer was lost, and the call may be repeated at once.
 	ReasonConflict Reason = "CONFLICT"
 

@@ -1,4 +1,4 @@
-// Package v1alpha1 holds the agent's own API in the hub: the MachineClaim resource, and the keys of the annotations, labels
+// Package v1alpha1 holds the agent's own API in the hub: the MachineClaim and Spoke resources, and the keys of the annotations, labels
 // and finalizers with which the agent marks Cluster API's objects.
 //
 // +kubebuilder:object:generate=true
@@ -19,7 +19,7 @@ var GroupVersion = schema.GroupVersion{Group: Group, Version: "v1alpha1"}
 
 // AddToScheme registers the types of this package.
 func AddToScheme(scheme *runtime.Scheme) error {
-	scheme.AddKnownTypes(GroupVersion, &MachineClaim{}, &MachineClaimList{})
+	scheme.AddKnownTypes(GroupVersion, &MachineClaim{}, &MachineClaimList{}, &Spoke{}, &SpokeList{})
 	metav1.AddToGroupVersion(scheme, GroupVersion)
 	return nil
 }

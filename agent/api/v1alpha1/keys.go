@@ -4,6 +4,13 @@ package v1alpha1
 const FieldManager = "karpenter-capi-agent"
 
 const (
+	// OnboardingLabel on a Cluster is the id of its onboarding: of the Cluster's own certificates, only those that name it are accepted.
+	// `capi-agent onboard` writes it. Who takes it off ends them. It goes along in a move and a restore, and is not on a Cluster that is made
+	// again.
+	OnboardingLabel = Group + "/onboarding"
+	// Offboarded is the value of the label on a Cluster none of whose own certificates is accepted.
+	Offboarded = "none"
+
 	// MemberLabel on a MachineDeployment opts it in to claims; its value does not matter. The same key that
 	// karpenter-provider-cluster-api uses.
 	MemberLabel = "node.cluster.x-k8s.io/karpenter-member"

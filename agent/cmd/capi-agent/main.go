@@ -41,6 +41,10 @@ func run(arguments []string) error {
 			return uninstall(ctx, arguments[1:], os.Stdout)
 		case "policy":
 			return policy(arguments[1:], os.Stdout)
+		case "onboard":
+			return onboard(ctx, arguments[1:], os.Stdout, os.Stderr)
+		case "offboard":
+			return offboard(ctx, arguments[1:], os.Stdout)
 		}
 	}
 	o := options.New()
@@ -48,7 +52,8 @@ func run(arguments []string) error {
 	flags.SortFlags = false
 	flags.Usage = func() {
 		fmt.Fprintf(flags.Output(),
-			"Usage: capi-agent [flags]\n       capi-agent uninstall [flags]\n       capi-agent policy check [flags] FILE\n\n%s", flags.FlagUsages())
+			"Usage: capi-agent [flags]\n       capi-agent uninstall [flags]\n       capi-agent policy check [flags] FILE\n"+
+				"       capi-agent onboard [flags] NAMESPACE/CLUSTER\n       capi-agent offboard [flags] NAMESPACE/CLUSTER\n\n%s", flags.FlagUsages())
 	}
 	o.AddFlags(flags)
 	showVersion := flags.Bool("version", false, "Print the version and exit.")
@@ -58,7 +63,7 @@ func run(arguments []string) error {
 		return err
 	}
 	if flags.NArg() > 0 {
-		return fmt.Errorf("%q is no command; there are uninstall and policy", flags.Arg(0))
+		return fmt.Errorf("%q is no command; there are uninstall, policy, onboard and offboard", flags.Arg(0))
 	}
 	if *showVersion {
 		fmt.Println(version.Version(), version.Commit())

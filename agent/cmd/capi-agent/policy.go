@@ -63,6 +63,9 @@ Checks a policy file as the agent does, which goes on with its last valid policy
 		return fmt.Errorf("--certificate: refused: %w", err)
 	}
 	fmt.Fprintln(out, "identity:", caller.Identity)
+	if of := caller.Onboarding; of != nil && of.ID != "" {
+		fmt.Fprintf(out, "onboarding: %s, which has to be the Cluster's present one\n", of.ID)
+	}
 	for _, grant := range caller.Grants {
 		fmt.Fprintln(out, "role:", grant)
 	}

@@ -3,6 +3,7 @@ package agent_test
 import (
 	"context"
 	"crypto/tls"
+	"encoding/base64"
 	"errors"
 	"flag"
 	"fmt"
@@ -29,6 +30,7 @@ import (
 	"google.golang.org/protobuf/reflect/protoregistry"
 	"google.golang.org/protobuf/types/dynamicpb"
 
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/agent"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
@@ -49,6 +51,8 @@ type caller struct {
 	// reads says whether it may read what is of the Cluster, and acts as whom it may make, release and collect claims.
 	reads bool
 	acts  []string
+	// certified says that it may get a certificate of the Cluster's, outdated that its own is of another onboarding than the Cluster's.
+	certified, outdated bool
 }
 
 // rpc is a method, with a request that is about the Cluster.
@@ -69,6 +73,8 @@ type row struct {
 	also codes.Code
 	// open is whether everybody may call it, connected whether every identity may.
 	open, connected bool
+	// certifies is whether the Cluster's own callers alone may call it.
+	certifies bool
 }
 
 func (c rpc) name() string {
@@ -95,6 +101,12 @@ func wanted(by caller, of rpc) string {
 		return codes.Unauthenticated.String()
 	case of.connected:
 		return admitted
+	case by.outdated && (by.reads || of.certifies):
+		return codes.Unauthenticated.String()
+	case of.certifies && by.certified:
+		return admitted
+	case of.certifies:
+		return codes.PermissionDenied.String()
 	case of.holder == "" && by.reads, slices.Contains(by.acts, of.holder):
 		return admitted
 	}
@@ -123,6 +135,11 @@ var requests = map[protoreflect.FullName]row{
 	"capi.agent.v1alpha1.MachineService.ListMachines":  {json: `{"cluster": $CLUSTER}`},
 	"capi.agent.v1alpha1.MachineService.WatchMachines": {json: `{"cluster": $CLUSTER}`},
 
+	"capi.agent.v1alpha1.CertificateService.IssueCertificate": {
+		// A shim on a unix socket is let through, and has no certificate that could be renewed.
+		json: `{"cluster": $CLUSTER, "signingRequest": "$CSR"}`, also: codes.FailedPrecondition, certifies: true,
+	},
+
 	"capi.agent.v1alpha1.StatusService.GetStatus": {json: `{}`, connected: true},
 
 	"grpc.health.v1.Health.Check": {json: `{}`, open: true},
@@ -133,11 +150,16 @@ var requests = map[protoreflect.FullName]row{
 	"grpc.reflection.v1alpha.ServerReflection.ServerReflectionInfo": {json: `{"listServices": ""}`, connected: true},
 }
 
+// present is the onboarding of the Cluster.
+const present = "0123456789abcdef"
+
 // TestAccessMatrix has every kind of caller call every method that the agent serves, as its reflection lists them, over the wire; where a claim is
 // changed, one of each kind of holder. A method that has no row in [requests] fails it, and so does a page that shows another matrix.
 func TestAccessMatrix(t *testing.T) {
 	namespace := plane.Namespace(t)
-	plane.Create(t, capitest.NewCluster(namespace, "spoke"), capitest.NewCluster(namespace, "other"),
+	onboarded := capitest.NewCluster(namespace, "spoke")
+	onboarded.Labels = map[string]string{v1alpha1.OnboardingLabel: present}
+	plane.Create(t, onboarded, capitest.NewCluster(namespace, "other"),
 		capitest.NewInfrastructureTemplate(namespace, "workers", nil),
 		capitest.NewMachineDeployment(namespace, "workers", "spoke", 0, capitest.Sized("0", "1000"),
 			capitest.Annotated(capacity.MemoryAnnotation, "16Gi"), capitest.Annotated(capacity.CPUAnnotation, "4")))
@@ -195,11 +217,13 @@ deny:
 	require.NoError(t, err)
 	o := testOptions(namespace)
 	o.Limits.CallsPerSecond, o.Limits.CallBurst = 10000, 10000
+	authority := testpki.New(t)
+	own := authority.Issue(t, t.TempDir(), authority)
+	o.ClientCAFile = own.CAFile
+	o.IssuerCertFile, o.IssuerKeyFile = authority.Write(t, t.TempDir())
 	a, err := agent.New(t.Context(), agent.Config{Options: o, Hub: hub, Policy: func() *authz.Policy { return policy }})
 	require.NoError(t, err)
 
-	authority := testpki.New(t)
-	own := authority.Issue(t, t.TempDir(), authority)
 	ctx, cancel := context.WithCancel(context.Background())
 	secure, release, err := server.ListenTLS(ctx, "127.0.0.1:0", server.TLSFiles{CertFile: own.CertFile, KeyFile: own.KeyFile, ClientCAFile: own.CAFile})
 	require.NoError(t, err)
@@ -246,7 +270,9 @@ deny:
 	onSocket := func(role authz.Role) *grpc.ClientConn {
 		return connect("unix://"+filepath.Join(sockets, string(role)), local.NewCredentials())
 	}
-	spoke := "spiffe://karpenter-capi/cluster/" + namespace + "/spoke"
+	bare := "spiffe://karpenter-capi/cluster/" + namespace + "/spoke"
+	spoke := bare + "/" + present
+	bootstrap := "spiffe://karpenter-capi/bootstrap/" + namespace + "/spoke/"
 	return []caller{
 		{name: "without TLS", conn: connect(secure.Addr().String(), insecure.NewCredentials())},
 		{name: "no certificate", conn: overTLS()},
@@ -254,8 +280,8 @@ deny:
 		{name: "another authority", conn: with(testpki.New(t), time.Hour, spoke)},
 		{name: "no URI", conn: as(), connects: true},
 		{name: "two URIs", conn: as(spoke, "spiffe://karpenter-capi/admin"), connects: true},
-		{name: "no SPIFFE id", conn: as("https://karpenter-capi/cluster/" + namespace + "/spoke"), connects: true},
-		{name: "another trust domain", conn: as("spiffe://elsewhere/cluster/" + namespace + "/spoke"), connects: true},
+		{name: "no SPIFFE id", conn: as("https://karpenter-capi/cluster/" + namespace + "/spoke/" + present), connects: true},
+		{name: "another trust domain", conn: as("spiffe://elsewhere/cluster/" + namespace + "/spoke/" + present), connects: true},
 		{name: "denied by the policy", conn: as("spiffe://karpenter-capi/denied"), connects: true},
 		{name: "no role", conn: as("spiffe://karpenter-capi/nobody"), connects: true, identified: true},
 		{name: "a Cluster that is not listed", conn: as("spiffe://karpenter-capi/cluster/" + namespace + "/unlisted"), connects: true, identified: true},
@@ -266,10 +292,27 @@ deny:
 			name: "autoscaler", conn: as("spiffe://karpenter-capi/autoscaler"), connects: true, identified: true, reads: true,
 			acts: []string{"cluster-autoscaler"},
 		},
-		{name: "the Cluster itself", conn: as(spoke), connects: true, identified: true, reads: true, acts: []string{"karpenter"}},
+		{
+			name: "the Cluster itself", conn: as(spoke), connects: true, identified: true, reads: true, acts: []string{"karpenter"},
+			certified: true,
+		},
+		{
+			name: "the Cluster itself, of an earlier onboarding", conn: as(bare + "/fedcba9876543210"), connects: true, identified: true, reads: true,
+			certified: true, outdated: true,
+		},
+		{
+			name: "the Cluster itself, of no onboarding", conn: as(bare), connects: true, identified: true, reads: true, certified: true, outdated: true,
+		},
+		{name: "the Cluster's bootstrap", conn: as(bootstrap + present), connects: true, identified: true, certified: true},
+		{
+			name: "the Cluster's bootstrap, of an earlier onboarding", conn: as(bootstrap + "fedcba9876543210"), connects: true, identified: true,
+			certified: true, outdated: true,
+		},
+		{name: "the bootstrap of another Cluster", conn: as("spiffe://karpenter-capi/bootstrap/" + namespace + "/other/" + present),
+			connects: true, identified: true},
 		{
 			name: "unix socket of the Cluster", conn: onSocket(authz.RoleCluster), connects: true, identified: true, reads: true,
-			acts: []string{"karpenter"},
+			acts: []string{"karpenter"}, certified: true,
 		},
 		{name: "unix socket of readers of other Clusters", conn: onSocket(authz.RoleReader), connects: true, identified: true},
 		{name: "unix socket", conn: onSocket(authz.RoleAdmin), connects: true, identified: true, reads: true, acts: holders},
@@ -305,6 +348,7 @@ func served(t *testing.T, admin *grpc.ClientConn, namespace string) []rpc {
 			known++
 			text := strings.NewReplacer("$CLUSTER", fmt.Sprintf(`{"namespace": %q, "name": "spoke"}`, namespace), "$GROUP", namespace+"/workers").
 				Replace(row.json)
+			text = strings.ReplaceAll(text, "$CSR", base64.StdEncoding.EncodeToString(testpki.SigningRequest(t)))
 			of := rpc{method: method, request: text, row: row}
 			if !slices.Contains([]string{"CreateClaim", "ReleaseClaim", "ReturnMachine", "SyncClaims"}, string(method.Name())) {
 				calls = append(calls, of)

@@ -30,11 +30,13 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/infrastructure"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/inventory"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/issuer"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/observed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/options"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/pricelist"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/spokes"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/version"
 )
 
@@ -58,6 +60,7 @@ type Config struct {
 type Agent struct {
 	manager manager.Manager
 	server  *server.Server
+	issuer  *issuer.Authority // nil when it issues no certificates
 	file    *authz.PolicyFile // one of them, or none
 	policy  *configmap.Follower[authz.Policy]
 	log     logr.Logger
@@ -138,7 +141,22 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	if err := a.manager.Add(manager.RunnableFunc(probe.Run)); err != nil {
 		return nil, fmt.Errorf("adding the hub's probe: %w", err)
 	}
+	if err := a.openIssuer(o, c.Registerer); err != nil {
+		return nil, err
+	}
+	direct, err := client.New(a.manager.GetConfig(), client.Options{Scheme: a.manager.GetScheme(), Mapper: a.manager.GetRESTMapper()})
+	if err != nil {
+		return nil, fmt.Errorf("making the client of the Spokes: %w", err)
+	}
+	keeper := spokes.New(spokes.Config{
+		Client: direct, Namespaces: scope.Namespaces(), Serves: scope.Contains, Clock: clock.RealClock{}, Log: c.Log.WithName("spokes"),
+	})
+	if err := a.manager.Add(manager.RunnableFunc(keeper.Run)); err != nil {
+		return nil, fmt.Errorf("adding the keeper of Spokes: %w", err)
+	}
 	a.server, err = server.New(server.Config{
+		Onboarded: onboardingIn(a.manager.GetClient()), OnboardedLive: onboardingIn(a.manager.GetAPIReader()),
+		Issuing: a.issuing(o, keeper), Note: a.noteOn(keeper),
 		Contact: probe,
 		Engine:  engine, Observe: nodes.Report, NodeGroups: nodeGroups, Machines: machines, Claims: shownClaims, Show: shown.Show,
 		ClusterExists: func(ctx context.Context, name types.NamespacedName) (bool, error) {
@@ -307,6 +325,9 @@ func (a *Agent) Run(ctx context.Context, listeners ...server.Listener) error {
 	// Ends only after the server has.
 	background, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
+	if a.issuer != nil {
+		defer a.issuer.Close()
+	}
 	if a.file != nil {
 		go a.file.Follow(background)
 	}

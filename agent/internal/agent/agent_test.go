@@ -88,7 +88,13 @@ type running struct {
 // start runs an agent for the length of a test and waits until its view is complete.
 func start(tb testing.TB, c agent.Config) *running {
 	tb.Helper()
-	r := &running{t: tb, authority: testpki.New(tb), clients: map[string]*client.Client{}}
+	return startFor(tb, testpki.New(tb), c)
+}
+
+// startFor does as [start], with an agent for the callers that the authority signs.
+func startFor(tb testing.TB, authority *testpki.Authority, c agent.Config) *running {
+	tb.Helper()
+	r := &running{t: tb, authority: authority, clients: map[string]*client.Client{}}
 	c.Hub = hub
 	c.Log = log.Log
 	ctx, cancel := context.WithCancel(context.Background())

@@ -9,7 +9,9 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/onboarding"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/options"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/spokes"
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
@@ -27,5 +29,24 @@ func Uninstall(ctx context.Context, config *rest.Config, o *options.Options, for
 	}
 	engine := claims.New(claims.Config{Client: direct, Reader: direct, Live: hub.LiveClaims(), Failure: protocol.Failure{}})
 	scope := hub.NewScope(o.Namespaces, o.ClusterNames())
-	return engine.Uninstall(ctx, claims.UninstallOptions{Serves: scope.Contains, Force: force, Report: report})
+	if err := engine.Uninstall(ctx, claims.UninstallOptions{Serves: scope.Contains, Force: force, Report: report}); err != nil {
+		return err
+	}
+	removed, err := spokes.Remove(ctx, direct, scope.Namespaces(), scope.Contains)
+	if err != nil {
+		return err
+	}
+	if removed > 0 {
+		report("%d Spokes removed", removed)
+	}
+	if scheme, err = onboarding.Scheme(); err != nil {
+		return err
+	}
+	if direct, err = client.New(config, client.Options{Scheme: scheme}); err != nil {
+		return fmt.Errorf("connecting to the hub: %w", err)
+	}
+	if removed, err = onboarding.Remove(ctx, direct, scope.Namespaces(), scope.Contains); removed > 0 {
+		report("%d Clusters are not onboarded any more", removed)
+	}
+	return err
 }

@@ -30,6 +30,8 @@ const (
 	RoleAutoscaler Role = "autoscaler"
 	// RoleAdmin may do everything.
 	RoleAdmin Role = "admin"
+	// RoleBootstrap is that of a shim that has no certificate of its Cluster yet: it may get one, and nothing else.
+	RoleBootstrap Role = "bootstrap"
 )
 
 // Names of callers that need no certificate.
@@ -62,9 +64,19 @@ func (g Grant) String() string {
 
 // Caller is somebody who calls, and what it may do.
 type Caller struct {
-	// Identity is a SPIFFE id, or [UnixSocket] or [Loopback].
+	// Identity is a SPIFFE id, without the onboarding, or [UnixSocket] or [Loopback].
 	Identity string
 	Grants   []Grant
+	// Onboarding is the one that the certificate is of. Nil for callers that are no Cluster: they are not onboarded.
+	Onboarding *Onboarding
+}
+
+// Onboarding is one of a Cluster. Its id is kept on the Cluster, and is in every certificate that is issued by it: when the Cluster is onboarded
+// anew, or made again under the same name, the certificates of before are nobody's.
+type Onboarding struct {
+	Cluster types.NamespacedName
+	// ID is empty in certificates that were issued elsewhere. They are a Cluster's for as long as it has no onboarding.
+	ID string
 }
 
 // Everything is what an administrator of all Clusters may do.
@@ -174,6 +186,10 @@ func (a *Authorizer) FromChains(chains [][]*x509.Certificate) (Caller, error) {
 	if until := ValidUntil(chains); a.clock.Now().After(until) {
 		return Caller{}, fmt.Errorf("the client certificate has expired at %s", until.UTC().Format(time.RFC3339))
 	}
+	id, own, err := splitOnboarding(id)
+	if err != nil {
+		return Caller{}, err
+	}
 	policy := a.policy()
 	if err := policy.checkDenied(id, chains); err != nil {
 		return Caller{}, err
@@ -182,8 +198,11 @@ func (a *Authorizer) FromChains(chains [][]*x509.Certificate) (Caller, error) {
 		return Caller{}, err
 	}
 	caller := Caller{Identity: id.String()}
-	if cluster, ok := clusterOf(id); ok && policy.lists(cluster) {
-		caller.Grants = append(caller.Grants, Grant{Role: RoleCluster, Clusters: []types.NamespacedName{cluster}})
+	if own != nil {
+		caller.Onboarding = &own.Onboarding
+		if policy.lists(own.Cluster) {
+			caller.Grants = append(caller.Grants, Grant{Role: own.role, Clusters: []types.NamespacedName{own.Cluster}})
+		}
 	}
 	if policy != nil {
 		caller.Grants = append(caller.Grants, policy.grants[id.String()]...)
@@ -213,11 +232,67 @@ func (p *Policy) lists(cluster types.NamespacedName) bool {
 	return p == nil || p.clusters == nil || among(p.clusters, cluster)
 }
 
-// clusterOf returns the Cluster that an identity stands for: /cluster/<namespace>/<name>.
+// First segments of the paths of Clusters' own identities.
+const (
+	clusterPath   = "cluster"
+	bootstrapPath = "bootstrap"
+)
+
+// ownIdentity is what an identity says that is a Cluster's own.
+type ownIdentity struct {
+	Onboarding
+
+	role Role
+}
+
+// splitOnboarding returns an identity without the onboarding, which policies and limits do not know, and what it says if it is a Cluster's own:
+//
+//	/cluster/<namespace>/<name>[/<onboarding>]
+//	/bootstrap/<namespace>/<name>/<onboarding>
+func splitOnboarding(id spiffeid.ID) (spiffeid.ID, *ownIdentity, error) {
+	parts := strings.Split(strings.TrimPrefix(id.Path(), "/"), "/")
+	role := map[string]Role{clusterPath: RoleCluster, bootstrapPath: RoleBootstrap}[parts[0]]
+	switch {
+	case role == RoleCluster && len(parts) == 3:
+		return id, &ownIdentity{Onboarding{Cluster: types.NamespacedName{Namespace: parts[1], Name: parts[2]}}, role}, nil
+	case role != "" && len(parts) == 4:
+		bare, err := spiffeid.FromSegments(id.TrustDomain(), parts[:3]...)
+		if err != nil {
+			return id, nil, fmt.Errorf("the client certificate's URI: %w", err)
+		}
+		own := Onboarding{Cluster: types.NamespacedName{Namespace: parts[1], Name: parts[2]}, ID: parts[3]}
+		return bare, &ownIdentity{own, role}, nil
+	}
+	return id, nil, nil
+}
+
+// clusterOf returns the Cluster whose own an identity is.
 func clusterOf(id spiffeid.ID) (types.NamespacedName, bool) {
 	parts := strings.Split(strings.TrimPrefix(id.Path(), "/"), "/")
-	if len(parts) != 3 || parts[0] != "cluster" {
+	if len(parts) != 3 || parts[0] != clusterPath && parts[0] != bootstrapPath {
 		return types.NamespacedName{}, false
 	}
 	return types.NamespacedName{Namespace: parts[1], Name: parts[2]}, true
+}
+
+// ClusterIdentity returns the identity of a Cluster by an onboarding.
+func ClusterIdentity(trustDomain string, of Onboarding) (spiffeid.ID, error) {
+	return ownID(trustDomain, clusterPath, of)
+}
+
+// BootstrapIdentity returns the identity with which a shim asks for its first certificate of an onboarding.
+func BootstrapIdentity(trustDomain string, of Onboarding) (spiffeid.ID, error) {
+	return ownID(trustDomain, bootstrapPath, of)
+}
+
+func ownID(trustDomain, path string, of Onboarding) (spiffeid.ID, error) {
+	domain, err := spiffeid.TrustDomainFromString(trustDomain)
+	if err != nil {
+		return spiffeid.ID{}, fmt.Errorf("trust domain %q: %w", trustDomain, err)
+	}
+	id, err := spiffeid.FromSegments(domain, path, of.Cluster.Namespace, of.Cluster.Name, of.ID)
+	if err != nil {
+		return spiffeid.ID{}, fmt.Errorf("the onboarding %q of the Cluster %s: %w", of.ID, of.Cluster, err)
+	}
+	return id, nil
 }

@@ -16,6 +16,7 @@ import (
 
 	"github.com/go-logr/logr"
 	. "github.com/onsi/gomega"
+	"github.com/spiffe/go-spiffe/v2/spiffeid"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
 	"google.golang.org/protobuf/reflect/protoregistry"
@@ -426,14 +427,16 @@ func TestEveryMethodHasARule(t *testing.T) {
 		g.Expect(rule.OfCluster).To(Equal(namesCluster), "%s", name)
 		if rule.OfCluster {
 			g.Expect(rule.Anyone || rule.Everyone).To(BeFalse(), "%s", name)
-			g.Expect(rule.Roles).To(ContainElement(authz.RoleAdmin), "%s", name)
+			// A certificate of a Cluster's is for the Cluster's own callers: it would outlive an administrator's grant.
+			own := name == agentv1alpha1.CertificateService_IssueCertificate_FullMethodName
+			g.Expect(slices.Contains(rule.Roles, authz.RoleAdmin)).To(Equal(!own), "%s", name)
 		}
 		// What a reader may not call acts on claims: as the holder that the request names, if it names one.
 		acts := rule.OfCluster && !slices.Contains(rule.Roles, authz.RoleReader)
 		namesHolder := method.Input().Fields().ByName("holder") != nil
 		g.Expect(rule.AsHolder).To(Equal(acts && namesHolder), "%s", name)
 		for _, role := range rule.Roles {
-			if acts {
+			if acts && !slices.Contains(rule.Roles, authz.RoleBootstrap) {
 				g.Expect(authz.Holders).To(HaveKey(role), "%s may call %s and act as no holder", role, name)
 			}
 		}
@@ -480,4 +483,64 @@ func TestGrantsOfListeners(t *testing.T) {
 		g.Expect(grant.AllClusters).To(Equal(len(wanted.clusters) == 0), text)
 		g.Expect(grant.Clusters).To(HaveLen(len(wanted.clusters)), text)
 	}
+}
+
+// The onboarding is no part of the identity that policies and limits know: it changes.
+func TestCertificatesOfAnOnboarding(t *testing.T) {
+	a := authorizer(t, `
+identities:
+- id: spiffe://karpenter-capi/cluster/fleet/spoke
+  roles: [reader]
+  clusters: [fleet/other]
+clusters: [fleet/spoke]
+`)
+	for path, want := range map[string]struct {
+		identity, onboarding string
+		cluster, bootstraps  bool
+	}{
+		"cluster/fleet/spoke":            {"cluster/fleet/spoke", "", true, false},
+		"cluster/fleet/spoke/abc":        {"cluster/fleet/spoke", "abc", true, false},
+		"bootstrap/fleet/spoke/abc":      {"bootstrap/fleet/spoke", "abc", false, true},
+		"bootstrap/fleet/spoke":          {"bootstrap/fleet/spoke", "", false, false},
+		"bootstrap/fleet/unlisted/abc":   {"bootstrap/fleet/unlisted", "abc", false, false},
+		"cluster/fleet/spoke/abc/def":    {"cluster/fleet/spoke/abc/def", "", false, false},
+		"team/cluster/fleet/spoke":       {"team/cluster/fleet/spoke", "", false, false},
+		"cluster/fleet":                  {"cluster/fleet", "", false, false},
+		"clusters/fleet/spoke/abcdefabc": {"clusters/fleet/spoke/abcdefabc", "", false, false},
+	} {
+		t.Run(path, func(t *testing.T) {
+			g := NewWithT(t)
+			caller, err := a.FromChains(chain(t, "spiffe://karpenter-capi/"+path))
+			g.Expect(err).NotTo(HaveOccurred())
+			g.Expect(caller.Identity).To(Equal("spiffe://karpenter-capi/" + want.identity))
+			issue := authz.Methods[agentv1alpha1.CertificateService_IssueCertificate_FullMethodName]
+			g.Expect(caller.MayCallFor(claim, spoke)).To(Equal(want.cluster))
+			g.Expect(caller.MayCallFor(read, spoke)).To(Equal(want.cluster))
+			g.Expect(caller.MayCallFor(issue, spoke)).To(Equal(want.cluster || want.bootstraps))
+			g.Expect(caller.MayCallFor(issue, other)).To(BeFalse())
+			g.Expect(caller.MayCallFor(read, other)).To(Equal(want.cluster), "what the policy grants the Cluster does not depend on its onboarding")
+			if want.onboarding == "" && !want.cluster {
+				g.Expect(caller.Onboarding == nil || caller.Onboarding.ID != "").To(BeTrue())
+				return
+			}
+			g.Expect(caller.Onboarding.ID).To(Equal(want.onboarding))
+		})
+	}
+}
+
+func TestIdentitiesOfAnOnboardingAreReadAsTheyAreMade(t *testing.T) {
+	g := NewWithT(t)
+	of := authz.Onboarding{Cluster: spoke, ID: "abc"}
+	for make, role := range map[*func(string, authz.Onboarding) (spiffeid.ID, error)]authz.Role{
+		new(authz.ClusterIdentity): authz.RoleCluster, new(authz.BootstrapIdentity): authz.RoleBootstrap,
+	} {
+		id, err := (*make)("karpenter-capi", of)
+		g.Expect(err).NotTo(HaveOccurred())
+		caller, err := authorizer(t, "identities: []").FromChains(chain(t, id.String()))
+		g.Expect(err).NotTo(HaveOccurred())
+		g.Expect(caller.Onboarding).To(HaveValue(Equal(of)))
+		g.Expect(caller.Roles()).To(ConsistOf(string(role)))
+	}
+	_, err := authz.ClusterIdentity("karpenter-capi", authz.Onboarding{Cluster: spoke, ID: "a/b"})
+	g.Expect(err).To(HaveOccurred())
 }

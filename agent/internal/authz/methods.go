@@ -45,6 +45,9 @@ var Methods = map[string]Rule{
 	agentv1alpha1.MachineService_ListMachines_FullMethodName:  {Roles: readers, OfCluster: true},
 	agentv1alpha1.MachineService_WatchMachines_FullMethodName: {Roles: readers, OfCluster: true},
 
+	// An administrator has no identity of a Cluster's that could be signed.
+	agentv1alpha1.CertificateService_IssueCertificate_FullMethodName: {Roles: []Role{RoleCluster, RoleBootstrap}, OfCluster: true},
+
 	agentv1alpha1.StatusService_GetStatus_FullMethodName: {Everyone: true},
 
 	grpc_health_v1.Health_Check_FullMethodName: {Anyone: true},

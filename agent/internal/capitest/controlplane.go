@@ -19,6 +19,7 @@ import (
 	apiruntime "k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/client-go/rest"
+	addonsv1 "sigs.k8s.io/cluster-api/api/addons/v1beta2"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/envtest"
@@ -107,7 +108,7 @@ func (p *ControlPlane) Namespace(tb testing.TB) string {
 func Scheme() *apiruntime.Scheme {
 	s := apiruntime.NewScheme()
 	for _, add := range []func(*apiruntime.Scheme) error{
-		scheme.AddToScheme, apiextensionsv1.AddToScheme, clusterv1.AddToScheme, v1alpha1.AddToScheme,
+		scheme.AddToScheme, apiextensionsv1.AddToScheme, clusterv1.AddToScheme, addonsv1.AddToScheme, v1alpha1.AddToScheme,
 	} {
 		if err := add(s); err != nil {
 			panic(err) // Only two types with one name can bring this about.
@@ -132,7 +133,10 @@ func crds(top string) ([]*apiextensionsv1.CustomResourceDefinition, error) {
 		return nil, fmt.Errorf("finding the module sigs.k8s.io/cluster-api: %w", err)
 	}
 	bases := filepath.Join(strings.TrimSpace(string(out)), "core", "config", "crd", "bases")
-	files := []string{filepath.Join(top, "deploy", "charts", "agent", "crds", "agent.karpenter.cluster.x-k8s.io_machineclaims.yaml")}
+	files := []string{filepath.Join(bases, "addons.cluster.x-k8s.io_clusterresourcesets.yaml")}
+	for _, kind := range []string{"machineclaims", "spokes"} {
+		files = append(files, filepath.Join(top, "deploy", "charts", "agent", "crds", "agent.karpenter.cluster.x-k8s.io_"+kind+".yaml"))
+	}
 	for _, kind := range []string{"clusters", "machinedeployments", "machinesets", "machines", "machinehealthchecks"} {
 		files = append(files, filepath.Join(bases, "cluster.x-k8s.io_"+kind+".yaml"))
 	}

@@ -74,7 +74,7 @@ type Feed[T any] struct {
 	mu          sync.RWMutex
 	scopes      map[types.NamespacedName]map[string]T
 	subscribers map[types.NamespacedName]map[*Subscription[T]]struct{}
-	generation  int64
+	generations map[types.NamespacedName]int64 // changes of each Cluster's objects; kept when there are none left
 	ready       chan struct{}
 	closed      bool
 	resyncs     int64
@@ -89,6 +89,7 @@ func New[T any](options Options[T]) *Feed[T] {
 	return &Feed[T]{
 		options:     options,
 		scopes:      map[types.NamespacedName]map[string]T{},
+		generations: map[types.NamespacedName]int64{},
 		subscribers: map[types.NamespacedName]map[*Subscription[T]]struct{}{},
 		ready:       make(chan struct{}),
 	}
@@ -128,7 +129,7 @@ func (f *Feed[T]) Remove(cluster types.NamespacedName, key string) bool {
 }
 
 func (f *Feed[T]) changed(cluster types.NamespacedName, key string) {
-	f.generation++
+	f.generations[cluster]++
 	for subscriber := range f.subscribers[cluster] {
 		subscriber.note(key)
 	}
@@ -169,9 +170,20 @@ func (f *Feed[T]) Ready() <-chan struct{} { return f.ready }
 
 // Generation is raised by every change of any object.
 func (f *Feed[T]) Generation() int64 {
+	return f.GenerationOf(func(types.NamespacedName) bool { return true })
+}
+
+// GenerationOf is raised by every change of any object of the Clusters for which the function, which must not call the feed, returns true.
+func (f *Feed[T]) GenerationOf(among func(cluster types.NamespacedName) bool) int64 {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
-	return f.generation
+	sum := int64(0)
+	for cluster, changes := range f.generations {
+		if among(cluster) {
+			sum += changes
+		}
+	}
+	return sum
 }
 
 // Stats are counts for metrics.
@@ -214,7 +226,7 @@ func (f *Feed[T]) Peek(cluster types.NamespacedName, key string) (object T, foun
 	return object, found
 }
 
-// List returns the objects of a Cluster, ordered by key, and the generation they were taken at. Errors: [ErrNotReady],
+// List returns the objects of a Cluster, ordered by key, and the number of their changes until then. Errors: [ErrNotReady],
 // [ErrClosed].
 func (f *Feed[T]) List(cluster types.NamespacedName) ([]T, int64, error) {
 	entries, generation, err := f.entries(cluster)
@@ -235,7 +247,7 @@ func (f *Feed[T]) entries(cluster types.NamespacedName) ([]entry[T], int64, erro
 	if err := f.usable(); err != nil {
 		return nil, 0, err
 	}
-	return f.copied(cluster), f.generation, nil
+	return f.copied(cluster), f.generations[cluster], nil
 }
 
 func (f *Feed[T]) usable() error {
@@ -306,7 +318,7 @@ type Subscription[T any] struct {
 
 // begin starts a snapshot. feed.mu is held.
 func (s *Subscription[T]) begin() {
-	s.unordered, s.snapshot, s.syncing, s.syncedAt = s.feed.copied(s.cluster), nil, true, s.feed.generation
+	s.unordered, s.snapshot, s.syncing, s.syncedAt = s.feed.copied(s.cluster), nil, true, s.feed.generations[s.cluster]
 	s.order, s.overflowed = nil, false
 	clear(s.pending)
 	clear(s.shown)

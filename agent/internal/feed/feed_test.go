@@ -59,7 +59,7 @@ func TestSubscriberGetsSnapshotThenMarkerThenChanges(t *testing.T) {
 	f.Set(spoke, "a", 4) // between snapshot and reading
 	g.Expect(next(g, s)).To(Equal(feed.Event[int]{Kind: feed.Upsert, Key: "a", Object: 1}))
 	g.Expect(next(g, s)).To(Equal(feed.Event[int]{Kind: feed.Upsert, Key: "b", Object: 2}))
-	g.Expect(next(g, s)).To(Equal(feed.Event[int]{Kind: feed.Synced, Generation: 3}))
+	g.Expect(next(g, s)).To(Equal(feed.Event[int]{Kind: feed.Synced, Generation: 2}))
 	g.Expect(next(g, s)).To(Equal(feed.Event[int]{Kind: feed.Upsert, Key: "a", Object: 4}))
 	f.Remove(spoke, "b")
 	f.Set(other, "c", 5)
@@ -74,6 +74,28 @@ func TestEqualObjectIsNoChange(t *testing.T) {
 	g.Expect(f.Set(spoke, "a", 1)).To(BeFalse())
 	g.Expect(f.Remove(spoke, "b")).To(BeFalse())
 	g.Expect(f.Generation()).To(Equal(generation))
+}
+
+// The rhythm of a Cluster's changes is nobody else's business.
+func TestGenerationsAreOfOneCluster(t *testing.T) {
+	g := NewWithT(t)
+	f := newFeed(10)
+	f.SetReady()
+	f.Set(spoke, "a", 1)
+	of := func(cluster types.NamespacedName) int64 {
+		_, generation, err := f.List(cluster)
+		g.Expect(err).NotTo(HaveOccurred())
+		g.Expect(f.GenerationOf(func(c types.NamespacedName) bool { return c == cluster })).To(Equal(generation))
+		return generation
+	}
+	g.Expect(of(spoke)).To(BeEquivalentTo(1))
+	f.Set(other, "a", 1)
+	f.Set(other, "a", 2)
+	g.Expect(of(spoke)).To(BeEquivalentTo(1))
+	g.Expect(of(other)).To(BeEquivalentTo(2))
+	f.Remove(other, "a")
+	g.Expect(of(other)).To(BeEquivalentTo(3), "it does not begin anew when nothing is left")
+	g.Expect(f.Generation()).To(BeEquivalentTo(4))
 }
 
 func TestSeveralChangesOfOneObjectBecomeOneEvent(t *testing.T) {

@@ -37,6 +37,14 @@ type Options struct {
 	UnixSocketClusters []string
 	// TLSCertFile, TLSKeyFile and ClientCAFile are PEM files, read again when they change.
 	TLSCertFile, TLSKeyFile, ClientCAFile string
+	// IssuerCertFile and IssuerKeyFile are PEM files with the authority that the agent signs Clusters' certificates with, read again when they
+	// change. Empty means that it signs none.
+	IssuerCertFile, IssuerKeyFile string
+	// ServerCAFile is a PEM file with the authorities of the agent's own certificate, which the shims are told to trust. Empty means
+	// ClientCAFile.
+	ServerCAFile string
+	// CertificateLifetime is how long the certificates that the agent signs are valid.
+	CertificateLifetime time.Duration
 	// TrustDomain is the SPIFFE trust domain of the callers.
 	TrustDomain string
 	// PlaintextLoopback serves ListenAddress, which must be a loopback address, without TLS and with every right.
@@ -116,6 +124,7 @@ func New() *Options {
 		ListenAddress:          ":8443",
 		UnixSocketRole:         string(authz.RoleAdmin),
 		TrustDomain:            "karpenter-capi",
+		CertificateLifetime:    24 * time.Hour,
 		KubeAPIQPS:             500,
 		KubeAPIBurst:           1000,
 		MetricsBindAddress:     ":8080",
@@ -164,6 +173,15 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 		"The PEM `file` with the server's private key. Read again when it changes.")
 	flags.StringVar(&o.ClientCAFile, "client-ca-file", o.ClientCAFile,
 		"The PEM `file` with the certificate authorities of the callers. Read again when it changes.")
+	flags.StringVar(&o.IssuerCertFile, "issuer-cert-file", o.IssuerCertFile,
+		"The PEM `file` with the certificate of the authority that signs the certificates of onboarded Clusters. It has to be among those of "+
+			"--client-ca-file. Read again when it changes. Empty means that the agent issues no certificates.")
+	flags.StringVar(&o.IssuerKeyFile, "issuer-key-file", o.IssuerKeyFile,
+		"The PEM `file` with that authority's private key. Read again when it changes.")
+	flags.StringVar(&o.ServerCAFile, "server-ca-file", o.ServerCAFile,
+		"The PEM `file` with the authorities of the agent's own certificate, which onboarded shims are told to trust. Empty means --client-ca-file.")
+	flags.DurationVar(&o.CertificateLifetime, "certificate-lifetime", o.CertificateLifetime,
+		"How long the certificates that the agent issues are valid. Shims renew them at half of it.")
 	flags.StringVar(&o.TrustDomain, "trust-domain", o.TrustDomain,
 		"The SPIFFE trust domain of the callers; spiffe://<trust domain>/cluster/<namespace>/<name> may act for that Cluster.")
 	flags.BoolVar(&o.PlaintextLoopback, "plaintext-loopback", o.PlaintextLoopback,
@@ -309,10 +327,11 @@ func (o *Options) Validate() error {
 		errs = append(errs, fmt.Errorf("--%s: %s", flag, fmt.Sprintf(format, args...)))
 	}
 	o.validateListeners(wrong)
+	o.validateIssuer(wrong)
 	if !trustDomain.MatchString(o.TrustDomain) {
 		wrong("trust-domain", "%q is not a SPIFFE trust domain; use lower-case letters, digits, dots, dashes and underscores", o.TrustDomain)
 	}
-	if _, err := parseName(o.Policy); o.Policy != "" && err != nil {
+	if _, err := ParseName(o.Policy); o.Policy != "" && err != nil {
 		wrong("policy", "%q is not <namespace>/<name> of a ConfigMap", o.Policy)
 	}
 	if o.Policy != "" && o.PolicyFile != "" {
@@ -419,14 +438,14 @@ func (o *Options) validateScope(wrong func(flag, format string, args ...any)) {
 		}
 	}
 	for _, cluster := range o.Clusters {
-		if _, err := parseName(cluster); err != nil {
+		if _, err := ParseName(cluster); err != nil {
 			wrong("clusters", "%v of a Cluster", err)
 		}
 	}
 }
 
 func (o *Options) validatePrices(wrong func(flag, format string, args ...any)) {
-	if _, err := parseName(o.PriceList); o.PriceList != "" && err != nil {
+	if _, err := ParseName(o.PriceList); o.PriceList != "" && err != nil {
 		wrong("price-list", "%q is not <namespace>/<name> of a ConfigMap", o.PriceList)
 	}
 	if o.PriceCurrency != "" && !pricing.IsCurrency(o.PriceCurrency) {
@@ -468,7 +487,7 @@ func (o *Options) validateLimits(wrong func(flag, format string, args ...any)) {
 
 // PolicyName returns Policy parsed. Validate must have passed.
 func (o *Options) PolicyName() types.NamespacedName {
-	name, err := parseName(o.Policy)
+	name, err := ParseName(o.Policy)
 	if err != nil {
 		return types.NamespacedName{}
 	}
@@ -477,7 +496,7 @@ func (o *Options) PolicyName() types.NamespacedName {
 
 // PriceListName returns PriceList parsed. Validate must have passed.
 func (o *Options) PriceListName() types.NamespacedName {
-	name, err := parseName(o.PriceList)
+	name, err := ParseName(o.PriceList)
 	if err != nil {
 		return types.NamespacedName{}
 	}
@@ -566,7 +585,26 @@ func (o *Options) validateListeners(wrong func(flag, format string, args ...any)
 	}
 }
 
-func parseName(text string) (types.NamespacedName, error) {
+// minCertificateLifetime leaves a shim time to renew while the agent, or the hub, is started anew.
+const minCertificateLifetime = 10 * time.Minute
+
+func (o *Options) validateIssuer(wrong func(flag, format string, args ...any)) {
+	switch {
+	case (o.IssuerCertFile == "") != (o.IssuerKeyFile == ""):
+		wrong("issuer-cert-file", "goes with --issuer-key-file; set both or neither")
+	case o.IssuerCertFile != "" && o.ClientCAFile == "":
+		wrong("issuer-cert-file", "needs --client-ca-file, without which no certificate is accepted")
+	}
+	if o.ServerCAFile != "" && o.IssuerCertFile == "" {
+		wrong("server-ca-file", "has no effect without --issuer-cert-file; drop one of the two")
+	}
+	if o.CertificateLifetime < minCertificateLifetime {
+		wrong("certificate-lifetime", "%s is below %s", o.CertificateLifetime, minCertificateLifetime)
+	}
+}
+
+// ParseName parses <namespace>/<name>. An error says so.
+func ParseName(text string) (types.NamespacedName, error) {
 	namespace, name, found := strings.Cut(text, "/")
 	if !found || len(validation.IsDNS1123Label(namespace)) > 0 || len(validation.IsDNS1123Subdomain(name)) > 0 {
 		return types.NamespacedName{}, fmt.Errorf("%q is not <namespace>/<name>", text)
@@ -578,7 +616,7 @@ func parseName(text string) (types.NamespacedName, error) {
 func (o *Options) ClusterNames() []types.NamespacedName {
 	clusters := make([]types.NamespacedName, 0, len(o.Clusters))
 	for _, text := range o.Clusters {
-		if cluster, err := parseName(text); err == nil {
+		if cluster, err := ParseName(text); err == nil {
 			clusters = append(clusters, cluster)
 		}
 	}

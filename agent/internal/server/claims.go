@@ -28,7 +28,7 @@ func keyOf(cluster *agentv1alpha1.ClusterRef, id string) claims.Key {
 }
 
 // usable refuses calls while the view is not complete, and for Clusters that another agent serves.
-func (s *claimService) usable(cluster *agentv1alpha1.ClusterRef) error {
+func (s *Server) usable(cluster *agentv1alpha1.ClusterRef) error {
 	if !s.Synced() {
 		return agenterrors.NotSynced("the agent's view of the hub is not complete yet")
 	}
@@ -251,6 +251,7 @@ func (s *claimService) SyncClaims(
 	}
 	if reports {
 		s.config.Observe(ctx, clusterName(request.GetCluster()), nodes)
+		s.note(ctx, request)
 	}
 	return &agentv1alpha1.SyncClaimsResponse{
 		CollectedClaimIds: result.Collected, UnknownClaimIds: result.Unknown, KeptClaimIds: result.Kept,

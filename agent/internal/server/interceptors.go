@@ -208,6 +208,9 @@ func (s *Server) authorize(ctx context.Context, method string, request any) erro
 	if !callerOf(ctx).MayCallFor(rule, cluster) {
 		return agenterrors.PermissionDenied("this identity may not call this method for this Cluster")
 	}
+	if err := s.onboarded(ctx, callerOf(ctx)); err != nil {
+		return err
+	}
 	if !rule.AsHolder {
 		return nil
 	}
@@ -292,7 +295,7 @@ func loggingOptions() []logging.Option {
 }
 
 // changing are the methods whose success is worth a line for everybody.
-var changing = []string{"CreateClaim", "ReleaseClaim", "ReturnMachine"}
+var changing = []string{"CreateClaim", "ReleaseClaim", "ReturnMachine", "IssueCertificate"}
 
 // logger writes a call's end to the agent's log.
 func (s *Server) logger() logging.Logger {

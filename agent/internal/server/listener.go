@@ -190,31 +190,34 @@ func mutualTLS(files TLSFiles) (*tls.Config, func(), error) {
 }
 
 func certificateMetrics(followed *certificates.Follower) []prometheus.Collector {
-	var all []prometheus.Collector
-	for _, of := range []struct {
-		name     string
-		notAfter func(certificates.Stats) time.Time
-		errors   func(certificates.Stats) int64
-	}{
-		{
-			"server", func(s certificates.Stats) time.Time { return s.CertificateNotAfter },
-			func(s certificates.Stats) int64 { return s.CertificateErrors },
-		},
-		{
-			"client-ca", func(s certificates.Stats) time.Time { return s.AuthoritiesNotAfter },
-			func(s certificates.Stats) int64 { return s.AuthoritiesErrors },
-		},
-	} {
-		labels := prometheus.Labels{"certificate": of.name}
-		all = append(all,
-			prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-				Name: "capi_agent_certificate_not_after_seconds", ConstLabels: labels,
-				Help: "When the certificate in use ends, of several the first, in seconds since 1970.",
-			}, func() float64 { return float64(of.notAfter(followed.Stats()).Unix()) }),
-			prometheus.NewCounterFunc(prometheus.CounterOpts{
-				Name: "capi_agent_certificate_reload_errors_total", ConstLabels: labels,
-				Help: "How often files were read that could not be used; those that were usable last stay in force.",
-			}, func() float64 { return float64(of.errors(followed.Stats())) }))
+	return append(
+		CertificateMetrics("server", func() (time.Time, int64) {
+			stats := followed.Stats()
+			return stats.CertificateNotAfter, stats.CertificateErrors
+		}),
+		CertificateMetrics("client-ca", func() (time.Time, int64) {
+			stats := followed.Stats()
+			return stats.AuthoritiesNotAfter, stats.AuthoritiesErrors
+		})...)
+}
+
+// CertificateMetrics show one of the certificates that are followed: when it ends, and how often its files could not be used.
+func CertificateMetrics(name string, stats func() (notAfter time.Time, errors int64)) []prometheus.Collector {
+	labels := prometheus.Labels{"certificate": name}
+	return []prometheus.Collector{
+		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+			Name: "capi_agent_certificate_not_after_seconds", ConstLabels: labels,
+			Help: "When the certificate in use ends, of several the first, in seconds since 1970.",
+		}, func() float64 {
+			notAfter, _ := stats()
+			return float64(notAfter.Unix())
+		}),
+		prometheus.NewCounterFunc(prometheus.CounterOpts{
+			Name: "capi_agent_certificate_reload_errors_total", ConstLabels: labels,
+			Help: "How often files were read that could not be used; those that were usable last stay in force.",
+		}, func() float64 {
+			_, errors := stats()
+			return float64(errors)
+		}),
 	}
-	return all
 }

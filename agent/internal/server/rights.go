@@ -56,7 +56,7 @@ func (s *Server) entitled(ctx context.Context, cluster types.NamespacedName) err
 	case !c.MayCallFor(authz.Methods[method], cluster):
 		return agenterrors.PermissionDenied("this identity may not call this method for this Cluster any more")
 	}
-	return nil
+	return s.onboarded(ctx, c)
 }
 
 // closeWhenExpired closes a connection when the certificate that it was made with has expired, so that a client that has another one by then

@@ -29,6 +29,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/observed"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/spokes"
 	"github.com/karpenter-capi/karpenter-capi/pkg/validation"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
@@ -58,6 +59,12 @@ type Config struct {
 	Show func(ctx context.Context, claim *v1alpha1.MachineClaim) (*agentv1alpha1.Claim, error)
 	// ClusterExists asks the caches. It is called only once they have synced. REQUIRED.
 	ClusterExists func(ctx context.Context, cluster types.NamespacedName) (bool, error)
+	// Onboarded asks the caches, and OnboardedLive the API server. Onboarded is called only once the caches have synced. REQUIRED.
+	Onboarded, OnboardedLive OnboardingOf
+	// Issuing is what certificates are issued with. Nil issues none.
+	Issuing *Issuing
+	// Note takes what is known of a Cluster's own shim, each time it has synchronized its claims. Nil takes nothing.
+	Note func(ctx context.Context, cluster types.NamespacedName, contact spokes.Contact)
 	// Contact knows whether the hub's API server answers. Nil means that it always does.
 	Contact Contact
 	// Scope says which Clusters are served.
@@ -179,7 +186,7 @@ func New(c Config) (*Server, error) {
 func services() []string {
 	return []string{
 		agentv1alpha1.NodeGroupService_ServiceDesc.ServiceName, agentv1alpha1.ClaimService_ServiceDesc.ServiceName,
-		agentv1alpha1.MachineService_ServiceDesc.ServiceName,
+		agentv1alpha1.MachineService_ServiceDesc.ServiceName, agentv1alpha1.CertificateService_ServiceDesc.ServiceName,
 	}
 }
 
@@ -263,6 +270,7 @@ func (s *Server) followReadiness(ctx context.Context) {
 	}
 	s.serving(agentv1alpha1.MachineService_ServiceDesc.ServiceName)
 	s.serving(agentv1alpha1.ClaimService_ServiceDesc.ServiceName)
+	s.serving(agentv1alpha1.CertificateService_ServiceDesc.ServiceName)
 	s.serving("")
 	s.config.Log.Info("the view of the hub is complete", "nodeGroups", s.config.NodeGroups.Stats().Objects,
 		"machines", s.config.Machines.Stats().Objects, "claims", s.config.Claims.Stats().Objects)
@@ -307,6 +315,7 @@ func (s *Server) register(server registrar) {
 	agentv1alpha1.RegisterClaimServiceServer(server, &claimService{Server: s})
 	agentv1alpha1.RegisterMachineServiceServer(server, &machines{Server: s})
 	agentv1alpha1.RegisterStatusServiceServer(server, &status{Server: s})
+	agentv1alpha1.RegisterCertificateServiceServer(server, &certificateService{Server: s})
 	grpc_health_v1.RegisterHealthServer(server, s.health)
 	reflection.Register(server)
 	s.metrics.InitializeMetrics(server)

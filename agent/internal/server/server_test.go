@@ -191,6 +191,9 @@ func start(t *testing.T, changes ...func(*fixture, *server.Config)) *fixture {
 			f.observed = append(f.observed, nodes...)
 		},
 		ClusterExists: func(_ context.Context, name types.NamespacedName) (bool, error) { return name == spoke, nil },
+		Onboarded: func(_ context.Context, name types.NamespacedName) (id string, exists bool, err error) {
+			return "", name == spoke, nil
+		},
 		Scope:         hub.NewScope(nil, nil),
 		Authorizer:    authorizer,
 		ShutdownGrace: patience,
@@ -276,6 +279,7 @@ func (f *fixture) create(c *client.Client) error {
 
 func TestIdentitiesAndWhatTheyMayDo(t *testing.T) {
 	f := start(t)
+	f.nodeGroups.Set(spoke, "fleet/small", &agentv1alpha1.NodeGroup{Id: "fleet/small"})
 	cluster, other := f.cluster(), f.as("spiffe://karpenter-capi/cluster/fleet/other")
 	reader, nobody := f.as("spiffe://karpenter-capi/reader"), f.as("spiffe://karpenter-capi/nobody")
 	socket := f.connect(client.Options{Address: "unix://" + f.socket})
@@ -288,22 +292,25 @@ func TestIdentitiesAndWhatTheyMayDo(t *testing.T) {
 		roles         []string
 		allClusters   bool
 		statusRefused codes.Code
+		reads         bool
 	}{
-		{name: "the Cluster itself", client: cluster, identity: "spiffe://karpenter-capi/cluster/fleet/spoke", roles: []string{"cluster"}},
+		{
+			name: "the Cluster itself", client: cluster, identity: "spiffe://karpenter-capi/cluster/fleet/spoke", roles: []string{"cluster"}, reads: true,
+		},
 		{
 			name: "another Cluster", client: other, list: codes.PermissionDenied, create: codes.PermissionDenied,
 			identity: "spiffe://karpenter-capi/cluster/fleet/other", roles: []string{"cluster"},
 		},
 		{
 			name: "a reader", client: reader, create: codes.PermissionDenied,
-			identity: "spiffe://karpenter-capi/reader", roles: []string{"reader"}, allClusters: true,
+			identity: "spiffe://karpenter-capi/reader", roles: []string{"reader"}, allClusters: true, reads: true,
 		},
 		{
 			name: "an identity without grants", client: nobody, list: codes.PermissionDenied, create: codes.PermissionDenied,
 			identity: "spiffe://karpenter-capi/nobody",
 		},
-		{name: "the unix socket", client: socket, identity: "unix", roles: []string{"admin"}, allClusters: true},
-		{name: "loopback", client: loopback, identity: "loopback", roles: []string{"admin"}, allClusters: true},
+		{name: "the unix socket", client: socket, identity: "unix", roles: []string{"admin"}, allClusters: true, reads: true},
+		{name: "loopback", client: loopback, identity: "loopback", roles: []string{"admin"}, allClusters: true, reads: true},
 		{
 			name: "two URIs", client: f.as("spiffe://karpenter-capi/reader", "spiffe://karpenter-capi/cluster/fleet/spoke"),
 			list: codes.Unauthenticated, create: codes.Unauthenticated, statusRefused: codes.Unauthenticated,
@@ -321,6 +328,8 @@ func TestIdentitiesAndWhatTheyMayDo(t *testing.T) {
 			require.Equal(t, c.identity, response.GetIdentity())
 			require.Equal(t, c.roles, response.GetRoles())
 			require.Equal(t, c.allClusters, response.GetAllClusters())
+			require.Equal(t, len(c.roles) > 0, response.GetVersion() != "" && response.GetCommit() != "", "what the agent is, is for those who work with it")
+			require.Equal(t, c.reads, response.GetCatalogueGeneration() > 0, "when a Cluster's node groups change is for those who may read them")
 			health, err := grpc_health_v1.NewHealthClient(c.client.Conn()).Check(f.ctx(), &grpc_health_v1.HealthCheckRequest{})
 			require.NoError(t, err, "health needs no identity")
 			require.Equal(t, grpc_health_v1.HealthCheckResponse_SERVING, health.GetStatus())

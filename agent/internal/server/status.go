@@ -7,6 +7,7 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/messages"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
@@ -16,15 +17,22 @@ type status struct {
 	*Server
 }
 
+// reads is met by callers that may read a Cluster's node groups.
+var reads = authz.Methods[agentv1alpha1.NodeGroupService_ListNodeGroups_FullMethodName]
+
 func (s *status) GetStatus(ctx context.Context, _ *agentv1alpha1.GetStatusRequest) (*agentv1alpha1.GetStatusResponse, error) {
 	c := callerOf(ctx)
 	clusters, all := c.Clusters()
+	version, commit := s.config.Version, s.config.Commit
+	if len(c.Grants) == 0 {
+		version, commit = "", "" // whose weaknesses are known is for those who work with it
+	}
 	return &agentv1alpha1.GetStatusResponse{
 		ApiVersion:          string(agentv1alpha1.File_capi_agent_v1alpha1_status_proto.Package()),
-		Version:             s.config.Version,
-		Commit:              s.config.Commit,
+		Version:             version,
+		Commit:              commit,
 		CachesSynced:        s.Synced(),
-		CatalogueGeneration: s.config.NodeGroups.Generation(),
+		CatalogueGeneration: s.config.NodeGroups.GenerationOf(func(cluster types.NamespacedName) bool { return c.MayCallFor(reads, cluster) }),
 		AgentId:             s.id,
 		Identity:            c.Identity,
 		Roles:               c.Roles(),

@@ -91,6 +91,29 @@ func (a *Authority) IssueFor(tb testing.TB, life time.Duration, folder string, t
 	return files
 }
 
+// Write writes the authority itself to a folder, for who signs with it.
+func (a *Authority) Write(tb testing.TB, folder string) (certFile, keyFile string) {
+	tb.Helper()
+	keyDER, err := x509.MarshalECPrivateKey(a.key)
+	if err != nil {
+		tb.Fatalf("encoding a key: %v", err)
+	}
+	certFile, keyFile = filepath.Join(folder, "issuer.crt"), filepath.Join(folder, "issuer.key")
+	write(tb, certFile, "CERTIFICATE", a.certificate.Raw)
+	write(tb, keyFile, "EC PRIVATE KEY", keyDER)
+	return certFile, keyFile
+}
+
+// SigningRequest returns a signing request, DER, of a key of its own.
+func SigningRequest(tb testing.TB) []byte {
+	tb.Helper()
+	der, err := x509.CreateCertificateRequest(rand.Reader, &x509.CertificateRequest{}, newKey(tb))
+	if err != nil {
+		tb.Fatalf("making a signing request: %v", err)
+	}
+	return der
+}
+
 func newKey(tb testing.TB) *ecdsa.PrivateKey {
 	tb.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)

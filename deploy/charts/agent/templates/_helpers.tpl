@@ -54,6 +54,21 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- default (printf "%s-tls" (include "capi-agent.fullname" .)) .Values.tls.secretName }}
 {{- end }}
 
+{{/* The secret with the authority that the agent issues certificates with, when it does. */}}
+{{- define "capi-agent.issuerSecretName" -}}
+{{- with .Values.onboarding }}
+{{- if .enabled }}
+{{- if .issuerSecretName }}
+{{- .issuerSecretName }}
+{{- else if and $.Values.tls.certManager.enabled $.Values.tls.certManager.issuer.create }}
+{{- include "capi-agent.fullname" $ }}-ca
+{{- else }}
+{{- fail "onboarding.issuerSecretName is required where tls.certManager.issuer makes no authority: the secret with its tls.crt and tls.key" }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "capi-agent.issuerRef" -}}
 {{- with .Values.tls.certManager.issuer -}}
 {{- if .create -}}
@@ -94,6 +109,12 @@ group: {{ .group }}
 - apiGroups: [agent.karpenter.cluster.x-k8s.io]
   resources: [machineclaims/status]
   verbs: [update, patch]
+- apiGroups: [agent.karpenter.cluster.x-k8s.io]
+  resources: [spokes]
+  verbs: [get, list, create, update]
+- apiGroups: [agent.karpenter.cluster.x-k8s.io]
+  resources: [spokes/status]
+  verbs: [patch]
 {{- with .Values.rbac }}
 {{- if .infrastructureGroups }}
 - apiGroups: {{ toJson .infrastructureGroups }}

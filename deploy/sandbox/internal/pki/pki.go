@@ -60,6 +60,15 @@ func NewCA(name string) (*CA, error) {
 	return &CA{certificate: certificate, key: key, PEM: encode("CERTIFICATE", der)}, nil
 }
 
+// Pair returns the authority's own certificate with its key, for who signs with it.
+func (ca *CA) Pair() (Pair, error) {
+	der, err := x509.MarshalPKCS8PrivateKey(ca.key)
+	if err != nil {
+		return Pair{}, err
+	}
+	return Pair{Certificate: ca.PEM, Key: encode("PRIVATE KEY", der)}, nil
+}
+
 // Server issues a serving certificate for loopback.
 func (ca *CA) Server(name string) (Pair, error) {
 	return ca.issue(&x509.Certificate{

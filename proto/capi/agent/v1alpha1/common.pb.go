@@ -147,7 +147,8 @@ func (x *Taint) GetEffect() string {
 // What follows are changes. A receiver replaces its whole view with the snapshot at this point, and not before.
 type Synced struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The catalogue generation (node groups) at the time of the marker. See GetStatusResponse.catalogue_generation.
+	// Raised by every change of an object of this kind of the Cluster, as of the marker. Comparable only between streams of the same agent; see
+	// GetStatusResponse.agent_id.
 	Generation    int64 `protobuf:"varint,1,opt,name=generation,proto3" json:"generation,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -340,7 +340,7 @@ type ListNodeGroupsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The node groups, ordered by id.
 	NodeGroups []*NodeGroup `protobuf:"bytes,1,rep,name=node_groups,json=nodeGroups,proto3" json:"node_groups,omitempty"`
-	// The catalogue generation this answer was taken at. See GetStatusResponse.catalogue_generation.
+	// Raised by every change of a node group of the Cluster. Comparable only between answers of the same agent; see GetStatusResponse.agent_id.
 	Generation    int64 `protobuf:"varint,2,opt,name=generation,proto3" json:"generation,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -64,13 +64,13 @@ type GetStatusResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The newest API package served, for example `capi.agent.v1alpha1`.
 	ApiVersion string `protobuf:"bytes,1,opt,name=api_version,json=apiVersion,proto3" json:"api_version,omitempty"`
-	// The agent's own version, for example `v0.1.0`; `devel` when not built from a release.
+	// The agent's own version, for example `v0.1.0`; `devel` when not built from a release. Empty for an identity without roles.
 	Version string `protobuf:"bytes,2,opt,name=version,proto3" json:"version,omitempty"`
-	// The source revision that the agent was built from. Empty when unknown.
+	// The source revision that the agent was built from. Empty when unknown, and for an identity without roles.
 	Commit string `protobuf:"bytes,3,opt,name=commit,proto3" json:"commit,omitempty"`
 	// False while reads answer UNAVAILABLE because the view of the hub is not complete yet.
 	CachesSynced bool `protobuf:"varint,4,opt,name=caches_synced,json=cachesSynced,proto3" json:"caches_synced,omitempty"`
-	// Raised by every change of any node group. Comparable only between answers of the same agent_id.
+	// Raised by every change of a node group that the caller may read. Comparable only between answers of the same agent_id to the same identity.
 	CatalogueGeneration int64 `protobuf:"varint,5,opt,name=catalogue_generation,json=catalogueGeneration,proto3" json:"catalogue_generation,omitempty"`
 	// Random, new with each start of the agent.
 	AgentId string `protobuf:"bytes,6,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`

@@ -1,0 +1,110 @@
+package v1alpha1
+
+import (
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+// Spoke shows a workload cluster whose shim calls the agent. It has the name of its Cluster, and is in the Cluster's namespace. The agent makes
+// and changes it; people read it. `clusterctl move` takes it along with its Cluster.
+//
+// +kubebuilder:object:root=true
+// +kubebuilder:metadata:labels="clusterctl.cluster.x-k8s.io="
+// +kubebuilder:resource:categories=cluster-api
+// +kubebuilder:subresource:status
+// +kubebuilder:printcolumn:name="Connected",type=string,JSONPath=`.status.conditions[?(@.type=="Connected")].status`
+// +kubebuilder:printcolumn:name="Last Sync",type=date,JSONPath=`.status.lastSyncTime`
+// +kubebuilder:printcolumn:name="Shim",type=string,JSONPath=`.status.shimVersion`
+// +kubebuilder:printcolumn:name="Certificate Ends",type=string,JSONPath=`.status.certificate.notAfter`
+// +kubebuilder:printcolumn:name="Onboarded",type=date,JSONPath=`.spec.enrollment.time`
+// +kubebuilder:printcolumn:name="Spoke ID",type=string,JSONPath=`.status.spokeID`,priority=1
+// +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
+type Spoke struct {
+	metav1.TypeMeta   `json:",inline"`
+	metav1.ObjectMeta `json:"metadata,omitempty"`
+
+	// spec is what the agent must not forget.
+	// +optional
+	Spec SpokeSpec `json:"spec,omitzero"`
+	// status is what the agent has seen of the spoke.
+	// +optional
+	Status SpokeStatus `json:"status,omitzero"`
+}
+
+// SpokeSpec is what the agent must not forget: it is no status, which a restored backup leaves out.
+type SpokeSpec struct {
+	// enrollment is the last onboarding whose bootstrap certificate was used. Absent when there was none.
+	// +optional
+	Enrollment *Enrollment `json:"enrollment,omitempty"`
+}
+
+// Enrollment is the use of a bootstrap certificate.
+type Enrollment struct {
+	// onboarding is the id of the onboarding.
+	// +required
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=63
+	Onboarding string `json:"onboarding"`
+	// publicKey is the SHA-256 of the public key that was certified, in hexadecimal digits: the bootstrap certificate serves no other.
+	// +required
+	// +kubebuilder:validation:MinLength=64
+	// +kubebuilder:validation:MaxLength=64
+	PublicKey string `json:"publicKey"`
+	// time is when it was used.
+	// +required
+	Time metav1.Time `json:"time"`
+}
+
+// ConnectedCondition of a Spoke is True while its shim synchronizes its claims with an agent.
+const ConnectedCondition = "Connected"
+
+// Reasons of [ConnectedCondition].
+const (
+	// SynchronizedReason means that the shim has sent its claims lately.
+	SynchronizedReason = "Synchronized"
+	// SilentReason means that no agent has heard of the shim for a while.
+	SilentReason = "Silent"
+)
+
+// SpokeStatus is what the agent has seen of a spoke.
+type SpokeStatus struct {
+	// conditions are Connected.
+	// +optional
+	// +listType=map
+	// +listMapKey=type
+	Conditions []metav1.Condition `json:"conditions,omitempty"`
+	// lastSyncTime is when the shim last sent its claims, to within five minutes.
+	// +optional
+	LastSyncTime *metav1.Time `json:"lastSyncTime,omitempty"`
+	// shimVersion is what the shim says of itself.
+	// +optional
+	// +kubebuilder:validation:MaxLength=128
+	ShimVersion string `json:"shimVersion,omitempty"`
+	// spokeID is the UID of the spoke's namespace kube-system, as the shim says.
+	// +optional
+	// +kubebuilder:validation:MaxLength=63
+	SpokeID string `json:"spokeID,omitempty"`
+	// certificate is that of the shim. Absent for a shim on a unix socket.
+	// +optional
+	Certificate *SpokeCertificate `json:"certificate,omitempty"`
+}
+
+// SpokeCertificate is the client certificate of a shim.
+type SpokeCertificate struct {
+	// serial is its serial number, in hexadecimal digits, as a policy denies it.
+	// +optional
+	// +kubebuilder:validation:MaxLength=64
+	Serial string `json:"serial,omitempty"`
+	// notAfter is when it ends.
+	// +optional
+	NotAfter *metav1.Time `json:"notAfter,omitempty"`
+}
+
+// SpokeList is a list of Spokes.
+//
+// +kubebuilder:object:root=true
+type SpokeList struct {
+	metav1.TypeMeta `json:",inline"`
+	metav1.ListMeta `json:"metadata,omitempty"`
+
+	Items []Spoke `json:"items"`
+}

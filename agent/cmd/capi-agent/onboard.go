@@ -1,0 +1,241 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"strings"
+	"time"
+
+	"github.com/go-logr/logr"
+	"github.com/spf13/pflag"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/klog/v2"
+	"k8s.io/utils/clock"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/onboarding"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/options"
+)
+
+// onboard gives a Cluster an onboarding, and says on out what it does; what the spoke needs goes to manifest, unless it is brought there.
+func onboard(ctx context.Context, arguments []string, manifest, out io.Writer) error {
+	flags := pflag.NewFlagSet("capi-agent onboard", pflag.ContinueOnError)
+	flags.SortFlags = false
+	flags.Usage = func() {
+		fmt.Fprintf(flags.Output(), `Usage: capi-agent onboard [flags] NAMESPACE/CLUSTER
+
+Onboards a Cluster: writes a new onboarding on it (the label agent.karpenter.cluster.x-k8s.io/onboarding), and makes the secret that its shim gets
+its first certificate with. The shim makes its own key in the spoke, and renews its certificate from then on. Without
+--spoke-kubeconfig and --cluster-resource-set the secret is printed, to be applied to the spoke:
+
+  capi-agent onboard team-a/production | kubectl --context spoke apply -f -
+
+The secret serves one key, and no longer than --valid-for. The caller needs to read the issuer's secret, and to get and patch Clusters.
+
+%s`, flags.FlagUsages())
+	}
+	o := onboarding.Options{}
+	kubeconfig := addHubFlag(flags)
+	issuer := flags.String("issuer-secret", "capi-agent-system/capi-agent-ca",
+		"The secret in the hub, as `namespace/name`, with the authority that the agent has as --issuer-cert-file and --issuer-key-file.")
+	serverCA := flags.String("server-ca-file", "",
+		"A PEM `file` with the authorities of the agent's own certificate. Empty means ca.crt of the issuer's secret, else the issuer itself.")
+	secret := flags.String("secret", "karpenter/karpenter-agent-bootstrap", "The secret to make in the spoke, as `namespace/name`.")
+	flags.StringVar(&o.TrustDomain, "trust-domain", options.New().TrustDomain, "The agent's own --trust-domain.")
+	flags.DurationVar(&o.ValidFor, "valid-for", time.Hour, "How long the spoke has until its shim has its first certificate.")
+	flags.BoolVar(&o.Again, "again", false, "Onboard a Cluster that is onboarded already. The present certificate of its shim ends at once.")
+	spokeKubeconfig := flags.String("spoke-kubeconfig", "", "Write the secret into the spoke, with this kubeconfig `file`, instead of printing it.")
+	spokeContext := flags.String("spoke-context", "", "The `context` of --spoke-kubeconfig. Empty means its current one.")
+	resourceSet := flags.Bool("cluster-resource-set", false,
+		"Have Cluster API bring the secret into the spoke, by a ClusterResourceSet for this one onboarding, instead of printing it.")
+	dryRun := flags.Bool("dry-run", false, "Say what would be done, and do nothing.")
+	if err := flags.Parse(arguments); errors.Is(err, pflag.ErrHelp) {
+		return nil
+	} else if err != nil {
+		return err
+	}
+	var err error
+	if o.Cluster, err = clusterArgument(flags, "onboard"); err != nil {
+		return err
+	}
+	if o.Issuer, err = namedSecret(*issuer); err != nil {
+		return fmt.Errorf("--issuer-secret: %w", err)
+	}
+	if o.Secret, err = namedSecret(*secret); err != nil {
+		return fmt.Errorf("--secret: %w", err)
+	}
+	switch {
+	case *resourceSet && *spokeKubeconfig != "":
+		return errors.New("--cluster-resource-set: excludes --spoke-kubeconfig; leave one of them out")
+	case *spokeContext != "" && *spokeKubeconfig == "":
+		return errors.New("--spoke-context: has no effect without --spoke-kubeconfig")
+	case o.ValidFor < time.Minute:
+		return fmt.Errorf("--valid-for: %s is below 1m", o.ValidFor)
+	}
+	if *serverCA != "" {
+		if o.ServerCA, err = os.ReadFile(*serverCA); err != nil {
+			return fmt.Errorf("--server-ca-file: %w", err)
+		}
+	}
+	hub, err := reach(*kubeconfig, "")
+	if err != nil {
+		return fmt.Errorf("--kubeconfig: %w", err)
+	}
+	prepared, err := onboarding.Prepare(ctx, hub, o, clock.RealClock{})
+	if err != nil {
+		return fmt.Errorf("onboard: %w", err)
+	}
+	var spoke client.Client
+	if *spokeKubeconfig != "" {
+		if spoke, err = reach(*spokeKubeconfig, *spokeContext); err != nil {
+			return fmt.Errorf("--spoke-kubeconfig: %w", err)
+		}
+	}
+	return carryOut(ctx, hub, spoke, o, prepared, delivery{resourceSet: *resourceSet, dryRun: *dryRun}, manifest, out)
+}
+
+// delivery is how the secret gets into the spoke.
+type delivery struct{ resourceSet, dryRun bool }
+
+// carryOut does what was prepared. Whether the spoke can be written to is tried first: from Begin on the present certificate has ended.
+func carryOut(
+	ctx context.Context, hub, spoke client.Client, o onboarding.Options, prepared *onboarding.Onboarding, by delivery, manifest, out io.Writer,
+) error {
+	wrap := func(err error) error { return fmt.Errorf("onboard: %w", err) }
+	if spoke != nil {
+		if err := prepared.Deliver(ctx, spoke, true); err != nil {
+			return wrap(err)
+		}
+	}
+	if by.resourceSet {
+		if err := prepared.Dispatch(ctx, hub, true); err != nil {
+			return wrap(err)
+		}
+	}
+	way := "printed, to be applied to the spoke"
+	switch {
+	case spoke != nil:
+		way = "written into the spoke"
+	case by.resourceSet:
+		way = "brought into the spoke by a ClusterResourceSet"
+	}
+	if by.dryRun {
+		fmt.Fprintf(out, "would onboard %s\n", o.Cluster)
+		if prepared.Before != "" {
+			fmt.Fprintf(out, "would end its present onboarding, and the certificate of its shim with it\n")
+		}
+		fmt.Fprintf(out, "the secret %s, valid for %s, would be %s\n", o.Secret, o.ValidFor, way)
+		return nil
+	}
+	if by.resourceSet { // which waits for the label
+		if err := prepared.Dispatch(ctx, hub, false); err != nil {
+			return wrap(err)
+		}
+	}
+	if err := prepared.Begin(ctx, hub); err != nil {
+		return wrap(err)
+	}
+	switch {
+	case spoke != nil:
+		if err := prepared.Deliver(ctx, spoke, false); err != nil {
+			return wrap(fmt.Errorf("%w. The onboarding has begun: repeat the command with --again", err))
+		}
+	case !by.resourceSet:
+		text, err := prepared.Manifest()
+		if err != nil {
+			return wrap(err)
+		}
+		if _, err := manifest.Write(text); err != nil {
+			return wrap(fmt.Errorf("printing the secret: %w", err))
+		}
+	}
+	fmt.Fprintf(out, "%s is onboarded; the secret %s is %s. Its shim has until %s to get its first certificate\n",
+		o.Cluster, o.Secret, way, prepared.NotAfter.Format(time.RFC3339))
+	return nil
+}
+
+// offboard ends the onboarding of a Cluster, and says on out what it does.
+func offboard(ctx context.Context, arguments []string, out io.Writer) error {
+	flags := pflag.NewFlagSet("capi-agent offboard", pflag.ContinueOnError)
+	flags.SortFlags = false
+	flags.Usage = func() {
+		fmt.Fprintf(flags.Output(), `Usage: capi-agent offboard [flags] NAMESPACE/CLUSTER
+
+Ends the onboarding of a Cluster: no certificate of its own identity is accepted any more, whoever issued it. Its claims and Machines stay as they
+are. To onboard it again, use capi-agent onboard.
+
+%s`, flags.FlagUsages())
+	}
+	kubeconfig := addHubFlag(flags)
+	dryRun := flags.Bool("dry-run", false, "Say what would be done, and do nothing.")
+	if err := flags.Parse(arguments); errors.Is(err, pflag.ErrHelp) {
+		return nil
+	} else if err != nil {
+		return err
+	}
+	cluster, err := clusterArgument(flags, "offboard")
+	if err != nil {
+		return err
+	}
+	hub, err := reach(*kubeconfig, "")
+	if err != nil {
+		return fmt.Errorf("--kubeconfig: %w", err)
+	}
+	was, err := onboarding.Offboard(ctx, hub, cluster, *dryRun)
+	switch {
+	case err != nil:
+		return fmt.Errorf("offboard: %w", err)
+	case !was:
+		fmt.Fprintf(out, "%s has been offboarded before\n", cluster)
+	case *dryRun:
+		fmt.Fprintf(out, "would offboard %s: its certificates would be refused within seconds\n", cluster)
+	default:
+		fmt.Fprintf(out, "%s is offboarded: its certificates are refused within seconds. Its claims and Machines stay\n", cluster)
+	}
+	return nil
+}
+
+func addHubFlag(flags *pflag.FlagSet) *string {
+	return flags.String("kubeconfig", "", "The kubeconfig `file` of the hub. Empty means the KUBECONFIG variable, else ~/.kube/config.")
+}
+
+func clusterArgument(flags *pflag.FlagSet, command string) (types.NamespacedName, error) {
+	if flags.NArg() != 1 {
+		return types.NamespacedName{}, fmt.Errorf("write `capi-agent %s NAMESPACE/CLUSTER`", command)
+	}
+	cluster, err := options.ParseName(flags.Arg(0))
+	if err != nil {
+		return types.NamespacedName{}, fmt.Errorf("%w of a Cluster", err)
+	}
+	return cluster, nil
+}
+
+func namedSecret(text string) (types.NamespacedName, error) {
+	name, err := options.ParseName(strings.TrimSpace(text))
+	if err != nil {
+		return types.NamespacedName{}, fmt.Errorf("%w of a secret", err)
+	}
+	return name, nil
+}
+
+// reach returns a client of the cluster of a kubeconfig.
+func reach(kubeconfig, kubeContext string) (client.Client, error) {
+	log.SetLogger(logr.Discard())
+	klog.SetLogger(logr.Discard())
+	rules := clientcmd.NewDefaultClientConfigLoadingRules()
+	rules.ExplicitPath = kubeconfig
+	config, err := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules, &clientcmd.ConfigOverrides{CurrentContext: kubeContext}).ClientConfig()
+	if err != nil {
+		return nil, err
+	}
+	scheme, err := onboarding.Scheme()
+	if err != nil {
+		return nil, err
+	}
+	return client.New(config, client.Options{Scheme: scheme})
+}

@@ -1,0 +1,37 @@
+package main
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+func TestMistakesInTheOnboardingCommandsAreNamed(t *testing.T) {
+	for arguments, says := range map[string]string{
+		"":                      "write `capi-agent onboard NAMESPACE/CLUSTER`",
+		"a/b c/d":               "write `capi-agent onboard NAMESPACE/CLUSTER`",
+		"production":            `"production" is not <namespace>/<name> of a Cluster`,
+		"--issuer-secret=x ":    "write `capi-agent onboard NAMESPACE/CLUSTER`",
+		"--issuer-secret=x a/b": "--issuer-secret: \"x\" is not <namespace>/<name> of a secret",
+		"--secret=x a/b":        "--secret: \"x\" is not <namespace>/<name> of a secret",
+		"--valid-for=1s a/b":    "--valid-for: 1s is below 1m",
+		"--spoke-context=x a/b": "--spoke-context: has no effect without --spoke-kubeconfig",
+		"--cluster-resource-set --spoke-kubeconfig=/nofile a/b": "--cluster-resource-set: excludes --spoke-kubeconfig",
+		"--server-ca-file=/nofile a/b":                          "--server-ca-file:",
+		"--kubeconfig=/nofile a/b":                              "--kubeconfig:",
+		"--nonsense":                                            "unknown flag",
+	} {
+		var manifest, out strings.Builder
+		require.ErrorContains(t, onboard(t.Context(), strings.Fields(arguments), &manifest, &out), says, arguments)
+		require.Empty(t, manifest.String()+out.String())
+	}
+	for arguments, says := range map[string]string{
+		"":                         "write `capi-agent offboard NAMESPACE/CLUSTER`",
+		"--kubeconfig=/nofile a/b": "--kubeconfig:",
+		"--kubeconfig=/nofile a":   `"a" is not <namespace>/<name> of a Cluster`,
+	} {
+		var out strings.Builder
+		require.ErrorContains(t, offboard(t.Context(), strings.Fields(arguments), &out), says, arguments)
+	}
+}

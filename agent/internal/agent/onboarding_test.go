@@ -1,0 +1,456 @@
+package agent_test
+
+import (
+	"context"
+	"crypto"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"encoding/pem"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/clock"
+	clocktesting "k8s.io/utils/clock/testing"
+	addonsv1 "sigs.k8s.io/cluster-api/api/addons/v1beta2"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	kubeclient "sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/agent"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/capitest"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/onboarding"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/spokes"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/testpki"
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+// onboarded is a hub with two agents that issue certificates, and a Cluster.
+type onboarded struct {
+	*testing.T
+
+	agents  []*running
+	cluster types.NamespacedName
+	options onboarding.Options
+}
+
+func newOnboarded(t *testing.T) *onboarded {
+	t.Helper()
+	namespace := plane.Namespace(t)
+	o := &onboarded{T: t, cluster: types.NamespacedName{Namespace: namespace, Name: "spoke"}}
+	plane.Create(t, capitest.NewCluster(namespace, "spoke"))
+	authority := testpki.New(t)
+	certFile, keyFile := authority.Write(t, t.TempDir())
+	read := func(name string) []byte {
+		content, err := os.ReadFile(name)
+		require.NoError(t, err)
+		return content
+	}
+	plane.Create(t, &corev1.Secret{
+		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "issuer"}, Type: corev1.SecretTypeTLS,
+		Data: map[string][]byte{corev1.TLSCertKey: read(certFile), corev1.TLSPrivateKeyKey: read(keyFile)},
+	})
+	o.options = onboarding.Options{
+		Cluster: o.cluster, Issuer: types.NamespacedName{Namespace: namespace, Name: "issuer"}, TrustDomain: "karpenter-capi",
+		ValidFor: time.Hour, Secret: types.NamespacedName{Namespace: "karpenter", Name: "bootstrap"},
+	}
+	for range 2 {
+		settings := testOptions(namespace)
+		settings.ClientCAFile = authority.Issue(t, t.TempDir(), authority).CAFile
+		settings.IssuerCertFile, settings.IssuerKeyFile = certFile, keyFile
+		o.agents = append(o.agents, startFor(t, authority, agent.Config{Options: settings}))
+	}
+	return o
+}
+
+// onboard does what the command does, and returns what the spoke gets.
+func (o *onboarded) onboard(again bool) *corev1.Secret {
+	o.Helper()
+	o.options.Again = again
+	prepared, err := onboarding.Prepare(o.Context(), plane.Client, o.options, clock.RealClock{})
+	require.NoError(o, err)
+	require.NoError(o, prepared.Begin(o.Context(), plane.Client))
+	return prepared.Secret
+}
+
+// as connects to an agent with a certificate.
+func (o *onboarded) as(agent int, certificate, key, ca []byte) *client.Client {
+	o.Helper()
+	folder := o.TempDir()
+	file := func(name string, content []byte) string {
+		path := filepath.Join(folder, name)
+		require.NoError(o, os.WriteFile(path, content, 0o600))
+		return path
+	}
+	c, err := client.New(client.Options{Address: o.agents[agent].address, TLS: &client.TLS{
+		CertFile: file("tls.crt", certificate), KeyFile: file("tls.key", key), CAFile: file("ca.crt", ca),
+	}})
+	require.NoError(o, err)
+	o.Cleanup(func() { require.NoError(o, c.Close()) })
+	return c
+}
+
+func (o *onboarded) with(agent int, secret *corev1.Secret) *client.Client {
+	o.Helper()
+	return o.as(agent, secret.Data[corev1.TLSCertKey], secret.Data[corev1.TLSPrivateKeyKey], secret.Data[onboarding.CAKey])
+}
+
+func (o *onboarded) key() *ecdsa.PrivateKey {
+	o.Helper()
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	require.NoError(o, err)
+	return key
+}
+
+// issue asks for a certificate of a key.
+func (o *onboarded) issue(by *client.Client, key crypto.Signer) (*agentv1alpha1.IssueCertificateResponse, error) {
+	o.Helper()
+	request, err := x509.CreateCertificateRequest(rand.Reader, &x509.CertificateRequest{}, key)
+	require.NoError(o, err)
+	return agentv1alpha1.NewCertificateServiceClient(by.Conn()).IssueCertificate(o.Context(), &agentv1alpha1.IssueCertificateRequest{
+		Cluster: o.ref(), SigningRequest: request,
+	})
+}
+
+func (o *onboarded) ref() *agentv1alpha1.ClusterRef {
+	return &agentv1alpha1.ClusterRef{Namespace: o.cluster.Namespace, Name: o.cluster.Name}
+}
+
+// issued connects with a certificate that was issued for a key.
+func (o *onboarded) issued(agent int, response *agentv1alpha1.IssueCertificateResponse, key *ecdsa.PrivateKey) *client.Client {
+	o.Helper()
+	der, err := x509.MarshalPKCS8PrivateKey(key)
+	require.NoError(o, err)
+	return o.as(agent, response.GetCertificateChain(), pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: der}), response.GetServerAuthorities())
+}
+
+// enrolled onboards the Cluster, and connects to both agents as its shim does.
+func (o *onboarded) enrolled(again bool) []*client.Client {
+	o.Helper()
+	key := o.key()
+	response, err := o.issue(o.with(0, o.onboard(again)), key)
+	require.NoError(o, err)
+	return []*client.Client{o.issued(0, response, key), o.issued(1, response, key)}
+}
+
+func (o *onboarded) list(by *client.Client) error {
+	_, err := by.NodeGroups.ListNodeGroups(o.Context(), &agentv1alpha1.ListNodeGroupsRequest{Cluster: o.ref()})
+	return err
+}
+
+// refuses waits until the caller is refused by an agent, whose cache may be behind.
+func (o *onboarded) refuses(by *client.Client, says string) {
+	o.Helper()
+	eventually(o.T, "the caller is refused", func(context.Context) (bool, error) {
+		err := o.list(by)
+		return agenterrors.IsUnauthenticated(err) && assertSays(err, says), nil
+	})
+}
+
+func assertSays(err error, text string) bool {
+	return err != nil && strings.Contains(err.Error(), text)
+}
+
+func TestABootstrapCertificateServesOneKey(t *testing.T) {
+	o := newOnboarded(t)
+	secret := o.onboard(false)
+	first, second := o.with(0, secret), o.with(1, secret)
+	key := o.key()
+	response, err := o.issue(first, key)
+	require.NoError(t, err)
+	_, err = o.issue(second, key) // the answer may have been lost, and the other agent be asked
+	require.NoError(t, err)
+	for _, by := range []*client.Client{first, second} {
+		_, err = o.issue(by, o.key())
+		require.True(t, agenterrors.IsPermissionDenied(err), "%v", err)
+		require.ErrorContains(t, err, "has been used for another key")
+		require.True(t, agenterrors.IsPermissionDenied(o.list(by)), "it is good for nothing else")
+	}
+
+	shim := o.issued(1, response, key)
+	require.NoError(t, o.list(shim))
+	renewed := o.key()
+	response, err = o.issue(shim, renewed)
+	require.NoError(t, err)
+	require.NoError(t, o.list(o.issued(0, response, renewed)))
+	require.Greater(t, time.Until(response.GetRenewAt().AsTime()), 20*time.Minute, "the test's authority lives for an hour")
+}
+
+// However many race for it, with both agents.
+func TestABootstrapCertificateServesOneOfManyKeysAtOnce(t *testing.T) {
+	o := newOnboarded(t)
+	secret := o.onboard(false)
+	by := []*client.Client{o.with(0, secret), o.with(1, secret)}
+	var (
+		running sync.WaitGroup
+		mu      sync.Mutex
+		served  int
+	)
+	for i := range 12 {
+		key := o.key()
+		running.Go(func() {
+			request, err := x509.CreateCertificateRequest(rand.Reader, &x509.CertificateRequest{}, key)
+			if err == nil {
+				_, err = agentv1alpha1.NewCertificateServiceClient(by[i%2].Conn()).IssueCertificate(o.Context(), &agentv1alpha1.IssueCertificateRequest{
+					Cluster: o.ref(), SigningRequest: request,
+				})
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			if err == nil {
+				served++
+			} else if !agenterrors.IsPermissionDenied(err) {
+				t.Errorf("neither served nor refused: %v", err)
+			}
+		})
+	}
+	running.Wait()
+	require.Equal(t, 1, served)
+}
+
+func TestAnotherOnboardingEndsTheOneBefore(t *testing.T) {
+	o := newOnboarded(t)
+	before := o.agents[0].client(o.cluster.Namespace, o.cluster.Name) // of an authority that knows no onboarding
+	require.NoError(t, o.list(before))
+	first := o.enrolled(false)
+	require.NoError(t, o.list(first[0]))
+	require.NoError(t, o.list(first[1]))
+	o.refuses(before, "is of no onboarding")
+	stream, err := first[0].Claims.WatchClaims(t.Context(), &agentv1alpha1.WatchClaimsRequest{Cluster: o.ref()})
+	require.NoError(t, err)
+
+	_, err = onboarding.Prepare(t.Context(), plane.Client, o.withoutAgain(), clock.RealClock{})
+	require.ErrorContains(t, err, "is onboarded already; --again")
+	second := o.enrolled(true)
+	require.NoError(t, o.list(second[0]))
+	o.refuses(first[0], "is of another onboarding")
+	o.refuses(first[1], "is of another onboarding")
+	_, err = o.issue(first[1], o.key())
+	require.True(t, agenterrors.IsUnauthenticated(err), "%v", err)
+	require.True(t, agenterrors.IsUnauthenticated(drain(stream)), "streams end as well")
+}
+
+func (o *onboarded) withoutAgain() onboarding.Options {
+	options := o.options
+	options.Again = false
+	return options
+}
+
+// drain reads a stream to its end.
+func drain[T any](stream interface{ Recv() (T, error) }) error {
+	for {
+		if _, err := stream.Recv(); err != nil {
+			return err
+		}
+	}
+}
+
+// The keys of a Cluster are not those of one that is made again under its name.
+func TestAClusterThatIsMadeAgainObeysNoOldKey(t *testing.T) {
+	o := newOnboarded(t)
+	shim := o.enrolled(false)
+	require.NoError(t, o.list(shim[0]))
+	var cluster clusterv1.Cluster
+	require.NoError(t, plane.Client.Get(t.Context(), o.cluster, &cluster))
+	require.NoError(t, plane.Client.Delete(t.Context(), &cluster))
+	plane.Create(t, capitest.NewCluster(o.cluster.Namespace, o.cluster.Name))
+	o.refuses(shim[0], "is of another onboarding")
+	o.refuses(shim[1], "is of another onboarding")
+	_, err := o.issue(shim[0], o.key())
+	require.True(t, agenterrors.IsUnauthenticated(err), "%v", err)
+}
+
+func TestOffboardingEndsEveryKeyOfTheCluster(t *testing.T) {
+	o := newOnboarded(t)
+	elsewhere := o.agents[0].client(o.cluster.Namespace, o.cluster.Name)
+	shim := o.enrolled(false)
+	require.NoError(t, o.list(shim[0]))
+	was, err := onboarding.Offboard(t.Context(), plane.Client, o.cluster, true)
+	require.NoError(t, err)
+	require.True(t, was)
+	require.NoError(t, o.list(shim[0]), "a dry run does nothing")
+	was, err = onboarding.Offboard(t.Context(), plane.Client, o.cluster, false)
+	require.NoError(t, err)
+	require.True(t, was)
+	o.refuses(shim[0], "another onboarding")
+	o.refuses(elsewhere, "is of no onboarding")
+	require.True(t, apierrors.IsNotFound(plane.Client.Get(t.Context(), o.cluster, &v1alpha1.Spoke{})))
+	was, err = onboarding.Offboard(t.Context(), plane.Client, o.cluster, false)
+	require.NoError(t, err)
+	require.False(t, was)
+	require.NoError(t, o.list(o.enrolled(false)[0]), "it can be onboarded again, and that takes no --again")
+}
+
+func TestASpokeShowsItsShim(t *testing.T) {
+	o := newOnboarded(t)
+	shim := o.enrolled(false)
+	sync := func(agent int) {
+		list, err := shim[agent].Claims.ListClaims(t.Context(), &agentv1alpha1.ListClaimsRequest{Cluster: o.ref(), Holder: "karpenter"})
+		require.NoError(t, err)
+		_, err = shim[agent].Claims.SyncClaims(t.Context(), &agentv1alpha1.SyncClaimsRequest{
+			Cluster: o.ref(), Holder: "karpenter", Token: list.GetToken(), SpokeId: "kube-system-uid",
+		})
+		require.NoError(t, err)
+	}
+	sync(0)
+	var spoke v1alpha1.Spoke
+	require.NoError(t, plane.Client.Get(t.Context(), o.cluster, &spoke))
+	require.True(t, meta.IsStatusConditionTrue(spoke.Status.Conditions, v1alpha1.ConnectedCondition))
+	require.Equal(t, "kube-system-uid", spoke.Status.SpokeID)
+	require.NotEmpty(t, spoke.Status.ShimVersion)
+	require.NotEmpty(t, spoke.Status.Certificate.Serial)
+	require.Positive(t, time.Until(spoke.Status.Certificate.NotAfter.Time))
+	require.NotEmpty(t, spoke.Spec.Enrollment.PublicKey)
+	require.Len(t, spoke.OwnerReferences, 1, "it goes with its Cluster")
+
+	written := spoke.ResourceVersion
+	sync(0)
+	sync(1)
+	require.NoError(t, plane.Client.Get(t.Context(), o.cluster, &spoke))
+	require.Equal(t, written, spoke.ResourceVersion, "what is no news is not written, by neither agent")
+	var list v1alpha1.SpokeList
+	require.NoError(t, plane.Client.List(t.Context(), &list, kubeclient.InNamespace(o.cluster.Namespace)))
+	require.Len(t, list.Items, 1)
+}
+
+func TestUninstallTakesOnboardingsOff(t *testing.T) {
+	o := newOnboarded(t)
+	o.enrolled(false)
+	prepared := o.dispatched(true)
+	for _, a := range o.agents {
+		a.stop()
+	}
+	require.NoError(t, agent.Uninstall(t.Context(), plane.Config, testOptions(o.cluster.Namespace), false, func(string, ...any) {}))
+	var cluster clusterv1.Cluster
+	require.NoError(t, plane.Client.Get(t.Context(), o.cluster, &cluster))
+	require.NotContains(t, cluster.Labels, v1alpha1.OnboardingLabel)
+	require.True(t, apierrors.IsNotFound(plane.Client.Get(t.Context(), o.cluster, &v1alpha1.Spoke{})))
+	require.Empty(t, o.sets(), "of the onboarding %s", prepared.ID)
+}
+
+// dispatched onboards the Cluster by a ClusterResourceSet.
+func (o *onboarded) dispatched(again bool) *onboarding.Onboarding {
+	o.Helper()
+	o.options.Again = again
+	prepared, err := onboarding.Prepare(o.Context(), plane.Client, o.options, clock.RealClock{})
+	require.NoError(o, err)
+	require.NoError(o, prepared.Dispatch(o.Context(), plane.Client, true))
+	require.NoError(o, prepared.Dispatch(o.Context(), plane.Client, false))
+	require.NoError(o, prepared.Begin(o.Context(), plane.Client))
+	return prepared
+}
+
+func (o *onboarded) sets() []addonsv1.ClusterResourceSet {
+	o.Helper()
+	var sets addonsv1.ClusterResourceSetList
+	require.NoError(o, plane.Client.List(o.Context(), &sets, kubeclient.InNamespace(o.cluster.Namespace)))
+	return sets.Items
+}
+
+func TestAClusterResourceSetIsForOneOnboardingOfOneCluster(t *testing.T) {
+	o := newOnboarded(t)
+	first := o.dispatched(false)
+	sets := o.sets()
+	require.Len(t, sets, 1)
+	require.Equal(t, map[string]string{v1alpha1.OnboardingLabel: first.ID}, sets[0].Spec.ClusterSelector.MatchLabels)
+	var secret corev1.Secret
+	require.NoError(t, plane.Client.Get(t.Context(), kubeclient.ObjectKeyFromObject(&sets[0]), &secret))
+	require.EqualValues(t, "addons.cluster.x-k8s.io/resource-set", secret.Type)
+	require.Contains(t, string(secret.Data["bootstrap.yaml"]), "name: bootstrap")
+
+	second := o.dispatched(true)
+	sets = o.sets()
+	require.Len(t, sets, 1, "what was for the earlier one is gone")
+	require.Equal(t, second.ID, sets[0].Labels[v1alpha1.OnboardingLabel])
+	_, err := onboarding.Offboard(t.Context(), plane.Client, o.cluster, false)
+	require.NoError(t, err)
+	require.Empty(t, o.sets())
+	var secrets corev1.SecretList
+	require.NoError(t, plane.Client.List(t.Context(), &secrets, kubeclient.InNamespace(o.cluster.Namespace), kubeclient.HasLabels{v1alpha1.OnboardingLabel}))
+	require.Empty(t, secrets.Items)
+}
+
+// The hub stands for the spoke: it is a cluster as well.
+func TestTheSecretIsWrittenIntoTheSpoke(t *testing.T) {
+	o := newOnboarded(t)
+	o.options.Secret.Namespace = o.cluster.Namespace + "-new"
+	prepare := func(again bool) *onboarding.Onboarding {
+		o.options.Again = again
+		prepared, err := onboarding.Prepare(t.Context(), plane.Client, o.options, clock.RealClock{})
+		require.NoError(t, err)
+		return prepared
+	}
+	first := prepare(false)
+	require.NoError(t, first.Deliver(t.Context(), plane.Client, true))
+	var secret corev1.Secret
+	require.True(t, apierrors.IsNotFound(plane.Client.Get(t.Context(), o.options.Secret, &secret)), "a dry run writes nothing")
+	for _, onboarding := range []*onboarding.Onboarding{first, prepare(false)} {
+		require.NoError(t, onboarding.Deliver(t.Context(), plane.Client, true))
+		require.NoError(t, onboarding.Deliver(t.Context(), plane.Client, false))
+		require.NoError(t, plane.Client.Get(t.Context(), o.options.Secret, &secret))
+		require.Equal(t, onboarding.Secret.Data, secret.Data)
+	}
+}
+
+func TestMistakesInOnboardingAreNamed(t *testing.T) {
+	o := newOnboarded(t)
+	for says, change := range map[string]func(*onboarding.Options){
+		"there is no Cluster":                   func(o *onboarding.Options) { o.Cluster.Name = "none" },
+		"there is none; --issuer-secret":        func(o *onboarding.Options) { o.Issuer.Name = "none" },
+		"trust domain":                          func(o *onboarding.Options) { o.TrustDomain = "not a domain" },
+		"there is no certificate in them":       func(o *onboarding.Options) { o.ServerCA = []byte("nothing") },
+		"is not the certificate of an authorit": func(o *onboarding.Options) { o.Issuer.Name = "leaf" },
+	} {
+		options := o.options
+		change(&options)
+		if options.Issuer.Name == "leaf" {
+			prepared := o.onboard(true)
+			plane.Create(t, &corev1.Secret{
+				ObjectMeta: metav1.ObjectMeta{Namespace: o.cluster.Namespace, Name: "leaf"}, Type: corev1.SecretTypeTLS, Data: prepared.Data,
+			})
+			options.Again = true
+		}
+		_, err := onboarding.Prepare(t.Context(), plane.Client, options, clock.RealClock{})
+		require.ErrorContains(t, err, says)
+	}
+}
+
+// A clock that stands still makes the two agents' rule plain: a Spoke that nobody has heard of for a while is not connected.
+func TestASilentSpokeIsNotConnected(t *testing.T) {
+	namespace := plane.Namespace(t)
+	cluster := capitest.NewCluster(namespace, "spoke")
+	plane.Create(t, cluster)
+	now := clocktesting.NewFakeClock(time.Now())
+	keeper := spokes.New(spokes.Config{
+		Client: plane.Client, Namespaces: []string{namespace}, Clock: now, Serves: func(types.NamespacedName) bool { return true },
+	})
+	connected := func() *metav1.Condition {
+		var spoke v1alpha1.Spoke
+		require.NoError(t, plane.Client.Get(t.Context(), kubeclient.ObjectKeyFromObject(cluster), &spoke))
+		return meta.FindStatusCondition(spoke.Status.Conditions, v1alpha1.ConnectedCondition)
+	}
+	keeper.Note(t.Context(), cluster, spokes.Contact{Version: "karpenter/v1"})
+	require.NoError(t, keeper.Look(t.Context()))
+	require.Equal(t, metav1.ConditionTrue, connected().Status)
+	now.Step(14 * time.Minute)
+	require.NoError(t, keeper.Look(t.Context()))
+	require.Equal(t, metav1.ConditionTrue, connected().Status)
+	now.Step(2 * time.Minute)
+	require.NoError(t, keeper.Look(t.Context()))
+	require.Equal(t, v1alpha1.SilentReason, connected().Reason)
+	keeper.Note(t.Context(), cluster, spokes.Contact{Version: "karpenter/v1"})
+	require.Equal(t, v1alpha1.SynchronizedReason, connected().Reason)
+}

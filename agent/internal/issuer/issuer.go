@@ -1,0 +1,236 @@
+// Package issuer signs the client certificates of Clusters with an authority whose certificate and key are in files.
+package issuer
+
+import (
+	"bytes"
+	"crypto"
+	"crypto/ecdsa"
+	"crypto/ed25519"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/rsa"
+	"crypto/sha256"
+	"crypto/x509"
+	"encoding/hex"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"math/big"
+	"net/url"
+	"os"
+	"slices"
+	"time"
+
+	"github.com/go-logr/logr"
+	"github.com/spiffe/go-spiffe/v2/spiffeid"
+	"k8s.io/utils/clock"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/certificates"
+)
+
+const (
+	// backdated is how much earlier than now certificates begin: the clocks of a hub's agents differ.
+	backdated = 2 * time.Minute
+	// minRSABits is the least size of an RSA key, as of NIST SP 800-57 for the years up to 2030.
+	minRSABits = 2048
+	serialBits = 127
+)
+
+// Files are PEM files, which are read again when they change.
+type Files struct {
+	// CertFile holds the authority's certificate, followed by those above it if there are any, KeyFile its key. REQUIRED.
+	CertFile, KeyFile string
+	// ServerCAFile holds the authorities of the agent's own certificate, which callers are told to trust. REQUIRED.
+	ServerCAFile string
+	// Refresh is how often they are read. Zero means every five seconds.
+	Refresh time.Duration
+	// Log takes a line when they cannot be used. Zero discards it.
+	Log logr.Logger
+}
+
+// Authority signs with what is in the files. It is safe for concurrent use.
+type Authority struct {
+	files    Files
+	followed *certificates.Follower
+	clock    clock.PassiveClock
+}
+
+// Certificate is one that was issued.
+type Certificate struct {
+	// Chain is the certificate, followed by its intermediate authorities, PEM.
+	Chain []byte
+	// ServerAuthorities are those that sign the agent's certificate, PEM.
+	ServerAuthorities []byte
+	// NotAfter is when it ends, and RenewAt when it should be renewed at the latest.
+	NotAfter, RenewAt time.Time
+	// Serial is its serial number, in hexadecimal digits.
+	Serial string
+}
+
+// Open reads the files, which must be usable now. Later ones that are not leave the last usable ones in force. Call [Authority.Close].
+func Open(files Files, c clock.PassiveClock) (*Authority, error) {
+	if files.Refresh == 0 {
+		files.Refresh = 5 * time.Second
+	}
+	a := &Authority{files: files, clock: c, followed: certificates.Follow(certificates.Files{
+		CertFile: files.CertFile, KeyFile: files.KeyFile, CAFile: files.ServerCAFile, Refresh: files.Refresh, Logger: files.Log,
+	})}
+	if _, _, err := a.signer(); err != nil {
+		a.Close()
+		return nil, err
+	}
+	if _, err := a.serverAuthorities(); err != nil {
+		a.Close()
+		return nil, err
+	}
+	return a, nil
+}
+
+// Close stops reading the files.
+func (a *Authority) Close() { a.followed.Close() }
+
+// Stats returns when the authority's certificate ends, and how often its files could not be used.
+func (a *Authority) Stats() (notAfter time.Time, errors int64) {
+	stats := a.followed.Stats()
+	return stats.CertificateNotAfter, stats.CertificateErrors
+}
+
+// signer returns the authority's certificate, those above it, and its key.
+func (a *Authority) signer() ([]*x509.Certificate, crypto.Signer, error) {
+	pair, err := a.followed.Certificate()
+	if err != nil {
+		return nil, nil, fmt.Errorf("the issuer's %w", err)
+	}
+	chain := make([]*x509.Certificate, 0, len(pair.Certificate))
+	for _, der := range pair.Certificate {
+		certificate, err := x509.ParseCertificate(der)
+		if err != nil {
+			return nil, nil, fmt.Errorf("the issuer's certificate %s: %w", a.files.CertFile, err)
+		}
+		chain = append(chain, certificate)
+	}
+	if !chain[0].IsCA {
+		return nil, nil, fmt.Errorf("the issuer's certificate %s is not one of an authority (CA:TRUE is missing)", a.files.CertFile)
+	}
+	signer, ok := pair.PrivateKey.(crypto.Signer)
+	if !ok {
+		return nil, nil, fmt.Errorf("the issuer's key %s cannot sign", a.files.KeyFile)
+	}
+	return chain, signer, nil
+}
+
+// serverAuthorities returns the certificates in the file, and nothing else that is in it.
+func (a *Authority) serverAuthorities() ([]byte, error) {
+	if _, err := a.followed.Authorities(); err != nil {
+		return nil, fmt.Errorf("of the agent's own certificate, the %w", err)
+	}
+	content, err := os.ReadFile(a.files.ServerCAFile)
+	if err != nil {
+		return nil, fmt.Errorf("reading the authorities of the agent's own certificate: %w", err)
+	}
+	var only bytes.Buffer
+	for block, rest := pem.Decode(content); block != nil; block, rest = pem.Decode(rest) {
+		if block.Type == certificateBlock {
+			only.Write(pem.EncodeToMemory(&pem.Block{Type: block.Type, Bytes: block.Bytes}))
+		}
+	}
+	return only.Bytes(), nil
+}
+
+const certificateBlock = "CERTIFICATE"
+
+// Issue signs a client certificate whose only name is the identity. It ends after the lifetime, or with its authority.
+func (a *Authority) Issue(key crypto.PublicKey, id spiffeid.ID, lifetime time.Duration) (Certificate, error) {
+	chain, signer, err := a.signer()
+	if err != nil {
+		return Certificate{}, err
+	}
+	authorities, err := a.serverAuthorities()
+	if err != nil {
+		return Certificate{}, err
+	}
+	signed, err := Sign(chain[0], signer, key, id, a.clock.Now(), lifetime)
+	if err != nil {
+		return Certificate{}, err
+	}
+	signed.ServerAuthorities = authorities
+	for _, above := range chain {
+		if !bytes.Equal(above.RawIssuer, above.RawSubject) { // who verifies it has the root
+			signed.Chain = append(signed.Chain, pem.EncodeToMemory(&pem.Block{Type: certificateBlock, Bytes: above.Raw})...)
+		}
+	}
+	return signed, nil
+}
+
+// Sign signs a client certificate with an authority, as [Authority.Issue] does. The chain is the certificate alone.
+func Sign(
+	authority *x509.Certificate, signer crypto.Signer, key crypto.PublicKey, id spiffeid.ID, now time.Time, lifetime time.Duration,
+) (Certificate, error) {
+	serial, err := rand.Int(rand.Reader, new(big.Int).Lsh(big.NewInt(1), serialBits))
+	if err != nil {
+		return Certificate{}, fmt.Errorf("drawing a serial number: %w", err)
+	}
+	end := now.Add(lifetime)
+	if authority.NotAfter.Before(end) {
+		end = authority.NotAfter
+	}
+	if !end.After(now) {
+		return Certificate{}, fmt.Errorf("the issuer's certificate has expired at %s", authority.NotAfter.UTC().Format(time.RFC3339))
+	}
+	template := &x509.Certificate{
+		SerialNumber:          serial,
+		NotBefore:             now.Add(-backdated),
+		NotAfter:              end,
+		KeyUsage:              x509.KeyUsageDigitalSignature,
+		ExtKeyUsage:           []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth},
+		BasicConstraintsValid: true,
+		URIs:                  []*url.URL{id.URL()},
+	}
+	der, err := x509.CreateCertificate(rand.Reader, template, authority, key, signer)
+	if err != nil {
+		return Certificate{}, fmt.Errorf("signing a certificate for %s: %w", id, err)
+	}
+	return Certificate{
+		Chain:    pem.EncodeToMemory(&pem.Block{Type: certificateBlock, Bytes: der}),
+		NotAfter: end.Truncate(time.Second),
+		// Half of its life is left to reach the agent in.
+		RenewAt: now.Add(end.Sub(now) / 2).Truncate(time.Second),
+		Serial:  serial.Text(16),
+	}, nil
+}
+
+// ParseRequest returns the public key of a PKCS #10 signing request, whose signature proves that the sender has the private one. An error
+// says what to do about the request.
+func ParseRequest(der []byte) (crypto.PublicKey, error) {
+	request, err := x509.ParseCertificateRequest(der)
+	if err != nil {
+		return nil, errors.New("is not a PKCS #10 signing request in DER; `openssl req -new -outform DER` makes one")
+	}
+	if err := request.CheckSignature(); err != nil {
+		return nil, errors.New("is not signed with its own key")
+	}
+	switch key := request.PublicKey.(type) {
+	case *ecdsa.PublicKey:
+		if !slices.Contains([]elliptic.Curve{elliptic.P256(), elliptic.P384(), elliptic.P521()}, key.Curve) {
+			return nil, fmt.Errorf("has a key on the curve %s; use P-256", key.Curve.Params().Name)
+		}
+	case ed25519.PublicKey:
+	case *rsa.PublicKey:
+		if key.N.BitLen() < minRSABits {
+			return nil, fmt.Errorf("has an RSA key of %d bits; use %d or more, or ECDSA P-256", key.N.BitLen(), minRSABits)
+		}
+	default:
+		return nil, fmt.Errorf("has a key of the kind %s; use ECDSA P-256", request.PublicKeyAlgorithm)
+	}
+	return request.PublicKey, nil
+}
+
+// Fingerprint returns the SHA-256 of a public key as hexadecimal digits.
+func Fingerprint(key crypto.PublicKey) (string, error) {
+	der, err := x509.MarshalPKIXPublicKey(key)
+	if err != nil {
+		return "", fmt.Errorf("encoding a public key: %w", err)
+	}
+	sum := sha256.Sum256(der)
+	return hex.EncodeToString(sum[:]), nil
+}

@@ -1,0 +1,191 @@
+package issuer_test
+
+import (
+	"crypto"
+	"crypto/ecdsa"
+	"crypto/ed25519"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/rsa"
+	"crypto/x509"
+	"encoding/pem"
+	"os"
+	"testing"
+	"time"
+
+	. "github.com/onsi/gomega"
+	"github.com/spiffe/go-spiffe/v2/spiffeid"
+	clocktesting "k8s.io/utils/clock/testing"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/issuer"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/testpki"
+)
+
+var id = spiffeid.RequireFromString("spiffe://karpenter-capi/cluster/fleet/spoke/abc")
+
+func open(t *testing.T, authority *testpki.Authority, clock *clocktesting.FakePassiveClock) (*issuer.Authority, issuer.Files) {
+	t.Helper()
+	files := issuer.Files{ServerCAFile: authority.Issue(t, t.TempDir(), authority).CAFile, Refresh: 5 * time.Millisecond}
+	files.CertFile, files.KeyFile = authority.Write(t, t.TempDir())
+	a, err := issuer.Open(files, clock)
+	NewWithT(t).Expect(err).NotTo(HaveOccurred())
+	t.Cleanup(a.Close)
+	return a, files
+}
+
+func key(t *testing.T) crypto.PublicKey {
+	t.Helper()
+	k, err := issuer.ParseRequest(testpki.SigningRequest(t))
+	NewWithT(t).Expect(err).NotTo(HaveOccurred())
+	return k
+}
+
+func parse(t *testing.T, chain []byte) *x509.Certificate {
+	t.Helper()
+	block, _ := pem.Decode(chain)
+	NewWithT(t).Expect(block).NotTo(BeNil())
+	certificate, err := x509.ParseCertificate(block.Bytes)
+	NewWithT(t).Expect(err).NotTo(HaveOccurred())
+	return certificate
+}
+
+func TestACertificateIsForClientsAndHasOneName(t *testing.T) {
+	g := NewWithT(t)
+	now := time.Now().Truncate(time.Second)
+	authority := testpki.New(t)
+	a, _ := open(t, authority, clocktesting.NewFakePassiveClock(now))
+	signed, err := a.Issue(key(t), id, 20*time.Minute)
+	g.Expect(err).NotTo(HaveOccurred())
+	certificate := parse(t, signed.Chain)
+	_, err = certificate.Verify(x509.VerifyOptions{Roots: authority.Pool(), KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}})
+	g.Expect(err).NotTo(HaveOccurred())
+	_, err = certificate.Verify(x509.VerifyOptions{Roots: authority.Pool(), KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}})
+	g.Expect(err).To(HaveOccurred(), "it must not serve in the agent's place")
+	g.Expect(certificate.URIs).To(HaveLen(1))
+	g.Expect(certificate.URIs[0].String()).To(Equal(id.String()))
+	g.Expect(certificate.Subject.String()).To(BeEmpty())
+	g.Expect(certificate.DNSNames).To(BeEmpty())
+	g.Expect(certificate.IsCA).To(BeFalse())
+	g.Expect(certificate.NotAfter).To(BeTemporally("==", now.Add(20*time.Minute)))
+	g.Expect(signed.NotAfter).To(BeTemporally("==", certificate.NotAfter))
+	g.Expect(signed.RenewAt).To(BeTemporally("==", now.Add(10*time.Minute)))
+	g.Expect(certificate.NotBefore).To(BeTemporally("<=", now.Add(-time.Minute)), "the clocks of two agents differ")
+	g.Expect(x509.NewCertPool().AppendCertsFromPEM(signed.ServerAuthorities)).To(BeTrue())
+
+	again, err := a.Issue(key(t), id, 20*time.Minute)
+	g.Expect(err).NotTo(HaveOccurred())
+	g.Expect(again.Serial).NotTo(Equal(signed.Serial))
+}
+
+func TestACertificateEndsWithItsAuthority(t *testing.T) {
+	g := NewWithT(t)
+	authority := testpki.New(t) // for an hour
+	clock := clocktesting.NewFakePassiveClock(time.Now())
+	a, _ := open(t, authority, clock)
+	signed, err := a.Issue(key(t), id, 24*time.Hour)
+	g.Expect(err).NotTo(HaveOccurred())
+	g.Expect(signed.NotAfter).To(BeTemporally("<=", clock.Now().Add(time.Hour)))
+	g.Expect(signed.RenewAt).To(BeTemporally("<", clock.Now().Add(31*time.Minute)))
+	clock.SetTime(clock.Now().Add(2 * time.Hour))
+	_, err = a.Issue(key(t), id, 24*time.Hour)
+	g.Expect(err).To(MatchError(ContainSubstring("issuer's certificate has expired at")))
+}
+
+func TestARotatedAuthorityIsFollowed(t *testing.T) {
+	g := NewWithT(t)
+	before, after := testpki.New(t), testpki.New(t)
+	a, files := open(t, before, clocktesting.NewFakePassiveClock(time.Now()))
+	certFile, keyFile := after.Write(t, t.TempDir())
+	for from, to := range map[string]string{certFile: files.CertFile, keyFile: files.KeyFile} {
+		content, err := os.ReadFile(from)
+		g.Expect(err).NotTo(HaveOccurred())
+		g.Expect(os.WriteFile(to, content, 0o600)).To(Succeed())
+	}
+	g.Eventually(func(g Gomega) {
+		signed, err := a.Issue(key(t), id, time.Minute)
+		g.Expect(err).NotTo(HaveOccurred())
+		_, err = parse(t, signed.Chain).Verify(x509.VerifyOptions{Roots: after.Pool(), KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageAny}})
+		g.Expect(err).NotTo(HaveOccurred())
+	}, 20*time.Second).Should(Succeed())
+}
+
+func TestWhatIsNoAuthorityIsRefused(t *testing.T) {
+	g := NewWithT(t)
+	authority := testpki.New(t)
+	leaf := authority.Issue(t, t.TempDir(), authority)
+	_, err := issuer.Open(issuer.Files{CertFile: leaf.CertFile, KeyFile: leaf.KeyFile, ServerCAFile: leaf.CAFile}, clocktesting.NewFakePassiveClock(time.Now()))
+	g.Expect(err).To(MatchError(ContainSubstring("is not one of an authority")))
+	certFile, keyFile := authority.Write(t, t.TempDir())
+	_, err = issuer.Open(issuer.Files{CertFile: certFile, KeyFile: keyFile, ServerCAFile: keyFile}, clocktesting.NewFakePassiveClock(time.Now()))
+	g.Expect(err).To(MatchError(ContainSubstring(keyFile)))
+}
+
+// What callers are told to trust is certificates, whatever else is in the file.
+func TestKeysDoNotGoAlong(t *testing.T) {
+	g := NewWithT(t)
+	authority := testpki.New(t)
+	a, files := open(t, authority, clocktesting.NewFakePassiveClock(time.Now()))
+	for _, name := range []string{files.KeyFile, files.CertFile} {
+		content, err := os.ReadFile(name)
+		g.Expect(err).NotTo(HaveOccurred())
+		file, err := os.OpenFile(files.ServerCAFile, os.O_APPEND|os.O_WRONLY, 0o600)
+		g.Expect(err).NotTo(HaveOccurred())
+		_, err = file.Write(content)
+		g.Expect(err).NotTo(HaveOccurred())
+		g.Expect(file.Close()).To(Succeed())
+	}
+	signed, err := a.Issue(key(t), id, time.Minute)
+	g.Expect(err).NotTo(HaveOccurred())
+	g.Expect(string(signed.ServerAuthorities)).NotTo(ContainSubstring("PRIVATE"))
+	g.Expect(string(signed.Chain)).NotTo(ContainSubstring("PRIVATE"))
+}
+
+func TestRequestsAreOfKeysThatAreStrongEnough(t *testing.T) {
+	g := NewWithT(t)
+	request := func(signer crypto.Signer) []byte {
+		der, err := x509.CreateCertificateRequest(rand.Reader, &x509.CertificateRequest{}, signer)
+		g.Expect(err).NotTo(HaveOccurred())
+		return der
+	}
+	ec := func(curve elliptic.Curve) crypto.Signer {
+		k, err := ecdsa.GenerateKey(curve, rand.Reader)
+		g.Expect(err).NotTo(HaveOccurred())
+		return k
+	}
+	_, ed, err := ed25519.GenerateKey(rand.Reader)
+	g.Expect(err).NotTo(HaveOccurred())
+	rsaKey := func(bits int) crypto.Signer {
+		k, err := rsa.GenerateKey(rand.Reader, bits)
+		g.Expect(err).NotTo(HaveOccurred())
+		return k
+	}
+	forged := request(ec(elliptic.P256()))
+	forged[len(forged)-1] ^= 1
+	for name, c := range map[string]struct {
+		der  []byte
+		says string
+	}{
+		"P-256":    {request(ec(elliptic.P256())), ""},
+		"P-384":    {request(ec(elliptic.P384())), ""},
+		"Ed25519":  {request(ed), ""},
+		"RSA":      {request(rsaKey(2048)), ""},
+		"P-224":    {request(ec(elliptic.P224())), "P-224"},
+		"RSA 1024": {request(rsaKey(1024)), "1024 bits"},
+		"nothing":  {nil, "is not a PKCS #10 signing request"},
+		"noise":    {[]byte("noise"), "is not a PKCS #10 signing request"},
+		"forged":   {forged, "is not signed with its own key"},
+		"trailing": {append(request(ed), 0), "is not a PKCS #10 signing request"},
+	} {
+		_, err := issuer.ParseRequest(c.der)
+		if c.says == "" {
+			g.Expect(err).NotTo(HaveOccurred(), name)
+		} else {
+			g.Expect(err).To(MatchError(ContainSubstring(c.says)), name)
+		}
+	}
+}
+
+func FuzzParseRequest(f *testing.F) {
+	f.Add([]byte("noise"))
+	f.Fuzz(func(_ *testing.T, der []byte) { _, _ = issuer.ParseRequest(der) })
+}

@@ -1,0 +1,375 @@
+// Package onboarding brings workload clusters to the agent: it gives a Cluster an onboarding, and its spoke what the shim gets its first
+// certificate with.
+package onboarding
+
+import (
+	"bytes"
+	"context"
+	"crypto"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/hex"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/clock"
+	addonsv1 "sigs.k8s.io/cluster-api/api/addons/v1beta2"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+	"sigs.k8s.io/yaml"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/issuer"
+)
+
+// CAKey is the key of a secret with the authorities of the other side, beside [corev1.TLSCertKey] and [corev1.TLSPrivateKeyKey].
+const CAKey = "ca.crt"
+
+// idBytes make ids that are not guessed; twice as many hexadecimal digits are a label's value.
+const idBytes = 16
+
+// Options say how a Cluster is onboarded.
+type Options struct {
+	// Cluster is onboarded. REQUIRED.
+	Cluster types.NamespacedName
+	// Issuer is the secret in the hub with the agent's issuer: tls.crt, tls.key, and the authorities of the agent's own certificate under
+	// ca.crt, which are the issuer itself where that is missing. REQUIRED.
+	Issuer types.NamespacedName
+	// ServerCA are the authorities of the agent's own certificate, PEM, instead of those of the secret.
+	ServerCA []byte
+	// TrustDomain is the agent's. REQUIRED.
+	TrustDomain string
+	// ValidFor is how long the bootstrap certificate may be used. REQUIRED.
+	ValidFor time.Duration
+	// Secret is the one in the spoke that the shim finds the bootstrap certificate in. REQUIRED.
+	Secret types.NamespacedName
+	// Again onboards a Cluster that is onboarded: what was issued before ends at once.
+	Again bool
+}
+
+// Onboarding is one that was prepared: nothing has been written yet.
+type Onboarding struct {
+	// Secret is what the spoke needs.
+	Secret *corev1.Secret
+	// ID is the onboarding's, and Before that of the present one, which ends. Before is empty when there is none.
+	ID, Before string
+	// NotAfter is until when the bootstrap certificate may be used.
+	NotAfter time.Time
+
+	cluster *clusterv1.Cluster
+}
+
+// Scheme has the types that onboarding reads and writes.
+func Scheme() (*runtime.Scheme, error) {
+	scheme := runtime.NewScheme()
+	for _, add := range []func(*runtime.Scheme) error{corev1.AddToScheme, clusterv1.AddToScheme, addonsv1.AddToScheme, v1alpha1.AddToScheme} {
+		if err := add(scheme); err != nil {
+			return nil, fmt.Errorf("registering types: %w", err)
+		}
+	}
+	return scheme, nil
+}
+
+// Prepare reads the Cluster and the issuer, and makes the bootstrap certificate. It writes nothing.
+func Prepare(ctx context.Context, hub client.Reader, o Options, c clock.PassiveClock) (*Onboarding, error) {
+	cluster := &clusterv1.Cluster{}
+	if err := hub.Get(ctx, o.Cluster, cluster); apierrors.IsNotFound(err) {
+		return nil, fmt.Errorf("there is no Cluster %s in the hub", o.Cluster)
+	} else if err != nil {
+		return nil, fmt.Errorf("reading the Cluster %s: %w", o.Cluster, err)
+	}
+	before := cluster.Labels[v1alpha1.OnboardingLabel]
+	if before == v1alpha1.Offboarded {
+		before = ""
+	}
+	if before != "" && !o.Again {
+		return nil, fmt.Errorf("the Cluster %s is onboarded already; --again gives it a new onboarding, which ends the present certificate of its shim "+
+			"at once", o.Cluster)
+	}
+	authority, signer, serverCA, err := readIssuer(ctx, hub, o)
+	if err != nil {
+		return nil, err
+	}
+	random := make([]byte, idBytes)
+	if _, err := rand.Read(random); err != nil {
+		return nil, fmt.Errorf("drawing the onboarding's id: %w", err)
+	}
+	onboarding := &Onboarding{ID: hex.EncodeToString(random), Before: before, cluster: cluster}
+	identity, err := authz.BootstrapIdentity(o.TrustDomain, authz.Onboarding{Cluster: o.Cluster, ID: onboarding.ID})
+	if err != nil {
+		return nil, err
+	}
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		return nil, fmt.Errorf("making a key: %w", err)
+	}
+	keyDER, err := x509.MarshalPKCS8PrivateKey(key)
+	if err != nil {
+		return nil, fmt.Errorf("encoding a key: %w", err)
+	}
+	certificate, err := issuer.Sign(authority, signer, key.Public(), identity, c.Now(), o.ValidFor)
+	if err != nil {
+		return nil, err
+	}
+	onboarding.NotAfter = certificate.NotAfter
+	onboarding.Secret = &corev1.Secret{
+		TypeMeta:   metav1.TypeMeta{APIVersion: "v1", Kind: "Secret"},
+		ObjectMeta: metav1.ObjectMeta{Namespace: o.Secret.Namespace, Name: o.Secret.Name},
+		Type:       corev1.SecretTypeTLS,
+		Data: map[string][]byte{
+			corev1.TLSCertKey:       certificate.Chain,
+			corev1.TLSPrivateKeyKey: pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: keyDER}),
+			CAKey:                   serverCA,
+		},
+	}
+	return onboarding, nil
+}
+
+// readIssuer reads the secret with the agent's issuer.
+func readIssuer(ctx context.Context, hub client.Reader, o Options) (*x509.Certificate, crypto.Signer, []byte, error) {
+	fail := func(format string, args ...any) (*x509.Certificate, crypto.Signer, []byte, error) {
+		return nil, nil, nil, fmt.Errorf("the issuer's secret %s: %w", o.Issuer, fmt.Errorf(format, args...))
+	}
+	var secret corev1.Secret
+	if err := hub.Get(ctx, o.Issuer, &secret); apierrors.IsNotFound(err) {
+		return fail("there is none; --issuer-secret names the one whose certificate and key the agent has as --issuer-cert-file and --issuer-key-file")
+	} else if err != nil {
+		return fail("%w", err)
+	}
+	pair, err := tls.X509KeyPair(secret.Data[corev1.TLSCertKey], secret.Data[corev1.TLSPrivateKeyKey])
+	if err != nil {
+		return fail("%s and %s cannot be used: %w", corev1.TLSCertKey, corev1.TLSPrivateKeyKey, err)
+	}
+	signer, ok := pair.PrivateKey.(crypto.Signer)
+	if !ok || !pair.Leaf.IsCA {
+		return fail("%s is not the certificate of an authority", corev1.TLSCertKey)
+	}
+	serverCA := o.ServerCA
+	if len(serverCA) == 0 {
+		serverCA = secret.Data[CAKey]
+	}
+	if len(bytes.TrimSpace(serverCA)) == 0 {
+		serverCA = secret.Data[corev1.TLSCertKey]
+	}
+	if !x509.NewCertPool().AppendCertsFromPEM(serverCA) {
+		return nil, nil, nil, errors.New("the authorities of the agent's certificate: there is no certificate in them")
+	}
+	return pair.Leaf, signer, serverCA, nil
+}
+
+// Begin writes the onboarding on the Cluster. From then on it is the only one whose certificates are accepted.
+func (o *Onboarding) Begin(ctx context.Context, hub client.Client) error {
+	return setLabel(ctx, hub, o.cluster, o.ID)
+}
+
+func setLabel(ctx context.Context, hub client.Client, cluster *clusterv1.Cluster, id string) error {
+	changed := cluster.DeepCopy()
+	metav1.SetMetaDataLabel(&changed.ObjectMeta, v1alpha1.OnboardingLabel, id)
+	// Refused if somebody has changed the Cluster: two onboardings at once would leave a spoke with the one that does not count.
+	if err := hub.Patch(ctx, changed, client.MergeFromWithOptions(cluster, client.MergeFromWithOptimisticLock{})); err != nil {
+		return fmt.Errorf("writing the onboarding on the Cluster %s: %w", client.ObjectKeyFromObject(cluster), err)
+	}
+	return nil
+}
+
+// Manifest returns the spoke's secret, and its namespace, as YAML.
+func (o *Onboarding) Manifest() ([]byte, error) {
+	namespace, err := yaml.Marshal(map[string]any{
+		"apiVersion": "v1", "kind": "Namespace", "metadata": map[string]any{"name": o.Secret.Namespace},
+	})
+	if err != nil {
+		return nil, fmt.Errorf("encoding the namespace: %w", err)
+	}
+	secret, err := yaml.Marshal(map[string]any{
+		"apiVersion": "v1", "kind": "Secret", "type": o.Secret.Type, "data": o.Secret.Data,
+		"metadata": map[string]any{"name": o.Secret.Name, "namespace": o.Secret.Namespace},
+	})
+	if err != nil {
+		return nil, fmt.Errorf("encoding the secret: %w", err)
+	}
+	return append(append(namespace, "---\n"...), secret...), nil
+}
+
+// Deliver writes the secret into the spoke, and makes its namespace if that is missing. With a dry run it only asks whether it could.
+func (o *Onboarding) Deliver(ctx context.Context, spoke client.Client, dryRun bool) error {
+	namespace := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: o.Secret.Namespace}}
+	switch err := spoke.Get(ctx, client.ObjectKeyFromObject(namespace), namespace); {
+	case err == nil:
+	case !apierrors.IsNotFound(err):
+		return fmt.Errorf("reading the spoke's namespace %s: %w", namespace.Name, err)
+	case dryRun:
+		return create(ctx, spoke, namespace, true) // the secret cannot be tried without it
+	default:
+		if err := create(ctx, spoke, namespace, false); err != nil {
+			return err
+		}
+	}
+	present := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: o.Secret.Namespace, Name: o.Secret.Name}}
+	var options []client.UpdateOption
+	if dryRun {
+		options = append(options, client.DryRunAll)
+	}
+	switch err := spoke.Get(ctx, client.ObjectKeyFromObject(present), present); {
+	case apierrors.IsNotFound(err):
+		return create(ctx, spoke, o.Secret.DeepCopy(), dryRun)
+	case err != nil:
+		return fmt.Errorf("reading the spoke's secret: %w", err)
+	}
+	present.Data = o.Secret.Data
+	if err := spoke.Update(ctx, present, options...); err != nil {
+		return fmt.Errorf("writing the spoke's secret %s: %w", client.ObjectKeyFromObject(present), err)
+	}
+	return nil
+}
+
+func create(ctx context.Context, c client.Client, object client.Object, dryRun bool) error {
+	var options []client.CreateOption
+	if dryRun {
+		options = append(options, client.DryRunAll)
+	}
+	if err := c.Create(ctx, object, options...); err != nil && !apierrors.IsAlreadyExists(err) {
+		return fmt.Errorf("creating %T %s: %w", object, client.ObjectKeyFromObject(object), err)
+	}
+	return nil
+}
+
+// resourceType is the type of the secrets that a ClusterResourceSet applies.
+const resourceType corev1.SecretType = "addons.cluster.x-k8s.io/resource-set"
+
+// Dispatch has Cluster API bring the secret into the spoke, as soon as that has an API server: by a ClusterResourceSet, which is for this one
+// onboarding of this one Cluster. Those of earlier onboardings are removed.
+func (o *Onboarding) Dispatch(ctx context.Context, hub client.Client, dryRun bool) error {
+	manifest, err := o.Manifest()
+	if err != nil {
+		return err
+	}
+	name := fmt.Sprintf("%s-onboarding-%s", o.cluster.Name, o.ID[:8])
+	labels := map[string]string{v1alpha1.ClusterLabel: o.cluster.Name, v1alpha1.OnboardingLabel: o.ID}
+	secret := &corev1.Secret{
+		ObjectMeta: metav1.ObjectMeta{Namespace: o.cluster.Namespace, Name: name, Labels: labels},
+		Type:       resourceType,
+		Data:       map[string][]byte{"bootstrap.yaml": manifest},
+	}
+	set := &addonsv1.ClusterResourceSet{
+		ObjectMeta: metav1.ObjectMeta{Namespace: o.cluster.Namespace, Name: name, Labels: labels},
+		Spec: addonsv1.ClusterResourceSetSpec{
+			// The label comes with the onboarding, and goes with it.
+			ClusterSelector: metav1.LabelSelector{MatchLabels: map[string]string{v1alpha1.OnboardingLabel: o.ID}},
+			Resources:       []addonsv1.ResourceRef{{Name: name, Kind: string(addonsv1.SecretClusterResourceSetResourceKind)}},
+			// A secret of an earlier onboarding is replaced.
+			Strategy: string(addonsv1.ClusterResourceSetStrategyReconcile),
+		},
+	}
+	for _, object := range []client.Object{secret, set} {
+		if err := controllerutil.SetOwnerReference(o.cluster, object, hub.Scheme()); err != nil {
+			return fmt.Errorf("making the Cluster the owner of %T: %w", object, err)
+		}
+		if err := create(ctx, hub, object, dryRun); err != nil {
+			return err
+		}
+	}
+	if dryRun {
+		return nil
+	}
+	return recall(ctx, hub, o.cluster, o.ID)
+}
+
+// recall removes what was dispatched for a Cluster by other onboardings than one.
+func recall(ctx context.Context, hub client.Client, cluster *clusterv1.Cluster, but string) error {
+	var sets addonsv1.ClusterResourceSetList
+	var secrets corev1.SecretList
+	mine := []client.ListOption{
+		client.InNamespace(cluster.Namespace), client.MatchingLabels{v1alpha1.ClusterLabel: cluster.Name}, client.HasLabels{v1alpha1.OnboardingLabel},
+	}
+	if err := hub.List(ctx, &sets, mine...); err != nil {
+		return fmt.Errorf("listing ClusterResourceSets: %w", err)
+	}
+	if err := hub.List(ctx, &secrets, mine...); err != nil {
+		return fmt.Errorf("listing secrets: %w", err)
+	}
+	var dispatched []client.Object
+	for i := range sets.Items {
+		dispatched = append(dispatched, &sets.Items[i])
+	}
+	for i := range secrets.Items {
+		dispatched = append(dispatched, &secrets.Items[i])
+	}
+	for _, object := range dispatched {
+		if object.GetLabels()[v1alpha1.OnboardingLabel] == but {
+			continue
+		}
+		if err := hub.Delete(ctx, object); client.IgnoreNotFound(err) != nil {
+			return fmt.Errorf("deleting %T %s: %w", object, client.ObjectKeyFromObject(object), err)
+		}
+	}
+	return nil
+}
+
+// Offboard ends a Cluster's onboarding: none of its own certificates is accepted any more, whoever issued it. Its claims and Machines stay as they
+// are. It returns whether there was one to end.
+func Offboard(ctx context.Context, hub client.Client, name types.NamespacedName, dryRun bool) (bool, error) {
+	var cluster clusterv1.Cluster
+	if err := hub.Get(ctx, name, &cluster); apierrors.IsNotFound(err) {
+		return false, fmt.Errorf("there is no Cluster %s in the hub; its certificates have ended with it", name)
+	} else if err != nil {
+		return false, fmt.Errorf("reading the Cluster %s: %w", name, err)
+	}
+	was := cluster.Labels[v1alpha1.OnboardingLabel] != v1alpha1.Offboarded
+	if dryRun {
+		return was, nil
+	}
+	if was {
+		if err := setLabel(ctx, hub, &cluster, v1alpha1.Offboarded); err != nil {
+			return was, err
+		}
+	}
+	if err := recall(ctx, hub, &cluster, ""); err != nil {
+		return was, err
+	}
+	spoke := &v1alpha1.Spoke{ObjectMeta: metav1.ObjectMeta{Namespace: name.Namespace, Name: name.Name}}
+	if err := hub.Delete(ctx, spoke); client.IgnoreNotFound(err) != nil {
+		return was, fmt.Errorf("deleting the Spoke %s: %w", name, err)
+	}
+	return was, nil
+}
+
+// Remove takes the onboardings of the Clusters that are served off the hub, as if there had never been one, and returns how many there were.
+func Remove(ctx context.Context, hub client.Client, namespaces []string, serves func(cluster types.NamespacedName) bool) (removed int, err error) {
+	if len(namespaces) == 0 {
+		namespaces = []string{metav1.NamespaceAll}
+	}
+	for _, namespace := range namespaces {
+		var clusters clusterv1.ClusterList
+		if err := hub.List(ctx, &clusters, client.InNamespace(namespace), client.HasLabels{v1alpha1.OnboardingLabel}); err != nil {
+			return removed, fmt.Errorf("listing Clusters: %w", err)
+		}
+		for i := range clusters.Items {
+			cluster := &clusters.Items[i]
+			if !serves(client.ObjectKeyFromObject(cluster)) {
+				continue
+			}
+			if err := recall(ctx, hub, cluster, ""); err != nil {
+				return removed, err
+			}
+			changed := cluster.DeepCopy()
+			delete(changed.Labels, v1alpha1.OnboardingLabel)
+			if err := hub.Patch(ctx, changed, client.MergeFrom(cluster)); client.IgnoreNotFound(err) != nil {
+				return removed, fmt.Errorf("taking the onboarding off the Cluster %s: %w", client.ObjectKeyFromObject(cluster), err)
+			}
+			removed++
+		}
+	}
+	return removed, nil
+}

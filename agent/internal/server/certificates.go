@@ -1,0 +1,171 @@
+package server
+
+import (
+	"context"
+	"crypto"
+	"crypto/x509"
+	"errors"
+	"strings"
+	"time"
+
+	"github.com/spiffe/go-spiffe/v2/spiffeid"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/peer"
+	"google.golang.org/protobuf/types/known/timestamppb"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/issuer"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/spokes"
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+// Issuing is what certificates are issued with.
+type Issuing struct {
+	// Issue signs a certificate. REQUIRED.
+	Issue func(key crypto.PublicKey, id spiffeid.ID, lifetime time.Duration) (issuer.Certificate, error)
+	// Enroll notes the key that a bootstrap certificate is used for, and refuses a second one with [spokes.ErrOtherKey]. REQUIRED.
+	Enroll func(ctx context.Context, of authz.Onboarding, publicKey string) error
+	// TrustDomain is that of the identities, and Lifetime that of the certificates. REQUIRED.
+	TrustDomain string
+	Lifetime    time.Duration
+}
+
+type certificateService struct {
+	agentv1alpha1.UnimplementedCertificateServiceServer
+	*Server
+}
+
+func (s *certificateService) IssueCertificate(
+	ctx context.Context, request *agentv1alpha1.IssueCertificateRequest,
+) (*agentv1alpha1.IssueCertificateResponse, error) {
+	if err := s.usable(request.GetCluster()); err != nil {
+		return nil, err
+	}
+	c, issuing := callerOf(ctx), s.config.Issuing
+	if issuing == nil {
+		return nil, agenterrors.CertificatesNotIssued("this agent issues no certificates: --issuer-cert-file is not set")
+	}
+	if c.Onboarding == nil || c.Onboarding.ID == "" {
+		return nil, agenterrors.CertificatesNotIssued(
+			"the caller's certificate is of no onboarding; `capi-agent onboard` makes a bootstrap certificate for the Cluster")
+	}
+	key, err := issuer.ParseRequest(request.GetSigningRequest())
+	if err != nil {
+		return nil, agenterrors.InvalidArgument(agenterrors.FieldViolation{Field: "signing_request", Description: err.Error()})
+	}
+	of := *c.Onboarding
+	// The cache may not know yet that the Cluster was onboarded anew, and what is issued now lives for hours.
+	switch id, exists, err := s.config.OnboardedLive(ctx, of.Cluster); {
+	case err != nil:
+		return nil, answerOther(ctx, err)
+	case !exists:
+		return nil, agenterrors.ClusterNotFound(request.GetCluster())
+	case id != of.ID:
+		return nil, otherOnboarding(of)
+	}
+	if c.MayCallFor(bootstrapRule, of.Cluster) {
+		fingerprint, err := issuer.Fingerprint(key)
+		if err != nil {
+			return nil, agenterrors.InvalidArgument(agenterrors.FieldViolation{Field: "signing_request", Description: err.Error()})
+		}
+		switch err := issuing.Enroll(ctx, of, fingerprint); {
+		case errors.Is(err, spokes.ErrOtherKey):
+			log.FromContext(ctx).Info("a bootstrap certificate was used with a second key: it may have been stolen", "cluster", of.Cluster.String())
+			return nil, agenterrors.PermissionDenied(err.Error() + "; onboard the Cluster anew: `capi-agent onboard`")
+		case meta.IsNoMatchError(err):
+			return nil, agenterrors.CertificatesNotIssued("the hub lacks the CustomResourceDefinition of Spokes: its administrator has to install it")
+		case err != nil:
+			return nil, answerOther(ctx, err)
+		}
+	}
+	id, err := authz.ClusterIdentity(issuing.TrustDomain, of)
+	if err != nil {
+		return nil, agenterrors.Unauthenticated(err.Error())
+	}
+	issued, err := issuing.Issue(key, id, issuing.Lifetime)
+	if err != nil {
+		return nil, answerOther(ctx, err)
+	}
+	log.FromContext(ctx).Info("a certificate is issued", "cluster", of.Cluster.String(), "serial", issued.Serial, "notAfter", issued.NotAfter)
+	return &agentv1alpha1.IssueCertificateResponse{
+		CertificateChain: issued.Chain, ServerAuthorities: issued.ServerAuthorities,
+		NotAfter: timestamppb.New(issued.NotAfter), RenewAt: timestamppb.New(issued.RenewAt),
+	}, nil
+}
+
+// bootstrapRule is met by callers that have a bootstrap certificate.
+var bootstrapRule = authz.Rule{Roles: []authz.Role{authz.RoleBootstrap}}
+
+// onboarded says why a Cluster's own certificate is of no use, nil when it may be used: it has to be of the Cluster's present onboarding.
+func (s *Server) onboarded(ctx context.Context, c caller) error {
+	if c.Onboarding == nil {
+		return nil
+	}
+	select {
+	case <-s.config.NodeGroups.Ready():
+	default:
+		return agenterrors.NotSynced("the agent's view of the hub is not complete yet")
+	}
+	id, exists, err := s.config.Onboarded(ctx, c.Onboarding.Cluster)
+	switch {
+	case err != nil:
+		return answerOther(ctx, err)
+	case !exists: // which the call says
+		return nil
+	case id != c.Onboarding.ID:
+		return otherOnboarding(*c.Onboarding)
+	}
+	return nil
+}
+
+func otherOnboarding(of authz.Onboarding) error {
+	if of.ID == "" {
+		return agenterrors.Unauthenticated("the Cluster is onboarded, and the client certificate is of no onboarding: it was issued elsewhere, or " +
+			"before. Use the one that `capi-agent onboard` leads to")
+	}
+	return agenterrors.Unauthenticated("the client certificate is of another onboarding than the Cluster's present one; onboard it anew: " +
+		"`capi-agent onboard`")
+}
+
+// OnboardingOf returns the id of a Cluster's onboarding, empty when it has none, and whether the Cluster exists.
+type OnboardingOf func(ctx context.Context, cluster types.NamespacedName) (id string, exists bool, err error)
+
+// note tells of the shim that has synchronized its Cluster's claims. Others that may do so as well are no shims.
+func (s *Server) note(ctx context.Context, request *agentv1alpha1.SyncClaimsRequest) {
+	cluster := clusterName(request.GetCluster())
+	if s.config.Note == nil || !callerOf(ctx).MayCallFor(authz.Rule{Roles: []authz.Role{authz.RoleCluster}}, cluster) {
+		return
+	}
+	contact := spokes.Contact{SpokeID: request.GetSpokeId()}
+	if said := metadata.ValueFromIncomingContext(ctx, "user-agent"); len(said) > 0 {
+		// gRPC adds its own name.
+		if name, _, _ := strings.Cut(said[0], " "); printable(name) {
+			contact.Version = name
+		}
+	}
+	if chains := chainsOf(ctx); len(chains) > 0 {
+		contact.Serial, contact.NotAfter = chains[0][0].SerialNumber.Text(16), authz.ValidUntil(chains)
+	}
+	s.config.Note(ctx, cluster, contact)
+}
+
+// chainsOf returns the verified chains of the caller's certificate, none if it has no certificate.
+func chainsOf(ctx context.Context) [][]*x509.Certificate {
+	p, ok := peer.FromContext(ctx)
+	if !ok {
+		return nil
+	}
+	handshake := p.AuthInfo
+	if of, ok := handshake.(connectionInfo); ok {
+		handshake = of.AuthInfo
+	}
+	if info, ok := handshake.(credentials.TLSInfo); ok {
+		return info.State.VerifiedChains
+	}
+	return nil
+}

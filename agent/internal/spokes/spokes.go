@@ -1,0 +1,288 @@
+// Package spokes keeps the Spoke of each Cluster whose shim calls: what the agent must remember of its onboarding, and what people want to see.
+package spokes
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/go-logr/logr"
+	"k8s.io/apimachinery/pkg/api/equality"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/client-go/util/retry"
+	"k8s.io/utils/clock"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+)
+
+const (
+	// noteInterval is how often a Spoke is written of which nothing has changed but the time.
+	noteInterval = 5 * time.Minute
+	// silence is after how long without a sync a Spoke is no longer connected: several intervals of a shim, and two of the writes.
+	silence = 3 * noteInterval
+	// lookInterval is how often Spokes are looked at for that.
+	lookInterval = time.Minute
+	// writeTimeout bounds what a sync waits for its Spoke.
+	writeTimeout = 5 * time.Second
+	page         = 500
+)
+
+// Contact is a sync of a shim.
+type Contact struct {
+	// Version is what the shim says of itself, SpokeID the UID of its namespace kube-system. May be empty.
+	Version, SpokeID string
+	// Serial and NotAfter are those of its certificate. Zero for a shim without one.
+	Serial   string
+	NotAfter time.Time
+}
+
+// Config is what [Spokes] need.
+type Config struct {
+	// Client reads and writes the hub directly: a hub has few Spokes, and they are seldom read. REQUIRED.
+	Client client.Client
+	// Namespaces are those whose Spokes are looked at. None means all.
+	Namespaces []string
+	// Serves reports whether a Cluster is the agent's. REQUIRED.
+	Serves func(cluster types.NamespacedName) bool
+	// Clock is the time. REQUIRED.
+	Clock clock.WithTicker
+	// Log takes a line when Spokes cannot be written. Zero discards it.
+	Log logr.Logger
+}
+
+// Spokes keeps them. It is safe for concurrent use.
+type Spokes struct {
+	Config
+
+	mu    sync.Mutex
+	noted map[types.NamespacedName]note
+	// failed is what was logged last.
+	failed string
+}
+
+type note struct {
+	contact Contact
+	at      time.Time
+}
+
+// New returns a keeper.
+func New(c Config) *Spokes {
+	if c.Log.GetSink() == nil {
+		c.Log = logr.Discard()
+	}
+	return &Spokes{Config: c, noted: map[types.NamespacedName]note{}}
+}
+
+// ErrOtherKey says that the onboarding's bootstrap certificate has served another key.
+var ErrOtherKey = errors.New("the bootstrap certificate has been used for another key")
+
+// Enroll notes, durably, the public key that an onboarding's bootstrap certificate is used for. A second key is refused with [ErrOtherKey]; the
+// same may come again.
+func (s *Spokes) Enroll(ctx context.Context, cluster *clusterv1.Cluster, onboarding, publicKey string) error {
+	return retry.OnError(retry.DefaultRetry, retryable, func() error {
+		spoke, err := s.get(ctx, cluster)
+		if err != nil {
+			return err
+		}
+		switch e := spoke.Spec.Enrollment; {
+		case e == nil || e.Onboarding != onboarding:
+		case e.PublicKey == publicKey:
+			return nil
+		default:
+			return ErrOtherKey
+		}
+		spoke.Spec.Enrollment = &v1alpha1.Enrollment{Onboarding: onboarding, PublicKey: publicKey, Time: metav1.NewTime(s.Clock.Now())}
+		if spoke.ResourceVersion == "" {
+			err = s.Client.Create(ctx, spoke)
+		} else {
+			err = s.Client.Update(ctx, spoke) // which is refused if somebody has changed it
+		}
+		if err != nil {
+			return fmt.Errorf("writing the Spoke: %w", err)
+		}
+		return nil
+	})
+}
+
+// retryable reports whether another agent has been faster.
+func retryable(err error) bool { return apierrors.IsConflict(err) || apierrors.IsAlreadyExists(err) }
+
+// get reads a Cluster's Spoke, and returns a new one, which has no resource version, if there is none. It belongs to its Cluster.
+func (s *Spokes) get(ctx context.Context, cluster *clusterv1.Cluster) (*v1alpha1.Spoke, error) {
+	spoke := &v1alpha1.Spoke{}
+	err := s.Client.Get(ctx, client.ObjectKeyFromObject(cluster), spoke)
+	switch {
+	case apierrors.IsNotFound(err):
+		spoke = &v1alpha1.Spoke{ObjectMeta: metav1.ObjectMeta{Namespace: cluster.Namespace, Name: cluster.Name}}
+	case err != nil:
+		return nil, fmt.Errorf("reading the Spoke: %w", err)
+	}
+	metav1.SetMetaDataLabel(&spoke.ObjectMeta, v1alpha1.ClusterLabel, cluster.Name)
+	// Of a Cluster that was restored or made again, the old reference is one to nothing.
+	spoke.OwnerReferences = nil
+	if err := controllerutil.SetOwnerReference(cluster, spoke, s.Client.Scheme()); err != nil {
+		return nil, fmt.Errorf("making the Cluster the Spoke's owner: %w", err)
+	}
+	return spoke, nil
+}
+
+// Note writes on a Cluster's Spoke that its shim has synchronized, if that is news. The sync does not depend on it: what goes wrong is logged.
+func (s *Spokes) Note(ctx context.Context, cluster *clusterv1.Cluster, contact Contact) {
+	key, now := client.ObjectKeyFromObject(cluster), s.Clock.Now()
+	if !s.due(key, contact, now) {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
+	defer cancel()
+	s.report(s.write(ctx, cluster, contact, now), key)
+}
+
+// due reports whether a contact is to be written, and takes it as written: what fails is tried again an interval later.
+func (s *Spokes) due(key types.NamespacedName, contact Contact, now time.Time) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	last, known := s.noted[key]
+	if known && last.contact == contact && now.Sub(last.at) < noteInterval {
+		return false
+	}
+	s.noted[key] = note{contact, now}
+	return true
+}
+
+func (s *Spokes) write(ctx context.Context, cluster *clusterv1.Cluster, contact Contact, now time.Time) error {
+	spoke, err := s.get(ctx, cluster)
+	if err != nil {
+		return err
+	}
+	if spoke.ResourceVersion == "" {
+		if err := s.Client.Create(ctx, spoke); err != nil {
+			return fmt.Errorf("creating the Spoke: %w", err)
+		}
+	}
+	before := spoke.DeepCopy()
+	status := &spoke.Status
+	if status.LastSyncTime == nil || status.LastSyncTime.Time.Before(now.Add(-noteInterval/2)) {
+		status.LastSyncTime = new(metav1.NewTime(now))
+	}
+	status.ShimVersion, status.SpokeID, status.Certificate = contact.Version, contact.SpokeID, nil
+	if !contact.NotAfter.IsZero() {
+		status.Certificate = &v1alpha1.SpokeCertificate{Serial: contact.Serial, NotAfter: new(metav1.NewTime(contact.NotAfter))}
+	}
+	meta.SetStatusCondition(&status.Conditions, metav1.Condition{
+		Type: v1alpha1.ConnectedCondition, Status: metav1.ConditionTrue, Reason: v1alpha1.SynchronizedReason,
+		Message: "The shim synchronizes its claims.", LastTransitionTime: metav1.NewTime(now),
+	})
+	if equality.Semantic.DeepEqual(before.Status, spoke.Status) {
+		return nil // the other agent has written it
+	}
+	if err := s.Client.Status().Patch(ctx, spoke, client.MergeFrom(before)); err != nil {
+		return fmt.Errorf("writing the Spoke's status: %w", err)
+	}
+	return nil
+}
+
+// report logs an error once.
+func (s *Spokes) report(err error, about types.NamespacedName) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if err == nil || apierrors.IsConflict(err) || apierrors.IsAlreadyExists(err) {
+		return
+	}
+	text := err.Error()
+	if meta.IsNoMatchError(err) {
+		err = errors.New("the CustomResourceDefinition of Spokes is not installed; apply deploy/charts/agent/crds")
+		text = err.Error() // the same of every Cluster
+	}
+	if text != s.failed {
+		s.failed = text
+		s.Log.Error(err, "a Spoke cannot be written", "cluster", about.String())
+	}
+}
+
+// Run says on Spokes that are silent that they are, until the context ends. Several agents may do so.
+func (s *Spokes) Run(ctx context.Context) error {
+	wait.UntilWithContext(ctx, func(ctx context.Context) {
+		if err := s.Look(ctx); err != nil && ctx.Err() == nil {
+			s.report(err, types.NamespacedName{})
+		}
+	}, lookInterval)
+	return nil
+}
+
+// Look says on Spokes that are silent that they are, once.
+func (s *Spokes) Look(ctx context.Context) error {
+	return each(ctx, s.Client, s.Namespaces, s.lookAt)
+}
+
+// each calls a function for every Spoke of the namespaces, of all if there are none.
+func each(ctx context.Context, c client.Client, namespaces []string, do func(context.Context, *v1alpha1.Spoke) error) error {
+	if len(namespaces) == 0 {
+		namespaces = []string{metav1.NamespaceAll}
+	}
+	var errs []error
+	for _, namespace := range namespaces {
+		for next, first := "", true; first || next != ""; first = false {
+			var list v1alpha1.SpokeList
+			if err := c.List(ctx, &list, client.InNamespace(namespace), client.Limit(page), client.Continue(next)); err != nil {
+				errs = append(errs, fmt.Errorf("listing Spokes: %w", err))
+				break
+			}
+			for i := range list.Items {
+				errs = append(errs, do(ctx, &list.Items[i]))
+			}
+			next = list.Continue
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// Remove deletes the Spokes of the Clusters that are served, and returns how many there were.
+func Remove(
+	ctx context.Context, c client.Client, namespaces []string, serves func(cluster types.NamespacedName) bool,
+) (removed int, err error) {
+	err = each(ctx, c, namespaces, func(ctx context.Context, spoke *v1alpha1.Spoke) error {
+		if !serves(client.ObjectKeyFromObject(spoke)) {
+			return nil
+		}
+		if err := c.Delete(ctx, spoke); client.IgnoreNotFound(err) != nil {
+			return fmt.Errorf("deleting the Spoke %s: %w", client.ObjectKeyFromObject(spoke), err)
+		}
+		removed++
+		return nil
+	})
+	if meta.IsNoMatchError(err) { // of an installation that never had any
+		err = nil
+	}
+	return removed, err
+}
+
+func (s *Spokes) lookAt(ctx context.Context, spoke *v1alpha1.Spoke) error {
+	now := s.Clock.Now()
+	if !s.Serves(client.ObjectKeyFromObject(spoke)) || !meta.IsStatusConditionTrue(spoke.Status.Conditions, v1alpha1.ConnectedCondition) {
+		return nil
+	}
+	last := spoke.Status.LastSyncTime
+	if last != nil && now.Sub(last.Time) < silence {
+		return nil
+	}
+	before := spoke.DeepCopy()
+	meta.SetStatusCondition(&spoke.Status.Conditions, metav1.Condition{
+		Type: v1alpha1.ConnectedCondition, Status: metav1.ConditionFalse, Reason: v1alpha1.SilentReason, LastTransitionTime: metav1.NewTime(now),
+		Message: "The shim has not synchronized its claims for 15 minutes: it does not run, its certificate is refused, or it cannot reach the agent.",
+	})
+	// Only if nobody has written it meanwhile: it may have come back.
+	err := s.Client.Status().Patch(ctx, spoke, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
+	if err != nil && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err) {
+		return fmt.Errorf("writing the Spoke's status: %w", err)
+	}
+	return nil
+}
