@@ -58,6 +58,10 @@ func TestEachErrorIsReadAsItWasMade(t *testing.T) {
 		"too many claims": {
 			agenterrors.TooManyClaims("full", time.Minute), codes.ResourceExhausted, agenterrors.ReasonTooManyClaims, agenterrors.IsTooMany,
 		},
+		"certificates not issued": {
+			agenterrors.CertificatesNotIssued("no issuer"), codes.FailedPrecondition, agenterrors.ReasonCertificatesNotIssued,
+			agenterrors.IsCertificatesNotIssued,
+		},
 		"not synced":      {agenterrors.NotSynced("wait"), codes.Unavailable, agenterrors.ReasonNotSynced, agenterrors.IsUnavailable},
 		"shutting down":   {agenterrors.ShuttingDown(), codes.Unavailable, agenterrors.ReasonShuttingDown, agenterrors.IsUnavailable},
 		"hub unreachable": {agenterrors.HubUnreachable("silence"), codes.Unavailable, agenterrors.ReasonHubUnreachable, agenterrors.IsUnavailable},

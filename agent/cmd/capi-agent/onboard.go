@@ -145,7 +145,11 @@ func carryOut(
 		if err := prepared.Deliver(ctx, spoke, false); err != nil {
 			return wrap(fmt.Errorf("%w. The onboarding has begun: repeat the command with --again", err))
 		}
-	case !by.resourceSet:
+	case by.resourceSet:
+		if err := prepared.Recall(ctx, hub); err != nil {
+			return wrap(err)
+		}
+	default:
 		text, err := prepared.Manifest()
 		if err != nil {
 			return wrap(err)

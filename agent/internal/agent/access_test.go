@@ -219,7 +219,7 @@ deny:
 	o.Limits.CallsPerSecond, o.Limits.CallBurst = 10000, 10000
 	authority := testpki.New(t)
 	own := authority.Issue(t, t.TempDir(), authority)
-	o.ClientCAFile = own.CAFile
+	o.ClientCAFile, o.TLSCertFile = own.CAFile, own.CertFile
 	o.IssuerCertFile, o.IssuerKeyFile = authority.Write(t, t.TempDir())
 	a, err := agent.New(t.Context(), agent.Config{Options: o, Hub: hub, Policy: func() *authz.Policy { return policy }})
 	require.NoError(t, err)

@@ -25,7 +25,10 @@ func (a *Agent) openIssuer(o *options.Options, registerer prometheus.Registerer)
 	if o.IssuerCertFile == "" {
 		return nil
 	}
-	files := issuer.Files{CertFile: o.IssuerCertFile, KeyFile: o.IssuerKeyFile, ServerCAFile: o.ServerCAFile, Log: a.log.WithName("issuer")}
+	files := issuer.Files{
+		CertFile: o.IssuerCertFile, KeyFile: o.IssuerKeyFile, ClientCAFile: o.ClientCAFile, ServerCAFile: o.ServerCAFile, ServerCertFile: o.TLSCertFile,
+		Log: a.log.WithName("issuer"),
+	}
 	if files.ServerCAFile == "" {
 		files.ServerCAFile = o.ClientCAFile
 	}
@@ -52,11 +55,7 @@ func (a *Agent) issuing(o *options.Options, keeper *spokes.Spokes) *server.Issui
 	return &server.Issuing{
 		Issue: a.issuer.Issue, TrustDomain: o.TrustDomain, Lifetime: o.CertificateLifetime,
 		Enroll: func(ctx context.Context, of authz.Onboarding, publicKey string) error {
-			var cluster clusterv1.Cluster
-			if err := a.manager.GetAPIReader().Get(ctx, of.Cluster, &cluster); err != nil {
-				return fmt.Errorf("reading the Cluster: %w", err)
-			}
-			return keeper.Enroll(ctx, &cluster, of.ID, publicKey)
+			return keeper.Enroll(ctx, of.Cluster, of.ID, publicKey)
 		},
 	}
 }

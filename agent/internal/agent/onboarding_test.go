@@ -8,6 +8,7 @@ import (
 	"crypto/rand"
 	"crypto/x509"
 	"encoding/pem"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
@@ -29,7 +30,9 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/agent"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capitest"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/onboarding"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/spokes"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/testpki"
@@ -69,7 +72,8 @@ func newOnboarded(t *testing.T) *onboarded {
 	}
 	for range 2 {
 		settings := testOptions(namespace)
-		settings.ClientCAFile = authority.Issue(t, t.TempDir(), authority).CAFile
+		own := authority.Issue(t, t.TempDir(), authority)
+		settings.ClientCAFile, settings.TLSCertFile = own.CAFile, own.CertFile
 		settings.IssuerCertFile, settings.IssuerKeyFile = certFile, keyFile
 		o.agents = append(o.agents, startFor(t, authority, agent.Config{Options: settings}))
 	}
@@ -243,6 +247,86 @@ func TestAnotherOnboardingEndsTheOneBefore(t *testing.T) {
 	require.True(t, agenterrors.IsUnauthenticated(drain(stream)), "streams end as well")
 }
 
+// Whoever has a key of an onboarding that has ended cannot use up what the present one may have open.
+func TestAnEndedCertificateTakesNothingFromThePresentOne(t *testing.T) {
+	o := newOnboarded(t)
+	key := o.key()
+	first, err := o.issue(o.with(0, o.onboard(false)), key)
+	require.NoError(t, err)
+	second := o.enrolled(true)
+	for range limits.ConnectionsOfCaller {
+		require.True(t, agenterrors.IsUnauthenticated(o.list(o.issued(0, first, key))))
+	}
+	require.Error(t, o.list(o.issued(0, first, key)), "one more is refused")
+	require.NoError(t, o.list(second[0]))
+	fresh := o.key()
+	renewed, err := o.issue(second[0], fresh)
+	require.NoError(t, err)
+	require.NoError(t, o.list(o.issued(0, renewed, fresh)), "nor is a new connection")
+}
+
+// What the policy grants a Cluster's identity for another Cluster ends with its onboarding, also where the agent does not serve that Cluster.
+func TestAGrantForAnotherClusterNeedsThePresentOnboarding(t *testing.T) {
+	namespace := plane.Namespace(t)
+	own := capitest.NewCluster(namespace, "own")
+	own.Labels = map[string]string{v1alpha1.OnboardingLabel: "abc"}
+	plane.Create(t, own, capitest.NewCluster(namespace, "other"))
+	policy, err := authz.ParsePolicy(fmt.Appendf(nil, `
+identities:
+- {id: "spiffe://karpenter-capi/cluster/%[1]s/own", roles: [reader], clusters: ["%[1]s/other"]}
+- {id: "spiffe://karpenter-capi/cluster/elsewhere/mgmt", roles: [reader], clusters: ["%[1]s/other"]}
+`, namespace), "karpenter-capi")
+	require.NoError(t, err)
+	a := start(t, agent.Config{Options: testOptions(namespace), Policy: func() *authz.Policy { return policy }})
+	list := func(uri string) error {
+		_, err := a.as("spiffe://karpenter-capi/cluster/"+uri).NodeGroups.ListNodeGroups(t.Context(), &agentv1alpha1.ListNodeGroupsRequest{
+			Cluster: &agentv1alpha1.ClusterRef{Namespace: namespace, Name: "other"},
+		})
+		return err
+	}
+	require.NoError(t, list(namespace+"/own/abc"))
+	require.True(t, agenterrors.IsUnauthenticated(list(namespace+"/own/def")))
+	require.NoError(t, list("elsewhere/mgmt"), "as before there were onboardings")
+	require.True(t, agenterrors.IsUnauthenticated(list("elsewhere/mgmt/abc")), "nobody here knows whether that has ended")
+	require.NoError(t, plane.Client.Delete(t.Context(), own))
+	eventually(t, "the onboarding ends with its Cluster", func(context.Context) (bool, error) {
+		return agenterrors.IsUnauthenticated(list(namespace + "/own/abc")), nil
+	})
+}
+
+// An onboarding that has ended meanwhile does not take the place of the present one.
+func TestAnEarlierOnboardingDoesNotEnroll(t *testing.T) {
+	o := newOnboarded(t)
+	keeper := spokes.New(spokes.Config{Client: plane.Client, Clock: clocktesting.NewFakeClock(time.Now()), Serves: func(types.NamespacedName) bool { return true }})
+	key := func(of string) string { return strings.Repeat(of, 64) }
+	before := o.dispatched(false)
+	require.NoError(t, keeper.Enroll(t.Context(), o.cluster, before.ID, key("a")))
+	present := o.dispatched(true)
+	require.ErrorIs(t, keeper.Enroll(t.Context(), o.cluster, before.ID, key("a")), spokes.ErrEnded)
+	require.NoError(t, keeper.Enroll(t.Context(), o.cluster, present.ID, key("b")))
+	require.ErrorIs(t, keeper.Enroll(t.Context(), o.cluster, before.ID, key("a")), spokes.ErrEnded)
+	require.ErrorIs(t, keeper.Enroll(t.Context(), o.cluster, present.ID, key("c")), spokes.ErrOtherKey)
+	require.NoError(t, keeper.Enroll(t.Context(), o.cluster, present.ID, key("b")))
+}
+
+// Cluster API writes a Cluster's status while it is made. Another onboarding at the same time is noticed.
+func TestAnOnboardingIsNotDisturbedByTheClustersStatus(t *testing.T) {
+	o := newOnboarded(t)
+	prepare := func() *onboarding.Onboarding {
+		prepared, err := onboarding.Prepare(t.Context(), plane.Client, o.options, clock.RealClock{})
+		require.NoError(t, err)
+		return prepared
+	}
+	first, second := prepare(), prepare()
+	var cluster clusterv1.Cluster
+	require.NoError(t, plane.Client.Get(t.Context(), o.cluster, &cluster))
+	before := cluster.DeepCopy()
+	cluster.Annotations = map[string]string{"somebody": "else"}
+	require.NoError(t, plane.Client.Patch(t.Context(), &cluster, kubeclient.MergeFrom(before)))
+	require.NoError(t, first.Begin(t.Context(), plane.Client))
+	require.ErrorContains(t, second.Begin(t.Context(), plane.Client), "somebody else onboards it at the same time")
+}
+
 func (o *onboarded) withoutAgain() onboarding.Options {
 	options := o.options
 	options.Again = false
@@ -350,6 +434,7 @@ func (o *onboarded) dispatched(again bool) *onboarding.Onboarding {
 	require.NoError(o, prepared.Dispatch(o.Context(), plane.Client, true))
 	require.NoError(o, prepared.Dispatch(o.Context(), plane.Client, false))
 	require.NoError(o, prepared.Begin(o.Context(), plane.Client))
+	require.NoError(o, prepared.Recall(o.Context(), plane.Client))
 	return prepared
 }
 

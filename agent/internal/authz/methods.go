@@ -20,6 +20,8 @@ type Rule struct {
 	OfCluster bool
 	// AsHolder says that the request names the holder that the caller acts as, which one of its roles must allow; see [Holders].
 	AsHolder bool
+	// AsksOnboarding says that the method itself asks the API server for the Cluster's onboarding, of which the caches may not know yet.
+	AsksOnboarding bool
 }
 
 var (
@@ -46,7 +48,9 @@ var Methods = map[string]Rule{
 	agentv1alpha1.MachineService_WatchMachines_FullMethodName: {Roles: readers, OfCluster: true},
 
 	// An administrator has no identity of a Cluster's that could be signed.
-	agentv1alpha1.CertificateService_IssueCertificate_FullMethodName: {Roles: []Role{RoleCluster, RoleBootstrap}, OfCluster: true},
+	agentv1alpha1.CertificateService_IssueCertificate_FullMethodName: {
+		Roles: []Role{RoleCluster, RoleBootstrap}, OfCluster: true, AsksOnboarding: true,
+	},
 
 	agentv1alpha1.StatusService_GetStatus_FullMethodName: {Everyone: true},
 

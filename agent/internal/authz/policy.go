@@ -143,6 +143,9 @@ func checkID(id, trustDomain string) error {
 	if parsed.TrustDomain().Name() != trustDomain {
 		return fmt.Errorf("is of the trust domain %q, and the agent's is %q", parsed.TrustDomain().Name(), trustDomain)
 	}
+	if bare, _, err := splitOnboarding(parsed); err != nil || bare != parsed {
+		return fmt.Errorf("names an onboarding, which changes and which policies do not know: write %s", bare)
+	}
 	return nil
 }
 

@@ -33,6 +33,8 @@ const (
 	backdated = 2 * time.Minute
 	// minRSABits is the least size of an RSA key, as of NIST SP 800-57 for the years up to 2030.
 	minRSABits = 2048
+	// maxRSABits bounds what a signature costs to check.
+	maxRSABits = 4096
 	serialBits = 127
 )
 
@@ -40,8 +42,11 @@ const (
 type Files struct {
 	// CertFile holds the authority's certificate, followed by those above it if there are any, KeyFile its key. REQUIRED.
 	CertFile, KeyFile string
-	// ServerCAFile holds the authorities of the agent's own certificate, which callers are told to trust. REQUIRED.
-	ServerCAFile string
+	// ClientCAFile holds the authorities of the callers, which have to accept what is issued. REQUIRED.
+	ClientCAFile string
+	// ServerCAFile holds the authorities of the agent's own certificate, which callers are told to trust, and ServerCertFile that certificate, with
+	// those that lead to its authority. REQUIRED.
+	ServerCAFile, ServerCertFile string
 	// Refresh is how often they are read. Zero means every five seconds.
 	Refresh time.Duration
 	// Log takes a line when they cannot be used. Zero discards it.
@@ -65,6 +70,8 @@ type Certificate struct {
 	NotAfter, RenewAt time.Time
 	// Serial is its serial number, in hexadecimal digits.
 	Serial string
+
+	leaf *x509.Certificate
 }
 
 // Open reads the files, which must be usable now. Later ones that are not leave the last usable ones in force. Call [Authority.Close].
@@ -73,13 +80,9 @@ func Open(files Files, c clock.PassiveClock) (*Authority, error) {
 		files.Refresh = 5 * time.Second
 	}
 	a := &Authority{files: files, clock: c, followed: certificates.Follow(certificates.Files{
-		CertFile: files.CertFile, KeyFile: files.KeyFile, CAFile: files.ServerCAFile, Refresh: files.Refresh, Logger: files.Log,
+		CertFile: files.CertFile, KeyFile: files.KeyFile, CAFile: files.ClientCAFile, Refresh: files.Refresh, Logger: files.Log,
 	})}
-	if _, _, err := a.signer(); err != nil {
-		a.Close()
-		return nil, err
-	}
-	if _, err := a.serverAuthorities(); err != nil {
+	if err := a.check(); err != nil {
 		a.Close()
 		return nil, err
 	}
@@ -119,33 +122,83 @@ func (a *Authority) signer() ([]*x509.Certificate, crypto.Signer, error) {
 	return chain, signer, nil
 }
 
-// serverAuthorities returns the certificates in the file, and nothing else that is in it.
+// serverAuthorities returns the certificates in the file, and nothing else that is in it. They have to accept the agent's own certificate: a caller
+// that trusts them alone would be lost otherwise.
 func (a *Authority) serverAuthorities() ([]byte, error) {
-	if _, err := a.followed.Authorities(); err != nil {
-		return nil, fmt.Errorf("of the agent's own certificate, the %w", err)
-	}
-	content, err := os.ReadFile(a.files.ServerCAFile)
+	trusted, err := readCertificates(a.files.ServerCAFile)
 	if err != nil {
-		return nil, fmt.Errorf("reading the authorities of the agent's own certificate: %w", err)
+		return nil, fmt.Errorf("the authorities of the agent's own certificate: %w", err)
+	}
+	own, err := readCertificates(a.files.ServerCertFile)
+	if err != nil {
+		return nil, fmt.Errorf("the agent's own certificate: %w", err)
+	}
+	if err := a.verify(own, pool(trusted), x509.ExtKeyUsageServerAuth); err != nil {
+		return nil, fmt.Errorf("the authorities in %s do not accept the agent's own certificate %s: %w; put its authority there (--server-ca-file)",
+			a.files.ServerCAFile, a.files.ServerCertFile, err)
 	}
 	var only bytes.Buffer
-	for block, rest := pem.Decode(content); block != nil; block, rest = pem.Decode(rest) {
-		if block.Type == certificateBlock {
-			only.Write(pem.EncodeToMemory(&pem.Block{Type: block.Type, Bytes: block.Bytes}))
-		}
+	for _, certificate := range trusted {
+		only.Write(pem.EncodeToMemory(&pem.Block{Type: certificateBlock, Bytes: certificate.Raw}))
 	}
 	return only.Bytes(), nil
 }
 
+// verify checks that the authorities accept the first of the certificates, which the others lead to.
+func (a *Authority) verify(chain []*x509.Certificate, authorities *x509.CertPool, usage x509.ExtKeyUsage) error {
+	_, err := chain[0].Verify(x509.VerifyOptions{
+		Roots: authorities, Intermediates: pool(chain[1:]), CurrentTime: a.clock.Now(), KeyUsages: []x509.ExtKeyUsage{usage},
+	})
+	return err
+}
+
+func pool(of []*x509.Certificate) *x509.CertPool {
+	p := x509.NewCertPool()
+	for _, certificate := range of {
+		p.AddCert(certificate)
+	}
+	return p
+}
+
+// readCertificates returns the certificates in a PEM file, at least one. Errors hold nothing of the file.
+func readCertificates(file string) ([]*x509.Certificate, error) {
+	content, err := os.ReadFile(file)
+	if err != nil {
+		return nil, err
+	}
+	var all []*x509.Certificate
+	for block, rest := pem.Decode(content); block != nil; block, rest = pem.Decode(rest) {
+		if block.Type != certificateBlock {
+			continue
+		}
+		certificate, err := x509.ParseCertificate(block.Bytes)
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", file, err)
+		}
+		all = append(all, certificate)
+	}
+	if len(all) == 0 {
+		return nil, fmt.Errorf("%s: there is no certificate in it", file)
+	}
+	return all, nil
+}
+
+// check says why nothing can be issued, nil when it can.
+func (a *Authority) check() error {
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		return fmt.Errorf("making a key: %w", err)
+	}
+	_, err = a.Issue(key.Public(), spiffeid.RequireFromString("spiffe://check/check"), time.Minute)
+	return err
+}
+
 const certificateBlock = "CERTIFICATE"
 
-// Issue signs a client certificate whose only name is the identity. It ends after the lifetime, or with its authority.
+// Issue signs a client certificate whose only name is the identity. It ends after the lifetime, or with its authority. Nothing is issued that the
+// agent would refuse, or with authorities that would refuse the agent, as while only one of the files has been replaced.
 func (a *Authority) Issue(key crypto.PublicKey, id spiffeid.ID, lifetime time.Duration) (Certificate, error) {
 	chain, signer, err := a.signer()
-	if err != nil {
-		return Certificate{}, err
-	}
-	authorities, err := a.serverAuthorities()
 	if err != nil {
 		return Certificate{}, err
 	}
@@ -153,11 +206,22 @@ func (a *Authority) Issue(key crypto.PublicKey, id spiffeid.ID, lifetime time.Du
 	if err != nil {
 		return Certificate{}, err
 	}
-	signed.ServerAuthorities = authorities
+	if signed.ServerAuthorities, err = a.serverAuthorities(); err != nil {
+		return Certificate{}, err
+	}
 	for _, above := range chain {
 		if !bytes.Equal(above.RawIssuer, above.RawSubject) { // who verifies it has the root
 			signed.Chain = append(signed.Chain, pem.EncodeToMemory(&pem.Block{Type: certificateBlock, Bytes: above.Raw})...)
 		}
+	}
+	// A caller that has given up its certificate for one that is refused would be lost.
+	callers, err := a.followed.Authorities()
+	if err != nil {
+		return Certificate{}, fmt.Errorf("the client %w", err)
+	}
+	if err := a.verify(append([]*x509.Certificate{signed.leaf}, chain...), callers, x509.ExtKeyUsageClientAuth); err != nil {
+		return Certificate{}, fmt.Errorf("the authorities in %s do not accept what the issuer %s signs: %w; put the issuer there (--client-ca-file)",
+			a.files.ClientCAFile, a.files.CertFile, err)
 	}
 	return signed, nil
 }
@@ -190,7 +254,12 @@ func Sign(
 	if err != nil {
 		return Certificate{}, fmt.Errorf("signing a certificate for %s: %w", id, err)
 	}
+	leaf, err := x509.ParseCertificate(der)
+	if err != nil {
+		return Certificate{}, fmt.Errorf("signing a certificate for %s: %w", id, err)
+	}
 	return Certificate{
+		leaf:     leaf,
 		Chain:    pem.EncodeToMemory(&pem.Block{Type: certificateBlock, Bytes: der}),
 		NotAfter: end.Truncate(time.Second),
 		// Half of its life is left to reach the agent in.
@@ -206,23 +275,31 @@ func ParseRequest(der []byte) (crypto.PublicKey, error) {
 	if err != nil {
 		return nil, errors.New("is not a PKCS #10 signing request in DER; `openssl req -new -outform DER` makes one")
 	}
+	// Before the signature is checked: what that costs grows with the key.
+	if err := checkKey(request); err != nil {
+		return nil, err
+	}
 	if err := request.CheckSignature(); err != nil {
 		return nil, errors.New("is not signed with its own key")
 	}
+	return request.PublicKey, nil
+}
+
+func checkKey(request *x509.CertificateRequest) error {
 	switch key := request.PublicKey.(type) {
 	case *ecdsa.PublicKey:
 		if !slices.Contains([]elliptic.Curve{elliptic.P256(), elliptic.P384(), elliptic.P521()}, key.Curve) {
-			return nil, fmt.Errorf("has a key on the curve %s; use P-256", key.Curve.Params().Name)
+			return fmt.Errorf("has a key on the curve %s; use P-256", key.Curve.Params().Name)
 		}
 	case ed25519.PublicKey:
 	case *rsa.PublicKey:
-		if key.N.BitLen() < minRSABits {
-			return nil, fmt.Errorf("has an RSA key of %d bits; use %d or more, or ECDSA P-256", key.N.BitLen(), minRSABits)
+		if bits := key.N.BitLen(); bits < minRSABits || bits > maxRSABits {
+			return fmt.Errorf("has an RSA key of %d bits; use %d to %d, or ECDSA P-256", bits, minRSABits, maxRSABits)
 		}
 	default:
-		return nil, fmt.Errorf("has a key of the kind %s; use ECDSA P-256", request.PublicKeyAlgorithm)
+		return fmt.Errorf("has a key of the kind %s; use ECDSA P-256", request.PublicKeyAlgorithm)
 	}
-	return request.PublicKey, nil
+	return nil
 }
 
 // Fingerprint returns the SHA-256 of a public key as hexadecimal digits.

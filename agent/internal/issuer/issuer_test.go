@@ -10,6 +10,7 @@ import (
 	"crypto/x509"
 	"encoding/pem"
 	"os"
+	"path/filepath"
 	"testing"
 	"time"
 
@@ -25,12 +26,29 @@ var id = spiffeid.RequireFromString("spiffe://karpenter-capi/cluster/fleet/spoke
 
 func open(t *testing.T, authority *testpki.Authority, clock *clocktesting.FakePassiveClock) (*issuer.Authority, issuer.Files) {
 	t.Helper()
-	files := issuer.Files{ServerCAFile: authority.Issue(t, t.TempDir(), authority).CAFile, Refresh: 5 * time.Millisecond}
-	files.CertFile, files.KeyFile = authority.Write(t, t.TempDir())
+	files := filesOf(t, authority)
 	a, err := issuer.Open(files, clock)
 	NewWithT(t).Expect(err).NotTo(HaveOccurred())
 	t.Cleanup(a.Close)
 	return a, files
+}
+
+// filesOf are those of an agent whose own certificate, and whose callers', one authority signs.
+func filesOf(t *testing.T, authority *testpki.Authority) issuer.Files {
+	t.Helper()
+	own := authority.Issue(t, t.TempDir(), authority)
+	server := filepath.Join(t.TempDir(), "server-ca.crt")
+	copyFile(t, own.CAFile, server)
+	files := issuer.Files{ClientCAFile: own.CAFile, ServerCAFile: server, ServerCertFile: own.CertFile, Refresh: 5 * time.Millisecond}
+	files.CertFile, files.KeyFile = authority.Write(t, t.TempDir())
+	return files
+}
+
+func copyFile(t *testing.T, from, to string) {
+	t.Helper()
+	content, err := os.ReadFile(from)
+	NewWithT(t).Expect(err).NotTo(HaveOccurred())
+	NewWithT(t).Expect(os.WriteFile(to, content, 0o600)).To(Succeed())
 }
 
 func key(t *testing.T) crypto.PublicKey {
@@ -91,16 +109,24 @@ func TestACertificateEndsWithItsAuthority(t *testing.T) {
 	g.Expect(err).To(MatchError(ContainSubstring("issuer's certificate has expired at")))
 }
 
-func TestARotatedAuthorityIsFollowed(t *testing.T) {
+// A caller gives up its certificate for what is issued: so nothing is, while the callers' authorities do not accept it.
+func TestARotatedAuthorityIsFollowedOnceTheAgentAcceptsIt(t *testing.T) {
 	g := NewWithT(t)
 	before, after := testpki.New(t), testpki.New(t)
 	a, files := open(t, before, clocktesting.NewFakePassiveClock(time.Now()))
 	certFile, keyFile := after.Write(t, t.TempDir())
-	for from, to := range map[string]string{certFile: files.CertFile, keyFile: files.KeyFile} {
-		content, err := os.ReadFile(from)
-		g.Expect(err).NotTo(HaveOccurred())
-		g.Expect(os.WriteFile(to, content, 0o600)).To(Succeed())
-	}
+	copyFile(t, certFile, files.CertFile)
+	copyFile(t, keyFile, files.KeyFile)
+	g.Eventually(func() error {
+		_, err := a.Issue(key(t), id, time.Minute)
+		return err
+	}, 20*time.Second).Should(MatchError(ContainSubstring("put the issuer there (--client-ca-file)")))
+	g.Consistently(func() error {
+		_, err := a.Issue(key(t), id, time.Minute)
+		return err
+	}, 50*time.Millisecond).Should(HaveOccurred())
+
+	copyFile(t, certFile, files.ClientCAFile)
 	g.Eventually(func(g Gomega) {
 		signed, err := a.Issue(key(t), id, time.Minute)
 		g.Expect(err).NotTo(HaveOccurred())
@@ -109,15 +135,39 @@ func TestARotatedAuthorityIsFollowed(t *testing.T) {
 	}, 20*time.Second).Should(Succeed())
 }
 
+// A caller that trusts the answer's authorities alone would find the agent no more.
+func TestAuthoritiesThatDoNotAcceptTheAgentAreNotTold(t *testing.T) {
+	g := NewWithT(t)
+	authority := testpki.New(t)
+	a, files := open(t, authority, clocktesting.NewFakePassiveClock(time.Now()))
+	other, _ := testpki.New(t).Write(t, t.TempDir())
+	copyFile(t, other, files.ServerCAFile)
+	_, err := a.Issue(key(t), id, time.Minute)
+	g.Expect(err).To(MatchError(ContainSubstring("do not accept the agent's own certificate")))
+	g.Expect(err).To(MatchError(ContainSubstring("--server-ca-file")))
+	_, err = issuer.Open(files, clocktesting.NewFakePassiveClock(time.Now()))
+	g.Expect(err).To(MatchError(ContainSubstring("--server-ca-file")))
+}
+
 func TestWhatIsNoAuthorityIsRefused(t *testing.T) {
 	g := NewWithT(t)
 	authority := testpki.New(t)
-	leaf := authority.Issue(t, t.TempDir(), authority)
-	_, err := issuer.Open(issuer.Files{CertFile: leaf.CertFile, KeyFile: leaf.KeyFile, ServerCAFile: leaf.CAFile}, clocktesting.NewFakePassiveClock(time.Now()))
-	g.Expect(err).To(MatchError(ContainSubstring("is not one of an authority")))
-	certFile, keyFile := authority.Write(t, t.TempDir())
-	_, err = issuer.Open(issuer.Files{CertFile: certFile, KeyFile: keyFile, ServerCAFile: keyFile}, clocktesting.NewFakePassiveClock(time.Now()))
-	g.Expect(err).To(MatchError(ContainSubstring(keyFile)))
+	clock := clocktesting.NewFakePassiveClock(time.Now())
+	for says, change := range map[string]func(*issuer.Files){
+		"is not one of an authority": func(f *issuer.Files) {
+			f.CertFile, f.KeyFile = f.ServerCertFile, filepath.Dir(f.ServerCertFile)+"/tls.key"
+		},
+		"the authorities of the agent's own":     func(f *issuer.Files) { f.ServerCAFile = f.KeyFile },
+		"the agent's own certificate: ":          func(f *issuer.Files) { f.ServerCertFile = f.KeyFile },
+		"the client certificate authorities":     func(f *issuer.Files) { f.ClientCAFile = f.KeyFile },
+		"put the issuer there (--client-ca-file": func(f *issuer.Files) { f.ClientCAFile, _ = testpki.New(t).Write(t, t.TempDir()) },
+	} {
+		files := filesOf(t, authority)
+		change(&files)
+		_, err := issuer.Open(files, clock)
+		g.Expect(err).To(MatchError(ContainSubstring(says)))
+		g.Expect(err.Error()).NotTo(ContainSubstring("PRIVATE"))
+	}
 }
 
 // What callers are told to trust is certificates, whatever else is in the file.
@@ -171,6 +221,7 @@ func TestRequestsAreOfKeysThatAreStrongEnough(t *testing.T) {
 		"RSA":      {request(rsaKey(2048)), ""},
 		"P-224":    {request(ec(elliptic.P224())), "P-224"},
 		"RSA 1024": {request(rsaKey(1024)), "1024 bits"},
+		"RSA 5120": {request(rsaKey(5120)), "5120 bits"},
 		"nothing":  {nil, "is not a PKCS #10 signing request"},
 		"noise":    {[]byte("noise"), "is not a PKCS #10 signing request"},
 		"forged":   {forged, "is not signed with its own key"},

@@ -22,6 +22,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/util/retry"
 	"k8s.io/utils/clock"
 	addonsv1 "sigs.k8s.io/cluster-api/api/addons/v1beta2"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -174,12 +175,24 @@ func (o *Onboarding) Begin(ctx context.Context, hub client.Client) error {
 	return setLabel(ctx, hub, o.cluster, o.ID)
 }
 
+// setLabel writes the label if it is still as it was read: two onboardings at once would leave a spoke with the one that does not count. Other changes
+// of the Cluster, whose status is written often while it is made, do not matter.
 func setLabel(ctx context.Context, hub client.Client, cluster *clusterv1.Cluster, id string) error {
-	changed := cluster.DeepCopy()
-	metav1.SetMetaDataLabel(&changed.ObjectMeta, v1alpha1.OnboardingLabel, id)
-	// Refused if somebody has changed the Cluster: two onboardings at once would leave a spoke with the one that does not count.
-	if err := hub.Patch(ctx, changed, client.MergeFromWithOptions(cluster, client.MergeFromWithOptimisticLock{})); err != nil {
-		return fmt.Errorf("writing the onboarding on the Cluster %s: %w", client.ObjectKeyFromObject(cluster), err)
+	name, before := client.ObjectKeyFromObject(cluster), cluster.Labels[v1alpha1.OnboardingLabel]
+	err := retry.RetryOnConflict(retry.DefaultBackoff, func() error {
+		var present clusterv1.Cluster
+		if err := hub.Get(ctx, name, &present); err != nil {
+			return err
+		}
+		if present.UID != cluster.UID || present.Labels[v1alpha1.OnboardingLabel] != before {
+			return errors.New("somebody else onboards it at the same time, or it has been made again; repeat the command")
+		}
+		changed := present.DeepCopy()
+		metav1.SetMetaDataLabel(&changed.ObjectMeta, v1alpha1.OnboardingLabel, id)
+		return hub.Patch(ctx, changed, client.MergeFromWithOptions(&present, client.MergeFromWithOptimisticLock{}))
+	})
+	if err != nil {
+		return fmt.Errorf("writing the onboarding on the Cluster %s: %w", name, err)
 	}
 	return nil
 }
@@ -249,7 +262,7 @@ func create(ctx context.Context, c client.Client, object client.Object, dryRun b
 const resourceType corev1.SecretType = "addons.cluster.x-k8s.io/resource-set"
 
 // Dispatch has Cluster API bring the secret into the spoke, as soon as that has an API server: by a ClusterResourceSet, which is for this one
-// onboarding of this one Cluster. Those of earlier onboardings are removed.
+// onboarding of this one Cluster. Call [Onboarding.Recall] once the onboarding has begun.
 func (o *Onboarding) Dispatch(ctx context.Context, hub client.Client, dryRun bool) error {
 	manifest, err := o.Manifest()
 	if err != nil {
@@ -280,9 +293,11 @@ func (o *Onboarding) Dispatch(ctx context.Context, hub client.Client, dryRun boo
 			return err
 		}
 	}
-	if dryRun {
-		return nil
-	}
+	return nil
+}
+
+// Recall removes what was dispatched for the Cluster by earlier onboardings.
+func (o *Onboarding) Recall(ctx context.Context, hub client.Client) error {
 	return recall(ctx, hub, o.cluster, o.ID)
 }
 

@@ -13,6 +13,7 @@ import (
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/peer"
 	"google.golang.org/protobuf/types/known/timestamppb"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/log"
@@ -28,7 +29,8 @@ import (
 type Issuing struct {
 	// Issue signs a certificate. REQUIRED.
 	Issue func(key crypto.PublicKey, id spiffeid.ID, lifetime time.Duration) (issuer.Certificate, error)
-	// Enroll notes the key that a bootstrap certificate is used for, and refuses a second one with [spokes.ErrOtherKey]. REQUIRED.
+	// Enroll notes the key that a bootstrap certificate is used for. It refuses a second one with [spokes.ErrOtherKey], and an onboarding that is not
+	// the Cluster's present one with [spokes.ErrEnded]. REQUIRED.
 	Enroll func(ctx context.Context, of authz.Onboarding, publicKey string) error
 	// TrustDomain is that of the identities, and Lifetime that of the certificates. REQUIRED.
 	TrustDomain string
@@ -50,9 +52,8 @@ func (s *certificateService) IssueCertificate(
 	if issuing == nil {
 		return nil, agenterrors.CertificatesNotIssued("this agent issues no certificates: --issuer-cert-file is not set")
 	}
-	if c.Onboarding == nil || c.Onboarding.ID == "" {
-		return nil, agenterrors.CertificatesNotIssued(
-			"the caller's certificate is of no onboarding; `capi-agent onboard` makes a bootstrap certificate for the Cluster")
+	if c.Onboarding == nil {
+		return nil, agenterrors.CertificatesNotIssued("the caller has no certificate that could be renewed")
 	}
 	key, err := issuer.ParseRequest(request.GetSigningRequest())
 	if err != nil {
@@ -67,6 +68,8 @@ func (s *certificateService) IssueCertificate(
 		return nil, agenterrors.ClusterNotFound(request.GetCluster())
 	case id != of.ID:
 		return nil, otherOnboarding(of)
+	case of.ID == "":
+		return nil, agenterrors.CertificatesNotIssued("the Cluster is not onboarded; `capi-agent onboard` makes a bootstrap certificate for it")
 	}
 	if c.MayCallFor(bootstrapRule, of.Cluster) {
 		fingerprint, err := issuer.Fingerprint(key)
@@ -77,8 +80,13 @@ func (s *certificateService) IssueCertificate(
 		case errors.Is(err, spokes.ErrOtherKey):
 			log.FromContext(ctx).Info("a bootstrap certificate was used with a second key: it may have been stolen", "cluster", of.Cluster.String())
 			return nil, agenterrors.PermissionDenied(err.Error() + "; onboard the Cluster anew: `capi-agent onboard`")
+		case errors.Is(err, spokes.ErrEnded):
+			return nil, otherOnboarding(of)
 		case meta.IsNoMatchError(err):
 			return nil, agenterrors.CertificatesNotIssued("the hub lacks the CustomResourceDefinition of Spokes: its administrator has to install it")
+		case apierrors.IsForbidden(err):
+			log.FromContext(ctx).Error(err, "the agent may not write Spokes: upgrade the release, with its roles")
+			return nil, agenterrors.CertificatesNotIssued("the agent lacks a right in the hub: its administrator finds which in the agent's log")
 		case err != nil:
 			return nil, answerOther(ctx, err)
 		}
@@ -111,13 +119,19 @@ func (s *Server) onboarded(ctx context.Context, c caller) error {
 	default:
 		return agenterrors.NotSynced("the agent's view of the hub is not complete yet")
 	}
+	if !s.config.Scope.Contains(c.Onboarding.Cluster) {
+		// The caches do not have it. The call is about another Cluster, by a grant of the policy.
+		if c.Onboarding.ID != "" {
+			return agenterrors.Unauthenticated("the client certificate is of an onboarding, and this agent does not serve its Cluster, so that it cannot " +
+				"tell whether the onboarding has ended; give the caller an identity of its own")
+		}
+		return nil
+	}
 	id, exists, err := s.config.Onboarded(ctx, c.Onboarding.Cluster)
 	switch {
 	case err != nil:
 		return answerOther(ctx, err)
-	case !exists: // which the call says
-		return nil
-	case id != c.Onboarding.ID:
+	case id != c.Onboarding.ID, !exists && c.Onboarding.ID != "":
 		return otherOnboarding(*c.Onboarding)
 	}
 	return nil

@@ -208,8 +208,10 @@ func (s *Server) authorize(ctx context.Context, method string, request any) erro
 	if !callerOf(ctx).MayCallFor(rule, cluster) {
 		return agenterrors.PermissionDenied("this identity may not call this method for this Cluster")
 	}
-	if err := s.onboarded(ctx, callerOf(ctx)); err != nil {
-		return err
+	if !rule.AsksOnboarding {
+		if err := s.onboarded(ctx, callerOf(ctx)); err != nil {
+			return err
+		}
 	}
 	if !rule.AsHolder {
 		return nil

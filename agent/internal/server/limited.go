@@ -25,6 +25,7 @@ var askingHub = []string{
 	agentv1alpha1.ClaimService_CreateClaim_FullMethodName, agentv1alpha1.ClaimService_ReleaseClaim_FullMethodName,
 	agentv1alpha1.ClaimService_ReturnMachine_FullMethodName, agentv1alpha1.ClaimService_GetClaim_FullMethodName,
 	agentv1alpha1.ClaimService_ListClaims_FullMethodName, agentv1alpha1.ClaimService_SyncClaims_FullMethodName,
+	agentv1alpha1.CertificateService_IssueCertificate_FullMethodName,
 }
 
 // lists are the methods whose answers grow with a Cluster.
@@ -49,9 +50,15 @@ func cut(ctx context.Context) {
 	}
 }
 
-// limitedAs names the caller whose limits hold. Certificates without a usable identity are told apart by their content.
+// limitedAs names the caller whose limits hold. Certificates of a Cluster are told apart by their onboarding, those without a usable identity by their
+// content.
 func limitedAs(c caller, handshake credentials.AuthInfo) string {
-	if c.problem == "" {
+	switch {
+	case c.problem != "":
+	case c.Onboarding != nil && c.Onboarding.ID != "":
+		// A certificate of an onboarding that has ended takes nothing from the present one's.
+		return c.Identity + "/" + c.Onboarding.ID
+	default:
 		return c.Identity
 	}
 	if of, ok := handshake.(connectionInfo); ok {

@@ -27,6 +27,8 @@ import (
 const (
 	// noteInterval is how often a Spoke is written of which nothing has changed but the time.
 	noteInterval = 5 * time.Minute
+	// newsInterval is how often one is written at most: what a shim says of itself is its own choice.
+	newsInterval = 30 * time.Second
 	// silence is after how long without a sync a Spoke is no longer connected: several intervals of a shim, and two of the writes.
 	silence = 3 * noteInterval
 	// lookInterval is how often Spokes are looked at for that.
@@ -85,12 +87,28 @@ func New(c Config) *Spokes {
 // ErrOtherKey says that the onboarding's bootstrap certificate has served another key.
 var ErrOtherKey = errors.New("the bootstrap certificate has been used for another key")
 
-// Enroll notes, durably, the public key that an onboarding's bootstrap certificate is used for. A second key is refused with [ErrOtherKey]; the
-// same may come again.
-func (s *Spokes) Enroll(ctx context.Context, cluster *clusterv1.Cluster, onboarding, publicKey string) error {
+// ErrEnded says that the onboarding is not the Cluster's present one.
+var ErrEnded = errors.New("the onboarding has ended")
+
+// Enroll notes, durably, the public key that the bootstrap certificate of a Cluster's onboarding is used for. A second key is refused with
+// [ErrOtherKey]; the same may come again. An onboarding that is not the present one is refused with [ErrEnded].
+func (s *Spokes) Enroll(ctx context.Context, name types.NamespacedName, onboarding, publicKey string) error {
 	return retry.OnError(retry.DefaultRetry, retryable, func() error {
-		spoke, err := s.get(ctx, cluster)
-		if err != nil {
+		spoke := &v1alpha1.Spoke{}
+		if err := s.read(ctx, name, spoke); err != nil {
+			return err
+		}
+		// After the Spoke: what a later onboarding has written there is not undone, as the write is refused then.
+		cluster := &clusterv1.Cluster{}
+		switch err := s.Client.Get(ctx, name, cluster); {
+		case apierrors.IsNotFound(err):
+			return ErrEnded
+		case err != nil:
+			return fmt.Errorf("reading the Cluster: %w", err)
+		case cluster.Labels[v1alpha1.OnboardingLabel] != onboarding:
+			return ErrEnded
+		}
+		if err := s.adopt(cluster, spoke); err != nil {
 			return err
 		}
 		switch e := spoke.Spec.Enrollment; {
@@ -102,37 +120,44 @@ func (s *Spokes) Enroll(ctx context.Context, cluster *clusterv1.Cluster, onboard
 		}
 		spoke.Spec.Enrollment = &v1alpha1.Enrollment{Onboarding: onboarding, PublicKey: publicKey, Time: metav1.NewTime(s.Clock.Now())}
 		if spoke.ResourceVersion == "" {
-			err = s.Client.Create(ctx, spoke)
-		} else {
-			err = s.Client.Update(ctx, spoke) // which is refused if somebody has changed it
+			return wrapped(s.Client.Create(ctx, spoke))
 		}
-		if err != nil {
-			return fmt.Errorf("writing the Spoke: %w", err)
-		}
-		return nil
+		return wrapped(s.Client.Update(ctx, spoke)) // which is refused if somebody has changed it
 	})
+}
+
+func wrapped(err error) error {
+	if err != nil {
+		return fmt.Errorf("writing the Spoke: %w", err)
+	}
+	return nil
 }
 
 // retryable reports whether another agent has been faster.
 func retryable(err error) bool { return apierrors.IsConflict(err) || apierrors.IsAlreadyExists(err) }
 
-// get reads a Cluster's Spoke, and returns a new one, which has no resource version, if there is none. It belongs to its Cluster.
-func (s *Spokes) get(ctx context.Context, cluster *clusterv1.Cluster) (*v1alpha1.Spoke, error) {
-	spoke := &v1alpha1.Spoke{}
-	err := s.Client.Get(ctx, client.ObjectKeyFromObject(cluster), spoke)
-	switch {
-	case apierrors.IsNotFound(err):
-		spoke = &v1alpha1.Spoke{ObjectMeta: metav1.ObjectMeta{Namespace: cluster.Namespace, Name: cluster.Name}}
-	case err != nil:
-		return nil, fmt.Errorf("reading the Spoke: %w", err)
+// read reads a Cluster's Spoke. If there is none, it is a new one, which has no resource version.
+func (s *Spokes) read(ctx context.Context, name types.NamespacedName, spoke *v1alpha1.Spoke) error {
+	err := s.Client.Get(ctx, name, spoke)
+	if apierrors.IsNotFound(err) {
+		spoke.Namespace, spoke.Name = name.Namespace, name.Name
+		return nil
 	}
+	if err != nil {
+		return fmt.Errorf("reading the Spoke: %w", err)
+	}
+	return nil
+}
+
+// adopt makes the Spoke its Cluster's, in memory.
+func (s *Spokes) adopt(cluster *clusterv1.Cluster, spoke *v1alpha1.Spoke) error {
 	metav1.SetMetaDataLabel(&spoke.ObjectMeta, v1alpha1.ClusterLabel, cluster.Name)
 	// Of a Cluster that was restored or made again, the old reference is one to nothing.
 	spoke.OwnerReferences = nil
 	if err := controllerutil.SetOwnerReference(cluster, spoke, s.Client.Scheme()); err != nil {
-		return nil, fmt.Errorf("making the Cluster the Spoke's owner: %w", err)
+		return fmt.Errorf("making the Cluster the Spoke's owner: %w", err)
 	}
-	return spoke, nil
+	return nil
 }
 
 // Note writes on a Cluster's Spoke that its shim has synchronized, if that is news. The sync does not depend on it: what goes wrong is logged.
@@ -151,7 +176,11 @@ func (s *Spokes) due(key types.NamespacedName, contact Contact, now time.Time) b
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	last, known := s.noted[key]
-	if known && last.contact == contact && now.Sub(last.at) < noteInterval {
+	least := noteInterval
+	if last.contact != contact {
+		least = newsInterval
+	}
+	if known && now.Sub(last.at) < least {
 		return false
 	}
 	s.noted[key] = note{contact, now}
@@ -159,16 +188,25 @@ func (s *Spokes) due(key types.NamespacedName, contact Contact, now time.Time) b
 }
 
 func (s *Spokes) write(ctx context.Context, cluster *clusterv1.Cluster, contact Contact, now time.Time) error {
-	spoke, err := s.get(ctx, cluster)
-	if err != nil {
+	spoke := &v1alpha1.Spoke{}
+	if err := s.read(ctx, client.ObjectKeyFromObject(cluster), spoke); err != nil {
 		return err
 	}
-	if spoke.ResourceVersion == "" {
-		if err := s.Client.Create(ctx, spoke); err != nil {
-			return fmt.Errorf("creating the Spoke: %w", err)
+	before := spoke.DeepCopy()
+	if err := s.adopt(cluster, spoke); err != nil {
+		return err
+	}
+	switch {
+	case spoke.ResourceVersion == "":
+		if err := wrapped(s.Client.Create(ctx, spoke)); err != nil {
+			return err
+		}
+	case !equality.Semantic.DeepEqual(before.ObjectMeta, spoke.ObjectMeta): // after a restore the owner is gone
+		if err := wrapped(s.Client.Update(ctx, spoke)); err != nil {
+			return err
 		}
 	}
-	before := spoke.DeepCopy()
+	before = spoke.DeepCopy()
 	status := &spoke.Status
 	if status.LastSyncTime == nil || status.LastSyncTime.Time.Before(now.Add(-noteInterval/2)) {
 		status.LastSyncTime = new(metav1.NewTime(now))
@@ -220,7 +258,19 @@ func (s *Spokes) Run(ctx context.Context) error {
 
 // Look says on Spokes that are silent that they are, once.
 func (s *Spokes) Look(ctx context.Context) error {
+	s.forget()
 	return each(ctx, s.Client, s.Namespaces, s.lookAt)
+}
+
+// forget drops the notes of Clusters that nobody has heard of for a while: there may be none any more.
+func (s *Spokes) forget() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for name, n := range s.noted {
+		if s.Clock.Since(n.at) >= silence {
+			delete(s.noted, name)
+		}
+	}
 }
 
 // each calls a function for every Spoke of the namespaces, of all if there are none.

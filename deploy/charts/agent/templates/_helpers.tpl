@@ -111,7 +111,8 @@ group: {{ .group }}
   verbs: [update, patch]
 - apiGroups: [agent.karpenter.cluster.x-k8s.io]
   resources: [spokes]
-  verbs: [get, list, create, update]
+  # To name an owner takes the right to delete where the API server has OwnerReferencesPermissionEnforcement.
+  verbs: [get, list, create, update, delete]
 - apiGroups: [agent.karpenter.cluster.x-k8s.io]
   resources: [spokes/status]
   verbs: [patch]
