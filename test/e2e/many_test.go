@@ -63,6 +63,15 @@ func TestManyNodesAreTakenOver(t *testing.T) {
 	h.source.Checker.Expected = func() invariants.Expected {
 		return invariants.Expected{Shares: map[string]invariants.Share{"east": {}, "west": {}}}
 	}
+	// What a Machine costs that nobody claims is not what its adoption costs.
+	poll(t, settleWithin, func(ctx context.Context) (string, error) {
+		state, err := invariants.Read(ctx, h.source.Hub, h.source.Spoke, world.Cluster)
+		if err != nil {
+			return "", err
+		}
+		marked := lo.CountBy(state.Machines, func(m clusterv1.Machine) bool { return m.Annotations[agentv1.FloorAnnotation] != "" })
+		return lo.Ternary(marked == 2*many, "", fmt.Sprintf("%d Machines to be marked as the floor's: %d are", 2*many, marked)), nil
+	})
 	log, err := cost.Open(h.source.Sandbox.State().Paths.HubAudit)
 	g.Expect(err).NotTo(HaveOccurred())
 
