@@ -308,8 +308,10 @@ deny:
 			name: "the Cluster's bootstrap, of an earlier onboarding", conn: as(bootstrap + "fedcba9876543210"), connects: true, identified: true,
 			certified: true, outdated: true,
 		},
-		{name: "the bootstrap of another Cluster", conn: as("spiffe://karpenter-capi/bootstrap/" + namespace + "/other/" + present),
-			connects: true, identified: true},
+		{
+			name: "the bootstrap of another Cluster", conn: as("spiffe://karpenter-capi/bootstrap/" + namespace + "/other/" + present),
+			connects: true, identified: true,
+		},
 		{
 			name: "unix socket of the Cluster", conn: onSocket(authz.RoleCluster), connects: true, identified: true, reads: true,
 			acts: []string{"karpenter"}, certified: true,

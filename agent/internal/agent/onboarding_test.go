@@ -297,7 +297,9 @@ identities:
 // An onboarding that has ended meanwhile does not take the place of the present one.
 func TestAnEarlierOnboardingDoesNotEnroll(t *testing.T) {
 	o := newOnboarded(t)
-	keeper := spokes.New(spokes.Config{Client: plane.Client, Clock: clocktesting.NewFakeClock(time.Now()), Serves: func(types.NamespacedName) bool { return true }})
+	keeper := spokes.New(spokes.Config{
+		Client: plane.Client, Clock: clocktesting.NewFakeClock(time.Now()), Serves: func(types.NamespacedName) bool { return true },
+	})
 	key := func(of string) string { return strings.Repeat(of, 64) }
 	before := o.dispatched(false)
 	require.NoError(t, keeper.Enroll(t.Context(), o.cluster, before.ID, key("a")))
@@ -464,7 +466,8 @@ func TestAClusterResourceSetIsForOneOnboardingOfOneCluster(t *testing.T) {
 	require.NoError(t, err)
 	require.Empty(t, o.sets())
 	var secrets corev1.SecretList
-	require.NoError(t, plane.Client.List(t.Context(), &secrets, kubeclient.InNamespace(o.cluster.Namespace), kubeclient.HasLabels{v1alpha1.OnboardingLabel}))
+	require.NoError(t, plane.Client.List(t.Context(), &secrets, kubeclient.InNamespace(o.cluster.Namespace),
+		kubeclient.HasLabels{v1alpha1.OnboardingLabel}))
 	require.Empty(t, secrets.Items)
 }
 

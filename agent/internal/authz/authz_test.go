@@ -532,10 +532,10 @@ clusters: [fleet/spoke]
 func TestIdentitiesOfAnOnboardingAreReadAsTheyAreMade(t *testing.T) {
 	g := NewWithT(t)
 	of := authz.Onboarding{Cluster: spoke, ID: "abc"}
-	for make, role := range map[*func(string, authz.Onboarding) (spiffeid.ID, error)]authz.Role{
+	for identityOf, role := range map[*func(string, authz.Onboarding) (spiffeid.ID, error)]authz.Role{
 		new(authz.ClusterIdentity): authz.RoleCluster, new(authz.BootstrapIdentity): authz.RoleBootstrap,
 	} {
-		id, err := (*make)("karpenter-capi", of)
+		id, err := (*identityOf)("karpenter-capi", of)
 		g.Expect(err).NotTo(HaveOccurred())
 		caller, err := authorizer(t, "identities: []").FromChains(chain(t, id.String()))
 		g.Expect(err).NotTo(HaveOccurred())

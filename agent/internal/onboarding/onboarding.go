@@ -175,8 +175,8 @@ func (o *Onboarding) Begin(ctx context.Context, hub client.Client) error {
 	return setLabel(ctx, hub, o.cluster, o.ID)
 }
 
-// setLabel writes the label if it is still as it was read: two onboardings at once would leave a spoke with the one that does not count. Other changes
-// of the Cluster, whose status is written often while it is made, do not matter.
+// setLabel writes the label if it is still as it was read: two onboardings at once would leave a spoke with the one that does not count.
+// Other changes of the Cluster, whose status is written often while it is made, do not matter.
 func setLabel(ctx context.Context, hub client.Client, cluster *clusterv1.Cluster, id string) error {
 	name, before := client.ObjectKeyFromObject(cluster), cluster.Labels[v1alpha1.OnboardingLabel]
 	err := retry.RetryOnConflict(retry.DefaultBackoff, func() error {

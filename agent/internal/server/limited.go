@@ -50,8 +50,8 @@ func cut(ctx context.Context) {
 	}
 }
 
-// limitedAs names the caller whose limits hold. Certificates of a Cluster are told apart by their onboarding, those without a usable identity by their
-// content.
+// limitedAs names the caller whose limits hold. Certificates of a Cluster are told apart by their onboarding, those without a usable identity
+// by their content.
 func limitedAs(c caller, handshake credentials.AuthInfo) string {
 	switch {
 	case c.problem != "":
