@@ -488,7 +488,7 @@ func (s *Sandbox) startAgents(ctx context.Context) error {
 }
 
 // issuerSecret is the hub's secret with the authority that the agents issue certificates with.
-const issuerSecret = "capi-agent-ca"
+const issuerSecret = "capi-agent-ca" //nolint:gosec // its name
 
 // publishIssuer writes the authority that the agents issue certificates with to files for them, and to a secret for who onboards a spoke.
 func (s *Sandbox) publishIssuer(ctx context.Context) error {
@@ -514,6 +514,7 @@ func (s *Sandbox) startShim(ctx context.Context) error {
 		Helm: s.options.binary("helm"), Dir: s.options.chart("shim"), Release: "karpenter", Namespace: shimNamespace,
 		Values: append([]string{
 			"agent.address=" + s.state.AgentAddress, "cluster.namespace=" + ClusterNamespace, "cluster.name=" + ClusterName,
+			"agent.enrollment.enabled=true",
 			fmt.Sprintf("settings.ignoreDRARequests=%t", !s.options.DynamicResources),
 		}, lo.Map(s.options.FeatureGates, func(gate string, _ int) string { return "settings.featureGates." + gate + "=true" })...),
 	})

@@ -1,7 +1,7 @@
-// Package certificates follows the PEM files of a certificate, its key, and the certificate authorities of the other side, which
-// may be replaced at any time.
+// Package certificates holds a certificate, its key, and the certificate authorities of the other side, all of which may be replaced at any
+// time. A [Source] provides them: a [Follower] from PEM files, [Held] from PEM that the program has by other means.
 //
-// Nothing of what is in the files is ever logged or part of an error: grpc-go's own provider logs both files, the private key
+// Nothing of what is read is ever logged or part of an error: grpc-go's own provider logs both files, the private key
 // included, when they do not belong together, as happens while they are being replaced.
 package certificates
 
@@ -16,6 +16,23 @@ import (
 	"time"
 
 	"github.com/go-logr/logr"
+)
+
+// Source provides a certificate and the authorities of the other side. Its methods are safe for concurrent use, are called for every
+// handshake, and never wait for the network.
+type Source interface {
+	// Certificate returns the certificate with its key and its leaf as it was last usable. It may have expired since. An error reports why there
+	// has never been one, and what to do; it contains no key material.
+	Certificate() (*tls.Certificate, error)
+	// Authorities returns the authorities as they were last usable, and errors as Certificate does. The pool must not be changed.
+	Authorities() (*x509.CertPool, error)
+	// Stats returns the present numbers.
+	Stats() Stats
+}
+
+var (
+	_ Source = (*Follower)(nil)
+	_ Source = (*Held)(nil)
 )
 
 // Files are the files that are followed.
@@ -33,7 +50,9 @@ type Stats struct {
 	// CertificateNotAfter and AuthoritiesNotAfter are when what is in use ends, for authorities the first of them. Zero when there
 	// is none.
 	CertificateNotAfter, AuthoritiesNotAfter time.Time
-	// CertificateErrors and AuthoritiesErrors count how often the files were read and could not be used.
+	// CertificateNotBefore is when the certificate in use begins. Zero when there is none.
+	CertificateNotBefore time.Time
+	// CertificateErrors and AuthoritiesErrors count how often what was read could not be used.
 	CertificateErrors, AuthoritiesErrors int64
 }
 
@@ -130,7 +149,8 @@ func (f *Follower) readCertificate() {
 		f.stats.CertificateErrors++
 		return
 	}
-	f.certificate, f.stats.CertificateNotAfter = certificate, certificate.Leaf.NotAfter
+	f.certificate = certificate
+	f.stats.CertificateNotBefore, f.stats.CertificateNotAfter = certificate.Leaf.NotBefore, certificate.Leaf.NotAfter
 }
 
 // readAuthorities is called with the lock held.
@@ -164,13 +184,19 @@ func loadCertificate(certFile, keyFile string) (*tls.Certificate, error) {
 }
 
 func loadAuthorities(file string) (*x509.CertPool, time.Time, error) {
-	fail := func(err error) (*x509.CertPool, time.Time, error) {
-		return nil, time.Time{}, fmt.Errorf("certificate authorities %s cannot be used: %w", file, err)
-	}
 	content, err := os.ReadFile(file) //nolint:gosec // The operator names the file.
 	if err != nil {
-		return fail(err)
+		return nil, time.Time{}, fmt.Errorf("certificate authorities %s cannot be used: %w", file, err)
 	}
+	pool, first, err := parseAuthorities(content)
+	if err != nil {
+		return nil, time.Time{}, fmt.Errorf("certificate authorities %s cannot be used: %w", file, err)
+	}
+	return pool, first, nil
+}
+
+// parseAuthorities returns the certificates in PEM, and when the first of them ends. Other PEM blocks are passed over.
+func parseAuthorities(content []byte) (*x509.CertPool, time.Time, error) {
 	pool := x509.NewCertPool()
 	var first time.Time
 	for block, rest := pem.Decode(content); block != nil; block, rest = pem.Decode(rest) {
@@ -179,7 +205,7 @@ func loadAuthorities(file string) (*x509.CertPool, time.Time, error) {
 		}
 		certificate, err := x509.ParseCertificate(block.Bytes)
 		if err != nil {
-			return fail(err)
+			return nil, time.Time{}, err
 		}
 		pool.AddCert(certificate)
 		if first.IsZero() || certificate.NotAfter.Before(first) {
@@ -187,7 +213,7 @@ func loadAuthorities(file string) (*x509.CertPool, time.Time, error) {
 		}
 	}
 	if first.IsZero() {
-		return fail(errors.New("there is no certificate in it"))
+		return nil, time.Time{}, errors.New("there is no certificate in it")
 	}
 	return pool, first, nil
 }

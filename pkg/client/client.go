@@ -3,6 +3,7 @@ package client
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"google.golang.org/grpc"
@@ -24,11 +25,13 @@ type Client struct {
 	Machines agentv1alpha1.MachineServiceClient
 	// Status says what the agent is and what this identity may do.
 	Status agentv1alpha1.StatusServiceClient
+	// Issuer issues the certificate of a Cluster's own identity.
+	Issuer agentv1alpha1.CertificateServiceClient
 
 	options Options
 	conn    grpc.ClientConnInterface
 	close   []func() error
-	files   *certificates.Follower // nil without TLS
+	source  certificates.Source // nil without TLS
 }
 
 // New returns a client of the agent at options.Address. It never waits for the network: an agent that cannot be reached shows
@@ -39,9 +42,6 @@ func New(options Options) (*Client, error) {
 		return nil, err
 	}
 
-	creds := insecure.NewCredentials()
-	stopTLS := func() {}
-	var files *certificates.Follower
 	dialOptions := []grpc.DialOption{
 		grpc.WithDefaultServiceConfig(retryServiceConfig()),
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{
@@ -58,22 +58,29 @@ func New(options Options) (*Client, error) {
 	if options.UserAgent != "" {
 		dialOptions = append(dialOptions, grpc.WithUserAgent(options.UserAgent))
 	}
-	if options.TLS != nil {
-		mutual := newMutualTLS(*options.TLS, options.Logger)
-		creds, stopTLS, files = mutual, mutual.files.Close, mutual.files
-		if options.TLS.ServerName != "" {
-			dialOptions = append(dialOptions, grpc.WithAuthority(options.TLS.ServerName))
-		}
+	source, stopReading := options.TLS.source(options.Logger)
+	if source != nil && options.TLS.ServerName != "" {
+		dialOptions = append(dialOptions, grpc.WithAuthority(options.TLS.ServerName))
 	}
-
-	conn, err := grpc.NewClient(options.Address, append(dialOptions, grpc.WithTransportCredentials(creds))...)
+	conn, err := newConnection(func() (*line, error) {
+		creds, outdated, accepted := insecure.NewCredentials(), func() bool { return false }, func() {}
+		if source != nil {
+			mutual := newMutualTLS(source, options.TLS.ServerName, options.Clock)
+			creds, outdated, accepted = mutual, mutual.outdated, mutual.accept
+		}
+		conn, err := grpc.NewClient(options.Address, append(slices.Clip(dialOptions), grpc.WithTransportCredentials(creds))...)
+		if err != nil {
+			return nil, err
+		}
+		return &line{ClientConn: conn, outdated: outdated, accepted: accepted}, nil
+	})
 	if err != nil {
-		stopTLS()
+		stopReading()
 		return nil, fmt.Errorf("agent address %s: %w", options.Address, err)
 	}
 	c := fromConn(conn, options)
-	c.files = files
-	c.close = []func() error{conn.Close, func() error { stopTLS(); return nil }}
+	c.source = source
+	c.close = []func() error{conn.Close, func() error { stopReading(); return nil }}
 	return c, nil
 }
 
@@ -91,6 +98,7 @@ func fromConn(conn grpc.ClientConnInterface, options Options) *Client {
 		Claims:     agentv1alpha1.NewClaimServiceClient(wrapped),
 		Machines:   agentv1alpha1.NewMachineServiceClient(wrapped),
 		Status:     agentv1alpha1.NewStatusServiceClient(wrapped),
+		Issuer:     agentv1alpha1.NewCertificateServiceClient(wrapped),
 		options:    options,
 		conn:       wrapped,
 	}
@@ -109,11 +117,11 @@ func (c *Client) Close() error {
 	return errors.Join(errs...)
 }
 
-// Certificates returns when the client's certificate and the authorities that it trusts end, and how often their files could not
+// Certificates returns when the client's certificate and the authorities that it trusts end, and how often what was read could not
 // be used, for metrics. It is zero without TLS.
 func (c *Client) Certificates() certificates.Stats {
-	if c.files == nil {
+	if c.source == nil {
 		return certificates.Stats{}
 	}
-	return c.files.Stats()
+	return c.source.Stats()
 }

@@ -4,11 +4,14 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"slices"
 	"strings"
 	"time"
 
 	"github.com/go-logr/logr"
 	"k8s.io/utils/clock"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/certificates"
 )
 
 // Defaults of [Options].
@@ -49,23 +52,26 @@ type Options struct {
 	// Logger gets a line for each failed call at verbosity 1, and for each other call at verbosity 4: callers log the errors
 	// that matter to them, with the request id in their text. The zero Logger logs nothing.
 	Logger logr.Logger
-	// Clock is what mirrors measure silence and backoff with. Nil means the real one.
+	// Clock is what mirrors measure silence and backoff with, and what the end of certificates is compared with. Nil means the real one.
 	Clock clock.Clock
 }
 
-// TLS names the files that mutual TLS uses. They are read again every Refresh, and new connections use what was read last, so
-// they may be replaced at any time; they need not exist yet when the client is made.
+// TLS is what mutual TLS uses: files, or a Source. Either may be replaced by others at any time, and need not have anything yet when the client is
+// made. Calls go over a new connection as soon as the agent has accepted one with the new certificate; those under way end on the old one. While the
+// agent does not accept the new certificate, the one before stays in use until it has ended.
 type TLS struct {
-	// CertFile holds the client's certificate chain, PEM. REQUIRED.
+	// CertFile holds the client's certificate chain, PEM. REQUIRED without a Source.
 	CertFile string
-	// KeyFile holds the certificate's private key, PEM. REQUIRED.
+	// KeyFile holds the certificate's private key, PEM. REQUIRED without a Source.
 	KeyFile string
-	// CAFile holds the certificates that sign the agent's, PEM. REQUIRED.
+	// CAFile holds the certificates that sign the agent's, PEM. REQUIRED without a Source.
 	CAFile string
+	// Refresh is how often the files are read again. Zero means [DefaultTLSRefresh]. It has no effect with a Source.
+	Refresh time.Duration
+	// Source provides certificate and authorities instead of the files. The client does not close it. OPTIONAL.
+	Source certificates.Source
 	// ServerName is the name that the agent's certificate must carry. Empty means the host of the address.
 	ServerName string
-	// Refresh is how often the files are read again. Zero means [DefaultTLSRefresh].
-	Refresh time.Duration
 }
 
 func (o Options) withDefaults() Options {
@@ -104,12 +110,12 @@ func (o Options) validate() error {
 			return fmt.Errorf("address %s is no unix socket: write unix:///path/to/socket", o.Address)
 		}
 		if o.TLS != nil {
-			return fmt.Errorf("address %s is a unix socket, which is used without TLS, but TLS files are given", o.Address)
+			return fmt.Errorf("address %s is a unix socket, which is used without TLS, but TLS is set", o.Address)
 		}
 		return nil
 	case o.PlaintextLoopback:
 		if o.TLS != nil {
-			return errors.New("plaintext was asked for, but TLS files are given")
+			return errors.New("plaintext was asked for, but TLS is set")
 		}
 		if !isLoopback(o.Address) {
 			return fmt.Errorf("plaintext is only for loopback addresses, and %s is not one", o.Address)
@@ -121,15 +127,19 @@ func (o Options) validate() error {
 	return o.TLS.validate()
 }
 
-func (t TLS) validate() error {
+func (t *TLS) validate() error {
 	var missing []string
 	for name, value := range map[string]string{"certificate": t.CertFile, "key": t.KeyFile, "CA": t.CAFile} {
 		if value == "" {
 			missing = append(missing, name)
 		}
 	}
-	if len(missing) > 0 {
-		return fmt.Errorf("TLS needs a certificate, key and CA file; missing: %s", strings.Join(missing, ", "))
+	switch {
+	case t.Source != nil && len(missing) < 3:
+		return errors.New("TLS takes either a source or files: drop one of the two")
+	case t.Source == nil && len(missing) > 0:
+		slices.Sort(missing)
+		return fmt.Errorf("TLS needs a source, or a certificate, key and CA file; missing: %s", strings.Join(missing, ", "))
 	}
 	if t.Refresh < 0 {
 		return errors.New("the refresh interval of TLS files is negative")

@@ -1,46 +1,103 @@
 package client
 
 import (
+	"bytes"
 	"context"
 	"crypto/tls"
 	"net"
+	"sync/atomic"
 
 	"github.com/go-logr/logr"
 	"google.golang.org/grpc/credentials"
+	"k8s.io/utils/clock"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/certificates"
 )
 
-// mutualTLS is TLS 1.3 with what the files hold at each handshake.
-type mutualTLS struct {
-	credentials.TransportCredentials // for what does not depend on the files
-
-	files *certificates.Follower
-	name  string
+// source returns what the certificate is to be taken from, and what ends the reading of files. It is nil without TLS.
+func (t *TLS) source(logger logr.Logger) (from certificates.Source, stop func()) {
+	switch {
+	case t == nil:
+		return nil, func() {}
+	case t.Source != nil:
+		return t.Source, func() {}
+	}
+	followed := certificates.Follow(certificates.Files{
+		CertFile: t.CertFile, KeyFile: t.KeyFile, CAFile: t.CAFile, Refresh: t.Refresh, Logger: logger,
+	})
+	return followed, followed.Close
 }
 
-func newMutualTLS(files TLS, logger logr.Logger) mutualTLS {
+// mutualTLS is TLS 1.3 with what the source has at each handshake. Once the agent has accepted a certificate, handshakes go on with that one until it
+// has ended: [connection] tries another one beside it.
+type mutualTLS struct {
+	credentials.TransportCredentials // for what does not depend on the source
+
+	source certificates.Source
+	name   string
+	clock  clock.PassiveClock
+	// last is the certificate of the last handshake, accepted the last one that the agent has accepted. Nil before the first.
+	last, accepted *atomic.Pointer[tls.Certificate]
+}
+
+func newMutualTLS(source certificates.Source, serverName string, clk clock.PassiveClock) mutualTLS {
 	return mutualTLS{
 		TransportCredentials: credentials.NewTLS(&tls.Config{MinVersion: tls.VersionTLS13}),
-		files: certificates.Follow(certificates.Files{
-			CertFile: files.CertFile, KeyFile: files.KeyFile, CAFile: files.CAFile, Refresh: files.Refresh, Logger: logger,
-		}),
-		name: files.ServerName,
+		source:               source,
+		name:                 serverName,
+		clock:                clk,
+		last:                 &atomic.Pointer[tls.Certificate]{},
+		accepted:             &atomic.Pointer[tls.Certificate]{},
 	}
 }
 
 func (m mutualTLS) ClientHandshake(ctx context.Context, authority string, conn net.Conn) (net.Conn, credentials.AuthInfo, error) {
-	certificate, err := m.files.Certificate()
+	certificate, err := m.certificate()
 	if err != nil {
 		return nil, nil, err
 	}
-	authorities, err := m.files.Authorities()
+	authorities, err := m.source.Authorities()
 	if err != nil {
 		return nil, nil, err
 	}
-	return credentials.NewTLS(&tls.Config{
+	secured, info, err := credentials.NewTLS(&tls.Config{
 		MinVersion: tls.VersionTLS13, ServerName: m.name, RootCAs: authorities, Certificates: []tls.Certificate{*certificate},
 	}).ClientHandshake(ctx, authority, conn)
+	if err != nil {
+		return nil, nil, err
+	}
+	m.last.Store(certificate)
+	return secured, info, nil
 }
 
+// certificate returns that of the next handshake.
+func (m mutualTLS) certificate() (*tls.Certificate, error) {
+	present, err := m.source.Certificate()
+	if err != nil {
+		return nil, err
+	}
+	if accepted := m.accepted.Load(); accepted != nil && !same(accepted, present) && m.clock.Now().Before(accepted.Leaf.NotAfter) {
+		return accepted, nil
+	}
+	return present, nil
+}
+
+// accept notes that the agent has accepted the certificate of the last handshake.
+func (m mutualTLS) accept() { m.accepted.Store(m.last.Load()) }
+
 func (m mutualTLS) Clone() credentials.TransportCredentials { return m }
+
+// outdated reports whether the source has another certificate than that of the last handshake.
+func (m mutualTLS) outdated() bool {
+	last := m.last.Load()
+	if last == nil {
+		return false
+	}
+	present, err := m.source.Certificate()
+	return err == nil && !same(present, last)
+}
+
+// same reports whether two are the same certificate. Their chains may differ.
+func same(a, b *tls.Certificate) bool {
+	return a == b || bytes.Equal(a.Certificate[0], b.Certificate[0])
+}

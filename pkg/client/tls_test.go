@@ -1,6 +1,7 @@
 package client_test
 
 import (
+	"context"
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/rand"
@@ -8,6 +9,7 @@ import (
 	"crypto/x509"
 	"crypto/x509/pkix"
 	"encoding/pem"
+	"errors"
 	"math/big"
 	"net"
 	"net/url"
@@ -20,10 +22,13 @@ import (
 
 	"github.com/go-logr/logr/funcr"
 	"github.com/stretchr/testify/require"
+	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/pkg/certificates"
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 const serverName = "capi-agent.hub.svc"
@@ -93,6 +98,7 @@ type tlsAgent struct {
 	config *tls.Config
 	seen   []int64 // serial numbers of the clients' certificates
 	conns  []net.Conn
+	closed int
 }
 
 func serveTLS(t *testing.T, a *authority) *tlsAgent {
@@ -143,6 +149,13 @@ func (s *tlsAgent) lastSeen() int64 {
 	return s.seen[len(s.seen)-1]
 }
 
+// accepted is how many clients' certificates have been accepted.
+func (s *tlsAgent) accepted() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.seen)
+}
+
 // disconnect breaks every connection.
 func (s *tlsAgent) disconnect() {
 	s.mu.Lock()
@@ -151,6 +164,36 @@ func (s *tlsAgent) disconnect() {
 		_ = conn.Close()
 	}
 	s.conns = nil
+}
+
+// tries is how many connections there have been, and open how many there are.
+func (s *tlsAgent) tries() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.conns)
+}
+
+func (s *tlsAgent) open() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.conns) - s.closed
+}
+
+// counted is a connection whose end is counted.
+type counted struct {
+	net.Conn
+
+	once  sync.Once
+	agent *tlsAgent
+}
+
+func (c *counted) Close() error {
+	c.once.Do(func() {
+		c.agent.mu.Lock()
+		defer c.agent.mu.Unlock()
+		c.agent.closed++
+	})
+	return c.Conn.Close()
 }
 
 type tracked struct {
@@ -167,7 +210,7 @@ func (l tracked) Accept() (net.Conn, error) {
 	l.agent.mu.Lock()
 	defer l.agent.mu.Unlock()
 	l.agent.conns = append(l.agent.conns, conn)
-	return conn, nil
+	return &counted{Conn: conn, agent: l.agent}, nil
 }
 
 // write replaces a file in one step.
@@ -288,4 +331,174 @@ func TestTLSBefore13IsRefused(t *testing.T) {
 	err := getStatus(t.Context(), connect(t, client.Options{Address: agent.address, TLS: files}))
 	require.ErrorContains(t, err, "protocol version")
 	require.True(t, agenterrors.IsUnavailable(err))
+}
+
+// held returns PEM of a client's certificate.
+func (a *authority) held(serial int64) certificates.PEM {
+	a.t.Helper()
+	certificate, key := a.issue(serial, "")
+	return certificates.PEM{Certificate: certificate, Key: key, Authorities: a.pem()}
+}
+
+func TestASourceStandsInForFiles(t *testing.T) {
+	ca := newAuthority(t)
+	agent, source := serveTLS(t, ca), certificates.NewHeld(errors.New("onboard the Cluster"))
+	c := connect(t, client.Options{Address: agent.address, TLS: &client.TLS{Source: source, ServerName: serverName}})
+	err := getStatus(t.Context(), c)
+	require.True(t, agenterrors.IsUnavailable(err), "%v", err)
+	require.ErrorContains(t, err, "onboard the Cluster")
+
+	require.NoError(t, source.Hold(ca.held(7)))
+	require.Eventually(t, func() bool { return getStatus(t.Context(), c) == nil }, patience, 10*time.Millisecond)
+	require.EqualValues(t, 7, agent.lastSeen())
+	require.Equal(t, source.Stats(), c.Certificates())
+}
+
+// The agent ends no connection here: the client moves on by itself.
+func TestANewCertificateIsUsedWithoutAFailedCall(t *testing.T) {
+	ca := newAuthority(t)
+	agent, source := serveTLS(t, ca), certificates.NewHeld(nil)
+	require.NoError(t, source.Hold(ca.held(1)))
+	c := connect(t, client.Options{Address: agent.address, TLS: &client.TLS{Source: source, ServerName: serverName}})
+	require.NoError(t, getStatus(t.Context(), c))
+
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	stream, err := c.NodeGroups.WatchNodeGroups(ctx, &agentv1alpha1.WatchNodeGroupsRequest{Cluster: fakeagent.DefaultCluster()})
+	require.NoError(t, err)
+	_, err = stream.Recv()
+	require.NoError(t, err)
+
+	var calling errgroup
+	for range 4 {
+		calling.Go(func() error {
+			for ctx.Err() == nil {
+				if err := getStatus(t.Context(), c); err != nil {
+					return err
+				}
+			}
+			return nil
+		})
+	}
+	for serial := int64(2); serial <= 4; serial++ {
+		require.NoError(t, source.Hold(ca.held(serial)))
+		require.Eventually(t, func() bool { return agent.lastSeen() == serial }, patience, time.Millisecond)
+	}
+	require.Eventually(t, func() bool { return agent.open() == 2 }, patience, time.Millisecond, "those without calls are closed, and not the stream's")
+	cancel()
+	require.NoError(t, calling.Wait())
+	require.Eventually(t, func() bool { return agent.open() == 1 }, patience, time.Millisecond, "the stream has ended")
+}
+
+func TestANewCertificateThatTheAgentDoesNotAcceptBreaksNothing(t *testing.T) {
+	ca := newAuthority(t)
+	agent, source := serveTLS(t, ca), certificates.NewHeld(nil)
+	require.NoError(t, source.Hold(ca.held(1)))
+	c := connect(t, client.Options{Address: agent.address, TLS: &client.TLS{Source: source, ServerName: serverName}})
+	require.NoError(t, getStatus(t.Context(), c))
+
+	require.NoError(t, source.Hold(ca.strange(2)))
+	before := agent.tries()
+	require.Eventually(t, func() bool {
+		require.NoError(t, getStatus(t.Context(), c))
+		return agent.tries() > before
+	}, patience, time.Millisecond)
+	require.NoError(t, getStatus(t.Context(), c))
+	require.EqualValues(t, 1, agent.lastSeen())
+
+	require.NoError(t, source.Hold(ca.held(3)))
+	require.Eventually(t, func() bool {
+		require.NoError(t, getStatus(t.Context(), c))
+		return agent.lastSeen() == 3
+	}, patience, time.Millisecond)
+}
+
+// strange returns a client's certificate of an authority that the agent does not trust.
+func (a *authority) strange(serial int64) certificates.PEM {
+	a.t.Helper()
+	strange := newAuthority(a.t).held(serial)
+	strange.Authorities = a.pem()
+	return strange
+}
+
+// TLS refuses the new certificate, and the connection with the one before is lost.
+func TestALostConnectionIsMadeAgainWithTheCertificateThatWasAccepted(t *testing.T) {
+	ca := newAuthority(t)
+	agent, source := serveTLS(t, ca), certificates.NewHeld(nil)
+	require.NoError(t, source.Hold(ca.held(1)))
+	clk := clocktesting.NewFakeClock(time.Now())
+	c := connect(t, client.Options{Address: agent.address, TLS: &client.TLS{Source: source, ServerName: serverName}, Clock: clk})
+	require.NoError(t, getStatus(t.Context(), c))
+	require.NoError(t, source.Hold(ca.strange(2)))
+	require.NoError(t, getStatus(t.Context(), c))
+	accepted := agent.accepted()
+
+	for range 3 {
+		agent.disconnect()
+		require.Eventually(t, func() bool { return getStatus(t.Context(), c) == nil }, patience, time.Millisecond)
+		require.Greater(t, agent.accepted(), accepted, "it is another connection")
+		accepted = agent.accepted()
+		require.EqualValues(t, 1, agent.lastSeen())
+	}
+
+	t.Log("the former certificate ends: calls fail, and say why")
+	clk.Step(2 * time.Hour)
+	agent.disconnect()
+	require.Eventually(t, func() bool {
+		err := getStatus(t.Context(), c)
+		return agenterrors.IsUnavailable(err) && strings.Contains(err.Error(), "unknown certificate authority")
+	}, patience, time.Millisecond)
+	require.Equal(t, accepted, agent.accepted())
+
+	t.Log("one that is accepted is used at once")
+	require.NoError(t, source.Hold(ca.held(3)))
+	require.Eventually(t, func() bool { return getStatus(t.Context(), c) == nil }, patience, time.Millisecond)
+	require.EqualValues(t, 3, agent.lastSeen())
+}
+
+// The agent no longer trusts the authority of the certificate before.
+func TestALostConnectionIsReplacedByOneWithTheNewCertificate(t *testing.T) {
+	first, second := newAuthority(t), newAuthority(t)
+	agent, source := serveTLS(t, first), certificates.NewHeld(nil)
+	require.NoError(t, source.Hold(first.held(1)))
+	c := connect(t, client.Options{Address: agent.address, TLS: &client.TLS{Source: source, ServerName: serverName}})
+	require.NoError(t, getStatus(t.Context(), c))
+	require.NoError(t, getStatus(t.Context(), c))
+	agent.identify(t, second)
+	require.NoError(t, source.Hold(second.held(2)))
+	agent.disconnect()
+	require.Eventually(t, func() bool { return getStatus(t.Context(), c) == nil }, patience, time.Millisecond)
+	require.EqualValues(t, 2, agent.lastSeen())
+}
+
+func TestAClosedClientAnswersThatItIs(t *testing.T) {
+	ca := newAuthority(t)
+	agent, source := serveTLS(t, ca), certificates.NewHeld(nil)
+	require.NoError(t, source.Hold(ca.held(1)))
+	c := connect(t, client.Options{Address: agent.address, TLS: &client.TLS{Source: source, ServerName: serverName}})
+	require.NoError(t, getStatus(t.Context(), c))
+	require.NoError(t, source.Hold(ca.held(2)))
+	require.NoError(t, getStatus(t.Context(), c)) // another connection is being made
+	require.NoError(t, c.Close())
+	require.Error(t, getStatus(t.Context(), c))
+}
+
+// errgroup returns the first error of what runs in it.
+type errgroup struct {
+	running sync.WaitGroup
+	once    sync.Once
+	err     error
+}
+
+func (g *errgroup) Go(f func() error) {
+	g.running.Go(func() {
+		if err := f(); err != nil {
+			g.once.Do(func() { g.err = err })
+		}
+	})
+}
+
+func (g *errgroup) Wait() error {
+	g.running.Wait()
+	return g.err
 }

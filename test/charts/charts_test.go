@@ -119,12 +119,19 @@ func TestRenderedManifests(t *testing.T) {
 				g.Expect(names(objects, binding.RoleRef.Kind, binding.Namespace)).To(ContainElement(binding.RoleRef.Name))
 			}
 		})
-		t.Run("grant no secrets, no wildcards but for reading, nothing that grants more", func(t *testing.T) {
+		t.Run("grant no secrets but the shim's own two, no wildcards but for reading, nothing that grants more", func(t *testing.T) {
 			g := NewWithT(t)
+			for _, role := range of[rbacv1.ClusterRole](t, objects, "ClusterRole") {
+				g.Expect(role.Rules).NotTo(ContainElement(HaveField("Resources", ContainElement("secrets"))))
+			}
 			for _, rule := range rules(t, objects) {
 				g.Expect(rule.Verbs).NotTo(ContainElement(BeElementOf("*", "bind", "escalate", "impersonate")))
 				g.Expect(rule.APIGroups).NotTo(ContainElement("*"))
-				g.Expect(rule.Resources).NotTo(ContainElement("secrets"))
+				if lo.Contains(rule.Resources, "secrets") {
+					g.Expect(c.name).To(Equal("shim"))
+					g.Expect(rule.ResourceNames).To(HaveLen(1))
+					g.Expect(rule.Verbs).To(HaveEach(BeElementOf("get", "update")))
+				}
 				if lo.Contains(rule.Resources, "*") {
 					g.Expect(rule.Verbs).To(ConsistOf("get", "list", "watch"))
 				}
@@ -205,7 +212,8 @@ func TestValuesOfAReleaseWithoutSecureMetrics(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			g := NewWithT(t)
 			objects := render(t, c, filepath.Join(chartPath(t, c), "ci", "defaults-values.yaml"), "--set",
-				"metrics.secure=null,metrics.tls=null,metrics.readers=null,metrics.serviceMonitor.tlsConfig=null,networkPolicy=null")
+				"metrics.secure=null,metrics.tls=null,metrics.readers=null,metrics.serviceMonitor.tlsConfig=null,networkPolicy=null"+
+					lo.Ternary(c.name == "shim", ",agent.enrollment=null", ""))
 			pod := of[appsv1.Deployment](t, objects, "Deployment")[0].Spec.Template.Spec
 			g.Expect(pod.Volumes).To(HaveLen(1))
 			g.Expect(pod.Containers[0].Args).NotTo(ContainElement(HavePrefix("--metrics-tls")))
@@ -237,6 +245,73 @@ func TestMetricsAreSecureUnlessTheValuesSayOtherwise(t *testing.T) {
 			})
 		}
 	}
+}
+
+// The secrets are where the shim looks for them, and no others are within its reach.
+func TestAShimThatEnrollsMayReadTwoSecretsAndWriteItsOwn(t *testing.T) {
+	for set, namespace := range map[string]string{"agent.enrollment.namespace=": "karpenter", "agent.enrollment.namespace=identities": "identities"} {
+		t.Run(namespace, func(t *testing.T) {
+			g := NewWithT(t)
+			objects := render(t, charts[1], filepath.Join(root(t), "deploy/charts/shim/ci/enrollment-values.yaml"), "--set", set)
+			pod := of[appsv1.Deployment](t, objects, "Deployment")[0].Spec.Template.Spec
+			g.Expect(pod.Volumes).To(BeEmpty())
+			g.Expect(pod.Containers[0].Args).To(ContainElements(
+				"--agent-identity-secret="+namespace+"/karpenter-agent-identity", "--agent-bootstrap-secret="+namespace+"/karpenter-agent-bootstrap"))
+			g.Expect(pod.Containers[0].Args).NotTo(ContainElement(Or(HavePrefix("--agent-tls"), HavePrefix("--agent-ca"))))
+			roles := lo.Filter(of[rbacv1.Role](t, objects, "Role"), func(r rbacv1.Role, _ int) bool { return strings.HasSuffix(r.Name, "-agent-identity") })
+			g.Expect(roles).To(HaveLen(1))
+			g.Expect(roles[0].Namespace).To(Equal(namespace))
+			g.Expect(roles[0].Rules).To(ConsistOf(
+				rbacv1.PolicyRule{
+					APIGroups: []string{""}, Resources: []string{"secrets"}, ResourceNames: []string{"karpenter-agent-identity"}, Verbs: []string{"get", "update"},
+				},
+				rbacv1.PolicyRule{
+					APIGroups: []string{""}, Resources: []string{"secrets"}, ResourceNames: []string{"karpenter-agent-bootstrap"}, Verbs: []string{"get"},
+				},
+			))
+			secrets := of[corev1.Secret](t, objects, "Secret")
+			g.Expect(secrets).To(HaveLen(1))
+			g.Expect(secrets[0].Name).To(Equal("karpenter-agent-identity"))
+			g.Expect(secrets[0].Namespace).To(Equal(namespace))
+			g.Expect(secrets[0].Data).To(BeEmpty(), "what the shim has written stays there in an upgrade")
+			g.Expect(secrets[0].StringData).To(BeEmpty())
+		})
+	}
+}
+
+// In the spoke the release's namespace need not exist, and the kubeconfig may write secrets.
+func TestAHubHostedShimKeepsItsSecretsInTheSpoke(t *testing.T) {
+	g := NewWithT(t)
+	objects := render(t, charts[1], filepath.Join(root(t), "deploy/charts/shim/ci/hub-hosted-enrollment-values.yaml"))
+	g.Expect(of[appsv1.Deployment](t, objects, "Deployment")[0].Spec.Template.Spec.Containers[0].Args).To(ContainElements(
+		"--agent-identity-secret=kube-system/karpenter-agent-identity", "--agent-bootstrap-secret=kube-system/karpenter-agent-bootstrap"))
+	g.Expect(of[corev1.Secret](t, objects, "Secret")).To(BeEmpty())
+	g.Expect(of[rbacv1.Role](t, objects, "Role")).To(BeEmpty())
+}
+
+// What an upgrade keeps of a secret is what the shim needs to go on.
+func TestAnUpgradeKeepsTheShimsIdentity(t *testing.T) {
+	server := startAPIServer(t)
+	g := NewWithT(t)
+	rendered := func() *unstructured.Unstructured {
+		objects := render(t, charts[1], filepath.Join(root(t), "deploy/charts/shim/ci/enrollment-values.yaml"))
+		secret, found := lo.Find(objects, func(o *unstructured.Unstructured) bool { return o.GetKind() == "Secret" })
+		g.Expect(found).To(BeTrue())
+		return secret
+	}
+	g.Expect(server.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: rendered().GetNamespace()}})).To(Succeed())
+	apply := func() {
+		desired := client.ApplyConfigurationFromUnstructured(rendered())
+		g.Expect(server.Apply(t.Context(), desired, client.FieldOwner("helm"), client.ForceOwnership)).To(Succeed())
+	}
+	apply()
+	secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: rendered().GetNamespace(), Name: rendered().GetName()}}
+	g.Expect(server.Get(t.Context(), client.ObjectKeyFromObject(secret), secret)).To(Succeed())
+	secret.Data = map[string][]byte{"tls.crt": []byte("certificate")}
+	g.Expect(server.Update(t.Context(), secret)).To(Succeed())
+	apply()
+	g.Expect(server.Get(t.Context(), client.ObjectKeyFromObject(secret), secret)).To(Succeed())
+	g.Expect(secret.Data).To(HaveKeyWithValue("tls.crt", []byte("certificate")))
 }
 
 // Where nothing is confined the right is in the ClusterRole, else in the Role of each namespace.
@@ -327,6 +402,9 @@ func TestValuesThatCannotWorkAreRefused(t *testing.T) {
 		{"a Cluster without its namespace", charts[0], "clusters={production}", "clusters"},
 		{"a duration without a unit", charts[0], "tls.certManager.duration=90", "duration"},
 		{"an issuer that is neither made nor named", charts[0], "tls.certManager.issuer.create=false", "tls.certManager.issuer.name is required"},
+		{
+			"onboarding without an authority", charts[0], "onboarding.enabled=true,tls.certManager.enabled=false", "onboarding.issuerSecretName is required",
+		},
 		{"no agent", charts[1], "cluster.namespace=n,cluster.name=c", "agent.address is required"},
 		{"no Cluster", charts[1], "agent.address=a:8443", "cluster.namespace is required"},
 		{
@@ -337,6 +415,26 @@ func TestValuesThatCannotWorkAreRefused(t *testing.T) {
 			"readers of metrics without their role", charts[1],
 			"agent.address=a:8443,cluster.namespace=n,cluster.name=c,rbac.create=false,metrics.readers[0].namespace=n,metrics.readers[0].name=p",
 			"metrics.readers needs rbac.create",
+		},
+		{
+			"an enrollment on a socket", charts[1], "agent.address=unix:///run/agent.sock,cluster.namespace=n,cluster.name=c,agent.enrollment.enabled=true",
+			"agent.enrollment.enabled has no effect",
+		},
+		{
+			"an enrollment and a mounted certificate", charts[1],
+			"agent.address=a:8443,cluster.namespace=n,cluster.name=c,agent.enrollment.enabled=true,tls.secretName=s",
+			"tls.secretName excludes agent.enrollment.enabled",
+		},
+		{
+			"the role of an enrollment in another cluster", charts[1],
+			"agent.address=a:8443,cluster.namespace=n,cluster.name=c,agent.enrollment.enabled=true,kubeconfig.secretName=k,metrics.secure=false",
+			"rbac.create must be false",
+		},
+		{
+			"one secret for both sides of an enrollment", charts[1],
+			"agent.address=a:8443,cluster.namespace=n,cluster.name=c,agent.enrollment.enabled=true,agent.enrollment.identitySecretName=s," +
+				"agent.enrollment.bootstrapSecretName=s",
+			"are the same",
 		},
 		{"a feature gate that Karpenter does not have", charts[1], "settings.featureGates.Fly=true", "Fly"},
 	} {

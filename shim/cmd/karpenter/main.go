@@ -8,8 +8,9 @@ import (
 	"os"
 
 	"github.com/awslabs/operatorpkg/status"
-	"github.com/samber/lo"
+	"k8s.io/utils/clock"
 	controllerruntime "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	crmetrics "sigs.k8s.io/controller-runtime/pkg/metrics"
@@ -24,6 +25,7 @@ import (
 	coreoperator "sigs.k8s.io/karpenter/pkg/operator"
 	coreoptions "sigs.k8s.io/karpenter/pkg/operator/options"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/certificates"
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
@@ -37,6 +39,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/nodeclass"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/overlays"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/providerid"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/identity"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/operator"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/options"
@@ -91,7 +94,9 @@ func run(ctx context.Context) error {
 	}
 
 	setUpCore(opts)
-	agent, err := agentclient.New(agentOptions(ctx, opts))
+	cluster := &agentv1alpha1.ClusterRef{Namespace: opts.ClusterNamespace, Name: opts.ClusterName}
+	held := identity.NewHeld(opts.AgentBootstrapSecret, cluster)
+	agent, err := agentclient.New(agentOptions(ctx, opts, held))
 	if err != nil {
 		return fmt.Errorf("making the agent's client: %w", err)
 	}
@@ -99,7 +104,6 @@ func run(ctx context.Context) error {
 	if err := agentstate.RegisterCertificates(crmetrics.Registry, agent.Certificates); err != nil {
 		return err
 	}
-	cluster := &agentv1alpha1.ClusterRef{Namespace: opts.ClusterNamespace, Name: opts.ClusterName}
 	nodeGroups := agent.MirrorNodeGroups(cluster)
 	claims := agent.MirrorClaims(cluster, v1alpha1.Holder)
 
@@ -122,7 +126,8 @@ func run(ctx context.Context) error {
 		return err
 	}
 	connection := agentstate.New(mirrors)
-	for _, runnable := range []manager.Runnable{everywhere(nodeGroups.Run), everywhere(claims.Run), catalogue, connection} {
+	runnables := []manager.Runnable{everywhere(nodeGroups.Run), everywhere(claims.Run), catalogue, connection}
+	for _, runnable := range append(runnables, identityRunnables(ctx, opts, op, agent, held, cluster)...) {
 		if err := op.Add(runnable); err != nil {
 			return fmt.Errorf("adding to the manager: %w", err)
 		}
@@ -196,20 +201,67 @@ func setUpCore(opts *options.Options) {
 	registration.ExpectTaints()
 }
 
-func agentOptions(ctx context.Context, opts *options.Options) agentclient.Options {
-	return agentclient.Options{
-		Address: opts.AgentAddress,
-		TLS: lo.Ternary(opts.AgentTLSCertFile == "", nil, &agentclient.TLS{
+// agentOptions says how the agent is called: with a certificate from the source, or from files if they are set.
+func agentOptions(ctx context.Context, opts *options.Options, source certificates.Source) agentclient.Options {
+	var mutual *agentclient.TLS
+	switch {
+	case opts.AgentIdentitySecret.Name != "":
+		mutual = &agentclient.TLS{Source: source, ServerName: opts.AgentServerName}
+	case opts.AgentTLSCertFile != "":
+		mutual = &agentclient.TLS{
 			CertFile:   opts.AgentTLSCertFile,
 			KeyFile:    opts.AgentTLSKeyFile,
 			CAFile:     opts.AgentCAFile,
 			ServerName: opts.AgentServerName,
-		}),
+		}
+	}
+	return agentclient.Options{
+		Address:           opts.AgentAddress,
+		TLS:               mutual,
 		PlaintextLoopback: opts.AgentPlaintextLoopback,
 		Timeout:           opts.AgentTimeout,
 		UserAgent:         fmt.Sprintf("%s/%s", coreoperator.AppName, coreoperator.Version),
 		Logger:            log.FromContext(ctx).WithName("agent"),
 	}
+}
+
+// identityRunnables are what looks after the client certificate.
+func identityRunnables(
+	ctx context.Context, opts *options.Options, op *coreoperator.Operator, agent *agentclient.Client, held *certificates.Held,
+	cluster *agentv1alpha1.ClusterRef,
+) []manager.Runnable {
+	announce := func(ctx context.Context, reason, message string) {
+		nodeclass.Announce(ctx, op.GetClient(), op.EventRecorder, reason, message)
+	}
+	expiring := &agentstate.Expiring{Stats: agent.Certificates, Announce: announce, Clock: clock.RealClock{}}
+	if opts.AgentIdentitySecret.Name == "" {
+		expiring.Remedy = fmt.Sprintf("Replace %s and %s.", opts.AgentTLSCertFile, opts.AgentTLSKeyFile)
+		return []manager.Runnable{expiring}
+	}
+	expiring.Remedy = fmt.Sprintf("The leader's log says why. If the agent refuses it, run `capi-agent onboard` for the Cluster %s/%s again.",
+		cluster.GetNamespace(), cluster.GetName())
+	keeper := newKeeper(ctx, opts, op.GetAPIReader(), op.GetClient(), agent, held, cluster, announce)
+	return []manager.Runnable{keeper.Follow(), keeper, expiring}
+}
+
+func newKeeper(
+	ctx context.Context, opts *options.Options, reader client.Reader, writer client.Writer, agent *agentclient.Client, held *certificates.Held,
+	cluster *agentv1alpha1.ClusterRef, announce func(ctx context.Context, reason, message string),
+) *identity.Keeper {
+	return identity.New(identity.Config{
+		Reader:    reader,
+		Writer:    writer,
+		Identity:  opts.AgentIdentitySecret,
+		Bootstrap: opts.AgentBootstrapSecret,
+		Cluster:   cluster,
+		Held:      held,
+		Agent:     agent.Issuer,
+		Connect: func(bootstrap certificates.Source) (*agentclient.Client, error) {
+			return agentclient.New(agentOptions(ctx, opts, bootstrap))
+		},
+		Announce: announce,
+		Clock:    clock.RealClock{},
+	})
 }
 
 // everywhere runs in every process, not only in the leader, so that a new leader knows everything at once.

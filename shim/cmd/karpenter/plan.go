@@ -24,14 +24,19 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/cloudprovider"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/adoption"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/identity"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/options"
 )
 
-// planAdoption is the subcommand that says what would be adopted, and changes nothing.
+// planAdoption is the subcommand that reports what would be adopted. It changes nothing but the identity secret: before Karpenter has run, it
+// requests the first client certificate, which Karpenter goes on to use.
 const planAdoption = "plan-adoption"
 
-// planWithin bounds the whole of it.
-const planWithin = 2 * time.Minute
+const (
+	// obtainWithin bounds the wait for the client certificate, planWithin what comes after it.
+	obtainWithin = time.Minute
+	planWithin   = 2 * time.Minute
+)
 
 // plan prints what this process would do about machines that were there before it, if it ran with these settings.
 func plan(ctx context.Context, args []string, to io.Writer) error {
@@ -45,18 +50,12 @@ func plan(ctx context.Context, args []string, to io.Writer) error {
 	if output != "text" && output != "json" {
 		return fmt.Errorf("-o: %q is neither text nor json", output)
 	}
-	klog.SetLogger(logr.Discard()) // what is printed is for people, or for a parser
+	klog.SetLogger(logr.Discard()) // standard output has the plan alone, which a parser may read
 	log.SetLogger(logr.Discard())
-	ctx, cancel := context.WithTimeout(log.IntoContext(ctx, logr.Discard()), planWithin)
-	defer cancel()
+	ctx = log.IntoContext(ctx, logr.Discard())
 
 	opts := options.FromContext(ctx)
 	setUpCore(opts)
-	agent, err := agentclient.New(agentOptions(ctx, opts))
-	if err != nil {
-		return fmt.Errorf("making the agent's client: %w", err)
-	}
-	defer func() { _ = agent.Close() }()
 	cluster := &agentv1alpha1.ClusterRef{Namespace: opts.ClusterNamespace, Name: opts.ClusterName}
 	config, err := controllerruntime.GetConfig()
 	if err != nil {
@@ -66,7 +65,20 @@ func plan(ctx context.Context, args []string, to io.Writer) error {
 	if err != nil {
 		return fmt.Errorf("making the workload cluster's client: %w", err)
 	}
+	held := identity.NewHeld(opts.AgentBootstrapSecret, cluster)
+	agent, err := agentclient.New(agentOptions(ctx, opts, held))
+	if err != nil {
+		return fmt.Errorf("making the agent's client: %w", err)
+	}
+	defer func() { _ = agent.Close() }()
+	if opts.AgentIdentitySecret.Name != "" {
+		if err := obtain(ctx, newKeeper(ctx, opts, kube, kube, agent, held, cluster, func(context.Context, string, string) {})); err != nil {
+			return err
+		}
+	}
 
+	ctx, cancel := context.WithTimeout(ctx, planWithin)
+	defer cancel()
 	nodeGroups := agent.MirrorNodeGroups(cluster)
 	groups := catalogue.New(clock.RealClock{}, nodeGroups, kube, opts.UnavailableOfferingTTL)
 	running, stop := context.WithCancel(ctx)
@@ -98,4 +110,14 @@ func plan(ctx context.Context, args []string, to io.Writer) error {
 		return encoder.Encode(made)
 	}
 	return made.Write(to)
+}
+
+// obtain waits for the client certificate.
+func obtain(ctx context.Context, keeper *identity.Keeper) error {
+	ctx, cancel := context.WithTimeout(ctx, obtainWithin)
+	defer cancel()
+	if err := keeper.Obtain(ctx); err != nil {
+		return fmt.Errorf("getting a client certificate: %w", err)
+	}
+	return nil
 }

@@ -6,6 +6,7 @@
 package options
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"flag"
@@ -16,6 +17,7 @@ import (
 	"strings"
 	"time"
 
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/validation"
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 	"sigs.k8s.io/karpenter/pkg/operator/options"
@@ -27,6 +29,9 @@ func init() { //nolint:gochecknoinits // Karpenter core's registry of flags dema
 
 const unixScheme = "unix://"
 
+// DefaultBootstrapSecret is the name of the secret that `capi-agent onboard` writes unless it is told another.
+const DefaultBootstrapSecret = "karpenter-agent-bootstrap"
+
 // Options is what the shim was started with.
 type Options struct {
 	// AgentAddress is where the agent listens: host:port, or unix:///path.
@@ -36,6 +41,11 @@ type Options struct {
 	AgentTLSKeyFile  string
 	// AgentCAFile holds the authorities that may have signed the agent's certificate, PEM. Re-read when it changes.
 	AgentCAFile string
+	// AgentIdentitySecret is the secret, in the spoke, in which the shim keeps its own key and the certificate that the agent issues for it. Its
+	// name is empty when the certificate is in files.
+	AgentIdentitySecret types.NamespacedName
+	// AgentBootstrapSecret is the secret, in the spoke, with the certificate that the first one is issued for. Empty without AgentIdentitySecret.
+	AgentBootstrapSecret types.NamespacedName
 	// AgentServerName is the name expected in the agent's certificate; empty means the host of AgentAddress.
 	AgentServerName string
 	// AgentPlaintextLoopback allows a connection without TLS, to a loopback address only.
@@ -61,12 +71,14 @@ type Options struct {
 	// MetricsBindAddress and HealthProbeBindAddress are host:port; empty means all addresses and core's port flags.
 	MetricsBindAddress     string
 	HealthProbeBindAddress string
-	// MetricsSecure serves metrics and profiles over HTTPS, to those who may get their paths from the spoke's API server.
+	// MetricsSecure serves metrics and profiles over HTTPS, to readers that the spoke's API server allows to get their paths.
 	MetricsSecure bool
 	// MetricsTLSCertFile and MetricsTLSKeyFile are PEM files with the certificate of the metrics. Without them the shim makes one.
 	MetricsTLSCertFile, MetricsTLSKeyFile string
 
 	nodeLabelKeys string
+	// The names as they were given.
+	agentIdentitySecret, agentBootstrapSecret string
 	// These are accepted, whatever they are, and have no effect.
 	machineFailureReasons, machineProgressDeadline string
 	// names are the flags of this package, for their environment variables.
@@ -101,10 +113,16 @@ func (o *Options) AddFlags(fs *options.FlagSet) {
 		"Address of the agent in the management cluster: host:port, or unix:///path. Required.")
 	fs.StringVar(&o.AgentTLSCertFile, "agent-tls-cert-file", "",
 		"Client certificate (PEM) that identifies this cluster to the agent. Re-read when it changes. Required, except "+
-			"over a unix socket or with --agent-plaintext-loopback.")
+			"with --agent-identity-secret, over a unix socket or with --agent-plaintext-loopback.")
 	fs.StringVar(&o.AgentTLSKeyFile, "agent-tls-key-file", "", "Key (PEM) of --agent-tls-cert-file.")
 	fs.StringVar(&o.AgentCAFile, "agent-ca-file", "",
 		"Certificate authorities (PEM) of the agent's certificate. Re-read when it changes.")
+	fs.StringVar(&o.agentIdentitySecret, "agent-identity-secret", "",
+		"namespace/name of the secret, in the workload cluster, in which the shim keeps its own key and the client certificate that the agent issues "+
+			"for it. Replaces --agent-tls-cert-file, --agent-tls-key-file and --agent-ca-file.")
+	fs.StringVar(&o.agentBootstrapSecret, "agent-bootstrap-secret", "",
+		"namespace/name of the secret, in the workload cluster, that capi-agent onboard writes, with which the first certificate is requested. "+
+			"Defaults to "+DefaultBootstrapSecret+" in the namespace of --agent-identity-secret.")
 	fs.StringVar(&o.AgentServerName, "agent-server-name", "",
 		"Name expected in the agent's certificate. Defaults to the host of --agent-address.")
 	fs.BoolVar(&o.AgentPlaintextLoopback, "agent-plaintext-loopback", false,
@@ -171,10 +189,44 @@ func (o *Options) Parse(fs *options.FlagSet, args ...string) error {
 	if err := o.parseEnvironment(fs); err != nil {
 		return fmt.Errorf("parsing the environment, %w", err)
 	}
-	if err := o.Validate(); err != nil {
+	if err := errors.Join(o.parseSecrets(), o.Validate()); err != nil {
 		return fmt.Errorf("validating flags, %w", err)
 	}
 	return nil
+}
+
+// parseSecrets sets the names of the secrets.
+func (o *Options) parseSecrets() error {
+	o.AgentIdentitySecret, o.AgentBootstrapSecret = types.NamespacedName{}, types.NamespacedName{}
+	if o.agentIdentitySecret == "" {
+		if o.agentBootstrapSecret != "" {
+			return errors.New("--agent-bootstrap-secret has no effect without --agent-identity-secret: set that one, too, or drop this one")
+		}
+		return nil
+	}
+	var errs []error
+	parse := func(flag, value string) types.NamespacedName {
+		namespace, name, both := strings.Cut(value, "/")
+		var problems []string
+		if both {
+			problems = append(validation.IsDNS1123Label(namespace), validation.IsDNS1123Subdomain(name)...)
+		}
+		if !both || len(problems) > 0 {
+			errs = append(errs, fmt.Errorf("--%s %q: write namespace/name of a secret in the workload cluster, as in karpenter/%[1]s: %[3]s", flag, value,
+				cmp.Or(strings.Join(problems, "; "), "there is no slash")))
+		}
+		return types.NamespacedName{Namespace: namespace, Name: name}
+	}
+	o.AgentIdentitySecret = parse("agent-identity-secret", o.agentIdentitySecret)
+	o.AgentBootstrapSecret = types.NamespacedName{Namespace: o.AgentIdentitySecret.Namespace, Name: DefaultBootstrapSecret}
+	if o.agentBootstrapSecret != "" {
+		o.AgentBootstrapSecret = parse("agent-bootstrap-secret", o.agentBootstrapSecret)
+	}
+	if o.AgentIdentitySecret == o.AgentBootstrapSecret {
+		errs = append(errs, fmt.Errorf("--agent-identity-secret and --agent-bootstrap-secret are both %s: give the shim's own key a secret of its own",
+			o.AgentIdentitySecret))
+	}
+	return errors.Join(errs...)
 }
 
 // parseEnvironment gives flags that are not on the command line their value from the environment. Unlike core's own, a value
@@ -209,7 +261,7 @@ func (o *Options) validateAgent() error {
 		if !strings.HasPrefix(path, "/") {
 			return fmt.Errorf("--agent-address %q: a unix socket needs an absolute path, as in unix:///run/agent.sock", o.AgentAddress)
 		}
-		return nil
+		return o.validateNoIdentity("a unix socket")
 	}
 	host, _, err := net.SplitHostPort(o.AgentAddress)
 	if err != nil {
@@ -219,7 +271,7 @@ func (o *Options) validateAgent() error {
 		if ip := net.ParseIP(host); host != "localhost" && (ip == nil || !ip.IsLoopback()) {
 			return fmt.Errorf("--agent-plaintext-loopback: %q is not a loopback address; use TLS, or 127.0.0.1", host)
 		}
-		return nil
+		return o.validateNoIdentity("--agent-plaintext-loopback")
 	}
 	var errs []error
 	for _, file := range []struct{ flag, path string }{
@@ -227,11 +279,23 @@ func (o *Options) validateAgent() error {
 		{"--agent-tls-key-file", o.AgentTLSKeyFile},
 		{"--agent-ca-file", o.AgentCAFile},
 	} {
-		if file.path == "" {
-			errs = append(errs, fmt.Errorf("%s is required to reach the agent at %s over TLS", file.flag, o.AgentAddress))
+		switch {
+		case o.AgentIdentitySecret.Name != "" && file.path != "":
+			errs = append(errs, fmt.Errorf("%s excludes --agent-identity-secret: drop the flags of files, or that one", file.flag))
+		case o.AgentIdentitySecret.Name == "" && file.path == "":
+			errs = append(errs, fmt.Errorf("%s is required to reach the agent at %s over TLS, unless --agent-identity-secret is set",
+				file.flag, o.AgentAddress))
 		}
 	}
 	return errors.Join(errs...)
+}
+
+// validateNoIdentity refuses an identity where there is no TLS.
+func (o *Options) validateNoIdentity(with string) error {
+	if o.AgentIdentitySecret.Name != "" {
+		return fmt.Errorf("--agent-identity-secret has no effect with %s, which is used without certificates: drop one of the two", with)
+	}
+	return nil
 }
 
 func (o *Options) validateCluster() error {

@@ -8,6 +8,7 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"k8s.io/apimachinery/pkg/types"
 	coreoptions "sigs.k8s.io/karpenter/pkg/operator/options"
 
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/options"
@@ -34,6 +35,29 @@ func TestMinimalFlagsGiveTheDefaults(t *testing.T) {
 	assert.Equal(t, 2*time.Minute, o.HubUnreachableGracePeriod)
 	assert.Equal(t, 30*time.Minute, o.NodeRepairAfter)
 	assert.Empty(t, o.NodeLabelKeys())
+}
+
+var overTLS = []string{"--agent-address=agent:8443", "--cluster-namespace=fleet", "--cluster-name=berlin"}
+
+func TestTheIdentityIsInASecretWithItsBootstrapBesideIt(t *testing.T) {
+	o, err := parse(t, append(overTLS[:3:3], "--agent-identity-secret=karpenter/identity")...)
+	require.NoError(t, err)
+	assert.Equal(t, types.NamespacedName{Namespace: "karpenter", Name: "identity"}, o.AgentIdentitySecret)
+	assert.Equal(t, types.NamespacedName{Namespace: "karpenter", Name: "karpenter-agent-bootstrap"}, o.AgentBootstrapSecret)
+
+	t.Setenv("AGENT_IDENTITY_SECRET", "karpenter/identity")
+	t.Setenv("AGENT_BOOTSTRAP_SECRET", "onboarding/berlin")
+	o, err = parse(t, overTLS...)
+	require.NoError(t, err)
+	assert.Equal(t, types.NamespacedName{Namespace: "karpenter", Name: "identity"}, o.AgentIdentitySecret)
+	assert.Equal(t, types.NamespacedName{Namespace: "onboarding", Name: "berlin"}, o.AgentBootstrapSecret)
+}
+
+func TestFilesNeedNoIdentity(t *testing.T) {
+	o, err := parse(t, append(overTLS[:3:3], "--agent-tls-cert-file=c", "--agent-tls-key-file=k", "--agent-ca-file=ca")...)
+	require.NoError(t, err)
+	assert.Empty(t, o.AgentIdentitySecret)
+	assert.Empty(t, o.AgentBootstrapSecret)
 }
 
 func TestEnvironmentStandsInForFlagsAndFlagsWin(t *testing.T) {
@@ -67,6 +91,28 @@ func TestErrorsNameTheFlagAtFault(t *testing.T) {
 		"no TLS files": {
 			[]string{"--agent-address=agent:8443"},
 			[]string{"--agent-tls-cert-file is required", "--agent-tls-key-file is required", "--agent-ca-file is required"},
+		},
+		"an identity and files": {
+			append(overTLS[:3:3], "--agent-identity-secret=karpenter/identity", "--agent-ca-file=ca.crt"),
+			[]string{"--agent-ca-file excludes --agent-identity-secret"},
+		},
+		"an identity without a namespace": {
+			append(overTLS[:3:3], "--agent-identity-secret=identity"), []string{`--agent-identity-secret "identity"`, "namespace/name", "no slash"},
+		},
+		"a bootstrap secret that cannot be": {
+			append(overTLS[:3:3], "--agent-identity-secret=a/b", "--agent-bootstrap-secret=a/B_"), []string{`--agent-bootstrap-secret "a/B_"`, "lower"},
+		},
+		"one secret for both": {
+			append(overTLS[:3:3], "--agent-identity-secret=a/b", "--agent-bootstrap-secret=a/b"), []string{"are both a/b"},
+		},
+		"a bootstrap without an identity": {
+			append(minimal[:4:4], "--agent-bootstrap-secret=a/b"), []string{"--agent-bootstrap-secret has no effect without --agent-identity-secret"},
+		},
+		"an identity without TLS": {
+			append(minimal[:4:4], "--agent-identity-secret=a/b"), []string{"--agent-identity-secret has no effect with --agent-plaintext-loopback"},
+		},
+		"an identity on a socket": {
+			[]string{"--agent-address=unix:///run/agent.sock", "--agent-identity-secret=a/b"}, []string{"has no effect with a unix socket"},
 		},
 		"plaintext to elsewhere": {
 			[]string{"--agent-address=10.0.0.1:8443", "--agent-plaintext-loopback"},

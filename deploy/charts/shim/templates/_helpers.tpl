@@ -59,6 +59,42 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- end }}
 
+{{/* Whether the shim gets its certificate from the agent: "true" or nothing. Values of an older release do not say. */}}
+{{- define "karpenter.enrollment" -}}
+{{- if dig "enrollment" "enabled" false .Values.agent -}}
+{{- if not (include "karpenter.tls" .) -}}
+{{- fail "agent.enrollment.enabled has no effect with a unix socket or agent.plaintextLoopback, which take no certificates: set it to false" -}}
+{{- end -}}
+{{- if .Values.tls.secretName -}}
+{{- fail "tls.secretName excludes agent.enrollment.enabled, with which the agent issues the certificate: set one of the two to its default" -}}
+{{- end -}}
+{{- if and .Values.kubeconfig.secretName .Values.rbac.create -}}
+{{- fail "rbac.create must be false with kubeconfig.secretName and agent.enrollment.enabled: the chart's role is not in the spoke" -}}
+{{- end -}}
+{{- if eq (include "karpenter.identitySecretName" .) (include "karpenter.bootstrapSecretName" .) -}}
+{{- fail "agent.enrollment.identitySecretName and agent.enrollment.bootstrapSecretName are the same: give the shim's own key a secret of its own" -}}
+{{- end -}}
+true
+{{- end }}
+{{- end }}
+
+{{/* The namespace, in the spoke, of the secrets of the enrollment. */}}
+{{- define "karpenter.enrollmentNamespace" -}}
+{{- if .Values.kubeconfig.secretName }}
+{{- default (include "karpenter.leaseNamespace" .) .Values.agent.enrollment.namespace }}
+{{- else }}
+{{- default .Release.Namespace .Values.agent.enrollment.namespace }}
+{{- end }}
+{{- end }}
+
+{{- define "karpenter.identitySecretName" -}}
+{{- default (printf "%s-agent-identity" (include "karpenter.fullname" .)) .Values.agent.enrollment.identitySecretName }}
+{{- end }}
+
+{{- define "karpenter.bootstrapSecretName" -}}
+{{- default "karpenter-agent-bootstrap" .Values.agent.enrollment.bootstrapSecretName }}
+{{- end }}
+
 {{/* Whether the agent has a network address: "true" or nothing. */}}
 {{- define "karpenter.overNetwork" -}}
 {{- if not (hasPrefix "unix://" .Values.agent.address) -}}
@@ -66,11 +102,11 @@ true
 {{- end }}
 {{- end }}
 
-{{/* Whether metrics are served over HTTPS, to those who may read them: "true" or nothing. Values of an older release do not say. */}}
+{{/* Whether metrics are served over HTTPS, to authorized readers: "true" or nothing. Values of an older release do not say. */}}
 {{- define "karpenter.metricsSecure" -}}
 {{- if ne (toString .Values.metrics.secure) "false" -}}
 {{- if .Values.kubeconfig.secretName -}}
-{{- fail "metrics.secure must be false with kubeconfig.secretName: the shim would send the tokens of the hub's readers of metrics to the spoke's API server" -}}
+{{- fail "metrics.secure must be false with kubeconfig.secretName: the spoke's API server would get the tokens of the hub's readers of metrics" -}}
 {{- end -}}
 true
 {{- end }}

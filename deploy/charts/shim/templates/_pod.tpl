@@ -1,6 +1,7 @@
 {{/* The pod that runs Karpenter, or that only says what would be adopted. */}}
 {{- define "karpenter.pod" -}}
-{{- $tls := include "karpenter.tls" . }}
+{{- $enrollment := include "karpenter.enrollment" . }}
+{{- $files := and (include "karpenter.tls" .) (not $enrollment) }}
 {{- $metricsSecret := include "karpenter.metricsSecretName" . }}
 metadata:
   labels:
@@ -47,7 +48,11 @@ spec:
         {{- if .Values.agent.plaintextLoopback }}
         - --agent-plaintext-loopback=true
         {{- end }}
-        {{- if $tls }}
+        {{- if $enrollment }}
+        - --agent-identity-secret={{ include "karpenter.enrollmentNamespace" . }}/{{ include "karpenter.identitySecretName" . }}
+        - --agent-bootstrap-secret={{ include "karpenter.enrollmentNamespace" . }}/{{ include "karpenter.bootstrapSecretName" . }}
+        {{- end }}
+        {{- if $files }}
         - --agent-tls-cert-file=/etc/karpenter/agent-client/tls.crt
         - --agent-tls-key-file=/etc/karpenter/agent-client/tls.key
         - --agent-ca-file=/etc/karpenter/agent-client/ca.crt
@@ -55,7 +60,7 @@ spec:
         {{- with .Values.agent.timeout }}
         - --agent-timeout={{ . }}
         {{- end }}
-        - --cluster-namespace={{ required "cluster.namespace is required: the hub namespace of this cluster's Cluster object" .Values.cluster.namespace }}
+        - --cluster-namespace={{ required "cluster.namespace is required: the namespace of the Cluster in the hub" .Values.cluster.namespace }}
         - --cluster-name={{ required "cluster.name is required: the name of this cluster's Cluster object" .Values.cluster.name }}
         {{- with .Values.launchTimeout }}
         - --launch-timeout={{ . }}
@@ -149,14 +154,14 @@ spec:
         {{- toYaml .Values.resources | nindent 8 }}
       securityContext:
         {{- toYaml .Values.securityContext | nindent 8 }}
-      {{- if or $tls $metricsSecret .Values.kubeconfig.secretName .Values.extraVolumeMounts }}
+      {{- if or $files $metricsSecret .Values.kubeconfig.secretName .Values.extraVolumeMounts }}
       volumeMounts:
         {{- if $metricsSecret }}
         - name: metrics-tls
           mountPath: /etc/karpenter/metrics-tls
           readOnly: true
         {{- end }}
-        {{- if $tls }}
+        {{- if $files }}
         - name: agent-client
           mountPath: /etc/karpenter/agent-client
           readOnly: true
@@ -173,14 +178,14 @@ spec:
     {{- if and .Values.sidecars (not .Values.planAdoption) }}
     {{- toYaml .Values.sidecars | nindent 4 }}
     {{- end }}
-  {{- if or $tls $metricsSecret .Values.kubeconfig.secretName .Values.extraVolumes }}
+  {{- if or $files $metricsSecret .Values.kubeconfig.secretName .Values.extraVolumes }}
   volumes:
     {{- if $metricsSecret }}
     - name: metrics-tls
       secret:
         secretName: {{ $metricsSecret }}
     {{- end }}
-    {{- if $tls }}
+    {{- if $files }}
     - name: agent-client
       secret:
         secretName: {{ include "karpenter.tlsSecretName" . }}

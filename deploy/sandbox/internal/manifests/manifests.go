@@ -153,6 +153,7 @@ func Objects(crds []*apiextensionsv1.CustomResourceDefinition) []client.Object {
 // permissions are the kinds of a chart that say who may do what, among them what admission refuses.
 var permissions = []schema.GroupKind{
 	{Kind: "ServiceAccount"},
+	{Kind: "Secret"}, // which a role names
 	{Group: "rbac.authorization.k8s.io", Kind: "Role"},
 	{Group: "rbac.authorization.k8s.io", Kind: "ClusterRole"},
 	{Group: "rbac.authorization.k8s.io", Kind: "RoleBinding"},
@@ -171,7 +172,7 @@ type Chart struct {
 	Values []string
 }
 
-// Permissions renders the chart and returns its ServiceAccount, every role, and every admission policy, with their bindings.
+// Permissions renders the chart and returns its ServiceAccount, every role and secret, and every admission policy, with their bindings.
 func (c Chart) Permissions(ctx context.Context) (account client.ObjectKey, objects []client.Object, err error) {
 	args := []string{"template", c.Release, c.Dir, "--namespace", c.Namespace}
 	for _, v := range c.Values {

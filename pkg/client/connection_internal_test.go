@@ -1,0 +1,105 @@
+package client
+
+import (
+	"context"
+	"errors"
+	"net"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/connectivity"
+	"google.golang.org/grpc/credentials/insecure"
+)
+
+// lines are connections to a server, the first of which is outdated.
+type lines struct {
+	*connection
+
+	t       *testing.T
+	refused atomic.Bool // no further connection is made
+
+	mu    sync.Mutex
+	conns []net.Conn
+}
+
+func newLines(t *testing.T, more ...grpc.DialOption) *lines {
+	t.Helper()
+	l := &lines{t: t}
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	server := grpc.NewServer()
+	served := make(chan struct{})
+	go func() { defer close(served); _ = server.Serve(listener) }()
+	t.Cleanup(func() { server.Stop(); <-served })
+	options := append([]grpc.DialOption{
+		grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithContextDialer(func(ctx context.Context, address string) (net.Conn, error) {
+			if l.refused.Load() {
+				return nil, errors.New("refused")
+			}
+			conn, err := (&net.Dialer{}).DialContext(ctx, "tcp", address)
+			if err != nil {
+				return nil, err
+			}
+			l.mu.Lock()
+			defer l.mu.Unlock()
+			l.conns = append(l.conns, conn)
+			return conn, nil
+		}),
+	}, more...)
+	first := true
+	l.connection, err = newConnection(func() (*line, error) {
+		outdated := first
+		first = false
+		conn, err := grpc.NewClient(listener.Addr().String(), options...)
+		return &line{ClientConn: conn, outdated: func() bool { return outdated }, accepted: func() {}}, err
+	})
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, l.Close()) })
+	return l
+}
+
+// call begins a call, and ends it.
+func (l *lines) call() { l.release(l.acquire()) }
+
+// becomes waits until a line has a state.
+func (l *lines) becomes(line *line, state connectivity.State) {
+	l.t.Helper()
+	require.Eventually(l.t, func() bool { return line.GetState() == state }, patience, time.Millisecond)
+}
+
+// replaced calls until calls go over another line.
+func (l *lines) replaced(by *line) {
+	l.t.Helper()
+	require.Eventually(l.t, func() bool {
+		l.call()
+		return l.current == by
+	}, patience, time.Millisecond)
+}
+
+func TestALineThatIsLostBeforeItsFirstCallIsMadeAgain(t *testing.T) {
+	l := newLines(t)
+	l.call()
+	next := l.next
+	l.becomes(next, connectivity.Ready)
+	l.mu.Lock()
+	require.NoError(t, l.conns[len(l.conns)-1].Close())
+	l.mu.Unlock()
+	l.becomes(next, connectivity.Idle)
+	l.replaced(next)
+}
+
+func TestALineThatWasRefusedForLongIsMadeAgain(t *testing.T) {
+	l := newLines(t, grpc.WithIdleTimeout(100*time.Millisecond))
+	l.refused.Store(true)
+	l.call()
+	next := l.next
+	l.becomes(next, connectivity.TransientFailure)
+	l.becomes(next, connectivity.Idle)
+	l.refused.Store(false)
+	l.replaced(next)
+}

@@ -1,0 +1,302 @@
+// Package identity keeps the identity with which the shim calls the agent: a private key that never leaves the spoke, and the client certificate
+// that the agent issues for it. Both are in one secret of the spoke.
+//
+// # Enrollment
+//
+// `capi-agent onboard` writes a bootstrap certificate into another secret. It serves one public key only, the first that it is used with, and
+// names its onboarding by an id. So the order is: the new key is stored, then the agent is called, then the certificate is stored in place of the
+// previous one. After a crash or a lost answer the stored key is used again. A bootstrap certificate is used if its onboarding is another one than
+// that of the present certificate: the agent accepts it only if it has ended the present one.
+//
+// # Renewal
+//
+// The present certificate is renewed with a new key each time; both are stored in one update. If the secret has lost its certificate, the one in
+// memory is renewed. A secret that was deleted is made again before the agent is called, so that nothing is issued that cannot be stored.
+//
+// # Replicas
+//
+// Every replica reads the identity secret regularly and gives it to a [certificates.Held], from which new connections take it. Only the leader
+// requests certificates. If a leader of before still writes, the API server refuses one of the two writes, and that replica uses what the other has
+// stored. What is in use is replaced only by what is usable, and not by a certificate of an earlier onboarding while it has not ended itself.
+package identity
+
+import (
+	"cmp"
+	"context"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/client-go/util/retry"
+	"k8s.io/utils/clock"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/certificates"
+	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+const (
+	// interval is how often the secrets are read.
+	interval = 10 * time.Second
+	// jitter is how much longer waits are at most, as a fraction, so that the replicas of a fleet do not come together.
+	jitter = 0.2
+	// issuersSkew is how much earlier a certificate may begin than another one that was issued before it: agents backdate what they issue, other
+	// issuers may not, and the clocks of two agents differ.
+	issuersSkew = 5 * time.Minute
+	// callTimeout bounds a call to the spoke's API server.
+	callTimeout = 30 * time.Second
+)
+
+// Reasons of announcements.
+const (
+	reasonRefused = "AgentCertificateRefused"
+	reasonEnded   = "AgentCertificateEnded"
+	reasonInvalid = "AgentBootstrapInvalid"
+)
+
+// Config is what a [Keeper] needs.
+type Config struct {
+	// Reader reads secrets from the API server, not from a cache, and Writer writes them. REQUIRED.
+	Reader client.Reader
+	Writer client.Writer
+	// Identity is the secret with key and certificate, which the keeper writes, and Bootstrap the one that `capi-agent onboard` writes. REQUIRED.
+	Identity, Bootstrap types.NamespacedName
+	// Cluster is the Cluster whose identity it is. REQUIRED.
+	Cluster *agentv1alpha1.ClusterRef
+	// Held is given what is in the identity secret. REQUIRED.
+	Held *certificates.Held
+	// Agent issues over connections that are made with what Held holds. REQUIRED.
+	Agent agentv1alpha1.CertificateServiceClient
+	// Connect returns a client that identifies itself by another source. The keeper closes it. REQUIRED.
+	Connect func(certificates.Source) (*agentclient.Client, error)
+	// Announce tells the cluster's users what they have to do, once each time that it is news. REQUIRED.
+	Announce func(ctx context.Context, reason, message string)
+	// Clock is the time. REQUIRED.
+	Clock clock.Clock
+}
+
+// Keeper keeps the identity. As a runnable of a manager it requests certificates, in the leader alone; [Keeper.Follow] is for every replica.
+type Keeper struct {
+	Config
+
+	// reading is held from when the identity secret is read or written until its content is in force, so that older content does not replace newer.
+	reading sync.Mutex
+	// unread is why the identity secret could not be used when it was last read, as it was logged.
+	unread string
+
+	// What follows belongs to the leader's goroutine.
+
+	enrollment, renewal attempts
+	told                map[string]string // by reason
+}
+
+// NewHeld returns a source that answers, as long as it holds nothing, what the shim is waiting for.
+func NewHeld(bootstrap types.NamespacedName, cluster *agentv1alpha1.ClusterRef) *certificates.Held {
+	return certificates.NewHeld(fmt.Errorf("there is no client certificate yet: %s", waiting(bootstrap, cluster)))
+}
+
+func waiting(bootstrap types.NamespacedName, cluster *agentv1alpha1.ClusterRef) string {
+	return fmt.Sprintf("waiting for the secret %s, which `capi-agent onboard` writes for the Cluster %s", bootstrap, nameOf(cluster))
+}
+
+// New returns a keeper.
+func New(c Config) *Keeper {
+	return &Keeper{Config: c, told: map[string]string{}}
+}
+
+// Follow returns what reads the identity secret in every replica.
+func (k *Keeper) Follow() *Follower { return &Follower{k} }
+
+// Follower reads the identity secret.
+type Follower struct{ keeper *Keeper }
+
+// NeedLeaderElection makes the manager run it in every process.
+func (*Follower) NeedLeaderElection() bool { return false }
+
+// Start reads until ctx is done.
+func (f *Follower) Start(ctx context.Context) error {
+	f.keeper.regularly(ctx, func(ctx context.Context) bool {
+		s, err := f.keeper.read(ctx)
+		f.keeper.logUnread(ctx, cmp.Or(err, s.unusable))
+		return true
+	})
+	return nil
+}
+
+// NeedLeaderElection makes the manager run the keeper in the leader alone.
+func (*Keeper) NeedLeaderElection() bool { return true }
+
+// Start requests certificates until ctx is done.
+func (k *Keeper) Start(ctx context.Context) error {
+	k.regularly(ctx, func(ctx context.Context) bool {
+		if err := k.round(ctx); err != nil && ctx.Err() == nil {
+			log.FromContext(ctx).Error(err, "looking after the client certificate")
+		}
+		return true
+	})
+	return nil
+}
+
+// Obtain does what the leader does until a certificate that has not ended is in force, once if there is one. If a person has to act, it returns at
+// once what is to be done; when ctx is done, what it was waiting for. It may run beside the leader.
+func (k *Keeper) Obtain(ctx context.Context) error {
+	obtained, waitsFor := false, error(nil)
+	k.regularly(ctx, func(ctx context.Context) bool {
+		err := k.round(ctx)
+		present := k.present()
+		obtained = present != nil && k.Clock.Now().Before(present.NotAfter) // which is enough, also if it could not be renewed
+		if obtained {
+			return false
+		}
+		if act := cmp.Or(k.told[reasonRefused], k.told[reasonInvalid], k.told[reasonEnded]); act != "" {
+			waitsFor = errors.New(act)
+			return false
+		}
+		if ctx.Err() == nil || waitsFor == nil { // a later error is that ctx is done
+			_, absent := k.Held.Certificate()
+			waitsFor = cmp.Or(err, absent, waitsFor)
+		}
+		return true
+	})
+	if obtained {
+		return nil
+	}
+	return cmp.Or(waitsFor, ctx.Err())
+}
+
+// regularly does something until ctx is done, or until that returns false.
+func (k *Keeper) regularly(ctx context.Context, do func(context.Context) bool) {
+	for ctx.Err() == nil && do(ctx) {
+		timer := k.Clock.NewTimer(wait.Jitter(interval, jitter))
+		select {
+		case <-ctx.Done():
+		case <-timer.C():
+		}
+		timer.Stop()
+	}
+}
+
+// read puts the certificate in the identity secret into force, and returns what the secret holds. An error is one of reading.
+func (k *Keeper) read(ctx context.Context) (stored, error) {
+	k.reading.Lock()
+	defer k.reading.Unlock()
+	s, err := get(ctx, k.Reader, k.Identity)
+	if err != nil || s.empty() {
+		return s, err
+	}
+	s.unusable = k.take(s)
+	return s, nil
+}
+
+// take puts a stored certificate into force, unless the present one is known to be worth more, as after a backup was restored.
+func (k *Keeper) take(s stored) error {
+	certificate, _, err := s.pem().Parse()
+	if present := k.present(); err == nil && present != nil && k.Clock.Now().Before(present.NotAfter) {
+		if err := k.superseded(certificate.Leaf, present); err != nil {
+			return fmt.Errorf("the certificate in the secret %s %w", k.Identity, err)
+		}
+	}
+	return k.Held.Hold(s.pem())
+}
+
+// superseded returns why a stored certificate does not replace the present one, which has not ended. Each onboarding ends those before it, so of two
+// onboardings the later one counts.
+func (k *Keeper) superseded(stored, present *x509.Certificate) error {
+	switch {
+	case !k.Clock.Now().Before(stored.NotAfter):
+		return fmt.Errorf("has ended at %s", stored.NotAfter.UTC().Format(time.RFC3339))
+	case onboardingOf(stored) != onboardingOf(present) && stored.NotBefore.Before(present.NotBefore.Add(-issuersSkew)):
+		return fmt.Errorf("is of another onboarding, and was issued before the present one: it begins at %s, and the present one at %s",
+			stored.NotBefore.UTC().Format(time.RFC3339), present.NotBefore.UTC().Format(time.RFC3339))
+	}
+	return nil
+}
+
+// logUnread logs why the identity secret cannot be read, when that is news.
+func (k *Keeper) logUnread(ctx context.Context, err error) {
+	k.reading.Lock()
+	defer k.reading.Unlock()
+	text := ""
+	if err != nil {
+		text = err.Error()
+	}
+	if text != k.unread && ctx.Err() == nil {
+		if k.unread = text; err != nil {
+			log.FromContext(ctx).Error(err, "the client certificate that was read last stays in force")
+		} else {
+			log.FromContext(ctx).Info("the client certificate's secret can be read again")
+		}
+	}
+}
+
+// round looks once, and requests a certificate if one is due. It starts over when another replica has written meanwhile.
+func (k *Keeper) round(ctx context.Context) error {
+	return retry.OnError(retry.DefaultRetry, raced, func() error { return k.look(ctx) })
+}
+
+func raced(err error) bool { return apierrors.IsConflict(err) || apierrors.IsAlreadyExists(err) }
+
+func (k *Keeper) look(ctx context.Context) error {
+	s, err := k.read(ctx)
+	if err != nil {
+		return err
+	}
+	b, err := k.bootstrap(ctx)
+	if err != nil {
+		return err
+	}
+	present := k.present()
+	enrolls := b != nil && (present == nil || b.onboarding != onboardingOf(present))
+	if enrolls {
+		if done, err := k.tryEnroll(ctx, &s, b); done || err != nil {
+			return err
+		}
+	}
+	switch now := k.Clock.Now(); {
+	case present == nil:
+		if b == nil {
+			k.tell(ctx, "", waiting(k.Bootstrap, k.Cluster))
+		}
+		return nil
+	case !now.Before(present.NotAfter):
+		if !enrolls || b.unusable != nil {
+			k.tell(ctx, reasonEnded, fmt.Sprintf("The client certificate that the agent is called with has ended at %s. %s",
+				present.NotAfter.UTC().Format(time.RFC3339), k.remedy()))
+		}
+		return nil
+	case now.Before(s.renewAt(present)):
+		return nil
+	}
+	return k.tryRenew(ctx, &s, present)
+}
+
+// remedy is what a person has to do.
+func (k *Keeper) remedy() string {
+	return fmt.Sprintf("Run `capi-agent onboard` for the Cluster %s again.", nameOf(k.Cluster))
+}
+
+// tell logs a message once for as long as it is the last of its reason, and announces it if it has one.
+func (k *Keeper) tell(ctx context.Context, reason, message string) {
+	if k.told[reason] == message {
+		return
+	}
+	k.told[reason] = message
+	if reason == "" {
+		log.FromContext(ctx).Info(message)
+		return
+	}
+	log.FromContext(ctx).Error(errors.New(message), "the client certificate needs attention", "reason", reason)
+	k.Announce(ctx, reason, message)
+	k.Held.Explain(fmt.Errorf("there is no client certificate: %s", message))
+}
+
+func nameOf(cluster *agentv1alpha1.ClusterRef) string {
+	return cluster.GetNamespace() + "/" + cluster.GetName()
+}

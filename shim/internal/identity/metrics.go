@@ -1,0 +1,30 @@
+package identity
+
+import (
+	opmetrics "github.com/awslabs/operatorpkg/metrics"
+	"github.com/prometheus/client_golang/prometheus"
+	crmetrics "sigs.k8s.io/controller-runtime/pkg/metrics"
+	"sigs.k8s.io/karpenter/pkg/metrics"
+)
+
+// Values of the metric's labels.
+const (
+	enrolling = "enrollment"
+	renewing  = "renewal"
+
+	resultIssued  = "issued"
+	resultRefused = "refused"
+	resultFailed  = "failed"
+)
+
+var requestsTotal = opmetrics.NewPrometheusCounter(crmetrics.Registry, prometheus.CounterOpts{
+	Namespace: metrics.Namespace, Subsystem: "capi_agent", Name: "certificate_requests_total",
+	Help: "Client certificates that the agent was asked to issue for this shim, by what for, and by what became of it: refused lasts until a " +
+		"person acts, failed is repeated.",
+}, []opmetrics.Label{
+	{Name: "purpose", Help: "enrollment or renewal."}, {Name: "result", Help: "issued, refused or failed."},
+}, opmetrics.Alpha)
+
+func count(purpose, result string) {
+	requestsTotal.Inc(map[string]string{"purpose": purpose, "result": result})
+}

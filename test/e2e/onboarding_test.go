@@ -1,0 +1,127 @@
+package e2e_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"testing"
+	"time"
+
+	. "github.com/onsi/gomega"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
+
+	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/world"
+)
+
+// TestASpokeIsOnboarded onboards the spoke by one command while its Nodes run; then again, by Cluster API, under the shim's feet.
+func TestASpokeIsOnboarded(t *testing.T) {
+	figure := shows(t, "a spoke is onboarded by one command, and again by Cluster API: its shim gets its certificates, and no Node notices")
+	if testing.Short() {
+		t.Skip("not in the short run: the shim is started anew")
+	}
+	g := NewWithT(t)
+	leaveAsFound(t)
+	killed[t.Name()] = true
+	t.Cleanup(func() { // as it was: the sandbox's own certificates are of no onboarding
+		ctx, cancel := context.WithTimeout(context.Background(), 2*soon)
+		defer cancel()
+		if err := errors.Join(offTheHub(ctx), w.Sandbox.PointShim(ctx, w.Sandbox.AgentAccess()), w.AwaitNodePool(ctx, "default")); err != nil {
+			t.Error(err)
+		}
+	})
+	apply(t, w.Hub, manifests.FleetHub)
+	apply(t, w.Spoke, manifests.FleetSpoke, manifests.FleetWorkload)
+	g.Expect(w.AwaitNodePool(within(t, soon), "default")).To(Succeed())
+	goHome(t, "web", "batch")
+	scale(t, "web", 2)
+	await(t, 2*time.Minute, running(2))
+	g.Expect(w.Checker.Settle(within(t, settleWithin))).To(BeEmpty())
+	nodes, nodeClaims := uids(t, &corev1.NodeList{}), uids(t, &karpenterv1.NodeClaimList{})
+	paths := w.Sandbox.State().Paths
+	unbound := agentAs(t, paths.ClientCertificate, paths.ClientKey)
+	list := func(ctx context.Context) error {
+		_, err := unbound.NodeGroups.ListNodeGroups(ctx, &agentv1alpha1.ListNodeGroupsRequest{
+			Cluster: &agentv1alpha1.ClusterRef{Namespace: world.Cluster.Namespace, Name: world.Cluster.Name},
+		})
+		return err
+	}
+	g.Expect(list(within(t, soon))).To(Succeed())
+
+	said, err := w.Sandbox.Onboard(within(t, soon), "--dry-run", "--spoke-kubeconfig="+paths.SpokeKubeconfig)
+	g.Expect(err).NotTo(HaveOccurred())
+	g.Expect(said).To(ContainSubstring("would onboard fleet/spoke"))
+	g.Expect(list(within(t, soon))).To(Succeed(), "a dry run does nothing")
+
+	began := time.Now()
+	said, err = w.Sandbox.Onboard(within(t, soon), "--spoke-kubeconfig="+paths.SpokeKubeconfig)
+	g.Expect(err).NotTo(HaveOccurred())
+	g.Expect(said).To(ContainSubstring("fleet/spoke is onboarded"))
+	g.Expect(w.Sandbox.PointShim(within(t, soon), w.Sandbox.OnboardedAccess())).To(Succeed())
+	poll(t, soon, connectedSince(began))
+	figure("connected %.0f s after the command began", time.Since(began).Seconds())
+	poll(t, soon, func(ctx context.Context) (string, error) {
+		if err := list(ctx); !agenterrors.IsUnauthenticated(err) {
+			return fmt.Sprintf("the earlier certificate to be refused, and not answered %v", err), nil
+		}
+		return "", nil
+	})
+	scale(t, "batch", 1)
+	await(t, 2*time.Minute, running(3))
+	g.Expect(uids(t, &corev1.NodeList{})).To(ContainElements(nodes))
+	g.Expect(uids(t, &karpenterv1.NodeClaimList{})).To(ContainElements(nodeClaims))
+
+	// Nobody touches the shim now: its certificate ends at once, and Cluster API brings what it gets the next one with.
+	shim := w.Status(sandbox.Shim)
+	began = time.Now()
+	_, err = w.Sandbox.Onboard(within(t, soon), "--again", "--cluster-resource-set")
+	g.Expect(err).NotTo(HaveOccurred())
+	poll(t, 2*time.Minute, connectedSince(began))
+	figure("and %.0f s after the second one, by a ClusterResourceSet", time.Since(began).Seconds())
+	scale(t, "web", 3)
+	await(t, 2*time.Minute, running(4))
+	g.Expect(uids(t, &corev1.NodeList{})).To(ContainElements(nodes))
+	g.Expect(w.Status(sandbox.Shim).PID).To(Equal(shim.PID))
+}
+
+// lifetime is that of the certificates, by default.
+const lifetime = 24 * time.Hour
+
+// connectedSince waits until the Spoke says that its shim has synchronized with a certificate that is younger than a moment.
+func connectedSince(moment time.Time) func(ctx context.Context) (string, error) {
+	return func(ctx context.Context) (string, error) {
+		var spoke agentv1.Spoke
+		if err := w.Hub.Get(ctx, world.Cluster, &spoke); client.IgnoreNotFound(err) != nil {
+			return "", err
+		}
+		enrolled, status := spoke.Spec.Enrollment, spoke.Status
+		switch {
+		case enrolled == nil || enrolled.Time.Add(time.Second).Before(moment):
+			return "the shim to get its certificate", nil
+		case !meta.IsStatusConditionTrue(status.Conditions, agentv1.ConnectedCondition) || status.Certificate == nil:
+			return "the Spoke to be connected", nil
+		case status.Certificate.NotAfter.Time.Before(moment.Add(lifetime - time.Second)):
+			return "the shim to synchronize with that certificate", nil
+		}
+		return "", nil
+	}
+}
+
+// offTheHub takes the onboarding off the Cluster, so that the certificates of none are accepted again.
+func offTheHub(ctx context.Context) error {
+	var cluster clusterv1.Cluster
+	if err := w.Hub.Get(ctx, world.Cluster, &cluster); err != nil {
+		return err
+	}
+	before := cluster.DeepCopy()
+	delete(cluster.Labels, agentv1.OnboardingLabel)
+	return w.Hub.Patch(ctx, &cluster, client.MergeFrom(before))
+}
