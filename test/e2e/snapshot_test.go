@@ -218,7 +218,7 @@ func putBack(t *testing.T, in *sandbox.Sandbox, file, etcd, server string, other
 }
 
 // startsUp is what is said of an API server that has just been started, and has not read its bindings, or the roles that these name, yet.
-var startsUp = regexp.MustCompile(`Failed to watch.*is forbidden:|is forbidden:.*RBAC: .*clusterrole.*not found`)
+var startsUp = regexp.MustCompile(`Failed to watch.*is forbidden:|Server rejected event.*is forbidden:|is forbidden:.*RBAC: .*clusterrole.*not found`)
 
 // differences are what became of claims between two moments, each with what it had last.
 type differences struct {
