@@ -34,7 +34,7 @@ func TestASpokeIsOnboarded(t *testing.T) {
 	t.Cleanup(func() { // as it was: the sandbox's own certificates are of no onboarding
 		ctx, cancel := context.WithTimeout(context.Background(), 2*soon)
 		defer cancel()
-		if err := errors.Join(offTheHub(ctx), w.Sandbox.PointShim(ctx, w.Sandbox.AgentAccess()), w.AwaitNodePool(ctx, "default")); err != nil {
+		if err := errors.Join(offTheHub(ctx), w.Sandbox.PointShim(ctx, w.Sandbox.AgentAccess())); err != nil {
 			t.Error(err)
 		}
 	})
