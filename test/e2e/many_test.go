@@ -164,7 +164,7 @@ func writes(t *testing.T, log *cost.Log) float64 {
 	requests, err := log.Next(cost.AgentUser)
 	g.Expect(err).NotTo(HaveOccurred())
 	n := lo.CountBy(requests, func(r cost.Request) bool {
-		shared := strings.HasPrefix(r.Resource, "machinedeployments") || r.Resource == "events"
+		shared := strings.HasPrefix(r.Resource, "machinedeployments") || strings.HasPrefix(r.Resource, "spokes") || r.Resource == "events"
 		return r.Writes() && !r.Refused() && !shared
 	})
 	g.Expect(n).To(BeNumerically("<=", writesEach*2*many))

@@ -59,7 +59,7 @@ const (
 	FloorRaised       Class = "floor raised for a returned Machine"
 	MachineReturned   Class = "label taken off a returned Machine"
 
-	// Ignored writes are no part of the protocol: events, and questions about permissions.
+	// Ignored writes are no part of the protocol: events, questions about permissions, and what is shown of spokes.
 	Ignored Class = "ignored"
 	// Unknown writes are none that the proxy knows.
 	Unknown Class = "unknown"
@@ -122,7 +122,7 @@ func (m *Memory) Classify(r *Request) (Class, error) {
 	var class Class
 	var err error
 	switch {
-	case r.Resource == "events", r.Resource == "selfsubjectaccessreviews":
+	case r.Resource == "events", r.Resource == "selfsubjectaccessreviews", r.Resource == "spokes":
 		return Ignored, nil
 	case r.Group == agentv1.Group && r.Resource == "machineclaims":
 		class, err = m.claim(r)

@@ -116,6 +116,8 @@ func TestEachStepOfTheProtocolHasItsClass(t *testing.T) {
 		{faults.SetLowered, "patch", capi, "machinesets", "", `{"metadata":{"annotations":{"x":"y"}},"spec":{"replicas":1}}`},
 
 		{faults.Ignored, "create", "events.k8s.io", "events", "", `{}`},
+		{faults.Ignored, "create", ours, "spokes", "", `{}`},
+		{faults.Ignored, "patch", ours, "spokes", "status", `{}`},
 	} {
 		t.Run(string(tc.class), func(t *testing.T) {
 			g := NewWithT(t)

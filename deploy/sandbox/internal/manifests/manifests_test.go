@@ -186,7 +186,7 @@ metadata: {name: shim}
 	for _, o := range objects {
 		kinds = append(kinds, o.GetObjectKind().GroupVersionKind().Kind)
 	}
-	if !slices.Equal(kinds, []string{"ServiceAccount", "ClusterRole", "RoleBinding"}) {
+	if !slices.Equal(kinds, []string{"ServiceAccount", "ClusterRole", "RoleBinding", "Secret"}) {
 		t.Errorf("picked %v", kinds)
 	}
 
