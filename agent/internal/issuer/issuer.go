@@ -17,12 +17,12 @@ import (
 	"fmt"
 	"math/big"
 	"net/url"
-	"os"
 	"slices"
 	"time"
 
 	"github.com/go-logr/logr"
 	"github.com/spiffe/go-spiffe/v2/spiffeid"
+	"k8s.io/client-go/util/cert"
 	"k8s.io/utils/clock"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/certificates"
@@ -44,9 +44,10 @@ type Files struct {
 	CertFile, KeyFile string
 	// ClientCAFile holds the authorities of the callers, which have to accept what is issued. REQUIRED.
 	ClientCAFile string
-	// ServerCAFile holds the authorities of the agent's own certificate, which callers are told to trust, and ServerCertFile that certificate, with
-	// those that lead to its authority. REQUIRED.
-	ServerCAFile, ServerCertFile string
+	// ServerCertFile holds the agent's own certificate chain. REQUIRED.
+	ServerCertFile string
+	// ServerCAFile holds the authorities that callers are told to trust. They must accept the agent's own certificate. REQUIRED.
+	ServerCAFile string
 	// Refresh is how often they are read. Zero means every five seconds.
 	Refresh time.Duration
 	// Log takes a line when they cannot be used. Zero discards it.
@@ -74,7 +75,7 @@ type Certificate struct {
 	leaf *x509.Certificate
 }
 
-// Open reads the files, which must be usable now. Later ones that are not leave the last usable ones in force. Call [Authority.Close].
+// Open reads the files, which must be usable together now. Later, nothing is issued while they are not. Call [Authority.Close].
 func Open(files Files, c clock.PassiveClock) (*Authority, error) {
 	if files.Refresh == 0 {
 		files.Refresh = 5 * time.Second
@@ -125,11 +126,11 @@ func (a *Authority) signer() ([]*x509.Certificate, crypto.Signer, error) {
 // serverAuthorities returns the certificates in the file, and nothing else that is in it. They have to accept the agent's own certificate: a caller
 // that trusts them alone would be lost otherwise.
 func (a *Authority) serverAuthorities() ([]byte, error) {
-	trusted, err := readCertificates(a.files.ServerCAFile)
+	trusted, err := cert.CertsFromFile(a.files.ServerCAFile)
 	if err != nil {
 		return nil, fmt.Errorf("the authorities of the agent's own certificate: %w", err)
 	}
-	own, err := readCertificates(a.files.ServerCertFile)
+	own, err := cert.CertsFromFile(a.files.ServerCertFile)
 	if err != nil {
 		return nil, fmt.Errorf("the agent's own certificate: %w", err)
 	}
@@ -137,11 +138,11 @@ func (a *Authority) serverAuthorities() ([]byte, error) {
 		return nil, fmt.Errorf("the authorities in %s do not accept the agent's own certificate %s: %w; put its authority there (--server-ca-file)",
 			a.files.ServerCAFile, a.files.ServerCertFile, err)
 	}
-	var only bytes.Buffer
-	for _, certificate := range trusted {
-		only.Write(pem.EncodeToMemory(&pem.Block{Type: certificateBlock, Bytes: certificate.Raw}))
+	only, err := cert.EncodeCertificates(trusted...)
+	if err != nil {
+		return nil, fmt.Errorf("the authorities of the agent's own certificate: %w", err)
 	}
-	return only.Bytes(), nil
+	return only, nil
 }
 
 // verify checks that the authorities accept the first of the certificates, which the others lead to.
@@ -160,29 +161,6 @@ func pool(of []*x509.Certificate) *x509.CertPool {
 	return p
 }
 
-// readCertificates returns the certificates in a PEM file, at least one. Errors hold nothing of the file.
-func readCertificates(file string) ([]*x509.Certificate, error) {
-	content, err := os.ReadFile(file) //nolint:gosec // The operator names the file.
-	if err != nil {
-		return nil, err
-	}
-	var all []*x509.Certificate
-	for block, rest := pem.Decode(content); block != nil; block, rest = pem.Decode(rest) {
-		if block.Type != certificateBlock {
-			continue
-		}
-		certificate, err := x509.ParseCertificate(block.Bytes)
-		if err != nil {
-			return nil, fmt.Errorf("%s: %w", file, err)
-		}
-		all = append(all, certificate)
-	}
-	if len(all) == 0 {
-		return nil, fmt.Errorf("%s: there is no certificate in it", file)
-	}
-	return all, nil
-}
-
 // check says why nothing can be issued, nil when it can.
 func (a *Authority) check() error {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
@@ -192,8 +170,6 @@ func (a *Authority) check() error {
 	_, err = a.Issue(key.Public(), spiffeid.RequireFromString("spiffe://check/check"), time.Minute)
 	return err
 }
-
-const certificateBlock = "CERTIFICATE"
 
 // Issue signs a client certificate whose only name is the identity. It ends after the lifetime, or with its authority. Nothing is issued that the
 // agent would refuse, or with authorities that would refuse the agent, as while only one of the files has been replaced.
@@ -211,7 +187,7 @@ func (a *Authority) Issue(key crypto.PublicKey, id spiffeid.ID, lifetime time.Du
 	}
 	for _, above := range chain {
 		if !bytes.Equal(above.RawIssuer, above.RawSubject) { // who verifies it has the root
-			signed.Chain = append(signed.Chain, pem.EncodeToMemory(&pem.Block{Type: certificateBlock, Bytes: above.Raw})...)
+			signed.Chain = append(signed.Chain, pem.EncodeToMemory(&pem.Block{Type: cert.CertificateBlockType, Bytes: above.Raw})...)
 		}
 	}
 	// A caller that has given up its certificate for one that is refused would be lost.
@@ -260,7 +236,7 @@ func Sign(
 	}
 	return Certificate{
 		leaf:     leaf,
-		Chain:    pem.EncodeToMemory(&pem.Block{Type: certificateBlock, Bytes: der}),
+		Chain:    pem.EncodeToMemory(&pem.Block{Type: cert.CertificateBlockType, Bytes: der}),
 		NotAfter: end.Truncate(time.Second),
 		// Half of its life is left to reach the agent in.
 		RenewAt: now.Add(end.Sub(now) / 2).Truncate(time.Second),
