@@ -11,7 +11,6 @@ import (
 	"github.com/go-logr/logr"
 	"github.com/prometheus/client_golang/prometheus"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
 	"k8s.io/utils/clock"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -159,9 +158,6 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		Issuing: a.issuing(o, keeper), Note: a.noteOn(keeper),
 		Contact: probe,
 		Engine:  engine, Observe: nodes.Report, NodeGroups: nodeGroups, Machines: machines, Claims: shownClaims, Show: shown.Show,
-		ClusterExists: func(ctx context.Context, name types.NamespacedName) (bool, error) {
-			return clusterExists(ctx, a.manager.GetClient(), name)
-		},
 		Scope: scope, Authorizer: authorizer, ShutdownGrace: o.ShutdownGracePeriod, Limits: shareOfHub(o),
 		Version: version.Version(), Commit: version.Commit(), Log: c.Log.WithName("grpc"), Registerer: c.Registerer,
 	})
@@ -304,17 +300,6 @@ func newProbe(c Config, scope hub.Scope, mgr manager.Manager) (*contact.Probe, e
 
 func newFeed[T any](o *options.Options, equal func(a, b T) bool) *feed.Feed[T] {
 	return feed.New(feed.Options[T]{Equal: equal, Buffer: o.WatchBuffer, Heartbeat: o.HeartbeatInterval})
-}
-
-func clusterExists(ctx context.Context, from client.Reader, name types.NamespacedName) (bool, error) {
-	err := from.Get(ctx, name, &clusterv1.Cluster{})
-	if apierrors.IsNotFound(err) {
-		return false, nil
-	}
-	if err != nil {
-		return false, fmt.Errorf("reading the Cluster: %w", err)
-	}
-	return true, nil
 }
 
 // Run serves on the listeners until the context ends. The server stops first, so that calls in flight still have what they

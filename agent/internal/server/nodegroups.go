@@ -27,7 +27,7 @@ func (s *nodeGroups) exists(ctx context.Context, method string, ref *agentv1alph
 	exists := false
 	if s.config.Scope.Contains(name) {
 		var err error
-		if exists, err = s.config.ClusterExists(ctx, name); err != nil {
+		if _, exists, err = s.config.Onboarded(ctx, name); err != nil {
 			return answerOther(ctx, err)
 		}
 	}

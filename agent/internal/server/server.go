@@ -57,9 +57,7 @@ type Config struct {
 	Claims     *feed.Feed[*agentv1alpha1.Claim]
 	// Show adds its machine to a claim that was read live. REQUIRED.
 	Show func(ctx context.Context, claim *v1alpha1.MachineClaim) (*agentv1alpha1.Claim, error)
-	// ClusterExists asks the caches. It is called only once they have synced. REQUIRED.
-	ClusterExists func(ctx context.Context, cluster types.NamespacedName) (bool, error)
-	// Onboarded asks the caches, and OnboardedLive the API server. Onboarded is called only once the caches have synced. REQUIRED.
+	// Onboarded reads the caches, and OnboardedLive the API server. Onboarded is called only once the caches have synced. REQUIRED.
 	Onboarded, OnboardedLive OnboardingOf
 	// Issuing is what certificates are issued with. Nil issues none.
 	Issuing *Issuing

@@ -190,7 +190,6 @@ func start(t *testing.T, changes ...func(*fixture, *server.Config)) *fixture {
 		Observe: func(_ context.Context, _ types.NamespacedName, nodes []observed.Node) {
 			f.observed = append(f.observed, nodes...)
 		},
-		ClusterExists: func(_ context.Context, name types.NamespacedName) (bool, error) { return name == spoke, nil },
 		Onboarded: func(_ context.Context, name types.NamespacedName) (id string, exists bool, err error) {
 			return "", name == spoke, nil
 		},
