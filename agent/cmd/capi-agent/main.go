@@ -135,14 +135,20 @@ func listen(ctx context.Context, o *options.Options) (listeners []server.Listene
 
 // hubConfig reaches the hub as --kubeconfig, the KUBECONFIG variable or the pod's account say.
 func hubConfig(o *options.Options) (*rest.Config, error) {
-	rules := clientcmd.NewDefaultClientConfigLoadingRules()
-	rules.ExplicitPath = o.Kubeconfig
-	config, err := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules, nil).ClientConfig()
+	config, err := loadConfig(o.Kubeconfig, "")
 	if err != nil {
 		return nil, fmt.Errorf("--kubeconfig: %w", err)
 	}
 	config.UserAgent = "capi-agent/" + version.Version()
 	return config, nil
+}
+
+// loadConfig loads a context of a kubeconfig. An empty file name means the KUBECONFIG variable, ~/.kube/config or the pod's account; an empty
+// context means the current one.
+func loadConfig(kubeconfig, kubeContext string) (*rest.Config, error) {
+	rules := clientcmd.NewDefaultClientConfigLoadingRules()
+	rules.ExplicitPath = kubeconfig
+	return clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules, &clientcmd.ConfigOverrides{CurrentContext: kubeContext}).ClientConfig()
 }
 
 var levels = map[string]zapcore.Level{

@@ -6,13 +6,11 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"strings"
 	"time"
 
 	"github.com/go-logr/logr"
 	"github.com/spf13/pflag"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -170,8 +168,8 @@ func offboard(ctx context.Context, arguments []string, out io.Writer) error {
 	flags.Usage = func() {
 		fmt.Fprintf(flags.Output(), `Usage: capi-agent offboard [flags] NAMESPACE/CLUSTER
 
-Ends the onboarding of a Cluster: no certificate of its own identity is accepted any more, whoever issued it. Its claims and Machines stay as they
-are. To onboard it again, use capi-agent onboard.
+Ends the onboarding of a Cluster. The agent then refuses every certificate of the Cluster's identity, including those that were issued elsewhere.
+Its claims and Machines are not changed. To onboard it again, use capi-agent onboard.
 
 %s`, flags.FlagUsages())
 	}
@@ -220,7 +218,7 @@ func clusterArgument(flags *pflag.FlagSet, command string) (types.NamespacedName
 }
 
 func namedSecret(text string) (types.NamespacedName, error) {
-	name, err := options.ParseName(strings.TrimSpace(text))
+	name, err := options.ParseName(text)
 	if err != nil {
 		return types.NamespacedName{}, fmt.Errorf("%w of a secret", err)
 	}
@@ -231,9 +229,7 @@ func namedSecret(text string) (types.NamespacedName, error) {
 func reach(kubeconfig, kubeContext string) (client.Client, error) {
 	log.SetLogger(logr.Discard())
 	klog.SetLogger(logr.Discard())
-	rules := clientcmd.NewDefaultClientConfigLoadingRules()
-	rules.ExplicitPath = kubeconfig
-	config, err := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules, &clientcmd.ConfigOverrides{CurrentContext: kubeContext}).ClientConfig()
+	config, err := loadConfig(kubeconfig, kubeContext)
 	if err != nil {
 		return nil, err
 	}
