@@ -247,7 +247,7 @@ func TestAnotherOnboardingEndsTheOneBefore(t *testing.T) {
 	require.True(t, agenterrors.IsUnauthenticated(drain(stream)), "streams end as well")
 }
 
-// Whoever has a key of an onboarding that has ended cannot use up what the present one may have open.
+// A certificate of an ended onboarding does not use up the limits of the current one.
 func TestAnEndedCertificateTakesNothingFromThePresentOne(t *testing.T) {
 	o := newOnboarded(t)
 	key := o.key()
@@ -287,7 +287,7 @@ identities:
 	require.NoError(t, list(namespace+"/own/abc"))
 	require.True(t, agenterrors.IsUnauthenticated(list(namespace+"/own/def")))
 	require.NoError(t, list("elsewhere/mgmt"), "as before there were onboardings")
-	require.True(t, agenterrors.IsUnauthenticated(list("elsewhere/mgmt/abc")), "nobody here knows whether that has ended")
+	require.True(t, agenterrors.IsUnauthenticated(list("elsewhere/mgmt/abc")), "this agent cannot check that onboarding")
 	require.NoError(t, plane.Client.Delete(t.Context(), own))
 	eventually(t, "the onboarding ends with its Cluster", func(context.Context) (bool, error) {
 		return agenterrors.IsUnauthenticated(list(namespace + "/own/abc")), nil
@@ -323,10 +323,10 @@ func TestAnOnboardingIsNotDisturbedByTheClustersStatus(t *testing.T) {
 	var cluster clusterv1.Cluster
 	require.NoError(t, plane.Client.Get(t.Context(), o.cluster, &cluster))
 	before := cluster.DeepCopy()
-	cluster.Annotations = map[string]string{"somebody": "else"}
+	cluster.Annotations = map[string]string{"changed-by": "another-writer"}
 	require.NoError(t, plane.Client.Patch(t.Context(), &cluster, kubeclient.MergeFrom(before)))
 	require.NoError(t, first.Begin(t.Context(), plane.Client))
-	require.ErrorContains(t, second.Begin(t.Context(), plane.Client), "somebody else onboards it at the same time")
+	require.ErrorContains(t, second.Begin(t.Context(), plane.Client), "another onboarding has begun meanwhile")
 }
 
 func (o *onboarded) withoutAgain() onboarding.Options {
@@ -516,7 +516,7 @@ func TestMistakesInOnboardingAreNamed(t *testing.T) {
 	}
 }
 
-// A clock that stands still makes the two agents' rule plain: a Spoke that nobody has heard of for a while is not connected.
+// A Spoke is not connected once its shim has not synchronized for 15 minutes.
 func TestASilentSpokeIsNotConnected(t *testing.T) {
 	namespace := plane.Namespace(t)
 	cluster := capitest.NewCluster(namespace, "spoke")

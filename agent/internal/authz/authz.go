@@ -71,8 +71,8 @@ type Caller struct {
 	Onboarding *Onboarding
 }
 
-// Onboarding is one of a Cluster. Its id is kept on the Cluster, and is in every certificate that is issued by it: when the Cluster is onboarded
-// anew, or made again under the same name, the certificates of before are nobody's.
+// Onboarding identifies one onboarding of a Cluster. Its id is a label of the Cluster and part of every certificate that is issued for it. When the
+// Cluster is onboarded again, or made again under the same name, earlier certificates are refused.
 type Onboarding struct {
 	Cluster types.NamespacedName
 	// ID is empty in certificates that were issued elsewhere. They are a Cluster's for as long as it has no onboarding.

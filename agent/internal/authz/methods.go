@@ -20,7 +20,7 @@ type Rule struct {
 	OfCluster bool
 	// AsHolder says that the request names the holder that the caller acts as, which one of its roles must allow; see [Holders].
 	AsHolder bool
-	// AsksOnboarding says that the method itself asks the API server for the Cluster's onboarding, of which the caches may not know yet.
+	// AsksOnboarding means that the method reads the Cluster's onboarding from the API server itself, because the caches may be behind.
 	AsksOnboarding bool
 }
 

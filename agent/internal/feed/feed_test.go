@@ -76,7 +76,7 @@ func TestEqualObjectIsNoChange(t *testing.T) {
 	g.Expect(f.Generation()).To(Equal(generation))
 }
 
-// The rhythm of a Cluster's changes is nobody else's business.
+// A Cluster's generation does not show how often other Clusters change.
 func TestGenerationsAreOfOneCluster(t *testing.T) {
 	g := NewWithT(t)
 	f := newFeed(10)

@@ -185,7 +185,7 @@ func setLabel(ctx context.Context, hub client.Client, cluster *clusterv1.Cluster
 			return err
 		}
 		if present.UID != cluster.UID || present.Labels[v1alpha1.OnboardingLabel] != before {
-			return errors.New("somebody else onboards it at the same time, or it has been made again; repeat the command")
+			return errors.New("another onboarding has begun meanwhile, or the Cluster was made again; repeat the command")
 		}
 		changed := present.DeepCopy()
 		metav1.SetMetaDataLabel(&changed.ObjectMeta, v1alpha1.OnboardingLabel, id)
