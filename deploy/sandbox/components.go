@@ -368,17 +368,15 @@ func (s *Sandbox) agent(ctx context.Context, name string, port int, kubeconfigFi
 }
 
 // shimAccess is what a shim needs to know to work: the clusters on its two sides.
-func (s *Sandbox) shimAccess(agent AgentAccess) []string {
-	access := []string{
+func (s *Sandbox) shimAccess(agent string) []string {
+	return []string{
 		"KUBECONFIG=" + s.shimKubeconfig(),
-		"AGENT_ADDRESS=" + agent.Address,
+		"AGENT_ADDRESS=" + agent,
+		"AGENT_IDENTITY_SECRET=" + ShimIdentitySecret,
+		"AGENT_BOOTSTRAP_SECRET=" + ShimBootstrapSecret,
 		"CLUSTER_NAMESPACE=" + ClusterNamespace,
 		"CLUSTER_NAME=" + ClusterName,
 	}
-	if agent.IdentitySecret != "" {
-		return append(access, "AGENT_IDENTITY_SECRET="+agent.IdentitySecret, "AGENT_BOOTSTRAP_SECRET="+ShimBootstrapSecret)
-	}
-	return append(access, "AGENT_CA_FILE="+agent.CAFile, "AGENT_TLS_CERT_FILE="+agent.CertFile, "AGENT_TLS_KEY_FILE="+agent.KeyFile)
 }
 
 // issuerFile names the files with the authority that the agents issue certificates with.
@@ -387,12 +385,12 @@ const issuerFile = "issuer"
 // ShimCommand returns a command of the shim's binary that calls the sandbox's first agent with the shim's rights in the spoke.
 func (s *Sandbox) ShimCommand(ctx context.Context, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, s.options.ShimBinary, args...) //nolint:gosec // the binary that the sandbox runs
-	cmd.Env = append(os.Environ(), s.shimAccess(s.AgentAccess())...)
+	cmd.Env = append(os.Environ(), s.shimAccess(s.State().AgentAddress)...)
 	return cmd
 }
 
-// shim starts a shim that calls the given agent.
-func (s *Sandbox) shim(ctx context.Context, agent AgentAccess) error {
+// shim starts a shim that calls the agent at the given host:port.
+func (s *Sandbox) shim(ctx context.Context, agent string) error {
 	health, err := s.port()
 	if err != nil {
 		return err

@@ -34,7 +34,7 @@ const (
 	PriceList = ClusterNamespace + "/prices"
 )
 
-// createFleet tells the hub of the spoke, and waits until Cluster API has connected to it.
+// createFleet tells the hub of the spoke.
 //
 // A topologyVersion has it made from a ClusterClass.
 func createFleet(ctx context.Context, hub client.Client, spoke *controlPlane, topologyVersion string) error {
@@ -82,7 +82,7 @@ func createFleet(ctx context.Context, hub client.Client, spoke *controlPlane, to
 			},
 		}
 	}
-	if err := manifests.Create(ctx, hub, append([]client.Object{
+	return manifests.Create(ctx, hub, append([]client.Object{
 		&corev1.Secret{
 			ObjectMeta: metadata(ClusterName + "-kubeconfig"),
 			Type:       clusterv1.ClusterSecretType,
@@ -98,13 +98,17 @@ func createFleet(ctx context.Context, hub client.Client, spoke *controlPlane, to
 			Type:       clusterv1.ClusterSecretType,
 			Data:       simprovider.BootstrapData(),
 		},
-	}, append(parts, cluster)...)...); err != nil {
-		return err
-	}
+	}, append(parts, cluster)...)...)
+}
 
-	var state string
-	err = wait.PollUntilContextCancel(ctx, 100*time.Millisecond, true, func(ctx context.Context) (bool, error) {
-		if err := hub.Get(ctx, client.ObjectKeyFromObject(cluster), cluster); err != nil {
+// awaitFleet waits until Cluster API has connected to the spoke.
+func awaitFleet(ctx context.Context, hub client.Client) error {
+	var (
+		cluster clusterv1.Cluster
+		state   string
+	)
+	err := wait.PollUntilContextCancel(ctx, 100*time.Millisecond, true, func(ctx context.Context) (bool, error) {
+		if err := hub.Get(ctx, client.ObjectKey{Namespace: ClusterNamespace, Name: ClusterName}, &cluster); err != nil {
 			return false, err
 		}
 		infrastructure := meta.IsStatusConditionTrue(cluster.Status.Conditions, clusterv1.ClusterInfrastructureReadyCondition)

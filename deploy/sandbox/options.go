@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"github.com/samber/lo"
+
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox/internal/pki"
 )
 
 // DefaultName is the name of a sandbox that was given none.
@@ -34,6 +36,8 @@ type Options struct {
 	// WithoutShim leaves out the shim.
 	WithoutShim bool
 
+	// Authority signs the certificates of the agents and of who calls them. Nil means one of the sandbox's own.
+	Authority *Authority
 	// Agents is how many agents run, all of them active: the first is [Agent], the others are named by [AgentName]. Zero means
 	// one. The shim calls the first.
 	Agents int
@@ -69,6 +73,15 @@ type Options struct {
 	// OnChange, if set, is called with the state after it changed, one call at a time. Changes that follow each other
 	// quickly may be told together.
 	OnChange func(State)
+}
+
+// Authority signs the certificates of agents and of who calls them. Sandboxes that share one accept each other's shim.
+type Authority struct{ ca *pki.CA }
+
+// NewAuthority makes an authority.
+func NewAuthority() (*Authority, error) {
+	ca, err := pki.NewCA("agent")
+	return &Authority{ca}, err
 }
 
 // Endpoint is an API server as a client sees it.

@@ -210,10 +210,12 @@ func (s *Sandbox) start(ctx context.Context) error {
 	}
 	group, groupContext = errgroup.WithContext(ctx)
 	if s.spoke != nil {
+		// Whether Cluster API has connected to it is of no concern to who onboards it.
+		if err := createFleet(ctx, hub, s.spoke, s.options.TopologyVersion); err != nil {
+			return err
+		}
 		group.Go(func() error {
-			return s.step(groupContext, "Cluster "+ClusterNamespace+"/"+ClusterName, func(ctx context.Context) error {
-				return createFleet(ctx, hub, s.spoke, s.options.TopologyVersion)
-			})
+			return s.step(groupContext, "Cluster "+ClusterNamespace+"/"+ClusterName, func(ctx context.Context) error { return awaitFleet(ctx, hub) })
 		})
 	}
 	if !s.options.WithoutAgent {
@@ -239,9 +241,12 @@ func (s *Sandbox) makeCertificates(context.Context) error {
 			return err
 		}
 	}
-	if s.agentCA, err = pki.NewCA("agent"); err != nil {
-		return err
+	if s.options.Authority == nil {
+		if s.options.Authority, err = NewAuthority(); err != nil {
+			return err
+		}
 	}
+	s.agentCA = s.options.Authority.ca
 	return os.WriteFile(s.state.Paths.AgentCA, s.agentCA.PEM, 0o600)
 }
 
@@ -427,7 +432,10 @@ func (s *Sandbox) startAgentAndShim(ctx context.Context) error {
 	if s.options.WithoutShim {
 		return nil
 	}
-	return s.step(ctx, "shim", s.startShim)
+	if err := s.step(ctx, "onboarding", s.onboardSpoke); err != nil {
+		return err
+	}
+	return s.step(ctx, "shim", func(ctx context.Context) error { return s.shim(ctx, s.State().AgentAddress) })
 }
 
 func (s *Sandbox) startAgents(ctx context.Context) error {
@@ -448,7 +456,7 @@ func (s *Sandbox) startAgents(ctx context.Context) error {
 		return err
 	}
 	for name, id := range map[string]string{
-		"spoke": ClusterIdentity(ClusterNamespace, ClusterName), "admin": AdminIdentity, "reader": ReaderIdentity,
+		clientCertificate: ClusterIdentity(ClusterNamespace, ClusterName, ""), "admin": AdminIdentity, "reader": ReaderIdentity,
 	} {
 		if _, _, err := s.AgentCertificate(name, id); err != nil {
 			return err
@@ -487,8 +495,12 @@ func (s *Sandbox) startAgents(ctx context.Context) error {
 	return group.Wait()
 }
 
-// issuerSecret is the hub's secret with the authority that the agents issue certificates with.
-const issuerSecret = "capi-agent-ca" //nolint:gosec // its name
+const (
+	// issuerSecret is the hub's secret with the authority that the agents issue certificates with.
+	issuerSecret = "capi-agent-ca" //nolint:gosec // its name
+	// onboardingLabel is the agent's label with the id of a Cluster's onboarding.
+	onboardingLabel = "agent.karpenter.cluster.x-k8s.io/onboarding"
+)
 
 // publishIssuer writes the authority that the agents issue certificates with to files for them, and to a secret for who onboards a spoke.
 func (s *Sandbox) publishIssuer(ctx context.Context) error {
@@ -509,7 +521,8 @@ func (s *Sandbox) publishIssuer(ctx context.Context) error {
 	})
 }
 
-func (s *Sandbox) startShim(ctx context.Context) error {
+// onboardSpoke gives the shim its rights in the spoke and what it gets its first certificate with, as a user does.
+func (s *Sandbox) onboardSpoke(ctx context.Context) error {
 	user, err := s.install(ctx, s.spoke, manifests.Chart{
 		Helm: s.options.binary("helm"), Dir: s.options.chart("shim"), Release: "karpenter", Namespace: shimNamespace,
 		Values: append([]string{
@@ -524,42 +537,19 @@ func (s *Sandbox) startShim(ctx context.Context) error {
 	if err := writeKubeconfig(s.shimKubeconfig(), "karpenter", Endpoint{URL: s.spoke.server, CA: s.spoke.ca.PEM}, user); err != nil {
 		return err
 	}
-	return s.shim(ctx, s.AgentAccess())
+	_, err = s.Onboard(ctx, "--spoke-kubeconfig="+s.state.Paths.SpokeKubeconfig)
+	return err
 }
 
-// AgentAccess is how a shim calls an agent.
-type AgentAccess struct {
-	// Address is the agent's host:port.
-	Address string
-	// CAFile is the authority of the agent's certificate; CertFile and KeyFile identify the shim's Cluster to the agent.
-	CAFile, CertFile, KeyFile string
-	// IdentitySecret is the spoke's secret, as namespace/name, in which an onboarded shim keeps its certificate, instead of the files.
-	IdentitySecret string
-}
-
-// AgentAccess returns how the shim of the Cluster [ClusterNamespace]/[ClusterName] calls the first agent of this sandbox. Without an
-// agent it is of no use.
-func (s *Sandbox) AgentAccess() AgentAccess {
-	state := s.State()
-	return AgentAccess{
-		Address: state.AgentAddress, CAFile: state.Paths.AgentCA,
-		CertFile: state.Paths.ClientCertificate, KeyFile: state.Paths.ClientKey,
-	}
-}
-
-// ShimIdentitySecret and ShimBootstrapSecret are the spoke's secrets of an onboarded shim, as namespace/name.
+// ShimIdentitySecret and ShimBootstrapSecret are the spoke's secrets in which the shim keeps its certificate and finds what it gets the first
+// one with, as namespace/name.
 const (
 	ShimIdentitySecret  = shimNamespace + "/karpenter-agent-identity"
 	ShimBootstrapSecret = shimNamespace + "/karpenter-agent-bootstrap"
 )
 
-// OnboardedAccess returns how the shim calls the first agent once its spoke is onboarded. See [Sandbox.Onboard].
-func (s *Sandbox) OnboardedAccess() AgentAccess {
-	return AgentAccess{Address: s.State().AgentAddress, IdentitySecret: ShimIdentitySecret}
-}
-
 // Onboard has the agent's command onboard the Cluster [ClusterNamespace]/[ClusterName], with further arguments, as the hub's administrator, and
-// returns what it prints. The certificates that the sandbox has made for that Cluster are refused from then on.
+// returns what it prints. What was issued for the Cluster before is refused from then on; [Paths].ClientCertificate is issued anew.
 func (s *Sandbox) Onboard(ctx context.Context, args ...string) (string, error) {
 	state := s.State()
 	cmd := exec.CommandContext(ctx, s.options.AgentBinary, append([]string{ //nolint:gosec // the binary that the sandbox runs
@@ -570,12 +560,21 @@ func (s *Sandbox) Onboard(ctx context.Context, args ...string) (string, error) {
 	if err != nil {
 		return string(output), fmt.Errorf("onboarding the spoke: %w: %s", err, output)
 	}
-	return string(output), nil
+	hub, err := s.HubClient()
+	if err != nil {
+		return string(output), err
+	}
+	var cluster clusterv1.Cluster
+	if err := hub.Get(ctx, client.ObjectKey{Namespace: ClusterNamespace, Name: ClusterName}, &cluster); err != nil {
+		return string(output), err
+	}
+	_, _, err = s.AgentCertificate(clientCertificate, ClusterIdentity(ClusterNamespace, ClusterName, cluster.Labels[onboardingLabel]))
+	return string(output), err
 }
 
-// PointShim ends the shim, starts it anew so that it calls the given agent, which may be one of another sandbox, and waits until it
-// is ready. It must not be called twice at the same time, or while the shim is started or stopped.
-func (s *Sandbox) PointShim(ctx context.Context, agent AgentAccess) error {
+// PointShim ends the shim, starts it anew so that it calls the agent at the given host:port, and waits until it is ready. The agent may be one of
+// another sandbox with the same [Options].Authority. It must not be called twice at the same time, or while the shim is started or stopped.
+func (s *Sandbox) PointShim(ctx context.Context, agent string) error {
 	if err := s.StopComponent(Shim); err != nil {
 		return err
 	}
@@ -606,9 +605,13 @@ func (s *Sandbox) install(ctx context.Context, c *controlPlane, chart manifests.
 	return serviceAccountUser(ctx, c.admin, account)
 }
 
-// ClusterIdentity is the SPIFFE ID that may act for a Cluster.
-func ClusterIdentity(namespace, name string) string {
-	return "spiffe://" + trustDomain + "/cluster/" + namespace + "/" + name
+// ClusterIdentity is the SPIFFE ID that may act for a Cluster by an onboarding, or, if that is empty, for one that was not onboarded.
+func ClusterIdentity(namespace, name, onboarding string) string {
+	id := "spiffe://" + trustDomain + "/cluster/" + namespace + "/" + name
+	if onboarding == "" {
+		return id
+	}
+	return id + "/" + onboarding
 }
 
 // AgentCertificate issues a client certificate that the agent trusts, for the given SPIFFE ID, and returns the files it is

@@ -72,7 +72,7 @@ type Paths struct {
 	SpokeKubeconfig string `json:"spokeKubeconfig"`
 	// AgentCA is the authority of the agent's certificate.
 	AgentCA string `json:"agentCA"`
-	// ClientCertificate and ClientKey identify the spoke's Cluster to the agent; the shim uses them.
+	// ClientCertificate and ClientKey identify the spoke's Cluster to the agent, for people and tools. The shim has a certificate of its own.
 	ClientCertificate string `json:"clientCertificate"`
 	ClientKey         string `json:"clientKey"`
 	// AdminCertificate and AdminKey identify an administrator of the agent.
@@ -90,6 +90,9 @@ type Paths struct {
 	HubAudit string `json:"hubAudit"`
 }
 
+// clientCertificate names the files of [Paths].ClientCertificate.
+const clientCertificate = "spoke"
+
 func pathsIn(dir string) Paths {
 	certs, logs := filepath.Join(dir, "certs"), filepath.Join(dir, "logs")
 	return Paths{
@@ -97,8 +100,8 @@ func pathsIn(dir string) Paths {
 		HubKubeconfig:     filepath.Join(dir, "hub.kubeconfig"),
 		SpokeKubeconfig:   filepath.Join(dir, "spoke.kubeconfig"),
 		AgentCA:           filepath.Join(certs, "agent-ca.crt"),
-		ClientCertificate: filepath.Join(certs, "spoke.crt"),
-		ClientKey:         filepath.Join(certs, "spoke.key"),
+		ClientCertificate: filepath.Join(certs, clientCertificate+".crt"),
+		ClientKey:         filepath.Join(certs, clientCertificate+".key"),
 		AdminCertificate:  filepath.Join(certs, "admin.crt"),
 		AdminKey:          filepath.Join(certs, "admin.key"),
 		ReaderCertificate: filepath.Join(certs, "reader.crt"),

@@ -123,7 +123,7 @@ func TestAMoveCarriesReleasesAndEndedClaims(t *testing.T) {
 	g.Expect(bound).To(HaveLen(1))
 
 	h.move(t)
-	g.Expect(h.source.Sandbox.PointShim(within(t, soon), h.target.Sandbox.AgentAccess())).To(Succeed())
+	g.Expect(h.source.Sandbox.PointShim(within(t, soon), h.target.Sandbox.State().AgentAddress)).To(Succeed())
 
 	machine := client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: releasing.Status.Machine.Name}
 	poll(t, settleWithin, func(ctx context.Context) (string, error) {
@@ -167,6 +167,12 @@ func startHubs(t *testing.T, name string) hubs {
 	t.Helper()
 	ofSource, ofTarget := ofHub(name), ofHub(name+"-target")
 	ofTarget.HubOnly = true
+	authority, err := sandbox.NewAuthority()
+	if err != nil {
+		t.Fatal(err)
+	}
+	// The Cluster takes its onboarding along, so that the shim's certificate is good in the target as well.
+	ofSource.Authority, ofTarget.Authority = authority, authority
 	ctx := within(t, startWithin)
 	var (
 		source   *world.World
@@ -181,7 +187,7 @@ func startHubs(t *testing.T, name string) hubs {
 		target, err = sandbox.Start(ctx, ofTarget)
 		return err
 	})
-	err := starting.Wait()
+	err = starting.Wait()
 	t.Cleanup(func() {
 		for _, box := range []*sandbox.Sandbox{target, lo.FromPtr(source).Sandbox} {
 			if box != nil && t.Failed() {
@@ -272,7 +278,7 @@ func (h hubs) fill(t *testing.T, nodes int) (before holdings, watching *bystande
 func (h hubs) takeOver(t *testing.T, before holdings, watching *bystander.Bystander) time.Duration {
 	t.Helper()
 	g := NewWithT(t)
-	g.Expect(h.source.Sandbox.PointShim(within(t, soon), h.target.Sandbox.AgentAccess())).To(Succeed())
+	g.Expect(h.source.Sandbox.PointShim(within(t, soon), h.target.Sandbox.State().AgentAddress)).To(Succeed())
 	began := time.Now()
 	poll(t, 2*settleWithin, h.holds(before))
 	g.Expect(h.target.AwaitNodePool(within(t, soon), "move")).To(Succeed())
