@@ -78,6 +78,9 @@ const (
 	ConditionNodeGroupsFound = "NodeGroupsFound"
 	// ConditionAgentReachable is False when the agent has not been heard of for the grace period. Ready needs it.
 	ConditionAgentReachable = "AgentReachable"
+	// ConditionAgentCertificateValid is False when the client certificate that the agent is called with has ended, or soon will, and has not been
+	// renewed. There is none where the agent is called without a certificate.
+	ConditionAgentCertificateValid = "AgentCertificateValid"
 	// ConditionNodeGroupsValid is False when the agent reports values that it could not use in the description of a selected
 	// node group. Ready does not need it: such a group is used without those values, or not at all.
 	ConditionNodeGroupsValid = "NodeGroupsValid"
@@ -107,7 +110,8 @@ type ClusterAPINodeClassStatus struct {
 	// +kubebuilder:validation:MaxItems=50
 	// +optional
 	Selected []SelectedNodeGroup `json:"selected,omitempty"`
-	// conditions are the signals for health and readiness: Ready, NodeGroupsFound, AgentReachable, NodeGroupsValid.
+	// conditions are the signals for health and readiness: Ready, NodeGroupsFound, AgentReachable, AgentCertificateValid,
+	// NodeGroupsValid.
 	// +optional
 	Conditions []status.Condition `json:"conditions,omitempty"`
 }

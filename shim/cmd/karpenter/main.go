@@ -127,7 +127,8 @@ func run(ctx context.Context) error {
 	}
 	connection := agentstate.New(mirrors)
 	runnables := []manager.Runnable{everywhere(nodeGroups.Run), everywhere(claims.Run), catalogue, connection}
-	for _, runnable := range append(runnables, identityRunnables(ctx, opts, op, agent, held, cluster)...) {
+	certificate, keepers := clientCertificate(ctx, opts, op, agent, held, cluster)
+	for _, runnable := range append(runnables, keepers...) {
 		if err := op.Add(runnable); err != nil {
 			return fmt.Errorf("adding to the manager: %w", err)
 		}
@@ -173,7 +174,7 @@ func run(ctx context.Context) error {
 		providerid.New(op.GetClient(), op.GetAPIReader(), decorated, claims, cluster, op.EventRecorder),
 		failedmachine.New(op.Clock, op.GetClient(), op.GetAPIReader(), decorated, claims, nodeGroups, agent.Claims, cluster, op.EventRecorder,
 			finder, opts.AgentTimeout),
-		nodeclass.New(op.Clock, op.GetClient(), catalogue, nodeGroups, cluster, op.EventRecorder, opts.HubUnreachableGracePeriod),
+		nodeclass.New(op.Clock, op.GetClient(), catalogue, nodeGroups, certificate, cluster, op.EventRecorder, opts.HubUnreachableGracePeriod),
 		floor.New(op.Clock, op.GetClient(), finder, claimSync.Soon, op.EventRecorder),
 	)
 	if coreoptions.FromContext(ctx).FeatureGates.NodeOverlay {
@@ -225,23 +226,23 @@ func agentOptions(ctx context.Context, opts *options.Options, source certificate
 	}
 }
 
-// identityRunnables are what looks after the client certificate.
-func identityRunnables(
+// clientCertificate returns what tells when the client certificate ends, and what looks after it, that among them.
+func clientCertificate(
 	ctx context.Context, opts *options.Options, op *coreoperator.Operator, agent *agentclient.Client, held *certificates.Held,
 	cluster *agentv1alpha1.ClusterRef,
-) []manager.Runnable {
+) (*agentstate.Expiring, []manager.Runnable) {
 	announce := func(ctx context.Context, reason, message string) {
 		nodeclass.Announce(ctx, op.GetClient(), op.EventRecorder, reason, message)
 	}
 	expiring := &agentstate.Expiring{Stats: agent.Certificates, Announce: announce, Clock: clock.RealClock{}}
 	if opts.AgentIdentitySecret.Name == "" {
 		expiring.Remedy = fmt.Sprintf("Replace %s and %s.", opts.AgentTLSCertFile, opts.AgentTLSKeyFile)
-		return []manager.Runnable{expiring}
+		return expiring, []manager.Runnable{expiring}
 	}
 	expiring.Remedy = fmt.Sprintf("The leader's log says why. If the agent refuses it, run `capi-agent onboard` for the Cluster %s/%s again.",
 		cluster.GetNamespace(), cluster.GetName())
 	keeper := newKeeper(ctx, opts, op.GetAPIReader(), op.GetClient(), agent, held, cluster, announce)
-	return []manager.Runnable{keeper.Follow(), keeper, expiring}
+	return expiring, []manager.Runnable{keeper.Follow(), keeper, expiring}
 }
 
 func newKeeper(

@@ -18,7 +18,8 @@ const (
 	expiringPart    = 4
 	longestExpiring = 14 * 24 * time.Hour
 
-	reasonExpiring = "AgentCertificateExpiring"
+	// ReasonExpiring is the reason of the warning.
+	ReasonExpiring = "AgentCertificateExpiring"
 )
 
 // Expiring warns when the client certificate is about to expire and has not been renewed. As a runnable of a manager it does so in the leader
@@ -43,11 +44,11 @@ func (e *Expiring) Start(ctx context.Context) error {
 	defer ticker.Stop()
 	var warned time.Time
 	for {
-		if message := e.warning(); message == "" {
+		if message, _ := e.Warning(); message == "" {
 			warned = time.Time{}
 		} else if e.Clock.Since(warned) >= expiryRepeat {
 			warned = e.Clock.Now()
-			e.Announce(ctx, reasonExpiring, message)
+			e.Announce(ctx, ReasonExpiring, message)
 		}
 		select {
 		case <-ctx.Done():
@@ -57,21 +58,22 @@ func (e *Expiring) Start(ctx context.Context) error {
 	}
 }
 
-// warning is empty while there is nothing to warn of.
-func (e *Expiring) warning() string {
+// Warning says, as sentences, that the certificate has ended or soon will, and what to do; it is empty while there is nothing to warn of. It
+// reports false if there is no certificate: the agent is called without one, or the connection says that there is none yet.
+func (e *Expiring) Warning() (message string, found bool) {
 	stats := e.Stats()
 	end := stats.CertificateNotAfter
-	if end.IsZero() { // there is none, which the connection says
-		return ""
+	if end.IsZero() {
+		return "", false
 	}
 	left := end.Sub(e.Clock.Now())
 	if left >= min(end.Sub(stats.CertificateNotBefore)/expiringPart, longestExpiring) {
-		return ""
+		return "", true
 	}
 	what := "ends"
 	if left <= 0 {
 		what = "has ended"
 	}
 	return fmt.Sprintf("The client certificate that the agent is called with %s at %s, and has not been renewed. %s",
-		what, end.UTC().Format(time.RFC3339), e.Remedy)
+		what, end.UTC().Format(time.RFC3339), e.Remedy), true
 }

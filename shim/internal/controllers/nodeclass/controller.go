@@ -42,6 +42,7 @@ import (
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/agentstate"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/catalogue"
 )
 
@@ -62,6 +63,8 @@ const (
 	longestProblem = 2000
 	// longestMessage is how many characters a condition's message has at most: less than the API server allows (32,768).
 	longestMessage = 8000
+	// certificateLook is how often the client certificate is looked at.
+	certificateLook = time.Minute
 )
 
 // Reasons of the conditions.
@@ -73,6 +76,7 @@ const (
 	reasonConnecting      = "Connecting"
 	reasonUnreachable     = "AgentUnreachable"
 	reasonRefused         = "AgentRefused"
+	reasonReachable       = "AgentReachable"
 	reasonProblems        = "ProblemsReported"
 )
 
@@ -82,16 +86,25 @@ type Connection interface {
 	StateChanges() (changes <-chan struct{}, stop func())
 }
 
+// Certificate is the client certificate that the agent is called with.
+type Certificate interface {
+	// Warning says that it has ended, or soon will, and what to do; it is empty while there is nothing to warn of. It reports false if there is
+	// no certificate.
+	Warning() (message string, found bool)
+}
+
 // Controller is the controller.
 type Controller struct {
 	clock      clock.Clock
 	kube       client.Client
 	catalogue  *catalogue.Catalogue
 	connection Connection
-	cluster    *agentv1alpha1.ClusterRef
-	recorder   events.Recorder
-	grace      time.Duration
-	started    time.Time
+	// certificate may be replaced by another one at any time.
+	certificate Certificate
+	cluster     *agentv1alpha1.ClusterRef
+	recorder    events.Recorder
+	grace       time.Duration
+	started     time.Time
 
 	mu      sync.Mutex
 	written map[string]time.Time // by node class, when its status was written last
@@ -100,12 +113,12 @@ type Controller struct {
 // New returns the controller. kube reads from a cache with indexes on NodeClaims' spec.nodeClassRef. grace is how long the
 // agent may be silent before node classes stop being Ready.
 func New(
-	clk clock.Clock, kube client.Client, catalogue *catalogue.Catalogue, connection Connection,
+	clk clock.Clock, kube client.Client, catalogue *catalogue.Catalogue, connection Connection, certificate Certificate,
 	cluster *agentv1alpha1.ClusterRef, recorder events.Recorder, grace time.Duration,
 ) *Controller {
 	return &Controller{
-		clock: clk, kube: kube, catalogue: catalogue, connection: connection, cluster: cluster, recorder: recorder, grace: grace,
-		started: clk.Now(), written: map[string]time.Time{},
+		clock: clk, kube: kube, catalogue: catalogue, connection: connection, certificate: certificate, cluster: cluster, recorder: recorder,
+		grace: grace, started: clk.Now(), written: map[string]time.Time{},
 	}
 }
 
@@ -125,7 +138,7 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClass *v1alpha1.ClusterA
 	}
 	stored := nodeClass.DeepCopy()
 	c.describe(nodeClass)
-	again := reconcile.Result{RequeueAfter: c.graceEnds()}
+	again := reconcile.Result{RequeueAfter: c.lookAgain()}
 	if equality.Semantic.DeepEqual(stored.Status, nodeClass.Status) {
 		return again, nil
 	}
@@ -152,6 +165,15 @@ func (c *Controller) graceEnds() time.Duration {
 		return 0
 	}
 	return max(0, c.grace-c.clock.Since(c.silentSince(state)))
+}
+
+// lookAgain returns when a condition may turn without anything having changed; zero if none can.
+func (c *Controller) lookAgain() time.Duration {
+	grace := c.graceEnds()
+	if _, found := c.certificate.Warning(); !found {
+		return grace
+	}
+	return min(cmp.Or(grace, certificateLook), certificateLook)
 }
 
 func (c *Controller) silentSince(state agentclient.State) time.Time {
@@ -191,6 +213,7 @@ func retryConflict(err error) (reconcile.Result, error) {
 func (c *Controller) describe(nodeClass *v1alpha1.ClusterAPINodeClass) {
 	conditions := nodeClass.StatusConditions(status.WithClock(c.clock))
 	c.describeConnection(conditions)
+	c.describeCertificate(conditions)
 
 	snapshot := c.catalogue.Snapshot()
 	if snapshot == nil {
@@ -273,6 +296,17 @@ func (c *Controller) describeConnection(conditions status.ConditionSet) {
 	conditions.SetFalse(v1alpha1.ConditionAgentReachable, reason, lo.Ellipsis(message, longestMessage))
 }
 
+func (c *Controller) describeCertificate(conditions status.ConditionSet) {
+	switch warning, found := c.certificate.Warning(); {
+	case !found:
+		lo.Must0(conditions.Clear(v1alpha1.ConditionAgentCertificateValid)) // which fails for what Ready needs
+	case warning != "":
+		conditions.SetFalse(v1alpha1.ConditionAgentCertificateValid, agentstate.ReasonExpiring, warning)
+	default:
+		conditions.SetTrue(v1alpha1.ConditionAgentCertificateValid)
+	}
+}
+
 // explain leaves out what differs from attempt to attempt, such as the request's id, as every change of a condition is a write.
 func explain(err error) string {
 	var status interface{ GRPCStatus() *grpcstatus.Status }
@@ -282,10 +316,20 @@ func explain(err error) string {
 	return err.Error()
 }
 
-// announce tells, as events, what became worse.
+// announce tells, as events, what became worse, and that the agent can be reached again. A certificate that ends is told of at regular intervals,
+// not when the condition turns.
 func (c *Controller) announce(ctx context.Context, before, after *v1alpha1.ClusterAPINodeClass) {
 	for _, kind := range []string{v1alpha1.ConditionNodeGroupsFound, v1alpha1.ConditionAgentReachable, v1alpha1.ConditionNodeGroupsValid} {
 		was, is := find(before, kind), find(after, kind)
+		if kind == v1alpha1.ConditionAgentReachable && was.IsFalse() && is.IsTrue() {
+			c.recorder.Publish(events.Event{
+				InvolvedObject: after,
+				Type:           corev1.EventTypeNormal,
+				Reason:         reasonReachable,
+				Message:        "The agent is reachable again.",
+				DedupeValues:   []string{string(after.UID), is.LastTransitionTime.String()},
+			})
+		}
 		if !is.IsFalse() || (was.IsFalse() && was.Reason == is.Reason && was.Message == is.Message) {
 			continue
 		}

@@ -33,11 +33,20 @@ func (c *connection) State() agentclient.State { return c.state }
 
 func (c *connection) StateChanges() (<-chan struct{}, func()) { return nil, func() {} }
 
+// certificate is as good as the test says.
+type certificate struct {
+	warning string
+	found   bool
+}
+
+func (c *certificate) Warning() (string, bool) { return c.warning, c.found }
+
 type env struct {
 	*shimtest.World
 	t          *testing.T
 	clock      *clocktesting.FakeClock
 	connection *connection
+	certificate
 	again      time.Duration // when the last reconcile wants to look again
 	controller *nodeclass.Controller
 }
@@ -56,7 +65,7 @@ func setUp(t *testing.T, groups ...*agentv1alpha1.NodeGroup) *env {
 }
 
 func (e *env) with(c *catalogue.Catalogue) *nodeclass.Controller {
-	return nodeclass.New(e.clock, e.Kube, c, e.connection, e.Cluster, e.Recorder, grace)
+	return nodeclass.New(e.clock, e.Kube, c, e.connection, &e.certificate, e.Cluster, e.Recorder, grace)
 }
 
 func (e *env) reconcile(name string) *v1alpha1.ClusterAPINodeClass {
@@ -167,6 +176,32 @@ func TestASilentAgentCostsReadinessAfterTheGracePeriod(t *testing.T) {
 
 	e.connection.state = agentclient.State{Synced: true, Connected: true}
 	assert.True(t, condition(e.reconcile(shimtest.NodeClassName), status.ConditionReady).IsTrue(), "and it resumes by itself")
+	e.reconcile(shimtest.NodeClassName)
+	assert.Equal(t, []string{"AgentUnreachable", "AgentReachable"}, e.Recorder.Reasons())
+}
+
+func TestACertificateThatEndsIsACondition(t *testing.T) {
+	e := setUp(t, &agentv1alpha1.NodeGroup{Name: "a"})
+	nodeClass := e.reconcile(shimtest.NodeClassName)
+	assert.True(t, condition(nodeClass, v1alpha1.ConditionAgentCertificateValid).IsUnknown(), "the agent is called without one")
+	assert.Zero(t, e.again)
+
+	e.found = true
+	assert.True(t, condition(e.reconcile(shimtest.NodeClassName), v1alpha1.ConditionAgentCertificateValid).IsTrue())
+	assert.Equal(t, time.Minute, e.again, "nothing tells that it ends")
+
+	e.warning = "It ends. Do something."
+	nodeClass = e.reconcile(shimtest.NodeClassName)
+	valid := condition(nodeClass, v1alpha1.ConditionAgentCertificateValid)
+	assert.True(t, valid.IsFalse())
+	assert.Equal(t, "AgentCertificateExpiring", valid.Reason)
+	assert.Equal(t, "It ends. Do something.", valid.Message)
+	assert.True(t, condition(nodeClass, status.ConditionReady).IsTrue(), "it can still be used")
+	assert.Empty(t, e.Recorder.Reasons(), "who looks after the certificate warns, again and again")
+
+	e.certificate = certificate{}
+	nodeClass = e.reconcile(shimtest.NodeClassName)
+	assert.True(t, condition(nodeClass, v1alpha1.ConditionAgentCertificateValid).IsUnknown())
 }
 
 func TestAnAgentThatRefusesUsIsAnotherReason(t *testing.T) {
