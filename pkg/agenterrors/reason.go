@@ -43,7 +43,7 @@ const (
 	ReasonNotOpen Reason = "NOT_OPEN"
 
 	// ReasonTooManyClaims comes with RESOURCE_EXHAUSTED and RetryInfo: the Cluster has as many claims, or as many ended ones that are
-	// remembered, as it may have.
+	// remembered, as it may have, or as many were made or released lately as may be.
 	ReasonTooManyClaims Reason = "TOO_MANY_CLAIMS"
 
 	// ReasonClaimEnded comes with ABORTED: the claim id has ended or is being released, and must not be used again.

@@ -92,7 +92,10 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		Clock: c.Clock, SpareGrace: o.SpareGracePeriod, TombstoneRetention: o.TombstoneRetention,
 		CollectGrace: o.CollectGracePeriod, TokenLife: o.SyncTokenLifetime,
 		Failure: o.Failure(), Report: infrastructure.NewReports(a.manager.GetAPIReader(), clock.RealClock{}).Of,
-		Bounds: claims.Bounds{Claims: o.MaxClaimsPerCluster, Ended: o.MaxEndedClaimsPerCluster},
+		Bounds: claims.Bounds{
+			Claims: o.MaxClaimsPerCluster, Ended: o.MaxEndedClaimsPerCluster,
+			Creations: o.MaxCreationsPerMinute, Releases: o.MaxReleasesPerWindow, ReleaseWindow: o.ReleaseWindow,
+		},
 		NoMachines: func(ctx context.Context, md *clusterv1.MachineDeployment) (*eligibility.Refusal, error) {
 			return groups.NoMachines(ctx, md)
 		},
@@ -167,11 +170,11 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	if err := a.manager.AddHealthzCheck("ping", healthz.Ping); err != nil {
 		return nil, fmt.Errorf("adding the health check: %w", err)
 	}
-	if err := a.manager.AddReadyzCheck("synced", func(*http.Request) error { return a.server.Check() }); err != nil {
+	if err := a.manager.AddReadyzCheck("synced", logged(c.Log.WithName("synced"), a.server.Check)); err != nil {
 		return nil, fmt.Errorf("adding the readiness check: %w", err)
 	}
 	if a.policy != nil {
-		if err := a.manager.AddReadyzCheck("policy", func(*http.Request) error { return a.awaitsPolicy() }); err != nil {
+		if err := a.manager.AddReadyzCheck("policy", logged(c.Log.WithName("policy"), a.awaitsPolicy)); err != nil {
 			return nil, fmt.Errorf("adding the readiness check: %w", err)
 		}
 	}

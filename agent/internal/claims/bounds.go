@@ -3,6 +3,7 @@ package claims
 import (
 	"context"
 	"fmt"
+	"maps"
 	"strings"
 	"time"
 
@@ -13,7 +14,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// Bounds limit what one Cluster can store in the hub. Zero means no limit.
+// Bounds limit what one Cluster can store in the hub, and how much one mistake of a caller can do before somebody looks. Zero means no limit.
 type Bounds struct {
 	// Claims is how many claims a Cluster may have that have not ended.
 	Claims int
@@ -21,6 +22,11 @@ type Bounds struct {
 	// [rememberedAtLeast] ago are forgotten; when that does not help, no further claim is made and no release of an unknown one
 	// is remembered.
 	Ended int
+	// Creations is how many claims may be made in one node group within [creationWindow].
+	Creations int
+	// Releases is how many claims with a Machine may be released in one Cluster within ReleaseWindow, whoever asks for it.
+	Releases      int
+	ReleaseWindow time.Duration
 }
 
 const (
@@ -31,42 +37,87 @@ const (
 	crowdedLook = 10 * time.Minute
 	// censusLife is how long the claims of a Cluster are not counted anew. What this agent adds meanwhile is counted.
 	censusLife = time.Second
+	// creationWindow is what [Bounds].Creations counts in.
+	creationWindow = time.Minute
+	// retrySoonest is the shortest time after which it is worth asking again, as what was counted may be a little old.
+	retrySoonest = time.Second
 )
 
-// TooManyError means that a Cluster has as many claims, or as many ended claims that are remembered, as it may have.
+// Bound is one of [Bounds], or the hub's own.
+type Bound string
+
+// The bounds.
+const (
+	// BoundLive and BoundEnded are of the claims that a Cluster has.
+	BoundLive  Bound = "live"
+	BoundEnded Bound = "ended"
+	// BoundQuota is a ResourceQuota of the hub, which other Clusters of the namespace may have used up.
+	BoundQuota Bound = "quota"
+	// BoundCreations and BoundReleases are of what happened lately.
+	BoundCreations Bound = "creations"
+	BoundReleases  Bound = "releases"
+)
+
+// TooManyError means that a bound is reached.
 type TooManyError struct {
-	// Ended says that it is the ended ones.
-	Ended bool
-	// Limit is how many it may have. Zero when a ResourceQuota of the hub is used up, which is no limit of this Cluster alone.
-	Limit int
+	Bound Bound
+	// Message says which one, as a sentence without an end.
+	Message string
 	// RetryAfter is when it may be worth asking again.
 	RetryAfter time.Duration
 }
 
-func (e *TooManyError) Error() string {
-	if e.Limit == 0 {
-		return "the hub's ResourceQuota for MachineClaims in the Cluster's namespace is used up"
-	}
-	if e.Ended {
-		return fmt.Sprintf("the Cluster has %d ended claims that are remembered, as many as it may have; "+
-			"they are forgotten an hour after their end", e.Limit)
-	}
-	return fmt.Sprintf("the Cluster has %d claims, as many as it may have", e.Limit)
-}
+func (e *TooManyError) Error() string { return e.Message }
 
 // overQuota returns a [*TooManyError] when the API server refused a claim's object because of a ResourceQuota.
 func overQuota(cluster types.NamespacedName, err error) error {
 	if !apierrors.IsForbidden(err) || !strings.Contains(err.Error(), "exceeded quota") {
 		return nil
 	}
-	countRefused(cluster, "quota")
-	return &TooManyError{RetryAfter: time.Minute}
+	countRefused(cluster, BoundQuota)
+	return &TooManyError{
+		Bound: BoundQuota, RetryAfter: time.Minute,
+		Message: "the hub's ResourceQuota for MachineClaims in the Cluster's namespace is used up",
+	}
 }
 
 // census is how many claims a Cluster has.
 type census struct {
 	live, ended int
-	at          time.Time
+	// made are the claims of each node group that were made within [creationWindow], and released those with a Machine that were released
+	// within [Bounds].ReleaseWindow.
+	made     map[string]recent
+	released recent
+	at       time.Time
+}
+
+// recent counts what happened within a window.
+type recent struct {
+	n      int
+	oldest time.Time
+}
+
+func (r recent) and(moment time.Time) recent {
+	if r.n == 0 || moment.Before(r.oldest) {
+		r.oldest = moment
+	}
+	r.n++
+	return r
+}
+
+// take counts a claim.
+func (c *census) take(claim *v1alpha1.MachineClaim, now time.Time, releaseWindow time.Duration) {
+	if claim.CurrentPhase() == v1alpha1.PhaseEnded {
+		c.ended++
+	} else {
+		c.live++
+	}
+	if made := claim.CreationTimestamp.Time; now.Sub(made) < creationWindow && claim.Spec.NodeGroup != "" {
+		c.made[claim.Spec.NodeGroup] = c.made[claim.Spec.NodeGroup].and(made)
+	}
+	if at := claim.Status.ReleasedAt; at != nil && claim.Status.Machine != nil && now.Sub(at.Time) < releaseWindow {
+		c.released = c.released.and(at.Time)
+	}
 }
 
 // count counts the claims of a Cluster in the caches. The numbers may be a little old, which limits need not mind.
@@ -84,13 +135,9 @@ func (e *Engine) count(ctx context.Context, cluster types.NamespacedName) (censu
 	if err != nil {
 		return census{}, fmt.Errorf("counting the Cluster's claims: %w", err)
 	}
-	counted := census{at: now}
+	counted := census{at: now, made: map[string]recent{}}
 	for i := range list.Items {
-		if list.Items[i].CurrentPhase() == v1alpha1.PhaseEnded {
-			counted.ended++
-		} else {
-			counted.live++
-		}
+		counted.take(&list.Items[i], now, e.Bounds.ReleaseWindow)
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -98,35 +145,101 @@ func (e *Engine) count(ctx context.Context, cluster types.NamespacedName) (censu
 	return counted, nil
 }
 
-// added counts claims that this agent has just made.
-func (e *Engine) added(cluster types.NamespacedName, live, ended int) {
+// recount adds to what is known of a Cluster what this agent has just done.
+func (e *Engine) recount(cluster types.NamespacedName, add func(*census)) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if known, ok := e.censuses[cluster]; ok {
-		known.live += live
-		known.ended += ended
+		known.made = maps.Clone(known.made) // which others may be reading
+		add(&known)
 		e.censuses[cluster] = known
 	}
 }
 
-// room returns a [*TooManyError] when the Cluster may have no further claim, or no further ended one.
-func (e *Engine) room(ctx context.Context, cluster types.NamespacedName, ended bool) error {
-	if e.Bounds == (Bounds{}) {
+// added counts a claim that this agent has just made.
+func (e *Engine) added(c *v1alpha1.MachineClaim) {
+	e.recount(clusterOf(c), func(known *census) {
+		known.live++
+		known.made[c.Spec.NodeGroup] = known.made[c.Spec.NodeGroup].and(e.Clock.Now())
+	})
+}
+
+func clusterOf(c *v1alpha1.MachineClaim) types.NamespacedName {
+	return types.NamespacedName{Namespace: c.Namespace, Name: c.Spec.ClusterName}
+}
+
+// roomForTombstone returns a [*TooManyError] when the Cluster may have no further ended claim.
+func (e *Engine) roomForTombstone(ctx context.Context, cluster types.NamespacedName) error {
+	if e.Bounds.Ended == 0 {
 		return nil
+	}
+	has, err := e.count(ctx, cluster)
+	if err != nil || has.ended < e.Bounds.Ended {
+		return err
+	}
+	return e.tooMany(ctx, cluster, &TooManyError{
+		Bound: BoundEnded, RetryAfter: time.Minute,
+		Message: fmt.Sprintf("the Cluster has %d ended claims that are remembered, as many as it may have; they are forgotten an hour after their end",
+			e.Bounds.Ended),
+	})
+}
+
+// room returns a [*TooManyError] when the Cluster may have no further claim, which is remembered when it ends, or when its node group may have
+// none now.
+func (e *Engine) room(ctx context.Context, cluster types.NamespacedName, nodeGroup string) error {
+	if err := e.roomForTombstone(ctx, cluster); err != nil || e.Bounds.Claims == 0 && e.Bounds.Creations == 0 {
+		return err
 	}
 	has, err := e.count(ctx, cluster)
 	if err != nil {
 		return err
 	}
+	made := has.made[nodeGroup]
 	switch {
-	case e.Bounds.Ended > 0 && has.ended >= e.Bounds.Ended: // for a new claim too: it is remembered when it ends
-		countRefused(cluster, "ended")
-		return &TooManyError{Ended: true, Limit: e.Bounds.Ended, RetryAfter: time.Minute}
-	case !ended && e.Bounds.Claims > 0 && has.live >= e.Bounds.Claims:
-		countRefused(cluster, "live")
-		return &TooManyError{Limit: e.Bounds.Claims, RetryAfter: 10 * time.Second}
+	case e.Bounds.Claims > 0 && has.live >= e.Bounds.Claims:
+		return e.tooMany(ctx, cluster, &TooManyError{
+			Bound: BoundLive, RetryAfter: 10 * time.Second,
+			Message: fmt.Sprintf("the Cluster has %d claims, as many as it may have", e.Bounds.Claims),
+		})
+	case e.Bounds.Creations > 0 && made.n >= e.Bounds.Creations:
+		return e.tooMany(ctx, cluster, &TooManyError{
+			Bound: BoundCreations, RetryAfter: e.over(made, creationWindow),
+			Message: fmt.Sprintf("the node group %s had %d claims within a minute, as many as it may have (--max-creations-per-minute)",
+				nodeGroup, e.Bounds.Creations),
+		})
 	}
 	return nil
+}
+
+// mayRelease returns a [*TooManyError] when no further claim of the Cluster that has a Machine may be released now.
+func (e *Engine) mayRelease(ctx context.Context, c *v1alpha1.MachineClaim) error {
+	if e.Bounds.Releases == 0 || c.Status.Machine == nil {
+		return nil
+	}
+	cluster := clusterOf(c)
+	has, err := e.count(ctx, cluster)
+	if err != nil || has.released.n < e.Bounds.Releases {
+		return err
+	}
+	return e.tooMany(ctx, cluster, &TooManyError{
+		Bound: BoundReleases, RetryAfter: e.over(has.released, e.Bounds.ReleaseWindow),
+		Message: fmt.Sprintf("%d claims with a Machine were released in the Cluster within %s, as many as may be (--max-releases-per-window)",
+			e.Bounds.Releases, e.Bounds.ReleaseWindow),
+	})
+}
+
+// over returns how long it takes until the first of what happened lately does not count any more.
+func (e *Engine) over(lately recent, window time.Duration) time.Duration {
+	return max(retrySoonest, lately.oldest.Add(window).Sub(e.Clock.Now()))
+}
+
+// tooMany counts what is refused, and shows it on the Cluster.
+func (e *Engine) tooMany(ctx context.Context, cluster types.NamespacedName, refused *TooManyError) error {
+	countRefused(cluster, refused.Bound)
+	if object, err := e.cluster(ctx, cluster.Namespace, cluster.Name); err == nil && object != nil {
+		e.warn(object, "LimitReached", "Limit", refused.Message)
+	}
+	return refused
 }
 
 // remembered returns how long an ended claim of the Cluster is remembered: shorter when there are nearly too many.

@@ -41,12 +41,13 @@ func bounded(t *testing.T, b Bounds, objects ...client.Object) (*Engine, *clockt
 
 func keyOf(id string) Key { return Key{Namespace: namespace, Cluster: clusterName, ID: id} }
 
-func requireTooMany(t *testing.T, err error, ended bool) {
+func requireTooMany(t *testing.T, err error, bound Bound) *TooManyError {
 	t.Helper()
 	var tooMany *TooManyError
 	require.ErrorAs(t, err, &tooMany)
-	assert.Equal(t, ended, tooMany.Ended)
+	assert.Equal(t, bound, tooMany.Bound)
 	assert.Positive(t, tooMany.RetryAfter)
+	return tooMany
 }
 
 func TestAClusterHasNoMoreClaimsThanItMay(t *testing.T) {
@@ -59,11 +60,11 @@ func TestAClusterHasNoMoreClaimsThanItMay(t *testing.T) {
 		require.NoError(t, err)
 	}
 	_, err := e.Create(t.Context(), ask("third", "a"))
-	requireTooMany(t, err, false)
+	requireTooMany(t, err, BoundLive)
 	validate := ask("third", "a")
 	validate.ValidateOnly = true
 	_, err = e.Create(t.Context(), validate)
-	requireTooMany(t, err, false)
+	requireTooMany(t, err, BoundLive)
 	_, err = e.Create(t.Context(), ask("second", "a"))
 	require.NoError(t, err, "a call that is repeated is answered as before")
 
@@ -87,10 +88,10 @@ func TestTheHubsQuotaOfClaimsIsSaidToBeUsedUp(t *testing.T) {
 		},
 	})
 	_, err := e.Create(t.Context(), ask("a", "a"))
-	requireTooMany(t, err, false)
+	requireTooMany(t, err, BoundQuota)
 	require.ErrorContains(t, err, "ResourceQuota")
 	_, err = e.Release(t.Context(), keyOf("unknown"), ReleaseOptions{})
-	requireTooMany(t, err, false)
+	requireTooMany(t, err, BoundQuota)
 }
 
 // A release that is not remembered has not happened: a call to make the claim that comes late would not be refused.
@@ -102,11 +103,11 @@ func TestReleasesOfUnknownClaimsAreRefusedWhenTheyCannotBeRemembered(t *testing.
 		require.NoError(t, err)
 	}
 	_, err := e.Release(t.Context(), keyOf("one-more"), ReleaseOptions{})
-	requireTooMany(t, err, true)
+	requireTooMany(t, err, BoundEnded)
 	_, err = e.Release(t.Context(), keyOf("unknown-0"), ReleaseOptions{})
 	require.NoError(t, err, "it is remembered already")
 	_, err = e.Create(t.Context(), ask("new", "a"))
-	requireTooMany(t, err, true)
+	requireTooMany(t, err, BoundEnded)
 	var ended *EndedError
 	_, err = e.Create(t.Context(), ask("unknown-0", "a"))
 	require.ErrorAs(t, err, &ended, "a late call is refused all the same")
@@ -211,4 +212,66 @@ func TestAnEndedClaimKeepsTheEndOfItsHistory(t *testing.T) {
 			assert.Equal(t, strconv.Itoa(before-kept+i), event.Message)
 		}
 	}
+}
+
+func TestANodeGroupGetsNoMoreClaimsAMinuteThanItMay(t *testing.T) {
+	long := heldClaim("long-ago", newTestTime().Add(-2*time.Minute))
+	e, now := bounded(t, Bounds{Creations: 2}, long, groupOf("b", 0, nil))
+	e.spawn = func(run func()) { run() }
+	through, ok := e.Client.(client.WithWatch)
+	require.True(t, ok)
+	e.Client = interceptor.NewClient(through, interceptor.Funcs{
+		Create: func(ctx context.Context, c client.WithWatch, object client.Object, options ...client.CreateOption) error {
+			object.SetCreationTimestamp(metav1.NewTime(now.Now())) // as the API server does
+			return c.Create(ctx, object, options...)
+		},
+	})
+	for _, id := range []string{"first", "second"} {
+		_, err := e.Create(t.Context(), ask(id, "a"))
+		require.NoError(t, err)
+		now.Step(10 * time.Second)
+	}
+	_, err := e.Create(t.Context(), ask("third", "a"))
+	tooMany := requireTooMany(t, err, BoundCreations)
+	assert.Contains(t, tooMany.Message, "node group a had 2 claims")
+	assert.Equal(t, 40*time.Second, tooMany.RetryAfter.Round(time.Second), "then the first does not count any more")
+	_, err = e.Create(t.Context(), ask("second", "a"))
+	require.NoError(t, err, "a call that is repeated is answered as before")
+	_, err = e.Create(t.Context(), ask("third", "b"))
+	require.NoError(t, err, "another node group has a limit of its own")
+	now.Step(tooMany.RetryAfter + time.Second)
+	_, err = e.Create(t.Context(), ask("fourth", "a"))
+	require.NoError(t, err)
+}
+
+func TestAMistakeReleasesNoMoreMachinesThanItMay(t *testing.T) {
+	withMachine := func(id string) *v1alpha1.MachineClaim {
+		c := heldClaim(id, newTestTime())
+		c.Status.Phase, c.Status.Machine = v1alpha1.PhaseBound, &v1alpha1.MachineReference{Name: id, UID: types.UID(id)}
+		return c
+	}
+	before := withMachine("before")
+	before.Status.Phase, before.Status.ReleasedAt = v1alpha1.PhaseReleasing, new(metav1.NewTime(newTestTime().Add(-time.Minute)))
+	longBefore := withMachine("long-before")
+	longBefore.Status.Phase, longBefore.Status.ReleasedAt = v1alpha1.PhaseReleasing, new(metav1.NewTime(newTestTime().Add(-time.Hour)))
+	e, now := bounded(t, Bounds{Releases: 2, ReleaseWindow: 10 * time.Minute},
+		before, longBefore, withMachine("first"), withMachine("second"), heldClaim("waiting", newTestTime()))
+	e = quiet(e)
+	for range 2 {
+		_, err := e.Release(t.Context(), keyOf("first"), ReleaseOptions{})
+		require.NoError(t, err, "what was released within the window was one; and the call may be repeated")
+	}
+	_, err := e.Release(t.Context(), keyOf("second"), ReleaseOptions{})
+	tooMany := requireTooMany(t, err, BoundReleases)
+	assert.Equal(t, 9*time.Minute, tooMany.RetryAfter.Round(time.Minute))
+	second, err := e.Get(t.Context(), keyOf("second"))
+	require.NoError(t, err)
+	assert.Equal(t, v1alpha1.PhaseBound, second.CurrentPhase(), "nothing was done")
+	_, err = e.Release(t.Context(), keyOf("waiting"), ReleaseOptions{})
+	require.NoError(t, err, "a claim without a Machine costs none")
+	_, err = e.Release(t.Context(), keyOf("unknown"), ReleaseOptions{})
+	require.NoError(t, err)
+	now.Step(tooMany.RetryAfter + time.Second)
+	_, err = e.Release(t.Context(), keyOf("second"), ReleaseOptions{})
+	require.NoError(t, err)
 }

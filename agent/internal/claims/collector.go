@@ -6,6 +6,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/clock"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/log"
@@ -21,10 +22,14 @@ const collectTimeout = 5 * time.Second
 // be left behind when a node group goes.
 type collector struct {
 	reader client.Reader
+	clock  clock.PassiveClock
+	bounds Bounds
 }
 
 // Collector returns the metrics of every ledger quantity and of the claims by phase. It reads Client.
-func (e *Engine) Collector() prometheus.Collector { return collector{reader: e.Client} }
+func (e *Engine) Collector() prometheus.Collector {
+	return collector{reader: e.Client, clock: e.Clock, bounds: e.Bounds}
+}
 
 // Labels of the metrics.
 const (
@@ -56,6 +61,17 @@ var (
 		[]string{namespaceLabel, clusterLabel, "state"}, nil)
 )
 
+// What happened lately, and the limits, so that an alert need not repeat the agent's options.
+var (
+	releasesDescription = prometheus.NewDesc("capi_agent_cluster_recent_releases",
+		"Claims of a Cluster that had a Machine and were released within --release-window.", []string{namespaceLabel, clusterLabel}, nil)
+	creationsDescription = prometheus.NewDesc("capi_agent_node_group_recent_creations",
+		"Claims of a node group that were made within a minute.", []string{namespaceLabel, deploymentLabel}, nil)
+	limitDescription = prometheus.NewDesc("capi_agent_limit",
+		"The limits that are set (live and ended: claims of a Cluster; creations: claims of a node group within a minute; releases: of a "+
+			"Cluster within --release-window).", []string{"limit"}, nil)
+)
+
 // keptDescription is by Cluster, as no node group has anything to do with it.
 var keptDescription = prometheus.NewDesc("capi_agent_claims_owner_missing",
 	"Claims of a Cluster that are kept although their holder's live set lacks them: a person has to look.", []string{namespaceLabel, "cluster"}, nil)
@@ -64,7 +80,7 @@ func (c collector) Describe(descriptions chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
 		ledgerDescription, replicasDescription, sequenceDescription, unreadableDescription, frozenDescription, claimsDescription,
 		keptDescription,
-		clusterClaimsDescription,
+		clusterClaimsDescription, releasesDescription, creationsDescription, limitDescription,
 	} {
 		descriptions <- d
 	}
@@ -116,6 +132,7 @@ func (c collector) Collect(metrics chan<- prometheus.Metric) {
 		namespace, cluster, is string
 	}
 	counts, states := map[group]int64{}, map[state]int64{}
+	lately := map[types.NamespacedName]*census{}
 	kept := map[types.NamespacedName]int64{}
 	for i := range claims.Items {
 		claim := &claims.Items[i]
@@ -128,6 +145,23 @@ func (c collector) Collect(metrics chan<- prometheus.Metric) {
 			is = "ended"
 		}
 		states[state{claim.Namespace, claim.Spec.ClusterName, is}]++
+		if lately[clusterOf(claim)] == nil {
+			lately[clusterOf(claim)] = &census{made: map[string]recent{}}
+		}
+		lately[clusterOf(claim)].take(claim, c.clock.Now(), c.bounds.ReleaseWindow)
+	}
+	for cluster, has := range lately {
+		gauge(releasesDescription, int64(has.released.n), cluster.Namespace, cluster.Name)
+		for name, made := range has.made {
+			gauge(creationsDescription, int64(made.n), cluster.Namespace, name)
+		}
+	}
+	for bound, limit := range map[Bound]int{
+		BoundLive: c.bounds.Claims, BoundEnded: c.bounds.Ended, BoundCreations: c.bounds.Creations, BoundReleases: c.bounds.Releases,
+	} {
+		if limit > 0 {
+			gauge(limitDescription, int64(limit), string(bound))
+		}
 	}
 	for cluster, n := range kept {
 		gauge(keptDescription, n, cluster.Namespace, cluster.Name)

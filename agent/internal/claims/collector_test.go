@@ -3,11 +3,13 @@ package claims
 import (
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
+	clocktesting "k8s.io/utils/clock/testing"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client/fake"
 
@@ -37,12 +39,18 @@ func TestCollectorShowsEveryPartOfTheLedger(t *testing.T) {
 			Status:     v1alpha1.MachineClaimStatus{Phase: phase},
 		}
 	}
+	made, released := claim("b", v1alpha1.PhaseBound), claim("d", v1alpha1.PhaseEnded)
+	made.CreationTimestamp = metav1.NewTime(newTestTime().Add(-30 * time.Second))
+	released.Status.ReleasedAt = new(metav1.NewTime(newTestTime().Add(-5 * time.Minute)))
+	released.Status.Machine = &v1alpha1.MachineReference{Name: "m"}
 	c := fake.NewClientBuilder().WithScheme(scheme).WithObjects(
 		deployment("workers", l.Encode()), deployment("broken", "{"),
 		&clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: "fleet", Name: "untouched"}},
-		claim("a", ""), claim("b", v1alpha1.PhaseBound), claim("c", v1alpha1.PhasePending), claim("d", v1alpha1.PhaseEnded),
+		claim("a", ""), made, claim("c", v1alpha1.PhasePending), released,
 	).Build()
-	err := testutil.CollectAndCompare((&Engine{Config: Config{Client: c}}).Collector(), strings.NewReader(`
+	err := testutil.CollectAndCompare((&Engine{Config: Config{
+		Client: c, Clock: clocktesting.NewFakeClock(newTestTime()), Bounds: Bounds{Claims: 20, Releases: 3, ReleaseWindow: 10 * time.Minute},
+	}}).Collector(), strings.NewReader(`
 # HELP capi_agent_claims Claims by node group and phase; ended ones while they are remembered.
 # TYPE capi_agent_claims gauge
 capi_agent_claims{machine_deployment="workers",namespace="fleet",phase="Bound"} 1
@@ -52,6 +60,16 @@ capi_agent_claims{machine_deployment="workers",namespace="fleet",phase="Pending"
 # TYPE capi_agent_cluster_claims gauge
 capi_agent_cluster_claims{cluster="spoke",namespace="fleet",state="ended"} 1
 capi_agent_cluster_claims{cluster="spoke",namespace="fleet",state="live"} 3
+# HELP capi_agent_cluster_recent_releases Claims of a Cluster that had a Machine and were released within --release-window.
+# TYPE capi_agent_cluster_recent_releases gauge
+capi_agent_cluster_recent_releases{cluster="spoke",namespace="fleet"} 1
+# HELP capi_agent_limit The limits that are set (live and ended: claims of a Cluster; creations: claims of a node group within a minute; releases: of a Cluster within --release-window).
+# TYPE capi_agent_limit gauge
+capi_agent_limit{limit="live"} 20
+capi_agent_limit{limit="releases"} 3
+# HELP capi_agent_node_group_recent_creations Claims of a node group that were made within a minute.
+# TYPE capi_agent_node_group_recent_creations gauge
+capi_agent_node_group_recent_creations{machine_deployment="workers",namespace="fleet"} 1
 # HELP capi_agent_ledger_machines Machines of a node group by who has them, as its ledger says: floor (the user's), spare (nobody's), pending (accounted for, their Machine not named yet), named (Machine named, not bound yet), releasing (being removed, replica held), given_back (being removed, replica given back).
 # TYPE capi_agent_ledger_machines gauge
 capi_agent_ledger_machines{machine_deployment="workers",namespace="fleet",part="floor"} 2

@@ -80,7 +80,7 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 	r.Candidates = open.candidates
 	c := e.newClaim(r, cluster, open.first())
 	if r.ValidateOnly {
-		return c, e.room(ctx, client.ObjectKeyFromObject(cluster), false)
+		return c, e.room(ctx, client.ObjectKeyFromObject(cluster), c.Spec.NodeGroup)
 	}
 	switch lost, err := e.remember(ctx, key); {
 	case err == nil:
@@ -90,7 +90,7 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 	case open.none():
 		return nil, open.refused()
 	}
-	full := e.room(ctx, client.ObjectKeyFromObject(cluster), false)
+	full := e.room(ctx, client.ObjectKeyFromObject(cluster), c.Spec.NodeGroup)
 	entered := false
 	if full == nil {
 		entered, err = e.make(ctx, c, open.deployment)
@@ -128,7 +128,7 @@ func (e *Engine) make(ctx context.Context, c *v1alpha1.MachineClaim, md *cluster
 		done()
 		return false, err
 	}
-	e.added(types.NamespacedName{Namespace: c.Namespace, Name: c.Spec.ClusterName}, 1, 0)
+	e.added(c)
 	if !alone { // of several that come at once the others gather, and a run enters them in one write
 		done()
 		return false, nil

@@ -29,8 +29,8 @@ var (
 	}, []string{"reason"})
 	refusedTotal = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "capi_agent_claims_refused_total",
-		Help: "Claims, and releases of unknown ones, that were refused because the Cluster has as many as it may have, " +
-			"by limit (live: claims that have not ended; ended: ended claims that are remembered; quota: the hub's ResourceQuota).",
+		Help: "Claims and releases that were refused because a limit is reached (live: claims that have not ended; ended: ended claims that are " +
+			"remembered; quota: the hub's ResourceQuota; creations: --max-creations-per-minute; releases: --max-releases-per-window).",
 	}, []string{namespaceLabel, clusterLabel, "limit"})
 	writesTotal = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "capi_agent_ledger_writes_total",
@@ -69,8 +69,8 @@ func observeBound(c clock.Clock, claim *v1alpha1.MachineClaim) {
 }
 
 func countEnded(reason string) { endedTotal.WithLabelValues(reason).Inc() }
-func countRefused(cluster types.NamespacedName, limit string) {
-	refusedTotal.WithLabelValues(cluster.Namespace, cluster.Name, limit).Inc()
+func countRefused(cluster types.NamespacedName, limit Bound) {
+	refusedTotal.WithLabelValues(cluster.Namespace, cluster.Name, string(limit)).Inc()
 }
 func countWrite(kind string, err error) { writesTotal.WithLabelValues(kind, result(err)).Inc() }
 func countLowering(namespace, deployment string) {

@@ -105,6 +105,11 @@ func (e *Engine) release(ctx context.Context, key Key, o ReleaseOptions, why v1a
 			return c, nil
 		}
 		first := c.Status.Phase != v1alpha1.PhaseReleasing
+		if first {
+			if err := e.mayRelease(ctx, c); err != nil {
+				return nil, err
+			}
+		}
 		c.Status.Phase = v1alpha1.PhaseReleasing
 		c.Status.Drained = o.Drained
 		if first {
@@ -117,6 +122,9 @@ func (e *Engine) release(ctx context.Context, key Key, o ReleaseOptions, why v1a
 		}
 		switch err := e.writeRequest(ctx, c); {
 		case err == nil:
+			if first && c.Status.Machine != nil {
+				e.recount(clusterOf(c), func(known *census) { known.released = known.released.and(e.Clock.Now()) })
+			}
 			return c, nil
 		case lostRace(err) && attempt < 5:
 			continue

@@ -2,6 +2,7 @@ package claims
 
 import (
 	"context"
+	"errors"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -93,7 +94,10 @@ func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
 			continue
 		}
 		decided[c.UID] = true
+		var tooMany *TooManyError
 		switch kept, err := e.collect(ctx, set, c, running[id]); {
+		case errors.As(err, &tooMany):
+			result.Kept = append(result.Kept, id) // until a later set
 		case err != nil:
 			return result, err
 		case kept != "":

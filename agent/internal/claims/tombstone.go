@@ -34,7 +34,7 @@ func (e *Engine) bury(ctx context.Context, key Key, why string) (*v1alpha1.Machi
 	if cluster == nil {
 		return nil, ErrUnknownCluster
 	}
-	if err := e.room(ctx, client.ObjectKeyFromObject(cluster), true); err != nil {
+	if err := e.roomForTombstone(ctx, client.ObjectKeyFromObject(cluster)); err != nil {
 		return nil, err
 	}
 	c := e.newClaim(Request{Namespace: key.Namespace, Cluster: key.Cluster, ID: key.ID, Holder: unknownHolder}, cluster, "")
@@ -45,7 +45,7 @@ func (e *Engine) bury(ctx context.Context, key Key, why string) (*v1alpha1.Machi
 	} else if err != nil {
 		return nil, fmt.Errorf("making a tombstone: %w", err)
 	}
-	e.added(client.ObjectKeyFromObject(cluster), 0, 1)
+	e.recount(client.ObjectKeyFromObject(cluster), func(known *census) { known.ended++ })
 	// The object alone is the tombstone; the status is for people and for the lists. Should the agent die here, the
 	// tombstones' controller writes it.
 	if why != "" {
@@ -146,6 +146,6 @@ func (t tombstones) forget(ctx context.Context, c *v1alpha1.MachineClaim) (time.
 	if err := t.Client.Delete(ctx, c, preconditions(c.UID, c.ResourceVersion)); err != nil {
 		return 0, fmt.Errorf("forgetting a claim that ended long ago: %w", err)
 	}
-	t.added(cluster, 0, -1)
+	t.recount(clusterOf(c), func(known *census) { known.ended-- })
 	return 0, nil
 }

@@ -86,6 +86,10 @@ type Options struct {
 	// MaxClaimsPerCluster and MaxEndedClaimsPerCluster are how many claims that have not ended, and how many ended ones, one Cluster
 	// can store in the hub; 0 for no limit.
 	MaxClaimsPerCluster, MaxEndedClaimsPerCluster int
+	// MaxCreationsPerMinute is how many claims may be made in one node group within a minute, and MaxReleasesPerWindow how many claims with a
+	// Machine may be released in one Cluster within ReleaseWindow; 0 for no limit.
+	MaxCreationsPerMinute, MaxReleasesPerWindow int
+	ReleaseWindow                               time.Duration
 	// CollectGracePeriod is how much older than a holder's live set a claim must be to be collected.
 	CollectGracePeriod time.Duration
 	// SyncTokenLifetime is how long after a listing of claims a live set may arrive.
@@ -137,6 +141,7 @@ func New() *Options {
 
 		MaxClaimsPerCluster:      20000,
 		MaxEndedClaimsPerCluster: 10000,
+		ReleaseWindow:            10 * time.Minute,
 
 		CollectGracePeriod:        30 * time.Second,
 		SyncTokenLifetime:         10 * time.Minute,
@@ -218,6 +223,13 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 	flags.IntVar(&o.MaxEndedClaimsPerCluster, "max-ended-claims-per-cluster", o.MaxEndedClaimsPerCluster,
 		"Maximum number of ended claims of one Cluster that are remembered. Near it, those that ended more than an hour ago are "+
 			"forgotten early; at it, further claims and releases of unknown claims are refused. 0 disables the limit.")
+	flags.IntVar(&o.MaxCreationsPerMinute, "max-creations-per-minute", o.MaxCreationsPerMinute,
+		"Maximum number of claims that may be made in one node group within a minute. Further ones are refused until then. 0 disables the limit.")
+	flags.IntVar(&o.MaxReleasesPerWindow, "max-releases-per-window", o.MaxReleasesPerWindow,
+		"Maximum number of claims with a Machine that may be released in one Cluster within --release-window, so that a mistake removes no more "+
+			"before somebody looks. Further releases are refused until then. 0 disables the limit.")
+	flags.DurationVar(&o.ReleaseWindow, "release-window", o.ReleaseWindow,
+		"The time that --max-releases-per-window counts in.")
 	flags.DurationVar(&o.CollectGracePeriod, "collect-grace-period", o.CollectGracePeriod,
 		"Minimum age a claim must have, relative to the holder's listing, before SyncClaims may collect it.")
 	flags.DurationVar(&o.SyncTokenLifetime, "sync-token-lifetime", o.SyncTokenLifetime,
@@ -391,10 +403,15 @@ func (o *Options) Validate() error {
 	}
 	for flag, limit := range map[string]int{
 		"max-claims-per-cluster": o.MaxClaimsPerCluster, "max-ended-claims-per-cluster": o.MaxEndedClaimsPerCluster,
+		"max-creations-per-minute": o.MaxCreationsPerMinute, "max-releases-per-window": o.MaxReleasesPerWindow,
 	} {
 		if limit < 0 {
 			wrong(flag, "%d is below 0; write 0 for no limit", limit)
 		}
+	}
+	if o.MaxReleasesPerWindow > 0 && (o.ReleaseWindow <= 0 || o.ReleaseWindow > o.TombstoneRetention) {
+		wrong("release-window", "%s is not above 0 and at most --tombstone-retention %s: releases are counted by the claims that are remembered",
+			o.ReleaseWindow, o.TombstoneRetention)
 	}
 	o.validatePrices(wrong)
 	o.validateLimits(wrong)

@@ -24,6 +24,7 @@ import (
 	"sigs.k8s.io/karpenter/pkg/cloudprovider"
 	"sigs.k8s.io/karpenter/pkg/events"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
@@ -173,6 +174,16 @@ func (c *CloudProvider) Delete(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 		Drained: drained(nodeClaim),
 		Reason:  releaseReason(nodeClaim),
 	})
+	if agenterrors.IsTooMany(err) {
+		c.Recorder.Publish(events.Event{
+			InvolvedObject: nodeClaim,
+			Type:           corev1.EventTypeWarning,
+			Reason:         "ReleaseLimited",
+			Message:        lo.Substring("The machine stays for now, as the agent releases no more of this Cluster's: "+err.Error(), 0, 1024),
+			DedupeValues:   []string{string(nodeClaim.UID)},
+			DedupeTimeout:  10 * time.Minute,
+		})
+	}
 	if err != nil {
 		return fmt.Errorf("releasing the claim: %w", err)
 	}

@@ -135,6 +135,19 @@ func TestDeleteKeysOnTheUIDWhateverTheProviderID(t *testing.T) {
 	}
 }
 
+func TestADeleteThatTheAgentPutsOffIsSaidOnTheNodeClaim(t *testing.T) {
+	w := shimtest.New(t, oneGroup())
+	nodeClaim := w.Launched("claim")
+	w.Provision(nodeClaim, "sim:///1")
+	w.Agent.Fail("ReleaseClaim", 1, agenterrors.TooManyClaims("2 claims were released within 10m", 9*time.Minute))
+	uncertain(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
+	require.Equal(t, []string{"ReleaseLimited"}, w.Recorder.Reasons())
+	assert.Contains(t, w.Recorder.Messages()[0], "2 claims were released within 10m")
+	w.Eventually(func() bool {
+		return corecloudprovider.IsNodeClaimNotFoundError(w.CloudProvider.Delete(w.Context(), nodeClaim))
+	}, "it is released then")
+}
+
 func TestDeleteOfAnUnknownClaimIsNotFound(t *testing.T) {
 	w := shimtest.New(t, oneGroup())
 	notFound(t, w.CloudProvider.Delete(w.Context(), w.NodeClaim("never")))

@@ -186,7 +186,10 @@ func TestWhatCoreIsToldWhenTheAgentSaysNo(t *testing.T) {
 		err    error
 		reason string // of a CreateError; empty means InsufficientCapacity
 	}{
-		"RESOURCE_EXHAUSTED":    {err: rejected(agenterrors.ReasonNoRoom)},
+		"RESOURCE_EXHAUSTED": {err: rejected(agenterrors.ReasonNoRoom)},
+		"RESOURCE_EXHAUSTED, a limit": {
+			err: agenterrors.TooManyClaims("as many as it may have", time.Minute), reason: cloudprovider.ReasonTooManyClaims,
+		},
 		"FAILED_PRECONDITION":   {err: rejected(agenterrors.ReasonNotOpen)},
 		"ABORTED, claim ended":  {err: agenterrors.ClaimEnded(&agentv1alpha1.Claim{Phase: agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED})},
 		"ABORTED, conflict":     {err: agenterrors.Conflict("again"), reason: cloudprovider.ReasonClaimConflict},

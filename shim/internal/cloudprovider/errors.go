@@ -31,6 +31,8 @@ const (
 	ReasonClaimConflict = "ClaimConflict"
 	// ReasonClaimRejected means that the agent holds the request for malformed.
 	ReasonClaimRejected = "ClaimRejected"
+	// ReasonTooManyClaims means that the Cluster has as many claims as the agent lets it have, or as many were made lately.
+	ReasonTooManyClaims = "TooManyClaims"
 	// ReasonAdoptionFailed means that it is not known whether the Machine that was chosen for the NodeClaim can be adopted.
 	ReasonAdoptionFailed = "AdoptionFailed"
 	// ReasonAdoptionRefused means that the Machine that another provider chose for the NodeClaim cannot be adopted, and has no provider ID yet.
@@ -49,7 +51,8 @@ const maxConditionMessage = 1024
 //
 //	agent                          | core                     | effect
 //	no candidate in the catalogue  | InsufficientCapacity     | NodeClaim deleted, pods scheduled anew; the NodePool does without for a while
-//	RESOURCE_EXHAUSTED             | InsufficientCapacity     | the same; the candidates are left alone for a while
+//	RESOURCE_EXHAUSTED, no room    | InsufficientCapacity     | the same; the candidates are left alone for a while
+//	RESOURCE_EXHAUSTED, too many   | CreateError              | repeated with core's backoff
 //	FAILED_PRECONDITION            | InsufficientCapacity     | the same: paused or closed groups are of no use to this NodeClaim
 //	ABORTED, claim ended           | InsufficientCapacity     | NodeClaim deleted: its id can never be claimed again
 //	ABORTED, conflict              | CreateError              | repeated at once a few times, then with core's backoff
@@ -72,6 +75,8 @@ func (c *CloudProvider) explain(err error, candidates []*instancetype.Group, ref
 		return cloudprovider.NewInsufficientCapacityError(err)
 	case agenterrors.IsEnded(err):
 		return cloudprovider.NewInsufficientCapacityError(fmt.Errorf("the claim cannot be made again: %w", err))
+	case agenterrors.IsTooMany(err):
+		return createError(err, ReasonTooManyClaims)
 	case agenterrors.IsConflict(err):
 		return createError(err, ReasonClaimConflict)
 	case agenterrors.IsNotFound(err):

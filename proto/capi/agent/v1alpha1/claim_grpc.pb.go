@@ -50,7 +50,7 @@ type ClaimServiceClient interface {
 	// | not this identity's Cluster; a holder that it may not act as, or a claim of one | PERMISSION_DENIED | use the right identity |
 	// | the Cluster does not exist; or none of the candidates exists | NOT_FOUND | list the node groups |
 	// | no candidate has room | RESOURCE_EXHAUSTED, one ErrorInfo for each candidate; RetryInfo when known | use other candidates, or wait |
-	// | the Cluster has as many claims, or ended claims that are remembered, as it may have (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | release claims, or wait; the limits are options of the agent |
+	// | the Cluster has as many claims, or ended claims that are remembered, as it may have, or the node group was given as many within a minute as it may (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | release claims, or wait; the limits are options of the agent |
 	// | all candidates are paused, being deleted or not open to claims; or the Machine to adopt cannot be had | FAILED_PRECONDITION | use other candidates; someone has to act |
 	// | the id has ended, or is being released (ErrorInfo reason CLAIM_ENDED; how, in its metadata) | ABORTED | never repeat this id |
 	// | lost a race against another writer (ErrorInfo reason CONFLICT) | ABORTED | repeat at once with the same id |
@@ -66,7 +66,8 @@ type ClaimServiceClient interface {
 	// |---|---|---|
 	// | a field is malformed | INVALID_ARGUMENT | fix the request |
 	// | not this identity's Cluster; or the claim's holder is one that it may not act as | PERMISSION_DENIED | use the right identity |
-	// | the claim is unknown, and its end cannot be remembered: the Cluster has as many ended claims as it may have (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | repeat after that time; a claim that exists is always released |
+	// | the claim is unknown, and its end cannot be remembered: the Cluster has as many ended claims as it may have (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | repeat after that time |
+	// | the claim has a machine, and as many such claims of the Cluster were released lately as the agent's options allow (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | repeat after that time |
 	// | lost a race against another writer | ABORTED | repeat at once |
 	// | the claim is unknown, and the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND): it may have moved to another hub | NOT_FOUND | ask the agent there |
 	// | the Cluster is paused (ErrorInfo reason CLUSTER_PAUSED): a move that is under way would lose the release | UNAVAILABLE | repeat later |
@@ -235,7 +236,7 @@ type ClaimServiceServer interface {
 	// | not this identity's Cluster; a holder that it may not act as, or a claim of one | PERMISSION_DENIED | use the right identity |
 	// | the Cluster does not exist; or none of the candidates exists | NOT_FOUND | list the node groups |
 	// | no candidate has room | RESOURCE_EXHAUSTED, one ErrorInfo for each candidate; RetryInfo when known | use other candidates, or wait |
-	// | the Cluster has as many claims, or ended claims that are remembered, as it may have (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | release claims, or wait; the limits are options of the agent |
+	// | the Cluster has as many claims, or ended claims that are remembered, as it may have, or the node group was given as many within a minute as it may (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | release claims, or wait; the limits are options of the agent |
 	// | all candidates are paused, being deleted or not open to claims; or the Machine to adopt cannot be had | FAILED_PRECONDITION | use other candidates; someone has to act |
 	// | the id has ended, or is being released (ErrorInfo reason CLAIM_ENDED; how, in its metadata) | ABORTED | never repeat this id |
 	// | lost a race against another writer (ErrorInfo reason CONFLICT) | ABORTED | repeat at once with the same id |
@@ -251,7 +252,8 @@ type ClaimServiceServer interface {
 	// |---|---|---|
 	// | a field is malformed | INVALID_ARGUMENT | fix the request |
 	// | not this identity's Cluster; or the claim's holder is one that it may not act as | PERMISSION_DENIED | use the right identity |
-	// | the claim is unknown, and its end cannot be remembered: the Cluster has as many ended claims as it may have (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | repeat after that time; a claim that exists is always released |
+	// | the claim is unknown, and its end cannot be remembered: the Cluster has as many ended claims as it may have (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | repeat after that time |
+	// | the claim has a machine, and as many such claims of the Cluster were released lately as the agent's options allow (ErrorInfo reason TOO_MANY_CLAIMS) | RESOURCE_EXHAUSTED, RetryInfo | repeat after that time |
 	// | lost a race against another writer | ABORTED | repeat at once |
 	// | the claim is unknown, and the Cluster does not exist (ErrorInfo reason CLUSTER_NOT_FOUND): it may have moved to another hub | NOT_FOUND | ask the agent there |
 	// | the Cluster is paused (ErrorInfo reason CLUSTER_PAUSED): a move that is under way would lose the release | UNAVAILABLE | repeat later |

@@ -1,0 +1,36 @@
+package agent
+
+import (
+	"net/http"
+	"sync"
+
+	"github.com/go-logr/logr"
+	"sigs.k8s.io/controller-runtime/pkg/healthz"
+)
+
+// logged returns a check that logs why it fails, once for each reason, and that it does not any more. Who asks for all checks together, as the
+// kubelet does, is not told the reason.
+func logged(logger logr.Logger, check func() error) healthz.Checker {
+	var (
+		mu     sync.Mutex
+		failed string
+	)
+	return func(*http.Request) error {
+		err := check()
+		why := ""
+		if err != nil {
+			why = err.Error()
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		switch {
+		case why == failed:
+		case err != nil:
+			logger.Info("not ready", "reason", why)
+		default:
+			logger.Info("ready again")
+		}
+		failed = why
+		return err
+	}
+}
