@@ -43,7 +43,7 @@ func New(options Options) (*Client, error) {
 	}
 
 	dialOptions := []grpc.DialOption{
-		grpc.WithDefaultServiceConfig(retryServiceConfig()),
+		WithRetry(),
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{
 			Time:                KeepaliveTime,
 			Timeout:             KeepaliveTimeout,

@@ -43,20 +43,31 @@ type retryThrottling struct {
 	TokenRatio float64 `json:"tokenRatio"`
 }
 
+type pickFirst struct {
+	ShuffleAddressList bool `json:"shuffleAddressList"`
+}
+
+type loadBalancing struct {
+	PickFirst pickFirst `json:"pick_first"` //nolint:tagliatelle // gRPC's name
+}
+
 type serviceConfig struct {
+	LoadBalancing   []loadBalancing `json:"loadBalancingConfig"`
 	MethodConfig    []methodConfig  `json:"methodConfig"`
 	RetryThrottling retryThrottling `json:"retryThrottling"`
 }
 
-// retryServiceConfig returns gRPC's service config: at most four attempts within about two seconds, and none beyond the first
-// while most calls fail anyway.
-func retryServiceConfig() string {
+// defaultServiceConfig returns gRPC's service config: at most four attempts within about two seconds, and none beyond the first
+// while most calls fail anyway. All calls of a client go to one agent, as every agent has all there is, and calls that come together at one cost the
+// hub less. Of several addresses the first is left to chance, so that clients spread.
+func defaultServiceConfig() string {
 	names := lo.FlatMap(lo.Entries(retried), func(e lo.Entry[string, []string], _ int) []methodName {
 		return lo.Map(e.Value, func(method string, _ int) methodName {
 			return methodName{Service: e.Key, Method: method}
 		})
 	})
 	config, err := json.Marshal(serviceConfig{
+		LoadBalancing: []loadBalancing{{PickFirst: pickFirst{ShuffleAddressList: true}}},
 		MethodConfig: []methodConfig{{
 			Name: names,
 			RetryPolicy: retryPolicy{
@@ -75,5 +86,6 @@ func retryServiceConfig() string {
 	return string(config)
 }
 
-// WithRetry is the repetition of calls that [New] uses, for callers that make their own connection for [FromConn].
-func WithRetry() grpc.DialOption { return grpc.WithDefaultServiceConfig(retryServiceConfig()) }
+// WithRetry is the repetition of calls that [New] uses, and its choice of an agent where an address stands for several, for callers that make their
+// own connection for [FromConn].
+func WithRetry() grpc.DialOption { return grpc.WithDefaultServiceConfig(defaultServiceConfig()) }
