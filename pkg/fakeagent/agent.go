@@ -45,17 +45,21 @@ type Agent struct {
 	localClient *client.Client
 	closers     []func() error
 
-	clusters   map[clusterKey]struct{}
-	paused     map[clusterKey]struct{}
-	groups     map[string]*group
-	claims     map[clusterKey]map[string]*claim
-	reports    map[clusterKey][]*agentv1alpha1.NodeReport
-	sequence   int64 // of claims, in the order of their making
-	names      int64 // of machines
-	generation int64 // of the catalogue
-	unsynced   bool
-	steps      Infrastructure
-	changed    dirt
+	clusters map[clusterKey]struct{}
+	paused   map[clusterKey]struct{}
+	groups   map[string]*group
+	claims   map[clusterKey]map[string]*claim
+	// onboardings are the ids of the Clusters that certificates are issued for, by an authority that is made with the first; issued counts them.
+	onboardings map[clusterKey]string
+	authority   *authority
+	issued      int64
+	reports     map[clusterKey][]*agentv1alpha1.NodeReport
+	sequence    int64 // of claims, in the order of their making
+	names       int64 // of machines
+	generation  int64 // of the catalogue
+	unsynced    bool
+	steps       Infrastructure
+	changed     dirt
 
 	groupFeed   *feed[*agentv1alpha1.NodeGroup]
 	claimFeed   *feed[*agentv1alpha1.Claim]
@@ -79,6 +83,7 @@ func New(options ...Option) *Agent {
 		paused:      map[clusterKey]struct{}{},
 		groups:      map[string]*group{},
 		claims:      map[clusterKey]map[string]*claim{},
+		onboardings: map[clusterKey]string{},
 		reports:     map[clusterKey][]*agentv1alpha1.NodeReport{},
 		steps:       s.infrastructure,
 		changed:     newDirt(),
@@ -100,6 +105,7 @@ func New(options ...Option) *Agent {
 	agentv1alpha1.RegisterClaimServiceServer(a.server, claimService{agent: a})
 	agentv1alpha1.RegisterMachineServiceServer(a.server, machineService{agent: a})
 	agentv1alpha1.RegisterStatusServiceServer(a.server, statusService{agent: a})
+	agentv1alpha1.RegisterCertificateServiceServer(a.server, certificateService{agent: a})
 	grpc_health_v1.RegisterHealthServer(a.server, a.health)
 	reflection.Register(a.server)
 

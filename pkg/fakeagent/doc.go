@@ -20,6 +20,11 @@
 // [Agent.GiveUp] and [Agent.TimeOut] are the agent's own judgement of them. [Agent.Calls] and [Agent.Requests] tell what was
 // asked.
 //
+// # Certificates
+//
+// Connections have no TLS. [Agent.Onboard] makes the agent issue certificates for a Cluster all the same, signed by an authority of its own, so
+// that who asks for them and stores them can be tested. There is no bootstrap certificate: the Cluster's own identity gets the first as well.
+//
 // # What it leaves out
 //
 // Rollouts, several MachineSets, learned capacity, and races between agents: calls are applied one after the other. A machine
