@@ -442,7 +442,8 @@ func (s *Sandbox) startAgents(ctx context.Context) error {
 	user, err := s.install(ctx, s.hub, manifests.Chart{
 		Helm: s.options.binary("helm"), Dir: s.options.chart("agent"), Release: "capi-agent", Namespace: agentNamespace,
 		// Tests and demonstrations do by hand what nobody else may.
-		Values: []string{"namespaces={" + ClusterNamespace + "}", "pricing.list=" + PriceList, "admission.exempt.groups={system:masters}"},
+		Values: []string{"namespaces={" + ClusterNamespace + "}", "pricing.list=" + PriceList, "rbac.infrastructureResources={simmachinetemplates}",
+			"admission.exempt.groups={system:masters}"},
 	})
 	if err != nil {
 		return err
