@@ -79,6 +79,7 @@ type running struct {
 	agent     *agent.Agent
 	address   string
 	authority *testpki.Authority
+	files     testpki.Files // what it serves with
 	stop      func()
 
 	mu      sync.Mutex
@@ -101,9 +102,9 @@ func startFor(tb testing.TB, authority *testpki.Authority, c agent.Config) *runn
 	var err error
 	r.agent, err = agent.New(ctx, c)
 	require.NoError(tb, err)
-	files := r.authority.Issue(tb, tb.TempDir(), r.authority)
+	r.files = r.authority.Issue(tb, tb.TempDir(), r.authority)
 	listener, release, err := server.ListenTLS(ctx, "127.0.0.1:0", server.TLSFiles{
-		CertFile: files.CertFile, KeyFile: files.KeyFile, ClientCAFile: files.CAFile,
+		CertFile: r.files.CertFile, KeyFile: r.files.KeyFile, ClientCAFile: r.files.CAFile,
 	})
 	require.NoError(tb, err)
 	r.address = listener.Addr().String()

@@ -45,7 +45,11 @@ import (
 type onboarded struct {
 	*testing.T
 
-	agents  []*running
+	agents    []*running
+	authority *testpki.Authority
+	// issuer is the authority's own certificate and key, which all agents sign with, and own what each of them says of itself when it issues.
+	issuer  testpki.Files
+	own     []testpki.Files
 	cluster types.NamespacedName
 	options onboarding.Options
 }
@@ -56,7 +60,8 @@ func newOnboarded(t *testing.T) *onboarded {
 	o := &onboarded{T: t, cluster: types.NamespacedName{Namespace: namespace, Name: "spoke"}}
 	plane.Create(t, capitest.NewCluster(namespace, "spoke"))
 	authority := testpki.New(t)
-	certFile, keyFile := authority.Write(t, t.TempDir())
+	o.authority = authority
+	o.issuer.CertFile, o.issuer.KeyFile = authority.Write(t, t.TempDir())
 	read := func(name string) []byte {
 		content, err := os.ReadFile(name)
 		require.NoError(t, err)
@@ -64,7 +69,7 @@ func newOnboarded(t *testing.T) *onboarded {
 	}
 	plane.Create(t, &corev1.Secret{
 		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "issuer"}, Type: corev1.SecretTypeTLS,
-		Data: map[string][]byte{corev1.TLSCertKey: read(certFile), corev1.TLSPrivateKeyKey: read(keyFile)},
+		Data: map[string][]byte{corev1.TLSCertKey: read(o.issuer.CertFile), corev1.TLSPrivateKeyKey: read(o.issuer.KeyFile)},
 	})
 	o.options = onboarding.Options{
 		Cluster: o.cluster, Issuer: types.NamespacedName{Namespace: namespace, Name: "issuer"}, TrustDomain: "karpenter-capi",
@@ -74,7 +79,8 @@ func newOnboarded(t *testing.T) *onboarded {
 		settings := testOptions(namespace)
 		own := authority.Issue(t, t.TempDir(), authority)
 		settings.ClientCAFile, settings.TLSCertFile = own.CAFile, own.CertFile
-		settings.IssuerCertFile, settings.IssuerKeyFile = certFile, keyFile
+		settings.IssuerCertFile, settings.IssuerKeyFile = o.issuer.CertFile, o.issuer.KeyFile
+		o.own = append(o.own, own)
 		o.agents = append(o.agents, startFor(t, authority, agent.Config{Options: settings}))
 	}
 	return o

@@ -91,6 +91,21 @@ func (a *Authority) IssueFor(tb testing.TB, life time.Duration, folder string, t
 	return files
 }
 
+// WriteBundle replaces a file of authorities, in one step, by these.
+func WriteBundle(tb testing.TB, path string, authorities ...*Authority) {
+	tb.Helper()
+	var content []byte
+	for _, a := range authorities {
+		content = append(content, pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: a.certificate.Raw})...)
+	}
+	if err := os.WriteFile(path+".new", content, 0o600); err != nil {
+		tb.Fatalf("writing %s: %v", path, err)
+	}
+	if err := os.Rename(path+".new", path); err != nil {
+		tb.Fatalf("replacing %s: %v", path, err)
+	}
+}
+
 // Write writes the authority itself to a folder, for who signs with it.
 func (a *Authority) Write(tb testing.TB, folder string) (certFile, keyFile string) {
 	tb.Helper()
