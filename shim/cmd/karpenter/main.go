@@ -8,6 +8,8 @@ import (
 	"os"
 
 	"github.com/awslabs/operatorpkg/status"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/utils/clock"
 	controllerruntime "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -41,6 +43,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/controllers/providerid"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/identity"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
+	"github.com/karpenter-capi/karpenter-capi/shim/internal/kubeconfig"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/operator"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/options"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/registration"
@@ -107,9 +110,9 @@ func run(ctx context.Context) error {
 	nodeGroups := agent.MirrorNodeGroups(cluster)
 	claims := agent.MirrorClaims(cluster, v1alpha1.Holder)
 
-	config, err := controllerruntime.GetConfig()
+	config, err := workloadCluster(ctx)
 	if err != nil {
-		return fmt.Errorf("finding the workload cluster: %w", err)
+		return err
 	}
 	op, err := operator.New(ctx, config)
 	if err != nil {
@@ -200,6 +203,25 @@ func setUpCore(opts *options.Options) {
 	karpv1.WellKnownLabels.Insert(opts.NodeLabelKeys()...)
 	instancetype.Reservations()
 	registration.ExpectTaints()
+}
+
+// workloadCluster returns how the workload cluster is reached: by the file that KUBECONFIG names, which is followed until ctx is done, or as the pod
+// that this process runs in.
+func workloadCluster(ctx context.Context) (*rest.Config, error) {
+	path := os.Getenv(clientcmd.RecommendedConfigPathEnvVar)
+	if path == "" {
+		config, err := controllerruntime.GetConfig()
+		if err != nil {
+			return nil, fmt.Errorf("finding the workload cluster: %w", err)
+		}
+		return config, nil
+	}
+	file, err := kubeconfig.Open(path, clock.RealClock{})
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", clientcmd.RecommendedConfigPathEnvVar, err)
+	}
+	go file.Follow(ctx)
+	return file.Config(), nil
 }
 
 // agentOptions says how the agent is called: with a certificate from the source, or from files if they are set.

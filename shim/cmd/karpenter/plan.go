@@ -15,7 +15,6 @@ import (
 	"k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
-	controllerruntime "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
@@ -57,9 +56,9 @@ func plan(ctx context.Context, args []string, to io.Writer) error {
 	opts := options.FromContext(ctx)
 	setUpCore(opts)
 	cluster := &agentv1alpha1.ClusterRef{Namespace: opts.ClusterNamespace, Name: opts.ClusterName}
-	config, err := controllerruntime.GetConfig()
+	config, err := workloadCluster(ctx)
 	if err != nil {
-		return fmt.Errorf("finding the workload cluster: %w", err)
+		return err
 	}
 	kube, err := client.New(config, client.Options{Scheme: scheme.Scheme})
 	if err != nil {

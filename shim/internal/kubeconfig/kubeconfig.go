@@ -1,0 +1,202 @@
+// Package kubeconfig reaches the spoke by a kubeconfig file whose content may be replaced at any time: by another client certificate or token, as
+// control planes renew them, or by another server or authority. Every request uses what the file held when it was read last.
+//
+// The file may be a secret's, which others than the operator of this process can write. So only what identifies a caller by the file's own content is
+// accepted: nothing that runs a program, reads another file, as the token of this pod, or does not verify the server.
+package kubeconfig
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"net/url"
+	"os"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	utilnet "k8s.io/apimachinery/pkg/util/net"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
+	"k8s.io/utils/clock"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+)
+
+const (
+	// refresh is how often the file is read.
+	refresh = 5 * time.Second
+	// dialTimeout and keepAlive are client-go's own.
+	dialTimeout = 30 * time.Second
+	keepAlive   = 30 * time.Second
+)
+
+// File is a kubeconfig file. It is safe for concurrent use.
+type File struct {
+	path  string
+	clock clock.WithTicker
+	first *url.URL // the server when the file was opened, which requests are made for
+
+	present atomic.Pointer[access]
+
+	// What follows belongs to the goroutine of [File.Follow].
+
+	content []byte
+	failed  string // why the file could not be used, as it was logged
+}
+
+// access is how the spoke is reached by one content of the file.
+type access struct {
+	server    *url.URL
+	base      *http.Transport
+	transport http.RoundTripper // base, with what identifies the caller
+}
+
+// Open reads the file, which must be usable now.
+func Open(path string, clk clock.WithTicker) (*File, error) {
+	f := &File{path: path, clock: clk}
+	content, err := os.ReadFile(path)
+	if err != nil {
+		return nil, err
+	}
+	a, err := read(content)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", path, err)
+	}
+	f.content, f.first = content, a.server
+	f.present.Store(a)
+	return f, nil
+}
+
+// Config returns a configuration whose requests go by what the file holds at their time.
+func (f *File) Config() *rest.Config {
+	return &rest.Config{Host: f.first.String(), Transport: f}
+}
+
+// RoundTrip sends a request by what the file held when it was read last.
+func (f *File) RoundTrip(request *http.Request) (*http.Response, error) {
+	a := f.present.Load()
+	if *a.server != *f.first {
+		request = request.Clone(request.Context())
+		request.URL.Scheme, request.URL.Host, request.Host = a.server.Scheme, a.server.Host, ""
+		request.URL.Path = strings.TrimSuffix(a.server.Path, "/") + strings.TrimPrefix(request.URL.Path, strings.TrimSuffix(f.first.Path, "/"))
+	}
+	return a.transport.RoundTrip(request)
+}
+
+// Follow reads the file again and again until ctx is done. While it cannot be used, what it held before stays in force.
+func (f *File) Follow(ctx context.Context) {
+	ticker := f.clock.NewTicker(refresh)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-ticker.C():
+			f.look(ctx)
+		}
+	}
+}
+
+func (f *File) look(ctx context.Context) {
+	logger := log.FromContext(ctx).WithName("kubeconfig").WithValues("file", f.path)
+	content, err := os.ReadFile(f.path)
+	if err == nil && bytes.Equal(content, f.content) {
+		f.failed = ""
+		return
+	}
+	var next *access
+	if err == nil {
+		next, err = read(content)
+	}
+	if err != nil {
+		if f.failed != err.Error() {
+			f.failed = err.Error()
+			logger.Error(err, "the workload cluster's kubeconfig cannot be used; what it held before stays in force")
+		}
+		return
+	}
+	before := f.present.Swap(next)
+	f.content, f.failed = content, ""
+	// Requests and watches that have begun end where they are.
+	before.base.CloseIdleConnections()
+	logger.Info("the workload cluster's kubeconfig was replaced", "server", next.server.String())
+}
+
+// read returns how the spoke is reached by a kubeconfig. An error contains nothing of it but names and the server.
+func read(content []byte) (*access, error) {
+	parsed, err := clientcmd.Load(content)
+	if err != nil {
+		return nil, errors.New("it is no kubeconfig")
+	}
+	for name, user := range parsed.AuthInfos {
+		if err := refuseUser(user); err != nil {
+			return nil, fmt.Errorf("user %q: %w", name, err)
+		}
+	}
+	for name, cluster := range parsed.Clusters {
+		if err := refuseCluster(cluster); err != nil {
+			return nil, fmt.Errorf("cluster %q: %w", name, err)
+		}
+	}
+	config, err := clientcmd.NewDefaultClientConfig(*parsed, &clientcmd.ConfigOverrides{}).ClientConfig()
+	if err != nil {
+		return nil, fmt.Errorf("it cannot be used: %w", err)
+	}
+	server, _, err := rest.DefaultServerUrlFor(config)
+	if err != nil {
+		return nil, fmt.Errorf("the server %q is not a URL; write https://host:port", config.Host)
+	}
+	return dial(server, config)
+}
+
+func refuseUser(user *clientcmdapi.AuthInfo) error {
+	const remedy = "; write client-certificate-data and client-key-data, or token"
+	switch {
+	case user.Exec != nil:
+		return errors.New("exec is not accepted, as it runs a program" + remedy)
+	case user.AuthProvider != nil:
+		return errors.New("auth-provider is not accepted, as it runs a program" + remedy)
+	case user.TokenFile != "":
+		return errors.New("tokenFile is not accepted, as it reads another file" + remedy)
+	case user.ClientCertificate != "", user.ClientKey != "":
+		return errors.New("client-certificate and client-key are not accepted, as they read other files" + remedy)
+	}
+	return nil
+}
+
+func refuseCluster(cluster *clientcmdapi.Cluster) error {
+	switch {
+	case cluster.InsecureSkipTLSVerify:
+		return errors.New("insecure-skip-tls-verify is not accepted; write certificate-authority-data")
+	case cluster.CertificateAuthority != "":
+		return errors.New("certificate-authority is not accepted, as it reads another file; write certificate-authority-data")
+	}
+	return nil
+}
+
+// dial makes a transport of its own: client-go keeps those that it makes for ever.
+func dial(server *url.URL, config *rest.Config) (*access, error) {
+	tlsConfig, err := rest.TLSConfigFor(config)
+	if err != nil {
+		return nil, fmt.Errorf("certificates: %w", err)
+	}
+	proxy := http.ProxyFromEnvironment
+	if config.Proxy != nil {
+		proxy = config.Proxy
+	}
+	base := utilnet.SetTransportDefaults(&http.Transport{
+		Proxy: proxy, TLSClientConfig: tlsConfig, TLSHandshakeTimeout: dialTimeout,
+		DialContext: (&net.Dialer{Timeout: dialTimeout, KeepAlive: keepAlive}).DialContext,
+	})
+	transport, err := rest.HTTPWrappersForConfig(&rest.Config{
+		BearerToken: config.BearerToken, Username: config.Username, Password: config.Password, Impersonate: config.Impersonate,
+	}, base)
+	if err != nil {
+		return nil, fmt.Errorf("what identifies the caller: %w", err)
+	}
+	return &access{server: server, base: base, transport: transport}, nil
+}
