@@ -340,25 +340,33 @@ func (s *Sandbox) agent(ctx context.Context, name string, port int, kubeconfigFi
 	if name == Agent {
 		s.update(func(state *State) { state.AgentMetrics = "http://" + address(metrics) + "/metrics" })
 	}
+	serves := []string{
+		"--namespaces=" + ClusterNamespace,
+		"--issuer-cert-file=" + filepath.Join(s.options.StateDir, issuerFile+".crt"),
+		"--issuer-key-file=" + filepath.Join(s.options.StateDir, issuerFile+".key"),
+	}
+	if s.options.Topology == Sidecar {
+		cluster := ClusterNamespace + "/" + ClusterName
+		serves = []string{
+			"--clusters=" + cluster, "--listen-unix-socket=" + s.agentSocket(), "--unix-socket-role=cluster", "--unix-socket-clusters=" + cluster,
+		}
+	}
 	return s.component(ctx, process.Spec{
 		Name: name,
 		Path: s.options.AgentBinary,
-		Args: append([]string{
+		Args: slices.Concat(serves, []string{
 			"--kubeconfig=" + kubeconfigFile,
 			"--listen-address=" + address(port),
 			"--tls-cert-file=" + certFile,
 			"--tls-key-file=" + keyFile,
 			"--client-ca-file=" + s.state.Paths.AgentCA,
-			"--issuer-cert-file=" + filepath.Join(s.options.StateDir, issuerFile+".crt"),
-			"--issuer-key-file=" + filepath.Join(s.options.StateDir, issuerFile+".key"),
 			"--trust-domain=" + trustDomain,
 			"--policy-file=" + policyFile,
-			"--namespaces=" + ClusterNamespace,
 			"--price-list=" + PriceList,
 			"--instance-name=" + name,
 			"--metrics-bind-address=" + address(metrics),
 			"--health-probe-bind-address=" + address(health),
-		}, s.options.AgentArgs...),
+		}, s.options.AgentArgs),
 		// Metrics are on loopback only.
 		Env:          []string{"CAPI_AGENT_METRICS_SECURE=false"},
 		Grace:        graceOfOurs,
@@ -369,14 +377,16 @@ func (s *Sandbox) agent(ctx context.Context, name string, port int, kubeconfigFi
 
 // shimAccess is what a shim needs to know to work: the clusters on its two sides.
 func (s *Sandbox) shimAccess(agent string) []string {
-	return []string{
+	access := []string{
 		"KUBECONFIG=" + s.shimKubeconfig(),
 		"AGENT_ADDRESS=" + agent,
-		"AGENT_IDENTITY_SECRET=" + ShimIdentitySecret,
-		"AGENT_BOOTSTRAP_SECRET=" + ShimBootstrapSecret,
 		"CLUSTER_NAMESPACE=" + ClusterNamespace,
 		"CLUSTER_NAME=" + ClusterName,
 	}
+	if s.options.Topology == Sidecar {
+		return access
+	}
+	return append(access, "AGENT_IDENTITY_SECRET="+ShimIdentitySecret, "AGENT_BOOTSTRAP_SECRET="+ShimBootstrapSecret)
 }
 
 // issuerFile names the files with the authority that the agents issue certificates with.
@@ -385,7 +395,7 @@ const issuerFile = "issuer"
 // ShimCommand returns a command of the shim's binary that calls the sandbox's first agent with the shim's rights in the spoke.
 func (s *Sandbox) ShimCommand(ctx context.Context, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, s.options.ShimBinary, args...) //nolint:gosec // the binary that the sandbox runs
-	cmd.Env = append(os.Environ(), s.shimAccess(s.State().AgentAddress)...)
+	cmd.Env = append(os.Environ(), s.shimAccess(s.agentOfShim())...)
 	return cmd
 }
 

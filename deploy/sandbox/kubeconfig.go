@@ -3,7 +3,6 @@ package sandbox
 import (
 	"context"
 	"fmt"
-	"os"
 
 	authenticationv1 "k8s.io/api/authentication/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -36,20 +35,22 @@ func writeKubeconfig(file, name string, server Endpoint, user clientcmdapi.AuthI
 	if err != nil {
 		return err
 	}
-	return os.WriteFile(file, data, 0o600)
+	return replaceFile(file, data)
 }
 
 func certificateUser(pair pki.Pair) clientcmdapi.AuthInfo {
 	return clientcmdapi.AuthInfo{ClientCertificateData: pair.Certificate, ClientKeyData: pair.Key}
 }
 
-// serviceAccountUser asks for a token of the ServiceAccount.
-func serviceAccountUser(ctx context.Context, admin *rest.Config, account client.ObjectKey) (clientcmdapi.AuthInfo, error) {
+// serviceAccountUser asks for a token of the ServiceAccount. If it is bound to an object, it is good for nothing once that is gone.
+func serviceAccountUser(
+	ctx context.Context, admin *rest.Config, account client.ObjectKey, bound *authenticationv1.BoundObjectReference,
+) (clientcmdapi.AuthInfo, error) {
 	clients, err := kubernetes.NewForConfig(admin)
 	if err != nil {
 		return clientcmdapi.AuthInfo{}, err
 	}
-	request := &authenticationv1.TokenRequest{Spec: authenticationv1.TokenRequestSpec{ExpirationSeconds: ptr.To[int64](tokenLifetime)}}
+	request := &authenticationv1.TokenRequest{Spec: authenticationv1.TokenRequestSpec{ExpirationSeconds: ptr.To[int64](tokenLifetime), BoundObjectRef: bound}}
 	token, err := clients.CoreV1().ServiceAccounts(account.Namespace).CreateToken(ctx, account.Name, request, metav1.CreateOptions{})
 	if err != nil {
 		return clientcmdapi.AuthInfo{}, fmt.Errorf("asking for a token of ServiceAccount %s: %w", account, err)

@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"time"
 
@@ -29,6 +30,8 @@ type Options struct {
 	// StateDir is the folder of this sandbox. Empty means .sandbox/<name> in the repository. What it holds is replaced.
 	StateDir string
 
+	// Topology says where agent and shim run. Empty means [HubAndSpoke].
+	Topology Topology
 	// HubOnly leaves out the spoke, the hub's Cluster and the shim: a hub that the Clusters of another one can be moved to.
 	HubOnly bool
 	// WithoutAgent leaves out the agent, and with it the shim.
@@ -73,6 +76,43 @@ type Options struct {
 	// OnChange, if set, is called with the state after it changed, one call at a time. Changes that follow each other
 	// quickly may be told together.
 	OnChange func(State)
+}
+
+// Topology is one of the ways to install agent and shim that docs/install.md describes.
+type Topology string
+
+// The topologies.
+const (
+	// HubAndSpoke has the agents in the hub, and the shim in the spoke.
+	HubAndSpoke Topology = "hub-spoke"
+	// Joined has one cluster, which is its own workload cluster.
+	Joined Topology = "joined"
+	// Sidecar is [Joined] with one agent, which has the shim's service account, as a container of its pod, and which the shim calls over a unix socket.
+	Sidecar Topology = "sidecar"
+	// HubHosted has the shim in the hub, where it reads a kubeconfig of the spoke that may be replaced: [Sandbox.RenewShimKubeconfig].
+	HubHosted Topology = "hub-hosted"
+)
+
+// Topologies are all of them.
+func Topologies() []Topology { return []Topology{HubAndSpoke, Joined, Sidecar, HubHosted} }
+
+// oneCluster reports whether hub and spoke are the same cluster.
+func (o *Options) oneCluster() bool { return o.Topology == Joined || o.Topology == Sidecar }
+
+// checkTopology completes what depends on the topology.
+func (o *Options) checkTopology() error {
+	if o.Topology == "" {
+		o.Topology = HubAndSpoke
+	}
+	switch {
+	case !slices.Contains(Topologies(), o.Topology):
+		return fmt.Errorf("the topology %q is none of %v", o.Topology, Topologies())
+	case o.HubOnly && o.Topology != HubAndSpoke:
+		return fmt.Errorf("a hub without a spoke has no topology; leave %s out", o.Topology)
+	case o.Topology == Sidecar && o.Agents > 1:
+		return errors.New("a sidecar is one agent")
+	}
+	return nil
 }
 
 // Authority signs the certificates of agents and of who calls them. Sandboxes that share one accept each other's shim.
@@ -126,6 +166,9 @@ func (o *Options) complete() error {
 			return err
 		}
 		*path = absolute
+	}
+	if err := o.checkTopology(); err != nil {
+		return err
 	}
 	o.WithoutShim = o.WithoutShim || o.WithoutAgent || o.HubOnly
 	o.Agents = max(o.Agents, 1)

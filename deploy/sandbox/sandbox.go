@@ -18,11 +18,11 @@ import (
 	"github.com/gofrs/flock"
 	"github.com/samber/lo"
 	"golang.org/x/sync/errgroup"
+	authenticationv1 "k8s.io/api/authentication/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
-	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -67,7 +67,9 @@ type Sandbox struct {
 	agentCA    *pki.CA
 
 	hub   *controlPlane
-	spoke *controlPlane // nil if there is only a hub
+	spoke *controlPlane // nil if there is only a hub, and the hub if that is its own workload cluster
+	// shimAccount is the shim's ServiceAccount in the spoke.
+	shimAccount client.ObjectKey
 
 	touched   chan struct{} // something has changed
 	publisher sync.WaitGroup
@@ -198,7 +200,7 @@ func (s *Sandbox) start(ctx context.Context) error {
 	}
 	group, groupContext := errgroup.WithContext(ctx)
 	group.Go(func() error { return s.startHub(groupContext) })
-	if s.spoke != nil {
+	if s.spoke != nil && !s.options.oneCluster() {
 		group.Go(func() error { return s.startSpoke(groupContext) })
 	}
 	if err := group.Wait(); err != nil {
@@ -236,7 +238,12 @@ func (s *Sandbox) makeCertificates(context.Context) error {
 	if s.options.AuditHub {
 		s.hub.auditLog = s.state.Paths.HubAudit
 	}
-	if !s.options.HubOnly {
+	switch {
+	case s.options.HubOnly:
+	case s.options.oneCluster():
+		s.spoke = s.hub
+		s.update(func(state *State) { state.Paths.SpokeKubeconfig = state.Paths.HubKubeconfig })
+	default:
 		if s.spoke, err = s.newControlPlane("spoke", s.state.Paths.SpokeKubeconfig); err != nil {
 			return err
 		}
@@ -321,10 +328,16 @@ func (s *Sandbox) startHub(ctx context.Context) error {
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error {
 		return s.step(ctx, "hub controllers", func(ctx context.Context) error {
+			if s.options.oneCluster() {
+				return s.controllerManager(ctx, s.hub)
+			}
 			// Nothing runs in the hub but the owners of Cluster API's objects have to be tidied up after.
 			return s.controllerManager(ctx, s.hub, "--controllers=garbage-collector-controller,namespace-controller,serviceaccount-controller")
 		})
 	})
+	if s.options.oneCluster() {
+		group.Go(func() error { return s.startNodes(ctx, s.hub) })
+	}
 	group.Go(func() error {
 		return s.step(ctx, "Cluster API", s.startClusterAPI)
 	})
@@ -408,43 +421,82 @@ func (s *Sandbox) startSpoke(ctx context.Context) error {
 	if err := s.startAPI(ctx, s.spoke); err != nil {
 		return err
 	}
-	file := filepath.Join(s.spoke.dir, "stages.yaml")
+	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error {
+		return s.step(ctx, "spoke controllers", func(ctx context.Context) error { return s.controllerManager(ctx, s.spoke) })
+	})
+	group.Go(func() error { return s.startNodes(ctx, s.spoke) })
+	return group.Wait()
+}
+
+// startNodes starts what schedules pods and runs them on Nodes.
+func (s *Sandbox) startNodes(ctx context.Context, c *controlPlane) error {
+	file := filepath.Join(c.dir, "stages.yaml")
 	if err := os.WriteFile(file, stages, 0o600); err != nil {
 		return err
 	}
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error {
-		return s.step(ctx, "spoke controllers", func(ctx context.Context) error { return s.controllerManager(ctx, s.spoke) })
+		return s.step(ctx, c.name+" scheduler", func(ctx context.Context) error { return s.scheduler(ctx, c) })
 	})
 	group.Go(func() error {
-		return s.step(ctx, "spoke scheduler", func(ctx context.Context) error { return s.scheduler(ctx, s.spoke) })
-	})
-	group.Go(func() error {
-		return s.step(ctx, "spoke kubelets", func(ctx context.Context) error { return s.kwok(ctx, s.spoke, file) })
+		return s.step(ctx, c.name+" kubelets", func(ctx context.Context) error { return s.kwok(ctx, c, file) })
 	})
 	return group.Wait()
 }
 
 func (s *Sandbox) startAgentAndShim(ctx context.Context) error {
+	if s.options.Topology == Sidecar { // the agent has the shim's service account
+		if err := s.step(ctx, "shim's rights", s.installShim); err != nil {
+			return err
+		}
+	}
 	if err := s.step(ctx, "agent", s.startAgents); err != nil {
 		return err
 	}
 	if s.options.WithoutShim {
 		return nil
 	}
-	if err := s.step(ctx, "onboarding", s.onboardSpoke); err != nil {
-		return err
+	if s.options.Topology != Sidecar { // whose callers have no certificates
+		if err := s.step(ctx, "onboarding", s.onboardSpoke); err != nil {
+			return err
+		}
 	}
-	return s.step(ctx, "shim", func(ctx context.Context) error { return s.shim(ctx, s.State().AgentAddress) })
+	return s.step(ctx, "shim", func(ctx context.Context) error { return s.shim(ctx, s.agentOfShim()) })
 }
 
+// agentOfShim is the address at which the shim calls the first agent.
+func (s *Sandbox) agentOfShim() string {
+	if s.options.Topology == Sidecar {
+		return "unix://" + s.agentSocket()
+	}
+	return s.State().AgentAddress
+}
+
+func (s *Sandbox) agentSocket() string { return filepath.Join(s.options.StateDir, "agent.sock") }
+
 func (s *Sandbox) startAgents(ctx context.Context) error {
-	user, err := s.install(ctx, s.hub, manifests.Chart{
+	chart := manifests.Chart{
 		Helm: s.options.binary("helm"), Dir: s.options.chart("agent"), Release: "capi-agent", Namespace: agentNamespace,
-		// Tests and demonstrations do by hand what nobody else may.
-		Values: []string{"namespaces={" + ClusterNamespace + "}", "pricing.list=" + PriceList, "rbac.infrastructureResources={simmachinetemplates}",
-			"admission.exempt.groups={system:masters}"},
-	})
+		Values: []string{
+			"pricing.list=" + PriceList, "rbac.infrastructureResources={simmachinetemplates}",
+			// Tests and demonstrations do by hand what nobody else may.
+			"admission.exempt.groups={system:masters}",
+		},
+	}
+	if s.options.Topology == Sidecar {
+		chart.Account = s.shimAccount
+		chart.Values = append(chart.Values, "clusters={"+ClusterNamespace+"/"+ClusterName+"}", "replicas=0", "tls.certManager.enabled=false",
+			"serviceAccount.create=false", "serviceAccount.name="+s.shimAccount.Name)
+		chart.Namespace = s.shimAccount.Namespace
+	} else {
+		chart.Values = append(chart.Values, "namespaces={"+ClusterNamespace+"}")
+	}
+	account, err := s.install(ctx, s.hub, chart)
+	if err != nil {
+		return err
+	}
+	user, err := serviceAccountUser(ctx, s.hub.admin, account, nil)
 	if err != nil {
 		return err
 	}
@@ -463,8 +515,10 @@ func (s *Sandbox) startAgents(ctx context.Context) error {
 			return err
 		}
 	}
-	if err := s.publishIssuer(ctx); err != nil {
-		return err
+	if s.options.Topology != Sidecar {
+		if err := s.publishIssuer(ctx); err != nil {
+			return err
+		}
 	}
 	policyFile := filepath.Join(s.options.StateDir, "agent-policy.yaml")
 	if err := os.WriteFile(policyFile, []byte(agentPolicy), 0o600); err != nil {
@@ -524,23 +578,58 @@ func (s *Sandbox) publishIssuer(ctx context.Context) error {
 
 // onboardSpoke gives the shim its rights in the spoke and what it gets its first certificate with, as a user does.
 func (s *Sandbox) onboardSpoke(ctx context.Context) error {
-	user, err := s.install(ctx, s.spoke, manifests.Chart{
+	if err := s.installShim(ctx); err != nil {
+		return err
+	}
+	_, err := s.Onboard(ctx, "--spoke-kubeconfig="+s.State().Paths.SpokeKubeconfig)
+	return err
+}
+
+// installShim gives the shim its rights in the spoke.
+func (s *Sandbox) installShim(ctx context.Context) error {
+	values := []string{
+		"agent.address=" + s.agentOfShim(), "cluster.namespace=" + ClusterNamespace, "cluster.name=" + ClusterName,
+		fmt.Sprintf("agent.enrollment.enabled=%t", s.options.Topology != Sidecar),
+		fmt.Sprintf("settings.ignoreDRARequests=%t", !s.options.DynamicResources),
+	}
+	if s.options.Topology == HubHosted {
+		values = append(values, "leaderElection.namespace=kube-system") // of the spoke, which has no namespace for the shim
+	}
+	var err error
+	s.shimAccount, err = s.install(ctx, s.spoke, manifests.Chart{
 		Helm: s.options.binary("helm"), Dir: s.options.chart("shim"), Release: "karpenter", Namespace: shimNamespace,
-		Values: append([]string{
-			"agent.address=" + s.state.AgentAddress, "cluster.namespace=" + ClusterNamespace, "cluster.name=" + ClusterName,
-			"agent.enrollment.enabled=true",
-			fmt.Sprintf("settings.ignoreDRARequests=%t", !s.options.DynamicResources),
-		}, lo.Map(s.options.FeatureGates, func(gate string, _ int) string { return "settings.featureGates." + gate + "=true" })...),
+		Values: append(values, lo.Map(s.options.FeatureGates, func(gate string, _ int) string { return "settings.featureGates." + gate + "=true" })...),
 	})
 	if err != nil {
 		return err
 	}
-	if err := writeKubeconfig(s.shimKubeconfig(), "karpenter", Endpoint{URL: s.spoke.server, CA: s.spoke.ca.PEM}, user); err != nil {
+	return s.writeShimKubeconfig(ctx, nil)
+}
+
+func (s *Sandbox) writeShimKubeconfig(ctx context.Context, bound *authenticationv1.BoundObjectReference) error {
+	user, err := serviceAccountUser(ctx, s.spoke.admin, s.shimAccount, bound)
+	if err != nil {
 		return err
 	}
-	_, err = s.Onboard(ctx, "--spoke-kubeconfig="+s.state.Paths.SpokeKubeconfig)
-	return err
+	return writeKubeconfig(s.shimKubeconfig(), "karpenter", Endpoint{URL: s.spoke.server, CA: s.spoke.ca.PEM}, user)
 }
+
+// RenewShimKubeconfig replaces the shim's kubeconfig by one with another token, as a control plane renews what it keeps in the hub. The token is good
+// for as long as the Secret of that name lives in the spoke's namespace [ShimNamespace], which this makes.
+func (s *Sandbox) RenewShimKubeconfig(ctx context.Context, secret string) error {
+	spoke, err := s.SpokeClient()
+	if err != nil {
+		return err
+	}
+	object := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: s.shimAccount.Namespace, Name: secret}}
+	if err := spoke.Create(ctx, object); err != nil {
+		return err
+	}
+	return s.writeShimKubeconfig(ctx, &authenticationv1.BoundObjectReference{APIVersion: "v1", Kind: "Secret", Name: secret, UID: object.UID})
+}
+
+// ShimNamespace is the spoke's namespace of what is the shim's.
+const ShimNamespace = shimNamespace
 
 // ShimIdentitySecret and ShimBootstrapSecret are the spoke's secrets in which the shim keeps its certificate and finds what it gets the first
 // one with, as namespace/name.
@@ -586,24 +675,21 @@ func (s *Sandbox) shimKubeconfig() string {
 	return filepath.Join(s.options.StateDir, "karpenter.kubeconfig")
 }
 
-// install creates a chart's CRDs and permissions and returns what identifies its ServiceAccount.
-func (s *Sandbox) install(ctx context.Context, c *controlPlane, chart manifests.Chart) (user clientcmdapi.AuthInfo, err error) {
+// install creates a chart's CRDs and permissions and returns its ServiceAccount.
+func (s *Sandbox) install(ctx context.Context, c *controlPlane, chart manifests.Chart) (account client.ObjectKey, err error) {
 	crds, err := manifests.CRDs(os.DirFS(filepath.Join(chart.Dir, "crds")))
 	if err != nil {
-		return user, fmt.Errorf("reading the CRDs of the chart %s: %w", chart.Dir, err)
+		return account, fmt.Errorf("reading the CRDs of the chart %s: %w", chart.Dir, err)
 	}
 	account, objects, err := chart.Permissions(ctx)
 	if err != nil {
-		return user, err
+		return account, err
 	}
 	admin, err := client.New(c.admin, client.Options{Scheme: manifests.Scheme()})
 	if err != nil {
-		return user, err
+		return account, err
 	}
-	if err := manifests.Create(ctx, admin, append(manifests.Objects(crds), objects...)...); err != nil {
-		return user, err
-	}
-	return serviceAccountUser(ctx, c.admin, account)
+	return account, manifests.Create(ctx, admin, append(manifests.Objects(crds), objects...)...)
 }
 
 // ClusterIdentity is the SPIFFE ID that may act for a Cluster by an onboarding, or, if that is empty, for one that was not onboarded.

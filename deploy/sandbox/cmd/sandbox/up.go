@@ -87,7 +87,7 @@ func startSupervisor(options sandbox.Options) (cmd *exec.Cmd, output string, err
 		return nil, "", err
 	}
 	defer func() { _ = file.Close() }() // the supervisor has its own descriptor
-	args := []string{"run", "--name=" + options.Name, "--root=" + options.Root}
+	args := []string{"run", "--name=" + options.Name, "--root=" + options.Root, "--topology=" + string(options.Topology)}
 	if options.HubOnly {
 		args = append(args, "--hub-only")
 	}
@@ -179,7 +179,7 @@ func tellWhatNext(out io.Writer, state sandbox.State) {
 	_, _ = fmt.Fprintf(out, `Hub:
   bin/kubectl --kubeconfig %s get clusters,machinedeployments,machines -A
 `, relative(paths.HubKubeconfig))
-	if hasSpoke := lo.ContainsBy(state.Components, func(c sandbox.ComponentStatus) bool { return c.Name == sandbox.SpokeAPIServer }); hasSpoke {
+	if hasNodes := lo.ContainsBy(state.Components, func(c sandbox.ComponentStatus) bool { return strings.HasSuffix(c.Name, "-kwok") }); hasNodes {
 		_, _ = fmt.Fprintf(out, `  bin/kubectl --kubeconfig %s apply -f deploy/sandbox/examples/machinedeployment.yaml
 Spoke:
   bin/kubectl --kubeconfig %s get nodes,pods -A

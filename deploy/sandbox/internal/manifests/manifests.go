@@ -170,6 +170,8 @@ type Chart struct {
 	Release, Namespace string
 	// Values are settings of the form path=value.
 	Values []string
+	// Account is the ServiceAccount of another chart, for one that is told to make none.
+	Account client.ObjectKey
 }
 
 // Permissions renders the chart and returns its ServiceAccount, every role and secret, and every admission policy, with their bindings.
@@ -206,6 +208,9 @@ func pickPermissions(rendered []*unstructured.Unstructured, c Chart) (account cl
 			account = client.ObjectKeyFromObject(o)
 		}
 		objects = append(objects, o)
+	}
+	if account.Name == "" {
+		account = c.Account
 	}
 	if account.Name == "" {
 		return account, nil, fmt.Errorf("the chart %s has no ServiceAccount", c.Dir)

@@ -1,0 +1,100 @@
+package e2e_test
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	. "github.com/onsi/gomega"
+	"github.com/samber/lo"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	"github.com/karpenter-capi/karpenter-capi/test/journey"
+)
+
+func TestTheShimRunsInOneClusterWithTheAgents(t *testing.T) {
+	figure := shows(t, "agents and shim run in one cluster, which is its own workload cluster")
+	if testing.Short() {
+		t.Skip("not in the short run: it takes a sandbox of its own")
+	}
+	h := startHub(t, "e2e-joined", in(sandbox.Joined))
+	h.comesAndGoes(t, figure)
+}
+
+func TestTheAgentRunsBesideTheShim(t *testing.T) {
+	figure := shows(t, "the agent runs beside the shim, with its service account, and is called over a unix socket")
+	if testing.Short() {
+		t.Skip("not in the short run: it takes a sandbox of its own")
+	}
+	h := startHub(t, "e2e-sidecar", in(sandbox.Sidecar), func(o *sandbox.Options) { o.Agents = 1 })
+	h.comesAndGoes(t, figure)
+}
+
+// The kubelet would bring a changed secret into the pod; here the file is replaced.
+func TestTheShimsKubeconfigIsReplacedThirtyTimes(t *testing.T) {
+	figure := shows(t, "the shim runs in the hub, and its kubeconfig of the spoke is replaced 30 times while it works, and what it held before ends")
+	if testing.Short() {
+		t.Skip("not in the short run: it takes a sandbox of its own")
+	}
+	g := NewWithT(t)
+	h := startHub(t, "e2e-hosted", in(sandbox.HubHosted))
+	before := h.source.Status(sandbox.Shim)
+	h.run(t, h.source, 1, 0)
+	began := time.Now()
+	const times = 30
+	for i := range times {
+		g.Expect(h.source.Sandbox.RenewShimKubeconfig(within(t, soon), kubeconfigOf(i))).To(Succeed())
+		poll(t, soon, h.replaced(i+1))
+		if i > 0 {
+			last := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ShimNamespace, Name: kubeconfigOf(i - 1)}}
+			g.Expect(h.source.Spoke.Delete(within(t, soon), last)).To(Succeed())
+		}
+		if i == times/2 {
+			h.scale(t, 2, 1)
+		}
+	}
+	figure("in %.0f s", time.Since(began).Seconds())
+	g.Expect(h.source.Recorder.Await(within(t, 2*time.Minute), running(3))).To(Succeed())
+	h.comesAndGoes(t, figure)
+	g.Expect(h.source.Status(sandbox.Shim).PID).To(Equal(before.PID), "it was not started anew")
+}
+
+func kubeconfigOf(i int) string { return fmt.Sprintf("kubeconfig-%d", i) }
+
+// replaced waits until the shim's log says that it has read so many kubeconfigs after the first.
+func (h hubs) replaced(times int) func(context.Context) (string, error) {
+	return func(context.Context) (string, error) {
+		logged, err := os.ReadFile(filepath.Join(h.source.Sandbox.State().Paths.Logs, sandbox.Shim+".log"))
+		n := strings.Count(string(logged), "the workload cluster's kubeconfig was replaced")
+		return lo.Ternary(n >= times, "", fmt.Sprintf("the shim to read %d kubeconfigs: it has read %d", times, n)), err
+	}
+}
+
+func in(topology sandbox.Topology) func(*sandbox.Options) {
+	return func(o *sandbox.Options) { o.Topology = topology }
+}
+
+// comesAndGoes runs pods on Nodes of both node groups, and then none.
+func (h hubs) comesAndGoes(t *testing.T, figure func(format string, args ...any)) {
+	t.Helper()
+	g := NewWithT(t)
+	began := time.Now()
+	h.run(t, h.source, 2, 2)
+	figure("4 pods on Nodes of their own after %.0f s", time.Since(began).Seconds())
+	h.scale(t, 0, 0)
+	g.Expect(h.source.Recorder.Await(within(t, 3*time.Minute), func(s journey.State) string {
+		return lo.Ternary(len(s.Live()) == 0, "", fmt.Sprintf("all NodeClaims to be gone: %d are left", len(s.Live())))
+	})).To(Succeed())
+	h.settle(t)
+	g.Expect(h.holdings(t, h.source).replicas).To(Equal(map[string]int32{"east": own, "west": 0}))
+	ours := lo.FilterMap(h.source.Sandbox.State().Components, func(c sandbox.ComponentStatus, _ int) (string, bool) {
+		return c.Name, c.Name == sandbox.Shim || strings.HasPrefix(c.Name, sandbox.Agent)
+	})
+	g.Expect(faultsInLogsBut(nil, h.source, ours...)).To(BeEmpty())
+}
