@@ -61,7 +61,7 @@ func TestTheShimsKubeconfigIsReplacedThirtyTimes(t *testing.T) {
 	}
 	figure("in %.0f s", time.Since(began).Seconds())
 	g.Expect(h.source.Recorder.Await(within(t, 2*time.Minute), running(3))).To(Succeed())
-	h.comesAndGoes(t, figure)
+	h.goes(t)
 	g.Expect(h.source.Status(sandbox.Shim).PID).To(Equal(before.PID), "it was not started anew")
 }
 
@@ -80,13 +80,19 @@ func in(topology sandbox.Topology) func(*sandbox.Options) {
 	return func(o *sandbox.Options) { o.Topology = topology }
 }
 
-// comesAndGoes runs pods on Nodes of both node groups, and then none.
+// comesAndGoes runs pods on Nodes of their own, of both node groups, and then none.
 func (h hubs) comesAndGoes(t *testing.T, figure func(format string, args ...any)) {
 	t.Helper()
-	g := NewWithT(t)
 	began := time.Now()
 	h.run(t, h.source, 2, 2)
 	figure("4 pods on Nodes of their own after %.0f s", time.Since(began).Seconds())
+	h.goes(t)
+}
+
+// goes leaves no pod, and waits until their machines are gone.
+func (h hubs) goes(t *testing.T) {
+	t.Helper()
+	g := NewWithT(t)
 	h.scale(t, 0, 0)
 	g.Expect(h.source.Recorder.Await(within(t, 3*time.Minute), func(s journey.State) string {
 		return lo.Ternary(len(s.Live()) == 0, "", fmt.Sprintf("all NodeClaims to be gone: %d are left", len(s.Live())))

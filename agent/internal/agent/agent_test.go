@@ -40,6 +40,11 @@ func TestMain(m *testing.M) {
 		}
 		return
 	}
+	if os.Getenv(servingProcess) != "" {
+		log.SetLogger(logr.Discard())
+		fmt.Fprintln(os.Stderr, runServingProcess(os.Args[1], os.Args[2], os.Args[3], os.Args[4], os.Args[5]))
+		os.Exit(1)
+	}
 	flag.Parse() // before anything is started: a flag that does not exist ends the process
 	log.SetLogger(logr.Discard())
 	if os.Getenv("AGENT_TEST_LOG") != "" {
