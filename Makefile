@@ -292,6 +292,7 @@ bench: $(SANDBOX_BINARIES) $(BIN)/bench ## Measure: catalogues, claims per secon
 	@go test -run Footprint -v -count 1 -timeout 20m ./agent/internal/agent -args -machines=10000 -ended=10000 -rounds=3
 	@go test -run ManyClusters -v -count 1 -timeout 20m ./agent/internal/agent -args -clusters=200 -apart
 	@go test -run ManyClusters -v -count 1 -timeout 20m ./agent/internal/agent -args -clusters=200 -claims=1
+	@go test -run ManySpokesComeBack -v -count 1 -timeout 20m ./agent/internal/agent -args -spokes=1000 -herd-machines=10000
 	@go test -run ManyMachinesAreAdopted -v -count 1 -timeout 20m ./agent/internal/agent -args -adopting=250
 	@$(BIN)/bench $(BENCH_FLAGS)
 BENCH_FLAGS ?=

@@ -9,6 +9,7 @@ import (
 	. "github.com/onsi/gomega"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	karpenterv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
@@ -33,7 +34,20 @@ func TestASpokeIsOnboardedAnew(t *testing.T) {
 	apply(t, w.Hub, manifests.FleetHub)
 	apply(t, w.Spoke, manifests.FleetSpoke, manifests.FleetWorkload)
 	g.Expect(w.AwaitNodePool(within(t, soon), "default")).To(Succeed())
+	// Two Nodes for what fits one would be consolidated.
+	pool := &karpenterv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: "default"}}
+	budget := func(nodes string) error {
+		ctx, cancel := context.WithTimeout(context.Background(), soon)
+		defer cancel()
+		return w.Spoke.Patch(ctx, pool, mergePatch(`{"spec":{"disruption":{"budgets":[{"nodes":"`+nodes+`"}]}}}`))
+	}
+	g.Expect(budget("0")).To(Succeed())
 	goHome(t, "web", "batch")
+	t.Cleanup(func() { // before the pods go home
+		if err := budget("100%"); err != nil {
+			t.Error(err)
+		}
+	})
 	scale(t, "web", 2)
 	await(t, 2*time.Minute, running(2))
 	g.Expect(w.Checker.Settle(within(t, settleWithin))).To(BeEmpty())
