@@ -89,6 +89,7 @@ const (
 	ReasonInFlight    = "bytes"
 	ReasonUnread      = "unread"
 	ReasonConnections = "connections"
+	ReasonHandshakes  = "handshakes"
 )
 
 // Limiter knows what callers have open. It is safe for concurrent use.
@@ -97,7 +98,7 @@ type Limiter struct {
 	clock               clock.PassiveClock
 	refused             *prometheus.CounterVec
 	reads, large, lists *semaphore.Weighted
-	unknown             *semaphore.Weighted
+	unknown             *handshakes
 
 	mu            sync.Mutex
 	callers       map[string]*caller
@@ -117,7 +118,7 @@ func New(o Options, c clock.PassiveClock, registerer prometheus.Registerer) (*Li
 	l := &Limiter{
 		Options: o, clock: c, callers: map[string]*caller{},
 		reads: semaphore.NewWeighted(readsInAll), large: semaphore.NewWeighted(largeInAll),
-		lists: semaphore.NewWeighted(listsInAll), unknown: semaphore.NewWeighted(unknownConnections),
+		lists: semaphore.NewWeighted(listsInAll), unknown: newHandshakes(),
 		refused: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "capi_agent_calls_refused_total",
 			Help: "Calls and connections refused because their caller had too much open or called too often, by reason and method.",
@@ -182,13 +183,14 @@ func (l *Limiter) caller(identity string) *caller {
 	return c
 }
 
-// Accept lets in a connection whose identity is not known yet, and reports whether it may. The function that is returned is called
-// when the identity is known, or when there is no more connection.
-func (l *Limiter) Accept() (known func(), ok bool) {
-	if !l.unknown.TryAcquire(1) {
-		return nil, false
+// Accept lets in a connection from a source whose identity is not known yet. When there are too many, the oldest is dropped, by its function,
+// of the source that has the most. The function that is returned is called when the identity is known, or when there is no more connection.
+func (l *Limiter) Accept(source string, drop func()) (known func()) {
+	known, dropped := l.unknown.begin(source, drop)
+	if dropped {
+		l.refused.WithLabelValues(ReasonHandshakes, "").Inc()
 	}
-	return func() { l.unknown.Release(1) }, true
+	return known
 }
 
 // Connect lets in a connection of an identity. The function that is returned is called when it has ended. The error is a [*RefusedError].

@@ -3,6 +3,7 @@ package limits_test
 import (
 	"context"
 	"errors"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -135,20 +136,48 @@ func TestListsOfOneCallerAreMadeTwoAtATime(t *testing.T) {
 	require.NoError(t, <-waited)
 }
 
-func TestConnectionsWithoutAnIdentityAreBounded(t *testing.T) {
-	l, _, _ := limiter(t, func(*limits.Options) {})
-	var known []func()
-	for {
-		one, ok := l.Accept()
-		if !ok {
-			break
-		}
-		known = append(known, one)
+func TestTheOldestConnectionWithoutAnIdentityGivesWay(t *testing.T) {
+	l, _, registry := limiter(t, func(*limits.Options) {})
+	var dropped []int
+	known := make([]func(), 0, 600)
+	accept := func(source string) {
+		i := len(known)
+		known = append(known, l.Accept(source, func() { dropped = append(dropped, i) }))
 	}
-	require.Len(t, known, 512)
+	for range 512 {
+		accept("a")
+	}
+	require.Empty(t, dropped)
 	known[0]()
-	_, ok := l.Accept()
-	require.True(t, ok)
+	accept("a")
+	require.Empty(t, dropped, "one has become known")
+	accept("a")
+	require.Equal(t, []int{1}, dropped)
+	known[1]() // as it does when it has been closed
+	accept("b")
+	require.Equal(t, []int{1, 2}, dropped)
+	for range 256 {
+		accept("a")
+	}
+	require.Len(t, dropped, 258)
+	require.NotContains(t, dropped, 514, "who has one connection keeps it, whatever others open")
+	known[514]()
+	accept("b")
+	require.Len(t, dropped, 258)
+	count, err := testutil.GatherAndCount(registry, "capi_agent_calls_refused_total")
+	require.NoError(t, err)
+	require.Equal(t, 1, count)
+}
+
+func TestOfManySourcesTheOldestGivesWay(t *testing.T) {
+	l, _, _ := limiter(t, func(*limits.Options) {})
+	var dropped []int
+	for i := range 600 {
+		l.Accept(strconv.Itoa(i), func() { dropped = append(dropped, i) })
+	}
+	require.Len(t, dropped, 600-512)
+	require.Equal(t, 0, dropped[0])
+	require.Equal(t, 87, dropped[87])
 }
 
 func TestALargeRequestCountsAsManyCalls(t *testing.T) {

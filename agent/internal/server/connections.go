@@ -21,27 +21,31 @@ import (
 // it, or until the connection ends. No interceptor sees when that is. So answers are encoded within their call, in buffers that tell when
 // the transport frees them, and the connection of an answer that stays for too long is closed: nothing else takes it from the transport.
 
-// accepting gives out connections as [connection], no more than may be without an identity.
+// accepting gives out connections as [connection]. When too many are without an identity, others that have none are closed.
 type accepting struct {
 	net.Listener
 
 	server *Server
 }
 
-// Accept is [net.Listener]'s. Connections that are too many are closed at once.
+// Accept is [net.Listener]'s.
 func (a accepting) Accept() (net.Conn, error) {
-	for {
-		accepted, err := a.Listener.Accept()
-		if err != nil {
-			return nil, err
-		}
-		known, ok := a.server.limits.Accept()
-		if !ok {
-			_ = accepted.Close() // nothing is lost that anything depends on
-			continue
-		}
-		return newConnection(accepted, a.server.limits.SendTimeout, known), nil
+	accepted, err := a.Listener.Accept()
+	if err != nil {
+		return nil, err
 	}
+	c := newConnection(accepted, a.server.limits.SendTimeout)
+	c.known = c.until(a.server.limits.Accept(sourceOf(accepted), func() { _ = c.Close() })) // nothing is lost that anything depends on
+	return c, nil
+}
+
+// sourceOf names where a connection comes from: a host, whatever its port.
+func sourceOf(conn net.Conn) string {
+	address := conn.RemoteAddr().String()
+	if host, _, err := net.SplitHostPort(address); err == nil {
+		return host
+	}
+	return address
 }
 
 // connection is one that was accepted, below TLS.
@@ -56,10 +60,9 @@ type connection struct {
 	end   context.CancelFunc
 }
 
-func newConnection(accepted net.Conn, writeTimeout time.Duration, known func()) *connection {
+func newConnection(accepted net.Conn, writeTimeout time.Duration) *connection {
 	c := &connection{Conn: accepted, writeTimeout: writeTimeout}
 	c.open, c.end = context.WithCancel(context.Background())
-	c.known = c.until(known)
 	return c
 }
 

@@ -243,3 +243,22 @@ func TestConnectionsOfACallerAreBounded(t *testing.T) {
 	require.NoError(t, open[0].Close())
 	require.Eventually(t, func() bool { return !ended(connect()) }, patience, time.Millisecond)
 }
+
+// Whoever can reach the port can open connections and say nothing on them.
+func TestConnectionsThatSayNothingKeepNobodyOut(t *testing.T) {
+	f := start(t)
+	silent := make([]net.Conn, 0, 600)
+	for range cap(silent) {
+		conn, err := (&net.Dialer{}).DialContext(f.ctx(), "tcp", f.address)
+		require.NoError(t, err)
+		silent = append(silent, conn)
+	}
+	require.NoError(t, f.list(f.cluster()))
+	require.NoError(t, silent[0].SetReadDeadline(time.Now().Add(patience)))
+	_, err := silent[0].Read(make([]byte, 1))
+	require.Error(t, err)
+	require.NotErrorIs(t, err, os.ErrDeadlineExceeded, "the first of them has given way")
+	for _, conn := range silent {
+		require.NoError(t, conn.Close())
+	}
+}
