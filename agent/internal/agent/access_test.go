@@ -327,30 +327,30 @@ deny:
 }
 
 // served returns what there is to call.
-func served(t *testing.T, admin *grpc.ClientConn, namespace string) []rpc {
-	t.Helper()
-	stream, err := grpc_reflection_v1.NewServerReflectionClient(admin).ServerReflectionInfo(t.Context())
-	require.NoError(t, err)
-	require.NoError(t, stream.Send(&grpc_reflection_v1.ServerReflectionRequest{
+func served(tb testing.TB, admin grpc.ClientConnInterface, namespace string) []rpc {
+	tb.Helper()
+	stream, err := grpc_reflection_v1.NewServerReflectionClient(admin).ServerReflectionInfo(tb.Context())
+	require.NoError(tb, err)
+	require.NoError(tb, stream.Send(&grpc_reflection_v1.ServerReflectionRequest{
 		MessageRequest: &grpc_reflection_v1.ServerReflectionRequest_ListServices{},
 	}))
 	response, err := stream.Recv()
-	require.NoError(t, err)
-	require.NoError(t, stream.CloseSend())
+	require.NoError(tb, err)
+	require.NoError(tb, stream.CloseSend())
 	var calls []rpc
 	known := 0
 	for _, service := range response.GetListServicesResponse().GetService() {
 		descriptor, err := protoregistry.GlobalFiles.FindDescriptorByName(protoreflect.FullName(service.GetName()))
-		require.NoError(t, err)
+		require.NoError(tb, err)
 		methods := descriptor.(protoreflect.ServiceDescriptor).Methods() //nolint:forcetypeassert // reflection says so
 		for i := range methods.Len() {
 			method := methods.Get(i)
 			row, has := requests[method.FullName()]
-			require.True(t, has, "%s has no row in requests", method.FullName())
+			require.True(tb, has, "%s has no row in requests", method.FullName())
 			known++
 			text := strings.NewReplacer("$CLUSTER", fmt.Sprintf(`{"namespace": %q, "name": "spoke"}`, namespace), "$GROUP", namespace+"/workers").
 				Replace(row.json)
-			text = strings.ReplaceAll(text, "$CSR", base64.StdEncoding.EncodeToString(testpki.SigningRequest(t)))
+			text = strings.ReplaceAll(text, "$CSR", base64.StdEncoding.EncodeToString(testpki.SigningRequest(tb)))
 			of := rpc{method: method, request: text, row: row}
 			if !slices.Contains([]string{"CreateClaim", "ReleaseClaim", "ReturnMachine", "SyncClaims"}, string(method.Name())) {
 				calls = append(calls, of)
@@ -358,16 +358,16 @@ func served(t *testing.T, admin *grpc.ClientConn, namespace string) []rpc {
 			}
 			for _, of.holder = range holders {
 				of.onClaim = !strings.Contains(row.json, "$HOLDER")
-				list, err := agentv1alpha1.NewClaimServiceClient(admin).ListClaims(t.Context(), &agentv1alpha1.ListClaimsRequest{
+				list, err := agentv1alpha1.NewClaimServiceClient(admin).ListClaims(tb.Context(), &agentv1alpha1.ListClaimsRequest{
 					Cluster: &agentv1alpha1.ClusterRef{Namespace: namespace, Name: "spoke"}, Holder: of.holder,
 				})
-				require.NoError(t, err)
+				require.NoError(tb, err)
 				of.request = strings.NewReplacer("$HOLDER", of.holder, "$TOKEN", list.GetToken()).Replace(text)
 				calls = append(calls, of)
 			}
 		}
 	}
-	require.Equal(t, len(requests), known, "requests has rows of methods that are not served")
+	require.Equal(tb, len(requests), known, "requests has rows of methods that are not served")
 	return calls
 }
 

@@ -93,7 +93,7 @@ func (r receiver) receive(ctx context.Context, method string, receive func(any) 
 		return err
 	}
 	if err := (proto.UnmarshalOptions{DiscardUnknown: true}).Unmarshal(raw.ReadOnlyData(), message); err != nil {
-		return grpcstatus.Error(codes.Internal, "the request is no message of this method")
+		return grpcstatus.Error(codes.InvalidArgument, "the request is no message of this method")
 	}
 	return nil
 }

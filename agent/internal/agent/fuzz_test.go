@@ -1,0 +1,157 @@
+package agent_test
+
+import (
+	"context"
+	"crypto/tls"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/mem"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/encoding/protojson"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/dynamicpb"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/agent"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/capacity"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/capitest"
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/testpki"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+// encoded is a message as it is on the wire.
+type encoded []byte
+
+// asItIs is a codec that sends [encoded], and takes into it what comes.
+type asItIs struct{}
+
+func (asItIs) Name() string { return "proto" }
+
+func (asItIs) Marshal(message any) (mem.BufferSlice, error) {
+	request, ok := message.(*encoded)
+	if !ok {
+		return nil, fmt.Errorf("%T is not encoded", message)
+	}
+	return mem.BufferSlice{mem.SliceBuffer(*request)}, nil
+}
+
+func (asItIs) Unmarshal(data mem.BufferSlice, into any) error {
+	answer, ok := into.(*encoded)
+	if !ok {
+		return fmt.Errorf("%T is not encoded", into)
+	}
+	*answer = data.Materialize()
+	return nil
+}
+
+// answerable are the codes that a request can be answered with that is sent by who has the right: all that the request, or the hub's present
+// state, is to blame for.
+var answerable = []codes.Code{
+	codes.OK, codes.InvalidArgument, codes.NotFound, codes.FailedPrecondition, codes.ResourceExhausted, codes.Aborted, codes.PermissionDenied,
+}
+
+const (
+	// maxFuzzedAnswer is more than any answer of the fuzzed agent has, which knows one node group.
+	maxFuzzedAnswer = 1 << 20
+	// maxFuzzedStatus is what an error may have: it names up to a thousand candidates.
+	maxFuzzedStatus = 512 << 10
+)
+
+// FuzzHandlers has callers with the right send any bytes as the request of any method that the agent serves, by its own reflection, over
+// mutual TLS. The agent must say what is wrong with them, and serve on.
+func FuzzHandlers(f *testing.F) {
+	namespace := plane.Namespace(f)
+	cluster := capitest.NewCluster(namespace, "spoke")
+	cluster.Labels = map[string]string{v1alpha1.OnboardingLabel: present}
+	plane.Create(f, cluster, capitest.NewInfrastructureTemplate(namespace, "workers", nil),
+		capitest.NewMachineDeployment(namespace, "workers", "spoke", 0, capitest.Sized("0", "1000"),
+			capitest.Annotated(capacity.MemoryAnnotation, "16Gi"), capitest.Annotated(capacity.CPUAnnotation, "4")))
+	const admin = "spiffe://karpenter-capi/admin"
+	policy, err := authz.ParsePolicy([]byte("identities:\n- {id: "+admin+", roles: [admin], allClusters: true}\n"), "karpenter-capi")
+	require.NoError(f, err)
+	o := testOptions(namespace)
+	o.Limits.CallsPerSecond, o.Limits.CallBurst = 1e6, 1e6
+	authority := testpki.New(f)
+	own := authority.Issue(f, f.TempDir(), authority)
+	o.ClientCAFile, o.TLSCertFile = own.CAFile, own.CertFile
+	o.IssuerCertFile, o.IssuerKeyFile = authority.Write(f, f.TempDir())
+	r := startFor(f, authority, agent.Config{Options: o, Policy: func() *authz.Policy { return policy }})
+	byAdmin := r.raw(admin)
+	byCluster := r.raw("spiffe://karpenter-capi/cluster/" + namespace + "/spoke/" + present)
+	eventually(f, "the node group takes claims", func(ctx context.Context) (bool, error) {
+		response, err := r.as(admin).NodeGroups.GetNodeGroup(ctx, &agentv1alpha1.GetNodeGroupRequest{
+			Cluster: &agentv1alpha1.ClusterRef{Namespace: namespace, Name: "spoke"}, Id: namespace + "/workers",
+		})
+		return err == nil && response.GetNodeGroup().GetAvailability().GetAvailable(), nil
+	})
+
+	calls := served(f, r.as(admin).Conn(), namespace)
+	for i, of := range calls {
+		request := dynamicpb.NewMessage(of.method.Input())
+		require.NoError(f, protojson.Unmarshal([]byte(strings.ReplaceAll(of.request, "$ID", "claim")), request))
+		valid, err := proto.Marshal(request)
+		require.NoError(f, err)
+		for _, seed := range [][]byte{valid, valid[:len(valid)/2], append(slices.Clone(valid), 0xff), slices.Repeat(valid, 3)} {
+			f.Add(uint8(i), seed)
+		}
+	}
+	f.Fuzz(func(t *testing.T, i uint8, request []byte) {
+		of := calls[int(i)%len(calls)]
+		conn := byAdmin
+		if of.certifies {
+			conn = byCluster
+		}
+		answer, err := of.send(t, conn, request)
+		code := status.Code(err)
+		require.Contains(t, answerable, code, "%s: %v", of.name(), err)
+		require.LessOrEqual(t, len(answer), maxFuzzedAnswer, of.name())
+		require.LessOrEqual(t, proto.Size(status.Convert(err).Proto()), maxFuzzedStatus, of.name())
+		if code == codes.OK {
+			require.NoError(t, proto.Unmarshal(answer, dynamicpb.NewMessage(of.method.Output())), of.name())
+		}
+		var alive encoded
+		require.NoError(t, conn.Invoke(t.Context(), agentv1alpha1.StatusService_GetStatus_FullMethodName, &encoded{}, &alive), "after %s", of.name())
+	})
+}
+
+// raw connects with a certificate of the URI name, to send what is [encoded].
+func (r *running) raw(uri string) *grpc.ClientConn {
+	r.t.Helper()
+	files := r.authority.Issue(r.t, r.t.TempDir(), r.authority, uri)
+	pair, err := tls.LoadX509KeyPair(files.CertFile, files.KeyFile)
+	require.NoError(r.t, err)
+	conn, err := grpc.NewClient("passthrough:///"+r.address, grpc.WithDefaultCallOptions(grpc.ForceCodecV2(asItIs{})),
+		grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{
+			MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{pair}, RootCAs: r.authority.Pool(),
+		})))
+	require.NoError(r.t, err)
+	r.t.Cleanup(func() { require.NoError(r.t, conn.Close()) })
+	return conn
+}
+
+// send sends one request and returns the first answer. The error is the call's status.
+func (c rpc) send(t *testing.T, conn *grpc.ClientConn, request encoded) (encoded, error) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	// One way for all kinds of methods.
+	stream, err := conn.NewStream(ctx, &grpc.StreamDesc{ServerStreams: true, ClientStreams: true},
+		fmt.Sprintf("/%s/%s", c.method.Parent().FullName(), c.method.Name()))
+	require.NoError(t, err)
+	_ = stream.SendMsg(&request) // when it fails, the status says why
+	_ = stream.CloseSend()
+	var answer encoded
+	if err := stream.RecvMsg(&answer); err != io.EOF { //nolint:errorlint // as documented
+		return answer, err
+	}
+	return nil, nil
+}
