@@ -3,7 +3,6 @@ package server
 import (
 	"context"
 	"net"
-	"slices"
 	"sync"
 	"time"
 
@@ -166,11 +165,15 @@ type whenFreed func()
 func (whenFreed) Get(size int) *[]byte { return new(make([]byte, size)) }
 func (f whenFreed) Put(*[]byte)        { f() }
 
-// minAnswerBuffer is a capacity that package mem tells pools of; it keeps smaller buffers to itself.
-const minAnswerBuffer = 2 << 10
+const (
+	// minAnswerBuffer is a capacity that package mem tells pools of; it keeps smaller buffers to itself.
+	minAnswerBuffer = 2 << 10
+	// answerOverhead is what is kept for an answer beside its buffer: a timer, and what waits for the connection's end.
+	answerOverhead = 1 << 10
+)
 
-// outgoing returns an answer of the call in ctx, or an event, encoded. It counts as unread until the transport has sent or dropped it. When
-// that takes longer than the caller may leave it unread, the connection is closed.
+// outgoing returns an answer of the call in ctx, or an event, encoded. All that is kept for it counts as unread until the transport has sent or
+// dropped it. When that takes longer than the caller may leave it unread, the connection is closed.
 func (s *Server) outgoing(ctx context.Context, message any) (mem.BufferSlice, error) {
 	p, _ := peer.FromContext(ctx)
 	info, ok := p.AuthInfo.(connectionInfo)
@@ -183,11 +186,14 @@ func (s *Server) outgoing(ctx context.Context, message any) (mem.BufferSlice, er
 	}
 	whole := encoded.MaterializeToBuffer(mem.DefaultBufferPool())
 	encoded.Free()
-	bytes := whole.ReadOnlyData()
-	if mem.IsBelowBufferPoolingThreshold(cap(bytes)) {
-		bytes = slices.Grow(slices.Clip(bytes), minAnswerBuffer)
+	bytes, free := whole.ReadOnlyData(), whole.Free
+	// The pool's buffers are up to thirty times as large as what is in them, which a caller may leave unread.
+	if cap(bytes) > 2*len(bytes) || mem.IsBelowBufferPoolingThreshold(cap(bytes)) {
+		bytes = append(make([]byte, 0, max(len(bytes), minAnswerBuffer)), bytes...)
+		free()
+		free = func() {}
 	}
-	gone := info.connection.until(limits.FromContext(ctx).Send(len(bytes)))
+	gone := info.connection.until(limits.FromContext(ctx).Send(cap(bytes) + answerOverhead))
 	logger := log.FromContext(ctx)
 	timer := time.AfterFunc(s.limits.SendTimeout, func() {
 		logger.Info("a connection is closed: an answer on it was not read", "bytes", len(bytes))
@@ -196,6 +202,6 @@ func (s *Server) outgoing(ctx context.Context, message any) (mem.BufferSlice, er
 	return mem.BufferSlice{mem.NewBuffer(&bytes, whenFreed(func() {
 		timer.Stop()
 		gone()
-		whole.Free()
+		free()
 	}))}, nil
 }

@@ -7,6 +7,8 @@ import (
 	"math"
 	"net"
 	"os"
+	"runtime"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -261,4 +263,48 @@ func TestConnectionsThatSayNothingKeepNobodyOut(t *testing.T) {
 	for _, conn := range silent {
 		require.NoError(t, conn.Close())
 	}
+}
+
+// A buffer can be thirty times as large as the answer in it, and an event of ten bytes has a buffer, a timer and more of its own.
+func TestUnreadAnswersCountAsWhatIsKeptForThem(t *testing.T) {
+	for name, c := range map[string]struct {
+		machines, machineBytes, calls int
+		method                        string
+		request                       proto.Message
+	}{
+		"answers that are a little too large for a small buffer": {
+			machines: 1, machineBytes: 40 << 10, calls: 900,
+			method: agentv1alpha1.MachineService_ListMachines_FullMethodName, request: listMachines,
+		},
+		"events of a few bytes": {
+			machines: 400, machineBytes: 10, calls: 150,
+			method:  agentv1alpha1.MachineService_WatchMachines_FullMethodName,
+			request: &agentv1alpha1.WatchMachinesRequest{Cluster: spokeRef},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := start(t)
+			for i := range c.machines {
+				f.machines.Set(spoke, strconv.Itoa(i), &agentv1alpha1.Machine{Name: strconv.Itoa(i), ProviderId: strings.Repeat("x", c.machineBytes)})
+			}
+			p := f.rawPeer(spokeURI, http2.Setting{ID: http2.SettingInitialWindowSize, Val: 0})
+			before := live()
+			for range c.calls {
+				p.call(c.method, c.request)
+			}
+			_, refused := p.await(func(_, refused int) bool { return refused > c.calls/20 })
+			kept := live() - before
+			t.Logf("%.1f MiB are kept when %d calls have been refused", float64(kept)/mebibyte, refused)
+			require.Less(t, kept, int64(2*limits.UnreadOfCaller))
+		})
+	}
+}
+
+// live returns how many bytes of the heap are in use.
+func live() int64 {
+	var memory runtime.MemStats
+	runtime.GC()
+	runtime.GC() // what pools have kept is freed by the second
+	runtime.ReadMemStats(&memory)
+	return int64(memory.HeapAlloc)
 }
