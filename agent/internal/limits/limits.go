@@ -65,6 +65,12 @@ const (
 	ConnectionsOfCaller = 16
 	// unknownConnections is how many connections may be without an identity. A handshake takes 100 KiB and seconds at most.
 	unknownConnections = 512
+	// refusalsPerSecond and refusalBurst are how many calls of a caller may be refused, on average and at once, before its connections are
+	// read slowly: a refusal costs the agent a tenth of a millisecond, and its caller nothing. refusalDebt is for how many seconds at most that
+	// goes on after the last; a caller that is so far behind loses its connections, with all that it has sent on them.
+	refusalsPerSecond, refusalBurst, refusalDebt = 100, 1000, 2
+	// longestPause is how long a connection is not read at most. Clients wait ten seconds for an answer to their keepalive.
+	longestPause = time.Second
 	// enough is how many callers are remembered before those that did nothing lately are forgotten.
 	enough = 1000
 )
@@ -106,7 +112,7 @@ type Limiter struct {
 }
 
 type caller struct {
-	rate, hubRate              *rate.Limiter
+	rate, hubRate, refusals    *rate.Limiter
 	calls, watches             int
 	connections                int
 	bytes, unread              int64
@@ -150,11 +156,11 @@ func (l *Limiter) Begin(identity, method string, watch bool) (*Call, error) {
 	c := l.caller(identity)
 	switch {
 	case c.unread >= UnreadOfCaller:
-		return nil, l.refuseUnread(method)
+		return nil, l.refuseUnread(c, method)
 	case !watch && c.calls >= l.CallsAtOnce:
-		return nil, l.refuse(method, ReasonCalls, time.Second, "this identity has %d calls open, as many as it may", c.calls)
+		return nil, l.refuse(c, method, ReasonCalls, time.Second, "this identity has %d calls open, as many as it may", c.calls)
 	case watch && c.watches >= l.WatchesAtOnce:
-		return nil, l.refuse(method, ReasonWatches, 5*time.Second, "this identity has %d streams open, as many as it may", c.watches)
+		return nil, l.refuse(c, method, ReasonWatches, 5*time.Second, "this identity has %d streams open, as many as it may", c.watches)
 	}
 	if err := l.spend(c, method, 1); err != nil {
 		return nil, err
@@ -173,9 +179,10 @@ func (l *Limiter) caller(identity string) *caller {
 	if c == nil {
 		l.forget(l.clock.Now())
 		c = &caller{
-			rate:    rate.NewLimiter(rate.Limit(l.CallsPerSecond), l.CallBurst),
-			hubRate: rate.NewLimiter(rate.Limit(l.HubRequestsPerSecond), l.HubRequestBurst),
-			reads:   semaphore.NewWeighted(readsOfCaller), large: semaphore.NewWeighted(largeOfCaller),
+			rate:     rate.NewLimiter(rate.Limit(l.CallsPerSecond), l.CallBurst),
+			hubRate:  rate.NewLimiter(rate.Limit(l.HubRequestsPerSecond), l.HubRequestBurst),
+			refusals: rate.NewLimiter(refusalsPerSecond, refusalBurst),
+			reads:    semaphore.NewWeighted(readsOfCaller), large: semaphore.NewWeighted(largeOfCaller),
 			lists: semaphore.NewWeighted(listsOfCaller), atHub: semaphore.NewWeighted(int64(l.HubCallsAtOnce)),
 		}
 		l.callers[identity] = c
@@ -199,7 +206,7 @@ func (l *Limiter) Connect(identity string) (ended func(), err error) {
 	defer l.mu.Unlock()
 	c := l.caller(identity)
 	if c.connections >= ConnectionsOfCaller {
-		return nil, l.refuse("", ReasonConnections, time.Second, "this identity has %d connections, as many as it may", c.connections)
+		return nil, l.refuse(c, "", ReasonConnections, time.Second, "this identity has %d connections, as many as it may", c.connections)
 	}
 	c.connections++
 	return func() {
@@ -217,16 +224,47 @@ func (l *Limiter) spend(c *caller, method string, tokens int) error {
 	}
 	missing := float64(min(tokens, l.CallBurst)) - c.rate.TokensAt(now)
 	wait := time.Duration(math.Ceil(missing/l.CallsPerSecond*1000)) * time.Millisecond
-	return l.refuse(method, ReasonRate, wait, "this identity calls more often than %v times a second", l.CallsPerSecond)
+	return l.refuse(c, method, ReasonRate, wait, "this identity calls more often than %v times a second", l.CallsPerSecond)
 }
 
-func (l *Limiter) refuseUnread(method string) error {
-	return l.refuse(method, ReasonUnread, time.Second, "too many bytes of answers have not been read yet")
+func (l *Limiter) refuseUnread(c *caller, method string) error {
+	return l.refuse(c, method, ReasonUnread, time.Second, "too many bytes of answers have not been read yet")
 }
 
-func (l *Limiter) refuse(method, reason string, after time.Duration, format string, args ...any) error {
+// refuse is called with l.mu held.
+func (l *Limiter) refuse(c *caller, method, reason string, after time.Duration, format string, args ...any) error {
 	l.refused.WithLabelValues(reason, method).Inc()
+	l.blame(c)
 	return &RefusedError{Reason: reason, RetryAfter: after, Message: fmt.Sprintf(format, args...)}
+}
+
+// Denied notes that a call of an identity was refused that it has no right to make.
+func (l *Limiter) Denied(identity string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.blame(l.caller(identity))
+}
+
+// blame notes a refusal. l.mu is held.
+func (l *Limiter) blame(c *caller) {
+	now := l.clock.Now()
+	if c.refusals.TokensAt(now) > -refusalsPerSecond*refusalDebt {
+		c.refusals.ReserveN(now, 1)
+	}
+}
+
+// Pause returns for how long the connections of an identity are better not read, as it goes on calling although it is refused, and whether
+// they are better closed.
+func (l *Limiter) Pause(identity string) (pause time.Duration, over bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	c := l.callers[identity]
+	if c == nil {
+		return 0, false
+	}
+	missing := -c.refusals.TokensAt(l.clock.Now())
+	pause = max(0, time.Duration(missing/refusalsPerSecond*float64(time.Second)))
+	return min(longestPause, pause), missing >= refusalsPerSecond*refusalDebt
 }
 
 // forget forgets callers that have nothing open and could burst, if there are many. l.mu is held.
@@ -236,7 +274,8 @@ func (l *Limiter) forget(now time.Time) {
 	}
 	for identity, c := range l.callers {
 		if c.calls+c.watches+c.connections == 0 && c.unread == 0 &&
-			c.rate.TokensAt(now) >= float64(l.CallBurst) && c.hubRate.TokensAt(now) >= float64(l.HubRequestBurst) {
+			c.rate.TokensAt(now) >= float64(l.CallBurst) && c.hubRate.TokensAt(now) >= float64(l.HubRequestBurst) &&
+			c.refusals.TokensAt(now) >= refusalBurst {
 			delete(l.callers, identity)
 		}
 	}
@@ -287,7 +326,7 @@ func (c *Call) Hold(bytes int) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if c.caller.bytes+int64(bytes) > bytesOfCaller || l.bytes+int64(bytes) > bytesInAll {
-		return l.refuse(c.method, ReasonInFlight, time.Second, "requests of too many bytes are being handled")
+		return l.refuse(c.caller, c.method, ReasonInFlight, time.Second, "requests of too many bytes are being handled")
 	}
 	if err := l.spend(c.caller, c.method, bytes/BytesPerCall); err != nil {
 		return err
@@ -330,7 +369,7 @@ func (c *Call) List(ctx context.Context) error {
 	c.limiter.mu.Lock()
 	defer c.limiter.mu.Unlock()
 	if c.caller.unread >= UnreadOfCaller || c.limiter.unread >= unreadInAll {
-		return c.limiter.refuseUnread(c.method)
+		return c.limiter.refuseUnread(c.caller, c.method)
 	}
 	return nil
 }
@@ -356,7 +395,7 @@ func (c *Call) Next() error {
 	c.limiter.mu.Lock()
 	defer c.limiter.mu.Unlock()
 	if c.caller.unread >= UnreadOfCaller {
-		return c.limiter.refuseUnread(c.method)
+		return c.limiter.refuseUnread(c.caller, c.method)
 	}
 	return nil
 }

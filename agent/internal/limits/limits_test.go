@@ -58,6 +58,36 @@ capi_agent_calls_refused_total{method="/m",reason="rate"} 1
 `)))
 }
 
+func TestACallerThatGoesOnWhileItIsRefusedIsReadSlowly(t *testing.T) {
+	l, clock, _ := limiter(t, func(o *limits.Options) { o.CallsAtOnce = 1 })
+	begin(t, l, "a", false)
+	for range 1000 {
+		_, err := l.Begin("a", "/m", false)
+		require.Error(t, err)
+	}
+	requirePause := func(identity string, wanted time.Duration, wantedOver bool) {
+		pause, over := l.Pause(identity)
+		require.Equal(t, wanted, pause)
+		require.Equal(t, wantedOver, over)
+	}
+	requirePause("a", 0, false)
+	l.Denied("a")
+	requirePause("a", 10*time.Millisecond, false)
+	requirePause("b", 0, false)
+	for range 198 {
+		l.Denied("a")
+	}
+	requirePause("a", time.Second, false) // no longer than a client waits
+	for range 10000 {
+		l.Denied("a")
+	}
+	requirePause("a", time.Second, true)
+	clock.Step(time.Second)
+	requirePause("a", time.Second, false)
+	clock.Step(time.Second)
+	requirePause("a", 0, false) // it is soon over
+}
+
 func TestWhatACallerHasOpenIsBounded(t *testing.T) {
 	l, _, _ := limiter(t, func(o *limits.Options) { o.CallsAtOnce, o.WatchesAtOnce = 1, 1 })
 	call, watch := begin(t, l, "a", false), begin(t, l, "a", true)

@@ -2,6 +2,7 @@ package server
 
 import (
 	"context"
+	"errors"
 	"net"
 	"sync"
 	"time"
@@ -124,7 +125,39 @@ func (i identifying) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthIn
 		i.server.remote.add(accepted)
 		i.server.closeWhenExpired(accepted, by)
 	}
-	return secured, connectionInfo{info, accepted}, nil
+	return paced{secured, accepted, func() (time.Duration, bool) { return i.server.limits.Pause(identity) }}, connectionInfo{info, accepted}, nil
+}
+
+// slowRead is how much is read at once of a caller that is to call more slowly: some tens of calls.
+const slowRead = 1 << 10
+
+// paced is a connection, above TLS, that is read as slowly as its caller's refused calls ask for. Calls that are not read cost nothing, and
+// the flow control of TCP holds their sender back.
+type paced struct {
+	net.Conn
+
+	below *connection
+	pause func() (pause time.Duration, over bool)
+}
+
+var errRefusedTooOften = errors.New("the caller goes on calling although its calls are refused")
+
+// Read is [net.Conn]'s. Its error ends the connection.
+func (p paced) Read(into []byte) (int, error) {
+	pause, over := p.pause()
+	if over {
+		return 0, errRefusedTooOften
+	}
+	if pause > 0 {
+		timer := time.NewTimer(pause)
+		defer timer.Stop()
+		select {
+		case <-timer.C:
+		case <-p.below.open.Done():
+		}
+		into = into[:min(len(into), slowRead)]
+	}
+	return p.Conn.Read(into)
 }
 
 // Clone is [credentials.TransportCredentials]'.

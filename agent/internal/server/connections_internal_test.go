@@ -21,3 +21,40 @@ func TestAWriteThatTheOtherSideDoesNotTakeEnds(t *testing.T) {
 	require.NoError(t, c.Close())
 	<-ended
 }
+
+func TestAConnectionOfACallerThatIsRefusedIsReadSlowly(t *testing.T) {
+	near, far := net.Pipe()
+	c := newConnection(near, time.Minute)
+	pause, over := time.Duration(0), false
+	p := paced{c, c, func() (time.Duration, bool) { return pause, over }}
+	go func() {
+		for {
+			if _, err := far.Write(make([]byte, 4*slowRead)); err != nil {
+				return
+			}
+		}
+	}()
+	n, err := p.Read(make([]byte, 4*slowRead))
+	require.NoError(t, err)
+	require.Equal(t, 4*slowRead, n)
+	pause = time.Millisecond
+	began := time.Now()
+	n, err = p.Read(make([]byte, 4*slowRead))
+	require.NoError(t, err)
+	require.Equal(t, slowRead, n)
+	require.GreaterOrEqual(t, time.Since(began), pause)
+
+	over = true
+	_, err = p.Read(make([]byte, 1))
+	require.ErrorIs(t, err, errRefusedTooOften)
+
+	pause, over = time.Hour, false
+	ended := make(chan error)
+	go func() {
+		_, err := p.Read(make([]byte, 1))
+		ended <- err
+	}()
+	require.NoError(t, c.Close())
+	require.Error(t, <-ended)
+	require.NoError(t, far.Close())
+}

@@ -178,6 +178,7 @@ func (s *Server) admit(ctx context.Context, method string) error {
 
 func (s *Server) admitUnary(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 	if err := s.admit(ctx, info.FullMethod); err != nil {
+		s.limits.Denied(limitedAs(callerOf(ctx), handshakeOf(ctx)))
 		return nil, err
 	}
 	return handler(ctx, request)
@@ -185,6 +186,7 @@ func (s *Server) admitUnary(ctx context.Context, request any, info *grpc.UnarySe
 
 func (s *Server) admitStream(service any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
 	if err := s.admit(stream.Context(), info.FullMethod); err != nil {
+		s.limits.Denied(limitedAs(callerOf(stream.Context()), handshakeOf(stream.Context())))
 		return err
 	}
 	return handler(service, stream)

@@ -70,13 +70,17 @@ func limitedAs(c caller, handshake credentials.AuthInfo) string {
 	return ""
 }
 
+// handshakeOf returns the result of the handshake of the call's connection, nil when it is not known.
+func handshakeOf(ctx context.Context) credentials.AuthInfo {
+	if p, ok := peer.FromContext(ctx); ok {
+		return p.AuthInfo
+	}
+	return nil
+}
+
 // begin lets a call in, and puts it into the context.
 func (s *Server) begin(ctx context.Context, method string, watch bool) (context.Context, *limits.Call, error) {
-	var handshake credentials.AuthInfo
-	if p, ok := peer.FromContext(ctx); ok {
-		handshake = p.AuthInfo
-	}
-	call, err := s.limits.Begin(limitedAs(callerOf(ctx), handshake), method, watch)
+	call, err := s.limits.Begin(limitedAs(callerOf(ctx), handshakeOf(ctx)), method, watch)
 	if err != nil {
 		return nil, nil, throttled(err)
 	}
