@@ -54,6 +54,9 @@ const (
 	// largeOfCaller is how many large requests of a caller are read and handled at once, largeInAll how many of all are decoded at once;
 	// all of it together may take 200 MiB for one. Others wait.
 	largeOfCaller, largeInAll = 1, 3
+	// checksOfCaller is how many requests of a caller are checked at once. One with a thousand long names takes 25 ms of a processor, and no
+	// caller may have them all. Others wait.
+	checksOfCaller = 1
 	// bytesOfCaller and bytesInAll bound the requests that are being handled.
 	bytesOfCaller, bytesInAll = 16 << 20, 64 << 20
 	// UnreadOfCaller and unreadInAll are how many bytes of answers may wait to be read before callers are refused: the caller whose they
@@ -117,6 +120,7 @@ type caller struct {
 	connections                int
 	bytes, unread              int64
 	reads, large, lists, atHub *semaphore.Weighted
+	checks                     *semaphore.Weighted
 }
 
 // New returns a limiter. A nil registerer registers no metrics.
@@ -184,6 +188,7 @@ func (l *Limiter) caller(identity string) *caller {
 			refusals: rate.NewLimiter(refusalsPerSecond, refusalBurst),
 			reads:    semaphore.NewWeighted(readsOfCaller), large: semaphore.NewWeighted(largeOfCaller),
 			lists: semaphore.NewWeighted(listsOfCaller), atHub: semaphore.NewWeighted(int64(l.HubCallsAtOnce)),
+			checks: semaphore.NewWeighted(checksOfCaller),
 		}
 		l.callers[identity] = c
 	}
@@ -309,6 +314,14 @@ func (c *Call) Decode(ctx context.Context) (done func(), err error) {
 		return nil, err
 	}
 	return func() { c.limiter.large.Release(1) }, nil
+}
+
+// Check waits until the call's request may be checked, and returns what to do once it has been. Errors: the context's.
+func (c *Call) Check(ctx context.Context) (done func(), err error) {
+	if err := c.caller.checks.Acquire(ctx, 1); err != nil {
+		return nil, err
+	}
+	return func() { c.caller.checks.Release(1) }, nil
 }
 
 // keep holds one of the semaphore until the call ends.

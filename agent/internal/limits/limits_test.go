@@ -241,6 +241,22 @@ func TestOneLargeRequestOfACallerIsHandledAtATime(t *testing.T) {
 	require.NoError(t, <-waited)
 }
 
+func TestRequestsOfOneCallerAreCheckedOneAtATime(t *testing.T) {
+	l, _, _ := limiter(t, func(*limits.Options) {})
+	first, second := begin(t, l, "a", false), begin(t, l, "a", false)
+	done, err := first.Check(t.Context())
+	require.NoError(t, err)
+	over, cancel := context.WithCancel(t.Context())
+	cancel()
+	_, err = second.Check(over)
+	require.ErrorIs(t, err, context.Canceled)
+	_, err = begin(t, l, "b", false).Check(t.Context())
+	require.NoError(t, err)
+	done()
+	_, err = second.Check(t.Context())
+	require.NoError(t, err)
+}
+
 // How long a request takes to arrive is its caller's choice, and how long it takes to be handled the hub's.
 func TestLargeRequestsThatArriveOrAreHandledKeepNoOtherCallerWaiting(t *testing.T) {
 	l, _, _ := limiter(t, func(*limits.Options) {})

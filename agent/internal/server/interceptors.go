@@ -40,7 +40,7 @@ func (s *Server) before() grpc.UnaryServerInterceptor {
 
 // after is what it goes through then: which Cluster a request is for is known only once it is valid.
 func (s *Server) after(validator *validation.Validator) grpc.UnaryServerInterceptor {
-	return chain(validator.Unary(), s.authorizeUnary, limitAtHub)
+	return chain(inTurn(validator.Unary()), s.authorizeUnary, limitAtHub)
 }
 
 func (s *Server) stream(validator *validation.Validator) []grpc.StreamServerInterceptor {

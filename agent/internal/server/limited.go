@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync"
 
 	middleware "github.com/grpc-ecosystem/go-grpc-middleware/v2"
 	"google.golang.org/grpc"
@@ -119,6 +120,26 @@ func (s *Server) limitUnary(ctx context.Context, request any, info *grpc.UnarySe
 		return nil, err
 	}
 	return s.outgoing(bounded, response)
+}
+
+// inTurn has an interceptor check the requests of a caller one after the other. What follows is not kept waiting, nor do other requests wait for
+// a large one: those are handled one at a time anyway.
+func inTurn(check grpc.UnaryServerInterceptor) grpc.UnaryServerInterceptor {
+	return func(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+		if slices.Contains(largeRequests, info.FullMethod) {
+			return check(ctx, request, info, handler)
+		}
+		done, err := limits.FromContext(ctx).Check(ctx)
+		if err != nil {
+			return nil, throttled(err)
+		}
+		done = sync.OnceFunc(done)
+		defer done()
+		return check(ctx, request, info, func(ctx context.Context, request any) (any, error) {
+			done()
+			return handler(ctx, request)
+		})
+	}
 }
 
 // limitAtHub runs once the request is known to be valid and allowed.
