@@ -257,6 +257,11 @@ chaos: $(SANDBOX_BINARIES) $(BIN)/chaos ## Make everything that the product depe
 	@$(BIN)/chaos $(CHAOS_FLAGS)
 CHAOS_FLAGS ?=
 
+.PHONY: abuse
+abuse: $(SANDBOX_BINARIES) $(BIN)/abuse ## Attack the agent as one tenant while another's claims are measured; three quarters of an hour (ABUSE_FLAGS='-attacks="A4 lists"')
+	@$(BIN)/abuse $(ABUSE_FLAGS)
+ABUSE_FLAGS ?=
+
 CORE_SUITES = regression disruption
 
 .PHONY: core-suites
@@ -283,6 +288,18 @@ points: ## Play short courses of the claim engine with one thing that goes wrong
 mutants: ## Break the claim engine deliberately, one rule at a time, and ask that the model test catches each (MUTANTS_FLAGS='-run=R5')
 	@go run ./agent/internal/claims/mutants $(MUTANTS_FLAGS)
 MUTANTS_FLAGS ?=
+
+# Which fuzz targets, a regular expression, and for how long each. Their seeds are among the unit tests.
+FUZZ ?= .
+FUZZ_TIME ?= 30s
+
+.PHONY: fuzz
+fuzz: $(BIN)/etcd $(BIN)/kube-apiserver ## Give arbitrary input to what reads it, the agent's handlers first of all; half a minute for each target (FUZZ=Handlers FUZZ_TIME=10m)
+	@verdict=PASS; targets=0; while IFS=: read -r file function; do \
+		echo "fuzz: $${file%/*} $${function#func }"; targets=$$(( targets + 1 )); \
+		go test -run '^$$' -fuzz "^$${function#func }$$" -fuzztime $(FUZZ_TIME) "./$${file%/*}" </dev/null || verdict=FAIL; \
+	done < <(grep -rHoE '^func Fuzz[A-Za-z]*' --include='*_test.go' $(MODULES) | grep -E 'func Fuzz.*($(FUZZ))'); \
+	echo "fuzz: $$verdict targets=$$targets"; test $$verdict = PASS
 
 .PHONY: bench
 bench: $(SANDBOX_BINARIES) $(BIN)/bench ## Measure: catalogues, claims per second, the agent's memory and start, and machines through claims against replicas raised by hand (BENCH_FLAGS='-rounds=5')

@@ -325,6 +325,7 @@ func (s *Sandbox) startHub(ctx context.Context) error {
 	if err := s.startAPI(ctx, s.hub); err != nil {
 		return err
 	}
+	s.update(func(state *State) { state.HubEtcdMetrics = s.hub.etcd.url + "/metrics" })
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error {
 		return s.step(ctx, "hub controllers", func(ctx context.Context) error {

@@ -44,6 +44,8 @@ type State struct {
 	AgentAddresses []string `json:"agentAddresses,omitempty"`
 	// AgentMetrics is the URL of the agent's metrics; empty without an agent.
 	AgentMetrics string `json:"agentMetrics,omitempty"`
+	// HubEtcdMetrics is the URL of the metrics of the hub's etcd.
+	HubEtcdMetrics string `json:"hubEtcdMetrics,omitempty"`
 	// ShimMetrics is the URL of the shim's metrics; empty without a shim.
 	ShimMetrics string `json:"shimMetrics,omitempty"`
 	// Paths of the files that its users need.

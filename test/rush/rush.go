@@ -4,6 +4,7 @@ package rush
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"strconv"
 	"sync"
@@ -12,6 +13,7 @@ import (
 	"github.com/samber/lo"
 	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
+	apimeta "k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -93,9 +95,51 @@ func (s *Site) Stop() {
 	s.Sandbox.Stop()
 }
 
+// CreateCluster makes another Cluster in the hub, as of another tenant, and waits until Cluster API has connected to it. Its control plane is that of
+// the sandbox's own Cluster, so it is for node groups whose Machines are held.
+func (s *Site) CreateCluster(ctx context.Context, name string) error {
+	var plane simv1.SimControlPlane
+	var secret corev1.Secret
+	if err := errors.Join(
+		s.Hub.Get(ctx, client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: sandbox.ClusterName}, &plane),
+		s.Hub.Get(ctx, client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: sandbox.ClusterName + "-kubeconfig"}, &secret),
+	); err != nil {
+		return fmt.Errorf("reading how the Cluster %s is reached: %w", sandbox.ClusterName, err)
+	}
+	meta := func(name, cluster string) metav1.ObjectMeta {
+		return metav1.ObjectMeta{
+			Namespace: sandbox.ClusterNamespace, Name: name, Labels: map[string]string{clusterv1.ClusterNameLabel: cluster},
+		}
+	}
+	reference := func(kind string) clusterv1.ContractVersionedObjectReference {
+		return clusterv1.ContractVersionedObjectReference{APIGroup: simv1.GroupVersion.Group, Kind: kind, Name: name}
+	}
+	cluster := &clusterv1.Cluster{
+		ObjectMeta: meta(name, name),
+		Spec:       clusterv1.ClusterSpec{InfrastructureRef: reference("SimCluster"), ControlPlaneRef: reference("SimControlPlane")},
+	}
+	for _, object := range []client.Object{
+		&corev1.Secret{ObjectMeta: meta(name+"-kubeconfig", name), Type: secret.Type, Data: secret.Data},
+		&simv1.SimCluster{ObjectMeta: meta(name, name)},
+		&simv1.SimControlPlane{ObjectMeta: meta(name, name), Spec: plane.Spec},
+		cluster,
+	} {
+		if err := s.Hub.Create(ctx, object); err != nil {
+			return fmt.Errorf("creating %T %s: %w", object, object.GetName(), err)
+		}
+	}
+	return world.Poll(ctx, func(ctx context.Context) (string, error) {
+		err := s.Hub.Get(ctx, client.ObjectKeyFromObject(cluster), cluster)
+		connected := apimeta.IsStatusConditionTrue(cluster.Status.Conditions, clusterv1.ClusterRemoteConnectionProbeCondition)
+		return lo.Ternary(connected, "", "Cluster API to connect to the Cluster "+name), err
+	})
+}
+
 // Group is a node group to make.
 type Group struct {
 	Name string
+	// Cluster is its Cluster's name; empty for the sandbox's own.
+	Cluster string
 	// Max is its max size; zero means none.
 	Max int
 	// Boot, Join and Termination are how long the infrastructure takes.
@@ -119,6 +163,7 @@ func (s *Site) CreateGroup(ctx context.Context, g Group) error {
 	if g.Held {
 		template.Spec.Template.Spec.StuckAt = simv1.StageBoot
 	}
+	of := lo.CoalesceOrEmpty(g.Cluster, sandbox.ClusterName)
 	selector := map[string]string{clusterv1.MachineDeploymentNameLabel: g.Name}
 	md := &clusterv1.MachineDeployment{ObjectMeta: *meta.DeepCopy()}
 	md.Labels = map[string]string{agentv1.MemberLabel: ""}
@@ -127,12 +172,12 @@ func (s *Site) CreateGroup(ctx context.Context, g Group) error {
 		md.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] = strconv.Itoa(g.Max)
 	}
 	md.Spec = clusterv1.MachineDeploymentSpec{
-		ClusterName: sandbox.ClusterName, Replicas: ptr.To[int32](0),
+		ClusterName: of, Replicas: ptr.To[int32](0),
 		Selector: metav1.LabelSelector{MatchLabels: selector},
 		Template: clusterv1.MachineTemplateSpec{
 			ObjectMeta: clusterv1.ObjectMeta{Labels: selector},
 			Spec: clusterv1.MachineSpec{
-				ClusterName: sandbox.ClusterName, Version: version,
+				ClusterName: of, Version: version,
 				Bootstrap: clusterv1.Bootstrap{DataSecretName: ptr.To(sandbox.BootstrapSecret)},
 				InfrastructureRef: clusterv1.ContractVersionedObjectReference{
 					APIGroup: simv1.GroupVersion.Group, Kind: "SimMachineTemplate", Name: g.Name,
@@ -146,7 +191,9 @@ func (s *Site) CreateGroup(ctx context.Context, g Group) error {
 		}
 	}
 	return world.Poll(ctx, func(ctx context.Context) (string, error) {
-		r, err := s.Agent.NodeGroups.GetNodeGroup(ctx, &agentv1alpha1.GetNodeGroupRequest{Cluster: cluster(), Id: groupID(g.Name)})
+		r, err := s.Agent.NodeGroups.GetNodeGroup(ctx, &agentv1alpha1.GetNodeGroupRequest{
+			Cluster: &agentv1alpha1.ClusterRef{Namespace: sandbox.ClusterNamespace, Name: of}, Id: groupID(g.Name),
+		})
 		available := r.GetNodeGroup().GetAvailability()
 		return lo.Ternary(available.GetAvailable(), "", fmt.Sprintf("node group %s to be available: %s", g.Name, available.GetMessage())), err
 	})

@@ -1,0 +1,376 @@
+package abuse
+
+import (
+	"bufio"
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"runtime"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/mem"
+	"google.golang.org/grpc/status"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+const (
+	// orderVariable is the environment variable with what an attacker's process is to do.
+	orderVariable = "ABUSE_ORDER"
+	// ready is the line by which it says that the attack is at its full strength.
+	ready = "ready"
+	// source is the loopback address that it connects from, on systems where all of 127.0.0.0/8 is there.
+	source = "127.0.0.2"
+	// lowest is the priority of a process that gets what others leave.
+	lowest = 19
+	// readyWithin bounds how long an attack takes to be at its full strength, stopWithin how long it takes to end.
+	readyWithin, stopWithin = 3 * time.Minute, time.Minute
+)
+
+// order says what an attacker's process is to do.
+type order struct {
+	Attack  string `json:"attack"`
+	Address string `json:"address"`
+	CAFile  string `json:"caFile"`
+	// Tenant and Stranger are the certificates of the attacker's Cluster and of an identity without a right.
+	Tenant   keyPair `json:"tenant"`
+	Stranger keyPair `json:"stranger"`
+	// Cluster is the attacker's, in the namespace of the victim's, and Group the id of its node group.
+	Cluster *agentv1alpha1.ClusterRef `json:"cluster"`
+	Group   string                    `json:"group"`
+	// Run is part of each id that it makes up.
+	Run string `json:"run"`
+}
+
+type keyPair struct {
+	Certificate string `json:"certificate"`
+	Key         string `json:"key"`
+}
+
+// Figures are what an attack came to.
+type Figures struct {
+	// Calls and connections that were begun.
+	Calls       int64 `json:"calls"`
+	Connections int64 `json:"connections"`
+	// Bytes that were sent, TLS included.
+	Bytes int64 `json:"bytes"`
+	// Processor is the processor time that the attacker itself used.
+	Processor time.Duration `json:"processor"`
+	// Answers are how often which came: the name of a code, or what became of a connection.
+	Answers map[string]int64 `json:"answers"`
+}
+
+func (f *Figures) add(other Figures) {
+	f.Calls += other.Calls
+	f.Connections += other.Connections
+	f.Bytes += other.Bytes
+	f.Processor += other.Processor
+	if f.Answers == nil {
+		f.Answers = map[string]int64{}
+	}
+	for answer, n := range other.Answers {
+		f.Answers[answer] += n
+	}
+}
+
+// assault is an attacker's process.
+type assault struct {
+	command *exec.Cmd
+	stop    io.Closer
+	out     *bufio.Reader
+}
+
+// launch starts an attacker and returns once the attack is at its full strength. The program must call [Attacker] first thing.
+func launch(ctx context.Context, o order, log io.Writer) (*assault, error) {
+	text, err := json.Marshal(o)
+	if err != nil {
+		return nil, err
+	}
+	self, err := os.Executable()
+	if err != nil {
+		return nil, err
+	}
+	a := &assault{command: exec.CommandContext(ctx, self)}
+	a.command.Env = append(os.Environ(), orderVariable+"="+string(text))
+	a.command.Stderr = log
+	a.command.WaitDelay = stopWithin
+	if a.stop, err = a.command.StdinPipe(); err != nil {
+		return nil, err
+	}
+	out, err := a.command.StdoutPipe()
+	if err != nil {
+		return nil, err
+	}
+	if err := a.command.Start(); err != nil {
+		return nil, err
+	}
+	a.out = bufio.NewReader(out)
+	late := time.AfterFunc(readyWithin, func() { _ = a.command.Process.Kill() })
+	line, err := a.out.ReadString('\n')
+	late.Stop()
+	if err != nil || line != ready+"\n" {
+		_ = a.command.Process.Kill()
+		return nil, fmt.Errorf("the attacker did not get going: %q: %w", line, errors.Join(err, a.command.Wait()))
+	}
+	return a, nil
+}
+
+// end has the attacker stop, and returns what it did.
+func (a *assault) end() (Figures, error) {
+	var f Figures
+	_ = a.stop.Close() // by which it knows
+	late := time.AfterFunc(stopWithin, func() { _ = a.command.Process.Kill() })
+	defer late.Stop()
+	err := json.NewDecoder(a.out).Decode(&f)
+	if err := errors.Join(err, a.command.Wait()); err != nil {
+		return f, fmt.Errorf("the attacker: %w", err)
+	}
+	return f, nil
+}
+
+// Attacker attacks and ends the process when it is one that [Run] has started to attack; otherwise it does nothing.
+func Attacker() {
+	text := os.Getenv(orderVariable)
+	if text == "" {
+		return
+	}
+	if err := obey([]byte(text)); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+	os.Exit(0)
+}
+
+// obey attacks until the standard input is closed.
+func obey(text []byte) error {
+	runtime.GOMAXPROCS(1)
+	if err := stepBack(); err != nil {
+		return fmt.Errorf("lowering the attacker's priority: %w", err)
+	}
+	var o order
+	if err := json.Unmarshal(text, &o); err != nil {
+		return err
+	}
+	a := &attacker{order: o, answers: map[string]int64{}}
+	a.ready = sync.OnceFunc(func() { fmt.Fprintln(os.Stdout, ready) })
+	if err := a.load(); err != nil {
+		return err
+	}
+	attack, err := attackOf(o.Attack)
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	go func() {
+		defer cancel()
+		_, _ = io.Copy(io.Discard, os.Stdin) // it ends in any case
+	}()
+	defer a.close()
+	if err := attack.run(ctx, a); err != nil && ctx.Err() == nil {
+		return err
+	}
+	return json.NewEncoder(os.Stdout).Encode(a.figures())
+}
+
+// stepBack gives every thread of the process, and so those that they start, the lowest priority.
+func stepBack() error {
+	threads, err := os.ReadDir("/proc/self/task")
+	if err != nil { // another system, where the process has one priority
+		return syscall.Setpriority(syscall.PRIO_PROCESS, 0, lowest)
+	}
+	for _, thread := range threads {
+		id, err := strconv.Atoi(thread.Name())
+		if err != nil {
+			return err
+		}
+		if err := syscall.Setpriority(syscall.PRIO_PROCESS, id, lowest); err != nil && !errors.Is(err, syscall.ESRCH) {
+			return err
+		}
+	}
+	return nil
+}
+
+// attacker is what an attack attacks with. It is safe for concurrent use.
+type attacker struct {
+	order
+
+	ready  func()
+	trust  *x509.CertPool
+	tenant tls.Certificate
+	// stranger has no right.
+	stranger tls.Certificate
+
+	calls, connections, bytes, ids atomic.Int64
+
+	mu      sync.Mutex
+	answers map[string]int64
+	open    []io.Closer
+}
+
+func (a *attacker) load() error {
+	ca, err := os.ReadFile(a.CAFile)
+	if err != nil {
+		return err
+	}
+	a.trust = x509.NewCertPool()
+	a.trust.AppendCertsFromPEM(ca)
+	if a.tenant, err = tls.LoadX509KeyPair(a.Tenant.Certificate, a.Tenant.Key); err != nil {
+		return err
+	}
+	a.stranger, err = tls.LoadX509KeyPair(a.Stranger.Certificate, a.Stranger.Key)
+	return err
+}
+
+func (a *attacker) close() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for _, c := range a.open {
+		_ = c.Close() // the process ends anyway
+	}
+}
+
+func (a *attacker) figures() Figures {
+	f := Figures{Calls: a.calls.Load(), Connections: a.connections.Load(), Bytes: a.bytes.Load(), Answers: a.answers}
+	var used syscall.Rusage
+	if syscall.Getrusage(syscall.RUSAGE_SELF, &used) == nil {
+		f.Processor = time.Duration(used.Utime.Nano() + used.Stime.Nano())
+	}
+	return f
+}
+
+// came counts an answer, and returns how many of it have come.
+func (a *attacker) came(answer string) int64 {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.answers[answer]++
+	return a.answers[answer]
+}
+
+// id makes up a claim's id that was never used.
+func (a *attacker) id() string { return fmt.Sprintf("%s-%d", a.Run, a.ids.Add(1)) }
+
+// dial opens a connection below TLS.
+func (a *attacker) dial(ctx context.Context) (net.Conn, error) {
+	var d net.Dialer
+	if runtime.GOOS == "linux" {
+		d.LocalAddr = &net.TCPAddr{IP: net.ParseIP(source)}
+	}
+	conn, err := d.DialContext(ctx, "tcp", a.Address)
+	if err != nil {
+		return nil, err
+	}
+	a.connections.Add(1)
+	return counted{conn, &a.bytes}, nil
+}
+
+// secure does the handshake of TLS on a connection.
+func (a *attacker) secure(ctx context.Context, conn net.Conn, as tls.Certificate) (net.Conn, error) {
+	c := tls.Client(conn, a.config(as))
+	if err := c.HandshakeContext(ctx); err != nil {
+		_ = conn.Close() // it is of no use
+		return nil, err
+	}
+	return c, nil
+}
+
+func (a *attacker) config(as tls.Certificate) *tls.Config {
+	host, _, err := net.SplitHostPort(a.Address)
+	if err != nil {
+		host = a.Address
+	}
+	return &tls.Config{
+		MinVersion: tls.VersionTLS13, RootCAs: a.trust, ServerName: host, Certificates: []tls.Certificate{as}, NextProtos: []string{"h2"},
+	}
+}
+
+// connect returns a client's connection that sends encoded requests as they are.
+func (a *attacker) connect(as tls.Certificate) (*grpc.ClientConn, error) {
+	again := backoff.DefaultConfig
+	again.BaseDelay, again.MaxDelay = 10*time.Millisecond, 100*time.Millisecond
+	conn, err := grpc.NewClient("passthrough:///"+a.Address,
+		grpc.WithTransportCredentials(credentials.NewTLS(a.config(as))),
+		grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) { return a.dial(ctx) }),
+		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(asItIs{}), grpc.MaxCallRecvMsgSize(1<<30)),
+		grpc.WithConnectParams(grpc.ConnectParams{Backoff: again, MinConnectTimeout: time.Second}),
+	)
+	if err != nil {
+		return nil, err
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.open = append(a.open, conn)
+	return conn, nil
+}
+
+// call makes a unary call with an encoded request, and returns how it was answered.
+func (a *attacker) call(ctx context.Context, conn *grpc.ClientConn, method string, request []byte) codes.Code {
+	a.calls.Add(1)
+	err := conn.Invoke(ctx, method, encoded(request), &ignored{})
+	code := status.Code(err)
+	if ctx.Err() == nil {
+		a.came(code.String())
+	}
+	return code
+}
+
+// several runs the same in so many goroutines, until the context ends.
+func several(ctx context.Context, n int, again func(ctx context.Context, i int)) {
+	var all sync.WaitGroup
+	for i := range n {
+		all.Go(func() {
+			for ctx.Err() == nil {
+				again(ctx, i)
+			}
+		})
+	}
+	all.Wait()
+}
+
+// counted counts the bytes that are written.
+type counted struct {
+	net.Conn
+
+	bytes *atomic.Int64
+}
+
+func (c counted) Write(data []byte) (int, error) {
+	n, err := c.Conn.Write(data)
+	c.bytes.Add(int64(n))
+	return n, err
+}
+
+// encoded is a message that is sent as it is.
+type encoded []byte
+
+// ignored is a message that is not decoded.
+type ignored struct{}
+
+// asItIs is a codec that sends [encoded], and takes any answer without a look at it.
+type asItIs struct{}
+
+func (asItIs) Name() string { return "proto" }
+
+func (asItIs) Marshal(message any) (mem.BufferSlice, error) {
+	request, ok := message.(encoded)
+	if !ok {
+		return nil, fmt.Errorf("%T is not encoded", message)
+	}
+	return mem.BufferSlice{mem.SliceBuffer(request)}, nil
+}
+
+func (asItIs) Unmarshal(mem.BufferSlice, any) error { return nil }

@@ -1,0 +1,81 @@
+package abuse
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"net/http"
+	"os"
+	"regexp"
+	"strconv"
+
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+)
+
+// process is an agent's process.
+type process struct {
+	name string
+	pid  int
+}
+
+// agentsOf returns the agents as they run now.
+func agentsOf(state sandbox.State) []process {
+	var agents []process
+	for _, c := range state.Components {
+		for i := range state.AgentAddresses {
+			if c.Name == sandbox.AgentName(i) {
+				agents = append(agents, process{c.Name, c.PID})
+			}
+		}
+	}
+	return agents
+}
+
+var residentLine = regexp.MustCompile(`(?m)^(VmRSS|VmHWM):\s+(\d+) kB$`)
+
+// resident returns how many bytes of the machine's memory the process has, and the most that it had since [process.forgetPeak].
+func (p process) resident() (now, peak int64, err error) {
+	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", p.pid))
+	if err != nil {
+		return 0, 0, err
+	}
+	for _, line := range residentLine.FindAllSubmatch(status, -1) {
+		kib, err := strconv.ParseInt(string(line[2]), 10, 64)
+		if err != nil {
+			return 0, 0, err
+		}
+		if string(line[1]) == "VmRSS" {
+			now = kib * kibibyte
+		} else {
+			peak = kib * kibibyte
+		}
+	}
+	return now, peak, nil
+}
+
+// forgetPeak has the system measure the peak of the process's memory from now on.
+func (p process) forgetPeak() error {
+	return os.WriteFile(fmt.Sprintf("/proc/%d/clear_refs", p.pid), []byte("5"), 0)
+}
+
+var databaseLine = regexp.MustCompile(`^etcd_mvcc_db_total_size_in_bytes ([0-9.e+]+)$`)
+
+// databaseSize returns how many bytes the database of the hub's etcd has. It never shrinks: space that compaction frees is used again.
+func databaseSize(ctx context.Context, state sandbox.State) (int64, error) {
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, state.HubEtcdMetrics, http.NoBody)
+	if err != nil {
+		return 0, err
+	}
+	response, err := http.DefaultClient.Do(request)
+	if err != nil {
+		return 0, err
+	}
+	defer func() { _ = response.Body.Close() }()
+	for lines := bufio.NewScanner(response.Body); lines.Scan(); {
+		if m := databaseLine.FindStringSubmatch(lines.Text()); m != nil {
+			size, err := strconv.ParseFloat(m[1], 64)
+			return int64(size), err
+		}
+	}
+	return 0, fmt.Errorf("%s does not tell the size of etcd's database", state.HubEtcdMetrics)
+}

@@ -1,0 +1,161 @@
+package abuse
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"net"
+	"strconv"
+	"sync"
+
+	"golang.org/x/net/http2"
+	"golang.org/x/net/http2/hpack"
+	"google.golang.org/grpc/codes"
+)
+
+const (
+	// streamWindow is how much of a stream may be sent before the other side asks for more: HTTP/2's default.
+	streamWindow = 1<<16 - 1
+	// maxFrame is the largest frame that HTTP/2 lets be sent unasked.
+	maxFrame = 1 << 14
+	// prefix is the length of what is before each message of a gRPC stream.
+	prefix = 5
+)
+
+var errClosed = errors.New("the agent has closed the connection")
+
+// peer is an HTTP/2 connection that does with flow control what an attack wants, within the protocol. It answers pings and settings. Calls are
+// told to ended as they end.
+type peer struct {
+	ended func(stream uint32, answer string)
+
+	mu      sync.Mutex
+	opened  sync.Cond // of mu: there is more window, or the connection has ended
+	framer  *http2.Framer
+	headers bytes.Buffer
+	encoder *hpack.Encoder
+	next    uint32
+	window  int // of the connection, for sending
+	closed  bool
+}
+
+// newPeer begins to speak on a connection. [peer.read] must be called.
+func newPeer(conn net.Conn, ended func(stream uint32, answer string), settings ...http2.Setting) (*peer, error) {
+	p := &peer{ended: ended, framer: http2.NewFramer(conn, conn), next: 1, window: streamWindow}
+	p.opened.L = &p.mu
+	p.framer.ReadMetaHeaders = hpack.NewDecoder(4096, nil)
+	p.encoder = hpack.NewEncoder(&p.headers)
+	if _, err := conn.Write([]byte(http2.ClientPreface)); err != nil {
+		return nil, err
+	}
+	return p, p.framer.WriteSettings(settings...)
+}
+
+// read returns when the connection has ended, why.
+func (p *peer) read() error {
+	defer func() {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		p.closed = true
+		p.opened.Broadcast()
+	}()
+	for {
+		frame, err := p.framer.ReadFrame()
+		if stream := (http2.StreamError{}); errors.As(err, &stream) {
+			p.ended(stream.StreamID, "reset")
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		if err := p.take(frame); err != nil {
+			return err
+		}
+	}
+}
+
+func (p *peer) take(frame http2.Frame) error {
+	switch frame := frame.(type) {
+	case *http2.MetaHeadersFrame:
+		if frame.StreamEnded() {
+			p.ended(frame.StreamID, statusOf(frame))
+		}
+		return nil
+	case *http2.RSTStreamFrame:
+		if frame.ErrCode != http2.ErrCodeNo { // which asks for no more of a request that has been answered
+			p.ended(frame.StreamID, "reset")
+		}
+		return nil
+	case *http2.GoAwayFrame:
+		return errClosed
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	switch frame := frame.(type) {
+	case *http2.SettingsFrame:
+		if !frame.IsAck() {
+			return p.framer.WriteSettingsAck()
+		}
+	case *http2.PingFrame:
+		if !frame.IsAck() {
+			return p.framer.WritePing(true, frame.Data)
+		}
+	case *http2.WindowUpdateFrame:
+		if frame.StreamID == 0 {
+			p.window += int(frame.Increment)
+			p.opened.Broadcast()
+		}
+	}
+	return nil
+}
+
+// statusOf returns the code that a call ended with, as its name.
+func statusOf(trailers *http2.MetaHeadersFrame) string {
+	for _, field := range trailers.Fields {
+		if code, err := strconv.ParseUint(field.Value, 10, 32); field.Name == "grpc-status" && err == nil {
+			return codes.Code(code).String()
+		}
+	}
+	return codes.Unknown.String()
+}
+
+// call begins a call, announces a message of a length, and sends as much of it as it is given, all of it or less.
+func (p *peer) call(method string, length int, message []byte) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	stream := p.next
+	p.next += 2
+	p.headers.Reset()
+	for _, field := range []hpack.HeaderField{
+		{Name: ":method", Value: "POST"},
+		{Name: ":scheme", Value: "https"},
+		{Name: ":path", Value: method},
+		{Name: ":authority", Value: "agent"},
+		{Name: "content-type", Value: "application/grpc"},
+		{Name: "te", Value: "trailers"},
+	} {
+		if err := p.encoder.WriteField(field); err != nil {
+			return err
+		}
+	}
+	err := p.framer.WriteHeaders(http2.HeadersFrameParam{StreamID: stream, BlockFragment: p.headers.Bytes(), EndHeaders: true})
+	if err != nil {
+		return err
+	}
+	whole := len(message) == length
+	for data := append(binary.BigEndian.AppendUint32([]byte{0}, uint32(length)), message...); len(data) > 0; {
+		part := data[:min(len(data), maxFrame)]
+		data = data[len(part):]
+		for p.window < len(part) && !p.closed {
+			p.opened.Wait()
+		}
+		if p.closed {
+			return errClosed
+		}
+		p.window -= len(part)
+		if err := p.framer.WriteData(stream, whole && len(data) == 0, part); err != nil {
+			return err
+		}
+	}
+	return nil
+}

@@ -1,0 +1,91 @@
+package abuse
+
+import (
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+	"strconv"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"github.com/samber/lo"
+)
+
+// Report is what came of all attacks.
+type Report struct {
+	Rows []*Row
+	Took time.Duration
+	// Timed is whether times were judged.
+	Timed bool
+	// Logs is the folder of the components' logs.
+	Logs string
+}
+
+// Good reports whether nothing is wrong.
+func (r *Report) Good() bool { return len(r.Rows) > 0 && lo.EveryBy(r.Rows, (*Row).Good) }
+
+var header = []string{
+	"calls", "connections", "sent", "create p50", "under attack", "p99", "under attack", "release p99", "under attack", "ratio",
+	"new connection", "under attack", "memory", "peak", "bound", "etcd", "bound", "",
+}
+
+func (r *Row) cells() []string {
+	return []string{
+		strconv.FormatInt(r.Calls, 10), strconv.FormatInt(r.Connections, 10), bytesOf(r.Bytes),
+		millis(r.Idle.CreateP50), millis(r.Under.CreateP50), millis(r.Idle.CreateP99), millis(r.Under.CreateP99),
+		millis(r.Idle.ReleaseP99), millis(r.Under.ReleaseP99), fmt.Sprintf("%.2f", r.Ratio()), millis(r.Idle.ConnectMax), millis(r.Under.ConnectMax),
+		bytesOf(r.MemoryBefore), bytesOf(r.MemoryPeak), bytesOf(r.MemoryBound), bytesOf(r.Etcd), bytesOf(r.EtcdBound),
+		lo.Ternary(r.Good(), "PASS", "FAIL"),
+	}
+}
+
+func (r *Row) String() string {
+	return fmt.Sprintf("%s: %s; %s", r.Attack, lo.Ternary(r.Good(), "PASS", "FAIL"), strings.Join(r.notes(), "; "))
+}
+
+// notes are what has no column.
+func (r *Row) notes() []string {
+	answers := lo.Map(slices.Sorted(maps.Keys(r.Answers)), func(answer string, _ int) string { return fmt.Sprintf("%s %d", answer, r.Answers[answer]) })
+	notes := []string{
+		"answers: " + strings.Join(answers, ", "),
+		fmt.Sprintf("attacked for %.0f s with %.1f s of a processor, served again after %s", r.Took.Seconds(), r.Processor.Seconds(), millis(r.Served)),
+		fmt.Sprintf("%d ended claims of the attacker in the hub", r.Ended),
+	}
+	notes = append(notes, r.Wrong...)
+	if r.Err != nil {
+		notes = append(notes, r.Err.Error())
+	}
+	return notes
+}
+
+// Write prints the table and, as the last line, the verdict.
+func (r *Report) Write(w io.Writer) {
+	table := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
+	fmt.Fprintf(table, "\nattack\t%s\t\n", strings.Join(header, "\t"))
+	for _, row := range r.Rows {
+		fmt.Fprintf(table, "%s\t%s\t\n", row.Attack, strings.Join(row.cells(), "\t"))
+	}
+	_ = table.Flush()
+	fmt.Fprintln(w)
+	for _, row := range r.Rows {
+		for _, note := range row.notes() {
+			fmt.Fprintf(w, "%s: %s\n", row.Attack, note)
+		}
+	}
+	if !r.Good() {
+		fmt.Fprintf(w, "logs: %s\n", r.Logs)
+	}
+	worst := 0.0
+	if r.Timed {
+		worst = lo.Max(lo.Map(r.Rows, func(row *Row, _ int) float64 { return row.Ratio() }))
+	}
+	fmt.Fprintf(w, "abuse: %s attacks=%d failed=%d worst-ratio=%.2f peak-memory=%s seconds=%.0f\n", lo.Ternary(r.Good(), "PASS", "FAIL"), len(r.Rows),
+		lo.CountBy(r.Rows, func(row *Row) bool { return !row.Good() }), worst,
+		bytesOf(lo.Max(lo.Map(r.Rows, func(row *Row, _ int) int64 { return row.MemoryPeak }))), r.Took.Seconds())
+}
+
+func bytesOf(n int64) string { return fmt.Sprintf("%.1f MiB", float64(n)/mebibyte) }
+
+func millis(d time.Duration) string { return fmt.Sprintf("%d ms", d.Milliseconds()) }

@@ -1,0 +1,238 @@
+package abuse
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/samber/lo"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/test/rush"
+	"github.com/karpenter-capi/karpenter-capi/test/world"
+)
+
+const (
+	// keptGroup is the node group of the claims that the victim keeps; their machines run. trickleGroup is that of those that it makes and releases:
+	// its machines never boot, so that what a claim costs beside the agent and the API server is the same each time.
+	keptGroup, trickleGroup = "kept", "trickle"
+	keptClaims              = 3
+	// interval is the time between two claims of the trickle; lifetime is how many intervals later each is released.
+	interval = 250 * time.Millisecond
+	lifetime = 8
+	// dialEvery is how many claims come between two new connections.
+	dialEvery = 8
+	// callTimeout bounds a call of the victim, and its attempts to connect anew. It is longer than a shim would wait for one answer, as the machine
+	// may be busy: how long calls take is judged by itself.
+	callTimeout = time.Minute
+	// restWithin bounds how long the trickle takes to come to rest.
+	restWithin = 2 * time.Minute
+)
+
+// samples are how long calls of the victim took.
+type samples struct {
+	create, release []time.Duration
+	// connect is from the start of a new connection until the first answer on it.
+	connect []time.Duration
+}
+
+func (s *samples) add(other samples) {
+	s.create = append(s.create, other.create...)
+	s.release = append(s.release, other.release...)
+	s.connect = append(s.connect, other.connect...)
+}
+
+// victim is the tenant that is attacked.
+type victim struct {
+	site  *rush.Site
+	agent *agentclient.Client
+	// machines are those of the kept claims, by claim.
+	machines map[string]string
+	made     int
+}
+
+func victimCluster() *agentv1alpha1.ClusterRef {
+	return &agentv1alpha1.ClusterRef{Namespace: sandbox.ClusterNamespace, Name: sandbox.ClusterName}
+}
+
+// connectVictim opens a connection of the victim's.
+func connectVictim(site *rush.Site) (*agentclient.Client, error) {
+	access := site.Sandbox.AgentAccess()
+	return agentclient.New(agentclient.Options{
+		Address: access.Address, Timeout: callTimeout, TLS: &agentclient.TLS{CertFile: access.CertFile, KeyFile: access.KeyFile, CAFile: access.CAFile},
+	})
+}
+
+// newVictim makes the claims that are kept, and waits until their machines run.
+func newVictim(ctx context.Context, site *rush.Site) (*victim, error) {
+	v := &victim{site: site, machines: map[string]string{}}
+	for _, g := range []rush.Group{{Name: keptGroup, Max: keptClaims}, {Name: trickleGroup, Max: 50, Held: true}} {
+		if err := site.CreateGroup(ctx, g); err != nil {
+			return nil, err
+		}
+	}
+	var err error
+	if v.agent, err = connectVictim(site); err != nil {
+		return nil, err
+	}
+	for i := range keptClaims {
+		id := fmt.Sprintf("kept-%d", i)
+		if err := v.create(ctx, id, keptGroup); err != nil {
+			return nil, errors.Join(err, v.agent.Close())
+		}
+		v.machines[id] = ""
+	}
+	err = world.Poll(ctx, func(ctx context.Context) (string, error) {
+		claims, err := v.claims(ctx)
+		for _, claim := range claims {
+			v.machines[claim.GetClaimId()] = claim.GetMachine().GetName()
+		}
+		running := lo.CountBy(claims, func(c *agentv1alpha1.Claim) bool { return c.GetMachine().GetNodeName() != "" })
+		return lo.Ternary(running == keptClaims, "", fmt.Sprintf("%d of %d kept claims to have a Node", keptClaims-running, keptClaims)), err
+	})
+	if err != nil {
+		return nil, errors.Join(err, v.agent.Close())
+	}
+	return v, nil
+}
+
+func (v *victim) close() { _ = v.agent.Close() } // nobody waits for it
+
+func (v *victim) create(ctx context.Context, id, group string) error {
+	_, err := v.agent.Claims.CreateClaim(ctx, &agentv1alpha1.CreateClaimRequest{
+		Cluster: victimCluster(), ClaimId: id, Holder: holder, Candidates: []string{sandbox.ClusterNamespace + "/" + group},
+	})
+	return err
+}
+
+func (v *victim) release(ctx context.Context, id string) error {
+	_, err := v.agent.Claims.ReleaseClaim(ctx, &agentv1alpha1.ReleaseClaimRequest{Cluster: victimCluster(), ClaimId: id, Drained: true})
+	return err
+}
+
+// claims are those of the victim that have not ended.
+func (v *victim) claims(ctx context.Context) ([]*agentv1alpha1.Claim, error) {
+	r, err := v.agent.Claims.ListClaims(ctx, &agentv1alpha1.ListClaimsRequest{Cluster: victimCluster(), Holder: holder})
+	return r.GetClaims(), err
+}
+
+// connect calls on a new connection, and again as a shim would.
+func (v *victim) connect(ctx context.Context) error {
+	c, err := connectVictim(v.site)
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	defer cancel()
+	err = world.Poll(ctx, func(ctx context.Context) (string, error) {
+		_, err := c.Status.GetStatus(ctx, &agentv1alpha1.GetStatusRequest{})
+		return "", err
+	})
+	return errors.Join(err, c.Close())
+}
+
+// trickle makes so many claims, one each interval whatever became of those before, and releases each after its lifetime. The error
+// joins those of all calls: none may fail.
+func (v *victim) trickle(ctx context.Context, n int) (samples, error) {
+	var (
+		calls sync.WaitGroup
+		mu    sync.Mutex
+		taken samples
+		errs  []error
+	)
+	timed := func(into *[]time.Duration, what string, call func() error) {
+		began := time.Now()
+		err := call()
+		took := time.Since(began)
+		mu.Lock()
+		defer mu.Unlock()
+		*into = append(*into, took)
+		if err != nil {
+			errs = append(errs, fmt.Errorf("the victim's %s, after %s: %w", what, took.Round(time.Millisecond), err))
+		}
+	}
+	due := make([]chan struct{}, n)
+	ticker := time.NewTicker(interval)
+	defer ticker.Stop()
+	for i := range n + lifetime {
+		select {
+		case <-ticker.C:
+		case <-ctx.Done():
+			return taken, context.Cause(ctx)
+		}
+		if i >= lifetime {
+			close(due[i-lifetime])
+		}
+		if i >= n {
+			continue
+		}
+		due[i] = make(chan struct{})
+		v.made++
+		id := fmt.Sprintf("trickle-%d", v.made)
+		calls.Go(func() {
+			timed(&taken.create, "CreateClaim", func() error { return v.create(ctx, id, trickleGroup) })
+			select {
+			case <-due[i]:
+				timed(&taken.release, "ReleaseClaim", func() error { return v.release(ctx, id) })
+			case <-ctx.Done():
+			}
+		})
+		if i%dialEvery == 0 {
+			calls.Go(func() { timed(&taken.connect, "new connection", func() error { return v.connect(ctx) }) })
+		}
+	}
+	calls.Wait()
+	return taken, errors.Join(errs...)
+}
+
+// whole waits until the claims of the trickle have ended, and checks that those that are kept have what they had.
+func (v *victim) whole(ctx context.Context) error {
+	bounded, cancel := context.WithTimeout(ctx, restWithin)
+	defer cancel()
+	var claims []*agentv1alpha1.Claim
+	err := world.Poll(bounded, func(ctx context.Context) (string, error) {
+		var err error
+		claims, err = v.claims(ctx)
+		return lo.Ternary(len(claims) <= keptClaims, "", fmt.Sprintf("%d claims of the victim to end", len(claims)-keptClaims)), err
+	})
+	if err != nil {
+		return err
+	}
+	has := map[string]string{}
+	for _, claim := range claims {
+		if claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND {
+			has[claim.GetClaimId()] = claim.GetMachine().GetName()
+		}
+	}
+	for id, name := range v.machines {
+		if has[id] != name {
+			return fmt.Errorf("the victim's claim %s has Machine %q, and had %s", id, has[id], name)
+		}
+		var machine clusterv1.Machine
+		err := v.site.Hub.Get(ctx, client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: name}, &machine)
+		if apierrors.IsNotFound(err) || err == nil && !machine.DeletionTimestamp.IsZero() {
+			return fmt.Errorf("the victim's Machine %s is gone, or about to go", name)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// percentile is the smallest value that p percent are not above.
+func percentile(d []time.Duration, p int) time.Duration {
+	if len(d) == 0 {
+		return 0
+	}
+	sorted := slices.Sorted(slices.Values(d))
+	return sorted[max(0, (len(sorted)*p+99)/100-1)]
+}

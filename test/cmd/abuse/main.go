@@ -1,0 +1,73 @@
+// Command abuse attacks the agent as one tenant while another's claims are measured; see package abuse. The last line of its output says how it
+// went, and so does its exit status.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"os/signal"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/go-logr/logr"
+	"k8s.io/klog/v2"
+	ctrl "sigs.k8s.io/controller-runtime"
+
+	"github.com/karpenter-capi/karpenter-capi/test/abuse"
+)
+
+func main() {
+	abuse.Attacker()
+	// The clients' own chatter is not for here; what matters is in the components' logs.
+	klog.SetLogger(logr.Discard())
+	ctrl.SetLogger(logr.Discard())
+	os.Exit(command(os.Args[1:]))
+}
+
+func command(args []string) int {
+	var only string
+	var list bool
+	began := time.Now()
+	o := abuse.Options{Say: func(format string, args ...any) {
+		fmt.Printf("%6.1f s  "+format+"\n", append([]any{time.Since(began).Seconds()}, args...)...)
+	}}
+	flags := flag.NewFlagSet("abuse", flag.ContinueOnError)
+	flags.StringVar(&o.Name, "name", "abuse", "name of the sandbox")
+	flags.StringVar(&only, "attacks", "", "the attacks to carry out, separated by commas; empty for all")
+	flags.IntVar(&o.Rounds, "rounds", 3, "how often rest and attack take turns")
+	flags.IntVar(&o.Claims, "claims", 100, "how many claims the victim makes in each turn")
+	flags.IntVar(&o.Agents, "agents", 2, "how many agents there are; the first is attacked")
+	flags.StringVar(&o.Agent, "agent", "", "the agent's executable; empty for bin/capi-agent")
+	flags.BoolVar(&list, "list", false, "list the attacks and exit")
+	switch err := flags.Parse(args); {
+	case errors.Is(err, flag.ErrHelp):
+		return 0
+	case err != nil:
+		return 2
+	}
+	if list {
+		abuse.List(os.Stdout)
+		return 0
+	}
+	if only != "" {
+		o.Attacks = strings.Split(only, ",")
+	}
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
+	defer stop()
+	report, err := abuse.Run(ctx, o)
+	if report != nil {
+		report.Write(os.Stdout)
+	}
+	switch {
+	case err != nil:
+		fmt.Printf("abuse: FAIL %v\n", err)
+		return 1
+	case !report.Good():
+		return 1
+	}
+	return 0
+}
