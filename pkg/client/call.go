@@ -32,15 +32,35 @@ func RequestID(err error) string {
 	return ""
 }
 
-// callError is an error of one call. It reads as the gRPC status that it wraps.
-type callError struct {
-	err       error
+// call names one call, and how it is found in the agent's log and in traces.
+type call struct {
 	method    string
 	requestID string
+	traceID   string // "" when it is not traced
+}
+
+// fields are what the call's log lines have in common.
+func (c call) fields(more ...any) []any {
+	fields := []any{"method", c.method, "requestID", c.requestID}
+	if c.traceID != "" {
+		fields = append(fields, "traceID", c.traceID)
+	}
+	return append(fields, more...)
+}
+
+// callError is an error of one call. It reads as the gRPC status that it wraps.
+type callError struct {
+	call
+
+	err error
 }
 
 func (e *callError) Error() string {
-	return fmt.Sprintf("%s: %v (request %s)", e.method, e.err, e.requestID)
+	trace := ""
+	if e.traceID != "" {
+		trace = ", trace " + e.traceID
+	}
+	return fmt.Sprintf("%s: %v (request %s%s)", e.method, e.err, e.requestID, trace)
 }
 
 func (e *callError) Unwrap() error { return e.err }
@@ -52,11 +72,12 @@ type caller struct {
 	conn    grpc.ClientConnInterface
 	timeout time.Duration
 	logger  logr.Logger
+	traceID func(context.Context) string
 	clock   clock.Clock
 }
 
 func (c *caller) Invoke(ctx context.Context, method string, args, reply any, opts ...grpc.CallOption) error {
-	ctx, requestID := withRequestID(ctx)
+	ctx, call := c.begin(ctx, method)
 	if _, bounded := ctx.Deadline(); !bounded && c.timeout > 0 {
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithTimeout(ctx, c.timeout)
@@ -71,12 +92,12 @@ func (c *caller) Invoke(ctx context.Context, method string, args, reply any, opt
 		err = c.conn.Invoke(ctx, method, args, reply, opts...)
 	}
 	if err != nil {
-		c.logger.V(1).Info("agent call failed", "method", path.Base(method), "requestID", requestID,
-			"duration", time.Since(start).String(), "code", status.Code(err).String(), "error", err.Error())
-		return &callError{err: err, method: path.Base(method), requestID: requestID}
+		c.logger.V(1).Info("agent call failed", call.fields(
+			"duration", time.Since(start).String(), "code", status.Code(err).String(), "error", err.Error())...)
+		return &callError{call: call, err: err}
 	}
 	if log := c.logger.V(4); log.Enabled() {
-		log.Info("agent call", "method", path.Base(method), "requestID", requestID, "duration", time.Since(start).String())
+		log.Info("agent call", call.fields("duration", time.Since(start).String())...)
 	}
 	return nil
 }
@@ -105,21 +126,22 @@ func (c *caller) await(ctx context.Context, err error) bool {
 func (c *caller) NewStream(
 	ctx context.Context, desc *grpc.StreamDesc, method string, opts ...grpc.CallOption,
 ) (grpc.ClientStream, error) {
-	ctx, requestID := withRequestID(ctx)
-	c.logger.V(4).Info("agent stream", "method", path.Base(method), "requestID", requestID)
+	ctx, call := c.begin(ctx, method)
+	if log := c.logger.V(4); log.Enabled() {
+		log.Info("agent stream", call.fields()...)
+	}
 	stream, err := c.conn.NewStream(ctx, desc, method, opts...)
 	if err != nil {
-		return nil, &callError{err: err, method: path.Base(method), requestID: requestID}
+		return nil, &callError{call: call, err: err}
 	}
-	return &identifiedStream{ClientStream: stream, method: path.Base(method), requestID: requestID}, nil
+	return &identifiedStream{ClientStream: stream, call: call}, nil
 }
 
 // identifiedStream adds the request id to the error that ends a stream.
 type identifiedStream struct {
 	grpc.ClientStream
 
-	method    string
-	requestID string
+	call call
 }
 
 func (s *identifiedStream) RecvMsg(m any) error {
@@ -127,7 +149,13 @@ func (s *identifiedStream) RecvMsg(m any) error {
 	if err == nil || errors.Is(err, io.EOF) {
 		return err
 	}
-	return &callError{err: err, method: s.method, requestID: s.requestID}
+	return &callError{call: s.call, err: err}
+}
+
+// begin returns a context whose metadata has the call's request id.
+func (c *caller) begin(ctx context.Context, method string) (context.Context, call) {
+	ctx, requestID := withRequestID(ctx)
+	return ctx, call{method: path.Base(method), requestID: requestID, traceID: c.traceID(ctx)}
 }
 
 func withRequestID(ctx context.Context) (context.Context, string) {

@@ -207,6 +207,56 @@ func TestEveryCallHasARequestID(t *testing.T) {
 	require.Empty(t, client.RequestID(context.Canceled))
 }
 
+func TestLogLinesAndErrorsHaveTheTraceID(t *testing.T) {
+	_, options := onSocket(t)
+	var lines []string
+	options.Logger = funcr.New(func(_, line string) { lines = append(lines, line) }, funcr.Options{Verbosity: 4})
+	type traceKey struct{}
+	options.TraceID = func(ctx context.Context) string {
+		id, _ := ctx.Value(traceKey{}).(string)
+		return id
+	}
+	c := connect(t, options)
+	traced := context.WithValue(t.Context(), traceKey{}, "abc")
+
+	require.NoError(t, getStatus(traced, c))
+	_, err := c.Claims.GetClaim(traced, &agentv1alpha1.GetClaimRequest{Cluster: fakeagent.DefaultCluster(), ClaimId: "none"})
+	require.ErrorContains(t, err, "(request "+client.RequestID(err)+", trace abc)")
+	require.Len(t, lines, 2)
+	for _, line := range lines {
+		require.Contains(t, line, `"traceID"="abc"`)
+	}
+
+	_, err = c.Claims.GetClaim(t.Context(), &agentv1alpha1.GetClaimRequest{Cluster: fakeagent.DefaultCluster(), ClaimId: "none"})
+	require.ErrorContains(t, err, "(request "+client.RequestID(err)+")")
+	require.Len(t, lines, 3)
+	require.NotContains(t, lines[2], "traceID")
+}
+
+func TestDialOptionsAreAddedAndTheClientsOwnWin(t *testing.T) {
+	agent, options := onSocket(t)
+	options.UserAgent = "mine/v1"
+	intercepted := 0
+	options.DialOptions = []grpc.DialOption{
+		grpc.WithUserAgent("other/v1"),
+		grpc.WithDefaultServiceConfig(`{}`), // without the client's repetition of calls
+		grpc.WithChainUnaryInterceptor(func(
+			ctx context.Context, method string, request, reply any, conn *grpc.ClientConn, invoke grpc.UnaryInvoker, opts ...grpc.CallOption,
+		) error {
+			intercepted++
+			return invoke(ctx, method, request, reply, conn, opts...)
+		}),
+	}
+	c := connect(t, options)
+	agent.Fail("GetStatus", 1, status.Error(codes.Unavailable, "starting"))
+	require.NoError(t, getStatus(t.Context(), c), "the call is repeated")
+	require.Equal(t, 1, intercepted)
+	for _, sent := range agent.Metadata("GetStatus") {
+		require.Contains(t, sent.Get("user-agent")[0], "mine/v1")
+		require.NotContains(t, sent.Get("user-agent")[0], "other")
+	}
+}
+
 func TestACallThatWasRefusedForItsNumberIsRepeatedWhenTheAgentAsksFor(t *testing.T) {
 	agent, options := onSocket(t)
 	c := connect(t, options)

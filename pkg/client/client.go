@@ -42,7 +42,7 @@ func New(options Options) (*Client, error) {
 		return nil, err
 	}
 
-	dialOptions := []grpc.DialOption{
+	dialOptions := append(slices.Clip(options.DialOptions),
 		WithRetry(),
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{
 			Time:                KeepaliveTime,
@@ -54,7 +54,7 @@ func New(options Options) (*Client, error) {
 			MinConnectTimeout: 5 * time.Second,
 		}),
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(MaxReceiveBytes)),
-	}
+	)
 	if options.UserAgent != "" {
 		dialOptions = append(dialOptions, grpc.WithUserAgent(options.UserAgent))
 	}
@@ -85,14 +85,14 @@ func New(options Options) (*Client, error) {
 }
 
 // FromConn returns a client over a connection that the caller made and closes. What depends on the connection (TLS, keepalive,
-// repetition of calls, message size) is as the caller made it; of the options only Timeout, HeartbeatInterval, Logger and
-// Clock are used.
+// repetition of calls, message size) is as the caller made it; of the options only Timeout, HeartbeatInterval, Logger, TraceID
+// and Clock are used.
 func FromConn(conn grpc.ClientConnInterface, options Options) *Client {
 	return fromConn(conn, options.withDefaults())
 }
 
 func fromConn(conn grpc.ClientConnInterface, options Options) *Client {
-	wrapped := &caller{conn: conn, timeout: options.Timeout, logger: options.Logger, clock: options.Clock}
+	wrapped := &caller{conn: conn, timeout: options.Timeout, logger: options.Logger, traceID: options.TraceID, clock: options.Clock}
 	return &Client{
 		NodeGroups: agentv1alpha1.NewNodeGroupServiceClient(wrapped),
 		Claims:     agentv1alpha1.NewClaimServiceClient(wrapped),

@@ -1,6 +1,7 @@
 package client
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"net"
@@ -9,6 +10,7 @@ import (
 	"time"
 
 	"github.com/go-logr/logr"
+	"google.golang.org/grpc"
 	"k8s.io/utils/clock"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/certificates"
@@ -52,6 +54,13 @@ type Options struct {
 	// Logger gets a line for each failed call at verbosity 1, and for each other call at verbosity 4: callers log the errors
 	// that matter to them, with the request id in their text. The zero Logger logs nothing.
 	Logger logr.Logger
+	// TraceID returns the id of the trace that a call with this context belongs to, or "". Log lines and errors that have the request id have it,
+	// too. OPTIONAL.
+	TraceID func(ctx context.Context) string
+	// DialOptions are added to those with which connections are made, for what the client has no option for: statistics, tracing, a dialer. Where
+	// they set what the client sets itself, the client's setting is in force: credentials, user agent, keepalive, backoff, repetition of calls and
+	// the size of messages. They are used for several connections, at the same time, as certificates are replaced. OPTIONAL.
+	DialOptions []grpc.DialOption
 	// Clock is what mirrors measure silence and backoff with, and what the end of certificates is compared with. Nil means the real one.
 	Clock clock.Clock
 }
@@ -83,6 +92,9 @@ func (o Options) withDefaults() Options {
 	}
 	if o.Logger.GetSink() == nil {
 		o.Logger = logr.Discard()
+	}
+	if o.TraceID == nil {
+		o.TraceID = func(context.Context) string { return "" }
 	}
 	if o.Clock == nil {
 		o.Clock = clock.RealClock{}

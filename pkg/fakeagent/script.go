@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/metadata"
 	"google.golang.org/protobuf/proto"
 	"k8s.io/utils/clock"
 )
@@ -14,7 +15,7 @@ import (
 // Always is the number of calls that means every call, until the script is changed.
 const Always = -1
 
-// maxRequests bounds what [Agent.Requests] remembers of each method.
+// maxRequests bounds what [Agent.Requests] and [Agent.Metadata] remember of each method.
 const maxRequests = 4096
 
 // script is what the test wants calls to meet, by method name.
@@ -30,6 +31,7 @@ type methodScript struct {
 	delay         time.Duration
 	calls         int
 	requests      []proto.Message
+	metadata      []metadata.MD
 }
 
 type failure struct {
@@ -78,6 +80,13 @@ func (a *Agent) Requests(method string) []proto.Message {
 	return requests
 }
 
+// Metadata returns the metadata that calls of the method had, oldest first, at most the last 4096.
+func (a *Agent) Metadata(method string) []metadata.MD {
+	var all []metadata.MD
+	a.script.change(method, func(m *methodScript) { all = append(all, m.metadata...) })
+	return all
+}
+
 func (s *script) change(method string, f func(*methodScript)) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -96,11 +105,10 @@ func (s *script) enter(ctx context.Context, fullMethod string, request any) (lea
 	s.change(method, func(m *methodScript) {
 		m.calls++
 		if message, ok := request.(proto.Message); ok {
-			if len(m.requests) == maxRequests {
-				m.requests = m.requests[1:]
-			}
-			m.requests = append(m.requests, message)
+			m.requests = appendBounded(m.requests, message)
 		}
+		incoming, _ := metadata.FromIncomingContext(ctx)
+		m.metadata = appendBounded(m.metadata, incoming)
 		delay = m.delay
 		err = m.before.take()
 	})
@@ -121,6 +129,14 @@ func (s *script) enter(ctx context.Context, fullMethod string, request any) (lea
 		s.change(method, func(m *methodScript) { lost = m.after.take() })
 		return lost
 	}, nil
+}
+
+// appendBounded adds to what is remembered, in place of the oldest if that is much.
+func appendBounded[T any](to []T, one T) []T {
+	if len(to) == maxRequests {
+		to = to[1:]
+	}
+	return append(to, one)
 }
 
 func (s *script) unary() grpc.UnaryServerInterceptor {
