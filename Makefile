@@ -112,7 +112,7 @@ vuln: $(GOVULNCHECK) $(JQ) ## Look for known vulnerabilities in what the agent, 
 	@dir=$$(mktemp -d) && trap 'rm -rf "$$dir"' EXIT && database=$$(cd "$$dir" && GOWORK=off go mod download -json golang.org/x/vulndb@latest) && \
 	echo "vuln: $$($(JQ) -r '.Path + " " + .Version' <<<"$$database")" && \
 	(cd "$$dir" && GOWORK=off go run golang.org/x/vulndb/cmd/indexdb@latest -vulns "$$($(abspath $(JQ)) -r .Dir <<<"$$database")/data/osv" -out "$$dir/db") && \
-	for module in agent shim pkg proto; do \
+	for module in agent shim pkg pkg/tracing proto; do \
 		echo "vuln: $$module" && (cd $$module && $(abspath $(GOVULNCHECK)) -db "file://$$dir/db" ./...) || { echo "vuln: FAIL $$module"; exit 1; }; \
 	done && echo "vuln: PASS"
 
@@ -148,7 +148,8 @@ api-baseline: $(BUF) verify-api ## Agree on the API as it is: later changes must
 .PHONY: verify-imports
 verify-imports:
 	@$(call must_not_import,proto,k8s.io/ sigs.k8s.io/)
-	@$(call must_not_import,pkg,sigs.k8s.io/cluster-api sigs.k8s.io/karpenter)
+	@$(call must_not_import,pkg,sigs.k8s.io/cluster-api sigs.k8s.io/karpenter go.opentelemetry.io/)
+	@$(call must_not_import,pkg/tracing,k8s.io/ sigs.k8s.io/)
 	@$(call must_not_import,agent,sigs.k8s.io/karpenter)
 	@$(call must_not_import,shim,sigs.k8s.io/cluster-api)
 

@@ -120,6 +120,7 @@ replace (
 	github.com/karpenter-capi/karpenter-capi/agent => ../agent
 	github.com/karpenter-capi/karpenter-capi/deploy/sandbox => ../deploy/sandbox
 	github.com/karpenter-capi/karpenter-capi/pkg => ../pkg
+	github.com/karpenter-capi/karpenter-capi/pkg/tracing => ../pkg/tracing
 	github.com/karpenter-capi/karpenter-capi/proto => ../proto
 	github.com/karpenter-capi/karpenter-capi/shim => ../shim
 )

@@ -204,13 +204,36 @@ func egress(t *testing.T, objects []*unstructured.Unstructured) []int32 {
 	})
 }
 
+func TestTracesGoWhereTheValuesSay(t *testing.T) {
+	for _, c := range charts {
+		t.Run(c.name, func(t *testing.T) {
+			g := NewWithT(t)
+			defaults := filepath.Join(chartPath(t, c), "ci", "defaults-values.yaml")
+			variables := func(set string) map[string]string {
+				container := of[appsv1.Deployment](t, render(t, c, defaults, "--set", set), "Deployment")[0].Spec.Template.Spec.Containers[0]
+				traces := lo.Filter(container.Env, func(v corev1.EnvVar, _ int) bool { return strings.HasPrefix(v.Name, "OTEL_") })
+				return lo.SliceToMap(traces, func(v corev1.EnvVar) (string, string) { return v.Name, v.Value })
+			}
+			g.Expect(variables("tracing.sampler=always_on")).To(BeEmpty(), "it is off without an endpoint")
+			g.Expect(variables("tracing.endpoint=http://collector:4317")).To(Equal(map[string]string{
+				"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317",
+			}))
+			sampled := variables("tracing.endpoint=http://collector:4317,tracing.sampler=parentbased_traceidratio,tracing.samplerArg=.1")
+			g.Expect(sampled).To(And(HaveKeyWithValue("OTEL_TRACES_SAMPLER", "parentbased_traceidratio"), HaveKeyWithValue("OTEL_TRACES_SAMPLER_ARG", ".1")))
+
+			confined := render(t, c, defaults, "--set", "networkPolicy.enabled=true,tracing.endpoint=http://collector:14317")
+			g.Expect(egress(t, confined)).To(ContainElement(int32(14317)), "the network policy lets spans out")
+		})
+	}
+}
+
 // As helm upgrade --reuse-values does with the values of a release that is older than they.
 func TestValuesOfAReleaseWithoutSecureMetrics(t *testing.T) {
 	for _, c := range charts {
 		t.Run(c.name, func(t *testing.T) {
 			g := NewWithT(t)
 			objects := render(t, c, filepath.Join(chartPath(t, c), "ci", "defaults-values.yaml"), "--set",
-				"metrics.secure=null,metrics.tls=null,metrics.readers=null,metrics.serviceMonitor.tlsConfig=null,networkPolicy=null"+
+				"metrics.secure=null,metrics.tls=null,metrics.readers=null,metrics.serviceMonitor.tlsConfig=null,tracing=null,networkPolicy=null"+
 					lo.Ternary(c.name == "shim", ",agent.enrollment=null", ""))
 			pod := of[appsv1.Deployment](t, objects, "Deployment")[0].Spec.Template.Spec
 			g.Expect(pod.Volumes).To(HaveLen(1))

@@ -85,4 +85,9 @@ const (
 	NodeGroupLabel = Group + "/node-group"
 	// HolderLabel on a MachineClaim holds its holder.
 	HolderLabel = Group + "/holder"
+
+	// RequestIDAnnotation on a MachineClaim holds the request id of the CreateClaim call that made it, under which both sides log the call.
+	RequestIDAnnotation = Group + "/request-id"
+	// TraceIDAnnotation on a MachineClaim holds the id of the trace of that call, if the agent recorded one, in hexadecimal.
+	TraceIDAnnotation = Group + "/trace-id"
 )

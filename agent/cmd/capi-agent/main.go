@@ -23,6 +23,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/options"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/version"
+	"github.com/karpenter-capi/karpenter-capi/pkg/tracing"
 )
 
 func main() {
@@ -89,7 +90,16 @@ func run(arguments []string) error {
 	if err != nil {
 		return err
 	}
-	a, err := agent.New(ctx, agent.Config{Options: o, Hub: hub, Log: logger, Registerer: metrics.Registry})
+	traces, err := tracing.FromEnvironment(ctx, tracing.Config{
+		Service: "capi-agent", Version: version.Version(), Instance: o.InstanceName, Log: logger.WithName("tracing"),
+	})
+	if err != nil {
+		return err
+	}
+	defer traces.Shutdown()
+	a, err := agent.New(ctx, agent.Config{
+		Options: o, Hub: hub, Log: logger, Registerer: metrics.Registry, TracerProvider: traces.Provider(),
+	})
 	if err != nil {
 		return err
 	}

@@ -10,6 +10,7 @@ import (
 
 	"github.com/go-logr/logr"
 	"github.com/prometheus/client_golang/prometheus"
+	"go.opentelemetry.io/otel/trace"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/client-go/rest"
 	"k8s.io/utils/clock"
@@ -51,6 +52,8 @@ type Config struct {
 	Log logr.Logger
 	// Registerer takes the metrics. Nil registers none.
 	Registerer prometheus.Registerer
+	// TracerProvider records calls and what they ask of the hub. Nil records nothing.
+	TracerProvider trace.TracerProvider
 	// Clock is the time of the claim engine. Nil means the real one.
 	Clock clock.Clock
 }
@@ -163,6 +166,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 		Engine:  engine, Observe: nodes.Report, NodeGroups: nodeGroups, Machines: machines, Claims: shownClaims, Show: shown.Show,
 		Scope: scope, Authorizer: authorizer, ShutdownGrace: o.ShutdownGracePeriod, Limits: shareOfHub(o),
 		Version: version.Version(), Commit: version.Commit(), Log: c.Log.WithName("grpc"), Registerer: c.Registerer,
+		TracerProvider: c.TracerProvider,
 	})
 	if err != nil {
 		return nil, err
@@ -243,6 +247,9 @@ func newManager(c Config, scope hub.Scope) (manager.Manager, error) {
 	}
 	rest := rest.CopyConfig(c.Hub)
 	rest.QPS, rest.Burst = c.Options.KubeAPIQPS, c.Options.KubeAPIBurst
+	if c.TracerProvider != nil {
+		rest.Wrap(hub.Traced) // first, so that its spans do not hold what requests wait for here
+	}
 	rest.Wrap(limits.Transport)
 	rest.Wrap(hub.Lean)
 	rest.Wrap(hub.Served)

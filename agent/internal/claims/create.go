@@ -8,6 +8,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/samber/lo"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -41,6 +42,8 @@ type Request struct {
 	ValidateOnly bool
 	// Holders are those that the caller may act as: the id of another's claim is refused to it.
 	Holders Holders
+	// RequestID and TraceID are noted on a claim that is made, for people; empty for none.
+	RequestID, TraceID string
 }
 
 // Create makes the claim durable and returns it. The same id again returns the claim that there is. Errors: [*EndedError],
@@ -133,7 +136,7 @@ func (e *Engine) make(ctx context.Context, c *v1alpha1.MachineClaim, md *cluster
 		done()
 		return false, nil
 	}
-	return g.enterAtOnce(md, c, done), nil //nolint:contextcheck // it goes on after the call
+	return g.enterAtOnce(ctx, md, c, done), nil
 }
 
 func (e *Engine) newClaim(r Request, cluster *clusterv1.Cluster, nodeGroup string) *v1alpha1.MachineClaim {
@@ -150,6 +153,7 @@ func (e *Engine) newClaim(r Request, cluster *clusterv1.Cluster, nodeGroup strin
 				v1alpha1.NodeGroupLabel: nodeGroup,
 				v1alpha1.HolderLabel:    r.Holder,
 			},
+			Annotations:     r.annotations(),
 			OwnerReferences: ownedBy(cluster),
 		},
 		Spec: v1alpha1.MachineClaimSpec{
@@ -167,6 +171,11 @@ func (e *Engine) newClaim(r Request, cluster *clusterv1.Cluster, nodeGroup strin
 			MaxNodeProvisionTimeSeconds: maxNodeProvisionTime,
 		},
 	}
+}
+
+// annotations are those of the claim that is made.
+func (r Request) annotations() map[string]string {
+	return lo.OmitByValues(map[string]string{v1alpha1.RequestIDAnnotation: r.RequestID, v1alpha1.TraceIDAnnotation: r.TraceID}, []string{""})
 }
 
 func ownedBy(cluster *clusterv1.Cluster) []metav1.OwnerReference {

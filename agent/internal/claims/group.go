@@ -12,6 +12,7 @@ import (
 	"sync"
 	"time"
 
+	"go.opentelemetry.io/otel/trace"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -52,6 +53,8 @@ type group struct {
 	busy      int
 	busySince time.Time
 	making    int // counts calls that make a claim
+	// traced are recorded spans of what asks for the next step.
+	traced []trace.Span
 
 	// Used under lock only.
 	spareSince time.Time
@@ -103,7 +106,7 @@ func (g *group) enter(ctx context.Context, claimID string) (*eligibility.Refusal
 	g.mu.Lock()
 	g.waiters[claimID] = append(g.waiters[claimID], done)
 	g.mu.Unlock()
-	g.kick()
+	g.kick(ctx)
 	select {
 	case o := <-done:
 		return o.refusal, o.err
@@ -165,10 +168,11 @@ const (
 // proves that no ledger had the claim meanwhile. That is all that rule R1 asks of a write that only raises replicas for a claim: what the
 // caches show of everything else decides no more than whether there is something else to do, which is then left to a run. The caller has begun,
 // and done ends that.
-func (g *group) enterAtOnce(md *clusterv1.MachineDeployment, c *v1alpha1.MachineClaim, done func()) bool {
+func (g *group) enterAtOnce(call context.Context, md *clusterv1.MachineDeployment, c *v1alpha1.MachineClaim, done func()) bool {
 	// Not the call's context: others wait for the lock, and neither its deadline nor its identity's pace is theirs.
-	ctx, cancel := context.WithTimeout(g.context(), runTimeout)
+	ctx, cancel := context.WithTimeout(g.span(g.context(), "EnterAtOnce", trace.SpanFromContext(call)), runTimeout)
 	end := func() {
+		trace.SpanFromContext(ctx).End()
 		cancel()
 		done()
 	}
@@ -176,10 +180,10 @@ func (g *group) enterAtOnce(md *clusterv1.MachineDeployment, c *v1alpha1.Machine
 		end()
 		return false
 	}
+	free := end
 	end = func() {
 		<-g.lock
-		cancel()
-		done()
+		free()
 	}
 	if left, _ := g.rest(); left > 0 {
 		end()
@@ -314,9 +318,10 @@ func (g *group) leave(s *protocol.Snapshot, d *protocol.Decision) time.Duration 
 	return max(0, left)
 }
 
-// kick starts a run, or makes sure that one starts when the present one ends.
-func (g *group) kick() { //nolint:contextcheck // a run serves many calls and outlives each of them
+// kick starts a run, or makes sure that one starts when the present one ends. ctx is of what asks for it.
+func (g *group) kick(ctx context.Context) { //nolint:contextcheck // a run serves many calls and outlives each of them
 	g.mu.Lock()
+	g.toTrace(ctx)
 	already := g.kicked
 	g.kicked = true
 	g.mu.Unlock()
@@ -444,6 +449,7 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 	g.queued = nil
 	began := e.Clock.Now()
 	raced := false
+	defer func() { trace.SpanFromContext(ctx).End() }()
 	for step := 0; step < maxSteps && e.Clock.Since(began) < longestRun; step++ {
 		if step > 0 && !raced {
 			if again, yes := g.finished(ctx); yes {
@@ -451,6 +457,7 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 			}
 		}
 		raced = true
+		ctx = g.traceStep(ctx) //nolint:fatcontext // a run has one span at most
 		s, err := e.read(ctx, live, g.key)
 		if err != nil {
 			return 0, err

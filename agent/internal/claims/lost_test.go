@@ -78,7 +78,7 @@ func TestAnAbandonedClaimMovesToTheNextCandidate(t *testing.T) {
 	}
 	e := engineWith(t, groupOf("full", 0, full), groupOf("open", 0, nil), claim)
 	e.spawn = func(run func()) { run() }
-	e.group(namespace, "full").kick()
+	e.group(namespace, "full").kick(t.Context())
 	got, err := e.Get(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "a"})
 	require.NoError(t, err)
 	assert.Equal(t, "open", got.Spec.NodeGroup)
@@ -88,7 +88,7 @@ func TestAnAbandonedClaimMovesToTheNextCandidate(t *testing.T) {
 	last.Spec.Candidates = []string{"open", "full"}
 	e = engineWith(t, groupOf("full", 0, full), last)
 	e.spawn = func(run func()) { run() }
-	e.group(namespace, "full").kick()
+	e.group(namespace, "full").kick(t.Context())
 	got, err = e.Get(t.Context(), Key{Namespace: namespace, Cluster: clusterName, ID: "a"})
 	require.NoError(t, err)
 	assert.Equal(t, v1alpha1.PhaseEnded, got.Status.Phase)

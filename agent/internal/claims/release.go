@@ -97,11 +97,11 @@ func (e *Engine) release(ctx context.Context, key Key, o ReleaseOptions, why v1a
 			return c, nil
 		}
 		if c.Status.Returned {
-			e.group(c.Namespace, c.Spec.NodeGroup).kick()
+			e.group(c.Namespace, c.Spec.NodeGroup).kick(ctx)
 			return c, nil // its Machine is the user's, or about to be
 		}
 		if c.Status.Phase == v1alpha1.PhaseReleasing && (c.Status.Drained || !o.Drained) {
-			e.group(c.Namespace, c.Spec.NodeGroup).kick()
+			e.group(c.Namespace, c.Spec.NodeGroup).kick(ctx)
 			return c, nil
 		}
 		first := c.Status.Phase != v1alpha1.PhaseReleasing
@@ -146,7 +146,7 @@ func (e *Engine) writeRequest(ctx context.Context, c *v1alpha1.MachineClaim) err
 	if err := e.writeStatus(ctx, c); err != nil {
 		return err
 	}
-	e.group(c.Namespace, c.Spec.NodeGroup).kick()
+	e.group(c.Namespace, c.Spec.NodeGroup).kick(ctx)
 	return nil
 }
 
@@ -169,7 +169,7 @@ func (e *Engine) Return(ctx context.Context, key Key, may Holders, why string) (
 		}
 		switch {
 		case c.Status.Returned:
-			e.group(c.Namespace, c.Spec.NodeGroup).kick()
+			e.group(c.Namespace, c.Spec.NodeGroup).kick(ctx)
 			return c, nil
 		case c.CurrentPhase() == v1alpha1.PhaseReleasing:
 			return nil, &NotReturnableError{Message: "the claim is being released, and its Machine is removed; that cannot be taken back"}

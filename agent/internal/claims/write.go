@@ -691,7 +691,7 @@ func (e *Engine) moveOn(ctx context.Context, a protocol.Action) error {
 	if err != nil {
 		return err
 	}
-	e.group(moved.Namespace, next.first()).kick()
+	e.group(moved.Namespace, next.first()).kick(ctx)
 	return nil
 }
 

@@ -98,7 +98,7 @@ func slimClaim(c *v1alpha1.MachineClaim) {
 	}
 }
 
-// shareMeta shares what an object's metadata has in common with that of others: all keys, and the values but those that name the object's claim.
+// shareMeta shares what an object's metadata has in common with that of others: all keys, and the values but those that are the object's own.
 func shareMeta(o *metav1.ObjectMeta) {
 	o.Namespace = shared(o.Namespace)
 	o.Labels, o.Annotations = shareMap(o.Labels), shareMap(o.Annotations)
@@ -116,6 +116,7 @@ func shareMeta(o *metav1.ObjectMeta) {
 // ownValues are the keys of labels and annotations whose values no two objects have in common.
 var ownValues = []string{
 	v1alpha1.ClaimLabel, v1alpha1.ClaimNameLabel, v1alpha1.ClaimedAtAnnotation, v1alpha1.HandedOverAnnotation, v1alpha1.NodeRegisteredAtAnnotation,
+	v1alpha1.RequestIDAnnotation, v1alpha1.TraceIDAnnotation,
 }
 
 func shareMap(from map[string]string) map[string]string {

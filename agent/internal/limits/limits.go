@@ -74,6 +74,9 @@ const (
 	refusalsPerSecond, refusalBurst, refusalDebt = 100, 1000, 2
 	// longestPause is how long a connection is not read at most. Clients wait ten seconds for an answer to their keepalive.
 	longestPause = time.Second
+	// tracesPerSecond and traceBurst are how many of a caller's calls are traced, on average and at once; the spans of so many fit into what the
+	// exporter holds at once. Others are not traced.
+	tracesPerSecond, traceBurst = 10, 100
 	// enough is how many callers are remembered before those that did nothing lately are forgotten.
 	enough = 1000
 )
@@ -115,7 +118,8 @@ type Limiter struct {
 }
 
 type caller struct {
-	rate, hubRate, refusals    *rate.Limiter
+	rate, hubRate              *rate.Limiter
+	refusals, traces           *rate.Limiter
 	calls, watches             int
 	connections                int
 	bytes, unread              int64
@@ -186,6 +190,7 @@ func (l *Limiter) caller(identity string) *caller {
 			rate:     rate.NewLimiter(rate.Limit(l.CallsPerSecond), l.CallBurst),
 			hubRate:  rate.NewLimiter(rate.Limit(l.HubRequestsPerSecond), l.HubRequestBurst),
 			refusals: rate.NewLimiter(refusalsPerSecond, refusalBurst),
+			traces:   rate.NewLimiter(tracesPerSecond, traceBurst),
 			reads:    semaphore.NewWeighted(readsOfCaller), large: semaphore.NewWeighted(largeOfCaller),
 			lists: semaphore.NewWeighted(listsOfCaller), atHub: semaphore.NewWeighted(int64(l.HubCallsAtOnce)),
 			checks: semaphore.NewWeighted(checksOfCaller),
@@ -193,6 +198,13 @@ func (l *Limiter) caller(identity string) *caller {
 		l.callers[identity] = c
 	}
 	return c
+}
+
+// Trace reports whether a call of the identity, about to be recorded, may be.
+func (l *Limiter) Trace(identity string) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.caller(identity).traces.AllowN(l.clock.Now(), 1)
 }
 
 // Accept lets in a connection from a source whose identity is not known yet. When there are too many, the oldest is dropped, by its function,
@@ -280,7 +292,7 @@ func (l *Limiter) forget(now time.Time) {
 	for identity, c := range l.callers {
 		if c.calls+c.watches+c.connections == 0 && c.unread == 0 &&
 			c.rate.TokensAt(now) >= float64(l.CallBurst) && c.hubRate.TokensAt(now) >= float64(l.HubRequestBurst) &&
-			c.refusals.TokensAt(now) >= refusalBurst {
+			c.refusals.TokensAt(now) >= refusalBurst && c.traces.TokensAt(now) >= traceBurst {
 			delete(l.callers, identity)
 		}
 	}

@@ -14,6 +14,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/observed"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/pkg/tracing"
 	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
@@ -73,6 +74,8 @@ func (s *claimService) CreateClaim(
 
 		AdoptAboveMinSize: request.GetAdoptAboveMinSize(),
 		Holders:           holdersFor(ctx, agentv1alpha1.ClaimService_CreateClaim_FullMethodName, request.GetCluster()),
+		RequestID:         requestIDOf(ctx),
+		TraceID:           tracing.ID(ctx),
 	})
 	if err != nil {
 		return nil, s.answer(ctx, err, key)

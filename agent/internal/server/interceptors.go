@@ -22,6 +22,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/authz"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/claims"
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
+	"github.com/karpenter-capi/karpenter-capi/pkg/tracing"
 	"github.com/karpenter-capi/karpenter-capi/pkg/validation"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
@@ -63,6 +64,14 @@ const requestIDKey = "x-request-id"
 // maxRequestID is how long a caller's request id may be; it goes into every log line of the call.
 const maxRequestID = 128
 
+type requestIDContextKey struct{}
+
+// requestIDOf returns the call's request id.
+func requestIDOf(ctx context.Context) string {
+	id, _ := ctx.Value(requestIDContextKey{}).(string)
+	return id
+}
+
 type callerKey struct{}
 
 // caller is who calls, or why that is not known.
@@ -95,9 +104,15 @@ func (s *Server) identify(ctx context.Context, method string) (context.Context, 
 	if p, ok := peer.FromContext(ctx); ok {
 		c = s.callerOn(p.AuthInfo)
 	}
-	logger := s.config.Log.WithValues("requestID", id, "method", method, "identity", c.Identity)
-	ctx = log.IntoContext(ctx, logger)
-	ctx = logging.InjectFields(ctx, logging.Fields{"requestID", id, "identity", c.Identity})
+	fields := logging.Fields{"requestID", id, "identity", c.Identity}
+	if traceID := tracing.ID(ctx); traceID != "" {
+		fields = append(fields, "traceID", traceID)
+		annotate(ctx, "request_id", id)
+		annotate(ctx, "identity", c.Identity)
+	}
+	ctx = log.IntoContext(ctx, s.config.Log.WithValues("method", method).WithValues(fields...))
+	ctx = logging.InjectFields(ctx, fields)
+	ctx = context.WithValue(ctx, requestIDContextKey{}, id)
 	return context.WithValue(ctx, callerKey{}, c), id
 }
 
@@ -265,9 +280,11 @@ func describe(ctx context.Context, request any) {
 		GetCluster() *agentv1alpha1.ClusterRef
 	}); ok {
 		logging.AddFields(ctx, logging.Fields{"cluster", clusterName(r.GetCluster()).String()})
+		annotate(ctx, "cluster", clusterName(r.GetCluster()).String())
 	}
 	if r, ok := request.(interface{ GetClaimId() string }); ok {
 		logging.AddFields(ctx, logging.Fields{"claim", r.GetClaimId()})
+		annotate(ctx, "claim", r.GetClaimId())
 	}
 }
 

@@ -13,6 +13,7 @@ import (
 	"github.com/google/uuid"
 	grpcprometheus "github.com/grpc-ecosystem/go-grpc-middleware/providers/prometheus"
 	"github.com/prometheus/client_golang/prometheus"
+	"go.opentelemetry.io/otel/trace"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/health"
 	"google.golang.org/grpc/health/grpc_health_v1"
@@ -30,6 +31,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/observed"
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/spokes"
+	"github.com/karpenter-capi/karpenter-capi/pkg/tracing"
 	"github.com/karpenter-capi/karpenter-capi/pkg/validation"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
@@ -77,6 +79,8 @@ type Config struct {
 	Log logr.Logger
 	// Registerer takes the metrics. Nil registers none.
 	Registerer prometheus.Registerer
+	// TracerProvider records calls. Nil records none.
+	TracerProvider trace.TracerProvider
 	// Clock is the time. Nil means the real one.
 	Clock clock.PassiveClock
 	// RightsInterval is how often the rights of those who watch are looked at again. Zero means every five seconds.
@@ -173,6 +177,9 @@ func New(c Config) (*Server, error) {
 		}),
 		grpc.UnaryInterceptor(s.after(validator)),
 		grpc.ChainStreamInterceptor(s.stream(validator)...),
+	}
+	if c.TracerProvider != nil {
+		s.options = append(s.options, grpc.StatsHandler(tracing.ServerHandler(c.TracerProvider, traces, s.mayTrace)))
 	}
 	for _, service := range append(services(), "") {
 		s.health.SetServingStatus(service, grpc_health_v1.HealthCheckResponse_NOT_SERVING)

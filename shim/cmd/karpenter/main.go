@@ -8,6 +8,8 @@ import (
 	"os"
 
 	"github.com/awslabs/operatorpkg/status"
+	"go.opentelemetry.io/otel/trace"
+	"google.golang.org/grpc"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/utils/clock"
@@ -29,6 +31,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/certificates"
 	agentclient "github.com/karpenter-capi/karpenter-capi/pkg/client"
+	"github.com/karpenter-capi/karpenter-capi/pkg/tracing"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/agentstate"
@@ -99,7 +102,12 @@ func run(ctx context.Context) error {
 	setUpCore(opts)
 	cluster := &agentv1alpha1.ClusterRef{Namespace: opts.ClusterNamespace, Name: opts.ClusterName}
 	held := identity.NewHeld(opts.AgentBootstrapSecret, cluster)
-	agent, err := agentclient.New(agentOptions(ctx, opts, held))
+	traces, err := startTracing(ctx)
+	if err != nil {
+		return err
+	}
+	defer traces.Shutdown()
+	agent, err := agentclient.New(traced(agentOptions(ctx, opts, held), traces.Provider()))
 	if err != nil {
 		return fmt.Errorf("making the agent's client: %w", err)
 	}
@@ -154,7 +162,8 @@ func run(ctx context.Context) error {
 		Timeout:   opts.AgentTimeout,
 		Clock:     op.Clock,
 
-		RepairAfter: opts.NodeRepairAfter,
+		RepairAfter:    opts.NodeRepairAfter,
+		TracerProvider: traces.Provider(),
 	})
 	undecorated := metrics.Decorate(provider)
 	decorated := overlay.Decorate(undecorated, op.GetClient(), op.InstanceTypeStore)
@@ -246,6 +255,25 @@ func agentOptions(ctx context.Context, opts *options.Options, source certificate
 		UserAgent:         fmt.Sprintf("%s/%s", coreoperator.AppName, coreoperator.Version),
 		Logger:            log.FromContext(ctx).WithName("agent"),
 	}
+}
+
+func startTracing(ctx context.Context) (*tracing.Tracing, error) {
+	host, err := os.Hostname()
+	if err != nil {
+		host = "" // OTEL_RESOURCE_ATTRIBUTES can name the process
+	}
+	return tracing.FromEnvironment(ctx, tracing.Config{
+		Service: "karpenter-capi-shim", Version: coreoperator.Version, Instance: host, Log: log.FromContext(ctx).WithName("tracing"),
+	})
+}
+
+// traced makes the client pass traces on, unless provider is nil.
+func traced(options agentclient.Options, provider trace.TracerProvider) agentclient.Options {
+	if provider != nil {
+		options.DialOptions = append(options.DialOptions, grpc.WithStatsHandler(tracing.ClientHandler(provider)))
+		options.TraceID = tracing.ID
+	}
+	return options
 }
 
 // clientCertificate returns what tells when the client certificate ends, and what looks after it, that among them.

@@ -18,6 +18,8 @@ import (
 	"github.com/samber/lo"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/codes"
+	grpcstatus "google.golang.org/grpc/status"
 	authenticationv1 "k8s.io/api/authentication/v1"
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
@@ -33,6 +35,7 @@ import (
 	karpv1 "sigs.k8s.io/karpenter/pkg/apis/v1"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
+	"github.com/karpenter-capi/karpenter-capi/pkg/tracing/tracingtest"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/placeholder"
@@ -328,6 +331,43 @@ func group(name string) *agentv1alpha1.NodeGroup {
 	return &agentv1alpha1.NodeGroup{
 		Name: name, InstanceType: "m.large", Zone: "z1", NodeLabels: map[string]string{"team": "red"},
 		Capacity: map[string]string{"cpu": "4", "memory": "16Gi", "pods": "110"}, Price: &agentv1alpha1.Price{PerHour: 1},
+	}
+}
+
+func TestACreatesTraceReachesTheAgent(t *testing.T) {
+	collector := tracingtest.Start(t)
+	collector.SetEnvironment(t)
+	s := newSpoke(t, group("a"))
+	s.listen()
+	s.pool()
+	s.agent.Fail("CreateClaim", 1, grpcstatus.Error(codes.Internal, "a failure"))
+	s.start("--log-level=debug")
+	s.ready(metav1.ConditionTrue)
+	s.pod("one")
+	nodeClaim := s.launched()
+
+	const call = "capi.agent.v1alpha1.ClaimService/CreateClaim"
+	s.eventually(func() bool { return len(collector.Named("CloudProvider.Create")) > 1 && len(collector.Named(call)) > 1 }, "the traces have arrived")
+	creates, calls, received := collector.Named("CloudProvider.Create"), collector.Named(call), s.agent.Metadata("CreateClaim")
+	require.Len(t, received, 2, "core repeats what failed")
+	for i, create := range creates {
+		assert.Equal(t, nodeClaim.Name, create.Attributes["karpenter.nodeclaim"])
+		assert.Equal(t, "karpenter-capi-shim", create.Resource["service.name"])
+		assert.Empty(t, create.Parent)
+		assert.Equal(t, create.ID, calls[i].Parent)
+		assert.Equal(t, []string{"00-" + create.Trace + "-" + calls[i].ID + "-01"}, received[i].Get("traceparent"))
+	}
+	for _, polled := range []string{"WatchClaims", "WatchNodeGroups", "ListClaims", "SyncClaims"} {
+		for _, sent := range s.agent.Metadata(polled) {
+			assert.Empty(t, sent.Get("traceparent"), polled)
+		}
+	}
+	text, err := os.ReadFile(s.log)
+	require.NoError(t, err)
+	for i, says := range []string{"agent call failed", "claimed a machine"} {
+		assert.True(t, lo.ContainsBy(strings.Split(string(text), "\n"), func(line string) bool {
+			return strings.Contains(line, says) && strings.Contains(line, `"traceID":"`+creates[i].Trace+`"`)
+		}), "%s, with the trace's id", says)
 	}
 }
 

@@ -15,6 +15,7 @@ import (
 
 	"github.com/awslabs/operatorpkg/status"
 	"github.com/samber/lo"
+	"go.opentelemetry.io/otel/trace"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/sets"
@@ -50,7 +51,7 @@ type Overlays interface {
 	ApplyAll(nodePool string, instanceTypes []*cloudprovider.InstanceType) ([]*cloudprovider.InstanceType, error)
 }
 
-// Config is what a CloudProvider works with. Every field but Overlays is REQUIRED.
+// Config is what a CloudProvider works with. Every field but Overlays and TracerProvider is REQUIRED.
 type Config struct {
 	// Cluster is the hub's Cluster that this workload cluster is.
 	Cluster *agentv1alpha1.ClusterRef
@@ -78,6 +79,8 @@ type Config struct {
 	// Settled reports whether every NodeClaim that was there when this process began to act has been looked at for adoption. Until then
 	// nothing is planned or disrupted.
 	Settled func() bool
+	// TracerProvider records Create and Delete. Nil records nothing.
+	TracerProvider trace.TracerProvider
 	// Clock tells how long node groups have been gone, and Machines on their way out.
 	Clock clock.PassiveClock
 }
@@ -151,6 +154,13 @@ func (c *CloudProvider) Delete(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	}
 	ctx, cancel := context.WithTimeout(ctx, c.Timeout)
 	defer cancel()
+	ctx, end := c.trace(ctx, "Delete", nodeClaim)
+	err := c.release(ctx, nodeClaim)
+	end(cloudprovider.IgnoreNodeClaimNotFoundError(err)) // which says that it is done
+	return err
+}
+
+func (c *CloudProvider) release(ctx context.Context, nodeClaim *karpv1.NodeClaim) error {
 	// Before the release, after which nothing could be claimed under this UID any more.
 	machine, err := c.Unclaimed.Of(ctx, nodeClaim)
 	unknown := errors.Is(err, unclaimed.ErrUnknownMachine)

@@ -48,7 +48,9 @@ func (c *CloudProvider) Create(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	}
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
+	ctx, end := c.trace(ctx, "Create", nodeClaim)
 	created, err := c.create(ctx, nodeClaim)
+	end(err)
 	c.renew(nodeClaim, err)
 	if cloudprovider.IsInsufficientCapacityError(err) {
 		c.Static.Refused(ctx, nodeClaim, err)

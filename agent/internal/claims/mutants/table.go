@@ -414,7 +414,7 @@ var mutants = []mutant{
 		{"			delete(l.Returning, uid)\n			l.Returning[m.UID] = r\n", ""},
 	}},
 	{name: "a claim that returned its Machine is released", edits: []edit{
-		{"		if c.Status.Returned {\n			e.group(c.Namespace, c.Spec.NodeGroup).kick()\n			return c, nil // its Machine is the user's, or about to be\n		}\n", ""},
+		{"		if c.Status.Returned {\n			e.group(c.Namespace, c.Spec.NodeGroup).kick(ctx)\n			return c, nil // its Machine is the user's, or about to be\n		}\n", ""},
 	}},
 	{name: "a Machine is returned while the group is paused", test: "TestAReturnWaits", edits: []edit{
 		{"if releasing || b.next.Lowered || b.Group.Has(eligibility.Paused) { // a move would lose it", "if releasing || b.next.Lowered || false && b.Group.Has(eligibility.Paused) { //"},

@@ -126,6 +126,20 @@ spec:
         - name: KUBECONFIG
           value: /etc/karpenter/kubeconfig/{{ .Values.kubeconfig.key }}
         {{- end }}
+        {{- with .Values.tracing }}
+        {{- if .endpoint }}
+        - name: OTEL_EXPORTER_OTLP_ENDPOINT
+          value: {{ .endpoint | quote }}
+        {{- with .sampler }}
+        - name: OTEL_TRACES_SAMPLER
+          value: {{ . | quote }}
+        {{- end }}
+        {{- with .samplerArg }}
+        - name: OTEL_TRACES_SAMPLER_ARG
+          value: {{ . | quote }}
+        {{- end }}
+        {{- end }}
+        {{- end }}
         {{- with .Values.extraEnv }}
         {{- toYaml . | nindent 8 }}
         {{- end }}

@@ -1,0 +1,45 @@
+package server
+
+import (
+	"context"
+
+	"go.opentelemetry.io/otel/attribute"
+	"go.opentelemetry.io/otel/trace"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/peer"
+
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+// isTraced tells which methods are: the unary ones of the API. A stream would be one span for hours, and health is asked all the time. What a caller
+// makes up names no span.
+var isTraced = unaryMethods(agentv1alpha1.NodeGroupService_ServiceDesc, agentv1alpha1.ClaimService_ServiceDesc,
+	agentv1alpha1.MachineService_ServiceDesc, agentv1alpha1.StatusService_ServiceDesc, agentv1alpha1.CertificateService_ServiceDesc)
+
+func unaryMethods(services ...grpc.ServiceDesc) map[string]bool {
+	methods := map[string]bool{}
+	for _, service := range services {
+		for _, method := range service.Methods {
+			methods["/"+service.ServiceName+"/"+method.MethodName] = true
+		}
+	}
+	return methods
+}
+
+func traces(method string) bool { return isTraced[method] }
+
+// mayTrace reports whether one more call of this caller may be recorded: what a caller marks as sampled must not be more than the agent, its
+// collector and the traces of others bear.
+func (s *Server) mayTrace(ctx context.Context) bool {
+	var handshake credentials.AuthInfo
+	if p, ok := peer.FromContext(ctx); ok {
+		handshake = p.AuthInfo
+	}
+	return s.limits.Trace(limitedAs(s.callerOn(handshake), handshake))
+}
+
+// annotate adds to the call's span, if it has one.
+func annotate(ctx context.Context, key, value string) {
+	trace.SpanFromContext(ctx).SetAttributes(attribute.String("capi_agent."+key, value))
+}

@@ -1,0 +1,71 @@
+package server_test
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/samber/lo"
+	"github.com/stretchr/testify/require"
+	sdktrace "go.opentelemetry.io/otel/sdk/trace"
+	"go.opentelemetry.io/otel/sdk/trace/tracetest"
+	"google.golang.org/grpc/metadata"
+	clocktesting "k8s.io/utils/clock/testing"
+
+	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
+	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+// recording records the calls of a server.
+func recording(into sdktrace.SpanProcessor) func(*fixture, *server.Config) {
+	return func(_ *fixture, c *server.Config) {
+		c.TracerProvider = sdktrace.NewTracerProvider(sdktrace.WithSpanProcessor(into))
+	}
+}
+
+// asSampled is the context of a caller whose trace is sampled, as it says.
+func asSampled(ctx context.Context, trace int) context.Context {
+	return metadata.AppendToOutgoingContext(ctx, "traceparent", fmt.Sprintf("00-%032x-%016x-01", trace, trace))
+}
+
+func TestACallerHasOnlySoManyOfItsCallsTraced(t *testing.T) {
+	recorder, now := tracetest.NewSpanRecorder(), clocktesting.NewFakePassiveClock(time.Now())
+	f := start(t, recording(recorder), func(_ *fixture, c *server.Config) { c.Clock = now })
+	call := func(c *client.Client, from, n int) {
+		t.Helper()
+		for i := range n {
+			_, err := c.Status.GetStatus(asSampled(f.ctx(), from+i), &agentv1alpha1.GetStatusRequest{})
+			require.NoError(t, err)
+		}
+	}
+	traced := func() int { return len(recorder.Ended()) } // a span ends after its call has been answered
+	first, other := f.cluster(), f.as("spiffe://karpenter-capi/reader")
+
+	call(first, 1, 150)
+	require.Eventually(t, func() bool { return traced() == 100 }, patience, time.Millisecond, "the others are served, and not traced")
+	call(other, 1001, 10)
+	require.Eventually(t, func() bool { return traced() == 110 }, patience, time.Millisecond, "another identity has its own")
+	now.SetTime(now.Now().Add(time.Second))
+	call(first, 2001, 20)
+	require.Eventually(t, func() bool { return traced() == 120 }, patience, time.Millisecond, "ten more each second")
+	f.stop() // whatever is under way ends
+	require.Equal(t, 120, traced())
+}
+
+func TestTheLogNamesTheTraceOfACall(t *testing.T) {
+	f := start(t, recording(tracetest.NewSpanRecorder()))
+	require.NoError(t, f.create(f.cluster()), "the caller has no trace: the agent begins one")
+	_, err := f.cluster().Claims.CreateClaim(asSampled(f.ctx(), 0xabc), &agentv1alpha1.CreateClaimRequest{
+		Cluster: spokeRef, ClaimId: "traced", Holder: "karpenter", Candidates: []string{"fleet/small"},
+	})
+	require.NoError(t, err)
+	line := fmt.Sprintf(`"traceID"="%032x"`, 0xabc)
+	require.Eventually(t, func() bool {
+		return lo.ContainsBy(strings.Split(f.log.String(), "\n"), func(text string) bool {
+			return strings.Contains(text, line) && strings.Contains(text, `"requestID"=`) && strings.Contains(text, `"claim"="traced"`)
+		})
+	}, patience, time.Millisecond, "%s", f.log)
+}
