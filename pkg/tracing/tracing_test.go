@@ -76,7 +76,9 @@ func TestItIsOffUnlessTheVariablesNameAnEndpoint(t *testing.T) {
 			traces, err := tracing.FromEnvironment(t.Context(), tracing.Config{Service: "the-service"})
 			require.NoError(t, err)
 			require.Nil(t, traces)
-			require.True(t, traces.Provider() == nil, "there is nothing to set a handler up with")
+			if traces.Provider() != nil { // also not an interface of nothing
+				t.Error("there is a provider to set handlers up with")
+			}
 			traces.Shutdown()
 		})
 	}

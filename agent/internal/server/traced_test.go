@@ -11,7 +11,10 @@ import (
 	"github.com/stretchr/testify/require"
 	sdktrace "go.opentelemetry.io/otel/sdk/trace"
 	"go.opentelemetry.io/otel/sdk/trace/tracetest"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/metadata"
+	grpcstatus "google.golang.org/grpc/status"
 	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/server"
@@ -53,6 +56,25 @@ func TestACallerHasOnlySoManyOfItsCallsTraced(t *testing.T) {
 	require.Eventually(t, func() bool { return traced() == 120 }, patience, time.Millisecond, "ten more each second")
 	f.stop() // whatever is under way ends
 	require.Equal(t, 120, traced())
+}
+
+func TestOnlyUnaryCallsOfTheAPIAreTraced(t *testing.T) {
+	recorder := tracetest.NewSpanRecorder()
+	f := start(t, recording(recorder))
+	ctx := asSampled(f.ctx(), 1)
+	watch, err := f.cluster().Claims.WatchClaims(ctx, &agentv1alpha1.WatchClaimsRequest{Cluster: spokeRef})
+	require.NoError(t, err)
+	_, err = watch.Recv()
+	require.NoError(t, err)
+	_, err = grpc_health_v1.NewHealthClient(f.cluster().Conn()).Check(ctx, &grpc_health_v1.HealthCheckRequest{})
+	require.NoError(t, err)
+	err = f.cluster().Conn().Invoke(ctx, "/made.up/Method", &agentv1alpha1.GetStatusRequest{}, &agentv1alpha1.GetStatusResponse{})
+	require.Equal(t, codes.Unimplemented, grpcstatus.Code(err), "%v", err)
+	require.Empty(t, recorder.Started())
+
+	_, err = f.cluster().Status.GetStatus(ctx, &agentv1alpha1.GetStatusRequest{})
+	require.NoError(t, err)
+	require.Len(t, recorder.Started(), 1)
 }
 
 func TestTheLogNamesTheTraceOfACall(t *testing.T) {

@@ -77,7 +77,8 @@ func received(s *tracev1.Span, resource map[string]string) Span {
 		links = append(links, hex.EncodeToString(link.GetSpanId()))
 	}
 	return Span{
-		Name: s.GetName(), Trace: hex.EncodeToString(s.GetTraceId()), ID: hex.EncodeToString(s.GetSpanId()), Parent: hex.EncodeToString(s.GetParentSpanId()),
+		Name:  s.GetName(),
+		Trace: hex.EncodeToString(s.GetTraceId()), ID: hex.EncodeToString(s.GetSpanId()), Parent: hex.EncodeToString(s.GetParentSpanId()),
 		Server: s.GetKind() == tracev1.Span_SPAN_KIND_SERVER, Client: s.GetKind() == tracev1.Span_SPAN_KIND_CLIENT, State: s.GetTraceState(),
 		Links: links, Attributes: texts(s.GetAttributes()), Resource: resource,
 	}
