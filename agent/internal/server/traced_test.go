@@ -30,8 +30,10 @@ func recording(into sdktrace.SpanProcessor) func(*fixture, *server.Config) {
 }
 
 // asSampled is the context of a caller whose trace is sampled, as it says.
-func asSampled(ctx context.Context, trace int) context.Context {
-	return metadata.AppendToOutgoingContext(ctx, "traceparent", fmt.Sprintf("00-%032x-%016x-01", trace, trace))
+func asSampled(ctx context.Context, trace int) context.Context { return inTrace(ctx, trace, 1) }
+
+func inTrace(ctx context.Context, trace, flags int) context.Context {
+	return metadata.AppendToOutgoingContext(ctx, "traceparent", fmt.Sprintf("00-%032x-%016x-%02x", trace, trace, flags))
 }
 
 func TestACallerHasOnlySoManyOfItsCallsTraced(t *testing.T) {
@@ -47,6 +49,10 @@ func TestACallerHasOnlySoManyOfItsCallsTraced(t *testing.T) {
 	traced := func() int { return len(recorder.Ended()) } // a span ends after its call has been answered
 	first, other := f.cluster(), f.as("spiffe://karpenter-capi/reader")
 
+	for i := range 150 {
+		_, err := first.Status.GetStatus(inTrace(f.ctx(), i+1, 0), &agentv1alpha1.GetStatusRequest{})
+		require.NoError(t, err, "those that are not sampled do not count")
+	}
 	call(first, 1, 150)
 	require.Eventually(t, func() bool { return traced() == 100 }, patience, time.Millisecond, "the others are served, and not traced")
 	call(other, 1001, 10)
