@@ -74,7 +74,7 @@ func (s *claimService) CreateClaim(
 
 		AdoptAboveMinSize: request.GetAdoptAboveMinSize(),
 		Holders:           holdersFor(ctx, agentv1alpha1.ClaimService_CreateClaim_FullMethodName, request.GetCluster()),
-		RequestID:         requestIDOf(ctx),
+		RequestID:         callerOf(ctx).requestID,
 		TraceID:           tracing.ID(ctx),
 	})
 	if err != nil {

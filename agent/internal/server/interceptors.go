@@ -64,14 +64,6 @@ const requestIDKey = "x-request-id"
 // maxRequestID is how long a caller's request id may be; it goes into every log line of the call.
 const maxRequestID = 128
 
-type requestIDContextKey struct{}
-
-// requestIDOf returns the call's request id.
-func requestIDOf(ctx context.Context) string {
-	id, _ := ctx.Value(requestIDContextKey{}).(string)
-	return id
-}
-
 type callerKey struct{}
 
 // caller is who calls, or why that is not known.
@@ -79,6 +71,8 @@ type caller struct {
 	authz.Caller
 
 	problem string
+	// requestID is the call's.
+	requestID string
 }
 
 func callerOf(ctx context.Context) caller {
@@ -110,9 +104,9 @@ func (s *Server) identify(ctx context.Context, method string) (context.Context, 
 		annotate(ctx, "request_id", id)
 		annotate(ctx, "identity", c.Identity)
 	}
-	ctx = log.IntoContext(ctx, s.config.Log.WithValues("method", method).WithValues(fields...))
+	ctx = log.IntoContext(ctx, s.config.Log.WithValues(append(slices.Clip(fields), "method", method)...))
 	ctx = logging.InjectFields(ctx, fields)
-	ctx = context.WithValue(ctx, requestIDContextKey{}, id)
+	c.requestID = id
 	return context.WithValue(ctx, callerKey{}, c), id
 }
 
@@ -279,8 +273,9 @@ func describe(ctx context.Context, request any) {
 	if r, ok := request.(interface {
 		GetCluster() *agentv1alpha1.ClusterRef
 	}); ok {
-		logging.AddFields(ctx, logging.Fields{"cluster", clusterName(r.GetCluster()).String()})
-		annotate(ctx, "cluster", clusterName(r.GetCluster()).String())
+		cluster := clusterName(r.GetCluster()).String()
+		logging.AddFields(ctx, logging.Fields{"cluster", cluster})
+		annotate(ctx, "cluster", cluster)
 	}
 	if r, ok := request.(interface{ GetClaimId() string }); ok {
 		logging.AddFields(ctx, logging.Fields{"claim", r.GetClaimId()})

@@ -41,5 +41,7 @@ func (s *Server) mayTrace(ctx context.Context) bool {
 
 // annotate adds to the call's span, if it has one.
 func annotate(ctx context.Context, key, value string) {
-	trace.SpanFromContext(ctx).SetAttributes(attribute.String("capi_agent."+key, value))
+	if span := trace.SpanFromContext(ctx); span.IsRecording() {
+		span.SetAttributes(attribute.String("capi_agent."+key, value))
+	}
 }
