@@ -202,13 +202,13 @@ func (r *run) start(ctx context.Context) (err error) {
 
 // identify makes the certificates of the attacker.
 func (r *run) identify() error {
-	access := r.site.Sandbox.AgentAccess()
+	state := r.site.Sandbox.State()
 	r.order = order{
-		Address: access.Address, CAFile: access.CAFile,
+		Address: state.AgentAddress, CAFile: state.Paths.AgentCA,
 		Cluster: &agentv1alpha1.ClusterRef{Namespace: sandbox.ClusterNamespace, Name: attackerCluster},
 		Group:   sandbox.ClusterNamespace + "/" + attackerGroup,
 	}
-	tenant := sandbox.ClusterIdentity(sandbox.ClusterNamespace, attackerCluster)
+	tenant := sandbox.ClusterIdentity(sandbox.ClusterNamespace, attackerCluster, "")
 	var err error
 	if r.order.Tenant.Certificate, r.order.Tenant.Key, err = r.site.Sandbox.AgentCertificate("attacker", tenant); err != nil {
 		return err

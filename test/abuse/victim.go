@@ -65,9 +65,10 @@ func victimCluster() *agentv1alpha1.ClusterRef {
 
 // connectVictim opens a connection of the victim's.
 func connectVictim(site *rush.Site) (*agentclient.Client, error) {
-	access := site.Sandbox.AgentAccess()
+	state := site.Sandbox.State()
 	return agentclient.New(agentclient.Options{
-		Address: access.Address, Timeout: callTimeout, TLS: &agentclient.TLS{CertFile: access.CertFile, KeyFile: access.KeyFile, CAFile: access.CAFile},
+		Address: state.AgentAddress, Timeout: callTimeout,
+		TLS: &agentclient.TLS{CertFile: state.Paths.ClientCertificate, KeyFile: state.Paths.ClientKey, CAFile: state.Paths.AgentCA},
 	})
 }
 
