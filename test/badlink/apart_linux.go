@@ -56,5 +56,5 @@ func Apart() error {
 		return fmt.Errorf("keeping mounts private: %w", err)
 	}
 	environment := slices.DeleteFunc(os.Environ(), func(e string) bool { return strings.HasPrefix(e, origin+"=") })
-	return fmt.Errorf("starting again: %w", syscall.Exec("/proc/self/exe", os.Args, append(environment, origin+"="+namespace))) //nolint:gosec // itself
+	return fmt.Errorf("starting again: %w", syscall.Exec("/proc/self/exe", os.Args, append(environment, origin+"="+namespace)))
 }

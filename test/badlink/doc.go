@@ -11,10 +11,10 @@
 //	        the link's own                     rate: tbf on near and far              127.0.0.1:port
 //
 // Both ends are on this machine, so here translates addresses (nftables again): the kernel would otherwise keep such packets to itself. Between
-// translates nothing. Processes need not be moved or told anything but an address, and none of them relays: a relay would end TCP on either side of the
-// link, and then the relay's sockets, not those of the processes under test, would find out that a peer is gone.
+// translates nothing. Processes need not be moved or told anything but an address, and none of them relays: a relay would end TCP on either side
+// of the link, and then its sockets, not those of the processes under test, would find out that a peer is gone.
 //
-// Loss, drops and rate are the kernel's. A delay is not: netem, which would be the kernel's, is not part of every kernel. The router sends every packet
-// through a tun device, where this program holds it for half the round-trip time and writes it back unchanged. Packets are dropped behind that device,
-// each of at most one MTU, and never in a namespace where a socket is: the kernel would tell the sender about its own firewall.
+// Loss, drops and rate are the kernel's. The delay is not: the kernel's would be netem, which not every kernel has. The router sends every packet
+// through a tun device, where this program holds it for half the round-trip time and writes it back unchanged. Packets are dropped behind that
+// device, where each is of at most one MTU, and not here, where the sockets are: a sender is told of what its own kernel drops.
 package badlink

@@ -339,7 +339,7 @@ func (l *Link) Lost() (int, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	lost, err := l.lostSoFar()
-	return int(lost), err //nolint:gosec // far from the largest
+	return int(lost), err
 }
 
 // lostSoFar is called with the lock held.

@@ -17,6 +17,7 @@ import (
 
 	. "github.com/onsi/gomega"
 	"github.com/samber/lo"
+	"golang.org/x/sys/unix"
 
 	"github.com/karpenter-capi/karpenter-capi/test/badlink"
 )
@@ -32,37 +33,46 @@ const (
 
 // link is what all tests share; each leaves it good. Nil where there can be none.
 var (
-	link   *badlink.Link
-	noLink error
+	link      *badlink.Link
+	errNoLink error
 )
 
 func TestMain(m *testing.M) { os.Exit(run(m)) }
 
 func run(m *testing.M) int {
-	if noLink = badlink.Apart(); noLink == nil {
-		link, noLink = badlink.New()
+	if errNoLink = badlink.Apart(); errNoLink == nil {
+		link, errNoLink = badlink.New()
 	}
 	if os.Getenv(holding) != "" {
 		namespace, err := os.Readlink("/proc/self/ns/net")
-		fmt.Println(lo.Ternary(errors.Join(err, noLink) == nil, namespace, fmt.Sprint(err, noLink)))
+		fmt.Fprintln(os.Stdout, lo.Ternary(errors.Join(err, errNoLink) == nil, namespace, fmt.Sprint(err, errNoLink)))
 		_, _ = io.ReadAll(os.Stdin)
 		return 1
 	}
 	code := m.Run()
 	if link != nil {
 		if err := link.Close(); err != nil {
-			fmt.Println(err)
+			fmt.Fprintln(os.Stderr, err)
 			return 1
 		}
 	}
 	return code
 }
 
-// needsLink skips the test where no network namespaces can be made.
+// needsLink skips the test where there can be no link: without the permissions, without a tun device, or on a kernel without what a link needs.
 func needsLink(t *testing.T) {
 	t.Helper()
-	if noLink != nil {
-		t.Skip(noLink)
+	_, errNoTun := os.Stat("/dev/net/tun")
+	switch {
+	case errNoLink == nil:
+	case errNoTun != nil:
+		t.Skip(errNoTun)
+	case lo.ContainsBy([]error{unix.EPERM, unix.EACCES, unix.EOPNOTSUPP, unix.EPROTONOSUPPORT}, func(missing error) bool {
+		return errors.Is(errNoLink, missing)
+	}):
+		t.Skip(errNoLink)
+	default:
+		t.Fatal(errNoLink)
 	}
 	t.Cleanup(func() {
 		if err := link.Set(badlink.Conditions{}); err != nil {

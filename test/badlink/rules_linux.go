@@ -127,7 +127,7 @@ type chain struct {
 
 var table = &nftables.Table{Name: "badlink", Family: nftables.TableFamilyIPv4}
 
-// replaceRules has a namespace ask these rules instead of those that it was given before, all at one moment. A namespace of zero is the program's own.
+// replaceRules has a namespace ask these rules instead of those that it was given before, all at one moment. Zero is the program's own namespace.
 func replaceRules(namespace int, chains ...chain) error {
 	conn, err := nftables.New(nftables.WithNetNSFd(namespace))
 	if err != nil {

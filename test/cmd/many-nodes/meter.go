@@ -7,12 +7,10 @@ import (
 	"strings"
 	"time"
 
-	dto "github.com/prometheus/client_model/go"
-	"github.com/prometheus/common/expfmt"
-	"github.com/prometheus/common/model"
 	"github.com/samber/lo"
 
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	"github.com/karpenter-capi/karpenter-capi/test/metrics"
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
@@ -78,24 +76,24 @@ func (m meter) read(ctx context.Context) (counters, error) {
 			return counters{}, fmt.Errorf("%s died, and began to count anew", component)
 		}
 	}
-	agent, err := scrape(ctx, state.AgentMetrics)
+	agent, err := read(ctx, state.AgentMetrics)
 	if err != nil {
 		return counters{}, err
 	}
-	shim, err := scrape(ctx, state.ShimMetrics)
+	shim, err := read(ctx, state.ShimMetrics)
 	if err != nil {
 		return counters{}, err
 	}
 	c := counters{
 		calls:       map[string]float64{},
-		agentMemory: sum(agent, "process_resident_memory_bytes", nil), shimMemory: sum(shim, "process_resident_memory_bytes", nil),
-		cpu: sum(agent, "process_cpu_seconds_total", nil) + sum(shim, "process_cpu_seconds_total", nil),
+		agentMemory: agent.Sum("process_resident_memory_bytes", nil), shimMemory: shim.Sum("process_resident_memory_bytes", nil),
+		cpu: agent.Sum("process_cpu_seconds_total", nil) + shim.Sum("process_cpu_seconds_total", nil),
 	}
 	c.agentReads, c.agentWrites = requests(agent)
 	c.shimReads, c.shimWrites = requests(shim)
 	if family, ok := agent["grpc_server_started_total"]; ok {
 		for _, metric := range family.GetMetric() {
-			method := label(metric, "grpc_method")
+			method := metrics.Label(metric, "grpc_method")
 			c.calls[method] += metric.GetCounter().GetValue()
 		}
 	} else {
@@ -105,48 +103,19 @@ func (m meter) read(ctx context.Context) (counters, error) {
 }
 
 // requests returns how often an API server was asked, and asked for a change. A watch counts once.
-func requests(families map[string]*dto.MetricFamily) (reads, writes float64) {
+func requests(of metrics.Families) (reads, writes float64) {
 	const name = "rest_client_requests_total"
-	return sum(families, name, func(m *dto.Metric) bool { return label(m, "method") == http.MethodGet }),
-		sum(families, name, func(m *dto.Metric) bool { return label(m, "method") != http.MethodGet })
+	reads = of.Sum(name, metrics.Labels{"method": http.MethodGet})
+	return reads, of.Sum(name, nil) - reads
 }
 
-func sum(families map[string]*dto.MetricFamily, name string, which func(*dto.Metric) bool) float64 {
-	return lo.SumBy(families[name].GetMetric(), func(m *dto.Metric) float64 {
-		if which != nil && !which(m) {
-			return 0
-		}
-		return m.GetCounter().GetValue() + m.GetGauge().GetValue()
-	})
-}
-
-func label(m *dto.Metric, name string) string {
-	pair, _ := lo.Find(m.GetLabel(), func(l *dto.LabelPair) bool { return l.GetName() == name })
-	return pair.GetValue()
-}
-
-func scrape(ctx context.Context, url string) (map[string]*dto.MetricFamily, error) {
-	request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, http.NoBody)
+func read(ctx context.Context, url string) (metrics.Families, error) {
+	families, err := metrics.Read(ctx, url)
 	if err != nil {
 		return nil, err
 	}
-	response, err := http.DefaultClient.Do(request)
-	if err != nil {
-		return nil, err
+	if _, counted := families["rest_client_requests_total"]; !counted {
+		return nil, fmt.Errorf("%s does not tell how often the API server was asked", url)
 	}
-	defer func() { _ = response.Body.Close() }()
-	if response.StatusCode != http.StatusOK {
-		return nil, fmt.Errorf("%s: %s", url, response.Status)
-	}
-	parser := expfmt.NewTextParser(model.UTF8Validation)
-	families, err := parser.TextToMetricFamilies(response.Body)
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", url, err)
-	}
-	for name := range families {
-		if strings.HasPrefix(name, "rest_client_requests_total") {
-			return families, nil
-		}
-	}
-	return nil, fmt.Errorf("%s does not tell how often the API server was asked", url)
+	return families, nil
 }

@@ -1,0 +1,86 @@
+package netchaos
+
+import (
+	"bytes"
+	"errors"
+	"strings"
+	"testing"
+	"time"
+
+	. "github.com/onsi/gomega"
+	"github.com/samber/lo"
+)
+
+const ms = time.Millisecond
+
+func TestACallCostsOneRoundTrip(t *testing.T) {
+	for _, test := range []struct {
+		shows             string
+		rtt, call, create time.Duration
+		wrong             string
+	}{
+		{"one round trip", 250 * ms, 255 * ms, 300 * ms, ""},
+		{"no round trip is no far away agent", 250 * ms, 5 * ms, 300 * ms, "the link is not what it should be"},
+		{"nor is it one of the shim's", 250 * ms, 255 * ms, 50 * ms, "the link is not what it should be"},
+		{"two are too many", 250 * ms, 505 * ms, 550 * ms, "more than 1.5 round trips"},
+		{"three of the shim's are too many", 250 * ms, 255 * ms, 800 * ms, "the shim's Create takes 800ms"},
+		{"a busy machine is no round trip", 50 * ms, 120 * ms, 350 * ms, ""},
+	} {
+		t.Run(test.shows, func(t *testing.T) {
+			g := NewWithT(t)
+			report := &Report{Rows: []*Row{
+				{Scenario: good.name, Call: 5 * ms, Create: 50 * ms},
+				{Scenario: "far", RTT: test.rtt, Call: test.call, Create: test.create},
+			}}
+			report.check()
+			if test.wrong == "" {
+				g.Expect(report.Rows[1].Err).NotTo(HaveOccurred())
+			} else {
+				g.Expect(report.Rows[1].Err).To(MatchError(ContainSubstring(test.wrong)))
+			}
+			g.Expect(report.Good()).To(Equal(test.wrong == ""))
+		})
+	}
+}
+
+func TestTheLastLineIsTheVerdict(t *testing.T) {
+	g := NewWithT(t)
+	last := func(r Report) string {
+		var out bytes.Buffer
+		g.Expect(r.Write(&out)).To(Succeed())
+		return lo.LastOrEmpty(strings.Split(strings.TrimSpace(out.String()), "\n"))
+	}
+	g.Expect(last(Report{})).To(HavePrefix("netchaos: FAIL"), "nothing was run")
+	g.Expect(last(Report{Rows: []*Row{{}, {Outage: true}}})).To(HavePrefix("netchaos: PASS scenarios=2"))
+	g.Expect(last(Report{Rows: []*Row{{}, {Outage: true, Err: errors.New("it hangs")}}})).To(HavePrefix("netchaos: FAIL scenarios=2 launches=0 wrong=1"))
+}
+
+func TestAnOutageIsTimed(t *testing.T) {
+	began := time.Now()
+	at := func(seconds int) time.Time { return began.Add(time.Duration(seconds) * time.Second) }
+	changes := func(lost, back int) []change { return []change{{at(-60), true}, {at(lost), false}, {at(back), true}} }
+	for _, test := range []struct {
+		shows            string
+		connected, ready []change
+		over             int
+		want             Row
+		wrong            bool
+	}{
+		{"what is not noticed is not timed", []change{{at(-60), true}}, []change{{at(-60), true}}, 1, Row{}, false},
+		{
+			"noticed, and back after it is over", changes(20, 47), changes(25, 48), 45,
+			Row{Noticed: 20 * time.Second, NotReady: 25 * time.Second, Back: 2 * time.Second, Ready: 3 * time.Second}, false,
+		},
+		{"noticed when it is over", changes(31, 33), []change{{at(-60), true}}, 30, Row{Noticed: 31 * time.Second, Back: 3 * time.Second}, false},
+		{"noticed too late", changes(50, 61), []change{{at(-60), true}}, 60, Row{Noticed: 50 * time.Second}, true},
+	} {
+		t.Run(test.shows, func(t *testing.T) {
+			g := NewWithT(t)
+			r := &run{stage: &stage{watch: &watch{connected: test.connected, ready: test.ready}}}
+			lost, notReady := r.watch.lostAfter(began)
+			err := r.note(began, at(test.over), lost, notReady)
+			g.Expect(err != nil).To(Equal(test.wrong), "%v", err)
+			g.Expect(r.row).To(Equal(test.want))
+		})
+	}
+}
