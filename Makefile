@@ -263,7 +263,7 @@ abuse: $(SANDBOX_BINARIES) $(BIN)/abuse ## Attack the agent as one tenant while 
 	@$(BIN)/abuse $(ABUSE_FLAGS)
 ABUSE_FLAGS ?=
 
-# It makes network namespaces, nftables rules and a tun device, all of which end with it: needs root, and no program but itself.
+# Network namespaces, nftables rules and a tun device take root. All of them end with the program.
 .PHONY: netchaos
 netchaos: $(SANDBOX_BINARIES) $(BIN)/netchaos ## Make the network between shim and agents bad, and measure what that costs; as root; half an hour (NETCHAOS_FLAGS='-scenarios=RTT')
 	@$(BIN)/netchaos $(NETCHAOS_FLAGS)

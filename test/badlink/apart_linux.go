@@ -42,6 +42,10 @@ func Apart() error {
 		return netlink.LinkSetUp(lo)
 	}
 
+	program, err := os.Executable()
+	if err != nil {
+		return err
+	}
 	// Only this thread moves, and the program that it executes takes the place of all others.
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -56,5 +60,5 @@ func Apart() error {
 		return fmt.Errorf("keeping mounts private: %w", err)
 	}
 	environment := slices.DeleteFunc(os.Environ(), func(e string) bool { return strings.HasPrefix(e, origin+"=") })
-	return fmt.Errorf("starting again: %w", syscall.Exec("/proc/self/exe", os.Args, append(environment, origin+"="+namespace)))
+	return fmt.Errorf("starting again: %w", syscall.Exec(program, os.Args, append(environment, origin+"="+namespace)))
 }

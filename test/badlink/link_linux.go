@@ -114,14 +114,19 @@ func (l *Link) make() error {
 		l.detour(),
 		// An answer comes from 127.0.0.1 before it is translated.
 		setting("ipv4/conf/"+prefix+far+"/route_localnet", "1"),
-		// A connection whose packets were lost is still one.
-		setting("netfilter/nf_conntrack_tcp_be_liberal", "1"),
 	)
 	if err != nil {
 		return err
 	}
+	if err := l.translate(); err != nil { // which has the kernel load what it needs for it
+		return err
+	}
+	// A connection whose packets were lost is still one.
+	if err := setting("netfilter/nf_conntrack_tcp_be_liberal", "1"); err != nil {
+		return err
+	}
 	// There has to be a chain whose packets are counted when it is replaced.
-	if err := errors.Join(l.translate(), replaceRules(int(l.between), chain{name: dropping})); err != nil {
+	if err := replaceRules(int(l.between), chain{name: dropping}); err != nil {
 		return err
 	}
 	return l.restrict()

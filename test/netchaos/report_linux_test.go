@@ -69,7 +69,8 @@ func TestAnOutageIsTimed(t *testing.T) {
 		{"what is not noticed is not timed", []change{{at(-60), true}}, []change{{at(-60), true}}, 1, Row{}, false},
 		{
 			"noticed, and back after it is over", changes(20, 47), changes(25, 48), 45,
-			Row{Noticed: 20 * time.Second, NotReady: 25 * time.Second, Back: 2 * time.Second, Ready: 3 * time.Second}, false,
+			Row{Noticed: 20 * time.Second, NotReady: 25 * time.Second, Back: 2 * time.Second, Ready: 3 * time.Second},
+			false,
 		},
 		{"noticed when it is over", changes(31, 33), []change{{at(-60), true}}, 30, Row{Noticed: 31 * time.Second, Back: 3 * time.Second}, false},
 		{"noticed too late", changes(50, 61), []change{{at(-60), true}}, 60, Row{Noticed: 50 * time.Second}, true},
