@@ -50,7 +50,9 @@ func serviceAccountUser(
 	if err != nil {
 		return clientcmdapi.AuthInfo{}, err
 	}
-	request := &authenticationv1.TokenRequest{Spec: authenticationv1.TokenRequestSpec{ExpirationSeconds: ptr.To[int64](tokenLifetime), BoundObjectRef: bound}}
+	request := &authenticationv1.TokenRequest{Spec: authenticationv1.TokenRequestSpec{
+		ExpirationSeconds: ptr.To[int64](tokenLifetime), BoundObjectRef: bound,
+	}}
 	token, err := clients.CoreV1().ServiceAccounts(account.Namespace).CreateToken(ctx, account.Name, request, metav1.CreateOptions{})
 	if err != nil {
 		return clientcmdapi.AuthInfo{}, fmt.Errorf("asking for a token of ServiceAccount %s: %w", account, err)

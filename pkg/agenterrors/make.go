@@ -128,7 +128,8 @@ func PermissionDenied(message string) error {
 	return made(codes.PermissionDenied, message, errorInfo(ReasonPermissionDenied, nil))
 }
 
-// TooManyClaims says that the Cluster has as many claims as it may have, or that too many were made or released lately, and when it may be worth asking again.
+// TooManyClaims says that the Cluster has as many claims as it may have, or that too many were made or released lately, and when it may be worth
+// asking again.
 func TooManyClaims(message string, retryAfter time.Duration) error {
 	return made(codes.ResourceExhausted, message, errorInfo(ReasonTooManyClaims, nil), retryInfo(retryAfter))
 }

@@ -74,7 +74,7 @@ type site struct {
 
 func (s *site) start() {
 	s.t.Helper()
-	s.process = exec.Command(os.Args[0], s.address, s.metrics, s.namespace, s.kubeconfig, s.files) //nolint:noctx // it is killed
+	s.process = exec.Command(os.Args[0], s.address, s.metrics, s.namespace, s.kubeconfig, s.files)
 	s.process.Env = append(os.Environ(), servingProcess+"=1")
 	s.process.Stderr = s.t.Output()
 	require.NoError(s.t, s.process.Start())
@@ -94,7 +94,7 @@ var requestLines = regexp.MustCompile(`(?m)^rest_client_requests_total\{.*\} (\d
 // requests is how many the agent has made to the hub.
 func (s *site) requests() int {
 	s.t.Helper()
-	response, err := http.Get("http://" + s.metrics + "/metrics") //nolint:noctx // of this test's own process
+	response, err := http.Get("http://" + s.metrics + "/metrics")
 	require.NoError(s.t, err)
 	defer func() { _ = response.Body.Close() }()
 	content, err := io.ReadAll(response.Body)
@@ -259,7 +259,6 @@ func herd(t *testing.T, namespace string, clusters, machines int) {
 		require.NoError(t, writes.Wait())
 	}
 }
-
 
 func held(claims *client.Mirror[*agentv1alpha1.Claim]) int {
 	all, _ := claims.List()

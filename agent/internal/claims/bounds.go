@@ -164,6 +164,13 @@ func (e *Engine) added(c *v1alpha1.MachineClaim) {
 	})
 }
 
+// released counts a claim that this agent has just begun to release.
+func (e *Engine) released(c *v1alpha1.MachineClaim) {
+	if c.Status.Machine != nil {
+		e.recount(clusterOf(c), func(known *census) { known.released = known.released.and(e.Clock.Now()) })
+	}
+}
+
 func clusterOf(c *v1alpha1.MachineClaim) types.NamespacedName {
 	return types.NamespacedName{Namespace: c.Namespace, Name: c.Spec.ClusterName}
 }

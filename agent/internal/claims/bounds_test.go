@@ -41,13 +41,13 @@ func bounded(t *testing.T, b Bounds, objects ...client.Object) (*Engine, *clockt
 
 func keyOf(id string) Key { return Key{Namespace: namespace, Cluster: clusterName, ID: id} }
 
-func requireTooMany(t *testing.T, err error, bound Bound) *TooManyError {
+func requireTooMany(t *testing.T, err error, bound Bound) TooManyError {
 	t.Helper()
 	var tooMany *TooManyError
 	require.ErrorAs(t, err, &tooMany)
 	assert.Equal(t, bound, tooMany.Bound)
 	assert.Positive(t, tooMany.RetryAfter)
-	return tooMany
+	return *tooMany
 }
 
 func TestAClusterHasNoMoreClaimsThanItMay(t *testing.T) {

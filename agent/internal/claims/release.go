@@ -104,26 +104,14 @@ func (e *Engine) release(ctx context.Context, key Key, o ReleaseOptions, why v1a
 			e.group(c.Namespace, c.Spec.NodeGroup).kick(ctx)
 			return c, nil
 		}
-		first := c.Status.Phase != v1alpha1.PhaseReleasing
-		if first {
-			if err := e.mayRelease(ctx, c); err != nil {
-				return nil, err
-			}
-		}
-		c.Status.Phase = v1alpha1.PhaseReleasing
-		c.Status.Drained = o.Drained
-		if first {
-			now := metav1.NewTime(e.Clock.Now())
-			c.Status.ReleasedAt = &now
-			if o.Failed {
-				c.Status.FailedAt = &now
-			}
-			e.note(c, why)
+		began, err := e.beginRelease(ctx, c, o, why)
+		if err != nil {
+			return nil, err
 		}
 		switch err := e.writeRequest(ctx, c); {
 		case err == nil:
-			if first && c.Status.Machine != nil {
-				e.recount(clusterOf(c), func(known *census) { known.released = known.released.and(e.Clock.Now()) })
+			if began {
+				e.released(c)
 			}
 			return c, nil
 		case lostRace(err) && attempt < 5:
@@ -132,6 +120,25 @@ func (e *Engine) release(ctx context.Context, key Key, o ReleaseOptions, why v1a
 			return nil, conflictOr(err, "releasing the claim")
 		}
 	}
+}
+
+// beginRelease changes the claim to one that is being released, and reports whether it was not. Errors: [*TooManyError] if it may not be now, or
+// the API server's.
+func (e *Engine) beginRelease(ctx context.Context, c *v1alpha1.MachineClaim, o ReleaseOptions, why v1alpha1.Event) (began bool, err error) {
+	if c.Status.Phase != v1alpha1.PhaseReleasing {
+		if err := e.mayRelease(ctx, c); err != nil {
+			return false, err
+		}
+		began = true
+		now := metav1.NewTime(e.Clock.Now())
+		c.Status.Phase, c.Status.ReleasedAt = v1alpha1.PhaseReleasing, &now
+		if o.Failed {
+			c.Status.FailedAt = &now
+		}
+		e.note(c, why)
+	}
+	c.Status.Drained = o.Drained
+	return began, nil
 }
 
 // writeRequest writes what a caller asks of its claim, and has the claim's node group looked at. Errors: [ErrClusterPaused], as a move that is

@@ -14,6 +14,7 @@ import (
 	"net/http"
 	"net/url"
 	"os"
+	"path/filepath"
 	"strings"
 	"sync/atomic"
 	"time"
@@ -57,14 +58,14 @@ type access struct {
 
 // Open reads the file, which must be usable now.
 func Open(path string, clk clock.WithTicker) (*File, error) {
-	f := &File{path: path, clock: clk}
-	content, err := os.ReadFile(path)
+	f := &File{path: filepath.Clean(path), clock: clk}
+	content, err := os.ReadFile(f.path)
 	if err != nil {
 		return nil, err
 	}
 	a, err := read(content)
 	if err != nil {
-		return nil, fmt.Errorf("%s: %w", path, err)
+		return nil, fmt.Errorf("%s: %w", f.path, err)
 	}
 	f.content, f.first = content, a.server
 	f.present.Store(a)
