@@ -125,7 +125,14 @@ func (i identifying) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthIn
 		i.server.remote.add(accepted)
 		i.server.closeWhenExpired(accepted, by)
 	}
-	return paced{secured, accepted, func() (time.Duration, bool) { return i.server.limits.Pause(identity) }}, connectionInfo{info, accepted}, nil
+	pause := func() (time.Duration, bool) {
+		pause, over := i.server.limits.Pause(identity)
+		if over {
+			i.server.config.Log.Info("a connection is closed: its caller goes on calling although its calls are refused", "identity", identity)
+		}
+		return pause, over
+	}
+	return paced{secured, accepted, pause}, connectionInfo{info, accepted}, nil
 }
 
 // slowRead is how much is read at once of a caller that is to call more slowly: some tens of calls.

@@ -288,13 +288,17 @@ func TestUnreadAnswersCountAsWhatIsKeptForThem(t *testing.T) {
 				f.machines.Set(spoke, strconv.Itoa(i), &agentv1alpha1.Machine{Name: strconv.Itoa(i), ProviderId: strings.Repeat("x", c.machineBytes)})
 			}
 			p := f.rawPeer(spokeURI, http2.Setting{ID: http2.SettingInitialWindowSize, Val: 0})
+			another := f.raw(spokeURI)
 			before := live()
 			for range c.calls {
 				p.call(c.method, c.request)
 			}
-			_, refused := p.await(func(_, refused int) bool { return refused > c.calls/20 })
+			require.Eventually(t, func() bool {
+				err := f.send(another, agentv1alpha1.StatusService_GetStatus_FullMethodName, nil)
+				return agenterrors.IsThrottled(err) && strings.Contains(err.Error(), "not been read")
+			}, patience, 10*time.Millisecond)
 			kept := live() - before
-			t.Logf("%.1f MiB are kept when %d calls have been refused", float64(kept)/mebibyte, refused)
+			t.Logf("%.1f MiB are kept when calls are refused", float64(kept)/mebibyte)
 			require.Less(t, kept, int64(2*limits.UnreadOfCaller))
 		})
 	}

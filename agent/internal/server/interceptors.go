@@ -174,9 +174,11 @@ func (s *Server) admit(ctx context.Context, method string) error {
 	}
 	c := callerOf(ctx)
 	if c.problem != "" {
+		s.limits.Denied(limitedAs(c, handshakeOf(ctx)))
 		return agenterrors.Unauthenticated(c.problem)
 	}
 	if !c.MayCall(rule) {
+		s.limits.Denied(limitedAs(c, handshakeOf(ctx)))
 		return agenterrors.PermissionDenied("this identity may not call this method")
 	}
 	if s.stopping() {
@@ -187,7 +189,6 @@ func (s *Server) admit(ctx context.Context, method string) error {
 
 func (s *Server) admitUnary(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 	if err := s.admit(ctx, info.FullMethod); err != nil {
-		s.limits.Denied(limitedAs(callerOf(ctx), handshakeOf(ctx)))
 		return nil, err
 	}
 	return handler(ctx, request)
@@ -195,7 +196,6 @@ func (s *Server) admitUnary(ctx context.Context, request any, info *grpc.UnarySe
 
 func (s *Server) admitStream(service any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
 	if err := s.admit(stream.Context(), info.FullMethod); err != nil {
-		s.limits.Denied(limitedAs(callerOf(stream.Context()), handshakeOf(stream.Context())))
 		return err
 	}
 	return handler(service, stream)
