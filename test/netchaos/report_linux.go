@@ -12,14 +12,9 @@ import (
 	"github.com/samber/lo"
 )
 
-const (
-	// measurable is the shortest round-trip time that stands out of what a busy shim's Create takes.
-	measurable = 50 * time.Millisecond
-	// mostRoundTrips bounds what a call may cost more than on a good link, where the link is so slow that this stands out, and noise is what a busy
-	// machine may add to the mean of the calls of a shim that has other things to do.
-	mostRoundTrips = 1.5
-	noise          = 250 * time.Millisecond
-)
+// mostRoundTrips bounds what a CreateClaim call may cost more than on a good link, where the link is so slow that this stands out of what a busy
+// machine adds.
+const mostRoundTrips = 1.5
 
 // Report is what came of all scenarios.
 type Report struct {
@@ -48,20 +43,18 @@ func (r *Report) check() {
 			row.Err = fmt.Errorf("a call takes %s, or %s, and a round trip %s: the link is not what it should be", row.Call, row.Create, row.RTT)
 		case row.RTT >= slow && row.Call > base.Call+most:
 			row.Err = fmt.Errorf("a call takes %s, and %s on a good link: more than %.1f round trips of %s", row.Call, base.Call, mostRoundTrips, row.RTT)
-		case row.Create > base.Create+most+noise:
-			row.Err = fmt.Errorf("the shim's Create takes %s, and %s on a good link: more than %.1f round trips of %s",
-				row.Create, base.Create, mostRoundTrips, row.RTT)
+		case row.RTT >= slow && row.Prompt == 0:
+			row.Err = fmt.Errorf("each of the shim's %d Create calls took two round trips of %s or longer", row.Creates, row.RTT)
 		}
 	}
 }
 
-// roundTrips is how many of the link's round trips something costs that takes so long, and so long on a good link. Below the least round-trip time
-// that cannot be told.
-func (r *Row) roundTrips(least, now, base time.Duration) string {
-	if r.RTT < least {
+// roundTrips is how many of the link's round trips a call costs that takes so long, and so long on a good link.
+func (r *Row) roundTrips(base time.Duration) string {
+	if r.RTT == 0 {
 		return "–"
 	}
-	return fmt.Sprintf("%.2f", (now-base).Seconds()/r.RTT.Seconds())
+	return fmt.Sprintf("%.2f", (r.Call-base).Seconds()/r.RTT.Seconds())
 }
 
 // String tells the row in one line.
@@ -89,12 +82,12 @@ func (r *Report) Write(w io.Writer) error {
 		_, _ = fmt.Fprintln(tables)
 	}
 	steady := func(row *Row, _ int) bool { return !row.Outage }
-	line("no outage", "CreateClaim alone, median", "round trips", "launches", "median", "longest", "Create, mean", "round trips",
+	line("no outage", "CreateClaim alone, median", "round trips", "launches", "median", "longest", "Create, mean", "in less than 2 RTT",
 		"calls failed", "packets lost", "seconds")
 	for _, row := range lo.Filter(r.Rows, steady) {
-		line(row.Scenario, millis(row.Call), row.roundTrips(time.Millisecond, row.Call, r.Rows[0].Call),
+		line(row.Scenario, millis(row.Call), row.roundTrips(r.Rows[0].Call),
 			strconv.Itoa(row.Launches.Count), millis(row.Launches.Median), millis(row.Launches.Max),
-			millis(row.Create), row.roundTrips(measurable, row.Create, r.Rows[0].Create),
+			millis(row.Create), lo.Ternary(row.Prompt < 0, "–", fmt.Sprintf("%d of %d", row.Prompt, row.Creates)),
 			strconv.Itoa(row.Failed), strconv.Itoa(row.Lost), fmt.Sprintf("%.0f", row.Took.Seconds()))
 	}
 	_ = tables.Flush()

@@ -17,20 +17,22 @@ func TestACallCostsOneRoundTrip(t *testing.T) {
 	for _, test := range []struct {
 		shows             string
 		rtt, call, create time.Duration
+		prompt            int
 		wrong             string
 	}{
-		{"one round trip", 250 * ms, 255 * ms, 300 * ms, ""},
-		{"no round trip is no far away agent", 250 * ms, 5 * ms, 300 * ms, "the link is not what it should be"},
-		{"nor is it one of the shim's", 250 * ms, 255 * ms, 50 * ms, "the link is not what it should be"},
-		{"two are too many", 250 * ms, 505 * ms, 550 * ms, "more than 1.5 round trips"},
-		{"three of the shim's are too many", 250 * ms, 255 * ms, 800 * ms, "the shim's Create takes 800ms"},
-		{"a busy machine is no round trip", 50 * ms, 120 * ms, 350 * ms, ""},
+		{"one round trip", 250 * ms, 255 * ms, 300 * ms, 6, ""},
+		{"no round trip is no far away agent", 250 * ms, 5 * ms, 300 * ms, 6, "the link is not what it should be"},
+		{"nor is it one of the shim's", 250 * ms, 255 * ms, 50 * ms, 6, "the link is not what it should be"},
+		{"two are too many", 250 * ms, 505 * ms, 550 * ms, 6, "more than 1.5 round trips"},
+		{"two of the shim's are too many", 250 * ms, 255 * ms, 550 * ms, 0, "took two round trips"},
+		{"a busy machine is no round trip", 250 * ms, 255 * ms, 950 * ms, 1, ""},
+		{"a short round trip does not stand out", 50 * ms, 180 * ms, 950 * ms, 0, ""},
 	} {
 		t.Run(test.shows, func(t *testing.T) {
 			g := NewWithT(t)
 			report := &Report{Rows: []*Row{
 				{Scenario: good.name, Call: 5 * ms, Create: 50 * ms},
-				{Scenario: "far", RTT: test.rtt, Call: test.call, Create: test.create},
+				{Scenario: "far", RTT: test.rtt, Call: test.call, Create: test.create, Prompt: test.prompt},
 			}}
 			report.check()
 			if test.wrong == "" {
@@ -84,4 +86,14 @@ func TestAnOutageIsTimed(t *testing.T) {
 			g.Expect(r.row).To(Equal(test.want))
 		})
 	}
+}
+
+func TestABoundStandsForLessThanTwoRoundTrips(t *testing.T) {
+	g := NewWithT(t)
+	bounds := map[time.Duration]int{10 * ms: 0, 50 * ms: 1, 100 * ms: 2, 250 * ms: 3, 500 * ms: 4}
+	bound, ok := boundBetween(bounds, 250*ms, 500*ms)
+	g.Expect(ok).To(BeTrue())
+	g.Expect(bound).To(Equal(500 * ms))
+	_, ok = boundBetween(bounds, ms, 2*ms)
+	g.Expect(ok).To(BeFalse())
 }

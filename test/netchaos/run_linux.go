@@ -4,8 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"math"
 	"math/rand/v2"
 	"regexp"
+	"slices"
 	"strings"
 	"time"
 
@@ -66,6 +69,9 @@ type Row struct {
 	// Create is the mean time of the shim's Create calls, of which there were Creates. Failed is how many calls of its cloud provider failed.
 	Create          time.Duration
 	Creates, Failed int
+	// Prompt is how many of the Create calls certainly took less than two round trips, by the shim's own histogram. Less than zero where that has no
+	// bound between one and two.
+	Prompt int
 	// Noticed is how long after the outage's begin the shim knew, and NotReady how long after it the node class said so. Zero for never.
 	Noticed, NotReady time.Duration
 	// Back is how long after the link was good again, or after Noticed if it never was, the shim followed the agents; zero if it never ceased to.
@@ -134,7 +140,7 @@ type run struct {
 // play runs a scenario, and leaves the link good.
 func (r *run) play(ctx context.Context, scenario scenario) *Row {
 	row := &r.row
-	row.Scenario, row.RTT, row.Outage = scenario.name, scenario.conditions.RTT, scenario.outage != nil
+	row.Scenario, row.RTT, row.Outage, row.Prompt = scenario.name, scenario.conditions.RTT, scenario.outage != nil, -1
 	began, restarts := time.Now(), r.restarts()
 	before, err := r.read(ctx)
 	if err == nil {
@@ -145,6 +151,9 @@ func (r *run) play(ctx context.Context, scenario scenario) *Row {
 		after, err = r.read(ctx)
 		row.Creates, row.Failed = after.creates-before.creates, int(after.failed-before.failed)
 		row.Lost = after.lost - before.lost
+		if bound, ok := boundBetween(after.bounds, row.RTT, 2*row.RTT); ok {
+			row.Prompt = after.bounds[bound] - before.bounds[bound]
+		}
 		if row.Creates > 0 {
 			row.Create = (after.creating - before.creating) / time.Duration(row.Creates)
 		}
@@ -341,8 +350,10 @@ func poll(ctx context.Context, is func() bool) error {
 type counters struct {
 	creates  int
 	creating time.Duration
-	failed   float64
-	lost     int
+	// bounds has how many creates took no longer.
+	bounds map[time.Duration]int
+	failed float64
+	lost   int
 }
 
 func (r *run) read(ctx context.Context) (counters, error) {
@@ -351,8 +362,15 @@ func (r *run) read(ctx context.Context) (counters, error) {
 		return counters{}, err
 	}
 	// Core asks for machines that are gone until it is told so, which is counted as another error.
-	c := counters{failed: families.Sum("karpenter_cloudprovider_errors_total", metrics.Labels{"error": "unknown"})}
+	c := counters{
+		failed: families.Sum("karpenter_cloudprovider_errors_total", metrics.Labels{"error": "unknown"}), bounds: map[time.Duration]int{},
+	}
 	for _, m := range families.Of("karpenter_cloudprovider_duration_seconds", metrics.Labels{"method": "Create"}) {
+		for _, bucket := range m.GetHistogram().GetBucket() {
+			if bound := bucket.GetUpperBound(); !math.IsInf(bound, 1) {
+				c.bounds[time.Duration(bound*float64(time.Second))] += int(bucket.GetCumulativeCount())
+			}
+		}
 		c.creates += int(m.GetHistogram().GetSampleCount())
 		c.creating += time.Duration(m.GetHistogram().GetSampleSum() * float64(time.Second))
 	}
@@ -361,4 +379,10 @@ func (r *run) read(ctx context.Context) (counters, error) {
 	}
 	c.lost, err = r.link.Lost()
 	return c, err
+}
+
+// boundBetween returns the largest bound that is longer than least and no longer than most, and false if there is none.
+func boundBetween(bounds map[time.Duration]int, least, most time.Duration) (time.Duration, bool) {
+	fit := lo.Filter(slices.Collect(maps.Keys(bounds)), func(bound time.Duration, _ int) bool { return bound > least && bound <= most })
+	return lo.Max(fit), len(fit) > 0
 }
