@@ -18,13 +18,14 @@ type process struct {
 	pid  int
 }
 
-// agentsOf returns the agents as they run now.
+// agentsOf returns the agents as they run now, the first one first: components are in the order in which they happened to start.
 func agentsOf(state sandbox.State) []process {
-	var agents []process
-	for _, c := range state.Components {
-		for i := range state.AgentAddresses {
-			if c.Name == sandbox.AgentName(i) {
-				agents = append(agents, process{c.Name, c.PID})
+	agents := make([]process, len(state.AgentAddresses))
+	for i := range agents {
+		agents[i].name = sandbox.AgentName(i)
+		for _, c := range state.Components {
+			if c.Name == agents[i].name {
+				agents[i].pid = c.PID
 			}
 		}
 	}
