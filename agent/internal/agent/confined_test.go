@@ -60,7 +60,8 @@ func confine(plane *capitest.ControlPlane) (*rest.Config, error) {
 	top := filepath.Join("..", "..", "..")
 	// The tests write as administrators what no agent may.
 	helm := exec.CommandContext(ctx, filepath.Join(top, "bin", "helm"), "template", "capi-agent", filepath.Join(top, "deploy", "charts", "agent"),
-		"--namespace", agentNamespace, "--set", "admission.exempt.groups={system:masters}", "--set-json", `policy={"identities":[]}`)
+		"--namespace", agentNamespace, "--set", "rbac.infrastructureResources={testmachinetemplates}",
+		"--set", "admission.exempt.groups={system:masters}", "--set-json", `policy={"identities":[]}`)
 	var problems bytes.Buffer
 	helm.Stderr = &problems
 	chart, err := helm.Output()
