@@ -39,7 +39,7 @@ func TestStartWithThreeHundredNodeGroupsIsFast(t *testing.T) {
 	require.NoError(t, err)
 	took := time.Since(begun)
 	t.Logf("%d node groups were served after %s", groups, took)
-	require.Less(t, took, 10*time.Second)
+	require.Less(t, took, 30*time.Second, "it takes seconds, whatever else the machine does")
 	require.Len(t, response.GetNodeGroups(), groups)
 	for _, group := range response.GetNodeGroups() {
 		require.Empty(t, group.GetProblems(), group.GetId())

@@ -134,7 +134,10 @@ func (p *rawPeer) await(enough func(answered, refused int) bool) (answered, refu
 	p.Helper()
 	for !enough(answered, refused) {
 		frame, ok := <-p.received
-		require.True(p, ok, "%v, %d answered, %d refused", p.ended, answered, refused)
+		if !ok { // which is when ended may be read
+			require.NoError(p, p.ended, "%d answered, %d refused", answered, refused)
+			p.FailNow()
+		}
 		headers, ok := frame.(*http2.MetaHeadersFrame)
 		require.True(p, ok, "%v", frame)
 		for _, field := range headers.Fields {
