@@ -12,6 +12,9 @@ import (
 	"github.com/samber/lo"
 )
 
+// measurable is the shortest round-trip time of which it is said how many a call costs.
+const measurable = 50 * time.Millisecond
+
 // mostRoundTrips bounds what a CreateClaim call may cost more than on a good link, where the link is so slow that this stands out of what a busy
 // machine adds.
 const mostRoundTrips = 1.5
@@ -21,6 +24,8 @@ type Report struct {
 	Rows []*Row
 	// Compress is what the longest partition and the product's periods were divided by.
 	Compress int
+	// Err is what kept scenarios from being run.
+	Err error
 	// Logs is the folder of the components' logs.
 	Logs string
 	Took time.Duration
@@ -28,7 +33,7 @@ type Report struct {
 
 // Good reports whether nothing is wrong.
 func (r *Report) Good() bool {
-	return len(r.Rows) > 0 && lo.EveryBy(r.Rows, func(row *Row) bool { return row.Err == nil })
+	return r.Err == nil && len(r.Rows) > 0 && lo.EveryBy(r.Rows, func(row *Row) bool { return row.Err == nil })
 }
 
 // check compares what calls took with the link's round-trip time.
@@ -49,9 +54,10 @@ func (r *Report) check() {
 	}
 }
 
-// roundTrips is how many of the link's round trips a call costs that takes so long, and so long on a good link.
+// roundTrips is how many of the link's round trips a call costs that takes so long, and so long on a good link; a dash where the
+// time is too short.
 func (r *Row) roundTrips(base time.Duration) string {
-	if r.RTT == 0 {
+	if r.RTT < measurable {
 		return "–"
 	}
 	return fmt.Sprintf("%.2f", (r.Call-base).Seconds()/r.RTT.Seconds())
@@ -101,6 +107,9 @@ func (r *Report) Write(w io.Writer) error {
 	_ = tables.Flush()
 	_, _ = fmt.Fprintf(w, "\nThe product's periods, and the longest partition, are divided by %d.\n", r.Compress)
 	var wrong []error
+	if r.Err != nil {
+		wrong = append(wrong, r.Err)
+	}
 	for _, row := range r.Rows {
 		if row.Err != nil {
 			wrong = append(wrong, fmt.Errorf("%s: %w", row.Scenario, row.Err))

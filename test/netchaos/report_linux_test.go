@@ -53,6 +53,7 @@ func TestTheLastLineIsTheVerdict(t *testing.T) {
 		return lo.LastOrEmpty(strings.Split(strings.TrimSpace(out.String()), "\n"))
 	}
 	g.Expect(last(Report{})).To(HavePrefix("netchaos: FAIL"), "nothing was run")
+	g.Expect(last(Report{Rows: []*Row{{}}, Err: errors.New("interrupted")})).To(HavePrefix("netchaos: FAIL scenarios=1"))
 	g.Expect(last(Report{Rows: []*Row{{}, {Outage: true}}})).To(HavePrefix("netchaos: PASS scenarios=2"))
 	g.Expect(last(Report{Rows: []*Row{{}, {Outage: true, Err: errors.New("it hangs")}}})).To(HavePrefix("netchaos: FAIL scenarios=2 launches=0 wrong=1"))
 }

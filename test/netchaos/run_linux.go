@@ -92,8 +92,8 @@ func (v *violated) Error() string {
 }
 
 // Run brings everything up, runs the scenarios and takes everything down. The program must be [badlink.Apart]. The error says what kept it from
-// running; what the product did wrong is in the report.
-func Run(ctx context.Context, o Options) (report *Report, err error) {
+// running at all; what came of it, and what the product did wrong, is in the report.
+func Run(ctx context.Context, o Options) (*Report, error) {
 	chosen := lo.Filter(scenarios(), func(s scenario, _ int) bool {
 		return s.name == good.name || o.Scenarios == nil || o.Scenarios.MatchString(s.name)
 	})
@@ -109,9 +109,8 @@ func Run(ctx context.Context, o Options) (report *Report, err error) {
 	if err != nil {
 		return nil, err
 	}
-	defer func() { err = errors.Join(err, s.stop()) }()
 	o.Say("netchaos: the sandbox is up after %.0f s; seed %d", time.Since(began).Seconds(), o.Seed)
-	report = &Report{Logs: s.Sandbox.State().Paths.Logs, Compress: o.Compress}
+	report := &Report{Logs: s.Sandbox.State().Paths.Logs, Compress: o.Compress}
 	random := rand.New(rand.NewPCG(o.Seed, o.Seed))
 	for _, scenario := range chosen {
 		o.Say("netchaos: %s: %s", scenario.name, scenario.about)
@@ -119,13 +118,14 @@ func Run(ctx context.Context, o Options) (report *Report, err error) {
 		report.Rows = append(report.Rows, row)
 		o.Say("  %s", row)
 		if row.Err != nil {
-			// The next ones would say the same, or nothing.
+			// What it left would be in the way of the next one.
 			break
 		}
 	}
 	report.check()
+	report.Err = errors.Join(context.Cause(ctx), s.stop())
 	report.Took = time.Since(began)
-	return report, context.Cause(ctx)
+	return report, nil
 }
 
 // run is one run of one scenario.

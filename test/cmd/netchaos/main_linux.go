@@ -48,13 +48,10 @@ func command(args []string) int {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
 	defer stop()
 	report, err := netchaos.Run(ctx, o)
-	if report != nil {
-		err = errors.Join(err, report.Write(os.Stdout))
-	}
-	switch {
-	case err != nil:
+	if err != nil {
 		return fail(err)
-	case !report.Good():
+	}
+	if report.Write(os.Stdout) != nil || !report.Good() {
 		return 1
 	}
 	return 0
