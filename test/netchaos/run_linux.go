@@ -125,7 +125,7 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 	report.check()
 	report.Err = errors.Join(context.Cause(ctx), s.stop())
 	report.Took = time.Since(began)
-	return report, nil
+	return report, nil //nolint:nilerr // it is in its row
 }
 
 // run is one run of one scenario.
