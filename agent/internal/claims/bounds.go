@@ -14,7 +14,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// Bounds limit what one Cluster can store in the hub, and how much one mistake of a caller can do before somebody looks. Zero means no limit.
+// Bounds limit what one Cluster can store in the hub, and how fast it can create and release machines, which limits the damage of a mistake. Zero
+// means no limit.
 type Bounds struct {
 	// Claims is how many claims a Cluster may have that have not ended.
 	Claims int
@@ -24,7 +25,7 @@ type Bounds struct {
 	Ended int
 	// Creations is how many claims may be made in one node group within [creationWindow].
 	Creations int
-	// Releases is how many claims with a Machine may be released in one Cluster within ReleaseWindow, whoever asks for it.
+	// Releases is how many claims that have a Machine may be released in one Cluster within ReleaseWindow, by all callers together.
 	Releases      int
 	ReleaseWindow time.Duration
 }
@@ -105,17 +106,19 @@ func (r recent) and(moment time.Time) recent {
 	return r
 }
 
+func newCensus(at time.Time) *census { return &census{at: at, made: map[string]recent{}} }
+
 // take counts a claim.
-func (c *census) take(claim *v1alpha1.MachineClaim, now time.Time, releaseWindow time.Duration) {
+func (c *census) take(claim *v1alpha1.MachineClaim, releaseWindow time.Duration) {
 	if claim.CurrentPhase() == v1alpha1.PhaseEnded {
 		c.ended++
 	} else {
 		c.live++
 	}
-	if made := claim.CreationTimestamp.Time; now.Sub(made) < creationWindow && claim.Spec.NodeGroup != "" {
+	if made := claim.CreationTimestamp.Time; c.at.Sub(made) < creationWindow && claim.Spec.NodeGroup != "" {
 		c.made[claim.Spec.NodeGroup] = c.made[claim.Spec.NodeGroup].and(made)
 	}
-	if at := claim.Status.ReleasedAt; at != nil && claim.Status.Machine != nil && now.Sub(at.Time) < releaseWindow {
+	if at := claim.Status.ReleasedAt; at != nil && claim.Status.Machine != nil && c.at.Sub(at.Time) < releaseWindow {
 		c.released = c.released.and(at.Time)
 	}
 }
@@ -135,17 +138,17 @@ func (e *Engine) count(ctx context.Context, cluster types.NamespacedName) (censu
 	if err != nil {
 		return census{}, fmt.Errorf("counting the Cluster's claims: %w", err)
 	}
-	counted := census{at: now, made: map[string]recent{}}
+	counted := newCensus(now)
 	for i := range list.Items {
-		counted.take(&list.Items[i], now, e.Bounds.ReleaseWindow)
+		counted.take(&list.Items[i], e.Bounds.ReleaseWindow)
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.censuses[cluster] = counted
-	return counted, nil
+	e.censuses[cluster] = *counted
+	return *counted, nil
 }
 
-// recount adds to what is known of a Cluster what this agent has just done.
+// recount adds what this agent does to what is known of a Cluster.
 func (e *Engine) recount(cluster types.NamespacedName, add func(*census)) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -162,13 +165,6 @@ func (e *Engine) added(c *v1alpha1.MachineClaim) {
 		known.live++
 		known.made[c.Spec.NodeGroup] = known.made[c.Spec.NodeGroup].and(e.Clock.Now())
 	})
-}
-
-// released counts a claim that this agent has just begun to release.
-func (e *Engine) released(c *v1alpha1.MachineClaim) {
-	if c.Status.Machine != nil {
-		e.recount(clusterOf(c), func(known *census) { known.released = known.released.and(e.Clock.Now()) })
-	}
 }
 
 func clusterOf(c *v1alpha1.MachineClaim) types.NamespacedName {
@@ -218,18 +214,27 @@ func (e *Engine) room(ctx context.Context, cluster types.NamespacedName, nodeGro
 	return nil
 }
 
-// mayRelease returns a [*TooManyError] when no further claim of the Cluster that has a Machine may be released now.
+// mayRelease returns a [*TooManyError] when no further claim of the Cluster that has a Machine may be released now. Otherwise it counts the claim as
+// released, so that calls at the same moment do not exceed the bound. If the release then fails, the claim counts until the next census.
 func (e *Engine) mayRelease(ctx context.Context, c *v1alpha1.MachineClaim) error {
 	if e.Bounds.Releases == 0 || c.Status.Machine == nil {
 		return nil
 	}
 	cluster := clusterOf(c)
-	has, err := e.count(ctx, cluster)
-	if err != nil || has.released.n < e.Bounds.Releases {
+	if _, err := e.count(ctx, cluster); err != nil {
 		return err
 	}
+	var lately recent
+	e.recount(cluster, func(known *census) {
+		if lately = known.released; lately.n < e.Bounds.Releases {
+			known.released = lately.and(e.Clock.Now())
+		}
+	})
+	if lately.n < e.Bounds.Releases {
+		return nil
+	}
 	return e.tooMany(ctx, cluster, &TooManyError{
-		Bound: BoundReleases, RetryAfter: e.over(has.released, e.Bounds.ReleaseWindow),
+		Bound: BoundReleases, RetryAfter: e.over(lately, e.Bounds.ReleaseWindow),
 		Message: fmt.Sprintf("%d claims with a Machine were released in the Cluster within %s, as many as may be (--max-releases-per-window)",
 			e.Bounds.Releases, e.Bounds.ReleaseWindow),
 	})

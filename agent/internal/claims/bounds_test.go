@@ -6,10 +6,13 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 	"unicode/utf8"
 
+	"github.com/samber/lo"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -244,12 +247,53 @@ func TestANodeGroupGetsNoMoreClaimsAMinuteThanItMay(t *testing.T) {
 	require.NoError(t, err)
 }
 
-func TestAMistakeReleasesNoMoreMachinesThanItMay(t *testing.T) {
-	withMachine := func(id string) *v1alpha1.MachineClaim {
-		c := heldClaim(id, newTestTime())
-		c.Status.Phase, c.Status.Machine = v1alpha1.PhaseBound, &v1alpha1.MachineReference{Name: id, UID: types.UID(id)}
-		return c
+func withMachine(id string) *v1alpha1.MachineClaim {
+	c := heldClaim(id, newTestTime())
+	c.Status.Phase, c.Status.Machine = v1alpha1.PhaseBound, &v1alpha1.MachineReference{Name: id, UID: types.UID(id)}
+	return c
+}
+
+// All of them are about to be written when the first is.
+func TestReleasesAtTheSameMomentDoNotExceedTheirBound(t *testing.T) {
+	const calls, bound = 8, 3
+	ids := lo.Times(calls, func(i int) string { return fmt.Sprintf("claim-%d", i) })
+	e, _ := bounded(t, Bounds{Releases: bound, ReleaseWindow: 10 * time.Minute},
+		lo.Map(ids, func(id string, _ int) client.Object { return withMachine(id) })...)
+	e = quiet(e)
+	through, ok := e.Client.(client.WithWatch)
+	require.True(t, ok)
+	var arrived sync.WaitGroup
+	arrived.Add(calls)
+	e.Client = interceptor.NewClient(through, interceptor.Funcs{SubResourceUpdate: func(
+		ctx context.Context, c client.Client, subresource string, object client.Object, options ...client.SubResourceUpdateOption,
+	) error {
+		arrived.Done()
+		arrived.Wait()
+		return c.SubResource(subresource).Update(ctx, object, options...)
+	}})
+	var released, refused atomic.Int64
+	var calling sync.WaitGroup
+	for _, id := range ids {
+		calling.Go(func() {
+			var tooMany *TooManyError
+			switch _, err := e.Release(t.Context(), keyOf(id), ReleaseOptions{}); {
+			case err == nil:
+				released.Add(1)
+			case errors.As(err, &tooMany):
+				refused.Add(1)
+				arrived.Done()
+			default:
+				t.Errorf("%s: %v", id, err)
+				arrived.Done()
+			}
+		})
 	}
+	calling.Wait()
+	assert.EqualValues(t, bound, released.Load())
+	assert.EqualValues(t, calls-bound, refused.Load())
+}
+
+func TestAMistakeReleasesNoMoreMachinesThanItMay(t *testing.T) {
 	before := withMachine("before")
 	before.Status.Phase, before.Status.ReleasedAt = v1alpha1.PhaseReleasing, new(metav1.NewTime(newTestTime().Add(-time.Minute)))
 	longBefore := withMachine("long-before")

@@ -128,29 +128,24 @@ func (c collector) Collect(metrics chan<- prometheus.Metric) {
 		namespace, name string
 		phase           v1alpha1.Phase
 	}
-	type state struct {
-		namespace, cluster, is string
-	}
-	counts, states := map[group]int64{}, map[state]int64{}
-	lately := map[types.NamespacedName]*census{}
+	counts := map[group]int64{}
+	censuses := map[types.NamespacedName]*census{}
 	kept := map[types.NamespacedName]int64{}
+	now := c.clock.Now()
 	for i := range claims.Items {
 		claim := &claims.Items[i]
 		counts[group{claim.Namespace, claim.Spec.NodeGroup, claim.CurrentPhase()}]++
 		if claim.CurrentPhase() == v1alpha1.PhaseBound && claim.Status.Reason == protocol.ReasonOwnerMissing {
 			kept[types.NamespacedName{Namespace: claim.Namespace, Name: claim.Spec.ClusterName}]++
 		}
-		is := "live"
-		if claim.CurrentPhase() == v1alpha1.PhaseEnded {
-			is = "ended"
+		if censuses[clusterOf(claim)] == nil {
+			censuses[clusterOf(claim)] = newCensus(now)
 		}
-		states[state{claim.Namespace, claim.Spec.ClusterName, is}]++
-		if lately[clusterOf(claim)] == nil {
-			lately[clusterOf(claim)] = &census{made: map[string]recent{}}
-		}
-		lately[clusterOf(claim)].take(claim, c.clock.Now(), c.bounds.ReleaseWindow)
+		censuses[clusterOf(claim)].take(claim, c.bounds.ReleaseWindow)
 	}
-	for cluster, has := range lately {
+	for cluster, has := range censuses {
+		gauge(clusterClaimsDescription, int64(has.live), cluster.Namespace, cluster.Name, string(BoundLive))
+		gauge(clusterClaimsDescription, int64(has.ended), cluster.Namespace, cluster.Name, string(BoundEnded))
 		gauge(releasesDescription, int64(has.released.n), cluster.Namespace, cluster.Name)
 		for name, made := range has.made {
 			gauge(creationsDescription, int64(made.n), cluster.Namespace, name)
@@ -165,9 +160,6 @@ func (c collector) Collect(metrics chan<- prometheus.Metric) {
 	}
 	for cluster, n := range kept {
 		gauge(keptDescription, n, cluster.Namespace, cluster.Name)
-	}
-	for s, n := range states {
-		gauge(clusterClaimsDescription, n, s.namespace, s.cluster, s.is)
 	}
 	for g, n := range counts {
 		gauge(claimsDescription, n, g.namespace, g.name, string(g.phase))

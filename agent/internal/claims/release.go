@@ -104,15 +104,11 @@ func (e *Engine) release(ctx context.Context, key Key, o ReleaseOptions, why v1a
 			e.group(c.Namespace, c.Spec.NodeGroup).kick(ctx)
 			return c, nil
 		}
-		began, err := e.beginRelease(ctx, c, o, why)
-		if err != nil {
+		if err := e.beginRelease(ctx, c, o, why); err != nil {
 			return nil, err
 		}
 		switch err := e.writeRequest(ctx, c); {
 		case err == nil:
-			if began {
-				e.released(c)
-			}
 			return c, nil
 		case lostRace(err) && attempt < 5:
 			continue
@@ -122,14 +118,12 @@ func (e *Engine) release(ctx context.Context, key Key, o ReleaseOptions, why v1a
 	}
 }
 
-// beginRelease changes the claim to one that is being released, and reports whether it was not. Errors: [*TooManyError] if it may not be now, or
-// the API server's.
-func (e *Engine) beginRelease(ctx context.Context, c *v1alpha1.MachineClaim, o ReleaseOptions, why v1alpha1.Event) (began bool, err error) {
+// beginRelease changes the claim to one that is being released. Errors: [*TooManyError] if that has to wait, or the API server's.
+func (e *Engine) beginRelease(ctx context.Context, c *v1alpha1.MachineClaim, o ReleaseOptions, why v1alpha1.Event) error {
 	if c.Status.Phase != v1alpha1.PhaseReleasing {
 		if err := e.mayRelease(ctx, c); err != nil {
-			return false, err
+			return err
 		}
-		began = true
 		now := metav1.NewTime(e.Clock.Now())
 		c.Status.Phase, c.Status.ReleasedAt = v1alpha1.PhaseReleasing, &now
 		if o.Failed {
@@ -138,7 +132,7 @@ func (e *Engine) beginRelease(ctx context.Context, c *v1alpha1.MachineClaim, o R
 		e.note(c, why)
 	}
 	c.Status.Drained = o.Drained
-	return began, nil
+	return nil
 }
 
 // writeRequest writes what a caller asks of its claim, and has the claim's node group looked at. Errors: [ErrClusterPaused], as a move that is

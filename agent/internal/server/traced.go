@@ -6,8 +6,6 @@ import (
 	"go.opentelemetry.io/otel/attribute"
 	"go.opentelemetry.io/otel/trace"
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/credentials"
-	"google.golang.org/grpc/peer"
 
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
@@ -32,10 +30,7 @@ func traces(method string) bool { return isTraced[method] }
 // mayTrace reports whether one more call of this caller may be recorded: what a caller marks as sampled must not be more than the agent, its
 // collector and the traces of others bear.
 func (s *Server) mayTrace(ctx context.Context) bool {
-	var handshake credentials.AuthInfo
-	if p, ok := peer.FromContext(ctx); ok {
-		handshake = p.AuthInfo
-	}
+	handshake := handshakeOf(ctx)
 	return s.limits.Trace(limitedAs(s.callerOn(handshake), handshake))
 }
 
