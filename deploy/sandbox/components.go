@@ -386,7 +386,7 @@ func (s *Sandbox) shimAccess(agent string) []string {
 	if s.options.Topology == Sidecar {
 		return access
 	}
-	return append(access, "AGENT_IDENTITY_SECRET="+ShimIdentitySecret, "AGENT_BOOTSTRAP_SECRET="+ShimBootstrapSecret)
+	return append(access, "AGENT_IDENTITY_SECRET="+shimIdentitySecret, "AGENT_BOOTSTRAP_SECRET="+shimBootstrapSecret)
 }
 
 // issuerFile names the files with the authority that the agents issue certificates with.

@@ -37,7 +37,6 @@ const (
 	trustDomain = "karpenter-capi"
 	// Where agent and shim would be installed: the namespaces of their ServiceAccounts.
 	agentNamespace = "karpenter-capi-system"
-	shimNamespace  = "karpenter"
 	// marker is in the environment of every process of a sandbox; its value is the sandbox's folder.
 	marker = "KARPENTER_CAPI_SANDBOX"
 	// simVersion is the version of the simulated provider in clusterctl's inventory.
@@ -481,7 +480,7 @@ func (s *Sandbox) startAgents(ctx context.Context) error {
 		Helm: s.options.binary("helm"), Dir: s.options.chart("agent"), Release: "capi-agent", Namespace: agentNamespace,
 		Values: []string{
 			"pricing.list=" + PriceList, "rbac.infrastructureResources={simmachinetemplates}",
-			// Tests and demonstrations do by hand what nobody else may.
+			// Tests and the demo, as administrators, make changes that the policies refuse to others.
 			"admission.exempt.groups={system:masters}",
 		},
 	}
@@ -598,7 +597,7 @@ func (s *Sandbox) installShim(ctx context.Context) error {
 	}
 	var err error
 	s.shimAccount, err = s.install(ctx, s.spoke, manifests.Chart{
-		Helm: s.options.binary("helm"), Dir: s.options.chart("shim"), Release: "karpenter", Namespace: shimNamespace,
+		Helm: s.options.binary("helm"), Dir: s.options.chart("shim"), Release: "karpenter", Namespace: ShimNamespace,
 		Values: append(values, lo.Map(s.options.FeatureGates, func(gate string, _ int) string { return "settings.featureGates." + gate + "=true" })...),
 	})
 	if err != nil {
@@ -629,14 +628,14 @@ func (s *Sandbox) RenewShimKubeconfig(ctx context.Context, secret string) error 
 	return s.writeShimKubeconfig(ctx, &authenticationv1.BoundObjectReference{APIVersion: "v1", Kind: "Secret", Name: secret, UID: object.UID})
 }
 
-// ShimNamespace is the spoke's namespace of what is the shim's.
-const ShimNamespace = shimNamespace
+// ShimNamespace is the spoke's namespace that has the shim's secrets and service account.
+const ShimNamespace = "karpenter"
 
-// ShimIdentitySecret and ShimBootstrapSecret are the spoke's secrets in which the shim keeps its certificate and finds what it gets the first
+// shimIdentitySecret and shimBootstrapSecret are the spoke's secrets in which the shim keeps its certificate and finds what it gets the first
 // one with, as namespace/name.
 const (
-	ShimIdentitySecret  = shimNamespace + "/karpenter-agent-identity"
-	ShimBootstrapSecret = shimNamespace + "/karpenter-agent-bootstrap"
+	shimIdentitySecret  = ShimNamespace + "/karpenter-agent-identity"
+	shimBootstrapSecret = ShimNamespace + "/karpenter-agent-bootstrap"
 )
 
 // Onboard has the agent's command onboard the Cluster [ClusterNamespace]/[ClusterName], with further arguments, as the hub's administrator, and
@@ -645,7 +644,7 @@ func (s *Sandbox) Onboard(ctx context.Context, args ...string) (string, error) {
 	state := s.State()
 	cmd := exec.CommandContext(ctx, s.options.AgentBinary, append([]string{ //nolint:gosec // the binary that the sandbox runs
 		"onboard", "--kubeconfig=" + state.Paths.HubKubeconfig, "--issuer-secret=" + agentNamespace + "/" + issuerSecret, "--trust-domain=" + trustDomain,
-		"--secret=" + ShimBootstrapSecret, ClusterNamespace + "/" + ClusterName,
+		"--secret=" + shimBootstrapSecret, ClusterNamespace + "/" + ClusterName,
 	}, args...)...)
 	output, err := cmd.CombinedOutput()
 	if err != nil {

@@ -102,7 +102,7 @@ func (s *site) requests() int {
 	return lo.SumBy(requestLines.FindAllStringSubmatch(string(content), -1), func(line []string) int { return lo.Must(strconv.Atoi(line[1])) })
 }
 
-// returning is a spoke's shim, as far as it calls an agent: it follows two views, and sends its live set whenever it follows an agent again.
+// returning calls the agent as a shim does: it watches node groups and claims, and sends its live set each time it has connected again.
 type returning struct {
 	client  *client.Client
 	cluster *agentv1alpha1.ClusterRef

@@ -46,7 +46,7 @@ type Files struct {
 	ClientCAFile string
 	// ServerCertFile holds the agent's own certificate chain. REQUIRED.
 	ServerCertFile string
-	// ServerCAFile holds the authorities that callers are told to trust. They must accept the agent's own certificate. REQUIRED.
+	// ServerCAFile holds the authorities that callers are told to trust. The agent's own certificate must verify against them. REQUIRED.
 	ServerCAFile string
 	// Refresh is how often they are read. Zero means every five seconds.
 	Refresh time.Duration

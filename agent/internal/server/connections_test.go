@@ -249,7 +249,7 @@ func TestConnectionsOfACallerAreBounded(t *testing.T) {
 	require.Eventually(t, func() bool { return !ended(connect()) }, patience, time.Millisecond)
 }
 
-// Whoever can reach the port can open connections and say nothing on them.
+// Anyone who can reach the port can open connections and send nothing on them.
 func TestConnectionsThatSayNothingKeepNobodyOut(t *testing.T) {
 	f := start(t)
 	silent := make([]net.Conn, 0, 600)

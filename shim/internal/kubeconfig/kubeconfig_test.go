@@ -26,6 +26,8 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/clientcmd"
 	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
+	"k8s.io/client-go/util/cert"
+	"k8s.io/client-go/util/keyutil"
 	clocktesting "k8s.io/utils/clock/testing"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 )
@@ -100,18 +102,17 @@ type signer struct {
 	key         *ecdsa.PrivateKey
 }
 
-func newSigner(t *testing.T) signer {
+func newKey(t *testing.T) *ecdsa.PrivateKey {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	require.NoError(t, err)
-	template := &x509.Certificate{
-		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "clients"},
-		NotBefore: time.Now().Add(-time.Minute), NotAfter: time.Now().Add(time.Hour),
-		IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign,
-	}
-	der, err := x509.CreateCertificate(rand.Reader, template, template, key.Public(), key)
-	require.NoError(t, err)
-	certificate, err := x509.ParseCertificate(der)
+	return key
+}
+
+func newSigner(t *testing.T) signer {
+	t.Helper()
+	key := newKey(t)
+	certificate, err := cert.NewSelfSignedCACert(cert.Config{CommonName: "clients"}, key)
 	require.NoError(t, err)
 	return signer{certificate: certificate, key: key}
 }
@@ -124,19 +125,16 @@ func (s signer) pool() *x509.CertPool {
 
 func (s signer) user(t *testing.T, name string) clientcmdapi.AuthInfo {
 	t.Helper()
-	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	require.NoError(t, err)
-	template := &x509.Certificate{
-		SerialNumber: big.NewInt(2), Subject: pkix.Name{CommonName: name}, NotBefore: time.Now().Add(-time.Minute), NotAfter: time.Now().Add(time.Hour),
+	key := newKey(t)
+	der, err := x509.CreateCertificate(rand.Reader, &x509.Certificate{
+		SerialNumber: big.NewInt(2), Subject: pkix.Name{CommonName: name}, NotBefore: s.certificate.NotBefore, NotAfter: s.certificate.NotAfter,
 		ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth},
-	}
-	der, err := x509.CreateCertificate(rand.Reader, template, s.certificate, key.Public(), s.key)
+	}, s.certificate, key.Public(), s.key)
 	require.NoError(t, err)
-	encoded, err := x509.MarshalPKCS8PrivateKey(key)
+	encoded, err := keyutil.MarshalPrivateKeyToPEM(key)
 	require.NoError(t, err)
 	return clientcmdapi.AuthInfo{
-		ClientCertificateData: pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}),
-		ClientKeyData:         pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: encoded}),
+		ClientCertificateData: pem.EncodeToMemory(&pem.Block{Type: cert.CertificateBlockType, Bytes: der}), ClientKeyData: encoded,
 	}
 }
 

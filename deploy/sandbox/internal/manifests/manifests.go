@@ -170,7 +170,7 @@ type Chart struct {
 	Release, Namespace string
 	// Values are settings of the form path=value.
 	Values []string
-	// Account is the ServiceAccount of another chart, for one that is told to make none.
+	// Account is the ServiceAccount to return if the chart creates none: one of another chart.
 	Account client.ObjectKey
 }
 
