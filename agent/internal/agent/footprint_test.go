@@ -326,6 +326,9 @@ func makeGroup(
 	return object, md, set
 }
 
+// recordedSpoke is the cluster that the claims of [settle] were made from.
+const recordedSpoke = "3e7d51f0-6c2a-4d0f-9a55-0f6f3b1d2c11"
+
 func machineOf(set *clusterv1.MachineSet, i int) *clusterv1.Machine {
 	labels := lo.Assign(set.Spec.Template.Labels, map[string]string{
 		clusterv1.MachineSetNameLabel: set.Name, v1alpha1.ClaimLabel: claimID(set, i), v1alpha1.ClaimNameLabel: nodeClaim(i),
@@ -336,7 +339,7 @@ func machineOf(set *clusterv1.MachineSet, i int) *clusterv1.Machine {
 			Namespace: set.Namespace, Name: fmt.Sprintf("%s-x%04d", set.Name, i), Labels: labels,
 			Annotations: map[string]string{
 				v1alpha1.ClaimNameAnnotation: nodeClaim(i), v1alpha1.ClaimHolderAnnotation: "karpenter",
-				v1alpha1.ClaimSpokeAnnotation: "3e7d51f0-6c2a-4d0f-9a55-0f6f3b1d2c11", v1alpha1.ClaimedAtAnnotation: "2026-11-20T10:15:31Z",
+				v1alpha1.ClaimSpokeAnnotation: recordedSpoke, v1alpha1.ClaimedAtAnnotation: "2026-11-20T10:15:31Z",
 				"in-place-updates.cluster.x-k8s.io/machine": "",
 			},
 			Finalizers:      []string{clusterv1.MachineFinalizer},

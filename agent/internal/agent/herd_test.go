@@ -120,7 +120,7 @@ func (c *returning) sync(ctx context.Context) error {
 		return err
 	}
 	_, err = c.client.Claims.SyncClaims(ctx, &agentv1alpha1.SyncClaimsRequest{
-		Cluster: c.cluster, Holder: "karpenter", Token: listed.GetToken(), SpokeId: "spoke-of-" + c.cluster.GetName(),
+		Cluster: c.cluster, Holder: "karpenter", Token: listed.GetToken(), SpokeId: recordedSpoke,
 		LiveClaimIds: lo.Map(listed.GetClaims(), func(claim *agentv1alpha1.Claim, _ int) string { return claim.GetClaimId() }),
 	})
 	return err
