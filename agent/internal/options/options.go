@@ -224,7 +224,8 @@ func (o *Options) AddFlags(flags *pflag.FlagSet) {
 		"Maximum number of ended claims of one Cluster that are remembered. Near it, those that ended more than an hour ago are "+
 			"forgotten early; at it, further claims and releases of unknown claims are refused. 0 disables the limit.")
 	flags.IntVar(&o.MaxCreationsPerMinute, "max-creations-per-minute", o.MaxCreationsPerMinute,
-		"Maximum number of claims that may be made in one node group within a minute. Further ones are refused until that minute has passed. 0 disables the limit.")
+		"Maximum number of claims that may be made in one node group within a minute. Further ones are refused until that minute "+
+			"has passed. 0 disables the limit.")
 	flags.IntVar(&o.MaxReleasesPerWindow, "max-releases-per-window", o.MaxReleasesPerWindow,
 		"Maximum number of claims with a Machine that may be released in one Cluster within --release-window. It limits how many Machines a mistake "+
 			"can remove. Further releases are refused until the window has room again. 0 disables the limit.")
