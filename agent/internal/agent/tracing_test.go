@@ -91,9 +91,13 @@ func TestOneTraceFromTheCallToTheHubsWrites(t *testing.T) {
 		v1alpha1.RequestIDAnnotation: "request-1", v1alpha1.TraceIDAnnotation: callersTrace,
 	}, a.annotations(t, "claim"))
 
-	// The call is answered before its claim is marked as entered.
+	// The call is answered before its claim is marked as entered, and a span ends after those of what is done in it.
 	eventually(t, "every span of the trace has arrived", func(context.Context) (bool, error) {
-		return len(collector.Named(createClaim)) == 1 && len(engineSpans(collector)) > 0 && len(collector.Named("PUT machineclaims")) > 0, nil
+		spans := collector.Spans()
+		ended := lo.SliceToMap(spans, func(s tracingtest.Span) (string, bool) { return s.ID, true })
+		ended[callersSpan] = true
+		return len(collector.Named(createClaim)) == 1 && len(collector.Named("PUT machineclaims")) > 0 &&
+			lo.EveryBy(spans, func(s tracingtest.Span) bool { return ended[s.Parent] }), nil
 	})
 	call := collector.Named(createClaim)[0]
 	assert.Equal(t, callersTrace, call.Trace)

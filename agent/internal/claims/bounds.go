@@ -108,6 +108,9 @@ func (r recent) and(moment time.Time) recent {
 
 func newCensus(at time.Time) *census { return &census{at: at, made: map[string]recent{}} }
 
+// fresh reports whether the census is young enough at a moment, which may be a little before the census was taken.
+func (c *census) fresh(now time.Time) bool { return now.Sub(c.at).Abs() < censusLife }
+
 // take counts a claim.
 func (c *census) take(claim *v1alpha1.MachineClaim, releaseWindow time.Duration) {
 	if claim.CurrentPhase() == v1alpha1.PhaseEnded {
@@ -129,7 +132,7 @@ func (e *Engine) count(ctx context.Context, cluster types.NamespacedName) (censu
 	e.mu.Lock()
 	known, ok := e.censuses[cluster]
 	e.mu.Unlock()
-	if age := now.Sub(known.at); ok && age >= 0 && age < censusLife {
+	if ok && known.fresh(now) {
 		return known, nil
 	}
 	var list v1alpha1.MachineClaimList
@@ -144,6 +147,9 @@ func (e *Engine) count(ctx context.Context, cluster types.NamespacedName) (censu
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	if known, ok := e.censuses[cluster]; ok && known.fresh(now) {
+		return known, nil // counted by another call meanwhile, and what was added to it since must not be lost
+	}
 	e.censuses[cluster] = *counted
 	return *counted, nil
 }
