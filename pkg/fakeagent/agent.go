@@ -2,9 +2,11 @@ package fakeagent
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"net"
+	"slices"
 	"sync"
 	"time"
 
@@ -34,6 +36,7 @@ func DefaultCluster() *agentv1alpha1.ClusterRef {
 type Agent struct {
 	settings settings
 	id       string
+	rules    map[string]Rule
 	script   *script
 	server   *grpc.Server
 	health   *health.Server
@@ -49,17 +52,18 @@ type Agent struct {
 	paused   map[clusterKey]struct{}
 	groups   map[string]*group
 	claims   map[clusterKey]map[string]*claim
-	// onboardings are the ids of the Clusters that certificates are issued for, by an authority that is made with the first; issued counts them.
+	// onboardings are the ids of the Clusters that certificates are issued for, by an authority that is made with the first unless it was given.
 	onboardings map[clusterKey]string
-	authority   *authority
-	issued      int64
+	authority   *Authority
 	reports     map[clusterKey][]*agentv1alpha1.NodeReport
 	sequence    int64 // of claims, in the order of their making
 	names       int64 // of machines
 	generation  int64 // of the catalogue
-	unsynced    bool
-	steps       Infrastructure
-	changed     dirt
+	// expired counts how often the Cluster's tokens were made too old.
+	expired  map[clusterKey]int64
+	unsynced bool
+	steps    Infrastructure
+	changed  dirt
 
 	groupFeed   *feed[*agentv1alpha1.NodeGroup]
 	claimFeed   *feed[*agentv1alpha1.Claim]
@@ -77,6 +81,9 @@ func New(options ...Option) *Agent {
 	a := &Agent{
 		settings:    s,
 		id:          uuid.NewString(),
+		rules:       Rules(),
+		authority:   s.authority,
+		expired:     map[clusterKey]int64{},
 		script:      &script{clock: s.clock, methods: map[string]*methodScript{}},
 		health:      health.NewServer(),
 		clusters:    map[clusterKey]struct{}{keyOf(DefaultCluster()): {}},
@@ -98,8 +105,8 @@ func New(options ...Option) *Agent {
 	}
 	a.server = grpc.NewServer(
 		grpc.Creds(identityCredentials{}),
-		grpc.ChainUnaryInterceptor(a.script.unary(), validator.Unary()),
-		grpc.ChainStreamInterceptor(a.script.stream(), validator.Stream()),
+		grpc.ChainUnaryInterceptor(a.script.unary(), a.admitUnary, validator.Unary(), a.authorizeUnary),
+		grpc.ChainStreamInterceptor(a.script.stream(), a.admitStream, validator.Stream(), a.authorizeStream),
 	)
 	agentv1alpha1.RegisterNodeGroupServiceServer(a.server, nodeGroupService{agent: a})
 	agentv1alpha1.RegisterClaimServiceServer(a.server, claimService{agent: a})
@@ -147,12 +154,21 @@ func (a *Agent) Client() *client.Client { return a.localClient }
 
 // ClientFor returns a new client with the identity of the Cluster, closed with the agent. The Cluster need not exist.
 func (a *Agent) ClientFor(cluster *agentv1alpha1.ClusterRef) *client.Client {
-	return a.connect(a.listen(clusterIdentity(keyOf(cluster))))
+	return a.ClientAs(clusterIdentity(a.settings.trustDomain, keyOf(cluster)))
+}
+
+// ClientAs returns a new client with the identity, closed with the agent.
+func (a *Agent) ClientAs(i Identity) *client.Client {
+	return a.connect(a.listen(identity{name: i.ID, grants: slices.Clone(i.Grants)}))
 }
 
 // AutoscalerFor returns a new client with the identity of an autoscaler of the Cluster, closed with the agent.
 func (a *Agent) AutoscalerFor(cluster *agentv1alpha1.ClusterRef) *client.Client {
-	return a.connect(a.listen(autoscalerIdentity(keyOf(cluster))))
+	key := keyOf(cluster)
+	return a.ClientAs(Identity{
+		ID:     fmt.Sprintf("spiffe://%s/cluster-autoscaler/%s", a.settings.trustDomain, key),
+		Grants: []Grant{{Role: RoleAutoscaler, Clusters: []string{key.String()}}},
+	})
 }
 
 // Dial returns a bare connection that may act for every Cluster, for gRPC's WithContextDialer.
@@ -166,6 +182,13 @@ func (a *Agent) Serve(listener net.Listener) {
 			a.settings.logger.Error(err, "serving")
 		}
 	})
+}
+
+// ServeTLS also answers on the listener, with TLS 1.3, to callers with a client certificate that the configuration's ClientCAs signed. Their identity
+// is the SPIFFE id in it, of the agent's trust domain. A Cluster's own id has the role cluster for it; grants returns what else an id may do, at each
+// handshake, and may be called concurrently. An agent that is closed closes the listener. It returns at once.
+func (a *Agent) ServeTLS(listener net.Listener, config *tls.Config, grants func(id string) []Grant) {
+	a.Serve(newCertifiedListener(listener, config, a.settings.trustDomain, grants))
 }
 
 // Close ends every call, stream and client of the agent, and waits for them.
@@ -225,16 +248,8 @@ func (a *Agent) whole(cluster clusterKey) error {
 	return nil
 }
 
-// readable returns nil when the caller may act for the cluster and the view is complete, whether the cluster exists or not. It
-// is called with the lock held.
-func (a *Agent) readable(ctx context.Context, cluster clusterKey) error {
-	caller, err := callerOf(ctx)
-	if err != nil {
-		return err
-	}
-	if !caller.mayActFor(cluster) {
-		return errNotYours()
-	}
+// readable returns nil when the view is complete. That the caller may call for the cluster was found before. It is called with the lock held.
+func (a *Agent) readable(context.Context, clusterKey) error {
 	if a.unsynced {
 		return agenterrors.NotSynced("the agent's view of the hub is not complete yet")
 	}
@@ -250,7 +265,7 @@ func (a *Agent) existing(ctx context.Context, cluster clusterKey) error {
 	if _, ok := a.clusters[cluster]; ok {
 		return nil
 	}
-	if caller, err := callerOf(ctx); err != nil || caller.cluster != nil {
+	if caller, err := callerOf(ctx); err != nil || !caller.seesAll() {
 		return errNotYours()
 	}
 	return agenterrors.ClusterNotFound(cluster.ref())
@@ -262,14 +277,10 @@ func (a *Agent) actable(ctx context.Context, cluster clusterKey, holder string) 
 		return err
 	}
 	caller, err := callerOf(ctx)
-	if err == nil && !caller.mayActAs(holder) {
-		return agenterrors.PermissionDenied(fmt.Sprintf("the identity may not act as the holder %q", holder))
+	if err == nil && !caller.mayActAs(cluster, holder) {
+		return errNotYourHolder(holder)
 	}
 	return err
-}
-
-func errNotYours() error {
-	return agenterrors.PermissionDenied("the identity may not act for this cluster")
 }
 
 // edit applies f to the state and then shows the result.

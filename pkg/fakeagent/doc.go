@@ -17,13 +17,19 @@
 // [Agent.Fail] and [Agent.FailAfter] answer calls with errors, before the call had any effect or after it; [Agent.Delay] slows
 // calls down; [Agent.SetSynced] takes the agent's view away; [Agent.SetPaused] pauses a Cluster; [Agent.DropStreams],
 // [Agent.FreezeStreams] and [Agent.Resync] disturb watches; [Agent.FailMachine] and [Agent.LoseMachine] disturb machines;
-// [Agent.GiveUp] and [Agent.TimeOut] are the agent's own judgement of them. [Agent.Calls] and [Agent.Requests] tell what was
-// asked.
+// [Agent.GiveUp] and [Agent.TimeOut] are the agent's own judgement of them; [Agent.FailMachines] plans all of that ahead. [Agent.Silence] leaves
+// everything without an answer. [Agent.Calls] and [Agent.Requests] tell what was asked.
+//
+// # Roles
+//
+// [Agent.ClientAs] gives a client with any identity, and [Agent.ServeTLS] takes the identity of each connection from its client certificate. Who may
+// call what is in [Rules]: the agent's roles.
 //
 // # Certificates
 //
-// Connections have no TLS. [Agent.Onboard] makes the agent issue certificates for a Cluster all the same, signed by an authority of its own, so
-// that who asks for them and stores them can be tested. There is no bootstrap certificate: the Cluster's own identity gets the first as well.
+// Connections have no TLS unless [Agent.ServeTLS] is used. [Agent.Onboard] makes the agent issue certificates for a Cluster all the same, signed by an
+// authority of its own or that of [WithAuthority], so that who asks for them and stores them can be tested. The Cluster's own identity gets the first as
+// well, and a bootstrap certificate may be used with any number of keys.
 //
 // # What it leaves out
 //

@@ -38,6 +38,8 @@ type settings struct {
 	coolDown       time.Duration
 	tokenLifetime  time.Duration
 	version        string
+	trustDomain    string
+	authority      *Authority
 }
 
 func defaults() settings {
@@ -49,6 +51,7 @@ func defaults() settings {
 		infrastructure: Infrastructure{Provision: Manual, Join: Manual},
 		tokenLifetime:  time.Hour,
 		version:        "devel",
+		trustDomain:    TrustDomain,
 	}
 }
 
@@ -97,4 +100,14 @@ func WithTokenLifetime(lifetime time.Duration) Option {
 // WithVersion sets the version that GetStatus reports. Default `devel`.
 func WithVersion(version string) Option {
 	return func(s *settings) { s.version = version }
+}
+
+// WithTrustDomain sets the SPIFFE trust domain of the callers. Default [TrustDomain].
+func WithTrustDomain(domain string) Option {
+	return func(s *settings) { s.trustDomain = domain }
+}
+
+// WithAuthority sets what signs the certificates of onboarded Clusters. Default: one that is made when it is needed.
+func WithAuthority(authority *Authority) Option {
+	return func(s *settings) { s.authority = authority }
 }

@@ -24,6 +24,7 @@ type script struct {
 
 	mu      sync.Mutex
 	methods map[string]*methodScript
+	silent  chan struct{} // nil unless calls are not answered
 }
 
 type methodScript struct {
@@ -112,6 +113,9 @@ func (s *script) enter(ctx context.Context, fullMethod string, request any) (lea
 		delay = m.delay
 		err = m.before.take()
 	})
+	if waitErr := s.heard(ctx); waitErr != nil {
+		return nil, waitErr
+	}
 	if delay > 0 {
 		timer := s.clock.NewTimer(delay)
 		defer timer.Stop()
@@ -129,6 +133,41 @@ func (s *script) enter(ctx context.Context, fullMethod string, request any) (lea
 		s.change(method, func(m *methodScript) { lost = m.after.take() })
 		return lost
 	}, nil
+}
+
+// Silence leaves calls without an answer and makes streams silent, until it is called with false: what a network that drops packets looks like. Calls
+// that have not been given up by then go on.
+func (a *Agent) Silence(silent bool) {
+	a.FreezeStreams(silent)
+	a.script.silence(silent)
+}
+
+func (s *script) silence(silent bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch {
+	case silent && s.silent == nil:
+		s.silent = make(chan struct{})
+	case !silent && s.silent != nil:
+		close(s.silent)
+		s.silent = nil
+	}
+}
+
+// heard waits while calls are not answered.
+func (s *script) heard(ctx context.Context) error {
+	s.mu.Lock()
+	silent := s.silent
+	s.mu.Unlock()
+	if silent == nil {
+		return nil
+	}
+	select {
+	case <-silent:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
 }
 
 // appendBounded adds to what is remembered, in place of the oldest if that is much.
