@@ -27,7 +27,7 @@ import (
 // connectionBuffer is how many bytes an in-memory connection holds.
 const connectionBuffer = 1 << 20
 
-// DefaultCluster is the Cluster of node groups that name none. It always exists.
+// DefaultCluster is the Cluster of node groups that name none. It exists unless [WithClusters] names others.
 func DefaultCluster() *agentv1alpha1.ClusterRef {
 	return &agentv1alpha1.ClusterRef{Namespace: "default", Name: "workload"}
 }
@@ -86,7 +86,7 @@ func New(options ...Option) *Agent {
 		expired:     map[clusterKey]int64{},
 		script:      &script{clock: s.clock, methods: map[string]*methodScript{}},
 		health:      health.NewServer(),
-		clusters:    map[clusterKey]struct{}{keyOf(DefaultCluster()): {}},
+		clusters:    map[clusterKey]struct{}{},
 		paused:      map[clusterKey]struct{}{},
 		groups:      map[string]*group{},
 		claims:      map[clusterKey]map[string]*claim{},
@@ -98,6 +98,9 @@ func New(options ...Option) *Agent {
 		claimFeed:   newFeed[*agentv1alpha1.Claim](),
 		machineFeed: newFeed[*agentv1alpha1.Machine](),
 		dropped:     make(chan struct{}),
+	}
+	for _, cluster := range s.clusters {
+		a.clusters[keyOf(cluster)] = struct{}{}
 	}
 	validator, err := validation.New()
 	if err != nil {

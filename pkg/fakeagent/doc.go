@@ -27,9 +27,9 @@
 //
 // # Certificates
 //
-// Connections have no TLS unless [Agent.ServeTLS] is used. [Agent.Onboard] makes the agent issue certificates for a Cluster all the same, signed by an
-// authority of its own or that of [WithAuthority], so that who asks for them and stores them can be tested. The Cluster's own identity gets the first as
-// well, and a bootstrap certificate may be used with any number of keys.
+// Connections have no TLS unless [Agent.ServeTLS] is used. [Agent.Onboard] makes the agent issue certificates for a Cluster all the same, signed
+// by an authority of its own or that of [WithAuthority], so that who asks for them and stores them can be tested. The Cluster's own identity gets
+// the first as well, and a bootstrap certificate may be used with any number of keys.
 //
 // # What it leaves out
 //

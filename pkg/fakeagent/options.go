@@ -7,6 +7,7 @@ import (
 	"k8s.io/utils/clock"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 // Manual is the delay, in [Infrastructure], of what never happens by itself: the test does it.
@@ -40,6 +41,7 @@ type settings struct {
 	version        string
 	trustDomain    string
 	authority      *Authority
+	clusters       []*agentv1alpha1.ClusterRef
 }
 
 func defaults() settings {
@@ -52,6 +54,7 @@ func defaults() settings {
 		tokenLifetime:  time.Hour,
 		version:        "devel",
 		trustDomain:    TrustDomain,
+		clusters:       []*agentv1alpha1.ClusterRef{DefaultCluster()},
 	}
 }
 
@@ -110,4 +113,9 @@ func WithTrustDomain(domain string) Option {
 // WithAuthority sets what signs the certificates of onboarded Clusters. Default: one that is made when it is needed.
 func WithAuthority(authority *Authority) Option {
 	return func(s *settings) { s.authority = authority }
+}
+
+// WithClusters sets which Clusters there are at first. Default: [DefaultCluster] alone.
+func WithClusters(clusters ...*agentv1alpha1.ClusterRef) Option {
+	return func(s *settings) { s.clusters = clusters }
 }
