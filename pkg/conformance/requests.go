@@ -22,9 +22,9 @@ import (
 )
 
 var requestCases = []testCase{
-	{"a malformed field is INVALID_ARGUMENT and is named", func(s *suite) {
+	{"requests.malformed", claimer(0), "a malformed field is INVALID_ARGUMENT and is named", func(s *suite) {
 		for _, m := range malformed() {
-			s.Run(m.method+" "+m.what, func(t *testing.T) {
+			s.run(m.method+" "+m.what, func(t testing.TB) {
 				request := valid(m.method, s.Cluster())
 				m.change(request)
 				err := call(s.bounded(), s.Client(), m.method, request)
@@ -33,14 +33,14 @@ var requestCases = []testCase{
 		}
 	}},
 
-	{"every call says INVALID_ARGUMENT without a Cluster", func(s *suite) {
+	{"requests.no-cluster", claimer(0), "every call says INVALID_ARGUMENT without a Cluster", func(s *suite) {
 		for _, method := range methods() {
 			request := valid(method, nil)
 			requireViolation(s, call(s.bounded(), s.Client(), method, request), "cluster")
 		}
 	}},
 
-	{"another Cluster is PERMISSION_DENIED in every call, whether it exists or not", func(s *suite) {
+	{"requests.other-cluster", reader(1, CallerStranger), "another Cluster is PERMISSION_DENIED in every call, whether it exists or not", func(s *suite) {
 		s.group(deployment("workers"))
 		absent := &agentv1alpha1.ClusterRef{Namespace: s.Cluster().GetNamespace(), Name: "no-such-cluster"}
 		for _, method := range methods() {
@@ -53,7 +53,7 @@ var requestCases = []testCase{
 		}
 	}},
 
-	{"nothing is said of the claims of the caller's own Cluster that does not exist", func(s *suite) {
+	{"requests.vanished-cluster", reader(0, CallerStranger), "nothing is said of the claims of the caller's own Cluster that does not exist", func(s *suite) {
 		cluster := s.nowhere()
 		for _, method := range []string{"ListNodeGroups", "GetNodeGroup", "WatchNodeGroups"} {
 			err := call(s.bounded(), s.Stranger(), method, valid(method, cluster))

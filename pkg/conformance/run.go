@@ -3,50 +3,42 @@ package conformance
 import (
 	"context"
 	"fmt"
+	"strings"
 	"testing"
 	"time"
 
+	"github.com/samber/lo"
 	"github.com/stretchr/testify/require"
+	"google.golang.org/protobuf/proto"
 	"k8s.io/apimachinery/pkg/util/wait"
 
+	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// Run runs every case. newEnv is called once for each, and ends what it made with the test's cleanup.
-func Run(t *testing.T, newEnv func(t *testing.T) Env) {
+// Run runs every case as a subtest. newEnv is called once for each, and ends what it made with the test's cleanup.
+func Run(t *testing.T, newEnv func(t testing.TB) Env) {
 	t.Helper()
-	for _, group := range []struct {
-		name  string
-		cases []testCase
-	}{
-		{"NodeGroups", nodeGroupCases},
-		{"Claims", claimCases},
-		{"Release", releaseCases},
-		{"Adopt", adoptCases},
-		{"Listing", listingCases},
-		{"SyncClaims", syncCases},
-		{"Holders", holderCases},
-		{"Machines", machineCases},
-		{"Requests", requestCases},
-		{"Server", serverCases},
-	} {
-		t.Run(group.name, func(t *testing.T) {
-			for _, c := range group.cases {
-				t.Run(c.name, func(t *testing.T) {
-					env := newEnv(t)
-					ctx, cancel := context.WithCancel(t.Context())
-					t.Cleanup(cancel)
-					c.run(&suite{T: t, Env: env, ctx: ctx})
-				})
+	for _, area := range areas {
+		t.Run(area.name, func(t *testing.T) {
+			for _, c := range area.cases {
+				t.Run(c.name, func(t *testing.T) { runCase(t, newEnv, c) })
 			}
 		})
 	}
 }
 
-type testCase struct {
-	name string
-	run  func(*suite)
+func runCase(t testing.TB, newEnv func(t testing.TB) Env, c testCase) {
+	t.Helper()
+	env := newEnv(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	t.Cleanup(cancel)
+	s := &suite{TB: t, Env: env, ctx: ctx, replicasBefore: map[string]int32{}, machinesBefore: map[string]bool{}, created: map[string]bool{}}
+	if standing, ok := env.(Standing); ok {
+		s.prefix = standing.Prefix()
+	}
+	c.run(s)
 }
 
 // Holders of the suite's claims.
@@ -55,13 +47,36 @@ const (
 	otherHolder = "cluster-autoscaler"
 )
 
-// suite is one case under way.
+// suite is one case under way. Cases name claims as they like, and count replicas and machines from none: what the Cluster had before is left out.
 type suite struct {
-	*testing.T
+	testing.TB
 	Env
 
 	ctx context.Context //nolint:containedctx // The length of one case.
+	// prefix is what claims' ids begin with. Empty in a Cluster that is the case's own.
+	prefix string
+	// replicasBefore are the replicas of node groups, by their ids, and machinesBefore the UIDs of machines, that were there before the case.
+	replicasBefore map[string]int32
+	machinesBefore map[string]bool
+	// created are the ids of claims that have to be released when the case ends.
+	created map[string]bool
 }
+
+// run runs a part of the case, whose failure is the case's but does not end it.
+func (s *suite) run(name string, f func(t testing.TB)) {
+	s.Helper()
+	if t, ok := s.TB.(*testing.T); ok {
+		t.Run(name, func(t *testing.T) { f(t) })
+		return
+	}
+	part := try(s.ctx, name, f)
+	if part.failed {
+		s.Errorf("%s: %s", name, strings.Join(part.messages, "\n"))
+	}
+}
+
+// id is the id of a claim of the case.
+func (s *suite) id(name string) string { return s.prefix + name }
 
 // eventually waits until check returns nil, and fails with its last error otherwise.
 func (s *suite) eventually(what string, check func() error) {
@@ -92,19 +107,80 @@ func (s *suite) bounded() context.Context {
 
 func (s *suite) group(deployment MachineDeployment) string {
 	s.Helper()
-	return s.CreateNodeGroup(s.T, deployment)
+	id := s.CreateNodeGroup(s.TB, deployment)
+	if s.prefix != "" {
+		s.replicasBefore[id] = s.atRest(id)
+	}
+	return id
+}
+
+// atRest waits until a node group that was there before has no machine that a claim could get, remembers its machines, and returns its replicas.
+func (s *suite) atRest(id string) int32 {
+	s.Helper()
+	var replicas int32
+	s.eventually("node group "+id+" is at rest", func() error {
+		replicas = s.nodeGroup(id).GetReplicas()
+		machines := s.machines(id)
+		for _, machine := range machines {
+			if machine.GetOwner() == agentv1alpha1.MachineOwner_MACHINE_OWNER_UNSPECIFIED {
+				return fmt.Errorf("machine %s has no owner", machine.GetName())
+			}
+		}
+		if len(machines) != int(replicas) {
+			return fmt.Errorf("it has %d replicas and %d machines", replicas, len(machines))
+		}
+		for _, machine := range machines {
+			s.machinesBefore[machine.GetUid()] = true
+		}
+		return nil
+	})
+	return replicas
 }
 
 // create claims, and repeats after lost races as the contract says.
 func (s *suite) create(c *client.Client, request *agentv1alpha1.CreateClaimRequest) (*agentv1alpha1.Claim, error) {
-	request.Cluster = s.Cluster()
+	request = proto.CloneOf(request)
+	request.Cluster, request.SpokeId, request.ClaimId = s.Cluster(), spoke, s.id(request.GetClaimId())
 	if request.GetHolder() == "" {
 		request.Holder = holder
 	}
-	request.SpokeId = spoke
+	if s.prefix != "" && !request.GetValidateOnly() {
+		s.releaseAtTheEnd(c, request.GetClaimId())
+	}
 	return repeat(s, func() (*agentv1alpha1.Claim, error) {
 		response, err := c.Claims.CreateClaim(s.bounded(), request)
 		return response.GetClaim(), err
+	})
+}
+
+// releaseAtTheEnd leaves a Cluster that is not the case's own as it was.
+func (s *suite) releaseAtTheEnd(c *client.Client, id string) {
+	if s.created[id] {
+		return
+	}
+	s.created[id] = true
+	s.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(s.ctx), s.Patience())
+		defer cancel()
+		var last error
+		err := wait.PollUntilContextCancel(ctx, 100*time.Millisecond, true, func(ctx context.Context) (bool, error) {
+			response, err := c.Claims.GetClaim(ctx, &agentv1alpha1.GetClaimRequest{Cluster: s.Cluster(), ClaimId: id})
+			switch last = err; {
+			case agenterrors.IsNotFound(err):
+				last = nil
+				return true, nil
+			case err != nil:
+				return false, nil
+			case response.GetClaim().GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED:
+				return true, nil
+			case response.GetClaim().GetPhase() < agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING:
+				_, last = c.Claims.ReleaseClaim(ctx, &agentv1alpha1.ReleaseClaimRequest{
+					Cluster: s.Cluster(), ClaimId: id, Drained: true, Reason: "the check is over",
+				})
+			}
+			return false, nil
+		})
+		require.NoError(s, err, "claim %s has not ended: %v", id, last)
 	})
 }
 
@@ -120,14 +196,14 @@ func (s *suite) mustCreate(id string, candidates ...string) *agentv1alpha1.Claim
 	s.Helper()
 	claim, err := s.create(s.Client(), &agentv1alpha1.CreateClaimRequest{ClaimId: id, Candidates: candidates})
 	require.NoError(s, err)
-	require.Equal(s, id, claim.GetClaimId())
+	require.Equal(s, s.id(id), claim.GetClaimId())
 	return claim
 }
 
 func (s *suite) release(id string, drained bool) (*agentv1alpha1.Claim, error) {
 	return repeat(s, func() (*agentv1alpha1.Claim, error) {
 		response, err := s.Client().Claims.ReleaseClaim(s.bounded(), &agentv1alpha1.ReleaseClaimRequest{
-			Cluster: s.Cluster(), ClaimId: id, Drained: drained, Reason: "the test is done with it",
+			Cluster: s.Cluster(), ClaimId: s.id(id), Drained: drained, Reason: "the test is done with it",
 		})
 		return response.GetClaim(), err
 	})
@@ -142,7 +218,7 @@ func (s *suite) mustRelease(id string) *agentv1alpha1.Claim {
 }
 
 func (s *suite) get(id string) (*agentv1alpha1.Claim, error) {
-	response, err := s.Client().Claims.GetClaim(s.bounded(), &agentv1alpha1.GetClaimRequest{Cluster: s.Cluster(), ClaimId: id})
+	response, err := s.Client().Claims.GetClaim(s.bounded(), &agentv1alpha1.GetClaimRequest{Cluster: s.Cluster(), ClaimId: s.id(id)})
 	return response.GetClaim(), err
 }
 
@@ -182,11 +258,11 @@ func (s *suite) untilEnded(id string) *agentv1alpha1.Claim {
 func (s *suite) running(id string, candidates ...string) *agentv1alpha1.Claim {
 	s.Helper()
 	s.mustCreate(id, candidates...)
-	s.ProvisionMachine(s.T, id)
+	s.ProvisionMachine(s.TB, s.id(id))
 	claim := s.until(id, "has a provider ID", func(c *agentv1alpha1.Claim) bool {
 		return c.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND && c.GetMachine().GetProviderId() != ""
 	})
-	s.JoinNode(s.T, claim.GetMachine().GetName())
+	s.JoinNode(s.TB, claim.GetMachine().GetName())
 	return s.until(id, "has a Node", func(c *agentv1alpha1.Claim) bool { return c.GetMachine().GetNodeName() != "" })
 }
 
@@ -215,14 +291,21 @@ func (s *suite) untilGroup(id, what string, wanted func(*agentv1alpha1.NodeGroup
 func (s *suite) untilReplicas(id string, replicas int32) {
 	s.Helper()
 	s.untilGroup(id, fmt.Sprintf("has %d replicas", replicas), func(g *agentv1alpha1.NodeGroup) bool {
-		return g.GetReplicas() == replicas
+		return g.GetReplicas()-s.replicasBefore[id] == replicas
 	})
 }
 
+// replicas returns the node group's replicas without those that were there before the case.
+func (s *suite) replicas(id string) int32 {
+	s.Helper()
+	return s.nodeGroup(id).GetReplicas() - s.replicasBefore[id]
+}
+
+// machines returns the node group's machines without those that were there before the case.
 func (s *suite) machines(groupID string) []*agentv1alpha1.Machine {
 	s.Helper()
 	response, err := s.Client().Machines.ListMachines(s.bounded(),
 		&agentv1alpha1.ListMachinesRequest{Cluster: s.Cluster(), NodeGroupId: groupID})
 	require.NoError(s, err)
-	return response.GetMachines()
+	return lo.Reject(response.GetMachines(), func(m *agentv1alpha1.Machine, _ int) bool { return s.machinesBefore[m.GetUid()] })
 }

@@ -29,7 +29,7 @@ import (
 
 // The real agent keeps the same contract as the fake: over mutual TLS, on a real API server, with a model of Cluster API.
 func TestAgentConforms(t *testing.T) {
-	conformance.Run(t, func(t *testing.T) conformance.Env {
+	conformance.Run(t, func(t testing.TB) conformance.Env {
 		t.Helper()
 		return newEnv(t)
 	})
@@ -63,7 +63,7 @@ type env struct {
 	applied     map[string]conformance.MachineDeployment
 }
 
-func newEnv(t *testing.T) *env {
+func newEnv(t testing.TB) *env {
 	t.Helper()
 	e, c := newHub(t)
 	e.running = start(t, c)
@@ -71,7 +71,7 @@ func newEnv(t *testing.T) *env {
 }
 
 // newHub returns an env without an agent, and what agents of it are made of.
-func newHub(t *testing.T) (*env, agent.Config) {
+func newHub(t testing.TB) (*env, agent.Config) {
 	t.Helper()
 	e := &env{
 		namespace: plane.Namespace(t), clock: &aheadClock{},
@@ -127,7 +127,7 @@ func (e *env) Stranger() *client.Client { return e.running.client(e.namespace, "
 
 func (e *env) Patience() time.Duration { return patience }
 
-func (e *env) CreateNodeGroup(t *testing.T, d conformance.MachineDeployment) string {
+func (e *env) CreateNodeGroup(t testing.TB, d conformance.MachineDeployment) string {
 	t.Helper()
 	md := capitest.NewMachineDeployment(e.namespace, d.Name, "spoke", ptr.Deref(d.Replicas, 0))
 	maps.Copy(md.Labels, d.Labels)
@@ -151,7 +151,7 @@ func (e *env) CreateNodeGroup(t *testing.T, d conformance.MachineDeployment) str
 	return id
 }
 
-func (e *env) UpdateNodeGroup(t *testing.T, d conformance.MachineDeployment) {
+func (e *env) UpdateNodeGroup(t testing.TB, d conformance.MachineDeployment) {
 	t.Helper()
 	md := &clusterv1.MachineDeployment{}
 	require.NoError(t, plane.Client.Get(t.Context(), types.NamespacedName{Namespace: e.namespace, Name: d.Name}, md))
@@ -170,34 +170,34 @@ func (e *env) UpdateNodeGroup(t *testing.T, d conformance.MachineDeployment) {
 	require.NoError(t, plane.Client.Patch(t.Context(), md, ctrlclient.MergeFrom(before)))
 }
 
-func (e *env) DeleteNodeGroup(t *testing.T, name string) {
+func (e *env) DeleteNodeGroup(t testing.TB, name string) {
 	t.Helper()
 	md := &clusterv1.MachineDeployment{}
 	md.Namespace, md.Name = e.namespace, name
 	require.NoError(t, plane.Client.Delete(t.Context(), md))
 }
 
-func (e *env) HoldMachines(t *testing.T, name string, hold bool) {
+func (e *env) HoldMachines(t testing.TB, name string, hold bool) {
 	t.Helper()
 	e.model.HoldCreation(types.NamespacedName{Namespace: e.namespace, Name: name}, hold)
 }
 
-func (e *env) ProvisionMachine(_ *testing.T, claimID string) {
+func (e *env) ProvisionMachine(_ testing.TB, claimID string) {
 	e.set(func() { e.provisioned[claimID] = true })
 }
 
-func (e *env) JoinNode(_ *testing.T, machineName string) {
+func (e *env) JoinNode(_ testing.TB, machineName string) {
 	e.set(func() { e.joined[machineName] = true })
 }
 
-func (e *env) LoseMachine(t *testing.T, machineName string) {
+func (e *env) LoseMachine(t testing.TB, machineName string) {
 	t.Helper()
 	machine := &clusterv1.Machine{}
 	machine.Namespace, machine.Name = e.namespace, machineName
 	require.NoError(t, plane.Client.Delete(t.Context(), machine))
 }
 
-func (e *env) StaleToken(t *testing.T, holder string) string {
+func (e *env) StaleToken(t testing.TB, holder string) string {
 	t.Helper()
 	response, err := e.Client().Claims.ListClaims(t.Context(), &agentv1alpha1.ListClaimsRequest{Cluster: e.Cluster(), Holder: holder})
 	require.NoError(t, err)
