@@ -1,6 +1,7 @@
 package conformance
 
 import (
+	"fmt"
 	"slices"
 	"strings"
 )
@@ -114,6 +115,16 @@ func claimer(groups int, callers ...Caller) terms {
 
 func autoscaler(groups int, callers ...Caller) terms {
 	return terms{profile: ProfileAutoscaler, groups: groups, callers: append([]Caller{CallerAutoscaler}, callers...)}
+}
+
+// Table returns the behaviours as a table in Markdown.
+func Table() string {
+	var table strings.Builder
+	table.WriteString("| id | profile | needs | area | behaviour |\n|---|---|---|---|---|\n")
+	for _, b := range Behaviours() {
+		fmt.Fprintf(&table, "| `%s` | %s | %s | %s | %s |\n", b.ID, b.Profile, b.needs(), b.Area, b.Sentence)
+	}
+	return table.String()
 }
 
 // needs says in a few words what a behaviour needs.

@@ -66,6 +66,13 @@ func TestEveryBehaviourHasAProfileAndAnArea(t *testing.T) {
 	}
 }
 
+// What --list prints is what the page shows.
+func TestThePageListsEveryBehaviour(t *testing.T) {
+	page, err := os.ReadFile("../../docs/conformance.md")
+	require.NoError(t, err)
+	require.Contains(t, string(page), conformance.Table())
+}
+
 func newFakeEnv(tb testing.TB) conformance.Env {
 	tb.Helper()
 	ahead := &aheadClock{}

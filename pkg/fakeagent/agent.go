@@ -228,6 +228,31 @@ func (a *Agent) AddCluster(cluster *agentv1alpha1.ClusterRef) {
 	a.clusters[keyOf(cluster)] = struct{}{}
 }
 
+// RemoveCluster makes a Cluster not exist any more, nor its node groups, machines and claims.
+func (a *Agent) RemoveCluster(cluster *agentv1alpha1.ClusterRef) {
+	a.edit(func() {
+		key := keyOf(cluster)
+		for id, g := range a.groups {
+			if g.cluster != key {
+				continue
+			}
+			delete(a.groups, id)
+			for _, m := range slices.Clone(g.machines) {
+				a.remove(m)
+			}
+			a.touch(g)
+		}
+		for _, c := range a.claims[key] {
+			a.touchClaim(c)
+		}
+		delete(a.claims, key)
+		delete(a.clusters, key)
+		delete(a.paused, key)
+		delete(a.onboardings, key)
+		delete(a.reports, key)
+	})
+}
+
 // SetPaused pauses a Cluster as somebody does who is about to move it to another hub: nothing is concluded from what is missing, and releases
 // are not taken.
 func (a *Agent) SetPaused(cluster *agentv1alpha1.ClusterRef, paused bool) {

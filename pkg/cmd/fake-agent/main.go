@@ -3,73 +3,20 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"io"
 	"os"
 	"os/signal"
 	"syscall"
 
-	"github.com/spf13/pflag"
-
-	"github.com/karpenter-capi/karpenter-capi/pkg/cmd/internal/program"
-	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent/scenario"
+	"github.com/karpenter-capi/karpenter-capi/pkg/cmd/internal/fakeserver"
 )
-
-// environmentPrefix begins the name of every environment variable.
-const environmentPrefix = "FAKE_AGENT_"
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	err := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
+	err := fakeserver.Run(ctx, os.Args[1:], os.Stdout, os.Stderr)
 	stop()
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "fake-agent:", err)
 		os.Exit(1)
 	}
-}
-
-// run serves until the context ends.
-func run(ctx context.Context, arguments []string, out, log io.Writer) error {
-	o := newOptions()
-	flags := pflag.NewFlagSet("fake-agent", pflag.ContinueOnError)
-	flags.SortFlags = false
-	flags.SetOutput(log)
-	flags.Usage = func() {
-		fmt.Fprintf(log, "Usage: fake-agent [flags]\n\nServes a fake agent that plays a scenario.\n\n%s", flags.FlagUsages())
-	}
-	o.addFlags(flags)
-	printExample := flags.Bool("print-example", false, "Print a scenario that uses every field, and exit.")
-	check := flags.Bool("check", false, "Check the scenario and the flags, and exit.")
-	showVersion := flags.Bool("version", false, "Print the version and exit.")
-	if err := flags.Parse(arguments); errors.Is(err, pflag.ErrHelp) {
-		return nil
-	} else if err != nil {
-		return err
-	}
-	switch {
-	case flags.NArg() > 0:
-		return fmt.Errorf("%q is no flag; the scenario is given with --scenario", flags.Arg(0))
-	case *showVersion:
-		fmt.Fprintln(out, program.Version())
-		return nil
-	case *printExample:
-		_, err := out.Write(scenario.Example())
-		return err
-	}
-	if err := program.FromEnvironment(flags, environmentPrefix); err != nil {
-		return err
-	}
-	if err := o.validate(); err != nil {
-		return err
-	}
-	s, err := o.load()
-	if err != nil {
-		return err
-	}
-	if *check {
-		fmt.Fprintln(out, "fake-agent: the scenario can be played")
-		return nil
-	}
-	return serve(ctx, o, s, log)
 }

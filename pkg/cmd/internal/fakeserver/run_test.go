@@ -1,4 +1,4 @@
-package main
+package fakeserver_test
 
 import (
 	"bufio"
@@ -18,6 +18,7 @@ import (
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	"github.com/karpenter-capi/karpenter-capi/pkg/cmd/internal/fakeserver"
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent/scenario"
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
@@ -34,7 +35,7 @@ func start(t *testing.T, arguments ...string) string {
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
 	go func() {
-		err := run(ctx, append(arguments, "--listen-address=127.0.0.1:0"), io.Discard, write)
+		err := fakeserver.Run(ctx, append(arguments, "--listen-address=127.0.0.1:0"), io.Discard, write)
 		_ = write.Close() // The reader sees the end.
 		ended <- err
 	}()
@@ -177,20 +178,20 @@ func TestMistakesNameTheirFlag(t *testing.T) {
 		`"file.yaml" is no flag`:                             {"file.yaml"},
 		"certificate missing.crt and key":                    {"--tls-cert-file=missing.crt", "--tls-key-file=a", "--client-ca-file=b"},
 	} {
-		require.ErrorContains(t, run(t.Context(), arguments, io.Discard, io.Discard), want, "%v", arguments)
+		require.ErrorContains(t, fakeserver.Run(t.Context(), arguments, io.Discard, io.Discard), want, "%v", arguments)
 	}
 }
 
 func TestSettingsMayComeFromTheEnvironment(t *testing.T) {
 	t.Setenv("FAKE_AGENT_PLAINTEXT_LOOPBACK", "true")
-	require.NoError(t, run(t.Context(), []string{"--check"}, io.Discard, io.Discard))
+	require.NoError(t, fakeserver.Run(t.Context(), []string{"--check"}, io.Discard, io.Discard))
 	t.Setenv("FAKE_AGENT_PLAINTEXT_LOOPBACK", "perhaps")
-	require.ErrorContains(t, run(t.Context(), []string{"--check"}, io.Discard, io.Discard), "FAKE_AGENT_PLAINTEXT_LOOPBACK")
+	require.ErrorContains(t, fakeserver.Run(t.Context(), []string{"--check"}, io.Discard, io.Discard), "FAKE_AGENT_PLAINTEXT_LOOPBACK")
 }
 
 func TestTheExampleIsPrinted(t *testing.T) {
 	var out bytes.Buffer
-	require.NoError(t, run(t.Context(), []string{"--print-example"}, &out, io.Discard))
+	require.NoError(t, fakeserver.Run(t.Context(), []string{"--print-example"}, &out, io.Discard))
 	_, err := scenario.Parse(out.Bytes())
 	require.NoError(t, err)
 }

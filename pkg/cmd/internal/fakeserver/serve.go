@@ -1,6 +1,7 @@
-package main
+package fakeserver
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"fmt"
@@ -42,11 +43,23 @@ func serve(ctx context.Context, o *options, s *scenario.Scenario, log io.Writer)
 		return err
 	}
 	defer play.Close()
+	grants := play.Grants
+	if o.controlAddress != "" {
+		c := newControlled(play.Agent, authority, cmp.Or(s.TrustDomain, fakeagent.TrustDomain))
+		address, stop, err := serveControl(ctx, o.controlAddress, c)
+		if err != nil {
+			_ = listener.Close() // As above.
+			return err
+		}
+		defer stop()
+		grants = func(id string) []fakeagent.Grant { return append(c.Grants(id), play.Grants(id)...) }
+		logger.Info("control", "url", "http://"+address.String())
+	}
 	gated := play.Listener(listener)
 	if config == nil {
 		play.Agent.Serve(gated)
 	} else {
-		play.Agent.ServeTLS(gated, config, play.Grants)
+		play.Agent.ServeTLS(gated, config, grants)
 	}
 	logger.Info("serving", "address", listener.Addr().String(), "security", security)
 	<-ctx.Done()
