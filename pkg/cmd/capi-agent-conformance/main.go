@@ -56,6 +56,9 @@ func run(ctx context.Context, arguments []string, out, errOut io.Writer) int {
 	} else if err != nil {
 		return fail(err)
 	}
+	if err := program.FromEnvironment(flags, environmentPrefix); err != nil {
+		return fail(err)
+	}
 	switch {
 	case flags.NArg() > 0:
 		return fail(fmt.Errorf("%q is no flag; the agent is given with --address", flags.Arg(0)))
@@ -65,9 +68,6 @@ func run(ctx context.Context, arguments []string, out, errOut io.Writer) int {
 	case *list:
 		fmt.Fprint(out, conformance.Table())
 		return conforms
-	}
-	if err := program.FromEnvironment(flags, environmentPrefix); err != nil {
-		return fail(err)
 	}
 	if err := o.validate(); err != nil {
 		return fail(err)

@@ -72,7 +72,7 @@ func (c *compiler) wrong(field, format string, args ...any) {
 	c.errs = append(c.errs, fmt.Errorf("%s: %s", field, fmt.Sprintf(format, args...)))
 }
 
-// duration returns the field's value, or standard where it is empty.
+// duration returns the field's value, or standard where it is empty or cannot be used.
 func (c *compiler) duration(field, text string, standard time.Duration) time.Duration {
 	if text == "" {
 		return standard
@@ -83,8 +83,10 @@ func (c *compiler) duration(field, text string, standard time.Duration) time.Dur
 		c.wrong(field, "%q is no duration; write for example 90s or 1m30s", text)
 	case d < 0:
 		c.wrong(field, "%s is negative", text)
+	default:
+		return d
 	}
-	return d
+	return standard
 }
 
 func (c *compiler) step(field, text string) time.Duration {
@@ -441,15 +443,15 @@ func methods() []string {
 }
 
 func (o Outage) compile(c *compiler, field string) outage {
-	compiled := outage{
-		after: c.duration(field+".after", o.After, 0), lasts: c.duration(field+".lasts", o.Lasts, 0), every: c.duration(field+".every", o.Every, 0),
-		kind: o.Kind,
+	compiled := outage{after: c.duration(field+".after", o.After, 0), lasts: c.duration(field+".lasts", o.Lasts, time.Second), kind: o.Kind}
+	if o.Lasts == "" || compiled.lasts == 0 {
+		c.wrong(field+".lasts", "is missing or 0; write how long it lasts")
 	}
-	if compiled.lasts == 0 {
-		c.wrong(field+".lasts", "is missing; write how long it lasts")
-	}
-	if o.Every != "" && compiled.every <= compiled.lasts {
-		c.wrong(field+".every", "%s is not longer than lasts, so that the outage would not end", o.Every)
+	if o.Every != "" {
+		compiled.every = c.duration(field+".every", o.Every, compiled.lasts+1)
+		if compiled.every <= compiled.lasts {
+			c.wrong(field+".every", "%s is not longer than lasts, so that the outage would not end", o.Every)
+		}
 	}
 	switch o.Kind {
 	case unavailable, silent, disconnected:

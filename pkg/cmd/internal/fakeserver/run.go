@@ -34,6 +34,9 @@ func Run(ctx context.Context, arguments []string, out, log io.Writer) error {
 	} else if err != nil {
 		return err
 	}
+	if err := program.FromEnvironment(flags, environmentPrefix); err != nil {
+		return err
+	}
 	switch {
 	case flags.NArg() > 0:
 		return fmt.Errorf("%q is no flag; the scenario is given with --scenario", flags.Arg(0))
@@ -42,9 +45,6 @@ func Run(ctx context.Context, arguments []string, out, log io.Writer) error {
 		return nil
 	case *printExample:
 		_, err := out.Write(scenario.Example())
-		return err
-	}
-	if err := program.FromEnvironment(flags, environmentPrefix); err != nil {
 		return err
 	}
 	if err := o.validate(); err != nil {
