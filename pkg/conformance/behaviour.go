@@ -109,12 +109,11 @@ func reader(groups int, callers ...Caller) terms {
 	return terms{profile: ProfileReader, groups: groups, callers: callers}
 }
 
-func claimer(groups int, callers ...Caller) terms {
-	return terms{profile: ProfileClaimer, groups: groups, callers: callers}
-}
+func claimer(groups int) terms { return terms{profile: ProfileClaimer, groups: groups} }
 
-func autoscaler(groups int, callers ...Caller) terms {
-	return terms{profile: ProfileAutoscaler, groups: groups, callers: append([]Caller{CallerAutoscaler}, callers...)}
+// autoscaler is a case with a node group.
+func autoscaler(callers ...Caller) terms {
+	return terms{profile: ProfileAutoscaler, groups: 1, callers: append([]Caller{CallerAutoscaler}, callers...)}
 }
 
 // Table returns the behaviours as a table in Markdown.

@@ -11,7 +11,7 @@ import (
 // Checks say which behaviours are checked, and on what.
 type Checks struct {
 	// NewEnv is called for each behaviour that is checked, and ends what it made with the test's cleanup. REQUIRED.
-	NewEnv func(t testing.TB) Env
+	NewEnv func(tb testing.TB) Env
 	// Lacks returns what the target lacks that the behaviour needs, or nothing. A behaviour that it lacks something for is skipped. Nil stands for a
 	// target that has everything.
 	Lacks func(Behaviour) string
@@ -52,7 +52,10 @@ func (o Checks) check(ctx context.Context, c testCase, b Behaviour) Result {
 		}
 	}
 	began := time.Now()
-	a := try(ctx, b.ID, func(t testing.TB) { runCase(t, o.NewEnv, c) })
+	a := try(ctx, b.ID, func(tb testing.TB) {
+		tb.Helper()
+		runCase(tb, o.NewEnv, c)
+	})
 	result.Seconds = time.Since(began).Seconds()
 	result.Message = strings.TrimSpace(strings.Join(a.messages, "\n"))
 	switch {

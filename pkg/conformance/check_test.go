@@ -271,9 +271,11 @@ func TestVerdictFiles(t *testing.T) {
 	var out bytes.Buffer
 	require.NoError(t, verdict.WriteJSON(&out))
 	var parsed struct {
-		Verdict                 string
-		Passed, Failed, Skipped int
-		Results                 []conformance.Result
+		Verdict string               `json:"verdict"`
+		Passed  int                  `json:"passed"`
+		Failed  int                  `json:"failed"`
+		Skipped int                  `json:"skipped"`
+		Results []conformance.Result `json:"results"`
 	}
 	require.NoError(t, json.Unmarshal(out.Bytes(), &parsed))
 	require.Equal(t, "FAIL", parsed.Verdict)

@@ -28,21 +28,21 @@ type Env interface {
 
 	// CreateNodeGroup makes a MachineDeployment of Cluster that opted in, and returns its node group's id once the agent shows
 	// it. Machines of its initial replicas have joined with their Nodes by then: they are the user's own.
-	CreateNodeGroup(t testing.TB, deployment MachineDeployment) string
+	CreateNodeGroup(tb testing.TB, deployment MachineDeployment) string
 	// UpdateNodeGroup makes the MachineDeployment with that name look like this, as a user who applies it again does.
-	UpdateNodeGroup(t testing.TB, deployment MachineDeployment)
+	UpdateNodeGroup(tb testing.TB, deployment MachineDeployment)
 	// DeleteNodeGroup deletes the MachineDeployment; no claim needs its machines any more.
-	DeleteNodeGroup(t testing.TB, name string)
+	DeleteNodeGroup(tb testing.TB, name string)
 
 	// HoldMachines keeps Machine objects of the MachineDeployment from appearing, until it is called with false.
-	HoldMachines(t testing.TB, name string, hold bool)
+	HoldMachines(tb testing.TB, name string, hold bool)
 	// ProvisionMachine makes the infrastructure of the claim's machine ready, so that its provider ID appears. The claim may
 	// still be waiting for the Machine object, which is not held.
-	ProvisionMachine(t testing.TB, claimID string)
+	ProvisionMachine(tb testing.TB, claimID string)
 	// JoinNode makes the Node of a provisioned machine join.
-	JoinNode(t testing.TB, machineName string)
+	JoinNode(tb testing.TB, machineName string)
 	// LoseMachine deletes the Machine object as a person does.
-	LoseMachine(t testing.TB, machineName string)
+	LoseMachine(tb testing.TB, machineName string)
 
 	// Patience is how long to wait at most for what must happen sooner or later, heartbeats included.
 	Patience() time.Duration
@@ -58,7 +58,7 @@ type Standing interface {
 // Ageing is an Env that can show a token that has become too old.
 type Ageing interface {
 	// StaleToken returns a token for the holder's claims in Cluster that was valid and is too old now.
-	StaleToken(t testing.TB, holder string) string
+	StaleToken(tb testing.TB, holder string) string
 }
 
 // MachineDeployment is what a user writes.

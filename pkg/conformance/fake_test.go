@@ -88,11 +88,11 @@ func (e *fakeEnv) LoseMachine(_ testing.TB, machineName string) {
 	e.agent.LoseMachine(e.Cluster(), machineName)
 }
 
-func (e *fakeEnv) StaleToken(t testing.TB, holder string) string {
-	t.Helper()
-	response, err := e.client.Claims.ListClaims(t.Context(),
+func (e *fakeEnv) StaleToken(tb testing.TB, holder string) string {
+	tb.Helper()
+	response, err := e.client.Claims.ListClaims(tb.Context(),
 		&agentv1alpha1.ListClaimsRequest{Cluster: e.Cluster(), Holder: holder})
-	require.NoError(t, err)
+	require.NoError(tb, err)
 	e.clock.ahead.Add(int64(2 * time.Hour))
 	return response.GetToken()
 }

@@ -15,9 +15,9 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// Given is an agent with a Cluster and node groups that are there, which the suite has no control over: their infrastructure makes machines, and makes
-// their Nodes join, by itself. Every claim that a behaviour makes is released when its check ends, and what was there before is left alone. Nothing
-// else may claim from the node groups meanwhile, or change their replicas.
+// Given is an agent with a Cluster and node groups that are there, which the suite has no control over: their infrastructure makes machines, and
+// makes their Nodes join, by itself. Every claim that a behaviour makes is released when its check ends, and what was there before is left alone.
+// Nothing else may claim from the node groups meanwhile, or change their replicas.
 type Given struct {
 	// Of is the Cluster. REQUIRED.
 	Of *agentv1alpha1.ClusterRef
@@ -34,7 +34,7 @@ type Given struct {
 // Target is what behaviours are checked on.
 type Target struct {
 	// NewEnv and Lacks are those of [Checks].
-	NewEnv func(t testing.TB) Env
+	NewEnv func(tb testing.TB) Env
 	Lacks  func(Behaviour) string
 }
 
@@ -108,7 +108,7 @@ func (g *given) Prefix() string { return g.prefix }
 
 func (g *given) Cluster() *agentv1alpha1.ClusterRef { return g.Of }
 
-func (g *given) Client() *client.Client { return g.Given.Caller }
+func (g *given) Client() *client.Client { return g.Caller }
 
 func (g *given) Autoscaler() *client.Client { return g.Given.Autoscaler }
 

@@ -29,15 +29,16 @@ var roles = []role{
 }
 
 // eachRoleAndHolder runs the case for every role and holder. Its result is whether the role may.
-func eachRoleAndHolder(s *suite, try func(t testing.TB, caller *client.Client, held, id string) error) {
+func eachRoleAndHolder(s *suite, try func(tb testing.TB, caller *client.Client, held, id string) error) {
 	for _, r := range roles {
 		for _, held := range heldBy {
-			s.run(r.name+" as "+held, func(t testing.TB) {
-				err := try(t, r.client(s), held, fmt.Sprintf("%s-as-%s", r.name, held))
+			s.run(r.name+" as "+held, func(tb testing.TB) {
+				tb.Helper()
+				err := try(tb, r.client(s), held, fmt.Sprintf("%s-as-%s", r.name, held))
 				if lo.Contains(r.holders, held) {
-					require.NoError(t, err)
+					require.NoError(tb, err)
 				} else {
-					require.True(t, agenterrors.IsPermissionDenied(err), "%v", err)
+					require.True(tb, agenterrors.IsPermissionDenied(err), "%v", err)
 				}
 			})
 		}
@@ -45,7 +46,7 @@ func eachRoleAndHolder(s *suite, try func(t testing.TB, caller *client.Client, h
 }
 
 var holderCases = []testCase{
-	{"holders.create", autoscaler(1, CallerCluster, CallerAdmin), "a claim is made only under a holder of the caller's role", func(s *suite) {
+	{"holders.create", autoscaler(CallerCluster, CallerAdmin), "a claim is made only under a holder of the caller's role", func(s *suite) {
 		group := s.group(deployment("workers"))
 		eachRoleAndHolder(s, func(_ testing.TB, caller *client.Client, held, id string) error {
 			_, err := s.create(caller, &agentv1alpha1.CreateClaimRequest{ClaimId: id, Holder: held, Candidates: []string{group}})
@@ -67,7 +68,7 @@ var holderCases = []testCase{
 		})
 	}},
 
-	{"holders.foreign-id", autoscaler(1), "the id of another holder's claim is refused", func(s *suite) {
+	{"holders.foreign-id", autoscaler(), "the id of another holder's claim is refused", func(s *suite) {
 		group := s.group(deployment("workers"))
 		s.mustCreate("a-claim", group)
 		request := &agentv1alpha1.CreateClaimRequest{ClaimId: "a-claim", Holder: otherHolder, Candidates: []string{group}}
@@ -79,17 +80,17 @@ var holderCases = []testCase{
 		require.Equal(s, holder, s.mustGet("a-claim").GetHolder())
 	}},
 
-	{"holders.release", autoscaler(1, CallerCluster, CallerAdmin), "only a claim of a holder of the caller's role is released", func(s *suite) {
+	{"holders.release", autoscaler(CallerCluster, CallerAdmin), "only a claim of a holder of the caller's role is released", func(s *suite) {
 		group := s.group(deployment("workers"))
-		eachRoleAndHolder(s, func(t testing.TB, caller *client.Client, held, id string) error {
-			t.Helper()
+		eachRoleAndHolder(s, func(tb testing.TB, caller *client.Client, held, id string) error {
+			tb.Helper()
 			_, err := s.create(s.Admin(), &agentv1alpha1.CreateClaimRequest{ClaimId: id, Holder: held, Candidates: []string{group}})
-			require.NoError(t, err)
+			require.NoError(tb, err)
 			_, err = repeat(s, func() (*agentv1alpha1.ReleaseClaimResponse, error) {
 				return caller.Claims.ReleaseClaim(s.bounded(), &agentv1alpha1.ReleaseClaimRequest{Cluster: s.Cluster(), ClaimId: s.id(id)})
 			})
 			if err != nil {
-				require.Less(t, s.mustGet(id).GetPhase(), agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING)
+				require.Less(tb, s.mustGet(id).GetPhase(), agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING)
 			}
 			return err
 		})
@@ -97,22 +98,22 @@ var holderCases = []testCase{
 
 	{"holders.return", fault(), "only a machine of a holder of the caller's role is returned", func(s *suite) {
 		group := s.group(deployment("workers"))
-		eachRoleAndHolder(s, func(t testing.TB, caller *client.Client, held, id string) error {
-			t.Helper()
+		eachRoleAndHolder(s, func(tb testing.TB, caller *client.Client, held, id string) error {
+			tb.Helper()
 			_, err := s.create(s.Admin(), &agentv1alpha1.CreateClaimRequest{ClaimId: id, Holder: held, Candidates: []string{group}})
-			require.NoError(t, err)
+			require.NoError(tb, err)
 			s.untilBound(id)
 			_, err = repeat(s, func() (*agentv1alpha1.ReturnMachineResponse, error) {
 				return caller.Claims.ReturnMachine(s.bounded(), &agentv1alpha1.ReturnMachineRequest{Cluster: s.Cluster(), ClaimId: s.id(id)})
 			})
 			if err != nil {
-				require.False(t, s.mustGet(id).GetReturned())
+				require.False(tb, s.mustGet(id).GetReturned())
 			}
 			return err
 		})
 	}},
 
-	{"holders.release-ended", autoscaler(1, CallerCluster, CallerAdmin), "releasing an unknown or ended claim is OK whatever the role", func(s *suite) {
+	{"holders.release-ended", autoscaler(CallerCluster, CallerAdmin), "releasing an unknown or ended claim is OK whatever the role", func(s *suite) {
 		group := s.group(deployment("workers"))
 		s.mustCreate("ended", group)
 		s.mustRelease("ended")

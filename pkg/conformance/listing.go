@@ -12,7 +12,7 @@ import (
 )
 
 var listingCases = []testCase{
-	{"listing.by-holder", autoscaler(1), "claims by holder, oldest first, with a token for a named holder only", func(s *suite) {
+	{"listing.by-holder", autoscaler(), "claims by holder, oldest first, with a token for a named holder only", func(s *suite) {
 		id := s.group(deployment("workers"))
 		s.mustCreate("mine-1", id)
 		s.mustCreateFor(otherHolder, "theirs", id)
@@ -41,7 +41,7 @@ var listingCases = []testCase{
 		require.ElementsMatch(s, []string{"ended", "live"}, s.names(s.list(holder, true)))
 	}},
 
-	{"listing.watch", autoscaler(1), "watch sends a snapshot with ended claims, SYNCED, and each claim's way", func(s *suite) {
+	{"listing.watch", autoscaler(), "watch sends a snapshot with ended claims, SYNCED, and each claim's way", func(s *suite) {
 		id := s.group(deployment("workers"))
 		s.mustCreate("ended", id)
 		s.mustRelease("ended")

@@ -24,11 +24,12 @@ import (
 var requestCases = []testCase{
 	{"requests.malformed", claimer(0), "a malformed field is INVALID_ARGUMENT and is named", func(s *suite) {
 		for _, m := range malformed() {
-			s.run(m.method+" "+m.what, func(t testing.TB) {
+			s.run(m.method+" "+m.what, func(tb testing.TB) {
+				tb.Helper()
 				request := valid(m.method, s.Cluster())
 				m.change(request)
 				err := call(s.bounded(), s.Client(), m.method, request)
-				requireViolation(t, err, m.field)
+				requireViolation(tb, err, m.field)
 			})
 		}
 	}},
@@ -40,34 +41,40 @@ var requestCases = []testCase{
 		}
 	}},
 
-	{"requests.other-cluster", reader(1, CallerStranger), "another Cluster is PERMISSION_DENIED in every call, whether it exists or not", func(s *suite) {
-		s.group(deployment("workers"))
-		absent := &agentv1alpha1.ClusterRef{Namespace: s.Cluster().GetNamespace(), Name: "no-such-cluster"}
-		for _, method := range methods() {
-			err := call(s.bounded(), s.Stranger(), method, valid(method, s.Cluster()))
-			require.True(s, agenterrors.IsPermissionDenied(err), "%s: %v", method, err)
-			require.Equal(s, agenterrors.ReasonPermissionDenied, agenterrors.ReasonOf(err), method)
-			missing := call(s.bounded(), s.Stranger(), method, valid(method, absent))
-			require.True(s, agenterrors.IsPermissionDenied(missing), "%s: %v", method, missing)
-			require.Equal(s, anonymous(err, s.Cluster()), anonymous(missing, absent), "%s tells which Clusters exist", method)
-		}
-	}},
+	{
+		"requests.other-cluster", reader(1, CallerStranger),
+		"another Cluster is PERMISSION_DENIED in every call, whether it exists or not", func(s *suite) {
+			s.group(deployment("workers"))
+			absent := &agentv1alpha1.ClusterRef{Namespace: s.Cluster().GetNamespace(), Name: "no-such-cluster"}
+			for _, method := range methods() {
+				err := call(s.bounded(), s.Stranger(), method, valid(method, s.Cluster()))
+				require.True(s, agenterrors.IsPermissionDenied(err), "%s: %v", method, err)
+				require.Equal(s, agenterrors.ReasonPermissionDenied, agenterrors.ReasonOf(err), method)
+				missing := call(s.bounded(), s.Stranger(), method, valid(method, absent))
+				require.True(s, agenterrors.IsPermissionDenied(missing), "%s: %v", method, missing)
+				require.Equal(s, anonymous(err, s.Cluster()), anonymous(missing, absent), "%s tells which Clusters exist", method)
+			}
+		},
+	},
 
-	{"requests.vanished-cluster", reader(0, CallerStranger), "nothing is said of the claims of the caller's own Cluster that does not exist", func(s *suite) {
-		cluster := s.nowhere()
-		for _, method := range []string{"ListNodeGroups", "GetNodeGroup", "WatchNodeGroups"} {
-			err := call(s.bounded(), s.Stranger(), method, valid(method, cluster))
-			require.True(s, agenterrors.IsPermissionDenied(err), "%s: %v", method, err)
-		}
-		err := call(s.bounded(), s.Stranger(), "CreateClaim", valid("CreateClaim", cluster))
-		require.True(s, agenterrors.IsNotFound(err), "%v", err)
-		require.Equal(s, agenterrors.ReasonClusterNotFound, agenterrors.ReasonOf(err))
-		// It may have moved to another hub, with its claims and Machines.
-		for _, method := range []string{"ReleaseClaim", "ReturnMachine", "GetClaim", "ListClaims", "GetMachine", "ListMachines"} {
-			err = call(s.bounded(), s.Stranger(), method, valid(method, cluster))
-			require.Equal(s, agenterrors.ReasonClusterNotFound, agenterrors.ReasonOf(err), "%s: %v", method, err)
-		}
-	}},
+	{
+		"requests.vanished-cluster", reader(0, CallerStranger),
+		"nothing is said of the claims of the caller's own Cluster that does not exist", func(s *suite) {
+			cluster := s.nowhere()
+			for _, method := range []string{"ListNodeGroups", "GetNodeGroup", "WatchNodeGroups"} {
+				err := call(s.bounded(), s.Stranger(), method, valid(method, cluster))
+				require.True(s, agenterrors.IsPermissionDenied(err), "%s: %v", method, err)
+			}
+			err := call(s.bounded(), s.Stranger(), "CreateClaim", valid("CreateClaim", cluster))
+			require.True(s, agenterrors.IsNotFound(err), "%v", err)
+			require.Equal(s, agenterrors.ReasonClusterNotFound, agenterrors.ReasonOf(err))
+			// It may have moved to another hub, with its claims and Machines.
+			for _, method := range []string{"ReleaseClaim", "ReturnMachine", "GetClaim", "ListClaims", "GetMachine", "ListMachines"} {
+				err = call(s.bounded(), s.Stranger(), method, valid(method, cluster))
+				require.Equal(s, agenterrors.ReasonClusterNotFound, agenterrors.ReasonOf(err), "%s: %v", method, err)
+			}
+		},
+	},
 }
 
 // nowhere is the Cluster that the stranger may act for.

@@ -18,7 +18,7 @@ import (
 )
 
 // Run runs every case as a subtest. newEnv is called once for each, and ends what it made with the test's cleanup.
-func Run(t *testing.T, newEnv func(t testing.TB) Env) {
+func Run(t *testing.T, newEnv func(tb testing.TB) Env) {
 	t.Helper()
 	for _, area := range areas {
 		t.Run(area.name, func(t *testing.T) {
@@ -29,12 +29,12 @@ func Run(t *testing.T, newEnv func(t testing.TB) Env) {
 	}
 }
 
-func runCase(t testing.TB, newEnv func(t testing.TB) Env, c testCase) {
-	t.Helper()
-	env := newEnv(t)
-	ctx, cancel := context.WithCancel(t.Context())
-	t.Cleanup(cancel)
-	s := &suite{TB: t, Env: env, ctx: ctx, replicasBefore: map[string]int32{}, machinesBefore: map[string]bool{}, created: map[string]bool{}}
+func runCase(tb testing.TB, newEnv func(tb testing.TB) Env, c testCase) {
+	tb.Helper()
+	env := newEnv(tb)
+	ctx, cancel := context.WithCancel(tb.Context())
+	tb.Cleanup(cancel)
+	s := &suite{TB: tb, Env: env, ctx: ctx, replicasBefore: map[string]int32{}, machinesBefore: map[string]bool{}, created: map[string]bool{}}
 	if standing, ok := env.(Standing); ok {
 		s.prefix = standing.Prefix()
 	}
@@ -63,10 +63,10 @@ type suite struct {
 }
 
 // run runs a part of the case, whose failure is the case's but does not end it.
-func (s *suite) run(name string, f func(t testing.TB)) {
+func (s *suite) run(name string, f func(tb testing.TB)) {
 	s.Helper()
-	if t, ok := s.TB.(*testing.T); ok {
-		t.Run(name, func(t *testing.T) { f(t) })
+	if test, ok := s.TB.(*testing.T); ok {
+		test.Run(name, func(t *testing.T) { f(t) })
 		return
 	}
 	part := try(s.ctx, name, f)
@@ -163,25 +163,29 @@ func (s *suite) releaseAtTheEnd(c *client.Client, id string) {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(s.ctx), s.Patience())
 		defer cancel()
 		var last error
-		err := wait.PollUntilContextCancel(ctx, 100*time.Millisecond, true, func(ctx context.Context) (bool, error) {
-			response, err := c.Claims.GetClaim(ctx, &agentv1alpha1.GetClaimRequest{Cluster: s.Cluster(), ClaimId: id})
-			switch last = err; {
-			case agenterrors.IsNotFound(err):
-				last = nil
-				return true, nil
-			case err != nil:
-				return false, nil
-			case response.GetClaim().GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED:
-				return true, nil
-			case response.GetClaim().GetPhase() < agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING:
-				_, last = c.Claims.ReleaseClaim(ctx, &agentv1alpha1.ReleaseClaimRequest{
-					Cluster: s.Cluster(), ClaimId: id, Drained: true, Reason: "the check is over",
-				})
-			}
-			return false, nil
+		err := wait.PollUntilContextCancel(ctx, 100*time.Millisecond, true, func(ctx context.Context) (ended bool, _ error) {
+			ended, last = s.releaseUntilEnded(ctx, c, id)
+			return ended, nil
 		})
 		require.NoError(s, err, "claim %s has not ended: %v", id, last)
 	})
+}
+
+// releaseUntilEnded releases a claim that is live, and reports whether it has ended or was never made.
+func (s *suite) releaseUntilEnded(ctx context.Context, c *client.Client, id string) (ended bool, err error) {
+	response, err := c.Claims.GetClaim(ctx, &agentv1alpha1.GetClaimRequest{Cluster: s.Cluster(), ClaimId: id})
+	switch phase := response.GetClaim().GetPhase(); {
+	case agenterrors.IsNotFound(err):
+		return true, nil
+	case err != nil || phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING:
+		return false, err
+	case phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED:
+		return true, nil
+	}
+	_, err = c.Claims.ReleaseClaim(ctx, &agentv1alpha1.ReleaseClaimRequest{
+		Cluster: s.Cluster(), ClaimId: id, Drained: true, Reason: "the check is over",
+	})
+	return false, err
 }
 
 // as returns the client of a role that may act as the holder.

@@ -105,9 +105,11 @@ func (f fake) as(caller string) []string {
 }
 
 type verdict struct {
-	Verdict                 string
-	Passed, Failed, Skipped int
-	Results                 []conformance.Result
+	Verdict string               `json:"verdict"`
+	Passed  int                  `json:"passed"`
+	Failed  int                  `json:"failed"`
+	Skipped int                  `json:"skipped"`
+	Results []conformance.Result `json:"results"`
 }
 
 // conform runs the command, and returns its exit status, what it printed, and the verdict that it wrote.

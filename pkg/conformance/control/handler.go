@@ -91,5 +91,7 @@ func read(w http.ResponseWriter, r *http.Request) (Request, error) {
 func answer(w http.ResponseWriter, code int, response Response) {
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(code)
-	_ = json.NewEncoder(w).Encode(response) // The caller finds half an answer out by itself.
+	if err := json.NewEncoder(w).Encode(response); err != nil {
+		return // The caller finds half an answer out by itself.
+	}
 }
