@@ -38,7 +38,7 @@ const (
 // DefaultFailureDelay is that of a [MachineFailure] without one.
 const DefaultFailureDelay = time.Second
 
-// MachineFailure is the failure of machines that are made for claims.
+// MachineFailure is the failure of machines that are made for claims. The claim that meets it is the oldest that waits when the machine appears.
 type MachineFailure struct {
 	// Machine is which of the node group's machines fails, counted from 1 in the order of their making; machines of the user's own are not counted.
 	// Every is that each so-manieth does. Exactly one of the two is positive.

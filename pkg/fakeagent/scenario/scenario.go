@@ -117,7 +117,7 @@ type Taint struct {
 	Effect string `json:"effect"`
 }
 
-// Failure is the failure of machines that are made for claims.
+// Failure is the failure of machines that are made for claims. The claim that meets it is the oldest that waits when the machine appears.
 type Failure struct {
 	// Machine is which of them fails, counted from 1 in the order of their making. Every is that each so-manieth does. Exactly one of the two is set.
 	Machine int `json:"machine,omitempty"`

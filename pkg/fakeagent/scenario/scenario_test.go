@@ -115,17 +115,18 @@ func TestTheExampleIsPlayed(t *testing.T) {
 		p.Agent.NodeGroup("fleet/full").GetAvailability().GetReason())
 	require.True(t, agenterrors.IsNoRoom(create(t, p, "none", "full")))
 
-	require.NoError(t, create(t, p, "first", "gpu-spot"))
-	require.NoError(t, create(t, p, "second", "gpu-spot"))
 	machine := func(id string) *agentv1alpha1.Machine { return p.Agent.Claim(spoke(), id).GetMachine() }
-	require.Nil(t, machine("first"))
-	clock.Step(500 * time.Millisecond)
-	eventually(t, func() bool { return machine("first") != nil && machine("second") != nil })
+	for _, id := range []string{"first", "second"} { // one after the other, so that the second machine is the second claim's
+		require.NoError(t, create(t, p, id, "gpu-spot"))
+		require.Nil(t, machine(id))
+		clock.Step(500 * time.Millisecond)
+		eventually(t, func() bool { return machine(id) != nil })
+	}
 	clock.Step(3 * time.Second)
 	eventually(t, func() bool { return p.Agent.Claim(spoke(), "second").GetReason() == "Failed" })
 	require.Equal(t, "InsufficientInstanceCapacity", machine("second").GetInfrastructureReason())
 	require.True(t, agenterrors.IsNoRoom(create(t, p, "third", "gpu-spot")), "it cools down")
-	clock.Step(2 * time.Second)
+	clock.Step(1500 * time.Millisecond)
 	eventually(t, func() bool { return machine("first").GetProviderId() != "" })
 	clock.Step(5 * time.Second)
 	eventually(t, func() bool { return machine("first").GetNodeName() != "" })
