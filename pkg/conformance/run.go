@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -58,7 +59,8 @@ type suite struct {
 	// replicasBefore are the replicas of node groups, by their ids, and machinesBefore the UIDs of machines, that were there before the case.
 	replicasBefore map[string]int32
 	machinesBefore map[string]bool
-	// created are the ids of claims that have to be released when the case ends.
+	// created are the ids of claims that have to be released when the case ends. Cases claim concurrently.
+	mu      sync.Mutex
 	created map[string]bool
 }
 
@@ -155,10 +157,13 @@ func (s *suite) create(c *client.Client, request *agentv1alpha1.CreateClaimReque
 
 // releaseAtTheEnd leaves a Cluster that is not the case's own as it was.
 func (s *suite) releaseAtTheEnd(c *client.Client, id string) {
-	if s.created[id] {
+	s.mu.Lock()
+	known := s.created[id]
+	s.created[id] = true
+	s.mu.Unlock()
+	if known {
 		return
 	}
-	s.created[id] = true
 	s.Cleanup(func() {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(s.ctx), s.Patience())
 		defer cancel()
