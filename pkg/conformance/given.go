@@ -25,7 +25,7 @@ type Given struct {
 	Caller *client.Client
 	// Autoscaler has the role autoscaler for the Cluster, Admin the role admin, and Stranger the role cluster for one that does not exist. OPTIONAL.
 	Autoscaler, Admin, Stranger *client.Client
-	// NodeGroups are the ids of those that may be claimed from, with room for ten machines each. OPTIONAL.
+	// NodeGroups are the ids of those that may be claimed from, with room for sixteen machines each. OPTIONAL.
 	NodeGroups []string
 	// Within is how long to wait at most for what must happen sooner or later: for a machine to come, with its Node, and to go. REQUIRED.
 	Within time.Duration

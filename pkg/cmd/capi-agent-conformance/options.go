@@ -54,7 +54,7 @@ func (o *options) addFlags(flags *pflag.FlagSet) {
 	flags.BoolVar(&o.plaintextLoopback, "plaintext-loopback", o.plaintextLoopback, "Call without TLS. --address must be a loopback address.")
 	flags.StringVar(&o.cluster, "cluster", o.cluster, "The Cluster to check with, as `namespace/name`.")
 	flags.StringSliceVar(&o.nodeGroups, "node-group", o.nodeGroups,
-		"A node group to claim from, by its `id`; give two. Machines and their Nodes have to come by themselves, with room for ten in each, and "+
+		"A node group to claim from, by its `id`; give two. Machines and their Nodes have to come by themselves, with room for sixteen in each, and "+
 			"nothing else may claim from it.")
 	for _, caller := range []conformance.Caller{conformance.CallerAutoscaler, conformance.CallerAdmin, conformance.CallerStranger} {
 		who := map[conformance.Caller]string{
