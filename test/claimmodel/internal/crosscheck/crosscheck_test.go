@@ -148,6 +148,18 @@ func TestWrongOutcomesAreRefused(t *testing.T) {
 	}
 }
 
+// TestAMachineSetMayBeCutBeforeItsStatusCountsItsMachines has an outcome that Cluster API has seldom.
+func TestAMachineSetMayBeCutBeforeItsStatusCountsItsMachines(t *testing.T) {
+	s := engine.Script{Machines: []int{1}, Phases: []phase{{replicas(3), rollout}}}
+	var seldom engine.Outcome
+	seldom.Sets[0] = engine.SetOutcome{Replicas: 1, New: 1}
+	seldom.Sets[1] = engine.SetOutcome{Replicas: 2, New: 2}
+	seldom.Machines[0] = engine.Gone
+	if said, err := compare(&s, []engine.Outcome{seldom}); err != nil {
+		t.Errorf("%v%s", err, said)
+	}
+}
+
 // TestTheModelHasRoomForTheScripts follows every outcome, whether the real controllers have it or not.
 func TestTheModelHasRoomForTheScripts(t *testing.T) {
 	for _, s := range Scripts() {

@@ -148,6 +148,8 @@ func (o Outcome) String() string {
 type Situation struct {
 	state   State
 	first   uint8 // how many Machines the script began with
+	settled uint8 // the Machines of before the phase, which every status counts
+	lagged  uint8 // a status has not counted the others once in this phase, which is as often as the model has it
 	kept    uint8 // no instance comes into being any more
 	written uint8 // how many writes of the phase are done, plus one; 0 before it
 }
@@ -212,7 +214,10 @@ func (m *scripted) Moves(who explore.Mover, s *Situation, emit explore.Emit[Situ
 		if who == explore.Outside {
 			for i := range m.from {
 				next := m.from[i]
-				next.written = 1
+				next.written, next.settled, next.lagged = 1, 0, 0
+				for j, x := range next.state.groups[0].machines {
+					next.settled |= b(x.exists()) << j
+				}
 				emit(&next, act(nobody, 0, 0, 0, 0), "")
 			}
 		}
@@ -224,8 +229,33 @@ func (m *scripted) Moves(who explore.Mover, s *Situation, emit explore.Emit[Situ
 			emit(&next, act(nobody, 0, 0, int(s.written), 0), "")
 		}
 		m.p.eager(&s.state, 0, s.with(emit))
+		if s.lagged == 0 {
+			late := *s
+			late.lagged = 1
+			m.p.lagging(&s.state, s.settled, late.with(emit))
+		}
 	case who == explore.Controllers:
 		m.p.controllers(&s.state, 0, s.with(emit))
+	}
+}
+
+// lagging is what the MachineDeployment does besides while the status of a MachineSet of an old template does not count the Machines yet that the
+// MachineSet has just made: it cuts the MachineSet down to fewer than there are. Searches do not have it, as they know no status.
+func (p *Protocol) lagging(s *State, settled uint8, emit explore.Emit[State]) {
+	at := &s.groups[0]
+	if p.RollingUpdate || at.md.paused != notPaused || at.md.isPaused != 0 || at.sets[at.md.template].exists == 0 {
+		return
+	}
+	plan := p.planOf(s, 0)
+	for j, m := range at.seen {
+		set := int(at.machines[j].set)
+		if settled&bit(j) != 0 || m.phase < fresh || m.phase > held || set == plan.newest || at.sets[set].isPaused != 0 {
+			continue
+		}
+		plan.status[set]--
+		p.scale(s, 0, plan.onDelete(), func(next *State, what, x, y int, violation string) {
+			emit(next, act(nobody, 0, what, x, y), violation)
+		})
 	}
 }
 
