@@ -346,7 +346,7 @@ func (s *Sandbox) agent(ctx context.Context, name string, port int, kubeconfigFi
 		"--issuer-key-file=" + filepath.Join(s.options.StateDir, issuerFile+".key"),
 	}
 	if s.options.Topology == Sidecar {
-		cluster := ClusterNamespace + "/" + ClusterName
+		cluster := s.Cluster().String()
 		serves = []string{
 			"--clusters=" + cluster, "--listen-unix-socket=" + s.agentSocket(), "--unix-socket-role=cluster", "--unix-socket-clusters=" + cluster,
 		}
@@ -380,8 +380,8 @@ func (s *Sandbox) shimAccess(agent string) []string {
 	access := []string{
 		"KUBECONFIG=" + s.shimKubeconfig(),
 		"AGENT_ADDRESS=" + agent,
-		"CLUSTER_NAMESPACE=" + ClusterNamespace,
-		"CLUSTER_NAME=" + ClusterName,
+		"CLUSTER_NAMESPACE=" + s.Cluster().Namespace,
+		"CLUSTER_NAME=" + s.Cluster().Name,
 	}
 	if s.options.Topology == Sidecar {
 		return access

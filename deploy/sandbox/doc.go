@@ -15,6 +15,8 @@
 // With [Options].HubOnly there is a hub only, without a Cluster: another sandbox's Cluster can be moved to it with `clusterctl move`, and
 // that one's shim pointed to its agent with [Sandbox.PointShim].
 //
+// With [Options].HubOf there is a spoke with its shim only, whose Cluster is added to the hub of another sandbox.
+//
 // # Fidelity
 //
 // Agent and shim are processes of their own that speak mTLS, with a ServiceAccount token each, bound to exactly the

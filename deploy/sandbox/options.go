@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -32,6 +33,11 @@ type Options struct {
 
 	// Topology says where agent and shim run. Empty means [HubAndSpoke].
 	Topology Topology
+	// HubOf, if set, is the name of a sandbox of the same repository that is ready: this one has a spoke and a shim only, and the Cluster is added to
+	// that one's hub, whose agents serve it. Without, there is a hub of its own.
+	HubOf string
+	// Cluster is the name of the spoke's Cluster in the namespace [ClusterNamespace]. Empty means [ClusterName], and [Options].Name with HubOf.
+	Cluster string
 	// HubOnly leaves out the spoke, the hub's Cluster and the shim: a hub that the Clusters of another one can be moved to.
 	HubOnly bool
 	// WithoutAgent leaves out the agent, and with it the shim.
@@ -111,6 +117,13 @@ func (o *Options) checkTopology() error {
 		return fmt.Errorf("a hub without a spoke has no topology; leave %s out", o.Topology)
 	case o.Topology == Sidecar && o.Agents > 1:
 		return errors.New("a sidecar is one agent")
+	case o.HubOf == "":
+	case o.HubOf == o.Name:
+		return fmt.Errorf("the sandbox %q cannot use its own hub as another's", o.Name)
+	case o.Topology != HubAndSpoke || o.HubOnly || o.AuditHub || o.TopologyVersion != "":
+		return fmt.Errorf("the hub of the sandbox %q is as it is: no topology, hub only, audit or ClusterClass can be chosen", o.HubOf)
+	case o.WithoutAgent || o.Agents > 0 || len(o.AgentArgs) > 0 || o.AgentHub != nil:
+		return fmt.Errorf("the agents of the sandbox %q are as they are: none can be left out, added or changed", o.HubOf)
 	}
 	return nil
 }
@@ -171,7 +184,12 @@ func (o *Options) complete() error {
 		return err
 	}
 	o.WithoutShim = o.WithoutShim || o.WithoutAgent || o.HubOnly
-	o.Agents = max(o.Agents, 1)
+	if o.HubOf == "" {
+		o.Agents = max(o.Agents, 1)
+	}
+	if o.Cluster == "" {
+		o.Cluster = cmp.Or(lo.Ternary(o.HubOf == "", "", o.Name), ClusterName)
+	}
 	if o.AgentBinary == "" {
 		o.AgentBinary = o.binary("capi-agent")
 	}
@@ -210,9 +228,9 @@ var ErrNotBuilt = errors.New("not built")
 
 // checkBuilt names everything that is missing at once.
 func (o *Options) checkBuilt() error {
-	files := []string{
-		"etcd", "kube-apiserver", "kube-controller-manager",
-		"capi-core-manager", "capi-core-manifests/webhooks.yaml", "capi-core-manifests/version", "sim-provider",
+	files := []string{"etcd", "kube-apiserver", "kube-controller-manager"}
+	if o.HubOf == "" {
+		files = append(files, "capi-core-manager", "capi-core-manifests/webhooks.yaml", "capi-core-manifests/version", "sim-provider")
 	}
 	if !o.HubOnly {
 		files = append(files, "kube-scheduler", "kwok")

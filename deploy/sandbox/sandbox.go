@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sync/errgroup"
 	authenticationv1 "k8s.io/api/authentication/v1"
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
@@ -43,6 +44,8 @@ const (
 	simVersion = "v0.1.0"
 	// linesOfLog is how much of a component's log is quoted in an error.
 	linesOfLog = 15
+	// adminQPS and adminBurst are of an administrator's clients.
+	adminQPS, adminBurst = 100, 200
 )
 
 //go:embed stages.yaml
@@ -54,7 +57,7 @@ var auditPolicy []byte
 // ErrRunning says that a sandbox of that name is up.
 var ErrRunning = errors.New("is running already")
 
-// Sandbox is a running hub and spoke, or a hub only. Its methods are safe for concurrent use.
+// Sandbox is a running hub and spoke, a hub only, or a spoke of another sandbox's hub. Its methods are safe for concurrent use.
 type Sandbox struct {
 	options Options
 	lock    *flock.Flock
@@ -96,6 +99,7 @@ func Start(ctx context.Context, options Options) (*Sandbox, error) {
 		lock:    lock,
 		state: State{
 			Name: options.Name, Phase: Starting, PID: os.Getpid(), StartedAt: time.Now(), Paths: pathsIn(options.StateDir),
+			Cluster: lo.Ternary(options.HubOnly, "", options.Cluster),
 		},
 		touched: make(chan struct{}, 1),
 		stopped: make(chan struct{}),
@@ -198,7 +202,9 @@ func (s *Sandbox) start(ctx context.Context) error {
 		return err
 	}
 	group, groupContext := errgroup.WithContext(ctx)
-	group.Go(func() error { return s.startHub(groupContext) })
+	if s.options.HubOf == "" {
+		group.Go(func() error { return s.startHub(groupContext) })
+	}
 	if s.spoke != nil && !s.options.oneCluster() {
 		group.Go(func() error { return s.startSpoke(groupContext) })
 	}
@@ -212,11 +218,11 @@ func (s *Sandbox) start(ctx context.Context) error {
 	group, groupContext = errgroup.WithContext(ctx)
 	if s.spoke != nil {
 		// Whether Cluster API has connected to it is of no concern to who onboards it.
-		if err := createFleet(ctx, hub, s.spoke, s.options.TopologyVersion); err != nil {
+		if err := createFleet(ctx, hub, s.spoke, s.options.Cluster, s.options.TopologyVersion); err != nil {
 			return err
 		}
 		group.Go(func() error {
-			return s.step(groupContext, "Cluster "+ClusterNamespace+"/"+ClusterName, func(ctx context.Context) error { return awaitFleet(ctx, hub) })
+			return s.step(groupContext, "Cluster "+s.Cluster().String(), func(ctx context.Context) error { return awaitFleet(ctx, hub, s.Cluster()) })
 		})
 	}
 	if !s.options.WithoutAgent {
@@ -229,9 +235,14 @@ func (s *Sandbox) start(ctx context.Context) error {
 }
 
 // makeCertificates makes what is made before any process runs.
-func (s *Sandbox) makeCertificates(context.Context) error {
+func (s *Sandbox) makeCertificates(ctx context.Context) error {
 	var err error
-	if s.hub, err = s.newControlPlane("hub", s.state.Paths.HubKubeconfig); err != nil {
+	if s.options.HubOf != "" {
+		err = s.joinHub(ctx)
+	} else {
+		s.hub, err = s.newControlPlane("hub", s.state.Paths.HubKubeconfig)
+	}
+	if err != nil {
 		return err
 	}
 	if s.options.AuditHub {
@@ -254,6 +265,57 @@ func (s *Sandbox) makeCertificates(context.Context) error {
 	}
 	s.agentCA = s.options.Authority.ca
 	return os.WriteFile(s.state.Paths.AgentCA, s.agentCA.PEM, 0o600)
+}
+
+// joinHub connects to the hub of another sandbox, and takes over who its agents trust.
+func (s *Sandbox) joinHub(ctx context.Context) error {
+	of := Options{Name: s.options.HubOf, Root: s.options.Root}
+	running, err := Running(of)
+	if err != nil {
+		return err
+	}
+	state, err := ReadState(of)
+	if err != nil && !errors.Is(err, ErrNoState) {
+		return err
+	}
+	if !running || state.Phase != Ready || state.AgentAddress == "" {
+		return fmt.Errorf("sandbox %q is no hub with an agent that is up and ready: bring it up first", of.Name)
+	}
+	data, err := os.ReadFile(state.Paths.HubKubeconfig)
+	if err != nil {
+		return err
+	}
+	admin, err := clientcmd.RESTConfigFromKubeConfig(data)
+	if err != nil {
+		return err
+	}
+	admin.QPS, admin.Burst = adminQPS, adminBurst
+	s.hub = &controlPlane{name: "hub", server: admin.Host, admin: admin, kubeconfigFile: state.Paths.HubKubeconfig, kubeconfigData: data}
+	s.update(func(mine *State) {
+		mine.Paths.HubKubeconfig = state.Paths.HubKubeconfig
+		mine.AgentAddress, mine.AgentAddresses, mine.AgentMetrics = state.AgentAddress, state.AgentAddresses, state.AgentMetrics
+		mine.HubEtcdMetrics = state.HubEtcdMetrics
+	})
+	hub, err := s.HubClient()
+	if err != nil {
+		return err
+	}
+	switch err := hub.Get(ctx, s.Cluster(), &clusterv1.Cluster{}); {
+	case err == nil:
+		return fmt.Errorf("the hub of sandbox %q has a Cluster %s already: delete it there, or choose another name", of.Name, s.Cluster())
+	case !apierrors.IsNotFound(err):
+		return err
+	}
+	var issuer corev1.Secret
+	if err := hub.Get(ctx, client.ObjectKey{Namespace: agentNamespace, Name: issuerSecret}, &issuer); err != nil {
+		return fmt.Errorf("reading the authority of the agents of sandbox %q: %w", of.Name, err)
+	}
+	ca, err := pki.ReadCA(pki.Pair{Certificate: issuer.Data[corev1.TLSCertKey], Key: issuer.Data[corev1.TLSPrivateKeyKey]})
+	if err != nil {
+		return fmt.Errorf("reading the authority of the agents of sandbox %q: %w", of.Name, err)
+	}
+	s.options.Authority = &Authority{ca}
+	return nil
 }
 
 // newControlPlane makes the certificates and the administrator's kubeconfig of a control plane.
@@ -302,7 +364,7 @@ func (s *Sandbox) newControlPlane(name, kubeconfigFile string) (*controlPlane, e
 	if c.admin, err = clientcmd.RESTConfigFromKubeConfig(c.kubeconfigData); err != nil {
 		return nil, err
 	}
-	c.admin.QPS, c.admin.Burst = 100, 200
+	c.admin.QPS, c.admin.Burst = adminQPS, adminBurst
 	return c, nil
 }
 
@@ -451,7 +513,11 @@ func (s *Sandbox) startAgentAndShim(ctx context.Context) error {
 			return err
 		}
 	}
-	if err := s.step(ctx, "agent", s.startAgents); err != nil {
+	if s.options.HubOf != "" {
+		if err := s.issueCallers(); err != nil {
+			return err
+		}
+	} else if err := s.step(ctx, "agent", s.startAgents); err != nil {
 		return err
 	}
 	if s.options.WithoutShim {
@@ -486,7 +552,7 @@ func (s *Sandbox) startAgents(ctx context.Context) error {
 	}
 	if s.options.Topology == Sidecar {
 		chart.Account = s.shimAccount
-		chart.Values = append(chart.Values, "clusters={"+ClusterNamespace+"/"+ClusterName+"}", "replicas=0", "tls.certManager.enabled=false",
+		chart.Values = append(chart.Values, "clusters={"+s.Cluster().String()+"}", "replicas=0", "tls.certManager.enabled=false",
 			"serviceAccount.create=false", "serviceAccount.name="+s.shimAccount.Name)
 		chart.Namespace = s.shimAccount.Namespace
 	} else {
@@ -508,12 +574,8 @@ func (s *Sandbox) startAgents(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	for name, id := range map[string]string{
-		clientCertificate: ClusterIdentity(ClusterNamespace, ClusterName, ""), "admin": AdminIdentity, "reader": ReaderIdentity,
-	} {
-		if _, _, err := s.AgentCertificate(name, id); err != nil {
-			return err
-		}
+	if err := s.issueCallers(); err != nil {
+		return err
 	}
 	if s.options.Topology != Sidecar {
 		if err := s.publishIssuer(ctx); err != nil {
@@ -548,6 +610,18 @@ func (s *Sandbox) startAgents(ctx context.Context) error {
 		group.Go(func() error { return s.agent(ctx, name, port, kubeconfigFile, certFile, keyFile, policyFile) })
 	}
 	return group.Wait()
+}
+
+// issueCallers issues the certificates of people and tools that call the agents.
+func (s *Sandbox) issueCallers() error {
+	for name, id := range map[string]string{
+		clientCertificate: ClusterIdentity(s.Cluster().Namespace, s.Cluster().Name, ""), "admin": AdminIdentity, "reader": ReaderIdentity,
+	} {
+		if _, _, err := s.AgentCertificate(name, id); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 const (
@@ -588,7 +662,7 @@ func (s *Sandbox) onboardSpoke(ctx context.Context) error {
 // installShim gives the shim its rights in the spoke.
 func (s *Sandbox) installShim(ctx context.Context) error {
 	values := []string{
-		"agent.address=" + s.agentOfShim(), "cluster.namespace=" + ClusterNamespace, "cluster.name=" + ClusterName,
+		"agent.address=" + s.agentOfShim(), "cluster.namespace=" + s.Cluster().Namespace, "cluster.name=" + s.Cluster().Name,
 		fmt.Sprintf("agent.enrollment.enabled=%t", s.options.Topology != Sidecar),
 		fmt.Sprintf("settings.ignoreDRARequests=%t", !s.options.DynamicResources),
 	}
@@ -638,13 +712,13 @@ const (
 	shimBootstrapSecret = ShimNamespace + "/karpenter-agent-bootstrap"
 )
 
-// Onboard has the agent's command onboard the Cluster [ClusterNamespace]/[ClusterName], with further arguments, as the hub's administrator, and
+// Onboard has the agent's command onboard the spoke's [Sandbox.Cluster], with further arguments, as the hub's administrator, and
 // returns what it prints. What was issued for the Cluster before is refused from then on; [Paths].ClientCertificate is issued anew.
 func (s *Sandbox) Onboard(ctx context.Context, args ...string) (string, error) {
 	state := s.State()
 	cmd := exec.CommandContext(ctx, s.options.AgentBinary, append([]string{ //nolint:gosec // the binary that the sandbox runs
 		"onboard", "--kubeconfig=" + state.Paths.HubKubeconfig, "--issuer-secret=" + agentNamespace + "/" + issuerSecret, "--trust-domain=" + trustDomain,
-		"--secret=" + shimBootstrapSecret, ClusterNamespace + "/" + ClusterName,
+		"--secret=" + shimBootstrapSecret, s.Cluster().String(),
 	}, args...)...)
 	output, err := cmd.CombinedOutput()
 	if err != nil {
@@ -655,10 +729,10 @@ func (s *Sandbox) Onboard(ctx context.Context, args ...string) (string, error) {
 		return string(output), err
 	}
 	var cluster clusterv1.Cluster
-	if err := hub.Get(ctx, client.ObjectKey{Namespace: ClusterNamespace, Name: ClusterName}, &cluster); err != nil {
+	if err := hub.Get(ctx, s.Cluster(), &cluster); err != nil {
 		return string(output), err
 	}
-	_, _, err = s.AgentCertificate(clientCertificate, ClusterIdentity(ClusterNamespace, ClusterName, cluster.Labels[onboardingLabel]))
+	_, _, err = s.AgentCertificate(clientCertificate, ClusterIdentity(cluster.Namespace, cluster.Name, cluster.Labels[onboardingLabel]))
 	return string(output), err
 }
 
@@ -709,6 +783,11 @@ func (s *Sandbox) AgentCertificate(name, id string) (certFile, keyFile string, e
 		return "", "", err
 	}
 	return pair.Write(filepath.Dir(s.state.Paths.AgentCA), name)
+}
+
+// Cluster is the hub's object for the spoke.
+func (s *Sandbox) Cluster() client.ObjectKey {
+	return client.ObjectKey{Namespace: ClusterNamespace, Name: s.options.Cluster}
 }
 
 // HubConfig returns an administrator's configuration.

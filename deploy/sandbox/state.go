@@ -29,6 +29,8 @@ type State struct {
 	Phase Phase  `json:"phase"`
 	// Error is why it failed.
 	Error string `json:"error,omitempty"`
+	// Cluster is the name of the spoke's Cluster in the namespace [ClusterNamespace]; empty without a spoke.
+	Cluster string `json:"cluster,omitempty"`
 	// PID is the process that holds it.
 	PID int `json:"pid"`
 	// StartedAt is when it was asked for; ReadyAt when it was first ready, zero before.
@@ -69,7 +71,8 @@ type ComponentStatus = process.Status
 type Paths struct {
 	// Dir holds all of it.
 	Dir string `json:"dir"`
-	// HubKubeconfig and SpokeKubeconfig are an administrator's. Without a spoke there is no SpokeKubeconfig.
+	// HubKubeconfig and SpokeKubeconfig are an administrator's. Without a spoke there is no SpokeKubeconfig. HubKubeconfig is another sandbox's
+	// with [Options].HubOf.
 	HubKubeconfig   string `json:"hubKubeconfig"`
 	SpokeKubeconfig string `json:"spokeKubeconfig"`
 	// AgentCA is the authority of the agent's certificate.

@@ -251,8 +251,14 @@ func whoseMachines() invariants.Expected {
 // run makes the node groups and so many pods for each, and waits until they run and nothing moves.
 func (h hubs) run(t *testing.T, in *world.World, east, west int) {
 	t.Helper()
+	NewWithT(t).Expect(manifests.Apply(within(t, soon), in.Hub, manifests.MoveHub)).To(Succeed())
+	h.occupy(t, in, east, west)
+}
+
+// occupy makes so many pods for each node group, and waits until they run and nothing moves.
+func (h hubs) occupy(t *testing.T, in *world.World, east, west int) {
+	t.Helper()
 	g := NewWithT(t)
-	g.Expect(manifests.Apply(within(t, soon), in.Hub, manifests.MoveHub)).To(Succeed())
 	for _, file := range []string{manifests.MoveSpoke, manifests.MoveWorkload} {
 		g.Expect(manifests.Apply(within(t, soon), in.Spoke, file)).To(Succeed())
 	}
@@ -366,7 +372,7 @@ type holding struct{ nodeClaim, group, machine, providerID string }
 
 func (h hubs) holdings(t *testing.T, of *world.World) holdings {
 	t.Helper()
-	state, err := invariants.Read(within(t, soon), of.Hub, of.Spoke, world.Cluster)
+	state, err := invariants.Read(within(t, soon), of.Hub, of.Spoke, of.Checker.Cluster)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -396,7 +402,7 @@ func (h hubs) holdings(t *testing.T, of *world.World) holdings {
 // holds returns a condition for poll: each claim is Bound in the target to the Machine that it had.
 func (h hubs) holds(before holdings) func(context.Context) (string, error) {
 	return func(ctx context.Context) (string, error) {
-		state, err := invariants.Read(ctx, h.target.Hub, h.target.Spoke, world.Cluster)
+		state, err := invariants.Read(ctx, h.target.Hub, h.target.Spoke, h.target.Checker.Cluster)
 		if err != nil {
 			return "", err
 		}
@@ -474,10 +480,17 @@ func (h hubs) hold(t *testing.T, in *world.World, stuck bool) {
 // agent returns an administrator's client of the target's first agent.
 func (h hubs) agent(t *testing.T) *agentclient.Client {
 	t.Helper()
+	paths := h.target.Sandbox.State().Paths
+	return h.agentAs(t, paths.AdminCertificate, paths.AdminKey)
+}
+
+// agentAs is agent with another certificate.
+func (h hubs) agentAs(t *testing.T, certFile, keyFile string) *agentclient.Client {
+	t.Helper()
 	state := h.target.Sandbox.State()
 	c, err := agentclient.New(agentclient.Options{
 		Address: state.AgentAddress,
-		TLS:     &agentclient.TLS{CertFile: state.Paths.AdminCertificate, KeyFile: state.Paths.AdminKey, CAFile: state.Paths.AgentCA},
+		TLS:     &agentclient.TLS{CertFile: certFile, KeyFile: keyFile, CAFile: state.Paths.AgentCA},
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -89,15 +89,21 @@ func (h hubs) comesAndGoes(t *testing.T, figure func(format string, args ...any)
 	h.goes(t)
 }
 
-// goes leaves no pod, and waits until their machines are gone.
-func (h hubs) goes(t *testing.T) {
+// empty leaves no pod, and waits until their machines are gone.
+func (h hubs) empty(t *testing.T) {
 	t.Helper()
-	g := NewWithT(t)
 	h.scale(t, 0, 0)
-	g.Expect(h.source.Recorder.Await(within(t, 3*time.Minute), func(s journey.State) string {
+	NewWithT(t).Expect(h.source.Recorder.Await(within(t, 3*time.Minute), func(s journey.State) string {
 		return lo.Ternary(len(s.Live()) == 0, "", fmt.Sprintf("all NodeClaims to be gone: %d are left", len(s.Live())))
 	})).To(Succeed())
 	h.settle(t)
+}
+
+// goes leaves no pod and no machine but the team's, and nothing in the logs that must not be there.
+func (h hubs) goes(t *testing.T) {
+	t.Helper()
+	g := NewWithT(t)
+	h.empty(t)
 	g.Expect(h.holdings(t, h.source).replicas).To(Equal(map[string]int32{"east": own, "west": 0}))
 	ours := lo.FilterMap(h.source.Sandbox.State().Components, func(c sandbox.ComponentStatus, _ int) (string, bool) {
 		return c.Name, c.Name == sandbox.Shim || strings.HasPrefix(c.Name, sandbox.Agent)

@@ -9,8 +9,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"strconv"
+	"strings"
 	"time"
 
+	"github.com/samber/lo"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
@@ -68,19 +71,20 @@ func Load(file string) ([]*unstructured.Unstructured, error) {
 	return objects, nil
 }
 
-// LoadAs returns the objects of a file with every string that is the first name replaced by the second.
-func LoadAs(file, name, other string) ([]*unstructured.Unstructured, error) {
+// LoadAs returns the objects of a file with every string that is the first name of a pair replaced by the second.
+func LoadAs(file string, pairs ...string) ([]*unstructured.Unstructured, error) {
 	objects, err := Load(file)
 	if err != nil {
 		return nil, err
 	}
+	replacer := strings.NewReplacer(lo.Map(pairs, func(name string, _ int) string { return strconv.Quote(name) })...)
 	for _, o := range objects {
 		text, err := json.Marshal(o.Object)
 		if err != nil {
 			return nil, err
 		}
 		o.Object = nil
-		if err := json.Unmarshal(bytes.ReplaceAll(text, []byte(`"`+name+`"`), []byte(`"`+other+`"`)), &o.Object); err != nil {
+		if err := json.Unmarshal([]byte(replacer.Replace(string(text))), &o.Object); err != nil {
 			return nil, err
 		}
 	}

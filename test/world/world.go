@@ -36,7 +36,7 @@ import (
 // pollInterval is how often an API server is asked for what no watch tells.
 const pollInterval = 200 * time.Millisecond
 
-// Cluster is the hub's name for the spoke.
+// Cluster is the hub's name for the spoke, unless a sandbox was given another.
 var Cluster = types.NamespacedName{Namespace: sandbox.ClusterNamespace, Name: sandbox.ClusterName}
 
 // World is a sandbox that runs. Its methods are safe for concurrent use.
@@ -94,15 +94,16 @@ func around(ctx context.Context, box, spokes *sandbox.Sandbox, onEvent func(jour
 	if err := errors.Join(hubErr, spokeErr); err != nil {
 		return nil, err
 	}
+	cluster := spokes.Cluster()
 	recorder, err := journey.Record(ctx, journey.Options{
-		Hub: box.HubConfig(), Spoke: spokes.SpokeConfig(), Scheme: scheme, Cluster: Cluster, OnEvent: onEvent,
+		Hub: box.HubConfig(), Spoke: spokes.SpokeConfig(), Scheme: scheme, Cluster: cluster, OnEvent: onEvent,
 	})
 	if err != nil {
 		return nil, err
 	}
 	return &World{
 		Sandbox: box, Hub: hub, Spoke: spoke, Recorder: recorder,
-		Checker: invariants.Checker{Hub: hub, Spoke: spoke, Cluster: Cluster},
+		Checker: invariants.Checker{Hub: hub, Spoke: spoke, Cluster: cluster},
 	}, nil
 }
 

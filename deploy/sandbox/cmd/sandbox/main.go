@@ -100,6 +100,8 @@ func startFlags(cmd *cobra.Command, options *sandbox.Options) {
 	cmd.Flags().StringVar((*string)(&options.Topology), "topology", string(sandbox.HubAndSpoke),
 		"where agent and shim run, as in docs/install.md: hub-spoke, joined, sidecar or hub-hosted")
 	cmd.Flags().BoolVar(&options.HubOnly, "hub-only", false, "leave out the spoke, its Cluster and the shim: a hub to move a Cluster to")
+	cmd.Flags().StringVar(&options.HubOf, "hub-of", "",
+		"name of a sandbox that runs: bring up a spoke with a shim only, whose Cluster, named as this sandbox, is added to that one's hub")
 	cmd.Flags().BoolVar(&options.WithoutShim, "no-shim", false, "leave out the shim")
 	cmd.Flags().BoolVar(&options.WithoutAgent, "no-agent", false, "leave out the agent, and with it the shim")
 	cmd.Flags().StringArrayVar(&options.AgentArgs, "agent-arg", nil, "flag to add to the agent's command line; may be repeated")

@@ -88,6 +88,9 @@ func startSupervisor(options sandbox.Options) (cmd *exec.Cmd, output string, err
 	}
 	defer func() { _ = file.Close() }() // the supervisor has its own descriptor
 	args := []string{"run", "--name=" + options.Name, "--root=" + options.Root, "--topology=" + string(options.Topology)}
+	if options.HubOf != "" {
+		args = append(args, "--hub-of="+options.HubOf)
+	}
 	if options.HubOnly {
 		args = append(args, "--hub-only")
 	}
@@ -180,10 +183,14 @@ func tellWhatNext(out io.Writer, state sandbox.State) {
   bin/kubectl --kubeconfig %s get clusters,machinedeployments,machines -A
 `, relative(paths.HubKubeconfig))
 	if hasNodes := lo.ContainsBy(state.Components, func(c sandbox.ComponentStatus) bool { return strings.HasSuffix(c.Name, "-kwok") }); hasNodes {
-		_, _ = fmt.Fprintf(out, `  bin/kubectl --kubeconfig %s apply -f deploy/sandbox/examples/machinedeployment.yaml
+		example := "apply -f deploy/sandbox/examples/machinedeployment.yaml"
+		if state.Cluster != sandbox.ClusterName {
+			example = fmt.Sprintf("apply -f <(sed 's/spoke/%[1]s/; s/standard-4/%[1]s-4/' deploy/sandbox/examples/machinedeployment.yaml)", state.Cluster)
+		}
+		_, _ = fmt.Fprintf(out, `  bin/kubectl --kubeconfig %s %s
 Spoke:
   bin/kubectl --kubeconfig %s get nodes,pods -A
-`, relative(paths.HubKubeconfig), relative(paths.SpokeKubeconfig))
+`, relative(paths.HubKubeconfig), example, relative(paths.SpokeKubeconfig))
 	}
 	if state.AgentAddress != "" {
 		_, _ = fmt.Fprintf(out, `Agent:

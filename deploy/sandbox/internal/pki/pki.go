@@ -6,6 +6,7 @@ import (
 	"crypto/elliptic"
 	"crypto/rand"
 	"crypto/rsa"
+	"crypto/tls"
 	"crypto/x509"
 	"crypto/x509/pkix"
 	"encoding/pem"
@@ -58,6 +59,19 @@ func NewCA(name string) (*CA, error) {
 		return nil, err
 	}
 	return &CA{certificate: certificate, key: key, PEM: encode("CERTIFICATE", der)}, nil
+}
+
+// ReadCA returns the authority that has given a pair by [CA.Pair].
+func ReadCA(pair Pair) (*CA, error) {
+	both, err := tls.X509KeyPair(pair.Certificate, pair.Key)
+	if err != nil {
+		return nil, err
+	}
+	key, ok := both.PrivateKey.(*ecdsa.PrivateKey)
+	if !ok {
+		return nil, fmt.Errorf("the authority has a %T, not an ECDSA key", both.PrivateKey)
+	}
+	return &CA{certificate: both.Leaf, key: key, PEM: pair.Certificate}, nil
 }
 
 // Pair returns the authority's own certificate with its key, for who signs with it.
