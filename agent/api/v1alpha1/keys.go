@@ -79,6 +79,13 @@ const (
 	// MachineDeployment was paused, comma-separated; written together with its replicas, so that the step can be repeated.
 	ReleasedAnnotation = Group + "/released"
 
+	// MaxClaimsAnnotation, MaxCreationsAnnotation and MaxReleasesAnnotation on a Cluster replace, for that Cluster, what the agent's flags
+	// --max-claims-per-cluster, --max-creations-per-minute and --max-releases-per-window set. The value is a whole number; 0 disables the limit.
+	// With any other value the flag applies.
+	MaxClaimsAnnotation    = Group + "/max-claims"
+	MaxCreationsAnnotation = Group + "/max-creations-per-minute"
+	MaxReleasesAnnotation  = Group + "/max-releases-per-window"
+
 	// ClusterLabel on a MachineClaim holds the name of its Cluster.
 	ClusterLabel = Group + "/cluster"
 	// NodeGroupLabel on a MachineClaim holds the name of the MachineDeployment that it claims from.

@@ -4,18 +4,21 @@ import (
 	"context"
 	"fmt"
 	"maps"
+	"slices"
+	"strconv"
 	"strings"
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
 // Bounds limit what one Cluster can store in the hub, and how fast it can create and release machines, which limits the damage of a mistake. Zero
-// means no limit.
+// means no limit. A Cluster's annotations replace Claims, Creations and Releases for it ([Bounds.of]).
 type Bounds struct {
 	// Claims is how many claims a Cluster may have that have not ended.
 	Claims int
@@ -58,6 +61,46 @@ const (
 	BoundCreations Bound = "creations"
 	BoundReleases  Bound = "releases"
 )
+
+// annotations replace bounds for the Cluster that has them.
+var annotations = map[Bound]string{
+	BoundLive: v1alpha1.MaxClaimsAnnotation, BoundCreations: v1alpha1.MaxCreationsAnnotation, BoundReleases: v1alpha1.MaxReleasesAnnotation,
+}
+
+// of returns the bounds of a Cluster, and for each annotation that cannot be read what is wrong with it. The flags apply then.
+func (b Bounds) of(cluster *clusterv1.Cluster) (own Bounds, wrong []string) {
+	if cluster == nil || len(cluster.Annotations) == 0 {
+		return b, nil
+	}
+	for bound, to := range map[Bound]*int{BoundLive: &b.Claims, BoundCreations: &b.Creations, BoundReleases: &b.Releases} {
+		text, set := cluster.Annotations[annotations[bound]]
+		if !set {
+			continue
+		}
+		n, err := strconv.ParseUint(text, 10, 31)
+		if err != nil {
+			wrong = append(wrong, fmt.Sprintf("the annotation %s: %.40q is not a whole number of at least 0, so the agent's own limit applies",
+				annotations[bound], text))
+			continue
+		}
+		*to = int(n)
+	}
+	slices.Sort(wrong)
+	return b, wrong
+}
+
+// bounds returns the bounds of a Cluster, and shows on it which of its annotations cannot be read.
+func (e *Engine) bounds(ctx context.Context, key types.NamespacedName) (Bounds, error) {
+	cluster, err := e.cluster(ctx, key.Namespace, key.Name)
+	if err != nil {
+		return Bounds{}, err
+	}
+	own, wrong := e.Bounds.of(cluster)
+	for _, message := range wrong {
+		e.warn(cluster, "InvalidLimit", "Limit", message)
+	}
+	return own, nil
+}
 
 // TooManyError means that a bound is reached.
 type TooManyError struct {
@@ -196,7 +239,11 @@ func (e *Engine) roomForTombstone(ctx context.Context, cluster types.NamespacedN
 // room returns a [*TooManyError] when the Cluster may have no further claim, which is remembered when it ends, or when its node group may have
 // none now.
 func (e *Engine) room(ctx context.Context, cluster types.NamespacedName, nodeGroup string) error {
-	if err := e.roomForTombstone(ctx, cluster); err != nil || e.Bounds.Claims == 0 && e.Bounds.Creations == 0 {
+	if err := e.roomForTombstone(ctx, cluster); err != nil {
+		return err
+	}
+	may, err := e.bounds(ctx, cluster)
+	if err != nil || may.Claims == 0 && may.Creations == 0 {
 		return err
 	}
 	has, err := e.count(ctx, cluster)
@@ -205,16 +252,17 @@ func (e *Engine) room(ctx context.Context, cluster types.NamespacedName, nodeGro
 	}
 	made := has.made[nodeGroup]
 	switch {
-	case e.Bounds.Claims > 0 && has.live >= e.Bounds.Claims:
+	case may.Claims > 0 && has.live >= may.Claims:
 		return e.tooMany(ctx, cluster, &TooManyError{
 			Bound: BoundLive, RetryAfter: 10 * time.Second,
-			Message: fmt.Sprintf("the Cluster has %d claims, as many as it may have", e.Bounds.Claims),
+			Message: fmt.Sprintf("the Cluster has %d claims, as many as it may have (--max-claims-per-cluster, or its annotation %s)",
+				may.Claims, v1alpha1.MaxClaimsAnnotation),
 		})
-	case e.Bounds.Creations > 0 && made.n >= e.Bounds.Creations:
+	case may.Creations > 0 && made.n >= may.Creations:
 		return e.tooMany(ctx, cluster, &TooManyError{
 			Bound: BoundCreations, RetryAfter: e.over(made, creationWindow),
-			Message: fmt.Sprintf("the node group %s had %d claims within a minute, as many as it may have (--max-creations-per-minute)",
-				nodeGroup, e.Bounds.Creations),
+			Message: fmt.Sprintf("the node group %s had %d claims within a minute, as many as it may have "+
+				"(--max-creations-per-minute, or its Cluster's annotation %s)", nodeGroup, may.Creations, v1alpha1.MaxCreationsAnnotation),
 		})
 	}
 	return nil
@@ -223,26 +271,30 @@ func (e *Engine) room(ctx context.Context, cluster types.NamespacedName, nodeGro
 // mayRelease returns a [*TooManyError] when no further claim of the Cluster that has a Machine may be released now. Otherwise it counts the claim as
 // released, so that calls at the same moment do not exceed the bound. If the release then fails, the claim counts until the next census.
 func (e *Engine) mayRelease(ctx context.Context, c *v1alpha1.MachineClaim) error {
-	if e.Bounds.Releases == 0 || c.Status.Machine == nil {
+	if c.Status.Machine == nil {
 		return nil
 	}
 	cluster := clusterOf(c)
+	may, err := e.bounds(ctx, cluster)
+	if err != nil || may.Releases == 0 {
+		return err
+	}
 	if _, err := e.count(ctx, cluster); err != nil {
 		return err
 	}
 	var lately recent
 	e.recount(cluster, func(known *census) {
-		if lately = known.released; lately.n < e.Bounds.Releases {
+		if lately = known.released; lately.n < may.Releases {
 			known.released = lately.and(e.Clock.Now())
 		}
 	})
-	if lately.n < e.Bounds.Releases {
+	if lately.n < may.Releases {
 		return nil
 	}
 	return e.tooMany(ctx, cluster, &TooManyError{
 		Bound: BoundReleases, RetryAfter: e.over(lately, e.Bounds.ReleaseWindow),
-		Message: fmt.Sprintf("%d claims with a Machine were released in the Cluster within %s, as many as may be (--max-releases-per-window)",
-			e.Bounds.Releases, e.Bounds.ReleaseWindow),
+		Message: fmt.Sprintf("%d claims with a Machine were released in the Cluster within %s, as many as may be "+
+			"(--max-releases-per-window, or its annotation %s)", may.Releases, may.ReleaseWindow, v1alpha1.MaxReleasesAnnotation),
 	})
 }
 

@@ -19,7 +19,9 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/tools/events"
 	clocktesting "k8s.io/utils/clock/testing"
+	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 
@@ -245,6 +247,81 @@ func TestANodeGroupGetsNoMoreClaimsAMinuteThanItMay(t *testing.T) {
 	now.Step(tooMany.RetryAfter + time.Second)
 	_, err = e.Create(t.Context(), ask("fourth", "a"))
 	require.NoError(t, err)
+}
+
+// clusterWith gives the Cluster annotations.
+func clusterWith(t *testing.T, e *Engine, annotations map[string]string) {
+	t.Helper()
+	cluster, err := e.cluster(t.Context(), namespace, clusterName)
+	require.NoError(t, err)
+	cluster.Annotations = annotations
+	require.NoError(t, e.Client.Update(t.Context(), cluster))
+}
+
+func TestAClustersAnnotationsReplaceTheLimits(t *testing.T) {
+	for name, test := range map[string]struct {
+		flag       int
+		annotation string
+		may        int // how many there may be of three
+		event      string
+	}{
+		"fewer":           {flag: 2, annotation: "1", may: 1},
+		"more":            {flag: 1, annotation: "2", may: 2},
+		"one of its own":  {flag: 0, annotation: "2", may: 2},
+		"none any more":   {flag: 1, annotation: "0", may: 3},
+		"not a number":    {flag: 1, annotation: "ten", may: 1, event: `"ten" is not a whole number`},
+		"below 0":         {flag: 1, annotation: "-1", may: 1, event: `"-1" is not a whole number`},
+		"nothing":         {flag: 1, annotation: "", may: 1, event: `"" is not a whole number`},
+		"beyond all size": {flag: 1, annotation: "99999999999", may: 1, event: "is not a whole number"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			ids := []string{"first", "second", "third"}
+			count := func(do func(e *Engine, id string) error, bounds Bounds, bound Bound, objects ...client.Object) {
+				t.Helper()
+				e, _ := bounded(t, bounds, objects...)
+				if len(objects) > 0 {
+					e = quiet(e) // the Machines of those claims are not there
+				} else {
+					e.spawn = func(run func()) { run() }
+				}
+				recorder := events.NewFakeRecorder(100)
+				e.Recorder = recorder
+				clusterWith(t, e, map[string]string{annotations[bound]: test.annotation})
+				done := 0
+				for _, id := range ids {
+					if err := do(e, id); err == nil {
+						done++
+					} else {
+						assert.Contains(t, requireTooMany(t, err, bound).Message, annotations[bound])
+					}
+				}
+				assert.Equal(t, test.may, done, bound)
+				close(recorder.Events)
+				invalid := lo.Filter(lo.ChannelToSlice(recorder.Events), func(e string, _ int) bool { return strings.Contains(e, "InvalidLimit") })
+				if test.event == "" {
+					assert.Empty(t, invalid)
+				} else {
+					require.NotEmpty(t, invalid)
+					assert.Contains(t, invalid[0], test.event)
+					assert.Contains(t, invalid[0], annotations[bound])
+				}
+			}
+			create := func(e *Engine, id string) error {
+				_, err := e.Create(t.Context(), ask(id, "a"))
+				return err
+			}
+			count(create, Bounds{Claims: test.flag}, BoundLive)
+			count(func(e *Engine, id string) error {
+				_, err := e.Release(t.Context(), keyOf(id), ReleaseOptions{})
+				return err
+			}, Bounds{Releases: test.flag, ReleaseWindow: time.Minute}, BoundReleases,
+				lo.Map(ids, func(id string, _ int) client.Object { return withMachine(id) })...)
+			bounds, _ := Bounds{Creations: test.flag}.of(&clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{
+				Annotations: map[string]string{v1alpha1.MaxCreationsAnnotation: test.annotation},
+			}})
+			assert.Equal(t, test.may%3, bounds.Creations, "3 of 3 is no limit")
+		})
+	}
 }
 
 func withMachine(id string) *v1alpha1.MachineClaim {

@@ -70,6 +70,9 @@ var (
 	limitDescription = prometheus.NewDesc("capi_agent_limit",
 		"The limits that are set (live and ended: claims of a Cluster; creations: claims of a node group within a minute; releases: of a "+
 			"Cluster within --release-window).", []string{"limit"}, nil)
+	ownLimitDescription = prometheus.NewDesc("capi_agent_cluster_limit",
+		"The limits of a Cluster that has annotations for them, which replace capi_agent_limit; 0 for none.",
+		[]string{namespaceLabel, clusterLabel, "limit"}, nil)
 )
 
 // keptDescription is by Cluster, as no node group has anything to do with it.
@@ -80,7 +83,7 @@ func (c collector) Describe(descriptions chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
 		ledgerDescription, replicasDescription, sequenceDescription, unreadableDescription, frozenDescription, claimsDescription,
 		keptDescription,
-		clusterClaimsDescription, releasesDescription, creationsDescription, limitDescription,
+		clusterClaimsDescription, releasesDescription, creationsDescription, limitDescription, ownLimitDescription,
 	} {
 		descriptions <- d
 	}
@@ -156,6 +159,19 @@ func (c collector) Collect(metrics chan<- prometheus.Metric) {
 	} {
 		if limit > 0 {
 			gauge(limitDescription, int64(limit), string(bound))
+		}
+	}
+	var clusters clusterv1.ClusterList
+	if err := c.reader.List(ctx, &clusters, client.UnsafeDisableDeepCopy); err != nil {
+		log.Log.WithName("claims").Error(err, "listing Clusters for the metrics")
+		return
+	}
+	for i := range clusters.Items {
+		own, _ := c.bounds.of(&clusters.Items[i])
+		for bound, n := range map[Bound]int{BoundLive: own.Claims, BoundCreations: own.Creations, BoundReleases: own.Releases} {
+			if _, set := clusters.Items[i].Annotations[annotations[bound]]; set {
+				gauge(ownLimitDescription, int64(n), clusters.Items[i].Namespace, clusters.Items[i].Name, string(bound))
+			}
 		}
 	}
 	for cluster, n := range kept {
