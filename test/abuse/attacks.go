@@ -96,6 +96,15 @@ var attacks = []attack{
 		holds: 2000*64*kibibyte + 8*4*mebibyte + openStreams,
 	},
 	{
+		name:  "A1 requests in small frames",
+		about: "16 connections with a thousand calls each, whose requests come in frames of one byte",
+		run:   smallFrames,
+		// What is read before the connections are read slowly never becomes a whole request.
+		may: []string{refused, canceled, late, closedByAgent, notConnected, "reset"},
+		// The calls that may be open, and a hundred bytes for each frame that is read.
+		holds: openStreams + 220000*100,
+	},
+	{
 		name:  "A2 fat claims",
 		about: "claims with a thousand candidates of 250 characters, made and released with a long reason, in loops",
 		run:   fatClaims,
@@ -240,6 +249,15 @@ func halfSent(ctx context.Context, a *attacker) error {
 	return a.hold(ctx, func(p *peer) error {
 		return p.call(agentv1alpha1.ClaimService_SyncClaims_FullMethodName, 4*mebibyte, begun)
 	}, 2000)
+}
+
+// smallFrames is ready when each connection has sent more frames than the agent reads at once of one caller.
+func smallFrames(ctx context.Context, a *attacker) error {
+	begun := make([]byte, streamWindow-prefix)
+	return a.hold(ctx, func(p *peer) error {
+		p.part = 1
+		return p.call(agentv1alpha1.ClaimService_SyncClaims_FullMethodName, 4*mebibyte, begun)
+	}, 2*16)
 }
 
 // hold keeps a thousand calls open on each of 16 connections. It is ready when so many have been begun.

@@ -1,6 +1,7 @@
 package abuse
 
 import (
+	"bufio"
 	"bytes"
 	"encoding/binary"
 	"errors"
@@ -31,24 +32,27 @@ type peer struct {
 
 	mu      sync.Mutex
 	opened  sync.Cond // of mu: there is more window, or the connection has ended
+	out     *bufio.Writer // flushed after each call and answer
 	framer  *http2.Framer
 	headers bytes.Buffer
 	encoder *hpack.Encoder
 	next    uint32
 	window  int // of the connection, for sending
+	part    int // the largest frame with data
 	closed  bool
 }
 
 // newPeer begins to speak on a connection. [peer.read] must be called.
 func newPeer(conn net.Conn, ended func(stream uint32, answer string), settings ...http2.Setting) (*peer, error) {
-	p := &peer{ended: ended, framer: http2.NewFramer(conn, conn), next: 1, window: streamWindow}
+	p := &peer{ended: ended, out: bufio.NewWriterSize(conn, 2*maxFrame), next: 1, window: streamWindow, part: maxFrame}
+	p.framer = http2.NewFramer(p.out, conn)
 	p.opened.L = &p.mu
 	p.framer.ReadMetaHeaders = hpack.NewDecoder(4096, nil)
 	p.encoder = hpack.NewEncoder(&p.headers)
-	if _, err := conn.Write([]byte(http2.ClientPreface)); err != nil {
+	if _, err := p.out.WriteString(http2.ClientPreface); err != nil {
 		return nil, err
 	}
-	return p, p.framer.WriteSettings(settings...)
+	return p, errors.Join(p.framer.WriteSettings(settings...), p.out.Flush())
 }
 
 // read returns when the connection has ended, why.
@@ -94,11 +98,11 @@ func (p *peer) take(frame http2.Frame) error {
 	switch frame := frame.(type) {
 	case *http2.SettingsFrame:
 		if !frame.IsAck() {
-			return p.framer.WriteSettingsAck()
+			return errors.Join(p.framer.WriteSettingsAck(), p.out.Flush())
 		}
 	case *http2.PingFrame:
 		if !frame.IsAck() {
-			return p.framer.WritePing(true, frame.Data)
+			return errors.Join(p.framer.WritePing(true, frame.Data), p.out.Flush())
 		}
 	case *http2.WindowUpdateFrame:
 		if frame.StreamID == 0 {
@@ -144,9 +148,12 @@ func (p *peer) call(method string, length int, message []byte) error {
 	}
 	whole := len(message) == length
 	for data := append(binary.BigEndian.AppendUint32([]byte{0}, uint32(length)), message...); len(data) > 0; {
-		part := data[:min(len(data), maxFrame)]
+		part := data[:min(len(data), p.part)]
 		data = data[len(part):]
 		for p.window < len(part) && !p.closed {
+			if err := p.out.Flush(); err != nil {
+				return err
+			}
 			p.opened.Wait()
 		}
 		if p.closed {
@@ -157,5 +164,5 @@ func (p *peer) call(method string, length int, message []byte) error {
 			return err
 		}
 	}
-	return nil
+	return p.out.Flush()
 }

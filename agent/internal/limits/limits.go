@@ -74,6 +74,10 @@ const (
 	refusalsPerSecond, refusalBurst, refusalDebt = 100, 1000, 2
 	// longestPause is how long a connection is not read at most. Clients wait ten seconds for an answer to their keepalive.
 	longestPause = time.Second
+	// framesPerCall is how many HTTP/2 frames of a caller, on average and at once, are read for each call that it may make, before its connections
+	// are read slowly. A call has three or four, a request of 4 MiB 256; one that comes byte by byte would have four million, each of which takes
+	// a hundred bytes of memory until the request is whole.
+	framesPerCall = 10
 	// tracesPerSecond and traceBurst are how many of a caller's calls are traced, on average and at once; the spans of so many fit into what the
 	// exporter holds at once. Others are not traced.
 	tracesPerSecond, traceBurst = 10, 100
@@ -119,7 +123,7 @@ type Limiter struct {
 
 type caller struct {
 	rate, hubRate              *rate.Limiter
-	refusals, traces           *rate.Limiter
+	refusals, frames, traces   *rate.Limiter
 	calls, watches             int
 	connections                int
 	bytes, unread              int64
@@ -190,6 +194,7 @@ func (l *Limiter) caller(identity string) *caller {
 			rate:     rate.NewLimiter(rate.Limit(l.CallsPerSecond), l.CallBurst),
 			hubRate:  rate.NewLimiter(rate.Limit(l.HubRequestsPerSecond), l.HubRequestBurst),
 			refusals: rate.NewLimiter(refusalsPerSecond, refusalBurst),
+			frames:   rate.NewLimiter(rate.Limit(l.framesPerSecond()), l.frameBurst()),
 			traces:   rate.NewLimiter(tracesPerSecond, traceBurst),
 			reads:    semaphore.NewWeighted(readsOfCaller), large: semaphore.NewWeighted(largeOfCaller),
 			lists: semaphore.NewWeighted(listsOfCaller), atHub: semaphore.NewWeighted(int64(l.HubCallsAtOnce)),
@@ -270,8 +275,19 @@ func (l *Limiter) blame(c *caller) {
 	}
 }
 
-// Pause returns for how long the connections of an identity are better not read, as it goes on calling although it is refused, and whether
-// they are better closed.
+func (l *Limiter) framesPerSecond() float64 { return framesPerCall * l.CallsPerSecond }
+
+func (l *Limiter) frameBurst() int { return framesPerCall * l.CallBurst }
+
+// Frames notes that so many HTTP/2 frames of an identity have been read.
+func (l *Limiter) Frames(identity string, n int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.caller(identity).frames.ReserveN(l.clock.Now(), min(n, l.frameBurst()))
+}
+
+// Pause returns for how long the connections of an identity are better not read, as it goes on calling although it is refused, or sends too many
+// frames, and whether they are better closed.
 func (l *Limiter) Pause(identity string) (pause time.Duration, over bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -279,9 +295,10 @@ func (l *Limiter) Pause(identity string) (pause time.Duration, over bool) {
 	if c == nil {
 		return 0, false
 	}
-	missing := -c.refusals.TokensAt(l.clock.Now())
-	pause = max(0, time.Duration(missing/refusalsPerSecond*float64(time.Second)))
-	return min(longestPause, pause), missing >= refusalsPerSecond*refusalDebt
+	now := l.clock.Now()
+	missing, frames := -c.refusals.TokensAt(now), -c.frames.TokensAt(now)
+	seconds := max(0, missing/refusalsPerSecond, frames/l.framesPerSecond())
+	return time.Duration(min(longestPause.Seconds(), seconds) * float64(time.Second)), missing >= refusalsPerSecond*refusalDebt
 }
 
 // forget forgets callers that have nothing open and could burst, if there are many. l.mu is held.
@@ -292,7 +309,7 @@ func (l *Limiter) forget(now time.Time) {
 	for identity, c := range l.callers {
 		if c.calls+c.watches+c.connections == 0 && c.unread == 0 &&
 			c.rate.TokensAt(now) >= float64(l.CallBurst) && c.hubRate.TokensAt(now) >= float64(l.HubRequestBurst) &&
-			c.refusals.TokensAt(now) >= refusalBurst && c.traces.TokensAt(now) >= traceBurst {
+			c.refusals.TokensAt(now) >= refusalBurst && c.frames.TokensAt(now) >= float64(l.frameBurst()) && c.traces.TokensAt(now) >= traceBurst {
 			delete(l.callers, identity)
 		}
 	}

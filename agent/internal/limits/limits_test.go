@@ -88,6 +88,29 @@ func TestACallerThatGoesOnWhileItIsRefusedIsReadSlowly(t *testing.T) {
 	requirePause("a", 0, false) // it is soon over
 }
 
+func TestACallerThatSendsManyFramesIsReadSlowly(t *testing.T) {
+	l, clock, _ := limiter(t, func(o *limits.Options) { o.CallsPerSecond, o.CallBurst = 10, 100 })
+	requirePause := func(identity string, wanted time.Duration) {
+		t.Helper()
+		pause, over := l.Pause(identity)
+		require.Equal(t, wanted, pause)
+		require.False(t, over, "it may be a slow client, and costs nothing while it is not read")
+	}
+	for range 10 {
+		l.Frames("a", 100) // ten for each call of the burst
+	}
+	requirePause("a", 0)
+	l.Frames("a", 50)
+	requirePause("a", 500*time.Millisecond)
+	requirePause("b", 0)
+	l.Frames("a", 1000)
+	requirePause("a", time.Second)
+	clock.Step(10 * time.Second)
+	requirePause("a", 500*time.Millisecond)
+	clock.Step(time.Second)
+	requirePause("a", 0)
+}
+
 func TestWhatACallerHasOpenIsBounded(t *testing.T) {
 	l, _, _ := limiter(t, func(o *limits.Options) { o.CallsAtOnce, o.WatchesAtOnce = 1, 1 })
 	call, watch := begin(t, l, "a", false), begin(t, l, "a", true)

@@ -132,19 +132,23 @@ func (i identifying) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthIn
 		}
 		return pause, over
 	}
-	return paced{secured, accepted, pause}, connectionInfo{info, accepted}, nil
+	spent := func(frames int) { i.server.limits.Frames(identity, frames) }
+	return paced{Conn: secured, below: accepted, pause: pause, spent: spent, counted: newFrames()}, connectionInfo{info, accepted}, nil
 }
 
 // slowRead is how much is read at once of a caller that is to call more slowly: some tens of calls.
 const slowRead = 1 << 10
 
-// paced is a connection, above TLS, that is read as slowly as its caller's refused calls ask for. Calls that are not read cost nothing, and
-// the flow control of TCP holds their sender back.
+// paced is a connection, above TLS, that is read as slowly as its caller's refused calls, and its many frames, ask for. What is not read costs
+// nothing, and the flow control of TCP holds its sender back.
 type paced struct {
 	net.Conn
 
 	below *connection
 	pause func() (pause time.Duration, over bool)
+	// spent takes how many frames have come, which counted counts.
+	spent   func(frames int)
+	counted *frames
 }
 
 var errRefusedTooOften = errors.New("the caller goes on calling although its calls are refused")
@@ -164,7 +168,11 @@ func (p paced) Read(into []byte) (int, error) {
 		}
 		into = into[:min(len(into), slowRead)]
 	}
-	return p.Conn.Read(into)
+	n, err := p.Conn.Read(into)
+	if begun := p.counted.count(into[:n]); begun > 0 {
+		p.spent(begun)
+	}
+	return n, err
 }
 
 // Clone is [credentials.TransportCredentials]'.

@@ -153,6 +153,34 @@ func (p *rawPeer) await(enough func(answered, refused int) bool) (answered, refu
 	return answered, refused
 }
 
+// The transport keeps a hundred bytes for each frame, whatever is in it.
+func TestARequestInFramesOfOneByteIsReadSlowly(t *testing.T) {
+	f := start(t, limited(func(o *limits.Options) { o.CallsPerSecond, o.CallBurst = 10, 100 })) // and ten times as many frames
+	conn := f.dialRaw(spokeURI)
+	var sent bytes.Buffer
+	sent.WriteString(http2.ClientPreface)
+	framer := http2.NewFramer(&sent, conn)
+	require.NoError(t, framer.WriteSettings())
+	for range 1150 {
+		require.NoError(t, framer.WriteData(1, false, []byte{0}))
+	}
+	require.NoError(t, conn.SetDeadline(time.Now().Add(patience)))
+	began := time.Now()
+	_, err := sent.WriteTo(conn)
+	require.NoError(t, err)
+	require.NoError(t, framer.WritePing(false, [8]byte{1}))
+	_, err = sent.WriteTo(conn) // a TLS record of its own, which is read for itself
+	require.NoError(t, err)
+	for {
+		frame, err := framer.ReadFrame()
+		require.NoError(t, err)
+		if frame.Header().Type == http2.FramePing && frame.Header().Flags.Has(http2.FlagPingAck) {
+			break
+		}
+	}
+	require.Greater(t, time.Since(began), 400*time.Millisecond, "what came after too many frames was read at once")
+}
+
 // requireEnded waits until the server has ended the connection.
 func (p *rawPeer) requireEnded() {
 	p.Helper()
