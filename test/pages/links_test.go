@@ -5,7 +5,6 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
-	"slices"
 	"strings"
 	"testing"
 
@@ -41,14 +40,25 @@ func TestEveryLinkLeadsToAFileAndAHeading(t *testing.T) {
 	g.Expect(links).To(BeNumerically(">", 20), "links were found")
 }
 
+// A folder below docs has a page of its own that links to the others.
 func TestTheReadmeLinksToEveryPage(t *testing.T) {
 	g := NewWithT(t)
 	all, err := pages.All(root(t))
 	g.Expect(err).NotTo(HaveOccurred())
-	readme := all[slices.IndexFunc(all, func(p pages.Page) bool { return p.Path == "README.md" })]
+	linked := map[string][]string{}
 	for _, page := range all {
-		if page.Path != readme.Path {
-			g.Expect(linksOf(readme)).To(ContainElement(page.Path))
+		for _, link := range linksOf(page) {
+			path, _, _ := strings.Cut(link, "#")
+			linked[page.Path] = append(linked[page.Path], filepath.Join(filepath.Dir(page.Path), path))
+		}
+	}
+	for _, page := range all {
+		from := "README.md"
+		if folder := filepath.Join(filepath.Dir(page.Path), "README.md"); filepath.Dir(page.Path) != "docs" && page.Path != folder && linked[folder] != nil {
+			from = folder
+		}
+		if page.Path != "README.md" && !strings.HasPrefix(page.Path, ".github/ISSUE") && !strings.HasPrefix(page.Path, ".github/PULL") {
+			g.Expect(linked[from]).To(ContainElement(page.Path), from)
 		}
 	}
 }

@@ -40,10 +40,10 @@ func Read(root, path string) (Page, error) {
 	return Page{Path: path, Text: string(text)}, nil
 }
 
-// All are the README and the pages in docs, in lexical order.
+// All are the README and the pages in docs and .github, each in lexical order.
 func All(root string) ([]Page, error) {
 	var pages []Page
-	for _, start := range []string{"README.md", "docs"} {
+	for _, start := range []string{"README.md", "docs", ".github"} {
 		err := filepath.WalkDir(filepath.Join(root, start), func(path string, entry fs.DirEntry, err error) error {
 			if err != nil || entry.IsDir() || filepath.Ext(path) != ".md" {
 				return err
