@@ -31,7 +31,7 @@ type peer struct {
 	ended func(stream uint32, answer string)
 
 	mu      sync.Mutex
-	opened  sync.Cond // of mu: there is more window, or the connection has ended
+	opened  sync.Cond     // of mu: there is more window, or the connection has ended
 	out     *bufio.Writer // flushed after each call and answer
 	framer  *http2.Framer
 	headers bytes.Buffer
