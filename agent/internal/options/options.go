@@ -93,8 +93,8 @@ type Options struct {
 	SpareGracePeriod time.Duration
 	// TombstoneRetention is how long an ended claim is retained.
 	TombstoneRetention time.Duration
-	// MaxClaimsPerCluster and MaxEndedClaimsPerCluster are how many live claims, and how many ended
-	// ones, a Cluster may store in the hub. 0 means no limit.
+	// MaxClaimsPerCluster and MaxEndedClaimsPerCluster are how many claims that have not ended, and
+	// how many ended claims, a Cluster may store in the hub. 0 means no limit.
 	MaxClaimsPerCluster, MaxEndedClaimsPerCluster int
 	// MaxCreationsPerMinute is how many claims may be created in a node group within a minute.
 	// MaxReleasesPerWindow is how many claims with a Machine may be released in a Cluster within
