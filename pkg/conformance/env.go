@@ -34,7 +34,7 @@ type Env interface {
 	CreateNodeGroup(t *testing.T, deployment MachineDeployment) string
 	// UpdateNodeGroup applies the MachineDeployment again, as a user would.
 	UpdateNodeGroup(t *testing.T, deployment MachineDeployment)
-	// DeleteNodeGroup deletes the MachineDeployment. No claim needs its machines any more.
+	// DeleteNodeGroup deletes the MachineDeployment. It is called once no claim needs its machines.
 	DeleteNodeGroup(t *testing.T, name string)
 
 	// HoldMachines prevents the MachineDeployment's Machine objects from appearing, until it is

@@ -1,9 +1,9 @@
 // Package authz identifies callers and decides what they may do.
 //
 // A caller's identity is the single URI in its certificate. Its rights are grants, each of which is
-// a role for some Clusters. The identity of a Cluster always has the role `cluster` for that
-// Cluster; a [Policy] file grants further roles. The table [Methods] lists the roles that may call
-// each method. A method that is not in the table may not be called at all.
+// a role for some Clusters. By default, the identity of a Cluster has the role `cluster` for that
+// Cluster; a [Policy] can restrict this, and grants further roles. The table [Methods] lists the
+// roles that may call each method. A method that is not in the table may not be called at all.
 package authz
 
 import (

@@ -204,7 +204,7 @@ func (a *Authority) Issue(key crypto.PublicKey, id spiffeid.ID, lifetime time.Du
 			signed.Chain = append(signed.Chain, pem.EncodeToMemory(&pem.Block{Type: cert.CertificateBlockType, Bytes: above.Raw})...)
 		}
 	}
-	// A caller that replaces its certificate by one that the agent rejects could not call any more.
+	// A caller that replaces its certificate by one that the agent rejects could no longer call.
 	callers, err := a.followed.Authorities()
 	if err != nil {
 		return Certificate{}, fmt.Errorf("the client %w", err)

@@ -82,9 +82,9 @@ const (
 	unknownConnections = 512
 	// refusalsPerSecond and refusalBurst are how many calls of a caller may be rejected, on average
 	// and at once, before its connections are read more slowly. A rejection costs the agent a tenth
-	// of a millisecond, and its caller nothing. refusalDebt is how many seconds of rejections a
-	// caller can owe at most. A caller that reaches it loses its connections, including everything
-	// sent on them.
+	// of a millisecond, and its caller nothing. refusalDebt is the maximum duration in seconds of
+	// slow reading after the last rejection. A caller that reaches it loses its connections,
+	// including everything sent on them.
 	refusalsPerSecond, refusalBurst, refusalDebt = 100, 1000, 2
 	// longestPause is how long a connection is left unread at most. Clients wait ten seconds for
 	// the response to a keepalive.
@@ -168,7 +168,7 @@ func New(o Options, c clock.PassiveClock, registerer prometheus.Registerer) (*Li
 }
 
 // Call is an admitted call. It must be ended with [Call.End]. Its methods must be called from one
-// goroutine, except when its context is passed to [Transport].
+// goroutine.
 type Call struct {
 	limiter *Limiter
 	caller  *caller

@@ -93,7 +93,7 @@ type Config struct {
 	Limits limits.Options
 }
 
-// Limits of connections and messages.
+// These limit connections and messages.
 const (
 	// maxAnswerBytes is the largest response that clients accept: the list of a Cluster's claims.
 	maxAnswerBytes = 64 << 20
