@@ -29,7 +29,7 @@ func TestFakeAgentConforms(t *testing.T) {
 	})
 }
 
-// aheadClock is the real clock, some time ahead.
+// aheadClock is the system clock, moved ahead.
 type aheadClock struct {
 	clock.RealClock
 

@@ -103,7 +103,7 @@ func claimIDs(response *agentv1alpha1.ListClaimsResponse) []string {
 	return lo.Map(response.GetClaims(), func(c *agentv1alpha1.Claim, _ int) string { return c.GetClaimId() })
 }
 
-// watchClaims returns a function that returns the next event but heartbeats.
+// watchClaims returns a function that returns the next event, skipping heartbeats.
 func (s *suite) watchClaims(c *client.Client, holder string) func() *agentv1alpha1.WatchClaimsResponse {
 	s.Helper()
 	var stream grpc.ServerStreamingClient[agentv1alpha1.WatchClaimsResponse]

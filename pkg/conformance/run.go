@@ -13,7 +13,7 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// Run runs every case. newEnv is called once for each, and ends what it made with the test's cleanup.
+// Run runs every case. newEnv is called once for each, and must register its cleanup with the test.
 func Run(t *testing.T, newEnv func(t *testing.T) Env) {
 	t.Helper()
 	for _, group := range []struct {
@@ -49,13 +49,13 @@ type testCase struct {
 	run  func(*suite)
 }
 
-// Holders of the suite's claims.
+// These are the holders of the suite's claims.
 const (
 	holder      = "karpenter"
 	otherHolder = "cluster-autoscaler"
 )
 
-// suite is one case under way.
+// suite is a running case.
 type suite struct {
 	*testing.T
 	Env
@@ -74,7 +74,7 @@ func (s *suite) eventually(what string, check func() error) {
 	require.NoError(s, err, "%s: %v", what, last)
 }
 
-// skipUntil reads a stream until its next event is the one that is wanted; the stream's context bounds it.
+// skipUntil reads a stream until wanted is true for an event. The stream's context limits the wait.
 func skipUntil(wanted func() bool) {
 	for {
 		if wanted() {
@@ -83,7 +83,7 @@ func skipUntil(wanted func() bool) {
 	}
 }
 
-// bounded is a context for one call or stream.
+// bounded returns a context for one call or stream.
 func (s *suite) bounded() context.Context {
 	ctx, cancel := context.WithTimeout(s.ctx, s.Patience())
 	s.Cleanup(cancel)
@@ -95,7 +95,7 @@ func (s *suite) group(deployment MachineDeployment) string {
 	return s.CreateNodeGroup(s.T, deployment)
 }
 
-// create claims, and repeats after lost races as the contract says.
+// create creates a claim, and repeats the call after lost races as the contract requires.
 func (s *suite) create(c *client.Client, request *agentv1alpha1.CreateClaimRequest) (*agentv1alpha1.Claim, error) {
 	request.Cluster = s.Cluster()
 	if request.GetHolder() == "" {
@@ -146,7 +146,7 @@ func (s *suite) get(id string) (*agentv1alpha1.Claim, error) {
 	return response.GetClaim(), err
 }
 
-// until waits until the claim is as wanted.
+// until waits until wanted accepts the claim.
 func (s *suite) until(id, what string, wanted func(*agentv1alpha1.Claim) bool) *agentv1alpha1.Claim {
 	s.Helper()
 	var claim *agentv1alpha1.Claim
@@ -178,7 +178,7 @@ func (s *suite) untilEnded(id string) *agentv1alpha1.Claim {
 	})
 }
 
-// running makes a claim whose machine has its Node.
+// running creates a claim and returns it once its machine has a Node.
 func (s *suite) running(id string, candidates ...string) *agentv1alpha1.Claim {
 	s.Helper()
 	s.mustCreate(id, candidates...)
@@ -198,7 +198,7 @@ func (s *suite) nodeGroup(id string) *agentv1alpha1.NodeGroup {
 	return response.GetNodeGroup()
 }
 
-// untilGroup waits until the node group is as wanted.
+// untilGroup waits until wanted accepts the node group.
 func (s *suite) untilGroup(id, what string, wanted func(*agentv1alpha1.NodeGroup) bool) *agentv1alpha1.NodeGroup {
 	s.Helper()
 	var group *agentv1alpha1.NodeGroup

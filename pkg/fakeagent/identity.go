@@ -14,16 +14,16 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// TrustDomain is the trust domain of the identities that [Agent.ClientFor] gives.
+// TrustDomain is the trust domain of the identities that [Agent.ClientFor] uses.
 const TrustDomain = "karpenter-capi"
 
-// identity is what a connection may do: everything when cluster is nil.
+// identity determines what a connection may do: everything if cluster is nil.
 type identity struct {
 	credentials.CommonAuthInfo
 
 	name       string
 	cluster    *clusterKey
-	autoscaler bool // and not the Cluster's own
+	autoscaler bool // rather than the Cluster's own
 }
 
 func localIdentity() identity { return identity{name: "loopback"} }
@@ -44,10 +44,10 @@ func autoscalerIdentity(key clusterKey) identity {
 
 func (identity) AuthType() string { return "fake" }
 
-// shimHolder is the holder of the Cluster's own identity, and the only one that reports Nodes.
+// shimHolder is the holder of the Cluster's own identity. Only it reports Nodes.
 const shimHolder = "karpenter"
 
-// mayActAs reports whether claims of the holder may be made, collected and released.
+// mayActAs reports whether the identity may create, collect and release claims of the holder.
 func (i identity) mayActAs(holder string) bool {
 	switch {
 	case i.cluster == nil:
@@ -70,7 +70,7 @@ func callerOf(ctx context.Context) (identity, error) {
 	return identity{}, agenterrors.Unauthenticated("the connection has no identity")
 }
 
-// identifiedListener gives every connection that it accepts one identity.
+// identifiedListener assigns an identity to every accepted connection.
 type identifiedListener struct {
 	*bufconn.Listener
 
@@ -91,7 +91,8 @@ type identifiedConn struct {
 	identity identity
 }
 
-// identityCredentials let a connection be what its listener says, and any other one local. Nothing goes over the wire.
+// identityCredentials takes the identity of a connection from its listener. Any other connection is
+// local. Nothing is sent for the handshake.
 type identityCredentials struct{}
 
 func (identityCredentials) ServerHandshake(conn net.Conn) (net.Conn, credentials.AuthInfo, error) {
@@ -115,7 +116,7 @@ func (c identityCredentials) Clone() credentials.TransportCredentials { return c
 
 func (identityCredentials) OverrideServerName(string) error { return nil }
 
-// clusterKey is a ClusterRef that can be compared.
+// clusterKey is a comparable ClusterRef.
 type clusterKey struct{ namespace, name string }
 
 func keyOf(ref *agentv1alpha1.ClusterRef) clusterKey {

@@ -21,20 +21,21 @@ import (
 )
 
 const (
-	// issuedLifetime is that of issued certificates: the agent's default.
+	// issuedLifetime is how long issued certificates are valid: the agent's default.
 	issuedLifetime = 24 * time.Hour
 	// authorityLifetime is longer than any test.
 	authorityLifetime = 1000 * time.Hour
 )
 
-// Onboard makes the agent issue certificates for the Cluster, which name the onboarding. An empty id ends that.
+// Onboard makes the agent issue certificates for the Cluster, with the ID of the onboarding. An
+// empty ID ends that.
 func (a *Agent) Onboard(cluster *agentv1alpha1.ClusterRef, id string) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.onboardings[keyOf(cluster)] = id
 }
 
-// authority signs what the agent issues.
+// authority signs the issued certificates.
 type authority struct {
 	certificate *x509.Certificate
 	key         crypto.Signer

@@ -85,7 +85,7 @@ func TestACallerThatGoesOnWhileItIsRefusedIsReadSlowly(t *testing.T) {
 	clock.Step(time.Second)
 	requirePause("a", time.Second, false)
 	clock.Step(time.Second)
-	requirePause("a", 0, false) // it is soon over
+	requirePause("a", 0, false) // it is over soon
 }
 
 func TestACallerThatSendsManyFramesIsReadSlowly(t *testing.T) {
@@ -206,7 +206,7 @@ func TestTheOldestConnectionWithoutAnIdentityGivesWay(t *testing.T) {
 	require.Empty(t, dropped, "one has become known")
 	accept("a")
 	require.Equal(t, []int{1}, dropped)
-	known[1]() // as it does when it has been closed
+	known[1]() // called when the connection has been closed
 	accept("b")
 	require.Equal(t, []int{1, 2}, dropped)
 	for range 256 {
@@ -280,7 +280,8 @@ func TestRequestsOfOneCallerAreCheckedOneAtATime(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// How long a request takes to arrive is its caller's choice, and how long it takes to be handled the hub's.
+// The caller determines how long a request takes to arrive, and the hub how long it takes to be
+// handled.
 func TestLargeRequestsThatArriveOrAreHandledKeepNoOtherCallerWaiting(t *testing.T) {
 	l, _, _ := limiter(t, func(*limits.Options) {})
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
@@ -309,7 +310,8 @@ func TestThreeLargeRequestsAreDecodedAtATime(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// The worst that a shim of 5,000 Nodes does: it claims all of them, releases half of them at once, and reports the rest.
+// This is the most that a shim of 5,000 Nodes does: it claims all of them, releases half of them at
+// once, and reports the rest.
 func TestAShimOfFiveThousandNodesIsNeverRefused(t *testing.T) {
 	l, _, _ := limiter(t, func(*limits.Options) {})
 	open := make([]*limits.Call, 0, 1000)

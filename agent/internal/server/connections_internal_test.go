@@ -10,7 +10,7 @@ import (
 	"golang.org/x/net/http2"
 )
 
-// A client that sends and never reads looks alive to keepalive.
+// Keepalive does not detect a client that sends but never reads.
 func TestAWriteThatTheOtherSideDoesNotTakeEnds(t *testing.T) {
 	near, far := net.Pipe()
 	defer func() { require.NoError(t, far.Close()) }()

@@ -2,22 +2,22 @@ package server
 
 import "golang.org/x/net/http2"
 
-// frameHeader is the length of what is before the payload of an HTTP/2 frame.
+// frameHeader is the length of an HTTP/2 frame header in bytes.
 const frameHeader = 9
 
-// frames counts the frames in what an HTTP/2 client sends. The transport keeps a hundred bytes for each frame of a request beside its payload, which
-// may be one byte or none.
+// frames counts the HTTP/2 frames that a client sends. For each frame of a request the transport
+// keeps a hundred bytes in addition to the payload, which may be one byte or empty.
 type frames struct {
-	// rest is how much of the client's preface, or of a payload, is still to come.
+	// rest is how many bytes of the client preface or of the current payload are still expected.
 	rest   int
 	header [frameHeader]byte
-	// have is how much of the next header has come.
+	// have is how many bytes of the next header have arrived.
 	have int
 }
 
 func newFrames() *frames { return &frames{rest: len(http2.ClientPreface)} }
 
-// count takes the next bytes, and returns how many frames begin in them: those whose header ends there.
+// count consumes data, and returns how many frame headers were completed by it.
 func (f *frames) count(data []byte) int {
 	begun := 0
 	for len(data) > 0 {
