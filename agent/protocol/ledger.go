@@ -52,9 +52,11 @@ type Ledger struct {
 	// Written is the number of replicas that another writer keeps to, as far as is known; nil in
 	// ledgers of older agents. It is replaced, never changed in place.
 	Written *Written `json:"written,omitempty"`
-	// Spare is the number of replicas without an owner. It is derived, and kept for users.
+	// Spare is the number of replicas without an owner. It is derived, and kept for users and
+	// metrics.
 	Spare int32 `json:"spare"`
-	// Pending holds the claims whose replica is accounted for and whose Machine is not labelled yet, by claim id.
+	// Pending holds the claims whose replica is accounted for and whose Machine is not labelled
+	// yet, by claim id.
 	Pending map[string]Named `json:"pending,omitempty"`
 	// Releasing holds the Machines that are being removed, by UID.
 	Releasing map[types.UID]Release `json:"releasing,omitempty"`
@@ -103,7 +105,8 @@ type Release struct {
 	Claim string `json:"c,omitempty"`
 	// Drained means that the Node need not be drained.
 	Drained bool `json:"drained,omitempty"`
-	// Set is the MachineSet whose replicas are being lowered under pause; empty in the ordinary case.
+	// Set is the MachineSet whose replicas are being lowered under pause; empty in the ordinary
+	// case.
 	Set string `json:"set,omitempty"`
 	// GivenBack means that the Machine's replica has been given back, or was already taken by a
 	// rollout or by another writer.
