@@ -27,7 +27,8 @@ const (
 	// occupiedLook is the delay of an event for a node group that a run or a call of this process
 	// is writing to.
 	occupiedLook = 100 * time.Millisecond
-	// longestOccupied bounds that delay: writes may hang, and calls may follow each other without a pause.
+	// longestOccupied bounds that delay: writes may hang, and calls may follow each other without a
+	// pause.
 	longestOccupied = time.Second
 )
 
@@ -78,7 +79,7 @@ func (e *Engine) Reconcile(ctx context.Context, r reconcile.Request) (reconcile.
 		return reconcile.Result{RequeueAfter: d.Again}, nil
 	}
 	if d != nil && g.occupied() {
-		return reconcile.Result{RequeueAfter: occupiedLook}, nil // what is due may be in progress
+		return reconcile.Result{RequeueAfter: occupiedLook}, nil // what is due may already be in progress
 	}
 	again, err := g.run(ctx)
 	if err != nil && again > 0 {

@@ -146,7 +146,8 @@ type Engine struct {
 	// withdraws means that the agent is being uninstalled, so that no failed Machine is kept for
 	// debugging.
 	withdraws bool
-	// ledgerBudget is how many bytes all entries of one ledger may take; zero means [protocol.LedgerBudget]. Tests lower it.
+	// ledgerBudget is how many bytes all entries of one ledger may take; zero means
+	// [protocol.LedgerBudget]. Tests lower it.
 	ledgerBudget int
 	// id distinguishes this agent from the others that write ledgers. Only their order depends on
 	// its being unique.

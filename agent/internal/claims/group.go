@@ -32,7 +32,7 @@ const (
 	// longestRun is how long a run may take before it begins no further step, so that a run that is
 	// merely slow is not cut off in the middle of its writes.
 	longestRun = 20 * time.Second
-	// maxSteps bounds the steps of one run. A group that needs more is looked at again at once.
+	// maxSteps bounds the steps of one run. A group that needs more is run again at once.
 	maxSteps = 24
 	// maxYields is how often a run defers other writes for calls that arrived meanwhile.
 	maxYields = 4

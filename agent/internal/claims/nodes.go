@@ -115,7 +115,7 @@ func (e *Engine) noteNodes(
 	return running, nil
 }
 
-// wake has a node group looked at soon. If too many are waiting for that, it is left to the next
+// wake requests a reconcile of a node group. If too many are pending, it is left to the next
 // report, a minute later.
 func (e *Engine) wake(group types.NamespacedName) {
 	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: group.Namespace, Name: group.Name}}

@@ -138,8 +138,8 @@ func (e *Engine) beginRelease(ctx context.Context, c *v1alpha1.MachineClaim, o R
 	return nil
 }
 
-// writeRequest writes what a caller requests for its claim, and has the claim's node group looked
-// at. Errors: [ErrClusterPaused], because a move that is in progress would lose what only the
+// writeRequest writes what a caller requests for its claim, and starts a run of the claim's node
+// group. Errors: [ErrClusterPaused], because a move that is in progress would lose what only the
 // status has until the ledger has it, or the API server's.
 func (e *Engine) writeRequest(ctx context.Context, c *v1alpha1.MachineClaim) error {
 	switch paused, err := e.paused(ctx, types.NamespacedName{Namespace: c.Namespace, Name: c.Spec.ClusterName}); {

@@ -73,9 +73,10 @@ func (e *Engine) known(ctx context.Context, c *v1alpha1.MachineClaim) error {
 	return err
 }
 
-// Whole returns the Cluster if it exists and is not paused. A caller that concludes from a missing object calls it before the read, as a
-// move may not have created the object here yet, and after the read, as a move may have deleted it. Errors: [ErrUnknownCluster],
-// [ErrClusterPaused], or the API server's.
+// Whole returns the Cluster if it exists and is not paused. A caller that concludes from a missing
+// object calls it before the read, as a move may not have created the object here yet, and after
+// the read, as a move may have deleted it. Errors: [ErrUnknownCluster], [ErrClusterPaused], or the
+// API server's.
 func (e *Engine) Whole(ctx context.Context, key types.NamespacedName) (*clusterv1.Cluster, error) {
 	cluster, err := e.liveCluster(ctx, key)
 	switch {

@@ -179,7 +179,8 @@ func testFailed(err error) bool {
 	return (details == nil || len(details.Causes) == 0) && !denied(status)
 }
 
-// refusedForGood reports whether the API server or an admission policy refuses a write for its content.
+// refusedForGood reports whether the API server or an admission policy refuses a write for its
+// content.
 func refusedForGood(err error) bool {
 	var status apierrors.APIStatus
 	return errors.As(err, &status) &&
@@ -513,7 +514,8 @@ func (e *Engine) hold(ctx context.Context, a protocol.Action) error {
 	return e.Client.Delete(ctx, m, preconditions(m.UID, version))
 }
 
-// releaseMarks are the annotations that a release writes on its Machine, with the agent's group as their value.
+// releaseMarks are the annotations that a release writes on its Machine, with the agent's group as
+// their value.
 var releaseMarks = []string{
 	clusterv1.DeleteMachineAnnotation, clusterv1.ExcludeNodeDrainingAnnotation, clusterv1.ExcludeWaitForNodeVolumeDetachAnnotation,
 }
