@@ -101,7 +101,7 @@ func TestAMachineDeploymentThatWasMovedKeepsItsLedger(t *testing.T) {
 	for _, m := range []*clusterv1.Machine{bound, users} {
 		joins(m)
 	}
-	s := readSmall(t, groupWith("target", 3, ledger), bound, users) // without moving claims
+	s := readSmall(t, groupWith("target", 3, ledger), bound, users) // the claims were not moved
 	s.SpareSince = s.Now.Add(-time.Hour)
 	d := protocol.Decide(s)
 	require.NotNil(t, d.Ledger)

@@ -25,8 +25,7 @@ type course struct {
 	ticks int
 	// given is the number of revisions at the start.
 	given int
-	// acts is the state at the beginning of each act so far; writes are the indexes of the acts of
-	// the agents' writes.
+	// acts are all acts so far. writes holds the index of its act for each write of an agent.
 	acts   []act
 	writes []int
 	// troubled are the acts before the trouble was over.

@@ -128,7 +128,7 @@ func TestALedgerCopiedWithAMachineDeploymentIsNotBelieved(t *testing.T) {
 	}
 }
 
-// An unreadable ledger costs a claim only that candidate.
+// A newer agent's ledger costs a claim only that candidate.
 func TestAGroupWhoseLedgerANewerAgentWroteIsPassedOver(t *testing.T) {
 	newer := map[string]string{v1alpha1.LedgerAnnotation: `{"v":3}`}
 	e := engineWith(t, groupOf("newer", 0, newer), groupOf("open", 0, nil))

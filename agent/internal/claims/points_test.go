@@ -13,8 +13,8 @@ import (
 // allPoints is set by `make points`.
 var allPoints = flag.Bool("points", false, "play every course with every trouble, which takes minutes")
 
-// Without the flag, one in this many troubles is played, with the first script and with each of the
-// others.
+// Without the flag, one in oneInFirst troubles is played with the first script, and one in
+// oneInOthers with each of the others.
 const (
 	oneInFirst  = 7
 	oneInOthers = 61
