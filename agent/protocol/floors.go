@@ -96,7 +96,7 @@ func (b *books) countFloors() {
 			}
 		}
 	}
-	count(wasReturned) // a claim's holder was told that it stays
+	count(wasReturned) // a claim's holder was promised that it stays
 	count(func(m *clusterv1.Machine) bool { return hasFloorMark(m) || slices.Contains(b.next.Marking, m.UID) })
 }
 

@@ -46,7 +46,7 @@ type Request struct {
 	// Holders are the holders that the caller may act as. The id of another holder's claim is
 	// refused.
 	Holders Holders
-	// RequestID and TraceID are recorded on a claim that is made, for users; empty for none.
+	// RequestID and TraceID are recorded on a new claim, for users; empty for none.
 	RequestID, TraceID string
 }
 

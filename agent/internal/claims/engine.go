@@ -149,8 +149,8 @@ type Engine struct {
 	// ledgerBudget is how many bytes all entries of one ledger may take; zero means
 	// [protocol.LedgerBudget]. Tests lower it.
 	ledgerBudget int
-	// id distinguishes this agent from the others that write ledgers. Only their order depends on
-	// its being unique.
+	// id distinguishes this agent from the others that write ledgers. If it is not unique, only the
+	// order in which agents act is affected.
 	id      string
 	written ownWrites
 	// deference is how long a node group is left to the agent that last wrote its ledger; see
@@ -167,7 +167,7 @@ type Engine struct {
 	censuses map[types.NamespacedName]census // by Cluster
 }
 
-// New returns an engine that only calls drive until [Engine.SetupWithManager] connects it to the
+// New returns an engine that acts only on calls until [Engine.SetupWithManager] connects it to the
 // hub's events.
 func New(c Config) *Engine {
 	if c.Clock == nil {

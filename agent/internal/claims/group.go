@@ -61,7 +61,7 @@ type group struct {
 	// traced are recorded spans of calls that ask for the next step.
 	traced []trace.Span
 
-	// The fields below are used under lock only.
+	// Used under lock only.
 	spareSince time.Time
 	lastQuiet  time.Time // when the ledger was last written for no call in particular
 	wanted     time.Time // since when such a write is deferred; zero when none is
@@ -83,8 +83,7 @@ type group struct {
 	dueSeq                         int64
 	dueSince, dueWritten, dueFirst time.Time
 	takenOver                      int64
-	// skip is how many actions of a decision are moved behind the others, because some of them
-	// failed.
+	// skip is how many of a decision's actions move behind the others, because some of them failed.
 	skip int
 	// queued holds the ids of the claims that the last step found no room in the ledger for.
 	queued map[string]bool
@@ -205,7 +204,7 @@ func (g *group) enterAtOnce(call context.Context, md *clusterv1.MachineDeploymen
 	}
 	var (
 		in bool
-		s  *protocol.Snapshot // of the write that entered it
+		s  *protocol.Snapshot // what the write that entered it was decided from
 	)
 	err := recovered(ctx, func() (err error) {
 		s, in, err = g.enterOnly(ctx, md, c)
@@ -645,7 +644,7 @@ func (g *group) commit(ctx context.Context, s *protocol.Snapshot, d *protocol.De
 	case d.Urgent:
 	case d.Finishes(s.Ledger):
 		g.lastQuiet, g.unfinished = g.engine.Clock.Now(), 0
-	case d.Unusable > 0: // it did not gather
+	case d.Unusable > 0: // it was not deferred
 		g.lastQuiet = g.engine.Clock.Now()
 	default:
 		g.lastQuiet, g.unfinished = g.engine.Clock.Now(), g.unfinished+1
@@ -707,7 +706,7 @@ func (g *group) answerEntered(s *protocol.Snapshot) {
 	}
 }
 
-// slowest is the maximum number of [Config.Coalesce] intervals over which a ledger write gathers.
+// slowest is the maximum delay of a ledger write, in multiples of [Config.Coalesce].
 const slowest = 32
 
 // coalesce returns how long a ledger write that no call waits for is deferred; zero means write

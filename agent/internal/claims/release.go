@@ -32,9 +32,9 @@ type ReleaseOptions struct {
 }
 
 // remember recreates a claim's object if it was lost while a Machine carries the claim's label, and
-// returns it. Such a claim must neither be made again on another node group nor be considered gone.
-// It returns [ErrNotFound] if there is no such Machine. A label that the caches do not show yet is
-// too recent for its claim to be lost.
+// returns it. Such a claim must neither be made again on another node group nor be reported as
+// gone. It returns [ErrNotFound] if there is no such Machine. A label that the caches do not show
+// yet is too recent for its claim to be lost.
 func (e *Engine) remember(ctx context.Context, key Key) (*v1alpha1.MachineClaim, error) {
 	if paused, err := e.paused(ctx, types.NamespacedName{Namespace: key.Namespace, Name: key.Cluster}); err != nil || paused {
 		return nil, cmp.Or(err, ErrNotFound)
@@ -58,9 +58,10 @@ func (e *Engine) remember(ctx context.Context, key Key) (*v1alpha1.MachineClaim,
 	return nil, ErrNotFound
 }
 
-// Release requests the claim's end and returns it. For an unknown claim it makes a tombstone, so
-// that a late call to make the claim is refused. Errors: [ErrForeignHolder], [*TooManyError],
-// [ErrConflict], [ErrClusterPaused], for an unknown claim [ErrUnknownCluster], or the API server's.
+// Release requests the end of a claim and returns the claim. For an unknown claim it makes a
+// tombstone, so that a late call to make the claim is refused. Errors: [ErrForeignHolder],
+// [*TooManyError], [ErrConflict], [ErrClusterPaused], for an unknown claim [ErrUnknownCluster], or
+// the API server's.
 func (e *Engine) Release(ctx context.Context, key Key, o ReleaseOptions) (*v1alpha1.MachineClaim, error) {
 	reason := v1alpha1.Event{Reason: protocol.ReasonReleaseRequested, Message: o.Reason}
 	if reason.Message == "" {
@@ -159,7 +160,7 @@ func (e *Engine) writeRequest(ctx context.Context, c *v1alpha1.MachineClaim) err
 // was read.
 func lostRace(err error) bool { return apierrors.IsConflict(err) || apierrors.IsNotFound(err) }
 
-// Return requests the claim's end and leaves its Machine to the user. It returns the claim, also
+// Return requests the end of a claim and leaves its Machine to the user. It returns the claim, also
 // one that has ended. Errors: [ErrNotFound], [ErrForeignHolder], [*NotReturnableError],
 // [ErrConflict], [ErrUnknownCluster], [ErrClusterPaused], [ErrRestoring], or the API server's.
 func (e *Engine) Return(ctx context.Context, key Key, may Holders, why string) (*v1alpha1.MachineClaim, error) {

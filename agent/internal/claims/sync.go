@@ -46,14 +46,15 @@ type SyncResult struct {
 	Collected []string
 	// Unknown are the ids of the live set without a live claim.
 	Unknown []string
-	// Kept are the ids of claims that are missing in the set but are not released.
+	// Kept are the ids of claims that are missing from the set but are not released.
 	Kept []string
 }
 
 // Sync releases the holder's claims that were in the token's listing, are older than it by
-// [Config].CollectGrace, are missing in the live set, and that there is no reason to keep. Errors:
+// [Config].CollectGrace, are missing from the live set, and have no reason to be kept. Errors:
 // [ErrInvalidToken], [ErrStaleToken], [*ForeignSpokeError], those of [Engine.List], or the API
-// server's. Then some claims may have been released, and the call can be repeated.
+// server's. After an error from the API server, some claims may already have been released, and the
+// call can be repeated.
 func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
 	taken, err := e.parseToken(r)
 	if err != nil {
@@ -200,8 +201,8 @@ func (s *liveSet) speaksFor(c *v1alpha1.MachineClaim) bool {
 	return s.matched && s.others == ""
 }
 
-// keeps returns why a claim that is missing in the set is kept, "" when it is not. running reports
-// that its Node is registered according to the report that came with the set.
+// keeps returns why a claim that is missing from the set is kept, "" when it is not. running
+// reports that its Node is registered according to the report that came with the set.
 func (s *liveSet) keeps(c *v1alpha1.MachineClaim, running bool) string {
 	const toDo = "; release it if it is not needed: see \"Claims whose owner is missing\" in docs/troubleshooting.md"
 	switch {

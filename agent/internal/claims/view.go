@@ -107,9 +107,9 @@ type speaker struct {
 	holder  string
 }
 
-// decided reports whether each of the claims was in, or was judged missing in, the last live set of
-// its holder that this process received. Times cannot show that: the API server dates the objects
-// that a restore creates, and an agent dates the live set, each by its own clock.
+// decided reports whether each of the claims was in, or was judged missing from, the last live set
+// of its holder that this process received. Times cannot show that: the API server dates the
+// objects that a restore creates, and an agent dates the live set, each by its own clock.
 func (e *Engine) decided(cluster types.NamespacedName, claims []*v1alpha1.MachineClaim) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -207,7 +207,7 @@ func (e *Engine) labelledIn(ctx context.Context, cluster types.NamespacedName) (
 	return owned, nil
 }
 
-// knowsAll returns [ErrRestoring] if a claim's Machine would be missing in the list, because the
+// knowsAll returns [ErrRestoring] if a claim's Machine would be missing from the list, because the
 // claim lost its status, or its object, which the node group's next step recreates. owned are the
 // holders of claims that have Machines. mine is the holder whose claims are listed, "" for all.
 func (e *Engine) knowsAll(
