@@ -132,9 +132,9 @@ func (s *Snapshot) actOnForeign(d *Decision) {
 	}
 }
 
-// AbandonedAfter is how long the agent leaves a claim that no node group has admitted to the
-// CreateClaim call that made it. After that the agent moves or ends the claim itself. A later retry
-// of the call is unaffected.
+// AbandonedAfter is how long a claim that no node group has admitted is left to its CreateClaim
+// call. After that the agent moves or ends the claim itself. A later retry of the call is
+// unaffected.
 const AbandonedAfter = 2 * time.Minute
 
 // moveOn does what the CreateClaim call would do for a claim that finds no room here, in case that

@@ -15,8 +15,8 @@ import (
 // so that they do not fill the ledger.
 const markingAtOnce = 16
 
-// markFloors chooses Machines to mark as the floor's while fewer Machines than the floor has can
-// run pods. It chooses among those that only Karpenter's taint keeps pods from: core removes that
+// markFloors chooses Machines to mark as the floor's while fewer Machines can run pods than the
+// floor owns. It chooses Machines that only Karpenter's taint keeps pods from: core removes that
 // taint when it registers a NodeClaim, and these Machines have none. The next ledger names them
 // first, so that none of them is promised to a claim once the taint goes. Those that the snapshot's
 // ledger names are marked now.

@@ -24,9 +24,9 @@ const (
 // nodeless reports whether the Machine certainly has no Node. An empty status.nodeRef proves
 // nothing: Cluster API does not see the Nodes of a cluster that it cannot reach, and a moved or
 // restored Machine begins with an empty status. A Machine without a provider ID has no instance
-// yet. If it has a provider ID, Cluster API must have looked for its Node and not found it, and its
-// holder must never have reported that Node as registered. Code that removes, hands over or
-// promises a Machine because it has no Node must check this.
+// yet. For a Machine with a provider ID, Cluster API must have looked for its Node and not found
+// it, and its holder must never have reported that Node as registered. Code that removes, hands
+// over or promises a Machine because it has no Node must check this.
 func (s *Snapshot) nodeless(m *clusterv1.Machine) bool {
 	switch {
 	case HasNode(m), s.registered(m):

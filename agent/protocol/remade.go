@@ -43,8 +43,7 @@ func (s *Snapshot) moved() bool {
 	return s.Ledger != nil && s.Ledger.UID != "" && s.Deployment.UID != "" && s.Ledger.UID != s.Deployment.UID
 }
 
-// rename replaces the UIDs in the ledger of a moved MachineDeployment by the present UIDs of its
-// Machines.
+// rename rewrites the ledger of a moved MachineDeployment with the present UIDs of its Machines.
 func (s *Snapshot) rename() {
 	if !s.moved() {
 		return
@@ -122,9 +121,9 @@ func Reported(c *v1alpha1.MachineClaim) bool {
 	return c.Spec.Spoke != "" && (c.CurrentPhase() == v1alpha1.PhasePending || c.CurrentPhase() == v1alpha1.PhaseBound && !c.Returns())
 }
 
-// held returns why nothing is ordered and nothing removed, nil when nothing holds the group. The
-// Cluster is paused, or it was moved or restored and either what its claims have is not known yet
-// or their holder has not reported since which of them live.
+// held returns why nothing is ordered and nothing removed, nil when nothing holds the group. A
+// group is held while its Cluster is paused. After a move or a restore it is held until it is known
+// what its claims have and their holder has reported which of them live.
 func (s *Snapshot) held() *eligibility.Refusal {
 	switch {
 	case s.Group.Suspended:

@@ -35,7 +35,7 @@ type Snapshot struct {
 	Strays  []*clusterv1.Machine
 	// ClusterUID is the present UID of the Cluster; empty when it is not known.
 	ClusterUID types.UID
-	// Synced reports that a live set of its holder has decided each claim that is [Reported].
+	// Synced reports that live sets of the holder have decided about every [Reported] claim.
 	Synced bool
 	// Unregistered reports whether the holder reported that the Node with this provider ID still
 	// carries the unregistered taint.

@@ -25,8 +25,8 @@ const (
 // one may still come. A claim that the pending ledger write gives a Machine does not fail. The
 // deadline counts only for an agent that looks when it passes. If the agent looks later, the hub or
 // the agents were away, and Machines may be late for that reason or may have joined unseen. Then
-// the wait begins anew. This is recorded on the claim, so that every agent sees it, also after a
-// restart. The wait also begins anew after a pause.
+// the wait restarts. This is recorded on the claim, so that every agent sees it, also after a
+// restart of the agent. The wait also restarts after a pause.
 func (s *Snapshot) unmade(d *Decision, c *v1alpha1.MachineClaim) string {
 	deadline := s.Failure.ObjectDeadline
 	switch {

@@ -19,9 +19,9 @@ const (
 	// maxCandidates is how many candidates a claim keeps: its present one and the next best. If all
 	// of them are full or closed, a new call is better than a further candidate.
 	maxCandidates = 16
-	// maxLookups is how many candidates that the caches lack are read from the API server in one
-	// call. A node group that was made just now is among the first of them, and made-up names cost
-	// no more than that.
+	// maxLookups is how many candidates that are missing from the caches one call reads from the
+	// API server. A node group that was made just now is among the first of them, and made-up names
+	// cost no more than that.
 	maxLookups = 4
 )
 
@@ -35,8 +35,8 @@ type choice struct {
 	deployment *clusterv1.MachineDeployment
 	// refusals are the reasons why the candidates before the first would not take the claim.
 	refusals []eligibility.Refusal
-	// unseen is how many candidates the caches lack and that were not read from the API server.
-	// They are not assumed to be gone (rule R3).
+	// unseen is how many candidates are missing from the caches and were not read from the API
+	// server. They are not assumed to be gone (rule R3).
 	unseen int
 }
 

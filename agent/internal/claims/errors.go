@@ -13,8 +13,9 @@ var (
 	ErrNotFound = errors.New("no such claim")
 	// ErrConflict means that another writer was faster. The call can be repeated at once.
 	ErrConflict = errors.New("lost a race against another writer")
-	// ErrWriteRefused means that the API server or an admission policy refuses the agent's write,
-	// and that no race caused it. Repeating the call helps only after a person has acted.
+	// ErrWriteRefused means that the API server or an admission policy refuses the agent's write
+	// for its content, and not because of a race. Repeating the call helps only after a person has
+	// acted.
 	ErrWriteRefused = errors.New("the hub refuses the write")
 	// ErrStaleToken means that a token is too old to conclude anything from.
 	ErrStaleToken = errors.New("the token is too old; take a new one from ListClaims")

@@ -653,9 +653,9 @@ func (g *group) commit(ctx context.Context, s *protocol.Snapshot, d *protocol.De
 	return nil
 }
 
-// markNewlyEntered records on the claims that a ledger write entered that they are entered. They
-// were read before that write, and the API server refuses the record on one that has changed since,
-// so nothing needs to be read again.
+// markNewlyEntered marks the claims that a ledger write has entered. They were read before that
+// write, and the API server refuses the mark on a claim that has changed since, so nothing needs to
+// be read again.
 func (g *group) markNewlyEntered(ctx context.Context, s *protocol.Snapshot, d *protocol.Decision) error {
 	var marks []protocol.Action
 	for _, c := range s.Claims {

@@ -76,21 +76,21 @@ type world struct {
 
 	// Cluster API.
 
-	// seen has the Machines that the MachineSet controller's lagging cache knows to be deleted.
+	// seen holds the Machines that the MachineSet controller's lagging cache knows to be deleted.
 	seen map[types.UID]bool
-	// busy has the controllers, by group or MachineSet, that are in the middle of a step.
+	// busy holds the controllers, by group or MachineSet, that are in the middle of a step.
 	busy      map[string]bool
 	templates map[string]int
 	blocked   map[string]bool // groups whose MachineSets can create no Machines
 	// slow reports whether a Machine's infrastructure is still slow; nil means never.
 	slow func(*clusterv1.Machine) bool
-	// surge has the Machines that a rollout created while it ran.
+	// surge holds the Machines that a rollout created while it ran.
 	surge map[types.UID]bool
 	// joined counts the events up to the Node's joining. tainted Nodes still carry the unregistered
 	// taint.
 	joined  map[types.UID]int
 	tainted map[types.UID]bool
-	// open has the Machines of the floor whose Nodes the shim has untainted: pods may run there.
+	// open holds the Machines of the floor whose Nodes the shim has untainted: pods may run there.
 	open map[types.UID]bool
 
 	// People.
@@ -101,13 +101,13 @@ type world struct {
 	// licensed counts the Machines that Cluster API may choose: in each group because a human
 	// lowered replicas, and in each MachineSet because a rollout did.
 	licensed map[string]int
-	// outsiders has the Machines whose removal another actor than the agent caused.
+	// outsiders holds the Machines whose removal another actor than the agent caused.
 	outsiders map[types.UID]bool
 	// peaceful means that only the agents have acted so far.
 	peaceful bool
-	// ledgers has the groups and texts of all ledgers that agents have written.
+	// ledgers holds the groups and texts of all ledgers that agents have written.
 	ledgers map[string]bool
-	// wiped has the groups whose ledger was lost or edited: what it cannot explain is the user's
+	// wiped holds the groups whose ledger was lost or edited: what it cannot explain is the user's
 	// from then on.
 	wiped map[string]bool
 
@@ -116,10 +116,10 @@ type world struct {
 	owners  map[string]*owner
 	order   []string // ids of the owners, in order of creation
 	session session
-	// kept has the claims that the agents would not release although their owners are gone. They
+	// kept holds the claims that the agents would not release although their owners are gone. They
 	// are left to a person.
 	kept map[string]bool
-	// reported has all provider IDs that the holder ever reported as unregistered.
+	// reported holds all provider IDs that the holder ever reported as unregistered.
 	reported map[string]bool
 }
 

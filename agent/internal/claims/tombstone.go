@@ -124,7 +124,7 @@ func (t tombstones) forget(ctx context.Context, c *v1alpha1.MachineClaim) (time.
 	if err != nil {
 		return 0, err
 	}
-	// A move stops half way if a claim is gone that it has listed.
+	// A move in progress stops half way if a claim that it has listed is deleted.
 	if paused, err := t.paused(ctx, cluster); err != nil || paused {
 		return time.Minute, err
 	}

@@ -42,9 +42,9 @@ type UninstallOptions struct {
 
 // Uninstall removes everything that agents ever wrote to the hub: ledgers, marks, finalizers and
 // hooks, and MachineClaims. Releases in progress are finished first, which requires Cluster API to
-// run. All other Machines stay and become the user's. Agents that run meanwhile leave the node
-// groups alone that are being withdrawn, but make new ledgers for new claims, so stop them first.
-// Uninstall can be repeated, and continues where it stopped.
+// run. All other Machines stay and become the user's. Running agents leave a node group alone while
+// it is withdrawn, but make new ledgers for new claims, so stop them first. Uninstall can be
+// repeated, and continues where it stopped.
 func (e *Engine) Uninstall(ctx context.Context, o UninstallOptions) error {
 	if o.Report == nil {
 		o.Report = func(string, ...any) {}
