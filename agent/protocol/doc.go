@@ -11,10 +11,10 @@
 //
 // # The ledger
 //
-// Every replica has an owner. The floor belongs to the user. A claim owns one replica while it is
-// pending or a Machine carries its label. A release owns its Machine's replica until the replica is
-// given back. The rest is spare. The ledger records the floor and what is in flight. Everything
-// else is read from the objects, so a lost ledger can be rebuilt.
+// Every replica has an owner or is spare. The floor belongs to the user. A claim owns one replica
+// while it is pending or a Machine carries its label. A release owns its Machine's replica until
+// the replica is given back. The ledger records the floor and what is in flight. Everything else is
+// read from the objects, so a lost ledger can be rebuilt.
 //
 // # Files
 //
