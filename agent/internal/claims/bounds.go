@@ -17,57 +17,63 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// Bounds limit what one Cluster can store in the hub, and how fast it can create and release machines, which limits the damage of a mistake. Zero
-// means no limit. A Cluster's annotations replace Claims, Creations and Releases for it ([Bounds.of]).
+// Bounds limit what one Cluster can store in the hub, and how fast it can create and release
+// Machines, which limits the damage of a mistake. Zero means no limit. A Cluster's annotations
+// replace Claims, Creations and Releases for it ([Bounds.of]).
 type Bounds struct {
-	// Claims is how many claims a Cluster may have that have not ended.
+	// Claims is how many claims that have not ended a Cluster may have.
 	Claims int
-	// Ended is how many ended claims of a Cluster are remembered. When there are nearly so many, those that ended more than
-	// [rememberedAtLeast] ago are forgotten; when that does not help, no further claim is made and no release of an unknown one
-	// is remembered.
+	// Ended is how many ended claims of a Cluster are kept. When their number approaches the limit,
+	// those that ended more than [rememberedAtLeast] ago are deleted. If that does not help, no new
+	// claim is made, and no release of an unknown claim is accepted.
 	Ended int
 	// Creations is how many claims may be made in one node group within [creationWindow].
 	Creations int
-	// Releases is how many claims that have a Machine may be released in one Cluster within ReleaseWindow, by all callers together.
+	// Releases is how many claims with a Machine may be released in one Cluster within
+	// ReleaseWindow, by all callers together.
 	Releases      int
 	ReleaseWindow time.Duration
 }
 
 const (
-	// rememberedAtLeast is how long an ended claim is remembered however many there are. No call is under way for so long: one that
-	// was delayed and comes after the claim's end is still refused.
+	// rememberedAtLeast is how long an ended claim is kept however many there are. No call takes
+	// that long, so a delayed call that arrives after the claim's end is still refused.
 	rememberedAtLeast = time.Hour
-	// crowdedLook is how often an ended claim is looked at while it is remembered.
+	// crowdedLook is how often an ended claim is checked while it is kept.
 	crowdedLook = 10 * time.Minute
-	// censusLife is how long the claims of a Cluster are not counted anew. What this agent adds meanwhile is counted.
+	// censusLife is how long a count of a Cluster's claims is reused. What this agent adds
+	// meanwhile is counted.
 	censusLife = time.Second
-	// creationWindow is what [Bounds].Creations counts in.
+	// creationWindow is the window of [Bounds].Creations.
 	creationWindow = time.Minute
-	// retrySoonest is the shortest time after which it is worth asking again, as what was counted may be a little old.
+	// retrySoonest is the shortest time after which a caller should retry, because the counts may
+	// be slightly stale.
 	retrySoonest = time.Second
 )
 
-// Bound is one of [Bounds], or the hub's own.
+// Bound is the name of one of [Bounds], or of the hub's own limit.
 type Bound string
 
 // The bounds.
 const (
-	// BoundLive and BoundEnded are of the claims that a Cluster has.
+	// BoundLive and BoundEnded limit the claims that a Cluster has.
 	BoundLive  Bound = "live"
 	BoundEnded Bound = "ended"
-	// BoundQuota is a ResourceQuota of the hub, which other Clusters of the namespace may have used up.
+	// BoundQuota is a ResourceQuota of the hub, which other Clusters of the namespace may have used
+	// up.
 	BoundQuota Bound = "quota"
-	// BoundCreations and BoundReleases are of what happened lately.
+	// BoundCreations and BoundReleases limit recent operations.
 	BoundCreations Bound = "creations"
 	BoundReleases  Bound = "releases"
 )
 
-// annotations replace bounds for the Cluster that has them.
+// annotations are the annotations of a Cluster that replace its bounds.
 var annotations = map[Bound]string{
 	BoundLive: v1alpha1.MaxClaimsAnnotation, BoundCreations: v1alpha1.MaxCreationsAnnotation, BoundReleases: v1alpha1.MaxReleasesAnnotation,
 }
 
-// of returns the bounds of a Cluster, and for each annotation that cannot be read what is wrong with it. The flags apply then.
+// of returns the bounds of a Cluster, and a message for each annotation that cannot be parsed. In
+// that case the flag applies.
 func (b Bounds) of(cluster *clusterv1.Cluster) (own Bounds, wrong []string) {
 	if cluster == nil || len(cluster.Annotations) == 0 {
 		return b, nil
@@ -89,7 +95,8 @@ func (b Bounds) of(cluster *clusterv1.Cluster) (own Bounds, wrong []string) {
 	return b, wrong
 }
 
-// bounds returns the bounds of a Cluster, and shows on it which of its annotations cannot be read.
+// bounds returns the bounds of a Cluster, and records an event on it for each annotation that
+// cannot be parsed.
 func (e *Engine) bounds(ctx context.Context, key types.NamespacedName) (Bounds, error) {
 	cluster, err := e.cluster(ctx, key.Namespace, key.Name)
 	if err != nil {
@@ -102,18 +109,19 @@ func (e *Engine) bounds(ctx context.Context, key types.NamespacedName) (Bounds, 
 	return own, nil
 }
 
-// TooManyError means that a bound is reached.
+// TooManyError means that a bound has been reached.
 type TooManyError struct {
 	Bound Bound
-	// Message says which one, as a sentence without an end.
+	// Message states which bound, as a sentence without a period.
 	Message string
-	// RetryAfter is when it may be worth asking again.
+	// RetryAfter is after how long a retry may succeed.
 	RetryAfter time.Duration
 }
 
 func (e *TooManyError) Error() string { return e.Message }
 
-// overQuota returns a [*TooManyError] when the API server refused a claim's object because of a ResourceQuota.
+// overQuota returns a [*TooManyError] if the API server refused a claim's object because of a
+// ResourceQuota, else nil.
 func overQuota(cluster types.NamespacedName, err error) error {
 	if !apierrors.IsForbidden(err) || !strings.Contains(err.Error(), "exceeded quota") {
 		return nil
@@ -125,17 +133,17 @@ func overQuota(cluster types.NamespacedName, err error) error {
 	}
 }
 
-// census is how many claims a Cluster has.
+// census is a count of a Cluster's claims.
 type census struct {
 	live, ended int
-	// made are the claims of each node group that were made within [creationWindow], and released those with a Machine that were released
-	// within [Bounds].ReleaseWindow.
+	// made counts the claims of each node group that were made within [creationWindow]. released
+	// counts the claims with a Machine that were released within [Bounds].ReleaseWindow.
 	made     map[string]recent
 	released recent
 	at       time.Time
 }
 
-// recent counts what happened within a window.
+// recent counts events within a window.
 type recent struct {
 	n      int
 	oldest time.Time
@@ -151,10 +159,11 @@ func (r recent) and(moment time.Time) recent {
 
 func newCensus(at time.Time) *census { return &census{at: at, made: map[string]recent{}} }
 
-// fresh reports whether the census is young enough at a moment, which may be a little before the census was taken.
+// fresh reports whether the census is recent enough at the given time, which may be slightly before
+// the census was taken.
 func (c *census) fresh(now time.Time) bool { return now.Sub(c.at).Abs() < censusLife }
 
-// take counts a claim.
+// take adds a claim to the census.
 func (c *census) take(claim *v1alpha1.MachineClaim, releaseWindow time.Duration) {
 	if claim.CurrentPhase() == v1alpha1.PhaseEnded {
 		c.ended++
@@ -169,7 +178,8 @@ func (c *census) take(claim *v1alpha1.MachineClaim, releaseWindow time.Duration)
 	}
 }
 
-// count counts the claims of a Cluster in the caches. The numbers may be a little old, which limits need not mind.
+// count counts the claims of a Cluster in the caches. The numbers may be slightly stale, which does
+// not matter for limits.
 func (e *Engine) count(ctx context.Context, cluster types.NamespacedName) (census, error) {
 	now := e.Clock.Now()
 	e.mu.Lock()
@@ -191,18 +201,18 @@ func (e *Engine) count(ctx context.Context, cluster types.NamespacedName) (censu
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if known, ok := e.censuses[cluster]; ok && known.fresh(now) {
-		return known, nil // counted by another call meanwhile, and what was added to it since must not be lost
+		return known, nil // another call took the census meanwhile; what was added to it since must not be lost
 	}
 	e.censuses[cluster] = *counted
 	return *counted, nil
 }
 
-// recount adds what this agent does to what is known of a Cluster.
+// recount adds an operation of this agent to the Cluster's present census, if there is one.
 func (e *Engine) recount(cluster types.NamespacedName, add func(*census)) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if known, ok := e.censuses[cluster]; ok {
-		known.made = maps.Clone(known.made) // which others may be reading
+		known.made = maps.Clone(known.made) // others may be reading it
 		add(&known)
 		e.censuses[cluster] = known
 	}
@@ -220,7 +230,7 @@ func clusterOf(c *v1alpha1.MachineClaim) types.NamespacedName {
 	return types.NamespacedName{Namespace: c.Namespace, Name: c.Spec.ClusterName}
 }
 
-// roomForTombstone returns a [*TooManyError] when the Cluster may have no further ended claim.
+// roomForTombstone returns a [*TooManyError] if the Cluster may have no further ended claim.
 func (e *Engine) roomForTombstone(ctx context.Context, cluster types.NamespacedName) error {
 	if e.Bounds.Ended == 0 {
 		return nil
@@ -236,8 +246,8 @@ func (e *Engine) roomForTombstone(ctx context.Context, cluster types.NamespacedN
 	})
 }
 
-// room returns a [*TooManyError] when the Cluster may have no further claim, which is remembered when it ends, or when its node group may have
-// none now.
+// room returns a [*TooManyError] if the Cluster may have no further claim, which is kept as a
+// tombstone when it ends, or if its node group may have none now.
 func (e *Engine) room(ctx context.Context, cluster types.NamespacedName, nodeGroup string) error {
 	if err := e.roomForTombstone(ctx, cluster); err != nil {
 		return err
@@ -268,8 +278,9 @@ func (e *Engine) room(ctx context.Context, cluster types.NamespacedName, nodeGro
 	return nil
 }
 
-// mayRelease returns a [*TooManyError] when no further claim of the Cluster that has a Machine may be released now. Otherwise it counts the claim as
-// released, so that calls at the same moment do not exceed the bound. If the release then fails, the claim counts until the next census.
+// mayRelease returns a [*TooManyError] if no further claim of the Cluster that has a Machine may be
+// released now. Otherwise it counts the claim as released, so that concurrent calls do not exceed
+// the bound. If the release then fails, the claim counts until the next census.
 func (e *Engine) mayRelease(ctx context.Context, c *v1alpha1.MachineClaim) error {
 	if c.Status.Machine == nil {
 		return nil
@@ -298,12 +309,12 @@ func (e *Engine) mayRelease(ctx context.Context, c *v1alpha1.MachineClaim) error
 	})
 }
 
-// over returns how long it takes until the first of what happened lately does not count any more.
+// over returns how long it takes until the oldest of the recent events leaves the window.
 func (e *Engine) over(lately recent, window time.Duration) time.Duration {
 	return max(retrySoonest, lately.oldest.Add(window).Sub(e.Clock.Now()))
 }
 
-// tooMany counts what is refused, and shows it on the Cluster.
+// tooMany counts a refusal and records it on the Cluster as an event. It returns the refusal.
 func (e *Engine) tooMany(ctx context.Context, cluster types.NamespacedName, refused *TooManyError) error {
 	countRefused(cluster, refused.Bound)
 	if object, err := e.cluster(ctx, cluster.Namespace, cluster.Name); err == nil && object != nil {
@@ -312,7 +323,8 @@ func (e *Engine) tooMany(ctx context.Context, cluster types.NamespacedName, refu
 	return refused
 }
 
-// remembered returns how long an ended claim of the Cluster is remembered: shorter when there are nearly too many.
+// remembered returns how long an ended claim of the Cluster is kept. The time is shorter when there
+// are nearly too many.
 func (e *Engine) remembered(ctx context.Context, cluster types.NamespacedName) (time.Duration, error) {
 	if e.Bounds.Ended == 0 {
 		return e.TombstoneRetention, nil
@@ -321,6 +333,6 @@ func (e *Engine) remembered(ctx context.Context, cluster types.NamespacedName) (
 	if err != nil || has.ended < e.Bounds.Ended-e.Bounds.Ended/10 {
 		return e.TombstoneRetention, err
 	}
-	// A group's cool-down follows from its failed claims.
+	// A group's cool-down is derived from its failed claims.
 	return min(e.TombstoneRetention, max(rememberedAtLeast, e.Failure.CoolDown)), nil
 }

@@ -35,7 +35,7 @@ func endedClaim(id string, at time.Time) *v1alpha1.MachineClaim {
 	return c
 }
 
-// bounded is an engine whose Clusters can store so much, at a time of its own.
+// bounded returns an engine with these bounds, and its clock.
 func bounded(t *testing.T, b Bounds, objects ...client.Object) (*Engine, *clocktesting.FakeClock) {
 	t.Helper()
 	e := engineWith(t, append(objects, groupOf("a", 0, nil))...)
@@ -99,7 +99,8 @@ func TestTheHubsQuotaOfClaimsIsSaidToBeUsedUp(t *testing.T) {
 	requireTooMany(t, err, BoundQuota)
 }
 
-// A release that is not remembered has not happened: a call to make the claim that comes late would not be refused.
+// A release without a tombstone has not happened, because a late call to make the claim would not
+// be refused.
 func TestReleasesOfUnknownClaimsAreRefusedWhenTheyCannotBeRemembered(t *testing.T) {
 	e, _ := bounded(t, Bounds{Ended: 3})
 	e = quiet(e)
@@ -179,7 +180,8 @@ func TestClaimsAreNotCountedAnewForEachCall(t *testing.T) {
 	assert.Equal(t, 2, cache["*v1alpha1.MachineClaimList"])
 }
 
-// What callers and infrastructure providers write is kept on one line, and short: all of it is written again with each change.
+// Text from callers and infrastructure providers is kept short and on one line, because all of it
+// is written again with each change.
 func TestTextsOfAClaimAreCut(t *testing.T) {
 	e, _ := bounded(t, Bounds{})
 	c := heldClaim("a", newTestTime())
@@ -249,7 +251,7 @@ func TestANodeGroupGetsNoMoreClaimsAMinuteThanItMay(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// clusterWith gives the Cluster annotations.
+// clusterWith sets the Cluster's annotations.
 func clusterWith(t *testing.T, e *Engine, annotations map[string]string) {
 	t.Helper()
 	cluster, err := e.cluster(t.Context(), namespace, clusterName)
@@ -262,7 +264,7 @@ func TestAClustersAnnotationsReplaceTheLimits(t *testing.T) {
 	for name, test := range map[string]struct {
 		flag       int
 		annotation string
-		may        int // how many there may be of three
+		may        int // how many of three are allowed
 		event      string
 	}{
 		"fewer":           {flag: 2, annotation: "1", may: 1},
@@ -280,7 +282,7 @@ func TestAClustersAnnotationsReplaceTheLimits(t *testing.T) {
 				t.Helper()
 				e, _ := bounded(t, bounds, objects...)
 				if len(objects) > 0 {
-					e = quiet(e) // the Machines of those claims are not there
+					e = quiet(e) // the Machines of those claims do not exist
 				} else {
 					e.spawn = func(run func()) { run() }
 				}
@@ -330,7 +332,7 @@ func withMachine(id string) *v1alpha1.MachineClaim {
 	return c
 }
 
-// All of them are about to be written when the first is.
+// All releases are about to be written when the first one is.
 func TestReleasesAtTheSameMomentDoNotExceedTheirBound(t *testing.T) {
 	const calls, bound = 8, 3
 	ids := lo.Times(calls, func(i int) string { return fmt.Sprintf("claim-%d", i) })
