@@ -52,8 +52,9 @@ type Request struct {
 
 // Create makes the claim durable and returns it. A repeated call with the same id returns the
 // existing claim. Errors: [*EndedError], [*NoRoomError], [*RefusedError], [*UnknownGroupError],
-// [*UnseenError], [*TooManyError], [ErrForeignHolder], [ErrUnknownCluster], [ErrConflict]. Any
-// other error comes from the API server, and then the claim may or may not exist.
+// [*UnseenError], [*TooManyError], [ErrForeignHolder], [ErrUnknownCluster], [ErrConflict],
+// [ErrRestoring], [ErrClusterPaused]. After any other error, such as the API server's or the
+// context's, the claim may or may not exist, and the call can be repeated.
 func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim, error) {
 	defer observeCreate(e.Clock, e.Clock.Now())
 	cluster, err := e.cluster(ctx, r.Namespace, r.Cluster)

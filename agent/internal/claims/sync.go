@@ -52,9 +52,9 @@ type SyncResult struct {
 
 // Sync releases the holder's claims that were in the token's listing, are older than it by
 // [Config].CollectGrace, are missing from the live set, and have no reason to be kept. Errors:
-// [ErrInvalidToken], [ErrStaleToken], [*ForeignSpokeError], those of [Engine.List], or the API
-// server's. After an error from the API server, some claims may already have been released, and the
-// call can be repeated.
+// [ErrInvalidToken], [ErrStaleToken], [*ForeignSpokeError], [ErrConflict], those of [Engine.List], or
+// the API server's. After [ErrConflict] or an error from the API server, some claims may already
+// have been released, and the call can be repeated.
 func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
 	taken, err := e.parseToken(r)
 	if err != nil {
