@@ -3,6 +3,7 @@ package pages_test
 import (
 	"context"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -133,6 +134,20 @@ func TestTheRemovalRefusesAnotherKarpentersRelease(t *testing.T) {
 
 	output := run(ctx, t, map[string]*server{"spoke": spoke}, "if ( "+steps[0]+" ); then echo went on; else echo refused; fi")
 	g.Expect(strings.TrimSpace(output)).To(Equal("refused"))
+}
+
+// Helm does not remove the CRDs of a chart.
+func TestTheRemovalNamesEveryCRDOfTheAgent(t *testing.T) {
+	g := NewWithT(t)
+	page, err := pages.Read(root(t), "docs/uninstall.md")
+	g.Expect(err).NotTo(HaveOccurred())
+	crds, err := filepath.Glob(filepath.Join(root(t), "deploy/charts/agent/crds/*.yaml"))
+	g.Expect(err).NotTo(HaveOccurred())
+	g.Expect(crds).NotTo(BeEmpty())
+	for _, file := range crds {
+		group, plural, _ := strings.Cut(strings.TrimSuffix(filepath.Base(file), ".yaml"), "_")
+		g.Expect(page.Text).To(MatchRegexp(`delete crd .*\b%s\.%s\b`, plural, regexp.QuoteMeta(group)))
+	}
 }
 
 // The order is what keeps the Nodes: with their owner gone, the garbage collector deletes those that still name it.
