@@ -31,17 +31,19 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
-// An etcd snapshot of earlier is put back, in the hub or in the spoke, while all else went on. What both sides know must come to no
-// harm; what only one of them knows is reported, and goes when a person says so, as docs/disaster-recovery.md has it.
+// An earlier etcd snapshot is restored, in the hub or in the spoke, while everything else has moved
+// on. What both sides know must not be harmed. What only one of them knows is reported, and removed
+// when a user says so, as described in docs/disaster-recovery.md.
 
 const (
-	// perGroup is how many pods each node group has at first.
+	// perGroup is the initial number of pods in each node group.
 	perGroup = 10
-	// since is how many machines go in the node group east, and come in west, after the snapshot.
+	// since is the number of machines removed from the node group east, and added to west, after
+	// the snapshot.
 	since = 3
-	// quiet is as long as the agent keeps machines that nobody claims, and the shim's next listings of its claims.
+	// quiet is as long as the agent keeps unclaimed machines, plus the shim's next claim syncs.
 	quiet = spareGrace + 2*syncInterval
-	// unheard is how long until a Node counts as lost whose kubelet says nothing, and is given up.
+	// unheard is how long until a Node with a silent kubelet counts as lost and is given up.
 	unheard = 4 * time.Minute
 )
 
@@ -62,7 +64,7 @@ func TestASnapshotOfTheHubThatIsPutBackLosesNothing(t *testing.T) {
 	for _, how := range []string{agentsLast, agentsRun} {
 		t.Run(how, func(t *testing.T) {
 			g := NewWithT(t)
-			// One more is on its way at the time of the snapshot, and joins after it.
+			// One more machine is being made at the time of the snapshot, and joins after it.
 			hangs := h.hangs(t, func() {
 				pods["west"]++
 				h.scale(t, pods["east"], pods["west"])
@@ -84,8 +86,9 @@ func TestASnapshotOfTheHubThatIsPutBackLosesNothing(t *testing.T) {
 			ran := podsOn(t, h.source, d.nodes())
 			watching := watchSpoke(t, h.source)
 
-			// Cluster API and Kubernetes' own controllers do harm under a restore: their caches go back one kind after the other, and a
-			// MachineSet of later has Cluster API delete Machines of earlier.
+			// Cluster API and Kubernetes' own controllers cause harm during a restore: their caches
+			// go back one kind after the other, and a newer MachineSet makes Cluster API delete
+			// older Machines.
 			stopped := []string{sandbox.ClusterAPI, sandbox.SimProvider, sandbox.HubControllerManager}
 			if how == agentsLast {
 				stopped = slices.Concat(lo.Times(agents, sandbox.AgentName), stopped)
@@ -103,7 +106,7 @@ func TestASnapshotOfTheHubThatIsPutBackLosesNothing(t *testing.T) {
 				g.Expect(reported(t.Context())).To(BeEmpty())
 			}).WithTimeout(quiet).WithPolling(time.Second).Should(Succeed())
 
-			// Released: what the page says to do.
+			// Released: following the page's instructions.
 			for id := range d.removed {
 				h.release(t, id)
 			}
