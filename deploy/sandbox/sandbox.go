@@ -58,7 +58,8 @@ var auditPolicy []byte
 // ErrRunning means that a sandbox with the same name is running.
 var ErrRunning = errors.New("is running already")
 
-// Sandbox is a running hub and spoke, a hub only, or a spoke of another sandbox's hub. Its methods are safe for concurrent use.
+// Sandbox is a running hub and spoke, a hub only, or a spoke of another sandbox's hub. Its methods
+// are safe for concurrent use.
 type Sandbox struct {
 	options Options
 	lock    *flock.Flock

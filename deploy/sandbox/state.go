@@ -29,7 +29,8 @@ type State struct {
 	Phase Phase  `json:"phase"`
 	// Error is the reason of a failure.
 	Error string `json:"error,omitempty"`
-	// Cluster is the name of the spoke's Cluster in the namespace [ClusterNamespace]; empty without a spoke.
+	// Cluster is the name of the spoke's Cluster in the namespace [ClusterNamespace]; empty without
+	// a spoke.
 	Cluster string `json:"cluster,omitempty"`
 	// PID is the process that holds the sandbox.
 	PID int `json:"pid"`

@@ -316,7 +316,8 @@ func latencies(s samples) Latencies {
 	}
 }
 
-// served waits until the attacker is served again, now that it behaves, and returns how long that took.
+// served waits until the attacker is served again, now that it behaves, and returns how long that
+// took.
 func (r *run) served(ctx context.Context) (time.Duration, error) {
 	ctx, cancel := context.WithTimeout(ctx, servedWithin)
 	defer cancel()

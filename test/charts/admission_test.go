@@ -648,7 +648,8 @@ func inVersion(version, namespace, name string) *unstructured.Unstructured {
 	return md
 }
 
-// awaitPolicies waits until the policies of a release are in force in a namespace, and the API server has seen all MachineDeployments there.
+// awaitPolicies waits until the policies of a release are in force in a namespace, and the API
+// server has seen all MachineDeployments there.
 func (h *hub) awaitPolicies(t *testing.T, r release, namespace string) {
 	t.Helper()
 	h.awaitGuard(t, h.tool(t), "node-groups."+r.hubName(), "scale."+r.hubName(), namespace)

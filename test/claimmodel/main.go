@@ -1,5 +1,5 @@
-// Command claimmodel explores the claim protocol: every state that a small world can reach, or random runs of a larger one. The
-// decisions are those of the agent's package protocol.
+// Command claimmodel explores the claim protocol: every state that a small world can reach, or
+// random runs of a larger one. The decisions are those of the agent's package protocol.
 //
 //	claimmodel                       # the standard table of runs
 //	claimmodel -short                # the short one, which the tests run

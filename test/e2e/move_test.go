@@ -289,7 +289,8 @@ func (h hubs) fill(t *testing.T, nodes int) (before holdings, watching *bystande
 	return before, watchSpoke(t, h.source)
 }
 
-// takeOver points the shim to the target and waits until the target has what the source had. It returns how long that took.
+// takeOver points the shim to the target and waits until the target has what the source had. It
+// returns how long that took.
 func (h hubs) takeOver(t *testing.T, before holdings, watching *bystander.Bystander) time.Duration {
 	t.Helper()
 	g := NewWithT(t)

@@ -33,7 +33,7 @@ import (
 
 // An earlier etcd snapshot is restored, in the hub or in the spoke, while everything else has moved
 // on. What both sides know must not be harmed. What only one of them knows is reported, and removed
-// when a user says so, as described in docs/disaster-recovery.md.
+// when a user requests it, as described in docs/disaster-recovery.md.
 
 const (
 	// perGroup is the initial number of pods in each node group.
@@ -97,7 +97,8 @@ func TestASnapshotOfTheHubThatIsPutBackLosesNothing(t *testing.T) {
 			back := time.Now()
 			figure("%s, the snapshot was %.0f s old", how, back.Sub(taken).Seconds())
 
-			// Reported: claims whose NodeClaim is gone, and NodeClaims and Nodes that the hub does not know.
+			// Reported: claims whose NodeClaim is gone, and NodeClaims and Nodes that the hub does
+			// not know.
 			poll(t, settleWithin, h.reports(d))
 			figure("what differs was reported %.0f s later", time.Since(back).Seconds())
 			reported := h.reports(d)

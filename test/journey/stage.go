@@ -33,7 +33,7 @@ const (
 	Deleting
 	// Gone: the NodeClaim no longer exists.
 	Gone
-	// Returned: the claim has ended and its replica is being decremented.
+	// Returned: the claim has ended and its replica is being returned.
 	Returned
 
 	stages = iota
@@ -151,7 +151,8 @@ func LatencyOf(journeys []Journey, from, to Stage) Latency {
 	return Latency{Count: len(took), Median: percentile(took, 50), P99: percentile(took, 99), Max: took[len(took)-1]}
 }
 
-// percentile returns the smallest value that p percent of the sorted values do not exceed (nearest rank).
+// percentile returns the smallest value that p percent of the sorted values do not exceed (nearest
+// rank).
 func percentile(sorted []time.Duration, p int) time.Duration {
 	rank := (p*len(sorted) + 99) / 100
 	return sorted[max(rank, 1)-1]

@@ -39,7 +39,8 @@ const (
 	// serverName is the name in the agents' certificates.
 	serverName = "localhost"
 
-	// crowd is the name of the node group, the NodePool, the node class, and the Deployment whose pods come and go.
+	// crowd is the name of the node group, the NodePool, the node class, and the Deployment whose
+	// pods come and go.
 	crowd = "crowd"
 	// resident is the Deployment of the pods that stay, each on its own Node.
 	resident  = "resident"

@@ -51,8 +51,8 @@ func (l Load) TotalPods() int { return int(lo.Sum(lo.Values(l.Pods))) }
 // TotalNodes returns the sum over the node groups.
 func (l Load) TotalNodes() int { return lo.Sum(lo.Values(l.Nodes)) }
 
-// Loads of the fleet in package manifests. Two pods of web fit on a small machine, six of data on a large one, one of batch
-// on a small one.
+// Loads of the fleet in package manifests. Two pods of web fit on a small machine, six of data on a
+// large one, one of batch on a small one.
 var (
 	Full = Load{
 		Pods:  map[string]int32{"web": 12, "data": 12, "batch": 4},

@@ -105,7 +105,8 @@ type Class struct {
 	Name string
 	// Generation is the generation of the node class whose selector was used.
 	Generation int64
-	// Groups are the usable node groups that the selector matches, as the node class sees them, ordered by id.
+	// Groups are the usable node groups that the selector matches, as the node class sees them,
+	// ordered by id.
 	Groups []*instancetype.Group
 	// Selected are all node groups that the selector matches, unusable ones included, in the form
 	// of the node class's status.

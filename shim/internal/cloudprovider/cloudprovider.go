@@ -75,7 +75,8 @@ type Config struct {
 	Static *staticpool.Gate
 	// Recorder publishes events about NodeClaims.
 	Recorder events.Recorder
-	// RepairAfter is how long a Node may be unhealthy before core replaces it, with the feature gate NodeRepair on.
+	// RepairAfter is how long a Node may be unhealthy before core replaces it, with the feature
+	// gate NodeRepair on.
 	RepairAfter time.Duration
 	// Timeout bounds one method's calls to the agent. A method that adopts a Machine gets
 	// adoptionTimeouts times as long.
@@ -421,7 +422,8 @@ func (c *CloudProvider) List(ctx context.Context) ([]*karpv1.NodeClaim, error) {
 	return append(nodeClaims, unknown...), err
 }
 
-// unknown returns the NodeClaims that have a Node and whose machine is neither listed nor known to be gone.
+// unknown returns the NodeClaims that have a Node and whose machine is neither listed nor known to
+// be gone.
 func (c *CloudProvider) unknown(ctx context.Context, listed sets.Set[string]) ([]*karpv1.NodeClaim, error) {
 	all := &karpv1.NodeClaimList{}
 	if err := c.Kube.List(ctx, all); err != nil {

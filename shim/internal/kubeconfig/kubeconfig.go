@@ -38,8 +38,7 @@ const (
 	keepAlive   = 30 * time.Second
 )
 
-// File is a kubeconfig file. It is safe for concurrent use, except that [File.Follow] must run only
-// once.
+// File is a kubeconfig file. It is safe for concurrent use.
 type File struct {
 	path  string
 	clock clock.WithTicker

@@ -60,14 +60,16 @@ type Options struct {
 	ClusterNamespace string
 	ClusterName      string
 
-	// LaunchTimeout is how long a NodeClaim may stay without a claim in the hub before core gives it up.
+	// LaunchTimeout is how long a NodeClaim may stay without a claim in the hub before core gives
+	// it up.
 	LaunchTimeout time.Duration
 	// ClaimSyncInterval is how often the shim reports the complete set of NodeClaims to the agent.
 	ClaimSyncInterval time.Duration
 	// HubUnreachableGracePeriod is how long the agent may be unreachable before node classes stop
 	// being Ready.
 	HubUnreachableGracePeriod time.Duration
-	// NodeRepairAfter is how long a Node may be unhealthy before core repairs it, with the feature gate NodeRepair.
+	// NodeRepairAfter is how long a Node may be unhealthy before core repairs it, with the feature
+	// gate NodeRepair.
 	NodeRepairAfter time.Duration
 	// UnavailableOfferingTTL is how long an offering stays unavailable after the agent had no room
 	// for it.

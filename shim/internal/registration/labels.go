@@ -37,9 +37,9 @@ type Groups interface {
 // Node. It is a single hook for all labels, because core runs hooks concurrently on the same
 // NodeClaim.
 //
-// If a node group names no zone, its NodeClaims have the zone "none". The cloud controller manager
-// may still label the Node with a zone, which pods need for their volumes. The NodeClaim then takes
-// over the Node's zone.
+// If a node group names no zone, its NodeClaims have [instancetype.ZoneNone]. The cloud controller
+// manager may still label the Node with a zone, which pods need for their volumes. The NodeClaim
+// then takes over the Node's zone.
 //
 // Values that core chose at random for the NodeClaim are corrected when the machine is claimed.
 // Core forgets that correction if it cannot store it at once, and does not call again; the hook

@@ -8,7 +8,8 @@ import (
 	"sigs.k8s.io/karpenter/pkg/scheduling"
 )
 
-// IsUnregistered reports whether the Node still has the taint that keeps pods away until Karpenter has registered it.
+// IsUnregistered reports whether the Node still has the taint that keeps pods away until Karpenter
+// has registered it.
 func IsUnregistered(node *corev1.Node) bool {
 	return slices.ContainsFunc(node.Spec.Taints, func(taint corev1.Taint) bool { return taint.MatchTaint(&karpv1.UnregisteredNoExecuteTaint) })
 }

@@ -27,7 +27,8 @@ const (
 // ErrNoneFree means that every port tried was in use.
 var ErrNoneFree = errors.New("no free port")
 
-// Pool is a set of reserved ports. The zero value is ready to use; it is not safe for concurrent use.
+// Pool is a set of reserved ports. The zero value is ready to use; it is not safe for concurrent
+// use.
 type Pool struct {
 	locks []*flock.Flock
 }

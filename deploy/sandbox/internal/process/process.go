@@ -59,7 +59,8 @@ type Spec struct {
 	// Ready returns nil while the program works. It is called repeatedly for as long as the program
 	// runs.
 	Ready func(context.Context) error
-	// Changed is called after each change of [Process.Status], from several goroutines. It must not block.
+	// Changed is called after each change of [Process.Status], from several goroutines. It must not
+	// block.
 	Changed func()
 }
 
@@ -165,7 +166,8 @@ func (p *Process) Status() Status {
 	return p.status
 }
 
-// WaitReady waits until the program is ready. It fails with [ErrHopeless] if the program keeps dying instead.
+// WaitReady waits until the program is ready. It fails with [ErrHopeless] if the program keeps
+// dying instead.
 func (p *Process) WaitReady(ctx context.Context) error {
 	for {
 		p.mu.Lock()

@@ -15,7 +15,8 @@ import (
 
 // clusters provides access to workload clusters.
 type clusters interface {
-	// client returns an uncached client to the cluster. The error is NotFound if the cluster has no kubeconfig Secret.
+	// client returns an uncached client to the cluster. The error is NotFound if the cluster has no
+	// kubeconfig Secret.
 	client(ctx context.Context, cluster client.ObjectKey) (client.Client, error)
 	// serverVersion returns the version that the cluster's API server reports, such as v1.36.3.
 	serverVersion(ctx context.Context, cluster client.ObjectKey) (string, error)

@@ -54,7 +54,8 @@ type Plan struct {
 	// Expired are NodeClaims that Karpenter ends as soon as it runs, even if their Nodes are
 	// protected.
 	Expired []Finding `json:"expired"`
-	// Drifted are adopted Nodes that Karpenter would replace as soon as their disruption is allowed, and why.
+	// Drifted are adopted Nodes that Karpenter would replace as soon as their disruption is
+	// allowed, and why.
 	Drifted []Finding `json:"drifted"`
 }
 

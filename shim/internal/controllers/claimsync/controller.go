@@ -102,8 +102,9 @@ func New(
 	}
 }
 
-// Soon requests a round within seconds, for Nodes that the agent should know of before the next interval. It does not block; requests made
-// close together result in one round. It is safe for concurrent use.
+// Soon requests a round within seconds, for Nodes that the agent should know of before the next
+// interval. It does not block; requests made close together result in one round. It is safe for
+// concurrent use.
 func (c *Controller) Soon() {
 	select {
 	case c.asked <- event.GenericEvent{}:

@@ -95,8 +95,8 @@ type Controller struct {
 	told map[types.UID]string // the machine's progress in the last event, by NodeClaim
 }
 
-// New returns the controller. kube reads from a cache with an index on Nodes' spec.providerID; live reads from the API server.
-// timeout bounds each call to the agent.
+// New returns the controller. kube reads from a cache with an index on Nodes' spec.providerID; live
+// reads from the API server. timeout bounds each call to the agent.
 func New(
 	clk clock.PassiveClock, kube client.Client, live client.Reader, cloudProvider cloudprovider.CloudProvider, claims Claims, groups NodeGroups,
 	agent agentv1alpha1.ClaimServiceClient, cluster *agentv1alpha1.ClusterRef, recorder events.Recorder, finder *unclaimed.Finder,

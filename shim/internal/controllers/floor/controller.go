@@ -54,8 +54,8 @@ type Controller struct {
 	recorder events.Recorder
 }
 
-// New returns the controller. kube reads from a cache with an index on the NodeClaims' status.providerID; report requests an early report of
-// all Nodes to the agent.
+// New returns the controller. kube reads from a cache with an index on the NodeClaims'
+// status.providerID; report requests an early report of all Nodes to the agent.
 func New(clk clock.PassiveClock, kube client.Client, machines *unclaimed.Finder, report func(), recorder events.Recorder) *Controller {
 	return &Controller{clock: clk, kube: kube, machines: machines, report: report, recorder: recorder}
 }

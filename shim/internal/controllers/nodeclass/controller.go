@@ -53,7 +53,7 @@ const (
 	// turned: prices and availability may change many times a second.
 	shortestStatus = 5 * time.Second
 	// Core reconciles every NodeClaim of a node class whenever the class or its status is written.
-	// Therefore that interval also grows by forEachNodeClaim for each NodeClaim, up to
+	// Therefore that interval is at least forEachNodeClaim for each NodeClaim, but no longer than
 	// longestStatus.
 	forEachNodeClaim = 12 * time.Millisecond
 	longestStatus    = time.Minute

@@ -57,7 +57,8 @@ type Controller struct {
 	recorder      events.Recorder
 }
 
-// New returns the controller. kube reads from a cache with an index on status.providerID; live reads from the API server.
+// New returns the controller. kube reads from a cache with an index on status.providerID; live
+// reads from the API server.
 func New(
 	kube client.Client, live client.Reader, cloudProvider cloudprovider.CloudProvider, claims claimsource.Claims,
 	cluster *agentv1alpha1.ClusterRef, recorder events.Recorder,
