@@ -128,8 +128,8 @@ var attacks = []attack{
 		name:  "A4 invented candidates",
 		about: "200 at a time: may a claim be made of a thousand node groups that do not exist",
 		run:   inventedCandidates,
-		// Unavailable: the agent asks the hub about the first few unknown names, and answers that
-		// it does not know the others.
+		// Unavailable: the agent looks up the first few unknown names in the hub, and cannot tell about
+		// the others.
 		must: []string{cut}, may: []string{codes.NotFound.String(), refused, late},
 		holds: requestsHandled,
 	},
