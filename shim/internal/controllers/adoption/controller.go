@@ -3,6 +3,9 @@
 // behind. Each gets a claim on its own Machine, and the labels and annotations that Create would
 // have set. Nothing is drained, replaced or removed in the process.
 //
+// The package also creates NodeClaims for users' Nodes ([Nodes]), reports what would be adopted
+// ([Planner]), and returns machines to the user.
+//
 // Karpenter does not disrupt an adopted Node before a user allows it: each gets the annotation
 // karpenter.sh/do-not-disrupt once, before its claim is made. Until every NodeClaim that existed at
 // the start has been checked, core plans and disrupts nothing at all.
