@@ -46,7 +46,7 @@ type claim struct {
 }
 
 // callers are the holders of claims. They call the agents, retry calls whose answer is lost, and
-// keep track of their claims. It is safe for concurrent use.
+// keep track of their claims. They are safe for concurrent use.
 type callers struct {
 	mu     sync.Mutex
 	agents []*client.Client // the agents to call

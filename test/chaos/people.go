@@ -64,7 +64,7 @@ func (p *people) share(group string, own, unclear int32) {
 }
 
 // disown forgets which Machines of a group are the user's: the user no longer owns as many as were
-// made.
+// made for the user's replicas.
 func (p *people) disown(group string) {
 	p.update(func() {
 		for uid, of := range p.own {
