@@ -22,24 +22,26 @@ import (
 )
 
 const (
-	// ClusterNamespace is the namespace of the Cluster in the hub that is the spoke.
+	// ClusterNamespace is the namespace of the spoke's Cluster in the hub.
 	ClusterNamespace = "fleet"
-	// ClusterName is its name, unless [Options].Cluster is another.
+	// ClusterName is the Cluster's name, unless [Options].Cluster is set.
 	ClusterName = "spoke"
-	// BootstrapSecret is a Secret beside the Cluster that MachineDeployments name as their bootstrap data. A Cluster of another name has one whose
-	// name begins with that.
+	// BootstrapSecret is a Secret in the Cluster's namespace that MachineDeployments can name as
+	// their bootstrap data. For a Cluster with another name, the Secret's name begins with that
+	// name.
 	BootstrapSecret = ClusterName + bootstrapSuffix
-	// KubeletLabel is on a Node of the spoke while its kubelet lives: kwok speaks for it.
+	// KubeletLabel is on a Node of the spoke while its kubelet lives and kwok acts for it.
 	KubeletLabel = simprovider.KubeletLabel
-	// PriceList is the ConfigMap in the hub that the agent takes prices from, as namespace/name. At first there is none.
+	// PriceList is the ConfigMap in the hub from which the agent reads prices, as namespace/name.
+	// The sandbox does not create it.
 	PriceList = ClusterNamespace + "/prices"
 
 	bootstrapSuffix = "-bootstrap"
 )
 
-// createFleet tells the hub of the spoke, as a Cluster of that name.
+// createFleet creates the spoke's Cluster in the hub.
 //
-// A topologyVersion has it made from a ClusterClass.
+// With a topologyVersion the Cluster is created from a ClusterClass.
 func createFleet(ctx context.Context, hub client.Client, spoke *controlPlane, clusterName, topologyVersion string) error {
 	discover, err := discovery.NewDiscoveryClientForConfig(spoke.admin)
 	if err != nil {
@@ -60,7 +62,8 @@ func createFleet(ctx context.Context, hub client.Client, spoke *controlPlane, cl
 	metadata := func(name string) metav1.ObjectMeta {
 		return metav1.ObjectMeta{
 			Namespace: ClusterNamespace, Name: name,
-			// Only the Secret with Cluster API's kubeconfig has a name by which `clusterctl move` knows it for the Cluster's.
+			// Of these Secrets, `clusterctl move` only recognises the one with Cluster API's
+			// kubeconfig as the Cluster's by its name.
 			Labels: map[string]string{clusterv1.ClusterNameLabel: clusterName, manifests.MoveLabel: ""},
 		}
 	}

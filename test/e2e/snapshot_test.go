@@ -31,17 +31,19 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
-// An etcd snapshot of earlier is put back, in the hub or in the spoke, while all else went on. What both sides know must come to no
-// harm; what only one of them knows is reported, and goes when a person says so, as docs/disaster-recovery.md has it.
+// An earlier etcd snapshot is restored, in the hub or in the spoke, while everything else has moved
+// on. What both sides know must not be harmed. What only one of them knows is reported, and removed
+// when a user requests it, as described in docs/disaster-recovery.md.
 
 const (
-	// perGroup is how many pods each node group has at first.
+	// perGroup is the initial number of pods in each node group.
 	perGroup = 10
-	// since is how many machines go in the node group east, and come in west, after the snapshot.
+	// since is the number of machines removed from the node group east, and added to west, after
+	// the snapshot.
 	since = 3
-	// quiet is as long as the agent keeps machines that nobody claims, and the shim's next listings of its claims.
+	// quiet is as long as the agent keeps unclaimed machines, plus the shim's next claim syncs.
 	quiet = spareGrace + 2*syncInterval
-	// unheard is how long until a Node counts as lost whose kubelet says nothing, and is given up.
+	// unheard is how long until a Node with a silent kubelet counts as lost and is given up.
 	unheard = 4 * time.Minute
 )
 
@@ -62,7 +64,7 @@ func TestASnapshotOfTheHubThatIsPutBackLosesNothing(t *testing.T) {
 	for _, how := range []string{agentsLast, agentsRun} {
 		t.Run(how, func(t *testing.T) {
 			g := NewWithT(t)
-			// One more is on its way at the time of the snapshot, and joins after it.
+			// One more machine is being made at the time of the snapshot, and joins after it.
 			hangs := h.hangs(t, func() {
 				pods["west"]++
 				h.scale(t, pods["east"], pods["west"])
@@ -84,8 +86,9 @@ func TestASnapshotOfTheHubThatIsPutBackLosesNothing(t *testing.T) {
 			ran := podsOn(t, h.source, d.nodes())
 			watching := watchSpoke(t, h.source)
 
-			// Cluster API and Kubernetes' own controllers do harm under a restore: their caches go back one kind after the other, and a
-			// MachineSet of later has Cluster API delete Machines of earlier.
+			// Cluster API and Kubernetes' own controllers cause harm during a restore: their caches
+			// go back one kind after the other, and a newer MachineSet makes Cluster API delete
+			// older Machines.
 			stopped := []string{sandbox.ClusterAPI, sandbox.SimProvider, sandbox.HubControllerManager}
 			if how == agentsLast {
 				stopped = slices.Concat(lo.Times(agents, sandbox.AgentName), stopped)
@@ -94,7 +97,8 @@ func TestASnapshotOfTheHubThatIsPutBackLosesNothing(t *testing.T) {
 			back := time.Now()
 			figure("%s, the snapshot was %.0f s old", how, back.Sub(taken).Seconds())
 
-			// Reported: claims whose NodeClaim is gone, and NodeClaims and Nodes that the hub does not know.
+			// Reported: claims whose NodeClaim is gone, and NodeClaims and Nodes that the hub does
+			// not know.
 			poll(t, settleWithin, h.reports(d))
 			figure("what differs was reported %.0f s later", time.Since(back).Seconds())
 			reported := h.reports(d)
@@ -103,7 +107,7 @@ func TestASnapshotOfTheHubThatIsPutBackLosesNothing(t *testing.T) {
 				g.Expect(reported(t.Context())).To(BeEmpty())
 			}).WithTimeout(quiet).WithPolling(time.Second).Should(Succeed())
 
-			// Released: what the page says to do.
+			// Released: following the page's instructions.
 			for id := range d.removed {
 				h.release(t, id)
 			}
@@ -121,8 +125,8 @@ func TestASnapshotOfTheHubThatIsPutBackLosesNothing(t *testing.T) {
 	g.Expect(h.faultsBut(startsUp)).To(BeEmpty())
 }
 
-// noted waits until each claim says that its Node was registered, but for the one of a machine that has not joined: a claim that does not say so
-// is collected once its NodeClaim is gone.
+// noted waits until each claim records that its Node was registered, except for the claim of a
+// machine that has not joined. A claim without that record is collected once its NodeClaim is gone.
 func (h hubs) noted(t *testing.T, hangs string) {
 	t.Helper()
 	poll(t, settleWithin, func(ctx context.Context) (string, error) {
@@ -160,16 +164,17 @@ func TestASnapshotOfTheSpokeThatIsPutBackLosesNothing(t *testing.T) {
 	stopped := []string{sandbox.SpokeKwok, sandbox.SpokeScheduler, sandbox.SpokeControllerManager}
 	putBack(t, h.source.Sandbox, file, sandbox.SpokeEtcd, sandbox.SpokeAPIServer, stopped, func() {
 		for _, gone := range d.removed {
-			h.silence(t, gone.machine) // no kubelet runs where no machine is
+			h.silence(t, gone.machine) // without a machine there is no kubelet
 		}
-		// A kubelet makes its Node again only when it is started anew.
+		// A kubelet only creates its Node again when it is restarted.
 		h.restartKubelet(t, madeNodes[0])
 	})
 	back := time.Now()
 	figure("the snapshot was %.0f s old", back.Sub(taken).Seconds())
 
-	// NodeClaims whose claim has ended go when nothing is heard of their Nodes, and their pods are planned anew; claims whose NodeClaim is
-	// gone are kept, as pods run on their machines for all the hub knows.
+	// NodeClaims whose claim has ended are removed once their Nodes are silent, and their pods are
+	// planned again. Claims whose NodeClaim is gone are kept, because as far as the hub knows pods
+	// run on their machines.
 	poll(t, unheard, func(ctx context.Context) (string, error) {
 		for _, gone := range d.removed {
 			err := h.source.Spoke.Get(ctx, client.ObjectKey{Name: gone.machine}, &corev1.Node{})
@@ -199,8 +204,8 @@ func TestASnapshotOfTheSpokeThatIsPutBackLosesNothing(t *testing.T) {
 	g.Expect(h.faultsBut(startsUp)).To(BeEmpty())
 }
 
-// putBack stops what is named, and an etcd with its API server; it puts the snapshot back and starts all of it, in the opposite order.
-// What happens first, before any other component runs, is up to the caller.
+// putBack stops the named components, and an etcd with its API server. It restores the snapshot,
+// and starts everything in the opposite order. first runs before the other components are started.
 func putBack(t *testing.T, in *sandbox.Sandbox, file, etcd, server string, others []string, first func()) {
 	t.Helper()
 	g := NewWithT(t)
@@ -217,13 +222,14 @@ func putBack(t *testing.T, in *sandbox.Sandbox, file, etcd, server string, other
 	}
 }
 
-// startsUp is what is said of an API server that has just been started, and has not read its bindings, or the roles that these name, yet.
+// startsUp matches log lines about an API server that has just started and has not read its
+// bindings yet, or the roles that they name.
 var startsUp = regexp.MustCompile(`Failed to watch.*is forbidden:|Server rejected event.*is forbidden:|is forbidden:.*RBAC: .*clusterrole.*not found`)
 
-// differences are what became of claims between two moments, each with what it had last.
+// differences are the changes of claims between two moments, each with its last holding.
 type differences struct {
 	kept, made, removed map[string]holding
-	uids                map[string]types.UID // of the Nodes of what was not made since
+	uids                map[string]types.UID // of the Nodes of claims not made since
 }
 
 func difference(before, after holdings) differences {
@@ -243,8 +249,8 @@ func (d differences) expectKept(g Gomega, now holdings) {
 	g.Expect(lo.PickByKeys(now.nodes, d.nodes())).To(Equal(d.uids), "Nodes that both sides know")
 }
 
-// reports returns a condition for poll: nothing violates an invariant but what was made and removed since, and the claims of what was
-// removed are said to have no owner.
+// reports returns a condition for poll: only the claims made and removed since violate invariants,
+// and the claims of the removed NodeClaims are reported without an owner.
 func (h hubs) reports(d differences) func(context.Context) (string, error) {
 	expected := map[string]invariants.Rule{}
 	for id := range d.removed {
@@ -273,7 +279,8 @@ func (h hubs) reports(d differences) func(context.Context) (string, error) {
 	}
 }
 
-// atRest waits until each node group has so many pods' machines and the team's, all pods and machines run, and nothing violates an invariant.
+// atRest waits until each node group has the machines of these pods and of the team, all pods and
+// machines run, and nothing violates an invariant.
 func (h hubs) atRest(t *testing.T, pods map[string]int) {
 	t.Helper()
 	poll(t, unheard, func(ctx context.Context) (string, error) {
@@ -298,7 +305,7 @@ func (h hubs) atRest(t *testing.T, pods map[string]int) {
 	h.settle(t)
 }
 
-// release releases a claim as an administrator does.
+// release releases a claim as an administrator.
 func (h hubs) release(t *testing.T, id string) {
 	t.Helper()
 	_, err := h.agent(t).Claims.ReleaseClaim(within(t, soon), &agentv1alpha1.ReleaseClaimRequest{
@@ -321,7 +328,7 @@ func (h hubs) node(t *testing.T, name string) corev1.Node {
 	return n
 }
 
-// silence takes a Node from kwok, so that nothing is heard of it any more.
+// silence detaches a Node from kwok, so that its kubelet falls silent.
 func (h hubs) silence(t *testing.T, node string) {
 	t.Helper()
 	n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: node}}
@@ -329,7 +336,8 @@ func (h hubs) silence(t *testing.T, node string) {
 	NewWithT(t).Expect(h.source.Spoke.Patch(within(t, soon), n, patch)).To(Succeed())
 }
 
-// restartKubelet registers a Node as its kubelet does when it is started: with Karpenter's taint, and without what others wrote on it.
+// restartKubelet registers a Node as its kubelet does when it starts: with Karpenter's taint, and
+// without what others have written to it.
 func (h hubs) restartKubelet(t *testing.T, was corev1.Node) {
 	t.Helper()
 	n := &corev1.Node{

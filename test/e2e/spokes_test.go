@@ -69,7 +69,7 @@ func TestTwoSpokesHaveOneHub(t *testing.T) {
 	g.Expect(faultsInLogs(second.source, sandbox.Shim)).To(BeEmpty())
 }
 
-// joinHub brings a spoke up whose hub is that of the sandbox named hub.
+// joinHub starts a spoke whose hub is that of the sandbox named hub.
 func joinHub(t *testing.T, name, hub string) hubs {
 	t.Helper()
 	options := ofHub(name)

@@ -63,7 +63,7 @@ func TestTheReadmeLinksToEveryPage(t *testing.T) {
 	}
 }
 
-// Everything that a page tells its reader to make can be made.
+// Every make target on a page must exist.
 func TestEveryMakeTargetOfAPageExists(t *testing.T) {
 	g := NewWithT(t)
 	makefile, err := os.ReadFile(filepath.Join(root(t), "Makefile"))
@@ -93,7 +93,7 @@ var (
 	notInSlugs = regexp.MustCompile(`[^\p{L}\p{N}_ -]`)
 )
 
-// linksOf are the page's links into the repository.
+// linksOf returns the page's links into the repository.
 func linksOf(page pages.Page) []string {
 	var found []string
 	for _, line := range prose(page) {
@@ -106,7 +106,7 @@ func linksOf(page pages.Page) []string {
 	return found
 }
 
-// anchors are what GitHub makes of the page's headings.
+// anchors returns the anchors that GitHub generates for the page's headings.
 func anchors(page pages.Page) []string {
 	var found []string
 	for _, line := range prose(page) {
@@ -121,7 +121,7 @@ func anchors(page pages.Page) []string {
 	return found
 }
 
-// prose are the page's lines outside of code.
+// prose returns the page's lines outside of code.
 func prose(page pages.Page) []string {
 	var lines []string
 	code := false

@@ -24,7 +24,8 @@ const (
 	foreign     = "example.com/backup"
 )
 
-// The removal's commands run in a spoke that has another Karpenter beside ours, and finalizers, owners and taints of others.
+// The removal's commands run in a spoke with another Karpenter beside ours, and with finalizers,
+// owners and taints of others.
 func TestTheRemovalTouchesOnlyWhatIsOurs(t *testing.T) {
 	g := NewWithT(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
@@ -117,7 +118,8 @@ func TestTheRemovalTouchesOnlyWhatIsOurs(t *testing.T) {
 	}
 }
 
-// Another Karpenter's release may have the name that ours has by default: the removal ends before it touches anything of it.
+// Another Karpenter's release may have our default name: the removal must stop before it touches
+// anything of that release.
 func TestTheRemovalRefusesAnotherKarpentersRelease(t *testing.T) {
 	g := NewWithT(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
@@ -150,7 +152,8 @@ func TestTheRemovalNamesEveryCRDOfTheAgent(t *testing.T) {
 	}
 }
 
-// The order is what keeps the Nodes: with their owner gone, the garbage collector deletes those that still name it.
+// The order keeps the Nodes: once their owner is gone, the garbage collector deletes those that
+// still refer to it.
 func TestTheRemovalDetachesNodesBeforeItTouchesNodeClaims(t *testing.T) {
 	g := NewWithT(t)
 	page, err := pages.Read(root(t), "docs/uninstall.md")

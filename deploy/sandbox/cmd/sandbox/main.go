@@ -1,4 +1,4 @@
-// Command sandbox brings a hub and a spoke up on this machine, tells what runs, and takes them down again.
+// Command sandbox starts a hub and a spoke on this machine, reports their status, and stops them.
 package main
 
 import (
@@ -20,9 +20,9 @@ import (
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	// A second Ctrl-C ends this process at once; what it holds dies with it.
+	// A second Ctrl-C ends this process at once, and with it all its child processes.
 	context.AfterFunc(ctx, stop)
-	// Its clients have nothing to say that the logs of the components do not.
+	// The clients log nothing that the components' logs do not contain.
 	ctrl.SetLogger(logr.Discard())
 	if err := command().ExecuteContext(ctx); err != nil {
 		if !errors.Is(err, errNotReady) {
@@ -109,7 +109,7 @@ func startFlags(cmd *cobra.Command, options *sandbox.Options) {
 	cmd.Flags().StringArrayVar(&options.ShimEnv, "shim-env", nil, "NAME=value to add to the shim's environment; may be repeated")
 }
 
-// relative shortens a path for the reader, if that makes it shorter.
+// relative returns the path relative to the working directory, if that is shorter.
 func relative(path string) string {
 	dir, err := os.Getwd()
 	if err != nil {
