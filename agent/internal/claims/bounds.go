@@ -9,6 +9,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/samber/lo"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
@@ -72,8 +73,12 @@ var annotations = map[Bound]string{
 	BoundLive: v1alpha1.MaxClaimsAnnotation, BoundCreations: v1alpha1.MaxCreationsAnnotation, BoundReleases: v1alpha1.MaxReleasesAnnotation,
 }
 
-// of returns the bounds of a Cluster, and a message for each annotation that cannot be parsed. In
-// that case the flag applies.
+// unreadable is the value of a bound whose annotation cannot be parsed: it permits nothing.
+const unreadable = -1
+
+// of returns the bounds of a Cluster, and a message for each annotation that cannot be parsed. Such
+// an annotation permits no further claim. For releases the flag applies instead: a claim that cannot
+// be released keeps a Machine that is paid for.
 func (b Bounds) of(cluster *clusterv1.Cluster) (own Bounds, wrong []string) {
 	if cluster == nil || len(cluster.Annotations) == 0 {
 		return b, nil
@@ -84,27 +89,30 @@ func (b Bounds) of(cluster *clusterv1.Cluster) (own Bounds, wrong []string) {
 			continue
 		}
 		n, err := strconv.ParseUint(text, 10, 31)
-		if err != nil {
-			wrong = append(wrong, fmt.Sprintf("the annotation %s: %.40q is not a whole number of at least 0, so the agent's own limit applies",
-				annotations[bound], text))
+		switch {
+		case err == nil:
+			*to = int(n)
 			continue
+		case bound != BoundReleases:
+			*to = unreadable
 		}
-		*to = int(n)
+		wrong = append(wrong, fmt.Sprintf("the annotation %s: %.40q is not a whole number of at least 0: %s", annotations[bound], text,
+			lo.Ternary(bound == BoundReleases, "the agent's own limit applies", "no claims are made until it is corrected or removed")))
 	}
 	slices.Sort(wrong)
 	return b, wrong
 }
 
-// bounds returns the bounds of a Cluster, and records an event on it for each annotation that
-// cannot be parsed.
+// bounds returns the bounds of a Cluster, and records an event on it if its annotations cannot be
+// parsed.
 func (e *Engine) bounds(ctx context.Context, key types.NamespacedName) (Bounds, error) {
 	cluster, err := e.cluster(ctx, key.Namespace, key.Name)
 	if err != nil {
 		return Bounds{}, err
 	}
 	own, wrong := e.Bounds.of(cluster)
-	for _, message := range wrong {
-		e.warn(cluster, "InvalidLimit", "Limit", message)
+	if len(wrong) > 0 { // in one event, because events that differ in their message alone are counted as one
+		e.warn(cluster, "InvalidLimit", "Limit", strings.Join(wrong, "; "))
 	}
 	return own, nil
 }
@@ -178,15 +186,62 @@ func (c *census) take(claim *v1alpha1.MachineClaim, releaseWindow time.Duration)
 	}
 }
 
-// count counts the claims of a Cluster in the caches. The numbers may be slightly stale, which does
-// not matter for limits.
+// reservationKey names the creation, or the release, of a claim by its object's name.
+type reservationKey struct {
+	claim   string
+	release bool
+}
+
+// reservation is an operation of this agent that the caches may not show yet. It counts in addition
+// to the census.
+type reservation struct {
+	nodeGroup string
+	at        time.Time
+}
+
+// reservedAtMost is how long a reservation counts whose outcome the caches do not show: longer than
+// a write may take.
+const reservedAtMost = 2 * time.Minute
+
+// numbers are those of one Cluster: a census, and this agent's reservations.
+type numbers struct {
+	census   census
+	reserved map[reservationKey]reservation
+}
+
+// settle replaces the census, and drops the reservations that it covers.
+func (n *numbers) settle(counted census, shown []v1alpha1.MachineClaim) {
+	n.census = counted
+	for i := range shown {
+		delete(n.reserved, reservationKey{claim: shown[i].Name})
+		if shown[i].Status.ReleasedAt != nil {
+			delete(n.reserved, reservationKey{claim: shown[i].Name, release: true})
+		}
+	}
+	maps.DeleteFunc(n.reserved, func(_ reservationKey, r reservation) bool { return counted.at.Sub(r.at) > reservedAtMost })
+}
+
+// total is the census with the reservations.
+func (n *numbers) total() census {
+	total := n.census
+	total.made = maps.Clone(total.made)
+	for of, r := range n.reserved {
+		if of.release {
+			total.released = total.released.and(r.at)
+			continue
+		}
+		total.live++
+		total.made[r.nodeGroup] = total.made[r.nodeGroup].and(r.at)
+	}
+	return total
+}
+
+// count counts the claims of a Cluster in the caches, and what this agent has reserved. Other agents'
+// latest operations may be missing.
 func (e *Engine) count(ctx context.Context, cluster types.NamespacedName) (census, error) {
 	now := e.Clock.Now()
-	e.mu.Lock()
-	known, ok := e.censuses[cluster]
-	e.mu.Unlock()
-	if ok && known.fresh(now) {
-		return known, nil
+	if total, ok := e.freshTotal(cluster, now); ok {
+		return total, nil
 	}
 	var list v1alpha1.MachineClaimList
 	err := e.Client.List(ctx, &list, client.InNamespace(cluster.Namespace),
@@ -200,30 +255,59 @@ func (e *Engine) count(ctx context.Context, cluster types.NamespacedName) (censu
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if known, ok := e.censuses[cluster]; ok && known.fresh(now) {
-		return known, nil // another call took the census meanwhile; what was added to it since must not be lost
+	b := e.numbers[cluster]
+	if b == nil {
+		b = &numbers{reserved: map[reservationKey]reservation{}}
+		e.numbers[cluster] = b
 	}
-	e.censuses[cluster] = *counted
-	return *counted, nil
+	if !b.census.fresh(now) { // otherwise another call has taken it meanwhile
+		b.settle(*counted, list.Items)
+	}
+	return b.total(), nil
 }
 
-// recount adds an operation of this agent to the Cluster's present census, if there is one.
-func (e *Engine) recount(cluster types.NamespacedName, add func(*census)) {
+// freshTotal returns the total of a Cluster whose census is fresh.
+func (e *Engine) freshTotal(cluster types.NamespacedName, now time.Time) (total census, fresh bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if known, ok := e.censuses[cluster]; ok {
-		known.made = maps.Clone(known.made) // others may be reading it
-		add(&known)
-		e.censuses[cluster] = known
+	if b := e.numbers[cluster]; b != nil && b.census.fresh(now) {
+		return b.total(), true
+	}
+	return census{}, false
+}
+
+// reserve counts the creation or the release of a claim, unless refuse returns why it is not
+// permitted. The Cluster must have been counted. An operation that is reserved already is permitted.
+func (e *Engine) reserve(c *v1alpha1.MachineClaim, release bool, refuse func(census) *TooManyError) *TooManyError {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	b, of := e.numbers[clusterOf(c)], reservationKey{claim: c.Name, release: release}
+	if _, reserved := b.reserved[of]; reserved {
+		return nil
+	}
+	if refused := refuse(b.total()); refused != nil {
+		return refused
+	}
+	b.reserved[of] = reservation{nodeGroup: c.Spec.NodeGroup, at: e.Clock.Now()}
+	return nil
+}
+
+// unreserve drops the reservation of an operation that was not carried out, if there is one.
+func (e *Engine) unreserve(c *v1alpha1.MachineClaim, release bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if b := e.numbers[clusterOf(c)]; b != nil {
+		delete(b.reserved, reservationKey{claim: c.Name, release: release})
 	}
 }
 
-// added counts a claim that this agent has just made.
-func (e *Engine) added(c *v1alpha1.MachineClaim) {
-	e.recount(clusterOf(c), func(known *census) {
-		known.live++
-		known.made[c.Spec.NodeGroup] = known.made[c.Spec.NodeGroup].and(e.Clock.Now())
-	})
+// countEnded adds to the number of ended claims in the Cluster's present census, if there is one.
+func (e *Engine) countEnded(cluster types.NamespacedName, more int) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if b := e.numbers[cluster]; b != nil {
+		b.census.ended += more
+	}
 }
 
 func clusterOf(c *v1alpha1.MachineClaim) types.NamespacedName {
@@ -247,8 +331,10 @@ func (e *Engine) roomForTombstone(ctx context.Context, cluster types.NamespacedN
 }
 
 // room returns a [*TooManyError] if the Cluster may have no further claim, which is kept as a
-// tombstone when it ends, or if its node group may have none now.
-func (e *Engine) room(ctx context.Context, cluster types.NamespacedName, nodeGroup string) error {
+// tombstone when it ends, or if its node group may have none now. Unless the call only validates, it
+// counts the claim as created, so that concurrent calls do not exceed the bounds.
+func (e *Engine) room(ctx context.Context, c *v1alpha1.MachineClaim, validateOnly bool) error {
+	cluster := clusterOf(c)
 	if err := e.roomForTombstone(ctx, cluster); err != nil {
 		return err
 	}
@@ -260,27 +346,49 @@ func (e *Engine) room(ctx context.Context, cluster types.NamespacedName, nodeGro
 	if err != nil {
 		return err
 	}
+	refuse := func(has census) *TooManyError { return may.refuseClaim(has, c.Spec.NodeGroup, e.Clock.Now()) }
+	var refused *TooManyError
+	if validateOnly {
+		refused = refuse(has)
+	} else {
+		refused = e.reserve(c, false, refuse)
+	}
+	if refused != nil {
+		return e.tooMany(ctx, cluster, refused)
+	}
+	return nil
+}
+
+// refuseClaim returns why a Cluster that has so many claims may have no further one in the node
+// group; nil if it may.
+func (b Bounds) refuseClaim(has census, nodeGroup string, now time.Time) *TooManyError {
 	made := has.made[nodeGroup]
 	switch {
-	case may.Claims > 0 && has.live >= may.Claims:
-		return e.tooMany(ctx, cluster, &TooManyError{
+	case b.Claims == unreadable || b.Creations == unreadable:
+		return &TooManyError{
+			Bound: lo.Ternary(b.Claims == unreadable, BoundLive, BoundCreations), RetryAfter: time.Minute,
+			Message: fmt.Sprintf("the Cluster's annotation %s is not a whole number of at least 0, and no claims are made until it is corrected or removed",
+				lo.Ternary(b.Claims == unreadable, v1alpha1.MaxClaimsAnnotation, v1alpha1.MaxCreationsAnnotation)),
+		}
+	case b.Claims > 0 && has.live >= b.Claims:
+		return &TooManyError{
 			Bound: BoundLive, RetryAfter: 10 * time.Second,
 			Message: fmt.Sprintf("the Cluster has %d claims, as many as it may have (--max-claims-per-cluster, or its annotation %s)",
-				may.Claims, v1alpha1.MaxClaimsAnnotation),
-		})
-	case may.Creations > 0 && made.n >= may.Creations:
-		return e.tooMany(ctx, cluster, &TooManyError{
-			Bound: BoundCreations, RetryAfter: e.over(made, creationWindow),
+				b.Claims, v1alpha1.MaxClaimsAnnotation),
+		}
+	case b.Creations > 0 && made.n >= b.Creations:
+		return &TooManyError{
+			Bound: BoundCreations, RetryAfter: made.over(creationWindow, now),
 			Message: fmt.Sprintf("the node group %s had %d claims within a minute, as many as it may have "+
-				"(--max-creations-per-minute, or its Cluster's annotation %s)", nodeGroup, may.Creations, v1alpha1.MaxCreationsAnnotation),
-		})
+				"(--max-creations-per-minute, or its Cluster's annotation %s)", nodeGroup, b.Creations, v1alpha1.MaxCreationsAnnotation),
+		}
 	}
 	return nil
 }
 
 // mayRelease returns a [*TooManyError] if no further claim of the Cluster that has a Machine may be
 // released now. Otherwise it counts the claim as released, so that concurrent calls do not exceed
-// the bound. If the release then fails, the claim counts until the next census.
+// the bound, until [Engine.unreserve] or until the caches show the release.
 func (e *Engine) mayRelease(ctx context.Context, c *v1alpha1.MachineClaim) error {
 	if c.Status.Machine == nil {
 		return nil
@@ -293,25 +401,25 @@ func (e *Engine) mayRelease(ctx context.Context, c *v1alpha1.MachineClaim) error
 	if _, err := e.count(ctx, cluster); err != nil {
 		return err
 	}
-	var lately recent
-	e.recount(cluster, func(known *census) {
-		if lately = known.released; lately.n < may.Releases {
-			known.released = lately.and(e.Clock.Now())
+	refused := e.reserve(c, true, func(has census) *TooManyError {
+		if has.released.n < may.Releases {
+			return nil
+		}
+		return &TooManyError{
+			Bound: BoundReleases, RetryAfter: has.released.over(may.ReleaseWindow, e.Clock.Now()),
+			Message: fmt.Sprintf("%d claims with a Machine were released in the Cluster within %s, as many as may be "+
+				"(--max-releases-per-window, or its annotation %s)", may.Releases, may.ReleaseWindow, v1alpha1.MaxReleasesAnnotation),
 		}
 	})
-	if lately.n < may.Releases {
-		return nil
+	if refused != nil {
+		return e.tooMany(ctx, cluster, refused)
 	}
-	return e.tooMany(ctx, cluster, &TooManyError{
-		Bound: BoundReleases, RetryAfter: e.over(lately, e.Bounds.ReleaseWindow),
-		Message: fmt.Sprintf("%d claims with a Machine were released in the Cluster within %s, as many as may be "+
-			"(--max-releases-per-window, or its annotation %s)", may.Releases, may.ReleaseWindow, v1alpha1.MaxReleasesAnnotation),
-	})
+	return nil
 }
 
 // over returns how long it takes until the oldest of the recent events leaves the window.
-func (e *Engine) over(lately recent, window time.Duration) time.Duration {
-	return max(retrySoonest, lately.oldest.Add(window).Sub(e.Clock.Now()))
+func (r recent) over(window time.Duration, now time.Time) time.Duration {
+	return max(retrySoonest, r.oldest.Add(window).Sub(now))
 }
 
 // tooMany counts a refusal and records it on the Cluster as an event. It returns the refusal.

@@ -89,7 +89,7 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 	r.Candidates = open.candidates
 	c := e.newClaim(r, cluster, open.first())
 	if r.ValidateOnly {
-		return c, e.room(ctx, client.ObjectKeyFromObject(cluster), c.Spec.NodeGroup)
+		return c, e.room(ctx, c, true)
 	}
 	switch lost, err := e.remember(ctx, key); {
 	case err == nil:
@@ -99,7 +99,7 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 	case open.none():
 		return nil, open.refused()
 	}
-	full := e.room(ctx, client.ObjectKeyFromObject(cluster), c.Spec.NodeGroup)
+	full := e.room(ctx, c, false)
 	entered := false
 	if full == nil {
 		entered, err = e.make(ctx, c, open.deployment)
@@ -136,9 +136,9 @@ func (e *Engine) make(ctx context.Context, c *v1alpha1.MachineClaim, md *cluster
 	done := g.begin() // before the creation's event makes a run enter it
 	if err := e.Client.Create(ctx, c); err != nil {
 		done()
+		e.unreserve(c, false)
 		return false, err
 	}
-	e.added(c)
 	if !alone { // others of several concurrent claims gather, and a run enters them in one write
 		done()
 		return false, nil

@@ -162,9 +162,9 @@ type Engine struct {
 	unregistered map[types.NamespacedName]unregistered // by Cluster
 	// woken receives node groups to look at because of a holder's report, which no watched object
 	// shows.
-	woken    chan event.GenericEvent
-	synced   map[speaker]map[types.UID]bool  // the claims that a holder's last live set decided
-	censuses map[types.NamespacedName]census // by Cluster
+	woken   chan event.GenericEvent
+	synced  map[speaker]map[types.UID]bool    // the claims that a holder's last live set decided
+	numbers map[types.NamespacedName]*numbers // by Cluster
 }
 
 // New returns an engine that acts only on calls until [Engine.SetupWithManager] connects it to the
@@ -192,7 +192,7 @@ func New(c Config) *Engine {
 		Config: c, id: idOf(c.Name), deference: deference, written: newOwnWrites(c.Clock),
 		started: c.Clock.Now(), spawn: func(run func()) { go run() }, parallel: parallelWrites, decide: protocol.Decide,
 		groups: map[types.NamespacedName]*group{}, unregistered: map[types.NamespacedName]unregistered{}, woken: make(chan event.GenericEvent, 1024),
-		synced: map[speaker]map[types.UID]bool{}, censuses: map[types.NamespacedName]census{},
+		synced: map[speaker]map[types.UID]bool{}, numbers: map[types.NamespacedName]*numbers{},
 	}
 }
 

@@ -116,6 +116,7 @@ func (e *Engine) release(ctx context.Context, key Key, o ReleaseOptions, why v1a
 		case lostRace(err) && attempt < 5:
 			continue
 		default:
+			e.unreserve(c, true)
 			return nil, conflictOr(err, "releasing the claim")
 		}
 	}

@@ -46,7 +46,7 @@ func (e *Engine) bury(ctx context.Context, key Key, why string) (*v1alpha1.Machi
 	} else if err != nil {
 		return nil, fmt.Errorf("making a tombstone: %w", err)
 	}
-	e.recount(client.ObjectKeyFromObject(cluster), func(known *census) { known.ended++ })
+	e.countEnded(client.ObjectKeyFromObject(cluster), 1)
 	// The object alone is the tombstone. The status is for users and for the lists. If the agent
 	// dies here, the tombstones' controller writes it.
 	if why != "" {
@@ -148,6 +148,6 @@ func (t tombstones) forget(ctx context.Context, c *v1alpha1.MachineClaim) (time.
 	if err := t.Client.Delete(ctx, c, preconditions(c.UID, c.ResourceVersion)); err != nil {
 		return 0, fmt.Errorf("forgetting a claim that ended long ago: %w", err)
 	}
-	t.recount(clusterOf(c), func(known *census) { known.ended-- })
+	t.countEnded(clusterOf(c), -1)
 	return 0, nil
 }

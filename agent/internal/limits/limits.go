@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/samber/lo"
 	"golang.org/x/sync/semaphore"
 	"golang.org/x/time/rate"
 	"k8s.io/utils/clock"
@@ -92,8 +93,9 @@ const (
 	// framesPerCall is how many HTTP/2 frames a caller may send for each call that it may make, on
 	// average and at once, before its connections are read more slowly. A call has three or four
 	// frames, and a request of 4 MiB has 256. The same request sent byte by byte would have four
-	// million, and each frame uses a hundred bytes of memory until the request is complete.
-	framesPerCall = 10
+	// million, and each frame can use 350 bytes of memory until the request is complete. frameDebt
+	// is the maximum duration in seconds of slow reading after the last frame.
+	framesPerCall, frameDebt = 10, 10
 	// tracesPerSecond and traceBurst are how many of a caller's calls are traced, on average and at
 	// once. The exporter's queue can hold the spans of that many calls. Further calls are not
 	// traced.
@@ -129,7 +131,7 @@ const (
 type Limiter struct {
 	Options
 	clock               clock.PassiveClock
-	refused             *prometheus.CounterVec
+	refused, slowed     *prometheus.CounterVec
 	reads, large, lists *semaphore.Weighted
 	unknown             *handshakes
 
@@ -158,10 +160,17 @@ func New(o Options, c clock.PassiveClock, registerer prometheus.Registerer) (*Li
 			Name: "capi_agent_calls_refused_total",
 			Help: "Calls and connections refused because their caller had too much open or called too often, by reason and method.",
 		}, []string{"reason", "method"}),
+		slowed: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "capi_agent_slow_reads_total",
+			Help: "Reads of a caller's connection that were delayed, by reason (refusals: it keeps calling although its calls are rejected; " +
+				"frames: it sends too many HTTP/2 frames).",
+		}, []string{"reason"}),
 	}
 	if registerer != nil {
-		if err := registerer.Register(l.refused); err != nil {
-			return nil, fmt.Errorf("registering the limits' metrics: %w", err)
+		for _, counters := range []*prometheus.CounterVec{l.refused, l.slowed} {
+			if err := registerer.Register(counters); err != nil {
+				return nil, fmt.Errorf("registering the limits' metrics: %w", err)
+			}
 		}
 	}
 	return l, nil
@@ -304,7 +313,13 @@ func (l *Limiter) frameBurst() int { return framesPerCall * l.CallBurst }
 func (l *Limiter) Frames(identity string, n int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.caller(identity).frames.ReserveN(l.clock.Now(), min(n, l.frameBurst()))
+	c, now := l.caller(identity), l.clock.Now()
+	n = min(n, int(c.frames.TokensAt(now)+l.framesPerSecond()*frameDebt))
+	for n > 0 { // a reservation of more than the burst would be none
+		part := min(n, l.frameBurst())
+		c.frames.ReserveN(now, part)
+		n -= part
+	}
 }
 
 // Pause returns how long the connections of an identity should not be read, because it keeps
@@ -319,9 +334,19 @@ func (l *Limiter) Pause(identity string) (pause time.Duration, over bool) {
 	}
 	now := l.clock.Now()
 	missing, frames := -c.refusals.TokensAt(now), -c.frames.TokensAt(now)
-	seconds := max(0, missing/refusalsPerSecond, frames/l.framesPerSecond())
+	refusing, flooding := missing/refusalsPerSecond, frames/l.framesPerSecond()
+	seconds := max(0, refusing, flooding)
+	if seconds > 0 {
+		l.slowed.WithLabelValues(lo.Ternary(refusing > flooding, slowedByRefusals, slowedByFrames)).Inc()
+	}
 	return time.Duration(min(longestPause.Seconds(), seconds) * float64(time.Second)), missing >= refusalsPerSecond*refusalDebt
 }
+
+// Why connections are read slowly.
+const (
+	slowedByRefusals = "refusals"
+	slowedByFrames   = "frames"
+)
 
 // forget removes idle callers with full token buckets, if there are many callers. l.mu must be
 // held.

@@ -426,7 +426,7 @@ func (o *Options) Validate() error {
 			wrong(flag, "%d is below 0; write 0 for no limit", limit)
 		}
 	}
-	if o.MaxReleasesPerWindow > 0 && (o.ReleaseWindow <= 0 || o.ReleaseWindow > o.TombstoneRetention) {
+	if o.ReleaseWindow <= 0 || o.MaxReleasesPerWindow > 0 && o.ReleaseWindow > o.TombstoneRetention {
 		wrong("release-window", "%s is not above 0 and at most --tombstone-retention %s: releases are counted by the claims that are remembered",
 			o.ReleaseWindow, o.TombstoneRetention)
 	}

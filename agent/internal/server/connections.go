@@ -7,6 +7,7 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/time/rate"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/mem"
@@ -132,10 +133,17 @@ func (i identifying) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthIn
 		i.server.remote.add(accepted)
 		i.server.closeWhenExpired(accepted, by)
 	}
+	seldom := &rate.Sometimes{Interval: time.Minute}
 	pause := func() (time.Duration, bool) {
 		pause, over := i.server.limits.Pause(identity)
-		if over {
+		switch {
+		case over:
 			i.server.config.Log.Info("a connection is closed: its caller goes on calling although its calls are refused", "identity", identity)
+		case pause > 0:
+			seldom.Do(func() {
+				i.server.config.Log.Info("a connection is read slowly: its caller keeps calling although its calls are refused, or sends too many frames",
+					"identity", identity)
+			})
 		}
 		return pause, over
 	}

@@ -15,9 +15,11 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"go.opentelemetry.io/otel/trace"
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/experimental"
 	"google.golang.org/grpc/health"
 	"google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/keepalive"
+	"google.golang.org/grpc/mem"
 	"google.golang.org/grpc/reflection"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/utils/clock"
@@ -178,6 +180,8 @@ func New(c Config) (*Server, error) {
 		grpc.InTapHandle(cuttable),
 		grpc.ForceServerCodecV2(s.codec),
 		grpc.MaxConcurrentStreams(maxStreams),
+		// The default pool's buffers are up to four times as large as the frame that is read into them.
+		experimental.BufferPool(mem.NopBufferPool{}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: keepaliveMinimumTime, PermitWithoutStream: true}),
 		grpc.KeepaliveParams(keepalive.ServerParameters{
 			Time: keepaliveTime, Timeout: keepaliveTimeout, MaxConnectionIdle: idleTimeout,
