@@ -39,6 +39,11 @@ func TestASpokeOfAnothersHubTakesThatHubAsItIs(t *testing.T) {
 		"hub only":  {Name: "second", HubOf: "first", HubOnly: true},
 		"agents":    {Name: "second", HubOf: "first", Agents: 2},
 		"arguments": {Name: "second", HubOf: "first", AgentArgs: []string{"--v=1"}},
+		"no agent":  {Name: "second", HubOf: "first", WithoutAgent: true},
+		"authority": {Name: "second", HubOf: "first", Authority: &Authority{}},
+		"audit":     {Name: "second", HubOf: "first", AuditHub: true},
+		"class":     {Name: "second", HubOf: "first", TopologyVersion: "v1.36.2"},
+		"webhooks":  {Name: "second", HubOf: "first", SeparateWebhooks: true},
 	} {
 		options.Root = t.TempDir()
 		if err := options.complete(); err == nil || !strings.Contains(err.Error(), "first") {

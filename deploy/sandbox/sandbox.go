@@ -312,6 +312,11 @@ func (s *Sandbox) joinHub(ctx context.Context) error {
 	case !apierrors.IsNotFound(err):
 		return err
 	}
+	// A Cluster of that name that was deleted leaves its secrets, which name another API server.
+	err = hub.DeleteAllOf(ctx, &corev1.Secret{}, client.InNamespace(s.Cluster().Namespace), client.MatchingLabels{clusterv1.ClusterNameLabel: s.Cluster().Name})
+	if err != nil {
+		return fmt.Errorf("deleting what a Cluster %s has left: %w", s.Cluster(), err)
+	}
 	var issuer corev1.Secret
 	if err := hub.Get(ctx, client.ObjectKey{Namespace: agentNamespace, Name: issuerSecret}, &issuer); err != nil {
 		return fmt.Errorf("reading the authority of the agents of sandbox %q: %w", of.Name, err)

@@ -41,6 +41,10 @@ const (
 // holder is the holder that a Cluster's own identity may act as.
 const holder = "karpenter"
 
+// framesRead are read of one identity before its connections are read slowly, and in the minute
+// after that.
+const framesRead = 100_000 + 60*2000
+
 // Outcomes of connections, in addition to the codes of calls.
 const (
 	closedByAgent = "connection closed"
@@ -105,8 +109,8 @@ var attacks = []attack{
 		run:   smallFrames,
 		// What the agent reads before it slows the connections down never becomes a whole request.
 		may: []string{refused, canceled, late, closedByAgent, notConnected, "reset"},
-		// The calls that may be open, and a hundred bytes for each frame that is read.
-		holds: openStreams + 220000*100,
+		// Few calls are open, because the frames of each take minutes to be read.
+		holds: framesRead*350 + 64*(30+8+64)*kibibyte,
 	},
 	{
 		name:  "A2 fat claims",
@@ -254,12 +258,13 @@ func halfSent(ctx context.Context, a *attacker) error {
 	begun := make([]byte, streamWindow-prefix)
 	copy(begun, emptyReports(a.Cluster, streamWindow))
 	return a.hold(ctx, func(p *peer) error {
+		p.part = 4097 // just above a size of gRPC's default buffers
 		return p.call(agentv1alpha1.ClaimService_SyncClaims_FullMethodName, 4*mebibyte, begun)
 	}, 2000)
 }
 
-// smallFrames is ready once each connection has sent more frames than the agent reads of one caller
-// at once.
+// smallFrames is ready once the connections together have begun calls with twenty times the frames
+// that the agent reads of one caller at once.
 func smallFrames(ctx context.Context, a *attacker) error {
 	begun := make([]byte, streamWindow-prefix)
 	return a.hold(ctx, func(p *peer) error {

@@ -166,6 +166,15 @@ func TestARequestInFramesOfOneByteIsReadSlowly(t *testing.T) {
 	sent.WriteString(http2.ClientPreface)
 	framer := http2.NewFramer(&sent, conn)
 	require.NoError(t, framer.WriteSettings())
+	var headers bytes.Buffer
+	encoder := hpack.NewEncoder(&headers)
+	for _, h := range [][2]string{
+		{":method", "POST"}, {":scheme", "https"}, {":path", agentv1alpha1.ClaimService_SyncClaims_FullMethodName},
+		{":authority", "agent"}, {"content-type", "application/grpc"}, {"te", "trailers"},
+	} {
+		require.NoError(t, encoder.WriteField(hpack.HeaderField{Name: h[0], Value: h[1]}))
+	}
+	require.NoError(t, framer.WriteHeaders(http2.HeadersFrameParam{StreamID: 1, BlockFragment: headers.Bytes(), EndHeaders: true}))
 	for range 1150 {
 		require.NoError(t, framer.WriteData(1, false, []byte{0}))
 	}

@@ -250,15 +250,20 @@ func (p *Protocol) lagging(s *State, settled uint8, emit explore.Emit[State]) {
 		return
 	}
 	plan := p.planOf(s, 0)
-	for j, m := range at.seen {
-		set := int(at.machines[j].set)
-		if settled&bit(j) != 0 || m.phase < fresh || m.phase > held || set == plan.newest || at.sets[set].isPaused != 0 {
+	for set := range at.sets {
+		if set == plan.newest || at.sets[set].isPaused != 0 {
 			continue
 		}
-		plan.status[set]--
-		p.scale(s, 0, plan.onDelete(), func(next *State, what, x, y int, violation string) {
-			emit(next, act(nobody, 0, what, x, y), violation)
-		})
+		lags := plan
+		for j, m := range at.seen {
+			if int(at.machines[j].set) != set || settled&bit(j) != 0 || m.phase < fresh || m.phase > held {
+				continue
+			}
+			lags.status[set]--
+			p.scale(s, 0, lags.onDelete(), func(next *State, what, x, y int, violation string) {
+				emit(next, act(nobody, 0, what, x, y), violation)
+			})
+		}
 	}
 }
 
