@@ -269,8 +269,14 @@ func machinesByNodeClaim(p plan) map[string]string {
 	return lo.SliceToMap(p.NodeClaims, func(p planOf) (string, string) { return p.NodeClaim, p.Machine })
 }
 
+// It logs the text that users read.
 func (h hubs) planAdoption(t *testing.T) plan {
 	t.Helper()
+	text, err := h.source.Sandbox.ShimCommand(within(t, settleWithin), "plan-adoption").CombinedOutput()
+	if err != nil {
+		t.Fatalf("plan-adoption: %v\n%s", err, text)
+	}
+	t.Logf("plan-adoption:\n%s", text)
 	out, err := h.source.Sandbox.ShimCommand(within(t, settleWithin), "plan-adoption", "-o", "json").CombinedOutput()
 	var p plan
 	if err != nil || json.Unmarshal(out, &p) != nil {
