@@ -269,7 +269,7 @@ func machinesByNodeClaim(p plan) map[string]string {
 	return lo.SliceToMap(p.NodeClaims, func(p planOf) (string, string) { return p.NodeClaim, p.Machine })
 }
 
-// It logs the text that users read.
+// planAdoption returns the plan, and logs it as users read it.
 func (h hubs) planAdoption(t *testing.T) plan {
 	t.Helper()
 	text, err := h.source.Sandbox.ShimCommand(within(t, settleWithin), "plan-adoption").CombinedOutput()
