@@ -234,13 +234,14 @@ const startsWithin = 30 * time.Second
 func startsUp(starts ...time.Time) func(line string) bool {
 	return func(line string) bool {
 		var entry struct {
-			Time time.Time `json:"time"`
+			OfShim  time.Time `json:"time"`
+			OfAgent time.Time `json:"ts"`
 		}
 		if err := json.Unmarshal([]byte(line), &entry); err != nil || !strings.Contains(line, "is forbidden:") {
 			return false
 		}
 		return slices.ContainsFunc(starts, func(start time.Time) bool {
-			since := entry.Time.Sub(start)
+			since := lo.CoalesceOrEmpty(entry.OfShim, entry.OfAgent).Sub(start)
 			return since >= 0 && since < startsWithin
 		})
 	}
