@@ -192,8 +192,8 @@ SANDBOX_BINARIES = $(addprefix $(BIN)/,sandbox sim-provider capi-agent karpenter
 	$(HELM) $(GRPCURL) $(JQ)
 
 .PHONY: sandbox-up
-sandbox-up: $(SANDBOX_BINARIES) ## Bring a hub and a spoke up on this machine and say what to try (SANDBOX=name for another one; TOPOLOGY=joined, sidecar or hub-hosted)
-	@$(BIN)/sandbox up --name=$(SANDBOX) $(addprefix --topology=,$(TOPOLOGY))
+sandbox-up: $(SANDBOX_BINARIES) ## Bring a hub and a spoke up on this machine and say what to try (SANDBOX=name for another one, with HUB=default a second spoke of that one's hub; TOPOLOGY=joined, sidecar or hub-hosted)
+	@$(BIN)/sandbox up --name=$(SANDBOX) $(addprefix --topology=,$(TOPOLOGY)) $(addprefix --hub-of=,$(HUB))
 
 .PHONY: sandbox-status
 sandbox-status: $(BIN)/sandbox ## Say what runs in the sandbox

@@ -1,4 +1,5 @@
-// Package eligibility says whether claims may be made on a MachineDeployment, and within which sizes.
+// Package eligibility determines whether claims may be made on a MachineDeployment, and within
+// which sizes.
 package eligibility
 
 import (
@@ -13,40 +14,43 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// Reason is why claims may not be made now.
+// Reason is why claims cannot be made now.
 type Reason string
 
 const (
 	// AtMaxSize means that replicas have reached the max size.
 	AtMaxSize Reason = "AtMaxSize"
-	// CoolingDown means that a recent claim failed and the group is left alone for a while.
+	// CoolingDown means that a recent claim failed, and that the group refuses claims for a while.
 	CoolingDown Reason = "CoolingDown"
-	// Paused means that somebody paused the MachineDeployment or its Cluster.
+	// Paused means that another actor paused the MachineDeployment, or that its Cluster is paused.
 	Paused Reason = "Paused"
 	// Deleting means that the MachineDeployment or its Cluster is being deleted.
 	Deleting Reason = "Deleting"
-	// ReplicasOwned means that somebody else owns the replicas.
+	// ReplicasOwned means that the Cluster's topology sets the replicas.
 	ReplicasOwned Reason = "ReplicasOwned"
-	// ReplicasLowered means that another writer set replicas below what is claimed, or keeps setting them to a number of its own, and that
-	// the node group is frozen until a person clears [v1alpha1.ReplicasLoweredAnnotation].
+	// ReplicasLowered means that another writer lowered replicas below what is claimed, or keeps
+	// overwriting them. The node group is frozen until a user removes
+	// [v1alpha1.ReplicasLoweredAnnotation].
 	ReplicasLowered Reason = "ReplicasLowered"
-	// Invalid means that the MachineDeployment's description cannot be used.
+	// Invalid means that the MachineDeployment's settings cannot be used.
 	Invalid Reason = "Invalid"
-	// NotMember means that the MachineDeployment did not opt in.
+	// NotMember means that the MachineDeployment has not opted in.
 	NotMember Reason = "NotMember"
-	// NotAdoptable means that the Machine that a claim is to take over cannot be had.
+	// NotAdoptable means that the Machine that a claim is to adopt cannot be adopted.
 	NotAdoptable Reason = "NotAdoptable"
 	// QuotaExceeded means that a ResourceQuota leaves no room for another Machine.
 	QuotaExceeded Reason = "QuotaExceeded"
-	// MachinesBlocked means that Cluster API makes no Machines for the MachineDeployment now, for example because its version does not fit
-	// the control plane's. It is known only while replicas lack their Machine.
+	// MachinesBlocked means that Cluster API currently creates no Machines for the
+	// MachineDeployment, for example because its version does not match the control plane's. This
+	// is only known while replicas lack their Machine.
 	MachinesBlocked Reason = "MachinesBlocked"
 	// Gone means that the MachineDeployment does not exist.
 	Gone Reason = "Gone"
 )
 
-// NoRoom reports whether no machine can be had for a new claim now, although the group is open to claims. Such a reason does not keep the agent
-// from raising replicas for claims that it took already.
+// NoRoom reports whether no machine is available for a new claim, although the group is open to
+// claims. Such a reason does not prevent the agent from raising replicas for claims that are
+// already admitted.
 func (r Reason) NoRoom() bool {
 	switch r {
 	case AtMaxSize, CoolingDown, QuotaExceeded, MachinesBlocked:
@@ -56,61 +60,66 @@ func (r Reason) NoRoom() bool {
 	return false
 }
 
-// Refusal says why a node group cannot be claimed from now.
+// Refusal is why a node group currently refuses claims.
 type Refusal struct {
 	// NodeGroup is the name of the MachineDeployment.
 	NodeGroup string
-	// Reason is one of this package's constants.
+	// Reason is one of the constants of this package.
 	Reason Reason
-	// Message is for people, and says what to do where somebody has to act.
+	// Message is for users. It includes what to do if action is needed.
 	Message string
-	// RetryAt is when asking again may help; zero when unknown.
+	// RetryAt is when a retry may succeed, or zero if unknown.
 	RetryAt time.Time
 }
 
-// Problem is one value that the user wrote and that cannot be used.
+// Problem is an unusable value in the user's object.
 type Problem struct {
-	// Field as the user wrote it, for example `metadata.annotations[…]`.
+	// Field is the path of the value, for example `metadata.annotations[…]`.
 	Field string
-	// Value as the user wrote it.
+	// Value is the value as the user wrote it.
 	Value string
-	// Message says what is wrong and what to write instead.
+	// Message states what is wrong and what to write instead.
 	Message string
 }
 
-// Group is what a MachineDeployment allows.
+// Group holds what a MachineDeployment permits.
 type Group struct {
-	// Min is the size never to go below; at least 0. Not meaningful when a size is unusable: see [Group.SizesUsable].
+	// Min is the minimum size, at least 0. It is not meaningful if a size is unusable; see
+	// [Group.SizesUsable].
 	Min int32
-	// Max is the size never to be raised above by claims; nil means no limit.
+	// Max is the size up to which claims may raise replicas. Nil means no limit.
 	Max *int32
-	// Replicas is spec.replicas; 0 when unset (then there is a refusal).
+	// Replicas is spec.replicas, or 0 if unset, in which case there is a refusal.
 	Replicas int32
-	// Refusals are all reasons why no claim may be made, whatever the size, the one that outlasts the others first. A group at
-	// its max size has none: its machines can still be handed from one claim to another; see [Group.Full].
+	// Refusals are all reasons to refuse claims that do not depend on the size. The reason that
+	// outlasts the others comes first. A group at its max size has none: its machines can still be
+	// handed over from one claim to another; see [Group.Full].
 	Refusals []Refusal
-	// Suspended reports that the Cluster is paused, or does not exist: its objects may be on their way to another hub or coming back from a
-	// backup. Nothing is concluded then from one that is missing, and nothing is written.
+	// Suspended means that the Cluster is paused or does not exist. Its objects may be in the
+	// process of being moved to another hub, or restored from a backup. Nothing is then concluded
+	// from a missing object, and nothing is written.
 	Suspended bool
-	// MaxNodeProvisionTime is how long a claim waits for its Machine's provider ID and Node; zero where the MachineDeployment does not say.
+	// MaxNodeProvisionTime is how long a claim waits for its Machine's provider ID and Node. It is
+	// zero if the MachineDeployment does not set it.
 	MaxNodeProvisionTime time.Duration
-	// KeepFailed is how long the Machine of a failed claim is kept for debugging; zero where the MachineDeployment does not say.
+	// KeepFailed is how long the Machine of a failed claim is kept for debugging. It is zero if the
+	// MachineDeployment does not set it.
 	KeepFailed time.Duration
-	// Problems are the values that could not be used.
+	// Problems are the values that cannot be used.
 	Problems []Problem
 }
 
-// Full reports whether replicas cannot be raised.
+// Full reports whether the max size prevents raising replicas.
 func (g Group) Full() bool {
 	return g.Max != nil && g.Replicas >= *g.Max
 }
 
-// Has reports whether one of the refusals is for that reason.
+// Has reports whether one of the refusals has the given reason.
 func (g Group) Has(reason Reason) bool {
 	return slices.ContainsFunc(g.Refusals, func(r Refusal) bool { return r.Reason == reason })
 }
 
-// With returns the group with one more reason why no claim may be made; a nil refusal adds nothing.
+// With returns the group with an additional refusal. A nil refusal adds nothing.
 func (g Group) With(refusal *Refusal) Group {
 	if refusal != nil {
 		g.Refusals = append(slices.Clone(g.Refusals), *refusal)
@@ -118,7 +127,8 @@ func (g Group) With(refusal *Refusal) Group {
 	return g
 }
 
-// Refusal combines all refusals: the first one's reason and retry time, and every message. It is nil when claims may be made.
+// Refusal combines all refusals. The result has the reason of the first and the messages of all. It
+// has a retry time only if there is a single refusal. It is nil if claims may be made.
 func (g Group) Refusal() *Refusal {
 	if len(g.Refusals) == 0 {
 		return nil
@@ -136,24 +146,27 @@ func (g Group) Refusal() *Refusal {
 	return &combined
 }
 
-// MayGrow reports whether the agent may raise replicas for what it owes: claims that it took, and the min size. A cool-down, a
-// used-up quota and a MachineSet that makes no Machines refuse new claims only.
+// MayGrow reports whether the agent may raise replicas for admitted claims and for the min size. A
+// cool-down, an exhausted quota and a blocked MachineSet only prevent new claims.
 func (g Group) MayGrow() bool {
 	return !slices.ContainsFunc(g.Refusals, func(r Refusal) bool { return !r.Reason.NoRoom() })
 }
 
-// MayShrink reports whether the agent may remove Machines that nobody claims, of its own choice. It must not while a person has
-// paused the group, while another writer sets its replicas, or while the sizes cannot be used: which Machines are the user's is
-// not certain then. Machines of released claims go in any case.
+// MayShrink reports whether the agent may remove unclaimed Machines of its own accord. It may not
+// while a user has paused the group, another writer sets its replicas, or the sizes cannot be used:
+// it is then uncertain which Machines are the user's. Machines of released claims are removed in
+// any case.
 func (g Group) MayShrink() bool {
 	return !g.Has(Paused) && !g.Has(ReplicasOwned) && !g.Has(ReplicasLowered) && !g.Has(Invalid)
 }
 
-// SizesUsable reports whether Min and Max are what the user wrote, or the defaults where the user wrote nothing.
+// SizesUsable reports whether Min and Max have the user's values, or the defaults if the user set
+// none.
 func (g Group) SizesUsable() bool { return !g.Has(Invalid) }
 
-// Of examines a MachineDeployment and its Cluster. A nil cluster means that the Cluster does not exist. It reads only its
-// arguments and never fails: what cannot be used is a problem and a refusal, and every reason is kept.
+// Of evaluates a MachineDeployment and its Cluster. A nil cluster means that the Cluster does not
+// exist. Of only reads its arguments, and never fails. Unusable sizes become a problem and a
+// refusal, other unusable values only a problem. Every reason is retained.
 func Of(md *clusterv1.MachineDeployment, cluster *clusterv1.Cluster) Group {
 	var g Group
 	refuse := func(reason Reason, format string, args ...any) {
@@ -199,19 +212,23 @@ func Of(md *clusterv1.MachineDeployment, cluster *clusterv1.Cluster) Group {
 	return g
 }
 
-// shortestProvisioning is the least that a MachineDeployment may say of how long claims wait. A claim itself may ask for no less either.
+// shortestProvisioning is the minimum that a MachineDeployment or a claim may set for how long
+// claims wait.
 const shortestProvisioning = 10 * time.Second
 
-// longestDuration is the most that an annotation of a MachineDeployment may say; nor may a claim wait for longer.
+// longestDuration is the maximum for duration annotations of a MachineDeployment, and for how long
+// a claim may wait.
 const longestDuration = 7 * 24 * time.Hour
 
-// MaxNodeProvisionTime returns how long claims wait for a Machine's provider ID and Node; zero where the MachineDeployment does not say. A
-// value that cannot be used is ignored, apart from the problem: claims are still made.
+// MaxNodeProvisionTime returns how long claims wait for a Machine's provider ID and Node, or zero
+// if the MachineDeployment does not set it. An unusable value is reported as a problem and
+// otherwise ignored: claims are still admitted.
 func MaxNodeProvisionTime(md *clusterv1.MachineDeployment) (time.Duration, *Problem) {
 	return duration(md, v1alpha1.MaxNodeProvisionTimeAnnotation, shortestProvisioning)
 }
 
-// duration reads an annotation that holds a duration; zero where there is none, or none that can be used.
+// duration reads an annotation with a duration. The result is zero if the annotation is missing or
+// unusable.
 func duration(md *clusterv1.MachineDeployment, key string, shortest time.Duration) (time.Duration, *Problem) {
 	text, present := md.Annotations[key]
 	if !present {
@@ -227,7 +244,8 @@ func duration(md *clusterv1.MachineDeployment, key string, shortest time.Duratio
 	return d, nil
 }
 
-// readSizes reads the sizes that the user wrote. One that cannot be read, or that contradicts the other, is a problem.
+// readSizes reads the size annotations. An unreadable size is a problem, and so are contradictory
+// sizes.
 func readSizes(g *Group, md *clusterv1.MachineDeployment, refuse func(reason Reason, format string, args ...any)) {
 	report := func(problem *Problem) {
 		g.Problems = append(g.Problems, *problem)
@@ -252,13 +270,14 @@ func readSizes(g *Group, md *clusterv1.MachineDeployment, refuse func(reason Rea
 	}
 }
 
-// ClusterPaused reports whether Cluster API leaves all of a Cluster's objects alone, as it does while the Cluster is moved.
+// ClusterPaused reports whether Cluster API ignores all of a Cluster's objects, as it does while
+// the Cluster is being moved.
 func ClusterPaused(cluster *clusterv1.Cluster) bool {
 	return cluster.Spec.Paused != nil && *cluster.Spec.Paused
 }
 
-// suspended computes [Group.Suspended]. A MachineDeployment that is being deleted after its Cluster is not suspended, so that its Machines
-// lose our finalizer.
+// suspended computes [Group.Suspended]. A MachineDeployment that is still being deleted after its
+// Cluster is gone is not suspended, so that our finalizer is removed from its Machines.
 func suspended(md *clusterv1.MachineDeployment, cluster *clusterv1.Cluster) bool {
 	if cluster == nil {
 		return md.DeletionTimestamp.IsZero()
@@ -266,7 +285,7 @@ func suspended(md *clusterv1.MachineDeployment, cluster *clusterv1.Cluster) bool
 	return ClusterPaused(cluster)
 }
 
-// pausedBy says who paused the group, or "" when nobody but the agent itself did.
+// pausedBy returns what paused the group, or "" if it is not paused, or only by the agent itself.
 func pausedBy(md *clusterv1.MachineDeployment, cluster *clusterv1.Cluster) string {
 	if cluster != nil && ClusterPaused(cluster) {
 		return fmt.Sprintf("Cluster %s is paused (spec.paused)", cluster.Name)
@@ -280,8 +299,8 @@ func pausedBy(md *clusterv1.MachineDeployment, cluster *clusterv1.Cluster) strin
 	return ""
 }
 
-// ownsReplicas reports whether the Cluster's topology sets the MachineDeployment's replicas; every reconcile of the topology
-// would then undo what a claim did.
+// ownsReplicas reports whether the Cluster's topology sets the MachineDeployment's replicas. Every
+// reconcile of the topology would then revert the effect of a claim.
 func ownsReplicas(md *clusterv1.MachineDeployment, cluster *clusterv1.Cluster) bool {
 	name, owned := md.Labels[clusterv1.ClusterTopologyMachineDeploymentNameLabel]
 	if !owned || cluster == nil {
@@ -300,7 +319,7 @@ func annotationField(key string) string {
 	return fmt.Sprintf("metadata.annotations[%s]", key)
 }
 
-// size reads a size annotation: nil, nil when absent.
+// size reads a size annotation. It returns nil, nil if the annotation is missing.
 func size(md *clusterv1.MachineDeployment, key string) (*int32, *Problem) {
 	text, present := md.Annotations[key]
 	if !present {

@@ -197,7 +197,7 @@ func TestHowLongFailedMachinesAreKeptIsReadWhereItCanBe(t *testing.T) {
 	}
 }
 
-// What a person did must be respected whatever else is wrong, so no reason may hide another.
+// Every user setting must be respected whatever else is wrong, so no reason may hide another.
 func TestEveryReasonIsKept(t *testing.T) {
 	group := eligibility.Of(deployment(func(md *clusterv1.MachineDeployment) {
 		md.Labels = nil
@@ -233,7 +233,7 @@ func TestWhatStopsGrowingAndShrinking(t *testing.T) {
 	assert.True(t, open.MayShrink())
 }
 
-// FuzzOf shows that no annotation value can crash the agent, and that sizes are never negative.
+// FuzzOf checks that no annotation value makes Of panic, and that sizes are never negative.
 func FuzzOf(f *testing.F) {
 	f.Add("0", "10")
 	f.Add("-1", "9999999999999999999")

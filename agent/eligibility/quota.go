@@ -8,11 +8,11 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-// MachineCount is the name under which a ResourceQuota counts Machines.
+// MachineCount is the resource name with which a ResourceQuota counts Machines.
 const MachineCount corev1.ResourceName = "count/machines.cluster.x-k8s.io"
 
-// Quota says why no Machine can be added in the namespace that the quotas are of, or nil when one can. It goes by what the
-// quotas' controller has noted; the API server has the last word.
+// Quota returns why no Machine can be added in the quotas' namespace, or nil if one can. It
+// evaluates the quotas' status. The API server makes the final decision.
 func Quota(quotas []corev1.ResourceQuota, nodeGroup string) *Refusal {
 	var exhausted []string
 	for i := range quotas {

@@ -1,7 +1,9 @@
-// Package failures says what it means that a Machine's infrastructure is not ready: whether the machine will come, and if not, why not. Cluster
-// API knows no final failure, and every provider reports errors in its own way, most with one reason for all of them.
+// Package failures interprets why a Machine's infrastructure is not ready: whether the machine will
+// still come and, if not, why not. Cluster API has no notion of a final failure. Every provider
+// reports errors in its own way, and most use one reason for all of them.
 //
-// What providers write is data (rules.yaml). The package has no state; its functions are safe for concurrent use.
+// The rules about providers are data (rules.yaml). The package has no state; its functions are safe
+// for concurrent use.
 package failures
 
 import (
@@ -14,23 +16,24 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// Class is what a report means. Every class but [Transient] means that the machine will not come.
+// Class is the meaning of a report. Every class except [Transient] means that the machine will not
+// come.
 type Class string
 
 const (
 	// Transient means that the machine may still come. Unknown reports are transient.
 	Transient Class = "Transient"
-	// Capacity means that there is no room for such a machine now.
+	// Capacity means that there is currently no capacity for such a machine.
 	Capacity Class = "Capacity"
 	// Quota means that the account or project has reached a limit.
 	Quota Class = "Quota"
-	// Configuration means that a setting is wrong and has to be corrected.
+	// Configuration means that a setting is wrong and must be corrected.
 	Configuration Class = "Configuration"
-	// GivenUp means that the provider has stopped trying and does not say why.
+	// GivenUp means that the provider has stopped trying, without a specific reason.
 	GivenUp Class = "GivenUp"
 )
 
-// Says is the class in a few words, for people; "" for [Transient].
+// Says describes the class in a few words, for messages. It is "" for [Transient].
 func (c Class) Says() string {
 	switch c {
 	case Transient:
@@ -46,18 +49,20 @@ func (c Class) Says() string {
 	return ""
 }
 
-// Verdict is what a report means.
+// Verdict is the meaning of a report.
 type Verdict struct {
 	// Class is never empty.
 	Class Class
-	// After is how old the machine must be before the class counts; until then the report is [Transient].
+	// After is how old the machine must be before the class applies. Until then the report is
+	// [Transient].
 	After time.Duration
-	// See names a condition of the infrastructure object that says more, and is to be judged in place of the report; empty for none. Class is
-	// [Transient] then.
+	// See names a more specific condition of the infrastructure object, which is to be evaluated
+	// instead of the report. It is usually empty. If set, Class is [Transient].
 	See string
 }
 
-// Of judges the reason and the message of a condition that is False, by the kind of the infrastructure object.
+// Of interprets the reason and the message of a condition with status False, for the kind of the
+// infrastructure object.
 func Of(kind, reason, message string) Verdict {
 	for _, r := range rules {
 		if r.fits(kind, reason, message) {
@@ -69,7 +74,7 @@ func Of(kind, reason, message string) Verdict {
 
 type rule struct {
 	kind            string
-	reason, message *regexp.Regexp // nil for any
+	reason, message *regexp.Regexp // nil matches anything
 	verdict         Verdict
 }
 
@@ -84,12 +89,12 @@ var data []byte
 var rules = func() []rule {
 	read, err := parse(data)
 	if err != nil {
-		panic(err) // a test reads them too
+		panic(err) // a test parses the rules too
 	}
 	return read
 }()
 
-// parse reads rules.
+// parse parses rules.
 func parse(text []byte) ([]rule, error) {
 	var lines []struct {
 		Kind, Reason, Message, See, After string

@@ -42,7 +42,7 @@ func TestWhatProvidersWriteIsJudged(t *testing.T) {
 	}
 }
 
-// Each of these stands for errors that pass, too.
+// Each of these reasons is also used for errors that pass.
 func TestNothingIsFinalByAReasonThatStandsForEverything(t *testing.T) {
 	for kind, reasons := range map[string][]string{
 		"AWSMachine": {"InstanceProvisionFailed"}, "AzureMachine": {"Failed"}, "GCPMachine": {"NotReady"},

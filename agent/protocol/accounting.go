@@ -13,8 +13,10 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
-// fold begins the next ledger: the one that was read, with changes by others folded in: a human (or GitOps) who raised replicas raised
-// the floor, one who lowered them lowered it, and one who lowered them below what is claimed, or who keeps writing one number, froze the group.
+// fold begins the next ledger as a copy of the one that was read and folds in changes that others
+// made to replicas. If a user (or GitOps) raised replicas, the floor rises; if they lowered
+// replicas, the floor falls. If replicas went below what is claimed, or a writer keeps setting the
+// same number, the group is frozen.
 func (b *books) fold() {
 	marked := b.Group.Has(eligibility.ReplicasLowered)
 	if b.Ledger == nil {
@@ -31,8 +33,8 @@ func (b *books) fold() {
 		b.next.Lowered = true
 		return
 	case b.next.Lowered:
-		// A person cleared it. What the user owns was not lowered with it: that replicas went below what is claimed tells nothing
-		// about how many of the rest were meant.
+		// A person removed the annotation. The floor is unchanged: a write below what is claimed
+		// does not show how many of the user's Machines it was meant to remove.
 		b.next.Lowered, b.next.LastReplicas = false, b.Group.Replicas
 		b.next.Written = &Written{Replicas: b.Group.Replicas}
 		return
@@ -44,14 +46,15 @@ func (b *books) fold() {
 		return
 	}
 	if b.Group.Replicas > b.next.LastReplicas {
-		// They ask for more than there is for them already.
+		// The user asks for more than they have already.
 		b.next.Floor = b.users(b.next.LastReplicas)
 	}
 	b.next.Floor = max(0, b.next.Floor+b.Group.Replicas-b.next.LastReplicas)
 	b.next.LastReplicas = b.Group.Replicas
 }
 
-// users returns how many of the given replicas belong to the user: the floor, or the min size as far as replicas allow.
+// users returns how many of the given replicas belong to the user: the floor, or the min size as
+// far as there are enough replicas for it.
 func (b *books) users(replicas int32) int32 {
 	others := b.labelledAlone() + b.unreleased()
 	for id := range b.next.Pending {
@@ -62,8 +65,9 @@ func (b *books) users(replicas int32) int32 {
 	return max(b.next.Floor, min(b.next.Min, replicas-others))
 }
 
-// labelledAlone counts the Machines that have a replica by their label alone: the ledger has neither an entry of their claims nor a record of
-// them. One that is being deleted counts until it is gone, as nothing replaces it before.
+// labelledAlone counts the Machines that own a replica by their label alone: the ledger has neither
+// an entry of their claim nor a record of the Machine. A Machine that is being deleted counts until
+// it is gone, because nothing replaces it before that.
 func (b *books) labelledAlone() int32 {
 	return Count(lo.Filter(b.Machines, func(m *clusterv1.Machine, _ int) bool {
 		id := ClaimOf(m)
@@ -73,9 +77,11 @@ func (b *books) labelledAlone() int32 {
 	}))
 }
 
-// claimed counts the claims that have, or if waiting are accounted for, a replica of this group and have not been released. One whose
-// Machine is being deleted, or is gone, counts: replicas may have been lowered before the agent looked. Where there was no ledger, those
-// that wait may have been entered since the MachineDeployment was read.
+// claimed counts the claims that own a replica of this group and have not been released. If waiting
+// is set, claims that wait for a Machine count too, once they are in the ledger. A claim whose
+// Machine is being deleted or is gone counts, because replicas may have been lowered before the
+// agent looked. Without a ledger, the check for lowered replicas leaves out waiting claims: they
+// may have been entered after the MachineDeployment was read.
 func (b *books) claimed(waiting bool) int32 {
 	var n int32
 	for _, c := range b.Claims {
@@ -88,7 +94,8 @@ func (b *books) claimed(waiting bool) int32 {
 	return n
 }
 
-// restorable counts the claims that have a Machine by its label alone, as they lost their status, or their object.
+// restorable counts the claims that own a Machine only by its label, because they lost their status
+// or their object.
 func (b *books) restorable() int32 {
 	return Count(lo.Filter(b.Machines, func(m *clusterv1.Machine, _ int) bool {
 		c := b.Claim(ClaimOf(m))
@@ -97,9 +104,10 @@ func (b *books) restorable() int32 {
 	}))
 }
 
-// rebuild makes a ledger for a MachineDeployment that has none: because no claim was ever made on it, or because it was
-// lost. Claims that had been entered record that themselves, so their replicas are not taken for the user's. No Machine of the
-// user's is deleted on the strength of a rebuilt ledger: what it cannot explain is the floor.
+// rebuild makes a ledger for a MachineDeployment that has none, either because no claim was ever
+// made on it or because the ledger was lost. Claims record in their status that they were entered,
+// so their replicas are not mistaken for the user's. Whatever a rebuilt ledger cannot explain is
+// the floor, so it never causes one of the user's Machines to be deleted.
 func (s *Snapshot) rebuild() *Ledger {
 	l := (&Ledger{}).Clone()
 	room := s.newBudget(l, math.MaxInt) // what had entries before fits again
@@ -107,7 +115,8 @@ func (s *Snapshot) rebuild() *Ledger {
 	for _, m := range s.Machines {
 		switch {
 		case Held(m):
-			// Its release goes on. Its replica may have been given back already, and is then taken as given back.
+			// Its release goes on. If its replica may have been given back already, it is recorded
+			// as given back.
 			back := DeletionCompleted(m)
 			if r := (Release{Machine: m.Name, Claim: ClaimOf(m), GivenBack: back}); room.release(m.UID, r) {
 				l.Releasing[m.UID] = r
@@ -116,9 +125,10 @@ func (s *Snapshot) rebuild() *Ledger {
 				ours++
 			}
 		case Alive(m) && s.orphaned(ClaimOf(m)):
-			// Nobody's, or the user's.
+			// Unowned, or the user's.
 		case !Alive(m) && !s.keeps(ClaimOf(m)):
-			// Replicas may have been lowered for it: were it counted, the user might be left with less.
+			// Replicas may have been lowered for it. Counting it could leave the user with fewer
+			// replicas.
 			if r := (Release{Machine: m.Name, Claim: ClaimOf(m), GivenBack: true}); r.Claim != "" && room.release(m.UID, r) {
 				l.Releasing[m.UID] = r
 			}
@@ -127,8 +137,8 @@ func (s *Snapshot) rebuild() *Ledger {
 		}
 	}
 	for _, c := range s.Claims {
-		// A claim that is Releasing counts by its label alone: without it, its Machine may have been handed over to a claim
-		// that is counted itself.
+		// A Releasing claim counts only by its label. Without the label, its Machine may have been
+		// handed over to another claim, which counts itself.
 		entered := c.Status.Phase == v1alpha1.PhasePending || c.Status.Phase == v1alpha1.PhaseBound && c.Status.Machine != nil
 		if !entered || s.labelled(c.Spec.ClaimID) != nil {
 			continue
@@ -157,19 +167,20 @@ func (s *Snapshot) rebuild() *Ledger {
 	return l
 }
 
-// keeps reports whether the claim of a label, possibly empty, has not been released.
+// keeps reports whether the claim of a label exists and has not been released. The label may be
+// empty.
 func (s *Snapshot) keeps(claimID string) bool {
 	c := s.Claim(claimID)
 	return c != nil && (c.CurrentPhase() == v1alpha1.PhasePending || c.CurrentPhase() == v1alpha1.PhaseBound)
 }
 
-// dropEntries removes pending entries that have done their service: the claim's Machine is labelled, or the claim needs
-// none any more. The replica of the latter becomes a spare by accounting.
+// dropEntries removes pending entries that are no longer needed: the claim's Machine is labelled,
+// or the claim needs no Machine any more. In the latter case, accounting makes the replica a spare.
 func (b *books) dropEntries() {
 	drop := func(id string, named Named) {
 		delete(b.next.Pending, id)
 		if named.Adopted && b.labelled(id) == nil {
-			b.next.Floor++ // the claim never got the user's Machine: it, or what replaces it, is the user's again
+			b.next.Floor++ // the claim never got the user's Machine: it, or its replacement, is the user's again
 		}
 	}
 	for id, named := range b.next.Pending {
@@ -194,7 +205,7 @@ func (b *books) dropEntries() {
 			case ClaimOf(promised) == id:
 				drop(id, named)
 			case ClaimOf(promised) != "" || !Alive(promised) || Held(promised):
-				drop(id, named) // it died before it was labelled
+				drop(id, named) // the Machine died before it was labelled
 			}
 		case v1alpha1.PhaseEnded:
 			drop(id, named)
@@ -206,12 +217,12 @@ func (b *books) dropEntries() {
 	})
 }
 
-// Count is a length as a number of replicas.
+// Count returns a length as a number of replicas.
 func Count[T any](items []T) int32 { return clamp(len(items)) }
 
 func clamp(n int) int32 { return int32(max(math.MinInt32, min(math.MaxInt32, n))) }
 
-// meet raises replicas when there are fewer of them than owners. Nothing is ever lowered here.
+// meet raises replicas when owners own more of them than there are. It never lowers replicas.
 func (b *books) meet() {
 	b.labelOnly = b.labelledAlone()
 	if owed := b.used(); owed > b.d.Replicas && b.mayGrow() {
@@ -224,9 +235,10 @@ func (b *books) meet() {
 	}
 }
 
-// orphaned reports whether a label, possibly empty, names no claim that has a right to a Machine. A claim that the agent has
-// no object of is no such claim: an ended one is not forgotten while a Machine carries its label, so its object was lost (by
-// a restore, a move, a reinstalled CRD), and the claim is restored from the label.
+// orphaned reports whether a label, possibly empty, names no claim with a right to a Machine. A
+// label whose MachineClaim is missing is not orphaned: ended claims are kept while a Machine
+// carries their label, so the object must have been lost (restore, move, reinstalled CRD) and is
+// recreated from the label.
 func (s *Snapshot) orphaned(claimID string) bool {
 	if claimID == "" {
 		return true
@@ -235,8 +247,9 @@ func (s *Snapshot) orphaned(claimID string) bool {
 	return c != nil && c.CurrentPhase() == v1alpha1.PhaseEnded
 }
 
-// readmit enters the claims again that say that they were entered, and whose entries were taken out of the ledger by a person: their replicas
-// are still there, if not with Machines that they may have, and no other claim has them.
+// readmit enters claims again whose status records that they were entered, but whose entries a
+// person removed from the ledger. Their replicas still exist, even if without a usable Machine, and
+// belong to no other claim.
 func (b *books) readmit() {
 	for _, c := range b.Claims {
 		_, entered := b.next.Pending[c.Spec.ClaimID]
@@ -249,11 +262,12 @@ func (b *books) readmit() {
 	}
 }
 
-// enter accounts for the claims that have no entry yet, oldest first: from the spare, else by raising replicas.
+// enter accounts for the claims that have no entry yet, oldest first: from the spare, otherwise by
+// raising replicas.
 func (b *books) enter() {
 	refusal := b.refusal()
 	spendable := b.spare() - b.unusable()
-	size := b.d.Replicas // with those for which there is no room in the ledger yet
+	size := b.d.Replicas // including those that the ledger has no room for yet
 	crowded := b.crowded()
 	for _, c := range b.Claims {
 		id := c.Spec.ClaimID
@@ -261,7 +275,7 @@ func (b *books) enter() {
 			continue
 		}
 		if _, entered := b.next.Pending[id]; entered || b.d.Queued[id] || b.labelled(id) != nil {
-			continue // a claim that lost its status has its Machine already
+			continue // a claim that lost its status already has its Machine
 		}
 		switch {
 		case refusal != nil:
@@ -279,34 +293,37 @@ func (b *books) enter() {
 				b.d.Replicas++
 			}
 		case c.Status.Phase == v1alpha1.PhasePending && b.leaves():
-			// It was entered: what takes its replica's place are Machines whose releases were taken out of the ledger with it, until they are gone.
+			// It was entered before. Its replica is taken up by Machines whose release records were
+			// removed from the ledger too, until those are gone.
 		default:
 			b.d.Refused[id] = b.full()
 		}
 	}
 }
 
-// leaves reports whether a Machine with a claim's label is being deleted without a release, and so counts until it is gone.
+// leaves reports whether a Machine with a claim's label is being deleted without a recorded
+// release, and so counts until it is gone.
 func (b *books) leaves() bool {
 	return slices.ContainsFunc(b.Machines, func(m *clusterv1.Machine) bool { return b.class(m) == going && ClaimOf(m) != "" })
 }
 
-// mayGrow reports whether replicas may be raised for what is owed.
+// mayGrow reports whether replicas may be raised for owners that lack one.
 func (b *books) mayGrow() bool { return b.Group.MayGrow() && !b.next.Lowered }
 
-// mayShrink reports whether Machines, or replicas, that nobody claims may be removed.
+// mayShrink reports whether unclaimed Machines or replicas may be removed.
 func (b *books) mayShrink() bool { return b.Group.MayShrink() && !b.next.Lowered }
 
-// refusal says to people why no claim may be made here; nil when claims may be made.
+// refusal explains to users why no claim may be made here. It is nil when claims may be made.
 func (b *books) refusal() *eligibility.Refusal {
-	if b.d.Lowered != "" { // what the annotation says from this write on
+	if b.d.Lowered != "" { // the annotation's value from this write on
 		return &eligibility.Refusal{NodeGroup: b.Deployment.Name, Reason: eligibility.ReplicasLowered, Message: b.d.Lowered}
 	}
 	return b.Group.Refusal()
 }
 
-// adopt enters the claims that take an existing Machine over, and names it for them in the same write: a spare's, else the
-// user's, who then owns one less.
+// adopt enters the claims that take over an existing Machine, and promises it to them in the same
+// write. The replica comes from a spare if there is one, otherwise from the floor, which falls by
+// one. If the floor is at the min size, replicas are raised instead.
 func (b *books) adopt() {
 	for _, c := range b.Claims {
 		id := c.Spec.ClaimID
@@ -338,7 +355,7 @@ func (b *books) adopt() {
 			}
 		case b.room(b.d.Replicas):
 			if b.admit(id, named) {
-				b.d.Replicas++ // the user is still to have the min size
+				b.d.Replicas++ // the user keeps the min size
 			}
 		default:
 			b.d.Refused[id] = b.full()
@@ -346,9 +363,10 @@ func (b *books) adopt() {
 	}
 }
 
-// adoptable returns the Machine that a claim is to take over, or why it cannot have it. One that is marked as the next that Cluster API is to
-// remove may be had by a claim that needs this very Machine: the process that marked it may have stopped before it lowered replicas, as can happen
-// when another provider is replaced. The claim's label takes the mark off.
+// adoptable returns the Machine that a claim is to take over, or the reason why it cannot have it.
+// A Machine that is marked to be removed next by Cluster API may be adopted, unless the claim
+// forbids raising replicas: the process that marked it may have stopped before it lowered replicas,
+// as can happen when another provider is replaced. The claim's label takes the mark off.
 func (b *books) adoptable(c *v1alpha1.MachineClaim) (*clusterv1.Machine, *eligibility.Refusal) {
 	if crowded := b.crowded(); crowded != nil {
 		return nil, crowded
@@ -386,15 +404,16 @@ func (b *books) adoptable(c *v1alpha1.MachineClaim) (*clusterv1.Machine, *eligib
 
 func (s *Snapshot) full() eligibility.Refusal { return FullGroup(s.Deployment.Name, *s.Group.Max) }
 
-// FullGroup is the refusal of a node group whose replicas are at its max size.
+// FullGroup returns the refusal of a node group whose replicas are at its max size.
 func FullGroup(name string, size int32) eligibility.Refusal {
 	return eligibility.Refusal{
 		NodeGroup: name, Reason: eligibility.AtMaxSize, Message: fmt.Sprintf("replicas are at the max size %d", size),
 	}
 }
 
-// coverShortage raises replicas when Cluster API has made every Machine it was asked for and claims still wait: the Machine
-// that was meant for them joined before it could be promised, and is nobody's now.
+// coverShortage raises replicas when Cluster API has made every Machine that was ordered and claims
+// still wait: the Machine meant for them joined before it could be promised, so no claim may have
+// it.
 func (b *books) coverShortage() {
 	waiting := b.waiting()
 	if waiting == 0 || b.d.Replicas != b.Group.Replicas || !b.settled() || !b.mayGrow() {
@@ -402,7 +421,7 @@ func (b *books) coverShortage() {
 	}
 	free := b.free()
 	usable := lo.CountBy(free, func(m *clusterv1.Machine) bool {
-		return b.class(m) == fresh || b.class(m) == suspect // which is usable, or not, once its Node is stated
+		return b.class(m) == fresh || b.class(m) == suspect // suspect: its Node decides whether it is usable
 	})
 	floorNeeds := max(0, int(b.floor())-(len(free)-usable))
 	short := clamp(waiting - (usable - floorNeeds))

@@ -13,12 +13,14 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
-// hasMachine reports whether a claim has, or is giving back, a Machine.
+// hasMachine reports whether a claim that has not ended has a Machine, possibly one that is being
+// released.
 func hasMachine(c *v1alpha1.MachineClaim) bool {
 	return c.Status.Machine != nil && c.Status.Phase != v1alpha1.PhaseEnded
 }
 
-// actOnClaims lists the writes on claims, and on the Machines that they bind, that the snapshot's ledger permits.
+// actOnClaims adds the writes that the snapshot's ledger permits on claims and on the Machines that
+// they bind.
 func (s *Snapshot) actOnClaims(d *Decision) {
 	ledger := s.Ledger
 	if ledger == nil {
@@ -42,7 +44,7 @@ func (s *Snapshot) actOnClaims(d *Decision) {
 		switch c.Status.Phase {
 		case "", v1alpha1.PhasePending:
 			if owned := s.labelled(id); owned != nil && Alive(owned) {
-				// Its status was lost; also when that was before its entry was dropped.
+				// Its status was lost, possibly before its entry was dropped.
 				d.Actions = append(d.Actions, s.restore(c))
 			} else if entered {
 				s.actOnPending(d, c, named)
@@ -52,7 +54,7 @@ func (s *Snapshot) actOnClaims(d *Decision) {
 					reason = ReasonNoRoom
 				}
 				if c.Status.Phase == v1alpha1.PhasePending {
-					d.end(c, reason, refusal.Message) // it was entered once, and its replica is another owner's now
+					d.end(c, reason, refusal.Message) // it was entered once, and another owner has its replica now
 				} else {
 					s.moveOn(d, c, reason, refusal.Message)
 				}
@@ -60,11 +62,12 @@ func (s *Snapshot) actOnClaims(d *Decision) {
 		case v1alpha1.PhaseBound:
 			switch owned := s.labelled(id); {
 			case m == nil && owned != nil && Alive(owned):
-				d.Actions = append(d.Actions, s.restore(c)) // its status is of another Machine
+				d.Actions = append(d.Actions, s.restore(c)) // its status names another Machine
 			case m == nil || DeletionCompleted(m):
 				s.endWithMachine(d, c)
 			case !Alive(m):
-				// Being deleted by somebody else. Until it is gone the instance may run, and the claim has it.
+				// Another actor is deleting it. Until it is gone the instance may run, and the
+				// claim keeps it.
 				if c.Status.Reason != ReasonMachineDeleting {
 					d.Actions = append(d.Actions, Action{Kind: Explain, Claim: c, Event: v1alpha1.Event{
 						Reason: ReasonMachineDeleting, Message: "somebody else is deleting its Machine",
@@ -90,7 +93,7 @@ func (s *Snapshot) actOnClaims(d *Decision) {
 	}
 }
 
-// recreate makes the objects of the claims again that Machines carry the labels of.
+// recreate adds actions that recreate the missing objects of claims whose labels Machines carry.
 func (s *Snapshot) recreate(d *Decision) {
 	for _, m := range s.Lost {
 		if Alive(m) && !s.returning(m) {
@@ -99,7 +102,7 @@ func (s *Snapshot) recreate(d *Decision) {
 	}
 }
 
-// endWithMachine ends a claim whose Machine somebody else removed.
+// endWithMachine ends a claim whose Machine another actor removed.
 func (s *Snapshot) endWithMachine(d *Decision, c *v1alpha1.MachineClaim) {
 	if s.deleted() {
 		d.end(c, ReasonNodeGroupGone, "its MachineDeployment is being deleted, and its Machine with it")
@@ -108,7 +111,8 @@ func (s *Snapshot) endWithMachine(d *Decision, c *v1alpha1.MachineClaim) {
 	d.end(c, ReasonMachineLost, "its Machine was deleted by somebody else")
 }
 
-// actOnForeign ends the claims that lost their Machines, or wait for one, with the MachineDeployment that had this one's name before.
+// actOnForeign ends or moves on the claims of a former MachineDeployment of this name that lost
+// their Machine, or wait for one.
 func (s *Snapshot) actOnForeign(d *Decision) {
 	for _, c := range s.former {
 		d.end(c, ReasonNodeGroupGone, "its MachineDeployment was deleted; another one has its name now")
@@ -128,11 +132,13 @@ func (s *Snapshot) actOnForeign(d *Decision) {
 	}
 }
 
-// AbandonedAfter is how long after it was made a claim that no group has entered is left to its call, which moves it on or ends
-// it. A call that comes again later does not mind.
+// AbandonedAfter is how long a claim that no node group has admitted is left to its CreateClaim
+// call. After that the agent moves or ends the claim itself. A later retry of the call is
+// unaffected.
 const AbandonedAfter = 2 * time.Minute
 
-// moveOn does for a claim that has no room here what its call would do, if that is gone together with the agent that served it.
+// moveOn does what the CreateClaim call would do for a claim that finds no room here, in case that
+// call is gone together with the agent that served it.
 func (s *Snapshot) moveOn(d *Decision, c *v1alpha1.MachineClaim, reason, message string) {
 	if left := AbandonedAfter - s.Now.Sub(c.CreationTimestamp.Time); left > 0 {
 		d.Wake(left)
@@ -144,7 +150,7 @@ func (s *Snapshot) moveOn(d *Decision, c *v1alpha1.MachineClaim, reason, message
 func (s *Snapshot) actOnPending(d *Decision, c *v1alpha1.MachineClaim, named Named) {
 	m := s.machine(named.UID)
 	holder, had := s.holders[named.UID]
-	had = had && holder != c.Spec.ClaimID // by a claim that hands it over and has not ended yet
+	had = had && holder != c.Spec.ClaimID // held by a claim that hands it over and has not ended yet
 	had = had || m != nil && hasFloorMark(m) && c.Spec.Adopt == ""
 	switch {
 	case named.UID != "" && m != nil && Alive(m) && !Held(m) && ClaimOf(m) == "" && !had:
@@ -162,7 +168,8 @@ func (s *Snapshot) markEntered(d *Decision, c *v1alpha1.MachineClaim) {
 	d.Actions = append(d.Actions, s.Entered(c))
 }
 
-// Entered is the action that notes on a claim that its replica is accounted for, so that it is known also without the ledger.
+// Entered returns the action that records on a claim that its replica is accounted for, so that
+// this is known even if the ledger is lost.
 func (s *Snapshot) Entered(c *v1alpha1.MachineClaim) Action {
 	return Action{Kind: MarkEntered, Claim: c, Group: s.Deployment.UID, Event: v1alpha1.Event{
 		Reason:  ReasonWaitingForMachine,
@@ -183,7 +190,7 @@ func (s *Snapshot) actOnReleasing(d *Decision, c *v1alpha1.MachineClaim, m *clus
 			d.end(c, ReasonCancelled, "released before it had a Machine; the replica goes to the next claim or is given back")
 		}
 	case m != nil && Alive(m) && entered && named.UID == m.UID && ClaimOf(m) == "" && !Held(m):
-		// The label first: what is released must be recognisable as this claim's.
+		// The label first: a Machine that is released must be recognizable as this claim's.
 		d.Actions = append(d.Actions, Action{Kind: Label, Claim: c, Machine: m})
 	case m != nil && Alive(m) && !entered && ClaimOf(m) == id && s.handsOver(m) && !s.releasing(m.UID):
 		d.Actions = append(d.Actions, Action{Kind: Unbind, Claim: c, Machine: m})
@@ -207,14 +214,15 @@ func (s *Snapshot) actOnReleasing(d *Decision, c *v1alpha1.MachineClaim, m *clus
 	}
 }
 
-// slowDeletion is how long a deletion may take before the claim says what it waits for.
+// slowDeletion is how long a deletion may take before the claim reports what it waits for.
 const slowDeletion = time.Minute
 
-// explainDeletion notes on the claim what Cluster API says that the deletion of its Machine waits for, once that takes long.
+// explainDeletion records on the claim what the deletion of its Machine waits for, as reported by
+// Cluster API, once the deletion takes long.
 func (s *Snapshot) explainDeletion(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine) {
 	reason, message := DeletingReason(m), deletingMessage(m)
 	if reason == "" || Held(m) && DeletionCompleted(m) || reason == c.Status.Reason || c.Status.FailedAt != nil {
-		return // why it failed matters more
+		return // the reason of the failure matters more
 	}
 	if left := slowDeletion - s.Now.Sub(m.DeletionTimestamp.Time); left > 0 {
 		d.Wake(left)
@@ -233,7 +241,8 @@ func (s *Snapshot) releasing(uid types.UID) bool {
 	return yes
 }
 
-// explainOnce notes on the claim what it waits for, unless the claim says so already.
+// explainOnce records on the claim what it waits for, unless its status has that reason and message
+// already.
 func (d *Decision) explainOnce(c *v1alpha1.MachineClaim, reason, message string) {
 	if c.Status.Reason != reason || c.Status.Message != message {
 		d.Actions = append(d.Actions, Action{Kind: Explain, Claim: c, Event: v1alpha1.Event{Reason: reason, Message: message}})
@@ -244,7 +253,8 @@ func (d *Decision) end(c *v1alpha1.MachineClaim, reason, message string) {
 	d.Actions = append(d.Actions, Action{Kind: End, Claim: c, Event: v1alpha1.Event{Reason: reason, Message: message}})
 }
 
-// actOnMachines lists the writes on Machines that are being released, as the snapshot's ledger permits.
+// actOnMachines adds the writes that the snapshot's ledger permits on Machines that are being
+// released or returned.
 func (s *Snapshot) actOnMachines(d *Decision) {
 	for _, m := range slices.Concat(s.Machines, s.Strays) {
 		var r Release
@@ -264,17 +274,19 @@ func (s *Snapshot) actOnMachines(d *Decision) {
 		case recorded && r.GivenBack && ours && s.carriedThrough(r.Generation):
 			d.Actions = append(d.Actions, Action{Kind: LetGo, Machine: m})
 		case stopped && s.deleted():
-			// Cluster API deletes the whole group, makes nothing anew, and waits for this Machine.
+			// Cluster API deletes the whole group, creates no replacements, and waits for this
+			// Machine.
 			d.Actions = append(d.Actions, Action{Kind: LetGo, Machine: m})
 		case !recorded && stopped && s.carriedThrough(s.Deployment.Generation):
-			// Held by a ledger that is lost. Whether its replica was given back is not known, so it is not lowered; if it
-			// was not, the replacement is a spare.
+			// Held for a ledger that is lost. It is not known whether the replica was given back,
+			// so replicas are not lowered. If it was not, the replacement is a spare.
 			d.Actions = append(d.Actions, Action{Kind: LetGo, Machine: m})
 		}
 	}
 }
 
-// boundTo returns the claim that has the Machine for good, nil when there is none or its release was asked for.
+// boundTo returns the claim that the Machine is bound to. It is nil if there is none, or if its
+// release was requested.
 func (s *Snapshot) boundTo(m *clusterv1.Machine) *v1alpha1.MachineClaim {
 	c := s.Claim(ClaimOf(m))
 	if c == nil || c.CurrentPhase() != v1alpha1.PhaseBound || c.Status.Machine == nil || c.Status.Machine.UID != m.UID {

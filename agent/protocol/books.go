@@ -10,59 +10,67 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
-// books is a decision in progress: the class of each Machine and the owner of each replica, under the next ledger so far. Sums are computed
-// from the entries, never passed from phase to phase.
+// books is a decision in progress: the class of each Machine and the owner of each replica, under
+// the next ledger so far. Sums are computed from the entries and never passed from phase to phase.
 type books struct {
 	*Snapshot
 
 	d      *Decision
 	next   *Ledger
 	budget *budget
-	// promised are the Machines that the next ledger names for pending claims.
+	// promised holds the Machines that the next ledger promises to pending claims.
 	promised map[types.UID]bool
 	// conditions caches the classes of free Machines, which do not change once the books are open.
 	conditions map[types.UID]class
-	// floors are the Machines that are marked as the floor's, or about to be: the oldest ones, at most as many as the floor has.
+	// floors holds the Machines that are marked as the floor's or about to be: the oldest ones, at
+	// most as many as the floor has.
 	floors map[types.UID]bool
-	// labelOnly counts the Machines that have a replica by their label alone. It does not change after [books.meet].
+	// labelOnly counts the Machines that own a replica by their label alone. It does not change
+	// after [books.meet].
 	labelOnly int32
-	// covering are replicas raised for claims whose Machines nobody can have any more. Until they are written, they are not spare.
+	// covering is how many replicas this decision adds for claims whose Machines have become
+	// unusable. They are not spare.
 	covering int32
 }
 
-// class is what one Machine is to the protocol. Each Machine is in exactly one.
+// class is a Machine's role in the protocol. Each Machine has exactly one.
 type class int
 
 const (
-	// claimed means that the label names a claim that has a right to it.
+	// claimed means that the label names a claim with a right to the Machine.
 	claimed class = iota
-	// promised means that the ledger names it for a claim that waits.
+	// promised means that the ledger names the Machine for a claim that waits.
 	promised
-	// releasing means that the ledger records its release, and that its replica was not given back yet.
+	// releasing means that the ledger records the release, and the replica has not been given back
+	// yet.
 	releasing
-	// givenBack means that the ledger records its release, and that nothing replaces it.
+	// givenBack means that the ledger records the release, the replica has been given back, and
+	// nothing replaces the Machine.
 	givenBack
-	// going means that it is being deleted, and that its release is not recorded.
+	// going means that the Machine is being deleted and the ledger has no record of its release.
 	going
-	// stranded means that it lives, is nobody's, and carries the finalizer of a release that no ledger records.
+	// stranded means that the Machine lives, has no owner, and carries the finalizer of a release
+	// that no ledger records.
 	stranded
 
-	// The others are free: they live, and nobody has them.
+	// The remaining classes are free: the Machine lives and no claim or release has it.
 
-	// fresh means that nothing can run on it yet, so that a claim may have it.
+	// fresh means that nothing can run on the Machine yet, so a claim may have it.
 	fresh
-	// suspect means that Cluster API has not seen its Node, but does not state either that there is none.
+	// suspect means that Cluster API has not seen the Machine's Node, but does not state that there
+	// is none.
 	suspect
-	// hopeless means that it is known not to come.
+	// hopeless means that the Machine is known not to come.
 	hopeless
-	// inhabited means that something may run on it, or that it is about to be replaced.
+	// inhabited means that something may run on the Machine, or that it is about to be replaced.
 	inhabited
-	// ofFloor means that it is one of the floor's, and marked so or about to be: pods may run on it. Its label may be that of a claim that
-	// returned it.
+	// ofFloor means that the Machine is the floor's and is marked so, or about to be. Pods may run
+	// on it. It may still carry the label of the claim that returned it.
 	ofFloor
 )
 
-// open begins the books of a decision: what others changed is folded in, and entries are dropped that have done their service.
+// open begins the books of a decision: it folds in what others changed, drops entries that are no
+// longer needed, and takes back promises that cannot be kept.
 func (s *Snapshot) open() *books {
 	b := &books{
 		Snapshot:   s,
@@ -79,7 +87,7 @@ func (s *Snapshot) open() *books {
 	return b
 }
 
-// class returns what a Machine is under the next ledger.
+// class returns the class of a Machine under the next ledger.
 func (b *books) class(m *clusterv1.Machine) class {
 	r, recorded := b.next.Releasing[m.UID]
 	switch {
@@ -108,12 +116,12 @@ func (b *books) class(m *clusterv1.Machine) class {
 	return c
 }
 
-// condition returns what a free Machine is good for.
+// condition returns the class of a free Machine that is not the floor's.
 func (b *books) condition(m *clusterv1.Machine) class {
 	_, marked := m.Annotations[clusterv1.DeleteMachineAnnotation]
 	kept := marked || ClaimOf(m) != "" || Outdated(m)
 	switch {
-	case hasFloorMark(m), slices.Contains(b.next.Marking, m.UID): // beyond what the floor has now
+	case hasFloorMark(m), slices.Contains(b.next.Marking, m.UID): // more than the floor has now
 		return inhabited
 	case b.hopeless(m):
 		return hopeless
@@ -125,7 +133,7 @@ func (b *books) condition(m *clusterv1.Machine) class {
 	return inhabited
 }
 
-// free returns the Machines that nobody has.
+// free returns the Machines that no claim or release has.
 func (b *books) free() []*clusterv1.Machine {
 	var free []*clusterv1.Machine
 	for _, m := range b.Machines {
@@ -136,12 +144,14 @@ func (b *books) free() []*clusterv1.Machine {
 	return free
 }
 
-// floor is the number of machines that are not the claims' to have: what the user owns, and at least the min size.
+// floor returns the number of Machines that claims may not have: what the user owns, and at least
+// the min size.
 func (b *books) floor() int32 {
 	return max(b.next.Floor, b.next.Min)
 }
 
-// used counts the replicas that have an owner: the floor, claims, and releases that have not given theirs back.
+// used counts the replicas that have an owner: the floor, the claims, and the releases that have
+// not given theirs back.
 func (b *books) used() int32 {
 	return b.floor() + clamp(len(b.next.Pending)) + b.labelOnly + b.unreleased()
 }
@@ -157,12 +167,12 @@ func (b *books) unreleased() int32 {
 	return n
 }
 
-// spare is how many replicas are nobody's; less than zero when owners are owed some.
+// spare returns how many replicas have no owner. It is negative when owners lack replicas.
 func (b *books) spare() int32 {
 	return b.d.Replicas - b.covering - b.used()
 }
 
-// room reports whether the max size allows as many replicas and one more.
+// room reports whether the max size allows one more than the given replicas.
 func (b *books) room(replicas int32) bool {
 	return b.Group.Max == nil || replicas < *b.Group.Max
 }
@@ -178,7 +188,7 @@ func (b *books) unusable() int32 {
 	return max(0, n-b.floor())
 }
 
-// waiting counts the claims that a Machine is still to be named for.
+// waiting counts the claims that have been promised no Machine yet.
 func (b *books) waiting() int {
 	n := 0
 	for id, named := range b.next.Pending {
@@ -189,7 +199,7 @@ func (b *books) waiting() int {
 	return n
 }
 
-// admit enters a claim, or has it wait when there is no room in the ledger. It reports which.
+// admit enters a claim and reports true, or queues it and reports false if the ledger has no room.
 func (b *books) admit(claimID string, named Named) bool {
 	if !b.budget.claim(claimID, named) {
 		b.d.Queued[claimID] = true
@@ -218,7 +228,8 @@ func (b *books) release(m *clusterv1.Machine, r Release) bool {
 	return true
 }
 
-// giveBack records that a Machine's replica is given back: by this decision, or by whoever lowered replicas before it.
+// giveBack records that a Machine's replica has been given back, by this decision or by another
+// writer that lowered replicas before.
 func (b *books) giveBack(uid types.UID) {
 	r := b.next.Releasing[uid]
 	r.GivenBack = true

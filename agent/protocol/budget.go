@@ -14,10 +14,12 @@ import (
 )
 
 const (
-	// LedgerBudget is how many bytes all entries of one ledger may take. Every write of a MachineDeployment and of its MachineSets
-	// carries the whole ledger, so it stays well below what Kubernetes allows; it is enough for about 700 claims or 350 releases.
+	// LedgerBudget is how many bytes all entries of one ledger may take. Every write of a
+	// MachineDeployment and of its MachineSets carries the whole ledger, so the limit stays well
+	// below what Kubernetes allows. It is enough for about 700 claims or 350 releases.
 	LedgerBudget = 160 << 10
-	// annotationMargin is left for the annotations that Cluster API adds to a MachineDeployment and to its MachineSets.
+	// annotationMargin is reserved for the annotations that Cluster API adds to a MachineDeployment
+	// and to its MachineSets.
 	annotationMargin = 8 << 10
 	// LedgerHeader bounds the size of a ledger without entries.
 	LedgerHeader = 1 << 10
@@ -27,18 +29,19 @@ const (
 	uidLength = 36
 )
 
-// budget is how many bytes the entries of one decision may still add to the ledger. An entry counts with the size that it can
-// grow to, so that no later step of a claim or a release is held up.
+// budget is how many bytes the entries of one decision may still add to the ledger. An entry counts
+// with the largest size that it can reach, so no later step of a claim or a release is held up.
 type budget struct {
 	left int
-	// claims and releases are what is left of either kind's share. Neither may use all of the budget, so that releases that take
-	// long do not keep claims out, nor the other way round.
+	// claims and releases are what is left of each kind's share. Neither share is the whole budget,
+	// so slow releases do not keep claims out, nor the other way round.
 	claims, releases int
 	// longestSet is the length of the longest name of a MachineSet.
 	longestSet int
 }
 
-// newBudget returns what a ledger may grow by, if all its entries may take so many bytes.
+// newBudget returns the budget left beside the ledger's present entries. limit is how many bytes
+// all entries may take.
 func (s *Snapshot) newBudget(l *Ledger, limit int) *budget {
 	limit = max(0, min(limit, s.ledgerLimit()-LedgerHeader))
 	share := limit / 4 * 3
@@ -63,13 +66,14 @@ func (s *Snapshot) newBudget(l *Ledger, limit int) *budget {
 	return b
 }
 
-// claim reports whether there is room for a claim's entry, and takes it. After one for which there is none the others wait as
-// well, so that they are served in order.
+// claim reserves room for a claim's entry and reports whether there was any. Once one claim finds
+// no room, later ones find none either, so that claims are served in order.
 func (b *budget) claim(id string, named Named) bool {
 	return b.take(&b.claims, sizeOfClaim(id, named))
 }
 
-// release reports whether there is room for a release's record, and takes it, in order as [budget.claim] does.
+// release reserves room for a release's record and reports whether there was any, in order as
+// [budget.claim] does.
 func (b *budget) release(uid types.UID, r Release) bool {
 	return b.take(&b.releases, b.sizeOfRelease(uid, r))
 }
@@ -84,7 +88,7 @@ func (b *budget) take(share *int, size int) bool {
 	return true
 }
 
-// sizeOfMark is the size of an entry of a Machine that is about to be marked as the floor's.
+// sizeOfMark is the size of the entry of a Machine that is about to be marked as the floor's.
 const sizeOfMark = len(`"",`) + uidLength
 
 // sizeOfReturn is the size of the record of a Machine that a claim has returned.
@@ -92,7 +96,7 @@ func sizeOfReturn(machine, claimID string) int {
 	return len(`"":{"m":"","c":""},`) + uidLength + len(machine) + len(claimID)
 }
 
-// give reports whether there is room for such a record, and takes it.
+// give reserves room for the record of a returned Machine and reports whether there was any.
 func (b *budget) give(machine, claimID string) bool {
 	size := sizeOfReturn(machine, claimID)
 	if b.left < size {
@@ -102,7 +106,8 @@ func (b *budget) give(machine, claimID string) bool {
 	return true
 }
 
-// mark reports whether there is room for the entry of such a Machine, and takes it.
+// mark reserves room for the entry of a Machine that is about to be marked, and reports whether
+// there was any.
 func (b *budget) mark() bool {
 	if b.left < sizeOfMark {
 		return false
@@ -111,20 +116,21 @@ func (b *budget) mark() bool {
 	return true
 }
 
-// sizeOfClaim is the size of a pending claim's entry once a Machine is named for it.
+// sizeOfClaim is the size of a pending claim's entry once it names a Machine.
 func sizeOfClaim(id string, named Named) int {
 	return len(`"":{"m":"","u":"","adopted":true},`) + len(id) + max(longestName, len(named.Machine)) + max(uidLength, len(named.UID))
 }
 
-// sizeOfRelease is the size of a release's record once its replica was given back under pause, with its part of the MachineSet's
-// [v1alpha1.ReleasedAnnotation].
+// sizeOfRelease is the size of a release's record once its replica has been given back under pause,
+// including its part of the MachineSet's [v1alpha1.ReleasedAnnotation].
 func (b *budget) sizeOfRelease(uid types.UID, r Release) int {
 	const rest = `"":{"m":"","c":"","drained":true,"set":"","back":true,"as":"","gen":9223372036854775807},,`
 	return len(rest) + 2*len(uid) + max(uidLength, len(r.LoweredAs)) + len(r.Machine) + len(r.Claim) + max(b.longestSet, len(r.Set))
 }
 
-// ledgerLimit is how long the ledger's text may be. Kubernetes bounds all annotations of an object together, and Cluster API copies
-// the MachineDeployment's to its MachineSets, beside their own.
+// ledgerLimit is the maximum length of the ledger's text. Kubernetes limits the total size of an
+// object's annotations, and Cluster API copies the MachineDeployment's annotations to its
+// MachineSets, which have annotations of their own.
 func (s *Snapshot) ledgerLimit() int {
 	beside := annotationBytes(s.Deployment.Annotations, nil)
 	for _, set := range s.Sets {
@@ -133,7 +139,8 @@ func (s *Snapshot) ledgerLimit() int {
 	return validation.TotalAnnotationSizeLimitB - annotationMargin - len(v1alpha1.LedgerAnnotation) - beside
 }
 
-// annotationBytes is the size of the annotations in either map, without those that grow with the ledger.
+// annotationBytes is the size of the annotations in either map, without those that grow with the
+// ledger.
 func annotationBytes(a, b map[string]string) int {
 	size := 0
 	for key, value := range a {
@@ -149,9 +156,10 @@ func annotationBytes(a, b map[string]string) int {
 	return size
 }
 
-// crowded is the refusal of a group whose annotations leave no room for a ledger; nil when they do.
+// crowded returns the refusal of a group whose annotations leave no room for a ledger, nil when
+// there is room.
 func (s *Snapshot) crowded() *eligibility.Refusal {
-	if s.ledgerLimit() >= 8*LedgerHeader { // so that a release still finds room beside as many claims as there may be
+	if s.ledgerLimit() >= 8*LedgerHeader { // a release still finds room beside the maximum number of claims
 		return nil
 	}
 	key := slices.MaxFunc(append(slices.Collect(maps.Keys(s.Deployment.Annotations)), ""), func(a, b string) int {

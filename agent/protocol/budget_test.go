@@ -19,7 +19,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
-// The annotations of a MachineSet are the MachineDeployment's and its own; whatever is asked of a group, none of it may be refused.
+// A MachineSet has the MachineDeployment's annotations and its own. Whatever is requested of a
+// group, the API server may refuse none of them.
 func TestNoLedgerOutgrowsItsAnnotation(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		pad := func(what string, n, length int) string {
@@ -71,7 +72,7 @@ func TestNoLedgerOutgrowsItsAnnotation(t *testing.T) {
 	})
 }
 
-// roomFor is a budget that has room for so many entries of a kind.
+// roomFor returns a budget with room for the given number of entries of a kind.
 func roomFor(entries int) int {
 	return 4 * (entries*sizeOfClaim("c0", Named{}) + 1) / 3
 }
@@ -167,7 +168,7 @@ func TestAGroupWhoseAnnotationsLeaveNoRoomRefusesClaims(t *testing.T) {
 	assert.Equal(t, d.Refused, Decide(s).Refused, "also one that asks for a Machine")
 }
 
-// An entry counts with what it can grow to.
+// An entry counts with the largest size that it can reach.
 func TestAReleaseGrowsNoLargerThanItCounts(t *testing.T) {
 	uid, before := types.UID(strings.Repeat("u", uidLength)), types.UID(strings.Repeat("b", uidLength))
 	begun := Release{Machine: "m", Claim: "c"}

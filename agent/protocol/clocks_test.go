@@ -11,8 +11,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// An agent whose clock is a minute ahead sees what was written a second ago as older than each of these waits. Where the wait keeps it from a
-// conclusion that cannot be taken back, it waits all the same.
+// To an agent whose clock is a minute ahead, what was written a second ago looks older than each of
+// these waits. If the wait guards a conclusion that cannot be taken back, the agent waits
+// nevertheless.
 func TestAClockThatIsAheadConcludesNothingEarly(t *testing.T) {
 	const elapsed, ahead = time.Second, time.Minute
 	written := metav1.NewTime(newTestTime().Add(-elapsed))

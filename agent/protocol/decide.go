@@ -11,44 +11,51 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
-// Decision is what the protocol asks for in a snapshot. It is computed by [Decide], which has no side effects.
+// Decision is what the protocol asks for, given a snapshot. [Decide] computes it without side
+// effects.
 type Decision struct {
-	// Ledger is the content to write, with the seq of the snapshot's; nil when the ledger is as it should be.
+	// Ledger is the ledger to write, with the seq of the snapshot's; nil when the ledger needs no
+	// change.
 	Ledger *Ledger
-	// Replicas is spec.replicas to write in the same patch.
+	// Replicas is the spec.replicas to write in the same patch.
 	Replicas int32
-	// Pause is the change to make in the same patch to Cluster API's paused annotation.
+	// Pause is the change to Cluster API's paused annotation in the same patch.
 	Pause PauseChange
-	// Lowered says that the group is frozen with the ledger write, and why; empty when it is not. LoweredReason is the reason of the
-	// event about it.
+	// Lowered is why the ledger write freezes the group; empty when it does not. LoweredReason is
+	// the reason of the event about it.
 	Lowered, LoweredReason string
-	// Urgent reports that a call, or a claim, waits for the ledger write. Other writes are coalesced.
+	// Urgent reports that a call or a claim waits for the ledger write. Other writes are coalesced.
 	Urgent bool
-	// Refused are the pending claims that cannot be entered here, by claim id.
+	// Refused holds the pending claims that cannot be entered here, by claim id.
 	Refused map[string]eligibility.Refusal
-	// Queued are the ids of the pending claims that are entered once others have left the ledger.
+	// Queued holds the ids of the pending claims that are entered once others have left the ledger.
 	Queued map[string]bool
-	// Claimed is how many claims have a replica once the ledger is written: no other writer may lower replicas below that.
+	// Claimed is how many claims own a replica once the ledger is written. No other writer may
+	// lower replicas below it.
 	Claimed int32
-	// Actions are the writes on other objects that the snapshot's ledger permits. They are not to be done when the ledger
-	// has changed since.
+	// Actions are the writes on other objects that the snapshot's ledger permits. They must not be
+	// performed if the ledger has changed since.
 	Actions []Action
-	// Held reports that nothing is ordered and nothing removed until the world has been seen whole again.
+	// Held reports that nothing is ordered and nothing removed until the Cluster is unpaused and
+	// all of its state is known again.
 	Held bool
-	// Spare is whether there is a spare now, for the grace period; also while its release is only decided.
+	// Spare reports whether there is a spare now, for the grace period. It is also true when its
+	// release has only been decided.
 	Spare bool
-	// Removes says that the decision lowers replicas, or begins to remove Machines of its own choice. Both depend on the template.
+	// Removes reports that the decision lowers replicas or begins to remove Machines that it chose
+	// itself. Both depend on the template.
 	Removes bool
-	// Unusable is how many free Machines beyond the floor no claim may have once the ledger is written: something may run on them, or
-	// they will not come.
+	// Unusable is how many free Machines beyond the floor no claim may have once the ledger is
+	// written, because something may run on them or they will not come.
 	Unusable int32
-	// Unmet is how many claims wait for whom the max size allows no further replica.
+	// Unmet is how many waiting claims get no further replica because of the max size.
 	Unmet int32
-	// Again is when to look again without being told; zero for not.
+	// Again is after how long to look again if no event comes; zero means never.
 	Again time.Duration
 }
 
-// PauseChange is what a ledger write does to Cluster API's paused annotation of the MachineDeployment.
+// PauseChange is the change that a ledger write makes to Cluster API's paused annotation of the
+// MachineDeployment.
 type PauseChange int
 
 const (
@@ -56,33 +63,35 @@ const (
 	PauseKeep PauseChange = iota
 	// PauseSet pauses the MachineDeployment for the agent.
 	PauseSet
-	// PauseRemove takes the agent's pause off, and no other one.
+	// PauseRemove takes off a pause that the agent set, and no other.
 	PauseRemove
 )
 
 // Action is one write on one object. Which fields are set depends on the kind.
 type Action struct {
-	// Kind says what is written.
 	Kind ActionKind
 	// Claim, Machine and Set are the objects, as they were read.
 	Claim   *v1alpha1.MachineClaim
 	Machine *clusterv1.Machine
 	Set     *clusterv1.MachineSet
-	// Group is the MachineDeployment's UID, which a claim that is entered or bound remembers.
+	// Group is the UID of the MachineDeployment. A claim records it when it is entered or bound.
 	Group types.UID
-	// Release is the record of the Machine that is held, or of the one whose claim is restored while it is being released.
+	// Release is the record of the Machine to hold, or of the Machine whose claim is restored while
+	// it is being released.
 	Release Release
-	// Remade reports that the claim was moved or restored: what its holder reported of the Machine's Node is lost.
+	// Remade reports that the claim was moved or restored, so that what its holder reported about
+	// the Machine's Node is lost.
 	Remade bool
 	// Returned reports that the claim whose status is restored returns its Machine.
 	Returned bool
-	// UIDs are the Machines that a MachineSet is lowered for, Counts all those that the ledger lowers under pause.
+	// UIDs are the Machines that a MachineSet is lowered for. Counts are all Machines that the
+	// ledger lowers for under pause.
 	UIDs, Counts []types.UID
-	// Event is added to the claim's history; its time is the writer's to set.
+	// Event is added to the claim's history. The writer sets its time.
 	Event v1alpha1.Event
 }
 
-// String says what is written on which object.
+// String returns the kind of the action and the names of its objects.
 func (a Action) String() string {
 	text := string(a.Kind)
 	if a.Claim != nil {
@@ -97,49 +106,53 @@ func (a Action) String() string {
 	return text
 }
 
-// ActionKind is what an action does.
+// ActionKind is the kind of an [Action].
 type ActionKind string
 
 const (
-	// MarkEntered notes on the claim that its replica is accounted for.
+	// MarkEntered records on the claim that its replica is accounted for.
 	MarkEntered ActionKind = "mark-entered"
 	// Bind moves the claim from Pending to Bound and then labels its Machine.
 	Bind ActionKind = "bind"
-	// Fail gives a claim's Machine up: the claim is released by the agent itself.
+	// Fail gives up a claim's Machine: the agent itself releases the claim.
 	Fail ActionKind = "fail"
-	// TimeOut releases a claim whose Machine is late, which the next claim may have.
+	// TimeOut releases a claim whose Machine is late. The next claim may have the Machine.
 	TimeOut ActionKind = "time-out"
-	// Explain notes on a pending claim why its Machine does not come.
+	// Explain records a reason and a message on the claim, without changing its phase.
 	Explain ActionKind = "explain"
-	// WaitAnew has a claim's wait for a Machine count from now on.
+	// WaitAnew restarts a claim's wait for a Machine.
 	WaitAnew ActionKind = "wait-anew"
-	// Recreate makes the MachineClaim of a claim again whose object was lost, from its Machine.
+	// Recreate creates a lost MachineClaim again from the Machine that carries its label.
 	Recreate ActionKind = "recreate"
-	// Restore makes a claim Bound again that lost its status, or its object, while its Machine still carries its label.
+	// Restore binds a claim that lost its status or its object to the Machine that still carries
+	// its label.
 	Restore ActionKind = "restore"
-	// Label finishes a binding that stopped before the label.
+	// Label completes a binding that stopped before the Machine was labelled.
 	Label ActionKind = "label"
-	// Unbind takes the label off: the Machine is handed over to whoever comes next.
+	// Unbind takes the label off: the Machine is handed over to the next claim.
 	Unbind ActionKind = "unbind"
 	// End moves the claim to Ended.
 	End ActionKind = "end"
-	// MoveOn moves a claim whose call is gone to its next candidate, and ends it when there is none that takes it.
+	// MoveOn moves a claim whose call is gone to its next candidate, or ends it if no candidate
+	// takes it.
 	MoveOn ActionKind = "move-on"
-	// NoteMachine copies provider ID and Node name to the claim, for people.
+	// NoteMachine copies provider ID and Node name to the claim, for users.
 	NoteMachine ActionKind = "note-machine"
-	// Hold puts the finalizer on the Machine and deletes it.
+	// Hold adds the finalizer to the Machine and deletes it.
 	Hold ActionKind = "hold"
-	// LetGo takes the finalizer off.
+	// LetGo removes the finalizer.
 	LetGo ActionKind = "let-go"
-	// Return takes the label of the claim that returned it off a Machine, and marks it as one of the floor's.
+	// Return takes the label off a Machine that its claim has returned, and marks the Machine as
+	// one of the floor's.
 	Return ActionKind = "return"
 	// MarkFloor marks the Machine as one of the floor's.
 	MarkFloor ActionKind = "mark-floor"
-	// Keep takes what [Hold] put there off a Machine that its claim has after all.
+	// Keep takes off what [Hold] wrote on a Machine that its claim keeps after all.
 	Keep ActionKind = "keep"
-	// PauseMachineSet keeps a MachineSet from making Machines while replicas are lowered for those that it has not made.
+	// PauseMachineSet stops a MachineSet from creating Machines while replicas are lowered for
+	// those that it has not created.
 	PauseMachineSet ActionKind = "pause-machine-set"
-	// UnpauseMachineSet ends that.
+	// UnpauseMachineSet takes that pause off.
 	UnpauseMachineSet ActionKind = "unpause-machine-set"
 	// LowerSet lowers one MachineSet while the MachineDeployment is paused.
 	LowerSet ActionKind = "lower-set"
@@ -173,7 +186,8 @@ const (
 	ReasonStateLost         = "StateLost"
 )
 
-// IsTrouble reports whether a claim's reason means that its holder did not get, or keep, what it asked for.
+// IsTrouble reports whether a claim's reason means that its holder did not get, or did not keep,
+// what it asked for.
 func IsTrouble(reason string) bool {
 	return slices.Contains([]string{
 		ReasonMachineLost, ReasonFailed, ReasonLate, ReasonNoRoom, ReasonRefused, ReasonNodeGroupGone, ReasonStateLost,
@@ -184,11 +198,12 @@ func IsTrouble(reason string) bool {
 const (
 	// ReasonReplicasLowered means that another writer set replicas below what is claimed.
 	ReasonReplicasLowered = "ReplicasLoweredBelowClaims"
-	// ReasonReplicasRestored means that another writer keeps setting replicas back to a number of its own.
+	// ReasonReplicasRestored means that another writer keeps setting replicas back to its own
+	// number.
 	ReasonReplicasRestored = "ReplicasWrittenBack"
 )
 
-// Decide computes the next step of the protocol. It depends on nothing but the snapshot.
+// Decide computes the next step of the protocol. It depends only on the snapshot.
 func Decide(s *Snapshot) *Decision {
 	s.prepare()
 	if why := s.held(); why != nil {
@@ -215,11 +230,12 @@ func Decide(s *Snapshot) *Decision {
 	return b.d
 }
 
-// EntersOnly reports whether the decision does nothing but enter the claim, with a new replica for it. Its ledger write is right whatever has
-// become of the Machines and the other claims since they were read. But where something else is due, such as the end
-// of a claim that leaves its replica to the next one, that comes first.
+// EntersOnly reports whether the decision does nothing but enter the claim, with a new replica for
+// it. Such a ledger write is correct whatever has happened to the Machines and the other claims
+// since they were read. If something else is due, such as the end of a claim that leaves its
+// replica to the next one, that comes first.
 func (d *Decision) EntersOnly(s *Snapshot, claimID string) bool {
-	// That a claim is not marked as entered yet is mostly a cache that lags behind its mark, and no reason to wait.
+	// A claim that is not marked as entered yet is mostly a lagging cache, and no reason to wait.
 	more := slices.ContainsFunc(d.Actions, func(a Action) bool { return a.Kind != MarkEntered })
 	if d.Ledger == nil || more || len(d.Refused) > 0 || s.Ledger == nil || s.moved() || d.Pause != PauseKeep || d.Lowered != "" || d.Removes {
 		return false
@@ -231,7 +247,7 @@ func (d *Decision) EntersOnly(s *Snapshot, claimID string) bool {
 	return entered && named == Named{} && d.Replicas == s.Group.Replicas+1 && rest.same(s.Ledger)
 }
 
-// Wake asks for another look after a while, the soonest of those asked for.
+// Wake asks for another look after the given time, unless an earlier one was asked for.
 func (d *Decision) Wake(after time.Duration) {
 	after = max(after, 10*time.Millisecond)
 	if d.Again == 0 || after < d.Again {
@@ -239,7 +255,8 @@ func (d *Decision) Wake(after time.Duration) {
 	}
 }
 
-// close completes the next ledger, and keeps it if it says something new.
+// close completes the next ledger, and puts it into the decision if it differs from the one that
+// was read.
 func (b *books) close() {
 	b.next.Spare = max(0, b.spare())
 	b.next.Version = 1
@@ -247,7 +264,7 @@ func (b *books) close() {
 		b.next.Version = 2
 	}
 	if b.next.Lowered {
-		// What is given back; a difference of others' making stays.
+		// Only by what is given back: a difference that others made stays.
 		b.next.LastReplicas -= min(max(0, b.next.LastReplicas-b.next.Floor), b.Group.Replicas-b.d.Replicas)
 	} else {
 		b.next.LastReplicas = b.d.Replicas
@@ -255,12 +272,13 @@ func (b *books) close() {
 	b.dateGiveBacks()
 	b.d.Unusable, b.d.Claimed = b.unusable(), b.claimed(true)+b.restorable()
 	if b.Ledger == nil {
-		// A ledger is begun by the first claim, or for what else has to be written there, not by being looked at; one that was wiped is rebuilt.
-		_, foreign := b.Deployment.Annotations[v1alpha1.ClaimedAnnotation] // copied with a ledger that is another's: policies go by it
+		// A ledger is begun by the first claim, or when something else has to be recorded there,
+		// not by a look at the group. One that was wiped is rebuilt.
+		_, foreign := b.Deployment.Annotations[v1alpha1.ClaimedAnnotation] // copied with another's ledger: policies read it
 		quiet := (!foreign || b.Group.Has(eligibility.NotMember)) &&
 			len(b.next.Pending) == 0 && len(b.next.Releasing) == 0 && len(b.next.Returning) == 0 && len(b.next.Marking) == 0 && b.next.Shrink == nil &&
 			b.d.Pause == PauseKeep && !b.next.Lowered &&
-			b.d.Replicas <= b.Group.Replicas // a min size is raised to without a claim
+			b.d.Replicas <= b.Group.Replicas // replicas are raised to the min size without a claim
 		if quiet && !slices.ContainsFunc(b.Claims, hasMachine) {
 			b.d.Replicas = b.Group.Replicas
 			return

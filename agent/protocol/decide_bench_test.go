@@ -7,7 +7,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// BenchmarkDecide decides on a group of which one half of the claims waits and the other half is bound.
+// BenchmarkDecide decides for a group in which half of the claims wait and half are bound.
 func BenchmarkDecide(b *testing.B) {
 	for _, claims := range []int{1, 100, 1000} {
 		b.Run(fmt.Sprintf("claims=%d", claims), func(b *testing.B) {

@@ -61,7 +61,8 @@ func TestAShortageIsMadeGoodUpToTheMaxSize(t *testing.T) {
 	assert.Equal(t, three, Decide(s).Replicas)
 }
 
-// A cool-down keeps new claims out. One that was entered before is still owed its Machine. A used-up quota lets nobody make one.
+// A cool-down keeps new claims out. A claim that was entered before is still owed its Machine. With
+// a used-up quota no claim can get one.
 func TestAClaimWhoseMachineJoinedUnseenIsOwedAnotherOne(t *testing.T) {
 	for reason, replicas := range map[eligibility.Reason]int32{"": 2, eligibility.CoolingDown: 2, eligibility.QuotaExceeded: 1, eligibility.Paused: 1} {
 		s := scene(1, &Ledger{Version: 1, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).
@@ -89,7 +90,8 @@ func TestAtTheMaxSizeSparesThatNoClaimMayHaveMakeRoom(t *testing.T) {
 	assert.Contains(t, d.Ledger.Pending, "c")
 }
 
-// A person took its entry out of the ledger, and the Machine that came for it has joined meanwhile, so that no claim may have it.
+// A person removed the claim's entry from the ledger, and the Machine made for it has joined
+// meanwhile, so no claim may have that.
 func TestAClaimWhoseEntryWasRemovedHasItsReplica(t *testing.T) {
 	forgetful := func(replicas, floor int32) *Snapshot {
 		s := scene(replicas, &Ledger{Version: 1, Seq: 4, Floor: floor, LastReplicas: replicas}).withClaim("c", v1alpha1.PhasePending, "")
@@ -124,7 +126,7 @@ func TestAClaimWhoseEntryWasRemovedHasItsReplica(t *testing.T) {
 		})
 	}
 
-	// Room is made for it.
+	// Room is made for the claim.
 	s := forgetful(4, 2)
 	s.SpareSince = s.Now.Add(-time.Hour)
 	d := Decide(s)
@@ -132,7 +134,7 @@ func TestAClaimWhoseEntryWasRemovedHasItsReplica(t *testing.T) {
 	assert.Len(t, d.Ledger.Releasing, 1)
 }
 
-// A person took all entries and all releases out of the ledger of a full group.
+// A person removed all entries and all releases from the ledger of a full group.
 func TestAClaimWhoseEntryWasRemovedWaitsForMachinesThatGo(t *testing.T) {
 	three := int32(3)
 	s := scene(3, &Ledger{Version: 1, Seq: 4, Floor: 2, LastReplicas: 3}).withMachine("m0", "", node).withMachine("m1", "", node).
@@ -188,7 +190,8 @@ func TestARaiseAboveTheMinSizeIsTheFloorsInFull(t *testing.T) {
 	assert.Equal(t, int32(3), Decide(s).Ledger.Floor, "replicas raised together with the min size")
 }
 
-// Two claims had the machines that the min size is not raised to for the max size.
+// Because of the max size, replicas are not raised to the min size, and two claims have the
+// Machines that it lacks.
 func TestARaiseIsOfWhatTheUserHas(t *testing.T) {
 	s := scene(4, &Ledger{Version: 1, Seq: 1, LastReplicas: 3, Min: 3}).
 		withMachine("mine", "", node).
@@ -241,7 +244,7 @@ func TestAUsersNodeIsNeverGivenToAClaim(t *testing.T) {
 	if d.Ledger != nil {
 		assert.Empty(t, d.Ledger.Pending["c"].UID)
 	}
-	// Unless its holder says that nothing runs there yet.
+	// Unless its holder reports that nothing runs there yet.
 	s.Unregistered = func(id string) bool { return id == "sim://a" }
 	d = Decide(s)
 	require.NotNil(t, d.Ledger)
@@ -266,7 +269,8 @@ func TestAReleasedMachineWithANodeIsHeldAndItsReplicaKept(t *testing.T) {
 	assert.Contains(t, kinds(Decide(s)), Hold)
 }
 
-// remade is a Machine that was being released and that a move or a restore made again: without its deletion, under another UID.
+// remade is a Machine that was being released and that a move or a restore created again: without
+// its deletion, and under another UID.
 func remade(m *clusterv1.Machine) {
 	node(m)
 	m.Finalizers = []string{v1alpha1.ReleaseFinalizer}
@@ -329,8 +333,8 @@ func TestAWipedLedgerIsRebuiltWithoutTakingOrLeaking(t *testing.T) {
 	assert.Equal(t, int32(5), d.Replicas, "one more for the claim that had not been entered")
 }
 
-// A person lowered replicas, Cluster API took the Machine of a claim that was being released, and the ledger was lost: what is left is
-// the user's.
+// A person lowered replicas, Cluster API removed the Machine of a claim that was being released,
+// and the ledger was lost: what is left is the user's.
 func TestAWipedLedgerDoesNotCountAMachineThatGoes(t *testing.T) {
 	s := scene(1, nil).withMachine("user's", "", node).withMachine("a", "c", deleting(clusterv1.MachineDeletingDrainingNodeReason)).
 		withClaim("c", v1alpha1.PhaseReleasing, "a")
@@ -420,7 +424,7 @@ func TestALateMachineIsReleasedAndOneThatTakesSeveralDeadlinesFails(t *testing.T
 		return func() *Snapshot {
 			s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("a", "c", change).withClaim("c", v1alpha1.PhaseBound, "a")
 			s.Claims[0].Status.BoundAt = new(metav1.NewTime(s.Now.Add(since)))
-			s.Claims[0].Status.NodeAbsentAt = new(metav1.NewTime(s.Now.Add(time.Hour))) // whenever it is looked at
+			s.Claims[0].Status.NodeAbsentAt = new(metav1.NewTime(s.Now.Add(time.Hour))) // at any time of the test
 			return s
 		}
 	}
@@ -496,7 +500,8 @@ func TestWhatTheNodeGroupSaysOfDeadlinesCountsBeforeTheClaimAndThatBeforeTheOpti
 	}
 }
 
-// What a claim waits for beyond the options is not thrown away before another one that waits as long can have it.
+// A Machine that a claim waits for beyond the options is not removed before another claim that
+// waits as long can have it.
 func TestAMachineIsKeptForTheMostPatientClaim(t *testing.T) {
 	named := func(patience, ofGroup, age time.Duration) bool {
 		s := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).
@@ -612,7 +617,7 @@ func TestAMachineOfAGroupThatIsBeingDeletedIsLetGo(t *testing.T) {
 	}
 }
 
-// Cluster API deletes nothing that is paused.
+// Cluster API does not delete anything that is paused.
 func TestAGroupThatIsBeingDeletedIsNotKeptPaused(t *testing.T) {
 	going := func(ledger *Ledger) *Snapshot {
 		s := scene(1, ledger)
@@ -676,7 +681,7 @@ func TestAFailingMachineIsNobodysNext(t *testing.T) {
 	waiting := scene(1, &Ledger{Version: 1, Seq: 9, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).
 		withMachine("a", "", infrastructure("InsufficientCapacity")).withClaim("c", v1alpha1.PhasePending, "")
 	waiting.Failure = failing
-	waiting.Machines[0].CreationTimestamp = metav1.NewTime(waiting.Now.Add(-time.Minute)) // it failed somebody else
+	waiting.Machines[0].CreationTimestamp = metav1.NewTime(waiting.Now.Add(-time.Minute)) // it failed for an earlier claim
 	if d := Decide(waiting); d.Ledger != nil {
 		assert.Empty(t, d.Ledger.Pending["c"].UID)
 	}
@@ -706,8 +711,8 @@ func releasingLedger(r Release) *Ledger {
 	return &Ledger{Version: 1, Seq: 4, LastReplicas: 1, Releasing: map[types.UID]Release{"a": r}}
 }
 
-// Another actor began to delete the Machine of a claim whose release was asked for: it goes without the agent, and what Cluster API
-// makes in its place is a spare.
+// Another actor began to delete the Machine of a claim whose release was requested. The Machine
+// goes without the agent, and its replacement is a spare.
 func TestAMachineThatAnotherActorDeletesFirstGoesWithoutTheAgent(t *testing.T) {
 	for name, ledger := range map[string]*Ledger{
 		"before its release is recorded": {Version: 1, Seq: 1, LastReplicas: 1},
@@ -875,7 +880,8 @@ func TestAClaimFailsWithAMachineThatWillNotCome(t *testing.T) {
 	assert.Empty(t, Decide(s).Ledger.Pending["c"], "one that failed before the claim was made is not its Machine")
 }
 
-// A rollout waits until the MachineSet says that it let its Machines go, which it does not while it is paused.
+// A rollout waits until the MachineSet reports that it has released its Machines, which it does not
+// do while it is paused.
 func TestAMachineSetThatARolloutWaitsForIsUnpaused(t *testing.T) {
 	for _, tc := range []struct {
 		name     string
@@ -891,7 +897,7 @@ func TestAMachineSetThatARolloutWaitsForIsUnpaused(t *testing.T) {
 			s := scene(2, &Ledger{Version: 1, Seq: 1, Floor: 2, LastReplicas: 2, Shrink: &Shrink{Set: "small-a", Done: true}})
 			s.Deployment.Spec.Rollout.Strategy.Type = tc.strategy
 			paused := s.Sets[0]
-			paused.Spec.Replicas = new(int32(3)) // it has not been told of the lowering
+			paused.Spec.Replicas = new(int32(3)) // the lowering has not reached it
 			paused.Annotations = map[string]string{
 				clusterv1.PausedAnnotation: v1alpha1.PausedByAgent, clusterv1.RevisionAnnotation: "1",
 			}
@@ -905,7 +911,8 @@ func TestAMachineSetThatARolloutWaitsForIsUnpaused(t *testing.T) {
 	}
 }
 
-// The one that has it says so until it has ended: nobody is to read that two claims have one Machine.
+// The claim that has the Machine shows it until it has ended: no caller may read that two claims
+// have one Machine.
 func TestAMachineIsBoundWhenTheClaimThatHandsItOverHasEnded(t *testing.T) {
 	ledger := &Ledger{Version: 1, Seq: 4, LastReplicas: 1, Pending: map[string]Named{"b": {Machine: "m", UID: "m"}}}
 	s := scene(1, ledger).withMachine("m", "", nil).
@@ -915,8 +922,9 @@ func TestAMachineIsBoundWhenTheClaimThatHandsItOverHasEnded(t *testing.T) {
 	assert.Equal(t, []ActionKind{Bind}, kinds(Decide(s)))
 }
 
-// Cluster API removes a Machine's infrastructure when a call to create the Machine times out, also when the Machine was made, and
-// sees to no other Machine of the MachineSet as long as that one is there.
+// Cluster API removes a Machine's infrastructure when a call to create the Machine times out, even
+// if the Machine was created, and attends to no other Machine of the MachineSet until that one is
+// gone.
 func TestAMachineWithoutInfrastructureIsGivenUp(t *testing.T) {
 	lacks := func(since time.Duration) func(*clusterv1.Machine) {
 		return func(m *clusterv1.Machine) {
@@ -957,8 +965,8 @@ func pauseAsAgent(o metav1.Object) {
 
 var saysPaused = []metav1.Condition{{Type: clusterv1.PausedCondition, Status: metav1.ConditionTrue}}
 
-// A template change that Cluster API has not seen yet would make the lowering another MachineSet's.
-// pausedForASpare is a group of one Machine with a spare that never came, whose MachineSet the agent has paused for that.
+// pausedForASpare is a group of one Machine with a spare that never came, whose MachineSet the
+// agent has paused for that.
 func pausedForASpare(shrink *Shrink) *Snapshot {
 	s := scene(2, &Ledger{Version: 1, Seq: 4, Floor: 1, LastReplicas: 2, Shrink: shrink}).withMachine("a", "", node)
 	pauseAsAgent(s.Sets[0])
@@ -966,7 +974,7 @@ func pausedForASpare(shrink *Shrink) *Snapshot {
 	return s
 }
 
-// The grace period of another agent may be over, and that one counts already.
+// The grace period of another agent may be over, and that agent may be counting already.
 func TestAMachineSetStaysPausedForAnAgentWhoseGracePeriodIsNotOver(t *testing.T) {
 	s := pausedForASpare(&Shrink{Set: "small-a"})
 	d := Decide(s)
@@ -987,7 +995,8 @@ func TestAMachineSetThatIsPausedForAnUnknownReasonIsUnpaused(t *testing.T) {
 	assert.Contains(t, kinds(Decide(s)), UnpauseMachineSet)
 }
 
-// Cluster API puts a raise off while the status of a paused MachineSet counts more Machines than its spec.
+// Cluster API defers a raise while the status of a paused MachineSet counts more Machines than its
+// spec.
 func TestAMachineSetIsUnpausedAlthoughARaiseIsPutOff(t *testing.T) {
 	s := pausedForASpare(&Shrink{Set: "small-a", Done: true})
 	one := int32(1)
@@ -995,7 +1004,7 @@ func TestAMachineSetIsUnpausedAlthoughARaiseIsPutOff(t *testing.T) {
 	assert.Contains(t, kinds(Decide(s)), UnpauseMachineSet)
 }
 
-// It would never see the replicas that Cluster API keeps from it for as long as it is paused.
+// While it is paused it would never get the replicas that Cluster API withholds.
 func TestAMachineSetIsUnpausedWhenARaiseIsPutOffBeforeItsSparesAreCounted(t *testing.T) {
 	s := scene(3, &Ledger{Version: 1, Seq: 4, Floor: 2, LastReplicas: 3, Spare: 1, Shrink: &Shrink{Set: "small-a"}}).
 		withMachine("m", "", node).withMachine("n", "", node)
@@ -1022,7 +1031,8 @@ func TestSparesThatNeverCameAreCountedOnceTheTemplateIsSeen(t *testing.T) {
 	}
 }
 
-// Of a MachineDeployment and its MachineSet one at a time is paused: each would wait for what the other says when it is not.
+// A MachineDeployment and its MachineSet are not paused at the same time: each would wait for the
+// other to be reconciled.
 func TestOnePauseAtATime(t *testing.T) {
 	t.Run("the MachineSet is", func(t *testing.T) {
 		for _, shrinks := range []bool{false, true} {
@@ -1085,7 +1095,8 @@ func TestAMachineSetThatAPersonPausedHoldsUpItsOwnReleasesAlone(t *testing.T) {
 	assert.Equal(t, "small-a", Decide(s).Ledger.Releasing["m"].Set)
 }
 
-// What a person paused is not deleted: a deletion cannot be taken back, and a move of the Cluster loses it.
+// Nothing that a person paused is deleted: a deletion cannot be undone, and a move of the Cluster
+// loses it.
 func TestReleasesWaitWhileTheGroupIsPaused(t *testing.T) {
 	s := scene(1, &Ledger{Version: 1, Seq: 1, LastReplicas: 1}).withMachine("a", "c", node).withClaim("c", v1alpha1.PhaseReleasing, "a")
 	group := s.Group
@@ -1105,7 +1116,8 @@ func TestAReleaseWithoutRoomInTheLedgerIsExplained(t *testing.T) {
 	assert.Contains(t, d.Actions[0].Event.Message, "example.com/large")
 }
 
-// Until the MachineDeployment is known to be left alone, Cluster API may still write replicas to its MachineSets.
+// Until the pause of the MachineDeployment is observed, Cluster API may still write replicas to its
+// MachineSets.
 func TestAMachineSetIsLoweredOnceThePauseIsObserved(t *testing.T) {
 	for _, observed := range []bool{false, true} {
 		ledger := &Ledger{Version: 1, Seq: 4, LastReplicas: 2, Releasing: map[types.UID]Release{"m": {Machine: "m", Claim: "c", Set: "small-a"}}}
@@ -1122,7 +1134,7 @@ func TestAMachineSetIsLoweredOnceThePauseIsObserved(t *testing.T) {
 	}
 }
 
-// The entry would name a Machine that another claim may have by then.
+// Otherwise the entry would name a Machine that another claim may have by then.
 func TestAMachineIsHandedOverOnceItsClaimsEntryIsDropped(t *testing.T) {
 	for _, entered := range []bool{true, false} {
 		ledger := &Ledger{Version: 1, Seq: 4, LastReplicas: 1}

@@ -14,31 +14,33 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/failures"
 )
 
-// Failure says when a claim's Machine is given up, and how long its node group is left alone then. Cluster API knows no final
-// failure, so that this is a matter of configuration.
+// Failure defines when a claim's Machine is given up, and how long its node group takes no claims
+// after that. Cluster API has no notion of a final failure, so this is configurable.
 type Failure struct {
-	// Known has Machines judged by what is known of infrastructure providers; see package failures.
+	// Known enables the built-in knowledge of infrastructure providers; see package failures.
 	Known bool
-	// Reasons are further reasons of a Machine's InfrastructureReady condition, which mirror the infrastructure provider's own, that
-	// mean the machine will not come. One with the kind of the infrastructure before it and a slash between holds for that kind only.
+	// Reasons are further reasons of a Machine's InfrastructureReady condition that mean the
+	// Machine will not come. The condition mirrors the infrastructure provider's own. A reason of
+	// the form Kind/Reason applies to infrastructure objects of that kind only.
 	Reasons []string
 	// ObjectDeadline is how long a claim waits for a Machine object; zero means for ever.
 	ObjectDeadline time.Duration
-	// ProviderIDDeadline is how long a claim that is bound waits for its Machine's provider ID; zero means for ever.
+	// ProviderIDDeadline is how long a bound claim waits for its Machine's provider ID; zero means
+	// for ever.
 	ProviderIDDeadline time.Duration
-	// NodeDeadline is how long a claim that is bound waits for its Machine's Node; zero means for ever.
+	// NodeDeadline is how long a bound claim waits for its Machine's Node; zero means for ever.
 	NodeDeadline time.Duration
-	// CoolDown is how long a node group takes no claims after one failed there. It follows from the failed claims
-	// themselves, and so survives a restart; longer than they are remembered it cannot be.
+	// CoolDown is how long a node group refuses claims after one failed there. It is derived from
+	// the failed claims themselves, so it survives a restart but cannot outlast them.
 	CoolDown time.Duration
 }
 
-// Patience is how many deadlines a Machine may take from its creation. Until then it is late for a claim that it keeps waiting,
-// and goes to the next one, so that machines that are slow, but come, are not thrown away. After that it has failed. By default
-// that is an hour to the provider ID.
+// Patience is how many deadlines a Machine may take, counted from its creation, before it has
+// failed. Until then it is only late for the claim that waits for it and goes to the next one, so
+// that slow Machines are not thrown away. By default a Machine has an hour to get its provider ID.
 const Patience = 3
 
-// of judges what a Machine's infrastructure reports.
+// of classifies what a Machine's infrastructure reports.
 func (f Failure) of(kind, reason, message string) failures.Verdict {
 	switch {
 	case reason == "":
@@ -50,17 +52,18 @@ func (f Failure) of(kind, reason, message string) failures.Verdict {
 	return failures.Verdict{Class: failures.Transient}
 }
 
-// Report is what a Machine's infrastructure object says itself.
+// Report is a condition of a Machine's infrastructure object.
 type Report struct{ Reason, Message string }
 
 const (
-	// ReportLife is how long a [Report] is good for.
+	// ReportLife is how long a [Report] stays valid.
 	ReportLife = 30 * time.Second
-	// reportSoon is when one is looked for that is being read.
+	// reportSoon is after how long to look again for a report that is being read.
 	reportSoon = 2 * time.Second
 )
 
-// See returns which condition of the Machine's infrastructure object says whether it will come; "" if none has to be looked at.
+// See returns the condition of the Machine's infrastructure object that shows whether the Machine
+// will come, or "" if none needs to be read.
 func (f Failure) See(m *clusterv1.Machine) string {
 	if m.Spec.ProviderID != "" || !Alive(m) {
 		return ""
@@ -69,8 +72,8 @@ func (f Failure) See(m *clusterv1.Machine) string {
 	return f.of(m.Spec.InfrastructureRef.Kind, reason, message).See
 }
 
-// final says why the Machine will not come, as its infrastructure reports; "" if it may come. left is when to look again; zero for no time in
-// particular.
+// final returns why the Machine will not come, as its infrastructure reports; "" if it may come.
+// left is when to look again; zero means at no particular time.
 func (s *Snapshot) final(m *clusterv1.Machine) (why string, left time.Duration) {
 	if m.Spec.ProviderID != "" {
 		return "", 0
@@ -90,13 +93,15 @@ func (s *Snapshot) final(m *clusterv1.Machine) (why string, left time.Duration) 
 	return fmt.Sprintf("%s: the infrastructure of Machine %s reports %s: %s", verdict.Class.Says(), m.Name, reason, message), 0
 }
 
-// missingAfter is for how long Cluster API must have found no infrastructure object of a Machine for that to be final. The Machine
-// is made after that object, so a shorter time is a cache that lags behind.
+// missingAfter is how long Cluster API must have found no infrastructure object of a Machine for
+// that to be final. The Machine is created after that object, so a shorter absence may be a lagging
+// cache.
 const missingAfter = time.Minute
 
-// missing says that the Machine's infrastructure object does not exist, and since when Cluster API says so; "" when it does. It is
-// not made again: somebody deleted it, or Cluster API itself did, after a call to create the Machine whose answer was lost. Nor
-// does Cluster API see to any other Machine of the MachineSet until this one goes.
+// missing returns a message and a time if Cluster API reports that the Machine's infrastructure
+// object does not exist, and "" if it exists. The object is not created again: another actor
+// deleted it, or Cluster API itself did after a call to create the Machine whose answer was lost.
+// Until this Machine goes, Cluster API attends to no other Machine of the MachineSet.
 func missing(m *clusterv1.Machine) (what string, since time.Time) {
 	for i := range m.Status.Conditions {
 		c := &m.Status.Conditions[i]
@@ -108,15 +113,17 @@ func missing(m *clusterv1.Machine) (what string, since time.Time) {
 	return "", time.Time{}
 }
 
-// gone reports whether the Machine's infrastructure object has been missing for so long that it will not come.
+// gone reports whether the Machine's infrastructure object has been missing for so long that the
+// Machine will not come.
 func (s *Snapshot) gone(m *clusterv1.Machine) bool {
 	what, since := missing(m)
 	return what != "" && s.nodeless(m) && s.ago(since) >= missingAfter
 }
 
-// judge releases the claim if its Machine (nil when there is none yet) failed or is late, and reports whether it did. A claim that
-// only waits is told why, where Cluster API says why. A Machine that is late goes to the next claim; that no Machine object was
-// made is a failure, as there is nothing to hand over.
+// judge releases the claim if its Machine failed or is late, and reports whether it did. m is nil
+// if there is no Machine yet. A claim that only waits gets an explanation if Cluster API gives one.
+// A late Machine goes to the next claim. A Machine object that was never created is a failure,
+// because there is nothing to hand over.
 func (s *Snapshot) judge(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine) bool {
 	if m != nil && HasNode(m) || s.paused(m) {
 		return false
@@ -152,7 +159,7 @@ func (s *Snapshot) judge(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 			why = s.late(d, since, given, what)
 		}
 		if unseen := s.unseen(c, m, since.Add(given)); why != "" && unseen != "" {
-			if c.Status.Reason != ReasonOwnerMissing { // which says that it is kept as well, and is renewed with each live set
+			if c.Status.Reason != ReasonOwnerMissing { // whose message also reports that the Machine is kept, and each live set renews it
 				d.explainOnce(c, ReasonNodeNotSeen, why+"; the Machine is kept, as "+unseen)
 			}
 			return false
@@ -168,7 +175,8 @@ func (s *Snapshot) judge(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Mac
 	return true
 }
 
-// awaited says what the Machine has not got yet, and how long claims wait for it where nothing but the options says so.
+// awaited returns what the Machine lacks, and the option that limits how long claims wait for it by
+// default.
 func (s *Snapshot) awaited(m *clusterv1.Machine) (what string, option time.Duration) {
 	if m.Spec.ProviderID == "" {
 		return "Machine " + m.Name + " got no provider ID", s.Failure.ProviderIDDeadline
@@ -176,13 +184,15 @@ func (s *Snapshot) awaited(m *clusterv1.Machine) (what string, option time.Durat
 	return "no Node joined for Machine " + m.Name, s.Failure.NodeDeadline
 }
 
-// lateAfter returns how long a claim waits: as long as its node group says, else as it says itself, else as the option does. Zero is for ever.
+// lateAfter returns how long a claim waits: the node group's setting, else the claim's own, else
+// the option. Zero means for ever.
 func lateAfter(ofGroup time.Duration, c *v1alpha1.MachineClaim, option time.Duration) time.Duration {
 	return cmp.Or(ofGroup, c.MaxNodeProvisionTime(), option)
 }
 
-// failsAfter returns how old a Machine is that has failed: one that is merely late for a claim in a hurry serves those that wait longer. Zero is
-// for ever.
+// failsAfter returns the age at which a Machine has failed. It allows for the longest wait of any
+// claim: a Machine that is late for one claim may serve another that waits longer. Zero means
+// never.
 func (s *Snapshot) failsAfter(option time.Duration) time.Duration {
 	switch {
 	case s.Group.MaxNodeProvisionTime > 0:
@@ -193,13 +203,15 @@ func (s *Snapshot) failsAfter(option time.Duration) time.Duration {
 	return Patience * max(option, s.longest)
 }
 
-// NodeDeadlineOf returns how long the claim waits for its Machine's Node; zero means for ever. md is the claim's node group.
+// NodeDeadlineOf returns how long the claim waits for its Machine's Node; zero means for ever. md
+// is the claim's node group.
 func (f Failure) NodeDeadlineOf(md *clusterv1.MachineDeployment, c *v1alpha1.MachineClaim) time.Duration {
 	ofGroup, _ := eligibility.MaxNodeProvisionTime(md)
 	return lateAfter(ofGroup, c, f.NodeDeadline)
 }
 
-// boundAt returns since when the claim waits for the Machine: since it was bound to one that had been made for another claim.
+// boundAt returns since when the claim waits for the Machine: the time of binding if the Machine
+// existed before, else its creation.
 func boundAt(c *v1alpha1.MachineClaim, m *clusterv1.Machine) time.Time {
 	if at := c.Status.BoundAt; at != nil && at.After(m.CreationTimestamp.Time) {
 		return at.Time
@@ -207,11 +219,14 @@ func boundAt(c *v1alpha1.MachineClaim, m *clusterv1.Machine) time.Time {
 	return m.CreationTimestamp.Time
 }
 
-// keptAtOnce is how many failed Machines of one node group are kept at a time: each keeps its replica, and goes on costing money.
+// keptAtOnce is how many failed Machines of one node group are kept at a time. Each keeps its
+// replica and continues to cost money.
 const keptAtOnce = 3
 
-// keepFailed returns the ids of the failed claims whose Machines are still kept for debugging, those that failed first, and asks to be woken when
-// one is to go. A Machine without infrastructure is not kept: there is nothing to see, and it holds up the others of its MachineSet.
+// keepFailed returns the ids of the failed claims whose Machines are still kept for debugging,
+// earliest failures first, and asks to be woken when one is due to go. A Machine without
+// infrastructure is not kept: there is nothing to inspect, and it holds up the other Machines of
+// its MachineSet.
 func (b *books) keepFailed() map[string]bool {
 	if b.Group.KeepFailed == 0 {
 		return nil
@@ -235,7 +250,7 @@ func (b *books) keepFailed() map[string]bool {
 	return kept
 }
 
-// hopeless reports whether the Machine is known not to come: no claim should be given it.
+// hopeless reports whether the Machine is known not to come. No claim should be given it.
 func (s *Snapshot) hopeless(m *clusterv1.Machine) bool {
 	switch {
 	case m.Spec.ProviderID != "" && !s.nodeless(m):
@@ -251,7 +266,8 @@ func (s *Snapshot) hopeless(m *clusterv1.Machine) bool {
 	return why != ""
 }
 
-// late returns what has not happened when the time for it is over, else "" after asking to be woken in time.
+// late returns a message if the time for what is awaited is over. Otherwise it returns "" and asks
+// to be woken when it is.
 func (s *Snapshot) late(d *Decision, since time.Time, deadline time.Duration, what string) string {
 	if deadline == 0 {
 		return ""
@@ -263,7 +279,8 @@ func (s *Snapshot) late(d *Decision, since time.Time, deadline time.Duration, wh
 	return fmt.Sprintf("%s in %s", what, deadline)
 }
 
-// trouble is [infrastructureTrouble], or what the infrastructure object says itself where that was looked at.
+// trouble returns what the infrastructure object itself reports, if that was read, else
+// [infrastructureTrouble].
 func (s *Snapshot) trouble(m *clusterv1.Machine) (reason, message string) {
 	if report, seen := s.Reports[m.UID]; seen && report.Reason != "" {
 		return report.Reason, report.Message
@@ -271,8 +288,8 @@ func (s *Snapshot) trouble(m *clusterv1.Machine) (reason, message string) {
 	return infrastructureTrouble(m)
 }
 
-// infrastructureTrouble returns why the Machine's infrastructure is not ready, as its provider reports it; "" when it is, or
-// when nothing is known.
+// infrastructureTrouble returns why the Machine's infrastructure is not ready, as its provider
+// reports it; "" if it is ready or nothing is known.
 func infrastructureTrouble(m *clusterv1.Machine) (reason, message string) {
 	for i := range m.Status.Conditions {
 		if c := &m.Status.Conditions[i]; c.Type == clusterv1.MachineInfrastructureReadyCondition && c.Status == "False" {
@@ -282,8 +299,8 @@ func infrastructureTrouble(m *clusterv1.Machine) (reason, message string) {
 	return "", ""
 }
 
-// CoolDownOf says why a node group takes no claims after one of the given claims, all of that group, failed; nil when no
-// failure is more recent than the cool-down.
+// CoolDownOf returns why a node group takes no claims after one of the given claims failed; nil
+// when no failure is more recent than the cool-down. All claims must be of that group.
 func CoolDownOf(nodeGroup string, claims []*v1alpha1.MachineClaim, now time.Time, coolDown time.Duration) *eligibility.Refusal {
 	var last *v1alpha1.MachineClaim
 	for _, c := range claims {

@@ -11,12 +11,15 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
-// markingAtOnce is how many Machines are on their way to being marked as the floor's at a time, so that they do not fill the ledger.
+// markingAtOnce is how many Machines may be on their way to being marked as the floor's at a time,
+// so that they do not fill the ledger.
 const markingAtOnce = 16
 
-// markFloors chooses Machines to mark as the floor's while fewer of its Machines than it has can run pods: those whose Nodes only Karpenter's taint
-// keeps pods from. Core removes that taint when it registers a NodeClaim, and these have none. The next ledger names them first, so that none
-// is promised to a claim any more once the taint goes; those that the snapshot's ledger names are marked now.
+// markFloors chooses Machines to mark as the floor's while fewer Machines can run pods than the
+// floor owns. It chooses Machines that only Karpenter's taint keeps pods from: core removes that
+// taint when it registers a NodeClaim, and these Machines have none. The next ledger names them
+// first, so that none of them is promised to a claim once the taint goes. Those that the snapshot's
+// ledger names are marked now.
 func (b *books) markFloors() {
 	if b.Group.Has(eligibility.Paused) || b.Group.Has(eligibility.NotMember) || b.deleted() {
 		return
@@ -45,7 +48,8 @@ func (b *books) markFloors() {
 	b.next.Marking = marking
 }
 
-// takesPods reports whether, as far as is known, pods can run on a free Machine, and Cluster API is not about to replace it.
+// takesPods reports whether pods can run on a free Machine, as far as is known, and Cluster API is
+// not about to replace it.
 func (b *books) takesPods(m *clusterv1.Machine) bool {
 	switch c := b.class(m); c {
 	case ofFloor:
@@ -60,7 +64,8 @@ func (b *books) takesPods(m *clusterv1.Machine) bool {
 // replaced reports whether Cluster API is about to replace the Machine by itself.
 func (s *Snapshot) replaced(m *clusterv1.Machine) bool { return Outdated(m) && !s.onDelete() }
 
-// shut reports whether the Machine's Node is there, and its holder reports that Karpenter's taint keeps pods from it.
+// shut reports whether the Machine's holder reported that its Node exists and that Karpenter's
+// taint keeps pods from it.
 func (s *Snapshot) shut(m *clusterv1.Machine) bool {
 	return m.Spec.ProviderID != "" && s.Unregistered(m.Spec.ProviderID)
 }
@@ -71,8 +76,8 @@ func (s *Snapshot) mayMark(m *clusterv1.Machine) bool {
 	return Alive(m) && !Held(m) && !leaves && ClaimOf(m) == "" && !hasFloorMark(m)
 }
 
-// countFloors finds the Machines that are marked as the floor's, or are about to be, and that the floor still has: it may have been
-// lowered since.
+// countFloors finds the Machines that are marked as the floor's, or about to be, and that still
+// belong to the floor, which may have been lowered since.
 func (b *books) countFloors() {
 	b.floors = map[types.UID]bool{}
 	for uid := range b.next.Returning {
@@ -91,7 +96,7 @@ func (b *books) countFloors() {
 			}
 		}
 	}
-	count(wasReturned) // a claim's holder was told that it stays
+	count(wasReturned) // a claim's holder was promised that it stays
 	count(func(m *clusterv1.Machine) bool { return hasFloorMark(m) || slices.Contains(b.next.Marking, m.UID) })
 }
 

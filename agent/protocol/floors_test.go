@@ -14,7 +14,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
-// reporting has the holder report the Nodes of these Machines as unregistered.
+// reporting makes the holder report the Nodes of these Machines as unregistered.
 func (s *Snapshot) reporting(machines ...string) *Snapshot {
 	reported := map[string]bool{}
 	for _, name := range machines {
@@ -29,7 +29,7 @@ func ofTheFloor(m *clusterv1.Machine) {
 	m.Annotations = map[string]string{v1alpha1.FloorAnnotation: "true"}
 }
 
-// outdated is a Machine with a Node that is not as its template says.
+// outdated is a Machine with a Node that does not match its template.
 func outdated(m *clusterv1.Machine) {
 	node(m)
 	m.Status.Conditions = append(m.Status.Conditions, metav1.Condition{
@@ -165,14 +165,14 @@ func TestAMachineIsMarkedAndThenForgotten(t *testing.T) {
 	}
 }
 
-// What is reported may be two minutes old: the taint may be gone.
+// The report may be two minutes old, and the taint may be gone.
 func TestTheFloorsMachinesArePromisedToNobody(t *testing.T) {
 	for name, marking := range map[string][]types.UID{"marked": nil, "about to be": {"a"}} {
 		change := node
 		if marking == nil {
 			change = ofTheFloor
 		}
-		// Machine x runs pods of somebody's, so that a claim could only have a.
+		// Machine x may run pods, so that a claim could only have a.
 		s := scene(2, &Ledger{Version: 1, Floor: 1, LastReplicas: 2, Marking: marking, Pending: map[string]Named{"c": {}}}).
 			withMachine("a", "", change).withMachine("x", "", node).withClaim("c", v1alpha1.PhasePending, "").reporting("a", "b")
 		if d := Decide(s); d.Ledger != nil {
@@ -184,7 +184,8 @@ func TestTheFloorsMachinesArePromisedToNobody(t *testing.T) {
 	}
 }
 
-// The mark was written by an agent that was held up, after the ledger that named the Machine for it was lost.
+// The mark was written late by a stalled agent, after the ledger that named the Machine for it was
+// lost.
 func TestAPromiseIsTakenBackWhenAMarkComesLate(t *testing.T) {
 	s := scene(2, &Ledger{Version: 1, Floor: 1, LastReplicas: 2, Pending: map[string]Named{"c": {Machine: "a", UID: "a"}}}).
 		withMachine("a", "", ofTheFloor).withMachine("b", "", booting).withClaim("c", v1alpha1.PhasePending, "")

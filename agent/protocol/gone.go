@@ -8,8 +8,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
-// DecideGone computes what is left to do for the claims of a MachineDeployment that does not exist any more, of which the snapshot has
-// only the name. Cluster API removes its Machines; no replicas are there to be given back. Claims that wait are refused.
+// DecideGone computes what is left to do for the claims of a MachineDeployment that no longer
+// exists. The snapshot has only its name. Cluster API removes its Machines, and there are no
+// replicas to give back. Waiting claims are refused.
 func DecideGone(s *Snapshot) *Decision {
 	s.Deployment.DeletionTimestamp = new(metav1.NewTime(s.Now))
 	s.prepare()
@@ -28,7 +29,8 @@ func DecideGone(s *Snapshot) *Decision {
 			d.Refused[c.Spec.ClaimID] = eligibility.Refusal{
 				NodeGroup: s.Deployment.Name, Reason: eligibility.Gone, Message: "the MachineDeployment was deleted",
 			}
-			// A call that is refused moves its claim on; the agent does it for one whose caller is gone.
+			// A refused call moves its claim on. The agent does so for a claim whose caller is
+			// gone.
 			if c.Status.Phase == v1alpha1.PhasePending {
 				d.end(c, ReasonNodeGroupGone, gone)
 			} else {
@@ -36,11 +38,11 @@ func DecideGone(s *Snapshot) *Decision {
 			}
 		case m == nil || DeletionCompleted(m):
 			d.end(c, ReasonNodeGroupGone, gone+", and its Machine with it")
-		case c.Returns() && Alive(m) && ClaimOf(m) == c.Spec.ClaimID: // there is no floor any more
+		case c.Returns() && Alive(m) && ClaimOf(m) == c.Spec.ClaimID: // there is no floor left
 			d.Actions = append(d.Actions, Action{Kind: Return, Machine: m})
 		case c.Returns() && Alive(m) && ClaimOf(m) == "":
 			d.end(c, ReasonReturned, returned)
-		case phase == v1alpha1.PhaseReleasing && Alive(m): // it was left behind (deleted with cascade=orphan)
+		case phase == v1alpha1.PhaseReleasing && Alive(m): // left behind (deleted with cascade=orphan)
 			d.Actions = append(d.Actions, Action{Kind: Hold, Machine: m, Release: Release{Drained: c.Status.Drained}})
 		}
 	}

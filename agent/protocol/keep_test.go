@@ -15,7 +15,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// withFailed adds a claim that failed so long ago, and its Machine.
+// withFailed adds a claim that failed at the given time before now, and its Machine.
 func (s *Snapshot) withFailed(id string, ago time.Duration, change func(*clusterv1.Machine)) *Snapshot {
 	s.withMachine("m-"+id, id, infrastructure("NoHosts")).withClaim(id, v1alpha1.PhaseReleasing, "m-"+id)
 	s.Claims[len(s.Claims)-1].Status.FailedAt = new(metav1.NewTime(s.Now.Add(-ago)))

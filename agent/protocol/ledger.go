@@ -13,76 +13,87 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// LedgerVersion is the newest format of the ledger that this agent reads. It writes the oldest format that can express the ledger, so that
-// older agents go on with a node group where nothing is new to them.
+// LedgerVersion is the newest ledger format that this agent reads. It writes the oldest format that
+// can express the ledger, so that older agents keep working on a node group that uses nothing new.
 const LedgerVersion = 2
 
-// ErrNewerLedger means that a newer agent wrote the ledger: this one must not touch the node group.
+// ErrNewerLedger means that a newer agent wrote the ledger. This agent must not touch the node
+// group.
 var ErrNewerLedger = errors.New("the ledger was written by a newer agent")
 
-// Ledger is what is in flight on one MachineDeployment. It is kept as JSON in an annotation there, and changes only in the
-// same write as spec.replicas, by compare-and-swap.
+// Ledger records what is in flight on one MachineDeployment. It is stored as JSON in an annotation
+// there, and changes only in the same write as spec.replicas, by compare-and-swap.
 type Ledger struct {
-	// Version of the format.
+	// Version is the version of the format.
 	Version int `json:"v"`
-	// Of is the MachineDeployment, namespace/name: who copies one copies its annotations. Empty in ledgers of older agents.
+	// Of is the MachineDeployment, as namespace/name, because a copied MachineDeployment carries
+	// the annotations of the original. It is empty in ledgers of older agents.
 	Of string `json:"of,omitempty"`
 	// UID is that MachineDeployment's; empty in ledgers of older agents.
 	UID types.UID `json:"uid,omitempty"`
-	// Seq is raised by every write and never goes back: it tells two ledgers of the same content apart.
+	// Seq is raised by every write and never goes back, so that two ledgers with the same content
+	// differ.
 	Seq int64 `json:"seq"`
-	// By is the agent process that wrote it, to which the others leave the node group while it gets on; empty in ledgers of older agents.
+	// By is the agent process that wrote the ledger. The others leave the node group to it while it
+	// makes progress. It is empty in ledgers of older agents.
 	By string `json:"by,omitempty"`
 	// Floor is the number of machines that the user owns.
 	Floor int32 `json:"floor"`
-	// LastReplicas is spec.replicas as the agent last wrote or accounted for it; any difference is somebody else's change.
+	// LastReplicas is spec.replicas as the agent last wrote or accounted for it. Any difference was
+	// made by another writer.
 	LastReplicas int32 `json:"lastReplicas"`
-	// Min is the min size as last read without a problem; it stays in force while the annotation cannot be used.
+	// Min is the last min size that was read without a problem. It stays in force while the
+	// annotation cannot be used.
 	Min int32 `json:"min,omitempty"`
-	// Lowered says that another writer set replicas below what is claimed, or keeps setting them to a number of its own. Floor and
-	// LastReplicas stay as they were, and the group is frozen, until a person takes [v1alpha1.ReplicasLoweredAnnotation] off.
+	// Lowered means that another writer set replicas below what is claimed, or keeps setting them
+	// to its own number. The group is frozen, and Floor and LastReplicas stay as they were, until a
+	// person takes [v1alpha1.ReplicasLoweredAnnotation] off.
 	Lowered bool `json:"lowered,omitempty"`
-	// Written is the number of replicas that another writer keeps to, as far as is known; nil in ledgers of older agents. It is
-	// replaced, never changed.
+	// Written is the number of replicas that another writer keeps to, as far as is known; nil in
+	// ledgers of older agents. It is replaced, never changed in place.
 	Written *Written `json:"written,omitempty"`
-	// Spare is the number of replicas that are nobody's. Derived; kept for people and for the next write's check.
+	// Spare is the number of replicas without an owner. It is derived, and kept for users and
+	// metrics.
 	Spare int32 `json:"spare"`
-	// Pending holds the claims whose replica is accounted for and whose Machine is not labelled yet, by claim id.
+	// Pending holds the claims whose replica is accounted for and whose Machine is not labelled
+	// yet, by claim id.
 	Pending map[string]Named `json:"pending,omitempty"`
 	// Releasing holds the Machines that are being removed, by UID.
 	Releasing map[types.UID]Release `json:"releasing,omitempty"`
-	// Returning holds the Machines, by UID, that claims have returned to the user: the floor counts them. A record stays until its claim has ended.
-	// Since version 2.
+	// Returning holds the Machines, by UID, that claims have returned to the user. The floor counts
+	// them. A record stays until its claim has ended. Since version 2.
 	Returning map[types.UID]Returned `json:"returning,omitempty"`
-	// Marking are the Machines, by UID, that are about to be marked as the floor's. It is replaced, never changed.
+	// Marking holds the UIDs of the Machines that are about to be marked as the floor's. It is
+	// replaced, never changed in place.
 	Marking []types.UID `json:"marking,omitempty"`
-	// Shrink says that a MachineSet is paused to give spares back whose Machines never came; nil for none. It is replaced,
-	// never changed.
+	// Shrink means that a MachineSet is paused to give back spares whose Machines never came; nil
+	// for none. It is replaced, never changed in place.
 	Shrink *Shrink `json:"shrink,omitempty"`
 }
 
-// Shrink is a MachineSet that the agent has paused, or is about to.
+// Shrink is a MachineSet that the agent has paused or is about to pause.
 type Shrink struct {
-	// Set is its name.
 	Set string `json:"set"`
-	// Done says that replicas were lowered, or need not be any more: the MachineSet is to be unpaused, and nothing else.
+	// Done means that replicas were lowered, or no longer need to be. All that is left is to
+	// unpause the MachineSet.
 	Done bool `json:"done,omitempty"`
 }
 
-// Written is what another writer made of spec.replicas.
+// Written is the value of spec.replicas that another writer set.
 type Written struct {
 	// Replicas is the number that it set last, or the one that the ledger began with.
 	Replicas int32 `json:"n"`
-	// Restored is how often that number was set again over the agent's, and Since when that was first; seconds since 1970.
+	// Restored is how often that number was set again over the agent's. Since is when that first
+	// happened, in seconds since 1970.
 	Restored int32 `json:"restored,omitempty"`
 	Since    int64 `json:"since,omitempty"`
 }
 
-// Named is a pending claim's entry: the Machine promised to it, or nothing yet.
+// Named is a pending claim's entry: the Machine promised to it, or none yet.
 type Named struct {
 	Machine string    `json:"m,omitempty"`
 	UID     types.UID `json:"u,omitempty"`
-	// Adopted says that the Machine was the user's: the floor was lowered for it.
+	// Adopted means that the Machine was the user's, and the floor was lowered for it.
 	Adopted bool `json:"adopted,omitempty"`
 }
 
@@ -90,18 +101,21 @@ type Named struct {
 type Release struct {
 	// Machine is the Machine's name.
 	Machine string `json:"m"`
-	// Claim is the claim that had it; empty for a machine that nobody claimed.
+	// Claim is the claim that had the Machine; empty if it was unclaimed.
 	Claim string `json:"c,omitempty"`
-	// Drained says that the Node need not be drained.
+	// Drained means that the Node need not be drained.
 	Drained bool `json:"drained,omitempty"`
-	// Set is the MachineSet whose replicas are being lowered under pause; empty in the ordinary case.
+	// Set is the MachineSet whose replicas are being lowered under pause; empty in the ordinary
+	// case.
 	Set string `json:"set,omitempty"`
-	// GivenBack says that replicas were lowered for it.
+	// GivenBack means that the Machine's replica has been given back, or was already taken by a
+	// rollout or by another writer.
 	GivenBack bool `json:"back,omitempty"`
-	// LoweredAs is the UID that the Machine had, before it was moved or restored, when its MachineSet was lowered for it; empty when it
-	// was not.
+	// LoweredAs is the Machine's UID before a move or a restore, if its MachineSet was lowered for
+	// it under that UID; empty otherwise.
 	LoweredAs types.UID `json:"as,omitempty"`
-	// Generation of the MachineDeployment that the lowering made. The Machine is let go once Cluster API observed it.
+	// Generation is the generation of the MachineDeployment that the lowering made. The finalizer
+	// is removed once Cluster API has observed it.
 	Generation int64 `json:"gen,omitempty"`
 }
 
@@ -109,11 +123,12 @@ type Release struct {
 type Returned struct {
 	// Machine is the Machine's name.
 	Machine string `json:"m"`
-	// Claim is the claim whose label is coming off.
+	// Claim is the claim that returned it, whose label is taken off.
 	Claim string `json:"c"`
 }
 
-// ParseLedger reads a ledger annotation. A text that is no ledger is an error, and so is a newer version.
+// ParseLedger parses a ledger annotation. It returns an error for text that is not a ledger, and
+// [ErrNewerLedger] for a newer version.
 func ParseLedger(text string) (*Ledger, error) {
 	var l Ledger
 	if err := json.Unmarshal([]byte(text), &l); err != nil {
@@ -128,10 +143,12 @@ func ParseLedger(text string) (*Ledger, error) {
 	return &l, nil
 }
 
-// errOtherLedger means that the ledger was written for another MachineDeployment, and copied with it.
+// errOtherLedger means that the ledger was written for another MachineDeployment and copied with
+// it.
 var errOtherLedger = errors.New("the ledger is another MachineDeployment's")
 
-// LedgerOf returns the ledger of a MachineDeployment, nil when it has none. Errors: as [ParseLedger], and errOtherLedger.
+// LedgerOf returns the ledger of a MachineDeployment, nil when it has none. Errors are those of
+// [ParseLedger], and errOtherLedger.
 func LedgerOf(md *clusterv1.MachineDeployment) (*Ledger, error) {
 	text, present := md.Annotations[v1alpha1.LedgerAnnotation]
 	if !present {
@@ -168,7 +185,8 @@ func (l *Ledger) Clone() *Ledger {
 	return &c
 }
 
-// same reports whether two ledgers say the same, whatever their seq and the derived spare.
+// same reports whether two ledgers have the same content, ignoring seq, the writer and the derived
+// spare.
 func (l *Ledger) same(other *Ledger) bool {
 	return l.Floor == other.Floor && l.LastReplicas == other.LastReplicas && l.Min == other.Min && l.Lowered == other.Lowered &&
 		slices.Equal(l.Marking, other.Marking) && maps.Equal(l.Pending, other.Pending) && maps.Equal(l.Releasing, other.Releasing) &&
@@ -180,7 +198,7 @@ func samePointed[T comparable](a, b *T) bool {
 	return (a == nil) == (b == nil) && (a == nil || *a == *b)
 }
 
-// Unnamed counts the pending claims that no Machine has been named for.
+// Unnamed counts the pending claims that have been promised no Machine.
 func (l *Ledger) Unnamed() int {
 	n := 0
 	for _, named := range l.Pending {
@@ -191,7 +209,7 @@ func (l *Ledger) Unnamed() int {
 	return n
 }
 
-// Promised returns the Machines that are named for pending claims.
+// Promised returns the UIDs of the Machines that are promised to pending claims.
 func (l *Ledger) Promised() map[types.UID]bool {
 	uids := make(map[types.UID]bool, len(l.Pending))
 	for _, named := range l.Pending {

@@ -37,7 +37,8 @@ func TestLedgerClonesShareNothing(t *testing.T) {
 	assert.False(t, l.same(c))
 }
 
-// FuzzParseLedger shows that whatever is in the annotation is either a ledger with possible numbers or an error.
+// FuzzParseLedger shows that any annotation parses into a ledger with possible numbers, or into an
+// error.
 func FuzzParseLedger(f *testing.F) {
 	f.Add(`{"v":1,"seq":3,"floor":1,"lastReplicas":2,"spare":0,"pending":{"a":{}}}`)
 	f.Add(`{"v":1,"floor":-1}`)

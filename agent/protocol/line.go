@@ -5,10 +5,12 @@ import (
 	"unicode"
 )
 
-// MaxMessage is the length of a claim's messages, in bytes. The CRD allows as many characters.
+// MaxMessage is the maximum length of a claim's message, in bytes. The CRD allows as many
+// characters.
 const MaxMessage = 1024
 
-// Line makes one line of a text that a caller or an infrastructure provider wrote, cut to [MaxMessage].
+// Line turns text written by a caller or an infrastructure provider into a single line of at most
+// [MaxMessage] bytes.
 func Line(text string) string {
 	text = strings.ToValidUTF8(strings.Map(func(r rune) rune {
 		if unicode.IsControl(r) {

@@ -14,7 +14,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
-// claimedGroup is a group with a floor of running Machines and that many bound claims, whose replicas another writer has set.
+// claimedGroup is a group with a floor of running Machines and the given number of bound claims,
+// whose replicas another writer has set.
 func claimedGroup(floor, claims, replicas int32) *Snapshot {
 	s := scene(replicas, &Ledger{Version: 1, Seq: 1, Floor: floor, LastReplicas: floor + claims})
 	for i := range floor {
@@ -71,7 +72,8 @@ func TestOneWriteAtOrAboveWhatIsClaimedMovesTheFloor(t *testing.T) {
 	}
 }
 
-// frozen is the same group later: the annotation is on, and Cluster API has removed Machines of its choice.
+// frozen is the same group later: the annotation is set, and Cluster API has removed Machines of
+// its choice.
 func frozen(floor, claims, replicas int32) *Snapshot {
 	s := claimedGroup(floor, claims, replicas)
 	s.Ledger.Lowered = true
@@ -100,7 +102,7 @@ func TestAFrozenGroupStillReleasesClaims(t *testing.T) {
 }
 
 func TestWhenAPersonClearsItTheUserHasTheFloorThatTheUserHad(t *testing.T) {
-	s := frozen(3, 2, 3) // eight of ten claimed Machines went, and their claims have ended
+	s := frozen(3, 2, 3) // eight of ten claimed Machines are gone, and their claims have ended
 	s.Ledger.LastReplicas = 13
 	s.Group.Refusals = nil
 	d := Decide(s)
@@ -111,7 +113,7 @@ func TestWhenAPersonClearsItTheUserHasTheFloorThatTheUserHad(t *testing.T) {
 	assert.Empty(t, d.Ledger.Releasing)
 }
 
-// The writer may replace the whole object, and the ledger with it.
+// The writer may replace the whole object, including the ledger.
 func TestReplicasLoweredTogetherWithALostLedgerFreezeTheGroupAsWell(t *testing.T) {
 	s := claimedGroup(0, 10, 3)
 	s.Ledger = nil
@@ -121,7 +123,8 @@ func TestReplicasLoweredTogetherWithALostLedgerFreezeTheGroupAsWell(t *testing.T
 	assert.Equal(t, int32(3), d.Replicas)
 }
 
-// syncs is a tool that sets replicas to a number, at a time, when it finds another one there; it reports the decision that follows.
+// syncs is a tool that sets replicas to its number at the given time. It returns the decision that
+// follows.
 func syncs(t *testing.T, s *Snapshot, at time.Time, replicas int32) *Decision {
 	t.Helper()
 	s.Now, s.Group.Replicas = at, replicas
@@ -131,7 +134,8 @@ func syncs(t *testing.T, s *Snapshot, at time.Time, replicas int32) *Decision {
 	return d
 }
 
-// Each time Cluster API removes a machine of its own choice, and each time the floor would become smaller, or larger.
+// Each time, Cluster API would remove a Machine of its own choice, and the floor would become
+// smaller or larger.
 func TestANumberThatIsRestoredTwiceFreezesTheGroup(t *testing.T) {
 	for name, by := range map[string]int32{"lowered again": 1, "raised again": -1} {
 		t.Run(name, func(t *testing.T) {
@@ -139,7 +143,7 @@ func TestANumberThatIsRestoredTwiceFreezesTheGroup(t *testing.T) {
 			s.Ledger.Written = &Written{Replicas: 8}
 			s.Deployment.ManagedFields = []metav1.ManagedFieldsEntry{managedBy("argocd-controller", s.Now, `{"f:spec":{"f:replicas":{}}}`)}
 			at := s.Now
-			agent := func() { // served a claim, or let one go
+			agent := func() { // served a claim, or released one
 				s.Ledger = s.Ledger.Clone()
 				s.Ledger.LastReplicas += by
 				if by < 0 {
@@ -162,7 +166,7 @@ func TestANumberThatIsRestoredTwiceFreezesTheGroup(t *testing.T) {
 			assert.Equal(t, 5-by, second.Ledger.Floor, "the floor stays as it was")
 
 			s.Group = s.Group.With(nil)
-			cleared := syncs(t, s, at.Add(time.Hour), 8) // the annotation is not there any more
+			cleared := syncs(t, s, at.Add(time.Hour), 8) // the annotation has been removed
 			assert.False(t, cleared.Ledger.Lowered)
 			assert.Equal(t, &Written{Replicas: 8}, cleared.Ledger.Written)
 			assert.Equal(t, 5-by, cleared.Ledger.Floor)
@@ -217,7 +221,7 @@ func TestWhatIsNoToolsDoingFreezesNoGroup(t *testing.T) {
 	}
 }
 
-// A ledger of an older agent knows no number yet.
+// A ledger of an older agent records no number yet.
 func TestTheFirstNumberThatIsSeenIsTheOneThatIsKept(t *testing.T) {
 	s := claimedGroup(5, 3, 8)
 	s.Ledger.LastReplicas = 9
@@ -229,12 +233,12 @@ func TestWhatIsClaimed(t *testing.T) {
 	s.Ledger.Pending = map[string]Named{"waits": {}}
 	s.withClaim("waits", v1alpha1.PhasePending, "").withClaim("new", "", "") // the latter is entered now
 	s.withClaim("ends", v1alpha1.PhaseReleasing, "m-ends").withMachine("m-ends", "ends", node)
-	s.withMachine("m-lost", "lost", node) // whose object a move left behind
+	s.withMachine("m-lost", "lost", node) // a move left its claim's object behind
 	s.withClaim("bare", "", "").withMachine("m-bare", "bare", node)
 	assert.Equal(t, int32(3+1+1+1+1), Decide(s).Claimed)
 }
 
-// Who copies a MachineDeployment copies its annotations.
+// A copied MachineDeployment has the annotations of the original.
 func TestANumberOfClaimsThatIsAnothersIsReplaced(t *testing.T) {
 	s := scene(2, nil)
 	assert.Nil(t, Decide(s).Ledger, "a ledger is not begun by being looked at")

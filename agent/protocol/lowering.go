@@ -13,15 +13,19 @@ import (
 )
 
 const (
-	// restoredWithin is the time in which a number that is set again twice is taken for a tool's. Many tools look every ten minutes.
+	// restoredWithin is the window for counting repeated writes of one number. Many tools reconcile
+	// every ten minutes.
 	restoredWithin = time.Hour
-	// restoredOften is how often a number may be set again within it before that.
+	// restoredOften is how often the number must be set again within it for the writer to count as
+	// a tool.
 	restoredOften = 2
 )
 
-// writtenBack notes what another writer made of replicas, and reports whether it is a tool that keeps them at a number of its own:
-// one that is set again whenever the agent has changed it. A person who scales seldom sets one number again and again; below the min size
-// the number is the agent's to raise. Of a topology that sets replicas, and of a group that is none any more, other reasons tell.
+// writtenBack records what another writer set replicas to, and reports whether it is a tool that
+// keeps them at its own number: the number is set again whenever the agent has changed it. A person
+// who scales rarely sets the same number again and again. Numbers below the min size do not count,
+// because the agent raises them. A topology that sets replicas, and a group that is no longer a
+// member or is being deleted, are reported for other reasons.
 func (b *books) writtenBack() bool {
 	was := b.next.Written
 	next := Written{Replicas: b.Group.Replicas}
@@ -37,13 +41,15 @@ func (b *books) writtenBack() bool {
 	return next.Restored >= restoredOften
 }
 
-// freeze leaves replicas and floor as they are from the next ledger on, until a person ends that.
+// freeze keeps replicas and floor as they are from the next ledger on, until a person ends the
+// freeze.
 func (b *books) freeze(reason, why string) {
 	b.next.Lowered, b.d.Urgent = true, true
 	b.d.Lowered, b.d.LoweredReason = why, reason
 }
 
-// describeLowering says what is wrong, who did it, as far as the API server knows, and what to do.
+// describeLowering explains what is wrong, which writer caused it, as far as the API server knows,
+// and what to do.
 func (b *books) describeLowering() string {
 	return fmt.Sprintf("%s set spec.replicas to %d, below the %d machines that are claimed, so Cluster API removed machines of its own choice; %s",
 		b.otherWriter(), b.Group.Replicas, b.claimed(b.Ledger != nil), unfreeze)
@@ -57,7 +63,7 @@ func (b *books) describeRestoring() string {
 const unfreeze = "the node group is frozen: take replicas out of the manifest, or have the tool ignore the field, then remove the annotation " +
 	v1alpha1.ReplicasLoweredAnnotation
 
-// otherWriter names who wrote spec.replicas.
+// otherWriter describes the writer of spec.replicas.
 func (s *Snapshot) otherWriter() string {
 	if manager := s.replicasManager(); manager != "" {
 		return "field manager " + strconv.Quote(manager)
@@ -65,7 +71,8 @@ func (s *Snapshot) otherWriter() string {
 	return "another writer"
 }
 
-// replicasManager returns the field manager that wrote spec.replicas last, "" when only the agent itself is known to have.
+// replicasManager returns the field manager that last wrote spec.replicas, ignoring the agent's
+// own; "" if no other is known.
 func (s *Snapshot) replicasManager() string {
 	var last *metav1.ManagedFieldsEntry
 	for i := range s.Deployment.ManagedFields {

@@ -10,7 +10,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// unname takes a promise back whose Machine died before the claim became Bound, or that was marked as the floor's late.
+// unname takes back a promise if the Machine died before the claim became Bound, or was marked as
+// the floor's too late.
 func (b *books) unname() {
 	for id, named := range b.next.Pending {
 		if named.UID == "" {
@@ -28,8 +29,9 @@ func (b *books) unname() {
 	}
 }
 
-// name promises free Machines to the claims that wait, oldest first, and leaves the floor as many as it owns. A claim for which
-// there is none gets one that is known not to come, if it was made after the claim: the claim fails with it then, at once.
+// name promises free Machines to the waiting claims, oldest first, and leaves the floor as many as
+// it owns. If no usable Machine is left, the claim is promised a hopeless one that was made after
+// the claim, so that it fails now rather than at its own deadline.
 func (b *books) name() {
 	free := b.free()
 	give := len(free) - int(b.floor())
@@ -37,7 +39,7 @@ func (b *books) name() {
 	useless := lo.Filter(free, func(m *clusterv1.Machine, _ int) bool {
 		return b.class(m) == hopeless && ClaimOf(m) == "" && !Outdated(m)
 	})
-	// The one that is furthest on comes first.
+	// The one that has progressed furthest comes first.
 	slices.SortStableFunc(usable, func(x, y *clusterv1.Machine) int {
 		return b.progress(y) - b.progress(x)
 	})
@@ -65,7 +67,8 @@ func (b *books) name() {
 	}
 }
 
-// progress orders Machines by how far they are: no instance yet, no Node yet, and those that may have one.
+// progress ranks Machines by how far they are: 0 without an instance, 1 without a Node, 2 if there
+// may be a Node.
 func (s *Snapshot) progress(m *clusterv1.Machine) int {
 	switch {
 	case m.Spec.ProviderID == "" && !HasNode(m):
@@ -76,8 +79,9 @@ func (s *Snapshot) progress(m *clusterv1.Machine) int {
 	return 2
 }
 
-// Finishes reports whether no further write of pending entries follows soon: all claims have their Machine's name now, or
-// their label. Changes of releases are not put off for it.
+// Finishes reports whether no further write of pending entries is expected soon: every pending
+// claim has been promised its Machine. A change of releases counts as finished too, so that it is
+// not delayed.
 func (d *Decision) Finishes(before *Ledger) bool {
 	if before == nil || len(d.Ledger.Pending) == 0 || !maps.Equal(d.Ledger.Releasing, before.Releasing) {
 		return true
@@ -93,7 +97,8 @@ func (d *Decision) Finishes(before *Ledger) bool {
 	return false
 }
 
-// NewlyNamed reports whether the ledger names a Machine that the snapshot's does not name: any, or one that has its provider ID.
+// NewlyNamed reports whether the next ledger promises a Machine that the snapshot's does not. If
+// ready is set, only Machines with a provider ID count.
 func (s *Snapshot) NewlyNamed(next *Ledger, ready bool) bool {
 	for id, named := range next.Pending {
 		m := s.machine(named.UID)

@@ -13,16 +13,20 @@ import (
 )
 
 const (
-	// absenceLife is how long a holder's statement that a Node is absent counts. Holders renew it each minute.
+	// absenceLife is how long a holder's report that a Node is absent stays valid. Holders renew it
+	// each minute.
 	absenceLife = 3 * time.Minute
-	// unpauseSettles is how long after a pause what Cluster API states about a Machine may still be from before it.
+	// unpauseSettles is how long after a pause Cluster API's statements about a Machine may still
+	// be older than the pause.
 	unpauseSettles = time.Minute
 )
 
-// nodeless reports whether it is stated that no Node of the Machine exists. That status.nodeRef is empty states nothing: Cluster API
-// does not see the Nodes of a cluster that it cannot reach, and a moved or restored Machine begins with an empty status. A Machine
-// without a provider ID has no instance yet. With one, Cluster API must have looked for its Node and not found it, and its holder
-// must never have reported that Node as registered. Whoever removes, hands over or promises a Machine because it has no Node asks this.
+// nodeless reports whether the Machine certainly has no Node. An empty status.nodeRef proves
+// nothing: Cluster API does not see the Nodes of a cluster that it cannot reach, and a moved or
+// restored Machine begins with an empty status. A Machine without a provider ID has no instance
+// yet. For a Machine with a provider ID, Cluster API must have looked for its Node and not found
+// it, and its holder must never have reported that Node as registered. Code that removes, hands
+// over or promises a Machine because it has no Node must check this.
 func (s *Snapshot) nodeless(m *clusterv1.Machine) bool {
 	switch {
 	case HasNode(m), s.registered(m):
@@ -38,8 +42,9 @@ func (s *Snapshot) nodeless(m *clusterv1.Machine) bool {
 	return inspected(m)
 }
 
-// inspected reports whether Cluster API states that it looked for the Machine's Node, by its provider ID, and found none. For the same
-// reason it also waits for other things, of which its message tells: only that one names the provider ID.
+// inspected reports whether Cluster API states that it looked for the Machine's Node by its
+// provider ID and found none. Cluster API uses the same reason when it waits for other things. Only
+// the message for a missing Node contains the provider ID.
 func inspected(m *clusterv1.Machine) bool {
 	c := meta.FindStatusCondition(m.Status.Conditions, clusterv1.MachineNodeReadyCondition)
 	return c != nil && c.Reason == clusterv1.MachineNodeInspectionFailedReason && strings.Contains(c.Message, m.Spec.ProviderID)
@@ -59,8 +64,9 @@ func (s *Snapshot) registered(m *clusterv1.Machine) bool {
 	return false
 }
 
-// unseen says why the Machine's Node, due at a time that is over, may exist all the same; "" when it is certain that it does not.
-// Cluster API's statement may be old, after its restart for instance, so that the holder must have listed all of its Nodes since.
+// unseen returns why the Machine's Node may exist although it missed the deadline due; "" when it
+// certainly does not exist. Cluster API's statement may be old, for example after its restart, so
+// the holder must also have listed all of its Nodes since due.
 func (s *Snapshot) unseen(c *v1alpha1.MachineClaim, m *clusterv1.Machine, due time.Time) string {
 	absent := c.Status.NodeAbsentAt
 	switch {
@@ -76,8 +82,8 @@ func (s *Snapshot) unseen(c *v1alpha1.MachineClaim, m *clusterv1.Machine, due ti
 	return ""
 }
 
-// paused reports whether Cluster API leaves the Machine alone, or is about to: what it states about it is from before. The Machine
-// may be nil.
+// paused reports whether Cluster API does not reconcile the Machine, or is about to stop, so that
+// its statements about the Machine may be old. m may be nil.
 func (s *Snapshot) paused(m *clusterv1.Machine) bool {
 	if s.Group.Has(eligibility.Paused) {
 		return true
@@ -89,8 +95,8 @@ func (s *Snapshot) paused(m *clusterv1.Machine) bool {
 	return marked || IsPaused(m.Status.Conditions)
 }
 
-// unpausedAt returns since when Cluster API does not leave the object of these conditions alone: its first reconcile, or the end of a pause;
-// zero when it does not say.
+// unpausedAt returns since when Cluster API reconciles the object with these conditions: its first
+// reconcile, or the end of a pause. It is zero if that is not known.
 func unpausedAt(conditions []metav1.Condition) time.Time {
 	c := meta.FindStatusCondition(conditions, clusterv1.PausedCondition)
 	if c == nil || c.Status != metav1.ConditionFalse {
@@ -99,11 +105,12 @@ func unpausedAt(conditions []metav1.Condition) time.Time {
 	return c.LastTransitionTime.Time
 }
 
-// skew is how far an agent's clock may be ahead of those of the API server and of Cluster API.
+// skew is how far an agent's clock may be ahead of the clocks of the API server and Cluster API.
 const skew = time.Minute
 
-// ago returns for how long, at least, a time is past that the API server or Cluster API wrote. What must not come too soon waits by that;
-// deadlines and cool-downs, which may, are inexact by what clocks differ.
+// ago returns the minimum time since a timestamp written by the API server or Cluster API. It is
+// used for what must not happen too soon. Deadlines and cool-downs may be off by the clock
+// difference and do not use it.
 func (s *Snapshot) ago(at time.Time) time.Duration { return s.Now.Sub(at) - skew }
 
 func latest(a, b time.Time) time.Time {

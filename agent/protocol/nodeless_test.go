@@ -14,7 +14,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
-// unseenNodes are Machines whose Nodes run pods, although status.nodeRef is empty, each with what Cluster API states of it.
+// unseenNodes are Machines whose Nodes run pods although status.nodeRef is empty, with different
+// statements of Cluster API.
 func unseenNodes() map[string]func(*Snapshot) {
 	machine := func(change func(*clusterv1.Machine)) func(*Snapshot) {
 		return func(s *Snapshot) {
@@ -98,11 +99,11 @@ func TestAMachineWhoseNodeIsUnseenIsNotGivenUp(t *testing.T) {
 	}
 }
 
-// Of a spare and a Machine of the user's whose Node is unseen, the spare goes.
+// If there are a spare and a Machine of the user's with an unseen Node, the spare goes.
 func TestAMachineWhoseNodeIsUnseenIsTheLastToBeTakenForASpare(t *testing.T) {
 	for name, change := range unseenNodes() {
 		if name == "the Cluster is paused" {
-			continue // nothing goes then
+			continue // nothing is removed then
 		}
 		t.Run(name, func(t *testing.T) {
 			s := scene(2, &Ledger{Version: 1, Floor: 1, LastReplicas: 2, Spare: 1}).withMachine("spare", "", booting).withMachine("floor", "", nil)
@@ -126,7 +127,8 @@ func TestWhatWasDrainedIsNeverHandedOver(t *testing.T) {
 	assert.Contains(t, d.Ledger.Releasing, types.UID("m"))
 }
 
-// Cluster API's own statement may be from before its restart: the holder must have listed its Nodes since the deadline as well.
+// Cluster API's own statement may be older than its restart, so the holder must also have listed
+// its Nodes since the deadline.
 func TestANodeDeadlineNeedsBothStatements(t *testing.T) {
 	deadline := 30 * time.Minute
 	at := func(absent *time.Duration, registered bool) []ActionKind {
@@ -181,7 +183,7 @@ func TestTheTimeOfAPauseMakesNoMachineHopeless(t *testing.T) {
 	assert.False(t, s.hopeless(m), "it was paused until a minute ago")
 }
 
-// A kept claim says that its owner is missing; each live set renews that.
+// A kept claim reports that its owner is missing, and each live set renews that.
 func TestAKeptClaimIsNotExplainedInTurns(t *testing.T) {
 	s := scene(1, &Ledger{Version: 1, Seq: 1, LastReplicas: 1}).withMachine("m", "c", func(m *clusterv1.Machine) { m.Spec.ProviderID = "sim://m" }).
 		withClaim("c", v1alpha1.PhaseBound, "m")
@@ -191,7 +193,7 @@ func TestAKeptClaimIsNotExplainedInTurns(t *testing.T) {
 	assert.Empty(t, kinds(Decide(s)))
 }
 
-// What Cluster API stated before a pause stands until it has looked again.
+// Cluster API's statements from before a pause stay in the status until it looks again.
 func TestRightAfterAPauseNothingIsStated(t *testing.T) {
 	s := scene(1, &Ledger{Version: 1, LastReplicas: 1}).withMachine("m", "", booting)
 	m := s.Machines[0]
@@ -206,7 +208,7 @@ func TestRightAfterAPauseNothingIsStated(t *testing.T) {
 	assert.True(t, s.nodeless(m))
 }
 
-// While it is not known whether a Machine may be used, no further one is ordered in its place.
+// While it is not known whether a Machine may be used, no other one is ordered in its place.
 func TestNothingIsOrderedForAClaimThatAnUnseenMachineMayServe(t *testing.T) {
 	s := scene(1, &Ledger{Version: 1, LastReplicas: 1, Pending: map[string]Named{"c": {}}}).
 		withMachine("m", "", func(m *clusterv1.Machine) { m.Spec.ProviderID = "sim://m" }).withClaim("c", v1alpha1.PhasePending, "")

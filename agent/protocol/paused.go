@@ -11,23 +11,26 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// giveBackPaused is the variant for several active MachineSets, where lowering the MachineDeployment could be charged to
-// another one: pause, lower the right MachineSet, then lower the MachineDeployment and unpause in one write. Every step
-// can be repeated, and whoever finds it half done completes it.
+// giveBackPaused is the variant for several active MachineSets, where Cluster API could charge a
+// lowered MachineDeployment to another MachineSet. It pauses the MachineDeployment, lowers the
+// right MachineSet, then lowers the MachineDeployment and unpauses it in one write. Every step can
+// be repeated, and any agent that finds the sequence half done completes it.
 func (b *books) giveBackPaused(ready []types.UID) {
 	value, paused := b.Deployment.Annotations[clusterv1.PausedAnnotation]
 	ours := paused && value == v1alpha1.PausedByAgent
 	begun := slices.DeleteFunc(slices.Clone(ready), func(uid types.UID) bool { return b.next.Releasing[uid].Set == "" })
 	if len(begun) == 0 {
-		// Else somebody else paused it: wait for them. Nor while a MachineSet is paused for spares that never came: it would not
-		// say that it observed its lowering, and is not unpaused before the MachineDeployment goes on.
+		// Otherwise another actor paused it: wait. Wait too while a MachineSet is paused for spares
+		// that never came. Such a MachineSet would not observe its lowering, and it is not unpaused
+		// before the MachineDeployment is reconciled again.
 		if !paused && b.next.Shrink == nil {
 			b.beginPause(ready)
 		}
 		return
 	}
 	begun = slices.DeleteFunc(begun, func(uid types.UID) bool {
-		// Somebody took our finalizer off before its MachineSet was lowered: it is being replaced, so nothing may be lowered.
+		// Another actor took our finalizer off before the MachineSet was lowered. The Machine is
+		// being replaced, so nothing may be lowered.
 		lost := b.machine(uid) == nil && !b.lowered(uid)
 		if lost {
 			delete(b.next.Releasing, uid)
@@ -43,7 +46,7 @@ func (b *books) giveBackPaused(ready []types.UID) {
 			b.d.Pause, b.d.Urgent = PauseRemove, true
 		}
 	case !paused:
-		b.d.Pause, b.d.Urgent = PauseSet, true // our pause was removed; put it back and go on
+		b.d.Pause, b.d.Urgent = PauseSet, true // our pause was removed: set it again and go on
 	case ours && IsPaused(b.Deployment.Status.Conditions) && b.setsLowered(begun):
 		b.d.Replicas -= min(Count(begun), b.d.Replicas)
 		for _, uid := range begun {
@@ -53,11 +56,11 @@ func (b *books) giveBackPaused(ready []types.UID) {
 	}
 }
 
-// skipReplaced counts replicas as given back that are taken already, by a rollout or by a human's lowering: nothing is lowered
-// for those Machines, and what replaces them is a spare. It returns the others. Nothing changes the numbers meanwhile, as the
-// MachineDeployment is paused.
+// skipReplaced records replicas as given back that a rollout or another writer's lowering has taken
+// already. Nothing is lowered for those Machines, and what replaces them is a spare. It returns the
+// others. The numbers do not change meanwhile, because the MachineDeployment is paused.
 func (b *books) skipReplaced(begun []types.UID) []types.UID {
-	after, excess := map[string]int32{}, map[string]int32{} // by MachineSet: replicas once all is lowered; Machines beyond them
+	after, excess := map[string]int32{}, map[string]int32{} // by MachineSet: replicas after all lowering; Machines beyond that
 	for _, set := range b.Sets {
 		after[set.Name], excess[set.Name] = ReplicasOf(set), -ReplicasOf(set)
 	}
@@ -79,7 +82,8 @@ func (b *books) skipReplaced(begun []types.UID) []types.UID {
 		after[name]--
 		return false
 	})
-	// Cluster API cuts a MachineSet that has more replicas than the MachineDeployment down to them, whoever's Machines it has.
+	// If a MachineSet has more replicas than the MachineDeployment, Cluster API lowers it to that
+	// number, whichever Machines it has.
 	for _, uid := range slices.Clone(left) {
 		name := b.next.Releasing[uid].Set
 		most := slices.Max(append(slices.Collect(maps.Values(after)), 0))
@@ -92,7 +96,7 @@ func (b *books) skipReplaced(begun []types.UID) []types.UID {
 	return left
 }
 
-// unpause takes off our pause where no release needs it: the ledger that did is lost.
+// unpause takes off our pause when no release needs it, because the ledger that needed it is lost.
 func (b *books) unpause() {
 	ours := b.Deployment.Annotations[clusterv1.PausedAnnotation] == v1alpha1.PausedByAgent
 	if ours && b.d.Pause == PauseKeep && !b.lowersUnderPause() {
@@ -100,7 +104,7 @@ func (b *books) unpause() {
 	}
 }
 
-// lowersUnderPause reports whether a release has, or is to have, the MachineDeployment paused.
+// lowersUnderPause reports whether a release needs the MachineDeployment to be paused.
 func (b *books) lowersUnderPause() bool {
 	for _, r := range b.next.Releasing {
 		if r.Set != "" && !r.GivenBack {
@@ -110,8 +114,9 @@ func (b *books) lowersUnderPause() bool {
 	return false
 }
 
-// beginPause notes which MachineSet each Machine's replica belongs to, and pauses the MachineDeployment in the same write. A MachineSet that is
-// paused already observes no lowering: its Machines wait, and the MachineDeployment is not paused for them.
+// beginPause records which MachineSet each Machine's replica belongs to, and pauses the
+// MachineDeployment in the same write. A MachineSet that is already paused observes no lowering, so
+// its Machines wait and do not cause a pause.
 func (b *books) beginPause(ready []types.UID) {
 	for _, uid := range ready {
 		m := b.machine(uid)
@@ -128,7 +133,8 @@ func (b *books) beginPause(ready []types.UID) {
 	}
 }
 
-// setsLowered reports whether every MachineSet has given the replicas back and observed it; until then it asks for it.
+// setsLowered reports whether every MachineSet has been lowered and has observed it. Until then it
+// adds the actions that lower them.
 func (b *books) setsLowered(begun []types.UID) bool {
 	missing := map[string][]types.UID{}
 	done := true
@@ -160,14 +166,15 @@ func (s *Snapshot) set(name string) *clusterv1.MachineSet {
 	return nil
 }
 
-// lowered reports whether the MachineSet has given the Machine's replica back under pause; one that is gone has.
+// lowered reports whether the Machine's MachineSet was lowered for it under pause. A MachineSet
+// that is gone counts as lowered.
 func (b *books) lowered(uid types.UID) bool {
 	r := b.next.Releasing[uid]
 	found := b.set(r.Set)
 	return found == nil || slices.Contains(ReleasedFrom(found), uid) || r.LoweredAs != "" && slices.Contains(ReleasedFrom(found), r.LoweredAs)
 }
 
-// IsPaused reports whether Cluster API says that it leaves the object of these conditions alone.
+// IsPaused reports whether the conditions state that Cluster API has paused the object.
 func IsPaused(conditions []metav1.Condition) bool {
 	return slices.ContainsFunc(conditions, func(c metav1.Condition) bool {
 		return c.Type == clusterv1.PausedCondition && c.Status == metav1.ConditionTrue

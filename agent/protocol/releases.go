@@ -10,8 +10,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
-// startReleases enters the Machines of claims that are being released and that cannot be handed over. A record that names a
-// Machine whose claim is not being released (somebody edited the ledger) is dropped: no claimed Machine is ever deleted.
+// startReleases records the release of Machines whose claims are being released and that cannot be
+// handed over. A record of a Machine whose claim is not being released is dropped, for example
+// after the ledger was edited by hand, so that no claimed Machine is ever deleted.
 func (b *books) startReleases() {
 	for uid, r := range b.next.Releasing {
 		m := b.machine(uid)
@@ -19,7 +20,7 @@ func (b *books) startReleases() {
 			continue
 		}
 		if !Alive(m) {
-			if !Held(m) && r.Set == "" { // another actor deleted it before our finalizer was on it: what replaces it is a spare
+			if !Held(m) && r.Set == "" { // another actor deleted it first; its replacement is a spare
 				delete(b.next.Releasing, uid)
 			}
 			continue
@@ -43,7 +44,7 @@ func (b *books) startReleases() {
 		if _, begun := b.next.Releasing[m.UID]; begun {
 			continue
 		}
-		if !Alive(m) || b.Group.Has(eligibility.Paused) { // a deletion could not be taken back, and a move loses it
+		if !Alive(m) || b.Group.Has(eligibility.Paused) { // a deletion cannot be undone, and a move loses it
 			continue
 		}
 		if b.release(m, Release{Claim: c.Spec.ClaimID, Drained: c.Status.Drained}) {
@@ -56,9 +57,10 @@ func (b *books) startReleases() {
 	b.resumeReleases()
 }
 
-// resumeReleases enters the Machines that no claim has and that the finalizer says were being released, although they live and the
-// ledger does not record them: a move or a restore makes Machines again without their deletion and under another UID. Nothing
-// else would ever take them, as nothing but their release takes that finalizer off.
+// resumeReleases records the release of Machines that carry the release finalizer, but live and
+// have neither a claim nor a record. A move or a restore creates Machines again without their
+// deletion and under another UID. Only their release takes the finalizer off, so nothing else would
+// ever remove them.
 func (b *books) resumeReleases() {
 	if !b.mayShrink() {
 		return
@@ -70,8 +72,8 @@ func (b *books) resumeReleases() {
 	}
 }
 
-// handsOver reports whether a Machine whose claim is released should be kept for the next claim instead of being deleted:
-// it is on its way and certainly has no Node yet. That its Node was drained proves that there is one.
+// handsOver reports whether a released claim's Machine is kept for the next claim: it is on its way
+// and certainly has no Node yet. A drained Node proves that there is one.
 func (s *Snapshot) handsOver(m *clusterv1.Machine) bool {
 	if !Alive(m) || Held(m) || !s.nodeless(m) || Outdated(m) || s.hopeless(m) {
 		return false
@@ -83,27 +85,28 @@ func (s *Snapshot) handsOver(m *clusterv1.Machine) bool {
 	return !marked
 }
 
-// giveBacks lowers replicas for the Machines that are held by our finalizer only, their instance gone, and drops the records of Machines
-// that are gone.
+// giveBacks lowers replicas for Machines whose instance is gone and that only our finalizer keeps,
+// and drops the records of Machines that are gone.
 func (b *books) giveBacks() {
 	var ready []types.UID
 	for uid, r := range b.next.Releasing {
 		if b.deleted() && r.Set != "" {
-			// All of it goes, and Cluster API must not be paused for that.
+			// The whole group is being deleted, and Cluster API must not be paused for that.
 			b.giveBack(uid)
 		}
 		m := b.machine(uid)
 		switch {
 		case m == nil:
-			// Marked: done. Not marked: somebody else removed it, its replacement is a spare. Under pause the lowering
-			// is completed below all the same, as the MachineSet may have been lowered already.
+			// If given back, the release is done. Otherwise another actor removed the Machine, and
+			// its replacement is a spare. Under pause the lowering is completed below all the same,
+			// because the MachineSet may have been lowered already.
 			if r.GivenBack || r.Set == "" {
 				delete(b.next.Releasing, uid)
 			} else {
 				ready = append(ready, uid)
 			}
 		case !r.GivenBack && DeletionCompleted(m):
-			if SetOf(m) == "" && r.Set == "" { // its MachineSet was deleted and left it behind: nothing counts it
+			if SetOf(m) == "" && r.Set == "" { // its MachineSet was deleted and orphaned it: it has no replica
 				b.giveBack(uid)
 				continue
 			}
@@ -122,10 +125,10 @@ func (b *books) giveBacks() {
 	})
 	if sole {
 		if b.Deployment.Status.ObservedGeneration < b.Deployment.Generation {
-			return // a template change that is not observed yet would make it the wrong variant
+			return // a template change that was not observed yet would make this the wrong variant
 		}
-		// Those beyond the MachineSet's replicas a human's lowering has taken already: to lower once more would have Cluster API
-		// choose a Machine.
+		// Another writer's lowering has already taken the Machines beyond the MachineSet's
+		// replicas. Lowering again would have Cluster API choose another Machine.
 		taken := -ReplicasOf(active[0])
 		for _, m := range b.Machines {
 			if SetOf(m) == active[0].Name && !b.next.Releasing[m.UID].GivenBack {
@@ -142,9 +145,9 @@ func (b *books) giveBacks() {
 	b.giveBackPaused(ready)
 }
 
-// dateGiveBacks notes which generation carries the replicas that this decision gives back. When claims entered in the same
-// write take as many, spec does not change and no new generation comes: the present one is right then, as the MachineSets
-// need not change either.
+// dateGiveBacks records the generation that carries the replicas given back by this decision. If
+// claims entered in the same write take as many replicas, spec does not change and there is no new
+// generation. The present generation is right then, because the MachineSets need not change either.
 func (b *books) dateGiveBacks() {
 	generation := b.Deployment.Generation
 	if b.d.Replicas != b.Group.Replicas {
@@ -158,7 +161,8 @@ func (b *books) dateGiveBacks() {
 	}
 }
 
-// mayDelete reports whether no live claim has the Machine: its own was released, or there is none.
+// mayDelete reports whether no live claim has the Machine: its claim is being released or has
+// ended, or it has none.
 func (s *Snapshot) mayDelete(m *clusterv1.Machine) bool {
 	id := ClaimOf(m)
 	if s.orphaned(id) {

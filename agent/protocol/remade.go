@@ -10,35 +10,40 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
-// A move to another hub, and a restore from a backup, make every object again: with its spec and its annotations, under another UID,
-// without a status and without its deletion. What was known by a UID is found again by its name, what was in a status by what the ledger
-// and the labels say.
+// A move to another hub, or a restore from a backup, creates every object again with its spec and
+// annotations, but with another UID, without a status and without its deletion. Objects that were
+// known by UID are found again by name. State that was in a status is restored from the ledger and
+// the labels.
 
 const (
-	// remadeSettles is how long after the youngest of them was made again the objects of a Cluster that was not paused meanwhile may
-	// still be coming.
+	// remadeSettles is how long objects of a Cluster that is not paused may still be arriving after
+	// the youngest of them was created again.
 	remadeSettles = 30 * time.Second
-	// SuspendedLook is how soon a held group is read again: the end of a pause need not change any of the group's objects.
+	// SuspendedLook is how soon a held group is read again, because the end of a pause need not
+	// change any of the group's objects.
 	SuspendedLook = 10 * time.Second
 )
 
-// Carried reports whether a claim was made again together with its Cluster, the present UID of which is given, and has lost its status
-// with that. It says neither what the claim had nor whether it had ended.
+// Carried reports whether a claim was created again together with its Cluster, and lost its status
+// with that. cluster is the present UID of the Cluster. Such a claim shows neither what it had nor
+// whether it had ended.
 func Carried(c *v1alpha1.MachineClaim, cluster types.UID) bool {
 	return c.Status.Phase == "" && c.Spec.NodeGroup != "" && c.Spec.ClusterUID != "" && cluster != "" && c.Spec.ClusterUID != cluster
 }
 
-// carried is [Carried]. Claims of older agents do not say of which life of the Cluster they are; the ledger beside them does.
+// carried is [Carried] that also covers claims of older agents. Those do not record the UID of
+// their Cluster, so the ledger decides.
 func (s *Snapshot) carried(c *v1alpha1.MachineClaim) bool {
 	return Carried(c, s.ClusterUID) || c.Status.Phase == "" && c.Spec.NodeGroup != "" && c.Spec.ClusterUID == "" && s.moved()
 }
 
-// moved reports whether the ledger was last written for the MachineDeployment as it was before it was moved or restored.
+// moved reports whether the ledger was last written for the MachineDeployment as it was before it
+// was moved or restored.
 func (s *Snapshot) moved() bool {
 	return s.Ledger != nil && s.Ledger.UID != "" && s.Deployment.UID != "" && s.Ledger.UID != s.Deployment.UID
 }
 
-// rename has the ledger of a MachineDeployment that was moved speak of its Machines by the UIDs that they have now.
+// rename rewrites the ledger of a moved MachineDeployment with the present UIDs of its Machines.
 func (s *Snapshot) rename() {
 	if !s.moved() {
 		return
@@ -59,8 +64,8 @@ func (s *Snapshot) rename() {
 			r.LoweredAs = uid
 		}
 		if r.GivenBack {
-			// It lives again, and takes a replica. If Cluster API has seen to it by itself already, the number that the MachineDeployment began
-			// with is the lowered one.
+			// The Machine lives again and takes a replica. If Cluster API has removed it by itself
+			// already, the MachineDeployment began with the lowered number.
 			r.GivenBack, r.Generation = !Alive(m), s.Deployment.Generation
 		}
 		delete(l.Releasing, uid)
@@ -75,7 +80,8 @@ func (s *Snapshot) rename() {
 	s.Ledger = l
 }
 
-// Lacks reports whether the claims or the ledger speak of a Machine, or the ledger of a claim, that is not among those that were read.
+// Lacks reports whether the snapshot misses a Machine that the claims or the ledger refer to, or a
+// claim that the ledger refers to.
 func (s *Snapshot) Lacks() bool {
 	machines := make(map[types.UID]bool, len(s.Machines))
 	for _, m := range s.Machines {
@@ -109,14 +115,15 @@ func (s *Snapshot) Lacks() bool {
 	return false
 }
 
-// Reported reports whether the claim's holder says with its live sets whether the claim lives. One that is released, or returns its Machine, does
-// not depend on that.
+// Reported reports whether live sets of the claim's holder decide whether the claim lives. They do
+// not for a claim that is being released or returns its Machine.
 func Reported(c *v1alpha1.MachineClaim) bool {
 	return c.Spec.Spoke != "" && (c.CurrentPhase() == v1alpha1.PhasePending || c.CurrentPhase() == v1alpha1.PhaseBound && !c.Returns())
 }
 
-// held says why nothing is ordered and nothing removed until the world has been seen whole again, nil when it has: the Cluster is paused,
-// or it was moved or restored, and it is not known yet what its claims have, or their holder has not said since which of them live.
+// held returns why nothing is ordered and nothing removed, nil when nothing holds the group. A
+// group is held while its Cluster is paused. After a move or a restore it is held until it is known
+// what its claims have and their holder has reported which of them live.
 func (s *Snapshot) held() *eligibility.Refusal {
 	switch {
 	case s.Group.Suspended:
@@ -137,8 +144,9 @@ func (s *Snapshot) remade(and string) *eligibility.Refusal {
 	}
 }
 
-// wait is the decision while something holds the group: claims that were never entered are refused, and those that lost their status get
-// it again, unless the Cluster is paused: not all of its objects need be there.
+// wait returns the decision while the group is held. Claims that were never entered are refused.
+// Claims that lost their status get it again, unless the Cluster is paused, because then not all of
+// its objects need to be there.
 func (s *Snapshot) wait(why *eligibility.Refusal) *Decision {
 	d := &Decision{Refused: map[string]eligibility.Refusal{}, Queued: map[string]bool{}, Held: true}
 	d.Wake(SuspendedLook)
@@ -169,8 +177,8 @@ func (s *Snapshot) entered(c *v1alpha1.MachineClaim) bool {
 	return entered
 }
 
-// actOnCarried gives a claim that was carried over its status again: what it has is known from its Machine's label and from the ledger.
-// One that neither knows had ended, or had nothing yet.
+// actOnCarried restores the status of a claim that was carried over, from its Machine's label and
+// from the ledger. A claim that neither knows had ended or had nothing yet.
 func (s *Snapshot) actOnCarried(d *Decision, c *v1alpha1.MachineClaim) {
 	switch {
 	case s.labelled(c.Spec.ClaimID) != nil:
@@ -192,7 +200,8 @@ func (s *Snapshot) actOnCarried(d *Decision, c *v1alpha1.MachineClaim) {
 	}
 }
 
-// restore is the action for a claim that has the Machine with its label and does not say so.
+// restore returns the action for a claim whose label a Machine carries, but whose status does not
+// show it.
 func (s *Snapshot) restore(c *v1alpha1.MachineClaim) Action {
 	m := s.labelled(c.Spec.ClaimID)
 	a := Action{

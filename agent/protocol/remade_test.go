@@ -14,7 +14,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
-// movedScene is a group right after a move: the ledger is that of the MachineDeployment as it was, and the holder has said since who lives.
+// movedScene is a group right after a move: the ledger is that of the MachineDeployment before it,
+// and the holder has reported its live claims since.
 func movedScene(replicas int32, ledger *Ledger) *Snapshot {
 	ledger.Version, ledger.UID, ledger.LastReplicas = 1, "before", replicas
 	s := scene(replicas, ledger)
@@ -32,7 +33,7 @@ func (s *Snapshot) withCarried(id string) *Snapshot {
 	return s
 }
 
-// A Cluster that is paused may be on its way to another hub: its Machines go first, then its claims.
+// A paused Cluster may be on its way to another hub. Its Machines go first, then its claims.
 func TestNothingIsConcludedWhileTheClusterIsPaused(t *testing.T) {
 	s := scene(2, &Ledger{
 		Version: 1, LastReplicas: 2,
@@ -162,7 +163,7 @@ func TestNothingIsOrderedAndNothingRemovedBeforeTheHolderHasSaidWhoLives(t *test
 	assert.NotNil(t, Decide(alone).Ledger, "a holder that never says who lives is not waited for")
 }
 
-// Whoever deletes a Cluster that was moved does not wait for its shim, which may be gone as well.
+// The deletion of a moved Cluster does not wait for its shim, which may be gone as well.
 func TestAGroupThatIsDeletedWaitsForNoHolder(t *testing.T) {
 	s := movedScene(1, &Ledger{Releasing: map[types.UID]Release{"old": {Machine: "m", Claim: "c"}}}).
 		withMachine("m", "c", func(m *clusterv1.Machine) {
@@ -177,7 +178,8 @@ func TestAGroupThatIsDeletedWaitsForNoHolder(t *testing.T) {
 	assert.Contains(t, kinds(Decide(s)), LetGo)
 }
 
-// Backups may leave claims out: they are made again from their Machines' labels, and are no news that could be refused.
+// Backups may leave claims out. Those are recreated from their Machines' labels, and are not new
+// claims that could be refused.
 func TestAClaimThatWasLeftBehindIsMadeAgainWhileTheHolderIsWaitedFor(t *testing.T) {
 	s := movedScene(2, &Ledger{}).withMachine("lost", "lost", node).withMachine("again", "again", node).
 		withClaim("again", "", "").withCarried("other")
@@ -188,7 +190,7 @@ func TestAClaimThatWasLeftBehindIsMadeAgainWhileTheHolderIsWaitedFor(t *testing.
 	assert.Empty(t, d.Refused)
 }
 
-// The MachineSet was lowered for the Machine under the UID that it had then.
+// The MachineSet was lowered for the Machine under its former UID.
 func TestAMachineSetThatWasLoweredBeforeAMoveIsNotLoweredAgain(t *testing.T) {
 	one, two := int32(1), int32(2)
 	s := movedScene(3, &Ledger{Releasing: map[types.UID]Release{"old": {Machine: "m", Claim: "c", Set: "small-a"}}}).

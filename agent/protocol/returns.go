@@ -9,15 +9,16 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
-// A claim can end without its Machine: its holder returns the Machine to the user, who has one more from then on. Replicas stay. One ledger write
-// raises the floor and records the Machine; then the claim's label comes off and the claim ends; then the record goes. The record outlives a move
-// and a restore, which lose the claim's status. An agent that knows nothing of this sees a claim that is Bound, and later a ledger that is newer
-// than it knows.
+// A claim can end without its Machine: its holder returns the Machine to the user, who owns one
+// more from then on. Replicas do not change. One ledger write raises the floor and records the
+// Machine. Then the claim's label comes off and the claim ends. Then the record is dropped. The
+// record survives a move and a restore, which lose the claim's status. Agents that do not support
+// this see a Bound claim at first, and later a ledger of a newer version.
 
 // returned is the message of a claim that ended because it returned its Machine.
 const returned = "its Machine is the user's now"
 
-// startReturns gives the floor the Machines that their claims return.
+// startReturns adds to the floor the Machines that their claims return.
 func (b *books) startReturns() {
 	for _, c := range b.Claims {
 		if !c.Returns() || c.Status.Machine == nil {
@@ -41,7 +42,8 @@ func (b *books) startReturns() {
 	}
 }
 
-// mayReturn reports whether the Machine is still the claim's to return: it carries the claim's label, or another writer took that off.
+// mayReturn reports whether the claim still has the Machine: it carries the claim's label, or
+// another writer took that off.
 func (b *books) mayReturn(c *v1alpha1.MachineClaim, m *clusterv1.Machine) bool {
 	_, entered := b.next.Pending[c.Spec.ClaimID]
 	switch ClaimOf(m) {
@@ -53,7 +55,8 @@ func (b *books) mayReturn(c *v1alpha1.MachineClaim, m *clusterv1.Machine) bool {
 	return false
 }
 
-// dropReturns forgets the records whose claims have ended or are gone, once the label is off, and those of Machines with another claim's label.
+// dropReturns drops the records whose claims have ended or are gone, once the label is off, and
+// those of Machines with another claim's label.
 func (b *books) dropReturns() {
 	for uid, r := range b.next.Returning {
 		label := ""
@@ -68,13 +71,15 @@ func (b *books) dropReturns() {
 	}
 }
 
-// returned reports whether the next ledger records the Machine as returned: the floor has it, whatever its label says.
+// returned reports whether the next ledger records the Machine as returned. The floor has it then,
+// whatever its label.
 func (b *books) returned(machine types.UID) bool {
 	_, yes := b.next.Returning[machine]
 	return yes
 }
 
-// returning reports whether the snapshot's ledger records that the Machine was returned by the claim whose label it still carries.
+// returning reports whether the snapshot's ledger records that the Machine was returned by the
+// claim whose label it still carries.
 func (s *Snapshot) returning(m *clusterv1.Machine) bool {
 	if s.Ledger == nil {
 		return false
@@ -88,8 +93,9 @@ func (s *Snapshot) recordsReturn(c *v1alpha1.MachineClaim) bool {
 	return s.Ledger != nil && lo.SomeBy(lo.Values(s.Ledger.Returning), func(r Returned) bool { return r.Claim == c.Spec.ClaimID })
 }
 
-// actOnReturned ends a claim that has returned its Machine, once that does not carry its label any more. It reports false for a claim that is
-// treated like any other: one that returns nothing, or whose Machine was lost before the ledger recorded the return.
+// actOnReturned ends a claim that has returned its Machine, once the Machine does not carry its
+// label any more. It returns false for a claim that is treated like any other: one that returns
+// nothing, or whose Machine was lost before the ledger recorded the return.
 func (s *Snapshot) actOnReturned(d *Decision, c *v1alpha1.MachineClaim, m *clusterv1.Machine, named Named, entered bool) (done bool) {
 	if s.recordsReturn(c) {
 		switch labelled := s.labelled(c.Spec.ClaimID); {

@@ -16,7 +16,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
-// returning is a group in which the user owns one of two Machines, and the other one's claim returns it.
+// returning is a group in which the user owns one of two Machines, and the claim of the other one
+// returns it.
 func returning() *Snapshot {
 	s := scene(2, &Ledger{Version: 1, Seq: 4, LastReplicas: 2, Floor: 1}).
 		withMachine("mine", "", node).withMachine("b", "c", node).withClaim("c", v1alpha1.PhaseBound, "b")
@@ -63,7 +64,7 @@ func TestTheLabelComesOffOnceTheLedgerHasTheReturn(t *testing.T) {
 	assert.Equal(t, ReasonReturned, d.Actions[0].Event.Reason)
 
 	s = unlabelled()
-	s.Claims = nil // lists leave out what has ended
+	s.Claims = nil // lists leave out ended claims
 	d = Decide(s)
 	require.NotNil(t, d.Ledger)
 	assert.Empty(t, d.Ledger.Returning)
@@ -72,7 +73,8 @@ func TestTheLabelComesOffOnceTheLedgerHasTheReturn(t *testing.T) {
 	assert.Empty(t, d.Actions)
 }
 
-// A person may lower replicas by the Machine that was returned, whatever has become of its claim meanwhile.
+// A person may lower replicas by the Machine that was returned, whatever has happened to its claim
+// meanwhile.
 func TestAReturnedMachineCountsForNoClaim(t *testing.T) {
 	for name, lose := range map[string]func(*Snapshot){
 		"nothing":           func(*Snapshot) {},
@@ -95,7 +97,7 @@ func unlabelled() *Snapshot {
 	return s
 }
 
-// A user who has no more than the min size keeps it, and has one more than that.
+// A user who has no more than the min size keeps that many, and gains one.
 func TestAReturnedMachineIsBeyondTheMinSize(t *testing.T) {
 	s := returning()
 	s.Ledger.Floor, s.Ledger.Min, s.Group.Min = 0, 1, 1
@@ -106,7 +108,7 @@ func TestAReturnedMachineIsBeyondTheMinSize(t *testing.T) {
 	assert.False(t, d.Spare)
 }
 
-// What the max size left no room for, the user does not have.
+// Replicas that the max size left no room for are not the user's.
 func TestAReturnedMachineFillsTheMinSize(t *testing.T) {
 	s := returning()
 	s.Ledger.Min, s.Group.Min, s.Group.Max = 2, 2, new(int32(2))
@@ -179,7 +181,8 @@ func TestAReturnedMachineThatIsDeletedCountsOnce(t *testing.T) {
 	assert.Equal(t, []ActionKind{End}, kinds(Decide(s)))
 }
 
-// The record of a Machine that is gone keeps no mark of the floor's from counting.
+// The record of a Machine that is gone does not displace another Machine that is marked as the
+// floor's.
 func TestAReturnedMachineThatIsGoneTakesNoPlaceOfTheFloor(t *testing.T) {
 	s := recorded()
 	s.Machines = s.Machines[:1]
@@ -192,7 +195,8 @@ func TestAReturnedMachineThatIsGoneTakesNoPlaceOfTheFloor(t *testing.T) {
 	assert.Equal(t, ofFloor, b.class(s.Machines[1]))
 }
 
-// A holder was told that its Machine stays: where the floor has become smaller than the number of marks, an older one goes.
+// The holder was promised that its Machine stays. If the floor has fewer Machines than there are
+// marks, an older one goes.
 func TestAReturnedMachineStaysBeforeOlderOnesOfTheFloor(t *testing.T) {
 	s := scene(3, &Ledger{Version: 1, Seq: 4, LastReplicas: 3, Floor: 2}).
 		withMachine("y1", "", node).withMachine("y2", "", node).withMachine("c", "", node)
@@ -206,7 +210,7 @@ func TestAReturnedMachineStaysBeforeOlderOnesOfTheFloor(t *testing.T) {
 	assert.Equal(t, []types.UID{"y2"}, slices.Collect(maps.Keys(d.Ledger.Releasing)))
 }
 
-// Replicas that failed Machines have, which are kept, are not the user's.
+// Replicas of failed Machines that are kept are not the user's.
 func TestAReturnCountsEveryOtherReplica(t *testing.T) {
 	s := returning()
 	s.withMachine("failed", "f", node).withClaim("f", v1alpha1.PhaseReleasing, "failed")
@@ -218,14 +222,14 @@ func TestAReturnCountsEveryOtherReplica(t *testing.T) {
 	assert.Equal(t, int32(2), d.Ledger.Floor)
 }
 
-// The claim's object is lost with the ledger's record in place: it is not made again.
+// The claim's object is lost while the ledger's record exists: it is not recreated.
 func TestTheClaimOfAReturnedMachineIsNotRecreated(t *testing.T) {
 	s := recorded()
 	s.Claims, s.Lost = nil, map[string]*clusterv1.Machine{"c": s.Machines[1]}
 	assert.Equal(t, []ActionKind{Return}, kinds(Decide(s)))
 }
 
-// movedOn is the group after a move to another hub: with another UID everywhere, and no status.
+// movedOn is the group after a move to another hub, with new UIDs everywhere and no status.
 func movedOn(s *Snapshot) *Snapshot {
 	s.Deployment.UID, s.Ledger.UID, s.Synced = "new", "old", true
 	s.ClusterUID = "new"
@@ -254,7 +258,7 @@ func TestAReturnGoesOnAfterAMove(t *testing.T) {
 	assert.Equal(t, ReasonReturned, d.Actions[0].Event.Reason)
 }
 
-// Its owner is about to go, and no live set decides about it.
+// The claim's owner is about to go, and no live set decides about it.
 func TestAReturnWaitsForNoLiveSetAfterAMove(t *testing.T) {
 	s := movedOn(recorded())
 	s.Synced = false
@@ -267,7 +271,7 @@ func TestAReturnWaitsForNoLiveSetAfterAMove(t *testing.T) {
 	assert.Equal(t, []ActionKind{Return}, kinds(d))
 }
 
-// A release that is asked for while the claim's status is lost takes nothing of the user's.
+// A release that is requested while the claim's status is lost takes nothing from the user.
 func TestAReturnedMachineIsNotReleased(t *testing.T) {
 	for _, s := range []*Snapshot{recorded(), unlabelled()} {
 		s.Claims[0].Status.Phase, s.Claims[0].Status.Returned = v1alpha1.PhaseReleasing, false
@@ -282,7 +286,8 @@ func TestAReturnedMachineIsNotReleased(t *testing.T) {
 	}
 }
 
-// If another writer removes the label before the ledger records the return, the Machine is returned all the same.
+// If another writer removes the label before the ledger records the return, the Machine is returned
+// nevertheless.
 func TestAMachineIsReturnedWithoutItsLabel(t *testing.T) {
 	s := returning()
 	s.Machines[1].Labels = nil
@@ -292,7 +297,7 @@ func TestAMachineIsReturnedWithoutItsLabel(t *testing.T) {
 	assert.Equal(t, map[types.UID]Returned{"b": {Machine: "b", Claim: "c"}}, d.Ledger.Returning)
 	assert.NotContains(t, kinds(d), End)
 
-	// The record was lost once the Machine had its mark: the floor has it already.
+	// The record was lost after the Machine got its mark: the floor has it already.
 	s = returning()
 	s.Ledger.Floor, s.Machines[1].Labels, s.Machines[1].Annotations = 2, nil, unlabelled().Machines[1].Annotations
 	d = Decide(s)
@@ -306,7 +311,7 @@ func TestAMachineThatIsBeingReturnedIsNotAdopted(t *testing.T) {
 	assert.Equal(t, eligibility.NotAdoptable, Decide(s).Refused["next"].Reason)
 }
 
-// A mark says which Machine a person, or the cluster-autoscaler, is about to remove.
+// The mark shows which Machine a person or the cluster-autoscaler is about to remove.
 func TestAMachineThatIsToBeRemovedIsAdoptedOnlyByAClaimThatNeedsIt(t *testing.T) {
 	for _, spare := range []bool{true, false} {
 		s := scene(1, &Ledger{Version: 1, Seq: 4, LastReplicas: 1, Floor: 1}).withMachine("m", "", node).withClaim("c", v1alpha1.PhasePending, "")
@@ -331,7 +336,8 @@ func TestAMachineOfAGroupThatIsGoneIsReturnedWithoutALedger(t *testing.T) {
 	assert.Empty(t, kinds(DecideGone(s)), "it goes with the group")
 }
 
-// The ledger was wiped between its write and the end of the label: the floor is what the claims do not explain, and the return begins anew.
+// The ledger was wiped after its write and before the label came off. The floor is what the claims
+// do not explain, and the return begins again.
 func TestAReturnAfterTheLedgerWasWipedRaisesTheFloorOnce(t *testing.T) {
 	s := returning()
 	s.Ledger = nil

@@ -17,7 +17,8 @@ const (
 	clusterName = "workload"
 )
 
-// inspect has Cluster API state that it looked for the Machine's node, as it does while there is none.
+// inspect makes Cluster API state that it looked for the Machine's Node, as it does while there is
+// none.
 func inspect(m *clusterv1.Machine) {
 	meta.SetStatusCondition(&m.Status.Conditions, metav1.Condition{
 		Type: clusterv1.MachineNodeReadyCondition, Status: metav1.ConditionUnknown, Reason: clusterv1.MachineNodeInspectionFailedReason,
@@ -95,7 +96,7 @@ func node(m *clusterv1.Machine) {
 	m.Spec.ProviderID, m.Status.NodeRef.Name = "sim://"+m.Name, "node-"+m.Name
 }
 
-// booting is a Machine with an instance whose Node Cluster API looks for in vain.
+// booting is a Machine with an instance whose Node Cluster API has not found.
 func booting(m *clusterv1.Machine) {
 	m.Spec.ProviderID = "sim://" + m.Name
 	inspect(m)

@@ -12,7 +12,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
-// sized is a group of ten running Machines that nobody claims, kept by a min size of ten, with these sizes written on it now.
+// sized is a group of ten running, unclaimed Machines that a min size of ten kept, with the given
+// size annotations now.
 func sized(sizes map[string]string) *Snapshot {
 	s := scene(10, &Ledger{Version: 1, Seq: 1, Min: 10, LastReplicas: 10})
 	s.Deployment.Annotations = sizes
@@ -45,11 +46,11 @@ func TestAMistypedSizeRemovesNoMachine(t *testing.T) {
 	}
 }
 
-// Which Machines are spares is not certain while a size cannot be used.
+// It is not certain which Machines are spares while a size cannot be used.
 func TestNoSpareIsRemovedWhileASizeCannotBeUsed(t *testing.T) {
 	for size, removed := range map[string]int{"8": 2, "eight": 0} {
 		s := sized(map[string]string{clusterv1.AutoscalerMinSizeAnnotation: size})
-		s.Ledger.Min = 8 // as it was last read
+		s.Ledger.Min = 8 // as last read
 		d := Decide(s)
 		if removed == 0 {
 			assert.Nil(t, d.Ledger, "min size %q", size)
@@ -60,7 +61,7 @@ func TestNoSpareIsRemovedWhileASizeCannotBeUsed(t *testing.T) {
 	}
 }
 
-// The control of both: a smaller min size that can be read is what the user wants.
+// The control for both: a smaller min size that can be read is what the user wants.
 func TestASmallerMinSizeIsFollowed(t *testing.T) {
 	d := Decide(sized(map[string]string{clusterv1.AutoscalerMinSizeAnnotation: "8"}))
 	require.NotNil(t, d.Ledger)
@@ -95,7 +96,7 @@ func TestAClaimIsRefusedWhileASizeCannotBeUsed(t *testing.T) {
 	assert.Equal(t, int32(10), d.Replicas)
 }
 
-// A group that nobody has claimed from is brought up to its min size as well.
+// A group without any claim is raised to its min size as well.
 func TestReplicasAreRaisedToTheMinSizeWithoutAClaim(t *testing.T) {
 	s := scene(1, nil).withMachine("a", "", node)
 	s.Group.Min = 3
@@ -110,7 +111,8 @@ func TestReplicasAreRaisedToTheMinSizeWithoutAClaim(t *testing.T) {
 	assert.Nil(t, Decide(s).Ledger, "the group did not opt in")
 }
 
-// The reasons against a group are independent: the user who took the opt-in label off and then paused the group has paused it.
+// The refusals of a group are independent: a group whose opt-in label was removed before it was
+// paused is paused.
 func TestAPauseIsRespectedWhateverElseIsWrong(t *testing.T) {
 	for _, other := range []eligibility.Reason{eligibility.NotMember, eligibility.Deleting, eligibility.CoolingDown} {
 		s := scene(1, &Ledger{Version: 1, Seq: 1, LastReplicas: 1}).withMachine("a", "", node)
@@ -122,7 +124,8 @@ func TestAPauseIsRespectedWhateverElseIsWrong(t *testing.T) {
 	}
 }
 
-// While a topology sets the replicas, raising them would have Cluster API remove Machines of its choice when they are set back.
+// While a topology sets the replicas, it would set raised replicas back, and Cluster API would
+// remove Machines of its choice.
 func TestNothingIsRaisedWhereAnotherOwnerSetsTheReplicas(t *testing.T) {
 	s := scene(1, &Ledger{Version: 1, Seq: 1, Floor: 1, LastReplicas: 1}).
 		withMachine("a", "", node).withMachine("m", "c", node).withClaim("c", v1alpha1.PhaseBound, "m")

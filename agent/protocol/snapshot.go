@@ -14,57 +14,63 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
-// Snapshot is one reading of a node group. The MachineDeployment, and with it the ledger, was read first; claims, Machines
-// and MachineSets after it (rule R1).
+// Snapshot is one reading of a node group. The MachineDeployment, and with it the ledger, is read
+// first, then claims, Machines and MachineSets (rule R1).
 type Snapshot struct {
-	// Deployment is the MachineDeployment, Group what it and its Cluster allow.
+	// Deployment is the MachineDeployment. Group is what it and its Cluster allow.
 	Deployment *clusterv1.MachineDeployment
 	Group      eligibility.Group
-	// Ledger is the MachineDeployment's; nil when it has none that can be used.
+	// Ledger is the MachineDeployment's ledger; nil when it has no usable one.
 	Ledger *Ledger
-	// Claims are those of this node group that have not ended, and ended ones that a Machine is still labelled with.
+	// Claims are the claims of this node group that have not ended, and ended ones whose label a
+	// Machine still carries.
 	Claims   []*v1alpha1.MachineClaim
 	Machines []*clusterv1.Machine
 	Sets     []*clusterv1.MachineSet
-	// Lost holds Machines by the id of the claim that they are labelled with and that has no object any more.
+	// Lost holds the Machines whose label names a claim without an object, by claim id.
 	Lost map[string]*clusterv1.Machine
-	// Foreign are claims of a MachineDeployment of another Cluster that had this one's name before, Strays their Machines.
+	// Foreign are claims of a former MachineDeployment of this name in another Cluster. Strays are
+	// their Machines.
 	Foreign []*v1alpha1.MachineClaim
 	Strays  []*clusterv1.Machine
 	// ClusterUID is the present UID of the Cluster; empty when it is not known.
 	ClusterUID types.UID
-	// Synced reports that each of the claims that are [Reported] has been decided by a live set of its holder.
+	// Synced reports that live sets of the holder have decided about every [Reported] claim.
 	Synced bool
-	// Unregistered reports whether the holder reported that the Node of this provider ID still carries the unregistered taint.
+	// Unregistered reports whether the holder reported that the Node with this provider ID still
+	// carries the unregistered taint.
 	Unregistered func(providerID string) bool
 
 	// Now is the time of the reading by the agent's clock.
 	Now time.Time
 	// Started is when this process began; zero means long ago.
 	Started time.Time
-	// SpareSince is when this process first saw the spare that there is now; zero when there was none.
+	// SpareSince is when this process first saw the present spare; zero when there was none.
 	SpareSince time.Time
 	// SpareGrace is how long a spare is kept for the next claim.
 	SpareGrace time.Duration
 	// Failure defines when a Machine is given up.
 	Failure Failure
-	// Reports are what infrastructure objects say themselves, by the UIDs of Machines for which [Failure.See] names a condition.
+	// Reports holds the conditions of infrastructure objects that [Failure.See] names, by the UID
+	// of the Machine.
 	Reports map[types.UID]Report
 	// LedgerBudget is how many bytes all entries of the ledger may take; zero means [LedgerBudget].
 	LedgerBudget int
 
-	// former are claims that were entered for a MachineDeployment that had this one's name before and of which nothing is left.
+	// former are claims that were entered for a former MachineDeployment of this name and wait for
+	// a Machine from it.
 	former []*v1alpha1.MachineClaim
-	// What index makes known by its id. Holders are the claims that live and state that they have the Machine.
+	// Filled by index. holders maps the UID of a Machine to the live claim that has it by its
+	// status.
 	byUID   map[types.UID]*clusterv1.Machine
 	byLabel map[string]*clusterv1.Machine
 	holders map[types.UID]string
 	byID    map[string]*v1alpha1.MachineClaim
-	// longest is the longest time that a claim wants to wait for its Machine; zero if none says.
+	// longest is the longest time that a claim asks to wait for its Machine; zero if none does.
 	longest time.Duration
 }
 
-// prepare orders what the decision depends on, so that two agents decide alike, and makes it known by id.
+// prepare sorts claims and Machines, so that two agents decide alike, and indexes them.
 func (s *Snapshot) prepare() {
 	defer func() {
 		s.index()
@@ -85,7 +91,7 @@ func (s *Snapshot) prepare() {
 	})
 }
 
-// index makes claims and Machines known by their ids.
+// index fills the maps from ids to claims and Machines.
 func (s *Snapshot) index() {
 	s.byUID = make(map[types.UID]*clusterv1.Machine, len(s.Machines)+len(s.Strays))
 	for _, m := range s.Strays {
@@ -109,7 +115,7 @@ func (s *Snapshot) index() {
 	}
 }
 
-// Seq returns the ledger's, zero when there is none.
+// Seq returns the ledger's seq, zero when there is no ledger.
 func (s *Snapshot) Seq() int64 {
 	if s.Ledger == nil {
 		return 0
@@ -117,11 +123,11 @@ func (s *Snapshot) Seq() int64 {
 	return s.Ledger.Seq
 }
 
-// separate takes out the claims that wait for a MachineDeployment that is no more: one that has its name was made, with replicas that
-// are not theirs.
+// separate moves claims to former that wait for a MachineDeployment that no longer exists. Another
+// one with its name has been made, whose replicas are not theirs.
 func (s *Snapshot) separate() {
 	if s.Deployment.UID == "" {
-		return // it is gone, and no other one is there
+		return // it is gone, and no other has its name
 	}
 	s.Claims = slices.DeleteFunc(s.Claims, func(c *v1alpha1.MachineClaim) bool {
 		id := c.Spec.ClaimID
@@ -130,7 +136,7 @@ func (s *Snapshot) separate() {
 		}
 		if s.Ledger != nil {
 			if _, entered := s.Ledger.Pending[id]; entered {
-				return false // that MachineDeployment was moved, and this is it
+				return false // the MachineDeployment was moved, and this is it
 			}
 		}
 		s.former = append(s.former, c)
@@ -139,14 +145,15 @@ func (s *Snapshot) separate() {
 	})
 }
 
-// leftBehind reports whether a claim had its Machine from a MachineDeployment that is no more, and lost it with that.
+// leftBehind reports whether a claim had its Machine from a MachineDeployment that no longer
+// exists, and lost the Machine with it.
 func (s *Snapshot) leftBehind(c *v1alpha1.MachineClaim) bool {
 	return c.Status.NodeGroupUID != "" && c.Status.NodeGroupUID != s.Deployment.UID && s.machine(c.Status.Machine.UID) == nil
 }
 
-// MadeAgain reports whether the ledger is one that was put on a MachineDeployment when that was made again in place of another:
-// claims that were entered in the other one's are still there. Of a MachineDeployment that was moved, or restored, there are none: its
-// ledger is its own.
+// MadeAgain reports whether the ledger came with a MachineDeployment that was deleted and made
+// again: claims that were entered under the ledger's UID still exist. A MachineDeployment that was
+// moved or restored has no such claims, and its ledger is its own.
 func (s *Snapshot) MadeAgain() bool {
 	if s.Ledger == nil || s.Ledger.UID == "" || s.Ledger.UID == s.Deployment.UID {
 		return false
@@ -166,13 +173,14 @@ func (s *Snapshot) named(name string) *clusterv1.Machine {
 	return nil
 }
 
-// Claim returns the claim of that id, or nil. The snapshot was decided from before.
+// Claim returns the claim with that id, or nil. The snapshot must have been passed to [Decide]
+// before.
 func (s *Snapshot) Claim(id string) *v1alpha1.MachineClaim { return s.byID[id] }
 
 // labelled returns the Machine that carries the claim's label, or nil.
 func (s *Snapshot) labelled(claimID string) *clusterv1.Machine { return s.byLabel[claimID] }
 
-// activeSets returns the MachineSets that have replicas or are asked to.
+// activeSets returns the MachineSets whose spec asks for replicas.
 func (s *Snapshot) activeSets() []*clusterv1.MachineSet {
 	var active []*clusterv1.MachineSet
 	for _, set := range s.Sets {
@@ -183,19 +191,20 @@ func (s *Snapshot) activeSets() []*clusterv1.MachineSet {
 	return active
 }
 
-// observed reports whether Cluster API has carried generation g of the MachineDeployment through to all its MachineSets.
+// observed reports whether Cluster API has carried generation g of the MachineDeployment through to
+// all its MachineSets and assigned all replicas.
 func (s *Snapshot) observed(g int64) bool {
 	return s.carriedThrough(g) && s.assigned()
 }
 
-// assigned reports whether the MachineSets have been told all of the MachineDeployment's replicas.
+// assigned reports whether the MachineDeployment's replicas are all distributed to the MachineSets.
 func (s *Snapshot) assigned() bool {
 	return s.allLowered() && s.sum() == *s.Deployment.Spec.Replicas
 }
 
-// allLowered reports whether the MachineSets have been told of every lowering of the MachineDeployment's replicas. Of a raise they
-// need not have: Cluster API puts that off while a MachineSet's status counts more Machines than its spec, which is for as long
-// as it is paused.
+// allLowered reports whether every lowering of the MachineDeployment's replicas has reached the
+// MachineSets. A raise need not have: Cluster API defers it while a MachineSet's status counts more
+// Machines than its spec, which may last as long as the MachineSet is paused.
 func (s *Snapshot) allLowered() bool {
 	md := s.Deployment
 	return md.Status.ObservedGeneration >= md.Generation && md.Spec.Replicas != nil && s.sum() <= *md.Spec.Replicas
@@ -211,13 +220,13 @@ func (s *Snapshot) sum() int32 {
 
 func (s *Snapshot) newest() *clusterv1.MachineSet { return Newest(s.Sets) }
 
-// Newest returns the one of a MachineDeployment's MachineSets that Cluster API made, or took up again, last: what is raised goes to it. It is
-// nil when there is none.
+// Newest returns the MachineSet with the highest revision, which Cluster API created or reused last
+// and which raised replicas go to. It is nil when there is none.
 func Newest(sets []*clusterv1.MachineSet) *clusterv1.MachineSet {
 	var newest *clusterv1.MachineSet
 	latest := int64(-1)
 	for _, set := range sets {
-		revision, _ := strconv.ParseInt(set.Annotations[clusterv1.RevisionAnnotation], 10, 64) // zero when somebody broke it
+		revision, _ := strconv.ParseInt(set.Annotations[clusterv1.RevisionAnnotation], 10, 64) // zero if it was edited
 		if revision > latest {
 			newest, latest = set, revision
 		}
@@ -232,8 +241,8 @@ func (s *Snapshot) onDelete() bool {
 	return s.Deployment.Spec.Rollout.Strategy.Type == clusterv1.OnDeleteMachineDeploymentStrategyType
 }
 
-// carriedThrough reports whether every MachineSet has acted on generation g of the MachineDeployment, whatever a rollout
-// makes of the numbers meanwhile.
+// carriedThrough reports whether every MachineSet has acted on generation g of the
+// MachineDeployment, whatever a rollout does to the numbers meanwhile.
 func (s *Snapshot) carriedThrough(g int64) bool {
 	if s.Deployment.Status.ObservedGeneration < g {
 		return false
@@ -241,8 +250,9 @@ func (s *Snapshot) carriedThrough(g int64) bool {
 	return !slices.ContainsFunc(s.Sets, func(set *clusterv1.MachineSet) bool { return set.Status.ObservedGeneration < set.Generation })
 }
 
-// rollingOut reports whether Cluster API is replacing Machines by itself, which makes Machines beyond replicas and charges
-// replicas to MachineSets as it sees fit. Under OnDelete it never does.
+// rollingOut reports whether Cluster API is replacing Machines by itself. A rollout creates
+// Machines beyond replicas and distributes replicas among MachineSets by its own rules. Under
+// OnDelete there is none.
 func (s *Snapshot) rollingOut() bool {
 	if s.onDelete() {
 		return false
@@ -250,8 +260,8 @@ func (s *Snapshot) rollingOut() bool {
 	return len(s.activeSets()) > 1 || slices.ContainsFunc(s.Machines, Outdated)
 }
 
-// settled reports whether nothing is under way in Cluster API: everything observed, no rollout, as many Machines as replicas
-// and none of them being deleted.
+// settled reports whether nothing is in progress in Cluster API: everything is observed, there is
+// no rollout, and there are as many Machines as replicas, none of them being deleted.
 func (s *Snapshot) settled() bool {
 	if !s.observed(s.Deployment.Generation) || s.rollingOut() || len(s.Machines) != int(s.Group.Replicas) {
 		return false
@@ -272,12 +282,14 @@ func Alive(m *clusterv1.Machine) bool {
 	return m.DeletionTimestamp.IsZero()
 }
 
-// HasNode reports whether Cluster API has seen the Machine's Node. That it has not says nothing: see [Snapshot.nodeless].
+// HasNode reports whether Cluster API has seen the Machine's Node. False does not mean that there
+// is none: see [Snapshot.nodeless].
 func HasNode(m *clusterv1.Machine) bool {
 	return m.Status.NodeRef.Name != ""
 }
 
-// SetOf returns the name of the Machine's MachineSet, "" when it has none. The label of that name may hold a hash.
+// SetOf returns the name of the Machine's MachineSet, "" when it has none. It reads the owner
+// reference, because the label for that name may hold a hash.
 func SetOf(m *clusterv1.Machine) string {
 	for i := range m.OwnerReferences {
 		if owner := &m.OwnerReferences[i]; owner.Kind == "MachineSet" && owner.Controller != nil && *owner.Controller {
@@ -297,7 +309,8 @@ func Held(m *clusterv1.Machine) bool {
 	return slices.Contains(m.Finalizers, v1alpha1.ReleaseFinalizer)
 }
 
-// hooked reports whether the pre-terminate hook is on the Machine that earlier versions of the agent put on Machines that others delete.
+// hooked reports whether the Machine has the pre-terminate hook that earlier versions of the agent
+// put on Machines that other actors delete.
 func hooked(m *clusterv1.Machine) bool {
 	_, yes := m.Annotations[v1alpha1.ReleaseHook]
 	return yes
@@ -314,7 +327,8 @@ func Outdated(m *clusterv1.Machine) bool {
 	return false
 }
 
-// DeletionCompleted reports whether the Machine's instance and Node are gone and only the agent's finalizer keeps the object.
+// DeletionCompleted reports whether the Machine's instance and Node are gone and only the agent's
+// finalizer keeps the object.
 func DeletionCompleted(m *clusterv1.Machine) bool {
 	if Alive(m) || len(m.Finalizers) != 1 || m.Finalizers[0] != v1alpha1.ReleaseFinalizer {
 		return false
@@ -322,7 +336,8 @@ func DeletionCompleted(m *clusterv1.Machine) bool {
 	return DeletingReason(m) == clusterv1.MachineDeletingDeletionCompletedReason
 }
 
-// DeletingReason returns what the deletion of the Machine is at, in Cluster API's words, "" when it says nothing.
+// DeletingReason returns Cluster API's reason for the state of the Machine's deletion, "" if there
+// is none.
 func DeletingReason(m *clusterv1.Machine) string {
 	if c := meta.FindStatusCondition(m.Status.Conditions, clusterv1.MachineDeletingCondition); c != nil {
 		return c.Reason
@@ -330,7 +345,7 @@ func DeletingReason(m *clusterv1.Machine) string {
 	return ""
 }
 
-// deletingMessage returns the same in a sentence.
+// deletingMessage returns the message that belongs to [DeletingReason].
 func deletingMessage(m *clusterv1.Machine) string {
 	if c := meta.FindStatusCondition(m.Status.Conditions, clusterv1.MachineDeletingCondition); c != nil {
 		return c.Message
@@ -348,7 +363,7 @@ func splitUIDs(text string) []types.UID {
 	return uids
 }
 
-// JoinUIDs writes UIDs in order, separated by commas, as an annotation holds them.
+// JoinUIDs returns the UIDs sorted and separated by commas, as an annotation holds them.
 func JoinUIDs(uids []types.UID) string {
 	parts := make([]string, 0, len(uids))
 	for _, uid := range uids {

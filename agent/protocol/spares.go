@@ -10,9 +10,10 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// releaseSpare begins to remove Machines that nobody has wanted for the grace period: never during a rollout, whose surge
-// Machines would be taken for spares, and never the floor's. Nor while a claim waits, unless the max size allows no other Machine
-// for it: then those go that it may not have.
+// releaseSpare begins to remove Machines that no claim has wanted for the grace period. It never
+// removes the floor's Machines, and nothing during a rollout, whose surge Machines would be
+// mistaken for spares. While a claim waits it removes nothing either, unless the max size allows no
+// other Machine for the claim: then it removes those that the claim may not have.
 func (b *books) releaseSpare() {
 	spare := b.spare()
 	if spare <= 0 || !b.mayShrink() {
@@ -21,7 +22,8 @@ func (b *books) releaseSpare() {
 	free := b.free()
 	surplus := min(len(free)-int(b.floor()), int(spare))
 	free = slices.DeleteFunc(free, func(m *clusterv1.Machine) bool { return b.class(m) == ofFloor })
-	// A Machine without infrastructure goes whoever waits: nobody can have it, and Cluster API sees to no other one before.
+	// A Machine without infrastructure goes even if a claim waits: no claim can have it, and
+	// Cluster API attends to no other Machine before.
 	gone := slices.DeleteFunc(slices.Clone(free), func(m *clusterv1.Machine) bool { return !b.gone(m) })
 	waits := (b.next.Unnamed() > 0 || len(b.d.Queued) > 0) && b.d.Unmet == 0
 	if waits && len(gone) == 0 || !b.graceOver() {
@@ -41,7 +43,8 @@ func (b *books) releaseSpare() {
 	if surplus <= 0 {
 		return
 	}
-	// Those of claims that ended first, as they are certainly not the user's; then those without a Node, then the newest.
+	// First Machines of claims that ended, because they are certainly not the user's; then those
+	// without a Node, then the newest.
 	slices.SortStableFunc(free, func(x, y *clusterv1.Machine) int {
 		if c := cmp.Or(strings.Compare(ClaimOf(y), "")-strings.Compare(ClaimOf(x), ""), b.progress(x)-b.progress(y)); c != 0 {
 			return c
@@ -56,7 +59,8 @@ func (b *books) releaseSpare() {
 	}
 }
 
-// graceOver reports whether the spare has been there for the grace period, and asks to be woken then.
+// graceOver reports whether the spare has existed for the grace period. If not, it asks to be woken
+// when it has.
 func (b *books) graceOver() bool {
 	if b.SpareSince.IsZero() {
 		b.d.Wake(b.SpareGrace)
@@ -69,10 +73,12 @@ func (b *books) graceOver() bool {
 	return left <= 0
 }
 
-// shrink gives spares back whose Machines never came, because their MachineSet is blocked. Lowering replicas while the
-// MachineSet may be making them after all would make it delete others, so it is paused first and its Machines are counted
-// then. It is unpaused once the lowered number has reached it, or when the spare found another use. Which of the two it is
-// paused for is in the ledger, so that no agent unpauses it while another one counts.
+// shrink gives back spares whose Machines never came because their MachineSet is blocked. If
+// replicas were lowered while the MachineSet may still create those Machines, it could delete
+// others. So the MachineSet is paused first, and then its Machines are counted. It is unpaused once
+// the lowered number has reached it, or when the spare has found another use. The ledger records
+// which of the two the pause is for, so that no agent unpauses the MachineSet while another one
+// counts.
 func (b *books) shrink() {
 	// Spares that are Machines are released, not counted down.
 	missing := min(b.Group.Replicas-Count(b.Machines), b.spare()-max(0, Count(b.free())-b.floor()))
@@ -99,7 +105,7 @@ func (b *books) shrink() {
 			b.d.Actions = append(b.d.Actions, Action{Kind: PauseMachineSet, Set: set})
 		}
 	case !b.next.Shrink.Done && may && ours:
-		// That the MachineSet has observed its replicas is not asked: paused, it never will.
+		// Do not wait for the MachineSet to observe its replicas: while paused it never will.
 		switch {
 		case !IsPaused(set.Status.Conditions):
 		case b.assigned():
@@ -110,11 +116,12 @@ func (b *books) shrink() {
 			b.next.Shrink = &Shrink{Set: set.Name, Done: true}
 		}
 	case !b.next.Shrink.Done:
-		b.next.Shrink = &Shrink{Set: b.next.Shrink.Set, Done: true} // the spare found another use
+		b.next.Shrink = &Shrink{Set: b.next.Shrink.Set, Done: true} // the spare has found another use
 	case !ours:
 		b.next.Shrink = nil
 	default:
-		// A rollout that began meanwhile waits for the MachineSet to let its Machines go, and so does the deletion of the group.
+		// A rollout that began meanwhile waits for the MachineSet to release its Machines, and so
+		// does the deletion of the group.
 		overtaken := b.deleted() || len(active) != 1 || active[0] != set || !b.onDelete() && b.newest() != set
 		if overtaken || b.allLowered() && b.d.Replicas == b.Group.Replicas {
 			b.d.Actions = append(b.d.Actions, Action{Kind: UnpauseMachineSet, Set: set})
@@ -122,7 +129,7 @@ func (b *books) shrink() {
 	}
 }
 
-// marked reports whether somebody wants the MachineSet paused.
+// marked reports whether the MachineSet has the paused annotation, from any actor.
 func marked(set *clusterv1.MachineSet) bool {
 	_, yes := set.Annotations[clusterv1.PausedAnnotation]
 	return yes

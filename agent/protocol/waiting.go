@@ -11,19 +11,22 @@ import (
 )
 
 const (
-	// settling is how long after its start an agent judges no claim that waits: what tells it which Machines may be given to the claim
-	// is not with it yet, as the holder reports its Nodes about every minute.
+	// settling is how long after its start an agent fails no waiting claim. It does not know yet
+	// which Machines may be given to the claim, because holders report their Nodes about once a
+	// minute.
 	settling = 2 * time.Minute
-	// punctual is how long after a claim's deadline an agent looks at the latest, if one is there.
+	// punctual is the longest time after a claim's deadline at which a running agent looks.
 	punctual = time.Minute
-	// explainEvery is the shortest time between two explanations of why one claim waits.
+	// explainEvery is the minimum time between two explanations of why one claim waits.
 	explainEvery = time.Minute
 )
 
-// unmade says that no Machine was created for the claim in its time; "" while one may still come. A claim that the pending ledger
-// write gives a Machine does not fail. Only an agent that looks when the deadline passes lets it count: one that looks later knows
-// that the hub or the agents were away, and Machines may be late for that, or joined unseen. The wait then begins anew, which is
-// noted on the claim, so that every agent sees it, also after a restart. It begins anew after a pause, too.
+// unmade returns a message if no Machine was created for the claim within its deadline, "" while
+// one may still come. A claim that the pending ledger write gives a Machine does not fail. The
+// deadline counts only for an agent that looks when it passes. If the agent looks later, the hub or
+// the agents were away, and Machines may be late for that reason or may have joined unseen. Then
+// the wait restarts. This is recorded on the claim, so that every agent sees it, also after a
+// restart of the agent. The wait also restarts after a pause.
 func (s *Snapshot) unmade(d *Decision, c *v1alpha1.MachineClaim) string {
 	deadline := s.Failure.ObjectDeadline
 	switch {
@@ -53,13 +56,14 @@ func (s *Snapshot) unmade(d *Decision, c *v1alpha1.MachineClaim) string {
 	return fmt.Sprintf("no Machine was created in %s", deadline)
 }
 
-// explainBlocked notes on a claim that waits why its Machine does not come, where Cluster API says why.
+// explainBlocked records on a waiting claim why its Machine does not come, if Cluster API reports
+// it.
 func (s *Snapshot) explainBlocked(d *Decision, c *v1alpha1.MachineClaim) {
 	blocked := s.blocked()
 	if blocked == "" || c.Status.Message == blocked {
 		return
 	}
-	// The first entry is that it waits.
+	// The first entry only records that it waits.
 	if n := len(c.Status.History); n > 1 && c.Status.Reason == ReasonWaitingForMachine {
 		if left := explainEvery - s.Now.Sub(c.Status.History[n-1].Time.Time); left > 0 {
 			d.Wake(left)
@@ -69,7 +73,7 @@ func (s *Snapshot) explainBlocked(d *Decision, c *v1alpha1.MachineClaim) {
 	d.Actions = append(d.Actions, Action{Kind: Explain, Claim: c, Event: v1alpha1.Event{Reason: ReasonWaitingForMachine, Message: blocked}})
 }
 
-// blocked returns why MachineSets make no Machines, "" when they do.
+// blocked returns which MachineSet creates no Machines, and why; "" if none is blocked.
 func (s *Snapshot) blocked() string {
 	for _, set := range s.Sets {
 		if reasons := Blocked(set); reasons != "" {
@@ -79,8 +83,9 @@ func (s *Snapshot) blocked() string {
 	return ""
 }
 
-// Blocked returns Cluster API's reasons why a MachineSet makes no Machines, "" when it does or is asked for none. It leaves out the numbers of
-// replicas that Cluster API puts before the reasons: they change with each claim.
+// Blocked returns Cluster API's reasons why a MachineSet creates no Machines; "" if it does, or if
+// none are asked for. It leaves out the replica numbers that Cluster API puts before the reasons,
+// because they change with each claim.
 func Blocked(set *clusterv1.MachineSet) string {
 	for i := range set.Status.Conditions {
 		c := &set.Status.Conditions[i]
@@ -94,7 +99,7 @@ func Blocked(set *clusterv1.MachineSet) string {
 	return ""
 }
 
-// oneLine makes a list of Cluster API's, an item a line, into one line.
+// oneLine joins one of Cluster API's lists, with one item a line, into a single line.
 func oneLine(list string) string {
 	var items []string
 	for item := range strings.Lines(list) {

@@ -14,7 +14,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/eligibility"
 )
 
-// waits is a group in which two claims wait for as long as that, five minutes being their deadline.
+// waits is a group in which two claims have waited for the given time. Their deadline is five
+// minutes.
 func waits(long time.Duration) *Snapshot {
 	s := scene(2, &Ledger{Version: 1, Seq: 9, LastReplicas: 2, Pending: map[string]Named{"a": {}, "b": {}}}).
 		withClaim("a", v1alpha1.PhasePending, "").withClaim("b", v1alpha1.PhasePending, "")
@@ -78,7 +79,7 @@ func TestTheTimeOfAPauseIsNotTimeForAMachine(t *testing.T) {
 	assert.Equal(t, []ActionKind{Fail, Fail}, kinds(Decide(s)))
 }
 
-// A claim may have waited for room in the ledger before.
+// The claim may have waited for room in the ledger before.
 func TestAClaimsWaitCountsFromWhenItWasEntered(t *testing.T) {
 	s := waits(5 * time.Minute)
 	for _, c := range s.Claims {
@@ -89,8 +90,8 @@ func TestAClaimsWaitCountsFromWhenItWasEntered(t *testing.T) {
 	assert.Equal(t, 4*time.Minute, d.Again)
 }
 
-// Two hundred claims that come one after the other while a MachineSet is blocked are explained once each, though Cluster API says it with
-// another number each time.
+// Two hundred claims that arrive one after another while a MachineSet is blocked are explained once
+// each, although Cluster API's message has another number each time.
 func TestExplanationsOfABlockedGroupAreFew(t *testing.T) {
 	s := waits(time.Minute)
 	writes := 0
@@ -111,7 +112,7 @@ func TestExplanationsOfABlockedGroupAreFew(t *testing.T) {
 	assert.Equal(t, 2, writes)
 }
 
-// The texts are Cluster API's, of 1.14.
+// The texts are those of Cluster API 1.14.
 func TestWhenAMachineSetMakesNoMachines(t *testing.T) {
 	for message, test := range map[string]struct {
 		status metav1.ConditionStatus

@@ -11,10 +11,11 @@ import (
 )
 
 const (
-	// ClusterClass is the name of the ClusterClass that a Cluster with [Options.TopologyVersion] is made from, beside the Cluster.
+	// ClusterClass is the name of the ClusterClass, in the Cluster's namespace, of a Cluster with
+	// [Options.TopologyVersion].
 	ClusterClass = "sandbox"
-	// WorkerClass is its one class of workers, whose machines are from the SimMachineTemplate of this name. The MachineDeployments have
-	// the names that the topology gives them.
+	// WorkerClass is the name of its only class of workers, and of the SimMachineTemplate of their
+	// machines. The topology names the MachineDeployments.
 	WorkerClass = "worker"
 )
 

@@ -23,7 +23,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox/internal/simprovider"
 )
 
-// Names of the components, for [Sandbox.Kill] and its like.
+// Names of the components, for [Sandbox.Kill] and similar methods.
 const (
 	HubEtcd                = "hub-etcd"
 	HubAPIServer           = "hub-apiserver"
@@ -41,12 +41,13 @@ const (
 )
 
 const (
-	// graceOfControlPlanes is short, as what they hold is thrown away; graceOfOurs lets ours show that they end in order.
+	// graceOfControlPlanes is short, because their data is discarded. graceOfOurs is long enough
+	// for ours to shut down cleanly.
 	graceOfControlPlanes = 2 * time.Second
 	graceOfOurs          = 15 * time.Second
 )
 
-// AgentName is the component's name of the i-th agent, counted from 0.
+// AgentName returns the component name of the i-th agent, counted from 0.
 func AgentName(i int) string {
 	if i == 0 {
 		return Agent
@@ -54,10 +55,10 @@ func AgentName(i int) string {
 	return Agent + "-" + strconv.Itoa(i+1)
 }
 
-// address is a host:port on loopback.
+// address returns a loopback host:port.
 func address(port int) string { return net.JoinHostPort("127.0.0.1", strconv.Itoa(port)) }
 
-// healthy is a probe that asks for 200 at a URL.
+// healthy returns a probe that expects status 200 from a URL.
 func healthy(client *http.Client, url string) func(context.Context) error {
 	return func(ctx context.Context) error {
 		request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
@@ -69,7 +70,7 @@ func healthy(client *http.Client, url string) func(context.Context) error {
 			return err
 		}
 		defer func() { _ = response.Body.Close() }()
-		_, _ = io.Copy(io.Discard, response.Body) // so that the connection is used again
+		_, _ = io.Copy(io.Discard, response.Body) // so that the connection is reused
 		if response.StatusCode != http.StatusOK {
 			return fmt.Errorf("%s answers %s", url, response.Status)
 		}
@@ -77,14 +78,15 @@ func healthy(client *http.Client, url string) func(context.Context) error {
 	}
 }
 
-// trusting returns an HTTP client for servers whose certificate the authority signed.
+// trusting returns an HTTP client that trusts the authority.
 func trusting(ca []byte) *http.Client {
 	pool := x509.NewCertPool()
 	pool.AppendCertsFromPEM(ca)
 	return &http.Client{Transport: &http.Transport{TLSClientConfig: &tls.Config{RootCAs: pool, MinVersion: tls.VersionTLS12}}}
 }
 
-// component starts a supervised process and waits until it is ready. It replaces a component of its name, which must have ended.
+// component starts a supervised process and waits until it is ready. It replaces the component with
+// the same name, which must have ended.
 func (s *Sandbox) component(ctx context.Context, spec process.Spec) error {
 	spec.Log = filepath.Join(s.state.Paths.Logs, spec.Name+".log")
 	spec.Dir = s.options.StateDir
@@ -114,19 +116,19 @@ type controlPlane struct {
 	server string       // its URL
 	admin  *rest.Config // as system:masters
 	etcd   member
-	// kubeconfig of that administrator: its path and its content.
+	// The administrator's kubeconfig: its path and its content.
 	kubeconfigFile string
 	kubeconfigData []byte
-	// auditLog is the file that every request is logged in; empty for none.
+	// auditLog is the file to which every request is logged. Empty disables the log.
 	auditLog string
-	// Files for whoever signs or checks ServiceAccount tokens, and for serving on loopback.
+	// Files for signing and verifying ServiceAccount tokens, and for serving on loopback.
 	serviceAccountKey, caFile, certFile, keyFile string
 }
 
-// member is the only one of its etcd.
+// member is the single member of an etcd.
 type member struct{ name, dir, url, peerURL string }
 
-// identity is what a member is told of itself when its data directory is made.
+// identity returns the flags that identify a member when its data directory is created.
 func (m member) identity() []string {
 	return []string{
 		"--name=" + m.name,
@@ -156,7 +158,7 @@ func (s *Sandbox) startEtcd(ctx context.Context, m member) error {
 			"--listen-client-urls="+m.url,
 			"--advertise-client-urls="+m.url,
 			"--listen-peer-urls="+m.peerURL,
-			// What it holds need not survive the machine, only the process.
+			// The data must survive the process, but not the machine.
 			"--unsafe-no-fsync",
 			"--log-level=warn",
 		),
@@ -187,7 +189,7 @@ func (s *Sandbox) apiServer(ctx context.Context, c *controlPlane) error {
 			"--bind-address=127.0.0.1",
 			"--advertise-address=127.0.0.1",
 			"--secure-port=" + strconv.Itoa(c.port),
-			// Endpoints of the service "kubernetes" may not be on loopback, and nobody uses them.
+			// Endpoints of the service "kubernetes" may not be on loopback, and nothing uses them.
 			"--endpoint-reconciler-type=none",
 			"--service-cluster-ip-range=10.96.0.0/16",
 			"--tls-cert-file=" + c.certFile,
@@ -277,10 +279,11 @@ func (s *Sandbox) kwok(ctx context.Context, c *controlPlane, stages string) erro
 	})
 }
 
-// noObject is a filter label's value that no object has: a manager that watches for it only serves webhooks.
+// noObject is a filter label value that no object has. A manager that watches for it only serves
+// webhooks.
 const noObject = "none"
 
-// clusterAPI starts a manager; its webhook server listens at the given port.
+// clusterAPI starts a manager whose webhook server listens on the given port.
 func (s *Sandbox) clusterAPI(ctx context.Context, name string, hub *controlPlane, webhookPort int, webhookCerts string, args ...string) error {
 	health, err := s.port()
 	if err != nil {
@@ -301,8 +304,9 @@ func (s *Sandbox) clusterAPI(ctx context.Context, name string, hub *controlPlane
 			"--diagnostics-address=" + address(diagnostics),
 			"--insecure-diagnostics",
 			"--feature-gates=ClusterTopology=true",
-			// Its default of 100 is for larger machines: on two cores 100 Machines at once take twice the time and more than twice
-			// the processor seconds, most of them in status patches that conflict with its own.
+			// The default of 100 is for larger machines: on two cores, 100 Machines at once take
+			// twice the time and more than twice the CPU seconds, mostly in status patches that
+			// conflict with the manager's own.
 			"--machine-concurrency=10",
 		}, s.options.ClusterAPIArgs, args),
 		Grace: graceOfControlPlanes,
@@ -327,7 +331,7 @@ func (s *Sandbox) simProvider(ctx context.Context, hub *controlPlane) error {
 	})
 }
 
-// agent starts an agent that serves gRPC at the given port.
+// agent starts an agent that serves gRPC on the given port.
 func (s *Sandbox) agent(ctx context.Context, name string, port int, kubeconfigFile, certFile, keyFile, policyFile string) error {
 	health, err := s.port()
 	if err != nil {
@@ -346,7 +350,7 @@ func (s *Sandbox) agent(ctx context.Context, name string, port int, kubeconfigFi
 		"--issuer-key-file=" + filepath.Join(s.options.StateDir, issuerFile+".key"),
 	}
 	if s.options.Topology == Sidecar {
-		cluster := ClusterNamespace + "/" + ClusterName
+		cluster := s.Cluster().String()
 		serves = []string{
 			"--clusters=" + cluster, "--listen-unix-socket=" + s.agentSocket(), "--unix-socket-role=cluster", "--unix-socket-clusters=" + cluster,
 		}
@@ -375,13 +379,13 @@ func (s *Sandbox) agent(ctx context.Context, name string, port int, kubeconfigFi
 	})
 }
 
-// shimAccess is what a shim needs to know to work: the clusters on its two sides.
+// shimAccess returns the environment variables with which a shim reaches the spoke and the agent.
 func (s *Sandbox) shimAccess(agent string) []string {
 	access := []string{
 		"KUBECONFIG=" + s.shimKubeconfig(),
 		"AGENT_ADDRESS=" + agent,
-		"CLUSTER_NAMESPACE=" + ClusterNamespace,
-		"CLUSTER_NAME=" + ClusterName,
+		"CLUSTER_NAMESPACE=" + s.Cluster().Namespace,
+		"CLUSTER_NAME=" + s.Cluster().Name,
 	}
 	if s.options.Topology == Sidecar {
 		return access
@@ -389,17 +393,19 @@ func (s *Sandbox) shimAccess(agent string) []string {
 	return append(access, "AGENT_IDENTITY_SECRET="+shimIdentitySecret, "AGENT_BOOTSTRAP_SECRET="+shimBootstrapSecret)
 }
 
-// issuerFile names the files with the authority that the agents issue certificates with.
+// issuerFile is the base name of the files with the authority with which the agents issue
+// certificates.
 const issuerFile = "issuer"
 
-// ShimCommand returns a command of the shim's binary that calls the sandbox's first agent with the shim's rights in the spoke.
+// ShimCommand returns a command that runs the shim's binary with the shim's rights in the spoke,
+// against the sandbox's first agent.
 func (s *Sandbox) ShimCommand(ctx context.Context, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, s.options.ShimBinary, args...) //nolint:gosec // the binary that the sandbox runs
 	cmd.Env = append(os.Environ(), s.shimAccess(s.agentOfShim())...)
 	return cmd
 }
 
-// shim starts a shim that calls the agent at the given host:port.
+// shim starts a shim that calls the agent at the given address.
 func (s *Sandbox) shim(ctx context.Context, agent string) error {
 	health, err := s.port()
 	if err != nil {
@@ -421,7 +427,7 @@ func (s *Sandbox) shim(ctx context.Context, agent string) error {
 			"METRICS_BIND_ADDRESS=" + address(metrics),
 			"METRICS_SECURE=false",
 			"HEALTH_PROBE_BIND_ADDRESS=" + address(health),
-			// One replica: nobody to take over from.
+			// There is only one replica.
 			"DISABLE_LEADER_ELECTION=true",
 			fmt.Sprintf("IGNORE_DRA_REQUESTS=%t", !s.options.DynamicResources),
 		}, gates, s.options.ShimEnv)...),

@@ -22,22 +22,27 @@ import (
 )
 
 const (
-	// ClusterNamespace is the namespace of the Cluster in the hub that is the spoke.
+	// ClusterNamespace is the namespace of the spoke's Cluster in the hub.
 	ClusterNamespace = "fleet"
-	// ClusterName is its name.
+	// ClusterName is the Cluster's name, unless [Options].Cluster is set.
 	ClusterName = "spoke"
-	// BootstrapSecret is a Secret beside the Cluster that MachineDeployments name as their bootstrap data.
-	BootstrapSecret = "spoke-bootstrap"
-	// KubeletLabel is on a Node of the spoke while its kubelet lives: kwok speaks for it.
+	// BootstrapSecret is a Secret in the Cluster's namespace that MachineDeployments can name as
+	// their bootstrap data. For a Cluster with another name, the Secret's name begins with that
+	// name.
+	BootstrapSecret = ClusterName + bootstrapSuffix
+	// KubeletLabel is on a Node of the spoke while its kubelet lives and kwok acts for it.
 	KubeletLabel = simprovider.KubeletLabel
-	// PriceList is the ConfigMap in the hub that the agent takes prices from, as namespace/name. At first there is none.
+	// PriceList is the ConfigMap in the hub from which the agent reads prices, as namespace/name.
+	// The sandbox does not create it.
 	PriceList = ClusterNamespace + "/prices"
+
+	bootstrapSuffix = "-bootstrap"
 )
 
-// createFleet tells the hub of the spoke.
+// createFleet creates the spoke's Cluster in the hub.
 //
-// A topologyVersion has it made from a ClusterClass.
-func createFleet(ctx context.Context, hub client.Client, spoke *controlPlane, topologyVersion string) error {
+// With a topologyVersion the Cluster is created from a ClusterClass.
+func createFleet(ctx context.Context, hub client.Client, spoke *controlPlane, clusterName, topologyVersion string) error {
 	discover, err := discovery.NewDiscoveryClientForConfig(spoke.admin)
 	if err != nil {
 		return err
@@ -57,44 +62,45 @@ func createFleet(ctx context.Context, hub client.Client, spoke *controlPlane, to
 	metadata := func(name string) metav1.ObjectMeta {
 		return metav1.ObjectMeta{
 			Namespace: ClusterNamespace, Name: name,
-			// Only the Secret with Cluster API's kubeconfig has a name by which `clusterctl move` knows it for the Cluster's.
-			Labels: map[string]string{clusterv1.ClusterNameLabel: ClusterName, manifests.MoveLabel: ""},
+			// Of these Secrets, `clusterctl move` only recognises the one with Cluster API's
+			// kubeconfig as the Cluster's by its name.
+			Labels: map[string]string{clusterv1.ClusterNameLabel: clusterName, manifests.MoveLabel: ""},
 		}
 	}
 	at := clusterv1.APIEndpoint{Host: endpoint.Hostname(), Port: int32(port)}
-	cluster := &clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: ClusterNamespace, Name: ClusterName}}
+	cluster := &clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: ClusterNamespace, Name: clusterName}}
 	var parts []client.Object
 	if topologyVersion != "" {
 		cluster.Spec.Topology = clusterv1.Topology{ClassRef: clusterv1.ClusterClassRef{Name: ClusterClass}, Version: topologyVersion}
 		parts = clusterClass(at)
 	} else {
 		cluster.Spec.InfrastructureRef = clusterv1.ContractVersionedObjectReference{
-			APIGroup: simv1.GroupVersion.Group, Kind: "SimCluster", Name: ClusterName,
+			APIGroup: simv1.GroupVersion.Group, Kind: "SimCluster", Name: clusterName,
 		}
 		cluster.Spec.ControlPlaneRef = clusterv1.ContractVersionedObjectReference{
-			APIGroup: simv1.GroupVersion.Group, Kind: "SimControlPlane", Name: ClusterName,
+			APIGroup: simv1.GroupVersion.Group, Kind: "SimControlPlane", Name: clusterName,
 		}
 		parts = []client.Object{
-			&simv1.SimCluster{ObjectMeta: metadata(ClusterName)},
+			&simv1.SimCluster{ObjectMeta: metadata(clusterName)},
 			&simv1.SimControlPlane{
-				ObjectMeta: metadata(ClusterName),
+				ObjectMeta: metadata(clusterName),
 				Spec:       simv1.SimControlPlaneSpec{Version: version.GitVersion, ControlPlaneEndpoint: at},
 			},
 		}
 	}
 	return manifests.Create(ctx, hub, append([]client.Object{
 		&corev1.Secret{
-			ObjectMeta: metadata(ClusterName + "-kubeconfig"),
+			ObjectMeta: metadata(clusterName + "-kubeconfig"),
 			Type:       clusterv1.ClusterSecretType,
 			Data:       map[string][]byte{"value": spoke.kubeconfigData},
 		},
 		&corev1.Secret{
-			ObjectMeta: metadata(simprovider.MachinesKubeconfig(ClusterName)),
+			ObjectMeta: metadata(simprovider.MachinesKubeconfig(clusterName)),
 			Type:       clusterv1.ClusterSecretType,
 			Data:       map[string][]byte{"value": spoke.kubeconfigData},
 		},
 		&corev1.Secret{
-			ObjectMeta: metadata(BootstrapSecret),
+			ObjectMeta: metadata(clusterName + bootstrapSuffix),
 			Type:       clusterv1.ClusterSecretType,
 			Data:       simprovider.BootstrapData(),
 		},
@@ -102,13 +108,13 @@ func createFleet(ctx context.Context, hub client.Client, spoke *controlPlane, to
 }
 
 // awaitFleet waits until Cluster API has connected to the spoke.
-func awaitFleet(ctx context.Context, hub client.Client) error {
+func awaitFleet(ctx context.Context, hub client.Client, key client.ObjectKey) error {
 	var (
 		cluster clusterv1.Cluster
 		state   string
 	)
 	err := wait.PollUntilContextCancel(ctx, 100*time.Millisecond, true, func(ctx context.Context) (bool, error) {
-		if err := hub.Get(ctx, client.ObjectKey{Namespace: ClusterNamespace, Name: ClusterName}, &cluster); err != nil {
+		if err := hub.Get(ctx, key, &cluster); err != nil {
 			return false, err
 		}
 		infrastructure := meta.IsStatusConditionTrue(cluster.Status.Conditions, clusterv1.ClusterInfrastructureReadyCondition)
@@ -118,7 +124,7 @@ func awaitFleet(ctx context.Context, hub client.Client) error {
 		return infrastructure && initialized && connected, nil
 	})
 	if err != nil {
-		return fmt.Errorf("waiting for Cluster %s/%s (%s): %w", ClusterNamespace, ClusterName, state, err)
+		return fmt.Errorf("waiting for Cluster %s (%s): %w", key, state, err)
 	}
 	return nil
 }

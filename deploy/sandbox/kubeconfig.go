@@ -16,10 +16,10 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox/internal/pki"
 )
 
-// tokenLifetime is longer than a sandbox is left alone: nobody renews the token, as a kubelet would.
+// tokenLifetime exceeds the lifetime of a sandbox: nothing renews the token, as a kubelet would.
 const tokenLifetime = 30 * 24 * 60 * 60 // seconds
 
-// kubeconfig returns the bytes of a kubeconfig with one user.
+// kubeconfig returns the content of a kubeconfig with one user.
 func kubeconfig(name, server string, ca []byte, user clientcmdapi.AuthInfo) ([]byte, error) {
 	config := clientcmdapi.NewConfig()
 	config.Clusters[name] = &clientcmdapi.Cluster{Server: server, CertificateAuthorityData: ca}
@@ -42,7 +42,8 @@ func certificateUser(pair pki.Pair) clientcmdapi.AuthInfo {
 	return clientcmdapi.AuthInfo{ClientCertificateData: pair.Certificate, ClientKeyData: pair.Key}
 }
 
-// serviceAccountUser asks for a token of the ServiceAccount. If it is bound to an object, it is good for nothing once that is gone.
+// serviceAccountUser requests a token of the ServiceAccount. If it is bound to an object, it is
+// valid only while that exists.
 func serviceAccountUser(
 	ctx context.Context, admin *rest.Config, account client.ObjectKey, bound *authenticationv1.BoundObjectReference,
 ) (clientcmdapi.AuthInfo, error) {

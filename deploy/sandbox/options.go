@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -16,90 +17,108 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox/internal/pki"
 )
 
-// DefaultName is the name of a sandbox that was given none.
+// DefaultName is the name of a sandbox without a given name.
 const DefaultName = "default"
 
-// Options say what to bring up. The zero value is a full sandbox of the default name in the repository around the working
-// directory.
+// Options configures a sandbox. The zero value is a full sandbox with the default name in the
+// repository around the working directory.
 type Options struct {
-	// Name tells sandboxes apart that run at the same time: a DNS label. Empty means [DefaultName].
+	// Name distinguishes sandboxes that run at the same time: a DNS label. Empty means
+	// [DefaultName].
 	Name string
-	// Root is the repository's folder, where bin, deploy/charts and .sandbox are. Empty means the closest one around the
-	// working directory.
+	// Root is the repository's folder, which contains bin, deploy/charts and .sandbox. Empty means
+	// the closest one around the working directory.
 	Root string
-	// StateDir is the folder of this sandbox. Empty means .sandbox/<name> in the repository. What it holds is replaced.
+	// StateDir is the folder of this sandbox. Empty means .sandbox/<name> in the repository. Its
+	// content is replaced.
 	StateDir string
 
-	// Topology says where agent and shim run. Empty means [HubAndSpoke].
+	// Topology determines where agent and shim run. Empty means [HubAndSpoke].
 	Topology Topology
-	// HubOnly leaves out the spoke, the hub's Cluster and the shim: a hub that the Clusters of another one can be moved to.
+	// HubOf is the name of another, ready sandbox of the same repository. If set, this sandbox has
+	// only a spoke and a shim, and its Cluster is added to the other sandbox's hub, whose agents
+	// serve it. If empty, the sandbox has its own hub.
+	HubOf string
+	// Cluster is the name of the spoke's Cluster in the namespace [ClusterNamespace]. Empty means
+	// [ClusterName], or [Options].Name with HubOf.
+	Cluster string
+	// HubOnly omits the spoke, the Cluster and the shim. Clusters of another hub can be moved to
+	// this one.
 	HubOnly bool
-	// WithoutAgent leaves out the agent, and with it the shim.
+	// WithoutAgent omits the agent, and therefore the shim.
 	WithoutAgent bool
-	// WithoutShim leaves out the shim.
+	// WithoutShim omits the shim.
 	WithoutShim bool
 
-	// Authority signs the certificates of the agents and of who calls them. Nil means one of the sandbox's own.
+	// Authority signs the certificates of the agents and their callers. Nil means an authority of
+	// the sandbox's own.
 	Authority *Authority
-	// Agents is how many agents run, all of them active: the first is [Agent], the others are named by [AgentName]. Zero means
-	// one. The shim calls the first.
+	// Agents is the number of agents, all of them active. The first is [Agent], the others are
+	// named by [AgentName]. The shim calls the first. Zero means one.
 	Agents int
 	// AgentBinary is the agent's executable. Empty means bin/capi-agent.
 	AgentBinary string
 	// ShimBinary is the shim's executable. Empty means bin/karpenter.
 	ShimBinary string
-	// AgentArgs are added to the agents' command lines; of two equal flags the later one counts.
+	// AgentArgs are appended to the agents' command lines. Of two equal flags the later one counts.
 	AgentArgs []string
-	// AgentHub, if set, says where an agent finds the hub's API server: it is given the real one and may put itself between.
+	// AgentHub, if set, returns the endpoint at which an agent reaches the hub's API server. It
+	// receives the real endpoint and may insert a proxy.
 	AgentHub func(agent string, hub Endpoint) (Endpoint, error)
-	// RestartAfter is how long after its death an agent or the shim is started again. Zero means a delay that grows.
+	// RestartAfter is the delay between the death of an agent or the shim and its restart. Zero
+	// means a growing delay.
 	RestartAfter time.Duration
-	// FeatureGates are those of Karpenter's that are on besides its own choice, such as NodeOverlay, with the permissions that the
-	// chart gives the shim for them.
+	// FeatureGates are Karpenter feature gates to enable in addition to the defaults, such as
+	// NodeOverlay. The shim also gets the permissions that the chart grants for them.
 	FeatureGates []string
-	// DynamicResources has Karpenter plan for pods with resource claims, with the permissions that the chart gives the shim for that.
+	// DynamicResources makes Karpenter plan for pods with resource claims. The shim also gets the
+	// permissions that the chart grants for that.
 	DynamicResources bool
-	// ShimEnv is added to the shim's environment, as NAME=value.
+	// ShimEnv is appended to the shim's environment, as NAME=value.
 	ShimEnv []string
-	// ClusterAPIArgs are added to the command line of the Cluster API manager.
+	// ClusterAPIArgs are appended to the command line of the Cluster API manager.
 	ClusterAPIArgs []string
-	// TopologyVersion, if set, is the Kubernetes version of a Cluster that is made from the ClusterClass [ClusterClass], without workers at first,
-	// for example v1.36.2. The control plane's API server is of its own version, which must not be an older one.
+	// TopologyVersion, if set, creates the Cluster from the ClusterClass [ClusterClass], initially
+	// without workers, with this Kubernetes version, for example v1.36.2. The control plane's API
+	// server keeps its own version, which must not be older.
 	TopologyVersion string
-	// SeparateWebhooks serves Cluster API's webhooks from a process of their own, [ClusterAPIWebhooks], so that they answer
-	// while the controllers are suspended.
+	// SeparateWebhooks serves Cluster API's webhooks from a separate process, [ClusterAPIWebhooks],
+	// so that they answer while the controllers are suspended.
 	SeparateWebhooks bool
 
-	// AuditHub makes the hub's API server log every request before it is answered, in [Paths].HubAudit.
+	// AuditHub makes the hub's API server log every request to [Paths].HubAudit before it is
+	// answered.
 	AuditHub bool
 
-	// OnChange, if set, is called with the state after it changed, one call at a time. Changes that follow each other
-	// quickly may be told together.
+	// OnChange, if set, is called with the state after each change, one call at a time. Changes in
+	// quick succession may be combined.
 	OnChange func(State)
 }
 
-// Topology is one of the ways to install agent and shim that docs/install.md describes.
+// Topology is one of the ways to install agent and shim described in docs/install.md.
 type Topology string
 
 // The topologies.
 const (
-	// HubAndSpoke has the agents in the hub, and the shim in the spoke.
+	// HubAndSpoke runs the agents in the hub and the shim in the spoke.
 	HubAndSpoke Topology = "hub-spoke"
-	// Joined has one cluster, which is its own workload cluster.
+	// Joined has a single cluster, which is its own workload cluster.
 	Joined Topology = "joined"
-	// Sidecar is [Joined] with one agent, which has the shim's service account, as a container of its pod, and which the shim calls over a unix socket.
+	// Sidecar is [Joined] with one agent, which runs as a container of the shim's pod with the
+	// shim's service account, and which the shim calls over a unix socket.
 	Sidecar Topology = "sidecar"
-	// HubHosted has the shim in the hub, where it reads a kubeconfig of the spoke that may be replaced: [Sandbox.RenewShimKubeconfig].
+	// HubHosted runs the shim in the hub, with a kubeconfig of the spoke that may be replaced:
+	// [Sandbox.RenewShimKubeconfig].
 	HubHosted Topology = "hub-hosted"
 )
 
-// Topologies are all of them.
+// Topologies returns all topologies.
 func Topologies() []Topology { return []Topology{HubAndSpoke, Joined, Sidecar, HubHosted} }
 
 // oneCluster reports whether hub and spoke are the same cluster.
 func (o *Options) oneCluster() bool { return o.Topology == Joined || o.Topology == Sidecar }
 
-// checkTopology completes what depends on the topology.
+// checkTopology sets the default topology and validates the options that depend on it.
 func (o *Options) checkTopology() error {
 	if o.Topology == "" {
 		o.Topology = HubAndSpoke
@@ -111,22 +130,30 @@ func (o *Options) checkTopology() error {
 		return fmt.Errorf("a hub without a spoke has no topology; leave %s out", o.Topology)
 	case o.Topology == Sidecar && o.Agents > 1:
 		return errors.New("a sidecar is one agent")
+	case o.HubOf == "":
+	case o.HubOf == o.Name:
+		return fmt.Errorf("the sandbox %q cannot use its own hub as another's", o.Name)
+	case o.Topology != HubAndSpoke || o.HubOnly || o.AuditHub || o.TopologyVersion != "" || o.SeparateWebhooks || len(o.ClusterAPIArgs) > 0:
+		return fmt.Errorf("the hub of the sandbox %q is as it is: no topology, hub only, audit, ClusterClass or options of Cluster API can be chosen", o.HubOf)
+	case o.WithoutAgent || o.Agents > 0 || len(o.AgentArgs) > 0 || o.AgentHub != nil || o.Authority != nil:
+		return fmt.Errorf("the agents of the sandbox %q are as they are: none can be left out, added or changed", o.HubOf)
 	}
 	return nil
 }
 
-// Authority signs the certificates of agents and of who calls them. Sandboxes that share one accept each other's shim.
+// Authority signs the certificates of agents and their callers. Sandboxes that share an authority
+// accept each other's shims.
 type Authority struct{ ca *pki.CA }
 
-// NewAuthority makes an authority.
+// NewAuthority creates an authority.
 func NewAuthority() (*Authority, error) {
 	ca, err := pki.NewCA("agent")
 	return &Authority{ca}, err
 }
 
-// Endpoint is an API server as a client sees it.
+// Endpoint is an API server as seen by a client.
 type Endpoint struct {
-	// URL of the server.
+	// URL is the server's URL.
 	URL string
 	// CA is the authority of its certificate, PEM.
 	CA []byte
@@ -134,11 +161,12 @@ type Endpoint struct {
 
 var validName = regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$`)
 
-// testedFiles names the environment variable that identifies the files that tests use from outside their module. The go command
-// repeats a test's result while its inputs are the same, and counts the variables that it reads among these, but not such files.
+// testedFiles is the environment variable that identifies the files that tests use from outside
+// their module. The go command reuses a test's result while its inputs are unchanged. The variables
+// that the test reads count as inputs, but such files do not.
 const testedFiles = "TESTED_FILES"
 
-// complete fills in what is empty.
+// complete sets the defaults and validates.
 func (o *Options) complete() error {
 	_ = os.Getenv(testedFiles)
 	if o.Name == "" {
@@ -171,7 +199,12 @@ func (o *Options) complete() error {
 		return err
 	}
 	o.WithoutShim = o.WithoutShim || o.WithoutAgent || o.HubOnly
-	o.Agents = max(o.Agents, 1)
+	if o.HubOf == "" {
+		o.Agents = max(o.Agents, 1)
+	}
+	if o.Cluster == "" {
+		o.Cluster = cmp.Or(lo.Ternary(o.HubOf == "", "", o.Name), ClusterName)
+	}
 	if o.AgentBinary == "" {
 		o.AgentBinary = o.binary("capi-agent")
 	}
@@ -181,7 +214,7 @@ func (o *Options) complete() error {
 	return nil
 }
 
-// findRoot walks up from the working directory to the repository.
+// findRoot finds the repository around the working directory.
 func findRoot() (string, error) {
 	dir, err := os.Getwd()
 	if err != nil {
@@ -205,14 +238,14 @@ func (o *Options) clusterAPIManifests() string { return o.binary("capi-core-mani
 
 func (o *Options) chart(name string) string { return filepath.Join(o.Root, "deploy", "charts", name) }
 
-// ErrNotBuilt says that binaries are missing.
+// ErrNotBuilt means that binaries are missing.
 var ErrNotBuilt = errors.New("not built")
 
-// checkBuilt names everything that is missing at once.
+// checkBuilt reports all missing files at once.
 func (o *Options) checkBuilt() error {
-	files := []string{
-		"etcd", "kube-apiserver", "kube-controller-manager",
-		"capi-core-manager", "capi-core-manifests/webhooks.yaml", "capi-core-manifests/version", "sim-provider",
+	files := []string{"etcd", "kube-apiserver", "kube-controller-manager"}
+	if o.HubOf == "" {
+		files = append(files, "capi-core-manager", "capi-core-manifests/webhooks.yaml", "capi-core-manifests/version", "sim-provider")
 	}
 	if !o.HubOnly {
 		files = append(files, "kube-scheduler", "kwok")

@@ -28,6 +28,30 @@ func TestOptionsAreCompleted(t *testing.T) {
 	}
 }
 
+func TestASpokeOfAnothersHubTakesThatHubAsItIs(t *testing.T) {
+	good := Options{Name: "second", HubOf: "first", Root: t.TempDir()}
+	if err := good.complete(); err != nil || good.Cluster != "second" || good.Agents != 0 {
+		t.Errorf("got %+v, %v", good, err)
+	}
+	for name, options := range map[string]Options{
+		"own hub":   {Name: "first", HubOf: "first"},
+		"topology":  {Name: "second", HubOf: "first", Topology: Joined},
+		"hub only":  {Name: "second", HubOf: "first", HubOnly: true},
+		"agents":    {Name: "second", HubOf: "first", Agents: 2},
+		"arguments": {Name: "second", HubOf: "first", AgentArgs: []string{"--v=1"}},
+		"no agent":  {Name: "second", HubOf: "first", WithoutAgent: true},
+		"authority": {Name: "second", HubOf: "first", Authority: &Authority{}},
+		"audit":     {Name: "second", HubOf: "first", AuditHub: true},
+		"class":     {Name: "second", HubOf: "first", TopologyVersion: "v1.36.2"},
+		"webhooks":  {Name: "second", HubOf: "first", SeparateWebhooks: true},
+	} {
+		options.Root = t.TempDir()
+		if err := options.complete(); err == nil || !strings.Contains(err.Error(), "first") {
+			t.Errorf("%s: got %v", name, err)
+		}
+	}
+}
+
 func TestOptionsOutsideOfTheRepository(t *testing.T) {
 	t.Chdir(t.TempDir())
 	if err := new(Options).complete(); err == nil {

@@ -1,14 +1,14 @@
 package sandbox
 
-// SPIFFE IDs that the sandbox's agent knows besides those of Clusters.
+// SPIFFE IDs that the sandbox's agent accepts in addition to those of Clusters.
 const (
-	// AdminIdentity may call everything for every Cluster.
+	// AdminIdentity may call every method for every Cluster.
 	AdminIdentity = "spiffe://" + trustDomain + "/admin"
-	// ReaderIdentity may read what there is for every Cluster.
+	// ReaderIdentity may call every read method for every Cluster.
 	ReaderIdentity = "spiffe://" + trustDomain + "/reader"
 )
 
-// agentPolicy gives these identities their roles.
+// agentPolicy grants these identities their roles.
 const agentPolicy = `identities:
 - id: ` + AdminIdentity + `
   roles: [admin]

@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sync/errgroup"
 	authenticationv1 "k8s.io/api/authentication/v1"
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
@@ -35,14 +36,17 @@ import (
 
 const (
 	trustDomain = "karpenter-capi"
-	// Where agent and shim would be installed: the namespaces of their ServiceAccounts.
+	// The namespaces of the ServiceAccounts of agent and shim, where they would be installed.
 	agentNamespace = "karpenter-capi-system"
-	// marker is in the environment of every process of a sandbox; its value is the sandbox's folder.
+	// marker is an environment variable of every process of a sandbox. Its value is the sandbox's
+	// folder.
 	marker = "KARPENTER_CAPI_SANDBOX"
 	// simVersion is the version of the simulated provider in clusterctl's inventory.
 	simVersion = "v0.1.0"
-	// linesOfLog is how much of a component's log is quoted in an error.
+	// linesOfLog is how many lines of a component's log an error quotes.
 	linesOfLog = 15
+	// adminQPS and adminBurst are the rate limits of an administrator's clients.
+	adminQPS, adminBurst = 100, 200
 )
 
 //go:embed stages.yaml
@@ -51,35 +55,38 @@ var stages []byte
 //go:embed audit-policy.yaml
 var auditPolicy []byte
 
-// ErrRunning says that a sandbox of that name is up.
+// ErrRunning means that a sandbox with the same name is running.
 var ErrRunning = errors.New("is running already")
 
-// Sandbox is a running hub and spoke, or a hub only. Its methods are safe for concurrent use.
+// Sandbox is a running hub and spoke, a hub only, or a spoke of another sandbox's hub. Its methods
+// are safe for concurrent use.
 type Sandbox struct {
 	options Options
 	lock    *flock.Flock
 
 	mu         sync.Mutex
-	state      State // without the components' status, which they know themselves
+	state      State // without the components' status, which they hold themselves
 	components []*process.Process
 	ports      ports.Pool
 	agentCA    *pki.CA
 
 	hub   *controlPlane
-	spoke *controlPlane // nil if there is only a hub, and the hub if that is its own workload cluster
+	spoke *controlPlane // nil if there is only a hub; the hub itself if that is its own workload cluster
 	// shimAccount is the shim's ServiceAccount in the spoke.
 	shimAccount client.ObjectKey
 
-	touched   chan struct{} // something has changed
+	touched   chan struct{} // signals a change
 	publisher sync.WaitGroup
 	stop      sync.Once
 	stopped   chan struct{}
 }
 
-// Start brings a sandbox up and returns when all of it is ready. If that fails or the context ends first, everything has
-// been stopped when it returns; the logs stay. The context bounds the start only.
+// Start starts a sandbox and returns once everything is ready. If that fails or the context ends
+// first, everything has been stopped when it returns; the logs are kept. The context only bounds
+// the start.
 //
-// The error is [ErrNotBuilt] if binaries are missing and [ErrRunning] if a sandbox of that name is up.
+// The error is [ErrNotBuilt] if binaries are missing, and [ErrRunning] if a sandbox with the same
+// name is running.
 func Start(ctx context.Context, options Options) (*Sandbox, error) {
 	if err := options.complete(); err != nil {
 		return nil, err
@@ -96,6 +103,7 @@ func Start(ctx context.Context, options Options) (*Sandbox, error) {
 		lock:    lock,
 		state: State{
 			Name: options.Name, Phase: Starting, PID: os.Getpid(), StartedAt: time.Now(), Paths: pathsIn(options.StateDir),
+			Cluster: lo.Ternary(options.HubOnly, "", options.Cluster),
 		},
 		touched: make(chan struct{}, 1),
 		stopped: make(chan struct{}),
@@ -106,7 +114,7 @@ func Start(ctx context.Context, options Options) (*Sandbox, error) {
 	}
 	s.publisher.Go(s.publish)
 	if err := s.start(ctx); err != nil {
-		// What began a failure is told, not what it entailed.
+		// Report the cause of a failure, not its consequences.
 		switch cause := context.Cause(ctx); {
 		case errors.Is(cause, context.DeadlineExceeded):
 			err = fmt.Errorf("not up in time: %w%s", cause, s.unfinished())
@@ -120,10 +128,11 @@ func Start(ctx context.Context, options Options) (*Sandbox, error) {
 	return s, nil
 }
 
-// lockFile is beside the sandbox's folder, which is replaced while the lock is held.
+// lockFile returns a path beside the sandbox's folder, because that is replaced while the lock is
+// held.
 func lockFile(options Options) string { return options.StateDir + ".lock" }
 
-// acquire makes this process the one that holds the sandbox.
+// acquire locks the sandbox for this process.
 func acquire(options Options) (*flock.Flock, error) {
 	if err := os.MkdirAll(filepath.Dir(options.StateDir), 0o750); err != nil {
 		return nil, err
@@ -139,7 +148,7 @@ func acquire(options Options) (*flock.Flock, error) {
 	return lock, nil
 }
 
-// Running says whether a process holds the sandbox that the options name, ready or not.
+// Running reports whether a process holds the sandbox that the options name, ready or not.
 func Running(options Options) (bool, error) {
 	if err := options.complete(); err != nil {
 		return false, err
@@ -156,8 +165,8 @@ func Running(options Options) (bool, error) {
 	return false, lock.Unlock()
 }
 
-// Remnants returns the processes of the sandbox that the options name, its holder not counted. On systems other than Linux
-// it is [errors.ErrUnsupported].
+// Remnants returns the processes of the sandbox that the options name, without its holder. On
+// systems other than Linux it returns [errors.ErrUnsupported].
 func Remnants(options Options) ([]int, error) {
 	if err := options.complete(); err != nil {
 		return nil, err
@@ -165,18 +174,19 @@ func Remnants(options Options) ([]int, error) {
 	return process.WithEnvironment(marker + "=" + options.StateDir)
 }
 
-// Dir returns the folder of the sandbox that the options name, there or not.
+// Dir returns the folder of the sandbox that the options name, whether or not it exists.
 func Dir(options Options) (string, error) {
 	err := options.complete()
 	return options.StateDir, err
 }
 
-// Listeners returns the TCP addresses that a process listens on. On systems other than Linux it is [errors.ErrUnsupported].
+// Listeners returns the TCP addresses on which a process listens. On systems other than Linux it
+// returns [errors.ErrUnsupported].
 func Listeners(pid int) ([]netip.AddrPort, error) { return process.Listeners(pid) }
 
 func (s *Sandbox) mark() string { return marker + "=" + s.options.StateDir }
 
-// prepare makes the folder.
+// prepare creates the folder.
 func (s *Sandbox) prepare() error {
 	if err := os.RemoveAll(s.options.StateDir); err != nil {
 		return err
@@ -189,7 +199,7 @@ func (s *Sandbox) prepare() error {
 	return s.state.write(s.options.StateDir)
 }
 
-// start brings everything up, as parallel as it depends on each other.
+// start starts everything, as concurrently as the dependencies allow.
 func (s *Sandbox) start(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -198,7 +208,9 @@ func (s *Sandbox) start(ctx context.Context) error {
 		return err
 	}
 	group, groupContext := errgroup.WithContext(ctx)
-	group.Go(func() error { return s.startHub(groupContext) })
+	if s.options.HubOf == "" {
+		group.Go(func() error { return s.startHub(groupContext) })
+	}
 	if s.spoke != nil && !s.options.oneCluster() {
 		group.Go(func() error { return s.startSpoke(groupContext) })
 	}
@@ -211,12 +223,12 @@ func (s *Sandbox) start(ctx context.Context) error {
 	}
 	group, groupContext = errgroup.WithContext(ctx)
 	if s.spoke != nil {
-		// Whether Cluster API has connected to it is of no concern to who onboards it.
-		if err := createFleet(ctx, hub, s.spoke, s.options.TopologyVersion); err != nil {
+		// Onboarding does not depend on Cluster API's connection to the spoke.
+		if err := createFleet(ctx, hub, s.spoke, s.options.Cluster, s.options.TopologyVersion); err != nil {
 			return err
 		}
 		group.Go(func() error {
-			return s.step(groupContext, "Cluster "+ClusterNamespace+"/"+ClusterName, func(ctx context.Context) error { return awaitFleet(ctx, hub) })
+			return s.step(groupContext, "Cluster "+s.Cluster().String(), func(ctx context.Context) error { return awaitFleet(ctx, hub, s.Cluster()) })
 		})
 	}
 	if !s.options.WithoutAgent {
@@ -228,10 +240,15 @@ func (s *Sandbox) start(ctx context.Context) error {
 	return s.writeEnv()
 }
 
-// makeCertificates makes what is made before any process runs.
-func (s *Sandbox) makeCertificates(context.Context) error {
+// makeCertificates creates what must exist before any process runs.
+func (s *Sandbox) makeCertificates(ctx context.Context) error {
 	var err error
-	if s.hub, err = s.newControlPlane("hub", s.state.Paths.HubKubeconfig); err != nil {
+	if s.options.HubOf != "" {
+		err = s.joinHub(ctx)
+	} else {
+		s.hub, err = s.newControlPlane("hub", s.state.Paths.HubKubeconfig)
+	}
+	if err != nil {
 		return err
 	}
 	if s.options.AuditHub {
@@ -256,7 +273,63 @@ func (s *Sandbox) makeCertificates(context.Context) error {
 	return os.WriteFile(s.state.Paths.AgentCA, s.agentCA.PEM, 0o600)
 }
 
-// newControlPlane makes the certificates and the administrator's kubeconfig of a control plane.
+// joinHub connects to the hub of another sandbox, and uses the authorities that its agents trust.
+func (s *Sandbox) joinHub(ctx context.Context) error {
+	of := Options{Name: s.options.HubOf, Root: s.options.Root}
+	running, err := Running(of)
+	if err != nil {
+		return err
+	}
+	state, err := ReadState(of)
+	if err != nil && !errors.Is(err, ErrNoState) {
+		return err
+	}
+	if !running || state.Phase != Ready || state.AgentAddress == "" {
+		return fmt.Errorf("sandbox %q is no hub with an agent that is up and ready: bring it up first", of.Name)
+	}
+	data, err := os.ReadFile(state.Paths.HubKubeconfig)
+	if err != nil {
+		return err
+	}
+	admin, err := clientcmd.RESTConfigFromKubeConfig(data)
+	if err != nil {
+		return err
+	}
+	admin.QPS, admin.Burst = adminQPS, adminBurst
+	s.hub = &controlPlane{name: "hub", server: admin.Host, admin: admin, kubeconfigFile: state.Paths.HubKubeconfig, kubeconfigData: data}
+	s.update(func(mine *State) {
+		mine.Paths.HubKubeconfig = state.Paths.HubKubeconfig
+		mine.AgentAddress, mine.AgentAddresses, mine.AgentMetrics = state.AgentAddress, state.AgentAddresses, state.AgentMetrics
+		mine.HubEtcdMetrics = state.HubEtcdMetrics
+	})
+	hub, err := s.HubClient()
+	if err != nil {
+		return err
+	}
+	switch err := hub.Get(ctx, s.Cluster(), &clusterv1.Cluster{}); {
+	case err == nil:
+		return fmt.Errorf("the hub of sandbox %q has a Cluster %s already: delete it there, or choose another name", of.Name, s.Cluster())
+	case !apierrors.IsNotFound(err):
+		return err
+	}
+	// A Cluster of that name that was deleted leaves its secrets, which name another API server.
+	err = hub.DeleteAllOf(ctx, &corev1.Secret{}, client.InNamespace(s.Cluster().Namespace), client.MatchingLabels{clusterv1.ClusterNameLabel: s.Cluster().Name})
+	if err != nil {
+		return fmt.Errorf("deleting what a Cluster %s has left: %w", s.Cluster(), err)
+	}
+	var issuer corev1.Secret
+	if err := hub.Get(ctx, client.ObjectKey{Namespace: agentNamespace, Name: issuerSecret}, &issuer); err != nil {
+		return fmt.Errorf("reading the authority of the agents of sandbox %q: %w", of.Name, err)
+	}
+	ca, err := pki.ReadCA(pki.Pair{Certificate: issuer.Data[corev1.TLSCertKey], Key: issuer.Data[corev1.TLSPrivateKeyKey]})
+	if err != nil {
+		return fmt.Errorf("reading the authority of the agents of sandbox %q: %w", of.Name, err)
+	}
+	s.options.Authority = &Authority{ca}
+	return nil
+}
+
+// newControlPlane creates the certificates and the administrator's kubeconfig of a control plane.
 func (s *Sandbox) newControlPlane(name, kubeconfigFile string) (*controlPlane, error) {
 	c := &controlPlane{name: name, dir: filepath.Join(s.options.StateDir, name), kubeconfigFile: kubeconfigFile}
 	if err := os.MkdirAll(c.dir, 0o700); err != nil {
@@ -302,7 +375,7 @@ func (s *Sandbox) newControlPlane(name, kubeconfigFile string) (*controlPlane, e
 	if c.admin, err = clientcmd.RESTConfigFromKubeConfig(c.kubeconfigData); err != nil {
 		return nil, err
 	}
-	c.admin.QPS, c.admin.Burst = 100, 200
+	c.admin.QPS, c.admin.Burst = adminQPS, adminBurst
 	return c, nil
 }
 
@@ -331,7 +404,7 @@ func (s *Sandbox) startHub(ctx context.Context) error {
 			if s.options.oneCluster() {
 				return s.controllerManager(ctx, s.hub)
 			}
-			// Nothing runs in the hub but the owners of Cluster API's objects have to be tidied up after.
+			// The hub only needs the garbage collection of Cluster API's objects.
 			return s.controllerManager(ctx, s.hub, "--controllers=garbage-collector-controller,namespace-controller,serviceaccount-controller")
 		})
 	})
@@ -383,8 +456,8 @@ func (s *Sandbox) startClusterAPI(ctx context.Context) error {
 	return group.Wait()
 }
 
-// installClusterAPI creates what `clusterctl init` would create of Cluster API and of the infrastructure provider, as far as it is
-// not a process, and notes both in clusterctl's inventory.
+// installClusterAPI creates what `clusterctl init` would create for Cluster API and the
+// infrastructure provider, except for processes, and records both in clusterctl's inventory.
 func (s *Sandbox) installClusterAPI(ctx context.Context, webhooks manifests.Webhooks) error {
 	objects, err := manifests.ClusterAPI(s.options.clusterAPIManifests(), webhooks)
 	if err != nil {
@@ -429,7 +502,7 @@ func (s *Sandbox) startSpoke(ctx context.Context) error {
 	return group.Wait()
 }
 
-// startNodes starts what schedules pods and runs them on Nodes.
+// startNodes starts the components that schedule pods and run them on Nodes.
 func (s *Sandbox) startNodes(ctx context.Context, c *controlPlane) error {
 	file := filepath.Join(c.dir, "stages.yaml")
 	if err := os.WriteFile(file, stages, 0o600); err != nil {
@@ -451,13 +524,17 @@ func (s *Sandbox) startAgentAndShim(ctx context.Context) error {
 			return err
 		}
 	}
-	if err := s.step(ctx, "agent", s.startAgents); err != nil {
+	if s.options.HubOf != "" {
+		if err := s.issueCallers(); err != nil {
+			return err
+		}
+	} else if err := s.step(ctx, "agent", s.startAgents); err != nil {
 		return err
 	}
 	if s.options.WithoutShim {
 		return nil
 	}
-	if s.options.Topology != Sidecar { // whose callers have no certificates
+	if s.options.Topology != Sidecar { // its callers have no certificates
 		if err := s.step(ctx, "onboarding", s.onboardSpoke); err != nil {
 			return err
 		}
@@ -465,7 +542,7 @@ func (s *Sandbox) startAgentAndShim(ctx context.Context) error {
 	return s.step(ctx, "shim", func(ctx context.Context) error { return s.shim(ctx, s.agentOfShim()) })
 }
 
-// agentOfShim is the address at which the shim calls the first agent.
+// agentOfShim returns the address at which the shim calls the first agent.
 func (s *Sandbox) agentOfShim() string {
 	if s.options.Topology == Sidecar {
 		return "unix://" + s.agentSocket()
@@ -480,13 +557,14 @@ func (s *Sandbox) startAgents(ctx context.Context) error {
 		Helm: s.options.binary("helm"), Dir: s.options.chart("agent"), Release: "capi-agent", Namespace: agentNamespace,
 		Values: []string{
 			"pricing.list=" + PriceList, "rbac.infrastructureResources={simmachinetemplates}",
-			// Tests and the demo, as administrators, make changes that the policies refuse to others.
+			// Tests and the demo act as administrators, and make changes that the policies refuse
+			// to others.
 			"admission.exempt.groups={system:masters}",
 		},
 	}
 	if s.options.Topology == Sidecar {
 		chart.Account = s.shimAccount
-		chart.Values = append(chart.Values, "clusters={"+ClusterNamespace+"/"+ClusterName+"}", "replicas=0", "tls.certManager.enabled=false",
+		chart.Values = append(chart.Values, "clusters={"+s.Cluster().String()+"}", "replicas=0", "tls.certManager.enabled=false",
 			"serviceAccount.create=false", "serviceAccount.name="+s.shimAccount.Name)
 		chart.Namespace = s.shimAccount.Namespace
 	} else {
@@ -508,12 +586,8 @@ func (s *Sandbox) startAgents(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	for name, id := range map[string]string{
-		clientCertificate: ClusterIdentity(ClusterNamespace, ClusterName, ""), "admin": AdminIdentity, "reader": ReaderIdentity,
-	} {
-		if _, _, err := s.AgentCertificate(name, id); err != nil {
-			return err
-		}
+	if err := s.issueCallers(); err != nil {
+		return err
 	}
 	if s.options.Topology != Sidecar {
 		if err := s.publishIssuer(ctx); err != nil {
@@ -550,14 +624,27 @@ func (s *Sandbox) startAgents(ctx context.Context) error {
 	return group.Wait()
 }
 
+// issueCallers issues the certificates of users and tools that call the agents.
+func (s *Sandbox) issueCallers() error {
+	for name, id := range map[string]string{
+		clientCertificate: ClusterIdentity(s.Cluster().Namespace, s.Cluster().Name, ""), "admin": AdminIdentity, "reader": ReaderIdentity,
+	} {
+		if _, _, err := s.AgentCertificate(name, id); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 const (
-	// issuerSecret is the hub's secret with the authority that the agents issue certificates with.
+	// issuerSecret is the hub's secret with the authority with which the agents issue certificates.
 	issuerSecret = "capi-agent-ca" //nolint:gosec // its name
 	// onboardingLabel is the agent's label with the id of a Cluster's onboarding.
 	onboardingLabel = "agent.karpenter.cluster.x-k8s.io/onboarding"
 )
 
-// publishIssuer writes the authority that the agents issue certificates with to files for them, and to a secret for who onboards a spoke.
+// publishIssuer writes the authority with which the agents issue certificates: to files for the
+// agents, and to a secret for onboarding.
 func (s *Sandbox) publishIssuer(ctx context.Context) error {
 	pair, err := s.agentCA.Pair()
 	if err != nil {
@@ -576,7 +663,8 @@ func (s *Sandbox) publishIssuer(ctx context.Context) error {
 	})
 }
 
-// onboardSpoke gives the shim its rights in the spoke and what it gets its first certificate with, as a user does.
+// onboardSpoke grants the shim its rights in the spoke and provides its bootstrap certificate, as a
+// user does.
 func (s *Sandbox) onboardSpoke(ctx context.Context) error {
 	if err := s.installShim(ctx); err != nil {
 		return err
@@ -585,10 +673,10 @@ func (s *Sandbox) onboardSpoke(ctx context.Context) error {
 	return err
 }
 
-// installShim gives the shim its rights in the spoke.
+// installShim grants the shim its rights in the spoke.
 func (s *Sandbox) installShim(ctx context.Context) error {
 	values := []string{
-		"agent.address=" + s.agentOfShim(), "cluster.namespace=" + ClusterNamespace, "cluster.name=" + ClusterName,
+		"agent.address=" + s.agentOfShim(), "cluster.namespace=" + s.Cluster().Namespace, "cluster.name=" + s.Cluster().Name,
 		fmt.Sprintf("agent.enrollment.enabled=%t", s.options.Topology != Sidecar),
 		fmt.Sprintf("settings.ignoreDRARequests=%t", !s.options.DynamicResources),
 	}
@@ -614,8 +702,9 @@ func (s *Sandbox) writeShimKubeconfig(ctx context.Context, bound *authentication
 	return writeKubeconfig(s.shimKubeconfig(), "karpenter", Endpoint{URL: s.spoke.server, CA: s.spoke.ca.PEM}, user)
 }
 
-// RenewShimKubeconfig replaces the shim's kubeconfig by one with another token, as a control plane renews what it keeps in the hub. The token is good
-// for as long as the Secret of that name lives in the spoke's namespace [ShimNamespace], which this makes.
+// RenewShimKubeconfig replaces the shim's kubeconfig with one that has another token, as a control
+// plane renews the copy in the hub. It creates a Secret of the given name in the spoke's namespace
+// [ShimNamespace]. The token is valid while that Secret exists.
 func (s *Sandbox) RenewShimKubeconfig(ctx context.Context, secret string) error {
 	spoke, err := s.SpokeClient()
 	if err != nil {
@@ -628,23 +717,24 @@ func (s *Sandbox) RenewShimKubeconfig(ctx context.Context, secret string) error 
 	return s.writeShimKubeconfig(ctx, &authenticationv1.BoundObjectReference{APIVersion: "v1", Kind: "Secret", Name: secret, UID: object.UID})
 }
 
-// ShimNamespace is the spoke's namespace that has the shim's secrets and service account.
+// ShimNamespace is the spoke's namespace with the shim's secrets and service account.
 const ShimNamespace = "karpenter"
 
-// shimIdentitySecret and shimBootstrapSecret are the spoke's secrets in which the shim keeps its certificate and finds what it gets the first
-// one with, as namespace/name.
+// shimIdentitySecret and shimBootstrapSecret are the spoke's secrets with the shim's certificate
+// and its bootstrap certificate, as namespace/name.
 const (
 	shimIdentitySecret  = ShimNamespace + "/karpenter-agent-identity"
 	shimBootstrapSecret = ShimNamespace + "/karpenter-agent-bootstrap"
 )
 
-// Onboard has the agent's command onboard the Cluster [ClusterNamespace]/[ClusterName], with further arguments, as the hub's administrator, and
-// returns what it prints. What was issued for the Cluster before is refused from then on; [Paths].ClientCertificate is issued anew.
+// Onboard runs the agent's onboard command for [Sandbox.Cluster], with additional arguments, as the
+// hub's administrator, and returns its output. Earlier certificates of the Cluster are refused from
+// then on; [Paths].ClientCertificate is reissued.
 func (s *Sandbox) Onboard(ctx context.Context, args ...string) (string, error) {
 	state := s.State()
 	cmd := exec.CommandContext(ctx, s.options.AgentBinary, append([]string{ //nolint:gosec // the binary that the sandbox runs
 		"onboard", "--kubeconfig=" + state.Paths.HubKubeconfig, "--issuer-secret=" + agentNamespace + "/" + issuerSecret, "--trust-domain=" + trustDomain,
-		"--secret=" + shimBootstrapSecret, ClusterNamespace + "/" + ClusterName,
+		"--secret=" + shimBootstrapSecret, s.Cluster().String(),
 	}, args...)...)
 	output, err := cmd.CombinedOutput()
 	if err != nil {
@@ -655,15 +745,16 @@ func (s *Sandbox) Onboard(ctx context.Context, args ...string) (string, error) {
 		return string(output), err
 	}
 	var cluster clusterv1.Cluster
-	if err := hub.Get(ctx, client.ObjectKey{Namespace: ClusterNamespace, Name: ClusterName}, &cluster); err != nil {
+	if err := hub.Get(ctx, s.Cluster(), &cluster); err != nil {
 		return string(output), err
 	}
-	_, _, err = s.AgentCertificate(clientCertificate, ClusterIdentity(ClusterNamespace, ClusterName, cluster.Labels[onboardingLabel]))
+	_, _, err = s.AgentCertificate(clientCertificate, ClusterIdentity(cluster.Namespace, cluster.Name, cluster.Labels[onboardingLabel]))
 	return string(output), err
 }
 
-// PointShim ends the shim, starts it anew so that it calls the agent at the given host:port, and waits until it is ready. The agent may be one of
-// another sandbox with the same [Options].Authority. It must not be called twice at the same time, or while the shim is started or stopped.
+// PointShim stops the shim, starts it again with the agent at the given host:port, and waits until
+// it is ready. The agent may belong to another sandbox with the same [Options].Authority. PointShim
+// must not be called concurrently, nor while the shim is started or stopped.
 func (s *Sandbox) PointShim(ctx context.Context, agent string) error {
 	if err := s.StopComponent(Shim); err != nil {
 		return err
@@ -675,7 +766,7 @@ func (s *Sandbox) shimKubeconfig() string {
 	return filepath.Join(s.options.StateDir, "karpenter.kubeconfig")
 }
 
-// install creates a chart's CRDs and permissions and returns its ServiceAccount.
+// install creates a chart's CRDs and permissions, and returns its ServiceAccount.
 func (s *Sandbox) install(ctx context.Context, c *controlPlane, chart manifests.Chart) (account client.ObjectKey, err error) {
 	crds, err := manifests.CRDs(os.DirFS(filepath.Join(chart.Dir, "crds")))
 	if err != nil {
@@ -692,7 +783,8 @@ func (s *Sandbox) install(ctx context.Context, c *controlPlane, chart manifests.
 	return account, manifests.Create(ctx, admin, append(manifests.Objects(crds), objects...)...)
 }
 
-// ClusterIdentity is the SPIFFE ID that may act for a Cluster by an onboarding, or, if that is empty, for one that was not onboarded.
+// ClusterIdentity returns the SPIFFE ID that may act for a Cluster by an onboarding. With an empty
+// onboarding it returns the ID for a Cluster that was not onboarded.
 func ClusterIdentity(namespace, name, onboarding string) string {
 	id := "spiffe://" + trustDomain + "/cluster/" + namespace + "/" + name
 	if onboarding == "" {
@@ -701,8 +793,9 @@ func ClusterIdentity(namespace, name, onboarding string) string {
 	return id + "/" + onboarding
 }
 
-// AgentCertificate issues a client certificate that the agent trusts, for the given SPIFFE ID, and returns the files it is
-// stored in, named for name. Whether that identity may do anything is the agent's policy.
+// AgentCertificate issues a client certificate that the agent trusts, for the given SPIFFE ID, and
+// returns the paths of its files, which are named after name. The agent's policy determines the
+// rights of that identity.
 func (s *Sandbox) AgentCertificate(name, id string) (certFile, keyFile string, err error) {
 	pair, err := s.agentCA.Workload(id)
 	if err != nil {
@@ -711,10 +804,15 @@ func (s *Sandbox) AgentCertificate(name, id string) (certFile, keyFile string, e
 	return pair.Write(filepath.Dir(s.state.Paths.AgentCA), name)
 }
 
-// HubConfig returns an administrator's configuration.
+// Cluster returns the key of the spoke's Cluster in the hub.
+func (s *Sandbox) Cluster() client.ObjectKey {
+	return client.ObjectKey{Namespace: ClusterNamespace, Name: s.options.Cluster}
+}
+
+// HubConfig returns an administrator's configuration of the hub.
 func (s *Sandbox) HubConfig() *rest.Config { return rest.CopyConfig(s.hub.admin) }
 
-// SpokeConfig returns an administrator's configuration, and nil if there is no spoke.
+// SpokeConfig returns an administrator's configuration of the spoke, or nil if there is no spoke.
 func (s *Sandbox) SpokeConfig() *rest.Config {
 	if s.spoke == nil {
 		return nil
@@ -722,8 +820,8 @@ func (s *Sandbox) SpokeConfig() *rest.Config {
 	return rest.CopyConfig(s.spoke.admin)
 }
 
-// HubClient returns a client, as administrator and without a cache, that knows Cluster API's core kinds, those of the
-// simulated provider and CustomResourceDefinitions.
+// HubClient returns an administrator's client without a cache. It supports Cluster API's core
+// kinds, those of the simulated provider, and CustomResourceDefinitions.
 func (s *Sandbox) HubClient() (client.Client, error) {
 	scheme := manifests.Scheme()
 	lo.Must0(clusterv1.AddToScheme(scheme))
@@ -731,8 +829,8 @@ func (s *Sandbox) HubClient() (client.Client, error) {
 	return client.New(s.hub.admin, client.Options{Scheme: scheme})
 }
 
-// SpokeClient returns a client, as administrator and without a cache, that knows the built-in kinds and
-// CustomResourceDefinitions. Without a spoke it is an error.
+// SpokeClient returns an administrator's client without a cache. It supports the built-in kinds and
+// CustomResourceDefinitions. It returns an error if there is no spoke.
 func (s *Sandbox) SpokeClient() (client.Client, error) {
 	if s.spoke == nil {
 		return nil, fmt.Errorf("sandbox %q has no spoke", s.options.Name)
@@ -740,7 +838,7 @@ func (s *Sandbox) SpokeClient() (client.Client, error) {
 	return client.New(s.spoke.admin, client.Options{Scheme: manifests.Scheme()})
 }
 
-// State returns what is known of the sandbox now.
+// State returns the current state of the sandbox.
 func (s *Sandbox) State() State {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -750,7 +848,7 @@ func (s *Sandbox) State() State {
 	return state
 }
 
-// Kill ends a component as kill -9 does. It is started again by itself.
+// Kill kills a component as kill -9 does. It is restarted automatically.
 func (s *Sandbox) Kill(component string) error {
 	p, err := s.find(component)
 	if err != nil {
@@ -759,7 +857,8 @@ func (s *Sandbox) Kill(component string) error {
 	return p.Kill()
 }
 
-// Suspend stops a component where it is, as kill -STOP does. Its connections stay open and nothing answers.
+// Suspend suspends a component as kill -STOP does. Its connections stay open, but it does not
+// answer.
 func (s *Sandbox) Suspend(component string) error {
 	p, err := s.find(component)
 	if err != nil {
@@ -768,7 +867,7 @@ func (s *Sandbox) Suspend(component string) error {
 	return p.Suspend()
 }
 
-// Resume lets a suspended component go on.
+// Resume resumes a suspended component.
 func (s *Sandbox) Resume(component string) error {
 	p, err := s.find(component)
 	if err != nil {
@@ -777,7 +876,8 @@ func (s *Sandbox) Resume(component string) error {
 	return p.Resume()
 }
 
-// StopComponent asks a component to end and keeps it down. It returns when the component is gone; one that is down is fine.
+// StopComponent terminates a component and keeps it stopped. It returns once the component is gone,
+// or at once if it was stopped already.
 func (s *Sandbox) StopComponent(component string) error {
 	p, err := s.find(component)
 	if err != nil {
@@ -787,7 +887,7 @@ func (s *Sandbox) StopComponent(component string) error {
 	return nil
 }
 
-// StartComponent starts a component that was stopped and waits until it is ready.
+// StartComponent starts a stopped component and waits until it is ready.
 func (s *Sandbox) StartComponent(ctx context.Context, component string) error {
 	p, err := s.find(component)
 	if err != nil {
@@ -819,18 +919,18 @@ func (s *Sandbox) find(component string) (*process.Process, error) {
 	return nil, fmt.Errorf("there is no component %q", component)
 }
 
-// Stop ends every process and removes all files but the logs. When it returns nothing is left running. Calling it again
-// does nothing.
+// Stop ends all processes and removes all files but the logs. When it returns, nothing is left
+// running. It is idempotent.
 func (s *Sandbox) Stop() { s.end(Stopping, nil) }
 
-// end stops everything; the phase and the cause are what remains to be read of a sandbox that failed.
+// end stops everything. Of a sandbox that failed, it records the phase and the cause.
 func (s *Sandbox) end(phase Phase, cause error) {
 	s.stop.Do(func() {
 		s.update(func(state *State) { state.Phase = Stopping })
 		s.mu.Lock()
 		components := slices.Clone(s.components)
 		s.mu.Unlock()
-		// Ours first, while there is somebody to say goodbye to; the databases last.
+		// Agent and shim first, while their peers are still running; the databases last.
 		ours, databases := []string{Shim}, []string{HubEtcd, SpokeEtcd}
 		for i := range s.options.Agents {
 			ours = append(ours, AgentName(i))
@@ -855,12 +955,13 @@ func (s *Sandbox) end(phase Phase, cause error) {
 		s.publisher.Wait()
 		s.ports.Release()
 		s.clean(cause != nil)
-		// The file stays: whoever has opened it must not lock what nobody else sees.
+		// Keep the lock file: a process that has opened it must not lock a file that others do not
+		// see.
 		_ = s.lock.Unlock()
 	})
 }
 
-// clean removes everything but the logs and, of a sandbox that failed, what it failed of.
+// clean removes everything but the logs, and the state file if keepState is set.
 func (s *Sandbox) clean(keepState bool) {
 	keep := []string{filepath.Base(s.state.Paths.Logs)}
 	if keepState {
@@ -877,7 +978,7 @@ func (s *Sandbox) clean(keepState bool) {
 	}
 }
 
-// step runs a part of the start and records how long it took.
+// step runs one step of the start and records its duration.
 func (s *Sandbox) step(ctx context.Context, name string, run func(context.Context) error) error {
 	var i int
 	s.update(func(state *State) {
@@ -897,7 +998,8 @@ func (s *Sandbox) step(ctx context.Context, name string, run func(context.Contex
 	return err
 }
 
-// unfinished says what a start was still waiting for, with the last that the components in question had to say.
+// unfinished lists the steps that a start was still waiting for, with the last log lines of the
+// components concerned.
 func (s *Sandbox) unfinished() string {
 	var b strings.Builder
 	state := s.State()
@@ -922,7 +1024,7 @@ func (s *Sandbox) update(change func(*State)) {
 	s.touch()
 }
 
-// touch makes the publisher look.
+// touch wakes the publisher.
 func (s *Sandbox) touch() {
 	select {
 	case s.touched <- struct{}{}:
@@ -930,11 +1032,11 @@ func (s *Sandbox) touch() {
 	}
 }
 
-// publish writes the state down and tells whoever listens, whenever it has changed.
+// publish writes the state to its file and calls OnChange, whenever the state has changed.
 func (s *Sandbox) publish() {
 	tell := func() {
 		state := s.State()
-		// A disk that is full must not end the sandbox.
+		// A full disk must not end the sandbox.
 		_ = state.write(s.options.StateDir)
 		if s.options.OnChange != nil {
 			s.options.OnChange(state)
@@ -951,7 +1053,7 @@ func (s *Sandbox) publish() {
 	}
 }
 
-// port reserves a port for as long as the sandbox lives.
+// port reserves a port for the lifetime of the sandbox.
 func (s *Sandbox) port() (int, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

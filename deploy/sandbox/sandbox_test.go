@@ -28,10 +28,10 @@ import (
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 )
 
-// startTimeout allows for a machine that does other things as well.
+// startTimeout allows for a machine that is also busy with other work.
 const startTimeout = 3 * time.Minute
 
-// start brings up a sandbox without the agent and the shim, which have nothing to do with what is tested here.
+// start starts a sandbox without the agent and the shim, which these tests do not need.
 func start(t *testing.T) (*sandbox.Sandbox, sandbox.Options) {
 	t.Helper()
 	options := sandbox.Options{Name: "test", StateDir: filepath.Join(t.TempDir(), "sandbox"), WithoutAgent: true}
@@ -55,7 +55,7 @@ func start(t *testing.T) (*sandbox.Sandbox, sandbox.Options) {
 	return s, options
 }
 
-// eventually polls until the condition says nothing is missing any more.
+// eventually polls until the condition reports nothing missing.
 func eventually(t *testing.T, what string, missing func(ctx context.Context) string) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
@@ -147,7 +147,7 @@ func bothVersionsAreServed(t *testing.T, hub client.Client) {
 	if err := hub.Get(t.Context(), client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: sandbox.ClusterName}, old); err != nil {
 		t.Fatal(err)
 	}
-	// A field that only the conversion knows of.
+	// This field is only set by the conversion.
 	if ready, _, _ := unstructured.NestedBool(old.Object, "status", "controlPlaneReady"); !ready {
 		t.Errorf("v1beta1 shows status %v", old.Object["status"])
 	}
@@ -224,7 +224,7 @@ func machinesBecomeNodesAndGo(t *testing.T, hub, spoke client.Client) {
 		},
 	}
 	eventually(t, "a pod can be made", func(ctx context.Context) string {
-		// The ServiceAccount controller has to have been in the namespace.
+		// The ServiceAccount controller must have processed the namespace.
 		if err := spoke.Create(ctx, pod); err != nil {
 			return err.Error()
 		}
@@ -240,7 +240,7 @@ func machinesBecomeNodesAndGo(t *testing.T, hub, spoke client.Client) {
 		return ""
 	})
 
-	// Cluster API looks only every 20 s whether a Node that it drains is empty.
+	// Cluster API only checks every 20 s whether a Node that it drains is empty.
 	if err := spoke.Delete(t.Context(), pod); err != nil {
 		t.Fatal(err)
 	}
@@ -267,7 +267,7 @@ func machinesBecomeNodesAndGo(t *testing.T, hub, spoke client.Client) {
 	})
 }
 
-// failuresShowOnTheMachine uses the MachineDeployment that is there, scaled to zero.
+// failuresShowOnTheMachine uses the existing MachineDeployment, scaled to zero.
 func failuresShowOnTheMachine(t *testing.T, hub client.Client) {
 	t.Helper()
 	template := &simv1.SimMachineTemplate{}
@@ -397,7 +397,8 @@ func interrupt(t *testing.T, cause error) {
 	if !errors.Is(err, cause) {
 		t.Fatalf("got %v", err)
 	}
-	// Whoever interrupts knows why; whoever has waited in vain wants to know for what.
+	// The error must explain what was missing after a timeout, but not after an interruption by the
+	// user.
 	if explained := strings.Contains(err.Error(), "etcd was not ready"); explained != errors.Is(cause, context.DeadlineExceeded) {
 		t.Errorf("got %v", err)
 	}

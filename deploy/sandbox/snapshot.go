@@ -10,8 +10,8 @@ import (
 	"os/exec"
 )
 
-// Snapshot writes all that an etcd ([HubEtcd] or [SpokeEtcd]) holds to a file, while it runs. The error is [ErrNotBuilt] without the
-// binary etcdctl.
+// Snapshot saves the content of an etcd ([HubEtcd] or [SpokeEtcd]) to a file, while it runs. The
+// error is [ErrNotBuilt] if the binary etcdctl is missing.
 func (s *Sandbox) Snapshot(ctx context.Context, etcd, file string) error {
 	m, err := s.member(etcd)
 	if err != nil {
@@ -20,9 +20,10 @@ func (s *Sandbox) Snapshot(ctx context.Context, etcd, file string) error {
 	return s.run(ctx, "etcdctl", "--endpoints="+m.url, "snapshot", "save", file)
 }
 
-// PutBack makes a snapshot what an etcd holds, instead of what it held since. The etcd and its API server must have been stopped. Revisions
-// go on beyond those of any watch, and all watches have to begin anew, as etcd's documentation has it for Kubernetes. The error is
-// [ErrNotBuilt] without the binary etcdutl.
+// PutBack restores an etcd from a snapshot and discards later changes. The etcd and its API server
+// must have been stopped. As etcd's documentation recommends for Kubernetes, revisions continue
+// beyond those of any watch, and all watches must restart. The error is [ErrNotBuilt] if the binary
+// etcdutl is missing.
 func (s *Sandbox) PutBack(ctx context.Context, etcd, file string) error {
 	m, err := s.member(etcd)
 	if err != nil {
@@ -48,7 +49,7 @@ func (s *Sandbox) member(etcd string) (member, error) {
 	return member{}, fmt.Errorf("there is no etcd %q", etcd)
 }
 
-// run runs a binary to its end.
+// run runs a binary until it exits.
 func (s *Sandbox) run(ctx context.Context, binary string, args ...string) error {
 	var output bytes.Buffer
 	cmd := exec.CommandContext(ctx, s.options.binary(binary), args...) //nolint:gosec // the sandbox's own

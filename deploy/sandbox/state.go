@@ -12,10 +12,10 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox/internal/process"
 )
 
-// Phase is where a sandbox is in its life.
+// Phase is a phase in a sandbox's life.
 type Phase string
 
-// The phases, in order. A sandbox that failed has been stopped already.
+// The phases, in order. A sandbox that failed has already been stopped.
 const (
 	Starting Phase = "Starting"
 	Ready    Phase = "Ready"
@@ -23,76 +23,83 @@ const (
 	Failed   Phase = "Failed"
 )
 
-// State is what is known of a sandbox. It is kept in state.json.
+// State is the state of a sandbox. It is stored in state.json.
 type State struct {
 	Name  string `json:"name"`
 	Phase Phase  `json:"phase"`
-	// Error is why it failed.
+	// Error is the reason of a failure.
 	Error string `json:"error,omitempty"`
-	// PID is the process that holds it.
+	// Cluster is the name of the spoke's Cluster in the namespace [ClusterNamespace]; empty without
+	// a spoke.
+	Cluster string `json:"cluster,omitempty"`
+	// PID is the process that holds the sandbox.
 	PID int `json:"pid"`
-	// StartedAt is when it was asked for; ReadyAt when it was first ready, zero before.
+	// StartedAt is when the start was requested. ReadyAt is when the sandbox was first ready, zero
+	// before.
 	StartedAt time.Time `json:"startedAt"`
 	ReadyAt   time.Time `json:"readyAt,omitzero"`
-	// Steps of the start, in the order they began. Some run at the same time.
+	// Steps are the steps of the start, in the order in which they began. Some run concurrently.
 	Steps []Step `json:"steps"`
-	// Components in the order they were started.
+	// Components are in the order in which they were started.
 	Components []ComponentStatus `json:"components"`
-	// AgentAddress is the host:port at which the agent serves gRPC; empty without an agent.
+	// AgentAddress is the host:port at which the agent serves gRPC. Empty without an agent.
 	AgentAddress string `json:"agentAddress,omitempty"`
-	// AgentAddresses are those of all agents; the first is AgentAddress.
+	// AgentAddresses are the addresses of all agents. The first is AgentAddress.
 	AgentAddresses []string `json:"agentAddresses,omitempty"`
-	// AgentMetrics is the URL of the agent's metrics; empty without an agent.
+	// AgentMetrics is the URL of the agent's metrics. Empty without an agent.
 	AgentMetrics string `json:"agentMetrics,omitempty"`
 	// HubEtcdMetrics is the URL of the metrics of the hub's etcd.
 	HubEtcdMetrics string `json:"hubEtcdMetrics,omitempty"`
-	// ShimMetrics is the URL of the shim's metrics; empty without a shim.
+	// ShimMetrics is the URL of the shim's metrics. Empty without a shim.
 	ShimMetrics string `json:"shimMetrics,omitempty"`
-	// Paths of the files that its users need.
+	// Paths are the files that users of the sandbox need.
 	Paths Paths `json:"paths"`
 }
 
-// Step is one thing that the start waits for.
+// Step is one step of the start.
 type Step struct {
 	Name      string    `json:"name"`
 	StartedAt time.Time `json:"startedAt"`
-	// DoneAt is zero while it runs.
+	// DoneAt is zero while the step runs.
 	DoneAt time.Time `json:"doneAt,omitzero"`
-	// Error is why it failed; empty if it succeeded or runs.
+	// Error is the reason of a failure. Empty if the step succeeded or is still running.
 	Error string `json:"error,omitempty"`
 }
 
-// ComponentStatus is what is known of a component.
+// ComponentStatus is the state of a component.
 type ComponentStatus = process.Status
 
 // Paths are the files of a sandbox.
 type Paths struct {
-	// Dir holds all of it.
+	// Dir contains all files.
 	Dir string `json:"dir"`
-	// HubKubeconfig and SpokeKubeconfig are an administrator's. Without a spoke there is no SpokeKubeconfig.
+	// HubKubeconfig and SpokeKubeconfig are an administrator's. SpokeKubeconfig does not exist
+	// without a spoke. With [Options].HubOf, HubKubeconfig is the other sandbox's.
 	HubKubeconfig   string `json:"hubKubeconfig"`
 	SpokeKubeconfig string `json:"spokeKubeconfig"`
 	// AgentCA is the authority of the agent's certificate.
 	AgentCA string `json:"agentCA"`
-	// ClientCertificate and ClientKey identify the spoke's Cluster to the agent, for people and tools. The shim has a certificate of its own.
+	// ClientCertificate and ClientKey identify the spoke's Cluster to the agent, for users and
+	// tools. The shim has its own certificate.
 	ClientCertificate string `json:"clientCertificate"`
 	ClientKey         string `json:"clientKey"`
 	// AdminCertificate and AdminKey identify an administrator of the agent.
 	AdminCertificate string `json:"adminCertificate"`
 	AdminKey         string `json:"adminKey"`
-	// ReaderCertificate and ReaderKey identify somebody who may read everything.
+	// ReaderCertificate and ReaderKey identify a reader of everything.
 	ReaderCertificate string `json:"readerCertificate"`
 	ReaderKey         string `json:"readerKey"`
-	// Env is a file for a shell to source: it sets the paths and addresses of this struct as variables.
+	// Env is a file for a shell to source. It sets the paths and addresses of this struct as
+	// variables.
 	Env string `json:"env"`
-	// Logs holds one file per component.
+	// Logs contains one file per component.
 	Logs string `json:"logs"`
-	// HubAudit is the audit log of the hub's API server, if it was asked for: one audit.k8s.io/v1 Event a line, and those of
-	// changes to MachineDeployments with what was sent.
+	// HubAudit is the audit log of the hub's API server, if requested: one audit.k8s.io/v1 Event
+	// per line. Events of changes to MachineDeployments include the request.
 	HubAudit string `json:"hubAudit"`
 }
 
-// clientCertificate names the files of [Paths].ClientCertificate.
+// clientCertificate is the base name of the files of [Paths].ClientCertificate.
 const clientCertificate = "spoke"
 
 func pathsIn(dir string) Paths {
@@ -114,11 +121,11 @@ func pathsIn(dir string) Paths {
 	}
 }
 
-// ErrNoState says that there is no sandbox in a folder.
+// ErrNoState means that a folder contains no sandbox.
 var ErrNoState = errors.New("there is no such sandbox")
 
-// ReadState returns the state last written by the sandbox that the options name. It may have been killed since; see
-// [Running].
+// ReadState returns the last state written by the sandbox that the options name. The sandbox may
+// have been killed since; see [Running].
 func ReadState(options Options) (State, error) {
 	if err := options.complete(); err != nil {
 		return State{}, err
@@ -138,7 +145,7 @@ func ReadState(options Options) (State, error) {
 
 func stateFile(dir string) string { return filepath.Join(dir, "state.json") }
 
-// write replaces the file at once, so that a reader never sees half of it.
+// write replaces the file atomically.
 func (s State) write(dir string) error {
 	data, err := json.MarshalIndent(s, "", "  ")
 	if err != nil {

@@ -22,7 +22,7 @@ import (
 
 var now = time.Date(2026, 1, 1, 12, 0, 0, 0, time.UTC)
 
-// overTheWire is err as the other side of a connection reads it.
+// overTheWire returns err as the other side of a connection reads it.
 func overTheWire(t *testing.T, err error) error {
 	t.Helper()
 	wire, marshalErr := proto.Marshal(status.Convert(err).Proto())

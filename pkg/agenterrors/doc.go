@@ -1,11 +1,11 @@
-// Package agenterrors makes and reads the errors of the agent's API.
+// Package agenterrors creates and reads the errors of the agent's API.
 //
-// Every error that goes over the wire is made by a constructor of this package, by the agent as by the fake, so that codes,
-// reasons and details have one definition. Callers read them with the predicates, which take any error that wraps a gRPC
-// status, from whatever connection it came.
+// All API errors are created by the constructors of this package, both by the agent and by the
+// fake, so that codes, reasons and details have a single definition. Callers read them with the
+// predicates, which accept any error that wraps a gRPC status, from any connection.
 //
-// An error carries a gRPC code, which says what kind of recovery is possible, and a google.rpc.ErrorInfo of the [Domain],
-// whose reason says exactly what happened. Details that go with some reasons: one ErrorInfo for each candidate
-// ([Rejections]), how a claim ended ([EndedAs]), the fields at fault ([FieldViolations]), and when to try again
-// ([RetryDelay]).
+// An error carries a gRPC code, which determines the possible kind of recovery, and a
+// google.rpc.ErrorInfo of the [Domain], whose reason is the exact cause. Some reasons have further
+// details: an ErrorInfo for each candidate ([Rejections]), how a claim ended ([EndedAs]), the
+// invalid fields ([FieldViolations]), and when to retry ([RetryDelay]).
 package agenterrors

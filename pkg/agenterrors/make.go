@@ -15,32 +15,34 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// Rejection says why one candidate of a CreateClaim cannot be had.
+// Rejection is why a candidate of a CreateClaim was rejected.
 type Rejection struct {
-	// NodeGroup is the candidate's id.
+	// NodeGroup is the candidate's ID.
 	NodeGroup string
 	// Reason is [ReasonNoRoom], [ReasonNotOpen] or [ReasonNodeGroupNotFound].
 	Reason Reason
-	// Unavailable is why, as NodeGroup.availability would say. UNSPECIFIED for a node group that was not found.
+	// Unavailable is the reason that NodeGroup.availability would have. It is UNSPECIFIED if the
+	// node group was not found.
 	Unavailable agentv1alpha1.UnavailableReason
-	// Message is the same in a sentence, for people.
+	// Message is the reason as a sentence, for display.
 	Message string
-	// RetryAt is when it may be worth asking again; zero when unknown.
+	// RetryAt is when a retry may succeed, or zero if unknown.
 	RetryAt time.Time
 }
 
-// FieldViolation names one field of a request and what is wrong with it.
+// FieldViolation identifies an invalid field of a request.
 type FieldViolation struct {
 	// Field is the field's path, for example `cluster.namespace` or `candidates[2]`.
 	Field string
-	// Description is what is wrong, for people.
+	// Description states what is wrong, for display.
 	Description string
 }
 
-// Rejected is the answer to a CreateClaim of which no candidate can be had: RESOURCE_EXHAUSTED when one of them merely has no
-// room, else FAILED_PRECONDITION when one exists, else NOT_FOUND. It carries an ErrorInfo for each rejection, in their order,
-// and RetryInfo when a retry time is known. now is the agent's clock, for the delay in RetryInfo. Without rejections it is
-// NOT_FOUND.
+// Rejected is the error of a CreateClaim without an acceptable candidate: RESOURCE_EXHAUSTED if at
+// least one candidate merely has no room, else FAILED_PRECONDITION if at least one exists, else
+// NOT_FOUND. It has an ErrorInfo for each rejection, in order, and RetryInfo if a retry time is
+// known. now is the agent's clock, from which the delay in RetryInfo is computed. Without
+// rejections it is NOT_FOUND.
 func Rejected(now time.Time, rejections ...Rejection) error {
 	code := codes.NotFound
 	var retryAt time.Time
@@ -88,77 +90,83 @@ func Rejected(now time.Time, rejections ...Rejection) error {
 	return made(code, message, details...)
 }
 
-// InvalidArgument says which fields of the request are malformed.
+// InvalidArgument means that the named fields of the request are malformed.
 func InvalidArgument(violations ...FieldViolation) error {
 	return invalidArgument(ReasonInvalidField, violations...)
 }
 
-// Throttled says that the caller has too much open, or calls too often, and when to call again. Nothing was done.
+// Throttled means that the caller has too much open or calls too often, and when to retry. The call
+// had no effect.
 func Throttled(message string, after time.Duration) error {
 	return made(codes.ResourceExhausted, message, errorInfo(ReasonThrottled, nil), retryInfo(after))
 }
 
-// TooLarge says that the request has more bytes than the method takes.
+// TooLarge means that the request is larger than the method accepts.
 func TooLarge(message string) error {
 	return made(codes.ResourceExhausted, message, errorInfo(ReasonTooLarge, nil))
 }
 
-// InvalidToken says that a SyncClaims token was not made by ListClaims for this Cluster and holder.
+// InvalidToken means that a SyncClaims token was not issued by ListClaims for this Cluster and
+// holder.
 func InvalidToken(description string) error {
 	return invalidArgument(ReasonInvalidToken, FieldViolation{Field: "token", Description: description})
 }
 
-// StaleToken says that a SyncClaims token is too old or was made from an incomplete view.
+// StaleToken means that a SyncClaims token is too old, or was issued from an incomplete view.
 func StaleToken(message string) error {
 	return made(codes.FailedPrecondition, message, errorInfo(ReasonStaleToken, nil))
 }
 
-// SpokeMismatch says that a live set was read in another cluster than the one that made the holder's claims.
+// SpokeMismatch means that a live set was read in another cluster than the one that made the
+// holder's claims.
 func SpokeMismatch(message string) error {
 	return made(codes.FailedPrecondition, message, errorInfo(ReasonSpokeMismatch, nil))
 }
 
-// Unauthenticated says that the caller presented no usable identity.
+// Unauthenticated means that the caller presented no usable identity.
 func Unauthenticated(message string) error {
 	return made(codes.Unauthenticated, message, errorInfo(ReasonUnauthenticated, nil))
 }
 
-// PermissionDenied says that the identity may not do this. The message must not reveal whether the Cluster exists.
+// PermissionDenied means that the identity may not make this call. The message must not reveal
+// whether the Cluster exists.
 func PermissionDenied(message string) error {
 	return made(codes.PermissionDenied, message, errorInfo(ReasonPermissionDenied, nil))
 }
 
-// TooManyClaims says that the Cluster has as many claims as it may have, or that too many were made or released lately, and when it may be worth
-// asking again.
+// TooManyClaims means that the Cluster has reached its limit of claims, or of claims created or
+// released recently, and when a retry may succeed.
 func TooManyClaims(message string, retryAfter time.Duration) error {
 	return made(codes.ResourceExhausted, message, errorInfo(ReasonTooManyClaims, nil), retryInfo(retryAfter))
 }
 
-// ClusterNotFound says that the Cluster does not exist.
+// ClusterNotFound means that the Cluster does not exist.
 func ClusterNotFound(cluster *agentv1alpha1.ClusterRef) error {
 	return made(codes.NotFound, fmt.Sprintf("cluster %s/%s does not exist", cluster.GetNamespace(), cluster.GetName()),
 		errorInfo(ReasonClusterNotFound, nil))
 }
 
-// NodeGroupNotFound says that the Cluster has no such node group, or that it has not opted in.
+// NodeGroupNotFound means that the Cluster has no such node group, or that it has not opted in.
 func NodeGroupNotFound(id string) error {
 	return made(codes.NotFound, fmt.Sprintf("node group %q does not exist in this cluster or has not opted in", id),
 		errorInfo(ReasonNodeGroupNotFound, map[string]string{MetadataNodeGroup: id}))
 }
 
-// ClaimNotFound says, with certainty, that the claim was never made or that its end is no longer remembered.
+// ClaimNotFound means that the claim was certainly never made, or that its end is no longer
+// retained.
 func ClaimNotFound(claimID string) error {
 	return made(codes.NotFound, fmt.Sprintf("claim %q was never made, or its end is no longer remembered", claimID),
 		errorInfo(ReasonClaimNotFound, map[string]string{MetadataClaimID: claimID}))
 }
 
-// MachineNotFound says that the Cluster's node groups have no such machine.
+// MachineNotFound means that the Cluster's node groups have no such machine.
 func MachineNotFound(name string) error {
 	return made(codes.NotFound, fmt.Sprintf("machine %q does not exist in this cluster's node groups", name),
 		errorInfo(ReasonMachineNotFound, nil))
 }
 
-// ClaimEnded says that the claim's id has ended or is being released, and how, from the claim's phase, reason and message.
+// ClaimEnded means that the claim with this ID has ended or is being released. It includes the
+// claim's phase, reason and message.
 func ClaimEnded(claim *agentv1alpha1.Claim) error {
 	phase := strings.TrimPrefix(claim.GetPhase().String(), "CLAIM_PHASE_")
 	metadata := map[string]string{MetadataClaimID: claim.GetClaimId(), MetadataPhase: phase}
@@ -174,37 +182,40 @@ func ClaimEnded(claim *agentv1alpha1.Claim) error {
 	return made(codes.Aborted, message, errorInfo(ReasonClaimEnded, metadata))
 }
 
-// NotReturnable says that the claim has no machine that could be left to the user, and why.
+// NotReturnable means that the claim has no machine that can be returned to the user. The message
+// states why.
 func NotReturnable(message string) error {
 	return made(codes.FailedPrecondition, message, errorInfo(ReasonNotReturnable, nil))
 }
 
-// CertificatesNotIssued says that the caller's certificates come from elsewhere.
+// CertificatesNotIssued means that the caller must get its certificates elsewhere.
 func CertificatesNotIssued(message string) error {
 	return made(codes.FailedPrecondition, message, errorInfo(ReasonCertificatesNotIssued, nil))
 }
 
-// Conflict says that a race against another writer was lost: repeat at once with the same id.
+// Conflict means that the call lost a race against another writer. It can be repeated at once with
+// the same ID.
 func Conflict(message string) error {
 	return made(codes.Aborted, message, errorInfo(ReasonConflict, nil))
 }
 
-// NotSynced says that the agent's view of the hub is not complete yet.
+// NotSynced means that the agent's view of the hub is not complete yet.
 func NotSynced(message string) error {
 	return made(codes.Unavailable, message, errorInfo(ReasonNotSynced, nil))
 }
 
-// ClusterPaused says that nothing is concluded from what is missing, as the Cluster is paused.
+// ClusterPaused means that nothing is concluded from missing objects, because the Cluster is
+// paused.
 func ClusterPaused(message string) error {
 	return made(codes.Unavailable, message, errorInfo(ReasonClusterPaused, nil))
 }
 
-// ShuttingDown says that the agent is about to end.
+// ShuttingDown means that the agent is shutting down.
 func ShuttingDown() error {
 	return made(codes.Unavailable, "the agent is shutting down", errorInfo(ReasonShuttingDown, nil))
 }
 
-// HubUnreachable says that the hub's API server did not answer. What was asked for may have happened.
+// HubUnreachable means that the hub's API server did not respond. The call may have had an effect.
 func HubUnreachable(message string) error {
 	return made(codes.Unavailable, message, errorInfo(ReasonHubUnreachable, nil))
 }
@@ -240,31 +251,34 @@ func made(code codes.Code, message string, details ...protoadapt.MessageV1) erro
 	s := status.New(code, bounded(message, maxMessage))
 	detailed, err := s.WithDetails(details...)
 	if err != nil {
-		// Only a message that cannot be marshalled gets here: the code and the message still tell what to do.
+		// This needs a detail that cannot be marshalled. The code and the message still tell what
+		// to do.
 		return s.Err()
 	}
 	return detailed.Err()
 }
 
-// valid replaces what protobuf strings cannot hold: errors quote what users wrote.
+// valid replaces what protobuf strings cannot hold, because errors quote users' input.
 func valid(s string) string {
 	return strings.ToValidUTF8(s, "\uFFFD")
 }
 
-// An error travels in HTTP/2 headers, for which the other side, and each proxy in between, has a limit of its own: an error that
-// is larger breaks the connection instead of being read.
+// An error is sent in HTTP/2 headers. The other side, and every proxy in between, limits their
+// size, and a larger error would break the connection instead of being read.
 const (
-	// maxViolations is how many malformed fields an error names.
+	// maxViolations is how many malformed fields an error lists.
 	maxViolations = 16
-	// maxText is the length of a text that quotes what a caller or an infrastructure provider wrote, in bytes.
+	// maxText is the maximum length in bytes of a text that quotes a caller or an infrastructure
+	// provider.
 	maxText = 512
-	// maxMessage is the length of an error's message, in bytes.
+	// maxMessage is the maximum length of an error's message in bytes.
 	maxMessage = 4096
-	// maxRejectionMessages is how many candidates' messages an error carries. The others' names, reasons and times are there.
+	// maxRejectionMessages is how many candidates' messages an error includes. The names, reasons
+	// and retry times of all candidates are included.
 	maxRejectionMessages = 64
 )
 
-// bounded is [valid], cut to so many bytes.
+// bounded is like [valid], and truncates the text to most bytes.
 func bounded(s string, most int) string {
 	const cut = "…"
 	if len(s) <= most {
@@ -273,7 +287,7 @@ func bounded(s string, most int) string {
 	return valid(s[:most-len(cut)]) + cut
 }
 
-// abridge joins sentences for a message that people read; programs read the details.
+// abridge joins sentences for a readable message. Programs read the details instead.
 func abridge(sentences []string) string {
 	const shown = 5
 	if len(sentences) <= shown {

@@ -10,20 +10,22 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// End is how a claim ended, or is ending.
+// End is how a claim has ended, or is ending.
 type End struct {
-	// ClaimID is the claim's id.
+	// ClaimID is the ID of the claim.
 	ClaimID string
-	// Releasing is true while the claim's machine is still on its way out, false once it has ended.
+	// Releasing is true while the claim's machine is being removed, and false once the claim has
+	// ended.
 	Releasing bool
-	// Reason is the claim's reason, one CamelCase word such as `Released` or `MachineLost`. May be empty.
+	// Reason is the claim's reason, a CamelCase word such as `Released` or `MachineLost`. It may be
+	// empty.
 	Reason string
-	// Message is the same in a sentence, for people. May be empty.
+	// Message is the reason as a sentence, for display. It may be empty.
 	Message string
 }
 
-// ReasonOf returns the reason of err's first ErrorInfo of this [Domain], or "" when it has none: err is nil, does not come
-// from an agent, or was made by the network in between.
+// ReasonOf returns the reason of err's first ErrorInfo of this [Domain]. It returns "" if there is
+// none: err is nil, does not come from an agent, or was created by the network in between.
 func ReasonOf(err error) Reason {
 	for _, info := range errorInfos(err) {
 		return Reason(info.GetReason())
@@ -31,59 +33,70 @@ func ReasonOf(err error) Reason {
 	return ""
 }
 
-// IsNoRoom reports that no candidate has room now. Use other candidates, or wait; see [Rejections] and [RetryDelay].
+// IsNoRoom reports that no candidate currently has room. Callers should use other candidates or
+// wait; see [Rejections] and [RetryDelay].
 func IsNoRoom(err error) bool { return is(err, codes.ResourceExhausted) && len(Rejections(err)) > 0 }
 
-// IsTooMany reports that the Cluster has as many claims as it may have. Repeat after [RetryDelay], or release claims.
+// IsTooMany reports that the Cluster has reached a limit of claims. Callers should retry after
+// [RetryDelay], or release claims.
 func IsTooMany(err error) bool {
 	return is(err, codes.ResourceExhausted) && ReasonOf(err) == ReasonTooManyClaims
 }
 
-// IsEnded reports that the claim's id has ended or is being released. Never repeat this id; [EndedAs] says how it ended.
+// IsEnded reports that the claim with this ID has ended or is being released. The ID must never be
+// used again; [EndedAs] returns how the claim ended.
 func IsEnded(err error) bool { return is(err, codes.Aborted) && ReasonOf(err) == ReasonClaimEnded }
 
-// IsNotReturnable reports that the claim has no machine that could be left to the user: it has none yet, or that is being removed.
+// IsNotReturnable reports that the claim has no machine that can be returned to the user: it has
+// none yet, or the machine is being removed.
 func IsNotReturnable(err error) bool { return ReasonOf(err) == ReasonNotReturnable }
 
-// IsCertificatesNotIssued reports that this agent issues no certificates, or not for this Cluster. Take them from elsewhere, or have the Cluster
-// onboarded.
+// IsCertificatesNotIssued reports that this agent issues no certificates, or none for this Cluster.
+// Callers should get them elsewhere, or have the Cluster onboarded.
 func IsCertificatesNotIssued(err error) bool { return ReasonOf(err) == ReasonCertificatesNotIssued }
 
-// IsConflict reports that a race against another writer was lost. Repeat at once with the same id.
+// IsConflict reports that the call lost a race against another writer. Callers should repeat it at
+// once with the same ID.
 func IsConflict(err error) bool { return is(err, codes.Aborted) && ReasonOf(err) != ReasonClaimEnded }
 
-// IsNotFound reports that the agent is certain that what was asked for does not exist; [ReasonOf] says what.
+// IsNotFound reports that the requested object certainly does not exist. [ReasonOf] identifies its
+// kind.
 func IsNotFound(err error) bool { return is(err, codes.NotFound) && ReasonOf(err) != "" }
 
-// IsRefused reports that the state of the hub forbids the call until someone acts: paused, being deleted, not open to claims
-// ([Rejections]), or a token that must be taken anew ([ReasonStaleToken]).
+// IsRefused reports that the state of the hub forbids the call until that changes: for example
+// because all candidates are paused, being deleted or not open to claims ([Rejections]), or because
+// a token must be renewed ([ReasonStaleToken]).
 func IsRefused(err error) bool { return is(err, codes.FailedPrecondition) }
 
-// IsStaleToken reports that a SyncClaims token must be taken anew.
+// IsStaleToken reports that the SyncClaims token must be renewed.
 func IsStaleToken(err error) bool { return ReasonOf(err) == ReasonStaleToken }
 
-// IsSpokeMismatch reports that the live set was read in another cluster than the one that made the holder's claims.
+// IsSpokeMismatch reports that the live set was read in another cluster than the one that made the
+// holder's claims.
 func IsSpokeMismatch(err error) bool { return ReasonOf(err) == ReasonSpokeMismatch }
 
 // IsUnauthenticated reports that the caller presented no usable identity.
 func IsUnauthenticated(err error) bool { return is(err, codes.Unauthenticated) }
 
-// IsPermissionDenied reports that the identity may not do this, or not for this Cluster.
+// IsPermissionDenied reports that the identity may not make this call, or not for this Cluster.
 func IsPermissionDenied(err error) bool { return is(err, codes.PermissionDenied) }
 
-// IsInvalidArgument reports that the request is malformed; [FieldViolations] says where.
+// IsInvalidArgument reports that the request is malformed. [FieldViolations] returns the fields.
 func IsInvalidArgument(err error) bool { return is(err, codes.InvalidArgument) }
 
-// IsUnavailable reports that the agent gave no answer that anything may be concluded from: unreachable, not synced, shutting
-// down, too slow, or asked too often ([IsThrottled]). What was asked for may have happened. Repeat with backoff.
+// IsUnavailable reports that the agent gave no conclusive response: it is unreachable, not synced,
+// shutting down or too slow, or the caller was throttled ([IsThrottled]). The call may have had an
+// effect. Callers should retry with backoff.
 func IsUnavailable(err error) bool {
 	return is(err, codes.Unavailable) || is(err, codes.DeadlineExceeded) || IsThrottled(err)
 }
 
-// IsThrottled reports that the caller asks for too much at once. Nothing was done; [RetryDelay] tells when to call again.
+// IsThrottled reports that the caller requested too much at once. The call had no effect;
+// [RetryDelay] returns when to retry.
 func IsThrottled(err error) bool { return ReasonOf(err) == ReasonThrottled }
 
-// Rejections returns why each candidate of a CreateClaim cannot be had, best first. Empty for any other error.
+// Rejections returns why each candidate of a CreateClaim was rejected, in the order of the
+// candidates. It is empty for any other error.
 func Rejections(err error) []Rejection {
 	var rejections []Rejection
 	for _, info := range errorInfos(err) {
@@ -109,7 +122,7 @@ func Rejections(err error) []Rejection {
 	return rejections
 }
 
-// EndedAs returns how the claim ended, and false when err is not about an ended claim.
+// EndedAs returns how the claim ended, and false if err is not about an ended claim.
 func EndedAs(err error) (End, bool) {
 	for _, info := range errorInfos(err) {
 		if Reason(info.GetReason()) != ReasonClaimEnded {
@@ -126,7 +139,7 @@ func EndedAs(err error) (End, bool) {
 	return End{}, false
 }
 
-// FieldViolations returns the fields of the request that are malformed. Empty for any other error.
+// FieldViolations returns the malformed fields of the request. It is empty for any other error.
 func FieldViolations(err error) []FieldViolation {
 	var violations []FieldViolation
 	for _, detail := range details(err) {
@@ -141,8 +154,8 @@ func FieldViolations(err error) []FieldViolation {
 	return violations
 }
 
-// RetryDelay returns how long to wait before the call may be worth repeating, counted from when the agent answered, and
-// false when err does not say.
+// RetryDelay returns how long to wait, from the time of the response, before a retry may succeed.
+// It returns false if err does not contain a delay.
 func RetryDelay(err error) (time.Duration, bool) {
 	for _, detail := range details(err) {
 		if info, ok := detail.(*errdetails.RetryInfo); ok {

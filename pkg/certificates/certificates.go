@@ -1,8 +1,9 @@
-// Package certificates holds a certificate, its key, and the certificate authorities of the other side, all of which may be replaced at any
-// time. A [Source] provides them: a [Follower] from PEM files, [Held] from PEM that the program has by other means.
+// Package certificates manages a certificate, its key and the certificate authorities of the other
+// side, all of which may be replaced at any time. A [Source] provides them: a [Follower] from PEM
+// files, and [Held] from PEM data that the program obtains by other means.
 //
-// Nothing of what is read is ever logged or part of an error: grpc-go's own provider logs both files, the private key
-// included, when they do not belong together, as happens while they are being replaced.
+// The content is never logged and never part of an error. grpc-go's own provider logs both files,
+// including the private key, if they do not match, which happens while they are being replaced.
 package certificates
 
 import (
@@ -18,15 +19,17 @@ import (
 	"github.com/go-logr/logr"
 )
 
-// Source provides a certificate and the authorities of the other side. Its methods are safe for concurrent use, are called for every
-// handshake, and never wait for the network.
+// Source provides a certificate and the authorities of the other side. Its methods are called for
+// every handshake. They must be safe for concurrent use, and must not wait for the network.
 type Source interface {
-	// Certificate returns the certificate with its key and its leaf as it was last usable. It may have expired since. An error reports why there
-	// has never been one, and what to do; it contains no key material.
+	// Certificate returns the last usable certificate, with its key and leaf. It may have expired
+	// since. An error reports why there has never been one, and what to do. It contains no key
+	// material.
 	Certificate() (*tls.Certificate, error)
-	// Authorities returns the authorities as they were last usable, and errors as Certificate does. The pool must not be changed.
+	// Authorities returns the last usable authorities, and errors like Certificate. The pool must
+	// not be modified.
 	Authorities() (*x509.CertPool, error)
-	// Stats returns the present numbers.
+	// Stats returns the current numbers.
 	Stats() Stats
 }
 
@@ -35,28 +38,32 @@ var (
 	_ Source = (*Held)(nil)
 )
 
-// Files are the files that are followed.
+// Files are the files to follow.
 type Files struct {
-	// CertFile holds the certificate chain, KeyFile its private key, CAFile the authorities of the other side. REQUIRED.
+	// CertFile holds the certificate chain, KeyFile its private key, and CAFile the authorities of
+	// the other side. REQUIRED.
 	CertFile, KeyFile, CAFile string
-	// Refresh is how often they are read. REQUIRED, positive.
+	// Refresh is how often the files are read. REQUIRED, positive.
 	Refresh time.Duration
-	// Logger takes a line when files cannot be used, and when they can again. The zero Logger logs nothing.
+	// Logger receives a line when files cannot be used, and when they can be used again. The zero
+	// Logger discards it.
 	Logger logr.Logger
 }
 
 // Stats are numbers for metrics.
 type Stats struct {
-	// CertificateNotAfter and AuthoritiesNotAfter are when what is in use ends, for authorities the first of them. Zero when there
-	// is none.
+	// CertificateNotAfter and AuthoritiesNotAfter are when the current certificate and the first of
+	// the current authorities expire. They are zero if there are none.
 	CertificateNotAfter, AuthoritiesNotAfter time.Time
-	// CertificateNotBefore is when the certificate in use begins. Zero when there is none.
+	// CertificateNotBefore is when the validity of the current certificate begins. It is zero if
+	// there is none.
 	CertificateNotBefore time.Time
-	// CertificateErrors and AuthoritiesErrors count how often what was read could not be used.
+	// CertificateErrors and AuthoritiesErrors count how often the content could not be read or
+	// used.
 	CertificateErrors, AuthoritiesErrors int64
 }
 
-// Follower has what the files held when they were last usable. It is safe for concurrent use.
+// Follower provides the last usable content of files. It is safe for concurrent use.
 type Follower struct {
 	files Files
 	stop  chan struct{}
@@ -66,12 +73,13 @@ type Follower struct {
 	mu               sync.Mutex
 	certificate      *tls.Certificate
 	authorities      *x509.CertPool
-	certificateError error // of the last reading; nil when it succeeded
+	certificateError error // of the last read; nil if it succeeded
 	authoritiesError error
 	stats            Stats
 }
 
-// Follow reads the files, which need not be usable yet, and goes on reading them until [Follower.Close].
+// Follow reads the files, which may still be unusable, and keeps reading them until
+// [Follower.Close].
 func Follow(files Files) *Follower {
 	if files.Logger.GetSink() == nil {
 		files.Logger = logr.Discard()
@@ -94,18 +102,18 @@ func Follow(files Files) *Follower {
 	return f
 }
 
-// Close stops the reading. It may be called more than once.
+// Close stops following the files. It may be called more than once.
 func (f *Follower) Close() {
 	f.close.Do(func() { close(f.stop) })
 	<-f.done
 }
 
-// Certificate returns the certificate as it was last usable. An error says why there has never been one.
+// Certificate returns the last usable certificate. An error reports why there has never been one.
 func (f *Follower) Certificate() (*tls.Certificate, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.certificate == nil {
-		f.readCertificate() // it may have come since
+		f.readCertificate() // the files may be usable by now
 	}
 	if f.certificate == nil {
 		return nil, f.certificateError
@@ -113,7 +121,7 @@ func (f *Follower) Certificate() (*tls.Certificate, error) {
 	return f.certificate, nil
 }
 
-// Authorities returns the authorities as they were last usable. An error says why there have never been any.
+// Authorities returns the last usable authorities. An error reports why there have never been any.
 func (f *Follower) Authorities() (*x509.CertPool, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -126,7 +134,7 @@ func (f *Follower) Authorities() (*x509.CertPool, error) {
 	return f.authorities, nil
 }
 
-// Stats returns the present numbers.
+// Stats returns the current numbers.
 func (f *Follower) Stats() Stats {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -141,7 +149,7 @@ func (f *Follower) Read() {
 	f.readAuthorities()
 }
 
-// readCertificate is called with the lock held.
+// readCertificate must be called with f.mu held.
 func (f *Follower) readCertificate() {
 	certificate, err := loadCertificate(f.files.CertFile, f.files.KeyFile)
 	f.log(err, f.certificateError, "certificate", f.files.CertFile, "key", f.files.KeyFile)
@@ -153,7 +161,7 @@ func (f *Follower) readCertificate() {
 	f.stats.CertificateNotBefore, f.stats.CertificateNotAfter = certificate.Leaf.NotBefore, certificate.Leaf.NotAfter
 }
 
-// readAuthorities is called with the lock held.
+// readAuthorities must be called with f.mu held.
 func (f *Follower) readAuthorities() {
 	pool, notAfter, err := loadAuthorities(f.files.CAFile)
 	f.log(err, f.authoritiesError, "authorities", f.files.CAFile)
@@ -164,7 +172,7 @@ func (f *Follower) readAuthorities() {
 	f.authorities, f.stats.AuthoritiesNotAfter = pool, notAfter
 }
 
-// log says when what was read begins, or ceases, to be usable.
+// log reports when files become unusable, or usable again.
 func (f *Follower) log(err, before error, about ...any) {
 	switch {
 	case err != nil && (before == nil || before.Error() != err.Error()):
@@ -174,7 +182,7 @@ func (f *Follower) log(err, before error, about ...any) {
 	}
 }
 
-// loadCertificate returns errors that hold nothing of the files.
+// loadCertificate returns errors without any content of the files.
 func loadCertificate(certFile, keyFile string) (*tls.Certificate, error) {
 	certificate, err := tls.LoadX509KeyPair(certFile, keyFile)
 	if err != nil {
@@ -195,7 +203,8 @@ func loadAuthorities(file string) (*x509.CertPool, time.Time, error) {
 	return pool, first, nil
 }
 
-// parseAuthorities returns the certificates in PEM, and when the first of them ends. Other PEM blocks are passed over.
+// parseAuthorities returns the certificates in PEM data, and when the first of them expires. Other
+// PEM blocks are skipped.
 func parseAuthorities(content []byte) (*x509.CertPool, time.Time, error) {
 	pool := x509.NewCertPool()
 	var first time.Time

@@ -9,24 +9,26 @@ import (
 	"sync"
 )
 
-// PEM is a certificate chain, its private key, and the authorities of the other side, each PEM. Formatting or logging it shows none of them.
+// PEM holds a certificate chain, its private key and the authorities of the other side, as PEM
+// data. Formatting or logging it reveals nothing.
 type PEM struct {
 	Certificate, Key, Authorities []byte
 }
 
 const hidden = "certificates.PEM{hidden}"
 
-// Format is [fmt.Formatter]'s.
+// Format implements [fmt.Formatter].
 func (PEM) Format(to fmt.State, _ rune) { _, _ = io.WriteString(to, hidden) }
 
-// MarshalLog is [github.com/go-logr/logr.Marshaler]'s.
+// MarshalLog implements [github.com/go-logr/logr.Marshaler].
 func (PEM) MarshalLog() any { return hidden }
 
-// MarshalText is [encoding.TextMarshaler]'s.
+// MarshalText implements [encoding.TextMarshaler].
 func (PEM) MarshalText() ([]byte, error) { return []byte(hidden), nil }
 
-// Parse returns the certificate and the authorities, and an error if they cannot be used: the key is not the certificate's, or there are no
-// authorities. An expired certificate can. The error contains nothing of the PEM.
+// Parse returns the certificate and the authorities. It returns an error if they cannot be used,
+// for example because the key does not match or there are no authorities. An expired certificate is
+// no error. The error contains no PEM content.
 func (p PEM) Parse() (*tls.Certificate, *x509.CertPool, error) {
 	certificate, err := p.certificate()
 	if err != nil {
@@ -51,7 +53,7 @@ func authoritiesError(err error) error {
 	return fmt.Errorf("the certificate authorities cannot be used: %w", err)
 }
 
-// Held is a [Source] of what it was given last.
+// Held is a [Source] of the data that it was last given.
 type Held struct {
 	mu          sync.Mutex
 	certificate *tls.Certificate
@@ -60,7 +62,8 @@ type Held struct {
 	stats       Stats
 }
 
-// NewHeld returns a source that holds nothing yet. absent is its answer for as long as that is so: it should say what to do.
+// NewHeld returns an empty source. Until it holds data, it returns the error absent, which should
+// state what to do.
 func NewHeld(absent error) *Held {
 	if absent == nil {
 		absent = errors.New("there is no certificate yet")
@@ -68,7 +71,8 @@ func NewHeld(absent error) *Held {
 	return &Held{absent: absent}
 }
 
-// Hold replaces certificate and authorities, both at once. After an error, which contains nothing of the PEM, those of before stay in force.
+// Hold atomically replaces certificate and authorities. After an error the previous ones stay in
+// force. The error contains no PEM content.
 func (h *Held) Hold(p PEM) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -88,14 +92,14 @@ func (h *Held) Hold(p PEM) error {
 	return nil
 }
 
-// Explain replaces the answer for as long as nothing is held.
+// Explain replaces the error that is returned while nothing is held.
 func (h *Held) Explain(absent error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.absent = absent
 }
 
-// Certificate is [Source]'s.
+// Certificate implements [Source].
 func (h *Held) Certificate() (*tls.Certificate, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -105,7 +109,7 @@ func (h *Held) Certificate() (*tls.Certificate, error) {
 	return h.certificate, nil
 }
 
-// Authorities is [Source]'s.
+// Authorities implements [Source].
 func (h *Held) Authorities() (*x509.CertPool, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -115,7 +119,7 @@ func (h *Held) Authorities() (*x509.CertPool, error) {
 	return h.authorities, nil
 }
 
-// Stats is [Source]'s.
+// Stats implements [Source].
 func (h *Held) Stats() Stats {
 	h.mu.Lock()
 	defer h.mu.Unlock()

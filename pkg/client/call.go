@@ -19,12 +19,12 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 )
 
-// RequestIDKey is the metadata key of a call's request id. A caller that has an id already sets it in the outgoing context;
-// every other call gets a random UUID.
+// RequestIDKey is the metadata key of a call's request ID. A caller that already has an ID sets it
+// in the outgoing context; every other call gets a random UUID.
 const RequestIDKey = "x-request-id"
 
-// RequestID returns the id of the call that failed with err, under which the agent logged it, or "" when err does not come
-// from a call of a [Client].
+// RequestID returns the request ID of the call that failed with err, under which the agent logged
+// it. It returns "" if err does not come from a call of a [Client].
 func RequestID(err error) string {
 	if failed, ok := errors.AsType[*callError](err); ok {
 		return failed.requestID
@@ -32,14 +32,14 @@ func RequestID(err error) string {
 	return ""
 }
 
-// call names one call, and how it is found in the agent's log and in traces.
+// call identifies a call in the agent's log and in traces.
 type call struct {
 	method    string
 	requestID string
-	traceID   string // "" when it is not traced
+	traceID   string // "" if it is not traced
 }
 
-// fields are what the call's log lines have in common.
+// fields returns the fields shared by the call's log lines, followed by more.
 func (c call) fields(more ...any) []any {
 	fields := []any{"method", c.method, "requestID", c.requestID}
 	if c.traceID != "" {
@@ -48,7 +48,7 @@ func (c call) fields(more ...any) []any {
 	return append(fields, more...)
 }
 
-// callError is an error of one call. It reads as the gRPC status that it wraps.
+// callError is the error of a call. It has the gRPC status of the error that it wraps.
 type callError struct {
 	call
 
@@ -102,17 +102,18 @@ func (c *caller) Invoke(ctx context.Context, method string, args, reply any, opt
 	return nil
 }
 
-// throttledAttempts is how often a call is repeated that the agent refused because the caller asked for too much at once.
+// throttledAttempts is how often a call is repeated after the agent rejected it because the caller
+// had requested too much at once.
 const throttledAttempts = 5
 
-// await waits as long as the agent asked for, and reports whether the call has that long. Every call may be repeated, as nothing was
-// done.
+// await waits as long as the agent requested, and reports whether the call's deadline allows it. A
+// rejected call has had no effect, so every call may be repeated.
 func (c *caller) await(ctx context.Context, err error) bool {
 	delay, ok := agenterrors.RetryDelay(err)
 	if deadline, bounded := ctx.Deadline(); !ok || bounded && time.Until(deadline) <= delay {
 		return false
 	}
-	// Callers that were refused together do not come again together.
+	// The jitter keeps callers that were rejected together from returning together.
 	timer := c.clock.NewTimer(wait.Jitter(delay, 0.2))
 	defer timer.Stop()
 	select {
@@ -137,7 +138,7 @@ func (c *caller) NewStream(
 	return &identifiedStream{ClientStream: stream, call: call}, nil
 }
 
-// identifiedStream adds the request id to the error that ends a stream.
+// identifiedStream adds the request ID to the error that ends a stream.
 type identifiedStream struct {
 	grpc.ClientStream
 
@@ -152,7 +153,7 @@ func (s *identifiedStream) RecvMsg(m any) error {
 	return &callError{call: s.call, err: err}
 }
 
-// begin returns a context whose metadata has the call's request id.
+// begin returns a context whose metadata has the call's request ID.
 func (c *caller) begin(ctx context.Context, method string) (context.Context, call) {
 	ctx, requestID := withRequestID(ctx)
 	return ctx, call{method: path.Base(method), requestID: requestID, traceID: c.traceID(ctx)}

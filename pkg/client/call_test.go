@@ -27,7 +27,7 @@ import (
 
 const patience = 20 * time.Second
 
-// grpcLog is what gRPC logs, at every severity.
+// grpcLog is the log of gRPC, at every severity.
 var grpcLog logged
 
 type logged struct {
@@ -52,7 +52,7 @@ func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(m)
 }
 
-// onSocket serves a fake agent on a unix socket and returns options that reach it.
+// onSocket serves a fake agent on a unix socket and returns options to connect to it.
 func onSocket(t *testing.T) (*fakeagent.Agent, client.Options) {
 	t.Helper()
 	agent := fakeagent.New()
@@ -151,7 +151,7 @@ func TestCallersOwnDeadlineStays(t *testing.T) {
 	require.Equal(t, 1, agent.Calls("GetStatus"))
 }
 
-// recorder is a connection that records the request ids of what it passes on.
+// recorder is a connection that records the request IDs of its calls.
 type recorder struct {
 	grpc.ClientConnInterface
 
@@ -239,7 +239,7 @@ func TestDialOptionsAreAddedAndTheClientsOwnWin(t *testing.T) {
 	intercepted := 0
 	options.DialOptions = []grpc.DialOption{
 		grpc.WithUserAgent("other/v1"),
-		grpc.WithDefaultServiceConfig(`{}`), // without the client's repetition of calls
+		grpc.WithDefaultServiceConfig(`{}`), // without the client's retries
 		grpc.WithChainUnaryInterceptor(func(
 			ctx context.Context, method string, request, reply any, conn *grpc.ClientConn, invoke grpc.UnaryInvoker, opts ...grpc.CallOption,
 		) error {
@@ -260,7 +260,7 @@ func TestDialOptionsAreAddedAndTheClientsOwnWin(t *testing.T) {
 func TestACallThatWasRefusedForItsNumberIsRepeatedWhenTheAgentAsksFor(t *testing.T) {
 	agent, options := onSocket(t)
 	c := connect(t, options)
-	// Nothing was done, so this one may be repeated as well.
+	// The rejected call had no effect, so this method may be retried as well.
 	agent.Fail("SyncClaims", 2, agenterrors.Throttled("too often", time.Millisecond))
 	token, err := c.Claims.ListClaims(t.Context(), &agentv1alpha1.ListClaimsRequest{Cluster: fakeagent.DefaultCluster(), Holder: "karpenter"})
 	require.NoError(t, err)

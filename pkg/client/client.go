@@ -17,15 +17,15 @@ import (
 
 // Client calls one agent. It is safe for concurrent use.
 type Client struct {
-	// NodeGroups shows what can be claimed.
+	// NodeGroups serves the node groups that can be claimed from.
 	NodeGroups agentv1alpha1.NodeGroupServiceClient
-	// Claims claims and releases machines.
+	// Claims creates and releases claims.
 	Claims agentv1alpha1.ClaimServiceClient
-	// Machines shows the machines behind the node groups.
+	// Machines serves the Machines of the node groups.
 	Machines agentv1alpha1.MachineServiceClient
-	// Status says what the agent is and what this identity may do.
+	// Status describes the agent and the rights of the client's identity.
 	Status agentv1alpha1.StatusServiceClient
-	// Issuer issues the certificate of a Cluster's own identity.
+	// Issuer issues certificates for a Cluster's own identity.
 	Issuer agentv1alpha1.CertificateServiceClient
 
 	options Options
@@ -34,8 +34,9 @@ type Client struct {
 	source  certificates.Source // nil without TLS
 }
 
-// New returns a client of the agent at options.Address. It never waits for the network: an agent that cannot be reached shows
-// as UNAVAILABLE in calls, and calls succeed once it can. An error means that the options cannot work.
+// New returns a client of the agent at options.Address. It never waits for the network: while the
+// agent cannot be reached, calls fail with UNAVAILABLE. An error means that the options are
+// invalid.
 func New(options Options) (*Client, error) {
 	options = options.withDefaults()
 	if err := options.validate(); err != nil {
@@ -84,9 +85,9 @@ func New(options Options) (*Client, error) {
 	return c, nil
 }
 
-// FromConn returns a client over a connection that the caller made and closes. What depends on the connection (TLS, keepalive,
-// repetition of calls, message size) is as the caller made it; of the options only Timeout, HeartbeatInterval, Logger, TraceID
-// and Clock are used.
+// FromConn returns a client that uses an existing connection. The caller closes the connection, and
+// determines its TLS, keepalive, retries and message size. Of the options, only Timeout,
+// HeartbeatInterval, Logger, TraceID and Clock are used.
 func FromConn(conn grpc.ClientConnInterface, options Options) *Client {
 	return fromConn(conn, options.withDefaults())
 }
@@ -104,11 +105,12 @@ func fromConn(conn grpc.ClientConnInterface, options Options) *Client {
 	}
 }
 
-// Conn returns the connection underneath, with request ids, deadlines and logging, for other services that the agent serves,
-// such as health and reflection.
+// Conn returns the underlying connection, with request IDs, deadlines and logging. It can be used
+// for the agent's other services, such as health and reflection.
 func (c *Client) Conn() grpc.ClientConnInterface { return c.conn }
 
-// Close ends every call and mirror of the client, and its connection unless it came with [FromConn].
+// Close ends every call and mirror of the client. It closes the connection, unless that was passed
+// to [FromConn].
 func (c *Client) Close() error {
 	var errs []error
 	for _, f := range c.close {
@@ -117,8 +119,8 @@ func (c *Client) Close() error {
 	return errors.Join(errs...)
 }
 
-// Certificates returns when the client's certificate and the authorities that it trusts end, and how often what was read could not
-// be used, for metrics. It is zero without TLS.
+// Certificates returns when the client's certificate and its trusted authorities expire, and how
+// often they could not be read or used, for metrics. It is zero without TLS.
 func (c *Client) Certificates() certificates.Stats {
 	if c.source == nil {
 		return certificates.Stats{}

@@ -9,37 +9,43 @@ import (
 	"google.golang.org/grpc/connectivity"
 )
 
-// connection is what calls go over. gRPC keeps a connection for as long as it works, with the certificate that it was made with. So when the
-// certificate is replaced, connection makes another one beside it, and calls go there once the agent has accepted it; calls and streams that have
-// begun end where they are. A new certificate that the agent does not accept therefore breaks nothing that works: a line that is lost meanwhile is
-// made again with the certificate that was accepted, until that has ended. From then on calls fail with the error of the new one's handshake.
+// connection carries a client's calls. gRPC keeps a connection for as long as it works, with the
+// certificate that it was made with. When the certificate is replaced, connection therefore dials a
+// second line, and sends new calls there once the agent has accepted the new certificate. Calls and
+// streams that have already begun end on the old line.
+//
+// A new certificate that the agent rejects thus breaks nothing that works. If the line is lost
+// meanwhile, it reconnects with the accepted certificate until that has expired. From then on,
+// calls fail with the error of the new certificate's handshake.
 type connection struct {
 	dial func() (*line, error)
 
 	mu      sync.Mutex
 	closed  bool
 	current *line
-	// next has the certificate that current does not have, and is not used before it is ready. Nil when there is none.
+	// next has a certificate that current does not have, and is not used before it is ready. It may
+	// be nil.
 	next *line
-	// former are those with calls that have not ended.
+	// former are the old lines with calls that have not ended.
 	former  map[*line]struct{}
 	closing sync.WaitGroup
 }
 
-// line is one connection of gRPC's.
+// line is one gRPC connection.
 type line struct {
 	*grpc.ClientConn
 
-	// outdated reports whether it was made with a certificate that has been replaced.
+	// outdated reports whether the line was made with a certificate that has been replaced.
 	outdated func() bool
-	// accepted notes that the agent has accepted the certificate.
+	// accepted records that the agent has accepted the certificate.
 	accepted func()
-	// calls is how many have not ended. Guarded by the connection's mutex.
+	// calls is the number of calls that have not ended. It is guarded by the connection's mutex.
 	calls int
 }
 
-// ready reports whether calls can go over the line, and notes that its certificate has been accepted: in TLS 1.3 a client's handshake succeeds before
-// the server has looked at the certificate.
+// ready reports whether calls can use the line. If so, it records that the agent has accepted the
+// certificate: in TLS 1.3, a client's handshake succeeds before the server has verified its
+// certificate.
 func (l *line) ready() bool {
 	if l.GetState() != connectivity.Ready {
 		return false
@@ -56,14 +62,14 @@ func newConnection(dial func() (*line, error)) (*connection, error) {
 	return &connection{dial: dial, current: first, former: map[*line]struct{}{}}, nil
 }
 
-// Invoke is [grpc.ClientConnInterface]'s.
+// Invoke implements [grpc.ClientConnInterface].
 func (c *connection) Invoke(ctx context.Context, method string, args, reply any, opts ...grpc.CallOption) error {
 	l := c.acquire()
 	defer c.release(l)
 	return l.Invoke(ctx, method, args, reply, opts...)
 }
 
-// NewStream is [grpc.ClientConnInterface]'s.
+// NewStream implements [grpc.ClientConnInterface].
 func (c *connection) NewStream(
 	ctx context.Context, desc *grpc.StreamDesc, method string, opts ...grpc.CallOption,
 ) (grpc.ClientStream, error) {
@@ -77,7 +83,7 @@ func (c *connection) NewStream(
 	return stream, nil
 }
 
-// acquire returns what a call is to use until it is released.
+// acquire returns the line for a call. The call must release it.
 func (c *connection) acquire() *line {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -88,11 +94,13 @@ func (c *connection) acquire() *line {
 	return c.current
 }
 
-// replace is called with the lock held.
+// replace dials and switches lines as needed. c.mu must be held.
 func (c *connection) replace() {
 	c.current.ready()
 	if c.next == nil && c.current.outdated() {
-		if next, err := c.dial(); err == nil { // as it was once with the same options
+		// The same options have worked before, so an error is not expected. It is tried again with
+		// the next call.
+		if next, err := c.dial(); err == nil {
 			c.next = next
 		}
 	}
@@ -102,10 +110,13 @@ func (c *connection) replace() {
 		c.former[c.current] = struct{}{}
 		c.retire(c.current)
 		c.current, c.next = c.next, nil
-	case !c.current.outdated(): // it was broken, and has been made anew
+	// The current line was lost, and has reconnected with the new certificate.
+	case !c.current.outdated():
 		c.close(c.next)
 		c.next = nil
-	case c.next.GetState() == connectivity.Idle: // it is new, was lost before its first call, or was refused for gRPC's idle timeout
+	// The line is new, was lost before its first call, or has been rejected until gRPC's idle
+	// timeout.
+	case c.next.GetState() == connectivity.Idle:
 		c.next.Connect()
 	}
 }
@@ -117,7 +128,7 @@ func (c *connection) release(l *line) {
 	c.retire(l)
 }
 
-// retire closes a former connection on which no call is left. It is called with the lock held.
+// retire closes a former line once no call is left on it. c.mu must be held.
 func (c *connection) retire(l *line) {
 	if _, former := c.former[l]; former && l.calls == 0 {
 		delete(c.former, l)
@@ -125,9 +136,11 @@ func (c *connection) retire(l *line) {
 	}
 }
 
-// close does not wait, as it is called by a call's end, which closing waits for.
+// close closes a line without waiting: it may be called at the end of a call that closing would
+// wait for.
 func (c *connection) close(l *line) {
-	c.closing.Go(func() { _ = l.Close() }) // an error says that it is closed
+	// An error means that the line is already closed.
+	c.closing.Go(func() { _ = l.Close() })
 }
 
 // Close ends all calls. It may be called more than once.

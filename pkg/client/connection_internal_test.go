@@ -15,12 +15,12 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 )
 
-// lines are connections to a server, the first of which is outdated.
+// lines are connections to a server. The first one is outdated.
 type lines struct {
 	*connection
 
 	t       *testing.T
-	refused atomic.Bool // no further connection is made
+	refused atomic.Bool // no further connection can be made
 
 	mu    sync.Mutex
 	conns []net.Conn
@@ -63,16 +63,16 @@ func newLines(t *testing.T, more ...grpc.DialOption) *lines {
 	return l
 }
 
-// call begins a call, and ends it.
+// call begins and ends a call.
 func (l *lines) call() { l.release(l.acquire()) }
 
-// becomes waits until a line has a state.
+// becomes waits until a line has the given state.
 func (l *lines) becomes(line *line, state connectivity.State) {
 	l.t.Helper()
 	require.Eventually(l.t, func() bool { return line.GetState() == state }, patience, time.Millisecond)
 }
 
-// replaced calls until calls go over another line.
+// replaced makes calls until they use the given line.
 func (l *lines) replaced(by *line) {
 	l.t.Helper()
 	require.Eventually(l.t, func() bool {

@@ -23,7 +23,8 @@ func ExampleNew() {
 	}
 	defer c.Close() //nolint:errcheck // Nothing is left to lose.
 
-	// Nothing was dialled yet; the first call does. Here it finds no certificate and nobody who answers.
+	// Nothing has been dialled yet; the first call does that. Here it finds no certificate and no
+	// agent.
 	_, err = c.Status.GetStatus(context.Background(), &agentv1alpha1.GetStatusRequest{})
 	if agenterrors.IsUnavailable(err) {
 		fmt.Println("try later")

@@ -18,7 +18,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 )
 
-// errSilent ends a stream that carried nothing, not even heartbeats, for [missedHeartbeats] intervals.
+// errSilent ends a stream that received nothing, not even heartbeats, for [missedHeartbeats]
+// intervals.
 var errSilent = errors.New("the agent's stream went silent: three heartbeats are missing")
 
 // errEnded ends a stream that the agent closed without an error.
@@ -26,17 +27,17 @@ var errEnded = errors.New("the agent ended the stream")
 
 const missedHeartbeats = 3
 
-// Mirror keeps a complete local copy of what the agent streams. It is safe for concurrent use.
+// Mirror maintains a complete local copy of what the agent streams. It is safe for concurrent use.
 //
-// The copy is either empty (before the first snapshot is complete) or complete: a new snapshot, after a reconnection or a
-// resync, replaces the whole view at its end, and the old view is served until then. While the agent is away the last known
-// view stays.
+// The copy is either empty, before the first snapshot is complete, or complete. A new snapshot,
+// after a reconnect or a resync, replaces the whole view once it is complete; until then the old
+// view is served. While the agent is away, the last known view is kept.
 //
-// Objects that a mirror returns are shared and must not be changed.
+// Objects returned by a mirror are shared and must not be modified.
 type Mirror[T proto.Message] struct {
 	name              string
 	key               func(T) string
-	providerID        func(T) string // nil for objects that have none
+	providerID        func(T) string // nil for objects without one
 	open              func(context.Context) (receive func() (event[T], error), err error)
 	clock             clock.Clock
 	logger            logr.Logger
@@ -47,33 +48,36 @@ type Mirror[T proto.Message] struct {
 	mu            sync.RWMutex
 	view          map[string]T
 	indexed       map[string]map[string]T // view, by provider ID and key
-	sorted        []T                     // view, ordered by key; nil when it has to be made again
+	sorted        []T                     // view, sorted by key; nil if it must be sorted again
 	generation    uint64
 	state         State
 	subscriptions map[*Subscription]struct{}
 	stateWatchers map[chan struct{}]struct{}
 }
 
-// State is how good a mirror's view is.
+// State describes how current a mirror's view is.
 type State struct {
-	// Synced is true once a complete view has been received, for the mirror's whole life.
+	// Synced is true once a complete view has been received. It never becomes false again.
 	Synced bool
-	// Connected is true while the view follows the agent: a snapshot is complete on the present stream, and the stream lives.
+	// Connected is true while the view follows the agent: the current stream is open and has
+	// completed a snapshot.
 	Connected bool
-	// LastError is what ended the last stream, or kept it from opening. Kept while connected, for people. Nil when nothing
-	// went wrong so far.
+	// LastError is what ended the last stream, or prevented it from opening. It is kept while
+	// connected, for diagnosis, and is nil if nothing has failed so far.
 	LastError error
-	// Since is when Connected took its value. Zero before [Mirror.Run].
+	// Since is when Connected last changed. It is zero before [Mirror.Run].
 	Since time.Time
-	// LastEvent is when the agent was heard last, heartbeats included. Zero when never.
+	// LastEvent is when the last event was received, including heartbeats. It is zero if there was
+	// none.
 	LastEvent time.Time
 }
 
-// kind is what an event of a stream says.
+// kind is the kind of an event of a stream.
 type kind int
 
 const (
-	unknown kind = iota // an event of a newer agent: proof of life, and nothing else
+	// unknown is an event of a newer agent. It only proves that the stream is alive.
+	unknown kind = iota
 	upsert
 	removed
 	synced
@@ -107,8 +111,8 @@ func newMirror[T proto.Message](
 	}
 }
 
-// Run keeps the view up to date until ctx is done, and then returns nil: ending is no failure. It connects again, with backoff, whatever ends a
-// stream. Call it once.
+// Run keeps the view current until ctx is done, and then returns nil. Whatever ends a stream, it
+// reconnects with backoff. It must only be called once.
 func (m *Mirror[T]) Run(ctx context.Context) error {
 	m.mu.Lock()
 	m.state.Since = m.clock.Now()
@@ -138,7 +142,8 @@ func (m *Mirror[T]) Run(ctx context.Context) error {
 	}
 }
 
-// follow applies one stream until it ends, and says why it ended and whether it got as far as a complete snapshot.
+// follow applies one stream until it ends. It returns why the stream ended, and whether a snapshot
+// was completed.
 func (m *Mirror[T]) follow(ctx context.Context) (reachedSynced bool, err error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	var watchdog sync.WaitGroup
@@ -190,7 +195,7 @@ func (m *Mirror[T]) follow(ctx context.Context) (reachedSynced bool, err error) 
 	}
 }
 
-// because prefers the reason why the stream was cut to the cancellation that it shows as.
+// because returns the reason for cutting the stream instead of the resulting cancellation.
 func because(ctx context.Context, err error) error {
 	if errors.Is(err, io.EOF) {
 		return errEnded
@@ -201,7 +206,7 @@ func because(ctx context.Context, err error) error {
 	return err
 }
 
-// watchSilence cancels the stream when nothing was heard for too long.
+// watchSilence cancels the stream when nothing has been received for too long.
 func (m *Mirror[T]) watchSilence(ctx context.Context, cancel context.CancelCauseFunc) {
 	limit := missedHeartbeats * m.heartbeatInterval
 	opened := m.clock.Now()
@@ -277,7 +282,7 @@ func addToIndex[T any](index map[string]map[string]T, id, key string, object T) 
 	index[id][key] = object
 }
 
-// unindex is called with the lock held.
+// unindex must be called with m.mu held.
 func (m *Mirror[T]) unindex(key string, object T) {
 	id := m.idOf(object)
 	delete(m.indexed[id], key)
@@ -319,7 +324,7 @@ func (m *Mirror[T]) replace(snapshot map[string]T) {
 	}
 }
 
-// changed is called with the lock held.
+// changed must be called with m.mu held.
 func (m *Mirror[T]) changed(keys ...string) {
 	m.sorted = nil
 	m.generation++
@@ -338,18 +343,18 @@ func (m *Mirror[T]) disconnected(err error) {
 	m.stateChanged()
 }
 
-// stateChanged is called with the lock held.
+// stateChanged must be called with m.mu held.
 func (m *Mirror[T]) stateChanged() {
 	for watcher := range m.stateWatchers {
 		select {
 		case watcher <- struct{}{}:
-		default: // it has not come to the last change yet
+		default: // the watcher has not received the previous change yet
 		}
 	}
 }
 
-// Get returns the object with the key, and false when the view has none. The keys are node group ids, claim ids and Machine
-// names.
+// Get returns the object with the key, and false if the view has none. The keys are node group IDs,
+// claim IDs and Machine names.
 func (m *Mirror[T]) Get(key string) (T, bool) {
 	m.mu.RLock()
 	defer m.mu.RUnlock()
@@ -357,16 +362,17 @@ func (m *Mirror[T]) Get(key string) (T, bool) {
 	return object, ok
 }
 
-// WithProviderID returns the objects of the view with the machine's provider ID, in no order: of claims those that have, or had, such a
-// machine. None for the empty ID, and of node groups.
+// WithProviderID returns the objects of the view with the machine's provider ID, in no particular
+// order. Claims are included if they have, or had, such a machine. There are none for the empty ID,
+// and none in a mirror of node groups.
 func (m *Mirror[T]) WithProviderID(id string) []T {
 	m.mu.RLock()
 	defer m.mu.RUnlock()
 	return slices.Collect(maps.Values(m.indexed[id]))
 }
 
-// List returns every object of the view, ordered by key, and the generation it was taken at. Neither the slice nor the objects
-// may be changed.
+// List returns all objects of the view, sorted by key, and the view's generation. Neither the slice
+// nor the objects may be modified.
 func (m *Mirror[T]) List() ([]T, uint64) {
 	m.mu.RLock()
 	sorted, generation := m.sorted, m.generation
@@ -385,23 +391,24 @@ func (m *Mirror[T]) List() ([]T, uint64) {
 	return m.sorted, m.generation
 }
 
-// Generation counts the changes of the view. Equal generations mean an equal view; a re-sent object that did not change does
-// not count.
+// Generation counts the changes of the view. Equal generations mean an equal view. An object that
+// is sent again unchanged does not count.
 func (m *Mirror[T]) Generation() uint64 {
 	m.mu.RLock()
 	defer m.mu.RUnlock()
 	return m.generation
 }
 
-// State returns how good the view is now.
+// State returns the current state of the view.
 func (m *Mirror[T]) State() State {
 	m.mu.RLock()
 	defer m.mu.RUnlock()
 	return m.state
 }
 
-// StateChanges returns a channel that receives a value after Synced, Connected or LastError of [Mirror.State] changed; several changes may be
-// one value. It is never closed; stop ends it.
+// StateChanges returns a channel that receives a value after Synced, Connected or LastError of
+// [Mirror.State] has changed. Several changes may be combined into one value. The channel is never
+// closed; stop ends the notifications.
 func (m *Mirror[T]) StateChanges() (changes <-chan struct{}, stop func()) {
 	watcher := make(chan struct{}, 1)
 	m.mu.Lock()
@@ -414,11 +421,11 @@ func (m *Mirror[T]) StateChanges() (changes <-chan struct{}, stop func()) {
 	}
 }
 
-// Synced is closed once the first complete view has been received.
+// Synced returns a channel that is closed once the first complete view has been received.
 func (m *Mirror[T]) Synced() <-chan struct{} { return m.synced }
 
-// WaitForSync waits for the first complete view. It returns ctx's error, and what kept the mirror from connecting, when ctx
-// ends before.
+// WaitForSync waits for the first complete view. If ctx ends before, it returns the error of ctx
+// joined with the mirror's last error.
 func (m *Mirror[T]) WaitForSync(ctx context.Context) error {
 	select {
 	case <-m.synced:
@@ -428,8 +435,8 @@ func (m *Mirror[T]) WaitForSync(ctx context.Context) error {
 	}
 }
 
-// Subscribe returns a subscription to the keys of changed objects. Objects that the view holds already count as changed, so
-// that nothing is missed between a List and a Subscribe.
+// Subscribe returns a subscription to the keys of changed objects. Objects that are already in the
+// view count as changed, so that nothing is missed between a List and a Subscribe.
 func (m *Mirror[T]) Subscribe() *Subscription {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -446,8 +453,8 @@ func (m *Mirror[T]) Subscribe() *Subscription {
 	return s
 }
 
-// Subscription collects the keys of objects that appeared, changed or went away in a [Mirror], each once however often it
-// changed. It never holds the mirror up.
+// Subscription collects the keys of objects that were added, changed or removed in a [Mirror]. Each
+// key is kept once, however often its object changed. A subscription never blocks the mirror.
 type Subscription struct {
 	signal chan struct{}
 	stop   func()
@@ -456,11 +463,11 @@ type Subscription struct {
 	keys map[string]struct{}
 }
 
-// Changed receives a value when there are keys to take. It is never closed.
+// Changed returns a channel that receives a value when there are keys to take. It is never closed.
 func (s *Subscription) Changed() <-chan struct{} { return s.signal }
 
-// Take returns the keys that changed since the last Take, in order. Read the objects from the mirror; one that is not there
-// is gone.
+// Take returns the keys that have changed since the last Take, sorted. The objects are read from
+// the mirror; a missing object has been removed.
 func (s *Subscription) Take() []string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -469,7 +476,7 @@ func (s *Subscription) Take() []string {
 	return keys
 }
 
-// Close ends the subscription. Keys collected so far can still be taken.
+// Close ends the subscription. Keys that have been collected can still be taken.
 func (s *Subscription) Close() { s.stop() }
 
 func (s *Subscription) add(keys []string) {

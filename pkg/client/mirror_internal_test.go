@@ -21,7 +21,7 @@ type (
 
 const patience = 10 * time.Second
 
-// scripted is a mirror whose streams the test plays.
+// scripted is a mirror whose streams are played by the test.
 type scripted struct {
 	*Mirror[machine]
 
@@ -69,7 +69,7 @@ func newScripted(t *testing.T) *scripted {
 	return s
 }
 
-// open waits for the next stream, letting backoff pass.
+// open waits for the next stream, and lets the backoff pass.
 func (s *scripted) open() *stream {
 	s.t.Helper()
 	deadline := time.After(patience)
@@ -80,7 +80,8 @@ func (s *scripted) open() *stream {
 		case <-deadline:
 			s.t.Fatal("no stream was opened")
 		case <-time.After(time.Millisecond):
-			// Less than three heartbeats, so that only backoff passes; the jitter makes its length unknown.
+			// This is less than three heartbeats, so only the backoff passes. Its length is unknown
+			// because of the jitter.
 			s.clock.Step(100 * time.Millisecond)
 		}
 	}
@@ -276,13 +277,14 @@ func TestMirrorLeavesASilentStream(t *testing.T) {
 	stream := s.open()
 	s.send(stream, marker)
 	for range 5 {
-		// Two of three intervals, again and again: heartbeats keep the stream.
+		// Two of three intervals pass each time: heartbeats keep the stream alive.
 		s.clock.Step(2 * time.Second)
 		s.send(stream, machineEvent{kind: heartbeat}, machineEvent{kind: heartbeat})
 		require.NoError(t, stream.ctx.Err())
 	}
 	s.eventually(func() bool {
-		s.clock.Step(time.Second) // more than once: the watchdog may be about to set its timer
+		// This is repeated, because the watchdog may not have set its timer yet.
+		s.clock.Step(time.Second)
 		return stream.ctx.Err() != nil
 	})
 	s.eventually(func() bool { return errors.Is(s.State().LastError, errSilent) })
@@ -292,7 +294,7 @@ func TestMirrorLeavesASilentStream(t *testing.T) {
 }
 
 func TestMirrorLeavesAStreamThatDoesNotOpen(t *testing.T) {
-	s := newScripted(t) // nobody accepts its streams
+	s := newScripted(t) // its streams are never accepted
 	s.eventually(func() bool {
 		s.clock.Step(time.Second)
 		return errors.Is(s.State().LastError, errSilent)

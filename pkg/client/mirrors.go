@@ -9,7 +9,7 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// MirrorNodeGroups returns a mirror of the Cluster's node groups, by their ids.
+// MirrorNodeGroups returns a mirror of the Cluster's node groups, by ID.
 func (c *Client) MirrorNodeGroups(cluster *agentv1alpha1.ClusterRef) *Mirror[*agentv1alpha1.NodeGroup] {
 	return newMirror(c, "nodegroups", (*agentv1alpha1.NodeGroup).GetId,
 		watch(c.NodeGroups.WatchNodeGroups, &agentv1alpha1.WatchNodeGroupsRequest{Cluster: cluster},
@@ -21,8 +21,8 @@ func (c *Client) MirrorNodeGroups(cluster *agentv1alpha1.ClusterRef) *Mirror[*ag
 			}))
 }
 
-// MirrorClaims returns a mirror of the Cluster's claims that the holder keeps alive, or of all its claims when holder is
-// empty, by their ids. Ended claims stay in it while the agent remembers them.
+// MirrorClaims returns a mirror of the Cluster's claims of a holder, or of all its claims if holder
+// is empty, by ID. Ended claims are included while the agent retains them.
 func (c *Client) MirrorClaims(cluster *agentv1alpha1.ClusterRef, holder string) *Mirror[*agentv1alpha1.Claim] {
 	m := newMirror(c, "claims", (*agentv1alpha1.Claim).GetClaimId,
 		watch(c.Claims.WatchClaims, &agentv1alpha1.WatchClaimsRequest{Cluster: cluster, Holder: holder},
@@ -36,7 +36,7 @@ func (c *Client) MirrorClaims(cluster *agentv1alpha1.ClusterRef, holder string) 
 	return m
 }
 
-// MirrorMachines returns a mirror of the machines of the Cluster's node groups, by the names of the Machine objects.
+// MirrorMachines returns a mirror of the Machines of the Cluster's node groups, by name.
 func (c *Client) MirrorMachines(cluster *agentv1alpha1.ClusterRef) *Mirror[*agentv1alpha1.Machine] {
 	m := newMirror(c, "machines", (*agentv1alpha1.Machine).GetName,
 		watch(c.Machines.WatchMachines, &agentv1alpha1.WatchMachinesRequest{Cluster: cluster},
@@ -50,7 +50,7 @@ func (c *Client) MirrorMachines(cluster *agentv1alpha1.ClusterRef) *Mirror[*agen
 	return m
 }
 
-// markers are the events that every stream has besides its objects.
+// markers are the events that every stream has in addition to its objects.
 type markers interface {
 	GetSynced() *agentv1alpha1.Synced
 	GetHeartbeat() *agentv1alpha1.Heartbeat
@@ -71,7 +71,7 @@ func decode[T proto.Message](response markers, object T, isUpsert bool) event[T]
 	return event[T]{kind: unknown}
 }
 
-// watch opens a stream of responses and reads them as events.
+// watch opens a stream of responses and converts them to events.
 func watch[Request proto.Message, Response any, T proto.Message](
 	call func(context.Context, Request, ...grpc.CallOption) (grpc.ServerStreamingClient[Response], error),
 	request Request,

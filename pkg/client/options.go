@@ -16,70 +16,82 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/certificates"
 )
 
-// Defaults of [Options].
+// These are the defaults of [Options] and the fixed parameters of connections.
 const (
 	// DefaultTimeout is the deadline of a unary call that has none.
 	DefaultTimeout = 10 * time.Second
 	// DefaultHeartbeatInterval is the agent's default heartbeat interval.
 	DefaultHeartbeatInterval = 10 * time.Second
-	// DefaultTLSRefresh is how often certificate files are read again.
+	// DefaultTLSRefresh is how often certificate files are read.
 	DefaultTLSRefresh = 10 * time.Second
 
-	// KeepaliveTime is how long a connection may be silent before it is probed. An agent must allow probes this often: its
-	// keepalive enforcement policy's MinTime must be less, with PermitWithoutStream.
+	// KeepaliveTime is how long a connection may be idle before it is probed. An agent must allow
+	// probes at this rate: the MinTime of its keepalive enforcement policy must be lower, and
+	// PermitWithoutStream set.
 	KeepaliveTime = 20 * time.Second
-	// KeepaliveTimeout is how long a probe may go unanswered before the connection is given up.
+	// KeepaliveTimeout is how long a probe may stay unanswered before the connection is closed.
 	KeepaliveTimeout = 10 * time.Second
 
-	// MaxReceiveBytes is the largest message a client accepts.
+	// MaxReceiveBytes is the maximum size of a message that a client accepts.
 	MaxReceiveBytes = 64 << 20
 )
 
-// Options say where the agent is and how to talk to it.
+// Options configure a [Client].
 type Options struct {
-	// Address is where the agent listens: `host:port`, `dns:///host:port` or `unix:///path/to/socket`. REQUIRED.
+	// Address is the agent's address: `host:port`, `dns:///host:port` or `unix:///path/to/socket`.
+	// REQUIRED.
 	Address string
-	// TLS is what the client identifies itself with and trusts. REQUIRED, except with a unix socket or PlaintextLoopback.
+	// TLS is the client's certificate and its trusted authorities. REQUIRED, except with a unix
+	// socket or PlaintextLoopback.
 	TLS *TLS
-	// PlaintextLoopback talks without TLS. Refused unless Address is a loopback address.
+	// PlaintextLoopback disables TLS. It is only accepted if Address is a loopback address.
 	PlaintextLoopback bool
 
-	// Timeout is the deadline of a unary call whose context has none. Zero means [DefaultTimeout], negative none.
+	// Timeout is the deadline of a unary call whose context has none. Zero means [DefaultTimeout];
+	// a negative value means none.
 	Timeout time.Duration
-	// HeartbeatInterval is the agent's heartbeat interval: a mirror whose stream is silent for three of them connects again.
-	// Zero means [DefaultHeartbeatInterval].
+	// HeartbeatInterval is the agent's heartbeat interval. A mirror reconnects if its stream is
+	// silent for three intervals. Zero means [DefaultHeartbeatInterval].
 	HeartbeatInterval time.Duration
-	// UserAgent names the calling program in the agent's logs, for example `karpenter/v0.1.0`. OPTIONAL.
+	// UserAgent identifies the calling program in the agent's logs, for example `karpenter/v0.1.0`.
+	// OPTIONAL.
 	UserAgent string
-	// Logger gets a line for each failed call at verbosity 1, and for each other call at verbosity 4: callers log the errors
-	// that matter to them, with the request id in their text. The zero Logger logs nothing.
+	// Logger receives a line for each failed call at verbosity 1, and for every other call at
+	// verbosity 4. Callers log relevant errors themselves; the text of an error includes the
+	// request ID. The zero Logger discards everything.
 	Logger logr.Logger
-	// TraceID returns the id of the trace that a call with this context belongs to, or "". Log lines and errors that have the request id have it,
-	// too. OPTIONAL.
+	// TraceID returns the ID of the trace that a call with this context belongs to, or "". It is
+	// added to log lines and errors with the request ID. OPTIONAL.
 	TraceID func(ctx context.Context) string
-	// DialOptions are added to those with which connections are made, for what the client has no option for: statistics, tracing, a dialer. Where
-	// they set what the client sets itself, the client's setting is in force: credentials, user agent, keepalive, backoff, repetition of calls and
-	// the size of messages. They are used for several connections, at the same time, as certificates are replaced. OPTIONAL.
+	// DialOptions are added to the client's own options for what the client does not cover:
+	// statistics, tracing, a dialer. The client's own settings take precedence: credentials, user
+	// agent, keepalive, backoff, retries and message size. The options are used for several
+	// concurrent connections while certificates are being replaced. OPTIONAL.
 	DialOptions []grpc.DialOption
-	// Clock is what mirrors measure silence and backoff with, and what the end of certificates is compared with. Nil means the real one.
+	// Clock provides the time for silence and backoff of mirrors, and for the expiry of
+	// certificates. Nil means the system clock.
 	Clock clock.Clock
 }
 
-// TLS is what mutual TLS uses: files, or a Source. Either may be replaced by others at any time, and need not have anything yet when the client is
-// made. Calls go over a new connection as soon as the agent has accepted one with the new certificate; those under way end on the old one. While the
-// agent does not accept the new certificate, the one before stays in use until it has ended.
+// TLS configures mutual TLS with files or a Source. Both may change at any time, and may still be
+// empty when the client is created. New calls use a new connection as soon as the agent has
+// accepted the new certificate; calls in flight end on the old one. While the agent rejects the new
+// certificate, the previous one stays in use until it has expired.
 type TLS struct {
-	// CertFile holds the client's certificate chain, PEM. REQUIRED without a Source.
+	// CertFile holds the client's certificate chain. PEM. REQUIRED without a Source.
 	CertFile string
-	// KeyFile holds the certificate's private key, PEM. REQUIRED without a Source.
+	// KeyFile holds the certificate's private key. PEM. REQUIRED without a Source.
 	KeyFile string
-	// CAFile holds the certificates that sign the agent's, PEM. REQUIRED without a Source.
+	// CAFile holds the authorities of the agent's certificate. PEM. REQUIRED without a Source.
 	CAFile string
-	// Refresh is how often the files are read again. Zero means [DefaultTLSRefresh]. It has no effect with a Source.
+	// Refresh is how often the files are read. Zero means [DefaultTLSRefresh]. It has no effect
+	// with a Source.
 	Refresh time.Duration
-	// Source provides certificate and authorities instead of the files. The client does not close it. OPTIONAL.
+	// Source provides the certificate and the authorities instead of the files. The client does not
+	// close it. OPTIONAL.
 	Source certificates.Source
-	// ServerName is the name that the agent's certificate must carry. Empty means the host of the address.
+	// ServerName is the name that the agent's certificate must have. Empty means the host of the
+	// address.
 	ServerName string
 }
 
@@ -163,8 +175,8 @@ func isUnix(address string) bool {
 	return strings.HasPrefix(address, "unix:") || strings.HasPrefix(address, "unix-abstract:")
 }
 
-// isLoopback reports whether every connection to the address stays on this machine. Names other than localhost do not count:
-// what they resolve to may change.
+// isLoopback reports whether every connection to the address stays on this machine. Of names it
+// accepts only localhost, because others may resolve differently later.
 func isLoopback(address string) bool {
 	for _, scheme := range []string{"dns:///", "passthrough:///", "dns:"} {
 		if rest, ok := strings.CutPrefix(address, scheme); ok {

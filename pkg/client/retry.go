@@ -9,8 +9,8 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// retried lists the unary calls that are repeated when the agent was unavailable: all of them are idempotent. SyncClaims is
-// missing because its contract asks for a new token after UNAVAILABLE.
+// retried lists the unary calls that are retried when the agent was unavailable. All of them are
+// idempotent. SyncClaims is missing: its contract requires a new token after UNAVAILABLE.
 var retried = map[string][]string{
 	agentv1alpha1.NodeGroupService_ServiceDesc.ServiceName: {"ListNodeGroups", "GetNodeGroup"},
 	agentv1alpha1.ClaimService_ServiceDesc.ServiceName:     {"CreateClaim", "ReleaseClaim", "ReturnMachine", "GetClaim", "ListClaims"},
@@ -57,9 +57,12 @@ type serviceConfig struct {
 	RetryThrottling retryThrottling `json:"retryThrottling"`
 }
 
-// defaultServiceConfig returns gRPC's service config: at most four attempts within about two seconds, and none beyond the first
-// while most calls fail anyway. All calls of a client go to one agent, as every agent has all there is, and calls that come together at one cost the
-// hub less. Of several addresses the first is left to chance, so that clients spread.
+// defaultServiceConfig returns gRPC's service config. A call is attempted at most four times within
+// about two seconds, and only once while most calls fail anyway.
+//
+// All calls of a client go to one agent: every agent has all data, and the hub does less work for
+// calls that arrive together at one agent. If there are several addresses, their order is shuffled,
+// so that clients spread over the agents.
 func defaultServiceConfig() string {
 	names := lo.FlatMap(lo.Entries(retried), func(e lo.Entry[string, []string], _ int) []methodName {
 		return lo.Map(e.Value, func(method string, _ int) methodName {
@@ -81,11 +84,11 @@ func defaultServiceConfig() string {
 		RetryThrottling: retryThrottling{MaxTokens: 20, TokenRatio: 0.1},
 	})
 	if err != nil {
-		panic(err) // Strings and numbers marshal.
+		panic(err) // strings and numbers always marshal
 	}
 	return string(config)
 }
 
-// WithRetry is the repetition of calls that [New] uses, and its choice of an agent where an address stands for several, for callers that make their
-// own connection for [FromConn].
+// WithRetry returns the dial option for the retries and load balancing that [New] uses, for callers
+// that make their own connection for [FromConn].
 func WithRetry() grpc.DialOption { return grpc.WithDefaultServiceConfig(defaultServiceConfig()) }

@@ -14,7 +14,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/certificates"
 )
 
-// source returns what the certificate is to be taken from, and what ends the reading of files. It is nil without TLS.
+// source returns the source of the certificate, and a function that stops following files. The
+// source is nil without TLS.
 func (t *TLS) source(logger logr.Logger) (from certificates.Source, stop func()) {
 	switch {
 	case t == nil:
@@ -28,15 +29,18 @@ func (t *TLS) source(logger logr.Logger) (from certificates.Source, stop func())
 	return followed, followed.Close
 }
 
-// mutualTLS is TLS 1.3 with what the source has at each handshake. Once the agent has accepted a certificate, handshakes go on with that one until it
-// has ended: [connection] tries another one beside it.
+// mutualTLS performs TLS 1.3 handshakes with the current content of the source. Once the agent has
+// accepted a certificate, further handshakes use that certificate until it has expired:
+// [connection] tries a new one on another line.
 type mutualTLS struct {
-	credentials.TransportCredentials // for what does not depend on the source
+	// TransportCredentials provides what does not depend on the source.
+	credentials.TransportCredentials
 
 	source certificates.Source
 	name   string
 	clock  clock.PassiveClock
-	// last is the certificate of the last handshake, accepted the last one that the agent has accepted. Nil before the first.
+	// last is the certificate of the last handshake, and accepted the one that the agent has last
+	// accepted. They hold nil before the first.
 	last, accepted *atomic.Pointer[tls.Certificate]
 }
 
@@ -70,7 +74,7 @@ func (m mutualTLS) ClientHandshake(ctx context.Context, authority string, conn n
 	return secured, info, nil
 }
 
-// certificate returns that of the next handshake.
+// certificate returns the certificate for the next handshake.
 func (m mutualTLS) certificate() (*tls.Certificate, error) {
 	present, err := m.source.Certificate()
 	if err != nil {
@@ -82,12 +86,12 @@ func (m mutualTLS) certificate() (*tls.Certificate, error) {
 	return present, nil
 }
 
-// accept notes that the agent has accepted the certificate of the last handshake.
+// accept records that the agent has accepted the certificate of the last handshake.
 func (m mutualTLS) accept() { m.accepted.Store(m.last.Load()) }
 
 func (m mutualTLS) Clone() credentials.TransportCredentials { return m }
 
-// outdated reports whether the source has another certificate than that of the last handshake.
+// outdated reports whether the source has a different certificate than the last handshake.
 func (m mutualTLS) outdated() bool {
 	last := m.last.Load()
 	if last == nil {
@@ -97,7 +101,7 @@ func (m mutualTLS) outdated() bool {
 	return err == nil && !same(present, last)
 }
 
-// same reports whether two are the same certificate. Their chains may differ.
+// same reports whether two certificates are the same. Their chains may differ.
 func same(a, b *tls.Certificate) bool {
 	return a == b || bytes.Equal(a.Certificate[0], b.Certificate[0])
 }

@@ -33,7 +33,7 @@ import (
 
 const serverName = "capi-agent.hub.svc"
 
-// authority is a certificate authority of the test.
+// authority is a certificate authority for the test.
 type authority struct {
 	t    *testing.T
 	cert *x509.Certificate
@@ -66,7 +66,8 @@ func (a *authority) pem() []byte {
 	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: a.cert.Raw})
 }
 
-// issue returns a certificate and its key, PEM. A name makes it a server's, none a client's.
+// issue returns a certificate and its key, as PEM. With a name it is a server's certificate,
+// without one a client's.
 func (a *authority) issue(serial int64, name string) (certificate, key []byte) {
 	a.t.Helper()
 	private, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
@@ -120,7 +121,8 @@ func serveTLS(t *testing.T, a *authority) *tlsAgent {
 	return served
 }
 
-// identify gives the agent a certificate of the authority, which it also trusts for clients.
+// identify gives the agent a certificate of the authority, and makes it trust the authority for
+// clients.
 func (s *tlsAgent) identify(t *testing.T, a *authority) {
 	t.Helper()
 	certificate, key := a.issue(100, serverName)
@@ -149,14 +151,14 @@ func (s *tlsAgent) lastSeen() int64 {
 	return s.seen[len(s.seen)-1]
 }
 
-// accepted is how many clients' certificates have been accepted.
+// accepted returns how many client certificates have been accepted.
 func (s *tlsAgent) accepted() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return len(s.seen)
 }
 
-// disconnect breaks every connection.
+// disconnect closes every connection.
 func (s *tlsAgent) disconnect() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -166,7 +168,7 @@ func (s *tlsAgent) disconnect() {
 	s.conns = nil
 }
 
-// tries is how many connections there have been, and open how many there are.
+// tries returns how many connections there have been.
 func (s *tlsAgent) tries() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -213,7 +215,7 @@ func (l tracked) Accept() (net.Conn, error) {
 	return &counted{Conn: conn, agent: l.agent}, nil
 }
 
-// write replaces a file in one step.
+// write replaces a file atomically.
 func write(t *testing.T, file string, content []byte) {
 	t.Helper()
 	next := file + ".next"
@@ -309,7 +311,7 @@ func TestFilesThatAreReplacedAreLoggedWithoutTheirContent(t *testing.T) {
 	require.NoError(t, getStatus(t.Context(), c))
 	require.WithinDuration(t, time.Now().Add(time.Hour), c.Certificates().CertificateNotAfter, time.Minute)
 	require.WithinDuration(t, time.Now().Add(time.Hour), c.Certificates().AuthoritiesNotAfter, time.Minute)
-	// The key is there already, its certificate is not.
+	// The key has already been replaced, but not its certificate.
 	_, key := ca.issue(8, "")
 	write(t, files.KeyFile, key)
 	require.Eventually(t, func() bool { return c.Certificates().CertificateErrors > 0 }, patience, time.Millisecond)
@@ -333,7 +335,7 @@ func TestTLSBefore13IsRefused(t *testing.T) {
 	require.True(t, agenterrors.IsUnavailable(err))
 }
 
-// held returns PEM of a client's certificate.
+// held returns the PEM data of a client.
 func (a *authority) held(serial int64) certificates.PEM {
 	a.t.Helper()
 	certificate, key := a.issue(serial, "")
@@ -354,7 +356,7 @@ func TestASourceStandsInForFiles(t *testing.T) {
 	require.Equal(t, source.Stats(), c.Certificates())
 }
 
-// The agent ends no connection here: the client moves on by itself.
+// The agent ends no connection here: the client switches by itself.
 func TestANewCertificateIsUsedWithoutAFailedCall(t *testing.T) {
 	ca := newAuthority(t)
 	agent, source := serveTLS(t, ca), certificates.NewHeld(nil)
@@ -413,7 +415,7 @@ func TestANewCertificateThatTheAgentDoesNotAcceptBreaksNothing(t *testing.T) {
 	}, patience, time.Millisecond)
 }
 
-// strange returns a client's certificate of an authority that the agent does not trust.
+// strange returns a client certificate of an authority that the agent does not trust.
 func (a *authority) strange(serial int64) certificates.PEM {
 	a.t.Helper()
 	strange := newAuthority(a.t).held(serial)
@@ -421,7 +423,7 @@ func (a *authority) strange(serial int64) certificates.PEM {
 	return strange
 }
 
-// TLS refuses the new certificate, and the connection with the one before is lost.
+// The new certificate is rejected by TLS, and the connection with the previous one is lost.
 func TestALostConnectionIsMadeAgainWithTheCertificateThatWasAccepted(t *testing.T) {
 	ca := newAuthority(t)
 	agent, source := serveTLS(t, ca), certificates.NewHeld(nil)
@@ -456,7 +458,7 @@ func TestALostConnectionIsMadeAgainWithTheCertificateThatWasAccepted(t *testing.
 	require.EqualValues(t, 3, agent.lastSeen())
 }
 
-// The agent no longer trusts the authority of the certificate before.
+// The agent no longer trusts the authority of the previous certificate.
 func TestALostConnectionIsReplacedByOneWithTheNewCertificate(t *testing.T) {
 	first, second := newAuthority(t), newAuthority(t)
 	agent, source := serveTLS(t, first), certificates.NewHeld(nil)
@@ -483,7 +485,7 @@ func TestAClosedClientAnswersThatItIs(t *testing.T) {
 	require.Error(t, getStatus(t.Context(), c))
 }
 
-// errgroup returns the first error of what runs in it.
+// errgroup returns the first error of its functions.
 type errgroup struct {
 	running sync.WaitGroup
 	once    sync.Once

@@ -7,7 +7,7 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// adoptCases are about claims that take an existing Machine over.
+// adoptCases cover claims that adopt an existing Machine.
 var adoptCases = []testCase{
 	{"adopt.users-machine", fault(), "a user's machine becomes the claim's, and replicas stay", func(s *suite) {
 		id := s.group(deployment("workers", replicas(2)))
@@ -128,7 +128,7 @@ var adoptCases = []testCase{
 		require.Empty(s, left.GetClaimId())
 		require.Nil(s, left.GetDeletedAt())
 
-		for range 2 { // and once more
+		for range 2 { // and repeatedly
 			again, err := s.returnMachine("a-claim")
 			require.NoError(s, err)
 			require.Equal(s, agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED, again.GetPhase())

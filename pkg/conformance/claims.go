@@ -272,7 +272,7 @@ func (s *suite) machinesOnceThereAre(id string, n int) []*agentv1alpha1.Machine 
 	return machines
 }
 
-// concurrently calls f n times at once and fails with the first error.
+// concurrently makes n concurrent calls of f, and fails with the first error.
 func (s *suite) concurrently(n int, f func(i int) error) {
 	s.Helper()
 	errs := make([]error, n)
@@ -286,7 +286,7 @@ func (s *suite) concurrently(n int, f func(i int) error) {
 	}
 }
 
-// requireHistory asserts that a claim's history is a history.
+// requireHistory asserts that a claim has a well-formed history.
 func requireHistory(s *suite, claim *agentv1alpha1.Claim) {
 	s.Helper()
 	history := claim.GetHistory()

@@ -2,10 +2,10 @@ package conformance
 
 import "github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 
-// maxConflicts is how often a call may lose a race in a row.
+// maxConflicts is how many consecutive races a call may lose.
 const maxConflicts = 100
 
-// repeat calls again at once after a lost race.
+// repeat repeats the call at once after each lost race.
 func repeat[T any](s *suite, call func() (T, error)) (T, error) {
 	s.Helper()
 	for conflicts := 0; ; conflicts++ {

@@ -5,7 +5,7 @@ import (
 	"strconv"
 )
 
-// Annotations as users of Cluster API write them.
+// These annotations are set by users of Cluster API.
 const (
 	minSizeAnnotation    = "cluster.x-k8s.io/cluster-api-autoscaler-node-group-min-size"
 	maxSizeAnnotation    = "cluster.x-k8s.io/cluster-api-autoscaler-node-group-max-size"
@@ -18,7 +18,7 @@ const (
 	nodeTaintsAnnotation = "capacity.cluster-autoscaler.kubernetes.io/taints"
 )
 
-// deployment is an ordinary MachineDeployment: 4 CPUs, 16 GiB, no limit of its size.
+// deployment returns an ordinary MachineDeployment: 4 CPUs, 16 GiB, no size limit.
 func deployment(name string, changes ...func(*MachineDeployment)) MachineDeployment {
 	d := MachineDeployment{
 		Name:        name,

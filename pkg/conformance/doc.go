@@ -1,11 +1,13 @@
-// Package conformance is the agent API's contract as tests: the same cases run against the fake agent and against the real one,
-// so that the fake cannot promise what the agent does not keep.
+// Package conformance tests the contract of the agent's API. The same cases run against the fake
+// agent and the real one, so that the fake does not promise what the agent does not keep.
 //
-// [Run] runs every case as a subtest, each in an [Env] of its own: an agent with a hub behind it whose infrastructure the test
-// drives. What a case asserts is in the API's comments; where the contract leaves freedom (whether a claim is bound before its
-// machine is provisioned, how soon a spare machine goes) the cases leave it too.
+// [Run] runs every case as a subtest. Each gets its own [Env]: an agent and a hub whose
+// infrastructure the test drives. What a case asserts is specified by the API's comments. Where the
+// contract is open (whether a claim is bound before its machine is provisioned, how soon a spare
+// machine is removed), the cases accept every outcome.
 //
-// [Check] runs the same cases outside of Go tests, as the command capi-agent-conformance does, and returns a [Verdict]. Each case
-// checks one [Behaviour], whose id never changes, and says what it needs: on [Given], an agent that the suite has no control over,
-// those that need one are skipped. Package control is how an agent in another process offers one.
+// [Check] runs the same cases outside of Go tests and returns a [Verdict]. The command
+// capi-agent-conformance uses it. Each case checks one [Behaviour], whose ID never changes, and
+// declares what it needs. On [Given], an agent that the suite has no control over, cases that need
+// control are skipped. Package control lets an agent in another process offer that control.
 package conformance

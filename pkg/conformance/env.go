@@ -8,16 +8,18 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// Env is an agent and the hub behind it. Its hooks fail the test themselves when they cannot do what they are asked.
+// Env is an agent and the hub behind it. Its methods fail the test themselves if they cannot do
+// what they are asked to.
 //
-// The hub's infrastructure waits for the test: Machine objects follow the replicas by themselves, unless held, but get a
-// provider ID and a Node only through the hooks. The deletion of a machine completes by itself. A node group's spare machines
-// are given back after a grace period much shorter than Patience, and claims can be collected as soon as a token was taken
-// after them.
+// The hub's infrastructure is driven by the test. Machine objects follow the replicas automatically
+// unless held, but get a provider ID and a Node only through the methods. The deletion of a machine
+// completes automatically. A node group's spare machines are removed after a grace period much
+// shorter than Patience. Claims can be collected as soon as a token has been issued after their
+// creation.
 type Env interface {
-	// Cluster is a Cluster that exists and that no other Env uses.
+	// Cluster returns a Cluster that exists, and that no other Env uses.
 	Cluster() *agentv1alpha1.ClusterRef
-	// Client has the identity of Cluster: the role cluster, for no other.
+	// Client has the identity of Cluster. Its only role is the role cluster for Cluster.
 	Client() *client.Client
 	// Autoscaler has the role autoscaler for Cluster.
 	Autoscaler() *client.Client
@@ -26,53 +28,59 @@ type Env interface {
 	// Stranger has the identity of a Cluster that does not exist, and may act for no other.
 	Stranger() *client.Client
 
-	// CreateNodeGroup makes a MachineDeployment of Cluster that opted in, and returns its node group's id once the agent shows
-	// it. Machines of its initial replicas have joined with their Nodes by then: they are the user's own.
+	// CreateNodeGroup creates a MachineDeployment of Cluster that has opted in. It returns the ID
+	// of its node group once the agent shows it. By then, the Nodes of its initial replicas have
+	// joined. Those machines are the user's own.
 	CreateNodeGroup(tb testing.TB, deployment MachineDeployment) string
-	// UpdateNodeGroup makes the MachineDeployment with that name look like this, as a user who applies it again does.
+	// UpdateNodeGroup applies the MachineDeployment again, as a user would.
 	UpdateNodeGroup(tb testing.TB, deployment MachineDeployment)
-	// DeleteNodeGroup deletes the MachineDeployment; no claim needs its machines any more.
+	// DeleteNodeGroup deletes the MachineDeployment. It is called once no claim needs its machines.
 	DeleteNodeGroup(tb testing.TB, name string)
 
-	// HoldMachines keeps Machine objects of the MachineDeployment from appearing, until it is called with false.
+	// HoldMachines prevents the MachineDeployment's Machine objects from appearing, until it is
+	// called with false.
 	HoldMachines(tb testing.TB, name string, hold bool)
-	// ProvisionMachine makes the infrastructure of the claim's machine ready, so that its provider ID appears. The claim may
-	// still be waiting for the Machine object, which is not held.
+	// ProvisionMachine makes the infrastructure of the claim's machine ready, so that it gets its
+	// provider ID. The claim may still be waiting for its Machine object, which must not be held.
 	ProvisionMachine(tb testing.TB, claimID string)
 	// JoinNode makes the Node of a provisioned machine join.
 	JoinNode(tb testing.TB, machineName string)
-	// LoseMachine deletes the Machine object as a person does.
+	// LoseMachine deletes the Machine object, as a user would.
 	LoseMachine(tb testing.TB, machineName string)
 
-	// Patience is how long to wait at most for what must happen sooner or later, heartbeats included.
+	// Patience is the maximum time to wait for what must eventually happen, including heartbeats.
 	Patience() time.Duration
 }
 
-// Standing is an Env whose Cluster and node groups others made, and others use. Cases leave alone, and leave out, what they did not make.
+// Standing is an Env whose Cluster and node groups are shared with other users. Cases neither change
+// nor count what they did not create.
 type Standing interface {
-	// Prefix is what the ids of the case's claims begin with. No claim of the Cluster has ever had an id that begins with it. It is not empty, and of at
-	// most 16 characters.
+	// Prefix is the prefix of the IDs of the case's claims. No claim of the Cluster has ever had an
+	// ID with this prefix. It is not empty, and has at most 16 characters.
 	Prefix() string
 }
 
-// Ageing is an Env that can show a token that has become too old.
+// Ageing is an Env that can provide a token that is too old.
 type Ageing interface {
-	// StaleToken returns a token for the holder's claims in Cluster that was valid and is too old now.
+	// StaleToken returns a token for the holder's claims in Cluster that was valid and is too old
+	// now.
 	StaleToken(tb testing.TB, holder string) string
 }
 
-// MachineDeployment is what a user writes.
+// MachineDeployment is a MachineDeployment as a user writes it.
 type MachineDeployment struct {
-	// Name of the object, in the Cluster's namespace.
+	// Name is the name of the object, in the Cluster's namespace.
 	Name string `json:"name"`
-	// Labels of the object, besides those that make it a member of Cluster and opt it in.
+	// Labels are the labels of the object, in addition to those that assign it to Cluster and opt
+	// it in.
 	Labels map[string]string `json:"labels,omitempty"`
-	// Annotations of the object, verbatim: sizes and capacity.
+	// Annotations are the annotations of the object, verbatim: sizes and capacity.
 	Annotations map[string]string `json:"annotations,omitempty"`
-	// Replicas asked for. Nil means none for a new object, and leaves them alone in an existing one.
+	// Replicas is the number of replicas. Nil means none for a new object, and no change for an
+	// existing one.
 	Replicas *int32 `json:"replicas,omitempty"`
-	// FailureDomain of the machine template. May be empty.
+	// FailureDomain is that of the machine template. It may be empty.
 	FailureDomain string `json:"failureDomain,omitempty"`
-	// Version of Kubernetes in the machine template. May be empty.
+	// Version is the Kubernetes version in the machine template. It may be empty.
 	Version string `json:"version,omitempty"`
 }

@@ -16,7 +16,7 @@ import (
 
 func TestFakeAgentConforms(t *testing.T) { conformance.Run(t, newFakeEnv) }
 
-// aheadClock is the real clock, some time ahead.
+// aheadClock is the system clock, moved ahead.
 type aheadClock struct {
 	clock.RealClock
 

@@ -12,7 +12,7 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// role is a kind of caller and the holders that it may act as.
+// role is a kind of caller, with the holders that it may act as.
 type role struct {
 	name    string
 	client  func(*suite) *client.Client
@@ -28,7 +28,8 @@ var roles = []role{
 	{"admin", func(s *suite) *client.Client { return s.Admin() }, heldBy},
 }
 
-// eachRoleAndHolder runs the case for every role and holder. Its result is whether the role may.
+// eachRoleAndHolder runs try for every role and holder. It must succeed if and only if the role may
+// act as the holder.
 func eachRoleAndHolder(s *suite, try func(tb testing.TB, caller *client.Client, held, id string) error) {
 	for _, r := range roles {
 		for _, held := range heldBy {

@@ -108,7 +108,8 @@ func (s *suite) names(response *agentv1alpha1.ListClaimsResponse) []string {
 	})
 }
 
-// watchClaims returns a function that returns the next event, but for heartbeats and claims that are not the case's.
+// watchClaims returns a function that returns the next event of the case's claims, skipping
+// heartbeats.
 func (s *suite) watchClaims(c *client.Client, holder string) func() *agentv1alpha1.WatchClaimsResponse {
 	s.Helper()
 	var stream grpc.ServerStreamingClient[agentv1alpha1.WatchClaimsResponse]

@@ -43,7 +43,8 @@ var releaseCases = []testCase{
 		machine := s.untilBound("first").GetMachine()
 		s.HoldMachines(s.TB, "workers", true)
 		s.mustCreate("second", id)
-		_, err := s.release("first", false) // what was drained has a Node
+		// A drained machine would have a Node.
+		_, err := s.release("first", false)
 		require.NoError(s, err)
 		s.untilEnded("first")
 		second := s.untilBound("second")
@@ -202,8 +203,8 @@ var releaseCases = []testCase{
 	}},
 }
 
-// createOnceThereIsRoom claims, trying again while there is no room, and returns the id of the claim. Each try has an id of its
-// own, as the answer that there is no room may have ended the last.
+// createOnceThereIsRoom creates a claim, retrying while there is no room, and returns its ID. Every
+// try uses a new ID, because a rejection may have ended the previous one.
 func (s *suite) createOnceThereIsRoom(name, candidate string) string {
 	s.Helper()
 	var id string

@@ -68,7 +68,7 @@ var requestCases = []testCase{
 			err := call(s.bounded(), s.Stranger(), "CreateClaim", valid("CreateClaim", cluster))
 			require.True(s, agenterrors.IsNotFound(err), "%v", err)
 			require.Equal(s, agenterrors.ReasonClusterNotFound, agenterrors.ReasonOf(err))
-			// It may have moved to another hub, with its claims and Machines.
+			// The Cluster may have moved to another hub, with its claims and Machines.
 			for _, method := range []string{"ReleaseClaim", "ReturnMachine", "GetClaim", "ListClaims", "GetMachine", "ListMachines"} {
 				err = call(s.bounded(), s.Stranger(), method, valid(method, cluster))
 				require.Equal(s, agenterrors.ReasonClusterNotFound, agenterrors.ReasonOf(err), "%s: %v", method, err)
@@ -77,7 +77,7 @@ var requestCases = []testCase{
 	},
 }
 
-// nowhere is the Cluster that the stranger may act for.
+// nowhere returns the Cluster that the stranger may act for.
 func (s *suite) nowhere() *agentv1alpha1.ClusterRef {
 	s.Helper()
 	response, err := s.Stranger().Status.GetStatus(s.bounded(), &agentv1alpha1.GetStatusRequest{})
@@ -86,12 +86,12 @@ func (s *suite) nowhere() *agentv1alpha1.ClusterRef {
 	return response.GetClusters()[0]
 }
 
-// anonymous is the message of err without the Cluster's name.
+// anonymous returns the message of err without the Cluster's name.
 func anonymous(err error, cluster *agentv1alpha1.ClusterRef) string {
 	return strings.ReplaceAll(innermost(err).Message(), cluster.GetName(), "…")
 }
 
-// innermost is the status as it came over the wire, without what the client wrote around it.
+// innermost returns the status as received, without what the client has wrapped around it.
 func innermost(err error) *status.Status {
 	for {
 		inner := errors.Unwrap(err)
@@ -102,7 +102,7 @@ func innermost(err error) *status.Status {
 	}
 }
 
-// methods are the names of every method that names a Cluster.
+// methods returns the names of the methods that name a Cluster, except IssueCertificate.
 func methods() []string {
 	return []string{
 		"ListNodeGroups", "GetNodeGroup", "WatchNodeGroups",
@@ -111,7 +111,7 @@ func methods() []string {
 	}
 }
 
-// valid returns a request that only its Cluster may make invalid.
+// valid returns a request that is valid if its Cluster is.
 func valid(method string, cluster *agentv1alpha1.ClusterRef) proto.Message {
 	cluster = proto.CloneOf(cluster)
 	group := "default/workers"
@@ -149,7 +149,7 @@ func valid(method string, cluster *agentv1alpha1.ClusterRef) proto.Message {
 	panic("no method " + method)
 }
 
-// call makes the call, and for a stream waits for its first event.
+// call makes the call. For a stream it waits for the first event.
 func call(ctx context.Context, c *client.Client, method string, request proto.Message) error {
 	switch r := request.(type) {
 	case *agentv1alpha1.ListNodeGroupsRequest:
@@ -211,7 +211,7 @@ type malformation struct {
 	change              func(proto.Message)
 }
 
-// with makes a malformation of the request type that change takes.
+// with returns a malformation of the request type that change takes.
 func with[Request proto.Message](method, what, field string, change func(Request)) malformation {
 	return malformation{method: method, what: what, field: field, change: func(request proto.Message) {
 		r, ok := request.(Request)
@@ -222,7 +222,7 @@ func with[Request proto.Message](method, what, field string, change func(Request
 	}}
 }
 
-// text makes malformations of a string field: what each of the values breaks.
+// text returns malformations of a string field. The keys of values describe what is wrong.
 func text[Request proto.Message](method, field string, set func(Request, string), values map[string]string) []malformation {
 	var all []malformation
 	for what, value := range values {

@@ -18,7 +18,8 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// Run runs every case as a subtest. newEnv is called once for each, and ends what it made with the test's cleanup.
+// Run runs every case as a subtest. newEnv is called once for each, and must register its cleanup
+// with the test.
 func Run(t *testing.T, newEnv func(tb testing.TB) Env) {
 	t.Helper()
 	for _, area := range areas {
@@ -42,13 +43,14 @@ func runCase(tb testing.TB, newEnv func(tb testing.TB) Env, c testCase) {
 	c.run(s)
 }
 
-// Holders of the suite's claims.
+// These are the holders of the suite's claims.
 const (
 	holder      = "karpenter"
 	otherHolder = "cluster-autoscaler"
 )
 
-// suite is one case under way. Cases name claims as they like, and count replicas and machines from none: what the Cluster had before is left out.
+// suite is a running case. Cases choose claim IDs freely, and count replicas and machines from zero:
+// what the Cluster had before is excluded.
 type suite struct {
 	testing.TB
 	Env
@@ -91,7 +93,7 @@ func (s *suite) eventually(what string, check func() error) {
 	require.NoError(s, err, "%s: %v", what, last)
 }
 
-// skipUntil reads a stream until its next event is the one that is wanted; the stream's context bounds it.
+// skipUntil reads a stream until wanted is true for an event. The stream's context limits the wait.
 func skipUntil(wanted func() bool) {
 	for {
 		if wanted() {
@@ -100,7 +102,7 @@ func skipUntil(wanted func() bool) {
 	}
 }
 
-// bounded is a context for one call or stream.
+// bounded returns a context for one call or stream.
 func (s *suite) bounded() context.Context {
 	ctx, cancel := context.WithTimeout(s.ctx, s.Patience())
 	s.Cleanup(cancel)
@@ -139,7 +141,7 @@ func (s *suite) atRest(id string) int32 {
 	return replicas
 }
 
-// create claims, and repeats after lost races as the contract says.
+// create creates a claim, and repeats the call after lost races as the contract requires.
 func (s *suite) create(c *client.Client, request *agentv1alpha1.CreateClaimRequest) (*agentv1alpha1.Claim, error) {
 	request = proto.CloneOf(request)
 	request.Cluster, request.SpokeId, request.ClaimId = s.Cluster(), spoke, s.id(request.GetClaimId())
@@ -231,7 +233,7 @@ func (s *suite) get(id string) (*agentv1alpha1.Claim, error) {
 	return response.GetClaim(), err
 }
 
-// until waits until the claim is as wanted.
+// until waits until wanted accepts the claim.
 func (s *suite) until(id, what string, wanted func(*agentv1alpha1.Claim) bool) *agentv1alpha1.Claim {
 	s.Helper()
 	var claim *agentv1alpha1.Claim
@@ -263,7 +265,7 @@ func (s *suite) untilEnded(id string) *agentv1alpha1.Claim {
 	})
 }
 
-// running makes a claim whose machine has its Node.
+// running creates a claim and returns it once its machine has a Node.
 func (s *suite) running(id string, candidates ...string) *agentv1alpha1.Claim {
 	s.Helper()
 	s.mustCreate(id, candidates...)
@@ -283,7 +285,7 @@ func (s *suite) nodeGroup(id string) *agentv1alpha1.NodeGroup {
 	return response.GetNodeGroup()
 }
 
-// untilGroup waits until the node group is as wanted.
+// untilGroup waits until wanted accepts the node group.
 func (s *suite) untilGroup(id, what string, wanted func(*agentv1alpha1.NodeGroup) bool) *agentv1alpha1.NodeGroup {
 	s.Helper()
 	var group *agentv1alpha1.NodeGroup

@@ -79,7 +79,8 @@ var syncCases = []testCase{
 		id := s.group(deployment("workers"))
 		s.mustCreate("orphan", id)
 		s.mustCreate("another", id)
-		// Until the claims are old enough a set that does say it would not collect either.
+		// While the claims are too young, a set that names its cluster would not collect them
+		// either.
 		s.eventually("the other orphan is collected", func() error {
 			response, err := s.syncFrom("", s.list(holder, false).GetToken())
 			require.NoError(s, err)

@@ -24,10 +24,11 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// connectionBuffer is how many bytes an in-memory connection holds.
+// connectionBuffer is how many bytes an in-memory connection can hold.
 const connectionBuffer = 1 << 20
 
-// DefaultCluster is the Cluster of node groups that name none. It exists unless [WithClusters] names others.
+// DefaultCluster is the Cluster of node groups that do not name one. It exists unless [WithClusters]
+// names others.
 func DefaultCluster() *agentv1alpha1.ClusterRef {
 	return &agentv1alpha1.ClusterRef{Namespace: "default", Name: "workload"}
 }
@@ -52,13 +53,15 @@ type Agent struct {
 	paused   map[clusterKey]struct{}
 	groups   map[string]*group
 	claims   map[clusterKey]map[string]*claim
-	// onboardings are the ids of the Clusters that certificates are issued for, by an authority that is made with the first unless it was given.
+	// onboardings are the onboarding IDs of the Clusters that certificates are issued for.
+	// authority is created for the first certificate, unless it was given. issued counts the
+	// certificates.
 	onboardings map[clusterKey]string
 	authority   *Authority
 	reports     map[clusterKey][]*agentv1alpha1.NodeReport
-	sequence    int64 // of claims, in the order of their making
-	names       int64 // of machines
-	generation  int64 // of the catalogue
+	sequence    int64 // of claims, in order of creation
+	names       int64 // number of machine names used
+	generation  int64 // of the node groups
 	// expired counts how often the Cluster's tokens were made too old.
 	expired  map[clusterKey]int64
 	unsynced bool
@@ -72,7 +75,7 @@ type Agent struct {
 	frozen      chan struct{} // nil unless streams are frozen
 }
 
-// New starts an agent. Close it.
+// New starts an agent. The caller must close it.
 func New(options ...Option) *Agent {
 	s := defaults()
 	for _, option := range options {
@@ -104,7 +107,7 @@ func New(options ...Option) *Agent {
 	}
 	validator, err := validation.New()
 	if err != nil {
-		panic(err) // The constraints compile, or no agent starts at all.
+		panic(err) // the constraints compile, or the real agent would not start either
 	}
 	a.server = grpc.NewServer(
 		grpc.Creds(identityCredentials{}),
@@ -124,15 +127,15 @@ func New(options ...Option) *Agent {
 	return a
 }
 
-// listen accepts in-memory connections that all have the identity.
+// listen accepts in-memory connections, which all have the given identity.
 func (a *Agent) listen(i identity) *bufconn.Listener {
 	listener := bufconn.Listen(connectionBuffer)
 	a.Serve(identifiedListener{Listener: listener, identity: i})
 	return listener
 }
 
-// connect returns a client over the listener, closed with the agent. It does not repeat calls, so that each call meets the
-// script once.
+// connect returns a client that uses the listener. The agent closes it. It does not retry calls, so
+// that the script applies to each call once.
 func (a *Agent) connect(listener *bufconn.Listener) *client.Client {
 	conn, err := grpc.NewClient("passthrough:///fakeagent",
 		grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) { return listener.DialContext(ctx) }),
@@ -140,7 +143,7 @@ func (a *Agent) connect(listener *bufconn.Listener) *client.Client {
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(client.MaxReceiveBytes)),
 	)
 	if err != nil {
-		panic(err) // The target and the options are constant.
+		panic(err) // the target and the options are constant
 	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -152,10 +155,11 @@ func (a *Agent) connect(listener *bufconn.Listener) *client.Client {
 	})
 }
 
-// Client returns a client that may act for every Cluster, closed with the agent.
+// Client returns a client that may act for every Cluster. The agent closes it.
 func (a *Agent) Client() *client.Client { return a.localClient }
 
-// ClientFor returns a new client with the identity of the Cluster, closed with the agent. The Cluster need not exist.
+// ClientFor returns a new client with the identity of the Cluster, which need not exist. The agent
+// closes it.
 func (a *Agent) ClientFor(cluster *agentv1alpha1.ClusterRef) *client.Client {
 	return a.ClientAs(clusterIdentity(a.settings.trustDomain, keyOf(cluster)))
 }
@@ -165,7 +169,8 @@ func (a *Agent) ClientAs(i Identity) *client.Client {
 	return a.connect(a.listen(identity{name: i.ID, grants: slices.Clone(i.Grants)}))
 }
 
-// AutoscalerFor returns a new client with the identity of an autoscaler of the Cluster, closed with the agent.
+// AutoscalerFor returns a new client with the identity of an autoscaler of the Cluster. The agent
+// closes it.
 func (a *Agent) AutoscalerFor(cluster *agentv1alpha1.ClusterRef) *client.Client {
 	key := keyOf(cluster)
 	return a.ClientAs(Identity{
@@ -174,11 +179,11 @@ func (a *Agent) AutoscalerFor(cluster *agentv1alpha1.ClusterRef) *client.Client 
 	})
 }
 
-// Dial returns a bare connection that may act for every Cluster, for gRPC's WithContextDialer.
+// Dial returns a raw connection that may act for every Cluster, for gRPC's WithContextDialer.
 func (a *Agent) Dial(ctx context.Context) (net.Conn, error) { return a.local.DialContext(ctx) }
 
-// Serve also answers on the listener, in plaintext and for every Cluster, until the agent is closed, which closes the listener.
-// It returns at once.
+// Serve also serves on the listener, in plaintext. Its callers may act for every Cluster. It
+// returns at once. The listener is closed with the agent.
 func (a *Agent) Serve(listener net.Listener) {
 	a.serving.Go(func() {
 		if err := a.server.Serve(listener); err != nil && !errors.Is(err, grpc.ErrServerStopped) {
@@ -202,14 +207,14 @@ func (a *Agent) Close() {
 	a.closers = nil
 	a.mu.Unlock()
 	for _, f := range closers {
-		_ = f() // A connection that is closed already is as good.
+		_ = f() // the connection may be closed already
 	}
 	a.server.Stop()
 	a.serving.Wait()
 }
 
-// SetSynced says whether the agent's view of the hub is complete. While it is not, every call but GetStatus answers
-// UNAVAILABLE; open streams stay.
+// SetSynced sets whether the agent's view of the hub is complete. While it is not, every call of
+// the agent's API except GetStatus fails with UNAVAILABLE. Open streams are not affected.
 func (a *Agent) SetSynced(synced bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -221,14 +226,14 @@ func (a *Agent) SetSynced(synced bool) {
 	a.health.SetServingStatus("", status)
 }
 
-// AddCluster makes a Cluster exist. Node groups make theirs exist by themselves.
+// AddCluster adds a Cluster. The Cluster of a node group is added automatically.
 func (a *Agent) AddCluster(cluster *agentv1alpha1.ClusterRef) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.clusters[keyOf(cluster)] = struct{}{}
 }
 
-// RemoveCluster makes a Cluster not exist any more, nor its node groups, machines and claims.
+// RemoveCluster removes a Cluster with its node groups, machines and claims.
 func (a *Agent) RemoveCluster(cluster *agentv1alpha1.ClusterRef) {
 	a.edit(func() {
 		key := keyOf(cluster)
@@ -253,8 +258,8 @@ func (a *Agent) RemoveCluster(cluster *agentv1alpha1.ClusterRef) {
 	})
 }
 
-// SetPaused pauses a Cluster as somebody does who is about to move it to another hub: nothing is concluded from what is missing, and releases
-// are not taken.
+// SetPaused pauses or unpauses a Cluster, as is done to move it to another hub. While it is paused,
+// nothing is concluded from missing objects, and releases are rejected.
 func (a *Agent) SetPaused(cluster *agentv1alpha1.ClusterRef, paused bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -265,7 +270,7 @@ func (a *Agent) SetPaused(cluster *agentv1alpha1.ClusterRef, paused bool) {
 	}
 }
 
-// whole returns nil when what is missing of the cluster can be taken for gone. It is called with the lock held.
+// whole returns nil if a missing object of the Cluster is certainly gone. a.mu must be held.
 func (a *Agent) whole(cluster clusterKey) error {
 	if _, ok := a.clusters[cluster]; !ok {
 		return agenterrors.ClusterNotFound(cluster.ref())
@@ -276,7 +281,8 @@ func (a *Agent) whole(cluster clusterKey) error {
 	return nil
 }
 
-// readable returns nil when the view is complete. That the caller may call for the cluster was found before. It is called with the lock held.
+// readable returns nil if the view is complete. Whether the caller may call the method for the
+// Cluster has been checked before. a.mu must be held.
 func (a *Agent) readable(context.Context, clusterKey) error {
 	if a.unsynced {
 		return agenterrors.NotSynced("the agent's view of the hub is not complete yet")
@@ -284,8 +290,8 @@ func (a *Agent) readable(context.Context, clusterKey) error {
 	return nil
 }
 
-// existing is [Agent.readable] for calls about node groups, which only a Cluster that exists has. Only who may act for every
-// Cluster learns that there is none.
+// existing is like [Agent.readable], for calls that need an existing Cluster. Only callers that may
+// act for every Cluster learn that it does not exist.
 func (a *Agent) existing(ctx context.Context, cluster clusterKey) error {
 	if err := a.readable(ctx, cluster); err != nil {
 		return err
@@ -299,7 +305,7 @@ func (a *Agent) existing(ctx context.Context, cluster clusterKey) error {
 	return agenterrors.ClusterNotFound(cluster.ref())
 }
 
-// actable is [Agent.readable] for calls that act on claims of the holder.
+// actable is like [Agent.readable], for calls that act on claims of the holder.
 func (a *Agent) actable(ctx context.Context, cluster clusterKey, holder string) error {
 	if err := a.readable(ctx, cluster); err != nil {
 		return err
@@ -311,7 +317,7 @@ func (a *Agent) actable(ctx context.Context, cluster clusterKey, holder string) 
 	return err
 }
 
-// edit applies f to the state and then shows the result.
+// edit applies f to the state and publishes the result.
 func (a *Agent) edit(f func()) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -319,15 +325,16 @@ func (a *Agent) edit(f func()) {
 	a.publish()
 }
 
-// after applies f to the state after the delay, or never for [Manual]. It is called with the lock held; without a delay f runs
-// before it returns.
+// after applies f to the state after the delay, or never if the delay is [Manual]. a.mu must be
+// held. Without a delay, f runs before after returns.
 func (a *Agent) after(delay time.Duration, f func()) {
 	switch {
 	case delay < 0:
 	case delay == 0:
 		f()
 	default:
-		// In a goroutine of its own: a fake clock calls with its lock held, and f asks for the time.
+		// This needs its own goroutine: a fake clock holds its lock during the call, and f reads
+		// the time.
 		a.settings.clock.AfterFunc(delay, func() {
 			go func() {
 				a.mu.Lock()

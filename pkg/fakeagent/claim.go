@@ -13,10 +13,10 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// maxHistory is how many events of a claim are remembered.
+// maxHistory is the maximum number of events in a claim's history.
 const maxHistory = 32
 
-// Reasons of claims and of the events in their history: the agent's own words.
+// These are reasons of claims and of events in their history, as the real agent uses them.
 const (
 	reasonCreated           = "Created"
 	reasonWaitingForMachine = "WaitingForMachine"
@@ -37,7 +37,7 @@ const (
 	reasonLate              = "Late"
 )
 
-// unknownHolder is whose the tombstone of a claim is that was never made.
+// unknownHolder is the holder of the tombstone of a claim that was never made.
 const unknownHolder = "unknown"
 
 type claim struct {
@@ -45,11 +45,11 @@ type claim struct {
 	id, holder      string
 	displayName     string
 	groupID         string
-	adopts          string // name of the machine that it was made to take over
+	adopts          string // name of the machine that the claim is to adopt
 	phase           agentv1alpha1.ClaimPhase
 	reason, message string
 	machine         *machine
-	lastSeen        *agentv1alpha1.Machine // machine as it was at the end
+	lastSeen        *agentv1alpha1.Machine // the machine as it was when the claim ended
 	sequence        int64
 	createdAt       time.Time
 	releasedAt      time.Time
@@ -57,9 +57,9 @@ type claim struct {
 	failedAt        time.Time // when its machine was given up
 	spoke           string
 	registered      bool                 // its machine's Node was reported as registered
-	patience        *durationpb.Duration // how long it waits, as its caller said; nil if it did not
+	patience        *durationpb.Duration // the requested MaxNodeProvisionTime; nil if none
 	returned        bool                 // its holder returned its machine to the user
-	drained         bool                 // its caller drained its machine's Node, so that there is one
+	drained         bool                 // its caller drained its machine's Node, so there is one
 	history         []*agentv1alpha1.ClaimEvent
 }
 
@@ -85,14 +85,15 @@ func (a *Agent) Claim(cluster *agentv1alpha1.ClusterRef, claimID string) *agentv
 	return object
 }
 
-// GiveUp has the agent judge that the claim's machine failed: the claim is released, its machine is removed, and its node group
-// cools down. It panics when there is no such claim, or it is not live.
+// GiveUp makes the agent treat the claim's machine as failed: the claim is released, the machine is
+// removed, and the node group cools down. It panics if there is no such claim, or the claim is not
+// live.
 func (a *Agent) GiveUp(cluster *agentv1alpha1.ClusterRef, claimID, message string) {
 	a.edit(func() { a.release(a.mustLive(cluster, claimID), reasonFailed, message, true) })
 }
 
-// TimeOut has the agent judge that the claim's machine is late: the claim is released, and a machine without a Node is handed
-// over. It panics when there is no such claim, or it is not live.
+// TimeOut makes the agent treat the claim's machine as late: the claim is released, and a machine
+// without a Node is handed over. It panics if there is no such claim, or the claim is not live.
 func (a *Agent) TimeOut(cluster *agentv1alpha1.ClusterRef, claimID, message string) {
 	a.edit(func() { a.release(a.mustLive(cluster, claimID), reasonLate, message, false) })
 }
@@ -105,7 +106,8 @@ func (a *Agent) mustLive(cluster *agentv1alpha1.ClusterRef, claimID string) *cla
 	return c
 }
 
-// Forget makes the agent forget a claim that has ended, as it does by itself after a long time. It does nothing to any other.
+// Forget makes the agent forget an ended claim, as a real agent does after a long time. It has no
+// effect on other claims.
 func (a *Agent) Forget(cluster *agentv1alpha1.ClusterRef, claimID string) {
 	a.edit(func() {
 		c, ok := a.claims[keyOf(cluster)][claimID]
@@ -116,14 +118,15 @@ func (a *Agent) Forget(cluster *agentv1alpha1.ClusterRef, claimID string) {
 	})
 }
 
-// NodeReports returns what the last SyncClaims of the Cluster said about its Nodes. It must not be changed.
+// NodeReports returns the Nodes in the last report for the Cluster. The result must not be
+// modified.
 func (a *Agent) NodeReports(cluster *agentv1alpha1.ClusterRef) []*agentv1alpha1.NodeReport {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	return a.reports[keyOf(cluster)]
 }
 
-// choose returns the first candidate that has room, or the error that says why none has.
+// choose returns the first available candidate, or an error with the reason of each candidate.
 func (a *Agent) choose(cluster clusterKey, candidates []string) (*group, error) {
 	now := a.now()
 	rejections := make([]agenterrors.Rejection, 0, len(candidates))
@@ -146,7 +149,7 @@ func (a *Agent) choose(cluster clusterKey, candidates []string) (*group, error) 
 	return nil, agenterrors.Rejected(now, rejections...)
 }
 
-// newClaim returns a claim on the group that is not made yet.
+// newClaim returns a claim on the group, which is not stored yet.
 func (a *Agent) newClaim(request *agentv1alpha1.CreateClaimRequest, g *group) *claim {
 	c := &claim{
 		cluster:     keyOf(request.GetCluster()),
@@ -166,7 +169,7 @@ func (a *Agent) newClaim(request *agentv1alpha1.CreateClaimRequest, g *group) *c
 	return c
 }
 
-// remember makes the claim known.
+// remember stores the claim.
 func (a *Agent) remember(c *claim) {
 	if a.claims[c.cluster] == nil {
 		a.claims[c.cluster] = map[string]*claim{}
@@ -177,7 +180,7 @@ func (a *Agent) remember(c *claim) {
 	a.touchClaim(c)
 }
 
-// bury remembers that a claim was released before it was made.
+// bury stores a tombstone for a claim that was released before it was made.
 func (a *Agent) bury(cluster clusterKey, id string) *claim {
 	now := a.now()
 	c := &claim{
@@ -189,7 +192,8 @@ func (a *Agent) bury(cluster clusterKey, id string) *claim {
 	return c
 }
 
-// adoptable returns the machine of the group that a claim is to take over, or the error that says why it cannot.
+// adoptable returns the machine of the group that a claim is to adopt, or an error with the reason
+// why it cannot be adopted.
 func (a *Agent) adoptable(g *group, name string, aboveMin bool) (*machine, error) {
 	refuse := func(why string) (*machine, error) {
 		return nil, agenterrors.Rejected(a.now(), agenterrors.Rejection{
@@ -220,19 +224,19 @@ func (a *Agent) adoptable(g *group, name string, aboveMin bool) (*machine, error
 	return m, nil
 }
 
-// adopt makes the claim durable and gives it the machine.
+// adopt stores the claim and binds it to the machine.
 func (a *Agent) adopt(c *claim, m *machine) {
 	a.remember(c)
 	g := m.group
 	if m.owned && g.owned() <= int(g.described.GetMinSize()) {
-		a.addOwned(g) // the user is still to have the min size
+		a.addOwned(g) // the user keeps the min size
 	}
 	m.owned = false
 	g.pending++
 	a.bind(c, m)
 }
 
-// make makes the claim durable: the group has a machine, or one on its way, for it.
+// make stores the claim. It adds a machine to the group if there is no spare for the claim.
 func (a *Agent) make(c *claim, g *group) {
 	a.remember(c)
 	spare := g.spares() > 0
@@ -243,8 +247,8 @@ func (a *Agent) make(c *claim, g *group) {
 	}
 }
 
-// release begins the release of a claim that is live, and completes it where nothing is to be waited for. A machine that
-// failed is not handed over, and its group cools down.
+// release starts the release of a live claim, and completes it if there is nothing to wait for. A
+// failed machine is not handed over, and its group cools down.
 func (a *Agent) release(c *claim, reason, why string, failed bool) {
 	c.releasedAt = a.now()
 	c.reason, c.message = reason, why
@@ -262,7 +266,7 @@ func (a *Agent) release(c *claim, reason, why string, failed bool) {
 	case m == nil:
 		a.end(c, reasonCancelled, "released before it had a machine")
 	case m.nodeName == "" && !failed && !c.drained && m.deletedAt.IsZero():
-		// The hand-over: the machine stays, for the next claim.
+		// The machine is handed over to the next claim.
 		m.claim = nil
 		m.spareSince = a.now()
 		a.touchMachine(m)
@@ -277,21 +281,21 @@ func (a *Agent) release(c *claim, reason, why string, failed bool) {
 	}
 }
 
-// giveToUser ends a claim that has a machine, and leaves that to the user.
+// giveToUser ends a claim that has a machine, and returns the machine to the user.
 func (a *Agent) giveToUser(c *claim, why string) {
 	m := c.machine
 	c.returned = true
 	c.phase, c.reason, c.message = agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING, reasonReturnRequested, why
 	c.happened(a.now(), reasonReturnRequested, why)
 	a.touchClaim(c)
-	a.publish() // as a real hub takes a moment for the rest
+	a.publish() // a real hub also takes a moment to do the rest
 	m.claim, m.owned = nil, true
 	a.touchMachine(m)
 	a.end(c, reasonReturned, "its machine is the user's now")
 	a.touch(m.group)
 }
 
-// end is the end of the claim.
+// end ends the claim.
 func (a *Agent) end(c *claim, reason, message string) {
 	if c.phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING {
 		if g := a.groups[c.groupID]; g != nil {
@@ -323,7 +327,7 @@ func (a *Agent) claimsOf(g *group) []*claim {
 	return claims
 }
 
-// reconcile binds waiting claims to machines, and takes away machines that nobody waits for.
+// reconcile binds waiting claims to machines, and removes machines that no claim waits for.
 func (a *Agent) reconcile(g *group) {
 	if a.groups[g.id] != g {
 		return
@@ -353,8 +357,8 @@ func (a *Agent) reconcile(g *group) {
 	}
 }
 
-// surplus returns the machines that no claim can use or waits for: those with a Node, then those that have not even appeared,
-// then the newest.
+// surplus returns the machines that no claim can use or waits for: first those with a Node, then
+// those that have not appeared, then the newest.
 func surplus(g *group) []*machine {
 	var joined, awaited, idle []*machine
 	for _, m := range slices.Backward(g.machines) {

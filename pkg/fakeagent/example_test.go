@@ -11,7 +11,7 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// A claim's whole life, with the test as the infrastructure.
+// The life of a claim. The test plays the infrastructure.
 func Example() {
 	ctx := context.Background()
 	agent := fakeagent.New()
@@ -52,7 +52,7 @@ func Example() {
 	// replicas: 0
 }
 
-// A node group without room, as a user writes it, and how a caller reads the answer.
+// A node group without room, as a user writes it, and how a caller reads the error.
 func ExampleAgent_AddMachineDeployment() {
 	agent := fakeagent.New()
 	defer agent.Close()
@@ -77,7 +77,7 @@ func ExampleAgent_AddMachineDeployment() {
 	// default/full UNAVAILABLE_REASON_AT_MAX_SIZE 1 of at most 1 machines
 }
 
-// A reply that is lost: the claim was made, and repeating the call finds it.
+// A lost response: the claim was created, and repeating the call finds it.
 func ExampleAgent_FailAfter() {
 	agent := fakeagent.New()
 	defer agent.Close()

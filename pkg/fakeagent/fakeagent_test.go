@@ -363,7 +363,7 @@ func TestOtherToolsCanDial(t *testing.T) {
 	}
 }
 
-// follow runs a mirror for the length of the test.
+// follow runs a mirror for the duration of the test.
 func follow(t *testing.T, agent *fakeagent.Agent) *client.Mirror[*agentv1alpha1.NodeGroup] {
 	t.Helper()
 	mirror := agent.Client().MirrorNodeGroups(fakeagent.DefaultCluster())
@@ -461,8 +461,8 @@ func TestStaleTokensAreRefused(t *testing.T) {
 	require.True(t, agenterrors.IsStaleToken(sync(start(t))), "another agent's token")
 }
 
-// TestAccountsBalance does what callers, users and infrastructure do in random order, and checks after each step that no
-// machine is shared, no limit broken, and no replica without a reason.
+// TestAccountsBalance performs random actions of callers, users and infrastructure. After each step
+// it checks that no machine is shared, no limit is exceeded, and no replica is unaccounted for.
 func TestAccountsBalance(t *testing.T) {
 	for seed := range uint64(20) {
 		t.Run(fmt.Sprintf("seed %d", seed), func(t *testing.T) {
@@ -539,7 +539,7 @@ func requireBalance(t *testing.T, agent *fakeagent.Agent, owned map[string]int32
 	}
 }
 
-// What is missing of a Cluster that is paused may be on its way to another hub.
+// A missing object of a paused Cluster may have been moved to another hub.
 func TestNothingIsConcludedOfAPausedCluster(t *testing.T) {
 	agent := start(t)
 	require.NoError(t, create(t, agent, "a-claim"))

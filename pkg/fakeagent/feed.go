@@ -15,8 +15,8 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// feed holds the objects of one kind as callers see them, and passes changes on to streams. Objects are never changed in
-// place. Everything but a watcher's queue is guarded by the agent's lock.
+// feed holds the objects of one kind as callers see them, and passes changes on to streams. Objects
+// are never modified in place. Everything except a watcher's queue is guarded by the agent's lock.
 type feed[T proto.Message] struct {
 	objects  map[clusterKey]map[string]T
 	watchers map[*watcher[T]]struct{}
@@ -26,7 +26,7 @@ func newFeed[T proto.Message]() *feed[T] {
 	return &feed[T]{objects: map[clusterKey]map[string]T{}, watchers: map[*watcher[T]]struct{}{}}
 }
 
-// put makes the object current and reports whether that changed anything.
+// put stores the object and reports whether it changed.
 func (f *feed[T]) put(cluster clusterKey, key string, object T) bool {
 	objects, ok := f.objects[cluster]
 	if !ok {
@@ -41,7 +41,7 @@ func (f *feed[T]) put(cluster clusterKey, key string, object T) bool {
 	return true
 }
 
-// remove takes the object away and reports whether it was there.
+// remove deletes the object and reports whether it existed.
 func (f *feed[T]) remove(cluster clusterKey, key string) bool {
 	object, ok := f.objects[cluster][key]
 	if !ok {
@@ -57,7 +57,7 @@ func (f *feed[T]) get(cluster clusterKey, key string) (T, bool) {
 	return object, ok
 }
 
-// list returns the cluster's objects that keep accepts, ordered by key.
+// list returns the Cluster's objects that keep accepts, sorted by key.
 func (f *feed[T]) list(cluster clusterKey, keep func(T) bool) []T {
 	objects := f.objects[cluster]
 	kept := make([]T, 0, len(objects))
@@ -81,7 +81,7 @@ func everything[T proto.Message](T) bool { return true }
 
 type change[T proto.Message] struct {
 	key     string
-	object  T // as it is, or as it was when removed
+	object  T // current, or last state if removed
 	removed bool
 }
 
@@ -94,7 +94,7 @@ type watcher[T proto.Message] struct {
 
 	mu       sync.Mutex
 	queue    []change[T]
-	overflow string // why changes were dropped; empty when none were
+	overflow string // why changes were dropped; empty if none were
 }
 
 func (w *watcher[T]) add(c change[T]) {
@@ -132,7 +132,7 @@ func (w *watcher[T]) take() (changes []change[T], overflow string) {
 	return changes, overflow
 }
 
-// encoding makes a stream's responses.
+// encoding sends the events of a stream as its responses.
 type encoding[T proto.Message] struct {
 	upsert    func(T) error
 	removed   func(key string) error
@@ -141,8 +141,8 @@ type encoding[T proto.Message] struct {
 	resync    func(*agentv1alpha1.Resync) error
 }
 
-// serve sends a snapshot and every later change until the caller goes away or streams are dropped. allowed is called with the
-// lock held.
+// serve sends a snapshot and every later change, until the caller goes away or streams are dropped.
+// allowed is called with a.mu held.
 func serve[T proto.Message](
 	ctx context.Context, a *Agent, ref *agentv1alpha1.ClusterRef, allowed func(context.Context, clusterKey) error,
 	f *feed[T], keep func(T) bool, send encoding[T],
@@ -254,7 +254,8 @@ func (a *Agent) thawed(ctx context.Context, dropped <-chan struct{}) error {
 	}
 }
 
-// DropStreams ends every open stream with UNAVAILABLE, as an agent does that shuts down. New ones can be opened at once.
+// DropStreams ends every open stream with UNAVAILABLE, like an agent that shuts down. New streams
+// can be opened at once.
 func (a *Agent) DropStreams() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -262,8 +263,8 @@ func (a *Agent) DropStreams() {
 	a.dropped = make(chan struct{})
 }
 
-// FreezeStreams makes open and new streams silent, without heartbeats, until it is called with false: what a dead network
-// looks like. What happened meanwhile is sent then.
+// FreezeStreams(true) makes open and new streams silent, without heartbeats, like a dead network.
+// FreezeStreams(false) ends that, and the changes made meanwhile are sent.
 func (a *Agent) FreezeStreams(freeze bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()

@@ -12,10 +12,11 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// plainPrice is the price of a node group that was described without one.
+// plainPrice is the price of a node group that was added without one.
 const plainPrice = 1
 
-// group is a node group and its replicas, each of which is a machine, whether its Machine object exists yet or not.
+// group is a node group and its replicas. Each replica is a machine, whether or not its Machine
+// object exists yet.
 type group struct {
 	id        string
 	cluster   clusterKey
@@ -28,10 +29,11 @@ type group struct {
 	made      int // machines for claims, gone ones included
 }
 
-// AddNodeGroup adds a node group as the API shows it, and returns its id. Only Name is REQUIRED; Cluster is [DefaultCluster]
-// when unset, and replicas are machines of the user's own, running and not to be claimed. What is unset of capacity, instance
-// type, architecture, operating system and capacity type gets a plain value, and a group without a price one that says that it is
-// an estimate, as the agent shows no group without one. It panics when the group exists.
+// AddNodeGroup adds a node group as the API shows it, and returns its ID. Only Name is REQUIRED.
+// Cluster defaults to [DefaultCluster]. The replicas are running machines of the user's own, which
+// cannot be claimed. Capacity, instance type, architecture, operating system, capacity type and
+// rollout strategy have defaults. A group without a price gets an estimate, because the agent shows
+// no group without a price. AddNodeGroup panics if the group exists.
 func (a *Agent) AddNodeGroup(described *agentv1alpha1.NodeGroup) string {
 	described = proto.CloneOf(described)
 	if described.GetName() == "" {
@@ -90,8 +92,10 @@ func estimatePrice(group *agentv1alpha1.NodeGroup) {
 	group.Sources["price"] = &agentv1alpha1.ValueSource{Kind: agentv1alpha1.SourceKind_SOURCE_KIND_ESTIMATE}
 }
 
-// UpdateNodeGroup changes a node group. f gets a copy with the present replicas; when it changes them, machines of the user's
-// own come or go. Its availability is nil, or what [Agent.Block] set. Id, name and Cluster stay. It panics when there is no such group.
+// UpdateNodeGroup changes a node group. f receives a copy with the current replicas. If f changes
+// the replicas, machines of the user's own are added or removed. The availability is nil unless the
+// group is blocked. ID, name and Cluster cannot be changed. UpdateNodeGroup panics if there is no
+// such group.
 func (a *Agent) UpdateNodeGroup(id string, f func(*agentv1alpha1.NodeGroup)) {
 	a.edit(func() {
 		g := a.mustGroup(id)
@@ -115,7 +119,8 @@ func (a *Agent) UpdateNodeGroup(id string, f func(*agentv1alpha1.NodeGroup)) {
 	})
 }
 
-// RemoveNodeGroup takes a node group away with its machines; their claims end. It panics when there is no such group.
+// RemoveNodeGroup removes a node group and its machines, and ends their claims. It panics if there
+// is no such group.
 func (a *Agent) RemoveNodeGroup(id string) {
 	a.edit(func() {
 		g := a.mustGroup(id)
@@ -135,13 +140,13 @@ func (a *Agent) RemoveNodeGroup(id string) {
 	})
 }
 
-// Block keeps claims off a node group for the reason, until retryAt or, when that is zero, until [Agent.Unblock]. It panics
-// when there is no such group.
+// Block makes a node group refuse claims for the reason, until retryAt or, if that is zero, until
+// [Agent.Unblock]. It panics if there is no such group.
 func (a *Agent) Block(id string, reason agentv1alpha1.UnavailableReason, message string, retryAt time.Time) {
 	a.edit(func() { a.block(a.mustGroup(id), reason, message, retryAt) })
 }
 
-// Unblock ends what [Agent.Block] began.
+// Unblock ends the effect of [Agent.Block]. It panics if there is no such group.
 func (a *Agent) Unblock(id string) {
 	a.edit(func() {
 		g := a.mustGroup(id)
@@ -162,7 +167,7 @@ func (a *Agent) NodeGroup(id string) *agentv1alpha1.NodeGroup {
 	return object
 }
 
-// describe takes over a description. Its availability counts only where it says that the group is not available.
+// describe replaces the description. Its availability is only used if it is false.
 func (g *group) describe(described *agentv1alpha1.NodeGroup) {
 	g.described, g.blocked = described, nil
 	if availability := described.GetAvailability(); availability != nil && !availability.GetAvailable() {
@@ -193,7 +198,7 @@ func (g *group) replicas() int32 {
 	return int32(len(g.machines))
 }
 
-// availability says whether a claim would be accepted now.
+// availability reports whether a claim would currently be accepted.
 func (g *group) availability(now time.Time) *agentv1alpha1.Availability {
 	if g.blocked != nil && (g.blocked.GetRetryAt() == nil || now.Before(g.blocked.GetRetryAt().AsTime())) {
 		return g.blocked
@@ -207,7 +212,7 @@ func (g *group) availability(now time.Time) *agentv1alpha1.Availability {
 	return &agentv1alpha1.Availability{Available: true}
 }
 
-// spares counts the machines that the next claims get before replicas are raised.
+// spares returns how many machines the next claims get before replicas are raised.
 func (g *group) spares() int {
 	spares := 0
 	for _, m := range g.machines {
@@ -218,7 +223,7 @@ func (g *group) spares() int {
 	return spares - g.pending
 }
 
-// owned counts the machines of the user's own that stay.
+// owned counts the machines of the user's own that are not being deleted.
 func (g *group) owned() int {
 	owned := 0
 	for _, m := range g.machines {
@@ -229,7 +234,7 @@ func (g *group) owned() int {
 	return owned
 }
 
-// rejection says why a claim cannot be had, from an availability that is false.
+// rejection converts an availability that is false to the reason why a claim is rejected.
 func (g *group) rejection(availability *agentv1alpha1.Availability) agenterrors.Rejection {
 	r := agenterrors.Rejection{
 		NodeGroup:   g.id,

@@ -19,20 +19,22 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// TrustDomain is the trust domain of the identities that [Agent.ClientFor] gives, unless [WithTrustDomain] says otherwise.
+// TrustDomain is the trust domain of the identities that [Agent.ClientFor] uses, unless
+// [WithTrustDomain] sets another one.
 const TrustDomain = "karpenter-capi"
 
-// identity is who is on the other side of a connection, and what it may do.
+// identity is the identity of the other side of a connection. It determines what the connection may
+// do.
 type identity struct {
 	credentials.CommonAuthInfo
 
 	name   string
 	grants []Grant
-	// own is what a client certificate says that is a Cluster's own. Nil for every other identity.
+	// own is set if the client certificate is a Cluster's own. It is nil for every other identity.
 	own *ownIdentity
-	// until is when the client certificate expires. Zero without one.
+	// until is when the client certificate expires. It is zero without one.
 	until time.Time
-	// problem is why the client certificate gives no identity. Empty if it does.
+	// problem is why the client certificate gives no identity. It is empty if it gives one.
 	problem string
 }
 
@@ -182,7 +184,7 @@ func (s *authorizedStream) RecvMsg(message any) error {
 	return s.agent.authorize(s.Context(), s.method, message)
 }
 
-// identifiedListener gives every connection that it accepts one identity.
+// identifiedListener assigns an identity to every accepted connection.
 type identifiedListener struct {
 	net.Listener
 
@@ -285,7 +287,8 @@ type identifiedConn struct {
 	handshake func(net.Conn) (net.Conn, identity, error)
 }
 
-// identityCredentials let a connection be what its listener says, and any other one local.
+// identityCredentials takes the identity of a connection from its listener. Any other connection is
+// local.
 type identityCredentials struct{}
 
 func (identityCredentials) ServerHandshake(conn net.Conn) (net.Conn, credentials.AuthInfo, error) {
@@ -309,7 +312,7 @@ func (c identityCredentials) Clone() credentials.TransportCredentials { return c
 
 func (identityCredentials) OverrideServerName(string) error { return nil }
 
-// clusterKey is a ClusterRef that can be compared.
+// clusterKey is a comparable ClusterRef.
 type clusterKey struct{ namespace, name string }
 
 func keyOf(ref *agentv1alpha1.ClusterRef) clusterKey {

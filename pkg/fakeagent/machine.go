@@ -15,7 +15,7 @@ import (
 type machine struct {
 	group                           *group
 	name, uid                       string
-	owned                           bool // the user's own: never claimed, never taken away
+	owned                           bool // the user's own: never claimed, never removed by the agent
 	appeared                        bool // the Machine object exists
 	claim                           *claim
 	providerID                      string
@@ -30,15 +30,16 @@ type machine struct {
 	fails                           *MachineFailure // how it is to fail; nil if it is not
 }
 
-// usable reports that a claim may be bound to the machine now.
+// usable reports whether a claim may be bound to the machine now.
 func (m *machine) usable() bool {
 	return m.appeared && !m.owned && m.claim == nil && m.nodeName == "" && m.deletedAt.IsZero() && !m.gone
 }
 
-// awaited reports that the Machine object is still to come.
+// awaited reports whether the Machine object does not exist yet, and will be claimable.
 func (m *machine) awaited() bool { return !m.appeared && !m.owned && !m.gone }
 
-// Appear lets every Machine object that the node group waits for appear. It panics when there is no such group.
+// Appear makes all missing Machine objects of the node group appear. It panics if there is no such
+// group.
 func (a *Agent) Appear(groupID string) {
 	a.edit(func() {
 		g := a.mustGroup(groupID)
@@ -48,8 +49,9 @@ func (a *Agent) Appear(groupID string) {
 	})
 }
 
-// Provision makes the machine of the claim ready with the provider ID; an empty one stands for one made from the machine's
-// name. It lets the Machine object appear if need be. It panics when the claim has no machine then.
+// Provision gives the claim's machine the provider ID. An empty one is derived from the machine's
+// name. If needed, the Machine object appears first. Provision panics if the claim has no machine
+// then.
 func (a *Agent) Provision(cluster *agentv1alpha1.ClusterRef, claimID, providerID string) *agentv1alpha1.Machine {
 	var m *machine
 	a.edit(func() {
@@ -59,15 +61,15 @@ func (a *Agent) Provision(cluster *agentv1alpha1.ClusterRef, claimID, providerID
 	return a.Machine(cluster, m.name)
 }
 
-// Join makes the machine's Node join under the name; an empty one stands for the machine's own. It panics when there is no
-// such machine.
+// Join makes the machine's Node join with the given name. Empty means the machine's name. It panics
+// if there is no such machine.
 func (a *Agent) Join(cluster *agentv1alpha1.ClusterRef, machineName, nodeName string) *agentv1alpha1.Machine {
 	a.edit(func() { a.join(a.mustMachine(cluster, machineName), nodeName) })
 	return a.Machine(cluster, machineName)
 }
 
-// FailMachine makes the machine's infrastructure report why it is not ready. What that means is for the agent to judge, which this
-// one does only when told: see [Agent.GiveUp]. It panics when there is no such machine.
+// FailMachine makes the machine's infrastructure report why it is not ready. The fake agent does
+// not evaluate the report: see [Agent.GiveUp]. FailMachine panics if there is no such machine.
 func (a *Agent) FailMachine(cluster *agentv1alpha1.ClusterRef, machineName, reason, message string) {
 	a.edit(func() {
 		m := a.mustMachine(cluster, machineName)
@@ -76,8 +78,8 @@ func (a *Agent) FailMachine(cluster *agentv1alpha1.ClusterRef, machineName, reas
 	})
 }
 
-// HoldDeletion sets what the Machine reports that its deletion waits for, until [Agent.Terminate]. It starts the deletion if the Machine is not being
-// deleted yet. It panics when there is no such machine.
+// HoldDeletion sets what the Machine reports as blocking its deletion, until [Agent.Terminate]. It
+// starts the deletion if needed. It panics if there is no such machine.
 func (a *Agent) HoldDeletion(cluster *agentv1alpha1.ClusterRef, machineName, reason, message string) {
 	a.edit(func() {
 		m := a.mustMachine(cluster, machineName)
@@ -89,8 +91,8 @@ func (a *Agent) HoldDeletion(cluster *agentv1alpha1.ClusterRef, machineName, rea
 	})
 }
 
-// LoseMachine takes the machine away behind the agent's back, as a person or remediation does: its claim ends, and the group
-// makes another. It panics when there is no such machine.
+// LoseMachine removes the machine without the agent, as a user or remediation does: its claim ends,
+// and the group creates a replacement. It panics if there is no such machine.
 func (a *Agent) LoseMachine(cluster *agentv1alpha1.ClusterRef, machineName string) {
 	a.edit(func() { a.lose(a.mustMachine(cluster, machineName)) })
 }
@@ -106,7 +108,8 @@ func (a *Agent) lose(m *machine) {
 	a.reconcile(g)
 }
 
-// Terminate completes the deletion of the machine. It panics when there is no such machine or it is not being deleted.
+// Terminate completes the deletion of the machine. It panics if there is no such machine, or it is
+// not being deleted.
 func (a *Agent) Terminate(cluster *agentv1alpha1.ClusterRef, machineName string) {
 	a.edit(func() {
 		m := a.mustMachine(cluster, machineName)
@@ -117,7 +120,8 @@ func (a *Agent) Terminate(cluster *agentv1alpha1.ClusterRef, machineName string)
 	})
 }
 
-// SetInfrastructure changes how machines get on by themselves from here: steps that have begun keep their delay.
+// SetInfrastructure changes how machines progress by themselves. Steps that have already begun keep
+// their delay.
 func (a *Agent) SetInfrastructure(infrastructure Infrastructure) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -164,7 +168,7 @@ func (a *Agent) mustMachine(cluster *agentv1alpha1.ClusterRef, name string) *mac
 	panic(fmt.Sprintf("fakeagent: no machine %s in cluster %s/%s", name, cluster.GetNamespace(), cluster.GetName()))
 }
 
-// machineOf returns the claim's machine, letting Machine objects appear until it has one.
+// machineOf returns the claim's machine. It makes Machine objects appear until the claim has one.
 func (a *Agent) machineOf(cluster *agentv1alpha1.ClusterRef, claimID string) *machine {
 	c, ok := a.claims[keyOf(cluster)][claimID]
 	if !ok {
@@ -191,7 +195,7 @@ func (a *Agent) addMachine(g *group) {
 	a.step(m, StageObject, a.stepsOf(g).Appear, func() { a.appear(m) })
 }
 
-// addOwned adds a machine of the user's own, running.
+// addOwned adds a running machine of the user's own.
 func (a *Agent) addOwned(g *group) {
 	m := a.newMachine(g)
 	m.owned, m.appeared = true, true
@@ -251,7 +255,7 @@ func (a *Agent) join(m *machine, nodeName string) {
 	a.touch(m.group)
 }
 
-// terminate begins the deletion of the machine.
+// terminate starts the deletion of the machine.
 func (a *Agent) terminate(m *machine) {
 	if m.gone || !m.deletedAt.IsZero() {
 		return
@@ -270,7 +274,7 @@ func (a *Agent) terminated(m *machine) {
 	a.reconcile(m.group)
 }
 
-// remove makes the machine gone, and its replica with it.
+// remove removes the machine and its replica.
 func (a *Agent) remove(m *machine) {
 	if m.gone {
 		return

@@ -15,15 +15,16 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// Annotations of a MachineDeployment that describe a node group.
+// These are annotations of a MachineDeployment that describe a node group.
 const (
-	annotationMinSize  = "cluster.x-k8s.io/cluster-api-autoscaler-node-group-min-size"
-	annotationMaxSize  = "cluster.x-k8s.io/cluster-api-autoscaler-node-group-max-size"
-	annotationPrice    = "cluster.x-k8s.io/machine-current-price" // counts before that of [annotationCapacity]
+	annotationMinSize = "cluster.x-k8s.io/cluster-api-autoscaler-node-group-min-size"
+	annotationMaxSize = "cluster.x-k8s.io/cluster-api-autoscaler-node-group-max-size"
+	// annotationPrice takes precedence over the price of [annotationCapacity].
+	annotationPrice    = "cluster.x-k8s.io/machine-current-price"
 	annotationCapacity = "capacity.cluster-autoscaler.kubernetes.io/"
 )
 
-// capacityResources are the resources that annotations describe, by the annotation's name after [annotationCapacity].
+// capacityResources maps the suffix of an annotation, after [annotationCapacity], to its resource.
 var capacityResources = map[string]corev1.ResourceName{
 	"cpu":            corev1.ResourceCPU,
 	"memory":         corev1.ResourceMemory,
@@ -31,34 +32,38 @@ var capacityResources = map[string]corev1.ResourceName{
 	"ephemeral-disk": corev1.ResourceEphemeralStorage,
 }
 
-// maxProblemValue is how much of a bad value a problem quotes.
+// maxProblemValue is how many bytes of an invalid value are quoted in a problem.
 const maxProblemValue = 128
 
 // MachineDeployment is a node group as a user writes it.
 type MachineDeployment struct {
-	// Name of the MachineDeployment. REQUIRED.
+	// Name is the name of the MachineDeployment. REQUIRED.
 	Name string
-	// Cluster that it belongs to. Nil means [DefaultCluster].
+	// Cluster is the Cluster that it belongs to. Nil means [DefaultCluster].
 	Cluster *agentv1alpha1.ClusterRef
-	// Labels of the MachineDeployment itself.
+	// Labels are the labels of the MachineDeployment itself.
 	Labels map[string]string
-	// Annotations: the min and max size, the price, and the capacity annotations cpu, memory, maxPods, ephemeral-disk, labels and taints.
-	// One that cannot be used shows in the node group's problems, and the group is shown without it.
+	// Annotations may contain the min and max size, the price, and the capacity annotations cpu,
+	// memory, maxPods, ephemeral-disk, labels and taints. An unusable value appears in the node
+	// group's problems and is otherwise ignored.
 	Annotations map[string]string
-	// Replicas that the user asks for. Nil means none for a new group, and as many as there are for an existing one.
+	// Replicas is the number of replicas. Nil means none for a new group, and no change for an
+	// existing one.
 	Replicas *int32
-	// FailureDomain of the machine template.
+	// FailureDomain is that of the machine template.
 	FailureDomain string
-	// Version of Kubernetes in the machine template.
+	// Version is the Kubernetes version in the machine template.
 	Version string
 }
 
-// AddMachineDeployment adds a node group as a user writes it, and returns its id. It panics when the group exists.
+// AddMachineDeployment adds a node group as a user writes it, and returns its ID. It panics if the
+// group exists.
 func (a *Agent) AddMachineDeployment(deployment MachineDeployment) string {
 	return a.AddNodeGroup(deployment.describe())
 }
 
-// UpdateMachineDeployment describes an existing node group anew. It panics when there is no such group.
+// UpdateMachineDeployment replaces the description of an existing node group. It panics if there is
+// no such group.
 func (a *Agent) UpdateMachineDeployment(deployment MachineDeployment) {
 	described := deployment.describe()
 	id := described.GetCluster().GetNamespace() + "/" + described.GetName()
@@ -126,7 +131,7 @@ func (d MachineDeployment) describe() *agentv1alpha1.NodeGroup {
 			if limit, err = size(value); err == nil {
 				group.MaxSize = &limit
 			} else {
-				// No limit would be a guess, and an expensive one.
+				// Assuming no limit would be an expensive guess.
 				group.Availability = &agentv1alpha1.Availability{
 					Reason:  agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_INVALID,
 					Message: key + ": " + err.Error(),
@@ -175,7 +180,7 @@ func size(value string) (int32, error) {
 	return int32(n), nil
 }
 
-// labelNodes reads `key=value,…` and what well-known labels mean for the group.
+// labelNodes parses `key=value,…`, and applies the well-known labels to the group.
 func labelNodes(group *agentv1alpha1.NodeGroup, value string) error {
 	for pair := range strings.SplitSeq(value, ",") {
 		key, label, ok := strings.Cut(pair, "=")
@@ -201,7 +206,7 @@ func labelNodes(group *agentv1alpha1.NodeGroup, value string) error {
 	return nil
 }
 
-// parseTaints reads `key=value:effect,…`.
+// parseTaints parses `key=value:effect,…`.
 func parseTaints(value string) ([]*agentv1alpha1.Taint, error) {
 	var taints []*agentv1alpha1.Taint
 	for text := range strings.SplitSeq(value, ",") {

@@ -10,23 +10,24 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// Manual is the delay, in [Infrastructure], of what never happens by itself: the test does it.
+// Manual is the delay, in [Infrastructure], of a step that never happens by itself: the test does
+// it.
 const Manual time.Duration = -1
 
-// Infrastructure says how long after the step before it each step of a machine's life happens by itself. Zero is at once,
-// [Manual] only when the test says so.
+// Infrastructure is how long after the previous step each step of a machine's life happens by
+// itself. Zero means at once, [Manual] only when the test does it.
 type Infrastructure struct {
-	// Appear is from the claim to the Machine object.
+	// Appear is the time from the claim to the Machine object.
 	Appear time.Duration
-	// Provision is from the Machine object to its provider ID.
+	// Provision is the time from the Machine object to its provider ID.
 	Provision time.Duration
-	// Join is from the provider ID to the Node.
+	// Join is the time from the provider ID to the Node.
 	Join time.Duration
-	// Terminate is from the request to delete the Machine until it is gone.
+	// Terminate is the time from the start of the Machine's deletion until it is gone.
 	Terminate time.Duration
 }
 
-// Option changes how an [Agent] is made.
+// Option configures an [Agent].
 type Option func(*settings)
 
 type settings struct {
@@ -58,49 +59,51 @@ func defaults() settings {
 	}
 }
 
-// WithClock makes every delay, time stamp and heartbeat follow the clock, and the mirrors of the agent's clients too.
+// WithClock sets the clock of all delays, time stamps and heartbeats, and of the mirrors of the
+// agent's clients.
 func WithClock(c clock.WithTickerAndDelayedExecution) Option {
 	return func(s *settings) { s.clock = c }
 }
 
-// WithLogger gives the agent's clients a logger.
+// WithLogger sets the logger of the agent and its clients.
 func WithLogger(logger logr.Logger) Option {
 	return func(s *settings) { s.logger = logger }
 }
 
-// WithHeartbeatInterval sets how long a stream may be quiet before a heartbeat is sent. Default
-// [client.DefaultHeartbeatInterval].
+// WithHeartbeatInterval sets how long a stream may be idle before a heartbeat is sent. The default
+// is [client.DefaultHeartbeatInterval].
 func WithHeartbeatInterval(interval time.Duration) Option {
 	return func(s *settings) { s.heartbeat = interval }
 }
 
-// WithWatchBuffer sets how many changes are kept for a slow reader of a stream before it gets a resync. Default 1024.
+// WithWatchBuffer sets how many changes are kept for a slow reader of a stream before it gets a
+// resync. The default is 1024.
 func WithWatchBuffer(changes int) Option {
 	return func(s *settings) { s.watchBuffer = changes }
 }
 
-// WithInfrastructure sets how machines get on by themselves.
+// WithInfrastructure sets how machines progress by themselves.
 func WithInfrastructure(infrastructure Infrastructure) Option {
 	return func(s *settings) { s.infrastructure = infrastructure }
 }
 
-// WithSpareGracePeriod sets how long a machine that lost its claim before it had a Node is kept for the next claim. Default 0.
+// WithSpareGracePeriod sets how long a spare machine is kept for the next claim. The default is 0.
 func WithSpareGracePeriod(period time.Duration) Option {
 	return func(s *settings) { s.spareGrace = period }
 }
 
-// WithCoolDown sets how long a node group is left alone after a claim was released whose machine had failed
-// ([Agent.GiveUp], or as the release said). Default 0: not at all.
+// WithCoolDown sets how long a node group refuses claims after a claim was released as failed, by
+// [Agent.GiveUp] or by its caller. The default of 0 disables the cool-down.
 func WithCoolDown(period time.Duration) Option {
 	return func(s *settings) { s.coolDown = period }
 }
 
-// WithTokenLifetime sets how long a token of ListClaims can be used. Default one hour.
+// WithTokenLifetime sets how long a token of ListClaims is valid. The default is one hour.
 func WithTokenLifetime(lifetime time.Duration) Option {
 	return func(s *settings) { s.tokenLifetime = lifetime }
 }
 
-// WithVersion sets the version that GetStatus reports. Default `devel`.
+// WithVersion sets the version that GetStatus reports. The default is `devel`.
 func WithVersion(version string) Option {
 	return func(s *settings) { s.version = version }
 }

@@ -1,6 +1,6 @@
 package fakeagent
 
-// dirt is what changed since it was last shown.
+// dirt is what has changed since it was last published.
 type dirt struct {
 	groups   map[*group]struct{}
 	machines map[*machine]struct{}
@@ -19,7 +19,7 @@ func (a *Agent) touch(g *group) { a.changed.groups[g] = struct{}{} }
 
 func (a *Agent) touchClaim(c *claim) { a.changed.claims[c] = struct{}{} }
 
-// touchMachine also touches the claim, which shows its machine.
+// touchMachine also touches the claim, which includes its machine.
 func (a *Agent) touchMachine(m *machine) {
 	a.changed.machines[m] = struct{}{}
 	if m.claim != nil {
@@ -27,7 +27,7 @@ func (a *Agent) touchMachine(m *machine) {
 	}
 }
 
-// publish shows callers what changed. It is called with the lock held.
+// publish makes changes visible to callers. a.mu must be held.
 func (a *Agent) publish() {
 	now := a.now()
 	for g := range a.changed.groups {

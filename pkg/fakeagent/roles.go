@@ -109,7 +109,7 @@ func Rules() map[string]Rule {
 // claimers are the roles that make and release claims.
 func claimers() []Role { return []Role{RoleCluster, RoleAutoscaler, RoleAdmin} }
 
-// shimHolder is the holder of the Cluster's own identity, and the only one that reports Nodes.
+// shimHolder is the holder of the Cluster's own identity. Only it reports Nodes.
 const shimHolder = "karpenter"
 
 // MayActAs reports whether the role allows acting as the holder: making claims under its name, collecting and releasing its claims.

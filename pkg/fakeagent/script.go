@@ -12,13 +12,13 @@ import (
 	"k8s.io/utils/clock"
 )
 
-// Always is the number of calls that means every call, until the script is changed.
+// Always is the number of calls that means all calls, until the script is changed.
 const Always = -1
 
-// maxRequests bounds what [Agent.Requests] and [Agent.Metadata] remember of each method.
+// maxRequests limits how many requests and metadata are kept of each method.
 const maxRequests = 4096
 
-// script is what the test wants calls to meet, by method name.
+// script is what happens to calls, by method name.
 type script struct {
 	clock clock.Clock
 
@@ -40,7 +40,7 @@ type failure struct {
 	err  error
 }
 
-// take returns the error that the next call meets, if any.
+// take returns the error of the next call, if any.
 func (f *failure) take() error {
 	if f.left == 0 {
 		return nil
@@ -51,37 +51,40 @@ func (f *failure) take() error {
 	return f.err
 }
 
-// Fail answers the next calls of the method with the error, and they have no effect. The method is named without its service,
-// for example `CreateClaim`. calls may be [Always]; 0 ends it.
+// Fail makes the next calls of the method fail with the error, without any effect. The method is
+// named without its service, for example `CreateClaim`. calls may be [Always]; 0 ends it.
 func (a *Agent) Fail(method string, calls int, err error) {
 	a.script.change(method, func(m *methodScript) { m.before = failure{left: calls, err: err} })
 }
 
-// FailAfter lets the next calls of the method take effect and then answers them with the error: the reply is lost.
+// FailAfter lets the next calls of the unary method take effect, and then makes them fail with the
+// error, as if the response were lost.
 func (a *Agent) FailAfter(method string, calls int, err error) {
 	a.script.change(method, func(m *methodScript) { m.after = failure{left: calls, err: err} })
 }
 
-// Delay makes every call of the method wait before it has any effect. A call whose caller goes away while it waits has none.
+// Delay makes every call of the method wait before it has any effect. A call that is cancelled
+// while it waits has none.
 func (a *Agent) Delay(method string, delay time.Duration) {
 	a.script.change(method, func(m *methodScript) { m.delay = delay })
 }
 
-// Calls returns how often the method was called, failed calls included.
+// Calls returns how often the method was called, including failed calls.
 func (a *Agent) Calls(method string) int {
 	var calls int
 	a.script.change(method, func(m *methodScript) { calls = m.calls })
 	return calls
 }
 
-// Requests returns the requests of the unary method, oldest first, at most the last 4096. They must not be changed.
+// Requests returns the last 4096 requests of the unary method, oldest first. They must not be
+// modified.
 func (a *Agent) Requests(method string) []proto.Message {
 	var requests []proto.Message
 	a.script.change(method, func(m *methodScript) { requests = append(requests, m.requests...) })
 	return requests
 }
 
-// Metadata returns the metadata that calls of the method had, oldest first, at most the last 4096.
+// Metadata returns the metadata of the last 4096 calls of the method, oldest first.
 func (a *Agent) Metadata(method string) []metadata.MD {
 	var all []metadata.MD
 	a.script.change(method, func(m *methodScript) { all = append(all, m.metadata...) })
@@ -99,7 +102,8 @@ func (s *script) change(method string, f func(*methodScript)) {
 	f(m)
 }
 
-// enter counts the call and applies what the script has for it. The returned function gives the error that replaces its reply.
+// enter counts the call and applies its script. The returned function returns the error that
+// replaces the response, if any.
 func (s *script) enter(ctx context.Context, fullMethod string, request any) (leave func() error, err error) {
 	method := path.Base(fullMethod)
 	var delay time.Duration
@@ -135,8 +139,8 @@ func (s *script) enter(ctx context.Context, fullMethod string, request any) (lea
 	}, nil
 }
 
-// Silence leaves calls without an answer and makes streams silent, until it is called with false: what a network that drops packets looks like. Calls
-// that have not been given up by then go on.
+// Silence leaves calls without an answer and makes streams silent, until it is called with false. It
+// simulates a network that drops packets. Calls that have not been canceled by then continue.
 func (a *Agent) Silence(silent bool) {
 	a.FreezeStreams(silent)
 	a.script.silence(silent)
@@ -154,7 +158,7 @@ func (s *script) silence(silent bool) {
 	}
 }
 
-// heard waits while calls are not answered.
+// heard waits until calls are answered again.
 func (s *script) heard(ctx context.Context) error {
 	s.mu.Lock()
 	silent := s.silent
@@ -170,7 +174,7 @@ func (s *script) heard(ctx context.Context) error {
 	}
 }
 
-// appendBounded adds to what is remembered, in place of the oldest if that is much.
+// appendBounded appends an element, and drops the oldest beyond maxRequests.
 func appendBounded[T any](to []T, one T) []T {
 	if len(to) == maxRequests {
 		to = to[1:]

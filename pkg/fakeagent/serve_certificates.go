@@ -13,10 +13,11 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// issuedLifetime is that of issued certificates: the agent's default.
+// issuedLifetime is how long issued certificates are valid: the agent's default.
 const issuedLifetime = 24 * time.Hour
 
-// Onboard makes the agent issue certificates for the Cluster, which name the onboarding. An empty id ends that.
+// Onboard makes the agent issue certificates for the Cluster, with the ID of the onboarding. An
+// empty ID ends that.
 func (a *Agent) Onboard(cluster *agentv1alpha1.ClusterRef, id string) {
 	a.mu.Lock()
 	defer a.mu.Unlock()

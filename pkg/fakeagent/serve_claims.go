@@ -55,7 +55,8 @@ func (s claimService) CreateClaim(
 		return nil, err
 	}
 	c := a.newClaim(request, g)
-	// The answer is the claim as it was made durable: what its machine does is seen later, here as with a real hub.
+	// The response shows the claim as it was made durable. Its machine's progress is seen later, as
+	// with a real hub.
 	response := &agentv1alpha1.CreateClaimResponse{Claim: c.render()}
 	if !request.GetValidateOnly() {
 		a.make(c, g)
@@ -81,7 +82,7 @@ func sameNamespace(cluster clusterKey, candidates []string) error {
 	return nil
 }
 
-// createAdopting makes a claim that takes an existing machine over.
+// createAdopting creates a claim that adopts an existing machine.
 func (a *Agent) createAdopting(
 	cluster clusterKey, request *agentv1alpha1.CreateClaimRequest,
 ) (*agentv1alpha1.CreateClaimResponse, error) {
@@ -93,7 +94,7 @@ func (a *Agent) createAdopting(
 		})
 	}
 	if availability := g.availability(a.now()); !availability.GetAvailable() {
-		// That there is no room for another machine does not matter to one that is there.
+		// A lack of room for another machine does not prevent an adoption.
 		if rejection := g.rejection(availability); rejection.Reason == agenterrors.ReasonNotOpen {
 			return nil, agenterrors.Rejected(a.now(), rejection)
 		}
@@ -339,7 +340,7 @@ func heldBy(holder string) func(*agentv1alpha1.Claim) bool {
 	return func(c *agentv1alpha1.Claim) bool { return holder == "" || c.GetHolder() == holder }
 }
 
-// token says up to which claim a listing was complete.
+// token records up to which claim a listing was complete.
 type token struct {
 	Agent     string    `json:"agent"`
 	Namespace string    `json:"namespace"`
@@ -360,7 +361,7 @@ func (a *Agent) ExpireTokens(cluster *agentv1alpha1.ClusterRef) {
 func (t token) encode() string {
 	text, err := json.Marshal(t)
 	if err != nil {
-		panic(err) // Strings, numbers and times of this century marshal.
+		panic(err) // strings, numbers and current times always marshal
 	}
 	return base64.RawURLEncoding.EncodeToString(text)
 }

@@ -7,15 +7,15 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// liveSet is a holder's live set beside the claims that the holder has.
+// liveSet is a holder's live set, together with the holder's claims.
 type liveSet struct {
 	spoke string
 	alive map[string]struct{}
 	nodes []*agentv1alpha1.NodeReport
-	// claims are the holder's live ones, oldest first.
+	// claims are the holder's live claims, oldest first.
 	claims []*claim
-	// matched reports that one of the claims is in the set, own and others that one that is not was made by the set's cluster, or by
-	// another.
+	// matched reports whether one of the claims is in the set. own and others report whether a
+	// claim that is not in the set was made by the set's cluster, or by another one.
 	matched, own, others bool
 }
 
@@ -43,10 +43,10 @@ func (a *Agent) liveSet(request *agentv1alpha1.SyncClaimsRequest, alive map[stri
 
 func (s *liveSet) has(c *claim) bool { _, ok := s.alive[c.id]; return ok }
 
-// foreign reports whether the set has nothing to do with the claims that there are.
+// foreign reports whether the set is unrelated to the existing claims.
 func (s *liveSet) foreign() bool { return s.spoke != "" && !s.matched && !s.own && s.others }
 
-// speaksFor reports whether the set's cluster is the claim's.
+// speaksFor reports whether the set's cluster made the claim.
 func (s *liveSet) speaksFor(c *claim) bool {
 	if c.spoke != "" || s.has(c) {
 		return s.has(c) || c.spoke == s.spoke
@@ -54,7 +54,7 @@ func (s *liveSet) speaksFor(c *claim) bool {
 	return s.spoke == "" || s.matched && !s.others
 }
 
-// noteNodes remembers which claims' Nodes are registered, and what cluster those in the set are of.
+// noteNodes records which claims' Nodes are registered, and the cluster of the claims in the set.
 func (s *liveSet) noteNodes() {
 	registered := map[string]bool{}
 	for _, node := range s.nodes {
@@ -72,7 +72,7 @@ func (s *liveSet) noteNodes() {
 	}
 }
 
-// orphans are the claims that are not in the set and are no younger than its token.
+// orphans returns the claims that are not in the set and are no newer than its token.
 func (s *liveSet) orphans(sequence int64) []*claim {
 	if s.spoke == "" {
 		return nil
@@ -80,7 +80,7 @@ func (s *liveSet) orphans(sequence int64) []*claim {
 	return slices.DeleteFunc(slices.Clone(s.claims), func(c *claim) bool { return s.has(c) || c.sequence > sequence })
 }
 
-// keeps says why a claim that is not in the set is kept, "" when it is not.
+// keeps returns why a claim that is not in the set is kept, or "" if it is not.
 func (s *liveSet) keeps(c *claim) string {
 	switch {
 	case !s.speaksFor(c):
@@ -91,7 +91,7 @@ func (s *liveSet) keeps(c *claim) string {
 	return ""
 }
 
-// keep makes a bound claim say why it is kept.
+// keep records in a bound claim why it is kept.
 func (a *Agent) keep(c *claim, why string) {
 	if c.phase != agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND || c.reason == reasonOwnerMissing {
 		return

@@ -1,6 +1,7 @@
-// Package tracing sets OpenTelemetry up for a process, as the standard OTEL_* variables say.
+// Package tracing configures OpenTelemetry for a process from the standard OTEL_* variables.
 //
-// It is a module of its own, so that programs which use package client of module pkg do not get OpenTelemetry among their dependencies.
+// It is a separate module, so that programs that use package client of module pkg do not depend on
+// OpenTelemetry.
 package tracing
 
 import (
@@ -23,35 +24,41 @@ import (
 )
 
 const (
-	// flushTimeout bounds the export of what is left when the process ends.
+	// flushTimeout limits the export of the remaining spans when the process ends.
 	flushTimeout = 5 * time.Second
-	// troubleInterval is the shortest time between two log lines about spans that cannot be exported.
+	// troubleInterval is the minimum interval between log lines about spans that cannot be
+	// exported.
 	troubleInterval = time.Minute
 )
 
 // Config describes the process in its traces.
 type Config struct {
-	// Service is its name, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES set another. REQUIRED.
+	// Service is the name of the service, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES set
+	// another. REQUIRED.
 	Service string
-	// Version is its version. OPTIONAL.
+	// Version is the version of the service. OPTIONAL.
 	Version string
-	// Instance tells it from other replicas. OPTIONAL.
+	// Instance distinguishes the process from other replicas. OPTIONAL.
 	Instance string
-	// Log gets a line when spans cannot be exported, at most one a minute. The zero Logger logs nothing.
+	// Log receives a line when spans cannot be exported, at most one a minute. The zero Logger
+	// discards it.
 	Log logr.Logger
 }
 
-// Tracing exports spans. Nil exports none; all methods may be called on it.
+// Tracing exports spans. A nil Tracing exports none; all its methods may be called.
 type Tracing struct {
 	provider *sdktrace.TracerProvider
 	log      logr.Logger
 }
 
-// FromEnvironment sets tracing up if OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT is set, and returns nil if neither is, or if
-// OTEL_SDK_DISABLED or OTEL_TRACES_EXPORTER=none turns it off. The exporter, the batches and the sampler follow the other OTEL_* variables. An error
-// means that the variables ask for what is not supported; a collector that cannot be reached is no error.
+// FromEnvironment configures tracing if OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or
+// OTEL_EXPORTER_OTLP_ENDPOINT is set. It returns nil if neither is, or if OTEL_SDK_DISABLED or
+// OTEL_TRACES_EXPORTER=none disables tracing. The exporter, the batches and the sampler follow the
+// other OTEL_* variables. An error means that the variables request something unsupported; an
+// unreachable collector is not an error.
 //
-// It replaces OpenTelemetry's error handler and logger, of which a process has one each, and leaves its global tracer provider alone.
+// It replaces OpenTelemetry's process-wide error handler and logger, but not the global tracer
+// provider.
 func FromEnvironment(ctx context.Context, c Config) (*Tracing, error) {
 	if enabled, err := enabled(); !enabled || err != nil {
 		return nil, err
@@ -78,7 +85,8 @@ func FromEnvironment(ctx context.Context, c Config) (*Tracing, error) {
 	}, nil
 }
 
-// enabled reports whether the variables ask for spans to be exported. An error says what they ask for that there is not.
+// enabled reports whether the variables request the export of spans. An error names an unsupported
+// request.
 func enabled() (bool, error) {
 	of, endpoint := set("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 	if endpoint == "" || strings.EqualFold(os.Getenv("OTEL_SDK_DISABLED"), "true") {
@@ -94,7 +102,7 @@ func enabled() (bool, error) {
 	if name, protocol := set("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"); protocol != "" && protocol != "grpc" {
 		return false, fmt.Errorf("%s: spans are exported over grpc only, not %q", name, protocol)
 	}
-	// The exporter takes host:port for a URL without a host, and exports nothing.
+	// The exporter parses host:port as a URL without a host, and would export nothing.
 	parsed, err := url.Parse(endpoint)
 	if err != nil || cmp.Or(parsed.Host, parsed.Path) == "" {
 		return false, fmt.Errorf("%s: %q is no URL like http://collector:4317 or, with TLS, https://collector:4317", of, endpoint)
@@ -102,7 +110,7 @@ func enabled() (bool, error) {
 	return true, nil
 }
 
-// set returns the first of the variables that is set and not empty, and its value.
+// set returns the first of the variables that is set and not empty, with its value.
 func set(names ...string) (name, value string) {
 	for _, name := range names {
 		if value := os.Getenv(name); value != "" {
@@ -112,7 +120,7 @@ func set(names ...string) (name, value string) {
 	return "", ""
 }
 
-// resource describes the process; the variables come last, and win.
+// resource describes the process. The variables are applied last and take precedence.
 func (c Config) resource(ctx context.Context) (*resource.Resource, error) {
 	attributes := []resource.Option{
 		resource.WithTelemetrySDK(),
@@ -131,7 +139,7 @@ func (c Config) resource(ctx context.Context) (*resource.Resource, error) {
 	return described, nil
 }
 
-// Provider makes tracers; nil when t is.
+// Provider returns the tracer provider, or nil if t is nil.
 func (t *Tracing) Provider() trace.TracerProvider {
 	if t == nil {
 		return nil
@@ -139,7 +147,7 @@ func (t *Tracing) Provider() trace.TracerProvider {
 	return t.provider
 }
 
-// Shutdown exports the spans that have ended, within five seconds. No span is exported after that.
+// Shutdown exports the spans that have ended, within five seconds. Later spans are not exported.
 func (t *Tracing) Shutdown() {
 	if t == nil {
 		return
@@ -151,7 +159,7 @@ func (t *Tracing) Shutdown() {
 	}
 }
 
-// ID returns the id of the trace that the context's span is recorded in, "" if there is none.
+// ID returns the ID of the trace in which the context's span is sampled, or "" if there is none.
 func ID(ctx context.Context) string {
 	if !recorded(ctx) {
 		return ""

@@ -76,7 +76,7 @@ func TestItIsOffUnlessTheVariablesNameAnEndpoint(t *testing.T) {
 			traces, err := tracing.FromEnvironment(t.Context(), tracing.Config{Service: "the-service"})
 			require.NoError(t, err)
 			require.Nil(t, traces)
-			if traces.Provider() != nil { // also not an interface of nothing
+			if traces.Provider() != nil { // the interface itself must be nil
 				t.Error("there is a provider to set handlers up with")
 			}
 			traces.Shutdown()
@@ -134,7 +134,7 @@ func TestACollectorThatIsAwayIsLoggedSeldomAndHoldsNothingUp(t *testing.T) {
 		span(t, traces, "lost")
 	}
 	require.Eventually(t, func() bool { return len(log.all()) > 0 }, patience, time.Millisecond)
-	traces.Shutdown() // all ten batches have failed by then, or have been given up
+	traces.Shutdown() // by then all ten batches have failed or been given up
 	for _, line := range log.all() {
 		assert.Contains(t, line, "not exported")
 	}

@@ -11,10 +11,12 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 )
 
-// CheckEncoded returns nil when an encoded message holds no more elements in its lists and maps than its constraints allow, else
-// INVALID_ARGUMENT naming the first field that does. It allocates next to nothing, whatever the message holds: two bytes on the
-// wire can stand for a hundred in memory, so what has too many elements must not be decoded. What cannot be read passes; decoding
-// it fails. The other constraints are [Validator.Check]'s.
+// CheckEncoded returns nil if the lists and maps of an encoded message have no more elements than
+// its constraints allow. Otherwise it returns INVALID_ARGUMENT with the first field that has too
+// many. Two bytes on the wire can become a hundred in memory, so a message with too many elements
+// must not be decoded. CheckEncoded itself allocates next to nothing, whatever the message
+// contains. A message that cannot be parsed passes, and will fail to decode. [Validator.Check]
+// checks the other constraints.
 func (v *Validator) CheckEncoded(message protoreflect.MessageDescriptor, encoded []byte) error {
 	exceeded := v.counts.of(message).check(encoded, 0)
 	if exceeded == nil {
@@ -23,24 +25,24 @@ func (v *Validator) CheckEncoded(message protoreflect.MessageDescriptor, encoded
 	return agenterrors.InvalidArgument(*exceeded)
 }
 
-// counts knows how many elements each message's fields may have.
+// counts caches how many elements each message's fields may have.
 type counts struct {
 	mu       sync.Mutex
 	messages map[protoreflect.FullName]messageCounts
 }
 
-// messageCounts are the fields of one message that are counted, or that hold messages, by number.
+// messageCounts are, by number, the fields of a message that are limited or contain messages.
 type messageCounts map[protowire.Number]fieldCounts
 
 type fieldCounts struct {
 	name string
 	list bool
-	// most is how many elements the field may have; 0 for any number.
+	// most is the maximum number of elements of the field, or 0 for no limit.
 	most    uint64
 	element messageCounts // nil unless the elements are messages
 }
 
-// maxDepth is how deep messages are looked into. No request nests that deep.
+// maxDepth is the maximum depth to which messages are checked. No request is nested that deeply.
 const maxDepth = 16
 
 func (c *counts) of(message protoreflect.MessageDescriptor) messageCounts {
@@ -49,13 +51,14 @@ func (c *counts) of(message protoreflect.MessageDescriptor) messageCounts {
 	return c.learn(message)
 }
 
-// learn is called with the lock held.
+// learn must be called with c.mu held.
 func (c *counts) learn(message protoreflect.MessageDescriptor) messageCounts {
 	if known, ok := c.messages[message.FullName()]; ok {
 		return known
 	}
 	fields := messageCounts{}
-	c.messages[message.FullName()] = fields // before its fields, as a message may hold its own kind
+	// The message is stored before its fields are examined, as it may contain its own type.
+	c.messages[message.FullName()] = fields
 	for i := range message.Fields().Len() {
 		field := message.Fields().Get(i)
 		counted := fieldCounts{name: string(field.Name()), list: field.IsList(), most: mostOf(field)}
@@ -69,7 +72,7 @@ func (c *counts) learn(message protoreflect.MessageDescriptor) messageCounts {
 	return fields
 }
 
-// mostOf returns how many elements a list or map may have, 0 if its constraints do not say.
+// mostOf returns how many elements a list or map may have, or 0 if its constraints set no limit.
 func mostOf(field protoreflect.FieldDescriptor) uint64 {
 	rules, err := protovalidate.ResolveFieldRules(field)
 	switch {
@@ -83,7 +86,7 @@ func mostOf(field protoreflect.FieldDescriptor) uint64 {
 	return 0
 }
 
-// check returns the first field that has too many elements, nil if none has.
+// check returns the first field with too many elements, or nil if there is none.
 func (m messageCounts) check(encoded []byte, depth int) *agenterrors.FieldViolation {
 	if depth > maxDepth {
 		return nil
@@ -114,7 +117,7 @@ func (m messageCounts) check(encoded []byte, depth int) *agenterrors.FieldViolat
 	return nil
 }
 
-// check looks at one value of the field, with its length in front, before which there were others.
+// check checks a length-prefixed value of the field. others is the number of values before it.
 func (f fieldCounts) check(value []byte, others uint64, depth int) *agenterrors.FieldViolation {
 	if f.most > 0 && others >= f.most {
 		return &agenterrors.FieldViolation{Field: f.name, Description: fmt.Sprintf("must have at most %d elements", f.most)}

@@ -1,5 +1,6 @@
-// Package validation checks requests against the constraints in the API's proto files before a handler sees them. The agent and
-// the fake use the same interceptors, so that they refuse the same requests in the same words.
+// Package validation checks requests against the constraints in the API's proto files before a
+// handler sees them. The agent and the fake use the same interceptors, so that they reject the same
+// requests with the same messages.
 package validation
 
 import (
@@ -25,7 +26,8 @@ type Validator struct {
 
 // New returns a Validator.
 func New() (*Validator, error) {
-	// The first violation ends the check: a request of a few MiB can hold millions, each of which takes a thousand bytes.
+	// The check stops at the first violation. A request of a few MiB can contain millions, each of
+	// which would need a thousand bytes.
 	validator, err := protovalidate.New(protovalidate.WithFailFast())
 	if err != nil {
 		return nil, fmt.Errorf("preparing request validation: %w", err)
@@ -33,8 +35,8 @@ func New() (*Validator, error) {
 	return &Validator{validator: validator, counts: counts{messages: map[protoreflect.FullName]messageCounts{}}}, nil
 }
 
-// Check returns nil when the message satisfies its constraints, else INVALID_ARGUMENT naming the first field that does not.
-// Anything but a proto message passes.
+// Check returns nil if the message satisfies its constraints, and otherwise INVALID_ARGUMENT with
+// the first field that does not. A value that is not a proto message passes.
 func (v *Validator) Check(request any) error {
 	message, ok := request.(proto.Message)
 	if !ok {

@@ -100,7 +100,8 @@ func TestWhatCannotBeReadIsLeftToTheDecoder(t *testing.T) {
 	}
 }
 
-// TestEveryListAndMapOfARequestIsBounded walks every request of the API: an unbounded one would be decoded whatever it holds.
+// TestEveryListAndMapOfARequestIsBounded walks every request of the API: an unbounded list or map
+// would be decoded whatever its size.
 func TestEveryListAndMapOfARequestIsBounded(t *testing.T) {
 	var walk func(message protoreflect.MessageDescriptor)
 	walk = func(message protoreflect.MessageDescriptor) {

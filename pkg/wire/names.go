@@ -6,18 +6,18 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// CapacityTypeLabel is Karpenter's well-known node label for how a machine is paid for.
+// CapacityTypeLabel is Karpenter's well-known Node label for the capacity type.
 const CapacityTypeLabel = "karpenter.sh/capacity-type"
 
-// Values of [CapacityTypeLabel].
+// These are the values of [CapacityTypeLabel].
 const (
 	CapacityTypeOnDemand = "on-demand"
 	CapacityTypeSpot     = "spot"
 	CapacityTypeReserved = "reserved"
 )
 
-// CapacityType returns the value of [CapacityTypeLabel] for a capacity type: on-demand for one that is not set, or that only a
-// newer agent knows, as nothing may be assumed of it.
+// CapacityType returns the value of [CapacityTypeLabel] for a capacity type. It returns on-demand
+// if the type is unset, or unknown because the agent is newer, as nothing else may be assumed.
 func CapacityType(t agentv1alpha1.CapacityType) string {
 	switch t {
 	case agentv1alpha1.CapacityType_CAPACITY_TYPE_SPOT:
@@ -43,7 +43,7 @@ func ParseCapacityType(value string) (agentv1alpha1.CapacityType, error) {
 		fmt.Errorf("capacity type %q is none of %s, %s, %s", value, CapacityTypeOnDemand, CapacityTypeSpot, CapacityTypeReserved)
 }
 
-// Names of claim phases, as people and the MachineClaim resource write them.
+// These are the names of claim phases, as used for users and in the MachineClaim resource.
 const (
 	PhasePending   = "Pending"
 	PhaseBound     = "Bound"
@@ -51,7 +51,8 @@ const (
 	PhaseEnded     = "Ended"
 )
 
-// ClaimPhase returns the name of a claim's phase, or "Unknown" for one that is not set or that only a newer agent knows.
+// ClaimPhase returns the name of a claim's phase. It returns "Unknown" if the phase is unset, or
+// unknown because the agent is newer.
 func ClaimPhase(phase agentv1alpha1.ClaimPhase) string {
 	switch phase {
 	case agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING:
@@ -67,7 +68,7 @@ func ClaimPhase(phase agentv1alpha1.ClaimPhase) string {
 	}
 }
 
-// ParseClaimPhase returns the phase with the name.
+// ParseClaimPhase returns the phase with the given name.
 func ParseClaimPhase(name string) (agentv1alpha1.ClaimPhase, error) {
 	switch name {
 	case PhasePending:

@@ -13,15 +13,16 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 )
 
-// maxQuantityLength and maxExponent bound what is parsed: a quantity such as `1e1000000000` is short, valid, and takes
-// memory by the gigabyte to calculate with.
+// maxQuantityLength and maxExponent limit what is parsed. A quantity such as `1e1000000000` is
+// short and valid, but calculating with it uses gigabytes of memory.
 const (
 	maxQuantityLength = 64
 	maxExponent       = 24
 )
 
-// ResourceList converts quantities in Kubernetes notation, by resource name. It returns the quantities that can be used, never
-// nil, and an error that names each key that cannot: unparsable, or negative.
+// ResourceList converts quantities in Kubernetes notation, by resource name. It returns the usable
+// quantities, which are never nil, and an error that names each key whose quantity is negative or
+// cannot be parsed.
 func ResourceList(quantities map[string]string) (corev1.ResourceList, error) {
 	list := make(corev1.ResourceList, len(quantities))
 	var errs []error
@@ -36,8 +37,8 @@ func ResourceList(quantities map[string]string) (corev1.ResourceList, error) {
 	return list, errors.Join(errs...)
 }
 
-// Quantity parses one amount in Kubernetes notation, for example `4`, `500m` or `16Gi`. Negative amounts are refused: nothing
-// has less than nothing. Those above the largest int64 are cut there, as Kubernetes does.
+// Quantity parses an amount in Kubernetes notation, for example `4`, `500m` or `16Gi`. Negative
+// amounts are rejected. Amounts above the largest int64 are capped, as Kubernetes does.
 func Quantity(s string) (resource.Quantity, error) {
 	s = strings.TrimSpace(s)
 	if s == "" {
@@ -59,10 +60,10 @@ func Quantity(s string) (resource.Quantity, error) {
 	return quantity, nil
 }
 
-// largest is what Kubernetes cuts a quantity at, unless it is written with zeros in front.
+// largest is the cap that Kubernetes applies, except to numbers with leading zeros.
 var largest = *resource.NewQuantity(math.MaxInt64, resource.DecimalSI)
 
-// exponent returns the absolute decimal exponent written in s, 0 when it has none.
+// exponent returns the absolute value of the decimal exponent in s, or 0 if there is none.
 func exponent(s string) int {
 	i := strings.IndexAny(s, "eE")
 	if i < 0 || i == len(s)-1 {
@@ -73,7 +74,7 @@ func exponent(s string) int {
 	case errors.Is(err, strconv.ErrRange):
 		return maxExponent + 1
 	case err != nil:
-		return 0 // such as `Ei`; or no number, which the parser says better
+		return 0 // a suffix such as `Ei`, or no number, which the parser reports better
 	}
 	return max(n, -n)
 }

@@ -9,7 +9,8 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// Taints converts taints from the wire. It returns the taints that can be used and an error that names each that cannot.
+// Taints converts taints from the wire. It returns the usable taints, and an error that names each
+// unusable one.
 func Taints(taints []*agentv1alpha1.Taint) ([]corev1.Taint, error) {
 	converted := make([]corev1.Taint, 0, len(taints))
 	var errs []error
@@ -24,7 +25,7 @@ func Taints(taints []*agentv1alpha1.Taint) ([]corev1.Taint, error) {
 	return converted, errors.Join(errs...)
 }
 
-// Taint converts one taint from the wire.
+// Taint converts a taint from the wire.
 func Taint(taint *agentv1alpha1.Taint) (corev1.Taint, error) {
 	if taint.GetKey() == "" {
 		return corev1.Taint{}, errors.New("a taint has no key")
@@ -38,7 +39,7 @@ func Taint(taint *agentv1alpha1.Taint) (corev1.Taint, error) {
 		taint.GetKey(), taint.GetEffect())
 }
 
-// FromTaints converts taints to the wire. It returns nil for none.
+// FromTaints converts taints for the wire. It returns nil for an empty list.
 func FromTaints(taints []corev1.Taint) []*agentv1alpha1.Taint {
 	if len(taints) == 0 {
 		return nil

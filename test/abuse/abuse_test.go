@@ -21,10 +21,11 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// TestNoAttackCostsAnotherTenantAnything is the short form of `make abuse`: a few seconds of each attack, and no times.
+// TestNoAttackCostsAnotherTenantAnything is the short form of `make abuse`: a few seconds of each
+// attack, without judging times.
 func TestNoAttackCostsAnotherTenantAnything(t *testing.T) {
 	g := gomega.NewWithT(t)
-	// The sandbox must not stay when the test is interrupted.
+	// The sandbox must be stopped when the test is interrupted.
 	ctx, stop := signal.NotifyContext(t.Context(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	report, err := abuse.Run(ctx, abuse.Options{

@@ -30,30 +30,35 @@ import (
 )
 
 const (
-	// orderVariable is the environment variable with what an attacker's process is to do.
+	// orderVariable is the environment variable that holds the orders of an attacker process.
 	orderVariable = "ABUSE_ORDER"
-	// ready is the line by which it says that the attack is at its full strength.
+	// ready is the line with which the process reports that the attack has reached its full
+	// strength.
 	ready = "ready"
-	// source is the loopback address that it connects from, on systems where all of 127.0.0.0/8 is there.
+	// source is the loopback address that it connects from, on systems that have all of
+	// 127.0.0.0/8.
 	source = "127.0.0.2"
-	// lowest is the priority of a process that gets what others leave.
+	// lowest is the priority of a process that only gets what others leave.
 	lowest = 19
-	// readyWithin bounds how long an attack takes to be at its full strength, stopWithin how long it takes to end.
+	// readyWithin bounds how long an attack takes to reach its full strength, and stopWithin how
+	// long it takes to end.
 	readyWithin, stopWithin = 3 * time.Minute, time.Minute
 )
 
-// order says what an attacker's process is to do.
+// order holds the orders of an attacker process.
 type order struct {
 	Attack  string `json:"attack"`
 	Address string `json:"address"`
 	CAFile  string `json:"caFile"`
-	// Tenant and Stranger are the certificates of the attacker's Cluster and of an identity without a right.
+	// Tenant and Stranger are the certificates of the attacker's Cluster and of an identity without
+	// any rights.
 	Tenant   keyPair `json:"tenant"`
 	Stranger keyPair `json:"stranger"`
-	// Cluster is the attacker's, in the namespace of the victim's, and Group the id of its node group.
+	// Cluster is the attacker's Cluster, in the same namespace as the victim's, and Group the id of
+	// its node group.
 	Cluster *agentv1alpha1.ClusterRef `json:"cluster"`
 	Group   string                    `json:"group"`
-	// Run is part of each id that it makes up.
+	// Run is part of every id that the attacker invents.
 	Run string `json:"run"`
 }
 
@@ -62,16 +67,16 @@ type keyPair struct {
 	Key         string `json:"key"`
 }
 
-// Figures are what an attack came to.
+// Figures are the totals of an attack.
 type Figures struct {
-	// Calls and connections that were begun.
+	// Calls and Connections count what was begun.
 	Calls       int64 `json:"calls"`
 	Connections int64 `json:"connections"`
-	// Bytes that were sent, TLS included.
+	// Bytes counts the bytes sent, including TLS.
 	Bytes int64 `json:"bytes"`
-	// Processor is the processor time that the attacker itself used.
+	// Processor is the CPU time that the attacker itself used.
 	Processor time.Duration `json:"processor"`
-	// Answers are how often which came: the name of a code, or what became of a connection.
+	// Answers counts the answers by name of the code or by outcome of the connection.
 	Answers map[string]int64 `json:"answers"`
 }
 
@@ -88,14 +93,15 @@ func (f *Figures) add(other Figures) {
 	}
 }
 
-// assault is an attacker's process.
+// assault is a running attacker process.
 type assault struct {
 	command *exec.Cmd
 	stop    io.Closer
 	out     *bufio.Reader
 }
 
-// launch starts an attacker and returns once the attack is at its full strength. The program must call [Attacker] first thing.
+// launch starts an attacker and returns once the attack has reached its full strength. The program
+// must call [Attacker] before anything else.
 func launch(ctx context.Context, o order, log io.Writer) (*assault, error) {
 	text, err := json.Marshal(o)
 	if err != nil {
@@ -130,10 +136,10 @@ func launch(ctx context.Context, o order, log io.Writer) (*assault, error) {
 	return a, nil
 }
 
-// end has the attacker stop, and returns what it did.
+// end stops the attacker and returns its figures.
 func (a *assault) end() (Figures, error) {
 	var f Figures
-	_ = a.stop.Close() // by which it knows
+	_ = a.stop.Close() // the signal to stop
 	late := time.AfterFunc(stopWithin, func() { _ = a.command.Process.Kill() })
 	defer late.Stop()
 	err := json.NewDecoder(a.out).Decode(&f)
@@ -143,7 +149,8 @@ func (a *assault) end() (Figures, error) {
 	return f, nil
 }
 
-// Attacker attacks and ends the process when it is one that [Run] has started to attack; otherwise it does nothing.
+// Attacker attacks and then exits, if [Run] has started this process as an attacker. Otherwise it
+// does nothing.
 func Attacker() {
 	text := os.Getenv(orderVariable)
 	if text == "" {
@@ -156,7 +163,7 @@ func Attacker() {
 	os.Exit(0)
 }
 
-// obey attacks until the standard input is closed.
+// obey attacks until standard input is closed.
 func obey(text []byte) error {
 	runtime.GOMAXPROCS(1)
 	if err := stepBack(); err != nil {
@@ -178,7 +185,7 @@ func obey(text []byte) error {
 	ctx, cancel := context.WithCancel(context.Background())
 	go func() {
 		defer cancel()
-		_, _ = io.Copy(io.Discard, os.Stdin) // it ends in any case
+		_, _ = io.Copy(io.Discard, os.Stdin) // it stops on any end of input
 	}()
 	defer a.close()
 	if err := attack.run(ctx, a); err != nil && ctx.Err() == nil {
@@ -187,10 +194,11 @@ func obey(text []byte) error {
 	return json.NewEncoder(os.Stdout).Encode(a.figures())
 }
 
-// stepBack gives every thread of the process, and so those that they start, the lowest priority.
+// stepBack gives the lowest priority to every thread of the process, and therefore to the threads
+// that they start.
 func stepBack() error {
 	threads, err := os.ReadDir("/proc/self/task")
-	if err != nil { // another system, where the process has one priority
+	if err != nil { // another system, where the priority applies to the process
 		return syscall.Setpriority(syscall.PRIO_PROCESS, 0, lowest)
 	}
 	for _, thread := range threads {
@@ -205,14 +213,14 @@ func stepBack() error {
 	return nil
 }
 
-// attacker is what an attack attacks with. It is safe for concurrent use.
+// attacker holds the resources of an attack. It is safe for concurrent use.
 type attacker struct {
 	order
 
 	ready  func()
 	trust  *x509.CertPool
 	tenant tls.Certificate
-	// stranger has no right.
+	// stranger has no rights.
 	stranger tls.Certificate
 
 	calls, connections, bytes, ids atomic.Int64
@@ -253,7 +261,7 @@ func (a *attacker) figures() Figures {
 	return f
 }
 
-// came counts an answer, and returns how many of it have come.
+// came counts an answer and returns how often it has been received.
 func (a *attacker) came(answer string) int64 {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -261,10 +269,10 @@ func (a *attacker) came(answer string) int64 {
 	return a.answers[answer]
 }
 
-// id makes up a claim's id that was never used.
+// id returns a new claim id.
 func (a *attacker) id() string { return fmt.Sprintf("%s-%d", a.Run, a.ids.Add(1)) }
 
-// dial opens a connection below TLS.
+// dial opens a TCP connection.
 func (a *attacker) dial(ctx context.Context) (net.Conn, error) {
 	var d net.Dialer
 	if runtime.GOOS == "linux" {
@@ -278,11 +286,11 @@ func (a *attacker) dial(ctx context.Context) (net.Conn, error) {
 	return counted{conn, &a.bytes}, nil
 }
 
-// secure does the handshake of TLS on a connection.
+// secure performs the TLS handshake on a connection.
 func (a *attacker) secure(ctx context.Context, conn net.Conn, as tls.Certificate) (net.Conn, error) {
 	c := tls.Client(conn, a.config(as))
 	if err := c.HandshakeContext(ctx); err != nil {
-		_ = conn.Close() // it is of no use
+		_ = conn.Close() // it is unusable
 		return nil, err
 	}
 	return c, nil
@@ -298,7 +306,7 @@ func (a *attacker) config(as tls.Certificate) *tls.Config {
 	}
 }
 
-// connect returns a client's connection that sends encoded requests as they are.
+// connect returns a gRPC connection that sends encoded requests unchanged.
 func (a *attacker) connect(as tls.Certificate) (*grpc.ClientConn, error) {
 	again := backoff.DefaultConfig
 	again.BaseDelay, again.MaxDelay = 10*time.Millisecond, 100*time.Millisecond
@@ -317,7 +325,7 @@ func (a *attacker) connect(as tls.Certificate) (*grpc.ClientConn, error) {
 	return conn, nil
 }
 
-// call makes a unary call with an encoded request, and returns how it was answered.
+// call makes a unary call with an encoded request, and returns the code of the answer.
 func (a *attacker) call(ctx context.Context, conn *grpc.ClientConn, method string, request []byte) codes.Code {
 	a.calls.Add(1)
 	err := conn.Invoke(ctx, method, encoded(request), &ignored{})
@@ -328,7 +336,7 @@ func (a *attacker) call(ctx context.Context, conn *grpc.ClientConn, method strin
 	return code
 }
 
-// several runs the same in so many goroutines, until the context ends.
+// several runs again in n goroutines, repeatedly until the context ends.
 func several(ctx context.Context, n int, again func(ctx context.Context, i int)) {
 	var all sync.WaitGroup
 	for i := range n {
@@ -341,7 +349,7 @@ func several(ctx context.Context, n int, again func(ctx context.Context, i int))
 	all.Wait()
 }
 
-// counted counts the bytes that are written.
+// counted counts the bytes written.
 type counted struct {
 	net.Conn
 
@@ -354,13 +362,13 @@ func (c counted) Write(data []byte) (int, error) {
 	return n, err
 }
 
-// encoded is a message that is sent as it is.
+// encoded is a message that is sent unchanged.
 type encoded []byte
 
 // ignored is a message that is not decoded.
 type ignored struct{}
 
-// asItIs is a codec that sends [encoded], and takes any answer without a look at it.
+// asItIs is a codec that sends [encoded] unchanged and discards every answer.
 type asItIs struct{}
 
 func (asItIs) Name() string { return "proto" }

@@ -28,18 +28,24 @@ const (
 	mebibyte = 1 << 20
 )
 
-// What an identity may make the agent hold, by docs/limits.md.
+// How much an identity may make the agent hold, see docs/limits.md.
 const (
-	// openStreams is for the streams and calls that it may have open, each with its goroutines and metadata.
+	// openStreams covers the streams and calls that an identity may have open, with their
+	// goroutines and metadata.
 	openStreams = 3000 * 40 * kibibyte
-	// requestsHandled is for its requests that are handled, as they came, decoded, and what is made of them, and for those that are read.
+	// requestsHandled covers its requests being handled (encoded, decoded, and the results) and
+	// those being read.
 	requestsHandled = 3*16*mebibyte + 8*mebibyte
 )
 
-// holder is who a Cluster's own identity may act as.
+// holder is the holder that a Cluster's own identity may act as.
 const holder = "karpenter"
 
-// What becomes of connections, beside the codes that calls are answered with.
+// framesRead are read of one identity before its connections are read slowly, and in the minute
+// after that.
+const framesRead = 100_000 + 60*2000
+
+// Outcomes of connections, in addition to the codes of calls.
 const (
 	closedByAgent = "connection closed"
 	notConnected  = "no connection"
@@ -47,19 +53,20 @@ const (
 	heldStream    = "stream held"
 )
 
-// attack is one way to attack.
+// attack is one kind of attack.
 type attack struct {
 	name string
-	// about says what it is, in a sentence.
+	// about describes the attack in one sentence.
 	about string
-	// run attacks until the context ends. It is called in the attacker's process.
+	// run attacks until the context ends. It runs in the attacker process.
 	run func(ctx context.Context, a *attacker) error
-	// must are the answers that have to come, may those that can come as well. Anything else is a defect.
+	// must lists the answers that are required, and may those that are allowed. Any other answer is
+	// a defect.
 	must, may []string
-	// holds is what the agent may hold for the attack, by docs/limits.md. Its resident memory may grow by twice as much: see
-	// [heapShare].
+	// holds is how much the attack may make the agent hold, see docs/limits.md. The agent's
+	// resident memory may grow by twice as much: see [heapShare].
 	holds int64
-	// writes is whether the attacker's calls write to the hub.
+	// writes is set if the attacker's calls write to the hub.
 	writes bool
 }
 
@@ -69,13 +76,14 @@ var (
 	denied  = codes.PermissionDenied.String()
 	ok      = codes.OK.String()
 	late    = codes.DeadlineExceeded.String()
-	// cut is the answer to a call whose connection broke, as those of a caller do that goes on although it is refused.
+	// cut is the answer to a call whose connection broke, as happens to a caller that continues
+	// although it is refused.
 	cut = codes.Unavailable.String()
 	// canceled is the answer to a request that took too long to arrive.
 	canceled = codes.Canceled.String()
 )
 
-// attacks are in the order in which they run: those that fill the attacker's Cluster come before those that have it listed.
+// attacks are in order: those that fill the attacker's Cluster precede those that list its content.
 var attacks = []attack{
 	{
 		name: "A1 decode bombs",
@@ -83,7 +91,7 @@ var attacks = []attack{
 			"that are too large, and the same by an identity without a right",
 		run:  decodeBombs,
 		must: []string{invalid, denied}, may: []string{refused, late, cut},
-		// The worst legal request, those that are read, and those that are handled.
+		// The worst legal request, the requests being read, and those being handled.
 		holds: (193 + 8*4 + 16) * mebibyte,
 	},
 	{
@@ -92,16 +100,25 @@ var attacks = []attack{
 			"and never the rest",
 		run:  halfSent,
 		must: []string{refused}, may: []string{canceled, late, closedByAgent, notConnected, "reset"},
-		// The calls that may be open, each with a stream's window, and the requests that are read.
+		// The calls that may be open, each with a stream's window, and the requests being read.
 		holds: 2000*64*kibibyte + 8*4*mebibyte + openStreams,
+	},
+	{
+		name:  "A1 requests in small frames",
+		about: "16 connections with a thousand calls each, whose requests come in frames of one byte",
+		run:   smallFrames,
+		// What the agent reads before it slows the connections down never becomes a whole request.
+		may: []string{refused, canceled, late, closedByAgent, notConnected, "reset"},
+		// Few calls are open, because the frames of each take minutes to be read.
+		holds: framesRead*350 + 64*(30+8+64)*kibibyte,
 	},
 	{
 		name:  "A2 fat claims",
 		about: "claims with a thousand candidates of 250 characters, made and released with a long reason, in loops",
 		run:   fatClaims,
-		// Aborted: it lost a race; NotFound does not come, as the first candidate exists.
+		// Aborted means a lost race. NotFound does not occur, because the first candidate exists.
 		must: []string{ok}, may: []string{refused, late, cut, codes.Aborted.String()},
-		// The requests, and the claims that are kept.
+		// The requests, and the claims that are stored.
 		holds: requestsHandled + 10000*4*kibibyte, writes: true,
 	},
 	{
@@ -115,7 +132,8 @@ var attacks = []attack{
 		name:  "A4 invented candidates",
 		about: "200 at a time: may a claim be made of a thousand node groups that do not exist",
 		run:   inventedCandidates,
-		// Unavailable: the agent asks the hub about a few that it does not know, and then says that it knows none of the others.
+		// Unavailable: the agent looks up the first few unknown names in the hub, and cannot tell about
+		// the others.
 		must: []string{cut}, may: []string{codes.NotFound.String(), refused, late},
 		holds: requestsHandled,
 	},
@@ -124,7 +142,7 @@ var attacks = []attack{
 		about: "200 at a time: a list of all claims, ended ones included",
 		run:   listFlood,
 		must:  []string{ok}, may: []string{refused, late, cut},
-		// What is not read yet, and two lists.
+		// Answers that have not been read yet, and two lists.
 		holds: (32 + 2*64) * mebibyte,
 	},
 	{
@@ -132,7 +150,7 @@ var attacks = []attack{
 		about: "hundreds of watches of all claims, Machines and node groups, held, or opened and closed over and over",
 		run:   streams,
 		must:  []string{heldStream, ok}, may: []string{refused, late, cut, notConnected},
-		// What is not read yet, and the streams.
+		// Answers that have not been read yet, and the streams.
 		holds: 32*mebibyte + openStreams,
 	},
 	{
@@ -140,7 +158,7 @@ var attacks = []attack{
 		about: "lists and watches, of which nothing is read: the windows of 16 connections stay closed",
 		run:   slowReaders,
 		must:  []string{refused}, may: []string{closedByAgent, notConnected, late, "reset"},
-		// What is not read, two lists more, and the calls.
+		// Answers that are not read, two more lists, and the calls.
 		holds: (32+2*64)*mebibyte + openStreams,
 	},
 	{
@@ -171,19 +189,21 @@ func attackOf(name string) (*attack, error) {
 func encode(message proto.Message) []byte {
 	request, err := proto.Marshal(message)
 	if err != nil {
-		panic(err) // a text that is no UTF-8, here
+		panic(err) // a string that is not UTF-8, in this case
 	}
 	return request
 }
 
-// emptyReports is a request with so many bytes of Nodes of which nothing is said: two on the wire, a hundred in memory.
+// emptyReports returns a request with this many bytes of empty Node reports: each takes two bytes
+// on the wire and a hundred in memory.
 func emptyReports(cluster *agentv1alpha1.ClusterRef, size int) []byte {
 	request := encode(&agentv1alpha1.SyncClaimsRequest{Cluster: cluster, Holder: holder, Token: "token"})
 	report := protowire.AppendBytes(protowire.AppendTag(nil, 5, protowire.BytesType), nil)
 	return append(request, bytes.Repeat(report, size/len(report))...)
 }
 
-// worstSync is the legal request that takes the most memory: as many entries of maps as 4 MiB hold.
+// worstSync returns the legal request that takes the most memory: as many map entries as fit into 4
+// MiB.
 func worstSync(cluster *agentv1alpha1.ClusterRef) []byte {
 	entries := func(n int, value string) map[string]string {
 		all := map[string]string{}
@@ -238,11 +258,23 @@ func halfSent(ctx context.Context, a *attacker) error {
 	begun := make([]byte, streamWindow-prefix)
 	copy(begun, emptyReports(a.Cluster, streamWindow))
 	return a.hold(ctx, func(p *peer) error {
+		p.part = 4097 // just above a size of gRPC's default buffers
 		return p.call(agentv1alpha1.ClaimService_SyncClaims_FullMethodName, 4*mebibyte, begun)
 	}, 2000)
 }
 
-// hold keeps a thousand calls open on each of 16 connections. It is ready when so many have been begun.
+// smallFrames is ready once the connections together have begun calls with twenty times the frames
+// that the agent reads of one caller at once.
+func smallFrames(ctx context.Context, a *attacker) error {
+	begun := make([]byte, streamWindow-prefix)
+	return a.hold(ctx, func(p *peer) error {
+		p.part = 1
+		return p.call(agentv1alpha1.ClaimService_SyncClaims_FullMethodName, 4*mebibyte, begun)
+	}, 2*16)
+}
+
+// hold keeps a thousand calls open on each of 16 connections. It is ready once readyAt calls have
+// been begun.
 func (a *attacker) hold(ctx context.Context, begin func(*peer) error, readyAt int64, settings ...http2.Setting) error {
 	several(ctx, 16, func(ctx context.Context, _ int) {
 		if err := a.holdOn(ctx, begin, readyAt, settings); err != nil && ctx.Err() == nil {
@@ -253,7 +285,7 @@ func (a *attacker) hold(ctx context.Context, begin func(*peer) error, readyAt in
 	return nil
 }
 
-// holdOn is [attacker.hold] on one connection, until it ends.
+// holdOn is [attacker.hold] for one connection, until that ends.
 func (a *attacker) holdOn(ctx context.Context, begin func(*peer) error, readyAt int64, settings []http2.Setting) error {
 	raw, err := a.dial(ctx)
 	if err != nil {
@@ -266,7 +298,7 @@ func (a *attacker) holdOn(ctx context.Context, begin func(*peer) error, readyAt 
 	defer func() { _ = conn.Close() }()
 	stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
 	defer stop()
-	// A place is taken for as long as a call is open.
+	// Each open call occupies a place.
 	places := make(chan struct{}, 1000)
 	p, err := newPeer(conn, func(_ uint32, answer string) {
 		if ctx.Err() == nil {
@@ -283,7 +315,7 @@ func (a *attacker) holdOn(ctx context.Context, begin func(*peer) error, readyAt 
 	lost := make(chan struct{})
 	go func() {
 		defer close(lost)
-		_ = p.read() // however it ends
+		_ = p.read() // the reason does not matter
 		if ctx.Err() == nil {
 			a.came(closedByAgent)
 		}
@@ -297,7 +329,7 @@ func (a *attacker) holdOn(ctx context.Context, begin func(*peer) error, readyAt 
 			if err := begin(p); err != nil {
 				_ = conn.Close()
 				<-lost
-				return nil // the connection has ended, as it was to
+				return nil // the connection has ended as expected
 			}
 		case <-lost:
 			return nil
@@ -305,7 +337,7 @@ func (a *attacker) holdOn(ctx context.Context, begin func(*peer) error, readyAt 
 	}
 }
 
-// pause waits for a moment, or until the context ends.
+// pause waits briefly, or until the context ends.
 func pause(ctx context.Context) {
 	select {
 	case <-ctx.Done():
@@ -313,7 +345,7 @@ func pause(ctx context.Context) {
 	}
 }
 
-// invented are so many ids of node groups that do not exist, as long as a request of its size limit has room for.
+// invented returns n ids of nonexistent node groups, as long as the size limit of requests allows.
 func invented(n int) []string {
 	ids := make([]string, n)
 	for i := range ids {
@@ -345,7 +377,7 @@ func fatClaims(ctx context.Context, a *attacker) error {
 	return nil
 }
 
-// longReason is as long as a reason may be, in characters and in bytes.
+// longReason has the maximum length of a reason, in characters and in bytes.
 var longReason = strings.Repeat("\U0001F41A", 1024)
 
 func tombstones(ctx context.Context, a *attacker) error {
@@ -394,7 +426,7 @@ func listFlood(ctx context.Context, a *attacker) error {
 	return nil
 }
 
-// watches are the methods that stream, with a request of each.
+// watches returns the streaming methods, with a request for each.
 func (a *attacker) watches() (methods []string, requests [][]byte) {
 	methods = []string{
 		agentv1alpha1.ClaimService_WatchClaims_FullMethodName, agentv1alpha1.MachineService_WatchMachines_FullMethodName,
@@ -422,7 +454,7 @@ func streams(ctx context.Context, a *attacker) error {
 		a.calls.Add(1)
 		stream, err := conns[i%len(conns)].NewStream(one, &grpc.StreamDesc{ServerStreams: true}, methods[i%len(methods)])
 		if err == nil {
-			_ = stream.SendMsg(encoded(requests[i%len(methods)])) // the status says why not
+			_ = stream.SendMsg(encoded(requests[i%len(methods)])) // the status reports the failure
 			_ = stream.CloseSend()
 			err = stream.RecvMsg(&ignored{})
 		}
@@ -479,7 +511,7 @@ func manyConnections(ctx context.Context, a *attacker) error {
 	return nil
 }
 
-// missed counts a connection that was not to be had.
+// missed counts a connection that could not be opened.
 func (a *attacker) missed(ctx context.Context) {
 	if ctx.Err() == nil {
 		a.came(notConnected)
@@ -487,7 +519,8 @@ func (a *attacker) missed(ctx context.Context) {
 	}
 }
 
-// keep keeps a connection until the agent closes it, which is when read returns, or the context ends.
+// keep holds a connection until the agent closes it, at which point read returns, or until the
+// context ends.
 func (a *attacker) keep(ctx context.Context, conn net.Conn, read func()) {
 	stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
 	defer stop()
@@ -515,18 +548,18 @@ func unfinishedHandshakes(ctx context.Context, a *attacker) error {
 			return
 		}
 		if i%2 == 0 {
-			_, _ = conn.Write(hello) // it may have been closed already
+			_, _ = conn.Write(hello) // it may already be closed
 		}
 		a.keep(ctx, conn, func() { _, _ = io.Copy(io.Discard, conn) })
 	})
 	return nil
 }
 
-// hello is what a client says first.
+// hello returns the first record of a TLS client.
 func (a *attacker) hello() ([]byte, error) {
 	near, far := net.Pipe()
 	client := tls.Client(near, a.config(a.tenant))
-	go func() { _ = client.HandshakeContext(context.Background()) }() // ends as the pipe does
+	go func() { _ = client.HandshakeContext(context.Background()) }() // ends with the pipe
 	defer func() { _, _ = near.Close(), far.Close() }()
 	record := make([]byte, 16*kibibyte)
 	n, err := far.Read(record)

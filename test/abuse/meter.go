@@ -18,7 +18,8 @@ type process struct {
 	pid  int
 }
 
-// agentsOf returns the agents as they run now, the first one first: components are in the order in which they happened to start.
+// agentsOf returns the running agents, the first agent first. State.Components are in order of
+// start.
 func agentsOf(state sandbox.State) []process {
 	agents := make([]process, len(state.AgentAddresses))
 	for i := range agents {
@@ -34,7 +35,7 @@ func agentsOf(state sandbox.State) []process {
 
 var residentLine = regexp.MustCompile(`(?m)^(VmRSS|VmHWM):\s+(\d+) kB$`)
 
-// resident returns how many bytes of the machine's memory the process has, and the most that it had since [process.forgetPeak].
+// resident returns the process's resident memory in bytes, and its peak since [process.forgetPeak].
 func (p process) resident() (now, peak int64, err error) {
 	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", p.pid))
 	if err != nil {
@@ -54,14 +55,15 @@ func (p process) resident() (now, peak int64, err error) {
 	return now, peak, nil
 }
 
-// forgetPeak has the system measure the peak of the process's memory from now on.
+// forgetPeak resets the peak of the process's memory.
 func (p process) forgetPeak() error {
 	return os.WriteFile(fmt.Sprintf("/proc/%d/clear_refs", p.pid), []byte("5"), 0)
 }
 
 var databaseLine = regexp.MustCompile(`^etcd_mvcc_db_total_size_in_bytes ([0-9.e+]+)$`)
 
-// databaseSize returns how many bytes the database of the hub's etcd has. It never shrinks: space that compaction frees is used again.
+// databaseSize returns the size in bytes of the hub's etcd database. It never shrinks: etcd reuses
+// space that compaction frees.
 func databaseSize(ctx context.Context, state sandbox.State) (int64, error) {
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, state.HubEtcdMetrics, http.NoBody)
 	if err != nil {

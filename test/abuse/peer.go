@@ -1,6 +1,7 @@
 package abuse
 
 import (
+	"bufio"
 	"bytes"
 	"encoding/binary"
 	"errors"
@@ -14,44 +15,48 @@ import (
 )
 
 const (
-	// streamWindow is how much of a stream may be sent before the other side asks for more: HTTP/2's default.
+	// streamWindow is how much of a stream may be sent before the receiver extends the window:
+	// HTTP/2's default.
 	streamWindow = 1<<16 - 1
-	// maxFrame is the largest frame that HTTP/2 lets be sent unasked.
+	// maxFrame is HTTP/2's default for the largest frame.
 	maxFrame = 1 << 14
-	// prefix is the length of what is before each message of a gRPC stream.
+	// prefix is the length of the header of each message in a gRPC stream.
 	prefix = 5
 )
 
 var errClosed = errors.New("the agent has closed the connection")
 
-// peer is an HTTP/2 connection that does with flow control what an attack wants, within the protocol. It answers pings and settings. Calls are
-// told to ended as they end.
+// peer is an HTTP/2 connection whose flow control an attack can abuse, within the protocol. It
+// answers pings and settings. ended is called when a call ends.
 type peer struct {
 	ended func(stream uint32, answer string)
 
 	mu      sync.Mutex
-	opened  sync.Cond // of mu: there is more window, or the connection has ended
+	opened  sync.Cond     // of mu: the window has grown, or the connection has ended
+	out     *bufio.Writer // flushed after each call and answer
 	framer  *http2.Framer
 	headers bytes.Buffer
 	encoder *hpack.Encoder
 	next    uint32
 	window  int // of the connection, for sending
+	part    int // the maximum size of data frames
 	closed  bool
 }
 
-// newPeer begins to speak on a connection. [peer.read] must be called.
+// newPeer starts the protocol on a connection. The caller must call [peer.read].
 func newPeer(conn net.Conn, ended func(stream uint32, answer string), settings ...http2.Setting) (*peer, error) {
-	p := &peer{ended: ended, framer: http2.NewFramer(conn, conn), next: 1, window: streamWindow}
+	p := &peer{ended: ended, out: bufio.NewWriterSize(conn, 2*maxFrame), next: 1, window: streamWindow, part: maxFrame}
+	p.framer = http2.NewFramer(p.out, conn)
 	p.opened.L = &p.mu
 	p.framer.ReadMetaHeaders = hpack.NewDecoder(4096, nil)
 	p.encoder = hpack.NewEncoder(&p.headers)
-	if _, err := conn.Write([]byte(http2.ClientPreface)); err != nil {
+	if _, err := p.out.WriteString(http2.ClientPreface); err != nil {
 		return nil, err
 	}
-	return p, p.framer.WriteSettings(settings...)
+	return p, errors.Join(p.framer.WriteSettings(settings...), p.out.Flush())
 }
 
-// read returns when the connection has ended, why.
+// read returns the reason once the connection has ended.
 func (p *peer) read() error {
 	defer func() {
 		p.mu.Lock()
@@ -82,7 +87,7 @@ func (p *peer) take(frame http2.Frame) error {
 		}
 		return nil
 	case *http2.RSTStreamFrame:
-		if frame.ErrCode != http2.ErrCodeNo { // which asks for no more of a request that has been answered
+		if frame.ErrCode != http2.ErrCodeNo { // no error means that no more of an answered request is wanted
 			p.ended(frame.StreamID, "reset")
 		}
 		return nil
@@ -94,11 +99,11 @@ func (p *peer) take(frame http2.Frame) error {
 	switch frame := frame.(type) {
 	case *http2.SettingsFrame:
 		if !frame.IsAck() {
-			return p.framer.WriteSettingsAck()
+			return errors.Join(p.framer.WriteSettingsAck(), p.out.Flush())
 		}
 	case *http2.PingFrame:
 		if !frame.IsAck() {
-			return p.framer.WritePing(true, frame.Data)
+			return errors.Join(p.framer.WritePing(true, frame.Data), p.out.Flush())
 		}
 	case *http2.WindowUpdateFrame:
 		if frame.StreamID == 0 {
@@ -109,7 +114,7 @@ func (p *peer) take(frame http2.Frame) error {
 	return nil
 }
 
-// statusOf returns the code that a call ended with, as its name.
+// statusOf returns the name of the code with which a call ended.
 func statusOf(trailers *http2.MetaHeadersFrame) string {
 	for _, field := range trailers.Fields {
 		if code, err := strconv.ParseUint(field.Value, 10, 32); field.Name == "grpc-status" && err == nil {
@@ -119,7 +124,7 @@ func statusOf(trailers *http2.MetaHeadersFrame) string {
 	return codes.Unknown.String()
 }
 
-// call begins a call, announces a message of a length, and sends as much of it as it is given, all of it or less.
+// call begins a call, announces a message of the given length, and sends the given part of it.
 func (p *peer) call(method string, length int, message []byte) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -144,9 +149,12 @@ func (p *peer) call(method string, length int, message []byte) error {
 	}
 	whole := len(message) == length
 	for data := append(binary.BigEndian.AppendUint32([]byte{0}, uint32(length)), message...); len(data) > 0; {
-		part := data[:min(len(data), maxFrame)]
+		part := data[:min(len(data), p.part)]
 		data = data[len(part):]
 		for p.window < len(part) && !p.closed {
+			if err := p.out.Flush(); err != nil {
+				return err
+			}
 			p.opened.Wait()
 		}
 		if p.closed {
@@ -157,5 +165,5 @@ func (p *peer) call(method string, length int, message []byte) error {
 			return err
 		}
 	}
-	return nil
+	return p.out.Flush()
 }

@@ -20,26 +20,32 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
-// The bounds. Those of memory, but for the limit, are each attack's own; see docs/limits.md.
+// Limits. Each attack has its own limits of memory, except for memoryLimit; see docs/limits.md.
 const (
-	// slowdown is how much the 99th percentile of the victim's calls may be during an attack, as a multiple of what it is without.
+	// slowdown limits the 99th percentile of the victim's calls during an attack, as a multiple of
+	// that without one.
 	slowdown = 2.0
-	// memoryLimit is what the chart gives an agent (deploy/charts/agent/values.yaml).
+	// memoryLimit is the agent's memory limit in the chart (deploy/charts/agent/values.yaml).
 	memoryLimit = 1 << 30
-	// heapShare is what resident memory is of what is held: Go collects garbage when the heap has doubled (docs/performance.md).
+	// heapShare is the ratio of resident memory to held memory: Go collects garbage when the heap
+	// has doubled (docs/performance.md).
 	heapShare = 2
-	// An identity's calls make so many requests of the hub at once and each second (--kube-api-burst, and half of --kube-api-qps), of
-	// which one can store at most a MachineClaim: 16 candidates of 253 bytes, and texts of at most 1,024 bytes, two of them the attacker's.
+	// An identity's calls make at most writeBurst requests to the hub at once and writesPerSecond
+	// (--kube-api-burst, and half of --kube-api-qps). A request can store at most one MachineClaim:
+	// 16 candidates of 253 bytes, and texts of at most 1,024 bytes, of which the attacker controls
+	// two.
 	writeBurst, writesPerSecond, largestWrite = 1000, 250, 16 * kibibyte
-	// etcdSlack is what etcd may grow by what is no attack's: the trickle, Cluster API, and pages that are not full.
+	// etcdSlack is the growth of etcd not caused by the attack: the trickle, Cluster API, and
+	// partly filled pages.
 	etcdSlack = 32 * mebibyte
-	// endedClaims is --max-ended-claims-per-cluster. What agents make within a second may come on top (docs/claims.md).
+	// endedClaims is --max-ended-claims-per-cluster. What agents create within a second may exceed
+	// it (docs/claims.md).
 	endedClaims, endedSlack = 10000, 500
 	// servedWithin is how long after an attack the attacker's identity may still be refused.
 	servedWithin = time.Minute
 )
 
-// servedAttempt is how long one attempt takes at most to be served again, with what the client repeats by itself.
+// servedAttempt bounds one attempt to be served again, including the client's own retries.
 const servedAttempt = 2 * time.Second
 
 const (
@@ -50,53 +56,56 @@ const (
 	attackWithin = 30 * time.Minute
 )
 
-// Options say what to run.
+// Options configures a run.
 type Options struct {
-	// Name of the sandbox.
+	// Name is the name of the sandbox.
 	Name string
-	// Attacks by name; empty for all.
+	// Attacks are the names of the attacks to run. Empty means all.
 	Attacks []string
-	// Rounds is how often rest and attack take turns; Claims is how many claims the victim makes in each.
+	// Rounds is the number of alternations between rest and attack, and Claims the number of claims
+	// that the victim makes in each of the two.
 	Rounds, Claims int
-	// Agents is how many agents there are. The first is attacked; the victim calls it too.
+	// Agents is the number of agents. Attacker and victim call the first.
 	Agents int
-	// Agent is the agent's executable; empty for bin/capi-agent.
+	// Agent is the agent's executable. Empty means bin/capi-agent.
 	Agent string
-	// Untimed judges everything but times, which say little where other things run.
+	// Untimed skips the judgement of times, which mean little on a machine that is busy with other
+	// work.
 	Untimed bool
-	// Say is told what happens. REQUIRED.
+	// Say prints progress. REQUIRED.
 	Say func(format string, args ...any)
-	// Log takes what attackers complain of. Nil means the standard error.
+	// Log receives the attackers' messages. Nil means standard error.
 	Log io.Writer
 }
 
-// Row is what came of one attack.
+// Row is the result of one attack.
 type Row struct {
 	Attack string
 	Figures
-	// Idle and Under are the victim's calls between the attacks and during them.
+	// Idle and Under are the latencies of the victim's calls between and during the attacks.
 	Idle, Under Latencies
-	// Memory is what the attacked agent had before and at its peak, Bound what it may have had.
+	// MemoryBefore and MemoryPeak are the attacked agent's memory, and MemoryBound is its limit.
 	MemoryBefore, MemoryPeak, MemoryBound int64
-	// Etcd is what the hub's database grew by, over rest and attacks, and EtcdBound what it may have.
+	// Etcd is the growth of the hub's database over rest and attacks, and EtcdBound its limit.
 	Etcd, EtcdBound int64
-	// Ended is how many ended claims of the attacker the hub holds afterwards.
+	// Ended is the number of the attacker's ended claims in the hub afterwards.
 	Ended int
-	// Served is how long after its last attack the attacker was refused.
+	// Served is how long the attacker was still refused after its last attack.
 	Served time.Duration
-	// Took is how long the attacks took, without the rest between.
+	// Took is the duration of the attacks, without the rest between them.
 	Took time.Duration
-	// Wrong says what is not as it has to be. Err is why the attack could not be carried out.
+	// Wrong lists the violations. Err is why the attack could not be carried out.
 	Wrong []string
 	Err   error
 }
 
-// Latencies are how long the victim's calls took.
+// Latencies summarises the durations of the victim's calls.
 type Latencies struct {
 	CreateP50, CreateP99, ReleaseP99, ConnectMax time.Duration
 }
 
-// Ratio is how much slower the slowest hundredth of the victim's calls were during the attack: of CreateClaim or of ReleaseClaim, what is more.
+// Ratio returns by what factor the 99th percentile of the victim's calls grew during the attack, of
+// CreateClaim or of ReleaseClaim, whichever is larger.
 func (r *Row) Ratio() float64 {
 	return max(ratio(r.Under.CreateP99, r.Idle.CreateP99), ratio(r.Under.ReleaseP99, r.Idle.ReleaseP99))
 }
@@ -108,7 +117,7 @@ func ratio(of, to time.Duration) float64 {
 	return of.Seconds() / to.Seconds()
 }
 
-// Good reports whether nothing is wrong.
+// Good reports whether the attack was carried out without violations.
 func (r *Row) Good() bool { return r.Err == nil && len(r.Wrong) == 0 }
 
 func (r *Row) wrong(format string, args ...any) {
@@ -118,7 +127,7 @@ func (r *Row) wrong(format string, args ...any) {
 // Names returns the names of the attacks.
 func Names() []string { return lo.Map(attacks, func(a attack, _ int) string { return a.name }) }
 
-// List says what the attacks are about.
+// List writes the descriptions of all attacks.
 func List(w io.Writer) {
 	for _, a := range attacks {
 		fmt.Fprintf(w, "%s: %s\n", a.name, a.about)
@@ -136,7 +145,8 @@ type run struct {
 	attacks int
 }
 
-// Run brings a sandbox up, attacks its agent, and takes it down. The error says why there is no report, or only a part of one.
+// Run starts a sandbox, attacks its agent, and stops it. The error is why there is no report, or
+// only a partial one.
 func Run(ctx context.Context, o Options) (*Report, error) {
 	chosen := lo.CoalesceSliceOrEmpty(o.Attacks, Names())
 	for _, name := range chosen {
@@ -186,7 +196,7 @@ func (r *run) start(ctx context.Context) (err error) {
 	if err := r.site.CreateCluster(ctx, attackerCluster); err != nil {
 		return err
 	}
-	// The attacker may claim a few machines, as every tenant.
+	// Like every tenant, the attacker may claim a few machines.
 	if err := r.site.CreateGroup(ctx, rush.Group{Name: attackerGroup, Cluster: attackerCluster, Max: 10, Held: true}); err != nil {
 		return err
 	}
@@ -200,7 +210,7 @@ func (r *run) start(ctx context.Context) (err error) {
 	return nil
 }
 
-// identify makes the certificates of the attacker.
+// identify issues the attacker's certificates.
 func (r *run) identify() error {
 	state := r.site.Sandbox.State()
 	r.order = order{
@@ -213,7 +223,7 @@ func (r *run) identify() error {
 	if r.order.Tenant.Certificate, r.order.Tenant.Key, err = r.site.Sandbox.AgentCertificate("attacker", tenant); err != nil {
 		return err
 	}
-	// It is signed, and that is all.
+	// It is signed but has no rights.
 	stranger := strings.Replace(tenant, "/cluster/", "/nothing/", 1)
 	r.order.Stranger.Certificate, r.order.Stranger.Key, err = r.site.Sandbox.AgentCertificate("stranger", stranger)
 	return err
@@ -226,7 +236,7 @@ func (r *run) stop() {
 	r.site.Stop()
 }
 
-// attack carries an attack out, in turns with rest, and judges what comes of it.
+// attack runs an attack, alternating with rest, and judges the result.
 func (r *run) attack(ctx context.Context, a *attack) *Row {
 	ctx, cancel := context.WithTimeout(ctx, attackWithin)
 	defer cancel()
@@ -263,7 +273,7 @@ func (r *run) attack(ctx context.Context, a *attack) *Row {
 	return row
 }
 
-// rounds has rest and attack take turns.
+// rounds alternates between rest and attack.
 func (r *run) rounds(ctx context.Context, a *attack, row *Row) error {
 	var idle, under samples
 	for range max(r.Rounds, 1) {
@@ -306,7 +316,8 @@ func latencies(s samples) Latencies {
 	}
 }
 
-// served waits until the attacker is served again, now that it behaves, and returns how long that took.
+// served waits until the attacker is served again, now that it behaves, and returns how long that
+// took.
 func (r *run) served(ctx context.Context) (time.Duration, error) {
 	ctx, cancel := context.WithTimeout(ctx, servedWithin)
 	defer cancel()
@@ -328,14 +339,14 @@ func (r *run) served(ctx context.Context) (time.Duration, error) {
 	return time.Since(began), nil
 }
 
-// ended counts the attacker's claims that have ended, in the hub.
+// ended returns the number of the attacker's ended claims in the hub.
 func (r *run) ended(ctx context.Context) (int, error) {
 	var list agentv1.MachineClaimList
 	err := r.site.Hub.List(ctx, &list, client.InNamespace(sandbox.ClusterNamespace), client.MatchingLabels{agentv1.ClusterLabel: attackerCluster})
 	return lo.CountBy(list.Items, func(c agentv1.MachineClaim) bool { return c.CurrentPhase() == agentv1.PhaseEnded }), err
 }
 
-// judge says what is not as it has to be.
+// judge records the violations.
 func (r *run) judge(a *attack, row *Row) {
 	row.MemoryBound = min(memoryLimit, row.MemoryBefore+heapShare*a.holds)
 	row.EtcdBound = etcdSlack

@@ -13,17 +13,17 @@ import (
 	"github.com/samber/lo"
 )
 
-// Report is what came of all attacks.
+// Report is the result of all attacks.
 type Report struct {
 	Rows []*Row
 	Took time.Duration
-	// Timed is whether times were judged.
+	// Timed is set if times were judged.
 	Timed bool
 	// Logs is the folder of the components' logs.
 	Logs string
 }
 
-// Good reports whether nothing is wrong.
+// Good reports whether there are rows and all of them are good.
 func (r *Report) Good() bool { return len(r.Rows) > 0 && lo.EveryBy(r.Rows, (*Row).Good) }
 
 var header = []string{
@@ -45,7 +45,7 @@ func (r *Row) String() string {
 	return fmt.Sprintf("%s: %s; %s", r.Attack, lo.Ternary(r.Good(), "PASS", "FAIL"), strings.Join(r.notes(), "; "))
 }
 
-// notes are what has no column.
+// notes are the results that have no column.
 func (r *Row) notes() []string {
 	answers := lo.Map(slices.Sorted(maps.Keys(r.Answers)), func(answer string, _ int) string { return fmt.Sprintf("%s %d", answer, r.Answers[answer]) })
 	notes := []string{

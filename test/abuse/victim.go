@@ -21,26 +21,28 @@ import (
 )
 
 const (
-	// keptGroup is the node group of the claims that the victim keeps; their machines run. trickleGroup is that of those that it makes and releases:
-	// its machines never boot, so that what a claim costs beside the agent and the API server is the same each time.
+	// keptGroup is the node group of the claims that the victim keeps; their machines run.
+	// trickleGroup is that of the claims that it makes and releases. Its machines never boot, so
+	// that the cost of a claim outside the agent and the API server is constant.
 	keptGroup, trickleGroup = "kept", "trickle"
 	keptClaims              = 3
-	// interval is the time between two claims of the trickle; lifetime is how many intervals later each is released.
+	// interval is the time between two claims of the trickle. Each is released after lifetime
+	// intervals.
 	interval = 250 * time.Millisecond
 	lifetime = 8
-	// dialEvery is how many claims come between two new connections.
+	// dialEvery is the number of claims between two new connections.
 	dialEvery = 8
-	// callTimeout bounds a call of the victim, and its attempts to connect anew. It is longer than a shim would wait for one answer, as the machine
-	// may be busy: how long calls take is judged by itself.
+	// callTimeout bounds a call of the victim, and its attempts to reconnect. It exceeds a shim's
+	// timeout, because the machine may be busy. The duration of calls is judged separately.
 	callTimeout = time.Minute
 	// restWithin bounds how long the trickle takes to come to rest.
 	restWithin = 2 * time.Minute
 )
 
-// samples are how long calls of the victim took.
+// samples are durations of the victim's calls.
 type samples struct {
 	create, release []time.Duration
-	// connect is from the start of a new connection until the first answer on it.
+	// connect is the time from the start of a new connection to the first answer on it.
 	connect []time.Duration
 }
 
@@ -50,11 +52,11 @@ func (s *samples) add(other samples) {
 	s.connect = append(s.connect, other.connect...)
 }
 
-// victim is the tenant that is attacked.
+// victim is the tenant under attack.
 type victim struct {
 	site  *rush.Site
 	agent *agentclient.Client
-	// machines are those of the kept claims, by claim.
+	// machines are the machines of the kept claims, by claim.
 	machines map[string]string
 	made     int
 }
@@ -63,7 +65,7 @@ func victimCluster() *agentv1alpha1.ClusterRef {
 	return &agentv1alpha1.ClusterRef{Namespace: sandbox.ClusterNamespace, Name: sandbox.ClusterName}
 }
 
-// connectVictim opens a connection of the victim's.
+// connectVictim opens a client connection as the victim.
 func connectVictim(site *rush.Site) (*agentclient.Client, error) {
 	state := site.Sandbox.State()
 	return agentclient.New(agentclient.Options{
@@ -72,7 +74,7 @@ func connectVictim(site *rush.Site) (*agentclient.Client, error) {
 	})
 }
 
-// newVictim makes the claims that are kept, and waits until their machines run.
+// newVictim makes the kept claims and waits until their machines run.
 func newVictim(ctx context.Context, site *rush.Site) (*victim, error) {
 	v := &victim{site: site, machines: map[string]string{}}
 	for _, g := range []rush.Group{{Name: keptGroup, Max: keptClaims}, {Name: trickleGroup, Max: 50, Held: true}} {
@@ -119,13 +121,13 @@ func (v *victim) release(ctx context.Context, id string) error {
 	return err
 }
 
-// claims are those of the victim that have not ended.
+// claims returns the victim's claims that have not ended.
 func (v *victim) claims(ctx context.Context) ([]*agentv1alpha1.Claim, error) {
 	r, err := v.agent.Claims.ListClaims(ctx, &agentv1alpha1.ListClaimsRequest{Cluster: victimCluster(), Holder: holder})
 	return r.GetClaims(), err
 }
 
-// connect calls on a new connection, and again as a shim would.
+// connect makes a call on a new connection, and retries like a shim.
 func (v *victim) connect(ctx context.Context) error {
 	c, err := connectVictim(v.site)
 	if err != nil {
@@ -140,8 +142,8 @@ func (v *victim) connect(ctx context.Context) error {
 	return errors.Join(err, c.Close())
 }
 
-// trickle makes so many claims, one each interval whatever became of those before, and releases each after its lifetime. The error
-// joins those of all calls: none may fail.
+// trickle makes n claims, one per interval regardless of the earlier ones, and releases each after
+// its lifetime. The error joins the errors of all calls: none may fail.
 func (v *victim) trickle(ctx context.Context, n int) (samples, error) {
 	var (
 		calls sync.WaitGroup
@@ -194,7 +196,8 @@ func (v *victim) trickle(ctx context.Context, n int) (samples, error) {
 	return taken, errors.Join(errs...)
 }
 
-// whole waits until the claims of the trickle have ended, and checks that those that are kept have what they had.
+// whole waits until the claims of the trickle have ended, and verifies that the kept claims still
+// have their machines.
 func (v *victim) whole(ctx context.Context) error {
 	bounded, cancel := context.WithTimeout(ctx, restWithin)
 	defer cancel()
@@ -229,7 +232,7 @@ func (v *victim) whole(ctx context.Context) error {
 	return nil
 }
 
-// percentile is the smallest value that p percent are not above.
+// percentile returns the smallest value that p percent of the values do not exceed.
 func percentile(d []time.Duration, p int) time.Duration {
 	if len(d) == 0 {
 		return 0

@@ -16,11 +16,12 @@ import (
 // origin is the environment variable with the network namespace that the program has left.
 const origin = "BADLINK_ORIGIN"
 
-// Apart has the program in a network namespace of its own, with nothing but loopback, and in a mount namespace of its own. It does so by starting the
-// program again in its place, with the same arguments and process id: main calls it before anything else. What the program starts is in the same
-// namespaces. They end with the last of these processes.
+// Apart moves the program into its own network namespace, with only a loopback interface, and its
+// own mount namespace. It does so by re-executing the program, with the same arguments and process
+// id, so main must call it before anything else. Child processes of the program share these
+// namespaces, which end with the last of these processes.
 //
-// The error says what is missing if the program may not do that.
+// If the program lacks the privileges, the error states which.
 func Apart() error {
 	const self = "/proc/self/ns/net"
 	namespace, err := os.Readlink(self)
@@ -31,7 +32,7 @@ func Apart() error {
 		if before == namespace {
 			return fmt.Errorf("%s says that the program has left %s, but it is there", origin, namespace)
 		}
-		// What this program starts may move on.
+		// Child processes may move to other namespaces.
 		if err := os.Unsetenv(origin); err != nil {
 			return err
 		}
@@ -46,7 +47,7 @@ func Apart() error {
 	if err != nil {
 		return err
 	}
-	// Only this thread moves, and the program that it executes takes the place of all others.
+	// Only this thread moves. The program that it executes replaces all threads.
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	if err := unix.Unshare(unix.CLONE_NEWNET | unix.CLONE_NEWNS); err != nil {
@@ -55,7 +56,7 @@ func Apart() error {
 		}
 		return fmt.Errorf("making a network namespace: %w", err)
 	}
-	// What is mounted from now on must not show elsewhere.
+	// Later mounts must not propagate to other namespaces.
 	if err := unix.Mount("none", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
 		return fmt.Errorf("keeping mounts private: %w", err)
 	}

@@ -13,18 +13,20 @@ import (
 
 const (
 	mtu = 1500
-	// inFlight is how many packets may be under way at once; further ones are lost, as in a router whose queue is full.
+	// inFlight is the maximum number of packets in flight. Further packets are lost, as in a router
+	// with a full queue.
 	inFlight = 8192
 )
 
-// delay is a tun device that returns each packet that is routed to it, unchanged, some time later. Their order is kept.
+// delay is a tun device that returns each packet routed to it, unchanged and in order, after some
+// time.
 type delay struct {
 	device  *os.File
 	each    atomic.Int64 // nanoseconds
 	packets chan packet
 	stop    chan struct{}
 	running sync.WaitGroup
-	// err is what ended it early. Guarded by running.
+	// err is what ended the device early. Guarded by running.
 	err error
 }
 
@@ -33,7 +35,7 @@ type packet struct {
 	data []byte
 }
 
-// newDelay makes the device in the network namespace of the calling thread.
+// newDelay creates the device in the network namespace of the calling thread.
 func newDelay(name string) (*delay, error) {
 	const tun = "/dev/net/tun"
 	fd, err := unix.Open(tun, unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
@@ -55,10 +57,10 @@ func newDelay(name string) (*delay, error) {
 	return d, nil
 }
 
-// set is how long packets take from now on. Those under way are not touched, and not overtaken.
+// set changes the delay of new packets. Packets in flight are not affected, and are not overtaken.
 func (d *delay) set(each time.Duration) { d.each.Store(int64(each)) }
 
-// close ends the device, and returns what ended it before.
+// close removes the device, and also returns the error that ended it early, if any.
 func (d *delay) close() error {
 	close(d.stop)
 	err := d.device.Close()
@@ -102,7 +104,7 @@ func (d *delay) deliver() {
 				return
 			}
 		}
-		// The kernel refuses a packet that it has no use for, and that is the packet's end.
+		// The kernel rejects a packet that it cannot use, which is then lost.
 		_, _ = d.device.Write(p.data)
 	}
 }

@@ -20,7 +20,7 @@ import (
 // Port is the port of every address of a link.
 const Port = 7443
 
-// Devices, in the namespace between. Here they have the prefix.
+// Devices in the namespace between. Their peers here have the prefix.
 const (
 	near   = "near"
 	far    = "far"
@@ -35,27 +35,29 @@ var (
 	nearBetween = netip.MustParsePrefix("10.77.1.2/24")
 	farHere     = netip.MustParsePrefix("10.77.2.1/24")
 	farBetween  = netip.MustParsePrefix("10.77.2.2/24")
-	// servers are the link's addresses, clients the one that servers see all clients come from.
+	// servers are the link's addresses, and clients is the address that servers see for all
+	// clients.
 	servers = netip.MustParsePrefix("10.77.3.0/24")
 	clients = netip.MustParsePrefix("10.77.4.0/24")
 )
 
-// Conditions are what a link is like. The zero value is a good one.
+// Conditions are the properties of a link. The zero value is a good link.
 type Conditions struct {
-	// RTT is how long a packet and its answer take together.
+	// RTT is the round-trip time.
 	RTT time.Duration
-	// Loss is how many of a hundred packets are lost, in each direction.
+	// Loss is the percentage of packets lost in each direction.
 	Loss float64
-	// Rate is how many bits a second pass, in each direction. Zero for any number.
+	// Rate is the bandwidth in bits per second in each direction. Zero means unlimited.
 	Rate uint64
-	// Mute loses all that clients send, Deaf all that servers send.
+	// Mute drops everything that clients send, and Deaf everything that servers send.
 	Mute, Deaf bool
 }
 
-// Down are the conditions of a link that nothing passes.
+// Down is a link that passes nothing.
 var Down = Conditions{Mute: true, Deaf: true}
 
-// Link is a network between this machine and itself. There is one at a time. Its methods are safe for concurrent use.
+// Link is a network from this machine to itself. Only one may exist at a time. Its methods are safe
+// for concurrent use.
 type Link struct {
 	between netns.NsHandle
 	routes  *netlink.Handle // of the namespace between
@@ -64,12 +66,12 @@ type Link struct {
 	mu         sync.Mutex
 	conditions Conditions
 	ports      []uint16            // of the servers, in the order of their addresses
-	lost       map[netip.Addr]bool // addresses that nothing reaches any more
-	generation uint32              // of connections, from one; earlier ones are forgotten
-	dropped    uint64              // packets that rules have dropped that are no more
+	lost       map[netip.Addr]bool // addresses that are no longer reachable
+	generation uint32              // of connections, starting at one; connections of earlier generations are forgotten
+	dropped    uint64              // packets dropped by rules that have been replaced
 }
 
-// New makes a good link. The program must be [Apart].
+// New creates a good link. The program must have called [Apart].
 func New() (*Link, error) {
 	l := &Link{between: netns.None(), lost: map[netip.Addr]bool{}, generation: 1}
 	if err := l.make(); err != nil {
@@ -107,7 +109,7 @@ func (l *Link) make() error {
 	if err := bringUp(l.routes, behind, netip.Prefix{}); err != nil {
 		return err
 	}
-	// Requests leave by near and arrive by far; answers go the other way.
+	// Requests leave through near and arrive through far; answers take the opposite way.
 	err = errors.Join(
 		route(here, prefix+near, servers, nearBetween.Addr()), route(here, prefix+far, clients, farBetween.Addr()),
 		route(l.routes, far, servers, farHere.Addr()), route(l.routes, near, clients, nearHere.Addr()),
@@ -118,21 +120,22 @@ func (l *Link) make() error {
 	if err != nil {
 		return err
 	}
-	if err := l.translate(); err != nil { // which has the kernel load what it needs for it
+	if err := l.translate(); err != nil { // makes the kernel load the required modules
 		return err
 	}
-	// A connection whose packets were lost is still one.
+	// A connection that lost packets is still tracked as a connection.
 	if err := setting("netfilter/nf_conntrack_tcp_be_liberal", "1"); err != nil {
 		return err
 	}
-	// There has to be a chain whose packets are counted when it is replaced.
+	// When the chain is replaced, its packets are counted, so there must be one.
 	if err := replaceRules(int(l.between), chain{name: dropping}); err != nil {
 		return err
 	}
 	return l.restrict()
 }
 
-// makeBetween makes the namespace and its delay: the calling thread enters it and comes back.
+// makeBetween creates the namespace and its delay device. The calling thread enters the namespace
+// and returns.
 func (l *Link) makeBetween() (err error) {
 	runtime.LockOSThread()
 	here, err := netns.Get()
@@ -142,7 +145,7 @@ func (l *Link) makeBetween() (err error) {
 	defer func() {
 		back := netns.Set(here)
 		if back == nil {
-			runtime.UnlockOSThread() // else no other goroutine may have this thread
+			runtime.UnlockOSThread() // otherwise no other goroutine may use this thread
 		}
 		err = errors.Join(err, back, here.Close())
 	}()
@@ -157,14 +160,14 @@ func (l *Link) makeBetween() (err error) {
 	}
 	return errors.Join(
 		setting("ipv4/ip_forward", "1"),
-		// Packets come back from the delay by a device that is not on the way to their source.
+		// Packets return from the delay through a device that is not on the route to their source.
 		setting("ipv4/conf/all/rp_filter", "0"), setting("ipv4/conf/default/rp_filter", "0"), setting("ipv4/conf/"+behind+"/rp_filter", "0"),
 	)
 }
 
-// setting writes a setting of the calling thread's network namespace.
+// setting sets a kernel parameter in the calling thread's network namespace.
 func setting(name, value string) error {
-	return os.WriteFile(filepath.Join("/proc/sys/net", name), []byte(value), 0) // it is there, or it is an error
+	return os.WriteFile(filepath.Join("/proc/sys/net", name), []byte(value), 0) // the file must already exist
 }
 
 func bringUp(in *netlink.Handle, device string, address netip.Prefix) error {
@@ -198,7 +201,7 @@ func route(in *netlink.Handle, device string, to netip.Prefix, via netip.Addr) e
 	return nil
 }
 
-// detour sends what arrives between through the delay first.
+// detour routes what arrives in between through the delay device.
 func (l *Link) detour() error {
 	const table, priority = 100, 100
 	d, err := l.routes.LinkByName(behind)
@@ -220,14 +223,14 @@ func (l *Link) detour() error {
 	return nil
 }
 
-// Close removes the link. What is connected by it hangs.
+// Close removes the link. Connections across it hang.
 func (l *Link) Close() error {
 	var errs []error
 	if l.delay != nil {
 		errs = append(errs, l.delay.close())
 	}
 	if l.routes != nil {
-		// The devices' other ends go with them, the rest with the namespace.
+		// The devices' peers are removed with them, and the rest with the namespace.
 		for _, device := range []string{near, far} {
 			if d, err := l.routes.LinkByName(device); err == nil {
 				errs = append(errs, l.routes.LinkDel(d))
@@ -242,7 +245,8 @@ func (l *Link) Close() error {
 	return errors.Join(errs...)
 }
 
-// Serve returns the address that, with [Port], leads by the link to a port of 127.0.0.1. Two calls return two addresses.
+// Serve returns an address that leads, on [Port], across the link to a port of 127.0.0.1. Each call
+// returns a different address.
 func (l *Link) Serve(port uint16) (netip.Addr, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -256,7 +260,7 @@ func addressOf(server int) netip.Addr {
 	return netip.AddrFrom4(address)
 }
 
-// Set changes what the link is like. Packets that are under way are not touched.
+// Set changes the link's conditions. Packets in flight are not affected.
 func (l *Link) Set(c Conditions) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -264,7 +268,8 @@ func (l *Link) Set(c Conditions) error {
 	return l.restrict()
 }
 
-// Forget loses all further packets of the connections that there are, as a gateway does that has lost its table. Neither end is told.
+// Forget drops all further packets of existing connections, like a gateway that has lost its
+// connection table. Neither end is notified.
 func (l *Link) Forget() error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -272,7 +277,7 @@ func (l *Link) Forget() error {
 	return l.restrict()
 }
 
-// Lose has nothing reach an address any more, nor come from there.
+// Lose makes an address unreachable, in both directions.
 func (l *Link) Lose(address netip.Addr) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -280,7 +285,7 @@ func (l *Link) Lose(address netip.Addr) error {
 	return l.restrict()
 }
 
-// translate makes the translations of addresses here. It is called with the lock held.
+// translate sets the address translations here. The caller must hold the lock.
 func (l *Link) translate() error {
 	requests := chain{name: "requests", kind: nftables.ChainTypeNAT, hook: nftables.ChainHookPrerouting, priority: nftables.ChainPriorityNATDest}
 	for i, port := range l.ports {
@@ -297,11 +302,11 @@ func (l *Link) translate() error {
 	return nil
 }
 
-// restrict makes the link what it is to be like. It is called with the lock held.
+// restrict applies the link's conditions. The caller must hold the lock.
 func (l *Link) restrict() error {
 	c := l.conditions
 	var err error
-	if l.dropped, err = l.lostSoFar(); err != nil { // what the present rules have counted goes with them
+	if l.dropped, err = l.lostSoFar(); err != nil { // replacing the rules resets their counters
 		return err
 	}
 	l.delay.set(c.RTT / 2)
@@ -338,8 +343,8 @@ func (l *Link) restrict() error {
 // dropping is the chain of the rules that drop packets.
 const dropping = "drops"
 
-// Lost is how many packets have been dropped since the link was made, by chance or because nothing was to pass. Those that found a queue full are not
-// counted.
+// Lost returns the number of packets dropped since the link was created, by chance or because
+// nothing was to pass. It does not count packets that found a full queue.
 func (l *Link) Lost() (int, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -347,16 +352,17 @@ func (l *Link) Lost() (int, error) {
 	return int(lost), err
 }
 
-// lostSoFar is called with the lock held.
+// lostSoFar returns the number of dropped packets. The caller must hold the lock.
 func (l *Link) lostSoFar() (uint64, error) {
 	more, err := counted(int(l.between), dropping)
 	return l.dropped + more, err
 }
 
-// limit is called with the lock held.
+// limit sets the rate of a device. The caller must hold the lock.
 func (l *Link) limit(device string) error {
 	const (
-		// burst is what may pass at once after a silence, in bytes, and queue how long packets wait for their turn before they are lost.
+		// burst is the number of bytes that may pass at once after a silence, and queue is how long
+		// a packet may wait before it is lost.
 		burst = 4 * mtu
 		queue = 400 * time.Millisecond
 	)

@@ -23,15 +23,16 @@ import (
 )
 
 const (
-	// soon bounds what happens at once on a good link, also where the machine has other things to do.
+	// soon bounds what is immediate on a good link, even on a machine that is busy with other work.
 	soon = 30 * time.Second
-	// quiet is how long nothing may arrive where nothing can.
+	// quiet is how long the tests wait to verify that nothing arrives.
 	quiet = 500 * time.Millisecond
-	// holding is in the environment of a program that makes a link and waits for its end.
+	// holding is the environment variable that makes the program create a link and wait to be
+	// killed.
 	holding = "BADLINK_TEST_HOLD"
 )
 
-// link is what all tests share; each leaves it good. Nil where there can be none.
+// link is shared by all tests; each leaves it good. Nil if there can be none.
 var (
 	link      *badlink.Link
 	errNoLink error
@@ -59,7 +60,8 @@ func run(m *testing.M) int {
 	return code
 }
 
-// needsLink skips the test where there can be no link: without the permissions, without a tun device, or on a kernel without what a link needs.
+// needsLink skips the test if there can be no link: without the permissions, without a tun device,
+// or on a kernel that lacks what a link needs.
 func needsLink(t *testing.T) {
 	t.Helper()
 	_, errNoTun := os.Stat("/dev/net/tun")
@@ -81,11 +83,11 @@ func needsLink(t *testing.T) {
 	})
 }
 
-// server answers every line with the same line, and says what it has read.
+// server echoes every line, and reports what it has read.
 type server struct {
 	address netip.Addr
 	read    chan string
-	// ended has the error of each connection that has ended.
+	// ended receives the error of each connection that has ended.
 	ended chan error
 }
 
@@ -144,7 +146,7 @@ func (c *client) send(line string) error {
 	return err
 }
 
-// answer returns the next line, or an error that is [os.ErrDeadlineExceeded] if there is none for so long.
+// answer returns the next line, or [os.ErrDeadlineExceeded] if none arrives in time.
 func (c *client) answer(within time.Duration) (string, error) {
 	if err := c.SetReadDeadline(time.Now().Add(within)); err != nil {
 		return "", err
@@ -187,7 +189,7 @@ func TestLostPacketsAreSentAgain(t *testing.T) {
 	c.ask(g, "on a good link")
 	g.Expect(lost()).To(Equal(before))
 	g.Expect(link.Set(badlink.Conditions{Loss: 30})).To(Succeed())
-	// That fewer than ten of a thousand packets are lost is less likely than that the machine fails.
+	// A loss of fewer than ten in a thousand packets is less likely than a hardware failure.
 	asked := 0
 	for ; asked < 500 && lost()-before < 10; asked++ {
 		c.ask(g, "again")
@@ -203,7 +205,7 @@ func TestABitRateIsAnUpperBound(t *testing.T) {
 	g := NewWithT(t)
 	c := dial(t, serve(t).address)
 	g.Expect(link.Set(badlink.Conditions{Rate: 1_000_000})).To(Succeed())
-	const size = 250_000 // bytes: two seconds each way, half of that at once
+	const size = 250_000 // bytes: two seconds in each direction, half of that in both at once
 	line := strings.Repeat("x", size/10)
 	began := time.Now()
 	go func() {
@@ -287,7 +289,7 @@ func TestALostAddressIsSilent(t *testing.T) {
 	dial(t, serve(t).address).ask(g, "by another address")
 }
 
-// What is not tested is a reboot.
+// A reboot is not tested.
 func TestNothingIsLeftOfAProgramThatIsKilled(t *testing.T) {
 	needsLink(t)
 	g := NewWithT(t)
@@ -312,7 +314,7 @@ func TestNothingIsLeftOfAProgramThatIsKilled(t *testing.T) {
 	g.Expect(inUse(namespace)).To(BeEmpty())
 }
 
-// inUse lists the processes in a network namespace.
+// inUse returns the processes in a network namespace.
 func inUse(namespace string) []string {
 	all, _ := filepath.Glob("/proc/[0-9]*/task/[0-9]*/ns/net")
 	return lo.Filter(all, func(path string, _ int) bool {

@@ -10,13 +10,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Names are names of hosts that are known to this program, which must be [Apart], and to what it starts.
+// Names holds host names known to this program, which must have called [Apart], and to its child
+// processes.
 type Names struct{ file *os.File }
 
-// hostsSize is the size of the file that names are in. It never changes, so that one write replaces all of it: a reader never finds less.
+// hostsSize is the size of the file with the names. It is constant, so that one write replaces the
+// whole content and readers never see a truncated file.
 const hostsSize = 4096
 
-// NewNames takes the place of /etc/hosts. Of its entries only localhost is kept.
+// NewNames replaces /etc/hosts. Of its entries it only keeps localhost.
 func NewNames() (*Names, error) {
 	const hosts = "/etc/hosts"
 	file, err := os.CreateTemp("", "badlink-hosts-*")
@@ -31,7 +33,7 @@ func NewNames() (*Names, error) {
 	if err == nil {
 		err = unix.Mount(file.Name(), hosts, "", unix.MS_BIND, "")
 	}
-	// The mount keeps it.
+	// The mount keeps the file.
 	if removeErr := os.Remove(file.Name()); err == nil {
 		err = removeErr
 	}
@@ -42,7 +44,8 @@ func NewNames() (*Names, error) {
 	return n, nil
 }
 
-// Set has the name, and no other but localhost, resolve to the address. A program in Go looks at the file again after five seconds.
+// Set makes the name resolve to the address, and removes all other names but localhost. A Go
+// program re-reads the file after five seconds.
 func (n *Names) Set(name string, address netip.Addr) error {
 	text := fmt.Sprintf("127.0.0.1 localhost\n%s %s\n", address, name)
 	if len(text) > hostsSize {

@@ -11,13 +11,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// register of nftables that expressions hand values over in; a second one where two are needed.
+// register is the nftables register that expressions use, and second another one where two are
+// needed.
 const (
 	register = unix.NFT_REG_1
 	second   = unix.NFT_REG_2
 )
 
-// rule is what a packet has to be like, and what becomes of it then.
+// rule consists of the conditions on a packet and the resulting action.
 type rule []expr.Any
 
 func when(matches ...[]expr.Any) rule {
@@ -44,14 +45,14 @@ func leavesBy(device string) []expr.Any {
 	return []expr.Any{&expr.Meta{Key: expr.MetaKeyOIFNAME, Register: register}, equals(ifname(device))}
 }
 
-// ifname is a name as the kernel compares it.
+// ifname returns a device name in the form that the kernel compares.
 func ifname(device string) []byte {
 	name := make([]byte, unix.IFNAMSIZ)
 	copy(name, device)
 	return name
 }
 
-// Where the addresses are in an IPv4 header, and the destination port in a TCP header.
+// Offsets of the addresses in an IPv4 header, and of the destination port in a TCP header.
 const (
 	sourceAt      = 12
 	destinationAt = 16
@@ -75,7 +76,7 @@ func isToPort(port uint16) []expr.Any {
 	}
 }
 
-// byChance matches so many of a hundred packets.
+// byChance matches this percentage of packets.
 func byChance(percent float64) []expr.Any {
 	const of = 1_000_000
 	return []expr.Any{
@@ -86,7 +87,7 @@ func byChance(percent float64) []expr.Any {
 	}
 }
 
-// isMarked matches packets of connections with a mark. Those that were never marked have zero.
+// isMarked matches packets of connections with the mark. Unmarked connections have the mark zero.
 func isMarked(mark uint32) []expr.Any {
 	return []expr.Any{&expr.Ct{Key: expr.CtKeyMARK, Register: register}, equals(binaryutil.NativeEndian.PutUint32(mark))}
 }
@@ -116,7 +117,7 @@ func comeFrom(from netip.Addr) []expr.Any {
 	}
 }
 
-// chain is where rules are asked.
+// chain is a chain of rules with its hook.
 type chain struct {
 	name     string
 	kind     nftables.ChainType
@@ -127,13 +128,13 @@ type chain struct {
 
 var table = &nftables.Table{Name: "badlink", Family: nftables.TableFamilyIPv4}
 
-// replaceRules has a namespace ask these rules instead of those that it was given before, all at one moment. Zero is the program's own namespace.
+// replaceRules atomically replaces all rules in a namespace. Zero is the program's own namespace.
 func replaceRules(namespace int, chains ...chain) error {
 	conn, err := nftables.New(nftables.WithNetNSFd(namespace))
 	if err != nil {
 		return err
 	}
-	conn.AddTable(table) // there has to be one to delete
+	conn.AddTable(table) // it must exist to be deleted
 	conn.DelTable(table)
 	conn.AddTable(table)
 	for _, c := range chains {
@@ -145,7 +146,7 @@ func replaceRules(namespace int, chains ...chain) error {
 	return conn.Flush()
 }
 
-// counted returns how many packets the rules of a chain have counted.
+// counted returns the number of packets that the rules of a chain have counted.
 func counted(namespace int, of string) (packets uint64, err error) {
 	conn, err := nftables.New(nftables.WithNetNSFd(namespace))
 	if err != nil {

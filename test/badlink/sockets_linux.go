@@ -9,7 +9,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Connections is how many connections of the link its servers hold, alive or not.
+// Connections returns the number of connections across the link that its servers hold, alive or
+// not.
 func (l *Link) Connections() (int, error) {
 	const established = 1
 	sockets, err := netlink.SocketDiagTCP(unix.AF_INET)

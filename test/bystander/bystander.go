@@ -1,4 +1,4 @@
-// Package bystander sees what happens to Nodes, NodeClaims and pods to which nothing should happen.
+// Package bystander observes Nodes, NodeClaims and pods that must not be affected.
 package bystander
 
 import (
@@ -19,7 +19,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
-// Bystander sees what happens to the Nodes, NodeClaims and pods that a spoke had when it began to look. Safe for concurrent use.
+// Bystander observes the Nodes, NodeClaims and pods that a spoke had when the observation began. It
+// is safe for concurrent use.
 type Bystander struct {
 	stop func()
 
@@ -28,7 +29,7 @@ type Bystander struct {
 	known map[types.UID]bool
 }
 
-// Watch looks on at the world's spoke until ctx is done or [Bystander.Stop] is called.
+// Watch observes the world's spoke until ctx is done or [Bystander.Stop] is called.
 func Watch(ctx context.Context, w *world.World) (*Bystander, error) {
 	informers, err := cache.New(w.Sandbox.SpokeConfig(), cache.Options{Scheme: world.Scheme()})
 	if err != nil {
@@ -80,10 +81,10 @@ func (b *Bystander) follow(ctx context.Context, informers cache.Cache, kind clie
 	return nil
 }
 
-// Stop ends the watch.
+// Stop ends the observation.
 func (b *Bystander) Stop() { b.stop() }
 
-// Incidents returns what was seen, oldest first. It names the kind and the name of each object.
+// Incidents returns what was observed, oldest first, with the kind and name of each object.
 func (b *Bystander) Incidents() []string {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -122,7 +123,7 @@ func (b *Bystander) changed(before, now any) {
 	drained := func(n *corev1.Node) bool {
 		return n.Spec.Unschedulable || lo.ContainsBy(n.Spec.Taints, func(t corev1.Taint) bool { return t.Key == karpenterv1.DisruptedTaintKey })
 	}
-	// A Node that is merely not heard of for a while is Unknown.
+	// A Node that merely does not report for a while is Unknown.
 	stopped := func(n *corev1.Node) bool {
 		return lo.ContainsBy(n.Status.Conditions, func(c corev1.NodeCondition) bool {
 			return c.Type == corev1.NodeReady && c.Status == corev1.ConditionFalse

@@ -23,37 +23,38 @@ import (
 )
 
 const (
-	// holder of all claims that are not Karpenter's.
+	// holder is the holder of all claims that are not Karpenter's.
 	holder = "chaos"
-	// attemptWithin bounds one call; a caller repeats it until it has a word to go by.
+	// attemptWithin bounds one call. A caller retries until it gets a definite answer.
 	attemptWithin = 6 * time.Second
-	// pause between two attempts.
+	// pause is the time between two attempts.
 	pause = 150 * time.Millisecond
 )
 
-// claim is one claim as its holder knows it.
+// claim is a claim as its holder knows it.
 type claim struct {
 	id string
-	// wanted is true from before the first call that makes it until before the first call that releases it.
+	// wanted is true from before the first call that makes the claim until before the first call
+	// that releases it.
 	wanted bool
-	// accepted says that an agent said yes.
+	// accepted is set once an agent has accepted the claim.
 	accepted bool
-	// released says that an agent took the release.
+	// released is set once an agent has accepted the release.
 	released bool
-	// providerID is that of its machine, as an agent said; empty before.
+	// providerID is the provider ID of its machine, as reported by an agent. Empty before.
 	providerID string
 }
 
-// callers are the holders of claims: they call the agents, repeat calls whose answer is lost, and know which claims are
-// theirs. Safe for concurrent use.
+// callers are the holders of claims. They call the agents, retry calls whose answer is lost, and
+// keep track of their claims. They are safe for concurrent use.
 type callers struct {
 	mu     sync.Mutex
-	agents []*client.Client // those that are called
+	agents []*client.Client // the agents to call
 	claims map[string]*claim
-	going  map[string]bool // ids of node groups that somebody deletes
-	// strange are answers that no agent may give.
+	going  map[string]bool // ids of node groups that are being deleted
+	// strange lists answers that no agent may give.
 	strange []string
-	// told are the calls, and what the agents answered.
+	// told records the calls and the agents' answers.
 	told *history.Recorder
 }
 
@@ -65,7 +66,7 @@ func clusterRef() *agentv1alpha1.ClusterRef {
 	return &agentv1alpha1.ClusterRef{Namespace: sandbox.ClusterNamespace, Name: sandbox.ClusterName}
 }
 
-// use says which agents are called from now on.
+// use sets the agents to call.
 func (c *callers) use(agents ...*client.Client) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -91,21 +92,22 @@ func (c *callers) wants(id string) (wanted, known bool) {
 	return k != nil && k.wanted, k != nil
 }
 
-// drop takes a claim for gone: something other than its holder ended it.
+// drop treats a claim as gone because something other than its holder ended it.
 func (c *callers) drop(id string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.claims[id].wanted, c.claims[id].released = false, true
 }
 
-// giveUp says that the claim is not wanted any more, and is to be released before anything is checked.
+// giveUp marks a claim as unwanted. It is released before the next check.
 func (c *callers) giveUp(id string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.claims[id].wanted = false
 }
 
-// unreleased are the claims whose release no agent has taken yet, and whose holder has given them up.
+// unreleased returns the claims that their holder has given up and whose release no agent has
+// accepted yet.
 func (c *callers) unreleased() []string {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -124,7 +126,7 @@ func (c *callers) odd(format string, args ...any) {
 	c.strange = append(c.strange, fmt.Sprintf(format, args...))
 }
 
-// request asks for a machine of the first of the node groups that has room.
+// request returns a request for a machine of the first of the node groups that has room.
 func request(id string, groups ...string) *agentv1alpha1.CreateClaimRequest {
 	return &agentv1alpha1.CreateClaimRequest{
 		Cluster: clusterRef(), ClaimId: id, Holder: holder, DisplayName: "chaos-" + id[:8],
@@ -132,8 +134,8 @@ func request(id string, groups ...string) *agentv1alpha1.CreateClaimRequest {
 	}
 }
 
-// report tells of the Machines' Nodes that they keep Karpenter's taint, as a shim without NodeClaims does. An agent that does not answer was not
-// told.
+// report reports the Machines' Nodes as still carrying Karpenter's taint, like a shim without
+// NodeClaims. It ignores an agent that does not answer.
 func (c *callers) report(ctx context.Context, machines []clusterv1.Machine) error {
 	ctx, cancel := context.WithTimeout(ctx, attemptWithin)
 	defer cancel()
@@ -156,7 +158,8 @@ func (c *callers) report(ctx context.Context, machines []clusterv1.Machine) erro
 	}
 }
 
-// create makes a claim and returns its id, or "" when the agents say that there is no room. The error is the context's.
+// create makes a claim and returns its id, or "" if the agents report that there is no room. The
+// error is the context's.
 func (c *callers) create(ctx context.Context, groups ...string) (string, error) {
 	return c.make(ctx, request(uuid.NewString(), groups...))
 }
@@ -181,11 +184,13 @@ func (c *callers) make(ctx context.Context, r *agentv1alpha1.CreateClaimRequest)
 			return "", nil
 		}
 		if final {
-			// A call whose answer is lost may have made it: whoever does not want a claim says so.
+			// A call whose answer was lost may have made the claim, so an unwanted claim must be
+			// released.
 			return "", c.release(ctx, k.id, false)
 		}
 		if err := wait(ctx, pause); err != nil {
-			// Whether it was made is not known; it is given up, and released before anything is checked.
+			// It is not known whether the claim was made, so it is given up and released before the
+			// next check.
 			c.mu.Lock()
 			k.wanted = false
 			c.mu.Unlock()
@@ -194,8 +199,9 @@ func (c *callers) make(ctx context.Context, r *agentv1alpha1.CreateClaimRequest)
 	}
 }
 
-// goes says that somebody deletes the node group, so that calls for it may find it gone. Calls that name others besides may, too: of
-// those that are full an agent does not say so when the last one is gone.
+// goes records that the node group is being deleted, so that calls for it may return NOT_FOUND.
+// That includes calls with further candidates: an agent does not report that those are full once
+// the last one is gone.
 func (c *callers) goes(group string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -208,7 +214,7 @@ func (c *callers) anyGoes(candidates []string) bool {
 	return lo.SomeBy(candidates, func(id string) bool { return c.going[id] })
 }
 
-// attempt calls once, or, as a network may, twice at the same time.
+// attempt calls once, or, as a network may cause, twice at the same time.
 func (c *callers) attempt(ctx context.Context, r *agentv1alpha1.CreateClaimRequest) (yes, final bool) {
 	call := func() (bool, bool) {
 		bounded, cancel := context.WithTimeout(ctx, attemptWithin)
@@ -240,7 +246,7 @@ func (c *callers) attempt(ctx context.Context, r *agentv1alpha1.CreateClaimReque
 	return yes || otherYes, final && otherFinal && yes == otherYes
 }
 
-// release gives a claim back. The error is the context's.
+// release releases a claim. The error is the context's.
 func (c *callers) release(ctx context.Context, id string, drained bool) error {
 	c.mu.Lock()
 	if k := c.claims[id]; k != nil {
@@ -273,11 +279,12 @@ func (c *callers) release(ctx context.Context, id string, drained bool) error {
 	}
 }
 
-// giveBack returns the claim's Machine to the user. It reports false when an agent refuses that. The error is the context's.
+// giveBack returns the claim's Machine to the user. It returns false if an agent refuses that. The
+// error is the context's.
 func (c *callers) giveBack(ctx context.Context, id string) (bool, error) {
 	for {
 		bounded, cancel := context.WithTimeout(ctx, attemptWithin)
-		answered := c.told.Begin(id, history.Get) // as far as the order of calls goes: the claim lives on until it ends by itself
+		answered := c.told.Begin(id, history.Get) // equivalent as far as the order of calls goes: the claim lives on until it ends by itself
 		response, err := c.anyone().Claims.ReturnMachine(bounded, &agentv1alpha1.ReturnMachineRequest{
 			Cluster: clusterRef(), ClaimId: id, Reason: "the caller returns the machine",
 		})
@@ -299,7 +306,7 @@ func (c *callers) giveBack(ctx context.Context, id string) (bool, error) {
 	}
 }
 
-// get asks an agent for a claim until it answers.
+// get reads a claim from an agent, and retries until it answers.
 func (c *callers) get(ctx context.Context, id string) (*agentv1alpha1.Claim, error) {
 	for {
 		bounded, cancel := context.WithTimeout(ctx, attemptWithin)
@@ -319,7 +326,7 @@ func (c *callers) get(ctx context.Context, id string) (*agentv1alpha1.Claim, err
 	}
 }
 
-// madeOf is what a call that makes a claim tells by its error.
+// madeOf returns what the error of a call that makes a claim reveals.
 func madeOf(err error) history.Answer {
 	switch {
 	case err == nil:
@@ -332,7 +339,7 @@ func madeOf(err error) history.Answer {
 	return history.Answer{Outcome: history.Unknown}
 }
 
-// shownBy is what a call tells that answers with the claim.
+// shownBy returns what a call that returns the claim reveals.
 func shownBy(c *agentv1alpha1.Claim, err error) history.Answer {
 	a := history.Answer{Outcome: history.Unknown, Machine: c.GetMachine().GetUid()}
 	switch {
@@ -349,7 +356,7 @@ func shownBy(c *agentv1alpha1.Claim, err error) history.Answer {
 	return a
 }
 
-// wait returns after a while, or with the context's error when that ends first.
+// wait waits for a duration, or returns the context's error if that ends first.
 func wait(ctx context.Context, d time.Duration) error {
 	timer := time.NewTimer(d)
 	defer timer.Stop()
@@ -361,12 +368,13 @@ func wait(ctx context.Context, d time.Duration) error {
 	}
 }
 
-// between is a random duration.
+// between returns a random duration.
 func between(least, most time.Duration) time.Duration {
 	return least + time.Duration(rand.Int64N(int64(most-least)+1))
 }
 
-// takes notes which machine an agent says that a claim has. Two claims with one machine are what no agent may say.
+// takes records the machine that an agent reports for a claim. No agent may report the same machine
+// for two claims.
 func (c *callers) takes(id, providerID string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

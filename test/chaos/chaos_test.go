@@ -24,7 +24,7 @@ func TestMain(m *testing.M) {
 // TestNothingIsLostWhenTheAgentDiesAnywhere is the short form of `make chaos`.
 func TestNothingIsLostWhenTheAgentDiesAnywhere(t *testing.T) {
 	g := gomega.NewWithT(t)
-	// The sandbox must not stay when the test is interrupted.
+	// The sandbox must be stopped when the test is interrupted.
 	ctx, stop := signal.NotifyContext(t.Context(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	report, err := chaos.Run(ctx, chaos.Options{Name: "chaos-short", Short: true, Say: t.Logf})

@@ -26,7 +26,8 @@ import (
 
 const (
 	kubernetesVersion = "v1.36.3"
-	// blockedVersion is newer than the control plane: Cluster API's preflight checks make no Machine of it.
+	// blockedVersion is newer than the control plane's version, so Cluster API's preflight checks
+	// block its Machines.
 	blockedVersion = "v1.37.0"
 
 	readyWithin = 90 * time.Second
@@ -36,7 +37,7 @@ const (
 // group is a node group.
 type group struct {
 	name     string
-	own      int32 // replicas of the user
+	own      int32 // the user's replicas
 	max      int32
 	onDelete bool
 	version  string
@@ -46,7 +47,7 @@ type group struct {
 	labels   map[string]string
 }
 
-// newGroup returns a group whose instances come and go quickly.
+// newGroup returns a group whose instances start and stop quickly.
 func newGroup(name string, own, limit int32) *group {
 	return &group{name: name, own: own, max: limit, version: kubernetesVersion, boot: 300 * time.Millisecond}
 }
@@ -105,7 +106,7 @@ func (g *group) deployment() *clusterv1.MachineDeployment {
 	return md
 }
 
-// build makes node groups and waits until the users' own machines run.
+// build creates node groups and waits until the users' own machines run.
 func (s *stage) build(ctx context.Context, groups ...*group) error {
 	s.mu.Lock()
 	s.groups = append(s.groups, groups...)
@@ -141,7 +142,7 @@ func (s *stage) build(ctx context.Context, groups ...*group) error {
 	return nil
 }
 
-// awaitNodes waits until so many Machines of a group have a Node.
+// awaitNodes waits until n Machines of a group have a Node.
 func (s *stage) awaitNodes(ctx context.Context, g *group, n int) error {
 	return world.Poll(ctx, func(ctx context.Context) (string, error) {
 		machines, err := s.machines(ctx, g)
@@ -159,7 +160,7 @@ func (s *stage) machines(ctx context.Context, g *group) ([]clusterv1.Machine, er
 	return list.Items, err
 }
 
-// machineOf returns the Machine that a claim is bound to, nil when it is gone.
+// machineOf returns the Machine that a claim is bound to, or nil if it is gone.
 func (s *stage) machineOf(ctx context.Context, claimID string) (*clusterv1.Machine, error) {
 	record := s.witness.Claim(claimID)
 	if record == nil || record.Machine.Name == "" {
@@ -173,7 +174,8 @@ func (s *stage) machineOf(ctx context.Context, claimID string) (*clusterv1.Machi
 	return &m, err
 }
 
-// raze deletes node groups whose claims are released, and waits until nothing is left of them.
+// raze deletes node groups whose claims have been released, and waits until nothing is left of
+// them.
 func (s *stage) raze(ctx context.Context, groups ...*group) error {
 	s.people.update(func() {
 		for _, g := range groups {
@@ -213,7 +215,7 @@ func (s *stage) raze(ctx context.Context, groups ...*group) error {
 	return nil
 }
 
-// clear takes down what a scenario that failed has left, so that it is not taken for the next one's.
+// clear removes what a failed scenario has left, so that it does not affect the next one.
 func (s *stage) clear(ctx context.Context) error {
 	for _, id := range s.calls.wanted() {
 		s.calls.drop(id)
@@ -232,7 +234,8 @@ func (s *stage) clear(ctx context.Context) error {
 	return s.raze(ctx, groups...)
 }
 
-// rollOut gives the group a new template: under OnDelete its next Machines are of a new MachineSet.
+// rollOut gives the group a new template. Under OnDelete its next Machines belong to a new
+// MachineSet.
 func (s *stage) rollOut(ctx context.Context, g *group) error {
 	g.revision++
 	if err := s.Hub.Create(ctx, g.machineTemplate()); err != nil {
@@ -252,8 +255,9 @@ func (s *stage) useTemplate(ctx context.Context, g *group, template string) erro
 		client.RawPatch(types.JSONPatchType, patch))
 }
 
-// scale changes replicas as a person does who looks at them and writes another number, and takes note of whose they are.
-// It writes only what it saw to be so: how many machines a person asked for is known exactly then.
+// scale changes replicas like a user who reads them and writes another number, and records to whom
+// they belong. It writes only if the number is still the one that was read, so that the number that
+// the user requested is known exactly.
 func (s *stage) scale(ctx context.Context, g *group, by int32) error {
 	return s.rewrite(ctx, g, func(md *clusterv1.MachineDeployment) edit {
 		replicas := ptr.Deref(md.Spec.Replicas, 0)
@@ -267,7 +271,7 @@ func (s *stage) scale(ctx context.Context, g *group, by int32) error {
 		lowered := int(max(0, replicas-now))
 		return edit{
 			patch: []operation{test("/spec/replicas", replicas), replace("/spec/replicas", now)},
-			// Cluster API may act on it before the answer is here.
+			// Cluster API may act on it before the answer arrives.
 			begin: func() {
 				s.people.update(func() { s.people.lowered[g.name] += lowered })
 				if lowered > 0 {
@@ -286,7 +290,7 @@ func (s *stage) scale(ctx context.Context, g *group, by int32) error {
 	})
 }
 
-// operation is one of a JSON patch.
+// operation is an operation of a JSON patch.
 type operation struct {
 	Op    string `json:"op"`
 	Path  string `json:"path"`
@@ -296,15 +300,16 @@ type operation struct {
 func test(path string, value any) operation    { return operation{"test", path, value} }
 func replace(path string, value any) operation { return operation{"replace", path, value} }
 
-// edit is a person's change of a MachineDeployment.
+// edit is a user's change of a MachineDeployment.
 type edit struct {
 	patch []operation
-	// begin is called before the patch is sent, end when it was applied or refused. Both may be nil.
+	// begin is called before the patch is sent, and end when it was applied or refused. Both may be
+	// nil.
 	begin func()
 	end   func(applied bool)
 }
 
-// rewrite changes a group's MachineDeployment by what it reads there, again until it is not overtaken.
+// rewrite changes a group's MachineDeployment based on its current state, and retries on conflicts.
 func (s *stage) rewrite(ctx context.Context, g *group, change func(*clusterv1.MachineDeployment) edit) error {
 	for {
 		var md clusterv1.MachineDeployment

@@ -19,18 +19,20 @@ import (
 // karpenterFor is how long Karpenter scales up and down.
 const karpenterFor = 120 * time.Second
 
-// podsWithin is how long pods may take to run or to go, and their Nodes with them: half a hundred on a machine that has other things to do.
+// podsWithin is how long pods may take to run or to end, with their Nodes: about fifty, on a
+// machine that is busy with other work.
 const podsWithin = 5 * time.Minute
 
-// most pods of each Deployment of the fleet.
+// mostPods is the maximum number of pods of each Deployment of the fleet.
 var mostPods = map[string]int32{"web": 10, "data": 10, "batch": 6}
 
-// karpenterScales runs the fleet of the demo: pods come and go, Karpenter makes and removes nodes, and whoever serves it dies.
+// karpenterScales runs the demo's fleet: pods come and go, Karpenter adds and removes nodes, and
+// the components that serve it are killed.
 func karpenterScales(ctx context.Context, r *run) error {
 	return r.withKarpenter(ctx, func() error { return r.fleetScales(ctx) })
 }
 
-// withKarpenter does something while all runs that only Karpenter needs.
+// withKarpenter runs do with all components that only Karpenter needs.
 func (r *run) withKarpenter(ctx context.Context, do func() error) error {
 	for _, component := range slices.Backward(karpenter) {
 		if err := r.Sandbox.StartComponent(ctx, component); err != nil {
@@ -46,16 +48,16 @@ func (r *run) withKarpenter(ctx context.Context, do func() error) error {
 	return err
 }
 
-// fleet is node groups, a NodePool and pods.
+// fleet consists of node groups, a NodePool and pods.
 type fleet struct {
 	groups []*group
 	pool   string
-	// hub and spoke are the files with them.
+	// hub and spoke are the manifest files.
 	hub   string
 	spoke []string
 }
 
-// settleFleet makes a fleet, without pods, and waits until the users' own machines run.
+// settleFleet creates a fleet without pods, and waits until the users' own machines run.
 func (r *run) settleFleet(ctx context.Context, f *fleet) error {
 	for _, g := range f.groups {
 		r.people.share(g.name, g.own, 0)
@@ -78,7 +80,7 @@ func (r *run) settleFleet(ctx context.Context, f *fleet) error {
 	return r.AwaitNodePool(bounded, f.pool)
 }
 
-// razeFleet deletes a fleet whose NodeClaims have gone.
+// razeFleet deletes a fleet whose NodeClaims are gone.
 func (r *run) razeFleet(ctx context.Context, f *fleet) error {
 	for _, file := range slices.Backward(f.spoke) {
 		if err := manifests.Delete(ctx, r.Spoke, file); err != nil {
@@ -119,7 +121,8 @@ func (r *run) fleetScales(ctx context.Context) error {
 	return r.razeFleet(ctx, demo)
 }
 
-// runPods sets how many pods the Deployments have, and waits until those run, and no NodeClaim is left when there are none.
+// runPods scales the Deployments and waits until the pods run, or, if there are none, until no
+// NodeClaim is left.
 func (r *run) runPods(ctx context.Context, pods map[string]int32) error {
 	if err := r.scalePods(ctx, pods); err != nil {
 		return err
@@ -147,7 +150,7 @@ func (r *run) awaitPods(ctx context.Context, total int) error {
 	return err
 }
 
-// scaleUpAndDown changes how many pods there are, all the time.
+// scaleUpAndDown repeatedly changes the number of pods.
 func (r *run) scaleUpAndDown(ctx context.Context, d time.Duration) error {
 	for began := time.Now(); time.Since(began) < d; {
 		pods := map[string]int32{}

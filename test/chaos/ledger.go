@@ -7,7 +7,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// waiting is how many claims a ledger holds that have no Machine yet.
+// waiting returns the number of claims without a Machine in a ledger.
 func waiting(text string) int {
 	var l struct {
 		Pending map[string]json.RawMessage `json:"pending"`
@@ -16,7 +16,7 @@ func waiting(text string) int {
 	return len(l.Pending)
 }
 
-// inFlight is how many machines only the ledger knows not to be the user's, at most.
+// inFlight returns the maximum number of machines that only the ledger knows not to be the user's.
 func inFlight(text string) int32 {
 	var l struct {
 		Spare     int32                         `json:"spare"`
@@ -29,7 +29,7 @@ func inFlight(text string) int32 {
 	return l.Spare + int32(len(l.Pending)) + int32(len(l.Releasing))
 }
 
-// uidIn returns the UID that a deletion is only meant for, "" for none.
+// uidIn returns the UID in the preconditions of a deletion, or "".
 func uidIn(body []byte) types.UID {
 	var o metav1.DeleteOptions
 	if json.Unmarshal(body, &o) != nil || o.Preconditions == nil || o.Preconditions.UID == nil {

@@ -13,7 +13,8 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// load is a number of callers that make claims, have them for a while, and release them, on and on.
+// load is a number of callers that make claims, keep them for a while, and release them,
+// repeatedly.
 type load struct {
 	r       *run
 	stopped chan struct{}
@@ -23,24 +24,24 @@ type load struct {
 	kept []string
 }
 
-// mix says what claims are like.
+// mix describes the claims of a load.
 type mix struct {
-	// workers is how many callers there are at once.
+	// workers is the number of concurrent callers.
 	workers int
-	// choices are lists of candidates; each claim has one of them.
+	// choices are lists of candidates. Each claim uses one of them.
 	choices [][]string
-	// hold is how long a claim is had at most, once it is Bound.
+	// hold is the maximum time that a claim is kept once it is Bound.
 	hold time.Duration
-	// pace is how long a caller waits between two claims, at most.
+	// pace is the maximum time between two claims of a caller.
 	pace time.Duration
 }
 
-// on returns the choices of claims that allow one group each.
+// on returns the choices of claims that allow a single group each.
 func on(groups ...*group) [][]string {
 	return lo.Map(groups, func(g *group, _ int) []string { return []string{g.name} })
 }
 
-// startLoad lets callers work until [load.finish].
+// startLoad starts callers, which work until [load.finish].
 func (r *run) startLoad(ctx context.Context, m mix) *load {
 	l := &load{r: r, stopped: make(chan struct{})}
 	for range m.workers {
@@ -62,13 +63,14 @@ func (l *load) done() bool {
 	}
 }
 
-// finish lets the callers end what they are at. About half of those that have a claim keep it.
+// finish lets the callers complete their current step. About half of those that have a claim keep
+// it.
 func (l *load) finish() {
 	close(l.stopped)
 	l.working.Wait()
 }
 
-// life is one claim's.
+// life is the life of one claim.
 func (l *load) life(ctx context.Context, m mix) {
 	r := l.r
 	id, err := r.calls.create(ctx, lo.Sample(m.choices)...)
@@ -95,7 +97,7 @@ func (l *load) life(ctx context.Context, m mix) {
 		return
 	}
 	if roll%2 == 0 {
-		_, _ = r.calls.get(ctx, id) // what it says is checked with all that is told of the claim
+		_, _ = r.calls.get(ctx, id) // the history check verifies the answer
 	}
 	if roll%3 == 0 {
 		bounded, cancel := context.WithTimeout(ctx, 10*time.Second)
@@ -105,7 +107,8 @@ func (l *load) life(ctx context.Context, m mix) {
 	l.sleep(ctx, between(0, m.pace))
 }
 
-// bound waits until the claim has its Machine and checks what the agents say of it. It returns false when the claim is gone.
+// bound waits until the claim has its Machine and checks what the agents report of it. It returns
+// false if the claim is gone.
 func (l *load) bound(ctx context.Context, id string) bool {
 	r := l.r
 	err := r.witness.Await(ctx, func() bool { return l.done() || r.phase(id) != agentv1.PhasePending })
@@ -123,7 +126,7 @@ func (l *load) bound(ctx context.Context, id string) bool {
 	return !errors.Is(err, context.Canceled)
 }
 
-// sleep returns after a while or when the load is to end.
+// sleep waits for a duration, or until the load is to end.
 func (l *load) sleep(ctx context.Context, d time.Duration) {
 	timer := time.NewTimer(d)
 	defer timer.Stop()

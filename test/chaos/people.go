@@ -15,23 +15,24 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/invariants"
 )
 
-// people is the memory of everybody who acts on the hub besides Cluster API: who did what, and what is whose. It is what the
-// agents' accounting is compared with. Safe for concurrent use.
+// people records the actions of everyone who acts on the hub besides Cluster API, and the resulting
+// ownership. The agents' accounting is compared with it. It is safe for concurrent use.
 type people struct {
 	calls *callers
 
 	mu      sync.Mutex
 	spoke   client.Reader
 	shares  map[string]invariants.Share // by node group
-	own     map[types.UID]string        // Machines that the users' own replicas were made for, with their group
-	deleted map[types.UID]bool          // Machines that a person deleted, or had deleted
+	own     map[types.UID]string        // Machines made for the users' own replicas, with their group
+	deleted map[types.UID]bool          // Machines that a user deleted, or caused to be deleted
 	asked   map[types.UID]bool          // Machines that an agent asked the API server to delete
-	lowered map[string]int              // by node group: Machines that Cluster API may choose because a person lowered replicas
-	torn    map[string]bool             // node groups that a person deleted
-	wrote   map[string]int32            // by node group: the replicas that a person wrote last
+	lowered map[string]int              // by node group: Machines that Cluster API may choose because a user lowered replicas
+	torn    map[string]bool             // node groups that a user deleted
+	wrote   map[string]int32            // by node group: the replicas that a user wrote last
 }
 
-// repeats reports whether a person wrote that number last. Who writes one number again and again is a tool, for which a group is frozen.
+// repeats reports whether a user wrote the same number last. Repeated writes of one number look
+// like a tool's, for which the agent freezes a group.
 func (p *people) repeats(group string, replicas int32) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -53,7 +54,7 @@ func (p *people) update(change func()) {
 	change()
 }
 
-// share changes what a group's user owns.
+// share changes the number of machines that a group's user owns.
 func (p *people) share(group string, own, unclear int32) {
 	p.update(func() {
 		s := p.shares[group]
@@ -62,7 +63,8 @@ func (p *people) share(group string, own, unclear int32) {
 	})
 }
 
-// disown forgets which Machines of a group are the user's: he no longer has as many as were made for him.
+// disown forgets which Machines of a group are the user's: the user no longer owns as many as were
+// made for the user's replicas.
 func (p *people) disown(group string) {
 	p.update(func() {
 		for uid, of := range p.own {
@@ -73,7 +75,7 @@ func (p *people) disown(group string) {
 	})
 }
 
-// expected is what there has to be at rest.
+// expected returns the expected state at rest.
 func (p *people) expected() invariants.Expected {
 	e := invariants.Expected{Shares: map[string]invariants.Share{}, Wanted: p.calls.wanted(), Holder: holder}
 	p.update(func() { maps.Copy(e.Shares, p.shares) })
@@ -102,7 +104,7 @@ func (p *people) Released(claimID string) bool {
 	if wanted, known := p.calls.wants(claimID); known {
 		return !wanted
 	}
-	// A NodeClaim's: Karpenter gives it up by deleting it.
+	// A NodeClaim's claim: Karpenter gives it up by deleting the NodeClaim.
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
 	p.mu.Lock()

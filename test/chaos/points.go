@@ -23,7 +23,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/history"
 )
 
-// CorePoints are the fail points of the short form: before and after each step that every claim goes through.
+// CorePoints returns the fail points of the short form: before and after each step that every claim
+// goes through.
 func CorePoints() []faults.Point {
 	return faults.PointsAt([]faults.When{faults.Before, faults.After}, core...)
 }
@@ -35,14 +36,14 @@ var core = []faults.Class{
 }
 
 const (
-	// hitWithin bounds the search for fail points.
+	// hitWithin bounds the time to hit the fail points.
 	hitWithin      = 12 * time.Minute
 	hitShortWithin = 4 * time.Minute
-	// provokeWithin bounds one provocation: the agent dies in the middle of most.
+	// provokeWithin bounds one provocation, during most of which the agent is killed.
 	provokeWithin = 45 * time.Second
 )
 
-// provocation makes writes of some classes happen.
+// provocation causes writes of some classes.
 type provocation struct {
 	classes []faults.Class
 	groups  []*group
@@ -57,11 +58,11 @@ func failPointsShort(ctx context.Context, r *run) error {
 	return r.killAt(ctx, CorePoints(), hitShortWithin, nil)
 }
 
-// killAt kills the agent once at each of the fail points, while claims come and go and the provocations see to it
-// that each write is made. What was not hit in time is the report's to tell.
+// killAt kills the agent once at each of the fail points, while claims come and go and the
+// provocations cause each write. The report lists the points that were not hit in time.
 func (r *run) killAt(ctx context.Context, points []faults.Point, within time.Duration, provoke []*provocation) error {
 	usual := []*group{newGroup("points-a", 1, 10), newGroup("points-b", 0, 5)}
-	usual[0].boot = time.Second // long enough for claims to be taken back before the Node is there
+	usual[0].boot = time.Second // long enough for claims to be released before the Node exists
 	groups := append([]*group(nil), usual...)
 	for _, p := range provoke {
 		groups = append(groups, p.groups...)
@@ -80,10 +81,10 @@ func (r *run) killAt(ctx context.Context, points []faults.Point, within time.Dur
 						continue
 					}
 					bounded, cancel := context.WithTimeout(searching, provokeWithin)
-					_ = p.round(bounded, r) // the agent dies in it
+					_ = p.round(bounded, r) // the agent is killed meanwhile
 					cancel()
 					for _, g := range p.groups {
-						_ = r.releaseOf(searching, g) // or the group would fill up
+						_ = r.releaseOf(searching, g) // otherwise the group would fill up
 					}
 				}
 			})
@@ -108,7 +109,7 @@ func (r *run) killAt(ctx context.Context, points []faults.Point, within time.Dur
 	})
 }
 
-// provocations make those writes happen that are rare.
+// provocations returns provocations of the rare writes.
 func provocations() []*provocation {
 	tight, roomy := newGroup("points-tight", 0, 1), newGroup("points-roomy", 0, 4)
 	wiped := newGroup("points-wiped", 1, 4)
@@ -168,7 +169,7 @@ func (r *run) claimBound(ctx context.Context, groups ...*group) (string, error) 
 	}
 }
 
-// awaitEnd releases a claim and waits until that is complete.
+// awaitEnd releases a claim and waits until the release is complete.
 func (r *run) awaitEnd(ctx context.Context, id string) error {
 	if err := r.calls.release(ctx, id, true); err != nil {
 		return err
@@ -176,7 +177,7 @@ func (r *run) awaitEnd(ctx context.Context, id string) error {
 	return r.witness.Await(ctx, func() bool { return r.phase(id) == agentv1.PhaseEnded })
 }
 
-// moveOn makes more claims at once than their first candidate has room for.
+// moveOn makes more concurrent claims than their first candidate has room for.
 func (r *run) moveOn(ctx context.Context, tight, roomy *group) error {
 	var making sync.WaitGroup
 	for range 3 {
@@ -191,7 +192,7 @@ func (r *run) moveOn(ctx context.Context, tight, roomy *group) error {
 	return nil
 }
 
-// wipeAtRest takes the ledger off a group where nothing is in flight.
+// wipeAtRest removes the ledger of a group in which nothing is in flight.
 func (r *run) wipeAtRest(ctx context.Context, g *group) error {
 	id, err := r.claimBound(ctx, g)
 	if err != nil {
@@ -208,7 +209,8 @@ func (r *run) wipeAtRest(ctx context.Context, g *group) error {
 	return r.awaitEnd(ctx, id)
 }
 
-// wipe takes the ledger off a group, as kubectl replace does. What only the ledger knew becomes the user's.
+// wipe removes the ledger of a group, as kubectl replace does. What only the ledger knew becomes
+// the user's.
 func (r *run) wipe(ctx context.Context, g *group) error {
 	r.fault("wiping the ledger of %s", g.name)
 	path := "/metadata/annotations/" + "agent.karpenter.cluster.x-k8s.io~1ledger"
@@ -230,7 +232,8 @@ func (r *run) wipe(ctx context.Context, g *group) error {
 	})
 }
 
-// adopt lets a claim take one of the user's Machines over, and gives the user a new one afterwards.
+// adopt lets a claim adopt one of the user's Machines, and replaces that Machine for the user
+// afterwards.
 func (r *run) adopt(ctx context.Context, g *group) error {
 	machines, err := r.machines(ctx, g)
 	if err != nil {
@@ -251,7 +254,7 @@ func (r *run) adopt(ctx context.Context, g *group) error {
 	r.people.share(g.name, -1, 0)
 	id, err := r.calls.make(ctx, call)
 	if err != nil || id == "" {
-		r.people.share(g.name, 0, 1) // nobody knows
+		r.people.share(g.name, 0, 1) // the outcome is unknown
 		return err
 	}
 	for {
@@ -260,7 +263,7 @@ func (r *run) adopt(ctx context.Context, g *group) error {
 			break
 		}
 		if err := wait(ctx, pause); err != nil {
-			r.people.share(g.name, 0, 1) // it may be taken back before it has the Machine
+			r.people.share(g.name, 0, 1) // it may be released before it has the Machine
 			return err
 		}
 	}
@@ -270,13 +273,13 @@ func (r *run) adopt(ctx context.Context, g *group) error {
 	return r.scale(ctx, g, 1)
 }
 
-// failOn makes claims on a group whose infrastructure has nothing left.
+// failOn makes claims on a group whose infrastructure has no capacity.
 func (r *run) failOn(ctx context.Context, g *group) error {
 	id, err := r.calls.create(ctx, g.name)
 	if err != nil {
 		return err
 	}
-	if id == "" { // it cools down
+	if id == "" { // it is cooling down
 		return wait(ctx, time.Second)
 	}
 	err = r.witness.Await(ctx, func() bool { return r.phase(id) == agentv1.PhaseEnded })
@@ -305,7 +308,7 @@ func (r *run) releaseFromTwoSets(ctx context.Context, g *group) error {
 			if err != nil {
 				return err
 			}
-			if id == "" { // full of what others left: with its template changing, that never goes
+			if id == "" { // full of leftovers, which never go while its template changes
 				return errors.Join(r.releaseOf(ctx, g), wait(ctx, between(time.Second, 3*time.Second)))
 			}
 			ids = append(ids, id)
@@ -315,7 +318,7 @@ func (r *run) releaseFromTwoSets(ctx context.Context, g *group) error {
 		}); err != nil {
 			return err
 		}
-		// A Machine without a Node would be handed over.
+		// A Machine without a Node would be handed over instead.
 		if err := r.awaitNodes(ctx, g, len(ids)); err != nil {
 			return err
 		}
@@ -334,7 +337,7 @@ func (r *run) releaseFromTwoSets(ctx context.Context, g *group) error {
 	})
 }
 
-// claimBlocked makes claims on a group whose Machines never come, and takes them back.
+// claimBlocked makes claims on a group whose Machines never come, and releases them.
 func (r *run) claimBlocked(ctx context.Context, g *group) error {
 	id, err := r.calls.create(ctx, g.name)
 	if err != nil || id == "" {
@@ -349,7 +352,7 @@ func (r *run) claimBlocked(ctx context.Context, g *group) error {
 	return wait(ctx, spareGrace+between(time.Second, 3*time.Second))
 }
 
-// loseClaim destroys the MachineClaim of a claim, or its status, as a restore from an old backup does.
+// loseClaim destroys a claim's MachineClaim, or its status, as a restore from an old backup does.
 func (r *run) loseClaim(ctx context.Context, g *group) error {
 	id, err := r.claimBound(ctx, g)
 	if err != nil {
@@ -382,7 +385,8 @@ func (r *run) loseClaim(ctx context.Context, g *group) error {
 	return r.awaitEnd(ctx, id)
 }
 
-// releaseUnknown releases a claim that was never made, and has the call that makes it come late.
+// releaseUnknown releases a claim that was never made, and then makes the delayed call that creates
+// it.
 func (r *run) releaseUnknown(ctx context.Context, g *group) error {
 	late := request(uuid.NewString(), g.name)
 	if err := r.calls.release(ctx, late.GetClaimId(), false); err != nil {
@@ -408,8 +412,8 @@ func (r *run) releaseUnknown(ctx context.Context, g *group) error {
 	return wait(ctx, between(0, 2*time.Second))
 }
 
-// markFloor reports that the Nodes of the user's Machines keep Karpenter's taint, until the agent has marked one of them. If all are marked
-// already, a person takes a mark off first.
+// markFloor reports the Nodes of the user's Machines as carrying Karpenter's taint until the agent
+// has marked one of the Machines. If all are already marked, a user first removes a mark.
 func (r *run) markFloor(ctx context.Context, g *group) error {
 	if err := r.awaitNodes(ctx, g, int(g.own)); err != nil {
 		return err
@@ -442,7 +446,7 @@ func (r *run) markFloor(ctx context.Context, g *group) error {
 	}
 }
 
-// giveBack has a claim's Machine returned to the user, who has one more then, and takes another one back.
+// giveBack returns a claim's Machine to the user, who then has one more and removes another one.
 func (r *run) giveBack(ctx context.Context, g *group) error {
 	id, err := r.claimBound(ctx, g)
 	if err != nil {
@@ -452,7 +456,7 @@ func (r *run) giveBack(ctx context.Context, g *group) error {
 	if err == nil && returns {
 		err = r.witness.Await(ctx, func() bool { return r.phase(id) == agentv1.PhaseEnded })
 	}
-	if err != nil { // whose the Machine is when it is released is not to be known
+	if err != nil { // the owner of the Machine is unknown after its release
 		r.calls.giveUp(id)
 		r.people.share(g.name, 0, 1)
 		return err

@@ -21,62 +21,65 @@ import (
 )
 
 const (
-	// settleWithin is how long after the last fault everything has to be at rest.
+	// settleWithin is the time in which everything must come to rest after the last fault.
 	settleWithin = 120 * time.Second
-	// scenarioWithin bounds one scenario: none hangs for ever. The longest takes [killsWithin], and comes to rest after that.
+	// scenarioWithin bounds one scenario, so that none hangs forever. The longest takes
+	// [killsWithin], and then comes to rest.
 	scenarioWithin = killsWithin + 10*time.Minute
 )
 
-// Options say what to run.
+// Options configures a run.
 type Options struct {
-	// Name of the sandbox.
+	// Name is the name of the sandbox.
 	Name string
-	// Scenarios by name; empty for all.
+	// Scenarios are the names of the scenarios to run. Empty means all.
 	Scenarios []string
-	// Short is the form that fits into a few minutes.
+	// Short selects the form that takes a few minutes.
 	Short bool
-	// Rounds is how often each scenario runs; zero for once.
+	// Rounds is how often each scenario runs. Zero means once.
 	Rounds int
-	// Claims is how many claims and releases there are to be; the scenario with random kills goes on until then.
+	// Claims is the minimum number of claims and of releases. The scenario with random kills
+	// continues until it is reached.
 	Claims int
-	// Agent is the agent's executable; empty for bin/capi-agent.
+	// Agent is the agent's executable. Empty means bin/capi-agent.
 	Agent string
-	// Say is told what happens. REQUIRED.
+	// Say prints progress. REQUIRED.
 	Say func(format string, args ...any)
 }
 
-// Row is what came of one scenario.
+// Row is the result of one scenario.
 type Row struct {
 	Scenario string
 	Runs     int
-	// Kills are those of agents and shims; Faults are other ones: requests that failed, processes that were suspended, things
-	// that people did.
+	// Kills counts the kills of agents and shims. Faults counts other faults: failed requests,
+	// suspended processes, and interference by users.
 	Kills, Faults    int
 	Claims, Releases int
-	// What may not be.
+	// Counts of forbidden outcomes.
 	Leaked, Duplicated, Innocent, Unsettled int
 	Took                                    time.Duration
-	// Notes are further figures.
+	// Notes are additional figures.
 	Notes []string
-	// Violations say what is wrong, and Err why the scenario could not be carried out.
+	// Violations lists what is wrong, and Err is why the scenario could not be carried out.
 	Violations []invariants.Violation
 	Err        error
 }
 
-// Good reports whether nothing is wrong.
+// Good reports whether there are no forbidden outcomes and no error.
 func (r *Row) Good() bool {
 	return r.Err == nil && r.Leaked+r.Duplicated+r.Innocent+r.Unsettled == 0
 }
 
-// scenario is one thing that goes wrong.
+// scenario is one kind of trouble.
 type scenario struct {
 	name string
-	// about says what goes wrong, in a sentence.
+	// about describes the trouble in one sentence.
 	about string
 	run   func(ctx context.Context, r *run) error
-	// short is the scenario's part in the short form; nil for none.
+	// short is the scenario's run in the short form, or nil if it has none.
 	short func(ctx context.Context, r *run) error
-	// losses are the reasons for which claims may end that their holder wants: somebody else took the Machine.
+	// losses are the reasons with which wanted claims may end, because another actor took the
+	// Machine.
 	losses []string
 }
 
@@ -89,12 +92,12 @@ type run struct {
 	short    bool
 }
 
-// say tells something about the scenario.
+// say prints a message about the scenario.
 func (r *run) say(format string, args ...any) {
 	r.options.Say("  "+format, args...)
 }
 
-// phase returns how far the claim is, by the witness.
+// phase returns the claim's phase as last seen by the witness.
 func (r *run) phase(id string) agentv1.Phase {
 	if c := r.witness.Claim(id); c != nil {
 		return c.Phase
@@ -102,7 +105,7 @@ func (r *run) phase(id string) agentv1.Phase {
 	return agentv1.PhasePending
 }
 
-// forgive takes the claims for gone that ended for a reason that the scenario makes.
+// forgive drops the claims that ended for a reason that the scenario causes.
 func (r *run) forgive() {
 	for _, id := range r.calls.wanted() {
 		if c := r.witness.Claim(id); c != nil && c.Phase == agentv1.PhaseEnded && lo.Contains(r.scenario.losses, c.Reason) {
@@ -111,13 +114,14 @@ func (r *run) forgive() {
 	}
 }
 
-// fault counts a fault that is no kill.
+// fault counts a fault that is not a kill.
 func (r *run) fault(format string, args ...any) {
 	r.count.Add(1)
 	r.journal.add("fault: "+format, args...)
 }
 
-// rest ends all faults and waits until everything holds. What does not within the time is what the row says.
+// rest ends all faults and waits until all checks pass. The row records those that do not pass in
+// time.
 func (r *run) rest(ctx context.Context) error {
 	r.points.Disarm()
 	r.plans(nil)
@@ -128,7 +132,7 @@ func (r *run) rest(ctx context.Context) error {
 	r.journal.add("the last fault is over")
 	bounded, cancel := context.WithTimeout(ctx, settleWithin)
 	defer cancel()
-	// Callers that were interrupted say what they have to say.
+	// Interrupted callers complete their releases.
 	for _, id := range r.calls.unreleased() {
 		if err := r.calls.release(bounded, id, false); err != nil {
 			r.row.Unsettled++
@@ -156,7 +160,7 @@ func (r *run) rest(ctx context.Context) error {
 	return nil
 }
 
-// releaseAll releases every claim that is wanted, many at once.
+// releaseAll releases all wanted claims concurrently.
 func (r *run) releaseAll(ctx context.Context) error {
 	var group errgroup.Group
 	group.SetLimit(16)
@@ -178,7 +182,7 @@ func (r *run) releaseOf(ctx context.Context, g *group) error {
 	return ctx.Err()
 }
 
-// settle checks twice: with the claims that are still wanted, and after they were released.
+// settle checks twice: with the wanted claims, and after their release.
 func (r *run) settle(ctx context.Context) error {
 	if err := r.rest(ctx); err != nil {
 		return err
@@ -189,7 +193,7 @@ func (r *run) settle(ctx context.Context) error {
 	return r.rest(ctx)
 }
 
-// with builds groups, does something with them, and takes them down when all has come to rest.
+// with builds groups, runs do, and removes the groups once everything has come to rest.
 func (r *run) with(ctx context.Context, groups []*group, do func() error) error {
 	if err := r.build(ctx, groups...); err != nil {
 		return fmt.Errorf("building node groups: %w", err)
@@ -206,15 +210,15 @@ func (r *run) with(ctx context.Context, groups []*group, do func() error) error 
 	return nil
 }
 
-// killing kills each of the components every now and then, until the returned function is called: mostly some time after it is
-// ready, sometimes while it starts.
+// killing kills each of the components at random intervals until stop is called: mostly some time
+// after it is ready, sometimes while it starts.
 func (r *run) killing(ctx context.Context, least, most time.Duration, components ...string) (stop func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	var working sync.WaitGroup
 	for _, c := range components {
 		working.Go(func() {
 			for wait(ctx, between(least, most)) == nil {
-				_ = r.kill(c) // one that is dead already is fine
+				_ = r.kill(c) // it may already be dead
 				if wait(ctx, 2*restartAfter) != nil {
 					return
 				}
@@ -230,7 +234,7 @@ func (r *run) killing(ctx context.Context, least, most time.Duration, components
 	}
 }
 
-// counts are the totals at one moment.
+// counts are totals at one moment.
 type counts struct {
 	kills, faults, claims, releases, violations, odd, strange, mistold int
 }
@@ -248,7 +252,7 @@ func (s *stage) counts() counts {
 	}
 }
 
-// tally sorts what was violated into the row's columns.
+// tally assigns the violations to the row's columns.
 func (r *Row) tally() {
 	for _, v := range r.Violations {
 		switch v.Rule {
@@ -258,13 +262,13 @@ func (r *Row) tally() {
 			r.Duplicated += v.Count
 		case invariants.NothingTaken, invariants.WantedClaims:
 			r.Innocent += v.Count
-		default: // something is still under way, or the numbers do not agree; counted once for each time that rest was not reached
+		default: // something is still in progress, or the numbers do not agree; counted once each time rest was not reached
 		}
 	}
 }
 
-// Run brings everything up, runs the scenarios and takes everything down. The error says what kept it from running; what the
-// product did wrong is in the report.
+// Run starts everything, runs the scenarios, and stops everything. The error is why it could not
+// run; failures of the product are in the report.
 func Run(ctx context.Context, o Options) (*Report, error) {
 	chosen, err := choose(o)
 	if err != nil {
@@ -304,7 +308,7 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 	return report, context.Cause(ctx)
 }
 
-// choose returns the scenarios that are asked for.
+// choose returns the requested scenarios.
 func choose(o Options) ([]*scenario, error) {
 	all := lo.Filter(scenarios(), func(s *scenario, _ int) bool { return !o.Short || s.short != nil })
 	if len(o.Scenarios) == 0 {
@@ -322,7 +326,7 @@ func choose(o Options) ([]*scenario, error) {
 	return chosen, nil
 }
 
-// play runs one scenario as often as asked for.
+// play runs one scenario as often as requested.
 func (s *stage) play(ctx context.Context, o Options, scenario *scenario) *Row {
 	row := &Row{Scenario: scenario.name}
 	began, before := time.Now(), s.counts()
@@ -372,7 +376,7 @@ func pointsLeft(points []faults.Point) string {
 	return strings.Join(lo.Map(points, func(p faults.Point, _ int) string { return fmt.Sprintf("%s %q", p.When, string(p.Class)) }), ", ")
 }
 
-// List writes the scenarios with what they are about.
+// List writes the scenarios with their descriptions.
 func List(w io.Writer) {
 	for _, s := range scenarios() {
 		_, _ = fmt.Fprintf(w, "%s%s: %s\n", s.name, lo.Ternary(s.short != nil, " (also in the short form)", ""), s.about)

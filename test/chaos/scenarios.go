@@ -27,14 +27,14 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/faults"
 )
 
-// Reasons for which a claim ends that its holder wants.
+// Reasons with which a wanted claim ends.
 const (
 	machineLost = "MachineLost"
 	failed      = "Failed"
 	groupGone   = "NodeGroupGone"
 )
 
-// scenarios are all that there are, in the order of the table.
+// scenarios returns all scenarios, in the order of the table.
 func scenarios() []*scenario {
 	return []*scenario{
 		{
@@ -132,7 +132,7 @@ func scenarios() []*scenario {
 }
 
 const (
-	// loadFor is how long claims come and go in most scenarios.
+	// loadFor is how long the load lasts in most scenarios.
 	loadFor = 60 * time.Second
 	// loadForShort is the same in the short form.
 	loadForShort = 10 * time.Second
@@ -140,7 +140,7 @@ const (
 	apiForShort  = 10 * time.Second
 )
 
-// usual is the load of most scenarios.
+// usual returns the load of most scenarios.
 func usual(groups ...*group) mix {
 	choices := on(groups...)
 	if len(groups) > 1 {
@@ -177,10 +177,10 @@ func randomKills(ctx context.Context, r *run) error {
 	})
 }
 
-// killsWithin bounds the time that is spent on more claims.
+// killsWithin bounds the time spent on reaching the number of claims.
 const killsWithin = 45 * time.Minute
 
-// lacks reports whether there are fewer claims and releases, of all scenarios so far, than asked for.
+// lacks reports whether all scenarios so far have made fewer claims or releases than requested.
 func (r *run) lacks() bool {
 	c := r.counts()
 	return min(c.claims, c.releases) < r.options.Claims
@@ -189,7 +189,7 @@ func (r *run) lacks() bool {
 func twoAgents(ctx context.Context, r *run) error      { return r.active(ctx, loadFor) }
 func twoAgentsShort(ctx context.Context, r *run) error { return r.active(ctx, loadForShort) }
 
-// active runs two agents at once.
+// active runs two agents at the same time.
 func (r *run) active(ctx context.Context, d time.Duration) error {
 	if err := r.useAgents(ctx, agents); err != nil {
 		return err
@@ -205,7 +205,7 @@ func (r *run) active(ctx context.Context, d time.Duration) error {
 	}), r.useAgents(ctx, 1))
 }
 
-// suspended stops components where they are, in the middle of the load.
+// suspended suspends components under load.
 func (r *run) suspended(ctx context.Context, d time.Duration, components ...string) error {
 	a, b := newGroup("stopped-a", 1, 14), newGroup("stopped-b", 0, 8)
 	return r.with(ctx, []*group{a, b}, func() error {
@@ -236,7 +236,7 @@ func (r *run) suspended(ctx context.Context, d time.Duration, components ...stri
 	})
 }
 
-// apiFaults has the agent's requests go wrong.
+// apiFaults injects faults into the agent's requests.
 func (r *run) apiFaults(ctx context.Context, plan func(*faults.Request) faults.Fault, d time.Duration) error {
 	a, b := newGroup("api-a", 1, 20), newGroup("api-b", 0, 12)
 	return r.with(ctx, []*group{a, b}, func() error {
@@ -287,7 +287,7 @@ func losses(q *faults.Request) faults.Fault {
 }
 
 func staleWatches(ctx context.Context, r *run) error {
-	if err := r.useAgents(ctx, agents); err != nil { // what one does is what the other does not see
+	if err := r.useAgents(ctx, agents); err != nil { // changes by one agent are what the other does not see
 		return err
 	}
 	a, b := newGroup("stale-a", 1, 20), newGroup("stale-b", 0, 12)
@@ -311,8 +311,9 @@ func staleWatches(ctx context.Context, r *run) error {
 	}), r.useAgents(ctx, 1))
 }
 
-// eventsUnseen keeps single events from one of two agents at a time, so that the other one sees what has to be done. The one that does not is
-// killed, or lists anew, before it is the other's turn.
+// eventsUnseen hides single events from one of two agents at a time, so that the other one sees
+// what has to be done. The agent with hidden events is killed or lists again before it is the
+// other's turn.
 func eventsUnseen(ctx context.Context, r *run) error {
 	if err := r.useAgents(ctx, agents); err != nil {
 		return err
@@ -372,7 +373,8 @@ func compaction(ctx context.Context, r *run) error {
 	})
 }
 
-// rollout has claims on three MachineSets, and releases them while the template goes back and forth.
+// rollout makes claims on three MachineSets, and releases them while the template changes back and
+// forth.
 func rollout(ctx context.Context, r *run) error {
 	g := newGroup("rollout", 1, 24)
 	g.onDelete = true
@@ -417,8 +419,8 @@ func rollout(ctx context.Context, r *run) error {
 	})
 }
 
-// flipWhenQuiet changes the template of a group in a moment in which no Machines are being made, and returns whether there was
-// one soon.
+// flipWhenQuiet changes the template of a group at a moment when no Machines are being made, and
+// reports whether there was such a moment soon enough.
 func (r *run) flipWhenQuiet(ctx context.Context, g *group, template string) (bool, error) {
 	for range 40 {
 		if done, err := r.flip(ctx, g, template); done || err != nil {
@@ -431,10 +433,11 @@ func (r *run) flipWhenQuiet(ctx context.Context, g *group, template string) (boo
 	return false, nil
 }
 
-// flip changes the template of a group, unless Machines are being made. Cluster API itself deletes what an old MachineSet has
-// made when the template changes in between, and whose doing a deletion is could not be told.
+// flip changes the template of a group, unless Machines are being made. If the template changes
+// meanwhile, Cluster API itself deletes what an old MachineSet has made, and the cause of a
+// deletion could not be determined.
 func (r *run) flip(ctx context.Context, g *group, template string) (bool, error) {
-	// Before the MachineSets, which are written before what is observed.
+	// Read before the MachineSets, which are written before the observed state.
 	var md clusterv1.MachineDeployment
 	if err := r.Hub.Get(ctx, g.key(), &md); err != nil {
 		return false, err
@@ -452,7 +455,7 @@ func (r *run) flip(ctx context.Context, g *group, template string) (bool, error)
 		return false, nil
 	}
 	patch, err := json.Marshal([]operation{
-		// No replicas are raised without a change of the ledger. An absent one is null.
+		// Replicas are only raised together with a change of the ledger. An absent ledger is null.
 		test("/metadata/annotations/"+strings.ReplaceAll(agentv1.LedgerAnnotation, "/", "~1"), lo.Ternary[any](text == "", nil, text)),
 		replace("/spec/template/spec/infrastructureRef/name", template),
 	})
@@ -469,7 +472,7 @@ func (r *run) flip(ctx context.Context, g *group, template string) (bool, error)
 	return true, nil
 }
 
-// healthChecks has Cluster API's own controller of MachineHealthChecks replace Machines.
+// healthChecks makes Cluster API's own controller of MachineHealthChecks replace Machines.
 func healthChecks(ctx context.Context, r *run) error {
 	g := newGroup("health", 2, 14)
 	check := &clusterv1.MachineHealthCheck{
@@ -515,19 +518,20 @@ func healthChecks(ctx context.Context, r *run) error {
 		if after == before {
 			return errors.New("the MachineHealthCheck has remediated nothing, so nothing was shown")
 		}
-		// Its last remediations are under way, and are no longer the scenario's to wait for.
+		// Its last remediations are in progress, and the scenario need not wait for them.
 		return client.IgnoreNotFound(r.Hub.Delete(ctx, check))
 	})
 }
 
-// remediations counts the Machines that MachineHealthChecks have marked for remediation so far.
+// remediations returns the number of Machines that MachineHealthChecks have marked for remediation
+// so far.
 func (r *run) remediations(ctx context.Context) (int, error) {
 	var told corev1.EventList
 	err := r.Hub.List(ctx, &told, client.InNamespace(sandbox.ClusterNamespace), client.MatchingFields{"reason": "MachineMarkedUnhealthy"})
 	return len(told.Items), err
 }
 
-// hurt makes one Machine unhealthy, by its Node: not ready, or gone.
+// hurt makes one Machine unhealthy through its Node: not ready, or gone.
 func (r *run) hurt(ctx context.Context, g *group) (bool, error) {
 	machines, err := r.machines(ctx, g)
 	if err != nil {
@@ -541,7 +545,7 @@ func (r *run) hurt(ctx context.Context, g *group) (bool, error) {
 	}
 	m := lo.Sample(healthy)
 	r.fault("Node %s of Machine %s is unhealthy", m.Status.NodeRef.Name, m.Name)
-	// Cluster API deletes it, as its user asked for with the MachineHealthCheck.
+	// Cluster API deletes it, as the user requested with the MachineHealthCheck.
 	r.people.update(func() { r.people.deleted[m.UID] = true })
 	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: m.Status.NodeRef.Name}}
 	if rand.IntN(4) == 0 {
@@ -551,7 +555,7 @@ func (r *run) hurt(ctx context.Context, g *group) (bool, error) {
 	return true, client.IgnoreNotFound(r.Spoke.Status().Patch(ctx, node, client.RawPatch(types.StrategicMergePatchType, patch)))
 }
 
-// humanScales has a person change replicas.
+// humanScales runs a scenario in which a user changes replicas.
 func humanScales(ctx context.Context, r *run) error {
 	a, b := newGroup("human-a", 2, 14), newGroup("human-b", 0, 10)
 	return r.with(ctx, []*group{a, b}, func() error {
@@ -566,7 +570,7 @@ func humanScales(ctx context.Context, r *run) error {
 			}
 			g := lo.Sample([]*group{a, b})
 			by := int32(rand.IntN(3) + 1)
-			// Nobody takes back more than is his: that would be a claim's.
+			// A user does not remove more than the user's own: that would be a claim's machine.
 			if given[g.name] >= by && (rand.IntN(2) == 0 || given[g.name] > 3) {
 				by = -by
 			}
@@ -583,13 +587,15 @@ func humanScales(ctx context.Context, r *run) error {
 	})
 }
 
-// ledgerWiped leaves room in the groups: a Machine that joined before a claim had it becomes the user's with each ledger that is made again, and
-// at the max size the claims that wait fail with their deadline, as docs/claims.md says.
+// ledgerWiped leaves room in the groups. Each time the ledger is rebuilt, a Machine that joined
+// before a claim had it becomes the user's. At the max size, waiting claims would then fail with
+// their deadline, as described in docs/claims.md.
 func ledgerWiped(ctx context.Context, r *run) error { return r.ledgers(ctx, 60, (*run).wipe) }
 
 func ledgerEdited(ctx context.Context, r *run) error { return r.ledgers(ctx, 20, (*run).editLedger) }
 
-// ledgers has a person do something to the ledgers, now and then, and in the end set replicas to what is the user's.
+// ledgers lets a user tamper with the ledgers at intervals, and finally set replicas to the number
+// that is the user's.
 func (r *run) ledgers(ctx context.Context, most int32, do func(*run, context.Context, *group) error) error {
 	a, b := newGroup("ledger-a", 2, most), newGroup("ledger-b", 1, most)
 	return r.with(ctx, []*group{a, b}, func() error {
@@ -609,7 +615,8 @@ func (r *run) ledgers(ctx context.Context, most int32, do func(*run, context.Con
 		if err := r.settle(ctx); err != nil {
 			return err
 		}
-		// What the ledger's loss made the user's, the user gives back; then the numbers are exact again.
+		// The user removes what the loss of the ledger assigned to the user. After that the numbers
+		// are exact again.
 		for _, g := range []*group{a, b} {
 			if err := r.takeBack(ctx, g); err != nil {
 				return err
@@ -619,7 +626,7 @@ func (r *run) ledgers(ctx context.Context, most int32, do func(*run, context.Con
 	})
 }
 
-// takeBack sets replicas of a group without claims to what is the user's.
+// takeBack sets the replicas of a group without claims to the number that is the user's.
 func (r *run) takeBack(ctx context.Context, g *group) error {
 	return r.rewrite(ctx, g, func(md *clusterv1.MachineDeployment) edit {
 		replicas := ptr.Deref(md.Spec.Replicas, 0)
@@ -636,7 +643,7 @@ func (r *run) takeBack(ctx context.Context, g *group) error {
 	})
 }
 
-// editLedger changes the ledger as somebody does who thinks to know better.
+// editLedger changes the ledger like a user who edits it by hand.
 func (r *run) editLedger(ctx context.Context, g *group) error {
 	path := "/metadata/annotations/" + strings.ReplaceAll(agentv1.LedgerAnnotation, "/", "~1")
 	kind := rand.IntN(5)
@@ -649,9 +656,9 @@ func (r *run) editLedger(ctx context.Context, g *group) error {
 		}
 		var own, unclear int32
 		switch kind {
-		case 0: // no ledger any more; what an earlier edit made it forget is not known either
+		case 0: // no ledger any more; what an earlier edit removed is unknown as well
 			l, unclear = nil, inFlight(text)+r.forgotten(ctx, g, text)
-		case 1: // claims that wait are forgotten
+		case 1: // waiting claims are forgotten
 			delete(l, "pending")
 		case 2: // releases are forgotten
 			delete(l, "releasing")
@@ -684,12 +691,12 @@ func (r *run) editLedger(ctx context.Context, g *group) error {
 	})
 }
 
-// forgotten is how many Machines of the group are being deleted of which a ledger knows nothing. Whether their replicas were given
-// back is then not to be known.
+// forgotten returns the number of Machines of the group that are being deleted and are not in the
+// ledger. Whether their replicas were decremented is then unknown.
 func (r *run) forgotten(ctx context.Context, g *group, ledger string) int32 {
 	machines, err := r.machines(ctx, g)
 	if err != nil {
-		return 0 // the edit fails as well
+		return 0 // the edit then fails as well
 	}
 	return int32(lo.CountBy(machines, func(m clusterv1.Machine) bool {
 		return !m.DeletionTimestamp.IsZero() && !strings.Contains(ledger, string(m.UID))
@@ -709,7 +716,7 @@ func invent(l map[string]any, m *clusterv1.Machine) {
 	l["releasing"] = releasing
 }
 
-// claimed returns a Machine of the group that a wanted claim has, nil when there is none.
+// claimed returns a Machine of the group that a wanted claim has, or nil.
 func (r *run) claimed(g *group) *clusterv1.Machine {
 	ctx, cancel := context.WithTimeout(context.Background(), attemptWithin)
 	defer cancel()
@@ -724,12 +731,14 @@ func (r *run) claimed(g *group) *clusterv1.Machine {
 	return nil
 }
 
-// triesAtMost is how many claims that allow a failing group and a good one a caller may need until it has a Machine of the good one. On a slow
-// machine the cool-down may be over before it asks again.
+// triesAtMost is the maximum number of claims, each allowing a failing and a good group, that a
+// caller may need until it has a Machine of the good one. On a slow machine the cool-down may be
+// over before the caller retries.
 const triesAtMost = 3
 
-// noCapacity has five callers ask for a machine of either of two groups; the first has none. A claim that fails is made
-// again, under another id, as Karpenter makes another NodeClaim.
+// noCapacity lets five callers claim a machine of either of two groups, the first of which has no
+// capacity. A claim that fails is made again under another id, as Karpenter creates another
+// NodeClaim.
 func noCapacity(ctx context.Context, r *run) error {
 	bad, good := newGroup("capacity-bad", 0, 10), newGroup("capacity-good", 0, 20)
 	bad.failure = &simv1.MachineFailure{Reason: "InsufficientCapacity", Message: "the zone has none left"}
@@ -762,7 +771,7 @@ func noCapacity(ctx context.Context, r *run) error {
 			if err := r.releaseAll(ctx); err != nil {
 				return err
 			}
-			if err := wait(ctx, coolDown+time.Second); err != nil { // so that the next round begins with the bad one again
+			if err := wait(ctx, coolDown+time.Second); err != nil { // so that the next round begins with the bad group again
 				return err
 			}
 		}
@@ -770,7 +779,8 @@ func noCapacity(ctx context.Context, r *run) error {
 	})
 }
 
-// joins waits until the claim has a Machine with a provider ID; false when it ended.
+// joins waits until the claim has a Machine with a provider ID. It returns false if the claim
+// ended.
 func (r *run) joins(ctx context.Context, id string) bool {
 	for ctx.Err() == nil {
 		if r.phase(id) == agentv1.PhaseEnded || r.phase(id) == agentv1.PhaseReleasing {
@@ -785,7 +795,8 @@ func (r *run) joins(ctx context.Context, id string) bool {
 	return false
 }
 
-// blockedGroups has claims on a group that Cluster API makes no Machines of, and takes them back.
+// blockedGroups makes claims on a group whose Machines Cluster API does not make, and releases
+// them.
 func blockedGroups(ctx context.Context, r *run) error {
 	bad, good := newGroup("blocked-bad", 0, 10), newGroup("blocked-good", 1, 10)
 	bad.version = blockedVersion
@@ -823,10 +834,10 @@ func groupsDeleted(ctx context.Context, r *run) error {
 	})
 }
 
-// deleteBusy makes a node group, lets claims come and go there, and deletes it while they do.
+// deleteBusy creates a node group, lets claims come and go there, and deletes it meanwhile.
 func (r *run) deleteBusy(ctx context.Context, name string, other *group, several bool) error {
 	g := newGroup(name, 2, 14)
-	g.onDelete = several // with Machines of several MachineSets then
+	g.onDelete = several // then it has Machines of several MachineSets
 	if err := r.build(ctx, g); err != nil {
 		return fmt.Errorf("building a node group: %w", err)
 	}
@@ -852,7 +863,8 @@ func (r *run) deleteBusy(ctx context.Context, name string, other *group, several
 	if err := r.raze(ctx, g); err != nil {
 		return fmt.Errorf("deleting a node group: %w", err)
 	}
-	// Cluster API leaves the Nodes of Machines that it began to delete before they joined. In a cloud its controller removes them.
+	// Cluster API leaves the Nodes of Machines that it began to delete before they joined. In a
+	// cloud, the cloud controller manager removes them.
 	var nodes corev1.NodeList
 	if err := r.Spoke.List(ctx, &nodes); err != nil {
 		return err

@@ -19,18 +19,19 @@ import (
 const (
 	startWithin   = 5 * time.Minute
 	restartWithin = time.Minute
-	// agents that a stage has. Only the first runs in most scenarios.
+	// agents is the number of agents of a stage. In most scenarios only the first runs.
 	agents = 2
 
 	spareGrace = 3 * time.Second
 	coolDown   = 5 * time.Second
-	// retention of tombstones is longer than any caller here repeats a call that makes a claim.
+	// retention is how long tombstones are kept, which exceeds the time for which any caller here
+	// retries a call that makes a claim.
 	retention = 45 * time.Second
-	// restartAfter makes a killed agent's successor come at once.
+	// restartAfter is short, so that a killed agent's successor starts at once.
 	restartAfter = 50 * time.Millisecond
 )
 
-// stage is a sandbox whose agents reach the hub through proxies, and all who act on it.
+// stage is a sandbox whose agents reach the hub through proxies, with everyone who acts on it.
 type stage struct {
 	*world.World
 	calls   *callers
@@ -43,7 +44,7 @@ type stage struct {
 	journal *journal
 	memory  *faults.Memory
 
-	// serving is how many agents are to run.
+	// serving is the number of agents that should run.
 	serving int
 
 	plan  atomic.Pointer[func(agent string, r *faults.Request) faults.Fault]
@@ -51,12 +52,12 @@ type stage struct {
 	count atomic.Int64 // faults other than kills
 
 	mu      sync.Mutex
-	groups  []*group         // those that there are
+	groups  []*group         // the existing ones
 	box     *sandbox.Sandbox // nil before it runs
-	strange []string         // writes of no known class
+	strange []string         // writes of unknown class
 }
 
-// newStage brings everything up, with the first agent running.
+// newStage starts everything, with the first agent running.
 func newStage(ctx context.Context, o Options) (*stage, error) {
 	calls := newCallers()
 	s := &stage{
@@ -154,7 +155,7 @@ func (s *stage) dress(ctx context.Context) error {
 		return err
 	}
 	s.Checker.Expected = s.people.expected
-	// Nothing runs on the machines but in the scenario with Karpenter.
+	// Only the scenarios with Karpenter run something on the machines.
 	for _, component := range karpenter {
 		if err := s.Sandbox.StopComponent(component); err != nil {
 			return err
@@ -163,7 +164,7 @@ func (s *stage) dress(ctx context.Context) error {
 	return s.useAgents(ctx, 1)
 }
 
-// karpenter are the components that only Karpenter needs.
+// karpenter lists the components that only Karpenter needs.
 var karpenter = []string{
 	sandbox.Shim, sandbox.SpokeScheduler, sandbox.SpokeKwok, sandbox.SpokeControllerManager,
 }
@@ -189,7 +190,7 @@ func (s *stage) useAgents(ctx context.Context, n int) error {
 	return nil
 }
 
-// kill ends a component as kill -9 does.
+// kill kills a component as kill -9 does.
 func (s *stage) kill(component string) error {
 	s.mu.Lock()
 	box := s.box
@@ -205,19 +206,19 @@ func (s *stage) kill(component string) error {
 	return nil
 }
 
-// awaitSuccessor returns when an agent that was killed just now is ready again, or after a while.
+// awaitSuccessor returns once an agent that was just killed is ready again, or after a timeout.
 func (s *stage) awaitSuccessor(agent string) {
 	s.mu.Lock()
 	box := s.box
 	s.mu.Unlock()
 	ctx, cancel := context.WithTimeout(context.Background(), restartWithin/2)
 	defer cancel()
-	_ = wait(ctx, 2*restartAfter) // until it is known to be dead
+	_ = wait(ctx, 2*restartAfter) // until its death has been noticed
 	_ = box.WaitReady(ctx, agent)
 	_ = wait(ctx, between(0, time.Second))
 }
 
-// see notes a write before it is sent on.
+// see records a write before it is sent on.
 func (s *stage) see(agent string, r *faults.Request) {
 	if r.Class == faults.Ignored {
 		return
@@ -230,7 +231,7 @@ func (s *stage) see(agent string, r *faults.Request) {
 	s.journal.add("%s: %s %s %s %.1500s", agent, r.Class, r.Resource, r.Name, r.Body)
 }
 
-// plans sets what happens to the agents' requests, besides fail points; nil for nothing.
+// plans sets the faults of the agents' requests, in addition to fail points. Nil means none.
 func (s *stage) plans(plan func(agent string, r *faults.Request) faults.Fault) {
 	if plan == nil {
 		s.plan.Store(nil)
@@ -253,7 +254,7 @@ func (s *stage) closeProxies() {
 	}
 }
 
-// stop takes everything down. Logs stay.
+// stop stops everything. The logs are kept.
 func (s *stage) stop() {
 	if s.watched != nil {
 		s.watched.stop()
@@ -269,7 +270,7 @@ func (s *stage) stop() {
 	s.journal.close()
 }
 
-// journal is a file with a line for each write and each fault. The zero value forgets them.
+// journal is a file with a line for each write and each fault. The zero value discards them.
 type journal struct {
 	mu   sync.Mutex
 	file *os.File

@@ -23,18 +23,20 @@ import (
 )
 
 const (
-	// switched is how many Nodes with a pod each of the two node groups has.
+	// switched is the number of Nodes with a pod in each of the two node groups.
 	switched = 25
-	// unfinished is how many NodeClaims the other provider is launching when it is stopped, and how many it is terminating.
+	// unfinished is the number of NodeClaims that the other provider is launching when it is
+	// stopped, and of those that it is terminating.
 	unfinished = 3
-	// hubAway is how long the hub's API server answers nobody in the middle of the switch.
+	// hubAway is how long the hub's API server is suspended in the middle of the switch.
 	hubAway = 12 * time.Second
 	// switchFor is how long agents and shim are killed, from the first start of the shim.
 	switchFor = 45 * time.Second
 )
 
-// liveSwitch has agents and shim take over what karpenter-provider-cluster-api leaves when it is stopped in the middle of its work. All of them are
-// killed meanwhile, and the hub is away for a while.
+// liveSwitch lets agents and shim take over what karpenter-provider-cluster-api leaves when it is
+// stopped in the middle of its work. Meanwhile all of them are killed, and the hub is unreachable
+// for a while.
 func liveSwitch(ctx context.Context, r *run) error {
 	return r.withKarpenter(ctx, func() error {
 		if err := r.useAgents(ctx, agents); err != nil {
@@ -77,7 +79,7 @@ func (r *run) switchOver(ctx context.Context) error {
 		r.row.Innocent += len(incidents)
 		return fmt.Errorf("%d things happened to what ran in the spoke, such as: %s", len(incidents), incidents[0])
 	}
-	// Two Nodes are empty, and go when the user allows it.
+	// Two Nodes are empty, and are removed once the user allows it.
 	if err := peer.AllowDisruption(ctx, r.World); err != nil {
 		return err
 	}
@@ -90,22 +92,24 @@ func (r *run) switchOver(ctx context.Context) error {
 	return r.razeFleet(ctx, fleet)
 }
 
-// leavings are what the other provider has left.
+// leavings are what the other provider has left behind.
 type leavings struct {
-	// machines are those of the NodeClaims, by name, with the NodeClaims' names and UIDs.
+	// machines are the Machines of the NodeClaims, by name, with the NodeClaims' names and UIDs.
 	machines map[string]types.NamespacedName
-	// second is a NodeClaim on the Machine of another one.
+	// second is a NodeClaim on the Machine of another NodeClaim.
 	second *karpenterv1.NodeClaim
-	// going are the names of the NodeClaims that it was terminating, of their Nodes, and of the second once this scenario deletes it.
+	// going are the names of the NodeClaims that it was terminating and of their Nodes, and of
+	// second once the scenario deletes it.
 	going []string
 }
 
-// mayGo reports whether an incident is about something that was going already.
+// mayGo reports whether an incident concerns something that was already being removed.
 func (l *leavings) mayGo(incident string) bool {
 	return lo.SomeBy(l.going, func(name string) bool { return strings.Contains(incident, " "+name+" ") })
 }
 
-// leave stops agents and shim, and makes of what they did what the other provider would have left in the middle of scaling up and down.
+// leave stops agents and shim, and changes their state into what the other provider would have left
+// in the middle of scaling up and down.
 func (r *run) leave(ctx context.Context) (*leavings, error) {
 	before, err := invariants.Read(ctx, r.Hub, r.Spoke, world.Cluster)
 	if err != nil {
@@ -155,7 +159,7 @@ func (r *run) leave(ctx context.Context) (*leavings, error) {
 			return nil, err
 		}
 	}
-	if _, err := peer.AnotherMachine(ctx, r.World, "east"); err != nil { // forgotten, and so the user's from now on
+	if _, err := peer.AnotherMachine(ctx, r.World, "east"); err != nil { // forgotten, and therefore the user's from now on
 		return nil, err
 	}
 	r.people.share("east", 1, 0)
@@ -180,10 +184,10 @@ func (r *run) leave(ctx context.Context) (*leavings, error) {
 	})
 }
 
-// podsThen is how many pods there are from the switch on.
+// podsThen is the number of pods from the switch on.
 const podsThen = 2*switched + unfinished
 
-// takeOver starts agents and shim and waits until each NodeClaim has the Machine that it had.
+// takeOver starts agents and shim and waits until each NodeClaim has its previous Machine.
 func (r *run) takeOver(ctx context.Context, l *leavings, watching *bystander.Bystander) error {
 	waiting, cancel := context.WithTimeout(ctx, settleWithin)
 	defer cancel()
@@ -218,7 +222,7 @@ func (r *run) takeOver(ctx context.Context, l *leavings, watching *bystander.Bys
 		return fmt.Errorf("the second NodeClaim on a Machine was not left alone: %s", what)
 	}
 	l.going = append(l.going, l.second.Name) // from now on
-	// As the event on it says.
+	// This follows the instructions in the event.
 	ofItsOwn := fmt.Appendf(nil, `{"status":{"providerID":"capi-claim://%s/%s/%s"}}`, sandbox.ClusterNamespace, sandbox.ClusterName, l.second.UID)
 	if err := r.Spoke.Status().Patch(ctx, l.second, client.RawPatch(types.MergePatchType, ofItsOwn)); err != nil {
 		return err
@@ -249,7 +253,8 @@ func (r *run) outage(ctx context.Context) error {
 	return err
 }
 
-// missing says which NodeClaim does not have its own Machine yet, "" when each has, and those that were going have gone.
+// missing returns which NodeClaim does not have its own Machine yet. It returns "" once each has,
+// and those being removed are gone.
 func (r *run) missing(ctx context.Context, l *leavings) (string, error) {
 	state, err := invariants.Read(ctx, r.Hub, r.Spoke, world.Cluster)
 	if err != nil {

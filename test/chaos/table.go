@@ -14,18 +14,20 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/faults"
 )
 
-// Report is what came of all scenarios.
+// Report is the result of all scenarios.
 type Report struct {
 	Rows []*Row
 	Took time.Duration
-	// Logs is the folder of the components' logs; journal.log there has a line for each write and each fault.
+	// Logs is the folder of the components' logs. Its journal.log has a line for each write and
+	// each fault.
 	Logs string
-	// Calls is how many calls the callers made, on how many Claims: what each was told is part of one history, which a row's Err says
-	// where it cannot be.
+	// Calls is the number of calls that the callers made, on Claims claims. All their answers form
+	// one history; a row's Err reports where they contradict each other.
 	Calls, Claims int
-	// Streams is what watchers of all agents were told.
+	// Streams summarises what watchers of all agents received.
 	Streams streams.Figures
-	// Strange are writes of no known class, answers that no agent may give, and what watchers may not be told.
+	// Strange lists writes of unknown class, answers that no agent may give, and events that
+	// watchers must not receive.
 	Strange []string
 
 	points *faults.Points
@@ -33,10 +35,10 @@ type Report struct {
 	full   bool
 }
 
-// Hits is how often an agent was killed at the fail point.
+// Hits returns how often an agent was killed at the fail point.
 func (r *Report) Hits(p faults.Point) int { return r.points.Hits(p) }
 
-// Missed are the fail points that were to be hit and were not.
+// Missed returns the required fail points that were not hit.
 func (r *Report) Missed() []faults.Point {
 	if !r.full {
 		return nil
@@ -44,7 +46,7 @@ func (r *Report) Missed() []faults.Point {
 	return lo.Filter(r.Points(), func(p faults.Point, _ int) bool { return r.points.Hits(p) == 0 })
 }
 
-// Points are the fail points that have to be hit.
+// Points returns the required fail points.
 func (r *Report) Points() []faults.Point {
 	if r.short {
 		return CorePoints()
@@ -57,7 +59,7 @@ func (r *Report) Good() bool {
 	return lo.EveryBy(r.Rows, (*Row).Good) && len(r.Strange) == 0 && len(r.Missed()) == 0
 }
 
-// Total is the sum of all rows.
+// Total returns the sum of all rows.
 func (r *Report) Total() *Row {
 	sum := &Row{Scenario: "all", Took: r.Took}
 	for _, row := range r.Rows {

@@ -15,20 +15,20 @@ import (
 )
 
 const (
-	// tellWithin is how long an agent may take to tell its watchers what it has listed: longer than its watches stall, and than it waits
-	// before it opens one again that the hub refused.
+	// tellWithin is how long an agent may take to send its watchers what it lists. It exceeds the
+	// stall of its own watches, and its wait before it reopens one that the hub refused.
 	tellWithin = 90 * time.Second
 	// compareEvery is how often each watcher compares its stream with a list.
 	compareEvery = 5 * time.Second
 )
 
-// watchers watch all agents, and judge what they are told.
+// watchers watch all agents, and check the events that they receive.
 type watchers struct {
 	byAgent map[string][]streams.Watcher
 	stop    func()
 }
 
-// watchAgents begins to watch all agents, those included that do not run yet.
+// watchAgents starts to watch all agents, including those that do not run yet.
 func watchAgents(ctx context.Context, clients map[string]*client.Client) *watchers {
 	ctx, cancel := context.WithCancel(ctx)
 	var following sync.WaitGroup
@@ -46,7 +46,7 @@ func watchAgents(ctx context.Context, clients map[string]*client.Client) *watche
 	return w
 }
 
-// excuse allows a claim's state to go back, as it was lost.
+// excuse allows a claim's state to regress, because it was lost.
 func (w *watchers) excuse(claim string) {
 	for _, watchers := range w.byAgent {
 		for _, watcher := range watchers {
@@ -55,7 +55,7 @@ func (w *watchers) excuse(claim string) {
 	}
 }
 
-// settled waits until the first n agents have told all their watchers what they list.
+// settled waits until the first n agents have sent all their watchers what they list.
 func (w *watchers) settled(ctx context.Context, n int) error {
 	var all errgroup.Group
 	for i := range n {
@@ -69,7 +69,7 @@ func (w *watchers) settled(ctx context.Context, n int) error {
 	return nil
 }
 
-// check returns what the watchers were told, and what was wrong with it.
+// check returns a summary of what the watchers received, and what was wrong with it.
 func (w *watchers) check() (streams.Figures, []string) {
 	var sum streams.Figures
 	var wrong []string

@@ -32,17 +32,17 @@ import (
 	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// What the policies refuse, and whom. Writes are dry runs, which admission sees all the same.
+// What the policies refuse, and to whom. Writes are dry runs, which also pass admission.
 
 const (
 	onlyTheAgent = "only the agent changes it"
 	tooFew       = "machines of this node group are claimed"
 )
 
-// versions are those in which Cluster API serves its kinds.
+// versions are the versions in which Cluster API serves its kinds.
 var versions = []string{"v1beta1", clusterv1.GroupVersion.Version}
 
-// Replicas are judged by the numbers alone, whatever the request's version and form.
+// Only the numbers of replicas matter, not the request's version or form.
 func TestReplicasAreNotLoweredBelowWhatIsClaimed(t *testing.T) {
 	h := theHub(t)
 	r := release{"capi-agent", "versions-system"}
@@ -193,7 +193,7 @@ func TestTheAgentIsConfinedInEveryVersion(t *testing.T) {
 	}
 }
 
-// Each does what it does in a hub, and none of it is refused but the removal of claimed machines.
+// Each does its usual work in a hub, and only the removal of claimed machines is refused.
 func TestOthersGoOnWithTheirWork(t *testing.T) {
 	h := theHub(t)
 	r := release{"capi-agent", "others-system"}
@@ -287,7 +287,8 @@ func deletes(c client.Client) func(context.Context, *unstructured.Unstructured) 
 	}
 }
 
-// again is what clusterctl does with an object that is there already: it replaces it by the source's.
+// again does what clusterctl does with an object that already exists: it replaces it with the
+// source's.
 func again(c client.Client, change func(*unstructured.Unstructured)) func(context.Context, *unstructured.Unstructured) error {
 	return func(ctx context.Context, md *unstructured.Unstructured) error {
 		if err := c.Get(ctx, client.ObjectKeyFromObject(md), md); err != nil {
@@ -300,7 +301,8 @@ func again(c client.Client, change func(*unstructured.Unstructured)) func(contex
 	}
 }
 
-// The deletion of a namespace and of its Cluster removes node groups whatever is claimed: nothing refuses a DELETE, nor what follows.
+// The deletion of a namespace and of its Cluster removes node groups regardless of claims: no
+// policy refuses a DELETE, nor its consequences.
 func TestAGroupThatIsDeletedGoes(t *testing.T) {
 	h := theHub(t)
 	g := NewWithT(t)
@@ -320,7 +322,7 @@ func TestAGroupThatIsDeletedGoes(t *testing.T) {
 	g.Expect(apierrors.IsNotFound(h.admin.Get(t.Context(), client.ObjectKeyFromObject(md), md))).To(BeTrue())
 }
 
-// What a release makes outside its namespace has a name that no other release's has.
+// What a release creates outside its namespace has a name that no other release uses.
 func TestReleasesShareNoNames(t *testing.T) {
 	g := NewWithT(t)
 	owner := map[string]release{}
@@ -367,20 +369,21 @@ func valuesFile(t *testing.T, name string) string {
 	return filepath.Join(chartPath(t, charts[0]), "ci", name+"-values.yaml")
 }
 
-// Two agents of one name serve two teams. Neither's policies are about the other's node groups, and neither's removal is the other's.
+// Two agents with the same name serve two teams. The policies of one do not apply to the node
+// groups of the other, and are not removed with the other.
 func TestReleasesShareAHub(t *testing.T) {
 	h := theHub(t)
 	one, two := release{"capi-agent", "one-system"}, release{"capi-agent", "two-system"}
 	h.namespaces(t, "one", "two", "both")
 	h.install(t, one, chartPath(t, charts[0]), confined("one")...)
-	// The second serves Clusters of the first's namespace.
+	// The second serves Clusters in the first's namespace.
 	h.install(t, two, chartPath(t, charts[0]), without("--set", "namespaces={two},clusters={one/staging}")...)
 	for _, namespace := range []string{"one", "two"} {
 		h.group(t, namespace, "group", 3, "2")
 	}
 	h.awaitPolicies(t, one, "one")
 	h.awaitPolicies(t, two, "two")
-	// RBAC is asked as well; the policies by themselves, with RBAC out of the way.
+	// RBAC also applies. These clients are unrestricted by RBAC, to test the policies alone.
 	agents := map[release]client.Client{one: h.as(t, one.user(), unrestricted), two: h.as(t, two.user(), unrestricted)}
 	lower := client.RawPatch(types.MergePatchType,
 		fmt.Appendf(nil, `{"metadata":{"annotations":{%q:"0"}},"spec":{"replicas":0}}`, agentv1.ClaimedAnnotation))
@@ -408,7 +411,7 @@ func TestReleasesShareAHub(t *testing.T) {
 	})
 }
 
-// Where two releases serve the same node groups, neither agent may write, unless each names the other.
+// If two releases serve the same node groups, neither agent may write unless each names the other.
 func TestReleasesThatServeTheSameExemptEachOther(t *testing.T) {
 	h := theHub(t)
 	one, two := release{"capi-agent", "left-system"}, release{"capi-agent", "right-system"}
@@ -416,7 +419,7 @@ func TestReleasesThatServeTheSameExemptEachOther(t *testing.T) {
 	h.install(t, one, chartPath(t, charts[0]), confined("same")...)
 	h.install(t, two, chartPath(t, charts[0]), confined("same")...)
 	h.group(t, "same", "group", 3, "2")
-	// Each agent is exempt from its own release's, so that what refuses it is the other's.
+	// Each agent is exempt from its own release's policies, so a refusal comes from the other's.
 	for r, other := range map[release]release{one: two, two: one} {
 		h.awaitGuard(t, h.as(t, other.user(), unrestricted), "node-groups."+r.hubName(), "scale."+r.hubName(), "same")
 	}
@@ -436,7 +439,8 @@ func TestReleasesThatServeTheSameExemptEachOther(t *testing.T) {
 	refuses(NewWithT(t), h.tool(t).Patch(t.Context(), inVersion("v1beta2", "same", "group"), patch, client.DryRunAll), onlyTheAgent)
 }
 
-// An upgrade gives the policies other names. At no moment is there none, and at none is an agent refused, old or new.
+// An upgrade renames the policies. At every moment there are policies, and neither the old nor the
+// new agent is ever refused.
 func TestAnUpgradeLeavesNoGap(t *testing.T) {
 	h := theHub(t)
 	g := NewWithT(t)
@@ -487,8 +491,9 @@ func TestAnUpgradeLeavesNoGap(t *testing.T) {
 	})
 }
 
-// A scale is judged by what the API server has seen of MachineDeployments, and that may be a moment old: the number of before is none to
-// go by. Callers scale to what was claimed until just now, while the agent raises it.
+// A scale is judged by the API server's view of MachineDeployments, which may be slightly stale. A
+// stale number must not be used. Callers scale to what was claimed until just now, while the agent
+// raises it.
 func TestAScaleIsNotJudgedByTheNumberOfBefore(t *testing.T) {
 	h := theHub(t)
 	r := release{"capi-agent", "late-system"}
@@ -506,7 +511,7 @@ func TestAScaleIsNotJudgedByTheNumberOfBefore(t *testing.T) {
 		callers.Go(func() error {
 			for ctx.Err() == nil {
 				to := &autoscalingv1.Scale{Spec: autoscalingv1.ScaleSpec{Replicas: claimed.Load() - 1}}
-				_ = tool.SubResource("scale").Update(ctx, inVersion("v1beta2", "late", "group"), client.WithSubResourceBody(to)) // what came of it is seen below
+				_ = tool.SubResource("scale").Update(ctx, inVersion("v1beta2", "late", "group"), client.WithSubResourceBody(to)) // checked below
 			}
 			return nil
 		})
@@ -521,7 +526,7 @@ func TestAScaleIsNotJudgedByTheNumberOfBefore(t *testing.T) {
 	}
 	cancel()
 	g.Expect(callers.Wait()).To(Succeed())
-	// What is seen is enough to scale down to what is claimed.
+	// The API server's view is sufficient to scale down to what is claimed.
 	g.Expect(h.admin.Patch(t.Context(), md, client.RawPatch(types.MergePatchType, []byte(`{"spec":{"replicas":400}}`)))).To(Succeed())
 	eventually(t, func(g Gomega) {
 		to := &autoscalingv1.Scale{Spec: autoscalingv1.ScaleSpec{Replicas: most}}
@@ -529,7 +534,8 @@ func TestAScaleIsNotJudgedByTheNumberOfBefore(t *testing.T) {
 	})
 }
 
-// Neither a MachineDeployment without a ledger nor one that Cluster API has just made is guarded: no parameter is no refusal.
+// The policies guard neither a MachineDeployment without a ledger nor one that Cluster API has just
+// created: a missing parameter is not a refusal.
 func TestAScaleOfAGroupWithoutALedgerIsNobodysConcern(t *testing.T) {
 	h := theHub(t)
 	r := release{"capi-agent", "plain-system"}
@@ -546,7 +552,8 @@ func TestAScaleOfAGroupWithoutALedgerIsNobodysConcern(t *testing.T) {
 	}
 }
 
-// The chart may come before Cluster API does. Until the API server knows the kind of the policy's parameters, every scale is refused.
+// The chart may be installed before Cluster API. Until the API server knows the kind of the
+// policy's parameters, every scale is refused.
 func TestThePoliciesWaitForClusterAPI(t *testing.T) {
 	h, err := startHub()
 	if err != nil {
@@ -580,7 +587,7 @@ func TestThePoliciesWaitForClusterAPI(t *testing.T) {
 	})
 }
 
-// group makes a MachineDeployment with a ledger.
+// group creates a MachineDeployment with a ledger.
 func (h *hub) group(t *testing.T, namespace, name string, replicas int, claimed string) *clusterv1.MachineDeployment {
 	t.Helper()
 	md := newGroup(namespace, name, replicas, claimed)
@@ -641,7 +648,8 @@ func inVersion(version, namespace, name string) *unstructured.Unstructured {
 	return md
 }
 
-// awaitPolicies waits until the policies of a release are in force in a namespace, and the API server has seen all MachineDeployments there.
+// awaitPolicies waits until the policies of a release are in force in a namespace, and the API
+// server has seen all MachineDeployments there.
 func (h *hub) awaitPolicies(t *testing.T, r release, namespace string) {
 	t.Helper()
 	h.awaitGuard(t, h.tool(t), "node-groups."+r.hubName(), "scale."+r.hubName(), namespace)
@@ -655,7 +663,8 @@ func (h *hub) awaitPolicies(t *testing.T, r release, namespace string) {
 	})
 }
 
-// awaitGuard waits until both policies refuse a write, the scale of a MachineDeployment that is made last.
+// awaitGuard waits until both policies refuse a write and the scale of a MachineDeployment that is
+// created last.
 func (h *hub) awaitGuard(t *testing.T, tool client.Client, nodeGroups, scale, namespace string) {
 	t.Helper()
 	probe := newGroup(namespace, "probe-"+regexp.MustCompile(`[^a-z-]`).ReplaceAllString(scale, "-"), 1, "1")
@@ -672,7 +681,7 @@ func (h *hub) awaitGuard(t *testing.T, tool client.Client, nodeGroups, scale, na
 	})
 }
 
-// guards are a release's objects that have no namespace, with their UIDs.
+// guards returns a release's objects without a namespace, with their UIDs.
 func (h *hub) guards(t *testing.T, r release) map[string]types.UID {
 	t.Helper()
 	return h.named(t, func(name string) bool { return strings.HasSuffix(name, r.hubName()) })
@@ -702,7 +711,7 @@ func (h *hub) named(t *testing.T, wanted func(name string) bool) map[string]type
 	return found
 }
 
-// refuses checks that a request was refused with these words, or not at all if there are none.
+// refuses verifies that a request was refused with these words, or, if there are none, not at all.
 func refuses(g Gomega, err error, says string) {
 	if says == "" {
 		g.Expect(err).NotTo(HaveOccurred())

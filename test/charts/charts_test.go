@@ -1,5 +1,5 @@
-// Package charts_test renders the Helm charts with the values in their ci folders and checks the result against a real API
-// server, the Pod Security Standards and itself.
+// Package charts_test renders the Helm charts with the values in their ci folders, and checks the
+// result against a real API server, the Pod Security Standards, and for consistency.
 package charts_test
 
 import (
@@ -37,10 +37,10 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/envtest"
 )
 
-// Objects of these groups are rendered for operators that the API server of the tests does not have.
+// Objects of these groups are for operators that the tests' API server does not have.
 var foreignGroups = []string{"cert-manager.io", "monitoring.coreos.com"}
 
-// chart is one of ours, as a user installs it.
+// chart is one of our charts, as a user installs it.
 type chart struct {
 	name      string
 	release   string
@@ -165,7 +165,7 @@ func TestAgentConfinedToNamespacesGetsNoClusterWideRights(t *testing.T) {
 		To(ConsistOf("team-a", "team-b"))
 }
 
-// A policy that forgot one would cut the shim off.
+// A policy that omits a destination would cut the shim off.
 func TestTheShimsNetworkPolicyLetsItCallWhatItCalls(t *testing.T) {
 	g := NewWithT(t)
 	objects := render(t, charts[1], filepath.Join(root(t), "deploy/charts/shim/ci/defaults-values.yaml"),
@@ -177,7 +177,7 @@ func TestTheShimsNetworkPolicyLetsItCallWhatItCalls(t *testing.T) {
 	g.Expect(egress(t, onSocket)).To(ConsistOf(int32(53), int32(53), int32(443), int32(6443)))
 }
 
-// A rule without ports lets everything out.
+// A rule without ports allows all connections.
 func TestNetworkPoliciesHaveNoRuleWithoutPorts(t *testing.T) {
 	for _, c := range charts {
 		for _, none := range []string{"[]", "null"} {
@@ -191,7 +191,8 @@ func TestNetworkPoliciesHaveNoRuleWithoutPorts(t *testing.T) {
 	}
 }
 
-// egress returns the ports that the one network policy lets connections out to, whomever they are of.
+// egress returns the ports to which the single network policy allows connections, to any
+// destination.
 func egress(t *testing.T, objects []*unstructured.Unstructured) []int32 {
 	t.Helper()
 	g := NewWithT(t)
@@ -227,7 +228,7 @@ func TestTracesGoWhereTheValuesSay(t *testing.T) {
 	}
 }
 
-// As helm upgrade --reuse-values does with the values of a release that is older than they.
+// This is what helm upgrade --reuse-values does with the values of an older release.
 func TestValuesOfAReleaseWithoutSecureMetrics(t *testing.T) {
 	for _, c := range charts {
 		t.Run(c.name, func(t *testing.T) {
@@ -242,7 +243,8 @@ func TestValuesOfAReleaseWithoutSecureMetrics(t *testing.T) {
 	}
 }
 
-// Both charts grant the right to review callers only where it is used, and tell Prometheus how to authenticate.
+// Both charts grant the right to review callers only if it is used, and configure Prometheus'
+// authentication.
 func TestMetricsAreSecureUnlessTheValuesSayOtherwise(t *testing.T) {
 	for _, c := range charts {
 		for set, secure := range map[string]bool{"metrics.secure=true": true, "metrics.secure=false": false} {
@@ -268,7 +270,7 @@ func TestMetricsAreSecureUnlessTheValuesSayOtherwise(t *testing.T) {
 	}
 }
 
-// The secrets are where the shim looks for them, and no others are within its reach.
+// The secrets are where the shim looks for them, and it can access no others.
 func TestAShimThatEnrollsMayReadTwoSecretsAndWriteItsOwn(t *testing.T) {
 	for set, namespace := range map[string]string{"agent.enrollment.namespace=": "karpenter", "agent.enrollment.namespace=identities": "identities"} {
 		t.Run(namespace, func(t *testing.T) {
@@ -300,7 +302,7 @@ func TestAShimThatEnrollsMayReadTwoSecretsAndWriteItsOwn(t *testing.T) {
 	}
 }
 
-// In the spoke the release's namespace need not exist, and the kubeconfig may write secrets.
+// In the spoke, the release's namespace need not exist, and the kubeconfig may write secrets.
 func TestAHubHostedShimKeepsItsSecretsInTheSpoke(t *testing.T) {
 	g := NewWithT(t)
 	objects := render(t, charts[1], filepath.Join(root(t), "deploy/charts/shim/ci/hub-hosted-enrollment-values.yaml"))
@@ -310,7 +312,7 @@ func TestAHubHostedShimKeepsItsSecretsInTheSpoke(t *testing.T) {
 	g.Expect(of[rbacv1.Role](t, objects, "Role")).To(BeEmpty())
 }
 
-// What an upgrade keeps of a secret is what the shim needs to go on.
+// An upgrade must keep everything in the secret that the shim needs to continue.
 func TestAnUpgradeKeepsTheShimsIdentity(t *testing.T) {
 	server := startAPIServer(t)
 	g := NewWithT(t)
@@ -335,7 +337,7 @@ func TestAnUpgradeKeepsTheShimsIdentity(t *testing.T) {
 	g.Expect(secret.Data).To(HaveKeyWithValue("tls.crt", []byte("certificate")))
 }
 
-// Where nothing is confined the right is in the ClusterRole, else in the Role of each namespace.
+// Without confinement the right is in the ClusterRole, otherwise in the Role of each namespace.
 func TestAgentMayReadQuotasWhereverItsClustersAre(t *testing.T) {
 	readsQuotas := func(rules []rbacv1.PolicyRule) bool {
 		return lo.ContainsBy(rules, func(r rbacv1.PolicyRule) bool {
@@ -354,7 +356,7 @@ func TestAgentMayReadQuotasWhereverItsClustersAre(t *testing.T) {
 	}
 }
 
-// As helm upgrade --reuse-values does with the values of a release that is older than they.
+// This is what helm upgrade --reuse-values does with the values of an older release.
 func TestAgentWithoutPricingValues(t *testing.T) {
 	g := NewWithT(t)
 	values := filepath.Join(t.TempDir(), "values.yaml")
@@ -384,7 +386,8 @@ func TestShimsFeatureGatesBringTheirRules(t *testing.T) {
 	g.Expect(rules(t, render(t, charts[1], old))).NotTo(ContainElement(HaveField("APIGroups", ContainElement("resource.k8s.io"))))
 }
 
-// As docs/migrate-from-karpenter-provider-cluster-api.md has it: nothing runs but what prints the plan.
+// As described in docs/migrate-from-karpenter-provider-cluster-api.md: nothing runs but the Job
+// that prints the plan.
 func TestThePlanOfAdoptionIsAJobInPlaceOfKarpenter(t *testing.T) {
 	server := startAPIServer(t)
 	forEachValues(t, func(t *testing.T, c chart, values string) {
@@ -399,14 +402,14 @@ func TestThePlanOfAdoptionIsAJobInPlaceOfKarpenter(t *testing.T) {
 		jobs := of[batchv1.Job](t, objects, "Job")
 		g.Expect(jobs).To(HaveLen(1))
 		planning := jobs[0].Spec.Template.Spec
-		// It serves no metrics, and waits for no certificate of theirs.
+		// It serves no metrics, and waits for no certificate for them.
 		running := of[appsv1.Deployment](t, render(t, c, values, "--set", "metrics.tls.secretName="), "Deployment")[0].Spec.Template.Spec
 		g.Expect(planning.Containers).To(HaveLen(1), "a sidecar would not end")
 		g.Expect(planning.Containers[0].Args).To(Equal(append([]string{"plan-adoption"}, running.Containers[0].Args...)))
 		g.Expect(equality.Semantic.DeepEqual(planning.Containers[0].Env, running.Containers[0].Env)).To(BeTrue(), "the same environment")
 		g.Expect(equality.Semantic.DeepEqual(planning.Volumes, running.Volumes)).To(BeTrue(), "the same volumes")
 		g.Expect(planning.ServiceAccountName).To(Equal(running.ServiceAccountName))
-		for _, object := range objects { // which fills in defaults
+		for _, object := range objects { // fills in defaults
 			dryRun(t, server, object)
 		}
 	})
@@ -468,7 +471,7 @@ func TestValuesThatCannotWorkAreRefused(t *testing.T) {
 	}
 }
 
-// forEachValues runs a test for each file of values of each chart.
+// forEachValues runs a test for each values file of each chart.
 func forEachValues(t *testing.T, test func(t *testing.T, c chart, values string)) {
 	t.Helper()
 	for _, c := range charts {
@@ -482,7 +485,7 @@ func forEachValues(t *testing.T, test func(t *testing.T, c chart, values string)
 	}
 }
 
-// startAPIServer runs a kube-apiserver for the time of the test.
+// startAPIServer runs a kube-apiserver for the duration of the test.
 func startAPIServer(t *testing.T) client.Client {
 	t.Helper()
 	g := NewWithT(t)
@@ -499,7 +502,7 @@ func startAPIServer(t *testing.T) client.Client {
 	return client.WithFieldValidation(server, metav1.FieldValidationStrict)
 }
 
-// dryRun asks the API server whether it would take the object, and fails the test if not.
+// dryRun fails the test if the API server would refuse the object.
 func dryRun(t *testing.T, server client.Client, object *unstructured.Unstructured) {
 	t.Helper()
 	g := NewWithT(t)
@@ -514,7 +517,7 @@ func dryRun(t *testing.T, server client.Client, object *unstructured.Unstructure
 	g.Expect(err).NotTo(HaveOccurred(), "%s %s", object.GetKind(), object.GetName())
 }
 
-// render returns what the chart is with the values in a file, in the order of installation.
+// render returns the objects of the chart with the values in a file, in the order of installation.
 func render(t *testing.T, c chart, values string, more ...string) []*unstructured.Unstructured {
 	t.Helper()
 	args := append([]string{"template", c.release, chartPath(t, c), "--namespace", c.namespace, "--values", values}, more...)
@@ -566,7 +569,7 @@ func of[T any](t *testing.T, objects []*unstructured.Unstructured, kind string) 
 	return found
 }
 
-// rules are those of all roles.
+// rules returns the rules of all roles.
 func rules(t *testing.T, objects []*unstructured.Unstructured) []rbacv1.PolicyRule {
 	t.Helper()
 	var found []rbacv1.PolicyRule
@@ -587,11 +590,11 @@ func names(objects []*unstructured.Unstructured, kind, namespace string) []strin
 
 func chartPath(t *testing.T, c chart) string {
 	t.Helper()
-	_ = os.Getenv("TESTED_FILES") // says to the test cache that the charts are used here
+	_ = os.Getenv("TESTED_FILES") // tells the test cache that the charts are an input
 	return filepath.Join(root(t), "deploy", "charts", c.name)
 }
 
-// root is the repository's.
+// root returns the repository's folder.
 func root(t *testing.T) string {
 	t.Helper()
 	dir, err := os.Getwd()

@@ -36,13 +36,15 @@ import (
 )
 
 const (
-	// soon bounds what an API server does by itself: it looks at its policies once a second, and at which kinds there are every 30 seconds.
+	// soon bounds what an API server does by itself: it checks its policies once a second, and the
+	// available kinds every 30 seconds.
 	soon = 2 * time.Minute
-	// unrestricted is a group to which RBAC allows everything.
+	// unrestricted is a group to which RBAC grants everything.
 	unrestricted = "unrestricted"
 )
 
-// hub is an API server with Cluster API's kinds in every version that is served, converted by Cluster API's own code.
+// hub is an API server with Cluster API's kinds in every served version, converted by Cluster API's
+// own code.
 type hub struct {
 	environment *envtest.Environment
 	config      *rest.Config
@@ -51,7 +53,7 @@ type hub struct {
 	stop        func() error
 }
 
-// shared is for the tests that are content with namespaces and releases of their own.
+// shared is a hub for tests that use their own namespaces and releases.
 var shared struct {
 	once sync.Once
 	hub  *hub
@@ -92,7 +94,7 @@ func startHub() (*hub, error) {
 		return nil, errors.Join(err, environment.Stop())
 	}
 	config.QPS, config.Burst = 1000, 1000
-	config.WarningHandler = rest.NoWarnings{} // of the older version
+	config.WarningHandler = rest.NoWarnings{} // about the older version
 	h := &hub{environment: environment, config: config, stop: environment.Stop}
 	dir, err := os.MkdirTemp("", "hub")
 	if err != nil {
@@ -117,7 +119,7 @@ func startHub() (*hub, error) {
 	return h, nil
 }
 
-// installClusterAPI makes the kinds that the policies are about.
+// installClusterAPI creates the kinds that the policies concern.
 func (h *hub) installClusterAPI(top string) error {
 	webhooks := envtest.WebhookInstallOptions{IgnoreSchemeConvertible: true}
 	if err := webhooks.PrepWithoutInstalling(); err != nil {
@@ -145,7 +147,7 @@ func (h *hub) installClusterAPI(top string) error {
 }
 
 func (h *hub) serveConversion(webhooks envtest.WebhookInstallOptions) error {
-	// The version of the kinds that templates refer to; the core manager looks at their CRDs.
+	// The version of the kinds that templates refer to. The core manager reads it from their CRDs.
 	capiconversion.SetAPIVersionGetter(func(_ context.Context, kind schema.GroupKind) (string, error) { return kind.Group + "/v1", nil })
 	scheme, registry := hubScheme(), conversion.NewRegistry()
 	for kind, converterFor := range map[string]func(*runtime.Scheme) (conversion.Converter, error){
@@ -191,13 +193,13 @@ func hubScheme() *runtime.Scheme {
 		clientgoscheme.AddToScheme, apiextensionsv1.AddToScheme, clusterv1.AddToScheme, clusterv1beta1.AddToScheme,
 	} {
 		if err := add(scheme); err != nil {
-			panic(err) // only two types with one name can bring this about
+			panic(err) // only two types with the same name can cause this
 		}
 	}
 	return scheme
 }
 
-// as returns a client of a user, who is in these groups.
+// as returns a client of a user in the given groups.
 func (h *hub) as(t *testing.T, user string, groups ...string) client.Client {
 	t.Helper()
 	config := rest.CopyConfig(h.config)
@@ -209,7 +211,7 @@ func (h *hub) as(t *testing.T, user string, groups ...string) client.Client {
 	return c
 }
 
-// tool may do what RBAC can allow.
+// tool returns a client that may do everything that RBAC can grant.
 func (h *hub) tool(t *testing.T) client.Client {
 	t.Helper()
 	return h.as(t, "git-sync", unrestricted)
@@ -225,21 +227,21 @@ func (h *hub) namespaces(t *testing.T, names ...string) {
 	}
 }
 
-// release is one of the agent's chart.
+// release is a release of the agent's chart.
 type release struct{ name, namespace string }
 
 func (r release) user() string { return "system:serviceaccount:" + r.namespace + ":" + r.name }
 
-// hubName ends the names of what the release makes outside its namespace.
+// hubName is the suffix of the names of what the release creates outside its namespace.
 func (r release) hubName() string { return r.name + "." + r.namespace }
 
-// agent returns a client with the rights that the chart gives its agent.
+// agent returns a client with the rights that the chart grants to its agent.
 func (h *hub) agent(t *testing.T, r release) client.Client {
 	t.Helper()
 	return h.as(t, r.user(), "system:serviceaccounts", "system:serviceaccounts:"+r.namespace)
 }
 
-// install installs the chart, and uninstalls it when the test ends.
+// install installs the chart, and uninstalls it at the end of the test.
 func (h *hub) install(t *testing.T, r release, chart string, settings ...string) {
 	t.Helper()
 	h.helm(t, append([]string{"install", r.name, chart, "--namespace", r.namespace, "--create-namespace"}, settings...)...)
@@ -263,12 +265,12 @@ func (h *hub) helm(t *testing.T, args ...string) {
 	}
 }
 
-// without are settings for a cluster without cert-manager.
+// without returns settings for a cluster without cert-manager.
 func without(settings ...string) []string {
 	return append([]string{"--set", "tls.certManager.enabled=false"}, settings...)
 }
 
-// confined are settings for an agent that serves some namespaces only.
+// confined returns settings for an agent that serves only some namespaces.
 func confined(namespaces ...string) []string {
 	return without("--set", "namespaces={"+strings.Join(namespaces, ",")+"}")
 }

@@ -1,5 +1,5 @@
-// Command claimmodel explores the claim protocol: every state that a small world can reach, or random runs of a larger one. The
-// decisions are those of the agent's package protocol.
+// Command claimmodel explores the claim protocol: every state that a small world can reach, or
+// random runs of a larger one. The decisions are those of the agent's package protocol.
 //
 //	claimmodel                       # the standard table of runs
 //	claimmodel -short                # the short one, which the tests run
@@ -32,7 +32,7 @@ func main() {
 	}
 }
 
-// run returns an error when a run did not end as it must, or the arguments cannot be used.
+// run returns an error if a run did not end as expected, or the arguments are invalid.
 func run(arguments []string, out io.Writer) error {
 	flags := flag.NewFlagSet("claimmodel", flag.ContinueOnError)
 	var (
@@ -105,13 +105,13 @@ func search(m *engine.Protocol, o explore.Options) explore.Result {
 	return explore.Search(m, o)
 }
 
-// row is one run of the table, and how it must end.
+// row is one run of the table, with its expected result.
 type row struct {
 	name string
 	run  func() explore.Result
-	// violation is the first word of the kind that must be found; "" for none.
+	// violation is the first word of the kind of violation that must be found, or "" for none.
 	violation string
-	// complete says that the search must visit every state.
+	// complete is set if the search must visit every state.
 	complete bool
 }
 

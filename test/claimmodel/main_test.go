@@ -5,14 +5,15 @@ import (
 	"testing"
 )
 
-// TestShortTable runs what takes seconds: the rules hold, and each rule that is left out is missed.
+// TestShortTable runs what takes seconds: the rules hold, and leaving out any rule causes a
+// violation.
 func TestShortTable(t *testing.T) {
 	if err := runTable(table(true), regexp.MustCompile(""), t.Output()); err != nil {
 		t.Fatal(err)
 	}
 }
 
-// TestTableTellsFailure asks that a run which ends otherwise than it must is told.
+// TestTableTellsFailure verifies that the table reports a run with an unexpected result.
 func TestTableTellsFailure(t *testing.T) {
 	for _, run := range table(true) {
 		switch run.name {

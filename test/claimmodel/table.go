@@ -10,17 +10,17 @@ import (
 // longest bounds the searches that cannot be complete, and the random runs.
 const longest = 40 * time.Second
 
-// whole is a search that must visit every state and find nothing.
+// whole is a search that must visit every state and must find nothing.
 func whole(name string, m *world) row {
 	return row{name: name, complete: true, run: func() explore.Result {
 		return explore.Search(m, explore.Options{States: 50_000_000, StopAtFirst: true})
 	}}
 }
 
-// partStates is where the searches of worlds stop that are too large to be searched whole.
+// partStates limits the searches of worlds that are too large to be searched completely.
 const partStates = 2_000_000
 
-// part is a search of some states that must find nothing.
+// part is a search of some of the states that must find nothing.
 func part(name string, m *world) row {
 	return row{name: name, run: func() explore.Result {
 		return explore.Search(m, explore.Options{States: partStates, For: longest, StopAtFirst: true})
@@ -43,7 +43,7 @@ func breaks(name, violation string, m *world) row {
 
 type world = engine.Protocol
 
-// with returns the world changed.
+// with returns the world with the change applied.
 func with(w world, change func(w *world)) world {
 	change(&w)
 	return w
@@ -62,7 +62,7 @@ var (
 	rolling   = world{Groups: 1, Claims: 1, Floor: 1, Machines: 5, RollingUpdate: true, Rollouts: 1}
 )
 
-// table is the standard runs. The short one keeps those that are done in seconds.
+// table returns the standard runs, or for short only those that take seconds.
 func table(short bool) []row {
 	rows := []row{
 		whole("1 claim", &one),
@@ -120,13 +120,14 @@ func table(short bool) []row {
 	)
 }
 
-// change is [with], for one run.
+// change is [with] for a single run.
 func change(w world, f func(w *world)) *world {
 	w = with(w, f)
 	return &w
 }
 
-// without must find what a rule prevents. The rules of the decision itself are left out by mutants of its source (make mutants).
+// without must find the violation that a rule prevents. The rules of the decision itself are left
+// out by mutants of its source (make mutants).
 func without(rule engine.Rule, violation string, w world) row {
 	w.Without = rule
 	return breaks("without "+rule.String(), violation, &w)

@@ -1,4 +1,4 @@
-// Package cookbook_test runs the commands that the pages show for a sandbox, as they stand.
+// Package cookbook_test runs the commands that the pages show for a sandbox, unchanged.
 package cookbook_test
 
 import (
@@ -32,7 +32,7 @@ func TestCookbook(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// The shim is left out: nothing here needs one, and it would be a second holder of claims.
+	// Without a shim: it is not needed here, and would be a second holder of claims.
 	s, err := sandbox.Start(ctx, sandbox.Options{Root: root, StateDir: filepath.Join(dir, "sandbox"), WithoutShim: true})
 	if err != nil {
 		t.Fatal(err)
@@ -58,8 +58,8 @@ func TestCookbook(t *testing.T) {
 		"by-hand-1\tme\tCLAIM_PHASE_ENDED\tReleased",                 // list of claims
 		`Message: claim "by-hand-1" is ended and its id is never us`, // an id that has ended
 		"CLAIM_PHASE_ENDED\tNeverMade",                               // released before it was made
-		`"adoptMachine": "standard-4-`,                               // taking over
-		"Message: invalid request: claim_id:",                        // a mistake
+		`"adoptMachine": "standard-4-`,                               // adoption
+		"Message: invalid request: claim_id:",                        // an invalid request
 		"Code: PermissionDenied",                                     // another Cluster
 	} {
 		if !strings.Contains(output, want) {
@@ -90,8 +90,8 @@ func TestCookbook(t *testing.T) {
 	})
 }
 
-// shownForGit returns the MachineDeployment that docs/gitops.md shows, made to fit the sandbox, and the patch that it shows for Flux; both
-// as JSON.
+// shownForGit returns the MachineDeployment that docs/gitops.md shows, adapted to the sandbox, and
+// the patch that it shows for Flux, both as JSON.
 func shownForGit(t *testing.T, root string) (nodeGroup, patch []byte) {
 	t.Helper()
 	page, err := pages.Read(root, "docs/gitops.md")
@@ -135,7 +135,7 @@ func shownForGit(t *testing.T, root string) (nodeGroup, patch []byte) {
 	return nodeGroup, patch
 }
 
-// manifestsOf are functions of bash that write MachineDeployments.
+// manifestsOf contains bash functions that write MachineDeployments.
 const manifestsOf = `
 hub() { bin/kubectl --kubeconfig "$HUB_KUBECONFIG" --namespace fleet "$@"; }
 size=cluster.x-k8s.io/cluster-api-autoscaler-node-group
@@ -160,7 +160,7 @@ show() { echo "$1:$(hub get machinedeployment "$name" -o jsonpath='{.spec.replic
 quietly() { "$@" >/dev/null; }
 `
 
-// replicasKept has the manifests of docs/gitops.md take replicas out of a MachineDeployment.
+// replicasKept makes the manifests of docs/gitops.md remove replicas from a MachineDeployment.
 const replicasKept = `
 name=shown
 manifest "$(sizes 0 9)" 4 | quietly hub apply --server-side --field-manager=git -f -
@@ -171,8 +171,8 @@ quietly hub patch machinedeployment "$name" --type json -p "$patch"
 show flux
 `
 
-// replicasFilledIn writes a MachineDeployment in every way that docs/gitops.md speaks of, and shows the replicas after each. It is
-// paused, so that no Machines are made.
+// replicasFilledIn writes a MachineDeployment in every way that docs/gitops.md describes, and shows
+// the replicas after each. It is paused, so that no Machines are made.
 const replicasFilledIn = `
 # replace: what kubectl does with the version that it has just read, which Cluster API may have overtaken
 replace() {
@@ -205,7 +205,8 @@ show replaced-without-max
 manifest "$(sizes three 9)" | quietly hub replace -f - 2>/dev/null || echo not-a-number:refused
 `
 
-// script is every command of the pages that are about a sandbox, in order. The cookbook comes first: it makes the node group.
+// script returns all commands of the pages about a sandbox, in order. The cookbook comes first: it
+// creates the node group.
 func script(t *testing.T, root string) string {
 	t.Helper()
 	var commands strings.Builder

@@ -1,5 +1,5 @@
-// Package coresuites judges what Karpenter core's own test suites say of a provider: which of their specs passed, which cannot run
-// against simulated machines and why, and which failed.
+// Package coresuites evaluates the results of Karpenter core's own test suites for a provider:
+// which specs passed, which cannot run against simulated machines and why, and which failed.
 package coresuites
 
 import (
@@ -14,18 +14,19 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// Spec is what became of one spec of a suite.
+// Spec is the result of one spec of a suite.
 type Spec struct {
 	Suite string
-	// Name is the texts of the spec's containers and its own, separated by blanks, as Ginkgo matches it.
+	// Name consists of the texts of the spec's containers and its own, separated by blanks, as
+	// Ginkgo matches it.
 	Name string
-	// State is Ginkgo's: passed, skipped, or how it failed.
+	// State is Ginkgo's state: passed, skipped, or the kind of failure.
 	State   string
 	Took    time.Duration
 	Message string
 }
 
-// Read returns the specs of a report that Ginkgo wrote as JSON.
+// Read returns the specs in Ginkgo's JSON report.
 func Read(report io.Reader, suite string) ([]Spec, error) {
 	var runs []struct {
 		SpecReports []struct {
@@ -46,7 +47,7 @@ func Read(report io.Reader, suite string) ([]Spec, error) {
 	for _, run := range runs {
 		for _, r := range run.SpecReports {
 			if r.LeafNodeType != "It" {
-				if r.State != "passed" { // what comes before or after all specs
+				if r.State != "passed" { // a node that runs before or after all specs
 					specs = append(specs, Spec{Suite: suite, Name: r.LeafNodeType, State: r.State, Took: r.RunTime, Message: r.Failure.Message})
 				}
 				continue
@@ -60,10 +61,10 @@ func Read(report io.Reader, suite string) ([]Spec, error) {
 	return specs, nil
 }
 
-// Exception is a spec, or several, that cannot pass, and why.
+// Exception names one or more specs that cannot pass, and why.
 type Exception struct {
 	Suite string `json:"suite"`
-	// Specs is what the names of the specs begin with.
+	// Specs is a prefix of the specs' names.
 	Specs string `json:"specs"`
 	Why   string `json:"why"`
 }
@@ -80,18 +81,18 @@ func Exceptions() ([]Exception, error) {
 	return all, nil
 }
 
-// Verdict is what is said of specs.
+// Verdict is the evaluation of specs.
 type Verdict struct {
 	Passed, Failed []Spec
-	// Excepted are those that were not run, with the exception.
+	// Excepted are the specs that were not run, with their exceptions.
 	Excepted map[string]Exception
-	// Unexplained are those that were skipped without an exception.
+	// Unexplained are specs that were skipped without an exception.
 	Unexplained []Spec
-	// Stale are exceptions of suites that ran which no spec has, or which passed.
+	// Stale are exceptions, in suites that ran, that match no spec or a spec that passed.
 	Stale []Exception
 }
 
-// Judge sorts specs.
+// Judge evaluates specs.
 func Judge(specs []Spec, all []Exception) Verdict {
 	v := Verdict{Excepted: map[string]Exception{}}
 	used, ran := map[Exception]bool{}, map[string]bool{}
@@ -114,7 +115,7 @@ func Judge(specs []Spec, all []Exception) Verdict {
 	return v
 }
 
-// OK reports whether nothing is to be done about the specs.
+// OK reports whether the specs need no attention.
 func (v Verdict) OK() bool {
 	return len(v.Failed) == 0 && len(v.Unexplained) == 0 && len(v.Stale) == 0 && len(v.Passed) > 0
 }

@@ -18,17 +18,17 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
 )
 
-// Node groups that suites find: as many of a kind as a cloud has, in two zones.
+// Node groups for the suites: as many of a kind as a cloud has, in two zones.
 var (
 	cpus         = []int64{1, 2, 4, 8, 16, 32}
 	zones        = []string{"zone-a", "zone-b"}
-	machineSizes = map[string]int64{"c": 2, "m": 4} // GiB of memory for each CPU
+	machineSizes = map[string]int64{"c": 2, "m": 4} // GiB of memory per CPU
 )
 
 //go:embed nodeclass.yaml nodepool.yaml
 var defaults embed.FS
 
-// WriteDefaults writes the node class and the NodePool that the suites start from into a folder.
+// WriteDefaults writes the suites' default node class and NodePool to a folder.
 func WriteDefaults(dir string) (nodeClass, nodePool string, err error) {
 	paths := [2]string{}
 	for i, name := range []string{"nodeclass.yaml", "nodepool.yaml"} {
@@ -44,10 +44,11 @@ func WriteDefaults(dir string) (nodeClass, nodePool string, err error) {
 	return paths[0], paths[1], nil
 }
 
-// FeatureGates are those of core's that the suites need on.
+// FeatureGates are the core feature gates that the suites require.
 var FeatureGates = []string{"NodeRepair", "NodeOverlay", "StaticCapacity", "CapacityBuffer", "TerminateFirstDrift", "TerminateFirstRepair"}
 
-// settings is a Deployment that runs nothing. Suites read Karpenter's settings there, and change and restart it where they need others.
+// settings returns a Deployment that runs nothing. Suites read Karpenter's settings from it, and
+// change and restart it where they need others.
 func settings() *appsv1.Deployment {
 	labels := map[string]string{"app.kubernetes.io/name": "karpenter"}
 	return &appsv1.Deployment{
@@ -65,7 +66,7 @@ func settings() *appsv1.Deployment {
 	}
 }
 
-// Prepare makes the node groups, and tells the suites the settings.
+// Prepare creates the node groups, and the Deployment with the settings.
 func Prepare(ctx context.Context, hub, spoke client.Client) error {
 	if err := spoke.Create(ctx, settings()); err != nil {
 		return err
@@ -86,7 +87,7 @@ func Prepare(ctx context.Context, hub, spoke client.Client) error {
 	return nil
 }
 
-// group is the crowd's node group with another machine.
+// group returns the crowd's node group with different machines.
 func group(name, instanceType, zone string, cpu, memory int64) ([]*unstructured.Unstructured, error) {
 	objects, err := manifests.LoadAs(manifests.CrowdHub, "crowd", name)
 	if err != nil {

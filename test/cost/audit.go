@@ -1,4 +1,4 @@
-// Package cost counts what the agent asks of the hub's API server, by that server's own audit log.
+// Package cost counts the agent's requests to the hub's API server, from that server's audit log.
 package cost
 
 import (
@@ -12,24 +12,24 @@ import (
 	"time"
 )
 
-// AgentUser begins the name of the user that is the agent: its ServiceAccount.
+// AgentUser is the prefix of the agent's user name: its ServiceAccount.
 const AgentUser = "system:serviceaccount:karpenter-capi-system:"
 
-// Request is one request that was answered.
+// Request is a completed request.
 type Request struct {
 	User string
 	Verb string
-	// Resource is the plural, with the subresource after a slash.
+	// Resource is the plural name, followed by a slash and the subresource if any.
 	Resource string
 	Name     string
-	// Code is the answer's HTTP status.
+	// Code is the HTTP status of the answer.
 	Code int
 	Time time.Time
-	// Body is what was sent; nil where the audit policy does not say.
+	// Body is the body of the request, or nil if the audit policy does not record it.
 	Body json.RawMessage
 }
 
-// Writes reports whether the request asked for a change.
+// Writes reports whether the request is a write.
 func (r Request) Writes() bool {
 	switch r.Verb {
 	case "get", "list", "watch":
@@ -38,20 +38,20 @@ func (r Request) Writes() bool {
 	return true
 }
 
-// Refused reports whether it was answered with an error.
+// Refused reports whether the request failed.
 func (r Request) Refused() bool { return r.Code >= 400 }
 
 func (r Request) String() string {
 	return fmt.Sprintf("%s %s %s %s: %d", r.Time.Format("15:04:05.000"), r.Verb, r.Resource, r.Name, r.Code)
 }
 
-// Log is an audit log that is being written. Requests are there before they are answered.
+// Log is an audit log that is being written. Requests are logged before they are answered.
 type Log struct {
 	path   string
 	offset int64
 }
 
-// Open starts at the log's present end.
+// Open starts at the current end of the log.
 func Open(path string) (*Log, error) {
 	info, err := os.Stat(path)
 	if err != nil {
@@ -60,7 +60,7 @@ func Open(path string) (*Log, error) {
 	return &Log{path: path, offset: info.Size()}, nil
 }
 
-// event is the part of an audit.k8s.io/v1 Event that counts.
+// event is the relevant part of an audit.k8s.io/v1 Event.
 type event struct {
 	Stage string `json:"stage"`
 	Verb  string `json:"verb"`
@@ -79,8 +79,8 @@ type event struct {
 	StageTimestamp time.Time       `json:"stageTimestamp"`
 }
 
-// Next returns the requests of a user that were answered since the last call, in the order of their answers. The user is given
-// by the beginning of the name.
+// Next returns the requests, in order of their answers, that were answered since the last call to
+// users whose name has the given prefix.
 func (l *Log) Next(user string) ([]Request, error) {
 	file, err := os.Open(l.path)
 	if err != nil {
@@ -95,7 +95,7 @@ func (l *Log) Next(user string) ([]Request, error) {
 	for {
 		line, err := lines.ReadBytes('\n')
 		if errors.Is(err, io.EOF) {
-			return requests, nil // what is there of an unfinished line is read next time
+			return requests, nil // an unfinished line is read next time
 		} else if err != nil {
 			return nil, err
 		}
@@ -118,8 +118,8 @@ func (l *Log) Next(user string) ([]Request, error) {
 	}
 }
 
-// ReplicasBy says by how much a JSON patch of a MachineDeployment, as the agent writes them, changes replicas: it tests the old
-// value and replaces it. Zero for one that leaves them alone.
+// ReplicasBy returns the change of replicas by the agent's JSON patch of a MachineDeployment, which
+// tests the old value and replaces it. It returns zero for a patch that leaves them alone.
 func ReplicasBy(r Request) (int, error) {
 	var patch []struct {
 		Op    string          `json:"op"`

@@ -32,11 +32,12 @@ import (
 const (
 	group  = "crowd"
 	claims = 100
-	// patience is for a machine that has other things to do.
+	// patience allows for a machine that is busy with other work.
 	patience = 5 * time.Minute
 )
 
-// What 100 claims may cost, at most, in writes to their one MachineDeployment. The rest is exact.
+// Maximum cost of 100 claims in writes to their single MachineDeployment. The other numbers are
+// exact.
 const (
 	maxRaises     = 10
 	maxLedgerOnly = 10
@@ -46,8 +47,9 @@ const (
 	maxAdoptionLedgers = 20
 )
 
-// What one of 100 claims may cost, at most, in requests of both agents without Events: until its Machine carries its label, and for its
-// release. Writes to the MachineDeployment, which all share, are not among the writes.
+// Maximum cost of one of 100 claims in requests of both agents, without Events: until its Machine
+// has its label, and for its release. The writes exclude those to the MachineDeployment, which all
+// claims share.
 const (
 	bindWrites, bindRequests       = 4, 6
 	releaseWrites, releaseRequests = 5, 8
@@ -55,8 +57,8 @@ const (
 	returnWrites, returnRequests   = 3, 8
 )
 
-// maxRefused is how many writes may be refused of a hundred claims' or releases': of two agents one leaves a node group to the other while
-// that gets on, as far as it can tell.
+// maxRefused is how many writes for a hundred claims or releases may be refused. Of two agents, one
+// leaves a node group to the other only while it can tell that the other makes progress.
 const maxRefused = claims / 2
 
 func TestMain(m *testing.M) {
@@ -64,7 +66,8 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// TestWhatAHundredClaimsCost runs one story, as each part of it begins where the one before ended.
+// TestWhatAHundredClaimsCost is a single test because each of its parts begins where the previous
+// one ended.
 func TestWhatAHundredClaimsCost(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 3*patience)
 	defer cancel()
@@ -73,7 +76,7 @@ func TestWhatAHundredClaimsCost(t *testing.T) {
 	wishes := lo.Times(claims, func(i int) rush.Wish {
 		return rush.Wish{ID: fmt.Sprintf("claim-%03d", i), Groups: []string{group}}
 	})
-	next(t, log) // what it took to get here
+	next(t, log) // skip the setup
 
 	if _, err := s.Claim(ctx, wishes); err != nil {
 		t.Fatal(err)
@@ -141,7 +144,7 @@ func TestWhatAHundredClaimsCost(t *testing.T) {
 	})
 }
 
-// TestWhatAdoptionsCost has claims take the user's Machines over, and return them.
+// TestWhatAdoptionsCost lets claims adopt the user's Machines, and return them.
 func TestWhatAdoptionsCost(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 3*patience)
 	defer cancel()
@@ -196,10 +199,11 @@ func replicasStay(t *testing.T, requests []cost.Request) {
 	}
 }
 
-// adopted is how many Machines are adopted and returned.
+// adopted is the number of Machines that are adopted and returned.
 var adopted = flag.Int("adopted", 100, "how many Machines are adopted, and returned")
 
-// TestWhatOneClaimCosts prints what the whole life of a claim takes that has the node group for itself.
+// TestWhatOneClaimCosts prints the cost of the whole life of a claim that has the node group to
+// itself.
 func TestWhatOneClaimCosts(t *testing.T) {
 	if testing.Short() {
 		t.Skip("it prints a table and asserts little that the other test does not")
@@ -251,8 +255,8 @@ func start(ctx context.Context, t *testing.T) (*rush.Site, *cost.Log) {
 	return s, log
 }
 
-// agents is one unless told otherwise: where the machine is busy with other tests, a second agent cannot tell one that is slow from one that
-// is gone, and helps it.
+// agents defaults to one: on a machine that is busy with other tests, a second agent cannot tell a
+// slow agent from a dead one, and helps it.
 var agents = flag.Int("agents", 1, "how many agents there are; the first is called")
 
 func must(t *testing.T, err error) {
@@ -262,7 +266,7 @@ func must(t *testing.T, err error) {
 	}
 }
 
-// next returns what the agent asked for since the last call.
+// next returns the agent's requests since the last call.
 func next(t *testing.T, log *cost.Log) []cost.Request {
 	t.Helper()
 	requests, err := log.Next(cost.AgentUser)
@@ -270,7 +274,7 @@ func next(t *testing.T, log *cost.Log) []cost.Request {
 	return requests
 }
 
-// eachCosts checks a claim's share of what was asked for.
+// eachCosts checks the cost per claim of the requests.
 func eachCosts(t *testing.T, asked []cost.Request, claims, maxWrites, maxRequests int) {
 	t.Helper()
 	asked = lo.Filter(asked, func(r cost.Request, _ int) bool { return r.Resource != "events" && r.Verb != "watch" })
@@ -285,7 +289,7 @@ func count(requests []cost.Request, verb, resource string) int {
 	return lo.CountBy(requests, func(r cost.Request) bool { return r.Verb == verb && r.Resource == resource && !r.Refused() })
 }
 
-// report prints how often what was asked.
+// report prints the number of requests by kind.
 func report(t *testing.T, what string, requests []cost.Request) {
 	t.Helper()
 	counts := lo.CountValuesBy(requests, func(r cost.Request) string {
@@ -299,7 +303,7 @@ func report(t *testing.T, what string, requests []cost.Request) {
 	t.Logf("%s: replicas raised in %d writes, lowered in %d, %d ledger-only writes%s", what, raises, lowerings, ledgerOnly, b.String())
 }
 
-// ledgerWrites sorts the writes to MachineDeployments.
+// ledgerWrites classifies the writes to MachineDeployments.
 func ledgerWrites(t *testing.T, requests []cost.Request) (raises, lowerings, ledgerOnly int) {
 	t.Helper()
 	for _, r := range requests {
@@ -329,7 +333,7 @@ func fewRefused(t *testing.T, requests []cost.Request) {
 	}
 }
 
-// eachMachineOnce checks that every Machine was written to once, and by that has its claim.
+// eachMachineOnce verifies that every Machine was written to once, and thereby has its claim.
 func eachMachineOnce(t *testing.T, s *rush.Site, requests []cost.Request) {
 	t.Helper()
 	writes := lo.CountValuesBy(
@@ -351,7 +355,7 @@ func eachMachineOnce(t *testing.T, s *rush.Site, requests []cost.Request) {
 	}
 }
 
-// inFlight says what the ledger still holds.
+// inFlight returns a condition: the ledger has no entries in flight.
 func inFlight(s *rush.Site) func(context.Context) (string, error) {
 	return func(ctx context.Context) (string, error) {
 		md, err := s.Deployment(ctx, group)
@@ -373,7 +377,8 @@ func inFlight(s *rush.Site) func(context.Context) (string, error) {
 	}
 }
 
-// everyNodeIsNoted says which claims do not name their Node yet: the last thing that is written of one that lives.
+// everyNodeIsNoted returns a condition: every live claim names its Node, which is the last thing
+// written to it.
 func everyNodeIsNoted(s *rush.Site) func(context.Context) (string, error) {
 	return func(ctx context.Context) (string, error) {
 		var list agentv1.MachineClaimList
@@ -385,8 +390,8 @@ func everyNodeIsNoted(s *rush.Site) func(context.Context) (string, error) {
 	}
 }
 
-// idle makes the agent look at the node group many times although there is nothing to do: somebody else writes what does
-// not concern it, and the agent's own metrics say when it has looked.
+// idle makes the agent reconcile the node group many times with nothing to do: another writer
+// changes what does not concern it, and the agent's own metrics show the reconciles.
 func idle(ctx context.Context, t *testing.T, s *rush.Site) {
 	t.Helper()
 	url := s.Sandbox.State().AgentMetrics
@@ -402,14 +407,14 @@ func idle(ctx context.Context, t *testing.T, s *rush.Site) {
 			return lo.Ternary(now > before, "", "the agent to look at the node group"), err
 		}))
 	}
-	// Callers that only read change nothing either.
+	// Callers that only read cause no changes either.
 	for range 10 {
 		_, err := s.Claims(ctx)
 		must(t, err)
 	}
 }
 
-// looks returns how often the agent's claim controller has looked at a node group.
+// looks returns how often the agent's claim controller has reconciled a node group.
 func looks(ctx context.Context, url string) (int, error) {
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
 	if err != nil {

@@ -20,8 +20,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 )
 
-// TestTheHubRefusesWhatNobodyMeans runs as users that the admission policies of the agent's chart do not exempt. Every write is a dry
-// run, which admission sees all the same.
+// TestTheHubRefusesWhatNobodyMeans acts as users whom the agent chart's admission policies do not
+// exempt. Every write is a dry run, which also passes admission.
 func TestTheHubRefusesWhatNobodyMeans(t *testing.T) {
 	shows(t, "admission: nobody lowers replicas below what is claimed, edits the ledger, or has the agent write more than it needs")
 	g := NewWithT(t)
@@ -52,7 +52,7 @@ func TestTheHubRefusesWhatNobodyMeans(t *testing.T) {
 		as     client.Client
 		object func() client.Object
 		patch  string
-		says   string // empty for what is allowed
+		says   string // empty if it is allowed
 	}{
 		"a tool lowers below what is claimed":  {tool, group, `{"spec":{"replicas":0}}`, claimed},
 		"a tool raises":                        {tool, group, `{"spec":{"replicas":9}}`, ""},
@@ -84,7 +84,7 @@ func TestTheHubRefusesWhatNobodyMeans(t *testing.T) {
 	for replicas, says := range map[int32]string{0: "spec.replicas: 1 machines of this node group are claimed", 1: "", 5: ""} {
 		t.Run(fmt.Sprintf("a tool scales to %d", replicas), func(t *testing.T) {
 			to := &autoscalingv1.Scale{Spec: autoscalingv1.ScaleSpec{Replicas: replicas}}
-			// The API server's informer of the policy's parameters lags behind a little.
+			// The API server's informer of the policy's parameters lags slightly.
 			NewWithT(t).Eventually(func(g Gomega) {
 				refuses(g, tool.SubResource("scale").Update(t.Context(), crowdDeployment(t), client.WithSubResourceBody(to), client.DryRunAll), says)
 			}).WithTimeout(soon).Should(Succeed())
@@ -102,7 +102,7 @@ func expectRefusal(t *testing.T, err error, says string) {
 	refuses(NewWithT(t), err, says)
 }
 
-// refuses checks that a request was refused with these words, or not at all if there are none.
+// refuses verifies that a request was refused with these words, or, if there are none, not at all.
 func refuses(g Gomega, err error, says string) {
 	if says == "" {
 		g.Expect(err).NotTo(HaveOccurred())
@@ -112,7 +112,8 @@ func refuses(g Gomega, err error, says string) {
 	g.Expect(err).To(MatchError(ContainSubstring(says)))
 }
 
-// administrator returns a client of the hub as a user who may do everything, but is no member of system:masters.
+// administrator returns a client of the hub for a user who may do everything, but is not in
+// system:masters.
 func administrator(t *testing.T, user string) client.Client {
 	t.Helper()
 	binding := &rbacv1.ClusterRoleBinding{

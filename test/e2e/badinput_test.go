@@ -30,7 +30,7 @@ func TestBadDescriptionsOfNodeGroupsAreReportedAndHarmNobodyElse(t *testing.T) {
 	for _, tc := range []struct {
 		name      string
 		nodeClass string
-		// fields of the MachineDeployment of the same name that are to be named, everywhere.
+		// fields of the MachineDeployment of the same name that must be named everywhere.
 		fields []string
 	}{
 		{"a capacity that is no quantity", "broken-capacity", []string{capacityPrefix + "cpu]"}},
@@ -149,7 +149,8 @@ func theCluster() *agentv1alpha1.ClusterRef {
 	return &agentv1alpha1.ClusterRef{Namespace: sandbox.ClusterNamespace, Name: sandbox.ClusterName}
 }
 
-// conditionSays returns a condition for poll: that a node class's condition is False and its message has a text.
+// conditionSays returns a condition for poll: a node class's condition is False, and its message
+// contains a text.
 func conditionSays(nodeClass, kind, text string) func(context.Context) (string, error) {
 	return func(ctx context.Context) (string, error) {
 		var class shimv1.ClusterAPINodeClass
@@ -168,7 +169,8 @@ func conditionSays(nodeClass, kind, text string) func(context.Context) (string, 
 	}
 }
 
-// eventSays and eventInSpokeSays: that an event about an object has a text.
+// eventSays and eventInSpokeSays return a condition for poll: an event about an object contains a
+// text.
 func eventSays(kind, name, text string) func(context.Context) (string, error) {
 	return eventIn(w.Hub, kind, name, text)
 }

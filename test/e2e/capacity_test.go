@@ -26,7 +26,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
-// consolidated bounds a replacement: Karpenter waits by itself before and between its steps.
+// consolidated bounds a replacement: Karpenter itself waits before and between its steps.
 const consolidated = 4 * time.Minute
 
 func sizes(t *testing.T, what string) (figure func(format string, args ...any)) {
@@ -55,7 +55,7 @@ func selected(group, what string, is func(shimv1.SelectedNodeGroup) bool) func(c
 	return selectedBy("sizes", group, what, is)
 }
 
-// selectedBy is the same for any node class.
+// selectedBy is [selected] for any node class.
 func selectedBy(nodeClass, group, what string, is func(shimv1.SelectedNodeGroup) bool) func(context.Context) (string, error) {
 	return func(ctx context.Context) (string, error) {
 		var class shimv1.ClusterAPINodeClass
@@ -73,13 +73,14 @@ func selectedBy(nodeClass, group, what string, is func(shimv1.SelectedNodeGroup)
 
 const cpuAnnotation = "capacity.cluster-autoscaler.kubernetes.io/cpu"
 
-// annotate sets an annotation of a node group's MachineDeployment to a JSON string, or takes it away with null.
+// annotate sets an annotation of a node group's MachineDeployment to a JSON string, or removes it
+// with null.
 func annotate(t *testing.T, group, annotation, value string) {
 	t.Helper()
 	patchGroup(t, group, fmt.Sprintf(`{"metadata":{"annotations":{%q:%s}}}`, annotation, value))
 }
 
-// patchGroup merges JSON into a node group's MachineDeployment. Clean-ups may call it.
+// patchGroup merges JSON into a node group's MachineDeployment. It may be called during clean-up.
 func patchGroup(t *testing.T, group, patch string) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), soon)
@@ -88,7 +89,7 @@ func patchGroup(t *testing.T, group, patch string) {
 	NewWithT(t).Expect(w.Hub.Patch(ctx, md, client.RawPatch(types.MergePatchType, []byte(patch)))).To(Succeed())
 }
 
-// described returns a node group as the agent shows it.
+// described returns a node group as reported by the agent.
 func described(t *testing.T, group string) *agentv1alpha1.NodeGroup {
 	t.Helper()
 	state := w.Sandbox.State()
@@ -98,7 +99,8 @@ func described(t *testing.T, group string) *agentv1alpha1.NodeGroup {
 	return answer.GetNodeGroup()
 }
 
-// onOneNodeOf returns a condition: so many pods run, and there is one node, of that group.
+// onOneNodeOf returns a condition: this many pods run, and there is one node, which is of that
+// group.
 func onOneNodeOf(group string, pods int) func(journey.State) string {
 	return func(s journey.State) string {
 		if missing := running(pods)(s); missing != "" {
@@ -147,7 +149,7 @@ prices:
 	g.Expect(big.GetPrice().GetPerHour()).To(Equal(0.5))
 	g.Expect(big.GetPrice().GetCurrency()).To(Equal("EUR"))
 	g.Expect(big.GetSources()["price"].GetKind()).To(Equal(agentv1alpha1.SourceKind_SOURCE_KIND_PRICE_LIST))
-	// Karpenter looks again at what it found to be in order when pods come or go.
+	// Karpenter re-evaluates what it found to be optimal only when pods come or go.
 	scale(t, "narrow", 2)
 	await(t, consolidated, onOneNodeOf("sizes-big", 2))
 }
@@ -203,8 +205,8 @@ func TestGroupsOfOneInstanceTypeAreMergedAndDifferencesReported(t *testing.T) {
 	})
 }
 
-// What the agent says a Node will carry is what it carries, what a label of the MachineDeployment or of the Machines says beyond
-// that stays in the hub, and pods can ask for what a NodePool may name.
+// A Node has the labels that the agent reports for it. Further labels of the MachineDeployment or
+// of the Machines stay in the hub. Pods can select on whatever a NodePool may name.
 func TestANodeCarriesWhatItsGroupPromises(t *testing.T) {
 	shows(t, "labels: a Node carries what its group promises, and no more")
 	if testing.Short() {
@@ -227,7 +229,8 @@ func TestANodeCarriesWhatItsGroupPromises(t *testing.T) {
 		g.Expect(promised.GetNodeLabels()).NotTo(HaveKey(key))
 	}
 
-	// Karpenter puts on its own Nodes what it was promised. On this one there is what the kubelet and Cluster API put there.
+	// On its own Nodes, Karpenter sets what was promised. This Node only has what the kubelet and
+	// Cluster API set.
 	raise := func(replicas int) {
 		t.Helper()
 		patchGroup(t, "labelled", fmt.Sprintf(`{"spec":{"replicas":%d}}`, replicas))
@@ -298,7 +301,7 @@ func TestWhatNodesShowIsLearned(t *testing.T) {
 			return group.GetSources()[path].GetKind() == agentv1alpha1.SourceKind_SOURCE_KIND_LEARNED
 		}
 		nic, memory := group.GetCapacity()["example.com/nic"], group.GetOverhead()["memory"]
-		// Of the 64 GiB described the kubelet has 63, and keeps 100 MiB of them.
+		// Of the 64 GiB described, the kubelet has 63, and reserves 100 MiB of them.
 		if nic == "2" && learned("capacity.example.com/nic") && memory == "1124Mi" && learned("overhead.memory") && len(group.GetProblems()) == 0 {
 			return "", nil
 		}
@@ -338,7 +341,7 @@ func TestWhyNothingCanBeHadIsInTheNodeClass(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	// The sandbox's hub has no controller that counts.
+	// The sandbox's hub has no controller that computes quotas.
 	quota.Status = corev1.ResourceQuotaStatus{Hard: quota.Spec.Hard, Used: quota.Spec.Hard}
 	g.Expect(w.Hub.Status().Update(within(t, soon), quota)).To(Succeed())
 	poll(t, soon, selected("sizes-small", "no room for the quota", refused("QuotaExceeded")))
@@ -346,7 +349,8 @@ func TestWhyNothingCanBeHadIsInTheNodeClass(t *testing.T) {
 	poll(t, soon, selected("sizes-small", "room again", available))
 }
 
-// The status of a node class is written from the snapshot, at once when a condition turns, so the snapshot is older than that.
+// The status of a node class is written from the snapshot, at once when a condition turns, so it
+// can only be newer than the snapshot.
 func TestAChangeInTheHubIsInTheShimsSnapshotWithinHalfASecond(t *testing.T) {
 	figure := sizes(t, "snapshot: a change in the hub is in the shim's")
 	const rounds, bound = 20, 500 * time.Millisecond

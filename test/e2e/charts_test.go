@@ -20,11 +20,13 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
 )
 
-// operatorsGroups are of operators that the sandbox does not have: cert-manager, and Prometheus'.
+// operatorsGroups are the groups of operators that the sandbox does not have: cert-manager and
+// Prometheus.
 var operatorsGroups = []string{"cert-manager.io", "monitoring.coreos.com"}
 
-// That agent and shim get along with these permissions is what every test of the package shows: the sandbox runs them with
-// tokens of the charts' ServiceAccounts, and TestMain looks for refusals in their logs.
+// Every test of the package shows that these permissions suffice for agent and shim: the sandbox
+// runs them with tokens of the charts' ServiceAccounts, and TestMain searches their logs for
+// refusals.
 func TestChartsAreAcceptedByTheClustersTheyAreFor(t *testing.T) {
 	shows(t, "the charts are accepted by the clusters that they are for")
 	for _, tc := range []struct {
@@ -55,7 +57,7 @@ func TestChartsAreAcceptedByTheClustersTheyAreFor(t *testing.T) {
 	}
 }
 
-// template returns what helm renders.
+// template returns the objects that helm renders.
 func template(t *testing.T, chart, release, namespace, values string) []*unstructured.Unstructured {
 	t.Helper()
 	var stdout, stderr bytes.Buffer
@@ -76,7 +78,8 @@ func template(t *testing.T, chart, release, namespace, values string) []*unstruc
 	return objects
 }
 
-// dryRun asks the API server whether it would take the object, field names checked strictly. Namespaces it is in are made.
+// dryRun returns an error if the API server would refuse the object, with strict validation of
+// field names. It creates the object's namespace.
 func dryRun(t *testing.T, c client.Client, object *unstructured.Unstructured) error {
 	t.Helper()
 	if name := object.GetNamespace(); name != "" {

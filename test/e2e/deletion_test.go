@@ -20,12 +20,12 @@ import (
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 )
 
-// deletedWithin is for Cluster API, which tries an API server that does not answer several times, and for instances, which wait 20
-// seconds for theirs.
+// deletedWithin allows for Cluster API, which retries an unreachable API server several times, and
+// for instances, which wait 20 seconds for theirs.
 const deletedWithin = 5 * time.Minute
 
-// TestAClusterGoesWhoseShimAndSpokeAreGone deletes a Cluster while a claim waits for its Machine's Node, another is being released, and
-// nobody is left who would release the rest.
+// TestAClusterGoesWhoseShimAndSpokeAreGone deletes a Cluster while a claim waits for its Machine's
+// Node, another is being released, and there is no holder left to release the others.
 func TestAClusterGoesWhoseShimAndSpokeAreGone(t *testing.T) {
 	figure := shows(t, "a Cluster goes whose shim and spoke are gone: no claim, ledger or finalizer of the agents holds it back")
 	if testing.Short() {
@@ -62,7 +62,7 @@ func TestAClusterGoesWhoseShimAndSpokeAreGone(t *testing.T) {
 	g.Expect(h.faults()).To(BeEmpty())
 }
 
-// clusterIsGone is a condition for poll: nothing is left in the hub that the Cluster owns.
+// clusterIsGone is a condition for poll: nothing that the Cluster owns is left in the hub.
 func (h hubs) clusterIsGone(ctx context.Context) (string, error) {
 	var left []string
 	for _, list := range []client.ObjectList{
@@ -87,8 +87,9 @@ func (h hubs) clusterIsGone(ctx context.Context) (string, error) {
 	return lo.Ternary(len(left) == 0, "", "what the Cluster had to go:\n  "+strings.Join(left, "\n  ")), nil
 }
 
-// hangs has the machine of a claim hang before it joins, that comes next in the node group west on what the caller does. Those after it do
-// not hang. It is not east, where the claim may be given one of the team's machines.
+// hangs makes one machine hang before it joins: the one claimed next in the node group west because
+// of what more does. Later machines do not hang. It is not in east, where the claim might be
+// assigned one of the team's machines.
 func (h hubs) hangs(t *testing.T, more func()) (machine string) {
 	t.Helper()
 	g := NewWithT(t)
@@ -116,7 +117,7 @@ func (h hubs) hangs(t *testing.T, more func()) (machine string) {
 		}
 		return lo.Ternary(len(hanging) == 1, "", fmt.Sprintf("a machine to hang before it joins: %v do", hanging)), err
 	})
-	// Its claim has it.
+	// The machine must have its claim.
 	poll(t, soon, func(ctx context.Context) (string, error) {
 		var m clusterv1.Machine
 		err := h.source.Hub.Get(ctx, client.ObjectKey{Namespace: sandbox.ClusterNamespace, Name: machine}, &m)

@@ -26,7 +26,8 @@ const (
 	devicesPerNode = 2
 )
 
-// TestPodsGetDevices has pods that claim devices. The driver, which would run on each Node, is this test.
+// TestPodsGetDevices runs pods that claim devices. The test itself acts as the driver, which would
+// run on each Node.
 func TestPodsGetDevices(t *testing.T) {
 	figure := shows(t, "pods with resource claims get Nodes with devices, two to a Node")
 	if testing.Short() {
@@ -82,7 +83,7 @@ func TestPodsGetDevices(t *testing.T) {
 	}
 }
 
-// driveDevices announces the devices of each Node of the group until the test ends.
+// driveDevices publishes the devices of each Node of the group until the test ends.
 func driveDevices(t *testing.T) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
@@ -92,7 +93,7 @@ func driveDevices(t *testing.T) {
 		defer close(done)
 		_ = world.Poll(ctx, func(ctx context.Context) (string, error) {
 			var nodes corev1.NodeList
-			// What fails is tried again.
+			// Failures are retried.
 			_ = w.Spoke.List(ctx, &nodes, client.MatchingLabels{corev1.LabelInstanceTypeStable: "devices"})
 			for _, n := range nodes.Items {
 				slice := &resourcev1.ResourceSlice{
@@ -105,7 +106,7 @@ func driveDevices(t *testing.T) {
 						Devices: lo.Times(devicesPerNode, func(i int) resourcev1.Device { return resourcev1.Device{Name: fmt.Sprintf("gpu-%d", i)} }),
 					},
 				}
-				_ = w.Spoke.Create(ctx, slice) // most are there already
+				_ = w.Spoke.Create(ctx, slice) // most already exist
 			}
 			return "the test to end", nil
 		})

@@ -25,7 +25,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
 )
 
-// copies applies a file of the crowd's under another name, changed, and deletes it at the end of the test. A nil change is none.
+// copies applies a file of the crowd's under another name, with changes, and deletes its objects at
+// the end of the test. change may be nil.
 func copies(t *testing.T, c client.Client, file, name string, change func(*unstructured.Unstructured)) {
 	t.Helper()
 	objects, err := manifests.LoadAs(file, "crowd", name)
@@ -49,7 +50,7 @@ func copies(t *testing.T, c client.Client, file, name string, change func(*unstr
 	})
 }
 
-// of returns a change of the objects of one kind.
+// of returns a change that only applies to objects of one kind.
 func of(kind string, change func(*unstructured.Unstructured)) func(*unstructured.Unstructured) {
 	return func(o *unstructured.Unstructured) {
 		if o.GetKind() == kind {
@@ -66,11 +67,11 @@ func annotated(key, value string) func(*unstructured.Unstructured) {
 
 func set(o *unstructured.Unstructured, value any, path ...string) {
 	if err := unstructured.SetNestedField(o.Object, value, path...); err != nil {
-		panic(err) // the test's own manifests
+		panic(err) // the test's own manifests are at fault
 	}
 }
 
-// static makes a static NodePool of so many Nodes from the crowd's.
+// static turns the crowd's NodePool into a static one with this many Nodes.
 func static(nodes int64) func(*unstructured.Unstructured) {
 	return of("NodePool", func(o *unstructured.Unstructured) { set(o, nodes, "spec", "replicas") })
 }
@@ -80,7 +81,7 @@ func sizePool(ctx context.Context, name string, nodes int) error {
 	return w.Spoke.Patch(ctx, pool, mergePatch(fmt.Sprintf(`{"spec":{"replicas":%d}}`, nodes)))
 }
 
-// initialized returns a condition: a NodePool has so many Nodes that take pods, and no others.
+// initialized returns a condition: a NodePool has this many Nodes that accept pods, and no others.
 func initialized(pool string, nodes int) func(journey.State) string {
 	return func(s journey.State) string {
 		mine := lo.Filter(s.Live(), func(j journey.Journey, _ int) bool { return j.NodePool == pool })
@@ -121,7 +122,7 @@ func TestAStaticNodePoolHasItsNodesAndOneWithoutRoomStallsNobody(t *testing.T) {
 	await(t, 2*time.Minute, initialized("static", 1))
 	g.Expect(made("static")).To(Equal(3))
 
-	size(6) // of which there is room for three
+	size(6) // there is room for three of them
 	await(t, 2*time.Minute, initialized("static", 3))
 	before, began := made("static"), time.Now()
 	scale(t, "crowd", 3)
@@ -133,7 +134,7 @@ func TestAStaticNodePoolHasItsNodesAndOneWithoutRoomStallsNobody(t *testing.T) {
 		told := lo.ContainsBy(all.Items, func(e corev1.Event) bool { return e.Reason == "NoRoomForReplicas" && e.InvolvedObject.Name == "static" })
 		return lo.Ternary(told, "", "an event on the NodePool"), err
 	})
-	poll(t, 4*time.Minute, func(context.Context) (string, error) { // it is still tried, not forgotten, and not every second
+	poll(t, 4*time.Minute, func(context.Context) (string, error) { // it is still retried, and not every second
 		return lo.Ternary(time.Since(began) > 100*time.Second, "", "some time to pass"), nil
 	})
 	tries := made("static") - before
@@ -200,7 +201,8 @@ func TestNodesThatExpireAreReplacedOnce(t *testing.T) {
 	g.Expect(mine()).To(HaveLen(6), "each is replaced by one, long before that expires")
 }
 
-// group makes a copy of the crowd's node group, with an instance type of its name, for a node class.
+// group creates a copy of the crowd's node group for a node class, with its own name as its
+// instance type.
 func group(t *testing.T, nodeClass, name, capacityType, perHour, size string) {
 	t.Helper()
 	copies(t, w.Hub, manifests.CrowdHub, name, of("MachineDeployment", func(o *unstructured.Unstructured) {
@@ -211,7 +213,8 @@ func group(t *testing.T, nodeClass, name, capacityType, perHour, size string) {
 	}))
 }
 
-// requirePool makes a copy of the crowd's NodePool, node class and Deployment, with one requirement, which consolidates.
+// requirePool creates a copy of the crowd's NodePool, node class and Deployment, with one
+// requirement and with consolidation.
 func requirePool(t *testing.T, name string, requirement map[string]any) {
 	t.Helper()
 	copies(t, w.Spoke, manifests.CrowdSpoke, name, of("NodePool", func(o *unstructured.Unstructured) {
@@ -225,7 +228,7 @@ func requirePool(t *testing.T, name string, requirement map[string]any) {
 	goHome(t, name)
 }
 
-// where counts the living Nodes of each node group.
+// where returns the number of live Nodes of each node group.
 func where() map[string]int {
 	return lo.CountValuesBy(w.Recorder.State().Live(), func(j journey.Journey) string { return j.Group })
 }
@@ -241,7 +244,7 @@ func TestASpotNodeIsReplacedByACheaperOneOnce(t *testing.T) {
 	requirePool(t, "spots", map[string]any{"key": karpenterv1.CapacityTypeLabelKey, "operator": "In", "values": []any{"spot"}})
 	scale(t, "spots", 1)
 	await(t, 2*time.Minute, running(1))
-	const cheaper = 15 // fewer are too few for Karpenter, which fears to chase the cheapest
+	const cheaper = 15 // with fewer, Karpenter does not consolidate, lest it chase the cheapest
 	for i := range cheaper {
 		group(t, "spots", fmt.Sprintf("spots-%02d", i), "spot", strconv.Itoa(1+i%5), "3")
 	}
@@ -305,7 +308,7 @@ func TestReservedMachinesAreUsedFirst(t *testing.T) {
 	await(t, 2*time.Minute, running(3))
 	g.Expect(where()).To(Equal(map[string]int{"mixed-reserved": 2, "mixed-ondemand": 1}))
 	planned := made("mixed")
-	scale(t, "mixed", 2) // of three pods one goes: what is left has room on the reserved machines
+	scale(t, "mixed", 2) // one of three pods is removed: the others fit on the reserved machines
 	await(t, 2*time.Minute, func(s journey.State) string {
 		if missing := running(2)(s); missing != "" {
 			return missing
@@ -352,7 +355,8 @@ func TestACapacityBufferKeepsNodesReady(t *testing.T) {
 	await(t, 2*time.Minute, initialized("crowd", 3))
 }
 
-// TestAFullReservedGroupIsReplacedInPlace has machines that are all there are: no Node can be made before another goes.
+// TestAFullReservedGroupIsReplacedInPlace uses all available machines: no Node can be created
+// before another one is removed.
 func TestAFullReservedGroupIsReplacedInPlace(t *testing.T) {
 	figure := shows(t, "a full group of reserved machines: Nodes are drained first and replaced in place, for drift and for repair")
 	if testing.Short() {
@@ -364,7 +368,7 @@ func TestAFullReservedGroupIsReplacedInPlace(t *testing.T) {
 		ShimEnv: []string{"NODE_REPAIR_AFTER=" + repairAfter.String()},
 	})
 	useCrowd(t)
-	const size = 6 // Karpenter repairs nothing where more than a fifth is unhealthy
+	const size = 6 // Karpenter does not repair if more than a fifth is unhealthy
 	annotate(t, "crowd", "capacity.cluster-autoscaler.kubernetes.io/labels", `"karpenter.sh/capacity-type=reserved"`)
 	annotate(t, "crowd", clusterv1.AutoscalerMaxSizeAnnotation, strconv.Quote(strconv.Itoa(size)))
 	patchGroup(t, "crowd", `{"spec":{"rollout":{"strategy":{"type":"OnDelete"}},"template":{"spec":{"version":"`+versionBefore+`"}}}}`)
@@ -373,7 +377,8 @@ func TestAFullReservedGroupIsReplacedInPlace(t *testing.T) {
 		{"key":"karpenter.sh/capacity-type","operator":"In","values":["reserved"]}]}}}}`))).To(Succeed())
 	scale(t, "crowd", size)
 	await(t, 2*time.Minute, running(size))
-	// Core may plan for the one free machine twice, for a pod and for another Node's replacement: one of both is refused.
+	// Core may plan twice with the single free machine, for a pod and for the replacement of
+	// another Node: one of both is refused.
 	got := func() int {
 		return lo.CountBy(w.Recorder.State().Journeys, func(j journey.Journey) bool { return j.NodePool == "crowd" && j.Reached(journey.Launched) })
 	}
@@ -383,7 +388,7 @@ func TestAFullReservedGroupIsReplacedInPlace(t *testing.T) {
 		g.Expect(most).To(BeNumerically("<=", size), "Machines")
 	}
 
-	// drift changes what Nodes are to be, and waits until each was replaced once.
+	// drift changes the specification of Nodes, and waits until each was replaced once.
 	drift := func(what string, change func()) {
 		t.Helper()
 		before, first, began := got(), crowdMachines(t), time.Now()

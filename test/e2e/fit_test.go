@@ -28,11 +28,11 @@ const (
 	fitSets   = 25 // of pods, in each round
 	fitGroups = 4  // of each node class, in each round
 	fitLabel  = "fit"
-	// placedWithin bounds what takes half a minute on a machine with nothing else to do.
+	// placedWithin bounds what takes half a minute on an otherwise idle machine.
 	placedWithin = slow * 5 * time.Minute
 )
 
-// fitGroup is a node group that nobody describes but the infrastructure template.
+// fitGroup is a node group that only the infrastructure template describes.
 var fitGroup = texttemplate.Must(texttemplate.New("").Parse(`
 apiVersion: infrastructure.cluster.x-k8s.io/v1alpha1
 kind: SimMachineTemplate
@@ -68,9 +68,9 @@ spec:
       infrastructureRef: {apiGroup: infrastructure.cluster.x-k8s.io, kind: SimMachineTemplate, name: {{.Name}}}
 `))
 
-// fitPool is the NodePool of one set of pods. The pods of a set ask for the same, so that it does not matter which of the planned
-// Nodes kube-scheduler takes for which; those of several sets could take each other's room. Nothing is consolidated: what is
-// looked at are the first decisions.
+// fitPool is the NodePool of one set of pods. All pods of a set have the same requests, so that it
+// does not matter how kube-scheduler distributes them over the planned Nodes; pods of several sets
+// could take each other's room. Nothing is consolidated: only the first decisions are checked.
 var fitPool = texttemplate.Must(texttemplate.New("").Parse(`
 apiVersion: karpenter.sh/v1
 kind: NodePool
@@ -83,8 +83,8 @@ spec:
   disruption: {consolidationPolicy: WhenEmpty, consolidateAfter: Never}
 `))
 
-// 500 random sets of pods against random catalogues: kube-scheduler finds room for all of them on the Nodes that Karpenter
-// planned, and Karpenter plans no pod twice.
+// 500 random sets of pods against random catalogues: kube-scheduler places all of them on the Nodes
+// that Karpenter planned, and Karpenter plans no pod twice.
 func TestPodsFitTheNodesThatWerePlannedForThem(t *testing.T) {
 	figure := shows(t, "fit: pods fit the Nodes that were planned for them, and none is planned twice")
 	if testing.Short() {
@@ -181,7 +181,8 @@ func noMachines(s journey.State) string {
 	return ""
 }
 
-// fitCatalogue returns node groups of random sizes for each node class, one of which everything fits on.
+// fitCatalogue returns node groups of random sizes for each node class, on one of which everything
+// fits.
 func fitCatalogue(t *testing.T, random *rand.Rand, round int) []*unstructured.Unstructured {
 	t.Helper()
 	var all []*unstructured.Unstructured
@@ -201,7 +202,7 @@ func fitCatalogue(t *testing.T, random *rand.Rand, round int) []*unstructured.Un
 	return all
 }
 
-// fitSet returns one to four pods that ask for the same.
+// fitSet returns one to four pods with the same requests.
 func fitSet(random *rand.Rand, pool, name string) []*corev1.Pod {
 	requests := corev1.ResourceList{
 		corev1.ResourceCPU:    *resource.NewMilliQuantity(50+random.Int64N(7000), resource.DecimalSI),

@@ -17,7 +17,8 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// TestPodsRunOnTheFloor has a node group whose Machines all join with Karpenter's taint keep some for a person, beside those of claims.
+// TestPodsRunOnTheFloor has a node group whose Machines all join with Karpenter's taint, and which
+// has some of the user's besides those of claims.
 func TestPodsRunOnTheFloor(t *testing.T) {
 	figure := shows(t, "the floor: its Nodes take pods, claims get other machines, and it stays")
 	if testing.Short() {
@@ -85,7 +86,7 @@ func TestPodsRunOnTheFloor(t *testing.T) {
 	poll(t, soon, podsRun("floor", floor))
 }
 
-// podsRun returns a condition: so many pods of the app run.
+// podsRun returns a condition: this many pods of the app run.
 func podsRun(app string, pods int) func(context.Context) (string, error) {
 	return func(ctx context.Context) (string, error) {
 		var list corev1.PodList

@@ -28,7 +28,7 @@ import (
 const (
 	// gitOps is the field manager of the writer in these tests.
 	gitOps = "argocd-controller"
-	// syncEvery is how often it writes what Git has.
+	// syncEvery is how often it writes the content of Git.
 	syncEvery = time.Second
 )
 
@@ -62,7 +62,8 @@ func TestReplicasWrittenBelowWhatIsClaimedFreezeTheGroup(t *testing.T) {
 	g.Expect(described(t, "crowd").GetAvailability().GetReason()).
 		To(Equal(agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_REPLICAS_LOWERED))
 
-	// Cluster API removes what is too many for the replicas that were written. Nothing else goes, and nothing is raised back.
+	// Cluster API removes the Machines in excess of the written replicas. Nothing else is removed,
+	// and replicas are not raised back.
 	poll(t, 2*time.Minute, func(context.Context) (string, error) {
 		left := len(crowdMachines(t))
 		return lo.Ternary(left <= written, "", fmt.Sprintf("Cluster API to leave %d of %d Machines", written, left)), nil
@@ -85,7 +86,7 @@ func TestReplicasWrittenBelowWhatIsClaimedFreezeTheGroup(t *testing.T) {
 	g.Expect(w.Checker.Settle(within(t, settleWithin))).To(BeEmpty())
 }
 
-// A number that is never below what is claimed costs a machine each time that it is written back.
+// A number that is never below what is claimed costs a machine each time it is written back.
 func TestReplicasThatAreWrittenBackFreezeTheGroup(t *testing.T) {
 	shows(t, "gitops: replicas that are written back again and again, above what is claimed, freeze the node group as well")
 	if testing.Short() {
@@ -126,7 +127,8 @@ func TestReplicasThatAreWrittenBackFreezeTheGroup(t *testing.T) {
 	g.Expect(w.Checker.Settle(within(t, settleWithin))).To(BeEmpty())
 }
 
-// syncReplicas writes the crowd's replicas again and again, as a GitOps controller does whose manifest has them, until it is stopped.
+// syncReplicas repeatedly writes the crowd's replicas, like a GitOps controller whose manifest sets
+// them, until it is stopped.
 func syncReplicas(t *testing.T, replicas int64) (stop func()) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
@@ -167,7 +169,8 @@ func syncReplicas(t *testing.T, replicas int64) (stop func()) {
 	}
 }
 
-// warned returns a condition for poll: a Warning event about a MachineDeployment has that reason and a text.
+// warned returns a condition for poll: there is a Warning event about a MachineDeployment with the
+// reason and text.
 func warned(group, reason, text string) func(context.Context) (string, error) {
 	return func(ctx context.Context) (string, error) {
 		var events eventsv1.EventList
@@ -182,7 +185,8 @@ func warned(group, reason, text string) func(context.Context) (string, error) {
 	}
 }
 
-// releasedUnclaimed lists the crowd's Machines that the agent removes although no claim was released for them.
+// releasedUnclaimed returns the crowd's Machines that the agent removes although no claim was
+// released for them.
 func releasedUnclaimed(t *testing.T) []string {
 	t.Helper()
 	return lo.FilterMap(listCrowd(t), func(m clusterv1.Machine, _ int) (string, bool) {

@@ -24,12 +24,12 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/journey"
 )
 
-// plannings is how often Karpenter looks at the pods anew before the test believes that it plans no more Nodes for them. It does so
-// every ten seconds.
+// plannings is how many times Karpenter must re-evaluate the pods before the test concludes that it
+// plans no more Nodes for them. It does so every ten seconds.
 const plannings = 3
 
-// TestNodesThatWaitForClusterAPIArePlannedOnce has Nodes join as kubeadm's do, with a taint that Cluster API removes, and keeps
-// Cluster API from removing it.
+// TestNodesThatWaitForClusterAPIArePlannedOnce lets Nodes join like kubeadm's, with a taint that
+// Cluster API removes, and keeps Cluster API from removing it.
 func TestNodesThatWaitForClusterAPIArePlannedOnce(t *testing.T) {
 	shows(t, "pods get one Node each although Cluster API is late to initialize it")
 	g := NewWithT(t)
@@ -86,7 +86,8 @@ func mergePatch(patch string) client.Patch {
 	return client.RawPatch(types.MergePatchType, []byte(patch))
 }
 
-// reached returns a condition: so many NodeClaims live, and all of them have come that far.
+// reached returns a condition: this many NodeClaims are live, and all of them have reached the
+// stage.
 func reached(nodeClaims int, stage journey.Stage) func(journey.State) string {
 	return func(s journey.State) string {
 		live := s.Live()
@@ -98,7 +99,7 @@ func reached(nodeClaims int, stage journey.Stage) func(journey.State) string {
 	}
 }
 
-// eachMachine does something with each Machine of a node group.
+// eachMachine calls do for each Machine of a node group.
 func eachMachine(ctx context.Context, group string, do func(*clusterv1.Machine) error) error {
 	var machines clusterv1.MachineList
 	err := w.Hub.List(ctx, &machines, client.InNamespace(sandbox.ClusterNamespace), client.MatchingLabels{clusterv1.MachineDeploymentNameLabel: group})

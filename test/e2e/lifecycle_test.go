@@ -34,39 +34,41 @@ import (
 )
 
 const (
-	// livesAtOnce is how many scenarios go on at the same time, each with a node group, a NodePool and a pod of its own.
+	// livesAtOnce is the number of concurrent scenarios, each with its own node group, NodePool and
+	// pod.
 	livesAtOnce = 17
-	// stageWithin, doneWithin and goneWithin bound the parts of a scenario. Infrastructure that is gone is final after a minute, and clocks may
-	// differ by one more.
+	// stageWithin, doneWithin and goneWithin bound the parts of a scenario. The loss of
+	// infrastructure is final after a minute, and clocks may differ by another one.
 	stageWithin = slow * 3 * time.Minute
 	doneWithin  = slow * 6 * time.Minute
 	goneWithin  = slow * 4 * time.Minute
-	// keeping is the finalizer by which a pod keeps its Node from being drained.
+	// keeping is the finalizer with which a pod keeps its Node from being drained.
 	keeping  = "fleet.example.com/keeps-its-node"
 	starting = "fleet.example.com/starting"
 )
 
-// stage is how far a Node is when somebody does something to it.
+// stage is the stage of a Node at which a deed is done to it.
 type stage struct {
 	name string
 	// stuckAt is where instances hang from the beginning.
 	stuckAt simv1.Stage
-	// reach brings the life there, after its pod was made, and holds it there.
+	// reach brings the scenario to the stage, once its pod was created, and holds it there.
 	reach func(*life, context.Context) error
-	// node, and instance, are whether there is a Node, and something that runs, that somebody could delete.
+	// node and instance report whether there is a Node, and a running instance, that could be
+	// deleted.
 	node, instance bool
-	// leaving means that the Node is on its way out: the pod gets another one anyway.
+	// leaving means that the Node is being removed, so that the pod gets another one anyway.
 	leaving bool
 }
 
-// deed is what somebody does.
+// deed is an intervention.
 type deed struct {
 	name string
 	at   func(stage) bool
 	do   func(*life, context.Context) error
-	// replaces means that the pod needs another Node then.
+	// replaces means that the pod then needs another Node.
 	replaces bool
-	// gone means that the pod is not wanted any more.
+	// gone means that the pod is no longer wanted.
 	gone bool
 }
 
@@ -148,7 +150,7 @@ func deeds() []deed {
 				_, err := l.agent.Claims.ReleaseClaim(ctx, &agentv1alpha1.ReleaseClaimRequest{
 					Cluster: &agentv1alpha1.ClusterRef{Namespace: sandbox.ClusterNamespace, Name: sandbox.ClusterName}, ClaimId: c,
 				})
-				if err != nil { // an agent was killed by another scenario
+				if err != nil { // another scenario killed an agent
 					return err
 				}
 			}
@@ -170,7 +172,7 @@ func deeds() []deed {
 	}
 }
 
-// eachOf does something with each object; one that is gone meanwhile is as good.
+// eachOf calls do for each object. An object that is gone meanwhile is not an error.
 func eachOf[T any, P interface {
 	*T
 	client.Object
@@ -199,11 +201,12 @@ type life struct {
 	err   error
 }
 
-// kill ends a component; one that another scenario has killed is as good.
+// kill kills a component. It may already be dead because of another scenario.
 func (l *life) kill(component string) { _ = l.Sandbox.Kill(component) }
 
-// TestNodesSurviveWhateverIsDoneToThem is a table: how far a Node is, and what is done then. Whatever it is, the pod runs in the end on one
-// node that was made for it, no Machine, claim or replica is left, and no more Nodes were made than were needed.
+// TestNodesSurviveWhateverIsDoneToThem is a table of stages of a Node and deeds done to it. In
+// every case the pod finally runs on one node that was created for it, no Machine, claim or replica
+// is left over, and no more Nodes were created than needed.
 func TestNodesSurviveWhateverIsDoneToThem(t *testing.T) {
 	figure := shows(t, "a node's life: seven stages, nine deeds")
 	var lives []*life
@@ -214,7 +217,7 @@ func TestNodesSurviveWhateverIsDoneToThem(t *testing.T) {
 			}
 		}
 	}
-	if testing.Short() { // one of each stage and of nearly each deed, and no failures of infrastructure, which take minutes
+	if testing.Short() { // one of each stage and of nearly each deed, without infrastructure failures, which take minutes
 		lives = lo.Filter(lives, func(l *life, i int) bool { return i%6 == 1 && l.deed.name != "the instance is lost" })
 	}
 	g := NewWithT(t)
@@ -257,7 +260,7 @@ func tellLives(lives []*life) {
 	_ = tabs.Flush()
 }
 
-// cached returns a cache of what a cluster has, for the length of the test.
+// cached returns a cache of a cluster's objects for the duration of the test.
 func cached(t *testing.T, config *rest.Config) client.Reader {
 	t.Helper()
 	g := NewWithT(t)
@@ -273,7 +276,7 @@ func cached(t *testing.T, config *rest.Config) client.Reader {
 	return reads
 }
 
-// live goes through the scenario.
+// live runs the scenario.
 func (l *life) live(ctx context.Context) error {
 	for _, part := range []struct {
 		what string
@@ -294,7 +297,7 @@ func (l *life) live(ctx context.Context) error {
 				return err
 			}
 			l.found = lo.FilterMap(l.nodeClaims(), func(n karpenterv1.NodeClaim, _ int) (string, bool) {
-				return string(n.UID), !l.stage.leaving || !n.DeletionTimestamp.IsZero() // the pod's next one may be there already
+				return string(n.UID), !l.stage.leaving || !n.DeletionTimestamp.IsZero() // the pod's next one may already exist
 			})
 			return nil
 		}},
@@ -326,7 +329,7 @@ func (l *life) live(ctx context.Context) error {
 	return nil
 }
 
-// apply makes what the scenario's users write in one of the files.
+// apply creates the scenario's objects from one of the files.
 func (l *life) apply(ctx context.Context, c client.Client, file string) error {
 	objects, err := manifests.LoadAs(file, "life", l.name)
 	if err != nil {
@@ -340,7 +343,7 @@ func (l *life) apply(ctx context.Context, c client.Client, file string) error {
 	return manifests.ApplyObjects(ctx, c, objects...)
 }
 
-// until waits for something to be there.
+// until waits until nothing is missing.
 func (l *life) until(ctx context.Context, missing func() string) error {
 	return world.Poll(ctx, func(context.Context) (string, error) { return missing(), nil })
 }
@@ -353,7 +356,8 @@ func (l *life) run(ctx context.Context) error {
 	})
 }
 
-// settle lets go what the stage holds, and waits until so many pods run, each on a Node of its own, and nothing else is left.
+// settle releases what the stage holds, and waits until this many pods run, each on its own Node,
+// and nothing else is left.
 func (l *life) settle(ctx context.Context, pods int) error {
 	template := &simv1.SimMachineTemplate{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: l.name}}
 	if err := l.Hub.Patch(ctx, template, mergePatch(`{"spec":{"template":{"spec":{"stuckAt":null}}}}`)); err != nil {
@@ -371,10 +375,10 @@ func (l *life) settle(ctx context.Context, pods int) error {
 	})
 }
 
-// replaces reports whether the pod needs another Node than the one that it had.
+// replaces reports whether the pod needs a Node other than its current one.
 func (l *life) replaces() bool { return l.stage.leaving || l.deed.replaces }
 
-// start does what the kubelet's helpers do.
+// start does the work of the kubelet's helpers.
 func (l *life) start(ctx context.Context) error {
 	for _, n := range l.nodes() {
 		if !lo.ContainsBy(n.Spec.Taints, func(taint corev1.Taint) bool { return taint.Key == starting }) {
@@ -406,7 +410,8 @@ func (l *life) letGo(ctx context.Context) error {
 	return nil
 }
 
-// lacks says what is missing until so many pods run, each on a Node of its own, and nothing else is left; "" when nothing is.
+// lacks returns what is missing until this many pods run, each on its own Node, and nothing else is
+// left, or "".
 func (l *life) lacks(pods int) string {
 	running := lo.CountBy(l.pods(), func(p corev1.Pod) bool { return p.Status.Phase == corev1.PodRunning })
 	for _, each := range []struct {
@@ -436,7 +441,7 @@ func (l *life) deleteNodeClaims(ctx context.Context) error {
 	return eachOf(ctx, l.Spoke.Delete, l.nodeClaims())
 }
 
-// list returns what a cache has of the scenario; it panics only on mistakes of the test.
+// list returns a cache's objects of the scenario. It panics only on mistakes in the test.
 func list[L client.ObjectList](from client.Reader, into L, options ...client.ListOption) L {
 	if err := from.List(context.Background(), into, options...); err != nil {
 		panic(err)
@@ -464,8 +469,9 @@ func (l *life) machines() []clusterv1.Machine {
 	return list(l.hub, &clusterv1.MachineList{}, l.ofGroup()...).Items
 }
 
-// claimedMachines returns the Machines that carry the label of a claim. Before the label is set, a Machine that is deleted is replaced for the
-// same claim, and a claim whose object is deleted cannot be restored.
+// claimedMachines returns the Machines with the label of a claim. Before the label is set, a
+// deleted Machine is replaced for the same claim, and a claim whose object is deleted cannot be
+// restored.
 func (l *life) claimedMachines() []clusterv1.Machine {
 	return lo.Filter(l.machines(), func(m clusterv1.Machine, _ int) bool { return m.Labels[agentv1.ClaimLabel] != "" })
 }
@@ -480,7 +486,7 @@ func (l *life) replicas() int {
 	return int(lo.FromPtr(mine.Spec.Replicas))
 }
 
-// claims returns those that have not ended.
+// claims returns the claims that have not ended.
 func (l *life) claims() []agentv1.MachineClaim {
 	all := list(l.hub, &agentv1.MachineClaimList{}, client.InNamespace(sandbox.ClusterNamespace), client.MatchingLabels{agentv1.NodeGroupLabel: l.name})
 	return lo.Reject(all.Items, func(c agentv1.MachineClaim, _ int) bool { return c.CurrentPhase() == agentv1.PhaseEnded })
@@ -490,7 +496,7 @@ func (l *life) bound() []agentv1.MachineClaim {
 	return lo.Filter(l.claims(), func(c agentv1.MachineClaim, _ int) bool { return c.CurrentPhase() == agentv1.PhaseBound })
 }
 
-// ready counts the NodeClaims that have a condition and are not on their way out.
+// ready returns the number of NodeClaims that have a condition and are not being deleted.
 func (l *life) ready(condition string) int {
 	return lo.CountBy(l.nodeClaims(), func(n karpenterv1.NodeClaim) bool {
 		return n.DeletionTimestamp.IsZero() && n.StatusConditions().Get(condition).IsTrue()

@@ -32,7 +32,7 @@ func TestEveryServerListensOnLoopbackOnly(t *testing.T) {
 	g.Expect(len(all)).To(BeNumerically(">", len(w.Sandbox.State().Components)), "the test has to see what it is looking for")
 }
 
-// The test's own eyes are tested: a socket that listens everywhere is seen as such.
+// This tests the detection itself: a socket that listens on all interfaces is detected as such.
 func TestListenersAreSeen(t *testing.T) {
 	g := NewWithT(t)
 	var config net.ListenConfig
@@ -46,7 +46,7 @@ func TestListenersAreSeen(t *testing.T) {
 	)))
 }
 
-// listeners returns the TCP addresses that a process listens on.
+// listeners returns the TCP addresses on which a process listens.
 func listeners(pid int) ([]netip.AddrPort, error) {
 	proc := filepath.Join("/proc", strconv.Itoa(pid))
 	descriptors, err := os.ReadDir(filepath.Join(proc, "fd"))
@@ -55,7 +55,7 @@ func listeners(pid int) ([]netip.AddrPort, error) {
 	}
 	mine := map[string]bool{}
 	for _, d := range descriptors {
-		// A descriptor may be closed meanwhile.
+		// The descriptor may have been closed meanwhile.
 		target, err := os.Readlink(filepath.Join(proc, "fd", d.Name()))
 		if inode, socket := strings.CutPrefix(target, "socket:["); err == nil && socket {
 			mine[strings.TrimSuffix(inode, "]")] = true
@@ -72,8 +72,8 @@ func listeners(pid int) ([]netip.AddrPort, error) {
 	return found, nil
 }
 
-// listening reads a table of sockets as the kernel shows it, and returns the addresses of those that listen and have one
-// of the inodes.
+// listening parses a kernel table of sockets, and returns the addresses of the listening ones with
+// one of the inodes.
 func listening(table string, inodes map[string]bool) ([]netip.AddrPort, error) {
 	const stateListen = "0A"
 	file, err := os.Open(table)
@@ -96,7 +96,8 @@ func listening(table string, inodes map[string]bool) ([]netip.AddrPort, error) {
 	return found, nil
 }
 
-// parseAddress reads an address as the kernel writes it: words of four bytes in the machine's order, a colon, the port.
+// parseAddress parses an address in the kernel's notation: words of four bytes in host byte order,
+// a colon, the port.
 func parseAddress(text string) (netip.AddrPort, error) {
 	address, port, _ := strings.Cut(text, ":")
 	words, err := hex.DecodeString(address)

@@ -26,20 +26,23 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
-// many is how many Nodes each of two node groups has.
+// many is the number of Nodes of each of two node groups.
 const many = 250
 
-// manyWithin bounds the adoption of all of them. How long it takes is printed: without NodeClaims from the change of the node class until
-// [hubs.adopted] is satisfied, as core registers the Nodes afterwards, in its own time; with NodeClaims from the start of the shim's process, so
-// that its election counts, until [hubs.nodesAdopted] is satisfied too. Here that is mostly what all control planes together make of one
-// machine; `make bench` measures the agents alone.
+// manyWithin bounds the adoption of all of them. The actual time is printed. Without NodeClaims it
+// is measured from the change of the node class until [hubs.adopted] is satisfied, because core
+// registers the Nodes afterwards, in its own time. With NodeClaims it is measured from the start of
+// the shim's process, including its election, until [hubs.nodesAdopted] is satisfied as well. Here
+// the time mostly reflects that all control planes share one machine; `make bench` measures the
+// agents alone.
 const manyWithin = 20 * time.Minute
 
-// writesEach is how many writes to the hub one adoption may cost, beside those to the MachineDeployment, which all share.
+// writesEach is the maximum number of writes to the hub per adoption, besides those to the
+// MachineDeployment, which all share.
 const writesEach = 3
 
-// TestManyNodesAreTakenOver has Nodes of people, as those of the cluster-autoscaler are, and then the NodeClaims that another provider leaves, all
-// adopted at once.
+// TestManyNodesAreTakenOver adopts many at once: first users' Nodes, such as those of the
+// cluster-autoscaler, and then NodeClaims that another provider leaves.
 func TestManyNodesAreTakenOver(t *testing.T) {
 	figure := shows(t, fmt.Sprintf("%d nodes are taken over: with NodeClaims, and without", 2*many))
 	if testing.Short() {
@@ -63,7 +66,7 @@ func TestManyNodesAreTakenOver(t *testing.T) {
 	h.source.Checker.Expected = func() invariants.Expected {
 		return invariants.Expected{Shares: map[string]invariants.Share{"east": {}, "west": {}}}
 	}
-	// What a Machine costs that nobody claims is not what its adoption costs.
+	// The cost of an unclaimed Machine is not part of the cost of its adoption.
 	poll(t, settleWithin, func(ctx context.Context) (string, error) {
 		state, err := invariants.Read(ctx, h.source.Hub, h.source.Spoke, world.Cluster)
 		if err != nil {
@@ -121,7 +124,8 @@ func TestManyNodesAreTakenOver(t *testing.T) {
 	g.Expect(h.faults()).To(BeEmpty())
 }
 
-// adopted is satisfied once each of the Machines has a claim, and that claim's NodeClaim has what it has from its node group.
+// adopted is satisfied once each of the Machines has a claim, and the claim's NodeClaim has the
+// values of its node group.
 func (h hubs) adopted(ctx context.Context) (string, error) {
 	state, err := invariants.Read(ctx, h.source.Hub, h.source.Spoke, world.Cluster)
 	if err != nil {
@@ -135,7 +139,7 @@ func (h hubs) adopted(ctx context.Context) (string, error) {
 	return lo.Ternary(n == 2*many, "", fmt.Sprintf("%d Machines to be adopted: %d are", 2*many, n)), nil
 }
 
-// nodesAdopted is satisfied once the Node of each of the Machines has what it has from its NodeClaim.
+// nodesAdopted is satisfied once the Node of each of the Machines has the values of its NodeClaim.
 func (h hubs) nodesAdopted(ctx context.Context) (string, error) {
 	var nodes corev1.NodeList
 	if err := h.source.Spoke.List(ctx, &nodes); err != nil {
@@ -149,7 +153,7 @@ func isAdopted(object client.Object) bool {
 	return object.GetLabels()[shimv1alpha1.AdoptedLabel] != "" && object.GetAnnotations()[shimv1alpha1.NodeGroupAnnotation] != ""
 }
 
-// isDisguised reports whether nothing of an adoption is left on a Node or a NodeClaim.
+// isDisguised reports whether a Node or a NodeClaim has no traces of an adoption.
 func isDisguised(object client.Object) bool {
 	_, adopted := object.GetLabels()[shimv1alpha1.AdoptedLabel]
 	_, grouped := object.GetAnnotations()[shimv1alpha1.NodeGroupAnnotation]
@@ -157,7 +161,8 @@ func isDisguised(object client.Object) bool {
 	return !adopted && !grouped && !isProtected
 }
 
-// writes returns how many writes of the agents each adoption took since the last call, and fails the test when there were too many.
+// writes returns the number of the agents' writes per adoption since the last call, and fails the
+// test if there were too many.
 func writes(t *testing.T, log *cost.Log) float64 {
 	t.Helper()
 	g := NewWithT(t)

@@ -22,8 +22,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
-// TestASpokeIsOnboardedAnew onboards the spoke, as every sandbox does, but under the feet of a shim that has Nodes: by one command, and then by
-// Cluster API.
+// TestASpokeIsOnboardedAnew onboards the spoke again, as every sandbox does initially, but while
+// the shim already has Nodes: first by one command, and then by Cluster API.
 func TestASpokeIsOnboardedAnew(t *testing.T) {
 	figure := shows(t, "a spoke is onboarded anew by one command, and again by Cluster API: its shim gets its certificates, and no Node notices")
 	if testing.Short() {
@@ -34,7 +34,7 @@ func TestASpokeIsOnboardedAnew(t *testing.T) {
 	apply(t, w.Hub, manifests.FleetHub)
 	apply(t, w.Spoke, manifests.FleetSpoke, manifests.FleetWorkload)
 	g.Expect(w.AwaitNodePool(within(t, soon), "default")).To(Succeed())
-	// Two Nodes for what fits one would be consolidated.
+	// Otherwise two Nodes would be consolidated into one.
 	pool := &karpenterv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: "default"}}
 	budget := func(nodes string) error {
 		ctx, cancel := context.WithTimeout(context.Background(), soon)
@@ -43,7 +43,7 @@ func TestASpokeIsOnboardedAnew(t *testing.T) {
 	}
 	g.Expect(budget("0")).To(Succeed())
 	goHome(t, "web", "batch")
-	t.Cleanup(func() { // before the pods go home
+	t.Cleanup(func() { // before the pods are removed
 		if err := budget("100%"); err != nil {
 			t.Error(err)
 		}
@@ -72,7 +72,8 @@ func TestASpokeIsOnboardedAnew(t *testing.T) {
 	g.Expect(said).To(ContainSubstring("would onboard fleet/spoke"))
 	g.Expect(list(within(t, soon))).To(Succeed(), "a dry run does nothing")
 
-	// Nobody touches the shim: its certificate ends at once, and the command brings what it gets the next one with.
+	// The shim is not touched: its certificate ends at once, and the command provides the bootstrap
+	// certificate for the next one.
 	shim := w.Status(sandbox.Shim)
 	began := time.Now()
 	said, err = w.Sandbox.Onboard(within(t, soon), "--again", "--spoke-kubeconfig="+paths.SpokeKubeconfig)
@@ -102,10 +103,11 @@ func TestASpokeIsOnboardedAnew(t *testing.T) {
 	g.Expect(w.Status(sandbox.Shim).PID).To(Equal(shim.PID))
 }
 
-// lifetime is that of the certificates, by default.
+// lifetime is the default lifetime of the certificates.
 const lifetime = 24 * time.Hour
 
-// connectedSince waits until the Spoke says that its shim has synchronized with a certificate that is younger than a moment.
+// connectedSince returns a condition: the Spoke reports that its shim has synced with a certificate
+// that was issued after the given time.
 func connectedSince(moment time.Time) func(ctx context.Context) (string, error) {
 	return func(ctx context.Context) (string, error) {
 		var spoke agentv1.Spoke

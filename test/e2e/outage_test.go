@@ -22,10 +22,11 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
-// outage is how long the hub is away: longer than the grace period and several rounds of every controller.
+// outage is how long the hub is unreachable: longer than the grace period and several rounds of
+// every controller.
 const outage = 35 * time.Second
 
-// noticedWithin is how long a shim may take for current what a hub says that does not answer.
+// noticedWithin is how long a shim may treat the data of an unresponsive hub as current.
 const noticedWithin = 15 * time.Second
 
 func TestNothingIsLostWhileTheHubIsAway(t *testing.T) {
@@ -80,19 +81,20 @@ func TestNothingIsLostWhileTheHubIsAway(t *testing.T) {
 					t.Error(err)
 				}
 			})
+			went := time.Now() // when the first of them does
 			g.Expect(test.turn(within(t, soon), true)).To(Succeed())
 			away := time.Now()
 
 			g.Eventually(connected).WithTimeout(noticedWithin).WithPolling(50*time.Millisecond).Should(BeZero(), "whoever follows an agent")
 			figure("noticed after %.1f s", time.Since(away).Seconds())
-			// What fits is scheduled.
+			// Pods that fit are scheduled.
 			scale(t, "web", 2)
 			await(t, soon, running(2))
 
 			poll(t, soon, conditionSays("default", shimv1.ConditionAgentReachable, test.says))
-			g.Expect(time.Since(away)).To(BeNumerically(">=", gracePeriod), "a short silence is no news")
+			g.Expect(time.Since(went)).To(BeNumerically(">=", gracePeriod), "a short silence is no news")
 			poll(t, soon, conditionSays("default", "Ready", shimv1.ConditionAgentReachable))
-			// What needs a node waits.
+			// Pods that need a node wait.
 			scale(t, "batch", 1)
 
 			g.Consistently(func(g Gomega) {
@@ -114,7 +116,8 @@ func TestNothingIsLostWhileTheHubIsAway(t *testing.T) {
 	}
 }
 
-// follow has each agent followed as a shim does, and returns a function that says how many of them are.
+// follow follows each agent like a shim, and returns a function that returns how many of them are
+// being followed.
 func follow(t *testing.T) func() int {
 	t.Helper()
 	state := w.Sandbox.State()
@@ -140,7 +143,7 @@ func follow(t *testing.T) func() int {
 	}
 }
 
-// uids lists the UIDs of the spoke's objects, sorted by name as the API server does.
+// uids returns the UIDs of the spoke's objects, sorted by name as in the API server.
 func uids(t *testing.T, list client.ObjectList) []types.UID {
 	t.Helper()
 	if err := w.Spoke.List(t.Context(), list); err != nil {
@@ -156,7 +159,7 @@ func uids(t *testing.T, list client.ObjectList) []types.UID {
 	return nil
 }
 
-// deleted lists the Nodes and registered NodeClaims whose deletion was asked for.
+// deleted returns the Nodes and registered NodeClaims that are being deleted.
 func deleted(t *testing.T) []string {
 	t.Helper()
 	var nodes corev1.NodeList

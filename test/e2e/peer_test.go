@@ -25,9 +25,10 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
 )
 
-// TestNodesOfTheOtherProviderItselfAreTakenOver has karpenter-provider-cluster-api make Nodes, kills it while it makes more and removes one, and
-// has agent and shim go on, and then goes back to it. The Go module proxy does not have its module, so that the binary is passed:
-// make e2e PEER=<binary>. Its metrics listen on every address.
+// TestNodesOfTheOtherProviderItselfAreTakenOver lets karpenter-provider-cluster-api make Nodes, and
+// kills it while it makes more and removes one. Then agent and shim take over, and finally the test
+// goes back to it. The Go module proxy does not have its module, so the binary is passed: make e2e
+// PEER=<binary>. Its metrics server listens on all interfaces.
 func TestNodesOfTheOtherProviderItselfAreTakenOver(t *testing.T) {
 	figure := shows(t, "a live switch from the other provider's own binary, killed at work: every node goes on running")
 	binary := os.Getenv("PEER")
@@ -49,7 +50,8 @@ func TestNodesOfTheOtherProviderItselfAreTakenOver(t *testing.T) {
 	g.Expect(h.source.Scale(within(t, soon), workload, pods)).To(Succeed())
 	g.Expect(h.source.Recorder.Await(within(t, 5*time.Minute), running(pods))).To(Succeed())
 
-	// It is killed once it has raised replicas for the next pods, and with the deletion of a NodeClaim to be carried out.
+	// It is killed once it has raised replicas for the next pods, and while the deletion of a
+	// NodeClaim is pending.
 	g.Expect(h.source.Scale(within(t, soon), workload, pods+late)).To(Succeed())
 	poll(t, settleWithin, func(context.Context) (string, error) {
 		now := h.holdings(t, h.source).replicas["peer-md-0"]
@@ -94,7 +96,7 @@ func TestNodesOfTheOtherProviderItselfAreTakenOver(t *testing.T) {
 	})
 	g.Expect(h.source.Recorder.Await(within(t, settleWithin), running(pods+late))).To(Succeed())
 	h.endDuplicates(t, planned)
-	h.source.Checker.Expected = func() invariants.Expected { return invariants.Expected{} } // whose its surplus is, nobody knows
+	h.source.Checker.Expected = func() invariants.Expected { return invariants.Expected{} } // the owner of its surplus is unknown
 	h.settle(t)
 	others := lo.Reject(watching.Incidents(), func(what string, _ int) bool {
 		return lo.SomeBy(going, func(name string) bool { return strings.Contains(what, " "+name+" ") })
@@ -113,14 +115,14 @@ func TestNodesOfTheOtherProviderItselfAreTakenOver(t *testing.T) {
 	g.Expect(h.source.Recorder.Await(within(t, 5*time.Minute), running(pods+late+2))).To(Succeed())
 	g.Consistently(watching.Incidents).WithTimeout(soon).WithPolling(time.Second).Should(BeEmpty(), "what happened to what ran in the spoke")
 	stop()
-	ids := lo.PickByKeys(h.machinesOf(t), lo.Keys(left)) // what it makes itself may share a Machine again
+	ids := lo.PickByKeys(h.machinesOf(t), lo.Keys(left)) // NodeClaims that it creates itself may share a Machine again
 	g.Expect(lo.FindDuplicates(lo.Values(ids))).To(BeEmpty(), "a Machine has one NodeClaim")
 	g.Expect(ids).To(HaveLen(len(left)))
 	figure("and back: %d NodeClaims", len(ids))
 }
 
-// duplicates returns the UIDs of the NodeClaims that the plan finds in the way. The other provider gives several NodeClaims one Machine at times;
-// nothing else may be in the way.
+// duplicates returns the UIDs of the NodeClaims that the plan reports in the way. At times the
+// other provider assigns one Machine to several NodeClaims; nothing else may be in the way.
 func (h hubs) duplicates(t *testing.T, planned plan) map[string]bool {
 	t.Helper()
 	g := NewWithT(t)
@@ -135,7 +137,7 @@ func (h hubs) duplicates(t *testing.T, planned plan) map[string]bool {
 	return uids
 }
 
-// endDuplicates does to each of them what its event says, and deletes it.
+// endDuplicates follows the instructions of each one's event, and deletes it.
 func (h hubs) endDuplicates(t *testing.T, planned plan) {
 	t.Helper()
 	for _, duplicate := range planned.InTheWay {
@@ -157,7 +159,7 @@ func (h hubs) endDuplicates(t *testing.T, planned plan) {
 	}
 }
 
-// goBack does what docs/migrate-from-karpenter-provider-cluster-api.md says under "Going back".
+// goBack follows docs/migrate-from-karpenter-provider-cluster-api.md, section "Going back".
 func (h hubs) goBack(t *testing.T) {
 	t.Helper()
 	g := NewWithT(t)
@@ -181,7 +183,7 @@ func (h hubs) goBack(t *testing.T) {
 	command("capi-agent", "uninstall")
 }
 
-// runPeer runs the other provider against hub and spoke, as an administrator, until the returned function kills it.
+// runPeer runs the other provider against hub and spoke, as an administrator, until kill is called.
 func (h hubs) runPeer(t *testing.T, binary string) (kill func()) {
 	t.Helper()
 	g := NewWithT(t)
@@ -194,7 +196,7 @@ func (h hubs) runPeer(t *testing.T, binary string) (kill func()) {
 	cmd.Stdout, cmd.Stderr = log, log
 	g.Expect(cmd.Start()).To(Succeed())
 	kill = func() {
-		_ = cmd.Process.Kill() // it may have ended
+		_ = cmd.Process.Kill() // it may have exited
 		_ = cmd.Wait()
 	}
 	t.Cleanup(func() {
@@ -231,7 +233,7 @@ func (h hubs) podNames(t *testing.T, node string) []string {
 	return lo.FilterMap(list.Items, func(p corev1.Pod, _ int) (string, bool) { return p.Name, p.Spec.NodeName == node })
 }
 
-// machinesOf are the provider IDs that NodeClaims have, by the NodeClaim's UID.
+// machinesOf returns the NodeClaims' provider IDs, by the NodeClaim's UID.
 func (h hubs) machinesOf(t *testing.T) map[string]string {
 	t.Helper()
 	ids := map[string]string{}

@@ -21,11 +21,13 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/journey"
 )
 
-// repairAfter is how long Karpenter bears with an unhealthy Node here; the product's default is half an hour.
+// repairAfter is how long Karpenter tolerates an unhealthy Node here; the product's default is half
+// an hour.
 const repairAfter = 15 * time.Second
 
-// TestUnhealthyNodesAreRepairedByOneOfTwo: a MachineHealthCheck that leaves claimed Machines alone, and Karpenter's own repair; then one that has
-// them, and is faster. Both can be forbidden for one Node.
+// TestUnhealthyNodesAreRepairedByOneOfTwo first combines a MachineHealthCheck that ignores claimed
+// Machines with Karpenter's own repair, and then uses a MachineHealthCheck that includes them and
+// is faster. Both can be forbidden for a single Node.
 func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
 	figure := shows(t, "unhealthy nodes: repaired by Karpenter or by a MachineHealthCheck, once, and not against a veto")
 	if testing.Short() {
@@ -36,7 +38,7 @@ func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
 		Name: "e2e-repair", FeatureGates: []string{"NodeRepair"}, ShimEnv: []string{"NODE_REPAIR_AFTER=" + repairAfter.String()},
 	})
 	useCrowd(t)
-	const pods = 6 // Karpenter repairs nothing where more than a fifth is unhealthy
+	const pods = 6 // Karpenter does not repair if more than a fifth is unhealthy
 	scale(t, "crowd", pods)
 	await(t, 2*time.Minute, running(pods))
 	check := &clusterv1.MachineHealthCheck{
@@ -65,7 +67,8 @@ func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
 	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: vetoed.Status.NodeRef.Name}}
 	g.Expect(w.Spoke.Patch(t.Context(), node, forbidding(karpenterv1.DoNotRepairAnnotationKey))).To(Succeed())
 	sicken(t, &vetoed, corev1.ConditionFalse)
-	// Core says one thing of this kind about a Node every two minutes, and may have said already that it was not initialized yet.
+	// Core publishes one such event about a Node every two minutes, and may already have published
+	// that it was not initialized yet.
 	poll(t, 4*time.Minute, func(ctx context.Context) (string, error) {
 		var all corev1.EventList
 		err := w.Spoke.List(ctx, &all)
@@ -89,11 +92,11 @@ func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
 	g.Expect(made("crowd")).To(Equal(before+1), "one new Node for one that was unhealthy")
 	g.Expect(disrupted()).To(ConsistOf("Unhealthy"))
 
-	// From here on the MachineHealthCheck has all Machines, and is faster.
+	// From here on the MachineHealthCheck includes all Machines, and is faster.
 	g.Expect(w.Hub.Patch(t.Context(), check, mergePatch(`{"spec":{"selector":{"matchExpressions":null}}}`))).To(Succeed())
 	kept, remediated := machines[2], machines[3]
 	g.Expect(w.Hub.Patch(t.Context(), &kept, forbidding(clusterv1.MachineSkipRemediationAnnotation))).To(Succeed())
-	for _, m := range []*clusterv1.Machine{&kept, &remediated} { // so that nobody but the MachineHealthCheck does it
+	for _, m := range []*clusterv1.Machine{&kept, &remediated} { // so that only the MachineHealthCheck does it
 		node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: m.Status.NodeRef.Name}}
 		g.Expect(w.Spoke.Patch(t.Context(), node, forbidding(karpenterv1.DoNotRepairAnnotationKey))).To(Succeed())
 	}
@@ -105,10 +108,10 @@ func TestUnhealthyNodesAreRepairedByOneOfTwo(t *testing.T) {
 	g.Expect(made("crowd")).To(Equal(before + 2))
 	g.Expect(disrupted()).To(ConsistOf("Unhealthy"), "that of Karpenter's own repair")
 	g.Expect(uidsOf(listCrowd(t))).To(ContainElements(kept.UID, vetoed.UID))
-	sicken(t, &kept, corev1.ConditionTrue) // a Node that is not ready takes up a disruption budget: alone, it would never go
+	sicken(t, &kept, corev1.ConditionTrue) // a Node that is not ready uses up a disruption budget: alone, it would never be removed
 }
 
-// forbidding sets an annotation that forbids something.
+// forbidding sets an annotation that forbids an action.
 func forbidding(key string) client.Patch {
 	return mergePatch(fmt.Sprintf(`{"metadata":{"annotations":{%q:"true"}}}`, key))
 }
@@ -117,7 +120,7 @@ func uidsOf(machines []clusterv1.Machine) []types.UID {
 	return lo.Map(machines, func(m clusterv1.Machine, _ int) types.UID { return m.UID })
 }
 
-// sicken sets the condition Ready of a Machine's Node, as its kubelet does.
+// sicken sets the condition Ready of a Machine's Node, as its kubelet would.
 func sicken(t *testing.T, m *clusterv1.Machine, ready corev1.ConditionStatus) {
 	t.Helper()
 	patch := fmt.Sprintf(`{"status":{"conditions":[{"type":"Ready","status":%q,"reason":"Test","message":"set by the test","lastTransitionTime":%q}]}}`,

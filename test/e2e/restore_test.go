@@ -19,8 +19,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 )
 
-// TestARestoreOfAHubLosesNothing loses the hub while the spoke runs, and restores its objects in another one, as Velero does: in Velero's
-// order, the Cluster last, without a status, owners or what the API server gave them.
+// TestARestoreOfAHubLosesNothing loses the hub while the spoke runs, and restores its objects in
+// another one like Velero: in Velero's order, the Cluster last, without status, owners and fields
+// that the API server sets.
 func TestARestoreOfAHubLosesNothing(t *testing.T) {
 	figure := shows(t, "a restore of the hub's objects in another hub loses no Node, no claim and nobody's machine")
 	if testing.Short() {
@@ -51,7 +52,7 @@ func TestARestoreOfAHubLosesNothing(t *testing.T) {
 	g.Expect(h.faults()).To(BeEmpty())
 }
 
-// backup is what was in the namespace of the Cluster, in the order in which it is restored.
+// backup is the content of the Cluster's namespace, in the order of its restore.
 type backup []backedUp
 
 type backedUp struct {
@@ -59,7 +60,7 @@ type backedUp struct {
 	object   unstructured.Unstructured
 }
 
-// backUp reads every object of the Cluster's namespace that can be made again.
+// backUp reads every object of the Cluster's namespace that can be created again.
 func backUp(t *testing.T, hub *rest.Config) backup {
 	t.Helper()
 	g := NewWithT(t)
@@ -74,7 +75,7 @@ func backUp(t *testing.T, hub *rest.Config) backup {
 		version, err := schema.ParseGroupVersion(list.GroupVersion)
 		g.Expect(err).NotTo(HaveOccurred())
 		for _, r := range list.APIResources {
-			// What Velero leaves out, and what the hub makes by itself.
+			// Omitted by Velero, or created by the hub itself.
 			skipped := []string{"events", "endpoints", "endpointslices", "leases", "serviceaccounts", "roles", "rolebindings"}
 			if slices.Contains(skipped, r.Name) || !slices.Contains(r.Verbs, "list") || !slices.Contains(r.Verbs, "create") {
 				continue
@@ -97,7 +98,7 @@ func backUp(t *testing.T, hub *rest.Config) backup {
 	return all
 }
 
-// restore makes the objects anew.
+// restore creates the objects again.
 func (b backup) restore(t *testing.T, hub *rest.Config) {
 	t.Helper()
 	client, err := dynamic.NewForConfig(hub)

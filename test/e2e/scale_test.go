@@ -21,7 +21,8 @@ import (
 )
 
 const (
-	// The product promises 10 s to ready; the bound is loose, as other things run on the machine too.
+	// The product promises 10 s to ready. The timeout is generous, because the machine also does
+	// other work.
 	readyWithin = 30 * time.Second
 
 	singles    = 5
@@ -29,8 +30,8 @@ const (
 	nodeGroups = 300
 )
 
-// How long that takes is printed and not judged: on two cores it depends on what else the machine does, by hand as through claims.
-// `make bench` judges the ratio of the two.
+// The duration is printed but not judged: on two cores it depends on other load, by hand as well as
+// through claims. `make bench` judges the ratio of the two.
 func TestAHundredPodsGetAHundredNodes(t *testing.T) {
 	figure := shows(t, "a hundred pods get a hundred nodes")
 	if testing.Short() {
@@ -65,8 +66,9 @@ func TestAHundredPodsGetAHundredNodes(t *testing.T) {
 	g.Expect(w.Checker.Settle(within(t, settleWithin))).To(BeEmpty())
 }
 
-// TestNodesFollowPodsUpAndDown scales a Deployment in steps, and asks after each that there are as many Nodes, NodeClaims and replicas as pods; then
-// in a hurry, where only the end counts.
+// TestNodesFollowPodsUpAndDown scales a Deployment in steps, and verifies after each that there are
+// as many Nodes, NodeClaims and replicas as pods. Then it scales in quick succession, where only
+// the result counts.
 func TestNodesFollowPodsUpAndDown(t *testing.T) {
 	shows(t, "scale 5-2-8 and 3-7-2-10-1-5: nodes = NodeClaims = replicas after each step, also in a hurry")
 	if testing.Short() {
@@ -98,7 +100,8 @@ func TestNodesFollowPodsUpAndDown(t *testing.T) {
 	g.Expect(w.Checker.Settle(within(t, settleWithin))).To(BeEmpty())
 }
 
-// sameNumber returns a condition: so many pods of the crowd run, each on a Node with a NodeClaim and a Machine, beside other Nodes.
+// sameNumber returns a condition: this many pods of the crowd run, each on a Node with a NodeClaim
+// and a Machine, beside other Nodes.
 func sameNumber(pods, others int) func(journey.State) string {
 	return func(s journey.State) string {
 		if missing := running(pods)(s); missing != "" {
@@ -133,7 +136,7 @@ func TestTheShimStartsQuicklyWithManyNodeGroups(t *testing.T) {
 		return o
 	})
 	t.Cleanup(func() {
-		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute) // Cluster API takes its time for so many on two cores
+		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute) // Cluster API takes long for so many on two cores
 		defer cancel()
 		g.Expect(manifests.DeleteObjects(ctx, w.Hub, many...)).To(Succeed())
 	})
@@ -151,7 +154,7 @@ func TestTheShimStartsQuicklyWithManyNodeGroups(t *testing.T) {
 
 func rounded(d time.Duration) time.Duration { return d.Round(time.Millisecond) }
 
-// each does something with all objects, several at a time.
+// each calls do for all objects, several at a time.
 func each(objects []*unstructured.Unstructured, do func(*unstructured.Unstructured) error) error {
 	var group errgroup.Group
 	group.SetLimit(8)
@@ -161,7 +164,7 @@ func each(objects []*unstructured.Unstructured, do func(*unstructured.Unstructur
 	return group.Wait()
 }
 
-// selects returns a condition for poll: that a node class selects so many node groups and is ready.
+// selects returns a condition for poll: a node class selects this many node groups and is ready.
 func selects(nodeClass string, groups int32) func(context.Context) (string, error) {
 	return func(ctx context.Context) (string, error) {
 		var class shimv1.ClusterAPINodeClass

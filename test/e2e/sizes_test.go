@@ -55,7 +55,7 @@ func TestAMistypedSizeRemovesNoMachine(t *testing.T) {
 		})
 	}
 
-	// Corrected, it is served and followed again.
+	// Once corrected, the group is served and followed again.
 	g := NewWithT(t)
 	annotate(t, "crowd", maxSize, `"120"`)
 	poll(t, soon, func(ctx context.Context) (string, error) {
@@ -71,7 +71,8 @@ func TestAMistypedSizeRemovesNoMachine(t *testing.T) {
 	await(t, 3*time.Minute, crowdRuns(3))
 }
 
-// useCrowd makes the node group crowd for the test, with a NodePool and a Deployment of that name that has no pods yet.
+// useCrowd creates the node group crowd for the test, with a NodePool and a Deployment of that name
+// without pods.
 func useCrowd(t *testing.T) {
 	t.Helper()
 	leaveAsFound(t)
@@ -83,7 +84,8 @@ func useCrowd(t *testing.T) {
 	goHome(t, "crowd")
 }
 
-// crowdRuns returns a condition: the node group crowd has so many Machines and replicas, and all of them run.
+// crowdRuns returns a condition: the node group crowd has this many Machines and replicas, and all
+// of them run.
 func crowdRuns(machines int) func(journey.State) string {
 	return func(s journey.State) string {
 		is, _ := lo.Find(s.Groups, func(g journey.Group) bool { return g.Name == "crowd" })
@@ -94,7 +96,7 @@ func crowdRuns(machines int) func(journey.State) string {
 	}
 }
 
-// crowdMachines returns the UIDs of the crowd's Machines, those that are being deleted left out.
+// crowdMachines returns the UIDs of the crowd's Machines that are not being deleted.
 func crowdMachines(t *testing.T) []types.UID {
 	t.Helper()
 	return lo.FilterMap(listCrowd(t), func(m clusterv1.Machine, _ int) (types.UID, bool) { return m.UID, m.DeletionTimestamp.IsZero() })

@@ -22,13 +22,16 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/manifests"
 )
 
-// compression is how much faster time passes for slow machines: one second stands for half a minute. The agent's deadlines are flags. Karpenter's
-// quarter of an hour until a NodeClaim must have a Node is a constant, as is what the shim makes of it, so the shim is built with others.
+// compression is the factor by which time is compressed for slow machines: one second stands for
+// half a minute. The agent's deadlines are flags. Karpenter's quarter of an hour until a NodeClaim
+// must have a Node is a constant, as are the shim's constants derived from it, so the shim is built
+// with other values.
 const compression = 30
 
 func compressed(d time.Duration) time.Duration { return d / compression }
 
-// TestSlowMachinesJoin has machines that take longer than Karpenter waits for a Node, and one that takes longer than the agent does.
+// TestSlowMachinesJoin uses machines that take longer than Karpenter waits for a Node, and one that
+// takes longer than the agent does.
 func TestSlowMachinesJoin(t *testing.T) {
 	figure := shows(t, "machines that take 25 and 90 minutes join, and one that takes longer than its deadline joins for the next NodeClaim")
 	if testing.Short() {
@@ -100,7 +103,7 @@ func TestSlowMachinesJoin(t *testing.T) {
 	}
 }
 
-// hurriedShim builds the shim with the constants about slow machines compressed, core's and its own.
+// hurriedShim builds the shim with core's and its own constants for slow machines compressed.
 func hurriedShim(t *testing.T) string {
 	t.Helper()
 	g, dir, repository := NewWithT(t), t.TempDir(), root(t)

@@ -26,9 +26,10 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/peer"
 )
 
-// TestNodesOfAnotherProviderAreTakenOver has agent and shim begin on what karpenter-provider-cluster-api leaves when it is stopped in the middle
-// of its work: NodeClaims with the infrastructure's provider IDs and without claims, one that it had not launched yet, one that is being
-// deleted, two on one Machine, and a Machine that it forgot.
+// TestNodesOfAnotherProviderAreTakenOver starts agent and shim on what
+// karpenter-provider-cluster-api leaves when it is stopped in the middle of its work: NodeClaims
+// with the infrastructure's provider IDs and without claims, one that it had not launched yet, one
+// that is being deleted, two on one Machine, and a forgotten Machine.
 func TestNodesOfAnotherProviderAreTakenOver(t *testing.T) {
 	figure := shows(t, "a live switch from another provider: every node goes on running, and what was half done is finished")
 	g := NewWithT(t)
@@ -42,8 +43,8 @@ func TestNodesOfAnotherProviderAreTakenOver(t *testing.T) {
 	g.Expect(peer.Disguise(within(t, settleWithin), h.source)).To(Succeed())
 	pods := podsOn(t, h.source, slices.Collect(maps.Keys(before.nodes)))
 
-	// The replicas that the other provider raised last: for a NodeClaim that it is launching, one that is being deleted, and a Machine that
-	// no NodeClaim has.
+	// The replicas that the other provider raised last: for a NodeClaim that it is launching, for
+	// one that is being deleted, and for a Machine without a NodeClaim.
 	h.scale(t, inGroup, inGroup+1)
 	chosen := h.another(t, "west")
 	begun := h.nodeClaimOn(t, before, "begun", chosen, peer.NotLaunched(chosen))
@@ -114,7 +115,7 @@ func TestNodesOfAnotherProviderAreTakenOver(t *testing.T) {
 		g.Expect(h.eventsOf(t, "second")).To(ContainElement(ContainSubstring("is that of NodeClaim "+before.nodeClaimOn(shared.Name))),
 			"the second NodeClaim on a Machine is told of")
 	}).WithTimeout(soon).Should(Succeed())
-	// As that event says.
+	// This follows the event's instructions.
 	ofItsOwn := mergePatch(fmt.Sprintf(`{"status":{"providerID":"capi-claim://%s/%s/%s"}}`, sandbox.ClusterNamespace, sandbox.ClusterName, second.UID))
 	g.Expect(h.source.Spoke.Status().Patch(within(t, soon), second, ofItsOwn)).To(Succeed())
 	g.Expect(client.IgnoreNotFound(h.source.Spoke.Delete(within(t, soon), second))).To(Succeed())
@@ -137,7 +138,8 @@ func TestNodesOfAnotherProviderAreTakenOver(t *testing.T) {
 	g.Expect(h.faults()).To(BeEmpty())
 }
 
-// adoptTheUsers has the user's machines adopted, as those of the cluster-autoscaler are, and one of them returned. It returns that one's Node.
+// adoptTheUsers makes the shim adopt the user's machines, like those of the cluster-autoscaler, and
+// return one of them. It returns that machine's Node.
 func (h hubs) adoptTheUsers(t *testing.T) string {
 	t.Helper()
 	g := NewWithT(t)
@@ -167,7 +169,7 @@ func (h hubs) adoptTheUsers(t *testing.T) string {
 	h.source.Checker.Expected = func() invariants.Expected {
 		return invariants.Expected{Shares: map[string]invariants.Share{"east": {Own: 1}, "west": {}}}
 	}
-	nodeClaim := &karpenterv1.NodeClaim{ObjectMeta: metav1.ObjectMeta{Name: node}} // named for its Machine, as the Node is
+	nodeClaim := &karpenterv1.NodeClaim{ObjectMeta: metav1.ObjectMeta{Name: node}} // named after its Machine, like the Node
 	patch := mergePatch(fmt.Sprintf(`{"metadata":{"annotations":{%q:"true"}}}`, shimv1alpha1.ReturnMachineAnnotation))
 	g.Expect(h.source.Spoke.Patch(within(t, soon), nodeClaim, patch)).To(Succeed())
 	poll(t, settleWithin, func(ctx context.Context) (string, error) {
@@ -192,7 +194,8 @@ func (h hubs) setAdoption(t *testing.T, mode string) {
 	NewWithT(t).Expect(h.source.Spoke.Patch(within(t, soon), class, patch)).To(Succeed())
 }
 
-// nodeClaimOn makes a NodeClaim on a Machine, like the others of its group but for the change.
+// nodeClaimOn creates a NodeClaim on a Machine, as a copy of the others of its group with the
+// change applied.
 func (h hubs) nodeClaimOn(
 	t *testing.T, like holdings, name string, m *clusterv1.Machine, change func(*karpenterv1.NodeClaim),
 ) *karpenterv1.NodeClaim {
@@ -224,7 +227,8 @@ func (h hubs) machine(t *testing.T, name string) *clusterv1.Machine {
 	return m
 }
 
-// expectAdopted expects the NodeClaims and their Nodes to be marked as adopted, protected, and labelled as those of new machines.
+// expectAdopted verifies that the NodeClaims and their Nodes are marked as adopted, protected, and
+// labelled like those of new machines.
 func (h hubs) expectAdopted(t *testing.T, before holdings) {
 	t.Helper()
 	g := NewWithT(t)
@@ -241,7 +245,7 @@ func (h hubs) expectAdopted(t *testing.T, before holdings) {
 	}
 }
 
-// plan is what `karpenter plan-adoption -o json` prints.
+// plan is the output of `karpenter plan-adoption -o json`.
 type plan struct {
 	NodeClaims []planOf `json:"nodeClaims"`
 	Nodes      []planOf `json:"nodes"`
@@ -252,7 +256,7 @@ type plan struct {
 	Disrupted  int      `json:"disrupted"`
 }
 
-// planOf is the plan of one object; which fields there are depends on the list that has it.
+// planOf is the plan of one object. The list that contains it determines which fields are set.
 type planOf struct {
 	Name      string `json:"name"`
 	NodeClaim string `json:"nodeClaim"`
@@ -260,13 +264,19 @@ type planOf struct {
 	Message   string `json:"message"`
 }
 
-// machinesByNodeClaim returns which machines NodeClaims would adopt.
+// machinesByNodeClaim returns the machines that NodeClaims would adopt.
 func machinesByNodeClaim(p plan) map[string]string {
 	return lo.SliceToMap(p.NodeClaims, func(p planOf) (string, string) { return p.NodeClaim, p.Machine })
 }
 
+// planAdoption returns the plan, and logs it as users read it.
 func (h hubs) planAdoption(t *testing.T) plan {
 	t.Helper()
+	text, err := h.source.Sandbox.ShimCommand(within(t, settleWithin), "plan-adoption").CombinedOutput()
+	if err != nil {
+		t.Fatalf("plan-adoption: %v\n%s", err, text)
+	}
+	t.Logf("plan-adoption:\n%s", text)
 	out, err := h.source.Sandbox.ShimCommand(within(t, settleWithin), "plan-adoption", "-o", "json").CombinedOutput()
 	var p plan
 	if err != nil || json.Unmarshal(out, &p) != nil {

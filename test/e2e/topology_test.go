@@ -36,7 +36,7 @@ func TestTheAgentRunsBesideTheShim(t *testing.T) {
 	h.comesAndGoes(t, figure)
 }
 
-// The kubelet would bring a changed secret into the pod; here the file is replaced.
+// The kubelet would update a changed secret in the pod; here the file is replaced.
 func TestTheShimsKubeconfigIsReplacedThirtyTimes(t *testing.T) {
 	figure := shows(t, "the shim runs in the hub, and its kubeconfig of the spoke is replaced 30 times while it works, and what it held before ends")
 	if testing.Short() {
@@ -67,7 +67,8 @@ func TestTheShimsKubeconfigIsReplacedThirtyTimes(t *testing.T) {
 
 func kubeconfigOf(i int) string { return fmt.Sprintf("kubeconfig-%d", i) }
 
-// replaced waits until the shim's log says that it has read so many kubeconfigs after the first.
+// replaced returns a condition: according to its log, the shim has read this many kubeconfigs after
+// the first.
 func (h hubs) replaced(times int) func(context.Context) (string, error) {
 	return func(context.Context) (string, error) {
 		logged, err := os.ReadFile(filepath.Join(h.source.Sandbox.State().Paths.Logs, sandbox.Shim+".log"))
@@ -80,7 +81,7 @@ func in(topology sandbox.Topology) func(*sandbox.Options) {
 	return func(o *sandbox.Options) { o.Topology = topology }
 }
 
-// comesAndGoes runs pods on Nodes of their own, of both node groups, and then none.
+// comesAndGoes runs pods on separate Nodes of both node groups, and then none.
 func (h hubs) comesAndGoes(t *testing.T, figure func(format string, args ...any)) {
 	t.Helper()
 	began := time.Now()
@@ -89,15 +90,22 @@ func (h hubs) comesAndGoes(t *testing.T, figure func(format string, args ...any)
 	h.goes(t)
 }
 
-// goes leaves no pod, and waits until their machines are gone.
-func (h hubs) goes(t *testing.T) {
+// empty removes all pods, and waits until their machines are gone.
+func (h hubs) empty(t *testing.T) {
 	t.Helper()
-	g := NewWithT(t)
 	h.scale(t, 0, 0)
-	g.Expect(h.source.Recorder.Await(within(t, 3*time.Minute), func(s journey.State) string {
+	NewWithT(t).Expect(h.source.Recorder.Await(within(t, 3*time.Minute), func(s journey.State) string {
 		return lo.Ternary(len(s.Live()) == 0, "", fmt.Sprintf("all NodeClaims to be gone: %d are left", len(s.Live())))
 	})).To(Succeed())
 	h.settle(t)
+}
+
+// goes removes all pods, waits until only the team's machines are left, and verifies that the logs
+// contain no faults.
+func (h hubs) goes(t *testing.T) {
+	t.Helper()
+	g := NewWithT(t)
+	h.empty(t)
 	g.Expect(h.holdings(t, h.source).replicas).To(Equal(map[string]int32{"east": own, "west": 0}))
 	ours := lo.FilterMap(h.source.Sandbox.State().Components, func(c sandbox.ComponentStatus, _ int) (string, bool) {
 		return c.Name, c.Name == sandbox.Shim || strings.HasPrefix(c.Name, sandbox.Agent)

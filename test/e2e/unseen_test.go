@@ -29,17 +29,20 @@ import (
 )
 
 const (
-	// nodeDeadline is the agents' in this scenario. Machines join within seconds; the rest is for a machine that has other things to do.
+	// nodeDeadline is the agents' deadline in this scenario. Machines join within seconds; the rest
+	// allows for a machine that is busy with other work.
 	nodeDeadline = time.Minute
-	// beyondDeadline is how much longer than that Cluster API is cut off.
+	// beyondDeadline is how long Cluster API is cut off beyond the deadline.
 	beyondDeadline = time.Minute
-	// slowly bounds what takes several of Cluster API's attempts to connect.
+	// slowly bounds what takes several of Cluster API's connection attempts.
 	slowly = 4 * time.Minute
-	// nowhere is an API server at which nothing answers: a port that only the system's own services may listen at.
+	// nowhere is the URL of an API server that does not exist: only the system's own services may
+	// listen on its port.
 	nowhere = "https://127.0.0.1:1"
 )
 
-// Cluster API loses its access to the spoke and is restarted, so it knows nothing of the Nodes there. Kubelets and Karpenter go on.
+// Cluster API loses its access to the spoke and is restarted, so it does not know the Nodes there.
+// Kubelets and Karpenter keep working.
 func TestNodesThatClusterAPICannotSeeSurvive(t *testing.T) {
 	shows(t, "unseen: Nodes survive that Cluster API cannot see, and are not handed to the next claim")
 	if testing.Short() {
@@ -56,7 +59,8 @@ func TestNodesThatClusterAPICannotSeeSurvive(t *testing.T) {
 	u.run(t, before)
 	g.Expect(u.Checker.Settle(within(t, settleWithin))).To(BeEmpty())
 
-	// One machine is on its way: Cluster API has looked for its Node in vain, and says so for as long as it cannot look again.
+	// One machine has not joined yet: Cluster API has not found its Node, and keeps reporting that
+	// while it cannot look again.
 	u.hang(t, simv1.StageJoin)
 	u.scale(t, before+1)
 	var slow clusterv1.Machine
@@ -76,7 +80,7 @@ func TestNodesThatClusterAPICannotSeeSurvive(t *testing.T) {
 	u.hang(t, "", slow.Spec.InfrastructureRef.Name)
 	u.run(t, before+1)
 	u.run(t, before+1+during)
-	u.poll(t, soon, func(context.Context) (string, error) { // a pod may run before its NodeClaim shows that the Node is registered
+	u.poll(t, soon, func(context.Context) (string, error) { // a pod may run before its NodeClaim shows the Node as registered
 		return lo.Ternary(len(u.unseen(t)) == 1+during, "", "Cluster API to have seen none of the Nodes that joined since"), nil
 	})
 	unseen := u.unseen(t)
@@ -127,7 +131,8 @@ func TestNodesThatClusterAPICannotSeeSurvive(t *testing.T) {
 	g.Expect(faultsInLogs(u.World, sandbox.AgentName(0), sandbox.AgentName(1), sandbox.Shim)).To(BeEmpty())
 }
 
-// unseen is a sandbox of its own, as nothing else can run while Cluster API is cut off from its spoke, with two active agents.
+// unseen is a separate sandbox with two active agents, because nothing else can run while Cluster
+// API is cut off from its spoke.
 type unseen struct{ *world.World }
 
 func newUnseen(t *testing.T) unseen {
@@ -154,7 +159,7 @@ func (u unseen) apply(t *testing.T, file string, to client.Client) {
 	NewWithT(t).Expect(manifests.Apply(within(t, soon), to, file)).To(Succeed())
 }
 
-// poll is the function of that name, with the pods that have no Node.
+// poll is the function of that name, and also reports the pods without a Node.
 func (u unseen) poll(t *testing.T, d time.Duration, condition func(context.Context) (string, error)) {
 	t.Helper()
 	if err := world.Poll(within(t, d), condition); err != nil {
@@ -168,7 +173,7 @@ func (u unseen) scale(t *testing.T, pods int32) {
 	NewWithT(t).Expect(u.Scale(within(t, soon), client.ObjectKey{Namespace: "default", Name: "crowd"}, pods)).To(Succeed())
 }
 
-// run has so many pods and waits until all of them run.
+// run scales to this many pods and waits until all of them run.
 func (u unseen) run(t *testing.T, pods int32) {
 	t.Helper()
 	u.scale(t, pods)
@@ -178,7 +183,7 @@ func (u unseen) run(t *testing.T, pods int32) {
 	}
 }
 
-// hang sets where new machines hang, and the named ones too; "" for nowhere.
+// hang sets where new machines and the named ones hang; "" for nowhere.
 func (u unseen) hang(t *testing.T, at simv1.Stage, machines ...string) {
 	t.Helper()
 	g := NewWithT(t)
@@ -190,8 +195,8 @@ func (u unseen) hang(t *testing.T, at simv1.Stage, machines ...string) {
 	}
 }
 
-// registerWithKarpentersTaint has kubelets register with no other taint, as those of bootstrap providers do that do not set Cluster
-// API's, which only Cluster API takes off.
+// registerWithKarpentersTaint makes kubelets register with only Karpenter's taint, like those of
+// bootstrap providers that do not set Cluster API's, which only Cluster API removes.
 func (u unseen) registerWithKarpentersTaint(t *testing.T) {
 	t.Helper()
 	template := &simv1.SimMachineTemplate{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: "crowd"}}
@@ -216,7 +221,8 @@ func (u unseen) merge(t *testing.T, o client.Object, change map[string]any) erro
 	return u.Hub.Patch(within(t, soon), o, client.RawPatch(types.MergePatchType, patch))
 }
 
-// cutOff points Cluster API's kubeconfig of the spoke to where nothing answers and restarts it. The returned function ends that.
+// cutOff points Cluster API's kubeconfig of the spoke to an address that does not answer, and
+// restarts Cluster API. restore reverts that.
 func (u unseen) cutOff(t *testing.T) (restore func()) {
 	t.Helper()
 	g := NewWithT(t)
@@ -241,7 +247,8 @@ func (u unseen) cutOff(t *testing.T) (restore func()) {
 	return func() { write(working) }
 }
 
-// unseen returns the Machines whose Node is there and has run pods, and that Cluster API knows no Node of, by UID.
+// unseen returns the Machines, by UID, whose Node exists and has run pods, but is unknown to
+// Cluster API.
 func (u unseen) unseen(t *testing.T) map[types.UID]clusterv1.Machine {
 	t.Helper()
 	state := u.read(t)
@@ -275,7 +282,8 @@ func (u unseen) uids(t *testing.T) []types.UID {
 	return uids
 }
 
-// givenUp lists what became of claims that the agents gave up or whose Machine they gave to another one.
+// givenUp describes the claims that the agents gave up, or whose Machine they assigned to another
+// claim.
 func (u unseen) givenUp(t *testing.T) []string {
 	t.Helper()
 	return lo.FlatMap(u.read(t).Claims, func(c agentv1.MachineClaim, _ int) []string {
@@ -292,7 +300,8 @@ func (u unseen) read(t *testing.T) invariants.State {
 	return state
 }
 
-// preferDeletionOnNode makes the pods on a Node the first that go when their Deployment has too many.
+// preferDeletionOnNode makes the pods on a Node the first to be removed when their Deployment is
+// scaled down.
 func (u unseen) preferDeletionOnNode(t *testing.T, node string) {
 	t.Helper()
 	g := NewWithT(t)
@@ -306,7 +315,8 @@ func (u unseen) preferDeletionOnNode(t *testing.T, node string) {
 	}
 }
 
-// statesNoNode reports whether Cluster API states that it found no Node of a Machine whose instance exists.
+// statesNoNode reports whether Cluster API reports that it found no Node of a Machine whose
+// instance exists.
 func statesNoNode(m *clusterv1.Machine) bool {
 	c := meta.FindStatusCondition(m.Status.Conditions, clusterv1.MachineNodeReadyCondition)
 	return c != nil && c.Reason == clusterv1.MachineNodeInspectionFailedReason &&

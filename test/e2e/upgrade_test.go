@@ -27,13 +27,15 @@ import (
 )
 
 const (
-	// What workers run before the upgrade, behind the control plane, and what it is to be.
+	// The workers' version before the upgrade, which is older than the control plane's, and their
+	// version after it.
 	versionBefore, versionAfter = "v1.36.2", "v1.36.3"
 	upgradeWithin               = 8 * time.Minute
 )
 
-// TestWorkersAreUpgraded has a node group run behind its control plane, and then takes it to the control plane's version: by Karpenter, which
-// replaces drifted Nodes within its budgets, and by Cluster API, which rolls the MachineDeployment. More pods come in the middle of it.
+// TestWorkersAreUpgraded runs a node group with a version older than its control plane's, and then
+// upgrades it: with Karpenter, which replaces drifted Nodes within its budgets, and with Cluster
+// API, which rolls out the MachineDeployment. More pods are added in the middle of it.
 func TestWorkersAreUpgraded(t *testing.T) {
 	const pods, more = 4, 2
 	for name, strategy := range map[string]clusterv1.MachineDeploymentRolloutStrategyType{
@@ -84,15 +86,17 @@ func TestWorkersAreUpgraded(t *testing.T) {
 	}
 }
 
-// versions counts the Machines of a node group that are not on their way out by their Kubernetes version.
+// versions returns the number of a node group's Machines that are not being deleted, by Kubernetes
+// version.
 func versions(t *testing.T, group string) map[string]int {
 	t.Helper()
 	return lo.CountValuesBy(lo.Filter(machinesOf(t, group), func(m clusterv1.Machine, _ int) bool { return m.DeletionTimestamp.IsZero() }),
 		func(m clusterv1.Machine) string { return m.Spec.Version })
 }
 
-// TestAClusterOfAClusterClassIsUpgraded changes the one version in the Cluster while all its workers are pinned to the old one, lets them go, and has
-// one node group rolled by Karpenter and the other by Cluster API.
+// TestAClusterOfAClusterClassIsUpgraded changes the single version in the Cluster while all its
+// workers are pinned to the old one. It then unpins them, and has one node group upgraded by
+// Karpenter and the other by Cluster API.
 func TestAClusterOfAClusterClassIsUpgraded(t *testing.T) {
 	figure := shows(t, "a Cluster of a ClusterClass is upgraded: workers pinned at first, then by Karpenter and by Cluster API")
 	if testing.Short() {
@@ -102,7 +106,8 @@ func TestAClusterOfAClusterClassIsUpgraded(t *testing.T) {
 	inSandbox(t, sandbox.Options{Name: "e2e-class", TopologyVersion: versionBefore})
 	leaveAsFound(t)
 	const pods = 3
-	// Cluster API creates no Machine for a pinned group once the control plane has another version, unless the group is annotated beforehand.
+	// Cluster API makes no Machine for a pinned group once the control plane has another version,
+	// unless the group is annotated beforehand.
 	const stuck, grows = "crowd", "rolled"
 	strategies := map[string]clusterv1.MachineDeploymentRolloutStrategyType{
 		stuck: clusterv1.OnDeleteMachineDeploymentStrategyType, grows: clusterv1.RollingUpdateMachineDeploymentStrategyType,
@@ -189,7 +194,8 @@ func TestAClusterOfAClusterClassIsUpgraded(t *testing.T) {
 	figure("both within %.0f s", time.Since(began).Seconds())
 }
 
-// watchFewest returns the smallest number of the crowd's Nodes that were ready and took pods at any time since.
+// watchFewest returns the minimum number of the crowd's Nodes that were ready and schedulable at
+// any time since the call.
 func watchFewest(t *testing.T) func() int {
 	t.Helper()
 	ctx, stop := context.WithCancel(t.Context())
@@ -217,7 +223,8 @@ func watchFewest(t *testing.T) func() int {
 	}
 }
 
-// TestClaimsWaitWhileTheControlPlaneIsUpgraded: Cluster API makes no Machines then.
+// TestClaimsWaitWhileTheControlPlaneIsUpgraded covers a time in which Cluster API makes no
+// Machines.
 func TestClaimsWaitWhileTheControlPlaneIsUpgraded(t *testing.T) {
 	shows(t, "claims wait while the control plane is upgraded, and say why")
 	if testing.Short() {
@@ -237,9 +244,9 @@ func TestClaimsWaitWhileTheControlPlaneIsUpgraded(t *testing.T) {
 		}
 	})
 	known := len(w.Recorder.State().Journeys)
-	g.Expect(version("v1.36.4")).To(Succeed()) // its API server is still of the old one
+	g.Expect(version("v1.36.4")).To(Succeed()) // its API server still has the old one
 	scale(t, "crowd", 3)
-	await(t, soon, reached(1, journey.Claimed)) // the others, too, unless Karpenter planned them later
+	await(t, soon, reached(1, journey.Claimed)) // the others as well, unless Karpenter planned them later
 	poll(t, soon, func(ctx context.Context) (string, error) {
 		var claims agentv1.MachineClaimList
 		err := w.Hub.List(ctx, &claims, client.InNamespace(sandbox.ClusterNamespace), client.MatchingLabels{agentv1.NodeGroupLabel: "crowd"})

@@ -19,7 +19,7 @@ import (
 // Class is a kind of write of the claim protocol.
 type Class string
 
-// The classes, in the order in which a claim meets them.
+// The classes, in the order in which a claim encounters them.
 const (
 	ClaimCreated      Class = "claim created"
 	ClaimMoved        Class = "claim moved to its next candidate"
@@ -59,13 +59,14 @@ const (
 	FloorRaised       Class = "floor raised for a returned Machine"
 	MachineReturned   Class = "label taken off a returned Machine"
 
-	// Ignored writes are no part of the protocol: events, questions about permissions, and what is shown of spokes.
+	// Ignored writes are not part of the protocol: events, access reviews, and what is published
+	// about spokes.
 	Ignored Class = "ignored"
-	// Unknown writes are none that the proxy knows.
+	// Unknown writes are not known to the proxy.
 	Unknown Class = "unknown"
 )
 
-// Classes are all steps of the protocol.
+// Classes lists all steps of the protocol.
 var Classes = []Class{
 	ClaimCreated, ClaimMoved, LedgerBegun, ReplicasRaised, SpareEntered, AdoptEntered, ClaimEntered, ClaimExplained, MachineNamed,
 	ClaimBound, MachineLabelled, LedgerTidied, NodeNoted, ClaimReleasing, ClaimFailed, ReleaseBegun, MachineHeld, MachineDeleted,
@@ -74,15 +75,16 @@ var Classes = []Class{
 	ReturnRequested, FloorRaised, MachineReturned,
 }
 
-// Memory is what classifying needs to know besides the write itself. It is shared by the proxies of all agents; the zero value
-// is ready to use.
+// Memory is the state that classification needs in addition to the write itself. The proxies of all
+// agents share it. The zero value is ready to use.
 type Memory struct {
 	mu     sync.Mutex
-	lost   map[string]bool // MachineClaims whose object somebody destroyed, by namespace/name
-	adopts map[string]bool // ids of claims that take an existing Machine over
+	lost   map[string]bool // MachineClaims whose object was destroyed, by namespace/name
+	adopts map[string]bool // ids of claims that adopt a Machine
 }
 
-// Lose tells that somebody destroys a MachineClaim: whoever makes it next makes it again.
+// Lose records that a MachineClaim is being destroyed, so that its next creation counts as a
+// recreation.
 func (m *Memory) Lose(namespace, name string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -113,8 +115,8 @@ func (m *Memory) isAdoption(id string) bool {
 	return m.adopts[id]
 }
 
-// Classify says which step of the protocol a write is: [Unknown] when it is none, with the reason. It returns "" for requests
-// that change nothing.
+// Classify returns the step of the protocol that a write is, or [Unknown] and the reason. It
+// returns "" for requests that change nothing.
 func (m *Memory) Classify(r *Request) (Class, error) {
 	if !r.Write() {
 		return "", nil
@@ -200,11 +202,11 @@ func claimStatus(c *agentv1.MachineClaim) Class {
 		}
 	case agentv1.PhaseReleasing:
 		switch {
-		case strings.HasPrefix(s.Message, "the deletion of Machine"): // the reason is Cluster API's
+		case strings.HasPrefix(s.Message, "the deletion of Machine"): // the reason comes from Cluster API
 			return ClaimExplained
 		case s.Reason == "ReleaseRequested", s.Reason == "Collected":
 			return ClaimReleasing
-		case s.Reason == "Failed", s.Reason == "Late": // one write of the agent, with or without a date of the failure
+		case s.Reason == "Failed", s.Reason == "Late": // one write of the agent, with or without the time of the failure
 			return ClaimFailed
 		case s.Reason == "Bound":
 			return ClaimRestored // its status was lost while it was being released
@@ -218,14 +220,14 @@ func claimStatus(c *agentv1.MachineClaim) Class {
 	return ""
 }
 
-// operation is one of a JSON patch.
+// operation is an operation of a JSON patch.
 type operation struct {
 	Op    string          `json:"op"`
 	Path  string          `json:"path"`
 	Value json.RawMessage `json:"value"`
 }
 
-// ledger is what a ledger says, as far as classifying needs it.
+// ledger is the part of a ledger that classification needs.
 type ledger struct {
 	Pending map[string]struct {
 		UID types.UID `json:"u"`
@@ -239,7 +241,8 @@ func annotationPath(key string) string {
 	return "/metadata/annotations/" + strings.ReplaceAll(key, "/", "~1")
 }
 
-// deployment classifies a JSON patch of a MachineDeployment: it tests what was and puts what shall be.
+// deployment classifies a JSON patch of a MachineDeployment, which tests the old values and sets
+// the new ones.
 func (m *Memory) deployment(body []byte) (Class, error) {
 	var operations []operation
 	if err := json.Unmarshal(body, &operations); err != nil {
@@ -253,7 +256,7 @@ func (m *Memory) deployment(body []byte) (Class, error) {
 		switch o.Path {
 		case annotationPath(agentv1.LedgerAnnotation):
 			if o.Op == "test" {
-				before, _ = decodeLedger(o.Value) // one that is not readable is rebuilt
+				before, _ = decodeLedger(o.Value) // an unreadable ledger is rebuilt
 			} else {
 				after, err = decodeLedger(o.Value)
 			}
@@ -289,7 +292,8 @@ func (m *Memory) deployment(body []byte) (Class, error) {
 	return m.entries(before, after, shall != nil), nil
 }
 
-// entries classifies a write by what it changes in the ledger; the most consequential counts.
+// entries classifies a write by its changes to the ledger's entries. The most consequential change
+// counts.
 func (m *Memory) entries(before, after *ledger, raised bool) Class {
 	var entered, adopted, named bool
 	for id, entry := range after.Pending {
@@ -337,13 +341,14 @@ func decodeLedger(value json.RawMessage) (*ledger, error) {
 	return &l, nil
 }
 
-// changes are what a patch does, as far as classifying needs it. A nil value of a map says that the key is taken away.
+// changes are the changes by a patch that classification needs. A nil value in a map means that the
+// key is removed.
 type changes struct {
 	labels, annotations map[string]*string
-	// finalizers is nil when they are left as they are.
+	// finalizers is nil if they are unchanged.
 	finalizers *[]string
 	replicas   bool
-	// other says that there is something else.
+	// other is set if there are further changes.
 	other bool
 }
 
@@ -409,7 +414,7 @@ func jsonPatch(body []byte) (changes, error) {
 			}
 		case o.Path == "/spec/replicas":
 			c.replicas = true
-		case o.Path == "/metadata/labels", o.Path == "/metadata/annotations": // made for the keys that follow
+		case o.Path == "/metadata/labels", o.Path == "/metadata/annotations": // created for the keys that follow
 		default:
 			c.other = true
 		}
@@ -440,7 +445,7 @@ func machine(body []byte) (Class, error) {
 	case c.finalizers != nil:
 		return MachineLetGo, nil
 	case len(c.labels) == 0 && len(c.annotations) == 0:
-		return MachineHeld, nil // repeated, and in place already
+		return MachineHeld, nil // a repetition that is already in place
 	}
 	return "", nil
 }

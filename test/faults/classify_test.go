@@ -17,7 +17,8 @@ const (
 	empty = `{"v":1,"seq":1,"floor":1,"lastReplicas":2}`
 )
 
-// ledgers is a JSON patch of a MachineDeployment: from one ledger and number of replicas to another, and what else.
+// ledgers returns a JSON patch of a MachineDeployment that changes the ledger, the replicas, and
+// more.
 func ledgers(before, after string, was, shall int, more string) string {
 	quote := func(text string) string {
 		data, err := json.Marshal(text)
@@ -42,7 +43,7 @@ func claim(group, status string) string {
 	return fmt.Sprintf(`{"metadata":{"name":"spoke.c"},"spec":{"clusterName":"spoke","claimID":"c","nodeGroup":%q},"status":%s}`, group, status)
 }
 
-// status is that of a claim of the group small.
+// status returns a status of a claim on the group small.
 func status(phase, reason, message string, events int) string {
 	history := strings.TrimSuffix(strings.Repeat("{},", events), ",")
 	return claim("small", fmt.Sprintf(`{"phase":%q,"reason":%q,"message":%q,"history":[%s]}`, phase, reason, message, history))

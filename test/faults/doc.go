@@ -1,7 +1,9 @@
-// Package faults stands between an agent and the hub's API server and makes go wrong there what can go wrong: the agent dies
-// just before or just after a write, answers get lost, the server refuses, watches stall or expire.
+// Package faults provides a proxy between an agent and the hub's API server that injects faults:
+// the agent is killed just before or just after a write, answers get lost, the server refuses
+// requests, watches stall or expire.
 //
-// The agent under test is the product's own binary and knows nothing of it: its kubeconfig names the [Proxy]. The proxy sees
-// every write and tells by its content which step of the claim protocol it is (see [Classify]), so that faults can be aimed
-// at steps. A write that it does not know is reported: whoever adds a write to the protocol has to add its class here.
+// The agent under test is the product's own binary and does not know about the proxy: its
+// kubeconfig names the [Proxy] as its server. The proxy sees every write and determines from its
+// content which step of the claim protocol it is (see [Memory.Classify]), so that faults can target
+// steps. It reports unknown writes: a new write in the protocol needs a class here.
 package faults

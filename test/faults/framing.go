@@ -14,13 +14,15 @@ import (
 	"k8s.io/client-go/kubernetes/scheme"
 )
 
-// framing is how the events of a watch follow each other. Built-in kinds are watched in protobuf, all others in JSON.
+// framing determines how the events of a watch are separated. Watches of built-in kinds use
+// protobuf, all others JSON.
 type framing struct {
-	// next reads one event, with what separates it from its neighbours. At the end it may return both a part and an error.
+	// next reads one event, including its separator. At the end it may return both a part and an
+	// error.
 	next func(*bufio.Reader) ([]byte, error)
 	// gone is the event that ends a watch whose start has been compacted.
 	gone []byte
-	// ofObject reports whether an event tells of an object, and is neither a bookmark nor an error.
+	// ofObject reports whether an event is about an object, not a bookmark or an error.
 	ofObject func(event []byte) bool
 }
 
@@ -54,7 +56,7 @@ func tellsOfObject(kind string) bool {
 	return false
 }
 
-// framingOf returns what a watch is answered in.
+// framingOf returns the framing of a watch's response.
 func framingOf(header http.Header) framing {
 	if mediaType, _, err := mime.ParseMediaType(header.Get("Content-Type")); err == nil && mediaType == runtime.ContentTypeProtobuf {
 		return framesOfProtobuf
@@ -80,7 +82,7 @@ func protobufEncoder() runtime.Encoder {
 	return scheme.Codecs.EncoderForVersion(info.Serializer, metav1.Unversioned)
 }
 
-// sizeOfLength is that of the number of bytes that precedes each frame.
+// sizeOfLength is the size of the length that precedes each frame.
 const sizeOfLength = 4
 
 func nextFrame(r *bufio.Reader) ([]byte, error) {
@@ -97,7 +99,7 @@ func framed(event []byte) []byte {
 	return append(binary.BigEndian.AppendUint32(nil, uint32(len(event))), event...)
 }
 
-// must is for what is made of constants, and so fails in every run or in none.
+// must panics on errors of constant expressions, which fail in every run or in none.
 func must[T any](value T, err error) T {
 	if err != nil {
 		panic(err)

@@ -8,59 +8,62 @@ import (
 	"github.com/samber/lo"
 )
 
-// When says where in a write the agent dies.
+// When is the moment in a write at which the agent is killed.
 type When int
 
-// The places.
+// The moments.
 const (
-	// Before the API server has the write.
+	// Before the API server receives the write.
 	Before When = iota
-	// After it was applied, before the answer is there.
+	// After the write was applied, before its answer arrives.
 	After
-	// Late is before, and the write arrives when the successor is at work.
+	// Late is before, with the write arriving while the successor is working.
 	Late
 )
 
 func (w When) String() string { return [...]string{"before", "after", "late"}[w] }
 
-// Point is a fail point: a place in a step of the protocol.
+// Point is a fail point: a moment in a step of the protocol.
 type Point struct {
 	Class Class
 	When  When
 }
 
-// PointsOf are all fail points of the given steps.
+// PointsOf returns all fail points of the given steps.
 func PointsOf(classes ...Class) []Point { return PointsAt([]When{Before, After, Late}, classes...) }
 
-// PointsAt are the fail points at the given places of the given steps.
+// PointsAt returns the fail points at the given moments of the given steps.
 func PointsAt(places []When, classes ...Class) []Point {
 	return lo.FlatMap(classes, func(c Class, _ int) []Point {
 		return lo.Map(places, func(w When, _ int) Point { return Point{c, w} })
 	})
 }
 
-// attemptPatience is how long a fail point may take to come about; a late one waits for an agent to start.
+// attemptPatience is how long a fail point may take to occur. A late one waits for an agent to
+// start.
 const attemptPatience = 45 * time.Second
 
-// Points kills agents at fail points, a given number of times at each. Safe for concurrent use.
+// Points kills agents at fail points, a given number of times at each. It is safe for concurrent
+// use.
 type Points struct {
 	mu    sync.Mutex
 	left  map[Point]int
 	hits  map[Point]int
 	seen  map[Class]int
 	taken map[Point]int        // about to be hit
-	next  map[string]time.Time // by agent: not before
+	next  map[string]time.Time // earliest next kill, by agent
 	gap   time.Duration
 }
 
-// NewPoints has no fail point armed. An agent is left alone for up to gap after it was killed.
+// NewPoints returns Points without an armed fail point. After a kill, an agent is spared for up to
+// gap.
 func NewPoints(gap time.Duration) *Points {
 	return &Points{
 		left: map[Point]int{}, hits: map[Point]int{}, seen: map[Class]int{}, taken: map[Point]int{}, next: map[string]time.Time{}, gap: gap,
 	}
 }
 
-// Arm makes each of the points kill once more.
+// Arm adds one kill at each of the points.
 func (p *Points) Arm(points ...Point) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -69,35 +72,35 @@ func (p *Points) Arm(points ...Point) {
 	}
 }
 
-// Disarm takes back whatever was armed and not hit.
+// Disarm clears all armed points that were not hit.
 func (p *Points) Disarm() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	clear(p.left)
 }
 
-// Left are the points that are armed and were not hit, in the order of [Classes].
+// Left returns the armed points that were not hit, in the order of [Classes].
 func (p *Points) Left() []Point {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return lo.Filter(PointsOf(Classes...), func(point Point, _ int) bool { return p.left[point] > 0 })
 }
 
-// Hits is how often the point has killed.
+// Hits returns how often an agent was killed at the point.
 func (p *Points) Hits(point Point) int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.hits[point]
 }
 
-// Seen is how often a write of the class was made, killed or not.
+// Seen returns the number of writes of the class, with or without a kill.
 func (p *Points) Seen(class Class) int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.seen[class]
 }
 
-// Plan is the [Options].Plan of an agent. Its writes count as seen whether or not something is armed.
+// Plan is the [Options].Plan of an agent. Its writes are counted whether or not a point is armed.
 func (p *Points) Plan(agent string, r *Request) Fault {
 	if !r.Write() || r.Class == Ignored {
 		return Fault{}
@@ -132,7 +135,8 @@ func (p *Points) Plan(agent string, r *Request) Fault {
 			p.taken[point]--
 		}
 	}
-	// What does not come about (the write was refused, or the agent was dead already) is tried again.
+	// Retry a point that did not occur, because the write was refused or the agent was already
+	// dead.
 	time.AfterFunc(attemptPatience, func() { finish(false) })
 	return Fault{
 		Kind: map[When]Kind{Before: KillBefore, After: KillAfter, Late: KillLate}[point.When],

@@ -25,35 +25,37 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 )
 
-// Kind is what goes wrong with a request.
+// Kind is a kind of fault.
 type Kind int
 
 // The kinds.
 const (
-	// None: nothing.
+	// None: no fault.
 	None Kind = iota
-	// KillBefore: the caller is killed, and the request never arrives.
+	// KillBefore: the caller is killed, and the request is never sent.
 	KillBefore
-	// KillAfter: the request is carried out, and the caller killed before it has the answer. A request that is refused is
-	// answered instead.
+	// KillAfter: the request is executed, and the caller is killed before it gets the answer. A
+	// refused request is answered instead.
 	KillAfter
-	// KillLate: the caller is killed, and the request arrives when the caller's successor is at work.
+	// KillLate: the caller is killed, and the request is sent once the caller's successor is
+	// working.
 	KillLate
-	// TooMany: refused with 429, to be tried again after a second.
+	// TooMany: refused with 429 and a retry delay of one second.
 	TooMany
 	// InternalError: refused with 500.
 	InternalError
 	// Unavailable: refused with 503.
 	Unavailable
-	// Reset: the connection is reset before the request arrives, and with it all that shares it.
+	// Reset: the connection is reset before the request is sent, along with all other requests on
+	// it.
 	Reset
-	// Cut: the request is carried out, and the connection reset before the answer.
+	// Cut: the request is executed, and the connection is reset before the answer.
 	Cut
-	// TimeoutAfter: the request is carried out, and answered with 504.
+	// TimeoutAfter: the request is executed, and answered with 504.
 	TimeoutAfter
-	// Expired: refused with 410, as when what was asked for has been compacted.
+	// Expired: refused with 410, as if the requested version had been compacted.
 	Expired
-	// Slow: the request arrives late.
+	// Slow: the request is delayed.
 	Slow
 )
 
@@ -63,37 +65,37 @@ var kinds = [...]string{
 
 func (k Kind) String() string { return kinds[k] }
 
-// Kills reports whether the caller dies of it.
+// Kills reports whether the fault kills the caller.
 func (k Kind) Kills() bool { return k == KillBefore || k == KillAfter || k == KillLate }
 
-// Fault is what happens to one request.
+// Fault is the fault of one request.
 type Fault struct {
 	Kind Kind
-	// Delay of [Slow].
+	// Delay is the delay of [Slow].
 	Delay time.Duration
-	// Done, if set, is called when it has happened.
+	// Done, if set, is called once the fault has occurred.
 	Done func()
 }
 
-// Options say what a [Proxy] does.
+// Options configures a [Proxy].
 type Options struct {
-	// Server is the API server behind it.
+	// Server is the API server behind the proxy.
 	Server sandbox.Endpoint
 	// Memory is shared by the proxies of one server. REQUIRED.
 	Memory *Memory
-	// Kill ends the caller at once.
+	// Kill kills the caller at once.
 	Kill func() error
-	// Succeeded returns when the successor of a caller that was killed is at work.
+	// Succeeded returns once the successor of a killed caller is working.
 	Succeeded func()
-	// Plan says what happens to a request; nil for nothing. It must not block.
+	// Plan returns the fault of a request. Nil means no faults. It must not block.
 	Plan func(*Request) Fault
 	// Seen is called for each write before it is sent on.
 	Seen func(*Request)
-	// Strange is called for writes that are of no known class.
+	// Strange is called for writes of unknown class.
 	Strange func(error)
 }
 
-// Proxy is an API server that fails as it is told to. It serves until [Proxy.Close].
+// Proxy is an API server that fails on demand. It serves until [Proxy.Close].
 type Proxy struct {
 	options   Options
 	endpoint  sandbox.Endpoint
@@ -104,23 +106,23 @@ type Proxy struct {
 	mu      sync.Mutex
 	thawed  chan struct{}   // closed while watches flow
 	expired chan struct{}   // closed and replaced when watches expire
-	hiding  map[string]bool // resources of which the next event is not passed on
+	hiding  map[string]bool // resources whose next event is hidden
 	hidden  int
 	conns   map[net.Conn]struct{}
 }
 
 var (
-	// errAbort ends a request without an answer, errReset its connection too.
+	// errAbort ends a request without an answer, and errReset also resets its connection.
 	errAbort = errors.New("no answer")
 	errReset = errors.New("connection reset")
 )
 
-// killPatience bounds the wait for a killed caller's connection to go down.
+// killPatience bounds the wait for a killed caller's connection to close.
 const killPatience = 10 * time.Second
 
 type connKey struct{}
 
-// NewProxy listens on loopback and serves.
+// NewProxy starts a proxy on loopback.
 func NewProxy(options Options) (*Proxy, error) {
 	target, err := url.Parse(options.Server.URL)
 	if err != nil {
@@ -148,7 +150,7 @@ func NewProxy(options Options) (*Proxy, error) {
 		transport: &http.Transport{
 			TLSClientConfig:     &tls.Config{RootCAs: pool, MinVersion: tls.VersionTLS12},
 			ForceAttemptHTTP2:   true,
-			DisableCompression:  true, // what comes compressed is sent on as it is
+			DisableCompression:  true, // compressed content is passed on unchanged
 			MaxIdleConnsPerHost: 100,
 		},
 		thawed:  make(chan struct{}),
@@ -167,7 +169,7 @@ func NewProxy(options Options) (*Proxy, error) {
 	p.server = &http.Server{
 		Handler:           forward,
 		TLSConfig:         &tls.Config{Certificates: []tls.Certificate{pair}, MinVersion: tls.VersionTLS12},
-		ErrorLog:          log.New(io.Discard, "", 0), // aborted requests are what it is for
+		ErrorLog:          log.New(io.Discard, "", 0), // aborted requests are its purpose
 		ReadHeaderTimeout: time.Minute,
 		ConnContext:       func(ctx context.Context, c net.Conn) context.Context { return context.WithValue(ctx, connKey{}, c) },
 		ConnState:         p.track,
@@ -176,10 +178,10 @@ func NewProxy(options Options) (*Proxy, error) {
 	return p, nil
 }
 
-// Endpoint is what its callers connect to.
+// Endpoint returns the endpoint for callers.
 func (p *Proxy) Endpoint() sandbox.Endpoint { return p.endpoint }
 
-// Close ends all connections.
+// Close closes the proxy and all connections.
 func (p *Proxy) Close() {
 	p.Thaw()
 	_ = p.server.Close()
@@ -187,7 +189,8 @@ func (p *Proxy) Close() {
 	p.transport.CloseIdleConnections()
 }
 
-// Freeze holds every watch event back until [Proxy.Thaw]: the caller's caches go stale, and it does not know.
+// Freeze holds back all watch events until [Proxy.Thaw], so that the caller's caches become stale
+// without its knowledge.
 func (p *Proxy) Freeze() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -198,7 +201,7 @@ func (p *Proxy) Freeze() {
 	}
 }
 
-// Thaw lets watches flow again.
+// Thaw reverts [Proxy.Freeze].
 func (p *Proxy) Thaw() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -209,7 +212,8 @@ func (p *Proxy) Thaw() {
 	}
 }
 
-// ExpireWatches ends every open watch as the API server does when what it should go on from has been compacted.
+// ExpireWatches ends every open watch as the API server does when its next version has been
+// compacted.
 func (p *Proxy) ExpireWatches() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -217,29 +221,29 @@ func (p *Proxy) ExpireWatches() {
 	p.expired = make(chan struct{})
 }
 
-// Hide keeps the next event of an object of the resource, but for those of a list, from the caller, for good: until the object changes again, or
-// its watch expires, the caller's cache shows it as it was.
+// Hide drops the next event of an object of the resource, other than one of an initial list. Until
+// the object changes again or its watch expires, the caller's cache shows its old state.
 func (p *Proxy) Hide(resource string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.hiding[resource] = true
 }
 
-// Show ends what [Proxy.Hide] began and no event has met yet.
+// Show cancels every [Proxy.Hide] that has not dropped an event yet.
 func (p *Proxy) Show() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	clear(p.hiding)
 }
 
-// Hidden is how many events were kept from the caller.
+// Hidden returns the number of events dropped.
 func (p *Proxy) Hidden() int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.hidden
 }
 
-// hides reports whether the event is to be kept from the caller.
+// hides reports whether the event must be dropped.
 func (p *Proxy) hides(resource string, framing framing, event []byte) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -251,7 +255,7 @@ func (p *Proxy) hides(resource string, framing framing, event []byte) bool {
 	return true
 }
 
-// ResetConnections resets every connection of the caller, in the middle of whatever they carry.
+// ResetConnections resets all connections of the caller, with requests in flight.
 func (p *Proxy) ResetConnections() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -271,7 +275,7 @@ func (p *Proxy) track(c net.Conn, state http.ConnState) {
 	}
 }
 
-// reset makes the caller see ECONNRESET rather than an orderly end.
+// reset makes the caller see ECONNRESET instead of an orderly close.
 func reset(c net.Conn) {
 	if wrapped, ok := c.(*tls.Conn); ok {
 		c = wrapped.NetConn()
@@ -288,7 +292,8 @@ func (p *Proxy) fail(_ http.ResponseWriter, r *http.Request, err error) {
 			reset(c)
 		}
 	}
-	// Also when the API server itself does not answer: an answer of the proxy's own would be none of a real server.
+	// Also if the API server itself does not answer: the proxy must not send an answer that a real
+	// server would not send.
 	panic(http.ErrAbortHandler)
 }
 
@@ -320,7 +325,7 @@ func (p *Proxy) roundTrip(r *http.Request) (*http.Response, error) {
 		return nil, errAbort
 	case KillLate:
 		if err := p.kill(r.Context()); err == nil {
-			p.options.Succeeded() // so long has the request been under way
+			p.options.Succeeded() // the request stays in flight until then
 			done()
 		}
 		return p.drop(p.send(detached(r)))
@@ -358,7 +363,7 @@ func (p *Proxy) roundTrip(r *http.Request) (*http.Response, error) {
 	return response, err
 }
 
-// inspect reads the body of a write and tells what it is.
+// inspect reads the body of a write and classifies it.
 func (p *Proxy) inspect(r *http.Request, q *Request) error {
 	if r.Body != nil {
 		body, err := io.ReadAll(r.Body)
@@ -379,7 +384,8 @@ func (p *Proxy) inspect(r *http.Request, q *Request) error {
 	return nil
 }
 
-// after carries the request out and lets the answer get lost. A write that was refused is answered: nothing was applied.
+// after executes the request and loses its answer. A refused write is answered, because nothing was
+// applied.
 func (p *Proxy) after(r *http.Request, kind Kind, done func()) (*http.Response, error) {
 	response, err := p.send(detached(r))
 	if err != nil || response.StatusCode >= http.StatusBadRequest {
@@ -405,7 +411,7 @@ func (p *Proxy) after(r *http.Request, kind Kind, done func()) (*http.Response, 
 // send sends the request on.
 func (p *Proxy) send(r *http.Request) (*http.Response, error) { return p.transport.RoundTrip(r) }
 
-// drop throws an answer away.
+// drop discards an answer.
 func (p *Proxy) drop(response *http.Response, err error) (*http.Response, error) {
 	if err == nil {
 		_, _ = io.Copy(io.Discard, response.Body)
@@ -414,12 +420,13 @@ func (p *Proxy) drop(response *http.Response, err error) (*http.Response, error)
 	return nil, errAbort
 }
 
-// detached makes the request outlive its caller.
+// detached returns the request with a context that outlives its caller.
 func detached(r *http.Request) *http.Request {
 	return r.WithContext(context.WithoutCancel(r.Context()))
 }
 
-// kill ends the caller and returns when its connections are down. It fails when it was dead already.
+// kill kills the caller and returns once its connections are closed. It fails if the caller was
+// already dead.
 func (p *Proxy) kill(ctx context.Context) error {
 	if ctx.Err() != nil {
 		return ctx.Err()
@@ -435,7 +442,7 @@ func (p *Proxy) kill(ctx context.Context) error {
 	}
 }
 
-// refusal is an answer of the API server's kind that it never gave.
+// refusal returns an error answer in the API server's format.
 func refusal(r *http.Request, code int, reason metav1.StatusReason) *http.Response {
 	status := metav1.Status{
 		TypeMeta: metav1.TypeMeta{Kind: "Status", APIVersion: "v1"},
@@ -458,8 +465,9 @@ func refusal(r *http.Request, code int, reason metav1.StatusReason) *http.Respon
 	}
 }
 
-// watched passes the events of a watch on, one after the other, except while frozen, and until it expires. Listing says that it begins with a
-// list, of which nothing is hidden: an object that is missing in a list is not an event unseen.
+// watched passes on the events of a watch in order, except while frozen, until it expires. listing
+// is set if the watch begins with a list. Nothing of that is hidden: an object missing in a list is
+// not an unseen event.
 func (p *Proxy) watched(ctx context.Context, resource string, listing bool, framing framing, body io.ReadCloser) io.ReadCloser {
 	out, in := io.Pipe()
 	events := make(chan []byte)

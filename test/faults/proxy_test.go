@@ -34,18 +34,18 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/faults"
 )
 
-// soon is for what takes milliseconds, on a machine that has other things to do.
+// soon bounds what takes milliseconds, on a machine that is busy with other work.
 const soon = 20 * time.Second
 
-// scene is an API server, a proxy before it and a caller that can be killed.
+// scene is an API server behind a proxy, and a caller that can be killed.
 type scene struct {
 	proxy  *faults.Proxy
 	caller *http.Client
-	// arrived counts the requests that the server has seen.
+	// arrived counts the requests that have reached the server.
 	arrived atomic.Int32
 	// answer is the server's status code for writes.
 	answer atomic.Int32
-	// events are sent to whoever watches.
+	// events are sent to all watchers.
 	events chan string
 	fault  atomic.Pointer[faults.Fault]
 	killed atomic.Int32
@@ -113,7 +113,7 @@ func (s *scene) serve(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// kill closes the caller's connections, as the kernel does for a process that dies.
+// kill closes the caller's connections, as the kernel does when a process dies.
 func (s *scene) kill() error {
 	s.killed.Add(1)
 	s.mu.Lock()
@@ -148,7 +148,7 @@ func (s *scene) write(t *testing.T) (code int, header http.Header, body []byte, 
 func TestFaultsOfWrites(t *testing.T) {
 	for _, tc := range []struct {
 		kind faults.Kind
-		// code is the answer's, 0 for none.
+		// code is the status code of the answer, 0 for none.
 		code           int
 		arrives, kills bool
 	}{
@@ -213,7 +213,7 @@ func TestAWriteThatIsRefusedIsAnswered(t *testing.T) {
 	}
 }
 
-// watch opens a watch and returns its lines; the channel is closed when it ends.
+// watch opens a watch and returns its lines. The channel is closed when the watch ends.
 func (s *scene) watch(t *testing.T, parameters ...string) <-chan string {
 	t.Helper()
 	query := strings.Join(append([]string{"watch=true"}, parameters...), "&")
@@ -272,7 +272,8 @@ func TestWatchesExpire(t *testing.T) {
 	g.Eventually(lines).WithTimeout(soon).Should(BeClosed())
 }
 
-// An event of a built-in kind must not be held back until the next one comes: a cache would never be filled.
+// An event of a built-in kind must not be held back until the next one arrives: a cache would never
+// be filled.
 func TestBuiltInKindsAreWatchedThroughTheProxy(t *testing.T) {
 	g := NewWithT(t)
 	watching := make(chan struct{})

@@ -5,15 +5,16 @@ import (
 	"strings"
 )
 
-// Request is one request to an API server.
+// Request is a request to an API server.
 type Request struct {
-	// Verb as in RBAC: get, list, watch, create, update, patch, delete or deletecollection; empty for what is no resource.
+	// Verb is the RBAC verb: get, list, watch, create, update, patch, delete or deletecollection.
+	// Empty for non-resource requests.
 	Verb string
 	// Group is empty for the core group.
 	Group, Resource, Subresource, Namespace, Name string
-	// Body of a write.
+	// Body is the body of a write.
 	Body []byte
-	// Class of a write; see [Classify].
+	// Class is the class of a write; see [Memory.Classify].
 	Class Class
 }
 
@@ -26,7 +27,7 @@ func (r *Request) Write() bool {
 	return false
 }
 
-// parse reads verb and object out of the URL, as the API server does.
+// parse determines verb and object from the URL, as the API server does.
 func parse(r *http.Request) *Request {
 	parts := strings.Split(strings.Trim(r.URL.Path, "/"), "/")
 	var q Request

@@ -1,5 +1,6 @@
-// Package history checks what callers of several agents were told about claims: there must be an order of all calls, each between its
-// beginning and its end, in which one agent that does one call at a time could have given the same answers.
+// Package history checks the answers that callers of several agents received about claims. There
+// must be an order of all calls, each between its beginning and its end, in which a single agent
+// that handles one call at a time could have given the same answers.
 package history
 
 import (
@@ -14,7 +15,7 @@ import (
 	"github.com/anishathalye/porcupine"
 )
 
-// Kind is which call it was.
+// Kind is the kind of a call.
 type Kind string
 
 // The calls on one claim.
@@ -24,26 +25,28 @@ const (
 	Get     Kind = "GetClaim"
 )
 
-// Answer is what a caller learned.
+// Answer is what a caller learned from a call.
 type Answer struct {
 	Outcome Outcome
-	// Machine is the UID of the claim's Machine; empty when the answer has none.
+	// Machine is the UID of the claim's Machine. Empty if the answer has none.
 	Machine string
 }
 
-// Outcome is the part of an answer that an order must explain.
+// Outcome is the part of an answer that the order must explain.
 type Outcome string
 
 const (
-	// Unknown means that no answer arrived, or one that does not say whether the call had an effect. It may have one at any later time.
+	// Unknown means that no answer arrived, or one that leaves open whether the call had an effect.
+	// It may take effect at any later time.
 	Unknown Outcome = "unknown"
-	// Refused means that no node group took the claim.
+	// Refused means that no node group admitted the claim.
 	Refused Outcome = "refused"
 	// Live means that the claim is PENDING or BOUND.
 	Live Outcome = "live"
-	// Releasing is that phase.
+	// Releasing means that the claim is RELEASING.
 	Releasing Outcome = "releasing"
-	// Ended is that phase. A call that makes a claim and is told that the claim has ended does not learn which of the two it is.
+	// Ended means that the claim is ENDED. A call that makes a claim and is answered that the claim
+	// has ended cannot tell RELEASING from ENDED.
 	Ended Outcome = "ended"
 	// Missing means that there is no such claim.
 	Missing Outcome = "missing"
@@ -55,7 +58,7 @@ type Recorder struct {
 
 	mu    sync.Mutex
 	calls map[string][]porcupine.Operation
-	// told are claims of which it was told that something is wrong.
+	// told are the claims for which a problem has been reported.
 	told map[string]bool
 }
 
@@ -64,7 +67,8 @@ func New() *Recorder {
 	return &Recorder{began: time.Now(), calls: map[string][]porcupine.Operation{}, told: map[string]bool{}}
 }
 
-// Begin records that a call begins. The function that it returns records the answer, and is called once.
+// Begin records the beginning of a call. The returned function records the answer and must be
+// called once.
 func (r *Recorder) Begin(claim string, kind Kind) func(Answer) {
 	call := r.now()
 	return func(a Answer) {
@@ -83,7 +87,8 @@ func (r *Recorder) now() int64 { return int64(time.Since(r.began)) }
 // decideWithin bounds the search for the order of one claim's calls.
 const decideWithin = 10 * time.Second
 
-// Check looks at all calls that have ended. It returns how many there are, on how many claims, and what is wrong that no check before told.
+// Check checks all calls that have ended. It returns their number, the number of claims, and the
+// problems that no earlier check reported.
 func (r *Recorder) Check() (calls, claims int, wrong []string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -119,19 +124,20 @@ func describe(operations []porcupine.Operation) string {
 	return strings.Join(parts, "; ")
 }
 
-// stage is how far a claim is. It only grows.
+// stage is the progress of a claim. It never decreases.
 type stage int
 
 const (
 	none stage = iota
-	// made means that the claim may be refused yet, as no caller was told that it was accepted.
+	// made means that the claim may still be refused, because no caller was told that it was
+	// accepted.
 	made
 	live
 	releasing
 	ended
 )
 
-// state is what an agent that does one call at a time knows of one claim.
+// state is the state of one claim in an agent that handles one call at a time.
 type state struct {
 	stage   stage
 	machine string
@@ -153,7 +159,8 @@ var model = (&porcupine.NondeterministicModel{
 	},
 }).ToModel()
 
-// drift returns what may have become of the claim by itself: one that is released ends, and one that lives may lose its Machine.
+// drift returns the states that the claim may have reached by itself: a released claim ends, and a
+// live one may lose its Machine.
 func (s state) drift() []state {
 	drifted := []state{s}
 	if s.stage == none {
@@ -167,7 +174,8 @@ func (s state) drift() []state {
 	return drifted
 }
 
-// answers returns in which states a call can leave a claim that is in this one, if it gives that answer; none if it cannot give it.
+// answers returns the possible states of the claim after a call with the given answer, or none if
+// the answer is impossible in the current state.
 func (s state) answers(kind Kind, a Answer) []state {
 	switch kind {
 	case Create:
@@ -198,7 +206,8 @@ func (s state) create(a Answer) []state {
 	return nil
 }
 
-// with returns the state with the Machine of an answer, if it has one, and reports whether the claim can have that one.
+// with returns the state with the answer's Machine, if it has one, and reports whether that is
+// consistent.
 func (s state) with(machine string) (state, bool) {
 	if machine == "" {
 		return s, true
@@ -219,7 +228,7 @@ func (s state) release(a Answer) []state {
 		return []state{s}
 	case a.Outcome == Releasing && s.stage != none && s.stage <= releasing:
 		return []state{{releasing, s.machine}}
-	case a.Outcome == Ended && (s.stage == none || s.stage == ended): // of an unknown claim a tombstone is made
+	case a.Outcome == Ended && (s.stage == none || s.stage == ended): // for an unknown claim a tombstone is created
 		return []state{{ended, s.machine}}
 	}
 	return nil
@@ -233,7 +242,7 @@ func (s state) get(a Answer) []state {
 		a.Outcome == Live && (s.stage == made || s.stage == live),
 		a.Outcome == Releasing && s.stage == releasing,
 		a.Outcome == Ended && s.stage == ended,
-		a.Outcome == Missing && (s.stage == none || s.stage == ended): // ended claims are forgotten some day
+		a.Outcome == Missing && (s.stage == none || s.stage == ended): // tombstones are dropped eventually
 		return []state{s}
 	}
 	return nil

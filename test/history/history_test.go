@@ -9,7 +9,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/history"
 )
 
-// told are answers, one call after the other.
+// told is an answer in a sequence of calls.
 type told struct {
 	kind   history.Kind
 	answer history.Answer
@@ -72,7 +72,7 @@ func TestWhatCallersMayBeTold(t *testing.T) {
 	}
 }
 
-// Calls at the same time may have been done in any order.
+// Concurrent calls may have been executed in any order.
 func TestCallsAtTheSameTime(t *testing.T) {
 	g := gomega.NewWithT(t)
 	for range 20 {

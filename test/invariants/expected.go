@@ -10,7 +10,7 @@ import (
 	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// Rules about what people and holders know to be theirs, whatever the ledger says.
+// Rules about what users and holders own, independently of the ledger.
 const (
 	NothingLeaked  Rule = "no Machine is there that nobody asked for"
 	NothingTaken   Rule = "nobody's Machine is taken"
@@ -18,24 +18,25 @@ const (
 	WantedClaims   Rule = "no claim ends that its holder wants"
 )
 
-// Share is how many machines of a node group are people's own, by their account: at least Own, and up to Unclear more where
-// they destroyed what would tell.
+// Share is the number of a node group's machines that belong to users according to their own
+// records: at least Own, and up to Unclear more if they destroyed the evidence.
 type Share struct {
 	Own, Unclear int32
 }
 
-// Expected is what people and holders of claims know. Unlike the rest of the package, which believes the ledger, it also
-// finds a ledger out that is wrong.
+// Expected is what users and holders of claims know. Unlike the rest of the package, which trusts
+// the ledger, it also reveals a wrong ledger.
 type Expected struct {
-	// Shares by MachineDeployment; others are not looked at.
+	// Shares by MachineDeployment. Others are not checked.
 	Shares map[string]Share
-	// Wanted are the ids of the claims whose holder has them and has not released them.
+	// Wanted are the ids of the claims that their holder has not released.
 	Wanted []string
-	// Holder's claims are compared with Wanted; others' are not.
+	// Holder is the holder whose claims are compared with Wanted.
 	Holder string
 }
 
-// Against returns what differs from what is expected at rest. Count is the number of machines or claims too many or too few.
+// Against returns the differences from the expected state at rest. Count is the number of surplus
+// or missing machines or claims.
 func (s State) Against(e Expected) []Violation {
 	var f findings
 	claims := map[string]int32{}
@@ -81,5 +82,5 @@ func (s State) Against(e Expected) []Violation {
 	return f
 }
 
-// labelOf returns the claim that the Machine is bound to, "" for none.
+// labelOf returns the claim that the Machine is bound to, or "".
 func labelOf(m *clusterv1.Machine) string { return m.Labels[agentv1.ClaimLabel] }

@@ -22,9 +22,9 @@ import (
 )
 
 const (
-	// Holder is the holder of the shim's claims. Claims of others have no NodeClaim.
+	// Holder is the holder of the shim's claims. Claims of other holders have no NodeClaim.
 	Holder = "karpenter"
-	// PlaceholderScheme begins the provider IDs of NodeClaims whose machine has none yet.
+	// PlaceholderScheme is the prefix of the provider IDs of NodeClaims whose machine has none yet.
 	PlaceholderScheme = "capi-claim://"
 
 	interval = 250 * time.Millisecond
@@ -32,10 +32,10 @@ const (
 	readWithin = 20 * time.Second
 )
 
-// Rule names what is violated.
+// Rule identifies the violated rule.
 type Rule string
 
-// The rules. I1, I2 and I6 are the design's.
+// The rules. I1, I2 and I6 are defined in docs/model.md.
 const (
 	OneClaimOneMachine   Rule = "I1: one claim has one Machine and one Machine has one claim"
 	OneProviderID        Rule = "I1: no two NodeClaims share a provider ID"
@@ -50,14 +50,14 @@ const (
 	RegisteredHasOneNode Rule = "a registered NodeClaim has its Node"
 )
 
-// Violation is one thing that is not as it must be.
+// Violation is a violation of a rule.
 type Violation struct {
 	Rule Rule
-	// Object is kind and name of what violates it.
+	// Object is the kind and name of the violating object.
 	Object string
-	// Message says how.
+	// Message describes the violation.
 	Message string
-	// Count is how many machines, claims or other things it is about.
+	// Count is the number of machines, claims or other objects concerned.
 	Count int
 }
 
@@ -65,7 +65,7 @@ func (v Violation) String() string {
 	return fmt.Sprintf("%s: %s (%s)", v.Object, v.Message, v.Rule)
 }
 
-// Describe lists violations one per line.
+// Describe formats violations, one per line.
 func Describe(violations []Violation) string {
 	return strings.Join(lo.Map(violations, func(v Violation, _ int) string { return "  " + v.String() }), "\n")
 }
@@ -80,8 +80,9 @@ func (f *findings) count(n int32, rule Rule, kind, name, format string, args ...
 	*f = append(*f, Violation{Rule: rule, Object: kind + " " + name, Message: fmt.Sprintf(format, args...), Count: int(n)})
 }
 
-// Always returns what may not be even for a moment. As a reading is not atomic, it looks only at what is written in one
-// object, or can never become true by reading two objects at different times.
+// Always returns violations of what must hold at every moment. A reading is not atomic, so it only
+// checks facts within one object, and facts that can never appear violated because two objects were
+// read at different times.
 func (s State) Always() []Violation {
 	var f findings
 	s.providerIDs(&f)
@@ -105,12 +106,13 @@ func (s State) Always() []Violation {
 	return f
 }
 
-// markedForRelease: the finalizer and this annotation are written together, just before the Machine is deleted.
+// markedForRelease reports whether the Machine has the annotation that is written together with the
+// finalizer, just before the Machine is deleted.
 func markedForRelease(m *clusterv1.Machine) bool {
 	return m.Annotations[clusterv1.DeleteMachineAnnotation] == agentv1.Group
 }
 
-// AtRest returns everything that is not as it must be when nothing has moved for a while.
+// AtRest returns all violations of what must hold once nothing has changed for a while.
 func (s State) AtRest() []Violation {
 	f := findings(s.Always())
 	s.liveMachines(&f)
@@ -141,7 +143,7 @@ func (s State) providerIDs(f *findings) {
 	}
 }
 
-// liveMachines: nothing of the release may be left on a Machine that stays.
+// liveMachines checks that a Machine that stays carries no remains of a release.
 func (s State) liveMachines(f *findings) {
 	byProviderID := map[string]string{}
 	for i := range s.Machines {
@@ -162,7 +164,7 @@ func (s State) liveMachines(f *findings) {
 	}
 }
 
-// bindings: claims and Machines point at each other.
+// bindings checks that claims and Machines refer to each other.
 func (s State) bindings(f *findings) {
 	claims := map[string]*agentv1.MachineClaim{}
 	for i := range s.Claims {
@@ -202,10 +204,10 @@ func (s State) bindings(f *findings) {
 	}
 }
 
-// accounting: each replica is somebody's.
+// accounting checks that each replica has an owner.
 func (s State) accounting(f *findings, md *clusterv1.MachineDeployment) {
 	if md.Spec.Replicas == nil {
-		return // a topology has not set it yet: claims on it are refused
+		return // a topology has not set them yet: claims on the group are refused
 	}
 	replicas := *md.Spec.Replicas
 	machines := lo.CountBy(s.Machines, func(m clusterv1.Machine) bool { return m.Labels[clusterv1.MachineDeploymentNameLabel] == md.Name })
@@ -240,7 +242,7 @@ func (s State) accounting(f *findings, md *clusterv1.MachineDeployment) {
 	}
 }
 
-// nodeClaims: claims and NodeClaims point at each other.
+// nodeClaims checks that claims and NodeClaims refer to each other.
 func (s State) nodeClaims(f *findings) {
 	claims := map[string]*agentv1.MachineClaim{}
 	for i := range s.Claims {
@@ -291,19 +293,19 @@ func (s State) nodes(f *findings) {
 	}
 }
 
-// Checker checks one Cluster of one hub. Safe for concurrent use as far as its readers are.
+// Checker checks one Cluster of one hub. It is safe for concurrent use if its readers are.
 type Checker struct {
-	// Hub and Spoke should read without a cache: one that lags reports violations that are none.
+	// Hub and Spoke should read without a cache: a stale one causes false violations.
 	Hub, Spoke client.Reader
-	// Cluster is the hub's name for the spoke.
+	// Cluster is the spoke's Cluster in the hub.
 	Cluster types.NamespacedName
-	// Expected, if set, is what people and holders know at the moment; see [State.Against].
+	// Expected, if set, returns what users and holders know at the moment; see [State.Against].
 	Expected func() Expected
 }
 
-// Settle looks again and again until nothing violates an invariant, twice in a row, and returns nothing then. When the
-// context ends first it returns the last violations seen, and an error if not even that could be read. What must hold
-// always ([State.Always]) is not waited for: it is returned at once.
+// Settle checks repeatedly until there are no violations twice in a row, and then returns none. If
+// the context ends first, it returns the last violations seen, and an error if not even those could
+// be determined. It returns a violation of what must always hold ([State.Always]) at once.
 func (c Checker) Settle(ctx context.Context) ([]Violation, error) {
 	var (
 		last  []Violation
@@ -312,7 +314,7 @@ func (c Checker) Settle(ctx context.Context) ([]Violation, error) {
 		fault error
 	)
 	_ = wait.PollUntilContextCancel(ctx, interval, true, func(ctx context.Context) (bool, error) {
-		// The end of the wait must not cut a reading off, and with it hide what was found before.
+		// The end of the wait must not interrupt a reading and thereby hide earlier violations.
 		reading, cancel := context.WithTimeout(context.WithoutCancel(ctx), readWithin)
 		defer cancel()
 		state, err := Read(reading, c.Hub, c.Spoke, c.Cluster)

@@ -31,14 +31,14 @@ const (
 	idOfClaimed = "sim://spoke/claimed"
 )
 
-// scene is a node group of two machines at rest: the user's own and a claimed one.
+// scene is a node group at rest with two machines: the user's own and a claimed one.
 type scene struct {
 	group            *clusterv1.MachineDeployment
 	own, claimed     *clusterv1.Machine
 	claim            *agentv1.MachineClaim
 	nodeClaim        *karpenterv1.NodeClaim
 	ownNode, newNode *corev1.Node
-	// more objects, of the hub and of the spoke.
+	// further objects of the hub and of the spoke.
 	hub, spoke []client.Object
 }
 
@@ -110,7 +110,7 @@ func (s *scene) clients() (hub, spoke client.WithWatch) {
 	return hub, spoke
 }
 
-// isNil: a nil pointer in an interface is not a nil interface.
+// isNil reports whether the object is nil: a nil pointer in an interface is not a nil interface.
 func isNil(o client.Object) bool {
 	switch o := o.(type) {
 	case *clusterv1.Machine:
@@ -194,7 +194,7 @@ func TestEachViolationIsCaught(t *testing.T) {
 		change func(*scene)
 		rule   invariants.Rule
 		object string
-		// always says that it may not be even for a moment.
+		// always means that it must never be violated, not even briefly.
 		always bool
 	}{
 		{"two live claims have one Machine", func(s *scene) {

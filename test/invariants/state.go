@@ -15,14 +15,14 @@ import (
 	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// State is one reading of a hub and a spoke. The reading is not atomic: where things move, two of its parts can be of
+// State is one reading of a hub and a spoke. The reading is not atomic: its parts may be from
 // different moments.
 type State struct {
-	// Of the hub, those of one Cluster only.
+	// Objects of one Cluster in the hub.
 	Deployments []clusterv1.MachineDeployment
 	Machines    []clusterv1.Machine
 	Claims      []agentv1.MachineClaim
-	// Of the spoke.
+	// Objects in the spoke.
 	NodeClaims []karpenterv1.NodeClaim
 	Nodes      []corev1.Node
 }
@@ -66,7 +66,7 @@ func Read(ctx context.Context, hub, spoke client.Reader, cluster types.Namespace
 	return state, nil
 }
 
-// ledger is what the agent keeps in the annotation of a MachineDeployment, as far as it is checked.
+// ledger is the checked part of the agent's annotation of a MachineDeployment.
 type ledger struct {
 	Floor        int32                         `json:"floor"`
 	LastReplicas int32                         `json:"lastReplicas"`
@@ -74,7 +74,7 @@ type ledger struct {
 	Releasing    map[types.UID]json.RawMessage `json:"releasing"`
 }
 
-// ledgerOf returns nil, nil where there is none.
+// ledgerOf returns nil, nil if there is no ledger.
 func ledgerOf(md *clusterv1.MachineDeployment) (*ledger, error) {
 	text, ok := md.Annotations[agentv1.LedgerAnnotation]
 	if !ok {
@@ -87,8 +87,8 @@ func ledgerOf(md *clusterv1.MachineDeployment) (*ledger, error) {
 	return &l, nil
 }
 
-// Floor returns how many machines of a MachineDeployment are the user's: what the agent noted, with what people have
-// changed since, and at least the min size. Without a ledger all of them are.
+// Floor returns the number of a MachineDeployment's machines that are the user's: the agent's floor
+// with users' later changes, and at least the min size. Without a ledger all of them are.
 func Floor(md *clusterv1.MachineDeployment) (int32, error) {
 	var replicas int32
 	if md.Spec.Replicas != nil {
@@ -104,7 +104,7 @@ func Floor(md *clusterv1.MachineDeployment) (int32, error) {
 	return max(l.Floor+replicas-l.LastReplicas, size(md, clusterv1.AutoscalerMinSizeAnnotation, 0), 0), nil
 }
 
-// size reads a size annotation; what cannot be read counts as absent.
+// size parses a size annotation. An invalid one counts as absent.
 func size(md *clusterv1.MachineDeployment, key string, absent int32) int32 {
 	n, err := strconv.ParseInt(md.Annotations[key], 10, 32)
 	if err != nil || n < 0 {

@@ -18,46 +18,47 @@ import (
 	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// Asker is who asked for a Machine's deletion.
+// Asker is who caused a Machine's deletion.
 type Asker int
 
 // The askers.
 const (
-	// Nobody: Cluster API deleted it of itself, to reach a number of replicas.
+	// Nobody: Cluster API deleted it by itself, to match the number of replicas.
 	Nobody Asker = iota
-	// An Agent asked the API server to delete this very Machine.
+	// Agent: an agent deleted exactly this Machine.
 	Agent
-	// A Person deleted it, or did something of which Cluster API had to delete it.
+	// Person: a user deleted it, or did something that made Cluster API delete it.
 	Person
 )
 
-// Judge knows what the API servers do not.
+// Judge provides knowledge that the API servers do not have.
 type Judge interface {
-	// AskedBy says who asked for the deletion of a Machine. It is asked once for each Machine, when its deletion is seen.
+	// AskedBy returns who caused the deletion of a Machine. It is called once per Machine, when its
+	// deletion is seen.
 	AskedBy(m *clusterv1.Machine) Asker
-	// Released says whether the holder of the claim has released it, or its owner is gone. Of a claim that the agent may
-	// give up by itself, because it failed, it need not know.
+	// Released reports whether the holder of the claim has released it, or its owner is gone. It
+	// need not know about claims that the agent may give up by itself because they failed.
 	Released(claimID string) bool
-	// Owns says whether the Machine, which no claim has, is known to be a person's own.
+	// Owns reports whether the unclaimed Machine is known to be a user's own.
 	Owns(m *clusterv1.Machine) bool
 }
 
 // ClaimRecord is what was seen of one claim.
 type ClaimRecord struct {
 	ID, Holder, Group string
-	// Phase, Reason and Machine are the last seen.
+	// Phase, Reason and Machine are the last ones seen.
 	Phase   agentv1.Phase
 	Reason  string
 	Machine agentv1.MachineReference
-	// Entered says that the claim had its place in a node group.
+	// Entered is set if the claim was admitted by a node group.
 	Entered bool
-	// Releasing says that its release was begun.
+	// Releasing is set if its release was begun.
 	Releasing bool
 }
 
-// Witness sees every change of Machines and claims through a connection of its own, and judges what may not be even for a
-// moment: two Machines with one claim, two claims with one Machine, and the deletion of a Machine that nobody released. Its
-// methods are safe for concurrent use.
+// Witness watches all changes of Machines and claims through its own connection, and detects what
+// must never happen, not even briefly: two Machines with one claim, two claims with one Machine,
+// and the deletion of a Machine that was not released. Its methods are safe for concurrent use.
 type Witness struct {
 	judge  Judge
 	hub    client.Reader
@@ -67,7 +68,7 @@ type Witness struct {
 	mu         sync.Mutex
 	violations []Violation
 	machines   map[types.UID]*machineRecord
-	labelled   map[string]types.UID // by claim: the only Machine it may ever have
+	labelled   map[string]types.UID // by claim: the only Machine that it may ever have
 	claims     map[string]*ClaimRecord
 	changed    chan struct{} // closed and replaced at each change
 }
@@ -78,8 +79,8 @@ type machineRecord struct {
 	judged bool
 }
 
-// Watch begins to watch one namespace and returns once what exists has been seen. The context bounds only that;
-// [Witness.Stop] ends it. The reader reads without a cache.
+// Watch starts to watch one namespace and returns once the existing objects have been seen. The
+// context only bounds that; [Witness.Stop] ends the watching. hub must read without a cache.
 func Watch(
 	ctx context.Context, config *rest.Config, hub client.Reader, scheme *runtime.Scheme, namespace string, judge Judge,
 ) (*Witness, error) {
@@ -105,7 +106,7 @@ func Watch(
 	return w, nil
 }
 
-// follow calls see for each object that appears or changes and gone for each that disappears.
+// follow calls see for each object that appears or changes, and gone for each that disappears.
 func follow[T any, P interface {
 	*T
 	client.Object
@@ -146,14 +147,14 @@ func (w *Witness) Stop() {
 	w.ended.Wait()
 }
 
-// Violations returns what was seen so far, oldest first.
+// Violations returns the violations so far, oldest first.
 func (w *Witness) Violations() []Violation {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return append([]Violation(nil), w.violations...)
 }
 
-// Claim returns what was seen of a claim, also of one that is forgotten by now; nil when it was never there.
+// Claim returns what was seen of a claim, even if it no longer exists, or nil if it never existed.
 func (w *Witness) Claim(id string) *ClaimRecord {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -164,7 +165,7 @@ func (w *Witness) Claim(id string) *ClaimRecord {
 	return nil
 }
 
-// Count counts the claims of which the condition is true.
+// Count returns the number of claims that meet the condition.
 func (w *Witness) Count(condition func(ClaimRecord) bool) int {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -177,7 +178,7 @@ func (w *Witness) Count(condition func(ClaimRecord) bool) int {
 	return n
 }
 
-// Await waits until the condition is true, which is asked again after each change.
+// Await waits until the condition is true. It evaluates the condition after each change.
 func (w *Witness) Await(ctx context.Context, condition func() bool) error {
 	for {
 		w.mu.Lock()
@@ -248,7 +249,7 @@ func (w *Witness) machineGone(m *clusterv1.Machine) {
 	}
 }
 
-// judgeDeletion is called from the informer of Machines only, one call at a time.
+// judgeDeletion is only called by the informer of Machines, one call at a time.
 func (w *Witness) judgeDeletion(r *machineRecord, m *clusterv1.Machine) {
 	if r.judged {
 		return
@@ -269,7 +270,7 @@ func (w *Witness) judgeDeletion(r *machineRecord, m *clusterv1.Machine) {
 	}
 }
 
-// failed reports whether the agent gave the claim up and said so.
+// failed reports whether the agent has marked the claim as failed.
 func (w *Witness) failed(namespace, cluster, id string) bool {
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()

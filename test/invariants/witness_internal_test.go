@@ -14,7 +14,7 @@ import (
 	agentv1 "github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// jury is a judge that knows everything.
+// jury is a judge with the answers that the test sets.
 type jury struct {
 	asker    Asker
 	released map[string]bool
@@ -27,7 +27,7 @@ func (j *jury) Released(claimID string) bool { return j.released[claimID] }
 
 func (j *jury) Owns(m *clusterv1.Machine) bool { return j.own[m.UID] }
 
-// newWitness sees what the tests tell it. The hub holds the given objects.
+// newWitness returns a Witness that the tests feed with events. The hub contains the given objects.
 func newWitness(t *testing.T, judge Judge, objects ...client.Object) *Witness {
 	t.Helper()
 	scheme := runtime.NewScheme()
@@ -93,7 +93,7 @@ func TestDeletionsAreJudgedByWhoAskedForThem(t *testing.T) {
 			w := newWitness(t, tc.judge, failed.DeepCopy())
 			w.seeMachine(seen("m", tc.claim, false))
 			w.seeMachine(seen("m", tc.claim, true))
-			w.seeMachine(seen("m", tc.claim, true)) // judged once
+			w.seeMachine(seen("m", tc.claim, true)) // judged only once
 			w.machineGone(seen("m", tc.claim, true))
 			if tc.taken {
 				g.Expect(w.Violations()).To(ConsistOf(HaveField("Rule", NothingTaken)))

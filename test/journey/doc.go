@@ -1,4 +1,4 @@
-// Package journey watches how pending pods become nodes: NodeClaims in the spoke, claims and Machines in the hub, Nodes in
-// the spoke again. It records when each was first seen to be where, by watches: API servers keep time in whole seconds
-// only.
+// Package journey records how pending pods become nodes: NodeClaims in the spoke, claims and
+// Machines in the hub, and Nodes in the spoke. It uses watches to record when each was first seen
+// in each stage, because API servers only record whole seconds.
 package journey

@@ -24,33 +24,34 @@ import (
 )
 
 const (
-	// gatherPods is how long changes of pods are gathered into one event.
+	// gatherPods is the time over which changes of pods are combined into one event.
 	gatherPods = 300 * time.Millisecond
-	// gatherChanges is how often a condition is asked at most.
+	// gatherChanges is the minimum interval between two evaluations of a condition.
 	gatherChanges = 50 * time.Millisecond
 )
 
-// Event is one change that is worth a line.
+// Event is a noteworthy change.
 type Event struct {
 	At time.Time
-	// Kind of the object, for example NodeClaim, and its name; the name is empty for counts.
+	// Kind of the object, for example NodeClaim, and its name. The name is empty for counts.
 	Kind, Name string
-	// What happened.
+	// What describes the change.
 	What string
 }
 
-// Options say what to watch.
+// Options configures a recorder.
 type Options struct {
 	Hub, Spoke *rest.Config
-	// Scheme knows all kinds of this package.
+	// Scheme must include all kinds used by this package.
 	Scheme *runtime.Scheme
-	// Cluster is the hub's name for the spoke.
+	// Cluster is the spoke's Cluster in the hub.
 	Cluster types.NamespacedName
-	// OnEvent, if set, is called for each event, one call at a time, in order. It must not call the recorder.
+	// OnEvent, if set, is called for each event in order, one call at a time. It must not call the
+	// recorder.
 	OnEvent func(Event)
 }
 
-// Recorder holds what was seen. Its methods are safe for concurrent use.
+// Recorder records what it sees. Its methods are safe for concurrent use.
 type Recorder struct {
 	options Options
 	cancel  context.CancelFunc
@@ -66,11 +67,11 @@ type Recorder struct {
 	changed  chan struct{} // closed and replaced at each change
 
 	podsTold  Pods
-	podsTimer *time.Timer // nil unless their numbers are to be told
+	podsTimer *time.Timer // nil unless their counts are about to be reported
 }
 
-// Record starts to watch, and returns once what exists has been seen. The context bounds only that; [Recorder.Stop] ends
-// the watching.
+// Record starts to watch, and returns once the existing objects have been seen. The context only
+// bounds that; [Recorder.Stop] ends the watching.
 func Record(ctx context.Context, options Options) (*Recorder, error) {
 	r := &Recorder{
 		options:  options,
@@ -113,7 +114,8 @@ func Record(ctx context.Context, options Options) (*Recorder, error) {
 	return r, nil
 }
 
-// watch calls see for each object that appears or changes and gone for each that disappears, under the recorder's lock.
+// watch calls see for each object that appears or changes, and gone for each that disappears, with
+// the recorder's lock held.
 func watch[T any, P interface {
 	*T
 	client.Object
@@ -153,7 +155,7 @@ func watch[T any, P interface {
 	return nil
 }
 
-// Stop ends the watching. What was seen stays.
+// Stop ends the watching. The records are kept.
 func (r *Recorder) Stop() {
 	r.cancel()
 	r.ended.Wait()
@@ -165,7 +167,7 @@ func (r *Recorder) tell(kind, name, format string, args ...any) {
 	}
 }
 
-// reach notes the time of a stage that is seen for the first time, and says whether it is.
+// reach records the time of a stage that is seen for the first time, and reports whether it is.
 func (r *Recorder) reach(j *Journey, stage Stage) bool {
 	if j.Reached(stage) {
 		return false
@@ -181,7 +183,7 @@ func (j Journey) since(stage Stage) string {
 	return time.Since(j.at[stage]).Round(10 * time.Millisecond).String()
 }
 
-// journey returns the journey of a NodeClaim's UID, new if need be.
+// journey returns the journey of a NodeClaim's UID, and creates it if necessary.
 func (r *Recorder) journey(uid types.UID) *Journey {
 	j := r.journeys[uid]
 	if j == nil {
@@ -339,7 +341,8 @@ func (r *Recorder) podGone(p *corev1.Pod) {
 	r.changePods(func() { delete(r.pods, client.ObjectKeyFromObject(p)) })
 }
 
-// changePods changes the pods and sees to it that their numbers are told soon: once for changes that follow each other.
+// changePods applies a change of pods and schedules a report of their counts, one for changes in
+// quick succession.
 func (r *Recorder) changePods(change func()) {
 	change()
 	if r.podsTimer == nil {
@@ -373,7 +376,7 @@ func (r *Recorder) countPods() Pods {
 	return pods
 }
 
-// State returns what was seen up to now.
+// State returns what has been seen so far.
 func (r *Recorder) State() State {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -406,8 +409,8 @@ func (r *Recorder) state() State {
 	return s
 }
 
-// Await waits until the condition says that nothing is missing. The condition returns what it waits for, for people, and
-// "" when there is no more; it is asked again after each change. The error says what was missing last.
+// Await waits until the condition returns "". Otherwise the condition returns what it is waiting
+// for, as text. It is evaluated after each change. The error contains what was missing last.
 func (r *Recorder) Await(ctx context.Context, condition func(State) (missing string)) error {
 	for {
 		r.mu.Lock()
@@ -417,7 +420,7 @@ func (r *Recorder) Await(ctx context.Context, condition func(State) (missing str
 		if missing == "" {
 			return nil
 		}
-		// Changes come by the hundred: they are looked at a few at a time.
+		// Changes arrive by the hundreds, so several are evaluated together.
 		last := time.Now()
 		select {
 		case <-changed:

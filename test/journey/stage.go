@@ -10,14 +10,14 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Stage is a point on the way of a NodeClaim.
+// Stage is a point in the life of a NodeClaim.
 type Stage int
 
 // The stages, in their usual order.
 const (
 	// Created: the NodeClaim exists.
 	Created Stage = iota
-	// Launched: Karpenter has the answer of Create.
+	// Launched: Karpenter has the result of Create.
 	Launched
 	// Claimed: the claim is durable in the hub.
 	Claimed
@@ -25,15 +25,15 @@ const (
 	Bound
 	// Provisioned: the Machine has a provider ID.
 	Provisioned
-	// Registered: the Node has joined and Karpenter knows it.
+	// Registered: the Node has joined and Karpenter has registered it.
 	Registered
 	// Initialized: pods may run on the Node.
 	Initialized
-	// Deleting: the NodeClaim's deletion was asked for.
+	// Deleting: the NodeClaim is being deleted.
 	Deleting
-	// Gone: the NodeClaim does not exist any more.
+	// Gone: the NodeClaim no longer exists.
 	Gone
-	// Returned: the claim has ended and its replica is on its way back.
+	// Returned: the claim has ended and its replica is being returned.
 	Returned
 
 	stages = iota
@@ -45,7 +45,7 @@ func (s Stage) String() string {
 	}[s]
 }
 
-// Journey is the way of one NodeClaim. Names are empty while unknown.
+// Journey is the life of one NodeClaim. Unknown names are empty.
 type Journey struct {
 	UID       types.UID
 	NodeClaim string
@@ -56,13 +56,14 @@ type Journey struct {
 	Machine    string
 	Node       string
 	ProviderID string
-	// Disrupted is why Karpenter itself decided to remove it: Empty, Underutilized, Drifted, …; empty if it did not.
+	// Disrupted is Karpenter's own reason for removing it (Empty, Underutilized, Drifted, …), or
+	// empty if there is none.
 	Disrupted string
 
 	at [stages]time.Time
 }
 
-// At returns when the stage was first seen; zero if it never was.
+// At returns when the stage was first seen, or the zero time.
 func (j Journey) At(stage Stage) time.Time { return j.at[stage] }
 
 // Reached reports whether the stage was seen.
@@ -76,7 +77,7 @@ func (j Journey) Took(from, to Stage) (time.Duration, bool) {
 	return max(0, j.at[to].Sub(j.at[from])), true
 }
 
-// String tells the journey in one line, for messages of tests.
+// String formats the journey on one line, for test messages.
 func (j Journey) String() string {
 	var b strings.Builder
 	_, _ = fmt.Fprintf(&b, "NodeClaim %s on %s, Machine %s, Node %s:", j.NodeClaim, j.Group,
@@ -92,33 +93,33 @@ func (j Journey) String() string {
 	return strings.TrimSuffix(b.String(), ",")
 }
 
-// Group is what is known of one MachineDeployment.
+// Group is the state of one MachineDeployment.
 type Group struct {
 	Name     string
 	Replicas int32
-	// Machines there are, and those of them that have joined and are not being deleted.
+	// Machines counts all Machines, and Running those that have joined and are not being deleted.
 	Machines, Running int
-	// Claims that live.
+	// Claims counts the live claims.
 	Claims int
 }
 
 // Pods counts the pods that are not being deleted.
 type Pods struct {
-	// Waiting have no Node, Starting have one, Running run.
+	// Waiting pods have no Node, Starting ones have one, and Running ones run.
 	Waiting, Starting, Running int
 }
 
-// Total is how many pods there are.
+// Total returns the number of pods.
 func (p Pods) Total() int { return p.Waiting + p.Starting + p.Running }
 
-// State is everything at one moment.
+// State is the state of everything at one moment.
 type State struct {
 	Pods Pods
-	// Journeys in the order in which their NodeClaims were created; ended ones stay.
+	// Journeys are in the order in which their NodeClaims were created. Ended ones are kept.
 	Journeys []Journey
 	// Groups by name.
 	Groups []Group
-	// Nodes there are, claimed or not.
+	// Nodes is the number of Nodes, claimed or not.
 	Nodes int
 }
 
@@ -134,7 +135,8 @@ type Latency struct {
 	Max         time.Duration
 }
 
-// LatencyOf summarises how long the journeys took from one stage to another. Those that did not see both are left out.
+// LatencyOf summarises the durations of the journeys from one stage to another. It ignores journeys
+// that did not reach both.
 func LatencyOf(journeys []Journey, from, to Stage) Latency {
 	var took []time.Duration
 	for _, j := range journeys {
@@ -149,7 +151,8 @@ func LatencyOf(journeys []Journey, from, to Stage) Latency {
 	return Latency{Count: len(took), Median: percentile(took, 50), P99: percentile(took, 99), Max: took[len(took)-1]}
 }
 
-// percentile returns the smallest value that p percent of the sorted values do not exceed (nearest rank).
+// percentile returns the smallest value that p percent of the sorted values do not exceed (nearest
+// rank).
 func percentile(sorted []time.Duration, p int) time.Duration {
 	rank := (p*len(sorted) + 99) / 100
 	return sorted[max(rank, 1)-1]

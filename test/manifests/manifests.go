@@ -1,4 +1,5 @@
-// Package manifests holds what users of the product write, and applies it as they do: no more than kubectl would know.
+// Package manifests contains manifests as users of the product write them, and applies them like
+// kubectl does.
 package manifests
 
 import (
@@ -9,8 +10,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"strconv"
+	"strings"
 	"time"
 
+	"github.com/samber/lo"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
@@ -22,9 +26,10 @@ import (
 //go:embed fleet peer crowd broken sizes fit labelled life move
 var files embed.FS
 
-// The files. Fleet is the demo's; Peer is what a user of karpenter-provider-cluster-api brings along; Crowd is for many
-// machines at once; Broken is full of mistakes; Sizes are for choices by price; Fit for random machines and
-// pods; Labelled for what Nodes are told; Life for one Node that is disturbed; Move for a Cluster that changes its hub.
+// The files. Fleet is the demo's. Peer is what a user of karpenter-provider-cluster-api brings
+// along. Crowd is for many machines at once. Broken is full of mistakes. Sizes is for choices by
+// price. Fit is for random machines and pods. Labelled is for the labels of Nodes. Life is for one
+// Node that is disturbed. Move is for a Cluster that moves to another hub.
 const (
 	FleetHub      = "fleet/hub.yaml"
 	FleetSpoke    = "fleet/spoke.yaml"
@@ -55,7 +60,7 @@ const (
 	pollInterval = 200 * time.Millisecond
 )
 
-// Load returns the objects of a file, in its order.
+// Load returns the objects of a file, in order.
 func Load(file string) ([]*unstructured.Unstructured, error) {
 	data, err := files.ReadFile(file)
 	if err != nil {
@@ -68,19 +73,21 @@ func Load(file string) ([]*unstructured.Unstructured, error) {
 	return objects, nil
 }
 
-// LoadAs returns the objects of a file with every string that is the first name replaced by the second.
-func LoadAs(file, name, other string) ([]*unstructured.Unstructured, error) {
+// LoadAs returns the objects of a file, with every string that equals the first name of a pair
+// replaced by the second.
+func LoadAs(file string, pairs ...string) ([]*unstructured.Unstructured, error) {
 	objects, err := Load(file)
 	if err != nil {
 		return nil, err
 	}
+	replacer := strings.NewReplacer(lo.Map(pairs, func(name string, _ int) string { return strconv.Quote(name) })...)
 	for _, o := range objects {
 		text, err := json.Marshal(o.Object)
 		if err != nil {
 			return nil, err
 		}
 		o.Object = nil
-		if err := json.Unmarshal(bytes.ReplaceAll(text, []byte(`"`+name+`"`), []byte(`"`+other+`"`)), &o.Object); err != nil {
+		if err := json.Unmarshal([]byte(replacer.Replace(string(text))), &o.Object); err != nil {
 			return nil, err
 		}
 	}
@@ -104,7 +111,7 @@ func Parse(data []byte) ([]*unstructured.Unstructured, error) {
 	}
 }
 
-// Apply does what kubectl apply --server-side does with the file, with field names checked strictly.
+// Apply applies the file like kubectl apply --server-side, with strict validation of field names.
 func Apply(ctx context.Context, c client.Client, file string) error {
 	objects, err := Load(file)
 	if err != nil {
@@ -113,7 +120,7 @@ func Apply(ctx context.Context, c client.Client, file string) error {
 	return ApplyObjects(ctx, c, objects...)
 }
 
-// ApplyObjects does the same with objects. They are not changed.
+// ApplyObjects applies objects like [Apply]. It does not modify them.
 func ApplyObjects(ctx context.Context, c client.Client, objects ...*unstructured.Unstructured) error {
 	strict := client.WithFieldValidation(c, metav1.FieldValidationStrict)
 	for _, object := range objects {
@@ -124,7 +131,8 @@ func ApplyObjects(ctx context.Context, c client.Client, objects ...*unstructured
 	return nil
 }
 
-// Delete deletes what the file names, and waits until it is gone; what is gone already is fine.
+// Delete deletes the objects of the file, and waits until they are gone. Missing objects are not an
+// error.
 func Delete(ctx context.Context, c client.Client, file string) error {
 	objects, err := Load(file)
 	if err != nil {
@@ -133,7 +141,7 @@ func Delete(ctx context.Context, c client.Client, file string) error {
 	return DeleteObjects(ctx, c, objects...)
 }
 
-// DeleteObjects does the same with objects.
+// DeleteObjects deletes objects like [Delete].
 func DeleteObjects(ctx context.Context, c client.Client, objects ...*unstructured.Unstructured) error {
 	for _, object := range objects {
 		if err := client.IgnoreNotFound(c.Delete(ctx, object)); err != nil {

@@ -1,4 +1,4 @@
-// Package metrics reads the metrics that the sandbox's components serve.
+// Package metrics reads the metrics of the sandbox's components.
 package metrics
 
 import (
@@ -12,13 +12,13 @@ import (
 	"github.com/samber/lo"
 )
 
-// Families are metrics by name.
+// Families are metric families by name.
 type Families map[string]*dto.MetricFamily
 
-// Labels are what a metric has to carry.
+// Labels are the labels that a metric must have.
 type Labels map[string]string
 
-// Read returns what is served at the URL.
+// Read returns the metrics served at the URL.
 func Read(ctx context.Context, url string) (Families, error) {
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, http.NoBody)
 	if err != nil {
@@ -40,7 +40,7 @@ func Read(ctx context.Context, url string) (Families, error) {
 	return families, nil
 }
 
-// Of returns the metrics of a family that carry the labels.
+// Of returns the metrics of a family that have the labels.
 func (f Families) Of(name string, labels Labels) []*dto.Metric {
 	return lo.Filter(f[name].GetMetric(), func(m *dto.Metric, _ int) bool {
 		for label, value := range labels {
@@ -52,12 +52,12 @@ func (f Families) Of(name string, labels Labels) []*dto.Metric {
 	})
 }
 
-// Sum adds the values of gauges and counters that carry the labels.
+// Sum returns the sum of the gauges and counters that have the labels.
 func (f Families) Sum(name string, labels Labels) float64 {
 	return lo.SumBy(f.Of(name, labels), func(m *dto.Metric) float64 { return m.GetCounter().GetValue() + m.GetGauge().GetValue() })
 }
 
-// Label returns the value of a metric's label, "" for none.
+// Label returns the value of a metric's label, or "".
 func Label(m *dto.Metric, name string) string {
 	pair, _ := lo.Find(m.GetLabel(), func(l *dto.LabelPair) bool { return l.GetName() == name })
 	return pair.GetValue()

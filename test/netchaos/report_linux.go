@@ -12,17 +12,18 @@ import (
 	"github.com/samber/lo"
 )
 
-// measurable is the shortest round-trip time of which it is said how many a call costs.
+// measurable is the shortest round-trip time for which the number of round trips of a call is
+// reported.
 const measurable = 50 * time.Millisecond
 
-// mostRoundTrips bounds what a CreateClaim call may cost more than on a good link, where the link is so slow that this stands out of what a busy
-// machine adds.
+// mostRoundTrips limits the extra cost of a CreateClaim call compared to a good link. It applies
+// only where the link is slow enough for this to exceed the noise of a busy machine.
 const mostRoundTrips = 1.5
 
-// Report is what came of all scenarios.
+// Report is the result of all scenarios.
 type Report struct {
 	Rows []*Row
-	// Compress is what the longest partition and the product's periods were divided by.
+	// Compress is the divisor of the longest partition and of the product's periods.
 	Compress int
 	// Err is what kept scenarios from being run.
 	Err error
@@ -36,7 +37,7 @@ func (r *Report) Good() bool {
 	return r.Err == nil && len(r.Rows) > 0 && lo.EveryBy(r.Rows, func(row *Row) bool { return row.Err == nil })
 }
 
-// check compares what calls took with the link's round-trip time.
+// check compares the durations of calls with the link's round-trip time.
 func (r *Report) check() {
 	for _, row := range r.Rows {
 		if row.RTT == 0 || row.Err != nil {
@@ -54,8 +55,8 @@ func (r *Report) check() {
 	}
 }
 
-// roundTrips is how many of the link's round trips a call costs that takes so long, and so long on a good link; a dash where the
-// time is too short.
+// roundTrips returns the number of the link's round trips that a call costs, compared to a good
+// link, or a dash if the round-trip time is too short.
 func (r *Row) roundTrips(base time.Duration) string {
 	if r.RTT < measurable {
 		return "–"
@@ -63,7 +64,7 @@ func (r *Row) roundTrips(base time.Duration) string {
 	return fmt.Sprintf("%.2f", (r.Call-base).Seconds()/r.RTT.Seconds())
 }
 
-// String tells the row in one line.
+// String formats the row on one line.
 func (r *Row) String() string {
 	if r.Err != nil {
 		return fmt.Sprintf("FAIL %v", r.Err)
@@ -78,7 +79,7 @@ func millis(d time.Duration) string {
 
 func seconds(d time.Duration) string { return lo.Ternary(d == 0, "", fmt.Sprintf("%.1f", d.Seconds())) }
 
-// Write writes the tables, what is wrong, and the verdict.
+// Write writes the tables, the problems, and the verdict.
 func (r *Report) Write(w io.Writer) error {
 	tables := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	line := func(cells ...string) {

@@ -21,78 +21,88 @@ import (
 )
 
 const (
-	// podsWithin is how long pods may take to run or to go, on any link that anything passes.
+	// podsWithin is how long pods may take to run or to end, on any link that passes something.
 	podsWithin = 5 * time.Minute
 	// settleWithin is how long everything may take to come to rest on a good link.
 	settleWithin = 2 * time.Minute
-	// noticedWithin is how long a shim may take a dead connection for a live one: 30 s, by three heartbeats or gRPC's keepalive, and time to be late.
+	// noticedWithin is how long a shim may take to notice a dead connection: 30 s, by three
+	// heartbeats or gRPC's keepalive, plus a margin.
 	noticedWithin = 45 * time.Second
-	// backWithin is how long a shim may take to follow the agents again: once the link is good, or once it knows that the connection is dead. A name is
-	// resolved again at most every 30 s.
+	// backWithin is how long a shim may take to follow the agents again, once the link is good or
+	// once it knows that the connection is dead. A name is resolved again at most every 30 s.
 	backWithin = time.Minute
-	// forgottenWithin is how long an agent may keep the connection of a shim that has left it: 40 s by keepalive, and time to be late.
+	// forgottenWithin is how long an agent may keep the connection of a shim that has left it: 40 s
+	// by keepalive, plus a margin.
 	forgottenWithin = time.Minute
 	// rounds is how often pods come and go in a scenario without an outage.
 	rounds = 2
-	// step is how long the number of pods stays the same in an outage.
+	// step is how long the number of pods stays constant during an outage.
 	step = 3 * time.Second
 )
 
-// Options say what to run.
+// Options configures a run.
 type Options struct {
-	// Name of the sandbox.
+	// Name is the name of the sandbox.
 	Name string
-	// Scenarios are those whose name matches; nil for all.
+	// Scenarios matches the names of the scenarios to run. Nil means all.
 	Scenarios *regexp.Regexp
-	// Pods is how many pods, and Nodes, there are at most beside those that stay.
+	// Pods is the maximum number of pods, and Nodes, besides those that stay.
 	Pods int
-	// Compress is what the longest partition, and the product's own periods in all scenarios, are divided by. One for as they are.
+	// Compress divides the longest partition, and the product's own periods in all scenarios. One
+	// leaves them unchanged.
 	Compress int
-	// Seed decides how many pods there are at each moment of an outage.
+	// Seed determines the numbers of pods during an outage.
 	Seed uint64
-	// Say is told what happens. REQUIRED.
+	// Say prints progress. REQUIRED.
 	Say func(format string, args ...any)
 }
 
-// Row is what came of one scenario.
+// Row is the result of one scenario.
 type Row struct {
 	Scenario string
-	// RTT is the link's.
+	// RTT is the link's round-trip time.
 	RTT time.Duration
-	// Outage says that the link was good but for an outage, and Lasted how long that was; zero if it did not end.
+	// Outage is set if the link was good except for an outage. Lasted is the outage's duration, or
+	// zero if it did not end.
 	Outage bool
 	Lasted time.Duration
-	// Launches are from the creation of NodeClaims to Karpenter's having the answer of Create.
+	// Launches are the times from the creation of NodeClaims to Karpenter's receipt of Create's
+	// result.
 	Launches journey.Latency
 	// Call is the median time of a CreateClaim call while nothing else happens, without an outage.
 	Call time.Duration
-	// Create is the mean time of the shim's Create calls, of which there were Creates. Failed is how many calls of its cloud provider failed.
+	// Create is the mean duration of the shim's Create calls, and Creates their number. Failed is
+	// the number of failed calls of its cloud provider.
 	Create          time.Duration
 	Creates, Failed int
-	// Prompt is how many of the Create calls certainly took less than two round trips, by the shim's own histogram. Less than zero where that has no
-	// bound between one and two.
+	// Prompt is the number of Create calls that certainly took less than two round trips, according
+	// to the shim's histogram. It is negative if the histogram has no bound between one and two
+	// round trips.
 	Prompt int
-	// Noticed is how long after the outage's begin the shim knew, and NotReady how long after it the node class said so. Zero for never.
+	// Noticed is the time from the beginning of the outage until the shim noticed it, and NotReady
+	// the time until its node class reported it. Zero means never.
 	Noticed, NotReady time.Duration
-	// Back is how long after the link was good again, or after Noticed if it never was, the shim followed the agents; zero if it never ceased to.
-	// Ready is the same of the node class.
+	// Back is the time until the shim followed the agents again, from when the link was good again,
+	// or from Noticed if it never was. It is zero if the shim never lost them. Ready is the same
+	// for the node class.
 	Back, Ready time.Duration
-	// Lost is how many packets the link lost.
+	// Lost is the number of packets that the link lost.
 	Lost int
 	Took time.Duration
 	// Err is what is wrong.
 	Err error
 }
 
-// violated is an error that names what does not hold.
+// violated is an error that lists violations.
 type violated struct{ violations []invariants.Violation }
 
 func (v *violated) Error() string {
 	return "invariants are violated:\n" + invariants.Describe(v.violations)
 }
 
-// Run brings everything up, runs the scenarios and takes everything down. The program must be [badlink.Apart]. The error says what kept it from
-// running at all; what came of it, and what the product did wrong, is in the report.
+// Run starts everything, runs the scenarios, and stops everything. The program must have called
+// [badlink.Apart]. The error is why it could not run at all; the results, including failures of the
+// product, are in the report.
 func Run(ctx context.Context, o Options) (*Report, error) {
 	chosen := lo.Filter(scenarios(), func(s scenario, _ int) bool {
 		return s.name == good.name || o.Scenarios == nil || o.Scenarios.MatchString(s.name)
@@ -118,7 +128,7 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 		report.Rows = append(report.Rows, row)
 		o.Say("  %s", row)
 		if row.Err != nil {
-			// What it left would be in the way of the next one.
+			// What it left behind would affect the next scenario.
 			break
 		}
 	}
@@ -187,7 +197,7 @@ func (r *run) course(ctx context.Context, scenario scenario) error {
 	return r.awaitOneConnection(ctx)
 }
 
-// breathe has pods come and go while the link is as it is.
+// breathe lets pods come and go under constant conditions.
 func (r *run) breathe(ctx context.Context, conditions badlink.Conditions) error {
 	if err := r.link.Set(conditions); err != nil {
 		return err
@@ -206,7 +216,7 @@ func (r *run) breathe(ctx context.Context, conditions badlink.Conditions) error 
 	return r.link.Set(badlink.Conditions{})
 }
 
-// endure has pods come and go in an outage, and everything be as before it afterwards.
+// endure lets pods come and go during an outage, and verifies that everything recovers afterwards.
 func (r *run) endure(ctx context.Context, o *outage) error {
 	if err := r.scaleAndWait(ctx, r.options.Pods/2); err != nil {
 		return err
@@ -244,7 +254,7 @@ func (r *run) endure(ctx context.Context, o *outage) error {
 	return nil
 }
 
-// restlessly changes how many pods there are until the channel has something.
+// restlessly changes the number of pods until the channel receives a value.
 func (r *run) restlessly(ctx context.Context, until <-chan time.Time) error {
 	ticker := time.NewTicker(step)
 	defer ticker.Stop()
@@ -262,7 +272,8 @@ func (r *run) restlessly(ctx context.Context, until <-chan time.Time) error {
 	}
 }
 
-// endureUntilBack changes how many pods there are until the shim has noticed the outage and found another way.
+// endureUntilBack changes the number of pods until the shim has noticed the outage and has found
+// another way.
 func (r *run) endureUntilBack(ctx context.Context, began time.Time) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, noticedWithin+backWithin,
 		fmt.Errorf("the shim does not follow the agents again within %s", noticedWithin+backWithin))
@@ -286,7 +297,8 @@ func (r *run) endureUntilBack(ctx context.Context, began time.Time) error {
 	return errors.Join(context.Cause(ctx), r.note(began, lost, lost, notReady))
 }
 
-// awaitBack waits until the shim follows the agents, and is Ready, on a link that has been good since a time.
+// awaitBack waits until the shim follows the agents and is Ready. The link must have been good
+// since the given time.
 func (r *run) awaitBack(ctx context.Context, began, since time.Time) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, backWithin, fmt.Errorf("the shim does not follow the agents %s after the outage", backWithin))
 	defer cancel()
@@ -300,7 +312,8 @@ func (r *run) awaitBack(ctx context.Context, began, since time.Time) error {
 	return r.note(began, since, lost, notReady)
 }
 
-// note writes down what became known of an outage that began at a time and could have been got over since another.
+// note records the effects of an outage that began at the one time and could have been overcome
+// since the other.
 func (r *run) note(began, since, lost, notReady time.Time) error {
 	if lost.IsZero() {
 		return nil
@@ -319,7 +332,7 @@ func (r *run) note(began, since, lost, notReady time.Time) error {
 	return nil
 }
 
-// awaitOneConnection waits until the agents have forgotten connections that the shim has left.
+// awaitOneConnection waits until the agents have dropped connections that the shim has left.
 func (r *run) awaitOneConnection(ctx context.Context) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, forgottenWithin, errors.New("an agent keeps connections that the shim has left"))
 	defer cancel()
@@ -332,7 +345,7 @@ func (r *run) awaitOneConnection(ctx context.Context) error {
 	return errors.Join(err, failed)
 }
 
-// poll asks until the answer is yes.
+// poll polls until the condition is true.
 func poll(ctx context.Context, is func() bool) error {
 	ticker := time.NewTicker(sampleInterval)
 	defer ticker.Stop()
@@ -346,11 +359,11 @@ func poll(ctx context.Context, is func() bool) error {
 	return nil
 }
 
-// counters since the processes began.
+// counters are totals since the processes began.
 type counters struct {
 	creates  int
 	creating time.Duration
-	// bounds has how many creates took no longer.
+	// bounds maps histogram bounds to the number of creates within them.
 	bounds map[time.Duration]int
 	failed float64
 	lost   int
@@ -361,7 +374,8 @@ func (r *run) read(ctx context.Context) (counters, error) {
 	if err != nil {
 		return counters{}, err
 	}
-	// Core asks for machines that are gone until it is told so, which is counted as another error.
+	// Core asks for machines that are gone until it gets a NotFound, which is counted as another
+	// error.
 	c := counters{
 		failed: families.Sum("karpenter_cloudprovider_errors_total", metrics.Labels{"error": "unknown"}), bounds: map[time.Duration]int{},
 	}
@@ -381,7 +395,8 @@ func (r *run) read(ctx context.Context) (counters, error) {
 	return c, err
 }
 
-// boundBetween returns the largest bound that is longer than least and no longer than most, and false if there is none.
+// boundBetween returns the largest bound that exceeds least and does not exceed most, or false if
+// there is none.
 func boundBetween(bounds map[time.Duration]int, least, most time.Duration) (time.Duration, bool) {
 	fit := lo.Filter(slices.Collect(maps.Keys(bounds)), func(bound time.Duration, _ int) bool { return bound > least && bound <= most })
 	return lo.Max(fit), len(fit) > 0

@@ -10,22 +10,23 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/badlink"
 )
 
-// scenario is one way in which the network is bad.
+// scenario is one kind of bad network.
 type scenario struct {
 	name string
-	// about says what is bad, in a sentence.
+	// about describes the problem in one sentence.
 	about string
-	// conditions are those of the link all the time, if there is no outage.
+	// conditions are the link's constant conditions if there is no outage.
 	conditions badlink.Conditions
 	outage     *outage
 }
 
-// outage is something that happens to the link.
+// outage is a temporary or permanent disruption of the link.
 type outage struct {
 	begin func(ctx context.Context, s *stage) error
-	// lasts is how long until the link is good again. Zero if it never is, and the shim has to find another way.
+	// lasts is the time until the link is good again. Zero means never, so that the shim must find
+	// another way.
 	lasts time.Duration
-	// compressed outages, and the product's periods, are shorter by [Options].Compress.
+	// compressed outages, and the product's periods, are divided by [Options].Compress.
 	compressed bool
 }
 
@@ -33,13 +34,13 @@ const (
 	slow = 250 * time.Millisecond
 	// partition is longer than it takes to notice one.
 	partition = 45 * time.Second
-	// long is how long the longest partition lasts, before it is compressed.
+	// long is the duration of the longest partition, before compression.
 	long = 10 * time.Minute
-	// narrow is a rate in bits a second.
+	// narrow is a bandwidth in bits per second.
 	narrow = 1_000_000
 )
 
-// good is what the others are compared with.
+// good is the baseline for the others.
 var good = scenario{name: "good", about: "nothing is bad"}
 
 func scenarios() []scenario {
@@ -77,7 +78,7 @@ func scenarios() []scenario {
 	)
 }
 
-// short is a duration as scenarios are named.
+// short formats a duration for the names of scenarios.
 func short(d time.Duration) string {
 	return lo.Ternary(d < time.Minute, fmt.Sprintf("%.0f s", d.Seconds()), fmt.Sprintf("%.0f min", d.Minutes()))
 }

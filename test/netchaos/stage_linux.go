@@ -34,19 +34,20 @@ const (
 	startWithin = 5 * time.Minute
 	readyWithin = 2 * time.Minute
 	agents      = 2
-	// host is the agents' name. Only this program and what it starts know it.
+	// host is the agents' host name. Only this program and its child processes can resolve it.
 	host = "agents.netchaos.test"
-	// serverName is what the agents' certificates name.
+	// serverName is the name in the agents' certificates.
 	serverName = "localhost"
 
-	// crowd is the name of the node group, the NodePool, the node class, and the Deployment whose pods come and go.
+	// crowd is the name of the node group, the NodePool, the node class, and the Deployment whose
+	// pods come and go.
 	crowd = "crowd"
-	// resident is the Deployment of the pods that stay, each on a Node of its own.
+	// resident is the Deployment of the pods that stay, each on its own Node.
 	resident  = "resident"
 	residents = 2
 )
 
-// stage is a sandbox whose shim reaches the agents by a link.
+// stage is a sandbox whose shim reaches the agents across a link.
 type stage struct {
 	*world.World
 
@@ -55,12 +56,12 @@ type stage struct {
 	bystander *bystander.Bystander
 	watch     *watch
 
-	// agent is which of the agents the name leads to, address by which address.
+	// agent is the agent that the name leads to, and address the link's address for it.
 	agent   int
 	address netip.Addr
 }
 
-// product has the periods that a long outage is measured by, as the product has them by default.
+// product lists the default values of the product's periods that matter in a long outage.
 var product = []struct {
 	option string
 	period time.Duration
@@ -76,7 +77,7 @@ var product = []struct {
 	{"--failure-cool-down", 3 * time.Minute, true},
 }
 
-// newStage brings everything up, on a good link.
+// newStage starts everything, on a good link.
 func newStage(ctx context.Context, o Options) (*stage, error) {
 	link, err := badlink.New()
 	if err != nil {
@@ -112,7 +113,7 @@ func newStage(ctx context.Context, o Options) (*stage, error) {
 	return s, nil
 }
 
-// dress puts the link between shim and agents, and makes what stays throughout.
+// dress puts the link between shim and agents, and creates the objects that stay throughout.
 func (s *stage) dress(ctx context.Context) error {
 	if err := s.lead(0); err != nil {
 		return err
@@ -157,10 +158,10 @@ func (s *stage) dress(ctx context.Context) error {
 	return nil
 }
 
-// agents is how agents are reached by the link, as host:port.
+// agents returns the agents' address across the link, as host:port.
 func (*stage) agents() string { return net.JoinHostPort(host, strconv.Itoa(badlink.Port)) }
 
-// lead has the agents' name lead to an agent, by an address that it never led to before.
+// lead makes the agents' name resolve to an agent, through an address that was never used before.
 func (s *stage) lead(agent int) error {
 	server, err := netip.ParseAddrPort(s.Sandbox.State().AgentAddresses[agent])
 	if err != nil {
@@ -174,7 +175,8 @@ func (s *stage) lead(agent int) error {
 	return s.names.Set(host, address)
 }
 
-// moveAgents has the agents' name lead to the other agent, and nothing to the former address.
+// moveAgents makes the agents' name resolve to the other agent, and makes the former address
+// unreachable.
 func (s *stage) moveAgents() error {
 	former := s.address
 	if err := s.lead((s.agent + 1) % agents); err != nil {
@@ -183,7 +185,8 @@ func (s *stage) moveAgents() error {
 	return s.link.Lose(former)
 }
 
-// callAlone returns the median time of a CreateClaim call that only validates, of calls one after the other on a connection of their own.
+// callAlone returns the median time of a CreateClaim call that only validates. It makes the calls
+// one after the other on a separate connection.
 func (s *stage) callAlone(ctx context.Context) (time.Duration, error) {
 	const calls = 20
 	paths := s.Sandbox.State().Paths
@@ -196,7 +199,7 @@ func (s *stage) callAlone(ctx context.Context) (time.Duration, error) {
 	}
 	defer func() { _ = c.Close() }()
 	var took []time.Duration
-	for range 1 + calls { // the first also connects
+	for range 1 + calls { // the first call also connects
 		began := time.Now()
 		_, err := c.Claims.CreateClaim(ctx, &agentv1alpha1.CreateClaimRequest{
 			Cluster: &agentv1alpha1.ClusterRef{Namespace: world.Cluster.Namespace, Name: world.Cluster.Name}, ClaimId: string(uuid.NewUUID()),
@@ -212,7 +215,7 @@ func (s *stage) callAlone(ctx context.Context) (time.Duration, error) {
 	return took[len(took)/2], nil
 }
 
-// settle waits until nothing moves and every invariant holds.
+// settle waits until everything is at rest and every invariant holds.
 func (s *stage) settle(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, settleWithin)
 	defer cancel()
@@ -223,12 +226,12 @@ func (s *stage) settle(ctx context.Context) error {
 	return err
 }
 
-// scale sets how many pods come and go.
+// scale sets the number of pods that come and go.
 func (s *stage) scale(ctx context.Context, pods int) error {
 	return s.Scale(ctx, types.NamespacedName{Namespace: "default", Name: crowd}, int32(pods))
 }
 
-// scaleAndWait does so and waits until so many run, and no Node is left that they do not need.
+// scaleAndWait scales, and waits until that many pods run and no unneeded Node is left.
 func (s *stage) scaleAndWait(ctx context.Context, pods int) error {
 	if err := s.scale(ctx, pods); err != nil {
 		return err
@@ -243,12 +246,12 @@ func (s *stage) scaleAndWait(ctx context.Context, pods int) error {
 	})
 }
 
-// restarts counts the deaths of agents and shim.
+// restarts returns the number of restarts of agents and shim.
 func (s *stage) restarts() int {
 	return lo.SumBy(append(lo.Times(agents, sandbox.AgentName), sandbox.Shim), func(c string) int { return s.Status(c).Restarts })
 }
 
-// stop takes everything down. Logs stay.
+// stop stops everything. The logs are kept.
 func (s *stage) stop() error {
 	if s.watch != nil {
 		s.watch.stop()
@@ -262,7 +265,8 @@ func (s *stage) stop() error {
 	return s.link.Close()
 }
 
-// watch notes when the shim begins and ceases to follow the agents, and when its node class begins and ceases to be Ready.
+// watch records when the shim starts and stops following the agents, and when its node class
+// becomes Ready and not Ready.
 type watch struct {
 	stop func()
 
@@ -276,7 +280,8 @@ type change struct {
 	yes bool
 }
 
-// sampleInterval is how exactly the watch knows times. It is shorter than the shortest time that a stream waits before it is opened again.
+// sampleInterval is the precision of the watch. It is shorter than the shortest delay before a
+// stream is reopened.
 const sampleInterval = 100 * time.Millisecond
 
 func watchShim(s *stage) *watch {
@@ -304,7 +309,7 @@ func watchShim(s *stage) *watch {
 	return w
 }
 
-// connected asks the shim whether all its streams follow an agent.
+// connected reports whether all of the shim's streams follow an agent, according to its metrics.
 func (s *stage) connected(ctx context.Context) (bool, error) {
 	const name = "karpenter_capi_agent_connected"
 	families, err := metrics.Read(ctx, s.Sandbox.State().ShimMetrics)
@@ -343,19 +348,21 @@ func (w *watch) note(connected, ready bool, err error) {
 	}
 }
 
-// now says what the shim last was. The error is why that is not known.
+// now returns the shim's last known state. The error is why that is not known.
 func (w *watch) now() (connected, ready bool, err error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return lo.LastOrEmpty(w.connected).yes, lo.LastOrEmpty(w.ready).yes, w.fault
 }
 
-// lostAfter returns when the shim first ceased to follow the agents after a time, and when it was no longer Ready. Zero for never.
+// lostAfter returns when the shim first stopped following the agents after the given time, and when
+// it was no longer Ready. Zero means never.
 func (w *watch) lostAfter(since time.Time) (connected, ready time.Time) {
 	return w.first(since, false)
 }
 
-// backAfter returns when the shim first followed the agents after a time, and was Ready.
+// backAfter returns when the shim first followed the agents again after the given time, and when it
+// was Ready.
 func (w *watch) backAfter(since time.Time) (connected, ready time.Time) {
 	return w.first(since, true)
 }

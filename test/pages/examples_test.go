@@ -18,7 +18,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/pages"
 )
 
-// A user who keeps such an example in Git has every sync write the number back, and Cluster API delete machines for it.
+// If a user keeps such an example in Git, every sync writes the number back, and Cluster API
+// deletes machines because of it.
 func TestNoExampleSetsTheReplicasOfANodeGroup(t *testing.T) {
 	g := NewWithT(t)
 	documents := 0
@@ -58,7 +59,7 @@ func TestReplicasOfANodeGroupAreFoundWhereverTheyAre(t *testing.T) {
 	}
 }
 
-// setsReplicas says in which fields of a manifest the replicas of a node group are set.
+// setsReplicas returns the fields of a manifest that set the replicas of a node group.
 func setsReplicas(object *unstructured.Unstructured) []string {
 	var found []string
 	switch object.GetKind() {
@@ -78,10 +79,10 @@ func setsReplicas(object *unstructured.Unstructured) []string {
 	return found
 }
 
-// A manifest in a command, as in `kubectl apply -f - <<'YAML'`.
+// heredoc matches a manifest in a command, such as `kubectl apply -f - <<'YAML'`.
 var heredoc = regexp.MustCompile("(?s)<<-?'?YAML'?\n(.*?)\nYAML\n")
 
-// examples are all manifests that a reader may copy, by where they are.
+// examples returns all manifests that a reader may copy, by location.
 func examples(t *testing.T) map[string]string {
 	t.Helper()
 	g := NewWithT(t)
@@ -99,7 +100,7 @@ func examples(t *testing.T) map[string]string {
 			}
 		}
 	}
-	// What the charts render is theirs; their CRDs are no manifests of a user's.
+	// Exclude what the charts render, and their CRDs, which are not users' manifests.
 	err = filepath.WalkDir(filepath.Join(root(t), "deploy"), func(path string, entry fs.DirEntry, err error) error {
 		if err == nil && entry.IsDir() && slices.Contains([]string{"templates", "crds"}, entry.Name()) {
 			return fs.SkipDir
@@ -115,7 +116,8 @@ func examples(t *testing.T) map[string]string {
 	return found
 }
 
-// decode reads YAML documents. Those that are no Kubernetes objects, as Helm values are not, have no kind.
+// decode parses YAML documents. Those that are not Kubernetes objects, such as Helm values, have no
+// kind.
 func decode(text string) ([]*unstructured.Unstructured, error) {
 	var objects []*unstructured.Unstructured
 	decoder := yaml.NewYAMLOrJSONDecoder(strings.NewReader(text), 4096)

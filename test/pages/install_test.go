@@ -22,8 +22,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/pages"
 )
 
-// Each way to install is followed in the page's order, on API servers that have nothing but the hub's Cluster API namespace,
-// Cluster API's kubeconfig secret and cert-manager. No pod runs, but whatever one would need has to be there.
+// Each installation method is followed in the page's order, on API servers with nothing but the
+// hub's Cluster API namespace, Cluster API's kubeconfig secret, and cert-manager. No pod runs, but
+// everything that a pod would need must exist.
 func TestTheInstallationCanBeFollowedInItsOrder(t *testing.T) {
 	for _, way := range []struct {
 		sections []string
@@ -98,8 +99,8 @@ func TestTheInstallationCanBeFollowedInItsOrder(t *testing.T) {
 	}
 }
 
-// account is one that a pod runs as: whether it may do what an agent does in a namespace, or, without a namespace, what a shim
-// does in its cluster.
+// account is the account of a pod. With a namespace, it must have the rights of an agent there;
+// without one, those of a shim in its cluster.
 type account struct {
 	in        string
 	namespace string
@@ -124,7 +125,7 @@ func (a account) allowed(ctx context.Context, t *testing.T, server client.Client
 	return review.Status.Allowed
 }
 
-// playHub makes what a hub has before, and issues certificates as cert-manager does.
+// playHub creates what a hub has beforehand, and issues certificates like cert-manager.
 func playHub(ctx context.Context, t *testing.T, hub client.Client) {
 	t.Helper()
 	for _, object := range []client.Object{
@@ -153,7 +154,7 @@ func playHub(ctx context.Context, t *testing.T, hub client.Client) {
 	t.Cleanup(func() { stop(); <-done })
 }
 
-// issue makes the secret of each certificate, and says that it is ready.
+// issue creates the secret of each certificate, and marks the certificate as ready.
 func issue(ctx context.Context, hub client.Client) error {
 	certificates := &unstructured.UnstructuredList{}
 	certificates.SetAPIVersion("cert-manager.io/v1")
@@ -186,8 +187,8 @@ func issue(ctx context.Context, hub client.Client) error {
 	return nil
 }
 
-// everythingMountedIsThere looks for what the pods of every Deployment mount, with the files that their flags name, and for the
-// accounts that they run as.
+// everythingMountedIsThere verifies that the objects mounted by the pods of every Deployment exist,
+// including the files that their flags name, and the accounts of the pods.
 func everythingMountedIsThere(t *testing.T, name string, server client.Client) {
 	t.Helper()
 	g := NewWithT(t)
@@ -227,7 +228,8 @@ func everythingMountedIsThere(t *testing.T, name string, server client.Client) {
 	}
 }
 
-// filesBelow are the files that the containers' flags and variables name where they mount a volume.
+// filesBelow returns the files in the mount of a volume that the containers' flags and variables
+// name.
 func filesBelow(pod corev1.PodSpec, volume string) []string {
 	var files []string
 	for _, container := range pod.Containers {

@@ -5,7 +5,6 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
-	"slices"
 	"strings"
 	"testing"
 
@@ -41,19 +40,30 @@ func TestEveryLinkLeadsToAFileAndAHeading(t *testing.T) {
 	g.Expect(links).To(BeNumerically(">", 20), "links were found")
 }
 
+// A folder below docs has a page of its own that links to the others.
 func TestTheReadmeLinksToEveryPage(t *testing.T) {
 	g := NewWithT(t)
 	all, err := pages.All(root(t))
 	g.Expect(err).NotTo(HaveOccurred())
-	readme := all[slices.IndexFunc(all, func(p pages.Page) bool { return p.Path == "README.md" })]
+	linked := map[string][]string{}
 	for _, page := range all {
-		if page.Path != readme.Path {
-			g.Expect(linksOf(readme)).To(ContainElement(page.Path))
+		for _, link := range linksOf(page) {
+			path, _, _ := strings.Cut(link, "#")
+			linked[page.Path] = append(linked[page.Path], filepath.Join(filepath.Dir(page.Path), path))
+		}
+	}
+	for _, page := range all {
+		from := "README.md"
+		if folder := filepath.Join(filepath.Dir(page.Path), "README.md"); filepath.Dir(page.Path) != "docs" && page.Path != folder && linked[folder] != nil {
+			from = folder
+		}
+		if page.Path != "README.md" && !strings.HasPrefix(page.Path, ".github/ISSUE") && !strings.HasPrefix(page.Path, ".github/PULL") {
+			g.Expect(linked[from]).To(ContainElement(page.Path), from)
 		}
 	}
 }
 
-// Everything that a page tells its reader to make can be made.
+// Every make target on a page must exist.
 func TestEveryMakeTargetOfAPageExists(t *testing.T) {
 	g := NewWithT(t)
 	makefile, err := os.ReadFile(filepath.Join(root(t), "Makefile"))
@@ -83,7 +93,7 @@ var (
 	notInSlugs = regexp.MustCompile(`[^\p{L}\p{N}_ -]`)
 )
 
-// linksOf are the page's links into the repository.
+// linksOf returns the page's links into the repository.
 func linksOf(page pages.Page) []string {
 	var found []string
 	for _, line := range prose(page) {
@@ -96,7 +106,7 @@ func linksOf(page pages.Page) []string {
 	return found
 }
 
-// anchors are what GitHub makes of the page's headings.
+// anchors returns the anchors that GitHub generates for the page's headings.
 func anchors(page pages.Page) []string {
 	var found []string
 	for _, line := range prose(page) {
@@ -111,7 +121,7 @@ func anchors(page pages.Page) []string {
 	return found
 }
 
-// prose are the page's lines outside of code.
+// prose returns the page's lines outside of code.
 func prose(page pages.Page) []string {
 	var lines []string
 	code := false

@@ -38,7 +38,8 @@ const (
 	doNotDisrupt = "karpenter.sh/do-not-disrupt"
 	toBeDeleted  = "ToBeDeletedByClusterAutoscaler"
 	candidate    = "DeletionCandidateOfClusterAutoscaler"
-	// removalLooks is how often a played controller looks at what it removes before that is gone: some seconds, for a page that does not wait.
+	// removalLooks is how often a simulated controller checks an object being removed before it is
+	// gone: some seconds, for a page that does not wait.
 	removalLooks = 30
 )
 
@@ -53,7 +54,7 @@ var (
 	crdKind       = schema.FromAPIVersionAndKind("apiextensions.k8s.io/v1", "CustomResourceDefinition")
 )
 
-// migration follows a page on a hub and a spoke that run no controllers: the test does what they would.
+// migration follows a page on a hub and a spoke without controllers, whose work the test does.
 type migration struct {
 	*WithT
 	t          *testing.T
@@ -76,14 +77,14 @@ func migrate(t *testing.T, page string, hubCRDs, spokeCRDs []string) *migration 
 	return m
 }
 
-// do runs commands after those that every user of the page runs first.
+// do runs commands, preceded by those that every user of the page runs first.
 func (m *migration) do(commands string) string {
 	m.t.Helper()
 	servers := map[string]*server{"hub": m.hub, "spoke": m.spoke}
 	return runAt(m.ctx, m.t, m.home, servers, m.page.Script("Before you begin")+commands)
 }
 
-// steps are those of a section; the test states how many it expects.
+// steps returns the steps of a section, and verifies that there are as many as expected.
 func (m *migration) steps(section string, count int) []string {
 	m.t.Helper()
 	steps := m.page.Steps(section)
@@ -111,7 +112,7 @@ func (m *migration) names(of *server, kind schema.GroupVersionKind) []string {
 	return names
 }
 
-// change writes an object as the client's user.
+// change modifies an object as the client's user.
 func (m *migration) change(by client.Client, object *unstructured.Unstructured, how func()) {
 	m.t.Helper()
 	before := object.DeepCopy()
@@ -137,7 +138,7 @@ func with(values map[string]string, key, value string) map[string]string {
 	return values
 }
 
-// group makes a MachineDeployment.
+// group creates a MachineDeployment.
 func (m *migration) group(cluster, name string, replicas int, labels, annotations string) {
 	m.t.Helper()
 	create(m.ctx, m.t, m.hub.client, fmt.Sprintf(`{apiVersion: cluster.x-k8s.io/v1beta2, kind: MachineDeployment,
@@ -148,7 +149,7 @@ func (m *migration) group(cluster, name string, replicas int, labels, annotation
 		cluster, name, replicas, labels, annotations))
 }
 
-// machine makes a Machine of a group with its Node, which have the same name.
+// machine creates a Machine of a group, and its Node with the same name.
 func (m *migration) machine(cluster, group, name string) {
 	m.t.Helper()
 	made := create(m.ctx, m.t, m.hub.client, fmt.Sprintf(`{apiVersion: cluster.x-k8s.io/v1beta2, kind: Machine,
@@ -163,7 +164,7 @@ func (m *migration) machine(cluster, group, name string) {
 	}
 }
 
-// nodeClaim makes one on the Machine of the same name.
+// nodeClaim creates a NodeClaim on the Machine with the same name.
 func (m *migration) nodeClaim(name string) *unstructured.Unstructured {
 	m.t.Helper()
 	made := create(m.ctx, m.t, m.spoke.client, `{apiVersion: karpenter.sh/v1, kind: NodeClaim,
@@ -181,7 +182,7 @@ func (m *migration) ready(nodeClaim *unstructured.Unstructured, status string) {
 	m.Expect(m.spoke.client.Status().Update(m.ctx, nodeClaim)).To(Succeed())
 }
 
-// deployment makes a Deployment with a pod, which goes once the Deployment is scaled to 0.
+// deployment creates a Deployment with a pod, which is removed once the Deployment is scaled to 0.
 func (m *migration) deployment(of *server, namespace, name, argument string) {
 	m.t.Helper()
 	create(m.ctx, m.t, of.client, fmt.Sprintf(`{apiVersion: apps/v1, kind: Deployment, metadata: {namespace: %s, name: %s},
@@ -195,14 +196,14 @@ func (m *migration) deployment(of *server, namespace, name, argument string) {
 		if err := of.client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, deployment); err != nil || *deployment.Spec.Replicas > 0 {
 			return err
 		}
-		if looks++; looks < removalLooks { // it shuts down
+		if looks++; looks < removalLooks { // it is shutting down
 			return nil
 		}
 		return client.IgnoreNotFound(of.client.Delete(ctx, pod))
 	})
 }
 
-// play does again and again what a controller would do.
+// play repeatedly does the work of a controller.
 func (m *migration) play(do func(context.Context) error) {
 	ctx, stop := context.WithCancel(m.ctx)
 	done := make(chan struct{})
@@ -219,7 +220,7 @@ func (m *migration) play(do func(context.Context) error) {
 	m.t.Cleanup(func() { stop(); <-done })
 }
 
-// completeJobs plays the Job controller, with pods that succeed at once.
+// completeJobs simulates the Job controller, with pods that succeed at once.
 func (m *migration) completeJobs() {
 	m.play(func(ctx context.Context) error {
 		jobs := &batchv1.JobList{}
@@ -246,7 +247,7 @@ func (m *migration) completeJobs() {
 	})
 }
 
-// adopt does what agent and shim do with a NodeClaim, or a Node, that is adopted.
+// adopt does what agent and shim do with an adopted NodeClaim or Node.
 func (m *migration) adopt(kind schema.GroupVersionKind, group, name string) {
 	m.t.Helper()
 	object := m.get(m.spoke, kind, "", name)
@@ -255,13 +256,13 @@ func (m *migration) adopt(kind schema.GroupVersionKind, group, name string) {
 	m.annotate(m.spoke.client, object, nodeGroup, "team-a/"+group)
 }
 
-// annotations are those of an object in the spoke.
+// annotations returns the annotations of an object in the spoke.
 func (m *migration) annotations(kind schema.GroupVersionKind, name string) map[string]string {
 	m.t.Helper()
 	return m.get(m.spoke, kind, "", name).GetAnnotations()
 }
 
-// The other provider has its Deployment, and NodeClaims on Machines, of which one lacks its label.
+// The other provider has its Deployment, and NodeClaims on Machines, one of which lacks its label.
 func TestTheMigrationFromTheOtherProvider(t *testing.T) {
 	crds := filepath.Join(root(t), "deploy/charts/shim/crds")
 	m := migrate(t, "docs/migrate-from-karpenter-provider-cluster-api.md", []string{"testdata/cert-manager.yaml"}, []string{
@@ -392,7 +393,7 @@ func (m *migration) other() *appsv1.Deployment {
 	return deployment
 }
 
-// shims are the Deployments of this project's chart in the spoke.
+// shims returns the Deployments of this project's chart in the spoke.
 func (m *migration) shims() []appsv1.Deployment {
 	m.t.Helper()
 	list := &appsv1.DeploymentList{}
@@ -400,7 +401,7 @@ func (m *migration) shims() []appsv1.Deployment {
 	return list.Items
 }
 
-// as is a client for another user.
+// as returns a client for another user.
 func (m *migration) as(of *server, user string) client.Client {
 	m.t.Helper()
 	config := rest.CopyConfig(of.config)
@@ -410,7 +411,8 @@ func (m *migration) as(of *server, user string) client.Client {
 	return c
 }
 
-// Two node groups of the autoscaler's, of which one moves and comes back; the other one and the user's own settings stay as they are.
+// Of two node groups of the autoscaler, one is migrated and comes back. The other one and the
+// user's own settings stay unchanged.
 func TestTheMigrationFromTheClusterAutoscaler(t *testing.T) {
 	const discovery = "autoscaler.example.com/scale"
 	m := migrate(t, "docs/migrate-from-cluster-autoscaler.md", nil, []string{filepath.Join(root(t), "deploy/charts/shim/crds")})
@@ -445,7 +447,7 @@ func TestTheMigrationFromTheClusterAutoscaler(t *testing.T) {
 	leaving, workers := m.get(m.spoke, nodeKind, "", "a"), m.get(m.hub, groupKind, "team-a", "workers")
 	itsMachine := m.get(m.hub, machineKind, "team-a", "a")
 	looks := 0
-	m.play(func(ctx context.Context) error { // the autoscaler removes the Node that it had begun to remove
+	m.play(func(ctx context.Context) error { // the autoscaler completes the removal of a Node
 		if err := m.hub.client.Get(ctx, client.ObjectKeyFromObject(workers), workers); err != nil {
 			return err
 		}
@@ -552,7 +554,8 @@ func (m *migration) taints(node string) []string {
 	return keys
 }
 
-// Every block of commands of the migration pages is a step of one of the tests above, in the order in which it is run.
+// Every command block of the migration pages is a step of one of the tests above, in the order in
+// which it is run.
 func TestEveryCommandOfTheMigrationPagesIsRun(t *testing.T) {
 	for path, sections := range map[string][]string{
 		"docs/migrate-from-karpenter-provider-cluster-api.md": {

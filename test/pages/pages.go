@@ -1,4 +1,4 @@
-// Package pages reads the documentation as its readers do: by section, and with the code that each section shows.
+// Package pages reads the documentation by section, with the code blocks of each section.
 package pages
 
 import (
@@ -17,21 +17,21 @@ type Page struct {
 	Text string
 }
 
-// Block is fenced code of a page.
+// Block is a fenced code block of a page.
 type Block struct {
-	// Language is what follows the fence: sh for commands that the tests run as they stand, console for those that the reader
-	// adapts, yaml for manifests.
+	// Language is the info string of the fence: sh for commands that the tests run unchanged,
+	// console for commands that the reader adapts, yaml for manifests.
 	Language string
 	Code     string
-	// Section is the heading of the second level that the block is below; empty before the first one.
+	// Section is the second-level heading above the block. Empty before the first one.
 	Section string
-	// Line is that of the code's first line.
+	// Line is the number of the code's first line.
 	Line int
 }
 
 var fence = regexp.MustCompile("^( *)```([a-z]*)$")
 
-// Read reads a page, by its path relative to the root.
+// Read reads a page, given its path relative to the root.
 func Read(root, path string) (Page, error) {
 	text, err := os.ReadFile(filepath.Join(root, path))
 	if err != nil {
@@ -40,10 +40,10 @@ func Read(root, path string) (Page, error) {
 	return Page{Path: path, Text: string(text)}, nil
 }
 
-// All are the README and the pages in docs, in lexical order.
+// All returns the README and the pages in docs and .github, each in lexical order.
 func All(root string) ([]Page, error) {
 	var pages []Page
-	for _, start := range []string{"README.md", "docs"} {
+	for _, start := range []string{"README.md", "docs", ".github"} {
 		err := filepath.WalkDir(filepath.Join(root, start), func(path string, entry fs.DirEntry, err error) error {
 			if err != nil || entry.IsDir() || filepath.Ext(path) != ".md" {
 				return err
@@ -63,7 +63,8 @@ func All(root string) ([]Page, error) {
 	return pages, nil
 }
 
-// Blocks are the fenced code of the page, in its order. The indentation of a block in a list is taken off.
+// Blocks returns the page's fenced code blocks, in order. It removes the indentation of a block in
+// a list.
 func (p Page) Blocks() []Block {
 	var (
 		blocks  []Block
@@ -87,7 +88,7 @@ func (p Page) Blocks() []Block {
 	return blocks
 }
 
-// Steps are the commands below a section that the tests run, one for each of its blocks marked sh.
+// Steps returns the commands of a section that the tests run, one for each of its blocks marked sh.
 func (p Page) Steps(section string) []string {
 	var steps []string
 	for _, block := range p.Blocks() {
@@ -98,8 +99,9 @@ func (p Page) Steps(section string) []string {
 	return steps
 }
 
-// Script is every command of the page that the tests run: its blocks marked sh, or those of them that are below one of the
-// sections where sections are given, in the order of the sections. It is empty when there is none.
+// Script returns all commands of the page that the tests run, from its blocks marked sh. If
+// sections are given, it only includes their blocks, in the order of the sections. It is empty if
+// there are none.
 func (p Page) Script(sections ...string) string {
 	var script strings.Builder
 	write := func(section string, every bool) {

@@ -1,5 +1,5 @@
-// Package pages_test holds the documentation to what is true: its manifests, its links, and its commands, which are run as they
-// stand.
+// Package pages_test verifies the documentation: its manifests, its links, and its commands, which
+// it runs unchanged.
 package pages_test
 
 import (
@@ -37,10 +37,10 @@ func at(page pages.Page, block pages.Block) string {
 	return fmt.Sprintf("%s:%d", page.Path, block.Line)
 }
 
-// root is the repository's.
+// root returns the repository's folder.
 func root(t *testing.T) string {
 	t.Helper()
-	_ = os.Getenv("TESTED_FILES") // says to the test cache that files of the whole repository are used here
+	_ = os.Getenv("TESTED_FILES") // tells the test cache that files of the whole repository are an input
 	dir, err := filepath.Abs("../..")
 	if err != nil {
 		t.Fatal(err)

@@ -15,7 +15,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/pages"
 )
 
-// After a restore one side is older than the other. The page's commands find what only one of them has.
+// After a restore, one side is older than the other. The page's commands find what only one of them
+// has.
 func TestTheRecoveryFindsWhatOnlyOneSideHas(t *testing.T) {
 	g := NewWithT(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
@@ -56,7 +57,7 @@ func TestTheRecoveryFindsWhatOnlyOneSideHas(t *testing.T) {
 	g.Expect(strings.Fields(run(ctx, t, servers, page.Script("Restoring a spoke")))).To(Equal([]string{"lost", "machine-of-lost"}))
 }
 
-// create makes what a manifest says.
+// create creates the object of a manifest.
 func create(ctx context.Context, t *testing.T, server client.Client, manifest string) *unstructured.Unstructured {
 	t.Helper()
 	object := &unstructured.Unstructured{}

@@ -17,13 +17,13 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/envtest"
 )
 
-// server is a kube-apiserver with nothing else.
+// server is a kube-apiserver without anything else.
 type server struct {
 	config *rest.Config
 	client client.Client
 }
 
-// start runs a server for the time of the test.
+// start runs a server for the duration of the test.
 func start(t *testing.T, crds ...string) *server {
 	t.Helper()
 	environment := &envtest.Environment{CRDDirectoryPaths: crds, ErrorIfCRDPathMissing: true}
@@ -36,7 +36,7 @@ func start(t *testing.T, crds ...string) *server {
 	if err != nil {
 		t.Fatal(err)
 	}
-	config.WarningHandler = rest.NoWarnings{} // of certificates that are none
+	config.WarningHandler = rest.NoWarnings{} // about placeholders for certificates
 	c, err := client.New(config, client.Options{})
 	if err != nil {
 		t.Fatal(err)
@@ -44,14 +44,15 @@ func start(t *testing.T, crds ...string) *server {
 	return &server{config: config, client: c}
 }
 
-// run runs commands as a user with an administrator's kubeconfig does, at the root of the repository, until one of them fails. The
-// servers are the contexts of the kubeconfig; the one named spoke is the current one.
+// run runs commands like a user with an administrator's kubeconfig, in the root of the repository,
+// until one of them fails. The servers are the contexts of the kubeconfig; the one named spoke is
+// the current context.
 func run(ctx context.Context, t *testing.T, servers map[string]*server, commands string) string {
 	t.Helper()
 	return runAt(ctx, t, t.TempDir(), servers, commands)
 }
 
-// runAt is [run] with a home directory, which keeps files from one run to the next.
+// runAt is [run] with a home directory that keeps files from one run to the next.
 func runAt(ctx context.Context, t *testing.T, home string, servers map[string]*server, commands string) string {
 	t.Helper()
 	var output bytes.Buffer

@@ -3,6 +3,7 @@ package pages_test
 import (
 	"context"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -23,7 +24,8 @@ const (
 	foreign     = "example.com/backup"
 )
 
-// The removal's commands run in a spoke that has another Karpenter beside ours, and finalizers, owners and taints of others.
+// The removal's commands run in a spoke with another Karpenter beside ours, and with finalizers,
+// owners and taints of others.
 func TestTheRemovalTouchesOnlyWhatIsOurs(t *testing.T) {
 	g := NewWithT(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
@@ -116,7 +118,8 @@ func TestTheRemovalTouchesOnlyWhatIsOurs(t *testing.T) {
 	}
 }
 
-// Another Karpenter's release may have the name that ours has by default: the removal ends before it touches anything of it.
+// Another Karpenter's release may have our default name: the removal must stop before it touches
+// anything of that release.
 func TestTheRemovalRefusesAnotherKarpentersRelease(t *testing.T) {
 	g := NewWithT(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
@@ -135,7 +138,22 @@ func TestTheRemovalRefusesAnotherKarpentersRelease(t *testing.T) {
 	g.Expect(strings.TrimSpace(output)).To(Equal("refused"))
 }
 
-// The order is what keeps the Nodes: with their owner gone, the garbage collector deletes those that still name it.
+// Helm does not remove the CRDs of a chart.
+func TestTheRemovalNamesEveryCRDOfTheAgent(t *testing.T) {
+	g := NewWithT(t)
+	page, err := pages.Read(root(t), "docs/uninstall.md")
+	g.Expect(err).NotTo(HaveOccurred())
+	crds, err := filepath.Glob(filepath.Join(root(t), "deploy/charts/agent/crds/*.yaml"))
+	g.Expect(err).NotTo(HaveOccurred())
+	g.Expect(crds).NotTo(BeEmpty())
+	for _, file := range crds {
+		group, plural, _ := strings.Cut(strings.TrimSuffix(filepath.Base(file), ".yaml"), "_")
+		g.Expect(page.Text).To(MatchRegexp(`delete crd .*\b%s\.%s\b`, plural, regexp.QuoteMeta(group)))
+	}
+}
+
+// The order keeps the Nodes: once their owner is gone, the garbage collector deletes those that
+// still refer to it.
 func TestTheRemovalDetachesNodesBeforeItTouchesNodeClaims(t *testing.T) {
 	g := NewWithT(t)
 	page, err := pages.Read(root(t), "docs/uninstall.md")

@@ -1,4 +1,5 @@
-// Package peer makes of what agent and shim have done what karpenter-provider-cluster-api would have left behind.
+// Package peer transforms the work of agent and shim into what karpenter-provider-cluster-api would
+// have left behind.
 package peer
 
 import (
@@ -24,10 +25,12 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
-// MachineAnnotation is that provider's on NodeClaims: the Machine that it chose, as namespace/name.
+// MachineAnnotation is that provider's annotation on NodeClaims: the Machine that it chose, as
+// namespace/name.
 const MachineAnnotation = "cluster.x-k8s.io/machine"
 
-// Disguise takes off what is ours: MachineClaims, ledgers, labels and annotations, and what protects adopted Nodes. Neither agent nor shim may run.
+// Disguise removes what belongs to this project: MachineClaims, ledgers, labels and annotations,
+// and the protection of adopted Nodes. Neither agent nor shim may be running.
 func Disguise(ctx context.Context, w *world.World) error {
 	machines, err := disguiseHub(ctx, w)
 	if err != nil {
@@ -116,13 +119,13 @@ func disguiseSpoke(ctx context.Context, w *world.World, machines map[string]stri
 	return nil
 }
 
-// disguise leaves a NodeClaim, or a Node, as one that the shim has never seen.
+// disguise makes a NodeClaim or a Node look like one that the shim has never seen.
 func disguise(object client.Object) {
-	class := karpenterv1.NodeClassLabelKey(schema.GroupKind{Group: shimv1.Group, Kind: "ClusterAPINodeClass"}) // which is core's, with that provider too
+	class := karpenterv1.NodeClassLabelKey(schema.GroupKind{Group: shimv1.Group, Kind: "ClusterAPINodeClass"}) // set by core, with that provider too
 	labels := object.GetLabels()
 	kept := lo.PickByKeys(labels, []string{class})
 	labels = lo.Assign(lo.OmitByKeys(without(labels, shimv1.Group), []string{karpenterv1.NodeDoNotSyncTaintsLabelKey}), kept)
-	labels[corev1.LabelInstanceTypeStable] = "" // that provider has no name where the template has none
+	labels[corev1.LabelInstanceTypeStable] = "" // that provider sets no name if the template has none
 	object.SetLabels(labels)
 	object.SetAnnotations(lo.OmitByKeys(without(object.GetAnnotations(), shimv1.Group), []string{karpenterv1.DoNotDisruptAnnotationKey}))
 }
@@ -131,7 +134,8 @@ func without(values map[string]string, group string) map[string]string {
 	return lo.OmitBy(values, func(key, _ string) bool { return strings.HasPrefix(key, group+"/") })
 }
 
-// AnotherMachine raises the group's replicas by one, as that provider does, and returns the Machine that comes, once its Node is there.
+// AnotherMachine raises the group's replicas by one, as that provider does, and returns the new
+// Machine once its Node exists.
 func AnotherMachine(ctx context.Context, w *world.World, group string) (*clusterv1.Machine, error) {
 	machines := func(ctx context.Context) (map[string]clusterv1.Machine, error) {
 		var list clusterv1.MachineList
@@ -164,7 +168,7 @@ func AnotherMachine(ctx context.Context, w *world.World, group string) (*cluster
 	return made, err
 }
 
-// AddNodeClaim makes a NodeClaim on a Machine, like another one but for the change.
+// AddNodeClaim creates a NodeClaim on a Machine, as a copy of another one with the change applied.
 func AddNodeClaim(
 	ctx context.Context, w *world.World, like *karpenterv1.NodeClaim, name string, m *clusterv1.Machine, change func(*karpenterv1.NodeClaim),
 ) (*karpenterv1.NodeClaim, error) {
@@ -185,7 +189,8 @@ func AddNodeClaim(
 	return made, w.Spoke.Status().Update(ctx, made)
 }
 
-// NotLaunched makes of a NodeClaim one whose launch that provider has begun: it has chosen the Machine.
+// NotLaunched turns a NodeClaim into one whose launch that provider has begun: it has chosen the
+// Machine.
 func NotLaunched(m *clusterv1.Machine) func(*karpenterv1.NodeClaim) {
 	return func(nc *karpenterv1.NodeClaim) {
 		nc.Annotations[MachineAnnotation] = m.Namespace + "/" + m.Name
@@ -193,13 +198,13 @@ func NotLaunched(m *clusterv1.Machine) func(*karpenterv1.NodeClaim) {
 	}
 }
 
-// Terminating makes of a NodeClaim one that core terminates once it is deleted.
+// Terminating turns a NodeClaim into one that core terminates once it is deleted.
 func Terminating(nc *karpenterv1.NodeClaim) {
 	nc.Finalizers = []string{karpenterv1.TerminationFinalizer}
 }
 
-// AllowDisruption takes the protection off the Nodes and NodeClaims that were adopted, as
-// docs/migrate-from-karpenter-provider-cluster-api.md says.
+// AllowDisruption removes the protection of adopted Nodes and NodeClaims, as described in
+// docs/migrate-from-karpenter-provider-cluster-api.md.
 func AllowDisruption(ctx context.Context, w *world.World) error {
 	patch := client.RawPatch(types.MergePatchType, fmt.Appendf(nil, `{"metadata":{"annotations":{%q:null}}}`, karpenterv1.DoNotDisruptAnnotationKey))
 	adopted := client.HasLabels{shimv1.AdoptedLabel}

@@ -1,5 +1,5 @@
-// Package rush asks a sandbox's agent for many machines at once and watches the hub while they come and go. It is what the
-// tests of cost and the benchmarks share.
+// Package rush requests many machines at once from a sandbox's agent and watches the hub meanwhile.
+// The tests of cost and the benchmarks share it.
 package rush
 
 import (
@@ -32,16 +32,18 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
-// Holder keeps the claims of this package. Only an administrator may act as it.
+// Holder is the holder of this package's claims. Only an administrator may act as it.
 const Holder = "rush"
 
-// version of the simulated machines' kubelets; the sandbox's own.
+// version is the version of the simulated machines' kubelets: the sandbox's own.
 const version = "v1.36.3"
 
-// callTimeout bounds one call. It is longer than any caller of the product would wait, as the machine may be busy.
+// callTimeout bounds one call. It exceeds the timeout of any caller in the product, because the
+// machine may be busy.
 const callTimeout = time.Minute
 
-// Site is a sandbox with an agent and nobody but this package that calls it. Its methods are safe for concurrent use.
+// Site is a sandbox with an agent that only this package calls. Its methods are safe for concurrent
+// use.
 type Site struct {
 	Sandbox *sandbox.Sandbox
 	// Hub is an administrator's client, without a cache.
@@ -50,7 +52,7 @@ type Site struct {
 	machines *machines
 }
 
-// Start brings a sandbox up without a shim. The context bounds the start only; [Site.Stop] ends it.
+// Start starts a sandbox without a shim. The context only bounds the start; [Site.Stop] ends it.
 func Start(ctx context.Context, options sandbox.Options) (*Site, error) {
 	options.WithoutShim = true
 	box, err := sandbox.Start(ctx, options)
@@ -84,19 +86,20 @@ func (s *Site) connect(ctx context.Context) error {
 	return err
 }
 
-// Stop ends everything.
+// Stop stops everything.
 func (s *Site) Stop() {
 	if s.machines != nil {
 		s.machines.stop()
 	}
 	if s.Agent != nil {
-		_ = s.Agent.Close() // nobody waits for it
+		_ = s.Agent.Close() // no calls are in flight
 	}
 	s.Sandbox.Stop()
 }
 
-// CreateCluster makes another Cluster in the hub, as of another tenant, and waits until Cluster API has connected to it. Its control plane is that of
-// the sandbox's own Cluster, so it is for node groups whose Machines are held.
+// CreateCluster creates another Cluster in the hub, as for another tenant, and waits until Cluster
+// API has connected to it. It shares the control plane of the sandbox's own Cluster, so it is only
+// for node groups whose Machines are held.
 func (s *Site) CreateCluster(ctx context.Context, name string) error {
 	var plane simv1.SimControlPlane
 	var secret corev1.Secret
@@ -135,20 +138,20 @@ func (s *Site) CreateCluster(ctx context.Context, name string) error {
 	})
 }
 
-// Group is a node group to make.
+// Group describes a node group to create.
 type Group struct {
 	Name string
-	// Cluster is its Cluster's name; empty for the sandbox's own.
+	// Cluster is the name of its Cluster. Empty means the sandbox's own.
 	Cluster string
-	// Max is its max size; zero means none.
+	// Max is its max size. Zero means none.
 	Max int
-	// Boot, Join and Termination are how long the infrastructure takes.
+	// Boot, Join and Termination are the delays of the infrastructure.
 	Boot, Join, Termination time.Duration
 	// Held keeps every machine from booting until [Site.Unhold].
 	Held bool
 }
 
-// CreateGroup makes a node group without machines and waits until the agent knows it.
+// CreateGroup creates a node group without machines and waits until the agent knows it.
 func (s *Site) CreateGroup(ctx context.Context, g Group) error {
 	delay := func(d time.Duration) metav1.Duration { return metav1.Duration{Duration: d} }
 	meta := metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: g.Name}
@@ -199,7 +202,7 @@ func (s *Site) CreateGroup(ctx context.Context, g Group) error {
 	})
 }
 
-// Unhold lets the machines boot that were made so far.
+// Unhold lets all existing machines boot.
 func (s *Site) Unhold(ctx context.Context) error {
 	var list simv1.SimMachineList
 	if err := s.Hub.List(ctx, &list, client.InNamespace(sandbox.ClusterNamespace)); err != nil {
@@ -217,16 +220,16 @@ func cluster() *agentv1alpha1.ClusterRef {
 
 func groupID(name string) string { return sandbox.ClusterNamespace + "/" + name }
 
-// Wish is one claim to make.
+// Wish is a claim to make.
 type Wish struct {
 	ID string
-	// Groups are the names of the node groups that would do, best first.
+	// Groups are the names of the candidate node groups, best first.
 	Groups []string
-	// Adopt is the Machine to take over; empty for a new one.
+	// Adopt is the Machine to adopt. Empty means a new one.
 	Adopt string
 }
 
-// Claim makes the claims, all at once, and returns how long each call took.
+// Claim makes the claims, all at once, and returns the duration of each call.
 func (s *Site) Claim(ctx context.Context, wishes []Wish) ([]time.Duration, error) {
 	return AtOnce(ctx, wishes, func(ctx context.Context, w Wish) error {
 		_, err := s.Agent.Claims.CreateClaim(ctx, &agentv1alpha1.CreateClaimRequest{
@@ -237,7 +240,8 @@ func (s *Site) Claim(ctx context.Context, wishes []Wish) ([]time.Duration, error
 	})
 }
 
-// Return leaves the claims' Machines to the user, all at once, and returns how long each call took.
+// Return returns the claims' Machines to the user, all at once, and returns the duration of each
+// call.
 func (s *Site) Return(ctx context.Context, wishes []Wish) ([]time.Duration, error) {
 	return AtOnce(ctx, wishes, func(ctx context.Context, w Wish) error {
 		_, err := s.Agent.Claims.ReturnMachine(ctx, &agentv1alpha1.ReturnMachineRequest{Cluster: cluster(), ClaimId: w.ID})
@@ -245,7 +249,7 @@ func (s *Site) Return(ctx context.Context, wishes []Wish) ([]time.Duration, erro
 	})
 }
 
-// Release gives the claims back, all at once, and returns how long each call took.
+// Release releases the claims, all at once, and returns the duration of each call.
 func (s *Site) Release(ctx context.Context, wishes []Wish) ([]time.Duration, error) {
 	return AtOnce(ctx, wishes, func(ctx context.Context, w Wish) error {
 		_, err := s.Agent.Claims.ReleaseClaim(ctx, &agentv1alpha1.ReleaseClaimRequest{Cluster: cluster(), ClaimId: w.ID, Drained: true})
@@ -253,7 +257,7 @@ func (s *Site) Release(ctx context.Context, wishes []Wish) ([]time.Duration, err
 	})
 }
 
-// AtOnce makes all the calls at the same time and returns how long each took.
+// AtOnce makes all calls concurrently and returns the duration of each.
 func AtOnce[T any](ctx context.Context, items []T, call func(context.Context, T) error) ([]time.Duration, error) {
 	took := make([]time.Duration, len(items))
 	var calls errgroup.Group
@@ -268,13 +272,13 @@ func AtOnce[T any](ctx context.Context, items []T, call func(context.Context, T)
 	return took, calls.Wait()
 }
 
-// Claims returns the claims of this package that live, as the agent tells them.
+// Claims returns the live claims of this package, as reported by the agent.
 func (s *Site) Claims(ctx context.Context) ([]*agentv1alpha1.Claim, error) {
 	r, err := s.Agent.Claims.ListClaims(ctx, &agentv1alpha1.ListClaimsRequest{Cluster: cluster(), Holder: Holder})
 	return r.GetClaims(), err
 }
 
-// AwaitBound waits until each of the claims has its label on a Machine.
+// AwaitBound waits until each of the claims has a Machine with its label.
 func (s *Site) AwaitBound(ctx context.Context, wishes []Wish) error {
 	wanted := set(wishes)
 	return s.AwaitMachines(ctx, func(machines []Machine) string {
@@ -287,10 +291,10 @@ func set(wishes []Wish) map[string]bool {
 	return lo.SliceToMap(wishes, func(w Wish) (string, bool) { return w.ID, true })
 }
 
-// AwaitServed waits until the agent reports each of the claims Bound, with a provider ID.
+// AwaitServed waits until the agent reports each of the claims as Bound, with a provider ID.
 func (s *Site) AwaitServed(ctx context.Context, wishes []Wish) error {
 	wanted := set(wishes)
-	// The hub's Machines first: watching them costs the agent nothing.
+	// The hub's Machines first: watching them does not cost the agent anything.
 	err := s.AwaitMachines(ctx, func(machines []Machine) string {
 		served := lo.CountBy(machines, func(m Machine) bool { return wanted[m.Claim] && m.ProviderID != "" })
 		return lo.Ternary(served == len(wishes), "", fmt.Sprintf("every claim to have a Machine with a provider ID: %d of %d have", served, len(wishes)))
@@ -307,7 +311,8 @@ func (s *Site) AwaitServed(ctx context.Context, wishes []Wish) error {
 	})
 }
 
-// AwaitGone waits until the agent knows no live claim and the node groups have neither Machines nor replicas.
+// AwaitGone waits until the agent reports no live claim, and the node groups have neither Machines
+// nor replicas.
 func (s *Site) AwaitGone(ctx context.Context, groups ...string) error {
 	if err := s.AwaitMachines(ctx, func(machines []Machine) string {
 		left := lo.CountBy(machines, func(m Machine) bool { return lo.Contains(groups, m.Group) })
@@ -337,24 +342,26 @@ func (s *Site) Deployment(ctx context.Context, name string) (*clusterv1.MachineD
 	return md, err
 }
 
-// Scale sets a node group's replicas, as a person would.
+// Scale sets a node group's replicas, as a user does.
 func (s *Site) Scale(ctx context.Context, name string, replicas int) error {
 	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: name}}
 	return s.Hub.Patch(ctx, md, client.RawPatch(types.MergePatchType, fmt.Appendf(nil, `{"spec":{"replicas":%d}}`, replicas)))
 }
 
-// Machine is what is watched of a Machine.
+// Machine is the watched part of a Machine.
 type Machine struct {
 	Name, Group, Claim, ProviderID, Node string
 	Deleting                             bool
 }
 
-// AwaitMachines waits until the condition says that nothing is missing of the hub's Machines.
+// AwaitMachines waits until the condition, evaluated on the hub's Machines, reports nothing
+// missing.
 func (s *Site) AwaitMachines(ctx context.Context, missing func([]Machine) string) error {
 	return s.machines.await(ctx, missing)
 }
 
-// machines follows the hub's Machines, also when the API server ends its watches, as it does when a CRD changes.
+// machines follows the hub's Machines, even when the API server ends its watches, as it does when a
+// CRD changes.
 type machines struct {
 	stop func()
 
@@ -371,10 +378,10 @@ func watchMachines(ctx context.Context, config *rest.Config) (*machines, error) 
 		return nil, err
 	}
 	m := &machines{known: map[string]Machine{}, changed: make(chan struct{})}
-	// It outlives the start.
+	// The watch outlives the start.
 	following, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	var running sync.WaitGroup
-	running.Go(func() { _ = follower.Start(following) }) // it fails only where it was started twice
+	running.Go(func() { _ = follower.Start(following) }) // it only fails if it is started twice
 	m.stop = func() {
 		cancel()
 		running.Wait()

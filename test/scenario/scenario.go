@@ -1,5 +1,6 @@
-// Package scenario is the product's main job from end to end: pods that need nodes get them, fewer pods are consolidated
-// onto fewer nodes, no pods leave nothing behind. The demo shows it, the end-to-end tests assert it.
+// Package scenario runs the product's main task from end to end: pods that need nodes get them,
+// fewer pods are consolidated onto fewer nodes, and no pods leave nothing behind. The demo shows
+// it, and the end-to-end tests assert it.
 package scenario
 
 import (
@@ -24,33 +25,34 @@ import (
 )
 
 const (
-	// The longest that each part may take, on a slow machine.
-	readyWithin       = 2 * time.Minute // the shim tells the agent once a minute which Nodes there are
+	// Timeouts of the parts, on a slow machine.
+	readyWithin       = 2 * time.Minute // the shim reports its Nodes to the agent once a minute
 	scaleUpWithin     = 3 * time.Minute
 	consolidateWithin = 3 * time.Minute
 	scaleDownWithin   = 3 * time.Minute
 	settleWithin      = 2 * time.Minute
 	restartWithin     = time.Minute
 
-	// quietFor is how long a wait may be silent.
+	// quietFor is the maximum time without output while waiting.
 	quietFor = 5 * time.Second
 )
 
-// Load is how many pods the Deployments of the fleet's workload have, and how many nodes each node group needs for them, claimed or the
-// user's own, as the pods' requests and the machines' sizes have it.
+// Load is the number of pods of each Deployment of the fleet's workload, and the number of nodes,
+// claimed or the user's own, that each node group needs for them given the pods' requests and the
+// machines' sizes.
 type Load struct {
 	Pods  map[string]int32
 	Nodes map[string]int
 }
 
-// TotalPods is the sum over the Deployments.
+// TotalPods returns the sum over the Deployments.
 func (l Load) TotalPods() int { return int(lo.Sum(lo.Values(l.Pods))) }
 
-// TotalNodes is the sum over the node groups.
+// TotalNodes returns the sum over the node groups.
 func (l Load) TotalNodes() int { return lo.Sum(lo.Values(l.Nodes)) }
 
-// Loads of the fleet in package manifests. Two pods of web fit on a small machine, six of data on a large one, one of batch
-// on a small one.
+// Loads of the fleet in package manifests. Two pods of web fit on a small machine, six of data on a
+// large one, one of batch on a small one.
 var (
 	Full = Load{
 		Pods:  map[string]int32{"web": 12, "data": 12, "batch": 4},
@@ -63,29 +65,31 @@ var (
 	Nothing = Load{Pods: map[string]int32{"web": 0, "data": 0, "batch": 0}}
 )
 
-// Options say how to run it.
+// Options configures a run.
 type Options struct {
-	// Chaos kills the shim and the agent, as kill -9 does, while nodes are being made.
+	// Chaos kills the shim and the agent, as kill -9 does, while nodes are being created.
 	Chaos bool
 	// Title is called when a part begins.
 	Title func(format string, args ...any)
-	// Note is called for what is worth telling: what is waited for, every few seconds, and what was done.
+	// Note is called with messages: every few seconds with what the run is waiting for, and with
+	// what was done.
 	Note func(format string, args ...any)
 }
 
-// Result is what happened.
+// Result is the result of a run.
 type Result struct {
-	// Pods that ran at once, and Nodes made for them.
+	// Pods is the maximum number of pods that ran at once, and Nodes the number of Nodes created
+	// for them.
 	Pods, Nodes int
-	// Consolidated is how many nodes Karpenter removed because the pods fit on fewer.
+	// Consolidated is the number of nodes that Karpenter removed because the pods fit on fewer.
 	Consolidated int
-	// FinalReplicas of the MachineDeployments, which are those they began with.
+	// FinalReplicas are the replicas of the MachineDeployments, which equal those at the start.
 	FinalReplicas map[string]int32
-	// Launch is the time from a NodeClaim's creation to its being launched.
+	// Launch is the time from a NodeClaim's creation to its launch.
 	Launch journey.Latency
-	// Join is the time from a NodeClaim's creation to pods being able to run on its Node.
+	// Join is the time from a NodeClaim's creation until pods can run on its Node.
 	Join journey.Latency
-	// Killed is how many processes were killed on the way.
+	// Killed is the number of processes killed.
 	Killed int
 }
 
@@ -98,16 +102,16 @@ type run struct {
 	began  time.Time
 }
 
-// own is how many nodes the user has without any claim.
+// own returns the number of nodes that the user has without any claim.
 func (r *run) own() int { return int(lo.Sum(lo.Values(r.start))) }
 
-// mine leaves out what happened before the run.
+// mine returns the journeys that began during the run.
 func (r *run) mine(s journey.State) []journey.Journey {
 	return lo.Filter(s.Journeys, func(j journey.Journey, _ int) bool { return j.At(journey.Created).After(r.began) })
 }
 
-// Run applies the fleet's manifests and does everything once. On return without an error all invariants hold and all
-// numbers are what they were at the start.
+// Run applies the fleet's manifests and runs all parts once. If it returns without an error, all
+// invariants hold and all numbers are as at the start.
 func Run(ctx context.Context, w *world.World, options Options) (Result, error) {
 	r := &run{World: w, Options: options, began: time.Now()}
 	for _, part := range []func(context.Context) error{r.prepare, r.scaleUp, r.consolidate, r.scaleToZero} {
@@ -118,7 +122,7 @@ func Run(ctx context.Context, w *world.World, options Options) (Result, error) {
 	return r.result, nil
 }
 
-// prepare installs what the users wrote and waits until the user's own machines are there.
+// prepare applies the users' manifests and waits until the user's own machines run.
 func (r *run) prepare(ctx context.Context) error {
 	r.Title("Applying three MachineDeployments to the hub; a ClusterAPINodeClass, a NodePool and three Deployments without pods to the spoke")
 	if err := manifests.Apply(ctx, r.Hub, manifests.FleetHub); err != nil {
@@ -161,7 +165,8 @@ func (r *run) prepare(ctx context.Context) error {
 	return nil
 }
 
-// ownTakePods waits until pods may run on the user's own machines, which are a floor: Karpenter plans with them from then on.
+// ownTakePods waits until pods may run on the user's own machines, which are the floor's. Karpenter
+// plans with them from then on.
 func (r *run) ownTakePods(ctx context.Context) (missing string, err error) {
 	var nodes corev1.NodeList
 	if err := r.Spoke.List(ctx, &nodes); err != nil {
@@ -223,8 +228,8 @@ func (r *run) scaleUp(ctx context.Context) error {
 	return nil
 }
 
-// chaos kills the shim when NodeClaims begin to appear and the agent when the first claim has its Machine, and waits until
-// both are back.
+// chaos kills the shim once NodeClaims appear, and the agent once the first claim has its Machine,
+// and waits until both have restarted.
 func (r *run) chaos(ctx context.Context) error {
 	for _, blow := range []struct {
 		component string
@@ -337,7 +342,7 @@ func (r *run) settle(ctx context.Context) error {
 	return nil
 }
 
-// await waits for the recorder's condition and tells every few seconds what is missing.
+// await waits for the recorder's condition and prints what is missing every few seconds.
 func (r *run) await(ctx context.Context, within time.Duration, condition func(journey.State) string) error {
 	bounded, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
@@ -357,7 +362,7 @@ func (r *run) await(ctx context.Context, within time.Duration, condition func(jo
 	})
 }
 
-// whileWaiting tells every few seconds what is waited for, until the returned function is called.
+// whileWaiting prints every few seconds what the run is waiting for, until stop is called.
 func (r *run) whileWaiting(what func() string) (stop func()) {
 	began := time.Now()
 	ended := make(chan struct{})
@@ -380,9 +385,9 @@ func (r *run) whileWaiting(what func() string) (stop func()) {
 	}
 }
 
-// withPending adds what the scheduler says of pods that wait.
+// withPending adds the scheduler's messages about pending pods to an error.
 func (r *run) withPending(ctx context.Context, err error) error {
-	// The wait that failed may have failed of its context.
+	// The context of the failed wait may have ended.
 	bounded, cancel := context.WithTimeout(context.WithoutCancel(ctx), quietFor)
 	defer cancel()
 	pods, listErr := r.Pending(bounded)
@@ -395,7 +400,7 @@ func (r *run) withPending(ctx context.Context, err error) error {
 	return fmt.Errorf("%w\npods without a Node:\n  %s", err, strings.Join(pods, "\n  "))
 }
 
-// Replicas writes numbers of replicas as name:number, by name.
+// Replicas formats numbers of replicas as name:number, sorted by name.
 func Replicas(replicas map[string]int32) string {
 	return strings.Join(lo.Map(slices.Sorted(maps.Keys(replicas)), func(name string, _ int) string {
 		return fmt.Sprintf("%s:%d", name, replicas[name])
@@ -408,7 +413,7 @@ func counts(n map[string]int) string {
 	}), ", ")
 }
 
-// perGroup writes how many live NodeClaims each node group has.
+// perGroup formats the number of live NodeClaims of each node group.
 func perGroup(s journey.State) string {
 	return counts(lo.CountValuesBy(s.Live(), func(j journey.Journey) string { return lo.CoalesceOrEmpty(j.Group, "no group") }))
 }

@@ -1,5 +1,5 @@
-// Package world is a running sandbox with what tests and the demo need around it: clients that know every kind, a recorder
-// of what happens, a checker of what must hold.
+// Package world wraps a running sandbox with what tests and the demo need: clients for every kind,
+// a recorder of events, and a checker of invariants.
 package world
 
 import (
@@ -33,13 +33,13 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/journey"
 )
 
-// pollInterval is how often an API server is asked for what no watch tells.
+// pollInterval is the interval for state that no watch reports.
 const pollInterval = 200 * time.Millisecond
 
-// Cluster is the hub's name for the spoke.
+// Cluster is the spoke's default Cluster in the hub.
 var Cluster = types.NamespacedName{Namespace: sandbox.ClusterNamespace, Name: sandbox.ClusterName}
 
-// World is a sandbox that runs. Its methods are safe for concurrent use.
+// World is a running sandbox. Its methods are safe for concurrent use.
 type World struct {
 	Sandbox *sandbox.Sandbox
 	// Hub and Spoke are an administrator's clients, without a cache.
@@ -48,7 +48,7 @@ type World struct {
 	Checker    invariants.Checker
 }
 
-// Scheme knows every kind that occurs in a hub or a spoke.
+// Scheme returns a scheme with every kind that occurs in a hub or a spoke.
 func Scheme() *runtime.Scheme {
 	scheme := runtime.NewScheme()
 	lo.Must0(clientgoscheme.AddToScheme(scheme))
@@ -56,14 +56,14 @@ func Scheme() *runtime.Scheme {
 	lo.Must0(simv1.AddToScheme(scheme))
 	lo.Must0(agentv1.AddToScheme(scheme))
 	shimv1.AddToScheme(scheme)
-	// Karpenter's own registration is for the global scheme only.
+	// Karpenter's own registration only supports the global scheme.
 	gv := schema.GroupVersion{Group: apis.Group, Version: "v1"}
 	scheme.AddKnownTypes(gv, &karpenterv1.NodePool{}, &karpenterv1.NodePoolList{}, &karpenterv1.NodeClaim{}, &karpenterv1.NodeClaimList{})
 	metav1.AddToGroupVersion(scheme, gv)
 	return scheme
 }
 
-// Start brings a sandbox up and begins to record. The context bounds the start; [World.Stop] ends it.
+// Start starts a sandbox and a recorder. The context only bounds the start; [World.Stop] ends it.
 func Start(ctx context.Context, options sandbox.Options, onEvent func(journey.Event)) (*World, error) {
 	box, err := sandbox.Start(ctx, options)
 	if err != nil {
@@ -77,13 +77,14 @@ func Start(ctx context.Context, options sandbox.Options, onEvent func(journey.Ev
 	return w, nil
 }
 
-// OnHub returns the world of the same spoke and another hub, which w's Cluster is moved to, with that hub as its Sandbox. To stop it
-// stops that hub, and should come before w is stopped. On an error the hub is left as it is.
+// OnHub returns a world with the same spoke and another hub, to which w's Cluster is moved. Its
+// Sandbox is that hub. Stopping it stops that hub, and should be done before w is stopped. On an
+// error the hub is left unchanged.
 func (w *World) OnHub(ctx context.Context, hub *sandbox.Sandbox) (*World, error) {
 	return around(ctx, hub, w.Sandbox, nil)
 }
 
-// around connects to the hub of one sandbox and the spoke of another, or of the same.
+// around connects to the hub of one sandbox and to the spoke of the same or another one.
 func around(ctx context.Context, box, spokes *sandbox.Sandbox, onEvent func(journey.Event)) (*World, error) {
 	scheme := Scheme()
 	newClient := func(config *rest.Config) (client.Client, error) {
@@ -94,25 +95,26 @@ func around(ctx context.Context, box, spokes *sandbox.Sandbox, onEvent func(jour
 	if err := errors.Join(hubErr, spokeErr); err != nil {
 		return nil, err
 	}
+	cluster := spokes.Cluster()
 	recorder, err := journey.Record(ctx, journey.Options{
-		Hub: box.HubConfig(), Spoke: spokes.SpokeConfig(), Scheme: scheme, Cluster: Cluster, OnEvent: onEvent,
+		Hub: box.HubConfig(), Spoke: spokes.SpokeConfig(), Scheme: scheme, Cluster: cluster, OnEvent: onEvent,
 	})
 	if err != nil {
 		return nil, err
 	}
 	return &World{
 		Sandbox: box, Hub: hub, Spoke: spoke, Recorder: recorder,
-		Checker: invariants.Checker{Hub: hub, Spoke: spoke, Cluster: Cluster},
+		Checker: invariants.Checker{Hub: hub, Spoke: spoke, Cluster: cluster},
 	}, nil
 }
 
-// Stop ends the recording and the sandbox. Logs stay.
+// Stop stops the recorder and the sandbox. The logs are kept.
 func (w *World) Stop() {
 	w.Recorder.Stop()
 	w.Sandbox.Stop()
 }
 
-// Scale sets how many pods a Deployment of the spoke has.
+// Scale sets the number of pods of a Deployment in the spoke.
 func (w *World) Scale(ctx context.Context, name types.NamespacedName, replicas int32) error {
 	patch, err := json.Marshal(map[string]any{"spec": map[string]any{"replicas": replicas}})
 	if err != nil {
@@ -125,8 +127,8 @@ func (w *World) Scale(ctx context.Context, name types.NamespacedName, replicas i
 	return nil
 }
 
-// Poll asks again and again until the condition says that nothing is missing. An error of the condition counts as
-// something that is missing.
+// Poll polls until the condition reports nothing missing. An error of the condition counts as
+// something missing.
 func Poll(ctx context.Context, condition func(context.Context) (missing string, err error)) error {
 	var missing string
 	err := wait.PollUntilContextCancel(ctx, pollInterval, true, func(ctx context.Context) (bool, error) {
@@ -134,7 +136,7 @@ func Poll(ctx context.Context, condition func(context.Context) (missing string, 
 		switch {
 		case err == nil:
 			missing = now
-		case missing == "" || !timeIsUp(err): // which must not hide what was seen before
+		case missing == "" || !timeIsUp(err): // a timeout must not hide an earlier finding
 			missing = err.Error()
 		}
 		return err == nil && missing == "", nil
@@ -145,12 +147,13 @@ func Poll(ctx context.Context, condition func(context.Context) (missing string, 
 	return nil
 }
 
-// timeIsUp: the clients' rate limiter says so in text only.
+// timeIsUp reports whether the error is a timeout. The clients' rate limiter only reports that in
+// text.
 func timeIsUp(err error) bool {
 	return errors.Is(err, context.DeadlineExceeded) || strings.Contains(err.Error(), "would exceed context deadline")
 }
 
-// AwaitNodePool waits until a NodePool, and with it its NodeClass, is ready.
+// AwaitNodePool waits until a NodePool, and therefore its NodeClass, is ready.
 func (w *World) AwaitNodePool(ctx context.Context, name string) error {
 	return Poll(ctx, func(ctx context.Context) (string, error) {
 		var pool karpenterv1.NodePool
@@ -171,7 +174,7 @@ func (w *World) AwaitNodePool(ctx context.Context, name string) error {
 	})
 }
 
-// AwaitRestarted waits until a component that was killed runs again as another process and is ready.
+// AwaitRestarted waits until a killed component runs as a new process and is ready.
 func (w *World) AwaitRestarted(ctx context.Context, component string, pid int) error {
 	return Poll(ctx, func(context.Context) (string, error) {
 		status := w.Status(component)
@@ -182,13 +185,13 @@ func (w *World) AwaitRestarted(ctx context.Context, component string, pid int) e
 	})
 }
 
-// Status returns what is known of a component; the zero value if there is none.
+// Status returns the status of a component, or the zero value if there is none.
 func (w *World) Status(component string) sandbox.ComponentStatus {
 	status, _ := lo.Find(w.Sandbox.State().Components, func(c sandbox.ComponentStatus) bool { return c.Name == component })
 	return status
 }
 
-// Pending lists the pods that have no Node, with what the scheduler says of them.
+// Pending returns the pods without a Node, with the scheduler's messages about them.
 func (w *World) Pending(ctx context.Context) ([]string, error) {
 	var pods corev1.PodList
 	if err := w.Spoke.List(ctx, &pods); err != nil {

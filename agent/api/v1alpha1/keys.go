@@ -79,6 +79,14 @@ const (
 	// MachineDeployment was paused, comma-separated; written together with its replicas, so that the step can be repeated.
 	ReleasedAnnotation = Group + "/released"
 
+	// MaxClaimsAnnotation on a Cluster replaces, for that Cluster, the agent's flag --max-claims-per-cluster. The value is a whole number; 0
+	// disables the limit. With any other value the flag applies.
+	MaxClaimsAnnotation = Group + "/max-claims"
+	// MaxCreationsAnnotation is the same for --max-creations-per-minute.
+	MaxCreationsAnnotation = Group + "/max-creations-per-minute"
+	// MaxReleasesAnnotation is the same for --max-releases-per-window.
+	MaxReleasesAnnotation = Group + "/max-releases-per-window"
+
 	// ClusterLabel on a MachineClaim holds the name of its Cluster.
 	ClusterLabel = Group + "/cluster"
 	// NodeGroupLabel on a MachineClaim holds the name of the MachineDeployment that it claims from.

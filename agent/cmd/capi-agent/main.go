@@ -1,4 +1,5 @@
-// Command capi-agent runs in a Cluster API management cluster and serves its node groups, claims and machines over gRPC.
+// Command capi-agent runs in a Cluster API management cluster and serves its node groups, claims
+// and Machines over gRPC.
 package main
 
 import (
@@ -143,7 +144,8 @@ func listen(ctx context.Context, o *options.Options) (listeners []server.Listene
 	return listeners, release, nil
 }
 
-// hubConfig reaches the hub as --kubeconfig, the KUBECONFIG variable or the pod's account say.
+// hubConfig returns the client configuration for the hub, from --kubeconfig, the KUBECONFIG
+// variable or the pod's service account.
 func hubConfig(o *options.Options) (*rest.Config, error) {
 	config, err := loadConfig(o.Kubeconfig, "")
 	if err != nil {
@@ -153,8 +155,8 @@ func hubConfig(o *options.Options) (*rest.Config, error) {
 	return config, nil
 }
 
-// loadConfig loads a context of a kubeconfig. An empty file name means the KUBECONFIG variable, ~/.kube/config or the pod's account; an empty
-// context means the current one.
+// loadConfig loads a context of a kubeconfig. An empty file name means the KUBECONFIG variable,
+// ~/.kube/config or the pod's service account. An empty context means the current one.
 func loadConfig(kubeconfig, kubeContext string) (*rest.Config, error) {
 	rules := clientcmd.NewDefaultClientConfigLoadingRules()
 	rules.ExplicitPath = kubeconfig

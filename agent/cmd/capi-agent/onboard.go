@@ -20,7 +20,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/options"
 )
 
-// onboard gives a Cluster an onboarding, and says on out what it does; what the spoke needs goes to manifest, unless it is brought there.
+// onboard assigns an onboarding to a Cluster, and reports on out. The secret for the spoke is
+// written to manifest, unless it is delivered directly.
 func onboard(ctx context.Context, arguments []string, manifest, out io.Writer) error {
 	flags := pflag.NewFlagSet("capi-agent onboard", pflag.ContinueOnError)
 	flags.SortFlags = false
@@ -97,10 +98,11 @@ The secret serves one key, and no longer than --valid-for. The caller needs to r
 	return carryOut(ctx, hub, spoke, o, prepared, delivery{resourceSet: *resourceSet, dryRun: *dryRun}, manifest, out)
 }
 
-// delivery is how the secret gets into the spoke.
+// delivery is how the secret is delivered to the spoke.
 type delivery struct{ resourceSet, dryRun bool }
 
-// carryOut does what was prepared. Whether the spoke can be written to is tried first: from Begin on the present certificate has ended.
+// carryOut performs the prepared onboarding. It first tries whether the spoke can be written to,
+// because Begin ends the current certificate.
 func carryOut(
 	ctx context.Context, hub, spoke client.Client, o onboarding.Options, prepared *onboarding.Onboarding, by delivery, manifest, out io.Writer,
 ) error {
@@ -130,7 +132,8 @@ func carryOut(
 		fmt.Fprintf(out, "the secret %s, valid for %s, would be %s\n", o.Secret, o.ValidFor, way)
 		return nil
 	}
-	if by.resourceSet { // which waits for the label
+	// The ClusterResourceSet waits for the label.
+	if by.resourceSet {
 		if err := prepared.Dispatch(ctx, hub, false); err != nil {
 			return wrap(err)
 		}
@@ -161,7 +164,7 @@ func carryOut(
 	return nil
 }
 
-// offboard ends the onboarding of a Cluster, and says on out what it does.
+// offboard ends the onboarding of a Cluster, and reports on out.
 func offboard(ctx context.Context, arguments []string, out io.Writer) error {
 	flags := pflag.NewFlagSet("capi-agent offboard", pflag.ContinueOnError)
 	flags.SortFlags = false
@@ -225,7 +228,7 @@ func namedSecret(text string) (types.NamespacedName, error) {
 	return name, nil
 }
 
-// reach returns a client of the cluster of a kubeconfig.
+// reach returns a client for the cluster of a kubeconfig.
 func reach(kubeconfig, kubeContext string) (client.Client, error) {
 	log.SetLogger(logr.Discard())
 	klog.SetLogger(logr.Discard())

@@ -15,7 +15,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/options"
 )
 
-// policy checks a policy file, and says on out what it is, and what a certificate may do by it.
+// policy checks a policy file, and reports its content and the rights of a certificate on out.
 func policy(arguments []string, out io.Writer) error {
 	flags := pflag.NewFlagSet("capi-agent policy check", pflag.ContinueOnError)
 	flags.SortFlags = false

@@ -16,7 +16,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/options"
 )
 
-// uninstall removes what agents wrote from the hub, and says on out what it does.
+// uninstall removes everything that agents have written to the hub, and reports on out.
 func uninstall(ctx context.Context, arguments []string, out io.Writer) error {
 	o := options.New()
 	flags := pflag.NewFlagSet("capi-agent uninstall", pflag.ContinueOnError)

@@ -42,38 +42,43 @@ import (
 
 var writeMatrix = flag.Bool("write-matrix", false, "write docs/access.md anew")
 
-// caller is a kind of identity, and what it is meant to be allowed, said here a second time: [authz.Methods] is what the agent goes by.
+// caller is a kind of identity, with its intended rights. They are specified here independently of
+// [authz.Methods], which the agent uses.
 type caller struct {
 	name string
 	conn *grpc.ClientConn
-	// connects and identified say whether it gets through the handshake, and whether it is known then.
+	// connects reports whether the handshake succeeds, and identified whether the caller has an
+	// identity then.
 	connects, identified bool
-	// reads says whether it may read what is of the Cluster, and acts as whom it may make, release and collect claims.
+	// reads reports whether it may read data of the Cluster. acts are the holders as which it may
+	// create, release and collect claims.
 	reads bool
 	acts  []string
-	// certified says that it may get a certificate of the Cluster's, outdated that its own is of another onboarding than the Cluster's.
+	// certified reports whether it may get a certificate of the Cluster, and outdated whether its
+	// own certificate belongs to a past onboarding of the Cluster.
 	certified, outdated bool
 }
 
-// rpc is a method, with a request that is about the Cluster.
+// rpc is a method, with a request for the Cluster.
 type rpc struct {
 	method  protoreflect.MethodDescriptor
 	request string // JSON
-	// holder is whose claims it is about; empty for none.
+	// holder is the holder of the claims that it concerns, or empty.
 	holder string
-	// onClaim says that the claim must exist before.
+	// onClaim means that the claim must already exist.
 	onClaim bool
 	row
 }
 
-// row is what the test has to know of a method.
+// row is what the test must know about a method.
 type row struct {
 	json string
-	// also is a code, beside OK, that says that the caller was let through: what it asks for does not exist, or cannot be done.
+	// also is a code that, like OK, means that the caller was admitted: the requested object does
+	// not exist, or the operation is not possible.
 	also codes.Code
-	// open is whether everybody may call it, connected whether every identity may.
+	// open reports whether every caller may call it, and connected whether every identity may.
 	open, connected bool
-	// certifies is whether the Cluster's own callers alone may call it.
+	// certifies reports whether only the Cluster's own callers may call it.
 	certifies bool
 }
 
@@ -90,7 +95,7 @@ const (
 	admitted     = "yes"
 )
 
-// wanted is what has to come of a call.
+// wanted returns the expected result of a call.
 func wanted(by caller, of rpc) string {
 	switch {
 	case !by.connects:
@@ -113,11 +118,13 @@ func wanted(by caller, of rpc) string {
 	return codes.PermissionDenied.String()
 }
 
-// holders of claims: those of the Cluster's shim and of an autoscaler, and one that only an administrator may act as.
+// holders are the holder of the Cluster's shim, that of an autoscaler, and one that only an
+// administrator may act as.
 var holders = []string{"karpenter", "cluster-autoscaler", "another-tool"}
 
-// requests are those of every method, by its name, in JSON. $CLUSTER is the Cluster, $GROUP its node group, $ID the id of a claim, $HOLDER its
-// holder and $TOKEN what the holder listed.
+// requests has the request of every method in JSON, by name. $CLUSTER is the Cluster, $GROUP its
+// node group, $ID the ID of a claim, $HOLDER its holder, and $TOKEN the token of that holder's
+// listing.
 var requests = map[protoreflect.FullName]row{
 	"capi.agent.v1alpha1.NodeGroupService.ListNodeGroups":  {json: `{"cluster": $CLUSTER}`},
 	"capi.agent.v1alpha1.NodeGroupService.GetNodeGroup":    {json: `{"cluster": $CLUSTER, "id": "$GROUP"}`},
@@ -136,7 +143,7 @@ var requests = map[protoreflect.FullName]row{
 	"capi.agent.v1alpha1.MachineService.WatchMachines": {json: `{"cluster": $CLUSTER}`},
 
 	"capi.agent.v1alpha1.CertificateService.IssueCertificate": {
-		// A shim on a unix socket is let through, and has no certificate that could be renewed.
+		// A shim on a unix socket is admitted, but has no certificate that could be renewed.
 		json: `{"cluster": $CLUSTER, "signingRequest": "$CSR"}`, also: codes.FailedPrecondition, certifies: true,
 	},
 
@@ -150,11 +157,13 @@ var requests = map[protoreflect.FullName]row{
 	"grpc.reflection.v1alpha.ServerReflection.ServerReflectionInfo": {json: `{"listServices": ""}`, connected: true},
 }
 
-// present is the onboarding of the Cluster.
+// present is the current onboarding of the Cluster.
 const present = "0123456789abcdef"
 
-// TestAccessMatrix has every kind of caller call every method that the agent serves, as its reflection lists them, over the wire; where a claim is
-// changed, one of each kind of holder. A method that has no row in [requests] fails it, and so does a page that shows another matrix.
+// TestAccessMatrix makes every kind of caller call every method that the agent serves according to
+// its reflection. If a call changes a claim, it is made for a claim of each kind of holder. The
+// test fails if a method has no row in [requests], or if the documentation shows a different
+// matrix.
 func TestAccessMatrix(t *testing.T) {
 	namespace := plane.Namespace(t)
 	onboarded := capitest.NewCluster(namespace, "spoke")
@@ -200,7 +209,8 @@ func TestAccessMatrix(t *testing.T) {
 
 var accessPage = filepath.Join("..", "..", "..", "docs", "access.md")
 
-// serveEveryWay runs an agent that listens in every way it can, and returns the callers that there are of it. The last is an administrator.
+// serveEveryWay runs an agent with every kind of listener, and returns its callers. The last one is
+// an administrator.
 func serveEveryWay(t *testing.T, namespace string) []caller {
 	t.Helper()
 	policy, err := authz.ParsePolicy(fmt.Appendf(nil, `
@@ -326,7 +336,7 @@ deny:
 	}
 }
 
-// served returns what there is to call.
+// served returns the methods to call.
 func served(tb testing.TB, admin grpc.ClientConnInterface, namespace string) []rpc {
 	tb.Helper()
 	stream, err := grpc_reflection_v1.NewServerReflectionClient(admin).ServerReflectionInfo(tb.Context())
@@ -371,20 +381,22 @@ func served(tb testing.TB, admin grpc.ClientConnInterface, namespace string) []r
 	return calls
 }
 
-// attempt makes the call and says what came of it: that there is no connection, the code of a refusal, or that the caller was let through.
+// attempt makes the call and returns its result: no connection, the code of a rejection, or
+// admitted.
 func (c rpc) attempt(t *testing.T, conn *grpc.ClientConn, id string) string {
 	t.Helper()
 	request, response := dynamicpb.NewMessage(c.method.Input()), dynamicpb.NewMessage(c.method.Output())
 	require.NoError(t, protojson.Unmarshal([]byte(strings.ReplaceAll(c.request, "$ID", id)), request))
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
-	// One way for all kinds of methods: of a stream, the first message counts.
+	// All kinds of methods are called as streams. The first message determines the result.
 	stream, err := conn.NewStream(ctx, &grpc.StreamDesc{ServerStreams: true, ClientStreams: true},
 		fmt.Sprintf("/%s/%s", c.method.Parent().FullName(), c.method.Name()))
 	if err == nil {
 		err = stream.SendMsg(request)
 	}
-	if err == nil || errors.Is(err, io.EOF) { // io.EOF: the stream's status says why
+	// For io.EOF, the stream's status has the reason.
+	if err == nil || errors.Is(err, io.EOF) {
 		_ = stream.CloseSend()
 		err = stream.RecvMsg(response)
 	}
@@ -401,7 +413,8 @@ func (c rpc) attempt(t *testing.T, conn *grpc.ClientConn, id string) string {
 	}
 }
 
-// matrix shows callers and calls as a table. Methods, and callers, that are all answered alike have one column, and one row.
+// matrix renders callers and calls as a table. Methods with the same results share a column, and
+// callers with the same results share a row.
 func matrix(callers []caller, calls []rpc, results [][]string) string {
 	var text strings.Builder
 	text.WriteString(`# Who may call what

@@ -22,8 +22,9 @@ import (
 
 var adopting = flag.Int("adopting", 10, "how many running Machines of each of two node groups are adopted at once")
 
-// TestManyMachinesAreAdoptedAtOnce has all Machines of two node groups adopted, as a switch from another provider does, with two agents at work.
-// Cluster API has nothing to say meanwhile. How long that takes is printed only.
+// TestManyMachinesAreAdoptedAtOnce adopts all Machines of two node groups with two agents running,
+// as in a migration from another provider. Cluster API is idle meanwhile. The duration is only
+// logged.
 func TestManyMachinesAreAdoptedAtOnce(t *testing.T) {
 	const groups = 2
 	namespace := plane.Namespace(t)

@@ -1,4 +1,4 @@
-// Package agent puts the agent together: the caches, the views, the claim engine and the server.
+// Package agent assembles the agent from the caches, the views, the claim engine and the server.
 package agent
 
 import (
@@ -40,21 +40,21 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/version"
 )
 
-// Config is what an [Agent] needs.
+// Config configures an [Agent].
 type Config struct {
-	// Options are the settings, valid. REQUIRED.
+	// Options are the settings, which must be valid. REQUIRED.
 	Options *options.Options
-	// Hub reaches the hub's API server. REQUIRED.
+	// Hub is the client configuration for the hub's API server. REQUIRED.
 	Hub *rest.Config
-	// Policy returns the policy that is valid now. Nil means that there is none.
+	// Policy returns the policy in force. Nil means the policy that the options name, if any.
 	Policy func() *authz.Policy
-	// Log takes what the agent has to say. Zero discards it.
+	// Log receives the agent's log. Zero discards it.
 	Log logr.Logger
-	// Registerer takes the metrics. Nil registers none.
+	// Registerer registers the metrics. Nil registers none.
 	Registerer prometheus.Registerer
-	// TracerProvider records calls and what they ask of the hub. Nil records nothing.
+	// TracerProvider records calls and their requests to the hub. Nil records nothing.
 	TracerProvider trace.TracerProvider
-	// Clock is the time of the claim engine. Nil means the real one.
+	// Clock provides the time for the claim engine. Nil means the system clock.
 	Clock clock.Clock
 }
 
@@ -62,13 +62,13 @@ type Config struct {
 type Agent struct {
 	manager manager.Manager
 	server  *server.Server
-	issuer  *issuer.Authority // nil when it issues no certificates
-	file    *authz.PolicyFile // one of them, or none
+	issuer  *issuer.Authority // nil if it issues no certificates
+	file    *authz.PolicyFile // at most one of file and policy is set
 	policy  *configmap.Follower[authz.Policy]
 	log     logr.Logger
 }
 
-// New puts an agent together. Nothing is asked of the hub before [Agent.Run].
+// New assembles an agent. It sends no requests to the hub before [Agent.Run].
 func New(ctx context.Context, c Config) (*Agent, error) {
 	if c.Log.GetSink() == nil {
 		c.Log = logr.Discard()
@@ -185,7 +185,7 @@ func New(ctx context.Context, c Config) (*Agent, error) {
 	return a, nil
 }
 
-// followPolicy makes c.Policy the policy that the options name, unless it is set already.
+// followPolicy sets c.Policy to the policy that the options name, unless c.Policy is already set.
 func (a *Agent) followPolicy(c *Config) error {
 	o := c.Options
 	var err error
@@ -200,7 +200,7 @@ func (a *Agent) followPolicy(c *Config) error {
 		a.policy, err = configmap.New(a.manager, configmap.Config[authz.Policy]{
 			Name: o.PolicyName(), Key: authz.PolicyKey, What: "policy", Recorder: a.manager.GetEventRecorder("capi-agent"), Registerer: c.Registerer,
 			Parse: func(content []byte) (*authz.Policy, error) { return authz.ParsePolicy(content, o.TrustDomain) },
-			// What it denies stays denied.
+			// Denials must survive the deletion of the ConfigMap.
 			Lasting: true,
 		})
 		if err != nil {
@@ -211,7 +211,8 @@ func (a *Agent) followPolicy(c *Config) error {
 	return nil
 }
 
-// awaitsPolicy says why nothing is served for want of a policy; nil when that is not so.
+// awaitsPolicy returns an error while the agent serves nothing because it has no policy, and nil
+// otherwise.
 func (a *Agent) awaitsPolicy() error {
 	if a.policy == nil || a.policy.Current() != nil {
 		return nil
@@ -219,14 +220,15 @@ func (a *Agent) awaitsPolicy() error {
 	return errors.New(a.policy.Problem())
 }
 
-// shareOfHub returns the limits of callers, one of whom leaves at least half of what the agent may ask of the hub to all others.
+// shareOfHub returns the limits of callers. No single caller can use more than half of the agent's
+// request rate to the hub.
 func shareOfHub(o *options.Options) limits.Options {
 	l := o.Limits
 	l.HubRequestsPerSecond, l.HubRequestBurst = float64(o.KubeAPIQPS)/2, o.KubeAPIBurst
 	return l
 }
 
-// followPrices sets up the price list; nil when there is to be none.
+// followPrices sets up the price list. It returns nil if none is configured.
 func (a *Agent) followPrices(c Config) (*pricelist.Follower, error) {
 	if c.Options.PriceList == "" {
 		return nil, nil
@@ -248,7 +250,8 @@ func newManager(c Config, scope hub.Scope) (manager.Manager, error) {
 	rest := rest.CopyConfig(c.Hub)
 	rest.QPS, rest.Burst = c.Options.KubeAPIQPS, c.Options.KubeAPIBurst
 	if c.TracerProvider != nil {
-		rest.Wrap(hub.Traced) // first, so that its spans do not hold what requests wait for here
+		// Traced comes first, so that its spans do not include the time that requests wait here.
+		rest.Wrap(hub.Traced)
 	}
 	rest.Wrap(limits.Transport)
 	rest.Wrap(hub.Lean)
@@ -276,15 +279,17 @@ func newManager(c Config, scope hub.Scope) (manager.Manager, error) {
 	return mgr, nil
 }
 
-// How the hub's API server is probed. A shim hears of its absence at the latest after hubPatience, one probeInterval and one probeTimeout.
-// Two answers in a row that do not come are an absence, one that is slow is not.
+// These are the parameters of the probe of the hub's API server. A shim learns of an outage after
+// at most hubPatience, one probeInterval and one probeTimeout. Two consecutive missing responses
+// are an outage; one slow response is not.
 const (
 	probeInterval = 2 * time.Second
 	probeTimeout  = 3 * time.Second
 	hubPatience   = 6 * time.Second
 )
 
-// newProbe returns a probe with a connection limit of its own: waiting for the agent's other requests would look like silence.
+// newProbe returns a probe with its own client, without a rate limit. Waiting behind the agent's
+// other requests would look like an outage.
 func newProbe(c Config, scope hub.Scope, mgr manager.Manager) (*contact.Probe, error) {
 	config := rest.CopyConfig(c.Hub)
 	config.QPS = -1
@@ -300,7 +305,7 @@ func newProbe(c Config, scope hub.Scope, mgr manager.Manager) (*contact.Probe, e
 		Ask: func(ctx context.Context) error {
 			err := reader.List(ctx, &v1alpha1.MachineClaimList{}, one...)
 			if status := apierrors.APIStatus(nil); errors.As(err, &status) && status.Status().Code < http.StatusInternalServerError {
-				return nil // a refusal is an answer
+				return nil // an error status below 500 is a response
 			}
 			return err
 		},
@@ -312,12 +317,12 @@ func newFeed[T any](o *options.Options, equal func(a, b T) bool) *feed.Feed[T] {
 	return feed.New(feed.Options[T]{Equal: equal, Buffer: o.WatchBuffer, Heartbeat: o.HeartbeatInterval})
 }
 
-// Run serves on the listeners until the context ends. The server stops first, so that calls in flight still have what they
-// need.
+// Run serves on the listeners until the context ends. The server stops before the rest, so that
+// calls in flight can finish.
 func (a *Agent) Run(ctx context.Context, listeners ...server.Listener) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	// Ends only after the server has.
+	// This context ends only after the server has stopped.
 	background, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
 	if a.issuer != nil {

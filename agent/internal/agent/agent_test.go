@@ -26,7 +26,7 @@ import (
 
 var (
 	plane *capitest.ControlPlane
-	// hub is the configuration that agents have.
+	// hub is the client configuration of the agents.
 	hub *rest.Config
 )
 
@@ -45,7 +45,8 @@ func TestMain(m *testing.M) {
 		fmt.Fprintln(os.Stderr, runServingProcess(os.Args[1], os.Args[2], os.Args[3], os.Args[4], os.Args[5]))
 		os.Exit(1)
 	}
-	flag.Parse() // before anything is started: a flag that does not exist ends the process
+	// Flags are parsed before anything is started, because an unknown flag ends the process.
+	flag.Parse()
 	log.SetLogger(logr.Discard())
 	if os.Getenv("AGENT_TEST_LOG") != "" {
 		log.SetLogger(funcr.New(func(prefix, args string) { fmt.Fprintln(os.Stderr, prefix, args) }, funcr.Options{Verbosity: 1}))
@@ -68,13 +69,14 @@ func TestMain(m *testing.M) {
 	os.Exit(code)
 }
 
-// testOptions serve one namespace, and nothing else.
+// testOptions returns options for a single namespace, without other listeners.
 func testOptions(namespace string) *options.Options {
 	o := options.New()
 	o.Namespaces = []string{namespace}
 	o.MetricsBindAddress, o.HealthProbeBindAddress = "0", "0"
 	o.KubeAPIQPS, o.KubeAPIBurst = 1000, 1000
-	o.ShutdownGracePeriod = time.Minute // other tests may have the machine
+	// Other tests may be using the machine.
+	o.ShutdownGracePeriod = time.Minute
 	return o
 }
 
@@ -84,20 +86,20 @@ type running struct {
 	agent     *agent.Agent
 	address   string
 	authority *testpki.Authority
-	files     testpki.Files // what it serves with
+	files     testpki.Files // its own certificate and authorities
 	stop      func()
 
 	mu      sync.Mutex
 	clients map[string]*client.Client
 }
 
-// start runs an agent for the length of a test and waits until its view is complete.
+// start runs an agent for the duration of a test and waits until its view is complete.
 func start(tb testing.TB, c agent.Config) *running {
 	tb.Helper()
 	return startFor(tb, testpki.New(tb), c)
 }
 
-// startFor does as [start], with an agent for the callers that the authority signs.
+// startFor is like [start], for callers whose certificates the authority signs.
 func startFor(tb testing.TB, authority *testpki.Authority, c agent.Config) *running {
 	tb.Helper()
 	r := &running{t: tb, authority: authority, clients: map[string]*client.Client{}}
@@ -119,7 +121,7 @@ func startFor(tb testing.TB, authority *testpki.Authority, c agent.Config) *runn
 		cancel()
 		err := <-ended
 		if err != nil {
-			// What hangs can only be seen now.
+			// The stacks show what hangs.
 			_ = pprof.Lookup("goroutine").WriteTo(tb.Output(), 1)
 		}
 		require.NoError(tb, err)
@@ -135,13 +137,13 @@ func startFor(tb testing.TB, authority *testpki.Authority, c agent.Config) *runn
 	return r
 }
 
-// client has the identity of a Cluster.
+// client returns a client with the identity of a Cluster.
 func (r *running) client(namespace, cluster string) *client.Client {
 	r.t.Helper()
 	return r.as("spiffe://karpenter-capi/cluster/" + namespace + "/" + cluster)
 }
 
-// as has the URI names.
+// as returns a client with a certificate for the URI names.
 func (r *running) as(uris ...string) *client.Client {
 	r.t.Helper()
 	r.mu.Lock()

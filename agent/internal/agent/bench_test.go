@@ -21,23 +21,25 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// BenchmarkCreateClaim has claims accepted over mutual TLS, on a real API server with its etcd, by how many callers call at the
-// same time. All are on one node group, and Cluster API makes no machines meanwhile.
+// BenchmarkCreateClaim creates claims over mutual TLS, on a real API server with etcd, for
+// different numbers of concurrent callers. All claims are on one node group, and Cluster API
+// creates no machines meanwhile.
 func BenchmarkCreateClaim(b *testing.B) {
 	for _, callers := range []int{1, 16, 100} {
 		b.Run(fmt.Sprintf("callers=%d", callers), func(b *testing.B) { createClaims(b, callers, 0, 0) })
 	}
 }
 
-// BenchmarkCreateClaimBesideEnded is the same for one caller, on a group that remembers many claims that have ended.
+// BenchmarkCreateClaimBesideEnded does the same for one caller, on a group with many retained ended
+// claims.
 func BenchmarkCreateClaimBesideEnded(b *testing.B) {
 	for _, ended := range []int{0, 2000} {
 		b.Run(fmt.Sprintf("ended=%d", ended), func(b *testing.B) { createClaims(b, 1, ended, 0) })
 	}
 }
 
-// BenchmarkCreateClaimAlone is the same for one caller that leaves the agent time to finish between two claims. Of its figures p50 and p99
-// count, as the others contain the pauses.
+// BenchmarkCreateClaimAlone does the same for one caller that leaves the agent time to finish
+// between two claims. Only p50 and p99 are meaningful, as the other figures include the pauses.
 func BenchmarkCreateClaimAlone(b *testing.B) { createClaims(b, 1, 0, 500*time.Millisecond) }
 
 func createClaims(b *testing.B, callers, ended int, pause time.Duration) {
@@ -91,7 +93,7 @@ func createClaims(b *testing.B, callers, ended int, pause time.Duration) {
 	b.ReportMetric(took[min(len(took)-1, len(took)*99/100)].Seconds()*1000, "p99-ms")
 }
 
-// remember makes claims that ended.
+// remember creates ended claims.
 func remember(b *testing.B, namespace string, claims int) {
 	b.Helper()
 	var writes errgroup.Group

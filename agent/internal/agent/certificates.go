@@ -20,7 +20,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/spokes"
 )
 
-// openIssuer reads the authority that signs certificates, if there is one.
+// openIssuer loads the authority that signs certificates, if one is configured.
 func (a *Agent) openIssuer(o *options.Options, registerer prometheus.Registerer) error {
 	if o.IssuerCertFile == "" {
 		return nil
@@ -47,7 +47,7 @@ func (a *Agent) openIssuer(o *options.Options, registerer prometheus.Registerer)
 	return nil
 }
 
-// issuing returns what certificates are issued with, nil without an issuer.
+// issuing returns the configuration for issuing certificates, or nil without an issuer.
 func (a *Agent) issuing(o *options.Options, keeper *spokes.Spokes) *server.Issuing {
 	if a.issuer == nil {
 		return nil
@@ -60,7 +60,7 @@ func (a *Agent) issuing(o *options.Options, keeper *spokes.Spokes) *server.Issui
 	}
 }
 
-// noteOn returns what writes on a Cluster's Spoke that its shim has synchronized.
+// noteOn returns a function that records in a Cluster's Spoke that its shim has synchronized.
 func (a *Agent) noteOn(keeper *spokes.Spokes) func(ctx context.Context, name types.NamespacedName, contact spokes.Contact) {
 	return func(ctx context.Context, name types.NamespacedName, contact spokes.Contact) {
 		var cluster clusterv1.Cluster
@@ -72,7 +72,7 @@ func (a *Agent) noteOn(keeper *spokes.Spokes) func(ctx context.Context, name typ
 	}
 }
 
-// onboardingIn returns what reads the onboarding of Clusters.
+// onboardingIn returns a function that reads a Cluster's onboarding with the given reader.
 func onboardingIn(reader client.Reader) server.OnboardingOf {
 	return func(ctx context.Context, name types.NamespacedName) (id string, exists bool, err error) {
 		var cluster clusterv1.Cluster

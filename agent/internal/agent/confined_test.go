@@ -27,16 +27,17 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capitest"
 )
 
-// Every agent of these tests has the rights of the chart's ServiceAccount, and writes under the chart's admission policies and under those
-// of the first chart that had any: in a hub, policies are upgraded before the agent or after it.
+// Every agent of these tests has the rights of the chart's ServiceAccount. It is subject to the
+// admission policies of the current chart and of the first chart that had any, because a hub's
+// policies may be upgraded before or after the agent.
 
 const (
 	agentNamespace = "capi-agent-system"
 	account        = "system:serviceaccount:" + agentNamespace + ":capi-agent"
 )
 
-// lastPolicy refuses ConfigMaps of one name. The API server reads policies in the order of their creation: once it is in force, those are
-// that were made before it.
+// lastPolicy rejects ConfigMaps with a certain name. The API server loads policies in the order of
+// their creation: once this one is in force, so are all earlier ones.
 const lastPolicy = `
 apiVersion: admissionregistration.k8s.io/v1
 kind: ValidatingAdmissionPolicy
@@ -52,13 +53,14 @@ metadata: {name: last}
 spec: {policyName: last, validationActions: [Deny]}
 `
 
-// confine installs the charts' roles and policies and returns the configuration of the account that they are about.
+// confine installs the charts' roles and policies, and returns the client configuration of the
+// confined account.
 func confine(plane *capitest.ControlPlane) (*rest.Config, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
-	_ = os.Getenv("TESTED_FILES") // tells the test cache that charts are used here
+	_ = os.Getenv("TESTED_FILES") // makes the test cache depend on the charts
 	top := filepath.Join("..", "..", "..")
-	// The tests write as administrators what no agent may.
+	// The tests write, as administrators, what no agent may write.
 	helm := exec.CommandContext(ctx, filepath.Join(top, "bin", "helm"), "template", "capi-agent", filepath.Join(top, "deploy", "charts", "agent"),
 		"--namespace", agentNamespace, "--set", "rbac.infrastructureResources={testmachinetemplates}",
 		"--set", "admission.exempt.groups={system:masters}", "--set-json", `policy={"identities":[]}`)
@@ -80,7 +82,8 @@ func confine(plane *capitest.ControlPlane) (*rest.Config, error) {
 	if err != nil {
 		return nil, err
 	}
-	// It exempts nobody, and the tests do what it refuses others: of the earlier policies the one about the agent.
+	// The earlier chart has no exemptions, and the tests do what most of its policies reject. Only
+	// its policy about the agent is applied.
 	if err := apply(ctx, plane, earlier, "capi-agent-own-writes"); err != nil {
 		return nil, err
 	}
@@ -105,7 +108,7 @@ func confine(plane *capitest.ControlPlane) (*rest.Config, error) {
 	return config, nil
 }
 
-// apply creates those objects of a manifest that have one of these kinds or names.
+// apply creates those objects of a manifest that have one of the given kinds or names.
 func apply(ctx context.Context, plane *capitest.ControlPlane, manifest []byte, wanted ...string) error {
 	created := 0
 	decoder := yaml.NewYAMLOrJSONDecoder(bytes.NewReader(manifest), 4096)

@@ -27,7 +27,8 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// The real agent keeps the same contract as the fake: over mutual TLS, on a real API server, with a model of Cluster API.
+// The real agent keeps the same contract as the fake: over mutual TLS, on a real API server, with a
+// model of Cluster API.
 func TestAgentConforms(t *testing.T) {
 	conformance.Run(t, func(tb testing.TB) conformance.Env {
 		tb.Helper()
@@ -37,7 +38,7 @@ func TestAgentConforms(t *testing.T) {
 
 const patience = 30 * time.Second
 
-// aheadClock is the real clock, some time ahead.
+// aheadClock is the system clock, moved ahead.
 type aheadClock struct {
 	clock.RealClock
 
@@ -57,7 +58,7 @@ type env struct {
 	running   *running
 
 	mu          sync.Mutex
-	free        bool // machines come by themselves
+	free        bool // machines progress by themselves
 	provisioned map[string]bool
 	joined      map[string]bool
 	applied     map[string]conformance.MachineDeployment
@@ -70,7 +71,7 @@ func newEnv(tb testing.TB) *env {
 	return e
 }
 
-// newHub returns an env without an agent, and what agents of it are made of.
+// newHub returns an env without an agent, and the configuration for its agents.
 func newHub(tb testing.TB) (*env, agent.Config) {
 	tb.Helper()
 	e := &env{
@@ -94,7 +95,7 @@ func newHub(tb testing.TB) (*env, agent.Config) {
 	return e, agent.Config{Options: o, Clock: e.clock, Policy: func() *authz.Policy { return policy }}
 }
 
-// behaviour provisions machines of claims that were told to, and those of the user.
+// behaviour provisions the user's machines, and those of claims that the test has provisioned.
 func (e *env) behaviour(machine *clusterv1.Machine) capitest.Behaviour {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -133,7 +134,7 @@ func (e *env) CreateNodeGroup(tb testing.TB, d conformance.MachineDeployment) st
 	maps.Copy(md.Labels, d.Labels)
 	md.Annotations = maps.Clone(d.Annotations)
 	md.Spec.Template.Spec.FailureDomain, md.Spec.Template.Spec.Version = d.FailureDomain, d.Version
-	// A template that says nothing: all that is known is in the annotations.
+	// The template is empty: everything known comes from the annotations.
 	plane.Create(tb, capitest.NewInfrastructureTemplate(e.namespace, d.Name, nil))
 	e.set(func() { e.free, e.applied[d.Name] = true, d })
 	plane.Create(tb, md)
@@ -160,7 +161,7 @@ func (e *env) UpdateNodeGroup(tb testing.TB, d conformance.MachineDeployment) {
 	applied := e.applied[d.Name]
 	e.applied[d.Name] = d
 	e.mu.Unlock()
-	// What others wrote stays.
+	// Labels and annotations of other writers are kept.
 	md.Labels = lo.Assign(lo.OmitByKeys(md.Labels, lo.Keys(applied.Labels)), d.Labels)
 	md.Annotations = lo.Assign(lo.OmitByKeys(md.Annotations, lo.Keys(applied.Annotations)), d.Annotations)
 	md.Spec.Template.Spec.FailureDomain, md.Spec.Template.Spec.Version = d.FailureDomain, d.Version

@@ -50,17 +50,18 @@ var (
 )
 
 const (
-	// What one Machine with its claim, and one claim that has ended, may take of the agent's heap. Where Machines share their MachineDeployment,
-	// MachineSet, Cluster and template with 49 others, these count too.
+	// These limit the agent's heap for each Machine with its claim, and for each ended claim. They
+	// include a share of the MachineDeployment, MachineSet, Cluster and template, which 50 Machines
+	// share.
 	maxHeapPerMachine = 9 << 10
 	maxHeapPerEnded   = 5 << 10
 
 	machinesPerGroup = 50
 )
 
-// TestFootprint starts agents, each a process of its own, on a hub with nothing, one with Machines that all have claims, and one with claims that
-// have ended, and judges the difference in live heap for each object, which does not depend on the machine. The seconds and what the system
-// accounts are printed only.
+// TestFootprint starts agents, each in its own process: on an empty hub, on one with Machines that
+// all have claims, and on one with ended claims. It checks the difference in live heap per object,
+// which does not depend on the machine. Durations and system memory are only logged.
 func TestFootprint(t *testing.T) {
 	nothing, machines, ended := plane.Namespace(t), plane.Namespace(t), plane.Namespace(t)
 	size := settle(t, *footprintMachines, machines)
@@ -102,23 +103,26 @@ func TestFootprint(t *testing.T) {
 
 func mib(bytes uint64) float64 { return float64(bytes) / (1 << 20) }
 
-// footprint is what an agent's process reports of itself.
+// footprint is what an agent's process reports about itself.
 type footprint struct {
-	// Complete is how long the agent's view of the hub took to be complete, from the process's first own instruction on.
+	// Complete is the time from the start of the process until the agent's view of the hub was
+	// complete.
 	Complete time.Duration `json:"complete"`
-	// Processor is the processor time of the process when it was at rest.
+	// Processor is the CPU time used when the process came to rest.
 	Processor time.Duration `json:"processor"`
 	// Heap is the live heap at rest.
 	Heap uint64 `json:"heap"`
-	// Resident is what the process has of the machine's memory then, and Peak the most it ever had; zero where the system does not tell.
+	// Resident is the resident memory at rest, and Peak its maximum. They are zero if the system
+	// does not report them.
 	Resident uint64 `json:"resident"`
 	Peak     uint64 `json:"peak"`
 }
 
-// agentProcess is the environment variable with the namespace that a process of this test binary serves as an agent.
+// agentProcess is the environment variable with the namespace that a process of this test binary
+// serves as an agent.
 const agentProcess = "AGENT_TEST_PROCESS"
 
-// measure starts an agent on a namespace, as a process of a build of this test.
+// measure starts an agent for a namespace, as a process of the given build of this test.
 func measure(t *testing.T, build, namespace, name string) footprint {
 	t.Helper()
 	kubeconfig := filepath.Join(t.TempDir(), "kubeconfig")
@@ -175,7 +179,7 @@ func runAgentProcess(begun time.Time, namespace, kubeconfig, profile string, out
 		return fmt.Errorf("waiting for the view: %w", err)
 	}
 	f.Complete = time.Since(begun)
-	// At rest: what the controllers still had to look at is done, and with it what they hold.
+	// At rest, the controllers' queues are processed, and the memory for that is free.
 	var last time.Duration
 	err = wait.PollUntilContextTimeout(ctx, 500*time.Millisecond, 5*time.Minute, true, func(context.Context) (bool, error) {
 		used := processorTime()
@@ -190,7 +194,7 @@ func runAgentProcess(begun time.Time, namespace, kubeconfig, profile string, out
 	f.Resident, f.Peak = resident()
 	var memory runtime.MemStats
 	runtime.GC()
-	runtime.GC() // what the first one found to be free is swept
+	runtime.GC() // sweeps what the first collection found to be free
 	runtime.ReadMemStats(&memory)
 	f.Heap = memory.HeapAlloc
 	if profile != "" {
@@ -216,7 +220,7 @@ func processorTime() time.Duration {
 
 var memoryLines = regexp.MustCompile(`(?m)^(VmRSS|VmHWM):\s+(\d+) kB$`)
 
-// resident returns what the process has of the machine's memory, and the most it ever had, where the system tells.
+// resident returns the current and the maximum resident memory, if the system reports them.
 func resident() (now, peak uint64) {
 	status, err := os.ReadFile("/proc/self/status")
 	if err != nil {
@@ -237,8 +241,9 @@ func resident() (now, peak uint64) {
 
 type sizes struct{ machine, machineManaged, claim, claimManaged int }
 
-// settle makes Clusters, each with one node group of Machines that run and have claims, at rest. They look as Cluster API's objects do in a real
-// hub: with what its controllers say of them, and who wrote what. The Clusters have the namespaces in turn.
+// settle creates Clusters at rest, each with one node group of running Machines with claims. The
+// objects look like Cluster API's in a real hub, with its controllers' status and managed fields.
+// The Clusters are distributed over the namespaces.
 func settle(t *testing.T, machines int, namespaces ...string) sizes {
 	t.Helper()
 	var measured sizes
@@ -267,7 +272,7 @@ func settle(t *testing.T, machines int, namespaces ...string) sizes {
 	return measured
 }
 
-// endedGroups makes claims that have ended, on node groups that have no Machine any more.
+// endedGroups creates ended claims, on node groups that no longer have Machines.
 func endedGroups(t *testing.T, namespace string, claims int) {
 	t.Helper()
 	for first := 0; first < claims; first += machinesPerGroup {
@@ -367,7 +372,8 @@ func claimID(set *clusterv1.MachineSet, i int) string {
 
 func nodeClaim(i int) string { return fmt.Sprintf("general-purpose-%05d", i) }
 
-// managed is who wrote which fields, beside who creates the object and who writes its status.
+// managed returns the managed fields of a manager. It is used in addition to the managers that
+// create the object and write its status.
 func managed(manager string, fields ...string) metav1.ManagedFieldsEntry {
 	owned := map[string]any{}
 	for _, path := range fields {
@@ -383,7 +389,7 @@ func managed(manager string, fields ...string) metav1.ManagedFieldsEntry {
 	}
 	raw, err := json.Marshal(owned)
 	if err != nil {
-		panic(err) // maps of maps are always JSON
+		panic(err) // maps of maps always encode
 	}
 	return metav1.ManagedFieldsEntry{
 		Manager: manager, Operation: metav1.ManagedFieldsOperationApply, APIVersion: clusterv1.GroupVersion.String(),
@@ -391,7 +397,7 @@ func managed(manager string, fields ...string) metav1.ManagedFieldsEntry {
 	}
 }
 
-// runMachine creates a Machine that runs, and has its Node.
+// runMachine creates a running Machine with a Node.
 func runMachine(ctx context.Context, machine *clusterv1.Machine) error {
 	fields := make([]string, 0, len(machine.Labels)+len(machine.Annotations))
 	for key := range machine.Labels {
@@ -447,7 +453,7 @@ func runMachine(ctx context.Context, machine *clusterv1.Machine) error {
 	})
 }
 
-// deprecated is what Cluster API still writes for those who read an earlier version of it.
+// deprecated returns what Cluster API still writes for clients of an earlier version.
 //
 //nolint:staticcheck // it is there all the same
 func deprecated() *clusterv1.MachineDeprecatedStatus {
@@ -493,7 +499,7 @@ func madeClaim(
 		},
 	}
 	if machine.UID == "" {
-		claim.Status.Machine.UID = "0d8e2a31-7b54-4c52-b9b4-3f7c0a9f6f10" // of a Machine that is gone
+		claim.Status.Machine.UID = "0d8e2a31-7b54-4c52-b9b4-3f7c0a9f6f10" // that of a Machine that is gone
 	}
 	note := func(reason, message string) {
 		claim.Status.Reason, claim.Status.Message = reason, message
@@ -512,7 +518,8 @@ func madeClaim(
 	})
 }
 
-// jsonSize returns how many bytes an object has as JSON, and how many of them are managed fields. It clears these.
+// jsonSize returns the size of an object as JSON, and the part of it that is managed fields. It
+// clears the managed fields.
 func jsonSize(t *testing.T, object ctrlclient.Object) (all, managed int) {
 	t.Helper()
 	whole, err := json.Marshal(object)
@@ -523,7 +530,7 @@ func jsonSize(t *testing.T, object ctrlclient.Object) (all, managed int) {
 	return len(whole), len(whole) - len(rest)
 }
 
-// versions are the resource versions of all that an agent may write.
+// versions returns the resource versions of all objects that an agent may write.
 func versions(t *testing.T, namespace string) map[string]string {
 	t.Helper()
 	all := map[string]string{}

@@ -31,7 +31,7 @@ import (
 // encoded is a message as it is on the wire.
 type encoded []byte
 
-// asItIs is a codec that sends [encoded], and takes into it what comes.
+// asItIs is a codec that sends and receives [encoded].
 type asItIs struct{}
 
 func (asItIs) Name() string { return "proto" }
@@ -53,21 +53,22 @@ func (asItIs) Unmarshal(data mem.BufferSlice, into any) error {
 	return nil
 }
 
-// answerable are the codes that a request can be answered with that is sent by who has the right: all that the request, or the hub's present
-// state, is to blame for.
+// answerable are the codes that an authorized caller may receive: all those that mean that the
+// request or the hub's current state is at fault.
 var answerable = []codes.Code{
 	codes.OK, codes.InvalidArgument, codes.NotFound, codes.FailedPrecondition, codes.ResourceExhausted, codes.Aborted, codes.PermissionDenied,
 }
 
 const (
-	// maxFuzzedAnswer is more than any answer of the fuzzed agent has, which knows one node group.
+	// maxFuzzedAnswer is larger than any response of the fuzzed agent, which has one node group.
 	maxFuzzedAnswer = 1 << 20
-	// maxFuzzedStatus is what an error may have: it names up to a thousand candidates.
+	// maxFuzzedStatus is the maximum size of an error, which may name up to a thousand candidates.
 	maxFuzzedStatus = 512 << 10
 )
 
-// FuzzHandlers has callers with the right send any bytes as the request of any method that the agent serves, by its own reflection, over
-// mutual TLS. The agent must say what is wrong with them, and serve on.
+// FuzzHandlers sends arbitrary bytes as requests to every method that the agent's reflection lists,
+// over mutual TLS, from authorized callers. The agent must respond with a suitable error, and keep
+// serving.
 func FuzzHandlers(f *testing.F) {
 	namespace := plane.Namespace(f)
 	cluster := capitest.NewCluster(namespace, "spoke")
@@ -123,7 +124,7 @@ func FuzzHandlers(f *testing.F) {
 	})
 }
 
-// raw connects with a certificate of the URI name, to send what is [encoded].
+// raw connects with a certificate for the URI name, to send [encoded] messages.
 func (r *running) raw(uri string) *grpc.ClientConn {
 	r.t.Helper()
 	files := r.authority.Issue(r.t, r.t.TempDir(), r.authority, uri)
@@ -138,16 +139,16 @@ func (r *running) raw(uri string) *grpc.ClientConn {
 	return conn
 }
 
-// send sends one request and returns the first answer. The error is the call's status.
+// send sends a request and returns the first response. The error is the call's status.
 func (c rpc) send(t *testing.T, conn *grpc.ClientConn, request encoded) (encoded, error) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
-	// One way for all kinds of methods.
+	// All kinds of methods are called as streams.
 	stream, err := conn.NewStream(ctx, &grpc.StreamDesc{ServerStreams: true, ClientStreams: true},
 		fmt.Sprintf("/%s/%s", c.method.Parent().FullName(), c.method.Name()))
 	require.NoError(t, err)
-	_ = stream.SendMsg(&request) // when it fails, the status says why
+	_ = stream.SendMsg(&request) // if it fails, the status has the reason
 	_ = stream.CloseSend()
 	var answer encoded
 	if err := stream.RecvMsg(&answer); err != io.EOF { //nolint:errorlint // as documented

@@ -38,10 +38,11 @@ var (
 	herdMachines = flag.Int("herd-machines", 120, "how many Machines with claims they have together")
 )
 
-// servingProcess is the environment variable with the address that a process of this test binary serves at as an agent until it is killed.
+// servingProcess is the environment variable with the address at which a process of this test
+// binary serves as an agent until it is killed.
 const servingProcess = "AGENT_TEST_SERVES"
 
-// runServingProcess is that process. Its metrics are at the second address.
+// runServingProcess is that process. It serves its metrics at the second address.
 func runServingProcess(address, metrics, namespace, kubeconfig, folder string) error {
 	ctx := context.Background()
 	hub, err := clientcmd.BuildConfigFromFlags("", kubeconfig)
@@ -64,7 +65,7 @@ func runServingProcess(address, metrics, namespace, kubeconfig, folder string) e
 	return a.Run(ctx, listener)
 }
 
-// site is an agent of a process of its own, at an address that does not change.
+// site is an agent in its own process, at a fixed address.
 type site struct {
 	t                            *testing.T
 	address, metrics             string
@@ -80,7 +81,7 @@ func (s *site) start() {
 	require.NoError(s.t, s.process.Start())
 }
 
-// kill ends it as kill -9 does.
+// kill kills the process with SIGKILL.
 func (s *site) kill() {
 	if s.process != nil {
 		_ = s.process.Process.Kill()
@@ -91,7 +92,7 @@ func (s *site) kill() {
 
 var requestLines = regexp.MustCompile(`(?m)^rest_client_requests_total\{.*\} (\d+)$`)
 
-// requests is how many the agent has made to the hub.
+// requests returns how many requests the agent has sent to the hub.
 func (s *site) requests() int {
 	s.t.Helper()
 	response, err := http.Get("http://" + s.metrics + "/metrics")
@@ -102,7 +103,8 @@ func (s *site) requests() int {
 	return lo.SumBy(requestLines.FindAllStringSubmatch(string(content), -1), func(line []string) int { return lo.Must(strconv.Atoi(line[1])) })
 }
 
-// returning calls the agent as a shim does: it watches node groups and claims, and sends its live set each time it has connected again.
+// returning calls the agent like a shim: it watches node groups and claims, and sends its live set
+// after each reconnect.
 type returning struct {
 	client  *client.Client
 	cluster *agentv1alpha1.ClusterRef
@@ -126,7 +128,8 @@ func (c *returning) sync(ctx context.Context) error {
 	return err
 }
 
-// follow sends the live set after each time that the views follow an agent again, and again with the shim's backoff until it is taken.
+// follow sends the live set each time that the views follow an agent again. It retries with the
+// shim's backoff until the agent accepts it.
 func (c *returning) follow(ctx context.Context) {
 	changes, stop := c.claims.StateChanges()
 	defer stop()
@@ -134,7 +137,8 @@ func (c *returning) follow(ctx context.Context) {
 	for {
 		if state := c.claims.State(); state.Connected && state.Since != of {
 			of = state.Since
-			backoff := wait.Backoff{Duration: 5 * time.Millisecond, Factor: 2, Steps: 20, Cap: time.Minute} // as controller-runtime's
+			// These are the values of controller-runtime.
+			backoff := wait.Backoff{Duration: 5 * time.Millisecond, Factor: 2, Steps: 20, Cap: time.Minute}
 			for ctx.Err() == nil {
 				err := c.sync(ctx)
 				if err == nil {
@@ -160,9 +164,10 @@ func (c *returning) follow(ctx context.Context) {
 	}
 }
 
-// TestManySpokesComeBackAtOnce kills an agent that many spokes follow, and starts another in its place. How long it takes until all follow that one
-// and have sent their live sets, what was refused and what it asked of the hub, is printed only; that none is left out, and that nothing of the
-// hub has changed, is not.
+// TestManySpokesComeBackAtOnce kills an agent that many spokes follow, and starts another in its
+// place. It logs how long it takes until all spokes follow the new agent and have sent their live
+// sets, the rejected calls, and the number of requests to the hub. It fails if a spoke is left out
+// or an object in the hub changes.
 func TestManySpokesComeBackAtOnce(t *testing.T) {
 	namespace := plane.Namespace(t)
 	perSpoke := max(1, *herdMachines / *herdSpokes)
@@ -239,7 +244,7 @@ func byCode(counts map[codes.Code]int) string {
 	return strings.Join(parts, ", ")
 }
 
-// herd makes Clusters with so many Machines that run and have claims each.
+// herd creates Clusters, each with the given number of running Machines with claims.
 func herd(t *testing.T, namespace string, clusters, machines int) {
 	t.Helper()
 	for number := range clusters {

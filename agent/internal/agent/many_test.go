@@ -34,8 +34,9 @@ var (
 	manyApart    = flag.Bool("apart", false, "whether each of these Clusters has a namespace of its own; the agent serves all of the hub's then")
 )
 
-// TestClaimsOfManyClustersAtOnce has every Cluster of a hub claim a machine at the same moment, and release it, over mutual TLS, each with its own
-// certificate. Cluster API makes no Machine meanwhile. How long that takes is printed only.
+// TestClaimsOfManyClustersAtOnce makes every Cluster of a hub claim and release a machine at the
+// same moment, over mutual TLS, each with its own certificate. Cluster API creates no Machines
+// meanwhile. The durations are only logged.
 func TestClaimsOfManyClustersAtOnce(t *testing.T) {
 	o := testOptions("")
 	o.KubeAPIQPS, o.KubeAPIBurst = options.New().KubeAPIQPS, options.New().KubeAPIBurst
@@ -56,7 +57,8 @@ func TestClaimsOfManyClustersAtOnce(t *testing.T) {
 		return &agentv1alpha1.ClusterRef{Namespace: c.Namespace, Name: c.Name}
 	}
 	groupID := func(c types.NamespacedName) string { return c.Namespace + "/" + groupName(c.Name) }
-	for _, c := range clusters { // connected, and what they may have is known
+	// Afterwards the clients are connected, and the node groups are known.
+	for _, c := range clusters {
 		client := running.client(c.Namespace, c.Name)
 		eventually(t, "the node group takes claims", func(ctx context.Context) (bool, error) {
 			group, err := client.NodeGroups.GetNodeGroup(ctx, &agentv1alpha1.GetNodeGroupRequest{Cluster: ref(c), Id: groupID(c)})
@@ -125,14 +127,14 @@ func spread(took []time.Duration) string {
 	return fmt.Sprintf("p50 %s, p99 %s", at(50), at(99))
 }
 
-// ends are when claims ended, as a watch sees it.
+// ends are the times when claims ended, as seen by a watch.
 type ends struct {
 	mu   sync.Mutex
 	when map[string]time.Time // by name
 }
 
-// watchEnds follows the claims with an id in some namespaces, all if none is given, until the test ends. It sees all of them also when the API
-// server ends its watch.
+// watchEnds follows the claims with an ID in the given namespaces, or in all, until the test ends.
+// It misses none even if the API server ends its watch.
 func watchEnds(t *testing.T, namespaces []string, claimID string) *ends {
 	t.Helper()
 	ctx, stop := context.WithCancel(t.Context())
@@ -166,7 +168,7 @@ func watchEnds(t *testing.T, namespaces []string, claimID string) *ends {
 	return e
 }
 
-// await returns how long after a moment each of so many claims ended.
+// await returns how long after a moment each of the given number of claims ended.
 func (e *ends) await(t *testing.T, claims int, since time.Time) []time.Duration {
 	t.Helper()
 	var took []time.Duration

@@ -13,13 +13,15 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/options"
 )
 
-// How many requests each second, and at once, authenticating and authorizing readers of metrics may make: anyone who can connect causes them.
+// These limit the requests that authenticate and authorize readers of metrics, per second and at
+// once. Anyone who can connect causes such requests.
 const (
 	reviewQPS   = 5
 	reviewBurst = 10
 )
 
-// metricsOptions returns how metrics are served. It returns an error if the configured certificate cannot be used.
+// metricsOptions returns the options for serving metrics, and an error if the configured
+// certificate cannot be used.
 func metricsOptions(o *options.Options) (metricsserver.Options, error) {
 	served := metricsserver.Options{BindAddress: o.MetricsBindAddress}
 	if !o.MetricsSecure || o.MetricsBindAddress == "0" {
@@ -36,7 +38,8 @@ func metricsOptions(o *options.Options) (metricsserver.Options, error) {
 	if certFile == "" {
 		return served, nil // controller-runtime generates one
 	}
-	// It would also generate one if the files were missing.
+	// controller-runtime would also generate one if the files were missing, so their absence is
+	// reported here.
 	if _, err := tls.LoadX509KeyPair(certFile, keyFile); err != nil {
 		return served, fmt.Errorf("the certificate of the metrics (--metrics-tls-cert-file, else --tls-cert-file): %w", err)
 	}
@@ -47,7 +50,8 @@ func metricsOptions(o *options.Options) (metricsserver.Options, error) {
 	if keyFile, err = filepath.Abs(keyFile); err != nil {
 		return served, fmt.Errorf("the key of the metrics: %w", err)
 	}
-	// controller-runtime joins both names to one folder, and the two files may be in different ones.
+	// controller-runtime joins both names to one directory, but the two files may be in different
+	// ones.
 	served.CertDir, served.CertName, served.KeyName = "/", certFile, keyFile
 	return served, nil
 }

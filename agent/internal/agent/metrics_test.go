@@ -21,7 +21,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/testpki"
 )
 
-// Metrics name every tenant's node groups: only those read them to whom the hub gives /metrics.
+// Metrics contain the node groups of every tenant. Only clients that the hub allows to get /metrics
+// may read them.
 func TestMetricsAreForThoseWhoMayReadThem(t *testing.T) {
 	namespace := plane.Namespace(t)
 	reader, other := serviceAccount(t, namespace, "reader"), serviceAccount(t, namespace, "other")
@@ -60,7 +61,8 @@ func TestMetricsAreForThoseWhoMayReadThem(t *testing.T) {
 		require.NoError(t, err)
 		return response.StatusCode, string(body)
 	}
-	require.EventuallyWithT(t, func(c *assert.CollectT) { // RBAC is cached by the API server
+	// The API server caches RBAC.
+	require.EventuallyWithT(t, func(c *assert.CollectT) {
 		code, body := get(reader)
 		assert.Equal(c, http.StatusOK, code)
 		assert.Contains(c, body, "\ncontroller_runtime_")
@@ -70,7 +72,7 @@ func TestMetricsAreForThoseWhoMayReadThem(t *testing.T) {
 		code  int
 	}{
 		"no token":         {"", http.StatusUnauthorized},
-		"an invalid token": {"nonsense", http.StatusInternalServerError}, // as controller-runtime answers it
+		"an invalid token": {"nonsense", http.StatusInternalServerError}, // controller-runtime's response
 		"another account":  {other, http.StatusForbidden},
 	} {
 		code, body := get(attempt.token)
@@ -87,7 +89,8 @@ func TestMetricsWithoutTheirCertificateAreAnError(t *testing.T) {
 	require.ErrorContains(t, err, "the certificate of the metrics")
 }
 
-// controller-runtime takes a name without a folder to be one in a folder of temporary files, and makes a certificate when there is none.
+// controller-runtime looks for a name without a directory in a temporary directory, and generates a
+// certificate if it finds none.
 func TestTheMetricsCertificateMayHaveARelativePath(t *testing.T) {
 	authority := testpki.New(t)
 	files := authority.Issue(t, t.TempDir(), authority)

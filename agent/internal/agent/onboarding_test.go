@@ -41,13 +41,14 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// onboarded is a hub with two agents that issue certificates, and a Cluster.
+// onboarded is a hub with a Cluster and two agents that issue certificates.
 type onboarded struct {
 	*testing.T
 
 	agents    []*running
 	authority *testpki.Authority
-	// issuer is the authority's own certificate and key, which all agents sign with, and own what each of them says of itself when it issues.
+	// issuer is the authority's own certificate and key, with which all agents sign. own are the
+	// files about each agent's own certificate that it uses when it issues certificates.
 	issuer  testpki.Files
 	own     []testpki.Files
 	cluster types.NamespacedName
@@ -86,7 +87,7 @@ func newOnboarded(t *testing.T) *onboarded {
 	return o
 }
 
-// onboard does what the command does, and returns what the spoke gets.
+// onboard does what the command does, and returns the secret for the spoke.
 func (o *onboarded) onboard(again bool) *corev1.Secret {
 	o.Helper()
 	o.options.Again = again
@@ -125,7 +126,7 @@ func (o *onboarded) key() *ecdsa.PrivateKey {
 	return key
 }
 
-// issue asks for a certificate of a key.
+// issue requests a certificate for a key.
 func (o *onboarded) issue(by *client.Client, key crypto.Signer) (*agentv1alpha1.IssueCertificateResponse, error) {
 	o.Helper()
 	request, err := x509.CreateCertificateRequest(rand.Reader, &x509.CertificateRequest{}, key)
@@ -147,7 +148,7 @@ func (o *onboarded) issued(agent int, response *agentv1alpha1.IssueCertificateRe
 	return o.as(agent, response.GetCertificateChain(), pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: der}), response.GetServerAuthorities())
 }
 
-// enrolled onboards the Cluster, and connects to both agents as its shim does.
+// enrolled onboards the Cluster, and connects to both agents like its shim.
 func (o *onboarded) enrolled(again bool) []*client.Client {
 	o.Helper()
 	key := o.key()
@@ -161,7 +162,7 @@ func (o *onboarded) list(by *client.Client) error {
 	return err
 }
 
-// refuses waits until the caller is refused by an agent, whose cache may be behind.
+// refuses waits until an agent, whose cache may lag, rejects the caller.
 func (o *onboarded) refuses(by *client.Client, says string) {
 	o.Helper()
 	eventually(o.T, "the caller is refused", func(context.Context) (bool, error) {
@@ -181,7 +182,8 @@ func TestABootstrapCertificateServesOneKey(t *testing.T) {
 	key := o.key()
 	response, err := o.issue(first, key)
 	require.NoError(t, err)
-	_, err = o.issue(second, key) // the answer may have been lost, and the other agent be asked
+	// The response may have been lost, and the shim may ask the other agent.
+	_, err = o.issue(second, key)
 	require.NoError(t, err)
 	for _, by := range []*client.Client{first, second} {
 		_, err = o.issue(by, o.key())
@@ -199,7 +201,7 @@ func TestABootstrapCertificateServesOneKey(t *testing.T) {
 	require.Greater(t, time.Until(response.GetRenewAt().AsTime()), 20*time.Minute, "the test's authority lives for an hour")
 }
 
-// However many race for it, with both agents.
+// This holds however many keys race for it, with both agents.
 func TestABootstrapCertificateServesOneOfManyKeysAtOnce(t *testing.T) {
 	o := newOnboarded(t)
 	secret := o.onboard(false)
@@ -233,7 +235,8 @@ func TestABootstrapCertificateServesOneOfManyKeysAtOnce(t *testing.T) {
 
 func TestAnotherOnboardingEndsTheOneBefore(t *testing.T) {
 	o := newOnboarded(t)
-	before := o.agents[0].client(o.cluster.Namespace, o.cluster.Name) // of an authority that knows no onboarding
+	// This certificate is from an authority without onboardings.
+	before := o.agents[0].client(o.cluster.Namespace, o.cluster.Name)
 	require.NoError(t, o.list(before))
 	first := o.enrolled(false)
 	require.NoError(t, o.list(first[0]))
@@ -271,7 +274,8 @@ func TestAnEndedCertificateTakesNothingFromThePresentOne(t *testing.T) {
 	require.NoError(t, o.list(o.issued(0, renewed, fresh)), "nor is a new connection")
 }
 
-// What the policy grants a Cluster's identity for another Cluster ends with its onboarding, also where the agent does not serve that Cluster.
+// A policy's grant to a Cluster's identity for another Cluster ends with the onboarding of the
+// former, even if the agent does not serve it.
 func TestAGrantForAnotherClusterNeedsThePresentOnboarding(t *testing.T) {
 	namespace := plane.Namespace(t)
 	own := capitest.NewCluster(namespace, "own")
@@ -300,7 +304,7 @@ identities:
 	})
 }
 
-// An onboarding that has ended meanwhile does not take the place of the present one.
+// An onboarding that has ended meanwhile does not replace the current one.
 func TestAnEarlierOnboardingDoesNotEnroll(t *testing.T) {
 	o := newOnboarded(t)
 	keeper := spokes.New(spokes.Config{
@@ -317,7 +321,8 @@ func TestAnEarlierOnboardingDoesNotEnroll(t *testing.T) {
 	require.NoError(t, keeper.Enroll(t.Context(), o.cluster, present.ID, key("b")))
 }
 
-// Cluster API writes a Cluster's status while it is made. Another onboarding at the same time is noticed.
+// Cluster API writes a Cluster's status while the Cluster is being created. A concurrent onboarding
+// is still detected.
 func TestAnOnboardingIsNotDisturbedByTheClustersStatus(t *testing.T) {
 	o := newOnboarded(t)
 	prepare := func() *onboarding.Onboarding {
@@ -350,7 +355,7 @@ func drain[T any](stream interface{ Recv() (T, error) }) error {
 	}
 }
 
-// The keys of a Cluster are not those of one that is made again under its name.
+// Certificates of a Cluster are not valid for a Cluster that is recreated under its name.
 func TestAClusterThatIsMadeAgainObeysNoOldKey(t *testing.T) {
 	o := newOnboarded(t)
 	shim := o.enrolled(false)
@@ -433,7 +438,7 @@ func TestUninstallTakesOnboardingsOff(t *testing.T) {
 	require.Empty(t, o.sets(), "of the onboarding %s", prepared.ID)
 }
 
-// dispatched onboards the Cluster by a ClusterResourceSet.
+// dispatched onboards the Cluster with a ClusterResourceSet.
 func (o *onboarded) dispatched(again bool) *onboarding.Onboarding {
 	o.Helper()
 	o.options.Again = again
@@ -477,7 +482,7 @@ func TestAClusterResourceSetIsForOneOnboardingOfOneCluster(t *testing.T) {
 	require.Empty(t, secrets.Items)
 }
 
-// The hub stands for the spoke: it is a cluster as well.
+// The hub plays the role of the spoke.
 func TestTheSecretIsWrittenIntoTheSpoke(t *testing.T) {
 	o := newOnboarded(t)
 	o.options.Secret.Namespace = o.cluster.Namespace + "-new"
@@ -522,7 +527,7 @@ func TestMistakesInOnboardingAreNamed(t *testing.T) {
 	}
 }
 
-// A Spoke is not connected once its shim has not synchronized for 15 minutes.
+// A Spoke is no longer connected once its shim has not synchronized for 15 minutes.
 func TestASilentSpokeIsNotConnected(t *testing.T) {
 	namespace := plane.Namespace(t)
 	cluster := capitest.NewCluster(namespace, "spoke")

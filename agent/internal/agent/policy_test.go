@@ -24,15 +24,16 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// soon is within which a denial must be in force.
+// soon is the time within which a denial must be in force.
 const soon = 15 * time.Second
 
-// A stolen certificate is denied by one change of an object of the hub, and nothing undoes that but another valid policy.
+// A stolen certificate is denied by a single change of an object in the hub. Only another valid
+// policy reverts that.
 func TestAPolicyInTheHubIsInForceAtOnceAndForGood(t *testing.T) {
 	namespace := plane.Namespace(t)
 	plane.Create(t, capitest.NewCluster(namespace, "spoke"), capitest.NewCluster(namespace, "other"))
 	o := testOptions(namespace)
-	o.Policy = agentNamespace + "/capi-agent-policy" // as in the chart
+	o.Policy = agentNamespace + "/capi-agent-policy" // as in the chart ^ It also waits until the agent has seen the last change.
 	registry := prometheus.NewRegistry()
 	r := start(t, agent.Config{Options: o, Registerer: registry})
 	list := func(cluster string) codes.Code {
@@ -93,7 +94,9 @@ func TestAPolicyInTheHubIsInForceAtOnceAndForGood(t *testing.T) {
 		t.Fatal("the stream goes on")
 	}
 
-	usable := func(wanted float64) { // the agent has seen the last change
+	// usable waits for the value of the policy metric, and thus until the agent has seen the last
+	// change.
+	usable := func(wanted float64) {
 		t.Helper()
 		require.EventuallyWithT(t, func(c *assert.CollectT) {
 			families, err := registry.Gather()

@@ -8,8 +8,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/healthz"
 )
 
-// logged returns a check that logs why it fails, once for each reason, and that it does not any more. Who asks for all checks together, as the
-// kubelet does, is not told the reason.
+// logged returns a check that logs each new reason for its failure, and its recovery. The combined
+// readiness endpoint, which the kubelet queries, does not reveal the reason.
 func logged(logger logr.Logger, check func() error) healthz.Checker {
 	var (
 		mu     sync.Mutex

@@ -20,7 +20,7 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// shim calls both agents with a certificate that it renews by hand.
+// shim calls both agents with a certificate that the test renews.
 type shim struct {
 	*onboarded
 
@@ -54,7 +54,8 @@ func (s *shim) hold(issued *agentv1alpha1.IssueCertificateResponse, key *ecdsa.P
 	}))
 }
 
-// renews has each agent renew the certificate until its answer is signed by the authority and says to trust so many.
+// renews makes each agent renew the certificate until the issued one is signed by the authority,
+// and comes with the given number of trusted authorities.
 func (s *shim) renews(by *testpki.Authority, trusting int) {
 	s.Helper()
 	for _, c := range s.clients {
@@ -91,7 +92,8 @@ func certificatesIn(content []byte) int {
 	return n
 }
 
-// trusts replaces the authorities that each agent accepts, and tells the shim to trust.
+// trusts replaces the authorities that each agent accepts, and those that it sends to the shim as
+// trusted.
 func (s *shim) trusts(authorities ...*testpki.Authority) {
 	s.Helper()
 	for i, a := range s.agents {
@@ -100,7 +102,7 @@ func (s *shim) trusts(authorities ...*testpki.Authority) {
 	}
 }
 
-// signs replaces the issuer, and each agent's own certificate, which the authority signs as well.
+// signs replaces the issuer and each agent's own certificate. The authority signs both.
 func (s *shim) signs(authority *testpki.Authority) {
 	s.Helper()
 	move := func(from, to string) { require.NoError(s, os.Rename(from, to)) }
@@ -167,7 +169,8 @@ func TestTheAuthorityIsReplacedTwiceWithoutAFailedCall(t *testing.T) {
 			before := calls[i].Load()
 			eventually(t, "calls go on", func(context.Context) (bool, error) { return t.Failed() || calls[i].Load() > before+10, nil })
 		}
-		// Who knows the new authority alone, and was issued by it, connects.
+		// A caller that trusts only the new authority, with a certificate issued by it, can
+		// connect.
 		key := s.key()
 		issued, err := s.issue(s.clients[0], key)
 		require.NoError(t, err)

@@ -18,12 +18,13 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// TestWatchersOfTwoAgents has watchers of two agents come and go, and an agent end and another one begin, while claims of two holders and of
-// another Cluster live their lives: what each watcher is told is ordered, complete, without a gap, and its own.
+// TestWatchersOfTwoAgents starts and stops watchers of two agents. Meanwhile one agent stops and
+// another starts, and claims of two holders and of another Cluster change. What each watcher
+// receives must be ordered, complete, without gaps, and its own.
 func TestWatchersOfTwoAgents(t *testing.T) {
 	e, config := newHub(t)
-	config.Options.WatchBuffer = 1                      // so that some watchers are too slow
-	config.Options.TombstoneRetention = 2 * time.Second // so that claims are forgotten
+	config.Options.WatchBuffer = 1                      // makes some watchers too slow
+	config.Options.TombstoneRetention = 2 * time.Second // makes the agents forget claims
 	config.Options.FailureCoolDown = time.Second
 	e.set(func() { e.free = true })
 	plane.Create(t, capitest.NewCluster(e.namespace, "other"))
@@ -82,7 +83,7 @@ func TestWatchersOfTwoAgents(t *testing.T) {
 	assert.Positive(t, sum.Lists)
 }
 
-// watching is a watcher that comes and goes until it is told to stay.
+// watching is a watcher that is started and stopped until it is told to stay.
 type watching struct {
 	watcher   streams.Watcher
 	stay, end func()
@@ -123,7 +124,7 @@ type life struct {
 	groups  []string
 }
 
-// live has the holders make claims at either agent, and release most of them at either agent.
+// live makes the holders create claims, and release most of them, through random agents.
 func live(t *testing.T, when string, lives []life, agents ...*client.Client) {
 	t.Helper()
 	var holders sync.WaitGroup
@@ -150,7 +151,7 @@ func live(t *testing.T, when string, lives []life, agents ...*client.Client) {
 	holders.Wait()
 }
 
-// call calls any of the agents, again where that is what its answer asks for.
+// call calls a random agent, and retries if the error allows it.
 func call(t *testing.T, agents []*client.Client, do func(*client.Client) error) {
 	t.Helper()
 	eventually(t, "an agent answers", func(context.Context) (bool, error) {

@@ -23,7 +23,8 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// traced is an agent as the process's variables have it traced, with a node group that takes claims.
+// traced is an agent that is traced according to the process's environment, with a node group that
+// accepts claims.
 type traced struct {
 	namespace string
 	ref       *agentv1alpha1.ClusterRef
@@ -43,7 +44,8 @@ func startTraced(t *testing.T) traced {
 		namespace: namespace, ref: &agentv1alpha1.ClusterRef{Namespace: namespace, Name: "spoke"}, client: running.client(namespace, "spoke"),
 	}
 	eventually(t, "the node group takes claims", func(ctx context.Context) (bool, error) {
-		ctx = from(ctx, callersTrace, notSampled) // or it would count among the calls that may be traced
+		// Otherwise it would count against the limit of traced calls.
+		ctx = from(ctx, callersTrace, notSampled)
 		group, err := a.client.NodeGroups.GetNodeGroup(ctx, &agentv1alpha1.GetNodeGroupRequest{Cluster: a.ref, Id: namespace + "/group"})
 		return err == nil && group.GetNodeGroup().GetAvailability().GetAvailable(), nil
 	})
@@ -57,7 +59,7 @@ func (a traced) claim(ctx context.Context, id string) error {
 	return err
 }
 
-// annotations returns those of a claim's object.
+// annotations returns the annotations of a claim's object.
 func (a traced) annotations(t *testing.T, id string) map[string]string {
 	t.Helper()
 	claim := &v1alpha1.MachineClaim{}
@@ -72,7 +74,7 @@ const (
 	notSampled   = "00"
 )
 
-// from is the context of a caller that is in a span of its own.
+// from returns the context of a caller with a span of its own.
 func from(ctx context.Context, trace, flags string) context.Context {
 	return metadata.AppendToOutgoingContext(ctx, "traceparent", "00-"+trace+"-"+callersSpan+"-"+flags, "tracestate", "vendor=secret")
 }
@@ -91,7 +93,8 @@ func TestOneTraceFromTheCallToTheHubsWrites(t *testing.T) {
 		v1alpha1.RequestIDAnnotation: "request-1", v1alpha1.TraceIDAnnotation: callersTrace,
 	}, a.annotations(t, "claim"))
 
-	// The call is answered before its claim is marked as entered, and a span ends after those of what is done in it.
+	// The response is sent before the claim is marked as admitted, and a span ends after its child
+	// spans.
 	eventually(t, "every span of the trace has arrived", func(context.Context) (bool, error) {
 		spans := collector.Spans()
 		ended := lo.SliceToMap(spans, func(s tracingtest.Span) (string, bool) { return s.ID, true })
@@ -133,12 +136,13 @@ func TestOneTraceFromTheCallToTheHubsWrites(t *testing.T) {
 	}
 }
 
-// engineSpans are those of the claim engine.
+// engineSpans returns the spans of the claim engine.
 func engineSpans(collector *tracingtest.Collector) []tracingtest.Span {
 	return slices.DeleteFunc(collector.Spans(), func(s tracingtest.Span) bool { return !strings.HasPrefix(s.Name, "claims.") })
 }
 
-// Those that gather while a write is under way are entered by one run, whose span is in the trace of one of them.
+// Claims that gather during a write are admitted by one run, whose span is in the trace of one of
+// the calls.
 func TestEveryCallOfACrowdLeadsToWhatEnteredItsClaim(t *testing.T) {
 	collector := tracingtest.Start(t)
 	collector.SetEnvironment(t)

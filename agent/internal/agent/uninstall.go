@@ -15,7 +15,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// Uninstall removes everything that agents wrote from the part of the hub that the options name. See [claims.Engine.Uninstall].
+// Uninstall removes everything that agents have written from the part of the hub that the options
+// select. See [claims.Engine.Uninstall].
 func Uninstall(ctx context.Context, config *rest.Config, o *options.Options, force bool, report func(format string, arguments ...any)) error {
 	scheme, err := hub.Scheme()
 	if err != nil {

@@ -17,7 +17,8 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// TestUninstall takes the agent out of a hub in which one claim is bound and another is being released.
+// TestUninstall uninstalls the agent from a hub in which one claim is bound and another is being
+// released.
 func TestUninstall(t *testing.T) {
 	e := newEnv(t)
 	id := e.CreateNodeGroup(t, conformance.MachineDeployment{Name: "workers", Labels: map[string]string{v1alpha1.MemberLabel: ""}})

@@ -1,8 +1,9 @@
-// Package authz says who a caller is and what it may do.
+// Package authz identifies callers and decides what they may do.
 //
-// A caller's identity is the single URI in its certificate. What it may do are its grants: a role, for some Clusters. The
-// identity of a Cluster has the role `cluster` for that Cluster by itself; a [Policy] file grants more. Which roles may call a
-// method is in the table [Methods], and a method that is not in it may be called by nobody.
+// A caller's identity is the single URI in its certificate. Its rights are grants, each of which is
+// a role for some Clusters. By default, the identity of a Cluster has the role `cluster` for that
+// Cluster; a [Policy] can restrict this, and grants further roles. The table [Methods] lists the
+// roles that may call each method. A method that is not in the table may not be called at all.
 package authz
 
 import (
@@ -22,30 +23,32 @@ import (
 type Role string
 
 const (
-	// RoleCluster is that of a Cluster's own shim.
+	// RoleCluster is the role of a Cluster's own shim.
 	RoleCluster Role = "cluster"
 	// RoleReader may read.
 	RoleReader Role = "reader"
-	// RoleAutoscaler may read, and make and release claims.
+	// RoleAutoscaler may read, and create and release claims.
 	RoleAutoscaler Role = "autoscaler"
 	// RoleAdmin may do everything.
 	RoleAdmin Role = "admin"
-	// RoleBootstrap is that of a shim that has no certificate of its Cluster yet: it may get one, and nothing else.
+	// RoleBootstrap is the role of a shim that has no certificate for its Cluster yet. It may only
+	// request one.
 	RoleBootstrap Role = "bootstrap"
 )
 
-// Names of callers that need no certificate.
+// These are the identities of callers that need no certificate.
 const (
-	// UnixSocket is a caller on the unix socket.
+	// UnixSocket is the identity of callers on the unix socket.
 	UnixSocket = "unix"
-	// Loopback is a caller on the loopback interface.
+	// Loopback is the identity of callers on the loopback interface.
 	Loopback = "loopback"
 )
 
-// Grant gives a role for some Clusters.
+// Grant is a role for some Clusters.
 type Grant struct {
 	Role Role
-	// AllClusters gives it for every Cluster. Clusters names them otherwise, in which `*` stands for any characters.
+	// AllClusters grants the role for every Cluster. Otherwise Clusters lists the Clusters, where
+	// `*` matches any characters.
 	AllClusters bool
 	Clusters    []types.NamespacedName
 }
@@ -54,7 +57,7 @@ func (g Grant) covers(cluster types.NamespacedName) bool {
 	return g.AllClusters || among(g.Clusters, cluster)
 }
 
-// String says what the grant gives, for people.
+// String describes the grant, for messages.
 func (g Grant) String() string {
 	if g.AllClusters {
 		return fmt.Sprintf("%s for all Clusters", g.Role)
@@ -62,28 +65,32 @@ func (g Grant) String() string {
 	return fmt.Sprintf("%s for %s", g.Role, join(g.Clusters))
 }
 
-// Caller is somebody who calls, and what it may do.
+// Caller is an identified caller, with its rights.
 type Caller struct {
-	// Identity is a SPIFFE id, without the onboarding, or [UnixSocket] or [Loopback].
+	// Identity is a SPIFFE ID without the onboarding, [UnixSocket] or [Loopback].
 	Identity string
 	Grants   []Grant
-	// Onboarding is the one that the certificate is of. Nil for callers that are no Cluster: they are not onboarded.
+	// Onboarding is the onboarding that the certificate belongs to. It is nil for callers that are
+	// not Clusters, which are not onboarded.
 	Onboarding *Onboarding
 }
 
-// Onboarding identifies one onboarding of a Cluster. Its id is a label of the Cluster and part of every certificate that is issued for it. When the
-// Cluster is onboarded again, or made again under the same name, earlier certificates are refused.
+// Onboarding identifies one onboarding of a Cluster. Its ID is a label of the Cluster, and part of
+// every certificate issued for it. When the Cluster is onboarded again, or recreated under the same
+// name, earlier certificates are rejected.
 type Onboarding struct {
 	Cluster types.NamespacedName
-	// ID is empty in certificates that were issued elsewhere. They are a Cluster's for as long as it has no onboarding.
+	// ID is empty in certificates that were issued elsewhere. These are valid as long as the
+	// Cluster has no onboarding.
 	ID string
 }
 
-// Everything is what an administrator of all Clusters may do.
+// Everything returns the grant of an administrator of all Clusters.
 func Everything() Grant { return Grant{Role: RoleAdmin, AllClusters: true} }
 
-// ParseGrant returns a grant of any role for Clusters, each <namespace>/<name>, in which `*` stands for any characters. An administrator without
-// Clusters is one of all of them. The role cluster is for one Cluster, and no pattern. An error names every mistake.
+// ParseGrant returns a grant of any role for the given Clusters. Each is <namespace>/<name>, where
+// `*` matches any characters. The role admin without Clusters is granted for all Clusters. The role
+// cluster needs exactly one Cluster, without `*`. The error lists every mistake.
 func ParseGrant(role string, clusters []string) (Grant, error) {
 	var errs []error
 	wrong := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
@@ -107,7 +114,7 @@ func ParseGrant(role string, clusters []string) (Grant, error) {
 	return grant, errors.Join(errs...)
 }
 
-// MayCall reports whether the caller may call a method at all, for whatever Cluster.
+// MayCall reports whether the caller may call a method for at least one Cluster.
 func (c Caller) MayCall(rule Rule) bool {
 	return rule.Anyone || rule.Everyone || slices.ContainsFunc(c.Grants, func(g Grant) bool { return slices.Contains(rule.Roles, g.Role) })
 }
@@ -117,12 +124,13 @@ func (c Caller) MayCallFor(rule Rule, cluster types.NamespacedName) bool {
 	return slices.ContainsFunc(c.Grants, func(g Grant) bool { return slices.Contains(rule.Roles, g.Role) && g.covers(cluster) })
 }
 
-// MaySeeAll reports whether the caller may call a method for every Cluster, so that it may also learn which do not exist.
+// MaySeeAll reports whether the caller may call a method for every Cluster, and may therefore learn
+// which Clusters do not exist.
 func (c Caller) MaySeeAll(rule Rule) bool {
 	return slices.ContainsFunc(c.Grants, func(g Grant) bool { return slices.Contains(rule.Roles, g.Role) && g.AllClusters })
 }
 
-// Roles returns the caller's roles, each once.
+// Roles returns the caller's roles, without duplicates.
 func (c Caller) Roles() []string {
 	var roles []string
 	for _, g := range c.Grants {
@@ -133,7 +141,8 @@ func (c Caller) Roles() []string {
 	return roles
 }
 
-// Clusters returns the Clusters that the caller's grants name, patterns as they are, or true when one covers all of them.
+// Clusters returns the Clusters named by the caller's grants, with patterns unresolved. If a grant
+// covers all Clusters, it returns nil and true.
 func (c Caller) Clusters() (named []types.NamespacedName, all bool) {
 	for _, g := range c.Grants {
 		if g.AllClusters {
@@ -148,15 +157,15 @@ func (c Caller) Clusters() (named []types.NamespacedName, all bool) {
 	return named, false
 }
 
-// Authorizer makes callers of identities. It is safe for concurrent use.
+// Authorizer derives callers from certificates. It is safe for concurrent use.
 type Authorizer struct {
 	trustDomain spiffeid.TrustDomain
 	policy      func() *Policy
 	clock       clock.PassiveClock
 }
 
-// New returns an authorizer for the identities of a trust domain. The function returns the policy that is valid now; nil means
-// that there is none.
+// New returns an authorizer for the identities of a trust domain. The function policy returns the
+// policy in force, or nil if there is none.
 func New(trustDomain string, policy func() *Policy, c clock.PassiveClock) (*Authorizer, error) {
 	domain, err := spiffeid.TrustDomainFromString(trustDomain)
 	if err != nil {
@@ -168,9 +177,10 @@ func New(trustDomain string, policy func() *Policy, c clock.PassiveClock) (*Auth
 	return &Authorizer{trustDomain: domain, policy: policy, clock: c}, nil
 }
 
-// FromChains returns the caller that a client certificate belongs to, which was verified by these chains: each begins with the
-// certificate, and there is at least one. An error says why its identity cannot be used, or not any more: the handshake is the past of a
-// connection.
+// FromChains returns the caller that a client certificate belongs to. The chains are those that
+// verified the certificate: there is at least one, and each begins with the certificate. An error
+// reports why the identity cannot be used, or can no longer be used: the handshake may be long
+// past.
 func (a *Authorizer) FromChains(chains [][]*x509.Certificate) (Caller, error) {
 	certificate := chains[0][0]
 	if len(certificate.URIs) != 1 {
@@ -210,7 +220,8 @@ func (a *Authorizer) FromChains(chains [][]*x509.Certificate) (Caller, error) {
 	return caller, nil
 }
 
-// ValidUntil returns when the last of the verified chains expires. A chain expires with the first of its certificates.
+// ValidUntil returns when the last of the verified chains expires. A chain expires with the first
+// of its certificates.
 func ValidUntil(chains [][]*x509.Certificate) time.Time {
 	var until time.Time
 	for _, chain := range chains {
@@ -227,25 +238,26 @@ func ValidUntil(chains [][]*x509.Certificate) time.Time {
 	return until
 }
 
-// lists reports whether the Cluster's own identity has its role.
+// lists reports whether the Cluster's own identity is granted its role.
 func (p *Policy) lists(cluster types.NamespacedName) bool {
 	return p == nil || p.clusters == nil || among(p.clusters, cluster)
 }
 
-// First segments of the paths of Clusters' own identities.
+// These are the first path segments of the identities that Clusters own.
 const (
 	clusterPath   = "cluster"
 	bootstrapPath = "bootstrap"
 )
 
-// ownIdentity is what an identity says that is a Cluster's own.
+// ownIdentity is the parsed identity of a Cluster.
 type ownIdentity struct {
 	Onboarding
 
 	role Role
 }
 
-// splitOnboarding returns an identity without the onboarding, which policies and limits do not know, and what it says if it is a Cluster's own:
+// splitOnboarding returns an identity without its onboarding, as policies and limits use it. If the
+// identity is a Cluster's own, its parsed form is returned too, and nil otherwise:
 //
 //	/cluster/<namespace>/<name>[/<onboarding>]
 //	/bootstrap/<namespace>/<name>/<onboarding>
@@ -266,7 +278,8 @@ func splitOnboarding(id spiffeid.ID) (spiffeid.ID, *ownIdentity, error) {
 	return id, nil, nil
 }
 
-// clusterOf returns the Cluster whose own an identity is.
+// clusterOf returns the Cluster that an identity, without its onboarding, belongs to. It is false
+// if the identity is not a Cluster's own.
 func clusterOf(id spiffeid.ID) (types.NamespacedName, bool) {
 	parts := strings.Split(strings.TrimPrefix(id.Path(), "/"), "/")
 	if len(parts) != 3 || parts[0] != clusterPath && parts[0] != bootstrapPath {
@@ -275,12 +288,13 @@ func clusterOf(id spiffeid.ID) (types.NamespacedName, bool) {
 	return types.NamespacedName{Namespace: parts[1], Name: parts[2]}, true
 }
 
-// ClusterIdentity returns the identity of a Cluster by an onboarding.
+// ClusterIdentity returns the identity of a Cluster for an onboarding.
 func ClusterIdentity(trustDomain string, of Onboarding) (spiffeid.ID, error) {
 	return ownID(trustDomain, clusterPath, of)
 }
 
-// BootstrapIdentity returns the identity with which a shim asks for its first certificate of an onboarding.
+// BootstrapIdentity returns the identity with which a shim requests its first certificate of an
+// onboarding.
 func BootstrapIdentity(trustDomain string, of Onboarding) (spiffeid.ID, error) {
 	return ownID(trustDomain, bootstrapPath, of)
 }

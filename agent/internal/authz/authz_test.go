@@ -241,7 +241,7 @@ func TestPatternsAreOfNamespaceAndName(t *testing.T) {
 	g.Expect(caller.MaySeeAll(read)).To(BeFalse())
 }
 
-// A connection's handshake is in the past.
+// The handshake of a connection may be long past.
 func TestACertificateThatHasExpiredIsNobodys(t *testing.T) {
 	leaf, root, short := chain(t, "spiffe://karpenter-capi/cluster/fleet/spoke")[0][0], authority("root"), authority("short")
 	short.NotAfter = now.Add(-time.Second)
@@ -266,7 +266,7 @@ func TestACertificateThatHasExpiredIsNobodys(t *testing.T) {
 	}
 }
 
-// With issuers in the policy, an authority signs what the policy lets it sign, and nothing else.
+// With issuers in the policy, an authority can only sign what the policy allows.
 func TestIssuersSignTheirIdentitiesAlone(t *testing.T) {
 	root, team, unnamed := authority("root"), authority("team"), authority("unnamed")
 	a := authorizer(t, `
@@ -400,7 +400,7 @@ func TestPolicyFileIsFollowedAndMistakesLeaveTheLastValidOne(t *testing.T) {
 	g.Eventually(roles).Should(Equal([]string{"admin"}))
 }
 
-// Every method that is served has a rule, and every rule that is for a Cluster is for a request that names one.
+// Every served method has a rule, and every rule for a Cluster belongs to a request that names one.
 func TestEveryMethodHasARule(t *testing.T) {
 	g := NewWithT(t)
 	methods := map[string]protoreflect.MethodDescriptor{}
@@ -428,11 +428,13 @@ func TestEveryMethodHasARule(t *testing.T) {
 		g.Expect(rule.OfCluster).To(Equal(namesCluster), "%s", name)
 		if rule.OfCluster {
 			g.Expect(rule.Anyone || rule.Everyone).To(BeFalse(), "%s", name)
-			// A certificate of a Cluster's is for the Cluster's own callers: it would outlive an administrator's grant.
+			// A Cluster's certificate is for the Cluster's own callers only: it would outlive an
+			// administrator's grant.
 			own := name == agentv1alpha1.CertificateService_IssueCertificate_FullMethodName
 			g.Expect(slices.Contains(rule.Roles, authz.RoleAdmin)).To(Equal(!own), "%s", name)
 		}
-		// What a reader may not call acts on claims: as the holder that the request names, if it names one.
+		// Methods that a reader may not call act on claims. If the request names a holder, the
+		// caller acts as that holder.
 		acts := rule.OfCluster && !slices.Contains(rule.Roles, authz.RoleReader)
 		namesHolder := method.Input().Fields().ByName("holder") != nil
 		g.Expect(rule.AsHolder).To(Equal(acts && namesHolder), "%s", name)
@@ -460,7 +462,7 @@ func TestGrantsOfListeners(t *testing.T) {
 	for text, wanted := range map[string]struct {
 		role     string
 		clusters []string
-		says     string // nothing when it is a grant
+		says     string // empty for a valid grant
 	}{
 		"everything":               {"admin", nil, ""},
 		"an administrator of some": {"admin", []string{"fleet/*"}, ""},
@@ -486,7 +488,7 @@ func TestGrantsOfListeners(t *testing.T) {
 	}
 }
 
-// The onboarding is no part of the identity that policies and limits know: it changes.
+// The onboarding is not part of the identity that policies and limits use, because it changes.
 func TestCertificatesOfAnOnboarding(t *testing.T) {
 	a := authorizer(t, `
 identities:

@@ -9,10 +9,12 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// pattern is what a part of a Cluster's name may be in a policy. It leaves nothing special to package path but `*`.
+// pattern matches each part of a Cluster's name in a policy. Of the special characters of package
+// path it only allows `*`.
 var pattern = regexp.MustCompile(`^[a-z0-9.*-]+$`)
 
-// parseClusters returns the Clusters that the texts name, which may be patterns, and reports those that name none. It is never nil.
+// parseClusters returns the Clusters or patterns that the texts contain, and reports invalid texts.
+// The result is never nil.
 func parseClusters(texts []string, wrong func(format string, args ...any)) []types.NamespacedName {
 	clusters := make([]types.NamespacedName, 0, len(texts))
 	for _, text := range texts {
@@ -26,7 +28,7 @@ func parseClusters(texts []string, wrong func(format string, args ...any)) []typ
 	return clusters
 }
 
-// join returns the names for people.
+// join joins the names, for messages.
 func join(clusters []types.NamespacedName) string {
 	names := make([]string, 0, len(clusters))
 	for _, cluster := range clusters {
@@ -35,7 +37,7 @@ func join(clusters []types.NamespacedName) string {
 	return strings.Join(names, ", ")
 }
 
-// among reports whether one of the patterns is of the Cluster.
+// among reports whether one of the patterns matches the Cluster.
 func among(patterns []types.NamespacedName, cluster types.NamespacedName) bool {
 	return slices.ContainsFunc(patterns, func(p types.NamespacedName) bool {
 		return like(p.Namespace, cluster.Namespace) && like(p.Name, cluster.Name)

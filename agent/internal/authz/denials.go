@@ -12,15 +12,18 @@ import (
 	"github.com/spiffe/go-spiffe/v2/spiffeid"
 )
 
-// policyDenial denies the certificates that have all of what it names.
+// policyDenial denies the certificates that match all of its fields that are set.
 type policyDenial struct {
-	// ID is a SPIFFE id.
+	// ID is a SPIFFE ID.
 	ID string `json:"id,omitempty"`
-	// Serial is a certificate's serial number, in hexadecimal digits, with colons between the bytes or without.
+	// Serial is the serial number of a certificate in hexadecimal digits, with or without colons
+	// between the bytes.
 	Serial string `json:"serial,omitempty"`
-	// Issuer is the fingerprint of an authority's certificate that signed it, directly or through others.
+	// Issuer is the fingerprint of an authority that signed the certificate, directly or
+	// indirectly.
 	Issuer string `json:"issuer,omitempty"`
-	// IssuedBefore is a time, to the second: certificates that are valid from an earlier one are denied.
+	// IssuedBefore denies certificates whose validity begins earlier. It has a resolution of one
+	// second.
 	IssuedBefore *time.Time `json:"issuedBefore,omitempty"`
 }
 
@@ -71,7 +74,8 @@ func parseDenials(file []policyDenial, trustDomain string) ([]denial, error) {
 	return denials, errors.Join(errs...)
 }
 
-// evenDigits returns the digits of a serial number as openssl, which writes whole bytes, and people, who need not, write them.
+// evenDigits returns the digits of a serial number, padded to whole bytes. openssl prints whole
+// bytes; users may omit a leading zero.
 func evenDigits(text string) string {
 	digits := strings.ReplaceAll(text, ":", "")
 	if len(digits)%2 == 1 {
@@ -82,8 +86,9 @@ func evenDigits(text string) string {
 
 var errDenied = errors.New("the policy denies the client certificate")
 
-// checkDenied returns an error if the policy denies the certificate, which is the first of each of the verified chains. An issuer is denied
-// with whatever it signed, even where another chain goes around it.
+// checkDenied returns an error if the policy denies the certificate, which is the first of each of
+// the verified chains. A denied issuer denies everything it signed, even if another chain avoids
+// it.
 func (p *Policy) checkDenied(id spiffeid.ID, chains [][]*x509.Certificate) error {
 	if p == nil {
 		return nil

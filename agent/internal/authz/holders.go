@@ -9,9 +9,9 @@ import (
 
 // HolderSet is a set of holders of claims.
 type HolderSet struct {
-	// Any holds every holder.
+	// Any includes every holder.
 	Any bool
-	// Names are members, and so is every holder that begins with one of Prefixes.
+	// Names lists members. A holder that begins with one of the Prefixes is a member too.
 	Names, Prefixes []string
 }
 
@@ -21,7 +21,7 @@ func (s HolderSet) Has(holder string) bool {
 		slices.ContainsFunc(s.Prefixes, func(prefix string) bool { return strings.HasPrefix(holder, prefix) })
 }
 
-// String lists the members for people.
+// String lists the members, for messages.
 func (s HolderSet) String() string {
 	if s.Any {
 		return "any"
@@ -33,22 +33,22 @@ func (s HolderSet) String() string {
 	return strings.Join(members, ", ")
 }
 
-// Holders are the holders that a role may act as: it makes claims under their names, collects and releases their claims. A role
-// that is not here may act as none.
+// Holders lists the holders that each role may act as: it may create claims under their names, and
+// collect and release their claims. A role that is missing here may act as none.
 //
-// Claims whose holder was lost have the holder `unknown`, under which no claim can be made or collected. The Cluster's own shim
-// may release them.
+// Claims whose holder was lost have the holder `unknown`. No claim can be created or collected
+// under that name. The Cluster's own shim may release these claims.
 var Holders = map[Role]HolderSet{
 	RoleCluster:    {Names: []string{"karpenter", "unknown"}},
 	RoleAutoscaler: {Names: []string{"cluster-autoscaler"}, Prefixes: []string{"cluster-autoscaler-"}},
 	RoleAdmin:      {Any: true},
 }
 
-// ReportsNodes reports whether the holder's SyncClaims also report what the Cluster's Nodes look like: those of the Cluster's own
-// shim do, and no others, so that one holder's report does not replace another's.
+// ReportsNodes reports whether the holder's SyncClaims calls also report the Cluster's Nodes. Only
+// the Cluster's own shim does so, so that one holder's report does not replace another's.
 func ReportsNodes(holder string) bool { return Holders[RoleCluster].Has(holder) }
 
-// Holders returns the holders that the caller may act as by calling a method for a Cluster.
+// Holders returns the holders that the caller may act as when it calls a method for a Cluster.
 func (c Caller) Holders(rule Rule, cluster types.NamespacedName) HolderSet {
 	var all HolderSet
 	for _, g := range c.Grants {

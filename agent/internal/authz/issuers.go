@@ -13,12 +13,12 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// fingerprint is the SHA-256 of a certificate.
+// fingerprint is the SHA-256 hash of a certificate.
 type fingerprint [sha256.Size]byte
 
 func fingerprintOf(certificate *x509.Certificate) fingerprint { return sha256.Sum256(certificate.Raw) }
 
-// parseFingerprint reads hexadecimal digits, with colons between the bytes or without.
+// parseFingerprint parses hexadecimal digits, with or without colons between the bytes.
 func parseFingerprint(text string) (fingerprint, error) {
 	var f fingerprint
 	data, err := hex.DecodeString(strings.ReplaceAll(text, ":", ""))
@@ -30,17 +30,18 @@ func parseFingerprint(text string) (fingerprint, error) {
 }
 
 type policyIssuer struct {
-	// Fingerprints are those of the certificate authorities' certificates: intermediate ones, or roots.
+	// Fingerprints are those of the certificates of intermediate or root authorities.
 	Fingerprints []string `json:"fingerprints"`
-	// Clusters whose own identities they may sign, as <namespace>/<name>, in which `*` stands for any characters.
+	// Clusters are those whose own identities the authorities may sign, as <namespace>/<name>,
+	// where `*` matches any characters.
 	Clusters []string `json:"clusters,omitempty"`
-	// Identities are further SPIFFE ids that they may sign.
+	// Identities are further SPIFFE IDs that the authorities may sign.
 	Identities []string `json:"identities,omitempty"`
-	// AllIdentities stands for every identity.
+	// AllIdentities allows every identity.
 	AllIdentities bool `json:"allIdentities,omitempty"`
 }
 
-// issuer is what a certificate authority may sign.
+// issuer holds the identities that a certificate authority may sign.
 type issuer struct {
 	all        bool
 	clusters   []types.NamespacedName
@@ -89,12 +90,13 @@ func parseIssuers(file []policyIssuer, trustDomain string) (map[fingerprint]*iss
 	return issuers, errors.Join(errs...)
 }
 
-// errNotBound does not tell what the issuer may sign.
+// errNotBound does not reveal what the issuer may sign.
 var errNotBound = errors.New("the policy does not let the issuer of the client certificate sign this identity")
 
-// checkIssuer returns an error unless the issuers in the verified chains may sign the identity: each of them that the policy
-// names, and it must name one. So an intermediate authority is confined although its root is not, and an authority that was
-// renewed or added signs nothing before the policy names it.
+// checkIssuer returns an error unless the issuers in the verified chains may sign the identity. At
+// least one of them must be named by the policy, and all that are named must be allowed to sign it.
+// An intermediate authority can thus be restricted although its root is not, and a new or renewed
+// authority signs nothing until the policy names it.
 func (p *Policy) checkIssuer(id spiffeid.ID, chains [][]*x509.Certificate) error {
 	if p == nil || len(p.issuers) == 0 {
 		return nil

@@ -8,19 +8,22 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// Rule says who may call a method.
+// Rule specifies who may call a method.
 type Rule struct {
-	// Anyone lets everybody call, with or without an identity.
+	// Anyone allows every caller, with or without an identity.
 	Anyone bool
-	// Everyone lets every identity call, whatever its roles.
+	// Everyone allows every identity, whatever its roles.
 	Everyone bool
-	// Roles may call.
+	// Roles are the roles that may call.
 	Roles []Role
-	// OfCluster says that the request names a Cluster, and that the role must have been granted for it.
+	// OfCluster means that the request names a Cluster, and that the role must have been granted
+	// for it.
 	OfCluster bool
-	// AsHolder says that the request names the holder that the caller acts as, which one of its roles must allow; see [Holders].
+	// AsHolder means that the request names the holder that the caller acts as. One of the caller's
+	// roles must allow this holder; see [Holders].
 	AsHolder bool
-	// AsksOnboarding means that the method reads the Cluster's onboarding from the API server itself, because the caches may be behind.
+	// AsksOnboarding means that the method itself reads the Cluster's onboarding from the API
+	// server, as the caches may be behind.
 	AsksOnboarding bool
 }
 
@@ -29,7 +32,7 @@ var (
 	claimers = []Role{RoleCluster, RoleAutoscaler, RoleAdmin}
 )
 
-// Methods has a rule for every method that is served, by its full name. One that is not here is refused.
+// Methods has a rule for the full name of every served method. Other methods are rejected.
 var Methods = map[string]Rule{
 	agentv1alpha1.NodeGroupService_ListNodeGroups_FullMethodName:  {Roles: readers, OfCluster: true},
 	agentv1alpha1.NodeGroupService_GetNodeGroup_FullMethodName:    {Roles: readers, OfCluster: true},
@@ -47,7 +50,7 @@ var Methods = map[string]Rule{
 	agentv1alpha1.MachineService_ListMachines_FullMethodName:  {Roles: readers, OfCluster: true},
 	agentv1alpha1.MachineService_WatchMachines_FullMethodName: {Roles: readers, OfCluster: true},
 
-	// An administrator has no identity of a Cluster's that could be signed.
+	// Administrators are not listed: they have no identity of a Cluster to be signed.
 	agentv1alpha1.CertificateService_IssueCertificate_FullMethodName: {
 		Roles: []Role{RoleCluster, RoleBootstrap}, OfCluster: true, AsksOnboarding: true,
 	},

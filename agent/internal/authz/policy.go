@@ -18,14 +18,16 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// PolicyKey is the key of a ConfigMap that holds a policy.
+// PolicyKey is the key that holds the policy in its ConfigMap.
 const PolicyKey = "policy.yaml"
 
-// Policy grants roles to identities, says which issuers may sign which identities, and denies certificates.
+// Policy grants roles to identities, restricts which issuers may sign which identities, and denies
+// certificates.
 type Policy struct {
 	grants  map[string][]Grant
-	issuers map[fingerprint]*issuer // none: each issuer may sign every identity
-	// clusters are those whose own identities have the role cluster, as patterns. Nil stands for all of them.
+	issuers map[fingerprint]*issuer // empty: every issuer may sign every identity
+	// clusters are patterns of the Clusters whose own identities have the role cluster. Nil means
+	// all Clusters.
 	clusters []types.NamespacedName
 	denials  []denial
 }
@@ -33,23 +35,24 @@ type Policy struct {
 type policyFile struct {
 	Identities []policyIdentity `json:"identities"`
 	Issuers    []policyIssuer   `json:"issuers,omitempty"`
-	// Clusters whose own identities have the role cluster, as <namespace>/<name>. Every Cluster's has it where the field is missing.
+	// Clusters are those whose own identities have the role cluster, as <namespace>/<name>, where
+	// `*` matches any characters. If the field is missing, every Cluster's identity has the role.
 	Clusters *[]string      `json:"clusters,omitempty"`
 	Deny     []policyDenial `json:"deny,omitempty"`
 }
 
 type policyIdentity struct {
-	// ID is the SPIFFE id.
+	// ID is the SPIFFE ID.
 	ID string `json:"id"`
 	// Roles are reader, autoscaler or admin.
 	Roles []Role `json:"roles"`
-	// Clusters are <namespace>/<name>, in which `*` stands for any characters.
+	// Clusters are <namespace>/<name>, where `*` matches any characters.
 	Clusters []string `json:"clusters,omitempty"`
-	// AllClusters stands for every Cluster.
+	// AllClusters grants the roles for every Cluster.
 	AllClusters bool `json:"allClusters,omitempty"`
 }
 
-// ParsePolicy reads a policy file:
+// ParsePolicy parses a policy:
 //
 //	identities:
 //	- id: spiffe://karpenter-capi/team/observability
@@ -70,10 +73,10 @@ type policyIdentity struct {
 //	  issuedBefore: 2026-11-01T00:00:00Z
 //	- serial: 4F:00:…
 //
-// The identities must be of the trust domain. An error names every mistake.
+// The identities must belong to the trust domain. The error lists every mistake.
 func ParsePolicy(content []byte, trustDomain string) (*Policy, error) {
 	if len(bytes.TrimSpace(content)) == 0 {
-		// More likely a file that is just being written than one that takes everybody's roles away.
+		// This is more likely a file that is being written than a policy that revokes all grants.
 		return nil, errors.New("not a policy: it is empty; write `identities: []` to grant nothing")
 	}
 	var file policyFile
@@ -126,7 +129,7 @@ func ParsePolicy(content []byte, trustDomain string) (*Policy, error) {
 	return policy, nil
 }
 
-// String says in one line what the policy is about.
+// String summarizes the policy in one line.
 func (p *Policy) String() string {
 	own := "every Cluster's own identity has its role"
 	if p.clusters != nil {
@@ -151,7 +154,7 @@ func checkID(id, trustDomain string) error {
 
 // PolicyFile follows a policy file.
 type PolicyFile struct {
-	// Interval is how often the file is read again. Zero means every five seconds.
+	// Interval is how often the file is read. Zero means every five seconds.
 	Interval time.Duration
 
 	path        string
@@ -173,7 +176,8 @@ func LoadPolicyFile(path, trustDomain string, log logr.Logger) (*PolicyFile, err
 // Current returns the last valid policy of the file. It is safe for concurrent use.
 func (f *PolicyFile) Current() *Policy { return f.current.Load() }
 
-// Follow reads the file again and again, until the context ends. A file that is not valid leaves the last valid policy in force.
+// Follow rereads the file periodically until the context ends. If the file is invalid, the last
+// valid policy stays in force.
 func (f *PolicyFile) Follow(ctx context.Context) {
 	interval := f.Interval
 	if interval == 0 {

@@ -1,8 +1,10 @@
-// Package capacity derives what a machine of a MachineDeployment will be, from what people and providers wrote about it.
+// Package capacity derives the properties of a MachineDeployment's future machines, from what users
+// and providers have specified.
 //
-// Each value comes from the first source that has it: the MachineDeployment's annotations, its machine template, the
-// infrastructure template's status, what real Nodes of the group showed, a default. What cannot be used is reported as a
-// [Problem] and the next source is asked: nothing that a user writes makes anything here fail.
+// Each value comes from the first source that has it: the MachineDeployment's annotations, its
+// machine template, the status of the infrastructure template, the group's real Nodes, a default.
+// An unusable value is reported as a [Problem], and the next source is tried. No user input causes
+// an error here.
 package capacity
 
 import (
@@ -24,7 +26,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
 )
 
-// Annotations of a MachineDeployment, the same keys that cluster-autoscaler reads.
+// These are annotations of a MachineDeployment, with the same keys that cluster-autoscaler reads.
 const (
 	prefix              = "capacity.cluster-autoscaler.kubernetes.io/"
 	CPUAnnotation       = prefix + "cpu"
@@ -42,10 +44,10 @@ const (
 	defaultOS           = "linux"
 )
 
-// SourceKind says what kind of source a value came from.
+// SourceKind is the kind of source that a value came from.
 type SourceKind string
 
-// Kinds of sources.
+// These are the kinds of sources.
 const (
 	FromAnnotation             SourceKind = "Annotation"
 	FromMachineTemplate        SourceKind = "MachineTemplate"
@@ -56,69 +58,76 @@ const (
 	FromDefault                SourceKind = "Default"
 )
 
-// Source says where a value came from.
+// Source identifies where a value came from.
 type Source struct {
 	Kind SourceKind
-	// Detail names it, for people: the annotation's key, or the template's kind and name.
+	// Detail identifies the source within its kind, for display: the annotation's key, or the
+	// template's kind and name.
 	Detail string
 }
 
-// Problem is one value that cannot be used.
+// Problem is a value that cannot be used.
 type Problem struct {
-	// Field as the user wrote it, for example `metadata.annotations[capacity.cluster-autoscaler.kubernetes.io/cpu]`.
+	// Field is the path of the value in the user's object, for example
+	// `metadata.annotations[capacity.cluster-autoscaler.kubernetes.io/cpu]`.
 	Field string
-	// Value as the user wrote it.
+	// Value is the value as the user wrote it.
 	Value string
-	// Message says what is wrong and what to write instead.
+	// Message states what is wrong and what to write instead.
 	Message string
 }
 
-// Description is what a machine will be.
+// Description describes a future machine.
 type Description struct {
-	// InstanceType is never empty, and a valid label value.
+	// InstanceType is a valid label value and never empty.
 	InstanceType string
-	// Resources is what a machine has, never nil. Nothing is subtracted.
+	// Resources is the machine's total capacity, before any overhead. It is never nil.
 	Resources corev1.ResourceList
-	// Overhead is what a real Node's pods could not have of Resources; nil while no Node was seen. Resources less Overhead is
-	// never more than what the Nodes that were seen could give.
+	// Overhead is the part of Resources that is not available to pods on real Nodes. It is nil
+	// until a Node has been seen. Resources minus Overhead never exceeds what the Nodes seen could
+	// provide.
 	Overhead corev1.ResourceList
-	// AttachableVolumes are the limits of CSI drivers, by their names; a driver that is missing has no known limit.
+	// AttachableVolumes are the limits of CSI drivers, by driver name. A missing driver has no
+	// known limit.
 	AttachableVolumes map[string]int32
-	// Devices are what the machine offers through dynamic resource allocation, by driver.
+	// Devices are the devices that the machine offers through dynamic resource allocation, by
+	// driver.
 	Devices []Devices
-	// Labels and Taints are what its Node will carry.
+	// Labels and Taints are those of the future Node.
 	Labels map[string]string
 	Taints []corev1.Taint
 	// Architecture and OperatingSystem are never empty.
 	Architecture, OperatingSystem string
 	// Zone and Region may be empty.
 	Zone, Region string
-	// CapacityType is one of wire's constants, never empty.
+	// CapacityType is one of the constants of package wire, and never empty.
 	CapacityType string
-	// Sources has an entry for each value, by the field's path: `capacity.cpu`, `node_labels.team`, `zone`, ….
+	// Sources has an entry for each value, by the path of its field: `capacity.cpu`,
+	// `node_labels.team`, `zone`, ….
 	Sources map[string]Source
-	// Problems are the values that could not be used, in a stable order.
+	// Problems are the values that cannot be used, in a stable order.
 	Problems []Problem
 }
 
-// Devices are those that a machine offers through one driver for dynamic resource allocation.
+// Devices are the devices that a machine offers through one driver for dynamic resource allocation.
 type Devices struct {
 	Driver string
 	Count  int32
-	// Kind is what the user called them; may be empty.
+	// Kind is the user's name for the devices. It may be empty.
 	Kind string
 }
 
-// Template is an infrastructure template, or why there is none.
+// Template is an infrastructure template, or the reason why it could not be read.
 type Template struct {
-	// Object is the template; nil when it could not be read.
+	// Object is the template, or nil if it could not be read.
 	Object *unstructured.Unstructured
-	// Problem is set when it could not be read.
+	// Problem is set if the template could not be read.
 	Problem *Problem
 }
 
-// Describe derives everything. The label patterns are those that Cluster API's manager was given for labels that reach Nodes
-// beside the usual ones. It reads only its arguments, and keeps and changes none of them.
+// Describe derives the description. The label patterns are those that Cluster API's manager was
+// given for labels that it copies to Nodes in addition to its own. Describe only reads its
+// arguments, and retains none of them.
 func Describe(
 	md *clusterv1.MachineDeployment, template Template, observed Observation, syncedLabels []*regexp.Regexp,
 ) Description {
@@ -151,7 +160,7 @@ func (d *describer) problem(field, value, format string, args ...any) {
 	d.Problems = append(d.Problems, Problem{Field: field, Value: value, Message: fmt.Sprintf(format, args...)})
 }
 
-// AnnotationField is how a [Problem] names an annotation.
+// AnnotationField returns the Field of a [Problem] with an annotation.
 func AnnotationField(key string) string { return "metadata.annotations[" + key + "]" }
 
 func fromAnnotation(key string) Source { return Source{FromAnnotation, key} }
@@ -160,7 +169,8 @@ func (d *describer) fromTemplate(path string) Source {
 	return Source{FromInfrastructureTemplate, d.template.Object.GetKind() + "/" + d.template.Object.GetName() + " " + path}
 }
 
-// labels finds the labels of the Node: those of the machine template that Cluster API copies, and the annotation's.
+// labels determines the labels of the Node: those of the machine template that Cluster API copies,
+// and those of the annotation.
 func (d *describer) labels(synced []*regexp.Regexp) {
 	for key, value := range capilabels.GetManagedLabels(d.md.Spec.Template.Labels, synced...) {
 		if key == clusterv1.ClusterNameLabel || key == clusterv1.MachineDeploymentNameLabel {
@@ -201,7 +211,8 @@ func (d *describer) label(key, value string, source Source) {
 	d.Sources["node_labels."+key] = source
 }
 
-// resources finds what a machine has: the annotations over the infrastructure template's status over what Nodes showed.
+// resources determines the capacity. Annotations override the status of the infrastructure
+// template, which overrides what Nodes reported.
 func (d *describer) resources() {
 	d.templateResources()
 	for _, r := range []struct {
@@ -241,7 +252,7 @@ func (d *describer) resource(name corev1.ResourceName, quantity resource.Quantit
 	d.Sources["capacity."+string(name)] = source
 }
 
-// quantity reads an annotation that must be above zero.
+// quantity parses an annotation whose value must be positive.
 func (d *describer) quantity(annotation string, whole bool, example string) (resource.Quantity, bool) {
 	text, ok := d.md.Annotations[annotation]
 	if !ok {
@@ -263,13 +274,14 @@ func (d *describer) quantity(annotation string, whole bool, example string) (res
 	return quantity, true
 }
 
-// accelerators reads how many there are, as an extended resource (gpu-type), as devices of a driver for dynamic resource
-// allocation (dra-driver), or as both.
+// accelerators reads the number of accelerators, as an extended resource (gpu-type), as devices of
+// a driver for dynamic resource allocation (dra-driver), or as both.
 func (d *describer) accelerators() {
 	kind, hasKind := d.md.Annotations[GPUTypeAnnotation]
 	driver, hasDriver := d.md.Annotations[DRADriverAnnotation]
 	text, hasCount := d.md.Annotations[GPUCountAnnotation]
-	if !hasKind && !hasDriver && !hasCount || strings.TrimSpace(text) == "0" { // said to have none
+	// A count of 0 declares that there are none.
+	if !hasKind && !hasDriver && !hasCount || strings.TrimSpace(text) == "0" {
 		return
 	}
 	kind, driver = strings.TrimSpace(kind), strings.TrimSpace(driver)
@@ -297,7 +309,7 @@ func (d *describer) accelerators() {
 	}
 }
 
-// maxDevices bounds the devices of one driver: each becomes an object where pods are scheduled.
+// maxDevices limits the devices of one driver. Each becomes an object in the scheduler.
 const maxDevices = 1024
 
 func (d *describer) resourceName(kind string) bool {
@@ -308,10 +320,10 @@ func (d *describer) resourceName(kind string) bool {
 	return true
 }
 
-// maxDriverName is how long Kubernetes lets a driver's name be.
+// maxDriverName is the maximum length of a driver's name in Kubernetes.
 const maxDriverName = 63
 
-// driverName reports whether a name is one that Kubernetes accepts for a driver, and that it is not.
+// driverName reports whether Kubernetes accepts a name for a driver. If not, it adds a problem.
 func (d *describer) driverName(annotation, name, written, instead string) bool {
 	faults := validation.IsDNS1123Subdomain(strings.ToLower(name))
 	if len(name) > maxDriverName {
@@ -383,13 +395,13 @@ func (d *describer) templateResources() {
 			continue
 		}
 		if quantity.IsZero() {
-			continue // not there
+			continue // the machine has none
 		}
 		d.resource(corev1.ResourceName(name), quantity, d.fromTemplate("status.capacity"))
 	}
 }
 
-// scalar returns a quantity's text, which may be written as a number.
+// scalar returns the text of a quantity, which may be given as a number.
 func scalar(value any) (string, bool) {
 	switch value := value.(type) {
 	case string:
@@ -402,7 +414,8 @@ func scalar(value any) (string, bool) {
 	return "", false
 }
 
-// taints finds the taints of the Node: the machine template's and the annotation's, which wins for one key and effect.
+// taints determines the taints of the Node: those of the machine template and of the annotation.
+// The annotation takes precedence for the same key and effect.
 func (d *describer) taints() {
 	type identity struct {
 		key    string
@@ -429,7 +442,7 @@ func (d *describer) taints() {
 		add(taint, fromAnnotation(TaintsAnnotation))
 	}
 	for _, taint := range found {
-		// Cluster API takes it off as soon as it has labelled the Node.
+		// Cluster API removes this taint as soon as it has labelled the Node.
 		if taint.Key != clusterv1.NodeUninitializedTaint.Key {
 			d.Taints = append(d.Taints, taint)
 		}
@@ -457,8 +470,9 @@ func parseTaint(text string) (corev1.Taint, error) {
 	return taint, nil
 }
 
-// placement finds zone, region, architecture and operating system. A label in the annotation wins. Zone and region are not learned:
-// where the Nodes of a group without a failure domain are does not say where its next one will be.
+// placement determines zone, region, architecture and operating system. A label of the annotation
+// takes precedence. Zone and region are not learned: the location of the existing Nodes of a group
+// without a failure domain does not determine the location of the next one.
 func (d *describer) placement() {
 	d.Zone = d.value("zone", corev1.LabelTopologyZone, []candidate{
 		{d.md.Spec.Template.Spec.FailureDomain, Source{FromMachineTemplate, "spec.template.spec.failureDomain"}, "spec.template.spec.failureDomain"},
@@ -481,8 +495,8 @@ type candidate struct {
 	field  string // where the user wrote it
 }
 
-// templateLabel is a label of the machine template. Cluster API may not copy it to the Node, but who writes it there says so
-// about the machines.
+// templateLabel returns a label of the machine template. Cluster API may not copy it to the Node,
+// but it still describes the machines.
 func (d *describer) templateLabel(key string) candidate {
 	const path = "spec.template.metadata.labels"
 	return candidate{d.md.Spec.Template.Labels[key], Source{FromMachineTemplate, path}, path + "[" + key + "]"}
@@ -502,7 +516,8 @@ func (d *describer) nodeInfo(name string) candidate {
 	return candidate{value, d.fromTemplate(path), field}
 }
 
-// value returns the first usable candidate, the Node's label over all of them, and makes it the Node's label.
+// value returns the first usable candidate, and sets it as the Node's label. A label that the Node
+// already has takes precedence.
 func (d *describer) value(path, label string, candidates []candidate) string {
 	if value, labelled := d.Labels[label]; labelled && value != "" {
 		source := d.Sources["node_labels."+label]
@@ -530,7 +545,7 @@ func (d *describer) value(path, label string, candidates []candidate) string {
 	return ""
 }
 
-// kind finds the instance type and how machines are paid for.
+// kind determines the instance type and the capacity type.
 func (d *describer) kind() {
 	name := candidate{d.md.Name, Source{FromDefault, "the MachineDeployment's name"}, "metadata.name"}
 	if len(validation.IsValidLabelValue(name.value)) > 0 {
@@ -552,7 +567,7 @@ func (d *describer) kind() {
 	if value := d.Labels[label]; value != "" {
 		candidates = slices.Insert(candidates, 0, candidate{value, d.Sources["node_labels."+label], AnnotationField(LabelsAnnotation)})
 	}
-	// Karpenter's own label: it puts it on the Node.
+	// Karpenter sets this label on the Node itself.
 	delete(d.Labels, label)
 	delete(d.Sources, "node_labels."+label)
 	for _, c := range candidates {
@@ -568,7 +583,7 @@ func (d *describer) kind() {
 	}
 }
 
-// shortened makes a label value of a longer name, unique with near certainty.
+// shortened turns a name that is too long into a label value, which is unique with near certainty.
 func shortened(name string) string {
 	sum := fnv.New64a()
 	_, _ = sum.Write([]byte(name))

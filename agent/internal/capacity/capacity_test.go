@@ -187,7 +187,7 @@ func TestInstanceTypeIsAlwaysALabelValue(t *testing.T) {
 	g.Expect(capacity.Describe(md, capacity.Template{}, capacity.Observation{}, nil).InstanceType).To(Equal("m5.large"))
 }
 
-// usable checks what holds for every description, whatever was written.
+// usable checks what holds for every description, whatever the input.
 func usable(t *testing.T, d capacity.Description) {
 	t.Helper()
 	for key, value := range d.Labels {
@@ -225,7 +225,7 @@ func usable(t *testing.T, d capacity.Description) {
 	}
 }
 
-// fuzzAnnotation writes a text into one annotation.
+// fuzzAnnotation fuzzes the value of one annotation.
 func fuzzAnnotation(f *testing.F, annotation string, seeds ...string) {
 	f.Helper()
 	for _, seed := range append(seeds, "", " ", ",", "=", "\x00", "é", strings.Repeat("a=b,", 100), strings.Repeat("z", 300)) {
@@ -245,7 +245,8 @@ func fuzzAnnotation(f *testing.F, annotation string, seeds ...string) {
 	})
 }
 
-// Cluster API's own documentation writes 500mb; peers panic on what is no quantity.
+// Cluster API's own documentation uses 500mb, which is not a quantity. Other implementations panic
+// on such values.
 func FuzzQuantity(f *testing.F) {
 	fuzzAnnotation(f, capacity.MemoryAnnotation, "16Gi", "500mb", "500MB", "16 Gi", "1e1000000000", "-1", "0", ".", "1E",
 		"9223372036854775808", "0x10", "1e-24")

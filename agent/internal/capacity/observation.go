@@ -8,30 +8,32 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 )
 
-// Observation is what real Nodes of a group showed: of all of them the least that each has and can give, and the most that
-// each keeps back. The zero value means that none was seen.
+// Observation summarizes the real Nodes of a group: the minimum of their capacity and allocatable,
+// and the maximum of their overhead. The zero value means that none was seen.
 type Observation struct {
 	Capacity, Allocatable, Overhead corev1.ResourceList
-	// Labels are those of [ObservedLabels] that all of the Nodes agree on. Those for zone and region only contradict.
+	// Labels are the [ObservedLabels] whose values all Nodes share. Zone and region are only used
+	// to detect contradictions.
 	Labels map[string]string
 }
 
-// ObservedLabels are the labels that are looked at on Nodes.
+// ObservedLabels are the labels of Nodes that are evaluated.
 var ObservedLabels = []string{corev1.LabelArchStable, corev1.LabelOSStable, corev1.LabelTopologyZone, corev1.LabelTopologyRegion}
 
-// observedSource is not more exact: a source that changed with every Node would be a change of the group.
+// observedSource does not name a Node: a source that changed with every Node would change the group
+// each time.
 var observedSource = Source{FromNodes, "the group's Nodes"}
 
-// Tolerance is by which share a machine may be described with more memory or disk than its Node shows before that is a
-// problem: firmware, the kernel and the filesystem keep some for themselves.
+// Tolerance is the fraction by which the described memory or disk may exceed what the Node reports
+// before that is a problem. Firmware, the kernel and the filesystem reserve some of it.
 const Tolerance = 0.1
 
 func tolerates(name corev1.ResourceName) bool {
 	return name == corev1.ResourceMemory || name == corev1.ResourceEphemeralStorage
 }
 
-// learnedResources adds what Nodes showed and nobody described, says where a description promises more than that, and finds
-// the overhead.
+// learnedResources adds resources that Nodes reported and no other source described. It reports
+// descriptions that exceed what Nodes reported, and determines the overhead.
 func (d *describer) learnedResources() {
 	for name, shown := range d.observed.Capacity {
 		described, known := d.Resources[name]
@@ -50,7 +52,8 @@ func (d *describer) learnedResources() {
 		}
 	}
 	for name, kept := range d.observed.Overhead {
-		// Where more is described than there is, the difference is not there for pods either.
+		// If the description exceeds the real capacity, the difference is not available to pods
+		// either.
 		missing := d.Resources[name].DeepCopy()
 		missing.Sub(d.observed.Allocatable[name])
 		if described := d.Resources[name]; described.Cmp(d.observed.Capacity[name]) > 0 && missing.Cmp(kept) > 0 {
@@ -75,7 +78,8 @@ func (d *describer) learnedLabel(key string) candidate {
 	return candidate{d.observed.Labels[key], observedSource, "Nodes " + key}
 }
 
-// contradictedLabel says where a description names another zone, region, architecture or operating system than all Nodes do.
+// contradictedLabel reports a description whose zone, region, architecture or operating system
+// differs from that of all Nodes.
 func (d *describer) contradictedLabel(field, label, value string) {
 	shown := d.observed.Labels[label]
 	if shown == "" || shown == value || !slices.Contains(ObservedLabels, label) || strings.HasPrefix(field, "Nodes ") {

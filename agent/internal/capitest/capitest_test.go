@@ -25,9 +25,12 @@ import (
 var plane *capitest.ControlPlane
 
 func TestMain(m *testing.M) {
-	flag.Parse() // before anything is started: a flag that does not exist ends the process
+	// Flags are parsed before anything is started, because an unknown flag ends the process.
+	flag.Parse()
 	log.SetLogger(logr.Discard())
-	SetDefaultEventuallyTimeout(30 * time.Second) // before the first test: each takes the defaults that there are when it begins
+	// The timeout is set before the first test, because each test takes over the defaults when it
+	// begins.
+	SetDefaultEventuallyTimeout(30 * time.Second)
 	SetDefaultEventuallyPollingInterval(20 * time.Millisecond)
 	var err error
 	if plane, err = capitest.StartControlPlane(); err != nil {

@@ -28,16 +28,17 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// AssetsVariable names the environment variable with the folder that holds etcd and kube-apiserver.
+// AssetsVariable is the environment variable with the directory that contains etcd and
+// kube-apiserver.
 const AssetsVariable = "KUBEBUILDER_ASSETS"
 
 // ControlPlane is a running API server.
 type ControlPlane struct {
-	// Config reaches it as an administrator.
+	// Config connects to it as an administrator.
 	Config *rest.Config
-	// Scheme knows core, Cluster API's and this module's types.
+	// Scheme has the types of core, Cluster API and this module.
 	Scheme *apiruntime.Scheme
-	// Client reads and writes live, past every cache.
+	// Client reads and writes directly, without a cache.
 	Client client.WithWatch
 
 	environment *envtest.Environment
@@ -45,8 +46,9 @@ type ControlPlane struct {
 	namespaces  atomic.Int64
 }
 
-// StartControlPlane starts etcd and kube-apiserver on loopback and installs the CRDs. Share one per test binary, from
-// TestMain, and give each test a namespace of its own: it takes seconds. The caller must call Stop.
+// StartControlPlane starts etcd and kube-apiserver on loopback and installs the CRDs. This takes
+// seconds: share one control plane per test binary, from TestMain, and give each test its own
+// namespace. The caller must call Stop.
 func StartControlPlane() (*ControlPlane, error) {
 	top, err := repository()
 	if err != nil {
@@ -87,14 +89,14 @@ func StartControlPlane() (*ControlPlane, error) {
 	return &ControlPlane{Config: config, Scheme: environment.Scheme, Client: c, environment: environment, guard: guard}, nil
 }
 
-// Stop ends the API server and etcd and removes their data. Should the process end without it, they end too, but their data
-// stays in the temporary folder.
+// Stop stops the API server and etcd and removes their data. If the process ends without calling
+// it, they stop as well, but their data stays in the temporary directory.
 func (p *ControlPlane) Stop() error { return errors.Join(p.environment.Stop(), p.guard.dismiss()) }
 
-// KubeConfig is a file that reaches the API server as an administrator, for other processes.
+// KubeConfig returns a kubeconfig for an administrator, for use by other processes.
 func (p *ControlPlane) KubeConfig() []byte { return slices.Clone(p.environment.KubeConfig) }
 
-// Namespace makes a new, empty namespace.
+// Namespace creates a new, empty namespace.
 func (p *ControlPlane) Namespace(tb testing.TB) string {
 	tb.Helper()
 	name := fmt.Sprintf("test-%d", p.namespaces.Add(1))
@@ -104,14 +106,14 @@ func (p *ControlPlane) Namespace(tb testing.TB) string {
 	return name
 }
 
-// Scheme returns a new scheme with core, Cluster API's and this module's types.
+// Scheme returns a new scheme with the types of core, Cluster API and this module.
 func Scheme() *apiruntime.Scheme {
 	s := apiruntime.NewScheme()
 	for _, add := range []func(*apiruntime.Scheme) error{
 		scheme.AddToScheme, apiextensionsv1.AddToScheme, clusterv1.AddToScheme, addonsv1.AddToScheme, v1alpha1.AddToScheme,
 	} {
 		if err := add(s); err != nil {
-			panic(err) // Only two types with one name can bring this about.
+			panic(err) // only possible if two types have the same name
 		}
 	}
 	return s
@@ -150,7 +152,7 @@ func crds(top string) ([]*apiextensionsv1.CustomResourceDefinition, error) {
 		if err := yaml.UnmarshalStrict(content, crd); err != nil {
 			return nil, fmt.Errorf("parsing %s: %w", file, err)
 		}
-		// Older versions need a conversion webhook, and there is none here.
+		// Older versions would need a conversion webhook, which does not exist here.
 		crd.Spec.Versions = newest(crd.Spec.Versions)
 		crd.Spec.Conversion = nil
 		all = append(all, crd)
@@ -167,7 +169,8 @@ func newest(versions []apiextensionsv1.CustomResourceDefinitionVersion) []apiext
 	return versions
 }
 
-// The infrastructure template kind that the model's machine templates refer to. It has no meaning to the model.
+// These name the infrastructure template kind that the model's machine templates refer to. The
+// model does not interpret it.
 const (
 	InfrastructureGroup        = "infrastructure.cluster.x-k8s.io"
 	InfrastructureVersion      = "v1alpha7"
@@ -180,7 +183,7 @@ func infrastructureTemplateCRD() *apiextensionsv1.CustomResourceDefinition {
 	return &apiextensionsv1.CustomResourceDefinition{
 		ObjectMeta: metav1.ObjectMeta{
 			Name: "testmachinetemplates." + InfrastructureGroup,
-			// The version that belongs to the contract is named here, and only here.
+			// Only this label names the version that belongs to the contract.
 			Labels: map[string]string{"cluster.x-k8s.io/v1beta2": InfrastructureVersion},
 		},
 		Spec: apiextensionsv1.CustomResourceDefinitionSpec{

@@ -25,7 +25,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 )
 
-// deployments keeps the MachineSets of MachineDeployments.
+// deployments reconciles MachineDeployments, and maintains their MachineSets.
 type deployments struct{ *Model }
 
 func (r *deployments) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
@@ -95,7 +95,8 @@ func (r *deployments) remove(ctx context.Context, md *clusterv1.MachineDeploymen
 	return nil
 }
 
-// ensureCurrent returns the MachineSet of the current template, made when there is none, and the others, oldest first.
+// ensureCurrent returns the MachineSet of the current template, which it creates if needed, and the
+// other MachineSets, oldest first.
 func (r *deployments) ensureCurrent(ctx context.Context, md *clusterv1.MachineDeployment, owned []*clusterv1.MachineSet,
 ) (current *clusterv1.MachineSet, old []*clusterv1.MachineSet, err error) {
 	hash := templateHash(&md.Spec.Template)
@@ -134,7 +135,8 @@ func (r *deployments) ensureCurrent(ctx context.Context, md *clusterv1.MachineDe
 	return current, old, nil
 }
 
-// plan sets the replicas of every MachineSet. It never looks at Machines, only at the MachineSets' own numbers.
+// plan sets the replicas of every MachineSet. It never considers Machines, only the numbers in the
+// MachineSets.
 func plan(md *clusterv1.MachineDeployment, current *clusterv1.MachineSet, old []*clusterv1.MachineSet) {
 	want := ptr.Deref(md.Spec.Replicas, 0)
 	if spec(current) > want {
@@ -146,7 +148,8 @@ func plan(md *clusterv1.MachineDeployment, current *clusterv1.MachineSet, old []
 		surge = scaled(md.Spec.Rollout.Strategy.RollingUpdate.MaxSurge, 1, want, true)
 		unavailable = scaled(md.Spec.Rollout.Strategy.RollingUpdate.MaxUnavailable, 0, want, false)
 	}
-	// Machines that are being deleted are counted in the status, and so occupy slots until they are gone.
+	// Machines that are being deleted are counted in the status, and so occupy slots until they are
+	// gone.
 	occupied := lo.SumBy(append(slices.Clone(old), current), func(ms *clusterv1.MachineSet) int32 { return max(spec(ms), observed(ms)) })
 	switch {
 	case len(activeSets(old)) == 0 && !onDelete:
@@ -260,7 +263,8 @@ func scaled(value *intstr.IntOrString, otherwise int, of int32, up bool) int32 {
 	return int32(n)
 }
 
-// templateHash identifies what makes a new MachineSet necessary; other changes of the template are made in place.
+// templateHash covers the fields whose change requires a new MachineSet. Other changes to the
+// template are made in place.
 func templateHash(template *clusterv1.MachineTemplateSpec) string {
 	compared := clusterv1.MachineSpec{
 		Version: template.Spec.Version, Bootstrap: template.Spec.Bootstrap,
@@ -268,7 +272,7 @@ func templateHash(template *clusterv1.MachineTemplateSpec) string {
 	}
 	text, err := json.Marshal(compared)
 	if err != nil {
-		panic(err) // Strings always encode.
+		panic(err) // strings always encode
 	}
 	hash := fnv.New32a()
 	_, _ = hash.Write(text)

@@ -12,14 +12,16 @@ import (
 	"syscall"
 )
 
-// guard ends the API server and etcd when the test binary goes without stopping them: killed, interrupted, or out of time.
+// guard kills the API server and etcd if the test binary ends without stopping them: killed,
+// interrupted, or out of time.
 type guard struct {
 	command *exec.Cmd
 	pipe    io.WriteCloser
 }
 
-// guardChildren watches over the processes that this process has started so far. Where there is no /proc to find them in, it
-// returns nil: tests run there just as well, unless they are killed.
+// guardChildren guards the processes that this process has started so far. On systems without
+// /proc, where they cannot be found, it returns nil: tests work there too, but a killed test leaves
+// them running.
 func guardChildren() (*guard, error) {
 	if _, err := os.Stat("/proc/self/task"); err != nil {
 		return nil, nil //nolint:nilerr // Not an error: another system.
@@ -28,9 +30,11 @@ func guardChildren() (*guard, error) {
 	if err != nil {
 		return nil, err
 	}
-	// It waits for a line, which dismisses it; the end of the pipe means that this process is gone.
+	// The guard waits for a line, which dismisses it. The end of the pipe means that this process
+	// is gone.
 	command := exec.Command("sh", append([]string{"-c", `read -r _ || kill -9 "$@"`, "guard"}, children...)...)
-	command.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // An interrupt from the terminal is not for it.
+	// An interrupt from the terminal must not reach the guard.
+	command.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	pipe, err := command.StdinPipe()
 	if err != nil {
 		return nil, fmt.Errorf("guarding the API server: %w", err)
@@ -41,7 +45,7 @@ func guardChildren() (*guard, error) {
 	return &guard{command: command, pipe: pipe}, nil
 }
 
-// dismiss ends the guard, which has nothing left to watch over.
+// dismiss ends the guard without killing anything.
 func (g *guard) dismiss() error {
 	if g == nil {
 		return nil
@@ -52,7 +56,7 @@ func (g *guard) dismiss() error {
 	return g.command.Wait()
 }
 
-// children returns the process ids of this process's children.
+// children returns the IDs of this process's children.
 func children() ([]string, error) {
 	threads, err := filepath.Glob("/proc/self/task/*/children")
 	if err != nil {

@@ -18,7 +18,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 )
 
-// machines takes Machines through their lives, the infrastructure's and the kubelet's part included.
+// machines reconciles Machines, and simulates the infrastructure and the kubelet.
 type machines struct{ *Model }
 
 func (r *machines) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
@@ -44,7 +44,8 @@ func (r *machines) Reconcile(ctx context.Context, request reconcile.Request) (re
 		r.times[machine.UID] = at
 	}
 	r.mu.Unlock()
-	// Only this controller touches a Machine's times, and one Machine is never reconciled twice at once.
+	// Only this controller accesses a Machine's times, and it never reconciles a Machine
+	// concurrently.
 	if !machine.DeletionTimestamp.IsZero() {
 		return r.end(ctx, before, machine, at, behaviour(machine.DeepCopy()))
 	}
@@ -110,11 +111,12 @@ func (r *machines) live(ctx context.Context, before, machine *clusterv1.Machine,
 	return reconcile.Result{RequeueAfter: again}, r.status(ctx, before, machine)
 }
 
-// end drains, waits for the hooks, terminates the instance and lets go of the object, in Cluster API's order.
+// end drains, waits for the hooks, terminates the instance and removes the finalizer, in Cluster
+// API's order.
 func (r *machines) end(ctx context.Context, before, machine *clusterv1.Machine, at *times, b Behaviour) (reconcile.Result, error) {
 	machine.Status.Phase = string(clusterv1.MachinePhaseDeleting)
 	if !controllerutil.ContainsFinalizer(machine, clusterv1.MachineFinalizer) {
-		return reconcile.Result{}, nil // Somebody else holds it.
+		return reconcile.Result{}, nil // another actor's finalizer holds it
 	}
 	reason, again := r.waitsFor(machine, at, b)
 	setCondition(&machine.Status.Conditions, clusterv1.MachineDeletingCondition, true,
@@ -130,11 +132,12 @@ func (r *machines) end(ctx context.Context, before, machine *clusterv1.Machine, 
 	r.mu.Lock()
 	delete(r.times, machine.UID)
 	r.mu.Unlock()
-	// With the last finalizer gone there is no object left to write to.
+	// Once the last finalizer is gone, there is no object left to write to.
 	return reconcile.Result{}, r.status(ctx, before, machine)
 }
 
-// waitsFor returns the reason of the Deleting condition, empty when nothing is left to wait for, and when to look again.
+// waitsFor returns the reason of the Deleting condition, which is empty if there is nothing left to
+// wait for, and when to check again.
 func (r *machines) waitsFor(machine *clusterv1.Machine, at *times, b Behaviour) (string, time.Duration) {
 	hook := func(prefix string) bool {
 		return lo.SomeBy(lo.Keys(machine.Annotations), func(key string) bool { return strings.HasPrefix(key, prefix) })
@@ -158,7 +161,7 @@ func (r *machines) waitsFor(machine *clusterv1.Machine, at *times, b Behaviour) 
 	return "", 0
 }
 
-// upToDate compares the Machine's MachineSet with its MachineDeployment.
+// upToDate compares the template of the Machine's MachineSet with that of its MachineDeployment.
 func (r *machines) upToDate(ctx context.Context, machine *clusterv1.Machine) error {
 	ms, md := &clusterv1.MachineSet{}, &clusterv1.MachineDeployment{}
 	for object, name := range map[client.Object]string{
@@ -186,14 +189,15 @@ func (r *machines) status(ctx context.Context, before, machine *clusterv1.Machin
 	if apiequality.Semantic.DeepEqual(before.Status, machine.Status) {
 		return nil
 	}
-	// Only the status may be in the patch: metadata may have been written since.
+	// The patch may only contain the status: metadata may have been written since.
 	base := before.DeepCopy()
 	after := before.DeepCopy()
 	after.Status = machine.Status
 	return client.IgnoreNotFound(r.client.Status().Patch(ctx, after, client.MergeFrom(base)))
 }
 
-// passed reports whether a duration has passed since a moment that is set when first asked, and how much is left.
+// passed reports whether a duration has passed since a moment, and how much of it is left. The
+// first call sets the moment.
 func passed(since *time.Time, duration time.Duration) (bool, time.Duration) {
 	if since.IsZero() {
 		*since = time.Now()
@@ -205,7 +209,7 @@ func passed(since *time.Time, duration time.Duration) (bool, time.Duration) {
 	return false, left
 }
 
-// Condition returns a Machine's condition, nil when it has none of that type.
+// Condition returns a Machine's condition of the given type, or nil.
 func Condition(machine *clusterv1.Machine, kind string) *metav1.Condition {
 	return meta.FindStatusCondition(machine.Status.Conditions, kind)
 }

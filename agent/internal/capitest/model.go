@@ -24,37 +24,38 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/source"
 )
 
-// Behaviour is what the infrastructure does with one Machine. The zero value does everything at once and without fault.
+// Behaviour is what the infrastructure does with a Machine. With the zero value every step succeeds
+// at once.
 type Behaviour struct {
-	// Provision is how long the instance takes, from the Machine's first sight to its provider ID.
+	// Provision is the time from when the Machine is first seen until it has its provider ID.
 	Provision time.Duration
-	// Join is how long the Node takes after that.
+	// Join is the time after that until the Node joins.
 	Join time.Duration
-	// Drain is how long the drain of a Node takes, where it is not excluded.
+	// Drain is how long the drain of a Node takes, unless draining is excluded.
 	Drain time.Duration
-	// Terminate is how long the instance takes to go.
+	// Terminate is how long the deletion of the instance takes.
 	Terminate time.Duration
-	// FailureReason, when not empty, keeps the instance from coming; the Machine's InfrastructureReady condition is False
-	// with this reason and FailureMessage.
+	// FailureReason, if not empty, prevents the instance from being provisioned. The Machine's
+	// InfrastructureReady condition is False with this reason and FailureMessage.
 	FailureReason, FailureMessage string
-	// HoldProvision keeps the instance from coming, without a word.
+	// HoldProvision prevents the instance from being provisioned, without a failure.
 	HoldProvision bool
-	// HoldJoin keeps the Node from joining.
+	// HoldJoin prevents the Node from joining.
 	HoldJoin bool
-	// HoldTerminate keeps the instance from going.
+	// HoldTerminate prevents the instance from being deleted.
 	HoldTerminate bool
 }
 
-// Options script a [Model].
+// Options configure a [Model].
 type Options struct {
-	// Namespaces limits the model to these. Empty means all.
+	// Namespaces limits the model to these namespaces. Empty means all.
 	Namespaces []string
-	// Behaviour decides for one Machine; nil means the zero Behaviour. It is called again each time that the Machine is
-	// looked at, concurrently, and must not change the Machine.
+	// Behaviour returns the behaviour for a Machine. Nil means the zero Behaviour. It is called
+	// concurrently, each time a Machine is reconciled, and must not modify the Machine.
 	Behaviour func(*clusterv1.Machine) Behaviour
-	// ProviderID names the instance of a Machine; nil means `test://<namespace>/<name>`.
+	// ProviderID returns the provider ID for a Machine. Nil means `test://<namespace>/<name>`.
 	ProviderID func(*clusterv1.Machine) string
-	// Log receives what the controllers do; zero discards it.
+	// Log receives the controllers' log. Zero discards it.
 	Log logr.Logger
 }
 
@@ -68,14 +69,15 @@ type Model struct {
 	mu         sync.Mutex
 	behaviour  func(*clusterv1.Machine) Behaviour
 	providerID func(*clusterv1.Machine) string
-	blocked    map[types.NamespacedName]string // by what; "" where nothing is said
+	blocked    map[types.NamespacedName]string // the message; "" for no message
 	times      map[types.UID]*times
 }
 
-// times is when the infrastructure began with each step of one Machine.
+// times is when the infrastructure began each step of a Machine.
 type times struct{ seen, provisioned, draining, terminating time.Time }
 
-// Run starts the controllers and returns when their caches have synced. They end with the context.
+// Run starts the controllers and returns once their caches have synced. They stop when the context
+// ends.
 func Run(ctx context.Context, plane *ControlPlane, options Options) (*Model, error) {
 	namespaces := map[string]cache.Config{}
 	for _, namespace := range options.Namespaces {
@@ -128,13 +130,13 @@ func Run(ctx context.Context, plane *ControlPlane, options Options) (*Model, err
 	return m, nil
 }
 
-// Wait returns when the controllers have ended.
+// Wait returns when the controllers have stopped.
 func (m *Model) Wait() error {
 	<-m.done
 	return m.err
 }
 
-// RunForTest is [Run] for the length of a test, limited to the given namespaces.
+// RunForTest is like [Run], and stops the model at the end of the test.
 func RunForTest(tb testing.TB, plane *ControlPlane, options Options) *Model {
 	tb.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -152,7 +154,8 @@ func RunForTest(tb testing.TB, plane *ControlPlane, options Options) *Model {
 	return m
 }
 
-// SetBehaviour replaces what the infrastructure does, also for the Machines that exist, and looks at all of them again.
+// SetBehaviour replaces the behaviour, also for existing Machines, and reconciles all of them
+// again.
 func (m *Model) SetBehaviour(behaviour func(*clusterv1.Machine) Behaviour) {
 	m.mu.Lock()
 	m.behaviour = behaviour
@@ -160,13 +163,13 @@ func (m *Model) SetBehaviour(behaviour func(*clusterv1.Machine) Behaviour) {
 	m.lookAgain()
 }
 
-// BlockCreation keeps the MachineSets of a MachineDeployment from creating Machines, as failed preflight checks do. The
-// message is shown in their ScalingUp condition. An empty message ends it.
+// BlockCreation prevents the MachineSets of a MachineDeployment from creating Machines, like failed
+// preflight checks. Their ScalingUp condition has the message. An empty message ends it.
 func (m *Model) BlockCreation(deployment types.NamespacedName, message string) {
 	m.block(deployment, message != "", message)
 }
 
-// HoldCreation does the same and shows no reason, like a Cluster API that is slow.
+// HoldCreation does the same without a message, like a slow Cluster API.
 func (m *Model) HoldCreation(deployment types.NamespacedName, hold bool) {
 	m.block(deployment, hold, "")
 }
@@ -182,7 +185,7 @@ func (m *Model) block(deployment types.NamespacedName, block bool, message strin
 	m.lookAgain()
 }
 
-// lookAgain makes every controller look at every object once more.
+// lookAgain reconciles every Machine and MachineSet again.
 func (m *Model) lookAgain() {
 	select {
 	case m.touched <- event.GenericEvent{Object: &clusterv1.Cluster{}}:
@@ -295,7 +298,7 @@ func (m *Model) requests(ctx context.Context, list client.ObjectList, namespace,
 	return requests
 }
 
-// paused says whether an object or its Cluster is paused.
+// paused reports whether an object or its Cluster is paused.
 func (m *Model) paused(ctx context.Context, object client.Object, cluster string) (bool, error) {
 	if _, ok := object.GetAnnotations()[clusterv1.PausedAnnotation]; ok {
 		return true, nil

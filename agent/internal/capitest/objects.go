@@ -14,7 +14,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// NewCluster returns a Cluster whose control plane somebody else runs.
+// NewCluster returns a Cluster whose control plane is managed elsewhere.
 func NewCluster(namespace, name string) *clusterv1.Cluster {
 	return &clusterv1.Cluster{
 		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name},
@@ -26,8 +26,8 @@ func NewCluster(namespace, name string) *clusterv1.Cluster {
 	}
 }
 
-// NewMachineDeployment returns a MachineDeployment that has opted in, strategy OnDelete, with everything set that Cluster
-// API's webhooks would default.
+// NewMachineDeployment returns a MachineDeployment that has opted in, with the strategy OnDelete.
+// All fields that Cluster API's webhooks would default are set.
 func NewMachineDeployment(
 	namespace, name, cluster string, replicas int32, options ...func(*clusterv1.MachineDeployment),
 ) *clusterv1.MachineDeployment {
@@ -66,7 +66,7 @@ func NewMachineDeployment(
 	return md
 }
 
-// RollingUpdate makes the MachineDeployment replace its Machines by itself, one surplus Machine at a time.
+// RollingUpdate makes Cluster API replace outdated Machines by itself, with a surge of one Machine.
 func RollingUpdate(md *clusterv1.MachineDeployment) {
 	md.Spec.Rollout.Strategy = clusterv1.MachineDeploymentRolloutStrategy{
 		Type: clusterv1.RollingUpdateMachineDeploymentStrategyType,
@@ -86,7 +86,7 @@ func Annotated(key, value string) func(*clusterv1.MachineDeployment) {
 	}
 }
 
-// Sized sets the annotations for the least and the greatest size.
+// Sized sets the annotations for the min and max size.
 func Sized(minSize, maxSize string) func(*clusterv1.MachineDeployment) {
 	return func(md *clusterv1.MachineDeployment) {
 		Annotated(clusterv1.AutoscalerMinSizeAnnotation, minSize)(md)
@@ -104,7 +104,8 @@ func (p *ControlPlane) Create(tb testing.TB, objects ...client.Object) {
 	}
 }
 
-// Machines returns the Machines of a MachineDeployment as they are now, those being deleted included, ordered by name.
+// Machines returns the current Machines of a MachineDeployment, including those being deleted, in
+// the order of their names.
 func (p *ControlPlane) Machines(tb testing.TB, namespace, deployment string) []clusterv1.Machine {
 	tb.Helper()
 	machines := &clusterv1.MachineList{}
@@ -115,8 +116,8 @@ func (p *ControlPlane) Machines(tb testing.TB, namespace, deployment string) []c
 	return machines.Items
 }
 
-// NewInfrastructureTemplate returns the infrastructure template that a MachineDeployment of that name refers to, with the given
-// status; nil leaves it out.
+// NewInfrastructureTemplate returns the infrastructure template that a MachineDeployment of that
+// name refers to, with the given status. A nil status is omitted.
 func NewInfrastructureTemplate(namespace, name string, status map[string]any) *unstructured.Unstructured {
 	template := &unstructured.Unstructured{Object: map[string]any{}}
 	template.SetGroupVersionKind(schema.GroupVersionKind{
@@ -130,7 +131,7 @@ func NewInfrastructureTemplate(namespace, name string, status map[string]any) *u
 	return template
 }
 
-// SetStatus writes the status of an object that exists.
+// SetStatus writes the status of an existing object.
 func (p *ControlPlane) SetStatus(tb testing.TB, object client.Object) {
 	tb.Helper()
 	if err := p.Client.Status().Update(context.Background(), object); err != nil {

@@ -22,7 +22,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 )
 
-// sets keeps the Machines of MachineSets.
+// sets reconciles MachineSets, and maintains their Machines.
 type sets struct{ *Model }
 
 func (r *sets) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
@@ -71,8 +71,8 @@ func (r *sets) remove(ctx context.Context, ms *clusterv1.MachineSet, owned []*cl
 	return nil
 }
 
-// scale creates or deletes Machines until their number, those being deleted included, is what the MachineSet asks for. It
-// returns why it did not.
+// scale creates or deletes Machines until their number, including those being deleted, equals the
+// MachineSet's replicas. If creation is blocked, it returns the message.
 func (r *sets) scale(ctx context.Context, ms *clusterv1.MachineSet, owned []*clusterv1.Machine) (string, error) {
 	diff := len(owned) - int(spec(ms))
 	if diff < 0 {
@@ -92,7 +92,8 @@ func (r *sets) scale(ctx context.Context, ms *clusterv1.MachineSet, owned []*clu
 		}
 		return "", nil
 	}
-	// One that is being deleted comes first, so it takes a place among the victims without anything being done to it.
+	// Machines that are already being deleted sort first. They count as victims although nothing is
+	// done to them.
 	slices.SortFunc(owned, func(a, b *clusterv1.Machine) int {
 		return cmp.Or(priority(b)-priority(a), byAge(ms, a, b), strings.Compare(a.Name, b.Name))
 	})
@@ -158,8 +159,8 @@ func (r *sets) delete(ctx context.Context, machine *clusterv1.Machine) error {
 	})
 }
 
-// seen returns when the cache shows the controller's own write, so that the next reconcile does not repeat it. Others'
-// writes have no such guard, just as in Cluster API.
+// seen returns once the cache shows the controller's own write, so that the next reconcile does not
+// repeat it. There is no such guard for the writes of others, as in Cluster API.
 func (r *sets) seen(ctx context.Context, machine *clusterv1.Machine, shows func(cached *clusterv1.Machine, found bool) bool) error {
 	err := wait.PollUntilContextTimeout(ctx, 2*time.Millisecond, 30*time.Second, true, func(ctx context.Context) (bool, error) {
 		cached := &clusterv1.Machine{}

@@ -26,7 +26,7 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// cached answers as a cache does: with copies.
+// cached returns copies, like a cache.
 type cached struct {
 	client.Client
 
@@ -42,8 +42,8 @@ func (c *cached) Get(_ context.Context, key types.NamespacedName, object client.
 
 func (*cached) List(context.Context, client.ObjectList, ...client.ListOption) error { return nil }
 
-// BenchmarkRebuildOne changes one node group of many and brings the catalogue up to date: what that costs does not depend on how
-// many there are.
+// BenchmarkRebuildOne changes one of many node groups and updates the catalogue. The cost does not
+// depend on the number of groups.
 func BenchmarkRebuildOne(b *testing.B) {
 	for _, groups := range []int{1, 1000} {
 		b.Run(fmt.Sprintf("groups=%d", groups), func(b *testing.B) {
@@ -82,7 +82,7 @@ func filled(b *testing.B, groups int) (*Catalogue, *cached) {
 	})
 	require.NoError(b, err)
 	c.client = hub
-	// The references are not complete, so that nothing is asked of an API server.
+	// The references are incomplete, so no API server is called.
 	c.templates = infrastructure.New(infrastructure.Config{Changed: func(schema.GroupKind, types.NamespacedName) {}})
 	for i := range groups {
 		md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{

@@ -1,6 +1,7 @@
-// Package catalogue keeps the node groups of every Cluster, each brought up to date by itself when something that it is made
-// from changes: its MachineDeployment, its Cluster, its infrastructure template, what its Nodes show, whether its
-// MachineSets make Machines, the quotas of its namespace, the price list.
+// Package catalogue maintains the node groups of every Cluster. Each is updated individually when
+// one of its inputs changes: its MachineDeployment, its Cluster, its infrastructure template, what
+// its Nodes report, whether its MachineSets create Machines, the quotas of its namespace, the price
+// list.
 package catalogue
 
 import (
@@ -47,37 +48,38 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// maxEventReason is how long an event's reason may be.
+// maxEventReason is the maximum length of an event's reason.
 const maxEventReason = 128
 
-// templateRetry is how soon a template that could not be read is asked for again.
+// templateRetry is how soon an unreadable template is read again.
 const templateRetry = 30 * time.Second
 
-// Config is what a [Catalogue] needs.
+// Config configures a [Catalogue].
 type Config struct {
-	// Feed takes the node groups, by id. REQUIRED.
+	// Feed receives the node groups, by ID. REQUIRED.
 	Feed *feed.Feed[*agentv1alpha1.NodeGroup]
-	// Scope says which Clusters are served.
+	// Scope determines which Clusters are served.
 	Scope hub.Scope
-	// SyncedLabels are the patterns of further labels that reach Nodes.
+	// SyncedLabels are the patterns of additional labels that Cluster API copies to Nodes.
 	SyncedLabels []*regexp.Regexp
-	// Recorder takes an event for each problem. REQUIRED.
+	// Recorder records an event for each problem. REQUIRED.
 	Recorder events.EventRecorder
-	// Registerer takes the metrics. Nil registers none.
+	// Registerer registers the metrics. Nil registers none.
 	Registerer prometheus.Registerer
-	// CoolingDown says why a group takes no claims for a while after one failed there; nil when it takes them. REQUIRED.
+	// CoolingDown returns the refusal of a group that cools down after a failed claim, and nil if
+	// the group does not cool down. REQUIRED.
 	CoolingDown func(ctx context.Context, group types.NamespacedName) (*eligibility.Refusal, error)
-	// Observed knows what real Nodes showed. REQUIRED.
+	// Observed provides what real Nodes reported. REQUIRED.
 	Observed *observed.Nodes
-	// Pricing says how prices are found; its list is that of PriceList.
+	// Pricing is the pricing policy. Its list is replaced by the one of PriceList.
 	Pricing pricing.Policy
 	// PriceList may be nil.
 	PriceList *pricelist.Follower
-	// Clock tells when a cool-down is over. REQUIRED.
+	// Clock determines when a cool-down is over. REQUIRED.
 	Clock clock.PassiveClock
 }
 
-// Catalogue keeps the node groups. Use [New].
+// Catalogue maintains the node groups. Use [New].
 type Catalogue struct {
 	Config
 
@@ -91,14 +93,14 @@ type Catalogue struct {
 	groups map[types.NamespacedName]*entry
 }
 
-// entry is what is remembered about one MachineDeployment that has opted in.
+// entry is the state kept for a MachineDeployment that has opted in.
 type entry struct {
 	cluster  types.NamespacedName
 	uid      types.UID
 	reported map[capacity.Problem]struct{}
 }
 
-// New returns a catalogue that fills its feed once it was set up with a manager.
+// New returns a catalogue. It fills its feed once it has been set up with a manager.
 func New(c Config) (*Catalogue, error) {
 	catalogue := &Catalogue{
 		Config: c,
@@ -117,7 +119,8 @@ func New(c Config) (*Catalogue, error) {
 	return catalogue, nil
 }
 
-// SetupWithManager makes the manager run the catalogue. The indexes of package hub must have been added.
+// SetupWithManager adds the catalogue to the manager. The indexes of package hub must have been
+// added.
 func (c *Catalogue) SetupWithManager(mgr manager.Manager) error {
 	c.client = mgr.GetClient()
 	changedTemplates := make(chan event.TypedGenericEvent[template], 1024)
@@ -163,10 +166,10 @@ type template struct {
 	key types.NamespacedName
 }
 
-// expect says which MachineDeployments make the first view complete.
+// expect lists the MachineDeployments that make up the first complete view.
 func (c *Catalogue) expect(ctx context.Context, mgr manager.Manager) error {
 	if !mgr.GetCache().WaitForCacheSync(ctx) {
-		return nil // Only because ctx ended.
+		return nil // only because ctx ended
 	}
 	var list clusterv1.MachineDeploymentList
 	if err := c.client.List(ctx, &list); err != nil {
@@ -180,8 +183,8 @@ func (c *Catalogue) expect(ctx context.Context, mgr manager.Manager) error {
 	return nil
 }
 
-// statusIgnored leaves out updates of MachineDeployments that change only their status: of it, only the beginning and the end of
-// a rollout say something about the group.
+// statusIgnored drops updates that only change the status of a MachineDeployment, except for the
+// beginning and the end of a rollout.
 func statusIgnored() predicate.Predicate {
 	return predicate.Or(predicate.GenerationChangedPredicate{}, predicate.LabelChangedPredicate{}, predicate.AnnotationChangedPredicate{},
 		predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
@@ -195,14 +198,15 @@ func rolling(object client.Object) bool {
 	return ok && nodegroup.Rolling(md)
 }
 
-// clusterChanges leaves out updates of Clusters that change only their status.
+// clusterChanges drops updates that only change the status of a Cluster.
 func clusterChanges() predicate.Predicate {
 	return predicate.Or(predicate.GenerationChangedPredicate{}, predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
 		return e.ObjectOld.GetDeletionTimestamp().IsZero() != e.ObjectNew.GetDeletionTimestamp().IsZero()
 	}})
 }
 
-// deploymentOfFailedClaim names the group that cools down because of the claim; claims that did not fail concern nobody here.
+// deploymentOfFailedClaim returns the group that cools down because of the claim. It returns none
+// for claims that have not failed.
 func deploymentOfFailedClaim(_ context.Context, object client.Object) []reconcile.Request {
 	claim, ok := object.(*v1alpha1.MachineClaim)
 	if !ok || claim.Status.FailedAt == nil {
@@ -227,7 +231,7 @@ func (c *Catalogue) allDeployments(ctx context.Context, _ types.NamespacedName) 
 	return c.list(ctx, client.HasLabels{v1alpha1.MemberLabel})
 }
 
-// itself is for events that name the MachineDeployment.
+// itself maps events that already name the MachineDeployment.
 func itself(_ context.Context, deployment types.NamespacedName) []reconcile.Request {
 	return []reconcile.Request{{NamespacedName: deployment}}
 }
@@ -249,7 +253,7 @@ func (c *Catalogue) list(ctx context.Context, options ...client.ListOption) []re
 	return requests
 }
 
-// Reconcile brings one node group up to date.
+// Reconcile updates one node group.
 func (c *Catalogue) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
 	defer c.warmup.Seen(request.NamespacedName)
 	md := &clusterv1.MachineDeployment{}
@@ -303,8 +307,8 @@ func (c *Catalogue) Reconcile(ctx context.Context, request reconcile.Request) (r
 		return reconcile.Result{RequeueAfter: again}, nil
 	}
 	if errors.Is(templateErr, infrastructure.ErrUnusable) {
-		// Nothing watches what is missing here: the CRD, its label, the agent's rights, or the template of a kind that is
-		// not watched yet.
+		// No watch reports what is missing here: the CRD or its label, the agent's rights, or a
+		// template whose kind is not watched yet.
 		if again == 0 || templateRetry < again {
 			again = templateRetry
 		}
@@ -325,7 +329,8 @@ func (c *Catalogue) cluster(ctx context.Context, name types.NamespacedName) (*cl
 	return cluster, nil
 }
 
-// publish puts a group into the feed and reports its problems, each once for as long as it lasts.
+// publish puts a group into the feed and reports each of its problems once for as long as the
+// problem lasts.
 func (c *Catalogue) publish(md *clusterv1.MachineDeployment, group nodegroup.NodeGroup) {
 	c.mu.Lock()
 	known := c.groups[group.Key]
@@ -359,7 +364,8 @@ func (c *Catalogue) publish(md *clusterv1.MachineDeployment, group nodegroup.Nod
 	}
 }
 
-// eventReason names the field: events of one object and one reason are counted together, and only the first one's text is kept.
+// eventReason derives the reason from the field. Events with the same object and reason are
+// aggregated, and only the text of the first one is kept.
 func eventReason(field string) string {
 	parts := strings.FieldsFunc(field, func(r rune) bool { return strings.ContainsRune("./[] ", r) })
 	var reason strings.Builder
@@ -385,5 +391,5 @@ func (c *Catalogue) forget(key types.NamespacedName) {
 	c.problems.DeleteLabelValues(key.Namespace, key.Name)
 }
 
-// Equal reports whether two node groups are the same to those who watch.
+// Equal reports whether two node groups are the same to watchers.
 func Equal(a, b *agentv1alpha1.NodeGroup) bool { return proto.Equal(a, b) }

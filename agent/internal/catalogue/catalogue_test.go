@@ -51,7 +51,8 @@ const patience = 20 * time.Second
 var plane *capitest.ControlPlane
 
 func TestMain(m *testing.M) {
-	flag.Parse() // before anything is started: a flag that does not exist ends the process
+	// Flags are parsed before anything is started, because an unknown flag ends the process.
+	flag.Parse()
 	log.SetLogger(logr.Discard())
 	var err error
 	if plane, err = capitest.StartControlPlane(); err != nil {
@@ -75,11 +76,12 @@ type fixture struct {
 	registry  *prometheus.Registry
 	prices    *prometheus.Registry // metrics of the price list
 	nodes     *observed.Nodes
-	clock     *clocktesting.FakePassiveClock // that nodes are observed by
+	clock     *clocktesting.FakePassiveClock // the clock of the observed Nodes
 	config    *rest.Config                   // the catalogue's account
 }
 
-// start runs a catalogue of one new namespace, with one Cluster, and waits until its view is complete.
+// start runs a catalogue for a new namespace with one Cluster, and waits until its view is
+// complete.
 func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	t.Helper()
 	f := &fixture{
@@ -136,7 +138,7 @@ func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	return f
 }
 
-// coolDown is long enough to be seen and short enough to be waited for.
+// coolDown is long enough to be seen and short enough to wait for.
 const coolDown = 2 * time.Second
 
 func TestAGroupIsUnavailableWhileItCoolsDown(t *testing.T) {
@@ -172,7 +174,7 @@ func (f *fixture) group(name string) *agentv1alpha1.NodeGroup {
 	return group
 }
 
-// until waits until a node group is as wanted; nil means that there is none.
+// until waits until wanted accepts a node group. It is called with nil if there is none.
 func (f *fixture) until(name string, wanted func(*agentv1alpha1.NodeGroup) bool) *agentv1alpha1.NodeGroup {
 	f.Helper()
 	var group *agentv1alpha1.NodeGroup
@@ -321,7 +323,7 @@ func TestProblemsAreReportedOnceEachAndCounted(t *testing.T) {
 	}
 	require.InDelta(t, 3, problems(), 0)
 
-	// Another change of the same object, with the same problems and a new one.
+	// This changes the same object again. It keeps its problems, and has one more.
 	f.change(md, func() { md.Annotations[capacity.MemoryAnnotation] = "-1Gi" })
 	f.until("bad", func(g *agentv1alpha1.NodeGroup) bool { return len(g.GetProblems()) == 4 })
 	notes := func() []string {
@@ -462,7 +464,8 @@ func TestAGroupWhoseMachinesAreBlockedIsUnavailable(t *testing.T) {
 	}
 	const blocked = "Scaling up from 0 to 1 replicas is blocked because:\n* the control plane is upgrading"
 	first := newSet("a-1", "spoke", "1")
-	scaling(newSet("a-0", "another", "7"), blocked) // left by a MachineDeployment of the name that another Cluster had
+	// This MachineSet was left by a MachineDeployment of the same name in another Cluster.
+	scaling(newSet("a-0", "another", "7"), blocked)
 	scaling(first, blocked)
 	shown := f.until("a", func(g *agentv1alpha1.NodeGroup) bool { return !available(g) }).GetAvailability()
 	require.Equal(t, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_MACHINES_BLOCKED, shown.GetReason())
@@ -471,7 +474,7 @@ func TestAGroupWhoseMachinesAreBlockedIsUnavailable(t *testing.T) {
 	f.until("a", available)
 	scaling(first, blocked)
 	f.until("a", func(g *agentv1alpha1.NodeGroup) bool { return !available(g) })
-	second := newSet("a-2", "spoke", "2") // what is raised goes to this one
+	second := newSet("a-2", "spoke", "2") // additional replicas go to this one
 	f.until("a", available)
 	require.NoError(t, plane.Client.Delete(t.Context(), second))
 	f.until("a", func(g *agentv1alpha1.NodeGroup) bool { return !available(g) })
@@ -560,11 +563,12 @@ func TestNodesThatNoClaimWillRegisterAreAProblemOfTheirGroupUntilTheirTaintIsGon
 	report(true)
 	require.Empty(t, f.group("floor").GetProblems())
 
-	for range 11 { // once a minute, as a holder does
+	for range 11 { // once a minute, like a holder
 		f.clock.SetTime(f.clock.Now().Add(time.Minute))
 		report(true)
 	}
-	group := f.until("floor", func(g *agentv1alpha1.NodeGroup) bool { // the cache may not show the Machine at once
+	// The cache may not show the Machine yet.
+	group := f.until("floor", func(g *agentv1alpha1.NodeGroup) bool {
 		report(true)
 		return len(g.GetProblems()) > 0
 	})
@@ -605,7 +609,8 @@ func TestNodesTeachOnlyTheirOwnGroup(t *testing.T) {
 		return corev1.ResourceList{corev1.ResourceCPU: resource.MustParse(cpu), corev1.ResourceMemory: resource.MustParse(memory)}
 	}
 	generation := f.feed.Generation()
-	group := f.until("a", func(g *agentv1alpha1.NodeGroup) bool { // the cache may not show the Machine at once
+	// The cache may not show the Machine yet.
+	group := f.until("a", func(g *agentv1alpha1.NodeGroup) bool {
 		f.nodes.Report(t.Context(), f.cluster, []observed.Node{{
 			ProviderID: machine.Spec.ProviderID, Capacity: list("4", "16Gi"), Allocatable: list("3900m", "15Gi"),
 			Labels: map[string]string{corev1.LabelArchStable: "arm64", corev1.LabelTopologyZone: "z"},

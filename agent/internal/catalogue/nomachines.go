@@ -17,8 +17,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// NoMachines says why no Machine can be created for a MachineDeployment now: a ResourceQuota is used up, or Cluster API creates none for the
-// newest MachineSet, which gets the replicas that are added. Nil means that nothing is known to prevent it.
+// NoMachines reports why no Machine can currently be created for a MachineDeployment: a
+// ResourceQuota is exhausted, or Cluster API creates no Machines for the newest MachineSet, which
+// receives additional replicas. Nil means that no such reason is known.
 func (c *Catalogue) NoMachines(ctx context.Context, md *clusterv1.MachineDeployment) (*eligibility.Refusal, error) {
 	if quota, err := c.quotas.refusal(ctx, client.ObjectKeyFromObject(md)); quota != nil || err != nil {
 		return quota, err
@@ -29,7 +30,8 @@ func (c *Catalogue) NoMachines(ctx context.Context, md *clusterv1.MachineDeploym
 		return nil, fmt.Errorf("listing MachineSets: %w", err)
 	}
 	newest := protocol.Newest(lo.Filter(lo.ToSlicePtr(list.Items), func(set *clusterv1.MachineSet, _ int) bool {
-		// One of another Cluster was left by a MachineDeployment that had the name before.
+		// A MachineSet of another Cluster belonged to an earlier MachineDeployment of the same
+		// name.
 		return set.DeletionTimestamp.IsZero() && set.Spec.ClusterName == md.Spec.ClusterName
 	}))
 	if newest == nil {
@@ -50,7 +52,7 @@ func deploymentOfSet(_ context.Context, set client.Object) []reconcile.Request {
 	return []reconcile.Request{{NamespacedName: types.NamespacedName{Namespace: set.GetNamespace(), Name: deployment}}}
 }
 
-// blockedChanges leaves out what says nothing new about whether MachineSets make Machines.
+// blockedChanges drops updates that do not change whether a MachineSet creates Machines.
 func blockedChanges() predicate.Predicate {
 	blocked := func(object client.Object) string {
 		set, ok := object.(*clusterv1.MachineSet)
@@ -59,7 +61,8 @@ func blockedChanges() predicate.Predicate {
 		}
 		return protocol.Blocked(set)
 	}
-	return predicate.Funcs{ // creations and deletions pass: they may change which MachineSet is the newest
+	// Creations and deletions pass, because they may change which MachineSet is the newest.
+	return predicate.Funcs{
 		UpdateFunc: func(e event.UpdateEvent) bool { return blocked(e.ObjectOld) != blocked(e.ObjectNew) },
 	}
 }

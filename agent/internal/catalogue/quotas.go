@@ -21,23 +21,26 @@ import (
 )
 
 const (
-	// askAgain is how soon the agent's rights are asked for again when the API server did not say.
+	// askAgain is how soon the agent's rights are checked again after the API server gave no
+	// result.
 	askAgain = time.Second
-	// grantedLater is how soon they are asked for again when they were missing.
+	// grantedLater is how soon the rights are checked again after some were missing.
 	grantedLater = time.Minute
-	// decideWithin is how long node groups wait for the quotas to be readable or known not to be.
+	// decideWithin is how long node groups wait until it is known whether the quotas can be read.
 	decideWithin = 10 * time.Second
 )
 
-// quotas follows the ResourceQuotas where the agent may read them. Where it may not, which is asked first, it knows none: a watch
-// that is refused would keep the agent from starting, for the sake of a reason that people can see elsewhere too.
+// quotas follows the ResourceQuotas if the agent has the right to read them, which is checked
+// first. Otherwise it knows of none: a rejected watch would keep the agent from starting, only for
+// the sake of a reason that users can also find elsewhere.
 type quotas struct {
 	writer     client.Writer
 	cache      cache.Cache
-	namespaces []string // empty for all
+	namespaces []string // empty means all
 
 	changes chan event.TypedGenericEvent[types.NamespacedName]
-	// decided is closed once it is known whether the quotas can be read, readable once they are; that may be later.
+	// decided is closed once it is known whether the quotas can be read, or decideWithin has
+	// passed. readable is closed once the quotas are read, which may be later.
 	decided, readable chan struct{}
 	decideWithin      time.Duration
 }
@@ -50,8 +53,9 @@ func newQuotas(writer client.Writer, from cache.Cache, namespaces []string) *quo
 	}
 }
 
-// Start follows the quotas, as soon as the agent has the rights and the API server lets it, until ctx is done. Nothing that keeps
-// it from that is an error, and after a while nobody waits for it.
+// Start follows the quotas until ctx is done. It begins as soon as the agent has the rights and the
+// API server allows it. Obstacles are not errors. After decideWithin, callers stop waiting for the
+// quotas.
 func (q *quotas) Start(ctx context.Context) error {
 	decide := sync.OnceFunc(func() { close(q.decided) })
 	timer := time.AfterFunc(q.decideWithin, func() {
@@ -94,7 +98,7 @@ func (q *quotas) Start(ctx context.Context) error {
 	}
 }
 
-// missing names the rights that the agent lacks, "" when it has them all.
+// missing returns the rights that the agent lacks, or "" if it has them all.
 func (q *quotas) missing(ctx context.Context) (string, error) {
 	namespaces := q.namespaces
 	if len(namespaces) == 0 {
@@ -121,7 +125,7 @@ func (q *quotas) missing(ctx context.Context) (string, error) {
 	return strings.Join(missing, ", "), nil
 }
 
-// follow returns once the quotas are in the cache.
+// follow starts the informer of the quotas, and returns once they are in the cache.
 func (q *quotas) follow(ctx context.Context) error {
 	informer, err := q.cache.GetInformer(ctx, &corev1.ResourceQuota{})
 	if err != nil {
@@ -153,7 +157,7 @@ func (q *quotas) follow(ctx context.Context) error {
 	return nil
 }
 
-// exhausted says why a quota leaves no room for Machines, "" when it does.
+// exhausted reports why a quota leaves no room for Machines, or "" if it does.
 func exhausted(object any) string {
 	if quota, ok := object.(*corev1.ResourceQuota); ok {
 		if refusal := eligibility.Quota([]corev1.ResourceQuota{*quota}, ""); refusal != nil {
@@ -163,7 +167,8 @@ func exhausted(object any) string {
 	return ""
 }
 
-// refusal says why the namespace takes no further Machine, or nil when it does or nobody knows. It waits until that is decided.
+// refusal reports why the namespace admits no further Machine. It is nil if the namespace does, or
+// if the quotas cannot be read. It waits until that is decided.
 func (q *quotas) refusal(ctx context.Context, group types.NamespacedName) (*eligibility.Refusal, error) {
 	if q == nil {
 		return nil, nil

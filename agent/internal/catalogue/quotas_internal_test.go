@@ -13,7 +13,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// reviews answers access reviews.
+// reviews responds to access reviews.
 type reviews struct {
 	client.Writer
 
@@ -27,7 +27,7 @@ func (r reviews) Create(_ context.Context, object client.Object, _ ...client.Cre
 	return r.err
 }
 
-// denied is a cache whose lists are denied: it waits until they are not, or fails.
+// denied is a cache whose list requests are denied: it waits until they are allowed, or fails.
 type denied struct {
 	cache.Cache
 

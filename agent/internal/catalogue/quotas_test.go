@@ -15,7 +15,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/capitest"
 )
 
-// withoutQuotas gives the catalogue an account that may do everything in its namespace but read ResourceQuotas.
+// withoutQuotas gives the catalogue an account that may do everything in its namespace except
+// reading ResourceQuotas.
 func withoutQuotas(f *fixture) {
 	meta := metav1.ObjectMeta{Namespace: f.namespace, Name: "agent"}
 	all := []string{rbacv1.VerbAll}

@@ -17,10 +17,12 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// What a MachineDeployment's name stands for may be another object than before: it was deleted and made again, or moved to another
-// hub. The first has nothing to do with the claims of the one before it; the second is the same one, under another UID.
+// A MachineDeployment's name may come to stand for another object. If the MachineDeployment was
+// deleted and made again, the new one has nothing to do with the claims of the old one. If it was
+// moved to another hub, it is the same one under another UID.
 
-// claimIn is a claim on the group "small" that was entered in the ledger of the MachineDeployment of that UID; empty for not.
+// claimIn is a claim on the group "small" that was entered in the ledger of the MachineDeployment
+// with that UID; empty means not entered.
 func claimIn(uid types.UID, id string, phase v1alpha1.Phase, machine string) *v1alpha1.MachineClaim {
 	c := &v1alpha1.MachineClaim{
 		ObjectMeta: metav1.ObjectMeta{
@@ -75,7 +77,8 @@ func TestAMachineDeploymentThatWasMadeAgainKeepsItsFloor(t *testing.T) {
 	}
 }
 
-// Claims that lost their Machines with the one before are not claims on this one, which would be frozen for them.
+// Claims that lost their Machines with the old MachineDeployment are not claims on the new one,
+// which they would freeze.
 func TestAMachineDeploymentThatWasMadeAgainIsNotFrozen(t *testing.T) {
 	objects := []client.Object{groupWith("new", 1, nil), claimIn("", "new", "", "")}
 	for _, id := range []string{"a", "b", "c"} {
@@ -98,7 +101,7 @@ func TestAMachineDeploymentThatWasMovedKeepsItsLedger(t *testing.T) {
 	for _, m := range []*clusterv1.Machine{bound, users} {
 		joins(m)
 	}
-	s := readSmall(t, groupWith("target", 3, ledger), bound, users) // claims are not moved
+	s := readSmall(t, groupWith("target", 3, ledger), bound, users) // the claims were not moved
 	s.SpareSince = s.Now.Add(-time.Hour)
 	d := protocol.Decide(s)
 	require.NotNil(t, d.Ledger)
@@ -136,7 +139,7 @@ func TestWhatWasDecidedForAMachineDeploymentIsNotDoneToTheNextOne(t *testing.T) 
 						again(t, e)
 					}
 					if asked > 2 {
-						return context.Canceled // enough was seen
+						return context.Canceled // seen enough
 					}
 				}
 				return c.Get(ctx, key, o, opts...)
@@ -166,7 +169,8 @@ func TestAClaimKnowsTheMachineDeploymentThatItWasEnteredFor(t *testing.T) {
 	assert.Equal(t, types.UID("uid"), s.Ledger.UID)
 }
 
-// One that is made again from its Machine's label is that group's as well; it would not be known for left behind without.
+// A claim that is recreated from its Machine's label records the UID of the MachineDeployment too.
+// Otherwise it would not be recognized as left behind.
 func TestARestoredClaimKnowsItsMachineDeployment(t *testing.T) {
 	m := machineOf("m")
 	m.Labels[v1alpha1.ClaimLabel] = "a"
@@ -180,7 +184,7 @@ func TestARestoredClaimKnowsItsMachineDeployment(t *testing.T) {
 	assert.Equal(t, types.UID("uid"), claim.Status.NodeGroupUID)
 }
 
-// The Machine of a claim of another Cluster is no reason to raise replicas.
+// The Machine of another Cluster's claim does not raise replicas.
 func TestAMachineOfTheOneBeforeIsNotCounted(t *testing.T) {
 	ledger := &protocol.Ledger{Version: 1, Of: namespace + "/small", Seq: 7, Floor: 1, LastReplicas: 1}
 	other := claimIn("", "a", v1alpha1.PhaseBound, "other")

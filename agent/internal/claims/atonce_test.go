@@ -22,14 +22,14 @@ import (
 
 var smallKey = client.ObjectKey{Namespace: namespace, Name: "small"}
 
-// restingLedger is of a group in which nothing is in flight.
+// restingLedger is the ledger of a group with nothing in flight.
 func restingLedger(replicas int32) *protocol.Ledger {
 	return &protocol.Ledger{
 		Version: 1, Of: namespace + "/small", Seq: 7, Floor: replicas, LastReplicas: replicas, Written: &protocol.Written{Replicas: replicas},
 	}
 }
 
-// small reads the group as the API server has it, whatever the engine's cache shows.
+// small reads the group from the API server, whatever the engine's cache shows.
 func small(t *testing.T, e *Engine) (*clusterv1.MachineDeployment, *protocol.Ledger) {
 	t.Helper()
 	md := &clusterv1.MachineDeployment{}
@@ -43,7 +43,7 @@ func requestOf(id string) Request {
 	return Request{Namespace: namespace, Cluster: clusterName, ID: id, Holder: holder, Candidates: []string{"small"}}
 }
 
-// counted counts what is asked of the API server itself.
+// counted counts the reads from the API server itself.
 func counted(t *testing.T, e *Engine, reads *atomic.Int32) {
 	t.Helper()
 	e.Reader = interceptor.NewClient(e.Client.(client.WithWatch), interceptor.Funcs{ //nolint:forcetypeassert // the fake is one
@@ -72,7 +72,7 @@ func TestALoneClaimIsEnteredWithoutReadingAnything(t *testing.T) {
 	assert.Equal(t, "1", md.Annotations[v1alpha1.ClaimedAnnotation])
 }
 
-// What the caches show may be old: then the write is refused, and a run does what is right.
+// The caches may be stale. Then the write is refused, and a run enters the claim correctly.
 func TestAClaimIsNotEnteredAtOnceOnOldKnowledge(t *testing.T) {
 	for name, test := range map[string]struct {
 		now      func(md *clusterv1.MachineDeployment)
@@ -116,7 +116,7 @@ func TestAClaimIsNotEnteredAtOnceOnOldKnowledge(t *testing.T) {
 	}
 }
 
-// stall has the engine's cache show the MachineDeployment as it was.
+// stall makes the engine's cache show the MachineDeployment as it was.
 func stall(e *Engine, was *clusterv1.MachineDeployment) {
 	e.Client = interceptor.NewClient(e.Client.(client.WithWatch), interceptor.Funcs{ //nolint:forcetypeassert // the fake is one
 		Get: func(ctx context.Context, c client.WithWatch, key client.ObjectKey, o client.Object, opts ...client.GetOption) error {
@@ -133,7 +133,8 @@ func stall(e *Engine, was *clusterv1.MachineDeployment) {
 	})
 }
 
-// Neither what Cluster API writes to the status nor a cache that does not show the agent's own last write yet sends a claim to the queue.
+// A claim is not left to a run because Cluster API writes the status, or because a cache does not
+// show the agent's own last write yet.
 func TestClaimsThatFollowEachOtherAreEnteredAtOnce(t *testing.T) {
 	e := engineWith(t, groupOf("small", 0, map[string]string{v1alpha1.LedgerAnnotation: restingLedger(0).Encode()}))
 	before, _ := small(t, e)
@@ -154,7 +155,8 @@ func TestClaimsThatFollowEachOtherAreEnteredAtOnce(t *testing.T) {
 	assert.Len(t, l.Pending, 3)
 }
 
-// whenCreated calls back before and after the object of the claim is made, each once; its call goes on only then. nil does nothing.
+// whenCreated calls before and after around the creation of the claim's object, once each. The
+// creation waits for them. nil does nothing.
 func whenCreated(e *Engine, claimID string, before, after func()) {
 	e.Client = interceptor.NewClient(e.Client.(client.WithWatch), interceptor.Funcs{ //nolint:forcetypeassert // the fake is one
 		Create: func(ctx context.Context, c client.WithWatch, o client.Object, opts ...client.CreateOption) error {
@@ -174,7 +176,8 @@ func whenCreated(e *Engine, claimID string, before, after func()) {
 	})
 }
 
-// A stream of claims would keep a run busy for ever, if each waited for a step of the run that it comes into.
+// A stream of claims would keep a run busy for ever if each claim waited for a step of the run that
+// it meets.
 func TestAClaimIsEnteredAtOnceAfterARunOfThisProcess(t *testing.T) {
 	for name, first := range map[string]bool{"of the claim before it": true, "that entered it as well": false} {
 		t.Run(name, func(t *testing.T) {
@@ -222,11 +225,11 @@ func TestAClaimThatEndedMeanwhileIsNotEnteredAtOnce(t *testing.T) {
 	assert.Empty(t, l.Pending)
 }
 
-// What is refused is refused by a step, which has read the API server.
+// Only a step refuses claims, after it has read from the API server.
 func TestAClaimIsNotEnteredAtOnceBesideOneThatIsRefused(t *testing.T) {
 	refused := movingClaim("refused", "", "", nil)
 	refused.Spec.Adopt = "not-shown-yet"
-	refused.CreationTimestamp = metav1.Now() // its call is still there
+	refused.CreationTimestamp = metav1.Now() // its call still exists
 	e := engineWith(t, groupOf("small", 0, map[string]string{v1alpha1.LedgerAnnotation: restingLedger(0).Encode()}), refused)
 	e.spawn = func(run func()) { run() }
 	var reads atomic.Int32
@@ -264,7 +267,7 @@ func TestOnlyWhatThisProcessWroteFollowsWhatItRead(t *testing.T) {
 		assert.Equal(t, last.ResourceVersion, newest(md).ResourceVersion)
 	}
 
-	// A ledger that was wiped counts from one again.
+	// A wiped ledger counts from one again.
 	wiped := last.DeepCopy()
 	delete(wiped.Annotations, v1alpha1.LedgerAnnotation)
 	require.NoError(t, e.Client.Update(t.Context(), wiped))
@@ -302,7 +305,7 @@ func TestOnlyWhatThisProcessWroteFollowsWhatItRead(t *testing.T) {
 	}
 }
 
-// lagging has the engine's cache show claims as they are now.
+// lagging makes the engine's cache show claims as they are now.
 func lagging(t *testing.T, e *Engine) {
 	t.Helper()
 	var shown v1alpha1.MachineClaimList
@@ -347,7 +350,7 @@ func TestACacheThatShowsMoreThanThisProcessWroteIsBelieved(t *testing.T) {
 	assert.Equal(t, v1alpha1.PhaseEnded, c.Status.Phase)
 }
 
-// A claim that has changed since it was read refuses the note.
+// The mark is refused on a claim that has changed since it was read.
 func TestAClaimThatIsReleasedWhileItIsEnteredIsNotMarked(t *testing.T) {
 	e := engineWith(t, groupOf("small", 0, nil), movingClaim("a", "", "", nil))
 	key := Key{Namespace: namespace, Cluster: clusterName, ID: "a"}
@@ -395,7 +398,7 @@ func TestAStepThatEntersClaimsMarksThem(t *testing.T) {
 	assert.EqualValues(t, 4, reads.Load(), "one reading")
 }
 
-// A claim takes a spare Machine before it gets a replica of its own.
+// A claim takes a spare Machine before it gets a new replica.
 func TestAClaimIsNotEnteredAtOnceBesideASpare(t *testing.T) {
 	l := restingLedger(0)
 	l.LastReplicas, l.Spare = 1, 1
@@ -406,7 +409,7 @@ func TestAClaimIsNotEnteredAtOnceBesideASpare(t *testing.T) {
 	assert.Equal(t, int32(1), *md.Spec.Replicas)
 }
 
-// Two agents that do the same do no harm, and no good.
+// Two agents that do the same work do no harm, but it is wasted.
 func TestAGroupIsLeftToTheAgentThatWorksOnIt(t *testing.T) {
 	clock := testclock.NewFakeClock(time.Now())
 	first := engineWith(t, groupOf("small", 0, map[string]string{v1alpha1.LedgerAnnotation: restingLedger(0).Encode()}))
@@ -446,13 +449,13 @@ func TestAGroupIsLeftToTheAgentThatWorksOnIt(t *testing.T) {
 	require.NoError(t, first.Client.Get(t.Context(), client.ObjectKey{Namespace: namespace, Name: "m"}, m))
 	assert.Equal(t, "a", protocol.ClaimOf(m))
 
-	// From now on it is the other one that waits.
+	// From now on the other agent waits.
 	require.NoError(t, first.Client.Delete(t.Context(), m))
 	assert.Equal(t, deference, reconcile(first).RequeueAfter)
 }
 
-// While another agent writes ledgers it is at work, however long that takes; one that writes none, or for minutes nothing else, is not waited
-// for.
+// An agent that writes ledgers is at work, however long that takes. An agent that writes none, or
+// only ledgers for minutes, is not waited for.
 func TestAGroupIsLeftForAsLongAsLedgersAreWritten(t *testing.T) {
 	for name, c := range map[string]struct {
 		writes bool
@@ -471,7 +474,7 @@ func TestAGroupIsLeftForAsLongAsLedgersAreWritten(t *testing.T) {
 			s.Ledger.By = "another"
 			var left time.Duration
 			for range c.bound / time.Second {
-				d := &protocol.Decision{Ledger: s.Ledger.Clone()} // another one each time
+				d := &protocol.Decision{Ledger: s.Ledger.Clone()} // a different one each time
 				d.Ledger.Seq = clock.Now().Unix()
 				left = g.leave(s, d)
 				require.NotZero(t, left)
@@ -485,7 +488,8 @@ func TestAGroupIsLeftForAsLongAsLedgersAreWritten(t *testing.T) {
 	}
 }
 
-// An agent that only looks on sees one spare go to a claim, by another agent's doing, and a next one come.
+// An agent that only watches sees another agent give a spare to a claim, and then a new spare
+// appear.
 func TestASpareHasAGracePeriodOfItsOwn(t *testing.T) {
 	clock := testclock.NewFakeClock(time.Now())
 	l := restingLedger(0)
@@ -511,7 +515,7 @@ func TestASpareHasAGracePeriodOfItsOwn(t *testing.T) {
 	assert.Equal(t, clock.Now(), since(), "it is a spare again, from now on")
 }
 
-// A release is refused by what it was made from being old, and then made from the present claim.
+// A release made from a stale claim is refused, and then made from the present one.
 func TestAReleaseIsMadeOfThePresentClaim(t *testing.T) {
 	e := engineWith(t, groupOf("small", 1, nil), movingClaim("a", v1alpha1.PhasePending, "", nil), machineOf("m"))
 	key := Key{Namespace: namespace, Cluster: clusterName, ID: "a"}
@@ -537,13 +541,13 @@ func TestAReleaseIsMadeOfThePresentClaim(t *testing.T) {
 	require.NotNil(t, c.Status.Machine)
 }
 
-// Whichever agent finds room for a claim in the ledger, the call that waits for it is answered.
+// Whichever agent finds room for a claim in the ledger, the waiting call is answered.
 func TestACallIsAnsweredWhenAnotherAgentEntersItsClaim(t *testing.T) {
 	full := restingLedger(0)
 	full.LastReplicas, full.Pending = 1, map[string]protocol.Named{"first": {}}
 	e := engineWith(t, groupOf("small", 1, map[string]string{v1alpha1.LedgerAnnotation: full.Encode()}),
 		movingClaim("first", v1alpha1.PhasePending, "", nil))
-	e.ledgerBudget = 200 // for one claim
+	e.ledgerBudget = 200 // room for one claim
 	waits, ran := make(chan struct{}), false
 	e.spawn = func(run func()) {
 		run()
@@ -574,7 +578,7 @@ func TestACallIsAnsweredWhenAnotherAgentEntersItsClaim(t *testing.T) {
 	}
 }
 
-// A refusal may be old when it is acted on.
+// A refusal may be stale when it is acted on.
 func TestAClaimThatAnotherAgentEnteredMeanwhileStays(t *testing.T) {
 	e := engineWith(t, groupOf("small", 0, nil), groupOf("other", 0, nil))
 	e.decide = func(s *protocol.Snapshot) *protocol.Decision {
@@ -599,7 +603,7 @@ func TestAClaimThatAnotherAgentEnteredMeanwhileStays(t *testing.T) {
 	assert.Equal(t, "small", stored.Spec.NodeGroup)
 }
 
-// Work that hangs does not keep the node group from everything else.
+// Work that hangs does not block all other work on the node group.
 func TestEventsAreNotPutOffForLong(t *testing.T) {
 	clock := testclock.NewFakeClock(time.Now())
 	e := engineWith(t, groupOf("small", 0, nil), movingClaim("a", "", "", nil))

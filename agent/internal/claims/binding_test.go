@@ -19,11 +19,12 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// A Machine is bound as it was read: what happened to it since decides whether the write goes through.
+// A Machine is bound as it was read: what has happened to it since decides whether the write
+// succeeds.
 func TestBindingTestsWhatCounts(t *testing.T) {
 	for _, test := range []struct {
 		name string
-		// meanwhile happens between the reading and the write.
+		// meanwhile changes the Machine between the read and the write.
 		meanwhile func(m *clusterv1.Machine)
 		refused   bool
 	}{
@@ -79,7 +80,7 @@ func TestAMachineWithoutAnnotationsIsBound(t *testing.T) {
 	require.Equal(t, "mine", protocol.ClaimOf(read))
 }
 
-// Of a claim that adopts it, or when the mark came too late.
+// The label is that of a claim that adopts the Machine, or the mark came too late.
 func TestAClaimsLabelTakesTheMarkOff(t *testing.T) {
 	e, read := engineWithMachine(t)
 	require.NoError(t, e.do(t.Context(), protocol.Action{Kind: protocol.MarkFloor, Machine: read.DeepCopy()}))
@@ -97,7 +98,8 @@ func TestAClaimsLabelTakesTheMarkOff(t *testing.T) {
 	require.True(t, apierrors.IsConflict(err), "a mark that comes late: %v", err)
 }
 
-// A Machine that was handed over says by whom, so that a binding that was decided before does not go through.
+// A Machine that was handed over records which claim did that, so that a binding that was decided
+// before fails.
 func TestHandingOverLeavesATrace(t *testing.T) {
 	e, read := engineWithMachine(t)
 	claim := &v1alpha1.MachineClaim{Spec: v1alpha1.MachineClaimSpec{ClaimID: "first"}}
@@ -111,7 +113,7 @@ func TestHandingOverLeavesATrace(t *testing.T) {
 	require.True(t, apierrors.IsConflict(err), "%v", err)
 }
 
-// engineWithMachine returns an engine and its hub's one Machine, which nobody claims.
+// engineWithMachine returns an engine and its hub's only Machine, which is unclaimed.
 func engineWithMachine(t *testing.T) (*Engine, *clusterv1.Machine) {
 	t.Helper()
 	scheme := runtime.NewScheme()
@@ -122,7 +124,7 @@ func engineWithMachine(t *testing.T) (*Engine, *clusterv1.Machine) {
 		Finalizers: []string{"example.com/somebody"},
 	}}).Build()
 	hub := interceptor.NewClient(base, interceptor.Funcs{
-		// As the API server reports it.
+		// Like the API server.
 		Patch: func(ctx context.Context, c client.WithWatch, o client.Object, p client.Patch, opts ...client.PatchOption) error {
 			err := c.Patch(ctx, o, p, opts...)
 			if err != nil && apierrors.ReasonForError(err) == metav1.StatusReasonUnknown {

@@ -19,6 +19,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/tools/events"
 	clocktesting "k8s.io/utils/clock/testing"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
@@ -33,7 +34,7 @@ func endedClaim(id string, at time.Time) *v1alpha1.MachineClaim {
 	return c
 }
 
-// bounded is an engine whose Clusters can store so much, at a time of its own.
+// bounded returns an engine with these bounds, and its clock.
 func bounded(t *testing.T, b Bounds, objects ...client.Object) (*Engine, *clocktesting.FakeClock) {
 	t.Helper()
 	e := engineWith(t, append(objects, groupOf("a", 0, nil))...)
@@ -97,7 +98,8 @@ func TestTheHubsQuotaOfClaimsIsSaidToBeUsedUp(t *testing.T) {
 	requireTooMany(t, err, BoundQuota)
 }
 
-// A release that is not remembered has not happened: a call to make the claim that comes late would not be refused.
+// A release without a tombstone has not happened, because a late call to make the claim would not
+// be refused.
 func TestReleasesOfUnknownClaimsAreRefusedWhenTheyCannotBeRemembered(t *testing.T) {
 	e, _ := bounded(t, Bounds{Ended: 3})
 	e = quiet(e)
@@ -177,7 +179,8 @@ func TestClaimsAreNotCountedAnewForEachCall(t *testing.T) {
 	assert.Equal(t, 2, cache["*v1alpha1.MachineClaimList"])
 }
 
-// What callers and infrastructure providers write is kept on one line, and short: all of it is written again with each change.
+// Text from callers and infrastructure providers is kept short and on one line, because all of it
+// is written again with each change.
 func TestTextsOfAClaimAreCut(t *testing.T) {
 	e, _ := bounded(t, Bounds{})
 	c := heldClaim("a", newTestTime())
@@ -247,13 +250,86 @@ func TestANodeGroupGetsNoMoreClaimsAMinuteThanItMay(t *testing.T) {
 	require.NoError(t, err)
 }
 
+// clusterWith sets the Cluster's annotations.
+func clusterWith(t *testing.T, e *Engine, annotations map[string]string) {
+	t.Helper()
+	cluster, err := e.cluster(t.Context(), namespace, clusterName)
+	require.NoError(t, err)
+	cluster.Annotations = annotations
+	require.NoError(t, e.Client.Update(t.Context(), cluster))
+}
+
+func TestAClustersAnnotationsReplaceTheLimits(t *testing.T) {
+	for name, test := range map[string]struct {
+		flag       int
+		annotation string
+		may        int // how many of three claims may be made
+		releases   int // how many of three claims may be released
+		event      string
+	}{
+		"fewer":           {flag: 2, annotation: "1", may: 1, releases: 1},
+		"more":            {flag: 1, annotation: "2", may: 2, releases: 2},
+		"one of its own":  {flag: 0, annotation: "2", may: 2, releases: 2},
+		"none any more":   {flag: 1, annotation: "0", may: 3, releases: 3},
+		"not a number":    {flag: 1, annotation: "ten", may: 0, releases: 1, event: `"ten" is not a whole number`},
+		"below 0":         {flag: 1, annotation: "-1", may: 0, releases: 1, event: `"-1" is not a whole number`},
+		"nothing":         {flag: 1, annotation: "", may: 0, releases: 1, event: `"" is not a whole number`},
+		"beyond all size": {flag: 1, annotation: "99999999999", may: 0, releases: 1, event: "is not a whole number"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			ids := []string{"first", "second", "third"}
+			count := func(may int, do func(e *Engine, id string) error, bounds Bounds, bound Bound, objects ...client.Object) {
+				t.Helper()
+				e, _ := bounded(t, bounds, objects...)
+				if len(objects) > 0 {
+					e = quiet(e) // the Machines of those claims do not exist
+				} else {
+					e.spawn = func(run func()) { run() }
+				}
+				recorder := events.NewFakeRecorder(100)
+				e.Recorder = recorder
+				clusterWith(t, e, map[string]string{annotations[bound]: test.annotation})
+				done := 0
+				for _, id := range ids {
+					if err := do(e, id); err == nil {
+						done++
+					} else {
+						assert.Contains(t, requireTooMany(t, err, bound).Message, annotations[bound])
+					}
+				}
+				assert.Equal(t, may, done, bound)
+				close(recorder.Events)
+				invalid := lo.Filter(lo.ChannelToSlice(recorder.Events), func(e string, _ int) bool { return strings.Contains(e, "InvalidLimit") })
+				if test.event == "" {
+					assert.Empty(t, invalid)
+				} else {
+					require.NotEmpty(t, invalid)
+					assert.Contains(t, invalid[0], test.event)
+					assert.Contains(t, invalid[0], annotations[bound])
+				}
+			}
+			create := func(e *Engine, id string) error {
+				_, err := e.Create(t.Context(), ask(id, "a"))
+				return err
+			}
+			count(test.may, create, Bounds{Claims: test.flag}, BoundLive)
+			count(test.may, create, Bounds{Creations: test.flag}, BoundCreations)
+			count(test.releases, func(e *Engine, id string) error {
+				_, err := e.Release(t.Context(), keyOf(id), ReleaseOptions{})
+				return err
+			}, Bounds{Releases: test.flag, ReleaseWindow: time.Minute}, BoundReleases,
+				lo.Map(ids, func(id string, _ int) client.Object { return withMachine(id) })...)
+		})
+	}
+}
+
 func withMachine(id string) *v1alpha1.MachineClaim {
 	c := heldClaim(id, newTestTime())
 	c.Status.Phase, c.Status.Machine = v1alpha1.PhaseBound, &v1alpha1.MachineReference{Name: id, UID: types.UID(id)}
 	return c
 }
 
-// All of them are about to be written when the first is.
+// All releases are about to be written when the first one is.
 func TestReleasesAtTheSameMomentDoNotExceedTheirBound(t *testing.T) {
 	const calls, bound = 8, 3
 	ids := lo.Times(calls, func(i int) string { return fmt.Sprintf("claim-%d", i) })
@@ -291,6 +367,56 @@ func TestReleasesAtTheSameMomentDoNotExceedTheirBound(t *testing.T) {
 	calling.Wait()
 	assert.EqualValues(t, bound, released.Load())
 	assert.EqualValues(t, calls-bound, refused.Load())
+}
+
+// Writes may take longer than a census counts, and caches lag.
+func TestWritesUnderWayCountUntilTheCachesShowThem(t *testing.T) {
+	e, now := bounded(t, Bounds{Claims: 3, Releases: 1, ReleaseWindow: 10 * time.Minute}, withMachine("first"), withMachine("second"))
+	e = quiet(e)
+	through, ok := e.Client.(client.WithWatch)
+	require.True(t, ok)
+	began, goOn := make(chan struct{}, 2), make(chan struct{})
+	e.Client = interceptor.NewClient(through, interceptor.Funcs{
+		SubResourceUpdate: func(
+			ctx context.Context, c client.Client, subresource string, object client.Object, options ...client.SubResourceUpdateOption,
+		) error {
+			began <- struct{}{}
+			<-goOn
+			return c.SubResource(subresource).Update(ctx, object, options...)
+		},
+		Create: func(context.Context, client.WithWatch, client.Object, ...client.CreateOption) error {
+			began <- struct{}{}
+			<-goOn
+			return errors.New("the API server is away")
+		},
+	})
+	var calls sync.WaitGroup
+	calls.Go(func() {
+		_, err := e.Release(t.Context(), keyOf("first"), ReleaseOptions{})
+		assert.NoError(t, err)
+	})
+	calls.Go(func() {
+		_, err := e.Create(t.Context(), ask("third", "a"))
+		assert.ErrorContains(t, err, "the API server is away")
+	})
+	for range 2 {
+		<-began
+	}
+	now.Step(10 * censusLife)
+	_, err := e.Release(t.Context(), keyOf("second"), ReleaseOptions{})
+	requireTooMany(t, err, BoundReleases)
+	validate := ask("fourth", "a")
+	validate.ValidateOnly = true
+	_, err = e.Create(t.Context(), validate)
+	requireTooMany(t, err, BoundLive)
+
+	close(goOn)
+	calls.Wait()
+	_, err = e.Create(t.Context(), validate)
+	require.NoError(t, err, "the creation that failed counts no more")
+	now.Step(reservedAtMost + time.Second)
+	_, err = e.Release(t.Context(), keyOf("second"), ReleaseOptions{})
+	requireTooMany(t, err, BoundReleases)
 }
 
 func TestAMistakeReleasesNoMoreMachinesThanItMay(t *testing.T) {

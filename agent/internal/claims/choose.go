@@ -16,31 +16,33 @@ import (
 )
 
 const (
-	// maxCandidates is how many candidates a claim keeps: the one that it is at, and the next best. All of them are full or closed
-	// before the claim could use a further one, and its call is better made anew then.
+	// maxCandidates is how many candidates a claim keeps: its present one and the next best. If all
+	// of them are full or closed, a new call is better than a further candidate.
 	maxCandidates = 16
-	// maxLookups is how many candidates that the caches do not show are asked for at the API server in one call. A node group that
-	// was made just now is among the first of them, and names that were made up cost no more than that.
+	// maxLookups is how many candidates that are missing from the caches one call reads from the
+	// API server. A node group that was made just now is among the first of them, and made-up names
+	// cost no more than that.
 	maxLookups = 4
 )
 
-// choice is what became of a list of candidates.
+// choice is the result of choosing among a list of candidates.
 type choice struct {
-	// candidates begin with the first that would take a claim now, as far as the caches tell; after it come the next best ones that
-	// are node groups of the Cluster, whether they would or not. Empty when none would.
+	// candidates begins with the first candidate that would take a claim now, according to the
+	// caches. The next best node groups of the Cluster follow, whether they would take it or not.
+	// It is empty when none would.
 	candidates []string
-	// deployment is the first one's MachineDeployment, as it was read; nil for none.
+	// deployment is the MachineDeployment of the first one, as it was read; nil for none.
 	deployment *clusterv1.MachineDeployment
-	// refusals say why those before the first would not.
+	// refusals are the reasons why the candidates before the first would not take the claim.
 	refusals []eligibility.Refusal
-	// unseen is how many candidates the caches do not show and the API server was not asked for. Nothing is concluded from that (rule
-	// R3): they are not taken for gone.
+	// unseen is how many candidates are missing from the caches and were not read from the API
+	// server. They are not assumed to be gone (rule R3).
 	unseen int
 }
 
 func (c choice) none() bool { return len(c.candidates) == 0 }
 
-// first is the candidate that was chosen, "" for none.
+// first returns the chosen candidate, "" for none.
 func (c choice) first() string {
 	if c.none() {
 		return ""
@@ -48,7 +50,7 @@ func (c choice) first() string {
 	return c.candidates[0]
 }
 
-// refused is the error of a choice of none.
+// refused returns the error for a choice of none.
 func (c choice) refused() error {
 	err := refusedAll(c.refusals)
 	if _, full := err.(*NoRoomError); c.unseen > 0 && !full { //nolint:errorlint // it was made just now
@@ -57,7 +59,7 @@ func (c choice) refused() error {
 	return err
 }
 
-// choose finds the first of the candidates that would take the claim now, as far as the caches tell.
+// choose finds the first of the candidates that would take the claim now, according to the caches.
 func (e *Engine) choose(ctx context.Context, r Request, cluster *clusterv1.Cluster, candidates []string) (choice, error) {
 	var chosen choice
 	lookups := 0
@@ -103,7 +105,7 @@ func (e *Engine) choose(ctx context.Context, r Request, cluster *clusterv1.Clust
 	return chosen, nil
 }
 
-// refusalOrBug is [Engine.refusal], and takes a node group on which it panics for closed.
+// refusalOrBug is [Engine.refusal], but reports a node group on which it panics as closed.
 func (e *Engine) refusalOrBug(
 	ctx context.Context, r Request, cluster *clusterv1.Cluster, md *clusterv1.MachineDeployment,
 ) (refusal *eligibility.Refusal, err error) {
@@ -120,13 +122,14 @@ func (e *Engine) refusalOrBug(
 	return refusal, err
 }
 
-// unknownGroup is the refusal of a name that no node group of the Cluster has.
+// unknownGroup returns the refusal of a name that no node group of the Cluster has.
 func unknownGroup(name string) *eligibility.Refusal {
 	return &eligibility.Refusal{NodeGroup: name, Reason: eligibility.Gone, Message: "no such node group in this Cluster"}
 }
 
-// maySpare reports whether a group may have a Machine that nobody has, as far as its ledger and the cached claims tell. It looks at
-// no Machines: for a full group among many candidates the answer is mostly no.
+// maySpare reports whether a group may have a spare, according to its ledger and the cached claims.
+// It does not read Machines, because for a full group among many candidates the answer is mostly
+// no.
 func (e *Engine) maySpare(ctx context.Context, key types.NamespacedName, l *protocol.Ledger, group eligibility.Group) (bool, error) {
 	var list v1alpha1.MachineClaimList
 	if err := e.Client.List(ctx, &list, e.ofGroup(cached, v1alpha1.NodeGroupLabel, key)...); err != nil {

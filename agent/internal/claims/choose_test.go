@@ -15,7 +15,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// reads counts what is asked of a reader, by kind.
+// reads counts the requests to a reader, by kind.
 type reads map[string]int
 
 func (r reads) of(from client.Reader) client.Reader {
@@ -55,7 +55,7 @@ func names(prefix string, n int) []string {
 	return all
 }
 
-// One identity's calls must not use up what all claims are brought forward with.
+// One identity's calls must not use up the capacity that all claims need.
 func TestCandidatesThatWereMadeUpCostFewLiveReads(t *testing.T) {
 	for _, validateOnly := range []bool{true, false} {
 		t.Run(fmt.Sprintf("validate only %v", validateOnly), func(t *testing.T) {
@@ -93,7 +93,7 @@ func TestCandidatesThatAreCertainlyGoneAreSaidToBe(t *testing.T) {
 	assert.Equal(t, names("gone", maxLookups), unknown.Candidates)
 }
 
-// A cache that lags behind: the node group was made just now.
+// The cache lags: the node group was made just now.
 func TestACandidateThatTheCachesDoNotShowYetIsLookedUp(t *testing.T) {
 	e := quiet(engineWith(t))
 	e.Reader = engineWith(t, groupOf("new", 0, nil)).Reader

@@ -18,15 +18,16 @@ import (
 // collectTimeout bounds the reading of the caches for one scrape.
 const collectTimeout = 5 * time.Second
 
-// collector shows what the ledgers and the claims say, from the caches, at each scrape: it holds no state that could lag or
-// be left behind when a node group goes.
+// collector reports the contents of the ledgers and the claims from the caches at each scrape. It
+// holds no state that could lag or be left behind when a node group is deleted.
 type collector struct {
 	reader client.Reader
 	clock  clock.PassiveClock
 	bounds Bounds
 }
 
-// Collector returns the metrics of every ledger quantity and of the claims by phase. It reads Client.
+// Collector returns the metrics of all ledger quantities and of the claims by phase. It reads
+// through Client.
 func (e *Engine) Collector() prometheus.Collector {
 	return collector{reader: e.Client, clock: e.Clock, bounds: e.Bounds}
 }
@@ -61,7 +62,7 @@ var (
 		[]string{namespaceLabel, clusterLabel, "state"}, nil)
 )
 
-// What happened lately, and the limits, so that an alert need not repeat the agent's options.
+// Recent operations and their limits, so that an alert need not repeat the agent's options.
 var (
 	releasesDescription = prometheus.NewDesc("capi_agent_cluster_recent_releases",
 		"Claims of a Cluster that had a Machine and were released within --release-window.", []string{namespaceLabel, clusterLabel}, nil)
@@ -70,9 +71,12 @@ var (
 	limitDescription = prometheus.NewDesc("capi_agent_limit",
 		"The limits that are set (live and ended: claims of a Cluster; creations: claims of a node group within a minute; releases: of a "+
 			"Cluster within --release-window).", []string{"limit"}, nil)
+	ownLimitDescription = prometheus.NewDesc("capi_agent_cluster_limit",
+		"The limits of a Cluster that has annotations for them, which replace capi_agent_limit; 0 for none.",
+		[]string{namespaceLabel, clusterLabel, "limit"}, nil)
 )
 
-// keptDescription is by Cluster, as no node group has anything to do with it.
+// keptDescription is by Cluster, because such claims do not concern their node group.
 var keptDescription = prometheus.NewDesc("capi_agent_claims_owner_missing",
 	"Claims of a Cluster that are kept although their holder's live set lacks them: a person has to look.", []string{namespaceLabel, "cluster"}, nil)
 
@@ -80,7 +84,7 @@ func (c collector) Describe(descriptions chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
 		ledgerDescription, replicasDescription, sequenceDescription, unreadableDescription, frozenDescription, claimsDescription,
 		keptDescription,
-		clusterClaimsDescription, releasesDescription, creationsDescription, limitDescription,
+		clusterClaimsDescription, releasesDescription, creationsDescription, limitDescription, ownLimitDescription,
 	} {
 		descriptions <- d
 	}
@@ -158,6 +162,19 @@ func (c collector) Collect(metrics chan<- prometheus.Metric) {
 			gauge(limitDescription, int64(limit), string(bound))
 		}
 	}
+	var clusters clusterv1.ClusterList
+	if err := c.reader.List(ctx, &clusters, client.UnsafeDisableDeepCopy); err != nil {
+		log.Log.WithName("claims").Error(err, "listing Clusters for the metrics")
+		return
+	}
+	for i := range clusters.Items {
+		own, _ := c.bounds.of(&clusters.Items[i])
+		for bound, n := range map[Bound]int{BoundLive: own.Claims, BoundCreations: own.Creations, BoundReleases: own.Releases} {
+			if _, set := clusters.Items[i].Annotations[annotations[bound]]; set {
+				gauge(ownLimitDescription, int64(n), clusters.Items[i].Namespace, clusters.Items[i].Name, string(bound))
+			}
+		}
+	}
 	for cluster, n := range kept {
 		gauge(keptDescription, n, cluster.Namespace, cluster.Name)
 	}
@@ -166,7 +183,7 @@ func (c collector) Collect(metrics chan<- prometheus.Metric) {
 	}
 }
 
-// parts counts the Machines of the ledger by who has them. Bound claims are not in the ledger.
+// parts counts the Machines of the ledger by owner. Bound claims are not in the ledger.
 func parts(l *protocol.Ledger) map[string]int64 {
 	parts := map[string]int64{
 		"floor": int64(l.Floor), "spare": int64(l.Spare), "pending": 0, "named": 0, "releasing": 0, "given_back": 0,

@@ -47,6 +47,10 @@ func TestCollectorShowsEveryPartOfTheLedger(t *testing.T) {
 		deployment("workers", l.Encode()), deployment("broken", "{"),
 		&clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: "fleet", Name: "untouched"}},
 		claim("a", ""), made, claim("c", v1alpha1.PhasePending), released,
+		&clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: "fleet", Name: "spoke", Annotations: map[string]string{
+			v1alpha1.MaxClaimsAnnotation: "5", v1alpha1.MaxReleasesAnnotation: "many",
+		}}},
+		&clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: "fleet", Name: "other"}},
 	).Build()
 	err := testutil.CollectAndCompare((&Engine{Config: Config{
 		Client: c, Clock: clocktesting.NewFakeClock(newTestTime()), Bounds: Bounds{Claims: 20, Releases: 3, ReleaseWindow: 10 * time.Minute},
@@ -63,6 +67,10 @@ capi_agent_cluster_claims{cluster="spoke",namespace="fleet",state="live"} 3
 # HELP capi_agent_cluster_recent_releases Claims of a Cluster that had a Machine and were released within --release-window.
 # TYPE capi_agent_cluster_recent_releases gauge
 capi_agent_cluster_recent_releases{cluster="spoke",namespace="fleet"} 1
+# HELP capi_agent_cluster_limit The limits of a Cluster that has annotations for them, which replace capi_agent_limit; 0 for none.
+# TYPE capi_agent_cluster_limit gauge
+capi_agent_cluster_limit{cluster="spoke",limit="live",namespace="fleet"} 5
+capi_agent_cluster_limit{cluster="spoke",limit="releases",namespace="fleet"} 3
 # HELP capi_agent_limit The limits that are set (live and ended: claims of a Cluster; creations: claims of a node group within a minute; releases: of a Cluster within --release-window).
 # TYPE capi_agent_limit gauge
 capi_agent_limit{limit="live"} 20

@@ -20,18 +20,20 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// concurrentGroups is how many node groups are brought forward at once.
+// concurrentGroups is how many node groups are reconciled at once.
 const concurrentGroups = 16
 
 const (
-	// occupiedLook is the delay of an event for a node group that a run or a call of this process is writing to.
+	// occupiedLook is the delay of an event for a node group that a run or a call of this process
+	// is writing to.
 	occupiedLook = 100 * time.Millisecond
-	// longestOccupied bounds that delay: writes may hang, and calls may follow each other without a pause.
+	// longestOccupied bounds that delay: writes may hang, and calls may follow each other without a
+	// pause.
 	longestOccupied = time.Second
 )
 
-// SetupWithManager connects the engine to the hub's events: each change of a MachineDeployment, of its claims, Machines or
-// MachineSets brings that node group forward.
+// SetupWithManager connects the engine to the hub's events: each change of a MachineDeployment, or
+// of its claims, Machines or MachineSets, reconciles that node group.
 func (e *Engine) SetupWithManager(mgr ctrl.Manager) error {
 	needLeaderElection := false // every agent may do every step; see the package's documentation
 	err := ctrl.NewControllerManagedBy(mgr).
@@ -65,8 +67,8 @@ func groupOfMember(_ context.Context, object client.Object) []reconcile.Request 
 	return []reconcile.Request{{NamespacedName: types.NamespacedName{Namespace: object.GetNamespace(), Name: name}}}
 }
 
-// Reconcile brings one node group forward. It looks at the caches first: only when they show something to do is the API
-// server read.
+// Reconcile runs the steps of one node group. It looks at the caches first, and reads from the API
+// server only if they show something to do.
 func (e *Engine) Reconcile(ctx context.Context, r reconcile.Request) (reconcile.Result, error) {
 	g := e.group(r.Namespace, r.Name)
 	d, err := g.glance(ctx)
@@ -77,7 +79,7 @@ func (e *Engine) Reconcile(ctx context.Context, r reconcile.Request) (reconcile.
 		return reconcile.Result{RequeueAfter: d.Again}, nil
 	}
 	if d != nil && g.occupied() {
-		return reconcile.Result{RequeueAfter: occupiedLook}, nil // what is due may be what is being done
+		return reconcile.Result{RequeueAfter: occupiedLook}, nil // what is due may already be in progress
 	}
 	again, err := g.run(ctx)
 	if err != nil && again > 0 {
@@ -93,7 +95,8 @@ func (e *Engine) Reconcile(ctx context.Context, r reconcile.Request) (reconcile.
 	return reconcile.Result{RequeueAfter: again}, nil
 }
 
-// glance decides from a cached snapshot, without doing anything, what this agent is to do now; nil when the caches show no such group.
+// glance decides from a cached snapshot what this agent has to do now, without doing it. It returns
+// nil if the caches show no such group.
 func (g *group) glance(ctx context.Context) (*protocol.Decision, error) {
 	if err := g.acquire(ctx); err != nil {
 		return nil, err
@@ -102,7 +105,8 @@ func (g *group) glance(ctx context.Context) (*protocol.Decision, error) {
 	return g.look(ctx)
 }
 
-// look is [group.glance] for who holds lock: what the caches show, and what this process wrote itself.
+// look is [group.glance] for a caller that holds lock. It decides from the caches and this
+// process's own writes.
 func (g *group) look(ctx context.Context) (*protocol.Decision, error) {
 	s, err := g.engine.read(ctx, cached, g.key)
 	if s == nil || err != nil {
@@ -122,8 +126,9 @@ func (g *group) look(ctx context.Context) (*protocol.Decision, error) {
 	if bug, panicked := errors.AsType[*panicError](err); panicked {
 		return &protocol.Decision{Again: g.notePanic(bug)}, nil
 	}
-	// A cache that lags behind must not make the grace period of a spare begin anew. One that shows a later ledger does not lag, unless that is
-	// this agent's own: the spare went to a claim, which another agent may have served, and the next spare has a grace period of its own.
+	// A lagging cache must not restart the grace period of a spare. A cache that shows a later
+	// ledger does not lag, unless that ledger is this agent's own: the spare went to a claim, which
+	// another agent may have served, and the next spare has a grace period of its own.
 	if d.Spare || s.Seq() > g.spareSeq && !g.engine.written.has(s.Deployment) {
 		g.noteSpare(s, d)
 	}
@@ -138,7 +143,7 @@ func (g *group) look(ctx context.Context) (*protocol.Decision, error) {
 	return d, nil
 }
 
-// forget drops what is held about a group that is gone, unless somebody waits for it.
+// forget drops the state of a group that is gone, unless a call waits for it or a run is due.
 func (e *Engine) forget(g *group) {
 	e.mu.Lock()
 	defer e.mu.Unlock()

@@ -14,62 +14,66 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// course is a history without chance: a script, two agents that act when an event or a time that they asked for makes them, and one
-// trouble. Its caches follow the hub at once, event by event, unless the trouble is that they do not.
+// course is a history without randomness: a script, two agents that act on events or at times that
+// they asked for, and one trouble. The caches follow the hub at once, event by event, unless the
+// trouble is that they do not.
 type course struct {
 	*world
 	trouble trouble
 	feeds   []*follower
-	// ticks bounds what has to come about.
+	// ticks bounds how long an expected result may take.
 	ticks int
-	// given is how many revisions there were at first.
+	// given is the number of revisions at the start.
 	given int
-	// acts is what each act so far began with; writes are the acts of the agents' writes.
+	// acts are all acts so far. writes holds the index of its act for each write of an agent.
 	acts   []act
 	writes []int
 	// troubled are the acts before the trouble was over.
 	troubled []act
-	// trusting makes agents that read from their caches alone, and never from the API server.
+	// trusting makes agents read from their caches only, and never from the API server.
 	trusting bool
-	// idle is how many ticks in a row changed nothing in the hub.
+	// idle is the number of ticks in a row that changed nothing in the hub.
 	idle int
-	// met says that the trouble came about.
+	// met means that the trouble has occurred.
 	met bool
-	// patience is how often the caches may still be listed anew when nothing comes about: a trouble that no agent can see through.
+	// patience is how often the caches may still be listed again when nothing happens, because of a
+	// trouble that no agent can detect.
 	patience int
 }
 
 // act is one call or reconciliation of an agent.
 type act struct {
 	agent int
-	// known is how many revisions the hub had made before it.
+	// known is the number of revisions that the hub had made before it.
 	known int
 }
 
-// follower is what one agent's caches have been told.
+// follower is the state of one agent's caches.
 type follower struct {
-	read   int           // revisions of the hub's history
-	behind map[kind]bool // kinds of which they are told nothing
-	dirty  bool          // an event asks for a reconciliation
-	due    time.Time     // when the agent asked to be called again; zero for not
+	read   int           // revisions of the hub's history that they have received
+	behind map[kind]bool // kinds that they receive nothing about
+	dirty  bool          // an event requests a reconcile
+	due    time.Time     // when the agent asked to be called again; zero means never
 }
 
 // trouble is the one thing that goes wrong in a course. The zero value is nothing.
 type trouble struct {
-	// fault is what becomes of a write, the first being 1. A late one arrives before the act of that number, the first being 0.
+	// fault is what happens to a write, counted from 1. A late write arrives before the act with
+	// that number, counted from 0.
 	fault        fault
 	write, lands int
 
-	// past has the agent of an act restart with caches of these kinds as the hub was after so many revisions. They stay so for the rest of
-	// the course, or, with once, until its next act. Kinds that are not past are as they are now.
+	// past makes the agent of an act restart with caches of these kinds as the hub was after so
+	// many revisions. They stay so for the rest of the course or, with once, until its next act.
+	// Kinds that are not in past are up to date.
 	past     []kind
 	act, was int
 	once     bool
-	// running leaves the process as it is: its caches stay behind from now on.
+	// running does not restart the process: its caches stay behind from now on.
 	running bool
 
-	// hidden is the number of a revision, the first being 1, of which these agents' caches are never told. They see the object again with its
-	// next one.
+	// hidden is the number, counted from 1, of a revision that these agents' caches never receive.
+	// They see the object again with its next revision.
 	hidden int
 	blind  []int
 }
@@ -88,11 +92,12 @@ func (t trouble) String() string {
 }
 
 const (
-	// mostTicks is how many ticks what has to come about may take.
+	// mostTicks is how many ticks an expected result may take.
 	mostTicks = 600
-	// stuckAfter is how long what has to come about may take, in the course's own time.
+	// stuckAfter is how long an expected result may take, in the course's own time.
 	stuckAfter = 20 * time.Minute
-	// restsFor is how long nothing may change before a course is at rest: longer than every grace period.
+	// restsFor is how long nothing may change before a course is at rest. It is longer than every
+	// grace period.
 	restsFor = protocol.AbandonedAfter + 90*time.Second
 )
 
@@ -117,7 +122,7 @@ func newCourse(t failer, o worldOptions, trouble trouble) *course {
 	return c
 }
 
-// fate is what becomes of the write that an agent is about to make.
+// fate returns what happens to the write that an agent is about to make.
 func (c *course) fate() fault {
 	c.writes = append(c.writes, len(c.acts)-1)
 	if len(c.writes) != c.trouble.write {
@@ -127,7 +132,7 @@ func (c *course) fate() fault {
 	return c.trouble.fault
 }
 
-// relist gives an agent's caches all there is now.
+// relist gives an agent's caches all present objects.
 func (c *course) relist(e int) {
 	for _, k := range allKinds {
 		c.agents[e].caches[k] = c.hub.snapshot(k)
@@ -148,7 +153,7 @@ func (c *course) tell(e int) {
 			continue
 		}
 		r.apply(c.agents[e].caches)
-		f.dirty = f.dirty || r.kind != clusters // of which nobody is told
+		f.dirty = f.dirty || r.kind != clusters // Clusters cause no events
 	}
 }
 
@@ -163,7 +168,7 @@ func (c *course) at(k kind, revisions int) objects {
 	return cache[k]
 }
 
-// do has an agent act.
+// do makes an agent act.
 func (c *course) do(e int, what func()) {
 	n := len(c.acts)
 	if c.trouble.write > 0 && len(c.late) > 0 && n >= c.trouble.lands {
@@ -211,7 +216,7 @@ func (c *course) goBack(e int) {
 	}
 }
 
-// tick lets everything that is due be done once, and lets time pass.
+// tick does everything that is due once, and advances the time.
 func (c *course) tick() {
 	before, acted := c.hub.version, false
 	for e, f := range c.feeds {
@@ -222,7 +227,7 @@ func (c *course) tick() {
 		f.dirty, f.due, acted = false, time.Time{}, true
 		c.do(e, func() { c.reconcileAs(e) })
 	}
-	if c.idle < 3 { // they remember things themselves, so once is not enough
+	if c.idle < 3 { // agents keep state themselves, so once is not enough
 		c.controllers(c.groups[0])
 	}
 	c.idle++
@@ -257,7 +262,8 @@ func (c *course) reconcileAs(e int) {
 
 // --- what scripts are made of ---
 
-// claim has a holder call an agent for a machine, and the other one if that fails, until it has an answer.
+// claim makes a holder call an agent for a Machine, and the other agent if that fails, until it has
+// an answer.
 func (c *course) claim(id string, e int, adopt string) {
 	c.order = append(c.order, id)
 	c.owners[id] = &owner{candidates: c.groups, adopt: adopt, alive: true, born: c.clock.Now()}
@@ -267,7 +273,7 @@ func (c *course) claim(id string, e int, adopt string) {
 	})
 }
 
-// giveBack has a holder release a claim in the same way.
+// giveBack makes a holder release a claim in the same way.
 func (c *course) giveBack(id string, e int) {
 	c.repeat("claim "+id+" is released", e, func(e int) bool {
 		c.release(e, id)
@@ -275,7 +281,8 @@ func (c *course) giveBack(id string, e int) {
 	})
 }
 
-// leave has the claim's Machine left to the user. The call may have been carried out when its answer is lost.
+// leave makes a holder return the claim's Machine to the user. The call may have succeeded even if
+// its answer is lost.
 func (c *course) leave(id string, e int) {
 	c.repeat("claim "+id+" returns its Machine", e, func(e int) bool {
 		c.returnMachine(e, id)
@@ -297,7 +304,7 @@ func (c *course) repeat(what string, e int, call func(e int) bool) {
 	c.t.Fatalf("no agent answers: %s\n%s", what, c.describe())
 }
 
-// until lets things go on until something has come about.
+// until ticks until the condition holds.
 func (c *course) until(what string, is func() bool) {
 	began := c.clock.Now()
 	for range c.ticks {
@@ -320,7 +327,7 @@ func (c *course) until(what string, is func() bool) {
 	c.t.Fatalf("I4: stuck before: %s\n%s", what, c.describe())
 }
 
-// rests lets things go on until nothing changes any more.
+// rests ticks until nothing changes any more.
 func (c *course) rests() {
 	version, since := c.hub.version, c.clock.Now()
 	c.until("everything is at rest", func() bool {
@@ -331,7 +338,7 @@ func (c *course) rests() {
 	})
 }
 
-// machineOf returns the claim's Machine, nil when none carries it.
+// machineOf returns the claim's Machine, nil when none carries its label.
 func (c *course) machineOf(id string) *clusterv1.Machine {
 	for _, m := range c.machines(c.groups[0]) {
 		if protocol.ClaimOf(m) == id {
@@ -348,7 +355,7 @@ func (c *course) untilJoined(id string) {
 	})
 }
 
-// untilPromised waits until the claim has a Machine; hold keeps those from joining.
+// untilPromised waits until the claim has a Machine; hold keeps such Machines from joining.
 func (c *course) untilPromised(id string) {
 	c.until("claim "+id+" has its Machine", func() bool { return c.machineOf(id) != nil })
 }
@@ -360,7 +367,7 @@ func (c *course) untilEnded(id string) {
 	})
 }
 
-// hold keeps Machines that claims have from getting a Node, or not any more.
+// hold keeps claimed Machines from getting a Node, or stops doing so.
 func (c *course) hold(held bool) {
 	c.slow = nil
 	if held {
@@ -369,14 +376,15 @@ func (c *course) hold(held bool) {
 	c.idle = 0
 }
 
-// finish lets everything come to rest, first with the trouble and then without it, and checks what has to be so then.
+// finish brings everything to rest, first with the trouble and then without it, and checks what
+// must hold then.
 func (c *course) finish() {
 	c.rests()
 	if len(c.late) > 0 {
 		c.landOne()
 		c.rests()
 	}
-	if len(c.trouble.blind) == len(c.agents) { // none knows what has to be done
+	if len(c.trouble.blind) == len(c.agents) { // neither knows what has to be done
 		for e := range c.agents {
 			c.relist(e)
 		}
@@ -403,7 +411,7 @@ func onDelete(floor int32) worldOptions {
 	return worldOptions{groups: 1, floor: floor, strategy: clusterv1.OnDeleteMachineDeploymentStrategyType}
 }
 
-// scripts are the courses that things take. Each goes through other writes.
+// scripts are the courses. Each goes through different writes.
 var scripts = []struct {
 	name  string
 	world worldOptions
@@ -478,15 +486,15 @@ var scripts = []struct {
 	}},
 }
 
-// wrong is how a course fails.
+// wrong is the failure of a course.
 type wrong struct{ text string }
 
-// noting makes what is wrong in a course the panic that ends it.
+// noting turns a failure in a course into the panic that ends it.
 type noting struct{}
 
 func (noting) Fatalf(format string, args ...any) { panic(wrong{fmt.Sprintf(format, args...)}) }
 
-// play runs a script with a trouble, and returns what was wrong, "" for nothing.
+// play runs a script with a trouble. It returns the violation, "" for none.
 func play(o worldOptions, run func(*course), t trouble, change func(*course)) (c *course, violation string) {
 	defer func() {
 		switch r := recover().(type) {

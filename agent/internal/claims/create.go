@@ -22,33 +22,39 @@ import (
 
 // Request asks for one Machine.
 type Request struct {
-	// Namespace and Cluster name the Cluster object; ID is the caller's id for the claim.
+	// Namespace and Cluster name the Cluster object. ID is the caller's id for the claim.
 	Namespace, Cluster, ID string
 	// Holder keeps the claim alive and may collect it.
 	Holder string
-	// Spoke is the cluster that the claim is made from; empty when it is not known.
+	// Spoke is the cluster that the claim is made from; empty when unknown.
 	Spoke string
-	// MaxNodeProvisionTime is how long the claim waits for its Machine's provider ID and Node; zero for as long as the options say.
+	// MaxNodeProvisionTime is how long the claim waits for its Machine's provider ID and Node; zero
+	// means as long as the options allow.
 	MaxNodeProvisionTime time.Duration
-	// DisplayName is what the caller calls it; may be empty.
+	// DisplayName is the caller's name for the claim; may be empty.
 	DisplayName string
 	// Candidates are names of MachineDeployments in Namespace, best first.
 	Candidates []string
-	// Adopt is the name of an existing Machine of the only candidate that the claim takes over; empty for a new Machine.
+	// Adopt is the name of an existing Machine of the only candidate that the claim takes over;
+	// empty for a new Machine.
 	Adopt string
-	// AdoptAboveMinSize refuses that where replicas would have to be raised for the user to keep the min size.
+	// AdoptAboveMinSize refuses an adoption that would have to raise replicas for the user to keep
+	// the min size.
 	AdoptAboveMinSize bool
 	// ValidateOnly checks against the caches and writes nothing.
 	ValidateOnly bool
-	// Holders are those that the caller may act as: the id of another's claim is refused to it.
+	// Holders are the holders that the caller may act as. The id of another holder's claim is
+	// refused.
 	Holders Holders
-	// RequestID and TraceID are noted on a claim that is made, for people; empty for none.
+	// RequestID and TraceID are recorded on a new claim, for users; empty for none.
 	RequestID, TraceID string
 }
 
-// Create makes the claim durable and returns it. The same id again returns the claim that there is. Errors: [*EndedError],
-// [*NoRoomError], [*RefusedError], [*UnknownGroupError], [*UnseenError], [*TooManyError], [ErrForeignHolder],
-// [ErrUnknownCluster], [ErrConflict]; any other error comes from the API server, and the claim may or may not exist.
+// Create makes the claim durable and returns it. A repeated call with the same id returns the
+// existing claim. Errors: [*EndedError], [*NoRoomError], [*RefusedError], [*UnknownGroupError],
+// [*UnseenError], [*TooManyError], [ErrForeignHolder], [ErrUnknownCluster], [ErrConflict],
+// [ErrRestoring], [ErrClusterPaused]. After any other error, such as the API server's or the
+// context's, the claim may or may not exist, and the call can be repeated.
 func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim, error) {
 	defer observeCreate(e.Clock, e.Clock.Now())
 	cluster, err := e.cluster(ctx, r.Namespace, r.Cluster)
@@ -83,7 +89,7 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 	r.Candidates = open.candidates
 	c := e.newClaim(r, cluster, open.first())
 	if r.ValidateOnly {
-		return c, e.room(ctx, client.ObjectKeyFromObject(cluster), c.Spec.NodeGroup)
+		return c, e.room(ctx, c, true)
 	}
 	switch lost, err := e.remember(ctx, key); {
 	case err == nil:
@@ -93,7 +99,7 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 	case open.none():
 		return nil, open.refused()
 	}
-	full := e.room(ctx, client.ObjectKeyFromObject(cluster), c.Spec.NodeGroup)
+	full := e.room(ctx, c, false)
 	entered := false
 	if full == nil {
 		entered, err = e.make(ctx, c, open.deployment)
@@ -121,18 +127,19 @@ func (e *Engine) Create(ctx context.Context, r Request) (*v1alpha1.MachineClaim,
 	return e.enter(ctx, c)
 }
 
-// make makes the claim's object, and enters it at once where that can be done; it reports whether it did.
+// make creates the claim's object, and enters the claim at once where possible. It reports whether
+// it entered it.
 func (e *Engine) make(ctx context.Context, c *v1alpha1.MachineClaim, md *clusterv1.MachineDeployment) (entered bool, err error) {
 	g := e.group(c.Namespace, c.Spec.NodeGroup)
 	made, alone := g.beginMaking()
 	defer made()
-	done := g.begin() // before the event of its creation has a run enter it
+	done := g.begin() // before the creation's event makes a run enter it
 	if err := e.Client.Create(ctx, c); err != nil {
 		done()
+		e.unreserve(c, false)
 		return false, err
 	}
-	e.added(c)
-	if !alone { // of several that come at once the others gather, and a run enters them in one write
+	if !alone { // others of several concurrent claims gather, and a run enters them in one write
 		done()
 		return false, nil
 	}
@@ -173,7 +180,7 @@ func (e *Engine) newClaim(r Request, cluster *clusterv1.Cluster, nodeGroup strin
 	}
 }
 
-// annotations are those of the claim that is made.
+// annotations returns the annotations of the claim that is made.
 func (r Request) annotations() map[string]string {
 	return lo.OmitByValues(map[string]string{v1alpha1.RequestIDAnnotation: r.RequestID, v1alpha1.TraceIDAnnotation: r.TraceID}, []string{""})
 }
@@ -182,7 +189,8 @@ func ownedBy(cluster *clusterv1.Cluster) []metav1.OwnerReference {
 	return []metav1.OwnerReference{{APIVersion: clusterv1.GroupVersion.String(), Kind: "Cluster", Name: cluster.Name, UID: cluster.UID}}
 }
 
-// refusal says why a group would not take the claim now, as far as the caches tell; nil when it would.
+// refusal returns why a group would not take the claim now, according to the caches; nil when it
+// would.
 func (e *Engine) refusal(
 	ctx context.Context, r Request, cluster *clusterv1.Cluster, md *clusterv1.MachineDeployment,
 ) (*eligibility.Refusal, error) {
@@ -196,7 +204,7 @@ func (e *Engine) refusal(
 	switch refusal := group.Refusal(); {
 	case refusal != nil:
 		return refusal, nil
-	case r.Adopt != "": // a Machine that there is
+	case r.Adopt != "": // the Machine exists already
 	case group.Full() && ledger != nil:
 		if spare, err := e.maySpare(ctx, key, ledger, group); !spare || err != nil {
 			return new(protocol.FullGroup(name, *group.Max)), err
@@ -217,8 +225,8 @@ func (e *Engine) refusal(
 			return nil, nil
 		}
 	}
-	// Whether there is a spare, or the Machine to adopt can be had, takes the whole view of the group: what would be decided if
-	// the claim were there already?
+	// Whether there is a spare, or whether the Machine can be adopted, depends on the whole group:
+	// decide as if the claim existed already.
 	s, err := e.read(ctx, cached, key)
 	if err == nil && s == nil {
 		s, err = e.read(ctx, live, key)
@@ -230,7 +238,7 @@ func (e *Engine) refusal(
 		return gone, nil
 	}
 	asked := e.newClaim(r, cluster, name)
-	asked.CreationTimestamp = metav1.NewTime(s.Now) // behind those that wait already
+	asked.CreationTimestamp = metav1.NewTime(s.Now) // after those that wait already
 	s.Claims = append(s.Claims, asked)
 	d := e.decide(s)
 	if refusal, refused := d.Refused[r.ID]; refused {
@@ -242,21 +250,21 @@ func (e *Engine) refusal(
 	return nil, nil
 }
 
-// newer is the refusal of a node group whose ledger this agent does not know.
+// newer returns the refusal of a node group whose ledger this agent does not know.
 func newer(nodeGroup string, why error) *eligibility.Refusal {
 	return &eligibility.Refusal{
 		NodeGroup: nodeGroup, Reason: eligibility.Invalid, Message: why.Error() + "; use an agent of at least the version that wrote it",
 	}
 }
 
-// CoolingDown says why the group takes no claims because one failed there recently, as far as the caches tell; nil when it
-// does not cool down.
+// CoolingDown returns why the group takes no claims because one failed there recently, according to
+// the caches; nil when it does not cool down.
 func (e *Engine) CoolingDown(ctx context.Context, key types.NamespacedName) (*eligibility.Refusal, error) {
 	if e.Failure.CoolDown == 0 {
 		return nil, nil
 	}
 	var list v1alpha1.MachineClaimList
-	// They are read only, and there may be many: all that failed while ended claims are remembered.
+	// They are only read, and there may be many: all failures while ended claims are kept.
 	err := e.Client.List(ctx, &list, client.InNamespace(key.Namespace), selecting(e.Indexes.Failed, v1alpha1.NodeGroupLabel, key.Name),
 		client.UnsafeDisableDeepCopy)
 	if err != nil {
@@ -269,7 +277,7 @@ func (e *Engine) CoolingDown(ctx context.Context, key types.NamespacedName) (*el
 	return protocol.CoolDownOf(key.Name, claims, e.Clock.Now(), e.Failure.CoolDown), nil
 }
 
-// follow answers a repeated call: with the claim that there is, once it is entered in the ledger.
+// follow answers a repeated call with the existing claim, once it is entered in the ledger.
 func (e *Engine) follow(ctx context.Context, c *v1alpha1.MachineClaim, may Holders) (*v1alpha1.MachineClaim, error) {
 	if err := may.check(c); err != nil {
 		return nil, err
@@ -291,7 +299,8 @@ func (e *Engine) follow(ctx context.Context, c *v1alpha1.MachineClaim, may Holde
 	return e.enter(ctx, c)
 }
 
-// ended is the [EndedError] of a claim that has ended, or is being released or returned, else nil.
+// ended returns an [*EndedError] for a claim that has ended or is being released or returned, else
+// nil.
 func ended(c *v1alpha1.MachineClaim) error {
 	if phase := c.CurrentPhase(); phase != v1alpha1.PhaseEnded && phase != v1alpha1.PhaseReleasing && !c.Status.Returned {
 		return nil
@@ -299,7 +308,8 @@ func ended(c *v1alpha1.MachineClaim) error {
 	return &EndedError{Reason: cmp.Or(c.Status.Reason, protocol.ReasonNeverMade), Message: cmp.Or(c.Status.Message, neverMade)}
 }
 
-// enter waits until the claim is in its group's ledger, and moves it on from groups that have no room.
+// enter waits until the claim is in its group's ledger, and moves it on from groups that have no
+// room.
 func (e *Engine) enter(ctx context.Context, c *v1alpha1.MachineClaim) (*v1alpha1.MachineClaim, error) {
 	var refusals []eligibility.Refusal
 	turn := turnOf(ctx)
@@ -307,7 +317,8 @@ func (e *Engine) enter(ctx context.Context, c *v1alpha1.MachineClaim) (*v1alpha1
 		turn.LeaveHub()
 		refusal, err := e.group(c.Namespace, c.Spec.NodeGroup).enter(ctx, c.Spec.ClaimID)
 		if errors.Is(err, protocol.ErrNewerLedger) && c.Status.Phase == "" {
-			// The agent that knows that ledger may enter it still; moving it on is decided by compare-and-swap.
+			// An agent that knows that ledger may still enter the claim. Moving it on is decided by
+			// compare-and-swap.
 			refusal, err = newer(c.Spec.NodeGroup, err), nil
 		}
 		if errors.Is(err, ErrWriteRefused) && c.Status.Phase == "" {
@@ -341,8 +352,8 @@ func (e *Engine) enter(ctx context.Context, c *v1alpha1.MachineClaim) (*v1alpha1
 	}
 }
 
-// entered reports whether the present ledger of the claim's node group has the claim: another agent may have entered it since this one
-// refused it, and not have noted that on the claim itself yet.
+// entered reports whether the present ledger of the claim's node group has the claim. Another agent
+// may have entered it since this one refused it, and may not have recorded that on the claim yet.
 func (e *Engine) entered(ctx context.Context, c *v1alpha1.MachineClaim) (bool, error) {
 	var md clusterv1.MachineDeployment
 	key := types.NamespacedName{Namespace: c.Namespace, Name: c.Spec.NodeGroup}
@@ -359,7 +370,7 @@ func (e *Engine) entered(ctx context.Context, c *v1alpha1.MachineClaim) (bool, e
 	return entered, nil
 }
 
-// nextCandidate chooses among the candidates after the one that the claim is at.
+// nextCandidate chooses among the candidates after the claim's present one.
 func (e *Engine) nextCandidate(ctx context.Context, c *v1alpha1.MachineClaim) (choice, error) {
 	at := slices.Index(c.Spec.Candidates, c.Spec.NodeGroup)
 	cluster, err := e.cluster(ctx, c.Namespace, c.Spec.ClusterName)
@@ -370,7 +381,7 @@ func (e *Engine) nextCandidate(ctx context.Context, c *v1alpha1.MachineClaim) (c
 	return e.choose(ctx, r, cluster, c.Spec.Candidates[at+1:])
 }
 
-// endUnplaced ends a claim that no candidate took, and says why.
+// endUnplaced ends a claim that no candidate took, and returns the reason as an error.
 func (e *Engine) endUnplaced(ctx context.Context, c *v1alpha1.MachineClaim, refusals []eligibility.Refusal) error {
 	cause := refusedAll(refusals)
 	if c.Spec.Adopt != "" {
@@ -389,8 +400,8 @@ func (e *Engine) endUnplaced(ctx context.Context, c *v1alpha1.MachineClaim, refu
 	return cause
 }
 
-// retract removes a claim that no ledger has had and that is to adopt a Machine: its id belongs to what runs on that Machine, and must be good for
-// another try once what is in the way has been removed.
+// retract deletes a claim that no ledger has had and that was to adopt a Machine. Its id belongs to
+// what runs on that Machine, and must be usable again once the obstacle has been removed.
 func (e *Engine) retract(ctx context.Context, c *v1alpha1.MachineClaim) error {
 	return client.IgnoreNotFound(e.Client.Delete(ctx, c, preconditions(c.UID, c.ResourceVersion)))
 }

@@ -113,7 +113,7 @@ func TestALedgerThatTheHubRefusesIsNotRetriedAsALostRace(t *testing.T) {
 	}
 }
 
-// What the ledger permits as it is does not wait for a ledger that is refused.
+// Actions that the present ledger permits do not wait for a ledger that is refused.
 func TestARefusedLedgerHoldsUpNothingElse(t *testing.T) {
 	md := groupOf("small", 1, map[string]string{
 		v1alpha1.LedgerAnnotation: `{"v":1,"seq":1,"floor":0,"lastReplicas":1,"spare":0,"releasing":{"m":{"m":"m","c":"a"}}}`,
@@ -149,7 +149,7 @@ func TestARefusedLedgerHoldsUpNothingElse(t *testing.T) {
 	assert.False(t, protocol.Alive(m))
 }
 
-// A slow hub makes runs shorter, and has none cut off in the middle of its writes.
+// A slow hub shortens runs, but none is cut off in the middle of its writes.
 func TestASlowRunBeginsNoFurtherStep(t *testing.T) {
 	e := engineWith(t, groupOf("small", 0, nil), claimIn("", "a", "", ""))
 	hours := clocktesting.NewFakeClock(newTestTime())
@@ -170,7 +170,8 @@ func TestASlowRunBeginsNoFurtherStep(t *testing.T) {
 	assert.NotZero(t, again)
 }
 
-// What a MachineSet remembers of released Machines does not grow with their number, and forgets none that still counts.
+// The list of released Machines on a MachineSet does not grow with their number, and keeps all that
+// still count.
 func TestAMachineSetForgetsTheMachinesThatWereReleasedLongAgo(t *testing.T) {
 	set := &clusterv1.MachineSet{
 		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "small-a"},
@@ -194,14 +195,14 @@ func TestAMachineSetForgetsTheMachinesThatWereReleasedLongAgo(t *testing.T) {
 	assert.Equal(t, int32(250), *set.Spec.Replicas)
 }
 
-// TestThousandsOfClaimsAndReleasesAtOnce takes one group to 2,000 claims and back, with several times as much at once as
-// its ledger has room for.
+// TestThousandsOfClaimsAndReleasesAtOnce takes one group to 2,000 claims and back, with several
+// times as many at once as its ledger has room for.
 func TestThousandsOfClaimsAndReleasesAtOnce(t *testing.T) {
 	for name, several := range map[string]bool{"one MachineSet": false, "several MachineSets": true} {
 		t.Run(name, func(t *testing.T) {
 			run := false
 			rapid.Check(t, func(t *rapid.T) {
-				if !run { // there is nothing random
+				if !run { // nothing is random here
 					run = true
 					crowd(t, several)
 				}
@@ -213,10 +214,10 @@ func TestThousandsOfClaimsAndReleasesAtOnce(t *testing.T) {
 func crowd(t *rapid.T, several bool) {
 	claims := 2000
 	if several {
-		claims = 1200 // each release takes more of the ledger
+		claims = 1200 // a release takes more of the ledger
 	}
 	w := newWorld(t, worldOptions{groups: 1, floor: 3, strategy: clusterv1.OnDeleteMachineDeploymentStrategyType})
-	// The invariants are not looked at after every write, but at the end.
+	// The invariants are checked at the end, not after every write.
 	w.fair, w.withdrawing, w.copies = true, true, true
 	group := w.groups[0]
 	most := 0
@@ -257,7 +258,7 @@ func crowd(t *rapid.T, several bool) {
 		}, &clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Name: clusterName}}, group)))
 		if several && i == claims/2 {
 			until("bound", all(v1alpha1.PhaseBound))
-			w.rollout(group) // which replaces nothing, but has the rest made by another MachineSet
+			w.rollout(group) // replaces nothing, but makes another MachineSet create the rest
 			w.controllers(group)
 		}
 	}

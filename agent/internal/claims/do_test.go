@@ -18,7 +18,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// halfReleased is a Machine that was being released and that a move or a restore made again: without its deletion, under another UID.
+// halfReleased is a Machine that was being released and that a move or a restore created again:
+// without its deletion, and under another UID.
 func halfReleased(m *clusterv1.Machine) {
 	m.Spec.ProviderID, m.Status.NodeRef.Name = "sim://"+m.Name, "node-"+m.Name
 	m.Finalizers = []string{v1alpha1.ReleaseFinalizer}
@@ -27,7 +28,7 @@ func halfReleased(m *clusterv1.Machine) {
 	}
 }
 
-// What a release wrote on a Machine is taken off, and nothing else.
+// What a release wrote on a Machine is removed, and nothing else.
 func TestAMachineThatIsKeptLosesWhatItsReleaseWrote(t *testing.T) {
 	m := machineOf("m")
 	halfReleased(m)
@@ -39,7 +40,7 @@ func TestAMachineThatIsKeptLosesWhatItsReleaseWrote(t *testing.T) {
 	assert.Equal(t, map[string]string{"example.com/note": "x"}, m.Annotations)
 }
 
-// A Machine is deleted only with our finalizer on it, also when that was there before.
+// A Machine is deleted only with our finalizer on it, even if that was there before.
 func TestAMachineThatIsKeptMeanwhileIsNotDeleted(t *testing.T) {
 	m := machineOf("m")
 	halfReleased(m)
@@ -60,8 +61,9 @@ func TestAMachineThatIsKeptMeanwhileIsNotDeleted(t *testing.T) {
 	assert.True(t, protocol.Alive(m))
 }
 
-// An agent that finds the paused step half done completes it. Taking the pause off alone would have Cluster API put the MachineSet's
-// replica back, and the release lower it, and the MachineDeployment, for a second Machine.
+// An agent that finds the paused step half done completes it. Merely unpausing would make Cluster
+// API restore the MachineSet's replica, and the release would then lower both the MachineSet and
+// the MachineDeployment for a second Machine.
 func TestAPausedStepThatSomebodyLeftIsCompleted(t *testing.T) {
 	three := int32(3)
 	ledger := &protocol.Ledger{Version: 1, Seq: 7, Floor: 2, LastReplicas: 3, Releasing: map[types.UID]protocol.Release{
@@ -103,14 +105,14 @@ func TestAPausedStepThatSomebodyLeftIsCompleted(t *testing.T) {
 	assert.Equal(t, "replicas=2 paused=false", written[0])
 }
 
-// Naming is batched, but not where Machines then join before they are named: each of those is released, and replaced by one that
-// may join too soon as well.
+// Promises are batched, but not where Machines then join before they are promised: each of those
+// would be released and replaced by one that may join too soon as well.
 func TestAMachineIsNamedAtOnceWhereOthersJoinedTooSoon(t *testing.T) {
 	for _, missed := range []bool{false, true} {
 		md := groupOf("small", 2, map[string]string{
 			v1alpha1.LedgerAnnotation: (&protocol.Ledger{Version: 1, Seq: 4, LastReplicas: 2, Pending: map[string]protocol.Named{"a": {}, "b": {}}}).Encode(),
 		})
-		md.Generation = 2 // more Machines are being made, so that nothing is short yet
+		md.Generation = 2 // more Machines are being made, so nothing is short yet
 		joined := machineOf("joined")
 		joined.Spec.ProviderID, joined.Status.NodeRef.Name = "sim://joined", "node-joined"
 		objects := []client.Object{md, machineOf("fresh"), claimIn("", "a", v1alpha1.PhasePending, ""), claimIn("", "b", v1alpha1.PhasePending, "")}

@@ -1,25 +1,27 @@
-// Package claims is the claim engine: it gives each claim exactly one Machine and takes back exactly that Machine, by
-// compare-and-swap on Kubernetes objects alone.
+// Package claims is the claim engine: it gives each claim exactly one Machine and takes back
+// exactly that Machine, by compare-and-swap on Kubernetes objects alone.
 //
 // # State
 //
-// Nothing that matters is in this process. The MachineClaim anchors a claim: its creation decides which node group the
-// claim belongs to, its phase who wins a race between binding and releasing. The [protocol.Ledger], an annotation of the
-// MachineDeployment, says what is in flight there and changes only together with spec.replicas. The label on a Machine is
-// the lasting binding.
+// This process holds no state that matters. The MachineClaim anchors a claim: its creation decides
+// which node group the claim belongs to, and its phase decides the race between binding and
+// releasing. The [protocol.Ledger], an annotation of the MachineDeployment, records what is in
+// flight there and changes only together with spec.replicas. The label on a Machine is the lasting
+// binding.
 //
 // # One step
 //
-// A node group is brought forward one step at a time: read the MachineDeployment, then its claims, Machines and
-// MachineSets; [protocol.Decide] what the protocol asks for; write the ledger, or do the writes on other objects that the ledger
-// permits; again, until there is nothing to do. Every event, every call and every restart leads to the same step, so that
-// there is no separate recovery. Steps of one node group do not overlap within a process; between processes the ledger's
-// compare-and-swap orders them.
+// A node group is processed one step at a time: read the MachineDeployment, then its claims,
+// Machines and MachineSets; ask [protocol.Decide] what to do; write the ledger, or do the writes on
+// other objects that the ledger permits. This repeats until there is nothing to do. Every event,
+// every call and every restart leads to the same step, so there is no separate recovery. Steps of
+// one node group do not overlap within a process. Between processes, the ledger's compare-and-swap
+// orders them.
 //
 // # Group commit
 //
-// A call that adds a claim waits for the step that enters it. While a step is under way, further calls gather, and the next
-// step takes all of them in one write.
+// A call that adds a claim waits for the step that enters it. While a step is in progress, further
+// calls gather, and the next step enters all of them in one write.
 package claims
 
 import (
@@ -44,17 +46,19 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// Indexes are the names of the caches' indexes. One that is empty does not exist, and cached lists select by label then.
+// Indexes are the names of the caches' indexes. An empty name means that there is no such index,
+// and cached lists select by label instead.
 type Indexes struct {
-	// Group is of Machines, MachineSets and those MachineClaims that have not ended, by the name of their MachineDeployment.
+	// Group indexes Machines, MachineSets and MachineClaims that have not ended by the name of
+	// their MachineDeployment.
 	Group string
-	// Failed is of the MachineClaims that failed, in the same way.
+	// Failed indexes MachineClaims that failed, in the same way.
 	Failed string
-	// Cluster is of Machines and MachineClaims by the name of their Cluster.
+	// Cluster indexes Machines and MachineClaims by the name of their Cluster.
 	Cluster string
 }
 
-// selecting lists by an index of the caches if there is one, else by label.
+// selecting returns a list option that uses an index of the caches if there is one, else a label.
 func selecting(index, label, value string) client.ListOption {
 	if index != "" {
 		return client.MatchingFields{index: value}
@@ -62,44 +66,51 @@ func selecting(index, label, value string) client.ListOption {
 	return client.MatchingLabels{label: value}
 }
 
-// Config is what an [Engine] needs.
+// Config is the configuration of an [Engine].
 type Config struct {
-	// Name identifies this agent across restarts; other agents of the hub have other names. Empty means a random id for this process.
+	// Name identifies this agent across restarts. Other agents of the hub have other names. Empty
+	// means a random id for this process.
 	Name string
 	// Client reads from caches and writes. REQUIRED.
 	Client client.Client
 	// Reader reads from the API server itself, consistently. REQUIRED.
 	Reader client.Reader
-	// Indexes are the caches' own.
+	// Indexes are the indexes of the caches behind Client.
 	Indexes Indexes
-	// Live leaves ended claims out of lists that Reader answers. Nil lists them too, which is only slower.
+	// Live excludes ended claims from lists that Reader answers. Nil includes them, which is only
+	// slower.
 	Live client.ListOption
-	// Recorder takes the events that people see. Nil means none.
+	// Recorder records events for users. Nil means none.
 	Recorder events.EventRecorder
-	// Clock is the time. Nil means the real one.
+	// Clock is the source of time. Nil means the real clock.
 	Clock clock.Clock
-	// SpareGrace is how long a Machine that nobody claims is kept for the next claim. Zero means one minute.
+	// SpareGrace is how long an unclaimed Machine is kept for the next claim. Zero means one
+	// minute.
 	SpareGrace time.Duration
-	// TombstoneRetention is how long an ended claim is remembered; it must be longer than any caller retries. Zero means
-	// 24 hours.
+	// TombstoneRetention is how long an ended claim is kept. It must be longer than any caller
+	// retries. Zero means 24 hours.
 	TombstoneRetention time.Duration
-	// CollectGrace is how much older than its token a claim must be to be collected by [Engine.Sync]. Zero means 30 seconds.
+	// CollectGrace is the minimum age that a claim must have, relative to the token, before
+	// [Engine.Sync] may collect it. Zero means 30 seconds.
 	CollectGrace time.Duration
-	// TokenLife is how long after the listing that made it a token may be used: a holder reads its live set right after it
-	// took the token, and one that needs longer has a problem of its own. Zero means ten minutes.
+	// TokenLife is how long after its listing a token may be used. A holder is expected to read its
+	// live set right after it took the token. Zero means ten minutes.
 	TokenLife time.Duration
-	// NoMachines says why no Machine can be created for a MachineDeployment now, because of the hub's ResourceQuotas or of Cluster API itself. A
-	// nil refusal means that nothing is known to prevent it; a nil function means the same for every group. A group with a spare Machine accepts
-	// a claim in any case.
+	// NoMachines returns why no Machine can be created for a MachineDeployment now, because of the
+	// hub's ResourceQuotas or of Cluster API itself. A nil refusal means that nothing is known to
+	// prevent it. A nil function means the same for every group. A group with a spare Machine
+	// accepts a claim in any case.
 	NoMachines func(ctx context.Context, md *clusterv1.MachineDeployment) (*eligibility.Refusal, error)
-	// Failure says when a Machine is given up. The zero value gives none up.
+	// Failure defines when a Machine is given up. The zero value gives none up.
 	Failure protocol.Failure
-	// Report returns a condition of a Machine's infrastructure object, where [protocol.Failure.See] names one, without waiting for it to be
-	// read; known is false while that has not been. Nil means that nothing is known.
+	// Report returns a condition of a Machine's infrastructure object, where [protocol.Failure.See]
+	// names one, without waiting for a read. known is false until the object has been read. Nil
+	// means that nothing is known.
 	Report func(ctx context.Context, m *clusterv1.Machine, condition string) (report protocol.Report, known bool)
-	// Bounds limit what one Cluster can store. The zero value does not.
+	// Bounds limit what one Cluster can store. The zero value sets no limit.
 	Bounds Bounds
-	// Coalesce is the shortest time between two writes of one ledger that nobody waits for. Zero means one second.
+	// Coalesce is the minimum time between two writes of one ledger that no call waits for. Zero
+	// means one second.
 	Coalesce time.Duration
 }
 
@@ -112,10 +123,11 @@ func (k Key) object() types.NamespacedName {
 	return types.NamespacedName{Namespace: k.Namespace, Name: v1alpha1.ObjectName(k.Cluster, k.ID)}
 }
 
-// Holders reports whether a caller may act as a holder. Nil means as any.
+// Holders reports whether a caller may act as the given holder. Nil allows any.
 type Holders func(holder string) bool
 
-// check returns [ErrForeignHolder] when the claim is another holder's. One that has ended is only remembered, and nobody's.
+// check returns [ErrForeignHolder] if the claim is another holder's. An ended claim belongs to no
+// holder.
 func (h Holders) check(c *v1alpha1.MachineClaim) error {
 	if h == nil || c.CurrentPhase() == v1alpha1.PhaseEnded || h(c.Spec.Holder) {
 		return nil
@@ -123,33 +135,40 @@ func (h Holders) check(c *v1alpha1.MachineClaim) error {
 	return ErrForeignHolder
 }
 
-// Engine makes, binds and releases claims. It is safe for concurrent use, and several may run against one hub.
+// Engine makes, binds and releases claims. It is safe for concurrent use, and several may run
+// against one hub.
 type Engine struct {
 	Config
 	spawn    func(func()) // runs a group outside its caller; tests run it in place
 	parallel int          // writes that one step does at once
 	decide   func(*protocol.Snapshot) *protocol.Decision
 	started  time.Time
-	// withdraws says that the agent is being uninstalled, so that no failed Machine is kept for debugging.
+	// withdraws means that the agent is being uninstalled, so that no failed Machine is kept for
+	// debugging.
 	withdraws bool
-	// ledgerBudget is how many bytes all entries of one ledger may take; zero means [protocol.LedgerBudget]. Tests lower it.
+	// ledgerBudget is how many bytes all entries of one ledger may take; zero means
+	// [protocol.LedgerBudget]. Tests lower it.
 	ledgerBudget int
-	// id tells this agent from the others that write ledgers. Nothing but who goes first depends on its being unique.
+	// id distinguishes this agent from the others that write ledgers. If it is not unique, only the
+	// order in which agents act is affected.
 	id      string
 	written ownWrites
-	// deference is how long a node group is left to the agent that wrote its ledger last; see [group.leave]. Tests set it.
+	// deference is how long a node group is left to the agent that last wrote its ledger; see
+	// [group.leave]. Tests set it.
 	deference time.Duration
 
 	mu           sync.Mutex
 	groups       map[types.NamespacedName]*group
 	unregistered map[types.NamespacedName]unregistered // by Cluster
-	// woken are node groups to look at because of a holder's report, which no watched object shows.
-	woken    chan event.GenericEvent
-	synced   map[speaker]map[types.UID]bool  // the claims that a holder's last live set decided
-	censuses map[types.NamespacedName]census // by Cluster
+	// woken receives node groups to look at because of a holder's report, which no watched object
+	// shows.
+	woken   chan event.GenericEvent
+	synced  map[speaker]map[types.UID]bool    // the claims that a holder's last live set decided
+	numbers map[types.NamespacedName]*numbers // by Cluster
 }
 
-// New returns an engine that is driven by calls alone until [Engine.SetupWithManager] connects it to the hub's events.
+// New returns an engine that acts only on calls until [Engine.SetupWithManager] connects it to the
+// hub's events.
 func New(c Config) *Engine {
 	if c.Clock == nil {
 		c.Clock = clock.RealClock{}
@@ -173,12 +192,12 @@ func New(c Config) *Engine {
 		Config: c, id: idOf(c.Name), deference: deference, written: newOwnWrites(c.Clock),
 		started: c.Clock.Now(), spawn: func(run func()) { go run() }, parallel: parallelWrites, decide: protocol.Decide,
 		groups: map[types.NamespacedName]*group{}, unregistered: map[types.NamespacedName]unregistered{}, woken: make(chan event.GenericEvent, 1024),
-		synced: map[speaker]map[types.UID]bool{}, censuses: map[types.NamespacedName]census{},
+		synced: map[speaker]map[types.UID]bool{}, numbers: map[types.NamespacedName]*numbers{},
 	}
 }
 
-// idOf returns what an agent of this name signs ledgers with. It is the same after a restart, so that the agent continues its own unfinished work
-// at once.
+// idOf returns the id with which an agent of this name signs ledgers. It stays the same after a
+// restart, so that the agent continues its own unfinished work at once.
 func idOf(name string) string {
 	if name == "" {
 		return rand.String(8)
@@ -188,16 +207,17 @@ func idOf(name string) string {
 	return fmt.Sprintf("%08x", sum.Sum32())
 }
 
-// unregistered is what one Cluster's holder last reported: the provider IDs of Nodes that nothing runs on yet.
+// unregistered is the last report of one Cluster's holder: the provider IDs of Nodes on which
+// nothing runs yet.
 type unregistered struct {
 	ids map[string]bool
 	at  time.Time
 }
 
-// unregisteredLife is how long a report of unregistered Nodes is believed without being renewed.
+// unregisteredLife is how long a report of unregistered Nodes stays valid without renewal.
 const unregisteredLife = 2 * time.Minute
 
-// learn remembers which Nodes of the Cluster nothing runs on yet, in place of what was reported before.
+// learn stores which Nodes of the Cluster nothing runs on yet, and replaces the previous report.
 func (e *Engine) learn(cluster types.NamespacedName, reports []NodeReport) {
 	ids := map[string]bool{}
 	for _, r := range reports {
@@ -210,7 +230,8 @@ func (e *Engine) learn(cluster types.NamespacedName, reports []NodeReport) {
 	e.unregistered[cluster] = unregistered{ids: ids, at: e.Clock.Now()}
 }
 
-// unregisteredIn tells which provider IDs of the Cluster's Nodes were reported as unregistered.
+// unregisteredIn returns a function that reports whether a Node of the Cluster with this provider
+// ID was reported as unregistered.
 func (e *Engine) unregisteredIn(namespace, cluster string) func(providerID string) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -219,7 +240,7 @@ func (e *Engine) unregisteredIn(namespace, cluster string) func(providerID strin
 		delete(e.unregistered, types.NamespacedName{Namespace: namespace, Name: cluster})
 		return func(string) bool { return false }
 	}
-	return func(providerID string) bool { return report.ids[providerID] } // never written after it was made
+	return func(providerID string) bool { return report.ids[providerID] } // not changed after it was made
 }
 
 func (e *Engine) event(object runtime.Object, reason, action, message string) {
@@ -232,7 +253,7 @@ func (e *Engine) event(object runtime.Object, reason, action, message string) {
 	}
 }
 
-// warn makes an event of something that a person has to look at.
+// warn records a Warning event for something that a person has to look at.
 func (e *Engine) warn(object runtime.Object, reason, action, message string) {
 	if e.Recorder != nil {
 		e.Recorder.Eventf(object, nil, corev1.EventTypeWarning, reason, action, "%s", message)

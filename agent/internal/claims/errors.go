@@ -11,30 +11,32 @@ import (
 var (
 	// ErrNotFound means that the API server was asked and has no such claim.
 	ErrNotFound = errors.New("no such claim")
-	// ErrConflict means that another writer was faster; the call can be repeated at once.
+	// ErrConflict means that another writer was faster. The call can be repeated at once.
 	ErrConflict = errors.New("lost a race against another writer")
-	// ErrWriteRefused means that the API server or an admission policy refuses what the agent writes, whoever is faster: repeating
-	// the call helps only after a person has acted.
+	// ErrWriteRefused means that the API server or an admission policy refuses the agent's write
+	// for its content, and not because of a race. Repeating the call helps only after a person has
+	// acted.
 	ErrWriteRefused = errors.New("the hub refuses the write")
 	// ErrStaleToken means that a token is too old to conclude anything from.
 	ErrStaleToken = errors.New("the token is too old; take a new one from ListClaims")
 	// ErrInvalidToken means that a token was not made for this Cluster and holder.
 	ErrInvalidToken = errors.New("the token was not made by ListClaims for this Cluster and holder")
-	// ErrForeignHolder means that the claim has a holder that the caller may not act as.
+	// ErrForeignHolder means that the caller may not act as the claim's holder.
 	ErrForeignHolder = errors.New("the claim is another holder's, which this identity may not act as")
 	// ErrUnknownCluster means that the Cluster does not exist.
 	ErrUnknownCluster = errors.New("the Cluster does not exist")
-	// ErrClusterPaused means that the Cluster is paused: its objects may be on their way to another hub, and nothing is concluded from one
-	// that is missing.
+	// ErrClusterPaused means that the Cluster is paused. Its objects may be on their way to another
+	// hub, so nothing is concluded from a missing one.
 	ErrClusterPaused = errors.New("the Cluster is paused (spec.paused), so that what is missing may be on its way to another hub; unpause it")
-	// ErrRestoring means that the Cluster was moved, or restored, and that it is not known yet what its claims have.
+	// ErrRestoring means that the Cluster was moved or restored, and that it is not known yet what
+	// its claims have.
 	ErrRestoring = errors.New("the Cluster was moved or restored, and what its claims have is still being found out")
 )
 
-// ForeignSpokeError means that a live set was read in another cluster than the one that the holder's claims were made from, and has
-// none of them.
+// ForeignSpokeError means that a live set was read in another cluster than the one that the
+// holder's claims were made from, and holds none of these claims.
 type ForeignSpokeError struct {
-	// Spoke is where the set was read, Recorded where claims were made.
+	// Spoke is where the set was read. Recorded is where claims were made.
 	Spoke, Recorded string
 }
 
@@ -57,15 +59,16 @@ func (e *EndedError) Error() string {
 	return fmt.Sprintf("the claim has ended: %s: %s", e.Reason, e.Message)
 }
 
-// NotReturnableError means that a claim has no Machine that could be left to the user.
+// NotReturnableError means that a claim has no Machine that could be returned to the user.
 type NotReturnableError struct {
-	// Message says why, and what to do.
+	// Message states why, and what to do.
 	Message string
 }
 
 func (e *NotReturnableError) Error() string { return e.Message }
 
-// NoRoomError means that no candidate has room. At least one of them would be open to claims if it had.
+// NoRoomError means that no candidate has room. At least one of them would accept claims if it had
+// room.
 type NoRoomError struct {
 	// Candidates has one entry for each candidate, in the caller's order.
 	Candidates []eligibility.Refusal
@@ -75,7 +78,7 @@ func (e *NoRoomError) Error() string {
 	return "no candidate has room: " + describe(e.Candidates)
 }
 
-// RefusedError means that every candidate is closed to claims until somebody acts.
+// RefusedError means that every candidate is closed to claims until a person acts.
 type RefusedError struct {
 	// Candidates has one entry for each candidate, in the caller's order.
 	Candidates []eligibility.Refusal
@@ -95,10 +98,10 @@ func (e *UnknownGroupError) Error() string {
 	return "no such node group in this Cluster: " + strings.Join(e.Candidates, ", ")
 }
 
-// UnseenError means that candidates are not in the agent's view, more of them than one call looks up, and no other one is open. They
-// may exist.
+// UnseenError means that candidates are not in the agent's view, that there are more of them than
+// one call looks up, and that no other candidate is open. They may exist.
 type UnseenError struct {
-	// Candidates is how many.
+	// Candidates is their number.
 	Candidates int
 }
 
@@ -114,7 +117,7 @@ func describe(refusals []eligibility.Refusal) string {
 	return strings.Join(parts, "; ")
 }
 
-// refusedAll makes the error for candidates that all refused.
+// refusedAll returns the error for candidates that all refused.
 func refusedAll(refusals []eligibility.Refusal) error {
 	names := make([]string, 0, len(refusals))
 	gone, full := true, false

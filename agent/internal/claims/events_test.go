@@ -13,7 +13,7 @@ import (
 
 func TestAFailureIsAWarningOnTheClaimAndOnItsNodeGroup(t *testing.T) {
 	e := engineWith(t, groupOf("workers", 0, nil))
-	e.spawn = func(run func()) { run() } // nothing goes on behind the test's back
+	e.spawn = func(run func()) { run() } // no work in the background
 	c, err := e.Create(t.Context(), Request{
 		Namespace: namespace, Cluster: clusterName, ID: "a", Holder: "spoke", DisplayName: "default-abc", Candidates: []string{"workers"},
 	})

@@ -16,7 +16,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// On an API server: the annotation and the ledger are one write, the event is a Warning, and taking the annotation off ends it.
+// On an API server, the annotation and the ledger are one write, the event is a Warning, and
+// removing the annotation ends the freeze.
 func TestAFrozenGroupSaysSoAndEndsWhenTheAnnotationGoes(t *testing.T) {
 	md := groupOf("small", 3, map[string]string{
 		v1alpha1.LedgerAnnotation: `{"v":1,"seq":1,"floor":3,"lastReplicas":4,"spare":0}`,
@@ -61,7 +62,8 @@ func TestAFrozenGroupSaysSoAndEndsWhenTheAnnotationGoes(t *testing.T) {
 	assert.Equal(t, int32(4), *stored.Spec.Replicas)
 }
 
-// Policies go by the number beside the ledger. A move, a restore and an older agent bring another one.
+// Admission policies read the number beside the ledger. A move, a restore or an older agent leaves
+// another one.
 func TestTheNumberOfClaimsBesideTheLedgerIsKeptTrue(t *testing.T) {
 	for name, annotations := range map[string]map[string]string{
 		"none":     {},

@@ -26,21 +26,25 @@ import (
 )
 
 const (
-	// runTimeout cuts a run off whose requests hang; the calls that wait for it have deadlines of their own.
+	// runTimeout ends a run whose requests hang. The calls that wait for it have deadlines of their
+	// own.
 	runTimeout = time.Minute
-	// longestRun is when a run begins no further step, so that one that is merely slow is not cut off in the middle of its writes.
+	// longestRun is how long a run may take before it begins no further step, so that a run that is
+	// merely slow is not cut off in the middle of its writes.
 	longestRun = 20 * time.Second
-	// maxSteps bounds one run; a group that has more to do is looked at again at once.
+	// maxSteps bounds the steps of one run. A group that needs more is run again at once.
 	maxSteps = 24
-	// maxYields is how often a run puts other writes off for calls that arrived meanwhile.
+	// maxYields is how often a run defers other writes for calls that arrived meanwhile.
 	maxYields = 4
-	// maxActions is how many writes on other objects one step does before it looks at the ledger, and at who waits, again.
+	// maxActions is how many writes on other objects one step does before it looks again at the
+	// ledger and at waiting calls.
 	maxActions = 64
 	// maxConflicts is how many lost races in a row end a run.
 	maxConflicts = 8
 )
 
-// group is what the process holds about one MachineDeployment: a lock, the calls that wait, and times. All of it can be lost.
+// group is the process's state about one MachineDeployment: a lock, the waiting calls, and times.
+// All of it may be lost.
 type group struct {
 	engine *Engine
 	key    types.NamespacedName
@@ -49,36 +53,39 @@ type group struct {
 	mu      sync.Mutex
 	kicked  bool
 	waiters map[string][]chan outcome
-	// busy counts runs, and claims that are made and entered at once, under way or about to be; since busySince it was never zero.
+	// busy counts runs, and claims that are made and entered at once, that are in progress or about
+	// to start. busySince is when it last rose from zero.
 	busy      int
 	busySince time.Time
-	making    int // counts calls that make a claim
-	// traced are recorded spans of what asks for the next step.
+	making    int // number of calls that are making a claim
+	// traced are recorded spans of calls that ask for the next step.
 	traced []trace.Span
 
 	// Used under lock only.
 	spareSince time.Time
-	lastQuiet  time.Time // when the ledger was last written for nobody in particular
-	wanted     time.Time // since when such a write is put off; zero when none is
+	lastQuiet  time.Time // when the ledger was last written for no call in particular
+	wanted     time.Time // since when such a write is deferred; zero when none is
 	unfinished int       // how many such writes in a row left something for another one
-	failures   int       // how many runs in a row ended because a write failed
-	spareSeq   int64     // the ledger's, when the spare was first seen
-	panics     int       // how many runs in a row panicked
-	resting    time.Time // until when the group is left alone because of that
+	failures   int       // number of runs in a row that ended because a write failed
+	spareSeq   int64     // the ledger's seq when the spare was first seen
+	panics     int       // number of runs in a row that panicked
+	resting    time.Time // until when the group is left alone after a panic
 	panicked   *panicError
-	wrote      int64 // the seq of the ledger that this process wrote last
-	// writtenFrom is the seq from which on all ledgers until that one are this process's.
+	wrote      int64 // seq of the ledger that this process wrote last
+	// writtenFrom is the first seq of the unbroken series of ledgers by this process that ends with
+	// wrote.
 	writtenFrom int64
-	// due is a hash of what is left to another agent, unchanged since dueSince; zero for nothing. It was never zero since dueFirst. The ledger
-	// is the one with dueSeq since dueWritten. takenOver is one more than the seq of the ledger (0 for none) under which that agent did not do
-	// it; zero for none.
+	// due is a hash of the work that is left to another agent; zero for none. It has not changed
+	// since dueSince, and has not been zero since dueFirst. The ledger has had the seq dueSeq since
+	// dueWritten. takenOver is one more than the seq of the ledger (0 for none) under which that
+	// agent did not do the work; zero for none.
 	due                            uint64
 	dueSeq                         int64
 	dueSince, dueWritten, dueFirst time.Time
 	takenOver                      int64
-	// skip is how many actions of a decision come behind the others, as some of them failed.
+	// skip is how many of a decision's actions move behind the others, because some of them failed.
 	skip int
-	// queued are the ids of the claims that the last step found no room in the ledger for.
+	// queued holds the ids of the claims that the last step found no room in the ledger for.
 	queued map[string]bool
 }
 
@@ -99,8 +106,9 @@ func (e *Engine) group(namespace, name string) *group {
 	return g
 }
 
-// enter waits until the claim is in the ledger (nil, nil) or was refused. While the ledger has no room for the claim it waits as
-// long as ctx allows: until then nothing is promised, and a repeated call waits again.
+// enter waits until the claim is in the ledger (nil, nil) or was refused. While the ledger has no
+// room for the claim, it waits as long as ctx allows. Nothing is promised until then, and a
+// repeated call waits again.
 func (g *group) enter(ctx context.Context, claimID string) (*eligibility.Refusal, error) {
 	done := make(chan outcome, 1)
 	g.mu.Lock()
@@ -136,7 +144,8 @@ func (g *group) begin() (done func()) {
 	}
 }
 
-// beginMaking registers a claim that is being made, until done is called, and reports whether no other one is.
+// beginMaking registers a claim that is being made, until done is called, and reports whether it is
+// the only one.
 func (g *group) beginMaking() (done func(), alone bool) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -148,7 +157,8 @@ func (g *group) beginMaking() (done func(), alone bool) {
 	}, g.making == 1
 }
 
-// occupied reports whether the group has a writer. It is false again once it has had one for [longestOccupied].
+// occupied reports whether the group has a writer. It returns false again once the group has had
+// one for [longestOccupied].
 func (g *group) occupied() bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -156,20 +166,23 @@ func (g *group) occupied() bool {
 }
 
 const (
-	// mostAtOnce is how many entries a ledger has at most to which a claim is added at once. More are a crowd, and the write carries them
-	// three times.
+	// mostAtOnce is the maximum number of entries of a ledger to which a claim is added at once.
+	// More are a crowd, and the write carries the ledger three times.
 	mostAtOnce = 256
-	// glanceTakes is how long [group.enterAtOnce] waits for the lock. A look at the caches holds it for less.
+	// glanceTakes is how long [group.enterAtOnce] waits for the lock. A look at the caches holds it
+	// for less.
 	glanceTakes = 20 * time.Millisecond
 )
 
-// enterAtOnce enters a claim by a write that follows no list of the API server, and reports whether it did: the MachineDeployment was read,
-// from a cache even, before the claim's object was made, so that one that is still the same, or that this process alone has written since,
-// proves that no ledger had the claim meanwhile. That is all that rule R1 asks of a write that only raises replicas for a claim: what the
-// caches show of everything else decides no more than whether there is something else to do, which is then left to a run. The caller has begun,
-// and done ends that.
+// enterAtOnce enters a claim without listing anything from the API server first, and reports
+// whether it did. md was read, possibly from a cache, before the claim's object was made. If the
+// MachineDeployment is unchanged, or only this process has written it since, no ledger can have had
+// the claim meanwhile. Rule R1 asks no more of a write that only raises replicas for a claim. What
+// the caches show of everything else only decides whether there is something else to do, which is
+// then left to a run. The caller has called begin, and done ends that.
 func (g *group) enterAtOnce(call context.Context, md *clusterv1.MachineDeployment, c *v1alpha1.MachineClaim, done func()) bool {
-	// Not the call's context: others wait for the lock, and neither its deadline nor its identity's pace is theirs.
+	// Not the call's context: others wait for the lock, and must not depend on this call's deadline
+	// or its identity's rate limit.
 	ctx, cancel := context.WithTimeout(g.span(g.context(), "EnterAtOnce", trace.SpanFromContext(call)), runTimeout)
 	end := func() {
 		trace.SpanFromContext(ctx).End()
@@ -191,7 +204,7 @@ func (g *group) enterAtOnce(call context.Context, md *clusterv1.MachineDeploymen
 	}
 	var (
 		in bool
-		s  *protocol.Snapshot // of the write that entered it
+		s  *protocol.Snapshot // what the write that entered it was decided from
 	)
 	err := recovered(ctx, func() (err error) {
 		s, in, err = g.enterOnly(ctx, md, c)
@@ -207,8 +220,9 @@ func (g *group) enterAtOnce(call context.Context, md *clusterv1.MachineDeploymen
 		end()
 		return in
 	}
-	entered := s.Entered(c.DeepCopy()) // the call has the other one
-	// The call is answered meanwhile. A run does it if this fails: until then the ledger alone knows of the claim.
+	entered := s.Entered(c.DeepCopy()) // the call uses the original
+	// The call is answered meanwhile. If this fails, a run does it. Until then only the ledger
+	// knows of the claim.
 	g.engine.spawn(func() {
 		defer end()
 		if _, err := g.engine.perform(ctx, s, []protocol.Action{entered}); err != nil {
@@ -218,8 +232,8 @@ func (g *group) enterAtOnce(call context.Context, md *clusterv1.MachineDeploymen
 	return true
 }
 
-// enterOnly enters a claim if that is all there is to do, and reports whether the ledger has the claim. If this wrote it, it returns what that
-// was decided from. lock is held.
+// enterOnly enters a claim if that is all there is to do, and reports whether the ledger has the
+// claim. If this call wrote it, it returns the snapshot that it decided from. lock is held.
 func (g *group) enterOnly(
 	ctx context.Context, read *clusterv1.MachineDeployment, c *v1alpha1.MachineClaim,
 ) (from *protocol.Snapshot, in bool, err error) {
@@ -253,8 +267,9 @@ func (g *group) enterOnly(
 	return s, true, nil
 }
 
-// unlessOthersWrote returns the MachineDeployment as the cache and this process have it now, if no other agent wrote a ledger since md was read:
-// none has entered a claim then that was made after that. Else it returns md. lock is held.
+// unlessOthersWrote returns the MachineDeployment as the cache and this process have it now, if no
+// other agent has written a ledger since md was read. In that case no other agent has entered a
+// claim that was made after that. Otherwise it returns md. lock is held.
 func (g *group) unlessOthersWrote(ctx context.Context, md *clusterv1.MachineDeployment) (*clusterv1.MachineDeployment, error) {
 	e := g.engine
 	now := &clusterv1.MachineDeployment{}
@@ -274,19 +289,22 @@ func (g *group) unlessOthersWrote(ctx context.Context, md *clusterv1.MachineDepl
 }
 
 const (
-	// deference is how long what is due is left undone by the agent that wrote the ledger last before another one does it. It matters only
-	// where the first one was killed, and for events: a call is served by the agent that it reaches.
+	// deference is how long due work may stay undone by the agent that last wrote the ledger before
+	// another agent does it. It matters only after that agent was killed, and only for events: a
+	// call is served by the agent that it reaches.
 	deference = 3 * time.Second
-	// silentDeference bounds that where what is due changes all the time, as it also does while Cluster API alone is at work, but the ledger
-	// does not: only an agent writes it.
+	// silentDeference bounds deference where the due work keeps changing but the ledger does not.
+	// The work also changes while only Cluster API is active, but only an agent writes the ledger.
 	silentDeference = 30 * time.Second
-	// longestDeference bounds it in any case: an agent may write ledgers and fail at all else.
+	// longestDeference bounds deference in any case, because an agent may write ledgers and fail at
+	// everything else.
 	longestDeference = 5 * time.Minute
 )
 
-// leave returns for how long what is due is still left to the agent that wrote the ledger last, or serves the call that begins one; zero
-// when it is this one's to do, or when nothing is due. Two that do it at the same time do no harm, but they double the reads and lose every
-// other write. While what is due changes, the other agent is likely to be at work.
+// leave returns how long due work is still left to the agent that last wrote the ledger, or that
+// serves the call that begins one. It is zero if the work is this agent's or if none is due. Two
+// agents that do it at the same time do no harm, but they double the reads and lose every other
+// write. While the due work changes, the other agent is likely to be active.
 func (g *group) leave(s *protocol.Snapshot, d *protocol.Decision) time.Duration {
 	mine := s.Ledger != nil && (s.Ledger.By == "" || s.Ledger.By == g.engine.id) || s.Seq()+1 == g.takenOver
 	if mine || d.Ledger == nil && len(d.Actions) == 0 {
@@ -318,7 +336,8 @@ func (g *group) leave(s *protocol.Snapshot, d *protocol.Decision) time.Duration 
 	return max(0, left)
 }
 
-// kick starts a run, or makes sure that one starts when the present one ends. ctx is of what asks for it.
+// kick starts a run, or makes sure that one starts when the present one ends. ctx is the context of
+// the caller that asks for it.
 func (g *group) kick(ctx context.Context) { //nolint:contextcheck // a run serves many calls and outlives each of them
 	g.mu.Lock()
 	g.toTrace(ctx)
@@ -337,7 +356,8 @@ func (g *group) kick(ctx context.Context) { //nolint:contextcheck // a run serve
 	})
 }
 
-// run brings the group forward until there is nothing to do, and returns when to look again (zero for not).
+// run does steps until there is nothing left to do. It returns after how long to look again; zero
+// means not at all.
 func (g *group) run(ctx context.Context) (time.Duration, error) {
 	done := g.begin()
 	defer done()
@@ -355,7 +375,7 @@ func (g *group) run(ctx context.Context) (time.Duration, error) {
 	again, err := g.guardedSteps(ctx)
 	unanswered := err
 	if unanswered == nil {
-		unanswered = ErrConflict // the claim went elsewhere while the run was under way
+		unanswered = ErrConflict // the claim moved elsewhere during the run
 	}
 	for id, waiters := range waiting {
 		if err == nil && g.queued[id] {
@@ -366,7 +386,8 @@ func (g *group) run(ctx context.Context) (time.Duration, error) {
 	return again, err
 }
 
-// guardedSteps is [group.steps], from which a panic is an error that leaves this group alone for a while. lock is held.
+// guardedSteps is [group.steps] with panics turned into an error that leaves this group alone for a
+// while. lock is held.
 func (g *group) guardedSteps(ctx context.Context) (again time.Duration, err error) {
 	if left, err := g.rest(); left > 0 {
 		return left, err
@@ -382,12 +403,12 @@ func (g *group) guardedSteps(ctx context.Context) (again time.Duration, err erro
 	return again, err
 }
 
-// context returns the context of what is done for the group, and not for one call.
+// context returns the context for work on the group that is not done for one call.
 func (g *group) context() context.Context {
 	return log.IntoContext(context.Background(), log.Log.WithName("claims").WithValues("nodeGroup", g.key))
 }
 
-// acquireSoon takes the lock if it is free, or about to be.
+// acquireSoon takes the lock if it is free or becomes free within [glanceTakes].
 func (g *group) acquireSoon() bool {
 	select {
 	case g.lock <- struct{}{}:
@@ -509,7 +530,7 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 		progress, err := e.perform(ctx, s, g.batch(d.Actions))
 		if err != nil {
 			g.skip += maxActions
-			// What is due at a time of its own is not put off by a write that may fail for ever.
+			// Work that is due at its own time is not delayed by a write that may never succeed.
 			return g.retry(d, wait), errors.Join(refused, err)
 		}
 		if refused != nil {
@@ -517,15 +538,16 @@ func (g *group) steps(ctx context.Context) (time.Duration, error) {
 		}
 		g.failures, raced = 0, false
 		if !progress {
-			// Every write lost its race: the events of the winners' writes bring us back, at the latest this does.
+			// Every write lost its race. The events of the winners' writes restart the group, or at
+			// the latest this timer does.
 			return time.Second, nil
 		}
 	}
 	return 10 * time.Millisecond, nil
 }
 
-// finished reports whether the caches show nothing left to do after a step, and when to look again. If they lag behind, their events start
-// another run.
+// finished reports whether the caches show nothing left to do after a step, and when to look again.
+// If the caches lag, their events start another run.
 func (g *group) finished(ctx context.Context) (again time.Duration, yes bool) {
 	if g.awaited() {
 		return 0, false
@@ -537,8 +559,8 @@ func (g *group) finished(ctx context.Context) (again time.Duration, yes bool) {
 	return d.Again, true
 }
 
-// rests returns when to look again at a group for which nothing is to be written now: its ledger is as it should be, or was refused, or its
-// write is put off for that long.
+// rests returns when to look again at a group for which nothing is to be written now: its ledger
+// needs no change or was refused, or its write is deferred for wait.
 func (g *group) rests(d *protocol.Decision, wait time.Duration, refused error) (time.Duration, error) {
 	if refused != nil {
 		return g.retry(d, 0), refused
@@ -549,15 +571,17 @@ func (g *group) rests(d *protocol.Decision, wait time.Duration, refused error) (
 	return d.Again, nil
 }
 
-// keepClaimed writes the ledger as it is when what stands beside it of the claims is not true: a move, a restore or an older agent brings
-// another number, and a claim may end without a write.
+// keepClaimed has the present ledger written again if the number of claims in the annotation beside
+// it is wrong. A move, a restore or an older agent leaves another number, and a claim may end
+// without a write.
 func keepClaimed(s *protocol.Snapshot, d *protocol.Decision) {
 	if d.Ledger == nil && !d.Held && s.Ledger != nil && s.Deployment.Annotations[v1alpha1.ClaimedAnnotation] != strconv.Itoa(int(d.Claimed)) {
 		d.Ledger = s.Ledger.Clone()
 	}
 }
 
-// batch returns the actions that come next: as many as one step does, others after some of those before failed.
+// batch returns the actions that come next: as many as one step does, starting with other ones
+// after some failed.
 func (g *group) batch(actions []protocol.Action) []protocol.Action {
 	if len(actions) <= maxActions {
 		return actions
@@ -566,11 +590,11 @@ func (g *group) batch(actions []protocol.Action) []protocol.Action {
 	return slices.Concat(actions[at:], actions[:at])[:maxActions]
 }
 
-// longestRetry is how long a run is put off at most whose writes fail.
+// longestRetry is the maximum delay of a run whose writes fail.
 const longestRetry = 30 * time.Second
 
-// retry returns when to look again after a write failed: sooner if something else is due, among it a ledger write that is put off
-// for that long (zero: for nothing).
+// retry returns when to look again after a write failed. It is sooner if other work is due, such as
+// a ledger write that is deferred for wait (zero: none is).
 func (g *group) retry(d *protocol.Decision, wait time.Duration) time.Duration {
 	g.failures++
 	d.Wake(min(time.Second<<min(g.failures-1, 10), longestRetry))
@@ -580,15 +604,16 @@ func (g *group) retry(d *protocol.Decision, wait time.Duration) time.Duration {
 	return d.Again
 }
 
-// awaited reports whether calls wait for what the ledger says.
+// awaited reports whether calls wait for a result.
 func (g *group) awaited() bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	return len(g.waiters) > 0
 }
 
-// overtaken reports whether calls wait whose claims the snapshot does not hold yet: entering them comes before what nobody
-// waits for. It says so only a few times in a run, so that a stream of calls does not keep the rest from being done.
+// overtaken reports whether calls wait whose claims the snapshot does not have yet. Entering them
+// takes precedence over writes that no call waits for. It returns true only a few times in a run,
+// so that a stream of calls does not starve the other writes.
 func (g *group) overtaken(s *protocol.Snapshot, yields *int) bool {
 	if *yields >= maxYields {
 		return false
@@ -619,7 +644,7 @@ func (g *group) commit(ctx context.Context, s *protocol.Snapshot, d *protocol.De
 	case d.Urgent:
 	case d.Finishes(s.Ledger):
 		g.lastQuiet, g.unfinished = g.engine.Clock.Now(), 0
-	case d.Unusable > 0: // it did not gather
+	case d.Unusable > 0: // it was not deferred
 		g.lastQuiet = g.engine.Clock.Now()
 	default:
 		g.lastQuiet, g.unfinished = g.engine.Clock.Now(), g.unfinished+1
@@ -628,8 +653,9 @@ func (g *group) commit(ctx context.Context, s *protocol.Snapshot, d *protocol.De
 	return nil
 }
 
-// markNewlyEntered notes on the claims that a ledger write entered that it did. They were read before it, and one that has changed since
-// refuses the note; so nothing need be read again.
+// markNewlyEntered marks the claims that a ledger write has entered. They were read before that
+// write, and the API server refuses the mark on a claim that has changed since, so nothing needs to
+// be read again.
 func (g *group) markNewlyEntered(ctx context.Context, s *protocol.Snapshot, d *protocol.Decision) error {
 	var marks []protocol.Action
 	for _, c := range s.Claims {
@@ -639,7 +665,7 @@ func (g *group) markNewlyEntered(ctx context.Context, s *protocol.Snapshot, d *p
 				continue
 			}
 		}
-		// One that a Machine is named for is bound by the next step.
+		// A claim that was promised a Machine is bound by the next step.
 		if named, entered := d.Ledger.Pending[id]; entered && named == (protocol.Named{}) && c.Status.Phase == "" {
 			marks = append(marks, s.Entered(c))
 		}
@@ -651,7 +677,8 @@ func (g *group) markNewlyEntered(ctx context.Context, s *protocol.Snapshot, d *p
 	return err
 }
 
-// answerFrom tells the calls that wait what became of their claims.
+// answerFrom answers the waiting calls whose claims were refused, are in the given ledger, or have
+// a Machine.
 func (g *group) answerFrom(s *protocol.Snapshot, d *protocol.Decision, in *protocol.Ledger) {
 	for _, c := range s.Claims {
 		id := c.Spec.ClaimID
@@ -668,7 +695,8 @@ func (g *group) answerFrom(s *protocol.Snapshot, d *protocol.Decision, in *proto
 	}
 }
 
-// answerEntered tells the calls that wait whose claims are in the ledger, whichever agent entered them.
+// answerEntered answers the waiting calls whose claims are in the ledger, whichever agent entered
+// them.
 func (g *group) answerEntered(s *protocol.Snapshot) {
 	if s.Ledger == nil {
 		return
@@ -678,22 +706,23 @@ func (g *group) answerEntered(s *protocol.Snapshot) {
 	}
 }
 
-// slowest is how many times [Config.Coalesce] a ledger write gathers at most.
+// slowest is the maximum delay of a ledger write, in multiples of [Config.Coalesce].
 const slowest = 32
 
-// coalesce returns how long a ledger write that nobody waits for is put off; zero means write now. One that will be followed
-// by another gathers the longer, the more such there were before it: each makes Cluster API look at all Machines of the group
-// again. But a Machine that has its provider ID is named soon: once its Node has joined, no claim can have it. Where that came about,
-// each is named at once.
+// coalesce returns how long a ledger write that no call waits for is deferred; zero means write
+// now. Writes that will be followed by another back off exponentially, because each makes Cluster
+// API reconcile every Machine of the group. Promising a Machine that has its provider ID is
+// deferred only briefly: once its Node has joined, no claim can have it. If that has already
+// happened in this group, every promise is written at once.
 func (g *group) coalesce(s *protocol.Snapshot, d *protocol.Decision) time.Duration {
 	clock := g.engine.Clock
 	switch {
 	case d.Ledger == nil:
 		g.wanted = time.Time{}
 		return 0
-	case d.Urgent, d.Unmet > 0: // at the max size no further Machine is coming that could be named in the same write
+	case d.Urgent, d.Unmet > 0: // at the max size no further Machine will come that the same write could promise
 		return 0
-	case d.Unusable > 0 && s.NewlyNamed(d.Ledger, false): // Machines join before they are named: none is left to the next write
+	case d.Unusable > 0 && s.NewlyNamed(d.Ledger, false): // Machines join before they are promised: leave none to the next write
 		return 0
 	case g.wanted.IsZero():
 		g.wanted = clock.Now()
@@ -717,8 +746,8 @@ func (g *group) noteSpare(s *protocol.Snapshot, d *protocol.Decision) {
 	}
 }
 
-// settleGone ends the claims of a MachineDeployment that no longer exists, and returns when to look again. Cluster API removes
-// its Machines.
+// settleGone ends the claims of a MachineDeployment that no longer exists, and returns when to look
+// again. Cluster API removes its Machines.
 func (g *group) settleGone(ctx context.Context) (time.Duration, error) {
 	e := g.engine
 	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: g.key.Namespace, Name: g.key.Name}}
@@ -741,8 +770,9 @@ func (g *group) settleGone(ctx context.Context) (time.Duration, error) {
 	return d.Again, err
 }
 
-// holdMoved removes from the snapshot the claims whose Cluster is paused or does not exist, and reports whether there were any. Their
-// MachineDeployment may have moved to another hub, so its absence proves nothing. The Cluster owns them, and they are deleted with it.
+// holdMoved removes from the snapshot the claims whose Cluster is paused or does not exist, and
+// reports whether there were any. Their MachineDeployment may have moved to another hub, so its
+// absence proves nothing. The Cluster owns these claims, and they are deleted with it.
 func (g *group) holdMoved(ctx context.Context, s *protocol.Snapshot) (bool, error) {
 	held := map[string]error{} // by Cluster; nil for one that is there
 	var left []*v1alpha1.MachineClaim
@@ -766,7 +796,7 @@ func (g *group) holdMoved(ctx context.Context, s *protocol.Snapshot) (bool, erro
 		left = append(left, c)
 	}
 	if len(held) > 1 {
-		s.ClusterUID = "" // a name that several Clusters used tells nothing of any
+		s.ClusterUID = "" // a name that several Clusters used identifies none of them
 	}
 	all := len(s.Claims)
 	s.Claims = left

@@ -17,7 +17,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// heldClaim is Karpenter's claim of node group a that waits for its Machine, made at the time.
+// heldClaim is Karpenter's claim on node group a that was made at the given time and waits for its
+// Machine.
 func heldClaim(id string, made time.Time) *v1alpha1.MachineClaim {
 	return &v1alpha1.MachineClaim{
 		ObjectMeta: metav1.ObjectMeta{
@@ -31,7 +32,7 @@ func heldClaim(id string, made time.Time) *v1alpha1.MachineClaim {
 	}
 }
 
-// quiet has no runs in the background.
+// quiet returns the engine without runs in the background.
 func quiet(e *Engine) *Engine {
 	e.spawn = func(func()) {}
 	return e
@@ -60,7 +61,8 @@ func TestAnotherHoldersClaimIsNeitherReleasedNorFollowed(t *testing.T) {
 	assert.Equal(t, v1alpha1.PhaseReleasing, c.Status.Phase)
 }
 
-// What has ended is nobody's: its release is repeated by whoever likes, and its id is refused to all alike.
+// An ended claim belongs to no holder: any caller may repeat its release, and its id is refused to
+// all alike.
 func TestAnEndedClaimIsNoHoldersAnyMore(t *testing.T) {
 	gone := heldClaim("gone", newTestTime())
 	gone.Status.Phase = v1alpha1.PhaseEnded
@@ -74,7 +76,7 @@ func TestAnEndedClaimIsNoHoldersAnyMore(t *testing.T) {
 	require.ErrorAs(t, err, &ended)
 }
 
-// The grace period covers small differences between the clocks; beyond it only the API server's clock counts.
+// The grace period covers small clock differences. Beyond it only the API server's clock counts.
 func TestAClaimMadeAfterTheListingIsNotCollectedByAClockThatIsAhead(t *testing.T) {
 	now := newTestTime()
 	e := quiet(engineWith(t, groupOf("a", 2, nil), heldClaim("orphan", now.Add(-time.Hour))))
@@ -90,7 +92,7 @@ func TestAClaimMadeAfterTheListingIsNotCollectedByAClockThatIsAhead(t *testing.T
 	assert.Equal(t, []string{"orphan"}, result.Collected)
 }
 
-// Another agent takes a report of the claim's Node after this one listed the claims.
+// Another agent receives a report of the claim's Node after this one listed the claims.
 func TestAClaimWhoseNodeWasRegisteredMeanwhileIsNotCollected(t *testing.T) {
 	now := newTestTime()
 	e := quiet(engineWith(t, groupOf("a", 1, nil), heldClaim("a", now.Add(-time.Hour))))
@@ -121,7 +123,7 @@ func TestAClaimWhoseNodeWasRegisteredMeanwhileIsNotCollected(t *testing.T) {
 	assert.Equal(t, v1alpha1.PhasePending, c.Status.Phase)
 }
 
-// A holder that reports no Nodes says nothing about them: what the shim reported stays.
+// A holder that does not report Nodes changes nothing: the shim's report stays.
 func TestNodesAreForgottenOnlyByAReport(t *testing.T) {
 	e := quiet(engineWith(t))
 	e.Clock = clocktesting.NewFakeClock(newTestTime())
@@ -138,7 +140,7 @@ func TestNodesAreForgottenOnlyByAReport(t *testing.T) {
 	assert.False(t, e.unregisteredIn(namespace, clusterName)("x"))
 }
 
-// Nothing that an agent watches shows it.
+// No object that an agent watches shows this.
 func TestANodeThatIsReportedAsUnregisteredBringsItsNodeGroupForward(t *testing.T) {
 	machine := func(name, claim string, annotations map[string]string) *clusterv1.Machine {
 		return &clusterv1.Machine{

@@ -13,12 +13,13 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// slowWorld is a hub whose machines take their time, and a caller that wants one of them: whenever its claim is taken back it makes
-// another one, as Karpenter does.
+// slowWorld is a hub with slow machines, and a caller that wants one of them. Whenever its claim is
+// taken back it makes another one, as Karpenter does.
 type slowWorld struct {
 	*world
 	deadline time.Duration
-	// patient is how long the caller itself waits before it releases its claim; zero leaves that to the agent.
+	// patient is how long the caller itself waits before it releases its claim; zero leaves that to
+	// the agent.
 	patient time.Duration
 	claim   string
 	made    time.Time
@@ -35,7 +36,8 @@ func newSlowWorld(t *rapid.T, takes func(*clusterv1.Machine) time.Duration) *slo
 	}
 	w.fair = true
 	w.slow = func(m *clusterv1.Machine) bool {
-		// One that joins between two claims is the next one's only where its holder reports it as unregistered.
+		// A Machine that joins between two claims is for the next one only if its holder reports it
+		// as unregistered.
 		return w.clock.Since(m.CreationTimestamp.Time) < takes(m) || protocol.ClaimOf(m) == ""
 	}
 	for _, p := range w.agents {
@@ -44,10 +46,10 @@ func newSlowWorld(t *rapid.T, takes func(*clusterv1.Machine) time.Duration) *slo
 	return w
 }
 
-// tick is how long callers take to come again: less than the grace period of a spare.
+// tick is how long callers take to come again. It is shorter than the grace period of a spare.
 const tick = 40 * time.Second
 
-// pass lets a tick pass, with two agents.
+// pass advances the time by a tick, with two agents.
 func (w *slowWorld) pass() {
 	if c := w.claims()[w.claim]; c == nil || !w.waits(c) {
 		w.count++
@@ -78,7 +80,7 @@ func (w *slowWorld) pass() {
 	w.clock.Step(tick)
 }
 
-// report has the holder list all of its Nodes for one of the agents.
+// report makes the holder report all of its Nodes to one of the agents.
 func (w *slowWorld) report() {
 	w.asAgent(w.count%2, func(ctx context.Context, agent *Engine) error {
 		_, token, err := agent.List(ctx, ListOptions{Namespace: namespace, Cluster: clusterName, Holder: holder})
@@ -122,8 +124,8 @@ func (w *slowWorld) served() bool {
 	return false
 }
 
-// A machine that takes longer than a claim waits is kept for the claims that come next, until it comes: 25 minutes with a deadline
-// of 15, and whatever else takes less than [patience] deadlines.
+// A machine that takes longer than a claim waits is kept for the next claims until it comes: 25
+// minutes with a deadline of 15, or anything less than [patience] deadlines.
 func TestALateMachineComesInTheEnd(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		takes := time.Duration(rapid.IntRange(1, protocol.Patience*15-3).Draw(t, "minutes")) * time.Minute
@@ -140,7 +142,8 @@ func TestALateMachineComesInTheEnd(t *testing.T) {
 	})
 }
 
-// A machine that never comes is removed in bounded time, its node group cools down, and the next claim gets another machine.
+// A machine that never comes is removed in bounded time, its node group cools down, and the next
+// claim gets another machine.
 func TestAMachineThatNeverComesIsGivenUpInTheEnd(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		const never = 1000 * time.Hour

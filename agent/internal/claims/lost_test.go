@@ -37,7 +37,7 @@ func engineWith(t *testing.T, objects ...client.Object) *Engine {
 	return New(Config{Client: c, Reader: c, Clock: clock.RealClock{}})
 }
 
-// The claim is where its Machine is, whatever a call names first.
+// The claim stays with its Machine, whatever candidate a call names first.
 func TestAClaimWhoseObjectWasLostIsNotMadeOnAnotherGroup(t *testing.T) {
 	e := engineWith(t, groupOf("cheap", 0, nil), groupOf("dear", 1, nil), &clusterv1.Machine{
 		ObjectMeta: metav1.ObjectMeta{
@@ -64,7 +64,7 @@ func TestAClaimWhoseObjectWasLostIsNotMadeOnAnotherGroup(t *testing.T) {
 	assert.Zero(t, *cheap.Spec.Replicas)
 }
 
-// A claim whose call is gone goes where the call would have moved it.
+// A claim whose call is gone moves to where the call would have moved it.
 func TestAnAbandonedClaimMovesToTheNextCandidate(t *testing.T) {
 	full := map[string]string{clusterv1.AutoscalerMinSizeAnnotation: "0", clusterv1.AutoscalerMaxSizeAnnotation: "0"}
 	claim := &v1alpha1.MachineClaim{
@@ -95,7 +95,7 @@ func TestAnAbandonedClaimMovesToTheNextCandidate(t *testing.T) {
 	assert.Equal(t, protocol.ReasonNoRoom, got.Status.Reason)
 }
 
-// A lost object is not a claim that has ended: its Machine runs.
+// A lost object does not mean that the claim has ended: its Machine runs.
 func TestAClaimWhoseObjectWasLostIsReleasedWithItsMachine(t *testing.T) {
 	m := machineOf("m")
 	m.Labels[v1alpha1.ClaimLabel] = "a"
@@ -128,7 +128,7 @@ func TestALedgerCopiedWithAMachineDeploymentIsNotBelieved(t *testing.T) {
 	}
 }
 
-// Another group's annotation costs a claim no more than that candidate.
+// A newer agent's ledger costs a claim only that candidate.
 func TestAGroupWhoseLedgerANewerAgentWroteIsPassedOver(t *testing.T) {
 	newer := map[string]string{v1alpha1.LedgerAnnotation: `{"v":3}`}
 	e := engineWith(t, groupOf("newer", 0, newer), groupOf("open", 0, nil))
@@ -160,7 +160,7 @@ func TestValidatingOnlyLeavesAClaimThatIsThereAlone(t *testing.T) {
 	assert.Zero(t, *md.Spec.Replicas)
 }
 
-// The name of a MachineDeployment may have been another Cluster's.
+// A MachineDeployment's name may have belonged to another Cluster.
 func TestMachinesOfAnotherClusterAreNotTheGroups(t *testing.T) {
 	old := machineOf("old")
 	old.Spec.ClusterName = "another"
@@ -181,7 +181,7 @@ func TestMachinesOfAnotherClusterAreNotTheGroups(t *testing.T) {
 	assert.Contains(t, kinds(protocol.Decide(s)), protocol.End, "its Machine is gone with its MachineDeployment")
 }
 
-// A claim that needs a further Machine is not left waiting where none can be made.
+// A claim that needs a new Machine is not left waiting where none can be made.
 func TestAGroupForWhichNoMachineCanBeMadeTakesClaimsForSparesOnly(t *testing.T) {
 	for _, reason := range []eligibility.Reason{eligibility.QuotaExceeded, eligibility.MachinesBlocked} {
 		t.Run(string(reason), func(t *testing.T) {
@@ -189,7 +189,7 @@ func TestAGroupForWhichNoMachineCanBeMadeTakesClaimsForSparesOnly(t *testing.T) 
 			spare := machineOf("spare")
 			spare.Labels[clusterv1.MachineDeploymentNameLabel] = "kept"
 			e := engineWith(t, spare,
-				groupOf("small", 1, map[string]string{v1alpha1.LedgerAnnotation: ledger}), // no Machine was made of its spare
+				groupOf("small", 1, map[string]string{v1alpha1.LedgerAnnotation: ledger}), // no Machine was made for its spare
 				groupOf("full", 1, map[string]string{v1alpha1.LedgerAnnotation: ledger, clusterv1.AutoscalerMaxSizeAnnotation: "1"}),
 				groupOf("kept", 1, map[string]string{v1alpha1.LedgerAnnotation: ledger}),
 			)
@@ -212,7 +212,7 @@ func TestAGroupForWhichNoMachineCanBeMadeTakesClaimsForSparesOnly(t *testing.T) 
 	}
 }
 
-// Nothing of ours stays on what outlives its MachineDeployment.
+// Nothing of ours stays on objects that outlive their MachineDeployment.
 func TestAMachineSetThatWasLeftBehindIsUnpaused(t *testing.T) {
 	set := &clusterv1.MachineSet{ObjectMeta: metav1.ObjectMeta{
 		Namespace: namespace, Name: "small-a",

@@ -18,17 +18,17 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// maxOwners bounds a history: more claims show nothing new.
+// maxOwners bounds a history, because more claims show nothing new.
 const maxOwners = 6
 
-// pausedByHuman is what a person writes who pauses a MachineDeployment.
+// pausedByHuman is the value of the paused annotation when a person pauses a MachineDeployment.
 const pausedByHuman = "maintenance"
 
 func (w *world) draw(what string, from, to int) int {
 	return rapid.IntRange(from, to).Draw(w.dice, what)
 }
 
-// rarely is true about once in n.
+// rarely returns true about once in n calls.
 func (w *world) rarely(n int) bool { return w.draw("rarely", 1, n) == 1 }
 
 func (w *world) pick(n int) int {
@@ -51,7 +51,8 @@ func (w *world) anyMachine() *clusterv1.Machine {
 	return all[w.pick(len(all))]
 }
 
-// interleave lets the adversary act while an agent or a controller is in the middle of something.
+// interleave lets the adversary act while an agent or a controller is in the middle of an
+// operation.
 func (w *world) interleave() {
 	if w.fair || w.moving || w.depth >= 2 {
 		return
@@ -69,7 +70,8 @@ func (w *world) act(name string) {
 	w.actions[name]()
 }
 
-// plan fills the actions. Those that move a history on have several entries, so that they come more often.
+// plan fills the actions. Those that advance a history have several entries, so that they are
+// chosen more often.
 func (w *world) plan(outside bool) {
 	w.actions = map[string]func(){
 		"agent":                     func() { w.agentStep(w.anyAgent(), w.anyGroup()) },
@@ -217,7 +219,7 @@ func (w *world) plan(outside bool) {
 		"late write arrives": w.landOne,
 		"time":               func() { w.clock.Step(time.Duration(w.draw("seconds", 1, 90)) * time.Second) },
 	}
-	// Histories in which less can happen get further in what does.
+	// Histories with fewer kinds of actions get further with those that they have.
 	for _, kind := range []struct {
 		what    string
 		actions []string
@@ -251,7 +253,7 @@ func (w *world) agentStep(e int, group string) {
 	})
 }
 
-// agentReconciles lets an agent look at its caches first.
+// agentReconciles makes an agent reconcile the group, which looks at its caches first.
 func (w *world) agentReconciles(e int, group string) {
 	w.asAgent(e, func(ctx context.Context, agent *Engine) error {
 		_, err := agent.Reconcile(ctx, ctrl.Request{NamespacedName: types.NamespacedName{Namespace: namespace, Name: group}})
@@ -259,7 +261,7 @@ func (w *world) agentReconciles(e int, group string) {
 	})
 }
 
-// expire lets an agent forget the claims that ended long ago.
+// expire makes an agent delete the claims that ended long ago.
 func (w *world) expire(e int) {
 	w.asAgent(e, func(ctx context.Context, agent *Engine) error {
 		var errs []error
@@ -274,7 +276,7 @@ func (w *world) expire(e int) {
 
 // --- the holder ---
 
-// newOwner makes a NodeClaim that wants a Machine, "" when there are enough.
+// newOwner makes a NodeClaim that wants a Machine. It returns "" when there are enough.
 func (w *world) newOwner(adopt string) string {
 	if len(w.order) >= maxOwners {
 		return ""
@@ -296,7 +298,7 @@ func (w *world) create(e int, id string, candidates []string) {
 	w.createFrom(e, id, candidates, from)
 }
 
-// createFrom calls an agent once for the claim's machine.
+// createFrom calls an agent once for the claim's Machine.
 func (w *world) createFrom(e int, id string, candidates []string, from string) {
 	o := w.owners[id]
 	released := o.released
@@ -330,7 +332,8 @@ func (w *world) release(e int, id string) {
 	}
 }
 
-// returnMachine has an agent leave the claim's Machine to the user. What becomes of the claim, the holder does not wait for.
+// returnMachine makes an agent return the claim's Machine to the user. The holder does not wait for
+// the claim's end.
 func (w *world) returnMachine(e int, id string) {
 	o := w.owners[id]
 	o.returns, o.alive = true, false
@@ -356,7 +359,8 @@ func (w *world) listClaims(e int) {
 	})
 }
 
-// readOwners is what a holder does after it took a token: it reads its complete live set, and how its Nodes are.
+// readOwners is what a holder does after it took a token: it reads its complete live set, and the
+// state of its Nodes.
 func (w *world) readOwners() {
 	if w.session.token == "" {
 		return
@@ -412,7 +416,8 @@ func (w *world) sync(e int) {
 	})
 }
 
-// syncElsewhere is a holder with the right identity and the wrong kubeconfig: it reads an empty set, and no Nodes.
+// syncElsewhere is a holder with the right identity and the wrong kubeconfig: it reads an empty
+// set, and no Nodes.
 func (w *world) syncElsewhere(e int) {
 	w.asAgent(e, func(ctx context.Context, agent *Engine) error {
 		_, token, err := agent.List(ctx, ListOptions{Namespace: namespace, Cluster: clusterName, Holder: holder})
@@ -458,11 +463,12 @@ func (w *world) moveOn() {
 
 // --- people ---
 
-// human changes the replicas, by hand.
+// human changes the replicas by hand.
 func (w *world) human(group string, by int32) {
 	md := w.md(group)
 	replicas := *md.Spec.Replicas + by
-	// Who sets one number again and again is a tool that the group is frozen for.
+	// A writer that sets one number again and again counts as a tool, for which the group is
+	// frozen.
 	number := fmt.Sprintf("%s %d", group, replicas)
 	if at, before := w.scaled[number]; before && w.clock.Since(at) < 2*time.Hour {
 		return
@@ -482,7 +488,7 @@ func (w *world) human(group string, by int32) {
 	}
 	if l, minimum := w.ledger(group), w.minimum(group); l != nil && minimum > 0 {
 		if l.LastReplicas != *md.Spec.Replicas {
-			return // two changes in one are not their sum there
+			return // two changes at once do not add up there
 		}
 		if by > 0 {
 			w.owned[group] = max(w.owned[group], min(minimum, l.LastReplicas))
@@ -491,7 +497,7 @@ func (w *world) human(group string, by int32) {
 	md.Spec.Replicas = &replicas
 	w.must(w.hub.update(md, false))
 	w.scaled[number] = w.clock.Now()
-	w.owned[group] += by // also where the min size keeps more than that
+	w.owned[group] += by // even if the min size keeps more than that
 	if by < 0 {
 		w.licensed[group]++
 		w.peaceful = false
@@ -513,7 +519,7 @@ func (w *world) pauseByHand(group string, paused bool) {
 // rollout changes the template.
 func (w *world) rollout(group string) {
 	if w.busy[group] {
-		return // else the controller's plan were for a template that the model has forgotten
+		return // otherwise the controller's plan would be for a template that the model has forgotten
 	}
 	md := w.md(group)
 	w.templates[group]++
@@ -531,7 +537,7 @@ func (w *world) outsider(m *clusterv1.Machine) {
 	}
 }
 
-// takenAway notes that somebody else than the agent removes a Machine.
+// takenAway records that another actor than the agent removes a Machine.
 func (w *world) takenAway(m *clusterv1.Machine) {
 	w.outsiders[m.UID] = true
 	for id, c := range w.claims() {
@@ -546,13 +552,14 @@ func (w *world) takenAway(m *clusterv1.Machine) {
 	if l := w.ledger(m.Labels[clusterv1.MachineDeploymentNameLabel]); l != nil {
 		for id, named := range l.Pending {
 			if named.UID == m.UID && w.owners[id] != nil {
-				w.owners[id].excused = true // it may be bound to what is gone by then
+				w.owners[id].excused = true // it may be bound to a Machine that is gone by then
 			}
 		}
 	}
 }
 
-// loseClaim deletes the object of a claim that has a Machine, or only its status, as a careless restore does.
+// loseClaim deletes the object of a claim that has a Machine, or only its status, as a careless
+// restore does.
 func (w *world) loseClaim(onlyStatus bool) {
 	claims := w.claims()
 	var bound []*v1alpha1.MachineClaim
@@ -591,13 +598,13 @@ func (w *world) loseLedger(group string) {
 		return
 	}
 	if w.minimum(group) > 0 && md.Annotations[clusterv1.PausedAnnotation] == pausedByHuman {
-		return // how far a pause keeps replicas below what the user is to have is known to the ledger alone
+		return // only the ledger records how far a pause keeps replicas below the user's share
 	}
 	w.peaceful = false
 	w.wiped[group] = true
 	for id, c := range w.claims() {
 		if c.Spec.NodeGroup == group && !w.carries(c) && w.owners[id] != nil {
-			w.owners[id].excused = true // that it was entered, or which Machine it was promised, may be known to the ledger alone
+			w.owners[id].excused = true // only the ledger may record that it was entered, or which Machine it was promised
 		}
 	}
 	if w.rarely(2) {
@@ -608,11 +615,11 @@ func (w *world) loseLedger(group string) {
 	w.must(w.hub.update(md, false))
 }
 
-// makeAgain deletes the MachineDeployment with all that belongs to it and makes it again, as `kubectl replace --force` does: agents need
-// not see that it was away.
+// makeAgain deletes the MachineDeployment with everything that belongs to it and makes it again, as
+// `kubectl replace --force` does. Agents need not notice that it was gone.
 func (w *world) makeAgain(group string) {
 	if len(w.busy) > 0 {
-		return // else a controller's plan were for what the model has forgotten
+		return // otherwise a controller's plan would be for objects that the model has forgotten
 	}
 	w.peaceful = false
 	for id, c := range w.claims() {
@@ -643,7 +650,7 @@ func (w *world) makeAgain(group string) {
 	w.owned[group], w.wiped[group], w.licensed[group] = owned, false, 0
 }
 
-// dying returns the bound claims whose Machine somebody is deleting.
+// dying returns the bound claims whose Machine is being deleted.
 func (w *world) dying() []*v1alpha1.MachineClaim {
 	claims := w.claims()
 	var dying []*v1alpha1.MachineClaim

@@ -22,30 +22,32 @@ import (
 
 var errCrash = errors.New("the agent was killed")
 
-// retention is how long the model's agents remember ended claims, and callersPatience how long a call may be under way. The
-// first is longer than the second, as it has to be.
+// retention is how long the model's agents keep ended claims, and callersPatience how long a call
+// may take. The first must be longer than the second.
 const (
 	retention       = 30 * time.Minute
 	callersPatience = 20 * time.Minute
 )
 
-// process is one agent: an engine, and caches that lag behind, each kind by itself.
+// process is one agent: an engine, and caches that lag behind independently for each kind.
 type process struct {
 	engine *Engine
 	caches map[kind]objects
-	// call is what it is doing now; nil when it does nothing. One that does something is not asked for anything else.
+	// call is what the process is doing now; nil when it is idle. A busy process is not asked for
+	// anything else.
 	call *call
 }
 
-// call is one run of an agent, and what becomes of it.
+// call is one run of an agent, and what happens to it.
 type call struct {
-	// fault happens at the write that the countdown reaches; a gap, in which others act, before the request that its own does.
+	// fault happens at the write that the countdown reaches. A gap, in which others act, happens
+	// before the request that its own countdown reaches.
 	fault  fault
 	writes int
 	gap    int
-	// dead means that the process was killed, disturbed that a request failed that need not have.
+	// dead means that the process was killed. disturbed means that a request failed unnecessarily.
 	dead, disturbed bool
-	// begun counts the world's events at the call's beginning.
+	// begun is the number of the world's events when the call began.
 	begun int
 }
 
@@ -58,8 +60,8 @@ const (
 	crashAfter  fault = "killed after the write"
 	crashLate   fault = "killed, and the write done later"
 	refuse      fault = "write refused"
-	loseReply   fault = "reply lost" // the write is done, and the agent told that it failed
-	delay       fault = "delayed"    // the agent is told that it failed, and the write is done later
+	loseReply   fault = "reply lost" // the write is done, but the agent gets an error
+	delay       fault = "delayed"    // the agent gets an error, and the write is done later
 )
 
 func (w *world) newProcess(agent int) *process {
@@ -79,8 +81,8 @@ func (w *world) newProcess(agent int) *process {
 	return p
 }
 
-// asAgent lets an idle agent do something; if it is killed on the way, a new process takes its place. It reports whether the
-// call succeeded.
+// asAgent makes an idle agent do something. If it is killed on the way, a new process replaces it.
+// It reports whether the call succeeded.
 func (w *world) asAgent(e int, do func(context.Context, *Engine) error) bool {
 	p := w.agents[e]
 	if p.call != nil {
@@ -91,7 +93,7 @@ func (w *world) asAgent(e int, do func(context.Context, *Engine) error) bool {
 	c := p.call
 	p.call = nil
 	if err != nil && w.dice != nil && strings.Contains(err.Error(), "panic: overrun") {
-		w.dice.SkipNow() // the library's way to say that a shorter history ends here; the agent took it for its own panic
+		w.dice.SkipNow() // the library ends a shorter history this way; the agent took it for its own panic
 	}
 	if c.dead {
 		w.agents[e] = w.newProcess(e)
@@ -102,12 +104,12 @@ func (w *world) asAgent(e int, do func(context.Context, *Engine) error) bool {
 	return err == nil && !c.dead
 }
 
-// mayAnswer reports whether an undisturbed agent may answer so in this world.
+// mayAnswer reports whether an undisturbed agent may return this error in this world.
 func (w *world) mayAnswer(err error) bool {
 	return w.moving && errors.Is(err, ErrUnknownCluster) || w.ledgerBudget != 0 && errors.Is(err, context.Canceled)
 }
 
-// expected reports whether an undisturbed agent may answer so.
+// expected reports whether an undisturbed agent may return this error.
 func expected(err error) bool {
 	var (
 		noRoom  *NoRoomError
@@ -118,7 +120,7 @@ func expected(err error) bool {
 		errors.As(err, &noRoom) || errors.As(err, &ended) || errors.As(err, &refused)
 }
 
-// fate draws what becomes of a call.
+// fate draws what happens to a call.
 func (w *world) fate() *call {
 	c := &call{fault: none, writes: -1, gap: -1, begun: w.events}
 	if w.fair {
@@ -143,7 +145,8 @@ type agentClient struct {
 	cached bool
 }
 
-// request is what every request begins with: others may act before it is served, and a dead process sends none.
+// request is the start of every request: others may act before it is served, and a dead process
+// sends none.
 func (a *agentClient) request() error {
 	c := a.p.call
 	if c.gap == 0 && !c.dead {
@@ -177,7 +180,7 @@ func (a *agentClient) Get(_ context.Context, key client.ObjectKey, into client.O
 	return a.slim(into)
 }
 
-// slim makes a copy from a cache what the agent's caches keep of an object.
+// slim reduces a copy from a cache to what the agent's caches keep of an object.
 func (a *agentClient) slim(o runtime.Object) error {
 	if !a.cached {
 		return nil
@@ -196,7 +199,7 @@ func (a *agentClient) List(_ context.Context, into client.ObjectList, options ..
 	return meta.EachListItem(into, a.slim)
 }
 
-// write sends a write, and lets its fate happen to it.
+// write sends a write and applies its fate to it.
 func (a *agentClient) write(do func() error) error {
 	if err := a.request(); err != nil {
 		return err

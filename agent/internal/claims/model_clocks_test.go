@@ -14,8 +14,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// TestProtocolAgainstClocks does what [TestProtocolAgainstAdversary] does, with deadlines and cool-downs, and with agents whose clocks are
-// ahead of the API server's or behind it: each by up to a minute, so that two of them may differ by two.
+// TestProtocolAgainstClocks does the same as [TestProtocolAgainstAdversary], but with deadlines and
+// cool-downs, and with agents whose clocks are ahead of the API server's or behind it, each by up
+// to a minute. So two of them may differ by two minutes.
 func TestProtocolAgainstClocks(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		w := newWorld(t, worldOptions{
@@ -30,7 +31,7 @@ func TestProtocolAgainstClocks(t *testing.T) {
 		w.plan(rapid.Bool().Draw(t, "outsiders"))
 		w.actions["time"] = func() { w.clock.Step(time.Duration(w.draw("seconds", 1, 90)) * time.Second) }
 		w.actions["time (again)"] = w.actions["time"]
-		w.actions["holder"] = func() { // as it does about every minute
+		w.actions["holder"] = func() { // as about every minute
 			w.listClaims(w.anyAgent())
 			w.readOwners()
 			w.sync(w.anyAgent())
@@ -39,7 +40,7 @@ func TestProtocolAgainstClocks(t *testing.T) {
 	})
 }
 
-// skewed is the clock of a process: the API server's, ahead of it or behind.
+// skewed is the clock of a process: the API server's clock, ahead or behind.
 type skewed struct {
 	clock.Clock
 
@@ -49,7 +50,7 @@ type skewed struct {
 func (c skewed) Now() time.Time                   { return c.Clock.Now().Add(c.by) }
 func (c skewed) Since(at time.Time) time.Duration { return c.Now().Sub(at) }
 
-// newClock is the clock of a new process, wherever that runs.
+// newClock returns the clock of a new process, wherever that runs.
 func (w *world) newClock() clock.Clock {
 	if w.skew == 0 {
 		return w.clock
@@ -58,17 +59,17 @@ func (w *world) newClock() clock.Clock {
 	return skewed{w.clock, time.Duration(w.draw("its clock is ahead by seconds", -most, most)) * time.Second}
 }
 
-// noteWait keeps when, by the world's clock, an agent dated what a claim waits for.
+// noteWait records when, by the world's clock, an agent dated what a claim waits for.
 func (w *world) noteWait(was, is *v1alpha1.MachineClaim) {
 	if !is.Status.WaitingSince.Equal(was.Status.WaitingSince) || !is.Status.BoundAt.Equal(was.Status.BoundAt) {
 		w.since[is.Spec.ClaimID] = w.clock.Now()
 	}
 }
 
-// checkGivenUp is what holds of a claim whose agent gives its Machine up: the deadline is over by any clock, but for what two of them differ
-// by. The owner, which sees it, makes another claim.
+// checkGivenUp checks a claim whose agent gives its Machine up: the deadline is over by any clock,
+// within the difference of two clocks. The owner sees this and makes another claim.
 func (w *world) checkGivenUp(o *owner, c *v1alpha1.MachineClaim) {
-	id, began, given := c.Spec.ClaimID, w.since[c.Spec.ClaimID], w.failure.ObjectDeadline // all deadlines are one
+	id, began, given := c.Spec.ClaimID, w.since[c.Spec.ClaimID], w.failure.ObjectDeadline // all deadlines are equal
 	if c.Status.Machine != nil {
 		for _, m := range w.machines(c.Spec.NodeGroup) {
 			if m.UID == c.Status.Machine.UID && protocol.HasNode(m) {
@@ -88,7 +89,8 @@ func (w *world) checkGivenUp(o *owner, c *v1alpha1.MachineClaim) {
 	o.alive = false
 }
 
-// checkCooling is what holds of a refusal: no group cools down for longer than two clocks differ by.
+// checkCooling checks a refusal: no group cools down longer than the cool-down plus the difference
+// of two clocks.
 func (w *world) checkCooling(err error) {
 	var (
 		noRoom  *NoRoomError

@@ -17,13 +17,14 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// Cluster API's controllers, one reconcile at a time. A reconcile reads, plans and then writes what it planned, whatever
-// happened in between; reconciles of one object never overlap.
+// Cluster API's controllers, one reconcile at a time. A reconcile reads, plans and then writes its
+// plan, whatever happened in between. Reconciles of one object never overlap.
 
-// surgeSize is how many Machines a rollout may make beyond the replicas.
+// surgeSize is how many Machines a rollout may create beyond the replicas.
 const surgeSize = 1
 
-// reconcile runs one controller on one object, unless it is in the middle of that already. pause lets others act.
+// reconcile runs one controller on one object, unless that is in progress already. pause lets
+// others act.
 func (w *world) reconcile(object string, do func(pause func()) bool) bool {
 	if w.busy[object] {
 		return false
@@ -39,7 +40,7 @@ func (w *world) reconcile(object string, do func(pause func()) bool) bool {
 	return again || w.hub.version != before
 }
 
-// controllers lets each controller do a step on all there is in the group.
+// controllers makes each controller do a step on every object of the group.
 func (w *world) controllers(group string) {
 	for w.deploymentStep(group) {
 	}
@@ -61,7 +62,8 @@ func pausedCondition(paused bool) []metav1.Condition {
 	return []metav1.Condition{{Type: clusterv1.PausedCondition, Status: status, Reason: "Said"}}
 }
 
-// deploymentStep is one reconcile of the MachineDeployment controller. It reports whether it changed something.
+// deploymentStep is one reconcile of the MachineDeployment controller. It reports whether it
+// changed something.
 func (w *world) deploymentStep(group string) bool {
 	return w.reconcile(group, func(pause func()) bool {
 		md := w.md(group)
@@ -106,7 +108,7 @@ func (w *world) deploymentStep(group string) bool {
 		}
 		pause()
 		for _, s := range sets {
-			// Forced: without a look at what others wrote meanwhile.
+			// Forced: without regard to what others wrote meanwhile.
 			o, err := w.hub.find(machineSets, s.Name)
 			w.must(err)
 			now := o.(*clusterv1.MachineSet).DeepCopy() //nolint:forcetypeassert // of the kind
@@ -131,13 +133,14 @@ func (w *world) deploymentStep(group string) bool {
 	})
 }
 
-// planOnDelete follows old MachineSets down to the Machines that they have; the newest takes what is missing, and the
-// oldest that has replicas is charged for what is too much.
+// planOnDelete lowers old MachineSets to the Machines that they have. The newest gets the missing
+// replicas, and the oldest one with replicas is charged for the excess.
 func (w *world) planOnDelete(plan map[string]int32, newest string, sets []*clusterv1.MachineSet, replicas int32) {
 	var sum int32
 	for _, s := range sets {
 		if have := protocol.Count(w.machinesOf(s)); s.Name != newest && have < plan[s.Name] {
-			// Cluster API does not wait for Machines that the MachineSet is just making: it removes them again.
+			// Cluster API does not wait for Machines that the MachineSet is just creating: it
+			// removes them again.
 			w.licensed[s.Name] += int(plan[s.Name] - have)
 			plan[s.Name] = have
 		}
@@ -156,8 +159,8 @@ func (w *world) planOnDelete(plan map[string]int32, newest string, sets []*clust
 	}
 }
 
-// planRollingUpdate brings the newest MachineSet up as far as the surge allows, and the others down as far as its Machines
-// are available.
+// planRollingUpdate raises the newest MachineSet as far as the surge allows, and lowers the others
+// as far as its Machines are available.
 func (w *world) planRollingUpdate(plan map[string]int32, newest string, sets []*clusterv1.MachineSet, replicas int32) {
 	var total, available, availableNew int32
 	healthy := map[string]int32{}
@@ -189,7 +192,7 @@ func (w *world) planRollingUpdate(plan map[string]int32, newest string, sets []*
 		if s.Name == newest || spare <= 0 {
 			continue
 		}
-		down := min(spare, plan[s.Name]-min(plan[s.Name], healthy[s.Name])) // first those that are not healthy
+		down := min(spare, plan[s.Name]-min(plan[s.Name], healthy[s.Name])) // unhealthy ones first
 		plan[s.Name] -= down
 		spare -= down
 	}
@@ -208,7 +211,7 @@ func (w *world) machinesOf(s *clusterv1.MachineSet) []*clusterv1.Machine {
 	return read(w.hub, allMachines, func(m *clusterv1.Machine) bool { return protocol.SetOf(m) == s.Name })
 }
 
-// setStep is one reconcile of the MachineSet controller, on what its cache shows.
+// setStep is one reconcile of the MachineSet controller, based on its cache.
 func (w *world) setStep(s *clusterv1.MachineSet) {
 	w.reconcile(s.Name, func(pause func()) bool {
 		o, err := w.hub.find(machineSets, s.Name)
@@ -274,8 +277,8 @@ func (w *world) makeMachine(s *clusterv1.MachineSet, group string) {
 	}
 }
 
-// removeMachines deletes what is too much: those first that the controller's cache knows to be deleted already, and after that
-// the adversary's choice, which is wider than Cluster API's.
+// removeMachines deletes the excess: first the Machines that the controller's cache knows to be
+// deleted already, then the adversary's choice, which is wider than Cluster API's.
 func (w *world) removeMachines(group string, mine []*clusterv1.Machine, n int, old bool) {
 	var others []*clusterv1.Machine
 	for _, m := range mine {
@@ -303,8 +306,9 @@ func (w *world) removeMachines(group string, mine []*clusterv1.Machine, n int, o
 	}
 }
 
-// resurrected reports whether a Machine lives again because the hub was moved when its replica had been given back, or its MachineSet lowered
-// for it under pause. It still has the mark for which Cluster API takes it before all others.
+// resurrected reports whether a Machine lives again because the hub was moved after its replica had
+// been given back, or after its MachineSet was lowered for it under pause. It still has the mark
+// that makes Cluster API remove it before all others.
 func (w *world) resurrected(m *clusterv1.Machine) bool {
 	_, marked := m.Annotations[clusterv1.DeleteMachineAnnotation]
 	l := w.ledger(m.Labels[clusterv1.MachineDeploymentNameLabel])
@@ -324,7 +328,7 @@ func (w *world) resurrected(m *clusterv1.Machine) bool {
 	return false
 }
 
-// rollingOut reports whether Cluster API replaces Machines of the group by itself now.
+// rollingOut reports whether Cluster API is replacing Machines of the group by itself.
 func (w *world) rollingOut(group string) bool {
 	if w.md(group).Spec.Rollout.Strategy.Type == clusterv1.OnDeleteMachineDeploymentStrategyType {
 		return false
@@ -340,7 +344,7 @@ func (w *world) machineStep(m *clusterv1.Machine) {
 	group := m.Labels[clusterv1.MachineDeploymentNameLabel]
 	old := protocol.SetOf(m) != fmt.Sprintf("%s-%d", group, w.templates[group])
 	switch {
-	case protocol.Alive(m) && !slices.Contains(m.Finalizers, capiHolds): // it was moved when its deletion was all but done
+	case protocol.Alive(m) && !slices.Contains(m.Finalizers, capiHolds): // it was moved when its deletion was nearly complete
 		m.Finalizers = append(m.Finalizers, capiHolds)
 		w.must(w.hub.update(m, false))
 	case protocol.Alive(m) && w.slow != nil && w.slow(m):
@@ -355,7 +359,7 @@ func (w *world) machineStep(m *clusterv1.Machine) {
 		w.joined[m.UID] = w.events
 		w.tainted[m.UID] = w.hub.created%2 == 0
 		w.setStatus(m)
-	case protocol.Alive(m) && carriesNote(m, updating): // it is updated
+	case protocol.Alive(m) && carriesNote(m, updating): // the update completes
 		delete(m.Annotations, updating)
 		delete(m.Annotations, clusterv1.UpdateInProgressAnnotation)
 		w.must(w.hub.update(m, false))
@@ -375,7 +379,8 @@ func (w *world) machineStep(m *clusterv1.Machine) {
 	}
 }
 
-// inspect has Cluster API state that it looked for the Machine's Node, as it does while there is none.
+// inspect makes Cluster API state that it looked for the Machine's Node, as it does while there is
+// none.
 func inspect(m *clusterv1.Machine) {
 	meta.SetStatusCondition(&m.Status.Conditions, metav1.Condition{
 		Type: clusterv1.MachineNodeReadyCondition, Status: metav1.ConditionUnknown, Reason: clusterv1.MachineNodeInspectionFailedReason,

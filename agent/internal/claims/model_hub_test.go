@@ -25,7 +25,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// kind is one of the resources that the model's hub knows.
+// kind is one of the resources that the model's hub has.
 type kind string
 
 const (
@@ -56,23 +56,23 @@ func kindOf(o client.Object) kind {
 
 func (k kind) resource() schema.GroupResource { return schema.GroupResource{Resource: string(k)} }
 
-// objects are one moment's objects of one kind, by name. An object in it is never changed in place.
+// objects are the objects of one kind at one moment, by name. They are never changed in place.
 type objects map[string]client.Object
 
-// hub is an API server for one namespace. It does what the protocol rests on: optimistic concurrency, generations, status
-// subresources, finalizers, preconditions, JSON and merge patches; and it does it a hundred times quicker than a fake client
-// that keeps field ownership.
+// hub is an API server for one namespace. It implements what the protocol relies on: optimistic
+// concurrency, generations, status subresources, finalizers, preconditions, and JSON and merge
+// patches. It is a hundred times faster than a fake client that keeps field ownership.
 type hub struct {
 	clock   clock.Clock
 	objects map[kind]objects
 	version int64 // of the last write
 	created int
-	// history is what every write made, oldest first, if recorded is set.
+	// history has the result of every write, oldest first, if recorded is set.
 	history  []revision
 	recorded bool
 }
 
-// revision is what one write made of one object.
+// revision is the result of one write for one object.
 type revision struct {
 	kind kind
 	name string
@@ -139,7 +139,7 @@ func (h *hub) create(o client.Object) error {
 	return nil
 }
 
-// update writes all of the object but its status, or only its status.
+// update writes all of the object except its status, or only its status.
 func (h *hub) update(o client.Object, status bool) error {
 	k := kindOf(o)
 	before, err := h.find(k, o.GetName())
@@ -169,7 +169,7 @@ func (h *hub) update(o client.Object, status bool) error {
 	return nil
 }
 
-// lossy reports whether a write leaves out what caches do not keep, none of which any agent removes.
+// lossy reports whether a write drops fields that caches do not keep and that no agent removes.
 func lossy(before, after client.Object) bool {
 	switch b := before.(type) {
 	case *v1alpha1.MachineClaim:
@@ -186,7 +186,7 @@ func lossy(before, after client.Object) bool {
 	return false
 }
 
-// patch applies a JSON or a merge patch to all of the object but its status.
+// patch applies a JSON or a merge patch to all of the object except its status.
 func (h *hub) patch(o client.Object, patchType types.PatchType, data []byte) error {
 	k := kindOf(o)
 	before, err := h.find(k, o.GetName())
@@ -203,7 +203,7 @@ func (h *hub) patch(o client.Object, patchType types.PatchType, data []byte) err
 		if p, err = jsonpatch.DecodePatch(data); err == nil {
 			text, err = p.Apply(text)
 		}
-		if err != nil { // as the real one reports a failed test
+		if err != nil { // like the real one for a failed test
 			return apierrors.NewInvalid(schema.GroupKind{Kind: string(k)}, o.GetName(), nil)
 		}
 	case types.MergePatchType:
@@ -234,7 +234,8 @@ func (h *hub) patch(o client.Object, patchType types.PatchType, data []byte) err
 	return nil
 }
 
-// valid says, as the real one does, that an object's annotations are too long; nil when they are not.
+// valid returns the real API server's error for annotations that are too long; nil when they are
+// not.
 func valid(o client.Object) error {
 	if validation.ValidateAnnotationsSize(o.GetAnnotations()) == nil {
 		return nil
@@ -244,7 +245,7 @@ func valid(o client.Object) error {
 	})
 }
 
-// remove begins an object's deletion, and completes it when no finalizer is left.
+// remove begins an object's deletion, and completes it once no finalizer is left.
 func (h *hub) remove(o client.Object, p *metav1.Preconditions) error {
 	k := kindOf(o)
 	before, err := h.find(k, o.GetName())
@@ -264,7 +265,7 @@ func (h *hub) remove(o client.Object, p *metav1.Preconditions) error {
 	return nil
 }
 
-// replace stores what a write made of an object: nothing new if it changed nothing.
+// replace stores the result of a write; nothing new if the write changed nothing.
 func (h *hub) replace(before, after client.Object) {
 	after.SetResourceVersion(before.GetResourceVersion())
 	if equality.Semantic.DeepEqual(before, after) {
@@ -288,7 +289,7 @@ func (h *hub) replace(before, after client.Object) {
 
 func (h *hub) store(o client.Object) {
 	if len(o.GetAnnotations()) == 0 {
-		o.SetAnnotations(nil) // as it comes from JSON
+		o.SetAnnotations(nil) // as decoded from JSON
 	}
 	h.version++
 	o.SetResourceVersion(strconv.FormatInt(h.version, 10))
@@ -381,7 +382,7 @@ func newOf(o client.Object) client.Object {
 	return &v1alpha1.MachineClaim{}
 }
 
-// assign makes into a copy of from, which is of the same type.
+// assign makes into a copy of from, which has the same type.
 func assign(into, from client.Object) {
 	switch o := into.(type) {
 	case *clusterv1.Cluster:

@@ -13,8 +13,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// TestProtocolAgainstInPlaceUpdates does what [TestProtocolAgainstAdversary] does, where Cluster API rolls a change out by moving Machines
-// from the old MachineSet to the new one, which updates them in place.
+// TestProtocolAgainstInPlaceUpdates does the same as [TestProtocolAgainstAdversary], but Cluster
+// API rolls a change out by moving Machines from the old MachineSet to the new one, which updates
+// them in place.
 func TestProtocolAgainstInPlaceUpdates(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		w := newWorld(t, worldOptions{
@@ -34,11 +35,13 @@ func TestProtocolAgainstInPlaceUpdates(t *testing.T) {
 	})
 }
 
-// An in-place update goes on through annotations. Each MachineSet has those that the MachineDeployment's last reconcile gave it: an old one
-// the MachineSet that it moves its Machines to, the new one those that it receives Machines from, and the names of the ones that were
-// moved to it and that its replicas count. A Machine that was moved is not counted before that; its update begins then.
+// An in-place update is coordinated by annotations. Each MachineSet has those that the
+// MachineDeployment's last reconcile gave it. An old MachineSet has the name of the one that it
+// moves its Machines to. The new one has the names of those that it receives Machines from, and of
+// the Machines that were moved to it and that its replicas count. A moved Machine is not counted
+// before that; its update begins then.
 
-// updating is on a Machine while it is updated in place and the update has begun.
+// updating is on a Machine while it is updated in place, once the update has begun.
 const updating = "test/update-began"
 
 // noted are the annotations of an in-place update on a MachineSet.
@@ -52,7 +55,8 @@ func carriesNote(o metav1.Object, key string) bool {
 	return yes
 }
 
-// planInPlace plans a rolling update that is done in place, and returns the annotations of each MachineSet.
+// planInPlace plans a rolling update that is done in place, and returns the annotations of each
+// MachineSet.
 func (w *world) planInPlace(plan map[string]int32, newest string, sets []*clusterv1.MachineSet, replicas int32) map[string]map[string]string {
 	notes := map[string]map[string]string{}
 	for _, s := range sets {
@@ -85,7 +89,7 @@ func (w *world) planInPlace(plan map[string]int32, newest string, sets []*cluste
 	before := maps.Clone(plan)
 	w.planRollingUpdate(plan, newest, sets, replicas)
 	if cut := before[newest] - plan[newest]; cut > 0 {
-		w.licensed[newest] += int(cut) // the surge of a rollout, or one of those that were moved in its place
+		w.licensed[newest] += int(cut) // the surge of a rollout, or Machines that were moved in its place
 	}
 	if before[newest] >= replicas {
 		return notes
@@ -117,7 +121,7 @@ func (w *world) planInPlace(plan map[string]int32, newest string, sets []*cluste
 	return notes
 }
 
-// annotate gives a MachineSet the annotations that a reconcile planned.
+// annotate sets the annotations that a reconcile planned on a MachineSet.
 func annotate(s *clusterv1.MachineSet, notes map[string]string) {
 	for _, key := range noted {
 		delete(s.Annotations, key)
@@ -127,7 +131,7 @@ func annotate(s *clusterv1.MachineSet, notes map[string]string) {
 	}
 }
 
-// present returns a Machine as it is now, nil when it is gone.
+// present returns the present version of a Machine, nil when it is gone.
 func (w *world) present(m *clusterv1.Machine) *clusterv1.Machine {
 	o, err := w.hub.find(allMachines, m.Name)
 	if err != nil || o.GetUID() != m.UID {
@@ -136,7 +140,8 @@ func (w *world) present(m *clusterv1.Machine) *clusterv1.Machine {
 	return o.(*clusterv1.Machine).DeepCopy() //nolint:forcetypeassert // of the kind
 }
 
-// beginUpdates begins the in-place updates of the Machines that were moved to the MachineSet, and that its replicas count.
+// beginUpdates begins the in-place updates of the Machines that were moved to the MachineSet and
+// that its replicas count.
 func (w *world) beginUpdates(s *clusterv1.MachineSet, mine []*clusterv1.Machine) {
 	receives := s.Annotations[clusterv1.MachineSetReceiveMachinesFromMachineSetsAnnotation] != ""
 	counted := strings.Split(s.Annotations[clusterv1.AcknowledgedMoveAnnotation], ",")
@@ -153,7 +158,8 @@ func (w *world) beginUpdates(s *clusterv1.MachineSet, mine []*clusterv1.Machine)
 	}
 }
 
-// uncounted is how many of a MachineSet's Machines were moved to it and are not in its replicas yet.
+// uncounted returns how many of a MachineSet's Machines were moved to it and are not in its
+// replicas yet.
 func uncounted(s *clusterv1.MachineSet, mine []*clusterv1.Machine) int {
 	if s.Annotations[clusterv1.MachineSetReceiveMachinesFromMachineSetsAnnotation] == "" {
 		return 0
@@ -167,7 +173,8 @@ func uncounted(s *clusterv1.MachineSet, mine []*clusterv1.Machine) int {
 	return n
 }
 
-// moveMachines moves what a MachineSet has too much to another one: those that its cache knows to be deleted count first.
+// moveMachines moves a MachineSet's excess Machines to another one. Machines that its cache knows
+// to be deleted count first.
 func (w *world) moveMachines(mine []*clusterv1.Machine, n int, target string) {
 	o, err := w.hub.find(machineSets, target)
 	w.must(err)

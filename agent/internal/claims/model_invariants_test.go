@@ -17,7 +17,7 @@ import (
 
 // --- of each write of an agent ---
 
-// moment is what the hub holds before a write.
+// moment is the content of the hub before a write.
 type moment map[kind]objects
 
 func (w *world) look() moment {
@@ -27,7 +27,8 @@ func (w *world) look() moment {
 	}
 }
 
-// checkWrite looks at what one write of an agent changed. begun counts the events up to the beginning of the agent's call.
+// checkWrite checks what one write of an agent changed. begun is the number of events when the
+// agent's call began.
 func (w *world) checkWrite(begun int, before moment) {
 	for name, o := range w.hub.objects[allMachines] {
 		if was, existed := before[allMachines][name]; existed && was != o {
@@ -50,8 +51,9 @@ func (w *world) checkWrite(begun int, before moment) {
 	}
 }
 
-// checkMachine is I1 and I3 for labels: written when unset, for a claim that is bound to the Machine; taken off only when the
-// claim is being released and nothing can run there.
+// checkMachine checks I1 and I3 for labels. A label is written only when unset, and only for a
+// claim that is bound to the Machine. It is removed only when the claim is being released and
+// nothing can run on the Machine.
 func (w *world) checkMachine(was, is *clusterv1.Machine) {
 	from, to := protocol.ClaimOf(was), protocol.ClaimOf(is)
 	if to != "" && was.Annotations[v1alpha1.FloorAnnotation] == "" && is.Annotations[v1alpha1.FloorAnnotation] != "" {
@@ -85,14 +87,14 @@ func (w *world) checkMachine(was, is *clusterv1.Machine) {
 	}
 	group := is.Labels[clusterv1.MachineDeploymentNameLabel]
 	if l := w.ledger(group); l != nil && l.Pending[to].Adopted {
-		w.owned[group]-- // the claim took over one of the user's
+		w.owned[group]-- // the claim adopted one of the user's
 		w.owners[to].adopted = true
 	} else if l != nil && w.wiped[group] && w.owners[to] != nil && w.owners[to].adopt != "" {
-		w.owned[group] = min(w.owned[group], l.Floor) // the same; whose it was is lost with the ledger
+		w.owned[group] = min(w.owned[group], l.Floor) // the same, but its owner is lost with the ledger
 	}
 }
 
-// checkNewClaim is I1 for the anchor.
+// checkNewClaim checks I1 for the anchor.
 func (w *world) checkNewClaim(c *v1alpha1.MachineClaim) {
 	for _, o := range w.hub.objects[allClaims] {
 		other := o.(*v1alpha1.MachineClaim) //nolint:forcetypeassert // of the kind
@@ -102,7 +104,7 @@ func (w *world) checkNewClaim(c *v1alpha1.MachineClaim) {
 	}
 }
 
-// checkClaim is I3, I4 and I8 for the ends of claims: nobody's claim ends without its cause.
+// checkClaim checks I3, I4 and I8 for the ends of claims: no claim ends without a cause.
 func (w *world) checkClaim(was, is *v1alpha1.MachineClaim) {
 	id := is.Spec.ClaimID
 	o := w.owners[id]
@@ -128,7 +130,7 @@ func (w *world) checkClaim(was, is *v1alpha1.MachineClaim) {
 	}
 	switch to {
 	case v1alpha1.PhaseReleasing:
-		if o.returned && !o.gone { // a release that comes after the tombstone was forgotten makes another, without a Machine
+		if o.returned && !o.gone { // a release after the tombstone was deleted makes another, without a Machine
 			w.t.Fatalf("I3: claim %s is released (%s), and had returned its Machine\n%s", id, is.Status.Reason, w.describe())
 		}
 		if is.Status.Reason == protocol.ReasonFailed || is.Status.Reason == protocol.ReasonLate {
@@ -183,7 +185,8 @@ func (w *world) checkEnd(o *owner, from v1alpha1.Phase, c *v1alpha1.MachineClaim
 	}
 }
 
-// checkDeployment is I6: never above the max size, never below the min size, and the floor keeps its Machines.
+// checkDeployment checks I6: replicas are never above the max size or below the min size, and the
+// floor keeps its Machines.
 func (w *world) checkDeployment(begun int, was, is *clusterv1.MachineDeployment) {
 	from, to := *was.Spec.Replicas, *is.Spec.Replicas
 	var limit int32
@@ -244,7 +247,8 @@ func (w *world) checkDeployment(begun int, was, is *clusterv1.MachineDeployment)
 			if w.open[uid] && w.peaceful {
 				w.t.Fatalf("I3: Machine %s is removed as a spare, and is the floor's with pods\n%s", r.Machine, w.describe())
 			}
-			// As long as no more Machines live than there are replicas, none of them is there for the rollout.
+			// As long as no more Machines live than there are replicas, none of them exists for the
+			// rollout.
 			living := slices.DeleteFunc(w.machines(is.Name), func(m *clusterv1.Machine) bool { return !protocol.Alive(m) })
 			if w.surge[uid] && w.rollingOut(is.Name) && len(living) > int(to) {
 				w.t.Fatalf("I3: Machine %s is released, which a rollout under way needs\n%s", r.Machine, w.describe())
@@ -255,7 +259,7 @@ func (w *world) checkDeployment(begun int, was, is *clusterv1.MachineDeployment)
 		free := 0
 		for _, m := range w.machines(is.Name) {
 			_, releasing := after.Releasing[m.UID]
-			_, returned := after.Returning[m.UID] // the floor's, with a label that is coming off
+			_, returned := after.Returning[m.UID] // the floor's, with a label that is being removed
 			if protocol.Alive(m) && (protocol.ClaimOf(m) == "" || returned) && !releasing && !after.Promised()[m.UID] {
 				free++
 			}
@@ -266,8 +270,8 @@ func (w *world) checkDeployment(begun int, was, is *clusterv1.MachineDeployment)
 	}
 }
 
-// returned counts the Machines that claims took over from the user and that are the user's again: somebody removed them before
-// an agent saw the label on them.
+// returned counts the Machines that claims adopted from the user and that are the user's again,
+// because they were removed before an agent saw the label on them.
 func (w *world) returned(replicas int32, before, after *protocol.Ledger) int32 {
 	floor := max(0, before.Floor+replicas-before.LastReplicas)
 	var taken int32
@@ -292,7 +296,8 @@ func (w *world) returned(replicas int32, before, after *protocol.Ledger) int32 {
 	return max(0, min(taken, after.Floor-floor))
 }
 
-// newlyReturned counts the Machines that one ledger records as returned, and the one before does not.
+// newlyReturned counts the Machines that the second ledger records as returned and the first does
+// not.
 func newlyReturned(before, after *protocol.Ledger) int32 {
 	known := map[string]bool{}
 	for _, r := range before.Returning {
@@ -307,7 +312,7 @@ func newlyReturned(before, after *protocol.Ledger) int32 {
 	return n
 }
 
-// checkDelete is I3 for what an agent deletes.
+// checkDelete checks I3 for what an agent deletes.
 func (w *world) checkDelete(target *clusterv1.Machine, p *metav1.Preconditions) {
 	o, err := w.hub.find(allMachines, target.Name)
 	if err != nil || p != nil && p.UID != nil && *p.UID != o.GetUID() {
@@ -326,7 +331,7 @@ func (w *world) checkDelete(target *clusterv1.Machine, p *metav1.Preconditions) 
 	}
 }
 
-// checkForget is I1 over time: an id must not be used again while a caller may still retry.
+// checkForget checks I1 over time: an id must not be used again while a caller may still retry.
 func (w *world) checkForget(target *v1alpha1.MachineClaim, p *metav1.Preconditions) {
 	o, err := w.hub.find(allClaims, target.Name)
 	if err != nil || p != nil && p.ResourceVersion != nil && *p.ResourceVersion != o.GetResourceVersion() {
@@ -334,7 +339,7 @@ func (w *world) checkForget(target *v1alpha1.MachineClaim, p *metav1.Preconditio
 	}
 	c := o.(*v1alpha1.MachineClaim) //nolint:forcetypeassert // of the kind
 	if c.Spec.Adopt != "" && c.Status.Phase == "" {
-		return // it was never entered, and its id is good for another try
+		return // it was never entered, and its id may be used again
 	}
 	if c.Status.EndedAt == nil || w.clock.Since(c.Status.EndedAt.Time) < retention-w.skew {
 		w.t.Fatalf("I1: claim %s is forgotten while its id may still be used\n%s", c.Spec.ClaimID, w.describe())
@@ -344,7 +349,8 @@ func (w *world) checkForget(target *v1alpha1.MachineClaim, p *metav1.Preconditio
 	}
 }
 
-// checkVictim is I3 for what a MachineSet deletes: only what a rollout replaces or cuts off, or where a human lowered replicas.
+// checkVictim checks I3 for what a MachineSet deletes: only Machines that a rollout replaces or
+// cuts off, or after a human lowered replicas.
 func (w *world) checkVictim(m *clusterv1.Machine, replaced bool) {
 	group := m.Labels[clusterv1.MachineDeploymentNameLabel]
 	switch {
@@ -384,7 +390,7 @@ func (w *world) check() {
 		for _, m := range w.machines(group) {
 			id := protocol.ClaimOf(m)
 			if o := w.owners[id]; id == "" || o != nil && o.lost && !protocol.Alive(m) {
-				continue // made anew while a write for the claim that was lost was under way, and that Machine is going
+				continue // recreated while a write for the lost claim was in progress, and that Machine is being deleted
 			}
 			if other, twice := labelled[id]; twice {
 				w.t.Fatalf("I1: Machines %s and %s both carry claim %s\n%s", m.Name, other, id, w.describe())
@@ -395,9 +401,10 @@ func (w *world) check() {
 	for id, o := range w.owners {
 		c := claims[id]
 		if o.ended && c != nil && c.Status.Phase == "" {
-			continue // it was moved without its status, which says that it had ended
+			continue // it was moved without its status, which showed that it had ended
 		}
-		// A claim that returns its Machine ends in its own time, and a release does nothing to it: while the node group is held, it waits.
+		// A claim that returns its Machine ends in its own time, and a release does not change
+		// that: it waits while the node group is held.
 		if o.released && !o.gone && !o.excused && c != nil && !c.Returns() &&
 			(c.CurrentPhase() == v1alpha1.PhasePending || c.CurrentPhase() == v1alpha1.PhaseBound) {
 			w.t.Fatalf("I1: claim %s was released and lives\n%s", id, w.describe())
@@ -407,8 +414,8 @@ func (w *world) check() {
 
 // --- at rest ---
 
-// settle lets everything run fairly until nothing changes, and checks I2: first for the replicas of groups that are blocked,
-// then, with nothing blocked any more, for all of it.
+// settle runs everything fairly until nothing changes, and checks I2: first for the replicas of
+// blocked groups, and then, with nothing blocked any more, for everything.
 func (w *world) settle() {
 	w.fair = true
 	for len(w.late) > 0 {
@@ -429,7 +436,7 @@ func (w *world) settle() {
 		clear(w.blocked)
 	}
 	w.rest()
-	// Every caller finishes what it began, and the holder says who lives.
+	// Every caller finishes what it began, and the holder reports its live set.
 	for _, id := range w.order {
 		if o := w.owners[id]; o.asked && !o.released && !o.gone {
 			w.release(0, id)
@@ -437,19 +444,19 @@ func (w *world) settle() {
 	}
 	w.syncAll()
 	w.rest()
-	// What the agents keep for safety's sake is for a person.
+	// What the agents keep for safety is left to a person.
 	for _, id := range w.order {
 		if o, c := w.owners[id], w.claims()[id]; w.kept[id] && !o.alive && c != nil && c.CurrentPhase() != v1alpha1.PhaseEnded {
 			w.release(0, id)
 		}
 	}
 	w.rest()
-	w.syncAll() // as it does every minute: which of the Machines that are left take no pods may be news
+	w.syncAll() // as every minute: which of the remaining Machines take no pods may have changed
 	w.rest()
 	w.checkRest()
 }
 
-// syncAll tells every agent who lives.
+// syncAll sends the live set to every agent.
 func (w *world) syncAll() {
 	w.clock.Step(time.Minute)
 	for e := range w.agents {
@@ -461,8 +468,8 @@ func (w *world) syncAll() {
 	}
 }
 
-// checkBlocked is I2 for a group that makes no Machines: replicas that nobody is to have are given back all the same. A Machine
-// that nobody can have stays as long as a claim waits.
+// checkBlocked checks I2 for a group that creates no Machines: replicas without an owner are given
+// back nevertheless. A Machine that no claim may have stays as long as a claim waits.
 func (w *world) checkBlocked(group string) {
 	active := slices.DeleteFunc(w.sets(group), func(s *clusterv1.MachineSet) bool { return protocol.ReplicasOf(s) == 0 })
 	l := w.ledger(group)
@@ -475,7 +482,7 @@ func (w *world) checkBlocked(group string) {
 	}
 }
 
-// rest lets everything run fairly until nothing has changed for longer than any grace period.
+// rest runs everything fairly until nothing has changed for longer than any grace period.
 func (w *world) rest() {
 	still := 0
 	const round = 45 * time.Second
@@ -500,7 +507,7 @@ func (w *world) rest() {
 	w.t.Fatalf("I2: not quiet after 400 rounds\n%s", w.describe())
 }
 
-// checkRest is what must hold when nothing is under way.
+// checkRest checks what must hold when nothing is in progress.
 func (w *world) checkRest() {
 	claims := w.claims()
 	for _, id := range w.order {
@@ -547,11 +554,11 @@ func (w *world) checkGroupAtRest(group string) {
 	want := w.floor(group) + live
 	switch {
 	case w.wiped[group] && l == nil:
-		want = *md.Spec.Replicas // nobody has claimed from it since
+		want = *md.Spec.Replicas // no claim was made on it since
 	case l != nil && l.Unnamed() > 0 && md.Annotations[clusterv1.AutoscalerMaxSizeAnnotation] != "":
-		// All of the group's Machines joined before they could be promised, and the max size leaves no room for others. The
-		// holder's report of its Nodes, or the deadline for Machines, ends this; here it may stay, and with it who waits for room in
-		// the ledger.
+		// All of the group's Machines joined before they could be promised, and the max size leaves
+		// no room for others. The holder's report of its Nodes, or the deadline for Machines, ends
+		// this. Here it may last, and claims that wait for room in the ledger may stay too.
 		want = max(want-w.queued(group), *md.Spec.Replicas)
 	}
 	if w.wiped[group] && *md.Spec.Replicas >= w.maximum(group) {

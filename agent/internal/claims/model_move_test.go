@@ -14,13 +14,14 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// moveOrder is the order in which `clusterctl move` makes objects in the target, owners first. It deletes them in the source in the opposite
-// one.
+// moveOrder is the order in which `clusterctl move` creates objects in the target, owners first. It
+// deletes them in the source in reverse order.
 var moveOrder = [][]kind{{clusters}, {deployments, allClaims}, {machineSets}, {allMachines}}
 
-// move does what `clusterctl move` does, with agents at work in both hubs and a holder that asks all the while: it pauses the Cluster, copies
-// its objects, deletes them in the source, and makes them in the target before it unpauses the Cluster there. For the world's sake the
-// source is cleared before the target is filled, and the model's hub is the one and then the other.
+// move does what `clusterctl move` does, while agents work in both hubs and a holder keeps calling.
+// It pauses the Cluster, copies its objects, deletes them in the source, and creates them in the
+// target before it unpauses the Cluster there. The world has only one hub, so the source is cleared
+// before the target is filled, and the model's hub is first the one and then the other.
 func (w *world) move() {
 	if w.depth > 0 || len(w.busy) > 0 || slices.ContainsFunc(w.agents, func(p *process) bool { return p.call != nil }) || w.outsidersAtWork() {
 		return
@@ -55,7 +56,7 @@ func (w *world) move() {
 		w.agents[e] = w.newProcess(e) // the target's
 	}
 	for _, k := range allKinds {
-		w.hub.objects[k] = objects{} // of the source, also what agents made there meanwhile
+		w.hub.objects[k] = objects{} // of the source, including what agents made there meanwhile
 	}
 	renamed := map[types.UID]types.UID{}
 	for _, group := range moveOrder {
@@ -71,8 +72,8 @@ func (w *world) move() {
 	w.carryOver(renamed, before)
 }
 
-// outsidersAtWork reports whether a Machine is going that the ledger does not say is released: a move would bring it to life again, and
-// its deletion would have to be repeated.
+// outsidersAtWork reports whether a Machine is being deleted whose release the ledger does not
+// record. A move would revive it, and its deletion would have to be repeated.
 func (w *world) outsidersAtWork() bool {
 	return slices.ContainsFunc(w.groups, func(group string) bool {
 		l := w.ledger(group)
@@ -85,7 +86,8 @@ func (w *world) outsidersAtWork() bool {
 	})
 }
 
-// pauseCluster pauses the Cluster or ends that. The agents know of a pause before clusterctl has copied anything.
+// pauseCluster pauses or unpauses the Cluster. The agents know of a pause before clusterctl has
+// copied anything.
 func (w *world) pauseCluster(paused bool) {
 	o, err := w.hub.find(clusters, clusterName)
 	w.must(err)
@@ -99,7 +101,8 @@ func (w *world) pauseCluster(paused bool) {
 	}
 }
 
-// makeInTarget makes a copy of an object: without its status and its deletion, under another UID, which it returns.
+// makeInTarget creates a copy of an object without its status and its deletion, and returns its new
+// UID.
 func (w *world) makeInTarget(source client.Object, renamed map[types.UID]types.UID) types.UID {
 	o := newOf(source)
 	spec := copyOf(source)
@@ -115,7 +118,7 @@ func (w *world) makeInTarget(source client.Object, renamed map[types.UID]types.U
 	return o.GetUID()
 }
 
-// carryOver keeps what the world knows by a UID.
+// carryOver keeps what the world records by UID.
 func (w *world) carryOver(renamed map[types.UID]types.UID, before map[string]*v1alpha1.MachineClaim) {
 	for _, known := range []map[types.UID]bool{w.surge, w.tainted, w.open, w.outsiders} {
 		for uid, is := range maps.Clone(known) {
@@ -125,7 +128,7 @@ func (w *world) carryOver(renamed map[types.UID]types.UID, before map[string]*v1
 			}
 		}
 	}
-	clear(w.seen) // what was being deleted lives again
+	clear(w.seen) // deleted Machines live again
 	for uid, at := range maps.Clone(w.joined) {
 		delete(w.joined, uid)
 		if now, moved := renamed[uid]; moved {
@@ -136,7 +139,8 @@ func (w *world) carryOver(renamed map[types.UID]types.UID, before map[string]*v1
 	for id, o := range w.owners {
 		c := before[id]
 		o.returned = false
-		// One that ended in the very moment in which another agent entered it waits again: the ledger is all that is known.
+		// A claim that ended in the very moment in which another agent entered it waits again,
+		// because only the ledger is known.
 		entered := slices.ContainsFunc(w.groups, func(group string) bool {
 			l := w.ledger(group)
 			if l == nil {
@@ -152,7 +156,7 @@ func (w *world) carryOver(renamed map[types.UID]types.UID, before map[string]*v1
 	}
 }
 
-// actAroundAMove lets agents and the holder do something while nothing is whole.
+// actAroundAMove lets agents and the holder act while the hub is incomplete.
 func (w *world) actAroundAMove(before map[string]*v1alpha1.MachineClaim) {
 	for range w.draw("acts", 0, 2) {
 		p := w.agents[w.anyAgent()]
@@ -174,7 +178,7 @@ func (w *world) actAroundAMove(before map[string]*v1alpha1.MachineClaim) {
 	}
 }
 
-// ask makes the calls from which a holder concludes that a claim is gone. No agent may answer so.
+// ask makes the calls from which a holder concludes that a claim is gone. No agent may answer that.
 func (w *world) ask(e int, before map[string]*v1alpha1.MachineClaim) {
 	w.asAgent(e, func(ctx context.Context, agent *Engine) error {
 		_, _, err := agent.List(ctx, ListOptions{Namespace: namespace, Cluster: clusterName, Holder: holder})
@@ -194,7 +198,7 @@ func (w *world) ask(e int, before map[string]*v1alpha1.MachineClaim) {
 	}
 }
 
-// checkStill is what holds while the Cluster is paused: agents write nothing on what is moved.
+// checkStill checks that agents write nothing to moved objects while the Cluster is paused.
 func (w *world) checkStill(before moment) {
 	for _, k := range []kind{deployments, machineSets, allMachines} {
 		for name, o := range w.hub.objects[k] {

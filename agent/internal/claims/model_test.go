@@ -8,8 +8,8 @@ import (
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
 )
 
-// TestProtocolAgainstAdversary drives two agents through random histories and checks the invariants after every step and,
-// at the end, when everything has come to rest.
+// TestProtocolAgainstAdversary drives two agents through random histories. It checks the invariants
+// after every step and, at the end, when everything has come to rest.
 func TestProtocolAgainstAdversary(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		w := newWorld(t, worldOptions{
@@ -20,14 +20,14 @@ func TestProtocolAgainstAdversary(t *testing.T) {
 			strategy: rapid.SampledFrom([]clusterv1.MachineDeploymentRolloutStrategyType{
 				clusterv1.OnDeleteMachineDeploymentStrategyType, clusterv1.RollingUpdateMachineDeploymentStrategyType,
 			}).Draw(t, "strategy"),
-			ledgerBudget: rapid.SampledFrom([]int{0, 0, 0, 340, 520}).Draw(t, "ledger budget"), // 340: for one claim and one release
+			ledgerBudget: rapid.SampledFrom([]int{0, 0, 0, 340, 520}).Draw(t, "ledger budget"), // 340: room for one claim and one release
 		})
 		w.plan(rapid.Bool().Draw(t, "outsiders"))
 		w.runHistory()
 	})
 }
 
-// TestProtocolAgainstMoves does the same where little else happens than that the hub is moved, again and again.
+// TestProtocolAgainstMoves does the same in histories that consist mostly of moves of the hub.
 func TestProtocolAgainstMoves(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		w := newWorld(t, worldOptions{

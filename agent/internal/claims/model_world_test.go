@@ -26,92 +26,100 @@ const (
 	capiHolds   = clusterv1.MachineFinalizer
 )
 
-// world is a hub in which Cluster API's controllers take one small step at a time, and in which the adversary decides which
-// step is next, which Machine a MachineSet deletes where Cluster API leaves it open, and what becomes of each request of an
-// agent.
+// world is a hub in which Cluster API's controllers take one small step at a time. The adversary
+// decides which step is next, which Machine a MachineSet deletes where Cluster API leaves it open,
+// and what happens to each request of an agent.
 type world struct {
 	t failer
-	// dice is what the adversary draws from; nil in a world that has none.
+	// dice is the adversary's source of randomness; nil in a world without one.
 	dice   *rapid.T
 	hub    *hub
 	clock  *testclock.FakeClock
 	agents []*process
 	groups []string
 
-	// actions are what the adversary may do, by name; depth is how many calls are interrupted by others now.
+	// actions are what the adversary may do, by name. depth is how many calls are interrupted by
+	// others now.
 	actions map[string]func()
 	depth   int
 	events  int
-	// late are writes that are under way.
+	// late are writes that have not arrived yet.
 	late []func()
-	// chosen says what becomes of the write that an agent is about to make; nil leaves that to the dice.
+	// chosen returns what happens to the write that an agent is about to make; nil leaves that to
+	// the dice.
 	chosen func() fault
 	// fair means that nothing is interrupted or fails any more.
 	fair bool
-	// moving means that the Cluster is paused, as a move has begun that is not over.
+	// moving means that the Cluster is paused because a move is in progress.
 	moving bool
 	// moved means that a move is over.
 	moved bool
-	// withdrawing means that an agent is removing itself, so that what it takes off is not taken from anybody.
+	// withdrawing means that an agent is being uninstalled, so that what it removes is not taken
+	// from any owner.
 	withdrawing bool
 	// inPlace means that rolling updates move Machines between MachineSets.
 	inPlace bool
-	// copies means that MachineSets get a copy of the MachineDeployment's ledger, as Cluster API makes it.
+	// copies means that MachineSets get a copy of the MachineDeployment's ledger, as in Cluster
+	// API.
 	copies bool
 
-	// ledgerBudget is the agents'; zero means more than histories need.
+	// ledgerBudget is the agents' budget; zero means more than histories need.
 	ledgerBudget int
-	// skew is how far each agent's clock may be from the API server's, which is the world's, at most.
+	// skew is the maximum difference of each agent's clock from the API server's, which is the
+	// world's.
 	skew time.Duration
-	// failure is when the agents give Machines up.
+	// failure defines when the agents give Machines up.
 	failure protocol.Failure
-	// since is when, by the world's clock, a claim's wait for a Machine began, or it was bound, whichever was last; failed is when a claim of
-	// a group failed last.
+	// since is when a claim's wait for a Machine began or the claim was bound, whichever was last,
+	// by the world's clock. failed is when a claim of a group last failed.
 	since, failed map[string]time.Time
 
 	// Cluster API.
 
-	// seen is what the MachineSet controller's cache knows to be deleted; it lags behind.
+	// seen holds the Machines that the MachineSet controller's lagging cache knows to be deleted.
 	seen map[types.UID]bool
-	// busy are the controllers, by group or MachineSet, that are in the middle of a step.
+	// busy holds the controllers, by group or MachineSet, that are in the middle of a step.
 	busy      map[string]bool
 	templates map[string]int
-	blocked   map[string]bool // groups whose MachineSets can make no Machines
-	// slow reports whether a Machine's infrastructure still takes its time; nil is never.
+	blocked   map[string]bool // groups whose MachineSets can create no Machines
+	// slow reports whether a Machine's infrastructure is still slow; nil means never.
 	slow func(*clusterv1.Machine) bool
-	// surge are the Machines that a rollout made while it ran.
+	// surge holds the Machines that a rollout created while it ran.
 	surge map[types.UID]bool
-	// joined counts events up to the Node's joining; tainted Nodes still carry the unregistered taint.
+	// joined counts the events up to the Node's joining. tainted Nodes still carry the unregistered
+	// taint.
 	joined  map[types.UID]int
 	tainted map[types.UID]bool
-	// open are the Machines whose Nodes the shim has taken the taint off, as they are the floor's: pods may run there.
+	// open holds the Machines of the floor whose Nodes the shim has untainted: pods may run there.
 	open map[types.UID]bool
 
 	// People.
 
-	owned map[string]int32 // what the user owns in each group, as far as the user knows
-	// scaled is when people set a group to a number of replicas last.
+	owned map[string]int32 // what the user owns in each group, according to the user
+	// scaled is when people last set a group to a number of replicas.
 	scaled map[string]time.Time
-	// licensed counts the Machines that Cluster API may choose in each group because a human lowered replicas, and in each
-	// MachineSet because a rollout did.
+	// licensed counts the Machines that Cluster API may choose: in each group because a human
+	// lowered replicas, and in each MachineSet because a rollout did.
 	licensed map[string]int
-	// outsiders are Machines whose removal somebody else than the agent caused.
+	// outsiders holds the Machines whose removal another actor than the agent caused.
 	outsiders map[types.UID]bool
-	// peaceful means that nobody but the agents has interfered yet.
+	// peaceful means that only the agents have acted so far.
 	peaceful bool
-	// ledgers are the groups and texts of all ledgers that agents have written.
+	// ledgers holds the groups and texts of all ledgers that agents have written.
 	ledgers map[string]bool
-	// wiped are groups whose ledger somebody lost or edited: what it cannot explain is the user's from then on.
+	// wiped holds the groups whose ledger was lost or edited: what it cannot explain is the user's
+	// from then on.
 	wiped map[string]bool
 
 	// The holder.
 
 	owners  map[string]*owner
-	order   []string // ids of the owners, in the order in which they were made
+	order   []string // ids of the owners, in order of creation
 	session session
-	// kept are the claims that the agents would not release although their owners are gone: a person's to look at.
+	// kept holds the claims that the agents would not release although their owners are gone. They
+	// are left to a person.
 	kept map[string]bool
-	// reported are provider IDs that the holder reported as unregistered, ever.
+	// reported holds all provider IDs that the holder ever reported as unregistered.
 	reported map[string]bool
 }
 
@@ -122,18 +130,20 @@ type owner struct {
 	alive      bool
 	made       bool // a call to make its claim succeeded
 	adopted    bool // its claim's label was put on a Machine of the user's
-	asked      bool // its release was asked for
+	asked      bool // its release was requested
 	released   bool // a call to release its claim succeeded
-	// returns: a call requested that its Machine is returned. returned: such a call succeeded, and the claim's status was not lost since.
+	// returns: a call requested to return its Machine. returned: such a call succeeded, and the
+	// claim's status was not lost since.
 	returns, returned bool
-	// excused says that its claim may end by itself, as its Machine was taken from it.
+	// excused means that its claim may end by itself, because its Machine was taken from it.
 	excused bool
-	// gone says that its tombstone has been forgotten.
+	// gone means that its tombstone has been deleted.
 	gone bool
-	// ended says that its claim had ended when the hub was moved.
+	// ended means that its claim had ended when the hub was moved.
 	ended bool
-	// lost says that somebody deleted its claim's object. A call that makes the claim anew on another group, before an agent has
-	// made the object again, is beyond what the protocol covers: the anchor is what was lost.
+	// lost means that its claim's object was deleted. The protocol does not cover a call that makes
+	// the claim again on another group before an agent has recreated the object, because the anchor
+	// itself was lost.
 	lost bool
 	born time.Time
 }
@@ -145,7 +155,7 @@ type session struct {
 	nodes []NodeReport
 }
 
-// spoke is the cluster that the holder runs in, and elsewhere one that has nothing to do with it.
+// spoke is the cluster that the holder runs in. elsewhere is an unrelated cluster.
 const (
 	spoke     = "11111111-spoke"
 	elsewhere = "22222222-elsewhere"
@@ -156,11 +166,12 @@ type worldOptions struct {
 	floor            int32
 	minimum, maximum string
 	strategy         clusterv1.MachineDeploymentRolloutStrategyType
-	// ledgerBudget is how many bytes a ledger's entries may take; zero means the engine's own bound.
+	// ledgerBudget is how many bytes a ledger's entries may take; zero means the engine's own
+	// bound.
 	ledgerBudget int
 	// skew is how far an agent's clock may be from the API server's.
 	skew time.Duration
-	// failure is when the agents give Machines up; the zero value gives none up.
+	// failure defines when the agents give Machines up; the zero value gives none up.
 	failure protocol.Failure
 }
 
@@ -190,7 +201,7 @@ func buildWorld(t failer, dice *rapid.T, o worldOptions) *world {
 		owners: map[string]*owner{}, reported: map[string]bool{}, kept: map[string]bool{},
 	}
 	for range 2 {
-		w.agents = append(w.agents, w.newProcess(len(w.agents))) // whose caches show nothing yet
+		w.agents = append(w.agents, w.newProcess(len(w.agents))) // whose caches are still empty
 	}
 	w.must(w.hub.create(&clusterv1.Cluster{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: clusterName}}))
 	for i := range o.groups {
@@ -274,7 +285,8 @@ func (w *world) ledger(group string) *protocol.Ledger {
 	return l
 }
 
-// floor is what the user has in the group: at least the min size, once an agent has looked after it.
+// floor returns what the user has in the group: at least the min size, once an agent has looked at
+// the group.
 func (w *world) floor(group string) int32 {
 	l := w.ledger(group)
 	owned := w.owned[group]

@@ -56,7 +56,7 @@ func setCluster(t *testing.T, e *Engine, change func(*clusterv1.Cluster)) {
 
 func pause(cluster *clusterv1.Cluster) { cluster.Spec.Paused = new(true) }
 
-// asked is what a holder draws conclusions from.
+// asked returns the calls from which a holder draws conclusions.
 func asked(e *Engine) map[string]func(context.Context) error {
 	key := Key{Namespace: namespace, Cluster: clusterName, ID: "vanished"}
 	return map[string]func(context.Context) error{
@@ -76,7 +76,7 @@ func asked(e *Engine) map[string]func(context.Context) error {
 	}
 }
 
-// While a Cluster is moved its objects vanish, first under a pause, in the end with the Cluster.
+// While a Cluster is moved its objects vanish, first under a pause, and finally with the Cluster.
 func TestNobodyIsToldThatAClaimIsGoneWhileItsClusterIsOnItsWay(t *testing.T) {
 	for name, test := range map[string]struct {
 		gone bool
@@ -99,7 +99,7 @@ func TestNobodyIsToldThatAClaimIsGoneWhileItsClusterIsOnItsWay(t *testing.T) {
 	}
 }
 
-// A release is kept in the claim's status until the ledger has it, and a move loses that.
+// A release is only in the claim's status until the ledger has it, and a move loses the status.
 func TestAReleaseIsNotTakenWhileTheClusterIsPaused(t *testing.T) {
 	e := engineWith(t, groupOf("small", 1, nil), movingClaim("c", v1alpha1.PhaseBound, "m", nil), machineOf("m"))
 	setCluster(t, e, pause)
@@ -110,13 +110,13 @@ func TestAReleaseIsNotTakenWhileTheClusterIsPaused(t *testing.T) {
 	assert.Equal(t, v1alpha1.PhaseBound, c.CurrentPhase())
 }
 
-// A claim without a status looks new. A list that showed it would lack the claim's machine.
+// A claim without a status looks new. A list with such a claim would lack the claim's Machine.
 func TestAClaimIsNotShownBeforeItIsKnownWhatItHas(t *testing.T) {
 	e := engineWith(t, groupOf("small", 1, nil), movingClaim("vanished", "", "", func(c *v1alpha1.MachineClaim) { c.Spec.ClusterUID = "before" }))
 	setCluster(t, e, func(c *clusterv1.Cluster) { c.UID = "after" })
 	for call, ask := range asked(e) {
 		if call == "release" {
-			continue // it asks for what the caller wants in any case
+			continue // it requests what the caller wants in any case
 		}
 		t.Run(call, func(t *testing.T) { require.ErrorIs(t, ask(t.Context()), ErrRestoring) })
 	}
@@ -179,7 +179,7 @@ func TestTheClaimsOfAMachineDeploymentThatVanishesUnderAPauseDoNotEnd(t *testing
 	assert.Equal(t, v1alpha1.PhaseBound, c.CurrentPhase())
 }
 
-// Of a release that was under way the claim knows nothing after a move, and the ledger does.
+// After a move, only the ledger knows of a release that was in progress.
 func TestAReleaseGoesOnAfterAMove(t *testing.T) {
 	ledger := &protocol.Ledger{
 		Version: 1, UID: "before", Seq: 1, LastReplicas: 1,
@@ -203,7 +203,7 @@ func TestAReleaseGoesOnAfterAMove(t *testing.T) {
 	assert.False(t, protocol.Alive(m), "it is deleted again")
 }
 
-// Whoever asks is not told that the claim does not exist, as nothing of the kind was found out.
+// The caller must not be told that the claim does not exist, because that was not established.
 func TestAClaimThatIsDeletedWhileItIsAskedForAgainIsALostRace(t *testing.T) {
 	e := engineWith(t, groupOf("small", 0, nil))
 	hub := e.Client.(client.WithWatch) //nolint:forcetypeassert // the fake is one
@@ -217,7 +217,8 @@ func TestAClaimThatIsDeletedWhileItIsAskedForAgainIsALostRace(t *testing.T) {
 	require.NotErrorIs(t, err, ErrNotFound)
 }
 
-// clusterctl copies one claim after the other, and gives up at one that is gone since it was listed.
+// clusterctl copies one claim after another, and stops at one that has disappeared since it was
+// listed.
 func TestAClaimIsNotForgottenWhileItsClusterIsMoved(t *testing.T) {
 	long := metav1.NewTime(time.Now().Add(-48 * time.Hour))
 	c := movingClaim("c", v1alpha1.PhaseEnded, "", func(c *v1alpha1.MachineClaim) { c.Status.EndedAt = &long })
@@ -233,7 +234,7 @@ func TestAClaimIsNotForgottenWhileItsClusterIsMoved(t *testing.T) {
 	require.True(t, apierrors.IsNotFound(forget()))
 }
 
-// What the holder said of its Node before the move is lost, and a backup may have come without owners.
+// The holder's earlier report of the Node is lost in a move, and a backup may have lost the owners.
 func TestAClaimThatWasMovedIsNotCollectedAndGoesWithItsCluster(t *testing.T) {
 	for _, remade := range []bool{true, false} {
 		m := machineOf("m")
@@ -252,8 +253,8 @@ func TestAClaimThatWasMovedIsNotCollectedAndGoesWithItsCluster(t *testing.T) {
 	}
 }
 
-// Whoever misses a provider ID in the list takes its Node for one without a machine. Claims of older agents do not say of which life of their
-// Cluster they are, and backups may leave claims out.
+// A caller that does not find a provider ID in the list concludes that its Node has no Machine.
+// Claims of older agents do not record the UID of their Cluster, and backups may leave claims out.
 func TestClaimsAreNotListedWithoutTheMachinesThatTheyHave(t *testing.T) {
 	list := func(e *Engine, holder string) error {
 		_, _, err := e.List(t.Context(), ListOptions{Namespace: namespace, Cluster: clusterName, Holder: holder})
@@ -281,7 +282,7 @@ func TestClaimsAreNotListedWithoutTheMachinesThatTheyHave(t *testing.T) {
 	require.NoError(t, list(engineWith(t, labelled.DeepCopy()), "somebody-else"))
 }
 
-// Nobody else ends the claim of a MachineDeployment whose name another Cluster's has now.
+// Nothing else ends the claim of a MachineDeployment whose name another Cluster's has now.
 func TestAClaimThatWasMovedDoesNotMoveOn(t *testing.T) {
 	e := engineWith(t, groupOf("small", 0, nil), groupOf("other", 0, nil), movingClaim("c", "", "", func(c *v1alpha1.MachineClaim) {
 		c.Spec.ClusterUID, c.Spec.Candidates = "before", []string{"small", "other"}
@@ -297,7 +298,8 @@ func TestAClaimThatWasMovedDoesNotMoveOn(t *testing.T) {
 	assert.Equal(t, protocol.ReasonStateLost, c.Status.Reason)
 }
 
-// A list that was read while clusterctl still created claims, or began to delete them, lacks some, whatever the Cluster is on the other side.
+// A list that was read while clusterctl was still creating claims, or was already deleting them, is
+// incomplete, whatever the state of the Cluster on the other side of that read.
 func TestTheClusterIsReadBeforeAndAfterWhatMayBeMissing(t *testing.T) {
 	for pausedAt := range 2 {
 		for _, call := range []string{"get", "release", "list"} {
@@ -318,8 +320,9 @@ func TestTheClusterIsReadBeforeAndAfterWhatMayBeMissing(t *testing.T) {
 	}
 }
 
-// In a restore beside running agents, claims are made again that no live set has decided yet, whatever the clocks of those show who took the
-// last one, and those of the API server who dates the objects.
+// In a restore beside running agents, claims are created again that no live set has decided yet.
+// The clocks of the agent that received the last live set and of the API server that dates the
+// objects cannot show that.
 func TestALiveSetDecidesNothingOfClaimsThatItsListingDidNotHold(t *testing.T) {
 	ledger := &protocol.Ledger{Version: 1, UID: "before", Seq: 1, LastReplicas: 1, Pending: map[string]protocol.Named{"c": {}}}
 	md := groupOf("small", 1, map[string]string{v1alpha1.LedgerAnnotation: ledger.Encode()})
@@ -331,7 +334,7 @@ func TestALiveSetDecidesNothingOfClaimsThatItsListingDidNotHold(t *testing.T) {
 	began := newTestTime()
 	c := remade("c-before", began)
 	e := quiet(engineWith(t, c))
-	clock := testclock.NewFakeClock(began.Add(2 * time.Minute)) // the API server's is at one
+	clock := testclock.NewFakeClock(began.Add(2 * time.Minute)) // the API server's shows one minute
 	e.Clock, e.parallel = clock, 1
 	list := func() string {
 		_, token, err := e.List(t.Context(), ListOptions{Namespace: namespace, Cluster: clusterName, Holder: holder})

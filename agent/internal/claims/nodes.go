@@ -22,27 +22,29 @@ import (
 )
 
 const (
-	// notesPerSync bounds the writes of one [Engine.Sync] that keep what it reports of Nodes. What is left over comes with the
-	// next report.
+	// notesPerSync bounds the writes with which one [Engine.Sync] records its report of Nodes. The
+	// rest follows with the next report.
 	notesPerSync = 200
-	// absenceRenewed is how much later a statement of absence must be to replace the one that a claim has.
+	// absenceRenewed is how much newer a report of absence must be than the one recorded on the
+	// claim to replace it.
 	absenceRenewed = time.Minute
 )
 
-// nodesOf is what one report says of the Nodes with each provider ID: false for one that nothing runs on yet. A Node that is not
-// in it is absent if the report is complete, else unknown.
+// nodesOf returns, by provider ID, whether the reported Node is registered: false if nothing runs
+// on it yet. A Node that is not in the map is absent if the report is complete, else unknown.
 func nodesOf(reports []NodeReport) map[string]bool {
 	registered := make(map[string]bool, len(reports))
 	for _, r := range reports {
-		// Of two Nodes with one provider ID the one counts that pods may run on.
+		// If two Nodes share a provider ID, the one that pods may run on counts.
 		registered[r.ProviderID] = registered[r.ProviderID] || !r.Unregistered
 	}
 	return registered
 }
 
-// noteNodes keeps what the holder reports of its Nodes where every agent reads it, also one that was not running then: on the
-// claims, and on Machines that none of these claims has. It changes the claims in place as it writes them. A write that fails
-// is left to the next report. running are the ids of the claims whose Nodes are registered.
+// noteNodes records what the holder reports of its Nodes, so that every agent can read it, also one
+// that was not running then. It records this on the claims, and on Machines that none of these
+// claims has. It changes the claims in place as it writes them. A write that fails is left to the
+// next report. running are the ids of the claims whose Nodes are registered.
 func (e *Engine) noteNodes(
 	ctx context.Context, r *liveSet, taken time.Time, claims []v1alpha1.MachineClaim,
 ) (running map[string]bool, err error) {
@@ -60,7 +62,7 @@ func (e *Engine) noteNodes(
 	for i := range claims {
 		byID[claims[i].Spec.ClaimID] = &claims[i]
 	}
-	// What protects a Machine is written first.
+	// Records that protect a Machine are written first.
 	var registered, absent, renewed []note
 	for i := range machines.Items {
 		m := &machines.Items[i]
@@ -106,14 +108,15 @@ func (e *Engine) noteNodes(
 		}
 	}
 	e.writeNotes(ctx, slices.Concat(registered, absent, renewed))
-	delete(shut, "") // of Machines that are no node group's
+	delete(shut, "") // of Machines without a node group
 	for group := range shut {
 		e.wake(types.NamespacedName{Namespace: r.Namespace, Name: group})
 	}
 	return running, nil
 }
 
-// wake has a node group looked at soon. When too many are waiting for that, it is left to the next report, a minute later.
+// wake requests a reconcile of a node group. If too many are pending, it is left to the next
+// report, a minute later.
 func (e *Engine) wake(group types.NamespacedName) {
 	md := &clusterv1.MachineDeployment{ObjectMeta: metav1.ObjectMeta{Namespace: group.Namespace, Name: group.Name}}
 	select {
@@ -122,13 +125,14 @@ func (e *Engine) wake(group types.NamespacedName) {
 	}
 }
 
-// mayMissNode reports whether nothing has been seen of the Machine's Node yet.
+// mayMissNode reports whether neither Cluster API nor the holder has seen the Machine's Node yet.
 func mayMissNode(c *v1alpha1.MachineClaim, m *clusterv1.Machine) bool {
 	return !protocol.HasNode(m) && c.Status.NodeRegisteredAt == nil
 }
 
-// missesNode reports whether a complete list of Nodes, read after the given time, that lacks the Machine's Node says something
-// that the claim does not have yet: only of a Machine that should have joined by then and that nothing has been seen of.
+// missesNode reports whether the Machine's absence from a complete list of Nodes, read after taken,
+// is worth recording: the Machine should have joined by then, and the claim has no record of the
+// absence that is recent enough.
 func (e *Engine) missesNode(ctx context.Context, c *v1alpha1.MachineClaim, m *clusterv1.Machine, taken time.Time) (bool, error) {
 	var md clusterv1.MachineDeployment
 	err := e.Client.Get(ctx, types.NamespacedName{Namespace: c.Namespace, Name: c.Spec.NodeGroup}, &md)
@@ -141,13 +145,14 @@ func (e *Engine) missesNode(ctx context.Context, c *v1alpha1.MachineClaim, m *cl
 	if deadline == 0 {
 		return false, nil
 	}
-	read := taken.Truncate(time.Second) // as it is written
+	read := taken.Truncate(time.Second) // with the precision that is written
 	return read.After(m.CreationTimestamp.Add(deadline)) &&
 		(c.Status.NodeAbsentAt == nil || read.Sub(c.Status.NodeAbsentAt.Time) >= absenceRenewed), nil
 }
 
-// wantsNote reports whether a Machine that none of the holder's claims has is told that its Node is registered: it does not show
-// that itself, and it is of a node group that the agent acts on.
+// wantsNote reports whether the registration of its Node must be recorded on a Machine that none of
+// the holder's claims has: the Machine does not show it, and its node group is one that the agent
+// acts on.
 func (e *Engine) wantsNote(ctx context.Context, m *clusterv1.Machine) (bool, error) {
 	if _, has := m.Annotations[v1alpha1.NodeRegisteredAtAnnotation]; has || protocol.HasNode(m) || !protocol.Alive(m) {
 		return false, nil
@@ -185,8 +190,9 @@ func (e *Engine) noteOnClaim(c *v1alpha1.MachineClaim, change func(*v1alpha1.Mac
 	}}
 }
 
-// noteRegistered keeps on the claim that its Machine's Node is registered. It is not left to the next report when it loses a race: that
-// one may come from a cluster that was restored, and the claim be collected for want of this note.
+// noteRegistered records on the claim that its Machine's Node is registered. If the write loses a
+// race it is repeated and not left to the next report: that one may come from a cluster that was
+// restored, and then the claim would be collected for lack of this record.
 func (e *Engine) noteRegistered(c *v1alpha1.MachineClaim) note {
 	write := e.noteOnClaim(c, func(s *v1alpha1.MachineClaimStatus) {
 		now := metav1.NewTime(e.Clock.Now())
@@ -203,7 +209,7 @@ func (e *Engine) noteRegistered(c *v1alpha1.MachineClaim) note {
 				return failed
 			}
 			if ref := now.Status.Machine; ref == nil || c.Status.Machine == nil || ref.UID != c.Status.Machine.UID {
-				return nil // it has another Machine, which the report says nothing about
+				return nil // it has another Machine, which the report does not cover
 			}
 			*c = now
 			return err
@@ -219,7 +225,7 @@ func (e *Engine) noteOnMachine(m *clusterv1.Machine) note {
 	}}
 }
 
-// writeNotes does the writes, as many as one report may cost.
+// writeNotes does the writes, at most [notesPerSync] of them.
 func (e *Engine) writeNotes(ctx context.Context, notes []note) {
 	var work errgroup.Group
 	work.SetLimit(e.parallel)

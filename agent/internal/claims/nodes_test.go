@@ -18,7 +18,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// nodeDeadline is that of the engines that hear of Nodes.
+// nodeDeadline is the Node deadline of the engines that receive reports of Nodes.
 const nodeDeadline = 30 * time.Minute
 
 // hearing is a hub and one engine that holders report their Nodes to.
@@ -43,7 +43,7 @@ func (h *hearing) replica() *Engine {
 	return New(h.Config)
 }
 
-// report is one round of the holder's: a token, then everything it reads, then the call.
+// report is one round of the holder: it takes a token, reads everything, and calls.
 func (h *hearing) report(complete bool, nodes ...NodeReport) {
 	h.t.Helper()
 	_, token, err := h.List(h.t.Context(), ListOptions{Namespace: namespace, Cluster: clusterName, Holder: holder})
@@ -68,7 +68,7 @@ func (h *hearing) annotation(machine string) string {
 	return m.Annotations[v1alpha1.NodeRegisteredAtAnnotation]
 }
 
-// joining is a Machine whose provider ID is known and whose Node Cluster API has not seen.
+// joining is a Machine with a provider ID whose Node Cluster API has not seen.
 func joining(name, claim string) *clusterv1.Machine {
 	m := machineOf(name)
 	m.Spec.ProviderID = "sim://" + name
@@ -96,19 +96,20 @@ func boundTo(m *clusterv1.Machine, id, holder string) *v1alpha1.MachineClaim {
 	}
 }
 
-// What the holder reports of a Machine's Node is kept on the Machine's claim.
+// The holder's report of a Machine's Node is recorded on the Machine's claim.
 func TestReportsOfNodesAreKeptOnTheClaim(t *testing.T) {
 	const none, late = time.Duration(0), nodeDeadline + time.Minute
 	registered, unregistered := NodeReport{ProviderID: "sim://m"}, NodeReport{ProviderID: "sim://m", Unregistered: true}
 	other := NodeReport{ProviderID: "sim://other"}
 	for _, test := range []struct {
 		name string
-		// change is made to the Machine and its claim before.
+		// change is applied to the Machine and its claim before.
 		change   func(*clusterv1.Machine, *v1alpha1.MachineClaim)
 		after    time.Duration
 		complete bool
 		nodes    []NodeReport
-		// registered and absent are how long after the Machine's creation, -1 for not noted.
+		// registered and absent are the recorded times, counted from the Machine's creation; -1
+		// means not recorded.
 		registered, absent time.Duration
 	}{
 		{"a registered Node", nil, time.Minute, false, []NodeReport{other, registered}, time.Minute, -1},
@@ -187,7 +188,7 @@ func TestReportsOfNodesAreKeptOnTheClaim(t *testing.T) {
 	}
 }
 
-// The time of absence is before the list was read, as a Node may join while it is under way.
+// The time of absence is before the list was read, because a Node may join during the read.
 func TestAbsenceIsOfTheTimeBeforeTheNodesWereRead(t *testing.T) {
 	m := joining("m", "a")
 	h := newHearing(t, groupOf("small", 1, nil), m, boundTo(m, "a", holder))
@@ -220,7 +221,7 @@ func TestAReplicaThatGotNoReportSeesWhatItSaid(t *testing.T) {
 	require.Len(t, s.Machines, 2)
 }
 
-// A Machine that none of the holder's claims has keeps the report itself.
+// The report is recorded on the Machine itself if none of the holder's claims has it.
 func TestReportsOfNodesAreKeptOnMachinesWithoutAClaim(t *testing.T) {
 	for _, test := range []struct {
 		name    string
@@ -271,7 +272,8 @@ func TestReportsOfNodesAreKeptOnMachinesWithoutAClaim(t *testing.T) {
 	}
 }
 
-// A report of thousands of Nodes does not become thousands of writes, and nothing of it is lost.
+// A report of thousands of Nodes does not cause thousands of writes at once, and none of it is
+// lost.
 func TestTheWritesOfOneReportAreBounded(t *testing.T) {
 	objects := []client.Object{groupOf("small", notesPerSync+50, nil)}
 	var nodes []NodeReport
@@ -296,7 +298,7 @@ func TestTheWritesOfOneReportAreBounded(t *testing.T) {
 	}
 }
 
-// What one write comes to is no reason to keep the claims of owners that are gone.
+// A failed write is no reason to keep claims whose owners are gone.
 func TestANoteThatCannotBeWrittenIsLeftToTheNextReport(t *testing.T) {
 	m := joining("m", "a")
 	h := newHearing(t, groupOf("small", 1, nil), m, boundTo(m, "a", holder))
@@ -320,7 +322,8 @@ func TestANoteThatCannotBeWrittenIsLeftToTheNextReport(t *testing.T) {
 	assert.NotNil(t, h.status().NodeRegisteredAt)
 }
 
-// The note protects a running Node from the next live set, which may be an older one: another write on the claim does not cost it.
+// The record protects a running Node from the next live set, which may be an older one. A
+// concurrent write on the claim must not prevent it.
 func TestANoteThatANodeIsRegisteredOutlivesALostRace(t *testing.T) {
 	m := joining("m", "a")
 	h := newHearing(t, groupOf("small", 1, nil), m, boundTo(m, "a", holder))

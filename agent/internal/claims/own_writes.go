@@ -10,12 +10,14 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// ownWritesKept is how long the caches may lag behind what this process wrote. One that lags longer costs a look at the API server. It also
-// bounds for how long a hub is misjudged that was restored, and counts its resource versions from an earlier one again.
+// ownWritesKept is how long the caches may lag behind this process's writes. A cache that lags
+// longer costs a read from the API server. It also bounds how long the agent misjudges a hub that
+// was restored and whose resource versions have started over from an earlier one.
 const ownWritesKept = 5 * time.Second
 
-// ownWrites are MachineDeployments, claims and Machines as this process wrote them, until the caches show them: without them each write would
-// look, for a moment, as if it were still to be done. They are read only.
+// ownWrites holds MachineDeployments, claims and Machines as this process wrote them, until the
+// caches show them. Without them each write would briefly look as if it were still to be done. The
+// objects are read-only.
 type ownWrites struct{ objects *utilcache.Expiring }
 
 type identity struct {
@@ -31,18 +33,20 @@ func identityOf(object client.Object) identity {
 	return identity{client.ObjectKeyFromObject(object), object.GetUID()}
 }
 
-// note keeps an object as the API server returned it. It must not be changed any more.
+// note keeps an object as the API server returned it. The caller must not change it any more.
 func (w ownWrites) note(object client.Object) {
 	w.objects.Set(identityOf(object), object, ownWritesKept)
 }
 
-// has reports whether an object is one that this process wrote itself, and not one that a cache shows.
+// has reports whether an object is one that this process wrote itself, rather than one from a
+// cache.
 func (w ownWrites) has(object client.Object) bool {
 	kept, is := w.objects.Get(identityOf(object))
 	return is && kept == object
 }
 
-// over returns what this process wrote of an object that a cache shows, if that is newer.
+// over returns this process's version of an object from a cache, if that is newer, else the cached
+// one.
 func over[T client.Object](shown T, w ownWrites) T {
 	kept, _ := w.objects.Get(identityOf(shown))
 	written, is := kept.(T)

@@ -9,13 +9,13 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/log"
 )
 
-// panicError is what a bug leaves of the work that met it. Its stack is in the log.
+// panicError is the error of work that panicked because of a bug. The stack is in the log.
 type panicError struct{ value any }
 
 func (e *panicError) Error() string { return fmt.Sprintf("a bug of the agent: panic: %v", e.value) }
 
-// recovered does what concerns one node group, and turns a panic into an error: one group's objects must not end the process that
-// serves all others. The context's logger names the group.
+// recovered runs work on one node group and turns a panic into an error, because one group's
+// objects must not end the process that serves all others. The context's logger names the group.
 func recovered(ctx context.Context, do func() error) (err error) {
 	defer func() {
 		if value := recover(); value != nil {
@@ -27,8 +27,8 @@ func recovered(ctx context.Context, do func() error) (err error) {
 	return do()
 }
 
-// rest is how long a group whose step panicked is left alone, and why; zero when it is not. Calls are answered with the error
-// meanwhile. lock is held.
+// rest returns how much longer a group whose step panicked is left alone, and why; zero when it is
+// not. Calls are answered with the error meanwhile. lock is held.
 func (g *group) rest() (time.Duration, error) {
 	left := g.resting.Sub(g.engine.Clock.Now())
 	if left <= 0 {
@@ -37,7 +37,8 @@ func (g *group) rest() (time.Duration, error) {
 	return left, g.panicked
 }
 
-// notePanic leaves the group alone after a panic, the longer the more steps panicked in a row. lock is held.
+// notePanic leaves the group alone after a panic. The time grows with the number of panics in a
+// row. lock is held.
 func (g *group) notePanic(err *panicError) time.Duration {
 	g.panicked = err
 	g.panics++

@@ -15,7 +15,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// panicking is an engine whose decision panics for node group broken, and that runs groups in place.
+// panicking returns an engine whose decision panics for the node group broken, and that runs groups
+// in place.
 func panicking(t *testing.T) (e *Engine, clock *clocktesting.FakeClock, decisions *int) {
 	t.Helper()
 	e = engineWith(t, groupOf("broken", 0, nil), groupOf("whole", 0, nil))
@@ -65,7 +66,7 @@ func TestAGroupThatPanickedIsLeftAloneLongerEachTime(t *testing.T) {
 		assert.Equal(t, decided, *decisions, "it is not tried before")
 		clock.Step(time.Millisecond)
 	}
-	// Whatever made it panic has changed.
+	// The cause of the panic has changed.
 	e.decide = protocol.Decide
 	_, err := e.Create(t.Context(), asking("a", "broken"))
 	require.NoError(t, err)

@@ -13,20 +13,21 @@ import (
 // allPoints is set by `make points`.
 var allPoints = flag.Bool("points", false, "play every course with every trouble, which takes minutes")
 
-// Without the flag, one in so many troubles is played with the first script, and with each of the others.
+// Without the flag, one in oneInFirst troubles is played with the first script, and one in
+// oneInOthers with each of the others.
 const (
 	oneInFirst  = 7
 	oneInOthers = 61
 )
 
-// troubles are all that can go wrong in one course in one of three ways.
+// troubles are all troubles that can occur in one course, in three categories.
 var troubles = map[string]func(calm *course) []trouble{
 	"interrupted at a write": interruptions,
 	"reading the past":       pasts,
 	"an event is never seen": gaps,
 }
 
-// interruptions are all ends of all writes, and all places where one can arrive that was under way.
+// interruptions are all outcomes of all writes, and all places where a delayed write can arrive.
 func interruptions(calm *course) []trouble {
 	var all []trouble
 	for i, begun := range calm.writes {
@@ -40,8 +41,8 @@ func interruptions(calm *course) []trouble {
 	return all
 }
 
-// pasts are all earlier states of the caches, of one kind and of all, that each act of an agent that restarts can begin with; and that
-// the caches of one that goes on get no further.
+// pasts are all earlier states of the caches, of one kind and of all kinds, with which each act of
+// a restarting agent can begin, or at which the caches of a running agent can stop.
 func pasts(calm *course) []trouble {
 	var all []trouble
 	for n, act := range calm.troubled {
@@ -65,7 +66,7 @@ func pasts(calm *course) []trouble {
 	return all
 }
 
-// gaps are all events, hidden from either agent and from both.
+// gaps are all events, each hidden from either agent and from both.
 func gaps(calm *course) []trouble {
 	var all []trouble
 	for hidden := calm.given + 1; hidden <= len(calm.hub.history); hidden++ {
@@ -76,8 +77,8 @@ func gaps(calm *course) []trouble {
 	return all
 }
 
-// TestEveryPointOfACourse has one thing go wrong in each course, wherever it can: nothing is leaked, given twice or taken from anybody, and
-// the course goes on to its end.
+// TestEveryPointOfACourse plays each course with one trouble at every point. Nothing is leaked,
+// given twice or taken from its owner, and the course runs to its end.
 func TestEveryPointOfACourse(t *testing.T) {
 	t.Parallel()
 	for i, script := range scripts {
@@ -115,8 +116,9 @@ func TestEveryPointOfACourse(t *testing.T) {
 	}
 }
 
-// TestThePointsFindAnEngineThatTrustsItsCaches shows that these troubles are some: an engine which decides by what its caches show has a
-// Machine deleted that is somebody's, and goes on with what another agent has done.
+// TestThePointsFindAnEngineThatTrustsItsCaches shows that these troubles matter: an engine that
+// decides from its caches alone deletes a Machine that has an owner, and continues what another
+// agent has done already.
 func TestThePointsFindAnEngineThatTrustsItsCaches(t *testing.T) {
 	trusting := func(c *course) {
 		c.trusting, c.ticks = true, 60

@@ -17,13 +17,14 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// view says where a snapshot is read from.
+// view is the source that a snapshot is read from.
 type view int
 
 const (
-	// cached is quick and may lag behind: good for finding out whether there is something to do, and for nothing else.
+	// cached is fast and may lag. It is good for finding out whether there is something to do, and
+	// for nothing else.
 	cached view = iota
-	// live is the API server's own, consistent word.
+	// live is the API server itself, read consistently.
 	live
 )
 
@@ -34,8 +35,8 @@ func (e *Engine) reader(from view) client.Reader {
 	return e.Reader
 }
 
-// read takes a snapshot from the given view: the MachineDeployment first, then the rest (rule R1). It returns nil when
-// the MachineDeployment does not exist.
+// read takes a snapshot from the given view: the MachineDeployment first, then the rest (rule R1).
+// It returns nil when the MachineDeployment does not exist.
 func (e *Engine) read(ctx context.Context, from view, key types.NamespacedName) (*protocol.Snapshot, error) {
 	var md clusterv1.MachineDeployment
 	if err := e.reader(from).Get(ctx, key, &md); apierrors.IsNotFound(err) {
@@ -49,7 +50,7 @@ func (e *Engine) read(ctx context.Context, from view, key types.NamespacedName) 
 	return e.readAround(ctx, from, key, &md)
 }
 
-// readAround takes the rest of a snapshot, after the MachineDeployment was read.
+// readAround reads the rest of a snapshot, after the MachineDeployment was read.
 func (e *Engine) readAround(ctx context.Context, from view, key types.NamespacedName, md *clusterv1.MachineDeployment) (*protocol.Snapshot, error) {
 	cluster, err := e.cluster(ctx, key.Namespace, md.Spec.ClusterName)
 	if err != nil {
@@ -67,15 +68,16 @@ func (e *Engine) readAround(ctx context.Context, from view, key types.Namespaced
 	if s.Ledger, err = protocol.LedgerOf(md); errors.Is(err, protocol.ErrNewerLedger) {
 		return nil, fmt.Errorf("MachineDeployment %s: %w", key, err)
 	} else if err != nil {
-		// Edited by hand into something else, or copied with a MachineDeployment: rebuilt, like one that was wiped.
+		// Made invalid by hand, or copied with a MachineDeployment: it is rebuilt, like one that
+		// was wiped.
 		log.FromContext(ctx).Error(err, "the ledger cannot be used; it is rebuilt", "machineDeployment", key)
 		s.Ledger = nil
 	}
 	if err := e.readParts(ctx, from, key, s); err != nil {
 		return nil, err
 	}
-	// Machines vanish while a Cluster is moved, after it was paused: before anything is concluded from one that is missing, the API server
-	// is asked whether it is.
+	// Machines vanish while a Cluster is moved, after it was paused. Before anything is concluded
+	// from a missing one, read from the API server whether the Cluster is paused.
 	if from == live && cluster != nil && !eligibility.ClusterPaused(cluster) && (s.Lacks() || slices.ContainsFunc(s.Claims, ofAnotherLife(cluster))) {
 		if cluster, err = e.liveCluster(ctx, types.NamespacedName{Namespace: key.Namespace, Name: md.Spec.ClusterName}); err != nil {
 			return nil, err
@@ -102,7 +104,8 @@ func (e *Engine) readAround(ctx context.Context, from view, key types.Namespaced
 	return s, nil
 }
 
-// readReports asks infrastructure objects where Cluster API's Machines do not have what they say.
+// readReports reads the conditions of infrastructure objects for Machines whose own conditions are
+// not specific enough.
 func (e *Engine) readReports(ctx context.Context, s *protocol.Snapshot) {
 	if e.Report == nil {
 		return
@@ -123,7 +126,8 @@ func (e *Engine) readReports(ctx context.Context, s *protocol.Snapshot) {
 	}
 }
 
-// ofAnotherLife returns what tells claims that were made for the Cluster as it was before a move or a restore.
+// ofAnotherLife returns a function that reports whether a claim was made for the Cluster as it was
+// before a move or a restore.
 func ofAnotherLife(cluster *clusterv1.Cluster) func(*v1alpha1.MachineClaim) bool {
 	return func(c *v1alpha1.MachineClaim) bool { return protocol.Carried(c, cluster.UID) }
 }
@@ -151,12 +155,13 @@ func (e *Engine) readParts(ctx context.Context, from view, key types.NamespacedN
 		}
 	}
 	members := e.ofGroup(from, clusterv1.MachineDeploymentNameLabel, key)
-	// Before the Machines: what a paused MachineSet has made is seen then. Also without a ledger: a pause of ours may outlive it.
+	// Read before the Machines, so that these include all that a paused MachineSet has made. Read
+	// even without a ledger, because a pause of ours may outlive it.
 	var sets clusterv1.MachineSetList
 	if err := e.reader(from).List(ctx, &sets, members...); err != nil {
 		return fmt.Errorf("listing MachineSets: %w", err)
 	}
-	ofAnother := func(clusterName string) bool { // which had this MachineDeployment's name before
+	ofAnother := func(clusterName string) bool { // of a former MachineDeployment of this name
 		return s.Deployment.Spec.ClusterName != "" && clusterName != s.Deployment.Spec.ClusterName
 	}
 	for i := range sets.Items {
@@ -180,7 +185,8 @@ func (e *Engine) readParts(ctx context.Context, from view, key types.NamespacedN
 	return e.readStrays(ctx, key, s)
 }
 
-// ofGroup are the options of a list of what belongs to a node group. What a cache returns is not copied: nothing writes to it.
+// ofGroup returns the options for listing what belongs to a node group. Objects from a cache are
+// not copied and must not be changed.
 func (e *Engine) ofGroup(from view, label string, key types.NamespacedName) []client.ListOption {
 	options := []client.ListOption{client.InNamespace(key.Namespace), e.inGroup(from, label, key.Name)}
 	if from == cached {
@@ -189,7 +195,8 @@ func (e *Engine) ofGroup(from view, label string, key types.NamespacedName) []cl
 	return options
 }
 
-// inGroup selects what belongs to a node group: from the caches by index, from the API server by label.
+// inGroup selects what belongs to a node group: from the caches by index, from the API server by
+// label.
 func (e *Engine) inGroup(from view, label, name string) client.ListOption {
 	if from == cached {
 		return selecting(e.Indexes.Group, label, name)
@@ -197,8 +204,9 @@ func (e *Engine) inGroup(from view, label, name string) client.ListOption {
 	return client.MatchingLabels{label: name}
 }
 
-// readStrays looks at what the lists leave out, before anything is concluded from its absence (rule R3): claims that Machines
-// are labelled with and that have ended or belong to another group, and Machines of claims that left the group.
+// readStrays reads what the lists leave out, before anything is concluded from its absence (rule
+// R3): claims that Machines are labelled with and that have ended or belong to another group, and
+// Machines of claims that left the group.
 func (e *Engine) readStrays(ctx context.Context, key types.NamespacedName, s *protocol.Snapshot) error {
 	known := make(map[string]bool, len(s.Claims))
 	for _, c := range s.Claims {
@@ -219,7 +227,7 @@ func (e *Engine) readStrays(ctx context.Context, key types.NamespacedName, s *pr
 		case err != nil:
 			return err
 		case c.Spec.NodeGroup == key.Name || c.CurrentPhase() == v1alpha1.PhaseEnded:
-			s.Claims = append(s.Claims, c) // its label was edited, or it is only remembered
+			s.Claims = append(s.Claims, c) // its label was edited, or it is a tombstone
 			known[id] = true
 		}
 	}
@@ -244,7 +252,7 @@ func (e *Engine) readStrays(ctx context.Context, key types.NamespacedName, s *pr
 	return err
 }
 
-// readUnlisted adds to the listed Machines those that claims say they have.
+// readUnlisted adds to the listed Machines those that claims have according to their status.
 func (e *Engine) readUnlisted(
 	ctx context.Context, key types.NamespacedName, claims []*v1alpha1.MachineClaim, listed []*clusterv1.Machine,
 ) ([]*clusterv1.Machine, error) {
@@ -269,7 +277,8 @@ func (e *Engine) readUnlisted(
 	return listed, nil
 }
 
-// claimNamed returns a claim: from the cache where it has ended there, as that is for good, else as the API server has it.
+// claimNamed returns a claim from the cache if it has ended there, because that is final, else from
+// the API server.
 func (e *Engine) claimNamed(ctx context.Context, key Key) (*v1alpha1.MachineClaim, error) {
 	var c v1alpha1.MachineClaim
 	if err := e.Client.Get(ctx, key.object(), &c); err == nil && c.Status.Phase == v1alpha1.PhaseEnded {
@@ -278,8 +287,8 @@ func (e *Engine) claimNamed(ctx context.Context, key Key) (*v1alpha1.MachineClai
 	return e.stored(ctx, key)
 }
 
-// sameLedger asks the API server whether the MachineDeployment still is the one that was read, with the ledger that was read; none is
-// a ledger as well.
+// sameLedger reads from the API server whether the MachineDeployment and its ledger are still the
+// ones that were read. The absence of a ledger counts as a ledger.
 func (e *Engine) sameLedger(ctx context.Context, read *clusterv1.MachineDeployment) (bool, error) {
 	var md clusterv1.MachineDeployment
 	if err := e.Reader.Get(ctx, client.ObjectKeyFromObject(read), &md); client.IgnoreNotFound(err) != nil {

@@ -17,8 +17,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// What earlier builds have written is read, and carried on with. The folder testdata/recorded has objects of real control planes, as they
-// were while agents were being killed; more may be added, and none is ever changed.
+// Objects that earlier builds have written are read and processed further. The folder
+// testdata/recorded has objects of real control planes, taken while agents were being killed. More
+// may be added, but none is ever changed.
 
 func TestRecordedLedgersAreReadInFull(t *testing.T) {
 	var builds map[string][]json.RawMessage
@@ -51,8 +52,8 @@ func TestRecordedClaimsAreReadInFull(t *testing.T) {
 	}
 }
 
-// Two claims that a Machine was promised to, one that has its own, and two releases under pause: of two MachineSets, right after an agent
-// was killed.
+// Two claims with a promised Machine, one with its own, and two releases under pause, of two
+// MachineSets, right after an agent was killed.
 func TestARecordedGroupIsCarriedOnWith(t *testing.T) {
 	md := recordedAs[clusterv1.MachineDeployment](t, "MachineDeployment")[0]
 	objects := []client.Object{md}

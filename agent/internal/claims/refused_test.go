@@ -21,7 +21,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// denying refuses to delete Machines whose name begins with that, as a policy engine does.
+// denying refuses to delete Machines whose name begins with prefix, as a policy engine does.
 func denying(e *Engine, prefix string) { denyingWith(e, prefix, "protected by policy") }
 
 func denyingWith(e *Engine, prefix, answer string) {
@@ -35,7 +35,8 @@ func denyingWith(e *Engine, prefix, answer string) {
 	})
 }
 
-// releasing is a group whose Machines of these names are to be deleted for claims of the same names.
+// releasing is a group whose Machines of these names are to be deleted for claims of the same
+// names.
 func releasing(t *testing.T, names ...string) *Engine {
 	t.Helper()
 	ledger := (&protocol.Ledger{Version: 1, Of: namespace + "/small", Seq: 1, LastReplicas: protocol.Count(names)}).Clone()
@@ -66,7 +67,7 @@ func TestWritesThatFailDoNotStarveTheOthers(t *testing.T) {
 	assert.False(t, protocol.Alive(m), "it came behind more of those than one step takes")
 }
 
-// A policy engine's answer may have several lines, and be longer than what a claim keeps of it.
+// A policy engine's answer may have several lines, and may be longer than a claim's message.
 func TestARefusedWriteOnAMachineIsNotedOnItsClaim(t *testing.T) {
 	for name, answer := range map[string]string{"short": "protected by policy", "long": "protected by policy:\n" + strings.Repeat("no, ", 400)} {
 		t.Run(name, func(t *testing.T) { testARefusedWrite(t, answer) })

@@ -18,21 +18,23 @@ import (
 
 // ReleaseOptions qualify a release.
 type ReleaseOptions struct {
-	// Drained says that the caller has drained the Node.
+	// Drained means that the caller has drained the Node.
 	Drained bool
-	// Failed says that the Machine did not come or is no good: it is not handed over, and its group cools down.
+	// Failed means that the Machine did not come or is unusable: it is not handed over, and its
+	// group cools down.
 	Failed bool
 	// Reason is for the claim's history; may be empty.
 	Reason string
-	// Holders are those that the caller may act as: another's claim is not released.
+	// Holders are the holders that the caller may act as. Another holder's claim is not released.
 	Holders Holders
 
 	unless func(*v1alpha1.MachineClaim) bool // leaves the claim as it is; nil for never
 }
 
-// remember makes a claim's object again, if it was lost while a Machine carries the claim's label, and returns it: the claim must
-// neither be made anew on another node group nor be taken for gone. It returns [ErrNotFound] when there is nothing to remember. A
-// label that the caches do not show yet is too young for that.
+// remember recreates a claim's object if it was lost while a Machine carries the claim's label, and
+// returns it. Such a claim must neither be made again on another node group nor be reported as
+// gone. It returns [ErrNotFound] if there is no such Machine. A label that the caches do not show
+// yet is too recent for its claim to be lost.
 func (e *Engine) remember(ctx context.Context, key Key) (*v1alpha1.MachineClaim, error) {
 	if paused, err := e.paused(ctx, types.NamespacedName{Namespace: key.Namespace, Name: key.Cluster}); err != nil || paused {
 		return nil, cmp.Or(err, ErrNotFound)
@@ -56,9 +58,10 @@ func (e *Engine) remember(ctx context.Context, key Key) (*v1alpha1.MachineClaim,
 	return nil, ErrNotFound
 }
 
-// Release asks for the claim's end and returns it. Of a claim that is unknown it makes a tombstone, so that a call to make the
-// claim that comes late is refused. Errors: [ErrForeignHolder], [*TooManyError], [ErrConflict], [ErrClusterPaused], of an unknown claim
-// [ErrUnknownCluster], or the API server's.
+// Release requests the end of a claim and returns the claim. For an unknown claim it makes a
+// tombstone, so that a late call to make the claim is refused. Errors: [ErrForeignHolder],
+// [*TooManyError], [ErrConflict], [ErrClusterPaused], for an unknown claim [ErrUnknownCluster], or
+// the API server's.
 func (e *Engine) Release(ctx context.Context, key Key, o ReleaseOptions) (*v1alpha1.MachineClaim, error) {
 	reason := v1alpha1.Event{Reason: protocol.ReasonReleaseRequested, Message: o.Reason}
 	if reason.Message == "" {
@@ -71,7 +74,7 @@ func (e *Engine) release(ctx context.Context, key Key, o ReleaseOptions, why v1a
 	for attempt := 0; ; attempt++ {
 		var c *v1alpha1.MachineClaim
 		var err error
-		if attempt == 0 && o.unless == nil { // which may depend on more than the claim
+		if attempt == 0 && o.unless == nil { // unless may depend on more than the claim
 			c, err = e.asCached(ctx, key)
 		}
 		if c == nil && err == nil {
@@ -113,12 +116,14 @@ func (e *Engine) release(ctx context.Context, key Key, o ReleaseOptions, why v1a
 		case lostRace(err) && attempt < 5:
 			continue
 		default:
+			e.unreserve(c, true)
 			return nil, conflictOr(err, "releasing the claim")
 		}
 	}
 }
 
-// beginRelease changes the claim to one that is being released. Errors: [*TooManyError] if that has to wait, or the API server's.
+// beginRelease changes the claim, without writing it, to one that is being released. Errors:
+// [*TooManyError] if the release has to wait, or the API server's.
 func (e *Engine) beginRelease(ctx context.Context, c *v1alpha1.MachineClaim, o ReleaseOptions, why v1alpha1.Event) error {
 	if c.Status.Phase != v1alpha1.PhaseReleasing {
 		if err := e.mayRelease(ctx, c); err != nil {
@@ -135,8 +140,9 @@ func (e *Engine) beginRelease(ctx context.Context, c *v1alpha1.MachineClaim, o R
 	return nil
 }
 
-// writeRequest writes what a caller asks of its claim, and has the claim's node group looked at. Errors: [ErrClusterPaused], as a move that is
-// under way would lose what the status alone has until the ledger has it, or the API server's.
+// writeRequest writes what a caller requests for its claim, and starts a run of the claim's node
+// group. Errors: [ErrClusterPaused], because a move that is in progress would lose what only the
+// status has until the ledger has it, or the API server's.
 func (e *Engine) writeRequest(ctx context.Context, c *v1alpha1.MachineClaim) error {
 	switch paused, err := e.paused(ctx, types.NamespacedName{Namespace: c.Namespace, Name: c.Spec.ClusterName}); {
 	case err != nil:
@@ -151,11 +157,13 @@ func (e *Engine) writeRequest(ctx context.Context, c *v1alpha1.MachineClaim) err
 	return nil
 }
 
-// lostRace reports whether a claim has changed, or its object is another one, since it was read.
+// lostRace reports whether a write failed because the claim has changed or been replaced since it
+// was read.
 func lostRace(err error) bool { return apierrors.IsConflict(err) || apierrors.IsNotFound(err) }
 
-// Return asks for the claim's end and leaves its Machine to the user. It returns the claim, also one that has ended. Errors: [ErrNotFound],
-// [ErrForeignHolder], [*NotReturnableError], [ErrConflict], [ErrUnknownCluster], [ErrClusterPaused], [ErrRestoring], or the API server's.
+// Return requests the end of a claim and leaves its Machine to the user. It returns the claim, also
+// one that has ended. Errors: [ErrNotFound], [ErrForeignHolder], [*NotReturnableError],
+// [ErrConflict], [ErrUnknownCluster], [ErrClusterPaused], [ErrRestoring], or the API server's.
 func (e *Engine) Return(ctx context.Context, key Key, may Holders, why string) (*v1alpha1.MachineClaim, error) {
 	for attempt := 0; ; attempt++ {
 		c, err := e.Get(ctx, key)
@@ -197,7 +205,8 @@ func (e *Engine) Return(ctx context.Context, key Key, may Holders, why string) (
 	}
 }
 
-// machineDies reports whether the caches show that the claim's Machine is being deleted, or is gone.
+// machineDies reports whether the claim's Machine is being deleted or is gone. It reads from the
+// cache, and from the API server if the cache lacks the Machine.
 func (e *Engine) machineDies(ctx context.Context, c *v1alpha1.MachineClaim) (bool, error) {
 	if c.Status.Machine == nil {
 		return false, nil

@@ -58,7 +58,8 @@ func TestAMachineThatIsBeingDeletedIsNotReturned(t *testing.T) {
 	assert.False(t, claimNamed(t, e, "a").Status.Returned)
 }
 
-// Its owner is about to go, and ends the claim by that: nothing is left to collect, and nothing to report.
+// The claim's owner is about to go, and ends the claim by that. Nothing is left to collect or to
+// report.
 func TestALiveSetLeavesAClaimAloneThatReturnsItsMachine(t *testing.T) {
 	for _, registered := range []bool{false, true} {
 		e, sync := syncing(t, func(id string, c *v1alpha1.MachineClaim) {
@@ -75,7 +76,8 @@ func TestALiveSetLeavesAClaimAloneThatReturnsItsMachine(t *testing.T) {
 	}
 }
 
-// What marked the Machine is another provider that is gone, or a person who wanted it removed before it was claimed.
+// Another provider that is gone marked the Machine, or a person who wanted it removed before it was
+// claimed.
 func TestAdoptedMachinesAreNotMarkedForRemoval(t *testing.T) {
 	e, m := engineWithMachine(t)
 	m.Annotations[clusterv1.DeleteMachineAnnotation] = "by-another-provider"
@@ -86,7 +88,7 @@ func TestAdoptedMachinesAreNotMarkedForRemoval(t *testing.T) {
 	assert.Equal(t, "a", m.Labels[v1alpha1.ClaimLabel])
 }
 
-// The id is that of a NodeClaim which runs on this Machine, and has no other one to try with.
+// The id is that of a NodeClaim that runs on this Machine, and has no other id to try with.
 func TestAClaimThatCannotAdoptLeavesItsID(t *testing.T) {
 	sizes := map[string]string{clusterv1.AutoscalerMinSizeAnnotation: "1", clusterv1.AutoscalerMaxSizeAnnotation: "1"}
 	m := joining("m", "")

@@ -19,7 +19,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// Rule R1: the ledger first, and all that is decided from after it, from the API server itself.
+// Rule R1: the ledger is read first, and everything that is decided from is read after it, from the
+// API server itself.
 func TestTheLedgerIsReadFirstAndAllElseAfterItFromTheAPIServer(t *testing.T) {
 	e := engineWith(t, groupOf("small", 1, nil), machineOf("m"))
 	var read []string
@@ -52,7 +53,7 @@ func TestTheLedgerIsReadFirstAndAllElseAfterItFromTheAPIServer(t *testing.T) {
 		"a paused MachineSet's Machines are counted")
 }
 
-// Rule R2: what was decided from a ledger is not done once that has changed.
+// Rule R2: actions that were decided from a ledger are not performed once it has changed.
 func TestNothingIsDoneOnTheStrengthOfALedgerThatHasChanged(t *testing.T) {
 	md := groupOf("small", 1, map[string]string{
 		v1alpha1.LedgerAnnotation: `{"v":1,"seq":1,"floor":0,"lastReplicas":1,"spare":0,"pending":{"a":{"m":"m","u":"m"}}}`,
@@ -72,13 +73,13 @@ func TestNothingIsDoneOnTheStrengthOfALedgerThatHasChanged(t *testing.T) {
 			e.Reader = interceptor.NewClient(hub, interceptor.Funcs{
 				Get: func(ctx context.Context, c client.WithWatch, key client.ObjectKey, o client.Object, opts ...client.GetOption) error {
 					if _, is := o.(*clusterv1.MachineDeployment); is {
-						if asked++; asked == 2 && changes { // another agent was here
+						if asked++; asked == 2 && changes { // another agent wrote here
 							other := md.DeepCopy()
 							other.Annotations[v1alpha1.LedgerAnnotation] = `{"v":1,"seq":2,"floor":0,"lastReplicas":1,"spare":0,"pending":{"a":{}}}`
 							require.NoError(t, c.Patch(ctx, other, client.MergeFrom(md)))
 						}
 						if asked > 2 {
-							return context.Canceled // enough was seen
+							return context.Canceled // seen enough
 						}
 					}
 					return c.Get(ctx, key, o, opts...)
@@ -97,7 +98,7 @@ func TestNothingIsDoneOnTheStrengthOfALedgerThatHasChanged(t *testing.T) {
 	}
 }
 
-// Which MachineSet a lowering is charged to depends on the template.
+// The template decides which MachineSet a lowering is charged to.
 func TestGivingBackTestsTheGeneration(t *testing.T) {
 	md := groupOf("small", 2, map[string]string{
 		v1alpha1.LedgerAnnotation: `{"v":1,"seq":1,"floor":1,"lastReplicas":2,"spare":0,"releasing":{"m":{"m":"m"}}}`,
@@ -119,7 +120,8 @@ func TestGivingBackTestsTheGeneration(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// The slot of a Machine that is deleted is kept by our finalizer, and Cluster API prefers no other Machine.
+// Our finalizer keeps the slot of a deleted Machine, and the mark keeps Cluster API from preferring
+// another Machine.
 func TestADeletionIsHeldAndMarkedBeforeItBegins(t *testing.T) {
 	e := engineWith(t, groupOf("small", 1, nil), machineOf("m"))
 	m := &clusterv1.Machine{}
@@ -155,7 +157,7 @@ func tornDown(m *clusterv1.Machine) {
 	}}
 }
 
-// kinds are a decision's actions in their order.
+// kinds returns the kinds of a decision's actions, in order.
 func kinds(d *protocol.Decision) []protocol.ActionKind {
 	all := make([]protocol.ActionKind, 0, len(d.Actions))
 	for _, a := range d.Actions {

@@ -12,11 +12,11 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// A size is a person's to set at any time, also between an agent's reading and its write.
+// A user may set a size at any time, even between an agent's read and its write.
 func TestReplicasAreNotWrittenOverASizeThatWasSetMeanwhile(t *testing.T) {
 	for name, test := range map[string]struct {
 		key      string
-		replicas int32 // that the agent decided on; there are 2
+		replicas int32 // decided by the agent; there are 2
 		size     string
 	}{
 		"the max size is lowered":     {clusterv1.AutoscalerMaxSizeAnnotation, 3, "2"},

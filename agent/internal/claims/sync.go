@@ -21,36 +21,40 @@ type SyncRequest struct {
 	Token string
 	// Live are the ids of the claims whose owner lives.
 	Live []string
-	// Spoke is the cluster that the set was read in; empty when it is not known, and then nothing is collected.
+	// Spoke is the cluster that the set was read in. It is empty when unknown, and then nothing is
+	// collected.
 	Spoke string
-	// Nodes are what the Cluster's Nodes look like, all of them. Nil means that this holder reports none, which says nothing about
-	// them; empty means that there are none.
+	// Nodes describes all Nodes of the Cluster. Nil means that this holder does not report Nodes,
+	// so nothing is known about them. Empty means that there are none.
 	Nodes []NodeReport
-	// NodesComplete reports that Nodes has every Node with a provider ID, read consistently after the token was taken.
+	// NodesComplete reports that Nodes has every Node with a provider ID, read consistently after
+	// the token was taken.
 	NodesComplete bool
 }
 
-// NodeReport is what one real Node looks like.
+// NodeReport describes one existing Node.
 type NodeReport struct {
 	ProviderID            string
 	Capacity, Allocatable corev1.ResourceList
-	// Unregistered says that nothing runs on the Node yet.
+	// Unregistered means that nothing runs on the Node yet.
 	Unregistered bool
 }
 
-// SyncResult says what [Engine.Sync] concluded.
+// SyncResult is the outcome of [Engine.Sync].
 type SyncResult struct {
 	// Collected are the ids of claims that are being released now, because their owner is gone.
 	Collected []string
-	// Unknown are ids of the live set that there is no live claim for.
+	// Unknown are the ids of the live set without a live claim.
 	Unknown []string
-	// Kept are the ids of claims that are not in the set and are not released all the same.
+	// Kept are the ids of claims that are missing from the set but are not released.
 	Kept []string
 }
 
-// Sync releases the holder's claims that the token's listing held, that are older than it, that are not in the live set, and that
-// nothing speaks against. Errors: [ErrInvalidToken], [ErrStaleToken], [*ForeignSpokeError], those of [Engine.List], or the API server's;
-// then some may have been released, and the call can be repeated.
+// Sync releases the holder's claims that were in the token's listing, are older than it by
+// [Config].CollectGrace, are missing from the live set, and have no reason to be kept. Errors:
+// [ErrInvalidToken], [ErrStaleToken], [*ForeignSpokeError], [ErrConflict], those of [Engine.List], or
+// the API server's. After [ErrConflict] or an error from the API server, some claims may already
+// have been released, and the call can be repeated.
 func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
 	taken, err := e.parseToken(r)
 	if err != nil {
@@ -121,8 +125,9 @@ func (e *Engine) Sync(ctx context.Context, r SyncRequest) (SyncResult, error) {
 	return result, nil
 }
 
-// collect releases a claim whose owner is gone, or says why it is kept all the same. That is asked again of the claim that is
-// released: what another agent has noted on it since it was listed counts.
+// collect releases a claim whose owner is gone, or returns why it is kept. It checks again with the
+// claim as it is released, because another agent may have recorded a reason to keep it since it was
+// listed.
 func (e *Engine) collect(ctx context.Context, set *liveSet, c *v1alpha1.MachineClaim, running bool) (kept string, err error) {
 	if kept = set.keeps(c, running); kept != "" {
 		return kept, nil
@@ -139,15 +144,16 @@ func (e *Engine) collect(ctx context.Context, set *liveSet, c *v1alpha1.MachineC
 	return kept, err
 }
 
-// liveSet is a holder's live set beside the claims that the holder has.
+// liveSet is a holder's live set, compared with the claims that the holder has.
 type liveSet struct {
 	SyncRequest
 
 	live map[string]bool
-	// matched reports that the set has a claim that there is: it was read where claims of this Cluster have their owners.
+	// matched reports that the set has an existing claim, so it was read where claims of this
+	// Cluster have their owners.
 	matched bool
-	// others is a cluster other than the set's that claims were made from, "" when there is none; own reports that the set's has made
-	// some.
+	// others is a cluster other than the set's that made claims, "" when there is none. own reports
+	// that the set's cluster made some.
 	others string
 	own    bool
 }
@@ -172,7 +178,7 @@ func newLiveSet(r SyncRequest, claims []v1alpha1.MachineClaim) *liveSet {
 	return s
 }
 
-// foreign returns a [*ForeignSpokeError] when the set has nothing to do with the claims that there are.
+// foreign returns a [*ForeignSpokeError] if the set is unrelated to the existing claims.
 func (s *liveSet) foreign() error {
 	if s.Spoke == "" || s.matched || s.own || s.others == "" {
 		return nil
@@ -180,8 +186,9 @@ func (s *liveSet) foreign() error {
 	return &ForeignSpokeError{Spoke: s.Spoke, Recorded: s.others}
 }
 
-// speaksFor reports whether the set's cluster is the claim's. A claim of which that was never recorded is the set's if the set has
-// another claim, and no other cluster any: owners have the same ids in one cluster only.
+// speaksFor reports whether the claim belongs to the set's cluster. A claim without a recorded
+// cluster does if the set has another claim and no other cluster made any, because owners have the
+// same ids in one cluster only.
 func (s *liveSet) speaksFor(c *v1alpha1.MachineClaim) bool {
 	switch {
 	case s.live[c.Spec.ClaimID]:
@@ -189,13 +196,13 @@ func (s *liveSet) speaksFor(c *v1alpha1.MachineClaim) bool {
 	case c.Spec.Spoke != "":
 		return c.Spec.Spoke == s.Spoke
 	case s.Spoke == "":
-		return true // of neither is known more; nothing is collected then
+		return true // both are unknown; nothing is collected then
 	}
 	return s.matched && s.others == ""
 }
 
-// keeps says why a claim that is not in the set is kept all the same, "" when it is not. running reports that its Node is registered
-// according to the report that came with the set.
+// keeps returns why a claim that is missing from the set is kept, "" when it is not. running
+// reports that its Node is registered according to the report that came with the set.
 func (s *liveSet) keeps(c *v1alpha1.MachineClaim, running bool) string {
 	const toDo = "; release it if it is not needed: see \"Claims whose owner is missing\" in docs/troubleshooting.md"
 	switch {
@@ -209,7 +216,8 @@ func (s *liveSet) keeps(c *v1alpha1.MachineClaim, running bool) string {
 	return ""
 }
 
-// noteOwner records for a claim of the live set which cluster it is of, and that its owner is there.
+// noteOwner records on a claim of the live set which cluster it belongs to, and that its owner
+// exists.
 func (e *Engine) noteOwner(s *liveSet, c *v1alpha1.MachineClaim) []note {
 	var notes []note
 	record, back := s.Spoke != "" && c.Spec.Spoke != s.Spoke, c.Status.Reason == protocol.ReasonOwnerMissing
@@ -235,7 +243,8 @@ func (e *Engine) noteOwner(s *liveSet, c *v1alpha1.MachineClaim) []note {
 	return notes
 }
 
-// recordSpoke writes the cluster to the claim, and to its Machine, from which a lost claim is made again.
+// recordSpoke writes the cluster to the claim, and to its Machine, from which a lost claim is
+// recreated.
 func (e *Engine) recordSpoke(ctx context.Context, c *v1alpha1.MachineClaim, spoke string) error {
 	after := c.DeepCopy()
 	after.Spec.Spoke = spoke
@@ -244,7 +253,7 @@ func (e *Engine) recordSpoke(ctx context.Context, c *v1alpha1.MachineClaim, spok
 	}
 	*c = *after
 	if c.Status.Machine == nil {
-		return nil // the label comes with it
+		return nil // label writes the annotation later
 	}
 	var m clusterv1.Machine
 	found, err := e.get(ctx, types.NamespacedName{Namespace: c.Namespace, Name: c.Status.Machine.Name}, &m)
@@ -256,8 +265,8 @@ func (e *Engine) recordSpoke(ctx context.Context, c *v1alpha1.MachineClaim, spok
 	return e.patchMachine(ctx, &m, marked)
 }
 
-// noteKept makes the claim say why it is kept, once. One that has no Machine, or whose Machine is being deleted, says more important
-// things.
+// noteKept records on the claim why it is kept, once. A claim that is not Bound, or whose Machine
+// is being deleted, has a more important reason.
 func (e *Engine) noteKept(c *v1alpha1.MachineClaim, why string) []note {
 	if c.Status.Phase != v1alpha1.PhaseBound || c.Status.Reason == protocol.ReasonMachineDeleting ||
 		c.Status.Reason == protocol.ReasonOwnerMissing && c.Status.Message == why {
@@ -275,11 +284,12 @@ func (e *Engine) noteKept(c *v1alpha1.MachineClaim, why string) []note {
 	}}}
 }
 
-// warnCluster makes a refused set an event of the Cluster, where those look who set it up.
+// warnCluster records an event about a refused set on the Cluster, where the operators who set it
+// up will look.
 func (e *Engine) warnCluster(ctx context.Context, r SyncRequest, cause error) {
 	cluster, err := e.cluster(ctx, r.Namespace, r.Cluster)
 	if err != nil || cluster == nil {
-		return // the caller is told in any case
+		return // the caller gets the error in any case
 	}
 	e.warn(cluster, "LiveSetRefused", "Sync", cause.Error())
 }

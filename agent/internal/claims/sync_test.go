@@ -14,8 +14,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// syncing returns an engine with bound claims a, b, … made by these clusters, each of a Machine of the same name, and a function that
-// does one round of the holder's an hour later.
+// syncing returns an engine with bound claims a, b, … made by these clusters, each with a Machine
+// of the same name, and a function that does one round of the holder an hour later.
 func syncing(t *testing.T, change func(id string, c *v1alpha1.MachineClaim), spokes ...string) (
 	*Engine, func(r SyncRequest) (SyncResult, error),
 ) {
@@ -48,7 +48,7 @@ func claimNamed(t *testing.T, e *Engine, id string) *v1alpha1.MachineClaim {
 	return c
 }
 
-// A live set releases what it can speak for, and nothing else.
+// A live set only releases claims that its cluster made.
 func TestALiveSetCollectsOnlyWhatItsClusterMade(t *testing.T) {
 	registered := func(ids ...string) func(string, *v1alpha1.MachineClaim) {
 		return func(id string, c *v1alpha1.MachineClaim) {
@@ -135,7 +135,7 @@ func TestALiveSetCollectsOnlyWhatItsClusterMade(t *testing.T) {
 	}
 }
 
-// What a claim is kept for is written once, and taken back when its owner is there again.
+// The reason why a claim is kept is written once, and removed when its owner is back.
 func TestAKeptClaimSaysSoUntilItsOwnerIsBack(t *testing.T) {
 	e, round := syncing(t, func(_ string, c *v1alpha1.MachineClaim) {
 		at := metav1.NewTime(newTestTime())
@@ -157,7 +157,7 @@ func TestAKeptClaimSaysSoUntilItsOwnerIsBack(t *testing.T) {
 	assert.Equal(t, v1alpha1.PhaseReleasing, claimNamed(t, e, "a").Status.Phase, "a person may release it")
 }
 
-// Which cluster a claim is of survives the loss of the claim's object.
+// The cluster of a claim survives the loss of the claim's object.
 func TestTheClusterOfALiveClaimIsRecorded(t *testing.T) {
 	for name, made := range map[string]string{"an older version made it": "", "another cluster made it": elsewhere} {
 		t.Run(name, func(t *testing.T) {
@@ -175,7 +175,8 @@ func TestTheClusterOfALiveClaimIsRecorded(t *testing.T) {
 	}
 }
 
-// The Nodes of another cluster are not those of this one's Machines, whatever their provider IDs are.
+// Another cluster's Nodes are not those of this Cluster's Machines, whatever their provider IDs
+// are.
 func TestNodesOfAnotherClusterSayNothingOfAClaim(t *testing.T) {
 	e, round := syncing(t, nil, spoke, elsewhere)
 	e.Failure.NodeDeadline = nodeDeadline

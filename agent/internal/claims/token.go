@@ -11,18 +11,20 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// token remembers when a holder's claims were listed, and which of them there were. It is no secret: it only limits what its own
-// holder can collect.
+// token records when a holder's claims were listed, and which claims there were. It is not secret:
+// it only limits what its own holder can collect.
 type token struct {
 	Namespace string `json:"n"`
 	Cluster   string `json:"c"`
 	Holder    string `json:"h"`
 	// Time is when the listing began, by the clock of the agent that made the token.
 	Time time.Time `json:"t"`
-	// Newest is when the newest of the listed claims was made, by the API server's clock; zero when there was none.
+	// Newest is when the newest of the listed claims was made, by the API server's clock; zero when
+	// there was none.
 	Newest time.Time `json:"l,omitzero"`
-	// Last is the digest of those claims that were made at Newest: the API server's clock shows seconds, and more may have been
-	// made in that second after the listing.
+	// Last is the digest of the listed claims that were made at Newest. The API server's timestamps
+	// have a resolution of one second, so more claims may have been made in that second after the
+	// listing.
 	Last string `json:"d,omitempty"`
 }
 
@@ -39,7 +41,7 @@ func newToken(o ListOptions, begun time.Time, listed []v1alpha1.MachineClaim) to
 	return t
 }
 
-// digestAt names the claims that were made at a time.
+// digestAt returns a digest of the ids of the claims that were made at a time.
 func digestAt(made time.Time, claims []v1alpha1.MachineClaim) string {
 	var names []string
 	for i := range claims {
@@ -52,8 +54,10 @@ func digestAt(made time.Time, claims []v1alpha1.MachineClaim) string {
 	return base64.RawURLEncoding.EncodeToString(sum[:])
 }
 
-// listed returns whether one of the claims there are now was certainly in the token's listing. Only the API server's clock is
-// asked. Of the listing's last second that is certain only while its claims are still the same; else the next listing tells.
+// listed returns a function that reports whether one of the present claims was certainly in the
+// token's listing. It compares only times of the API server's clock. For claims of the listing's
+// last second it is certain only if that second's claims are still the same. Otherwise a later
+// listing decides.
 func (t token) listed(now []v1alpha1.MachineClaim) func(*v1alpha1.MachineClaim) bool {
 	same := !t.Newest.IsZero() && digestAt(t.Newest, now) == t.Last
 	return func(c *v1alpha1.MachineClaim) bool {
@@ -70,8 +74,9 @@ func (t token) encode() string {
 	return base64.RawURLEncoding.EncodeToString(text)
 }
 
-// parseToken returns the token of a request. It must have been made for the same Cluster and holder, and no longer ago than TokenLife. It is
-// never of the future, however far ahead the clock is of the agent that made it.
+// parseToken returns the token of a request. It must have been made for the same Cluster and
+// holder, at most TokenLife ago. Its time is never in the future: if the clock of the agent that
+// made it is ahead, the present time is used.
 func (e *Engine) parseToken(r SyncRequest) (token, error) {
 	data, err := base64.RawURLEncoding.DecodeString(r.Token)
 	if err != nil {

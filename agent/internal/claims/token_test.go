@@ -35,7 +35,8 @@ func TestTokensAreBoundToTheirHolderAndTime(t *testing.T) {
 	require.ErrorIs(t, parse(text, "spoke", "karpenter", w.Add(-life-1)), ErrStaleToken)
 }
 
-// Whether a claim was made before the listing is told by the API server's clock alone, however wrong the agent's is.
+// Only the API server's clock decides whether a claim was made before the listing, however wrong
+// the agent's clock is.
 func TestATokenKnowsWhichClaimsItsListingHeld(t *testing.T) {
 	w := newTestTime()
 	claim := func(id string, made time.Time) v1alpha1.MachineClaim {

@@ -20,12 +20,13 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// neverMade is what a tombstone says whose status was not written.
+// neverMade is the message of a tombstone whose status was not written.
 const neverMade = "it was released before it was made"
 
-// bury makes the tombstone of a claim that nobody knows: a MachineClaim that belongs to no node group. [ErrUnknownCluster] means that the
-// Cluster does not exist, [ErrConflict] means that the claim exists after all, [*TooManyError] that there are too many tombstones: the
-// release has not happened then, as nothing would refuse a call to make the claim that comes late.
+// bury makes the tombstone of an unknown claim: a MachineClaim that belongs to no node group.
+// Errors: [ErrUnknownCluster] means that the Cluster does not exist, [ErrConflict] that the claim
+// exists after all, [*TooManyError] that there are too many tombstones. In the last case the
+// release has not happened, because a late call to make the claim would not be refused.
 func (e *Engine) bury(ctx context.Context, key Key, why string) (*v1alpha1.MachineClaim, error) {
 	cluster, err := e.cluster(ctx, key.Namespace, key.Cluster)
 	if err != nil {
@@ -45,9 +46,9 @@ func (e *Engine) bury(ctx context.Context, key Key, why string) (*v1alpha1.Machi
 	} else if err != nil {
 		return nil, fmt.Errorf("making a tombstone: %w", err)
 	}
-	e.recount(client.ObjectKeyFromObject(cluster), func(known *census) { known.ended++ })
-	// The object alone is the tombstone; the status is for people and for the lists. Should the agent die here, the
-	// tombstones' controller writes it.
+	e.countEnded(client.ObjectKeyFromObject(cluster), 1)
+	// The object alone is the tombstone. The status is for users and for the lists. If the agent
+	// dies here, the tombstones' controller writes it.
 	if why != "" {
 		why = neverMade + ": " + why
 	}
@@ -70,10 +71,10 @@ func (e *Engine) engrave(ctx context.Context, c *v1alpha1.MachineClaim, why stri
 	return c, nil
 }
 
-// concurrentTombstones is how many ended claims are looked at concurrently.
+// concurrentTombstones is how many ended claims are checked at once.
 const concurrentTombstones = 4
 
-// tombstones forgets claims that ended long ago.
+// tombstones deletes claims that ended long ago.
 type tombstones struct{ *Engine }
 
 func (t tombstones) setupWithManager(mgr ctrl.Manager) error {
@@ -92,7 +93,7 @@ func (t tombstones) setupWithManager(mgr ctrl.Manager) error {
 	return nil
 }
 
-// Reconcile deletes the tombstone when its time is over.
+// Reconcile deletes the tombstone when its retention is over.
 func (t tombstones) Reconcile(ctx context.Context, r reconcile.Request) (reconcile.Result, error) {
 	var c v1alpha1.MachineClaim
 	if err := t.Client.Get(ctx, r.NamespacedName, &c); err != nil {
@@ -100,13 +101,13 @@ func (t tombstones) Reconcile(ctx context.Context, r reconcile.Request) (reconci
 	}
 	left, err := t.forget(ctx, &c)
 	if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
-		return reconcile.Result{}, nil // it changed: there will be an event
+		return reconcile.Result{}, nil // it changed, so there will be an event
 	}
 	return reconcile.Result{RequeueAfter: left}, err
 }
 
-// forget deletes the claim if it ended long enough ago, and returns how long that is still to come; zero when it did, or when
-// the claim has not ended.
+// forget deletes the claim if it ended long enough ago. It returns how long to wait before the next
+// check; zero when it deleted the claim, or when the claim has not ended.
 func (t tombstones) forget(ctx context.Context, c *v1alpha1.MachineClaim) (time.Duration, error) {
 	if c.CurrentPhase() != v1alpha1.PhaseEnded {
 		return 0, nil
@@ -123,7 +124,7 @@ func (t tombstones) forget(ctx context.Context, c *v1alpha1.MachineClaim) (time.
 	if err != nil {
 		return 0, err
 	}
-	// A move that is under way stops half way at a claim that is gone since it was listed.
+	// A move in progress stops half way if a claim that it has listed is deleted.
 	if paused, err := t.paused(ctx, cluster); err != nil || paused {
 		return time.Minute, err
 	}
@@ -133,7 +134,8 @@ func (t tombstones) forget(ctx context.Context, c *v1alpha1.MachineClaim) (time.
 		}
 		return left, nil
 	}
-	// A claim that a Machine is labelled with and that has no object counts as lost, and would be made again.
+	// A claim without an object counts as lost while a Machine carries its label, and would be
+	// recreated.
 	var labelled clusterv1.MachineList
 	err = t.Reader.List(ctx, &labelled, client.InNamespace(c.Namespace), client.MatchingLabels{v1alpha1.ClaimLabel: c.Spec.ClaimID},
 		client.Limit(1))
@@ -146,6 +148,6 @@ func (t tombstones) forget(ctx context.Context, c *v1alpha1.MachineClaim) (time.
 	if err := t.Client.Delete(ctx, c, preconditions(c.UID, c.ResourceVersion)); err != nil {
 		return 0, fmt.Errorf("forgetting a claim that ended long ago: %w", err)
 	}
-	t.recount(clusterOf(c), func(known *census) { known.ended-- })
+	t.countEnded(clusterOf(c), -1)
 	return 0, nil
 }

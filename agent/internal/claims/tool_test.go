@@ -12,13 +12,15 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// TestAToolThatKeepsReplicasIsStopped has claims come and go while a tool sets replicas back to its number whenever it finds another
-// one: the group is frozen at the third such write at the latest, and from then on the user's share stays what it is.
+// TestAToolThatKeepsReplicasIsStopped makes and releases claims while a tool sets replicas back to
+// its number whenever they differ. The group is frozen at the third such write at the latest, and
+// from then on the user's share does not change.
 func TestAToolThatKeepsReplicasIsStopped(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		const floor = 9
 		w := newWorld(t, worldOptions{groups: 1, floor: floor, strategy: clusterv1.OnDeleteMachineDeploymentStrategyType})
-		// Each write of the tool has Cluster API remove machines of its own choice: that is what is to end.
+		// Each write of the tool makes Cluster API remove Machines of its own choice. The freeze
+		// must end that.
 		w.fair, w.withdrawing, w.copies = true, true, true
 		group := w.groups[0]
 		w.licensed[group] = 1000

@@ -7,19 +7,22 @@ import (
 	"go.opentelemetry.io/otel/trace"
 )
 
-// maxTraced is how many calls wait at most to be linked with a run's span; a span has no more links by default.
+// maxTraced is the maximum number of waiting calls that are linked to a run's span. It is the
+// default limit of links in a span.
 const maxTraced = 128
 
-// toTrace notes the recorded span of what asks for the next step, if ctx has one. mu is held.
+// toTrace stores the recorded span of a call that asks for the next step, if ctx has one. mu is
+// held.
 func (g *group) toTrace(ctx context.Context) {
 	if span := trace.SpanFromContext(ctx); span.SpanContext().IsSampled() && len(g.traced) < maxTraced {
 		g.traced = append(g.traced, span)
 	}
 }
 
-// traceStep returns the context of a run's next step. A run has a span from the first step on that serves a recorded call. The span is a child of
-// that call's, so that the trace of a call that comes alone holds all that is done for it; in a crowd, the others' spans and the run's link to each
-// other.
+// traceStep returns the context of a run's next step. A run has a span from the first step that
+// serves a recorded call. The span is a child of that call's, so the trace of a single call
+// contains everything that is done for it. In a crowd, the spans of the other calls and of the run
+// link to each other.
 func (g *group) traceStep(ctx context.Context) context.Context {
 	g.mu.Lock()
 	calls := g.traced
@@ -40,7 +43,8 @@ func (g *group) traceStep(ctx context.Context) context.Context {
 	return ctx
 }
 
-// span returns a context with a new span of work on the group, below another span if that is recorded.
+// span returns a context with a new span for work on the group, as a child of parent if that is
+// recorded.
 func (g *group) span(ctx context.Context, name string, parent trace.Span) context.Context {
 	if !parent.SpanContext().IsSampled() {
 		return ctx

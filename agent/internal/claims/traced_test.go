@@ -11,7 +11,7 @@ import (
 	"go.opentelemetry.io/otel/trace"
 )
 
-// tracer makes spans of calls, and records them.
+// tracer makes spans for calls, and records them.
 type tracer struct {
 	*tracetest.SpanRecorder
 	trace.Tracer
@@ -22,7 +22,7 @@ func newTracer(sampler sdktrace.Sampler) tracer {
 	return tracer{recorder, sdktrace.NewTracerProvider(sdktrace.WithSpanProcessor(recorder), sdktrace.WithSampler(sampler)).Tracer("test")}
 }
 
-// ended returns the only span of that name that has ended.
+// ended returns the only ended span with that name.
 func (r tracer) ended(t *testing.T, name string) sdktrace.ReadOnlySpan {
 	t.Helper()
 	var found []sdktrace.ReadOnlySpan

@@ -2,23 +2,24 @@ package claims
 
 import "context"
 
-// Turn is a call's turn to ask the hub's API server, which the engine gives back while the call only waits: for the write that enters its
-// claim, or for room in a ledger, which may take until the call's deadline.
+// Turn is a call's turn to send requests to the hub's API server. The engine gives it back while
+// the call only waits, for the write that enters its claim or for room in a ledger. That may take
+// until the call's deadline.
 type Turn interface {
 	// LeaveHub gives the turn back.
 	LeaveHub()
-	// AskHub waits until it is the call's turn again. Errors: the context's.
+	// AskHub waits until it is the call's turn again. It returns the context's error.
 	AskHub(ctx context.Context) error
 }
 
 type turnKey struct{}
 
-// WithTurn returns a context of a call whose turn it is.
+// WithTurn returns the context of a call that has a turn.
 func WithTurn(ctx context.Context, t Turn) context.Context {
 	return context.WithValue(ctx, turnKey{}, t)
 }
 
-// always is the turn of calls that nothing limits.
+// always is the turn of calls without a limit.
 type always struct{}
 
 func (always) LeaveHub()                    {}

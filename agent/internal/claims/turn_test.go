@@ -13,7 +13,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 )
 
-// Calls that wait for room in a ledger would keep the caller's others from being answered at all.
+// Otherwise, calls that wait for room in a ledger would block the caller's other calls.
 func TestACallThatWaitsForRoomLetsOthersOfItsCallerAskTheHub(t *testing.T) {
 	e := engineWith(t, groupOf("small", 1, map[string]string{
 		v1alpha1.LedgerAnnotation: `{"v":1,"seq":1,"floor":0,"lastReplicas":1,"spare":0,"pending":{"first":{}}}`,

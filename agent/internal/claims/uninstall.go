@@ -21,28 +21,30 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// closedLedger takes a ledger's place while a node group is withdrawn. Agents take it for one of a newer agent, and keep their
-// hands off the group.
+// closedLedger replaces the ledger while a node group is withdrawn. Agents treat it as a newer
+// agent's ledger and leave the group alone.
 const closedLedger = `{"v":2147483647,"closed":"by capi-agent uninstall"}`
 
-// uninstallInterval is how often a node group is looked at that Cluster API has to finish something for.
+// uninstallInterval is how often a node group is checked while Cluster API has to finish something
+// for it.
 const uninstallInterval = time.Second
 
-// UninstallOptions say how far [Engine.Uninstall] goes.
+// UninstallOptions qualify [Engine.Uninstall].
 type UninstallOptions struct {
-	// Serves says which Clusters are withdrawn. Nil means all.
+	// Serves selects the Clusters to withdraw. Nil means all.
 	Serves func(types.NamespacedName) bool
-	// Force does not wait for releases that are under way: their Machines are let go of as they are, so that Cluster API may
-	// replace them.
+	// Force does not wait for releases that are in progress: their Machines lose the finalizer as
+	// they are, so Cluster API may replace them.
 	Force bool
-	// Report takes a line for people about each thing that is done or waited for. Nil means none.
+	// Report receives a line for users about each thing that is done or waited for. Nil means none.
 	Report func(format string, arguments ...any)
 }
 
-// Uninstall removes everything that agents ever wrote from the hub: ledgers, marks, finalizers and hooks, MachineClaims.
-// Releases under way are finished first, for which Cluster API must run. Every other Machine stays, and becomes the user's.
-// Agents that run meanwhile leave the node groups alone that are being withdrawn, but make new ledgers for new claims: stop
-// them first. It can be repeated, and goes on where it stopped.
+// Uninstall removes everything that agents ever wrote to the hub: ledgers, marks, finalizers and
+// hooks, and MachineClaims. Releases in progress are finished first, which requires Cluster API to
+// run. All other Machines stay and become the user's. Running agents leave a node group alone while
+// it is withdrawn, but make new ledgers for new claims, so stop them first. Uninstall can be
+// repeated, and continues where it stopped.
 func (e *Engine) Uninstall(ctx context.Context, o UninstallOptions) error {
 	if o.Report == nil {
 		o.Report = func(string, ...any) {}
@@ -83,7 +85,8 @@ func (e *Engine) Uninstall(ctx context.Context, o UninstallOptions) error {
 	return e.deleteClaims(ctx, o)
 }
 
-// touchedGroups returns the MachineDeployments that something of the agent's is on, or on their MachineSets or Machines.
+// touchedGroups returns the MachineDeployments that carry anything of the agent's, themselves or on
+// their MachineSets or Machines.
 func (e *Engine) touchedGroups(ctx context.Context, o UninstallOptions) ([]types.NamespacedName, error) {
 	touched := map[types.NamespacedName]bool{}
 	var deployments clusterv1.MachineDeploymentList
@@ -125,8 +128,8 @@ func (e *Engine) touchedGroups(ctx context.Context, o UninstallOptions) ([]types
 	return keys, nil
 }
 
-// withdraw takes the agent's hands off one node group: it finishes what is being released, closes the ledger, removes every
-// mark and, last, the ledger. It returns what it waits for, "" when it is done.
+// withdraw removes the agent from one node group: it finishes the releases, closes the ledger, and
+// removes every mark and, last, the ledger. It returns what it waits for, "" when it is done.
 func (e *Engine) withdraw(ctx context.Context, key types.NamespacedName, force bool) (waiting string, err error) {
 	var md clusterv1.MachineDeployment
 	if err := e.Reader.Get(ctx, key, &md); apierrors.IsNotFound(err) {
@@ -163,7 +166,8 @@ func (e *Engine) withdraw(ctx context.Context, key types.NamespacedName, force b
 	return "", e.openLedger(ctx, key)
 }
 
-// underWay says what Cluster API still has to do for releases of this group, "" when there is nothing.
+// underWay returns what Cluster API still has to do for releases of this group, "" when there is
+// nothing.
 func underWay(s *protocol.Snapshot) string {
 	n := 0
 	for _, c := range s.Claims {
@@ -189,7 +193,8 @@ func (e *Engine) closeLedger(ctx context.Context, key types.NamespacedName, text
 	})
 }
 
-// openLedger removes the closed ledger, and a pause of ours: the last of what is on the group.
+// openLedger removes what is left on the group's MachineDeployment: the closed ledger, a pause of
+// ours, and the annotations beside the ledger.
 func (e *Engine) openLedger(ctx context.Context, key types.NamespacedName) error {
 	var md clusterv1.MachineDeployment
 	if err := e.Reader.Get(ctx, key, &md); err != nil {
@@ -257,7 +262,8 @@ func (e *Engine) clean(ctx context.Context, key types.NamespacedName) error {
 	return nil
 }
 
-// cleaned returns a copy of the object without anything of the agent's, or nil when there is nothing of it.
+// cleaned returns a copy of the object without anything of the agent's, or nil if there is nothing
+// to remove.
 func cleaned[T interface {
 	client.Object
 	DeepCopy() T
@@ -295,7 +301,7 @@ func pausedByAgent(object client.Object) bool {
 	return object.GetAnnotations()[clusterv1.PausedAnnotation] == v1alpha1.PausedByAgent
 }
 
-// deleteClaims deletes every MachineClaim.
+// deleteClaims deletes every MachineClaim of the selected Clusters.
 func (e *Engine) deleteClaims(ctx context.Context, o UninstallOptions) error {
 	var list v1alpha1.MachineClaimList
 	if err := e.Reader.List(ctx, &list); err != nil {

@@ -26,7 +26,7 @@ func TestUninstallLeavesNothingAndTakesNothing(t *testing.T) {
 			groups: 1, floor: rapid.Int32Range(0, 2).Draw(t, "floor"), strategy: clusterv1.OnDeleteMachineDeploymentStrategyType,
 		})
 		group := w.groups[0]
-		// Short histories: what counts is what is half done when they end.
+		// Short histories: the states that are half done at their end matter.
 		actions := map[string]func(){
 			"agent": func() { w.agentStep(0, group) },
 			"create": func() {
@@ -46,7 +46,7 @@ func TestUninstallLeavesNothingAndTakesNothing(t *testing.T) {
 				}
 			},
 		}
-		w.depth = 2 // nobody interrupts
+		w.depth = 2 // no interruptions
 		names := slices.Sorted(maps.Keys(actions))
 		for range rapid.IntRange(0, 16).Draw(t, "actions") {
 			actions[rapid.SampledFrom(names).Draw(t, "action")]()
@@ -73,7 +73,7 @@ func TestUninstallLeavesNothingAndTakesNothing(t *testing.T) {
 			if round > 100 {
 				t.Fatalf("not withdrawn\n%s", w.describe())
 			}
-			// The agent dies now and then, and is started anew.
+			// The agent dies now and then, and is restarted.
 			p.call = &call{fault: none, gap: -1, writes: max(-1, rapid.IntRange(-20, 6).Draw(t, "crash"))}
 			if p.call.writes >= 0 {
 				p.call.fault = rapid.SampledFrom([]fault{crashBefore, crashAfter}).Draw(t, "fault")
@@ -121,8 +121,8 @@ func TestUninstallLeavesNothingAndTakesNothing(t *testing.T) {
 	})
 }
 
-// Each mark of the agent's is one that its removal knows: what is left behind would freeze a group of a later installation, or have a
-// Machine deleted without a drain.
+// Uninstall knows every mark of the agent. A mark left behind would freeze a group of a later
+// installation, or make Cluster API delete a Machine without a drain.
 func TestUninstallRemovesEachMark(t *testing.T) {
 	md := groupOf("small", 1, map[string]string{
 		v1alpha1.LedgerAnnotation: closedLedger, v1alpha1.ReplicasLoweredAnnotation: "frozen", v1alpha1.ClaimedAnnotation: "2", "example.com/note": "x",

@@ -17,8 +17,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// Get returns the claim as the API server has it, or [ErrNotFound]. One whose object was lost is made again, if a Machine carries
-// its label. Other errors: [ErrUnknownCluster], [ErrClusterPaused], [ErrRestoring], or the API server's.
+// Get returns the claim as the API server has it, or [ErrNotFound]. A claim whose object was lost
+// is recreated if a Machine carries its label. Other errors: [ErrUnknownCluster],
+// [ErrClusterPaused], [ErrRestoring], or the API server's.
 func (e *Engine) Get(ctx context.Context, key Key) (*v1alpha1.MachineClaim, error) {
 	c, err := e.find(ctx, key)
 	if err != nil {
@@ -27,8 +28,9 @@ func (e *Engine) Get(ctx context.Context, key Key) (*v1alpha1.MachineClaim, erro
 	return c, e.known(ctx, c)
 }
 
-// asCached returns a claim for the first attempt of a write on it, which is refused if it is not the present one any more; nil when the
-// caches do not show it, or show that there is nothing to write.
+// asCached returns a claim from the caches for the first attempt to write it. The write is refused
+// if the claim has changed since. It returns nil if the caches do not show the claim, or show that
+// there is nothing to write.
 func (e *Engine) asCached(ctx context.Context, key Key) (*v1alpha1.MachineClaim, error) {
 	var c v1alpha1.MachineClaim
 	err := e.Client.Get(ctx, key.object(), &c)
@@ -38,13 +40,14 @@ func (e *Engine) asCached(ctx context.Context, key Key) (*v1alpha1.MachineClaim,
 	return nil, client.IgnoreNotFound(err)
 }
 
-// find is [Engine.Get] for callers that do not mind what the claim has.
+// find is [Engine.Get] for callers that do not depend on what the claim has.
 func (e *Engine) find(ctx context.Context, key Key) (*v1alpha1.MachineClaim, error) {
 	c, err := e.stored(ctx, key)
 	if !errors.Is(err, ErrNotFound) {
 		return c, err
 	}
-	// Before, as it may not have been there yet, and after, as it may be gone already.
+	// Before, because the object may not have been there yet, and after, because it may be gone
+	// already.
 	cluster := types.NamespacedName{Namespace: key.Namespace, Name: key.Cluster}
 	if _, err := e.Whole(ctx, cluster); err != nil {
 		return nil, err
@@ -58,7 +61,7 @@ func (e *Engine) find(ctx context.Context, key Key) (*v1alpha1.MachineClaim, err
 	return e.remember(ctx, key)
 }
 
-// known returns [ErrRestoring] when the claim was moved or restored without its status.
+// known returns [ErrRestoring] if the claim was moved or restored without its status.
 func (e *Engine) known(ctx context.Context, c *v1alpha1.MachineClaim) error {
 	if c.CurrentPhase() != v1alpha1.PhasePending || c.Status.Phase != "" {
 		return nil
@@ -70,9 +73,10 @@ func (e *Engine) known(ctx context.Context, c *v1alpha1.MachineClaim) error {
 	return err
 }
 
-// Whole returns the Cluster if it exists and is not paused. A caller that concludes from a missing object calls it before the read, as a
-// move may not have created the object here yet, and after the read, as a move may have deleted it. Errors: [ErrUnknownCluster],
-// [ErrClusterPaused], or the API server's.
+// Whole returns the Cluster if it exists and is not paused. A caller that concludes from a missing
+// object calls it before the read, as a move may not have created the object here yet, and after
+// the read, as a move may have deleted it. Errors: [ErrUnknownCluster], [ErrClusterPaused], or the
+// API server's.
 func (e *Engine) Whole(ctx context.Context, key types.NamespacedName) (*clusterv1.Cluster, error) {
 	cluster, err := e.liveCluster(ctx, key)
 	switch {
@@ -103,8 +107,9 @@ type speaker struct {
 	holder  string
 }
 
-// decided reports whether each of the claims was in its holder's last live set that this process took, or was judged by it for not being there.
-// No time tells that: the API server dates the objects that are made again in a restore, and an agent the live set, each by its own clock.
+// decided reports whether each of the claims was in, or was judged missing from, the last live set
+// of its holder that this process received. Times cannot show that: the API server dates the
+// objects that a restore creates, and an agent dates the live set, each by its own clock.
 func (e *Engine) decided(cluster types.NamespacedName, claims []*v1alpha1.MachineClaim) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -129,12 +134,13 @@ type ListOptions struct {
 	Namespace, Cluster string
 	// Holder selects one holder's claims; empty means all.
 	Holder string
-	// IncludeEnded also selects ended claims that are still remembered.
+	// IncludeEnded also selects ended claims that are still kept.
 	IncludeEnded bool
 }
 
-// List returns the claims as the API server has them, oldest first, and, for one holder, a token for [Engine.Sync]. They are all there
-// are, and what they have is known, or it is an error: [ErrUnknownCluster], [ErrClusterPaused], [ErrRestoring], or the API server's.
+// List returns the claims as the API server has them, oldest first, and, for one holder, a token
+// for [Engine.Sync]. The result is complete and shows what each claim has, or an error is returned:
+// [ErrUnknownCluster], [ErrClusterPaused], [ErrRestoring], or the API server's.
 func (e *Engine) List(ctx context.Context, o ListOptions) ([]v1alpha1.MachineClaim, string, error) {
 	begun := e.Clock.Now()
 	selector := client.MatchingLabels{v1alpha1.ClusterLabel: o.Cluster}
@@ -149,7 +155,7 @@ func (e *Engine) List(ctx context.Context, o ListOptions) ([]v1alpha1.MachineCla
 	if _, err := e.Whole(ctx, key); err != nil {
 		return nil, "", err
 	}
-	owned, err := e.labelledIn(ctx, key) // before the claims: what is labelled by then says in its status what it has
+	owned, err := e.labelledIn(ctx, key) // before the claims: the status of claims that are labelled by then shows their Machine
 	if err != nil {
 		return nil, "", err
 	}
@@ -180,8 +186,9 @@ func (e *Engine) List(ctx context.Context, o ListOptions) ([]v1alpha1.MachineCla
 	return items, newToken(o, begun, items).encode(), nil
 }
 
-// labelledIn reads from the caches which claims the Cluster's Machines are labelled with. It returns the claims' holders by claim id, without
-// Machines that are being deleted or belong to no MachineDeployment.
+// labelledIn reads from the caches which claims the Cluster's Machines are labelled with. It
+// returns the claims' holders by claim id. It leaves out Machines that are being deleted or belong
+// to no MachineDeployment.
 func (e *Engine) labelledIn(ctx context.Context, cluster types.NamespacedName) (map[string]string, error) {
 	var machines clusterv1.MachineList
 	err := e.Client.List(ctx, &machines, client.InNamespace(cluster.Namespace),
@@ -200,8 +207,9 @@ func (e *Engine) labelledIn(ctx context.Context, cluster types.NamespacedName) (
 	return owned, nil
 }
 
-// knowsAll returns [ErrRestoring] when a claim's Machine would be missing in the list: the claim lost its status, or its object, which the
-// node group's next step makes again. owned are the holders of claims that have Machines; mine is whose claims are listed, "" for all.
+// knowsAll returns [ErrRestoring] if a claim's Machine would be missing from the list, because the
+// claim lost its status, or its object, which the node group's next step recreates. owned are the
+// holders of claims that have Machines. mine is the holder whose claims are listed, "" for all.
 func (e *Engine) knowsAll(
 	ctx context.Context, cluster *clusterv1.Cluster, mine string, listed []v1alpha1.MachineClaim, owned map[string]string,
 ) error {
@@ -231,7 +239,7 @@ func (e *Engine) knowsAll(
 	return nil
 }
 
-// liveOnly adds to the options of a list from the API server that ended claims are left out.
+// liveOnly adds the option that excludes ended claims to those of a list from the API server.
 func (e *Engine) liveOnly(options []client.ListOption) []client.ListOption {
 	if e.Live != nil {
 		options = append(options, e.Live)
@@ -239,7 +247,8 @@ func (e *Engine) liveOnly(options []client.ListOption) []client.ListOption {
 	return options
 }
 
-// cluster returns the Cluster, or nil when there is none. That is concluded only from the API server's own word (rule R3).
+// cluster returns the Cluster, or nil when there is none. Only the API server decides that there is
+// none (rule R3).
 func (e *Engine) cluster(ctx context.Context, namespace, name string) (*clusterv1.Cluster, error) {
 	var cluster clusterv1.Cluster
 	found, err := e.get(ctx, types.NamespacedName{Namespace: namespace, Name: name}, &cluster)
@@ -249,13 +258,14 @@ func (e *Engine) cluster(ctx context.Context, namespace, name string) (*clusterv
 	return &cluster, nil
 }
 
-// paused reports whether the Cluster is paused; one that does not exist is not.
+// paused reports whether the Cluster is paused. A Cluster that does not exist is not.
 func (e *Engine) paused(ctx context.Context, key types.NamespacedName) (bool, error) {
 	cluster, err := e.cluster(ctx, key.Namespace, key.Name)
 	return cluster != nil && eligibility.ClusterPaused(cluster), err
 }
 
-// get reads an object from the cache, and from the API server when the cache does not have it.
+// get reads an object from the cache, or from the API server if the cache does not have it. It
+// reports whether it exists.
 func (e *Engine) get(ctx context.Context, key types.NamespacedName, object client.Object) (bool, error) {
 	err := e.Client.Get(ctx, key, object)
 	if apierrors.IsNotFound(err) {

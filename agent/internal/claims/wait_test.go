@@ -12,7 +12,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// An agent that starts knows when it did: until the holders have reported, it judges no claim that waits.
+// An agent records when it started: until the holders have reported, it fails no waiting claim.
 func TestAnAgentKnowsWhenItStarted(t *testing.T) {
 	assert.False(t, New(Config{}).started.IsZero())
 }

@@ -31,17 +31,20 @@ const (
 	fieldOwner = client.FieldOwner(v1alpha1.FieldManager)
 	// historyLength is how many entries of a claim's history are kept.
 	historyLength = 32
-	// endedHistory is how many of them are kept of a claim that has ended: an ordinary life, and what went wrong last.
+	// endedHistory is how many entries are kept for a claim that has ended: an ordinary life, and
+	// what went wrong last.
 	endedHistory = 8
 	// parallelWrites bounds the writes that one step does at once.
 	parallelWrites = 16
-	// unknownHolder holds a claim that was made again from a Machine that does not say whose it was. Nobody collects it.
+	// unknownHolder is the holder of a claim that was recreated from a Machine that does not record
+	// its holder. Such claims are never collected.
 	unknownHolder = "unknown"
-	// releasedKept is how many UIDs a MachineSet remembers beyond those that the ledger counts on.
+	// releasedKept is how many UIDs a MachineSet keeps beyond those that the ledger relies on.
 	releasedKept = 64
 )
 
-// operation is one operation of a JSON patch (RFC 6902). The value is written even when it is zero; "remove" ignores it.
+// operation is one operation of a JSON patch (RFC 6902). The value is written even when it is zero;
+// "remove" ignores it.
 type operation struct {
 	Op    string `json:"op"`
 	Path  string `json:"path"`
@@ -58,8 +61,9 @@ func annotationPath(key string) string {
 
 func labelPath(key string) string { return "/metadata/labels/" + strings.ReplaceAll(key, "/", "~1") }
 
-// writeLedger writes the decision's ledger and replicas in one patch that tests what the decision was made from: it fails
-// with [ErrConflict] when the ledger or the replicas have changed, or a further test fails. It returns the MachineDeployment as it is now.
+// writeLedger writes the decision's ledger and replicas in one patch that tests what the decision
+// was made from. It fails with [ErrConflict] if the ledger or the replicas have changed, or if a
+// further test fails. It returns the MachineDeployment as written.
 func (e *Engine) writeLedger(
 	ctx context.Context, s *protocol.Snapshot, d *protocol.Decision, further ...operation,
 ) (*clusterv1.MachineDeployment, error) {
@@ -88,11 +92,12 @@ func (e *Engine) writeLedger(
 	}
 	ops = append(ops, test("/spec/replicas", s.Group.Replicas))
 	if s.Ledger == nil || d.Removes {
-		// Which Machines are spares, and which MachineSet is charged depend on the template: no rollout may begin unseen. And a ledger that came and went
-		// since the reading left another generation, unless it changed nothing.
+		// The template decides which Machines are spares and which MachineSet is charged, so no
+		// rollout may have begun unseen. And a ledger that was added and removed since the reading
+		// left another generation, unless it changed nothing.
 		ops = append(ops, test("/metadata/generation", s.Deployment.Generation))
 	}
-	switch { // a person may have set a size since
+	switch { // a user may have set a size since
 	case d.Replicas > s.Group.Replicas:
 		ops = append(ops, asRead(s.Deployment, clusterv1.AutoscalerMaxSizeAnnotation))
 	case d.Replicas < s.Group.Replicas:
@@ -110,7 +115,7 @@ func (e *Engine) writeLedger(
 	}
 	switch d.Pause {
 	case protocol.PauseSet:
-		// That nobody else has paused it cannot be tested by itself.
+		// No test of a single field can show that no other actor has paused it.
 		ops = append(ops, test("/metadata/resourceVersion", s.Deployment.ResourceVersion))
 		ops = append(ops, put(annotationPath(clusterv1.PausedAnnotation), v1alpha1.PausedByAgent))
 	case protocol.PauseRemove:
@@ -146,7 +151,7 @@ func (e *Engine) writeLedger(
 	}
 }
 
-// asRead tests that an annotation is as it was read, or is not there either.
+// asRead returns the test that an annotation is as it was read, or is still absent.
 func asRead(md *clusterv1.MachineDeployment, key string) operation {
 	if text, present := md.Annotations[key]; present {
 		return test(annotationPath(key), text)
@@ -154,7 +159,7 @@ func asRead(md *clusterv1.MachineDeployment, key string) operation {
 	return test(annotationPath(key), nil)
 }
 
-// unchanged tests that nothing of a MachineDeployment has changed but its status.
+// unchanged returns the tests that nothing of a MachineDeployment has changed except its status.
 func unchanged(md *clusterv1.MachineDeployment) []operation {
 	return []operation{
 		test("/metadata/generation", md.Generation), test("/metadata/labels", md.Labels), test("/metadata/annotations", md.Annotations),
@@ -162,8 +167,9 @@ func unchanged(md *clusterv1.MachineDeployment) []operation {
 	}
 }
 
-// testFailed reports whether the API server says that a test of a JSON patch failed. It is Invalid, as what validation or a policy
-// refuses is; those name causes, or say that they denied the request.
+// testFailed reports whether a test of a JSON patch failed. The API server reports that as Invalid,
+// like a refusal by validation or a policy; but those list causes or state that they denied the
+// request.
 func testFailed(err error) bool {
 	var status apierrors.APIStatus
 	if !apierrors.IsInvalid(err) || !errors.As(err, &status) {
@@ -173,7 +179,8 @@ func testFailed(err error) bool {
 	return (details == nil || len(details.Causes) == 0) && !denied(status)
 }
 
-// refusedForGood reports whether the API server or an admission policy refuses a write for its content.
+// refusedForGood reports whether the API server or an admission policy refuses a write for its
+// content.
 func refusedForGood(err error) bool {
 	var status apierrors.APIStatus
 	return errors.As(err, &status) &&
@@ -186,7 +193,8 @@ func denied(err apierrors.APIStatus) bool {
 	return strings.Contains(message, "denied the request") || strings.Contains(message, "denied request")
 }
 
-// reportLowering says on the MachineDeployment that it is frozen, and why.
+// reportLowering reports that the MachineDeployment is frozen, and why, by an event, a metric and
+// the log.
 func (e *Engine) reportLowering(ctx context.Context, s *protocol.Snapshot, d *protocol.Decision) {
 	countLowering(s.Deployment.Namespace, s.Deployment.Name)
 	if e.Recorder != nil {
@@ -196,8 +204,8 @@ func (e *Engine) reportLowering(ctx context.Context, s *protocol.Snapshot, d *pr
 		"machineDeployment", s.Deployment.Name, "replicas", s.Group.Replicas, "cause", d.Lowered)
 }
 
-// perform does the actions, several at once, and reports whether any of them changed something. A write that lost a race
-// against another writer is left to the next step.
+// perform does the actions, several at once, and reports whether any of them changed something. A
+// write that lost a race is left to the next step.
 func (e *Engine) perform(ctx context.Context, s *protocol.Snapshot, actions []protocol.Action) (bool, error) {
 	var progress atomic.Bool
 	var (
@@ -234,7 +242,8 @@ func (e *Engine) perform(ctx context.Context, s *protocol.Snapshot, actions []pr
 	return progress.Load(), errors.Join(errs...)
 }
 
-// reportRefusal notes on a Machine's claim that a write on the Machine is refused, and why: without the write the claim does not get on.
+// reportRefusal records on a Machine's claim that a write on the Machine is refused, and why.
+// Without the write the claim makes no progress.
 func (e *Engine) reportRefusal(ctx context.Context, s *protocol.Snapshot, a protocol.Action, cause error) {
 	if a.Machine == nil {
 		return
@@ -258,7 +267,8 @@ func (e *Engine) reportRefusal(ctx context.Context, s *protocol.Snapshot, a prot
 	}
 }
 
-// writeStatus writes a claim's status, if the claim is still as it was read, and has what the caches show of it replaced until they show that.
+// writeStatus writes a claim's status if the claim is still as it was read. The written claim
+// replaces the caches' version until they show it.
 func (e *Engine) writeStatus(ctx context.Context, c *v1alpha1.MachineClaim) error {
 	if err := e.Client.Status().Update(ctx, c); err != nil {
 		return err
@@ -341,7 +351,8 @@ func (e *Engine) do(ctx context.Context, a protocol.Action) error {
 	panic("unknown action " + a.Kind)
 }
 
-// bind decides the race between binding and releasing by the claim's phase, and then labels the Machine.
+// bind decides the race between binding and releasing by the claim's phase, and then labels the
+// Machine.
 func (e *Engine) bind(ctx context.Context, a protocol.Action) error {
 	c := a.Claim.DeepCopy()
 	c.Status.Phase, c.Status.NodeGroupUID = v1alpha1.PhaseBound, a.Group
@@ -349,7 +360,8 @@ func (e *Engine) bind(ctx context.Context, a protocol.Action) error {
 	c.Status.BoundAt = new(metav1.NewTime(e.Clock.Now()))
 	message := "bound to Machine " + a.Machine.Name
 	if c.Spec.Adopt != "" && protocol.HasNode(a.Machine) {
-		// In the same write, as there may be many at once. Pods may run on it, which no report of the holder has to say first.
+		// In the same write, because there may be many adoptions at once. Pods may run on the Node,
+		// even before the holder reports it.
 		c.Status.Machine.NodeName, c.Status.NodeRegisteredAt = a.Machine.Status.NodeRef.Name, c.Status.BoundAt
 		message += ", which it adopts with its Node " + c.Status.Machine.NodeName
 	}
@@ -360,14 +372,15 @@ func (e *Engine) bind(ctx context.Context, a protocol.Action) error {
 	return e.label(ctx, c, a.Machine)
 }
 
-// recreate makes a MachineClaim again from what its Machine says. Its status comes with the next step.
+// recreate creates a MachineClaim again from the metadata of its Machine. The next step restores
+// its status.
 func (e *Engine) recreate(ctx context.Context, m *clusterv1.Machine) error {
 	cluster, err := e.cluster(ctx, m.Namespace, m.Spec.ClusterName)
 	if err != nil || cluster == nil {
 		return err
 	}
 	group := m.Labels[clusterv1.MachineDeploymentNameLabel]
-	// What a person made of the annotations is no reason for the object to be refused.
+	// An annotation that a person edited must not make the API server refuse the object.
 	holder := m.Annotations[v1alpha1.ClaimHolderAnnotation]
 	if len(validation.IsDNS1123Label(holder)) > 0 {
 		holder = unknownHolder
@@ -390,7 +403,8 @@ func (e *Engine) recreate(ctx context.Context, m *clusterv1.Machine) error {
 	return nil
 }
 
-// restore makes a claim Bound to the Machine that carries its label, or goes on releasing that one.
+// restore binds a claim to the Machine that carries its label, or continues the release of that
+// Machine.
 func (e *Engine) restore(ctx context.Context, a protocol.Action) error {
 	c := a.Claim.DeepCopy()
 	if err := e.own(ctx, c); err != nil {
@@ -414,7 +428,7 @@ func (e *Engine) restore(ctx context.Context, a protocol.Action) error {
 		c.Status.BoundAt = new(metav1.NewTime(e.Clock.Now()))
 	}
 	if a.Remade && a.Machine.Spec.ProviderID != "" && c.Status.NodeRegisteredAt == nil {
-		c.Status.NodeRegisteredAt = new(metav1.NewTime(e.Clock.Now())) // its Node may have been reported, so that nobody collects it
+		c.Status.NodeRegisteredAt = new(metav1.NewTime(e.Clock.Now())) // its Node may have been reported, so the claim must not be collected
 	}
 	if c.Status.FailedAt == nil { // why it failed matters more
 		e.note(c, v1alpha1.Event{Reason: protocol.ReasonBound, Message: "its status was lost; bound to Machine " + a.Machine.Name + " by that one's label"})
@@ -422,8 +436,8 @@ func (e *Engine) restore(ctx context.Context, a protocol.Action) error {
 	return e.writeStatus(ctx, c)
 }
 
-// own makes the Cluster the owner of a claim that has none, as backups may leave owners out: nothing else would remove the claim with the
-// Cluster, nor move it.
+// own makes the Cluster the owner of a claim that has none, because backups may leave owners out.
+// Without an owner, the claim would not be deleted or moved with the Cluster.
 func (e *Engine) own(ctx context.Context, c *v1alpha1.MachineClaim) error {
 	if len(c.OwnerReferences) > 0 {
 		return nil
@@ -436,7 +450,7 @@ func (e *Engine) own(ctx context.Context, c *v1alpha1.MachineClaim) error {
 	return e.Client.Update(ctx, c)
 }
 
-// label writes the lasting binding, if the Machine has no claim and had none since it was read.
+// label writes the lasting binding, if the Machine has no claim and has had none since it was read.
 func (e *Engine) label(ctx context.Context, c *v1alpha1.MachineClaim, machine *clusterv1.Machine) error {
 	m := machine.DeepCopy()
 	metav1.SetMetaDataLabel(&m.ObjectMeta, v1alpha1.ClaimLabel, c.Spec.ClaimID)
@@ -460,15 +474,15 @@ func (e *Engine) label(ctx context.Context, c *v1alpha1.MachineClaim, machine *c
 	return nil
 }
 
-// unbind takes the label off a Machine that the next claim may have.
+// unbind takes the label off a Machine, so that the next claim may have it.
 func (e *Engine) unbind(ctx context.Context, a protocol.Action) error {
 	m := a.Machine.DeepCopy()
 	forgetClaim(m)
 	metav1.SetMetaDataAnnotation(&m.ObjectMeta, v1alpha1.HandedOverAnnotation, protocol.ClaimOf(a.Machine))
-	return e.patchAsRead(ctx, a.Machine, m) // it must have no Node
+	return e.patchAsRead(ctx, a.Machine, m) // it must still have no Node
 }
 
-// forgetClaim takes off what [Engine.label] wrote.
+// forgetClaim removes what [Engine.label] wrote.
 func forgetClaim(m *clusterv1.Machine) {
 	delete(m.Labels, v1alpha1.ClaimLabel)
 	delete(m.Labels, v1alpha1.ClaimNameLabel)
@@ -478,12 +492,13 @@ func forgetClaim(m *clusterv1.Machine) {
 	delete(m.Annotations, v1alpha1.ClaimedAtAnnotation)
 }
 
-// patchAsRead writes the difference, if nothing of the Machine has changed since it was read.
+// patchAsRead writes the difference if the Machine has not changed at all since it was read.
 func (e *Engine) patchAsRead(ctx context.Context, before, after *clusterv1.Machine) error {
 	return e.Client.Patch(ctx, after, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), fieldOwner)
 }
 
-// hold marks the Machine, puts the finalizer on it and deletes it. Replicas stay: the slot is kept until the Machine is gone.
+// hold marks the Machine, adds the finalizer and deletes it. Replicas do not change: the slot is
+// kept until the Machine is gone.
 func (e *Engine) hold(ctx context.Context, a protocol.Action) error {
 	m := a.Machine.DeepCopy()
 	controllerutil.AddFinalizer(m, v1alpha1.ReleaseFinalizer)
@@ -499,13 +514,15 @@ func (e *Engine) hold(ctx context.Context, a protocol.Action) error {
 	return e.Client.Delete(ctx, m, preconditions(m.UID, version))
 }
 
-// releaseMarks are the annotations that a release writes on its Machine, with the agent's group as their value.
+// releaseMarks are the annotations that a release writes on its Machine, with the agent's group as
+// their value.
 var releaseMarks = []string{
 	clusterv1.DeleteMachineAnnotation, clusterv1.ExcludeNodeDrainingAnnotation, clusterv1.ExcludeWaitForNodeVolumeDetachAnnotation,
 }
 
-// keep undoes what hold did to a Machine that lives. The MachineSet controller may put the finalizer back from its cache, as it writes
-// the whole list for Machines that live; it is taken off as often as it is seen.
+// keep undoes what hold did to a Machine that lives. The MachineSet controller may restore the
+// finalizer from its cache, because it writes the whole list for live Machines. The finalizer is
+// removed as often as it is seen.
 func (e *Engine) keep(ctx context.Context, machine *clusterv1.Machine) error {
 	m := machine.DeepCopy()
 	controllerutil.RemoveFinalizer(m, v1alpha1.ReleaseFinalizer)
@@ -525,12 +542,12 @@ func spareDraining(m *clusterv1.Machine, r protocol.Release) {
 	}
 }
 
-// lowerSet lowers a MachineSet and notes, in the same write, for which Machines.
+// lowerSet lowers a MachineSet and records in the same write for which Machines.
 func (e *Engine) lowerSet(ctx context.Context, a protocol.Action) error {
 	set := a.Set.DeepCopy()
 	replicas := max(0, protocol.ReplicasOf(set)-int32(len(a.UIDs)))
 	set.Spec.Replicas = &replicas
-	var before []types.UID // which nothing depends on any more
+	var before []types.UID // nothing depends on these any more
 	uids := slices.Clone(a.UIDs)
 	for _, uid := range protocol.ReleasedFrom(set) {
 		if slices.Contains(a.Counts, uid) {
@@ -544,14 +561,15 @@ func (e *Engine) lowerSet(ctx context.Context, a protocol.Action) error {
 	return e.patchSet(ctx, a.Set, set)
 }
 
-// patchSet writes the difference, if the MachineSet is still as it was read.
+// patchSet writes the difference if the MachineSet is still as it was read.
 func (e *Engine) patchSet(ctx context.Context, before, after *clusterv1.MachineSet) error {
 	return e.Client.Patch(ctx, after, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), fieldOwner)
 }
 
-// patchMachine writes the difference of labels, annotations and finalizers, if of all that the protocol reads there the
-// Machine is still as it was read: it is the same one, has the same claim and had no other meanwhile, and nobody has begun to
-// delete it. It is not refused for what else Cluster API writes, which is much while a Machine is new or going.
+// patchMachine writes the difference of labels, annotations and finalizers, if everything that the
+// protocol reads there is unchanged: it is the same Machine, it has the same claim and had no other
+// meanwhile, and no actor has begun to delete it. Other writes by Cluster API, which are frequent
+// while a Machine is new or being deleted, do not make it fail.
 func (e *Engine) patchMachine(ctx context.Context, before, after *clusterv1.Machine) error {
 	ops := []operation{test("/metadata/uid", before.UID)}
 	if protocol.Alive(before) {
@@ -572,7 +590,7 @@ func (e *Engine) patchMachine(ctx context.Context, before, after *clusterv1.Mach
 	if err != nil {
 		return fmt.Errorf("encoding a Machine's patch: %w", err)
 	}
-	// Into an empty one: what the answer leaves out would stay in one that is filled.
+	// Into an empty object: fields that the response omits would stay in one that is filled.
 	written := &clusterv1.Machine{ObjectMeta: metav1.ObjectMeta{Namespace: before.Namespace, Name: before.Name}}
 	err = e.Client.Patch(ctx, written, client.RawPatch(types.JSONPatchType, patch), fieldOwner)
 	switch {
@@ -586,8 +604,8 @@ func (e *Engine) patchMachine(ctx context.Context, before, after *clusterv1.Mach
 	return nil
 }
 
-// change returns the operations that make one map of an object's metadata into another, and test those keys and the further
-// ones before.
+// change returns the operations that turn one map of an object's metadata into another. They first
+// test the previous values of the changed keys and of the further ones.
 func change(path func(key string) string, before, after map[string]string, further ...string) []operation {
 	changed := map[string]bool{}
 	for _, values := range []map[string]string{before, after} {
@@ -624,8 +642,8 @@ func change(path func(key string) string, before, after map[string]string, furth
 	return append(tests, changes...)
 }
 
-// takeBack begins the release of a claim whose Machine failed or is late. Only a failure keeps the Machine from the next claim and
-// cools the node group down.
+// takeBack begins the release of a claim whose Machine failed or is late. Only a failure keeps the
+// Machine from the next claim and makes the node group cool down.
 func (e *Engine) takeBack(ctx context.Context, a protocol.Action) error {
 	c := a.Claim.DeepCopy()
 	now := metav1.NewTime(e.Clock.Now())
@@ -650,7 +668,7 @@ func (e *Engine) takeBack(ctx context.Context, a protocol.Action) error {
 	return nil
 }
 
-// endClaim moves the claim to Ended, if it is still as it was read.
+// endClaim moves the claim to Ended if it is still as it was read.
 func (e *Engine) endClaim(ctx context.Context, claim *v1alpha1.MachineClaim, why v1alpha1.Event) error {
 	c := claim.DeepCopy()
 	c.Status.Phase = v1alpha1.PhaseEnded
@@ -668,7 +686,7 @@ func (e *Engine) endClaim(ctx context.Context, claim *v1alpha1.MachineClaim, why
 	return nil
 }
 
-// moveOn moves a claim to its next candidate that takes it, or ends it.
+// moveOn moves a claim to the next candidate that takes it, or ends it.
 func (e *Engine) moveOn(ctx context.Context, a protocol.Action) error {
 	if err := e.known(ctx, a.Claim); errors.Is(err, ErrRestoring) {
 		return e.endClaim(ctx, a.Claim, v1alpha1.Event{
@@ -695,7 +713,8 @@ func (e *Engine) moveOn(ctx context.Context, a protocol.Action) error {
 	return nil
 }
 
-// moveTo makes another candidate the claim's node group, if the claim is still as it was read. It keeps those that are left.
+// moveTo makes another candidate the claim's node group if the claim is still as it was read. The
+// claim keeps the candidates that are left.
 func (e *Engine) moveTo(ctx context.Context, c *v1alpha1.MachineClaim, next choice) (*v1alpha1.MachineClaim, error) {
 	moved := c.DeepCopy()
 	moved.Spec.NodeGroup, moved.Spec.Candidates = next.first(), next.candidates
@@ -706,14 +725,15 @@ func (e *Engine) moveTo(ctx context.Context, c *v1alpha1.MachineClaim, next choi
 	return moved, nil
 }
 
-// note adds to the claim's history and makes it the present reason.
+// note adds an event to the claim's history and makes it the present reason. It does not write the
+// claim.
 func (e *Engine) note(c *v1alpha1.MachineClaim, event v1alpha1.Event) {
 	event.Time = metav1.NewTime(e.Clock.Now())
 	c.Status.History = append(c.Status.History, event)
 	if extra := len(c.Status.History) - historyLength; extra > 0 {
 		c.Status.History = c.Status.History[extra:]
 	}
-	for i := range c.Status.History { // also those that an agent wrote that did not cut them
+	for i := range c.Status.History { // also entries of an agent that did not cut them
 		c.Status.History[i].Message = protocol.Line(c.Status.History[i].Message)
 	}
 	c.Status.Reason, c.Status.Message = event.Reason, protocol.Line(event.Message)

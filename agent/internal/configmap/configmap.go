@@ -1,4 +1,4 @@
-// Package configmap follows what one key of one ConfigMap of the hub says.
+// Package configmap follows the content of one key of a ConfigMap in the hub.
 package configmap
 
 import (
@@ -26,31 +26,33 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/source"
 )
 
-// maxNote is how much of what is wrong an event says; the API server takes 1024 bytes.
+// maxNote is the maximum length of an event's text about a problem. The API server accepts 1024
+// bytes.
 const maxNote = 900
 
-// Config is what a [Follower] needs.
+// Config configures a [Follower].
 type Config[T any] struct {
-	// Name is the ConfigMap's. REQUIRED.
+	// Name is the name of the ConfigMap. REQUIRED.
 	Name types.NamespacedName
-	// Key is the key in it. REQUIRED.
+	// Key is the followed key. REQUIRED.
 	Key string
-	// What is the content's name for people, in lower case: "price list". The metric capi_agent_price_list_usable and the event
-	// InvalidPriceList are named after it. REQUIRED.
+	// What is the display name of the content in lower case, such as "price list". The metric
+	// capi_agent_price_list_usable and the event InvalidPriceList are derived from it. REQUIRED.
 	What string
-	// Parse reads the content. It returns nil with an error only. REQUIRED.
+	// Parse parses the content. It returns nil only with an error. REQUIRED.
 	Parse func(content []byte) (*T, error)
-	// Lasting content stays in use when the ConfigMap is deleted.
+	// Lasting keeps the content in use when the ConfigMap is deleted.
 	Lasting bool
-	// Changed is called after other content is in use, nil included. It must not call the follower. Nil is none.
+	// Changed is called after the content in use has changed, also to nil. It must not call the
+	// follower. It may be nil.
 	Changed func(*T)
-	// Recorder takes an event when the content cannot be used. REQUIRED.
+	// Recorder records an event if the content cannot be used. REQUIRED.
 	Recorder events.EventRecorder
-	// Registerer takes the metric. Nil registers none.
+	// Registerer registers the metric. Nil registers none.
 	Registerer prometheus.Registerer
 }
 
-// Follower has the newest content that can be used. It is safe for concurrent use.
+// Follower provides the latest usable content. It is safe for concurrent use.
 type Follower[T any] struct {
 	Config[T]
 
@@ -61,17 +63,18 @@ type Follower[T any] struct {
 
 	mu      sync.Mutex
 	read    bool
-	version string // of the ConfigMap that was read last, good or bad
-	problem string // why that one cannot be used; empty when it can
+	version string // of the last ConfigMap read, usable or not
+	problem string // why the last ConfigMap read cannot be used; empty if it can
 }
 
-// caches is started before what reads from it.
+// caches makes the manager start the cache before the controllers that read from it.
 type caches struct{ cache.Cache }
 
-// GetCache makes the manager take it for what it is.
+// GetCache makes the manager recognize it as a cache.
 func (c caches) GetCache() cache.Cache { return c.Cache }
 
-// New returns a follower that reads once the manager has started. It needs the right to get, list and watch that one ConfigMap, and no other.
+// New returns a follower. It reads the content once the manager has started. It needs the right to
+// get, list and watch that one ConfigMap only.
 func New[T any](mgr manager.Manager, c Config[T]) (*Follower[T], error) {
 	f := &Follower[T]{Config: c, first: make(chan struct{}), usable: prometheus.NewGauge(prometheus.GaugeOpts{
 		Name: "capi_agent_" + lo.SnakeCase(c.What) + "_usable",
@@ -82,7 +85,8 @@ func New[T any](mgr manager.Manager, c Config[T]) (*Follower[T], error) {
 			return nil, fmt.Errorf("registering metrics: %w", err)
 		}
 	}
-	// A cache of its own: one of many ConfigMaps of a namespace is chosen by a field selector, which has room for one name.
+	// The follower has its own cache. A single ConfigMap of a namespace is selected by a field
+	// selector, which can hold only one name.
 	own, err := cache.New(mgr.GetConfig(), cache.Options{
 		HTTPClient: mgr.GetHTTPClient(), Scheme: mgr.GetScheme(), Mapper: mgr.GetRESTMapper(),
 		ByObject: map[client.Object]cache.ByObject{&corev1.ConfigMap{}: {Namespaces: map[string]cache.Config{
@@ -103,7 +107,7 @@ func New[T any](mgr manager.Manager, c Config[T]) (*Follower[T], error) {
 	if err != nil {
 		return nil, fmt.Errorf("setting up the %s: %w", c.What, err)
 	}
-	// A ConfigMap that is not there has no event.
+	// A missing ConfigMap causes no event.
 	err = mgr.Add(manager.RunnableFunc(func(ctx context.Context) error {
 		ctx = log.IntoContext(ctx, mgr.GetLogger())
 		if _, err := f.Read(ctx); err != nil && ctx.Err() == nil {
@@ -117,13 +121,13 @@ func New[T any](mgr manager.Manager, c Config[T]) (*Follower[T], error) {
 	return f, nil
 }
 
-// Current returns the content that is used now; nil when there is none, or none yet.
+// Current returns the content in use, or nil if there is none or it has not been read yet.
 func (f *Follower[T]) Current() *T { return f.current.Load() }
 
-// First is closed once there is content that can be used.
+// First returns a channel that is closed once there has been usable content.
 func (f *Follower[T]) First() <-chan struct{} { return f.first }
 
-// Problem says why what is there now cannot be used; "" when it can.
+// Problem returns why the current content of the ConfigMap cannot be used, or "" if it can.
 func (f *Follower[T]) Problem() string {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -133,7 +137,8 @@ func (f *Follower[T]) Problem() string {
 	return f.problem
 }
 
-// Read returns the content that is used now; nil when there is none. The first call waits until it has been read.
+// Read returns the content in use, or nil if there is none. The first call waits until it has been
+// read.
 func (f *Follower[T]) Read(ctx context.Context) (*T, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -145,14 +150,14 @@ func (f *Follower[T]) Read(ctx context.Context) (*T, error) {
 	return f.Current(), nil
 }
 
-// Reconcile reads the content anew.
+// Reconcile reads the content again.
 func (f *Follower[T]) Reconcile(ctx context.Context, _ reconcile.Request) (reconcile.Result, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return reconcile.Result{}, f.load(ctx)
 }
 
-// load reads the ConfigMap. Content that cannot be used leaves the last good one.
+// load reads the ConfigMap. If the content cannot be used, the last usable one stays in use.
 func (f *Follower[T]) load(ctx context.Context) error {
 	configMap := &corev1.ConfigMap{}
 	err := f.reader.Get(ctx, f.Name, configMap)
@@ -218,7 +223,7 @@ func (f *Follower[T]) parse(configMap *corev1.ConfigMap) (*T, error) {
 	return parsed, nil
 }
 
-// cut shortens a text, between characters.
+// cut shortens a text at a character boundary.
 func cut(text string) string {
 	if len(text) <= maxNote {
 		return text

@@ -1,5 +1,5 @@
-// Package contact knows whether the hub's API server answers. Caches, and the watch streams that they feed, look alive without it: what
-// they show grows old in silence.
+// Package contact detects whether the hub's API server responds. Without it, caches and the watch
+// streams fed by them look alive, but silently become outdated.
 package contact
 
 import (
@@ -11,22 +11,25 @@ import (
 	"k8s.io/utils/clock"
 )
 
-// Config is what a [Probe] needs.
+// Config configures a [Probe].
 type Config struct {
-	// Ask asks the API server something small, itself and not a cache, until the context ends. Any answer is an answer. REQUIRED.
+	// Ask sends a small request to the API server itself, not to a cache, until the context ends.
+	// It returns nil for any response. REQUIRED.
 	Ask func(ctx context.Context) error
-	// Interval is the time between two questions, and Timeout how long each may take. REQUIRED.
+	// Interval is the time between two requests, and Timeout limits each of them. REQUIRED.
 	Interval, Timeout time.Duration
-	// Patience is how long there may be no answer before contact counts as lost. It must be longer than Interval and Timeout together,
-	// so that one slow answer costs nothing. REQUIRED.
+	// Patience is how long there may be no response before contact is considered lost. It must be
+	// longer than Interval and Timeout together, so that a single slow response has no effect.
+	// REQUIRED.
 	Patience time.Duration
-	// Log takes a line when contact is lost or back. Zero discards them.
+	// Log receives a line when contact is lost or restored. Zero discards it.
 	Log logr.Logger
-	// Clock is the time. Nil means the real one.
+	// Clock provides the time. Nil means the system clock.
 	Clock clock.WithTicker
 }
 
-// lostError says since when there is no contact. Its text is for callers: the cause, which names the hub's address, is not in it.
+// lostError reports since when there has been no contact. Its text is sent to callers, so it does
+// not include the cause, which contains the hub's address.
 type lostError struct {
 	since time.Time
 	cause error
@@ -38,7 +41,8 @@ func (e *lostError) Error() string {
 
 func (e *lostError) Unwrap() error { return e.cause }
 
-// Probe asks regularly. It is safe for concurrent use. Before the first question was asked there is contact.
+// Probe sends requests periodically. It is safe for concurrent use. Before the first request,
+// contact is assumed.
 type Probe struct {
 	config Config
 
@@ -48,7 +52,7 @@ type Probe struct {
 	changed  chan struct{}
 }
 
-// New returns a probe that asks once [Probe.Run] runs.
+// New returns a probe. It sends requests while [Probe.Run] runs.
 func New(c Config) *Probe {
 	if c.Clock == nil {
 		c.Clock = clock.RealClock{}
@@ -59,21 +63,22 @@ func New(c Config) *Probe {
 	return &Probe{config: c, answered: c.Clock.Now(), changed: make(chan struct{})}
 }
 
-// State returns a channel that is closed at the next change, and nil while there is contact, else why there is none, in words that may be
-// told to callers.
+// State returns a channel that is closed at the next change, and nil while there is contact.
+// Otherwise it returns an error whose text may be sent to callers.
 func (p *Probe) State() (changed <-chan struct{}, lost error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.changed, p.cause
 }
 
-// Lost returns nil while there is contact, else why there is none, in words that may be told to callers.
+// Lost returns nil while there is contact, and otherwise an error whose text may be sent to
+// callers.
 func (p *Probe) Lost() error {
 	_, lost := p.State()
 	return lost
 }
 
-// Run asks until the context ends, and then returns nil.
+// Run sends requests until the context ends, and then returns nil.
 func (p *Probe) Run(ctx context.Context) error {
 	p.mu.Lock()
 	p.answered = p.config.Clock.Now()
@@ -95,7 +100,7 @@ func (p *Probe) ask(ctx context.Context) {
 	err := p.config.Ask(bounded)
 	cancel()
 	if ctx.Err() != nil {
-		return // the end is no sign
+		return // the failure was caused by the shutdown
 	}
 	now := p.config.Clock.Now()
 	p.mu.Lock()
@@ -113,7 +118,7 @@ func (p *Probe) ask(ctx context.Context) {
 	}
 }
 
-// turn changes the state. p.mu is held.
+// turn changes the state. p.mu must be held.
 func (p *Probe) turn(cause error) {
 	p.cause = cause
 	close(p.changed)

@@ -12,7 +12,7 @@ import (
 
 var errAway = errors.New("connection refused")
 
-// asked is a probe whose questions the test answers.
+// asked is a probe whose requests the test answers.
 type asked struct {
 	*Probe
 
@@ -29,7 +29,7 @@ func newAsked() *asked {
 	return a
 }
 
-// after lets time pass and asks once.
+// after advances the time and sends one request.
 func (a *asked) after(t *testing.T, d time.Duration, answer error) error {
 	t.Helper()
 	a.clock.Step(d)
@@ -75,7 +75,7 @@ func TestContactIsBackWithTheFirstAnswer(t *testing.T) {
 	require.NoError(t, a.after(t, 4*time.Second, errAway), "patience begins anew")
 }
 
-// An agent that is being ended is not one whose hub is away.
+// A shutdown of the agent must not be mistaken for an outage of the hub.
 func TestTheEndIsNoLossOfContact(t *testing.T) {
 	a := newAsked()
 	a.answer = context.Canceled
@@ -86,7 +86,7 @@ func TestTheEndIsNoLossOfContact(t *testing.T) {
 	require.NoError(t, a.Lost())
 }
 
-// A question without an end would keep the next from being asked.
+// A request without a deadline would prevent the next one.
 func TestAQuestionIsBounded(t *testing.T) {
 	probe := New(Config{
 		Ask:      func(ctx context.Context) error { <-ctx.Done(); return ctx.Err() },

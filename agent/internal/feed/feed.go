@@ -1,9 +1,11 @@
-// Package feed keeps the objects of each Cluster in memory and tells subscribers about every change.
+// Package feed keeps the objects of each Cluster in memory and notifies subscribers of every
+// change.
 //
-// A subscriber gets a snapshot, a marker, and then the changes, without a gap in between. What a subscriber has not read yet
-// is remembered by key, so that several changes of one object become one event, and a bounded number of keys costs a bounded
-// amount of memory however slowly it reads. When more keys than that have changed, the subscriber gets a resync marker and a
-// new snapshot on the same subscription.
+// A subscriber receives a snapshot, a marker, and then the changes, without a gap. Unread changes
+// are kept by key, so that several changes of one object become one event. The number of keys is
+// limited, and so is the memory used for a subscriber, however slowly it reads. If more keys than
+// that have changed, the subscriber receives a resync marker and a new snapshot on the same
+// subscription.
 package feed
 
 import (
@@ -26,55 +28,60 @@ var (
 	ErrClosed = errors.New("the feed is shutting down")
 )
 
-// Kind says what an [Event] is.
+// Kind is the kind of an [Event].
 type Kind int
 
 const (
-	// Upsert carries an object as it is now: part of the snapshot, new, or changed.
+	// Upsert carries the current state of an object that is part of the snapshot, new, or changed.
 	Upsert Kind = iota + 1
-	// Removed carries the key of an object that the subscriber was shown, and that is gone or no longer wanted.
+	// Removed carries the key of an object that the subscriber has received, and that is gone or no
+	// longer wanted.
 	Removed
-	// Synced says that the snapshot is complete.
+	// Synced marks the end of the snapshot.
 	Synced
-	// Heartbeat says that nothing was there to read for the heartbeat interval.
+	// Heartbeat means that there was no event for the heartbeat interval.
 	Heartbeat
-	// Resync says that changes were dropped and a new snapshot follows.
+	// Resync means that changes were dropped and a new snapshot follows.
 	Resync
 )
 
-// Event is what a subscriber reads.
+// Event is an event for a subscriber.
 type Event[T any] struct {
 	Kind Kind
-	// Key of the object, for Upsert and Removed.
+	// Key is the key of the object, for Upsert and Removed.
 	Key string
-	// Object, for Upsert. Shared: it must not be changed.
+	// Object is the object, for Upsert. It is shared and must not be modified.
 	Object T
-	// Generation of the feed, for Synced.
+	// Generation is the generation of the snapshot, for Synced.
 	Generation int64
-	// Time of the event, for Heartbeat.
+	// Time is the time of the event, for Heartbeat.
 	Time time.Time
 }
 
-// Options of a [Feed].
+// Options configure a [Feed].
 type Options[T any] struct {
 	// Equal reports whether two objects are the same to every subscriber. REQUIRED.
 	Equal func(a, b T) bool
-	// Buffer is how many changed keys are kept for a subscriber that does not read. REQUIRED, at least 1.
+	// Buffer is how many changed keys are kept for a subscriber that does not read. REQUIRED, at
+	// least 1.
 	Buffer int
-	// Heartbeat is how long a subscriber waits for something to read before it gets a heartbeat. REQUIRED, positive.
+	// Heartbeat is how long a subscriber waits for an event before it receives a heartbeat.
+	// REQUIRED, positive.
 	Heartbeat time.Duration
-	// Clock is the time. Nil means the real one.
+	// Clock provides the time. Nil means the system clock.
 	Clock clock.Clock
 }
 
-// Feed keeps objects by Cluster and key. It is safe for concurrent use.
+// Feed stores objects by Cluster and key. It is safe for concurrent use.
 type Feed[T any] struct {
 	options Options[T]
 
 	mu          sync.RWMutex
 	scopes      map[types.NamespacedName]map[string]T
 	subscribers map[types.NamespacedName]map[*Subscription[T]]struct{}
-	generations map[types.NamespacedName]int64 // changes of each Cluster's objects; kept when there are none left
+	// generations counts the changes of each Cluster's objects. An entry stays when no objects are
+	// left.
+	generations map[types.NamespacedName]int64
 	ready       chan struct{}
 	closed      bool
 	resyncs     int64
@@ -95,7 +102,8 @@ func New[T any](options Options[T]) *Feed[T] {
 	}
 }
 
-// Set stores an object, and reports whether that changed anything for subscribers. The object must not be changed any more.
+// Set stores an object, and reports whether subscribers see a change. The object must not be
+// modified afterwards.
 func (f *Feed[T]) Set(cluster types.NamespacedName, key string, object T) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -112,7 +120,7 @@ func (f *Feed[T]) Set(cluster types.NamespacedName, key string, object T) bool {
 	return true
 }
 
-// Remove forgets an object, and reports whether it was there.
+// Remove deletes an object, and reports whether it existed.
 func (f *Feed[T]) Remove(cluster types.NamespacedName, key string) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -135,7 +143,7 @@ func (f *Feed[T]) changed(cluster types.NamespacedName, key string) {
 	}
 }
 
-// SetReady says that the view is complete: reads and subscriptions are answered from now on.
+// SetReady marks the view as complete. From then on, reads and subscriptions succeed.
 func (f *Feed[T]) SetReady() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -153,7 +161,7 @@ func (f *Feed[T]) isReady() bool {
 	}
 }
 
-// Close ends every subscription with [ErrClosed], and every later one at once.
+// Close ends every subscription with [ErrClosed]. New subscriptions fail with the same error.
 func (f *Feed[T]) Close() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -168,12 +176,13 @@ func (f *Feed[T]) Close() {
 // Ready returns a channel that is closed once the view is complete.
 func (f *Feed[T]) Ready() <-chan struct{} { return f.ready }
 
-// Generation is raised by every change of any object.
+// Generation returns the number of changes of all objects.
 func (f *Feed[T]) Generation() int64 {
 	return f.GenerationOf(func(types.NamespacedName) bool { return true })
 }
 
-// GenerationOf is raised by every change of any object of the Clusters for which the function, which must not call the feed, returns true.
+// GenerationOf returns the number of changes of the objects of the Clusters that the function
+// selects. The function must not call the feed.
 func (f *Feed[T]) GenerationOf(among func(cluster types.NamespacedName) bool) int64 {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
@@ -189,11 +198,11 @@ func (f *Feed[T]) GenerationOf(among func(cluster types.NamespacedName) bool) in
 // Stats are counts for metrics.
 type Stats struct {
 	Objects, Subscribers int
-	// Resyncs is how often a subscriber was too slow, since the start.
+	// Resyncs is how often a subscriber was too slow since the start.
 	Resyncs int64
 }
 
-// Stats returns the present counts.
+// Stats returns the current counts.
 func (f *Feed[T]) Stats() Stats {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
@@ -207,7 +216,7 @@ func (f *Feed[T]) Stats() Stats {
 	return s
 }
 
-// Get returns one object. Errors: [ErrNotReady], [ErrClosed].
+// Get returns an object. The error is [ErrNotReady] or [ErrClosed].
 func (f *Feed[T]) Get(cluster types.NamespacedName, key string) (object T, found bool, err error) {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
@@ -218,7 +227,7 @@ func (f *Feed[T]) Get(cluster types.NamespacedName, key string) (object T, found
 	return object, found, nil
 }
 
-// Peek returns what was last set, whether or not the view is complete.
+// Peek returns the object that was last set, whether or not the view is complete.
 func (f *Feed[T]) Peek(cluster types.NamespacedName, key string) (object T, found bool) {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
@@ -226,8 +235,8 @@ func (f *Feed[T]) Peek(cluster types.NamespacedName, key string) (object T, foun
 	return object, found
 }
 
-// List returns the objects of a Cluster, ordered by key, and the number of their changes until then. Errors: [ErrNotReady],
-// [ErrClosed].
+// List returns the objects of a Cluster, sorted by key, and the number of their changes so far. The
+// error is [ErrNotReady] or [ErrClosed].
 func (f *Feed[T]) List(cluster types.NamespacedName) ([]T, int64, error) {
 	entries, generation, err := f.entries(cluster)
 	if err != nil {
@@ -265,7 +274,8 @@ type entry[T any] struct {
 	object T
 }
 
-// copied returns a Cluster's objects in no particular order: the lock, which all Clusters share, is held no longer than that takes.
+// copied returns a Cluster's objects in no particular order. Sorting would hold the lock, which all
+// Clusters share, for longer.
 func (f *Feed[T]) copied(cluster types.NamespacedName) []entry[T] {
 	entries := make([]entry[T], 0, len(f.scopes[cluster]))
 	for key, object := range f.scopes[cluster] {
@@ -278,8 +288,9 @@ func order[T any](entries []entry[T]) {
 	slices.SortFunc(entries, func(a, b entry[T]) int { return cmp.Compare(a.key, b.key) })
 }
 
-// Subscribe begins a subscription to one Cluster's objects, as far as they are wanted; nil wants all. wanted must be quick, and
-// must neither change the object nor call the feed. The caller must Close the subscription. Errors: [ErrNotReady], [ErrClosed].
+// Subscribe starts a subscription to those objects of a Cluster that wanted selects; nil selects
+// all. The function must be fast, and must neither modify the object nor call the feed. The caller
+// must close the subscription. The error is [ErrNotReady] or [ErrClosed].
 func (f *Feed[T]) Subscribe(cluster types.NamespacedName, wanted func(T) bool) (*Subscription[T], error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -298,25 +309,25 @@ func (f *Feed[T]) Subscribe(cluster types.NamespacedName, wanted func(T) bool) (
 	return s, nil
 }
 
-// Subscription is one reader's place in a feed. Next is not safe for concurrent use.
+// Subscription is the position of one reader in a feed. Next is not safe for concurrent use.
 type Subscription[T any] struct {
 	feed    *Feed[T]
 	cluster types.NamespacedName
 	wanted  func(T) bool
 	woken   chan struct{}
 
-	// Guarded by feed.mu.
-	unordered  []entry[T] // the snapshot before it is in order
-	snapshot   []entry[T] // what is left of it
-	syncing    bool       // the marker is still to come
+	// The following fields are guarded by feed.mu.
+	unordered  []entry[T] // the snapshot before it is sorted
+	snapshot   []entry[T] // the unread rest of the snapshot
+	syncing    bool       // the Synced event is still to be sent
 	syncedAt   int64
-	order      []string // keys that changed, oldest first
+	order      []string // changed keys, oldest first
 	pending    map[string]struct{}
-	shown      map[string]struct{} // keys that the reader has
+	shown      map[string]struct{} // keys that the reader has received
 	overflowed bool
 }
 
-// begin starts a snapshot. feed.mu is held.
+// begin starts a snapshot. feed.mu must be held.
 func (s *Subscription[T]) begin() {
 	s.unordered, s.snapshot, s.syncing, s.syncedAt = s.feed.copied(s.cluster), nil, true, s.feed.generations[s.cluster]
 	s.order, s.overflowed = nil, false
@@ -324,7 +335,7 @@ func (s *Subscription[T]) begin() {
 	clear(s.shown)
 }
 
-// note remembers a change. feed.mu is held.
+// note records a change. feed.mu must be held.
 func (s *Subscription[T]) note(key string) {
 	defer s.wake()
 	if s.overflowed {
@@ -351,8 +362,9 @@ func (s *Subscription[T]) wake() {
 	}
 }
 
-// Next waits for the next event. Changes of objects that are not wanted neither end the wait nor put the heartbeat off, which
-// comes when the call has waited for the heartbeat interval. Errors: [ErrClosed], or the context's.
+// Next waits for the next event. A heartbeat is sent when a call has waited for the heartbeat
+// interval. Changes of unwanted objects neither end the wait nor delay the heartbeat. The error is
+// [ErrClosed] or that of the context.
 func (s *Subscription[T]) Next(ctx context.Context) (Event[T], error) {
 	var timer clock.Timer
 	for {
@@ -374,7 +386,7 @@ func (s *Subscription[T]) Next(ctx context.Context) (Event[T], error) {
 	}
 }
 
-// arrange brings a new snapshot into order, without the lock that all Clusters share.
+// arrange sorts a new snapshot, without holding the lock that all Clusters share.
 func (s *Subscription[T]) arrange() {
 	s.feed.mu.Lock()
 	entries := s.unordered
@@ -386,12 +398,13 @@ func (s *Subscription[T]) arrange() {
 	order(entries)
 	s.feed.mu.Lock()
 	defer s.feed.mu.Unlock()
-	if !s.overflowed { // or there is a new one to come
+	// After an overflow, a new snapshot will follow.
+	if !s.overflowed {
 		s.snapshot = entries
 	}
 }
 
-// take returns the next event that is there already, if any.
+// take returns the next event that is already available, if any.
 func (s *Subscription[T]) take() (Event[T], bool, error) {
 	s.arrange()
 	s.feed.mu.Lock()
@@ -426,7 +439,8 @@ func (s *Subscription[T]) take() (Event[T], bool, error) {
 	}
 }
 
-// show returns what the reader must be told of an object, if anything. feed.mu is held.
+// show returns the event for the current state of an object, if the reader needs one. feed.mu must
+// be held.
 func (s *Subscription[T]) show(key string, object T, exists bool) (Event[T], bool) {
 	if exists && (s.wanted == nil || s.wanted(object)) {
 		s.shown[key] = struct{}{}

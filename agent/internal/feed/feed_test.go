@@ -76,7 +76,7 @@ func TestEqualObjectIsNoChange(t *testing.T) {
 	g.Expect(f.Generation()).To(Equal(generation))
 }
 
-// A Cluster's generation does not show how often other Clusters change.
+// A Cluster's generation does not reveal how often other Clusters change.
 func TestGenerationsAreOfOneCluster(t *testing.T) {
 	g := NewWithT(t)
 	f := newFeed(10)
@@ -168,7 +168,7 @@ func TestSubscriberGetsOnlyWhatItWants(t *testing.T) {
 	f.Set(spoke, "d", 4)
 	g.Expect(next(g, s)).To(Equal(feed.Event[int]{Kind: feed.Removed, Key: "b"}))
 	g.Expect(next(g, s)).To(Equal(feed.Event[int]{Kind: feed.Upsert, Key: "d", Object: 4}))
-	f.Remove(spoke, "b") // shown once, but gone for the subscriber since
+	f.Remove(spoke, "b") // shown once, but already removed for the subscriber
 	f.Set(spoke, "c", 6)
 	g.Expect(next(g, s)).To(Equal(feed.Event[int]{Kind: feed.Upsert, Key: "c", Object: 6}))
 }
@@ -217,7 +217,7 @@ func TestCloseEndsSubscriptions(t *testing.T) {
 	g.Expect(f.Stats().Subscribers).To(BeZero())
 }
 
-// Readers that follow the protocol end with the writers' view, whatever their speed and buffer.
+// Readers that follow the protocol end up with the writers' view, whatever their speed and buffer.
 func TestEveryReaderEndsWithTheWritersView(t *testing.T) {
 	g := NewWithT(t)
 	f := newFeed(4)

@@ -2,12 +2,13 @@ package hub
 
 import "sigs.k8s.io/controller-runtime/pkg/config"
 
-// Controllers is how controllers on the hub run.
+// Controllers returns the settings of controllers on the hub.
 func Controllers() config.Controller {
 	return config.Controller{
 		SkipNameValidation: new(true),
-		// It can deadlock when it is shut down, and the process would not end within its grace period: controller-runtime issue
-		// 3538, in all releases that go with this Kubernetes.
+		// The priority queue can deadlock at shutdown, and the process would then exceed its grace
+		// period: controller-runtime issue 3538, in all releases that match this Kubernetes
+		// version.
 		UsePriorityQueue: new(false),
 	}
 }

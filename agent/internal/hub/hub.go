@@ -1,4 +1,5 @@
-// Package hub says how the agent sees the hub: which types, which Clusters, what its caches keep and how they are indexed.
+// Package hub defines the agent's view of the hub: types, served Clusters, and the content and
+// indexes of the caches.
 package hub
 
 import (
@@ -36,13 +37,14 @@ func Scheme() (*runtime.Scheme, error) {
 	return scheme, nil
 }
 
-// Scope says which Clusters the agent serves.
+// Scope determines which Clusters the agent serves.
 type Scope struct {
 	namespaces map[string]bool
 	clusters   map[string][]string // names by namespace
 }
 
-// NewScope returns the scope of whole namespaces and single Clusters. With neither it has everything.
+// NewScope returns the scope of the given namespaces and individual Clusters. With neither, it
+// contains everything.
 func NewScope(namespaces []string, clusters []types.NamespacedName) Scope {
 	s := Scope{namespaces: map[string]bool{}, clusters: map[string][]string{}}
 	for _, namespace := range namespaces {
@@ -67,15 +69,15 @@ func (s Scope) Contains(cluster types.NamespacedName) bool {
 	return s.namespaces[cluster.Namespace] || slices.Contains(s.clusters[cluster.Namespace], cluster.Name)
 }
 
-// Namespaces returns the namespaces of the Clusters that are served, ordered; none means all.
+// Namespaces returns the sorted namespaces of the served Clusters. An empty result means all.
 func (s Scope) Namespaces() []string {
 	namespaces := slices.AppendSeq(slices.Collect(maps.Keys(s.namespaces)), maps.Keys(s.clusters))
 	slices.Sort(namespaces)
 	return slices.Compact(namespaces)
 }
 
-// CacheOptions limits the caches to the scope: by namespace, and where single Clusters are named, by the label that says
-// which Cluster an object belongs to. What they keep is [Slim].
+// CacheOptions limits the caches to the scope: by namespace and, where individual Clusters are
+// named, by the label with an object's Cluster. [Slim] determines what the caches keep.
 func (s Scope) CacheOptions() (cache.Options, error) {
 	options := cache.Options{
 		DefaultTransform: Slim,
@@ -111,7 +113,8 @@ func (s Scope) CacheOptions() (cache.Options, error) {
 					return cache.Options{}, fmt.Errorf("selecting the Clusters %v: %w", names, err)
 				}
 				config.LabelSelector = labels.NewSelector().Add(*requirement)
-			case len(names) == 1: // a Cluster does not carry the label with its own name
+			// A Cluster does not carry the label with its own name.
+			case len(names) == 1:
 				config.FieldSelector = fields.OneTermEqualSelector("metadata.name", names[0])
 			}
 			byNamespace[namespace] = config
@@ -121,33 +124,36 @@ func (s Scope) CacheOptions() (cache.Options, error) {
 	return options, nil
 }
 
-// Names of the caches' indexes, for client.MatchingFields together with client.InNamespace.
+// These are the names of the caches' indexes, for client.MatchingFields combined with
+// client.InNamespace.
 const (
 	// DeploymentsByCluster indexes MachineDeployments by spec.clusterName.
 	DeploymentsByCluster = "spec.clusterName"
 	// DeploymentsByTemplate indexes MachineDeployments by their infrastructure template; see [TemplateIndex].
 	DeploymentsByTemplate = "spec.template.spec.infrastructureRef"
-	// ByDeployment indexes Machines and MachineSets by the name of their MachineDeployment, and the MachineClaims that have
-	// not ended by spec.nodeGroup.
+	// ByDeployment indexes Machines and MachineSets by the name of their MachineDeployment, and
+	// MachineClaims that have not ended by spec.nodeGroup.
 	ByDeployment = "machineDeployment"
-	// ByCluster indexes Machines, and MachineClaims, ended ones included, by the name of their Cluster.
+	// ByCluster indexes Machines and MachineClaims, including ended ones, by the name of their
+	// Cluster.
 	ByCluster = "cluster"
-	// FailedByDeployment indexes the MachineClaims that failed, ended ones included, by spec.nodeGroup.
+	// FailedByDeployment indexes failed MachineClaims, including ended ones, by spec.nodeGroup.
 	FailedByDeployment = "failed.machineDeployment"
-	// JoiningByMachine indexes the MachineClaims that are bound to a Machine by its name, until its Node is noted on the claim. An index by a
-	// value that every object has to itself takes more than half as much memory as a slim object.
+	// JoiningByMachine indexes bound MachineClaims by the name of their Machine, until the claim's
+	// status names its Node. It does not index all claims: an index by a value that is unique to
+	// each object uses more than half as much memory as a slim object.
 	JoiningByMachine = "joining.machine"
 )
 
-// LiveClaims leaves out of a list of MachineClaims from the API server those that have ended.
+// LiveClaims excludes ended MachineClaims from a list request to the API server.
 func LiveClaims() client.ListOption {
 	return client.MatchingFieldsSelector{Selector: fields.OneTermNotEqualSelector("status.phase", string(v1alpha1.PhaseEnded))}
 }
 
-// TemplateIndex is the value of [DeploymentsByTemplate] for one template.
+// TemplateIndex returns the [DeploymentsByTemplate] value of a template.
 func TemplateIndex(apiGroup, kind, name string) string { return kind + "." + apiGroup + "/" + name }
 
-// Index adds the indexes. Call it before the caches start.
+// Index adds the indexes. It must be called before the caches start.
 func Index(ctx context.Context, indexer client.FieldIndexer) error {
 	for _, index := range []struct {
 		object client.Object

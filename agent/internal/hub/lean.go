@@ -9,16 +9,17 @@ import (
 	"strings"
 )
 
-// withoutManagedFields are the resources of which the agent reads no managed fields.
+// withoutManagedFields are the resources whose managed fields the agent does not read.
 var withoutManagedFields = []string{"machines", "machinesets", "machineclaims"}
 
-// Lean is a transport that leaves the managed fields out of what the API server answers, for the kinds of which there are many. They are nearly
-// half of a Machine, and the decoders look at each byte several times: most of the agent's work when it starts.
+// Lean returns a transport that strips managed fields from the API server's responses, for the most
+// numerous kinds. Managed fields make up almost half of a Machine, and the decoders scan each byte
+// several times: this is most of the agent's work at startup.
 func Lean(next http.RoundTripper) http.RoundTripper { return lean{next} }
 
 type lean struct{ next http.RoundTripper }
 
-// RoundTrip sends the request.
+// RoundTrip implements [http.RoundTripper].
 func (l lean) RoundTrip(request *http.Request) (*http.Response, error) {
 	response, err := l.next.RoundTrip(request)
 	if err != nil || request.Method != http.MethodGet || !isLean(request.URL.Path) ||
@@ -31,14 +32,15 @@ func (l lean) RoundTrip(request *http.Request) (*http.Response, error) {
 	return response, nil
 }
 
-// isLean reports whether a path is that of an object, or of a list, of one of the resources.
+// isLean reports whether a path names an object or a list of one of the resources.
 func isLean(path string) bool {
 	resource, _ := resourceOf(path)
 	return slices.Contains(withoutManagedFields, resource)
 }
 
-// resourceOf returns the resource that a path is of, and whether the path is in a namespace:
-// …/apis/<group>/<version>[/namespaces/<namespace>]/<resource>[/<name>]. "" if it is of none, as what clients discover of the API server.
+// resourceOf returns the resource of a path, and whether the path is namespaced:
+// …/apis/<group>/<version>[/namespaces/<namespace>]/<resource>[/<name>]. The resource is empty if
+// the path has none, as in discovery requests.
 func resourceOf(path string) (resource string, namespaced bool) {
 	_, path, _ = strings.Cut(path, "/apis/")
 	parts := strings.Split(path, "/")
@@ -51,24 +53,27 @@ func resourceOf(path string) (resource string, namespaced bool) {
 	return "", false
 }
 
-// leanBuffer is more than most objects need.
+// leanBuffer is larger than most objects.
 const leanBuffer = 16 << 10
 
-// managedFields is how the API server begins them: nothing but the name of a member can be between the comma and the colon, as a quotation mark
-// in a string is escaped, and only commas, colons, brackets and spaces follow a string's end. One that is written in another way is left in.
+// managedFields is how the API server's JSON begins the member. These bytes can only occur as the
+// name of a member: a quotation mark within a string is escaped, and the end of a string is
+// followed only by commas, colons, brackets and spaces. Managed fields in any other notation are
+// left in.
 var managedFields = []byte(`,"managedFields":[`)
 
-// leanBody leaves out managed fields.
+// leanBody strips managed fields from a body.
 type leanBody struct {
 	io.Closer
 
 	from *bufio.Reader
-	// Within managed fields: how many brackets are open, whether a string is, and whether the next byte of it is escaped.
+	// State within managed fields: the number of open brackets, whether a string is open, and
+	// whether its next byte is escaped.
 	depth             int
 	inString, escaped bool
 }
 
-// Read returns what is there; it waits for more only when there is nothing.
+// Read returns the data that is available, and blocks only if there is none.
 func (b *leanBody) Read(into []byte) (int, error) {
 	if len(into) == 0 {
 		return 0, nil
@@ -79,7 +84,7 @@ func (b *leanBody) Read(into []byte) (int, error) {
 				return 0, err
 			}
 		}
-		there, _ := b.from.Peek(b.from.Buffered()) // as many as are buffered are always there
+		there, _ := b.from.Peek(b.from.Buffered()) // buffered bytes are always available
 		if b.depth > 0 {
 			_, _ = b.from.Discard(b.skip(there))
 			continue
@@ -93,9 +98,10 @@ func (b *leanBody) Read(into []byte) (int, error) {
 		case plain < 0:
 			plain = len(there) - beginning(there)
 		}
-		if plain == 0 { // all that is there may be their beginning
+		// The available bytes may be the beginning of managed fields.
+		if plain == 0 {
 			if _, err := b.from.Peek(len(there) + 1); err != nil {
-				plain = len(there) // it was not
+				plain = len(there) // they were not
 			} else {
 				continue
 			}
@@ -106,7 +112,7 @@ func (b *leanBody) Read(into []byte) (int, error) {
 	}
 }
 
-// beginning returns how many bytes at the end may be the beginning of managed fields.
+// beginning returns how many of the last bytes may be the beginning of managed fields.
 func beginning(there []byte) int {
 	for n := min(len(there), len(managedFields)-1); n > 0; n-- {
 		if bytes.HasSuffix(there, managedFields[:n]) {

@@ -18,7 +18,8 @@ type transport func(*http.Request) (*http.Response, error)
 
 func (t transport) RoundTrip(request *http.Request) (*http.Response, error) { return t(request) }
 
-// lean sends a request to a server that answers with the text, a few bytes at a time, and returns what the caller reads.
+// lean sends a request to a server that returns the text, a few bytes at a time. It returns what
+// the caller reads.
 func lean(t *rapid.T, method, path, text string, reader func(io.Reader) io.Reader) string {
 	answer := transport(func(*http.Request) (*http.Response, error) {
 		return &http.Response{
@@ -44,12 +45,12 @@ func lean(t *rapid.T, method, path, text string, reader func(io.Reader) io.Reade
 	return string(read)
 }
 
-// Texts that look like managed fields, or like the end of them.
+// treacherous are texts that look like the beginning or the end of managed fields.
 var treacherous = rapid.SampledFrom([]string{
 	"", "a", `,"managedFields":[`, `managedFields`, `\`, `"`, `]`, `[{`, `},`, `,`, `\",\"managedFields\":[`, "é\u2028",
 })
 
-// value draws what JSON can hold, as it is decoded.
+// value draws any decoded JSON value.
 func value(t *rapid.T, depth int) any {
 	switch kind := rapid.IntRange(0, 4).Draw(t, "kind"); {
 	case kind == 0 && depth > 0:
@@ -71,7 +72,8 @@ func object(t *rapid.T, depth int) map[string]any {
 	return rapid.MapOfN(keys, rapid.Custom(func(t *rapid.T) any { return value(t, depth) }), 0, 4).Draw(t, "object")
 }
 
-// drawManaged draws metadata, with and without what Lean leaves out; the API server writes that last.
+// drawManaged draws metadata, with and without the managed fields, which the API server writes
+// last.
 func drawManaged(t *rapid.T) (whole, left string) {
 	name := treacherous.Draw(t, "name")
 	before := map[string]any{"annotations": object(t, 1), "name": name}
@@ -94,7 +96,7 @@ func encode(t *rapid.T, v any) string {
 func TestLeanLeavesOutManagedFieldsAndNothingElse(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		var whole, left strings.Builder
-		for range rapid.IntRange(1, 4).Draw(t, "objects") { // as in a watch, one to a line
+		for range rapid.IntRange(1, 4).Draw(t, "objects") { // as in a watch, one per line
 			with, without := drawManaged(t)
 			rest := encode(t, value(t, 3))
 			whole.WriteString(`{"metadata":` + with + `,"spec":` + rest + "}\n")
@@ -126,7 +128,7 @@ func TestLeanLeavesOthersAlone(t *testing.T) {
 	})
 }
 
-// A watch's events are not held back until more come.
+// The events of a watch are not held back until further events arrive.
 func TestLeanAnswersWithWhatIsThere(t *testing.T) {
 	g := NewWithT(t)
 	out, in := io.Pipe()

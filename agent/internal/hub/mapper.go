@@ -10,8 +10,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client/apiutil"
 )
 
-// NewMapper returns a mapper that asks for each version of a kind once. Caches of single namespaces ask before every read, and the mapper
-// behind this one looks through all groups each time.
+// NewMapper returns a mapper that resolves each version of a kind only once. Caches of single
+// namespaces resolve before every read, and the underlying mapper searches all groups each time.
 func NewMapper(config *rest.Config, client *http.Client) (meta.RESTMapper, error) {
 	dynamic, err := apiutil.NewDynamicRESTMapper(config, client)
 	if err != nil {
@@ -23,10 +23,12 @@ func NewMapper(config *rest.Config, client *http.Client) (meta.RESTMapper, error
 type mapper struct {
 	meta.RESTMapper
 
-	known sync.Map // of *meta.RESTMapping by schema.GroupVersionKind; neither its resource nor its scope ever changes
+	// known maps schema.GroupVersionKind to *meta.RESTMapping, whose resource and scope never
+	// change.
+	known sync.Map
 }
 
-// RESTMapping returns the resource of a kind.
+// RESTMapping implements [meta.RESTMapper].
 func (m *mapper) RESTMapping(gk schema.GroupKind, versions ...string) (*meta.RESTMapping, error) {
 	if len(versions) != 1 {
 		return m.RESTMapper.RESTMapping(gk, versions...)
@@ -39,7 +41,8 @@ func (m *mapper) RESTMapping(gk schema.GroupKind, versions ...string) (*meta.RES
 	if err != nil {
 		return nil, err
 	}
-	if mapping.GroupVersionKind == gvk { // and not one of another version, as long as this one is not served
+	// While this version is not served, the mapping is of another one.
+	if mapping.GroupVersionKind == gvk {
 		m.known.Store(gvk, mapping)
 	}
 	return mapping, nil

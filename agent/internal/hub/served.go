@@ -11,23 +11,24 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// Served is a transport that tells an object that does not exist from one whose resource the API server does not serve, as while its CRD is
-// deleted and made again, or serves another version: the server answers both with 404, which clients take for the first. The second becomes
-// 503, a failed read.
+// Served returns a transport that distinguishes a missing object from a resource that the API
+// server does not serve, for example while its CRD is being recreated or serves another version.
+// The server responds with 404 in both cases, which clients interpret as a missing object. In the
+// second case the status becomes 503, which is a failed read.
 func Served(next http.RoundTripper) http.RoundTripper { return served{next} }
 
 type served struct{ next http.RoundTripper }
 
-// RoundTrip sends the request.
+// RoundTrip implements [http.RoundTripper].
 func (s served) RoundTrip(request *http.Request) (*http.Response, error) {
 	response, err := s.next.RoundTrip(request)
-	// Of an object that does not exist, the API server answers a Status.
+	// If the object does not exist, the API server responds with a Status.
 	_, namespaced := resourceOf(request.URL.Path)
 	if err != nil || response.StatusCode != http.StatusNotFound || !namespaced ||
 		!strings.HasPrefix(response.Header.Get("Content-Type"), "text/plain") {
 		return response, err
 	}
-	_ = response.Body.Close() // nothing of it is needed
+	_ = response.Body.Close() // its content is not needed
 	status, err := json.Marshal(metav1.Status{
 		TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "Status"},
 		Status:   metav1.StatusFailure, Code: http.StatusServiceUnavailable, Reason: metav1.StatusReasonServiceUnavailable,

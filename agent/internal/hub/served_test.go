@@ -16,7 +16,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/hub"
 )
 
-// The answers are those of kube-apiserver 1.36.
+// The responses are those of kube-apiserver 1.36.
 func TestAnObjectWhoseKindIsNotServedIsNotTakenForAbsent(t *testing.T) {
 	for name, answer := range map[string]struct {
 		contentType, body string
@@ -57,7 +57,7 @@ func TestAnObjectWhoseKindIsNotServedIsNotTakenForAbsent(t *testing.T) {
 	}
 }
 
-// What clients discover keeps its answer: a group that is not there is no failure.
+// Discovery responses are not changed: a missing group is not an error.
 func TestDiscoveryIsAnsweredAsItIs(t *testing.T) {
 	g := NewWithT(t)
 	for _, path := range []string{"/apis/agent.karpenter.cluster.x-k8s.io/v1alpha1", "/apis/cluster.x-k8s.io", "/api/v1/namespaces/a"} {

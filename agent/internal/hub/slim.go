@@ -10,14 +10,15 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
 
-// Slim makes the Machines and MachineClaims of a cache small, of which a hub has many, and leaves managed fields out of every object. It is a
-// [k8s.io/client-go/tools/cache.TransformFunc].
+// Slim reduces the size of cached Machines and MachineClaims, which are numerous, and strips
+// managed fields from every object. It is a [k8s.io/client-go/tools/cache.TransformFunc].
 //
-// What is left out is what the agent does not read. A Machine or MachineClaim that was read from a cache must therefore never be written whole:
-// Machines are written by patches that are made of two copies of the same reading, MachineClaims by their status alone. Labels and annotations
-// are kept as they are, as such patches test them.
+// It removes what the agent does not read. A cached Machine or MachineClaim must therefore never be
+// written as a whole: Machines are written with patches computed from two copies of one reading,
+// and only the status of MachineClaims is written. Labels and annotations are kept unchanged,
+// because such patches test them.
 //
-// Strings that many objects have in common are kept once.
+// Strings that many objects share are stored once.
 func Slim(object any) (any, error) {
 	if o, ok := object.(metav1.Object); ok {
 		o.SetManagedFields(nil)
@@ -31,8 +32,8 @@ func Slim(object any) (any, error) {
 	return object, nil
 }
 
-// ordinary are the conditions of Machines that the protocol and the messages read only where they are not so: of those, a condition that is so
-// says no more than none.
+// ordinary maps conditions of Machines to their usual status. The protocol and the messages only
+// read a deviating status: for them, the usual status means the same as a missing condition.
 var ordinary = map[string]metav1.ConditionStatus{
 	clusterv1.MachineUpToDateCondition:            metav1.ConditionTrue,
 	clusterv1.MachineInfrastructureReadyCondition: metav1.ConditionTrue,
@@ -40,7 +41,8 @@ var ordinary = map[string]metav1.ConditionStatus{
 	clusterv1.MachineDeletingCondition:            metav1.ConditionFalse,
 }
 
-// isRead reports whether a condition of a Machine is kept. What is read of the one about pauses is since when there is none.
+// isRead reports whether a condition of a Machine is kept. The condition about pauses is always
+// kept, because the time since the end of a pause is read.
 func isRead(m *clusterv1.Machine, c *metav1.Condition) bool {
 	if c.Type == clusterv1.PausedCondition {
 		return true
@@ -77,7 +79,8 @@ func slimMachine(m *clusterv1.Machine) {
 	}
 }
 
-// slimClaim leaves out what only a claim needs that is looking for a node group, and of one that has ended what happened before.
+// slimClaim removes the candidates, which are only needed while a claim has no node group, and the
+// history of an ended claim.
 func slimClaim(c *v1alpha1.MachineClaim) {
 	shareMeta(&c.ObjectMeta)
 	spec, status := &c.Spec, &c.Status
@@ -93,12 +96,13 @@ func slimClaim(c *v1alpha1.MachineClaim) {
 		event := &status.History[i]
 		event.Reason = shared(event.Reason)
 		if event.Message == status.Message {
-			event.Message = status.Message // of the same bytes
+			event.Message = status.Message // share the bytes
 		}
 	}
 }
 
-// shareMeta shares what an object's metadata has in common with that of others: all keys, and the values but those that are the object's own.
+// shareMeta shares the strings that an object's metadata has in common with other objects: all
+// keys, and all values that are not unique to the object.
 func shareMeta(o *metav1.ObjectMeta) {
 	o.Namespace = shared(o.Namespace)
 	o.Labels, o.Annotations = shareMap(o.Labels), shareMap(o.Annotations)
@@ -113,7 +117,7 @@ func shareMeta(o *metav1.ObjectMeta) {
 	o.Finalizers = exact(o.Finalizers)
 }
 
-// ownValues are the keys of labels and annotations whose values no two objects have in common.
+// ownValues are the keys of labels and annotations whose values are unique to an object.
 var ownValues = []string{
 	v1alpha1.ClaimLabel, v1alpha1.ClaimNameLabel, v1alpha1.ClaimedAtAnnotation, v1alpha1.HandedOverAnnotation, v1alpha1.NodeRegisteredAtAnnotation,
 	v1alpha1.RequestIDAnnotation, v1alpha1.TraceIDAnnotation,
@@ -123,7 +127,7 @@ func shareMap(from map[string]string) map[string]string {
 	if from == nil {
 		return nil
 	}
-	into := make(map[string]string, len(from)) // the decoder's has grown, and has more room than this
+	into := make(map[string]string, len(from)) // unlike the decoder's map, this one has no spare capacity
 	for key, value := range from {
 		if !slices.Contains(ownValues, key) {
 			value = shared(value)
@@ -133,7 +137,8 @@ func shareMap(from map[string]string) map[string]string {
 	return into
 }
 
-// exact returns a slice of no more than the room that it needs; decoders make slices for at least four.
+// exact returns a slice without spare capacity. Decoders allocate slices for at least four
+// elements.
 func exact[T any](s []T) []T {
 	if len(s) == cap(s) {
 		return s
@@ -141,5 +146,5 @@ func exact[T any](s []T) []T {
 	return append(make([]T, 0, len(s)), s...)
 }
 
-// shared returns an equal string whose bytes are those of all others that are equal.
+// shared returns an equal string whose bytes are shared with all equal strings.
 func shared[T ~string](s T) T { return T(unique.Make(string(s)).Value()) }

@@ -17,8 +17,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// What the agent asks of Machines has the same answer, whether they come from a cache or from the API server. That the engine decides the same,
-// and writes no such object whole, is tested with its model, whose caches are slim too.
+// The agent interprets a Machine in the same way, whether it comes from a cache or from the API
+// server. The tests of the engine's model, whose caches are slim too, check that the engine decides
+// the same, and never writes such an object as a whole.
 func TestSlimMachinesSayTheSame(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		g := NewWithT(t)
@@ -121,7 +122,7 @@ func drawMachine(t *rapid.T) *clusterv1.Machine {
 	m.Status.Phase, m.Status.NodeRef.Name = text.Draw(t, "phase"), text.Draw(t, "node")
 	m.Status.FailureDomain = text.Draw(t, "zone")
 	m.Status.NodeInfo = &corev1.NodeSystemInfo{KernelVersion: "6.8"}
-	// Of each type there is one.
+	// There is one condition of each type.
 	for _, kind := range []string{
 		clusterv1.MachineUpToDateCondition, clusterv1.MachineInfrastructureReadyCondition, clusterv1.MachineNodeReadyCondition,
 		clusterv1.MachineDeletingCondition, clusterv1.PausedCondition, clusterv1.MachineReadyCondition,

@@ -9,8 +9,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/tracing"
 )
 
-// Traced is a transport that makes a span of each request within a recorded span, such as a call's, and passes the trace on to the API server.
-// Watches, and what the agent does for no call, are not traced.
+// Traced returns a transport that records a span for each request made within a sampled span, such
+// as that of a call, and propagates the trace to the API server. Requests without one, such as
+// watches, are not traced.
 func Traced(next http.RoundTripper) http.RoundTripper {
 	return otelhttp.NewTransport(next,
 		otelhttp.WithPropagators(tracing.Propagator),

@@ -20,19 +20,21 @@ import (
 )
 
 const (
-	// readsAtOnce bounds the reads of reports, and readWithin each of them: many Machines of a group may have to be looked at.
+	// readsAtOnce limits concurrent reads of reports, and readWithin the duration of each: many
+	// Machines of a group may have to be checked.
 	readsAtOnce = 8
 	readWithin  = 10 * time.Second
 )
 
-// Reports knows what infrastructure objects of Machines say, where their condition Ready does not say it. Nothing is watched, as there are many of
-// them and few have to be looked at. It is safe for concurrent use.
+// Reports provides the conditions of Machines' infrastructure objects, for cases where their Ready
+// condition is not specific enough. The objects are not watched, because they are many and only a
+// few are needed. It is safe for concurrent use.
 type Reports struct {
 	reader client.Reader
 	clock  clock.Clock
-	known  *cache.Expiring // of keys: what was read
-	kinds  *cache.Expiring // of group kinds
-	told   *cache.Expiring // group kinds whose read error was logged recently
+	known  *cache.Expiring // reportKey to readReport
+	kinds  *cache.Expiring // schema.GroupKind to schema.GroupVersionKind
+	told   *cache.Expiring // group kinds with a recently logged read error
 	calls  singleflight.Group
 	turns  *semaphore.Weighted
 }
@@ -54,9 +56,10 @@ type readReport struct {
 	at time.Time
 }
 
-// Of returns the reason and the message of a condition of the Machine's infrastructure object as they were read last, empty if the object has no
-// such condition that is False, or cannot be read. known is false if it has not been read yet. It never waits: what is older than
-// [protocol.ReportLife] is read again meanwhile.
+// Of returns the reason and the message of a condition of the Machine's infrastructure object, as
+// last read. They are empty if the object has no such condition with status False, or cannot be
+// read. known is false if the object has not been read yet. Of never blocks: a report older than
+// [protocol.ReportLife] is refreshed in the background.
 func (r *Reports) Of(ctx context.Context, m *clusterv1.Machine, condition string) (report protocol.Report, known bool) {
 	key := reportKey{m.UID, condition}
 	value, known := r.known.Get(key)
@@ -67,7 +70,8 @@ func (r *Reports) Of(ctx context.Context, m *clusterv1.Machine, condition string
 	return last.Report, known
 }
 
-// begin reads the report in the background. It does nothing while that read, or [readsAtOnce] others, are in flight.
+// begin reads the report in the background. It does nothing while the same read, or [readsAtOnce]
+// others, are in flight.
 func (r *Reports) begin(ctx context.Context, namespace string, ref clusterv1.ContractVersionedObjectReference, key reportKey) {
 	ctx = context.WithoutCancel(ctx)
 	r.calls.DoChan(string(key.machine)+"/"+key.condition, func() (any, error) {
@@ -86,7 +90,7 @@ func (r *Reports) begin(ctx context.Context, namespace string, ref clusterv1.Con
 	})
 }
 
-// tell logs that a kind cannot be read, once in a while.
+// tell logs that a kind cannot be read, at most once an hour.
 func (r *Reports) tell(ctx context.Context, ref clusterv1.ContractVersionedObjectReference, cause error) {
 	kind := schema.GroupKind{Group: ref.APIGroup, Kind: ref.Kind}
 	if _, told := r.told.Get(kind); told {
@@ -110,9 +114,10 @@ func (r *Reports) read(
 	if err := r.reader.Get(ctx, key, object); err != nil {
 		return protocol.Report{}, fmt.Errorf("reading %s %s: %w", ref.Kind, key, err)
 	}
-	// Both lists: a provider may write the newer one and have only some of its conditions there yet.
+	// Both lists are read: a provider may write the newer one, but with only some of its
+	// conditions.
 	for _, path := range [][]string{{"status", "v1beta2", "conditions"}, {"status", "conditions"}} {
-		conditions, _, _ := unstructured.NestedSlice(object.Object, path...) // a list of another form has none
+		conditions, _, _ := unstructured.NestedSlice(object.Object, path...) // a list in another format is treated as empty
 		for _, each := range conditions {
 			fields, _ := each.(map[string]any)
 			text := func(field string) string {

@@ -17,7 +17,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// objects is a hub with a CRD for every kind and one object, which has this status.
+// objects is a hub with a CRD for every kind, and one object with this status.
 type objects struct {
 	client.Reader
 

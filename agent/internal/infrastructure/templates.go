@@ -1,8 +1,10 @@
-// Package infrastructure reads the infrastructure templates of any provider, without code for any.
+// Package infrastructure reads the infrastructure templates and objects of any provider, without
+// provider-specific code.
 //
-// A reference to a template names no version; the CRD's contract labels do. Each kind is watched from the first time that it
-// is asked for, and read live until its watch has synced, or for as long as it cannot (a provider whose objects the agent may
-// only get, for example).
+// A reference to a template contains no version, so the version is taken from the contract labels
+// of the CRD. Each kind is watched from its first use. It is read live until its watch has synced,
+// or permanently if the watch cannot sync, for example because the agent may only get a provider's
+// objects.
 package infrastructure
 
 import (
@@ -29,28 +31,28 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// contracts are the labels of a CRD that name its versions for a contract of Cluster API, newest first. The older one is still
-// accepted by Cluster API.
+// contracts are the CRD labels that list the versions for a contract of Cluster API, newest first.
+// Cluster API still accepts the older one.
 var contracts = []string{"cluster.x-k8s.io/v1beta2", "cluster.x-k8s.io/v1beta1"}
 
-// kindLife is how long the version of a kind is remembered. Providers move to a new one with an upgrade.
+// kindLife is how long the version of a kind is cached. It changes when the provider is upgraded.
 const kindLife = 5 * time.Minute
 
 // youngWatch is how long a new watch may take to sync before templates are read live instead.
 const youngWatch = 2 * time.Second
 
-// ErrUnusable means that asking again soon does not help: somebody has to change something.
+// ErrUnusable means that a retry does not help until a user has changed something.
 var ErrUnusable = errors.New("unusable")
 
-// Config is what [Templates] need.
+// Config configures [Templates].
 type Config struct {
-	// Reader reads from the API server itself. REQUIRED.
+	// Reader reads directly from the API server. REQUIRED.
 	Reader client.Reader
-	// Cache watches. REQUIRED.
+	// Cache provides the watches. REQUIRED.
 	Cache cache.Cache
-	// Changed is called, from the watches, with each template that may have changed. REQUIRED.
+	// Changed is called from the watches with each template that may have changed. REQUIRED.
 	Changed func(gk schema.GroupKind, template types.NamespacedName)
-	// Clock is the time. Nil means the real one.
+	// Clock provides the time. Nil means the system clock.
 	Clock clock.PassiveClock
 }
 
@@ -62,7 +64,7 @@ type Templates struct {
 	kinds map[schema.GroupKind]*kind
 }
 
-// New returns templates of which none is watched yet.
+// New returns templates. None is watched yet.
 func New(c Config) *Templates {
 	if c.Clock == nil {
 		c.Clock = clock.RealClock{}
@@ -77,8 +79,9 @@ type kind struct {
 	watched  time.Time
 }
 
-// Get returns the template that a reference names, in a namespace. Errors that wrap [ErrUnusable] say what somebody must
-// change; after any other, asking again soon may help. The template is shared and must not be changed.
+// Get returns the template that a reference names, in a namespace. An error that wraps
+// [ErrUnusable] states what a user must change; after any other error a retry may help. The
+// template is shared and must not be modified.
 func (t *Templates) Get(ctx context.Context, ref clusterv1.ContractVersionedObjectReference, namespace string) (*unstructured.Unstructured, error) {
 	if ref.Kind == "" || ref.Name == "" || ref.APIGroup == "" {
 		return nil, fmt.Errorf("%w: the reference to the infrastructure template is not complete", ErrUnusable)
@@ -106,7 +109,8 @@ func (t *Templates) Get(ctx context.Context, ref clusterv1.ContractVersionedObje
 	return template, nil
 }
 
-// synced waits a moment for a young watch, so that a start with many templates does not read each of them live.
+// synced waits briefly for a new watch, so that a start with many templates does not read each of
+// them live.
 func (t *Templates) synced(ctx context.Context, k kind) bool {
 	left := youngWatch - t.Clock.Since(k.watched)
 	if k.informer.HasSynced() || left <= 0 {
@@ -118,7 +122,7 @@ func (t *Templates) synced(ctx context.Context, k kind) bool {
 	return err == nil
 }
 
-// kind returns the version of a kind, and begins to watch it.
+// kind returns the version of a kind, and starts to watch it.
 func (t *Templates) kind(ctx context.Context, gk schema.GroupKind) (kind, error) {
 	t.mu.Lock()
 	known := t.kinds[gk]
@@ -138,7 +142,7 @@ func (t *Templates) kind(ctx context.Context, gk schema.GroupKind) (kind, error)
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if current := t.kinds[gk]; current != known {
-		return *current, nil // somebody else was faster
+		return *current, nil // another call was faster
 	}
 	if fresh.informer == nil {
 		if fresh.informer, err = t.watch(ctx, gvk); err != nil {
@@ -150,7 +154,7 @@ func (t *Templates) kind(ctx context.Context, gk schema.GroupKind) (kind, error)
 	return *fresh, nil
 }
 
-// resolve finds the version of a kind that keeps the newest contract.
+// resolve returns the version of a kind for the newest contract.
 func resolve(ctx context.Context, reader client.Reader, gk schema.GroupKind) (schema.GroupVersionKind, error) {
 	crd := &metav1.PartialObjectMetadata{}
 	crd.SetGroupVersionKind(schema.GroupVersionKind{Group: "apiextensions.k8s.io", Version: "v1", Kind: "CustomResourceDefinition"})
@@ -171,7 +175,7 @@ func resolve(ctx context.Context, reader client.Reader, gk schema.GroupKind) (sc
 	return gk.WithVersion(version), nil
 }
 
-// newestVersion returns the newest version that a CRD's labels name for a contract, "" when they name none.
+// newestVersion returns the newest version in a CRD's contract labels, or "" if there is none.
 func newestVersion(labels map[string]string) string {
 	for _, label := range contracts {
 		versions := slices.DeleteFunc(strings.Split(labels[label], "_"), func(version string) bool { return version == "" })

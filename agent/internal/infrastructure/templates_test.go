@@ -25,7 +25,7 @@ func TestNewestVersionOfTheNewestContract(t *testing.T) {
 	}
 }
 
-// reader fails.
+// reader always fails.
 type reader struct {
 	client.Reader
 	err error

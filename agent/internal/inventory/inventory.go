@@ -1,4 +1,4 @@
-// Package inventory keeps the Machines and the claims of every Cluster as callers see them.
+// Package inventory maintains the Machines and claims of every Cluster as callers see them.
 package inventory
 
 import (
@@ -33,13 +33,13 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// Config is what an [Inventory] needs.
+// Config configures an [Inventory].
 type Config struct {
-	// Machines takes the machines, by name. REQUIRED.
+	// Machines receives the Machines, by name. REQUIRED.
 	Machines *feed.Feed[*agentv1alpha1.Machine]
-	// Claims takes the claims, by id. REQUIRED.
+	// Claims receives the claims, by ID. REQUIRED.
 	Claims *feed.Feed[*agentv1alpha1.Claim]
-	// Scope says which Clusters are served.
+	// Scope determines which Clusters are served.
 	Scope hub.Scope
 }
 
@@ -47,22 +47,25 @@ type Config struct {
 type Inventory struct {
 	Config
 
-	client   client.Client
-	live     client.Reader
-	clusters sync.Map // of *agentv1alpha1.ClusterRef by types.NamespacedName
+	client client.Client
+	live   client.Reader
+	// clusters maps types.NamespacedName to *agentv1alpha1.ClusterRef.
+	clusters sync.Map
 }
 
-// New returns an inventory that fills its feeds once it was set up with a manager.
+// New returns an inventory. It fills its feeds once it has been set up with a manager.
 func New(c Config) *Inventory { return &Inventory{Config: c} }
 
-// SetupWithManager makes the manager run the inventory. The indexes of package hub must have been added.
+// SetupWithManager adds the inventory to the manager. The indexes of package hub must have been
+// added.
 func (i *Inventory) SetupWithManager(mgr manager.Manager) error {
 	i.client, i.live = mgr.GetClient(), mgr.GetAPIReader()
 	shownMachines := &machines{i, warmup.New(i.Machines.SetReady), places{of: map[types.NamespacedName]types.NamespacedName{}}}
 	shownClaims := &claims{i, warmup.New(i.Claims.SetReady)}
 	options := controller.Options{
 		NeedLeaderElection: new(false), MaxConcurrentReconciles: 8, SkipNameValidation: new(true),
-		// The first view is not complete before all is read, so what cannot be read is tried again soon.
+		// The first view is complete only once everything has been read, so failed reads are
+		// retried soon.
 		RateLimiter: workqueue.NewTypedItemExponentialFailureRateLimiter[reconcile.Request](10*time.Millisecond, 10*time.Second),
 	}
 
@@ -82,7 +85,7 @@ func (i *Inventory) SetupWithManager(mgr manager.Manager) error {
 	}
 	err = mgr.Add(manager.RunnableFunc(func(ctx context.Context) error {
 		if !mgr.GetCache().WaitForCacheSync(ctx) {
-			return nil // Only because ctx ended.
+			return nil // only because ctx ended
 		}
 		return i.expect(ctx, shownMachines.warmup, shownClaims.warmup)
 	}))
@@ -92,7 +95,7 @@ func (i *Inventory) SetupWithManager(mgr manager.Manager) error {
 	return nil
 }
 
-// expect says which objects make the first views complete.
+// expect lists the objects that make up the first complete views.
 func (i *Inventory) expect(ctx context.Context, machines, claims *warmup.Tracker) error {
 	var machineList clusterv1.MachineList
 	var claimList v1alpha1.MachineClaimList
@@ -115,7 +118,7 @@ func (i *Inventory) expect(ctx context.Context, machines, claims *warmup.Tracker
 	return nil
 }
 
-// membershipChanges lets pass what may change which Machines belong to a node group.
+// membershipChanges passes updates that may change which Machines belong to a node group.
 func membershipChanges() predicate.Predicate {
 	return predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
 		_, was := e.ObjectOld.GetLabels()[v1alpha1.MemberLabel]
@@ -139,8 +142,9 @@ func (i *Inventory) machinesOfDeployment(ctx context.Context, md client.Object) 
 	return requests
 }
 
-// claimsOfMachine returns the claims that show a Machine: the one that it is labelled with, and those that name it and may be about to be. An
-// update is looked at as it was, too, so that a label that is gone counts.
+// claimsOfMachine returns the claims that show a Machine: the claim in the Machine's label, and
+// claims that name the Machine and may be about to get the label. For updates it is also called
+// with the old object, so that a removed label is noticed.
 func (i *Inventory) claimsOfMachine(ctx context.Context, object client.Object) []reconcile.Request {
 	machine, ok := object.(*clusterv1.Machine)
 	if !ok {
@@ -166,7 +170,7 @@ func (i *Inventory) claimsOfMachine(ctx context.Context, object client.Object) [
 	return requests
 }
 
-// places remembers which Cluster an object was shown in, for when it is gone.
+// places remembers in which Cluster an object was shown, until the object is gone.
 type places struct {
 	mu sync.Mutex
 	of map[types.NamespacedName]types.NamespacedName
@@ -193,7 +197,7 @@ type machines struct {
 	shown  places
 }
 
-// Reconcile brings one machine up to date.
+// Reconcile updates one Machine.
 func (m *machines) Reconcile(ctx context.Context, request reconcile.Request) (_ reconcile.Result, err error) {
 	defer func() { m.warmup.SeenUnless(err, request.NamespacedName) }()
 	machine := &clusterv1.Machine{}
@@ -228,7 +232,7 @@ func (i *Inventory) ofNodeGroup(ctx context.Context, machine *clusterv1.Machine)
 		Namespace: machine.Namespace, Name: machine.Labels[clusterv1.MachineDeploymentNameLabel],
 	}, md)
 	if apierrors.IsNotFound(err) {
-		return machine.Labels[v1alpha1.ClaimLabel] != "", nil // its MachineDeployment went first
+		return machine.Labels[v1alpha1.ClaimLabel] != "", nil // its MachineDeployment was deleted first
 	}
 	if err != nil {
 		return false, fmt.Errorf("reading the MachineDeployment: %w", err)
@@ -242,8 +246,9 @@ type claims struct {
 	warmup *warmup.Tracker
 }
 
-// message shows a claim as the caches have it, which lag independently of each other: a Machine that the claim names may not be there yet, and
-// one that was shown with the claim's label may be there without it again.
+// message converts a claim from the caches. These lag independently of each other: a Machine that
+// the claim names may be missing still, and a Machine that was already shown with the claim's label
+// may appear without the label again.
 func (c *claims) message(ctx context.Context, cluster types.NamespacedName, claim *v1alpha1.MachineClaim) (*agentv1alpha1.Claim, error) {
 	machine, err := c.machine(ctx, c.client, claim)
 	if err != nil {
@@ -265,7 +270,8 @@ func (c *claims) message(ctx context.Context, cluster types.NamespacedName, clai
 	return messages.Claim(claim, machine), nil
 }
 
-// shownBound returns the Machine that the claim names as it is shown with the claim; nil if it is not.
+// shownBound returns the claim's Machine as it is already shown with the claim, or nil if it is
+// not.
 func (c *claims) shownBound(cluster types.NamespacedName, claim *v1alpha1.MachineClaim) *agentv1alpha1.Machine {
 	shown, found := c.Claims.Peek(cluster, claim.Spec.ClaimID)
 	bound := found && shown.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND
@@ -275,13 +281,13 @@ func (c *claims) shownBound(cluster types.NamespacedName, claim *v1alpha1.Machin
 	return shown.GetMachine()
 }
 
-// Reconcile brings one claim up to date.
+// Reconcile updates one claim.
 func (c *claims) Reconcile(ctx context.Context, request reconcile.Request) (_ reconcile.Result, err error) {
 	defer func() { c.warmup.SeenUnless(err, request.NamespacedName) }()
 	claim := &v1alpha1.MachineClaim{}
 	err = c.client.Get(ctx, request.NamespacedName, claim)
 	if apierrors.IsNotFound(err) {
-		// A claim's id has no dots, and its Cluster is part of its name.
+		// The ID of a claim contains no dots, and the object's name begins with the Cluster's name.
 		if dot := strings.LastIndex(request.Name, "."); dot >= 0 {
 			c.Claims.Remove(types.NamespacedName{Namespace: request.Namespace, Name: request.Name[:dot]}, request.Name[dot+1:])
 		}
@@ -303,13 +309,14 @@ func (c *claims) Reconcile(ctx context.Context, request reconcile.Request) (_ re
 	return reconcile.Result{}, nil
 }
 
-// share makes a machine's message refer to what many messages have in common.
+// share replaces parts of a Machine's message by copies shared with other messages.
 func (i *Inventory) share(cluster types.NamespacedName, message *agentv1alpha1.Machine) {
 	message.Cluster = i.reference(cluster)
 	message.NodeGroupId = unique.Make(message.GetNodeGroupId()).Value()
 }
 
-// shareClaim does the same for a claim's message, whose machine is mostly shown already. It leaves out what watches do not show.
+// shareClaim does the same for a claim's message. Its Machine is usually shown already. It also
+// drops what watches do not show.
 func (i *Inventory) shareClaim(cluster types.NamespacedName, message *agentv1alpha1.Claim) {
 	message.Cluster = i.reference(cluster)
 	message.NodeGroupId = unique.Make(message.GetNodeGroupId()).Value()
@@ -326,7 +333,8 @@ func (i *Inventory) shareClaim(cluster types.NamespacedName, message *agentv1alp
 	}
 }
 
-// reference returns the one message that names a Cluster. Those of Clusters that are gone stay: they are few.
+// reference returns the shared reference to a Cluster. References to deleted Clusters are kept, as
+// they are few.
 func (i *Inventory) reference(cluster types.NamespacedName) *agentv1alpha1.ClusterRef {
 	if known, ok := i.clusters.Load(cluster); ok {
 		return known.(*agentv1alpha1.ClusterRef) //nolint:forcetypeassert // nothing else is in it
@@ -351,14 +359,15 @@ func (i *Inventory) machine(ctx context.Context, from client.Reader, claim *v1al
 	return machine, nil
 }
 
-// labelled reports whether a Machine, which may be nil, is labelled with the claim that names it.
+// labelled reports whether the Machine, which may be nil, is the one that the claim names and
+// carries the claim's label.
 func labelled(machine *clusterv1.Machine, claim *v1alpha1.MachineClaim) bool {
 	return machine != nil && claim.Status.Machine != nil && machine.UID == claim.Status.Machine.UID &&
 		machine.Labels[v1alpha1.ClaimLabel] == claim.Spec.ClaimID
 }
 
-// Show returns a claim, which was read live, with its machine. Where the cache does not show the binding yet, the Machine is
-// read live as well.
+// Show converts a claim that was read live, with its Machine. If the cache does not show the
+// binding yet, the Machine is read live as well.
 func (i *Inventory) Show(ctx context.Context, claim *v1alpha1.MachineClaim) (*agentv1alpha1.Claim, error) {
 	machine, err := i.machine(ctx, i.client, claim)
 	if err != nil {
@@ -372,8 +381,8 @@ func (i *Inventory) Show(ctx context.Context, claim *v1alpha1.MachineClaim) (*ag
 	return messages.Claim(claim, machine), nil
 }
 
-// EqualMachines reports whether two machines are the same to those who watch.
+// EqualMachines reports whether two Machines are the same to watchers.
 func EqualMachines(a, b *agentv1alpha1.Machine) bool { return proto.Equal(a, b) }
 
-// EqualClaims reports whether two claims are the same to those who watch.
+// EqualClaims reports whether two claims are the same to watchers.
 func EqualClaims(a, b *agentv1alpha1.Claim) bool { return proto.Equal(a, b) }

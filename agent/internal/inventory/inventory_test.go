@@ -38,7 +38,8 @@ const patience = 20 * time.Second
 var plane *capitest.ControlPlane
 
 func TestMain(m *testing.M) {
-	flag.Parse() // before anything is started: a flag that does not exist ends the process
+	// Flags are parsed before anything is started, because an unknown flag ends the process.
+	flag.Parse()
 	log.SetLogger(logr.Discard())
 	var err error
 	if plane, err = capitest.StartControlPlane(); err != nil {
@@ -61,13 +62,14 @@ type fixture struct {
 	machines  *feed.Feed[*agentv1alpha1.Machine]
 	claims    *feed.Feed[*agentv1alpha1.Claim]
 	inventory *inventory.Inventory
-	// lagging are Machines as the cache shows them, whatever they are: nil for one that it does not show. By name.
+	// lagging are the Machines that the cache shows instead of the current ones, by name. Nil hides
+	// the Machine.
 	lagging sync.Map
 	// failing is how many more reads of a claim from the cache fail.
 	failing atomic.Int32
 }
 
-// lagged reads Machines as a cache shows them that lags behind.
+// lagged reads Machines like a cache that lags.
 func (f *fixture) lagged(ctx context.Context, c client.WithWatch, key client.ObjectKey, o client.Object, opts ...client.GetOption) error {
 	if _, is := o.(*v1alpha1.MachineClaim); is && f.failing.Add(-1) >= 0 {
 		return apierrors.NewServiceUnavailable("the test says so")
@@ -84,7 +86,8 @@ func (f *fixture) lagged(ctx context.Context, c client.WithWatch, key client.Obj
 	return c.Get(ctx, key, o, opts...)
 }
 
-// start runs an inventory of one new namespace with a node group `small`, and waits until its views are complete.
+// start runs an inventory for a new namespace with a node group `small`, and waits until its views
+// are complete.
 func start(t *testing.T, before ...func(f *fixture)) *fixture {
 	t.Helper()
 	f := &fixture{T: t, namespace: plane.Namespace(t)}
@@ -255,14 +258,14 @@ func TestClaimShowsItsMachineOnlyOnceItIsLabelled(t *testing.T) {
 	f.patch(machine, func() { machine.Spec.ProviderID = "test://m" })
 	until(f, f.claims, "a", func(c *agentv1alpha1.Claim, _ bool) bool { return c.GetMachine().GetProviderId() == "test://m" })
 
-	// The machine goes, and what was last seen of it stays.
+	// The Machine is removed, and its last known state stays.
 	f.setStatus(claim, func(s *v1alpha1.MachineClaimStatus) {
 		s.Phase, s.Reason = v1alpha1.PhaseEnded, "Released"
 		s.Machine.ProviderID = "test://m"
 	})
 	require.NoError(t, plane.Client.Delete(t.Context(), machine))
 	until(f, f.machines, "m", gone)
-	// The caches of Machines and of claims come to know it in any order.
+	// The caches of Machines and claims may show the change in any order.
 	ended := until(f, f.claims, "a", func(c *agentv1alpha1.Claim, _ bool) bool {
 		return c.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED && c.GetMachine().GetCreatedAt() == nil
 	})
@@ -273,7 +276,7 @@ func TestClaimShowsItsMachineOnlyOnceItIsLabelled(t *testing.T) {
 	until(f, f.claims, "a", gone)
 }
 
-// The caches of claims and of Machines lag independently of each other.
+// The caches of claims and Machines lag independently of each other.
 func TestAClaimIsShownBoundOnceItsMachineIsLabelledAndStaysSo(t *testing.T) {
 	f := start(t)
 	f.lagging.Store("m", nil)
@@ -306,7 +309,7 @@ func TestAClaimIsShownBoundOnceItsMachineIsLabelledAndStaysSo(t *testing.T) {
 	require.Equal(t, "test://m", later.GetMachine().GetProviderId())
 }
 
-// Readers of a view without the claim would take it for gone.
+// Readers of a view without the claim would assume that it is gone.
 func TestAViewIsNotCompleteWithoutAClaimThatCouldNotBeRead(t *testing.T) {
 	f := start(t, func(f *fixture) {
 		f.claim("c")
@@ -327,7 +330,7 @@ func TestMachineThatIsHandedOverLeavesItsFormerClaim(t *testing.T) {
 	until(f, f.claims, "a", func(c *agentv1alpha1.Claim, _ bool) bool { return c.GetMachine().GetCreatedAt() != nil })
 	f.patch(machine, func() { machine.Labels[v1alpha1.ClaimLabel] = "b" })
 	until(f, f.claims, "a", func(c *agentv1alpha1.Claim, _ bool) bool {
-		// Only the reference is left: what the machine does now is another claim's.
+		// Only the reference is left: the Machine now belongs to another claim.
 		return c.GetMachine().GetCreatedAt() == nil && c.GetMachine().GetUid() == string(machine.UID)
 	})
 }

@@ -1,4 +1,5 @@
-// Package issuer signs the client certificates of Clusters with an authority whose certificate and key are in files.
+// Package issuer signs the client certificates of Clusters with an authority whose certificate and
+// key are read from files.
 package issuer
 
 import (
@@ -29,53 +30,60 @@ import (
 )
 
 const (
-	// backdated is how much earlier than now certificates begin: the clocks of a hub's agents differ.
+	// backdated is how far the validity of certificates begins in the past, because the clocks of a
+	// hub's agents differ.
 	backdated = 2 * time.Minute
-	// minRSABits is the least size of an RSA key, as of NIST SP 800-57 for the years up to 2030.
+	// minRSABits is the minimum size of an RSA key according to NIST SP 800-57 for the years up to
+	// 2030.
 	minRSABits = 2048
-	// maxRSABits bounds what a signature costs to check.
+	// maxRSABits limits the cost of verifying a signature.
 	maxRSABits = 4096
 	serialBits = 127
 )
 
-// Files are PEM files, which are read again when they change.
+// Files are PEM files, which are reloaded when they change.
 type Files struct {
-	// CertFile holds the authority's certificate, followed by those above it if there are any, KeyFile its key. REQUIRED.
+	// CertFile holds the authority's certificate, followed by the certificates above it, if any.
+	// KeyFile holds its key. REQUIRED.
 	CertFile, KeyFile string
-	// ClientCAFile holds the authorities of the callers, which have to accept what is issued. REQUIRED.
+	// ClientCAFile holds the authorities that the agent accepts for callers. They must accept the
+	// issued certificates. REQUIRED.
 	ClientCAFile string
 	// ServerCertFile holds the agent's own certificate chain. REQUIRED.
 	ServerCertFile string
-	// ServerCAFile holds the authorities that callers are told to trust. The agent's own certificate must verify against them. REQUIRED.
+	// ServerCAFile holds the authorities that are sent to callers as trusted. The agent's own
+	// certificate must verify against them. REQUIRED.
 	ServerCAFile string
-	// Refresh is how often they are read. Zero means every five seconds.
+	// Refresh is how often the files are read. Zero means every five seconds.
 	Refresh time.Duration
-	// Log takes a line when they cannot be used. Zero discards it.
+	// Log receives a line if the files cannot be used. Zero discards it.
 	Log logr.Logger
 }
 
-// Authority signs with what is in the files. It is safe for concurrent use.
+// Authority signs certificates with the authority in the files. It is safe for concurrent use.
 type Authority struct {
 	files    Files
 	followed *certificates.Follower
 	clock    clock.PassiveClock
 }
 
-// Certificate is one that was issued.
+// Certificate is an issued certificate.
 type Certificate struct {
-	// Chain is the certificate, followed by its intermediate authorities, PEM.
+	// Chain is the certificate followed by its intermediate authorities. PEM.
 	Chain []byte
-	// ServerAuthorities are those that sign the agent's certificate, PEM.
+	// ServerAuthorities are the authorities of the agent's own certificate. PEM.
 	ServerAuthorities []byte
-	// NotAfter is when it ends, and RenewAt when it should be renewed at the latest.
+	// NotAfter is when the certificate expires, and RenewAt when it should be renewed at the
+	// latest.
 	NotAfter, RenewAt time.Time
-	// Serial is its serial number, in hexadecimal digits.
+	// Serial is the serial number in hexadecimal digits.
 	Serial string
 
 	leaf *x509.Certificate
 }
 
-// Open reads the files, which must be usable together now. Later, nothing is issued while they are not. Call [Authority.Close].
+// Open reads the files, which must be usable together. If they become unusable later, nothing is
+// issued until they are usable again. The caller must call [Authority.Close].
 func Open(files Files, c clock.PassiveClock) (*Authority, error) {
 	if files.Refresh == 0 {
 		files.Refresh = 5 * time.Second
@@ -90,16 +98,17 @@ func Open(files Files, c clock.PassiveClock) (*Authority, error) {
 	return a, nil
 }
 
-// Close stops reading the files.
+// Close stops following the files.
 func (a *Authority) Close() { a.followed.Close() }
 
-// Stats returns when the authority's certificate ends, and how often its files could not be used.
+// Stats returns when the authority's certificate expires, and how often its files could not be
+// used.
 func (a *Authority) Stats() (notAfter time.Time, errors int64) {
 	stats := a.followed.Stats()
 	return stats.CertificateNotAfter, stats.CertificateErrors
 }
 
-// signer returns the authority's certificate, those above it, and its key.
+// signer returns the chain of the authority's certificate, and its key.
 func (a *Authority) signer() ([]*x509.Certificate, crypto.Signer, error) {
 	pair, err := a.followed.Certificate()
 	if err != nil {
@@ -123,8 +132,9 @@ func (a *Authority) signer() ([]*x509.Certificate, crypto.Signer, error) {
 	return chain, signer, nil
 }
 
-// serverAuthorities returns the certificates in the file, and nothing else that is in it. They have to accept the agent's own certificate: a caller
-// that trusts them alone would be lost otherwise.
+// serverAuthorities returns only the certificates of the file, without any other content. They must
+// accept the agent's own certificate: a caller that trusts only them could not reach the agent
+// otherwise.
 func (a *Authority) serverAuthorities() ([]byte, error) {
 	trusted, err := cert.CertsFromFile(a.files.ServerCAFile)
 	if err != nil {
@@ -145,7 +155,8 @@ func (a *Authority) serverAuthorities() ([]byte, error) {
 	return only, nil
 }
 
-// verify checks that the authorities accept the first of the certificates, which the others lead to.
+// verify checks that the authorities accept the first certificate. The others are its
+// intermediates.
 func (a *Authority) verify(chain []*x509.Certificate, authorities *x509.CertPool, usage x509.ExtKeyUsage) error {
 	_, err := chain[0].Verify(x509.VerifyOptions{
 		Roots: authorities, Intermediates: pool(chain[1:]), CurrentTime: a.clock.Now(), KeyUsages: []x509.ExtKeyUsage{usage},
@@ -161,7 +172,7 @@ func pool(of []*x509.Certificate) *x509.CertPool {
 	return p
 }
 
-// check says why nothing can be issued, nil when it can.
+// check returns nil if certificates can be issued, and the reason as an error otherwise.
 func (a *Authority) check() error {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -171,8 +182,10 @@ func (a *Authority) check() error {
 	return err
 }
 
-// Issue signs a client certificate whose only name is the identity. It ends after the lifetime, or with its authority. Nothing is issued that the
-// agent would refuse, or with authorities that would refuse the agent, as while only one of the files has been replaced.
+// Issue signs a client certificate whose only name is the identity. The certificate expires after
+// the lifetime, or with its authority if that is earlier. Issue fails rather than return a
+// certificate that the agent would reject, or authorities that would reject the agent. This can
+// happen while only some of the files have been replaced.
 func (a *Authority) Issue(key crypto.PublicKey, id spiffeid.ID, lifetime time.Duration) (Certificate, error) {
 	chain, signer, err := a.signer()
 	if err != nil {
@@ -186,11 +199,12 @@ func (a *Authority) Issue(key crypto.PublicKey, id spiffeid.ID, lifetime time.Du
 		return Certificate{}, err
 	}
 	for _, above := range chain {
-		if !bytes.Equal(above.RawIssuer, above.RawSubject) { // who verifies it has the root
+		// The verifying side has the root.
+		if !bytes.Equal(above.RawIssuer, above.RawSubject) {
 			signed.Chain = append(signed.Chain, pem.EncodeToMemory(&pem.Block{Type: cert.CertificateBlockType, Bytes: above.Raw})...)
 		}
 	}
-	// A caller that has given up its certificate for one that is refused would be lost.
+	// A caller that replaces its certificate by one that the agent rejects could no longer call.
 	callers, err := a.followed.Authorities()
 	if err != nil {
 		return Certificate{}, fmt.Errorf("the client %w", err)
@@ -202,7 +216,8 @@ func (a *Authority) Issue(key crypto.PublicKey, id spiffeid.ID, lifetime time.Du
 	return signed, nil
 }
 
-// Sign signs a client certificate with an authority, as [Authority.Issue] does. The chain is the certificate alone.
+// Sign signs a client certificate with an authority, like [Authority.Issue]. The chain consists of
+// the certificate alone.
 func Sign(
 	authority *x509.Certificate, signer crypto.Signer, key crypto.PublicKey, id spiffeid.ID, now time.Time, lifetime time.Duration,
 ) (Certificate, error) {
@@ -238,20 +253,20 @@ func Sign(
 		leaf:     leaf,
 		Chain:    pem.EncodeToMemory(&pem.Block{Type: cert.CertificateBlockType, Bytes: der}),
 		NotAfter: end.Truncate(time.Second),
-		// Half of its life is left to reach the agent in.
+		// The second half of its lifetime is left to reach the agent.
 		RenewAt: now.Add(end.Sub(now) / 2).Truncate(time.Second),
 		Serial:  serial.Text(16),
 	}, nil
 }
 
-// ParseRequest returns the public key of a PKCS #10 signing request, whose signature proves that the sender has the private one. An error
-// says what to do about the request.
+// ParseRequest returns the public key of a PKCS #10 signing request. The request's signature proves
+// that the sender has the private key. An error states what is wrong with the request.
 func ParseRequest(der []byte) (crypto.PublicKey, error) {
 	request, err := x509.ParseCertificateRequest(der)
 	if err != nil {
 		return nil, errors.New("is not a PKCS #10 signing request in DER; `openssl req -new -outform DER` makes one")
 	}
-	// Before the signature is checked: what that costs grows with the key.
+	// The key is checked before the signature, because the cost of verifying it grows with the key.
 	if err := checkKey(request); err != nil {
 		return nil, err
 	}
@@ -278,7 +293,7 @@ func checkKey(request *x509.CertificateRequest) error {
 	return nil
 }
 
-// Fingerprint returns the SHA-256 of a public key as hexadecimal digits.
+// Fingerprint returns the SHA-256 hash of a public key in hexadecimal digits.
 func Fingerprint(key crypto.PublicKey) (string, error) {
 	der, err := x509.MarshalPKIXPublicKey(key)
 	if err != nil {

@@ -33,7 +33,8 @@ func open(t *testing.T, authority *testpki.Authority, clock *clocktesting.FakePa
 	return a, files
 }
 
-// filesOf are those of an agent whose own certificate, and whose callers', one authority signs.
+// filesOf returns the files of an agent where one authority signs the certificates of the agent and
+// of its callers.
 func filesOf(t *testing.T, authority *testpki.Authority) issuer.Files {
 	t.Helper()
 	own := authority.Issue(t, t.TempDir(), authority)
@@ -97,7 +98,7 @@ func TestACertificateIsForClientsAndHasOneName(t *testing.T) {
 
 func TestACertificateEndsWithItsAuthority(t *testing.T) {
 	g := NewWithT(t)
-	authority := testpki.New(t) // for an hour
+	authority := testpki.New(t) // valid for an hour
 	clock := clocktesting.NewFakePassiveClock(time.Now())
 	a, _ := open(t, authority, clock)
 	signed, err := a.Issue(key(t), id, 24*time.Hour)
@@ -109,7 +110,8 @@ func TestACertificateEndsWithItsAuthority(t *testing.T) {
 	g.Expect(err).To(MatchError(ContainSubstring("issuer's certificate has expired at")))
 }
 
-// A caller gives up its certificate for what is issued: so nothing is, while the callers' authorities do not accept it.
+// A caller replaces its certificate by the issued one. Nothing may therefore be issued while the
+// callers' authorities would reject it.
 func TestARotatedAuthorityIsFollowedOnceTheAgentAcceptsIt(t *testing.T) {
 	g := NewWithT(t)
 	before, after := testpki.New(t), testpki.New(t)
@@ -135,7 +137,7 @@ func TestARotatedAuthorityIsFollowedOnceTheAgentAcceptsIt(t *testing.T) {
 	}, 20*time.Second).Should(Succeed())
 }
 
-// A caller that trusts the answer's authorities alone would find the agent no more.
+// A caller that trusts only the authorities in the response could no longer reach the agent.
 func TestAuthoritiesThatDoNotAcceptTheAgentAreNotTold(t *testing.T) {
 	g := NewWithT(t)
 	authority := testpki.New(t)
@@ -170,7 +172,7 @@ func TestWhatIsNoAuthorityIsRefused(t *testing.T) {
 	}
 }
 
-// What callers are told to trust is certificates, whatever else is in the file.
+// Callers receive only certificates, whatever else the file contains.
 func TestKeysDoNotGoAlong(t *testing.T) {
 	g := NewWithT(t)
 	authority := testpki.New(t)

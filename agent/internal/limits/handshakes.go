@@ -7,12 +7,13 @@ import (
 	"sync"
 )
 
-// handshakes are the connections whose identity is not known yet. Anyone who reaches the port can open them, so a new one is never refused,
-// which would let those who never end their handshake keep out everybody else: when there are too many, the oldest gives way of the
-// source that has the most.
+// handshakes are the connections whose identity is not known yet. Anyone who can reach the port can
+// open them. New connections are never rejected: otherwise clients that never finish their
+// handshake could lock out all others. Instead, when there are too many, the oldest connection of
+// the source with the most connections is dropped.
 type handshakes struct {
 	mu sync.Mutex
-	// pending are the [*handshake]s, oldest first.
+	// pending holds [*handshake] elements, oldest first.
 	pending *list.List
 	from    map[string]int
 }
@@ -24,8 +25,9 @@ type handshake struct {
 
 func newHandshakes() *handshakes { return &handshakes{pending: list.New(), from: map[string]int{}} }
 
-// begin adds a connection from a source, to be dropped by the function. It returns what to call when its identity is known, or when it has
-// ended, and whether another was dropped.
+// begin adds a connection from a source. The drop function closes it. begin returns a function to
+// call when the connection's identity is known or the connection has ended, and whether it dropped
+// another connection.
 func (h *handshakes) begin(source string, drop func()) (end func(), dropped bool) {
 	h.mu.Lock()
 	place := h.pending.PushBack(&handshake{source, drop})
@@ -48,11 +50,12 @@ func (h *handshakes) begin(source string, drop func()) (end func(), dropped bool
 }
 
 func of(place *list.Element) *handshake {
-	h, _ := place.Value.(*handshake) // nothing else is in the list
+	h, _ := place.Value.(*handshake) // the list holds nothing else
 	return h
 }
 
-// oldestOfMost is the oldest of the source that has the most; of several such sources, the oldest of all. h.mu is held.
+// oldestOfMost returns the oldest connection of the source with the most connections. Among several
+// such sources it returns the oldest connection of all. h.mu must be held.
 func (h *handshakes) oldestOfMost() *list.Element {
 	most := slices.Max(slices.Collect(maps.Values(h.from)))
 	place := h.pending.Front()
@@ -62,7 +65,7 @@ func (h *handshakes) oldestOfMost() *list.Element {
 	return place
 }
 
-// remove does nothing to what has been removed. h.mu is held.
+// remove does nothing if the element has already been removed. h.mu must be held.
 func (h *handshakes) remove(place *list.Element) {
 	source, before := of(place).source, h.pending.Len()
 	h.pending.Remove(place)

@@ -7,19 +7,20 @@ import (
 
 type callKey struct{}
 
-// NewContext returns a context of the call.
+// NewContext returns a context that carries the call.
 func NewContext(ctx context.Context, c *Call) context.Context {
 	return context.WithValue(ctx, callKey{}, c)
 }
 
-// FromContext returns the call of the context, nil when it has none.
+// FromContext returns the call that the context carries, or nil.
 func FromContext(ctx context.Context) *Call {
 	c, _ := ctx.Value(callKey{}).(*Call)
 	return c
 }
 
-// Transport returns a transport to the hub's API server on which the requests of a caller's calls wait for one another, so that they leave
-// the rest of what the agent may ask to others. Requests whose context is of no call pass.
+// Transport returns a transport to the hub's API server that limits the rate of requests per
+// caller, so that one caller cannot use up the agent's own rate. Requests whose context carries no
+// call are not limited.
 func Transport(next http.RoundTripper) http.RoundTripper { return transport{next} }
 
 type transport struct{ next http.RoundTripper }
@@ -33,12 +34,14 @@ func (t transport) RoundTrip(request *http.Request) (*http.Response, error) {
 	return t.next.RoundTrip(request)
 }
 
-// request waits until a request to the hub's API server may be made, which may be several of the call's at once. Errors: the context's.
+// request waits until the call may send a request to the hub's API server. It may be called
+// concurrently for one call. The error is that of the context.
 func (c *Call) request(ctx context.Context) error {
 	if c.caller.hubRate.Wait(ctx) == nil {
 		return nil
 	}
-	// The turn would come after the deadline, which is at most as many requests away as the caller may have under way.
+	// The limiter fails at once if the request's turn would come after the deadline. The queue
+	// ahead is at most the number of requests that the caller may have in flight.
 	<-ctx.Done()
 	return ctx.Err()
 }

@@ -1,5 +1,5 @@
-// Package limits bounds what one caller, and all of them together, may ask of the agent at once. What is queued waits for others of
-// the same caller; what is refused has not begun.
+// Package limits bounds what a single caller, and all callers together, may request of the agent at
+// once. Queued work waits for other work of the same caller. Rejected work has not been started.
 package limits
 
 import (
@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/samber/lo"
 	"golang.org/x/sync/semaphore"
 	"golang.org/x/time/rate"
 	"k8s.io/utils/clock"
@@ -17,27 +18,30 @@ import (
 
 // Options are the limits. Each must be positive.
 type Options struct {
-	// CallsPerSecond and CallBurst are how many calls a caller may begin, on average and at once. A request counts once more for
-	// each [BytesPerCall] that it has.
+	// CallsPerSecond and CallBurst limit how many calls a caller may begin, on average and at once.
+	// A request counts as one more call for each [BytesPerCall] of its size.
 	CallsPerSecond float64
 	CallBurst      int
-	// CallsAtOnce and WatchesAtOnce are how many unary calls, and watch streams, a caller may have open.
+	// CallsAtOnce and WatchesAtOnce are how many unary calls and watch streams a caller may have
+	// open.
 	CallsAtOnce, WatchesAtOnce int
-	// HubCallsAtOnce is how many of a caller's calls may ask the hub's API server at once. Others wait.
+	// HubCallsAtOnce is how many of a caller's calls may query the hub's API server at once.
+	// Further calls wait.
 	HubCallsAtOnce int
-	// HubRequestsPerSecond and HubRequestBurst are how many requests of a caller's calls the hub's API server gets, on average and at
-	// once. Others wait.
+	// HubRequestsPerSecond and HubRequestBurst limit the requests that a caller's calls send to the
+	// hub's API server, on average and at once. Further requests wait.
 	HubRequestsPerSecond float64
 	HubRequestBurst      int
 	// RequestTimeout is how long a request may take to arrive.
 	RequestTimeout time.Duration
-	// CallTimeout is the deadline of a unary call that has none, MaxCallTimeout the longest that one may have.
+	// CallTimeout is the deadline of a unary call that has none. MaxCallTimeout is the longest
+	// deadline that a unary call may have.
 	CallTimeout, MaxCallTimeout time.Duration
-	// SendTimeout is how long a caller may leave an answer, or an event of a stream, unread.
+	// SendTimeout is how long a caller may leave a response, or an event of a stream, unread.
 	SendTimeout time.Duration
 }
 
-// Defaults returns the default limits. docs/limits.md has the reasons.
+// Defaults returns the default limits. docs/limits.md explains them.
 func Defaults() Options {
 	return Options{
 		CallsPerSecond: 100, CallBurst: 10000, CallsAtOnce: 2000, WatchesAtOnce: 1000,
@@ -49,51 +53,70 @@ func Defaults() Options {
 const (
 	// BytesPerCall is how many bytes of a request count as one call.
 	BytesPerCall = 16 << 10
-	// readsOfCaller and readsInAll are how many requests are read at once; each may have 4 MiB. Others wait.
+	// readsOfCaller and readsInAll are how many requests are read at once, of one caller and in
+	// total. Each may be 4 MiB in size. Further requests wait.
 	readsOfCaller, readsInAll = 8, 32
-	// largeOfCaller is how many large requests of a caller are read and handled at once, largeInAll how many of all are decoded at once;
-	// all of it together may take 200 MiB for one. Others wait.
+	// largeOfCaller is how many large requests of a caller are read and handled at once. largeInAll
+	// is how many large requests are decoded at once, in total. One request may need up to 200 MiB
+	// altogether. Further requests wait.
 	largeOfCaller, largeInAll = 1, 3
-	// checksOfCaller is how many requests of a caller are checked at once. One with a thousand long names takes 25 ms of a processor, and no
-	// caller may have them all. Others wait.
+	// checksOfCaller is how many requests of a caller are validated at once. A request with a
+	// thousand long names needs 25 ms of a CPU, and no caller may use all CPUs. Further requests
+	// wait.
 	checksOfCaller = 1
-	// bytesOfCaller and bytesInAll bound the requests that are being handled.
+	// bytesOfCaller and bytesInAll bound the total size of the requests that are being handled, of
+	// one caller and in total.
 	bytesOfCaller, bytesInAll = 16 << 20, 64 << 20
-	// UnreadOfCaller and unreadInAll are how many bytes of answers may wait to be read before callers are refused: the caller whose they
-	// are any call, all callers lists. What was let in before may exceed them, by two lists of each caller.
+	// UnreadOfCaller and unreadInAll are how many bytes of responses may be waiting to be read.
+	// Beyond UnreadOfCaller all calls of the caller are rejected; beyond unreadInAll the lists of
+	// all callers are. Calls that were admitted earlier may exceed the limits, by two lists for
+	// each caller.
 	UnreadOfCaller, unreadInAll = 32 << 20, 128 << 20
-	// listsOfCaller and listsInAll are how many lists are made at once; the claims of a large Cluster take 50 MiB. Others wait.
+	// listsOfCaller and listsInAll are how many list responses are built at once. The claims of a
+	// large Cluster need 50 MiB. Further lists wait.
 	listsOfCaller, listsInAll = 2, 8
-	// ConnectionsOfCaller is how many connections a caller may have. Each can hold a thousand streams with 8 KiB of metadata.
+	// ConnectionsOfCaller is how many connections a caller may have. Each can carry a thousand
+	// streams with 8 KiB of metadata each.
 	ConnectionsOfCaller = 16
-	// unknownConnections is how many connections may be without an identity. A handshake takes 100 KiB and seconds at most.
+	// unknownConnections is how many connections may be waiting for their identity. A handshake
+	// needs 100 KiB, and takes seconds at most.
 	unknownConnections = 512
-	// refusalsPerSecond and refusalBurst are how many calls of a caller may be refused, on average and at once, before its connections are
-	// read slowly: a refusal costs the agent a tenth of a millisecond, and its caller nothing. refusalDebt is for how many seconds at most that
-	// goes on after the last; a caller that is so far behind loses its connections, with all that it has sent on them.
+	// refusalsPerSecond and refusalBurst are how many calls of a caller may be rejected, on average
+	// and at once, before its connections are read more slowly. A rejection costs the agent a tenth
+	// of a millisecond, and its caller nothing. refusalDebt is the maximum duration in seconds of
+	// slow reading after the last rejection. A caller that reaches it loses its connections,
+	// including everything sent on them.
 	refusalsPerSecond, refusalBurst, refusalDebt = 100, 1000, 2
-	// longestPause is how long a connection is not read at most. Clients wait ten seconds for an answer to their keepalive.
+	// longestPause is how long a connection is left unread at most. Clients wait ten seconds for
+	// the response to a keepalive.
 	longestPause = time.Second
-	// tracesPerSecond and traceBurst are how many of a caller's calls are traced, on average and at once; the spans of so many fit into what the
-	// exporter holds at once. Others are not traced.
+	// framesPerCall is how many HTTP/2 frames a caller may send for each call that it may make, on
+	// average and at once, before its connections are read more slowly. A call has three or four
+	// frames, and a request of 4 MiB has 256. The same request sent byte by byte would have four
+	// million, and each frame can use 350 bytes of memory until the request is complete. frameDebt
+	// is the maximum duration in seconds of slow reading after the last frame.
+	framesPerCall, frameDebt = 10, 10
+	// tracesPerSecond and traceBurst are how many of a caller's calls are traced, on average and at
+	// once. The exporter's queue can hold the spans of that many calls. Further calls are not
+	// traced.
 	tracesPerSecond, traceBurst = 10, 100
-	// enough is how many callers are remembered before those that did nothing lately are forgotten.
+	// enough is the number of remembered callers from which idle ones are forgotten.
 	enough = 1000
 )
 
-// RefusedError says why a call is refused.
+// RefusedError reports why a call was rejected.
 type RefusedError struct {
-	// Reason is one word.
+	// Reason is one of the Reason constants.
 	Reason string
-	// Message is the same in a sentence.
+	// Message is the reason as a sentence.
 	Message string
-	// RetryAfter is when it is worth asking again.
+	// RetryAfter is how long to wait before a retry is worthwhile.
 	RetryAfter time.Duration
 }
 
 func (r *RefusedError) Error() string { return r.Message }
 
-// Reasons of [RefusedError].
+// These are the reasons of a [RefusedError].
 const (
 	ReasonRate        = "rate"
 	ReasonCalls       = "calls"
@@ -104,11 +127,11 @@ const (
 	ReasonHandshakes  = "handshakes"
 )
 
-// Limiter knows what callers have open. It is safe for concurrent use.
+// Limiter tracks what callers have open. It is safe for concurrent use.
 type Limiter struct {
 	Options
 	clock               clock.PassiveClock
-	refused             *prometheus.CounterVec
+	refused, slowed     *prometheus.CounterVec
 	reads, large, lists *semaphore.Weighted
 	unknown             *handshakes
 
@@ -119,7 +142,7 @@ type Limiter struct {
 
 type caller struct {
 	rate, hubRate              *rate.Limiter
-	refusals, traces           *rate.Limiter
+	refusals, frames, traces   *rate.Limiter
 	calls, watches             int
 	connections                int
 	bytes, unread              int64
@@ -137,16 +160,24 @@ func New(o Options, c clock.PassiveClock, registerer prometheus.Registerer) (*Li
 			Name: "capi_agent_calls_refused_total",
 			Help: "Calls and connections refused because their caller had too much open or called too often, by reason and method.",
 		}, []string{"reason", "method"}),
+		slowed: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "capi_agent_slow_reads_total",
+			Help: "Reads of a caller's connection that were delayed, by reason (refusals: it keeps calling although its calls are rejected; " +
+				"frames: it sends too many HTTP/2 frames).",
+		}, []string{"reason"}),
 	}
 	if registerer != nil {
-		if err := registerer.Register(l.refused); err != nil {
-			return nil, fmt.Errorf("registering the limits' metrics: %w", err)
+		for _, counters := range []*prometheus.CounterVec{l.refused, l.slowed} {
+			if err := registerer.Register(counters); err != nil {
+				return nil, fmt.Errorf("registering the limits' metrics: %w", err)
+			}
 		}
 	}
 	return l, nil
 }
 
-// Call is a call that has been let in. It must be ended. Its methods are for one goroutine.
+// Call is an admitted call. It must be ended with [Call.End]. Its methods must be called from one
+// goroutine.
 type Call struct {
 	limiter *Limiter
 	caller  *caller
@@ -157,7 +188,7 @@ type Call struct {
 	free    []func()
 }
 
-// Begin lets a call in. The error is a [*RefusedError].
+// Begin admits a call. The error is a [*RefusedError].
 func (l *Limiter) Begin(identity, method string, watch bool) (*Call, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -181,7 +212,7 @@ func (l *Limiter) Begin(identity, method string, watch bool) (*Call, error) {
 	return &Call{limiter: l, caller: c, method: method, watch: watch}, nil
 }
 
-// caller returns what is known of an identity. l.mu is held.
+// caller returns the state of an identity, which it creates if needed. l.mu must be held.
 func (l *Limiter) caller(identity string) *caller {
 	c := l.callers[identity]
 	if c == nil {
@@ -190,6 +221,7 @@ func (l *Limiter) caller(identity string) *caller {
 			rate:     rate.NewLimiter(rate.Limit(l.CallsPerSecond), l.CallBurst),
 			hubRate:  rate.NewLimiter(rate.Limit(l.HubRequestsPerSecond), l.HubRequestBurst),
 			refusals: rate.NewLimiter(refusalsPerSecond, refusalBurst),
+			frames:   rate.NewLimiter(rate.Limit(l.framesPerSecond()), l.frameBurst()),
 			traces:   rate.NewLimiter(tracesPerSecond, traceBurst),
 			reads:    semaphore.NewWeighted(readsOfCaller), large: semaphore.NewWeighted(largeOfCaller),
 			lists: semaphore.NewWeighted(listsOfCaller), atHub: semaphore.NewWeighted(int64(l.HubCallsAtOnce)),
@@ -200,15 +232,17 @@ func (l *Limiter) caller(identity string) *caller {
 	return c
 }
 
-// Trace reports whether a call of the identity, about to be recorded, may be.
+// Trace reports whether a call of the identity may be recorded, and counts it.
 func (l *Limiter) Trace(identity string) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.caller(identity).traces.AllowN(l.clock.Now(), 1)
 }
 
-// Accept lets in a connection from a source whose identity is not known yet. When there are too many, the oldest is dropped, by its function,
-// of the source that has the most. The function that is returned is called when the identity is known, or when there is no more connection.
+// Accept admits a connection from a source whose identity is not known yet. If there are too many,
+// it drops the oldest connection of the source with the most connections, by calling that
+// connection's drop function. The returned function must be called when the identity is known or
+// the connection has ended.
 func (l *Limiter) Accept(source string, drop func()) (known func()) {
 	known, dropped := l.unknown.begin(source, drop)
 	if dropped {
@@ -217,7 +251,8 @@ func (l *Limiter) Accept(source string, drop func()) (known func()) {
 	return known
 }
 
-// Connect lets in a connection of an identity. The function that is returned is called when it has ended. The error is a [*RefusedError].
+// Connect admits a connection of an identity. The returned function must be called when the
+// connection has ended. The error is a [*RefusedError].
 func (l *Limiter) Connect(identity string) (ended func(), err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -233,7 +268,7 @@ func (l *Limiter) Connect(identity string) (ended func(), err error) {
 	}, nil
 }
 
-// spend takes tokens. l.mu is held.
+// spend takes tokens from the caller's rate. l.mu must be held.
 func (l *Limiter) spend(c *caller, method string, tokens int) error {
 	now := l.clock.Now()
 	if c.rate.AllowN(now, min(tokens, l.CallBurst)) {
@@ -248,21 +283,21 @@ func (l *Limiter) refuseUnread(c *caller, method string) error {
 	return l.refuse(c, method, ReasonUnread, time.Second, "too many bytes of answers have not been read yet")
 }
 
-// refuse is called with l.mu held.
+// refuse counts a rejection and returns its error. l.mu must be held.
 func (l *Limiter) refuse(c *caller, method, reason string, after time.Duration, format string, args ...any) error {
 	l.refused.WithLabelValues(reason, method).Inc()
 	l.blame(c)
 	return &RefusedError{Reason: reason, RetryAfter: after, Message: fmt.Sprintf(format, args...)}
 }
 
-// Denied notes that a call of an identity was refused that it has no right to make.
+// Denied records that a call was rejected because the identity has no right to make it.
 func (l *Limiter) Denied(identity string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.blame(l.caller(identity))
 }
 
-// blame notes a refusal. l.mu is held.
+// blame records a rejection. l.mu must be held.
 func (l *Limiter) blame(c *caller) {
 	now := l.clock.Now()
 	if c.refusals.TokensAt(now) > -refusalsPerSecond*refusalDebt {
@@ -270,8 +305,26 @@ func (l *Limiter) blame(c *caller) {
 	}
 }
 
-// Pause returns for how long the connections of an identity are better not read, as it goes on calling although it is refused, and whether
-// they are better closed.
+func (l *Limiter) framesPerSecond() float64 { return framesPerCall * l.CallsPerSecond }
+
+func (l *Limiter) frameBurst() int { return framesPerCall * l.CallBurst }
+
+// Frames records that n HTTP/2 frames of an identity have been read.
+func (l *Limiter) Frames(identity string, n int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	c, now := l.caller(identity), l.clock.Now()
+	n = min(n, int(c.frames.TokensAt(now)+l.framesPerSecond()*frameDebt))
+	for n > 0 { // a reservation of more than the burst would be none
+		part := min(n, l.frameBurst())
+		c.frames.ReserveN(now, part)
+		n -= part
+	}
+}
+
+// Pause returns how long the connections of an identity should not be read, because it keeps
+// calling although it is rejected or sends too many frames. It also reports whether they should be
+// closed.
 func (l *Limiter) Pause(identity string) (pause time.Duration, over bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -279,12 +332,24 @@ func (l *Limiter) Pause(identity string) (pause time.Duration, over bool) {
 	if c == nil {
 		return 0, false
 	}
-	missing := -c.refusals.TokensAt(l.clock.Now())
-	pause = max(0, time.Duration(missing/refusalsPerSecond*float64(time.Second)))
-	return min(longestPause, pause), missing >= refusalsPerSecond*refusalDebt
+	now := l.clock.Now()
+	missing, frames := -c.refusals.TokensAt(now), -c.frames.TokensAt(now)
+	refusing, flooding := missing/refusalsPerSecond, frames/l.framesPerSecond()
+	seconds := max(0, refusing, flooding)
+	if seconds > 0 {
+		l.slowed.WithLabelValues(lo.Ternary(refusing > flooding, slowedByRefusals, slowedByFrames)).Inc()
+	}
+	return time.Duration(min(longestPause.Seconds(), seconds) * float64(time.Second)), missing >= refusalsPerSecond*refusalDebt
 }
 
-// forget forgets callers that have nothing open and could burst, if there are many. l.mu is held.
+// Why connections are read slowly.
+const (
+	slowedByRefusals = "refusals"
+	slowedByFrames   = "frames"
+)
+
+// forget removes idle callers with full token buckets, if there are many callers. l.mu must be
+// held.
 func (l *Limiter) forget(now time.Time) {
 	if len(l.callers) < enough {
 		return
@@ -292,14 +357,15 @@ func (l *Limiter) forget(now time.Time) {
 	for identity, c := range l.callers {
 		if c.calls+c.watches+c.connections == 0 && c.unread == 0 &&
 			c.rate.TokensAt(now) >= float64(l.CallBurst) && c.hubRate.TokensAt(now) >= float64(l.HubRequestBurst) &&
-			c.refusals.TokensAt(now) >= refusalBurst && c.traces.TokensAt(now) >= traceBurst {
+			c.refusals.TokensAt(now) >= refusalBurst && c.frames.TokensAt(now) >= float64(l.frameBurst()) && c.traces.TokensAt(now) >= traceBurst {
 			delete(l.callers, identity)
 		}
 	}
 }
 
-// Read waits until the call's request may be read, and returns what to do once it has been. A caller has one large request at a time until
-// its call ends. Errors: the context's.
+// Read waits until the call's request may be read, and returns a function to call once it has been
+// read. A caller has one large request at a time, until the call ends. The error is that of the
+// context.
 func (c *Call) Read(ctx context.Context, large bool) (done func(), err error) {
 	if large {
 		if err := c.keep(ctx, c.caller.large); err != nil {
@@ -319,16 +385,19 @@ func (c *Call) Read(ctx context.Context, large bool) (done func(), err error) {
 	}, nil
 }
 
-// Decode waits until a large request, which has been read, may be decoded, and returns what to do once it has been. Errors: the context's.
+// Decode waits until a large request that has been read may be decoded, and returns a function to
+// call once it has been decoded. The error is that of the context.
 func (c *Call) Decode(ctx context.Context) (done func(), err error) {
-	// What all callers share is held for no longer than the work on what has arrived takes, whatever the caller, or the hub, does.
+	// The semaphore that all callers share is held only for work on data that has already arrived,
+	// so neither a caller nor the hub can block it.
 	if err := c.limiter.large.Acquire(ctx, 1); err != nil {
 		return nil, err
 	}
 	return func() { c.limiter.large.Release(1) }, nil
 }
 
-// Check waits until the call's request may be checked, and returns what to do once it has been. Errors: the context's.
+// Check waits until the call's request may be validated, and returns a function to call once it has
+// been validated. The error is that of the context.
 func (c *Call) Check(ctx context.Context) (done func(), err error) {
 	if err := c.caller.checks.Acquire(ctx, 1); err != nil {
 		return nil, err
@@ -336,7 +405,7 @@ func (c *Call) Check(ctx context.Context) (done func(), err error) {
 	return func() { c.caller.checks.Release(1) }, nil
 }
 
-// keep holds one of the semaphore until the call ends.
+// keep acquires the semaphore until the call ends.
 func (c *Call) keep(ctx context.Context, s *semaphore.Weighted) error {
 	if err := s.Acquire(ctx, 1); err != nil {
 		return err
@@ -345,7 +414,7 @@ func (c *Call) keep(ctx context.Context, s *semaphore.Weighted) error {
 	return nil
 }
 
-// Hold accounts for the request's bytes until the call ends. The error is a [*RefusedError].
+// Hold counts the size of the request until the call ends. The error is a [*RefusedError].
 func (c *Call) Hold(bytes int) error {
 	l := c.limiter
 	l.mu.Lock()
@@ -362,7 +431,8 @@ func (c *Call) Hold(bytes int) error {
 	return nil
 }
 
-// AskHub waits until the call may ask the hub's API server, which it may until [Call.LeaveHub] or its end. Errors: the context's.
+// AskHub waits until the call may query the hub's API server. It may do so until [Call.LeaveHub] or
+// its end. The error is that of the context.
 func (c *Call) AskHub(ctx context.Context) error {
 	if c.atHub {
 		return nil
@@ -374,7 +444,7 @@ func (c *Call) AskHub(ctx context.Context) error {
 	return nil
 }
 
-// LeaveHub lets another call of the caller ask the hub's API server, while this one only waits.
+// LeaveHub lets another call of the caller query the hub's API server while this call only waits.
 func (c *Call) LeaveHub() {
 	if c.atHub {
 		c.atHub = false
@@ -382,7 +452,8 @@ func (c *Call) LeaveHub() {
 	}
 }
 
-// List waits until the call may make a list. The error is the context's, or a [*RefusedError].
+// List waits until the call may build a list. The error is that of the context or a
+// [*RefusedError].
 func (c *Call) List(ctx context.Context) error {
 	if err := c.keep(ctx, c.caller.lists); err != nil {
 		return err
@@ -390,7 +461,7 @@ func (c *Call) List(ctx context.Context) error {
 	if err := c.keep(ctx, c.limiter.lists); err != nil {
 		return err
 	}
-	// The lists before it may have filled what there is.
+	// Earlier lists may have used up the limit meanwhile.
 	c.limiter.mu.Lock()
 	defer c.limiter.mu.Unlock()
 	if c.caller.unread >= UnreadOfCaller || c.limiter.unread >= unreadInAll {
@@ -399,8 +470,9 @@ func (c *Call) List(ctx context.Context) error {
 	return nil
 }
 
-// Send accounts for the bytes of an answer until the function that is returned is called, once, which may be after the call's end: when
-// the answer has been sent or dropped. It refuses nothing, as the work has been done; what the caller does next is refused.
+// Send counts the size of a response until the returned function is called. It must be called
+// exactly once, when the response has been sent or dropped, which may be after the end of the call.
+// Send rejects nothing, because the work has been done. The caller's next call is rejected instead.
 func (c *Call) Send(bytes int) (gone func()) {
 	l := c.limiter
 	l.mu.Lock()
@@ -415,7 +487,7 @@ func (c *Call) Send(bytes int) (gone func()) {
 	}
 }
 
-// Next lets a stream send its next event. The error is a [*RefusedError].
+// Next admits a stream's next event. The error is a [*RefusedError].
 func (c *Call) Next() error {
 	c.limiter.mu.Lock()
 	defer c.limiter.mu.Unlock()
@@ -425,7 +497,7 @@ func (c *Call) Next() error {
 	return nil
 }
 
-// End ends the call.
+// End ends the call, and releases what it holds.
 func (c *Call) End() {
 	c.LeaveHub()
 	for _, free := range c.free {

@@ -85,7 +85,32 @@ func TestACallerThatGoesOnWhileItIsRefusedIsReadSlowly(t *testing.T) {
 	clock.Step(time.Second)
 	requirePause("a", time.Second, false)
 	clock.Step(time.Second)
-	requirePause("a", 0, false) // it is soon over
+	requirePause("a", 0, false) // it is over soon
+}
+
+func TestACallerThatSendsManyFramesIsReadSlowly(t *testing.T) {
+	l, clock, _ := limiter(t, func(o *limits.Options) { o.CallsPerSecond, o.CallBurst = 10, 100 })
+	requirePause := func(identity string, wanted time.Duration) {
+		t.Helper()
+		pause, over := l.Pause(identity)
+		require.Equal(t, wanted, pause)
+		require.False(t, over, "it may be a slow client, and costs nothing while it is not read")
+	}
+	for range 10 {
+		l.Frames("a", 100) // ten for each call of the burst
+	}
+	requirePause("a", 0)
+	l.Frames("a", 50)
+	requirePause("a", 500*time.Millisecond)
+	requirePause("b", 0)
+	for range 100 {
+		l.Frames("a", 1000)
+	}
+	requirePause("a", time.Second)
+	clock.Step(9 * time.Second)
+	requirePause("a", time.Second)
+	clock.Step(time.Second)
+	requirePause("a", 0)
 }
 
 func TestWhatACallerHasOpenIsBounded(t *testing.T) {
@@ -183,7 +208,7 @@ func TestTheOldestConnectionWithoutAnIdentityGivesWay(t *testing.T) {
 	require.Empty(t, dropped, "one has become known")
 	accept("a")
 	require.Equal(t, []int{1}, dropped)
-	known[1]() // as it does when it has been closed
+	known[1]() // called when the connection has been closed
 	accept("b")
 	require.Equal(t, []int{1, 2}, dropped)
 	for range 256 {
@@ -257,7 +282,8 @@ func TestRequestsOfOneCallerAreCheckedOneAtATime(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// How long a request takes to arrive is its caller's choice, and how long it takes to be handled the hub's.
+// The caller determines how long a request takes to arrive, and the hub how long it takes to be
+// handled.
 func TestLargeRequestsThatArriveOrAreHandledKeepNoOtherCallerWaiting(t *testing.T) {
 	l, _, _ := limiter(t, func(*limits.Options) {})
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
@@ -286,7 +312,8 @@ func TestThreeLargeRequestsAreDecodedAtATime(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// The worst that a shim of 5,000 Nodes does: it claims all of them, releases half of them at once, and reports the rest.
+// This is the most that a shim of 5,000 Nodes does: it claims all of them, releases half of them at
+// once, and reports the rest.
 func TestAShimOfFiveThousandNodesIsNeverRefused(t *testing.T) {
 	l, _, _ := limiter(t, func(*limits.Options) {})
 	open := make([]*limits.Call, 0, 1000)

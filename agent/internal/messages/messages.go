@@ -1,4 +1,4 @@
-// Package messages makes the API's messages from the hub's objects and the agent's own values.
+// Package messages converts the hub's objects and the agent's own values to messages of the API.
 package messages
 
 import (
@@ -24,12 +24,12 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// Cluster names a Cluster.
+// Cluster returns a reference to a Cluster.
 func Cluster(name types.NamespacedName) *agentv1alpha1.ClusterRef {
 	return &agentv1alpha1.ClusterRef{Namespace: name.Namespace, Name: name.Name}
 }
 
-// NodeGroup shows a node group.
+// NodeGroup converts a node group.
 func NodeGroup(g nodegroup.NodeGroup) *agentv1alpha1.NodeGroup {
 	capacityType, err := wire.ParseCapacityType(g.Machine.CapacityType)
 	if err != nil {
@@ -118,7 +118,8 @@ func availability(limits eligibility.Group) *agentv1alpha1.Availability {
 	return &agentv1alpha1.Availability{Available: true}
 }
 
-// UnavailableReason converts why a node group refuses claims. One that says that there is no such group is UNSPECIFIED.
+// UnavailableReason converts the reason why a node group refuses claims. Reasons that mean that
+// there is no such group, or concern a single Machine, become UNSPECIFIED.
 func UnavailableReason(reason eligibility.Reason) agentv1alpha1.UnavailableReason {
 	switch reason {
 	case eligibility.AtMaxSize:
@@ -144,7 +145,7 @@ func UnavailableReason(reason eligibility.Reason) agentv1alpha1.UnavailableReaso
 	return agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_UNSPECIFIED
 }
 
-// Machine shows a Machine.
+// Machine converts a Machine.
 func Machine(m *clusterv1.Machine) *agentv1alpha1.Machine {
 	message := &agentv1alpha1.Machine{
 		Cluster:           Cluster(types.NamespacedName{Namespace: m.Namespace, Name: m.Spec.ClusterName}),
@@ -172,7 +173,8 @@ func Machine(m *clusterv1.Machine) *agentv1alpha1.Machine {
 	if m.DeletionTimestamp != nil {
 		message.DeletedAt = timestamp(m.DeletionTimestamp.Time)
 	}
-	// Other reasons for the condition to be false, such as a kubelet of another version, do not mean that the template changed.
+	// Other reasons for a false condition, such as another kubelet version, do not mean that the
+	// template has changed.
 	upToDate := meta.FindStatusCondition(m.Status.Conditions, clusterv1.MachineUpToDateCondition)
 	if upToDate != nil && upToDate.Status == metav1.ConditionFalse && upToDate.Reason == clusterv1.MachineNotUpToDateReason {
 		message.UpToDate, message.NotUpToDateMessage = false, text(upToDate.Message)
@@ -188,16 +190,17 @@ func Machine(m *clusterv1.Machine) *agentv1alpha1.Machine {
 	return message
 }
 
-// WaitingReason is shown for a claim that nothing has been noted about yet.
+// WaitingReason is the reason of a pending claim whose status has none yet.
 const WaitingReason = "WaitingForMachine"
 
-// BindingReason is shown for a claim whose Machine is decided and about to be labelled.
+// BindingReason is the reason of a claim whose Machine is assigned and about to be labelled.
 const BindingReason = "Binding"
 
-// Claim shows a claim. The machine is the Machine that claim.Status.Machine names, as last seen, or nil when it was not found.
+// Claim converts a claim. The machine is the last known state of the Machine that
+// claim.Status.Machine names, or nil if it was not found.
 //
-// The claim is shown with its machine, and as bound, only when the Machine is labelled with it: before that, the binding can
-// still be lost to a Machine that dies.
+// A Bound claim is shown as bound, with its Machine, only once the Machine carries its label. Until
+// then the binding can still be lost if the Machine dies.
 func Claim(c *v1alpha1.MachineClaim, machine *clusterv1.Machine) *agentv1alpha1.Claim {
 	message := &agentv1alpha1.Claim{
 		Cluster:      Cluster(types.NamespacedName{Namespace: c.Namespace, Name: c.Spec.ClusterName}),
@@ -265,7 +268,7 @@ var phases = map[v1alpha1.Phase]agentv1alpha1.ClaimPhase{
 	v1alpha1.PhaseEnded:     agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED,
 }
 
-// timestamp converts a time; the zero time is unset.
+// timestamp converts a time. The zero time becomes nil.
 func timestamp(t time.Time) *timestamppb.Timestamp {
 	if t.IsZero() {
 		return nil
@@ -273,14 +276,15 @@ func timestamp(t time.Time) *timestamppb.Timestamp {
 	return timestamppb.New(t)
 }
 
-// text makes a string that protobuf can carry of one that somebody wrote: one that is not UTF-8 would break the whole message.
+// text makes a user's string safe for protobuf. Invalid UTF-8 would make the whole message
+// unusable.
 func text(s string) string { return strings.ToValidUTF8(s, string(utf8.RuneError)) }
 
 func texts(m map[string]string) map[string]string {
 	return lo.MapEntries(m, func(key, value string) (string, string) { return text(key), text(value) })
 }
 
-// maxProblemValue is how much of a user's value is shown, in characters.
+// maxProblemValue is how many characters of a user's value are shown.
 const maxProblemValue = 128
 
 func cut(s string) string {
@@ -290,7 +294,7 @@ func cut(s string) string {
 	return s
 }
 
-// EndedClaim shows a claim of which nothing is known but how it ended.
+// EndedClaim returns a claim of which only the end is known.
 func EndedClaim(namespace, cluster, id, reason, message string) *agentv1alpha1.Claim {
 	return &agentv1alpha1.Claim{
 		Cluster: Cluster(types.NamespacedName{Namespace: namespace, Name: cluster}),

@@ -106,7 +106,8 @@ func TestWhatUsersWroteAlwaysFitsIntoAMessage(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// A Machine that goes, or that a claim has, is the floor's no more, whatever its mark says.
+// A Machine that is being deleted or belongs to a claim is no longer the floor's, whatever its
+// mark.
 func TestWhoseAMachineIs(t *testing.T) {
 	for name, c := range map[string]struct {
 		change func(*clusterv1.Machine)

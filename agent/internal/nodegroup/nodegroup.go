@@ -1,4 +1,4 @@
-// Package nodegroup says what a MachineDeployment offers to whoever claims machines.
+// Package nodegroup describes MachineDeployments as node groups that machines can be claimed from.
 package nodegroup
 
 import (
@@ -24,39 +24,41 @@ import (
 
 // NodeGroup is a MachineDeployment that machines can be claimed from.
 type NodeGroup struct {
-	// Key names the MachineDeployment, Cluster the Cluster, in the same namespace.
+	// Key names the MachineDeployment, and Cluster its Cluster, which is in the same namespace.
 	Key, Cluster types.NamespacedName
-	// Labels are the MachineDeployment's own.
+	// Labels are the labels of the MachineDeployment itself.
 	Labels map[string]string
-	// Machine is what a machine of the group will be.
+	// Machine describes the group's future machines.
 	Machine capacity.Description
-	// Price is what one costs.
+	// Price is the price of one machine.
 	Price pricing.Price
-	// Limits say whether, and how many, machines may be claimed now.
+	// Limits determine whether, and how many, machines may be claimed now.
 	Limits eligibility.Group
-	// Floor is how many of its replicas are the user's; 0 where the ledger cannot be read.
+	// Floor is how many of the replicas are the user's. It is 0 if the ledger cannot be read.
 	Floor int32
-	// KubernetesVersion is that of new machines; may be empty.
+	// KubernetesVersion is the version of new machines. It may be empty.
 	KubernetesVersion string
-	// TemplateRevision changes when new machines will differ from the present ones.
+	// TemplateRevision changes when new machines will differ from the existing ones.
 	TemplateRevision string
-	// Rolling says that Cluster API is replacing machines that differ from the template.
+	// Rolling means that Cluster API is replacing machines that differ from the template.
 	Rolling bool
-	// OnDelete says that machines are replaced only after somebody removed them; otherwise Cluster API replaces them.
+	// OnDelete means that Cluster API replaces a machine only after another actor has removed it.
+	// Otherwise Cluster API removes and replaces machines itself.
 	OnDelete bool
 	// CreatedAt is when the MachineDeployment was created.
 	CreatedAt time.Time
-	// Problems are everything that is wrong with the description: the machine's, the price's and the limits'.
+	// Problems are all problems with the description: those of the machine, the price and the
+	// limits.
 	Problems []capacity.Problem
 }
 
-// ID returns the node group's id.
+// ID returns the ID of the node group.
 func (g NodeGroup) ID() string { return ID(g.Key) }
 
-// ID returns the id of the node group of a MachineDeployment.
+// ID returns the ID of a MachineDeployment's node group.
 func ID(deployment types.NamespacedName) string { return deployment.Namespace + "/" + deployment.Name }
 
-// ParseID returns the MachineDeployment of a node group's id.
+// ParseID returns the MachineDeployment that a node group's ID names.
 func ParseID(id string) (types.NamespacedName, error) {
 	namespace, name, found := strings.Cut(id, "/")
 	if !found || namespace == "" || name == "" || strings.Contains(name, "/") {
@@ -71,21 +73,21 @@ func IsMember(md *clusterv1.MachineDeployment) bool {
 	return member
 }
 
-// Sources are what a MachineDeployment is examined with.
+// Sources are the inputs of [Of], in addition to the MachineDeployment.
 type Sources struct {
-	// Cluster is its Cluster; nil means that it does not exist.
+	// Cluster is the MachineDeployment's Cluster, or nil if it does not exist.
 	Cluster *clusterv1.Cluster
-	// Template is its infrastructure template.
+	// Template is the infrastructure template.
 	Template capacity.Template
-	// Observed is what its Nodes showed.
+	// Observed is what the group's Nodes reported.
 	Observed capacity.Observation
-	// SyncedLabels are the patterns of further labels that reach Nodes.
+	// SyncedLabels are the patterns of additional labels that Cluster API copies to Nodes.
 	SyncedLabels []*regexp.Regexp
-	// Pricing says how prices are found.
+	// Pricing determines how prices are found.
 	Pricing pricing.Policy
 }
 
-// Of examines a MachineDeployment. It reads only its arguments, changes none of them, and never fails.
+// Of describes a MachineDeployment as a node group. It only reads its arguments, and never fails.
 func Of(md *clusterv1.MachineDeployment, from Sources) NodeGroup {
 	g := NodeGroup{
 		Key:               types.NamespacedName{Namespace: md.Namespace, Name: md.Name},
@@ -114,19 +116,21 @@ func Of(md *clusterv1.MachineDeployment, from Sources) NodeGroup {
 	return g
 }
 
-// Rolling reports whether Cluster API is replacing machines. With the strategy OnDelete it waits for somebody to remove them.
+// Rolling reports whether Cluster API is replacing machines. It is false for the strategy OnDelete,
+// where Cluster API waits until another actor removes them.
 func Rolling(md *clusterv1.MachineDeployment) bool {
 	return md.Spec.Rollout.Strategy.Type != clusterv1.OnDeleteMachineDeploymentStrategyType &&
 		meta.IsStatusConditionTrue(md.Status.Conditions, clusterv1.MachineDeploymentRollingOutCondition)
 }
 
-// revision covers what Cluster API compares to tell whether a machine is up to date. Everything else changes in place.
+// revision covers what Cluster API compares to determine whether a machine is up to date. All other
+// fields change in place.
 func revision(md *clusterv1.MachineDeployment) string {
 	return hash(compared(&md.Spec.Template.Spec), []byte(md.Spec.Rollout.After.UTC().String()))
 }
 
-// MachineRevision is the same for two templates that the same machines are made from, whether a MachineDeployment's or a
-// MachineSet's.
+// MachineRevision returns the same value for two templates that produce the same machines. The
+// template may be that of a MachineDeployment or a MachineSet.
 func MachineRevision(template *clusterv1.MachineSpec) string { return hash(compared(template)) }
 
 func compared(template *clusterv1.MachineSpec) []byte {
@@ -135,7 +139,7 @@ func compared(template *clusterv1.MachineSpec) []byte {
 		FailureDomain: template.FailureDomain,
 	})
 	if err != nil {
-		return nil // Strings always encode.
+		return nil // strings always encode
 	}
 	return text
 }

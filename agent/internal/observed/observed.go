@@ -1,10 +1,11 @@
-// Package observed keeps what real Nodes of each node group showed, as the holders of claims report it: what a machine really
-// has, and what its kubelet keeps back.
+// Package observed keeps what real Nodes of each node group look like, as reported by the holders
+// of claims: the real capacity of a machine, and what its kubelet reserves.
 //
-// Of all Nodes of a group's present template in the last report that has any, the least capacity and the most overhead are kept, so
-// that what is planned with them fits on any. A Node that was worse than the others is forgotten with the first report without it.
-// So are the oldest Nodes of a report that would be too large, which leaves them out. Nothing is stored: after a restart the next
-// report teaches the same again.
+// For each node group it keeps the minimum capacity and the maximum overhead over the Nodes of the
+// current template in the latest report that has any, so that anything planned fits every Node. The
+// values of a Node are dropped with the first report without it. Reports that would be too large
+// omit the oldest Nodes, whose values are then dropped as well. Nothing is persisted: after a
+// restart, the next report supplies the same values again.
 package observed
 
 import (
@@ -33,31 +34,33 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/nodegroup"
 )
 
-// maxResources bounds what is remembered of one group, whatever its Nodes claim to have.
+// maxResources limits the resources remembered per group, whatever its Nodes report.
 const maxResources = 32
 
-// Node is what one real Node looks like.
+// Node is the report about a real Node.
 type Node struct {
 	ProviderID            string
 	Capacity, Allocatable corev1.ResourceList
 	Labels                map[string]string
-	// Unregistered says that nothing runs on the Node yet, so that it may not show all that it has.
+	// Unregistered means that nothing runs on the Node yet. It may not report all of its resources
+	// yet.
 	Unregistered bool
-	// Unusable is how many of the Node's quantities could not be read, and are left out here.
+	// Unusable is the number of the Node's quantities that could not be parsed. They are missing
+	// here.
 	Unusable int
 }
 
-// Config is what [Nodes] need.
+// Config configures [Nodes].
 type Config struct {
 	// Client reads from caches with the indexes of package hub. REQUIRED.
 	Client client.Reader
-	// Registerer takes the metrics. Nil registers none.
+	// Registerer registers the metrics. Nil registers none.
 	Registerer prometheus.Registerer
-	// Clock tells for how long a Node has been unregistered. Nil means the real one.
+	// Clock measures how long a Node has been unregistered. Nil means the system clock.
 	Clock clock.PassiveClock
 }
 
-// Nodes remembers what Nodes showed. It is safe for concurrent use.
+// Nodes remembers what Nodes reported. It is safe for concurrent use.
 type Nodes struct {
 	Config
 
@@ -66,21 +69,23 @@ type Nodes struct {
 
 	mu     sync.Mutex
 	groups map[types.NamespacedName]shown
-	// Of Nodes that are unregistered: since when, and when they were last reported, by Cluster; the Machines of those that are stranded,
-	// by group; which groups of a Cluster have such Machines.
+	// These describe unregistered Nodes. By Cluster: waiting is since when each has been reported
+	// as unregistered, reportedAt is the time of the last report, strandedOf are the groups with
+	// stranded Machines. By group: stranded are these Machines.
 	waiting    map[types.NamespacedName]waiting
 	reportedAt map[types.NamespacedName]time.Time
 	stranded   map[types.NamespacedName]strandedMachines
 	strandedOf map[types.NamespacedName]map[types.NamespacedName]bool
 }
 
-// shown is what the Nodes of one group showed, of one revision of its template. It is not changed, but replaced.
+// shown summarizes the Nodes of one group and one revision of its template. It is immutable, and
+// replaced as a whole.
 type shown struct {
 	revision string
 	capacity.Observation
 }
 
-// New returns nodes of which nothing is known.
+// New returns empty Nodes.
 func New(c Config) (*Nodes, error) {
 	if c.Clock == nil {
 		c.Clock = clock.RealClock{}
@@ -106,11 +111,11 @@ func New(c Config) (*Nodes, error) {
 	return n, nil
 }
 
-// Changes tells of each group that something new is known about. It has one reader.
+// Changes returns a channel of the groups whose observations have changed. It must have one reader.
 func (n *Nodes) Changes() <-chan event.TypedGenericEvent[types.NamespacedName] { return n.changes }
 
-// Of returns what the Nodes of a group showed that were made from the template of that revision; see [nodegroup.MachineRevision].
-// It is shared and must not be changed.
+// Of returns the observation of a group's Nodes that were created from the given revision of its
+// template; see [nodegroup.MachineRevision]. It is shared and must not be modified.
 func (n *Nodes) Of(group types.NamespacedName, revision string) capacity.Observation {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -120,7 +125,7 @@ func (n *Nodes) Of(group types.NamespacedName, revision string) capacity.Observa
 	return capacity.Observation{}
 }
 
-// Forget drops what is known about a group.
+// Forget drops the observations of a group.
 func (n *Nodes) Forget(group types.NamespacedName) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -128,8 +133,9 @@ func (n *Nodes) Forget(group types.NamespacedName) {
 	delete(n.stranded, group)
 }
 
-// Report takes what the Nodes of a Cluster look like now. Nodes that do not say what they have, and those whose Machine is not
-// known, not of this Cluster or not of its group's present template, teach nothing.
+// Report processes a report about a Cluster's Nodes. Nodes that are unregistered or report no
+// capacity are not learned from. Neither are Nodes whose Machine is not known, belongs to another
+// Cluster, or was not created from its group's current template.
 func (n *Nodes) Report(ctx context.Context, cluster types.NamespacedName, nodes []Node) {
 	report := report{n: n, cluster: cluster, templates: map[types.NamespacedName]string{}, groups: map[types.NamespacedName]*member{}}
 	for i := range nodes {
@@ -149,7 +155,7 @@ func (n *Nodes) Report(ctx context.Context, cluster types.NamespacedName, nodes 
 	n.reportStranded(ctx, &report, nodes)
 }
 
-// tell says that something new is known about a group, unless the call has ended.
+// tell publishes that the observations of a group have changed, unless the call has ended.
 func (n *Nodes) tell(ctx context.Context, group types.NamespacedName) {
 	select {
 	case n.changes <- event.TypedGenericEvent[types.NamespacedName]{Object: group}:
@@ -157,19 +163,21 @@ func (n *Nodes) tell(ctx context.Context, group types.NamespacedName) {
 	}
 }
 
-// member is a node group and the reported Nodes of its present template.
+// member is a node group with the reported Nodes of its current template.
 type member struct {
-	revision string // empty for what is no node group of the Cluster
+	revision string // empty if there is no such node group in the Cluster
 	nodes    []*Node
 }
 
-// report puts the Nodes of one report to their groups. It reads each object once.
+// report assigns the Nodes of one report to their groups. It reads each object once.
 type report struct {
 	n         *Nodes
 	cluster   types.NamespacedName
 	templates map[types.NamespacedName]string // revision by MachineSet
 	groups    map[types.NamespacedName]*member
-	machines  map[string]*clusterv1.Machine // the Cluster's by provider ID; nil for one that several have. Nil before it is asked for.
+	// machines are the Cluster's Machines by provider ID; nil for an ID that several Machines have.
+	// The map is nil until it is needed.
+	machines map[string]*clusterv1.Machine
 }
 
 func (r *report) add(ctx context.Context, node *Node) error {
@@ -193,7 +201,8 @@ func (r *report) add(ctx context.Context, node *Node) error {
 	return nil
 }
 
-// group returns a node group of the Cluster; one without a revision when there is none of that name.
+// group returns a node group of the Cluster. It has no revision if there is no group with that
+// name.
 func (r *report) group(ctx context.Context, name string) (*member, error) {
 	key := types.NamespacedName{Namespace: r.cluster.Namespace, Name: name}
 	if known := r.groups[key]; known != nil {
@@ -211,7 +220,7 @@ func (r *report) group(ctx context.Context, name string) (*member, error) {
 	return group, nil
 }
 
-// template returns the revision of a MachineSet's template, or "" when there is no such MachineSet.
+// template returns the revision of a MachineSet's template, or "" if there is no such MachineSet.
 func (r *report) template(ctx context.Context, name string) (string, error) {
 	key := types.NamespacedName{Namespace: r.cluster.Namespace, Name: name}
 	if known, ok := r.templates[key]; ok {
@@ -230,7 +239,8 @@ func (r *report) template(ctx context.Context, name string) (string, error) {
 	return revision, nil
 }
 
-// learn replaces what is known of a group by what its Nodes show now, and reports whether any of it is new.
+// learn replaces the observation of a group by that of its current Nodes, and reports whether it
+// changed.
 func (n *Nodes) learn(key types.NamespacedName, group *member) bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -243,10 +253,10 @@ func (n *Nodes) learn(key types.NamespacedName, group *member) bool {
 	return true
 }
 
-// reserved are the resources that kubelets keep some of.
+// reserved are the resources that kubelets reserve a part of.
 var reserved = []corev1.ResourceName{corev1.ResourceCPU, corev1.ResourceMemory, corev1.ResourceEphemeralStorage, corev1.ResourcePods}
 
-// observe returns what Nodes show, of which there is one at least.
+// observe summarizes Nodes. There must be at least one.
 func observe(nodes []*Node) capacity.Observation {
 	o := capacity.Observation{
 		Capacity: corev1.ResourceList{}, Allocatable: corev1.ResourceList{}, Overhead: corev1.ResourceList{}, Labels: map[string]string{},
@@ -264,8 +274,8 @@ func observe(nodes []*Node) capacity.Observation {
 		}
 	}
 	maps.DeleteFunc(o.Labels, func(label, _ string) bool { return disputed[label] })
-	// Every machine has some of the usual resources, also where a Node does not say how much. Of another one the group has only
-	// what all of its Nodes have.
+	// Every machine has the usual resources, even if a Node does not report them. Any other
+	// resource is only attributed to the group if all of its Nodes have it.
 	maps.DeleteFunc(o.Capacity, func(name corev1.ResourceName, _ resource.Quantity) bool {
 		return !slices.Contains(reserved, name) && slices.ContainsFunc(nodes, func(node *Node) bool {
 			quantity := node.Capacity[name]
@@ -285,7 +295,7 @@ func add(o *capacity.Observation, node *Node) {
 	}
 	less := func(order int) bool { return order < 0 }
 	more := func(order int) bool { return order > 0 }
-	// In order, so that a Node with too many leaves out the same ones each time.
+	// The order is fixed, so that a Node with too many resources always omits the same ones.
 	for _, name := range slices.Sorted(maps.Keys(node.Capacity)) {
 		if quantity := node.Capacity[name]; isLearned(name) && quantity.Sign() > 0 {
 			set(o.Capacity, name, quantity, less)
@@ -305,7 +315,8 @@ func add(o *capacity.Observation, node *Node) {
 	}
 }
 
-// isLearned reports whether a resource is one that machines have, rather than one that Kubernetes counts in its own way.
+// isLearned reports whether a resource is a property of machines, rather than a quantity that
+// Kubernetes defines itself.
 func isLearned(name corev1.ResourceName) bool {
 	return slices.Contains(reserved, name) || strings.HasPrefix(string(name), corev1.ResourceHugePagesPrefix) ||
 		strings.Contains(string(name), "/") && len(validation.IsQualifiedName(string(name))) == 0

@@ -71,7 +71,7 @@ func (f *fixture) create(objects ...client.Object) {
 	}
 }
 
-// machine makes a Machine of the group, and the MachineSet that it belongs to.
+// machine creates a Machine of the group and its MachineSet.
 func (f *fixture) machine(set, version, providerID, cluster string) {
 	f.Helper()
 	ms := &clusterv1.MachineSet{ObjectMeta: metav1.ObjectMeta{Namespace: group.Namespace, Name: set}}
@@ -85,7 +85,7 @@ func (f *fixture) machine(set, version, providerID, cluster string) {
 	f.create(m)
 }
 
-// report reports Nodes and returns which groups something new is known about.
+// report reports Nodes and returns the groups whose observations have changed.
 func (f *fixture) report(nodes ...observed.Node) []types.NamespacedName {
 	f.Helper()
 	f.nodes.Report(f.Context(), spoke, nodes)

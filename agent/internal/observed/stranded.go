@@ -19,27 +19,30 @@ import (
 )
 
 const (
-	// strandedAfter is how long the Node of a Machine that no claim has must have been reported as unregistered to be a problem:
-	// it may be booting, or be a spare that is about to be given to a claim or removed.
+	// strandedAfter is how long the Node of an unclaimed Machine must have been reported as
+	// unregistered to be a problem. Until then it may be booting, or be a spare that is about to be
+	// bound or removed.
 	strandedAfter = 10 * time.Minute
-	// reportLife is how long a report counts. Holders repeat it each minute, to one of the agents: another one's is from before.
+	// reportLife is how long a report is valid. Holders repeat their report every minute, each time
+	// to one of the agents. An agent that received no recent report must not use an old one.
 	reportLife = 5 * time.Minute
-	// strandedShown is how many of these Machines a problem names.
+	// strandedShown is how many of these Machines a problem lists.
 	strandedShown = 3
 )
 
-// waiting is since when the Nodes of one Cluster have been reported as unregistered, by provider ID. A restart of the agent, or a
-// report that left a Node out, begins anew.
+// waiting maps the provider IDs of a Cluster's Nodes to the time since when they have been reported
+// as unregistered. A restart of the agent, or a report without the Node, resets it.
 type waiting map[string]time.Time
 
-// strandedMachines are the names of such Machines of one group, in order, and when they were reported.
+// strandedMachines are the sorted names of a group's stranded Machines, and the time of the report.
 type strandedMachines struct {
 	names []string
 	at    time.Time
 }
 
-// Stranded says that Machines of the group that no claim has joined with Karpenter's taint for Nodes that are not registered, and
-// kept it for longer than the agent takes to mark them as the floor's, and the shim to take it off; nil when there are none.
+// Stranded returns a problem if unclaimed Machines of the group have joined with Karpenter's taint
+// for unregistered Nodes, and have kept it for longer than the agent needs to mark them as the
+// floor's and the shim needs to remove the taint. It returns nil if there are none.
 func (n *Nodes) Stranded(group types.NamespacedName) *capacity.Problem {
 	n.mu.Lock()
 	known := n.stranded[group]
@@ -51,7 +54,8 @@ func (n *Nodes) Stranded(group types.NamespacedName) *capacity.Problem {
 	shown := names[:min(len(names), strandedShown)]
 	value := strings.Join(shown, ", ")
 	if len(names) > len(shown) {
-		value += ", …" // no number: each would be another problem, and another event
+		// The count is omitted: each new count would be another problem, and another event.
+		value += ", …"
 	}
 	return &capacity.Problem{
 		Field: "spec.template.spec.bootstrap", Value: value,
@@ -62,13 +66,15 @@ func (n *Nodes) Stranded(group types.NamespacedName) *capacity.Problem {
 	}
 }
 
-// reportStranded takes which Nodes of a Cluster are unregistered, and tells of the groups for which that makes a difference.
+// reportStranded processes which Nodes of a Cluster are unregistered, and publishes the groups that
+// change.
 func (n *Nodes) reportStranded(ctx context.Context, r *report, nodes []Node) {
 	now := n.Clock.Now()
 	n.mu.Lock()
 	before := n.waiting[r.cluster]
 	if now.Sub(n.reportedAt[r.cluster]) > reportLife {
-		before = nil // the Nodes may have been registered meanwhile, and others have come
+		// Meanwhile the Nodes may have been registered and others may have joined.
+		before = nil
 	}
 	n.reportedAt[r.cluster] = now
 	n.mu.Unlock()
@@ -99,7 +105,7 @@ func (n *Nodes) reportStranded(ctx context.Context, r *report, nodes []Node) {
 	}
 }
 
-// replaceStranded keeps what a report showed, and returns the groups of which something else is known now.
+// replaceStranded stores the result of a report, and returns the groups that have changed.
 func (n *Nodes) replaceStranded(cluster types.NamespacedName, next waiting, found map[types.NamespacedName][]string) []types.NamespacedName {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -124,7 +130,8 @@ func (n *Nodes) replaceStranded(cluster types.NamespacedName, next waiting, foun
 	return slices.Collect(maps.Keys(changed))
 }
 
-// unclaimed returns the Machine with the provider ID, and its node group, if no claim has it; "" when there is none.
+// unclaimed returns the Machine with the provider ID and its node group, if the Machine is
+// unclaimed. Otherwise the names are empty.
 func (r *report) unclaimed(ctx context.Context, providerID string) (group types.NamespacedName, machine string, err error) {
 	m, err := r.machine(ctx, providerID)
 	if err != nil || m == nil || !m.DeletionTimestamp.IsZero() || m.Labels[v1alpha1.ClaimLabel] != "" {
@@ -138,7 +145,7 @@ func (r *report) unclaimed(ctx context.Context, providerID string) (group types.
 	return types.NamespacedName{Namespace: r.cluster.Namespace, Name: name}, m.Name, nil
 }
 
-// machine returns the Cluster's only Machine with the provider ID, or nil. It must not be changed.
+// machine returns the Cluster's only Machine with the provider ID, or nil. It must not be modified.
 func (r *report) machine(ctx context.Context, providerID string) (*clusterv1.Machine, error) {
 	if r.machines != nil {
 		return r.machines[providerID], nil

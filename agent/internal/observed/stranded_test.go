@@ -15,7 +15,8 @@ import (
 
 var unregistered = observed.Node{ProviderID: "test://a", Unregistered: true}
 
-// reportFor reports the Nodes once a minute, as a holder does, for so many minutes, and returns the groups that it makes a difference for.
+// reportFor reports the Nodes once a minute for the given number of minutes, like a holder. It
+// returns the groups that have changed.
 func (f *fixture) reportFor(minutes int, nodes ...observed.Node) []types.NamespacedName {
 	var changed []types.NamespacedName
 	for range minutes {
@@ -25,7 +26,7 @@ func (f *fixture) reportFor(minutes int, nodes ...observed.Node) []types.Namespa
 	return changed
 }
 
-// The shim may report to the other agent from now on.
+// The shim may report to another agent from now on.
 func TestAnOldReportIsNoProblem(t *testing.T) {
 	f := start(t)
 	f.report(unregistered)
@@ -85,7 +86,7 @@ func TestANodeThatIsClaimedOrOnItsWayOutIsNoProblem(t *testing.T) {
 	}
 }
 
-// Each text is an event and a change of the node group.
+// Each new text would be an event and a change of the node group.
 func TestAProblemNamesAFewMachinesAndCountsNone(t *testing.T) {
 	f := start(t)
 	nodes := []observed.Node{unregistered}

@@ -1,5 +1,6 @@
-// Package onboarding brings workload clusters to the agent: it gives a Cluster an onboarding, and its spoke what the shim gets its first
-// certificate with.
+// Package onboarding connects workload clusters to the agent. It assigns an onboarding to a
+// Cluster, and provides its spoke with a bootstrap certificate, with which the shim requests its
+// first certificate.
 package onboarding
 
 import (
@@ -35,44 +36,50 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/issuer"
 )
 
-// CAKey is the key of a secret with the authorities of the other side, beside [corev1.TLSCertKey] and [corev1.TLSPrivateKeyKey].
+// CAKey is the key of a secret that holds the authorities of the other side, in addition to
+// [corev1.TLSCertKey] and [corev1.TLSPrivateKeyKey].
 const CAKey = "ca.crt"
 
-// idBytes make ids that are not guessed; twice as many hexadecimal digits are a label's value.
+// idBytes makes IDs that cannot be guessed. An ID has twice as many hexadecimal digits and is the
+// value of a label.
 const idBytes = 16
 
-// Options say how a Cluster is onboarded.
+// Options determine how a Cluster is onboarded.
 type Options struct {
-	// Cluster is onboarded. REQUIRED.
+	// Cluster is the Cluster to onboard. REQUIRED.
 	Cluster types.NamespacedName
-	// Issuer is the secret in the hub with the agent's issuer: tls.crt, tls.key, and the authorities of the agent's own certificate under
-	// ca.crt, which are the issuer itself where that is missing. REQUIRED.
+	// Issuer is the secret in the hub with the agent's issuer, as tls.crt and tls.key. Its ca.crt
+	// holds the authorities of the agent's own certificate; if it is missing, these are the issuer
+	// itself. REQUIRED.
 	Issuer types.NamespacedName
-	// ServerCA are the authorities of the agent's own certificate, PEM, instead of those of the secret.
+	// ServerCA replaces the authorities of the agent's own certificate from the secret. PEM.
 	ServerCA []byte
-	// TrustDomain is the agent's. REQUIRED.
+	// TrustDomain is the agent's trust domain. REQUIRED.
 	TrustDomain string
-	// ValidFor is how long the bootstrap certificate may be used. REQUIRED.
+	// ValidFor is how long the bootstrap certificate is valid. REQUIRED.
 	ValidFor time.Duration
-	// Secret is the one in the spoke that the shim finds the bootstrap certificate in. REQUIRED.
+	// Secret is the secret in the spoke that holds the bootstrap certificate for the shim.
+	// REQUIRED.
 	Secret types.NamespacedName
-	// Again onboards a Cluster that is onboarded: what was issued before ends at once.
+	// Again allows to onboard a Cluster that is already onboarded. The certificates of its previous
+	// onboarding are rejected at once.
 	Again bool
 }
 
-// Onboarding is one that was prepared: nothing has been written yet.
+// Onboarding is a prepared onboarding. Nothing has been written yet.
 type Onboarding struct {
-	// Secret is what the spoke needs.
+	// Secret is the secret for the spoke.
 	Secret *corev1.Secret
-	// ID is the onboarding's, and Before that of the present one, which ends. Before is empty when there is none.
+	// ID is the ID of the onboarding. Before is the ID of the current onboarding, which will end,
+	// or empty if there is none.
 	ID, Before string
-	// NotAfter is until when the bootstrap certificate may be used.
+	// NotAfter is when the bootstrap certificate expires.
 	NotAfter time.Time
 
 	cluster *clusterv1.Cluster
 }
 
-// Scheme has the types that onboarding reads and writes.
+// Scheme returns a scheme with the types that onboarding reads and writes.
 func Scheme() (*runtime.Scheme, error) {
 	scheme := runtime.NewScheme()
 	for _, add := range []func(*runtime.Scheme) error{corev1.AddToScheme, clusterv1.AddToScheme, addonsv1.AddToScheme, v1alpha1.AddToScheme} {
@@ -83,7 +90,8 @@ func Scheme() (*runtime.Scheme, error) {
 	return scheme, nil
 }
 
-// Prepare reads the Cluster and the issuer, and makes the bootstrap certificate. It writes nothing.
+// Prepare reads the Cluster and the issuer, and creates the bootstrap certificate. It writes
+// nothing.
 func Prepare(ctx context.Context, hub client.Reader, o Options, c clock.PassiveClock) (*Onboarding, error) {
 	cluster := &clusterv1.Cluster{}
 	if err := hub.Get(ctx, o.Cluster, cluster); apierrors.IsNotFound(err) {
@@ -138,7 +146,8 @@ func Prepare(ctx context.Context, hub client.Reader, o Options, c clock.PassiveC
 	return onboarding, nil
 }
 
-// readIssuer reads the secret with the agent's issuer.
+// readIssuer reads the secret with the agent's issuer. It returns the issuer's certificate and key,
+// and the authorities of the agent's own certificate.
 func readIssuer(ctx context.Context, hub client.Reader, o Options) (*x509.Certificate, crypto.Signer, []byte, error) {
 	fail := func(format string, args ...any) (*x509.Certificate, crypto.Signer, []byte, error) {
 		return nil, nil, nil, fmt.Errorf("the issuer's secret %s: %w", o.Issuer, fmt.Errorf(format, args...))
@@ -170,13 +179,14 @@ func readIssuer(ctx context.Context, hub client.Reader, o Options) (*x509.Certif
 	return pair.Leaf, signer, serverCA, nil
 }
 
-// Begin writes the onboarding on the Cluster. From then on it is the only one whose certificates are accepted.
+// Begin writes the onboarding to the Cluster. From then on, only its certificates are accepted.
 func (o *Onboarding) Begin(ctx context.Context, hub client.Client) error {
 	return setLabel(ctx, hub, o.cluster, o.ID)
 }
 
-// setLabel writes the label if it is still as it was read: two onboardings at once would leave a spoke with the one that does not count.
-// Other changes of the Cluster, whose status is written often while it is made, do not matter.
+// setLabel writes the label only if its value is unchanged: of two concurrent onboardings, the one
+// whose secret is in the spoke might not be the one in force. It retries after other changes to the
+// Cluster, whose status is written often while it is being created.
 func setLabel(ctx context.Context, hub client.Client, cluster *clusterv1.Cluster, id string) error {
 	name, before := client.ObjectKeyFromObject(cluster), cluster.Labels[v1alpha1.OnboardingLabel]
 	err := retry.RetryOnConflict(retry.DefaultBackoff, func() error {
@@ -197,7 +207,7 @@ func setLabel(ctx context.Context, hub client.Client, cluster *clusterv1.Cluster
 	return nil
 }
 
-// Manifest returns the spoke's secret, and its namespace, as YAML.
+// Manifest returns the spoke's namespace and secret as YAML.
 func (o *Onboarding) Manifest() ([]byte, error) {
 	namespace, err := yaml.Marshal(map[string]any{
 		"apiVersion": "v1", "kind": "Namespace", "metadata": map[string]any{"name": o.Secret.Namespace},
@@ -215,7 +225,8 @@ func (o *Onboarding) Manifest() ([]byte, error) {
 	return append(append(namespace, "---\n"...), secret...), nil
 }
 
-// Deliver writes the secret into the spoke, and makes its namespace if that is missing. With a dry run it only asks whether it could.
+// Deliver writes the secret to the spoke, and creates its namespace if needed. A dry run only
+// checks whether it could.
 func (o *Onboarding) Deliver(ctx context.Context, spoke client.Client, dryRun bool) error {
 	namespace := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: o.Secret.Namespace}}
 	switch err := spoke.Get(ctx, client.ObjectKeyFromObject(namespace), namespace); {
@@ -223,7 +234,7 @@ func (o *Onboarding) Deliver(ctx context.Context, spoke client.Client, dryRun bo
 	case !apierrors.IsNotFound(err):
 		return fmt.Errorf("reading the spoke's namespace %s: %w", namespace.Name, err)
 	case dryRun:
-		return create(ctx, spoke, namespace, true) // the secret cannot be tried without it
+		return create(ctx, spoke, namespace, true) // without the namespace, the secret cannot be tried
 	default:
 		if err := create(ctx, spoke, namespace, false); err != nil {
 			return err
@@ -258,11 +269,12 @@ func create(ctx context.Context, c client.Client, object client.Object, dryRun b
 	return nil
 }
 
-// resourceType is the type of the secrets that a ClusterResourceSet applies.
+// resourceType is the type of secrets that a ClusterResourceSet applies.
 const resourceType corev1.SecretType = "addons.cluster.x-k8s.io/resource-set"
 
-// Dispatch has Cluster API bring the secret into the spoke, as soon as that has an API server: by a ClusterResourceSet, which is for this one
-// onboarding of this one Cluster. Call [Onboarding.Recall] once the onboarding has begun.
+// Dispatch makes Cluster API apply the secret to the spoke as soon as the spoke has an API server.
+// It creates a ClusterResourceSet for this onboarding of this Cluster only. [Onboarding.Recall]
+// must be called once the onboarding has begun.
 func (o *Onboarding) Dispatch(ctx context.Context, hub client.Client, dryRun bool) error {
 	manifest, err := o.Manifest()
 	if err != nil {
@@ -278,7 +290,7 @@ func (o *Onboarding) Dispatch(ctx context.Context, hub client.Client, dryRun boo
 	set := &addonsv1.ClusterResourceSet{
 		ObjectMeta: metav1.ObjectMeta{Namespace: o.cluster.Namespace, Name: name, Labels: labels},
 		Spec: addonsv1.ClusterResourceSetSpec{
-			// The label comes with the onboarding, and goes with it.
+			// The label is set when the onboarding begins, and replaced when it ends.
 			ClusterSelector: metav1.LabelSelector{MatchLabels: map[string]string{v1alpha1.OnboardingLabel: o.ID}},
 			Resources:       []addonsv1.ResourceRef{{Name: name, Kind: string(addonsv1.SecretClusterResourceSetResourceKind)}},
 			// A secret of an earlier onboarding is replaced.
@@ -296,12 +308,12 @@ func (o *Onboarding) Dispatch(ctx context.Context, hub client.Client, dryRun boo
 	return nil
 }
 
-// Recall removes what was dispatched for the Cluster by earlier onboardings.
+// Recall deletes what earlier onboardings of the Cluster have dispatched.
 func (o *Onboarding) Recall(ctx context.Context, hub client.Client) error {
 	return recall(ctx, hub, o.cluster, o.ID)
 }
 
-// recall removes what was dispatched for a Cluster by other onboardings than one.
+// recall deletes what has been dispatched for a Cluster by all onboardings except one.
 func recall(ctx context.Context, hub client.Client, cluster *clusterv1.Cluster, but string) error {
 	var sets addonsv1.ClusterResourceSetList
 	var secrets corev1.SecretList
@@ -332,8 +344,9 @@ func recall(ctx context.Context, hub client.Client, cluster *clusterv1.Cluster, 
 	return nil
 }
 
-// Offboard ends a Cluster's onboarding: none of its own certificates is accepted any more, whoever issued it. Its claims and Machines stay as they
-// are. It returns whether there was one to end.
+// Offboard ends a Cluster's onboarding. From then on none of the Cluster's own certificates is
+// accepted, whichever authority issued it. Its claims and Machines are not changed. Offboard
+// reports whether the Cluster had not been offboarded before.
 func Offboard(ctx context.Context, hub client.Client, name types.NamespacedName, dryRun bool) (bool, error) {
 	var cluster clusterv1.Cluster
 	if err := hub.Get(ctx, name, &cluster); apierrors.IsNotFound(err) {
@@ -360,7 +373,8 @@ func Offboard(ctx context.Context, hub client.Client, name types.NamespacedName,
 	return was, nil
 }
 
-// Remove takes the onboardings of the Clusters that are served off the hub, as if there had never been one, and returns how many there were.
+// Remove removes all traces of onboarding from the served Clusters, and returns the number of
+// Clusters that had any.
 func Remove(ctx context.Context, hub client.Client, namespaces []string, serves func(cluster types.NamespacedName) bool) (removed int, err error) {
 	if len(namespaces) == 0 {
 		namespaces = []string{metav1.NamespaceAll}

@@ -1,4 +1,5 @@
-// Package options holds the agent's settings: the flags, their environment variables, and what makes a set of them valid.
+// Package options holds the agent's settings: the flags, their environment variables and their
+// validation.
 package options
 
 import (
@@ -22,107 +23,121 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// EnvironmentPrefix begins the name of every environment variable.
+// EnvironmentPrefix is the prefix of every environment variable.
 const EnvironmentPrefix = "CAPI_AGENT_"
 
 // Options are the agent's settings. Use [New] for the defaults.
 type Options struct {
-	// ListenAddress is the host:port that gRPC is served on. Empty serves none, only the unix socket.
+	// ListenAddress is the host:port to serve gRPC on. Empty means that only the unix socket is
+	// served.
 	ListenAddress string
 	// ListenUnixSocket is the path of a unix socket. Empty means none.
 	ListenUnixSocket string
-	// UnixSocketRole is the role of those who can open the unix socket, and UnixSocketClusters what it is for, as <namespace>/<name> with `*` for any
-	// characters. Empty means all Clusters.
+	// UnixSocketRole is the role of callers on the unix socket. UnixSocketClusters are the Clusters
+	// that the role is granted for, as <namespace>/<name>, where `*` matches any characters. Empty
+	// means all Clusters.
 	UnixSocketRole     string
 	UnixSocketClusters []string
-	// TLSCertFile, TLSKeyFile and ClientCAFile are PEM files, read again when they change.
+	// TLSCertFile, TLSKeyFile and ClientCAFile are PEM files, which are reloaded when they change.
 	TLSCertFile, TLSKeyFile, ClientCAFile string
-	// IssuerCertFile and IssuerKeyFile are PEM files with the authority that the agent signs Clusters' certificates with, read again when they
-	// change. Empty means that it signs none.
+	// IssuerCertFile and IssuerKeyFile are PEM files with the authority that signs Clusters'
+	// certificates. They are reloaded when they change. Empty means that the agent signs none.
 	IssuerCertFile, IssuerKeyFile string
-	// ServerCAFile is a PEM file with the authorities of the agent's own certificate, which the shims are told to trust. Empty means
-	// ClientCAFile.
+	// ServerCAFile is a PEM file with the authorities of the agent's own certificate, which are
+	// sent to shims as trusted authorities. Empty means ClientCAFile.
 	ServerCAFile string
-	// CertificateLifetime is how long the certificates that the agent signs are valid.
+	// CertificateLifetime is how long certificates signed by the agent are valid.
 	CertificateLifetime time.Duration
-	// TrustDomain is the SPIFFE trust domain of the callers.
+	// TrustDomain is the SPIFFE trust domain of callers.
 	TrustDomain string
-	// PlaintextLoopback serves ListenAddress, which must be a loopback address, without TLS and with every right.
+	// PlaintextLoopback serves ListenAddress, which must be a loopback address, without TLS. All
+	// its callers have every right.
 	PlaintextLoopback bool
-	// Policy is the ConfigMap with the policy, as <namespace>/<name>, and PolicyFile is a file with it. At most one is set. The policy grants
-	// roles to identities, and denies certificates. Without a policy, only the identities of Clusters have a role, each for its own Cluster.
+	// Policy is the ConfigMap with the policy, as <namespace>/<name>. PolicyFile is a file with the
+	// policy. At most one of the two is set. The policy grants roles to identities, and denies
+	// certificates. Without a policy, only the identities of Clusters have a role, each for its own
+	// Cluster.
 	Policy     string
 	PolicyFile string
 
-	// Namespaces limits the agent to these. Empty, with no Clusters, means all.
+	// Namespaces limits the agent to these namespaces. If Clusters is empty too, the agent serves
+	// all.
 	Namespaces []string
-	// Clusters limits the agent to these, as <namespace>/<name>, beside Namespaces.
+	// Clusters are served in addition to Namespaces, as <namespace>/<name>.
 	Clusters []string
-	// AdditionalSyncMachineLabels are the regular expressions that Cluster API's manager is started with under the flag of
-	// the same name.
+	// AdditionalSyncMachineLabels are the regular expressions passed to Cluster API's manager in
+	// the flag of the same name.
 	AdditionalSyncMachineLabels []string
 
-	// Kubeconfig reaches the hub; empty means the pod's own account.
+	// Kubeconfig is the kubeconfig file of the hub. Empty means the KUBECONFIG variable, or else
+	// the pod's service account.
 	Kubeconfig string
-	// KubeAPIQPS and KubeAPIBurst limit the agent's requests to the hub for each kind of object, each second and at once.
+	// KubeAPIQPS and KubeAPIBurst limit the agent's requests to the hub for each kind of object,
+	// per second and at once.
 	KubeAPIQPS   float32
 	KubeAPIBurst int
 
-	// MetricsBindAddress and HealthProbeBindAddress are host:port; 0 serves none.
+	// MetricsBindAddress and HealthProbeBindAddress are host:port. 0 disables the listener.
 	MetricsBindAddress, HealthProbeBindAddress string
-	// MetricsSecure serves metrics over HTTPS, to those who may get the path /metrics from the hub's API server. Otherwise everybody who can
-	// connect gets them.
+	// MetricsSecure serves metrics over HTTPS, to clients that the hub's API server allows to get
+	// the path /metrics. Otherwise every client that can connect may read them.
 	MetricsSecure bool
-	// MetricsTLSCertFile and MetricsTLSKeyFile are PEM files with the certificate of the metrics, read again when they change. Empty means
-	// TLSCertFile and TLSKeyFile; without those the agent makes a self-signed certificate.
+	// MetricsTLSCertFile and MetricsTLSKeyFile are PEM files with the certificate for metrics,
+	// which are reloaded when they change. Empty means TLSCertFile and TLSKeyFile. If those are
+	// empty too, the agent generates a self-signed certificate.
 	MetricsTLSCertFile, MetricsTLSKeyFile string
 	// LogLevel is error, info, debug or trace. LogFormat is json or console.
 	LogLevel, LogFormat string
 
-	// SpareGracePeriod is how long a Machine that nobody claims is kept for the next claim.
+	// SpareGracePeriod is how long an unclaimed Machine is kept for the next claim.
 	SpareGracePeriod time.Duration
-	// TombstoneRetention is how long an ended claim is remembered.
+	// TombstoneRetention is how long an ended claim is retained.
 	TombstoneRetention time.Duration
-	// MaxClaimsPerCluster and MaxEndedClaimsPerCluster are how many claims that have not ended, and how many ended ones, one Cluster
-	// can store in the hub; 0 for no limit.
+	// MaxClaimsPerCluster and MaxEndedClaimsPerCluster are how many claims that have not ended, and
+	// how many ended claims, a Cluster may store in the hub. 0 means no limit.
 	MaxClaimsPerCluster, MaxEndedClaimsPerCluster int
-	// MaxCreationsPerMinute is how many claims may be made in one node group within a minute, and MaxReleasesPerWindow how many claims with a
-	// Machine may be released in one Cluster within ReleaseWindow; 0 for no limit.
+	// MaxCreationsPerMinute is how many claims may be created in a node group within a minute.
+	// MaxReleasesPerWindow is how many claims with a Machine may be released in a Cluster within
+	// ReleaseWindow. 0 means no limit.
 	MaxCreationsPerMinute, MaxReleasesPerWindow int
 	ReleaseWindow                               time.Duration
-	// CollectGracePeriod is how much older than a holder's live set a claim must be to be collected.
+	// CollectGracePeriod is the minimum age a claim must have, relative to the holder's listing,
+	// before SyncClaims may collect it.
 	CollectGracePeriod time.Duration
-	// SyncTokenLifetime is how long after a listing of claims a live set may arrive.
+	// SyncTokenLifetime is how long after a listing of claims a live set is accepted.
 	SyncTokenLifetime time.Duration
-	// KnownFailures has machines given up by what is known of their infrastructure's provider.
+	// KnownFailures gives up Machines for the known failures of their infrastructure provider.
 	KnownFailures bool
-	// FailureReasons are further reasons of a Machine's InfrastructureReady condition that give the machine up, of any infrastructure
-	// or, as <kind>/<reason>, of one.
+	// FailureReasons are additional reasons of a Machine's InfrastructureReady condition for which
+	// the Machine is given up. They apply to any infrastructure or, as <kind>/<reason>, to one
+	// kind.
 	FailureReasons []string
-	// MachineObjectDeadline, MachineProviderIDDeadline and MachineNodeDeadline are how long a claim waits for its Machine, for that
-	// Machine's provider ID and for its Node; 0 waits for ever.
+	// MachineObjectDeadline, MachineProviderIDDeadline and MachineNodeDeadline are how long a claim
+	// waits for its Machine, for the Machine's provider ID, and for its Node. 0 means no deadline.
 	MachineObjectDeadline, MachineProviderIDDeadline, MachineNodeDeadline time.Duration
-	// FailureCoolDown is how long a node group takes no claims after one failed there; 0 for not.
+	// FailureCoolDown is how long a node group refuses claims after a failure. 0 disables the
+	// cool-down.
 	FailureCoolDown time.Duration
-	// PriceList is the ConfigMap with the price list, as <namespace>/<name>. Empty means that there is none.
+	// PriceList is the ConfigMap with the price list, as <namespace>/<name>. Empty means none.
 	PriceList string
-	// PriceCurrency is the ISO 4217 code of prices that name none. May be empty.
+	// PriceCurrency is the ISO 4217 code for prices without a currency. It may be empty.
 	PriceCurrency string
-	// PricePerCPU, PricePerGiB, PricePerGPU and PriceSpotShare make the estimate.
+	// PricePerCPU, PricePerGiB, PricePerGPU and PriceSpotShare are the coefficients of price
+	// estimates.
 	PricePerCPU, PricePerGiB, PricePerGPU, PriceSpotShare float64
-	// HeartbeatInterval is how long a watch stream may be quiet before a heartbeat is sent.
+	// HeartbeatInterval is how long a watch stream may be idle before a heartbeat is sent.
 	HeartbeatInterval time.Duration
 	// WatchBuffer is how many changed objects are kept for a watcher that does not read.
 	WatchBuffer int
-	// InstanceName tells this agent from the others of the hub; empty for the host's name.
+	// InstanceName distinguishes this agent from the hub's other agents. Empty means the host name.
 	InstanceName string
-	// ShutdownGracePeriod is how long calls in flight may take to end.
+	// ShutdownGracePeriod is how long calls in flight may take to finish at shutdown.
 	ShutdownGracePeriod time.Duration
-	// Limits bound what one caller may ask for at once.
+	// Limits bound what a single caller may request at once.
 	Limits limits.Options
 }
 
-// New returns the defaults.
+// New returns the default settings.
 func New() *Options {
 	return &Options{
 		ListenAddress:          ":8443",
@@ -288,7 +303,7 @@ func (o *Options) addLimitFlags(flags *pflag.FlagSet) {
 		"How long a caller may leave an answer, or an event of a stream, unread before its connection is closed.")
 }
 
-// AddScopeFlags adds the flags that say which hub, and what of it, is meant.
+// AddScopeFlags adds the flags that select the hub and the part of it to serve.
 func (o *Options) AddScopeFlags(flags *pflag.FlagSet) {
 	flags.StringVar(&o.Kubeconfig, "kubeconfig", o.Kubeconfig,
 		"The kubeconfig `file` of the hub. Empty means the KUBECONFIG variable, else the pod's own account.")
@@ -303,7 +318,8 @@ func EnvironmentVariable(flag string) string {
 	return EnvironmentPrefix + strings.ToUpper(strings.ReplaceAll(flag, "-", "_"))
 }
 
-// FromEnvironment sets every flag that was not set on the command line from its environment variable, where that is set.
+// FromEnvironment sets every flag that is missing on the command line from its environment
+// variable, if that is set.
 func FromEnvironment(flags *pflag.FlagSet) error {
 	var errs []error
 	flags.VisitAll(func(flag *pflag.Flag) {
@@ -319,7 +335,7 @@ func FromEnvironment(flags *pflag.FlagSet) error {
 	return errors.Join(errs...)
 }
 
-// Values of LogLevel.
+// These are the values of LogLevel.
 const (
 	LogError = "error"
 	LogInfo  = "info"
@@ -327,13 +343,13 @@ const (
 	LogTrace = "trace"
 )
 
-// Values of LogFormat.
+// These are the values of LogFormat.
 const (
 	LogJSON    = "json"
 	LogConsole = "console"
 )
 
-// Validate returns every mistake, each with the flag's name and what to do.
+// Validate returns all mistakes. Each contains the flag's name and what to do.
 func (o *Options) Validate() error {
 	var errs []error
 	wrong := func(flag, format string, args ...any) {
@@ -410,7 +426,7 @@ func (o *Options) Validate() error {
 			wrong(flag, "%d is below 0; write 0 for no limit", limit)
 		}
 	}
-	if o.MaxReleasesPerWindow > 0 && (o.ReleaseWindow <= 0 || o.ReleaseWindow > o.TombstoneRetention) {
+	if o.ReleaseWindow <= 0 || o.MaxReleasesPerWindow > 0 && o.ReleaseWindow > o.TombstoneRetention {
 		wrong("release-window", "%s is not above 0 and at most --tombstone-retention %s: releases are counted by the claims that are remembered",
 			o.ReleaseWindow, o.TombstoneRetention)
 	}
@@ -423,7 +439,7 @@ func (o *Options) Validate() error {
 	return errors.Join(errs...)
 }
 
-// ValidateScope returns every mistake in the flags of [Options.AddScopeFlags].
+// ValidateScope returns all mistakes in the flags of [Options.AddScopeFlags].
 func (o *Options) ValidateScope() error {
 	var errs []error
 	o.validateScope(func(flag, format string, args ...any) {
@@ -441,7 +457,8 @@ func (o *Options) validateMetrics(wrong func(flag, format string, args ...any)) 
 	}
 }
 
-// MetricsTLS returns the files with the certificate of the metrics and its key. Both are empty when the agent has to make one.
+// MetricsTLS returns the files with the certificate for metrics and its key. Both are empty if the
+// agent must generate one.
 func (o *Options) MetricsTLS() (certFile, keyFile string) {
 	if o.MetricsTLSCertFile != "" {
 		return o.MetricsTLSCertFile, o.MetricsTLSKeyFile
@@ -503,7 +520,7 @@ func (o *Options) validateLimits(wrong func(flag, format string, args ...any)) {
 	}
 }
 
-// PolicyName returns Policy parsed. Validate must have passed.
+// PolicyName returns the parsed Policy. Validate must have passed.
 func (o *Options) PolicyName() types.NamespacedName {
 	name, err := ParseName(o.Policy)
 	if err != nil {
@@ -512,7 +529,7 @@ func (o *Options) PolicyName() types.NamespacedName {
 	return name
 }
 
-// PriceListName returns PriceList parsed. Validate must have passed.
+// PriceListName returns the parsed PriceList. Validate must have passed.
 func (o *Options) PriceListName() types.NamespacedName {
 	name, err := ParseName(o.PriceList)
 	if err != nil {
@@ -521,14 +538,14 @@ func (o *Options) PriceListName() types.NamespacedName {
 	return name
 }
 
-// Pricing returns how prices are found, but for the list.
+// Pricing returns the pricing policy. It does not include the price list.
 func (o *Options) Pricing() pricing.Policy {
 	return pricing.Policy{Currency: o.PriceCurrency, Coefficients: pricing.Coefficients{
 		PerCPU: o.PricePerCPU, PerGiB: o.PricePerGiB, PerAccelerator: o.PricePerGPU, SpotShare: o.PriceSpotShare,
 	}}
 }
 
-// Failure returns when machines are given up.
+// Failure returns the policy for giving up Machines.
 func (o *Options) Failure() protocol.Failure {
 	return protocol.Failure{
 		Known:              o.KnownFailures,
@@ -540,12 +557,13 @@ func (o *Options) Failure() protocol.Failure {
 	}
 }
 
-// failureReason is a condition's reason as Kubernetes defines it, after the kind of an object or not.
+// failureReason matches a condition reason as Kubernetes defines it, optionally after the kind of
+// an object.
 var failureReason = regexp.MustCompile(`^([A-Za-z][A-Za-z0-9]*/)?[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$`)
 
 var trustDomain = regexp.MustCompile(`^[a-z0-9._-]{1,255}$`)
 
-// UnixSocketGrant returns what those who can open the unix socket may do. Validate must have passed.
+// UnixSocketGrant returns the grant of callers on the unix socket. Validate must have passed.
 func (o *Options) UnixSocketGrant() authz.Grant {
 	grant, err := authz.ParseGrant(o.UnixSocketRole, o.UnixSocketClusters)
 	if err != nil {
@@ -603,7 +621,7 @@ func (o *Options) validateListeners(wrong func(flag, format string, args ...any)
 	}
 }
 
-// minCertificateLifetime leaves a shim time to renew while the agent, or the hub, is started anew.
+// minCertificateLifetime leaves a shim enough time to renew while the agent or the hub restarts.
 const minCertificateLifetime = 10 * time.Minute
 
 func (o *Options) validateIssuer(wrong func(flag, format string, args ...any)) {
@@ -621,7 +639,7 @@ func (o *Options) validateIssuer(wrong func(flag, format string, args ...any)) {
 	}
 }
 
-// ParseName parses <namespace>/<name>. An error says so.
+// ParseName parses <namespace>/<name>.
 func ParseName(text string) (types.NamespacedName, error) {
 	namespace, name, found := strings.Cut(text, "/")
 	if !found || len(validation.IsDNS1123Label(namespace)) > 0 || len(validation.IsDNS1123Subdomain(name)) > 0 {
@@ -630,7 +648,7 @@ func ParseName(text string) (types.NamespacedName, error) {
 	return types.NamespacedName{Namespace: namespace, Name: name}, nil
 }
 
-// ClusterNames returns Clusters parsed. Validate must have passed.
+// ClusterNames returns the parsed Clusters. Validate must have passed.
 func (o *Options) ClusterNames() []types.NamespacedName {
 	clusters := make([]types.NamespacedName, 0, len(o.Clusters))
 	for _, text := range o.Clusters {
@@ -641,7 +659,7 @@ func (o *Options) ClusterNames() []types.NamespacedName {
 	return clusters
 }
 
-// SyncedLabels returns AdditionalSyncMachineLabels compiled. Validate must have passed.
+// SyncedLabels returns the compiled AdditionalSyncMachineLabels. Validate must have passed.
 func (o *Options) SyncedLabels() []*regexp.Regexp {
 	patterns := make([]*regexp.Regexp, 0, len(o.AdditionalSyncMachineLabels))
 	for _, text := range o.AdditionalSyncMachineLabels {

@@ -18,23 +18,23 @@ import (
 // Key is the key of the ConfigMap that holds the list.
 const Key = "prices.yaml"
 
-// Config is what a [Follower] needs.
+// Config configures a [Follower].
 type Config struct {
-	// ConfigMap holds the list. REQUIRED.
+	// ConfigMap contains the list. REQUIRED.
 	ConfigMap types.NamespacedName
-	// Recorder takes an event when the list cannot be used. REQUIRED.
+	// Recorder records an event if the list cannot be used. REQUIRED.
 	Recorder events.EventRecorder
-	// Registerer takes the metrics. Nil registers none.
+	// Registerer registers the metrics. Nil registers none.
 	Registerer prometheus.Registerer
 }
 
-// Follower has the newest list that can be used. It is safe for concurrent use.
+// Follower provides the latest usable list. It is safe for concurrent use.
 type Follower struct {
 	lists   *configmap.Follower[pricing.List]
 	changes chan event.TypedGenericEvent[types.NamespacedName]
 }
 
-// New returns a follower that reads once the manager has started.
+// New returns a follower. It reads the list once the manager has started.
 func New(mgr manager.Manager, c Config) (*Follower, error) {
 	f := &Follower{changes: make(chan event.TypedGenericEvent[types.NamespacedName], 1)}
 	entries := prometheus.NewGauge(prometheus.GaugeOpts{
@@ -55,7 +55,8 @@ func New(mgr manager.Manager, c Config) (*Follower, error) {
 			entries.Set(float64(list.Len()))
 			select {
 			case f.changes <- event.TypedGenericEvent[types.NamespacedName]{Object: c.ConfigMap}:
-			default: // a change is pending already, and its reader gets the newest list
+			// A change is already pending, and its reader will get the newest list.
+			default:
 			}
 		},
 	})
@@ -65,11 +66,13 @@ func New(mgr manager.Manager, c Config) (*Follower, error) {
 	return f, nil
 }
 
-// Changes tells that there is another list. It has one reader.
+// Changes returns a channel that receives a value when the list has changed. It must have one
+// reader.
 func (f *Follower) Changes() <-chan event.TypedGenericEvent[types.NamespacedName] { return f.changes }
 
-// List returns the list in use, or nil if there is none; prices are estimated then. The first call waits for the list to be read, so that no
-// price is estimated that the list has. A nil follower has no list.
+// List returns the list in use, or nil if there is none and prices are estimated. The first call
+// waits until the list has been read, so that no listed price is estimated. A nil follower has no
+// list.
 func (f *Follower) List(ctx context.Context) (*pricing.List, error) {
 	if f == nil {
 		return nil, nil

@@ -16,22 +16,22 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
 )
 
-// currency has the shape of an ISO 4217 code.
+// currency matches the format of ISO 4217 codes.
 var currency = regexp.MustCompile(`^[A-Z]{3}$`)
 
-// IsCurrency reports whether a text has the shape of an ISO 4217 code.
+// IsCurrency reports whether a text has the format of an ISO 4217 code.
 func IsCurrency(text string) bool { return currency.MatchString(text) }
 
-// List is a price list; nil is an empty one. It never changes.
+// List is an immutable price list. Nil is an empty list.
 type List struct {
-	// Name says which list it is, for people.
+	// Name identifies the list, for display.
 	Name string
 
 	currency string
 	prices   map[machineKind]listed
 }
 
-// machineKind is what a price holds for; an empty zone or capacity type stands for all of them.
+// machineKind is what a price applies to. An empty zone or capacity type matches all.
 type machineKind struct {
 	instanceType, zone, capacityType string
 }
@@ -41,7 +41,7 @@ type listed struct {
 	index   int
 }
 
-// entry is one price as people write it.
+// entry is a price as written by the user.
 type entry struct {
 	InstanceType string   `json:"instanceType"`
 	Zone         string   `json:"zone"`
@@ -49,8 +49,8 @@ type entry struct {
 	PerHour      *float64 `json:"perHour"`
 }
 
-// ParseList reads a price list. The error names every field that cannot be used; a list with one is not used at all, because
-// half of the prices can be worse than none.
+// ParseList parses a price list. The error lists every unusable field. A list with such a field is
+// rejected as a whole, because half of the prices can be worse than none.
 func ParseList(name string, content []byte) (*List, error) {
 	document, err := yaml.YAMLToJSONStrict(content)
 	if err != nil {
@@ -117,7 +117,7 @@ func (e entry) faults(field string) []error {
 	return errs
 }
 
-// Len is how many prices there are.
+// Len returns the number of prices.
 func (l *List) Len() int {
 	if l == nil {
 		return 0
@@ -125,11 +125,11 @@ func (l *List) Len() int {
 	return len(l.prices)
 }
 
-// String says for people how long the list is.
+// String describes the size of the list, for display.
 func (l *List) String() string { return fmt.Sprintf("%d prices", l.Len()) }
 
-// price finds what a machine costs: the entry with its zone and capacity type, else with its zone, else with its capacity type,
-// else with neither.
+// price looks up the price of a machine. It tries the entry with the machine's zone and capacity
+// type, then with the zone only, then with the capacity type only, then with neither.
 func (l *List) price(machine capacity.Description) (Price, bool) {
 	if l == nil {
 		return Price{}, false
@@ -150,7 +150,7 @@ func (l *List) price(machine capacity.Description) (Price, bool) {
 	return Price{}, false
 }
 
-// describe names the entry in a way that does not change when others are added before it.
+// describe identifies the entry in a way that does not change when entries are inserted before it.
 func (k machineKind) describe() string {
 	text := "instanceType=" + k.instanceType
 	if k.zone != "" {

@@ -1,5 +1,6 @@
-// Package pricing says what one machine costs: what people wrote about the node group, else a price list, else an estimate that
-// grows with what the machine has, so that the cheaper of two machines is also the smaller one.
+// Package pricing determines the price of a machine. It comes from the node group's annotations,
+// else from a price list, else from an estimate. The estimate grows with the machine's resources,
+// so that the cheaper of two machines is also the smaller one.
 package pricing
 
 import (
@@ -17,54 +18,58 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/wire"
 )
 
-// Annotation on a MachineDeployment holds what one of its machines costs each hour, a number. So does [CapacityAnnotation], which stands beside
-// the other capacity annotations; where both can be used, the first counts.
+// Annotation on a MachineDeployment holds the price of one of its machines per hour, as a number.
+// [CapacityAnnotation], which belongs to the capacity annotations, does the same. If both are
+// usable, Annotation takes precedence.
 const (
 	Annotation         = "cluster.x-k8s.io/machine-current-price"
 	CapacityAnnotation = "capacity.cluster-autoscaler.kubernetes.io/price"
 )
 
-// Policy says how prices are found. The zero value has no list and makes every estimate nearly nothing.
+// Policy determines how prices are found. The zero value has no list, and its estimates are close
+// to zero.
 type Policy struct {
 	// List may be nil.
 	List *List
-	// Currency is that of annotations, and of a list that names none; may be empty.
+	// Currency is the currency of annotations, and of a list that has none. It may be empty.
 	Currency string
-	// Coefficients make the estimate.
+	// Coefficients determine the estimate.
 	Coefficients Coefficients
 }
 
-// Coefficients make the estimate, each hour. Only the order of the prices that result means anything. All are finite and not
-// negative.
+// Coefficients determine the hourly estimate. Only the order of the resulting prices is meaningful.
+// All are finite and not negative.
 type Coefficients struct {
 	// PerCPU and PerGiB are the prices of a core and of a GiB of memory.
 	PerCPU, PerGiB float64
-	// PerAccelerator is the price of one of any extended resource, or of one device.
+	// PerAccelerator is the price of one unit of any extended resource, or of one device.
 	PerAccelerator float64
-	// SpotShare is what a spot machine costs of an on-demand one; above 0, at most 1.
+	// SpotShare is the price of a spot machine relative to an on-demand machine: above 0, at most
+	// 1.
 	SpotShare float64
 }
 
 // DefaultCoefficients follow the ratios between the large clouds' list prices.
 var DefaultCoefficients = Coefficients{PerCPU: 0.03, PerGiB: 0.004, PerAccelerator: 0.75, SpotShare: 0.4}
 
-// What is not worth a setting: so that two small machines cost more than one of twice the size, and that more disk costs more.
+// These are not configurable. They make two small machines cost more than one of twice the size,
+// and more disk cost more.
 const (
 	perMachine    = 0.001
 	perGiBStorage = 0.0001
 )
 
-// Price is what one machine costs.
+// Price is the price of one machine.
 type Price struct {
-	// PerHour is never negative, and finite.
+	// PerHour is finite and never negative.
 	PerHour float64
 	// Currency is an ISO 4217 code, or empty.
 	Currency string
-	// Source says where it came from.
+	// Source identifies where the price came from.
 	Source capacity.Source
 }
 
-// Of returns what a machine costs, and what is wrong with the annotations.
+// Of returns the price of a machine, and the problems with the annotations.
 func (p Policy) Of(md *clusterv1.MachineDeployment, machine capacity.Description) (Price, []capacity.Problem) {
 	annotated, problems := p.annotated(md)
 	if annotated != nil {
@@ -82,7 +87,7 @@ func (p Policy) Of(md *clusterv1.MachineDeployment, machine capacity.Description
 	}, problems
 }
 
-// annotated returns the price that annotations say, nil if none does.
+// annotated returns the price from the annotations, or nil if they contain none.
 func (p Policy) annotated(md *clusterv1.MachineDeployment) (price *Price, problems []capacity.Problem) {
 	for _, key := range []string{Annotation, CapacityAnnotation} {
 		text, present := md.Annotations[key]
@@ -109,9 +114,10 @@ func (p Policy) annotated(md *clusterv1.MachineDeployment) (price *Price, proble
 
 func isPrice(perHour float64) bool { return perHour >= 0 && !math.IsInf(perHour, 1) }
 
-// priced is what an estimate is made from: the machine's resources and its devices. What only its Nodes showed is left out, except
-// CPU and memory, without which nothing was scheduled on the group before: a price that rises because a first Node came would send
-// pods to another group.
+// priced returns the inputs of an estimate: the machine's resources and devices. Learned resources
+// are omitted, because a price that rises with the first Node would send pods to another group.
+// Learned CPU and memory are included, because nothing could be scheduled on the group before they
+// were known.
 func priced(machine capacity.Description) corev1.ResourceList {
 	resources := make(corev1.ResourceList, len(machine.Resources)+len(machine.Devices))
 	for name, quantity := range machine.Resources {
@@ -130,13 +136,14 @@ func priced(machine capacity.Description) corev1.ResourceList {
 
 func isExtended(name corev1.ResourceName) bool { return strings.Contains(string(name), "/") }
 
-// Estimate returns a price for what a machine has. It grows with every resource but pods, which cost nothing; it is finite and
-// not negative.
+// Estimate returns a price for the resources. It grows with every resource except pods, which are
+// free. It is finite and not negative.
 func (c Coefficients) Estimate(resources corev1.ResourceList, capacityType string) float64 {
 	const gibibyte = 1 << 30
 	amount := func(quantity resource.Quantity) float64 { return max(quantity.AsApproximateFloat64(), 0) }
 	price := perMachine
-	for _, name := range slices.Sorted(maps.Keys(resources)) { // floats add up to the same only in the same order
+	// The order is fixed, because the sum of floats depends on it.
+	for _, name := range slices.Sorted(maps.Keys(resources)) {
 		quantity := resources[name]
 		switch {
 		case name == corev1.ResourceCPU:

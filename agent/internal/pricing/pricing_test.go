@@ -191,7 +191,7 @@ func TestEstimateGrowsWithEveryResource(t *testing.T) {
 			small[name] = *resource.NewQuantity(min(less, more), resource.DecimalSI)
 			large[name] = *resource.NewQuantity(max(less, more), resource.DecimalSI)
 		}
-		// What is added up last may be rounded away.
+		// The last summands may be rounded away.
 		if low, high := c.Estimate(small, kind), c.Estimate(large, kind); low > high*(1+1e-9) || low <= 0 || math.IsInf(high, 0) {
 			t.Fatalf("%v costs %v, and %v costs %v", small, low, large, high)
 		}

@@ -25,14 +25,16 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// Issuing is what certificates are issued with.
+// Issuing holds what is needed to issue certificates.
 type Issuing struct {
 	// Issue signs a certificate. REQUIRED.
 	Issue func(key crypto.PublicKey, id spiffeid.ID, lifetime time.Duration) (issuer.Certificate, error)
-	// Enroll notes the key that a bootstrap certificate is used for. It refuses a second one with [spokes.ErrOtherKey], and an onboarding that is not
-	// the Cluster's present one with [spokes.ErrEnded]. REQUIRED.
+	// Enroll records the key that a bootstrap certificate is used for. It returns
+	// [spokes.ErrOtherKey] for a second key, and [spokes.ErrEnded] if the onboarding is not the
+	// Cluster's current one. REQUIRED.
 	Enroll func(ctx context.Context, of authz.Onboarding, publicKey string) error
-	// TrustDomain is that of the identities, and Lifetime that of the certificates. REQUIRED.
+	// TrustDomain is the trust domain of the issued identities. Lifetime is how long the
+	// certificates are valid. REQUIRED.
 	TrustDomain string
 	Lifetime    time.Duration
 }
@@ -60,7 +62,8 @@ func (s *certificateService) IssueCertificate(
 		return nil, agenterrors.InvalidArgument(agenterrors.FieldViolation{Field: "signing_request", Description: err.Error()})
 	}
 	of := *c.Onboarding
-	// The cache may not know yet that the Cluster was onboarded anew, and what is issued now lives for hours.
+	// Reads live: the cache may not show a new onboarding yet, and a certificate issued now is
+	// valid for hours.
 	switch id, exists, err := s.config.OnboardedLive(ctx, of.Cluster); {
 	case err != nil:
 		return nil, answerOther(ctx, err)
@@ -106,10 +109,11 @@ func (s *certificateService) IssueCertificate(
 	}, nil
 }
 
-// bootstrapRule is met by callers that have a bootstrap certificate.
+// bootstrapRule matches callers with a bootstrap certificate.
 var bootstrapRule = authz.Rule{Roles: []authz.Role{authz.RoleBootstrap}}
 
-// onboarded says why a Cluster's own certificate is of no use, nil when it may be used: it has to be of the Cluster's present onboarding.
+// onboarded returns nil if the caller may use its Cluster's certificate, and the reason as an error
+// otherwise. The certificate must belong to the Cluster's current onboarding.
 func (s *Server) onboarded(ctx context.Context, c caller) error {
 	if c.Onboarding == nil {
 		return nil
@@ -120,7 +124,8 @@ func (s *Server) onboarded(ctx context.Context, c caller) error {
 		return agenterrors.NotSynced("the agent's view of the hub is not complete yet")
 	}
 	if !s.config.Scope.Contains(c.Onboarding.Cluster) {
-		// The caches do not have it. The call is about another Cluster, by a grant of the policy.
+		// The caches do not contain this Cluster. A grant of the policy allowed the call, for
+		// another Cluster.
 		if c.Onboarding.ID != "" {
 			return agenterrors.Unauthenticated("the client certificate is of an onboarding, and this agent does not serve its Cluster, so that it cannot " +
 				"tell whether the onboarding has ended; give the caller an identity of its own")
@@ -146,10 +151,12 @@ func otherOnboarding(of authz.Onboarding) error {
 		"`capi-agent onboard`")
 }
 
-// OnboardingOf returns the id of a Cluster's onboarding, empty when it has none, and whether the Cluster exists.
+// OnboardingOf returns the ID of a Cluster's onboarding, which is empty if it has none, and whether
+// the Cluster exists.
 type OnboardingOf func(ctx context.Context, cluster types.NamespacedName) (id string, exists bool, err error)
 
-// note tells of the shim that has synchronized its Cluster's claims. Others that may do so as well are no shims.
+// note passes on details of the shim that has just synchronized its Cluster's claims. Callers with
+// another role may synchronize claims too, but they are not shims and are ignored.
 func (s *Server) note(ctx context.Context, request *agentv1alpha1.SyncClaimsRequest) {
 	cluster := clusterName(request.GetCluster())
 	if s.config.Note == nil || !callerOf(ctx).MayCallFor(authz.Rule{Roles: []authz.Role{authz.RoleCluster}}, cluster) {
@@ -157,7 +164,7 @@ func (s *Server) note(ctx context.Context, request *agentv1alpha1.SyncClaimsRequ
 	}
 	contact := spokes.Contact{SpokeID: request.GetSpokeId()}
 	if said := metadata.ValueFromIncomingContext(ctx, "user-agent"); len(said) > 0 {
-		// gRPC adds its own name.
+		// gRPC appends its own name and version.
 		if name, _, _ := strings.Cut(said[0], " "); printable(name) {
 			contact.Version = name
 		}
@@ -168,7 +175,7 @@ func (s *Server) note(ctx context.Context, request *agentv1alpha1.SyncClaimsRequ
 	s.config.Note(ctx, cluster, contact)
 }
 
-// chainsOf returns the verified chains of the caller's certificate, none if it has no certificate.
+// chainsOf returns the verified chains of the caller's certificate, or nil if it has none.
 func chainsOf(ctx context.Context) [][]*x509.Certificate {
 	p, ok := peer.FromContext(ctx)
 	if !ok {

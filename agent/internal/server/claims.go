@@ -28,7 +28,8 @@ func keyOf(cluster *agentv1alpha1.ClusterRef, id string) claims.Key {
 	return claims.Key{Namespace: cluster.GetNamespace(), Cluster: cluster.GetName(), ID: id}
 }
 
-// usable refuses calls while the view is not complete, and for Clusters that another agent serves.
+// usable rejects calls while the view is incomplete or the hub is unreachable, and calls for
+// Clusters that this agent does not serve.
 func (s *Server) usable(cluster *agentv1alpha1.ClusterRef) error {
 	if !s.Synced() {
 		return agenterrors.NotSynced("the agent's view of the hub is not complete yet")
@@ -37,7 +38,7 @@ func (s *Server) usable(cluster *agentv1alpha1.ClusterRef) error {
 		return err
 	}
 	if !s.config.Scope.Contains(clusterName(cluster)) {
-		// Not "gone": an agent that does serve it may know better.
+		// Not NOT_FOUND: another agent may serve the Cluster.
 		return agenterrors.PermissionDenied("this identity may not call this method for this Cluster")
 	}
 	return nil
@@ -261,7 +262,8 @@ func (s *claimService) SyncClaims(
 	}, nil
 }
 
-// nodeReports leaves out quantities that cannot be used: one Node's mistake is no reason to keep dead claims.
+// nodeReports drops quantities that cannot be parsed. An error in one Node's report must not
+// prevent the collection of dead claims.
 func nodeReports(ctx context.Context, nodes []*agentv1alpha1.NodeReport) []observed.Node {
 	reports := make([]observed.Node, 0, len(nodes))
 	for _, node := range nodes {

@@ -7,6 +7,7 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/time/rate"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/mem"
@@ -17,29 +18,33 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/internal/limits"
 )
 
-// gRPC takes an answer from a handler at once, whatever its size, and keeps it until the client opens HTTP/2's flow control windows for
-// it, or until the connection ends. No interceptor sees when that is. So answers are encoded within their call, in buffers that tell when
-// the transport frees them, and the connection of an answer that stays for too long is closed: nothing else takes it from the transport.
+// gRPC takes a response from a handler at once, whatever its size, and keeps it until the client
+// opens the HTTP/2 flow control windows or the connection ends. No interceptor sees when that
+// happens. Responses are therefore encoded within their call, into buffers that report when the
+// transport frees them. If the transport keeps a response for too long, its connection is closed:
+// nothing else makes the transport drop it.
 
-// accepting gives out connections as [connection]. When too many are without an identity, others that have none are closed.
+// accepting wraps each accepted connection in a [connection]. When too many connections have no
+// identity yet, the limiter closes some of those.
 type accepting struct {
 	net.Listener
 
 	server *Server
 }
 
-// Accept is [net.Listener]'s.
+// Accept implements [net.Listener].
 func (a accepting) Accept() (net.Conn, error) {
 	accepted, err := a.Listener.Accept()
 	if err != nil {
 		return nil, err
 	}
 	c := newConnection(accepted, a.server.limits.SendTimeout)
-	c.known = c.until(a.server.limits.Accept(sourceOf(accepted), func() { _ = c.Close() })) // nothing is lost that anything depends on
+	// The close error does not matter: nothing depends on what the connection still held.
+	c.known = c.until(a.server.limits.Accept(sourceOf(accepted), func() { _ = c.Close() }))
 	return c, nil
 }
 
-// sourceOf names where a connection comes from: a host, whatever its port.
+// sourceOf returns the remote host of a connection, without the port.
 func sourceOf(conn net.Conn) string {
 	address := conn.RemoteAddr().String()
 	if host, _, err := net.SplitHostPort(address); err == nil {
@@ -48,11 +53,11 @@ func sourceOf(conn net.Conn) string {
 	return address
 }
 
-// connection is one that was accepted, below TLS.
+// connection is an accepted connection, below TLS.
 type connection struct {
 	net.Conn
 
-	// writeTimeout is how long one write may take: a client that reads nothing at all is kept alive by what it sends.
+	// writeTimeout bounds one write. Keepalive does not detect a client that sends but never reads.
 	writeTimeout time.Duration
 	// known is called once the connection has an identity.
 	known func()
@@ -78,7 +83,8 @@ func (c *connection) Close() error {
 	return c.Conn.Close()
 }
 
-// until returns a function that calls another once: when it is called itself, or when the connection ends.
+// until returns a function that calls then, at most once. The end of the connection calls it as
+// well.
 func (c *connection) until(then func()) func() {
 	then = sync.OnceFunc(then)
 	stop := context.AfterFunc(c.open, then)
@@ -88,21 +94,22 @@ func (c *connection) until(then func()) func() {
 	}
 }
 
-// connectionInfo is a handshake's result that leads to the connection.
+// connectionInfo is the result of a handshake, with the connection that it was made on.
 type connectionInfo struct {
 	credentials.AuthInfo
 
 	connection *connection
 }
 
-// identifying refuses a connection at the end of its handshake when its identity has as many as it may.
+// identifying rejects a connection at the end of its handshake if its identity already has the
+// maximum number of connections.
 type identifying struct {
 	credentials.TransportCredentials
 
 	server *Server
 }
 
-// ServerHandshake is [credentials.TransportCredentials]'.
+// ServerHandshake implements [credentials.TransportCredentials].
 func (i identifying) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
 	secured, info, err := i.TransportCredentials.ServerHandshake(raw)
 	if err != nil {
@@ -110,7 +117,8 @@ func (i identifying) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthIn
 	}
 	accepted, ok := raw.(*connection)
 	if !ok {
-		return secured, info, nil // which no answer is sent on
+		// Not one of our connections: outgoing sends no response on it.
+		return secured, info, nil
 	}
 	identity := limitedAs(i.server.callerOn(info), info)
 	ended, err := i.server.limits.Connect(identity)
@@ -125,31 +133,44 @@ func (i identifying) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthIn
 		i.server.remote.add(accepted)
 		i.server.closeWhenExpired(accepted, by)
 	}
+	seldom := &rate.Sometimes{Interval: time.Minute}
 	pause := func() (time.Duration, bool) {
 		pause, over := i.server.limits.Pause(identity)
-		if over {
+		switch {
+		case over:
 			i.server.config.Log.Info("a connection is closed: its caller goes on calling although its calls are refused", "identity", identity)
+		case pause > 0:
+			seldom.Do(func() {
+				i.server.config.Log.Info("a connection is read slowly: its caller keeps calling although its calls are refused, or sends too many frames",
+					"identity", identity)
+			})
 		}
 		return pause, over
 	}
-	return paced{secured, accepted, pause}, connectionInfo{info, accepted}, nil
+	spent := func(frames int) { i.server.limits.Frames(identity, frames) }
+	return paced{Conn: secured, below: accepted, pause: pause, spent: spent, counted: newFrames()}, connectionInfo{info, accepted}, nil
 }
 
-// slowRead is how much is read at once of a caller that is to call more slowly: some tens of calls.
+// slowRead is how many bytes are read at once from a caller that is being slowed down. It holds
+// some tens of calls.
 const slowRead = 1 << 10
 
-// paced is a connection, above TLS, that is read as slowly as its caller's refused calls ask for. Calls that are not read cost nothing, and
-// the flow control of TCP holds their sender back.
+// paced is a connection, above TLS, that is read more slowly when its caller's calls have been
+// rejected or it sends many frames. Unread data costs nothing, and TCP flow control holds the
+// sender back.
 type paced struct {
 	net.Conn
 
 	below *connection
 	pause func() (pause time.Duration, over bool)
+	// spent is called with the number of new frames, which counted counts.
+	spent   func(frames int)
+	counted *frames
 }
 
 var errRefusedTooOften = errors.New("the caller goes on calling although its calls are refused")
 
-// Read is [net.Conn]'s. Its error ends the connection.
+// Read implements [net.Conn]. An error ends the connection.
 func (p paced) Read(into []byte) (int, error) {
 	pause, over := p.pause()
 	if over {
@@ -164,15 +185,19 @@ func (p paced) Read(into []byte) (int, error) {
 		}
 		into = into[:min(len(into), slowRead)]
 	}
-	return p.Conn.Read(into)
+	n, err := p.Conn.Read(into)
+	if begun := p.counted.count(into[:n]); begun > 0 {
+		p.spent(begun)
+	}
+	return n, err
 }
 
-// Clone is [credentials.TransportCredentials]'.
+// Clone implements [credentials.TransportCredentials].
 func (i identifying) Clone() credentials.TransportCredentials {
 	return identifying{i.TransportCredentials.Clone(), i.server}
 }
 
-// openConnections are those that can be led elsewhere.
+// openConnections is the set of connections whose callers can be moved to another agent.
 type openConnections struct {
 	mu  sync.Mutex
 	all map[*connection]struct{}
@@ -189,31 +214,34 @@ func (o *openConnections) add(c *connection) {
 	})
 }
 
-// close closes all, and returns how many.
+// close closes all connections, and returns their number.
 func (o *openConnections) close() int {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	for c := range o.all {
-		_ = c.Close() // what was sent on it is lost either way
+		_ = c.Close() // Any unsent data is lost in either case.
 	}
 	return len(o.all)
 }
 
-// whenFreed is a pool that buffers are not taken from, only given back to.
+// whenFreed is a buffer pool that only receives buffers: Put calls the function, and Get allocates.
 type whenFreed func()
 
 func (whenFreed) Get(size int) *[]byte { return new(make([]byte, size)) }
 func (f whenFreed) Put(*[]byte)        { f() }
 
 const (
-	// minAnswerBuffer is a capacity that package mem tells pools of; it keeps smaller buffers to itself.
+	// minAnswerBuffer is a capacity at which package mem returns buffers to their pool. It does not
+	// report smaller buffers.
 	minAnswerBuffer = 2 << 10
-	// answerOverhead is what is kept for an answer beside its buffer: a timer, and what waits for the connection's end.
+	// answerOverhead is the memory used for a response in addition to its buffer: a timer, and the
+	// registration for the connection's end.
 	answerOverhead = 1 << 10
 )
 
-// outgoing returns an answer of the call in ctx, or an event, encoded. All that is kept for it counts as unread until the transport has sent or
-// dropped it. When that takes longer than the caller may leave it unread, the connection is closed.
+// outgoing encodes a response of the call in ctx, or an event. All memory kept for it counts as
+// unread until the transport has sent or dropped it. If that takes longer than the send timeout,
+// the connection is closed.
 func (s *Server) outgoing(ctx context.Context, message any) (mem.BufferSlice, error) {
 	p, _ := peer.FromContext(ctx)
 	info, ok := p.AuthInfo.(connectionInfo)
@@ -227,7 +255,8 @@ func (s *Server) outgoing(ctx context.Context, message any) (mem.BufferSlice, er
 	whole := encoded.MaterializeToBuffer(mem.DefaultBufferPool())
 	encoded.Free()
 	bytes, free := whole.ReadOnlyData(), whole.Free
-	// The pool's buffers are up to thirty times as large as what is in them, which a caller may leave unread.
+	// The pool's buffers are up to thirty times as large as their content, and a caller may leave
+	// them unread.
 	if cap(bytes) > 2*len(bytes) || mem.IsBelowBufferPoolingThreshold(cap(bytes)) {
 		bytes = append(make([]byte, 0, max(len(bytes), minAnswerBuffer)), bytes...)
 		free()

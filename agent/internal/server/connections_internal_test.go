@@ -7,9 +7,10 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/net/http2"
 )
 
-// A client that sends and never reads looks alive to keepalive.
+// Keepalive does not detect a client that sends but never reads.
 func TestAWriteThatTheOtherSideDoesNotTakeEnds(t *testing.T) {
 	near, far := net.Pipe()
 	defer func() { require.NoError(t, far.Close()) }()
@@ -26,7 +27,11 @@ func TestAConnectionOfACallerThatIsRefusedIsReadSlowly(t *testing.T) {
 	near, far := net.Pipe()
 	c := newConnection(near, time.Minute)
 	pause, over := time.Duration(0), false
-	p := paced{c, c, func() (time.Duration, bool) { return pause, over }}
+	sent := 0
+	p := paced{
+		Conn: c, below: c, counted: newFrames(),
+		pause: func() (time.Duration, bool) { return pause, over }, spent: func(frames int) { sent += frames },
+	}
 	go func() {
 		for {
 			if _, err := far.Write(make([]byte, 4*slowRead)); err != nil {
@@ -37,6 +42,7 @@ func TestAConnectionOfACallerThatIsRefusedIsReadSlowly(t *testing.T) {
 	n, err := p.Read(make([]byte, 4*slowRead))
 	require.NoError(t, err)
 	require.Equal(t, 4*slowRead, n)
+	require.Equal(t, (n-len(http2.ClientPreface))/frameHeader, sent, "zeros are frames without a payload")
 	pause = time.Millisecond
 	began := time.Now()
 	n, err = p.Read(make([]byte, 4*slowRead))

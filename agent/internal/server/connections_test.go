@@ -24,22 +24,24 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// rawPeer is a client that does with HTTP/2's flow control what the test wants. It answers pings and settings.
+// rawPeer is a client whose HTTP/2 flow control the test decides. It acknowledges pings and
+// settings.
 type rawPeer struct {
 	*testing.T
 
 	conn     *tls.Conn
 	received chan http2.Frame // closed when the connection has ended
-	ended    error            // why, once received is closed
+	ended    error            // why it ended, once received is closed
 
-	mu      sync.Mutex // of what follows
+	mu      sync.Mutex // guards the fields below
 	framer  *http2.Framer
 	headers bytes.Buffer
 	encoder *hpack.Encoder
 	calls   uint32
 }
 
-// dialRaw connects with a certificate of the URI name. The server closes the connection when it may not have another.
+// dialRaw connects with a certificate for the URI name. The server closes the connection if the
+// identity already has too many.
 func (f *fixture) dialRaw(uri string) *tls.Conn {
 	f.Helper()
 	files := f.authority.Issue(f, f.TempDir(), f.authority, uri)
@@ -95,14 +97,14 @@ func (p *rawPeer) read() {
 	}
 }
 
-// write does not fail when the server has ended the connection.
+// write ignores errors, which occur when the server has ended the connection.
 func (p *rawPeer) write(f func(*http2.Framer) error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	_ = f(p.framer)
 }
 
-// call sends a call, and does not wait for what comes of it.
+// call sends a call without waiting for its response.
 func (p *rawPeer) call(method string, request proto.Message) {
 	p.Helper()
 	message, err := proto.Marshal(request)
@@ -129,12 +131,14 @@ func (p *rawPeer) call(method string, request proto.Message) {
 	})
 }
 
-// await returns how many calls have been answered in full, and how many refused, once enough says that these are enough.
+// await counts the completed and the rejected calls, and returns both numbers once enough accepts
+// them.
 func (p *rawPeer) await(enough func(answered, refused int) bool) (answered, refused int) {
 	p.Helper()
 	for !enough(answered, refused) {
 		frame, ok := <-p.received
-		if !ok { // which is when ended may be read
+		// ended may be read once received is closed.
+		if !ok {
 			require.NoError(p, p.ended, "%d answered, %d refused", answered, refused)
 			p.FailNow()
 		}
@@ -153,6 +157,45 @@ func (p *rawPeer) await(enough func(answered, refused int) bool) (answered, refu
 	return answered, refused
 }
 
+// The transport keeps a hundred bytes for each frame, whatever the frame contains.
+func TestARequestInFramesOfOneByteIsReadSlowly(t *testing.T) {
+	// The frame limits are ten times as high as the call limits.
+	f := start(t, limited(func(o *limits.Options) { o.CallsPerSecond, o.CallBurst = 10, 100 }))
+	conn := f.dialRaw(spokeURI)
+	var sent bytes.Buffer
+	sent.WriteString(http2.ClientPreface)
+	framer := http2.NewFramer(&sent, conn)
+	require.NoError(t, framer.WriteSettings())
+	var headers bytes.Buffer
+	encoder := hpack.NewEncoder(&headers)
+	for _, h := range [][2]string{
+		{":method", "POST"}, {":scheme", "https"}, {":path", agentv1alpha1.ClaimService_SyncClaims_FullMethodName},
+		{":authority", "agent"}, {"content-type", "application/grpc"}, {"te", "trailers"},
+	} {
+		require.NoError(t, encoder.WriteField(hpack.HeaderField{Name: h[0], Value: h[1]}))
+	}
+	require.NoError(t, framer.WriteHeaders(http2.HeadersFrameParam{StreamID: 1, BlockFragment: headers.Bytes(), EndHeaders: true}))
+	for range 1150 {
+		require.NoError(t, framer.WriteData(1, false, []byte{0}))
+	}
+	require.NoError(t, conn.SetDeadline(time.Now().Add(patience)))
+	began := time.Now()
+	_, err := sent.WriteTo(conn)
+	require.NoError(t, err)
+	require.NoError(t, framer.WritePing(false, [8]byte{1}))
+	// It is written as a separate TLS record, so that it is read separately.
+	_, err = sent.WriteTo(conn)
+	require.NoError(t, err)
+	for {
+		frame, err := framer.ReadFrame()
+		require.NoError(t, err)
+		if frame.Header().Type == http2.FramePing && frame.Header().Flags.Has(http2.FlagPingAck) {
+			break
+		}
+	}
+	require.Greater(t, time.Since(began), 400*time.Millisecond, "what came after too many frames was read at once")
+}
+
 // requireEnded waits until the server has ended the connection.
 func (p *rawPeer) requireEnded() {
 	p.Helper()
@@ -164,7 +207,7 @@ func (p *rawPeer) requireEnded() {
 
 const spokeURI = "spiffe://karpenter-capi/cluster/fleet/spoke"
 
-// withMachines makes the answer of ListMachines a mebibyte.
+// withMachines makes the response of ListMachines a mebibyte long.
 func withMachines(f *fixture) {
 	for _, name := range []string{"a", "b", "c", "d", "e", "f", "g", "h"} {
 		f.machines.Set(spoke, name, &agentv1alpha1.Machine{Name: name, ProviderId: strings.Repeat("x", mebibyte/8)})
@@ -173,7 +216,7 @@ func withMachines(f *fixture) {
 
 var listMachines = &agentv1alpha1.ListMachinesRequest{Cluster: spokeRef}
 
-// A client that never opens its window can have the transport keep every answer.
+// A client that never opens its flow control window makes the transport keep every response.
 func TestACallerThatDoesNotReadItsAnswersLosesItsConnection(t *testing.T) {
 	f := start(t, limited(func(o *limits.Options) { o.SendTimeout = 50 * time.Millisecond }))
 	withMachines(f)
@@ -204,7 +247,7 @@ func TestUnreadAnswersOfACallerAreBounded(t *testing.T) {
 	for range calls {
 		p.call(agentv1alpha1.MachineService_ListMachines_FullMethodName, listMachines)
 	}
-	// Two more may be under way when the bound is reached.
+	// Two more may be in flight when the limit is reached.
 	const most = limits.UnreadOfCaller/mebibyte + 2
 	answered, refused := p.await(func(_, refused int) bool { return refused >= calls-most })
 	require.Zero(t, answered)
@@ -227,13 +270,13 @@ func TestConnectionsOfACallerAreBounded(t *testing.T) {
 	f := start(t)
 	ended := func(conn net.Conn) bool {
 		require.NoError(t, conn.SetReadDeadline(time.Now().Add(patience)))
-		_, err := conn.Read(make([]byte, 1)) // the server's settings, if it takes the connection
+		_, err := conn.Read(make([]byte, 1)) // the server's settings, if it accepts the connection
 		require.NotErrorIs(t, err, os.ErrDeadlineExceeded)
 		return err != nil
 	}
 	connect := func() *tls.Conn {
 		conn := f.dialRaw(spokeURI)
-		// It may have been closed already.
+		// The connection may already be closed.
 		_, _ = conn.Write([]byte(http2.ClientPreface))
 		_ = http2.NewFramer(conn, conn).WriteSettings()
 		return conn
@@ -268,7 +311,8 @@ func TestConnectionsThatSayNothingKeepNobodyOut(t *testing.T) {
 	}
 }
 
-// A buffer can be thirty times as large as the answer in it, and an event of ten bytes has a buffer, a timer and more of its own.
+// A buffer can be thirty times as large as its response. An event of ten bytes has its own buffer
+// and timer.
 func TestUnreadAnswersCountAsWhatIsKeptForThem(t *testing.T) {
 	for name, c := range map[string]struct {
 		machines, machineBytes, calls int
@@ -311,7 +355,7 @@ func TestUnreadAnswersCountAsWhatIsKeptForThem(t *testing.T) {
 func live() int64 {
 	var memory runtime.MemStats
 	runtime.GC()
-	runtime.GC() // what pools have kept is freed by the second
+	runtime.GC() // the second collection frees what pools have kept
 	runtime.ReadMemStats(&memory)
 	return int64(memory.HeapAlloc)
 }

@@ -9,19 +9,20 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 )
 
-// Contact knows whether the hub's API server answers.
+// Contact reports whether the hub's API server responds.
 type Contact interface {
-	// State returns a channel that is closed at the next change, and an error while the hub does not answer. Callers are sent its text.
+	// State returns a channel that is closed at the next change, and an error while the hub does
+	// not respond. Callers receive the text of the error.
 	State() (changed <-chan struct{}, lost error)
 }
 
-// lostContactError ends watch streams.
+// lostContactError is the cause that ends watch streams when contact with the hub is lost.
 type lostContactError struct{ error }
 
 func (e *lostContactError) Unwrap() error { return e.error }
 
-// inContact returns what calls are answered while the hub's API server does not answer, nil while it does: a cache is no reason to answer
-// as if it did.
+// inContact returns nil while the hub's API server responds, and otherwise the error for callers.
+// The caches must not be served as if they were current.
 func (s *Server) inContact() error {
 	if s.config.Contact == nil {
 		return nil
@@ -32,7 +33,8 @@ func (s *Server) inContact() error {
 	return nil
 }
 
-// whileInContact returns a context that ends, with a [*lostContactError], when contact is lost.
+// whileInContact returns a context that is cancelled with a [*lostContactError] when contact is
+// lost.
 func (s *Server) whileInContact(ctx context.Context) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	if s.config.Contact != nil {
@@ -53,13 +55,15 @@ func (s *Server) whileInContact(ctx context.Context) (context.Context, context.C
 	return ctx, func() { cancel(nil) }
 }
 
-// partInterval is how long a connection may stay without contact: long enough for what its streams end with to arrive, and about as long as
-// an agent that is not ready is still given new connections.
+// partInterval is how long a connection may stay open without contact. It leaves time for the final
+// messages of its streams to arrive. An agent that is not ready receives new connections for about
+// as long.
 const partInterval = 5 * time.Second
 
-// partWithoutContact closes the connections of certificates while the hub's API server does not answer, until the context ends: callers come
-// again, to an agent that is ready if there is one. Only calls that wait for the hub are under way then. Those of this machine stay: they
-// have no other agent.
+// partWithoutContact closes the connections made with certificates while the hub's API server does
+// not respond, until the context ends. Callers then reconnect, to an agent that is ready if there
+// is one. The only calls in flight at that time are waiting for the hub. Local connections stay
+// open: their callers have no other agent.
 func (s *Server) partWithoutContact(ctx context.Context) {
 	for ctx.Err() == nil && s.config.Contact != nil {
 		var part <-chan time.Time
@@ -78,7 +82,8 @@ func (s *Server) partWithoutContact(ctx context.Context) {
 	}
 }
 
-// followContact tells health clients whether the services can be used, from when the views are complete until the context ends.
+// followContact reports to health clients whether the services can be used. It is called once the
+// views are complete, and returns when the context ends.
 func (s *Server) followContact(ctx context.Context) {
 	for ctx.Err() == nil && s.config.Contact != nil {
 		changed, lost := s.config.Contact.State()

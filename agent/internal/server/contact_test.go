@@ -18,7 +18,7 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// hubContact is what the test says of the hub's API server.
+// hubContact is a server.Contact whose state the test sets.
 type hubContact struct {
 	mu      sync.Mutex
 	lost    error
@@ -46,7 +46,7 @@ func startInContact(t *testing.T) (*fixture, *hubContact) {
 
 var errHubAway = errors.New("the hub's API server has not answered since noon")
 
-// A shim whose stream goes on takes what it has for current.
+// A shim assumes that its view is current as long as its stream continues.
 func TestStreamsEndWhileTheHubsAPIServerDoesNotAnswer(t *testing.T) {
 	f, contact := startInContact(t)
 	watchers := map[string]func() error{}
@@ -83,7 +83,7 @@ func TestStreamsEndWhileTheHubsAPIServerDoesNotAnswer(t *testing.T) {
 	require.NotNil(t, first.GetSynced())
 }
 
-// What caches would answer may be wrong by now, and what needs the hub would wait for its time-out.
+// Cached responses may be wrong by now, and calls that need the hub would wait until they time out.
 func TestCallsAreRefusedWhileTheHubsAPIServerDoesNotAnswer(t *testing.T) {
 	f, contact := startInContact(t)
 	contact.turn(errHubAway)
@@ -150,7 +150,8 @@ func TestReadinessAndMetricsShowThatTheHubsAPIServerDoesNotAnswer(t *testing.T) 
 	}
 }
 
-// inFront forwards connections to the first agent that is ready, as a Service does, and returns its address.
+// inFront forwards connections to the first agent that is ready, like a Service, and returns its
+// address.
 func inFront(t *testing.T, agents ...*fixture) string {
 	t.Helper()
 	listener, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
@@ -187,7 +188,8 @@ func inFront(t *testing.T, agents ...*fixture) string {
 	return listener.Addr().String()
 }
 
-// A connection outlasts the readiness of its agent: without more, a shim would stay with an agent that can do nothing.
+// A connection outlasts the readiness of its agent. Otherwise a shim would stay with an agent that
+// cannot do anything.
 func TestCallersLeaveAnAgentWhoseHubDoesNotAnswerForOneWhoseDoes(t *testing.T) {
 	first, contact := startInContact(t)
 	second := start(t, func(f *fixture, _ *server.Config) { f.authority = first.authority })

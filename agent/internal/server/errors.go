@@ -22,7 +22,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 )
 
-// answer turns an error of the agent's own packages into one of the API. The key names what was asked for; its ID may be empty.
+// answer converts an error of the agent's own packages into an API error. The key identifies the
+// requested object; its ID may be empty.
 func (s *Server) answer(ctx context.Context, err error, key claims.Key) error {
 	var (
 		ended   *claims.EndedError
@@ -89,16 +90,17 @@ func answerOther(ctx context.Context, err error) error {
 	case errors.Is(err, protocol.ErrNewerLedger):
 		return agenterrors.HubUnreachable("a newer agent is at work on this node group: " + err.Error())
 	case unreachable(err):
-		// The cause names the hub's address.
+		// The cause contains the hub's address, which callers must not see.
 		log.FromContext(ctx).Info("a call failed: the hub's API server did not answer", "cause", err.Error())
 		return agenterrors.HubUnreachable("the hub's API server did not answer; the agent's log says more under this request id")
 	}
-	// The cause is for the agent's operator; it may name objects that are not the caller's.
+	// The cause is for the agent's operator: it may name objects that the caller must not see.
 	log.FromContext(ctx).Error(err, "a call failed")
 	return grpcstatus.Error(codes.Internal, "internal error; the agent's log says more under this request id")
 }
 
-// unreachable reports whether an error says that the API server could not be asked, or could not answer.
+// unreachable reports whether an error means that the API server could not be reached or could not
+// respond.
 func unreachable(err error) bool {
 	if status := apierrors.APIStatus(nil); errors.As(err, &status) {
 		code := status.Status().Code
@@ -112,7 +114,7 @@ func unreachable(err error) bool {
 		errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled)
 }
 
-// answerEnded says how a claim ended, from the claim as it is now.
+// answerEnded reports how a claim ended, from the current state of the claim.
 func (s *Server) answerEnded(ctx context.Context, key claims.Key, ended *claims.EndedError) error {
 	claim, err := s.config.Engine.Get(ctx, key)
 	if err != nil {
@@ -125,7 +127,7 @@ func (s *Server) answerEnded(ctx context.Context, key claims.Key, ended *claims.
 	return agenterrors.ClaimEnded(shown)
 }
 
-// answerAfter answers when more could not be learned about an ended claim.
+// answerAfter is the response if the details of an ended claim could not be read.
 func (s *Server) answerAfter(ctx context.Context, err error, key claims.Key, ended *claims.EndedError) error {
 	if errors.Is(err, claims.ErrNotFound) {
 		return agenterrors.ClaimEnded(messages.EndedClaim(key.Namespace, key.Cluster, key.ID, ended.Reason, ended.Message))

@@ -27,7 +27,8 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// before is what a unary call goes through before its request is read: what is counted and logged includes what follows.
+// before runs before the request of a unary call is read. Metrics and logs cover everything that
+// follows.
 func (s *Server) before() grpc.UnaryServerInterceptor {
 	return chain(
 		s.metrics.UnaryServerInterceptor(),
@@ -39,7 +40,8 @@ func (s *Server) before() grpc.UnaryServerInterceptor {
 	)
 }
 
-// after is what it goes through then: which Cluster a request is for is known only once it is valid.
+// after runs once the request has been decoded. The request's Cluster is only known once the
+// request is valid.
 func (s *Server) after(validator *validation.Validator) grpc.UnaryServerInterceptor {
 	return chain(inTurn(validator.Unary()), s.authorizeUnary, limitAtHub)
 }
@@ -58,20 +60,22 @@ func (s *Server) stream(validator *validation.Validator) []grpc.StreamServerInte
 	}
 }
 
-// requestIDKey is the metadata key of a call's request id, which the caller chooses or the agent makes.
+// requestIDKey is the metadata key of the request ID. The caller chooses it, or else the agent
+// generates it.
 const requestIDKey = "x-request-id"
 
-// maxRequestID is how long a caller's request id may be; it goes into every log line of the call.
+// maxRequestID is the maximum length of a caller's request ID, which is part of every log line of
+// the call.
 const maxRequestID = 128
 
 type callerKey struct{}
 
-// caller is who calls, or why that is not known.
+// caller is the identified caller, or the reason why it could not be identified.
 type caller struct {
 	authz.Caller
 
 	problem string
-	// requestID is the call's.
+	// requestID is the request ID of the call.
 	requestID string
 }
 
@@ -83,7 +87,7 @@ func callerOf(ctx context.Context) caller {
 	return c
 }
 
-// identify puts request id, caller and logger into the context.
+// identify adds the request ID, the caller and a logger to the context.
 func (s *Server) identify(ctx context.Context, method string) (context.Context, string) {
 	id := ""
 	if md, ok := metadata.FromIncomingContext(ctx); ok {
@@ -114,14 +118,14 @@ func printable(id string) bool {
 	return id != "" && len(id) <= maxRequestID && !slices.ContainsFunc([]byte(id), func(b byte) bool { return b <= ' ' || b > '~' })
 }
 
-// callerOn says who calls on a connection, from its handshake.
+// callerOn returns the caller of a connection, from its handshake.
 func (s *Server) callerOn(handshake credentials.AuthInfo) caller {
 	if of, ok := handshake.(connectionInfo); ok {
 		handshake = of.AuthInfo
 	}
 	switch info := handshake.(type) {
 	case credentials.TLSInfo:
-		// Verified by the handshake, or there would be no connection.
+		// The handshake has verified the certificate, or there would be no connection.
 		if len(info.State.VerifiedChains) == 0 || len(info.State.VerifiedChains[0]) == 0 {
 			return caller{problem: "the connection has no verified client certificate"}
 		}
@@ -139,7 +143,7 @@ func (s *Server) callerOn(handshake credentials.AuthInfo) caller {
 
 func (s *Server) identifyUnary(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 	ctx, id := s.identify(ctx, info.FullMethod)
-	// Fails only when the headers have been sent.
+	// This only fails if the headers have already been sent.
 	_ = grpc.SetHeader(ctx, metadata.Pairs(requestIDKey, id))
 	return handler(ctx, request)
 }
@@ -148,7 +152,8 @@ func (s *Server) identifyStream(service any, stream grpc.ServerStream, info *grp
 	ctx, id := s.identify(stream.Context(), info.FullMethod)
 	_ = stream.SetHeader(metadata.Pairs(requestIDKey, id))
 	if authz.Methods[info.FullMethod].Anyone {
-		// Health is watched for as long as the connection lives. The others' streams end with their feeds.
+		// A health watch lasts as long as its connection. Other streams end when their feeds are
+		// closed.
 		bounded, cancel := context.WithCancel(ctx)
 		defer cancel()
 		go func() {
@@ -163,7 +168,8 @@ func (s *Server) identifyStream(service any, stream grpc.ServerStream, info *grp
 	return handler(service, &middleware.WrappedServerStream{ServerStream: stream, WrappedContext: ctx})
 }
 
-// admit refuses callers that may not call the method for any Cluster, and everybody while shutting down.
+// admit rejects callers that may not call the method for any Cluster, and all callers during
+// shutdown.
 func (s *Server) admit(ctx context.Context, method string) error {
 	rule, known := authz.Methods[method]
 	if !known {
@@ -201,8 +207,8 @@ func (s *Server) admitStream(service any, stream grpc.ServerStream, info *grpc.S
 	return handler(service, stream)
 }
 
-// authorize refuses requests for Clusters that the caller may not call the method for. Whether such a Cluster exists has not
-// been looked up by then, so that the answer cannot tell.
+// authorize rejects requests for Clusters that the caller may not call the method for. The Cluster
+// has not been looked up yet, so the response cannot reveal whether it exists.
 func (s *Server) authorize(ctx context.Context, method string, request any) error {
 	rule := authz.Methods[method]
 	if !rule.OfCluster {
@@ -237,7 +243,7 @@ func (s *Server) authorize(ctx context.Context, method string, request any) erro
 	return nil
 }
 
-// holdersFor returns whose claims the caller of a method may act on.
+// holdersFor returns the holders whose claims the caller of a method may act on.
 func holdersFor(ctx context.Context, method string, cluster *agentv1alpha1.ClusterRef) claims.Holders {
 	return callerOf(ctx).Holders(authz.Methods[method], clusterName(cluster)).Has
 }
@@ -253,7 +259,7 @@ func (s *Server) authorizeStream(service any, stream grpc.ServerStream, info *gr
 	return handler(service, &authorizedStream{ServerStream: stream, server: s, method: info.FullMethod})
 }
 
-// authorizedStream authorizes each message that is received.
+// authorizedStream authorizes each received message.
 type authorizedStream struct {
 	grpc.ServerStream
 
@@ -268,7 +274,7 @@ func (a *authorizedStream) RecvMsg(message any) error {
 	return a.server.authorize(a.Context(), a.method, message)
 }
 
-// describe adds what a valid request is about to the call's log line.
+// describe adds the subject of a valid request to the log line and the span of the call.
 func describe(ctx context.Context, request any) {
 	if r, ok := request.(interface {
 		GetCluster() *agentv1alpha1.ClusterRef
@@ -287,7 +293,7 @@ func clusterName(ref *agentv1alpha1.ClusterRef) types.NamespacedName {
 	return types.NamespacedName{Namespace: ref.GetNamespace(), Name: ref.GetName()}
 }
 
-// recovered answers a call whose handler panicked.
+// recovered is the response to a call whose handler panicked.
 func (s *Server) recovered(ctx context.Context, cause any) error {
 	log.FromContext(ctx).Error(fmt.Errorf("panic: %v", cause), "a call failed by a bug of the agent", "stack", string(debug.Stack()))
 	return grpcstatus.Error(codes.Internal, "internal error")
@@ -310,10 +316,10 @@ func loggingOptions() []logging.Option {
 	}
 }
 
-// changing are the methods whose success is worth a line for everybody.
+// changing lists the methods whose successful calls are logged at the default level.
 var changing = []string{"CreateClaim", "ReleaseClaim", "ReturnMachine", "IssueCertificate"}
 
-// logger writes a call's end to the agent's log.
+// logger logs the end of a call.
 func (s *Server) logger() logging.Logger {
 	return logging.LoggerFunc(func(_ context.Context, level logging.Level, message string, fields ...any) {
 		logger := s.config.Log

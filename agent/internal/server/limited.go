@@ -21,7 +21,7 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// askingHub are the methods that ask the hub's API server.
+// askingHub lists the methods that query the hub's API server.
 var askingHub = []string{
 	agentv1alpha1.ClaimService_CreateClaim_FullMethodName, agentv1alpha1.ClaimService_ReleaseClaim_FullMethodName,
 	agentv1alpha1.ClaimService_ReturnMachine_FullMethodName, agentv1alpha1.ClaimService_GetClaim_FullMethodName,
@@ -29,7 +29,7 @@ var askingHub = []string{
 	agentv1alpha1.CertificateService_IssueCertificate_FullMethodName,
 }
 
-// lists are the methods whose answers grow with a Cluster.
+// lists names the methods whose responses grow with the size of a Cluster.
 var lists = []string{
 	agentv1alpha1.ClaimService_ListClaims_FullMethodName, agentv1alpha1.MachineService_ListMachines_FullMethodName,
 	agentv1alpha1.NodeGroupService_ListNodeGroups_FullMethodName,
@@ -37,27 +37,27 @@ var lists = []string{
 
 type cutKey struct{}
 
-// cuttable gives each call a way to be cut off: what a handler's own context ends does not end the reading of a request, which depends on
-// the context that this returns.
+// cuttable gives each call a cancel function for cut. Reading a request depends on the context
+// returned here, and does not stop when a handler's own context is cancelled.
 func cuttable(ctx context.Context, _ *tap.Info) (context.Context, error) {
 	ctx, cut := context.WithCancel(ctx)
 	return context.WithValue(ctx, cutKey{}, cut), nil
 }
 
-// cut cuts the call off.
+// cut aborts the call.
 func cut(ctx context.Context) {
 	if cancel, ok := ctx.Value(cutKey{}).(context.CancelFunc); ok {
 		cancel()
 	}
 }
 
-// limitedAs names the caller whose limits hold. Certificates of a Cluster are told apart by their onboarding, those without a usable identity
-// by their content.
+// limitedAs returns the key under which a caller is limited. A Cluster's certificates are
+// distinguished by onboarding. Certificates without a usable identity are distinguished by content.
 func limitedAs(c caller, handshake credentials.AuthInfo) string {
 	switch {
 	case c.problem != "":
 	case c.Onboarding != nil && c.Onboarding.ID != "":
-		// A certificate of an onboarding that has ended takes nothing from the present one's.
+		// A certificate of a past onboarding does not use up the limits of the current one.
 		return c.Identity + "/" + c.Onboarding.ID
 	default:
 		return c.Identity
@@ -71,7 +71,7 @@ func limitedAs(c caller, handshake credentials.AuthInfo) string {
 	return ""
 }
 
-// handshakeOf returns the result of the handshake of the call's connection, nil when it is not known.
+// handshakeOf returns the handshake result of the call's connection, or nil if it is not known.
 func handshakeOf(ctx context.Context) credentials.AuthInfo {
 	if p, ok := peer.FromContext(ctx); ok {
 		return p.AuthInfo
@@ -79,7 +79,7 @@ func handshakeOf(ctx context.Context) credentials.AuthInfo {
 	return nil
 }
 
-// begin lets a call in, and puts it into the context.
+// begin admits a call, and adds it to the context.
 func (s *Server) begin(ctx context.Context, method string, watch bool) (context.Context, *limits.Call, error) {
 	call, err := s.limits.Begin(limitedAs(callerOf(ctx), handshakeOf(ctx)), method, watch)
 	if err != nil {
@@ -88,7 +88,7 @@ func (s *Server) begin(ctx context.Context, method string, watch bool) (context.
 	return limits.NewContext(ctx, call), call, nil
 }
 
-// throttled is the answer to a call that is refused by a limit.
+// throttled is the response to a call that a limit rejected.
 func throttled(err error) error {
 	if refused, ok := errors.AsType[*limits.RefusedError](err); ok {
 		return agenterrors.Throttled(refused.Message, refused.RetryAfter)
@@ -122,8 +122,9 @@ func (s *Server) limitUnary(ctx context.Context, request any, info *grpc.UnarySe
 	return s.outgoing(bounded, response)
 }
 
-// inTurn has an interceptor check the requests of a caller one after the other. What follows is not kept waiting, nor do other requests wait for
-// a large one: those are handled one at a time anyway.
+// inTurn makes an interceptor check a caller's requests one at a time. The rest of the call is not
+// serialized. Large requests are exempt, so that no other request waits for one: they are handled
+// one at a time anyway.
 func inTurn(check grpc.UnaryServerInterceptor) grpc.UnaryServerInterceptor {
 	return func(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 		if slices.Contains(largeRequests, info.FullMethod) {
@@ -142,7 +143,7 @@ func inTurn(check grpc.UnaryServerInterceptor) grpc.UnaryServerInterceptor {
 	}
 }
 
-// limitAtHub runs once the request is known to be valid and allowed.
+// limitAtHub runs once the request is known to be valid and authorized.
 func limitAtHub(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 	if call := limits.FromContext(ctx); call != nil && slices.Contains(askingHub, info.FullMethod) {
 		if err := call.AskHub(ctx); err != nil {
@@ -164,7 +165,7 @@ func (s *Server) limitStream(service any, stream grpc.ServerStream, info *grpc.S
 	})
 }
 
-// limitedStream accounts for what it sends.
+// limitedStream counts the messages that it sends against the caller's limits.
 type limitedStream struct {
 	*middleware.WrappedServerStream
 

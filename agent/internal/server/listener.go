@@ -20,29 +20,30 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/certificates"
 )
 
-// Listener accepts connections, and knows who is on the other side.
+// Listener accepts connections, and identifies the caller on the other side.
 type Listener struct {
 	net.Listener
 
-	// Credentials is the handshake.
+	// Credentials performs the handshake.
 	Credentials credentials.TransportCredentials
-	// Security describes it, for the log.
+	// Security describes the credentials, for the log.
 	Security string
 }
 
-// TLSFiles are PEM files, which are read again when they change.
+// TLSFiles are PEM files, which are reloaded when they change.
 type TLSFiles struct {
 	CertFile, KeyFile, ClientCAFile string
-	// Refresh is how often they are read. Zero means every five seconds.
+	// Refresh is how often the files are read. Zero means every five seconds.
 	Refresh time.Duration
-	// Log takes a line when they cannot be used. Zero discards it.
+	// Log receives a line if the files cannot be used. Zero discards it.
 	Log logr.Logger
-	// Registerer takes metrics of their end. Nil registers none.
+	// Registerer registers metrics about the expiry of the certificates. Nil registers none.
 	Registerer prometheus.Registerer
 }
 
-// ListenTLS listens on a TCP address, with TLS 1.3 and client certificates. The files are read now, and must be usable; later
-// ones that are not leave the last usable ones in force. The function that is returned stops reading them.
+// ListenTLS listens on a TCP address, with TLS 1.3 and client certificates. The files are read now,
+// and must be usable. If they become unusable later, the last usable ones stay in force. The
+// returned function stops following the files.
 func ListenTLS(ctx context.Context, address string, files TLSFiles) (Listener, func(), error) {
 	config, stop, err := mutualTLS(files)
 	if err != nil {
@@ -56,7 +57,8 @@ func ListenTLS(ctx context.Context, address string, files TLSFiles) (Listener, f
 	return Listener{Listener: listener, Credentials: credentials.NewTLS(config), Security: "mutual TLS"}, stop, nil
 }
 
-// local is the handshake of a listener that is on this machine alone: everybody who can connect is the same caller.
+// local performs the handshake of a listener that is reachable from this machine only. Every
+// connection has the same caller.
 type local struct {
 	credentials.TransportCredentials
 
@@ -67,7 +69,7 @@ func listensLocally(caller authz.Caller) credentials.TransportCredentials {
 	return local{grpclocal.NewCredentials(), caller}
 }
 
-// ServerHandshake is [credentials.TransportCredentials]'.
+// ServerHandshake implements [credentials.TransportCredentials].
 func (l local) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
 	conn, info, err := l.TransportCredentials.ServerHandshake(raw)
 	if err != nil {
@@ -76,19 +78,20 @@ func (l local) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, er
 	return conn, localInfo{info, l.caller}, nil
 }
 
-// Clone is [credentials.TransportCredentials]'.
+// Clone implements [credentials.TransportCredentials].
 func (l local) Clone() credentials.TransportCredentials {
 	return local{l.TransportCredentials.Clone(), l.caller}
 }
 
-// localInfo is a handshake's result that says who calls.
+// localInfo is the result of a handshake, with the caller.
 type localInfo struct {
 	credentials.AuthInfo
 
 	caller authz.Caller
 }
 
-// ListenLoopback listens on a loopback TCP address, without TLS. Everybody who can connect is an administrator.
+// ListenLoopback listens on a loopback TCP address, without TLS. Every process that can connect is
+// an administrator.
 func ListenLoopback(ctx context.Context, address string) (Listener, error) {
 	listener, err := listen(ctx, "tcp", address)
 	if err != nil {
@@ -101,9 +104,10 @@ func ListenLoopback(ctx context.Context, address string) (Listener, error) {
 	return Listener{Listener: listener, Credentials: listensLocally(callers), Security: "none, loopback only"}, nil
 }
 
-// ListenUnix listens on a unix socket that only this user and its group can open, and gives them a grant. A socket that an earlier process
-// left behind is replaced; one that somebody serves is not. The process's umask changes while the socket is created, so files and folders
-// that other goroutines create at that moment may get a stricter mode.
+// ListenUnix listens on a unix socket that only the agent's user and group can open. Every
+// connection has the given grant. A socket left behind by an earlier process is replaced; a socket
+// that is being served is not. The process's umask changes while the socket is created, so files
+// and directories that other goroutines create at that moment may get a stricter mode.
 func ListenUnix(ctx context.Context, path string, grant authz.Grant) (Listener, error) {
 	if info, err := os.Lstat(path); err == nil {
 		if info.Mode().Type() != fs.ModeSocket {
@@ -124,7 +128,7 @@ func ListenUnix(ctx context.Context, path string, grant authz.Grant) (Listener, 
 	if err != nil {
 		return Listener{}, err
 	}
-	// Where the folder has a default ACL, that has decided instead of the umask.
+	// A default ACL of the directory takes precedence over the umask.
 	if err := os.Chmod(path, 0o660); err != nil { //nolint:gosec // see above
 		return Listener{}, errors.Join(fmt.Errorf("protecting the socket: %w", err), listener.Close())
 	}
@@ -140,7 +144,8 @@ func listen(ctx context.Context, network, address string) (net.Listener, error) 
 	return listener, nil
 }
 
-// mutualTLS returns a configuration whose certificate and client authorities follow the files.
+// mutualTLS returns a configuration whose certificate and client authorities follow the files. The
+// returned function stops following them.
 func mutualTLS(files TLSFiles) (*tls.Config, func(), error) {
 	if files.Refresh == 0 {
 		files.Refresh = 5 * time.Second
@@ -182,7 +187,7 @@ func mutualTLS(files TLSFiles) (*tls.Config, func(), error) {
 				Certificates: []tls.Certificate{*own},
 				ClientAuth:   tls.RequireAndVerifyClientCert,
 				ClientCAs:    callers,
-				// Each connection presents its certificate anew.
+				// Every connection must present its certificate.
 				SessionTicketsDisabled: true,
 			}, nil
 		},
@@ -201,7 +206,8 @@ func certificateMetrics(followed *certificates.Follower) []prometheus.Collector 
 		})...)
 }
 
-// CertificateMetrics show one of the certificates that are followed: when it ends, and how often its files could not be used.
+// CertificateMetrics returns metrics of a followed certificate: when it expires, and how often its
+// files could not be used.
 func CertificateMetrics(name string, stats func() (notAfter time.Time, errors int64)) []prometheus.Collector {
 	labels := prometheus.Labels{"certificate": name}
 	return []prometheus.Collector{

@@ -53,7 +53,8 @@ func (s *machines) ListMachines(
 	return &agentv1alpha1.ListMachinesResponse{Machines: all}, nil
 }
 
-// whole refuses what would say that a Machine is gone while the Cluster is on its way to another hub, or there already.
+// whole rejects responses that would report a Machine as gone while its Cluster is being moved to
+// another hub, or has been.
 func (s *machines) whole(ctx context.Context, cluster *agentv1alpha1.ClusterRef) error {
 	_, err := s.config.Engine.Whole(ctx, clusterName(cluster))
 	return s.answer(ctx, err, keyOf(cluster, ""))

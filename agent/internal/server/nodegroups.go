@@ -15,7 +15,8 @@ type nodeGroups struct {
 	*Server
 }
 
-// exists refuses Clusters that the agent does not have. Only those who may see all of them learn that there is none.
+// exists rejects Clusters that the agent does not have. Only callers that may see all Clusters
+// learn that the Cluster does not exist.
 func (s *nodeGroups) exists(ctx context.Context, method string, ref *agentv1alpha1.ClusterRef) error {
 	if !s.Synced() {
 		return agenterrors.NotSynced("the agent's view of the hub is not complete yet")

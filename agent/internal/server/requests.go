@@ -21,26 +21,30 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// The generated handlers of unary calls decode a request before they call any interceptor, and a server has one limit for the
-// messages of all its methods. So both are done here: what decides about a call by its sender and method runs before the body is
-// read, and the body is decoded only once its size and its number of elements are known to be within what the API allows.
-// grpc.InTapHandle, which runs before as well, is no place to refuse calls: it leaves the timer of each refused call running for
-// the time-out that its caller chose.
+// The generated handlers of unary calls decode a request before they call any interceptor, and a
+// server has a single size limit for the messages of all its methods. This file changes both.
+// Checks that need only the caller and the method run before the body is read. The body is decoded
+// only once its size and its number of elements are known to be within the limits of the API.
+//
+// grpc.InTapHandle also runs before the body is read, but is not suited to reject calls: the timer
+// of each rejected call keeps running for the time-out that its caller chose.
 
 const (
-	// maxMessageBytes is the size of the largest request; only those of largeRequests may have it.
+	// maxMessageBytes is the maximum size of a request of the methods in largeRequests.
 	maxMessageBytes = 4 << 20
-	// maxSmallMessageBytes is the size of all others. A CreateClaim request with a thousand candidates takes half of it.
+	// maxSmallMessageBytes is the maximum size of all other requests. A CreateClaim request with a
+	// thousand candidates is half as large.
 	maxSmallMessageBytes = 256 << 10
 )
 
-// largeRequests are the methods whose requests grow with a Cluster.
+// largeRequests lists the methods whose requests grow with the size of a Cluster.
 var largeRequests = []string{agentv1alpha1.ClaimService_SyncClaims_FullMethodName}
 
-// body is a request as it came, which [codec] leaves encoded.
+// body is a request as received, which [codec] does not decode.
 type body struct{ mem.Buffer }
 
-// codec is gRPC's own, which can also leave a request encoded, and takes an answer that is.
+// codec is gRPC's own codec. It can also leave a request encoded, and accepts a response that is
+// already encoded.
 type codec struct{ encoding.CodecV2 }
 
 func newCodec() codec { return codec{encoding.GetCodecV2(protocodec.Name)} }
@@ -67,8 +71,8 @@ type receiver struct {
 	timeout time.Duration
 }
 
-// receive reads one message when it is the call's turn, and decodes it into a message of the method. The argument receive reads the next
-// message of the call as it came.
+// receive reads one message when it is the call's turn, and decodes it into into. The receive
+// argument reads the call's next message, still encoded.
 func (r receiver) receive(ctx context.Context, method string, receive func(any) error, into any) error {
 	message, ok := into.(proto.Message)
 	if !ok {
@@ -98,7 +102,7 @@ func (r receiver) receive(ctx context.Context, method string, receive func(any) 
 	return nil
 }
 
-// read reads one message when it is the call's turn.
+// read reads one encoded message when it is the call's turn.
 func (r receiver) read(ctx context.Context, method string, receive func(any) error) (*body, error) {
 	call := limits.FromContext(ctx)
 	done, err := call.Read(ctx, slices.Contains(largeRequests, method))
@@ -119,7 +123,8 @@ func (r receiver) read(ctx context.Context, method string, receive func(any) err
 	return &raw, nil
 }
 
-// registrar registers services whose unary calls go through an interceptor before their request is read.
+// registrar registers services whose unary calls pass through an interceptor before their request
+// is read.
 type registrar struct {
 	*grpc.Server
 
@@ -127,7 +132,7 @@ type registrar struct {
 	receiver receiver
 }
 
-// RegisterService is [grpc.ServiceRegistrar]'s.
+// RegisterService implements [grpc.ServiceRegistrar].
 func (r registrar) RegisterService(service *grpc.ServiceDesc, implementation any) {
 	guarded := *service
 	guarded.Methods = make([]grpc.MethodDesc, 0, len(service.Methods))
@@ -151,7 +156,7 @@ func (r registrar) guard(method string, handler grpc.MethodHandler) grpc.MethodH
 	}
 }
 
-// stream makes streaming calls read their request in the same way.
+// stream makes streaming calls read their requests in the same way.
 func (r receiver) stream(service any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
 	return handler(service, &receivingStream{
 		WrappedServerStream: &middleware.WrappedServerStream{ServerStream: stream, WrappedContext: stream.Context()},
@@ -170,7 +175,7 @@ func (s *receivingStream) RecvMsg(into any) error {
 	return s.receiver.receive(s.Context(), s.method, s.WrappedServerStream.RecvMsg, into)
 }
 
-// chain makes one interceptor of several; the first is the outermost.
+// chain combines several interceptors into one. The first is the outermost.
 func chain(interceptors ...grpc.UnaryServerInterceptor) grpc.UnaryServerInterceptor {
 	return func(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 		for _, interceptor := range slices.Backward(interceptors) {

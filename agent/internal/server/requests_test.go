@@ -29,10 +29,10 @@ import (
 
 const mebibyte = 1 << 20
 
-// encoded is a message that is sent as it is.
+// encoded is a message that is sent unchanged.
 type encoded []byte
 
-// asItIs sends [encoded], and takes any answer.
+// asItIs is a codec that sends [encoded], and accepts any response.
 type asItIs struct{}
 
 func (asItIs) Name() string { return "proto" }
@@ -44,7 +44,7 @@ func (asItIs) Marshal(message any) (mem.BufferSlice, error) {
 
 func (asItIs) Unmarshal(mem.BufferSlice, any) error { return nil }
 
-// raw connects with a certificate of the URI name, and without all that [client.Client] does.
+// raw connects with certificates for the URI names, without the features of [client.Client].
 func (f *fixture) raw(uris ...string) *grpc.ClientConn {
 	f.Helper()
 	files := f.authority.Issue(f, f.TempDir(), f.authority, uris...)
@@ -63,7 +63,7 @@ func (f *fixture) send(conn *grpc.ClientConn, method string, request encoded) er
 	return conn.Invoke(f.ctx(), method, request, &struct{}{}, grpc.ForceCodecV2(asItIs{}))
 }
 
-// allocated returns how many bytes f allocates in all, which bounds how many it holds at once.
+// allocated returns how many bytes f allocates in total, which is an upper bound of its memory use.
 func allocated(f func()) uint64 {
 	var before, after runtime.MemStats
 	runtime.GC()
@@ -73,7 +73,7 @@ func allocated(f func()) uint64 {
 	return after.TotalAlloc - before.TotalAlloc
 }
 
-// syncOf begins a SyncClaims request of the spoke, encoded.
+// syncOf returns the encoded beginning of a SyncClaims request of the spoke.
 func syncOf(t *testing.T) encoded {
 	t.Helper()
 	request, err := proto.Marshal(&agentv1alpha1.SyncClaimsRequest{Cluster: spokeRef, Holder: "karpenter", Token: "token"})
@@ -81,7 +81,8 @@ func syncOf(t *testing.T) encoded {
 	return request
 }
 
-// emptyReports are so many bytes of NodeReports with nothing in them: two bytes each on the wire, a hundred in memory.
+// emptyReports returns size bytes of empty NodeReports. Each has two bytes on the wire, and a
+// hundred in memory.
 func emptyReports(size int) encoded {
 	return bytes.Repeat(protowire.AppendBytes(protowire.AppendTag(nil, 5, protowire.BytesType), nil), size/2)
 }
@@ -117,7 +118,7 @@ func TestMessagesAreBoundedByMethod(t *testing.T) {
 		{agentv1alpha1.StatusService_GetStatus_FullMethodName, mebibyte/4 + 1, codes.ResourceExhausted},
 		{"/grpc.health.v1.Health/Check", mebibyte/4 + 1, codes.ResourceExhausted},
 	} {
-		// One unknown field that fills the message.
+		// A single unknown field fills the message.
 		filled := protowire.AppendTag(nil, 1000, protowire.BytesType)
 		filled = protowire.AppendBytes(filled, make([]byte, c.size-len(filled)-protowire.SizeVarint(uint64(c.size))))
 		filled = append(filled, make([]byte, c.size-len(filled))...)
@@ -125,7 +126,8 @@ func TestMessagesAreBoundedByMethod(t *testing.T) {
 	}
 }
 
-// TestNothingIsReadOfACallerWithoutARight sends headers alone: an answer comes although the body never does.
+// TestNothingIsReadOfACallerWithoutARight sends only headers. The server responds although the body
+// never arrives.
 func TestNothingIsReadOfACallerWithoutARight(t *testing.T) {
 	f := start(t)
 	for _, c := range []struct {
@@ -147,7 +149,8 @@ func TestNothingIsReadOfACallerWithoutARight(t *testing.T) {
 	}
 }
 
-// worstSync is the legal SyncClaims request that takes the most memory: as many entries of maps as 4 MiB hold.
+// worstSync returns the valid SyncClaims request that uses the most memory: it has as many map
+// entries as fit into 4 MiB.
 func worstSync(t *testing.T) *agentv1alpha1.SyncClaimsRequest {
 	t.Helper()
 	entries := map[string]string{}
@@ -218,7 +221,7 @@ func TestReplacedFilesShowInMetricsAndNotInLogs(t *testing.T) {
 	require.NoError(t, f.list(f.cluster()))
 	key, err := os.ReadFile(f.authority.Issue(t, t.TempDir(), f.authority).KeyFile)
 	require.NoError(t, err)
-	// The key is there already, its certificate is not.
+	// The key has already been replaced, but not its certificate.
 	require.NoError(t, os.WriteFile(filepath.Join(f.serverPKI, "tls.key"), key, 0o600))
 	require.Eventually(t, func() bool { return metric("capi_agent_certificate_reload_errors_total", "server") > 0 }, patience, time.Millisecond)
 	require.NoError(t, f.list(f.cluster()), "the last usable ones stay in force")
@@ -229,7 +232,7 @@ func TestReplacedFilesShowInMetricsAndNotInLogs(t *testing.T) {
 	}
 }
 
-// grpcLog is what gRPC logs, at every severity.
+// grpcLog is the log of gRPC, at every severity.
 var grpcLog lines
 
 func (l *lines) Write(text []byte) (int, error) {

@@ -13,16 +13,19 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/agenterrors"
 )
 
-// defaultRightsInterval is how often the rights of those who watch are looked at again. Calls are looked at when they begin.
+// defaultRightsInterval is how often the rights of watchers are checked again. Other calls are
+// checked once, when they begin.
 const defaultRightsInterval = 5 * time.Second
 
-// endedRightsError ends watch streams. It is what they are answered.
+// endedRightsError is the cause that ends a watch stream. It wraps the error that the caller
+// receives.
 type endedRightsError struct{ error }
 
 func (e *endedRightsError) Unwrap() error { return e.error }
 
-// whileEntitled returns a context that ends, with an [*endedRightsError], when the caller of a stream may not call its method for the Cluster
-// any more: by the policy of then, or because its certificate has expired.
+// whileEntitled returns a context that is cancelled with an [*endedRightsError] once the caller of
+// a stream may no longer call its method for the Cluster: because the policy has changed, or its
+// certificate has expired or belongs to a past onboarding.
 func (s *Server) whileEntitled(ctx context.Context, cluster types.NamespacedName) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	go func() {
@@ -43,7 +46,8 @@ func (s *Server) whileEntitled(ctx context.Context, cluster types.NamespacedName
 	return ctx, func() { cancel(nil) }
 }
 
-// entitled says why the caller of a stream may not go on with it, nil while it may.
+// entitled returns nil while the caller of a stream may continue it, and the reason as an error
+// otherwise.
 func (s *Server) entitled(ctx context.Context, cluster types.NamespacedName) error {
 	method, _ := grpc.Method(ctx)
 	c := caller{problem: "the connection has no identity"}
@@ -59,8 +63,8 @@ func (s *Server) entitled(ctx context.Context, cluster types.NamespacedName) err
 	return s.onboarded(ctx, c)
 }
 
-// closeWhenExpired closes a connection when the certificate that it was made with has expired, so that a client that has another one by then
-// comes again with it.
+// closeWhenExpired closes a connection when its client certificate expires, so that a client that
+// has a new certificate by then reconnects with it.
 func (s *Server) closeWhenExpired(c *connection, info credentials.TLSInfo) {
 	if len(info.State.VerifiedChains) == 0 {
 		return
@@ -68,7 +72,7 @@ func (s *Server) closeWhenExpired(c *connection, info credentials.TLSInfo) {
 	until := authz.ValidUntil(info.State.VerifiedChains)
 	timer := time.AfterFunc(until.Sub(s.config.Clock.Now()), func() {
 		s.config.Log.Info("a connection is closed: its client certificate has expired", "address", c.RemoteAddr().String())
-		_ = c.Close() // what was sent on it is lost either way
+		_ = c.Close() // Any unsent data is lost in either case.
 	})
 	c.until(func() { timer.Stop() })
 }

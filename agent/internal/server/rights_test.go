@@ -19,7 +19,7 @@ import (
 
 const readerPolicy = "identities:\n- id: spiffe://karpenter-capi/reader\n  roles: [reader]\n  clusters: [fleet/spoke]\n"
 
-// withRights has the server's rights follow a policy and a clock.
+// withRights makes the server's rights depend on a policy and a clock.
 func withRights(t *testing.T, policy func() *authz.Policy, now *clocktesting.FakePassiveClock) func(*fixture, *server.Config) {
 	t.Helper()
 	return func(_ *fixture, config *server.Config) {
@@ -29,7 +29,7 @@ func withRights(t *testing.T, policy func() *authz.Policy, now *clocktesting.Fak
 	}
 }
 
-// Each of the streams ends soon after its caller's right, although it was opened in time.
+// Each of the streams ends soon after its caller loses its right.
 func TestAStreamEndsWithItsCallersRight(t *testing.T) {
 	for name, c := range map[string]struct {
 		identity string
@@ -85,7 +85,7 @@ func TestAStreamEndsWithItsCallersRight(t *testing.T) {
 	}
 }
 
-// A policy that changes and leaves a caller its right costs it nothing.
+// A policy change that leaves a caller its right does not affect its stream.
 func TestAStreamOutlivesAPolicyThatLeavesItsCallersRight(t *testing.T) {
 	policies, looks := &atomic.Pointer[authz.Policy]{}, &atomic.Int64{}
 	f := start(t, withRights(t, func() *authz.Policy {

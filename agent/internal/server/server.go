@@ -1,5 +1,5 @@
-// Package server serves the agent's API over gRPC. The services are thin: what they answer comes from the feeds and the claim
-// engine; who may call is in package authz.
+// Package server serves the agent's API over gRPC. The services are thin: their data comes from the
+// feeds and the claim engine. Package authz decides who may call.
 package server
 
 import (
@@ -15,9 +15,11 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"go.opentelemetry.io/otel/trace"
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/experimental"
 	"google.golang.org/grpc/health"
 	"google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/keepalive"
+	"google.golang.org/grpc/mem"
 	"google.golang.org/grpc/reflection"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/utils/clock"
@@ -36,7 +38,7 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// Engine makes, releases and finds claims; [claims.Engine] is one.
+// Engine creates, releases and finds claims. [claims.Engine] implements it.
 type Engine interface {
 	Create(ctx context.Context, request claims.Request) (*v1alpha1.MachineClaim, error)
 	Release(ctx context.Context, key claims.Key, options claims.ReleaseOptions) (*v1alpha1.MachineClaim, error)
@@ -47,64 +49,72 @@ type Engine interface {
 	Whole(ctx context.Context, cluster types.NamespacedName) (*clusterv1.Cluster, error)
 }
 
-// Config is what a [Server] needs.
+// Config configures a [Server].
 type Config struct {
 	// Engine is the claim engine. REQUIRED.
 	Engine Engine
-	// Observe takes what a Cluster's Nodes look like. REQUIRED.
+	// Observe receives what a holder reported about its Cluster's Nodes. REQUIRED.
 	Observe func(ctx context.Context, cluster types.NamespacedName, nodes []observed.Node)
 	// NodeGroups, Machines and Claims are the views that are served. REQUIRED.
 	NodeGroups *feed.Feed[*agentv1alpha1.NodeGroup]
 	Machines   *feed.Feed[*agentv1alpha1.Machine]
 	Claims     *feed.Feed[*agentv1alpha1.Claim]
-	// Show adds its machine to a claim that was read live. REQUIRED.
+	// Show converts a claim that was read live, and adds its Machine. REQUIRED.
 	Show func(ctx context.Context, claim *v1alpha1.MachineClaim) (*agentv1alpha1.Claim, error)
-	// Onboarded reads the caches, and OnboardedLive the API server. Onboarded is called only once the caches have synced. REQUIRED.
+	// Onboarded reads the caches, and OnboardedLive the API server. Onboarded is only called once
+	// the caches have synced. REQUIRED.
 	Onboarded, OnboardedLive OnboardingOf
-	// Issuing is what certificates are issued with. Nil issues none.
+	// Issuing configures the issuing of certificates. Nil issues none.
 	Issuing *Issuing
-	// Note takes what is known of a Cluster's own shim, each time it has synchronized its claims. Nil takes nothing.
+	// Note receives details of a Cluster's own shim each time the shim has synchronized its claims.
+	// Nil discards them.
 	Note func(ctx context.Context, cluster types.NamespacedName, contact spokes.Contact)
-	// Contact knows whether the hub's API server answers. Nil means that it always does.
+	// Contact reports whether the hub's API server responds. Nil means that it always does.
 	Contact Contact
-	// Scope says which Clusters are served.
+	// Scope determines which Clusters are served.
 	Scope hub.Scope
-	// Authorizer makes callers of certificates. REQUIRED.
+	// Authorizer derives callers from certificates. REQUIRED.
 	Authorizer *authz.Authorizer
-	// ShutdownGrace is how long calls in flight may take to end. REQUIRED.
+	// ShutdownGrace is how long calls in flight may take to finish at shutdown. REQUIRED.
 	ShutdownGrace time.Duration
-	// Version and Commit say what the agent was built from.
+	// Version and Commit identify the agent's build.
 	Version, Commit string
-	// Log takes a line for each call. Zero discards them.
+	// Log receives a line for each call. Zero discards them.
 	Log logr.Logger
-	// Registerer takes the metrics. Nil registers none.
+	// Registerer registers the metrics. Nil registers none.
 	Registerer prometheus.Registerer
 	// TracerProvider records calls. Nil records none.
 	TracerProvider trace.TracerProvider
-	// Clock is the time. Nil means the real one.
+	// Clock provides the time. Nil means the system clock.
 	Clock clock.PassiveClock
-	// RightsInterval is how often the rights of those who watch are looked at again. Zero means every five seconds.
+	// RightsInterval is how often the rights of watchers are checked again. Zero means every five
+	// seconds.
 	RightsInterval time.Duration
-	// Limits bound what one caller may ask for at once. The zero value means [limits.Defaults].
+	// Limits bound what a single caller may request at once. The zero value means
+	// [limits.Defaults].
 	Limits limits.Options
 }
 
-// Limits of connections and messages.
+// These limit connections and messages.
 const (
-	// maxAnswerBytes is what a client takes: the list of a Cluster's claims.
+	// maxAnswerBytes is the largest response that clients accept: the list of a Cluster's claims.
 	maxAnswerBytes = 64 << 20
-	// maxHeaderBytes is the size of a call's metadata.
+	// maxHeaderBytes is the maximum size of a call's metadata.
 	maxHeaderBytes = 8 << 10
-	// streamWindow and connectionWindow are how much of a stream, and of a connection, may arrive that no handler has asked for.
+	// streamWindow and connectionWindow are how many bytes may arrive on a stream, and on a
+	// connection, before a handler reads them.
 	streamWindow     = 64 << 10
 	connectionWindow = 1 << 20
 	// handshakeTimeout bounds the time until a connection has an identity.
 	handshakeTimeout = 10 * time.Second
-	// idleTimeout ends connections without calls; clients connect again when they need to.
+	// idleTimeout is after what time a connection without calls is closed. Clients reconnect when
+	// they need to.
 	idleTimeout = 15 * time.Minute
 
-	maxStreams           = 1000
-	connectionAge        = 2 * time.Hour // so that clients spread over the agents again, and come with their present certificate
+	maxStreams = 1000
+	// connectionAge makes clients spread over the agents again and present their current
+	// certificate.
+	connectionAge        = 2 * time.Hour
 	connectionAgeGrace   = time.Minute
 	keepaliveTime        = 30 * time.Second
 	keepaliveTimeout     = 10 * time.Second
@@ -170,6 +180,8 @@ func New(c Config) (*Server, error) {
 		grpc.InTapHandle(cuttable),
 		grpc.ForceServerCodecV2(s.codec),
 		grpc.MaxConcurrentStreams(maxStreams),
+		// The default pool's buffers are up to four times as large as the frame that is read into them.
+		experimental.BufferPool(mem.NopBufferPool{}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: keepaliveMinimumTime, PermitWithoutStream: true}),
 		grpc.KeepaliveParams(keepalive.ServerParameters{
 			Time: keepaliveTime, Timeout: keepaliveTimeout, MaxConnectionIdle: idleTimeout,
@@ -207,7 +219,7 @@ func (s *Server) Synced() bool {
 	return true
 }
 
-// Check says why the agent is not ready to be called; nil when it is.
+// Check returns nil if the agent is ready to be called, and the reason as an error otherwise.
 func (s *Server) Check() error {
 	switch {
 	case s.stopping():
@@ -231,8 +243,8 @@ func (s *Server) ready() []<-chan struct{} {
 	return []<-chan struct{}{s.config.NodeGroups.Ready(), s.config.Machines.Ready(), s.config.Claims.Ready()}
 }
 
-// Serve serves on every listener until the context ends, then lets calls in flight end, within the grace period, and returns
-// nil. It closes the listeners. Call it once.
+// Serve serves on every listener until the context ends. It then waits for calls in flight, at most
+// for the grace period, and returns nil. It closes the listeners. It must only be called once.
 func (s *Server) Serve(ctx context.Context, listeners ...Listener) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -260,14 +272,15 @@ func (s *Server) Serve(ctx context.Context, listeners ...Listener) error {
 	return nil
 }
 
-// followReadiness tells health clients when the services can be used.
+// followReadiness reports to health clients when the services can be used.
 func (s *Server) followReadiness(ctx context.Context) {
 	for i, ready := range s.ready() {
 		select {
 		case <-ctx.Done():
 			return
 		case <-ready:
-			// Claims are shown with their machines, and are made on what the caches show: they need all views.
+			// Only node groups can be served from a single view. Claims include their Machines and
+			// are created from the state of the caches, so they need all views.
 			if i == 0 {
 				s.serving(agentv1alpha1.NodeGroupService_ServiceDesc.ServiceName)
 			}
@@ -286,7 +299,7 @@ func (s *Server) serving(service string) {
 	s.health.SetServingStatus(service, grpc_health_v1.HealthCheckResponse_SERVING)
 }
 
-// shutDown refuses what is new, ends the streams, and waits for the calls in flight.
+// shutDown rejects new calls, ends the streams, and waits for the calls in flight.
 func (s *Server) shutDown(servers []*grpc.Server) {
 	s.health.Shutdown()
 	close(s.stopped)
@@ -326,7 +339,7 @@ func (s *Server) register(server registrar) {
 	s.metrics.InitializeMetrics(server)
 }
 
-// collectors show the feeds.
+// collectors returns metrics of the feeds and of the state of the server.
 func (s *Server) collectors() []prometheus.Collector {
 	type view struct {
 		name  string

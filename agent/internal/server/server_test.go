@@ -59,11 +59,11 @@ var (
 	spokeRef = messages.Cluster(spoke)
 )
 
-// engine answers with one error, or with a claim.
+// engine returns a fixed error or a claim.
 type engine struct {
 	err   atomic.Pointer[error]
 	claim *v1alpha1.MachineClaim
-	block chan struct{} // Create waits for it, when set
+	block chan struct{} // if set, Create waits for it
 	panic bool
 
 	released claims.ReleaseOptions // of the last call
@@ -130,7 +130,7 @@ func (e *engine) Sync(_ context.Context, r claims.SyncRequest) (claims.SyncResul
 	return claims.SyncResult{}, e.error()
 }
 
-// fixture is a server with empty views that are complete.
+// fixture is a server with complete but empty views.
 type fixture struct {
 	*testing.T
 
@@ -237,7 +237,7 @@ func (f *fixture) SetReady() {
 	f.claims.SetReady()
 }
 
-// as connects with a certificate of the URI names.
+// as connects with a certificate for the URI names.
 func (f *fixture) as(uris ...string) *client.Client { return f.signedBy(f.authority, uris...) }
 
 func (f *fixture) signedBy(authority *testpki.Authority, uris ...string) *client.Client {
@@ -363,7 +363,8 @@ func TestCertificatesRotateWithoutARestart(t *testing.T) {
 	f := start(t)
 	require.NoError(t, f.list(f.cluster()))
 	old, next := f.authority, testpki.New(t)
-	// The server trusts and presents the new authority's; clients of the old one are not known any more.
+	// The server now trusts and presents the new authority, and no longer accepts clients of the
+	// old one.
 	next.Issue(t, f.serverPKI, next)
 	f.authority = next
 	err := wait.PollUntilContextTimeout(f.ctx(), 20*time.Millisecond, patience, true, func(context.Context) (bool, error) {
@@ -375,7 +376,7 @@ func TestCertificatesRotateWithoutARestart(t *testing.T) {
 
 func TestBrokenFilesLeaveTheLastUsableOnes(t *testing.T) {
 	f := start(t)
-	require.NoError(t, f.list(f.cluster())) // the usable ones have been read
+	require.NoError(t, f.list(f.cluster())) // the last usable files are in force
 	require.NoError(t, os.WriteFile(filepath.Join(f.serverPKI, "tls.crt"), []byte("nonsense"), 0o600))
 	require.NoError(t, os.WriteFile(filepath.Join(f.serverPKI, "ca.crt"), []byte("nonsense"), 0o600))
 	for range 5 {
@@ -408,7 +409,7 @@ func TestSocketsAreReplacedOnlyWhenNobodyServesThem(t *testing.T) {
 	require.Equal(t, os.FileMode(0o660), info.Mode().Perm())
 	_, err = server.ListenUnix(t.Context(), path, authz.Everything())
 	require.ErrorContains(t, err, "another process serves")
-	// A process that is killed leaves its socket behind.
+	// A killed process leaves its socket behind.
 	unix, ok := first.Listener.(*net.UnixListener)
 	require.True(t, ok)
 	unix.SetUnlinkOnClose(false)
@@ -473,7 +474,7 @@ func TestNothingIsAnsweredBeforeTheViewIsComplete(t *testing.T) {
 
 func TestEnginesErrorsBecomeTheAPIs(t *testing.T) {
 	f := start(t)
-	cluster := f.cluster() // one connection: there may be a few only
+	cluster := f.cluster() // one connection, because their number is limited
 	retryAt := time.Now().Add(time.Minute)
 	gvr := schema.GroupResource{Group: "g", Resource: "r"}
 	for name, c := range map[string]struct {
@@ -536,7 +537,8 @@ func TestReleasedClaimThatIsUnknownIsOK(t *testing.T) {
 	require.Equal(t, agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED, response.GetClaim().GetPhase())
 }
 
-// What is missing in the list of a Cluster on its way to another hub is not gone.
+// If a Cluster may be on its way to another hub, a Machine that is missing in its list may still
+// exist.
 func TestMachinesOfAClusterThatIsPausedAreNotListed(t *testing.T) {
 	f := start(t)
 	f.engine.fail(claims.ErrClusterPaused)
@@ -627,7 +629,7 @@ func TestSlowWatcherIsResyncedAndEndsWithTheWholeView(t *testing.T) {
 	first, err := stream.Recv()
 	require.NoError(t, err)
 	require.NotNil(t, first.GetSynced())
-	// More than the connection's buffers take, so that the server has to wait.
+	// This is more than the connection's buffers hold, so the server has to wait.
 	const groups = 400
 	for i := range groups {
 		id := fmt.Sprintf("fleet/%03d", i)
@@ -688,7 +690,7 @@ func TestShutdownEndsStreamsAndLetsCallsEnd(t *testing.T) {
 	}
 }
 
-// startedCalls returns the methods of which calls have begun.
+// startedCalls returns the methods with started calls.
 func startedCalls(t *testing.T, registry *prometheus.Registry) string {
 	t.Helper()
 	families, err := registry.Gather()

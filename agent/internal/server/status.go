@@ -17,7 +17,7 @@ type status struct {
 	*Server
 }
 
-// reads is met by callers that may read a Cluster's node groups.
+// reads matches callers that may read a Cluster's node groups.
 var reads = authz.Methods[agentv1alpha1.NodeGroupService_ListNodeGroups_FullMethodName]
 
 func (s *status) GetStatus(ctx context.Context, _ *agentv1alpha1.GetStatusRequest) (*agentv1alpha1.GetStatusResponse, error) {
@@ -25,7 +25,8 @@ func (s *status) GetStatus(ctx context.Context, _ *agentv1alpha1.GetStatusReques
 	clusters, all := c.Clusters()
 	version, commit := s.config.Version, s.config.Commit
 	if len(c.Grants) == 0 {
-		version, commit = "", "" // whose weaknesses are known is for those who work with it
+		// The version reveals known vulnerabilities, so only callers with a grant see it.
+		version, commit = "", ""
 	}
 	return &agentv1alpha1.GetStatusResponse{
 		ApiVersion:          string(agentv1alpha1.File_capi_agent_v1alpha1_status_proto.Package()),

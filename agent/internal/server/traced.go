@@ -10,8 +10,8 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// isTraced tells which methods are: the unary ones of the API. A stream would be one span for hours, and health is asked all the time. What a caller
-// makes up names no span.
+// isTraced holds the traced methods: the unary ones of the API. A stream would be a single span for
+// hours, and health checks are too frequent. Method names that a caller invents create no span.
 var isTraced = unaryMethods(agentv1alpha1.NodeGroupService_ServiceDesc, agentv1alpha1.ClaimService_ServiceDesc,
 	agentv1alpha1.MachineService_ServiceDesc, agentv1alpha1.StatusService_ServiceDesc, agentv1alpha1.CertificateService_ServiceDesc)
 
@@ -27,14 +27,14 @@ func unaryMethods(services ...grpc.ServiceDesc) map[string]bool {
 
 func traces(method string) bool { return isTraced[method] }
 
-// mayTrace reports whether one more call of this caller may be recorded: what a caller marks as sampled must not be more than the agent, its
-// collector and the traces of others bear.
+// mayTrace reports whether another call of this caller may be recorded. Calls that a caller marks
+// as sampled must not overload the agent or its collector, or displace the traces of others.
 func (s *Server) mayTrace(ctx context.Context) bool {
 	handshake := handshakeOf(ctx)
 	return s.limits.Trace(limitedAs(s.callerOn(handshake), handshake))
 }
 
-// annotate adds to the call's span, if it has one.
+// annotate adds an attribute to the call's span, if it has one.
 func annotate(ctx context.Context, key, value string) {
 	if span := trace.SpanFromContext(ctx); span.IsRecording() {
 		span.SetAttributes(attribute.String("capi_agent."+key, value))

@@ -22,14 +22,14 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// recording records the calls of a server.
+// recording makes a server record its calls.
 func recording(into sdktrace.SpanProcessor) func(*fixture, *server.Config) {
 	return func(_ *fixture, c *server.Config) {
 		c.TracerProvider = sdktrace.NewTracerProvider(sdktrace.WithSpanProcessor(into))
 	}
 }
 
-// asSampled is the context of a caller whose trace is sampled, as it says.
+// asSampled returns the context of a caller that marks its trace as sampled.
 func asSampled(ctx context.Context, trace int) context.Context { return inTrace(ctx, trace, 1) }
 
 func inTrace(ctx context.Context, trace, flags int) context.Context {
@@ -46,7 +46,7 @@ func TestACallerHasOnlySoManyOfItsCallsTraced(t *testing.T) {
 			require.NoError(t, err)
 		}
 	}
-	traced := func() int { return len(recorder.Ended()) } // a span ends after its call has been answered
+	traced := func() int { return len(recorder.Ended()) } // a span ends after the response of its call
 	first, other := f.cluster(), f.as("spiffe://karpenter-capi/reader")
 
 	for i := range 150 {
@@ -60,7 +60,7 @@ func TestACallerHasOnlySoManyOfItsCallsTraced(t *testing.T) {
 	now.SetTime(now.Now().Add(time.Second))
 	call(first, 2001, 20)
 	require.Eventually(t, func() bool { return traced() == 120 }, patience, time.Millisecond, "ten more each second")
-	f.stop() // whatever is under way ends
+	f.stop() // calls in flight end
 	require.Equal(t, 120, traced())
 }
 

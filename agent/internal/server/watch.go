@@ -12,7 +12,7 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// sender sends the events of one stream, each as its own kind of message.
+// sender sends the events of one stream, each as its own message type.
 type sender[T any] struct {
 	upsert    func(T) error
 	removed   func(key string) error
@@ -21,8 +21,9 @@ type sender[T any] struct {
 	resync    func(*agentv1alpha1.Resync) error
 }
 
-// watch sends a Cluster's objects, as far as they are wanted (nil wants all), until the caller goes or has no right to them any more, the agent
-// shuts down, or the hub's API server does not answer any more: what would be sent then, heartbeats included, would look newer than it is.
+// watch sends those of a Cluster's objects that wanted selects; nil selects all. It ends when the
+// caller goes away or loses its rights, the agent shuts down, or the hub's API server stops
+// responding. In the last case anything sent, heartbeats included, would look newer than it is.
 func watch[T any](
 	ctx context.Context, s *Server, objects *feed.Feed[T], cluster types.NamespacedName, wanted func(T) bool, send sender[T],
 ) error {

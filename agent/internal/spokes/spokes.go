@@ -1,4 +1,5 @@
-// Package spokes keeps the Spoke of each Cluster whose shim calls: what the agent must remember of its onboarding, and what people want to see.
+// Package spokes maintains the Spoke of each Cluster whose shim calls. A Spoke records what the
+// agent must remember of the Cluster's onboarding, and a status for users.
 package spokes
 
 import (
@@ -25,49 +26,53 @@ import (
 )
 
 const (
-	// noteInterval is how often a Spoke is written of which nothing has changed but the time.
+	// noteInterval is how often a Spoke is written if only the time has changed.
 	noteInterval = 5 * time.Minute
-	// newsInterval is how often one is written at most: what a shim says of itself is its own choice.
+	// newsInterval is the minimum interval between writes of a Spoke. What a shim reports about
+	// itself is not under the agent's control.
 	newsInterval = 30 * time.Second
-	// silence is after how long without a sync a Spoke is no longer connected: several intervals of a shim, and two of the writes.
+	// silence is how long after its last sync a Spoke is no longer connected. It covers several
+	// sync intervals of a shim, and two intervals between writes.
 	silence = 3 * noteInterval
-	// lookInterval is how often Spokes are looked at for that.
+	// lookInterval is how often Spokes are checked for silence.
 	lookInterval = time.Minute
-	// writeTimeout bounds what a sync waits for its Spoke.
+	// writeTimeout limits how long a sync waits for the write of its Spoke.
 	writeTimeout = 5 * time.Second
 	page         = 500
 )
 
-// Contact is a sync of a shim.
+// Contact describes a shim that has synchronized its claims.
 type Contact struct {
-	// Version is what the shim says of itself, SpokeID the UID of its namespace kube-system. May be empty.
+	// Version is the shim's user agent, and SpokeID the UID of its namespace kube-system. Either
+	// may be empty.
 	Version, SpokeID string
-	// Serial and NotAfter are those of its certificate. Zero for a shim without one.
+	// Serial and NotAfter describe the shim's certificate. They are zero for a shim without one.
 	Serial   string
 	NotAfter time.Time
 }
 
-// Config is what [Spokes] need.
+// Config configures [Spokes].
 type Config struct {
-	// Client reads and writes the hub directly: a hub has few Spokes, and they are seldom read. REQUIRED.
+	// Client reads and writes the hub directly: there are few Spokes, and they are rarely read.
+	// REQUIRED.
 	Client client.Client
-	// Namespaces are those whose Spokes are looked at. None means all.
+	// Namespaces are the namespaces whose Spokes are checked. Empty means all.
 	Namespaces []string
-	// Serves reports whether a Cluster is the agent's. REQUIRED.
+	// Serves reports whether the agent serves a Cluster. REQUIRED.
 	Serves func(cluster types.NamespacedName) bool
-	// Clock is the time. REQUIRED.
+	// Clock provides the time. REQUIRED.
 	Clock clock.WithTicker
-	// Log takes a line when Spokes cannot be written. Zero discards it.
+	// Log receives a line if Spokes cannot be written. Zero discards it.
 	Log logr.Logger
 }
 
-// Spokes keeps them. It is safe for concurrent use.
+// Spokes maintains the Spokes. It is safe for concurrent use.
 type Spokes struct {
 	Config
 
 	mu    sync.Mutex
 	noted map[types.NamespacedName]note
-	// failed is what was logged last.
+	// failed is the error that was logged last.
 	failed string
 }
 
@@ -76,7 +81,7 @@ type note struct {
 	at      time.Time
 }
 
-// New returns a keeper.
+// New returns a keeper of Spokes.
 func New(c Config) *Spokes {
 	if c.Log.GetSink() == nil {
 		c.Log = logr.Discard()
@@ -84,21 +89,24 @@ func New(c Config) *Spokes {
 	return &Spokes{Config: c, noted: map[types.NamespacedName]note{}}
 }
 
-// ErrOtherKey says that the onboarding's bootstrap certificate has served another key.
+// ErrOtherKey means that the onboarding's bootstrap certificate has already been used with another
+// key.
 var ErrOtherKey = errors.New("the bootstrap certificate has been used for another key")
 
-// ErrEnded says that the onboarding is not the Cluster's present one.
+// ErrEnded means that the onboarding is not the Cluster's current one.
 var ErrEnded = errors.New("the onboarding has ended")
 
-// Enroll notes, durably, the public key that the bootstrap certificate of a Cluster's onboarding is used for. A second key is refused with
-// [ErrOtherKey]; the same may come again. An onboarding that is not the present one is refused with [ErrEnded].
+// Enroll durably records the public key that the bootstrap certificate of a Cluster's onboarding is
+// used with. A repeated call with the same key succeeds; another key fails with [ErrOtherKey]. If
+// the onboarding is not the current one, it fails with [ErrEnded].
 func (s *Spokes) Enroll(ctx context.Context, name types.NamespacedName, onboarding, publicKey string) error {
 	return retry.OnError(retry.DefaultRetry, retryable, func() error {
 		spoke := &v1alpha1.Spoke{}
 		if err := s.read(ctx, name, spoke); err != nil {
 			return err
 		}
-		// After the Spoke: what a later onboarding has written there is not undone, as the write is refused then.
+		// The Cluster is read after the Spoke. If a later onboarding has written the Spoke
+		// meanwhile, the write below fails instead of undoing it.
 		cluster := &clusterv1.Cluster{}
 		switch err := s.Client.Get(ctx, name, cluster); {
 		case apierrors.IsNotFound(err):
@@ -122,7 +130,8 @@ func (s *Spokes) Enroll(ctx context.Context, name types.NamespacedName, onboardi
 		if spoke.ResourceVersion == "" {
 			return wrapped(s.Client.Create(ctx, spoke))
 		}
-		return wrapped(s.Client.Update(ctx, spoke)) // which is refused if somebody has changed it
+		// The update fails if another actor has changed the Spoke.
+		return wrapped(s.Client.Update(ctx, spoke))
 	})
 }
 
@@ -133,10 +142,11 @@ func wrapped(err error) error {
 	return nil
 }
 
-// retryable reports whether another agent has been faster.
+// retryable reports whether another agent was faster.
 func retryable(err error) bool { return apierrors.IsConflict(err) || apierrors.IsAlreadyExists(err) }
 
-// read reads a Cluster's Spoke. If there is none, it is a new one, which has no resource version.
+// read reads a Cluster's Spoke. If there is none, spoke becomes a new one without a resource
+// version.
 func (s *Spokes) read(ctx context.Context, name types.NamespacedName, spoke *v1alpha1.Spoke) error {
 	err := s.Client.Get(ctx, name, spoke)
 	if apierrors.IsNotFound(err) {
@@ -149,10 +159,10 @@ func (s *Spokes) read(ctx context.Context, name types.NamespacedName, spoke *v1a
 	return nil
 }
 
-// adopt makes the Spoke its Cluster's, in memory.
+// adopt sets the Cluster as the Spoke's owner, in memory.
 func (s *Spokes) adopt(cluster *clusterv1.Cluster, spoke *v1alpha1.Spoke) error {
 	metav1.SetMetaDataLabel(&spoke.ObjectMeta, v1alpha1.ClusterLabel, cluster.Name)
-	// Of a Cluster that was restored or made again, the old reference is one to nothing.
+	// After a restore, or if the Cluster was recreated, the old reference points to nothing.
 	spoke.OwnerReferences = nil
 	if err := controllerutil.SetOwnerReference(cluster, spoke, s.Client.Scheme()); err != nil {
 		return fmt.Errorf("making the Cluster the Spoke's owner: %w", err)
@@ -160,7 +170,8 @@ func (s *Spokes) adopt(cluster *clusterv1.Cluster, spoke *v1alpha1.Spoke) error 
 	return nil
 }
 
-// Note writes on a Cluster's Spoke that its shim has synchronized, if that is news. The sync does not depend on it: what goes wrong is logged.
+// Note records in a Cluster's Spoke that its shim has synchronized, if that is news. Errors are
+// only logged: the sync does not depend on the Spoke.
 func (s *Spokes) Note(ctx context.Context, cluster *clusterv1.Cluster, contact Contact) {
 	key, now := client.ObjectKeyFromObject(cluster), s.Clock.Now()
 	if !s.due(key, contact, now) {
@@ -171,7 +182,8 @@ func (s *Spokes) Note(ctx context.Context, cluster *clusterv1.Cluster, contact C
 	s.report(s.write(ctx, cluster, contact, now), key)
 }
 
-// due reports whether a contact is to be written, and takes it as written: what fails is tried again an interval later.
+// due reports whether a contact is to be written, and records it as written. A failed write is
+// repeated one interval later.
 func (s *Spokes) due(key types.NamespacedName, contact Contact, now time.Time) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -201,7 +213,8 @@ func (s *Spokes) write(ctx context.Context, cluster *clusterv1.Cluster, contact 
 		if err := wrapped(s.Client.Create(ctx, spoke)); err != nil {
 			return err
 		}
-	case !equality.Semantic.DeepEqual(before.ObjectMeta, spoke.ObjectMeta): // after a restore the owner is gone
+	// After a restore, the owner is gone.
+	case !equality.Semantic.DeepEqual(before.ObjectMeta, spoke.ObjectMeta):
 		if err := wrapped(s.Client.Update(ctx, spoke)); err != nil {
 			return err
 		}
@@ -220,7 +233,7 @@ func (s *Spokes) write(ctx context.Context, cluster *clusterv1.Cluster, contact 
 		Message: "The shim synchronizes its claims.", LastTransitionTime: metav1.NewTime(now),
 	})
 	if equality.Semantic.DeepEqual(before.Status, spoke.Status) {
-		return nil // the other agent has written it
+		return nil // another agent has written it
 	}
 	if err := s.Client.Status().Patch(ctx, spoke, client.MergeFrom(before)); err != nil {
 		return fmt.Errorf("writing the Spoke's status: %w", err)
@@ -228,7 +241,7 @@ func (s *Spokes) write(ctx context.Context, cluster *clusterv1.Cluster, contact 
 	return nil
 }
 
-// report logs an error once.
+// report logs an error, unless it was logged last.
 func (s *Spokes) report(err error, about types.NamespacedName) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -238,7 +251,7 @@ func (s *Spokes) report(err error, about types.NamespacedName) {
 	text := err.Error()
 	if meta.IsNoMatchError(err) {
 		err = errors.New("the CustomResourceDefinition of Spokes is not installed; apply deploy/charts/agent/crds")
-		text = err.Error() // the same of every Cluster
+		text = err.Error() // the same for every Cluster
 	}
 	if text != s.failed {
 		s.failed = text
@@ -246,7 +259,7 @@ func (s *Spokes) report(err error, about types.NamespacedName) {
 	}
 }
 
-// Run says on Spokes that are silent that they are, until the context ends. Several agents may do so.
+// Run marks silent Spokes until the context ends. Several agents may do so concurrently.
 func (s *Spokes) Run(ctx context.Context) error {
 	wait.UntilWithContext(ctx, func(ctx context.Context) {
 		if err := s.Look(ctx); err != nil && ctx.Err() == nil {
@@ -256,13 +269,13 @@ func (s *Spokes) Run(ctx context.Context) error {
 	return nil
 }
 
-// Look says on Spokes that are silent that they are, once.
+// Look marks silent Spokes once.
 func (s *Spokes) Look(ctx context.Context) error {
 	s.forget()
 	return each(ctx, s.Client, s.Namespaces, s.lookAt)
 }
 
-// forget drops the notes of Clusters that nobody has heard of for a while: there may be none any more.
+// forget drops the notes of Clusters that have been silent for a while: they may no longer exist.
 func (s *Spokes) forget() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -273,7 +286,7 @@ func (s *Spokes) forget() {
 	}
 }
 
-// each calls a function for every Spoke of the namespaces, of all if there are none.
+// each calls a function for every Spoke in the namespaces. No namespaces means all.
 func each(ctx context.Context, c client.Client, namespaces []string, do func(context.Context, *v1alpha1.Spoke) error) error {
 	if len(namespaces) == 0 {
 		namespaces = []string{metav1.NamespaceAll}
@@ -295,7 +308,7 @@ func each(ctx context.Context, c client.Client, namespaces []string, do func(con
 	return errors.Join(errs...)
 }
 
-// Remove deletes the Spokes of the Clusters that are served, and returns how many there were.
+// Remove deletes the Spokes of the served Clusters, and returns their number.
 func Remove(
 	ctx context.Context, c client.Client, namespaces []string, serves func(cluster types.NamespacedName) bool,
 ) (removed int, err error) {
@@ -309,7 +322,8 @@ func Remove(
 		removed++
 		return nil
 	})
-	if meta.IsNoMatchError(err) { // of an installation that never had any
+	// The installation never had Spokes.
+	if meta.IsNoMatchError(err) {
 		err = nil
 	}
 	return removed, err
@@ -329,7 +343,7 @@ func (s *Spokes) lookAt(ctx context.Context, spoke *v1alpha1.Spoke) error {
 		Type: v1alpha1.ConnectedCondition, Status: metav1.ConditionFalse, Reason: v1alpha1.SilentReason, LastTransitionTime: metav1.NewTime(now),
 		Message: "The shim has not synchronized its claims for 15 minutes: it does not run, its certificate is refused, or it cannot reach the agent.",
 	})
-	// Only if nobody has written it meanwhile: it may have come back.
+	// The patch fails if another actor has written the Spoke meanwhile: the shim may be back.
 	err := s.Client.Status().Patch(ctx, spoke, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
 	if err != nil && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err) {
 		return fmt.Errorf("writing the Spoke's status: %w", err)

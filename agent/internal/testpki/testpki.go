@@ -1,4 +1,4 @@
-// Package testpki makes certificates for tests.
+// Package testpki creates certificates for tests.
 package testpki
 
 import (
@@ -25,11 +25,12 @@ type Authority struct {
 
 // Files are the PEM files of one party.
 type Files struct {
-	// CertFile and KeyFile are its own; CAFile is what it trusts.
+	// CertFile and KeyFile are the party's own certificate and key. CAFile holds the authority that
+	// it trusts.
 	CertFile, KeyFile, CAFile string
 }
 
-// New makes an authority.
+// New creates an authority.
 func New(tb testing.TB) *Authority {
 	tb.Helper()
 	key := newKey(tb)
@@ -49,14 +50,15 @@ func New(tb testing.TB) *Authority {
 	return &Authority{certificate: certificate, key: key}
 }
 
-// Issue writes the certificate of a party that is reached at 127.0.0.1 and has the URI names to a folder, with the certificate
-// of the authority that it trusts. Files that are there are replaced, as a rotation does.
+// Issue writes files for a party at 127.0.0.1 to a directory: a certificate with the given URI
+// names, its key, and the certificate of the trusted authority. Existing files are replaced, as in
+// a rotation.
 func (a *Authority) Issue(tb testing.TB, folder string, trusted *Authority, uris ...string) Files {
 	tb.Helper()
 	return a.IssueFor(tb, time.Hour, folder, trusted, uris...)
 }
 
-// IssueFor does as [Authority.Issue] with a certificate that is valid for so long.
+// IssueFor is like [Authority.Issue], for a certificate that is valid for the given time.
 func (a *Authority) IssueFor(tb testing.TB, life time.Duration, folder string, trusted *Authority, uris ...string) Files {
 	tb.Helper()
 	key := newKey(tb)
@@ -91,7 +93,7 @@ func (a *Authority) IssueFor(tb testing.TB, life time.Duration, folder string, t
 	return files
 }
 
-// WriteBundle replaces a file of authorities, in one step, by these.
+// WriteBundle atomically replaces a file of authorities.
 func WriteBundle(tb testing.TB, path string, authorities ...*Authority) {
 	tb.Helper()
 	var content []byte
@@ -106,7 +108,8 @@ func WriteBundle(tb testing.TB, path string, authorities ...*Authority) {
 	}
 }
 
-// Write writes the authority itself to a folder, for who signs with it.
+// Write writes the certificate and key of the authority itself to a directory, for use by an
+// issuer.
 func (a *Authority) Write(tb testing.TB, folder string) (certFile, keyFile string) {
 	tb.Helper()
 	keyDER, err := x509.MarshalECPrivateKey(a.key)
@@ -119,7 +122,7 @@ func (a *Authority) Write(tb testing.TB, folder string) (certFile, keyFile strin
 	return certFile, keyFile
 }
 
-// SigningRequest returns a signing request, DER, of a key of its own.
+// SigningRequest returns a signing request in DER, for a new key.
 func SigningRequest(tb testing.TB) []byte {
 	tb.Helper()
 	der, err := x509.CreateCertificateRequest(rand.Reader, &x509.CertificateRequest{}, newKey(tb))

@@ -1,7 +1,8 @@
-// Package version says what this binary was built from.
+// Package version identifies the build of this binary.
 package version
 
-// Set at link time: -X …/agent/internal/version.version=v0.1.0 and -X …/agent/internal/version.commit=<hash>.
+// These are set at link time: -X …/agent/internal/version.version=v0.1.0 and -X
+// …/agent/internal/version.commit=<hash>.
 var (
 	version = "devel"
 	commit  = ""
@@ -10,5 +11,5 @@ var (
 // Version returns the release, for example `v0.1.0`, or `devel`.
 func Version() string { return version }
 
-// Commit returns the source revision; empty when unknown.
+// Commit returns the source revision, or "" if unknown.
 func Commit() string { return commit }

@@ -1,4 +1,4 @@
-// Package warmup says when a controller has looked at every object that existed when it started.
+// Package warmup detects when a controller has processed every object that existed when it started.
 package warmup
 
 import (
@@ -7,7 +7,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Tracker calls a function once, when every expected object has been looked at. It is safe for concurrent use.
+// Tracker calls a function once every expected object has been processed. It is safe for concurrent
+// use.
 type Tracker struct {
 	complete func()
 
@@ -18,21 +19,21 @@ type Tracker struct {
 	finished bool
 }
 
-// New returns a tracker that will call complete once.
+// New returns a tracker that calls complete once.
 func New(complete func()) *Tracker {
 	return &Tracker{complete: complete, seen: map[types.NamespacedName]struct{}{}}
 }
 
-// SeenUnless calls [Tracker.Seen] if err is nil. A view without an object that could not be read is not complete: its readers would take the
-// object for gone.
+// SeenUnless calls [Tracker.Seen] if err is nil. A view is incomplete while an object could not be
+// read: its readers would assume that the object is gone.
 func (t *Tracker) SeenUnless(err error, key types.NamespacedName) {
 	if err == nil {
 		t.Seen(key)
 	}
 }
 
-// Seen says that an object has been looked at, whatever was made of it: one object that cannot be used does not hold up the
-// others.
+// Seen records that an object has been processed, whatever the result. One unusable object must not
+// block the others.
 func (t *Tracker) Seen(key types.NamespacedName) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -46,7 +47,7 @@ func (t *Tracker) Seen(key types.NamespacedName) {
 	}
 }
 
-// Expect says which objects existed at the start. Call it once.
+// Expect sets the objects that existed at the start. It must only be called once.
 func (t *Tracker) Expect(keys []types.NamespacedName) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -15,21 +15,21 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// Watcher watches an agent, and records what it is told.
+// Watcher watches an agent, and records what it receives.
 type Watcher interface {
-	// Follow opens one stream after the other until ctx is done, and asks for lists meanwhile.
+	// Follow opens one stream after the other until ctx is done, and requests lists meanwhile.
 	Follow(ctx context.Context)
-	// Settled waits until the present stream has shown what a list shows. Nothing must change meanwhile. The error says what differs when
-	// ctx is done.
+	// Settled waits until the current stream has shown what a list shows. Nothing may change
+	// meanwhile. If ctx is done before, the error reports the differences.
 	Settled(ctx context.Context) error
-	// Excuse allows an object to be what it cannot be otherwise, as its state was lost.
+	// Excuse exempts an object from the rules about its history, because its state was lost.
 	Excuse(key string)
-	// Check returns what was recorded, and what was wrong with it, oldest first.
+	// Check returns the figures, and the violations, oldest first.
 	Check() (Figures, []string)
 }
 
-// All are watchers of everything in a Cluster that the client's identity may see: node groups, machines, all claims, and those of each of
-// the holders.
+// All returns watchers of everything in a Cluster that the client's identity may see: node groups,
+// machines, all claims, and the claims of each of the holders.
 func All(who string, c *client.Client, cluster *agentv1alpha1.ClusterRef, o Options, holders ...string) []Watcher {
 	watchers := []Watcher{
 		&follower[*agentv1alpha1.NodeGroup]{
@@ -68,7 +68,7 @@ func All(who string, c *client.Client, cluster *agentv1alpha1.ClusterRef, o Opti
 const (
 	// openAgain is how long a watcher waits before it opens the next stream.
 	openAgain = 200 * time.Millisecond
-	// listWithin bounds one list.
+	// listWithin is the timeout of a list.
 	listWithin = 10 * time.Second
 )
 
@@ -85,7 +85,7 @@ func (f *follower[T]) Follow(ctx context.Context) {
 	}
 }
 
-// one follows one stream until it ends.
+// one follows a stream until it ends.
 func (f *follower[T]) one(ctx context.Context) {
 	ctx, cancel := context.WithCancel(ctx)
 	var lists sync.WaitGroup
@@ -114,7 +114,7 @@ func (f *follower[T]) one(ctx context.Context) {
 	}
 }
 
-// compare asks for a list at each marker, and now and then.
+// compare requests a list after each marker, and periodically.
 func (f *follower[T]) compare(ctx context.Context, synced <-chan struct{}) {
 	tick := time.NewTicker(f.options.ListEvery)
 	defer tick.Stop()
@@ -165,14 +165,14 @@ func pause(ctx context.Context, d time.Duration) bool {
 	}
 }
 
-// markers are the events that every stream has besides its objects.
+// markers are the events that every stream has in addition to its objects.
 type markers interface {
 	GetSynced() *agentv1alpha1.Synced
 	GetHeartbeat() *agentv1alpha1.Heartbeat
 	GetResync() *agentv1alpha1.Resync
 }
 
-// messages opens a stream and reads its messages as events.
+// messages opens a stream and converts its messages to events.
 func messages[Request proto.Message, Response any, T interface {
 	proto.Message
 	comparable

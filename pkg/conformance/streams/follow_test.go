@@ -19,7 +19,8 @@ import (
 
 const within = 20 * time.Second
 
-// follow has watchers follow an agent until the test ends, or until the returned function is called.
+// follow makes watchers follow an agent until the test ends, or until the returned function is
+// called.
 func follow(t *testing.T, watchers []streams.Watcher) (stop func()) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
@@ -35,7 +36,7 @@ func follow(t *testing.T, watchers []streams.Watcher) (stop func()) {
 	return stop
 }
 
-// live makes claims, gives them machines and releases them.
+// live creates claims, gives them machines and releases them.
 func live(t *testing.T, agent *fakeagent.Agent, claims int, meanwhile func(i int)) {
 	t.Helper()
 	group := agent.AddMachineDeployment(fakeagent.MachineDeployment{Name: "workers"})
@@ -96,7 +97,7 @@ func TestNothingIsWrongWithStreamsThatBreakOff(t *testing.T) {
 	}
 }
 
-// lossy is a client whose streams of claims lose what lost reports true for.
+// lossy is a client whose streams of claims lose the events that lost selects.
 type lossy struct {
 	agentv1alpha1.ClaimServiceClient
 
@@ -146,7 +147,8 @@ func TestAnEventThatIsLostIsFound(t *testing.T) {
 				require.NoError(t, w.Settled(ctx), "nothing is there yet")
 			}
 			live(t, agent, 2, func(int) {
-				for _, w := range watchers { // so that no two events become one
+				// Each change is awaited, so that no two events are combined.
+				for _, w := range watchers {
 					short, cancel := context.WithTimeout(ctx, time.Second)
 					_ = w.Settled(short)
 					cancel()

@@ -1,14 +1,18 @@
-// Package streams judges what watchers are told: the events of the agent's watch streams, and the lists that the same agent answers beside
-// them. It holds an agent to what the API promises:
+// Package streams verifies what watchers receive: the events of the agent's watch streams, and the
+// lists that the same agent returns meanwhile. It checks what the API promises:
 //
-//   - Ordered: an object never goes back to what it was before, and a key that is never used again does not come back.
-//   - Complete: what a stream has shown is what a list shows that is asked for later, or the stream says the difference soon. The marker
-//     SYNCED comes once for each snapshot, and node groups that are listed at its generation are those of the snapshot.
-//   - Without a gap: what vanished while no stream was open, or before a RESYNC, is not in the next snapshot, or is removed soon after it.
-//   - The watcher's own: no object of another Cluster or holder.
+//   - Ordered: an object never returns to an earlier state, and a key that is never reused does not
+//     come back.
+//   - Complete: a stream shows what a later list shows, or sends the difference soon. The marker SYNCED
+//     comes once for each snapshot. Node groups listed at the generation of the marker are those of
+//     the snapshot.
+//   - Without gaps: what vanished while no stream was open, or before a RESYNC, is missing in the next
+//     snapshot, or is removed soon after it.
+//   - Isolated: there is no object of another Cluster or holder.
 //
-// A [Record] takes the events and judges them; a [Watcher] has one record what an agent sends, through whatever ends its streams. Several records
-// watch several agents: what one agent shows may be behind what another one does.
+// A [Record] receives the events and verifies them. A [Watcher] feeds a record with what an agent
+// sends, and opens a new stream whenever one ends. Several agents need several records: one agent's
+// view may be behind another's.
 package streams
 
 import (
@@ -23,10 +27,10 @@ import (
 	"k8s.io/utils/clock"
 )
 
-// Kind says what an [Event] is.
+// Kind is the kind of an [Event].
 type Kind int
 
-// The kinds of events.
+// These are the kinds of events.
 const (
 	Upsert Kind = iota + 1
 	Removed
@@ -35,43 +39,46 @@ const (
 	Resync
 )
 
-// Event is one message of a stream.
+// Event is a message of a stream.
 type Event[T proto.Message] struct {
 	Kind Kind
-	// Object of an Upsert.
+	// Object is the object of an Upsert.
 	Object T
-	// Key of a Removed.
+	// Key is the key of a Removed.
 	Key string
-	// Generation of a Synced.
+	// Generation is the generation of a Synced.
 	Generation int64
 }
 
-// Rules are what a kind of objects is held to. Node groups, claims and machines have theirs in this package.
+// Rules are the rules for one kind of object. This package has those of node groups, claims and
+// machines.
 type Rules[T proto.Message] struct {
-	// Name of the stream, for people.
+	// Name is the name of the stream, for messages.
 	Name string
-	// Key of an object; not empty.
+	// Key returns the key of an object. It must not be empty.
 	Key func(T) string
-	// Foreign says why an object is not the watcher's, "" when it is.
+	// Foreign returns why the watcher should not receive an object, or "" if it should.
 	Foreign func(T) string
-	// Backward says why an object cannot be what it was before, "" when it can.
+	// Backward returns why an object cannot follow its earlier state, or "" if it can.
 	Backward func(before, after T) string
-	// Told returns what streams tell of a listed object. Nil means all of it.
+	// Told returns a listed object as streams show it. Nil means unchanged.
 	Told func(T) T
-	// Again says why an object with a key that was removed before cannot be, "" when it can. Nil means that any can.
+	// Again returns why an object cannot have a key that was removed before, or "" if it can. Nil
+	// means that any object can.
 	Again func(T) string
-	// Generations means that lists carry the generation that they were taken at, as the marker does.
+	// Generations means that lists carry the generation at which they were taken, like the marker.
 	Generations bool
 }
 
-// Options of a [Record].
+// Options configure a [Record].
 type Options struct {
-	// Patience is how long a stream that is open may take to tell what a list has shown already. REQUIRED, positive: longer than an
-	// agent's view of the hub may be behind.
+	// Patience is how long an open stream may take to send what a list has already shown. REQUIRED,
+	// positive: it must be longer than an agent's view of the hub may be behind.
 	Patience time.Duration
-	// ListEvery is how often [Watcher.Follow] compares a list with a stream that is open. Zero means two seconds.
+	// ListEvery is how often [Watcher.Follow] compares a list with an open stream. Zero means two
+	// seconds.
 	ListEvery time.Duration
-	// Clock is the time. Nil means the real one.
+	// Clock provides the time. Nil means the system clock.
 	Clock clock.PassiveClock
 }
 
@@ -79,11 +86,11 @@ type Options struct {
 type Figures struct {
 	// Streams that were opened, Snapshots that were completed, Resyncs, and Events of objects.
 	Streams, Snapshots, Resyncs, Events int
-	// Lists that were compared with what the streams had shown.
+	// Lists is how many lists were compared with a stream.
 	Lists int
 }
 
-// Add adds others to these.
+// Add adds other figures.
 func (f *Figures) Add(o Figures) {
 	f.Streams += o.Streams
 	f.Snapshots += o.Snapshots
@@ -96,7 +103,7 @@ func (f *Figures) String() string {
 	return fmt.Sprintf("%d streams, %d snapshots, %d resyncs, %d events, %d lists", f.Streams, f.Snapshots, f.Resyncs, f.Events, f.Lists)
 }
 
-// Record is what one watcher of one agent was told. It is safe for concurrent use.
+// Record is what one watcher has received from one agent. It is safe for concurrent use.
 type Record[T proto.Message] struct {
 	rules   Rules[T]
 	options Options
@@ -105,12 +112,12 @@ type Record[T proto.Message] struct {
 	mu      sync.Mutex
 	figures Figures
 	wrong   []string
-	last    map[string]T        // as it was told last, on whichever stream
-	gone    map[string]struct{} // keys that were removed; only with Again
+	last    map[string]T        // last state received, on whichever stream
+	gone    map[string]struct{} // removed keys; only with Again
 	excused map[string]struct{}
 
-	// Of the present stream.
-	open       int // counts streams; what belongs to an earlier one is not judged any more
+	// The following fields belong to the current stream.
+	open       int
 	shown      map[string]T
 	synced     bool
 	generation int64 // of the last marker
@@ -118,13 +125,13 @@ type Record[T proto.Message] struct {
 	owed       map[string]debt
 }
 
-// debt is a difference between a list and the stream that the stream has not told yet.
+// debt is a difference between a list and the stream, which the stream has not sent yet.
 type debt struct {
 	since time.Time
 	what  string
 }
 
-// New returns a record without events. who is the watcher, for people.
+// New returns an empty record. who is the name of the watcher, for messages.
 func New[T proto.Message](who string, rules Rules[T], o Options) *Record[T] {
 	if o.Clock == nil {
 		o.Clock = clock.RealClock{}
@@ -138,7 +145,7 @@ func New[T proto.Message](who string, rules Rules[T], o Options) *Record[T] {
 	}
 }
 
-// Open records that a stream begins, and that the one before it is over.
+// Open records that a stream begins. The previous stream is over.
 func (r *Record[T]) Open() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -152,7 +159,7 @@ func (r *Record[T]) startOver() {
 	r.shown, r.synced, r.asSynced, r.owed = map[string]T{}, false, nil, map[string]debt{}
 }
 
-// Ended records that the stream is over. What it has not told yet is not held against it.
+// Ended records that the stream is over. What it has not sent yet is no violation.
 func (r *Record[T]) Ended() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -160,14 +167,14 @@ func (r *Record[T]) Ended() {
 	r.startOver()
 }
 
-// Excuse allows an object to be what it cannot be otherwise, as its state was lost.
+// Excuse exempts an object from the rules about its history, because its state was lost.
 func (r *Record[T]) Excuse(key string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.excused[key] = struct{}{}
 }
 
-// Event records an event of the stream that is open.
+// Event records an event of the open stream.
 func (r *Record[T]) Event(e Event[T]) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -229,7 +236,7 @@ func (r *Record[T]) forget(key string) {
 	}
 }
 
-// marker ends a snapshot: what was known and is not in it has vanished.
+// marker ends a snapshot. Known objects that are missing in it have vanished.
 func (r *Record[T]) marker(generation int64) {
 	if r.synced {
 		r.blame("SYNCED comes twice for one snapshot")
@@ -246,8 +253,9 @@ func (r *Record[T]) marker(generation int64) {
 	}
 }
 
-// List records that a list of the same objects is asked for from the same agent. The function that it returns records the answer, and
-// is called at most once; the generation is 0 where lists carry none.
+// List records that a list of the same objects is requested from the same agent. The returned
+// function records the response, and must be called at most once. The generation is 0 if lists
+// carry none.
 func (r *Record[T]) List() func(objects []T, generation int64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -259,7 +267,7 @@ func (r *Record[T]) List() func(objects []T, generation int64) {
 		r.mu.Lock()
 		defer r.mu.Unlock()
 		if r.open != stream || !r.synced {
-			return // the stream is over, or tells all of it again
+			return // the stream is over, or starts over
 		}
 		r.figures.Lists++
 		listed := r.byKey(objects)
@@ -269,7 +277,7 @@ func (r *Record[T]) List() func(objects []T, generation int64) {
 			}
 		}
 		for _, difference := range differences(r.shown, listed) {
-			// What the stream told while the list was under way may be newer than the list.
+			// What the stream sent while the list was in flight may be newer than the list.
 			was, then := before[difference.key]
 			is, now := r.shown[difference.key]
 			if then != now || now && !proto.Equal(was, is) {
@@ -279,7 +287,7 @@ func (r *Record[T]) List() func(objects []T, generation int64) {
 				r.owed[difference.key] = debt{since: r.options.Clock.Now(), what: difference.what}
 			}
 		}
-		// What a later list agrees with is settled.
+		// A debt is settled once a later list agrees with the stream.
 		for key := range r.owed {
 			if same(r.shown, listed, key) {
 				delete(r.owed, key)
@@ -299,7 +307,7 @@ func (r *Record[T]) byKey(objects []T) map[string]T {
 	return listed
 }
 
-// claimDebts blames the stream for what it has owed for too long.
+// claimDebts records a violation for every debt that is too old.
 func (r *Record[T]) claimDebts() {
 	for key, owed := range r.owed {
 		if r.options.Clock.Since(owed.since) > r.options.Patience {
@@ -309,7 +317,8 @@ func (r *Record[T]) claimDebts() {
 	}
 }
 
-// Differences returns how the present stream differs from a list that was asked for while nothing changed; nil when it does not.
+// Differences returns how the current stream differs from a list that was requested while nothing
+// changed, or nil if it does not.
 func (r *Record[T]) Differences(objects []T) []string {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -323,12 +332,12 @@ func (r *Record[T]) Differences(objects []T) []string {
 	return texts
 }
 
-// blame notes something wrong.
+// blame records a violation.
 func (r *Record[T]) blame(format string, args ...any) {
 	r.wrong = append(r.wrong, fmt.Sprintf("%s watches %s: %s", r.who, r.rules.Name, fmt.Sprintf(format, args...)))
 }
 
-// Check returns what was recorded, and what was wrong with it, oldest first.
+// Check returns the figures, and the violations, oldest first.
 func (r *Record[T]) Check() (Figures, []string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -338,7 +347,7 @@ func (r *Record[T]) Check() (Figures, []string) {
 
 type difference struct{ key, what string }
 
-// differences are those of what a stream has shown from what a list shows, by key.
+// differences returns how the objects shown by a stream differ from those of a list, by key.
 func differences[T proto.Message](shown, listed map[string]T) []difference {
 	var all []difference
 	for _, key := range slices.Sorted(maps.Keys(listed)) {
@@ -362,7 +371,7 @@ func same[T proto.Message](a, b map[string]T, key string) bool {
 	return inA == inB && (!inA || proto.Equal(x, y))
 }
 
-// Summary joins what is wrong, the first few of it.
+// Summary joins the first few violations.
 func Summary(wrong []string) string {
 	const most = 5
 	text := strings.Join(wrong[:min(most, len(wrong))], "; ")

@@ -24,7 +24,7 @@ const (
 	patience = time.Minute
 )
 
-// told is a record of claims with the words to fill it.
+// told is a record of claims, with methods to fill it.
 type told struct {
 	*streams.Record[*agentv1alpha1.Claim]
 
@@ -61,7 +61,7 @@ func (r told) begins(claims ...*agentv1alpha1.Claim) {
 
 func (r told) lists(claims ...*agentv1alpha1.Claim) { r.List()(claims, 0) }
 
-// waits lets a stream live on for longer than it may keep something to itself.
+// waits keeps a stream open for longer than it may withhold an event.
 func (r told) waits() {
 	r.clock.SetTime(r.clock.Now().Add(patience + time.Second))
 	r.says(streams.Heartbeat)
@@ -84,9 +84,9 @@ func TestWhatAWatcherMayBeTold(t *testing.T) {
 	released.ReleasedAt = timestamppb.New(time.Unix(2, 0))
 	for name, test := range map[string]struct {
 		stream func(told)
-		wrong  string // "" for nothing
+		wrong  string // "" for no violation
 	}{
-		// What is fine.
+		// Valid streams.
 		"a claim's life": {stream: func(r told) {
 			r.begins()
 			r.shows(a, on("m"), released, claim("b", ended))
@@ -119,7 +119,7 @@ func TestWhatAWatcherMayBeTold(t *testing.T) {
 			r.shows(a)
 		}},
 
-		// Not ordered.
+		// Violations of order.
 		"a phase that goes back":                     {wrong: "goes back", stream: func(r told) { r.begins(released); r.shows(on("m")) }},
 		"a phase that goes back on the next stream":  {wrong: "goes back", stream: func(r told) { r.begins(claim("a", ended)); r.Ended(); r.begins(a) }},
 		"another machine":                            {wrong: "its machine was m", stream: func(r told) { r.begins(on("m")); r.shows(on("n")) }},
@@ -128,7 +128,7 @@ func TestWhatAWatcherMayBeTold(t *testing.T) {
 		"a claim that comes back on the next stream": {wrong: "comes back", stream: func(r told) { r.begins(a); r.removes("a"); r.Ended(); r.begins(a) }},
 		"a claim that comes back after a snapshot":   {wrong: "comes back", stream: func(r told) { r.begins(a); r.Ended(); r.begins(); r.shows(a) }},
 
-		// Not complete.
+		// Violations of completeness.
 		"a claim that a snapshot lacks":        {wrong: "b is missing", stream: func(r told) { r.begins(a); r.lists(a, b); r.waits() }},
 		"a change that is not told":            {wrong: "a is {", stream: func(r told) { r.begins(a); r.lists(on("m")); r.waits() }},
 		"a removal that is not told":           {wrong: "a is gone", stream: func(r told) { r.begins(a); r.lists(); r.waits() }},
@@ -137,7 +137,7 @@ func TestWhatAWatcherMayBeTold(t *testing.T) {
 		"an object without a key":              {wrong: "without a key", stream: func(r told) { r.begins(claim("", pending)) }},
 		"a change that another one stands for": {wrong: "b is missing", stream: func(r told) { r.begins(a); r.lists(a, b); r.shows(on("m")); r.waits() }},
 
-		// With a gap.
+		// Gaps.
 		"what vanished while no stream was open is shown": {wrong: "a is gone", stream: func(r told) {
 			r.begins(a, b)
 			r.Ended()
@@ -154,7 +154,7 @@ func TestWhatAWatcherMayBeTold(t *testing.T) {
 			r.waits()
 		}},
 
-		// Others'.
+		// Objects that are not the watcher's.
 		"a claim of another Cluster": {wrong: "Cluster fleet/other", stream: func(r told) { r.begins(other) }},
 		"another holder's claim":     {wrong: "held by somebody", stream: func(r told) { r.begins(); r.shows(theirs) }},
 	} {

@@ -8,7 +8,7 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// NodeGroups are the rules of a Cluster's node groups.
+// NodeGroups returns the rules for a Cluster's node groups.
 func NodeGroups(cluster *agentv1alpha1.ClusterRef) Rules[*agentv1alpha1.NodeGroup] {
 	return Rules[*agentv1alpha1.NodeGroup]{
 		Name: "node groups", Key: (*agentv1alpha1.NodeGroup).GetId, Generations: true,
@@ -22,9 +22,10 @@ func NodeGroups(cluster *agentv1alpha1.ClusterRef) Rules[*agentv1alpha1.NodeGrou
 	}
 }
 
-// Claims are the rules of a holder's claims, or of all claims of a Cluster when holder is empty. Ids of claims are never used again, with two
-// exceptions: one that was forgotten can be released once more, which leaves a claim that was released before it was made; and a claim that was to
-// adopt a machine, and could not, leaves its id for another try.
+// Claims returns the rules for a holder's claims, or for all claims of a Cluster if holder is
+// empty. Claim IDs are never reused, with two exceptions. A forgotten claim can be released again,
+// which leaves a claim that was released before it was made. A claim that failed to adopt a machine
+// leaves its ID for another try.
 func Claims(cluster *agentv1alpha1.ClusterRef, holder string) Rules[*agentv1alpha1.Claim] {
 	return Rules[*agentv1alpha1.Claim]{
 		Name: "claims", Key: (*agentv1alpha1.Claim).GetClaimId, Told: withoutPast,
@@ -53,7 +54,7 @@ func Claims(cluster *agentv1alpha1.ClusterRef, holder string) Rules[*agentv1alph
 	}
 }
 
-// withoutPast leaves out what streams leave out of claims that have ended.
+// withoutPast removes from an ended claim what streams do not show.
 func withoutPast(c *agentv1alpha1.Claim) *agentv1alpha1.Claim {
 	if c.GetPhase() != agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
 		return c
@@ -63,7 +64,7 @@ func withoutPast(c *agentv1alpha1.Claim) *agentv1alpha1.Claim {
 	return told
 }
 
-// Machines are the rules of a Cluster's machines. Cluster API makes up a new name for each.
+// Machines returns the rules for a Cluster's machines. Cluster API generates a new name for each.
 func Machines(cluster *agentv1alpha1.ClusterRef) Rules[*agentv1alpha1.Machine] {
 	return Rules[*agentv1alpha1.Machine]{
 		Name: "machines", Key: (*agentv1alpha1.Machine).GetName,
@@ -88,7 +89,7 @@ func another(wanted, is *agentv1alpha1.ClusterRef) string {
 	return fmt.Sprintf("it is of Cluster %s/%s", is.GetNamespace(), is.GetName())
 }
 
-// changed tells of a value that was set and is another one.
+// changed reports that a value that was set has changed.
 func changed(what, before, after string) string {
 	if before == "" || after == "" || before == after {
 		return ""
@@ -96,7 +97,7 @@ func changed(what, before, after string) string {
 	return fmt.Sprintf("its %s was %s and is %s", what, before, after)
 }
 
-// lost tells of what was set and is not any more.
+// lost reports that a value is no longer set.
 func lost(what string, before, after bool) string {
 	if before && !after {
 		return "its " + what + " is not set any more"
@@ -104,7 +105,7 @@ func lost(what string, before, after bool) string {
 	return ""
 }
 
-// moves tells of a phase that comes before the one that the claim was in.
+// moves reports that a claim has returned to an earlier phase.
 func moves(before, after agentv1alpha1.ClaimPhase) string {
 	if after < before {
 		return fmt.Sprintf("it was %s and is %s", before, after)

@@ -1,4 +1,4 @@
-// Package tracingtest receives spans in tests, as an OTLP collector does.
+// Package tracingtest receives spans in tests, like an OTLP collector.
 package tracingtest
 
 import (
@@ -16,16 +16,16 @@ import (
 	"google.golang.org/grpc"
 )
 
-// Span is a span as it was received. Ids are in hexadecimal; Parent is "" for a root.
+// Span is a received span. IDs are hexadecimal. Parent is "" for a root span.
 type Span struct {
 	Name, Trace, ID, Parent string
-	// Server says that it is of a server, Client that it is of a client's call.
+	// Server and Client report whether the span is that of a server or of a client call.
 	Server, Client bool
-	// State is its tracestate.
+	// State is the tracestate.
 	State string
-	// Links are the ids of the spans that it is linked with.
+	// Links are the IDs of linked spans.
 	Links []string
-	// Attributes are those with text values; Resource those of the process.
+	// Attributes are the attributes with text values. Resource are those of the process.
 	Attributes, Resource map[string]string
 }
 
@@ -40,7 +40,7 @@ type Collector struct {
 	spans []Span
 }
 
-// Start starts a collector, which ends with the test.
+// Start starts a collector, which stops at the end of the test.
 func Start(tb testing.TB) *Collector {
 	tb.Helper()
 	listener, err := (&net.ListenConfig{}).Listen(tb.Context(), "tcp", "127.0.0.1:0")
@@ -57,7 +57,7 @@ func Start(tb testing.TB) *Collector {
 	return c
 }
 
-// Export is the collector's own method.
+// Export implements the OTLP trace service.
 func (c *Collector) Export(_ context.Context, r *collectorv1.ExportTraceServiceRequest) (*collectorv1.ExportTraceServiceResponse, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -94,19 +94,20 @@ func texts(attributes []*commonv1.KeyValue) map[string]string {
 	return texts
 }
 
-// Spans returns what was received so far, in that order.
+// Spans returns the spans received so far, in that order.
 func (c *Collector) Spans() []Span {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return slices.Clone(c.spans)
 }
 
-// Named returns the spans with that name.
+// Named returns the received spans with the given name.
 func (c *Collector) Named(name string) []Span {
 	return slices.DeleteFunc(c.Spans(), func(s Span) bool { return s.Name != name })
 }
 
-// SetEnvironment has the process export to the collector until the test ends, in batches that wait no longer than 50 ms.
+// SetEnvironment makes the process export to the collector until the end of the test. Batches wait
+// no longer than 50 ms.
 func (c *Collector) SetEnvironment(tb testing.TB) {
 	tb.Helper()
 	tb.Setenv("OTEL_EXPORTER_OTLP_ENDPOINT", c.Endpoint)

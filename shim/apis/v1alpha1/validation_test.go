@@ -18,7 +18,7 @@ import (
 )
 
 func TestTheAPIServerRefusesWhatCannotBe(t *testing.T) {
-	_ = os.Getenv("TESTED_FILES") // says to the test cache that the charts' CRDs are used here
+	_ = os.Getenv("TESTED_FILES") // tells the test cache that the charts' CRDs are an input
 	if os.Getenv("KUBEBUILDER_ASSETS") == "" {
 		assets, err := filepath.Abs("../../../bin")
 		require.NoError(t, err)
@@ -36,7 +36,7 @@ func TestTheAPIServerRefusesWhatCannotBe(t *testing.T) {
 
 	for name, test := range map[string]struct {
 		spec string
-		says []string // nothing: it is accepted
+		says []string // empty if it is accepted
 	}{
 		"nothing": {spec: "{}"},
 		"everything": {spec: `

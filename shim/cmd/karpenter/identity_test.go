@@ -29,7 +29,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 )
 
-// issuer issues certificates of the onboarding "first", to clients that have its bootstrap certificate.
+// issuer issues certificates of the onboarding "first" to clients that present its bootstrap
+// certificate.
 type issuer struct {
 	agentv1alpha1.UnimplementedCertificateServiceServer
 
@@ -39,7 +40,8 @@ type issuer struct {
 	issued    atomic.Int32
 }
 
-// listenTLS lets the agent be reached with a client certificate alone: the issuer with a bootstrap certificate, all else with another.
+// listenTLS makes the agent reachable with client certificates only: the issuer with a bootstrap
+// certificate, everything else with another.
 func (s *spoke) listenTLS() *issuer {
 	s.t.Helper()
 	i := &issuer{s: s}
@@ -94,7 +96,7 @@ func (s *spoke) listenTLS() *issuer {
 	return i
 }
 
-// handed is a listener that is handed its connections.
+// handed is a listener whose connections are passed to it.
 type handed struct {
 	net.Listener
 
@@ -111,7 +113,7 @@ func (h *handed) Accept() (net.Conn, error) {
 	}
 }
 
-// secret returns what a secret holds with a client certificate for the path.
+// secret returns the content of a secret with a client certificate for the path.
 func (i *issuer) secret(path string) map[string][]byte {
 	i.s.t.Helper()
 	certificate, private := i.s.sign(i.authority, i.key, func(c *x509.Certificate) { forClient(c, path) })
@@ -143,7 +145,7 @@ func (i *issuer) IssueCertificate(
 	}, nil
 }
 
-// forClient makes it a client's.
+// forClient makes the certificate a client's.
 func forClient(c *x509.Certificate, path string) {
 	c.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}
 	c.URIs = []*url.URL{{Scheme: "spiffe", Host: "karpenter-capi", Path: path}}
@@ -153,7 +155,7 @@ func encode(kind string, der []byte) []byte {
 	return pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der})
 }
 
-// sign returns a certificate and its key. Without an authority it is its own.
+// sign returns a certificate and its key. Without an authority it is self-signed.
 func (s *spoke) sign(authority *x509.Certificate, by *ecdsa.PrivateKey, change func(*x509.Certificate)) (*x509.Certificate, *ecdsa.PrivateKey) {
 	s.t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
@@ -192,7 +194,8 @@ func TestTheIdentityComesFromASecret(t *testing.T) {
 	assert.Zero(t, issuer.issued.Load())
 }
 
-// As the chart has it: the Job is installed in place of Karpenter, and the identity secret is there, empty.
+// This is the chart's setup: the Job is installed instead of Karpenter, and the identity secret
+// exists and is empty.
 func TestThePlanNeedsNoKarpenterThatHasRun(t *testing.T) {
 	s := newSpoke(t, group("b"))
 	issuer := s.listenTLS()

@@ -1,4 +1,5 @@
-// Command karpenter runs Karpenter core in a workload cluster, with machines that an agent in the management cluster hands out.
+// Command karpenter runs Karpenter core in a workload cluster, with machines from an agent in the
+// hub.
 package main
 
 import (
@@ -74,7 +75,8 @@ func main() {
 	}
 }
 
-// parse reads core's and the shim's flags, as core does, but returns what is wrong instead of panicking with it. more adds further ones.
+// parse parses core's and the shim's flags like core does, but returns errors instead of panicking.
+// more adds further flags.
 func parse(ctx context.Context, args []string, more ...func(*flag.FlagSet)) (context.Context, error) {
 	flags := &coreoptions.FlagSet{FlagSet: flag.NewFlagSet("karpenter", flag.ContinueOnError)}
 	for _, injectable := range coreoptions.Injectables {
@@ -206,7 +208,8 @@ func run(ctx context.Context) error {
 	return nil
 }
 
-// setUpCore sets what core reads while its controllers run, so that it is done before any exists.
+// setUpCore sets globals that core's controllers read while they run. It must be called before any
+// of them exists.
 func setUpCore(opts *options.Options) {
 	lifecycle.LaunchTimeout = opts.LaunchTimeout
 	karpv1.WellKnownLabels.Insert(opts.NodeLabelKeys()...)
@@ -214,8 +217,8 @@ func setUpCore(opts *options.Options) {
 	registration.ExpectTaints()
 }
 
-// workloadCluster returns how the workload cluster is reached: by the file that KUBECONFIG names, which is followed until ctx is done, or as the pod
-// that this process runs in.
+// workloadCluster returns the configuration for the workload cluster: from the file named by
+// KUBECONFIG, which is followed until ctx is done, or from the pod that this process runs in.
 func workloadCluster(ctx context.Context) (*rest.Config, error) {
 	path := os.Getenv(clientcmd.RecommendedConfigPathEnvVar)
 	if path == "" {
@@ -233,7 +236,8 @@ func workloadCluster(ctx context.Context) (*rest.Config, error) {
 	return file.Config(), nil
 }
 
-// agentOptions says how the agent is called: with a certificate from the source, or from files if they are set.
+// agentOptions returns the options for the agent's client. The client certificate comes from
+// source, or from files if they are set.
 func agentOptions(ctx context.Context, opts *options.Options, source certificates.Source) agentclient.Options {
 	var mutual *agentclient.TLS
 	switch {
@@ -260,14 +264,14 @@ func agentOptions(ctx context.Context, opts *options.Options, source certificate
 func startTracing(ctx context.Context) (*tracing.Tracing, error) {
 	host, err := os.Hostname()
 	if err != nil {
-		host = "" // OTEL_RESOURCE_ATTRIBUTES can name the process
+		host = "" // OTEL_RESOURCE_ATTRIBUTES can name the instance
 	}
 	return tracing.FromEnvironment(ctx, tracing.Config{
 		Service: "karpenter-capi-shim", Version: coreoperator.Version, Instance: host, Log: log.FromContext(ctx).WithName("tracing"),
 	})
 }
 
-// traced makes the client pass traces on, unless provider is nil.
+// traced makes the client propagate traces, unless provider is nil.
 func traced(options agentclient.Options, provider trace.TracerProvider) agentclient.Options {
 	if provider != nil {
 		options.DialOptions = append(options.DialOptions, grpc.WithStatsHandler(tracing.ClientHandler(provider)))
@@ -276,7 +280,8 @@ func traced(options agentclient.Options, provider trace.TracerProvider) agentcli
 	return options
 }
 
-// clientCertificate returns what tells when the client certificate ends, and what looks after it, that among them.
+// clientCertificate returns the monitor of the client certificate's expiry, and all runnables that
+// maintain the certificate, including that monitor.
 func clientCertificate(
 	ctx context.Context, opts *options.Options, op *coreoperator.Operator, agent *agentclient.Client, held *certificates.Held,
 	cluster *agentv1alpha1.ClusterRef,
@@ -315,7 +320,8 @@ func newKeeper(
 	})
 }
 
-// everywhere runs in every process, not only in the leader, so that a new leader knows everything at once.
+// everywhere is a runnable for every replica, not only the leader, so that a new leader has all
+// data at once.
 type everywhere func(context.Context) error
 
 func (f everywhere) Start(ctx context.Context) error { return f(ctx) }

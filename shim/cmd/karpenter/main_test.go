@@ -41,13 +41,13 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/placeholder"
 )
 
-// asKarpenter in the environment makes the test binary be karpenter.
+// asKarpenter is the environment variable that makes the test binary run as karpenter.
 const asKarpenter = "TEST_AS_KARPENTER"
 
 // byClusterAPI is the key of the taint that Cluster API removes from new Nodes.
 const byClusterAPI = "node.cluster.x-k8s.io/uninitialized"
 
-// patience bounds every wait.
+// patience is the timeout of every wait.
 const patience = 60 * time.Second
 
 func TestMain(m *testing.M) {
@@ -55,12 +55,13 @@ func TestMain(m *testing.M) {
 		main()
 		os.Exit(0)
 	}
-	_ = os.Getenv("TESTED_FILES") // says to the test cache that the charts' CRDs are used here
+	_ = os.Getenv("TESTED_FILES") // tells the test cache that the charts' CRDs are an input
 	log.SetLogger(logr.Discard())
 	os.Exit(m.Run())
 }
 
-// spoke is a workload cluster's API server, with a fake agent for a hub, and karpenter as a process of its own.
+// spoke is a workload cluster's API server, with a fake agent as its hub, and karpenter as a
+// separate process.
 type spoke struct {
 	client.Client
 
@@ -71,7 +72,7 @@ type spoke struct {
 	metrics    string
 	health     string
 	process    *exec.Cmd
-	exited     chan struct{} // closed when the process is gone
+	exited     chan struct{} // closed when the process has exited
 	exitError  error
 	log        string
 }
@@ -121,7 +122,7 @@ func freeAddress(t *testing.T) string {
 	return listener.Addr().String()
 }
 
-// listen lets the agent be reached.
+// listen makes the agent reachable.
 func (s *spoke) listen() {
 	s.t.Helper()
 	listener, err := net.Listen("tcp", s.address)
@@ -129,7 +130,7 @@ func (s *spoke) listen() {
 	s.agent.Serve(listener)
 }
 
-// start runs karpenter, with further flags.
+// start runs karpenter with additional flags.
 func (s *spoke) start(args ...string) {
 	s.t.Helper()
 	logFile, err := os.Create(filepath.Join(s.t.TempDir(), "karpenter.log"))
@@ -212,7 +213,7 @@ func (s *spoke) pool() {
 	s.create(nodePool)
 }
 
-// pod creates a pod that kube-scheduler found no node for.
+// pod creates a pod that kube-scheduler has marked unschedulable.
 func (s *spoke) pod(name string) {
 	s.t.Helper()
 	pod := &corev1.Pod{
@@ -228,7 +229,7 @@ func (s *spoke) pod(name string) {
 	require.NoError(s.t, s.Status().Update(context.Background(), pod))
 }
 
-// launched waits for one NodeClaim more than those known, launched.
+// launched waits for a launched NodeClaim other than the known ones.
 func (s *spoke) launched(known ...string) *karpv1.NodeClaim {
 	s.t.Helper()
 	var nodeClaim karpv1.NodeClaim
@@ -242,7 +243,7 @@ func (s *spoke) launched(known ...string) *karpv1.NodeClaim {
 	return &nodeClaim
 }
 
-// provisioned gives the NodeClaim's machine a provider ID and waits until the NodeClaim has it.
+// provisioned sets the provider ID of the NodeClaim's machine and waits until the NodeClaim has it.
 func (s *spoke) provisioned(nodeClaim *karpv1.NodeClaim) *agentv1alpha1.Machine {
 	s.t.Helper()
 	machine := s.agent.Provision(fakeagent.DefaultCluster(), string(nodeClaim.UID), "")
@@ -252,7 +253,7 @@ func (s *spoke) provisioned(nodeClaim *karpv1.NodeClaim) *agentv1alpha1.Machine 
 	return machine
 }
 
-// registered lets the machine's Node join and waits until core knows it.
+// registered creates the machine's Node and waits until core has registered it.
 func (s *spoke) registered(nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.Machine) *corev1.Node {
 	s.t.Helper()
 	node := &corev1.Node{
@@ -275,7 +276,8 @@ func (s *spoke) registered(nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.M
 		}
 		node.Status.Capacity, node.Status.Allocatable = nodeClaim.Status.Capacity, nodeClaim.Status.Allocatable
 	})
-	// The API server's admission taints every new Node; taking that off is the node lifecycle controller's part.
+	// The API server's admission taints every new Node. Normally the node lifecycle controller
+	// removes that taint.
 	s.update(node, clientWriter{s}, func() {
 		node.Spec.Taints = lo.Reject(node.Spec.Taints, func(taint corev1.Taint, _ int) bool { return taint.Key == corev1.TaintNodeNotReady })
 	})
@@ -301,14 +303,14 @@ type updater interface {
 	Update(ctx context.Context, object client.Object, options ...client.SubResourceUpdateOption) error
 }
 
-// clientWriter updates an object as the client's status writer updates its status.
+// clientWriter updates an object through the signature of a status writer.
 type clientWriter struct{ client.Writer }
 
 func (w clientWriter) Update(ctx context.Context, object client.Object, _ ...client.SubResourceUpdateOption) error {
 	return w.Writer.Update(ctx, object)
 }
 
-// update changes the object whatever karpenter writes at the same time.
+// update changes the object despite concurrent writes by karpenter.
 func (s *spoke) update(object client.Object, writer updater, change func()) {
 	s.t.Helper()
 	require.NoError(s.t, retry.RetryOnConflict(retry.DefaultBackoff, func() error {
@@ -413,7 +415,7 @@ func TestPodsBecomeNodesThroughKillsAndOutages(t *testing.T) {
 	s.ready(metav1.ConditionFalse)
 	assert.Equal(t, http.StatusOK, s.probe("healthz"))
 	assert.Equal(t, http.StatusOK, s.probe("readyz"))
-	// The pod goes too, or core would launch another node for it.
+	// Delete the pod as well, or core would launch another node for it.
 	require.NoError(
 		t,
 		s.Delete(context.Background(), &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "two"}}, client.GracePeriodSeconds(0)),
@@ -476,7 +478,8 @@ func TestWithoutAHubTheProcessIsHealthyAndGoesOnWhenThereIsOne(t *testing.T) {
 	s.registered(nodeClaim, s.provisioned(nodeClaim))
 }
 
-// The process is an administrator of the spoke here, so that the spoke lets it ask about others.
+// The process runs as an administrator of the spoke here, so that it may review other users'
+// access.
 func TestMetricsAreForThoseWhoMayReadThem(t *testing.T) {
 	s := newSpoke(t)
 	reader, other := s.serviceAccount("reader"), s.serviceAccount("other")
@@ -497,7 +500,7 @@ func TestMetricsAreForThoseWhoMayReadThem(t *testing.T) {
 	assert.Equal(t, http.StatusUnauthorized, s.scrape("/debug/pprof/heap", ""))
 }
 
-// serviceAccount returns a token of a new one.
+// serviceAccount creates a ServiceAccount and returns a token for it.
 func (s *spoke) serviceAccount(name string) string {
 	s.t.Helper()
 	account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, Name: name}}
@@ -507,7 +510,7 @@ func (s *spoke) serviceAccount(name string) string {
 	return request.Status.Token
 }
 
-// scrape returns the status of an answer of the metrics' server, 0 while it does not listen.
+// scrape returns the HTTP status of the metrics server's answer, or 0 while it does not listen.
 func (s *spoke) scrape(path, token string) int {
 	s.t.Helper()
 	request, err := http.NewRequestWithContext(s.t.Context(), http.MethodGet, "https://"+s.metrics+path, http.NoBody)
@@ -515,7 +518,7 @@ func (s *spoke) scrape(path, token string) int {
 	if token != "" {
 		request.Header.Set("Authorization", "Bearer "+token)
 	}
-	// The process makes its certificate itself.
+	// The process generates its certificate itself.
 	transport := &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, DisableKeepAlives: true}
 	response, err := transport.RoundTrip(request)
 	if err != nil {

@@ -27,17 +27,18 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/options"
 )
 
-// planAdoption is the subcommand that reports what would be adopted. It changes nothing but the identity secret: before Karpenter has run, it
-// requests the first client certificate, which Karpenter goes on to use.
+// planAdoption is the subcommand that reports what would be adopted. It changes nothing but the
+// identity secret: if Karpenter has not run before, it requests the first client certificate, which
+// Karpenter then continues to use.
 const planAdoption = "plan-adoption"
 
 const (
-	// obtainWithin bounds the wait for the client certificate, planWithin what comes after it.
+	// obtainWithin bounds the wait for the client certificate, and planWithin everything after it.
 	obtainWithin = time.Minute
 	planWithin   = 2 * time.Minute
 )
 
-// plan prints what this process would do about machines that were there before it, if it ran with these settings.
+// plan prints what this process would do about existing machines if it ran with these settings.
 func plan(ctx context.Context, args []string, to io.Writer) error {
 	output := ""
 	ctx, err := parse(ctx, args, func(flags *flag.FlagSet) {
@@ -49,7 +50,7 @@ func plan(ctx context.Context, args []string, to io.Writer) error {
 	if output != "text" && output != "json" {
 		return fmt.Errorf("-o: %q is neither text nor json", output)
 	}
-	klog.SetLogger(logr.Discard()) // standard output has the plan alone, which a parser may read
+	klog.SetLogger(logr.Discard()) // standard output must hold only the plan, for parsers
 	log.SetLogger(logr.Discard())
 	ctx = log.IntoContext(ctx, logr.Discard())
 

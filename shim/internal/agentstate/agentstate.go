@@ -1,4 +1,5 @@
-// Package agentstate shows how well the agent can be reached: as metrics, and in the log when that changes.
+// Package agentstate reports the state of the connection to the agent: as metrics, and in the log
+// on changes.
 package agentstate
 
 import (
@@ -24,13 +25,13 @@ var connected = opmetrics.NewPrometheusGauge(crmetrics.Registry, prometheus.Gaug
 	Help: "Whether the stream follows the agent: 1, or 0 while the last known view is used.",
 }, []opmetrics.Label{{Name: streamLabel, Help: "What is streamed."}}, opmetrics.Alpha)
 
-// Mirror is a mirror of something of the agent's.
+// Mirror is a mirror of objects of the agent.
 type Mirror interface {
 	State() agentclient.State
 	StateChanges() (changes <-chan struct{}, stop func())
 }
 
-// RegisterMirrors registers metrics of mirrors, by name, that are read when they are asked for.
+// RegisterMirrors registers metrics of mirrors, by name. They are read on each scrape.
 func RegisterMirrors(registerer prometheus.Registerer, mirrors map[string]Mirror) error {
 	for name, mirror := range mirrors {
 		err := registerer.Register(prometheus.NewGaugeFunc(prometheus.GaugeOpts{
@@ -49,7 +50,7 @@ func RegisterMirrors(registerer prometheus.Registerer, mirrors map[string]Mirror
 	return nil
 }
 
-// Observer looks at mirrors.
+// Observer follows the connection state of mirrors.
 type Observer struct {
 	mirrors     map[string]Mirror
 	reconnected chan event.GenericEvent
@@ -60,13 +61,14 @@ func New(mirrors map[string]Mirror) *Observer {
 	return &Observer{mirrors: mirrors, reconnected: make(chan event.GenericEvent, 1)}
 }
 
-// Reconnected tells that a mirror follows an agent again, which may be another one than before. It has one reader.
+// Reconnected returns a channel that receives an event when a mirror follows an agent again,
+// possibly a different one. It supports one reader.
 func (o *Observer) Reconnected() <-chan event.GenericEvent { return o.reconnected }
 
-// NeedLeaderElection makes the manager run the observer in every process.
+// NeedLeaderElection returns false, so that the manager runs the observer in every replica.
 func (*Observer) NeedLeaderElection() bool { return false }
 
-// Start shows changes until ctx is done.
+// Start reports changes until ctx is done.
 func (o *Observer) Start(ctx context.Context) error {
 	var watching sync.WaitGroup
 	for name, mirror := range o.mirrors {
@@ -90,13 +92,14 @@ func (o *Observer) follow(ctx context.Context, name string, mirror Mirror) {
 	}
 }
 
-// show tells how a mirror's state differs from what was shown before, and returns what is shown now.
+// show reports how a mirror's state differs from the last reported one, and returns the state that
+// is now reported.
 func (o *Observer) show(ctx context.Context, name string, before, now agentclient.State) agentclient.State {
 	connected.Set(map[bool]float64{true: 1}[now.Connected], map[string]string{streamLabel: name})
 	if now.Connected && !before.Since.IsZero() && before.Since != now.Since {
 		select {
 		case o.reconnected <- event.GenericEvent{}:
-		default: // the reader has not come to the last one yet
+		default: // the reader has not received the last one yet
 		}
 	}
 	shown := before.Connected || before.LastError != nil

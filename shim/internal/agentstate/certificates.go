@@ -11,7 +11,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/certificates"
 )
 
-// RegisterCertificates registers metrics of the certificates that the agent is called with.
+// RegisterCertificates registers metrics of the certificates for calls to the agent.
 func RegisterCertificates(registerer prometheus.Registerer, stats func() certificates.Stats) error {
 	var errs []error
 	for _, of := range []struct {

@@ -11,34 +11,36 @@ import (
 )
 
 const (
-	// expiryLook is how often the certificate is looked at, and expiryRepeat how often a warning is repeated: Kubernetes keeps events for an hour.
+	// expiryLook is how often the certificate is checked, and expiryRepeat how often a warning is
+	// repeated: Kubernetes keeps events for an hour.
 	expiryLook   = time.Minute
 	expiryRepeat = 30 * time.Minute
-	// A certificate is about to expire when this part of its life is left, and no more than longestExpiring.
+	// A certificate is about to expire once less than 1/expiringPart of its lifetime is left, but
+	// not earlier than longestExpiring before its end.
 	expiringPart    = 4
 	longestExpiring = 14 * 24 * time.Hour
 
-	// ReasonExpiring is the reason of the warning.
+	// ReasonExpiring is the reason of the warning event.
 	ReasonExpiring = "AgentCertificateExpiring"
 )
 
-// Expiring warns when the client certificate is about to expire and has not been renewed. As a runnable of a manager it does so in the leader
-// alone.
+// Expiring warns if the client certificate is about to expire and has not been renewed. As a
+// runnable of a manager it does so only in the leader.
 type Expiring struct {
-	// Stats are those of the certificate. REQUIRED.
+	// Stats returns the statistics of the certificate. REQUIRED.
 	Stats func() certificates.Stats
 	// Announce publishes a warning. REQUIRED.
 	Announce func(ctx context.Context, reason, message string)
-	// Remedy says, as a sentence, what to do. REQUIRED.
+	// Remedy is a sentence that states what to do. REQUIRED.
 	Remedy string
-	// Clock is the time. REQUIRED.
+	// Clock provides the time. REQUIRED.
 	Clock clock.WithTicker
 }
 
-// NeedLeaderElection makes the manager run it in the leader alone.
+// NeedLeaderElection returns true, so that the manager runs it only in the leader.
 func (*Expiring) NeedLeaderElection() bool { return true }
 
-// Start looks until ctx is done.
+// Start checks the certificate until ctx is done.
 func (e *Expiring) Start(ctx context.Context) error {
 	ticker := e.Clock.NewTicker(expiryLook)
 	defer ticker.Stop()
@@ -58,8 +60,9 @@ func (e *Expiring) Start(ctx context.Context) error {
 	}
 }
 
-// Warning says, as sentences, that the certificate has ended or soon will, and what to do; it is empty while there is nothing to warn of. It
-// reports false if there is no certificate: the agent is called without one, or the connection says that there is none yet.
+// Warning returns, in sentences, that the certificate has expired or soon will, and the remedy, or
+// "" if there is no need to warn. found is false if there is no certificate: either the agent is
+// called without one, or none has been obtained yet.
 func (e *Expiring) Warning() (message string, found bool) {
 	stats := e.Stats()
 	end := stats.CertificateNotAfter

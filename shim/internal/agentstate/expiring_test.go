@@ -18,7 +18,7 @@ func TestACertificateThatIsAboutToExpireIsWarnedOf(t *testing.T) {
 	const day = 24 * time.Hour
 	for name, c := range map[string]struct {
 		life, left time.Duration
-		says       string // nothing if empty
+		says       string // empty for no warning
 	}{
 		"a day's, at half of its life":      {day, 12 * time.Hour, ""},
 		"a day's, above a quarter":          {day, 6*time.Hour + time.Minute, ""},
@@ -55,7 +55,7 @@ func TestTheWarningIsRepeatedBeforeItsEventIsForgotten(t *testing.T) {
 	assert.Len(t, warnings(t, clk, stats, 70), 3)
 }
 
-// warnings are those of so many minutes.
+// warnings returns the warnings of this many minutes.
 func warnings(t *testing.T, clk *clocktesting.FakeClock, stats certificates.Stats, minutes int) []string {
 	t.Helper()
 	looked := make(chan struct{})

@@ -20,7 +20,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 )
 
-// mirrored is a mirror that stands still between changes.
+// mirrored is a mirror without changes.
 type mirrored struct{ groups []*agentv1alpha1.NodeGroup }
 
 func (m *mirrored) List() ([]*agentv1alpha1.NodeGroup, uint64) { return slices.Clone(m.groups), 1 }
@@ -29,7 +29,7 @@ func (*mirrored) Synced() <-chan struct{} { return nil }
 
 func (*mirrored) Subscribe() *agentclient.Subscription { return nil }
 
-// cached has one node class.
+// cached is a reader with one node class.
 type cached struct{ client.Reader }
 
 func (cached) List(_ context.Context, list client.ObjectList, _ ...client.ListOption) error {
@@ -39,8 +39,9 @@ func (cached) List(_ context.Context, list client.ObjectList, _ ...client.ListOp
 	return nil
 }
 
-// BenchmarkRebuild makes a snapshot of 1,000 node groups of 250 instance types, with 5,000 NodeClaims, after some of them changed, without
-// the stream and without waking the goroutine: what one change costs, beside what converting everything does.
+// BenchmarkRebuild builds a snapshot of 1,000 node groups of 250 instance types, with 5,000
+// NodeClaims, after some groups changed. It measures the cost of one change compared to converting
+// everything, without the stream and without waking the goroutine.
 func BenchmarkRebuild(b *testing.B) {
 	const groups = 1000
 	for _, changed := range []int{0, 1, groups} {

@@ -1,10 +1,11 @@
-// Package catalogue keeps what Karpenter core may schedule on: for each ClusterAPINodeClass, the node groups that its selector
-// matches, as instance types.
+// Package catalogue holds what Karpenter core may schedule on: for each ClusterAPINodeClass, the
+// node groups that its selector matches, as instance types.
 //
-// One goroutine ([Catalogue.Start]) makes an immutable snapshot whenever something it depends on changes: a node group as the
-// agent streams it, a node class, a group that turned out to be full, a zone that a machine turned out to be in. Readers load
-// the newest snapshot from an atomic pointer and do nothing else, as core asks several times a second, sequentially, and once
-// under a lock of its own. While the agent is away the last snapshot stays.
+// One goroutine ([Catalogue.Start]) builds an immutable snapshot whenever one of its inputs
+// changes: a node group streamed by the agent, a node class, a group that turned out to be full, or
+// a zone in which a machine was found. Readers only load the newest snapshot from an atomic
+// pointer, because core reads it several times a second, sequentially, and once under a lock of its
+// own. While the agent is unreachable the last snapshot stays in use.
 package catalogue
 
 import (
@@ -32,7 +33,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
 )
 
-// ErrNotSynced says that the agent has not been heard of since the process started, so nothing is known.
+// ErrNotSynced means that the agent has not been reached since the process started, so nothing is
+// known.
 var ErrNotSynced = errors.New("the agent's node groups are not known yet")
 
 // NodeGroups is a mirror of the agent's node groups.
@@ -42,11 +44,12 @@ type NodeGroups interface {
 	Subscribe() *agentclient.Subscription
 }
 
-// Catalogue answers what can be scheduled on. It is safe for concurrent use.
+// Catalogue holds what can be scheduled on. It is safe for concurrent use.
 type Catalogue struct {
-	// OfferFullReservations has full reservations offered as available with nothing left, as core's feature gates TerminateFirstDrift and
-	// TerminateFirstRepair need it. Without them it does harm: pods that prefer a reservation, or that a NodePool of nothing else would
-	// take first, wait for it when it is full instead of running elsewhere. To be set before [Catalogue.Start].
+	// OfferFullReservations offers full reservations as available with nothing left, which core's
+	// feature gates TerminateFirstDrift and TerminateFirstRepair require. Without these gates it
+	// does harm: pods that prefer a reservation, or whose first NodePool has only reservations,
+	// would wait for a full one instead of running elsewhere. Set it before [Catalogue.Start].
 	OfferFullReservations bool
 
 	clock       clock.PassiveClock
@@ -58,12 +61,12 @@ type Catalogue struct {
 
 	mu        sync.Mutex
 	zones     map[string]sets.Set[string]
-	untainted sets.Set[string] // node groups whose last Node joined without the taint for unregistered Nodes
+	untainted sets.Set[string] // node groups whose last Node joined without the taint karpenter.sh/unregistered
 	listeners []chan struct{}
 
-	// Used by the building goroutine alone.
+	// Used only by the building goroutine.
 	groups            map[*agentv1alpha1.NodeGroup]prepared
-	unavailableBefore sets.Set[string] // node groups that the agent said were unavailable when the catalogue was last built
+	unavailableBefore sets.Set[string] // node groups that the agent reported as unavailable at the last build
 	views             map[string]view
 	built             instancetype.Built
 	gone              map[string]time.Time
@@ -72,7 +75,7 @@ type Catalogue struct {
 	memories *memories
 }
 
-// view is how a node class sees groups, and what it made of each so far.
+// view is how a node class sees groups, with a cache of its result for each group.
 type view struct {
 	kubelet *v1alpha1.Kubelet
 	price   v1alpha1.PricePolicy
@@ -86,8 +89,9 @@ type prepared struct {
 	err   error
 }
 
-// New returns a catalogue of the node groups in the mirror. kube reads ClusterAPINodeClasses and NodeClaims, from a cache.
-// unavailableTTL is how long a group is left alone after [Catalogue.MarkUnavailable].
+// New returns a catalogue of the node groups in the mirror. kube reads ClusterAPINodeClasses and
+// NodeClaims from a cache. unavailableTTL is how long [Catalogue.MarkUnavailable] and
+// [Catalogue.MarkRefused] apply.
 func New(clk clock.PassiveClock, nodeGroups NodeGroups, kube client.Reader, unavailableTTL time.Duration) *Catalogue {
 	c := &Catalogue{
 		clock:             clk,
@@ -109,13 +113,16 @@ func New(clk clock.PassiveClock, nodeGroups NodeGroups, kube client.Reader, unav
 	return c
 }
 
-// Snapshot returns the newest snapshot, and nil before the first one.
+// Snapshot returns the newest snapshot, or nil before the first one.
 func (c *Catalogue) Snapshot() *Snapshot { return c.snapshot.Load() }
 
-// MarkUnavailable leaves the groups alone for a while, so that core, which has no memory of failed launches, does not ask for
-// them again at once. The agent says the same soon after, through its node groups' availability; this covers the time until
-// then. Once the agent has said so and then that a group is available again, the mark is removed. What it said shortly before it refused may
-// come later, and remove a mark too early: that costs one more refused claim.
+// MarkUnavailable marks the groups as unavailable for a while, because core has no memory of failed
+// launches and would request them again at once. The agent soon reports the same in its node
+// groups' availability; the mark covers the time until then.
+//
+// The mark is removed once the agent has reported the group as unavailable and then as available.
+// An older report that arrives after the refusal may remove the mark too early, at the cost of one
+// more refused claim.
 func (c *Catalogue) MarkUnavailable(groupIDs ...string) {
 	for _, id := range groupIDs {
 		c.unavailable.SetDefault(id, struct{}{})
@@ -123,11 +130,12 @@ func (c *Catalogue) MarkUnavailable(groupIDs ...string) {
 	c.Refresh()
 }
 
-// MarkRefused leaves alone for a while what no node group served: for NodeClaims of this NodePool, offerings that meet the
-// requirements. Core has no memory of it either, and would plan the same Node again ten seconds later.
+// MarkRefused records requirements that no node group could serve. For a while, the offerings that
+// match them are unavailable to NodeClaims of this NodePool. Core has no memory of this either, and
+// would plan the same Node again ten seconds later.
 func (c *Catalogue) MarkRefused(nodePool string, requirements scheduling.Requirements) {
 	if nodePool == "" {
-		return // a NodeClaim that a person made: nothing plans it again
+		return // created by a user: core does not plan it again
 	}
 	c.unavailable.SetDefault("refused "+nodePool+" "+requirements.String(), refusal{nodePool, requirements})
 	c.Refresh()
@@ -138,7 +146,7 @@ type refusal struct {
 	requirements scheduling.Requirements
 }
 
-// refusals returns what was refused, by NodePool.
+// refusals returns the refused requirements by NodePool.
 func (c *Catalogue) refusals() map[string][]scheduling.Requirements {
 	refused := map[string][]scheduling.Requirements{}
 	for _, item := range c.unavailable.Items() {
@@ -158,7 +166,7 @@ func (c *Catalogue) Available(group *instancetype.Group) bool {
 	return !marked
 }
 
-// ObserveZone records the zone that a machine of a group which names none turned out to be in.
+// ObserveZone records the zone of a machine whose group has no zone.
 func (c *Catalogue) ObserveZone(groupID, zone string) {
 	if zone == instancetype.ZoneNone {
 		return
@@ -177,7 +185,8 @@ func (c *Catalogue) ObserveZone(groupID, zone string) {
 	}
 }
 
-// ObserveTaint records whether a Node of a group joined with the taint that keeps pods away until it is registered.
+// ObserveTaint records whether a Node of the group joined with the taint that keeps pods away until
+// it is registered.
 func (c *Catalogue) ObserveTaint(groupID string, tainted bool) {
 	c.mu.Lock()
 	known := c.untainted.Has(groupID)
@@ -201,7 +210,8 @@ func (c *Catalogue) NodePool(ctx context.Context, name string) (*karpv1.NodePool
 	return nodePool, nil
 }
 
-// GroupLabels returns the labels that Nodes of a node group have, nil when the group is not known. They may not be changed.
+// GroupLabels returns the labels of a node group's Nodes, or nil if the group is not known. Callers
+// must not modify them.
 func (c *Catalogue) GroupLabels(groupID string) map[string]string {
 	if snapshot := c.Snapshot(); snapshot != nil {
 		if group, ok := snapshot.Group(groupID); ok {
@@ -211,7 +221,7 @@ func (c *Catalogue) GroupLabels(groupID string) map[string]string {
 	return nil
 }
 
-// Refresh asks for a new snapshot, soon.
+// Refresh requests a new snapshot, which is built asynchronously.
 func (c *Catalogue) Refresh() {
 	select {
 	case c.wake <- struct{}{}:
@@ -219,7 +229,8 @@ func (c *Catalogue) Refresh() {
 	}
 }
 
-// Changes returns a channel that receives a value after a snapshot that differs from the one before. It is never closed.
+// Changes returns a channel that receives a value after a snapshot that differs from the previous
+// one. It is never closed.
 func (c *Catalogue) Changes() <-chan struct{} {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -228,7 +239,8 @@ func (c *Catalogue) Changes() <-chan struct{} {
 	return listener
 }
 
-// Watch makes changes of node classes refresh the catalogue, and NodeClaims that remember what none has remembered before.
+// Watch refreshes the catalogue on changes of node classes, and on changes of NodeClaims that add
+// or remove a memory.
 func (c *Catalogue) Watch(ctx context.Context, informers ctrlcache.Informers) error {
 	if err := c.memories.watch(ctx, informers, c.Refresh); err != nil {
 		return fmt.Errorf("watching node claims: %w", err)
@@ -240,7 +252,7 @@ func (c *Catalogue) Watch(ctx context.Context, informers ctrlcache.Informers) er
 	_, err = informer.AddEventHandler(toolscache.ResourceEventHandlerFuncs{
 		AddFunc: func(any) { c.Refresh() },
 		UpdateFunc: func(before, after any) {
-			// The shim itself writes the status, which says nothing new here.
+			// Status updates, which the shim writes itself, do not matter here.
 			was, wasOne := before.(client.Object)
 			is, isOne := after.(client.Object)
 			if !wasOne || !isOne || was.GetGeneration() != is.GetGeneration() {
@@ -252,10 +264,12 @@ func (c *Catalogue) Watch(ctx context.Context, informers ctrlcache.Informers) er
 	return err
 }
 
-// NeedLeaderElection makes the manager run the catalogue in every process, so that a new leader starts with a full one.
+// NeedLeaderElection returns false, so that the manager runs the catalogue in every replica and a
+// new leader starts with a full one.
 func (c *Catalogue) NeedLeaderElection() bool { return false }
 
-// Start makes snapshots until ctx is done, from the time on when the NodeClaims are known that [Catalogue.Watch] was called for.
+// Start builds snapshots until ctx is done. It first waits for the node groups, and for the
+// NodeClaims that [Catalogue.Watch] watches.
 func (c *Catalogue) Start(ctx context.Context) error {
 	if !toolscache.WaitForCacheSync(ctx.Done(), c.memories.synced) {
 		return nil
@@ -331,7 +345,8 @@ func (c *Catalogue) rebuild(ctx context.Context) error {
 	return nil
 }
 
-// viewOf returns the view of a node class, without groups, and what it made of groups before, if it is still the same.
+// viewOf returns the view of a node class without groups, and the groups of its previous view if
+// the view is unchanged.
 func (c *Catalogue) viewOf(class *v1alpha1.ClusterAPINodeClass) (before map[*instancetype.Group]*instancetype.Group, next view) {
 	known, ok := c.views[class.Name]
 	if !ok || known.price != class.Spec.Price || !equality.Semantic.DeepEqual(known.kubelet, class.Spec.Kubelet) {
@@ -342,8 +357,8 @@ func (c *Catalogue) viewOf(class *v1alpha1.ClusterAPINodeClass) (before map[*ins
 	return before, known
 }
 
-// prepare returns the usable groups and the unusable ones, each ordered by id, and by id what is wrong with groups of both
-// kinds.
+// prepare returns the usable and the unusable groups, each ordered by id, and the problems of
+// groups of both kinds by id.
 func (c *Catalogue) prepare(ctx context.Context) (
 	groups []*instancetype.Group, unusable []*agentv1alpha1.NodeGroup, invalid map[string]error,
 ) {
@@ -389,13 +404,14 @@ func (c *Catalogue) prepare(ctx context.Context) (
 	return groups, unusable, invalid
 }
 
-// frozenAvailability is what [Catalogue.Available] says now: a snapshot never changes its mind.
+// frozenAvailability captures the current results of [Catalogue.Available], because a snapshot is
+// immutable.
 func (c *Catalogue) frozenAvailability(groups []*instancetype.Group) func(*instancetype.Group) bool {
 	available := make(map[string]bool, len(groups))
 	for _, g := range groups {
 		available[g.ID] = c.Available(g)
 	}
-	// A node class may see the group as less available than it is, never as more.
+	// A node class may see the group as less available than the agent reports, never as more.
 	return func(g *instancetype.Group) bool { return g.Available && available[g.ID] }
 }
 

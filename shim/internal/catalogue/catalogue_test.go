@@ -87,7 +87,7 @@ func TestTheLastKnownGoodStaysWhileTheAgentIsAway(t *testing.T) {
 func TestThereIsNoSnapshotBeforeTheAgentWasHeardOf(t *testing.T) {
 	kube := shimtest.New(t, nil).Kube
 	w := shimtest.New(t, nil)
-	unheard := catalogue.New(clock.RealClock{}, w.Client.MirrorNodeGroups(w.Cluster), kube, time.Minute) // a mirror that nobody runs
+	unheard := catalogue.New(clock.RealClock{}, w.Client.MirrorNodeGroups(w.Cluster), kube, time.Minute) // a mirror that does not run
 	go func() { _ = unheard.Start(t.Context()) }()
 	unheard.Refresh()
 	assert.Nil(t, unheard.Snapshot())
@@ -272,7 +272,8 @@ func BenchmarkGetInstanceTypes(b *testing.B) {
 	}
 }
 
-// BenchmarkRebuildAfterOneChange is from a change in the agent to the snapshot, with the stream between them.
+// BenchmarkRebuildAfterOneChange measures the time from a change in the agent to the snapshot,
+// including the stream.
 func BenchmarkRebuildAfterOneChange(b *testing.B) {
 	w := shimtest.New(b, manyGroups(1000))
 	changes := w.Catalogue.Changes()
@@ -282,7 +283,8 @@ func BenchmarkRebuildAfterOneChange(b *testing.B) {
 	}
 }
 
-// BenchmarkConvertTheWholeCatalogue is what a provider without a snapshot would do on every call.
+// BenchmarkConvertTheWholeCatalogue measures what a provider without snapshots would do on every
+// call.
 func BenchmarkConvertTheWholeCatalogue(b *testing.B) {
 	w := shimtest.New(b, manyGroups(1000))
 	sources, _ := w.NodeGroups.List()

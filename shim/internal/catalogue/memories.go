@@ -18,13 +18,13 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
 )
 
-// memory is what a NodeClaim remembers of where its machine came from.
+// memory is a NodeClaim's record of where its machine came from.
 type memory struct {
 	nodeClass, nodeGroup             string
 	instanceType, zone, capacityType string
 }
 
-// memoryOf returns what the NodeClaim remembers, and false while it has no machine yet.
+// memoryOf returns the NodeClaim's record, and false while it has no machine yet.
 func memoryOf(nodeClaim *karpv1.NodeClaim) (memory, bool) {
 	ref := nodeClaim.Spec.NodeClassRef
 	if ref == nil || ref.Group != v1alpha1.Group || nodeClaim.Annotations[v1alpha1.NodeGroupAnnotation] == "" {
@@ -40,22 +40,22 @@ func memoryOf(nodeClaim *karpv1.NodeClaim) (memory, bool) {
 	return m, m.instanceType != "" && m.capacityType != ""
 }
 
-// memories are what all NodeClaims remember. There are few of them, however many NodeClaims there are, so that no snapshot has to look at
-// each NodeClaim.
+// memories counts the distinct records of all NodeClaims. There are few of them however many
+// NodeClaims there are, so that a snapshot need not iterate over the NodeClaims.
 type memories struct {
-	synced func() bool // whether all NodeClaims that there were at the start have been seen
+	synced func() bool // whether all NodeClaims that existed at the start have been seen
 
 	mu    sync.Mutex
-	of    map[string]memory // by NodeClaim
+	of    map[string]memory // by NodeClaim name
 	count map[memory]int
 }
 
-// newMemories returns those of a process that watches no NodeClaims.
+// newMemories returns the memories of a process that does not watch NodeClaims.
 func newMemories() *memories {
 	return &memories{synced: func() bool { return true }, of: map[string]memory{}, count: map[memory]int{}}
 }
 
-// watch keeps the memories up to date, and calls changed when there is one more or one less.
+// watch keeps the memories up to date, and calls changed when one is added or removed.
 func (m *memories) watch(ctx context.Context, informers ctrlcache.Informers, changed func()) error {
 	informer, err := informers.GetInformer(ctx, &karpv1.NodeClaim{}, ctrlcache.BlockUntilSynced(false))
 	if err != nil {
@@ -85,7 +85,7 @@ func (m *memories) watch(ctx context.Context, informers ctrlcache.Informers, cha
 	return nil
 }
 
-// see notes what a NodeClaim remembers, and reports whether that makes one memory more, or one less.
+// see records what a NodeClaim remembers, and reports whether that adds or removes a memory.
 func (m *memories) see(nodeClaim *karpv1.NodeClaim) bool {
 	now, some := memoryOf(nodeClaim)
 	if !some {
@@ -111,7 +111,7 @@ func (m *memories) forget(nodeClaim string) bool {
 	return known && m.drop(before)
 }
 
-// drop counts one less, and reports whether it was the last. mu is held.
+// drop decrements the count of a memory, and reports whether it was the last. mu must be held.
 func (m *memories) drop(one memory) bool {
 	if m.count[one]--; m.count[one] > 0 {
 		return false
@@ -126,8 +126,8 @@ func (m *memories) all() []memory {
 	return slices.Collect(maps.Keys(m.count))
 }
 
-// remember puts into the snapshot what NodeClaims remember, with the last price that was known of each node group, and since when
-// the agent has not known the group any more.
+// remember adds to the snapshot what NodeClaims remember, with the last known price of each node
+// group, and when the agent stopped knowing the group.
 func (c *Catalogue) remember(snapshot *Snapshot, memories []memory) {
 	gone, prices := map[string]time.Time{}, map[string]float64{}
 	for _, m := range memories {
@@ -152,8 +152,8 @@ func (c *Catalogue) remember(snapshot *Snapshot, memories []memory) {
 	c.gone, c.prices = gone, prices
 }
 
-// observedZones returns, by node group, the zones that its machines are in: those told since the process started, and those
-// that NodeClaims remember.
+// observedZones returns the zones of each node group's machines: those observed since the process
+// started, and those that NodeClaims remember.
 func (c *Catalogue) observedZones(memories []memory) map[string][]string {
 	zones := map[string]sets.Set[string]{}
 	for _, m := range memories {

@@ -15,7 +15,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 )
 
-// The memories kept event by event are those of a full list of NodeClaims, and a change is reported exactly when there is one.
+// The memories maintained by events equal those of a full list of NodeClaims, and a change is
+// reported if and only if there is one.
 func TestMemoriesAreThoseOfAllNodeClaims(t *testing.T) {
 	random := rand.New(rand.NewPCG(7, 7))
 	kept, nodeClaims := newMemories(), map[string]*karpv1.NodeClaim{}
@@ -42,7 +43,7 @@ func TestMemoriesAreThoseOfAllNodeClaims(t *testing.T) {
 				Labels:      map[string]string{karpv1.CapacityTypeLabelKey: "spot", corev1.LabelTopologyZone: strconv.Itoa(random.IntN(2))},
 			}}
 			nodeClaim.Spec.NodeClassRef = &karpv1.NodeClassReference{Group: v1alpha1.Group, Name: "default"}
-			if random.IntN(5) > 0 { // else it has no machine yet
+			if random.IntN(5) > 0 { // otherwise it has no machine yet
 				nodeClaim.Labels[corev1.LabelInstanceTypeStable] = "small"
 			}
 			nodeClaims[name] = nodeClaim

@@ -12,14 +12,14 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
 )
 
-// maxMessage and maxCurrency bound what the agent wrote.
+// maxMessage and maxCurrency truncate texts of the agent.
 const (
 	maxMessage  = 256
 	maxCurrency = 8
 )
 
-// selected describes groups for a node class's status. When there are too many, those that nothing can be had from come first:
-// they are what people look for.
+// selected describes groups for a node class's status. If there are too many, unavailable groups
+// take precedence: they are what users look for.
 func (s *Snapshot) selected(groups []*instancetype.Group, unusable []*agentv1alpha1.NodeGroup) []v1alpha1.SelectedNodeGroup {
 	more := len(groups) + len(unusable) - v1alpha1.MaxSelectedNodeGroups
 	if more > 0 {

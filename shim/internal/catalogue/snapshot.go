@@ -22,7 +22,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
 )
 
-// Snapshot is what can be scheduled on at one moment. It never changes.
+// Snapshot is what can be scheduled on at one moment. It is immutable.
 type Snapshot struct {
 	groups     []*instancetype.Group
 	byID       map[string]*instancetype.Group
@@ -33,11 +33,13 @@ type Snapshot struct {
 	conditions instancetype.Conditions
 	// remembered is what NodeClaims remember, by node class.
 	remembered map[string][]instancetype.Remembered
-	// untainted are the ids of the groups whose last Node joined without the taint that keeps pods away until it is registered.
+	// untainted holds the ids of groups whose last Node joined without the taint that keeps pods
+	// away until it is registered.
 	untainted sets.Set[string]
-	// refused is what no group served a short while ago, by NodePool.
+	// refused holds the requirements that no group could serve recently, by NodePool.
 	refused map[string][]scheduling.Requirements
-	// gone says of node groups that NodeClaims remember, and that the agent does not know, since when it does not.
+	// gone holds the node groups that NodeClaims remember and the agent does not know, with the
+	// time since when.
 	gone map[string]time.Time
 }
 
@@ -63,29 +65,32 @@ func newSnapshot(
 	}
 }
 
-// Group returns the node group with the id, as no node class in particular sees it.
+// Group returns the usable node group with the id, without the view of any node class.
 func (s *Snapshot) Group(id string) (*instancetype.Group, bool) {
 	group, ok := s.byID[id]
 	return group, ok
 }
 
-// Source returns what the agent says of the node group with the id, whether or not it can be used, and false when it knows none.
+// Source returns the agent's description of the node group with the id, usable or not, and false if
+// the agent does not know it.
 func (s *Snapshot) Source(id string) (*agentv1alpha1.NodeGroup, bool) {
 	source, ok := s.sources[id]
 	return source, ok
 }
 
-// GoneSince returns since when, as far as this process knows, the agent has not known the node group, and false when it does, or when
-// no NodeClaim remembers the group. A MachineDeployment goes by being deleted or by losing its opt-in label.
+// GoneSince returns the time since when the agent has not known the node group, as far as this
+// process observed. It returns false if the agent knows the group or no NodeClaim remembers it. A
+// group goes away when its MachineDeployment is deleted or loses the opt-in label.
 func (s *Snapshot) GoneSince(id string) (time.Time, bool) {
 	since, ok := s.gone[id]
 	return since, ok
 }
 
-// Len returns how many usable node groups the Cluster has.
+// Len returns the number of usable node groups of the Cluster.
 func (s *Snapshot) Len() int { return len(s.groups) }
 
-// Class returns what the ClusterAPINodeClass with the name selects, and false when there was no such node class.
+// Class returns the entry of the ClusterAPINodeClass with the name, and false if there is no such
+// node class.
 func (s *Snapshot) Class(name string) (*Class, bool) {
 	class, ok := s.classes[name]
 	return class, ok
@@ -94,54 +99,60 @@ func (s *Snapshot) Class(name string) (*Class, bool) {
 // Available reports whether a claim on the group could succeed when the snapshot was made.
 func (s *Snapshot) Available(group *instancetype.Group) bool { return s.conditions.Available(group) }
 
-// Class is what one ClusterAPINodeClass selects. It never changes.
+// Class is what one ClusterAPINodeClass selects. It is immutable to callers.
 type Class struct {
 	// Name is the node class's name.
 	Name string
 	// Generation is the generation of the node class whose selector was used.
 	Generation int64
-	// Groups are the usable node groups that the selector matches, as the node class sees them, ordered by id.
+	// Groups are the usable node groups that the selector matches, as the node class sees them,
+	// ordered by id.
 	Groups []*instancetype.Group
-	// Selected are the node groups that the selector matches, unusable ones included, as the node class's status shows them.
+	// Selected are all node groups that the selector matches, unusable ones included, in the form
+	// of the node class's status.
 	Selected []v1alpha1.SelectedNodeGroup
-	// Drift says for which reasons Nodes are replaced.
+	// Drift is the node class's policy on the reasons for which Nodes are replaced.
 	Drift v1alpha1.DriftPolicy
-	// MaxNodeProvisionTime is how long NodeClaims wait for their machines; nil for as long as the agent says.
+	// MaxNodeProvisionTime is how long NodeClaims wait for their machines. Nil leaves it to the
+	// agent.
 	MaxNodeProvisionTime *metav1.Duration
-	// Problems are what is wrong with the descriptions of selected groups, in sentences, ordered: what the agent could not
-	// use, what the shim could not use, of the node class's own spec too, and what keeps groups from being used beside each other.
+	// Problems are ordered sentences about the selected groups: what the agent could not use, what
+	// the shim could not use, including in the node class's own spec, and what prevents groups from
+	// being used together.
 	Problems []string
-	// SelectorError says why the selector cannot be used; it selects nothing then.
+	// SelectorError is the reason why the selector is invalid. It then selects nothing.
 	SelectorError error
 
 	view       *instancetype.View
 	selector   labels.Selector
 	conditions instancetype.Conditions
-	// taints are the taints that some groups have. A NodePool that does not declare a group's taints cannot use the group.
+	// taints are the taints of any group. A NodePool that does not declare a group's taints cannot
+	// use the group.
 	taints   []corev1.Taint
 	variants atomic.Pointer[map[variant][]*cloudprovider.InstanceType]
 	mu       sync.Mutex // held to add a variant
-	// custom are the keys of labels that are not well known and in which the groups differ.
+	// custom returns the keys of labels that are not well known and in which the groups differ.
 	custom func() sets.Set[string]
-	// refused is what no group served, by NodePool.
+	// refused holds the requirements that no group could serve, by NodePool.
 	refused map[string][]scheduling.Requirements
 }
 
-// taintSet says which of a class's taints are meant, a bit for each.
+// taintSet is a subset of a class's taints, one bit each.
 type taintSet uint64
 
-// variant says which of a class's instance types are meant: those for NodePools that declare the same taints, name the same custom
-// labels and were refused the same.
+// variant identifies a set of a class's instance types: those for NodePools that declare the same
+// taints, name the same custom labels, and had the same refusals.
 type variant struct {
 	taints taintSet
 	labels string
-	// nodePool is empty unless its NodeClaims were refused a short while ago.
+	// nodePool is empty unless its NodeClaims were refused recently.
 	nodePool string
 }
 
 const maxTaints = 64
 
-// add makes the class of a node class. see returns how the class's view sees a group, without work where that is known.
+// add adds the Class of a node class to the snapshot. see returns a group in the class's view, from
+// a cache if possible.
 func (s *Snapshot) add(
 	nodeClass *v1alpha1.ClusterAPINodeClass, view *instancetype.View, viewError error,
 	see func(*instancetype.Group) *instancetype.Group, before *Snapshot, previous, next instancetype.Built,
@@ -179,7 +190,7 @@ func (s *Snapshot) add(
 	s.classes[class.Name] = class
 }
 
-// selectorOf returns the selector of a node class: an absent or empty one selects everything.
+// selectorOf returns the selector of a node class. An absent or empty one selects everything.
 func selectorOf(nodeClass *v1alpha1.ClusterAPINodeClass) (labels.Selector, error) {
 	if nodeClass.Spec.ScalableResourceSelector == nil {
 		return labels.Everything(), nil
@@ -232,8 +243,9 @@ func (s *Snapshot) problems(groups []*instancetype.Group, unusable []*agentv1alp
 	return problems
 }
 
-// declaredBefore returns the sets of taints that NodePools of the class declared while the snapshot before was in use. The
-// next snapshot is made with them, so that callers find everything ready.
+// declaredBefore returns the sets of taints that NodePools of the class declared against the
+// previous snapshot. The next snapshot is built with them, so that callers find their instance
+// types ready.
 func declaredBefore(before *Snapshot, name string) [][]corev1.Taint {
 	declared := [][]corev1.Taint{nil}
 	if before == nil {
@@ -249,17 +261,18 @@ func declaredBefore(before *Snapshot, name string) [][]corev1.Taint {
 	return declared
 }
 
-// InstanceTypes returns the instance types for a NodePool of which only the taints matter. See [Class.For].
+// InstanceTypes returns the instance types for a NodePool by its taints alone. See [Class.For].
 func (c *Class) InstanceTypes(taints, startupTaints []corev1.Taint) []*cloudprovider.InstanceType {
 	return c.types(variant{taints: c.declaredBy(taints) | c.declaredBy(startupTaints)}, nil)
 }
 
-// For returns the instance types for a NodePool. Neither the slice nor the objects may be changed. It allocates nothing when it was
-// asked for the same before and the NodePool names no label in which the groups differ.
+// For returns the instance types for a NodePool. Callers must not modify the slice or the objects.
+// A repeated call allocates nothing if the NodePool names no label in which the groups differ.
 //
-// Groups that carry another value of such a label than the NodePool wants are left out, and those that are left have offerings of
-// their own for each value. Core knows nothing of such labels by itself: it would plan Nodes in a zone in which only groups with
-// another value are, and do so again as soon as no group accepts the NodeClaim.
+// Groups whose value of such a label does not match the NodePool are left out, and the remaining
+// groups get separate offerings for each value. Core has no notion of such labels: it would plan
+// Nodes in a zone where only groups with another value exist, and would plan them again as soon as
+// no group accepts the NodeClaim.
 func (c *Class) For(nodePool *karpv1.NodePool) []*cloudprovider.InstanceType {
 	spec := &nodePool.Spec.Template.Spec
 	v, named := variant{taints: c.declaredBy(spec.Taints) | c.declaredBy(spec.StartupTaints)}, c.named(nodePool)
@@ -272,7 +285,7 @@ func (c *Class) For(nodePool *karpv1.NodePool) []*cloudprovider.InstanceType {
 	return c.types(v, named)
 }
 
-// named returns what the NodePool says of custom labels in which the groups differ; nil for nothing.
+// named returns the NodePool's requirements on custom labels in which the groups differ, or nil.
 func (c *Class) named(nodePool *karpv1.NodePool) scheduling.Requirements {
 	var named scheduling.Requirements
 	add := func(requirement *scheduling.Requirement) {
@@ -295,7 +308,7 @@ func (c *Class) named(nodePool *karpv1.NodePool) scheduling.Requirements {
 	return named
 }
 
-// differing returns the keys of labels that are not well known and in which groups differ.
+// differing returns the keys of labels that are not well known and in which the groups differ.
 func differing(groups []*instancetype.Group) sets.Set[string] {
 	values, times, differ := map[string]string{}, map[string]int{}, sets.New[string]()
 	for _, g := range groups {
@@ -361,30 +374,32 @@ func (c *Class) build(
 	return instancetype.Build(usable, conditions, previous, next)
 }
 
-// See returns a group, which the selector need not match, as the node class sees groups.
+// See returns a group in the node class's view, whether or not the selector matches it.
 func (c *Class) See(group *instancetype.Group) *instancetype.Group { return c.view.Of(group) }
 
-// Available returns how many of the class's groups a machine could be had from when the snapshot was made.
+// Available returns the number of the class's groups that were available when the snapshot was
+// built.
 func (c *Class) Available() int { return lo.CountBy(c.Groups, c.conditions.Available) }
 
-// Selects reports whether the selector matches the node group, be it usable or not.
+// Selects reports whether the selector matches the node group, usable or not.
 func (c *Class) Selects(source *agentv1alpha1.NodeGroup) bool {
 	return c.selector.Matches(labels.Set(source.GetLabels()))
 }
 
-// Zones returns how many failure domains the class's groups name.
+// Zones returns the number of distinct failure domains of the class's groups.
 func (c *Class) Zones() int {
 	return len(lo.Uniq(lo.FilterMap(c.Groups, func(g *instancetype.Group, _ int) (string, bool) {
 		return g.Zone, g.Zone != instancetype.ZoneNone
 	})))
 }
 
-// InstanceTypeNames returns how many instance types the class's groups offer, to whatever NodePool.
+// InstanceTypeNames returns the number of distinct instance types of the class's groups, for any
+// NodePool.
 func (c *Class) InstanceTypeNames() int {
 	return len(lo.UniqBy(c.Groups, func(g *instancetype.Group) string { return g.InstanceType }))
 }
 
-// equal reports whether core and people see the same in both snapshots.
+// equal reports whether core and the node classes' status see the same in both snapshots.
 func (s *Snapshot) equal(other *Snapshot) bool {
 	return maps.EqualFunc(s.classes, other.classes, func(a, b *Class) bool {
 		return a.Generation == b.Generation &&

@@ -1,4 +1,4 @@
-// Package claimsource makes changes of claims in the hub wake controllers of NodeClaims.
+// Package claimsource triggers controllers of NodeClaims on changes of claims in the hub.
 package claimsource
 
 import (
@@ -19,8 +19,9 @@ type Claims interface {
 	Subscribe() *agentclient.Subscription
 }
 
-// NodeClaims returns a source that enqueues the NodeClaim of each claim that appears or changes. A claim that is no longer
-// remembered wakes nobody, as its NodeClaim's name went with it; controllers look again from time to time.
+// NodeClaims returns a source that enqueues the NodeClaim of each claim that appears or changes. A
+// claim that leaves the mirror triggers nothing, because its NodeClaim's name is lost with it;
+// controllers must also check periodically.
 func NodeClaims(claims Claims) source.Source {
 	return source.Func(func(ctx context.Context, queue workqueue.TypedRateLimitingInterface[reconcile.Request]) error {
 		go func() {

@@ -30,7 +30,7 @@ func TestNodeClaimsAreWokenByTheirClaims(t *testing.T) {
 	}
 	assert.Equal(t, "before", next())
 	w.Launched("after")
-	until := func(name string) { // the other may change once more, as it is bound
+	until := func(name string) { // the other claim may change once more, when it is bound
 		for found := next(); found != name; found = next() {
 			t.Logf("%s woke too", found)
 		}

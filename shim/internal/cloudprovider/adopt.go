@@ -24,24 +24,28 @@ import (
 // errNoNodeGroup means that a Machine belongs to no node group.
 var errNoNodeGroup = errors.New("it belongs to no node group; label its MachineDeployment with node.cluster.x-k8s.io/karpenter-member")
 
-// IsAdoptionRefused reports whether a Machine cannot be adopted until something changes, by the error of [CloudProvider.Adopt]. Any other error
-// says nothing of the Machine: the call is to be repeated.
+// IsAdoptionRefused reports whether an error of [CloudProvider.Adopt] means that the Machine cannot
+// be adopted until something changes. Any other error says nothing about the Machine, and the call
+// should be retried.
 func IsAdoptionRefused(err error) bool {
 	return errors.Is(err, errNoNodeGroup) || agenterrors.IsRefused(err) || agenterrors.IsNoRoom(err) || agenterrors.IsEnded(err) ||
 		agenterrors.IsTooMany(err) || agenterrors.IsNotFound(err) && agenterrors.ReasonOf(err) != agenterrors.ReasonClusterNotFound
 }
 
-// adoptionTimeouts is how many times as long as another call an adoption may take. Hundreds come at once, and wait for each other in the agent;
-// one that is given up and asked for again costs the hub more than one that waits.
+// adoptionTimeouts is the factor by which an adoption's timeout exceeds that of other calls.
+// Hundreds of adoptions arrive at once and queue in the agent; one that times out and is retried
+// costs the hub more than one that waits.
 const adoptionTimeouts = 6
 
-// Adopt makes the NodeClaim's claim on the Machine that the NodeClaim runs on already, and returns the claim. It is idempotent by the
-// NodeClaim's UID. Errors: the agent's, and one for a Machine that is in no node group; see [IsAdoptionRefused].
+// Adopt creates the NodeClaim's claim on the Machine that the NodeClaim already runs on, and
+// returns it. Adopt is idempotent by the NodeClaim's UID. It returns the agent's errors, or an
+// error if the Machine is in no node group; see [IsAdoptionRefused].
 func (c *CloudProvider) Adopt(ctx context.Context, nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.Machine) (*agentv1alpha1.Claim, error) {
 	return c.adopt(ctx, nodeClaim, machine, false)
 }
 
-// adopt is [CloudProvider.Adopt]. aboveMinSize refuses that where replicas would have to be raised.
+// adopt is [CloudProvider.Adopt]. With aboveMinSize, the agent refuses an adoption that would have
+// to raise replicas.
 func (c *CloudProvider) adopt(
 	ctx context.Context, nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.Machine, aboveMinSize bool,
 ) (*agentv1alpha1.Claim, error) {
@@ -61,7 +65,7 @@ func (c *CloudProvider) adopt(
 	return claim, err
 }
 
-// adopting reports whether the NodeClaim's claim is to adopt a Machine that it does not have yet.
+// adopting reports whether the NodeClaim's claim is to adopt a Machine and is not Bound to it yet.
 func (c *CloudProvider) adopting(ctx context.Context, nodeClaim *karpv1.NodeClaim) (bool, error) {
 	claim, known := c.Claims.Get(string(nodeClaim.UID))
 	if !known && nodeClaim.Status.ProviderID != "" && !placeholder.Is(nodeClaim.Status.ProviderID) {
@@ -76,8 +80,9 @@ func (c *CloudProvider) adopting(ctx context.Context, nodeClaim *karpv1.NodeClai
 	return claim.GetAdoptMachine() != "" && claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING, nil
 }
 
-// Describe returns the claim's NodeClaim, of a node class, as core has it after Create: with the labels, the annotations and the resources that
-// the node group of its Machine gives it, and its placeholder. It returns nil while the node group, or the node class, is not known.
+// Describe returns the claim's NodeClaim as core stores it after Create, for the given node class:
+// with its placeholder and with the labels, annotations and resources of its node group. It returns
+// nil while the node group or the node class is not known.
 func (c *CloudProvider) Describe(nodeClass string, claim *agentv1alpha1.Claim) *karpv1.NodeClaim {
 	class := c.class(nodeClass)
 	if class == nil {
@@ -90,7 +95,7 @@ func (c *CloudProvider) Describe(nodeClass string, claim *agentv1alpha1.Claim) *
 	return c.launched(claim, class.See(group))
 }
 
-// class returns what the catalogue knows of a node class, nil for nothing.
+// class returns the catalogue's entry for a node class, or nil if there is none.
 func (c *CloudProvider) class(name string) *catalogue.Class {
 	snapshot := c.Catalogue.Snapshot()
 	if snapshot == nil {
@@ -100,7 +105,7 @@ func (c *CloudProvider) class(name string) *catalogue.Class {
 	return class
 }
 
-// request asks for a claim of the NodeClaim's.
+// request returns the CreateClaimRequest for the NodeClaim.
 func (c *CloudProvider) request(
 	ctx context.Context, nodeClaim *karpv1.NodeClaim, candidates []string, maxNodeProvisionTime *metav1.Duration,
 ) *agentv1alpha1.CreateClaimRequest {
@@ -118,7 +123,7 @@ func (c *CloudProvider) request(
 	return request
 }
 
-// send makes a claim. One that lost a race in the hub is repeated at once, a few times.
+// send creates a claim. If it loses a race in the hub, send retries a few times without delay.
 func (c *CloudProvider) send(ctx context.Context, request *agentv1alpha1.CreateClaimRequest) (*agentv1alpha1.Claim, error) {
 	for attempt := 1; ; attempt++ {
 		response, err := c.Client.Claims.CreateClaim(ctx, request)
@@ -128,14 +133,17 @@ func (c *CloudProvider) send(ctx context.Context, request *agentv1alpha1.CreateC
 	}
 }
 
-// mayTakeOver reports whether [CloudProvider.takeOver] has a Machine to look for.
+// mayTakeOver reports whether the NodeClaim names a Machine for [CloudProvider.takeOver].
 func mayTakeOver(nodeClaim *karpv1.NodeClaim) bool {
 	return nodeClaim.Annotations[v1alpha1.AdoptMachineAnnotation] != "" || nodeClaim.Annotations[v1alpha1.PeerMachineAnnotation] != ""
 }
 
-// takeOver has a NodeClaim adopt the Machine that it was made for, or that another provider had chosen for it when it was replaced. It returns nil
-// for a NodeClaim without such a Machine, and where another provider's choice is on its way out, another claim's or NodeClaim's, or this claim's
-// already. Where that choice cannot be adopted now, the claim has no id, and [asItIs] applies.
+// takeOver adopts the Machine that the NodeClaim was made for, or that another provider had chosen
+// for it before this provider replaced that one.
+//
+// It returns nil for a NodeClaim without such a Machine. It also returns nil if the other
+// provider's choice is being deleted, belongs to another claim or NodeClaim, or already belongs to
+// this claim. If that choice cannot be adopted now, the returned claim has no id; see [asItIs].
 func (c *CloudProvider) takeOver(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*agentv1alpha1.Claim, error) {
 	if name, ours := nodeClaim.Annotations[v1alpha1.AdoptMachineAnnotation]; ours {
 		return c.takeOverOurs(ctx, nodeClaim, name)
@@ -165,15 +173,16 @@ func (c *CloudProvider) takeOver(ctx context.Context, nodeClaim *karpv1.NodeClai
 	return asClaimed(machine), nil
 }
 
-// asItIs describes to core a NodeClaim whose Machine cannot be adopted now, like one that another provider has launched: with the Machine's own
-// provider ID. Its adoption is tried again from then on, and it ends no sooner than it can be adopted, or the Machine is gone.
+// asItIs adjusts a NodeClaim whose Machine cannot be adopted now, so that core sees it as one that
+// another provider launched: with the Machine's own provider ID. Adoption is retried from then on,
+// and the NodeClaim does not end before its Machine is adopted or gone.
 func asItIs(nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Claim) {
 	nodeClaim.Status.ProviderID = claim.GetMachine().GetProviderId()
 	nodeClaim.Annotations = nil
 }
 
-// chosen returns the Machine without a claim that has the name, nil when there is none, and another NodeClaim that runs on it, nil when there is
-// none.
+// chosen returns the unclaimed Machine with the name, or nil, and another NodeClaim that runs on
+// it, or nil.
 func (c *CloudProvider) chosen(
 	ctx context.Context, nodeClaim *karpv1.NodeClaim, name string,
 ) (machine *agentv1alpha1.Machine, owner *karpv1.NodeClaim, err error) {
@@ -184,8 +193,8 @@ func (c *CloudProvider) chosen(
 	return machine, lo.FirstOrEmpty(others), err
 }
 
-// takeOverOurs has a NodeClaim that was made for a Machine adopt that. It never gets another one: where it cannot have the Machine any more, it is
-// of no use, and core deletes it.
+// takeOverOurs adopts the Machine that the NodeClaim was made for. Such a NodeClaim never gets
+// another Machine: if it can no longer have this one, it is of no use, and core deletes it.
 func (c *CloudProvider) takeOverOurs(ctx context.Context, nodeClaim *karpv1.NodeClaim, name string) (*agentv1alpha1.Claim, error) {
 	machine, owner, err := c.chosen(ctx, nodeClaim, name)
 	switch {
@@ -213,8 +222,9 @@ func (c *CloudProvider) takeOverOurs(ctx context.Context, nodeClaim *karpv1.Node
 	return nil, createError(err, ReasonAdoptionFailed)
 }
 
-// claimLeft claims the machine of a NodeClaim without a claim, so that it can be released; machine is nil for one that the agent does not show. It
-// reports whether there is nothing to do but wait. A NodeClaim whose machine is another one's gets no claim.
+// claimLeft claims the Machine of a NodeClaim without a claim, so that the Machine can be released.
+// machine is nil if the agent does not report it. wait reports whether the only thing left to do is
+// to wait. A NodeClaim whose Machine belongs to another NodeClaim gets no claim.
 func (c *CloudProvider) claimLeft(ctx context.Context, nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.Machine) (wait bool, err error) {
 	owner, err := owners.Of(ctx, c.Kube, nodeClaim)
 	switch {
@@ -222,7 +232,7 @@ func (c *CloudProvider) claimLeft(ctx context.Context, nodeClaim *karpv1.NodeCla
 		return false, err
 	case owner.UID != nodeClaim.UID:
 		return false, nil
-	case machine == nil && v1alpha1.ReturnsMachine(nodeClaim): // the user detaches it
+	case machine == nil && v1alpha1.ReturnsMachine(nodeClaim): // the user detaches the NodeClaim from it
 		return false, nil
 	case machine == nil:
 		c.Recorder.Publish(c.Unclaimed.Unknown(nodeClaim))

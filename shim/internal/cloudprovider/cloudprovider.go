@@ -1,7 +1,9 @@
-// Package cloudprovider is Karpenter core's CloudProvider for machines that an agent hands out.
+// Package cloudprovider implements Karpenter core's CloudProvider on top of an agent that provides
+// the machines.
 //
-// It only translates: what exists is in package catalogue, what a node group looks like to core in package instancetype, and
-// machines are the agent's. Every call to the agent is bounded, and nothing is concluded from an answer that did not come.
+// It only translates: package catalogue holds the node groups, package instancetype converts them
+// for core, and the agent owns the machines. Every call to the agent has a timeout, and a missing
+// answer never leads to a conclusion.
 package cloudprovider
 
 import (
@@ -39,21 +41,21 @@ import (
 // Name is the provider's name in core's metrics.
 const Name = "clusterapi"
 
-// Claims is a mirror of the shim's claims, ended ones included while the agent remembers them.
+// Claims mirrors the shim's claims, including ended ones for as long as the agent retains them.
 type Claims interface {
 	Get(claimID string) (*agentv1alpha1.Claim, bool)
 	WithProviderID(id string) []*agentv1alpha1.Claim
 	State() agentclient.State
 }
 
-// Overlays adjusts instance types as NodeOverlays say. Core's InstanceTypeStore is one.
+// Overlays applies NodeOverlays to instance types. Core's InstanceTypeStore implements it.
 type Overlays interface {
 	ApplyAll(nodePool string, instanceTypes []*cloudprovider.InstanceType) ([]*cloudprovider.InstanceType, error)
 }
 
-// Config is what a CloudProvider works with. Every field but Overlays and TracerProvider is REQUIRED.
+// Config configures a CloudProvider. Every field but Overlays and TracerProvider is REQUIRED.
 type Config struct {
-	// Cluster is the hub's Cluster that this workload cluster is.
+	// Cluster identifies this workload cluster's Cluster in the hub.
 	Cluster *agentv1alpha1.ClusterRef
 	// Kube reads the workload cluster, from a cache.
 	Kube client.Reader
@@ -61,27 +63,30 @@ type Config struct {
 	Client *agentclient.Client
 	// Claims mirrors the shim's claims.
 	Claims Claims
-	// Catalogue says what can be scheduled on.
+	// Catalogue holds the node groups and instance types that can be scheduled on.
 	Catalogue *catalogue.Catalogue
-	// Overlays is what core's overlay decorator uses, so that Create picks by the prices that core planned with. Used only
-	// while the feature gate NodeOverlay is on. Nil means none.
+	// Overlays is the store that core's overlay decorator uses, so that Create selects by the
+	// prices that core planned with. It is used only while the feature gate NodeOverlay is on. Nil
+	// means no overlays.
 	Overlays Overlays
 	// Unclaimed finds the Machines of NodeClaims that never had a claim.
 	Unclaimed *unclaimed.Finder
-	// Static is told when no node group has room for a NodeClaim.
+	// Static is notified when no node group has room for a NodeClaim.
 	Static *staticpool.Gate
-	// Recorder takes events about NodeClaims.
+	// Recorder publishes events about NodeClaims.
 	Recorder events.Recorder
-	// RepairAfter is how long a Node may be unhealthy before core replaces it, with the feature gate NodeRepair on.
+	// RepairAfter is how long a Node may be unhealthy before core replaces it, with the feature
+	// gate NodeRepair on.
 	RepairAfter time.Duration
-	// Timeout bounds one method's calls to the agent. A method that adopts a machine has adoptionTimeouts times as long.
+	// Timeout bounds one method's calls to the agent. A method that adopts a Machine gets
+	// adoptionTimeouts times as long.
 	Timeout time.Duration
-	// Settled reports whether every NodeClaim that was there when this process began to act has been looked at for adoption. Until then
-	// nothing is planned or disrupted.
+	// Settled reports whether every NodeClaim that existed when this process became active has been
+	// checked for adoption. Until then nothing is planned or disrupted.
 	Settled func() bool
-	// TracerProvider records Create and Delete. Nil records nothing.
+	// TracerProvider traces Create and Delete. Nil disables tracing.
 	TracerProvider trace.TracerProvider
-	// Clock tells how long node groups have been gone, and Machines on their way out.
+	// Clock measures how long node groups have been gone and Machines have been deleting.
 	Clock clock.PassiveClock
 }
 
@@ -90,7 +95,7 @@ type CloudProvider struct {
 	Config
 
 	listing *listing
-	began   *atomic.Pointer[time.Time] // when Create was first called for a NodeClaim that is to adopt a Machine
+	began   *atomic.Pointer[time.Time] // time of the first Create for a NodeClaim that is to adopt a Machine
 }
 
 var _ cloudprovider.CloudProvider = (*CloudProvider)(nil)
@@ -103,15 +108,17 @@ func New(config Config) *CloudProvider {
 // Name returns the provider's name.
 func (c *CloudProvider) Name() string { return Name }
 
-// GetSupportedNodeClasses returns a new object each time: core reads node classes into it.
+// GetSupportedNodeClasses returns a new object on every call, because core reads node classes into
+// it.
 func (c *CloudProvider) GetSupportedNodeClasses() []status.Object {
 	return []status.Object{&v1alpha1.ClusterAPINodeClass{}}
 }
 
-// GetInstanceTypes answers from the catalogue's newest snapshot. A NodePool of another provider has none. Before the agent
-// was heard of for the first time, while NodeClaims of before are being adopted, and for a node class that does not exist or
-// selects nothing, it is an error: an empty
-// answer would make core take the NodePool's nodes for drifted, for a typing error in a selector.
+// GetInstanceTypes returns the instance types in the newest snapshot of the catalogue, and none for
+// a NodePool of another provider. It returns an error before the agent was first reached, while
+// existing NodeClaims are being adopted, and for a node class that does not exist or selects
+// nothing. An empty result instead would make core treat the NodePool's Nodes as drifted because of
+// a typo in a selector.
 func (c *CloudProvider) GetInstanceTypes(_ context.Context, nodePool *karpv1.NodePool) ([]*cloudprovider.InstanceType, error) {
 	if nodePool == nil || !isOurs(nodePool.Spec.Template.Spec.NodeClassRef) {
 		return nil, nil
@@ -133,20 +140,23 @@ func (c *CloudProvider) GetInstanceTypes(_ context.Context, nodePool *karpv1.Nod
 	return class.For(nodePool), nil
 }
 
-// errNotSettled means that the NodeClaims that were there before have not all been looked at for adoption.
+// errNotSettled means that not all existing NodeClaims have been checked for adoption yet.
 var errNotSettled = errors.New("the machines of NodeClaims without a claim are being adopted")
 
 func isOurs(ref *karpv1.NodeClassReference) bool {
 	return ref != nil && ref.Group == v1alpha1.Group && ref.Kind == "ClusterAPINodeClass"
 }
 
-// Delete releases the NodeClaim's claim, whichever provider ID it carries: the claim is found by the NodeClaim's UID. It
-// returns a NodeClaimNotFoundError once the agent says that the instance is gone, or that it knows of no such claim. Core calls it every
-// five seconds; while the mirror of claims, which follows the agent, shows that the claim is being released in this way, the agent is not asked.
+// Delete releases the NodeClaim's claim, which it finds by the NodeClaim's UID, whatever provider
+// ID the NodeClaim carries. It returns a NodeClaimNotFoundError once the agent reports that the
+// instance is gone or that it knows no such claim. Core calls Delete every five seconds. While the
+// mirror of claims is connected and already shows this release, Delete does not call the agent.
 //
-// A NodeClaim that never had a claim and that runs on a Machine of this Cluster adopts that Machine first. It waits, with an error and an event,
-// where that is refused, until the Machine is gone or can be adopted, and where the agent does not show the Machine, until it does. It ends without
-// the Machine where that is another NodeClaim's. Core has drained the Node by then: it asks no provider before that.
+// If the NodeClaim never had a claim and runs on a Machine of this Cluster, Delete first adopts
+// that Machine. If the agent refuses, Delete returns an error and publishes an event until the
+// Machine is gone or can be adopted. If the agent does not report the Machine, Delete does the same
+// until it does. If the Machine belongs to another NodeClaim, the NodeClaim ends without it. Core
+// has drained the Node by then: it does not call the provider earlier.
 func (c *CloudProvider) Delete(ctx context.Context, nodeClaim *karpv1.NodeClaim) error {
 	if c.releasing(nodeClaim) {
 		c.tellStuck(nodeClaim)
@@ -156,12 +166,12 @@ func (c *CloudProvider) Delete(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	defer cancel()
 	ctx, end := c.trace(ctx, "Delete", nodeClaim)
 	err := c.release(ctx, nodeClaim)
-	end(cloudprovider.IgnoreNodeClaimNotFoundError(err)) // which says that it is done
+	end(cloudprovider.IgnoreNodeClaimNotFoundError(err)) // not found means success here
 	return err
 }
 
 func (c *CloudProvider) release(ctx context.Context, nodeClaim *karpv1.NodeClaim) error {
-	// Before the release, after which nothing could be claimed under this UID any more.
+	// This must precede the release: a released UID can no longer claim anything.
 	machine, err := c.Unclaimed.Of(ctx, nodeClaim)
 	unknown := errors.Is(err, unclaimed.ErrUnknownMachine)
 	if err != nil && !unknown {
@@ -175,7 +185,7 @@ func (c *CloudProvider) release(ctx context.Context, nodeClaim *karpv1.NodeClaim
 	switch adopting, err := c.adopting(ctx, nodeClaim); {
 	case err != nil:
 		return err
-	case adopting: // a claim that is released before it has the Machine leaves that with the user
+	case adopting: // a claim released before it has the Machine leaves the Machine to the user
 		return nil
 	}
 	response, err := c.Client.Claims.ReleaseClaim(ctx, &agentv1alpha1.ReleaseClaimRequest{
@@ -203,18 +213,19 @@ func (c *CloudProvider) release(ctx context.Context, nodeClaim *karpv1.NodeClaim
 	return nil
 }
 
-// releasing reports whether the claim is being released, and nothing more is to be said about it: it goes on to its end by itself.
+// releasing reports whether the claim is already being released and the agent needs no further
+// information.
 func (c *CloudProvider) releasing(nodeClaim *karpv1.NodeClaim) bool {
 	claim, known := c.Claims.Get(string(nodeClaim.UID))
 	return known && c.Claims.State().Connected && claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING &&
 		(claim.GetDrained() || !drained(nodeClaim))
 }
 
-// stuckAfter is how long a Machine may be on its way out before its NodeClaim says what it waits for.
+// stuckAfter is how long a Machine may be deleting before its NodeClaim gets an event about it.
 const stuckAfter = 5 * time.Minute
 
-// tellStuck publishes, on a NodeClaim whose Machine has been on its way out for long, what Cluster API says about that. Core asks again every few
-// seconds.
+// tellStuck publishes an event on a NodeClaim whose Machine has been deleting for long, with the
+// reason that Cluster API reports. Core calls Delete again every few seconds.
 func (c *CloudProvider) tellStuck(nodeClaim *karpv1.NodeClaim) {
 	claim, _ := c.Claims.Get(string(nodeClaim.UID))
 	machine := claim.GetMachine()
@@ -234,8 +245,9 @@ func (c *CloudProvider) tellStuck(nodeClaim *karpv1.NodeClaim) {
 	})
 }
 
-// drained reports whether core has emptied the Node, so that Cluster API need not. When the NodeClaim's termination grace
-// period ran out before the volumes were detached, the user wanted no more waiting either.
+// drained reports whether core has drained the Node, so that Cluster API need not. It is also true
+// if the NodeClaim's termination grace period expired before the volumes were detached: the user
+// asked for no further waiting.
 func drained(nodeClaim *karpv1.NodeClaim) bool {
 	conditions := nodeClaim.StatusConditions()
 	if !conditions.Get(karpv1.ConditionTypeDrained).IsTrue() {
@@ -253,8 +265,8 @@ func releaseReason(nodeClaim *karpv1.NodeClaim) string {
 	return reason
 }
 
-// Get returns the machine with the provider ID, which may be a claim's placeholder. The agent is asked each time: core takes a
-// NodeClaimNotFoundError for leave to drop the Node without draining it.
+// Get returns the machine with the provider ID, which may be a claim's placeholder. It calls the
+// agent every time, because core drops the Node without draining it on a NodeClaimNotFoundError.
 func (c *CloudProvider) Get(ctx context.Context, providerID string) (*karpv1.NodeClaim, error) {
 	if providerID == "" {
 		return nil, errors.New("a Node without a provider ID cannot be looked up")
@@ -273,8 +285,8 @@ func (c *CloudProvider) Get(ctx context.Context, providerID string) (*karpv1.Nod
 	return c.nodeClaimOf(claim, providerID), nil
 }
 
-// find returns the claim behind a provider ID, as if there were one for a Machine that has none. It may have ended if that is a
-// placeholder.
+// find returns the claim with the provider ID. For a Machine without a claim it returns a made-up
+// claim. The claim may have ended if the provider ID is a placeholder.
 func (c *CloudProvider) find(ctx context.Context, providerID string) (*agentv1alpha1.Claim, error) {
 	if placeholder.Is(providerID) {
 		namespace, name, claimID, ok := placeholder.Parse(providerID)
@@ -296,8 +308,8 @@ func (c *CloudProvider) find(ctx context.Context, providerID string) (*agentv1al
 			return claim, nil
 		}
 	}
-	// The mirror may lag behind, and infrastructure may give the provider ID of a machine that is gone out again: ask for
-	// everything before saying that there is no such machine.
+	// The mirror may lag behind, and the infrastructure may reuse the provider ID of a machine that
+	// is gone. So list all claims before reporting that there is no such machine.
 	claims, err := c.listing.claims(ctx, c)
 	if err != nil {
 		return nil, err
@@ -306,7 +318,7 @@ func (c *CloudProvider) find(ctx context.Context, providerID string) (*agentv1al
 	if ok {
 		return claim, nil
 	}
-	// Or of a claim that got it after the claims were listed.
+	// This includes the Machine of a claim that was bound to it after the claims were listed.
 	machine, err := c.Unclaimed.Any(ctx, providerID)
 	switch {
 	case err != nil:
@@ -326,8 +338,9 @@ func (c *CloudProvider) find(ctx context.Context, providerID string) (*agentv1al
 	return nil, cloudprovider.NewNodeClaimNotFoundError(fmt.Errorf("no machine has the provider ID %s", providerID))
 }
 
-// isUnknown reports whether nothing is known of the NodeClaim's machine: see [unclaimed.ErrUnknownMachine]. It is not when the user detaches the
-// NodeClaim from it.
+// isUnknown reports whether the state of the NodeClaim's machine is unknown: see
+// [unclaimed.ErrUnknownMachine]. It returns false if the user is detaching the NodeClaim from its
+// machine.
 func (c *CloudProvider) isUnknown(ctx context.Context, nodeClaim *karpv1.NodeClaim) (bool, error) {
 	if !isOurs(nodeClaim.Spec.NodeClassRef) || v1alpha1.ReturnsMachine(nodeClaim) {
 		return false, nil
@@ -339,7 +352,8 @@ func (c *CloudProvider) isUnknown(ctx context.Context, nodeClaim *karpv1.NodeCla
 	return false, err
 }
 
-// asClaimed shows a Machine without a claim to core, which knows no such thing.
+// asClaimed presents a Machine without a claim as a Bound claim, since core has no notion of an
+// unclaimed machine.
 func asClaimed(machine *agentv1alpha1.Machine) *agentv1alpha1.Claim {
 	return &agentv1alpha1.Claim{
 		Phase: agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, NodeGroupId: machine.GetNodeGroupId(), Machine: machine, CreatedAt: machine.GetCreatedAt(),
@@ -355,7 +369,8 @@ func (c *CloudProvider) ask(ctx context.Context, claimID string) (*agentv1alpha1
 	return response.GetClaim(), nil
 }
 
-// liveClaimOf returns the claim that, as far as the mirror knows, has the machine with the provider ID.
+// liveClaimOf returns the live claim that has the machine with the provider ID, according to the
+// mirror.
 func (c *CloudProvider) liveClaimOf(providerID string) (claimID string, ok bool) {
 	claim, ok := liveClaimWith(c.Claims.WithProviderID(providerID), providerID)
 	return claim.GetClaimId(), ok
@@ -367,10 +382,12 @@ func liveClaimWith(claims []*agentv1alpha1.Claim, providerID string) (*agentv1al
 	})
 }
 
-// List returns each machine twice once it has a real provider ID: under that and under the placeholder. Core deletes the
-// NodeClaims of healthy Nodes whose ID is not in the list, and which of the two a NodeClaim carries is, for moments, up to
-// races. Machines without a claim are in it: there may be NodeClaims that never had one. So are the NodeClaims of Nodes whose machine the agent does
-// not show: see [unclaimed.ErrUnknownMachine]. It is complete, or an error.
+// List returns each machine twice once it has a real provider ID: under that ID and under the
+// placeholder. Core deletes NodeClaims of healthy Nodes whose provider ID is missing from the list,
+// and during the swap a NodeClaim may carry either ID. The list includes Machines without a claim,
+// because their NodeClaims may never have had one. It also includes NodeClaims that have a Node but
+// whose machine the agent does not report: see [unclaimed.ErrUnknownMachine]. The result is
+// complete, or an error is returned.
 func (c *CloudProvider) List(ctx context.Context) ([]*karpv1.NodeClaim, error) {
 	ctx, cancel := context.WithTimeout(ctx, c.Timeout)
 	defer cancel()
@@ -390,7 +407,7 @@ func (c *CloudProvider) List(ctx context.Context) ([]*karpv1.NodeClaim, error) {
 			listed.Insert(id)
 		}
 	}
-	// Also those with a claim: it may have got the Machine after the claims were listed.
+	// Includes claimed Machines: a claim may have been bound after the claims were listed.
 	machines, err := c.Unclaimed.All(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("looking for machines without a claim: %w", err)
@@ -405,7 +422,8 @@ func (c *CloudProvider) List(ctx context.Context) ([]*karpv1.NodeClaim, error) {
 	return append(nodeClaims, unknown...), err
 }
 
-// unknown returns the NodeClaims that have a Node and whose machine is neither listed nor known to be gone.
+// unknown returns the NodeClaims that have a Node and whose machine is neither listed nor known to
+// be gone.
 func (c *CloudProvider) unknown(ctx context.Context, listed sets.Set[string]) ([]*karpv1.NodeClaim, error) {
 	all := &karpv1.NodeClaimList{}
 	if err := c.Kube.List(ctx, all); err != nil {
@@ -442,17 +460,19 @@ func (c *CloudProvider) placeholderOf(claimID string) string {
 	return placeholder.ProviderID(c.Cluster.GetNamespace(), c.Cluster.GetName(), claimID)
 }
 
-// Drift reasons. They end up in a condition, which allows letters, digits, and `_,:`.
+// Drift reasons. They become condition reasons, which allow letters, digits, and `_,:`.
 const (
-	// DriftNodeGroupNotSelected means that the NodeClaim's node class does not select its node group any more.
+	// DriftNodeGroupNotSelected means that the NodeClaim's node class no longer selects its node
+	// group.
 	DriftNodeGroupNotSelected cloudprovider.DriftReason = "NodeGroupNotSelected"
-	// DriftMachineNotUpToDate means that the machine's template changed and that Cluster API waits for somebody to replace
-	// the machine.
+	// DriftMachineNotUpToDate means that the machine's template has changed and that Cluster API
+	// leaves the replacement of the machine to others (OnDelete).
 	DriftMachineNotUpToDate cloudprovider.DriftReason = "MachineNotUpToDate"
 )
 
-// IsDrifted answers from the local mirrors, last known good while the agent is away, as the node class's drift policy says. What
-// Cluster API replaces by itself, by a rolling update, is no drift: core would race it.
+// IsDrifted decides by the node class's drift policy from the local mirrors, which keep their last
+// known state while the agent is unreachable. A machine that Cluster API will replace in a rolling
+// update is not drifted: core would race Cluster API.
 func (c *CloudProvider) IsDrifted(_ context.Context, nodeClaim *karpv1.NodeClaim) (cloudprovider.DriftReason, error) {
 	if !isOurs(nodeClaim.Spec.NodeClassRef) {
 		return "", nil
@@ -472,7 +492,8 @@ func (c *CloudProvider) IsDrifted(_ context.Context, nodeClaim *karpv1.NodeClaim
 	if exists {
 		policy = class.Drift
 	}
-	// A selector that matches nothing at all is taken for a mistake, not for the wish to replace every node.
+	// A selector that matches nothing is treated as a mistake, not as a request to replace every
+	// Node.
 	if exists && policy.NodeGroupNotSelected != v1alpha1.DriftIgnore && len(class.Groups) > 0 && c.deselected(snapshot, class, groupID) {
 		return DriftNodeGroupNotSelected, nil
 	}
@@ -484,12 +505,13 @@ func (c *CloudProvider) IsDrifted(_ context.Context, nodeClaim *karpv1.NodeClaim
 	return "", nil
 }
 
-// goneFor is how long the agent must not have known a node group before its Nodes count as not selected. It is longer than a hub
-// takes to be moved or restored, when MachineDeployments are away for a while.
+// goneFor is how long a node group must have been unknown to the agent before its Nodes count as
+// not selected. It exceeds the time that a move or a restore of the hub takes, during which
+// MachineDeployments are absent.
 const goneFor = time.Hour
 
-// deselected reports whether the node class's selector does not match the group, or the group has not been there for long: a
-// MachineDeployment without the opt-in label is selected by none.
+// deselected reports whether the node class's selector does not match the group, or the group has
+// been gone for at least goneFor. No selector matches a MachineDeployment without the opt-in label.
 func (c *CloudProvider) deselected(snapshot *catalogue.Snapshot, class *catalogue.Class, groupID string) bool {
 	if group, ok := snapshot.Source(groupID); ok {
 		return !class.Selects(group)
@@ -498,12 +520,13 @@ func (c *CloudProvider) deselected(snapshot *catalogue.Snapshot, class *catalogu
 	return gone && c.Clock.Since(since) >= goneFor
 }
 
-// Reboot is not offered: Cluster API has no such operation.
+// Reboot is not supported: Cluster API has no such operation.
 func (c *CloudProvider) Reboot(context.Context, *karpv1.NodeClaim, string) error {
 	return cloudprovider.NewNodeRebootNotImplementedError()
 }
 
-// RepairPolicies returns the policies for the kubelet's own health. They do nothing unless the feature gate NodeRepair is on.
+// RepairPolicies returns policies for the health that the kubelet reports. Core ignores them unless
+// the feature gate NodeRepair is on.
 func (c *CloudProvider) RepairPolicies() []cloudprovider.RepairPolicy {
 	return []cloudprovider.RepairPolicy{
 		{
@@ -515,10 +538,10 @@ func (c *CloudProvider) RepairPolicies() []cloudprovider.RepairPolicy {
 		{
 			ConditionType:   corev1.NodeReady,
 			ConditionStatus: corev1.ConditionUnknown,
-			// Core allows one policy without an expression, the fallback above.
+			// Core allows one policy without an expression: the one above.
 			ReasonRegex:        ".*",
 			TolerationDuration: c.RepairAfter,
-			// The kubelet is silent: no pod there would ever confirm its eviction.
+			// The kubelet does not respond, so no pod there would ever confirm its eviction.
 			TerminationGracePeriod: new(time.Duration(0)),
 			Action:                 cloudprovider.ReplaceNode,
 		},

@@ -261,7 +261,7 @@ func TestGetFindsTheLiveClaimOnAProviderIDThatWasGivenOutAgain(t *testing.T) {
 	}
 }
 
-// A zone with hundreds of Nodes may be lost at once.
+// Losing a zone may affect hundreds of Nodes at once.
 func TestGetsOfManyLostNodesShareTheLists(t *testing.T) {
 	const lost = 200
 	w := shimtest.New(t, oneGroup())
@@ -286,7 +286,7 @@ func TestGetsOfManyLostNodesShareTheLists(t *testing.T) {
 	assert.Equal(t, before+2, w.Agent.Calls("ListClaims"), "a list from before says nothing of now")
 }
 
-// behind lists one claim, whatever the agent has by now.
+// behind is a mirror that lists one claim, whatever the agent has by now.
 type behind struct {
 	cloudprovider.Claims
 	claim *agentv1alpha1.Claim
@@ -336,7 +336,8 @@ func TestListShowsWhatIsBeingReleased(t *testing.T) {
 	}
 }
 
-// Core removes a NodeClaim that is shown so once its Node is not Ready: see its garbage collection.
+// Once the Node is not Ready, core removes a NodeClaim that is listed like this: see its garbage
+// collection.
 func TestListShowsAMachineWhoseInfrastructureIsGoneAsOnItsWayOut(t *testing.T) {
 	w := shimtest.New(t, oneGroup())
 	nodeClaim := w.Launched("claim")
@@ -381,7 +382,7 @@ func TestIsDriftedWhenTheNodeClassNoLongerSelectsTheGroup(t *testing.T) {
 	nodeClass := &v1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: shimtest.NodeClassName}}
 	for selector, want := range map[string]corecloudprovider.DriftReason{
 		"red": "", "blue": cloudprovider.DriftNodeGroupNotSelected,
-		"typo": "", // selects nothing, which nobody can mean
+		"typo": "", // selects nothing, which cannot be intended
 	} {
 		w.Get(nodeClass)
 		nodeClass.Spec.ScalableResourceSelector = &metav1.LabelSelector{MatchLabels: map[string]string{"team": selector}}
@@ -449,7 +450,7 @@ func TestWhatTheDriftPolicyIgnoresIsNoDrift(t *testing.T) {
 	}
 }
 
-// stale shows one claim whatever is asked.
+// stale is a mirror that returns one claim for every id.
 type stale struct {
 	cloudprovider.Claims
 	claim *agentv1alpha1.Claim
@@ -464,7 +465,7 @@ func TestDriftIsNotDecidedWithoutKnowing(t *testing.T) {
 	reason, err := w.CloudProvider.IsDrifted(w.Context(), nodeClaim)
 	require.NoError(t, err, "the last known good does")
 	assert.Empty(t, reason)
-	w.CloudProvider.Claims = w.Client.MirrorClaims(w.Cluster, v1alpha1.Holder) // never heard of
+	w.CloudProvider.Claims = w.Client.MirrorClaims(w.Cluster, v1alpha1.Holder) // never synced
 	_, err = w.CloudProvider.IsDrifted(w.Context(), nodeClaim)
 	require.Error(t, err)
 	foreign := w.NodeClaim("foreign", func(nc *karpv1.NodeClaim) { nc.Spec.NodeClassRef.Kind = "EC2NodeClass" })

@@ -27,20 +27,23 @@ import (
 )
 
 const (
-	// maxCandidates is what the agent's API allows in one claim.
+	// maxCandidates is the maximum that the agent's API allows in one claim.
 	maxCandidates = 1000
-	// conflictAttempts is how often a claim that lost a race in the hub is repeated at once.
+	// conflictAttempts is how often a claim is attempted without delay when it loses a race in the
+	// hub.
 	conflictAttempts = 4
 )
 
-// Create claims a machine for the NodeClaim and returns as soon as the claim is durable in the hub, with the claim's
-// placeholder for a provider ID: core stops provisioning and disrupting for the whole cluster while any NodeClaim has none.
+// Create claims a machine for the NodeClaim and returns as soon as the claim is durable in the hub.
+// The returned provider ID is the claim's placeholder: core stops provisioning and disrupting in
+// the whole cluster while any NodeClaim has no provider ID.
 //
-// It is idempotent by the NodeClaim's UID: after a crash, a lost reply or a failed status patch, the same claim comes back,
-// whatever the candidates are by then.
+// Create is idempotent by the NodeClaim's UID. After a crash, a lost reply or a failed status patch
+// it returns the same claim, whatever the candidates are by then.
 //
-// Where core chose a value for a node label at random, because the NodePool only says that the label exists or gives several
-// values, the passed NodeClaim's label is set to the value that the machine will really have. Core stores that.
+// If the NodePool only requires that a label exists, or allows several values, core picks a value
+// at random. Create then sets the label of the passed NodeClaim to the value that the machine will
+// have, and core stores it.
 func (c *CloudProvider) Create(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*karpv1.NodeClaim, error) {
 	timeout := c.Timeout
 	if mayTakeOver(nodeClaim) {
@@ -104,14 +107,15 @@ func (c *CloudProvider) create(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	if claim.GetClaimId() == "" {
 		asItIs(created, claim)
 	}
-	if _, adopted := nodeClaim.Labels[v1alpha1.AdoptedLabel]; !adopted { // else they are those that its Node has
+	if _, adopted := nodeClaim.Labels[v1alpha1.AdoptedLabel]; !adopted { // an adopted NodeClaim already has the labels of its Node
 		instancetype.CorrectChosenLabels(nodeClaim, created.Labels)
 	}
 	log.FromContext(ctx).Info("claimed a machine", "node-group", group.ID, "claim-phase", claim.GetPhase().String(), "candidates", len(candidates))
 	return created, nil
 }
 
-// candidates returns the groups that would do, best first, and why the others would not.
+// candidates returns the groups that accept the NodeClaim, best first, and the reason why each
+// other group does not.
 func (c *CloudProvider) candidates(
 	nodeClaim *karpv1.NodeClaim,
 	groups []*instancetype.Group,
@@ -126,17 +130,19 @@ func (c *CloudProvider) candidates(
 		}
 		candidates = append(candidates, g)
 	}
-	// Groups without room come last, not never: what is known about room may be old, and the agent decides.
+	// Groups without room are listed last instead of being left out: the catalogue may be stale,
+	// and the agent decides.
 	return lo.Slice(instancetype.Order(candidates, c.Catalogue.Available), 0, maxCandidates), refused
 }
 
-// overlaid returns the class's groups with the prices and resources that NodeOverlays give them.
+// overlaid returns the class's groups with the prices and resources that NodeOverlays assign to
+// them.
 func (c *CloudProvider) overlaid(ctx context.Context, nodeClaim *karpv1.NodeClaim, class *catalogue.Class) ([]*instancetype.Group, error) {
 	nodePool := nodeClaim.Labels[karpv1.NodePoolLabelKey]
 	if c.Overlays == nil || nodePool == "" || !coreoptions.FromContext(ctx).FeatureGates.NodeOverlay {
 		return class.Groups, nil
 	}
-	// Core knows offerings by what the NodePool sees in them.
+	// Core's overlays refer to the offerings as the NodePool sees them.
 	pool, err := c.Catalogue.NodePool(ctx, nodePool)
 	if err != nil {
 		return nil, err
@@ -154,8 +160,8 @@ func (c *CloudProvider) overlaid(ctx context.Context, nodeClaim *karpv1.NodeClai
 	}), nil
 }
 
-// claim makes the claim. Without candidates it only looks for one that was made before: a reply may have been lost when there
-// still were candidates.
+// claim creates the claim. Without candidates it only looks for an existing claim: the reply may
+// have been lost while there still were candidates.
 func (c *CloudProvider) claim(
 	ctx context.Context, nodeClaim *karpv1.NodeClaim, candidates []*instancetype.Group, maxNodeProvisionTime *metav1.Duration,
 ) (*agentv1alpha1.Claim, error) {
@@ -170,7 +176,8 @@ func (c *CloudProvider) claim(
 	return c.send(ctx, c.request(ctx, nodeClaim, ids, maxNodeProvisionTime))
 }
 
-// spoke returns which cluster claims are made from, "" when it cannot be read now: the next claim sync says it.
+// spoke returns the ID of the cluster that makes the claim, or "" if it cannot be read now. The
+// next claim sync reports it.
 func (c *CloudProvider) spoke(ctx context.Context) string {
 	id, err := spoke.ID(ctx, c.Kube)
 	if err != nil {
@@ -179,7 +186,8 @@ func (c *CloudProvider) spoke(ctx context.Context) string {
 	return id
 }
 
-// groupOf returns the group that the agent chose. It need not be a candidate: a repeated call gets its first answer.
+// groupOf returns the group that the agent chose. It need not be a candidate: a repeated call
+// returns the first answer.
 func (c *CloudProvider) groupOf(
 	ctx context.Context, claim *agentv1alpha1.Claim, class *catalogue.Class, groups []*instancetype.Group,
 ) (*instancetype.Group, error) {
@@ -215,7 +223,8 @@ func (c *CloudProvider) launched(claim *agentv1alpha1.Claim, group *instancetype
 			Annotations: map[string]string{v1alpha1.NodeGroupAnnotation: group.ID},
 		},
 		Status: karpv1.NodeClaimStatus{
-			// Always the placeholder, also when the real one is known: then one controller alone decides when it changes.
+			// Always the placeholder, even if the real ID is known, so that only one controller
+			// ever swaps it.
 			ProviderID:  c.placeholderOf(claim.GetClaimId()),
 			Capacity:    maps.Clone(group.Capacity),
 			Allocatable: maps.Clone(group.Allocatable),
@@ -223,11 +232,12 @@ func (c *CloudProvider) launched(claim *agentv1alpha1.Claim, group *instancetype
 	}
 }
 
-// infrastructureDeleted is Cluster API's reason (MachineInfrastructureDeletedReason) that a Machine's infrastructure object was there and is gone:
-// nobody recreates it. Once the Node is not Ready, core removes the NodeClaim of a machine that is gone.
+// infrastructureDeleted is Cluster API's reason (MachineInfrastructureDeletedReason) for a Machine
+// whose infrastructure object existed and is gone. Nothing recreates it. Once the Node is not
+// Ready, core removes the NodeClaim of a machine that is gone.
 const infrastructureDeleted = "ObjectDeleted"
 
-// nodeClaimOf describes a claim's machine to core, under one of its provider IDs.
+// nodeClaimOf returns the claim's machine as core's NodeClaim, with one of its provider IDs.
 func (c *CloudProvider) nodeClaimOf(claim *agentv1alpha1.Claim, providerID string) *karpv1.NodeClaim {
 	nodeClaim := &karpv1.NodeClaim{
 		ObjectMeta: metav1.ObjectMeta{
@@ -240,7 +250,7 @@ func (c *CloudProvider) nodeClaimOf(claim *agentv1alpha1.Claim, providerID strin
 	if created := claim.GetCreatedAt(); created != nil {
 		nodeClaim.CreationTimestamp = metav1.NewTime(created.AsTime())
 	}
-	// Core counts what is being deleted as gone.
+	// Core treats a machine that is being deleted as gone.
 	switch {
 	case claim.GetReleasedAt() != nil:
 		nodeClaim.DeletionTimestamp = &metav1.Time{Time: claim.GetReleasedAt().AsTime()}
@@ -259,7 +269,8 @@ func (c *CloudProvider) nodeClaimOf(claim *agentv1alpha1.Claim, providerID strin
 	return nodeClaim
 }
 
-// summary says, in one sentence, why groups were refused; the most common reasons first.
+// summary returns one sentence with the reasons why groups were refused, the most common ones
+// first.
 func summary(refused map[string]error) string {
 	if len(refused) == 0 {
 		return "the node class selects no usable node group"

@@ -84,7 +84,7 @@ func TestCreateAgainIsTheSameClaim(t *testing.T) {
 	nodeClaim := w.NodeClaim("claim")
 	first, err := w.CloudProvider.Create(w.Context(), nodeClaim)
 	require.NoError(t, err)
-	// Now there is something better, and the first group is full: that must not matter.
+	// Now there is a better group, and the first group is full. Neither may matter.
 	w.Agent.AddNodeGroup(&agentv1alpha1.NodeGroup{Name: "b", CapacityType: spot})
 	w.Agent.Block("default/a", agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE, "full", time.Time{})
 	w.Eventually(func() bool { return w.Catalogue.Snapshot().Len() == 2 }, "the new group shows")
@@ -101,7 +101,7 @@ func TestALostReplyCostsNothing(t *testing.T) {
 	w.Agent.FailAfter("CreateClaim", 1, status.Error(codes.Unavailable, "gone"))
 	_, err := w.CloudProvider.Create(w.Context(), nodeClaim)
 	assertCreateError(t, err, cloudprovider.ReasonAgentUnreachable)
-	// Meanwhile nothing fits any more; the claim that was made is found all the same.
+	// Now nothing fits any more. The existing claim is still found.
 	w.Agent.UpdateNodeGroup("default/a", func(g *agentv1alpha1.NodeGroup) { g.Capacity["cpu"] = "1" })
 	w.Eventually(func() bool {
 		g, _ := w.Catalogue.Snapshot().Group("default/a")
@@ -175,7 +175,7 @@ func assertCreateError(t *testing.T, err error, reason string) {
 	assert.False(t, corecloudprovider.IsInsufficientCapacityError(err))
 }
 
-// The table of explain's comment.
+// The rows are those of the table in explain's comment.
 func TestWhatCoreIsToldWhenTheAgentSaysNo(t *testing.T) {
 	cluster := &agentv1alpha1.ClusterRef{Namespace: "default", Name: "workload"}
 	malformed := agenterrors.InvalidArgument(agenterrors.FieldViolation{Field: "claim_id"})
@@ -184,7 +184,7 @@ func TestWhatCoreIsToldWhenTheAgentSaysNo(t *testing.T) {
 	}
 	for name, c := range map[string]struct {
 		err    error
-		reason string // of a CreateError; empty means InsufficientCapacity
+		reason string // of the CreateError; empty means InsufficientCapacity
 	}{
 		"RESOURCE_EXHAUSTED": {err: rejected(agenterrors.ReasonNoRoom)},
 		"RESOURCE_EXHAUSTED, a limit": {
@@ -310,7 +310,7 @@ func TestAMachineOfAZonelessGroupIsWhereItReallyIs(t *testing.T) {
 	assert.Empty(t, zone)
 }
 
-// overlays adds a device and a price to every instance type named dear.
+// overlays adds a device and a price to every instance type with the name dear.
 type overlays struct {
 	store func(string, []*corecloudprovider.InstanceType) ([]*corecloudprovider.InstanceType, error)
 }
@@ -369,7 +369,7 @@ func TestAClaimWaitsAsLongAsItsNodeClassSays(t *testing.T) {
 	nodeClass := &v1alpha1.ClusterAPINodeClass{ObjectMeta: metav1.ObjectMeta{Name: shimtest.NodeClassName}}
 	w.Get(nodeClass)
 	nodeClass.Spec.MaxNodeProvisionTime = &metav1.Duration{Duration: 90 * time.Minute}
-	nodeClass.Generation++ // the fake API server does not
+	nodeClass.Generation++ // the fake API server does not do this
 	require.NoError(t, w.Kube.Update(w.Context(), nodeClass))
 	w.Catalogue.Refresh()
 	w.Eventually(func() bool {

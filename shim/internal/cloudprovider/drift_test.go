@@ -17,7 +17,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
 )
 
-// Core itself looks at the instance types after an hour, whatever IsDrifted says.
+// Core itself checks the instance types after an hour, independently of IsDrifted.
 func TestOnlyTheDriftPolicyDecidesWhetherANodeIsReplacedForItsNodeGroup(t *testing.T) {
 	group := func(change func(*agentv1alpha1.NodeGroup)) func(*shimtest.World) {
 		return func(w *shimtest.World) { w.Agent.UpdateNodeGroup("default/a", change) }
@@ -119,9 +119,9 @@ func changeNodeClass(w *shimtest.World, change func(*v1alpha1.ClusterAPINodeClas
 	refreshed(w)
 }
 
-// refreshed waits for a snapshot that is newer than everything so far.
+// refreshed waits for a snapshot that is newer than all changes so far.
 func refreshed(w *shimtest.World) {
-	for range 2 { // one may be in the making
+	for range 2 { // one may already be in progress
 		before := w.Catalogue.Snapshot()
 		w.Catalogue.Refresh()
 		w.Eventually(func() bool { return w.Catalogue.Snapshot() != before }, "a newer snapshot")

@@ -13,55 +13,61 @@ import (
 
 // Reasons of a NodeClaim's condition Launched while Create fails.
 const (
-	// ReasonCatalogueNotSynced means that the agent was not heard of since the process started.
+	// ReasonCatalogueNotSynced means that the agent has not been reached since the process started.
 	ReasonCatalogueNotSynced = "CatalogueNotSynced"
 	// ReasonNodeClassNotFound means that the NodeClaim's node class does not exist.
 	ReasonNodeClassNotFound = "NodeClassNotFound"
 	// ReasonOverlaysNotReady means that NodeOverlays could not be applied yet.
 	ReasonOverlaysNotReady = "NodeOverlaysNotReady"
-	// ReasonNodeGroupUnknown means that the claim exists, and that its node group could not be read.
+	// ReasonNodeGroupUnknown means that the claim exists but its node group could not be read.
 	ReasonNodeGroupUnknown = "NodeGroupUnknown"
-	// ReasonNodeGroupsNotFound means that the agent knows none of the candidates, or not the Cluster.
+	// ReasonNodeGroupsNotFound means that the agent knows none of the candidates, or does not know
+	// the Cluster.
 	ReasonNodeGroupsNotFound = "NodeGroupsNotFound"
-	// ReasonAgentUnreachable means that no answer came. The claim may exist.
+	// ReasonAgentUnreachable means that no answer arrived. The claim may exist.
 	ReasonAgentUnreachable = "AgentUnreachable"
-	// ReasonAgentRefused means that the agent does not know this client, or that it may not act for the Cluster.
+	// ReasonAgentRefused means that the agent does not know this client, or that the client may not
+	// act for the Cluster.
 	ReasonAgentRefused = "AgentRefused"
-	// ReasonClaimConflict means that races in the hub were lost again and again.
+	// ReasonClaimConflict means that the claim lost races in the hub repeatedly.
 	ReasonClaimConflict = "ClaimConflict"
-	// ReasonClaimRejected means that the agent holds the request for malformed.
+	// ReasonClaimRejected means that the agent considers the request malformed.
 	ReasonClaimRejected = "ClaimRejected"
-	// ReasonTooManyClaims means that the Cluster has as many claims as the agent lets it have, or as many were made lately.
+	// ReasonTooManyClaims means that the Cluster has reached the agent's limit of claims, or of
+	// recent claims.
 	ReasonTooManyClaims = "TooManyClaims"
-	// ReasonAdoptionFailed means that it is not known whether the Machine that was chosen for the NodeClaim can be adopted.
+	// ReasonAdoptionFailed means that it is not known whether the Machine chosen for the NodeClaim
+	// can be adopted.
 	ReasonAdoptionFailed = "AdoptionFailed"
-	// ReasonAdoptionRefused means that the Machine that another provider chose for the NodeClaim cannot be adopted, and has no provider ID yet.
+	// ReasonAdoptionRefused means that the Machine that another provider chose for the NodeClaim
+	// cannot be adopted and has no provider ID yet.
 	ReasonAdoptionRefused = "AdoptionRefused"
-	// ReasonClaimFailed means anything else.
+	// ReasonClaimFailed means any other error.
 	ReasonClaimFailed = "ClaimFailed"
 )
 
-// errNoCandidate means that no node group fits, and that no claim was made earlier when one did.
+// errNoCandidate means that no node group fits, and that no earlier call made a claim.
 var errNoCandidate = errors.New("no candidate")
 
-// maxConditionMessage keeps a condition readable; the log has everything.
+// maxConditionMessage keeps conditions readable. The log has the full message.
 const maxConditionMessage = 1024
 
-// explain turns the agent's answer to a claim into what core acts on:
+// explain converts the agent's answer to a claim into the error that core acts on:
 //
 //	agent                          | core                     | effect
-//	no candidate in the catalogue  | InsufficientCapacity     | NodeClaim deleted, pods scheduled anew; the NodePool does without for a while
-//	RESOURCE_EXHAUSTED, no room    | InsufficientCapacity     | the same; the candidates are left alone for a while
-//	RESOURCE_EXHAUSTED, too many   | CreateError              | repeated with core's backoff
-//	FAILED_PRECONDITION            | InsufficientCapacity     | the same: paused or closed groups are of no use to this NodeClaim
-//	ABORTED, claim ended           | InsufficientCapacity     | NodeClaim deleted: its id can never be claimed again
-//	ABORTED, conflict              | CreateError              | repeated at once a few times, then with core's backoff
-//	NOT_FOUND                      | CreateError              | repeated, with the candidates of a newer catalogue
-//	UNAVAILABLE, DEADLINE_EXCEEDED | CreateError              | repeated with the same id; the claim may exist
-//	UNAUTHENTICATED, PERMISSION_DENIED, INVALID_ARGUMENT, others | CreateError | repeated; somebody has to act
+//	no candidate in the catalogue  | InsufficientCapacity     | core deletes the NodeClaim and reschedules its pods; see catalogue.MarkRefused
+//	RESOURCE_EXHAUSTED, no room    | InsufficientCapacity     | as above; the candidates are marked unavailable for a while
+//	RESOURCE_EXHAUSTED, too many   | CreateError              | retried with core's backoff
+//	FAILED_PRECONDITION            | InsufficientCapacity     | as above: paused or closed groups are of no use to this NodeClaim
+//	ABORTED, claim ended           | InsufficientCapacity     | core deletes the NodeClaim: its id can never be claimed again
+//	ABORTED, conflict              | CreateError              | retried a few times without delay, then with core's backoff
+//	NOT_FOUND                      | CreateError              | retried with the candidates of a newer catalogue
+//	UNAVAILABLE, DEADLINE_EXCEEDED | CreateError              | retried with the same id; the claim may exist
+//	UNAUTHENTICATED, PERMISSION_DENIED, INVALID_ARGUMENT, others | CreateError | retried; needs an operator's action
 //
-// Core never gets NodeClassNotReady: it would delete the NodeClaim and make the next one at once, for as long as the node
-// class is ready. A NodeClaim whose creation keeps failing is given up after the launch timeout.
+// explain never returns NodeClassNotReady: core would delete the NodeClaim and create the next one
+// at once, for as long as the node class is ready. Core gives up a NodeClaim whose creation keeps
+// failing after the launch timeout.
 func (c *CloudProvider) explain(err error, candidates []*instancetype.Group, refused map[string]error) error {
 	switch {
 	case errors.Is(err, errNoCandidate):
@@ -96,8 +102,8 @@ func createError(err error, reason string) error {
 	return cloudprovider.NewCreateError(err, reason, lo.Substring(err.Error(), 0, maxConditionMessage))
 }
 
-// isClaimNotFound reports that the agent is certain that there is no such claim. That it knows no such Cluster does not say so:
-// a mistake in a setting, or a hub that is being restored, must not end Nodes.
+// isClaimNotFound reports whether the agent is certain that there is no such claim. An unknown
+// Cluster does not count: a misconfiguration, or a hub that is being restored, must not end Nodes.
 func isClaimNotFound(err error) bool {
 	return agenterrors.IsNotFound(err) && agenterrors.ReasonOf(err) == agenterrors.ReasonClaimNotFound
 }

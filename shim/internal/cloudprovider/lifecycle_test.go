@@ -18,7 +18,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/cloudprovider"
 )
 
-// halfMade returns a world with a Machine that no claim has, and a NodeClaim of that age that is to have it and is not launched.
+// halfMade returns a world with an unclaimed Machine, and a NodeClaim of the given age that is to
+// adopt it and is not launched.
 func halfMade(
 	t *testing.T, age time.Duration, annotations func(machine string) map[string]string,
 ) (*world, *karpv1.NodeClaim, *agentv1alpha1.Machine) {
@@ -42,12 +43,13 @@ func byUs(machine string) map[string]string {
 	return map[string]string{v1alpha1.AdoptMachineAnnotation: machine}
 }
 
-// core returns core's own controller of NodeClaims. It ends those that are not launched or registered in their time.
+// core returns core's own controller of NodeClaims. It ends those that are not launched or
+// registered in time.
 func (w *world) core(provider *cloudprovider.CloudProvider) *lifecycle.Controller {
 	return lifecycle.NewController(w.clock, w.Kube, provider, w.Recorder, state.NewCluster(w.clock, w.Kube, provider), nodepoolhealth.NewState(), nil)
 }
 
-// Core counts from the NodeClaim's creation, and so while no provider ran.
+// Core counts from the NodeClaim's creation, including the time while no provider ran.
 func TestAHalfMadeNodeClaimOutlivesCoresTimeoutsWhenItIsAdopted(t *testing.T) {
 	for name, annotations := range map[string]func(string) map[string]string{"another provider's": byPeer, "ours": byUs} {
 		t.Run(name, func(t *testing.T) {
@@ -68,11 +70,11 @@ func TestAHalfMadeNodeClaimOutlivesCoresTimeoutsWhenItIsAdopted(t *testing.T) {
 	}
 }
 
-// It would end without a call of Delete, and its Machine would run on.
+// Otherwise the NodeClaim would end without a call of Delete, and its Machine would keep running.
 func TestAHalfMadeNodeClaimWaitsWhileItIsNotKnownWhatCanBeAdopted(t *testing.T) {
 	w, nodeClaim, machine := halfMade(t, 6*time.Minute, byPeer)
 	config := w.CloudProvider.Config
-	config.Catalogue = catalogue.New(w.clock, w.NodeGroups, w.Kube, time.Minute) // not running: the agent has not been heard of
+	config.Catalogue = catalogue.New(w.clock, w.NodeGroups, w.Kube, time.Minute) // not running: the agent has not been reached yet
 	core := w.core(cloudprovider.New(config))
 	written := nodeClaim.ResourceVersion
 	for range 2 {

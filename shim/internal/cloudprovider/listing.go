@@ -10,8 +10,9 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// listing lists all claims of the Cluster, for many calls at once where they come together, as when a zone is lost. Each gets a list that was
-// asked for after it called. The zero value is ready.
+// listing lists all claims of the Cluster and shares each list among concurrent calls, such as when
+// a zone is lost. Every call gets a list that was requested after the call began. The zero value is
+// ready to use.
 type listing struct {
 	calls singleflight.Group
 	turn  sync.Mutex
@@ -20,9 +21,9 @@ type listing struct {
 func (l *listing) claims(ctx context.Context, c *CloudProvider) ([]*agentv1alpha1.Claim, error) {
 	const all = ""
 	call := l.calls.DoChan(all, func() (any, error) {
-		l.turn.Lock() // those that call meanwhile share this list
+		l.turn.Lock() // calls that arrive while this one waits share its list
 		defer l.turn.Unlock()
-		l.calls.Forget(all) // those that call from now on do not
+		l.calls.Forget(all) // later calls do not
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), c.Timeout)
 		defer cancel()
 		response, err := c.Client.Claims.ListClaims(ctx, &agentv1alpha1.ListClaimsRequest{Cluster: c.Cluster})

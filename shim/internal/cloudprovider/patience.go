@@ -12,25 +12,29 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 )
 
-// renewAfter is the age at which the conditions of a NodeClaim that waits are rewritten. It is below the shortest launch timeout.
+// renewAfter is the age at which the conditions of a waiting NodeClaim are rewritten. It is below
+// the shortest launch timeout.
 const renewAfter = 15 * time.Second
 
-// renew restarts the time-outs by which core gives up a NodeClaim that is to adopt a Machine, after a call of Create. Core counts from the
-// NodeClaim's creation, so that they may be over when this process makes its first call, and it checks them in the pass that calls Create: the
-// Machine would be released, or be left without a claim. Core stores what is changed here, also when Create fails.
+// renew restarts core's launch and registration timeouts, after a call of Create, for a NodeClaim
+// that is to adopt a Machine. Core counts from the NodeClaim's creation, so the timeouts may have
+// expired before this process makes its first call. Core also checks them in the same pass that
+// calls Create, and would then release the Machine or leave it without a claim. Core stores the
+// changes made here even if Create fails.
 //
-// The time before this process began does not count, nor does that in which it is not known whether the Machine can be adopted.
+// Neither the time before this process began counts, nor the time during which it is not known
+// whether the Machine can be adopted.
 func (c *CloudProvider) renew(nodeClaim *karpv1.NodeClaim, result error) {
 	if nodeClaim.Annotations[v1alpha1.PeerMachineAnnotation] == "" && nodeClaim.Annotations[v1alpha1.AdoptMachineAnnotation] == "" {
 		return
 	}
-	now := c.Clock.Now().Truncate(time.Second) // as conditions are stored
+	now := c.Clock.Now().Truncate(time.Second) // the precision of stored conditions
 	c.began.CompareAndSwap(nil, &now)
 	since := *c.began.Load()
 	if result == nil || isAwaited(result) {
 		since = now.Add(-renewAfter)
 	}
-	nodeClaim.StatusConditions() // adds those that are missing, as old as the NodeClaim
+	nodeClaim.StatusConditions() // adds missing conditions, dated to the NodeClaim's creation
 	for i := range nodeClaim.Status.Conditions {
 		condition := &nodeClaim.Status.Conditions[i]
 		timed := condition.Type == karpv1.ConditionTypeLaunched || condition.Type == karpv1.ConditionTypeRegistered
@@ -40,7 +44,7 @@ func (c *CloudProvider) renew(nodeClaim *karpv1.NodeClaim, result error) {
 	}
 }
 
-// isAwaited reports whether Create failed because it is not known what can be had.
+// isAwaited reports whether Create failed without learning what is available.
 func isAwaited(err error) bool {
 	if agenterrors.IsUnavailable(err) {
 		return true

@@ -18,7 +18,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
 )
 
-// redInZone1BlueInZone2 are machines of one type. A label that core does not know by itself goes with the zone.
+// redInZone1BlueInZone2 returns groups of one instance type in which a label that core does not
+// know depends on the zone.
 func redInZone1BlueInZone2() []*agentv1alpha1.NodeGroup {
 	group := func(team, zone string) *agentv1alpha1.NodeGroup {
 		return &agentv1alpha1.NodeGroup{
@@ -45,7 +46,7 @@ func spread(pod *corev1.Pod) {
 	}}
 }
 
-// launch creates what core planned, and returns the groups.
+// launch creates the NodeClaims that core planned, and returns their node groups.
 func launch(t *testing.T, w *shimtest.World, planned []*coresched.NodeClaim) []string {
 	t.Helper()
 	return lo.Map(planned, func(p *coresched.NodeClaim, _ int) string {
@@ -88,8 +89,8 @@ func TestCorePlansNothingThatNoNodeGroupServes(t *testing.T) {
 	}
 }
 
-// Core knows that there is a second zone, and not that none of its machines is red. It may want that zone for a pod, and must see then
-// that there is nothing to be had.
+// Core knows that there is a second zone, but not that none of its machines is red. It may want
+// that zone for a pod, and must then see that nothing is available there.
 func TestCorePlansNothingThatNoNodeGroupServesWherePodsChooseALabel(t *testing.T) {
 	w := shimtest.New(t, redInZone1BlueInZone2())
 	w.NodePool(wantsTeam(corev1.NodeSelectorOpExists))
@@ -112,8 +113,8 @@ func TestAFullGroupIsNotPlannedForTheSakeOfAnotherValueOfItsLabel(t *testing.T) 
 	w.Eventually(func() bool { return len(w.Plan().NewNodeClaims) == 0 }, "the full group shows")
 }
 
-// What a full reservation does to pods that have another way: nothing by default, and much once it is offered for terminate-first, which is why
-// it is not offered without.
+// A full reservation has no effect on pods with an alternative by default, but a harmful one once
+// it is offered for terminate-first. Therefore it is only offered for that.
 func TestPodsRunBesideAFullReservation(t *testing.T) {
 	reserved := requirement(karpv1.CapacityTypeLabelKey, karpv1.CapacityTypeReserved)
 	prefers := func(pod *corev1.Pod) {
@@ -179,7 +180,7 @@ func requirement(key string, values ...string) func(*karpv1.NodePool) {
 	}
 }
 
-// first has core try the NodePool before the others.
+// first makes core try the NodePool before the others.
 func first(change func(*karpv1.NodePool)) func(*karpv1.NodePool) {
 	return func(np *karpv1.NodePool) {
 		np.Name, np.Spec.Weight = "first", new(int32(10))

@@ -12,8 +12,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/tracing"
 )
 
-// trace begins the trace of what a method does for a NodeClaim. The function that is returned ends it; nil means no error. Without a tracer provider
-// both do nothing.
+// trace starts a trace of the method for a NodeClaim. The returned function ends it; a nil error
+// means success. Without a TracerProvider both do nothing.
 func (c *CloudProvider) trace(ctx context.Context, method string, nodeClaim *karpv1.NodeClaim) (context.Context, func(error)) {
 	if c.TracerProvider == nil {
 		return ctx, func(error) {}

@@ -26,7 +26,7 @@ type world struct {
 	clock *clocktesting.FakeClock
 }
 
-// leftBehind returns a world with a NodeClaim that another provider left, and the Machine that it runs on.
+// leftBehind returns a world with a NodeClaim that another provider left behind, and its Machine.
 func leftBehind(t *testing.T) (*world, *karpv1.NodeClaim, *agentv1alpha1.Machine) {
 	t.Helper()
 	w := &world{clock: clocktesting.NewFakeClock(time.Now())}
@@ -45,7 +45,7 @@ func leftBehind(t *testing.T) (*world, *karpv1.NodeClaim, *agentv1alpha1.Machine
 	return w, nodeClaim, machine
 }
 
-// The claim must have the Machine before it is released, which a real hub takes a moment for.
+// The claim must have the Machine before it is released, which takes a moment in a real hub.
 func TestDeleteOfANodeClaimThatNeverHadAClaimTakesItsMachineWithIt(t *testing.T) {
 	w, nodeClaim, machine := leftBehind(t)
 	w.Eventually(func() bool {
@@ -62,7 +62,7 @@ func TestDeleteOfANodeClaimThatNeverHadAClaimTakesItsMachineWithIt(t *testing.T)
 	}, "it is gone")
 }
 
-// showing is a mirror that shows one claim.
+// showing is a mirror that has one claim.
 type showing struct {
 	cloudprovider.Claims
 	claim *agentv1alpha1.Claim
@@ -70,7 +70,7 @@ type showing struct {
 
 func (s showing) Get(string) (*agentv1alpha1.Claim, bool) { return s.claim, true }
 
-// Released before it has the Machine, the claim would leave that with the user.
+// A claim that is released before it has the Machine would leave the Machine to the user.
 func TestDeleteWaitsUntilTheClaimHasTheMachineThatItAdopts(t *testing.T) {
 	w, nodeClaim, machine := leftBehind(t)
 	config := w.CloudProvider.Config
@@ -113,7 +113,8 @@ func TestWhatAnotherShimBuriedWaitsAsWell(t *testing.T) {
 	uncertain(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
 }
 
-// As karpenter-provider-cluster-api leaves a NodeClaim: a Machine is chosen, and has no provider ID yet.
+// This is how karpenter-provider-cluster-api leaves a NodeClaim: a Machine is chosen, but has no
+// provider ID yet.
 func TestCreateTakesOverTheMachineThatAnotherProviderChose(t *testing.T) {
 	w, left, machine := leftBehind(t)
 	require.NoError(t, w.Kube.Delete(w.Context(), left))
@@ -142,7 +143,7 @@ func TestCreateTakesOverTheMachineThatAnotherProviderChose(t *testing.T) {
 	}
 }
 
-// Hundreds of Machines are adopted at once, and wait for each other.
+// Hundreds of Machines are adopted at once, and the calls queue.
 func TestAnAdoptionMayTakeLongerThanAnotherCall(t *testing.T) {
 	w, left, machine := leftBehind(t)
 	require.NoError(t, w.Kube.Delete(w.Context(), left))
@@ -179,7 +180,8 @@ func TestCreateLeavesTheMachineOfAnotherNodeClaimToIt(t *testing.T) {
 	assert.Nil(t, w.Agent.Claim(w.Cluster, string(ours.UID)))
 }
 
-// The NodeClaim must not be lost with its time-outs, the Machine not with the NodeClaim, and no other NodeClaim wait for it.
+// The NodeClaim must not be lost to its timeouts, nor the Machine with the NodeClaim, and no other
+// NodeClaim may wait for it.
 func TestCreateOfANodeClaimWhoseChosenMachineCannotBeAdoptedLeavesItOnTheMachine(t *testing.T) {
 	w, left, machine := leftBehind(t)
 	require.NoError(t, w.Kube.Delete(w.Context(), left))
@@ -207,7 +209,8 @@ func TestDeleteOfADuplicateLeavesTheMachineToItsNodeClaim(t *testing.T) {
 	assert.Nil(t, w.Agent.Machine(w.Cluster, machine.GetName()).GetDeletedAt())
 }
 
-// Its id can be used again once the agent has forgotten it. Until then the user is told.
+// Its id can be used again once the agent has dropped the tombstone. Until then the user gets an
+// event.
 func TestAnAdoptionThatTheLedgerRefusedIsNotTakenForARelease(t *testing.T) {
 	for _, reason := range []string{"Refused", "NoRoom"} {
 		t.Run(reason, func(t *testing.T) {
@@ -248,7 +251,8 @@ func TestANodeClaimThatNeverGotAMachineEndsAtOnce(t *testing.T) {
 	assert.Empty(t, w.Recorder.Reasons())
 }
 
-// The agent shows the Machines of opted-in MachineDeployments of one namespace. What it does not show may run all the same.
+// The agent only reports Machines of opted-in MachineDeployments of one namespace. Others may be
+// running as well.
 func TestNothingIsConcludedAboutAMachineThatTheAgentDoesNotShow(t *testing.T) {
 	w, _, _ := leftBehind(t)
 	elsewhere := w.NodeClaim("elsewhere", shimtest.Registered, func(nc *karpv1.NodeClaim) {
@@ -294,7 +298,7 @@ func TestAMachineThatTheAgentShowedIsGoneUnlessItsNodeGroupIsToo(t *testing.T) {
 	notFound(t, w.CloudProvider.Delete(w.Context(), nodeClaim))
 }
 
-// adopting has a NodeClaim's machine adopted right before the machines are listed.
+// adopting adopts a NodeClaim's machine right before the machines are listed.
 type adopting struct {
 	agentv1alpha1.MachineServiceClient
 
@@ -345,7 +349,8 @@ func TestNothingIsConcludedAboutUnclaimedMachinesWhileTheAgentIsAway(t *testing.
 	uncertain(t, err)
 }
 
-// Core drops the Node of what Get does not find without a drain, and collects the NodeClaims of Nodes that List lacks.
+// Core drops a Node that Get does not find without draining it, and collects the NodeClaims of
+// Nodes that List lacks.
 func TestGetAndListShowMachinesWithoutAClaim(t *testing.T) {
 	w, nodeClaim, machine := leftBehind(t)
 	got, err := w.CloudProvider.Get(w.Context(), nodeClaim.Status.ProviderID)
@@ -365,7 +370,7 @@ func TestGetAndListShowMachinesWithoutAClaim(t *testing.T) {
 	notFound(t, err)
 }
 
-// Core asks for each NodeClaim every few seconds.
+// Core calls for each NodeClaim every few seconds.
 func TestManyQuestionsAboutUnclaimedMachinesAreOneCall(t *testing.T) {
 	w, nodeClaim, machine := leftBehind(t)
 	w.Agent.Block(machine.GetNodeGroupId(), agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED, "paused", time.Time{})

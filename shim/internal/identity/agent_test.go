@@ -66,7 +66,7 @@ func (a *authority) pem() []byte {
 	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: a.certificate.Raw})
 }
 
-// sign returns a client's certificate, PEM.
+// sign returns a client certificate, PEM.
 func (a *authority) sign(key crypto.PublicKey, path string, lifetime time.Duration) []byte {
 	serial, err := rand.Int(rand.Reader, big.NewInt(1<<62))
 	require.NoError(a.t, err)
@@ -83,7 +83,7 @@ func (a *authority) sign(key crypto.PublicKey, path string, lifetime time.Durati
 	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})
 }
 
-// agent issues certificates as an agent does, over TLS.
+// agent issues certificates over TLS like a real agent.
 type agent struct {
 	agentv1alpha1.UnimplementedCertificateServiceServer
 	agentv1alpha1.UnimplementedNodeGroupServiceServer
@@ -96,17 +96,18 @@ type agent struct {
 
 	mu         sync.Mutex
 	onboarding string
-	enrolled   map[string]string // by onboarding, the fingerprint of its key
+	enrolled   map[string]string // fingerprint of the key, by onboarding
 	requests   []request
-	last       *x509.Certificate // that node groups were listed with
-	// before and after are called with each request, before and after it takes effect. An error is the answer.
+	last       *x509.Certificate // with which node groups were last listed
+	// before and after are called for each request, before and after it takes effect. An error
+	// becomes the answer.
 	before, after func() error
-	issue         func(of string) string // the path of what is issued; nil issues the Cluster's
+	issue         func(of string) string // returns the path of the certificate to issue; nil issues the Cluster's
 }
 
-// request is one that was served.
+// request is a served request.
 type request struct {
-	by, key string // the caller's path, and the fingerprint of the key
+	by, key string // the caller's path, and the key's fingerprint
 }
 
 func serve(t *testing.T, clk clock.PassiveClock) *agent {
@@ -135,7 +136,8 @@ func serve(t *testing.T, clk clock.PassiveClock) *agent {
 	return a
 }
 
-// caller returns the path of the caller's identity, which is none if its certificate has expired since the handshake.
+// caller returns the path of the caller's identity, or none if its certificate has expired since
+// the handshake.
 func (a *agent) caller(ctx context.Context) (string, *x509.Certificate) {
 	p, _ := peer.FromContext(ctx)
 	certificate := p.AuthInfo.(credentials.TLSInfo).State.PeerCertificates[0] //nolint:forcetypeassert // it is served over TLS only
@@ -153,7 +155,8 @@ func fingerprint(t *testing.T, key crypto.PublicKey) string {
 	return hex.EncodeToString(sum[:])
 }
 
-// ListNodeGroups is about a Cluster, and therefore refuses every other onboarding than the present one.
+// ListNodeGroups is a call for a Cluster, and therefore refuses every onboarding but the present
+// one.
 func (a *agent) ListNodeGroups(
 	ctx context.Context, r *agentv1alpha1.ListNodeGroupsRequest,
 ) (*agentv1alpha1.ListNodeGroupsResponse, error) {
@@ -211,7 +214,7 @@ func (a *agent) IssueCertificate(
 	}, nil
 }
 
-// onboard gives the Cluster a new onboarding, and returns what goes into the bootstrap secret.
+// onboard starts a new onboarding of the Cluster, and returns the content of the bootstrap secret.
 func (a *agent) onboard(id string) map[string][]byte {
 	a.t.Helper()
 	a.mu.Lock()
@@ -220,7 +223,7 @@ func (a *agent) onboard(id string) map[string][]byte {
 	return a.certified("/bootstrap/team-a/production/"+id, time.Hour)
 }
 
-// certified returns a secret's content with a certificate and its key.
+// certified returns the content of a secret with a certificate and its key.
 func (a *agent) certified(path string, lifetime time.Duration) map[string][]byte {
 	a.t.Helper()
 	key, encoded, err := newKey()
@@ -228,7 +231,7 @@ func (a *agent) certified(path string, lifetime time.Duration) map[string][]byte
 	return map[string][]byte{"tls.crt": a.authority.sign(key.Public(), path, lifetime), "tls.key": encoded, "ca.crt": a.authority.pem()}
 }
 
-// answers makes each request fail before or after it takes effect, until it is told nil.
+// answers makes each request fail before or after it takes effect. Nil errors revert that.
 func (a *agent) answers(before, after error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -241,10 +244,11 @@ func (a *agent) served() []request {
 	return append([]request(nil), a.requests...)
 }
 
-// lost is the answer that the network loses. It is no UNAVAILABLE, which the client would repeat by itself.
+// lost stands for an answer lost in the network. It is not UNAVAILABLE, which the client would
+// retry itself.
 var lost = status.Error(codes.DeadlineExceeded, "lost")
 
-// seen returns the certificate that node groups were listed with last.
+// seen returns the certificate with which node groups were last listed.
 func (a *agent) seen() *x509.Certificate {
 	a.mu.Lock()
 	defer a.mu.Unlock()

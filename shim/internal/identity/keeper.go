@@ -1,23 +1,29 @@
-// Package identity keeps the identity with which the shim calls the agent: a private key that never leaves the spoke, and the client certificate
-// that the agent issues for it. Both are in one secret of the spoke.
+// Package identity maintains the identity with which the shim calls the agent: a private key that
+// never leaves the spoke, and the client certificate that the agent issues for it. Both are stored
+// in one secret of the spoke.
 //
 // # Enrollment
 //
-// `capi-agent onboard` writes a bootstrap certificate into another secret. It serves one public key only, the first that it is used with, and
-// names its onboarding by an id. So the order is: the new key is stored, then the agent is called, then the certificate is stored in place of the
-// previous one. After a crash or a lost answer the stored key is used again. A bootstrap certificate is used if its onboarding is another one than
-// that of the present certificate: the agent accepts it only if it has ended the present one.
+// `capi-agent onboard` writes a bootstrap certificate into another secret. That certificate names
+// its onboarding by an id, and it serves only one public key: the first that it is used with.
+// Therefore the keeper first stores the new key, then calls the agent, then stores the certificate
+// in place of the previous one. After a crash or a lost answer it uses the stored key again. The
+// keeper uses a bootstrap certificate if its onboarding differs from that of the present
+// certificate: the agent accepts it only if it has ended the present one.
 //
 // # Renewal
 //
-// The present certificate is renewed with a new key each time; both are stored in one update. If the secret has lost its certificate, the one in
-// memory is renewed. A secret that was deleted is made again before the agent is called, so that nothing is issued that cannot be stored.
+// Each renewal of the present certificate uses a new key, and both are stored in one update. If the
+// secret has lost its certificate, the one in memory is renewed. If the secret was deleted, it is
+// created again before the agent is called, so that the agent issues nothing that cannot be stored.
 //
 // # Replicas
 //
-// Every replica reads the identity secret regularly and gives it to a [certificates.Held], from which new connections take it. Only the leader
-// requests certificates. If a leader of before still writes, the API server refuses one of the two writes, and that replica uses what the other has
-// stored. What is in use is replaced only by what is usable, and not by a certificate of an earlier onboarding while it has not ended itself.
+// Every replica regularly reads the identity secret into a [certificates.Held], from which new
+// connections take the certificate. Only the leader requests certificates. If a former leader still
+// writes, the API server refuses one of the two writes, and that replica uses what the other has
+// stored. A certificate in use is replaced only by a usable one and, until it expires, not by one
+// of an earlier onboarding.
 package identity
 
 import (
@@ -45,10 +51,12 @@ import (
 const (
 	// interval is how often the secrets are read.
 	interval = 10 * time.Second
-	// jitter is how much longer waits are at most, as a fraction, so that the replicas of a fleet do not come together.
+	// jitter is the maximum extension of waits, as a fraction, so that the replicas of a fleet do
+	// not call at the same time.
 	jitter = 0.2
-	// issuersSkew is how much earlier a certificate may begin than another one that was issued before it: agents backdate what they issue, other
-	// issuers may not, and the clocks of two agents differ.
+	// issuersSkew is how much earlier a certificate's validity may begin than that of another one
+	// issued before it: agents backdate what they issue, other issuers may not, and the clocks of
+	// two agents differ.
 	issuersSkew = 5 * time.Minute
 	// callTimeout bounds a call to the spoke's API server.
 	callTimeout = 30 * time.Second
@@ -61,43 +69,47 @@ const (
 	reasonInvalid = "AgentBootstrapInvalid"
 )
 
-// Config is what a [Keeper] needs.
+// Config configures a [Keeper].
 type Config struct {
 	// Reader reads secrets from the API server, not from a cache, and Writer writes them. REQUIRED.
 	Reader client.Reader
 	Writer client.Writer
-	// Identity is the secret with key and certificate, which the keeper writes, and Bootstrap the one that `capi-agent onboard` writes. REQUIRED.
+	// Identity is the secret with key and certificate, which the keeper writes. Bootstrap is the
+	// secret that `capi-agent onboard` writes. REQUIRED.
 	Identity, Bootstrap types.NamespacedName
-	// Cluster is the Cluster whose identity it is. REQUIRED.
+	// Cluster is the Cluster that the identity belongs to. REQUIRED.
 	Cluster *agentv1alpha1.ClusterRef
-	// Held is given what is in the identity secret. REQUIRED.
+	// Held receives the content of the identity secret. REQUIRED.
 	Held *certificates.Held
-	// Agent issues over connections that are made with what Held holds. REQUIRED.
+	// Agent issues certificates over connections that use the certificate in Held. REQUIRED.
 	Agent agentv1alpha1.CertificateServiceClient
-	// Connect returns a client that identifies itself by another source. The keeper closes it. REQUIRED.
+	// Connect returns a client that authenticates with another source. The keeper closes it.
+	// REQUIRED.
 	Connect func(certificates.Source) (*agentclient.Client, error)
-	// Announce tells the cluster's users what they have to do, once each time that it is news. REQUIRED.
+	// Announce tells the cluster's users what they must do, once for each new message. REQUIRED.
 	Announce func(ctx context.Context, reason, message string)
-	// Clock is the time. REQUIRED.
+	// Clock provides the time. REQUIRED.
 	Clock clock.Clock
 }
 
-// Keeper keeps the identity. As a runnable of a manager it requests certificates, in the leader alone; [Keeper.Follow] is for every replica.
+// Keeper maintains the identity. As a runnable of a manager it requests certificates, only in the
+// leader; [Keeper.Follow] is for every replica.
 type Keeper struct {
 	Config
 
-	// reading is held from when the identity secret is read or written until its content is in force, so that older content does not replace newer.
+	// reading is held while the identity secret is read or written and its content put into use, so
+	// that older content does not replace newer.
 	reading sync.Mutex
-	// unread is why the identity secret could not be used when it was last read, as it was logged.
+	// unread is the last logged reason why the identity secret could not be used.
 	unread string
 
-	// What follows belongs to the leader's goroutine.
+	// The fields below belong to the leader's goroutine.
 
 	enrollment, renewal attempts
-	told                map[string]string // by reason
+	told                map[string]string // last message, by reason
 }
 
-// NewHeld returns a source that answers, as long as it holds nothing, what the shim is waiting for.
+// NewHeld returns an empty source, whose error states what the shim is waiting for.
 func NewHeld(bootstrap types.NamespacedName, cluster *agentv1alpha1.ClusterRef) *certificates.Held {
 	return certificates.NewHeld(fmt.Errorf("there is no client certificate yet: %s", waiting(bootstrap, cluster)))
 }
@@ -111,16 +123,16 @@ func New(c Config) *Keeper {
 	return &Keeper{Config: c, told: map[string]string{}}
 }
 
-// Follow returns what reads the identity secret in every replica.
+// Follow returns the runnable that reads the identity secret in every replica.
 func (k *Keeper) Follow() *Follower { return &Follower{k} }
 
-// Follower reads the identity secret.
+// Follower reads the identity secret regularly.
 type Follower struct{ keeper *Keeper }
 
-// NeedLeaderElection makes the manager run it in every process.
+// NeedLeaderElection returns false, so that the manager runs it in every replica.
 func (*Follower) NeedLeaderElection() bool { return false }
 
-// Start reads until ctx is done.
+// Start reads the secret until ctx is done.
 func (f *Follower) Start(ctx context.Context) error {
 	f.keeper.regularly(ctx, func(ctx context.Context) bool {
 		s, err := f.keeper.read(ctx)
@@ -130,7 +142,7 @@ func (f *Follower) Start(ctx context.Context) error {
 	return nil
 }
 
-// NeedLeaderElection makes the manager run the keeper in the leader alone.
+// NeedLeaderElection returns true, so that the manager runs the keeper only in the leader.
 func (*Keeper) NeedLeaderElection() bool { return true }
 
 // Start requests certificates until ctx is done.
@@ -144,14 +156,15 @@ func (k *Keeper) Start(ctx context.Context) error {
 	return nil
 }
 
-// Obtain does what the leader does until a certificate that has not ended is in force, once if there is one. If a person has to act, it returns at
-// once what is to be done; when ctx is done, what it was waiting for. It may run beside the leader.
+// Obtain acts as the leader until a certificate that has not expired is in use; if there is one
+// already, for one round. If a user has to act, it returns at once an error with the remedy. If ctx
+// is done first, it returns what it was waiting for. It may run beside the leader.
 func (k *Keeper) Obtain(ctx context.Context) error {
 	obtained, waitsFor := false, error(nil)
 	k.regularly(ctx, func(ctx context.Context) bool {
 		err := k.round(ctx)
 		present := k.present()
-		obtained = present != nil && k.Clock.Now().Before(present.NotAfter) // which is enough, also if it could not be renewed
+		obtained = present != nil && k.Clock.Now().Before(present.NotAfter) // which is enough, even if the renewal failed
 		if obtained {
 			return false
 		}
@@ -159,7 +172,7 @@ func (k *Keeper) Obtain(ctx context.Context) error {
 			waitsFor = errors.New(act)
 			return false
 		}
-		if ctx.Err() == nil || waitsFor == nil { // a later error is that ctx is done
+		if ctx.Err() == nil || waitsFor == nil { // once ctx is done, keep the earlier error
 			_, absent := k.Held.Certificate()
 			waitsFor = cmp.Or(err, absent, waitsFor)
 		}
@@ -171,7 +184,7 @@ func (k *Keeper) Obtain(ctx context.Context) error {
 	return cmp.Or(waitsFor, ctx.Err())
 }
 
-// regularly does something until ctx is done, or until that returns false.
+// regularly calls do at intervals until ctx is done or do returns false.
 func (k *Keeper) regularly(ctx context.Context, do func(context.Context) bool) {
 	for ctx.Err() == nil && do(ctx) {
 		timer := k.Clock.NewTimer(wait.Jitter(interval, jitter))
@@ -183,7 +196,8 @@ func (k *Keeper) regularly(ctx context.Context, do func(context.Context) bool) {
 	}
 }
 
-// read puts the certificate in the identity secret into force, and returns what the secret holds. An error is one of reading.
+// read puts the certificate in the identity secret into use, and returns the secret's content. An
+// unusable certificate is not an error.
 func (k *Keeper) read(ctx context.Context) (stored, error) {
 	k.reading.Lock()
 	defer k.reading.Unlock()
@@ -195,7 +209,8 @@ func (k *Keeper) read(ctx context.Context) (stored, error) {
 	return s, nil
 }
 
-// take puts a stored certificate into force, unless the present one is known to be worth more, as after a backup was restored.
+// take puts a stored certificate into use, unless it is inferior to the present one, such as after
+// a restore from a backup.
 func (k *Keeper) take(s stored) error {
 	certificate, _, err := s.pem().Parse()
 	if present := k.present(); err == nil && present != nil && k.Clock.Now().Before(present.NotAfter) {
@@ -206,8 +221,8 @@ func (k *Keeper) take(s stored) error {
 	return k.Held.Hold(s.pem())
 }
 
-// superseded returns why a stored certificate does not replace the present one, which has not ended. Each onboarding ends those before it, so of two
-// onboardings the later one counts.
+// superseded returns why a stored certificate does not replace the present one, which has not
+// expired. Each onboarding ends the earlier ones, so of two onboardings the later one counts.
 func (k *Keeper) superseded(stored, present *x509.Certificate) error {
 	switch {
 	case !k.Clock.Now().Before(stored.NotAfter):
@@ -219,7 +234,7 @@ func (k *Keeper) superseded(stored, present *x509.Certificate) error {
 	return nil
 }
 
-// logUnread logs why the identity secret cannot be read, when that is news.
+// logUnread logs why the identity secret cannot be read or used, if the reason has changed.
 func (k *Keeper) logUnread(ctx context.Context, err error) {
 	k.reading.Lock()
 	defer k.reading.Unlock()
@@ -236,7 +251,8 @@ func (k *Keeper) logUnread(ctx context.Context, err error) {
 	}
 }
 
-// round looks once, and requests a certificate if one is due. It starts over when another replica has written meanwhile.
+// round checks once, and requests a certificate if one is due. It starts over if another replica
+// has written the secret meanwhile.
 func (k *Keeper) round(ctx context.Context) error {
 	return retry.OnError(retry.DefaultRetry, raced, func() error { return k.look(ctx) })
 }
@@ -277,12 +293,13 @@ func (k *Keeper) look(ctx context.Context) error {
 	return k.tryRenew(ctx, &s, present)
 }
 
-// remedy is what a person has to do.
+// remedy returns what a user has to do.
 func (k *Keeper) remedy() string {
 	return fmt.Sprintf("Run `capi-agent onboard` for the Cluster %s again.", nameOf(k.Cluster))
 }
 
-// tell logs a message once for as long as it is the last of its reason, and announces it if it has one.
+// tell logs a message, and announces it if it has a reason. It ignores a repetition of the last
+// message with the same reason.
 func (k *Keeper) tell(ctx context.Context, reason, message string) {
 	if k.told[reason] == message {
 		return

@@ -37,7 +37,7 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// patience bounds every wait.
+// patience is the timeout of every wait.
 const patience = 20 * time.Second
 
 var (
@@ -46,19 +46,20 @@ var (
 	production      = &agentv1alpha1.ClusterRef{Namespace: "team-a", Name: "production"}
 )
 
-// world is a spoke's API server and a hub's agent.
+// world is the API server of a spoke, and the agent of a hub.
 type world struct {
 	t     *testing.T
 	ctx   context.Context //nolint:containedctx // The length of the test, with its logger.
 	clock *clocktesting.FakeClock
 	agent *agent
 	kube  client.WithWatch
-	// disturb is called with each call to the API server, before and after it takes effect. Nil does nothing.
+	// disturb is called for each call to the API server, before and after it takes effect. Nil does
+	// nothing.
 	disturb func(verb string, object client.Object, done bool) error
 
 	mu   sync.Mutex
 	logs strings.Builder
-	keys []string // that were ever in a secret
+	keys []string // all keys that were ever in a secret
 }
 
 func newWorld(t *testing.T) *world {
@@ -108,7 +109,7 @@ func (w *world) logged() string {
 	return w.logs.String()
 }
 
-// keep remembers the keys that are written.
+// keep records the keys that are written.
 func (w *world) keep(object client.Object) {
 	secret, ok := object.(*corev1.Secret)
 	if !ok {
@@ -141,7 +142,7 @@ func (w *world) hasNoKey(text, key string) {
 	}
 }
 
-// replica is a process of the shim.
+// replica is one process of the shim.
 type replica struct {
 	*Keeper
 
@@ -173,7 +174,7 @@ func (w *world) replica() *replica {
 	return r
 }
 
-// looks has the leader look once.
+// looks runs one round as the leader.
 func (r *replica) looks() {
 	r.w.t.Helper()
 	require.NoError(r.w.t, r.round(r.w.ctx))
@@ -184,7 +185,7 @@ func (r *replica) calls() error {
 	return err
 }
 
-// works waits until the agent accepts the replica's calls about its Cluster.
+// works waits until the agent accepts the replica's calls for its Cluster.
 func (r *replica) works() {
 	r.w.t.Helper()
 	require.Eventually(r.w.t, func() bool { return r.calls() == nil }, patience, 5*time.Millisecond)
@@ -197,7 +198,7 @@ func (w *world) secret(name types.NamespacedName) *corev1.Secret {
 	return secret
 }
 
-// put writes a secret, as a person does.
+// put writes a secret, as a user does.
 func (w *world) put(name types.NamespacedName, data map[string][]byte) {
 	w.t.Helper()
 	secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: name.Namespace, Name: name.Name}}
@@ -211,7 +212,7 @@ func (w *world) put(name types.NamespacedName, data map[string][]byte) {
 	require.NoError(w.t, w.kube.Update(w.t.Context(), secret))
 }
 
-// stored returns the certificate in the identity secret, whose key it has.
+// stored returns the certificate in the identity secret, which must also hold its key.
 func (w *world) stored() *x509.Certificate {
 	w.t.Helper()
 	certificate, _, err := stored{secret: w.secret(identitySecret)}.pem().Parse()
@@ -331,7 +332,8 @@ func TestALostAnswerIsAskedForAgainWithTheSameKey(t *testing.T) {
 	}
 }
 
-// Every step of enrolling, and of renewing, may be the last one of a process, before or after it takes effect.
+// The process may end at every step of enrolling and of renewing, before or after the step takes
+// effect.
 func TestAProcessMayEndAtAnyStep(t *testing.T) {
 	for _, renews := range []bool{false, true} {
 		for _, applied := range []bool{false, true} {
@@ -403,7 +405,7 @@ func TestACertificateIsRenewedInTimeWithANewKey(t *testing.T) {
 	r.looks()
 	require.Equal(t, first, w.stored(), "it is not due yet")
 
-	restarted := w.replica() // which knows when it is due, too
+	restarted := w.replica() // which also knows when a renewal is due
 	w.clock.Step(lifetime / 10)
 	restarted.looks()
 	require.NotEqual(t, first, w.stored())
@@ -438,7 +440,7 @@ func TestFailedRenewalsAreRepeatedWithBackoff(t *testing.T) {
 	w := newWorld(t)
 	r := w.enrolled()
 	w.clock.Step(lifetime / 2)
-	unavailable := status.Error(codes.Internal, "no disk") // which the client does not repeat by itself
+	unavailable := status.Error(codes.Internal, "no disk") // a code that the client does not retry itself
 	w.agent.answers(unavailable, nil)
 	const step = 5 * time.Second
 	var waits []time.Duration
@@ -563,7 +565,7 @@ func TestAnotherOnboardingIsFollowed(t *testing.T) {
 			r.looks()
 			require.Equal(t, "second", onboardingOf(w.stored()))
 			require.NotEqual(t, first.PublicKey, w.stored().PublicKey)
-			r.works() // although the connection of before is still there
+			r.works() // although the previous connection is still open
 		})
 	}
 }
@@ -582,7 +584,7 @@ func TestAnEndedCertificateIsToldOnce(t *testing.T) {
 	require.Len(t, w.agent.served(), 1)
 }
 
-// A leftover of an earlier onboarding, as from a backup.
+// This is a leftover of an earlier onboarding, such as from a backup.
 func TestABootstrapOfAnEarlierOnboardingTakesNothingAway(t *testing.T) {
 	w := newWorld(t)
 	earlier := w.agent.onboard("earlier")
@@ -650,7 +652,8 @@ func TestAnIdentityThatIsLostWhileItWorksIsStoredAnew(t *testing.T) {
 	}
 }
 
-// before returns a secret's content with a certificate that was issued an hour ago and has not ended.
+// before returns the content of a secret with a certificate that was issued an hour ago and has not
+// expired.
 func (w *world) before(path string) map[string][]byte {
 	now := w.clock.Now()
 	defer w.clock.SetTime(now)
@@ -658,7 +661,8 @@ func (w *world) before(path string) map[string][]byte {
 	return w.agent.certified(path, lifetime)
 }
 
-// Also where its certificate seems to be older than the present one, which another agent, or another issuer, has issued.
+// This includes a certificate that seems older than the present one because another agent or issuer
+// has issued it.
 func TestAnEnrollmentByAnotherReplicaIsTaken(t *testing.T) {
 	for name, later := range map[string]time.Duration{
 		"after an hour": time.Hour, "in the same second": 0, "by an agent whose clock is behind": -issuersSkew,
@@ -680,7 +684,7 @@ func TestAnEnrollmentByAnotherReplicaIsTaken(t *testing.T) {
 	}
 }
 
-// A present certificate that has ended is worth nothing, so that a restored one cannot make it worse.
+// An expired certificate has no value, so a restored one cannot make it worse.
 func TestAStoredCertificateIsTakenWhenThePresentOneHasEnded(t *testing.T) {
 	w := newWorld(t)
 	r := w.enrolled()
@@ -697,7 +701,7 @@ func TestAStoredCertificateIsTakenWhenThePresentOneHasEnded(t *testing.T) {
 	r.works()
 }
 
-// As the chart's role has it, which allows no secret to be created.
+// The chart's role does not allow creating secrets.
 func TestNothingIsIssuedThatCannotBeStored(t *testing.T) {
 	w := newWorld(t)
 	r := w.enrolled()
@@ -764,7 +768,7 @@ func TestTwoLeadersUseOneKey(t *testing.T) {
 	}
 }
 
-// The other replica is faster, by each of the two writes.
+// Another replica is faster, by either of the two writes.
 func TestAConflictIsNoFailure(t *testing.T) {
 	for _, verb := range []string{"create", "update"} {
 		t.Run(verb, func(t *testing.T) {
@@ -832,12 +836,12 @@ func TestRenewalsFailNoCall(t *testing.T) {
 			}
 		})
 	}
-	for range 5 { // so that the first certificates have ended long since
+	for range 5 { // so that the first certificates have long expired
 		w.clock.Step(lifetime / 2)
 		r.looks()
 		stored := w.stored()
 		require.Eventually(t, func() bool { return t.Failed() || stored.Equal(w.agent.seen()) }, patience, time.Millisecond)
-		for i := range calls { // no call lasts for half of a lifetime
+		for i := range calls { // no call lasts for half a lifetime
 			before := calls[i].Load()
 			require.Eventually(t, func() bool { return t.Failed() || calls[i].Load() >= before+2 }, patience, time.Millisecond)
 		}

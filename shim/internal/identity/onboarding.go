@@ -12,25 +12,26 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// First segments of the paths of a Cluster's identities, which are followed by its namespace, its name, and the id of its onboarding.
+// First path segments of a Cluster's identities. The namespace, the name, and the id of the
+// onboarding follow.
 const (
 	clusterPath   = "cluster"
 	bootstrapPath = "bootstrap"
 )
 
-// name is what a certificate's URI says.
+// name is the content of a certificate's URI.
 type name struct {
 	kind, cluster, onboarding string
 }
 
-// nameIn returns the zero name if the certificate is not one of a Cluster.
+// nameIn returns the name in a certificate, or the zero name if it is not a Cluster's.
 func nameIn(certificate *x509.Certificate) name {
 	if len(certificate.URIs) != 1 {
 		return name{}
 	}
 	parts := strings.Split(strings.TrimPrefix(certificate.URIs[0].Path, "/"), "/")
 	switch {
-	case parts[0] == clusterPath && len(parts) == 3: // issued elsewhere
+	case parts[0] == clusterPath && len(parts) == 3: // not issued by the agent
 		return name{kind: clusterPath, cluster: parts[1] + "/" + parts[2]}
 	case (parts[0] == clusterPath || parts[0] == bootstrapPath) && len(parts) == 4:
 		return name{kind: parts[0], cluster: parts[1] + "/" + parts[2], onboarding: parts[3]}
@@ -40,7 +41,7 @@ func nameIn(certificate *x509.Certificate) name {
 
 func onboardingOf(certificate *x509.Certificate) string { return nameIn(certificate).onboarding }
 
-// present returns the certificate that is in force, which may have ended. Nil if there is none.
+// present returns the certificate in use, which may have expired, or nil.
 func (k *Keeper) present() *x509.Certificate {
 	certificate, err := k.Held.Certificate()
 	if err != nil {
@@ -49,18 +50,18 @@ func (k *Keeper) present() *x509.Certificate {
 	return certificate.Leaf
 }
 
-// onboarding is what a bootstrap secret holds.
+// onboarding is the content of a bootstrap secret.
 type onboarding struct {
-	// onboarding is its id, empty if it is not known.
+	// onboarding is the id. Empty if not known.
 	onboarding string
-	// certificate identifies it. Nil if unusable.
+	// certificate is the bootstrap certificate. Nil if it cannot be parsed.
 	certificate *x509.Certificate
 	source      *certificates.Held
-	// unusable is why it cannot be used.
+	// unusable is why the secret cannot be used, or nil.
 	unusable error
 }
 
-// bootstrap reads the bootstrap secret. It is nil if there is none.
+// bootstrap reads the bootstrap secret. It returns nil if there is none.
 func (k *Keeper) bootstrap(ctx context.Context) (*onboarding, error) {
 	s, err := get(ctx, k.Reader, k.Bootstrap)
 	if err != nil || !s.exists() {

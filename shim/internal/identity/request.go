@@ -26,24 +26,27 @@ import (
 )
 
 const (
-	// refusedDelay is how long the keeper waits after the agent has refused a certificate: it will do so until a person acts.
+	// refusedDelay is the wait after the agent has refused a certificate: it will refuse again
+	// until a user acts.
 	refusedDelay = 10 * time.Minute
-	// early is how much earlier than the agent asks for a certificate is renewed at most, as a fraction of the time until then: a fleet that was
-	// onboarded together does not renew together.
+	// early is the maximum fraction by which a renewal precedes the time that the agent requested,
+	// relative to the time until then, so that a fleet that was onboarded together does not renew
+	// together.
 	early = 0.1
 )
 
-// retries are the waits after a request that failed.
+// retries defines the waits after failed requests.
 var retries = wait.Backoff{Duration: interval, Factor: 2, Jitter: jitter, Steps: 10, Cap: 5 * time.Minute}
 
-// attempts says when the next one is due.
+// attempts determines when the next attempt is due.
 type attempts struct {
-	of      string // the certificate that it is made with
+	of      string // hash of the certificate that the attempts use
 	backoff wait.Backoff
 	next    time.Time
 }
 
-// due reports whether one may be made with a certificate. One that has not been tried yet may be at once.
+// due reports whether an attempt may be made with a certificate. For a certificate that has not
+// been tried yet it is due at once.
 func (a *attempts) due(with *x509.Certificate, now time.Time) bool {
 	sum := sha256.Sum256(with.Raw)
 	if of := hex.EncodeToString(sum[:]); a.of != of {
@@ -63,13 +66,14 @@ func (a *attempts) failed(err error, now time.Time) {
 	a.next = now.Add(delay)
 }
 
-// refused reports whether the agent will answer the same until a person acts.
+// refused reports whether the agent will refuse again until a user acts.
 func refused(err error) bool {
 	return agenterrors.IsUnauthenticated(err) || agenterrors.IsPermissionDenied(err) || agenterrors.IsRefused(err) ||
 		agenterrors.IsInvalidArgument(err) || agenterrors.IsNotFound(err) || status.Code(err) == codes.Unimplemented
 }
 
-// tryEnroll gets the first certificate of an onboarding if that is due, and reports whether it has.
+// tryEnroll requests the first certificate of an onboarding if an attempt is due. done reports
+// whether it was obtained.
 func (k *Keeper) tryEnroll(ctx context.Context, s *stored, b *onboarding) (done bool, err error) {
 	if b.unusable != nil {
 		k.tell(ctx, reasonInvalid, fmt.Sprintf("The secret %s cannot be used to get a client certificate: %v. %s", k.Bootstrap, b.unusable, k.remedy()))
@@ -105,7 +109,8 @@ func (k *Keeper) enroll(ctx context.Context, s *stored, b *onboarding) error {
 	})
 }
 
-// enrollmentKey returns the key for the first certificate of an onboarding. It is stored when this returns.
+// enrollmentKey returns the key for the first certificate of an onboarding. The key has been stored
+// when it returns without an error.
 func (k *Keeper) enrollmentKey(ctx context.Context, s *stored, onboarding string) (crypto.Signer, []byte, error) {
 	if encoded := s.secret.Data[EnrollmentKey]; s.secret.Annotations[EnrollmentAnnotation] == onboarding {
 		if key, err := decodeKey(encoded); err == nil {
@@ -122,7 +127,7 @@ func (k *Keeper) enrollmentKey(ctx context.Context, s *stored, onboarding string
 	})
 }
 
-// tryRenew replaces the present certificate if an attempt is due.
+// tryRenew renews the present certificate if an attempt is due.
 func (k *Keeper) tryRenew(ctx context.Context, s *stored, present *x509.Certificate) error {
 	if !k.renewal.due(present, k.Clock.Now()) {
 		return nil
@@ -147,7 +152,8 @@ func (k *Keeper) renew(ctx context.Context, s *stored) error {
 	return k.store(ctx, s, issued, func(*corev1.Secret) {})
 }
 
-// conclude counts an attempt, and determines when the next one is due. It returns an error that is to be logged, or that starts the round over.
+// conclude counts an attempt, and determines when the next one is due. It returns an error that
+// must be logged, or one that restarts the round.
 func (k *Keeper) conclude(ctx context.Context, a *attempts, purpose, what string, err error) error {
 	switch {
 	case err == nil:
@@ -170,7 +176,7 @@ func (k *Keeper) conclude(ctx context.Context, a *attempts, purpose, what string
 	return nil
 }
 
-// explain leaves out the request's id, which differs from attempt to attempt.
+// explain omits the request id, which differs between attempts.
 func explain(err error) string {
 	var said interface{ GRPCStatus() *status.Status }
 	if errors.As(err, &said) {
@@ -179,7 +185,7 @@ func explain(err error) string {
 	return err.Error()
 }
 
-// certificate is one that was issued.
+// certificate is an issued certificate.
 type certificate struct {
 	certificates.PEM
 
@@ -187,7 +193,7 @@ type certificate struct {
 	renewAt     time.Time
 }
 
-// request has a key certified.
+// request requests a certificate for the key, and validates it.
 func (k *Keeper) request(
 	ctx context.Context, from agentv1alpha1.CertificateServiceClient, key crypto.Signer, encoded []byte,
 ) (certificate, error) {
@@ -223,7 +229,7 @@ func (k *Keeper) request(
 	return issued, nil
 }
 
-// store puts what was issued into the identity secret, and into force.
+// store writes an issued certificate to the identity secret, and puts it into use.
 func (k *Keeper) store(ctx context.Context, s *stored, issued certificate, more func(*corev1.Secret)) error {
 	err := k.change(ctx, s, func(secret *corev1.Secret) {
 		secret.Data[corev1.TLSCertKey], secret.Data[corev1.TLSPrivateKeyKey] = issued.Certificate, issued.Key
@@ -251,7 +257,7 @@ func newKey() (crypto.Signer, []byte, error) {
 	return key, pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: der}), nil
 }
 
-// decodeKey reverses what [newKey] does.
+// decodeKey is the inverse of [newKey].
 func decodeKey(encoded []byte) (crypto.Signer, error) {
 	block, _ := pem.Decode(encoded)
 	if block == nil {

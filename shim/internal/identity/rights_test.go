@@ -16,7 +16,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/envtest"
 )
 
-// The rights are those of the chart's role, and the identity secret is there, empty, as the chart makes it.
+// The rights are those of the chart's role, and the identity secret exists and is empty, as the
+// chart creates it.
 func TestTheRightsOfTheChartSuffice(t *testing.T) {
 	if os.Getenv("KUBEBUILDER_ASSETS") == "" {
 		assets, err := filepath.Abs("../../../bin")

@@ -19,22 +19,24 @@ import (
 )
 
 const (
-	// RenewAtAnnotation on the identity secret is when its certificate is to be renewed, RFC 3339.
+	// RenewAtAnnotation on the identity secret is when its certificate should be renewed, RFC 3339.
 	RenewAtAnnotation = v1alpha1.Group + "/renew-at"
-	// EnrollmentAnnotation on the identity secret is the id of the onboarding that [EnrollmentKey] was made for.
+	// EnrollmentAnnotation on the identity secret is the id of the onboarding that [EnrollmentKey]
+	// was generated for.
 	EnrollmentAnnotation = v1alpha1.Group + "/enrollment"
 
-	// EnrollmentKey is the entry of the identity secret with the private key that a first certificate is being requested for. PKCS #8, PEM.
+	// EnrollmentKey is the entry of the identity secret with the private key for a pending request
+	// of a first certificate. PKCS #8, PEM.
 	EnrollmentKey = "enrollment.key"
 	// authoritiesEntry is the entry with the authorities of the agent's certificate.
 	authoritiesEntry = "ca.crt"
 )
 
-// stored is what a secret holds.
+// stored is the content of a secret.
 type stored struct {
-	// secret has no resource version if there is none.
+	// secret has no resource version if it does not exist.
 	secret *corev1.Secret
-	// unusable is why its certificate cannot be used.
+	// unusable is why its certificate cannot be used, or nil.
 	unusable error
 }
 
@@ -51,15 +53,15 @@ func get(ctx context.Context, reader client.Reader, name types.NamespacedName) (
 	return stored{secret: secret}, nil
 }
 
-// quietly returns a context for a call to the spoke's API server. It is bounded, and has no logger, to which client-go would write what is read and
-// written at its highest verbosities.
+// quietly returns a context for a call to the spoke's API server. It has a timeout, and no logger,
+// because at its highest verbosity client-go logs the content of requests and responses.
 func quietly(ctx context.Context) (context.Context, context.CancelFunc) {
 	return context.WithTimeout(log.IntoContext(ctx, logr.Discard()), callTimeout)
 }
 
 func (s stored) exists() bool { return s.secret.ResourceVersion != "" }
 
-// empty reports that there is neither certificate nor key in it.
+// empty reports whether the secret has neither certificate nor key.
 func (s stored) empty() bool {
 	return len(s.secret.Data[corev1.TLSCertKey]) == 0 && len(s.secret.Data[corev1.TLSPrivateKeyKey]) == 0
 }
@@ -71,19 +73,21 @@ func (s stored) pem() certificates.PEM {
 	}
 }
 
-// renewAt returns when the present certificate is to be renewed: at once if the secret has lost it.
+// renewAt returns when the present certificate should be renewed: at once if the secret has lost it
+// or holds an unusable one.
 func (s stored) renewAt(present *x509.Certificate) time.Time {
 	if s.empty() || s.unusable != nil {
 		return time.Time{}
 	}
 	at, err := time.Parse(time.RFC3339, s.secret.Annotations[RenewAtAnnotation])
-	if err != nil || at.Before(present.NotBefore) || at.After(present.NotAfter) { // it is none, or of another certificate
+	if err != nil || at.Before(present.NotBefore) || at.After(present.NotAfter) { // missing, or of another certificate
 		return present.NotBefore.Add(present.NotAfter.Sub(present.NotBefore) / 2)
 	}
 	return at
 }
 
-// write creates or updates the identity secret. It is refused if another replica has written it since it was read.
+// write creates or updates the identity secret. The API server refuses the write if another replica
+// has written since it was read.
 func (k *Keeper) write(ctx context.Context, secret *corev1.Secret) error {
 	ctx, cancel := quietly(ctx)
 	defer cancel()
@@ -104,7 +108,8 @@ func (k *Keeper) write(ctx context.Context, secret *corev1.Secret) error {
 	return fmt.Errorf("writing the secret %s: %w", k.Identity, err)
 }
 
-// change writes the identity secret with a change, and returns it in s. If the result has another certificate, that is put into force.
+// change applies a change to the identity secret, writes it, and returns the result in s. It puts
+// the resulting certificate into use.
 func (k *Keeper) change(ctx context.Context, s *stored, change func(*corev1.Secret)) error {
 	k.reading.Lock()
 	defer k.reading.Unlock()

@@ -16,50 +16,56 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 )
 
-// Reservations tells core which label names a reservation. Call it before core's controllers are made.
+// Reservations registers the reservation label with core. Call it before core's controllers are
+// constructed.
 func Reservations() {
 	cloudprovider.ReservationIDLabel = v1alpha1.ReservationLabel
 	cloudprovider.ReservedCapacityLabels.Insert(v1alpha1.ReservationLabel)
 	karpv1.WellKnownLabels.Insert(v1alpha1.ReservationLabel)
 }
 
-// Conditions are what changes about a group without the agent saying so.
+// Conditions holds what can change about a group without a change of the agent's description.
 type Conditions struct {
-	// Available says whether a claim on the group may succeed now.
+	// Available reports whether a claim on the group may succeed now.
 	Available func(*Group) bool
-	// OfferFull has a full reservation offered as available with nothing left, so that core knows that there is room again when one of
-	// its machines is deleted. With core's feature gate ReservedCapacity off, core would plan machines there.
+	// OfferFull offers a full reservation as available with nothing left, so that core knows that
+	// there is room again once one of its machines is deleted. With core's feature gate
+	// ReservedCapacity off, core would plan machines there.
 	OfferFull bool
-	// ObservedZones are the zones that machines of a group turned out to be in although the group names none. Their
-	// offerings are never available, but must exist: core looks prices up in them, and takes a Node without an offering for
-	// drifted.
+	// ObservedZones returns the zones in which machines of a group without a zone were found. Their
+	// offerings are never available, but must exist: core looks up prices in them, and treats a
+	// Node without an offering as drifted.
 	ObservedZones func(*Group) []string
-	// Remembered is what NodeClaims remember, from [Remember]. It stays in the instance types as offerings that are not available:
-	// core takes a Node without an offering for drifted, whatever drift policy says otherwise, and never consolidates it.
+	// Remembered holds what NodeClaims remember, from [Remember]. It becomes offerings that are not
+	// available. Core treats a Node without an offering as drifted, whatever the drift policy, and
+	// never consolidates it.
 	Remembered []Remembered
-	// Distinguished are keys of labels that are not well known and that the NodePool names: groups of one instance type with
-	// different values of them have offerings of their own. Core accepts such a key in an offering only for a NodePool that names it.
+	// Distinguished holds the keys of labels that the NodePool names and that are not well known.
+	// Groups of one instance type that differ in such a label get separate offerings. Core accepts
+	// such a key in an offering only for a NodePool that names it.
 	Distinguished []string
-	// Refused are requirements that no group served a short while ago. Offerings that meet one of them are not available.
+	// Refused holds requirements that no group could serve recently. Offerings that match any of
+	// them are not available.
 	Refused []scheduling.Requirements
 }
 
-// offersFull reports whether the group is offered although nothing of it is left.
+// offersFull reports whether the group is offered although it is full.
 func (c Conditions) offersFull(g *Group) bool { return c.OfferFull && g.full() }
 
-// refuses reports whether a NodeClaim that was refused would have taken the offering.
+// refuses reports whether a recently refused NodeClaim would have accepted the offering.
 func (c Conditions) refuses(instanceType string, offering *cloudprovider.Offering) bool {
 	return slices.ContainsFunc(c.Refused, func(refused scheduling.Requirements) bool {
 		return refused.Get(corev1.LabelInstanceTypeStable).Has(instanceType) && offering.Requirements.Intersects(refused) == nil
 	})
 }
 
-// Built remembers what instance types were made from, so that the next [Build] returns the same objects for the same input:
-// core's memoized results stay, and callers see by the pointer that nothing changed.
+// Built caches instance types by their input, so that [Build] returns the same objects for the same
+// input. This keeps core's memoized results, and lets callers detect an unchanged type by its
+// pointer.
 type Built map[string]*cloudprovider.InstanceType
 
-// Build returns one InstanceType for each name, ordered by name. It looks for reusable ones in previous and adds to next what
-// it returned. Neither the slice nor the objects may be changed.
+// Build returns one InstanceType per name, ordered by name. It reuses objects from previous and
+// adds everything that it returns to next. Callers must not modify the slice or the objects.
 func Build(groups []*Group, conditions Conditions, previous, next Built) []*cloudprovider.InstanceType {
 	byName := lo.GroupBy(groups, func(g *Group) string { return g.InstanceType })
 	remembered := lo.GroupBy(conditions.Remembered, func(r Remembered) string { return r.InstanceType })
@@ -127,15 +133,17 @@ func build(name string, groups []*Group, remembered []Remembered, conditions Con
 	}
 }
 
-// withCapacity leaves out the groups that nothing is launched from because nobody knows what they have: they must not take the
-// others of their instance type down. Where that are all groups, it returns all.
+// withCapacity drops the groups whose capacity is unknown, which nothing is launched from: they
+// must not reduce the capacity of the others of their instance type. If no group has a known
+// capacity, it returns all groups.
 func withCapacity(groups []*Group) []*Group {
 	described := lo.Filter(groups, func(g *Group, _ int) bool { return g.NoCapacity == "" })
 	return lo.Ternary(len(described) > 0, described, groups)
 }
 
-// smallest returns, of each resource, what every group has. Promising more than the machine that comes would make core launch
-// another for the pods that did not fit, and so on.
+// smallest returns the minimum of each resource over all groups; a resource that any group lacks is
+// omitted. If core planned with more than the machine has, it would launch another machine for the
+// pods that did not fit, and so on.
 func smallest(groups []*Group) corev1.ResourceList {
 	least := maps.Clone(groups[0].Capacity)
 	for _, g := range groups[1:] {
@@ -152,8 +160,9 @@ func smallest(groups []*Group) corev1.ResourceList {
 	return least
 }
 
-// commonOverhead returns the overhead with which pods can have, of each resource, what they can have on every group's machines.
-// The machine with the least to give need not be the one that has the least.
+// commonOverhead returns the overhead that leaves pods, of each resource, the minimum of what is
+// allocatable over all groups. The group with the smallest allocatable need not be the one with the
+// smallest capacity.
 func commonOverhead(groups []*Group, capacity corev1.ResourceList) *cloudprovider.InstanceTypeOverhead {
 	if len(groups) == 1 {
 		return groups[0].Overhead
@@ -178,8 +187,8 @@ func commonOverhead(groups []*Group, capacity corev1.ResourceList) *cloudprovide
 	return common
 }
 
-// leastVolumes returns, of each CSI driver, the least limit of all groups. A group that knows none is left out of it: nothing
-// is known, and another's limit is the better guess.
+// leastVolumes returns the minimum limit of each CSI driver over the groups. It ignores a group
+// without a limit for the driver: that limit is unknown, and another group's is the better guess.
 func leastVolumes(groups []*Group) map[string]int {
 	var least map[string]int
 	for _, g := range groups {
@@ -196,8 +205,9 @@ func leastVolumes(groups []*Group) map[string]int {
 	return least
 }
 
-// typeRequirements is the union of what the groups have. A well-known label that no group has is said to be missing; another
-// label that some group lacks is not spoken of, as core would put it on such a group's Nodes by itself.
+// typeRequirements returns the union of the groups' labels. A well-known label that no group has
+// gets DoesNotExist. Any other label that some group lacks is omitted, since core would add it to
+// the Nodes of that group itself.
 func typeRequirements(groups []*Group) scheduling.Requirements {
 	requirements := scheduling.NewRequirements()
 	keys := map[string]bool{}
@@ -230,8 +240,9 @@ func valuesOf(groups []*Group, key string) (values []string, lacking bool) {
 	return lo.Uniq(values), lacking
 }
 
-// offerings returns one offering for each zone, capacity type, reservation, and value of a well-known label in which the
-// groups differ; then those of zones that machines turned out to be in, and those that NodeClaims remember.
+// offerings returns one offering for each combination of zone, capacity type, reservation, and
+// distinguishing labels in which the groups differ. Offerings for observed zones and for what
+// NodeClaims remember follow.
 func offerings(groups []*Group, remembered []Remembered, conditions Conditions) cloudprovider.Offerings {
 	distinguishing := distinguishingKeys(groups, conditions.Distinguished)
 	prices := pricesOf(groups, conditions)
@@ -259,7 +270,7 @@ func offerings(groups []*Group, remembered []Remembered, conditions Conditions) 
 			}
 			made[key] = &cloudprovider.Offering{
 				Requirements: offeringRequirements(g, zone, distinguishing), Price: prices[priceKey{zone, g.CapacityType}],
-				// Core takes the least that any offering of a reservation has left.
+				// Core uses the minimum over all offerings of a reservation.
 				ReservationCapacity: g.Left,
 			}
 			all = append(all, made[key])
@@ -268,19 +279,20 @@ func offerings(groups []*Group, remembered []Remembered, conditions Conditions) 
 	for _, r := range remembered {
 		price, offered := prices[priceKey{r.Zone, r.CapacityType}]
 		if offered && len(distinguishing) == len(alwaysDistinguishing) {
-			continue // it says the same as one of the others
+			continue // equivalent to one of the offerings above
 		}
 		all = append(all, r.offering(lo.Ternary(offered, price, r.Price)))
 	}
 	return all
 }
 
-// priceKey is what core looks prices of Nodes up by.
+// priceKey identifies a price as core looks up prices of Nodes.
 type priceKey struct{ zone, capacityType string }
 
-// pricesOf returns, by zone and capacity type, the lowest price of the groups that a machine may be had from at some time. It goes
-// neither by what is available now nor by other labels: a Node must not seem dearer because the group that it came from is full,
-// or core would replace it by a cheaper one, and that one again as soon as there is room.
+// pricesOf returns the lowest price by zone and capacity type over the groups that could provide a
+// machine at some time. It ignores current availability and other labels. Otherwise a Node would
+// look more expensive when its group is full, core would replace it with a cheaper one, and would
+// replace that one again as soon as there is room.
 func pricesOf(groups []*Group, conditions Conditions) map[priceKey]float64 {
 	usable := lo.Filter(groups, func(g *Group, _ int) bool { return g.PriceRefused == "" && g.NoCapacity == "" })
 	prices := map[priceKey]float64{}
@@ -306,7 +318,8 @@ func observedZones(g *Group, conditions Conditions) []string {
 	return slices.Clone(conditions.ObservedZones(g))
 }
 
-// alwaysDistinguishing are the labels, besides the zone, that every offering says something about.
+// alwaysDistinguishing are the labels, besides the zone, that every offering carries a requirement
+// for.
 var alwaysDistinguishing = []string{karpv1.CapacityTypeLabelKey, v1alpha1.ReservationLabel}
 
 func distinguishingKeys(groups []*Group, distinguished []string) []string {
@@ -341,7 +354,7 @@ func offeringRequirements(g *Group, zone string, keys []string) scheduling.Requi
 		if value, ok := g.Labels[key]; ok {
 			requirements.Add(scheduling.NewRequirement(key, corev1.NodeSelectorOpIn, value))
 		} else if karpv1.WellKnownLabels.Has(key) {
-			// Another label that the group lacks is core's to write.
+			// Core itself adds any other label that the group lacks.
 			requirements.Add(scheduling.NewRequirement(key, corev1.NodeSelectorOpDoesNotExist))
 		}
 	}

@@ -16,10 +16,11 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// attributeType is the attribute under which the autoscaler's Cluster API provider publishes what kind of device it is.
+// attributeType is the attribute in which the autoscaler's Cluster API provider publishes the kind
+// of a device.
 const attributeType resourcev1.QualifiedName = "type"
 
-// DeviceKind is a kind of device that a driver for dynamic resource allocation offers. Kind may be empty.
+// DeviceKind is a kind of device that a DRA driver offers. Kind may be empty.
 type DeviceKind struct{ Driver, Kind string }
 
 func sortedKinds(devices map[DeviceKind]int) []DeviceKind {
@@ -28,7 +29,7 @@ func sortedKinds(devices map[DeviceKind]int) []DeviceKind {
 	})
 }
 
-// volumesOf returns the volume limits that can be used.
+// volumesOf returns the valid volume limits, and an error that names the invalid ones.
 func volumesOf(source *agentv1alpha1.NodeGroup) (map[string]int, error) {
 	var errs []error
 	volumes := map[string]int{}
@@ -42,8 +43,8 @@ func volumesOf(source *agentv1alpha1.NodeGroup) (map[string]int, error) {
 	return volumes, errors.Join(errs...)
 }
 
-// devicesOf returns the devices that can be used. What is more than a ResourceSlice holds is cut: core plans with one for each
-// driver.
+// devicesOf returns the valid devices, and an error that names the invalid ones. It caps each count
+// at the size of a ResourceSlice, because core plans with one slice per driver.
 func devicesOf(source *agentv1alpha1.NodeGroup) (map[DeviceKind]int, error) {
 	var errs []error
 	devices := map[DeviceKind]int{}
@@ -64,7 +65,7 @@ func devicesOf(source *agentv1alpha1.NodeGroup) (map[DeviceKind]int, error) {
 	return devices, errors.Join(errs...)
 }
 
-// leastDevices returns, of each kind, how many devices every group has.
+// leastDevices returns the minimum count of each kind of device over all groups.
 func leastDevices(groups []*Group) map[DeviceKind]int {
 	least := maps.Clone(groups[0].Devices)
 	for _, g := range groups[1:] {
@@ -77,8 +78,8 @@ func leastDevices(groups []*Group) map[DeviceKind]int {
 	return least
 }
 
-// sliceTemplates describes devices as the autoscaler's Cluster API provider does, with the one attribute that is known. Core
-// looks at them only with --ignore-dra-requests=false.
+// sliceTemplates describes devices as the autoscaler's Cluster API provider does, with the one
+// attribute that is known. Core uses them only with --ignore-dra-requests=false.
 func sliceTemplates(devices map[DeviceKind]int) []*cloudprovider.ResourceSliceTemplate {
 	byDriver := map[string]*cloudprovider.ResourceSliceTemplate{}
 	var templates []*cloudprovider.ResourceSliceTemplate

@@ -1,10 +1,12 @@
-// Package instancetype turns the agent's node groups into what Karpenter core schedules on.
+// Package instancetype converts the agent's node groups into what Karpenter core schedules on.
 //
-// A node group becomes a [Group]; the groups that share an instance type become one InstanceType of core ([Build]), with an
-// offering for each zone and capacity type. Groups of one instance type that differ in another label which core knows (its
-// well-known labels, see [Group.Requirements]) get an offering each, so that core never picks a combination that no group has.
+// A node group becomes a [Group]. Groups that share an instance type become one InstanceType of
+// core ([Build]), with an offering for each zone and capacity type. Groups of one instance type
+// that differ in another label that core knows (its well-known labels, see [Group.Requirements])
+// get an offering each, so that core never picks a combination that no group has.
 //
-// Everything here is pure and what it returns is never changed afterwards: core keeps the objects, and memoizes inside them.
+// Everything in this package is pure, and the returned objects are immutable: core keeps them and
+// memoizes results in them.
 package instancetype
 
 import (
@@ -32,72 +34,80 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 )
 
-// ZoneNone is the zone of a node group that names none. Core needs one on every offering and on every Node that it may
-// consolidate. The empty string is a valid label value, names no real zone that a volume could ask for, and reads as "no
-// zone" in kube-scheduler and in the node lifecycle controller.
+// ZoneNone is the zone of a node group without one. Core needs a zone on every offering and on
+// every Node that it may consolidate. The empty string is a valid label value, is never the name of
+// a real zone that a volume could require, and means "no zone" to kube-scheduler and to the node
+// lifecycle controller.
 const ZoneNone = ""
 
-// reservedShare is how much of their price reserved machines are offered for. They are paid for whether they run or not, so core is to use them
-// before all others, and not to leave them for something cheaper; among themselves their prices keep their order. Providers of core offer them
-// for a price near zero, too.
+// reservedShare is the fraction of their price at which reserved machines are offered. They are
+// paid for whether they run or not, so core should use them before all others and not leave them
+// for something cheaper. A factor keeps the order of their prices. Other providers of core also
+// offer them at a price near zero.
 const reservedShare = 1e-6
 
-// unlimitedReservation is how many machines a reserved group without a max size is taken to have left: more than core plans
-// at once.
+// unlimitedReservation is the number of machines that a reserved group without a max size is
+// assumed to have left: more than core plans at once.
 const unlimitedReservation = 1000
 
 // Group is a node group as the scheduler sees it. Immutable.
 type Group struct {
 	// ID is the node group's id.
 	ID string
-	// Source is what the agent said.
+	// Source is the agent's description of the node group.
 	Source *agentv1alpha1.NodeGroup
 	// InstanceType is the name of the instance type.
 	InstanceType string
 	// Zone is the failure domain, or [ZoneNone].
 	Zone string
-	// CapacityType is core's name for how machines are paid for.
+	// CapacityType is core's name of the capacity type.
 	CapacityType string
-	// Labels are the labels that a Node of the group has, well-known ones included.
+	// Labels are the labels of the group's Nodes, including well-known ones.
 	Labels map[string]string
-	// Requirements say the same as Labels, and for each well-known label that the Nodes lack, that they lack it: core reads
-	// a missing key as "any value".
+	// Requirements are the Labels as requirements, plus DoesNotExist for each well-known label that
+	// the Nodes lack: core reads a missing key as "any value".
 	Requirements scheduling.Requirements
-	// Taints keep pods away for good: those with the effect NoSchedule or NoExecute that nobody removes.
+	// Taints are those that keep pods away permanently: NoSchedule or NoExecute taints that nothing
+	// removes.
 	Taints []corev1.Taint
-	// Capacity is what a Node reports of what a machine has, without zero quantities.
+	// Capacity is what a Node of the group reports as its capacity, without zero quantities.
 	Capacity corev1.ResourceList
-	// Overhead is what the kubelet keeps back. Never nil.
+	// Overhead is what the kubelet reserves. Never nil.
 	Overhead *cloudprovider.InstanceTypeOverhead
-	// Allocatable is what pods can have, without zero quantities.
+	// Allocatable is what is left for pods, without zero quantities.
 	Allocatable corev1.ResourceList
-	// Volumes is how many volumes can be attached, by CSI driver. A driver that is missing has no known limit.
+	// Volumes is the number of attachable volumes by CSI driver. A missing driver has no known
+	// limit.
 	Volumes map[string]int
-	// Devices are those that the machine offers through dynamic resource allocation.
+	// Devices are the devices that a machine offers through dynamic resource allocation.
 	Devices map[DeviceKind]int
-	// Price is what a machine costs: per hour, in whatever currency, never negative.
+	// Price is the price of a machine per hour, in any currency. Never negative.
 	Price float64
-	// Offered is the price that core is told, by which it orders offerings: [Price], but next to nothing in a reservation, or what a NodeOverlay
-	// made of it.
+	// Offered is the price given to core, by which core orders offerings. It equals [Group.Price],
+	// except that it is near zero in a reservation, and that a NodeOverlay may replace it.
 	Offered float64
-	// PriceRefused says why the group's price is not good enough to launch by, and is empty when it is.
+	// PriceRefused is the reason why the group's price is not accepted for launching. Empty if it
+	// is accepted.
 	PriceRefused string
-	// NoCapacity says which of CPU and memory pods could have nothing of, and is empty when there is some of both.
+	// NoCapacity is the reason why the group has no CPU or no memory for pods. Empty if it has
+	// both.
 	NoCapacity string
-	// Available says whether the agent would accept a claim now, the price is good enough, and there is CPU and memory.
+	// Available reports whether the agent would accept a claim now, the price is accepted, and
+	// there is CPU and memory.
 	Available bool
-	// Left is how many machines of a reservation are left; 0 for other capacity types.
+	// Left is the number of machines left in a reservation; 0 for other capacity types.
 	Left int
 
-	// learned is what real Nodes kept back of their capacity.
+	// learned is the part of their capacity that real Nodes reserved.
 	learned     corev1.ResourceList
 	fingerprint uint64
-	// shape is the same for groups of which [beyond] says nothing beside each other.
+	// shape is equal for groups among which [beyond] finds no differences.
 	shape uint64
 }
 
-// NewGroup prepares a node group. It returns nil and why, when core could do nothing with it: a name or a value that cannot be
-// a label. Labels and quantities that cannot be used are left out and named in the error, next to a usable group.
+// NewGroup converts a node group. It returns nil and an error if core cannot use the group at all,
+// because a name or value is not a valid label. It drops labels and quantities that cannot be used,
+// and returns the usable group together with an error that names them.
 func NewGroup(source *agentv1alpha1.NodeGroup) (*Group, error) {
 	var errs []error
 	capacity, err := capacityOf(source)
@@ -171,7 +181,8 @@ func capacityOf(source *agentv1alpha1.NodeGroup) (corev1.ResourceList, error) {
 	return capacity, err
 }
 
-// learnedOf returns what real Nodes kept back. Of memory that includes huge pages, which core subtracts by itself.
+// learnedOf returns what real Nodes reserved. It subtracts huge pages from memory, since core
+// subtracts them itself.
 func learnedOf(source *agentv1alpha1.NodeGroup, capacity corev1.ResourceList) (corev1.ResourceList, error) {
 	learned, err := wire.ResourceList(source.GetOverhead())
 	if memory, ok := learned[corev1.ResourceMemory]; ok {
@@ -198,10 +209,10 @@ func labelsOf(source *agentv1alpha1.NodeGroup, group *Group) (map[string]string,
 			continue
 		}
 		if karpv1.IsRestrictedLabel(key) != nil || key == karpv1.NodePoolLabelKey {
-			continue // Karpenter's own, or the host name: not the group's to say.
+			continue // Karpenter's own label or the host name, which the group cannot set.
 		}
 		if _, ok := karpv1.NormalizedLabels[key]; ok {
-			continue // An old name of a well-known label, which core reads as that label; the group says it by itself.
+			continue // A deprecated name of a well-known label, which core normalizes; the group sets that label itself.
 		}
 		labels[key] = value
 	}
@@ -235,8 +246,8 @@ func requirementsOf(labels map[string]string) scheduling.Requirements {
 	return requirements
 }
 
-// lastingTaints leaves out what does not keep pods away, what core itself puts on and takes off, and what core expects to be
-// removed from every new Node.
+// lastingTaints drops taints that do not keep pods away, that core itself adds and removes, and
+// that core expects to be removed from every new Node.
 func lastingTaints(taints []corev1.Taint) []corev1.Taint {
 	return slices.DeleteFunc(taints, func(taint corev1.Taint) bool {
 		return taint.Effect == corev1.TaintEffectPreferNoSchedule ||
@@ -245,8 +256,9 @@ func lastingTaints(taints []corev1.Taint) []corev1.Taint {
 	})
 }
 
-// reservationName names the reservation behind a reserved group, as a label value: the MachineDeployment's name, which is
-// unique in the Cluster's namespace, shortened when it is too long for a label.
+// reservationName returns the name of a reserved group's reservation, as a label value. This is the
+// MachineDeployment's name, which is unique in the Cluster's namespace, or a hash of the group's id
+// if that name is not a valid label value.
 func reservationName(source *agentv1alpha1.NodeGroup) string {
 	name := source.GetName()
 	if name == "" {
@@ -274,13 +286,13 @@ func atMaxSize(source *agentv1alpha1.NodeGroup) bool {
 	return source.GetAvailability().GetReason() == agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE
 }
 
-// full reports whether the group is a reservation whose only obstacle is its max size.
+// full reports whether the group is a reservation that is unavailable only because of its max size.
 func (g *Group) full() bool {
 	return g.CapacityType == karpv1.CapacityTypeReserved && atMaxSize(g.Source) && g.PriceRefused == "" && g.NoCapacity == ""
 }
 
-// priceOf returns the agent's price. There is no estimate beside the agent's: two that differ would order groups by who made
-// them.
+// priceOf returns the agent's price. The shim makes no estimate of its own: with two estimators,
+// groups would be ordered by who made the estimate.
 func priceOf(source *agentv1alpha1.NodeGroup) (float64, error) {
 	if source.GetPrice() == nil {
 		return 0, errors.New("the agent says no price")
@@ -292,7 +304,7 @@ func priceOf(source *agentv1alpha1.NodeGroup) (float64, error) {
 	return price, nil
 }
 
-// hash covers everything that reaches core.
+// hash covers everything that is passed to core.
 func (g *Group) hash() uint64 {
 	sum := fnv.New64a()
 	write := func(parts ...string) {
@@ -339,8 +351,8 @@ func (g *Group) hashShape() uint64 {
 	return sum.Sum64()
 }
 
-// requireCapacity makes a group unavailable whose machines have no CPU or no memory for pods: those that ask for none would be
-// planned there, or a NodePool's static Nodes.
+// requireCapacity makes a group unavailable if its machines have no CPU or no memory for pods.
+// Otherwise core would plan pods without requests there, or a NodePool's static Nodes.
 func (g *Group) requireCapacity() {
 	for _, name := range []corev1.ResourceName{corev1.ResourceCPU, corev1.ResourceMemory} {
 		if _, some := g.Allocatable[name]; some {
@@ -358,10 +370,12 @@ func (g *Group) requireCapacity() {
 	}
 }
 
-// Accepts reports whether a machine of the group serves a NodeClaim: its requirements, its resource requests, and its taints,
-// which must include every taint that the group's machines have, or no pod that core planned for would run there.
+// Accepts reports whether a machine of the group can serve a NodeClaim, by its requirements,
+// resource requests and taints. declared must include every taint of the group's machines, or none
+// of the pods that core planned for would run there.
 func (g *Group) Accepts(requirements scheduling.Requirements, requests corev1.ResourceList, declared []corev1.Taint) error {
-	// Intersects, not Compatible: a label that the group has and the NodeClaim does not speak of is no reason to refuse.
+	// Intersects, not Compatible: a label of the group that the NodeClaim does not mention is no
+	// reason to refuse.
 	if err := g.Requirements.Intersects(requirements); err != nil {
 		return fmt.Errorf("requirements: %w", err)
 	}
@@ -388,7 +402,8 @@ func declares(declared []corev1.Taint, taint corev1.Taint) bool {
 	})
 }
 
-// CorrectChosenLabels replaces values that core picked out of several for a NodeClaim by the machine's.
+// CorrectChosenLabels replaces label values that core picked from several for a NodeClaim with
+// those of its machine.
 func CorrectChosenLabels(nodeClaim *karpv1.NodeClaim, labels map[string]string) {
 	for i := range nodeClaim.Spec.Requirements {
 		key := nodeClaim.Spec.Requirements[i].Key
@@ -406,12 +421,14 @@ func isExtended(name corev1.ResourceName) bool {
 	}, name)
 }
 
-// Overlaid returns the group with what a NodeOverlay changed about its instance type: more resources, another price.
+// Overlaid returns the group with the extended resources and the price that a NodeOverlay set on
+// its instance type.
 func (g *Group) Overlaid(instanceType *cloudprovider.InstanceType) *Group {
 	overlaid := *g
 	if instanceType.IsCapacityOverlayApplied() {
 		overlaid.Capacity = maps.Clone(g.Capacity)
-		// A NodeOverlay changes extended resources only. Of those that it leaves alone the type has no more than the group.
+		// A NodeOverlay changes extended resources only. For those that it does not change, the
+		// type has no more than the group.
 		for name, quantity := range instanceType.Capacity {
 			if _, ok := g.Capacity[name]; !ok || isExtended(name) {
 				overlaid.Capacity[name] = quantity

@@ -262,7 +262,8 @@ func TestWhatNodeClaimsRememberStaysAndIsNotAvailable(t *testing.T) {
 	}
 }
 
-// Core takes a full reservation that is available for one to be had again, and drains a Node of it first to replace it.
+// Core expects an available full reservation to have room again later, and drains one of its Nodes
+// first in order to replace it.
 func TestAFullReservationIsAvailableWithNothingLeft(t *testing.T) {
 	maxSize := int32(5)
 	full := func(reason agentv1alpha1.UnavailableReason) change {
@@ -360,7 +361,7 @@ func TestShapesThatDifferUnderOneNameAreTold(t *testing.T) {
 	}, mismatches)
 }
 
-// Its machines would count as one zone more, wherever they are.
+// Its machines would count as one additional zone, wherever they are.
 func TestAGroupWithoutAZoneBesideOthersIsTold(t *testing.T) {
 	none := zone(instancetype.ZoneNone)
 	groups := []*instancetype.Group{group(t, "e", none), group(t, "d", none), group(t, "c", none), group(t, "b", none), group(t, "a", zone("z2"))}
@@ -533,7 +534,7 @@ func TestUnchangedInputGivesTheSameObjects(t *testing.T) {
 		nil,
 		before,
 	)
-	// Sizes change all the time and mean nothing to core.
+	// Sizes change all the time and do not matter to core.
 	after := instancetype.Built{}
 	second := instancetype.Build([]*instancetype.Group{
 		group(
@@ -564,7 +565,7 @@ func TestWhateverReachesCoreMakesANewObject(t *testing.T) {
 	}
 }
 
-// What core may launch, some group must accept; else core would launch and fail for ever.
+// Some group must accept whatever core may launch, or core would launch and fail forever.
 func TestWhateverAnOfferingPromisesSomeGroupKeeps(t *testing.T) {
 	karpv1.WellKnownLabels.Insert("example.com/rack")
 	t.Cleanup(func() { karpv1.WellKnownLabels.Delete("example.com/rack") })

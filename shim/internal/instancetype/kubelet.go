@@ -17,29 +17,31 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 )
 
-// DefaultPods is the kubelet's default for how many pods fit on a machine.
+// DefaultPods is the kubelet's default for the maximum number of pods on a Node.
 const DefaultPods = 110
 
-// reservable are the resources that a kubelet can be told to keep something of back.
+// reservable are the resources that a kubelet can be configured to reserve.
 var reservable = []corev1.ResourceName{corev1.ResourceCPU, corev1.ResourceMemory, corev1.ResourceEphemeralStorage}
 
-// learnable are the resources of which a Node offers less than it has for a reason that holds for the next machine too. Of
-// another one it may offer less for a while, when a device fails or its plugin restarts.
+// learnable are the resources for which a difference between a Node's capacity and allocatable also
+// holds for the next machine. For other resources the difference may be temporary, such as while a
+// device has failed or its plugin restarts.
 var learnable = append(slices.Clone(reservable), corev1.ResourcePods)
 
-// signals are the resources behind the thresholds of v1alpha1.Kubelet.
+// signals maps the eviction signals of v1alpha1.Kubelet to resources.
 var signals = map[string]corev1.ResourceName{
 	v1alpha1.SignalMemoryAvailable: corev1.ResourceMemory,
 	v1alpha1.SignalNodefsAvailable: corev1.ResourceEphemeralStorage,
 }
 
-// Threshold is how much of a resource the kubelet keeps free by evicting pods: an amount, or a share of what the machine has.
+// Threshold is the amount of a resource that the kubelet keeps free by evicting pods: absolute, or
+// a share of the capacity.
 type Threshold struct {
 	amount resource.Quantity
 	share  float32
 }
 
-// defaultEviction returns the kubelet's own thresholds, which depend on the operating system.
+// defaultEviction returns the kubelet's default thresholds, which depend on the operating system.
 func defaultEviction(operatingSystem string) map[corev1.ResourceName]Threshold {
 	memory := resource.MustParse("100Mi")
 	if corev1.OSName(operatingSystem) == corev1.Windows {
@@ -48,14 +50,15 @@ func defaultEviction(operatingSystem string) map[corev1.ResourceName]Threshold {
 	return map[corev1.ResourceName]Threshold{corev1.ResourceMemory: {amount: memory}, corev1.ResourceEphemeralStorage: {share: 0.1}}
 }
 
-// ParseThreshold reads a threshold as the kubelet writes it: a quantity, or a percentage of which 0% and 100% mean none.
+// ParseThreshold parses a threshold in the kubelet's format: a quantity, or a percentage, where 0%
+// and 100% mean none.
 func ParseThreshold(text string) (Threshold, error) {
 	number, isShare := strings.CutSuffix(strings.TrimSpace(text), "%")
 	if !isShare {
 		amount, err := wire.Quantity(text)
 		return Threshold{amount: amount}, err
 	}
-	// In single precision, as the kubelet calculates.
+	// In single precision, as in the kubelet.
 	percentage, err := strconv.ParseFloat(number, 32)
 	if err != nil || math.IsNaN(percentage) || percentage < 0 || percentage > 100 {
 		return Threshold{}, fmt.Errorf("%.64q is no percentage from 0%% to 100%%", text)
@@ -66,7 +69,7 @@ func ParseThreshold(text string) (Threshold, error) {
 	return Threshold{share: float32(percentage) / 100}, nil
 }
 
-// of returns the amount for a machine that has so much.
+// of returns the absolute amount for a machine with the given capacity.
 func (t Threshold) of(capacity resource.Quantity) resource.Quantity {
 	if t.share > 0 {
 		return *resource.NewQuantity(int64(float64(capacity.Value())*float64(t.share)), resource.BinarySI)
@@ -74,15 +77,16 @@ func (t Threshold) of(capacity resource.Quantity) resource.Quantity {
 	return t.amount.DeepCopy()
 }
 
-// Kubelet is what a ClusterAPINodeClass says about the kubelets of its Nodes, ready to calculate with. Nil says nothing.
+// Kubelet is a ClusterAPINodeClass's description of its Nodes' kubelets, parsed. Nil means no
+// description.
 type Kubelet struct {
 	maxPods, podsPerCore         int64
 	kubeReserved, systemReserved corev1.ResourceList
 	eviction                     map[corev1.ResourceName]Threshold // nil means the kubelet's defaults
 }
 
-// ParseKubelet reads a description. It returns what can be used, and an error that names each field that cannot. A nil
-// description is a nil Kubelet.
+// ParseKubelet parses a description. It returns the usable part, and an error that names each
+// unusable field. It returns nil for a nil description.
 func ParseKubelet(spec *v1alpha1.Kubelet) (*Kubelet, error) {
 	if spec == nil {
 		return nil, nil
@@ -143,7 +147,7 @@ func reserved(field string, quantities map[string]v1alpha1.ReservedQuantity) (co
 	return list, errors.Join(errs...)
 }
 
-// speaksOf reports whether the description says how much of the resource is kept back.
+// speaksOf reports whether the description specifies a reservation of the resource.
 func (k *Kubelet) speaksOf(name corev1.ResourceName) bool {
 	if k == nil {
 		return false
@@ -157,7 +161,7 @@ func (k *Kubelet) speaksOf(name corev1.ResourceName) bool {
 	return kube || system || eviction
 }
 
-// thresholds returns the eviction thresholds of a machine with the operating system.
+// thresholds returns the eviction thresholds for a machine with the given operating system.
 func (k *Kubelet) thresholds(operatingSystem string) map[corev1.ResourceName]Threshold {
 	if k == nil || k.eviction == nil {
 		return defaultEviction(operatingSystem)
@@ -165,7 +169,8 @@ func (k *Kubelet) thresholds(operatingSystem string) map[corev1.ResourceName]Thr
 	return k.eviction
 }
 
-// capacity returns what a Node reports of a machine's capacity: the kubelet decides how many pods that is.
+// capacity returns a Node's reported capacity for a machine's capacity. They differ in the number
+// of pods, which the kubelet determines.
 func (k *Kubelet) capacity(machine corev1.ResourceList) corev1.ResourceList {
 	if k == nil || (k.maxPods == 0 && k.podsPerCore == 0) {
 		return machine
@@ -175,7 +180,7 @@ func (k *Kubelet) capacity(machine corev1.ResourceList) corev1.ResourceList {
 		pods = k.maxPods
 	}
 	if cpu, ok := machine[corev1.ResourceCPU]; ok && k.podsPerCore > 0 {
-		// The kubelet counts whole CPUs, of which a machine has one at least.
+		// The kubelet counts whole CPUs, with a minimum of one.
 		pods = min(pods, k.podsPerCore*max(cpu.MilliValue()/1000, 1))
 	}
 	capacity := maps.Clone(machine)
@@ -183,10 +188,13 @@ func (k *Kubelet) capacity(machine corev1.ResourceList) corev1.ResourceList {
 	return capacity
 }
 
-// overhead returns what the kubelet keeps back of a Node's capacity: of each resource the larger of what the description says and
-// what real Nodes of such a machine showed, else the kubelet's defaults; and never more than there is, as core takes a negative
-// rest for a Node that not even an empty pod fits. What Nodes showed includes what was described of the machine and is not there,
-// for which the description of the kubelet cannot make up.
+// overhead returns what the kubelet reserves of a Node's capacity. For each resource it uses the
+// larger of the described reservation and what real Nodes of such a machine showed, or the
+// kubelet's defaults if there is neither.
+//
+// The overhead never exceeds the capacity: core treats a negative remainder as a Node on which not
+// even an empty pod fits. Learned values include capacity that the machine was described with but
+// does not have; a described kubelet cannot make up for that.
 func (k *Kubelet) overhead(machine, learned corev1.ResourceList, operatingSystem string) *cloudprovider.InstanceTypeOverhead {
 	capacity := k.capacity(machine)
 	overhead := &cloudprovider.InstanceTypeOverhead{
@@ -200,7 +208,7 @@ func (k *Kubelet) overhead(machine, learned corev1.ResourceList, operatingSystem
 		}
 		left := total.DeepCopy()
 		if kept, known := learned[name]; known && !k.speaksOf(name) {
-			// Which of the three it is, a Node does not say; core adds them up.
+			// A Node does not report which of the three it is; core adds them up.
 			give(overhead.KubeReserved, name, kept, &left)
 			continue
 		}
@@ -209,7 +217,8 @@ func (k *Kubelet) overhead(machine, learned corev1.ResourceList, operatingSystem
 			kube, system = k.kubeReserved[name].DeepCopy(), k.systemReserved[name].DeepCopy()
 		}
 		eviction := thresholds[name].of(total)
-		// Learned are less pods than the machine was said to take, and not less than the description says.
+		// The learned number of pods is relative to the machine's described maximum, not to the
+		// kubelet's.
 		more := learned[name].DeepCopy()
 		if name == corev1.ResourcePods && more.Sign() > 0 {
 			more.Add(total)
@@ -228,7 +237,7 @@ func (k *Kubelet) overhead(machine, learned corev1.ResourceList, operatingSystem
 	return overhead
 }
 
-// give moves so much of a resource from what is left to a list, or all that is left.
+// give moves the quantity, or all that is left if that is less, from left to the list.
 func give(to corev1.ResourceList, name corev1.ResourceName, quantity resource.Quantity, left *resource.Quantity) {
 	if quantity.Cmp(*left) > 0 {
 		quantity = *left
@@ -239,7 +248,8 @@ func give(to corev1.ResourceList, name corev1.ResourceName, quantity resource.Qu
 	}
 }
 
-// hugePages returns the memory that is set aside in huge pages. Kubelets and core subtract it from memory by themselves.
+// hugePages returns the memory reserved as huge pages. Kubelets and core subtract it from memory
+// themselves.
 func hugePages(capacity corev1.ResourceList) resource.Quantity {
 	var sum resource.Quantity
 	for name, quantity := range capacity {
@@ -250,8 +260,8 @@ func hugePages(capacity corev1.ResourceList) resource.Quantity {
 	return sum
 }
 
-// allocatableOf returns what pods can have, without zero quantities. It is computed by core itself, so that what Create
-// promises is what the scheduler planned with.
+// allocatableOf returns what is left for pods, without zero quantities. Core's own code computes
+// it, so that Create reports exactly what the scheduler planned with.
 func allocatableOf(capacity corev1.ResourceList, overhead *cloudprovider.InstanceTypeOverhead) corev1.ResourceList {
 	allocatable := (&cloudprovider.InstanceType{Capacity: capacity, Overhead: overhead}).Allocatable()
 	maps.DeleteFunc(allocatable, func(_ corev1.ResourceName, quantity resource.Quantity) bool { return quantity.IsZero() })

@@ -24,7 +24,7 @@ func learned(name, quantity string) change {
 	}
 }
 
-// seen is a group as a node class with the description sees it.
+// seen returns a group as a node class with the kubelet description sees it.
 func seen(tb testing.TB, g *instancetype.Group, kubelet *v1alpha1.Kubelet) *instancetype.Group {
 	tb.Helper()
 	view, err := instancetype.NewView(&v1alpha1.ClusterAPINodeClassSpec{Kubelet: kubelet})
@@ -39,7 +39,7 @@ func TestWhatPodsCanHave(t *testing.T) {
 	evicting := func(signal, threshold string) map[string]v1alpha1.EvictionThreshold {
 		return map[string]v1alpha1.EvictionThreshold{signal: v1alpha1.EvictionThreshold(threshold)}
 	}
-	// Of a machine with 4 CPUs, 16Gi, 100Gi of disk and 50 pods.
+	// The machine has 4 CPUs, 16Gi, 100Gi of disk and 50 pods.
 	for name, test := range map[string]struct {
 		changes []change
 		kubelet *v1alpha1.Kubelet
@@ -245,8 +245,8 @@ func TestDevicesAreThoseThatEveryGroupHas(t *testing.T) {
 	assert.Len(t, build(g)[0].DynamicResources.ResourceSliceTemplates[0].Devices, 128, "what a ResourceSlice holds")
 }
 
-// asKubelet is a kubelet's own calculation (pkg/kubelet/nodestatus.MachineInfo and cm.GetNodeAllocatableReservation), written
-// from there and sharing nothing with the code under test.
+// asKubelet is the kubelet's own calculation (pkg/kubelet/nodestatus.MachineInfo and
+// cm.GetNodeAllocatableReservation). It shares no code with the code under test.
 func asKubelet(machine map[string]int64, maxPods, podsPerCore int64, kube, system map[string]int64, eviction map[string]string) map[string]int64 {
 	node := lo.Assign(machine)
 	node["pods"] = maxPods
@@ -344,8 +344,8 @@ func TestAllocatableIsWhatAKubeletReports(t *testing.T) {
 	}
 }
 
-// Of each resource, a planned node of a type has what the group with the least of it can give, of those that anything is launched
-// from, which is also what Create then promises at least.
+// A planned node of a type has, of each resource, the minimum that its launchable groups can
+// provide. Create then promises at least as much.
 func TestAMergedTypeGivesWhatEveryGroupCanGive(t *testing.T) {
 	random := rand.New(rand.NewPCG(5, 6))
 	pick := func(values ...string) string { return values[random.IntN(len(values))] }

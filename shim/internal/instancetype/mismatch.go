@@ -13,17 +13,19 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// tolerance is by which share machines of one instance type may differ: firmware and file systems keep some for themselves.
+// tolerance is the share by which machines of one instance type may differ: firmware and file
+// systems use some of their capacity.
 const tolerance = 0.1
 
-// Mismatches names, in sentences, what keeps groups from being used to the full beside each other: instance types whose groups
-// do not all have the same, as only what every group has can be scheduled on, and prices that cannot be compared.
+// Mismatches returns one sentence for each difference that prevents groups from being fully used
+// together. These are instance types whose groups have different resources, of which only the
+// common part can be scheduled on, different or incomparable prices, and groups without a zone.
 func Mismatches(groups []*Group) []string {
 	byName := lo.GroupBy(groups, func(g *Group) string { return g.InstanceType })
 	var mismatches []string
 	for _, name := range slices.Sorted(maps.Keys(byName)) {
 		members := withCapacity(byName[name])
-		// The usual case, in which nothing has to be compared.
+		// The usual case, in which nothing needs to be compared.
 		if !slices.ContainsFunc(members, func(g *Group) bool { return g.shape != members[0].shape }) {
 			continue
 		}
@@ -52,11 +54,11 @@ func Mismatches(groups []*Group) []string {
 	return mismatches
 }
 
-// namedAtOnce is how many node groups one sentence names.
+// namedAtOnce is the maximum number of node groups named in one sentence.
 const namedAtOnce = 3
 
-// withoutZone names the groups that have no zone where others have one. Core takes them for a zone of their own then, wherever their machines are,
-// and spreads pods accordingly.
+// withoutZone names the groups that have no zone while others have one. Core then treats them as a
+// zone of their own, wherever their machines are, and spreads pods accordingly.
 func withoutZone(groups []*Group) []string {
 	without := lo.FilterMap(groups, func(g *Group, _ int) (string, bool) { return g.ID, g.Zone == ZoneNone })
 	if len(without) == 0 || len(without) == len(groups) {
@@ -72,8 +74,9 @@ func withoutZone(groups []*Group) []string {
 		names, corev1.LabelTopologyZone)}
 }
 
-// differentPrices names groups that Karpenter cannot tell apart and that cost differently. Estimates differ by a little as soon as
-// Nodes have shown what the machines really have.
+// differentPrices names groups that Karpenter cannot tell apart and that have different prices. It
+// tolerates small differences between estimates, which appear as soon as Nodes have reported the
+// machines' real capacity.
 func differentPrices(groups []*Group) []string {
 	type key struct{ instanceType, zone, capacityType string }
 	var different []string
@@ -97,9 +100,9 @@ func differentPrices(groups []*Group) []string {
 	return different
 }
 
-// beyond returns, for people, what a group has more than what is common to all groups of its type. How many pods fit is the
-// kubelet's matter, not the machine's; and what nobody wrote but Nodes showed is not to be corrected, and other groups' Nodes may
-// show the same yet.
+// beyond describes, for users, what a group has in excess of the common resources and devices of
+// its type. It ignores max pods, which is a kubelet setting, and learned values: a user cannot
+// correct those, and the Nodes of the other groups may still show the same.
 func beyond(g *Group, common corev1.ResourceList, devices map[DeviceKind]int) []string {
 	var ignored []string
 	for _, name := range slices.Sorted(maps.Keys(g.Capacity)) {

@@ -13,8 +13,8 @@ var capacityTypeRank = map[string]int{
 	karpv1.CapacityTypeOnDemand: 2,
 }
 
-// Order returns groups best first: those with room now before those without, reserved before spot before on-demand, which is
-// the order that core prices launches in, then the cheaper, then by id.
+// Order returns the groups best first: available before unavailable, then reserved before spot
+// before on-demand, which is the order in which core prices launches, then by price, then by id.
 func Order(groups []*Group, available func(*Group) bool) []*Group {
 	room := func(g *Group) int {
 		if available(g) {

@@ -15,16 +15,17 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 )
 
-// Remembered is what NodeClaims say of where their machines came from, whether or not a node group still says the same.
+// Remembered is a NodeClaim's record of where its machine came from, whether or not a node group
+// still matches it.
 type Remembered struct {
 	InstanceType string
 	Zone         string
 	CapacityType string
-	// Price is the last known one that the node group was offered for, 0 if none is known.
+	// Price is the last known offered price of the node group, or 0 if none is known.
 	Price float64
 }
 
-// Remember returns what NodeClaims remember, each once and ordered, with the lowest price of those that are the same.
+// Remember removes duplicates and sorts. Of duplicates it keeps the lowest price.
 func Remember(all []Remembered) []Remembered {
 	all = slices.Clone(all)
 	slices.SortFunc(all, func(a, b Remembered) int {
@@ -42,10 +43,10 @@ func (r Remembered) key() string {
 	return "|" + r.Zone + "," + r.CapacityType + "," + strconv.FormatFloat(r.Price, 'g', -1, 64)
 }
 
-// offering is never available. It says no more than what core compares a NodeClaim's labels with: whatever else its Node has been
-// told is the group's to change.
+// offering returns an offering that is never available. It only contains what core compares a
+// NodeClaim's labels with; the Node's other labels may change with the group.
 //
-// It names no reservation either: core takes the least that any offering of a reservation has left.
+// It names no reservation either: core uses the minimum over all offerings of a reservation.
 func (r Remembered) offering(price float64) *cloudprovider.Offering {
 	requirements := scheduling.NewRequirements(
 		scheduling.NewRequirement(corev1.LabelTopologyZone, corev1.NodeSelectorOpIn, r.Zone),
@@ -57,8 +58,9 @@ func (r Remembered) offering(price float64) *cloudprovider.Offering {
 	return &cloudprovider.Offering{Requirements: requirements, Price: price}
 }
 
-// gone is an instance type that only NodeClaims remember. Nothing fits on it, and as a type it names no zone, so that pods that
-// spread over zones do not wait for one that nothing can be had in.
+// gone returns an instance type that only NodeClaims remember. Nothing fits on it. The type itself
+// names no zone, so that pods with a zone spread constraint do not wait for a zone in which nothing
+// is available.
 func gone(name string, remembered []Remembered) *cloudprovider.InstanceType {
 	requirements := requirementsOf(map[string]string{corev1.LabelInstanceTypeStable: name})
 	return &cloudprovider.InstanceType{

@@ -5,21 +5,22 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 )
 
-// View is how one ClusterAPINodeClass sees groups: with the kubelets that it describes, and by the prices that it accepts.
-// Immutable.
+// View is how one ClusterAPINodeClass sees groups: with its description of the kubelet and with the
+// prices that it accepts. Immutable.
 type View struct {
 	kubelet         *Kubelet
 	knownPricesOnly bool
 }
 
-// NewView returns the view of a node class, and an error that names each field that cannot be used and is left out.
+// NewView returns the view of a node class, and an error that names each field that is invalid and
+// therefore ignored.
 func NewView(spec *v1alpha1.ClusterAPINodeClassSpec) (*View, error) {
 	kubelet, err := ParseKubelet(spec.Kubelet)
 	return &View{kubelet: kubelet, knownPricesOnly: spec.Price.WhenUnknown == v1alpha1.UnknownPriceUnavailable}, err
 }
 
-// Of returns the group as the node class sees it, which is the same object where the class has nothing to say. It costs work:
-// see to it that it is done once for each group and class.
+// Of returns the group as the node class sees it, or the same object if the class changes nothing.
+// It is expensive; call it once for each group and class.
 func (v *View) Of(g *Group) *Group {
 	refused := v.knownPricesOnly && g.PriceRefused == "" && PriceSource(g.Source) == PriceSourceEstimate
 	if v.kubelet == nil && !refused {
@@ -47,7 +48,7 @@ const (
 	PriceSourceUnknown    = "Unknown"
 )
 
-// PriceSource returns where a group's price came from, as people read it.
+// PriceSource returns the source of a group's price, for the node class's status.
 func PriceSource(source *agentv1alpha1.NodeGroup) string {
 	switch source.GetSources()["price"].GetKind() {
 	case agentv1alpha1.SourceKind_SOURCE_KIND_ANNOTATION:

@@ -1,8 +1,11 @@
-// Package kubeconfig reaches the spoke by a kubeconfig file whose content may be replaced at any time: by another client certificate or token, as
-// control planes renew them, or by another server or authority. Every request uses what the file held when it was read last.
+// Package kubeconfig connects to the spoke with a kubeconfig file that may be replaced at any time:
+// with a new client certificate or token, as control planes renew them, or with another server or
+// authority. Every request uses the content that was read last.
 //
-// The file may be a secret's, which others than the operator of this process can write. So only what identifies a caller by the file's own content is
-// accepted: nothing that runs a program, reads another file, as the token of this pod, or does not verify the server.
+// The file may come from a secret that others than the operator of this process can write.
+// Therefore it accepts only credentials that the file itself contains. It rejects anything that
+// runs a program, reads another file such as this pod's token, or skips the verification of the
+// server.
 package kubeconfig
 
 import (
@@ -30,7 +33,7 @@ import (
 const (
 	// refresh is how often the file is read.
 	refresh = 5 * time.Second
-	// dialTimeout and keepAlive are client-go's own.
+	// dialTimeout and keepAlive are client-go's values.
 	dialTimeout = 30 * time.Second
 	keepAlive   = 30 * time.Second
 )
@@ -39,24 +42,24 @@ const (
 type File struct {
 	path  string
 	clock clock.WithTicker
-	first *url.URL // the server when the file was opened, which requests are made for
+	first *url.URL // the server when the file was opened, for which requests are built
 
 	present atomic.Pointer[access]
 
-	// What follows belongs to the goroutine of [File.Follow].
+	// The fields below belong to the goroutine of [File.Follow].
 
 	content []byte
-	failed  string // why the file could not be used, as it was logged
+	failed  string // the last logged reason why the file could not be used
 }
 
-// access is how the spoke is reached by one content of the file.
+// access is the connection to the spoke by one version of the file.
 type access struct {
 	server    *url.URL
 	base      *http.Transport
-	transport http.RoundTripper // base, with what identifies the caller
+	transport http.RoundTripper // base, with the caller's credentials
 }
 
-// Open reads the file, which must be usable now.
+// Open reads the file, which must be valid.
 func Open(path string, clk clock.WithTicker) (*File, error) {
 	f := &File{path: filepath.Clean(path), clock: clk}
 	content, err := os.ReadFile(f.path)
@@ -72,12 +75,12 @@ func Open(path string, clk clock.WithTicker) (*File, error) {
 	return f, nil
 }
 
-// Config returns a configuration whose requests go by what the file holds at their time.
+// Config returns a configuration whose requests always use the file's current content.
 func (f *File) Config() *rest.Config {
 	return &rest.Config{Host: f.first.String(), Transport: f}
 }
 
-// RoundTrip sends a request by what the file held when it was read last.
+// RoundTrip sends a request with the content that was read last.
 func (f *File) RoundTrip(request *http.Request) (*http.Response, error) {
 	a := f.present.Load()
 	if *a.server != *f.first {
@@ -88,7 +91,8 @@ func (f *File) RoundTrip(request *http.Request) (*http.Response, error) {
 	return a.transport.RoundTrip(request)
 }
 
-// Follow reads the file again and again until ctx is done. While it cannot be used, what it held before stays in force.
+// Follow re-reads the file until ctx is done. While the file is invalid, the last valid content
+// stays in use.
 func (f *File) Follow(ctx context.Context) {
 	ticker := f.clock.NewTicker(refresh)
 	defer ticker.Stop()
@@ -122,12 +126,13 @@ func (f *File) look(ctx context.Context) {
 	}
 	before := f.present.Swap(next)
 	f.content, f.failed = content, ""
-	// Requests and watches that have begun end where they are.
+	// Requests and watches in progress continue on the old connection.
 	before.base.CloseIdleConnections()
 	logger.Info("the workload cluster's kubeconfig was replaced", "server", next.server.String())
 }
 
-// read returns how the spoke is reached by a kubeconfig. An error contains nothing of it but names and the server.
+// read returns the connection that a kubeconfig describes. An error contains nothing from it but
+// names and the server.
 func read(content []byte) (*access, error) {
 	parsed, err := clientcmd.Load(content)
 	if err != nil {
@@ -179,7 +184,7 @@ func refuseCluster(cluster *clientcmdapi.Cluster) error {
 	return nil
 }
 
-// dial makes a transport of its own: client-go keeps those that it makes for ever.
+// dial builds its own transport, because client-go caches transports forever.
 func dial(server *url.URL, config *rest.Config) (*access, error) {
 	tlsConfig, err := rest.TLSConfigFor(config)
 	if err != nil {

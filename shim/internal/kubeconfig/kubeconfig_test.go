@@ -34,7 +34,7 @@ import (
 
 const patience = 30 * time.Second
 
-// apiServer answers requests for its version, and knows one caller at a time.
+// apiServer answers requests for its version, and accepts one caller at a time.
 type apiServer struct {
 	*httptest.Server
 
@@ -71,7 +71,7 @@ func (s *apiServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	_, _ = w.Write([]byte(`{"gitVersion":"v1.36.0"}`))
 }
 
-// knows makes another caller the only one.
+// knows makes caller the only accepted caller.
 func (s *apiServer) knows(caller string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -88,7 +88,7 @@ func (s *apiServer) kubeconfig(user clientcmdapi.AuthInfo) clientcmdapi.Config {
 	}
 }
 
-// put replaces a file in one step, as the kubelet replaces a secret's.
+// put replaces a file atomically, as the kubelet replaces a secret's files.
 func put(t *testing.T, path string, config clientcmdapi.Config) {
 	t.Helper()
 	content, err := clientcmd.Write(config)
@@ -140,7 +140,7 @@ func (s signer) user(t *testing.T, name string) clientcmdapi.AuthInfo {
 
 func token(name string) clientcmdapi.AuthInfo { return clientcmdapi.AuthInfo{Token: name} }
 
-// follow opens the file and follows it, by a clock of the test.
+// follow opens the file and follows it with a fake clock.
 func follow(t *testing.T, path string) (kube kubernetes.Interface, step func(), logged func() []string) {
 	t.Helper()
 	clk := clocktesting.NewFakeClock(time.Now())
@@ -192,7 +192,7 @@ func TestCredentialsAreRotatedThirtyTimes(t *testing.T) {
 				put(t, path, server.kubeconfig(next))
 				step()
 				require.Eventually(t, func() bool { return len(logged()) == i+1 }, patience, time.Millisecond)
-				server.knows(caller) // the one before is not accepted any more, on its open connections either
+				server.knows(caller) // the previous caller is no longer accepted, not even on open connections
 				_, err := kube.Discovery().ServerVersion()
 				require.NoError(t, err)
 			}
@@ -211,7 +211,7 @@ func TestAnotherServerIsFollowed(t *testing.T) {
 	_, err := kube.Discovery().ServerVersion()
 	require.NoError(t, err)
 	behind := after.kubeconfig(token("shim"))
-	behind.Clusters["spoke"].Server += "/clusters/spoke/" // a proxy for several
+	behind.Clusters["spoke"].Server += "/clusters/spoke/" // a proxy for several clusters
 	put(t, path, behind)
 	step()
 	require.Eventually(t, func() bool { return len(logged()) == 1 }, patience, time.Millisecond)
@@ -236,7 +236,7 @@ func TestAFileThatCannotBeUsedLeavesTheOneBeforeInForce(t *testing.T) {
 		func() { require.NoError(t, os.Remove(path)) },
 	} {
 		spoil()
-		for range 2 { // it is said once
+		for range 2 { // it is logged once
 			step()
 		}
 		require.Eventually(t, func() bool { return len(logged()) == i+1 }, patience, time.Millisecond)
@@ -256,7 +256,7 @@ func TestRequestsOfARotationFailNoCall(t *testing.T) {
 	clients := newSigner(t)
 	server := newAPIServer(t, clients.pool())
 	var served atomic.Int64
-	server.Config.Handler = http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { // every caller
+	server.Config.Handler = http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { // accepts every caller
 		served.Add(1)
 		w.Header().Set("Content-Type", "application/json")
 		_, _ = w.Write([]byte(`{"gitVersion":"v1.36.0"}`))

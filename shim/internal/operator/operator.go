@@ -1,8 +1,8 @@
-// Package operator makes the process that Karpenter core's controllers run in.
+// Package operator sets up the process that runs Karpenter core's controllers.
 //
-// Core has a constructor of its own, which binds its servers to all addresses and knows no signals. This one differs in just
-// that: addresses can be given, errors are returned, and a signal ends the process in order, in-flight calls cut and the
-// lease released.
+// Core's own constructor binds its servers to all addresses and does not handle signals. This one
+// differs only in that addresses are configurable, errors are returned, and a signal ends the
+// process in order: calls in flight are canceled and the lease is released.
 package operator
 
 import (
@@ -49,11 +49,12 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/options"
 )
 
-// memoryLimitShare is how much of the container's memory the garbage collector may plan with; the rest is for what it does not
-// count.
+// memoryLimitShare is the share of the container's memory that the garbage collector may use. The
+// rest is for memory that it does not account for.
 const memoryLimitShare = 0.9
 
-// Logger returns the process's logger, and makes it that of client-go and controller-runtime.
+// Logger returns a context with the process's logger, and also sets that logger for client-go and
+// controller-runtime.
 func Logger(ctx context.Context) context.Context {
 	logger := serrors.NewLogger(zapr.NewLogger(logging.NewLogger(ctx, "controller")))
 	log.SetLogger(logger)
@@ -61,14 +62,16 @@ func Logger(ctx context.Context) context.Context {
 	return log.IntoContext(ctx, logger)
 }
 
-// New returns core's operator: a manager with the indexes that core reads by, and what core's controllers share. ctx carries
-// core's and the shim's options and the logger; every reconcile gets its values.
+// New returns core's operator: a manager with the indexes that core requires, and the objects that
+// core's controllers share. ctx carries core's and the shim's options and the logger; every
+// reconcile gets its values.
 func New(ctx context.Context, config *rest.Config) (*coreoperator.Operator, error) {
 	core := coreoptions.FromContext(ctx)
 	if core.MemoryLimit > 0 {
 		debug.SetMemoryLimit(int64(float64(core.MemoryLimit) * memoryLimitShare))
 	}
-	// Leader election has limits of its own, or a burst of other requests would cost the lease.
+	// Leader election has its own rate limit, so that a burst of other requests does not cost the
+	// lease.
 	leaderConfig := rest.CopyConfig(config)
 	config = rest.CopyConfig(config)
 	config.QPS, config.Burst = float32(core.KubeClientQPS), core.KubeClientBurst
@@ -120,20 +123,22 @@ func managerOptions(ctx context.Context, leaderConfig *rest.Config) (manager.Opt
 		BaseContext:                   func() context.Context { return context.WithoutCancel(ctx) },
 		Controller: ctrlconfig.Controller{
 			EnableWarmup: new(!core.DisableLeaderElection && !core.DisableControllerWarmup),
-			// It can deadlock when it is shut down, and the lease would not be given back: controller-runtime issue 3538, in all
-			// releases that go with this Kubernetes.
+			// The priority queue can deadlock on shutdown, and the lease would not be released:
+			// controller-runtime issue 3538, in all releases for this Kubernetes version.
 			UsePriorityQueue: new(false),
 		},
 	}, err
 }
 
-// How many requests each second, and at once, authenticating and authorizing readers of metrics may make: anyone who can connect causes them.
+// Rate limit, per second and burst, for authenticating and authorizing readers of metrics: anyone
+// who can connect causes such requests.
 const (
 	reviewQPS   = 5
 	reviewBurst = 10
 )
 
-// metricsOptions returns how metrics are served. It returns an error if the configured certificate cannot be used.
+// metricsOptions returns the options of the metrics server, or an error if the configured
+// certificate cannot be used.
 func metricsOptions(ctx context.Context) (metricsserver.Options, error) {
 	core, shim := coreoptions.FromContext(ctx), options.FromContext(ctx)
 	served := metricsserver.Options{BindAddress: bindAddress(shim.MetricsBindAddress, core.MetricsPort)}
@@ -151,9 +156,9 @@ func metricsOptions(ctx context.Context) (metricsserver.Options, error) {
 	}
 	served.TLSOpts = []func(*tls.Config){func(config *tls.Config) { config.MinVersion = tls.VersionTLS13 }}
 	if shim.MetricsTLSCertFile == "" {
-		return served, nil // controller-runtime generates one
+		return served, nil // controller-runtime generates a certificate
 	}
-	// It would also generate one if the files were missing.
+	// If the files were missing, controller-runtime would also generate one.
 	if _, err := tls.LoadX509KeyPair(shim.MetricsTLSCertFile, shim.MetricsTLSKeyFile); err != nil {
 		return served, fmt.Errorf("--metrics-tls-cert-file: %w", err)
 	}
@@ -165,7 +170,8 @@ func metricsOptions(ctx context.Context) (metricsserver.Options, error) {
 	if err != nil {
 		return served, fmt.Errorf("--metrics-tls-key-file: %w", err)
 	}
-	// controller-runtime joins both names to one folder, and the two files may be in different ones.
+	// controller-runtime joins both names to one folder, but the two files may be in different
+	// folders.
 	served.CertDir, served.CertName, served.KeyName = "/", certFile, keyFile
 	return served, nil
 }
@@ -191,13 +197,13 @@ func profiling() map[string]http.Handler {
 	return handlers
 }
 
-// Index says by which field objects of a kind are looked up.
+// Index describes a field by which objects of a kind are looked up.
 type Index struct {
-	// Object is of the kind.
+	// Object determines the kind.
 	Object client.Object
-	// Field is the name that readers give.
+	// Field is the name that readers pass.
 	Field string
-	// Values returns an object's value; it is the indexer.
+	// Values returns an object's values of the field.
 	Values client.IndexerFunc
 }
 
@@ -210,7 +216,7 @@ func index[T client.Object](object T, field string, value func(T) string) Index 
 	}}
 }
 
-// Indexes are those that core's controllers, and ours, read by.
+// Indexes returns the indexes that core's controllers and the shim's require.
 func Indexes() []Index {
 	nodeClaim, nodePool := &karpv1.NodeClaim{}, &karpv1.NodePool{}
 	claimed := func(nc *karpv1.NodeClaim) *karpv1.NodeClassReference { return nc.Spec.NodeClassRef }
@@ -274,7 +280,8 @@ func addChecks(m manager.Manager) error {
 	)
 }
 
-// Signals returns a context below ctx that also ends with SIGTERM or SIGINT; a second signal ends the process at once.
+// Signals returns a child of ctx that SIGTERM or SIGINT cancels. A second signal ends the process
+// at once.
 func Signals(ctx context.Context) context.Context {
 	ctx, cancel := context.WithCancel(ctx)
 	context.AfterFunc(controllerruntime.SetupSignalHandler(), cancel)

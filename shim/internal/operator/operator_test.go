@@ -18,7 +18,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/operator"
 )
 
-// core returns the file of core's own operator, which ours stands in for.
+// core returns the source file of core's own operator, which ours replaces.
 func core(t *testing.T) *ast.File {
 	t.Helper()
 	entry := reflect.ValueOf(coreoperator.NewOperator).Pointer()
@@ -28,7 +28,7 @@ func core(t *testing.T) *ast.File {
 	return file
 }
 
-// find calls visit with each node of a type.
+// find calls visit with each node of the type.
 func find[N ast.Node](in ast.Node, visit func(N)) {
 	ast.Inspect(in, func(node ast.Node) bool {
 		if typed, ok := node.(N); ok {
@@ -38,7 +38,7 @@ func find[N ast.Node](in ast.Node, visit func(N)) {
 	})
 }
 
-// as returns a node as the type that it is to have.
+// as returns a node as the expected type.
 func as[T any](t *testing.T, node any) T {
 	t.Helper()
 	typed, ok := node.(T)
@@ -46,7 +46,7 @@ func as[T any](t *testing.T, node any) T {
 	return typed
 }
 
-// named returns the last part of a name such as ctrl.Options.
+// named returns the last part of a name, such as that of ctrl.Options.
 func named(expression ast.Expr) string {
 	if selector, ok := expression.(*ast.SelectorExpr); ok {
 		return selector.Sel.Name
@@ -54,7 +54,7 @@ func named(expression ast.Expr) string {
 	return ""
 }
 
-// A core that reads by another index fails at run time only.
+// If core reads by an index that is missing, it fails only at run time.
 func TestEveryIndexOfCoreIsThere(t *testing.T) {
 	var wanted []string
 	find(core(t), func(call *ast.CallExpr) {
@@ -72,7 +72,8 @@ func TestEveryIndexOfCoreIsThere(t *testing.T) {
 	}))
 }
 
-// What core sets of its manager, and gives to its controllers, was looked at; more of it is to be looked at, too.
+// Everything that core sets on its manager and passes to its controllers has been reviewed. New
+// settings must be reviewed, too.
 func TestWhatCoreSetsIsKnown(t *testing.T) {
 	var options []string
 	find(core(t), func(literal *ast.CompositeLit) {

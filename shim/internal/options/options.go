@@ -1,8 +1,8 @@
-// Package options holds the shim's own flags. Each is also an environment variable: upper case, underscores for dashes
-// (`--agent-address`, `AGENT_ADDRESS`).
+// Package options defines the shim's own flags. Each can also be set by an environment variable:
+// upper case, underscores for dashes (`--agent-address`, `AGENT_ADDRESS`).
 //
-// Importing it adds them to Karpenter core's flags, which core parses from the command line. Read them with [FromContext]
-// in every context that core made.
+// Importing the package adds them to Karpenter core's flags, which core parses from the command
+// line. Read them with [FromContext] in any context that core created.
 package options
 
 import (
@@ -29,68 +29,79 @@ func init() { //nolint:gochecknoinits // Karpenter core's registry of flags dema
 
 const unixScheme = "unix://"
 
-// DefaultBootstrapSecret is the name of the secret that `capi-agent onboard` writes unless it is told another.
+// DefaultBootstrapSecret is the default name of the secret that `capi-agent onboard` writes.
 const DefaultBootstrapSecret = "karpenter-agent-bootstrap"
 
-// Options is what the shim was started with.
+// Options holds the values of the shim's flags.
 type Options struct {
-	// AgentAddress is where the agent listens: host:port, or unix:///path.
+	// AgentAddress is the agent's address: host:port, or unix:///path.
 	AgentAddress string
-	// AgentTLSCertFile and AgentTLSKeyFile are the client certificate, PEM. Re-read when they change.
+	// AgentTLSCertFile and AgentTLSKeyFile hold the client certificate and its key, PEM. Re-read
+	// when they change.
 	AgentTLSCertFile string
 	AgentTLSKeyFile  string
-	// AgentCAFile holds the authorities that may have signed the agent's certificate, PEM. Re-read when it changes.
+	// AgentCAFile holds the authorities of the agent's certificate, PEM. Re-read when it changes.
 	AgentCAFile string
-	// AgentIdentitySecret is the secret, in the spoke, in which the shim keeps its own key and the certificate that the agent issues for it. Its
-	// name is empty when the certificate is in files.
+	// AgentIdentitySecret is the secret in the spoke in which the shim stores its own key and the
+	// certificate that the agent issues for it. Its name is empty if the certificate is in files.
 	AgentIdentitySecret types.NamespacedName
-	// AgentBootstrapSecret is the secret, in the spoke, with the certificate that the first one is issued for. Empty without AgentIdentitySecret.
+	// AgentBootstrapSecret is the secret in the spoke with the certificate that requests the first
+	// one. Empty without AgentIdentitySecret.
 	AgentBootstrapSecret types.NamespacedName
-	// AgentServerName is the name expected in the agent's certificate; empty means the host of AgentAddress.
+	// AgentServerName is the name expected in the agent's certificate. Empty means the host of
+	// AgentAddress.
 	AgentServerName string
-	// AgentPlaintextLoopback allows a connection without TLS, to a loopback address only.
+	// AgentPlaintextLoopback allows a connection without TLS, but only to a loopback address.
 	AgentPlaintextLoopback bool
 	// AgentTimeout bounds each call to the agent.
 	AgentTimeout time.Duration
 
-	// ClusterNamespace and ClusterName name the Cluster object in the hub that this workload cluster is.
+	// ClusterNamespace and ClusterName identify this workload cluster's Cluster object in the hub.
 	ClusterNamespace string
 	ClusterName      string
 
-	// LaunchTimeout is how long a NodeClaim may stay without a claim in the hub before core gives it up.
+	// LaunchTimeout is how long a NodeClaim may stay without a claim in the hub before core gives
+	// it up.
 	LaunchTimeout time.Duration
-	// ClaimSyncInterval is how often the complete set of NodeClaims is told to the agent.
+	// ClaimSyncInterval is how often the shim reports the complete set of NodeClaims to the agent.
 	ClaimSyncInterval time.Duration
-	// HubUnreachableGracePeriod is how long the agent may be silent before node classes stop being Ready.
+	// HubUnreachableGracePeriod is how long the agent may be unreachable before node classes stop
+	// being Ready.
 	HubUnreachableGracePeriod time.Duration
-	// NodeRepairAfter is how long a Node may be unhealthy before core repairs it, with the feature gate NodeRepair.
+	// NodeRepairAfter is how long a Node may be unhealthy before core repairs it, with the feature
+	// gate NodeRepair.
 	NodeRepairAfter time.Duration
-	// UnavailableOfferingTTL is how long an offering is left alone after the agent had no room for it.
+	// UnavailableOfferingTTL is how long an offering stays unavailable after the agent had no room
+	// for it.
 	UnavailableOfferingTTL time.Duration
 
-	// MetricsBindAddress and HealthProbeBindAddress are host:port; empty means all addresses and core's port flags.
+	// MetricsBindAddress and HealthProbeBindAddress are host:port. Empty means all addresses and
+	// the port of core's flags.
 	MetricsBindAddress     string
 	HealthProbeBindAddress string
-	// MetricsSecure serves metrics and profiles over HTTPS, to readers that the spoke's API server allows to get their paths.
+	// MetricsSecure serves metrics and profiles over HTTPS, only to callers that the spoke's API
+	// server authorizes for their paths.
 	MetricsSecure bool
-	// MetricsTLSCertFile and MetricsTLSKeyFile are PEM files with the certificate of the metrics. Without them the shim makes one.
+	// MetricsTLSCertFile and MetricsTLSKeyFile hold the metrics endpoint's certificate and key,
+	// PEM. Without them a certificate is generated.
 	MetricsTLSCertFile, MetricsTLSKeyFile string
 
 	nodeLabelKeys string
-	// The names as they were given.
+	// The names as given on the command line.
 	agentIdentitySecret, agentBootstrapSecret string
-	// These are accepted, whatever they are, and have no effect.
+	// Deprecated flags, accepted with any value and without effect.
 	machineFailureReasons, machineProgressDeadline string
-	// names are the flags of this package, for their environment variables.
+	// names are the flags of this package, which can also be set by environment variables.
 	names []string
 }
 
-// NodeLabelKeys are keys of node labels that pods and NodePools may select on although no NodePool names them.
+// NodeLabelKeys returns the keys of node labels that pods and NodePools may select on although no
+// NodePool names them.
 func (o *Options) NodeLabelKeys() []string {
 	return slices.DeleteFunc(strings.Split(o.nodeLabelKeys, ","), func(key string) bool { return key == "" })
 }
 
-// Deprecated returns a warning for each flag that was given and has no effect any more.
+// Deprecated returns a warning for each flag that was set and no longer has an effect.
 func (o *Options) Deprecated() []string {
 	var warnings []string
 	if o.machineFailureReasons != "" {
@@ -173,12 +184,12 @@ func (o *Options) AddFlags(fs *options.FlagSet) {
 	})
 }
 
-// EnvironmentVariable returns the name of the environment variable that stands for a flag of this package.
+// EnvironmentVariable returns the name of the environment variable for a flag of this package.
 func EnvironmentVariable(flagName string) string {
 	return strings.ToUpper(strings.ReplaceAll(flagName, "-", "_"))
 }
 
-// Parse parses and validates. The error names every flag at fault and what to do.
+// Parse parses and validates the flags. The error names every invalid flag and the remedy.
 func (o *Options) Parse(fs *options.FlagSet, args ...string) error {
 	if err := fs.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
@@ -195,7 +206,7 @@ func (o *Options) Parse(fs *options.FlagSet, args ...string) error {
 	return nil
 }
 
-// parseSecrets sets the names of the secrets.
+// parseSecrets parses the names of the secrets.
 func (o *Options) parseSecrets() error {
 	o.AgentIdentitySecret, o.AgentBootstrapSecret = types.NamespacedName{}, types.NamespacedName{}
 	if o.agentIdentitySecret == "" {
@@ -229,8 +240,9 @@ func (o *Options) parseSecrets() error {
 	return errors.Join(errs...)
 }
 
-// parseEnvironment gives flags that are not on the command line their value from the environment. Unlike core's own, a value
-// that cannot be used is an error here: silently falling back to a default hides a typing error for months.
+// parseEnvironment sets flags that are not on the command line from the environment. Unlike in
+// core, an invalid value is an error: silently falling back to a default can hide a typo for
+// months.
 func (o *Options) parseEnvironment(fs *options.FlagSet) error {
 	given := map[string]bool{}
 	fs.Visit(func(f *flag.Flag) { given[f.Name] = true })
@@ -248,7 +260,7 @@ func (o *Options) parseEnvironment(fs *options.FlagSet) error {
 	return errors.Join(errs...)
 }
 
-// Validate returns everything that is wrong, joined.
+// Validate returns all problems, joined.
 func (o *Options) Validate() error {
 	return errors.Join(o.validateAgent(), o.validateCluster(), o.validateTimes(), o.validateAddresses(), o.validateMetrics(), o.validateKeys())
 }
@@ -290,7 +302,7 @@ func (o *Options) validateAgent() error {
 	return errors.Join(errs...)
 }
 
-// validateNoIdentity refuses an identity where there is no TLS.
+// validateNoIdentity rejects an identity secret for a connection without TLS.
 func (o *Options) validateNoIdentity(with string) error {
 	if o.AgentIdentitySecret.Name != "" {
 		return fmt.Errorf("--agent-identity-secret has no effect with %s, which is used without certificates: drop one of the two", with)
@@ -389,29 +401,31 @@ func (o *Options) validateKeys() error {
 	return errors.Join(errs...)
 }
 
-// nodeDimensions are the labels that core's metrics about Nodes have beside the well-known labels; see its package controllers/metrics/node.
-// It panics at the start if one of those has the same name.
+// nodeDimensions are the labels that core's metrics about Nodes have in addition to the well-known
+// labels; see core's package controllers/metrics/node. Core panics at startup if a well-known label
+// has the same name.
 var nodeDimensions = []string{"node_name", "phase", "managed", "resource_type"}
 
-// dimension is the label of core's metrics about Nodes that a key of a node label becomes. Keys without a slash become none.
+// dimension returns the label in core's metrics about Nodes that a node label's key becomes, or ""
+// for a key without a slash.
 func dimension(key string) string {
 	_, name, _ := strings.Cut(key, "/")
 	return strings.ReplaceAll(strings.ToLower(name), "-", "_")
 }
 
-// ToContext puts the options into a context.
+// ToContext adds the options to a context.
 func (o *Options) ToContext(ctx context.Context) context.Context {
 	return ToContext(ctx, o)
 }
 
 type contextKey struct{}
 
-// ToContext puts the options into a context.
+// ToContext adds the options to a context.
 func ToContext(ctx context.Context, o *Options) context.Context {
 	return context.WithValue(ctx, contextKey{}, o)
 }
 
-// FromContext returns the options of a context, or nil when it has none.
+// FromContext returns the options of a context, or nil.
 func FromContext(ctx context.Context) *Options {
 	o, _ := ctx.Value(contextKey{}).(*Options)
 	return o

@@ -1,4 +1,5 @@
-// Package owners decides which NodeClaim has a machine where several have its provider ID, as another provider for Cluster API may leave them.
+// Package owners decides which NodeClaim owns a machine if several have its provider ID, as can
+// happen after a migration from another Cluster API provider.
 package owners
 
 import (
@@ -13,7 +14,8 @@ import (
 	nodeclaimutils "sigs.k8s.io/karpenter/pkg/utils/nodeclaim"
 )
 
-// With returns the NodeClaims with the provider ID. kube has indexes on the provider IDs of NodeClaims and Nodes, here and below.
+// With returns the NodeClaims with the provider ID. Here and below, kube must have indexes on the
+// provider IDs of NodeClaims and Nodes.
 func With(ctx context.Context, kube client.Reader, providerID string) ([]*karpv1.NodeClaim, error) {
 	if providerID == "" {
 		return nil, nil
@@ -25,13 +27,15 @@ func With(ctx context.Context, kube client.Reader, providerID string) ([]*karpv1
 	return lo.ToSlicePtr(list.Items), nil
 }
 
-// Others returns the other NodeClaims with the provider ID, which need not be this one's.
+// Others returns the NodeClaims with the provider ID other than this one, which need not have that
+// provider ID.
 func Others(ctx context.Context, kube client.Reader, nodeClaim *karpv1.NodeClaim, providerID string) ([]*karpv1.NodeClaim, error) {
 	all, err := With(ctx, kube, providerID)
 	return lo.Reject(all, func(other *karpv1.NodeClaim, _ int) bool { return other.UID == nodeClaim.UID }), err
 }
 
-// Of returns which NodeClaim has the machine with the NodeClaim's provider ID: the NodeClaim itself, or another one.
+// Of returns the NodeClaim that owns the machine with the NodeClaim's provider ID: the NodeClaim
+// itself, or another one.
 func Of(ctx context.Context, kube client.Reader, nodeClaim *karpv1.NodeClaim) (*karpv1.NodeClaim, error) {
 	others, err := Others(ctx, kube, nodeClaim, nodeClaim.Status.ProviderID)
 	if err != nil || len(others) == 0 {
@@ -44,7 +48,7 @@ func Of(ctx context.Context, kube client.Reader, nodeClaim *karpv1.NodeClaim) (*
 	return Rightful(append(others, nodeClaim), node), nil
 }
 
-// Node returns the Node with the provider ID, nil when there is none.
+// Node returns the Node with the provider ID, or nil.
 func Node(ctx context.Context, kube client.Reader, providerID string) (*corev1.Node, error) {
 	nodes := &corev1.NodeList{}
 	if err := kube.List(ctx, nodes, client.MatchingFields{"spec.providerID": providerID}); err != nil {
@@ -56,8 +60,9 @@ func Node(ctx context.Context, kube client.Reader, providerID string) (*corev1.N
 	return &nodes.Items[0], nil
 }
 
-// Rightful returns which of the NodeClaims with the same provider ID, at least one, has the machine: the owner of the Node (nil for no
-// Node), else a registered one, else one that is not being deleted, else the oldest.
+// Rightful returns the owner of a machine among NodeClaims with the same provider ID, of which
+// there must be at least one. It prefers the owner of the Node (nil if there is no Node), then a
+// registered NodeClaim, then one that is not being deleted, then the oldest.
 func Rightful(nodeClaims []*karpv1.NodeClaim, node *corev1.Node) *karpv1.NodeClaim {
 	criteria := []func(*karpv1.NodeClaim) bool{
 		func(nc *karpv1.NodeClaim) bool {

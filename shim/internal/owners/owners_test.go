@@ -48,7 +48,7 @@ func TestOneNodeClaimHasTheMachine(t *testing.T) {
 			has: nodeClaim("has", time.Hour, deleted), other: nodeClaim("other", 2*time.Hour, registered), node: node,
 		},
 		"a registered one": {has: nodeClaim("has", time.Hour, registered, deleted), other: nodeClaim("other", 2*time.Hour)},
-		// Its end would take the Machine from under the one that stays.
+		// Otherwise the end of the deleted one would remove the Machine of the one that stays.
 		"one that is not being deleted": {has: nodeClaim("has", time.Hour), other: nodeClaim("other", 2*time.Hour, deleted)},
 		"the oldest":                    {has: nodeClaim("has", 2*time.Hour), other: nodeClaim("other", time.Hour)},
 		"the first by UID":              {has: nodeClaim("has", time.Hour), other: nodeClaim("other", time.Hour)},

@@ -1,7 +1,9 @@
-// Package placeholder writes and reads the provider ID that a NodeClaim carries until its machine has a real one.
+// Package placeholder formats and parses the provider ID that a NodeClaim carries until its machine
+// has a real one.
 //
-// Karpenter core stops provisioning and disrupting while any NodeClaim has no provider ID, and infrastructure may take
-// minutes to give one out. A placeholder is known at once, unique, and says by itself which claim it stands for.
+// Karpenter core stops provisioning and disrupting while any NodeClaim has no provider ID, and the
+// infrastructure may take minutes to assign one. A placeholder is available at once, unique, and
+// identifies its claim.
 package placeholder
 
 import (
@@ -10,17 +12,17 @@ import (
 
 const scheme = "capi-claim://"
 
-// ProviderID returns the placeholder of one claim of one Cluster.
+// ProviderID returns the placeholder of a Cluster's claim.
 func ProviderID(clusterNamespace, clusterName, claimID string) string {
 	return scheme + clusterNamespace + "/" + clusterName + "/" + claimID
 }
 
-// Is reports whether the provider ID is a placeholder, of whatever Cluster.
+// Is reports whether the provider ID is a placeholder, of any Cluster.
 func Is(providerID string) bool {
 	return strings.HasPrefix(providerID, scheme)
 }
 
-// Parse returns what a placeholder stands for, and false for any other provider ID.
+// Parse returns the claim that a placeholder identifies, and false for any other provider ID.
 func Parse(providerID string) (clusterNamespace, clusterName, claimID string, ok bool) {
 	rest, found := strings.CutPrefix(providerID, scheme)
 	if !found {

@@ -1,5 +1,5 @@
-// Package registration completes NodeClaims from their Nodes, in the moment between a Node's joining and core's writing the
-// NodeClaim's labels over the Node's.
+// Package registration completes NodeClaims from their Nodes, after the Node has joined and before
+// core copies the NodeClaim's labels to the Node.
 package registration
 
 import (
@@ -18,26 +18,33 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/instancetype"
 )
 
-// again is how soon to look again at a Node that its cloud controller manager has not labelled yet.
+// again is the interval for a Node that its cloud controller manager has not labelled yet.
 const again = time.Second
 
-// Groups knows the labels of node groups' Nodes, and is told where machines of groups without a zone turned out to be.
+// Groups provides the labels of node groups' Nodes, and records what Nodes reveal about their
+// groups.
 type Groups interface {
-	// GroupLabels returns the labels that Nodes of a node group have, nil when the group is not known. They may not be changed.
+	// GroupLabels returns the labels of a node group's Nodes, or nil if the group is not known.
+	// Callers must not modify them.
 	GroupLabels(groupID string) map[string]string
 	ObserveZone(groupID, zone string)
-	// ObserveTaint is told whether a Node of a group joined with the taint that keeps pods away until it is registered.
+	// ObserveTaint records whether a Node of the group joined with the taint that keeps pods away
+	// until it is registered.
 	ObserveTaint(groupID string, tainted bool)
 }
 
-// Labels is a registration hook that corrects a NodeClaim's labels before core writes them over the Node's. It is one hook, not
-// one for each label: core runs hooks at the same time, on one NodeClaim.
+// Labels is a registration hook that corrects a NodeClaim's labels before core copies them to the
+// Node. It is a single hook for all labels, because core runs hooks concurrently on the same
+// NodeClaim.
 //
-// Machines of node groups that name no zone have NodeClaims that say "no zone", and a Node whose zone a cloud controller manager
-// found out, with which pods find their volumes. The NodeClaim takes the Node's.
+// If a node group names no zone, its NodeClaims have [instancetype.ZoneNone]. The cloud controller
+// manager may still label the Node with a zone, which pods need for their volumes. The NodeClaim
+// then takes over the Node's zone.
 //
-// Values that core chose at random for the NodeClaim are corrected when the machine is claimed; but core forgets that when it
-// cannot store it at once, and does not ask again. The NodeClaim of an adopted machine has the values of its Node, which stay.
+// Values that core chose at random for the NodeClaim are corrected when the machine is claimed.
+// Core forgets that correction if it cannot store it at once, and does not call again; the hook
+// then repeats it. The NodeClaim of an adopted machine already has its Node's values, which are
+// kept.
 type Labels struct {
 	kube   client.Client
 	groups Groups
@@ -50,10 +57,10 @@ func NewLabels(kube client.Client, groups Groups) *Labels {
 	return &Labels{kube: kube, groups: groups}
 }
 
-// Name returns the hook's name, shown while it holds a registration up.
+// Name returns the hook's name, which core reports while the hook delays a registration.
 func (*Labels) Name() string { return "labels" }
 
-// Registered lets the registration pass once the NodeClaim's labels are right. It changes them.
+// Registered completes once the NodeClaim's labels are correct. It modifies them.
 func (l *Labels) Registered(ctx context.Context, nodeClaim *karpv1.NodeClaim) (cloudprovider.NodeLifecycleHookResult, error) {
 	groupID, ours := nodeClaim.Annotations[v1alpha1.NodeGroupAnnotation]
 	_, adopted := nodeClaim.Labels[v1alpha1.AdoptedLabel]

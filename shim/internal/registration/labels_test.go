@@ -52,7 +52,8 @@ func TestZone(t *testing.T) {
 	}
 }
 
-// Core says it of each NodeClaim, in an event; what to correct is the node group's template.
+// Core reports it for each NodeClaim, in an event; what must be corrected is the node group's
+// template.
 func TestAMissingTaintIsReportedOnceForItsNodeGroup(t *testing.T) {
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}, {Name: "b"}})
 	problems := func() []string {
@@ -93,7 +94,7 @@ func TestALabelThatCoreChoseAtRandomIsCorrectedOnceMore(t *testing.T) {
 		nc.Spec.Requirements = []karpv1.NodeSelectorRequirementWithMinValues{
 			{Key: "team", Operator: corev1.NodeSelectorOpExists}, {Key: "use", Operator: corev1.NodeSelectorOpExists},
 		}
-		nc.Labels["team"], nc.Labels["use"] = "4711", "4712" // as after a patch of the NodeClaim that failed
+		nc.Labels["team"], nc.Labels["use"] = "4711", "4712" // as after a failed patch of the NodeClaim
 		nc.Status.ProviderID = "sim:///1"
 	})
 	w.Create(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node"}, Spec: corev1.NodeSpec{ProviderID: "sim:///1"}})
@@ -104,7 +105,8 @@ func TestALabelThatCoreChoseAtRandomIsCorrectedOnceMore(t *testing.T) {
 	assert.Equal(t, "4712", nodeClaim.Labels["use"], "what the group does not say is core's to choose")
 }
 
-// Core would take the Node for drifted with the node group's value, which the NodePool need not allow.
+// With the node group's value, which the NodePool need not allow, core would treat the Node as
+// drifted.
 func TestAnAdoptedNodeKeepsItsLabels(t *testing.T) {
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a", Zone: "z1", NodeLabels: map[string]string{"team": "red"}}})
 	nodeClaim := w.Launched("claim", func(nc *karpv1.NodeClaim) {

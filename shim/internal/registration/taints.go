@@ -8,20 +8,22 @@ import (
 	"sigs.k8s.io/karpenter/pkg/scheduling"
 )
 
-// IsUnregistered reports whether the Node still has the taint that keeps pods away until Karpenter has registered it.
+// IsUnregistered reports whether the Node still has the taint that keeps pods away until Karpenter
+// has registered it.
 func IsUnregistered(node *corev1.Node) bool {
 	return slices.ContainsFunc(node.Spec.Taints, func(taint corev1.Taint) bool { return taint.MatchTaint(&karpv1.UnregisteredNoExecuteTaint) })
 }
 
-// uninitialized is on every Node that a Cluster API bootstrap provider lets join, kubeadm's for one. Cluster API's Machine
-// controller removes it once it has found the Node of its Machine and written its labels. The shim does not import Cluster API,
-// where it is called NodeUninitializedTaint.
+// uninitialized is the taint of every Node that joins through a Cluster API bootstrap provider such
+// as kubeadm's. Cluster API's Machine controller removes it once it has found its Machine's Node
+// and set its labels. Cluster API, which the shim does not import, names it NodeUninitializedTaint.
 var uninitialized = corev1.Taint{Key: "node.cluster.x-k8s.io/uninitialized", Effect: corev1.TaintEffectNoSchedule}
 
-// ExpectTaints tells core which taints Cluster API removes from new Nodes by itself. Core then plans pods for a Node that still
-// has them, instead of launching another Node for the same pods, and holds the NodeClaim for initialized only without them.
+// ExpectTaints registers with core the taints that Cluster API removes from new Nodes. Core then
+// plans pods for a Node that still has them, instead of launching another Node for the same pods,
+// and considers the NodeClaim initialized only once they are gone.
 //
-// Call it before core's controllers are made. Further calls change nothing.
+// Call it before core's controllers are constructed. It is idempotent.
 func ExpectTaints() {
 	if !scheduling.IsKnownEphemeralTaint(&uninitialized) {
 		scheduling.KnownEphemeralTaints = append(scheduling.KnownEphemeralTaints, uninitialized)

@@ -14,7 +14,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
 )
 
-// byClusterAPI is as Cluster API has it.
+// byClusterAPI is the taint as Cluster API defines it.
 var byClusterAPI = corev1.Taint{Key: "node.cluster.x-k8s.io/uninitialized", Effect: corev1.TaintEffectNoSchedule}
 
 func TestPodsArePlannedForANodeThatClusterAPIHasNotInitialized(t *testing.T) {
@@ -57,7 +57,7 @@ func TestOnlyWhatClusterAPIRemovesFromNewNodesIsExpected(t *testing.T) {
 		"uninitialized":       {byClusterAPI, true},
 		"with another effect": {corev1.Taint{Key: byClusterAPI.Key, Effect: corev1.TaintEffectNoExecute}, false},
 		"core's own":          {karpv1.UnregisteredNoExecuteTaint, true},
-		// It stays on a Node of an old revision until the Machine is replaced.
+		// This taint stays on a Node of an old revision until the Machine is replaced.
 		"outdated revision": {corev1.Taint{Key: "node.cluster.x-k8s.io/outdated-revision", Effect: corev1.TaintEffectPreferNoSchedule}, false},
 	} {
 		assert.Equal(t, c.want, scheduling.IsKnownEphemeralTaint(&c.taint), name)

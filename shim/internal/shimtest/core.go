@@ -18,7 +18,7 @@ import (
 	"sigs.k8s.io/karpenter/pkg/state/virtualpods"
 )
 
-// NodePool creates a NodePool that is ready, of the default name and node class, changed as asked.
+// NodePool creates a ready NodePool with the default name and node class, and applies the changes.
 func (w *World) NodePool(changes ...func(*karpv1.NodePool)) *karpv1.NodePool {
 	w.t.Helper()
 	nodePool := &karpv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: NodePoolName, UID: uuid.NewUUID()}}
@@ -32,7 +32,8 @@ func (w *World) NodePool(changes ...func(*karpv1.NodePool)) *karpv1.NodePool {
 	return nodePool
 }
 
-// PendingPod creates a pod of so many CPUs that kube-scheduler found no Node for, changed as asked.
+// PendingPod creates a pod that requests this many CPUs and for which kube-scheduler found no Node,
+// and applies the changes.
 func (w *World) PendingPod(name, cpu string, changes ...func(*corev1.Pod)) *corev1.Pod {
 	w.t.Helper()
 	pod := &corev1.Pod{
@@ -52,7 +53,7 @@ func (w *World) PendingPod(name, cpu string, changes ...func(*corev1.Pod)) *core
 	return pod
 }
 
-// Node creates the Node of a NodeClaim that core has registered, with these taints left.
+// Node creates the Node of a NodeClaim that core has registered, with the given taints.
 func (w *World) Node(nodeClaim *karpv1.NodeClaim, taints ...corev1.Taint) *corev1.Node {
 	w.t.Helper()
 	node := &corev1.Node{
@@ -68,8 +69,8 @@ func (w *World) Node(nodeClaim *karpv1.NodeClaim, taints ...corev1.Taint) *corev
 	return node
 }
 
-// Plan returns what core's provisioner plans for the pods that are pending, beside the NodeClaims and Nodes that there are. It
-// creates nothing.
+// Plan returns what core's provisioner plans for the pending pods, given the existing NodeClaims
+// and Nodes. It creates nothing.
 func (w *World) Plan() scheduling.Results {
 	w.t.Helper()
 	results, err := w.provisioner().Schedule(w.coreContext())
@@ -95,13 +96,13 @@ func (w *World) provisioner() *provisioning.Provisioner {
 	)
 }
 
-// coreContext has the options that core's scheduler goes by, as they are in a real process.
+// coreContext returns a context with the options of core's scheduler, as in a real process.
 func (w *World) coreContext() context.Context {
 	return coreoptions.ToContext(w.Context(), &coreoptions.Options{
 		CPURequests:       1000,
 		IgnoreDRARequests: true,
 		PreferencePolicy:  coreoptions.PreferencePolicyRespect,
 		MinValuesPolicy:   coreoptions.MinValuesPolicyStrict,
-		FeatureGates:      coreoptions.FeatureGates{ReservedCapacity: true}, // as by default
+		FeatureGates:      coreoptions.FeatureGates{ReservedCapacity: true}, // the default
 	})
 }

@@ -1,5 +1,5 @@
-// Package shimtest is what the tests of the shim's packages stand on: a fake agent with its mirrors running, a catalogue, and
-// a fake API server with the indexes of the real process.
+// Package shimtest is the test environment for the shim's packages: a fake agent with running
+// mirrors, a catalogue, and a fake API server with the indexes of the real process.
 package shimtest
 
 import (
@@ -42,10 +42,10 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/unclaimed"
 )
 
-// Timeout bounds calls to the agent, and how long tests wait for what happens by itself.
+// Timeout bounds calls to the agent, and how long tests wait for asynchronous results.
 const Timeout = 10 * time.Second
 
-// NodeClassName and NodePoolName are the names of the node class and the NodePool that tests use unless they say otherwise.
+// NodeClassName and NodePoolName are the default names of the node class and the NodePool in tests.
 const (
 	NodeClassName = "default"
 	NodePoolName  = "pool"
@@ -56,7 +56,7 @@ const SpokeID = "11111111-spoke"
 
 var reservations sync.Once
 
-// World is everything around the package under test. It ends with the test.
+// World is the environment of the package under test. It ends with the test.
 type World struct {
 	// Agent is the fake agent.
 	Agent *fakeagent.Agent
@@ -69,23 +69,23 @@ type World struct {
 	Claims     *agentclient.Mirror[*agentv1alpha1.Claim]
 	// Kube is the fake API server, with status as a subresource.
 	Kube client.WithWatch
-	// Catalogue is running. Nothing tells it of node classes: see [World.AddNodeClass].
+	// Catalogue is running. It does not watch node classes: see [World.AddNodeClass].
 	Catalogue *catalogue.Catalogue
-	// CloudProvider is the real one, on all of this.
+	// CloudProvider is the real one, on top of the above.
 	CloudProvider *cloudprovider.CloudProvider
 	// Unclaimed finds Machines without a claim.
 	Unclaimed *unclaimed.Finder
-	// Recorder keeps events.
+	// Recorder records events.
 	Recorder *Recorder
-	// Unsettled has the CloudProvider wait for adoption.
+	// Unsettled makes the CloudProvider wait for adoption.
 	Unsettled atomic.Bool
-	// Clock is that of [WithClock].
+	// Clock is the clock of [WithClock].
 	Clock clock.Clock
 
 	t testing.TB
 }
 
-// Option changes a [World].
+// Option configures a [World].
 type Option func(*settings)
 
 type settings struct {
@@ -101,27 +101,28 @@ func WithAgent(options ...fakeagent.Option) Option {
 	return func(s *settings) { s.agent = append(s.agent, options...) }
 }
 
-// WithInterceptor disturbs the fake API server.
+// WithInterceptor injects faults into the fake API server.
 func WithInterceptor(funcs interceptor.Funcs) Option {
 	return func(s *settings) { s.interceptor = funcs }
 }
 
-// WithUnavailableTTL sets how long groups without room are left alone. Default one minute.
+// WithUnavailableTTL sets how long groups without room stay unavailable. Default one minute.
 func WithUnavailableTTL(ttl time.Duration) Option {
 	return func(s *settings) { s.ttl = ttl }
 }
 
-// WithFullReservations has full reservations offered, as with core's feature gate TerminateFirstDrift.
+// WithFullReservations offers full reservations, as with core's feature gate TerminateFirstDrift.
 func WithFullReservations() Option {
 	return func(s *settings) { s.offerFull = true }
 }
 
-// WithClock sets the catalogue's, the CloudProvider's and core's clock. Default is the real one.
+// WithClock sets the clock of the catalogue, the CloudProvider and core. Default is the real one.
 func WithClock(clk clock.Clock) Option {
 	return func(s *settings) { s.clock = clk }
 }
 
-// New returns a world whose agent has the node groups, and whose API server has one node class that selects all of them.
+// New returns a world whose agent has the given node groups, and whose API server has one node
+// class that selects all of them.
 func New(tb testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *World {
 	tb.Helper()
 	reservations.Do(instancetype.Reservations)
@@ -163,7 +164,7 @@ func New(tb testing.TB, groups []*agentv1alpha1.NodeGroup, options ...Option) *W
 	return w
 }
 
-// FakeKube returns a fake API server with the real process's indexes.
+// FakeKube returns a fake API server with the indexes of the real process.
 func FakeKube(funcs interceptor.Funcs) client.WithWatch {
 	builder := fake.NewClientBuilder().WithScheme(scheme.Scheme).
 		WithObjects(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: metav1.NamespaceSystem, UID: SpokeID}}).
@@ -177,7 +178,7 @@ func FakeKube(funcs interceptor.Funcs) client.WithWatch {
 	return builder.Build()
 }
 
-// informers are of a fake API server.
+// informers creates informers on a fake API server.
 type informers struct {
 	ctrlcache.Informers
 
@@ -190,10 +191,10 @@ func informersOf(tb testing.TB, kube client.WithWatch) *informers {
 	return &informers{tb: tb, kube: kube}
 }
 
-// IsWatchListSemanticsUnSupported has informers list before they watch.
+// IsWatchListSemanticsUnSupported makes informers list before they watch.
 func (*informers) IsWatchListSemanticsUnSupported() bool { return true }
 
-// GetInformer returns one that runs until the test ends.
+// GetInformer returns an informer that runs until the test ends.
 func (i *informers) GetInformer(_ context.Context, object client.Object, _ ...ctrlcache.InformerGetOption) (ctrlcache.Informer, error) {
 	kind, err := i.kube.GroupVersionKindFor(object)
 	if err != nil {
@@ -206,7 +207,7 @@ func (i *informers) GetInformer(_ context.Context, object client.Object, _ ...ct
 		}
 		return made.(client.ObjectList), nil //nolint:forcetypeassert // that is what lists are
 	}
-	var watching watch.Interface // begun before the list, as a fake API server remembers no events
+	var watching watch.Interface // begun before the list, as a fake API server does not replay events
 	informer := toolscache.NewSharedIndexInformer(toolscache.ToListWatcherWithWatchListSemantics(&toolscache.ListWatch{
 		ListWithContextFunc: func(ctx context.Context, _ metav1.ListOptions) (runtime.Object, error) {
 			objects, err := list()
@@ -270,13 +271,13 @@ func (w *World) Update(object client.Object) {
 	require.NoError(w.t, w.Kube.Update(w.Context(), object))
 }
 
-// Get reads the object anew.
+// Get reads the object again.
 func (w *World) Get(object client.Object) {
 	w.t.Helper()
 	require.NoError(w.t, w.Kube.Get(w.Context(), client.ObjectKeyFromObject(object), object))
 }
 
-// Exists reports whether the object is there and not being deleted.
+// Exists reports whether the object exists and is not being deleted.
 func (w *World) Exists(object client.Object) bool {
 	w.t.Helper()
 	err := w.Kube.Get(w.Context(), client.ObjectKeyFromObject(object), object)
@@ -284,17 +285,17 @@ func (w *World) Exists(object client.Object) bool {
 	return err == nil && object.GetDeletionTimestamp().IsZero()
 }
 
-// NodeClassRef names the default node class.
+// NodeClassRef returns a reference to the default node class.
 func NodeClassRef() *karpv1.NodeClassReference {
 	return &karpv1.NodeClassReference{Group: v1alpha1.Group, Kind: "ClusterAPINodeClass", Name: NodeClassName}
 }
 
-// NodeClaim returns a NodeClaim of the default NodePool and node class, changed as asked.
+// NodeClaim returns a NodeClaim of the default NodePool and node class with the changes applied.
 func (w *World) NodeClaim(name string, changes ...func(*karpv1.NodeClaim)) *karpv1.NodeClaim {
 	nodeClaim := &karpv1.NodeClaim{
 		ObjectMeta: metav1.ObjectMeta{
 			Name: name, UID: uuid.NewUUID(), Labels: map[string]string{karpv1.NodePoolLabelKey: NodePoolName},
-			CreationTimestamp: metav1.NewTime(w.Clock.Now()), // what is counted from it is counted by this clock
+			CreationTimestamp: metav1.NewTime(w.Clock.Now()), // so that ages are measured by one clock
 		},
 		Spec: karpv1.NodeClaimSpec{NodeClassRef: NodeClassRef()},
 	}
@@ -304,8 +305,8 @@ func (w *World) NodeClaim(name string, changes ...func(*karpv1.NodeClaim)) *karp
 	return nodeClaim
 }
 
-// Launched creates a NodeClaim in the state that core leaves it in after Create: claimed, with the placeholder. The mirror
-// knows its claim.
+// Launched creates a NodeClaim in its state after core called Create: claimed, with the
+// placeholder. The mirror knows its claim.
 func (w *World) Launched(name string, changes ...func(*karpv1.NodeClaim)) *karpv1.NodeClaim {
 	w.t.Helper()
 	nodeClaim := w.NodeClaim(name)
@@ -333,7 +334,7 @@ func (w *World) Placeholder(uid types.UID) string {
 	return placeholder.ProviderID(w.Cluster.GetNamespace(), w.Cluster.GetName(), string(uid))
 }
 
-// Provision gives the NodeClaim's machine a provider ID and waits until the mirror shows it.
+// Provision sets the provider ID of the NodeClaim's machine and waits until the mirror has it.
 func (w *World) Provision(nodeClaim *karpv1.NodeClaim, providerID string) *agentv1alpha1.Machine {
 	w.t.Helper()
 	machine := w.Agent.Provision(w.Cluster, string(nodeClaim.UID), providerID)
@@ -344,13 +345,13 @@ func (w *World) Provision(nodeClaim *karpv1.NodeClaim, providerID string) *agent
 	return machine
 }
 
-// Recorder keeps events. The zero value is ready to use.
+// Recorder records events. The zero value is ready to use.
 type Recorder struct {
 	mu     sync.Mutex
 	events []events.Event
 }
 
-// Publish keeps the events.
+// Publish records the events.
 func (r *Recorder) Publish(published ...events.Event) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -371,15 +372,15 @@ func (r *Recorder) Messages() []string {
 	return lo.Map(r.events, func(e events.Event, _ int) string { return e.Message })
 }
 
-// Disconnect makes the agent unreachable, until [World.Reconnect].
+// Disconnect makes the agent unreachable until [World.Reconnect].
 func (w *World) Disconnect() {
 	w.t.Helper()
-	w.Agent.SetSynced(false) // every call but GetStatus is answered UNAVAILABLE
+	w.Agent.SetSynced(false) // every call but GetStatus returns UNAVAILABLE
 	w.Agent.DropStreams()
 	w.Eventually(func() bool { return !w.NodeGroups.State().Connected && !w.Claims.State().Connected }, "the streams are lost")
 }
 
-// Reconnect ends [World.Disconnect].
+// Reconnect reverts [World.Disconnect].
 func (w *World) Reconnect() {
 	w.t.Helper()
 	w.Agent.SetSynced(true)

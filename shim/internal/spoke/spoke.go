@@ -1,5 +1,6 @@
-// Package spoke names the cluster that the shim provisions nodes for, so that the agent tells its live set from another's: the two
-// settings that connect a shim, its kubeconfig and the name of its Cluster, are independent of each other.
+// Package spoke identifies the cluster that the shim provisions nodes for, so that the agent can
+// tell its live set from another cluster's. The shim's kubeconfig and the name of its Cluster are
+// independent settings, and may not match.
 package spoke
 
 import (
@@ -12,8 +13,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// ID returns the UID of the namespace kube-system. It stays the same for a cluster's whole life, also when the cluster is restored from
-// a backup of its etcd.
+// ID returns the UID of the namespace kube-system. It never changes during a cluster's life, not
+// even when the cluster is restored from a backup of its etcd.
 func ID(ctx context.Context, reader client.Reader) (string, error) {
 	namespace := &corev1.Namespace{}
 	if err := reader.Get(ctx, types.NamespacedName{Name: metav1.NamespaceSystem}, namespace); err != nil {

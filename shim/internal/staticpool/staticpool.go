@@ -1,9 +1,11 @@
-// Package staticpool keeps core from making NodeClaims of a static NodePool again and again while no node group has room for them.
+// Package staticpool keeps core from creating NodeClaims of a static NodePool in a loop while no
+// node group has room for them.
 //
-// Core replaces a NodeClaim of a static NodePool as soon as it is deleted, and deletes one for which there is no capacity at once. As long as
-// such a loop runs there is always a NodeClaim without a provider ID, and core plans nothing for anybody while there is one. It has no
-// hook for this. So the client that its controllers write with refuses to make such NodeClaims for a while, which core takes for any
-// other failed write: it comes back later.
+// Core deletes a NodeClaim without capacity at once, and replaces a NodeClaim of a static NodePool
+// as soon as it is deleted. During such a loop there is always a NodeClaim without a provider ID,
+// and core plans nothing while there is one. Core has no hook for this. Therefore the client with
+// which its controllers write refuses to create such NodeClaims for a while. Core treats that like
+// any other failed write and retries later.
 package staticpool
 
 import (
@@ -23,30 +25,31 @@ import (
 	"sigs.k8s.io/karpenter/pkg/metrics"
 )
 
-// putOffTotal counts what core wanted to make in vain.
+// putOffTotal counts the refused creations.
 var putOffTotal = opmetrics.NewPrometheusCounter(crmetrics.Registry, prometheus.CounterOpts{
 	Namespace: metrics.Namespace, Subsystem: "capi", Name: "static_node_claims_put_off_total",
 	Help: "NodeClaims of static NodePools that were not made, as no node group had room for one a moment before.",
 }, []opmetrics.Label{{Name: metrics.NodePoolLabel, Help: "The NodePool."}}, opmetrics.Alpha)
 
-// Gate remembers which static NodePools could not be served. It is safe for concurrent use.
+// Gate remembers the static NodePools that recently had no room. It is safe for concurrent use.
 type Gate struct {
 	kube     client.Reader
 	recorder events.Recorder
-	closed   *cache.Cache // what the agent said, by NodePool
+	closed   *cache.Cache // the reason of the refusal, by NodePool
 	ttl      time.Duration
 }
 
-// New returns a gate that stays closed for ttl after a refusal. kube reads NodePools, from a cache.
+// New returns a gate that stays closed for ttl after a refusal. kube reads NodePools from a cache.
 func New(kube client.Reader, recorder events.Recorder, ttl time.Duration) *Gate {
 	return &Gate{kube: kube, recorder: recorder, closed: cache.New(ttl, min(ttl, time.Second)), ttl: ttl}
 }
 
-// Refused notes that no node group had room for a NodeClaim. One that belongs to no static NodePool is no matter of this package.
+// Refused records that no node group had room for a NodeClaim. It ignores NodeClaims that belong to
+// no static NodePool.
 func (g *Gate) Refused(ctx context.Context, nodeClaim *karpv1.NodeClaim, why error) {
 	nodePool, err := g.static(ctx, nodeClaim)
 	if err != nil || nodePool == nil {
-		return // not read, or gone: core makes none for it either
+		return // not readable, or gone: core creates none for it either
 	}
 	g.closed.SetDefault(nodePool.Name, why.Error())
 	g.recorder.Publish(events.Event{
@@ -60,7 +63,7 @@ func (g *Gate) Refused(ctx context.Context, nodeClaim *karpv1.NodeClaim, why err
 	})
 }
 
-// static returns the static NodePool of a NodeClaim, nil if it has none.
+// static returns the static NodePool of a NodeClaim, or nil.
 func (g *Gate) static(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*karpv1.NodePool, error) {
 	name := nodeClaim.Labels[karpv1.NodePoolLabelKey]
 	if name == "" {
@@ -76,7 +79,8 @@ func (g *Gate) static(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*karpv1
 	return nodePool, nil
 }
 
-// Client returns a client that makes no NodeClaim of a static NodePool while the gate is closed for it, and else does what kube does.
+// Client returns a client that refuses to create NodeClaims of a static NodePool while the gate is
+// closed for it. Everything else is passed to kube.
 func (g *Gate) Client(kube client.Client) client.Client { return &gated{Client: kube, gate: g} }
 
 type gated struct {

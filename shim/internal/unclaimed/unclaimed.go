@@ -1,6 +1,9 @@
-// Package unclaimed finds the Machines behind NodeClaims that never had a claim, such as those that another provider for Cluster
-// API left behind in a workload cluster. Ending such a NodeClaim releases nothing: its Machine would go on running and be paid
-// for, and nothing would show it in this cluster any more. So what ends NodeClaims asks here first, and what adopts Machines finds them here.
+// Package unclaimed finds the Machines of NodeClaims that never had a claim, such as those that
+// another Cluster API provider left in a workload cluster.
+//
+// When such a NodeClaim ends, nothing is released: its Machine would keep running and costing
+// money, without a trace of it in this cluster. Code that ends NodeClaims therefore consults this
+// package first, and code that adopts Machines uses it to find them.
 package unclaimed
 
 import (
@@ -26,7 +29,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/placeholder"
 )
 
-// freshFor is how long a listing of Machines serves further questions: core asks for each NodeClaim every few seconds.
+// freshFor is how long a listing of Machines is reused: core asks for each NodeClaim every few
+// seconds.
 const freshFor = 5 * time.Second
 
 // Claims is a mirror of the shim's claims.
@@ -46,7 +50,7 @@ type Finder struct {
 	mu       sync.Mutex
 	machines []*agentv1alpha1.Machine
 	readAt   time.Time
-	groups   map[string]string // node groups of all machines since the process began, by provider ID
+	groups   map[string]string // node groups of all Machines seen since the process began, by provider ID
 }
 
 // New returns a Finder. timeout bounds each call to the agent.
@@ -56,7 +60,8 @@ func New(
 	return &Finder{clock: clk, agent: agent, claims: claims, cluster: cluster, timeout: timeout, groups: map[string]string{}}
 }
 
-// All returns the Machines of the Cluster that have a provider ID, claimed or not, as they were a moment ago: completely, or an error.
+// All returns the Machines of the Cluster that have a provider ID, claimed or not. The list may be
+// up to freshFor old. It is complete, or an error is returned.
 func (f *Finder) All(ctx context.Context) ([]*agentv1alpha1.Machine, error) {
 	machines, err := f.recent(ctx)
 	return lo.Filter(machines, func(m *agentv1alpha1.Machine, _ int) bool { return m.GetProviderId() != "" }), err
@@ -68,17 +73,17 @@ func (f *Finder) Machines(ctx context.Context) ([]*agentv1alpha1.Machine, error)
 	return lo.Filter(machines, func(m *agentv1alpha1.Machine, _ int) bool { return !isClaimed(m) }), err
 }
 
-// Named returns the Machine without a claim that has the name; nil when there is none.
+// Named returns the unclaimed Machine with the name, or nil.
 func (f *Finder) Named(ctx context.Context, name string) (*agentv1alpha1.Machine, error) {
 	return f.find(ctx, func(m *agentv1alpha1.Machine) bool { return m.GetName() == name && !isClaimed(m) })
 }
 
-// With returns the Machine without a claim that has the provider ID; nil when there is none.
+// With returns the unclaimed Machine with the provider ID, or nil.
 func (f *Finder) With(ctx context.Context, providerID string) (*agentv1alpha1.Machine, error) {
 	return f.find(ctx, func(m *agentv1alpha1.Machine) bool { return m.GetProviderId() == providerID && !isClaimed(m) })
 }
 
-// Any returns the Machine, claimed or not, that has the provider ID; nil when there is none.
+// Any returns the Machine with the provider ID, claimed or not, or nil.
 func (f *Finder) Any(ctx context.Context, providerID string) (*agentv1alpha1.Machine, error) {
 	return f.find(ctx, func(m *agentv1alpha1.Machine) bool { return m.GetProviderId() == providerID })
 }
@@ -94,7 +99,7 @@ func (f *Finder) find(ctx context.Context, is func(*agentv1alpha1.Machine) bool)
 	return machine, nil
 }
 
-// recent returns all Machines.
+// recent returns all Machines, from a listing at most freshFor old.
 func (f *Finder) recent(ctx context.Context) ([]*agentv1alpha1.Machine, error) {
 	f.mu.Lock()
 	machines, readAt := f.machines, f.readAt
@@ -102,7 +107,7 @@ func (f *Finder) recent(ctx context.Context) ([]*agentv1alpha1.Machine, error) {
 	if !readAt.IsZero() && f.clock.Since(readAt) < freshFor {
 		return machines, nil
 	}
-	// One call for all who ask, which the first of them cannot cancel for the others.
+	// All callers share one call, so the first caller's cancellation must not end it.
 	call := f.calls.DoChan("", func() (any, error) { return f.list(context.WithoutCancel(ctx)) })
 	select {
 	case <-ctx.Done():
@@ -135,12 +140,14 @@ func (f *Finder) list(ctx context.Context) ([]*agentv1alpha1.Machine, error) {
 	return f.machines, nil
 }
 
-// ErrUnknownMachine means that the agent shows no Machine with the provider ID of a NodeClaim that never had a claim. That does not mean that it is
-// gone: the agent shows no Machine of a MachineDeployment that is not labelled as a node group, or of another namespace or Cluster.
+// ErrUnknownMachine means that a NodeClaim never had a claim and that the agent reports no Machine
+// with its provider ID. The Machine may still exist: the agent does not report Machines of a
+// MachineDeployment without the node group label, or of another namespace or Cluster.
 var ErrUnknownMachine = errors.New("the agent shows no machine with the provider ID of the NodeClaim, which never had a claim")
 
-// Of returns the Machine that the NodeClaim runs on without ever having had a claim; nil when it has or had one, when the Machine is another claim's,
-// or when it is gone. Of others the error is [ErrUnknownMachine].
+// Of returns the Machine that the NodeClaim runs on without ever having had a claim. It returns nil
+// if the NodeClaim has or had a claim, if another claim has the Machine, or if the Machine is gone.
+// If none of this is known, the error is [ErrUnknownMachine].
 func (f *Finder) Of(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*agentv1alpha1.Machine, error) {
 	id := nodeClaim.Status.ProviderID
 	if id == "" || placeholder.Is(id) {
@@ -151,7 +158,7 @@ func (f *Finder) Of(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*agentv1a
 	}
 	callCtx, cancel := context.WithTimeout(ctx, f.timeout)
 	defer cancel()
-	// The mirror may lag behind, and it does not show claims of other holders.
+	// The mirror may lag behind, and it does not have the claims of other holders.
 	response, err := f.agent.Claims.GetClaim(callCtx, &agentv1alpha1.GetClaimRequest{Cluster: f.cluster, ClaimId: string(nodeClaim.UID)})
 	switch {
 	case agenterrors.IsNotFound(err) && agenterrors.ReasonOf(err) == agenterrors.ReasonClaimNotFound:
@@ -172,7 +179,9 @@ func (f *Finder) Of(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*agentv1a
 	return machine, nil
 }
 
-// gone returns nil for a provider ID of a Machine that the agent does not show any more although it still shows its node group.
+// gone returns nil if the agent still reports the node group of the Machine that had the provider
+// ID, which means that the Machine is gone. Otherwise it returns [ErrUnknownMachine], or the error
+// of the call.
 func (f *Finder) gone(ctx context.Context, providerID string) error {
 	f.mu.Lock()
 	group := f.groups[providerID]
@@ -192,8 +201,8 @@ func (f *Finder) gone(ctx context.Context, providerID string) error {
 	return fmt.Errorf("getting node group %s: %w", group, err)
 }
 
-// NeverMade reports whether a claim never was one: it is what the agent remembers of a release of a claim that did not exist, or it was to adopt a
-// Machine and its node group refused that.
+// NeverMade reports whether a claim never existed. It is either the tombstone of a release without
+// a claim, or a claim that was to adopt a Machine and was refused by the node group.
 func NeverMade(claim *agentv1alpha1.Claim) bool {
 	if claim.GetPhase() != agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
 		return false
@@ -202,10 +211,11 @@ func NeverMade(claim *agentv1alpha1.Claim) bool {
 	return claim.GetNodeGroupId() == "" || claim.GetAdoptMachine() != "" && claim.GetMachine() == nil && refused
 }
 
-// Reasons of the agent for the end of a claim that no node group has taken.
+// The agent's reasons for the end of a claim that no node group admitted.
 const endedRefused, endedNoRoom = "Refused", "NoRoom"
 
-// Event tells the user of the Machine, why it could not be adopted, and what to do about it.
+// Event returns an event that names the Machine, the reason why it could not be adopted, and the
+// remedy.
 func (f *Finder) Event(nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.Machine, refused error) events.Event {
 	why := refused.Error()
 	if answer, ok := status.FromError(refused); ok {
@@ -226,7 +236,7 @@ func (f *Finder) Event(nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.Machi
 	}
 }
 
-// Unknown reports on the NodeClaim that the agent shows no Machine with its provider ID, and what to do about it: see [ErrUnknownMachine].
+// Unknown returns an event that reports [ErrUnknownMachine] on the NodeClaim, with the remedy.
 func (f *Finder) Unknown(nodeClaim *karpv1.NodeClaim) events.Event {
 	message := fmt.Sprintf("The agent shows no Machine with provider ID %s in Cluster %s/%s, and this NodeClaim has no claim. Karpenter does not "+
 		"end it before its Machine is known. If the Machine exists, label its MachineDeployment with node.cluster.x-k8s.io/karpenter-member: it "+

@@ -1,5 +1,5 @@
-// Command abuse attacks the agent as one tenant while another's claims are measured; see package abuse. The last line of its output says how it
-// went, and so does its exit status.
+// Command abuse attacks the agent as one tenant and measures the effect on another tenant's claims;
+// see package abuse. The last line of its output and its exit status report the result.
 package main
 
 import (
@@ -22,7 +22,7 @@ import (
 
 func main() {
 	abuse.Attacker()
-	// The clients' own chatter is not for here; what matters is in the components' logs.
+	// Discard the clients' logs: what matters is in the components' logs.
 	klog.SetLogger(logr.Discard())
 	ctrl.SetLogger(logr.Discard())
 	os.Exit(command(os.Args[1:]))

@@ -1,5 +1,6 @@
-// Command bench measures, on a sandbox of its own, how much longer machines take through claims than by a raise of replicas
-// by hand, which is as fast as Cluster API makes them. Both are done in turns, in one run, on the same node groups.
+// Command bench measures, on its own sandbox, how much longer machines take through claims than
+// through a manual raise of replicas, which is as fast as Cluster API makes them. It alternates
+// between both in one run, on the same node groups.
 package main
 
 import (
@@ -23,11 +24,12 @@ import (
 )
 
 const (
-	// limit is what claims may take until the last machine has its provider ID, as a multiple of what Cluster API takes without them.
+	// limit is the maximum time for claims until the last machine has its provider ID, as a
+	// multiple of Cluster API's time without claims.
 	limit = 1.10
 	// join is how long a machine takes from its provider ID to its Node.
 	join = 5 * time.Second
-	// patience bounds one round.
+	// patience is the timeout of one round.
 	patience = 10 * time.Minute
 )
 
@@ -52,7 +54,7 @@ func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	if err := run(ctx, s, strings.Split(*boots, ",")); err != nil {
-		if !errors.Is(err, errSlow) { // that was said
+		if !errors.Is(err, errSlow) { // it has been reported already
 			say("bench: FAIL %v", err)
 		}
 		stop()
@@ -111,18 +113,18 @@ func run(ctx context.Context, s settings, boots []string) error {
 	return nil
 }
 
-// The two ways.
+// The two ways of getting machines.
 const (
 	byHand   = "by hand"
 	byClaims = "by claims"
 )
 
-// milestone is what the last machine has reached.
+// milestone is a stage that the last machine has reached.
 type milestone int
 
 const (
-	made   milestone = iota // there is a Machine
-	served                  // it has a provider ID, and if it was claimed, the agent says so
+	made   milestone = iota // the Machine exists
+	served                  // it has a provider ID and, if claimed, the agent reports it
 	joined                  // Cluster API has seen its Node
 	milestones
 )
@@ -131,17 +133,18 @@ func (m milestone) String() string {
 	return [...]string{"is made", "has its provider ID", "has its Node"}[m]
 }
 
-// course is what is run over and over: machines on some node groups.
+// course is the workload that is run repeatedly: machines on some node groups.
 type course struct {
 	site     *rush.Site
 	machines int
 	groups   []string
 	claimed  int
-	// cpu is what each way took of the processors, all rounds together, by component.
+	// cpu is the CPU time of each way over all rounds, by component.
 	cpu map[string]processors
 }
 
-// measure takes turns, so that what else the machine does hits both ways alike. It returns how long each round took to each milestone.
+// measure alternates between the two ways, so that other load on the machine affects both alike. It
+// returns the time of each round to each milestone.
 func (c *course) measure(
 	ctx context.Context, rounds int, boot time.Duration,
 ) (hand, claims [milestones][]time.Duration, calls []time.Duration, err error) {
@@ -176,12 +179,13 @@ func (c *course) measure(
 				return hand, claims, nil, err
 			}
 		}
-		slices.Reverse(ways) // nobody always comes second
+		slices.Reverse(ways) // so that neither is always second
 	}
 	return hand, claims, calls, nil
 }
 
-// await waits until so many machines of the course have reached a milestone, as the hub's Machines show it.
+// await waits until the given number of the course's machines have reached a milestone, according
+// to the hub's Machines.
 func (c *course) await(ctx context.Context, m milestone) error {
 	reached := func(machine rush.Machine) bool {
 		return slices.Contains(c.groups, machine.Group) && (m < served || machine.ProviderID != "") && (m < joined || machine.Node != "")
@@ -192,7 +196,7 @@ func (c *course) await(ctx context.Context, m milestone) error {
 	})
 }
 
-// byHand raises replicas and returns how long it took to each milestone.
+// byHand raises replicas and returns the time to each milestone.
 func (c *course) byHand(ctx context.Context) (took [milestones]time.Duration, err error) {
 	before, began := used(c.site.Sandbox), time.Now()
 	if err := c.scale(ctx, c.machines/len(c.groups)); err != nil {
@@ -218,7 +222,8 @@ func (c *course) scale(ctx context.Context, replicas int) error {
 	return err
 }
 
-// byClaims claims as many machines and returns how long it took to each milestone, and how long each call took.
+// byClaims claims as many machines and returns the time to each milestone, and the duration of each
+// call.
 func (c *course) byClaims(ctx context.Context) (took [milestones]time.Duration, calls []time.Duration, err error) {
 	wishes := c.wishes(c.machines)
 	before, began := used(c.site.Sandbox), time.Now()
@@ -240,7 +245,8 @@ func (c *course) byClaims(ctx context.Context) (took [milestones]time.Duration, 
 	return took, calls, c.giveBack(ctx, wishes)
 }
 
-// serial claims machines one after the other, as somebody would who waits for each raise of replicas before the next.
+// serial claims machines one after the other, as if each raise of replicas had to complete before
+// the next.
 func (c *course) serial(ctx context.Context, machines int) (time.Duration, error) {
 	wishes := c.wishes(machines)
 	began := time.Now()
@@ -257,7 +263,7 @@ func (c *course) serial(ctx context.Context, machines int) (time.Duration, error
 }
 
 func (c *course) giveBack(ctx context.Context, wishes []rush.Wish) error {
-	// A Machine without its Node would be handed over instead of going.
+	// A Machine without its Node would be handed over instead of being removed.
 	ids := lo.SliceToMap(wishes, func(w rush.Wish) (string, bool) { return w.ID, true })
 	if err := c.site.AwaitMachines(ctx, func(machines []rush.Machine) string {
 		joined := lo.CountBy(machines, func(m rush.Machine) bool { return ids[m.Claim] && m.Node != "" })
@@ -271,7 +277,7 @@ func (c *course) giveBack(ctx context.Context, wishes []rush.Wish) error {
 	return c.site.AwaitGone(ctx, c.groups...)
 }
 
-// wishes spreads claims, with ids that were not used before, over the node groups.
+// wishes distributes claims with new ids over the node groups.
 func (c *course) wishes(n int) []rush.Wish {
 	c.claimed += n
 	return lo.Times(n, func(i int) rush.Wish {
@@ -280,7 +286,7 @@ func (c *course) wishes(n int) []rush.Wish {
 	})
 }
 
-// charge adds what was used since to what a way took.
+// charge adds the CPU time used since then to a way's total.
 func (c *course) charge(way string, since processors) {
 	for component, now := range used(c.site.Sandbox) {
 		c.cpu[way][component] += now - since[component]
@@ -289,7 +295,7 @@ func (c *course) charge(way string, since processors) {
 
 func median(d []time.Duration) time.Duration { return percentile(d, 50) }
 
-// percentile is the smallest value that p percent are not above.
+// percentile returns the smallest value that p percent of the values do not exceed.
 func percentile(d []time.Duration, p int) time.Duration {
 	sorted := slices.Sorted(slices.Values(d))
 	return sorted[max(0, (len(sorted)*p+99)/100-1)]

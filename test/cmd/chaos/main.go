@@ -1,5 +1,5 @@
-// Command chaos runs the product on real control planes while what it depends on is made to fail; see package chaos. The last
-// line of its output says how it went, and so does its exit status.
+// Command chaos runs the product on real control planes while its dependencies are made to fail;
+// see package chaos. The last line of its output and its exit status report the result.
 package main
 
 import (
@@ -21,7 +21,7 @@ import (
 )
 
 func main() {
-	// The clients' own chatter is not for here; what matters is in the components' logs.
+	// Discard the clients' logs: what matters is in the components' logs.
 	klog.SetLogger(logr.Discard())
 	ctrl.SetLogger(logr.Discard())
 	os.Exit(command(os.Args[1:]))

@@ -1,4 +1,5 @@
-// Command core-suites runs Karpenter core's own end-to-end suites against a sandbox of its own, whose shim is the provider that they test.
+// Command core-suites runs Karpenter core's own end-to-end suites against its own sandbox, whose
+// shim is the provider under test.
 package main
 
 import (
@@ -32,7 +33,8 @@ const (
 	settleWithin = 3 * time.Minute
 	// suiteWithin bounds one suite.
 	suiteWithin = 2 * time.Hour
-	// repairAfter is how long Karpenter bears with an unhealthy Node: the specs wait for minutes only.
+	// repairAfter is how long Karpenter tolerates an unhealthy Node: the specs only wait for
+	// minutes.
 	repairAfter = 10 * time.Second
 )
 
@@ -55,7 +57,7 @@ func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	if err := run(ctx, s); err != nil {
-		if !errors.Is(err, errFailed) { // that was said
+		if !errors.Is(err, errFailed) { // it has been reported already
 			say("core-suites: FAIL %v", err)
 		}
 		stop()
@@ -98,14 +100,14 @@ func run(ctx context.Context, s settings) error {
 	if err != nil {
 		return fmt.Errorf("checking the invariants: %w", err)
 	}
-	if s.focus != "" { // then exceptions are not complete
+	if s.focus != "" { // exceptions are then not complete
 		specs = lo.Reject(specs, func(sp coresuites.Spec, _ int) bool { return sp.State == "skipped" })
 		all = nil
 	}
 	return tell(coresuites.Judge(specs, all), violations, time.Since(began))
 }
 
-// runSuite runs a suite but for its exceptions.
+// runSuite runs a suite without its exceptions.
 func runSuite(ctx context.Context, s settings, suite string, paths sandbox.Paths, exceptions []coresuites.Exception) ([]coresuites.Spec, error) {
 	bin, err := filepath.Abs(filepath.Join(s.bin, "core-"+suite+".test"))
 	if err != nil {
@@ -126,7 +128,7 @@ func runSuite(ctx context.Context, s settings, suite string, paths sandbox.Paths
 		"-ginkgo.focus=" + s.focus, "-default-nodeclass=" + nodeClass, "-default-nodepool=" + nodePool, "-repair-condition=Ready=False",
 	}
 	for _, e := range exceptions {
-		args = append(args, `-ginkgo.skip=^\w+ `+regexp.QuoteMeta(e.Specs)) // after the suite's own name, of one word
+		args = append(args, `-ginkgo.skip=^\w+ `+regexp.QuoteMeta(e.Specs)) // after the suite's own name, which is one word
 	}
 	log, err := os.Create(filepath.Join(paths.Logs, "core-"+suite+".log"))
 	if err != nil {
@@ -139,7 +141,7 @@ func runSuite(ctx context.Context, s settings, suite string, paths sandbox.Paths
 	cmd.WaitDelay = time.Minute
 	cmd.Dir, cmd.Stdout, cmd.Stderr = dir, log, log
 	cmd.Env = append(os.Environ(), "KUBECONFIG="+paths.SpokeKubeconfig)
-	ended := cmd.Run() // specs that fail make it fail; the report says more
+	ended := cmd.Run() // it fails if specs fail; the report has the details
 	file, err := os.Open(report)
 	if err != nil {
 		return nil, fmt.Errorf("suite %s left no report: %w", suite, errors.Join(ended, err))

@@ -13,16 +13,16 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/journey"
 )
 
-// stillStarting is how long the start of the sandbox may be silent.
+// stillStarting is the maximum time without output during the start of the sandbox.
 const stillStarting = 5 * time.Second
 
-// lines is a screen that is read as a log.
+// lines is a screen in the form of a log.
 type lines struct {
 	out   io.Writer
 	began time.Time
 
 	mu     sync.Mutex
-	told   map[string]bool // steps of the sandbox whose end was told
+	told   map[string]bool // steps of the sandbox whose end was printed
 	state  sandbox.State
 	closed chan struct{}
 	once   sync.Once
@@ -71,7 +71,7 @@ func (l *lines) starting(state sandbox.State) {
 	}
 }
 
-// remind tells what the start waits for.
+// remind prints what the start is waiting for.
 func (l *lines) remind() {
 	ticker := time.NewTicker(stillStarting)
 	defer ticker.Stop()
@@ -89,7 +89,7 @@ func (l *lines) remind() {
 	}
 }
 
-// unfinished lists the steps of the start that run.
+// unfinished returns the steps of the start that are still running.
 func unfinished(state sandbox.State) []string {
 	return lo.FilterMap(state.Steps, func(s sandbox.Step, _ int) (string, bool) { return s.Name, s.DoneAt.IsZero() })
 }

@@ -1,6 +1,7 @@
-// Command demo shows pods becoming nodes and nodes going again, on real control planes with simulated machines: it brings a
-// sandbox up, runs the scenario, checks the invariants and takes the sandbox down. On a terminal it draws a table, elsewhere
-// it writes a line per change. The last line of its output says how it went, and so does its exit status.
+// Command demo shows pods becoming nodes and nodes being removed again, on real control planes with
+// simulated machines. It starts a sandbox, runs the scenario, checks the invariants, and stops the
+// sandbox. On a terminal it draws a table; otherwise it prints a line per change. The last line of
+// its output and its exit status report the result.
 package main
 
 import (
@@ -27,10 +28,10 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
-// startWithin is the longest that the sandbox may take to come up.
+// startWithin bounds the start of the sandbox.
 const startWithin = 5 * time.Minute
 
-// errUsage is a mistake in the command line, which has been told already.
+// errUsage means a mistake in the command line that has already been reported.
 var errUsage = errors.New("usage")
 
 type config struct {
@@ -39,22 +40,22 @@ type config struct {
 	plain bool
 }
 
-// screen shows what happens. Its methods are safe for concurrent use.
+// screen shows the progress. Its methods are safe for concurrent use.
 type screen interface {
-	// title begins a part, note tells of something, event of a change of an object.
+	// title begins a part, note prints a message, and event a change of an object.
 	title(format string, args ...any)
 	note(format string, args ...any)
 	event(event journey.Event)
-	// starting is told how far the sandbox is.
+	// starting shows the progress of the sandbox's start.
 	starting(state sandbox.State)
 	// follow shows what the recorder sees from now on.
 	follow(recorder *journey.Recorder)
-	// close gives the terminal back. Nothing is shown afterwards.
+	// close restores the terminal. Nothing is shown afterwards.
 	close()
 }
 
 func main() {
-	// The clients' own chatter is not the demo's; what matters is in the components' logs.
+	// Discard the clients' logs: what matters is in the components' logs.
 	klog.LogToStderr(false)
 	klog.SetOutput(io.Discard)
 	ctrl.SetLogger(logr.Discard())
@@ -101,8 +102,8 @@ func parse(args []string) (config, error) {
 	return c, nil
 }
 
-// show runs everything, and takes the sandbox down whatever happens. The logs are a folder, which stays; empty if there
-// is none.
+// show runs everything, and always stops the sandbox. logs is the folder of the logs, which are
+// kept, or empty if there is none.
 func show(ctx context.Context, c config, began time.Time) (result scenario.Result, logs string, err error) {
 	var s screen = newLines(os.Stdout, began)
 	if !c.plain && term.IsTerminal(int(os.Stdout.Fd())) {
@@ -136,7 +137,7 @@ func show(ctx context.Context, c config, began time.Time) (result scenario.Resul
 	return result, logs, err
 }
 
-// lookAt says where to look after a failure.
+// lookAt returns a hint on where to look after a failure.
 func lookAt(logs string) string {
 	if logs == "" {
 		return "There are no logs."
@@ -144,7 +145,7 @@ func lookAt(logs string) string {
 	return fmt.Sprintf("Look at the logs in %s, first at %s.log and %s.log.", relative(logs), sandbox.Agent, sandbox.Shim)
 }
 
-// relative shortens a path in the working directory.
+// relative returns the path relative to the working directory, if it is inside.
 func relative(path string) string {
 	dir, err := os.Getwd()
 	if err != nil {

@@ -19,9 +19,9 @@ import (
 
 const (
 	redrawEvery = 200 * time.Millisecond
-	// shownAfterEnd is how long a NodeClaim that is gone stays in the table.
+	// shownAfterEnd is how long a NodeClaim stays in the table once it is gone.
 	shownAfterEnd = 3 * time.Second
-	// aroundTable is how many lines are not rows.
+	// aroundTable is the number of lines that are not rows.
 	aroundTable = 12
 )
 
@@ -32,7 +32,8 @@ var (
 	going = lipgloss.NewStyle().Foreground(lipgloss.Color("3"))
 )
 
-// drawn is a screen with a table at its bottom that is drawn again in place; titles and notes scroll by above it.
+// drawn is a screen with a table at its bottom that is redrawn in place, with titles and notes
+// scrolling above it.
 type drawn struct {
 	program *tea.Program
 	began   time.Time
@@ -41,7 +42,7 @@ type drawn struct {
 }
 
 func newTable(began time.Time) *drawn {
-	// Signals and the keyboard stay with the demo: Ctrl-C is a signal to it.
+	// The demo handles signals and the keyboard itself: Ctrl-C is a signal to it.
 	program := tea.NewProgram(&model{began: began, height: 40, width: 120}, tea.WithInput(nil), tea.WithoutSignalHandler())
 	d := &drawn{program: program, began: began, ended: make(chan struct{})}
 	go func() {
@@ -75,7 +76,7 @@ func (d *drawn) title(format string, args ...any) {
 func (d *drawn) note(format string, args ...any) {
 	text := fmt.Sprintf(format, args...)
 	if strings.HasPrefix(text, "waiting for ") {
-		d.program.Send(waitingFor(text)) // the table's own line: it would fill the screen
+		d.program.Send(waitingFor(text)) // shown as the table's own line: it would fill the screen
 		return
 	}
 	d.program.Send(waitingFor(""))
@@ -100,7 +101,7 @@ type (
 	redraw     time.Time
 )
 
-// model is what is on the screen, as its library has it.
+// model is the content of the screen, in the form that its library requires.
 type model struct {
 	began         time.Time
 	width, height int
@@ -146,7 +147,7 @@ func (m *model) View() string {
 	}, "\n")
 }
 
-// viewStart shows how far the sandbox is.
+// viewStart shows the progress of the sandbox's start.
 func (m *model) viewStart() string {
 	steps := lo.Map(m.sandbox.Steps, func(s sandbox.Step, _ int) string {
 		switch {
@@ -161,7 +162,7 @@ func (m *model) viewStart() string {
 	return strings.Join(append(steps, ""), "\n")
 }
 
-// viewJourneys shows a row for each NodeClaim; the newest, where not all fit.
+// viewJourneys shows a row for each NodeClaim, or only for the newest ones if not all fit.
 func (m *model) viewJourneys(state journey.State) string {
 	shown := lo.Filter(state.Journeys, func(j journey.Journey, _ int) bool {
 		return !j.Reached(journey.Gone) || time.Since(j.At(journey.Gone)) < shownAfterEnd
@@ -177,7 +178,7 @@ func (m *model) viewJourneys(state journey.State) string {
 		t.Row(j.NodeClaim, j.ClaimPhase, j.Group, j.Machine, j.Node,
 			took(journey.Launched), took(journey.Bound), took(journey.Provisioned), took(journey.Registered), took(journey.Initialized), fate(j))
 	}
-	// A line that wraps would spoil the drawing in place.
+	// A wrapped line would break the redrawing in place.
 	drawn := lo.Map(strings.Split(t.String(), "\n"), func(line string, _ int) string {
 		return lipgloss.NewStyle().MaxWidth(m.width).Render(line)
 	})
@@ -187,7 +188,7 @@ func (m *model) viewJourneys(state journey.State) string {
 	return strings.Join(drawn, "\n")
 }
 
-// fate is what becomes of a NodeClaim.
+// fate describes the end of a NodeClaim.
 func fate(j journey.Journey) string {
 	switch {
 	case j.Reached(journey.Gone):

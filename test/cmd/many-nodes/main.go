@@ -1,5 +1,6 @@
-// Command many-nodes measures what one spoke with thousands of Nodes costs at rest and while hundreds of them go: calls to the agent, requests
-// to both API servers, memory and processor time, on a sandbox of its own with one agent.
+// Command many-nodes measures the cost of one spoke with thousands of Nodes, at rest and while
+// hundreds of them are removed: calls to the agent, requests to both API servers, memory and CPU
+// time. It uses its own sandbox with one agent.
 package main
 
 import (
@@ -33,7 +34,7 @@ import (
 const (
 	startWithin  = 5 * time.Minute
 	settleWithin = 5 * time.Minute
-	// progress is how often it is said how far things are.
+	// progress is the interval between progress messages.
 	progress = 30 * time.Second
 	// group is the name of the node group and of the static NodePool.
 	group = "crowd"
@@ -112,7 +113,7 @@ func run(ctx context.Context, s settings) error {
 	return err
 }
 
-// prepare makes the node group and the static NodePool, without Nodes.
+// prepare creates the node group and the static NodePool, without Nodes.
 func prepare(ctx context.Context, w *world.World, nodes int) error {
 	hub, err := manifests.Load(manifests.CrowdHub)
 	if err != nil {
@@ -137,7 +138,7 @@ func prepare(ctx context.Context, w *world.World, nodes int) error {
 	return errors.Join(manifests.ApplyObjects(ctx, w.Hub, hub...), manifests.ApplyObjects(ctx, w.Spoke, spoke...), w.AwaitNodePool(ctx, group))
 }
 
-// size has the NodePool have so many Nodes, and waits until it has.
+// size scales the NodePool to this many Nodes, and waits until it has them.
 func size(ctx context.Context, w *world.World, nodes int, within time.Duration) error {
 	ctx, cancel := context.WithTimeout(ctx, within)
 	defer cancel()

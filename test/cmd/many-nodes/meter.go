@@ -14,12 +14,12 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
-// meter tells what the agent and the shim do, by their own metrics.
+// meter measures what the agent and the shim do, by their own metrics.
 type meter struct {
 	world *world.World
 }
 
-// counters since the processes began, and sizes now.
+// counters are totals since the processes began, and current sizes.
 type counters struct {
 	calls                                          map[string]float64
 	agentReads, agentWrites, shimReads, shimWrites float64
@@ -31,7 +31,7 @@ func (meter) head() {
 		"agent calls", "agent reads", "agent writes", "shim reads", "shim writes", "agent MB", "shim MB", "cores")
 }
 
-// phase runs something and says what it cost, in total and for each of so many nodes and minute.
+// phase runs do and reports its cost, in total and per node and minute.
 func (m meter) phase(ctx context.Context, name string, nodes int, do func(context.Context) error) error {
 	before, err := m.read(ctx)
 	if err != nil {
@@ -102,7 +102,7 @@ func (m meter) read(ctx context.Context) (counters, error) {
 	return c, nil
 }
 
-// requests returns how often an API server was asked, and asked for a change. A watch counts once.
+// requests returns the number of requests to an API server, reads and writes. A watch counts once.
 func requests(of metrics.Families) (reads, writes float64) {
 	const name = "rest_client_requests_total"
 	reads = of.Sum(name, metrics.Labels{"method": http.MethodGet})

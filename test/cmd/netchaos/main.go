@@ -1,5 +1,5 @@
-// Command netchaos runs the product while the network between shim and agents is bad; see package netchaos. The last line of its output says how it
-// went, and so does its exit status.
+// Command netchaos runs the product on a bad network between shim and agents; see package netchaos.
+// The last line of its output and its exit status report the result.
 package main
 
 import "os"

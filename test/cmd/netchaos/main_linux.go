@@ -42,7 +42,7 @@ func command(args []string) int {
 	if err := badlink.Apart(); err != nil {
 		return fail(err)
 	}
-	// The clients' own chatter is not for here; what matters is in the components' logs.
+	// Discard the clients' logs: what matters is in the components' logs.
 	klog.SetLogger(logr.Discard())
 	ctrl.SetLogger(logr.Discard())
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)

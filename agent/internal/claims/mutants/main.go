@@ -1,6 +1,7 @@
-// Command mutants shows that the model test of package claims, and the explorer, are able to find mistakes: it breaks the engine and
-// its protocol deliberately, one rule at a time, and asks that an invariant is violated each time, and that none is with the engine as
-// it is. The last line of its output says how it went, and so does its exit status.
+// Command mutants shows that the model test of package claims, and the explorer, can find mistakes.
+// It deliberately breaks the engine and its protocol, one rule at a time, and requires that each
+// breakage violates an invariant and that the unmodified engine violates none. The last line of its
+// output and its exit status give the result.
 package main
 
 import (
@@ -61,7 +62,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	return tryAll(ctx, runner{root: folder, budget: *budget, rounds: rounds}, chosen, *parallel, out)
 }
 
-// tryAll tries the control and the mutants, prints a row for each and a verdict.
+// tryAll tries the control and the mutants, and prints a row for each and a verdict.
 func tryAll(ctx context.Context, r runner, chosen []mutant, parallel int, out io.Writer) error {
 	start := time.Now()
 	var (
@@ -98,7 +99,7 @@ func tryAll(ctx context.Context, r runner, chosen []mutant, parallel int, out io
 			return nil
 		})
 	}
-	_ = work.Wait() // what went wrong is in the table
+	_ = work.Wait() // failures are in the table
 	begun := time.Now()
 	found, err := r.soundness(ctx, tests, needed)
 	sound := errors.Is(err, errSurvived)

@@ -9,27 +9,31 @@ import (
 
 // mutant is one deliberate breakage of the claim engine or of its protocol.
 type mutant struct {
-	// name says what is broken.
+	// name describes the breakage.
 	name string
-	// edits make the breakage; all of them together.
+	// edits make the breakage, all of them together.
 	edits []edit
-	// test is the test that has to catch it, of either package; empty means the protocol's [modelTest].
+	// test is the test of either package that must catch it. Empty means the protocol's
+	// [modelTest].
 	test string
-	// world, instead of a test, is the explored world that has to show the violation: the arguments of claimmodel.
+	// world is used instead of a test: the arguments of claimmodel for the explored world that must
+	// show the violation.
 	world, violation string
-	// both says that the histories, or the test, have to catch it as well.
+	// both means that the histories, or the test, must catch it as well.
 	both bool
-	// smoke marks one that is caught within a few histories, so that it can be tried with every run of the unit tests.
+	// smoke marks a mutant that a few histories catch, so that every run of the unit tests can try
+	// it.
 	smoke bool
 }
 
-// edit replaces a text of the mutated packages' sources. The text must occur there exactly once, so that a mutant that no longer
-// says what it means is noticed.
+// edit replaces a text in the mutated packages' sources. The text must occur there exactly once, so
+// that a mutant that no longer applies is noticed.
 type edit struct {
 	old, new string
 }
 
-// overlay writes the mutated files of the packages in these folders into dir and returns where each of them belongs.
+// overlay writes the mutated files of the packages in these folders into dir. It returns the
+// mutated file for each original path.
 func (m mutant) overlay(folders []string, dir string) (map[string]string, error) {
 	texts := map[string]string{}
 	for _, folder := range folders {

@@ -42,7 +42,8 @@ func TestEveryMutantApplies(t *testing.T) {
 	}
 }
 
-// TestEveryMutantCompiles checks the types of the packages with each mutant's edits; a mutant that does not compile catches nothing.
+// TestEveryMutantCompiles type-checks the packages with each mutant's edits. A mutant that does not
+// compile catches nothing.
 func TestEveryMutantCompiles(t *testing.T) {
 	r := runner{root: source(t)}
 	files := token.NewFileSet()
@@ -63,7 +64,8 @@ func TestEveryMutantCompiles(t *testing.T) {
 	}
 }
 
-// exported finds what the compiler exported of the packages that the mutated ones import.
+// exported returns a lookup of the compiler's export data for the packages that the mutated ones
+// import.
 func exported(t *testing.T, r runner) func(path string) (io.ReadCloser, error) {
 	t.Helper()
 	list := exec.CommandContext(t.Context(), "go", "list", "-export", "-deps", "-f", "{{.ImportPath}} {{.Export}}", ".")
@@ -78,7 +80,7 @@ func exported(t *testing.T, r runner) func(path string) (io.ReadCloser, error) {
 	return func(path string) (io.ReadCloser, error) { return os.Open(exports[path]) }
 }
 
-// parsedWith parses a package's files, and in place of some of them others.
+// parsedWith parses a package's files, with some of them replaced.
 func parsedWith(files *token.FileSet, folder string, replace map[string]string) ([]*ast.File, error) {
 	paths, err := filepath.Glob(filepath.Join(folder, "*.go"))
 	if err != nil {
@@ -98,7 +100,8 @@ func parsedWith(files *token.FileSet, folder string, replace map[string]string) 
 	return parsed, nil
 }
 
-// TestThePageOfBugsNamesMutantsAndTests keeps each command in docs/bugs.md one that shows something.
+// TestThePageOfBugsNamesMutantsAndTests checks that each command in docs/bugs.md names a mutant or
+// a test that exists.
 func TestThePageOfBugsNamesMutantsAndTests(t *testing.T) {
 	r := runner{root: source(t)}
 	page, err := os.ReadFile(filepath.Join(r.root, "docs", "bugs.md"))
@@ -122,7 +125,8 @@ func TestThePageOfBugsNamesMutantsAndTests(t *testing.T) {
 	}
 }
 
-// TestTheQuickestMutantsAreCaught tries those that a few histories suffice for; `make mutants` tries all.
+// TestTheQuickestMutantsAreCaught tries the mutants that a few histories catch; `make mutants`
+// tries all.
 func TestTheQuickestMutantsAreCaught(t *testing.T) {
 	r := runner{root: source(t), budget: 5 * time.Minute, rounds: rounds[:2]}
 	tried := 0

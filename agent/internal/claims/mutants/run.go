@@ -15,29 +15,30 @@ import (
 	"time"
 )
 
-// modelTest is the property test that random histories of the protocol are checked by.
+// modelTest is the property test that checks random histories of the protocol.
 const modelTest = "TestProtocolAgainstAdversary"
 
-// otherTests are all others of the package. They are asked when no history shows that something is broken: what is left out has a
-// second guard, or takes a rare coincidence.
+// otherTests stands for all other tests of the package. They run when no history shows the
+// breakage, because the rule has a second guard or the failure takes a rare coincidence.
 const otherTests = "other tests"
 
-// round is one run of a test: so many random histories, all of them made from one seed.
+// round is one run of a test with a number of random histories that are all made from one seed.
 type round struct {
 	seed      uint64
 	histories int
 	steps     int
 }
 
-// rounds are tried one after the other until a mutant is caught. They are fixed, so that a run can be repeated: short histories
-// first, as most breakages show in a few steps, then more and longer ones.
+// rounds are tried one after the other until a mutant is caught. They are fixed, so that a run can
+// be repeated. Short histories come first, because most breakages show in a few steps, then more
+// and longer ones.
 var rounds = []round{
 	{seed: 1, histories: 100, steps: 30},
 	{seed: 2, histories: 500, steps: 40},
 	{seed: 3, histories: 2000, steps: 50},
 }
 
-// lastRounds are tried when neither the rounds nor the other tests caught a mutant.
+// lastRounds are tried if neither the rounds nor the other tests caught a mutant.
 var lastRounds = []round{
 	{seed: 4, histories: 6000, steps: 60},
 	{seed: 5, histories: 12000, steps: 50},
@@ -48,20 +49,21 @@ var (
 	errTime     = errors.New("not caught in its time; a test that hangs is no catch")
 )
 
-// catch is how a mutant was found out.
+// catch is how a mutant was caught.
 type catch struct {
-	// invariant is what the test said was violated.
+	// invariant is the violated invariant that the test reported.
 	invariant string
-	// histories is how many were needed, and rounds how many of the rounds.
+	// histories is how many histories were needed, and rounds how many of the rounds.
 	histories, rounds int
 }
 
-// runner builds and runs the tests of packages claims and protocol, or the explorer, mutated or not.
+// runner builds and runs the tests of packages claims and protocol, or the explorer, mutated or
+// not.
 type runner struct {
-	root   string        // the repository's
+	root   string        // the root of the repository
 	budget time.Duration // for the histories of one mutant
 	rounds []round
-	// control says that what is judged is the engine as it is.
+	// control means that the unmodified engine is tested.
 	control bool
 }
 
@@ -74,7 +76,7 @@ const (
 
 func (r runner) folder(pkg string) string { return filepath.Join(r.root, filepath.FromSlash(pkg)) }
 
-// sources are the folders of what is mutated.
+// sources returns the folders of the mutated packages.
 func (r runner) sources() []string {
 	return []string{r.folder(claimsPackage), r.folder(protocolPackage)}
 }
@@ -102,8 +104,9 @@ func (r runner) home(test string) (string, error) {
 	return "", fmt.Errorf("there is no test %s", test)
 }
 
-// try compiles the engine with the mutant's edits and runs histories until the test fails. Errors: [errSurvived], [errTime],
-// or why there is no verdict, as when the mutant does not compile.
+// try compiles the engine with the mutant's edits and runs histories until the test fails. Errors:
+// [errSurvived], [errTime], or why there is no verdict, for example because the mutant does not
+// compile.
 func (r runner) try(ctx context.Context, m mutant) (catch, error) {
 	dir, err := os.MkdirTemp("", "mutant-")
 	if err != nil {
@@ -131,7 +134,7 @@ func (r runner) try(ctx context.Context, m mutant) (catch, error) {
 			found, err := r.run(ctx, binary, dir, m, round)
 			total += found.histories
 			found.histories, found.rounds = total, 1+slices.Index(slices.Concat(r.rounds, lastRounds), round)
-			if err == nil || !errors.Is(err, errSurvived) || ctx.Err() != nil || m.test != "" { // a test of its own needs no second round
+			if err == nil || !errors.Is(err, errSurvived) || ctx.Err() != nil || m.test != "" { // a mutant's own test needs no second round
 				return found, err
 			}
 		}
@@ -159,10 +162,10 @@ func (r runner) try(ctx context.Context, m mutant) (catch, error) {
 	return histories(lastRounds)
 }
 
-// violated is what the explorer says of a violation.
+// violated matches the explorer's report of a violation.
 var violated = regexp.MustCompile(`(?m)^VIOLATION (.*) \(\d+ times\)$`)
 
-// explore runs the mutant's world until the violation is found that the mutant is to bring.
+// explore runs the mutant's world until the expected violation is found.
 func (r runner) explore(ctx context.Context, dir string, m mutant) (catch, error) {
 	binary, err := r.compile(ctx, m, explorerPackage, dir)
 	if err != nil {
@@ -190,8 +193,9 @@ func (r runner) explore(ctx context.Context, dir string, m mutant) (catch, error
 // controlBudget only ends a run that hangs.
 const controlBudget = time.Hour
 
-// soundness runs the engine as it is through the rounds that the mutants needed, and through the other tests that judged them: in
-// what caught them there must be nothing to catch. It returns [errSurvived] if all is well.
+// soundness runs the unmodified engine through the rounds that the mutants needed, and through the
+// other tests that judged them. What caught the mutants must find nothing there. It returns
+// [errSurvived] if all is well.
 func (r runner) soundness(ctx context.Context, tests []string, needed int) (catch, error) {
 	all := slices.Concat(r.rounds, lastRounds)
 	r.rounds = all[:max(1, min(len(all), needed))]
@@ -234,15 +238,17 @@ func (r runner) compile(ctx context.Context, m mutant, pkg, dir string) (string,
 }
 
 var (
-	// failed is what rapid says of a history that a test rejected; the message begins with the invariant.
+	// failed matches rapid's report of a history that a test rejected. The message begins with the
+	// invariant.
 	failed = regexp.MustCompile(`\[rapid\] failed after (\d+) tests: ([IR]\d: .*)`)
-	// failing is how an ordinary test that failed is named, and said its message: testing's own, or testify's.
+	// failing matches the name of an ordinary test that failed. said matches its message, from
+	// testing itself or from testify.
 	failing = regexp.MustCompile(`(?m)^--- FAIL: (\S+)`)
 	said    = regexp.MustCompile(`(?m)^\s+(?:\S+_test\.go:\d+: |Error: +\t)\S.*$`)
 )
 
-// run runs one round. A failure counts only when an invariant was violated, or an assertion of the mutant's own test failed: a
-// panic or an error is a mistake of the mutant's.
+// run runs one round. A failure counts only if an invariant was violated, or if an assertion of the
+// mutant's own test failed. A panic or another error is a mistake of the mutant.
 func (r runner) run(ctx context.Context, binary, dir string, m mutant, round round) (catch, error) {
 	name := m.test
 	if name == "" {
@@ -256,9 +262,9 @@ func (r runner) run(ctx context.Context, binary, dir string, m mutant, round rou
 	cmd := exec.CommandContext(ctx, binary, which, "-test.v", "-test.timeout=0",
 		"-rapid.nofailfile", "-rapid.shrinktime=0s",
 		fmt.Sprintf("-rapid.seed=%d", round.seed), fmt.Sprintf("-rapid.checks=%d", round.histories), fmt.Sprintf("-rapid.steps=%d", round.steps))
-	cmd.Dir = dir // where no histories of earlier failures are
+	cmd.Dir = dir // without histories of earlier failures
 	if pkg, err := r.home(m.test); err == nil && m.test != "" {
-		cmd.Dir = r.folder(pkg) // where such a test expects to be
+		cmd.Dir = r.folder(pkg) // where such a test expects to run
 	}
 	data, err := cmd.CombinedOutput()
 	out := string(data)

@@ -1,7 +1,7 @@
 package main
 
-// mutants are the deliberate breakages. Each leaves one rule of the protocol out; the rules R1 to R5 are those of the package's
-// documentation.
+// mutants are the deliberate breakages. Each leaves out one rule of the protocol. Rules R1 to R5
+// are described in docs/claims.md.
 var mutants = []mutant{
 	// The anchor: a claim belongs to one node group.
 	{name: "no anchor: each group has an object for the claim", smoke: true, edits: []edit{
@@ -190,7 +190,7 @@ var mutants = []mutant{
 		{"		if slices.Contains(a.Counts, uid) {\n", "		if slices.Contains(a.UIDs, uid) {\n"},
 	}},
 
-	// Rule R1: the ledger first, all else live after it.
+	// Rule R1: the ledger first, everything else live after it.
 	{name: "R1: Machines before the ledger", edits: []edit{
 		{
 			"	var md clusterv1.MachineDeployment\n	if err := e.reader(from).Get(ctx, key, &md); apierrors.IsNotFound(err) {\n",
@@ -290,7 +290,7 @@ var mutants = []mutant{
 		{"		err = e.Reader.Get(ctx, key, object)\n", ""},
 	}},
 
-	// Rule R4: "released" only when it is.
+	// Rule R4: "released" only when the claim is.
 	{name: "R4: a claim ends before its instance is gone", edits: []edit{
 		{
 			"(labelled == nil || !Alive(labelled) && DeletionCompleted(labelled)) && (m == nil || Alive(m) || DeletionCompleted(m)):\n",
@@ -307,7 +307,7 @@ var mutants = []mutant{
 		{" && (m == nil || Alive(m) || DeletionCompleted(m)):\n", ":\n"},
 	}},
 
-	// Rule R5: wait for what the own write made.
+	// Rule R5: wait for the generation of the agent's own write.
 	{name: "R5: a Machine is let go before the lowering is observed", both: true, world: "-claims=1 -floor=1 -machines=3 -stale=0", violation: "I3", edits: []edit{
 		{"		case recorded && r.GivenBack && ours && s.carriedThrough(r.Generation):\n", "		case recorded && r.GivenBack && ours:\n"},
 	}},
@@ -524,7 +524,7 @@ var mutants = []mutant{
 		{"		case set != nil && set.Status.ObservedGeneration < set.Generation:\n", "		case set != nil && set.Status.ObservedGeneration < 0:\n"},
 	}},
 
-	// Machines that nobody claims.
+	// Machines that no claim has.
 	{name: "unbound surge Machine released during a rollout", edits: []edit{
 		{"	if b.rollingOut() || !observed && len(gone) == 0 {\n", "	if false {\n"},
 		{"	case waits || !observed:\n", "	case waits || !observed && false:\n"},
@@ -617,7 +617,7 @@ var mutants = []mutant{
 		{"owned != nil && Alive(owned) {\n", "owned != nil && false {\n"},
 	}},
 
-	// Machines that are made again.
+	// Machines that are created again.
 	{name: "a Machine that was being released and was made again stays for ever", test: "TestTheReleaseOfAMachineThatWasMadeAgainGoesOn", edits: []edit{
 		{"		if b.class(m) == stranded {\n", "		if b.class(m) == stranded && false {\n"},
 	}},
@@ -840,7 +840,7 @@ var mutants = []mutant{
 		{"> unpauseSettles && s.ago", "> 1000*unpauseSettles && s.ago"},
 	}},
 
-	// Objects that are made again, by a move or a restore.
+	// Objects that are created again, by a move or a restore.
 	{name: "a Machine that vanishes under a pause is lost", test: "TestNothingIsConcludedWhileTheClusterIsPaused", edits: []edit{
 		{"	case s.Group.Suspended:\n		return s.Group.Refusal()\n", ""},
 	}},

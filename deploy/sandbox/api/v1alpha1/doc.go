@@ -1,10 +1,12 @@
-// Package v1alpha1 holds the kinds of the simulated infrastructure provider: SimMachineTemplate and SimMachine for the
-// instances, SimCluster for what they share, SimControlPlane for a control plane that somebody else runs, SimBootstrapConfig for bootstrap
-// data, and the templates that a ClusterClass is made of. All are in one API group, which real providers would not do.
+// Package v1alpha1 defines the kinds of the simulated infrastructure provider: SimMachineTemplate
+// and SimMachine for instances, SimCluster for their shared infrastructure, SimControlPlane for a
+// control plane that the provider does not run itself, SimBootstrapConfig for bootstrap data, and
+// the templates of a ClusterClass. All are in one API group, unlike in real providers.
 //
-// They follow the Cluster API contracts for infrastructure machines, infrastructure clusters, control planes and bootstrap configurations,
-// v1beta2. What a simulated machine does (how long it takes to boot, how it fails, where it hangs) is part of its spec, so a test says it where a
-// user would say the instance type.
+// They follow the Cluster API contracts, v1beta2, for infrastructure machines, infrastructure
+// clusters, control planes and bootstrap configurations. The behaviour of a simulated machine is
+// part of its spec: how long it takes to boot, how it fails, and where it hangs. A test sets it
+// where a user would set the instance type.
 //
 // +kubebuilder:object:generate=true
 // +groupName=infrastructure.cluster.x-k8s.io
@@ -18,8 +20,9 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 )
 
-// GroupVersion is the version of the API in this package. The group is the one that infrastructure providers share, so
-// that the permissions other controllers hold on it apply here as they do for a real provider.
+// GroupVersion is the version of the API in this package. Infrastructure providers share this
+// group, so that the permissions that other controllers have on it apply here as they do for a real
+// provider.
 var GroupVersion = schema.GroupVersion{Group: "infrastructure.cluster.x-k8s.io", Version: "v1alpha1"}
 
 // CRDs holds the generated CustomResourceDefinitions of this package, one file each, in the folder crds.

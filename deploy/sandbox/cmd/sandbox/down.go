@@ -12,7 +12,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 )
 
-// takeDown ends a sandbox, makes sure that no process of it is left, and removes its files.
+// takeDown stops a sandbox, verifies that none of its processes is left, and removes its files.
 func takeDown(ctx context.Context, out io.Writer, options sandbox.Options, keepLogs bool) error {
 	began := time.Now()
 	running, err := sandbox.Running(options)
@@ -51,7 +51,8 @@ func takeDown(ctx context.Context, out io.Writer, options sandbox.Options, keepL
 	return nil
 }
 
-// endSupervisor asks the process that holds the sandbox to end and waits until it has, forcing it in the end.
+// endSupervisor terminates the process that holds the sandbox and waits until it has exited. In the
+// end it kills the process.
 func endSupervisor(ctx context.Context, out io.Writer, options sandbox.Options) error {
 	state, err := sandbox.ReadState(options)
 	if err != nil {

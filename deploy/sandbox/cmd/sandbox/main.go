@@ -1,4 +1,4 @@
-// Command sandbox brings a hub and a spoke up on this machine, tells what runs, and takes them down again.
+// Command sandbox starts a hub and a spoke on this machine, reports their status, and stops them.
 package main
 
 import (
@@ -20,9 +20,9 @@ import (
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	// A second Ctrl-C ends this process at once; what it holds dies with it.
+	// A second Ctrl-C ends this process at once, and with it all its child processes.
 	context.AfterFunc(ctx, stop)
-	// Its clients have nothing to say that the logs of the components do not.
+	// The clients log nothing that the components' logs do not contain.
 	ctrl.SetLogger(logr.Discard())
 	if err := command().ExecuteContext(ctx); err != nil {
 		if !errors.Is(err, errNotReady) {
@@ -100,6 +100,8 @@ func startFlags(cmd *cobra.Command, options *sandbox.Options) {
 	cmd.Flags().StringVar((*string)(&options.Topology), "topology", string(sandbox.HubAndSpoke),
 		"where agent and shim run, as in docs/install.md: hub-spoke, joined, sidecar or hub-hosted")
 	cmd.Flags().BoolVar(&options.HubOnly, "hub-only", false, "leave out the spoke, its Cluster and the shim: a hub to move a Cluster to")
+	cmd.Flags().StringVar(&options.HubOf, "hub-of", "",
+		"name of a sandbox that runs: bring up a spoke with a shim only, whose Cluster, named as this sandbox, is added to that one's hub")
 	cmd.Flags().BoolVar(&options.WithoutShim, "no-shim", false, "leave out the shim")
 	cmd.Flags().BoolVar(&options.WithoutAgent, "no-agent", false, "leave out the agent, and with it the shim")
 	cmd.Flags().StringArrayVar(&options.AgentArgs, "agent-arg", nil, "flag to add to the agent's command line; may be repeated")
@@ -107,7 +109,7 @@ func startFlags(cmd *cobra.Command, options *sandbox.Options) {
 	cmd.Flags().StringArrayVar(&options.ShimEnv, "shim-env", nil, "NAME=value to add to the shim's environment; may be repeated")
 }
 
-// relative shortens a path for the reader, if that makes it shorter.
+// relative returns the path relative to the working directory, if that is shorter.
 func relative(path string) string {
 	dir, err := os.Getwd()
 	if err != nil {

@@ -24,7 +24,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// repository is a folder with the binaries of this one and sandboxes of its own.
+// repository is a folder with links to this repository's binaries and with sandboxes of its own.
 type repository struct {
 	t       *testing.T
 	options sandbox.Options
@@ -44,7 +44,7 @@ func newRepository(t *testing.T) repository {
 	return r
 }
 
-// command returns the command with the arguments; what it says goes to the buffer.
+// command returns the command with the arguments, and the buffer that receives its output.
 func (r repository) command(arguments ...string) (*exec.Cmd, *bytes.Buffer) {
 	said := &bytes.Buffer{}
 	cmd := exec.Command(os.Args[0], append(arguments, "--name="+r.options.Name, "--root="+r.options.Root)...)

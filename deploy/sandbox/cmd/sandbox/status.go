@@ -16,10 +16,10 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
 )
 
-// errNotReady makes the exit status say what was told already.
+// errNotReady sets the exit status without another message.
 var errNotReady = errors.New("not ready")
 
-// tellStatus prints what runs. The error is errNotReady unless all of it is ready.
+// tellStatus prints the status. The error is errNotReady unless everything is ready.
 func tellStatus(out io.Writer, options sandbox.Options, asJSON bool) error {
 	running, err := sandbox.Running(options)
 	if err != nil {

@@ -18,16 +18,16 @@ import (
 )
 
 const (
-	// pollInterval is how often the state of a sandbox that starts or stops is looked at.
+	// pollInterval is how often the state of a starting or stopping sandbox is checked.
 	pollInterval = 100 * time.Millisecond
-	// silence is how long nothing may be said while something is waited for.
+	// silence is the maximum time without output while waiting.
 	silence = 5 * time.Second
-	// stopPatience is how long a sandbox may take to end in order.
+	// stopPatience is how long a sandbox may take to stop cleanly.
 	stopPatience = time.Minute
 )
 
-// bringUp starts `sandbox run` in the background and follows it until it is ready. If that fails or the context ends, nothing
-// is left running.
+// bringUp starts `sandbox run` in the background and follows it until it is ready. If that fails or
+// the context ends, nothing is left running.
 func bringUp(ctx context.Context, out io.Writer, options sandbox.Options) error {
 	if running, err := sandbox.Running(options); err != nil {
 		return err
@@ -41,7 +41,7 @@ func bringUp(ctx context.Context, out io.Writer, options sandbox.Options) error 
 	exited := make(chan struct{})
 	go func() {
 		defer close(exited)
-		_ = supervisor.Wait() // it says in the state how it ended
+		_ = supervisor.Wait() // its state reports how it ended
 	}()
 
 	state, err := follow(ctx, out, options, supervisor.Process.Pid, exited)
@@ -68,7 +68,8 @@ func bringUp(ctx context.Context, out io.Writer, options sandbox.Options) error 
 	return err
 }
 
-// startSupervisor starts the process that holds the sandbox, in a session of its own. What it says goes to the returned file.
+// startSupervisor starts the process that holds the sandbox, in its own session. Its output goes to
+// the returned file.
 func startSupervisor(options sandbox.Options) (cmd *exec.Cmd, output string, err error) {
 	self, err := os.Executable()
 	if err != nil {
@@ -88,6 +89,9 @@ func startSupervisor(options sandbox.Options) (cmd *exec.Cmd, output string, err
 	}
 	defer func() { _ = file.Close() }() // the supervisor has its own descriptor
 	args := []string{"run", "--name=" + options.Name, "--root=" + options.Root, "--topology=" + string(options.Topology)}
+	if options.HubOf != "" {
+		args = append(args, "--hub-of="+options.HubOf)
+	}
 	if options.HubOnly {
 		args = append(args, "--hub-only")
 	}
@@ -112,7 +116,8 @@ func startSupervisor(options sandbox.Options) (cmd *exec.Cmd, output string, err
 	return cmd, output, cmd.Start()
 }
 
-// follow prints the steps of the start as they are done, until the sandbox is ready, has failed, or the context ends.
+// follow prints each completed step of the start until the sandbox is ready, has failed, or the
+// context ends.
 func follow(ctx context.Context, out io.Writer, options sandbox.Options, pid int, exited <-chan struct{}) (sandbox.State, error) {
 	p := progress{out: out, last: time.Now(), told: map[string]bool{}}
 	ticker := time.NewTicker(pollInterval)
@@ -126,7 +131,7 @@ func follow(ctx context.Context, out io.Writer, options sandbox.Options, pid int
 			ended = true
 		case <-ticker.C:
 		}
-		// Until the supervisor has written one, the state may be an earlier sandbox's.
+		// Until the supervisor has written its state, the file may be from an earlier sandbox.
 		state, err := sandbox.ReadState(options)
 		if err == nil && state.PID == pid {
 			p.tell(state)
@@ -146,10 +151,11 @@ func follow(ctx context.Context, out io.Writer, options sandbox.Options, pid int
 	}
 }
 
-// progress tells how a start proceeds, each step once, and what is waited for when nothing happens for a while.
+// progress reports the progress of a start: each step once, and what the start is waiting for if
+// nothing happens for a while.
 type progress struct {
 	out  io.Writer
-	last time.Time // when something was told last
+	last time.Time // time of the last output
 	told map[string]bool
 }
 
@@ -173,17 +179,21 @@ func (p *progress) tell(state sandbox.State) {
 
 func seconds(d time.Duration) string { return fmt.Sprintf("%.1f s", d.Seconds()) }
 
-// tellWhatNext prints commands that work as they stand.
+// tellWhatNext prints example commands that can be run unchanged.
 func tellWhatNext(out io.Writer, state sandbox.State) {
 	paths := state.Paths
 	_, _ = fmt.Fprintf(out, `Hub:
   bin/kubectl --kubeconfig %s get clusters,machinedeployments,machines -A
 `, relative(paths.HubKubeconfig))
 	if hasNodes := lo.ContainsBy(state.Components, func(c sandbox.ComponentStatus) bool { return strings.HasSuffix(c.Name, "-kwok") }); hasNodes {
-		_, _ = fmt.Fprintf(out, `  bin/kubectl --kubeconfig %s apply -f deploy/sandbox/examples/machinedeployment.yaml
+		example := "apply -f deploy/sandbox/examples/machinedeployment.yaml"
+		if state.Cluster != sandbox.ClusterName {
+			example = fmt.Sprintf("apply -f <(sed 's/spoke/%[1]s/; s/standard-4/%[1]s-4/' deploy/sandbox/examples/machinedeployment.yaml)", state.Cluster)
+		}
+		_, _ = fmt.Fprintf(out, `  bin/kubectl --kubeconfig %s %s
 Spoke:
   bin/kubectl --kubeconfig %s get nodes,pods -A
-`, relative(paths.HubKubeconfig), relative(paths.SpokeKubeconfig))
+`, relative(paths.HubKubeconfig), example, relative(paths.SpokeKubeconfig))
 	}
 	if state.AgentAddress != "" {
 		_, _ = fmt.Fprintf(out, `Agent:

@@ -13,7 +13,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// Create creates the objects, with the namespaces they are in, and waits until the kinds among them are served.
+// Create creates the objects and their namespaces, and waits until the kinds among them are served.
 func Create(ctx context.Context, c client.Client, objects ...client.Object) error {
 	namespaces := map[string]bool{"": true}
 	var crds []client.ObjectKey

@@ -14,26 +14,29 @@ import (
 )
 
 const (
-	// clusterctlLabel marks what `clusterctl init` installs. `clusterctl move` looks for objects only of kinds whose CRD has it.
+	// clusterctlLabel marks what `clusterctl init` installs. `clusterctl move` only considers kinds
+	// whose CRD has it.
 	clusterctlLabel = "clusterctl.cluster.x-k8s.io"
-	// MoveLabel marks an object that `clusterctl move` takes along although nothing that it moves owns it.
+	// MoveLabel marks an object that `clusterctl move` includes although no moved object owns it.
 	MoveLabel = clusterctlLabel + "/move"
 )
 
-// Provider is a provider of Cluster API as clusterctl's inventory has it: what `clusterctl init` notes of what it installs, and
+// Provider is a Cluster API provider in clusterctl's inventory, which `clusterctl init` records and
 // `clusterctl move` compares between hubs.
 type Provider struct {
-	// Name of the provider, such as cluster-api, and Type as the inventory calls it, such as CoreProvider.
+	// Name is the provider's name, such as cluster-api. Type is its type in the inventory, such as
+	// CoreProvider.
 	Name, Type string
-	// Label tells the provider from those of other types: its name, with a prefix for every type but the core.
+	// Label identifies the provider among all types: its name, with a prefix for every type but the
+	// core.
 	Label string
-	// Namespace it is installed in. Its Secrets are looked at in a move, too.
+	// Namespace is where it is installed. A move also considers the Secrets in it.
 	Namespace string
-	// Version is a semantic version. A hub takes nothing from a hub whose provider is newer.
+	// Version is a semantic version. A hub accepts no move from a hub with a newer provider.
 	Version string
 }
 
-// Mark labels what belongs to the provider as `clusterctl init` does.
+// Mark labels objects as belonging to the provider, like `clusterctl init`.
 func (p Provider) Mark(objects []client.Object) {
 	for _, o := range objects {
 		o.SetLabels(lo.Assign(o.GetLabels(), map[string]string{clusterctlLabel: "", clusterv1.ProviderNameLabel: p.Label}))
@@ -50,7 +53,8 @@ func (p Provider) Entry() client.Object {
 	return entry
 }
 
-// Inventory reads, from the folder that [ClusterAPI] reads, the CRDs of clusterctl's inventory and the version of Cluster API.
+// Inventory reads the CRDs of clusterctl's inventory and the version of Cluster API from the folder
+// that [ClusterAPI] reads.
 func Inventory(dir string) (crds []client.Object, version string, err error) {
 	definitions, err := CRDs(os.DirFS(filepath.Join(dir, "inventory")))
 	if err != nil {

@@ -1,5 +1,6 @@
-// Package manifests makes the objects that a sandbox starts with: Cluster API's own, fitted to a manager that runs as a
-// process beside the API server, and the permissions out of our Helm charts.
+// Package manifests builds the objects that a sandbox starts with: Cluster API's own, adapted to a
+// manager that runs as a process beside the API server, and the permissions in this project's Helm
+// charts.
 package manifests
 
 import (
@@ -26,7 +27,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// Scheme knows the kinds that every Kubernetes API server serves, and CustomResourceDefinitions.
+// Scheme returns a scheme with the kinds that every Kubernetes API server serves, and
+// CustomResourceDefinitions.
 func Scheme() *runtime.Scheme {
 	scheme := runtime.NewScheme()
 	lo.Must0(clientgoscheme.AddToScheme(scheme))
@@ -34,7 +36,7 @@ func Scheme() *runtime.Scheme {
 	return scheme
 }
 
-// Webhooks is where the webhook server of a manager listens.
+// Webhooks identifies the webhook server of a manager.
 type Webhooks struct {
 	// Address is its host:port.
 	Address string
@@ -46,8 +48,9 @@ func (w Webhooks) url(path string) *string {
 	return new((&url.URL{Scheme: "https", Host: w.Address, Path: path}).String())
 }
 
-// ClusterAPI reads Cluster API's manifests from dir (the folder crds and the file webhooks.yaml) and points the webhooks and
-// the conversion of every kind with more than one served version to the given server.
+// ClusterAPI reads Cluster API's manifests from dir (the folder crds and the file webhooks.yaml).
+// It points the webhooks, and the conversion of every kind with more than one served version, to
+// the given server.
 func ClusterAPI(dir string, webhooks Webhooks) ([]client.Object, error) {
 	definitions, err := CRDs(os.DirFS(filepath.Join(dir, "crds")))
 	if err != nil {
@@ -118,7 +121,8 @@ func ClusterAPI(dir string, webhooks Webhooks) ([]client.Object, error) {
 	return objects, nil
 }
 
-// CRDs reads the CustomResourceDefinitions in the YAML files of a folder. A folder that is not there is an error.
+// CRDs reads the CustomResourceDefinitions in the YAML files of a folder. A missing folder is an
+// error.
 func CRDs(dir fs.FS) ([]*apiextensionsv1.CustomResourceDefinition, error) {
 	var crds []*apiextensionsv1.CustomResourceDefinition
 	err := fs.WalkDir(dir, ".", func(path string, entry fs.DirEntry, err error) error {
@@ -150,10 +154,10 @@ func Objects(crds []*apiextensionsv1.CustomResourceDefinition) []client.Object {
 	return lo.Map(crds, func(crd *apiextensionsv1.CustomResourceDefinition, _ int) client.Object { return crd })
 }
 
-// permissions are the kinds of a chart that say who may do what, among them what admission refuses.
+// permissions are the kinds in a chart that grant or restrict access, including admission policies.
 var permissions = []schema.GroupKind{
 	{Kind: "ServiceAccount"},
-	{Kind: "Secret"}, // which a role names
+	{Kind: "Secret"}, // referenced by a role
 	{Group: "rbac.authorization.k8s.io", Kind: "Role"},
 	{Group: "rbac.authorization.k8s.io", Kind: "ClusterRole"},
 	{Group: "rbac.authorization.k8s.io", Kind: "RoleBinding"},
@@ -162,19 +166,20 @@ var permissions = []schema.GroupKind{
 	{Group: "admissionregistration.k8s.io", Kind: "ValidatingAdmissionPolicyBinding"},
 }
 
-// Chart says how a Helm chart is rendered.
+// Chart describes how a Helm chart is rendered.
 type Chart struct {
-	// Helm is the path of the helm binary, Dir that of the chart.
+	// Helm is the path of the helm binary, and Dir the path of the chart.
 	Helm, Dir string
-	// Release and Namespace it is installed as and into.
+	// Release and Namespace are those of the installation.
 	Release, Namespace string
 	// Values are settings of the form path=value.
 	Values []string
-	// Account is the ServiceAccount to return if the chart creates none: one of another chart.
+	// Account is returned if the chart creates no ServiceAccount: that of another chart.
 	Account client.ObjectKey
 }
 
-// Permissions renders the chart and returns its ServiceAccount, every role and secret, and every admission policy, with their bindings.
+// Permissions renders the chart and returns its ServiceAccount, and all roles, secrets and
+// admission policies with their bindings.
 func (c Chart) Permissions(ctx context.Context) (account client.ObjectKey, objects []client.Object, err error) {
 	args := []string{"template", c.Release, c.Dir, "--namespace", c.Namespace}
 	for _, v := range c.Values {
@@ -218,7 +223,7 @@ func pickPermissions(rendered []*unstructured.Unstructured, c Chart) (account cl
 	return account, objects, nil
 }
 
-// decode reads YAML documents; empty ones are left out.
+// decode parses YAML documents and skips empty ones.
 func decode(data []byte) ([]*unstructured.Unstructured, error) {
 	var objects []*unstructured.Unstructured
 	decoder := yaml.NewYAMLOrJSONDecoder(bytes.NewReader(data), 4096)

@@ -1,4 +1,5 @@
-// Package pki issues the certificates of a sandbox. The keys live in its folder and are worth as much as it is.
+// Package pki issues the certificates of a sandbox. The keys are stored in its folder without
+// further protection.
 package pki
 
 import (
@@ -6,6 +7,7 @@ import (
 	"crypto/elliptic"
 	"crypto/rand"
 	"crypto/rsa"
+	"crypto/tls"
 	"crypto/x509"
 	"crypto/x509/pkix"
 	"encoding/pem"
@@ -18,7 +20,7 @@ import (
 	"time"
 )
 
-// validity is longer than any sandbox lives.
+// validity exceeds the lifetime of any sandbox.
 const validity = 365 * 24 * time.Hour
 
 // CA is a certificate authority.
@@ -60,7 +62,20 @@ func NewCA(name string) (*CA, error) {
 	return &CA{certificate: certificate, key: key, PEM: encode("CERTIFICATE", der)}, nil
 }
 
-// Pair returns the authority's own certificate with its key, for who signs with it.
+// ReadCA returns the authority of a pair that [CA.Pair] returned.
+func ReadCA(pair Pair) (*CA, error) {
+	both, err := tls.X509KeyPair(pair.Certificate, pair.Key)
+	if err != nil {
+		return nil, err
+	}
+	key, ok := both.PrivateKey.(*ecdsa.PrivateKey)
+	if !ok {
+		return nil, fmt.Errorf("the authority has a %T, not an ECDSA key", both.PrivateKey)
+	}
+	return &CA{certificate: both.Leaf, key: key, PEM: pair.Certificate}, nil
+}
+
+// Pair returns the authority's own certificate and key, for other signers.
 func (ca *CA) Pair() (Pair, error) {
 	der, err := x509.MarshalPKCS8PrivateKey(ca.key)
 	if err != nil {
@@ -128,7 +143,7 @@ func (p Pair) Write(dir, name string) (certificate, key string, err error) {
 	return certificate, key, os.WriteFile(key, p.Key, 0o600)
 }
 
-// ServiceAccountKey makes the key with which an API server signs its tokens.
+// ServiceAccountKey generates the key with which an API server signs ServiceAccount tokens.
 func ServiceAccountKey() ([]byte, error) {
 	key, err := rsa.GenerateKey(rand.Reader, 2048)
 	if err != nil {
@@ -137,14 +152,14 @@ func ServiceAccountKey() ([]byte, error) {
 	return encode("RSA PRIVATE KEY", x509.MarshalPKCS1PrivateKey(key)), nil
 }
 
-// complete sets what every certificate has.
+// complete sets the fields that all certificates have in common.
 func complete(template *x509.Certificate) error {
 	serial, err := rand.Int(rand.Reader, new(big.Int).Lsh(big.NewInt(1), 120))
 	if err != nil {
 		return err
 	}
 	template.SerialNumber = serial
-	// An hour back, for clocks that were just set.
+	// Backdated by an hour, for clocks that were just set.
 	template.NotBefore = time.Now().Add(-time.Hour)
 	template.NotAfter = time.Now().Add(validity)
 	return nil

@@ -53,6 +53,32 @@ func TestWorkloadsAndServersOfOneAuthorityTrustEachOther(t *testing.T) {
 	}
 }
 
+func TestAnAuthorityIsReadFromItsPair(t *testing.T) {
+	made, err := NewCA("agent")
+	if err != nil {
+		t.Fatal(err)
+	}
+	pair, err := made.Pair()
+	if err != nil {
+		t.Fatal(err)
+	}
+	read, err := ReadCA(pair)
+	if err != nil {
+		t.Fatal(err)
+	}
+	issued, err := read.Workload("spiffe://domain/cluster/fleet/spoke")
+	if err != nil {
+		t.Fatal(err)
+	}
+	leaf := keyPair(t, issued).Leaf
+	if err := leaf.CheckSignatureFrom(made.certificate); err != nil {
+		t.Error(err)
+	}
+	if _, err := ReadCA(Pair{Certificate: pair.Certificate}); err == nil {
+		t.Error("an authority without a key")
+	}
+}
+
 func TestAUserCarriesItsGroups(t *testing.T) {
 	ca, err := NewCA("test")
 	if err != nil {

@@ -1,7 +1,9 @@
-// Package ports reserves TCP ports of the loopback interface for servers that are started, and restarted, later.
+// Package ports reserves TCP ports on the loopback interface for servers that are started and
+// restarted later.
 //
-// A port is taken from below the range from which the kernel serves outgoing connections, so that no such connection
-// sits on it while its server is down, and is held by a file lock, so that several sandboxes never get the same.
+// Ports come from below the kernel's range for outgoing connections, so that no such connection
+// occupies a port while its server is down. A file lock holds each port, so that no two sandboxes
+// get the same one.
 package ports
 
 import (
@@ -18,19 +20,21 @@ import (
 
 const (
 	lowest = 20000
-	// highest is below what Linux, the BSDs and macOS hand out to outgoing connections by default.
+	// highest is below the default range for outgoing connections on Linux, the BSDs and macOS.
 	highest = 32000
 )
 
-// ErrNoneFree says that every port tried was in use.
+// ErrNoneFree means that every port tried was in use.
 var ErrNoneFree = errors.New("no free port")
 
-// Pool is a set of reserved ports. The zero value is ready to use; it is not safe for concurrent use.
+// Pool is a set of reserved ports. The zero value is ready to use; it is not safe for concurrent
+// use.
 type Pool struct {
 	locks []*flock.Flock
 }
 
-// Reserve returns a port that nobody listens on and that no other pool, in this process or another of this user, holds.
+// Reserve returns a port on which nothing listens and that no other pool of this user holds, in
+// this process or another.
 func (p *Pool) Reserve() (int, error) {
 	dir := filepath.Join(os.TempDir(), fmt.Sprintf("karpenter-capi-ports-%d", os.Getuid()))
 	if err := os.MkdirAll(dir, 0o700); err != nil {
@@ -54,7 +58,7 @@ func (p *Pool) Reserve() (int, error) {
 	return 0, fmt.Errorf("%w between %d and %d", ErrNoneFree, lowest, highest)
 }
 
-// Release gives every port back.
+// Release releases all ports.
 func (p *Pool) Release() {
 	for _, lock := range p.locks {
 		_ = lock.Unlock()
@@ -62,7 +66,8 @@ func (p *Pool) Release() {
 	p.locks = nil
 }
 
-// free says whether a server could listen on the port; one that listens on every interface is in the way as well.
+// free reports whether a server could listen on the port. A server that listens on all interfaces
+// also makes it unavailable.
 func free(port int) bool {
 	listener, err := net.Listen("tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(port))) //nolint:noctx // closed at once
 	if err != nil {

@@ -7,8 +7,8 @@ import (
 	"syscall"
 )
 
-// The kernel sends the death signal when the thread that forked ends, not the process. So every child is forked from one
-// thread, which is kept for good.
+// The kernel sends the death signal when the thread that forked ends, not the process. Therefore
+// one thread, which is kept forever, forks every child.
 var (
 	forks    = make(chan func())
 	forkOnce sync.Once
@@ -23,7 +23,8 @@ func startChild(cmd *exec.Cmd) error {
 			}
 		}()
 	})
-	// A group of its own keeps the terminal's Ctrl-C away from it: we end it, in order.
+	// In a separate process group, the child does not receive the terminal's Ctrl-C: we stop it in
+	// order.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	started := make(chan error)
 	forks <- func() { started <- cmd.Start() }

@@ -15,7 +15,7 @@ import (
 	"strings"
 )
 
-// Listeners returns the TCP addresses that a process listens on.
+// Listeners returns the TCP addresses on which a process listens.
 func Listeners(pid int) ([]netip.AddrPort, error) {
 	descriptors, err := filepath.Glob(fmt.Sprintf("/proc/%d/fd/*", pid))
 	if err != nil {
@@ -23,7 +23,7 @@ func Listeners(pid int) ([]netip.AddrPort, error) {
 	}
 	sockets := map[string]bool{}
 	for _, d := range descriptors {
-		// A descriptor may be closed meanwhile.
+		// The descriptor may have been closed meanwhile.
 		if target, err := os.Readlink(d); err == nil && strings.HasPrefix(target, "socket:[") {
 			sockets[strings.Trim(target, "socket:[]")] = true
 		}
@@ -53,7 +53,8 @@ func Listeners(pid int) ([]netip.AddrPort, error) {
 	return listeners, nil
 }
 
-// parseAddress reads the kernel's notation: the address in words of host order, the port, both in hexadecimal.
+// parseAddress parses the kernel's notation: the address in words of host byte order, and the port,
+// both in hexadecimal.
 func parseAddress(s string) (netip.AddrPort, error) {
 	host, port, ok := strings.Cut(s, ":")
 	raw, err := hex.DecodeString(host)
@@ -71,7 +72,8 @@ func parseAddress(s string) (netip.AddrPort, error) {
 	return netip.AddrPortFrom(address.Unmap(), uint16(number)), nil
 }
 
-// WithEnvironment returns the running processes of this user that were started with the variable, given as NAME=value.
+// WithEnvironment returns this user's running processes that were started with the variable, given
+// as NAME=value.
 func WithEnvironment(variable string) ([]int, error) {
 	environments, err := filepath.Glob("/proc/[0-9]*/environ")
 	if err != nil {
@@ -81,7 +83,7 @@ func WithEnvironment(variable string) ([]int, error) {
 	for _, file := range environments {
 		data, err := os.ReadFile(file) //nolint:gosec // found in /proc
 		if err != nil {
-			continue // gone, or somebody else's
+			continue // gone, or another user's
 		}
 		if !slices.ContainsFunc(bytes.Split(data, []byte{0}), func(v []byte) bool { return string(v) == variable }) {
 			continue

@@ -7,8 +7,8 @@ import (
 	"net/netip"
 )
 
-// Listeners is known on Linux only.
+// Listeners is only supported on Linux.
 func Listeners(int) ([]netip.AddrPort, error) { return nil, errors.ErrUnsupported }
 
-// WithEnvironment is known on Linux only.
+// WithEnvironment is only supported on Linux.
 func WithEnvironment(string) ([]int, error) { return nil, errors.ErrUnsupported }

@@ -1,7 +1,8 @@
-// Package process runs programs as a kubelet runs containers: their output goes to a file, they are probed for
-// readiness, and they are started again when they die, with a growing delay.
+// Package process runs programs like a kubelet runs containers: it writes their output to a file,
+// probes their readiness, and restarts them with a growing delay when they die.
 //
-// No program outlives this process, however that ends: on Linux the kernel kills each with its parent.
+// No program outlives this process, however that ends: on Linux the kernel kills each program with
+// its parent.
 package process
 
 import (
@@ -19,59 +20,64 @@ import (
 )
 
 const (
-	// shortestBackoff and longestBackoff bound the wait before a program that has died is started again.
+	// shortestBackoff and longestBackoff bound the delay before a program that has died is
+	// restarted.
 	shortestBackoff = 500 * time.Millisecond
 	longestBackoff  = 10 * time.Second
-	// healthyAfter is how long a program must have run for its next death to count as its first.
+	// healthyAfter is how long a program must have run before a death resets its backoff.
 	healthyAfter = 20 * time.Second
-	// hopelessAfter is how many times a program may die before it is first ready.
+	// hopelessAfter is how often a program may die before it is first ready.
 	hopelessAfter = 3
-	// probeInterval is how often a program that is not ready is probed, probeIntervalReady one that is.
+	// probeInterval is how often a program that is not ready is probed, and probeIntervalReady how
+	// often a ready one is.
 	probeInterval      = 100 * time.Millisecond
 	probeIntervalReady = 2 * time.Second
 	probeTimeout       = 3 * time.Second
 )
 
-// ErrHopeless says that a program dies again and again before it is ready.
+// ErrHopeless means that a program dies repeatedly before it is ready.
 var ErrHopeless = errors.New("does not stay up")
 
 // Spec describes a program.
 type Spec struct {
-	// Name identifies the program among its fellows.
+	// Name identifies the program among the others.
 	Name string
-	// Path of the executable; Args follow it.
+	// Path is the executable, and Args are its arguments.
 	Path string
 	Args []string
-	// Env is the whole environment.
+	// Env is the complete environment.
 	Env []string
 	// Dir is the working directory.
 	Dir string
-	// Log is the file that output is appended to.
+	// Log is the file to which output is appended.
 	Log string
-	// Grace is how long the program has between being asked and being forced to end.
+	// Grace is how long the program has between SIGTERM and SIGKILL.
 	Grace time.Duration
-	// RestartAfter is how long after its death the program is started again. Zero means a delay that grows with each death.
+	// RestartAfter is the delay between the program's death and its restart. Zero means a delay
+	// that grows with each death.
 	RestartAfter time.Duration
-	// Ready reports nil once the program does its job. It is asked again for as long as the program runs.
+	// Ready returns nil while the program works. It is called repeatedly for as long as the program
+	// runs.
 	Ready func(context.Context) error
-	// Changed is called after each change of [Process.Status], from several goroutines. It must not block.
+	// Changed is called after each change of [Process.Status], from several goroutines. It must not
+	// block.
 	Changed func()
 }
 
-// Status is what is known of a program at one moment.
+// Status is the state of a program at one moment.
 type Status struct {
 	Name string `json:"name"`
 	// PID is 0 while the program is not running.
 	PID int `json:"pid,omitempty"`
 	// Ready is whether the last probe succeeded.
 	Ready bool `json:"ready"`
-	// Restarts counts the starts after the first that nobody asked for.
+	// Restarts counts the automatic restarts.
 	Restarts int `json:"restarts"`
-	// StartedAt is when the running program was started.
+	// StartedAt is when the current run began.
 	StartedAt time.Time `json:"startedAt,omitzero"`
-	// LastExit is how the program ended last; empty if it never has.
+	// LastExit describes the last exit. Empty if there was none.
 	LastExit string `json:"lastExit,omitempty"`
-	// Log is the file that output goes to.
+	// Log is the file with the output.
 	Log string `json:"log"`
 }
 
@@ -86,18 +92,18 @@ type Process struct {
 
 	mu      sync.Mutex
 	status  Status
-	deaths  int // since it was last ready or started on request
+	deaths  int // since it was last ready or started by a caller
 	running *os.Process
 	changed chan struct{} // closed and replaced at each change
 }
 
-// New returns a program that is not started.
+// New returns a program that has not been started.
 func New(spec Spec) *Process {
 	return &Process{spec: spec, status: Status{Name: spec.Name, Log: spec.Log}, changed: make(chan struct{})}
 }
 
-// Start runs the program and keeps it running until [Process.Stop]. It returns once the program has been started for the first
-// time, and does nothing if it is already supervised.
+// Start starts the program and keeps it running until [Process.Stop]. It returns once the program
+// has been started for the first time. It does nothing if the program is already supervised.
 func (p *Process) Start() error {
 	p.control.Lock()
 	defer p.control.Unlock()
@@ -122,8 +128,8 @@ func (p *Process) Start() error {
 	return nil
 }
 
-// Stop asks the program to end, forces it after its grace period, and returns when it is gone. A program that is not
-// supervised is fine.
+// Stop terminates the program, kills it after its grace period, and returns once it is gone. It
+// does nothing if the program is not supervised.
 func (p *Process) Stop() {
 	p.control.Lock()
 	defer p.control.Unlock()
@@ -135,13 +141,13 @@ func (p *Process) Stop() {
 	p.cancel, p.ended = nil, nil
 }
 
-// Kill ends the program at once, as kill -9 does. It is started again, unless it is not supervised.
+// Kill kills the program as kill -9 does. A supervised program is restarted.
 func (p *Process) Kill() error { return p.signal(syscall.SIGKILL) }
 
-// Suspend stops the program where it is, as kill -STOP does, until [Process.Resume] or its end.
+// Suspend suspends the program as kill -STOP does, until [Process.Resume] or its end.
 func (p *Process) Suspend() error { return p.signal(syscall.SIGSTOP) }
 
-// Resume lets a suspended program go on; one that runs is fine.
+// Resume resumes a suspended program. It has no effect on a running one.
 func (p *Process) Resume() error { return p.signal(syscall.SIGCONT) }
 
 func (p *Process) signal(s syscall.Signal) error {
@@ -153,14 +159,15 @@ func (p *Process) signal(s syscall.Signal) error {
 	return p.running.Signal(s)
 }
 
-// Status returns what is known of the program now.
+// Status returns the current state of the program.
 func (p *Process) Status() Status {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.status
 }
 
-// WaitReady waits until the program is ready. It fails with [ErrHopeless] if the program keeps dying instead.
+// WaitReady waits until the program is ready. It fails with [ErrHopeless] if the program keeps
+// dying instead.
 func (p *Process) WaitReady(ctx context.Context) error {
 	for {
 		p.mu.Lock()
@@ -180,7 +187,7 @@ func (p *Process) WaitReady(ctx context.Context) error {
 	}
 }
 
-// update changes the status and tells whoever waits.
+// update changes the status and notifies all waiters.
 func (p *Process) update(change func()) {
 	p.mu.Lock()
 	before, deaths := p.status, p.deaths
@@ -245,7 +252,7 @@ func (p *Process) supervise(ctx context.Context, cmd *exec.Cmd) {
 	}
 }
 
-// runOnce waits for the program to end, and sees to it when the context ends. It probes it meanwhile.
+// runOnce probes the program until it ends, and ends it when the context ends.
 func (p *Process) runOnce(ctx context.Context, cmd *exec.Cmd) {
 	probing, stopProbing := context.WithCancel(ctx)
 	probed := make(chan struct{})
@@ -280,7 +287,8 @@ func (p *Process) runOnce(ctx context.Context, cmd *exec.Cmd) {
 	})
 }
 
-// Tail returns the last lines of a program's log, or why they cannot be had. It reads no more than 64 KiB.
+// Tail returns the last lines of a program's log, or the reason why they cannot be read. It reads
+// at most 64 KiB.
 func Tail(log string, lines int) string {
 	const most = 64 << 10
 	file, err := os.Open(log) //nolint:gosec // the caller's to choose

@@ -23,7 +23,7 @@ func TestMain(m *testing.M) {
 	case "run":
 		select {}
 	case "parent":
-		// Starts a child under supervision, tells its pid, and waits to be killed.
+		// Starts a child under supervision, prints its pid, and waits to be killed.
 		p := New(spec(os.Getenv("TEST_DIR"), "run"))
 		if err := p.Start(); err != nil {
 			panic(err)

@@ -20,7 +20,7 @@ import (
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 )
 
-// BootstrapData is what a bootstrap Secret holds: simulated machines read none of it.
+// BootstrapData returns the content of a bootstrap Secret, which simulated machines ignore.
 func BootstrapData() map[string][]byte {
 	return map[string][]byte{"value": []byte("simulated machines need no bootstrap data"), "format": []byte("cloud-config")}
 }
@@ -37,7 +37,7 @@ func (r *bootstrapReconciler) setup(mgr ctrl.Manager) error {
 		Complete(r)
 }
 
-// configsOf lists the configurations of a Cluster, which may have been unpaused.
+// configsOf returns the configurations of a Cluster, which may have been unpaused.
 func (r *bootstrapReconciler) configsOf(ctx context.Context, cluster client.Object) []reconcile.Request {
 	configs := &simv1.SimBootstrapConfigList{}
 	if err := r.hub.List(ctx, configs, client.InNamespace(cluster.GetNamespace()),
@@ -50,7 +50,8 @@ func (r *bootstrapReconciler) configsOf(ctx context.Context, cluster client.Obje
 	})
 }
 
-// Reconcile makes the Secret once a Machine owns the configuration, unless that or its Cluster is paused.
+// Reconcile creates the Secret once a Machine owns the configuration, unless the configuration or
+// its Cluster is paused.
 func (r *bootstrapReconciler) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
 	c := &simv1.SimBootstrapConfig{}
 	if err := r.hub.Get(ctx, req.NamespacedName, c); err != nil {
@@ -58,7 +59,7 @@ func (r *bootstrapReconciler) Reconcile(ctx context.Context, req reconcile.Reque
 	}
 	owned := lo.SomeBy(c.OwnerReferences, func(o metav1.OwnerReference) bool { return o.Kind == "Machine" })
 	if c.DeletionTimestamp != nil || !owned {
-		return reconcile.Result{}, nil // The Machine controller's write of the owner reference brings us back.
+		return reconcile.Result{}, nil // The Machine controller's write of the owner reference triggers the next reconcile.
 	}
 	cluster := &clusterv1.Cluster{}
 	err := r.hub.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: c.Labels[clusterv1.ClusterNameLabel]}, cluster)

@@ -13,7 +13,7 @@ import (
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 )
 
-// clusterReconciler provisions what the machines of a Cluster share, which is nothing.
+// clusterReconciler provisions the shared infrastructure of a Cluster, of which there is none.
 type clusterReconciler struct {
 	hub client.Client
 }
@@ -22,7 +22,8 @@ func (r *clusterReconciler) setup(mgr ctrl.Manager) error {
 	return ctrl.NewControllerManagedBy(mgr).For(&simv1.SimCluster{}).Complete(r)
 }
 
-// Reconcile declares the infrastructure provisioned once a Cluster owns it. It never takes that back, as the contract demands.
+// Reconcile reports the infrastructure as provisioned once a Cluster owns it, and never reverts
+// that, as the contract requires.
 func (r *clusterReconciler) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
 	c := &simv1.SimCluster{}
 	if err := r.hub.Get(ctx, req.NamespacedName, c); err != nil {
@@ -30,7 +31,7 @@ func (r *clusterReconciler) Reconcile(ctx context.Context, req reconcile.Request
 	}
 	owned := lo.SomeBy(c.OwnerReferences, func(o metav1.OwnerReference) bool { return o.Kind == "Cluster" })
 	if c.DeletionTimestamp != nil || !owned {
-		return reconcile.Result{}, nil // The Cluster controller's write of the owner reference brings us back.
+		return reconcile.Result{}, nil // The Cluster controller's write of the owner reference triggers the next reconcile.
 	}
 	patch := client.MergeFrom(c.DeepCopy())
 	c.Status.Initialization.Provisioned = new(true)

@@ -16,10 +16,10 @@ import (
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 )
 
-// controlPlanePoll is how often a control plane that does not answer yet is asked again.
+// controlPlanePoll is the interval for a control plane that does not answer yet.
 const controlPlanePoll = time.Second
 
-// controlPlaneReconciler reports on control planes that somebody else runs.
+// controlPlaneReconciler reports on control planes that it does not run itself.
 type controlPlaneReconciler struct {
 	hub       client.Client
 	workloads clusters
@@ -29,8 +29,8 @@ func (r *controlPlaneReconciler) setup(mgr ctrl.Manager) error {
 	return ctrl.NewControllerManagedBy(mgr).For(&simv1.SimControlPlane{}).Complete(r)
 }
 
-// Reconcile declares the control plane initialized once its API server has answered with its version. It never takes
-// that back, as the contract demands.
+// Reconcile reports the control plane as initialized once its API server has returned its version,
+// and never reverts that, as the contract requires.
 func (r *controlPlaneReconciler) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
 	cp := &simv1.SimControlPlane{}
 	if err := r.hub.Get(ctx, req.NamespacedName, cp); err != nil {
@@ -41,7 +41,7 @@ func (r *controlPlaneReconciler) Reconcile(ctx context.Context, req reconcile.Re
 	}
 	cluster, owned := lo.Find(cp.OwnerReferences, func(o metav1.OwnerReference) bool { return o.Kind == "Cluster" })
 	if !owned {
-		return reconcile.Result{}, nil // The Cluster controller's write of the owner reference brings us back.
+		return reconcile.Result{}, nil // The Cluster controller's write of the owner reference triggers the next reconcile.
 	}
 
 	patch := client.MergeFrom(cp.DeepCopy())

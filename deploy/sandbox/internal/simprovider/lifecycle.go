@@ -8,13 +8,13 @@ import (
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 )
 
-// action is what the provider does next to an instance.
+// action is the provider's next action on an instance.
 type action int
 
 const (
-	// actionNone: nothing until the spec changes or, where a wait is given, until it has passed.
+	// actionNone: nothing until the spec changes or the wait, if any, has passed.
 	actionNone action = iota
-	// actionOrder: record that the boot begins now.
+	// actionOrder: record that booting begins now.
 	actionOrder
 	// actionProvision: the instance exists from now on; publish its providerID.
 	actionProvision
@@ -22,12 +22,13 @@ const (
 	actionJoin
 	// actionStop: silence the kubelet.
 	actionStop
-	// actionRelease: the instance is gone; drop the finalizer.
+	// actionRelease: the instance is gone; remove the finalizer.
 	actionRelease
 )
 
-// lifecycle says what happens next to an instance at the time now, and, where that is [actionNone], how long until
-// something does (0: not by itself). The Machine and its bootstrap data are known to be there, unless it is being deleted.
+// lifecycle returns the next action on an instance at the time now. For [actionNone] it also
+// returns how long until the next action (0: not by itself). The Machine and its bootstrap data
+// must exist unless the instance is being deleted.
 func lifecycle(m *simv1.SimMachine, now time.Time) (action, time.Duration) {
 	spec, status := &m.Spec, &m.Status
 	if m.DeletionTimestamp != nil {
@@ -54,7 +55,8 @@ func lifecycle(m *simv1.SimMachine, now time.Time) (action, time.Duration) {
 	}
 }
 
-// after gives the action if the delay has passed since the given time, else how much of it is left.
+// after returns the action if the delay has passed since the given time, or else the rest of the
+// delay.
 func after(since *metav1.MicroTime, delay metav1.Duration, now time.Time, then action) (action, time.Duration) {
 	if left := since.Add(delay.Duration).Sub(now); left > 0 {
 		return actionNone, left

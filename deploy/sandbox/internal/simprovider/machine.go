@@ -31,16 +31,18 @@ import (
 )
 
 const (
-	// deleteForMove marks an object that `clusterctl move` deletes: what it stands for lives on in another hub.
+	// deleteForMove marks an object that `clusterctl move` deletes: its instance lives on in
+	// another hub.
 	deleteForMove = "clusterctl.cluster.x-k8s.io/delete-for-move"
-	// bootstrapPoll is how often the bootstrap Secret is looked for: the provider watches no Secrets.
+	// bootstrapPoll is how often the bootstrap Secret is looked up: the provider does not watch
+	// Secrets.
 	bootstrapPoll = time.Second
-	// silencePatience bounds how long an instance that stops, or is gone, waits for its workload cluster to hear of it. A machine that
-	// loses its power does not wait either.
+	// silencePatience is how long an instance that stops, or is gone, waits until its workload
+	// cluster is reachable. A machine that loses its power does not wait either.
 	silencePatience = 20 * time.Second
 )
 
-// machineReconciler moves simulated instances through their life.
+// machineReconciler advances simulated instances through their lifecycle.
 type machineReconciler struct {
 	hub       client.Client
 	workloads clusters
@@ -50,7 +52,8 @@ type machineReconciler struct {
 func (r *machineReconciler) setup(mgr ctrl.Manager) error {
 	return ctrl.NewControllerManagedBy(mgr).
 		For(&simv1.SimMachine{}).
-		// The owner reference, the bootstrap data's name and the pausing of a Cluster all show up on these two.
+		// These two show changes of the owner reference, of the bootstrap data's name, and of a
+		// Cluster's pause.
 		Watches(&clusterv1.Machine{}, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
 			machine, ok := o.(*clusterv1.Machine)
 			if !ok {
@@ -62,14 +65,14 @@ func (r *machineReconciler) setup(mgr ctrl.Manager) error {
 			}
 			return []reconcile.Request{{NamespacedName: types.NamespacedName{Namespace: o.GetNamespace(), Name: ref.Name}}}
 		})).
-		// Its status, which changes with every Machine, is nothing to a machine that runs.
+		// The Cluster's status changes with every Machine and does not matter to a running machine.
 		Watches(&clusterv1.Cluster{}, handler.EnqueueRequestsFromMapFunc(r.machinesOf),
 			builder.WithPredicates(predicate.Or(predicate.GenerationChangedPredicate{}, predicate.AnnotationChangedPredicate{}))).
 		WithOptions(controller.Options{MaxConcurrentReconciles: 20}).
 		Complete(r)
 }
 
-// machinesOf lists the instances of a Cluster.
+// machinesOf returns the instances of a Cluster.
 func (r *machineReconciler) machinesOf(ctx context.Context, cluster client.Object) []reconcile.Request {
 	machines := &simv1.SimMachineList{}
 	if err := r.hub.List(ctx, machines, client.InNamespace(cluster.GetNamespace()),
@@ -82,7 +85,7 @@ func (r *machineReconciler) machinesOf(ctx context.Context, cluster client.Objec
 	})
 }
 
-// Reconcile takes the instance's next step, if it is time for one.
+// Reconcile takes the instance's next step, if one is due.
 func (r *machineReconciler) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
 	m := &simv1.SimMachine{}
 	if err := r.hub.Get(ctx, req.NamespacedName, m); err != nil {
@@ -106,7 +109,7 @@ func (r *machineReconciler) Reconcile(ctx context.Context, req reconcile.Request
 	base.Status = stored.Status
 	patch := client.MergeFrom(base)
 	if withoutStatus(stored) {
-		// The cache may merely not show it yet.
+		// The cache may be stale.
 		patch = client.MergeFromWithOptions(base, client.MergeFromWithOptimisticLock{})
 	}
 	patchErr := r.hub.Status().Patch(ctx, m, patch)
@@ -119,7 +122,7 @@ func (r *machineReconciler) Reconcile(ctx context.Context, req reconcile.Request
 	return result, err
 }
 
-// conflictError says that somebody else has written the object in between.
+// conflictError means that the object was changed since it was read.
 type conflictError struct{ error }
 
 func (r *machineReconciler) reconcile(ctx context.Context, m *simv1.SimMachine) (reconcile.Result, error) {
@@ -148,7 +151,7 @@ func (r *machineReconciler) reconcile(ctx context.Context, m *simv1.SimMachine) 
 		}
 	}
 	if withoutStatus(m) {
-		// Written before anything is done on its account: that write brings us back.
+		// Written before any action that depends on it: the write triggers the next reconcile.
 		return reconcile.Result{}, r.recognise(ctx, m, machine, cluster, now)
 	}
 	if m.DeletionTimestamp == nil {
@@ -176,7 +179,7 @@ func (r *machineReconciler) reconcile(ctx context.Context, m *simv1.SimMachine) 
 	}
 }
 
-// act takes one step and records it in m. Done means that m is no more.
+// act takes one step and records it in m. done reports that m no longer exists.
 func (r *machineReconciler) act(
 	ctx context.Context, m *simv1.SimMachine, machine *clusterv1.Machine, cluster *clusterv1.Cluster, next action, now time.Time,
 ) (done bool, err error) {
@@ -226,7 +229,7 @@ func (r *machineReconciler) act(
 	case actionRelease:
 		// Cluster API deletes the Node if it has ever seen it.
 		unseen := machine == nil || !machine.Status.NodeRef.IsDefined()
-		if m.Status.BootedAt != nil && unseen && cluster != nil { // it may have joined, and that not have been noted
+		if m.Status.BootedAt != nil && unseen && cluster != nil { // it may have joined without a record of it
 			if err := r.removeNode(ctx, m, client.ObjectKeyFromObject(cluster)); err != nil {
 				if now.Sub(m.Status.StoppedAt.Time) < silencePatience {
 					return false, err
@@ -245,7 +248,7 @@ func (r *machineReconciler) act(
 	return false, nil
 }
 
-// exists records that the instance, which is called name, has come into being in a zone.
+// exists records that the instance with the name was created in a zone.
 func exists(m *simv1.SimMachine, name, zone string, at *metav1.MicroTime) {
 	m.Status.BootedAt = at
 	m.Status.Initialization.Provisioned = new(true)
@@ -256,19 +259,21 @@ func exists(m *simv1.SimMachine, name, zone string, at *metav1.MicroTime) {
 	}
 }
 
-// withoutStatus reports whether the instance exists and its object says nothing of how it came into being.
+// withoutStatus reports whether the instance exists but its object has no record of its creation.
 func withoutStatus(m *simv1.SimMachine) bool {
 	return m.Spec.ProviderID != "" && m.Status.BootStartedAt == nil
 }
 
-// recognise rebuilds the status of an instance that exists, as its provider ID says, of an object without one: `clusterctl move` and
-// backups carry no status. A real provider asks its infrastructure; here the Node tells whether the kubelet has registered. What
-// cannot be known again is that an instance was told to stop: it is told again when its object is deleted.
+// recognise rebuilds the status of an existing instance whose object has lost it: `clusterctl move`
+// and backups carry no status. A real provider asks its infrastructure. Here the provider ID shows
+// that the instance exists, and the Node whether the kubelet has registered. That an instance was
+// told to stop cannot be recovered; it is told again when its object is deleted.
 func (r *machineReconciler) recognise(
 	ctx context.Context, m *simv1.SimMachine, machine *clusterv1.Machine, cluster *clusterv1.Cluster, now time.Time,
 ) error {
 	name := path.Base(m.Spec.ProviderID)
-	// One that is deleted is stopped next, which waits for nothing, and which a kubelet that never registered bears as well.
+	// An instance being deleted is stopped next, which needs no further wait and is harmless if the
+	// kubelet never registered.
 	joined := m.DeletionTimestamp != nil
 	if !joined {
 		workload, err := r.workloads.client(ctx, client.ObjectKeyFromObject(cluster))
@@ -303,7 +308,7 @@ func (r *machineReconciler) silence(ctx context.Context, m *simv1.SimMachine, cl
 	return silenceNode(ctx, workload, hostName(m), now)
 }
 
-// removeNode deletes the Node of an instance that is gone, as a cloud provider's controller manager does.
+// removeNode deletes the Node of an instance that is gone, as a cloud controller manager does.
 func (r *machineReconciler) removeNode(ctx context.Context, m *simv1.SimMachine, cluster client.ObjectKey) error {
 	workload, err := r.workloads.client(ctx, cluster)
 	if err != nil {
@@ -319,13 +324,15 @@ func (r *machineReconciler) removeNode(ctx context.Context, m *simv1.SimMachine,
 	return client.IgnoreNotFound(workload.Delete(ctx, node, client.Preconditions{UID: &node.UID}))
 }
 
-// hostName is the name of the instance's Node: that of its Machine, known also when the Machine is gone.
+// hostName returns the name of the instance's Node: that of its Machine, which is also known once
+// the Machine is gone.
 func hostName(m *simv1.SimMachine) string {
 	host, _ := lo.Find(m.Status.Addresses, func(a clusterv1.MachineAddress) bool { return a.Type == clusterv1.MachineHostName })
 	return host.Address
 }
 
-// owners finds the Machine and the Cluster the instance belongs to; each is nil where it is not (or no longer) there.
+// owners returns the instance's Machine and Cluster. Each is nil if it does not exist, or no
+// longer.
 func (r *machineReconciler) owners(ctx context.Context, m *simv1.SimMachine) (*clusterv1.Machine, *clusterv1.Cluster, error) {
 	var machine *clusterv1.Machine
 	owner, found := lo.Find(m.OwnerReferences, func(o metav1.OwnerReference) bool {
@@ -371,8 +378,8 @@ func (r *machineReconciler) bootstrapDataReady(ctx context.Context, machine *clu
 	return true, nil
 }
 
-// patchObject writes what change does to metadata and spec, and keeps the status that m has in memory. It fails with a
-// conflict if the object has changed since it was read.
+// patchObject writes the changes to metadata and spec, and keeps the in-memory status of m. It
+// returns a conflict if the object has changed since it was read.
 func (r *machineReconciler) patchObject(ctx context.Context, m *simv1.SimMachine, change func()) error {
 	base := m.DeepCopy()
 	status := m.Status.DeepCopy()
@@ -385,7 +392,7 @@ func (r *machineReconciler) patchObject(ctx context.Context, m *simv1.SimMachine
 	return err
 }
 
-// report sets the Ready condition from what the status says.
+// report sets the Ready condition from the status.
 func (r *machineReconciler) report(m *simv1.SimMachine) {
 	switch {
 	case m.DeletionTimestamp != nil:
@@ -410,7 +417,7 @@ func (r *machineReconciler) ready(m *simv1.SimMachine, status metav1.ConditionSt
 	})
 }
 
-// zone is where the instance runs: where its Machine was asked to be, if there is one, else where its spec says.
+// zone returns the zone of the instance: that of its Machine, if set, or else that of its spec.
 func zone(m *simv1.SimMachine, machine *clusterv1.Machine) string {
 	if machine == nil {
 		return m.Spec.Zone

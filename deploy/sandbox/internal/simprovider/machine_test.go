@@ -22,7 +22,8 @@ import (
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 )
 
-// bench is a hub with one Machine and a workload cluster, in memory, whose time stands still unless it is moved.
+// bench is an in-memory hub with one Machine and a workload cluster, and a clock that only moves
+// when told to.
 type bench struct {
 	t          *testing.T
 	hub, spoke client.Client
@@ -63,7 +64,7 @@ func newBench(t *testing.T, spec simv1.SimMachineSpec) *bench {
 	}
 }
 
-// reconcile reconciles as a provider that has just been started does: with nothing in memory.
+// reconcile reconciles like a provider that has just started, without any state in memory.
 func (b *bench) reconcile() reconcile.Result {
 	b.t.Helper()
 	r := &machineReconciler{hub: b.hub, workloads: b, clock: b.clock}

@@ -13,7 +13,8 @@ import (
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 )
 
-// move makes the instance's object what clusterctl makes in the hub that it moves to: one that never had a status.
+// move replaces the instance's object with what clusterctl creates in the target hub: an object
+// that never had a status.
 func (b *bench) move() {
 	b.t.Helper()
 	m := b.instance()
@@ -138,7 +139,8 @@ func TestAnInstanceWhoseObjectMovesAwayIsLeftAlone(t *testing.T) {
 	}
 }
 
-// staleOnce reads the instance once as it was: as a cache that has seen the provider ID and not yet the status.
+// staleOnce returns an old version of the instance once, like a cache that has the provider ID but
+// not the status yet.
 type staleOnce struct {
 	client.Client
 	stale *simv1.SimMachine

@@ -19,17 +19,18 @@ import (
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 )
 
-// A Node with this label has a living kubelet: kwok renews its lease and runs its pods. It is a label, not an annotation,
-// as only for a label the API server tells kwok that a Node has left its selection.
+// A Node with this label has a living kubelet: kwok renews its lease and runs its pods. It must be
+// a label, because only for labels does the API server notify kwok that a Node has left its
+// selection.
 const (
 	KubeletLabel      = "kwok.x-k8s.io/node"
 	KubeletLabelValue = "fake"
 )
 
-// defaultPods is how many pods a kubelet takes unless told otherwise.
+// defaultPods is the kubelet's default for the maximum number of pods.
 const defaultPods = "110"
 
-// nodeCapacity is what the kubelet of the machine reports as its capacity.
+// nodeCapacity returns the capacity that the machine's kubelet reports.
 func nodeCapacity(spec *simv1.SimMachineSpec) corev1.ResourceList {
 	capacity := spec.NodeCapacity.DeepCopy()
 	if capacity == nil {
@@ -44,8 +45,9 @@ func nodeCapacity(spec *simv1.SimMachineSpec) corev1.ResourceList {
 	return capacity
 }
 
-// nodeAllocatable is the capacity less what the kubelet keeps back: what is reserved, and its default hard eviction
-// thresholds of 100Mi of memory and a tenth of the node's file system.
+// nodeAllocatable returns the capacity less what the kubelet reserves: the configured reservations,
+// and its default hard eviction thresholds of 100Mi of memory and a tenth of the node's file
+// system.
 func nodeAllocatable(spec *simv1.SimMachineSpec) corev1.ResourceList {
 	allocatable := nodeCapacity(spec)
 	withhold := func(name corev1.ResourceName, quantity resource.Quantity) {
@@ -67,7 +69,8 @@ func nodeAllocatable(spec *simv1.SimMachineSpec) corev1.ResourceList {
 	return allocatable
 }
 
-// nodeAddress gives a machine an address out of the block that is reserved for benchmarks, so that it can be nobody's.
+// nodeAddress derives a machine's address from the block reserved for benchmarks, so that it cannot
+// collide with a real one.
 func nodeAddress(name string) string {
 	h := fnv.New32a()
 	_, _ = h.Write([]byte(name))
@@ -75,7 +78,7 @@ func nodeAddress(name string) string {
 	return netip.AddrFrom4([4]byte{198, 18 + byte(sum>>16&1), byte(sum >> 8), byte(sum)}).String()
 }
 
-// newNode is what the kubelet of the machine registers.
+// newNode returns the Node that the machine's kubelet registers.
 func newNode(m *simv1.SimMachine, name, zone string) *corev1.Node {
 	labels := map[string]string{
 		corev1.LabelHostname:   name,
@@ -98,7 +101,7 @@ func newNode(m *simv1.SimMachine, name, zone string) *corev1.Node {
 	}
 }
 
-// nodeStatus is what the kubelet of the machine reports once it is up.
+// nodeStatus returns the status that the machine's kubelet reports once it is running.
 func nodeStatus(m *simv1.SimMachine, name, version string, now time.Time) corev1.NodeStatus {
 	healthy := func(kind corev1.NodeConditionType, status corev1.ConditionStatus, reason, message string) corev1.NodeCondition {
 		return corev1.NodeCondition{
@@ -133,8 +136,9 @@ func nodeStatus(m *simv1.SimMachine, name, version string, now time.Time) corev1
 	}
 }
 
-// registerNode registers the Node and reports its status, as a kubelet does at start: a Node of that name that is there
-// already is taken over. The patches carry no resource version, so that they do not lose against the other writers.
+// registerNode registers the Node and reports its status, as a kubelet does at its start: it takes
+// over an existing Node of that name. The patches carry no resource version, so that they do not
+// conflict with other writers.
 func registerNode(ctx context.Context, workload client.Client, node *corev1.Node, status corev1.NodeStatus) error {
 	if err := workload.Create(ctx, node.DeepCopy()); err != nil {
 		if !apierrors.IsAlreadyExists(err) {
@@ -154,10 +158,10 @@ func registerNode(ctx context.Context, workload client.Client, node *corev1.Node
 	return nil
 }
 
-// silenceNode is a machine that shuts down: its kubelet says that it is not ready and is heard no more. A Node that is
-// not there is fine.
+// silenceNode simulates the shutdown of a machine: its kubelet reports that it is not ready and
+// then stops reporting. A missing Node is not an error.
 func silenceNode(ctx context.Context, workload client.Client, name string, now time.Time) error {
-	// First kwok lets go, else it could answer the second patch.
+	// Detach kwok first, or it could react to the second patch.
 	patch := map[string]any{"metadata": map[string]any{"labels": map[string]any{KubeletLabel: nil}}}
 	if err := patchNode(ctx, workload, name, patch); err != nil {
 		return client.IgnoreNotFound(err)
@@ -181,7 +185,7 @@ func patchNode(ctx context.Context, workload client.Client, name string, patch m
 }
 
 func patchNodeStatus(ctx context.Context, workload client.Client, name string, status corev1.NodeStatus) error {
-	// Conditions merge by type; zero values are left out, so that only what is given is written.
+	// Conditions merge by type. Zero values are omitted, so that only given fields are written.
 	fields := map[string]any{"conditions": status.Conditions}
 	if status.Capacity != nil {
 		fields["capacity"] = status.Capacity

@@ -18,7 +18,8 @@ import (
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 )
 
-// Run runs the provider against the hub until the context ends. Health probes are served at healthAddress.
+// Run runs the provider against the hub until the context ends. It serves health probes at
+// healthAddress.
 func Run(ctx context.Context, hub *rest.Config, healthAddress string) error {
 	scheme := runtime.NewScheme()
 	for _, add := range []func(*runtime.Scheme) error{clientgoscheme.AddToScheme, clusterv1.AddToScheme, simv1.AddToScheme} {

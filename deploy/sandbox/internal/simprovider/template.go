@@ -11,7 +11,8 @@ import (
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 )
 
-// templateReconciler announces what a machine of each template offers, as the contract has it for scaling from zero.
+// templateReconciler publishes what a machine of each template offers, as the contract for scaling
+// from zero specifies.
 type templateReconciler struct {
 	hub client.Client
 }
@@ -20,7 +21,7 @@ func (r *templateReconciler) setup(mgr ctrl.Manager) error {
 	return ctrl.NewControllerManagedBy(mgr).For(&simv1.SimMachineTemplate{}).Complete(r)
 }
 
-// Reconcile copies the announced capacity and platform into the template's status.
+// Reconcile copies the announced capacity and platform to the template's status.
 func (r *templateReconciler) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
 	t := &simv1.SimMachineTemplate{}
 	if err := r.hub.Get(ctx, req.NamespacedName, t); err != nil {

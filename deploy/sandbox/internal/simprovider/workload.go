@@ -13,20 +13,23 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// clusters gives access to workload clusters.
+// clusters provides access to workload clusters.
 type clusters interface {
-	// client returns an uncached client to the cluster. The error is NotFound if the cluster has no kubeconfig Secret.
+	// client returns an uncached client to the cluster. The error is NotFound if the cluster has no
+	// kubeconfig Secret.
 	client(ctx context.Context, cluster client.ObjectKey) (client.Client, error)
-	// serverVersion returns what the cluster's API server says it is, such as v1.36.3.
+	// serverVersion returns the version that the cluster's API server reports, such as v1.36.3.
 	serverVersion(ctx context.Context, cluster client.ObjectKey) (string, error)
 }
 
-// MachinesKubeconfig names the Secret, beside a Cluster, with the kubeconfig that its simulated kubelets use. Kubelets have
-// credentials of their own, so machines join and run although Cluster API has lost its access. It is optional: without it the
-// kubelets use Cluster API's.
+// MachinesKubeconfig returns the name of the Secret, in the Cluster's namespace, with the
+// kubeconfig of its simulated kubelets. Real kubelets have their own credentials, so machines join
+// and run even if Cluster API has lost its access. The Secret is optional: without it the kubelets
+// use Cluster API's kubeconfig.
 func MachinesKubeconfig(cluster string) string { return cluster + "-machines-kubeconfig" }
 
-// workloads hands out clients to workload clusters, made from their kubeconfig Secrets. Safe for concurrent use.
+// workloads creates clients for workload clusters from their kubeconfig Secrets. It is safe for
+// concurrent use.
 type workloads struct {
 	hub client.Reader
 
@@ -34,7 +37,8 @@ type workloads struct {
 	configs map[client.ObjectKey]workload
 }
 
-// workload is a cluster's connection, for as long as the Secret that it was made from, named by version, is unchanged.
+// workload is a cluster's connection. It is valid while the Secret that it was created from has the
+// given version.
 type workload struct {
 	version string
 	config  *rest.Config
@@ -91,7 +95,8 @@ func (w *workloads) connection(ctx context.Context, cluster client.ObjectKey) (w
 	return w.configs[cluster], nil
 }
 
-// secret returns the Secret with the kubeconfig of the cluster's machines, else the one that Cluster API uses.
+// secret returns the Secret with the kubeconfig of the cluster's machines, or else the one that
+// Cluster API uses.
 func (w *workloads) secret(ctx context.Context, cluster client.ObjectKey) (*corev1.Secret, error) {
 	secret := &corev1.Secret{}
 	err := w.hub.Get(ctx, client.ObjectKey{Namespace: cluster.Namespace, Name: MachinesKubeconfig(cluster.Name)}, secret)

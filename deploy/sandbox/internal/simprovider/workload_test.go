@@ -12,7 +12,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client/fake"
 )
 
-// kubeconfigOf is a Secret with a kubeconfig for the given server.
+// kubeconfigOf returns a Secret with a kubeconfig for the given server.
 func kubeconfigOf(t *testing.T, name, server string) *corev1.Secret {
 	t.Helper()
 	config := clientcmdapi.NewConfig()

@@ -1,9 +1,14 @@
-// Package adoption brings NodeClaims under the agent that run on Machines without a claim, such as those that another provider for Cluster API
-// left behind: each gets a claim on its own Machine, and the labels and annotations that it would have had from Create. Nothing is drained,
-// replaced or removed for that.
+// Package adoption brings existing machines under the agent's control. Its subjects are NodeClaims
+// that run on Machines without a claim, such as those that another Cluster API provider left
+// behind. Each gets a claim on its own Machine, and the labels and annotations that Create would
+// have set. Nothing is drained, replaced or removed in the process.
 //
-// Karpenter disrupts no adopted Node before a person allows it: each gets the annotation karpenter.sh/do-not-disrupt, once, before its claim
-// is made. Until every NodeClaim that was there at the start has been looked at, core plans and disrupts nothing at all.
+// The package also creates NodeClaims for users' Nodes ([Nodes]), reports what would be adopted
+// ([Planner]), and returns machines to the user.
+//
+// Karpenter does not disrupt an adopted Node before a user allows it: each gets the annotation
+// karpenter.sh/do-not-disrupt once, before its claim is made. Until every NodeClaim that existed at
+// the start has been checked, core plans and disrupts nothing at all.
 package adoption
 
 import (
@@ -47,15 +52,17 @@ import (
 
 const (
 	name = "nodeclaim.adoption"
-	// concurrency is how many Machines are adopted at once. The agent writes the claims of one node group together.
+	// concurrency is how many Machines are adopted at once. The agent batches the claims of one
+	// node group.
 	concurrency = 50
-	// look is how often a NodeClaim is looked at again whose Machine cannot be adopted; soon is how often while that is not known.
+	// look is the interval for a NodeClaim whose Machine cannot be adopted, soon the interval while
+	// that is not known.
 	look, soon = 30 * time.Second, time.Second
-	// yes is the value of labels and annotations that say that something is so.
+	// yes is the value of boolean labels and annotations that are set.
 	yes = "true"
-	// settleLook is how often the start looks whether all NodeClaims were looked at.
+	// settleLook is how often [Controller.Start] checks whether all NodeClaims have been handled.
 	settleLook = 100 * time.Millisecond
-	// looksPerLog is how many of these looks there are for each log entry: one every half minute.
+	// looksPerLog is the number of these checks per log entry: one every half minute.
 	looksPerLog = 300
 )
 
@@ -65,13 +72,13 @@ type Claims interface {
 	State() agentclient.State
 }
 
-// Provider makes claims on Machines that there are.
+// Provider creates claims on existing Machines.
 type Provider interface {
 	Adopt(ctx context.Context, nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.Machine) (*agentv1alpha1.Claim, error)
 	Describe(nodeClass string, claim *agentv1alpha1.Claim) *karpv1.NodeClaim
 }
 
-// Controller is the controller.
+// Controller adopts the Machines of NodeClaims without a claim, and returns Machines to the user.
 type Controller struct {
 	kube          client.Client
 	cloudProvider cloudprovider.CloudProvider
@@ -84,11 +91,11 @@ type Controller struct {
 
 	settled atomic.Bool
 	mu      sync.Mutex
-	seen    map[types.UID]bool // NodeClaims that were looked at, until all were
+	seen    map[types.UID]bool // NodeClaims handled so far, until all are
 }
 
-// New returns the controller. kube reads from a cache with indexes on the provider IDs of Nodes and NodeClaims. cloudProvider says which
-// NodeClaims are this provider's.
+// New returns the controller. kube reads from a cache with indexes on the provider IDs of Nodes and
+// NodeClaims. cloudProvider determines which NodeClaims belong to this provider.
 func New(
 	kube client.Client, cloudProvider cloudprovider.CloudProvider, provider Provider, claims Claims, machines *unclaimed.Finder,
 	agent *agentclient.Client, cluster *agentv1alpha1.ClusterRef, recorder events.Recorder,
@@ -99,7 +106,8 @@ func New(
 	}
 }
 
-// Reconcile looks at one NodeClaim. Those that are not launched, or are being deleted, are for Create and Delete to adopt.
+// Reconcile checks one NodeClaim. Create and Delete adopt for NodeClaims that are not launched or
+// are being deleted.
 func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
 	ctx = injection.WithControllerName(ctx, name)
 	uid := nodeClaim.UID
@@ -107,14 +115,15 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	if !isRejected(err) {
 		return result, err
 	}
-	// The other NodeClaims do not wait for one that an admission webhook, or the API server, does not let be changed.
+	// Other NodeClaims must not wait for one that an admission webhook or the API server refuses to
+	// change.
 	log.FromContext(ctx).Error(err, "the adoption of a Machine cannot be completed")
 	c.recorder.Publish(incomplete(nodeClaim, err))
 	c.sawToIt(uid)
 	return reconcile.Result{RequeueAfter: look}, nil
 }
 
-// isRejected reports whether the API server refuses a request that it would refuse again.
+// isRejected reports whether the API server refuses a request and would refuse it again.
 func isRejected(err error) bool {
 	return apierrors.IsForbidden(err) || apierrors.IsInvalid(err) || apierrors.IsBadRequest(err)
 }
@@ -145,7 +154,7 @@ func (c *Controller) reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	switch {
 	case errors.Is(err, unclaimed.ErrUnknownMachine):
 		return c.keep(ctx, nodeClaim)
-	case err != nil: // ordinary while the management cluster is away
+	case err != nil: // normal while the hub is unreachable
 		log.FromContext(ctx).V(1).Info("not known whether the NodeClaim's machine is to be adopted", "reason", err.Error())
 		return reconcile.Result{RequeueAfter: soon}, nil
 	case machine == nil, machine.GetDeletedAt() != nil:
@@ -189,7 +198,7 @@ func (c *Controller) adopt(ctx context.Context, nodeClaim *karpv1.NodeClaim, mac
 	case isPassing(ctx, err):
 		log.FromContext(ctx).V(1).Info("not known whether the Machine can be adopted", "machine", machine.GetName(), "reason", err.Error())
 		return reconcile.Result{RequeueAfter: soon}, nil
-	default: // the Node is protected, so that the other NodeClaims need not wait for this one
+	default: // the Node is protected, so that other NodeClaims need not wait for this one
 		log.FromContext(ctx).Error(err, "a Machine cannot be adopted", "machine", machine.GetName())
 		c.recorder.Publish(lo.Ternary(provider.IsAdoptionRefused(err), c.machines.Event(nodeClaim, machine, err), incomplete(nodeClaim, err)))
 		c.sawToIt(nodeClaim.UID)
@@ -206,12 +215,13 @@ func (c *Controller) adopt(ctx context.Context, nodeClaim *karpv1.NodeClaim, mac
 	return c.complete(ctx, nodeClaim, claim)
 }
 
-// isPassing reports whether a call says nothing of the Machine and is to be repeated soon.
+// isPassing reports whether an error says nothing about the Machine and the call should be retried
+// soon.
 func isPassing(ctx context.Context, err error) bool {
 	return ctx.Err() != nil || agenterrors.IsUnavailable(err) || agenterrors.IsConflict(err)
 }
 
-// adopted says to the user what was adopted, and what Karpenter does with it.
+// adopted returns a message for the user: what was adopted, and whether Karpenter disrupts it.
 func adopted(machine *agentv1alpha1.Machine, policy v1alpha1.AdoptionPolicy) string {
 	message := fmt.Sprintf("Adopted Machine %s of node group %s.", machine.GetName(), machine.GetNodeGroupId())
 	if policy.Disruption == v1alpha1.DisruptAllowed {
@@ -221,7 +231,7 @@ func adopted(machine *agentv1alpha1.Machine, policy v1alpha1.AdoptionPolicy) str
 		message, karpv1.DoNotDisruptAnnotationKey)
 }
 
-// node returns the NodeClaim's Node, nil while it has none.
+// node returns the NodeClaim's Node, or nil if it has none.
 func (c *Controller) node(ctx context.Context, nodeClaim *karpv1.NodeClaim) (*corev1.Node, error) {
 	nodes, err := nodeclaimutils.AllNodesForNodeClaim(ctx, c.kube, nodeClaim)
 	if err != nil || len(nodes) == 0 {
@@ -235,7 +245,8 @@ func rightfulOf(nodeClaims []*karpv1.NodeClaim, node *corev1.Node) *karpv1.NodeC
 	return owners.Rightful(nodeClaims, node)
 }
 
-// duplicate tells the user of a NodeClaim whose machine is another one's, and how to end it without draining that one's Node.
+// duplicate returns an event about a NodeClaim whose machine belongs to another one, with
+// instructions to end it without draining the Node.
 func (c *Controller) duplicate(nodeClaim, rightful *karpv1.NodeClaim) events.Event {
 	own := placeholder.ProviderID(c.cluster.GetNamespace(), c.cluster.GetName(), string(nodeClaim.UID))
 	return events.Event{
@@ -251,7 +262,8 @@ func (c *Controller) duplicate(nodeClaim, rightful *karpv1.NodeClaim) events.Eve
 	}
 }
 
-// incomplete reports on a NodeClaim why it, or its Node, is not as those of new machines are.
+// incomplete returns an event with the reason why an adopted NodeClaim or its Node lacks what those
+// of new machines have.
 func incomplete(nodeClaim *karpv1.NodeClaim, why error) events.Event {
 	return events.Event{
 		InvolvedObject: nodeClaim,
@@ -263,7 +275,8 @@ func incomplete(nodeClaim *karpv1.NodeClaim, why error) events.Event {
 	}
 }
 
-// isDuplicate reports whether the machine is another NodeClaim's. If so, nothing more is to be done about this one, and its user is told.
+// isDuplicate reports whether the machine belongs to another NodeClaim. If so, it publishes an
+// event, and nothing else needs to be done about this NodeClaim.
 func (c *Controller) isDuplicate(ctx context.Context, nodeClaim *karpv1.NodeClaim) (bool, error) {
 	rightful, err := owners.Of(ctx, c.kube, nodeClaim)
 	if err != nil || rightful.UID == nodeClaim.UID {
@@ -274,7 +287,8 @@ func (c *Controller) isDuplicate(ctx context.Context, nodeClaim *karpv1.NodeClai
 	return true, nil
 }
 
-// policy returns what the NodeClaim's node class says of adoption; the defaults for one that does not exist.
+// policy returns the adoption policy of the NodeClaim's node class, or the defaults if the class
+// does not exist.
 func (c *Controller) policy(ctx context.Context, nodeClaim *karpv1.NodeClaim) (v1alpha1.AdoptionPolicy, error) {
 	class := &v1alpha1.ClusterAPINodeClass{}
 	if err := c.kube.Get(ctx, client.ObjectKey{Name: nodeClaim.Spec.NodeClassRef.Name}, class); client.IgnoreNotFound(err) != nil {
@@ -283,8 +297,9 @@ func (c *Controller) policy(ctx context.Context, nodeClaim *karpv1.NodeClaim) (v
 	return class.Spec.Adoption, nil
 }
 
-// keep protects the Node of a NodeClaim whose machine the agent does not show, whatever the node class says: the machine could not be removed. It
-// is adopted once the agent shows it.
+// keep protects the Node of a NodeClaim whose machine the agent does not report, whatever the node
+// class's policy, because the machine could not be removed. The machine is adopted once the agent
+// reports it.
 func (c *Controller) keep(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
 	if duplicate, err := c.isDuplicate(ctx, nodeClaim); err != nil {
 		return reconcile.Result{}, err
@@ -305,8 +320,10 @@ func (c *Controller) keep(ctx context.Context, nodeClaim *karpv1.NodeClaim) (rec
 	return reconcile.Result{RequeueAfter: look}, nil
 }
 
-// protect marks the object, a Node or a NodeClaim, as adopted, and has core leave it alone unless the node class allows its disruption: once for each
-// adoption, so that it keeps what a person makes of it afterwards. An object that was adopted before has no claim any more, or it would not be here.
+// protect marks a Node or NodeClaim as adopted, and protects it from disruption unless the node
+// class allows that. It does so once per adoption, so that later changes by users are kept. If the
+// object carries the mark of a completed adoption, that adoption's claim no longer exists, and
+// protect applies again.
 func (c *Controller) protect(ctx context.Context, object client.Object, policy v1alpha1.AdoptionPolicy) error {
 	if _, marked := object.GetLabels()[v1alpha1.AdoptedLabel]; marked && !wasAdopted(object) {
 		return nil
@@ -320,7 +337,8 @@ func (c *Controller) protect(ctx context.Context, object client.Object, policy v
 	return nil
 }
 
-// wasAdopted reports whether an adoption of the Node or the NodeClaim was completed: that gives it this annotation.
+// wasAdopted reports whether an adoption of the Node or NodeClaim was completed, which sets this
+// annotation.
 func wasAdopted(object client.Object) bool {
 	return object.GetAnnotations()[v1alpha1.NodeGroupAnnotation] != ""
 }
@@ -333,8 +351,9 @@ func markAdopted(object client.Object, policy v1alpha1.AdoptionPolicy) {
 	object.SetAnnotations(lo.Assign(object.GetAnnotations(), map[string]string{karpv1.DoNotDisruptAnnotationKey: yes}))
 }
 
-// complete gives the NodeClaim of an adopted Machine, and its Node, what those of a new machine have from Create and from registration, once:
-// later changes by others stay. What the Node says of itself is not changed, and the NodeClaim says the same.
+// complete adds to the NodeClaim of an adopted Machine, and to its Node, what Create and
+// registration set for a new machine. It does so once, so that later changes by others are kept.
+// Values that the Node itself carries are not changed, and the NodeClaim takes them over.
 func (c *Controller) complete(ctx context.Context, nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Claim) (reconcile.Result, error) {
 	node, err := c.node(ctx, nodeClaim)
 	if err != nil {
@@ -376,7 +395,8 @@ func (c *Controller) complete(ctx context.Context, nodeClaim *karpv1.NodeClaim, 
 	return reconcile.Result{}, nil
 }
 
-// facts are the labels that a node group's Nodes have, with the values that the Node, which may be nil, has itself.
+// facts returns the labels of a node group's Nodes, with the Node's own values if it has any. node
+// may be nil.
 func facts(described map[string]string, node *corev1.Node) map[string]string {
 	if node == nil {
 		return described
@@ -387,12 +407,12 @@ func facts(described map[string]string, node *corev1.Node) map[string]string {
 	}))
 }
 
-// isKarpenters reports whether a Node's label is Karpenter's to set.
+// isKarpenters reports whether a Node label belongs to Karpenter.
 func isKarpenters(label string) bool {
 	return strings.HasPrefix(label, apis.Group+"/") || strings.HasPrefix(label, v1alpha1.Group+"/")
 }
 
-// sawToIt notes that nothing more is to be done about a NodeClaim before core may plan and disrupt.
+// sawToIt records that the NodeClaim no longer keeps core from planning and disrupting.
 func (c *Controller) sawToIt(uid types.UID) {
 	if c.settled.Load() {
 		return
@@ -402,10 +422,11 @@ func (c *Controller) sawToIt(uid types.UID) {
 	c.seen[uid] = true
 }
 
-// Settled reports whether every NodeClaim that was there when this process began to act was looked at.
+// Settled reports whether every NodeClaim that existed when this process became active has been
+// handled.
 func (c *Controller) Settled() bool { return c.settled.Load() }
 
-// Start waits for that, and returns then.
+// Start waits until [Controller.Settled] is true, and then returns.
 func (c *Controller) Start(ctx context.Context) error {
 	looks := 0
 	err := wait.PollUntilContextCancel(ctx, settleLook, true, func(ctx context.Context) (bool, error) {

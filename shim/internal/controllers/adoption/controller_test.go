@@ -37,7 +37,7 @@ type env struct {
 	machine    *agentv1alpha1.Machine
 }
 
-// setUp returns a world with one machine that no claim has.
+// setUp returns a world with one unclaimed machine.
 func setUp(t *testing.T) *env {
 	t.Helper()
 	clk := clocktesting.NewFakeClock(time.Now())
@@ -53,7 +53,7 @@ func setUp(t *testing.T) *env {
 	}
 }
 
-// left creates a NodeClaim as another provider leaves one on the machine.
+// left creates a NodeClaim on the machine as another provider leaves it.
 func (e *env) left(name string, changes ...func(*karpv1.NodeClaim)) *karpv1.NodeClaim {
 	e.t.Helper()
 	nodeClaim := e.NodeClaim(name, shimtest.Registered, func(nc *karpv1.NodeClaim) {
@@ -104,7 +104,7 @@ func (e *env) claim(nodeClaim *karpv1.NodeClaim) *agentv1alpha1.Claim {
 	return e.Agent.Claim(e.Cluster, string(nodeClaim.UID))
 }
 
-// known waits until the mirror shows the NodeClaim's claim.
+// known waits until the mirror has the NodeClaim's claim.
 func (e *env) known(nodeClaim *karpv1.NodeClaim) {
 	e.t.Helper()
 	e.Eventually(func() bool { _, ok := e.Claims.Get(string(nodeClaim.UID)); return ok }, "the claim is known")
@@ -159,7 +159,7 @@ func TestWhatAPersonAllowsAfterTheAdoptionStays(t *testing.T) {
 	assert.Empty(t, node.Labels["team"])
 }
 
-// The process ends after each of the writes in turn; the next one completes the adoption.
+// The process ends after each of the writes in turn, and the next process completes the adoption.
 func TestAnAdoptionIsCompletedAfterACrash(t *testing.T) {
 	for name, crash := range map[string]func(*env, *karpv1.NodeClaim, *corev1.Node){
 		"before the claim": func(e *env, _ *karpv1.NodeClaim, node *corev1.Node) {
@@ -219,7 +219,7 @@ func TestOfSeveralNodeClaimsOnOneMachineTheNodesOwnHasIt(t *testing.T) {
 	e.reconcile(owner)
 	assert.NotNil(t, e.claim(owner))
 	e.known(owner)
-	e.clock.Step(time.Minute) // the listing is old
+	e.clock.Step(time.Minute) // expire the listing
 	e.reconcile(older)
 	assert.Nil(t, e.claim(older))
 }
@@ -252,7 +252,7 @@ func TestARefusedAdoptionIsToldAndTriedAgain(t *testing.T) {
 	assert.NotNil(t, e.claim(nodeClaim))
 }
 
-// failing is a provider whose agent adopts nothing.
+// failing is a provider whose agent fails every adoption.
 type failing struct {
 	adoption.Provider
 
@@ -263,12 +263,13 @@ func (f failing) Adopt(context.Context, *karpv1.NodeClaim, *agentv1alpha1.Machin
 	return nil, f.err
 }
 
-// use has the controller work with another client and another provider.
+// use replaces the controller's client and provider.
 func (e *env) use(kube client.Client, adopter adoption.Provider) {
 	e.controller = adoption.New(kube, e.CloudProvider, adopter, e.Claims, e.Unclaimed, e.Client, e.Cluster, e.Recorder)
 }
 
-// Nothing is known then, so that the user is told nothing, above all not to delete the Machine.
+// Nothing is known in this case, so the user must get no event, least of all one that suggests
+// deleting the Machine.
 func TestAnAdoptionThatIsNotAnsweredIsRepeated(t *testing.T) {
 	e := setUp(t)
 	nodeClaim := e.left("left")
@@ -280,7 +281,7 @@ func TestAnAdoptionThatIsNotAnsweredIsRepeated(t *testing.T) {
 	assert.Never(t, e.controller.Settled, 300*time.Millisecond, 20*time.Millisecond)
 }
 
-// start runs the controller's wait for the first round.
+// start runs the controller's Start.
 func (e *env) start() {
 	e.t.Helper()
 	ctx, cancel := context.WithCancel(e.Context())
@@ -319,7 +320,7 @@ func TestNothingIsSettledWhileTheAgentIsSilent(t *testing.T) {
 	assert.NotNil(t, e.claim(left))
 }
 
-// Until all are, core plans and disrupts nothing in the whole cluster.
+// Until all NodeClaims are handled, core plans and disrupts nothing in the whole cluster.
 func TestOneNodeClaimThatCannotBeAdoptedDoesNotHoldUpTheOthers(t *testing.T) {
 	for name, tc := range map[string]struct {
 		spoil func(*env, *karpv1.NodeClaim)
@@ -374,7 +375,7 @@ func TestOneNodeClaimThatCannotBeAdoptedDoesNotHoldUpTheOthers(t *testing.T) {
 	}
 }
 
-// denying returns a client that may not patch objects of the type.
+// denying returns a client that is forbidden to patch objects of the type.
 func denying[T client.Object](kube client.WithWatch) client.Client {
 	return interceptor.NewClient(kube, interceptor.Funcs{
 		Patch: func(ctx context.Context, c client.WithWatch, o client.Object, patch client.Patch, opts ...client.PatchOption) error {
@@ -386,7 +387,8 @@ func denying[T client.Object](kube client.WithWatch) client.Client {
 	})
 }
 
-// The agent shows no Machine of a MachineDeployment without the label. Adoption follows the label.
+// The agent does not report Machines of a MachineDeployment without the label. Adoption follows
+// once it is labelled.
 func TestANodeClaimWhoseMachineTheAgentDoesNotShowIsProtectedAndAdoptedLater(t *testing.T) {
 	e := setUp(t)
 	later := "fake:///default/workload/later-00002"
@@ -412,7 +414,8 @@ func TestANodeClaimWhoseMachineTheAgentDoesNotShowIsProtectedAndAdoptedLater(t *
 	assert.Equal(t, "default/later", elsewhere.Annotations[v1alpha1.NodeGroupAnnotation])
 }
 
-// After going back to the other provider, claims are gone, and what the first adoption put on Nodes and NodeClaims is there.
+// After a return to the other provider the claims are gone, but what the first adoption set on
+// Nodes and NodeClaims is still there.
 func TestAnAdoptionAfterGoingBackProtectsTheNodeAgain(t *testing.T) {
 	e := setUp(t)
 	nodeClaim := e.left("left")
@@ -454,7 +457,7 @@ func TestAnAdoptionAfterGoingBackProtectsTheNodeAgain(t *testing.T) {
 	assert.Equal(t, e.machine.GetNodeGroupId(), node.Annotations[v1alpha1.NodeGroupAnnotation])
 }
 
-// returning asks for the machine's return.
+// returning requests the return of the machine.
 func returning(nc *karpv1.NodeClaim) {
 	nc.Annotations = map[string]string{v1alpha1.ReturnMachineAnnotation: "true"}
 	nc.Finalizers = []string{karpv1.TerminationFinalizer}
@@ -473,7 +476,7 @@ func TestAMachineIsReturnedAsItIs(t *testing.T) {
 	assert.Positive(t, e.reconcile(nodeClaim).RequeueAfter)
 	assert.True(t, nodeClaim.DeletionTimestamp.IsZero(), "core must see first that the Node is no NodeClaim's")
 	e.Get(node)
-	node.Labels[v1alpha1.Group+"/clusterapinodeclass"] = shimtest.NodeClassName // as core's hydration does that saw it too late
+	node.Labels[v1alpha1.Group+"/clusterapinodeclass"] = shimtest.NodeClassName // like a late pass of core's hydration
 	e.Update(node)
 	e.reconcile(nodeClaim)
 
@@ -542,7 +545,7 @@ func TestAReturnIsCompletedAfterACrash(t *testing.T) {
 	}
 }
 
-// Kubernetes would delete a Node with its owner, and core drain it.
+// Otherwise Kubernetes would delete the Node with its owner, and core would drain it.
 func TestANodeIsDetachedFromANodeClaimWithThePlaceholder(t *testing.T) {
 	for name, unset := range map[string]func(*karpv1.NodeClaim){
 		"found by the claim's machine": func(*karpv1.NodeClaim) {},
@@ -580,7 +583,7 @@ func TestADuplicateReturnsNothing(t *testing.T) {
 	require.Equal(t, []string{"DuplicateNodeClaim"}, e.Recorder.Reasons())
 	assert.True(t, duplicate.DeletionTimestamp.IsZero())
 
-	duplicate.Status.ProviderID, duplicate.Status.NodeName = e.Placeholder(duplicate.UID), node.Name // as the event says
+	duplicate.Status.ProviderID, duplicate.Status.NodeName = e.Placeholder(duplicate.UID), node.Name // as the event instructs
 	require.NoError(t, e.Kube.Status().Update(e.Context(), duplicate))
 	e.reconcile(duplicate)
 	assert.False(t, duplicate.DeletionTimestamp.IsZero())

@@ -41,20 +41,22 @@ import (
 
 const (
 	nodesName = "node.adoption"
-	// nodesConcurrency is low, as all share one listing of the machines.
+	// nodesConcurrency is low because all reconciles share one listing of the machines.
 	nodesConcurrency = 5
-	// longLook is the interval for a Node that, as far as is known, is not to be adopted: the reason may be in the hub and change there.
+	// longLook is the interval for a Node that currently is not to be adopted: the reason may be in
+	// the hub and may change there.
 	longLook = 5 * time.Minute
-	// defaultRate is how many Nodes of a node class are adopted each minute.
+	// defaultRate is the default number of Nodes adopted per node class and minute.
 	defaultRate = 60
 )
 
-// Catalogue knows node groups and which of them node classes select.
+// Catalogue holds the node groups, and which of them node classes select.
 type Catalogue interface {
 	Snapshot() *catalogue.Snapshot
 }
 
-// Nodes makes NodeClaims for Nodes that have none, as node classes ask: see [v1alpha1.AdoptionPolicy].
+// Nodes creates NodeClaims for Nodes without one, as node classes request: see
+// [v1alpha1.AdoptionPolicy].
 type Nodes struct {
 	clock     clock.PassiveClock
 	kube      client.Client
@@ -70,8 +72,10 @@ type Nodes struct {
 	rates map[types.UID]*rate.Limiter // by node class
 }
 
-// NewNodes returns the controller. kube reads from a cache with an index on the NodeClaims' status.providerID. settled is [Controller.Settled]: the
-// NodeClaims that exist adopt first, as each Node that is adopted before them may leave one of them a machine that only more replicas can free.
+// NewNodes returns the controller. kube reads from a cache with an index on the NodeClaims'
+// status.providerID. settled is [Controller.Settled]: existing NodeClaims adopt first. A Node
+// adopted before them might use up the room above the min size, and the machine of a NodeClaim
+// could then be adopted only by raising replicas.
 func NewNodes(
 	clk clock.PassiveClock, kube client.Client, provider Provider, machines *unclaimed.Finder, catalogue Catalogue, agent *agentclient.Client,
 	cluster *agentv1alpha1.ClusterRef, recorder events.Recorder, settled func() bool,
@@ -82,14 +86,14 @@ func NewNodes(
 	}
 }
 
-// Reconcile looks at one Node.
+// Reconcile checks one Node.
 func (c *Nodes) Reconcile(ctx context.Context, node *corev1.Node) (reconcile.Result, error) {
 	ctx = injection.WithControllerName(ctx, nodesName)
 	if !mayBeAdopted(node) {
 		return reconcile.Result{}, nil
 	}
 	if notReady(node) != "" {
-		return reconcile.Result{RequeueAfter: look}, nil // it may be a claim's that is about to be bound
+		return reconcile.Result{RequeueAfter: look}, nil // it may belong to a claim that is about to be bound
 	}
 	requested := node.Annotations[v1alpha1.AdoptAnnotation] == yes
 	classes, err := c.classes(ctx, requested)
@@ -121,9 +125,10 @@ func (c *Nodes) Reconcile(ctx context.Context, node *corev1.Node) (reconcile.Res
 	return c.adopt(ctx, node, machine, classes, requested)
 }
 
-// waitsFor reports whether a NodeClaim that core has not launched yet comes first: one that was created for this machine, or one of another
-// provider's that is to adopt a machine of the same node group, for which the adoption of this one might leave no room above the min size.
-// Core launches such a NodeClaim, or ends it, within minutes.
+// waitsFor reports whether a NodeClaim that core has not launched yet takes precedence. That is one
+// created for this machine, or one of another provider that is to adopt a machine of the same node
+// group. Adopting this machine might leave the latter no room above the min size. Core launches or
+// ends such a NodeClaim within minutes.
 func (c *Nodes) waitsFor(ctx context.Context, machine *agentv1alpha1.Machine) (bool, error) {
 	all := &karpv1.NodeClaimList{}
 	if err := c.kube.List(ctx, all, client.UnsafeDisableDeepCopy); err != nil {
@@ -151,18 +156,18 @@ func (c *Nodes) waitsFor(ctx context.Context, machine *agentv1alpha1.Machine) (b
 	return false, nil
 }
 
-// chosenFor returns the name of the machine in the namespace that a NodeClaim adopts when core launches it, "" for none, and whether the NodeClaim
-// was created for that machine.
+// chosenFor returns the name of the machine in the namespace that a NodeClaim will adopt when core
+// launches it, or "". ours reports whether the NodeClaim was created for that machine.
 func chosenFor(nodeClaim *karpv1.NodeClaim, namespace string) (machine string, ours bool) {
-	observed := nodeClaim.StatusConditions(conditions.WithObservedOnly()) // else it changes the NodeClaim, which may be the cache's
+	observed := nodeClaim.StatusConditions(conditions.WithObservedOnly()) // otherwise it modifies the NodeClaim, which may be the cache's
 	if !nodeClaim.DeletionTimestamp.IsZero() || observed.Get(karpv1.ConditionTypeLaunched).IsTrue() {
 		return "", false
 	}
 	return machineOf(nodeClaim, namespace)
 }
 
-// machineOf returns the name of the machine in the namespace that was chosen for a NodeClaim before its launch, "" for none, and whether the
-// NodeClaim was created for that machine.
+// machineOf returns the name of the machine in the namespace that was chosen for a NodeClaim before
+// its launch, or "". ours reports whether the NodeClaim was created for that machine.
 func machineOf(nodeClaim *karpv1.NodeClaim, namespace string) (machine string, ours bool) {
 	if machine, ours := nodeClaim.Annotations[v1alpha1.AdoptMachineAnnotation]; ours {
 		return machine, true
@@ -171,13 +176,13 @@ func machineOf(nodeClaim *karpv1.NodeClaim, namespace string) (machine string, o
 	return lo.Ternary(in == namespace, machine, ""), false
 }
 
-// mayBeAdopted reports whether a Node may be one that Karpenter is to adopt.
+// mayBeAdopted reports whether a Node is a candidate for adoption.
 func mayBeAdopted(object client.Object) bool {
 	node, ok := object.(*corev1.Node)
 	return ok && node.Spec.ProviderID != "" && node.DeletionTimestamp.IsZero() && node.Labels[karpv1.NodePoolLabelKey] == ""
 }
 
-// notReady returns why a Node is not adopted yet, "" when nothing about it is in the way.
+// notReady returns why a Node is not adopted yet, or "" if nothing about the Node prevents it.
 func notReady(node *corev1.Node) string {
 	switch {
 	case nodeutils.GetCondition(node, corev1.NodeReady).Status != corev1.ConditionTrue:
@@ -188,7 +193,7 @@ func notReady(node *corev1.Node) string {
 	return ""
 }
 
-// classes returns the node classes that want such a Node.
+// classes returns the node classes whose policy is to adopt such a Node.
 func (c *Nodes) classes(ctx context.Context, requested bool) ([]v1alpha1.ClusterAPINodeClass, error) {
 	list := &v1alpha1.ClusterAPINodeClassList{}
 	if err := c.kube.List(ctx, list); err != nil {
@@ -207,7 +212,7 @@ func (c *Nodes) adopt(
 ) (reconcile.Result, error) {
 	snapshot := c.catalogue.Snapshot()
 	if snapshot == nil {
-		return reconcile.Result{RequeueAfter: soon}, nil // the agent has not been heard of yet
+		return reconcile.Result{RequeueAfter: soon}, nil // the agent has not been reached yet
 	}
 	pools := &karpv1.NodePoolList{}
 	if err := c.kube.List(ctx, pools); err != nil {
@@ -228,14 +233,14 @@ func (c *Nodes) adopt(
 		return reconcile.Result{RequeueAfter: wait}, nil
 	}
 	if err := allowed(ctx, c.agent, c.cluster, machine, true); err != nil {
-		turn.CancelAt(now) // the turn is another Node's
+		turn.CancelAt(now) // leave the turn to another Node
 		switch {
 		case !provider.IsAdoptionRefused(err):
 			log.FromContext(ctx).V(1).Info("not known whether the machine may be adopted", "reason", err.Error())
 		case requested:
 			c.report(node, machine, fmt.Errorf("%s", status.Convert(err).Message()))
 		}
-		return reconcile.Result{RequeueAfter: look}, nil // with All, those of the min size are no news
+		return reconcile.Result{RequeueAfter: look}, nil // with All, a Node of the min size needs no event
 	}
 	if err := c.make(ctx, node, nodeClaim, class.Spec.Adoption); err != nil {
 		turn.CancelAt(now)
@@ -260,15 +265,17 @@ func (c *Nodes) adopt(
 	return reconcile.Result{RequeueAfter: look}, nil
 }
 
-// make prepares the Node and creates its NodeClaim. A Node whose NodeClaim the API server would refuse is not changed.
+// make prepares the Node and creates its NodeClaim. If the API server would refuse the NodeClaim,
+// the Node is not changed.
 func (c *Nodes) make(ctx context.Context, node *corev1.Node, nodeClaim *karpv1.NodeClaim, policy v1alpha1.AdoptionPolicy) error {
 	if err := wouldBeCreated(ctx, c.kube, nodeClaim); err != nil {
 		return err
 	}
 	stored := node.DeepCopy()
-	// Registration would add taints of the NodePool again that the Node has lost since it started.
+	// Otherwise registration would restore taints of the NodePool that the Node has lost since it
+	// started.
 	node.Labels = lo.Assign(node.Labels, map[string]string{karpv1.NodeDoNotSyncTaintsLabelKey: yes})
-	markAdopted(node, policy) // also one that was adopted before: what its user allowed was meant for that
+	markAdopted(node, policy) // even if adopted before: an earlier permission to disrupt applied to that adoption
 	if err := c.kube.Patch(ctx, node, client.MergeFrom(stored)); err != nil {
 		return fmt.Errorf("preparing the Node: %w", err)
 	}
@@ -278,7 +285,7 @@ func (c *Nodes) make(ctx context.Context, node *corev1.Node, nodeClaim *karpv1.N
 	return nil
 }
 
-// wouldBeCreated returns why the API server would not create the NodeClaim, nil when it would.
+// wouldBeCreated returns nil if the API server would create the NodeClaim, or the reason why not.
 func wouldBeCreated(ctx context.Context, kube client.Writer, nodeClaim *karpv1.NodeClaim) error {
 	if err := kube.Create(ctx, nodeClaim.DeepCopy(), client.DryRunAll); err != nil {
 		return fmt.Errorf("its NodeClaim cannot be created: %w", err)
@@ -286,13 +293,15 @@ func wouldBeCreated(ctx context.Context, kube client.Writer, nodeClaim *karpv1.N
 	return nil
 }
 
-// isRefused reports whether the API server refuses the object itself, by its schema or by admission, so that a repetition is of no use.
+// isRefused reports whether the API server refuses the object itself, by schema or admission, so
+// that a retry is pointless.
 func isRefused(err error) bool {
 	return apierrors.IsInvalid(err) || apierrors.IsForbidden(err) || apierrors.IsBadRequest(err)
 }
 
-// propose returns the first of the node classes that selects the machine's node group, and the NodeClaim that would adopt it; nil where none does.
-// The error is for the user: no NodePool fits.
+// propose returns the first of the node classes that selects the machine's node group, and the
+// NodeClaim that would adopt the machine. Both are nil if no class selects it. The error is for the
+// user: no NodePool fits, or the node group cannot be described.
 func propose(
 	snapshot *catalogue.Snapshot, describer Provider, pools []karpv1.NodePool, node *corev1.Node, machine *agentv1alpha1.Machine,
 	classes []v1alpha1.ClusterAPINodeClass,
@@ -321,7 +330,8 @@ func propose(
 	return nil, nil, nil
 }
 
-// allowed asks the agent whether the machine could be adopted now. aboveMinSize refuses what would raise replicas.
+// allowed asks the agent whether the machine could be adopted now. With aboveMinSize, the agent
+// refuses an adoption that would raise replicas.
 func allowed(
 	ctx context.Context, agent *agentclient.Client, cluster *agentv1alpha1.ClusterRef, machine *agentv1alpha1.Machine, aboveMinSize bool,
 ) error {
@@ -332,7 +342,7 @@ func allowed(
 	return err
 }
 
-// rate returns the limit of a node class's adoptions.
+// rate returns the rate limiter of a node class's adoptions.
 func (c *Nodes) rate(class *v1alpha1.ClusterAPINodeClass) *rate.Limiter {
 	perMinute := lo.FromPtrOr(class.Spec.Adoption.NodesPerMinute, defaultRate)
 	limit := rate.Limit(float64(perMinute) / time.Minute.Seconds())
@@ -346,7 +356,7 @@ func (c *Nodes) rate(class *v1alpha1.ClusterAPINodeClass) *rate.Limiter {
 	return limiter
 }
 
-// report publishes on a Node why it is not adopted, although its node class asks for that.
+// report publishes on a Node why it is not adopted although its node class requests that.
 func (c *Nodes) report(node *corev1.Node, machine *agentv1alpha1.Machine, why error) {
 	message := strings.ReplaceAll(why.Error(), "\n", "; ")
 	c.recorder.Publish(events.Event{
@@ -359,7 +369,8 @@ func (c *Nodes) report(node *corev1.Node, machine *agentv1alpha1.Machine, why er
 	})
 }
 
-// Register adds the controller to the manager. A change of a node class or a NodePool has all Nodes looked at.
+// Register adds the controller to the manager. A change of a node class or a NodePool enqueues all
+// candidate Nodes.
 func (c *Nodes) Register(_ context.Context, m manager.Manager) error {
 	every := handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, _ client.Object) []reconcile.Request {
 		nodes := &corev1.NodeList{}

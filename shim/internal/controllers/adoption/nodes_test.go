@@ -20,16 +20,16 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/shimtest"
 )
 
-// nodesEnv is an env whose machine has a Node of the user's, and a NodePool.
+// nodesEnv is an env with a NodePool, whose machine has a Node of the user.
 type nodesEnv struct {
 	*env
 
-	kube  client.WithWatch // that of the controller
+	kube  client.WithWatch // the controller's client
 	nodes *adoption.Nodes
 	node  *corev1.Node
 	pool  *karpv1.NodePool
 
-	unsettled bool // NodeClaims are still being looked at
+	unsettled bool // NodeClaims are still being adopted
 }
 
 func (e *nodesEnv) isSettled() bool { return !e.unsettled }
@@ -50,7 +50,7 @@ func setUpNodes(t *testing.T, policy v1alpha1.AdoptionPolicy, disturbances ...in
 	return e
 }
 
-// userNode is a Node that is Ready, and none of Karpenter's.
+// userNode returns a Node that is Ready and not managed by Karpenter.
 func (e *env) userNode(name, providerID string) *corev1.Node {
 	return &corev1.Node{
 		ObjectMeta: metav1.ObjectMeta{Name: name, UID: uuid.NewUUID(), Labels: map[string]string{"team": "blue", "own": "label"}},
@@ -74,7 +74,7 @@ func (e *nodesEnv) setPolicy(policy v1alpha1.AdoptionPolicy) {
 	e.Update(class)
 }
 
-// look reconciles the Node, and returns the NodeClaim that was made for it, nil for none.
+// look reconciles the Node, and returns the NodeClaim created for it, or nil.
 func (e *nodesEnv) look() *karpv1.NodeClaim {
 	e.t.Helper()
 	e.Get(e.node)
@@ -115,7 +115,7 @@ func TestANodeOfTheUsersGetsANodeClaimThatAdoptsItsMachine(t *testing.T) {
 	assert.Equal(t, e.pool.UID, nodeClaim.OwnerReferences[0].UID)
 	assert.Empty(t, nodeClaim.Spec.StartupTaints, "the Node has started")
 
-	// What core does with it.
+	// This is what core does with it.
 	nodeClaim.UID = uuid.NewUUID()
 	created, err := e.CloudProvider.Create(e.Context(), nodeClaim)
 	require.NoError(t, err)
@@ -245,7 +245,8 @@ func TestTheUserKeepsTheMinSize(t *testing.T) {
 	assert.Len(t, e.Recorder.Reasons(), 1, "nobody asked for this Node")
 }
 
-// Between the question whether it may be adopted and the claim, somebody was faster: core deletes the NodeClaim then.
+// Another claim got the machine between the validation and the claim: core then deletes the
+// NodeClaim.
 func TestANodeClaimWhoseMachineIsAnothersIsOfNoUse(t *testing.T) {
 	e := setUpNodes(t, v1alpha1.AdoptionPolicy{Machines: v1alpha1.AdoptAll})
 	nodeClaim := e.look()
@@ -262,16 +263,17 @@ func TestANodeClaimWhoseMachineIsAnothersIsOfNoUse(t *testing.T) {
 	assert.Nil(t, e.claim(nodeClaim), "it gets no other machine")
 }
 
-// minSize is how many machines the user keeps, see [nodesEnv.users].
+// minSize is the number of machines that the user keeps, see [nodesEnv.users].
 const minSize = 2
 
-// users sets the number of machines, with a min size, creates the Nodes that are missing, and returns the machines.
+// users sets the number of machines and a min size, creates the missing Nodes, and returns the
+// machines.
 func (e *nodesEnv) users(replicas int) []*agentv1alpha1.Machine {
 	e.t.Helper()
 	e.Agent.UpdateNodeGroup(e.machine.GetNodeGroupId(), func(g *agentv1alpha1.NodeGroup) {
 		g.Replicas, g.MinSize, g.MaxSize = int32(replicas), minSize, new(int32(100))
 	})
-	e.clock.Step(time.Minute) // the listing is old
+	e.clock.Step(time.Minute) // expire the listing
 	response, err := e.Client.Machines.ListMachines(e.Context(), &agentv1alpha1.ListMachinesRequest{Cluster: e.Cluster})
 	require.NoError(e.t, err)
 	machines := response.GetMachines()
@@ -284,7 +286,7 @@ func (e *nodesEnv) users(replicas int) []*agentv1alpha1.Machine {
 	return machines
 }
 
-// lookAtAll reconciles all Nodes, and returns how many NodeClaims there are afterwards.
+// lookAtAll reconciles all Nodes, and returns the resulting number of NodeClaims.
 func (e *nodesEnv) lookAtAll() int {
 	e.t.Helper()
 	nodes, nodeClaims := &corev1.NodeList{}, &karpv1.NodeClaimList{}
@@ -292,13 +294,13 @@ func (e *nodesEnv) lookAtAll() int {
 	for i := range nodes.Items {
 		_, err := e.nodes.Reconcile(e.Context(), &nodes.Items[i])
 		require.NoError(e.t, err)
-		e.clock.Step(time.Second) // the next one's turn
+		e.clock.Step(time.Second) // until the next turn
 	}
 	require.NoError(e.t, e.Kube.List(e.Context(), nodeClaims))
 	return len(nodeClaims.Items)
 }
 
-// launch does what core does with the NodeClaims that were made for Nodes.
+// launch does what core does with the NodeClaims created for Nodes.
 func (e *nodesEnv) launch() {
 	e.t.Helper()
 	nodeClaims := &karpv1.NodeClaimList{}
@@ -319,7 +321,8 @@ func (e *nodesEnv) replicas() int32 {
 	return e.Agent.NodeGroup(e.machine.GetNodeGroupId()).GetReplicas()
 }
 
-// Else Nodes would take what the user has above the min size, and each NodeClaim would raise replicas.
+// Otherwise Nodes would take what the user has above the min size, and each NodeClaim would raise
+// replicas.
 func TestNodeClaimsAdoptBeforeNodes(t *testing.T) {
 	e := setUpNodes(t, v1alpha1.AdoptionPolicy{Machines: v1alpha1.AdoptAll})
 	machines := e.users(5)
@@ -371,7 +374,7 @@ func TestAdoptionsAreAsManyAMinuteAsTheNodeClassSays(t *testing.T) {
 	e := setUpNodes(t, v1alpha1.AdoptionPolicy{Machines: v1alpha1.AdoptAll, NodesPerMinute: new(int32(2))})
 	require.NotNil(t, e.look())
 	e.Agent.AddNodeGroup(&agentv1alpha1.NodeGroup{Name: "b", Replicas: 1, InstanceType: "large", NodeLabels: map[string]string{"team": "red"}})
-	e.clock.Step(6 * time.Second) // the listing is old
+	e.clock.Step(6 * time.Second) // expire the listing
 	response, err := e.Client.Machines.ListMachines(e.Context(), &agentv1alpha1.ListMachinesRequest{Cluster: e.Cluster})
 	require.NoError(t, err)
 	second := response.GetMachines()[1]
@@ -402,7 +405,8 @@ func TestANodeThatMayNotBeAdoptedTakesNoTurn(t *testing.T) {
 	assert.NotNil(t, e.look(), "and within the same minute")
 }
 
-// Its NodeClaim was given up, and what the user had allowed by then does not hold for the next one.
+// The NodeClaim was given up. The user's permission to disrupt does not extend to the next
+// adoption.
 func TestANodeThatIsAdoptedAgainIsProtectedAgain(t *testing.T) {
 	e := setUpNodes(t, v1alpha1.AdoptionPolicy{Machines: v1alpha1.AdoptAll})
 	e.node.Labels[v1alpha1.AdoptedLabel] = "true"

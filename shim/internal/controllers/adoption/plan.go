@@ -30,26 +30,32 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/placeholder"
 )
 
-// Plan is what the shim would do about machines that were there before it, if it began now. Nothing is written to make it.
+// Plan describes what the shim would do about existing machines if it started now. Making it
+// changes nothing.
 type Plan struct {
 	// NodeClaims are those without a claim whose machine would be adopted.
 	NodeClaims []Adoption `json:"nodeClaims"`
-	// Nodes are those without a NodeClaim that would get one, as their node class asks.
+	// Nodes are those without a NodeClaim that would get one, as their node class requests.
 	Nodes []Adoption `json:"nodes"`
-	// InTheWay is what would not be adopted although it should be, and why.
+	// InTheWay lists what should be adopted and would not be, and why.
 	InTheWay []Finding `json:"inTheWay"`
-	// Unfinished are NodeClaims that the other provider has not launched, or that are being deleted: what becomes of each.
+	// Unfinished lists NodeClaims that the other provider has not launched or that are being
+	// deleted, and what happens to each.
 	Unfinished []Finding `json:"unfinished"`
-	// Left are machines of node groups that would stay the user's: no NodeClaim has them, and no node class asks for them.
+	// Left are machines of node groups that would remain the user's: no NodeClaim has them, and no
+	// node class requests them.
 	Left []Leftover `json:"left"`
-	// Raised are the node groups whose replicas the adoption of NodeClaims would raise, as their user is to keep the min size.
+	// Raised are the node groups whose replicas the adoption of NodeClaims would raise, because the
+	// user keeps the min size.
 	Raised []Raise `json:"raised"`
-	// Disrupted is how many Nodes Karpenter would replace right after the switch: those of Expired, and those of Drifted whose node class allows the
-	// disruption of adopted Nodes.
+	// Disrupted is the number of Nodes that Karpenter would replace right after the switch: those
+	// of Expired, and those of Drifted whose node class allows the disruption of adopted Nodes.
 	Disrupted int `json:"disrupted"`
-	// Expired are NodeClaims that Karpenter ends as soon as it runs, whatever protects their Nodes.
+	// Expired are NodeClaims that Karpenter ends as soon as it runs, even if their Nodes are
+	// protected.
 	Expired []Finding `json:"expired"`
-	// Drifted are adopted Nodes that Karpenter would replace as soon as their disruption is allowed, and why.
+	// Drifted are adopted Nodes that Karpenter would replace as soon as their disruption is
+	// allowed, and why.
 	Drifted []Finding `json:"drifted"`
 }
 
@@ -62,14 +68,14 @@ type Adoption struct {
 	NodePool  string `json:"nodePool,omitempty"`
 }
 
-// Finding is what a plan reports of an object.
+// Finding is a plan's message about an object.
 type Finding struct {
 	Kind    string `json:"kind"`
 	Name    string `json:"name"`
 	Message string `json:"message"`
 }
 
-// Leftover is a machine that no NodeClaim has.
+// Leftover is a machine without a NodeClaim.
 type Leftover struct {
 	Machine   string `json:"machine"`
 	Node      string `json:"node,omitempty"`
@@ -77,7 +83,7 @@ type Leftover struct {
 	Message   string `json:"message"`
 }
 
-// Raise is by how many machines a node group would grow.
+// Raise is the number of machines by which a node group would grow.
 type Raise struct {
 	NodeGroup string `json:"nodeGroup"`
 	By        int    `json:"by"`
@@ -86,19 +92,20 @@ type Raise struct {
 
 // Planner makes a [Plan]. Every field is REQUIRED.
 type Planner struct {
-	// Kube reads the workload cluster from its API server. What it creates there are dry runs.
+	// Kube reads the workload cluster from its API server, and creates objects as dry runs only.
 	Kube client.Client
-	// CloudProvider says which NodeClaims are this provider's; Provider describes node groups.
+	// CloudProvider determines which NodeClaims belong to this provider; Provider describes node
+	// groups.
 	CloudProvider cloudprovider.CloudProvider
 	Provider      Provider
-	// Catalogue has heard of the agent: it has a snapshot.
+	// Catalogue must already have a snapshot.
 	Catalogue Catalogue
 	Agent     *agentclient.Client
 	Cluster   *agentv1alpha1.ClusterRef
 	Clock     clock.PassiveClock
 }
 
-// situation is what a plan is made from.
+// situation is the input of a plan.
 type situation struct {
 	nodeClaims []karpv1.NodeClaim
 	nodes      map[string]*corev1.Node // by provider ID
@@ -111,19 +118,19 @@ type situation struct {
 	rooms      map[string]*room               // by node group
 }
 
-// room is what a node group has for adoptions, as the agent counts it, machines.
+// room is a node group's room for adoptions, in machines, counted as the agent does.
 type room struct {
-	spare    int // neither the user's nor a claim's; adopted first
-	aboveMin int // of the user's, above the min size
-	growth   int // by how many replicas may be raised
+	spare    int // machines of neither the user nor a claim; adopted first
+	aboveMin int // the user's machines above the min size
+	growth   int // how far replicas may be raised
 	wanted   int // adoptions by NodeClaims
-	raised   int // by how many replicas are raised for these
+	raised   int // how far replicas are raised for these
 }
 
-// left reports whether something can be taken.
+// left reports whether an adoption is possible without raising replicas.
 func (r *room) left() bool { return r.spare > 0 || r.aboveMin > 0 }
 
-// take takes what there is without raising replicas. It reports whether there was something.
+// take takes room for one adoption without raising replicas, and reports whether there was any.
 func (r *room) take() bool {
 	switch {
 	case r.spare > 0:
@@ -136,7 +143,7 @@ func (r *room) take() bool {
 	return true
 }
 
-// admit is [room.take] for a NodeClaim, for which replicas are raised as far as that goes.
+// admit is [room.take] for a NodeClaim: it raises replicas if necessary and possible.
 func (r *room) admit() bool {
 	if !r.take() {
 		if r.raised >= r.growth {
@@ -148,7 +155,7 @@ func (r *room) admit() bool {
 	return true
 }
 
-// Plan reads all there is and returns what would be done.
+// Plan reads the current state and returns the plan.
 func (p *Planner) Plan(ctx context.Context) (*Plan, error) {
 	s, err := p.read(ctx)
 	if err != nil {
@@ -217,7 +224,8 @@ func (p *Planner) read(ctx context.Context) (*situation, error) {
 	return s, nil
 }
 
-// planNodeClaims plans for the NodeClaims without a claim. It returns the machines that NodeClaims have, by name.
+// planNodeClaims plans for the NodeClaims without a claim. It returns the names of the machines
+// that NodeClaims have.
 func (p *Planner) planNodeClaims(ctx context.Context, s *situation, plan *Plan) (map[string]bool, error) {
 	byID := lo.KeyBy(lo.Filter(s.machines, func(m *agentv1alpha1.Machine, _ int) bool { return m.GetProviderId() != "" }),
 		(*agentv1alpha1.Machine).GetProviderId)
@@ -291,7 +299,8 @@ func (p *Planner) planNodeClaims(ctx context.Context, s *situation, plan *Plan) 
 	return had, nil
 }
 
-// planUnlaunched plans for a NodeClaim that core has not launched. It adds the machine that it adopts to those that are had.
+// planUnlaunched plans for a NodeClaim that core has not launched. It adds the machine that the
+// NodeClaim adopts to had.
 func (p *Planner) planUnlaunched(ctx context.Context, s *situation, plan *Plan, nc *karpv1.NodeClaim, had map[string]bool) error {
 	say := func(to *[]Finding, format string, args ...any) {
 		*to = append(*to, Finding{Kind: "NodeClaim", Name: nc.Name, Message: fmt.Sprintf(format, args...)})
@@ -324,7 +333,8 @@ func (p *Planner) planUnlaunched(ctx context.Context, s *situation, plan *Plan, 
 	return nil
 }
 
-// refusal returns why a NodeClaim could not adopt the machine, "" when it could, for which it takes the room.
+// refusal returns why a NodeClaim could not adopt the machine. If it could, refusal takes the room
+// for it and returns "".
 func (p *Planner) refusal(ctx context.Context, s *situation, machine *agentv1alpha1.Machine, aboveMinSize bool) (string, error) {
 	group, known := s.groups[machine.GetNodeGroupId()]
 	if !known {
@@ -349,7 +359,8 @@ func keepsMinSize(group *agentv1alpha1.NodeGroup) string {
 	return fmt.Sprintf("the user keeps the min size %d", group.GetMinSize())
 }
 
-// refused returns why the agent would refuse that the machine is adopted now, "" when it would not. The error means that this is not known.
+// refused returns why the agent would refuse to adopt the machine now, or "" if it would not. An
+// error means that this is not known.
 func (p *Planner) refused(ctx context.Context, machine *agentv1alpha1.Machine, aboveMinSize bool) (string, error) {
 	err := allowed(ctx, p.Agent, p.Cluster, machine, aboveMinSize)
 	switch {
@@ -378,7 +389,7 @@ func (s *situation) allowsDisruption(nc *karpv1.NodeClaim) bool {
 	})
 }
 
-// drifts says why core would replace the Node of an adopted NodeClaim; "" when it would not.
+// drifts returns why core would replace the Node of an adopted NodeClaim, or "" if it would not.
 func (p *Planner) drifts(s *situation, nc *karpv1.NodeClaim, node *corev1.Node, machine *agentv1alpha1.Machine) string {
 	if nc.StatusConditions().Get(karpv1.ConditionTypeDrifted).IsTrue() {
 		return "has drifted already: " + nc.StatusConditions().Get(karpv1.ConditionTypeDrifted).Reason
@@ -397,7 +408,7 @@ func (p *Planner) drifts(s *situation, nc *karpv1.NodeClaim, node *corev1.Node, 
 		return fmt.Sprintf("does not meet the requirements of NodePool %s: %s", pool.Name, err)
 	}
 	keys := []string{corev1.LabelInstanceTypeStable}
-	// The zones of a node group that names none are learned from its Nodes.
+	// The zones of a node group without a zone are learned from its Nodes.
 	if group, ok := p.Catalogue.Snapshot().Group(machine.GetNodeGroupId()); ok && group.Zone != instancetype.ZoneNone {
 		keys = append(keys, corev1.LabelTopologyZone)
 	}
@@ -410,7 +421,7 @@ func (p *Planner) drifts(s *situation, nc *karpv1.NodeClaim, node *corev1.Node, 
 	return ""
 }
 
-// planMachines plans for the machines that no NodeClaim has.
+// planMachines plans for the machines without a NodeClaim.
 func (p *Planner) planMachines(ctx context.Context, s *situation, plan *Plan, had map[string]bool) error {
 	snapshot := p.Catalogue.Snapshot()
 	for _, machine := range s.machines {
@@ -468,7 +479,7 @@ func (p *Planner) planMachines(ctx context.Context, s *situation, plan *Plan, ha
 	return nil
 }
 
-// whyNever returns why the controller of Nodes passes over a Node that is Ready.
+// whyNever returns why [Nodes] ignores a Node that is Ready.
 func whyNever(node *corev1.Node) string {
 	if !node.DeletionTimestamp.IsZero() {
 		return "is being deleted"
@@ -485,7 +496,7 @@ func leftover(machine *agentv1alpha1.Machine, node *corev1.Node, message string)
 	return l
 }
 
-// whyLeft returns what to do about a machine that no NodeClaim has, and that no node class asks for.
+// whyLeft returns what to do about a machine that no NodeClaim has and that no node class requests.
 func whyLeft(node *corev1.Node) string {
 	adopt := "spec.adoption of the node class"
 	if _, has := node.Labels[karpv1.NodePoolLabelKey]; has {
@@ -504,7 +515,8 @@ const (
 	deleteMachineAnnotation = "cluster.x-k8s.io/delete-machine"
 )
 
-// planRaises reports the node groups whose users have fewer machines, beyond the min size, than NodeClaims are to adopt.
+// planRaises reports the node groups in which NodeClaims are to adopt more machines than the user
+// has above the min size.
 func (s *situation) planRaises(plan *Plan) {
 	for _, id := range slices.Sorted(maps.Keys(s.rooms)) {
 		r, minSize := s.rooms[id], int(s.groups[id].GetMinSize())

@@ -134,7 +134,8 @@ func TestThePlanIsWhatIsDone(t *testing.T) {
 	})
 }
 
-// unlaunched is what another provider leaves of a NodeClaim for which it has chosen the machine, and one that is deleted waits for core.
+// unlaunched makes a NodeClaim one for which another provider has chosen the machine but which it
+// has not launched. If deleted, it waits for core.
 func unlaunched(machine string) func(*karpv1.NodeClaim) {
 	return func(nc *karpv1.NodeClaim) {
 		nc.Status = karpv1.NodeClaimStatus{}
@@ -195,7 +196,7 @@ func TestThePlanOfNodeClaimsThatWereNotLaunched(t *testing.T) {
 	})
 }
 
-// What the agent did not answer is no property of the machine.
+// A missing answer of the agent says nothing about the machine.
 func TestThereIsNoPlanWithoutAnAnswer(t *testing.T) {
 	for name, policy := range map[string]v1alpha1.AdoptionPolicy{"NodeClaims": {}, "Nodes": {Machines: v1alpha1.AdoptAll}} {
 		t.Run(name, func(t *testing.T) {

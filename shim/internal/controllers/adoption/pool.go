@@ -17,8 +17,9 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 )
 
-// pick returns the NodePool of the node class that a Node with these labels fits, the one with the greatest weight, then the first by name. Core
-// would not take the Node for drifted there. The error says why there is none.
+// pick returns the NodePool of the node class that the Node with these labels fits, so that core
+// would not treat the Node as drifted. Of several it picks the one with the greatest weight, then
+// the first by name. If there is none, the error states why.
 func pick(pools []karpv1.NodePool, class string, node *corev1.Node, labels map[string]string) (*karpv1.NodePool, error) {
 	own := lo.Filter(lo.ToSlicePtr(pools), func(pool *karpv1.NodePool, _ int) bool {
 		ref := pool.Spec.Template.Spec.NodeClassRef
@@ -41,7 +42,7 @@ func pick(pools []karpv1.NodePool, class string, node *corev1.Node, labels map[s
 	return nil, errors.Join(reasons...)
 }
 
-// fits returns why a Node with these labels cannot be one of the NodePool's, nil when it can.
+// fits returns nil if a Node with these labels can belong to the NodePool, or the reason why not.
 func fits(pool *karpv1.NodePool, node *corev1.Node, labels map[string]string) error {
 	if pool.Spec.Replicas != nil {
 		return errors.New("it has as many Nodes as spec.replicas says")
@@ -52,7 +53,7 @@ func fits(pool *karpv1.NodePool, node *corev1.Node, labels map[string]string) er
 			return fmt.Errorf("the Node does not have its taint %s", taint.ToString())
 		}
 	}
-	for key, value := range template.Labels { // core adds those that are missing
+	for key, value := range template.Labels { // core adds missing ones
 		if has, is := labels[key]; is && has != value {
 			return fmt.Errorf("the Node has the label %s=%s, and its Nodes have %s=%s", key, has, key, value)
 		}
@@ -61,8 +62,9 @@ func fits(pool *karpv1.NodePool, node *corev1.Node, labels map[string]string) er
 	return scheduling.NewLabelRequirements(lo.Assign(labels, template.Labels)).Compatible(requirements)
 }
 
-// nodeClaimFor returns the NodeClaim, not created yet, that adopts a Machine of the NodePool's. Its name is the Machine's: there is one at most.
-// labels are what core will write on the Node, also where the Node has no such label.
+// nodeClaimFor returns a NodeClaim, not created yet, that adopts a Machine into the NodePool. It
+// has the Machine's name, so that there is at most one. labels are those that core will write to
+// the Node, including ones that the Node does not have yet.
 func nodeClaimFor(
 	pool *karpv1.NodePool, machine string, node *corev1.Node, labels map[string]string, policy v1alpha1.AdoptionPolicy,
 ) *karpv1.NodeClaim {
@@ -74,7 +76,7 @@ func nodeClaimFor(
 	})
 	template.Requirements.Add(scheduling.NewLabelRequirements(known).Values()...)
 	nodeClaim := template.ToNodeClaim()
-	for i := range nodeClaim.Spec.Requirements { // a machine has one value of each, and the API server counts them
+	for i := range nodeClaim.Spec.Requirements { // a machine has one value of each, and the API server validates the number
 		nodeClaim.Spec.Requirements[i].MinValues = nil
 	}
 	nodeClaim.ObjectMeta = metav1.ObjectMeta{

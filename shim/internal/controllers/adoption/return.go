@@ -26,9 +26,11 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/internal/unclaimed"
 )
 
-// giveBack leaves the NodeClaim's machine to the user, as the annotation asks. Each step can be repeated: the claim ends; the Node loses what
-// is Karpenter's, so that the NodeClaim's end does not concern it; the NodeClaim gets a provider ID that no Node has, so that core drains none;
-// the Node loses what core has put there in between; then the NodeClaim is deleted.
+// giveBack returns the NodeClaim's machine to the user, as the annotation requests. Every step is
+// idempotent. First the claim ends. Then the Node is stripped of what Karpenter set, so that the
+// end of the NodeClaim does not affect it. Then the NodeClaim gets a provider ID that no Node has,
+// so that core drains none, and what core has set on the Node meanwhile is removed. Finally the
+// NodeClaim is deleted.
 func (c *Controller) giveBack(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
 	response, err := c.agent.Claims.ReturnMachine(ctx, &agentv1alpha1.ReturnMachineRequest{
 		Cluster: c.cluster, ClaimId: string(nodeClaim.UID), Reason: "NodeClaim " + nodeClaim.Name + " returns its machine",
@@ -36,7 +38,7 @@ func (c *Controller) giveBack(ctx context.Context, nodeClaim *karpv1.NodeClaim) 
 	claim := response.GetClaim()
 	switch {
 	case agenterrors.IsNotFound(err) && agenterrors.ReasonOf(err) == agenterrors.ReasonClaimNotFound, unclaimed.NeverMade(claim):
-		// The machine is the user's in any case, or another NodeClaim's.
+		// The machine belongs to the user anyway, or to another NodeClaim.
 		rightful, err := owners.Of(ctx, c.kube, nodeClaim)
 		if err != nil {
 			return reconcile.Result{}, err
@@ -73,12 +75,12 @@ func (c *Controller) giveBack(ctx context.Context, nodeClaim *karpv1.NodeClaim) 
 		if err := c.kube.Status().Patch(ctx, nodeClaim, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{})); err != nil {
 			return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("detaching the NodeClaim from its Node: %w", err))
 		}
-		if node != nil { // core labels the Nodes of NodeClaims: it is given the time to see that this is none
+		if node != nil { // core labels the Nodes of NodeClaims: give it time to see that this is not one of them
 			return reconcile.Result{RequeueAfter: soon}, nil
 		}
 	}
 	log.FromContext(ctx).Info("returned a machine to the user", "machine", claim.GetMachine().GetName())
-	// Only as it was just written: core would drain the Node of one with another provider ID.
+	// Delete only the version just written: with another provider ID, core would drain the Node.
 	preconditions := client.Preconditions{UID: &nodeClaim.UID, ResourceVersion: &nodeClaim.ResourceVersion}
 	if err := c.kube.Delete(ctx, nodeClaim, preconditions); err != nil {
 		return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("deleting the NodeClaim: %w", err))
@@ -87,8 +89,9 @@ func (c *Controller) giveBack(ctx context.Context, nodeClaim *karpv1.NodeClaim) 
 	return reconcile.Result{}, nil
 }
 
-// returned returns the Node of a NodeClaim that is being detached from it, nil when it has none. Its provider ID may be the NodeClaim's, that of the
-// claim's machine, or, when the NodeClaim has its placeholder and there is no claim, only be that of the Node by the name in its status.
+// returned returns the Node that the NodeClaim is being detached from, or nil. It looks the Node up
+// by the NodeClaim's provider ID, then by that of the claim's machine. If the NodeClaim has its
+// placeholder and there is no claim, it uses the Node's name in the NodeClaim's status.
 func (c *Controller) returned(ctx context.Context, nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Claim) (*corev1.Node, error) {
 	for _, id := range []string{nodeClaim.Status.ProviderID, claim.GetMachine().GetProviderId()} {
 		if id == "" || placeholder.Is(id) {
@@ -106,12 +109,12 @@ func (c *Controller) returned(ctx context.Context, nodeClaim *karpv1.NodeClaim, 
 		return nil, client.IgnoreNotFound(fmt.Errorf("getting Node %s: %w", nodeClaim.Status.NodeName, err))
 	}
 	if others, err := owners.Others(ctx, c.kube, nodeClaim, node.Spec.ProviderID); len(others) > 0 || err != nil {
-		return nil, err // it is another one's
+		return nil, err // it belongs to another NodeClaim
 	}
 	return node, nil
 }
 
-// detach takes off the Node what Karpenter put there, so that it is as Nodes of the user's are.
+// detach removes from the Node what Karpenter set, so that it is like the user's own Nodes.
 func (c *Controller) detach(ctx context.Context, node *corev1.Node, nodeClaim *karpv1.NodeClaim) error {
 	stored := node.DeepCopy()
 	controllerutil.RemoveFinalizer(node, karpv1.TerminationFinalizer)
@@ -138,7 +141,7 @@ func (c *Controller) detach(ctx context.Context, node *corev1.Node, nodeClaim *k
 	return nil
 }
 
-// notReturned tells the user why the annotation has no effect.
+// notReturned returns an event with the reason why the annotation has no effect.
 func notReturned(nodeClaim *karpv1.NodeClaim, why string) events.Event {
 	return events.Event{
 		InvolvedObject: nodeClaim,

@@ -23,10 +23,10 @@ import (
 
 var nodeClaims = schema.GroupResource{Group: apis.Group, Resource: "nodeclaims"}
 
-// apiServer returns a client of an API server that validates NodeClaims as users' ones do.
+// apiServer returns a client of an API server that validates NodeClaims as in production.
 func apiServer(t *testing.T) client.Client {
 	t.Helper()
-	_ = os.Getenv("TESTED_FILES") // says to the test cache that the charts' CRDs are used here
+	_ = os.Getenv("TESTED_FILES") // tells the test cache that the charts' CRDs are an input
 	if os.Getenv("KUBEBUILDER_ASSETS") == "" {
 		assets, err := filepath.Abs("../../../../bin")
 		require.NoError(t, err)
@@ -44,7 +44,7 @@ func apiServer(t *testing.T) client.Client {
 	return kube
 }
 
-// refusing has the fake API server refuse the NodeClaims that admit refuses.
+// refusing makes the fake API server refuse the NodeClaims for which admit returns an error.
 func refusing(admit func(context.Context, *karpv1.NodeClaim) error) interceptor.Funcs {
 	return interceptor.Funcs{
 		Create: func(ctx context.Context, kube client.WithWatch, object client.Object, options ...client.CreateOption) error {

@@ -1,13 +1,17 @@
-// Package claimsync tells the agent, regularly, which NodeClaims exist, so that it can release the claims of those that do
-// not: core forgets a NodeClaim that was deleted while it was being launched, and nobody else would give the machine back.
+// Package claimsync regularly reports to the agent which NodeClaims exist, so that the agent can
+// release the claims of those that do not. Core forgets a NodeClaim that was deleted while it was
+// being launched, and nothing else would release its machine.
 //
-// The order is what makes this safe: first a token from the agent, then the NodeClaims, read from the API server itself, then
-// both to the agent. A claim that was made after the token was taken is not collected, whatever the set says. The set says which
-// cluster it was read in, so that one read elsewhere, through a wrong kubeconfig, releases nothing.
+// The order makes this safe: the controller gets a token from the agent, then reads the NodeClaims
+// from the API server, then sends both to the agent. A claim that was made after the token was
+// issued is not collected, whatever the set contains. The set also identifies the cluster that it
+// was read from, so that a set from another cluster, read through a wrong kubeconfig, releases
+// nothing.
 //
-// With the set goes what the Nodes look like, from which the agent learns what machines are like, and that they are there: the list
-// is complete, and read from the API server itself, so that a Node that is missing there is absent. The agent is told again as soon
-// as the shim follows another one, and when another controller calls [Controller.Soon].
+// The report also describes the Nodes, from which the agent learns what machines are like and that
+// their Nodes exist. The list of Nodes is read from the API server and complete, so that a Node
+// missing from it does not exist. Besides the regular interval, a report is sent as soon as the
+// shim follows an agent again, and when another controller calls [Controller.Soon].
 package claimsync
 
 import (
@@ -52,22 +56,24 @@ import (
 const name = "nodeclaim.claimsync"
 
 const (
-	// maxReportBytes keeps the message under gRPC's usual limit of 4 MiB, with room for the live claims.
+	// maxReportBytes keeps the message below gRPC's default limit of 4 MiB, with room for the live
+	// claims.
 	maxReportBytes = 3 << 20
-	// maxReports, maxProviderID and maxReportResources are the API's limits of the number of reports, of a provider ID's length, and of
-	// the resources in one report.
+	// maxReports, maxProviderID and maxReportResources are the API's limits on the number of
+	// reports, on the length of a provider ID, and on the resources in one report.
 	maxReports, maxProviderID, maxReportResources = 20_000, 2048, 128
 	// gatherAsked is how long a requested round is delayed, so that further requests join it.
 	gatherAsked = 2 * time.Second
-	// nodesPerPage is how many Nodes are read and kept whole at once.
+	// nodesPerPage is how many complete Nodes are in memory at once.
 	nodesPerPage = 500
 )
 
-// reportedLabels say what a machine is and where. Those for architecture and operating system are not among them: Karpenter core
-// puts on a Node what was planned, and the kubelet says what it is.
+// reportedLabels describe a machine and its location. Architecture and operating system are not
+// among them: core labels a Node with what was planned, while the kubelet reports the actual
+// values.
 var reportedLabels = []string{corev1.LabelTopologyZone, corev1.LabelTopologyRegion, corev1.LabelInstanceTypeStable}
 
-// Controller is the controller.
+// Controller reports the NodeClaims and Nodes to the agent.
 type Controller struct {
 	clock         clock.PassiveClock
 	live          client.Reader
@@ -81,8 +87,8 @@ type Controller struct {
 	timeout       time.Duration
 }
 
-// New returns the controller. live reads from the API server. A round is done when reconnected tells so, and else at each
-// interval. timeout bounds each call to the agent.
+// New returns the controller. live reads from the API server. A round runs at each interval and
+// whenever reconnected receives an event. timeout bounds each call to the agent.
 func New(
 	clk clock.PassiveClock, live client.Reader, cloudProvider cloudprovider.CloudProvider,
 	agent agentv1alpha1.ClaimServiceClient, cluster *agentv1alpha1.ClusterRef, recorder events.Recorder,
@@ -96,8 +102,9 @@ func New(
 	}
 }
 
-// Soon requests a round within seconds, for Nodes that the agent should know of before the next interval. It does not block; requests made
-// close together result in one round. It is safe for concurrent use.
+// Soon requests a round within seconds, for Nodes that the agent should know of before the next
+// interval. It does not block; requests made close together result in one round. It is safe for
+// concurrent use.
 func (c *Controller) Soon() {
 	select {
 	case c.asked <- event.GenericEvent{}:
@@ -105,7 +112,8 @@ func (c *Controller) Soon() {
 	}
 }
 
-// Reconcile does one round. After an error the next comes with backoff, and starts over with a new token.
+// Reconcile runs one round. After an error the next round follows with backoff and begins with a
+// new token.
 func (c *Controller) Reconcile(ctx context.Context) (reconciler.Result, error) {
 	ctx = injection.WithControllerName(ctx, name)
 	if err := c.sync(ctx); err != nil {
@@ -125,7 +133,7 @@ func (c *Controller) sync(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	// Not from the cache: one NodeClaim missing there, and its machine goes.
+	// Not from the cache: a NodeClaim missing from it would lose its machine.
 	nodeClaims := &karpv1.NodeClaimList{}
 	if err := c.live.List(ctx, nodeClaims); err != nil {
 		return fmt.Errorf("listing NodeClaims: %w", err)
@@ -142,7 +150,7 @@ func (c *Controller) sync(ctx context.Context) error {
 		Cluster: c.cluster,
 		Holder:  v1alpha1.Holder,
 		Token:   token,
-		// NodeClaims that are being deleted count: their machines go when core has drained them.
+		// NodeClaims that are being deleted count: their machines go once core has drained them.
 		LiveClaimIds: lo.FilterMap(nodeClaims.Items, func(nc karpv1.NodeClaim, _ int) (string, bool) {
 			return string(nc.UID), nodeclaimutils.IsManaged(&nc, c.cloudProvider)
 		}),
@@ -178,7 +186,8 @@ func (c *Controller) sync(ctx context.Context) error {
 	return nil
 }
 
-// announce makes an event of what a person has to look at, on every node class: there is no object for what has no NodeClaim.
+// announce publishes an event for the user on every node class, since there is no object for a
+// claim without a NodeClaim.
 func (c *Controller) announce(ctx context.Context, reason, message string) {
 	classes := &v1alpha1.ClusterAPINodeClassList{}
 	if err := c.live.List(ctx, classes); err != nil {
@@ -195,7 +204,7 @@ func (c *Controller) announce(ctx context.Context, reason, message string) {
 	}
 }
 
-// abridged names the first of many.
+// abridged returns the first of many ids, and the number of others.
 func abridged(ids []string) string {
 	const shown = 5
 	if len(ids) <= shown {
@@ -214,12 +223,12 @@ func (c *Controller) token(ctx context.Context) (string, error) {
 	return response.GetToken(), nil
 }
 
-// nodes describes all Nodes that have a provider ID, registered or not, newest first. They are read from the API server itself, as
-// the agent concludes something also from a Node that is missing.
+// nodes describes all Nodes with a provider ID, registered or not, newest first. It reads them from
+// the API server, because the agent also draws conclusions from a missing Node.
 func (c *Controller) nodes(ctx context.Context) ([]described, error) {
 	var all []described
 	for next := ""; ; {
-		page := &corev1.NodeList{} // a new one, as what a later page lacks stays in one that is read into again
+		page := &corev1.NodeList{} // a new list each time: reading into a used one keeps fields that the next page lacks
 		if err := c.live.List(ctx, page, client.Limit(nodesPerPage), client.Continue(next)); err != nil {
 			return nil, fmt.Errorf("listing Nodes: %w", err)
 		}
@@ -236,20 +245,22 @@ func (c *Controller) nodes(ctx context.Context) ([]described, error) {
 	return all, nil
 }
 
-// reported reports whether a Node with that provider ID can be a Machine's. Cluster API allows Machines less than the agent's API
-// does, and one Node whose ID is longer must not make the whole message invalid.
+// reported reports whether a Node with the provider ID can belong to a Machine. Cluster API's limit
+// is below that of the agent's API, and a single Node with a longer ID must not invalidate the
+// whole message.
 func reported(providerID string) bool {
 	return providerID != "" && len(providerID) <= maxProviderID && !placeholder.Is(providerID)
 }
 
-// described is one Node.
+// described is the report of one Node, with the Node's age.
 type described struct {
 	report  *agentv1alpha1.NodeReport
 	created time.Time
 }
 
-// fitting returns what of the reports goes into one message, and whether each Node is in it. That the Nodes are there comes
-// first. What they look like is left out of the oldest when it is too much: the agent was told before.
+// fitting returns the reports that fit into one message, and whether every Node is in it. That the
+// Nodes exist takes precedence. If the descriptions are too large, those of the oldest Nodes are
+// left out: the agent has received them before.
 func fitting(nodes []described) (reports []*agentv1alpha1.NodeReport, complete bool) {
 	reports = make([]*agentv1alpha1.NodeReport, 0, len(nodes))
 	size := 0
@@ -269,7 +280,7 @@ func fitting(nodes []described) (reports []*agentv1alpha1.NodeReport, complete b
 	return reports, true
 }
 
-// sizeOf is what a report takes up in the message, with the tag and the length of its field.
+// sizeOf returns a report's size in the message, including the tag and length of its field.
 func sizeOf(report *agentv1alpha1.NodeReport) int { return proto.Size(report) + 5 }
 
 func report(node *corev1.Node) *agentv1alpha1.NodeReport {
@@ -286,7 +297,8 @@ func report(node *corev1.Node) *agentv1alpha1.NodeReport {
 		Unregistered: registration.IsUnregistered(node),
 		Labels:       labels,
 	}
-	// Until core has found all that it waits for, a device plugin may have said nothing yet.
+	// Before core considers the Node initialized, a device plugin may not have reported its
+	// resources yet.
 	learnable := max(len(node.Status.Capacity), len(node.Status.Allocatable)) <= maxReportResources
 	if learnable && (node.Labels[karpv1.NodeRegisteredLabelKey] == "" || node.Labels[karpv1.NodeInitializedLabelKey] == "true") {
 		described.Capacity = wire.Quantities(node.Status.Capacity)
@@ -300,7 +312,7 @@ func (c *Controller) Register(_ context.Context, m manager.Manager) error {
 	after := func(d time.Duration) handler.Funcs {
 		return handler.Funcs{
 			GenericFunc: func(_ context.Context, _ event.GenericEvent, queue workqueue.TypedRateLimitingInterface[reconcile.Request]) {
-				queue.AddAfter(reconcile.Request{}, d) // the singleton's, so that there are no two of them
+				queue.AddAfter(reconcile.Request{}, d) // the singleton's key, so that there are never two requests
 			},
 		}
 	}
@@ -310,7 +322,7 @@ func (c *Controller) Register(_ context.Context, m manager.Manager) error {
 		WatchesRawSource(source.Channel(c.reconnected, after(0))).
 		WatchesRawSource(source.Channel(c.asked, after(gatherAsked))).
 		WithOptions(controller.Options{
-			// The default backs off for up to a quarter of an hour, which is too long after an outage.
+			// The default backoff grows to a quarter of an hour, which is too long after an outage.
 			RateLimiter: workqueue.NewTypedItemExponentialFailureRateLimiter[reconcile.Request](time.Second, min(c.interval, 30*time.Second)),
 		}).
 		Complete(singleton.AsReconciler(c))

@@ -63,7 +63,8 @@ func TestClaimsThatNoNodeClaimOwnsAreReleased(t *testing.T) {
 	assert.NotEqual(t, agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED, phase(w, deleting), "core still drains it")
 }
 
-// The catalogue lists NodeClaims too, in a goroutine of its own: what the interceptors share is atomic.
+// The catalogue also lists NodeClaims, in a goroutine of its own, so state shared by the
+// interceptors must be atomic.
 
 func TestAClaimMadeAfterTheTokenIsSafe(t *testing.T) {
 	var (
@@ -74,7 +75,7 @@ func TestAClaimMadeAfterTheTokenIsSafe(t *testing.T) {
 	w, c := world(t, shimtest.WithInterceptor(interceptor.Funcs{
 		List: func(ctx context.Context, under client.WithWatch, list client.ObjectList, options ...client.ListOption) error {
 			err := under.List(ctx, list, options...)
-			// Core creates a NodeClaim and claims for it right after the set was read.
+			// Core creates a NodeClaim and its claim right after the set was read.
 			w := begun.Load()
 			if _, ok := list.(*karpv1.NodeClaimList); !ok || w == nil || w.Agent.Calls("ListClaims") == 0 || !raced.CompareAndSwap(false, true) {
 				return err
@@ -267,7 +268,7 @@ func nodeWith(providerID string) corev1.Node {
 	return corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n"}, Spec: corev1.NodeSpec{ProviderID: providerID}}
 }
 
-// A Node that did not fit is not one that is absent.
+// A Node that did not fit is not an absent one.
 func TestAListOfNodesThatIsCutOffIsNotCalledComplete(t *testing.T) {
 	nodes := make([]corev1.Node, 1800)
 	for i := range nodes {
@@ -282,7 +283,7 @@ func TestAListOfNodesThatIsCutOffIsNotCalledComplete(t *testing.T) {
 	assert.False(t, sent.GetNodesComplete())
 }
 
-// One odd Node does not keep the agent from hearing of all others.
+// One odd Node must not keep the reports of all others from the agent.
 func TestANodeWhoseProviderIDTheAPIDoesNotAllowIsLeftOut(t *testing.T) {
 	w, c := world(t, listing(nodeWith(strings.Repeat("x", 2049)), nodeWith("sim:///1")))
 	sync(t, w, c)
@@ -292,7 +293,8 @@ func TestANodeWhoseProviderIDTheAPIDoesNotAllowIsLeftOut(t *testing.T) {
 	assert.True(t, sent.GetNodesComplete(), "no Machine can have it")
 }
 
-// Absence is concluded from the list: a cache that lags behind must not be what it is read from, nor the first page alone.
+// The agent infers absence from the list, so it must not be read from a cache that may lag behind,
+// nor consist of the first page only.
 func TestNodesAreReadPageByPageWithTheTokenAtHand(t *testing.T) {
 	var pages, early atomic.Int32
 	var begun atomic.Pointer[shimtest.World]
@@ -327,7 +329,7 @@ func TestNodesAreReadPageByPageWithTheTokenAtHand(t *testing.T) {
 	assert.Zero(t, early.Load(), "not before the token")
 }
 
-// A page that cannot be had makes no complete list.
+// A list with an unreadable page is not complete.
 func TestNodesThatCannotBeReadAreNotReportedAsNone(t *testing.T) {
 	w, c := world(t, shimtest.WithInterceptor(interceptor.Funcs{
 		List: func(ctx context.Context, under client.WithWatch, list client.ObjectList, options ...client.ListOption) error {
@@ -357,7 +359,7 @@ func TestANodeWithMoreResourcesThanAReportHoldsIsReportedWithoutThem(t *testing.
 	assert.Empty(t, w.Agent.NodeReports(w.Cluster)[0].GetCapacity())
 }
 
-// A wrong kubeconfig, or a name of another Cluster: the two are set independently of each other.
+// The kubeconfig or the Cluster's name may be wrong: the two settings are independent.
 func TestTheAgentIsToldWhereTheSetWasRead(t *testing.T) {
 	w, c := world(t)
 	w.Launched("kept")
@@ -370,7 +372,8 @@ func TestTheAgentIsToldWhereTheSetWasRead(t *testing.T) {
 	}
 }
 
-// An agent that collects by the set of this cluster must know that it is: without that no set is sent.
+// The agent must know which cluster a set belongs to before it collects by it. Without an identity
+// no set is sent.
 func TestASetIsNotSentWithoutTheClustersIdentity(t *testing.T) {
 	w, c := world(t)
 	require.NoError(t, w.Kube.Delete(w.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: metav1.NamespaceSystem}}))
@@ -395,7 +398,8 @@ func TestAShimOfAnotherClusterReleasesNothing(t *testing.T) {
 	assert.Contains(t, w.Recorder.Reasons(), "LiveSetRefused")
 }
 
-// A cluster that was restored from a backup has lost NodeClaims whose Nodes come back, without being registered again.
+// A cluster restored from a backup has lost NodeClaims whose Nodes come back without being
+// registered again.
 func TestClaimsWhoseNodesWereRegisteredAreReportedAndKept(t *testing.T) {
 	w, c := world(t)
 	lost := w.Launched("lost")
@@ -416,10 +420,11 @@ func TestARoundIsDoneAtTheStartWhenAnAgentIsFollowedAgainAndWhenAskedFor(t *test
 	reconnected := make(chan event.GenericEvent)
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{{Name: "a"}})
 	c := claimsync.New(clock.RealClock{}, w.Kube, w.CloudProvider, w.Client.Claims, w.Cluster, w.Recorder, reconnected, time.Hour, shimtest.Timeout)
-	// It only runs the controller, which has its readers: no API server is asked for anything.
+	// The manager only runs the controller, which has its own readers, so no API server is called.
 	m, err := manager.New(&rest.Config{Host: "127.0.0.1:1"}, manager.Options{
 		Metrics: metricsserver.Options{BindAddress: "0"},
-		// As the shim's operator does: with the priority queue stopping can deadlock (controller-runtime's issue 3538).
+		// As in the shim's operator: with the priority queue, stopping can deadlock
+		// (controller-runtime issue 3538).
 		Controller: config.Controller{UsePriorityQueue: new(false), SkipNameValidation: new(true)},
 	})
 	require.NoError(t, err)

@@ -1,11 +1,12 @@
-// Package failedmachine gives up NodeClaims whose machine will not come, as the agent judges: it has taken the claim back, or the
-// claim has ended. Core would wait a quarter of an hour for each; and where a machine is slow, core would give it up too early, so the same
-// controller makes core wait for as long as the agent does. It has no deadlines of its own.
+// Package failedmachine deletes NodeClaims whose machine will not come, as decided by the agent: it
+// has released the claim, or the claim has ended. Core itself would wait a quarter of an hour for
+// each of them, and would give up slow machines too early. The controller therefore also makes core
+// wait as long as the agent does. It has no deadlines of its own.
 //
-// It never acts on silence. That a claim has ended or is unknown is asked of the agent itself before anything is deleted, and
-// while the agent cannot be reached nothing is: core is made to wait. A NodeClaim that
-// never had a claim stays as long as its Machine does. A registered
-// NodeClaim whose Node is Ready is left alone in any case: somebody is running there, whatever the management cluster says.
+// The controller never acts on silence. Before it deletes anything it confirms with the agent that
+// the claim has ended or is unknown. While the agent is unreachable it deletes nothing and makes
+// core wait. A NodeClaim that never had a claim is kept as long as its Machine exists. A registered
+// NodeClaim whose Node is Ready is always kept: pods are running there, whatever the hub reports.
 package failedmachine
 
 import (
@@ -49,18 +50,19 @@ import (
 const (
 	name        = "nodeclaim.failedmachine"
 	concurrency = 50
-	// look is how often NodeClaims that wait for something are looked at.
+	// look is the interval for NodeClaims that wait for something.
 	look = 30 * time.Second
-	// claimLag is how long a claim may take from the agent's answer to Create until the mirror shows it, before the agent is
-	// asked for it.
+	// claimLag is how long the mirror may lag behind the agent's answer to Create before the
+	// controller asks the agent for the claim.
 	claimLag = 10 * time.Second
 
-	// registrationTimeout is when core gives a NodeClaim up that has no Node: this long after the condition Registered last
-	// changed its status. It cannot be set.
+	// registrationTimeout is core's timeout for a NodeClaim without a Node, counted from the last
+	// change of the condition Registered. It is not configurable.
 	registrationTimeout = 15 * time.Minute
-	// extendAfter is the age of that condition at which it is rewritten, to make core wait longer.
+	// extendAfter is the age at which that condition is rewritten, to make core wait longer.
 	extendAfter = 5 * time.Minute
-	// tellAfter is how old a NodeClaim is when it is told where its machine is: most have their Node by then.
+	// tellAfter is the age from which a NodeClaim gets events about its machine: most have their
+	// Node by then.
 	tellAfter = time.Minute
 )
 
@@ -70,12 +72,12 @@ type Claims interface {
 	State() agentclient.State
 }
 
-// NodeGroups is a mirror of the node groups that the agent serves.
+// NodeGroups is a mirror of the agent's node groups.
 type NodeGroups interface {
 	Get(id string) (*agentv1alpha1.NodeGroup, bool)
 }
 
-// Controller is the controller.
+// Controller deletes NodeClaims whose machine will not come. See the package documentation.
 type Controller struct {
 	clock         clock.PassiveClock
 	kube          client.Client
@@ -90,11 +92,11 @@ type Controller struct {
 	timeout       time.Duration
 
 	mu   sync.Mutex
-	told map[types.UID]string // what a NodeClaim's last event said of its machine
+	told map[types.UID]string // the machine's progress in the last event, by NodeClaim
 }
 
-// New returns the controller. kube reads from a cache with an index on Nodes' spec.providerID; live reads from the API server.
-// timeout bounds each call to the agent.
+// New returns the controller. kube reads from a cache with an index on Nodes' spec.providerID; live
+// reads from the API server. timeout bounds each call to the agent.
 func New(
 	clk clock.PassiveClock, kube client.Client, live client.Reader, cloudProvider cloudprovider.CloudProvider, claims Claims, groups NodeGroups,
 	agent agentv1alpha1.ClaimServiceClient, cluster *agentv1alpha1.ClusterRef, recorder events.Recorder, finder *unclaimed.Finder,
@@ -106,7 +108,7 @@ func New(
 	}
 }
 
-// Reconcile looks at one NodeClaim.
+// Reconcile checks one NodeClaim.
 func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
 	ctx = injection.WithControllerName(ctx, name)
 	if !nodeclaimutils.IsManaged(nodeClaim, c.cloudProvider) || !nodeClaim.DeletionTimestamp.IsZero() || v1alpha1.ReturnsMachine(nodeClaim) {
@@ -115,7 +117,7 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	}
 	launched := nodeClaim.StatusConditions().Get(karpv1.ConditionTypeLaunched)
 	if !launched.IsTrue() {
-		return reconcile.Result{}, nil // Core is still asking for a machine, and has its own time-out.
+		return reconcile.Result{}, nil // Core is still requesting a machine, and has its own timeout.
 	}
 	registered := nodeClaim.StatusConditions().Get(karpv1.ConditionTypeRegistered).IsTrue()
 	if !c.claims.State().Synced {
@@ -134,7 +136,7 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	return c.awaitRegistration(ctx, nodeClaim, claim)
 }
 
-// lost handles a NodeClaim whose claim has ended or is not known, as far as the mirror says.
+// lost handles a NodeClaim whose claim has ended or is not known, according to the mirror.
 func (c *Controller) lost(ctx context.Context, nodeClaim *karpv1.NodeClaim, registered bool) (reconcile.Result, error) {
 	if registered {
 		ready, err := c.hasReadyNode(ctx, nodeClaim)
@@ -155,13 +157,13 @@ func (c *Controller) lost(ctx context.Context, nodeClaim *karpv1.NodeClaim, regi
 		reason, message := verdict(claim)
 		return c.giveUp(ctx, nodeClaim, reason, message)
 	}
-	return reconcile.Result{RequeueAfter: look}, nil // The mirror was behind.
+	return reconcile.Result{RequeueAfter: look}, nil // The mirror was stale.
 }
 
 // awaitRegistration handles a NodeClaim that has a claim and no registered Node yet.
 func (c *Controller) awaitRegistration(ctx context.Context, nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Claim) (reconcile.Result, error) {
 	if released(claim) || claim.GetMachine().GetDeletedAt() != nil {
-		// As far as the mirror knows, which may have missed the news.
+		// This is the state in the mirror, which may be stale.
 		now, known, err := c.ask(ctx, nodeClaim)
 		switch {
 		case err != nil:
@@ -185,7 +187,7 @@ func (c *Controller) awaitRegistration(ctx context.Context, nodeClaim *karpv1.No
 	switch {
 	case err != nil:
 		return reconcile.Result{}, err
-	case !joined.IsZero(): // it is core's to register, in the whole of its time
+	case !joined.IsZero(): // core registers it, and gets its full timeout for that
 		return reconcile.Result{RequeueAfter: look}, c.extendRegistration(ctx, nodeClaim, joined)
 	case c.comes(claim):
 		return reconcile.Result{RequeueAfter: look}, c.extendRegistration(ctx, nodeClaim, c.clock.Now().Add(-extendAfter))
@@ -193,26 +195,27 @@ func (c *Controller) awaitRegistration(ctx context.Context, nodeClaim *karpv1.No
 	return reconcile.Result{RequeueAfter: look}, nil
 }
 
-// unknown handles a NodeClaim that the agent is certain to have no claim of.
+// unknown handles a NodeClaim for which the agent is certain to have no claim.
 func (c *Controller) unknown(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
 	switch machine, err := c.unclaimed.Of(ctx, nodeClaim); {
-	case errors.Is(err, unclaimed.ErrUnknownMachine): // reported by what adopts; core has its own time-out for one without a Node
+	case errors.Is(err, unclaimed.ErrUnknownMachine): // package adoption reports it; core has its own timeout for one without a Node
 		return reconcile.Result{RequeueAfter: look}, nil
 	case err != nil:
 		return c.unanswered(ctx, nodeClaim, err)
-	case machine != nil: // to be adopted
+	case machine != nil: // it will be adopted
 		return reconcile.Result{RequeueAfter: look}, nil
 	}
 	switch shared, err := c.shared(ctx, nodeClaim); {
 	case err != nil:
 		return c.unanswered(ctx, nodeClaim, err)
-	case shared: // core would drain the other one's Node with it
+	case shared: // core would also drain the other NodeClaim's Node
 		return reconcile.Result{RequeueAfter: look}, nil
 	}
 	return c.giveUp(ctx, nodeClaim, "ClaimUnknown", "The management cluster has no claim of this NodeClaim.")
 }
 
-// shared reports whether another NodeClaim has the same provider ID and a claim, as it happens with the NodeClaims of other providers.
+// shared reports whether another NodeClaim has the same provider ID and a live claim, as can happen
+// with the NodeClaims of other providers.
 func (c *Controller) shared(ctx context.Context, nodeClaim *karpv1.NodeClaim) (bool, error) {
 	others, err := owners.Others(ctx, c.kube, nodeClaim, nodeClaim.Status.ProviderID)
 	if err != nil {
@@ -230,7 +233,8 @@ func (c *Controller) shared(ctx context.Context, nodeClaim *karpv1.NodeClaim) (b
 	return false, nil
 }
 
-// ask reads the claim from the agent. known is false only when the agent is certain that there is none.
+// ask reads the claim from the agent. known is false only if the agent is certain that there is
+// none.
 func (c *Controller) ask(ctx context.Context, nodeClaim *karpv1.NodeClaim) (claim *agentv1alpha1.Claim, known bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, c.timeout)
 	defer cancel()
@@ -241,13 +245,13 @@ func (c *Controller) ask(ctx context.Context, nodeClaim *karpv1.NodeClaim) (clai
 	return response.GetClaim(), err == nil, err
 }
 
-// unanswered waits. This is ordinary while the management cluster is away, and so no error.
+// unanswered waits. It returns no error because this is normal while the hub is unreachable.
 func (c *Controller) unanswered(ctx context.Context, nodeClaim *karpv1.NodeClaim, err error) (reconcile.Result, error) {
 	log.FromContext(ctx).V(1).Info("nothing is deleted, as the agent did not answer", "reason", err.Error())
 	return c.wait(ctx, nodeClaim)
 }
 
-// wait has core wait, too, for a Node that may come while nothing is heard of the agent.
+// wait makes core wait as well: a Node may still join while the agent is unreachable.
 func (c *Controller) wait(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
 	if nodeClaim.StatusConditions().Get(karpv1.ConditionTypeRegistered).IsTrue() {
 		return reconcile.Result{RequeueAfter: look}, nil
@@ -267,8 +271,9 @@ func (c *Controller) wait(ctx context.Context, nodeClaim *karpv1.NodeClaim) (rec
 	return reconcile.Result{RequeueAfter: look}, c.extendRegistration(ctx, nodeClaim, c.clock.Now().Add(-extendAfter))
 }
 
-// hasReadyNode reports whether a Node of the NodeClaim is Ready. Where the cache shows none that is, the API server is asked: after a restore of
-// the cluster the cache may have the NodeClaim again, and not yet its Node.
+// hasReadyNode reports whether a Node of the NodeClaim is Ready. If the cache has no such Node, it
+// reads from the API server: after a restore of the cluster the cache may already have the
+// NodeClaim but not its Node.
 func (c *Controller) hasReadyNode(ctx context.Context, nodeClaim *karpv1.NodeClaim) (bool, error) {
 	nodes, err := nodeclaimutils.AllNodesForNodeClaim(ctx, c.kube, nodeClaim)
 	if err != nil {
@@ -280,7 +285,8 @@ func (c *Controller) hasReadyNode(ctx context.Context, nodeClaim *karpv1.NodeCla
 	if nodeClaim.Status.NodeName == "" {
 		return false, nil
 	}
-	// Also by name: the NodeClaim may carry the placeholder for a moment, which no Node has.
+	// Also look up the Node by name: the NodeClaim may temporarily carry the placeholder, which no
+	// Node has.
 	for _, reader := range []client.Reader{c.kube, c.live} {
 		node := &corev1.Node{}
 		err := reader.Get(ctx, client.ObjectKey{Name: nodeClaim.Status.NodeName}, node)
@@ -322,9 +328,10 @@ func (c *Controller) giveUp(ctx context.Context, nodeClaim *karpv1.NodeClaim, re
 	return reconcile.Result{}, nil
 }
 
-// extendRegistration makes core wait for the Node beyond its own time-out, by giving the condition that it counts from a new
-// date, if the one that it has is before the given time. Core writes the whole list of conditions without a lock, so the old date may come back; the
-// next look finds it.
+// extendRegistration makes core wait for the Node beyond its own timeout. It sets the transition
+// time of the condition that core counts from to now, if that is before since. Core writes the
+// whole list of conditions without a lock, so the old time may come back; the next check corrects
+// it.
 func (c *Controller) extendRegistration(ctx context.Context, nodeClaim *karpv1.NodeClaim, since time.Time) error {
 	condition := nodeClaim.StatusConditions().Get(karpv1.ConditionTypeRegistered)
 	if condition == nil || !condition.LastTransitionTime.Time.Before(since) {

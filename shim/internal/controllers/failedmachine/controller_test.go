@@ -67,7 +67,7 @@ func (e *env) node(nodeClaim *karpv1.NodeClaim, providerID string, ready corev1.
 	})
 }
 
-// lose ends the NodeClaim's claim as a person does who deletes its Machine.
+// lose ends the NodeClaim's claim as a user does by deleting its Machine.
 func (e *env) lose(nodeClaim *karpv1.NodeClaim) {
 	e.t.Helper()
 	machine := e.Provision(nodeClaim, "sim:///"+nodeClaim.Name)
@@ -131,7 +131,7 @@ func TestANodeClaimThatNeverHadAClaimStaysAsLongAsItsMachine(t *testing.T) {
 	}
 }
 
-// Core would drain the Node of both.
+// Otherwise core would drain the Node of both.
 func TestANodeClaimThatSharesItsMachineWithOneThatHasAClaimStays(t *testing.T) {
 	e := setUp(t)
 	rightful := e.Launched("rightful", shimtest.Registered)
@@ -170,7 +170,7 @@ func TestNothingIsDeletedWhileTheAgentIsAway(t *testing.T) {
 	assert.Equal(t, []string{"AgentSilent"}, lo.Uniq(e.Recorder.Reasons()))
 }
 
-// Core gives a NodeClaim up that has no Node after 15 minutes.
+// Core gives up a NodeClaim without a Node after 15 minutes.
 func TestCoreWaitsWhileTheAgentIsSilent(t *testing.T) {
 	e := setUp(t, manual())
 	nodeClaim := e.Launched("claim", func(nc *karpv1.NodeClaim) { nc.StatusConditions().SetUnknown(karpv1.ConditionTypeRegistered) })
@@ -203,7 +203,7 @@ func TestARegisteredNodeClaimWithAReadyNodeIsLeftAlone(t *testing.T) {
 	}
 }
 
-// After a restore of the cluster, NodeClaims are back in the cache before their Nodes are.
+// After a restore of the cluster, the cache has NodeClaims again before it has their Nodes.
 func TestANodeThatIsNotInTheCacheIsNotTakenForGone(t *testing.T) {
 	e := setUp(t)
 	nodeClaim := e.Launched("claim", shimtest.Registered, func(nc *karpv1.NodeClaim) {
@@ -256,7 +256,7 @@ func TestARegisteredNodeClaimWithoutAReadyNodeGoesWithItsClaim(t *testing.T) {
 func TestTheMirrorIsNotTrustedWithADeletion(t *testing.T) {
 	e := setUp(t)
 	nodeClaim := e.Launched("claim")
-	// The mirror has never heard of the claim, the agent has.
+	// The mirror does not know the claim, but the agent does.
 	fresh := e.Client.MirrorClaims(e.Cluster, "nobody-in-particular")
 	go func() { _ = fresh.Run(t.Context()) }()
 	require.NoError(t, fresh.WaitForSync(t.Context()))
@@ -295,7 +295,7 @@ func TestAMachineThatTheAgentCallsLateCostsItsNodeClaimAtOnce(t *testing.T) {
 	assert.Equal(t, []string{"HandedOver"}, e.Recorder.Reasons())
 }
 
-// Providers set these on every error, throttled calls included, and try again.
+// Providers set these reasons on every error, throttled calls included, and retry.
 func TestWhatAnInfrastructureProviderReportsAloneGivesNothingUp(t *testing.T) {
 	for _, reason := range []string{
 		"InstanceProvisionFailed", "VMProvisionFailed", "VMCreateFailed", "Failed", "QuotaExceeded", "WaitingForBootstrapData", "Unheard0f",
@@ -328,14 +328,15 @@ func unregistered(nc *karpv1.NodeClaim) {
 	nc.StatusConditions().SetUnknown(karpv1.ConditionTypeRegistered)
 }
 
-// cores reports when core gives the NodeClaim up.
+// cores returns when core gives up the NodeClaim.
 func (e *env) cores(nodeClaim *karpv1.NodeClaim) time.Time {
 	e.t.Helper()
 	e.Get(nodeClaim)
 	return nodeClaim.StatusConditions().Get(karpv1.ConditionTypeRegistered).LastTransitionTime.Add(15 * time.Minute)
 }
 
-// wait lets time pass, and core with it, and reports whether core has given the NodeClaim up by then.
+// wait advances the clock and runs core meanwhile, and reports whether core has given up the
+// NodeClaim by then.
 func (e *env) wait(nodeClaim *karpv1.NodeClaim, d time.Duration) (givenUp bool) {
 	e.t.Helper()
 	for until := e.clock.Now().Add(d); e.clock.Now().Before(until); {
@@ -367,7 +368,7 @@ func TestHowLongAMachineTakesIsTheAgentsMatter(t *testing.T) {
 }
 
 func TestWhatHasJoinedIsCoresToRegister(t *testing.T) {
-	least := 9 * time.Minute // what core had left
+	least := 9 * time.Minute // what core has left
 	for name, join := range map[string]func(*env, *karpv1.NodeClaim, *agentv1alpha1.Machine){
 		"as Cluster API sees": func(e *env, nodeClaim *karpv1.NodeClaim, machine *agentv1alpha1.Machine) {
 			e.Agent.Join(e.Cluster, machine.GetName(), "node")
@@ -397,7 +398,7 @@ func TestWhatHasJoinedIsCoresToRegister(t *testing.T) {
 	}
 }
 
-// Other node groups may have room, and nobody knows how long a pause lasts.
+// Other node groups may have room, and the length of a pause is unknown.
 func TestANodeClaimThatWaitsInAPausedGroupIsCoresToGiveUp(t *testing.T) {
 	e := setUp(t, manual())
 	pause := func(paused bool) {
@@ -435,7 +436,7 @@ func TestANodeThatJoinsLateHasAllOfCoresTimeToBeRegistered(t *testing.T) {
 	assert.WithinDuration(t, e.clock.Now().Add(15*time.Minute), e.cores(nodeClaim), time.Second)
 }
 
-// Nothing comes of it any more, however long its deletion takes.
+// The machine will not come, however long its deletion takes.
 func TestAMachineThatAnotherActorDeletesCostsItsNodeClaimAtOnce(t *testing.T) {
 	e := setUp(t, manual())
 	nodeClaim := e.Launched("claim", unregistered)
@@ -469,7 +470,7 @@ func TestASlowMachineIsGivenMoreTimeByCoreToo(t *testing.T) {
 	assert.LessOrEqual(t, result.RequeueAfter, time.Minute, "core may write the old date back")
 	assert.True(t, nodeClaim.StatusConditions().Get(karpv1.ConditionTypeLaunched).IsTrue(), "nothing else changes")
 
-	// Core does write it back.
+	// Core may write the old time back.
 	for i := range nodeClaim.Status.Conditions {
 		if nodeClaim.Status.Conditions[i].Type == karpv1.ConditionTypeRegistered {
 			nodeClaim.Status.Conditions[i].LastTransitionTime = metav1.NewTime(before.Add(-15 * time.Minute))
@@ -513,7 +514,7 @@ func TestWhatIsNotWaitingIsLeftAlone(t *testing.T) {
 	}
 }
 
-// A shim of before may have released its claim, which never was.
+// An older shim may have released a claim that never existed.
 func TestANodeClaimThatIsToBeAdoptedStaysWhenItsClaimWasNeverMade(t *testing.T) {
 	e := setUp(t)
 	e.Agent.AddNodeGroup(&agentv1alpha1.NodeGroup{Name: "left", Replicas: 1})
@@ -547,7 +548,7 @@ func TestANodeClaimWhoseMachineTheAgentDoesNotShowStays(t *testing.T) {
 		"without a Node it is no capacity: core ends it")
 }
 
-// The mirror may lag behind with the claim of the other one, whose Node core would drain.
+// The mirror may not have the claim of the other NodeClaim yet, whose Node core would drain.
 func TestTheMirrorIsNotTrustedAboutWhoSharesAMachine(t *testing.T) {
 	e := setUp(t)
 	rightful := e.Launched("rightful", shimtest.Registered)

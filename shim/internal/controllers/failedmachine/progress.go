@@ -16,7 +16,7 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// step is how far a machine is, from the claim to the Node.
+// step is a machine's progress from claim to Node.
 type step int
 
 const (
@@ -39,8 +39,11 @@ func stepOf(claim *agentv1alpha1.Claim) step {
 	return claimed
 }
 
-// comes reports whether a Node may still come, so that core has to wait for it: the agent alone says how long. How long a NodeClaim waits while
-// its node group is paused, or while the agent cannot be sure that there is no Node, which this cluster can, is core's to say: others may have room.
+// comes reports whether a Node may still join, so that core must wait for it: the agent alone
+// decides for how long.
+//
+// It returns false, which leaves the timeout to core, in two cases. While the node group is paused,
+// other groups may have room. If the agent cannot be sure that there is no Node, this cluster can.
 func (c *Controller) comes(claim *agentv1alpha1.Claim) bool {
 	if claim.GetReason() == nodeNotSeen {
 		return false
@@ -49,10 +52,12 @@ func (c *Controller) comes(claim *agentv1alpha1.Claim) bool {
 	return !known || group.GetAvailability().GetReason() != agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_PAUSED
 }
 
-// nodeNotSeen is the reason of a claim whose deadline is over and which the agent keeps, as the Node of its machine may exist.
+// nodeNotSeen is the reason of a claim that is past its deadline and that the agent keeps because
+// the machine's Node may exist.
 const nodeNotSeen = "NodeNotSeen"
 
-// joinedAt returns since when the machine's Node has been there, as Cluster API or this cluster shows; zero if it is not.
+// joinedAt returns when the machine's Node joined, according to Cluster API or this cluster, or the
+// zero time if it has not.
 func (c *Controller) joinedAt(ctx context.Context, nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Claim) (time.Time, error) {
 	var at time.Time
 	for _, event := range claim.GetHistory() {
@@ -73,7 +78,7 @@ func (c *Controller) joinedAt(ctx context.Context, nodeClaim *karpv1.NodeClaim, 
 	return at, err
 }
 
-// nodeJoined is the reason of the entry in a claim's history that its Node has joined.
+// nodeJoined is the reason of a history entry of a claim that records the joining of its Node.
 const nodeJoined = "NodeJoined"
 
 func (c *Controller) forget(uid types.UID) {
@@ -82,7 +87,8 @@ func (c *Controller) forget(uid types.UID) {
 	delete(c.told, uid)
 }
 
-// whereabouts says how far the machine is, and what is said about it.
+// whereabouts describes the machine's progress, with the reason that the infrastructure or the
+// agent gives.
 func whereabouts(claim *agentv1alpha1.Claim) string {
 	machine := claim.GetMachine()
 	var what string
@@ -106,7 +112,8 @@ func whereabouts(claim *agentv1alpha1.Claim) string {
 	return what
 }
 
-// tell publishes, on a NodeClaim that waits for long, where its machine is, whenever that changes.
+// tell publishes the machine's progress on a NodeClaim that has waited for long, whenever it
+// changes.
 func (c *Controller) tell(nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Claim) {
 	if c.clock.Since(nodeClaim.CreationTimestamp.Time) < tellAfter || !c.claims.State().Connected {
 		return
@@ -128,13 +135,14 @@ func (c *Controller) tell(nodeClaim *karpv1.NodeClaim, claim *agentv1alpha1.Clai
 	})
 }
 
-// released reports whether the agent has taken the claim back: it will get no Node any more.
+// released reports whether the agent has released the claim, which then never gets a Node.
 func released(claim *agentv1alpha1.Claim) bool {
 	phase := claim.GetPhase()
 	return phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING || phase == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED
 }
 
-// verdict says why a claim that was taken back is of no use to its NodeClaim: the reason for the event, and a sentence.
+// verdict returns why a released claim is of no use to its NodeClaim: the reason for the event, and
+// a sentence.
 func verdict(claim *agentv1alpha1.Claim) (reason, message string) {
 	why := lo.CoalesceOrEmpty(claim.GetMessage(), claim.GetReason(), "it says nothing more")
 	switch {
@@ -152,7 +160,8 @@ func verdict(claim *agentv1alpha1.Claim) (reason, message string) {
 	return lo.CoalesceOrEmpty(claim.GetReason(), "ClaimReleased"), message
 }
 
-// infrastructure returns what the infrastructure provider says about the machine, or "".
+// infrastructure returns the reason and message of the infrastructure provider for the machine, or
+// "".
 func infrastructure(claim *agentv1alpha1.Claim) string {
 	machine := claim.GetMachine()
 	return strings.Trim(machine.GetInfrastructureReason()+": "+machine.GetInfrastructureMessage(), ": ")

@@ -1,7 +1,10 @@
-// Package floor lets pods onto the Nodes of machines that the user keeps in a node group beside those of claims: the floor. Where the bootstrap
-// template sets Karpenter's taint for Nodes that are not registered, those join with it as well, and core takes it off only for a NodeClaim,
-// which they never have. So this controller does, once the agent says that the machine is the floor's for good: before, it may
-// be promised to a NodeClaim, which must find it empty.
+// Package floor makes the Nodes of the floor schedulable. The floor is the machines that the user
+// keeps in a node group beside those of claims.
+//
+// If the bootstrap template sets Karpenter's taint for unregistered Nodes, the floor's Nodes join
+// with it as well. Core removes the taint only for a NodeClaim, which they never have. This
+// controller removes it once the agent reports that the machine belongs to the floor for good.
+// Before that, the machine may be promised to a NodeClaim, which must find it empty.
 package floor
 
 import (
@@ -33,15 +36,16 @@ import (
 
 const (
 	name = "node.floor"
-	// look is the age at which a Node is first checked: almost all Nodes are registered by then. A report of one that is not is requested at once,
-	// and the Node is checked again after secondLook. After that, a Node that keeps the taint is checked whenever its age has grown by a quarter,
-	// and at least every longestLook.
+	// look is the age at which a Node is first checked: almost all Nodes are registered by then.
+	// For a Node that is not registered, an early report to the agent is requested, and the Node is
+	// checked again after secondLook. A Node that keeps the taint is then checked whenever its age
+	// has grown by a quarter, and at least every longestLook.
 	look, secondLook, longestLook = 20 * time.Second, 10 * time.Second, 5 * time.Minute
-	// concurrency is low, as all share one listing of the machines.
+	// concurrency is low because all reconciles share one listing of the machines.
 	concurrency = 5
 )
 
-// Controller is the controller.
+// Controller removes the taint for unregistered Nodes from the floor's Nodes.
 type Controller struct {
 	clock    clock.PassiveClock
 	kube     client.Client
@@ -50,13 +54,13 @@ type Controller struct {
 	recorder events.Recorder
 }
 
-// New returns the controller. kube reads from a cache with an index on the NodeClaims' status.providerID; report requests an early report of
-// all Nodes to the agent.
+// New returns the controller. kube reads from a cache with an index on the NodeClaims'
+// status.providerID; report requests an early report of all Nodes to the agent.
 func New(clk clock.PassiveClock, kube client.Client, machines *unclaimed.Finder, report func(), recorder events.Recorder) *Controller {
 	return &Controller{clock: clk, kube: kube, machines: machines, report: report, recorder: recorder}
 }
 
-// Reconcile looks at one Node.
+// Reconcile checks one Node.
 func (c *Controller) Reconcile(ctx context.Context, node *corev1.Node) (reconcile.Result, error) {
 	ctx = injection.WithControllerName(ctx, name)
 	if !isUnregistered(node) || node.Spec.ProviderID == "" || !node.DeletionTimestamp.IsZero() {

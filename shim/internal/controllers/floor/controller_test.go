@@ -23,10 +23,11 @@ type env struct {
 	clock      *clocktesting.FakeClock
 	controller *floor.Controller
 	node       *corev1.Node
-	reports    int // that were asked for
+	reports    int // requested early reports
 }
 
-// setUp returns a world with one machine of the user's, whose Node has Karpenter's taint and one of its own.
+// setUp returns a world with one machine of the user, whose Node has Karpenter's taint and another
+// one.
 func setUp(t *testing.T) *env {
 	t.Helper()
 	clk := clocktesting.NewFakeClock(time.Now())
@@ -50,7 +51,7 @@ func setUp(t *testing.T) *env {
 	return e
 }
 
-// spare makes a machine that a claim has left, with the provider ID.
+// spare creates a spare machine with the provider ID, from a claim that is cancelled.
 func (e *env) spare(providerID string) {
 	e.t.Helper()
 	nodeClaim := e.Launched("claim")
@@ -62,7 +63,7 @@ func (e *env) spare(providerID string) {
 	require.Len(e.t, machines, 2, "the spare, and the user's")
 }
 
-// looked reports whether the Node is looked at again after one look, as it keeps the taint.
+// looked reports whether the Node is requeued after one look because it keeps the taint.
 func (e *env) looked() bool {
 	e.t.Helper()
 	e.Get(e.node)
@@ -85,7 +86,7 @@ func TestPodsAreLetOntoANodeOfTheFloor(t *testing.T) {
 	assert.False(t, e.looked(), "it is done")
 }
 
-// The agent marks the machine of a Node that it was told of.
+// The agent marks the machine only after the Node was reported.
 func TestTheAgentIsToldSoonOfANodeThatNobodyRegisters(t *testing.T) {
 	e := setUp(t)
 	e.spare("sim:///1")

@@ -12,7 +12,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/shim/apis/v1alpha1"
 )
 
-// Announce publishes a warning, as an event on each node class, about something that concerns all of them. What goes wrong is logged.
+// Announce publishes a warning that concerns all node classes, as an event on each of them. It logs
+// errors.
 func Announce(ctx context.Context, kube client.Reader, recorder events.Recorder, reason, message string) {
 	nodeClasses := &v1alpha1.ClusterAPINodeClassList{}
 	if err := kube.List(ctx, nodeClasses); err != nil {

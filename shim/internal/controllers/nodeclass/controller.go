@@ -1,9 +1,9 @@
-// Package nodeclass says on each ClusterAPINodeClass what it selects and whether it can be used, and keeps it while NodeClaims
-// refer to it.
+// Package nodeclass reports on each ClusterAPINodeClass what it selects and whether it can be used,
+// and keeps it from being removed while NodeClaims refer to it.
 //
-// Core launches nothing from a NodePool whose node class is not Ready. So Ready is False when the selector matches nothing, and
-// when the agent has been silent for the grace period; and it stays as it was during shorter silences, in which the last known
-// catalogue is good enough.
+// Core launches nothing from a NodePool whose node class is not Ready. Ready is False if the
+// selector matches nothing, or if the agent has been unreachable for the grace period. During
+// shorter outages Ready does not change, because the last known catalogue is good enough.
 package nodeclass
 
 import (
@@ -49,21 +49,24 @@ import (
 const (
 	name        = "nodeclass"
 	concurrency = 10
-	// shortestStatus is how long a status in which no condition turned stays at least before it is written again: prices and availability
-	// may change many times a second.
+	// shortestStatus is the minimum interval between writes of a status in which no condition
+	// turned: prices and availability may change many times a second.
 	shortestStatus = 5 * time.Second
-	// Core looks at every NodeClaim of a node class again whenever the class is written, its status too. So a status in which no condition
-	// turned stays so long for each of them, and no longer than longestStatus.
+	// Core reconciles every NodeClaim of a node class whenever the class or its status is written.
+	// Therefore that interval is at least forEachNodeClaim for each NodeClaim, but no longer than
+	// longestStatus.
 	forEachNodeClaim = 12 * time.Millisecond
 	longestStatus    = time.Minute
-	// terminating is how often a node class that is being deleted is looked at.
+	// terminating is the interval for a node class that is being deleted.
 	terminating = 5 * time.Second
-	// shownProblems is how many problems a condition spells out, and longestProblem how many characters of each.
+	// shownProblems is how many problems a condition lists, and longestProblem the maximum number
+	// of characters of each.
 	shownProblems  = 3
 	longestProblem = 2000
-	// longestMessage is how many characters a condition's message has at most: less than the API server allows (32,768).
+	// longestMessage is the maximum number of characters of a condition's message, below the API
+	// server's limit (32,768).
 	longestMessage = 8000
-	// certificateLook is how often the client certificate is looked at.
+	// certificateLook is how often the client certificate is checked.
 	certificateLook = time.Minute
 )
 
@@ -80,26 +83,27 @@ const (
 	reasonProblems        = "ProblemsReported"
 )
 
-// Connection tells how well the agent can be reached. The mirror of node groups is one.
+// Connection reports the state of the connection to the agent. The mirror of node groups implements
+// it.
 type Connection interface {
 	State() agentclient.State
 	StateChanges() (changes <-chan struct{}, stop func())
 }
 
-// Certificate is the client certificate that the agent is called with.
+// Certificate is the client certificate for calls to the agent.
 type Certificate interface {
-	// Warning says that it has ended, or soon will, and what to do; it is empty while there is nothing to warn of. It reports false if there is
-	// no certificate.
+	// Warning returns a message if the certificate has expired or soon will, with the remedy, and
+	// "" otherwise. found is false if there is no certificate.
 	Warning() (message string, found bool)
 }
 
-// Controller is the controller.
+// Controller maintains the status and the finalizer of ClusterAPINodeClasses.
 type Controller struct {
 	clock      clock.Clock
 	kube       client.Client
 	catalogue  *catalogue.Catalogue
 	connection Connection
-	// certificate may be replaced by another one at any time.
+	// certificate may be replaced at any time.
 	certificate Certificate
 	cluster     *agentv1alpha1.ClusterRef
 	recorder    events.Recorder
@@ -107,11 +111,12 @@ type Controller struct {
 	started     time.Time
 
 	mu      sync.Mutex
-	written map[string]time.Time // by node class, when its status was written last
+	written map[string]time.Time // time of the last write of the status, by node class
 }
 
-// New returns the controller. kube reads from a cache with indexes on NodeClaims' spec.nodeClassRef. grace is how long the
-// agent may be silent before node classes stop being Ready.
+// New returns the controller. kube reads from a cache with indexes on NodeClaims'
+// spec.nodeClassRef. grace is how long the agent may be unreachable before node classes stop being
+// Ready.
 func New(
 	clk clock.Clock, kube client.Client, catalogue *catalogue.Catalogue, connection Connection, certificate Certificate,
 	cluster *agentv1alpha1.ClusterRef, recorder events.Recorder, grace time.Duration,
@@ -122,7 +127,7 @@ func New(
 	}
 }
 
-// Reconcile looks at one node class.
+// Reconcile checks one node class.
 func (c *Controller) Reconcile(ctx context.Context, nodeClass *v1alpha1.ClusterAPINodeClass) (reconcile.Result, error) {
 	ctx = injection.WithControllerName(ctx, name)
 	if !nodeClass.DeletionTimestamp.IsZero() {
@@ -131,7 +136,8 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClass *v1alpha1.ClusterA
 	if !controllerutil.ContainsFinalizer(nodeClass, v1alpha1.NodeClassFinalizer) {
 		stored := nodeClass.DeepCopy()
 		controllerutil.AddFinalizer(nodeClass, v1alpha1.NodeClassFinalizer)
-		// The patch replaces the list of finalizers, which must be the one that was read.
+		// The patch replaces the whole list of finalizers, so it must apply to the version that was
+		// read.
 		if err := c.kube.Patch(ctx, nodeClass, client.MergeFromWithOptions(stored, client.MergeFromWithOptimisticLock{})); err != nil {
 			return retryConflict(fmt.Errorf("adding the finalizer: %w", err))
 		}
@@ -158,7 +164,8 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClass *v1alpha1.ClusterA
 	return again, nil
 }
 
-// graceEnds returns how much is left of the grace period of a silent agent; zero if the agent is connected, or the period is over.
+// graceEnds returns the rest of the grace period of an unreachable agent, or zero if the agent is
+// connected or the period is over.
 func (c *Controller) graceEnds() time.Duration {
 	state := c.connection.State()
 	if state.Connected {
@@ -167,7 +174,7 @@ func (c *Controller) graceEnds() time.Duration {
 	return max(0, c.grace-c.clock.Since(c.silentSince(state)))
 }
 
-// lookAgain returns when a condition may turn without anything having changed; zero if none can.
+// lookAgain returns when a condition may turn without any event, or zero if none can.
 func (c *Controller) lookAgain() time.Duration {
 	grace := c.graceEnds()
 	if _, found := c.certificate.Warning(); !found {
@@ -183,7 +190,7 @@ func (c *Controller) silentSince(state agentclient.State) time.Time {
 	return state.Since
 }
 
-// tooSoon returns for how long a status in which no condition turned is not written yet.
+// tooSoon returns how long the write of a status in which no condition turned must still wait.
 func (c *Controller) tooSoon(ctx context.Context, nodeClass *v1alpha1.ClusterAPINodeClass) (time.Duration, error) {
 	nodeClaims := &karpv1.NodeClaimList{}
 	if err := c.kube.List(ctx, nodeClaims, nodeclaimutils.ForNodeClass(nodeClass), client.UnsafeDisableDeepCopy); err != nil {
@@ -195,7 +202,7 @@ func (c *Controller) tooSoon(ctx context.Context, nodeClass *v1alpha1.ClusterAPI
 	return c.written[nodeClass.Name].Add(stays).Sub(c.clock.Now()), nil
 }
 
-// turned reports whether a condition says something else, in another way than by its message.
+// turned reports whether a condition changed in anything but its message.
 func turned(before, after *v1alpha1.ClusterAPINodeClass) bool {
 	return !slices.EqualFunc(before.Status.Conditions, after.Status.Conditions, func(a, b status.Condition) bool {
 		return a.Type == b.Type && a.Status == b.Status && a.Reason == b.Reason && a.ObservedGeneration == b.ObservedGeneration
@@ -218,7 +225,7 @@ func (c *Controller) describe(nodeClass *v1alpha1.ClusterAPINodeClass) {
 	snapshot := c.catalogue.Snapshot()
 	if snapshot == nil {
 		if before := conditions.Get(v1alpha1.ConditionNodeGroupsFound); !before.IsUnknown() && c.clock.Since(c.started) < c.grace {
-			conditions.Set(*before) // A restart is no news.
+			conditions.Set(*before) // A restart alone does not change the condition.
 			return
 		}
 		conditions.SetUnknownWithReason(v1alpha1.ConditionNodeGroupsFound, reasonNotSynced, "the agent's node groups are not known yet")
@@ -277,7 +284,7 @@ func (c *Controller) describeConnection(conditions status.ConditionSet) {
 	since := c.silentSince(state)
 	before := conditions.Get(v1alpha1.ConditionAgentReachable)
 	if c.clock.Since(since) < c.grace {
-		// A silence that may well be short: what was true stays, for the new generation too.
+		// The outage may be short: keep the condition, for the new generation as well.
 		if before.IsUnknown() {
 			conditions.SetUnknownWithReason(v1alpha1.ConditionAgentReachable, reasonConnecting, "connecting to the agent")
 		} else {
@@ -299,7 +306,7 @@ func (c *Controller) describeConnection(conditions status.ConditionSet) {
 func (c *Controller) describeCertificate(conditions status.ConditionSet) {
 	switch warning, found := c.certificate.Warning(); {
 	case !found:
-		lo.Must0(conditions.Clear(v1alpha1.ConditionAgentCertificateValid)) // which fails for what Ready needs
+		lo.Must0(conditions.Clear(v1alpha1.ConditionAgentCertificateValid)) // fails only for conditions that Ready depends on
 	case warning != "":
 		conditions.SetFalse(v1alpha1.ConditionAgentCertificateValid, agentstate.ReasonExpiring, warning)
 	default:
@@ -307,7 +314,8 @@ func (c *Controller) describeCertificate(conditions status.ConditionSet) {
 	}
 }
 
-// explain leaves out what differs from attempt to attempt, such as the request's id, as every change of a condition is a write.
+// explain omits what differs between attempts, such as the request id, because every change of a
+// condition is a write.
 func explain(err error) string {
 	var status interface{ GRPCStatus() *grpcstatus.Status }
 	if errors.As(err, &status) {
@@ -316,8 +324,8 @@ func explain(err error) string {
 	return err.Error()
 }
 
-// announce tells, as events, what became worse, and that the agent can be reached again. A certificate that ends is told of at regular intervals,
-// not when the condition turns.
+// announce publishes events on conditions that became worse, and when the agent is reachable again.
+// An expiring certificate is not announced here, but at regular intervals.
 func (c *Controller) announce(ctx context.Context, before, after *v1alpha1.ClusterAPINodeClass) {
 	for _, kind := range []string{v1alpha1.ConditionNodeGroupsFound, v1alpha1.ConditionAgentReachable, v1alpha1.ConditionNodeGroupsValid} {
 		was, is := find(before, kind), find(after, kind)
@@ -352,7 +360,7 @@ func find(nodeClass *v1alpha1.ClusterAPINodeClass, kind string) *status.Conditio
 	return &condition
 }
 
-// finalize lets a node class go once no NodeClaim refers to it.
+// finalize removes the finalizer once no NodeClaim refers to the node class.
 func (c *Controller) finalize(ctx context.Context, nodeClass *v1alpha1.ClusterAPINodeClass) (reconcile.Result, error) {
 	if !controllerutil.ContainsFinalizer(nodeClass, v1alpha1.NodeClassFinalizer) {
 		return reconcile.Result{}, nil
@@ -398,7 +406,7 @@ func (c *Controller) Register(_ context.Context, m manager.Manager) error {
 		Complete(reconcile.AsReconciler(m.GetClient(), c))
 }
 
-// on enqueues every node class when something tells a change.
+// on returns a source that enqueues every node class on each change.
 func (c *Controller) on(tell func() (changes <-chan struct{}, stop func())) source.Source {
 	return source.Func(func(ctx context.Context, queue workqueue.TypedRateLimitingInterface[reconcile.Request]) error {
 		changes, stop := tell()

@@ -26,14 +26,14 @@ import (
 
 const grace = 2 * time.Minute
 
-// connection is as good as the test says.
+// connection is a connection in the state that the test sets.
 type connection struct{ state agentclient.State }
 
 func (c *connection) State() agentclient.State { return c.state }
 
 func (c *connection) StateChanges() (<-chan struct{}, func()) { return nil, func() {} }
 
-// certificate is as good as the test says.
+// certificate is a certificate in the state that the test sets.
 type certificate struct {
 	warning string
 	found   bool
@@ -47,7 +47,7 @@ type env struct {
 	clock      *clocktesting.FakeClock
 	connection *connection
 	certificate
-	again      time.Duration // when the last reconcile wants to look again
+	again      time.Duration // the last result's RequeueAfter
 	controller *nodeclass.Controller
 }
 
@@ -218,7 +218,7 @@ func TestARestartWithoutTheAgent(t *testing.T) {
 	require.True(t, condition(e.reconcile(shimtest.NodeClassName), status.ConditionReady).IsTrue())
 
 	e.connection.state = agentclient.State{Since: e.clock.Now()}
-	e.controller = e.with(catalogue.New(e.clock, e.NodeGroups, e.Kube, time.Minute)) // knows nothing
+	e.controller = e.with(catalogue.New(e.clock, e.NodeGroups, e.Kube, time.Minute)) // without a snapshot
 	assert.True(t, condition(e.reconcile(shimtest.NodeClassName), status.ConditionReady).IsTrue(), "a restart is no news")
 	e.clock.Step(grace + time.Second)
 	nodeClass := e.reconcile(shimtest.NodeClassName)

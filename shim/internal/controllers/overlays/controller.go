@@ -1,6 +1,10 @@
-// Package overlays has core look at NodeOverlays again when the catalogue of node groups has changed. Core keeps what they do by the requirements
-// of each offering, and looks again only when somebody edits an overlay, a NodePool or a node class, and every six hours: offerings of a node
-// group that is new, or that are told apart by another label now, would go without their overlays until then.
+// Package overlays makes core evaluate NodeOverlays again when the catalogue of node groups has
+// changed.
+//
+// Core stores the effects of overlays by the requirements of each offering. It evaluates them again
+// only on a change of an overlay, a NodePool or a node class, and every six hours. Until then,
+// offerings of a new node group, or offerings that another label now distinguishes, would lack
+// their overlays.
 package overlays
 
 import (
@@ -26,7 +30,7 @@ import (
 
 const name = "nodeoverlay.refresh"
 
-// Catalogue tells when it has changed.
+// Catalogue notifies of its changes.
 type Catalogue interface {
 	Changes() <-chan struct{}
 }
@@ -36,21 +40,21 @@ type Core interface {
 	Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error)
 }
 
-// Controller is the controller.
+// Controller triggers core's overlay controller.
 type Controller struct {
 	kube          client.Client
 	cloudProvider cloudprovider.CloudProvider
 	catalogue     Catalogue
 	core          Core
-	applied       uint64 // to which offerings overlays were applied last; used by one goroutine at a time
+	applied       uint64 // hash of the offerings that overlays were last applied to; used by one goroutine at a time
 }
 
-// New returns the controller. cloudProvider is the one that overlays are not applied to yet.
+// New returns the controller. cloudProvider must be the one without overlays applied.
 func New(kube client.Client, cloudProvider cloudprovider.CloudProvider, catalogue Catalogue, core Core) *Controller {
 	return &Controller{kube: kube, cloudProvider: cloudProvider, catalogue: catalogue, core: core}
 }
 
-// Reconcile has core apply all overlays if there are offerings that it has not seen.
+// Reconcile makes core apply all overlays if there are offerings that core has not seen.
 func (c *Controller) Reconcile(ctx context.Context, _ reconcile.Request) (reconcile.Result, error) {
 	ctx = injection.WithControllerName(ctx, name)
 	offered, err := c.offered(ctx)
@@ -66,7 +70,7 @@ func (c *Controller) Reconcile(ctx context.Context, _ reconcile.Request) (reconc
 	return reconcile.Result{}, nil
 }
 
-// offered is a hash of what core knows offerings by, of all NodePools.
+// offered returns a hash of what identifies offerings to core, over all NodePools.
 func (c *Controller) offered(ctx context.Context) (uint64, error) {
 	nodePools := &karpv1.NodePoolList{}
 	if err := c.kube.List(ctx, nodePools); err != nil {
@@ -77,7 +81,7 @@ func (c *Controller) offered(ctx context.Context) (uint64, error) {
 		nodePool := &nodePools.Items[i]
 		types, err := c.cloudProvider.GetInstanceTypes(ctx, nodePool)
 		if err != nil {
-			continue // a NodePool of a node class that does not exist, or that selects nothing: core leaves it out, too
+			continue // its node class does not exist or selects nothing: core skips the NodePool, too
 		}
 		lines := lo.FlatMap(types, func(t *cloudprovider.InstanceType, _ int) []string {
 			return lo.Map(t.Offerings, func(o *cloudprovider.Offering, _ int) string {
@@ -98,7 +102,7 @@ func (c *Controller) Register(_ context.Context, m manager.Manager) error {
 		Named(name).
 		WatchesRawSource(source.Func(func(ctx context.Context, queue workqueue.TypedRateLimitingInterface[reconcile.Request]) error {
 			changes := c.catalogue.Changes()
-			queue.Add(reconcile.Request{}) // for a snapshot that was made before
+			queue.Add(reconcile.Request{}) // for a snapshot made earlier
 			go func() {
 				for {
 					select {

@@ -27,7 +27,8 @@ func group(name, zone string) *agentv1alpha1.NodeGroup {
 	}
 }
 
-// Core itself applies the overlays; without this controller the second zone would be without for six hours.
+// Core itself applies the overlays, but without this controller the second zone would lack them for
+// six hours.
 func TestOverlaysAreAppliedToANodeGroupThatIsNew(t *testing.T) {
 	w := shimtest.New(t, []*agentv1alpha1.NodeGroup{group("a", "zone-a")})
 	nodePool := &karpv1.NodePool{ObjectMeta: metav1.ObjectMeta{Name: "default"}}

@@ -1,9 +1,11 @@
-// Package providerid gives each NodeClaim the provider ID of its machine, and keeps it.
+// Package providerid sets the provider ID of each NodeClaim to that of its machine, and keeps it
+// so.
 //
-// Create leaves a placeholder, so that core never waits. This controller puts the real ID there once the agent reports it. It
-// does so for the NodeClaim's whole life, not once: core can write the placeholder back, when its cache lags, or when it had
-// not written it yet when the real one came; its writes take no lock. A NodeClaim that keeps the placeholder is one that core
-// believes to have no Node.
+// Create sets a placeholder, so that core never waits. This controller replaces it with the real ID
+// once the agent reports that. It does so during the NodeClaim's whole life, not once: core writes
+// without a lock, and may write the placeholder back, when its cache lags or when it had not
+// written it yet when the real ID arrived. Core believes that a NodeClaim with the placeholder has
+// no Node.
 package providerid
 
 import (
@@ -37,14 +39,15 @@ import (
 
 const (
 	name = "nodeclaim.providerid"
-	// resync is well under the 2 minutes after which core's garbage collection looks at provider IDs again.
+	// resync is well below the 2 minutes after which core's garbage collection checks provider IDs
+	// again.
 	resync = 30 * time.Second
-	// notLaunched is how soon to look again at a NodeClaim whose launch core has not recorded yet.
+	// notLaunched is the interval for a NodeClaim whose launch core has not recorded yet.
 	notLaunched = time.Second
 	concurrency = 100
 )
 
-// Controller is the controller.
+// Controller sets the provider IDs of NodeClaims.
 type Controller struct {
 	kube          client.Client
 	live          client.Reader
@@ -54,7 +57,8 @@ type Controller struct {
 	recorder      events.Recorder
 }
 
-// New returns the controller. kube reads from a cache with an index on status.providerID; live reads from the API server.
+// New returns the controller. kube reads from a cache with an index on status.providerID; live
+// reads from the API server.
 func New(
 	kube client.Client, live client.Reader, cloudProvider cloudprovider.CloudProvider, claims claimsource.Claims,
 	cluster *agentv1alpha1.ClusterRef, recorder events.Recorder,
@@ -62,7 +66,7 @@ func New(
 	return &Controller{kube: kube, live: live, cloudProvider: cloudProvider, claims: claims, cluster: cluster, recorder: recorder}
 }
 
-// Reconcile looks at one NodeClaim.
+// Reconcile checks one NodeClaim.
 func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim) (reconcile.Result, error) {
 	ctx = injection.WithControllerName(ctx, name)
 	if !nodeclaimutils.IsManaged(nodeClaim, c.cloudProvider) {
@@ -73,7 +77,7 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 		return reconcile.Result{RequeueAfter: resync}, nil
 	}
 
-	// The cache may be behind, and so may be what it would make us do.
+	// Decide from a live read, because the cache may be stale.
 	current := &karpv1.NodeClaim{}
 	if err := c.live.Get(ctx, client.ObjectKeyFromObject(nodeClaim), current); err != nil {
 		return reconcile.Result{}, client.IgnoreNotFound(err)
@@ -84,7 +88,7 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 	case current.Status.ProviderID == providerID:
 		return reconcile.Result{RequeueAfter: resync}, nil
 	case !current.StatusConditions().Get(karpv1.ConditionTypeLaunched).IsTrue(), current.Status.ProviderID == "":
-		// Core is about to write the placeholder, over whatever is there.
+		// Core is about to write the placeholder, over any current value.
 		return reconcile.Result{RequeueAfter: notLaunched}, nil
 	case current.Status.ProviderID != c.placeholder(current.UID):
 		return c.refuse(ctx, current, fmt.Sprintf("The NodeClaim has provider ID %s, but its machine has %s.",
@@ -95,14 +99,14 @@ func (c *Controller) Reconcile(ctx context.Context, nodeClaim *karpv1.NodeClaim)
 		return reconcile.Result{}, err
 	}
 	if len(others) > 0 {
-		// Core's bookkeeping breaks when two NodeClaims share a provider ID.
+		// Core's bookkeeping breaks if two NodeClaims share a provider ID.
 		return c.refuse(ctx, current, fmt.Sprintf("NodeClaim %s already has the provider ID %s of this NodeClaim's machine.",
 			others[0].Name, providerID)), nil
 	}
 	return c.patch(ctx, current, providerID)
 }
 
-// providerID returns the provider ID of the machine of a claim that still has one.
+// providerID returns the provider ID of the machine of a claim that has not ended.
 func (c *Controller) providerID(uid types.UID) (string, bool) {
 	claim, ok := c.claims.Get(string(uid))
 	if !ok || claim.GetPhase() == agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
@@ -116,7 +120,7 @@ func (c *Controller) placeholder(uid types.UID) string {
 	return placeholder.ProviderID(c.cluster.GetNamespace(), c.cluster.GetName(), string(uid))
 }
 
-// patch writes the provider ID and nothing else, and only over the state that was read.
+// patch writes only the provider ID, and only if the NodeClaim has not changed since it was read.
 func (c *Controller) patch(ctx context.Context, nodeClaim *karpv1.NodeClaim, providerID string) (reconcile.Result, error) {
 	patch, err := json.Marshal(map[string]any{
 		"metadata": map[string]any{"resourceVersion": nodeClaim.ResourceVersion},
@@ -137,7 +141,7 @@ func (c *Controller) patch(ctx context.Context, nodeClaim *karpv1.NodeClaim, pro
 	return reconcile.Result{RequeueAfter: resync}, nil
 }
 
-// refuse leaves a NodeClaim as it is, and tells.
+// refuse leaves the NodeClaim unchanged and reports why.
 func (c *Controller) refuse(ctx context.Context, nodeClaim *karpv1.NodeClaim, message string) reconcile.Result {
 	conflictsTotal.Inc(nil)
 	log.FromContext(ctx).Error(nil, "the NodeClaim cannot be given its machine's provider ID", "reason", message)

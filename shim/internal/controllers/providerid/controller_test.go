@@ -22,7 +22,8 @@ import (
 
 const machineID = "sim:///1"
 
-// onStatusPatch calls f with each patch of a status before it reaches the API server; an error keeps it from there.
+// onStatusPatch calls f with each status patch before it reaches the API server. If f returns an
+// error, the patch is not sent.
 func onStatusPatch(f func(ctx context.Context, c client.Client, object client.Object, patch client.Patch) error) interceptor.Funcs {
 	return interceptor.Funcs{SubResourcePatch: func(
 		ctx context.Context, c client.Client, sub string, object client.Object, patch client.Patch, options ...client.SubResourcePatchOption,
@@ -192,7 +193,7 @@ func TestTheLockIsHonoured(t *testing.T) {
 			if !racing {
 				return nil
 			}
-			racing = false // somebody writes between our read and our write
+			racing = false // another writer comes between our read and our write
 			current := &karpv1.NodeClaim{}
 			if err := c.Get(ctx, client.ObjectKeyFromObject(object), current); err != nil {
 				return err

@@ -20,7 +20,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/world"
 )
 
-// patience is for a machine that has other things to do.
+// patience allows for a machine that is busy with other work.
 const patience = 9 * time.Minute
 
 func TestMain(m *testing.M) {
@@ -48,8 +48,8 @@ func TestTheModelAllowsWhatClusterAPIDoes(t *testing.T) {
 	}
 }
 
-// compare follows what became of a script through the model. It says what the model allows of each phase, and fails at the first
-// that is not among it.
+// compare follows a script's real outcomes through the model. It returns what the model allows in
+// each phase, and an error at the first outcome that is not allowed.
 func compare(s *engine.Script, outcomes []engine.Outcome) (said string, err error) {
 	var b strings.Builder
 	from := []engine.Situation{s.Begin()}
@@ -70,7 +70,7 @@ func compare(s *engine.Script, outcomes []engine.Outcome) (said string, err erro
 	return b.String(), nil
 }
 
-// hub brings a sandbox up in which nothing of ours runs, and returns an administrator's client for its hub.
+// hub starts a sandbox without our components, and returns an administrator's client for its hub.
 func hub(ctx context.Context, t *testing.T) client.Client {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "crosscheck-") // The logs stay if the test fails.
@@ -100,9 +100,9 @@ func hub(ctx context.Context, t *testing.T) client.Client {
 	return c
 }
 
-// TestWrongOutcomesAreRefused asks that the comparison can fail.
+// TestWrongOutcomesAreRefused verifies that the comparison can fail.
 func TestWrongOutcomesAreRefused(t *testing.T) {
-	// outcome of one MachineSet with so many replicas, and its Machines.
+	// outcome returns the outcome of one MachineSet with the given replicas, and its Machines.
 	outcome := func(replicas int, machines ...engine.Stage) engine.Outcome {
 		var out engine.Outcome
 		out.Sets[0].Replicas = replicas
@@ -148,7 +148,21 @@ func TestWrongOutcomesAreRefused(t *testing.T) {
 	}
 }
 
-// TestTheModelHasRoomForTheScripts follows every outcome, whether the real controllers have it or not.
+// TestAMachineSetMayBeCutBeforeItsStatusCountsItsMachines covers an outcome that is rare in the
+// real Cluster API.
+func TestAMachineSetMayBeCutBeforeItsStatusCountsItsMachines(t *testing.T) {
+	s := engine.Script{Machines: []int{1}, Phases: []phase{{replicas(3), rollout}}}
+	var seldom engine.Outcome
+	seldom.Sets[0] = engine.SetOutcome{Replicas: 1, New: 1}
+	seldom.Sets[1] = engine.SetOutcome{Replicas: 2, New: 2}
+	seldom.Machines[0] = engine.Gone
+	if said, err := compare(&s, []engine.Outcome{seldom}); err != nil {
+		t.Errorf("%v%s", err, said)
+	}
+}
+
+// TestTheModelHasRoomForTheScripts follows every outcome that the model allows, whether or not the
+// real controllers produce it.
 func TestTheModelHasRoomForTheScripts(t *testing.T) {
 	for _, s := range Scripts() {
 		t.Run(s.Name, func(t *testing.T) {

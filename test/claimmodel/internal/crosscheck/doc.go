@@ -1,6 +1,7 @@
-// Package crosscheck does the same scripts to the explored model and to the real Cluster API: whatever the real controllers make
-// of a script, the model must allow.
+// Package crosscheck runs the same scripts against the explored model and the real Cluster API. The
+// model must allow every outcome of the real controllers.
 //
-// The model says all that may come of a phase, from every situation in which what came of the phases before it is what the real
-// controllers made of them. No agent runs; what an agent, people and others write is in the scripts.
+// For each phase the model computes all possible outcomes, from every situation that matches the
+// real outcomes of the earlier phases. No agent runs; the scripts contain the writes of agents,
+// users and others.
 package crosscheck

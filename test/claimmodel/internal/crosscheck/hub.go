@@ -26,18 +26,19 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/claimmodel/internal/engine"
 )
 
-// calm is how long nothing may change in the hub before what looks like rest is taken for it. It only has to be longer than
-// Cluster API takes from an event to its next write: whatever takes longer, [play.unsettled] waits for.
+// calm is how long nothing in the hub may change before it is considered at rest. It only needs to
+// exceed the time that Cluster API takes from an event to its next write: [play.unsettled] waits
+// for anything that takes longer.
 const calm = 2 * time.Second
 
-// interval is how often the hub is looked at.
+// interval is how often the hub is read.
 const interval = 750 * time.Millisecond
 
-// version of the simulated machines' kubelets; the sandbox's own.
+// version is the version of the simulated machines' kubelets: the sandbox's own.
 const version = "v1.36.3"
 
-// Play does the scripts to the hub's Cluster API, all at the same time, each to a MachineDeployment of its own. It returns what
-// came of each phase of each script, in their order.
+// Play runs the scripts against the hub's Cluster API concurrently, each on its own
+// MachineDeployment. It returns the outcome of each phase of each script, in order.
 func Play(ctx context.Context, hub client.Client, scripts []engine.Script) ([][]engine.Outcome, error) {
 	plays := lo.Map(scripts, func(s engine.Script, i int) *play {
 		return &play{hub: hub, script: s, name: fmt.Sprintf("script-%02d", i)}
@@ -66,10 +67,10 @@ func Play(ctx context.Context, hub client.Client, scripts []engine.Script) ([][]
 	return lo.Map(plays, func(p *play, _ int) []engine.Outcome { return p.outcomes }), err
 }
 
-// view is what the hub has of every script, by the MachineDeployment's name.
+// view is a reading of the objects of all scripts, by name of the MachineDeployment.
 type view struct {
 	deployments map[string]*clusterv1.MachineDeployment
-	sets        map[string][]*clusterv1.MachineSet // the oldest first
+	sets        map[string][]*clusterv1.MachineSet // oldest first
 	machines    map[string][]*clusterv1.Machine    // by name
 }
 
@@ -79,7 +80,7 @@ func look(ctx context.Context, hub client.Client) (*view, error) {
 		sets        clusterv1.MachineSetList
 		machines    clusterv1.MachineList
 	)
-	// Machines first: who is gone from them is not waited for by what is read later.
+	// Machines first, so that what is read later does not wait for Machines that are gone.
 	for _, list := range []client.ObjectList{&machines, &sets, &deployments} {
 		if err := hub.List(ctx, list, client.InNamespace(sandbox.ClusterNamespace)); err != nil {
 			return nil, err
@@ -99,7 +100,7 @@ func look(ctx context.Context, hub client.Client) (*view, error) {
 	return out, nil
 }
 
-// machinesOf lists the Machines that a MachineSet controls.
+// machinesOf returns the Machines that a MachineSet controls.
 func (v *view) machinesOf(deployment, set string) []*clusterv1.Machine {
 	return lo.Filter(v.machines[deployment], func(m *clusterv1.Machine, _ int) bool {
 		owner := metav1.GetControllerOf(m)
@@ -107,24 +108,25 @@ func (v *view) machinesOf(deployment, set string) []*clusterv1.Machine {
 	})
 }
 
-// play is a script that is being done to the hub.
+// play is a running script.
 type play struct {
 	hub    client.Client
 	script engine.Script
 	name   string // of its objects
 
-	sets     []string // every MachineSet that there has been, the oldest first
-	machines []string // the Machines that the script begins with
-	made     int      // how many of the first MachineSets are made
-	kept     bool     // no instance boots any more
-	begun    bool     // something was written, and is to come to rest
+	sets     []string // every MachineSet that has existed, oldest first
+	machines []string // the initial Machines of the script
+	made     int      // how many of the initial MachineSets exist
+	kept     bool     // no further instance boots
+	begun    bool     // something was written and must come to rest
 	outcomes []engine.Outcome
 
 	seen      string
 	seenSince time.Time
 }
 
-// advance takes the next step if the hub is at rest, and says what it waits for; nothing when the script is over.
+// advance takes the next step if the hub is at rest, and returns what it is waiting for, or "" when
+// the script is over.
 func (p *play) advance(ctx context.Context, now *view) (missing string, err error) {
 	if p.over() {
 		return "", nil
@@ -169,7 +171,7 @@ func (p *play) learn(now *view) {
 	}
 }
 
-// meet numbers the Machines that the script begins with.
+// meet numbers the initial Machines of the script.
 func (p *play) meet(now *view) {
 	for _, set := range p.sets {
 		for _, m := range now.machinesOf(p.name, set) {
@@ -178,7 +180,8 @@ func (p *play) meet(now *view) {
 	}
 }
 
-// restless says what is still to come of what was written; nothing where that is all, and has been for long enough.
+// restless returns what is still pending after the last writes, or "" once everything has been at
+// rest for long enough.
 func (p *play) restless(now *view) string {
 	versions := p.versions(now)
 	if versions != p.seen {
@@ -190,7 +193,7 @@ func (p *play) restless(now *view) string {
 	return lo.Ternary(time.Since(p.seenSince) < calm, "calm", "")
 }
 
-// versions changes whenever anything of the script's does.
+// versions returns a string that changes whenever any object of the script changes.
 func (p *play) versions(now *view) string {
 	var b strings.Builder
 	say := func(o client.Object) { fmt.Fprintf(&b, "%s %s\n", o.GetName(), o.GetResourceVersion()) }
@@ -206,7 +209,7 @@ func (p *play) versions(now *view) string {
 	return b.String()
 }
 
-// unsettled says what the controllers certainly have still to do.
+// unsettled returns what the controllers certainly still have to do.
 func (p *play) unsettled(now *view) string {
 	md := now.deployments[p.name]
 	if md == nil {
@@ -273,7 +276,7 @@ func pausedCondition(conditions []metav1.Condition) bool {
 	return meta.IsStatusConditionTrue(conditions, clusterv1.PausedCondition)
 }
 
-// stage is how far a Machine is that there is.
+// stage returns the stage of an existing Machine.
 func stage(m *clusterv1.Machine) engine.Stage {
 	if m.DeletionTimestamp.IsZero() {
 		return engine.Alive
@@ -313,8 +316,8 @@ func (p *play) metadata() metav1.ObjectMeta {
 	return metav1.ObjectMeta{Namespace: sandbox.ClusterNamespace, Name: p.name}
 }
 
-// setUp makes the next of the first MachineSets: the first one with the MachineDeployment, the others by a new template and more
-// replicas, which go to the newest.
+// setUp creates the next of the initial MachineSets: the first together with the MachineDeployment,
+// the others through a new template and more replicas, which go to the newest MachineSet.
 func (p *play) setUp(ctx context.Context) error {
 	if p.made > 1 {
 		return p.changeDeployment(ctx, func(md *clusterv1.MachineDeployment) {
@@ -356,12 +359,12 @@ func (p *play) setUp(ctx context.Context) error {
 	return nil
 }
 
-// changeTemplate makes a template that there was not yet: nothing depends on where a simulated machine stands.
+// changeTemplate sets a new template: the failure domain of a simulated machine does not matter.
 func (p *play) changeTemplate(md *clusterv1.MachineDeployment) {
 	md.Spec.Template.Spec.FailureDomain += "x"
 }
 
-// write does one write of the script.
+// write performs one write of the script.
 func (p *play) write(ctx context.Context, w engine.Write) error {
 	switch w.Verb {
 	case engine.PauseSet, engine.UnpauseSet, engine.LowerSet:
@@ -436,7 +439,7 @@ func (p *play) changeDeployment(ctx context.Context, how func(*clusterv1.Machine
 	return p.change(ctx, md, func() { how(md) })
 }
 
-// change writes an object as it is now, with what how changes of it.
+// change applies how to the current version of an object and writes it.
 func (p *play) change(ctx context.Context, o client.Object, how func()) error {
 	return retry.RetryOnConflict(retry.DefaultBackoff, func() error {
 		if err := p.hub.Get(ctx, client.ObjectKeyFromObject(o), o); err != nil {

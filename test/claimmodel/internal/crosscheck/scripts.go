@@ -4,7 +4,7 @@ import "github.com/karpenter-capi/karpenter-capi/test/claimmodel/internal/engine
 
 type (
 	write = engine.Write
-	// phase is writes that follow each other at once; the controllers come to rest after them.
+	// phase is a sequence of writes without a pause, after which the controllers come to rest.
 	phase = []write
 )
 
@@ -26,7 +26,7 @@ var (
 	unpauseOldest = write{Verb: engine.UnpauseSet}
 )
 
-// Scripts are all that are checked. Sets and Machines are counted from 0, the oldest first.
+// Scripts returns all scripts. MachineSets and Machines are counted from 0, oldest first.
 func Scripts() []engine.Script {
 	return []engine.Script{
 		{Name: "a marked Machine goes", Machines: []int{3}, Phases: []phase{{mark(1)}, {replicas(2)}}},

@@ -5,7 +5,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/claimmodel/internal/explore"
 )
 
-// writer does what one agent decided, from one snapshot.
+// writer executes the decision that one agent made on a snapshot.
 type writer struct {
 	p    *Protocol
 	s    *State
@@ -16,7 +16,7 @@ type writer struct {
 	emit explore.Emit[State]
 }
 
-// liveAgent reads, decides and does one write in one instant.
+// liveAgent reads, decides and performs one write in one instant.
 func (p *Protocol) liveAgent(s *State, g int, graceOver bool, emit explore.Emit[State]) {
 	from := s.of(g)
 	w := &writer{p: p, s: s, g: g, id: liveAgentID, from: &from, emit: emit}
@@ -24,7 +24,7 @@ func (p *Protocol) liveAgent(s *State, g int, graceOver bool, emit explore.Emit[
 	w.follow(&d, true)
 }
 
-// staleAgent goes on from what it read.
+// staleAgent continues from what it read earlier.
 func (p *Protocol) staleAgent(s *State, a int, emit explore.Emit[State]) {
 	v := &s.agents[a]
 	w := &writer{p: p, s: s, g: int(v.group), id: a, from: &v.s, v: v, emit: emit}
@@ -42,7 +42,7 @@ func (p *Protocol) staleAgent(s *State, a int, emit explore.Emit[State]) {
 			w.follow(&late, checked)
 		}
 	}
-	// The second writes of the binding and of the hold, which follow the first without another look.
+	// The second writes of a binding and of a hold, which follow the first without another reading.
 	for c := range p.Claims {
 		if v.labels&bit(c) != 0 {
 			w.label(c, int(s.claims[c].machine)-1, true)
@@ -55,8 +55,9 @@ func (p *Protocol) staleAgent(s *State, a int, emit explore.Emit[State]) {
 	}
 }
 
-// enterAtOnce enters a claim that was made since the MachineDeployment was read, on what caches show of everything else. The claim's object is
-// the one that the call made, whatever became of it since, where the caches do not show it.
+// enterAtOnce enters a claim that was made since the MachineDeployment was read, based on the
+// caches' view of everything else. If the caches do not show the claim, its object is the one that
+// the call created, whatever has happened to it since.
 func (w *writer) enterAtOnce(c int) {
 	at := &w.s.groups[w.g]
 	if w.v.step < allRead || w.v.unmade&bit(c) == 0 || w.s.claims[c].phase == unmade || w.from.ledger.present == 0 {
@@ -82,7 +83,7 @@ func (w *writer) enterAtOnce(c int) {
 	entry.commit(&d)
 }
 
-// follow emits what a decision leads to.
+// follow emits the transitions of a decision.
 func (w *writer) follow(d *decision, checked bool) {
 	for c := range w.p.Claims {
 		if d.refused&bit(c) != 0 && w.s.refused[c]&bit(w.g) == 0 && w.s.claims[c].phase == made {
@@ -94,7 +95,7 @@ func (w *writer) follow(d *decision, checked bool) {
 	if d.write {
 		w.commit(d)
 		if d.urgent {
-			return // the actions are not come to
+			return // the actions are not reached
 		}
 	}
 	if !checked {
@@ -105,19 +106,19 @@ func (w *writer) follow(d *decision, checked bool) {
 	}
 }
 
-// done clears the reader after a ledger write: everything is read anew.
+// done clears the reader after a ledger write, so that everything is read again.
 func (w *writer) done(next *State) {
 	if w.v != nil {
 		next.agents[w.id] = reader{}
 	}
 }
 
-// commit writes ledger, replicas and pause, if what the write tests is as it was read.
+// commit writes ledger, replicas and pause, if what the write tests is unchanged since it was read.
 func (w *writer) commit(d *decision) {
 	at := &w.s.groups[w.g]
 	if w.v != nil {
 		fresh := w.v.ledgerFresh != 0
-		if w.from.ledger.present == 0 { // none is there, as when it was read
+		if w.from.ledger.present == 0 { // there must still be none, as when it was read
 			fresh = at.ledger.present == 0
 		}
 		template := w.from.ledger.present == 0 || d.removes && !w.p.without(TestTemplate)
@@ -139,17 +140,17 @@ func (w *writer) commit(d *decision) {
 	to := &next.groups[w.g]
 	to.ledger = d.ledger
 	to.md.frozen |= b(d.lowered)
-	if d.lowered && w.from.ledger.present != 0 { // the change that froze the group is nobody's: the floor stays as it was
+	if d.lowered && w.from.ledger.present != 0 { // the change that froze the group belongs to no one: the floor stays unchanged
 		to.owned += w.from.ledger.lastReplicas - w.from.md.replicas
 	}
-	for c := range maxClaims { // an adopted Machine is the user's no more once the claim has it
+	for c := range maxClaims { // an adopted Machine is no longer the user's once the claim has it
 		if w.from.ledger.adopted&^d.ledger.adopted&bit(c) != 0 && carriedBy(w.from, c) && to.owned > 0 {
 			to.owned--
 		}
 	}
 	violation := ""
 	for c, of := range d.ledger.returned {
-		if of != 0 && next.given&bit(c) == 0 { // the user has one more, also if the ledger is lost and says it anew
+		if of != 0 && next.given&bit(c) == 0 { // the user has one more, even if the ledger is lost and records it again
 			next.given |= bit(c)
 			to.owned++
 			if w.p.Sizes > 0 { // the min size may have given the user more
@@ -200,7 +201,7 @@ func (w *writer) commit(d *decision) {
 	w.emit(&next, describeLedger(w.id, w.g, d), violation)
 }
 
-// carriedBy reports whether a Machine in the snapshot carries the claim's label.
+// carriedBy reports whether a Machine in the snapshot has the claim's label.
 func carriedBy(s *snapshot, c int) bool {
 	for _, m := range s.machines {
 		if m.exists() && int(m.label) == c+1 {
@@ -210,7 +211,8 @@ func carriedBy(s *snapshot, c int) bool {
 	return false
 }
 
-// takesFloor is I6 for what a ledger write names, where nobody else deletes Machines or changes replicas.
+// takesFloor checks I6 for the Machines that a ledger write names, in worlds where no one else
+// deletes Machines or changes replicas.
 func (w *writer) takesFloor(d *decision) string {
 	p := w.p
 	if p.Outsiders+p.Raises+p.Lowers+p.Rollouts+p.Wipes > 0 || p.Adopt {
@@ -234,7 +236,7 @@ func (w *writer) takesFloor(d *decision) string {
 	return ""
 }
 
-// perform does one action, if the object is as it was read.
+// perform performs one action, if the object is unchanged since it was read.
 func (w *writer) perform(a action) {
 	c, i := int(a.claim), int(a.machine)
 	switch a.kind {
@@ -297,7 +299,7 @@ func (w *writer) changeClaim(a action, c, i int) {
 		i = 0
 		violation = w.ends(a, c)
 		to.phase = ended
-		next.asked |= bit(c) // nobody need ask any more
+		next.asked |= bit(c) // no further call needs to request it
 	}
 	if to.phase == ended {
 		to.adopt, to.returns = 0, 0
@@ -306,7 +308,7 @@ func (w *writer) changeClaim(a action, c, i int) {
 	w.emit(&next, act(w.id, w.g, what, c, i), violation)
 }
 
-// ends is what the end of a claim says and what must be true then.
+// ends checks what must be true when a claim ends, given the reason recorded.
 func (w *writer) ends(a action, c int) string {
 	at := &w.s.groups[w.g]
 	x := w.s.claims[c]
@@ -326,7 +328,8 @@ func (w *writer) ends(a action, c int) string {
 	return ""
 }
 
-// label writes the lasting binding. The second write of a binding knows that the claim is Bound; a later one read it so.
+// label writes the label. The second write of a binding knows that the claim is Bound; a later one
+// has read it.
 func (w *writer) label(c, i int, second bool) {
 	if i < 0 || !w.machineFresh(i) && !w.p.without(TestMachine) {
 		return
@@ -364,7 +367,7 @@ func (w *writer) hold(i int) {
 	w.delete(i)
 }
 
-// delete is the second write of a hold; its precondition is the UID alone.
+// delete is the second write of a hold. Its only precondition is the UID.
 func (w *writer) delete(i int) {
 	at := &w.s.groups[w.g]
 	m := at.machines[i]
@@ -379,7 +382,7 @@ func (w *writer) delete(i int) {
 	w.emit(&next, act(w.id, w.g, doDelete, i, 0), w.deletesOthers(i))
 }
 
-// deletesOthers is I3 for what the agent deletes.
+// deletesOthers checks I3 for the Machines that the agent deletes.
 func (w *writer) deletesOthers(i int) string {
 	p, at := w.p, &w.s.groups[w.g]
 	m := at.machines[i]
@@ -452,7 +455,7 @@ func (w *writer) changeSet(a action) {
 			set.observed, set.foreign = 0, 1
 		}
 		w.emit(&next, act(w.id, w.g, doLowerSet, i, int(set.replicas)), "")
-		if w.p.without(ReleasedTogether) { // the note is a write of its own, which a crash may come before
+		if w.p.without(ReleasedTogether) { // the note is a separate write, and a crash may precede it
 			noted := *w.s
 			noted.groups[w.g].sets[i].released |= a.uids
 			noted.groups[w.g].sets[i].replicas -= n
@@ -464,7 +467,7 @@ func (w *writer) changeSet(a action) {
 	}
 }
 
-// reads emits what a stale agent can read next. It can begin anew at any time, as after a crash.
+// reads emits what a stale agent can read next. It can start over at any time, as after a crash.
 func (p *Protocol) reads(s *State, a int, emit explore.Emit[State]) {
 	v := &s.agents[a]
 	for g := range p.Groups {
@@ -478,7 +481,7 @@ func (p *Protocol) reads(s *State, a int, emit explore.Emit[State]) {
 			if next.agents[a].unmade = s.unmade(p.Claims); next.agents[a].unmade == 0 {
 				continue // there will be nothing to enter
 			}
-			next.agents[a].generationFresh, next.agents[a].objectFresh = 0, 0 // it compares what they are for
+			next.agents[a].generationFresh, next.agents[a].objectFresh = 0, 0 // it compares the objects themselves
 		}
 		if next.agents[a] != *v {
 			emit(&next, act(a, g, readDeployment, 0, 0), "")
@@ -503,7 +506,7 @@ func (p *Protocol) reads(s *State, a int, emit explore.Emit[State]) {
 		emit(&next, act(a, g, readMachines, 0, 0), "")
 	case v.step == claimsRead:
 		w.s.sets, w.setsFresh, w.step = s.groups[g].sets, 1<<maxSets-1, setsRead
-		for i := range w.s.sets { // what Cluster API's cache shows is not on the object
+		for i := range w.s.sets { // the state of Cluster API's cache is not on the object
 			w.s.sets[i].saw, w.s.sets[i].foreign = 0, 0
 		}
 		emit(&next, act(a, g, readSets, 0, 0), "")
@@ -521,7 +524,7 @@ func (p *Protocol) reads(s *State, a int, emit explore.Emit[State]) {
 		w.step = ledgerChecked
 		emit(&next, act(a, g, checkLedger, 0, 0), "")
 	}
-	if p.without(LiveAfterLedger) && v.step >= allRead { // the ledger is read again, and the rest is as old as it was
+	if p.without(LiveAfterLedger) && v.step >= allRead { // only the ledger is read again, and the rest stays old
 		at := &s.groups[g]
 		next := *s
 		w := &next.agents[a]

@@ -1,6 +1,6 @@
 package engine
 
-// Check is I1, and that nothing is claimed by nobody.
+// Check checks I1, and that every label belongs to a claim.
 func (p *Protocol) Check(s *State) string {
 	var labelled uint8
 	for g := range p.Groups {
@@ -30,7 +30,7 @@ func (p *Protocol) Check(s *State) string {
 	return ""
 }
 
-// CheckAtRest is I2.
+// CheckAtRest checks I2.
 func (p *Protocol) CheckAtRest(s *State) string {
 	for c, x := range s.claims {
 		if x.live() && s.asked&bit(c) != 0 {
@@ -48,7 +48,7 @@ func (p *Protocol) CheckAtRest(s *State) string {
 func (p *Protocol) groupAtRest(s *State, g int) string {
 	at := &s.groups[g]
 	if at.md.paused == byHuman || at.md.frozen != 0 || !at.md.sizesUsable() || at.blocked != 0 && !p.BlockedForGood {
-		return "" // nothing has to come to an end meanwhile
+		return "" // nothing needs to come to an end meanwhile
 	}
 	live := 0
 	for c, x := range s.claims {
@@ -94,7 +94,7 @@ func (p *Protocol) groupAtRest(s *State, g int) string {
 	}
 	l := &at.ledger
 	want := int(max(at.owned, at.md.min)) + live
-	if p.Wipes > 0 { // what cannot be explained any more is the floor's, and never the other way round
+	if p.Wipes > 0 { // what can no longer be explained is the floor's, and never the reverse
 		if l.present == 0 {
 			return ""
 		}

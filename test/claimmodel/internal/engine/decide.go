@@ -14,13 +14,14 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/agent/protocol"
 )
 
-// decision is what [protocol.Decide] asks for in a snapshot, as far as it is explored: what is written for people alone is left out.
+// decision is the explored part of the decision of [protocol.Decide] on a snapshot. It omits what
+// is written only for users.
 type decision struct {
 	write    bool
 	urgent   bool
-	removes  bool  // Machines or replicas, which depends on the template
-	lowered  bool  // the group is frozen with the ledger write
-	enters   uint8 // mask of claims: the decision does nothing but enter this one
+	removes  bool  // Machines or replicas, depending on the template
+	lowered  bool  // the ledger write freezes the group
+	enters   uint8 // mask of claims: the decision only enters this one
 	ledger   ledger
 	replicas uint8
 	pause    protocol.PauseChange
@@ -30,13 +31,13 @@ type decision struct {
 	n       int
 }
 
-// action is one write on one object. Which of its numbers count depends on its kind.
+// action is one write on one object. Its kind determines which of its numbers are used.
 type action struct {
 	kind                kind
 	claim, machine, set uint8
 	uids                uint8 // mask of Machines
-	lost                bool  // of end: the claim is said to have lost its Machine
-	released            bool  // of end: the release is said to be complete
+	lost                bool  // of end: the claim is reported to have lost its Machine
+	released            bool  // of end: the release is reported as complete
 }
 
 type kind uint8
@@ -57,30 +58,30 @@ const (
 	giveBack
 )
 
-// kinds are the actions that are explored. The others write what only people read, or need what the model does not have: deadlines
-// and lost objects.
+// kinds are the explored actions. The others write only for users, or need what the model does not
+// have: deadlines and lost objects.
 var kinds = map[protocol.ActionKind]kind{
 	protocol.MarkEntered: markEntered, protocol.Bind: bind, protocol.Restore: restore, protocol.Label: label, protocol.Unbind: unbind,
 	protocol.End: end,
-	// Only calls move claims here.
+	// In the model, only calls move claims.
 	protocol.MoveOn: end,
 	protocol.Hold:   hold, protocol.Keep: keep, protocol.LetGo: letGo, protocol.PauseMachineSet: pauseMachineSet,
 	protocol.UnpauseMachineSet: unpauseMachineSet, protocol.LowerSet: lowerSet, protocol.Return: giveBack,
 }
 
-// question is what a decision depends on.
+// question is the input of a decision.
 type question struct {
 	s         snapshot
 	graceOver bool
 }
 
-// remembered bounds the decisions that are kept, to save memory.
+// remembered limits the number of cached decisions, to save memory.
 const remembered = 1 << 19
 
-// decide asks the agent's protocol, or remembers what it answered to the same question.
+// decide calls the agent's protocol, or returns its cached decision on the same input.
 func (p *Protocol) decide(s *snapshot, graceOver bool) decision {
 	q := question{*s, graceOver}
-	for i := range q.s.sets { // what a snapshot does not show
+	for i := range q.s.sets { // not part of a snapshot
 		q.s.sets[i].saw, q.s.sets[i].foreign, q.s.sets[i].counted = 0, 0, 0
 	}
 	if d, known := p.decisions[q]; known {
@@ -105,18 +106,18 @@ const (
 	namespace   = "default"
 	clusterName = "workload"
 	groupName   = "group"
-	// generation of the MachineDeployment, and of each MachineSet.
+	// generation is the generation of the MachineDeployment and of each MachineSet.
 	generation = 10
 )
 
 var now = time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
 
-// Names end in the number.
+// name returns a name that ends in the number.
 func name(kind string, i int) string { return kind + strconv.Itoa(i) }
 
 func number(name string) uint8 { return name[len(name)-1] - '0' }
 
-// snapshot is the group as an agent reads it.
+// snapshot returns the group as an agent reads it.
 func (p *Protocol) snapshot(s *snapshot, graceOver bool) *protocol.Snapshot {
 	md := p.deploymentOf(&s.md)
 	out := &protocol.Snapshot{
@@ -147,13 +148,13 @@ func (p *Protocol) snapshot(s *snapshot, graceOver bool) *protocol.Snapshot {
 	return out
 }
 
-// keyed is an object of the model and its number.
+// keyed is an object of the model with its number.
 type keyed[T comparable] struct {
 	i int
 	x T
 }
 
-// known makes an object once: decisions do not change what they are made from.
+// known builds an object once and caches it: decisions do not modify their input.
 func known[K comparable, V any](all *map[K]V, key K, build func(K) V) V {
 	if v, is := (*all)[key]; is {
 		return v
@@ -313,7 +314,7 @@ func machineOf(of keyed[machine]) *clusterv1.Machine {
 	return m
 }
 
-// ledgerOf is the snapshot's ledger, as the agent reads it.
+// ledgerOf returns the snapshot's ledger as the agent reads it.
 func ledgerOf(s *snapshot) *protocol.Ledger {
 	l := (&protocol.Ledger{
 		Version: protocol.LedgerVersion, Seq: 1, Floor: int32(s.ledger.floor), LastReplicas: int32(s.ledger.lastReplicas),
@@ -361,7 +362,7 @@ func ledgerOf(s *snapshot) *protocol.Ledger {
 	return l
 }
 
-// translate says a decision in the model's numbers.
+// translate converts a decision to the model's numbers.
 func (p *Protocol) translate(s *snapshot, d *protocol.Decision) decision {
 	out := decision{
 		write: d.Ledger != nil, urgent: d.Urgent, removes: d.Removes, lowered: d.Lowered != "", replicas: uint8(d.Replicas), pause: d.Pause,
@@ -392,7 +393,7 @@ func (p *Protocol) translate(s *snapshot, d *protocol.Decision) decision {
 		}
 		if does == end {
 			x.lost = s.claims[x.claim].phase == bound && a.Event.Reason != protocol.ReasonReturned
-			// Of a Machine that was handed over nobody says that it is gone.
+			// A Machine that was handed over is not reported as gone.
 			x.released = a.Event.Reason == protocol.ReasonReleased
 		}
 		out.actions[out.n] = x

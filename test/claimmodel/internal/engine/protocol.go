@@ -11,96 +11,107 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/claimmodel/internal/explore"
 )
 
-// Protocol is the protocol in one world. The zero value has nothing in it; each field adds something that can happen.
+// Protocol is the protocol in one world. The zero value is an empty world; each field adds
+// something that can happen.
 type Protocol struct {
 	// Groups is 1 or 2. Claims is at most 3. Each claim's candidates are the groups in order.
 	Groups, Claims int
-	// Floor is each group's at first; Max its max size, 0 for none.
+	// Floor is the initial floor of each group. Max is its max size, 0 for none.
 	Floor, Max int
-	// StaleAgents is 0 to 2, beside one that reads, decides and writes in one instant.
+	// StaleAgents is 0 to 2, in addition to one agent that reads, decides and writes in one
+	// instant.
 	StaleAgents int
-	// Young says that the floor's Machines have no Node yet at first.
+	// Young means that the floor's Machines initially have no Node.
 	Young bool
-	// Machines bounds how many one group makes in a run; 0 means the most that there can be.
+	// Machines limits the number of Machines that one group makes in a run; 0 means the model's
+	// maximum.
 	Machines int
 
-	// Sets is how many MachineSets, each with one Machine of the floor, there are at first, from older templates; 0 means 1.
+	// Sets is the initial number of MachineSets, each with one Machine of the floor, from older
+	// templates; 0 means 1.
 	Sets int
-	// RollingUpdate replaces Machines of old templates by itself; else nothing happens to them (OnDelete).
+	// RollingUpdate replaces Machines of old templates automatically. Otherwise they are left alone
+	// (OnDelete).
 	RollingUpdate bool
-	// Adopt lets the last claim take over the first Machine.
+	// Adopt lets the last claim adopt the first Machine.
 	Adopt bool
-	// Return lets a claim that is Bound return its Machine to the user.
+	// Return lets a Bound claim return its Machine to the user.
 	Return bool
-	// Repeat lets the call that makes a claim arrive a second time, at any time, and calls that release one arrive before it.
+	// Repeat lets the call that makes a claim arrive a second time, at any time, and lets calls
+	// that release a claim arrive before it.
 	Repeat bool
-	// Forget lets ended claims be forgotten once no call for them is under way.
+	// Forget drops ended claims once no call for them is in flight.
 	Forget bool
 
-	// How often things happen from outside.
-	Outsiders int // somebody deletes a Machine
-	Raises    int // a human raises replicas
-	Lowers    int // a human lowers replicas, never below what is claimed
+	// Number of external events.
+	Outsiders int // another actor deletes a Machine
+	Raises    int // a user raises replicas
+	Lowers    int // a user lowers replicas, never below what is claimed
 	Rollouts  int // the template changes
 	Wipes     int // the ledger is wiped
-	Pauses    int // a human pauses a MachineDeployment, and un-pauses it at any time
-	Blocks    int // the MachineSets of a group can make no Machines, and can again at any time
-	Sizes     int // a human sets the max or the min size to another number, or to none that can be read, and back at any time
-	// AtOnce has the stale agents do nothing but enter claims at once, on what their caches show.
+	Pauses    int // a user pauses a MachineDeployment, and unpauses it at any time
+	Blocks    int // the MachineSets of a group cannot make Machines, until any later time
+	Sizes     int // a user sets the max or the min size to another number, or to an unreadable one, and back at any time
+	// AtOnce restricts the stale agents to entering claims at once, based on their caches.
 	AtOnce bool
-	// BlockedForGood keeps what is blocked so.
+	// BlockedForGood makes blocks permanent.
 	BlockedForGood bool
 
-	// Without leaves a rule out: each must bring a violation.
+	// Without leaves out rules. Leaving out any rule must cause a violation.
 	Without Rule
 
-	// What is remembered of the agent's decisions, and what they are made from.
+	// Caches of the agent's decisions, and of the objects in their input.
 	decisions  map[question]decision
 	claims     map[keyed[claim]]*v1alpha1.MachineClaim
 	sets       map[keyed[machineSet]]*clusterv1.MachineSet
 	machinesOf map[keyed[machine]]*clusterv1.Machine
 }
 
-// Rule is one of those that the process around [protocol.Decide] keeps, and that can be left out. Several are joined by |. The rules of
-// the decision itself are left out as mutants of the agent's source are, see package mutants there.
+// Rule is a rule that the code around [protocol.Decide] follows and that can be left out. Several
+// are joined by |. The rules of the decision itself are left out by mutants of the agent's source,
+// see package mutants there.
 type Rule uint32
 
 // The rules.
 const (
-	// Seq tells two ledgers of the same content apart.
+	// Seq distinguishes two ledgers of the same content.
 	Seq Rule = 1 << iota
-	// ReleasedTogether notes the released Machine in the same write that lowers its MachineSet.
+	// ReleasedTogether records the released Machine in the same write that lowers its MachineSet.
 	ReleasedTogether
-	// TestTemplate writes what depends on the template only while that is as it was read: a release that is given back, a choice of
-	// spares, and spares that never came.
+	// TestTemplate performs a write that depends on the template only if the template is unchanged
+	// since it was read: the decrement after a release, a choice of spares, and the removal of
+	// spares that never came.
 	TestTemplate
-	// Anchor: a claim is one object, created once. Without it each group has its own, and claims 0 and 1 are the same one.
+	// Anchor: a claim is one object, created once. Without it each group has its own object, and
+	// claims 0 and 1 are the same claim.
 	Anchor
-	// TestPause pauses a MachineDeployment only as it was read.
+	// TestPause pauses a MachineDeployment only if it is unchanged since it was read.
 	TestPause
-	// LateForget keeps ended claims until no call for them can arrive any more.
+	// LateForget retains ended claims until no call for them can arrive.
 	LateForget
-	// Tombstone remembers the release of a claim that is unknown.
+	// Tombstone records the release of an unknown claim.
 	Tombstone
 	// LiveAfterLedger (R1) reads claims and Machines after the ledger that the write tests.
 	LiveAfterLedger
-	// CheckLedger (R2) reads the ledger again after the objects that the writes change.
+	// CheckLedger (R2) reads the ledger again after the objects to be written.
 	CheckLedger
-	// TestMachine labels a Machine only as it was read.
+	// TestMachine labels a Machine only if it is unchanged since it was read.
 	TestMachine
-	// TestSizes raises replicas only while the max size is as it was read, and lowers them only while the min size is.
+	// TestSizes raises replicas only if the max size is unchanged since it was read, and lowers
+	// them only if the min size is.
 	TestSizes
-	// TestEntry enters a claim at once only while the MachineDeployment, and its ledger, are as they were read.
+	// TestEntry enters a claim at once only if the MachineDeployment and its ledger are unchanged
+	// since they were read.
 	TestEntry
 )
 
 var ruleNames = strings.Fields(`seq released-together test-template anchor test-pause late-forget tombstone live-after-ledger check-ledger
 	test-machine test-sizes test-entry`)
 
-// RuleNames are the names of all rules.
+// RuleNames returns the names of all rules.
 func RuleNames() []string { return ruleNames }
 
-// ParseRules reads names of rules, separated by commas.
+// ParseRules parses comma-separated names of rules.
 func ParseRules(text string) (Rule, error) {
 	var r Rule
 next:
@@ -119,7 +130,7 @@ next:
 	return r, nil
 }
 
-// String names the rules.
+// String returns the names of the rules.
 func (r Rule) String() string {
 	var names []string
 	for i, name := range ruleNames {
@@ -139,7 +150,7 @@ func (p *Protocol) machines() int {
 	return p.Machines
 }
 
-// Initial is every group at rest, of its floor alone, and without a ledger.
+// Initial returns the initial state: every group at rest, with only its floor and without a ledger.
 func (p *Protocol) Initial() State {
 	var s State
 	sets := max(1, p.Sets)
@@ -165,7 +176,7 @@ func (p *Protocol) Initial() State {
 			at.sets[set].replicas++
 			at.sets[set].saw++
 		}
-		if p.AtOnce { // which begins no ledger
+		if p.AtOnce { // which does not begin a ledger
 			at.ledger = ledger{present: 1, floor: floor, lastReplicas: floor, written: floor + 1}
 		}
 	}
@@ -176,7 +187,7 @@ func (p *Protocol) Initial() State {
 	return s
 }
 
-// Exhausted reports that a group has used all the Machines that it may make.
+// Exhausted reports whether a group has made as many Machines as it may.
 func (p *Protocol) Exhausted(s *State) bool {
 	for g := range p.Groups {
 		if s.groups[g].machines[p.machines()-1].phase != absent {
@@ -219,7 +230,8 @@ func (p *Protocol) Moves(who explore.Mover, s *State, emit explore.Emit[State]) 
 	}
 }
 
-// refute makes the stale agents' readings of objects that just changed unfit for a compare-and-swap.
+// refute marks the stale agents' readings of objects that just changed as outdated, so that a
+// compare-and-swap fails.
 func (p *Protocol) refute(before, after *State) {
 	for a := range p.StaleAgents {
 		v := &after.agents[a]
@@ -230,7 +242,8 @@ func (p *Protocol) refute(before, after *State) {
 		if was.ledger != is.ledger {
 			v.ledgerFresh, v.objectFresh = 0, 0
 			if p.AtOnce && !p.without(TestEntry) {
-				// Of no use but for the rest, which caches may show beside a newer one, as long as another claim may come.
+				// Only the rest is still useful: caches may show it beside a newer ledger, as long
+				// as another claim may come.
 				v.s.md, v.s.ledger, v.unmade = deployment{}, ledger{}, 0
 				if after.unmade(p.Claims) == 0 {
 					*v = reader{}
@@ -268,7 +281,7 @@ func (p *Protocol) refute(before, after *State) {
 	}
 }
 
-// changed reports whether the object changed, and not only what Cluster API's cache shows of it.
+// changed reports whether the object changed, apart from what Cluster API's cache shows of it.
 func changed(before, after machineSet) bool {
 	before.saw, before.foreign = after.saw, after.foreign
 	return before != after
@@ -332,7 +345,7 @@ const (
 	doReturn
 )
 
-// wording says a transition; %g is the group, %x and %y its numbers, counted from 0.
+// wording describes transitions. %g is the group, and %x and %y are the numbers, counted from 0.
 var wording = [...]string{
 	createClaim: "CreateClaim c%x (group %g)", repeatCreate: "CreateClaim c%x once more (group %g)", releaseClaim: "ReleaseClaim c%x",
 	returnMachine: "ReturnMachine c%x",
@@ -367,7 +380,8 @@ func act(who, group, what, x, y int) explore.Act {
 	return explore.Act(who<<28 | group<<24 | what<<16 | x<<8 | y)
 }
 
-// Describe says a transition in words. The rest of a ledger write is in the numbers: replicas and the entries.
+// Describe describes a transition in words. A ledger write is reduced to its numbers: replicas and
+// the entries.
 func (p *Protocol) Describe(a explore.Act) string {
 	who := [...]string{"agent 0: ", "agent 1: ", "live agent: ", ""}[a>>28]
 	text := strings.NewReplacer(
@@ -383,7 +397,7 @@ func (p *Protocol) Describe(a explore.Act) string {
 	return who + text
 }
 
-// describeLedger packs what a ledger write says into a transition.
+// describeLedger encodes a ledger write as a transition.
 func describeLedger(who, g int, d *decision) explore.Act {
 	entries, names := 0, 0
 	for _, entry := range d.ledger.pending {

@@ -1,13 +1,13 @@
 package engine
 
-// plan is what a reconcile of a MachineDeployment computes from: what its cache shows of its MachineSets. It follows the rollout
-// planner of Cluster API (core/reconcilers/machinedeployment).
+// plan is the input of a reconcile of a MachineDeployment: its cache's view of its MachineSets. It
+// follows Cluster API's rollout planner (core/reconcilers/machinedeployment).
 type plan struct {
 	newest, replicas        int
 	spec, status, available [maxSets]int
 }
 
-// surge of a RollingUpdate; none may be unavailable.
+// surge of a RollingUpdate. No Machine may be unavailable.
 const surge = 1
 
 func (p *Protocol) planOf(s *State, g int) plan {
@@ -27,8 +27,8 @@ func (p *Protocol) planOf(s *State, g int) plan {
 	return out
 }
 
-// taken is how many replicas there are before the newest MachineSet may have more: deleted Machines take their place until they
-// are gone.
+// taken returns the number of replicas that count against the newest MachineSet's room: deleted
+// Machines count until they are gone.
 func (l *plan) taken() int {
 	n := 0
 	for i := range l.spec {
@@ -37,7 +37,7 @@ func (l *plan) taken() int {
 	return n
 }
 
-// newer is the newest MachineSet's replicas, of which there may be so many more in all.
+// newer returns the newest MachineSet's new replicas, with the given surge over all MachineSets.
 func (l *plan) newer(more int) int {
 	n := l.spec[l.newest]
 	if n > l.replicas {
@@ -46,8 +46,8 @@ func (l *plan) newer(more int) int {
 	return n + max(0, min(l.replicas+more-l.taken(), l.replicas-n))
 }
 
-// onDelete cuts the newest MachineSet down to the replicas, the old ones to the Machines that they have, and takes the rest from
-// the oldest ones.
+// onDelete scales the newest MachineSet down to the replicas and the old ones down to their
+// existing Machines, and takes the rest from the oldest ones.
 func (l *plan) onDelete() [maxSets]int {
 	to := l.spec
 	to[l.newest] = l.newer(0)
@@ -61,14 +61,15 @@ func (l *plan) onDelete() [maxSets]int {
 	}
 	for i := range to {
 		if less := min(to[i], over); i != l.newest && less > 0 {
-			to[i] = l.spec[i] - less // and not what it was just cut to; the next reconcile does
+			to[i] = l.spec[i] - less // not from the value it was just scaled to; the next reconcile does that
 			over -= less
 		}
 	}
 	return to
 }
 
-// rollingUpdate makes new Machines as long as there is room, and takes old ones as long as enough are available.
+// rollingUpdate makes new Machines while there is room, and removes old ones while enough Machines
+// are available.
 func (l *plan) rollingUpdate() [maxSets]int {
 	to := l.spec
 	to[l.newest] = l.newer(surge)
@@ -97,8 +98,8 @@ func (l *plan) rollingUpdate() [maxSets]int {
 	return to
 }
 
-// affordable is how many of the replicas an old MachineSet can lose, with enough Machines left in all if the available ones go
-// first.
+// affordable returns how many of the replicas an old MachineSet can lose while enough Machines
+// remain, assuming that its available ones go first.
 func (l *plan) affordable(set, replicas, less int, available *int) int {
 	going := max(0, l.status[set]-(replicas-less))
 	if less == 0 || l.available[set] == 0 || going == 0 {
@@ -112,7 +113,8 @@ func (l *plan) affordable(set, replicas, less int, available *int) int {
 	return less
 }
 
-// breakDeadlock takes a replica from an old MachineSet whose Machines are not all available, where nothing else is under way.
+// breakDeadlock removes a replica of an old MachineSet whose Machines are not all available, if
+// nothing else is in progress.
 func (l *plan) breakDeadlock(to *[maxSets]int) {
 	if l.spec != l.status || l.available[l.newest] != l.status[l.newest] {
 		return

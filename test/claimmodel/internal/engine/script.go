@@ -9,57 +9,58 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/test/claimmodel/internal/explore"
 )
 
-// Script is a list of writes to one MachineDeployment and what belongs to it, with nobody about but Cluster API: no agent and no
-// claims. It is there to be done to the real controllers too.
+// Script is a list of writes to one MachineDeployment and its objects, with only Cluster API
+// running: no agent and no claims. It can also be run against the real controllers.
 type Script struct {
 	Name string
-	// RollingUpdate replaces Machines of old templates by itself, with one Machine of surge; else nothing happens to them
-	// (OnDelete).
+	// RollingUpdate replaces Machines of old templates automatically, with a surge of one Machine.
+	// Otherwise they are left alone (OnDelete).
 	RollingUpdate bool
-	// Machines is how many there are at first in each MachineSet, the oldest MachineSet first. All of them have a Node.
-	// They are numbered in that order, over all MachineSets.
+	// Machines is the initial number of Machines in each MachineSet, oldest MachineSet first. All
+	// of them have a Node. They are numbered in that order, over all MachineSets.
 	Machines []int
-	// Phases are the writes. Those of one phase follow each other at once; after each, the controllers come to rest.
+	// Phases are the writes. The writes of one phase follow each other without a pause; after each
+	// phase the controllers come to rest.
 	Phases [][]Write
 }
 
 // Write is one write of a script.
 type Write struct {
 	Verb Verb
-	// N is what the verb says: replicas, or the number of a Machine or a MachineSet.
+	// N is the argument of the verb: replicas, or the number of a Machine or a MachineSet.
 	N int
 }
 
-// Verb is what a write does.
+// Verb is the kind of a write.
 type Verb uint8
 
 // The verbs.
 const (
-	// SetReplicas of the MachineDeployment to N.
+	// SetReplicas sets the MachineDeployment's replicas to N.
 	SetReplicas Verb = iota
-	// ChangeTemplate of the MachineDeployment, to one that there was not yet.
+	// ChangeTemplate sets a new template of the MachineDeployment.
 	ChangeTemplate
-	// Pause the MachineDeployment.
+	// Pause pauses the MachineDeployment.
 	Pause
-	// Unpause the MachineDeployment.
+	// Unpause unpauses the MachineDeployment.
 	Unpause
-	// UnpauseWith replicas N, in the same write.
+	// UnpauseWith unpauses it and sets replicas to N in the same write.
 	UnpauseWith
-	// PauseSet N.
+	// PauseSet pauses MachineSet N.
 	PauseSet
-	// UnpauseSet N.
+	// UnpauseSet unpauses MachineSet N.
 	UnpauseSet
-	// LowerSet N by one replica.
+	// LowerSet lowers MachineSet N by one replica.
 	LowerSet
-	// Mark Machine N with Cluster API's delete annotation.
+	// Mark adds Cluster API's delete annotation to Machine N.
 	Mark
-	// Hold Machine N: the delete annotation and a finalizer of ours.
+	// Hold adds the delete annotation and our finalizer to Machine N.
 	Hold
-	// Delete Machine N.
+	// Delete deletes Machine N.
 	Delete
-	// LetGo takes the finalizer off Machine N.
+	// LetGo removes the finalizer from Machine N.
 	LetGo
-	// KeepFromBooting lets no instance come into being any more, of whatever Machine.
+	// KeepFromBooting keeps all further instances from booting, of any Machine.
 	KeepFromBooting
 )
 
@@ -70,7 +71,7 @@ var verbs = [...]string{
 	KeepFromBooting: "keep new instances from booting",
 }
 
-// String says the write in words.
+// String describes the write in words.
 func (w Write) String() string {
 	if text := verbs[w.Verb]; strings.Contains(text, "%") {
 		return fmt.Sprintf(text, w.N)
@@ -78,46 +79,47 @@ func (w Write) String() string {
 	return verbs[w.Verb]
 }
 
-// Outcome is what there is of a script's MachineDeployment when the controllers are at rest.
+// Outcome is the state of a script's MachineDeployment once the controllers are at rest.
 type Outcome struct {
-	// Sets are the MachineSets, the oldest first. One that is not there, or no more, is as one without replicas.
+	// Sets are the MachineSets, oldest first. A missing MachineSet equals one without replicas.
 	Sets [maxSets]SetOutcome
-	// Machines are those that the script began with.
+	// Machines are the script's initial Machines.
 	Machines [maxMachines]Stage
 }
 
-// SetOutcome is what there is of a MachineSet.
+// SetOutcome is the state of a MachineSet.
 type SetOutcome struct {
 	Replicas int
-	// Paused says that it carries Cluster API's pause annotation.
+	// Paused is set if it has Cluster API's pause annotation.
 	Paused bool
-	// New and Young count its Machines that were not there at first: those with a Node and those without.
+	// New and Young count its Machines other than the initial ones: those with a Node and those
+	// without.
 	New, Young int
 }
 
-// Stage is how far a Machine is, as far as a script's end can find it.
+// Stage is a Machine's stage, as far as it can be determined at the end of a script.
 type Stage uint8
 
 // The stages.
 const (
 	// None: there is no Machine of that number.
 	None Stage = iota
-	// Alive, with a Node.
+	// Alive: it exists and has a Node.
 	Alive
-	// Held is torn down but for our finalizer.
+	// Held: it is torn down, and only our finalizer remains.
 	Held
-	// Gone altogether.
+	// Gone: it no longer exists.
 	Gone
-	// Unsettled is anything else, which is no rest.
+	// Unsettled is any other stage, in which the world is not at rest.
 	Unsettled
 )
 
 var stages = [...]string{None: "none", Alive: "alive", Held: "held", Gone: "gone", Unsettled: "UNSETTLED"}
 
-// String says the stage in a word.
+// String returns the stage as a word.
 func (s Stage) String() string { return stages[s] }
 
-// String says the outcome in a line.
+// String formats the outcome on one line.
 func (o Outcome) String() string {
 	var b strings.Builder
 	for i, set := range o.Sets {
@@ -144,15 +146,17 @@ func (o Outcome) String() string {
 	return strings.TrimSpace(b.String())
 }
 
-// Situation is the model's world at one point of a script.
+// Situation is the state of the model at one point of a script.
 type Situation struct {
 	state   State
-	first   uint8 // how many Machines the script began with
-	kept    uint8 // no instance comes into being any more
-	written uint8 // how many writes of the phase are done, plus one; 0 before it
+	first   uint8 // number of the script's initial Machines
+	settled uint8 // the Machines from before the phase, which every status counts
+	lagged  uint8 // a status did not count the other Machines once in this phase, which is the model's limit
+	kept    uint8 // no further instance boots
+	written uint8 // number of completed writes of the phase, plus one; 0 before it
 }
 
-// Begin is the script's situation before its first phase.
+// Begin returns the script's situation before its first phase.
 func (s *Script) Begin() Situation {
 	var out Situation
 	at := &out.state.groups[0]
@@ -169,14 +173,14 @@ func (s *Script) Begin() Situation {
 	return out
 }
 
-// ErrTooLarge says that the model has not enough room for a script, so that it cannot say what is allowed.
+// ErrTooLarge means that the model is too small for a script and cannot determine what is allowed.
 var ErrTooLarge = errors.New("too large for the model")
 
-// mostStates of one phase; the scripts stay far below.
+// mostStates limits the states of one phase. The scripts stay far below it.
 const mostStates = 1 << 20
 
-// Allowed explores one phase from all the situations that it may begin in, and returns all the outcomes that it may have, each
-// with the situations that have it.
+// Allowed explores one phase from all of its possible initial situations, and returns all of its
+// possible outcomes, each with the situations that have it.
 func (s *Script) Allowed(phase int, from []Situation) (map[Outcome][]Situation, error) {
 	m := &scripted{
 		p:    &Protocol{Groups: 1, RollingUpdate: s.RollingUpdate},
@@ -202,17 +206,20 @@ type scripted struct {
 	exhausted bool
 }
 
-// Initial is before the first of the situations: Moves leads to each of them.
+// Initial precedes the first of the situations: Moves leads to each of them.
 func (m *scripted) Initial() Situation { return Situation{} }
 
-// Moves emits the script's next write, and whatever the controllers may do.
+// Moves emits the script's next write, and the possible moves of the controllers.
 func (m *scripted) Moves(who explore.Mover, s *Situation, emit explore.Emit[Situation]) {
 	switch {
 	case s.written == 0:
 		if who == explore.Outside {
 			for i := range m.from {
 				next := m.from[i]
-				next.written = 1
+				next.written, next.settled, next.lagged = 1, 0, 0
+				for j, x := range next.state.groups[0].machines {
+					next.settled |= b(x.exists()) << j
+				}
 				emit(&next, act(nobody, 0, 0, 0, 0), "")
 			}
 		}
@@ -224,12 +231,44 @@ func (m *scripted) Moves(who explore.Mover, s *Situation, emit explore.Emit[Situ
 			emit(&next, act(nobody, 0, 0, int(s.written), 0), "")
 		}
 		m.p.eager(&s.state, 0, s.with(emit))
+		if s.lagged == 0 {
+			late := *s
+			late.lagged = 1
+			m.p.lagging(&s.state, s.settled, late.with(emit))
+		}
 	case who == explore.Controllers:
 		m.p.controllers(&s.state, 0, s.with(emit))
 	}
 }
 
-// with puts what Cluster API does into the situation. What the agent's protocol forbids is not asked here.
+// lagging emits an additional move of the MachineDeployment. If the status of a MachineSet of an
+// old template does not count the Machines yet that it has just made, the MachineDeployment scales
+// it down below their number. Searches omit this move, because they do not model that status.
+func (p *Protocol) lagging(s *State, settled uint8, emit explore.Emit[State]) {
+	at := &s.groups[0]
+	if p.RollingUpdate || at.md.paused != notPaused || at.md.isPaused != 0 || at.sets[at.md.template].exists == 0 {
+		return
+	}
+	plan := p.planOf(s, 0)
+	for set := range at.sets {
+		if set == plan.newest || at.sets[set].isPaused != 0 {
+			continue
+		}
+		lags := plan
+		for j, m := range at.seen {
+			if int(at.machines[j].set) != set || settled&bit(j) != 0 || m.phase < fresh || m.phase > held {
+				continue
+			}
+			lags.status[set]--
+			p.scale(s, 0, lags.onDelete(), func(next *State, what, x, y int, violation string) {
+				emit(next, act(nobody, 0, what, x, y), violation)
+			})
+		}
+	}
+}
+
+// with applies moves of Cluster API to the situation. It does not check the rules of the agent's
+// protocol.
 func (s *Situation) with(emit explore.Emit[Situation]) explore.Emit[State] {
 	return func(state *State, a explore.Act, _ string) {
 		if s.kept != 0 && a>>16&255 == nodeJoins {
@@ -241,13 +280,13 @@ func (s *Situation) with(emit explore.Emit[Situation]) explore.Emit[State] {
 	}
 }
 
-// Key tells situations apart.
+// Key distinguishes situations.
 func (m *scripted) Key(s *Situation) uint64 { return maphash.Comparable(seed, *s) }
 
-// Check finds nothing: there is no protocol.
+// Check returns no violation: there is no protocol.
 func (m *scripted) Check(*Situation) string { return "" }
 
-// CheckAtRest notes the outcome of a phase that is over.
+// CheckAtRest records the outcome of a phase that is over.
 func (m *scripted) CheckAtRest(s *Situation) string {
 	key := m.Key(s)
 	if int(s.written) != len(m.writes)+1 || m.met[key] {
@@ -260,10 +299,10 @@ func (m *scripted) CheckAtRest(s *Situation) string {
 	return ""
 }
 
-// Exhausted is noted by CheckAtRest.
+// Exhausted returns false: CheckAtRest records it instead.
 func (m *scripted) Exhausted(*Situation) bool { return false }
 
-// Describe says a transition in words.
+// Describe describes a transition in words.
 func (m *scripted) Describe(a explore.Act) string {
 	switch x := int(a >> 8 & 255); {
 	case a>>16&255 != 0:
@@ -275,7 +314,7 @@ func (m *scripted) Describe(a explore.Act) string {
 	}
 }
 
-// do is one write.
+// do applies one write.
 func (s *Situation) do(w Write) {
 	at := &s.state.groups[0]
 	switch w.Verb {
@@ -305,7 +344,7 @@ func (s *Situation) do(w Write) {
 	}
 }
 
-// done is the machine after a write to it.
+// done returns the machine after a write to it.
 func (m machine) done(verb Verb) machine {
 	switch {
 	case !m.exists():

@@ -4,7 +4,7 @@ import "github.com/karpenter-capi/karpenter-capi/test/claimmodel/internal/explor
 
 type emitter func(next *State, what, x, y int, violation string)
 
-// controllers are Cluster API's and the infrastructure's, for one group.
+// controllers emits the moves of Cluster API and the infrastructure for one group.
 func (p *Protocol) controllers(s *State, g int, emit explore.Emit[State]) {
 	move := func(next *State, what, x, y int, violation string) { emit(next, act(nobody, g, what, x, y), violation) }
 	p.deployment(s, g, move)
@@ -18,7 +18,7 @@ func (p *Protocol) controllers(s *State, g int, emit explore.Emit[State]) {
 	}
 }
 
-// deployment is one reconcile of the MachineDeployment.
+// deployment performs one reconcile of the MachineDeployment.
 func (p *Protocol) deployment(s *State, g int, move emitter) {
 	at := &s.groups[g]
 	if paused := b(at.md.paused != notPaused); paused != at.md.isPaused {
@@ -44,7 +44,8 @@ func (p *Protocol) deployment(s *State, g int, move emitter) {
 	}
 }
 
-// scale is what a reconcile of the MachineDeployment writes, over whatever is there.
+// scale applies the writes of a reconcile of the MachineDeployment, which overwrite the current
+// values.
 func (p *Protocol) scale(s *State, g int, to [maxSets]int, move emitter) {
 	next := *s
 	at := &next.groups[g]
@@ -66,8 +67,9 @@ func (p *Protocol) scale(s *State, g int, to [maxSets]int, move emitter) {
 	}
 }
 
-// eager is what the MachineDeployment may do besides, as it sees of its MachineSets what has been: a rollout takes any Machine
-// of an old template, whether the new ones are available or not.
+// eager emits additional moves of the MachineDeployment, which may see an old state of its
+// MachineSets: a rollout removes any Machine of an old template, whether or not the new ones are
+// available.
 func (p *Protocol) eager(s *State, g int, emit explore.Emit[State]) {
 	at := &s.groups[g]
 	plan := p.planOf(s, g)
@@ -84,7 +86,8 @@ func (p *Protocol) eager(s *State, g int, emit explore.Emit[State]) {
 	}
 }
 
-// seenOf counts the Machines of a MachineSet that Cluster API's cache shows. A paused one does not go on counting.
+// seenOf returns the number of Machines of a MachineSet in Cluster API's cache. A paused MachineSet
+// does not update it.
 func (at *group) seenOf(set int) int {
 	if at.sets[set].isPaused != 0 {
 		return int(at.sets[set].counted)
@@ -98,7 +101,7 @@ func (at *group) seenOf(set int) int {
 	return n
 }
 
-// machineSet is one step of a MachineSet's controller.
+// machineSet performs one step of a MachineSet's controller.
 func (p *Protocol) machineSet(s *State, g, i int, move emitter) {
 	at := &s.groups[g]
 	set := at.sets[i]
@@ -106,7 +109,7 @@ func (p *Protocol) machineSet(s *State, g, i int, move emitter) {
 		next := *s
 		to := &next.groups[g].sets[i]
 		to.saw, to.foreign = set.replicas, 0
-		if set.isPaused == 0 { // a paused one says nothing new about itself
+		if set.isPaused == 0 { // a paused one does not update its status
 			to.observed = 1
 		}
 		move(&next, setObserves, i, int(set.replicas), "")
@@ -119,7 +122,7 @@ func (p *Protocol) machineSet(s *State, g, i int, move emitter) {
 			to.counted = uint8(at.seenOf(i))
 		}
 		to.isPaused = paused
-		to.saw, to.foreign = set.replicas, 0 // the same object's: it is seen together
+		to.saw, to.foreign = set.replicas, 0 // fields of the same object: they are seen together
 		move(&next, setPaused, i, int(paused), "")
 	}
 	if set.isPaused != 0 {
@@ -152,7 +155,7 @@ func (p *Protocol) machineSet(s *State, g, i int, move emitter) {
 	}
 }
 
-// victims emits every Machine that a MachineSet may delete, by priority.
+// victims emits the deletion of every Machine that a MachineSet may delete, by priority.
 func (p *Protocol) victims(s *State, g, set int, move emitter) {
 	at := &s.groups[g]
 	priority := func(j int) int {
@@ -194,7 +197,8 @@ func (p *Protocol) victims(s *State, g, set int, move emitter) {
 	}
 }
 
-// machine is one step of the Machine's controller, its infrastructure, and Cluster API's cache.
+// machine performs one step of the Machine's controller, its infrastructure, and Cluster API's
+// cache.
 func (p *Protocol) machine(s *State, g, i int, move emitter) {
 	at := &s.groups[g]
 	m := at.machines[i]
@@ -236,7 +240,7 @@ func (p *Protocol) machine(s *State, g, i int, move emitter) {
 	}
 }
 
-// outside are callers, people and failures.
+// outside emits the moves of callers, users and failures.
 func (p *Protocol) outside(s *State, emit explore.Emit[State]) {
 	move := func(next *State, g, what, x, y int) { emit(next, act(nobody, g, what, x, y), "") }
 	p.calls(s, move)
@@ -318,7 +322,7 @@ func (p *Protocol) outside(s *State, emit explore.Emit[State]) {
 	}
 }
 
-// resize is what people make of the sizes.
+// resize emits users' changes of the sizes.
 func (p *Protocol) resize(s *State, g int, move func(next *State, g, what, x, y int)) {
 	md := &s.groups[g].md
 	set := func(largest, smallest, left uint8) {
@@ -344,13 +348,13 @@ func (p *Protocol) resize(s *State, g int, move func(next *State, g, what, x, y 
 	set(md.max, uint8(p.Floor)+1, left)
 }
 
-// calls are CreateClaim and ReleaseClaim, and what a call does after a group refused its claim.
+// calls emits CreateClaim and ReleaseClaim, and what a call does after a group refused its claim.
 func (p *Protocol) calls(s *State, move func(next *State, g, what, x, y int)) {
 	for c := range p.Claims {
 		x := s.claims[c]
 		switch {
 		case x.phase == unmade && s.used&bit(c) == 0 && (c == 0 || s.used&bit(c-1) != 0):
-			// Claims are told apart by their age: the lower number is the older one.
+			// Claims are distinguished by age: the lower number is the older one.
 			p.make(s, c, createClaim, move)
 			if p.Repeat && s.asked&bit(c) == 0 {
 				next := *s
@@ -362,7 +366,7 @@ func (p *Protocol) calls(s *State, move func(next *State, g, what, x, y int)) {
 			}
 		case x.phase == unmade && s.repeat&bit(c) != 0:
 			p.make(s, c, repeatCreate, move)
-		case x.live() && x.returns == 0: // after a return, a release does nothing
+		case x.live() && x.returns == 0: // after a return, a release has no effect
 			next := *s
 			next.claims[c].phase = releasing
 			next.asked |= bit(c)
@@ -379,7 +383,7 @@ func (p *Protocol) calls(s *State, move func(next *State, g, what, x, y int)) {
 			next.used |= bit(c)
 			move(&next, 0, createClaim, c, 0)
 		}
-		if s.repeat&bit(c) != 0 && x.phase != unmade { // it finds the claim, or was lost on the way
+		if s.repeat&bit(c) != 0 && x.phase != unmade { // the call finds the claim, or was lost on the way
 			next := *s
 			next.repeat &^= bit(c)
 			move(&next, 0, repeatCreate, c, 0)
@@ -405,7 +409,7 @@ func (p *Protocol) calls(s *State, move func(next *State, g, what, x, y int)) {
 	}
 }
 
-// claimed counts the claims that a replica of the group is for.
+// claimed returns the number of claims for which the group has a replica.
 func (s *State) claimed(g int) int {
 	n := 0
 	for c, x := range s.claims {
@@ -416,7 +420,7 @@ func (s *State) claimed(g int) int {
 	return n
 }
 
-// carries reports whether a Machine carries the claim's label.
+// carries reports whether a Machine has the claim's label.
 func (s *State) carries(c int) bool {
 	for g := range s.groups {
 		for _, m := range s.groups[g].machines {
@@ -428,7 +432,7 @@ func (s *State) carries(c int) bool {
 	return false
 }
 
-// make is a CreateClaim that finds no claim: any of the candidates may look open to it.
+// make is a CreateClaim that finds no claim. Any of the candidates may appear to have room.
 func (p *Protocol) make(s *State, c, what int, move func(next *State, g, what, x, y int)) {
 	for g := range p.Groups {
 		next := *s

@@ -1,5 +1,5 @@
-// Package explore visits every state that a small model can reach, or random runs of one that is too large for that, and
-// reports the shortest way to each kind of violation.
+// Package explore visits every state that a small model can reach, or takes random runs of a model
+// that is too large for that, and reports the shortest path to each kind of violation.
 package explore
 
 import (
@@ -11,87 +11,93 @@ import (
 	"time"
 )
 
-// Act is a transition in a form that costs nothing; [Model.Describe] says it in words. Zero is not a transition.
+// Act encodes a transition compactly. [Model.Describe] describes it in words. Zero is not a
+// transition.
 type Act uint32
 
-// Emit takes one transition: the state that it leads to, and what it violates ("" for nothing). It must not keep next.
+// Emit takes one transition: the resulting state, and what it violates, or "". It must not retain
+// next.
 type Emit[S any] func(next *S, act Act, violation string)
 
-// Mover is who makes a transition.
+// Mover is the actor of a transition.
 type Mover int
 
-// In this order they move in an exhaustive search.
+// In an exhaustive search they move in this order.
 const (
-	// Outside is everything that may happen or not: callers, people, failures.
+	// Outside is everything that may or may not happen: callers, users, failures.
 	Outside Mover = iota
-	// Controllers go on until there is nothing to do.
+	// Controllers continue until there is nothing left to do.
 	Controllers
 	// Live is an agent that reads and writes in one instant.
 	Live
-	// Stale is every agent that acts on what it read earlier.
+	// Stale is every agent that acts on an earlier reading.
 	Stale
 	// Reads are the stale agents' reads.
 	Reads
 	movers
 
-	// Patient is the live agent once it has waited long enough for everything that it waits for; it goes on until there is
-	// nothing to do. Its transitions are among those of Live.
+	// Patient is the live agent after all of its waits have expired. It continues until there is
+	// nothing left to do. Its transitions are a subset of Live's.
 	Patient
 )
 
-// Model is a system of states S. S must hold no pointers: it is copied and hashed.
+// Model is a system of states S. S must not contain pointers: it is copied and hashed.
 type Model[S any] interface {
 	Initial() S
 	// Moves emits every transition of one mover.
 	Moves(who Mover, s *S, emit Emit[S])
-	// Key is the same for states that need not be told apart.
+	// Key returns the same value for states that need not be distinguished.
 	Key(s *S) uint64
-	// Check returns what a state violates at any time, or "".
+	// Check returns what a state violates of the rules that must always hold, or "".
 	Check(s *S) string
-	// CheckAtRest returns what a state violates in which neither the controllers nor a patient agent have anything to do, or "".
+	// CheckAtRest returns what a state at rest violates, or "". At rest, neither the controllers
+	// nor a patient agent have anything to do.
 	CheckAtRest(s *S) string
-	// Exhausted reports that the state has used up a bound of the model, so that it may never come to rest.
+	// Exhausted reports whether the state has reached a limit of the model and may therefore never
+	// come to rest.
 	Exhausted(s *S) bool
 	Describe(act Act) string
 }
 
-// Options bound a run.
+// Options limits a run.
 type Options struct {
-	// States is the largest number of states visited; at least 1.
+	// States is the maximum number of states visited; at least 1.
 	States int
-	// For is the longest time taken; zero means no limit.
+	// For is the maximum duration. Zero means no limit.
 	For time.Duration
 	// StopAtFirst ends the run at the first violation.
 	StopAtFirst bool
-	// Until ends the run at the first violation of this kind, by its first word.
+	// Until ends the run at the first violation of this kind, given by its first word.
 	Until string
-	// Ignore are kinds of violations, by their first word, that are not reported.
+	// Ignore lists kinds of violations, by first word, that are not reported.
 	Ignore []string
-	// FairRunEvery is how many states lie between two from which a fair run must come to rest; zero means 37.
+	// FairRunEvery is the number of states between two fair runs, each of which must come to rest.
+	// Zero means 37.
 	FairRunEvery int
 
-	// Walks is the number of random runs instead of a search, each of at most Depth steps.
+	// Walks is the number of random runs, instead of a search. Each takes at most Depth steps.
 	Walks, Depth int
 	Seed         uint64
 }
 
-// Result is what a run found.
+// Result is the result of a run.
 type Result struct {
 	States, Transitions, AtRest, FairRuns int
-	// Complete says that every reachable state was visited.
+	// Complete is set if every reachable state was visited.
 	Complete   bool
 	Took       time.Duration
 	Violations []Violation
 }
 
-// Violation is one kind, with the shortest way there (of a search) or the first one met (of walks).
+// Violation is one kind of violation, with the shortest path to it (of a search) or the first one
+// found (of walks).
 type Violation struct {
 	Kind  string
 	Count int
 	Trace []string
 }
 
-// Report writes the result for people.
+// Report writes the result as text.
 func (r *Result) Report(to io.Writer) {
 	fmt.Fprintf(to, "states=%d transitions=%d complete=%v at-rest=%d fair-runs=%d seconds=%.1f violations=%d\n",
 		r.States, r.Transitions, r.Complete, r.AtRest, r.FairRuns, r.Took.Seconds(), len(r.Violations))
@@ -103,7 +109,7 @@ func (r *Result) Report(to io.Writer) {
 	}
 }
 
-// add counts a violation and reports whether its kind is new.
+// add counts a violation.
 func (r *Result) add(kind string, trace func() []string) {
 	i := slices.IndexFunc(r.Violations, func(v Violation) bool { return v.Kind == kind })
 	if i < 0 {
@@ -113,7 +119,7 @@ func (r *Result) add(kind string, trace func() []string) {
 	r.Violations[i].Count++
 }
 
-// enough reports whether the run has found what it is to find.
+// enough reports whether the run may end because of the violations found.
 func (r *Result) enough(o *Options) bool {
 	return o.StopAtFirst && len(r.Violations) > 0 ||
 		o.Until != "" && slices.ContainsFunc(r.Violations, func(v Violation) bool { return ignored(v.Kind, []string{o.Until}) })
@@ -167,7 +173,7 @@ func Search[S any](m Model[S], o Options) Result {
 			r.Transitions++
 			if violation != "" && !ignored(violation, o.Ignore) {
 				report(violation, m.Describe(act))
-				return // what follows a violation says nothing
+				return // what follows a violation is meaningless
 			}
 			if !seen.add(m.Key(next)) {
 				return
@@ -198,7 +204,8 @@ func AtRest[S any](m Model[S], s *S) bool {
 	return rest
 }
 
-// fairRun lets the controllers and a patient agent take turns until they rest, and returns what is violated then.
+// fairRun alternates between the controllers and a patient agent until they rest, and returns what
+// is violated then.
 func fairRun[S any](m Model[S], s S) (kind string, tail []string) {
 	const longest = 600
 	var (
@@ -237,10 +244,10 @@ func describe[S any](m Model[S], acts []Act) []string {
 	return steps
 }
 
-// weights is how often each mover moves in a random run.
+// weights are the relative frequencies of the movers in a random run.
 var weights = [movers]int{Outside: 1, Controllers: 4, Live: 2, Stale: 4, Reads: 4}
 
-// Walk takes random runs, and lets each come to rest: it reaches depths that a search does not.
+// Walk takes random runs, and lets each come to rest. It reaches depths that a search does not.
 func Walk[S any](m Model[S], o Options) Result {
 	begun := time.Now()
 	random := rand.New(rand.NewPCG(o.Seed, 0))

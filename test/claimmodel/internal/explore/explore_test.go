@@ -10,7 +10,7 @@ import (
 
 var seed = maphash.MakeSeed()
 
-// jug is the riddle of the jugs of 3 and 5 litres; that 4 litres stand in the larger one counts as a violation.
+// jug is the puzzle of the jugs of 3 and 5 litres. 4 litres in the larger one count as a violation.
 type jug struct{ small, large uint8 }
 
 type jugs struct{ forbidden uint8 }

@@ -2,8 +2,8 @@ package explore
 
 import "slices"
 
-// fingerprints is a set of 64-bit keys. Two states with one key would be taken for one: with n states the odds are
-// n²/2⁶⁵, less than one in 10,000 for 50 million.
+// fingerprints is a set of 64-bit keys. Two states with the same key would count as one: with n
+// states the odds are n²/2⁶⁵, less than one in 10,000 for 50 million.
 type fingerprints struct {
 	slots []uint64 // zero is free
 	mask  uint64
@@ -53,7 +53,7 @@ func (f *fingerprints) grow() {
 	}
 }
 
-// frontier is a queue that gives its memory back as it is read.
+// frontier is a queue that frees its memory as it is read.
 type frontier[S any] struct {
 	chunks   [][]S
 	from, to int // within the first and the last chunk
@@ -82,7 +82,7 @@ func (f *frontier[S]) pop() S {
 	return s
 }
 
-// history remembers how each state was reached first.
+// history records how each state was first reached.
 type history struct {
 	parents []uint32
 	acts    []Act

@@ -1,0 +1,91 @@
+package e2e_test
+
+import (
+	"testing"
+	"time"
+
+	. "github.com/onsi/gomega"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/karpenter-capi/karpenter-capi/deploy/sandbox"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+	"github.com/karpenter-capi/karpenter-capi/test/invariants"
+	"github.com/karpenter-capi/karpenter-capi/test/manifests"
+	"github.com/karpenter-capi/karpenter-capi/test/world"
+)
+
+func TestTwoSpokesHaveOneHub(t *testing.T) {
+	figure := shows(t, "two spokes have one hub: neither may ask for the other's claims, and the outage of one leaves the other alone")
+	if testing.Short() {
+		t.Skip("not in the short run: it takes two spokes of its own")
+	}
+	g := NewWithT(t)
+	first := startHub(t, "e2e-two")
+	second := joinHub(t, "e2e-two-second", "e2e-two")
+
+	began := time.Now()
+	first.run(t, first.source, 2, 2)
+	renamed, err := manifests.LoadAs(manifests.MoveHub, sandbox.ClusterName, second.source.Checker.Cluster.Name,
+		sandbox.BootstrapSecret, second.source.Checker.Cluster.Name+"-bootstrap", "east", "north", "west", "south")
+	g.Expect(err).NotTo(HaveOccurred())
+	g.Expect(manifests.ApplyObjects(within(t, soon), second.source.Hub, renamed...)).To(Succeed())
+	second.occupy(t, second.source, 2, 1)
+	figure("7 pods on Nodes of their own after %.0f s", time.Since(began).Seconds())
+	ofFirst, ofSecond := first.holdings(t, first.source), second.holdings(t, second.source)
+	g.Expect(ofFirst.replicas).To(Equal(map[string]int32{"east": own + 2, "west": 2}))
+	g.Expect(ofSecond.replicas).To(Equal(map[string]int32{"north": own + 2, "south": 1}))
+
+	for caller, asked := range map[*hubs]*hubs{&first: &second, &second: &first} {
+		paths := caller.source.Sandbox.State().Paths
+		claims := caller.agentAs(t, paths.ClientCertificate, paths.ClientKey).Claims
+		for _, of := range []client.ObjectKey{caller.source.Checker.Cluster, asked.source.Checker.Cluster} {
+			_, err := claims.ListClaims(within(t, soon), &agentv1alpha1.ListClaimsRequest{
+				Cluster: &agentv1alpha1.ClusterRef{Namespace: of.Namespace, Name: of.Name},
+			})
+			if of == caller.source.Checker.Cluster {
+				g.Expect(err).NotTo(HaveOccurred(), "%s asks for its own claims", of)
+			} else {
+				g.Expect(status.Code(err)).To(Equal(codes.PermissionDenied), "%s asks for the claims of %s: %v", caller.source.Checker.Cluster, of, err)
+			}
+		}
+	}
+
+	t.Log("the second spoke's API server hangs, and the first goes on")
+	watching := watchSpoke(t, second.source)
+	g.Expect(second.source.Sandbox.Suspend(sandbox.SpokeAPIServer)).To(Succeed())
+	first.scale(t, 3, 2)
+	g.Expect(first.source.Recorder.Await(within(t, 2*time.Minute), running(5))).To(Succeed())
+	first.goes(t)
+	g.Expect(second.source.Sandbox.Resume(sandbox.SpokeAPIServer)).To(Succeed())
+	poll(t, settleWithin, second.holds(ofSecond))
+	second.settle(t)
+	g.Expect(watching.Incidents()).To(BeEmpty(), "what happened in the second spoke")
+
+	second.empty(t)
+	g.Expect(second.holdings(t, second.source).replicas).To(Equal(map[string]int32{"north": own, "south": 0}))
+	g.Expect(first.holdings(t, first.source).replicas).To(Equal(map[string]int32{"east": own, "west": 0}))
+	g.Expect(faultsInLogs(second.source, sandbox.Shim)).To(BeEmpty())
+}
+
+// joinHub starts a spoke whose hub is that of the sandbox named hub.
+func joinHub(t *testing.T, name, hub string) hubs {
+	t.Helper()
+	options := ofHub(name)
+	options.HubOf, options.Agents, options.AgentArgs = hub, 0, nil
+	second, err := world.Start(within(t, startWithin), options, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Logf("logs: %s", second.Sandbox.State().Paths.Logs)
+		}
+		second.Stop()
+	})
+	second.Checker.Expected = func() invariants.Expected {
+		return invariants.Expected{Shares: map[string]invariants.Share{"north": {Own: own}, "south": {}}}
+	}
+	return hubs{source: second, target: second}
+}
