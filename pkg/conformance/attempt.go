@@ -9,12 +9,13 @@ import (
 	"testing"
 )
 
-// attempt runs one case outside of a Go test, as a [testing.TB]. It has no temporary folders, environment or attributes.
+// attempt is a [testing.TB] that runs one case outside of a Go test. It does not support temporary
+// folders, environment variables and attributes.
 type attempt struct {
-	testing.TB // Nil: only for the method that keeps others from implementing it.
+	testing.TB // It is nil: it only provides the unexported method of the interface.
 
 	name string
-	ctx  context.Context //nolint:containedctx // The length of the attempt, as with testing.TB.
+	ctx  context.Context //nolint:containedctx // It lasts as long as the attempt, as in testing.TB.
 
 	mu       sync.Mutex
 	failed   bool
@@ -23,7 +24,7 @@ type attempt struct {
 	cleanups []func()
 }
 
-// try runs f as a test does, and returns how that went once everything that f left to clean up is done.
+// try runs f as a test. It returns the outcome after every cleanup function of f has run.
 func try(ctx context.Context, name string, f func(testing.TB)) *attempt {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -44,7 +45,7 @@ func try(ctx context.Context, name string, f func(testing.TB)) *attempt {
 	}
 }
 
-// apart runs f in a goroutine that f may end, and waits for it.
+// apart runs f in a new goroutine, which f may exit, and waits for it.
 func (a *attempt) apart(f func()) {
 	done := make(chan struct{})
 	go func() {

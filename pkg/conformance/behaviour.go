@@ -6,18 +6,21 @@ import (
 	"strings"
 )
 
-// Profile is what a behaviour is for.
+// Profile is a group of behaviours with the same requirements.
 type Profile string
 
 const (
-	// ProfileReader is of behaviours that show with any identity that may read. Nothing is changed.
+	// ProfileReader contains behaviours that any identity with read access can check. They change
+	// nothing.
 	ProfileReader Profile = "reader"
-	// ProfileClaimer is of behaviours that show with claims of the holder karpenter, on node groups that make machines by themselves.
+	// ProfileClaimer contains behaviours that are checked with claims of the holder karpenter, on
+	// node groups that create machines without a control.
 	ProfileClaimer Profile = "claimer"
-	// ProfileAutoscaler is of behaviours that show with claims of an autoscaler beside those of karpenter.
+	// ProfileAutoscaler contains behaviours that are checked with claims of an autoscaler, in
+	// addition to those of karpenter.
 	ProfileAutoscaler Profile = "autoscaler"
-	// ProfileFault is of behaviours that need a control over the target: a Cluster of their own, node groups as they describe them, and machines that
-	// wait, fail and vanish when they say so.
+	// ProfileFault contains behaviours that need a control over the target: their own Cluster, node
+	// groups as they describe them, and machines that wait, fail and vanish on command.
 	ProfileFault Profile = "fault"
 )
 
@@ -26,11 +29,12 @@ func Profiles() []Profile {
 	return []Profile{ProfileReader, ProfileClaimer, ProfileAutoscaler, ProfileFault}
 }
 
-// Caller is an identity that a behaviour needs besides one that may do what its profile says.
+// Caller is an identity that a behaviour needs in addition to that of its profile.
 type Caller string
 
 const (
-	// CallerCluster is that the client has the Cluster's own identity, and not merely one that may claim for it.
+	// CallerCluster means that the client has the Cluster's own identity. A role that may claim for
+	// the Cluster is not enough.
 	CallerCluster Caller = "cluster"
 	// CallerAutoscaler has the role autoscaler.
 	CallerAutoscaler Caller = "autoscaler"
@@ -40,15 +44,18 @@ const (
 	CallerStranger Caller = "stranger"
 )
 
-// Behaviour is one thing that the contract promises, and that a case of the suite checks.
+// Behaviour is a single promise of the contract. A case of the suite checks it.
 type Behaviour struct {
-	// ID names it for ever: an id is neither changed nor given to another behaviour, and none is removed.
+	// ID identifies the behaviour permanently. An ID is never changed, removed, or assigned to
+	// another behaviour.
 	ID string
-	// Area is the part of the API that it is about, and Sentence what it is, within the area.
+	// Area is the part of the API that the behaviour belongs to. Sentence describes the behaviour
+	// within the area.
 	Area, Sentence string
-	// Profile is what it is for.
+	// Profile is the profile that the behaviour belongs to.
 	Profile Profile
-	// NodeGroups is how many node groups it needs, without a control. Callers are the identities that it needs.
+	// NodeGroups is the number of node groups that the behaviour needs without a control. Callers
+	// are the identities that it needs.
 	NodeGroups int
 	Callers    []Caller
 }
@@ -95,14 +102,14 @@ func (c testCase) behaviour(area string) Behaviour {
 	}
 }
 
-// terms are what a case needs.
+// terms are the requirements of a case.
 type terms struct {
 	profile Profile
 	groups  int
 	callers []Caller
 }
 
-// fault is a case that needs a control, with which there is everything.
+// fault returns the terms of a case that needs a control. A control provides everything else.
 func fault() terms { return terms{profile: ProfileFault} }
 
 func reader(groups int, callers ...Caller) terms {
@@ -111,12 +118,12 @@ func reader(groups int, callers ...Caller) terms {
 
 func claimer(groups int) terms { return terms{profile: ProfileClaimer, groups: groups} }
 
-// autoscaler is a case with a node group.
+// autoscaler returns the terms of a case with a node group.
 func autoscaler(callers ...Caller) terms {
 	return terms{profile: ProfileAutoscaler, groups: 1, callers: append([]Caller{CallerAutoscaler}, callers...)}
 }
 
-// Table returns the behaviours as a table in Markdown.
+// Table returns the behaviours as a Markdown table.
 func Table() string {
 	var table strings.Builder
 	table.WriteString("| id | profile | needs | area | behaviour |\n|---|---|---|---|---|\n")
@@ -126,7 +133,7 @@ func Table() string {
 	return table.String()
 }
 
-// needs says in a few words what a behaviour needs.
+// needs describes the requirements of a behaviour in a few words.
 func (b Behaviour) needs() string {
 	if b.Profile == ProfileFault {
 		return "a control"

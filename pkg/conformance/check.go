@@ -8,22 +8,24 @@ import (
 	"time"
 )
 
-// Checks say which behaviours are checked, and on what.
+// Checks determines which behaviours are checked, and on which target.
 type Checks struct {
-	// NewEnv is called for each behaviour that is checked, and ends what it made with the test's cleanup. REQUIRED.
+	// NewEnv is called for each behaviour that is checked. It must register its cleanup with the
+	// test. REQUIRED.
 	NewEnv func(tb testing.TB) Env
-	// Lacks returns what the target lacks that the behaviour needs, or nothing. A behaviour that it lacks something for is skipped. Nil stands for a
-	// target that has everything.
+	// Lacks returns what the behaviour needs and the target lacks, or an empty string. If the
+	// target lacks something, the behaviour is skipped. Nil means that the target lacks nothing.
 	Lacks func(Behaviour) string
-	// Profiles are those whose behaviours are checked. Empty means all.
+	// Profiles are the profiles whose behaviours are checked. Empty means all.
 	Profiles []Profile
-	// Only selects behaviours by their id. Nil means all.
+	// Only selects behaviours by their ID. Nil means all.
 	Only func(id string) bool
-	// Progress is told of each result as it is known. OPTIONAL.
+	// Progress is called with each result once it is known. OPTIONAL.
 	Progress func(Result)
 }
 
-// Check checks the behaviours one after the other, as [Run] does in a Go test. When the context ends, what is left fails.
+// Check checks the behaviours one after the other, as [Run] does in a Go test. When the context
+// ends, the remaining behaviours fail.
 func Check(ctx context.Context, o Checks) Verdict {
 	verdict := Verdict{Began: time.Now()}
 	for _, area := range areas {

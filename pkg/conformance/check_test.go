@@ -25,7 +25,8 @@ var addIDs = flag.Bool("add-ids", false, "add the ids of new behaviours to testd
 
 const idsFile = "testdata/ids.txt"
 
-// Verdicts of years ago name behaviours by their ids: an id is never removed, and never means another behaviour. New ones go to the end of the file.
+// Old verdicts identify behaviours by ID. An ID is never removed, and never assigned to another
+// behaviour. New IDs are appended to the file.
 func TestIDsAreFrozen(t *testing.T) {
 	content, err := os.ReadFile(idsFile)
 	require.NoError(t, err)
@@ -66,7 +67,7 @@ func TestEveryBehaviourHasAProfileAndAnArea(t *testing.T) {
 	}
 }
 
-// What --list prints is what the page shows.
+// The page contains the output of --list.
 func TestThePageListsEveryBehaviour(t *testing.T) {
 	page, err := os.ReadFile("../../docs/conformance.md")
 	require.NoError(t, err)
@@ -86,7 +87,7 @@ func newFakeEnv(tb testing.TB) conformance.Env {
 	}
 }
 
-// Outside of a Go test the suite says what it says in one.
+// The suite reports the same outside of a Go test as in one.
 func TestChecksPassWhatATestPasses(t *testing.T) {
 	var told []string
 	verdict := conformance.Check(t.Context(), conformance.Checks{
@@ -104,7 +105,8 @@ func requirePass(t *testing.T, verdict conformance.Verdict, passed, skipped int)
 	require.Equal(t, fmt.Sprintf("conformance: PASS passed=%d failed=0 skipped=%d", passed, skipped), verdict.Line())
 }
 
-// standing is an agent whose Cluster is in use: machines of the user's, and claims of others.
+// standing is an agent whose Cluster is in use: it has the user's own machines, and claims of
+// others.
 func standing(t *testing.T) (*fakeagent.Agent, conformance.Given) {
 	t.Helper()
 	agent := fakeagent.New(fakeagent.WithHeartbeatInterval(50*time.Millisecond), fakeagent.WithInfrastructure(fakeagent.Infrastructure{
@@ -222,7 +224,7 @@ func TestATargetThatCannotBeUsedIsAnError(t *testing.T) {
 	require.ErrorContains(t, err, "asking the agent who the caller is")
 }
 
-// An agent that breaks the contract fails, and its verdict says where.
+// An agent that breaks the contract fails, and the verdict names the behaviour.
 func TestABrokenAgentFails(t *testing.T) {
 	broken := func(tb testing.TB) conformance.Env {
 		tb.Helper()
@@ -242,7 +244,7 @@ func TestABrokenAgentFails(t *testing.T) {
 	require.Contains(t, verdict.Results[i].Message, "context deadline exceeded")
 }
 
-// The parts of a case fail it, and one that panics ends alone.
+// A failing part fails its case. A case that panics does not affect the others.
 func TestAPanicIsAFailure(t *testing.T) {
 	verdict := conformance.Check(t.Context(), conformance.Checks{
 		NewEnv: func(testing.TB) conformance.Env { panic("no agent") },

@@ -52,8 +52,8 @@ type Env interface {
 	Patience() time.Duration
 }
 
-// Standing is an Env whose Cluster and node groups are shared with other users. Cases neither change
-// nor count what they did not create.
+// Standing is an Env whose Cluster and node groups are shared with other users. Cases neither
+// change nor count what they did not create.
 type Standing interface {
 	// Prefix is the prefix of the IDs of the case's claims. No claim of the Cluster has ever had an
 	// ID with this prefix. It is not empty, and has at most 16 characters.

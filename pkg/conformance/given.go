@@ -15,30 +15,36 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// Given is an agent with a Cluster and node groups that are there, which the suite has no control over: their infrastructure makes machines, and
-// makes their Nodes join, by itself. Every claim that a behaviour makes is released when its check ends, and what was there before is left alone.
-// Nothing else may claim from the node groups meanwhile, or change their replicas.
+// Given is an agent with an existing Cluster and node groups that the suite has no control over:
+// their infrastructure creates machines and joins their Nodes on its own. Every claim that a
+// behaviour creates is released when its check ends. What existed before is not changed. Meanwhile,
+// nothing else may claim from the node groups or change their replicas.
 type Given struct {
 	// Of is the Cluster. REQUIRED.
 	Of *agentv1alpha1.ClusterRef
-	// Caller may read the Cluster. With the role cluster or admin it claims as karpenter. REQUIRED.
+	// Caller may read the Cluster. If it has the role cluster or admin, it claims as karpenter.
+	// REQUIRED.
 	Caller *client.Client
-	// Autoscaler has the role autoscaler for the Cluster, Admin the role admin, and Stranger the role cluster for one that does not exist. OPTIONAL.
+	// Autoscaler has the role autoscaler for the Cluster. Admin has the role admin. Stranger has
+	// the role cluster for a Cluster that does not exist. OPTIONAL.
 	Autoscaler, Admin, Stranger *client.Client
-	// NodeGroups are the ids of those that may be claimed from, with room for sixteen machines each. OPTIONAL.
+	// NodeGroups are the IDs of node groups that may be claimed from, with room for sixteen
+	// machines each. OPTIONAL.
 	NodeGroups []string
-	// Within is how long to wait at most for what must happen sooner or later: for a machine to come, with its Node, and to go. REQUIRED.
+	// Within is how long to wait for conditions that the agent must reach eventually: that a
+	// machine is there with its Node, or is gone. REQUIRED.
 	Within time.Duration
 }
 
-// Target is what behaviours are checked on.
+// Target is an agent that behaviours are checked on.
 type Target struct {
-	// NewEnv and Lacks are those of [Checks].
+	// NewEnv and Lacks are the fields of [Checks].
 	NewEnv func(tb testing.TB) Env
 	Lacks  func(Behaviour) string
 }
 
-// Target asks the agent who the caller is and whether the node groups exist. An error says what is missing, and what to do.
+// Target asks the agent for the caller's role and for the node groups. The error names what is
+// missing, and how to fix it.
 func (g Given) Target(ctx context.Context) (Target, error) {
 	status, err := g.Caller.Status.GetStatus(ctx, &agentv1alpha1.GetStatusRequest{})
 	if err != nil {
@@ -118,7 +124,8 @@ func (g *given) Stranger() *client.Client { return g.Given.Stranger }
 
 func (g *given) Patience() time.Duration { return g.Within }
 
-// CreateNodeGroup returns the next of the node groups: cases that need no control ask for ordinary ones alone.
+// CreateNodeGroup returns the next of the node groups. Cases that need no control request only
+// ordinary ones.
 func (g *given) CreateNodeGroup(tb testing.TB, _ MachineDeployment) string {
 	tb.Helper()
 	if g.leased == len(g.NodeGroups) {
@@ -129,10 +136,10 @@ func (g *given) CreateNodeGroup(tb testing.TB, _ MachineDeployment) string {
 	return id
 }
 
-// ProvisionMachine leaves it to the infrastructure.
+// ProvisionMachine does nothing: the infrastructure provisions the machine.
 func (g *given) ProvisionMachine(testing.TB, string) {}
 
-// JoinNode leaves it to the infrastructure.
+// JoinNode does nothing: the infrastructure joins the Node.
 func (g *given) JoinNode(testing.TB, string) {}
 
 func (g *given) UpdateNodeGroup(tb testing.TB, _ MachineDeployment) {

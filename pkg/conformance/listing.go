@@ -101,7 +101,7 @@ func (s *suite) list(holder string, includeEnded bool) *agentv1alpha1.ListClaims
 	return response
 }
 
-// names are what the case calls its claims in the response.
+// names returns the case's names of the claims in the response.
 func (s *suite) names(response *agentv1alpha1.ListClaimsResponse) []string {
 	return lo.FilterMap(response.GetClaims(), func(c *agentv1alpha1.Claim, _ int) (string, bool) {
 		return strings.CutPrefix(c.GetClaimId(), s.prefix)

@@ -12,7 +12,7 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// What shows without changing anything, in whatever Cluster.
+// These cases change nothing, so they can run in any Cluster.
 
 var nodeGroupReadingCases = []testCase{
 	{"nodegroups.list-as-got", reader(1), "a list is ordered by id, and shows each group as Get does", func(s *suite) {
@@ -92,7 +92,7 @@ var serverReadingCases = []testCase{
 	}},
 }
 
-// sameAsListed waits until a snapshot has what lists before and after it have.
+// sameAsListed waits until a snapshot has the same content as the lists before and after it.
 func sameAsListed(s *suite, list, snapshot func() []string) {
 	s.Helper()
 	s.eventually("a snapshot is what a list shows", func() error {
@@ -112,7 +112,7 @@ func sameAsListed(s *suite, list, snapshot func() []string) {
 	})
 }
 
-// snapshot reads a stream until SYNCED, and returns the keys that it had by then.
+// snapshot reads a stream until SYNCED. It returns the keys received by then.
 func snapshot[T any, R interface {
 	*T
 	GetSynced() *agentv1alpha1.Synced

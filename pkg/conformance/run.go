@@ -49,24 +49,26 @@ const (
 	otherHolder = "cluster-autoscaler"
 )
 
-// suite is a running case. Cases choose claim IDs freely, and count replicas and machines from zero:
-// what the Cluster had before is excluded.
+// suite is a running case. Cases choose claim IDs freely, and count replicas and machines from
+// zero: what the Cluster had before is excluded.
 type suite struct {
 	testing.TB
 	Env
 
 	ctx context.Context //nolint:containedctx // The length of one case.
-	// prefix is what claims' ids begin with. Empty in a Cluster that is the case's own.
+	// prefix is the prefix of the IDs of claims. It is empty in a Cluster of the case's own.
 	prefix string
-	// replicasBefore are the replicas of node groups, by their ids, and machinesBefore the UIDs of machines, that were there before the case.
+	// replicasBefore are the replicas of node groups before the case, by ID. machinesBefore are the
+	// UIDs of machines before the case.
 	replicasBefore map[string]int32
 	machinesBefore map[string]bool
-	// created are the ids of claims that have to be released when the case ends. Cases claim concurrently.
+	// created are the IDs of claims that must be released when the case ends. Cases claim
+	// concurrently.
 	mu      sync.Mutex
 	created map[string]bool
 }
 
-// run runs a part of the case, whose failure is the case's but does not end it.
+// run runs a part of the case. Its failure fails the case, but does not end it.
 func (s *suite) run(name string, f func(tb testing.TB)) {
 	s.Helper()
 	if test, ok := s.TB.(*testing.T); ok {
@@ -79,7 +81,7 @@ func (s *suite) run(name string, f func(tb testing.TB)) {
 	}
 }
 
-// id is the id of a claim of the case.
+// id returns the ID of a claim of the case.
 func (s *suite) id(name string) string { return s.prefix + name }
 
 // eventually waits until check returns nil, and fails with its last error otherwise.
@@ -118,7 +120,8 @@ func (s *suite) group(deployment MachineDeployment) string {
 	return id
 }
 
-// atRest waits until a node group that was there before has no machine that a claim could get, remembers its machines, and returns its replicas.
+// atRest waits until an existing node group has no machine that a claim could be assigned. It then
+// records its machines, and returns its replicas.
 func (s *suite) atRest(id string) int32 {
 	s.Helper()
 	var replicas int32
@@ -157,7 +160,7 @@ func (s *suite) create(c *client.Client, request *agentv1alpha1.CreateClaimReque
 	})
 }
 
-// releaseAtTheEnd leaves a Cluster that is not the case's own as it was.
+// releaseAtTheEnd restores a Cluster that is not the case's own.
 func (s *suite) releaseAtTheEnd(c *client.Client, id string) {
 	s.mu.Lock()
 	known := s.created[id]
@@ -178,7 +181,8 @@ func (s *suite) releaseAtTheEnd(c *client.Client, id string) {
 	})
 }
 
-// releaseUntilEnded releases a claim that is live, and reports whether it has ended or was never made.
+// releaseUntilEnded releases a live claim. It reports whether the claim has ended, or was never
+// created.
 func (s *suite) releaseUntilEnded(ctx context.Context, c *client.Client, id string) (ended bool, err error) {
 	response, err := c.Claims.GetClaim(ctx, &agentv1alpha1.GetClaimRequest{Cluster: s.Cluster(), ClaimId: id})
 	switch phase := response.GetClaim().GetPhase(); {
@@ -306,13 +310,13 @@ func (s *suite) untilReplicas(id string, replicas int32) {
 	})
 }
 
-// replicas returns the node group's replicas without those that were there before the case.
+// replicas returns the node group's replicas without those from before the case.
 func (s *suite) replicas(id string) int32 {
 	s.Helper()
 	return s.nodeGroup(id).GetReplicas() - s.replicasBefore[id]
 }
 
-// machines returns the node group's machines without those that were there before the case.
+// machines returns the node group's machines without those from before the case.
 func (s *suite) machines(groupID string) []*agentv1alpha1.Machine {
 	s.Helper()
 	response, err := s.Client().Machines.ListMachines(s.bounded(),

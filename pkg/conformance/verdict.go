@@ -10,7 +10,7 @@ import (
 	"unicode"
 )
 
-// Outcome is what became of a check.
+// Outcome is the outcome of a check.
 type Outcome string
 
 // Outcomes.
@@ -20,27 +20,27 @@ const (
 	Skipped Outcome = "skipped"
 )
 
-// Result is the check of one behaviour.
+// Result is the result of checking one behaviour.
 type Result struct {
-	// ID, Area, Behaviour and Profile are the behaviour's.
+	// ID, Area, Behaviour and Profile are those of the behaviour.
 	ID        string  `json:"id"`
 	Area      string  `json:"area"`
 	Behaviour string  `json:"behaviour"`
 	Profile   Profile `json:"profile"`
 	Outcome   Outcome `json:"outcome"`
-	// Message is why it failed or was skipped.
+	// Message is why the check failed or was skipped.
 	Message string  `json:"message,omitempty"`
 	Seconds float64 `json:"seconds"`
 }
 
-// Verdict is what all checks together say.
+// Verdict is the result of all checks.
 type Verdict struct {
 	Results []Result
 	Began   time.Time
 	Seconds float64
 }
 
-// Count returns how many results have the outcome.
+// Count returns the number of results with the outcome.
 func (v Verdict) Count(o Outcome) int {
 	n := 0
 	for _, result := range v.Results {
@@ -51,10 +51,10 @@ func (v Verdict) Count(o Outcome) int {
 	return n
 }
 
-// Pass reports whether the target conforms: something was checked, and nothing failed.
+// Pass reports whether the target conforms: at least one check passed, and none failed.
 func (v Verdict) Pass() bool { return v.Count(Failed) == 0 && v.Count(Passed) > 0 }
 
-// Line is the verdict in a line: `conformance: PASS passed=… failed=… skipped=…`.
+// Line returns the verdict as a line: `conformance: PASS passed=… failed=… skipped=…`.
 func (v Verdict) Line() string {
 	return fmt.Sprintf("conformance: %s passed=%d failed=%d skipped=%d", v.word(), v.Count(Passed), v.Count(Failed), v.Count(Skipped))
 }
@@ -105,7 +105,8 @@ type junitMessage struct {
 	Text    string `xml:",chardata"`
 }
 
-// WriteJUnit writes the verdict as a JUnit test suite: a test case for each behaviour, its area the class and its id the name.
+// WriteJUnit writes the verdict as a JUnit test suite. Each behaviour is a test case, with its area
+// as the class and its ID as the name.
 func (v Verdict) WriteJUnit(w io.Writer) error {
 	suite := junitSuite{
 		Name: "conformance", Tests: len(v.Results), Failures: v.Count(Failed), Skipped: v.Count(Skipped),
@@ -136,7 +137,7 @@ func (v Verdict) WriteJUnit(w io.Writer) error {
 
 func seconds(s float64) string { return fmt.Sprintf("%.3f", s) }
 
-// printable leaves out what XML cannot hold: messages quote what the target sent.
+// printable removes characters that XML does not allow: messages quote what the target sent.
 func printable(text string) string {
 	return strings.Map(func(r rune) rune {
 		if unicode.IsControl(r) && r != '\n' && r != '\t' {

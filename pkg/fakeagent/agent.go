@@ -27,8 +27,8 @@ import (
 // connectionBuffer is how many bytes an in-memory connection can hold.
 const connectionBuffer = 1 << 20
 
-// DefaultCluster is the Cluster of node groups that do not name one. It exists unless [WithClusters]
-// names others.
+// DefaultCluster is the Cluster of node groups that do not name one. It exists unless
+// [WithClusters] names others.
 func DefaultCluster() *agentv1alpha1.ClusterRef {
 	return &agentv1alpha1.ClusterRef{Namespace: "default", Name: "workload"}
 }
@@ -164,7 +164,7 @@ func (a *Agent) ClientFor(cluster *agentv1alpha1.ClusterRef) *client.Client {
 	return a.ClientAs(clusterIdentity(a.settings.trustDomain, keyOf(cluster)))
 }
 
-// ClientAs returns a new client with the identity, closed with the agent.
+// ClientAs returns a new client with the identity. It is closed with the agent.
 func (a *Agent) ClientAs(i Identity) *client.Client {
 	return a.connect(a.listen(identity{name: i.ID, grants: slices.Clone(i.Grants)}))
 }
@@ -192,9 +192,11 @@ func (a *Agent) Serve(listener net.Listener) {
 	})
 }
 
-// ServeTLS also answers on the listener, with TLS 1.3, to callers with a client certificate that the configuration's ClientCAs signed. Their identity
-// is the SPIFFE id in it, of the agent's trust domain. A Cluster's own id has the role cluster for it; grants returns what else an id may do, at each
-// handshake, and may be called concurrently. An agent that is closed closes the listener. It returns at once.
+// ServeTLS also serves on the listener, with TLS 1.3. It accepts client certificates signed by the
+// configuration's ClientCAs. The identity of a connection is the SPIFFE ID of the certificate,
+// which must be of the agent's trust domain. A Cluster's own ID has the role cluster for it. grants
+// returns any further grants of an ID. It is called at each handshake, possibly concurrently.
+// ServeTLS returns at once. Closing the agent closes the listener.
 func (a *Agent) ServeTLS(listener net.Listener, config *tls.Config, grants func(id string) []Grant) {
 	a.Serve(newCertifiedListener(listener, config, a.settings.trustDomain, grants))
 }

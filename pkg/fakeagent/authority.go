@@ -56,8 +56,8 @@ func (a *Authority) Pool() *x509.CertPool {
 	return pool
 }
 
-// IssueServer returns the certificate, PEM, of a server that is reached at the hosts, each a name or an IP address, and its private key, PEM. It is
-// valid for as long as the authority.
+// IssueServer returns a server certificate for the hosts, and its private key, both in PEM. Each
+// host is a name or an IP address. The certificate is valid for as long as the authority.
 func (a *Authority) IssueServer(hosts ...string) (certificate, key []byte, err error) {
 	template := &x509.Certificate{
 		Subject: pkix.Name{CommonName: "fake agent"}, NotBefore: a.certificate.NotBefore, NotAfter: a.certificate.NotAfter,
@@ -73,7 +73,8 @@ func (a *Authority) IssueServer(hosts ...string) (certificate, key []byte, err e
 	return a.issue(template)
 }
 
-// IssueClient returns the certificate, PEM, of a caller with the SPIFFE id, and its private key, PEM. It is valid for as long as the authority.
+// IssueClient returns a client certificate with the SPIFFE ID, and its private key, both in PEM.
+// The certificate is valid for as long as the authority.
 func (a *Authority) IssueClient(id string) (certificate, key []byte, err error) {
 	uri, err := url.Parse(id)
 	if err != nil {
@@ -105,7 +106,7 @@ func (a *Authority) issue(template *x509.Certificate) (certificate, key []byte, 
 	return certificate, pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: der}), nil
 }
 
-// sign returns a certificate, PEM, with a random serial number.
+// sign returns a certificate in PEM, with a random serial number.
 func (a *Authority) sign(key crypto.PublicKey, template *x509.Certificate) ([]byte, error) {
 	serial, err := rand.Int(rand.Reader, new(big.Int).Lsh(big.NewInt(1), 127))
 	if err != nil {

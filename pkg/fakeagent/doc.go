@@ -34,8 +34,8 @@
 //
 // Connections have no TLS unless [Agent.ServeTLS] is used. [Agent.Onboard] nevertheless makes the
 // agent issue certificates for a Cluster, to test code that requests and stores them. They are
-// signed by the agent's own authority, or by that of [WithAuthority]. The Cluster's own identity can
-// request the first certificate too, and a bootstrap certificate may be used with any number of
+// signed by the agent's own authority, or by that of [WithAuthority]. The Cluster's own identity
+// can request the first certificate too, and a bootstrap certificate may be used with any number of
 // keys.
 //
 // # Limitations

@@ -9,51 +9,55 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// Stage is how far a machine gets.
+// Stage is a stage of a machine's progress.
 type Stage string
 
 const (
-	// StageObject is the Machine object.
+	// StageObject means that the Machine object exists.
 	StageObject Stage = "object"
-	// StageProviderID is the machine's provider ID.
+	// StageProviderID means that the machine has its provider ID.
 	StageProviderID Stage = "providerID"
-	// StageNode is the machine's Node.
+	// StageNode means that the machine has its Node.
 	StageNode Stage = "node"
 )
 
-// Outcome is what comes of a machine that fails.
+// Outcome is the outcome of a machine that fails.
 type Outcome string
 
 const (
-	// OutcomeStuck leaves it as it is: its holder has to judge.
+	// OutcomeStuck leaves the machine as it is. Its holder has to decide.
 	OutcomeStuck Outcome = "stuck"
-	// OutcomeFailed is the agent's judgement that it will not come; see [Agent.GiveUp].
+	// OutcomeFailed means that the agent decides that the machine has failed; see [Agent.GiveUp].
 	OutcomeFailed Outcome = "failed"
-	// OutcomeLate is the agent's judgement that it is late; see [Agent.TimeOut].
+	// OutcomeLate means that the agent decides that the machine is late; see [Agent.TimeOut].
 	OutcomeLate Outcome = "late"
-	// OutcomeLost is that another actor deletes it; see [Agent.LoseMachine]. Without a Machine object nothing can be deleted.
+	// OutcomeLost means that another actor deletes the machine; see [Agent.LoseMachine]. Without a
+	// Machine object, nothing can be deleted.
 	OutcomeLost Outcome = "lost"
 )
 
-// DefaultFailureDelay is that of a [MachineFailure] without one.
+// DefaultFailureDelay is the delay of a [MachineFailure] that does not set one.
 const DefaultFailureDelay = time.Second
 
-// MachineFailure is the failure of machines that are made for claims. The claim that meets it is the oldest that waits when the machine appears.
+// MachineFailure is a failure of machines created for claims. It affects the oldest claim that is
+// waiting when the machine appears.
 type MachineFailure struct {
-	// Machine is which of the node group's machines fails, counted from 1 in the order of their making; machines of the user's own are not counted.
-	// Every is that each so-manieth does. Exactly one of the two is positive.
+	// Machine is the number of the failing machine of the node group, counted from 1 in order of
+	// creation. The user's own machines are not counted. Every makes every n-th machine fail.
+	// Exactly one of the two is positive.
 	Machine, Every int
-	// Stage is what the machine does not get to. REQUIRED.
+	// Stage is the stage that the machine does not reach. REQUIRED.
 	Stage Stage
-	// After is how long after the step before it the failure shows. Zero means [DefaultFailureDelay].
+	// After is how long after the previous stage the failure is reported. Zero means
+	// [DefaultFailureDelay].
 	After time.Duration
-	// Reason and Message are what the machine's infrastructure reports then. OPTIONAL.
+	// Reason and Message are reported by the machine's infrastructure. OPTIONAL.
 	Reason, Message string
-	// Outcome is what comes of it. Empty means [OutcomeStuck].
+	// Outcome is the outcome of the failure. Empty means [OutcomeStuck].
 	Outcome Outcome
 }
 
-// Validate returns an error that names the first field that cannot be used, as it is called in scenarios.
+// Validate returns an error that names the first invalid field, by its name in scenarios.
 func (f MachineFailure) Validate() error {
 	switch {
 	case f.Machine < 0:
@@ -82,8 +86,8 @@ func (f MachineFailure) Validate() error {
 	return nil
 }
 
-// FailMachines replaces the failures of the node group's machines that are made from here on. Of several that meet one machine the first counts. It
-// panics when there is no such group, or a failure is not valid.
+// FailMachines replaces the planned failures of the node group's future machines. If several match
+// a machine, the first applies. It panics if the group does not exist or a failure is invalid.
 func (a *Agent) FailMachines(groupID string, failures ...MachineFailure) {
 	for _, f := range failures {
 		if err := f.Validate(); err != nil {
@@ -95,7 +99,7 @@ func (a *Agent) FailMachines(groupID string, failures ...MachineFailure) {
 	a.mustGroup(groupID).failures = failures
 }
 
-// failureOf returns how the n-th machine is to fail, or nil.
+// failureOf returns the planned failure of the n-th machine, or nil.
 func (g *group) failureOf(n int) *MachineFailure {
 	for _, f := range g.failures {
 		if n == f.Machine || f.Every > 0 && n%f.Every == 0 {
@@ -105,7 +109,7 @@ func (g *group) failureOf(n int) *MachineFailure {
 	return nil
 }
 
-// step has the machine get to a stage after the delay, or fail there.
+// step moves the machine to a stage after the delay, or makes it fail there.
 func (a *Agent) step(m *machine, to Stage, delay time.Duration, f func()) {
 	if m.fails == nil || m.fails.Stage != to {
 		a.after(delay, f)
@@ -114,7 +118,7 @@ func (a *Agent) step(m *machine, to Stage, delay time.Duration, f func()) {
 	a.after(cmp.Or(m.fails.After, DefaultFailureDelay), func() { a.failed(m) })
 }
 
-// failed shows the failure, and what comes of it.
+// failed reports the failure, and applies its outcome.
 func (a *Agent) failed(m *machine) {
 	if m.gone || !m.deletedAt.IsZero() {
 		return

@@ -26,7 +26,7 @@ type group struct {
 	blocked   *agentv1alpha1.Availability
 	steps     *Infrastructure // nil for the agent's
 	failures  []MachineFailure
-	made      int // machines for claims, gone ones included
+	made      int // machines created for claims, including removed ones
 }
 
 // AddNodeGroup adds a node group as the API shows it, and returns its ID. Only Name is REQUIRED.

@@ -38,7 +38,7 @@ type identity struct {
 	problem string
 }
 
-// ownIdentity is a Cluster, and the onboarding that its certificate is of, which may be empty.
+// ownIdentity is a Cluster, and the onboarding of its certificate, which may be empty.
 type ownIdentity struct {
 	cluster    clusterKey
 	onboarding string
@@ -48,7 +48,7 @@ func everyRight() []Grant { return []Grant{{Role: RoleAdmin, AllClusters: true}}
 
 func localIdentity() identity { return identity{name: "loopback", grants: everyRight()} }
 
-// clusterIdentity is the own identity of a Cluster.
+// clusterIdentity returns the own identity of a Cluster.
 func clusterIdentity(domain string, key clusterKey) Identity {
 	return Identity{
 		ID:     fmt.Sprintf("spiffe://%s/cluster/%s", domain, key),
@@ -73,7 +73,7 @@ func callerOf(ctx context.Context) (identity, error) {
 	return i, nil
 }
 
-// admit refuses callers that may not call the method for any Cluster.
+// admit rejects callers that may not call the method for any Cluster.
 func (a *Agent) admit(ctx context.Context, method string) error {
 	rule, known := a.rules[method]
 	if !known {
@@ -94,7 +94,8 @@ func (a *Agent) admit(ctx context.Context, method string) error {
 	return nil
 }
 
-// authorize refuses requests for Clusters that the caller may not call the method for, whether they exist or not.
+// authorize rejects requests for Clusters that the caller may not call the method for, whether or
+// not they exist.
 func (a *Agent) authorize(ctx context.Context, method string, request any) error {
 	rule := a.rules[method]
 	if !rule.OfCluster() {
@@ -123,7 +124,8 @@ func (a *Agent) authorize(ctx context.Context, method string, request any) error
 	return nil
 }
 
-// onboarded returns nil unless the caller has a certificate of another onboarding than its Cluster's present one.
+// onboarded returns an error if the caller's certificate is of an onboarding that is not its
+// Cluster's current one.
 func (a *Agent) onboarded(caller identity) error {
 	if caller.own == nil {
 		return nil
@@ -158,7 +160,7 @@ func (a *Agent) admitStream(server any, stream grpc.ServerStream, info *grpc.Str
 	return handler(server, stream)
 }
 
-// authorizeUnary comes after the validation: which Cluster a request is for is known only once it is valid.
+// authorizeUnary runs after the validation: only a valid request is known to name its Cluster.
 func (a *Agent) authorizeUnary(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 	if err := a.authorize(ctx, info.FullMethod, request); err != nil {
 		return nil, err
@@ -199,7 +201,8 @@ func (l identifiedListener) Accept() (net.Conn, error) {
 	return identifiedConn{Conn: conn, handshake: func(conn net.Conn) (net.Conn, identity, error) { return conn, l.identity, nil }}, nil
 }
 
-// certifiedListener makes TLS of every connection that it accepts, whose identity is that of the client certificate.
+// certifiedListener accepts connections with TLS. The identity of each is that of its client
+// certificate.
 type certifiedListener struct {
 	net.Listener
 
@@ -234,7 +237,8 @@ func (l certifiedListener) handshake(conn net.Conn) (net.Conn, identity, error) 
 	return secured, l.identify(handshake.State.PeerCertificates[0]), nil
 }
 
-// identify returns the identity of a verified client certificate: the single URI in it, which is a Cluster's own or has what was granted to it.
+// identify returns the identity of a verified client certificate, from the single URI in it. The
+// URI is a Cluster's own, or has been granted roles.
 //
 //	spiffe://<trust domain>/cluster/<namespace>/<name>[/<onboarding>]
 //	spiffe://<trust domain>/bootstrap/<namespace>/<name>/<onboarding>

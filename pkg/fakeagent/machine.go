@@ -27,7 +27,7 @@ type machine struct {
 	deletedAt                       time.Time
 	spareSince                      time.Time
 	gone                            bool
-	fails                           *MachineFailure // how it is to fail; nil if it is not
+	fails                           *MachineFailure // its planned failure; nil if none
 }
 
 // usable reports whether a claim may be bound to the machine now.
@@ -128,8 +128,8 @@ func (a *Agent) SetInfrastructure(infrastructure Infrastructure) {
 	a.steps = infrastructure
 }
 
-// SetGroupInfrastructure does the same for the machines of one node group, whatever [Agent.SetInfrastructure] says. Nil ends that. It panics when
-// there is no such group.
+// SetGroupInfrastructure sets the infrastructure of the machines of one node group. It takes
+// precedence over [Agent.SetInfrastructure]. Nil resets it. It panics if the group does not exist.
 func (a *Agent) SetGroupInfrastructure(groupID string, infrastructure *Infrastructure) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -222,7 +222,7 @@ func (a *Agent) appear(m *machine) {
 	}
 	m.appeared, m.createdAt = true, a.now()
 	a.touchMachine(m)
-	a.reconcile(m.group) // before it can have a Node: what has one cannot be claimed
+	a.reconcile(m.group) // before it can have a Node: a machine with a Node cannot be claimed
 	a.step(m, StageProviderID, a.stepsOf(m.group).Provision, func() { a.provision(m, "") })
 }
 

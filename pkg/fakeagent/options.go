@@ -113,12 +113,13 @@ func WithTrustDomain(domain string) Option {
 	return func(s *settings) { s.trustDomain = domain }
 }
 
-// WithAuthority sets what signs the certificates of onboarded Clusters. Default: one that is made when it is needed.
+// WithAuthority sets the authority that signs the certificates of onboarded Clusters. Default: one
+// that is created when it is needed.
 func WithAuthority(authority *Authority) Option {
 	return func(s *settings) { s.authority = authority }
 }
 
-// WithClusters sets which Clusters there are at first. Default: [DefaultCluster] alone.
+// WithClusters sets the initial Clusters. Default: only [DefaultCluster].
 func WithClusters(clusters ...*agentv1alpha1.ClusterRef) Option {
 	return func(s *settings) { s.clusters = clusters }
 }

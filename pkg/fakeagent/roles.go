@@ -14,27 +14,27 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// Role is a set of methods, the agent's own.
+// Role is a set of methods. The roles are those of the agent.
 type Role string
 
 const (
-	// RoleCluster is that of a Cluster's own shim.
+	// RoleCluster is the role of a Cluster's own shim.
 	RoleCluster Role = "cluster"
 	// RoleReader may read.
 	RoleReader Role = "reader"
-	// RoleAutoscaler may read, and make and release claims of autoscalers.
+	// RoleAutoscaler may read, and create and release claims of autoscalers.
 	RoleAutoscaler Role = "autoscaler"
-	// RoleAdmin may do everything but get a Cluster's certificate.
+	// RoleAdmin may do everything except request a Cluster's certificate.
 	RoleAdmin Role = "admin"
-	// RoleBootstrap may get a Cluster's first certificate, and nothing else.
+	// RoleBootstrap may only request a Cluster's first certificate.
 	RoleBootstrap Role = "bootstrap"
 )
 
-// Grant gives a role for some Clusters.
+// Grant grants a role for some Clusters.
 type Grant struct {
 	Role Role
-	// AllClusters gives it for every Cluster. Clusters names them otherwise, as <namespace>/<name>, in which `*` stands for any
-	// characters of either.
+	// AllClusters grants the role for every Cluster. Otherwise, Clusters lists them as
+	// <namespace>/<name>. In either part, `*` matches any characters.
 	AllClusters bool
 	Clusters    []string
 }
@@ -51,29 +51,29 @@ func like(pattern, name string) bool {
 	return matched && err == nil
 }
 
-// Identity is a caller.
+// Identity is the identity of a caller.
 type Identity struct {
-	// ID is what the agent calls it by, a SPIFFE id.
+	// ID is a SPIFFE ID, which the agent uses as the caller's name.
 	ID string
-	// Grants are what it may do.
+	// Grants are the roles of the caller.
 	Grants []Grant
 }
 
-// Rule says who may call a method. A method without a rule may be called by nobody.
+// Rule determines who may call a method. A method without a rule cannot be called.
 type Rule struct {
-	// Anyone lets every connection call, Everyone every identity.
+	// Anyone allows every connection, Everyone every identity.
 	Anyone, Everyone bool
-	// Roles may call, for the Cluster that the request names.
+	// Roles are allowed for the Cluster that the request names.
 	Roles []Role
 	// AsHolder means that the request names the holder that the caller acts as.
 	AsHolder bool
 }
 
-// OfCluster reports whether the request names a Cluster that the role must have been granted for.
+// OfCluster reports whether the request names a Cluster that the role must be granted for.
 func (r Rule) OfCluster() bool { return len(r.Roles) > 0 }
 
-// Rules returns the rule of every method that is served, by its full name. They are those of the agent, which a test of the agent
-// compares them with.
+// Rules returns the rule of every served method, by its full name. They are equal to the agent's
+// rules, which a test of the agent verifies.
 func Rules() map[string]Rule {
 	readers := []Role{RoleCluster, RoleReader, RoleAutoscaler, RoleAdmin}
 	return map[string]Rule{
@@ -106,13 +106,14 @@ func Rules() map[string]Rule {
 	}
 }
 
-// claimers are the roles that make and release claims.
+// claimers returns the roles that create and release claims.
 func claimers() []Role { return []Role{RoleCluster, RoleAutoscaler, RoleAdmin} }
 
 // shimHolder is the holder of the Cluster's own identity. Only it reports Nodes.
 const shimHolder = "karpenter"
 
-// MayActAs reports whether the role allows acting as the holder: making claims under its name, collecting and releasing its claims.
+// MayActAs reports whether the role may act as the holder: create claims under its name, and
+// collect and release its claims.
 func (r Role) MayActAs(holder string) bool {
 	switch r {
 	case RoleCluster:
@@ -126,7 +127,7 @@ func (r Role) MayActAs(holder string) bool {
 	}
 }
 
-// mayCall reports whether the caller may call the method at all, for whatever Cluster.
+// mayCall reports whether the caller may call the method for any Cluster.
 func (i identity) mayCall(rule Rule) bool {
 	return rule.Anyone || rule.Everyone ||
 		slices.ContainsFunc(i.grants, func(g Grant) bool { return slices.Contains(rule.Roles, g.Role) })
@@ -136,17 +137,18 @@ func (i identity) mayCallFor(rule Rule, cluster clusterKey) bool {
 	return slices.ContainsFunc(i.grants, func(g Grant) bool { return slices.Contains(rule.Roles, g.Role) && g.covers(cluster) })
 }
 
-// seesAll reports whether the caller acts for every Cluster, so that it may also learn which do not exist.
+// seesAll reports whether the caller has a role for every Cluster. Such a caller may also learn
+// which Clusters do not exist.
 func (i identity) seesAll() bool {
 	return slices.ContainsFunc(i.grants, func(g Grant) bool { return g.AllClusters })
 }
 
-// mayActAs reports whether the caller may make, collect and release claims of the holder.
+// mayActAs reports whether the caller may create, collect and release claims of the holder.
 func (i identity) mayActAs(cluster clusterKey, holder string) bool {
 	return slices.ContainsFunc(i.grants, func(g Grant) bool { return g.covers(cluster) && g.Role.MayActAs(holder) })
 }
 
-// Validate returns an error that says what cannot be granted.
+// Validate returns an error if the grant is invalid.
 func (g Grant) Validate() error {
 	switch g.Role {
 	case RoleReader, RoleAutoscaler, RoleAdmin, RoleCluster, RoleBootstrap:

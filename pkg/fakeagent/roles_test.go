@@ -19,7 +19,7 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// what a role may do is asked with one call that reads, and one that claims under each holder.
+// The rights of a role are tested with one call that reads, and one that claims under each holder.
 func may(t *testing.T, c *client.Client, holder, id string) (reads, claims bool) {
 	t.Helper()
 	_, err := c.NodeGroups.ListNodeGroups(t.Context(), &agentv1alpha1.ListNodeGroupsRequest{Cluster: fakeagent.DefaultCluster()})
@@ -78,7 +78,8 @@ func TestWhatRolesMayDo(t *testing.T) {
 	}
 }
 
-// serveTLS serves the agent on loopback, and returns a function that makes clients with SPIFFE ids.
+// serveTLS serves the agent on loopback. It returns a function that creates clients with SPIFFE
+// IDs.
 func serveTLS(
 	t *testing.T, agent *fakeagent.Agent, authority *fakeagent.Authority, grants map[string][]fakeagent.Grant,
 ) func(id string) *client.Client {

@@ -139,8 +139,8 @@ func (s *script) enter(ctx context.Context, fullMethod string, request any) (lea
 	}, nil
 }
 
-// Silence leaves calls without an answer and makes streams silent, until it is called with false. It
-// simulates a network that drops packets. Calls that have not been canceled by then continue.
+// Silence leaves calls without an answer and makes streams silent, until it is called with false.
+// It simulates a network that drops packets. Calls that have not been canceled by then continue.
 func (a *Agent) Silence(silent bool) {
 	a.FreezeStreams(silent)
 	a.script.silence(silent)

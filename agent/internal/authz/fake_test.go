@@ -11,7 +11,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
 )
 
-// A tool that is tested with the fake agent meets the same refusals there as here.
+// The fake agent rejects the same calls as the agent, so that tools can be tested with it.
 func TestTheFakeAgentHasTheseRoles(t *testing.T) {
 	for method, fake := range fakeagent.Rules() {
 		t.Run(strings.TrimPrefix(method, "/"), func(t *testing.T) {

@@ -19,7 +19,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/conformance"
 )
 
-// quick is a scenario without trouble, whose machines come at once.
+// quick is a scenario without failures, whose machines appear at once.
 const quick = `
 heartbeatInterval: 100ms
 failureCoolDown: 1m
@@ -32,10 +32,10 @@ identities:
 - {id: "spiffe://karpenter-capi/nobody", name: nobody, roles: [reader], clusters: [fleet/other]}
 `
 
-// fake is a fake-agent under way.
+// fake is a running fake-agent.
 type fake struct{ address, control, certificates string }
 
-// file is that of a caller's certificate.
+// file returns the path of a file of the caller's certificate.
 func (f fake) file(caller, name string) string { return filepath.Join(f.certificates, caller, name) }
 
 var (
@@ -87,7 +87,7 @@ func start(t *testing.T, scenario string, arguments ...string) fake {
 	return f
 }
 
-// secured starts it with certificates.
+// secured starts fake-agent with certificates.
 func secured(t *testing.T, arguments ...string) fake {
 	t.Helper()
 	dir := t.TempDir()
@@ -96,7 +96,7 @@ func secured(t *testing.T, arguments ...string) fake {
 	return f
 }
 
-// as are the flags of a caller.
+// as returns the flags for a caller.
 func (f fake) as(caller string) []string {
 	return []string{
 		"--address=" + f.address, "--ca-file=" + filepath.Join(f.certificates, "ca.crt"),
@@ -112,7 +112,8 @@ type verdict struct {
 	Results []conformance.Result `json:"results"`
 }
 
-// conform runs the command, and returns its exit status, what it printed, and the verdict that it wrote.
+// conform runs the command. It returns the exit status, the output, and the verdict that was
+// written.
 func conform(t *testing.T, arguments ...string) (int, string, verdict) {
 	t.Helper()
 	dir := t.TempDir()
@@ -138,7 +139,7 @@ func conform(t *testing.T, arguments ...string) (int, string, verdict) {
 	return status, out.String(), v
 }
 
-// Over TCP with mutual TLS, the fake keeps every promise that it keeps in a test's own process.
+// Over TCP with mutual TLS, the fake keeps the same contract as in a test's own process.
 func TestFakeAgentConformsOverTCP(t *testing.T) {
 	f := secured(t, "--control-address=127.0.0.1:0")
 	status, out, v := conform(t, "--address="+f.address, "--control="+f.control)
@@ -147,7 +148,7 @@ func TestFakeAgentConformsOverTCP(t *testing.T) {
 	require.Regexp(t, `conformance: PASS passed=\d+ failed=0 skipped=0\n$`, out)
 }
 
-// Without a control, everything shows but what takes one.
+// Without a control, every behaviour is checked except those that need one.
 func TestFakeAgentConformsAsItIsGiven(t *testing.T) {
 	f := secured(t)
 	arguments := append(f.as("cluster/fleet/spoke"), "--cluster=fleet/spoke", "--node-group=fleet/first,fleet/second")
@@ -187,7 +188,7 @@ func TestPlaintextIsCheckedAsAnAdministrator(t *testing.T) {
 	require.Greater(t, v.Passed, 20)
 }
 
-// An agent that loses replies, and one that refuses, do not conform.
+// Neither an agent that loses replies nor one that rejects calls conforms.
 func TestAnAgentThatDoesNotConformFails(t *testing.T) {
 	f := start(t, quick+"calls: [{method: GetClaim, fail: {code: INTERNAL}}]\n", "--plaintext-loopback")
 	status, out, v := conform(t, "--address="+f.address, "--plaintext-loopback", "--cluster=fleet/spoke", "--only=^claims[.]not-found$")

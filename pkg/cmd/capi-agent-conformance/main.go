@@ -1,5 +1,6 @@
-// Command capi-agent-conformance checks that an agent keeps the contract of the API: this project's agent, the fake, or any other. The last line of
-// its output is the verdict, and so is its exit status: 0 if the agent conforms, 1 if it does not, 2 if it could not be checked.
+// Command capi-agent-conformance checks that an agent keeps the contract of the API: this project's
+// agent, the fake, or any other. The last line of its output is the verdict. The exit status is 0
+// if the agent conforms, 1 if it does not, and 2 if it could not be checked.
 package main
 
 import (
@@ -18,7 +19,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/conformance"
 )
 
-// environmentPrefix begins the name of every environment variable.
+// environmentPrefix is the prefix of every environment variable.
 const environmentPrefix = "CAPI_AGENT_CONFORMANCE_"
 
 // Exit statuses.
@@ -75,7 +76,7 @@ func run(ctx context.Context, arguments []string, out, errOut io.Writer) int {
 	return check(ctx, o, out, fail)
 }
 
-// check checks, and shows each result as it is known.
+// check runs the checks, and prints each result once it is known.
 func check(ctx context.Context, o *options, out io.Writer, fail func(error) int) int {
 	target, done, err := o.target(ctx)
 	if err != nil {
@@ -93,7 +94,7 @@ func check(ctx context.Context, o *options, out io.Writer, fail func(error) int)
 			continue
 		}
 		if err := writeFile(file, write); err != nil {
-			defer func() { _ = fail(err) }() // The verdict stays what it is, and is shown.
+			defer func() { _ = fail(err) }() // The verdict is unaffected, and is printed.
 		}
 	}
 	fmt.Fprintln(out, verdict.Line())
@@ -103,7 +104,7 @@ func check(ctx context.Context, o *options, out io.Writer, fail func(error) int)
 	return conforms
 }
 
-// show prints a result, and why it is not a success.
+// show prints a result, with its message unless it passed.
 func show(out io.Writer, r conformance.Result) {
 	word := map[conformance.Outcome]string{conformance.Passed: "pass", conformance.Failed: "FAIL", conformance.Skipped: "skip"}[r.Outcome]
 	fmt.Fprintf(out, "%s  %-31s %6.2fs  %s: %s\n", word, r.ID, r.Seconds, r.Area, r.Behaviour)

@@ -17,7 +17,7 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// pair are the files of a client certificate.
+// pair holds the paths of a client certificate and its key.
 type pair struct{ cert, key string }
 
 type options struct {
@@ -76,7 +76,7 @@ func (o *options) addFlags(flags *pflag.FlagSet) {
 	flags.StringVar(&o.json, "json", o.json, "The `file` to write the verdict to as JSON. Empty writes none.")
 }
 
-// validate names every mistake with its flag.
+// validate returns an error that names the flag of every mistake.
 func (o *options) validate() error {
 	var errs []error
 	wrong := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
@@ -121,7 +121,7 @@ func (o *options) selected() []conformance.Profile {
 	return selected
 }
 
-// target connects to the agent. The function that is returned ends its connections.
+// target connects to the agent. The returned function closes the connections.
 func (o *options) target(ctx context.Context) (target conformance.Target, done func(), err error) {
 	if o.control != "" {
 		newEnv, err := control.Dial(ctx, control.Options{Control: o.control, Address: o.address, ServerName: o.serverName, Within: o.patience})
@@ -130,7 +130,7 @@ func (o *options) target(ctx context.Context) (target conformance.Target, done f
 	var clients []*client.Client
 	done = func() {
 		for _, c := range clients {
-			_ = c.Close() // Everything has been answered.
+			_ = c.Close() // Every call has returned.
 		}
 	}
 	connect := func(files pair) (*client.Client, error) {

@@ -1,4 +1,5 @@
-// Command fake-agent serves a fake agent over TCP, which plays a scenario, so that a tool in any language can be tested without a hub.
+// Command fake-agent serves a fake agent over TCP that plays a scenario. It lets tools in any
+// language be tested without a hub.
 package main
 
 import (

@@ -1,10 +1,13 @@
-// Package control is how the conformance suite makes what it needs on an agent in another process: Clusters, node groups, and machines that wait,
-// fail and vanish when it says so. It is HTTP with JSON, so that an agent in any language can offer it.
+// Package control lets the conformance suite create what it needs on an agent in another process:
+// Clusters, node groups, and machines that wait, fail and vanish on command. It uses HTTP with
+// JSON, so that an agent in any language can offer it.
 //
-// Each operation is a POST of a [Request] to /v1/<operation>, answered with 200 and a [Response], or with another status and an error in it. Package
-// control has both sides: [Handler] serves a [Control], and [Dial] returns an [Env] for each case of the suite.
+// Each operation is a POST of a [Request] to /v1/<operation>. The response is a [Response] with
+// status 200, or an error with another status. The package implements both sides: [Handler] serves
+// a [Control], and [Dial] returns an [Env] for each case of the suite.
 //
-// It is for tests alone. Whoever reaches it can do everything: it is served on loopback.
+// It is for tests only. A control has no authentication and allows everything, so it is served on
+// loopback.
 package control
 
 import (
@@ -13,38 +16,41 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/conformance"
 )
 
-// Operations, the last segment of the path.
+// The operations. They are the last segment of the path.
 const (
-	// NewEnvironment makes a Cluster that nothing else uses, and returns it with its callers.
+	// NewEnvironment creates a Cluster that nothing else uses. It returns the Cluster with its
+	// callers.
 	NewEnvironment = "new-environment"
-	// EndEnvironment removes the Cluster with everything in it.
+	// EndEnvironment removes the Cluster and everything in it.
 	EndEnvironment = "end-environment"
-	// CreateNodeGroup makes the deployment, and answers with its node group's id once the agent shows it and its replicas have Nodes. Its machines
-	// for claims appear by themselves, and wait for ProvisionMachine and JoinNode. Their deletion completes by itself.
+	// CreateNodeGroup creates the deployment. It returns the ID of its node group once the agent
+	// shows it and its replicas have Nodes. Its machines for claims appear automatically, and wait
+	// for ProvisionMachine and JoinNode. Their deletion completes automatically.
 	CreateNodeGroup = "create-node-group"
-	// UpdateNodeGroup makes the deployment with that name look like this.
+	// UpdateNodeGroup replaces the deployment of that name.
 	UpdateNodeGroup = "update-node-group"
-	// DeleteNodeGroup deletes the deployment with the name.
+	// DeleteNodeGroup deletes the deployment of that name.
 	DeleteNodeGroup = "delete-node-group"
-	// HoldMachines keeps Machine objects of the deployment with the name from appearing while hold is true.
+	// HoldMachines prevents Machine objects of the deployment from appearing while hold is true.
 	HoldMachines = "hold-machines"
-	// ProvisionMachine gives the machine of the claim its provider ID. The claim may still be waiting for the Machine object, which is not held.
+	// ProvisionMachine assigns the claim's machine its provider ID. The claim may still be waiting
+	// for its Machine object, which must not be held.
 	ProvisionMachine = "provision-machine"
 	// JoinNode makes the Node of the machine join.
 	JoinNode = "join-node"
-	// LoseMachine deletes the Machine object as a person does.
+	// LoseMachine deletes the Machine object, as a user would.
 	LoseMachine = "lose-machine"
 	// ExpireTokens makes every token that ListClaims has returned for the Cluster too old.
 	ExpireTokens = "expire-tokens"
 )
 
-// Cluster names a Cluster.
+// Cluster is the name of a Cluster.
 type Cluster struct {
 	Namespace string `json:"namespace"`
 	Name      string `json:"name"`
 }
 
-// Request is what every operation takes. Cluster is that of the environment.
+// Request is the request of every operation. Cluster is that of the environment.
 type Request struct {
 	Cluster    Cluster                        `json:"cluster,omitzero"`
 	Deployment *conformance.MachineDeployment `json:"deployment,omitempty"`
@@ -54,33 +60,34 @@ type Request struct {
 	Machine    string                         `json:"machine,omitempty"`
 }
 
-// Response is what every operation answers.
+// Response is the response of every operation.
 type Response struct {
-	// Error is why the operation was not done.
+	// Error is why the operation failed.
 	Error string `json:"error,omitempty"`
-	// Environment is that of NewEnvironment.
+	// Environment is set by NewEnvironment.
 	Environment *Environment `json:"environment,omitempty"`
-	// NodeGroupID is that of CreateNodeGroup.
+	// NodeGroupID is set by CreateNodeGroup.
 	NodeGroupID string `json:"nodeGroupID,omitempty"`
 }
 
-// Environment is a Cluster and those who call for it.
+// Environment is a Cluster and its callers.
 type Environment struct {
 	Cluster Cluster `json:"cluster"`
-	// Authorities are the certificate authorities of the agent, PEM.
+	// Authorities are the certificate authorities of the agent, in PEM.
 	Authorities string `json:"authorities"`
-	// Callers are the certificates of the Cluster's own identity, of an autoscaler and an administrator of the Cluster, and of the own identity of a
-	// Cluster that does not exist: [conformance.CallerCluster] and so on.
+	// Callers are the certificates by caller, for example [conformance.CallerCluster]: of the
+	// Cluster's own identity, of an autoscaler and an administrator of the Cluster, and of the own
+	// identity of a Cluster that does not exist.
 	Callers map[conformance.Caller]KeyPair `json:"callers"`
 }
 
-// KeyPair is a certificate and its private key, PEM.
+// KeyPair is a certificate and its private key, in PEM.
 type KeyPair struct {
 	Certificate string `json:"certificate"`
 	Key         string `json:"key"`
 }
 
-// Control is what operations do; see the constants. Its methods may be called concurrently.
+// Control implements the operations; see the constants. Its methods may be called concurrently.
 type Control interface {
 	NewEnvironment(ctx context.Context) (*Environment, error)
 	EndEnvironment(ctx context.Context, cluster Cluster) error

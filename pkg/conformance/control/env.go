@@ -21,17 +21,19 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// Options say where an agent and its control are.
+// Options are the addresses of an agent and its control.
 type Options struct {
 	// Control is the URL of the control, for example http://127.0.0.1:8444. REQUIRED.
 	Control string
-	// Address is that of the agent, as in [client.Options], and ServerName the name in its certificate, empty for the host of the address. REQUIRED.
+	// Address is the address of the agent, as in [client.Options]. ServerName is the name in its
+	// certificate, or empty for the host of the address. REQUIRED.
 	Address, ServerName string
-	// Within is how long to wait at most for what must happen sooner or later. REQUIRED.
+	// Within is how long to wait for conditions that the agent must reach eventually. REQUIRED.
 	Within time.Duration
 }
 
-// Dial asks the control for an environment, so that an error shows what is wrong before anything is checked, and returns what makes an Env of each.
+// Dial returns a function that creates an Env from a new environment. It first requests an
+// environment from the control, so that errors are reported before any check.
 func Dial(ctx context.Context, o Options) (func(testing.TB) conformance.Env, error) {
 	if parsed, err := url.Parse(o.Control); err != nil || parsed.Scheme != "http" && parsed.Scheme != "https" || parsed.Host == "" {
 		return nil, fmt.Errorf("%q is no URL of a control; write for example http://127.0.0.1:8444", o.Control)
@@ -57,7 +59,7 @@ func Dial(ctx context.Context, o Options) (func(testing.TB) conformance.Env, err
 	}, nil
 }
 
-// open makes an environment, and clients for its callers.
+// open creates an environment, and clients for its callers.
 func (o Options) open(ctx context.Context) (*env, error) {
 	response, err := o.post(ctx, NewEnvironment, Request{})
 	if err != nil {
@@ -90,7 +92,7 @@ func (o Options) connect(pair KeyPair, authorities string) (*client.Client, erro
 	})
 }
 
-// maxResponse bounds an answer, in bytes.
+// maxResponse limits the size of a response, in bytes.
 const maxResponse = 4 << 20
 
 func (o Options) post(ctx context.Context, operation string, request Request) (Response, error) {
@@ -110,7 +112,7 @@ func (o Options) post(ctx context.Context, operation string, request Request) (R
 	if err != nil {
 		return Response{}, fmt.Errorf("control: %w", err)
 	}
-	defer func() { _ = answered.Body.Close() }() // It has been read.
+	defer func() { _ = answered.Body.Close() }() // The body has been read.
 	var response Response
 	if err := json.NewDecoder(io.LimitReader(answered.Body, maxResponse)).Decode(&response); err != nil {
 		return Response{}, fmt.Errorf("control: %s: status %s, and no JSON: %w", operation, answered.Status, err)
@@ -145,7 +147,7 @@ func (e *env) close(ctx context.Context) error {
 	return errors.Join(append(errs, err)...)
 }
 
-// do has the control do something to the environment.
+// do calls an operation of the control on the environment.
 func (e *env) do(tb testing.TB, operation string, request Request) Response {
 	tb.Helper()
 	request.Cluster = e.cluster

@@ -9,7 +9,7 @@ import (
 	"net/http"
 )
 
-// maxRequest bounds a request, in bytes.
+// maxRequest limits the size of a request, in bytes.
 const maxRequest = 1 << 20
 
 // Handler serves the control.
@@ -75,7 +75,7 @@ func Handler(c Control) http.Handler {
 var errNoDeployment = errors.New("deployment: is missing")
 
 func read(w http.ResponseWriter, r *http.Request) (Request, error) {
-	// Pages in a browser can send other types to loopback without asking.
+	// Browsers let pages send requests with other content types to loopback without a preflight.
 	if kind, _, err := mime.ParseMediaType(r.Header.Get("Content-Type")); err != nil || kind != "application/json" {
 		return Request{}, errors.New("the Content-Type must be application/json")
 	}
@@ -92,6 +92,6 @@ func answer(w http.ResponseWriter, code int, response Response) {
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(code)
 	if err := json.NewEncoder(w).Encode(response); err != nil {
-		return // The caller finds half an answer out by itself.
+		return // The caller detects a partial response.
 	}
 }

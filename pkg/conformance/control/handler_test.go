@@ -16,7 +16,7 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/conformance/control"
 )
 
-// one is a control of which one operation is called, and fails for one machine.
+// one is a control that expects one operation, and fails for one machine.
 type one struct{ control.Control }
 
 func (one) JoinNode(_ context.Context, cluster control.Cluster, machine string) error {

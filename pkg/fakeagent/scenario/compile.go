@@ -26,11 +26,11 @@ import (
 // never is the delay of a step that does not happen.
 const never = "never"
 
-// compiled is a scenario in the fake agent's terms.
+// compiled is a scenario in the fake agent's types.
 type compiled struct {
 	options    []fakeagent.Option
 	paused     []*agentv1alpha1.ClusterRef
-	onboarded  map[string]*agentv1alpha1.ClusterRef // by the id of the onboarding
+	onboarded  map[string]*agentv1alpha1.ClusterRef // by the ID of the onboarding
 	nodeGroups []nodeGroup
 	grants     map[string][]fakeagent.Grant
 	calls      []call
@@ -63,7 +63,7 @@ const (
 	disconnected = "disconnected"
 )
 
-// compiler collects mistakes.
+// compiler collects the mistakes of a scenario.
 type compiler struct {
 	errs []error
 }
@@ -72,7 +72,7 @@ func (c *compiler) wrong(field, format string, args ...any) {
 	c.errs = append(c.errs, fmt.Errorf("%s: %s", field, fmt.Sprintf(format, args...)))
 }
 
-// duration returns the field's value, or standard where it is empty or cannot be used.
+// duration returns the field's value, or standard if it is empty or invalid.
 func (c *compiler) duration(field, text string, standard time.Duration) time.Duration {
 	if text == "" {
 		return standard
@@ -105,7 +105,7 @@ func (c *compiler) pace(field string, p Pace) fakeagent.Infrastructure {
 	}
 }
 
-// cluster returns the Cluster that the text names, nil if it names none.
+// cluster returns the Cluster that the text names, or nil if it names none.
 func (c *compiler) cluster(field, text string) *agentv1alpha1.ClusterRef {
 	namespace, name, found := strings.Cut(text, "/")
 	if !found || len(validation.IsDNS1123Label(namespace)) > 0 || len(name) > 63 || len(validation.IsDNS1123Subdomain(name)) > 0 {
@@ -115,7 +115,7 @@ func (c *compiler) cluster(field, text string) *agentv1alpha1.ClusterRef {
 	return &agentv1alpha1.ClusterRef{Namespace: namespace, Name: name}
 }
 
-// compile returns the scenario in the fake agent's terms, or every mistake in it.
+// compile returns the scenario in the fake agent's types, or an error with every mistake in it.
 func (s *Scenario) compile() (*compiled, error) {
 	c := &compiler{}
 	domain := cmp.Or(s.TrustDomain, fakeagent.TrustDomain)
@@ -161,7 +161,7 @@ func (s *Scenario) compile() (*compiled, error) {
 	return out, nil
 }
 
-// clusters returns the Clusters that there are, by their names.
+// clusters returns the scenario's Clusters by name.
 func (s *Scenario) clusters(c *compiler, out *compiled) map[string]*agentv1alpha1.ClusterRef {
 	if len(s.Clusters) == 0 {
 		standard := fakeagent.DefaultCluster()
@@ -293,7 +293,7 @@ func (g NodeGroup) clusterOf(c *compiler, field string, clusters map[string]*age
 	return ref
 }
 
-// quantities returns nil for none.
+// quantities returns nil if there are none.
 func quantities(amounts map[string]Quantity) map[string]string {
 	if len(amounts) == 0 {
 		return nil
@@ -305,7 +305,7 @@ func quantities(amounts map[string]Quantity) map[string]string {
 	return texts
 }
 
-// maxReplicas bounds how many machines the fake is to keep at first.
+// maxReplicas limits how many machines a node group of the fake starts with.
 const maxReplicas = 10000
 
 func (g NodeGroup) sizes(c *compiler, field string) {
@@ -374,7 +374,7 @@ func (s *Scenario) identities(c *compiler, out *compiled, domain string) {
 	}
 }
 
-// reasons makes the errors of calls that fail as the agent's do.
+// reasons creates the errors of failing calls, as the agent does.
 var reasons = map[agenterrors.Reason]func(message string) error{
 	agenterrors.ReasonHubUnreachable:   agenterrors.HubUnreachable,
 	agenterrors.ReasonNotSynced:        agenterrors.NotSynced,

@@ -1,6 +1,6 @@
-// Package scenario is what a fake agent plays, as a YAML file: Clusters, node groups, how long their machines take, who may call, and what goes wrong
-// and when.
+// Package scenario defines the YAML file that a fake agent plays: Clusters, node groups, how long
+// their machines take, who may call, and which failures happen when.
 //
-// [Parse] reads a file and names every mistake in it by its field. [Scenario.Start] starts a fake agent that plays it. [Example] is a scenario that
-// uses every field.
+// [Parse] reads a file. Its error names the field of every mistake. [Scenario.Start] starts a fake
+// agent that plays the scenario. [Example] is a scenario that uses every field.
 package scenario

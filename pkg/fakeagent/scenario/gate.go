@@ -18,7 +18,7 @@ func newGate(listener net.Listener) *gate {
 	return &gate{Listener: listener, conns: map[*gatedConn]struct{}{}}
 }
 
-// Accept is [net.Listener]'s. What is accepted while the gate is shut is closed.
+// Accept implements [net.Listener]. Connections accepted while the gate is shut are closed.
 func (g *gate) Accept() (net.Conn, error) {
 	conn, err := g.Listener.Accept()
 	if err != nil {
@@ -28,7 +28,7 @@ func (g *gate) Accept() (net.Conn, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.closed {
-		_ = conn.Close() // The server finds out by itself.
+		_ = conn.Close() // The server detects the closed connection.
 	} else {
 		g.conns[gated] = struct{}{}
 	}
@@ -46,7 +46,7 @@ func (g *gate) shut(shut bool) {
 	}
 	g.mu.Unlock()
 	for _, conn := range conns {
-		_ = conn.Close() // What was sent on it is lost either way.
+		_ = conn.Close() // What was sent on it is lost in any case.
 	}
 }
 

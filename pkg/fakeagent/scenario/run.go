@@ -13,21 +13,21 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent"
 )
 
-// Options are what a scenario is played with.
+// Options are the options of [Scenario.Start].
 type Options struct {
-	// Clock is what every time in the scenario follows. Nil means the real one.
+	// Clock is the clock of every time in the scenario. Nil means the real one.
 	Clock clock.WithTickerAndDelayedExecution
-	// Logger takes a line when an outage begins and when it ends. The zero Logger logs nothing.
+	// Logger logs when an outage begins and ends. The zero Logger logs nothing.
 	Logger logr.Logger
-	// Authority signs the certificates of onboarded Clusters. Nil stands for one of the agent's own.
+	// Authority signs the certificates of onboarded Clusters. Nil means one of the agent's own.
 	Authority *fakeagent.Authority
-	// Version is what GetStatus reports. Empty means devel.
+	// Version is the version that GetStatus reports. Empty means devel.
 	Version string
 }
 
-// Play is a scenario under way.
+// Play is a running scenario.
 type Play struct {
-	// Agent plays it.
+	// Agent is the agent that plays the scenario.
 	Agent *fakeagent.Agent
 
 	grants map[string][]fakeagent.Grant
@@ -36,11 +36,12 @@ type Play struct {
 
 	mu     sync.Mutex
 	closed bool
-	under  map[string]int // how many outages of the kind are under way
+	under  map[string]int // number of current outages of the kind
 	gates  []*gate
 }
 
-// Start starts an agent that plays the scenario, whose times begin now. Close it. An error names every field that cannot be used.
+// Start starts an agent that plays the scenario. Its times begin now. The caller must close it. The
+// error names every invalid field.
 func (s *Scenario) Start(o Options) (*Play, error) {
 	c, err := s.compile()
 	if err != nil {
@@ -84,10 +85,10 @@ func (s *Scenario) Start(o Options) (*Play, error) {
 	return p, nil
 }
 
-// Grants returns what an identity may do besides what its id says.
+// Grants returns the grants of an identity, in addition to those implied by its ID.
 func (p *Play) Grants(id string) []fakeagent.Grant { return p.grants[id] }
 
-// Listener returns the listener with connections that end with each outage of the kind disconnected.
+// Listener wraps the listener. Its connections are closed by each outage of the kind disconnected.
 func (p *Play) Listener(listener net.Listener) net.Listener {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -105,7 +106,7 @@ func (p *Play) Close() {
 	p.Agent.Close()
 }
 
-// schedule has the outage begin and end, again and again if it repeats.
+// schedule begins and ends the outage, repeatedly if it repeats.
 func (p *Play) schedule(o outage) {
 	p.afterwards(o.after, func() {
 		if !p.change(o, true) {
@@ -123,11 +124,11 @@ func (p *Play) schedule(o outage) {
 
 // afterwards calls f after the delay.
 func (p *Play) afterwards(delay time.Duration, f func()) {
-	// In a goroutine of its own: a fake clock calls with its lock held, and f asks for timers.
+	// It runs in its own goroutine: a fake clock calls with its lock held, and f requests timers.
 	p.clock.AfterFunc(delay, func() { go f() })
 }
 
-// change begins or ends an outage, and reports whether the play goes on.
+// change begins or ends an outage. It reports whether the play goes on.
 func (p *Play) change(o outage, begins bool) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()

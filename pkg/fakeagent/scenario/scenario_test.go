@@ -30,7 +30,7 @@ func spoke() *agentv1alpha1.ClusterRef {
 	return &agentv1alpha1.ClusterRef{Namespace: "fleet", Name: "spoke"}
 }
 
-// play starts the scenario with a clock that stands still.
+// play starts the scenario with a clock that does not advance.
 func play(t *testing.T, text string) (*scenario.Play, *clocktesting.FakeClock) {
 	t.Helper()
 	parsed, err := scenario.Parse([]byte(text))
@@ -55,7 +55,7 @@ func eventually(t *testing.T, check func() bool) {
 	require.Eventually(t, check, patience, time.Millisecond)
 }
 
-// Every field of the file is in the example, so that it shows what there is.
+// The example documents every field of the file.
 func TestTheExampleUsesEveryField(t *testing.T) {
 	var written map[string]any
 	require.NoError(t, yaml.Unmarshal(scenario.Example(), &written))
@@ -64,7 +64,7 @@ func TestTheExampleUsesEveryField(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// unused are the fields of a type that none of the values has.
+// unused returns the fields of a type that none of the values sets.
 func unused(of reflect.Type, values []any, path string) []string {
 	for of.Kind() == reflect.Pointer || of.Kind() == reflect.Slice {
 		of = of.Elem()
@@ -282,7 +282,7 @@ outages[0].kind: "rain" is none of unavailable, silent, disconnected`)
 
 func group(fields string) string { return fmt.Sprintf("nodeGroups:\n- {name: a, %s}\n", fields) }
 
-// identity is one that is fine but for the field.
+// identity returns an identity that is valid except for the field.
 func identity(field string) string {
 	fields := map[string]string{
 		"id": "spiffe://karpenter-capi/a", "name": "a", "roles": "[reader]", "allClusters": "true",

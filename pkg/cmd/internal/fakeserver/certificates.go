@@ -10,7 +10,8 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent/scenario"
 )
 
-// writeCertificates writes the certificates of the authority and of every caller of the scenario. It returns the server's, which is not written.
+// writeCertificates writes the certificates of the authority and of every caller of the scenario.
+// It returns the server's certificate, which it does not write.
 func writeCertificates(dir string, authority *fakeagent.Authority, s *scenario.Scenario, names []string) (tls.Certificate, error) {
 	certificate, key, err := authority.IssueServer(names...)
 	if err != nil {
@@ -29,12 +30,12 @@ func writeCertificates(dir string, authority *fakeagent.Authority, s *scenario.S
 			return tls.Certificate{}, err
 		}
 	}
-	// Last, so that a program that waits for it finds the others.
+	// ca.crt is written last: once it exists, so do the others.
 	return pair, replace(filepath.Join(dir, "ca.crt"), authority.PEM(), 0o644)
 }
 
 func writePair(dir string, certificate, key []byte) error {
-	if err := os.MkdirAll(dir, 0o755); err != nil { //nolint:gosec // The private keys in it have a mode of their own.
+	if err := os.MkdirAll(dir, 0o755); err != nil { //nolint:gosec // The private keys in it have their own mode.
 		return err
 	}
 	if err := replace(filepath.Join(dir, "tls.key"), key, 0o600); err != nil {
@@ -43,15 +44,15 @@ func writePair(dir string, certificate, key []byte) error {
 	return replace(filepath.Join(dir, "tls.crt"), certificate, 0o644)
 }
 
-// replace writes a file in one step, so that no reader finds half of it.
+// replace writes a file atomically, so that readers never see a partial file.
 func replace(path string, content []byte, mode os.FileMode) error {
 	file, err := os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+"-")
 	if err != nil {
 		return err
 	}
-	defer func() { _ = os.Remove(file.Name()) }() // It is gone once it has its name.
+	defer func() { _ = os.Remove(file.Name()) }() // It no longer exists after the rename.
 	if _, err := file.Write(content); err != nil {
-		_ = file.Close() // The error of the write is what matters.
+		_ = file.Close() // The error of the write is returned.
 		return err
 	}
 	if err := file.Close(); err != nil {

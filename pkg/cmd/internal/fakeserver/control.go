@@ -15,7 +15,7 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-// controlled is the control over a fake agent. Its Clusters are beside those of the scenario.
+// controlled is the control of a fake agent. Its Clusters are separate from those of the scenario.
 type controlled struct {
 	agent     *fakeagent.Agent
 	authority *fakeagent.Authority
@@ -30,14 +30,15 @@ func newControlled(agent *fakeagent.Agent, authority *fakeagent.Authority, domai
 	return &controlled{agent: agent, authority: authority, domain: domain, grants: map[string][]fakeagent.Grant{}}
 }
 
-// Grants returns what an identity that the control has made may do.
+// Grants returns the grants of an identity that the control has created.
 func (c *controlled) Grants(id string) []fakeagent.Grant {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.grants[id]
 }
 
-// NewEnvironment makes a Cluster in a namespace of its own, as ids of node groups are unique in a namespace.
+// NewEnvironment creates a Cluster in its own namespace, because IDs of node groups are unique
+// within a namespace.
 func (c *controlled) NewEnvironment(context.Context) (*control.Environment, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -61,7 +62,7 @@ func (c *controlled) NewEnvironment(context.Context) (*control.Environment, erro
 	return environment, nil
 }
 
-// ids are the SPIFFE ids of an environment's callers.
+// ids are the SPIFFE IDs of an environment's callers.
 func (c *controlled) ids(cluster control.Cluster) map[conformance.Caller]string {
 	domain := "spiffe://" + c.domain
 	return map[conformance.Caller]string{
@@ -82,7 +83,7 @@ func (c *controlled) EndEnvironment(_ context.Context, cluster control.Cluster) 
 	return told(func() { c.agent.RemoveCluster(refOf(cluster)) })
 }
 
-// CreateNodeGroup adds it with machines that wait.
+// CreateNodeGroup adds the node group. Its machines wait to be provisioned and joined.
 func (c *controlled) CreateNodeGroup(_ context.Context, cluster control.Cluster, d conformance.MachineDeployment) (id string, err error) {
 	err = told(func() {
 		id = c.agent.AddMachineDeployment(deploymentOf(cluster, d))
@@ -91,17 +92,17 @@ func (c *controlled) CreateNodeGroup(_ context.Context, cluster control.Cluster,
 	return id, err
 }
 
-// UpdateNodeGroup describes it anew.
+// UpdateNodeGroup replaces the node group's description.
 func (c *controlled) UpdateNodeGroup(_ context.Context, cluster control.Cluster, d conformance.MachineDeployment) error {
 	return told(func() { c.agent.UpdateMachineDeployment(deploymentOf(cluster, d)) })
 }
 
-// DeleteNodeGroup removes it.
+// DeleteNodeGroup removes the node group.
 func (c *controlled) DeleteNodeGroup(_ context.Context, cluster control.Cluster, name string) error {
 	return told(func() { c.agent.RemoveNodeGroup(cluster.Namespace + "/" + name) })
 }
 
-// HoldMachines keeps Machine objects from appearing, or has those appear that were held.
+// HoldMachines prevents Machine objects from appearing. If hold is false, held ones appear.
 func (c *controlled) HoldMachines(_ context.Context, cluster control.Cluster, name string, hold bool) error {
 	return told(func() {
 		id := cluster.Namespace + "/" + name
@@ -112,7 +113,8 @@ func (c *controlled) HoldMachines(_ context.Context, cluster control.Cluster, na
 	})
 }
 
-// waiting are machines that wait to be provisioned and joined, and to appear if they are held.
+// waiting is the infrastructure of machines that wait to be provisioned and joined. If they are
+// held, they wait to appear too.
 func waiting(held bool) *fakeagent.Infrastructure {
 	infrastructure := &fakeagent.Infrastructure{Provision: fakeagent.Manual, Join: fakeagent.Manual}
 	if held {
@@ -121,7 +123,7 @@ func waiting(held bool) *fakeagent.Infrastructure {
 	return infrastructure
 }
 
-// ProvisionMachine gives the claim's machine its provider ID.
+// ProvisionMachine assigns the claim's machine its provider ID.
 func (c *controlled) ProvisionMachine(_ context.Context, cluster control.Cluster, claimID string) error {
 	return told(func() { c.agent.Provision(refOf(cluster), claimID, "") })
 }
@@ -131,7 +133,7 @@ func (c *controlled) JoinNode(_ context.Context, cluster control.Cluster, machin
 	return told(func() { c.agent.Join(refOf(cluster), machine, "node-of-"+machine) })
 }
 
-// LoseMachine takes the machine away.
+// LoseMachine removes the machine.
 func (c *controlled) LoseMachine(_ context.Context, cluster control.Cluster, machine string) error {
 	return told(func() { c.agent.LoseMachine(refOf(cluster), machine) })
 }
@@ -141,7 +143,8 @@ func (c *controlled) ExpireTokens(_ context.Context, cluster control.Cluster) er
 	return told(func() { c.agent.ExpireTokens(refOf(cluster)) })
 }
 
-// told does what a request asks for. Where the fake agent panics because a test names what there is not, the request is at fault.
+// told applies a request to the fake agent. The fake panics if a test names an object that does not
+// exist. Here, that is an error of the request.
 func told(f func()) (err error) {
 	defer func() {
 		if cause := recover(); cause != nil {
@@ -167,7 +170,7 @@ func deploymentOf(cluster control.Cluster, d conformance.MachineDeployment) fake
 	}
 }
 
-// controlTimeout bounds what a caller of the control may take.
+// controlTimeout limits how long a request to the control may take.
 const controlTimeout = 30 * time.Second
 
 // serveControl serves the control until it is stopped.
@@ -180,10 +183,10 @@ func serveControl(ctx context.Context, address string, c *controlled) (net.Addr,
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		_ = server.Serve(listener) // It ends when it is closed.
+		_ = server.Serve(listener) // It returns when it is closed.
 	}()
 	return listener.Addr(), func() {
-		_ = server.Close() // Whose calls are cut off was told to stop.
+		_ = server.Close() // Calls still in progress are cut off, as on any stop.
 		<-done
 	}, nil
 }

@@ -47,7 +47,7 @@ func (o *options) addFlags(flags *pflag.FlagSet) {
 			"--certificates-dir. Empty serves none.")
 }
 
-// validate names every mistake with its flag.
+// validate returns an error that names the flag of every mistake.
 func (o *options) validate() error {
 	var errs []error
 	wrong := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }

@@ -1,4 +1,5 @@
-// Package fakeserver is the command fake-agent: a fake agent, served over TCP, that plays a scenario.
+// Package fakeserver implements the command fake-agent: it serves a fake agent over TCP that plays
+// a scenario.
 package fakeserver
 
 import (
@@ -13,10 +14,10 @@ import (
 	"github.com/karpenter-capi/karpenter-capi/pkg/fakeagent/scenario"
 )
 
-// environmentPrefix begins the name of every environment variable.
+// environmentPrefix is the prefix of every environment variable.
 const environmentPrefix = "FAKE_AGENT_"
 
-// Run is the command: it serves until the context ends, or prints what the arguments ask for.
+// Run runs the command. It serves until the context ends, or prints what the arguments request.
 func Run(ctx context.Context, arguments []string, out, log io.Writer) error {
 	o := newOptions()
 	flags := pflag.NewFlagSet("fake-agent", pflag.ContinueOnError)

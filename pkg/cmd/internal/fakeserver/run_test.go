@@ -28,7 +28,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 var serving = regexp.MustCompile(`"serving" "address"="([^"]+)"`)
 
-// start runs the command until the test ends, and returns the address that it serves on.
+// start runs the command until the test ends. It returns the address that the command serves on.
 func start(t *testing.T, arguments ...string) string {
 	t.Helper()
 	read, write := io.Pipe()

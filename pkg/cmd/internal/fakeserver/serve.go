@@ -39,7 +39,7 @@ func serve(ctx context.Context, o *options, s *scenario.Scenario, log io.Writer)
 	}
 	play, err := s.Start(scenario.Options{Logger: logger, Authority: authority, Version: program.Version()})
 	if err != nil {
-		_ = listener.Close() // The scenario's mistake is what matters.
+		_ = listener.Close() // The scenario's error is returned.
 		return err
 	}
 	defer play.Close()
@@ -66,7 +66,7 @@ func serve(ctx context.Context, o *options, s *scenario.Scenario, log io.Writer)
 	return nil
 }
 
-// tls returns what the listener is secured with: nil without TLS.
+// tls returns the TLS configuration of the listener, or nil without TLS.
 func (o *options) tls(authority *fakeagent.Authority, s *scenario.Scenario, logger logr.Logger) (
 	security string, config *tls.Config, stop func(), err error,
 ) {
@@ -84,7 +84,7 @@ func (o *options) tls(authority *fakeagent.Authority, s *scenario.Scenario, logg
 	followed := certificates.Follow(certificates.Files{
 		CertFile: o.certFile, KeyFile: o.keyFile, CAFile: o.clientCAFile, Refresh: refresh, Logger: logger,
 	})
-	// What is not usable at the start would be found by the first caller otherwise.
+	// Unusable files must fail the start rather than the first handshake.
 	if _, err = followed.Certificate(); err == nil {
 		_, err = followed.Authorities()
 	}
@@ -94,7 +94,7 @@ func (o *options) tls(authority *fakeagent.Authority, s *scenario.Scenario, logg
 	}
 	config = &tls.Config{
 		MinVersion: tls.VersionTLS13,
-		// Each handshake has the files of its own time.
+		// Each handshake uses the current files.
 		GetConfigForClient: func(*tls.ClientHelloInfo) (*tls.Config, error) {
 			authorities, err := followed.Authorities()
 			if err != nil {
@@ -113,7 +113,7 @@ func (o *options) tls(authority *fakeagent.Authority, s *scenario.Scenario, logg
 	return "mutual TLS", config, followed.Close, nil
 }
 
-// newLogger writes a line for each event.
+// newLogger returns a logger that writes a line for each event.
 func newLogger(to io.Writer) logr.Logger {
 	return funcr.New(func(prefix, args string) { fmt.Fprintln(to, "fake-agent:"+prefix, args) }, funcr.Options{})
 }

@@ -1,4 +1,5 @@
-// Package program is what the commands of this module have in common: their version, and settings from the environment.
+// Package program is shared by the commands of this module: their version, and settings from the
+// environment.
 package program
 
 import (
@@ -14,7 +15,8 @@ import (
 // version is set at link time: -X …/pkg/cmd/internal/program.version=v0.1.0.
 var version = "devel"
 
-// Version returns the release, for example `v0.1.0`, or that of the module that was built, or `devel`.
+// Version returns the release, for example `v0.1.0`. Without one, it is the version of the module
+// that was built, or `devel`.
 func Version() string {
 	if info, ok := debug.ReadBuildInfo(); ok && version == "devel" && info.Main.Version != "" && info.Main.Version != "(devel)" {
 		return info.Main.Version
@@ -22,8 +24,9 @@ func Version() string {
 	return version
 }
 
-// FromEnvironment sets each flag that was not given from its environment variable: the prefix, and the flag's name in upper case with underscores. An
-// error names every variable that cannot be used.
+// FromEnvironment sets each flag that was not given from its environment variable. The variable's
+// name is the prefix, followed by the flag's name in upper case with underscores. The error names
+// every variable with an invalid value.
 func FromEnvironment(flags *pflag.FlagSet, prefix string) error {
 	var errs []error
 	flags.VisitAll(func(flag *pflag.Flag) {
