@@ -82,7 +82,7 @@ generate-go: $(CONTROLLER_GEN)
 	cd shim && go mod download sigs.k8s.io/karpenter && \
 		install -m 0644 "$$(go list -m -f '{{.Dir}}' sigs.k8s.io/karpenter)"/pkg/apis/crds/*.yaml ../deploy/charts/shim/crds/
 
-# What options are documented of.
+# The binaries whose options are documented.
 OPTIONS_BINARIES = $(addprefix $(BIN)/,capi-agent karpenter fake-agent capi-agent-conformance)
 
 .PHONY: generate-docs
