@@ -46,7 +46,7 @@ var requestCases = []testCase{
 		"another Cluster is PERMISSION_DENIED in every call, whether it exists or not", func(s *suite) {
 			s.group(deployment("workers"))
 			absent := &agentv1alpha1.ClusterRef{Namespace: s.Cluster().GetNamespace(), Name: "no-such-cluster"}
-			for _, method := range methods() {
+			for _, method := range append(methods(), "IssueCertificate") {
 				err := call(s.bounded(), s.Stranger(), method, valid(method, s.Cluster()))
 				require.True(s, agenterrors.IsPermissionDenied(err), "%s: %v", method, err)
 				require.Equal(s, agenterrors.ReasonPermissionDenied, agenterrors.ReasonOf(err), method)
@@ -102,7 +102,8 @@ func innermost(err error) *status.Status {
 	}
 }
 
-// methods returns the names of the methods that name a Cluster, except IssueCertificate.
+// methods returns the names of the methods that name a Cluster, except IssueCertificate: an
+// administrator may call every method but that.
 func methods() []string {
 	return []string{
 		"ListNodeGroups", "GetNodeGroup", "WatchNodeGroups",
@@ -145,6 +146,9 @@ func valid(method string, cluster *agentv1alpha1.ClusterRef) proto.Message {
 		return &agentv1alpha1.ListMachinesRequest{Cluster: cluster}
 	case "WatchMachines":
 		return &agentv1alpha1.WatchMachinesRequest{Cluster: cluster}
+	case "IssueCertificate":
+		// It is not a signing request, which is checked only after the caller's rights.
+		return &agentv1alpha1.IssueCertificateRequest{Cluster: cluster, SigningRequest: []byte("none")}
 	}
 	panic("no method " + method)
 }
@@ -178,6 +182,8 @@ func call(ctx context.Context, c *client.Client, method string, request proto.Me
 		return unary(ctx, r, c.Machines.ListMachines)
 	case *agentv1alpha1.WatchMachinesRequest:
 		return firstEvent(ctx, r, c.Machines.WatchMachines)
+	case *agentv1alpha1.IssueCertificateRequest:
+		return unary(ctx, r, c.Issuer.IssueCertificate)
 	}
 	return fmt.Errorf("%s takes no %T", method, request)
 }
