@@ -136,7 +136,9 @@ func (e *Engine) make(ctx context.Context, c *v1alpha1.MachineClaim, md *cluster
 	done := g.begin() // before the creation's event makes a run enter it
 	if err := e.Client.Create(ctx, c); err != nil {
 		done()
-		e.unreserve(c, false)
+		if !apierrors.IsAlreadyExists(err) { // else the caches are about to show it
+			e.unreserve(c, false)
+		}
 		return false, err
 	}
 	if !alone { // others of several concurrent claims gather, and a run enters them in one write
