@@ -20,13 +20,14 @@ export KUBEBUILDER_ASSETS := $(abspath $(BIN))
 # The workspace says which modules are ours.
 MODULES  := $(shell sed -n 's|^[[:space:]]*\./||p' go.work)
 PACKAGES := $(addprefix ./,$(addsuffix /...,$(MODULES)))
-COMMANDS := $(patsubst %/main.go,%,$(wildcard agent/cmd/*/main.go shim/cmd/*/main.go deploy/sandbox/cmd/*/main.go test/cmd/*/main.go))
+COMMANDS := $(patsubst %/main.go,%,$(wildcard agent/cmd/*/main.go shim/cmd/*/main.go pkg/cmd/*/main.go deploy/sandbox/cmd/*/main.go test/cmd/*/main.go))
 
 VERSION ?= $(or $(shell git describe --tags --exact-match 2>/dev/null),devel)
 COMMIT  ?= $(shell git rev-parse HEAD 2>/dev/null)
 LDFLAGS  = -s -w \
 	-X github.com/karpenter-capi/karpenter-capi/agent/internal/version.version=$(VERSION) \
 	-X github.com/karpenter-capi/karpenter-capi/agent/internal/version.commit=$(COMMIT) \
+	-X github.com/karpenter-capi/karpenter-capi/pkg/cmd/internal/program.version=$(VERSION) \
 	-X sigs.k8s.io/karpenter/pkg/operator.Version=$(VERSION)
 
 include deploy/tools/tools.mk
@@ -81,12 +82,15 @@ generate-go: $(CONTROLLER_GEN)
 	cd shim && go mod download sigs.k8s.io/karpenter && \
 		install -m 0644 "$$(go list -m -f '{{.Dir}}' sigs.k8s.io/karpenter)"/pkg/apis/crds/*.yaml ../deploy/charts/shim/crds/
 
+# The binaries whose options are documented.
+OPTIONS_BINARIES = $(addprefix $(BIN)/,capi-agent karpenter fake-agent capi-agent-conformance)
+
 .PHONY: generate-docs
-generate-docs: $(OPTIONS_DOCS) $(BIN)/capi-agent $(BIN)/karpenter
+generate-docs: $(OPTIONS_DOCS) $(OPTIONS_BINARIES)
 	$(OPTIONS_DOCS) docs/options.md $(OPTIONS_OF)
 
 # Binaries, each with the prefix of its environment variables.
-OPTIONS_OF = $(BIN)/capi-agent:CAPI_AGENT_ $(BIN)/karpenter:
+OPTIONS_OF = $(BIN)/capi-agent:CAPI_AGENT_ $(BIN)/karpenter: $(BIN)/fake-agent:FAKE_AGENT_ $(BIN)/capi-agent-conformance:CAPI_AGENT_CONFORMANCE_
 
 .PHONY: verify
 verify: verify-generated verify-docs verify-modules verify-imports verify-api lint ## Check that generated files are current, modules tidy, imports allowed; all linters
@@ -101,7 +105,7 @@ verify-generated: $(GENERATORS)
 	diff -ruN -x go.work.sum "$$dir/is" "$$dir/should" || { echo "generated files are not current: run make generate" >&2; exit 1; }
 
 .PHONY: verify-docs
-verify-docs: $(OPTIONS_DOCS) $(BIN)/capi-agent $(BIN)/karpenter
+verify-docs: $(OPTIONS_DOCS) $(OPTIONS_BINARIES)
 	@echo "verify: docs/options.md"
 	@page=$$(mktemp) && trap 'rm -f "$$page"' EXIT && $(OPTIONS_DOCS) "$$page" $(OPTIONS_OF) && \
 	diff -u docs/options.md "$$page" || { echo "docs/options.md is not current: run make generate" >&2; exit 1; }
@@ -281,6 +285,16 @@ $(BIN)/core-%.test: shim/go.mod
 	@mkdir -p $(@D); start=$$(date +%s); (cd shim && go mod download sigs.k8s.io/karpenter) && \
 	cd "$$(cd shim && go list -m -f '{{.Dir}}' sigs.k8s.io/karpenter)" && GOWORK=off go test -c -o $(abspath $@) ./test/suites/$* && \
 	echo "built    $@ in $$(( $$(date +%s) - start )) s"
+
+.PHONY: fake-agent
+fake-agent: $(BIN)/fake-agent ## Serve a fake agent that plays a scenario (FAKE_AGENT_FLAGS='--plaintext-loopback --scenario=file.yaml')
+	@$(BIN)/fake-agent $(FAKE_AGENT_FLAGS)
+FAKE_AGENT_FLAGS ?= --plaintext-loopback
+
+.PHONY: conformance
+conformance: $(BIN)/capi-agent-conformance ## Check that an agent keeps the API's contract (CONFORMANCE_FLAGS='--address=… --cluster=…'; docs/conformance.md)
+	@$(BIN)/capi-agent-conformance $(CONFORMANCE_FLAGS)
+CONFORMANCE_FLAGS ?=
 
 .PHONY: model
 model: ## Explore the claim protocol exhaustively in small worlds, and without each of its rules (MODEL_FLAGS='-only wiped')

@@ -9,7 +9,7 @@ import (
 
 // adoptCases cover claims that adopt an existing Machine.
 var adoptCases = []testCase{
-	{"a user's machine becomes the claim's, and replicas stay", func(s *suite) {
+	{"adopt.users-machine", fault(), "a user's machine becomes the claim's, and replicas stay", func(s *suite) {
 		id := s.group(deployment("workers", replicas(2)))
 		mine := s.machinesOnceThereAre(id, 2)[0]
 		_, err := s.adopt("a-claim", id, mine.GetName())
@@ -25,7 +25,7 @@ var adoptCases = []testCase{
 		require.NotEqual(s, mine.GetUid(), left[0].GetUid(), "the other machine is the user's still")
 	}},
 
-	{"again is the same claim", func(s *suite) {
+	{"adopt.idempotent", fault(), "again is the same claim", func(s *suite) {
 		id := s.group(deployment("workers", replicas(1)))
 		mine := s.machinesOnceThereAre(id, 1)[0]
 		for range 2 {
@@ -36,7 +36,7 @@ var adoptCases = []testCase{
 		require.EqualValues(s, 1, s.nodeGroup(id).GetReplicas())
 	}},
 
-	{"a machine that has a claim, or that there is none, is FAILED_PRECONDITION", func(s *suite) {
+	{"adopt.not-free", fault(), "a machine that has a claim, or that there is none, is FAILED_PRECONDITION", func(s *suite) {
 		id := s.group(deployment("workers", replicas(1)))
 		mine := s.machinesOnceThereAre(id, 1)[0]
 		_, err := s.adopt("first", id, mine.GetName())
@@ -53,7 +53,7 @@ var adoptCases = []testCase{
 		require.EqualValues(s, 1, s.nodeGroup(id).GetReplicas())
 	}},
 
-	{"the user keeps the min size", func(s *suite) {
+	{"adopt.min-size", fault(), "the user keeps the min size", func(s *suite) {
 		id := s.group(deployment("workers", replicas(1), minSize(1)))
 		mine := s.machinesOnceThereAre(id, 1)[0]
 		_, err := s.adopt("a-claim", id, mine.GetName())
@@ -62,7 +62,7 @@ var adoptCases = []testCase{
 		s.untilReplicas(id, 2)
 	}},
 
-	{"only above the min size: the user's last machines stay the user's", func(s *suite) {
+	{"adopt.above-min-size", fault(), "only above the min size: the user's last machines stay the user's", func(s *suite) {
 		id := s.group(deployment("workers", replicas(2), minSize(1)))
 		machines := s.machinesOnceThereAre(id, 2)
 		above := func(claim string, machine *agentv1alpha1.Machine) error {
@@ -79,21 +79,21 @@ var adoptCases = []testCase{
 		require.EqualValues(s, 2, s.nodeGroup(id).GetReplicas())
 	}},
 
-	{"a claim that could not adopt leaves its id for another try", func(s *suite) {
+	{"adopt.id-left", fault(), "a claim that could not adopt leaves its id for another try", func(s *suite) {
 		id := s.group(deployment("workers", replicas(2), minSize(2), maxSize(2)))
 		mine := s.machinesOnceThereAre(id, 2)[0]
 		for range 2 {
 			_, err := s.adopt("a-claim", id, mine.GetName())
 			require.True(s, agenterrors.IsNoRoom(err), "%v", err)
 		}
-		s.UpdateNodeGroup(s.T, deployment("workers", replicas(2), minSize(2), maxSize(3)))
+		s.UpdateNodeGroup(s.TB, deployment("workers", replicas(2), minSize(2), maxSize(3)))
 		s.untilGroup(id, "is available", func(g *agentv1alpha1.NodeGroup) bool { return g.GetAvailability().GetAvailable() })
 		_, err := s.adopt("a-claim", id, mine.GetName())
 		require.NoError(s, err)
 		require.Equal(s, mine.GetUid(), s.untilBound("a-claim").GetMachine().GetUid())
 	}},
 
-	{"validate_only takes nothing", func(s *suite) {
+	{"adopt.validate-only", fault(), "validate_only takes nothing", func(s *suite) {
 		id := s.group(deployment("workers", replicas(1)))
 		mine := s.machinesOnceThereAre(id, 1)[0]
 		claim, err := s.create(s.Client(), &agentv1alpha1.CreateClaimRequest{
@@ -107,7 +107,7 @@ var adoptCases = []testCase{
 		require.Empty(s, s.machinesOnceThereAre(id, 1)[0].GetClaimId())
 	}},
 
-	{"a machine that is returned is the user's again, as it is", func(s *suite) {
+	{"adopt.returned", fault(), "a machine that is returned is the user's again, as it is", func(s *suite) {
 		id := s.group(deployment("workers", replicas(1)))
 		mine := s.machinesOnceThereAre(id, 1)[0]
 		_, err := s.adopt("a-claim", id, mine.GetName())
@@ -141,7 +141,7 @@ var adoptCases = []testCase{
 		require.Equal(s, mine.GetUid(), s.untilBound("another").GetMachine().GetUid(), "and it can be adopted again")
 	}},
 
-	{"a machine that was claimed anew can be returned, too, and no claim gets it", func(s *suite) {
+	{"adopt.claimed-returned", fault(), "a machine that was claimed anew can be returned, too, and no claim gets it", func(s *suite) {
 		id := s.group(deployment("workers"))
 		mine := s.running("a-claim", id).GetMachine()
 		_, err := s.returnMachine("a-claim")
@@ -152,20 +152,20 @@ var adoptCases = []testCase{
 		require.EqualValues(s, 2, s.nodeGroup(id).GetReplicas())
 	}},
 
-	{"what has no machine cannot be returned", func(s *suite) {
+	{"adopt.not-returnable", fault(), "what has no machine cannot be returned", func(s *suite) {
 		id := s.group(deployment("workers"))
-		s.HoldMachines(s.T, "workers", true)
+		s.HoldMachines(s.TB, "workers", true)
 		s.mustCreate("waits", id)
 		_, err := s.returnMachine("waits")
 		require.True(s, agenterrors.IsNotReturnable(err), "%v", err)
 		require.True(s, agenterrors.IsRefused(err), "%v", err)
-		s.HoldMachines(s.T, "workers", false)
+		s.HoldMachines(s.TB, "workers", false)
 		_, err = s.returnMachine("never-made")
 		require.True(s, agenterrors.IsNotFound(err), "%v", err)
 		require.Equal(s, agenterrors.ReasonClaimNotFound, agenterrors.ReasonOf(err))
 	}},
 
-	{"with several candidates is INVALID_ARGUMENT", func(s *suite) {
+	{"adopt.several-candidates", fault(), "with several candidates is INVALID_ARGUMENT", func(s *suite) {
 		first, second := s.group(deployment("first", replicas(1))), s.group(deployment("second"))
 		mine := s.machinesOnceThereAre(first, 1)[0]
 		_, err := s.create(s.Client(), &agentv1alpha1.CreateClaimRequest{
@@ -175,7 +175,7 @@ var adoptCases = []testCase{
 		require.ErrorContains(s, err, "adopt_machine")
 	}},
 
-	{"the min size without a machine to adopt is INVALID_ARGUMENT", func(s *suite) {
+	{"adopt.min-size-alone", claimer(1), "the min size without a machine to adopt is INVALID_ARGUMENT", func(s *suite) {
 		id := s.group(deployment("workers"))
 		_, err := s.create(s.Client(), &agentv1alpha1.CreateClaimRequest{ClaimId: "a-claim", Candidates: []string{id}, AdoptAboveMinSize: true})
 		require.True(s, agenterrors.IsInvalidArgument(err), "%v", err)
@@ -185,7 +185,7 @@ var adoptCases = []testCase{
 
 func (s *suite) returnMachine(id string) (*agentv1alpha1.Claim, error) {
 	response, err := repeat(s, func() (*agentv1alpha1.ReturnMachineResponse, error) {
-		return s.Client().Claims.ReturnMachine(s.bounded(), &agentv1alpha1.ReturnMachineRequest{Cluster: s.Cluster(), ClaimId: id})
+		return s.Client().Claims.ReturnMachine(s.bounded(), &agentv1alpha1.ReturnMachineRequest{Cluster: s.Cluster(), ClaimId: s.id(id)})
 	})
 	return response.GetClaim(), err
 }

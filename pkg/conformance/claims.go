@@ -14,7 +14,7 @@ import (
 )
 
 var claimCases = []testCase{
-	{"a new claim is durable and says what it is", func(s *suite) {
+	{"claims.new", claimer(1), "a new claim is durable and says what it is", func(s *suite) {
 		id := s.group(deployment("workers"))
 		claim, err := s.create(s.Client(), &agentv1alpha1.CreateClaimRequest{
 			ClaimId: "a-claim", Candidates: []string{id}, DisplayName: "default-x7k2p", MaxNodeProvisionTime: durationpb.New(time.Hour),
@@ -22,7 +22,7 @@ var claimCases = []testCase{
 		require.NoError(s, err)
 		for _, c := range []*agentv1alpha1.Claim{claim, s.mustGet("a-claim")} {
 			require.True(s, proto.Equal(s.Cluster(), c.GetCluster()))
-			require.Equal(s, "a-claim", c.GetClaimId())
+			require.Equal(s, s.id("a-claim"), c.GetClaimId())
 			require.Equal(s, holder, c.GetHolder())
 			require.Equal(s, "default-x7k2p", c.GetDisplayName())
 			require.Equal(s, time.Hour, c.GetMaxNodeProvisionTime().AsDuration())
@@ -37,7 +37,7 @@ var claimCases = []testCase{
 		s.untilReplicas(id, 1)
 	}},
 
-	{"the same id again is the same claim", func(s *suite) {
+	{"claims.idempotent", claimer(1), "the same id again is the same claim", func(s *suite) {
 		id := s.group(deployment("workers"))
 		first := s.mustCreate("a-claim", id)
 		for range 3 {
@@ -46,21 +46,21 @@ var claimCases = []testCase{
 			require.Equal(s, first.GetNodeGroupId(), again.GetNodeGroupId())
 		}
 		s.untilBound("a-claim")
-		require.Equal(s, "a-claim", s.mustCreate("a-claim", id).GetClaimId())
-		require.EqualValues(s, 1, s.nodeGroup(id).GetReplicas())
+		s.mustCreate("a-claim", id)
+		require.EqualValues(s, 1, s.replicas(id))
 	}},
 
-	{"other candidates follow the first answer", func(s *suite) {
+	{"claims.first-answer-stands", claimer(2), "other candidates follow the first answer", func(s *suite) {
 		first, second := s.group(deployment("first")), s.group(deployment("second"))
 		s.mustCreate("a-claim", first)
 		require.Equal(s, first, s.mustCreate("a-claim", second).GetNodeGroupId())
 		require.Equal(s, first, s.mustCreate("a-claim", second, first).GetNodeGroupId())
 		require.Equal(s, first, s.mustCreate("a-claim", s.Cluster().GetNamespace()+"/missing").GetNodeGroupId())
 		s.untilReplicas(first, 1)
-		require.Zero(s, s.nodeGroup(second).GetReplicas())
+		require.Zero(s, s.replicas(second))
 	}},
 
-	{"one id from many callers at once is one claim", func(s *suite) {
+	{"claims.idempotent-at-once", claimer(2), "one id from many callers at once is one claim", func(s *suite) {
 		first, second := s.group(deployment("first")), s.group(deployment("second"))
 		const callers = 8
 		groups := make([]string, callers)
@@ -77,10 +77,10 @@ var claimCases = []testCase{
 			require.Equal(s, groups[0], group)
 		}
 		s.untilBound("a-claim")
-		require.EqualValues(s, 1, s.nodeGroup(first).GetReplicas()+s.nodeGroup(second).GetReplicas())
+		require.EqualValues(s, 1, s.replicas(first)+s.replicas(second))
 	}},
 
-	{"the first candidate with room wins", func(s *suite) {
+	{"claims.candidates-in-order", fault(), "the first candidate with room wins", func(s *suite) {
 		full, next, last := s.group(deployment("full", maxSize(1))), s.group(deployment("next", maxSize(1))), s.group(deployment("last"))
 		require.Equal(s, full, s.mustCreate("one", full, next, last).GetNodeGroupId())
 		s.untilUnavailable(full, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE)
@@ -89,7 +89,7 @@ var claimCases = []testCase{
 		require.Equal(s, last, s.mustCreate("three", full, s.Cluster().GetNamespace()+"/missing", next, last).GetNodeGroupId())
 	}},
 
-	{"no room anywhere is RESOURCE_EXHAUSTED, with a reason for each candidate", func(s *suite) {
+	{"claims.no-room", fault(), "no room anywhere is RESOURCE_EXHAUSTED, with a reason for each candidate", func(s *suite) {
 		first, second := s.group(deployment("first", maxSize(1))), s.group(deployment("second", maxSize(0)))
 		s.mustCreate("one", first)
 		s.untilBound("one")
@@ -107,17 +107,17 @@ var claimCases = []testCase{
 		require.Zero(s, s.nodeGroup(second).GetReplicas())
 	}},
 
-	{"room that a user makes is used", func(s *suite) {
+	{"claims.room-made", fault(), "room that a user makes is used", func(s *suite) {
 		id := s.group(deployment("workers", maxSize(1)))
 		s.mustCreate("one", id)
 		s.untilUnavailable(id, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_AT_MAX_SIZE)
-		s.UpdateNodeGroup(s.T, deployment("workers", maxSize(2)))
+		s.UpdateNodeGroup(s.TB, deployment("workers", maxSize(2)))
 		s.untilGroup(id, "is available", func(g *agentv1alpha1.NodeGroup) bool { return g.GetAvailability().GetAvailable() })
 		s.mustCreate("two", id)
 		s.untilReplicas(id, 2)
 	}},
 
-	{"candidates of which none exists are NOT_FOUND", func(s *suite) {
+	{"claims.no-candidate-exists", claimer(0), "candidates of which none exists are NOT_FOUND", func(s *suite) {
 		_, err := s.create(s.Client(), &agentv1alpha1.CreateClaimRequest{
 			ClaimId:    "a-claim",
 			Candidates: []string{s.Cluster().GetNamespace() + "/missing", s.Cluster().GetNamespace() + "/absent"},
@@ -125,7 +125,7 @@ var claimCases = []testCase{
 		require.True(s, agenterrors.IsNotFound(err), "%v", err)
 	}},
 
-	{"a candidate in another namespace is INVALID_ARGUMENT", func(s *suite) {
+	{"claims.other-namespace", claimer(1), "a candidate in another namespace is INVALID_ARGUMENT", func(s *suite) {
 		id := s.group(deployment("workers"))
 		_, err := s.create(s.Client(), &agentv1alpha1.CreateClaimRequest{
 			ClaimId: "a-claim", Candidates: []string{id, "elsewhere/workers"},
@@ -135,8 +135,8 @@ var claimCases = []testCase{
 		require.True(s, agenterrors.IsNotFound(err), "%v", err)
 	}},
 
-	{"validate_only writes nothing", func(s *suite) {
-		id := s.group(deployment("workers", maxSize(1)))
+	{"claims.validate-only", claimer(1), "validate_only writes nothing", func(s *suite) {
+		id := s.group(deployment("workers"))
 		claim, err := s.create(s.Client(), &agentv1alpha1.CreateClaimRequest{
 			ClaimId: "a-claim", Candidates: []string{id}, ValidateOnly: true,
 		})
@@ -144,18 +144,18 @@ var claimCases = []testCase{
 		require.Equal(s, id, claim.GetNodeGroupId())
 		_, err = s.get("a-claim")
 		require.True(s, agenterrors.IsNotFound(err), "%v", err)
-		require.Zero(s, s.nodeGroup(id).GetReplicas())
+		require.Zero(s, s.replicas(id))
 	}},
 
-	{"pending, bound, provider ID, Node", func(s *suite) {
+	{"claims.stages", fault(), "pending, bound, provider ID, Node", func(s *suite) {
 		id := s.group(deployment("workers", inZone("zone-a")))
-		s.HoldMachines(s.T, "workers", true)
+		s.HoldMachines(s.TB, "workers", true)
 		pending := s.mustCreate("a-claim", id)
 		require.Equal(s, agentv1alpha1.ClaimPhase_CLAIM_PHASE_PENDING, pending.GetPhase())
 		require.Nil(s, pending.GetMachine())
 		require.NotEmpty(s, s.mustGet("a-claim").GetReason())
 
-		s.HoldMachines(s.T, "workers", false)
+		s.HoldMachines(s.TB, "workers", false)
 		bound := s.untilBound("a-claim")
 		machine := bound.GetMachine()
 		require.NotEmpty(s, machine.GetName())
@@ -165,21 +165,21 @@ var claimCases = []testCase{
 		require.Empty(s, machine.GetProviderId())
 		require.Empty(s, machine.GetNodeName())
 
-		s.ProvisionMachine(s.T, "a-claim")
+		s.ProvisionMachine(s.TB, "a-claim")
 		provisioned := s.until("a-claim", "has a provider ID", func(c *agentv1alpha1.Claim) bool {
 			return c.GetMachine().GetProviderId() != ""
 		})
 		require.Equal(s, machine.GetUid(), provisioned.GetMachine().GetUid())
 		require.Empty(s, provisioned.GetMachine().GetNodeName())
 
-		s.JoinNode(s.T, machine.GetName())
+		s.JoinNode(s.TB, machine.GetName())
 		joined := s.until("a-claim", "has a Node", func(c *agentv1alpha1.Claim) bool { return c.GetMachine().GetNodeName() != "" })
 		require.Equal(s, provisioned.GetMachine().GetProviderId(), joined.GetMachine().GetProviderId())
 		require.Equal(s, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, joined.GetPhase())
 		requireHistory(s, joined)
 	}},
 
-	{"one machine, one claim, however many at once", func(s *suite) {
+	{"claims.one-machine-each", fault(), "one machine, one claim, however many at once", func(s *suite) {
 		const claims = 6
 		id := s.group(deployment("workers", replicas(1)))
 		owned := map[string]bool{}
@@ -196,7 +196,7 @@ var claimCases = []testCase{
 		machines, providerIDs := map[string]string{}, map[string]string{}
 		for i := range claims {
 			name := fmt.Sprintf("claim-%d", i)
-			s.ProvisionMachine(s.T, name)
+			s.ProvisionMachine(s.TB, name)
 			claim := s.until(name, "has a provider ID", func(c *agentv1alpha1.Claim) bool {
 				return c.GetMachine().GetProviderId() != ""
 			})
@@ -209,7 +209,7 @@ var claimCases = []testCase{
 		s.untilReplicas(id, claims+1)
 	}},
 
-	{"the max size holds, however many claim at once", func(s *suite) {
+	{"claims.max-size-at-once", fault(), "the max size holds, however many claim at once", func(s *suite) {
 		const limit, claims = 3, 8
 		id := s.group(deployment("workers", maxSize(limit)))
 		var mu sync.Mutex
@@ -233,10 +233,10 @@ var claimCases = []testCase{
 		require.Len(s, s.machinesOnceThereAre(id, limit), limit)
 	}},
 
-	{"a machine that somebody else deletes ends its claim", func(s *suite) {
+	{"claims.machine-lost", fault(), "a machine that somebody else deletes ends its claim", func(s *suite) {
 		id := s.group(deployment("workers"))
 		lost, kept := s.running("lost", id), s.running("kept", id)
-		s.LoseMachine(s.T, lost.GetMachine().GetName())
+		s.LoseMachine(s.TB, lost.GetMachine().GetName())
 		ended := s.untilEnded("lost")
 		require.Equal(s, "MachineLost", ended.GetReason())
 		require.Equal(s, lost.GetMachine().GetUid(), ended.GetMachine().GetUid())

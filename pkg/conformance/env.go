@@ -31,48 +31,56 @@ type Env interface {
 	// CreateNodeGroup creates a MachineDeployment of Cluster that has opted in. It returns the ID
 	// of its node group once the agent shows it. By then, the Nodes of its initial replicas have
 	// joined. Those machines are the user's own.
-	CreateNodeGroup(t *testing.T, deployment MachineDeployment) string
+	CreateNodeGroup(tb testing.TB, deployment MachineDeployment) string
 	// UpdateNodeGroup applies the MachineDeployment again, as a user would.
-	UpdateNodeGroup(t *testing.T, deployment MachineDeployment)
+	UpdateNodeGroup(tb testing.TB, deployment MachineDeployment)
 	// DeleteNodeGroup deletes the MachineDeployment. It is called once no claim needs its machines.
-	DeleteNodeGroup(t *testing.T, name string)
+	DeleteNodeGroup(tb testing.TB, name string)
 
 	// HoldMachines prevents the MachineDeployment's Machine objects from appearing, until it is
 	// called with false.
-	HoldMachines(t *testing.T, name string, hold bool)
+	HoldMachines(tb testing.TB, name string, hold bool)
 	// ProvisionMachine makes the infrastructure of the claim's machine ready, so that it gets its
 	// provider ID. The claim may still be waiting for its Machine object, which must not be held.
-	ProvisionMachine(t *testing.T, claimID string)
+	ProvisionMachine(tb testing.TB, claimID string)
 	// JoinNode makes the Node of a provisioned machine join.
-	JoinNode(t *testing.T, machineName string)
+	JoinNode(tb testing.TB, machineName string)
 	// LoseMachine deletes the Machine object, as a user would.
-	LoseMachine(t *testing.T, machineName string)
+	LoseMachine(tb testing.TB, machineName string)
 
 	// Patience is the maximum time to wait for what must eventually happen, including heartbeats.
 	Patience() time.Duration
+}
+
+// Standing is an Env whose Cluster and node groups are shared with other users. Cases neither
+// change nor count what they did not create.
+type Standing interface {
+	// Prefix is the prefix of the IDs of the case's claims. No claim of the Cluster has ever had an
+	// ID with this prefix. It is not empty, and has at most 16 characters.
+	Prefix() string
 }
 
 // Ageing is an Env that can provide a token that is too old.
 type Ageing interface {
 	// StaleToken returns a token for the holder's claims in Cluster that was valid and is too old
 	// now.
-	StaleToken(t *testing.T, holder string) string
+	StaleToken(tb testing.TB, holder string) string
 }
 
 // MachineDeployment is a MachineDeployment as a user writes it.
 type MachineDeployment struct {
 	// Name is the name of the object, in the Cluster's namespace.
-	Name string
+	Name string `json:"name"`
 	// Labels are the labels of the object, in addition to those that assign it to Cluster and opt
 	// it in.
-	Labels map[string]string
+	Labels map[string]string `json:"labels,omitempty"`
 	// Annotations are the annotations of the object, verbatim: sizes and capacity.
-	Annotations map[string]string
+	Annotations map[string]string `json:"annotations,omitempty"`
 	// Replicas is the number of replicas. Nil means none for a new object, and no change for an
 	// existing one.
-	Replicas *int32
+	Replicas *int32 `json:"replicas,omitempty"`
 	// FailureDomain is that of the machine template. It may be empty.
-	FailureDomain string
+	FailureDomain string `json:"failureDomain,omitempty"`
 	// Version is the Kubernetes version in the machine template. It may be empty.
-	Version string
+	Version string `json:"version,omitempty"`
 }

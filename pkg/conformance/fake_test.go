@@ -14,20 +14,7 @@ import (
 	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
-func TestFakeAgentConforms(t *testing.T) {
-	conformance.Run(t, func(t *testing.T) conformance.Env {
-		t.Helper()
-		ahead := &aheadClock{}
-		agent := fakeagent.New(fakeagent.WithCoolDown(time.Minute), fakeagent.WithHeartbeatInterval(50*time.Millisecond), fakeagent.WithClock(ahead))
-		t.Cleanup(agent.Close)
-		stranger := &agentv1alpha1.ClusterRef{Namespace: "default", Name: "stranger"}
-		return &fakeEnv{
-			agent: agent, clock: ahead,
-			client: agent.ClientFor(fakeagent.DefaultCluster()), stranger: agent.ClientFor(stranger),
-			autoscaler: agent.AutoscalerFor(fakeagent.DefaultCluster()),
-		}
-	})
-}
+func TestFakeAgentConforms(t *testing.T) { conformance.Run(t, newFakeEnv) }
 
 // aheadClock is the system clock, moved ahead.
 type aheadClock struct {
@@ -59,11 +46,11 @@ func (e *fakeEnv) Stranger() *client.Client { return e.stranger }
 
 func (e *fakeEnv) Patience() time.Duration { return 10 * time.Second }
 
-func (e *fakeEnv) CreateNodeGroup(_ *testing.T, d conformance.MachineDeployment) string {
+func (e *fakeEnv) CreateNodeGroup(_ testing.TB, d conformance.MachineDeployment) string {
 	return e.agent.AddMachineDeployment(translated(d))
 }
 
-func (e *fakeEnv) UpdateNodeGroup(_ *testing.T, d conformance.MachineDeployment) {
+func (e *fakeEnv) UpdateNodeGroup(_ testing.TB, d conformance.MachineDeployment) {
 	e.agent.UpdateMachineDeployment(translated(d))
 }
 
@@ -74,11 +61,11 @@ func translated(d conformance.MachineDeployment) fakeagent.MachineDeployment {
 	}
 }
 
-func (e *fakeEnv) DeleteNodeGroup(_ *testing.T, name string) {
+func (e *fakeEnv) DeleteNodeGroup(_ testing.TB, name string) {
 	e.agent.RemoveNodeGroup("default/" + name)
 }
 
-func (e *fakeEnv) HoldMachines(_ *testing.T, name string, hold bool) {
+func (e *fakeEnv) HoldMachines(_ testing.TB, name string, hold bool) {
 	infrastructure := fakeagent.Infrastructure{Provision: fakeagent.Manual, Join: fakeagent.Manual}
 	if hold {
 		infrastructure.Appear = fakeagent.Manual
@@ -89,23 +76,23 @@ func (e *fakeEnv) HoldMachines(_ *testing.T, name string, hold bool) {
 	}
 }
 
-func (e *fakeEnv) ProvisionMachine(_ *testing.T, claimID string) {
+func (e *fakeEnv) ProvisionMachine(_ testing.TB, claimID string) {
 	e.agent.Provision(e.Cluster(), claimID, "")
 }
 
-func (e *fakeEnv) JoinNode(_ *testing.T, machineName string) {
+func (e *fakeEnv) JoinNode(_ testing.TB, machineName string) {
 	e.agent.Join(e.Cluster(), machineName, "node-of-"+machineName)
 }
 
-func (e *fakeEnv) LoseMachine(_ *testing.T, machineName string) {
+func (e *fakeEnv) LoseMachine(_ testing.TB, machineName string) {
 	e.agent.LoseMachine(e.Cluster(), machineName)
 }
 
-func (e *fakeEnv) StaleToken(t *testing.T, holder string) string {
-	t.Helper()
-	response, err := e.client.Claims.ListClaims(t.Context(),
+func (e *fakeEnv) StaleToken(tb testing.TB, holder string) string {
+	tb.Helper()
+	response, err := e.client.Claims.ListClaims(tb.Context(),
 		&agentv1alpha1.ListClaimsRequest{Cluster: e.Cluster(), Holder: holder})
-	require.NoError(t, err)
+	require.NoError(tb, err)
 	e.clock.ahead.Add(int64(2 * time.Hour))
 	return response.GetToken()
 }

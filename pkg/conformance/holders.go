@@ -30,15 +30,16 @@ var roles = []role{
 
 // eachRoleAndHolder runs try for every role and holder. It must succeed if and only if the role may
 // act as the holder.
-func eachRoleAndHolder(s *suite, try func(t *testing.T, caller *client.Client, held, id string) error) {
+func eachRoleAndHolder(s *suite, try func(tb testing.TB, caller *client.Client, held, id string) error) {
 	for _, r := range roles {
 		for _, held := range heldBy {
-			s.Run(r.name+" as "+held, func(t *testing.T) {
-				err := try(t, r.client(s), held, fmt.Sprintf("%s-as-%s", r.name, held))
+			s.run(r.name+" as "+held, func(tb testing.TB) {
+				tb.Helper()
+				err := try(tb, r.client(s), held, fmt.Sprintf("%s-as-%s", r.name, held))
 				if lo.Contains(r.holders, held) {
-					require.NoError(t, err)
+					require.NoError(tb, err)
 				} else {
-					require.True(t, agenterrors.IsPermissionDenied(err), "%v", err)
+					require.True(tb, agenterrors.IsPermissionDenied(err), "%v", err)
 				}
 			})
 		}
@@ -46,19 +47,19 @@ func eachRoleAndHolder(s *suite, try func(t *testing.T, caller *client.Client, h
 }
 
 var holderCases = []testCase{
-	{"a claim is made only under a holder of the caller's role", func(s *suite) {
+	{"holders.create", autoscaler(CallerCluster, CallerAdmin), "a claim is made only under a holder of the caller's role", func(s *suite) {
 		group := s.group(deployment("workers"))
-		eachRoleAndHolder(s, func(_ *testing.T, caller *client.Client, held, id string) error {
+		eachRoleAndHolder(s, func(_ testing.TB, caller *client.Client, held, id string) error {
 			_, err := s.create(caller, &agentv1alpha1.CreateClaimRequest{ClaimId: id, Holder: held, Candidates: []string{group}})
 			return err
 		})
 	}},
 
-	{"a Machine is adopted only under a holder of the caller's role", func(s *suite) {
+	{"holders.adopt", fault(), "a Machine is adopted only under a holder of the caller's role", func(s *suite) {
 		pairs := int32(len(roles) * len(heldBy))
 		group := s.group(deployment("workers", replicas(pairs)))
 		free := s.machinesOnceThereAre(group, int(pairs))
-		eachRoleAndHolder(s, func(_ *testing.T, caller *client.Client, held, id string) error {
+		eachRoleAndHolder(s, func(_ testing.TB, caller *client.Client, held, id string) error {
 			machine := free[0].GetName()
 			free = free[1:]
 			_, err := s.create(caller, &agentv1alpha1.CreateClaimRequest{
@@ -68,7 +69,7 @@ var holderCases = []testCase{
 		})
 	}},
 
-	{"the id of another holder's claim is refused", func(s *suite) {
+	{"holders.foreign-id", autoscaler(), "the id of another holder's claim is refused", func(s *suite) {
 		group := s.group(deployment("workers"))
 		s.mustCreate("a-claim", group)
 		request := &agentv1alpha1.CreateClaimRequest{ClaimId: "a-claim", Holder: otherHolder, Candidates: []string{group}}
@@ -80,54 +81,54 @@ var holderCases = []testCase{
 		require.Equal(s, holder, s.mustGet("a-claim").GetHolder())
 	}},
 
-	{"only a claim of a holder of the caller's role is released", func(s *suite) {
+	{"holders.release", autoscaler(CallerCluster, CallerAdmin), "only a claim of a holder of the caller's role is released", func(s *suite) {
 		group := s.group(deployment("workers"))
-		eachRoleAndHolder(s, func(t *testing.T, caller *client.Client, held, id string) error {
-			t.Helper()
+		eachRoleAndHolder(s, func(tb testing.TB, caller *client.Client, held, id string) error {
+			tb.Helper()
 			_, err := s.create(s.Admin(), &agentv1alpha1.CreateClaimRequest{ClaimId: id, Holder: held, Candidates: []string{group}})
-			require.NoError(t, err)
+			require.NoError(tb, err)
 			_, err = repeat(s, func() (*agentv1alpha1.ReleaseClaimResponse, error) {
-				return caller.Claims.ReleaseClaim(s.bounded(), &agentv1alpha1.ReleaseClaimRequest{Cluster: s.Cluster(), ClaimId: id})
+				return caller.Claims.ReleaseClaim(s.bounded(), &agentv1alpha1.ReleaseClaimRequest{Cluster: s.Cluster(), ClaimId: s.id(id)})
 			})
 			if err != nil {
-				require.Less(t, s.mustGet(id).GetPhase(), agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING)
+				require.Less(tb, s.mustGet(id).GetPhase(), agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING)
 			}
 			return err
 		})
 	}},
 
-	{"only a machine of a holder of the caller's role is returned", func(s *suite) {
+	{"holders.return", fault(), "only a machine of a holder of the caller's role is returned", func(s *suite) {
 		group := s.group(deployment("workers"))
-		eachRoleAndHolder(s, func(t *testing.T, caller *client.Client, held, id string) error {
-			t.Helper()
+		eachRoleAndHolder(s, func(tb testing.TB, caller *client.Client, held, id string) error {
+			tb.Helper()
 			_, err := s.create(s.Admin(), &agentv1alpha1.CreateClaimRequest{ClaimId: id, Holder: held, Candidates: []string{group}})
-			require.NoError(t, err)
+			require.NoError(tb, err)
 			s.untilBound(id)
 			_, err = repeat(s, func() (*agentv1alpha1.ReturnMachineResponse, error) {
-				return caller.Claims.ReturnMachine(s.bounded(), &agentv1alpha1.ReturnMachineRequest{Cluster: s.Cluster(), ClaimId: id})
+				return caller.Claims.ReturnMachine(s.bounded(), &agentv1alpha1.ReturnMachineRequest{Cluster: s.Cluster(), ClaimId: s.id(id)})
 			})
 			if err != nil {
-				require.False(t, s.mustGet(id).GetReturned())
+				require.False(tb, s.mustGet(id).GetReturned())
 			}
 			return err
 		})
 	}},
 
-	{"releasing an unknown or ended claim is OK whatever the role", func(s *suite) {
+	{"holders.release-ended", autoscaler(CallerCluster, CallerAdmin), "releasing an unknown or ended claim is OK whatever the role", func(s *suite) {
 		group := s.group(deployment("workers"))
 		s.mustCreate("ended", group)
 		s.mustRelease("ended")
 		s.untilEnded("ended")
 		for _, r := range roles {
 			for _, id := range []string{"ended", "never-made-" + r.name} {
-				_, err := r.client(s).Claims.ReleaseClaim(s.bounded(), &agentv1alpha1.ReleaseClaimRequest{Cluster: s.Cluster(), ClaimId: id})
+				_, err := r.client(s).Claims.ReleaseClaim(s.bounded(), &agentv1alpha1.ReleaseClaimRequest{Cluster: s.Cluster(), ClaimId: s.id(id)})
 				require.NoError(s, err, "%s %s", r.name, id)
 			}
 		}
 	}},
 
-	{"only claims of a holder of the caller's role are collected", func(s *suite) {
-		eachRoleAndHolder(s, func(_ *testing.T, caller *client.Client, held, _ string) error {
+	{"holders.collect", fault(), "only claims of a holder of the caller's role are collected", func(s *suite) {
+		eachRoleAndHolder(s, func(_ testing.TB, caller *client.Client, held, _ string) error {
 			_, err := repeat(s, func() (*agentv1alpha1.SyncClaimsResponse, error) {
 				return caller.Claims.SyncClaims(s.bounded(), &agentv1alpha1.SyncClaimsRequest{
 					Cluster: s.Cluster(), Holder: held, Token: s.list(held, false).GetToken(),
@@ -137,7 +138,7 @@ var holderCases = []testCase{
 		})
 	}},
 
-	{"only the Cluster's own shim reports Nodes", func(s *suite) {
+	{"holders.nodes", fault(), "only the Cluster's own shim reports Nodes", func(s *suite) {
 		for _, r := range roles {
 			for _, held := range r.holders {
 				_, err := r.client(s).Claims.SyncClaims(s.bounded(), &agentv1alpha1.SyncClaimsRequest{

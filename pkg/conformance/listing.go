@@ -1,6 +1,8 @@
 package conformance
 
 import (
+	"strings"
+
 	"github.com/samber/lo"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
@@ -10,16 +12,16 @@ import (
 )
 
 var listingCases = []testCase{
-	{"claims by holder, oldest first, with a token for a named holder only", func(s *suite) {
+	{"listing.by-holder", autoscaler(), "claims by holder, oldest first, with a token for a named holder only", func(s *suite) {
 		id := s.group(deployment("workers"))
 		s.mustCreate("mine-1", id)
 		s.mustCreateFor(otherHolder, "theirs", id)
 		s.mustCreate("mine-2", id)
 
-		require.ElementsMatch(s, []string{"mine-1", "mine-2"}, claimIDs(s.list(holder, false)))
-		require.Equal(s, []string{"theirs"}, claimIDs(s.list(otherHolder, false)))
-		require.ElementsMatch(s, []string{"mine-1", "theirs", "mine-2"}, claimIDs(s.list("", false)))
-		require.Empty(s, claimIDs(s.list("nobody", false)))
+		require.ElementsMatch(s, []string{"mine-1", "mine-2"}, s.names(s.list(holder, false)))
+		require.Equal(s, []string{"theirs"}, s.names(s.list(otherHolder, false)))
+		require.ElementsMatch(s, []string{"mine-1", "theirs", "mine-2"}, s.names(s.list("", false)))
+		require.Empty(s, s.names(s.list("nobody", false)))
 		require.NotEmpty(s, s.list(holder, false).GetToken())
 		require.Empty(s, s.list("", false).GetToken())
 
@@ -29,17 +31,17 @@ var listingCases = []testCase{
 		}
 	}},
 
-	{"ended claims only when asked for", func(s *suite) {
+	{"listing.ended", claimer(1), "ended claims only when asked for", func(s *suite) {
 		id := s.group(deployment("workers"))
 		s.mustCreate("ended", id)
 		s.mustRelease("ended")
 		s.untilEnded("ended")
 		s.mustCreate("live", id)
-		require.Equal(s, []string{"live"}, claimIDs(s.list(holder, false)))
-		require.ElementsMatch(s, []string{"ended", "live"}, claimIDs(s.list(holder, true)))
+		require.Equal(s, []string{"live"}, s.names(s.list(holder, false)))
+		require.ElementsMatch(s, []string{"ended", "live"}, s.names(s.list(holder, true)))
 	}},
 
-	{"watch sends a snapshot with ended claims, SYNCED, and each claim's way", func(s *suite) {
+	{"listing.watch", autoscaler(), "watch sends a snapshot with ended claims, SYNCED, and each claim's way", func(s *suite) {
 		id := s.group(deployment("workers"))
 		s.mustCreate("ended", id)
 		s.mustRelease("ended")
@@ -55,7 +57,7 @@ var listingCases = []testCase{
 				break
 			}
 			require.NotNil(s, response.GetUpsert(), "before SYNCED: %v", response)
-			snapshot[response.GetUpsert().GetClaimId()] = true
+			snapshot[strings.TrimPrefix(response.GetUpsert().GetClaimId(), s.prefix)] = true
 		}
 		require.Equal(s, map[string]bool{"ended": true, "first": true}, snapshot)
 
@@ -65,8 +67,8 @@ var listingCases = []testCase{
 		seen := false
 		for phase != agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED {
 			claim := next().GetUpsert()
-			require.NotEqual(s, "theirs", claim.GetClaimId())
-			if claim.GetClaimId() != "second" {
+			require.NotEqual(s, s.id("theirs"), claim.GetClaimId())
+			if claim.GetClaimId() != s.id("second") {
 				continue
 			}
 			require.GreaterOrEqual(s, claim.GetPhase(), phase, "phases go one way")
@@ -99,11 +101,15 @@ func (s *suite) list(holder string, includeEnded bool) *agentv1alpha1.ListClaims
 	return response
 }
 
-func claimIDs(response *agentv1alpha1.ListClaimsResponse) []string {
-	return lo.Map(response.GetClaims(), func(c *agentv1alpha1.Claim, _ int) string { return c.GetClaimId() })
+// names returns the case's names of the claims in the response.
+func (s *suite) names(response *agentv1alpha1.ListClaimsResponse) []string {
+	return lo.FilterMap(response.GetClaims(), func(c *agentv1alpha1.Claim, _ int) (string, bool) {
+		return strings.CutPrefix(c.GetClaimId(), s.prefix)
+	})
 }
 
-// watchClaims returns a function that returns the next event, skipping heartbeats.
+// watchClaims returns a function that returns the next event of the case's claims, skipping
+// heartbeats.
 func (s *suite) watchClaims(c *client.Client, holder string) func() *agentv1alpha1.WatchClaimsResponse {
 	s.Helper()
 	var stream grpc.ServerStreamingClient[agentv1alpha1.WatchClaimsResponse]
@@ -114,7 +120,8 @@ func (s *suite) watchClaims(c *client.Client, holder string) func() *agentv1alph
 		for {
 			response, err := stream.Recv()
 			require.NoError(s, err)
-			if response.GetHeartbeat() == nil {
+			of := response.GetUpsert().GetClaimId() + response.GetRemovedId()
+			if response.GetHeartbeat() == nil && (of == "" || strings.HasPrefix(of, s.prefix)) {
 				return response
 			}
 		}

@@ -9,7 +9,7 @@ import (
 )
 
 var machineCases = []testCase{
-	{"lists machines, claimed or not, by group and ordered by name", func(s *suite) {
+	{"machines.list", fault(), "lists machines, claimed or not, by group and ordered by name", func(s *suite) {
 		first, second := s.group(deployment("first", replicas(2))), s.group(deployment("second"))
 		claim := s.running("a-claim", second)
 
@@ -32,7 +32,7 @@ var machineCases = []testCase{
 		s.machinesOnceThereAre(s.Cluster().GetNamespace()+"/missing", 0)
 	}},
 
-	{"gets one machine, and NOT_FOUND for another", func(s *suite) {
+	{"machines.get", claimer(1), "gets one machine, and NOT_FOUND for another", func(s *suite) {
 		claim := s.running("a-claim", s.group(deployment("workers")))
 		response, err := s.Client().Machines.GetMachine(s.bounded(),
 			&agentv1alpha1.GetMachineRequest{Cluster: s.Cluster(), Name: claim.GetMachine().GetName()})
@@ -44,7 +44,7 @@ var machineCases = []testCase{
 		require.Equal(s, agenterrors.ReasonMachineNotFound, agenterrors.ReasonOf(err))
 	}},
 
-	{"watch sends a snapshot, SYNCED, and each machine's way", func(s *suite) {
+	{"machines.watch", fault(), "watch sends a snapshot, SYNCED, and each machine's way", func(s *suite) {
 		id := s.group(deployment("workers", replicas(1)))
 		owned := s.machinesOnceThereAre(id, 1)[0]
 		stream, err := s.Client().Machines.WatchMachines(s.bounded(),

@@ -14,14 +14,14 @@ import (
 )
 
 var nodeGroupCases = []testCase{
-	{"a Cluster without node groups has an empty list", func(s *suite) {
+	{"nodegroups.none", fault(), "a Cluster without node groups has an empty list", func(s *suite) {
 		response, err := s.Client().NodeGroups.ListNodeGroups(s.bounded(),
 			&agentv1alpha1.ListNodeGroupsRequest{Cluster: s.Cluster()})
 		require.NoError(s, err)
 		require.Empty(s, response.GetNodeGroups())
 	}},
 
-	{"shows what the user wrote", func(s *suite) {
+	{"nodegroups.described", fault(), "shows what the user wrote", func(s *suite) {
 		id := s.group(deployment("big-spot",
 			labelled(map[string]string{"team": "web"}),
 			minSize(1), maxSize(7), replicas(2), inZone("zone-a"),
@@ -56,7 +56,7 @@ var nodeGroupCases = []testCase{
 		require.Equal(s, agentv1alpha1.SourceKind_SOURCE_KIND_ANNOTATION, group.GetSources()["capacity.cpu"].GetKind())
 	}},
 
-	{"is on demand, without limit and available unless told otherwise", func(s *suite) {
+	{"nodegroups.defaults", fault(), "is on demand, without limit and available unless told otherwise", func(s *suite) {
 		group := s.nodeGroup(s.group(deployment("plain")))
 		require.Equal(s, agentv1alpha1.CapacityType_CAPACITY_TYPE_ON_DEMAND, group.GetCapacityType())
 		require.Equal(s, "plain", group.GetInstanceType())
@@ -70,13 +70,13 @@ var nodeGroupCases = []testCase{
 		require.Equal(s, agentv1alpha1.SourceKind_SOURCE_KIND_ESTIMATE, group.GetSources()["price"].GetKind())
 	}},
 
-	{"has the price that the user wrote, and an estimate beside one that cannot be used", func(s *suite) {
+	{"nodegroups.price", fault(), "has the price that the user wrote, and an estimate beside one that cannot be used", func(s *suite) {
 		group := s.nodeGroup(s.group(deployment("priced", annotated(priceAnnotation, "0.25"))))
 		require.InDelta(s, 0.25, group.GetPrice().GetPerHour(), 0)
 		require.Equal(s, agentv1alpha1.SourceKind_SOURCE_KIND_ANNOTATION, group.GetSources()["price"].GetKind())
 
 		for _, bad := range []string{"cheap", "-1", "NaN", "Inf"} {
-			s.UpdateNodeGroup(s.T, deployment("priced", annotated(priceAnnotation, bad)))
+			s.UpdateNodeGroup(s.TB, deployment("priced", annotated(priceAnnotation, bad)))
 			group = s.untilGroup(group.GetId(), "has a problem with "+bad, func(g *agentv1alpha1.NodeGroup) bool {
 				return len(g.GetProblems()) == 1 && g.GetProblems()[0].GetValue() == bad
 			})
@@ -86,13 +86,13 @@ var nodeGroupCases = []testCase{
 		}
 	}},
 
-	{"reads the price from either annotation, and says which counts", func(s *suite) {
+	{"nodegroups.price-annotations", fault(), "reads the price from either annotation, and says which counts", func(s *suite) {
 		group := s.nodeGroup(s.group(deployment("priced", annotated(otherPriceAnnotation, "0.5"))))
 		require.InDelta(s, 0.5, group.GetPrice().GetPerHour(), 0)
 		require.Equal(s, otherPriceAnnotation, group.GetSources()["price"].GetDetail())
 		require.Empty(s, group.GetProblems())
 
-		s.UpdateNodeGroup(s.T, deployment("priced", annotated(otherPriceAnnotation, "0.5"), annotated(priceAnnotation, "0.25")))
+		s.UpdateNodeGroup(s.TB, deployment("priced", annotated(otherPriceAnnotation, "0.5"), annotated(priceAnnotation, "0.25")))
 		group = s.untilGroup(group.GetId(), "has the other price", func(g *agentv1alpha1.NodeGroup) bool {
 			return g.GetPrice().GetPerHour() == 0.25 && len(g.GetProblems()) == 1
 		})
@@ -100,7 +100,7 @@ var nodeGroupCases = []testCase{
 		require.Equal(s, "metadata.annotations["+otherPriceAnnotation+"]", group.GetProblems()[0].GetField())
 	}},
 
-	{"lists every group, ordered by id, as Get shows it", func(s *suite) {
+	{"nodegroups.list", fault(), "lists every group, ordered by id, as Get shows it", func(s *suite) {
 		ids := []string{s.group(deployment("c")), s.group(deployment("a")), s.group(deployment("b"))}
 		slices.Sort(ids)
 		response, err := s.Client().NodeGroups.ListNodeGroups(s.bounded(),
@@ -113,7 +113,7 @@ var nodeGroupCases = []testCase{
 		}
 	}},
 
-	{"a group that does not exist is NOT_FOUND", func(s *suite) {
+	{"nodegroups.not-found", reader(0), "a group that does not exist is NOT_FOUND", func(s *suite) {
 		_, err := s.Client().NodeGroups.GetNodeGroup(s.bounded(), &agentv1alpha1.GetNodeGroupRequest{
 			Cluster: s.Cluster(), Id: s.Cluster().GetNamespace() + "/missing",
 		})
@@ -121,12 +121,12 @@ var nodeGroupCases = []testCase{
 		require.Equal(s, agenterrors.ReasonNodeGroupNotFound, agenterrors.ReasonOf(err))
 	}},
 
-	{"a changed MachineDeployment changes its group and raises the generation", func(s *suite) {
+	{"nodegroups.changed", fault(), "a changed MachineDeployment changes its group and raises the generation", func(s *suite) {
 		id := s.group(deployment("workers", maxSize(1)))
 		before, err := s.Client().NodeGroups.ListNodeGroups(s.bounded(),
 			&agentv1alpha1.ListNodeGroupsRequest{Cluster: s.Cluster()})
 		require.NoError(s, err)
-		s.UpdateNodeGroup(s.T, deployment("workers", maxSize(5), annotated(cpuAnnotation, "8")))
+		s.UpdateNodeGroup(s.TB, deployment("workers", maxSize(5), annotated(cpuAnnotation, "8")))
 		group := s.untilGroup(id, "has max size 5", func(g *agentv1alpha1.NodeGroup) bool { return g.GetMaxSize() == 5 })
 		s.requireQuantity(group, "cpu", "8")
 		after, err := s.Client().NodeGroups.ListNodeGroups(s.bounded(),
@@ -135,7 +135,7 @@ var nodeGroupCases = []testCase{
 		require.Greater(s, after.GetGeneration(), before.GetGeneration())
 	}},
 
-	{"watch sends a snapshot, SYNCED, and then what appears, changes and goes", func(s *suite) {
+	{"nodegroups.watch", fault(), "watch sends a snapshot, SYNCED, and then what appears, changes and goes", func(s *suite) {
 		first, second := s.group(deployment("first")), s.group(deployment("second"))
 		stream, err := s.Client().NodeGroups.WatchNodeGroups(s.bounded(),
 			&agentv1alpha1.WatchNodeGroupsRequest{Cluster: s.Cluster()})
@@ -162,19 +162,19 @@ var nodeGroupCases = []testCase{
 
 		third := s.group(deployment("third"))
 		skipUntil(func() bool { return next().GetUpsert().GetId() == third })
-		s.UpdateNodeGroup(s.T, deployment("first", maxSize(3)))
+		s.UpdateNodeGroup(s.TB, deployment("first", maxSize(3)))
 		skipUntil(func() bool {
 			group := next().GetUpsert()
 			return group.GetId() == first && group.GetMaxSize() == 3
 		})
-		s.DeleteNodeGroup(s.T, "second")
+		s.DeleteNodeGroup(s.TB, "second")
 		skipUntil(func() bool { return next().GetRemovedId() == second })
 		_, err = s.Client().NodeGroups.GetNodeGroup(s.bounded(),
 			&agentv1alpha1.GetNodeGroupRequest{Cluster: s.Cluster(), Id: second})
 		require.True(s, agenterrors.IsNotFound(err), "%v", err)
 	}},
 
-	{"a quiet watch sends heartbeats", func(s *suite) {
+	{"nodegroups.heartbeat", reader(0), "a quiet watch sends heartbeats", func(s *suite) {
 		stream, err := s.Client().NodeGroups.WatchNodeGroups(s.bounded(),
 			&agentv1alpha1.WatchNodeGroupsRequest{Cluster: s.Cluster()})
 		require.NoError(s, err)
@@ -188,7 +188,7 @@ var nodeGroupCases = []testCase{
 		}
 	}},
 
-	{"a mirror follows", func(s *suite) {
+	{"nodegroups.mirror", claimer(1), "a mirror follows", func(s *suite) {
 		id := s.group(deployment("workers"))
 		mirror := s.Client().MirrorNodeGroups(s.Cluster())
 		done := make(chan error, 1)
@@ -199,14 +199,14 @@ var nodeGroupCases = []testCase{
 		require.True(s, ok)
 		s.mustCreate("claim", id)
 		s.eventually("the mirror shows the replica", func() error {
-			if group, _ := mirror.Get(id); group.GetReplicas() != 1 {
+			if group, _ := mirror.Get(id); group.GetReplicas()-s.replicasBefore[id] != 1 {
 				return fmt.Errorf("it shows %v", group)
 			}
 			return nil
 		})
 	}},
 
-	{"a value that cannot be used is a problem of its own group alone", func(s *suite) {
+	{"nodegroups.problems", fault(), "a value that cannot be used is a problem of its own group alone", func(s *suite) {
 		bad := s.group(deployment("bad",
 			annotated(cpuAnnotation, "lots"), annotated(memoryAnnotation, "-5Gi"), annotated(minSizeAnnotation, "-3")))
 		good := s.group(deployment("good"))
@@ -231,7 +231,7 @@ var nodeGroupCases = []testCase{
 		s.mustCreate("on-good", good)
 	}},
 
-	{"a max size that cannot be read is no licence to grow", func(s *suite) {
+	{"nodegroups.bad-max-size", fault(), "a max size that cannot be read is no licence to grow", func(s *suite) {
 		id := s.group(deployment("bad", annotated(maxSizeAnnotation, "-1")))
 		group := s.untilGroup(id, "is not available", func(g *agentv1alpha1.NodeGroup) bool { return !g.GetAvailability().GetAvailable() })
 		require.Equal(s, agentv1alpha1.UnavailableReason_UNAVAILABLE_REASON_INVALID, group.GetAvailability().GetReason())

@@ -10,38 +10,38 @@ import (
 )
 
 var releaseCases = []testCase{
-	{"before there is a machine: the claim ends and the replica is given back", func(s *suite) {
+	{"release.before-machine", fault(), "before there is a machine: the claim ends and the replica is given back", func(s *suite) {
 		id := s.group(deployment("workers"))
-		s.HoldMachines(s.T, "workers", true)
+		s.HoldMachines(s.TB, "workers", true)
 		s.mustCreate("a-claim", id)
 		s.untilReplicas(id, 1)
 		s.mustRelease("a-claim")
 		ended := s.untilEnded("a-claim")
 		require.Nil(s, ended.GetMachine())
 		require.NotEmpty(s, ended.GetReason())
-		s.HoldMachines(s.T, "workers", false)
+		s.HoldMachines(s.TB, "workers", false)
 		s.untilReplicas(id, 0)
 		s.machinesOnceThereAre(id, 0)
 	}},
 
-	{"before there is a machine: the next claim uses the replica", func(s *suite) {
+	{"release.replica-reused", fault(), "before there is a machine: the next claim uses the replica", func(s *suite) {
 		id := s.group(deployment("workers", maxSize(1)))
-		s.HoldMachines(s.T, "workers", true)
+		s.HoldMachines(s.TB, "workers", true)
 		s.mustCreate("first", id)
 		s.mustRelease("first")
 		s.untilEnded("first")
 		second := s.createOnceThereIsRoom("second", id)
 		require.EqualValues(s, 1, s.nodeGroup(id).GetReplicas())
-		s.HoldMachines(s.T, "workers", false)
+		s.HoldMachines(s.TB, "workers", false)
 		s.untilBound(second)
 		require.EqualValues(s, 1, s.nodeGroup(id).GetReplicas())
 	}},
 
-	{"before the machine has a Node: it goes to a claim that waits", func(s *suite) {
+	{"release.handed-over", fault(), "before the machine has a Node: it goes to a claim that waits", func(s *suite) {
 		id := s.group(deployment("workers"))
 		s.mustCreate("first", id)
 		machine := s.untilBound("first").GetMachine()
-		s.HoldMachines(s.T, "workers", true)
+		s.HoldMachines(s.TB, "workers", true)
 		s.mustCreate("second", id)
 		// A drained machine would have a Node.
 		_, err := s.release("first", false)
@@ -50,13 +50,13 @@ var releaseCases = []testCase{
 		second := s.untilBound("second")
 		require.Equal(s, machine.GetUid(), second.GetMachine().GetUid())
 		require.Equal(s, "second", second.GetMachine().GetClaimId())
-		s.HoldMachines(s.T, "workers", false)
+		s.HoldMachines(s.TB, "workers", false)
 		s.untilReplicas(id, 1)
 		require.Equal(s, machine.GetUid(), s.mustGet("second").GetMachine().GetUid())
 		require.Equal(s, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, s.mustGet("second").GetPhase())
 	}},
 
-	{"before the machine has a Node, and nobody waits: it goes", func(s *suite) {
+	{"release.before-node", claimer(1), "before the machine has a Node, and nobody waits: it goes", func(s *suite) {
 		id := s.group(deployment("workers"))
 		s.mustCreate("a-claim", id)
 		machine := s.untilBound("a-claim").GetMachine()
@@ -66,7 +66,7 @@ var releaseCases = []testCase{
 		s.machinesOnceThereAre(id, 0)
 	}},
 
-	{"with a Node: that machine goes and no other", func(s *suite) {
+	{"release.that-machine", fault(), "with a Node: that machine goes and no other", func(s *suite) {
 		id := s.group(deployment("workers", replicas(1)))
 		owned := s.machines(id)
 		require.Len(s, owned, 1)
@@ -98,7 +98,7 @@ var releaseCases = []testCase{
 		}
 	}},
 
-	{"not drained by the caller works as well", func(s *suite) {
+	{"release.not-drained", claimer(1), "not drained by the caller works as well", func(s *suite) {
 		id := s.group(deployment("workers"))
 		s.running("a-claim", id)
 		_, err := s.release("a-claim", false)
@@ -110,7 +110,7 @@ var releaseCases = []testCase{
 		s.untilReplicas(id, 0)
 	}},
 
-	{"failed: the machine is not handed over, and its node group is left alone", func(s *suite) {
+	{"release.failed", fault(), "failed: the machine is not handed over, and its node group is left alone", func(s *suite) {
 		id := s.group(deployment("workers"))
 		s.mustCreate("a-claim", id)
 		machine := s.untilBound("a-claim").GetMachine()
@@ -131,7 +131,7 @@ var releaseCases = []testCase{
 		require.True(s, agenterrors.IsNoRoom(err), "%v", err)
 	}},
 
-	{"room that a release makes can be claimed again", func(s *suite) {
+	{"release.room", fault(), "room that a release makes can be claimed again", func(s *suite) {
 		id := s.group(deployment("workers", maxSize(1)))
 		s.running("first", id)
 		s.mustRelease("first")
@@ -139,7 +139,7 @@ var releaseCases = []testCase{
 		s.createOnceThereIsRoom("second", id)
 	}},
 
-	{"again, or after the end, or of an unknown claim is OK", func(s *suite) {
+	{"release.idempotent", claimer(1), "again, or after the end, or of an unknown claim is OK", func(s *suite) {
 		id := s.group(deployment("workers"))
 		s.running("a-claim", id)
 		s.mustRelease("a-claim")
@@ -151,7 +151,7 @@ var releaseCases = []testCase{
 		require.Equal(s, agentv1alpha1.ClaimPhase_CLAIM_PHASE_ENDED, s.mustRelease("never-made").GetPhase())
 	}},
 
-	{"a claim that was released before it was made is never made", func(s *suite) {
+	{"release.overtakes", claimer(1), "a claim that was released before it was made is never made", func(s *suite) {
 		id := s.group(deployment("workers"))
 		released := s.mustRelease("overtaken")
 		require.Equal(s, "NeverMade", released.GetReason())
@@ -162,11 +162,11 @@ var releaseCases = []testCase{
 		require.True(s, ok)
 		require.Equal(s, "NeverMade", end.Reason)
 		requireHistory(s, s.mustGet("overtaken"))
-		require.NotContains(s, claimIDs(s.list("", false)), "overtaken")
-		require.Zero(s, s.nodeGroup(id).GetReplicas())
+		require.NotContains(s, s.names(s.list("", false)), "overtaken")
+		require.Zero(s, s.replicas(id))
 	}},
 
-	{"an id that ended is never used again", func(s *suite) {
+	{"release.id-never-again", claimer(1), "an id that ended is never used again", func(s *suite) {
 		id := s.group(deployment("workers"))
 		s.running("a-claim", id)
 		s.mustRelease("a-claim")
@@ -177,13 +177,13 @@ var releaseCases = []testCase{
 		require.True(s, agenterrors.IsEnded(err), "%v", err)
 		end, ok := agenterrors.EndedAs(err)
 		require.True(s, ok)
-		require.Equal(s, "a-claim", end.ClaimID)
+		require.Equal(s, s.id("a-claim"), end.ClaimID)
 		require.False(s, end.Releasing)
 		require.Equal(s, "Released", end.Reason)
 		s.untilReplicas(id, 0)
 	}},
 
-	{"an ended claim is remembered with its history", func(s *suite) {
+	{"release.remembered", claimer(1), "an ended claim is remembered with its history", func(s *suite) {
 		id := s.group(deployment("workers"))
 		s.running("a-claim", id)
 		s.mustRelease("a-claim")
@@ -196,7 +196,7 @@ var releaseCases = []testCase{
 		require.NotNil(s, ended.GetEndedAt())
 	}},
 
-	{"a claim that was never made is NOT_FOUND", func(s *suite) {
+	{"claims.not-found", reader(0), "a claim that was never made is NOT_FOUND", func(s *suite) {
 		_, err := s.get("never-made")
 		require.True(s, agenterrors.IsNotFound(err), "%v", err)
 		require.Equal(s, agenterrors.ReasonClaimNotFound, agenterrors.ReasonOf(err))

@@ -22,52 +22,59 @@ import (
 )
 
 var requestCases = []testCase{
-	{"a malformed field is INVALID_ARGUMENT and is named", func(s *suite) {
+	{"requests.malformed", claimer(0), "a malformed field is INVALID_ARGUMENT and is named", func(s *suite) {
 		for _, m := range malformed() {
-			s.Run(m.method+" "+m.what, func(t *testing.T) {
+			s.run(m.method+" "+m.what, func(tb testing.TB) {
+				tb.Helper()
 				request := valid(m.method, s.Cluster())
 				m.change(request)
 				err := call(s.bounded(), s.Client(), m.method, request)
-				requireViolation(t, err, m.field)
+				requireViolation(tb, err, m.field)
 			})
 		}
 	}},
 
-	{"every call says INVALID_ARGUMENT without a Cluster", func(s *suite) {
+	{"requests.no-cluster", claimer(0), "every call says INVALID_ARGUMENT without a Cluster", func(s *suite) {
 		for _, method := range methods() {
 			request := valid(method, nil)
 			requireViolation(s, call(s.bounded(), s.Client(), method, request), "cluster")
 		}
 	}},
 
-	{"another Cluster is PERMISSION_DENIED in every call, whether it exists or not", func(s *suite) {
-		s.group(deployment("workers"))
-		absent := &agentv1alpha1.ClusterRef{Namespace: s.Cluster().GetNamespace(), Name: "no-such-cluster"}
-		for _, method := range methods() {
-			err := call(s.bounded(), s.Stranger(), method, valid(method, s.Cluster()))
-			require.True(s, agenterrors.IsPermissionDenied(err), "%s: %v", method, err)
-			require.Equal(s, agenterrors.ReasonPermissionDenied, agenterrors.ReasonOf(err), method)
-			missing := call(s.bounded(), s.Stranger(), method, valid(method, absent))
-			require.True(s, agenterrors.IsPermissionDenied(missing), "%s: %v", method, missing)
-			require.Equal(s, anonymous(err, s.Cluster()), anonymous(missing, absent), "%s tells which Clusters exist", method)
-		}
-	}},
+	{
+		"requests.other-cluster", reader(1, CallerStranger),
+		"another Cluster is PERMISSION_DENIED in every call, whether it exists or not", func(s *suite) {
+			s.group(deployment("workers"))
+			absent := &agentv1alpha1.ClusterRef{Namespace: s.Cluster().GetNamespace(), Name: "no-such-cluster"}
+			for _, method := range append(methods(), "IssueCertificate") {
+				err := call(s.bounded(), s.Stranger(), method, valid(method, s.Cluster()))
+				require.True(s, agenterrors.IsPermissionDenied(err), "%s: %v", method, err)
+				require.Equal(s, agenterrors.ReasonPermissionDenied, agenterrors.ReasonOf(err), method)
+				missing := call(s.bounded(), s.Stranger(), method, valid(method, absent))
+				require.True(s, agenterrors.IsPermissionDenied(missing), "%s: %v", method, missing)
+				require.Equal(s, anonymous(err, s.Cluster()), anonymous(missing, absent), "%s tells which Clusters exist", method)
+			}
+		},
+	},
 
-	{"nothing is said of the claims of the caller's own Cluster that does not exist", func(s *suite) {
-		cluster := s.nowhere()
-		for _, method := range []string{"ListNodeGroups", "GetNodeGroup", "WatchNodeGroups"} {
-			err := call(s.bounded(), s.Stranger(), method, valid(method, cluster))
-			require.True(s, agenterrors.IsPermissionDenied(err), "%s: %v", method, err)
-		}
-		err := call(s.bounded(), s.Stranger(), "CreateClaim", valid("CreateClaim", cluster))
-		require.True(s, agenterrors.IsNotFound(err), "%v", err)
-		require.Equal(s, agenterrors.ReasonClusterNotFound, agenterrors.ReasonOf(err))
-		// The Cluster may have moved to another hub, with its claims and Machines.
-		for _, method := range []string{"ReleaseClaim", "ReturnMachine", "GetClaim", "ListClaims", "GetMachine", "ListMachines"} {
-			err = call(s.bounded(), s.Stranger(), method, valid(method, cluster))
-			require.Equal(s, agenterrors.ReasonClusterNotFound, agenterrors.ReasonOf(err), "%s: %v", method, err)
-		}
-	}},
+	{
+		"requests.vanished-cluster", reader(0, CallerStranger),
+		"nothing is said of the claims of the caller's own Cluster that does not exist", func(s *suite) {
+			cluster := s.nowhere()
+			for _, method := range []string{"ListNodeGroups", "GetNodeGroup", "WatchNodeGroups"} {
+				err := call(s.bounded(), s.Stranger(), method, valid(method, cluster))
+				require.True(s, agenterrors.IsPermissionDenied(err), "%s: %v", method, err)
+			}
+			err := call(s.bounded(), s.Stranger(), "CreateClaim", valid("CreateClaim", cluster))
+			require.True(s, agenterrors.IsNotFound(err), "%v", err)
+			require.Equal(s, agenterrors.ReasonClusterNotFound, agenterrors.ReasonOf(err))
+			// The Cluster may have moved to another hub, with its claims and Machines.
+			for _, method := range []string{"ReleaseClaim", "ReturnMachine", "GetClaim", "ListClaims", "GetMachine", "ListMachines"} {
+				err = call(s.bounded(), s.Stranger(), method, valid(method, cluster))
+				require.Equal(s, agenterrors.ReasonClusterNotFound, agenterrors.ReasonOf(err), "%s: %v", method, err)
+			}
+		},
+	},
 }
 
 // nowhere returns the Cluster that the stranger may act for.
@@ -95,7 +102,8 @@ func innermost(err error) *status.Status {
 	}
 }
 
-// methods returns the names of the methods that name a Cluster, except IssueCertificate.
+// methods returns the names of the methods that name a Cluster, except IssueCertificate: an
+// administrator may call every method but that.
 func methods() []string {
 	return []string{
 		"ListNodeGroups", "GetNodeGroup", "WatchNodeGroups",
@@ -138,6 +146,9 @@ func valid(method string, cluster *agentv1alpha1.ClusterRef) proto.Message {
 		return &agentv1alpha1.ListMachinesRequest{Cluster: cluster}
 	case "WatchMachines":
 		return &agentv1alpha1.WatchMachinesRequest{Cluster: cluster}
+	case "IssueCertificate":
+		// It is not a signing request, which is checked only after the caller's rights.
+		return &agentv1alpha1.IssueCertificateRequest{Cluster: cluster, SigningRequest: []byte("none")}
 	}
 	panic("no method " + method)
 }
@@ -171,6 +182,8 @@ func call(ctx context.Context, c *client.Client, method string, request proto.Me
 		return unary(ctx, r, c.Machines.ListMachines)
 	case *agentv1alpha1.WatchMachinesRequest:
 		return firstEvent(ctx, r, c.Machines.WatchMachines)
+	case *agentv1alpha1.IssueCertificateRequest:
+		return unary(ctx, r, c.Issuer.IssueCertificate)
 	}
 	return fmt.Errorf("%s takes no %T", method, request)
 }

@@ -14,7 +14,7 @@ import (
 )
 
 var serverCases = []testCase{
-	{"status tells the caller who it is and what it may do", func(s *suite) {
+	{"server.status", reader(1, CallerCluster), "status tells the caller who it is and what it may do", func(s *suite) {
 		s.group(deployment("workers"))
 		response, err := s.Client().Status.GetStatus(s.bounded(), &agentv1alpha1.GetStatusRequest{})
 		require.NoError(s, err)
@@ -36,7 +36,7 @@ var serverCases = []testCase{
 		require.Equal(s, response.GetAgentId(), again.GetAgentId())
 	}},
 
-	{"status answers a stranger too, about himself", func(s *suite) {
+	{"server.status-stranger", reader(0, CallerStranger), "status answers a stranger too, about himself", func(s *suite) {
 		response, err := s.Stranger().Status.GetStatus(s.bounded(), &agentv1alpha1.GetStatusRequest{})
 		require.NoError(s, err)
 		for _, cluster := range response.GetClusters() {
@@ -44,13 +44,13 @@ var serverCases = []testCase{
 		}
 	}},
 
-	{"health is served", func(s *suite) {
+	{"server.health", reader(0), "health is served", func(s *suite) {
 		response, err := grpc_health_v1.NewHealthClient(s.Client().Conn()).Check(s.bounded(), &grpc_health_v1.HealthCheckRequest{})
 		require.NoError(s, err)
 		require.Equal(s, grpc_health_v1.HealthCheckResponse_SERVING, response.GetStatus())
 	}},
 
-	{"reflection lists the services", func(s *suite) {
+	{"server.reflection", reader(0), "reflection lists the services", func(s *suite) {
 		stream, err := grpc_reflection_v1.NewServerReflectionClient(s.Client().Conn()).ServerReflectionInfo(s.bounded())
 		require.NoError(s, err)
 		require.NoError(s, stream.Send(&grpc_reflection_v1.ServerReflectionRequest{
@@ -72,7 +72,7 @@ var serverCases = []testCase{
 		require.NoError(s, stream.CloseSend())
 	}},
 
-	{"a call with a request id of the caller's is as good", func(s *suite) {
+	{"server.request-id", reader(0), "a call with a request id of the caller's is as good", func(s *suite) {
 		ctx := metadata.AppendToOutgoingContext(s.bounded(), client.RequestIDKey, uuid.NewString())
 		_, err := s.Client().Status.GetStatus(ctx, &agentv1alpha1.GetStatusRequest{})
 		require.NoError(s, err)

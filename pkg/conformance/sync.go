@@ -11,7 +11,7 @@ import (
 )
 
 var syncCases = []testCase{
-	{"collects what is not in the live set, of this holder alone", func(s *suite) {
+	{"sync.collects", fault(), "collects what is not in the live set, of this holder alone", func(s *suite) {
 		id := s.group(deployment("workers"))
 		s.mustCreate("alive", id)
 		s.mustCreate("orphan", id)
@@ -34,7 +34,7 @@ var syncCases = []testCase{
 		s.untilReplicas(id, 2)
 	}},
 
-	{"never collects a claim that is younger than the token", func(s *suite) {
+	{"sync.younger", fault(), "never collects a claim that is younger than the token", func(s *suite) {
 		id := s.group(deployment("workers"))
 		token := s.list(holder, false).GetToken()
 		s.mustCreate("young", id)
@@ -44,7 +44,7 @@ var syncCases = []testCase{
 		require.Less(s, s.mustGet("young").GetPhase(), agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING)
 	}},
 
-	{"says which members of the set it does not know", func(s *suite) {
+	{"sync.unknown", fault(), "says which members of the set it does not know", func(s *suite) {
 		id := s.group(deployment("workers"))
 		s.mustCreate("alive", id)
 		s.mustCreate("ended", id)
@@ -56,7 +56,7 @@ var syncCases = []testCase{
 		require.ElementsMatch(s, []string{"ended", "never-made"}, response.GetUnknownClaimIds())
 	}},
 
-	{"takes reports about Nodes", func(s *suite) {
+	{"sync.nodes", fault(), "takes reports about Nodes", func(s *suite) {
 		id := s.group(deployment("workers"))
 		claim := s.running("alive", id)
 		_, err := s.Client().Claims.SyncClaims(s.bounded(), &agentv1alpha1.SyncClaimsRequest{
@@ -75,7 +75,7 @@ var syncCases = []testCase{
 		require.Equal(s, agentv1alpha1.ClaimPhase_CLAIM_PHASE_BOUND, s.mustGet("alive").GetPhase())
 	}},
 
-	{"collects nothing for a set that does not say where it was read", func(s *suite) {
+	{"sync.no-spoke", fault(), "collects nothing for a set that does not say where it was read", func(s *suite) {
 		id := s.group(deployment("workers"))
 		s.mustCreate("orphan", id)
 		s.mustCreate("another", id)
@@ -96,7 +96,7 @@ var syncCases = []testCase{
 		require.Less(s, s.mustGet("orphan").GetPhase(), agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING)
 	}},
 
-	{"refuses a set that was read in another cluster", func(s *suite) {
+	{"sync.other-spoke", fault(), "refuses a set that was read in another cluster", func(s *suite) {
 		id := s.group(deployment("workers"))
 		s.mustCreate("alive", id)
 		_, err := s.syncFrom("another-spoke", s.list(holder, false).GetToken(), "not-here")
@@ -105,7 +105,7 @@ var syncCases = []testCase{
 		require.Less(s, s.mustGet("alive").GetPhase(), agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING)
 	}},
 
-	{"keeps a claim whose Node was registered, until it is released", func(s *suite) {
+	{"sync.registered", fault(), "keeps a claim whose Node was registered, until it is released", func(s *suite) {
 		id := s.group(deployment("workers"))
 		claim := s.running("registered", id)
 		_, err := s.Client().Claims.SyncClaims(s.bounded(), &agentv1alpha1.SyncClaimsRequest{
@@ -129,7 +129,7 @@ var syncCases = []testCase{
 		s.untilEnded("registered")
 	}},
 
-	{"refuses a token of another holder", func(s *suite) {
+	{"sync.other-token", fault(), "refuses a token of another holder", func(s *suite) {
 		id := s.group(deployment("workers"))
 		s.mustCreate("alive", id)
 		_, err := s.sync(s.list(otherHolder, false).GetToken())
@@ -137,7 +137,7 @@ var syncCases = []testCase{
 		require.Equal(s, agenterrors.ReasonInvalidToken, agenterrors.ReasonOf(err))
 	}},
 
-	{"refuses a token that ListClaims did not make", func(s *suite) {
+	{"sync.made-up-token", fault(), "refuses a token that ListClaims did not make", func(s *suite) {
 		id := s.group(deployment("workers"))
 		s.mustCreate("alive", id)
 		for _, token := range []string{"made-up", "e30", "bnVsbA", "%%%"} {
@@ -148,14 +148,14 @@ var syncCases = []testCase{
 		require.Less(s, s.mustGet("alive").GetPhase(), agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING)
 	}},
 
-	{"refuses a token that is too old", func(s *suite) {
+	{"sync.stale-token", fault(), "refuses a token that is too old", func(s *suite) {
 		ageing, ok := s.Env.(Ageing)
 		if !ok {
 			s.Skip("this environment cannot age tokens")
 		}
 		id := s.group(deployment("workers"))
 		s.mustCreate("alive", id)
-		_, err := s.sync(ageing.StaleToken(s.T, holder))
+		_, err := s.sync(ageing.StaleToken(s.TB, holder))
 		require.True(s, agenterrors.IsRefused(err), "%v", err)
 		require.True(s, agenterrors.IsStaleToken(err), "%v", err)
 		require.Less(s, s.mustGet("alive").GetPhase(), agentv1alpha1.ClaimPhase_CLAIM_PHASE_RELEASING)

@@ -2,9 +2,11 @@ package fakeagent
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"net"
+	"slices"
 	"sync"
 	"time"
 
@@ -25,7 +27,8 @@ import (
 // connectionBuffer is how many bytes an in-memory connection can hold.
 const connectionBuffer = 1 << 20
 
-// DefaultCluster is the Cluster of node groups that do not name one. It always exists.
+// DefaultCluster is the Cluster of node groups that do not name one. It exists unless
+// [WithClusters] names others.
 func DefaultCluster() *agentv1alpha1.ClusterRef {
 	return &agentv1alpha1.ClusterRef{Namespace: "default", Name: "workload"}
 }
@@ -34,6 +37,7 @@ func DefaultCluster() *agentv1alpha1.ClusterRef {
 type Agent struct {
 	settings settings
 	id       string
+	rules    map[string]Rule
 	script   *script
 	server   *grpc.Server
 	health   *health.Server
@@ -50,17 +54,19 @@ type Agent struct {
 	groups   map[string]*group
 	claims   map[clusterKey]map[string]*claim
 	// onboardings are the onboarding IDs of the Clusters that certificates are issued for.
-	// authority is created for the first certificate. issued counts the certificates.
+	// authority is created for the first certificate, unless it was given. issued counts the
+	// certificates.
 	onboardings map[clusterKey]string
-	authority   *authority
-	issued      int64
+	authority   *Authority
 	reports     map[clusterKey][]*agentv1alpha1.NodeReport
 	sequence    int64 // of claims, in order of creation
 	names       int64 // number of machine names used
 	generation  int64 // of the node groups
-	unsynced    bool
-	steps       Infrastructure
-	changed     dirt
+	// expired counts how often the Cluster's tokens were made too old.
+	expired  map[clusterKey]int64
+	unsynced bool
+	steps    Infrastructure
+	changed  dirt
 
 	groupFeed   *feed[*agentv1alpha1.NodeGroup]
 	claimFeed   *feed[*agentv1alpha1.Claim]
@@ -78,9 +84,12 @@ func New(options ...Option) *Agent {
 	a := &Agent{
 		settings:    s,
 		id:          uuid.NewString(),
+		rules:       Rules(),
+		authority:   s.authority,
+		expired:     map[clusterKey]int64{},
 		script:      &script{clock: s.clock, methods: map[string]*methodScript{}},
 		health:      health.NewServer(),
-		clusters:    map[clusterKey]struct{}{keyOf(DefaultCluster()): {}},
+		clusters:    map[clusterKey]struct{}{},
 		paused:      map[clusterKey]struct{}{},
 		groups:      map[string]*group{},
 		claims:      map[clusterKey]map[string]*claim{},
@@ -93,14 +102,17 @@ func New(options ...Option) *Agent {
 		machineFeed: newFeed[*agentv1alpha1.Machine](),
 		dropped:     make(chan struct{}),
 	}
+	for _, cluster := range s.clusters {
+		a.clusters[keyOf(cluster)] = struct{}{}
+	}
 	validator, err := validation.New()
 	if err != nil {
 		panic(err) // the constraints compile, or the real agent would not start either
 	}
 	a.server = grpc.NewServer(
 		grpc.Creds(identityCredentials{}),
-		grpc.ChainUnaryInterceptor(a.script.unary(), validator.Unary()),
-		grpc.ChainStreamInterceptor(a.script.stream(), validator.Stream()),
+		grpc.ChainUnaryInterceptor(a.script.unary(), a.admitUnary, validator.Unary(), a.authorizeUnary),
+		grpc.ChainStreamInterceptor(a.script.stream(), a.admitStream, validator.Stream(), a.authorizeStream),
 	)
 	agentv1alpha1.RegisterNodeGroupServiceServer(a.server, nodeGroupService{agent: a})
 	agentv1alpha1.RegisterClaimServiceServer(a.server, claimService{agent: a})
@@ -149,13 +161,22 @@ func (a *Agent) Client() *client.Client { return a.localClient }
 // ClientFor returns a new client with the identity of the Cluster, which need not exist. The agent
 // closes it.
 func (a *Agent) ClientFor(cluster *agentv1alpha1.ClusterRef) *client.Client {
-	return a.connect(a.listen(clusterIdentity(keyOf(cluster))))
+	return a.ClientAs(clusterIdentity(a.settings.trustDomain, keyOf(cluster)))
+}
+
+// ClientAs returns a new client with the identity. It is closed with the agent.
+func (a *Agent) ClientAs(i Identity) *client.Client {
+	return a.connect(a.listen(identity{name: i.ID, grants: slices.Clone(i.Grants)}))
 }
 
 // AutoscalerFor returns a new client with the identity of an autoscaler of the Cluster. The agent
 // closes it.
 func (a *Agent) AutoscalerFor(cluster *agentv1alpha1.ClusterRef) *client.Client {
-	return a.connect(a.listen(autoscalerIdentity(keyOf(cluster))))
+	key := keyOf(cluster)
+	return a.ClientAs(Identity{
+		ID:     fmt.Sprintf("spiffe://%s/cluster-autoscaler/%s", a.settings.trustDomain, key),
+		Grants: []Grant{{Role: RoleAutoscaler, Clusters: []string{key.String()}}},
+	})
 }
 
 // Dial returns a raw connection that may act for every Cluster, for gRPC's WithContextDialer.
@@ -169,6 +190,15 @@ func (a *Agent) Serve(listener net.Listener) {
 			a.settings.logger.Error(err, "serving")
 		}
 	})
+}
+
+// ServeTLS also serves on the listener, with TLS 1.3. It accepts client certificates signed by the
+// configuration's ClientCAs. The identity of a connection is the SPIFFE ID of the certificate,
+// which must be of the agent's trust domain. A Cluster's own ID has the role cluster for it. grants
+// returns any further grants of an ID. It is called at each handshake, possibly concurrently.
+// ServeTLS returns at once. Closing the agent closes the listener.
+func (a *Agent) ServeTLS(listener net.Listener, config *tls.Config, grants func(id string) []Grant) {
+	a.Serve(newCertifiedListener(listener, config, a.settings.trustDomain, grants))
 }
 
 // Close ends every call, stream and client of the agent, and waits for them.
@@ -205,6 +235,31 @@ func (a *Agent) AddCluster(cluster *agentv1alpha1.ClusterRef) {
 	a.clusters[keyOf(cluster)] = struct{}{}
 }
 
+// RemoveCluster removes a Cluster with its node groups, machines and claims.
+func (a *Agent) RemoveCluster(cluster *agentv1alpha1.ClusterRef) {
+	a.edit(func() {
+		key := keyOf(cluster)
+		for id, g := range a.groups {
+			if g.cluster != key {
+				continue
+			}
+			delete(a.groups, id)
+			for _, m := range slices.Clone(g.machines) {
+				a.remove(m)
+			}
+			a.touch(g)
+		}
+		for _, c := range a.claims[key] {
+			a.touchClaim(c)
+		}
+		delete(a.claims, key)
+		delete(a.clusters, key)
+		delete(a.paused, key)
+		delete(a.onboardings, key)
+		delete(a.reports, key)
+	})
+}
+
 // SetPaused pauses or unpauses a Cluster, as is done to move it to another hub. While it is paused,
 // nothing is concluded from missing objects, and releases are rejected.
 func (a *Agent) SetPaused(cluster *agentv1alpha1.ClusterRef, paused bool) {
@@ -228,16 +283,9 @@ func (a *Agent) whole(cluster clusterKey) error {
 	return nil
 }
 
-// readable returns nil if the caller may act for the Cluster and the view is complete, whether or
-// not the Cluster exists. a.mu must be held.
-func (a *Agent) readable(ctx context.Context, cluster clusterKey) error {
-	caller, err := callerOf(ctx)
-	if err != nil {
-		return err
-	}
-	if !caller.mayActFor(cluster) {
-		return errNotYours()
-	}
+// readable returns nil if the view is complete. Whether the caller may call the method for the
+// Cluster has been checked before. a.mu must be held.
+func (a *Agent) readable(context.Context, clusterKey) error {
 	if a.unsynced {
 		return agenterrors.NotSynced("the agent's view of the hub is not complete yet")
 	}
@@ -253,7 +301,7 @@ func (a *Agent) existing(ctx context.Context, cluster clusterKey) error {
 	if _, ok := a.clusters[cluster]; ok {
 		return nil
 	}
-	if caller, err := callerOf(ctx); err != nil || caller.cluster != nil {
+	if caller, err := callerOf(ctx); err != nil || !caller.seesAll() {
 		return errNotYours()
 	}
 	return agenterrors.ClusterNotFound(cluster.ref())
@@ -265,14 +313,10 @@ func (a *Agent) actable(ctx context.Context, cluster clusterKey, holder string) 
 		return err
 	}
 	caller, err := callerOf(ctx)
-	if err == nil && !caller.mayActAs(holder) {
-		return agenterrors.PermissionDenied(fmt.Sprintf("the identity may not act as the holder %q", holder))
+	if err == nil && !caller.mayActAs(cluster, holder) {
+		return errNotYourHolder(holder)
 	}
 	return err
-}
-
-func errNotYours() error {
-	return agenterrors.PermissionDenied("the identity may not act for this cluster")
 }
 
 // edit applies f to the state and publishes the result.

@@ -20,14 +20,23 @@
 // [Agent.Delay] slows calls down. [Agent.SetSynced] makes the agent's view incomplete.
 // [Agent.SetPaused] pauses a Cluster. [Agent.DropStreams], [Agent.FreezeStreams] and [Agent.Resync]
 // disturb watches. [Agent.FailMachine] and [Agent.LoseMachine] disturb machines. [Agent.GiveUp] and
-// [Agent.TimeOut] trigger the agent's own decisions about machines. [Agent.Calls] and
+// [Agent.TimeOut] trigger the agent's own decisions about machines. [Agent.FailMachines] plans all
+// of that in advance. [Agent.Silence] leaves every call without an answer. [Agent.Calls] and
 // [Agent.Requests] report the calls that were received.
+//
+// # Roles
+//
+// [Agent.ClientAs] returns a client with any identity. [Agent.ServeTLS] takes the identity of each
+// connection from its client certificate. [Rules] are the agent's roles: they determine which
+// identity may call which method.
 //
 // # Certificates
 //
-// Connections have no TLS. [Agent.Onboard] nevertheless makes the agent issue certificates for a
-// Cluster, signed by its own authority, to test code that requests and stores them. There is no
-// bootstrap certificate: the Cluster's own identity can request the first certificate too.
+// Connections have no TLS unless [Agent.ServeTLS] is used. [Agent.Onboard] nevertheless makes the
+// agent issue certificates for a Cluster, to test code that requests and stores them. They are
+// signed by the agent's own authority, or by that of [WithAuthority]. The Cluster's own identity
+// can request the first certificate too, and a bootstrap certificate may be used with any number of
+// keys.
 //
 // # Limitations
 //

@@ -263,8 +263,8 @@ func (a *Agent) DropStreams() {
 	a.dropped = make(chan struct{})
 }
 
-// FreezeStreams(true) makes open and new streams silent, without heartbeats, like a dead network.
-// FreezeStreams(false) ends that, and the changes made meanwhile are sent.
+// FreezeStreams makes open and new streams silent, without heartbeats, like a dead network, until it
+// is called with false. The changes made meanwhile are then sent.
 func (a *Agent) FreezeStreams(freeze bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()

@@ -24,6 +24,9 @@ type group struct {
 	machines  []*machine               // oldest first; their number is the replicas
 	pending   int                      // claims that wait for a machine
 	blocked   *agentv1alpha1.Availability
+	steps     *Infrastructure // nil for the agent's
+	failures  []MachineFailure
+	made      int // machines created for claims, including removed ones
 }
 
 // AddNodeGroup adds a node group as the API shows it, and returns its ID. Only Name is REQUIRED.

@@ -27,6 +27,7 @@ type machine struct {
 	deletedAt                       time.Time
 	spareSince                      time.Time
 	gone                            bool
+	fails                           *MachineFailure // its planned failure; nil if none
 }
 
 // usable reports whether a claim may be bound to the machine now.
@@ -45,7 +46,6 @@ func (a *Agent) Appear(groupID string) {
 		for _, m := range slices.Clone(g.machines) {
 			a.appear(m)
 		}
-		a.reconcile(g)
 	})
 }
 
@@ -94,17 +94,18 @@ func (a *Agent) HoldDeletion(cluster *agentv1alpha1.ClusterRef, machineName, rea
 // LoseMachine removes the machine without the agent, as a user or remediation does: its claim ends,
 // and the group creates a replacement. It panics if there is no such machine.
 func (a *Agent) LoseMachine(cluster *agentv1alpha1.ClusterRef, machineName string) {
-	a.edit(func() {
-		m := a.mustMachine(cluster, machineName)
-		g := m.group
-		a.remove(m)
-		if m.owned {
-			a.addOwned(g)
-		} else {
-			a.addMachine(g)
-		}
-		a.reconcile(g)
-	})
+	a.edit(func() { a.lose(a.mustMachine(cluster, machineName)) })
+}
+
+func (a *Agent) lose(m *machine) {
+	g := m.group
+	a.remove(m)
+	if m.owned {
+		a.addOwned(g)
+	} else {
+		a.addMachine(g)
+	}
+	a.reconcile(g)
 }
 
 // Terminate completes the deletion of the machine. It panics if there is no such machine, or it is
@@ -125,6 +126,21 @@ func (a *Agent) SetInfrastructure(infrastructure Infrastructure) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.steps = infrastructure
+}
+
+// SetGroupInfrastructure sets the infrastructure of the machines of one node group. It takes
+// precedence over [Agent.SetInfrastructure]. Nil resets it. It panics if the group does not exist.
+func (a *Agent) SetGroupInfrastructure(groupID string, infrastructure *Infrastructure) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.mustGroup(groupID).steps = infrastructure
+}
+
+func (a *Agent) stepsOf(g *group) Infrastructure {
+	if g.steps != nil {
+		return *g.steps
+	}
+	return a.steps
 }
 
 // Machine returns the machine as callers see it, or nil.
@@ -162,7 +178,6 @@ func (a *Agent) machineOf(cluster *agentv1alpha1.ClusterRef, claimID string) *ma
 		for _, m := range slices.Clone(g.machines) {
 			if c.machine == nil && m.awaited() {
 				a.appear(m)
-				a.reconcile(g)
 			}
 		}
 	}
@@ -175,10 +190,9 @@ func (a *Agent) machineOf(cluster *agentv1alpha1.ClusterRef, claimID string) *ma
 // addMachine raises the group's replicas by one.
 func (a *Agent) addMachine(g *group) {
 	m := a.newMachine(g)
-	a.after(a.steps.Appear, func() {
-		a.appear(m)
-		a.reconcile(g)
-	})
+	g.made++
+	m.fails = g.failureOf(g.made)
+	a.step(m, StageObject, a.stepsOf(g).Appear, func() { a.appear(m) })
 }
 
 // addOwned adds a running machine of the user's own.
@@ -208,7 +222,8 @@ func (a *Agent) appear(m *machine) {
 	}
 	m.appeared, m.createdAt = true, a.now()
 	a.touchMachine(m)
-	a.after(a.steps.Provision, func() { a.provision(m, "") })
+	a.reconcile(m.group) // before it can have a Node: a machine with a Node cannot be claimed
+	a.step(m, StageProviderID, a.stepsOf(m.group).Provision, func() { a.provision(m, "") })
 }
 
 func (a *Agent) provision(m *machine, providerID string) {
@@ -221,7 +236,7 @@ func (a *Agent) provision(m *machine, providerID string) {
 	m.providerID = providerID
 	m.failureReason, m.failureMessage = "", ""
 	a.touchMachine(m)
-	a.after(a.steps.Join, func() { a.join(m, "") })
+	a.step(m, StageNode, a.stepsOf(m.group).Join, func() { a.join(m, "") })
 }
 
 func (a *Agent) join(m *machine, nodeName string) {
@@ -251,7 +266,7 @@ func (a *Agent) terminate(m *machine) {
 	}
 	m.deletedAt = a.now()
 	a.touchMachine(m)
-	a.after(a.steps.Terminate, func() { a.terminated(m) })
+	a.after(a.stepsOf(m.group).Terminate, func() { a.terminated(m) })
 }
 
 func (a *Agent) terminated(m *machine) {

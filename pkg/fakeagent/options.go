@@ -7,6 +7,7 @@ import (
 	"k8s.io/utils/clock"
 
 	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
 )
 
 // Manual is the delay, in [Infrastructure], of a step that never happens by itself: the test does
@@ -39,6 +40,9 @@ type settings struct {
 	coolDown       time.Duration
 	tokenLifetime  time.Duration
 	version        string
+	trustDomain    string
+	authority      *Authority
+	clusters       []*agentv1alpha1.ClusterRef
 }
 
 func defaults() settings {
@@ -50,6 +54,8 @@ func defaults() settings {
 		infrastructure: Infrastructure{Provision: Manual, Join: Manual},
 		tokenLifetime:  time.Hour,
 		version:        "devel",
+		trustDomain:    TrustDomain,
+		clusters:       []*agentv1alpha1.ClusterRef{DefaultCluster()},
 	}
 }
 
@@ -100,4 +106,20 @@ func WithTokenLifetime(lifetime time.Duration) Option {
 // WithVersion sets the version that GetStatus reports. The default is `devel`.
 func WithVersion(version string) Option {
 	return func(s *settings) { s.version = version }
+}
+
+// WithTrustDomain sets the SPIFFE trust domain of the callers. Default [TrustDomain].
+func WithTrustDomain(domain string) Option {
+	return func(s *settings) { s.trustDomain = domain }
+}
+
+// WithAuthority sets the authority that signs the certificates of onboarded Clusters. Default: one
+// that is created when it is needed.
+func WithAuthority(authority *Authority) Option {
+	return func(s *settings) { s.authority = authority }
+}
+
+// WithClusters sets the initial Clusters. Default: only [DefaultCluster].
+func WithClusters(clusters ...*agentv1alpha1.ClusterRef) Option {
+	return func(s *settings) { s.clusters = clusters }
 }

@@ -24,6 +24,7 @@ type script struct {
 
 	mu      sync.Mutex
 	methods map[string]*methodScript
+	silent  chan struct{} // nil unless calls are not answered
 }
 
 type methodScript struct {
@@ -116,6 +117,9 @@ func (s *script) enter(ctx context.Context, fullMethod string, request any) (lea
 		delay = m.delay
 		err = m.before.take()
 	})
+	if waitErr := s.heard(ctx); waitErr != nil {
+		return nil, waitErr
+	}
 	if delay > 0 {
 		timer := s.clock.NewTimer(delay)
 		defer timer.Stop()
@@ -133,6 +137,41 @@ func (s *script) enter(ctx context.Context, fullMethod string, request any) (lea
 		s.change(method, func(m *methodScript) { lost = m.after.take() })
 		return lost
 	}, nil
+}
+
+// Silence leaves calls without an answer and makes streams silent, until it is called with false.
+// It simulates a network that drops packets. Calls that have not been canceled by then continue.
+func (a *Agent) Silence(silent bool) {
+	a.FreezeStreams(silent)
+	a.script.silence(silent)
+}
+
+func (s *script) silence(silent bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch {
+	case silent && s.silent == nil:
+		s.silent = make(chan struct{})
+	case !silent && s.silent != nil:
+		close(s.silent)
+		s.silent = nil
+	}
+}
+
+// heard waits until calls are answered again.
+func (s *script) heard(ctx context.Context) error {
+	s.mu.Lock()
+	silent := s.silent
+	s.mu.Unlock()
+	if silent == nil {
+		return nil
+	}
+	select {
+	case <-silent:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
 }
 
 // appendBounded appends an element, and drops the oldest beyond maxRequests.

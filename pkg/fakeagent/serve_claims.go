@@ -238,7 +238,7 @@ func (s claimService) ListClaims(
 	if request.GetHolder() != "" {
 		response.Token = token{
 			Agent: a.id, Namespace: cluster.namespace, Name: cluster.name, Holder: request.GetHolder(),
-			Sequence: a.sequence, Taken: a.now(),
+			Sequence: a.sequence, Taken: a.now(), Expired: a.expired[cluster],
 		}.encode()
 	}
 	return response, nil
@@ -301,7 +301,7 @@ func (s claimService) SyncClaims(
 	if t.Namespace != cluster.namespace || t.Name != cluster.name || t.Holder != request.GetHolder() {
 		return nil, agenterrors.InvalidToken("the token was made for another cluster or holder")
 	}
-	if t.Agent != a.id || a.now().Sub(t.Taken) > a.settings.tokenLifetime {
+	if t.Agent != a.id || t.Expired != a.expired[cluster] || a.now().Sub(t.Taken) > a.settings.tokenLifetime {
 		return nil, agenterrors.StaleToken("the token is too old: take a new one")
 	}
 	if err := a.whole(cluster); err != nil {
@@ -348,6 +348,14 @@ type token struct {
 	Holder    string    `json:"holder"`
 	Sequence  int64     `json:"sequence"`
 	Taken     time.Time `json:"taken"`
+	Expired   int64     `json:"expired"`
+}
+
+// ExpireTokens makes every token that ListClaims has returned for the Cluster too old.
+func (a *Agent) ExpireTokens(cluster *agentv1alpha1.ClusterRef) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.expired[keyOf(cluster)]++
 }
 
 func (t token) encode() string {

@@ -2,6 +2,8 @@ package fakeagent
 
 import (
 	"context"
+	"slices"
+	"strings"
 
 	"google.golang.org/protobuf/types/known/timestamppb"
 
@@ -26,18 +28,31 @@ func (s statusService) GetStatus(
 	defer a.mu.Unlock()
 	response := &agentv1alpha1.GetStatusResponse{
 		ApiVersion:          "capi.agent.v1alpha1",
-		Version:             a.settings.version,
 		CachesSynced:        !a.unsynced,
 		CatalogueGeneration: a.generation,
 		AgentId:             a.id,
 		Identity:            caller.name,
 		Time:                timestamppb.New(a.now()),
 	}
-	if caller.cluster == nil {
-		response.Roles, response.AllClusters = []string{"admin"}, true
-	} else {
-		response.Roles = []string{"cluster"}
-		response.Clusters = []*agentv1alpha1.ClusterRef{caller.cluster.ref()}
+	if len(caller.grants) > 0 {
+		response.Version = a.settings.version
+	}
+	for _, grant := range caller.grants {
+		if !slices.Contains(response.GetRoles(), string(grant.Role)) {
+			response.Roles = append(response.Roles, string(grant.Role))
+		}
+		response.AllClusters = response.GetAllClusters() || grant.AllClusters
+		for _, cluster := range grant.Clusters {
+			namespace, name, _ := strings.Cut(cluster, "/")
+			if !slices.ContainsFunc(response.GetClusters(), func(c *agentv1alpha1.ClusterRef) bool {
+				return c.GetNamespace() == namespace && c.GetName() == name
+			}) {
+				response.Clusters = append(response.Clusters, &agentv1alpha1.ClusterRef{Namespace: namespace, Name: name})
+			}
+		}
+	}
+	if response.GetAllClusters() {
+		response.Clusters = nil
 	}
 	return response, nil
 }

@@ -30,9 +30,9 @@ import (
 // The real agent keeps the same contract as the fake: over mutual TLS, on a real API server, with a
 // model of Cluster API.
 func TestAgentConforms(t *testing.T) {
-	conformance.Run(t, func(t *testing.T) conformance.Env {
-		t.Helper()
-		return newEnv(t)
+	conformance.Run(t, func(tb testing.TB) conformance.Env {
+		tb.Helper()
+		return newEnv(tb)
 	})
 }
 
@@ -64,22 +64,22 @@ type env struct {
 	applied     map[string]conformance.MachineDeployment
 }
 
-func newEnv(t *testing.T) *env {
-	t.Helper()
-	e, c := newHub(t)
-	e.running = start(t, c)
+func newEnv(tb testing.TB) *env {
+	tb.Helper()
+	e, c := newHub(tb)
+	e.running = start(tb, c)
 	return e
 }
 
 // newHub returns an env without an agent, and the configuration for its agents.
-func newHub(t *testing.T) (*env, agent.Config) {
-	t.Helper()
+func newHub(tb testing.TB) (*env, agent.Config) {
+	tb.Helper()
 	e := &env{
-		namespace: plane.Namespace(t), clock: &aheadClock{},
+		namespace: plane.Namespace(tb), clock: &aheadClock{},
 		provisioned: map[string]bool{}, joined: map[string]bool{}, applied: map[string]conformance.MachineDeployment{},
 	}
-	plane.Create(t, capitest.NewCluster(e.namespace, "spoke"))
-	e.model = capitest.RunForTest(t, plane, capitest.Options{Namespaces: []string{e.namespace}, Behaviour: e.behaviour})
+	plane.Create(tb, capitest.NewCluster(e.namespace, "spoke"))
+	e.model = capitest.RunForTest(tb, plane, capitest.Options{Namespaces: []string{e.namespace}, Behaviour: e.behaviour})
 	o := testOptions(e.namespace)
 	o.SpareGracePeriod, o.HeartbeatInterval = time.Second, 100*time.Millisecond
 	o.CollectGracePeriod = time.Second
@@ -91,7 +91,7 @@ func newHub(t *testing.T) (*env, agent.Config) {
   roles: [admin]
   allClusters: true
 `, e.namespace), "karpenter-capi")
-	require.NoError(t, err)
+	require.NoError(tb, err)
 	return e, agent.Config{Options: o, Clock: e.clock, Policy: func() *authz.Policy { return policy }}
 }
 
@@ -128,18 +128,18 @@ func (e *env) Stranger() *client.Client { return e.running.client(e.namespace, "
 
 func (e *env) Patience() time.Duration { return patience }
 
-func (e *env) CreateNodeGroup(t *testing.T, d conformance.MachineDeployment) string {
-	t.Helper()
+func (e *env) CreateNodeGroup(tb testing.TB, d conformance.MachineDeployment) string {
+	tb.Helper()
 	md := capitest.NewMachineDeployment(e.namespace, d.Name, "spoke", ptr.Deref(d.Replicas, 0))
 	maps.Copy(md.Labels, d.Labels)
 	md.Annotations = maps.Clone(d.Annotations)
 	md.Spec.Template.Spec.FailureDomain, md.Spec.Template.Spec.Version = d.FailureDomain, d.Version
 	// The template is empty: everything known comes from the annotations.
-	plane.Create(t, capitest.NewInfrastructureTemplate(e.namespace, d.Name, nil))
+	plane.Create(tb, capitest.NewInfrastructureTemplate(e.namespace, d.Name, nil))
 	e.set(func() { e.free, e.applied[d.Name] = true, d })
-	plane.Create(t, md)
+	plane.Create(tb, md)
 	id := e.namespace + "/" + d.Name
-	eventually(t, "the agent shows the node group and its machines", func(ctx context.Context) (bool, error) {
+	eventually(tb, "the agent shows the node group and its machines", func(ctx context.Context) (bool, error) {
 		_, err := e.Client().NodeGroups.GetNodeGroup(ctx, &agentv1alpha1.GetNodeGroupRequest{Cluster: e.Cluster(), Id: id})
 		if err != nil {
 			return false, nil //nolint:nilerr // It is not there yet.
@@ -152,10 +152,10 @@ func (e *env) CreateNodeGroup(t *testing.T, d conformance.MachineDeployment) str
 	return id
 }
 
-func (e *env) UpdateNodeGroup(t *testing.T, d conformance.MachineDeployment) {
-	t.Helper()
+func (e *env) UpdateNodeGroup(tb testing.TB, d conformance.MachineDeployment) {
+	tb.Helper()
 	md := &clusterv1.MachineDeployment{}
-	require.NoError(t, plane.Client.Get(t.Context(), types.NamespacedName{Namespace: e.namespace, Name: d.Name}, md))
+	require.NoError(tb, plane.Client.Get(tb.Context(), types.NamespacedName{Namespace: e.namespace, Name: d.Name}, md))
 	before := md.DeepCopy()
 	e.mu.Lock()
 	applied := e.applied[d.Name]
@@ -168,40 +168,40 @@ func (e *env) UpdateNodeGroup(t *testing.T, d conformance.MachineDeployment) {
 	if d.Replicas != nil {
 		md.Spec.Replicas = d.Replicas
 	}
-	require.NoError(t, plane.Client.Patch(t.Context(), md, ctrlclient.MergeFrom(before)))
+	require.NoError(tb, plane.Client.Patch(tb.Context(), md, ctrlclient.MergeFrom(before)))
 }
 
-func (e *env) DeleteNodeGroup(t *testing.T, name string) {
-	t.Helper()
+func (e *env) DeleteNodeGroup(tb testing.TB, name string) {
+	tb.Helper()
 	md := &clusterv1.MachineDeployment{}
 	md.Namespace, md.Name = e.namespace, name
-	require.NoError(t, plane.Client.Delete(t.Context(), md))
+	require.NoError(tb, plane.Client.Delete(tb.Context(), md))
 }
 
-func (e *env) HoldMachines(t *testing.T, name string, hold bool) {
-	t.Helper()
+func (e *env) HoldMachines(tb testing.TB, name string, hold bool) {
+	tb.Helper()
 	e.model.HoldCreation(types.NamespacedName{Namespace: e.namespace, Name: name}, hold)
 }
 
-func (e *env) ProvisionMachine(_ *testing.T, claimID string) {
+func (e *env) ProvisionMachine(_ testing.TB, claimID string) {
 	e.set(func() { e.provisioned[claimID] = true })
 }
 
-func (e *env) JoinNode(_ *testing.T, machineName string) {
+func (e *env) JoinNode(_ testing.TB, machineName string) {
 	e.set(func() { e.joined[machineName] = true })
 }
 
-func (e *env) LoseMachine(t *testing.T, machineName string) {
-	t.Helper()
+func (e *env) LoseMachine(tb testing.TB, machineName string) {
+	tb.Helper()
 	machine := &clusterv1.Machine{}
 	machine.Namespace, machine.Name = e.namespace, machineName
-	require.NoError(t, plane.Client.Delete(t.Context(), machine))
+	require.NoError(tb, plane.Client.Delete(tb.Context(), machine))
 }
 
-func (e *env) StaleToken(t *testing.T, holder string) string {
-	t.Helper()
-	response, err := e.Client().Claims.ListClaims(t.Context(), &agentv1alpha1.ListClaimsRequest{Cluster: e.Cluster(), Holder: holder})
-	require.NoError(t, err)
+func (e *env) StaleToken(tb testing.TB, holder string) string {
+	tb.Helper()
+	response, err := e.Client().Claims.ListClaims(tb.Context(), &agentv1alpha1.ListClaimsRequest{Cluster: e.Cluster(), Holder: holder})
+	require.NoError(tb, err)
 	e.clock.ahead.Add(int64(2 * time.Hour))
 	return response.GetToken()
 }

@@ -1,0 +1,170 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/pflag"
+
+	"github.com/karpenter-capi/karpenter-capi/pkg/client"
+	"github.com/karpenter-capi/karpenter-capi/pkg/conformance"
+	"github.com/karpenter-capi/karpenter-capi/pkg/conformance/control"
+	agentv1alpha1 "github.com/karpenter-capi/karpenter-capi/proto/capi/agent/v1alpha1"
+)
+
+// pair holds the paths of a client certificate and its key.
+type pair struct{ cert, key string }
+
+type options struct {
+	address, serverName string
+	plaintextLoopback   bool
+	caFile              string
+	caller              pair
+	others              map[conformance.Caller]*pair
+	cluster             string
+	nodeGroups          []string
+	control             string
+	profiles            []string
+	onlyText            string
+	only                *regexp.Regexp
+	patience            time.Duration
+	junit, json         string
+}
+
+func newOptions() *options {
+	o := &options{patience: 2 * time.Minute, others: map[conformance.Caller]*pair{}}
+	for _, caller := range []conformance.Caller{conformance.CallerAutoscaler, conformance.CallerAdmin, conformance.CallerStranger} {
+		o.others[caller] = &pair{}
+	}
+	return o
+}
+
+func (o *options) addFlags(flags *pflag.FlagSet) {
+	flags.StringVar(&o.address, "address", o.address, "The `host:port` of the agent, or unix:///path/to/socket.")
+	flags.StringVar(&o.caFile, "ca-file", o.caFile, "The PEM `file` with the certificate authorities of the agent.")
+	flags.StringVar(&o.caller.cert, "cert-file", o.caller.cert,
+		"The PEM `file` with the certificate chain of the caller: the Cluster's own identity, or one that may at least read.")
+	flags.StringVar(&o.caller.key, "key-file", o.caller.key, "The PEM `file` with the caller's private key.")
+	flags.StringVar(&o.serverName, "server-name", o.serverName, "The `name` in the agent's certificate. Empty means the host of --address.")
+	flags.BoolVar(&o.plaintextLoopback, "plaintext-loopback", o.plaintextLoopback, "Call without TLS. --address must be a loopback address.")
+	flags.StringVar(&o.cluster, "cluster", o.cluster, "The Cluster to check with, as `namespace/name`.")
+	flags.StringSliceVar(&o.nodeGroups, "node-group", o.nodeGroups,
+		"A node group to claim from, by its `id`; give two. Machines and their Nodes have to come by themselves, with room for sixteen in each, and "+
+			"nothing else may claim from it.")
+	for _, caller := range []conformance.Caller{conformance.CallerAutoscaler, conformance.CallerAdmin, conformance.CallerStranger} {
+		who := map[conformance.Caller]string{
+			conformance.CallerAutoscaler: "an identity with the role autoscaler",
+			conformance.CallerAdmin:      "an identity with the role admin",
+			conformance.CallerStranger:   "the own identity of a Cluster that does not exist",
+		}[caller]
+		flags.StringVar(&o.others[caller].cert, string(caller)+"-cert-file", "",
+			"The PEM `file` with the certificate chain of "+who+". Empty skips what needs it.")
+		flags.StringVar(&o.others[caller].key, string(caller)+"-key-file", "", "The PEM `file` with its private key.")
+	}
+	flags.StringVar(&o.control, "control", o.control,
+		"The `URL` of a control over the agent, which makes Clusters, node groups, machines and certificates, instead of those flags.")
+	flags.StringSliceVar(&o.profiles, "profiles", o.profiles, "The profiles to check: reader, claimer, autoscaler, fault. Empty means all.")
+	flags.StringVar(&o.onlyText, "only", o.onlyText, "A regular expression: ids of the behaviours to check. Empty means all.")
+	flags.DurationVar(&o.patience, "patience", o.patience,
+		"How long to wait at most for what must happen sooner or later: a machine with its Node, its end, a heartbeat.")
+	flags.StringVar(&o.junit, "junit", o.junit, "The `file` to write the verdict to as JUnit XML. Empty writes none.")
+	flags.StringVar(&o.json, "json", o.json, "The `file` to write the verdict to as JSON. Empty writes none.")
+}
+
+// validate returns an error that names the flag of every mistake.
+func (o *options) validate() error {
+	var errs []error
+	wrong := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
+	if o.address == "" {
+		wrong("--address: say where the agent is")
+	}
+	for _, name := range o.profiles {
+		if !slices.Contains(conformance.Profiles(), conformance.Profile(name)) {
+			wrong("--profiles: %q is none of reader, claimer, autoscaler, fault", name)
+		}
+	}
+	var err error
+	if o.only, err = regexp.Compile(o.onlyText); err != nil {
+		wrong("--only: %v", err)
+	}
+	if o.patience <= 0 {
+		wrong("--patience: %s is not positive", o.patience)
+	}
+	for caller, files := range o.others {
+		if (files.cert == "") != (files.key == "") {
+			wrong("--%s-cert-file and --%s-key-file belong together", caller, caller)
+		}
+	}
+	if o.control != "" {
+		if o.cluster != "" || len(o.nodeGroups) > 0 || o.caller != (pair{}) || o.caFile != "" || o.plaintextLoopback {
+			wrong("--control: it makes Clusters, node groups and certificates of its own; drop --cluster, --node-group, --cert-file, --key-file, " +
+				"--ca-file and --plaintext-loopback")
+		}
+		return errors.Join(errs...)
+	}
+	if namespace, name, found := strings.Cut(o.cluster, "/"); !found || namespace == "" || name == "" {
+		wrong("--cluster: %q is not namespace/name", o.cluster)
+	}
+	return errors.Join(errs...)
+}
+
+func (o *options) selected() []conformance.Profile {
+	var selected []conformance.Profile
+	for _, name := range o.profiles {
+		selected = append(selected, conformance.Profile(name))
+	}
+	return selected
+}
+
+// target connects to the agent. The returned function closes the connections.
+func (o *options) target(ctx context.Context) (target conformance.Target, done func(), err error) {
+	if o.control != "" {
+		newEnv, err := control.Dial(ctx, control.Options{Control: o.control, Address: o.address, ServerName: o.serverName, Within: o.patience})
+		return conformance.Target{NewEnv: newEnv}, func() {}, err
+	}
+	var clients []*client.Client
+	done = func() {
+		for _, c := range clients {
+			_ = c.Close() // Every call has returned.
+		}
+	}
+	connect := func(files pair) (*client.Client, error) {
+		settings := client.Options{Address: o.address, PlaintextLoopback: o.plaintextLoopback, UserAgent: "capi-agent-conformance"}
+		if files != (pair{}) || o.caFile != "" {
+			settings.TLS = &client.TLS{CertFile: files.cert, KeyFile: files.key, CAFile: o.caFile, ServerName: o.serverName}
+		}
+		c, err := client.New(settings)
+		if err == nil {
+			clients = append(clients, c)
+		}
+		return c, err
+	}
+	namespace, name, _ := strings.Cut(o.cluster, "/")
+	given := conformance.Given{
+		Of: &agentv1alpha1.ClusterRef{Namespace: namespace, Name: name}, NodeGroups: o.nodeGroups, Within: o.patience,
+	}
+	if given.Caller, err = connect(o.caller); err != nil {
+		return target, done, err
+	}
+	for caller, to := range map[conformance.Caller]**client.Client{
+		conformance.CallerAutoscaler: &given.Autoscaler, conformance.CallerAdmin: &given.Admin, conformance.CallerStranger: &given.Stranger,
+	} {
+		if *o.others[caller] == (pair{}) {
+			continue
+		}
+		if *to, err = connect(*o.others[caller]); err != nil {
+			done()
+			return target, nil, fmt.Errorf("--%s-cert-file: %w", caller, err)
+		}
+	}
+	if target, err = given.Target(ctx); err != nil {
+		done()
+		return target, nil, err
+	}
+	return target, done, nil
+}
