@@ -313,7 +313,8 @@ func (s *Sandbox) joinHub(ctx context.Context) error {
 		return err
 	}
 	// A Cluster of that name that was deleted leaves its secrets, which name another API server.
-	err = hub.DeleteAllOf(ctx, &corev1.Secret{}, client.InNamespace(s.Cluster().Namespace), client.MatchingLabels{clusterv1.ClusterNameLabel: s.Cluster().Name})
+	err = hub.DeleteAllOf(ctx, &corev1.Secret{}, client.InNamespace(s.Cluster().Namespace),
+		client.MatchingLabels{clusterv1.ClusterNameLabel: s.Cluster().Name})
 	if err != nil {
 		return fmt.Errorf("deleting what a Cluster %s has left: %w", s.Cluster(), err)
 	}

@@ -54,7 +54,8 @@ func TestTheReadmeLinksToEveryPage(t *testing.T) {
 	}
 	for _, page := range all {
 		from := "README.md"
-		if folder := filepath.Join(filepath.Dir(page.Path), "README.md"); filepath.Dir(page.Path) != "docs" && page.Path != folder && linked[folder] != nil {
+		folder := filepath.Join(filepath.Dir(page.Path), "README.md")
+		if filepath.Dir(page.Path) != "docs" && page.Path != folder && linked[folder] != nil {
 			from = folder
 		}
 		if page.Path != "README.md" && !strings.HasPrefix(page.Path, ".github/ISSUE") && !strings.HasPrefix(page.Path, ".github/PULL") {

@@ -169,8 +169,12 @@ func TestARequestInFramesOfOneByteIsReadSlowly(t *testing.T) {
 	var headers bytes.Buffer
 	encoder := hpack.NewEncoder(&headers)
 	for _, h := range [][2]string{
-		{":method", "POST"}, {":scheme", "https"}, {":path", agentv1alpha1.ClaimService_SyncClaims_FullMethodName},
-		{":authority", "agent"}, {"content-type", "application/grpc"}, {"te", "trailers"},
+		{":method", "POST"},
+		{":scheme", "https"},
+		{":path", agentv1alpha1.ClaimService_SyncClaims_FullMethodName},
+		{":authority", "agent"},
+		{"content-type", "application/grpc"},
+		{"te", "trailers"},
 	} {
 		require.NoError(t, encoder.WriteField(hpack.HeaderField{Name: h[0], Value: h[1]}))
 	}
