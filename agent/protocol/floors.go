@@ -48,8 +48,7 @@ func (b *books) markFloors() {
 	b.next.Marking = marking
 }
 
-// takesPods reports whether pods can run on a free Machine, as far as is known, and Cluster API is
-// not about to replace it.
+// takesPods reports whether pods can run on a free Machine that Cluster API is not about to replace.
 func (b *books) takesPods(m *clusterv1.Machine) bool {
 	switch c := b.class(m); c {
 	case ofFloor:

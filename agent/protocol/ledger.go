@@ -49,8 +49,8 @@ type Ledger struct {
 	// to its own number. The group is frozen, and Floor and LastReplicas stay as they were, until a
 	// person takes [v1alpha1.ReplicasLoweredAnnotation] off.
 	Lowered bool `json:"lowered,omitempty"`
-	// Written is the number of replicas that another writer keeps to, as far as is known; nil in
-	// ledgers of older agents. It is replaced, never changed in place.
+	// Written is the last known number of replicas that another writer enforces; nil in ledgers of
+	// older agents. It is replaced, never changed in place.
 	Written *Written `json:"written,omitempty"`
 	// Spare is the number of replicas without an owner. It is derived, and kept for users and
 	// metrics.

@@ -48,8 +48,7 @@ func (b *books) freeze(reason, why string) {
 	b.d.Lowered, b.d.LoweredReason = why, reason
 }
 
-// describeLowering explains what is wrong, which writer caused it, as far as the API server knows,
-// and what to do.
+// describeLowering explains what is wrong, which writer the managed fields name, and what to do.
 func (b *books) describeLowering() string {
 	return fmt.Sprintf("%s set spec.replicas to %d, below the %d machines that are claimed, so Cluster API removed machines of its own choice; %s",
 		b.otherWriter(), b.Group.Replicas, b.claimed(b.Ledger != nil), unfreeze)

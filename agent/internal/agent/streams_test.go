@@ -83,7 +83,7 @@ func TestWatchersOfTwoAgents(t *testing.T) {
 	assert.Positive(t, sum.Lists)
 }
 
-// watching is a watcher that is started and stopped until it is told to stay.
+// watching is a watcher that restarts until stay is called.
 type watching struct {
 	watcher   streams.Watcher
 	stay, end func()

@@ -1,7 +1,7 @@
 // Package authz identifies callers and decides what they may do.
 //
-// A caller's identity is the single URI in its certificate. Its rights are grants, each of which is
-// a role for some Clusters. By default, the identity of a Cluster has the role `cluster` for that
+// A caller's identity is the single URI in its certificate. Its rights are grants. A grant is a role
+// for some Clusters. By default, the identity of a Cluster has the role `cluster` for that
 // Cluster; a [Policy] can restrict this, and grants further roles. The table [Methods] lists the
 // roles that may call each method. A method that is not in the table may not be called at all.
 package authz

@@ -159,8 +159,8 @@ func (w *world) planOnDelete(plan map[string]int32, newest string, sets []*clust
 	}
 }
 
-// planRollingUpdate raises the newest MachineSet as far as the surge allows, and lowers the others
-// as far as its Machines are available.
+// planRollingUpdate raises the newest MachineSet within the surge, and lowers the others by the
+// number of its available Machines.
 func (w *world) planRollingUpdate(plan map[string]int32, newest string, sets []*clusterv1.MachineSet, replicas int32) {
 	var total, available, availableNew int32
 	healthy := map[string]int32{}

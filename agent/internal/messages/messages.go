@@ -294,7 +294,7 @@ func cut(s string) string {
 	return s
 }
 
-// EndedClaim returns a claim of which only the end is known.
+// EndedClaim returns a claim with its end alone.
 func EndedClaim(namespace, cluster, id, reason, message string) *agentv1alpha1.Claim {
 	return &agentv1alpha1.Claim{
 		Cluster: Cluster(types.NamespacedName{Namespace: namespace, Name: cluster}),

@@ -13,7 +13,7 @@ import (
 	simv1 "github.com/karpenter-capi/karpenter-capi/deploy/sandbox/api/v1alpha1"
 )
 
-// clusterReconciler provisions the shared infrastructure of a Cluster, of which there is none.
+// clusterReconciler marks a Cluster as provisioned. Simulated Clusters have no shared infrastructure.
 type clusterReconciler struct {
 	hub client.Client
 }

@@ -266,8 +266,8 @@ func withoutStatus(m *simv1.SimMachine) bool {
 
 // recognise rebuilds the status of an existing instance whose object has lost it: `clusterctl move`
 // and backups carry no status. A real provider asks its infrastructure. Here the provider ID shows
-// that the instance exists, and the Node whether the kubelet has registered. That an instance was
-// told to stop cannot be recovered; it is told again when its object is deleted.
+// that the instance exists, and the Node whether the kubelet has registered. A request
+// to stop the instance is lost; it is repeated when the object is deleted.
 func (r *machineReconciler) recognise(
 	ctx context.Context, m *simv1.SimMachine, machine *clusterv1.Machine, cluster *clusterv1.Cluster, now time.Time,
 ) error {
