@@ -29,7 +29,7 @@ func TestMistakesNameTheirFlag(t *testing.T) {
 		`"127.0.0.1:1" is no flag`:                      {"127.0.0.1:1"},
 	} {
 		var out, errOut bytes.Buffer
-		require.Equal(t, notToBeSeen, run(t.Context(), arguments, &out, &errOut), "%v", arguments)
+		require.Equal(t, unchecked, run(t.Context(), arguments, &out, &errOut), "%v", arguments)
 		require.Contains(t, errOut.String(), want, "%v", arguments)
 	}
 }

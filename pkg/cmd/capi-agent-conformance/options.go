@@ -121,18 +121,23 @@ func (o *options) selected() []conformance.Profile {
 	return selected
 }
 
-// target connects to the agent. The returned function closes the connections.
+// target connects to the agent. Without an error, the returned function closes the connections.
 func (o *options) target(ctx context.Context) (target conformance.Target, done func(), err error) {
 	if o.control != "" {
 		newEnv, err := control.Dial(ctx, control.Options{Control: o.control, Address: o.address, ServerName: o.serverName, Within: o.patience})
 		return conformance.Target{NewEnv: newEnv}, func() {}, err
 	}
 	var clients []*client.Client
-	done = func() {
+	closeAll := func() {
 		for _, c := range clients {
 			_ = c.Close() // Every call has returned.
 		}
 	}
+	defer func() {
+		if err != nil {
+			closeAll()
+		}
+	}()
 	connect := func(files pair) (*client.Client, error) {
 		settings := client.Options{Address: o.address, PlaintextLoopback: o.plaintextLoopback, UserAgent: "capi-agent-conformance"}
 		if files != (pair{}) || o.caFile != "" {
@@ -149,7 +154,7 @@ func (o *options) target(ctx context.Context) (target conformance.Target, done f
 		Of: &agentv1alpha1.ClusterRef{Namespace: namespace, Name: name}, NodeGroups: o.nodeGroups, Within: o.patience,
 	}
 	if given.Caller, err = connect(o.caller); err != nil {
-		return target, done, err
+		return target, nil, err
 	}
 	for caller, to := range map[conformance.Caller]**client.Client{
 		conformance.CallerAutoscaler: &given.Autoscaler, conformance.CallerAdmin: &given.Admin, conformance.CallerStranger: &given.Stranger,
@@ -158,13 +163,9 @@ func (o *options) target(ctx context.Context) (target conformance.Target, done f
 			continue
 		}
 		if *to, err = connect(*o.others[caller]); err != nil {
-			done()
 			return target, nil, fmt.Errorf("--%s-cert-file: %w", caller, err)
 		}
 	}
-	if target, err = given.Target(ctx); err != nil {
-		done()
-		return target, nil, err
-	}
-	return target, done, nil
+	target, err = given.Target(ctx)
+	return target, closeAll, err
 }
