@@ -3,7 +3,6 @@ package claims
 import (
 	"context"
 	"fmt"
-	"maps"
 	"slices"
 	"strconv"
 	"strings"
@@ -13,7 +12,6 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
 	clusterv1 "sigs.k8s.io/cluster-api/api/core/v1beta2"
-	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/karpenter-capi/karpenter-capi/agent/api/v1alpha1"
 )
@@ -42,9 +40,6 @@ const (
 	rememberedAtLeast = time.Hour
 	// crowdedLook is how often an ended claim is checked while it is kept.
 	crowdedLook = 10 * time.Minute
-	// censusLife is how long a count of a Cluster's claims is reused. What this agent adds
-	// meanwhile is counted.
-	censusLife = time.Second
 	// creationWindow is the window of [Bounds].Creations.
 	creationWindow = time.Minute
 	// retrySoonest is the shortest time after which a caller should retry, because the counts may
@@ -141,177 +136,14 @@ func overQuota(cluster types.NamespacedName, err error) error {
 	}
 }
 
-// census is a count of a Cluster's claims.
-type census struct {
-	live, ended int
-	// made counts the claims of each node group that were made within [creationWindow]. released
-	// counts the claims with a Machine that were released within [Bounds].ReleaseWindow.
-	made     map[string]recent
-	released recent
-	at       time.Time
-}
-
-// recent counts events within a window.
-type recent struct {
-	n      int
-	oldest time.Time
-}
-
-func (r recent) and(moment time.Time) recent {
-	if r.n == 0 || moment.Before(r.oldest) {
-		r.oldest = moment
-	}
-	r.n++
-	return r
-}
-
-func newCensus(at time.Time) *census { return &census{at: at, made: map[string]recent{}} }
-
-// fresh reports whether the census is recent enough at the given time, which may be slightly before
-// the census was taken.
-func (c *census) fresh(now time.Time) bool { return now.Sub(c.at).Abs() < censusLife }
-
-// take adds a claim to the census.
-func (c *census) take(claim *v1alpha1.MachineClaim, releaseWindow time.Duration) {
-	if claim.CurrentPhase() == v1alpha1.PhaseEnded {
-		c.ended++
-	} else {
-		c.live++
-	}
-	if made := claim.CreationTimestamp.Time; c.at.Sub(made) < creationWindow && claim.Spec.NodeGroup != "" {
-		c.made[claim.Spec.NodeGroup] = c.made[claim.Spec.NodeGroup].and(made)
-	}
-	if at := claim.Status.ReleasedAt; at != nil && claim.Status.Machine != nil && c.at.Sub(at.Time) < releaseWindow {
-		c.released = c.released.and(at.Time)
-	}
-}
-
-// reservationKey names the creation, or the release, of a claim by its object's name.
-type reservationKey struct {
-	claim   string
-	release bool
-}
-
-// reservation is an operation of this agent that the caches may not show yet. It counts in addition
-// to the census.
-type reservation struct {
-	nodeGroup string
-	at        time.Time
-}
-
-// reservedAtMost is how long a reservation counts whose outcome the caches do not show: longer than
-// a write may take.
-const reservedAtMost = 2 * time.Minute
-
-// numbers are those of one Cluster: a census, and this agent's reservations.
-type numbers struct {
-	census   census
-	reserved map[reservationKey]reservation
-}
-
-// settle replaces the census, and drops the reservations that it covers.
-func (n *numbers) settle(counted census, shown []v1alpha1.MachineClaim) {
-	n.census = counted
-	for i := range shown {
-		delete(n.reserved, reservationKey{claim: shown[i].Name})
-		if shown[i].Status.ReleasedAt != nil {
-			delete(n.reserved, reservationKey{claim: shown[i].Name, release: true})
-		}
-	}
-	maps.DeleteFunc(n.reserved, func(_ reservationKey, r reservation) bool { return counted.at.Sub(r.at) > reservedAtMost })
-}
-
-// total is the census with the reservations.
-func (n *numbers) total() census {
-	total := n.census
-	total.made = maps.Clone(total.made)
-	for of, r := range n.reserved {
-		if of.release {
-			total.released = total.released.and(r.at)
-			continue
-		}
-		total.live++
-		total.made[r.nodeGroup] = total.made[r.nodeGroup].and(r.at)
-	}
-	return total
-}
-
-// count counts the claims of a Cluster in the caches, and what this agent has reserved. Other agents'
-// latest operations may be missing.
-func (e *Engine) count(ctx context.Context, cluster types.NamespacedName) (census, error) {
-	now := e.Clock.Now()
-	if total, ok := e.freshTotal(cluster, now); ok {
-		return total, nil
-	}
-	var list v1alpha1.MachineClaimList
-	err := e.Client.List(ctx, &list, client.InNamespace(cluster.Namespace),
-		selecting(e.Indexes.Cluster, v1alpha1.ClusterLabel, cluster.Name), client.UnsafeDisableDeepCopy)
-	if err != nil {
-		return census{}, fmt.Errorf("counting the Cluster's claims: %w", err)
-	}
-	counted := newCensus(now)
-	for i := range list.Items {
-		counted.take(&list.Items[i], e.Bounds.ReleaseWindow)
-	}
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	b := e.numbers[cluster]
-	if b == nil {
-		b = &numbers{reserved: map[reservationKey]reservation{}}
-		e.numbers[cluster] = b
-	}
-	if !b.census.fresh(now) { // otherwise another call has taken it meanwhile
-		b.settle(*counted, list.Items)
-	}
-	return b.total(), nil
-}
-
-// freshTotal returns the total of a Cluster whose census is fresh.
-func (e *Engine) freshTotal(cluster types.NamespacedName, now time.Time) (total census, fresh bool) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	if b := e.numbers[cluster]; b != nil && b.census.fresh(now) {
-		return b.total(), true
-	}
-	return census{}, false
-}
-
-// reserve counts the creation or the release of a claim, unless refuse returns why it is not
-// permitted. The Cluster must have been counted. An operation that is reserved already is permitted.
-func (e *Engine) reserve(c *v1alpha1.MachineClaim, release bool, refuse func(census) *TooManyError) *TooManyError {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	b, of := e.numbers[clusterOf(c)], reservationKey{claim: c.Name, release: release}
-	if _, reserved := b.reserved[of]; reserved {
-		return nil
-	}
-	if refused := refuse(b.total()); refused != nil {
-		return refused
-	}
-	b.reserved[of] = reservation{nodeGroup: c.Spec.NodeGroup, at: e.Clock.Now()}
-	return nil
-}
-
-// unreserve drops the reservation of an operation that was not carried out, if there is one.
-func (e *Engine) unreserve(c *v1alpha1.MachineClaim, release bool) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	if b := e.numbers[clusterOf(c)]; b != nil {
-		delete(b.reserved, reservationKey{claim: c.Name, release: release})
-	}
-}
-
-// countEnded adds to the number of ended claims in the Cluster's present census, if there is one.
-func (e *Engine) countEnded(cluster types.NamespacedName, more int) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	if b := e.numbers[cluster]; b != nil {
-		b.census.ended += more
-	}
-}
-
 func clusterOf(c *v1alpha1.MachineClaim) types.NamespacedName {
 	return types.NamespacedName{Namespace: c.Namespace, Name: c.Spec.ClusterName}
+}
+
+// ended returns how many ended claims a Cluster has.
+func (e *Engine) ended(ctx context.Context, cluster types.NamespacedName) (ended int, err error) {
+	err = e.withNumbers(ctx, cluster, func(n *numbers) { ended = n.census.ended })
+	return ended, err
 }
 
 // roomForTombstone returns a [*TooManyError] if the Cluster may have no further ended claim.
@@ -319,8 +151,8 @@ func (e *Engine) roomForTombstone(ctx context.Context, cluster types.NamespacedN
 	if e.Bounds.Ended == 0 {
 		return nil
 	}
-	has, err := e.count(ctx, cluster)
-	if err != nil || has.ended < e.Bounds.Ended {
+	ended, err := e.ended(ctx, cluster)
+	if err != nil || ended < e.Bounds.Ended {
 		return err
 	}
 	return e.tooMany(ctx, cluster, &TooManyError{
@@ -342,16 +174,18 @@ func (e *Engine) room(ctx context.Context, c *v1alpha1.MachineClaim, validateOnl
 	if err != nil || may.Claims == 0 && may.Creations == 0 {
 		return err
 	}
-	has, err := e.count(ctx, cluster)
+	var refused *TooManyError
+	err = e.withNumbers(ctx, cluster, func(n *numbers) {
+		now := e.Clock.Now()
+		refuse := func(has census) *TooManyError { return may.refuseClaim(has, c.Spec.NodeGroup, now) }
+		if validateOnly {
+			refused = refuse(n.total())
+		} else {
+			refused = n.reserve(reservationKey{claim: c.Name}, reservation{nodeGroup: c.Spec.NodeGroup, at: now}, refuse)
+		}
+	})
 	if err != nil {
 		return err
-	}
-	refuse := func(has census) *TooManyError { return may.refuseClaim(has, c.Spec.NodeGroup, e.Clock.Now()) }
-	var refused *TooManyError
-	if validateOnly {
-		refused = refuse(has)
-	} else {
-		refused = e.reserve(c, false, refuse)
 	}
 	if refused != nil {
 		return e.tooMany(ctx, cluster, refused)
@@ -386,6 +220,19 @@ func (b Bounds) refuseClaim(has census, nodeGroup string, now time.Time) *TooMan
 	return nil
 }
 
+// refuseRelease returns why no further claim with a Machine may be released in a Cluster that has
+// released so many; nil if it may.
+func (b Bounds) refuseRelease(has census, now time.Time) *TooManyError {
+	if has.released.n < b.Releases {
+		return nil
+	}
+	return &TooManyError{
+		Bound: BoundReleases, RetryAfter: has.released.over(b.ReleaseWindow, now),
+		Message: fmt.Sprintf("%d claims with a Machine were released in the Cluster within %s, as many as may be "+
+			"(--max-releases-per-window, or its annotation %s)", b.Releases, b.ReleaseWindow, v1alpha1.MaxReleasesAnnotation),
+	}
+}
+
 // mayRelease returns a [*TooManyError] if no further claim of the Cluster that has a Machine may be
 // released now. Otherwise it counts the claim as released, so that concurrent calls do not exceed
 // the bound, until [Engine.unreserve] or until the caches show the release.
@@ -398,28 +245,20 @@ func (e *Engine) mayRelease(ctx context.Context, c *v1alpha1.MachineClaim) error
 	if err != nil || may.Releases == 0 {
 		return err
 	}
-	if _, err := e.count(ctx, cluster); err != nil {
+	var refused *TooManyError
+	err = e.withNumbers(ctx, cluster, func(n *numbers) {
+		now := e.Clock.Now()
+		refused = n.reserve(reservationKey{claim: c.Name, release: true}, reservation{at: now}, func(has census) *TooManyError {
+			return may.refuseRelease(has, now)
+		})
+	})
+	if err != nil {
 		return err
 	}
-	refused := e.reserve(c, true, func(has census) *TooManyError {
-		if has.released.n < may.Releases {
-			return nil
-		}
-		return &TooManyError{
-			Bound: BoundReleases, RetryAfter: has.released.over(may.ReleaseWindow, e.Clock.Now()),
-			Message: fmt.Sprintf("%d claims with a Machine were released in the Cluster within %s, as many as may be "+
-				"(--max-releases-per-window, or its annotation %s)", may.Releases, may.ReleaseWindow, v1alpha1.MaxReleasesAnnotation),
-		}
-	})
 	if refused != nil {
 		return e.tooMany(ctx, cluster, refused)
 	}
 	return nil
-}
-
-// over returns how long it takes until the oldest of the recent events leaves the window.
-func (r recent) over(window time.Duration, now time.Time) time.Duration {
-	return max(retrySoonest, r.oldest.Add(window).Sub(now))
 }
 
 // tooMany counts a refusal and records it on the Cluster as an event. It returns the refusal.
@@ -437,8 +276,8 @@ func (e *Engine) remembered(ctx context.Context, cluster types.NamespacedName) (
 	if e.Bounds.Ended == 0 {
 		return e.TombstoneRetention, nil
 	}
-	has, err := e.count(ctx, cluster)
-	if err != nil || has.ended < e.Bounds.Ended-e.Bounds.Ended/10 {
+	ended, err := e.ended(ctx, cluster)
+	if err != nil || ended < e.Bounds.Ended-e.Bounds.Ended/10 {
 		return e.TombstoneRetention, err
 	}
 	// A group's cool-down is derived from its failed claims.

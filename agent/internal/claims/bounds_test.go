@@ -381,7 +381,11 @@ func TestWritesUnderWayCountUntilTheCachesShowThem(t *testing.T) {
 			ctx context.Context, c client.Client, subresource string, object client.Object, options ...client.SubResourceUpdateOption,
 		) error {
 			began <- struct{}{}
-			<-goOn
+			select {
+			case <-goOn:
+			case <-ctx.Done():
+				return ctx.Err()
+			}
 			return c.SubResource(subresource).Update(ctx, object, options...)
 		},
 		Create: func(context.Context, client.WithWatch, client.Object, ...client.CreateOption) error {
@@ -403,7 +407,9 @@ func TestWritesUnderWayCountUntilTheCachesShowThem(t *testing.T) {
 		<-began
 	}
 	now.Step(10 * censusLife)
-	_, err := e.Release(t.Context(), keyOf("second"), ReleaseOptions{})
+	briefly, cancel := context.WithTimeout(t.Context(), 5*time.Second) // for a write that must not begin
+	defer cancel()
+	_, err := e.Release(briefly, keyOf("second"), ReleaseOptions{})
 	requireTooMany(t, err, BoundReleases)
 	validate := ask("fourth", "a")
 	validate.ValidateOnly = true
