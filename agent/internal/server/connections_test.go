@@ -104,6 +104,23 @@ func (p *rawPeer) write(f func(*http2.Framer) error) {
 	_ = f(p.framer)
 }
 
+// encodeCall encodes the headers of a call.
+func encodeCall(encoder *hpack.Encoder, method string) error {
+	for _, h := range [][2]string{
+		{":method", "POST"},
+		{":scheme", "https"},
+		{":path", method},
+		{":authority", "agent"},
+		{"content-type", "application/grpc"},
+		{"te", "trailers"},
+	} {
+		if err := encoder.WriteField(hpack.HeaderField{Name: h[0], Value: h[1]}); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // call sends a call without waiting for its response.
 func (p *rawPeer) call(method string, request proto.Message) {
 	p.Helper()
@@ -111,17 +128,8 @@ func (p *rawPeer) call(method string, request proto.Message) {
 	require.NoError(p, err)
 	p.write(func(framer *http2.Framer) error {
 		p.headers.Reset()
-		for _, h := range [][2]string{
-			{":method", "POST"},
-			{":scheme", "https"},
-			{":path", method},
-			{":authority", "agent"},
-			{"content-type", "application/grpc"},
-			{"te", "trailers"},
-		} {
-			if err := p.encoder.WriteField(hpack.HeaderField{Name: h[0], Value: h[1]}); err != nil {
-				return err
-			}
+		if err := encodeCall(p.encoder, method); err != nil {
+			return err
 		}
 		stream := 2*p.calls + 1
 		p.calls++
@@ -167,17 +175,7 @@ func TestARequestInFramesOfOneByteIsReadSlowly(t *testing.T) {
 	framer := http2.NewFramer(&sent, conn)
 	require.NoError(t, framer.WriteSettings())
 	var headers bytes.Buffer
-	encoder := hpack.NewEncoder(&headers)
-	for _, h := range [][2]string{
-		{":method", "POST"},
-		{":scheme", "https"},
-		{":path", agentv1alpha1.ClaimService_SyncClaims_FullMethodName},
-		{":authority", "agent"},
-		{"content-type", "application/grpc"},
-		{"te", "trailers"},
-	} {
-		require.NoError(t, encoder.WriteField(hpack.HeaderField{Name: h[0], Value: h[1]}))
-	}
+	require.NoError(t, encodeCall(hpack.NewEncoder(&headers), agentv1alpha1.ClaimService_SyncClaims_FullMethodName))
 	require.NoError(t, framer.WriteHeaders(http2.HeadersFrameParam{StreamID: 1, BlockFragment: headers.Bytes(), EndHeaders: true}))
 	for range 1150 {
 		require.NoError(t, framer.WriteData(1, false, []byte{0}))
