@@ -20,7 +20,6 @@ import (
 	"golang.org/x/sync/errgroup"
 	authenticationv1 "k8s.io/api/authentication/v1"
 	corev1 "k8s.io/api/core/v1"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
@@ -204,6 +203,11 @@ func (s *Sandbox) start(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 
+	if s.options.HubOf != "" {
+		if err := s.step(ctx, "hub of "+s.options.HubOf, s.joinHub); err != nil {
+			return err
+		}
+	}
 	if err := s.step(ctx, "certificates", s.makeCertificates); err != nil {
 		return err
 	}
@@ -241,15 +245,12 @@ func (s *Sandbox) start(ctx context.Context) error {
 }
 
 // makeCertificates creates what must exist before any process runs.
-func (s *Sandbox) makeCertificates(ctx context.Context) error {
+func (s *Sandbox) makeCertificates(context.Context) error {
 	var err error
-	if s.options.HubOf != "" {
-		err = s.joinHub(ctx)
-	} else {
-		s.hub, err = s.newControlPlane("hub", s.state.Paths.HubKubeconfig)
-	}
-	if err != nil {
-		return err
+	if s.options.HubOf == "" {
+		if s.hub, err = s.newControlPlane("hub", s.state.Paths.HubKubeconfig); err != nil {
+			return err
+		}
 	}
 	if s.options.AuditHub {
 		s.hub.auditLog = s.state.Paths.HubAudit
@@ -271,63 +272,6 @@ func (s *Sandbox) makeCertificates(ctx context.Context) error {
 	}
 	s.agentCA = s.options.Authority.ca
 	return os.WriteFile(s.state.Paths.AgentCA, s.agentCA.PEM, 0o600)
-}
-
-// joinHub connects to the hub of another sandbox, and uses the authorities that its agents trust.
-func (s *Sandbox) joinHub(ctx context.Context) error {
-	of := Options{Name: s.options.HubOf, Root: s.options.Root}
-	running, err := Running(of)
-	if err != nil {
-		return err
-	}
-	state, err := ReadState(of)
-	if err != nil && !errors.Is(err, ErrNoState) {
-		return err
-	}
-	if !running || state.Phase != Ready || state.AgentAddress == "" {
-		return fmt.Errorf("sandbox %q is no hub with an agent that is up and ready: bring it up first", of.Name)
-	}
-	data, err := os.ReadFile(state.Paths.HubKubeconfig)
-	if err != nil {
-		return err
-	}
-	admin, err := clientcmd.RESTConfigFromKubeConfig(data)
-	if err != nil {
-		return err
-	}
-	admin.QPS, admin.Burst = adminQPS, adminBurst
-	s.hub = &controlPlane{name: "hub", server: admin.Host, admin: admin, kubeconfigFile: state.Paths.HubKubeconfig, kubeconfigData: data}
-	s.update(func(mine *State) {
-		mine.Paths.HubKubeconfig = state.Paths.HubKubeconfig
-		mine.AgentAddress, mine.AgentAddresses, mine.AgentMetrics = state.AgentAddress, state.AgentAddresses, state.AgentMetrics
-		mine.HubEtcdMetrics = state.HubEtcdMetrics
-	})
-	hub, err := s.HubClient()
-	if err != nil {
-		return err
-	}
-	switch err := hub.Get(ctx, s.Cluster(), &clusterv1.Cluster{}); {
-	case err == nil:
-		return fmt.Errorf("the hub of sandbox %q has a Cluster %s already: delete it there, or choose another name", of.Name, s.Cluster())
-	case !apierrors.IsNotFound(err):
-		return err
-	}
-	// A Cluster of that name that was deleted leaves its secrets, which name another API server.
-	err = hub.DeleteAllOf(ctx, &corev1.Secret{}, client.InNamespace(s.Cluster().Namespace),
-		client.MatchingLabels{clusterv1.ClusterNameLabel: s.Cluster().Name})
-	if err != nil {
-		return fmt.Errorf("deleting what a Cluster %s has left: %w", s.Cluster(), err)
-	}
-	var issuer corev1.Secret
-	if err := hub.Get(ctx, client.ObjectKey{Namespace: agentNamespace, Name: issuerSecret}, &issuer); err != nil {
-		return fmt.Errorf("reading the authority of the agents of sandbox %q: %w", of.Name, err)
-	}
-	ca, err := pki.ReadCA(pki.Pair{Certificate: issuer.Data[corev1.TLSCertKey], Key: issuer.Data[corev1.TLSPrivateKeyKey]})
-	if err != nil {
-		return fmt.Errorf("reading the authority of the agents of sandbox %q: %w", of.Name, err)
-	}
-	s.options.Authority = &Authority{ca}
-	return nil
 }
 
 // newControlPlane creates the certificates and the administrator's kubeconfig of a control plane.
