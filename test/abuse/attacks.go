@@ -41,9 +41,9 @@ const (
 // holder is the holder that a Cluster's own identity may act as.
 const holder = "karpenter"
 
-// framesRead are read of one identity before its connections are read slowly, and in the minute
-// after that.
-const framesRead = 100_000 + 60*2000
+// framesRead are read of one identity before its connections are closed: its burst, a TLS record of
+// each connection, and what is read slowly in ten seconds.
+const framesRead = 100_000 + 16*16*kibibyte/10 + 10*2000
 
 // Outcomes of connections, in addition to the codes of calls.
 const (

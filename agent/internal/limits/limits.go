@@ -87,6 +87,10 @@ const (
 	// slow reading after the last rejection. A caller that reaches it loses its connections,
 	// including everything sent on them.
 	refusalsPerSecond, refusalBurst, refusalDebt = 100, 1000, 2
+	// longestSlowness is how long a caller's connections are read slowly without a break. Then they
+	// are closed, until the caller has kept its limits for a moment. Otherwise megabytes in the
+	// buffers of a sender that has ended would keep its identity slow for hours.
+	longestSlowness = 10 * time.Second
 	// longestPause is how long a connection is left unread at most. Clients wait ten seconds for
 	// the response to a keepalive.
 	longestPause = time.Second
@@ -143,6 +147,7 @@ type Limiter struct {
 type caller struct {
 	rate, hubRate              *rate.Limiter
 	refusals, frames, traces   *rate.Limiter
+	slowSince                  time.Time // zero unless its connections are read slowly
 	calls, watches             int
 	connections                int
 	bytes, unread              int64
@@ -335,11 +340,17 @@ func (l *Limiter) Pause(identity string) (pause time.Duration, over bool) {
 	now := l.clock.Now()
 	missing, frames := -c.refusals.TokensAt(now), -c.frames.TokensAt(now)
 	refusing, flooding := missing/refusalsPerSecond, frames/l.framesPerSecond()
-	seconds := max(0, refusing, flooding)
-	if seconds > 0 {
-		l.slowed.WithLabelValues(lo.Ternary(refusing > flooding, slowedByRefusals, slowedByFrames)).Inc()
+	seconds := max(refusing, flooding)
+	if seconds <= 0 {
+		c.slowSince = time.Time{}
+		return 0, false
 	}
-	return time.Duration(min(longestPause.Seconds(), seconds) * float64(time.Second)), missing >= refusalsPerSecond*refusalDebt
+	if c.slowSince.IsZero() {
+		c.slowSince = now
+	}
+	l.slowed.WithLabelValues(lo.Ternary(refusing > flooding, slowedByRefusals, slowedByFrames)).Inc()
+	pause = time.Duration(min(longestPause.Seconds(), seconds) * float64(time.Second))
+	return pause, refusing >= refusalDebt || now.Sub(c.slowSince) >= longestSlowness
 }
 
 // Why connections are read slowly.

@@ -94,7 +94,7 @@ func TestACallerThatSendsManyFramesIsReadSlowly(t *testing.T) {
 		t.Helper()
 		pause, over := l.Pause(identity)
 		require.Equal(t, wanted, pause)
-		require.False(t, over, "it may be a slow client, and costs nothing while it is not read")
+		require.False(t, over, "it costs nothing while it is not read")
 	}
 	for range 10 {
 		l.Frames("a", 100) // ten for each call of the burst
@@ -111,6 +111,41 @@ func TestACallerThatSendsManyFramesIsReadSlowly(t *testing.T) {
 	requirePause("a", time.Second)
 	clock.Step(time.Second)
 	requirePause("a", 0)
+}
+
+// Otherwise the unread data of a sender that has ended, which can be megabytes for each connection,
+// would be read at this pace for hours, and every connection of its identity with it.
+func TestACallerThatHasBeenReadSlowlyForLongLosesItsConnections(t *testing.T) {
+	for reason, exceed := range map[string]func(*limits.Limiter){
+		"frames":   func(l *limits.Limiter) { l.Frames("a", 1) },
+		"refusals": func(l *limits.Limiter) { l.Denied("a") },
+	} {
+		t.Run(reason, func(t *testing.T) {
+			l, clock, _ := limiter(t, func(o *limits.Options) { o.CallsPerSecond, o.CallBurst = 10, 100 })
+			// Both limits are 100 a second, and 1,000 at once.
+			isOver := func(n int) bool {
+				for range n {
+					exceed(l)
+				}
+				pause, over := l.Pause("a")
+				require.Positive(t, pause)
+				return over
+			}
+			require.False(t, isOver(1050))
+			for range 99 {
+				clock.Step(100 * time.Millisecond)
+				require.False(t, isOver(10))
+			}
+			clock.Step(100 * time.Millisecond)
+			require.True(t, isOver(10))
+
+			clock.Step(time.Second)
+			pause, over := l.Pause("a")
+			require.Zero(t, pause, "it keeps its limits")
+			require.False(t, over)
+			require.False(t, isOver(100), "it has ten seconds again")
+		})
+	}
 }
 
 func TestWhatACallerHasOpenIsBounded(t *testing.T) {

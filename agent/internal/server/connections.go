@@ -138,7 +138,8 @@ func (i identifying) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthIn
 		pause, over := i.server.limits.Pause(identity)
 		switch {
 		case over:
-			i.server.config.Log.Info("a connection is closed: its caller goes on calling although its calls are refused", "identity", identity)
+			i.server.config.Log.Info("a connection is closed: its caller keeps calling although its calls are refused, or sending too many frames",
+				"identity", identity)
 		case pause > 0:
 			seldom.Do(func() {
 				i.server.config.Log.Info("a connection is read slowly: its caller keeps calling although its calls are refused, or sends too many frames",
@@ -168,13 +169,13 @@ type paced struct {
 	counted *frames
 }
 
-var errRefusedTooOften = errors.New("the caller goes on calling although its calls are refused")
+var errSlowForTooLong = errors.New("the caller keeps calling although its calls are refused, or sending too many frames")
 
 // Read implements [net.Conn]. An error ends the connection.
 func (p paced) Read(into []byte) (int, error) {
 	pause, over := p.pause()
 	if over {
-		return 0, errRefusedTooOften
+		return 0, errSlowForTooLong
 	}
 	if pause > 0 {
 		timer := time.NewTimer(pause)
